@@ -16,7 +16,7 @@ export PYTHONDONTWRITEBYTECODE :=
 .PHONY: smoke gloo test sweep unit gpu-evidence browser torchtitan torchtitan-sweep torchtitan-0.3 versions lint format docs clean
 
 smoke: $(READY)  ## run the smoke tier end to end and print the verdict table
-	$(BIN)/fp8-harness run --tier smoke
+	$(BIN)/fp8-harness run smoke
 
 gloo: $(READY)  ## run the tiers smoke and gloo over torch's gloo, for every night
 	$(BIN)/fp8-harness run smoke gloo --fabric gloo
@@ -58,7 +58,7 @@ versions: $(VERSIONS)  ## all of them, for every night: whole pr with the newest
 
 $(VERSIONS): torch-%: .venv-torch-%/.ready  ## as `make torch-2.15`
 	.venv-torch-$*/bin/fp8-harness run $(or $(TIER_$*),smoke)
-	.venv-torch-$*/bin/fp8-harness conformance
+	.venv-torch-$*/bin/fp8-harness dev conformance
 	.venv-torch-$*/bin/python -m pytest -q tests/worker/test_internals.py
 
 .venv-torch-%/.ready: pyproject.toml ci/constraints.txt ci/constraints-torch-%.txt

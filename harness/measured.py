@@ -1,4 +1,4 @@
-"""What one run of a case measured: the numbers that are kept with its result, compared by `gate` and drawn by reports.
+"""What one run of a case measured: the numbers that are kept with its result, which `compare` reads and reports draw.
 
 Small enough to keep for every case of every run; what the ranks recorded in full is only kept by `--save-trace`.
 """

@@ -34,6 +34,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     from harness.run_options import PARTS, options_of
 
     group = parser.getgroup("fp8-harness", "FP8 parallel training cases")
+    group.addoption("--fp8-tier", action="append", default=[], metavar="TIER", help="Collect this tier. Repeatable.")
     for option in (each for part in PARTS for each in options_of(part).values() if each.pytest_flag):
         form: dict[str, Any] = {"action": "append"} if option.repeatable else {"type": _reader(option)}
         if option.choices:
@@ -193,7 +194,7 @@ class _Results:
         """Write the files, in the process that has the reports of all workers."""
         if hasattr(self._config, "workerinput"):
             return
-        from harness.cli.report import page_of
+        from harness.cli.show import page_of
         from harness.durable import write_whole
         from harness.report.run import run_markdown
         from harness.store import run_lines

@@ -80,13 +80,6 @@ class Option(msgspec.Struct, frozen=True):
 class QueryOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Which cases. Other commands that select cases have these options too."""
 
-    tiers: Annotated[tuple[str, ...], Option("A tier by name; may be repeated.", flag="--tier", metavar="TIER")] = ()
-    case_ids: Annotated[
-        tuple[str, ...],
-        Option(
-            "One case by id; may be repeated.", flag="--case", metavar="ID", pytest="a node id: `cases/pr.toml::ID`"
-        ),
-    ] = ()
     expressions: Annotated[
         tuple[str, ...],
         Option(
@@ -95,6 +88,10 @@ class QueryOptions(msgspec.Struct, frozen=True, kw_only=True):
             metavar="EXPR",
         ),
     ] = ()
+    keyword: Annotated[
+        str | None,
+        Option("Keep cases by id, as in pytest: 'rowwise and not tp4'.", flag="-k", metavar="EXPR", pytest="`-k`"),
+    ] = None
     target: Annotated[
         str | None,
         Option(
@@ -223,10 +220,12 @@ class CommandOptions(msgspec.Struct, frozen=True, kw_only=True):
         PositiveInt | None, Option("Stop after this many cases that are not good, as in pytest.", pytest="`--maxfail`")
     ] = None
     first_failure: Annotated[bool, Option("Stop after the first: --maxfail 1.", flag="-x", pytest="`-x`")] = False
-    rerun_failed: Annotated[
+    last_failed: Annotated[
         bool,
         Option(
-            "Run the cases that were not good or never ran in the last run, with the same options.", pytest="`--lf`"
+            "Run the cases that were not good or never ran in the last run, with the same options.",
+            flag="--lf",
+            pytest="`--lf`",
         ),
     ] = False
     resume: Annotated[
@@ -270,7 +269,7 @@ class CommandOptions(msgspec.Struct, frozen=True, kw_only=True):
     save_trace: Annotated[
         Path | None,
         Option(
-            "Write scales, amaxes, matmuls, collectives and norms of every case as DIR/ID.npz, for `diff` and numpy.",
+            "Write what ranks recorded of every case as DIR/ID.npz, for `compare --records` and numpy.",
             metavar="DIR",
         ),
     ] = None

@@ -16,7 +16,7 @@ from pathlib import Path
 import msgspec
 
 from harness.errors import HarnessError
-from harness.hints import update_missing_goldens, update_missing_signatures
+from harness.hints import update_missing
 from harness.matrix.case import Case
 from harness.matrix.caseid import case_id, parse_case_id
 from harness.project import Project
@@ -214,13 +214,13 @@ def _announce(judge: CaseJudge, progress: Progress, query: Query, plan: Plan, *,
             progress.note(told if len(plan.capacity.nodes) == 1 else f"{node.host}: {told}")
     families, signatures = judge.missing_goldens, judge.missing_signatures
     if families:
-        fix = f" To store them: `{update_missing_goldens(asked)}`." if store else ""
+        fix = f" To store them: `{update_missing('goldens', asked)}`." if store else ""
         progress.note(
             f"goldens not stored: {len(families)}. "
             f"BF16 references are run on this machine in their place and kept.{fix}"
         )
     if signatures and plan.device == "cpu":
-        fix = f" To record them: `{update_missing_signatures(asked)}`." if store else ""
+        fix = f" To record them: `{update_missing('signatures', asked)}`." if store else ""
         progress.note(f"signatures not recorded: {len(signatures)}. What these cases send and keep is not judged.{fix}")
 
 

@@ -449,7 +449,7 @@ def make_result(case_id: str = "a", verdict: Verdict = Verdict.PASSED, **changes
         losses=tuple(step.loss for step in steps),
         grad_norms=tuple(step.grad_norm for step in steps),
         failures=run.failures if run is not None else (),
-        command=f"fp8-harness run --case {case_id}",
+        command=f"fp8-harness run {case_id}",
     )
     return replace(result, **changes)
 

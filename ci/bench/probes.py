@@ -110,10 +110,7 @@ def cpu_s(engine: ZygoteEngine, fabric: Fabric, case: Case, probes: tuple[str, .
 def training_cases(names: list[str], case_ids: list[str]) -> tuple[Case, ...]:
     """The cases of these tiers and case ids that train."""
     project = find_project(None)
-    query = Query(
-        sources=tuple(name for name in names if name in project.tiers),
-        case_ids=(*(name for name in names if name not in project.tiers), *case_ids),
-    )
+    query = Query(sources=(*names, *case_ids))
     stops = [fault for fault in known_here(project) if fault.verdict in (Verdict.CRASH, Verdict.HANG)]
     return tuple(
         case for case in select_cases(project, query) if expected_refusal(case) is None and not matching(stops, case)

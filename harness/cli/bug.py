@@ -69,19 +69,18 @@ bug.add_command(check_command)
 bug.add_command(export_command)
 
 
-@bug.command("list")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
+@bug.command("list", epilog="\b\nExamples:\n  fp8-harness bug list\n  fp8-harness bug list --json - | jq '.[].id'")
+@options.json_option("the bugs")
 @options.root_option
-def list_command(*, as_json: bool, root: str | None) -> None:
+def list_command(*, json_file: Path | None, root: str | None) -> None:
     """List the bug files of the project."""
     from harness.matrix.bugfile import read_bugs
     from harness.project import find_project
     from harness.report.bugs import bug_document, bugs_sections
 
     bugs = read_bugs(find_project(root).bugs)
-    if as_json:
-        options.write_json(Path("-"), [bug_document(each) for each in bugs])
-    else:
+    options.write_json(json_file, [bug_document(each) for each in bugs])
+    if json_file is None:
         print_sections(bugs_sections(bugs))
 
 

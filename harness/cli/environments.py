@@ -1,4 +1,4 @@
-"""Runs of the same cases in several environments: `run --env` and `gate --matrix`."""
+"""Runs of the same cases in several environments: `run --env` and `compare --versions`."""
 
 from __future__ import annotations
 
@@ -58,16 +58,16 @@ def open_versions(
 
 
 def versions_of(project: Project, text: str, versions_for: Callable[..., Versions]) -> list[NamedEnvironment]:
-    """The environments of `--matrix PACKAGE=V1,V2`: given by `--env`, the one that runs, or made and kept."""
+    """The environments of `--versions PACKAGE=V1,V2`: given by `--env`, the one that runs, or made and kept."""
     package, _, listed = text.partition("=")
     names = [name.strip() for name in listed.split(",") if name.strip()]
     if not package or len(set(names)) < 2:
-        fix = "write --matrix torchao=0.17.0,0.18.0."
-        raise HarnessError("it names no package with two versions.", where=f"--matrix {text}", fix=fix)
+        fix = "write --versions torchao=0.17.0,0.18.0."
+        raise HarnessError("it names no package with two versions.", where=f"--versions {text}", fix=fix)
     versions = versions_for(project, package, _note)
     for name in versions.given:
         if name not in names:
-            raise HarnessError(f"--matrix {text} has no {name}.", where="--env", fix="name one of its versions.")
+            raise HarnessError(f"--versions {text} has no {name}.", where="--env", fix="name one of its versions.")
     return [_with_version(versions, name) for name in names]
 
 
@@ -79,7 +79,7 @@ def _with_version(versions: Versions, version: str) -> NamedEnvironment:
     except (NotInstalled, subprocess.TimeoutExpired) as error:
         what = f"{versions.package} {version} cannot be installed: {error}."
         fix = "check the version and the index, or give an environment that has it by --env."
-        raise HarnessError(what, where="--matrix", fix=fix) from error
+        raise HarnessError(what, where="--versions", fix=fix) from error
 
 
 def given_environments(given: Sequence[str]) -> dict[str, Path]:

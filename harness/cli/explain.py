@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 
 import click
 import msgspec
 
-from harness.cli.options import root_option
+from harness.cli.options import json_option, root_option, write_json
 from harness.errors import HarnessError
 from harness.evidence.costs import CostsDamaged
 from harness.evidence.formulas import PACKAGES, doubts, read_verified
 from harness.evidence.kills import read_kills
 from harness.expect.fusion import executed_scaled_mm_calls, fusion_candidates
+from harness.hints import VERIFY_FORMULAS
 from harness.internals import Part, State, read_parts, with_needed
-from harness.jsonform import to_json
 from harness.matrix.axes import axis_type, axis_values, case_from_axes, known_axis
 from harness.matrix.case import Case
-from harness.matrix.caseid import case_id, family_id, id_words, parse_case_id, reference_case
+from harness.matrix.caseid import case_id, family_id, id_words, reference_case
 from harness.matrix.known import matching
 from harness.matrix.linears import converted_fqns
 from harness.matrix.rules import Rule
@@ -30,6 +31,7 @@ from harness.project import Project, find_project
 from harness.running.case_judge import known_here
 from harness.running.cost import expected_cost
 from harness.running.machine import internals_here
+from harness.running.selection import cases_to_explain
 from harness.sources import installed_versions
 
 _EPILOG = """\b
@@ -37,43 +39,48 @@ Examples:
   fp8-harness explain tp4-rowwise-v2256-f32
   fp8-harness explain --ids                                every word of case ids, and what is out of scope
   fp8-harness explain tp=4 recipe=tensorwise               the rules for these cells of tier pr
-  fp8-harness explain output_layer=true --tier nightly
+  fp8-harness explain output_layer=true nightly            of another tier or file
   fp8-harness explain --checks                             every check, its rules, and the faults that prove it
   fp8-harness explain --internals                          private parts of torch and torchao, and what they are here
 """
 
 
 @click.command("explain", epilog=_EPILOG)
-@click.argument("words", metavar="CASE-ID | AXIS=VALUE...", nargs=-1)
+@click.argument("words", metavar="[CASE-ID|FILE]... | AXIS=VALUE... [TIER|FILE]", nargs=-1)
 @click.option("--ids", is_flag=True, help="List every word that a case id can have, and what is out of scope.")
 @click.option("--internals", is_flag=True, help="List every private part of torch and torchao that ranks use, and why.")
 @click.option("--checks", is_flag=True, help="Describe every check: question, rules, faults that prove it.")
-@click.option("--json", "as_json", is_flag=True, help="With --internals: print JSON.")
-@click.option("--tier", default="pr", show_default=True, metavar="TIER|FILE", help="Matrix to search for AXIS=VALUE.")
+@json_option("the private parts")
 @root_option
-def explain(  # noqa: PLR0913  one parameter per option
-    words: tuple[str, ...], *, ids: bool, internals: bool, checks: bool, as_json: bool, tier: str, root: str | None
+def explain(
+    words: tuple[str, ...], *, ids: bool, internals: bool, checks: bool, json_file: Path | None, root: str | None
 ) -> None:
-    """Describe a case: the words of its id, its cost and its rules. Or list the rules for AXIS=VALUE."""
-    if as_json and not internals:
-        raise HarnessError("only the private parts are printed as JSON.", where="--json", fix="give --internals too.")
+    """Describe a case: the words of its id, its cost and its rules. Or list the rules for AXIS=VALUE in tier pr."""
+    if json_file is not None and not internals:
+        raise HarnessError("only the private parts are written as JSON.", where="--json", fix="give --internals too.")
     if ids:
         _print_words()
         return
     if internals:
-        _print_internals(as_json=as_json)
+        _print_internals(json_file)
         return
     project = find_project(root)
     if checks:
         _print_checks(project)
         return
-    if any("=" in word for word in words):
-        _explain_values(project, words, tier)
-    elif len(words) == 1:
-        _explain_case(project, parse_case_id(words[0]))
-    else:
-        what = "got more than one case id." if words else "got no case id."
-        raise HarnessError(what, where="explain", fix="give one id, or AXIS=VALUE words, or --ids.")
+    values = [word for word in words if "=" in word]
+    if values:
+        tiers = [word for word in words if "=" not in word]
+        if len(tiers) > 1:
+            raise HarnessError("values are searched in one tier or file.", where=" ".join(tiers), fix="leave one.")
+        _explain_values(project, values, *tiers)
+        return
+    if not words:
+        raise HarnessError("got no case id.", where="explain", fix="give an id, or AXIS=VALUE words, or --ids.")
+    for number, word in enumerate(words):
+        click.echo("\n" * bool(number), nl=False)
+        for case in cases_to_explain(project, word):
+            _explain_case(project, case)
 
 
 def _print_checks(project: Project) -> None:
@@ -168,7 +175,7 @@ def _print_unverified(project: Project) -> None:
     if found:
         versions = " and ".join(f"{name} {installed[name]}" for name in PACKAGES)
         click.echo(f"\nnot verified with {versions}: {', '.join(found)}")
-        click.echo("  A case that differs from them alone is `changed`. `fp8-harness evidence formulas` verifies them.")
+        click.echo(f"  A case that differs from them alone is `changed`. `{VERIFY_FORMULAS}` verifies them.")
 
 
 def _print_rules(project: Project, case: Case) -> None:
@@ -197,7 +204,7 @@ def _print_each(title: str, rules: Iterable[Rule]) -> None:
         click.echo(f"  {title}: {rule.name}\n    {rule.reason}\n    {rule.source}")
 
 
-def _explain_values(project: Project, words: tuple[str, ...], tier: str) -> None:
+def _explain_values(project: Project, words: Sequence[str], tier: str = "pr") -> None:
     from harness.matrix.casefile import read_case_file
     from harness.matrix.coverage import count_cells
 
@@ -214,13 +221,11 @@ def _explain_values(project: Project, words: tuple[str, ...], tier: str) -> None
         click.echo("  no rule forbids any of them" if census.cells else "  the matrix has no such cells")
 
 
-def _parse(words: tuple[str, ...]) -> dict[str, object]:
+def _parse(words: Sequence[str]) -> dict[str, object]:
     """The values of `axis=value` words, converted to the types of the axes."""
     values: dict[str, object] = {}
     for word in words:
-        name, equals, text = word.partition("=")
-        if not equals:
-            raise HarnessError("this is not AXIS=VALUE.", where=word, fix="give one case id, or only AXIS=VALUE words.")
+        name, _, text = word.partition("=")
         values[known_axis(name)] = _value(known_axis(name), text)
     case_from_axes(values)  # rejects values that no case can have
     return values
@@ -249,11 +254,11 @@ def _text(value: object) -> str:
     return "-" if value is None else str(value)
 
 
-def _print_internals(*, as_json: bool) -> None:
+def _print_internals(json_file: Path | None) -> None:
     """Print every part, the names that it uses, why, and what they are in this environment."""
     state = internals_here()
-    if as_json:
-        click.echo(to_json(_internals_document(state), indent=2))
+    if json_file is not None:
+        write_json(json_file, _internals_document(state))
         return
     parts = read_parts()
     names = sum(len(part.uses) for part in parts.values())

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from pathlib import Path
 
 import click
 
-from harness.cli.options import root_option
+from harness.cli.options import json_option, root_option, write_output
 from harness.cli.output import print_sections
 from harness.errors import HarnessError
 from harness.matrix.caseid import case_id, parse_case_id
@@ -23,7 +24,7 @@ Examples:
   fp8-harness history tp2-rowwise-v2048-s2-b16            every run of a case
   fp8-harness history tp2-rowwise-v2048-s2-b16 --runs 5   the last five
   fp8-harness history --select 'recipe=rowwise tp=2'      a summary of each of these cases
-  fp8-harness history --json                              all cases, for a program
+  fp8-harness history --json -                            all cases, for a program
 
 \b
 Exit codes: 0 there is a history, 2 usage or bad input, 3 no run of such a case is stored.
@@ -35,9 +36,9 @@ Exit codes: 0 there is a history, 2 usage or bad input, 3 no run of such a case 
 @click.option("--select", "expressions", metavar="EXPR", multiple=True, help="Cases that match, as in `run`.")
 @click.option("--runs", "most", type=click.IntRange(min=1), metavar="N", help="Show only the last N runs of each case.")
 @root_option
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@json_option("the histories")
 def history_command(
-    *, case: str | None, expressions: tuple[str, ...], most: int | None, root: str | None, as_json: bool
+    *, case: str | None, expressions: tuple[str, ...], most: int | None, root: str | None, json_file: Path | None
 ) -> None:
     """Show how a case ended and what it measured in every stored run, and what changed together with what.
 
@@ -51,9 +52,8 @@ def history_command(
     if not found:
         asked = case or " ".join(f"--select '{text}'" for text in expressions) or "any case"
         raise NothingSelected("no run of it is stored.", where=asked, fix="run it, or import results of it.")
-    if as_json:
-        click.echo(histories_json(found), nl=False)
-    else:
+    write_output(json_file, lambda: histories_json(found))
+    if json_file is None:
         print_sections(histories_sections(found) if case is None else history_sections(found[0]))
 
 

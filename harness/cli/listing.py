@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 import msgspec
 
-from harness.cli.options import query_parameter, root_option, run_option
-from harness.jsonform import to_json
+from harness.cli.options import json_option, query_parameter, root_option, run_option, write_json
+from harness.matrix.coverage import FATES, Coverage, coverage
+from harness.matrix.tier import Selection
+from harness.plural import counted
 from harness.project import Project, find_project
 
 if TYPE_CHECKING:
@@ -20,7 +24,9 @@ Examples:
   fp8-harness list pr --select 'tp=4,8'   cases of tier pr with TP 4 or 8
   fp8-harness list pr --shard 1/4         the first of four shards of about equal duration
   fp8-harness list pr --why               why each case is in a chosen tier
-  fp8-harness list my/cases.toml --json   a file of your own, for a program
+  fp8-harness list my.toml --json -       a file of your own, for a program
+  fp8-harness list pr --coverage          every pair of axis values: covered, refused, skipped or excluded
+  fp8-harness list pr --coverage --strength 3 --combinations excluded   every excluded triple with its rule
 """
 
 
@@ -29,23 +35,40 @@ Examples:
 @run_option("shard")
 @root_option
 @click.option("--why", is_flag=True, help="Also print the expected cost of each case and why it is in the tier.")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
-def list_command(*, query: Query, shard: str | None, root: str | None, why: bool, as_json: bool) -> None:
-    """List the cases of tiers or files: world size and id."""
+@click.option("--coverage", "as_coverage", is_flag=True, help="Account for every combination of axis values instead.")
+@click.option("--strength", type=click.IntRange(1, 3), default=2, show_default=True, help="Combinations: 2 for pairs.")
+@click.option("--combinations", type=click.Choice(list(FATES)), help="With --coverage: list those of this kind.")
+@json_option("the cases or combinations")
+def list_command(  # noqa: PLR0913  one parameter per option
+    *,
+    query: Query,
+    shard: str | None,
+    root: str | None,
+    why: bool,
+    as_coverage: bool,
+    strength: int,
+    combinations: str | None,
+    json_file: Path | None,
+) -> None:
+    """List the cases of tiers or files: world size and id. Or account for what tiers cover."""
     from harness.matrix.caseid import case_id
     from harness.matrix.parts import parse_shard
-    from harness.plural import counted
     from harness.running.selection import select_cases
 
-    query = msgspec.structs.replace(query, shard=None if shard is None else parse_shard(shard))
     project = find_project(root)
+    if combinations and not as_coverage:
+        raise click.UsageError("--combinations is for --coverage.")
+    if as_coverage:
+        _list_coverage(project, query, strength, combinations, json_file)
+        return
+    query = msgspec.structs.replace(query, shard=None if shard is None else parse_shard(shard))
     cases = select_cases(project, query)
     reasons = _reasons(project, query) if why else {}
-    if as_json:
+    if json_file is not None:
         rows = [
             {"id": case_id(case), "world_size": case.world_size, **reasons.get(case_id(case), {})} for case in cases
         ]
-        click.echo(to_json(rows, indent=2))
+        write_json(json_file, rows)
         return
     for case in cases:
         click.echo(f"{case.world_size:>3}  {case_id(case)}")
@@ -59,11 +82,61 @@ def _reasons(project: Project, query: Query) -> dict[str, dict[str, object]]:
     """What the chosen cases of the tiers of a query were expected to cost and what they are there for, by id."""
     from harness.matrix.caseid import case_id
     from harness.matrix.choice import chosen_path, read_chosen
+    from harness.running.selection import case_files
 
-    paths = [chosen_path(project.case_file(source)) for source in query.effective_sources]
+    paths = [chosen_path(path) for path in case_files(project, query)]
     return {
         case_id(each.case): {"cost_cpu_s": each.cost_cpu_s, "reason": each.reason}
         for path in paths
         if path.exists()
         for each in read_chosen(path)
     }
+
+
+def _list_coverage(
+    project: Project, query: Query, strength: int, combinations: str | None, json_file: Path | None
+) -> None:
+    from harness.running.selection import select_sources
+
+    if query.words != msgspec.structs.replace(query, expressions=(), keyword=None, target=None).words:
+        raise click.UsageError("--coverage is of whole tiers: leave out --select, -k and --target.")
+    selections = select_sources(project, query)
+    accounts = [(selection, coverage(selection, strength)) for selection in selections]
+    if json_file is not None:
+        document = [
+            {
+                "name": account.name,
+                "strength": strength,
+                "cases": len(selection.cases),
+                "cells": selection.candidates,
+                "counts": account.counts,
+                "by_rule": account.by_rule,
+                "cells_excluded": selection.excluded,
+                "combinations": account.tuples,
+            }
+            for selection, account in accounts
+        ]
+        write_json(json_file, document)
+        return
+    for selection, account in accounts:
+        _print_coverage(selection, account, combinations)
+
+
+def _print_coverage(selection: Selection, account: Coverage, listed: str | None) -> None:
+    click.echo(f"{account.name}: {counted(len(selection.cases), 'case')} of {selection.candidates} cells")
+    click.echo(f"\n{counted(len(account.tuples), 'combination')} of {account.strength} values")
+    for fate, count in account.counts.items():
+        click.echo(f"  {count:>7}  {fate:<12} {FATES[fate]}")
+    _print_rules("impossible combinations by rule", account.by_rule)
+    _print_rules("cells excluded by rule", selection.excluded)
+    for found in account.tuples if listed is not None else ():
+        if found.fate == listed:
+            because = f"  ({', '.join(found.rules)})" if found.rules else ""
+            click.echo(f"{found.block}: {' / '.join(found.values)}{because}")
+
+
+def _print_rules(title: str, counts: Mapping[str, int]) -> None:
+    if counts:
+        click.echo(f"\n{title}")
+        for name, count in counts.items():
+            click.echo(f"  {count:>7}  {name}")

@@ -12,42 +12,44 @@ from collections.abc import Sequence
 
 import click
 
+from harness.engine.hardware import cpu_name
 from harness.errors import HarnessError
 from harness.matrix.scope import out_of_scope
+from harness.sources import installed_source, installed_version
 from harness.verdict import ExitCode
 
-_COMMANDS = {
-    "list": "harness.cli.listing:list_command",
-    "explain": "harness.cli.explain:explain",
-    "new": "harness.cli.new:new_command",
-    "coverage": "harness.cli.coverage:coverage_command",
-    "run": "harness.cli.run:run_command",
-    "predict": "harness.cli.predict:predict",
-    "report": "harness.cli.report:report_command",
-    "show": "harness.cli.show:show_command",
-    "results": "harness.cli.results:results",
-    "history": "harness.cli.history:history_command",
-    "golden": "harness.cli.golden:golden",
-    "signature": "harness.cli.signature:signature",
-    "tolerance": "harness.cli.tolerance:tolerance",
-    "conformance": "harness.cli.conformance:conformance_command",
-    "evidence": "harness.cli.evidence:evidence",
-    "power": "harness.cli.power:power_command",
-    "target": "harness.cli.target:target",
-    "bug": "harness.cli.bug:bug",
-    "tier": "harness.cli.tier:tier",
-    "gate": "harness.cli.gate:gate_command",
-    "diff": "harness.cli.diff:diff_command",
-    "cache": "harness.cli.cache:cache",
-    "version": "harness.cli.version:version_command",
+# By section of the help: where each command is.
+_SECTIONS = {
+    "Run and look": {
+        "run": "harness.cli.run:run_command",
+        "list": "harness.cli.listing:list_command",
+        "explain": "harness.cli.explain:explain",
+        "new": "harness.cli.new:new_command",
+        "show": "harness.cli.show:show_command",
+        "history": "harness.cli.history:history_command",
+    },
+    "Compare": {"compare": "harness.cli.compare:compare_command"},
+    "Bugs and trainers": {
+        "bug": "harness.cli.bug:bug",
+        "check-target": "harness.cli.check_target:check_target_command",
+    },
+    "Predict": {
+        "predict": "harness.cli.predict:predict",
+    },
+    "Maintain": {
+        "baseline": "harness.cli.baseline:baseline",
+        "runs": "harness.cli.runs:runs",
+        "dev": "harness.cli.dev:dev",
+    },
 }
+_COMMANDS = {name: place for section in _SECTIONS.values() for name, place in section.items()}
 
 _EPILOG = """\b
 Examples:
   fp8-harness run smoke                       a quick check of this machine
   fp8-harness run pr -j 4 --junit junit.xml   the cases that gate pull requests
   fp8-harness explain tp4-rowwise-v2256-f32   describe a case and its rules
-  fp8-harness gate --baseline v1 --candidate v2   decide about a release
+  fp8-harness compare v1 v2                   decide about a release
   fp8-harness new my.toml --tp 2 --dim 512    write a case of your own
 
 \b
@@ -70,8 +72,33 @@ class _LazyGroup(click.Group):
         assert isinstance(command, click.Command)
         return command
 
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        for title, section in _SECTIONS.items():
+            commands = {name: self.get_command(ctx, name) for name in section}
+            with formatter.section(title):
+                formatter.write_dl([(name, each.get_short_help_str(60)) for name, each in commands.items() if each])
+
+
+def _print_versions(ctx: click.Context, _: click.Parameter, value: bool) -> None:
+    """Print versions, folders and digests of the packages that a run depends on."""
+    if not value:
+        return
+    for name, module in (("fp8-harness", "harness"), ("torch", "torch"), ("torchao", "torchao"), ("numpy", "numpy")):
+        version, source = installed_version(name) or "not installed", installed_source(module)
+        click.echo(f"{name} {version}" if source is None else f"{name} {version} {source.digest[:12]} {source.folder}")
+    click.echo(f"cpu {cpu_name()}")
+    ctx.exit()
+
 
 @click.group(cls=_LazyGroup, epilog=_EPILOG, context_settings={"help_option_names": ["-h", "--help"]})
+@click.option(
+    "--version",
+    is_flag=True,
+    is_eager=True,
+    expose_value=False,
+    callback=_print_versions,
+    help="Print versions.",
+)
 def app() -> None:
     """Correctness and regression tests for FP8 parallel training."""
 

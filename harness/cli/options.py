@@ -119,16 +119,10 @@ def query_parameter(command: Command) -> Command:
     def with_query(*, sources: tuple[str, ...], **given: Any) -> Any:
         from harness.running.selection import Query
 
-        asked = QueryOptions(**{name: given.pop(name) for name in options_of(QueryOptions)})
-        query = Query(
-            sources=(*sources, *asked.tiers),
-            case_ids=asked.case_ids,
-            expressions=asked.expressions,
-            target=asked.target,
-        )
+        query = Query(sources=sources, **{name: given.pop(name) for name in options_of(QueryOptions)})
         return command(query=query, **given)
 
-    sources = click.argument("sources", metavar="[TIER|FILE]...", nargs=-1)
+    sources = click.argument("sources", metavar="[TIER|FILE|CASE-ID]...", nargs=-1)
     return sources(run_options(QueryOptions)(with_query))
 
 

@@ -169,7 +169,7 @@ def _run(case: Case, root: str | None) -> RunResult:
 
     with open_progress() as progress:
         plan = msgspec.structs.replace(make_plan(), root_option=root)
-        result, _ = run(find_project(root), Query(case_ids=(case_id(case),)), plan, progress)
+        result, _ = run(find_project(root), Query(sources=(case_id(case),)), plan, progress)
     _tell_failures(result, root)
     return result
 

@@ -13,13 +13,13 @@ import msgspec
 from click.core import ParameterSource
 
 from harness.cli import options
-from harness.cli.github import report_to_github, workflow_commands_off
 from harness.cli.output import print_sections
-from harness.cli.report import page_of
+from harness.cli.show import page_of, report_to_github, workflow_commands_off
 from harness.durable import WriteFailed, write_whole
 from harness.errors import HarnessError
 from harness.hints import rerun_failed as rerun_command
 from harness.hints import resume_run as resume_command
+from harness.matrix.caseid import case_id
 from harness.matrix.parts import parse_shard
 from harness.project import Project, find_project
 from harness.report.ci import junit_report
@@ -29,7 +29,7 @@ from harness.run_options import CommandOptions, RunOptions, option_named
 from harness.running.plan import Plan
 from harness.running.progress import open_progress
 from harness.running.rerun import rerun_query, run_to_resume
-from harness.running.selection import Query
+from harness.running.selection import NothingSelected, Query, select_cases
 from harness.running.stored import Stored
 from harness.store import run_lines
 from harness.verdict import ExitCode
@@ -43,16 +43,17 @@ Examples:
   fp8-harness run pr -x --json - | tail -1      up to the first failure; the last line has the totals
   fp8-harness run pr --html report.html         results as a page that opens from disk
   fp8-harness run pr --select 'recipe=rowwise'  a part of it
-  fp8-harness run --case tp4-rowwise-v2256-f32  one case
+  fp8-harness run tp4-rowwise-v2256-f32         one case
+  fp8-harness run pr -k 'rowwise and not tp4'   cases by words of their ids, as in pytest
   fp8-harness run pr --budget-s 60              the best coverage in a minute
-  fp8-harness run pr --shard 1/4 --json 1.json  the first of four parts, for `results merge`
+  fp8-harness run pr --shard 1/4 --json 1.json  the first of four parts, for `runs merge`
   fp8-harness run pr --target my_pkg.my_target  with your own trainer
   fp8-harness run smoke --fabric gloo           with torch's gloo collectives
-  fp8-harness run --rerun-failed                what was not good in the last run
+  fp8-harness run --lf                          what was not good in the last run
   fp8-harness run --resume                      the rest of a run that was interrupted or killed
   fp8-harness run pr --inject fix.py:apply      with a patch of yours in every rank
   fp8-harness run --env old=v1 --env new=v2     in two virtual environments
-  fp8-harness run --case ID --save-trace good   scales and norms for `fp8-harness diff`
+  fp8-harness run CASE --save-trace good        scales and norms for `compare --records`
 
 \b
 Exit codes: 0 good, 1 something failed, 2 usage or bad input, 3 nothing ran,
@@ -60,7 +61,7 @@ Exit codes: 0 good, 1 something failed, 2 usage or bad input, 3 nothing ran,
 """
 
 _BY_USER = (ParameterSource.COMMANDLINE, ParameterSource.ENVIRONMENT)
-_OF_ONE_RUN = ("name", "json_file", "junit_file", "markdown_file", "save_trace", "keep_logs", "rerun_failed")
+_OF_ONE_RUN = ("name", "json_file", "junit_file", "markdown_file", "save_trace", "keep_logs", "last_failed")
 _STDOUT = Path("-")  # of --json: the report for people goes to stderr then
 
 
@@ -78,10 +79,10 @@ def run_command(*, query: Query, plan_for: Callable[..., Plan], **rest: Any) -> 
     project = find_project(asked.root)
     query = msgspec.structs.replace(query, budget_s=asked.budget_s, shard=shard)
     given = _given_options()
-    stopped = _stopped(project, query, given, alone=not (asked.rerun_failed or asked.name)) if asked.resume else None
+    stopped = _stopped(project, query, given, alone=not (asked.last_failed or asked.name)) if asked.resume else None
     if stopped is not None:
         given = stopped.start.options
-    if asked.rerun_failed:
+    if asked.last_failed:
         query, given = _failed(project, query, given)
     plan = _with_command(plan_for(**given.as_given), given, asked)
     return _run_and_report(project, query, plan, stopped, asked)
@@ -151,19 +152,19 @@ def _stopped(project: Project, asked: Query, given: RunOptions, *, alone: bool) 
 
 
 def _failed(project: Project, asked: Query, given: RunOptions) -> tuple[Query, RunOptions]:
-    """What was not good, narrowed by --select, with the options of that run where none is given anew."""
-    if asked.sources or asked.case_ids:
-        raise HarnessError(
-            "the cases are those of the last run; none can be named besides.",
-            where="--rerun-failed",
-            fix="drop tiers, files and --case, or narrow by --select.",
-        )
+    """What was not good among the cases that are named, with the options of that run where none is given anew."""
     rerun = rerun_query(project)
+    failed = rerun.query.sources
+    if asked.sources:
+        named = {case_id(case) for case in select_cases(project, Query(sources=asked.sources))}
+        failed = tuple(name for name in failed if name in named)
+        if not failed:
+            raise NothingSelected("none of these failed in the last run.", where=f"--lf {' '.join(asked.sources)}")
     repeated = rerun.options.besides(given)
     notes = [f"repeats {shlex.join(repeated.words)} of the last run."] if repeated.words else []
     for note in (*rerun.notes, *notes):
         click.echo(f"fp8-harness: note: {note}", err=True)
-    query = msgspec.structs.replace(asked, case_ids=rerun.query.case_ids)
+    query = msgspec.structs.replace(asked, sources=failed)
     return query, msgspec.structs.replace(repeated, **given.as_given)
 
 

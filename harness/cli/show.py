@@ -1,40 +1,202 @@
-"""`fp8-harness show`."""
+"""`fp8-harness show`: a stored run, or one case of it, in the terminal and as files."""
 
 from __future__ import annotations
 
+import contextlib
+import os
+import secrets
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, TextIO
+
 import click
 
-from harness.cli.options import root_option
+from harness.cli import options
 from harness.cli.output import print_sections
 from harness.errors import HarnessError
-from harness.project import find_project
+from harness.hints import rerun_failed
+from harness.project import Project, find_project
 from harness.report.case import shown_case
-from harness.running.stored import results_of
+from harness.report.ci import annotation_lines, job_summary, junit_report
+from harness.report.run import run_markdown, run_sections
+from harness.result import CaseResult, RunResult
+from harness.running.stored import results_of, stored_run
+from harness.store import run_lines
+
+if TYPE_CHECKING:
+    from harness.report.html.page import Front
+    from harness.report.sections import Section, Table
 
 _EPILOG = """\b
 Examples:
-  fp8-harness show tp4-rowwise-v2256-f32               a case of the last run
-  fp8-harness show rowwise                             the only case whose id contains it
-  fp8-harness show tp4-rowwise-v2256-f32 --run last~2  of the run two before
-  fp8-harness show rowwise --run result.json           of what `run --json` wrote
+  fp8-harness show                                print the report of the last run again
+  fp8-harness show tp4-rowwise-v2256-f32          a case of the last run
+  fp8-harness show last~2 rowwise                 the only case of that run whose id contains it
+  fp8-harness show --html out.html                the last run as a page that a browser opens from disk
+  fp8-harness show release --junit out.xml        of a run by its name
+  fp8-harness show result.json --html out.html    of what `run --json` wrote elsewhere
+  fp8-harness show --html out.html --mutations mutate.json --conformance conformance.json
+
+\b
+Exit codes: 0 shown, 2 usage error or bad input.
 """
+
+_HISTORY_RUNS = 20  # that a page tells of, at most
+_SUMMARY_VARIABLE = "GITHUB_STEP_SUMMARY"  # the file that GitHub makes the summary of
 
 
 @click.command("show", epilog=_EPILOG)
-@click.argument("case", metavar="CASE")
-@click.option("--run", default="last", show_default=True, metavar="RUN|FILE.json", help="The run to read.")
-@root_option
-def show_command(case: str, run: str, root: str | None) -> None:
-    """Show one case of a run: what is wrong, its curves and numbers, what judged it, and how to run it again.
+@click.argument("words", metavar="[RUN|FILE.json] [CASE]", nargs=-1)
+@options.run_option("html_file")
+@options.json_option("the results")
+@options.run_option("junit_file")
+@options.run_option("markdown_file")
+@options.run_option("github")
+@click.option(
+    "--mutations",
+    metavar="FILE",
+    type=options.EXISTING_FILE,
+    help="Add the mutation matrix of `dev mutate --json` to the page.",
+)
+@click.option(
+    "--conformance", metavar="FILE", type=options.EXISTING_FILE, help="Add the table of `dev conformance --json`."
+)
+@options.root_option
+def show_command(  # noqa: PLR0913  one parameter an option
+    *,
+    words: tuple[str, ...],
+    html_file: Path | None,
+    json_file: Path | None,
+    junit_file: Path | None,
+    markdown_file: Path | None,
+    github: bool,
+    mutations: Path | None,
+    conformance: Path | None,
+    root: str | None,
+) -> None:
+    """Show a run, the last one by default, or one case of it; or write reports of it.
 
-    CASE is an id, or a part of one that no other case of the run has.
+    RUN is its name or folder. CASE is an id, or a part of one that no other case of the run has: what is wrong with it,
+    its curves and numbers, what judged it, and how to run it again.
     """
-    results = results_of(find_project(root), run).results
-    found = [each for each in results if each.case_id == case]
-    found = found or [each for each in results if case in each.case_id]
+    if html_file is None and (mutations or conformance):
+        raise click.UsageError("--mutations and --conformance add to --html.")
+    project = find_project(root)
+    run, case = _named(project, words)
+    result = results_of(project, run)
+
+    def html() -> bytes:
+        return page_of(project, result, mutations=mutations, conformance=conformance)
+
+    outputs: tuple[tuple[Path | None, Callable[[], bytes]], ...] = (
+        (html_file, html),
+        (json_file, lambda: run_lines(result)),
+        (junit_file, lambda: junit_report(result)),
+        (markdown_file, lambda: run_markdown(result).encode()),
+    )
+    if case is not None:
+        if any(path for path, _ in outputs):
+            raise click.UsageError(f"reports are of a whole run: leave out {case}.")
+        print_sections(shown_case(_case_of(result, case)))
+        return
+    if github:
+        report_to_github(result, sys.stdout)
+    elif not any(path for path, _ in outputs):
+        print_sections(run_sections(result, rerun=rerun_failed(root=root)))
+    for path, render in outputs:
+        options.write_output(path, render)
+
+
+def _named(project: Project, words: tuple[str, ...]) -> tuple[str, str | None]:
+    """The run and the case that the words name: one word is a run where there is one of its name."""
+    if len(words) > 2:
+        raise click.UsageError("give at most a run and a case.")
+    if len(words) == 1 and not Path(words[0]).exists() and Path(words[0]).suffix != ".json":
+        try:
+            stored_run(project, words[0])
+        except HarnessError:
+            return "last", words[0]
+    return (words[0] if words else "last", words[1] if len(words) > 1 else None)
+
+
+def _case_of(run: RunResult, case: str) -> CaseResult:
+    """The case with this id, or the only one whose id contains the text."""
+    found = [each for each in run.results if each.case_id == case]
+    found = found or [each for each in run.results if case in each.case_id]
     if len(found) != 1:
-        ids = [each.case_id for each in found or results]
+        ids = [each.case_id for each in found or run.results]
         shown = ", ".join(ids[:5]) + (f", … ({len(ids)})" if len(ids) > 5 else "")
         what = "several cases of the run have this." if found else "the run has no such case."
         raise HarnessError(what, where=case, fix=f"use one of {shown}.")
-    print_sections(shown_case(found[0]))
+    return found[0]
+
+
+def page_of(
+    project: Project,
+    run: RunResult,
+    *,
+    front: Front | None = None,
+    mutations: Path | None = None,
+    conformance: Path | None = None,
+) -> bytes:
+    """The page of a run, with the coverage of the tiers that it ran whole, and earlier results where it is stored."""
+    from harness.report.html.page import html_report
+
+    sections = tuple(_sections(project, run, mutations, conformance))
+    return html_report(run, front=front, sections=sections, history=_history(project, run))
+
+
+def _history(project: Project, run: RunResult) -> dict[str, Table]:
+    """The history of every case that earlier runs have too, by its id."""
+    from harness.report.runs import history_table
+    from harness.running.stored import runs_before
+    from harness.studies.history import histories
+
+    ids = {result.case_id for result in run.results}
+    found = histories(runs_before(project, run, most=_HISTORY_RUNS), ids.__contains__)
+    return {each.case_id: history_table(each) for each in found if len(each.moments) > 1}
+
+
+def _sections(project: Project, run: RunResult, mutations: Path | None, conformance: Path | None) -> Iterator[Section]:
+    from harness.jsonform import read_json
+    from harness.matrix.coverage import coverage
+    from harness.report.conformance import ConformanceDocument, conformance_section
+    from harness.report.coverage import coverage_section
+    from harness.report.mutation import mutation_section
+    from harness.running.selection import whole_tiers
+    from harness.studies.mutation import MutationMatrix
+
+    tiers = whole_tiers(project, {result.case_id for result in run.results})
+    if tiers:
+        yield coverage_section([(tier, coverage(tier, 2)) for tier in tiers])
+    if mutations is not None:
+        yield mutation_section(read_json(mutations, MutationMatrix, command="dev mutate --json"))
+    if conformance is not None:
+        yield conformance_section(read_json(conformance, ConformanceDocument, command="dev conformance --json"))
+
+
+@contextlib.contextmanager
+def workflow_commands_off(file: TextIO, *, on: bool) -> Iterator[None]:
+    """Keep the runner from reading printed text, such as output of ranks, as workflow commands; no-op unless `on`."""
+    token = secrets.token_hex(16)
+    if on:
+        click.echo(f"::stop-commands::{token}", file=file)
+    try:
+        yield
+    finally:
+        if on:
+            click.echo(f"::{token}::", file=file)
+
+
+def report_to_github(result: RunResult, file: TextIO) -> None:
+    """Print the annotations, and append to the summary where GitHub wants one."""
+    click.echo(annotation_lines(result), nl=False, file=file)
+    path = os.environ.get(_SUMMARY_VARIABLE)
+    if not path:
+        return
+    try:
+        with Path(path).open("a", encoding="utf-8") as summary:
+            summary.write(job_summary(result))
+    except OSError as error:
+        click.echo(f"fp8-harness: warning: {path}: no job summary written: {error.strerror}.", err=True)

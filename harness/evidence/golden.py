@@ -19,8 +19,7 @@ import msgspec
 from harness.errors import HarnessError
 from harness.evidence.sealed import Sealed, read_sealed, write_sealed
 from harness.evidence.tolerance import ToleranceMissing, ToleranceUnfounded, tolerance_for
-from harness.hints import list_goldens as stored_goldens
-from harness.hints import update_golden
+from harness.hints import LIST_BASELINES, update_golden
 from harness.matrix.caseid import case_id as id_of_case
 from harness.matrix.caseid import family_case, parse_case_id
 from harness.timestamp import timestamp
@@ -148,7 +147,7 @@ def load_golden(root: Path, hardware: str, family: str) -> Golden:
     """The stored golden. Raises `GoldenMissing` or `GoldenDamaged` with the file and the fix."""
     path = golden_path(root, hardware, family)
     known = family_case(family) is not None
-    remake = f"run `{update_command(family, root)}`." if known else f"remove it; `{stored_goldens()}` shows the others."
+    remake = f"run `{update_command(family, root)}`." if known else f"remove it; `{LIST_BASELINES}` shows the others."
     try:
         golden = read_sealed(path, Golden, schema=SCHEMA, damaged=GoldenDamaged, fix=f"restore it or {remake}")
     except FileNotFoundError as error:

@@ -1,4 +1,4 @@
-"""Which rules found which planted fault: the proof that checks have teeth, as `fp8-harness power --record` measured it.
+"""Which rules found which planted fault: the proof that checks have teeth, as `dev mutate --record` measured it.
 
 Sealed JSON in the package and in a project of one's own. The reference of the checks (`docs/checks.md`) is made of it.
 """

@@ -21,6 +21,7 @@ import msgspec
 
 from harness.errors import HarnessError
 from harness.evidence.sealed import Sealed, own_root, read_sealed, write_sealed
+from harness.hints import MEASURE_TOLERANCES
 from harness.matrix.axes import DECLARED, DEFAULTS, own_values
 from harness.matrix.case import Case
 from harness.matrix.caseid import parse_case_id
@@ -33,7 +34,7 @@ LOSS_VS_GOLDEN = "loss_vs_golden"  # |loss - golden| in nats
 PARITY = "parity"  # largest relative distance of a gradient to that of the single-rank reference
 CHECKS = (LOSS_VS_GOLDEN, PARITY)
 TABLE_FILE = "golden/tolerances.toml"
-MEASURE = "run `fp8-harness tolerance measure`"
+MEASURE = f"run `{MEASURE_TOLERANCES}`"
 NONE_DERIVED = "was measured for cases like this, and the BF16 runs to derive one from did not finish"
 
 # A step counts as measured when this many seeds and layouts reached it. The largest of 8 independent samples is below

@@ -192,7 +192,7 @@ def _notes(sides: Sides, found: Iterable[Reason], terms: GatePolicy) -> Iterator
     if missing:
         more = f" (the first {_SHOWN_TWINS} of {len(missing)})" if len(missing) > _SHOWN_TWINS else ""
         text = f"to tell FP8 from the environment, run BF16 twins on both sides{more}"
-        yield Note(text=text, command=run_cases(missing[:_SHOWN_TWINS]))
+        yield Note(text=text, command=run_cases(*missing[:_SHOWN_TWINS]))
     kinds = {reason.kind for reason in found if reason.gates}
     for allowed in terms.allowed:
         if allowed.kind not in kinds:

@@ -158,7 +158,7 @@ def chosen_file(tier: str, chosen: Iterable[ChosenCase]) -> bytes:
     import tomli_w
 
     head = (
-        f"# The cases of tier {tier}: written by `fp8-harness tier choose {tier}`, never by hand. Each has the CPU\n"
+        f"# The cases of tier {tier}: written by `fp8-harness dev tier {tier}`, never by hand. Each has the CPU\n"
         "# seconds that it was expected to cost and what it is there for.\n\n"
     )
     tables = [

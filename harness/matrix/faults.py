@@ -16,7 +16,7 @@ from typing import Literal, NamedTuple
 import msgspec
 
 from harness.errors import HarnessError
-from harness.hints import list_faults
+from harness.hints import LIST_FAULTS
 from harness.matrix.case import Case
 from harness.matrix.caseid import parse_case_id
 from harness.matrix.rules import expected_refusal
@@ -209,7 +209,7 @@ def fault_named(name: str) -> Fault:
     known = all_faults()
     if name not in known:
         near = difflib.get_close_matches(name, known, n=1)
-        fix = f"did you mean {near[0]}?" if near else f"see `{list_faults()}`."
+        fix = f"did you mean {near[0]}?" if near else f"see `{LIST_FAULTS}`."
         raise HarnessError(f"no fault is named '{name}'.", where=f"{PREFIX}{name}", fix=fix)
     return known[name]
 

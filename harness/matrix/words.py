@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping
 
 import msgspec
 
-from harness.hints import list_words
+from harness.hints import LIST_WORDS
 from harness.matrix.axes import AXES, DECLARED, DEFAULTS, axis_type
 from harness.matrix.axis import Word as Declared
 from harness.matrix.scope import out_of_scope
@@ -135,7 +135,7 @@ def hint(token: str) -> str:
     if outside is not None:
         return f"leave it out: {outside.text}."
     near = _for_axis(token) or _similar(token)
-    return f"did you mean {' or '.join(near)}?" if near else f"see `{list_words()}`."
+    return f"did you mean {' or '.join(near)}?" if near else f"see `{LIST_WORDS}`."
 
 
 def _match(token: str) -> tuple[Word, re.Match[str]] | None:

@@ -16,7 +16,7 @@ from harness.bugs.facts import shown as quoted
 from harness.bugs.importing import ImportedBug
 from harness.bugs.reproduce import Reproduced
 from harness.bugs.shrink import Attempt, Shrunk
-from harness.hints import run_file
+from harness.hints import run_cases
 from harness.matrix.axes import AXES, axis_values, own_axes, shown_value
 from harness.matrix.bugfile import Bug, BugFile
 from harness.matrix.caseid import case_id, parse_case_id
@@ -98,7 +98,7 @@ def _next(bug: BugFile, file: str | None) -> Iterator[str]:
         if bug.missing:
             yield "to do: answer each question in [case.axes], and remove its line from [missing]"
         elif bug.case is not None:
-            yield f"run it: {run_file(file)}"
+            yield f"run it: {run_cases(file)}"
 
 
 def imported_document(found: ImportedBug, *, file: str | None) -> dict[str, object]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from harness.environment import Environment
-from harness.hints import gate_runs
+from harness.hints import compare_runs
 from harness.jsonform import to_json
 from harness.plural import counted
 from harness.report.case import sparkline
@@ -218,7 +218,7 @@ def environments_sections(runs: Mapping[str, RunResult], *, decide: bool = False
     )
     table = Table(columns=("environment", "good", "cases", "CPU s", "wall s"), rows=rows, right=(1, 2, 3, 4))
     first, *_, last = runs
-    command = (Verbatim(f"to decide: `{gate_runs(first, last)}`"),) if decide and last != first else ()
+    command = (Verbatim(f"to decide: `{compare_runs(first, last)}`"),) if decide and last != first else ()
     return [Section(blocks=(table,)), _differences(runs), Section(blocks=command)]
 
 

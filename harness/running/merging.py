@@ -71,7 +71,7 @@ def _environment(shards: Sequence[Named], *, mixed: bool) -> Environment | None:
     """The one of all shards, with the targets of all; None where they differ: it is that of no case."""
     found = list(environment_differences(shards))
     if found and not mixed:
-        fix = "give `results merge` --mixed where that does not matter, or run them in one environment."
+        fix = "give `runs merge` --mixed where that does not matter, or run them in one environment."
         raise HarnessError(f"the environments differ: {'; '.join(found)}.", where=_names(shards), fix=fix)
     environments = [run.start.environment for _, run in shards]
     if found or environments[0] is None:
@@ -94,7 +94,7 @@ def _cases(shards: Sequence[Named], *, latest: bool) -> dict[str, CaseResult]:
                     f"{source[case.case_id]} and {name} have different results of it: {other.verdict.value} and "
                     f"{case.verdict.value}.",
                     where=case.case_id,
-                    fix="give `results merge` --latest to keep that of the run that started last.",
+                    fix="give `runs merge` --latest to keep that of the run that started last.",
                 )
             found[case.case_id], source[case.case_id] = case, name
     return found

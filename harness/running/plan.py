@@ -20,6 +20,7 @@ from harness.engine.ray_connection import AUTO
 from harness.errors import HarnessError
 from harness.evidence.golden import hardware_classes
 from harness.expect.expectations import Expectations
+from harness.hints import run_cases
 from harness.matrix.case import Case
 from harness.matrix.linears import FLOPS_PER_PARAMETER_AND_TOKEN, parameter_count
 from harness.matrix.numerics import Numerics
@@ -111,9 +112,9 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     def command(self, case_id: str) -> str:
         """The one-line command that runs this case alone, the same way, for a POSIX shell."""
-        words = words_of({"root": self.root_option, "case_ids": case_id, **self._unusual.as_given})
+        words = words_of({"root": self.root_option, **self._unusual.as_given})
         program = "" if self.program == DEFAULT_PROGRAM else f"{PROGRAM_VARIABLE}={shlex.quote(self.program)} "
-        return program + shlex.join(["fp8-harness", "run", *words])
+        return program + run_cases(case_id, *words)
 
     @property
     def _unusual(self) -> RunOptions:

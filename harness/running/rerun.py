@@ -1,4 +1,4 @@
-"""What `--rerun-failed` runs again of the last run, and which run `--resume` finishes.
+"""What `--lf` runs again of the last run, and which run `--resume` finishes.
 
 A case without a readable result counts as not good: its run may have been killed before it got there.
 """
@@ -11,7 +11,7 @@ import msgspec
 
 from harness.environment import Environment
 from harness.errors import HarnessError
-from harness.hints import run_again
+from harness.hints import run_cases
 from harness.project import Project
 from harness.result import RunStart
 from harness.run_options import RunOptions
@@ -42,18 +42,18 @@ def rerun_query(project: Project) -> Rerun:
     stored = (RunStore(path).read() for path in reversed(project.stored_runs()))
     last = next((run for run in stored if run.results or run.damaged), None)
     if last is None:
-        raise NothingSelected("there is no earlier run.", where="--rerun-failed", fix="run a tier first.")
+        raise NothingSelected("there is no earlier run.", where="--lf", fix="run a tier first.")
     failed = [result.case_id for result in last.results if result.ran and not result.good]
     missing = [result.case_id for result in last.results if not result.ran]
     # The list of cases names those of damaged lines too.
     nameless = [] if last.start.cases else [text for text, name in last.damaged.items() if name is None]
     if not failed and not missing:
         if nameless:
-            raise NothingSelected(f"{nameless[0]}. No other case failed.", where="--rerun-failed", fix=_RUN_AGAIN)
-        raise NothingSelected("nothing failed in the last run.", where="--rerun-failed")
+            raise NothingSelected(f"{nameless[0]}. No other case failed.", where="--lf", fix=_RUN_AGAIN)
+        raise NothingSelected("nothing failed in the last run.", where="--lf")
     lost = [f"{text}. It does not say which case it was. Fix: {_RUN_AGAIN}" for text in nameless]
     notes = [*([_missing_text(missing, last.start.cases)] if missing and last.start.cases else []), *lost]
-    return Rerun(query=Query(case_ids=(*failed, *missing)), options=last.start.options, notes=tuple(notes))
+    return Rerun(query=Query(sources=(*failed, *missing)), options=last.start.options, notes=tuple(notes))
 
 
 def _missing_text(missing: Sequence[str], planned: Sequence[str]) -> str:
@@ -76,10 +76,9 @@ def run_to_resume(project: Project) -> Stored:
 def check_environment(start: RunStart, now: Environment, plan: Plan) -> None:
     """Raises HarnessError where the environment is not the one in which the run began."""
     if found := (start.environment or Environment()).differences(now):
-        root = () if plan.root_option is None else ("--root", plan.root_option)
         raise HarnessError(
             f"since this run began ({start.started}), this changed: {', '.join(found)}. "
             "Its results would be of two environments.",
             where="--resume",
-            fix=f"run it anew: `{run_again((*root, *start.argv))}`.",
+            fix=f"run it anew: `{run_cases(*start.argv, root=plan.root_option)}`.",
         )

@@ -5,6 +5,11 @@ Owns how the sources combine. Reading files and expanding the matrix is `matrix/
 
 from __future__ import annotations
 
+import ast
+import functools
+import os
+import re
+import shlex
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
@@ -26,7 +31,9 @@ from harness.matrix.rules import exclusions
 from harness.matrix.selector import parse_selector
 from harness.matrix.targets import MODULES, NAME
 from harness.matrix.tier import Selection, select
+from harness.matrix.words import values_of
 from harness.project import Project
+from harness.run_options import words_of
 
 DEFAULT_TIER = "smoke"
 
@@ -36,21 +43,19 @@ class NothingSelected(HarnessError):
 
 
 class Query(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What was asked for. `sources` are tiers or files; with neither sources nor ids the smoke tier is meant."""
+    """What was asked for. `sources` are tiers, files or case ids; without any the smoke tier is meant."""
 
     sources: tuple[str, ...] = ()
-    case_ids: tuple[str, ...] = ()
     expressions: tuple[str, ...] = ()  # all must hold
+    keyword: str | None = None  # of -k
     target: str | None = None  # trains every case in place of its own target
     budget_s: float | None = None  # seconds of wall clock that the run may take; None: as long as it takes
     shard: Shard | None = None  # the part to run here; None: all of it
 
     @property
     def effective_sources(self) -> tuple[str, ...]:
-        """The tiers or files to read."""
-        if self.sources or self.case_ids:
-            return self.sources
-        return (DEFAULT_TIER,)
+        """The tiers, files and ids to read."""
+        return self.sources or (DEFAULT_TIER,)
 
     @property
     def words_with_absolute_paths(self) -> tuple[str, ...]:
@@ -62,15 +67,25 @@ class Query(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     @property
     def words(self) -> tuple[str, ...]:
         """The words of a command line that ask for the same cases, but for the budget and the shard."""
-        cases = (word for case_id in self.case_ids for word in ("--case", case_id))
-        selected = (word for text in self.expressions for word in ("--select", text))
-        target = () if self.target is None else ("--target", self.target)
-        return (*self.effective_sources, *cases, *selected, *target)
+        narrowed = {"expressions": self.expressions, "keyword": self.keyword, "target": self.target}
+        return (*self.effective_sources, *words_of(narrowed))
 
 
 def select_sources(project: Project, query: Query) -> tuple[Selection, ...]:
     """The selections of the tiers and files of a query, before any expression."""
-    return tuple(select_file(project, project.case_file(source)) for source in query.effective_sources)
+    return tuple(select_file(project, path) for path in case_files(project, query))
+
+
+def case_files(project: Project, query: Query) -> list[Path]:
+    """The files of the tiers and files of a query."""
+    return [project.case_file(source) for source in query.effective_sources if not _is_case_id(project, source)]
+
+
+def _is_case_id(project: Project, source: str) -> bool:
+    """True for a case id, also a misspelled one: no tier or path, and a word of it is one of case ids."""
+    if source in project.tiers or source.endswith(".toml") or os.sep in source:
+        return False
+    return any(values_of(word) is not None for word in source.split("-"))
 
 
 def select_file(project: Project, path: Path) -> Selection:
@@ -121,7 +136,7 @@ def select_for_target(project: Project, query: Query) -> tuple[tuple[Case, ...],
     chosen = narrowed(asked, query)
     if not chosen:
         raise NothingSelected(
-            f"no case is selected ({len(trained_by(query.target, asked))} before --select).",
+            f"no case is selected ({len(trained_by(query.target, asked))} before --select and -k).",
             where=_describe(query),
             fix=f"widen the selection; `{list_cases(query.effective_sources)}` shows it.",
         )
@@ -133,7 +148,7 @@ def select_for_target(project: Project, query: Query) -> tuple[tuple[Case, ...],
 
 def narrowed(cases: Sequence[Case], query: Query) -> tuple[Case, ...]:
     """The cases, each once, trained by the target of the query, that all of its expressions keep."""
-    return tuple(filter(_wanted(query.expressions), trained_by(query.target, cases)))
+    return tuple(filter(wanted(query), trained_by(query.target, cases)))
 
 
 def in_shard(project: Project, cases: tuple[Case, ...], shard: Shard | None) -> tuple[Case, ...]:
@@ -146,22 +161,30 @@ def _pricing(costs: Costs) -> Pricing:
     return lambda case: Price(own_s=estimate(case, costs).case_cpu_s, shared_s=costs.price(case).shared_s)
 
 
+def cases_to_explain(project: Project, source: str) -> tuple[Case, ...]:
+    """The cases of a tier or file; that of an id also where a rule excludes it."""
+    if _is_case_id(project, source):
+        return (parse_case_id(source),)
+    return select_cases(project, Query(sources=(source,)))
+
+
 def one_case(project: Project, text: str) -> Case:
     """The case of an id, or the only one of a file. HarnessError for a file with several."""
-    cases = select_cases(project, Query(sources=(text,)) if text.endswith(".toml") else Query(case_ids=(text,)))
+    cases = select_cases(project, Query(sources=(text,)))
     if len(cases) > 1:
         raise HarnessError(f"it has {len(cases)} cases.", where=text, fix="give the id of one of them.")
     return cases[0]
 
 
 def _asked(project: Project, query: Query) -> list[Case]:
-    """The cases of the ids and sources of a query, whatever trains them."""
-    named = [_runnable_case(text) for text in query.case_ids]
-    for source in query.sources:
-        if source not in project.tiers:
-            _refuse_case_id(source)
-    selections = select_sources(project, query)
-    return [*named, *(case for selection in selections for case in selection.cases)]
+    """The cases of the sources of a query, whatever trains them."""
+    cases: list[Case] = []
+    for source in query.effective_sources:
+        if _is_case_id(project, source):
+            cases.append(_runnable_case(source))
+        else:
+            cases += select_file(project, project.case_file(source)).cases
+    return cases
 
 
 def _runnable_case(text: str) -> Case:
@@ -170,24 +193,50 @@ def _runnable_case(text: str) -> Case:
     for rule in exclusions(case):
         raise HarnessError(
             f"rule {rule.name} excludes this case: {rule.reason}",
-            where=f"--case {text}",
+            where=text,
             fix=f"see `{explain_case(text)}`.",
         )
     return case
 
 
-def _refuse_case_id(source: str) -> None:
-    """HarnessError for a case id in place of a tier or a file."""
+def wanted(query: Query) -> Callable[[Case], bool]:
+    """Whether `--select` and `-k` of a query keep a case."""
+    selectors = [parse_selector(text) for text in query.expressions]
+    keyword = parse_keyword(query.keyword) if query.keyword is not None else None
+    return lambda case: (
+        all(selector.matches(case) for selector in selectors) and (keyword is None or keyword(case_id(case)))
+    )
+
+
+def parse_keyword(text: str) -> Callable[[str], bool]:
+    """Whether an id is one of `-k`: parts of ids with `and`, `or`, `not` and parentheses, as in pytest."""
+    parts: list[str] = []
+
+    def named(found: re.Match[str]) -> str:
+        if found[0] in ("and", "or", "not"):
+            return found[0]
+        parts.append(found[0].lower())
+        return f"part{len(parts) - 1}"
+
+    def holds(node: ast.AST, name: str) -> bool:
+        match node:
+            case ast.BoolOp(op=ast.And()):
+                return all(holds(each, name) for each in node.values)
+            case ast.BoolOp():
+                return any(holds(each, name) for each in node.values)
+            case ast.UnaryOp(op=ast.Not()):
+                return not holds(node.operand, name)
+            case ast.Name():
+                return parts[int(node.id.removeprefix("part"))] in name.lower()
+        raise SyntaxError
+
     try:
-        parse_case_id(source)
-    except HarnessError:
-        return
-    raise HarnessError("a case id is not a tier.", where=source, fix=f"write --case {source}")
-
-
-def _wanted(expressions: Sequence[str]) -> Callable[[Case], bool]:
-    selectors = [parse_selector(text) for text in expressions]
-    return lambda case: all(selector.matches(case) for selector in selectors)
+        expression = ast.parse(re.sub(r"[^\s()]+", named, text), mode="eval").body
+        holds(expression, "")
+    except SyntaxError:
+        fix = "join parts of ids by and, or, not and parentheses: -k 'rowwise and not tp4'."
+        raise HarnessError("not an expression.", where=f"-k '{text}'", fix=fix) from None
+    return functools.partial(holds, expression)
 
 
 def trained_by(target: str | None, cases: Sequence[Case]) -> tuple[Case, ...]:
@@ -205,6 +254,4 @@ def _with_target(target: str, cases: Sequence[Case]) -> tuple[Case, ...]:
 
 
 def _describe(query: Query) -> str:
-    words = [*query.effective_sources, *query.case_ids, *(f"--select '{text}'" for text in query.expressions)]
-    words += [] if query.target is None else [f"--target {query.target}"]
-    return " ".join(words)
+    return shlex.join(query.words)

@@ -1,7 +1,7 @@
 """Results by what the user calls them: the last run, a run by its name, a file of results, or a folder of them.
 
 Runs of this machine and imported ones are files of one format (`store.py`) in two folders: estimates, budgets and
-`--rerun-failed` are about this machine, and do not look at imported ones.
+`--lf` are about this machine, and do not look at imported ones.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from msgspec.structs import replace
 
 from harness.durable import write_whole
 from harness.errors import HarnessError
-from harness.hints import list_results
+from harness.hints import LIST_RUNS
 from harness.project import Project
 from harness.result import RunResult, RunStart
 from harness.running.merging import Named, merged
@@ -75,7 +75,7 @@ def stored_run(project: Project, text: str) -> Stored:
     for number, run in enumerate(found):
         if number == back:
             return run
-    raise HarnessError("there are no such results.", where=text, fix=f"`{list_results()}` shows the stored runs.")
+    raise HarnessError("there are no such results.", where=text, fix=f"`{LIST_RUNS}` shows the stored runs.")
 
 
 def runs_of(project: Project) -> Iterator[Stored]:

@@ -129,7 +129,7 @@ def _obstacles(level: Level, facts: TorchFacts, visible: int) -> Iterator[Harnes
     if old and level != "proof":
         named = ", ".join(f"GPU {each.index} ({each.name}, {_dotted(each.capability)})" for each in old)
         what = f"float8 matmuls need compute capability {_dotted(FLOAT8_FROM)}; too old: {named}."
-        fix = "leave these out of CUDA_VISIBLE_DEVICES; `evidence proof` multiplies exactly, on older ones too."
+        fix = "leave these out of CUDA_VISIBLE_DEVICES; `dev evidence proof` multiplies exactly, on older ones too."
         yield HarnessError(what, where=where, fix=fix)
     if level != "kernel" and not facts.nccl:
         yield HarnessError(f"torch {facts.torch} was built without NCCL.", where=where, fix="install a build with it.")
@@ -199,7 +199,7 @@ def chosen_cases(level: Level, project: Project, query: Query, plan: Plan) -> tu
     """
     if level == "kernel":
         return (), ()
-    if not query.sources and not query.case_ids:
+    if not query.sources:
         tiers = tuple(name for name in _TIERS[plan.device] if name in project.tiers)
         query = msgspec.structs.replace(query, sources=tiers)
     of_dtype = [case for case in select_cases(project, query) if case.train.dtype == DTYPE[level]]
@@ -327,7 +327,7 @@ def _missing_goldens(work: Work, cases: Sequence[Case]) -> tuple[LevelItem, ...]
 
 def _judged(work: Work, cases: Sequence[Case]) -> tuple[CaseResult, ...]:
     """Every case, judged by every check. The run is stored like any other."""
-    query = Query(case_ids=tuple(map(case_id, cases)))
+    query = Query(sources=tuple(map(case_id, cases)))
     result, _ = run(work.project, query, work.plan, work.progress)
     _unless(result.end.interrupted)
     return result.results

@@ -62,7 +62,7 @@ SCALE = Rule(name="target/loss-scale", says="{explanation}", stage=Stage.RUN)
 
 
 class CheckOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """The options of `target check`. `base`: a case to take model, training and options from."""
+    """The options of `check-target`. `base`: a case to take model, training and options from."""
 
     target: str
     recipe: Recipe | None = None
@@ -154,7 +154,7 @@ def cases_of(options: CheckOptions, *, device: str) -> tuple[Case, ...]:
             raise HarnessError(
                 f"rule {rule.name} excludes {case_id(case)}: {rule.reason}",
                 where=f"target {options.target}",
-                fix="give another --layout or --case.",
+                fix="give another --layout or case.",
             )
     return tuple({case_id(case): case for case in cases}.values())
 

@@ -159,7 +159,7 @@ def make_project(folder: Path) -> Command:
     """A project with one tier `smoke` and its goldens."""
     command = Command(empty_project(folder))
     command.tier("smoke", CASES)
-    done = command.call("golden", "update", "smoke", "--device", "cpu", "--reason", "first")
+    done = command.call("baseline", "update", "smoke", "--device", "cpu", "--reason", "first")
     assert done.returncode == 0, done.stdout + done.stderr
     return command
 

@@ -23,15 +23,14 @@ ARGUMENTS = {
     "unknown tier": (("run", "smok"), "did you mean smoke"),
     "unknown option": (("run", "--jsonn", "x"), "--json"),
     "unknown command": (("rum",), "rum"),
-    "bad case id": (("run", "--case", "tp4-nonsense"), "tp4-nonsense"),
+    "bad case id": (("run", "tp4-nonsense"), "tp4-nonsense"),
     "bad selector": (("run", "smoke", "--select", "tpp=4"), "tp"),
     "bad root": (("run", "--root", "/no/such/folder"), "--root /no/such/folder"),
     "json folder": (("run", "smoke", "--json", "/no/such/folder/x.json"), "/no/such/folder"),
     "inject form": (("run", "smoke", "--inject", "patch"), "FILE.py:FUNCTION"),
     "inject file": (("run", "smoke", "--inject", "nowhere.py:apply"), "nowhere.py"),
-    "golden without reason": (("golden", "update", "smoke"), "--reason"),
-    "unknown family": (("golden", "update", "smoke", "--family", "x", "--reason", "y"), "--family x"),
-    "rerun and tier": (("run", "smoke", "--rerun-failed"), "--rerun-failed"),
+    "golden without reason": (("baseline", "update", "smoke"), "--reason"),
+    "unknown family": (("baseline", "update", "smoke", "--family", "x", "--reason", "y"), "--family x"),
     "too few slots": (("run", "smoke", "--device", "cpu", "--slots", "1"), "--slots"),
 }
 
@@ -59,9 +58,12 @@ def test_bad_arguments(shared: Command, name: str) -> None:
     check_line(shared, *ARGUMENTS[name])
 
 
-def test_rerun_and_tier_contradict(project: Command) -> None:
+def test_a_rerun_is_narrowed_by_a_tier(project: Command) -> None:
     project.call("run", "smoke", "--device", "cpu", "--select", "recipe=bf16", "--timeout-s", "0.001")
-    check_line(project, *ARGUMENTS["rerun and tier"])
+    project.cases("other", 'recipe = "rowwise"')
+    done = project.call("run", "other", "--lf")
+    assert done.returncode == 3 and "none of these failed in the last run" in done.stderr
+    assert "1 case:" in project.call("run", "smoke", "--lf").stdout
 
 
 def test_nothing_selected(shared: Command) -> None:
@@ -72,7 +74,7 @@ def test_damaged_golden_is_named_before_anything_runs(project: Command) -> None:
     golden = next((project.folder / "golden" / "cpu").glob("*.json"))
     golden.write_text(golden.read_text().replace("7.5", "7.4", 1))
     check_line(project, ("run", "smoke", "--device", "cpu"), golden.name)
-    check = project.call("golden", "check", "smoke")
+    check = project.call("baseline", "check", "smoke")
     assert check.returncode == 1
     assert golden.name in check.stdout
 

@@ -6,11 +6,14 @@ import json
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+import click
 import pytest
 from msgspec.structs import replace
 
+from harness.cli.main import app
 from harness.evidence.golden import load_golden, write_golden
 from harness.tables import save_tables
 from tests.builders import make_trace, run_of
@@ -19,19 +22,22 @@ from tests.programs import make_commit
 if TYPE_CHECKING:
     from tests.acceptance.conftest import Command
 
-COMMANDS = ["list", "explain", "coverage", "run", "golden", "golden list", "golden show", "golden check"]
-COMMANDS += ["golden verify", "golden diff"]
-COMMANDS += ["new", "diff", "golden update", "tolerance", "tolerance measure", "tolerance show", "cache", "version", ""]
-COMMANDS += ["history", "results", "results list", "results merge", "results import", "results remove"]
-COMMANDS += ["report", "show", "predict", *(f"predict {each}" for each in ("cost", "layouts", "speedup", "measure"))]
-COMMANDS += ["signature", "signature list", "signature check", "signature update"]
+
+def commands(command: click.Command, *words: str) -> Iterator[tuple[str, ...]]:
+    """Every command, with the groups that it is in."""
+    yield words
+    if isinstance(command, click.Group):
+        context = click.Context(command)
+        for name in command.list_commands(context):
+            found = command.get_command(context, name)
+            assert found is not None
+            yield from commands(found, *words, name)
 
 
-@pytest.mark.parametrize("name", COMMANDS)
-def test_help_has_examples(shared: Command, name: str) -> None:
-    done = shared.call(*name.split(), "--help")
-    assert done.returncode == 0
-    assert "Example" in done.stdout or name == "version"
+@pytest.mark.parametrize("words", list(commands(app)), ids=" ".join)
+def test_help_has_examples(shared: Command, words: tuple[str, ...]) -> None:
+    done = shared.call(*words, "--help")
+    assert done.returncode == 0 and "Example" in done.stdout
 
 
 def test_list_imports_nothing_heavy(shared: Command) -> None:
@@ -52,7 +58,7 @@ def test_list_imports_nothing_heavy(shared: Command) -> None:
 
 
 def test_list_into_a_closed_pipe(shared: Command) -> None:
-    process = shared.start("list", "--json")
+    process = shared.start("list", "--json", "-")
     assert process.stdout is not None
     process.stdout.close()
     assert process.stderr is not None
@@ -60,7 +66,7 @@ def test_list_into_a_closed_pipe(shared: Command) -> None:
 
 
 def test_explain_case(shared: Command) -> None:
-    case = json.loads(shared.call("list", "--json", "--select", "output_layer=true").stdout)[0]["id"]
+    case = json.loads(shared.call("list", "--json", "-", "--select", "output_layer=true").stdout)[0]["id"]
     done = shared.call("explain", case)
     assert done.returncode == 0, done.stderr
     assert "must be refused" in done.stdout
@@ -70,7 +76,7 @@ def test_explain_case(shared: Command) -> None:
 
 def test_explain_values(project: Command) -> None:
     project.tier("grid", '[[matrix]]\nname = "m"\n[matrix.axes]\ntp = [1, 2, 3]\nrecipe = ["bf16", "rowwise"]\n')
-    done = project.call("explain", "tp=3", "--tier", "grid")
+    done = project.call("explain", "tp=3", "grid")
     assert done.returncode == 0, done.stderr
     assert "tp=3: 2 cells in grid" in done.stdout
     assert "excluded: 2 by" in done.stdout
@@ -84,27 +90,27 @@ def test_explain_unknown_axis(shared: Command) -> None:
 
 def test_coverage(project: Command) -> None:
     project.tier("grid", '[[matrix]]\nname = "m"\n[matrix.axes]\ntp = [1, 2, 3]\nrecipe = ["bf16", "rowwise"]\n')
-    done = project.call("coverage", "grid", "--json")
+    done = project.call("list", "grid", "--coverage", "--json", "-")
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)
-    assert project.call("coverage", "grid").returncode == 0
+    assert project.call("list", "grid", "--coverage").returncode == 0
 
 
 def test_golden_update_shows_old_and_new(project: Command) -> None:
-    done = project.call("golden", "update", "smoke", "--device", "cpu", "--reason", "again")
+    done = project.call("baseline", "update", "smoke", "--device", "cpu", "--reason", "again")
     assert done.returncode == 0
     assert "unchanged" in done.stdout
     assert "old loss" in done.stdout
-    assert project.call("golden", "update", "smoke", "--missing", "--reason", "more").returncode == 3
-    family = project.call("golden", "list").stdout.split()[1]
-    shown = project.call("golden", "show", family)
+    assert project.call("baseline", "update", "smoke", "--missing", "--reason", "more").returncode == 3
+    family = project.call("baseline", "list").stdout.split()[1]
+    shown = project.call("baseline", "show", family)
     assert "reason    again" in shown.stdout
     assert "7.5" in shown.stdout
 
 
 @pytest.mark.skipif(shutil.which("git") is None, reason="git is not installed")
 def test_goldens_are_not_made_from_a_changed_tree_unless_asked(project: Command) -> None:
-    update = ("golden", "update", "smoke", "--device", "cpu", "--reason", "again")
+    update = ("baseline", "update", "smoke", "--device", "cpu", "--reason", "again")
     make_commit(project.folder, "cases", "golden")
     assert project.call(*update).returncode == 0
     assert project.call(*update).returncode == 0, "goldens that are not committed yet are no reason"
@@ -117,7 +123,7 @@ def test_goldens_are_not_made_from_a_changed_tree_unless_asked(project: Command)
     assert project.call(*update, "--dry-run").returncode == 0
     allowed = project.call(*update, "--allow-dirty")
     assert allowed.returncode == 0 and "warning" in allowed.stderr
-    verified = project.call("golden", "verify", "--device", "cpu")
+    verified = project.call("baseline", "check", "--device", "cpu")
     assert "made from trees that differed from their commit: 1" in verified.stdout and verified.returncode == 0
     shelve = refused.stderr.partition("`")[2].partition("`")[0]
     assert project.shell(shelve).returncode == 0
@@ -127,21 +133,21 @@ def test_goldens_are_not_made_from_a_changed_tree_unless_asked(project: Command)
 @pytest.mark.skipif(shutil.which("git") is None, reason="git is not installed")
 def test_golden_diff_and_the_text_of_the_commit_say_what_changed(project: Command) -> None:
     make_commit(project.folder, "cases", "golden")
-    assert project.call("golden", "diff").stdout == "1 golden unchanged against HEAD\n"
+    assert project.call("baseline", "show", "--against", "HEAD").stdout == "1 golden unchanged against HEAD\n"
     family = "tiny-v2048-s3-gb8-sl32-lr0.001-seed0"
     stored = load_golden(project.folder, "cpu", family)
     write_golden(project.folder, replace(stored, losses=(9.0, *stored.losses[1:])))
-    shown = project.call("golden", "diff").stdout
+    shown = project.call("baseline", "show", "--against", "HEAD").stdout
     assert f"1 golden changed: {stored.provenance.reason}" in shown and "0 goldens unchanged" in shown
-    done = project.call("golden", "update", "smoke", "--device", "cpu", "--reason", "torch 2.14")
+    done = project.call("baseline", "update", "smoke", "--device", "cpu", "--reason", "torch 2.14")
     text = done.stdout.partition("For the message of the commit:\n\n")[2]
     assert text.startswith(f"1 golden changed: torch 2.14\n\n{family}  cpu  changed")
-    assert project.call("golden", "diff", "--against", str(project.folder)).stdout.startswith("1 golden unchanged")
-    assert "neither a revision nor a project" in project.call("golden", "diff", "--against", "nothing").stderr
+    assert project.call("baseline", "show", "--against", str(project.folder)).stdout.startswith("1 golden unchanged")
+    assert "neither a revision nor a project" in project.call("baseline", "show", "--against", "nothing").stderr
 
 
 def test_golden_update_of_what_failed_in_the_last_run(project: Command) -> None:
-    only = ("golden", "update", "--only-failing", "--device", "cpu", "--reason", "torch 2.14")
+    only = ("baseline", "update", "--only-failing", "--device", "cpu", "--reason", "torch 2.14")
     assert project.call(*only).returncode == 2, "there is no run"
     assert project.call("run", "smoke", "--device", "cpu").returncode == 0
     assert project.call(*only).returncode == 3
@@ -157,7 +163,7 @@ def test_golden_update_of_what_failed_in_the_last_run(project: Command) -> None:
 
 
 def test_a_golden_is_stored_for_a_class_of_this_device_alone(project: Command) -> None:
-    refused = project.call("golden", "update", "smoke", "--device", "cpu", "--hardware", "sm90", "--reason", "x")
+    refused = project.call("baseline", "update", "smoke", "--device", "cpu", "--hardware", "sm90", "--reason", "x")
     assert refused.returncode == 2 and "Fix: give one of cpu." in refused.stderr
 
 
@@ -167,10 +173,10 @@ def test_a_changed_golden_is_compared_with_noise_and_its_cpu_is_named(project: C
         to.parent.mkdir(exist_ok=True)
         shutil.copy(project.repository / "golden" / name, to)
     family = "tiny-v2048-s3-gb8-sl32-lr0.001-seed0"
-    assert "cpu  " in project.call("golden", "show", family).stdout
+    assert "cpu  " in project.call("baseline", "show", family).stdout
     stored = load_golden(project.folder, "cpu", family)
     elsewhere = replace(stored.provenance, cpu="Other CPU avx2")
-    update = ("golden", "update", "smoke", "--device", "cpu", "--reason", "look", "--dry-run")
+    update = ("baseline", "update", "smoke", "--device", "cpu", "--reason", "look", "--dry-run")
     for by, words in (
         (3.6e-4, "within noise: 3.6e-04 of 1.0e-03 nats"),
         (0.5, "beyond noise: 5.0e-01 of 1.0e-03 nats"),
@@ -184,22 +190,22 @@ def test_a_changed_golden_is_compared_with_noise_and_its_cpu_is_named(project: C
 
 def test_golden_dry_run_stores_nothing(project: Command) -> None:
     project.cases("new", 'recipe = "rowwise", steps = 4')
-    done = project.call("golden", "update", "new", "--device", "cpu", "--reason", "look", "--dry-run")
+    done = project.call("baseline", "update", "new", "--device", "cpu", "--reason", "look", "--dry-run")
     assert done.returncode == 0
     assert "not stored" in done.stdout
-    check = project.call("golden", "check", "new", "--device", "cpu")
+    check = project.call("baseline", "check", "new", "--device", "cpu")
     assert check.returncode == 1
     assert "missing" in check.stdout
 
 
 def test_tolerance_measure_writes_evidence(project: Command) -> None:
     project.cases("noise", *(f'recipe = "rowwise", dp_shard = {size}, steps = 3' for size in (1, 2, 4)))
-    done = project.call("tolerance", "measure", "noise", "--device", "cpu", "--seeds", "8")
+    done = project.call("baseline", "tolerance", "--measure", "noise", "--device", "cpu", "--seeds", "8")
     assert done.returncode == 0, done.stdout + done.stderr
     evidence = json.loads((project.folder / "golden/evidence/loss_vs_golden.json").read_text())
     assert len(evidence["samples"]) == 24
     assert {sample["layout"] for sample in evidence["samples"]} == {"single", "fsdp2", "fsdp4"}
-    shown = project.call("tolerance", "show")
+    shown = project.call("baseline", "tolerance")
     assert "tiny-rowwise-float32: 24 samples, 8 seeds, 3 layouts, 3 steps" in shown.stdout
 
 
@@ -208,7 +214,7 @@ def test_measuring_some_cases_again_keeps_the_samples_of_the_others(project: Com
     path = project.folder / "golden/evidence/loss_vs_golden.json"
     stored = []
     for arguments in (("--seeds", "2"), ("--seeds", "3", "--select", "dp_shard=2")):
-        done = project.call("tolerance", "measure", "noise", "--device", "cpu", *arguments)
+        done = project.call("baseline", "tolerance", "--measure", "noise", "--device", "cpu", *arguments)
         assert done.returncode == 0, done.stdout + done.stderr
         stored.append(sorted((each["layout"], each["seed"]) for each in json.loads(path.read_text())["samples"]))
     assert stored[0] == [("fsdp2", 0), ("fsdp2", 1), ("single", 0), ("single", 1)]
@@ -231,7 +237,7 @@ reason = "The second rank loses its rows."
 def test_tolerance_measure_leaves_out_cases_with_recorded_faults_by_name(project: Command) -> None:
     project.cases("noise", *(f'recipe = "rowwise", dp_shard = {size}, steps = 3' for size in (1, 2)))
     project.tier("known", KNOWN)
-    measure = ("tolerance", "measure", "noise", "--device", "cpu", "--seeds", "2")
+    measure = ("baseline", "tolerance", "--measure", "noise", "--device", "cpu", "--seeds", "2")
     done = project.call(*measure)
     assert done.returncode == 0, done.stdout + done.stderr
     (line,) = [line for line in done.stderr.splitlines() if "lost-rows" in line]
@@ -245,8 +251,8 @@ def test_tolerance_measure_leaves_out_cases_with_recorded_faults_by_name(project
 
 
 def test_version(shared: Command) -> None:
-    assert "fp8-harness" in shared.call("version").stdout
-    lines = {line.split()[0]: line.split() for line in shared.call("version", "-v").stdout.splitlines()}
+    assert "fp8-harness" in shared.call("--version").stdout
+    lines = {line.split()[0]: line.split() for line in shared.call("--version").stdout.splitlines()}
     assert lines["fp8-harness"][-1] == str(shared.repository / "harness")
     assert len(lines["torch"][2]) == 12 and lines["torch"][-1].endswith("/torch")
     assert "cpu" in lines
@@ -257,10 +263,12 @@ def test_the_cache_is_listed_and_cleared(project: Command) -> None:
     kept = folder / "ab.msgpack"
     folder.mkdir(parents=True, exist_ok=True)
     kept.write_bytes(b"x" * 2_000_000)
-    assert any(line.startswith("witnesses") and "2.0 MB" in line for line in project.call("cache").stdout.splitlines())
-    assert "witnesses removed: 1," in project.call("cache", "clear").stdout
+    assert any(
+        line.startswith("witnesses") and "2.0 MB" in line for line in project.call("runs", "list").stderr.splitlines()
+    )
+    assert "witnesses removed: 1," in project.call("runs", "remove", "--witnesses").stdout
     assert not kept.exists()
-    assert "0.0 MB" in project.call("cache", "list").stdout
+    assert "0.0 MB" in project.call("runs", "list").stderr
 
 
 def test_explain_lists_the_words_of_ids_and_what_is_out_of_scope(shared: Command) -> None:
@@ -281,11 +289,14 @@ def test_explain_takes_an_id_apart_and_says_what_a_case_costs(shared: Command) -
 def test_diff_shows_what_two_saved_traces_have_in_common_and_what_not(project: Command) -> None:
     for name, loss in (("good", 8.0), ("same", 8.0), ("bad", 8.5)):
         save_tables(project.folder / name / "case.npz", run_of(make_trace(losses=(loss, 7.0))))
-    equal, other = project.call("diff", "good", "same"), project.run("diff", "good", "bad")
+    equal, other = (
+        project.call("compare", "good", "same", "--records"),
+        project.run("compare", "good", "bad", "--records"),
+    )
     assert (equal.returncode, other.returncode) == (0, 1)
     assert "case: equal" in equal.stdout and "equal: steps (2 rows)" in equal.stdout
     assert "steps: 1 of 2 rows differ" in other.stdout and "loss         8 -> 8.5" in other.stdout
-    files = project.call("diff", "good/case.npz", "bad/case.npz")
+    files = project.call("compare", "good/case.npz", "bad/case.npz", "--records")
     assert (files.returncode, files.stdout) == (1, other.stdout)
 
 
@@ -293,7 +304,7 @@ def test_diff_of_what_cannot_be_compared_says_so(project: Command) -> None:
     save_tables(project.folder / "good" / "case.npz", run_of(make_trace()))
     (project.folder / "empty").mkdir()
     for second, words in (("empty", "no case has a saved trace in both folders"), ("good/case.npz", "two of one kind")):
-        done = project.call("diff", "good", second)
+        done = project.call("compare", "good", second, "--records")
         assert done.returncode == 2 and words in done.stderr
 
 
@@ -302,4 +313,4 @@ def test_a_run_saves_the_trace_of_every_case(project: Command) -> None:
     assert done.returncode == 0
     saved = {path.stem for path in (project.folder / "good").iterdir()}
     assert len(saved) == 3  # the fourth case must be refused: its ranks leave no trace
-    assert project.call("diff", "good", "good").returncode == 0
+    assert project.call("compare", "good", "good", "--records").returncode == 0

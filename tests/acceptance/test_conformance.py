@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 def test_the_document_goes_to_stdout_and_the_table_to_stderr(shared: Command) -> None:
-    done = shared.call("conformance", "--select", "amax-8x16-f32-m4-R", "--json", "-")
+    done = shared.call("dev", "conformance", "amax-8x16-f32-m4-R", "--json", "-")
     assert done.returncode == 0, done.stderr
     assert "1 check in " in done.stderr and "1 passed" in done.stderr
     found = json.loads(done.stdout)

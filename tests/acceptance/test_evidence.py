@@ -32,24 +32,24 @@ def bare(folder: Path) -> Command:
 
 def test_the_kernel_of_this_machine(tmp_path: Path) -> None:
     project = bare(tmp_path)
-    done = project.call("evidence", "kernel", "--device", "cpu", "--json", "found.json")
+    done = project.call("dev", "evidence", "kernel", "--device", "cpu", "--json", "found.json")
     assert done.returncode == 0, done.stdout + done.stderr
     stored = json.loads((tmp_path / "golden" / "cpu" / "evidence-kernel.json").read_text())
     (told,) = json.loads((tmp_path / "found.json").read_text())["levels"]
     assert len(stored["items"]) == len(told["items"]) > 250 and stored["environment"]["device"] == "cpu"
     summary = (tmp_path / "golden" / "cpu" / "evidence-kernel.md").read_text()
     assert "nothing about a GPU" in summary and summary in done.stdout and "none is compared" in summary
-    assert project.call("golden", "list").stdout == "", "evidence is no golden"
-    shown = project.call("evidence", "show")
+    assert project.call("baseline", "list").stdout == "", "evidence is no golden"
+    shown = project.call("dev", "evidence", "--list")
     assert shown.returncode == 0 and "rehearsal of kernel on cpu: good; 268 passed" in shown.stdout
 
 
 @pytest.mark.sweep
 def test_a_planted_fault_is_found_over_gloo_with_the_exact_matmul(tmp_path: Path) -> None:
     project = bare(tmp_path)
-    asked = ("--case", "single-bf16-v2048-s2-f64", "--fault", "amax_not_reduced_over_tp")
+    asked = ("single-bf16-v2048-s2-f64", "--fault", "amax_not_reduced_over_tp")
     options = (*asked, "--device", "cpu", "--fabric", "gloo", "--json", "-")
-    done = project.run("evidence", "proof", *options, timeout_s=300)
+    done = project.run("dev", "evidence", "proof", *options, timeout_s=300)
     assert done.returncode == 0, done.stdout + done.stderr
     (told,) = json.loads(done.stdout)["levels"]
     assert told["environment"]["fabric"] == "gloo" and told["environment"].get("arithmetic", "") == ""
@@ -59,7 +59,7 @@ def test_a_planted_fault_is_found_over_gloo_with_the_exact_matmul(tmp_path: Path
 
 def test_goldens_of_a_class_are_made_before_anything_is_judged(project: Command) -> None:
     project.tier("own", BF16)
-    ran = ("evidence", "native", "own", "--device", "cpu", "--seeds", "1")
+    ran = ("dev", "evidence", "native", "own", "--device", "cpu", "--seeds", "1")
     done = project.call(*ran)
     assert done.returncode == 0, done.stdout + done.stderr
     folder = project.folder / "golden" / "cpu"
@@ -80,7 +80,7 @@ def test_goldens_of_a_class_are_made_before_anything_is_judged(project: Command)
 def test_every_command_of_the_page_is_understood() -> None:
     commands = [text for kind, text in steps(PAGE.read_text()) if kind == "sh"]
     ours = [text[text.index("fp8-harness ") :] for text in commands if "fp8-harness " in text]
-    assert len(ours) > 6 and {text.split()[2] for text in ours if " evidence " in text} == {*LEVELS, "all"}
+    assert len(ours) > 6 and {text.split()[3] for text in ours if " evidence " in text} == {*LEVELS, "all"}
     for text in ours:
         understood(text)
 
@@ -95,7 +95,7 @@ def test_every_command_of_the_page_is_understood() -> None:
     ],
 )
 def test_what_cannot_be_made_is_told_in_words(project: Command, words: tuple[str, ...], code: int, said: str) -> None:
-    done = project.call("evidence", *words)
+    done = project.call("dev", "evidence", *words)
     assert done.returncode == code and said in done.stderr, done.stdout + done.stderr
     assert "Traceback" not in done.stderr
 
@@ -104,7 +104,7 @@ def test_a_torch_without_cuda_proves_nothing_on_gpus(tmp_path: Path) -> None:
     project = bare(tmp_path)
     two = "".join(f"GPU {index}: NVIDIA H200 (UUID: GPU-a{index})\n" for index in range(2))
     project.environment["PATH"] = put_nvidia_smi(tmp_path, two)
-    done = project.call("evidence", "all", "--device", "cuda")
+    done = project.call("dev", "evidence", "all", "--device", "cuda")
     assert done.returncode == 2 and list((tmp_path / "golden").iterdir()) == [], done.stdout + done.stderr
     assert re.search(r"evidence kernel: torch \S+ (was built without CUDA|for CUDA \S+ shows no device)", done.stderr)
 

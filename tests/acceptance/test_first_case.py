@@ -18,9 +18,9 @@ FAILS = "fp8-harness run my.toml --inject wrong_scale.py:apply"
 SAYS = {
     "fp8-harness run my.toml": "1 case: 1 passed",
     FAILS: f"{RULES.amax.name}: {RULES.amax.says}: first for input in forward of layers.0.attention.wq",
-    "fp8-harness run --rerun-failed --inject mended.py:apply": "1 case: 1 passed",
+    "fp8-harness run --lf --inject mended.py:apply": "1 case: 1 passed",
     "fp8-harness explain --ids": "out of scope",
-    "fp8-harness golden check my": "0 damaged, 0 missing",
+    "fp8-harness baseline check my": "0 damaged, 0 missing",
 }
 
 

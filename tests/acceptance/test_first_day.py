@@ -55,7 +55,7 @@ def project(tmp_path: Path) -> Project:
 
 def test_an_exception_of_torchao_is_the_crash_of_the_cases_that_run_into_it(project: Project) -> None:
     project.edit(UTILS, "        amax = torch.max(torch.abs(x))\n", "        raise TypeError('edited')\n")
-    code, (broken, sound), _ = project.judged("--case", FP8, "--case", BF16)
+    code, (broken, sound), _ = project.judged(FP8, BF16)
     assert code == 1
     assert (broken["verdict"], sound["verdict"]) == ("crash", "passed")
     (failure,) = broken["failures"]
@@ -65,7 +65,7 @@ def test_an_exception_of_torchao_is_the_crash_of_the_cases_that_run_into_it(proj
 
 def test_a_torchao_that_cannot_be_imported_is_the_crash_of_every_case(project: Project) -> None:
     project.edit(UTILS, "@torch.no_grad()\ndef amax_to_scale(", "import no_such_module\n\n\ndef amax_to_scale(")
-    code, cases, _ = project.judged("--case", FP8, "--case", BF16)
+    code, cases, _ = project.judged(FP8, BF16)
     assert code == 1
     assert {case["verdict"] for case in cases} == {"crash"}
     assert "No module named 'no_such_module'" in cases[0]["failures"][0]["message"]
@@ -74,16 +74,16 @@ def test_a_torchao_that_cannot_be_imported_is_the_crash_of_every_case(project: P
 @pytest.mark.sweep  # `tests/unit/test_witness_key.py` shows that a witness of an edited package is another one
 def test_an_edited_torchao_fails_and_leaves_nothing_behind(project: Project) -> None:
     project.edit(UTILS, "torch.max(torch.abs(x))", "torch.max(x)")
-    code, (case,), _ = project.judged("--case", FP8)
+    code, (case,), _ = project.judged(FP8)
     assert (code, case["verdict"]) == (1, "invariant")
     assert "scales" in failed_checks(case)
     project.edit(UTILS, "torch.max(torch.abs(x))", "torch.max(torch.abs(x))")
-    code, (case,), _ = project.judged("--case", FP8)
+    code, (case,), _ = project.judged(FP8)
     assert (code, case["verdict"], case["findings"]) == (0, "passed", [])
 
 
 def test_a_model_of_ones_own_is_judged_over_any_number_of_steps(project: Project) -> None:
-    code, (case,), text = project.judged("--case", OWN)
+    code, (case,), text = project.judged(OWN)
     assert (code, case["verdict"]) == (0, "passed"), case["findings"]
     assert case["golden"] == "run here" and case["derived"] == ["loss_vs_golden", "parity"]
     assert {"loss_vs_golden", "parity", "local_parity", "scales", "traffic", "memory"} <= set(case["checks"])
@@ -92,11 +92,11 @@ def test_a_model_of_ones_own_is_judged_over_any_number_of_steps(project: Project
 
 @pytest.mark.sweep  # ten minutes: what the references cost is paid once
 def test_fifty_steps_of_a_larger_model_pass_clean_and_fail_with_a_fault(project: Project) -> None:
-    code, (case,), _ = project.judged("--case", LONG)
+    code, (case,), _ = project.judged(LONG)
     assert (code, case["verdict"]) == (0, "passed"), case["findings"]
     skipped = {each["check"]: each["reason"] for each in case["not_judged"]}
     assert skipped["local_parity"] == "steps 4 to 50: modules are recorded in the first steps only"
-    code, (case,), _ = project.judged("--case", LONG, "--inject", "fault:one_row_of_a_gradient_scaled")
+    code, (case,), _ = project.judged(LONG, "--inject", "fault:one_row_of_a_gradient_scaled")
     assert (code, case["verdict"]) == (1, "numeric")
     assert case["findings"][0]["rule"] == TENSOR.name
     assert case["findings"][0]["module"] == "layers.3.feed_forward.w1.weight"
@@ -104,6 +104,6 @@ def test_fifty_steps_of_a_larger_model_pass_clean_and_fail_with_a_fault(project:
 
 @pytest.mark.sweep
 def test_a_fault_in_a_model_of_ones_own_is_found(project: Project) -> None:
-    code, (case,), _ = project.judged("--case", OWN, "--inject", "fault:amax_not_reduced_over_tp")
+    code, (case,), _ = project.judged(OWN, "--inject", "fault:amax_not_reduced_over_tp")
     assert code == 1
     assert {"scales", "local_parity"} <= failed_checks(case)

@@ -1,4 +1,4 @@
-"""`fp8-harness gate`, quarantined cases, and runs in several environments, by the real command."""
+"""`fp8-harness compare`, quarantined cases, and runs in several environments, by the real command."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def run(project: Command, name: str, *words: str, code: int = 0) -> str:
 
 
 def gate(project: Command, before: str, after: str, *words: str) -> tuple[int, str]:
-    done = project.call("gate", "--baseline", before, "--candidate", after, *words)
+    done = project.call("compare", before, after, *words)
     return done.returncode, done.stdout + done.stderr
 
 
@@ -32,7 +32,7 @@ def test_two_runs_of_the_same_are_go_and_a_broken_one_is_not(project: Command) -
     run(project, "v3", "--inject", "broken.py:apply", code=1)
     assert gate(project, "v1", "v2")[1].startswith("GO: v2 against v1\nno reason gates\n")
     outputs = ("--json", "-", "--markdown", str(project.folder / "gate.md"), "--html", "gate.html")
-    done = project.call("gate", "--baseline", "v1", "--candidate", "v3", *outputs)
+    done = project.call("compare", "v1", "v3", *outputs)
     found: dict[str, Any] = json.loads(done.stdout)
     assert (done.returncode, found["go"], found["reasons"][0]["kind"]) == (1, False, "new-failure")
     assert found["reasons"][0]["command"].endswith("--inject broken.py:apply")
@@ -52,18 +52,18 @@ def test_what_cannot_be_compared_has_codes_of_its_own(project: Command) -> None:
     code, text = gate(project, "v1", "v2")
     assert code == 3 and "no case was run in both" in text
     for words, message in (
-        (("--baseline", "v1", "--candidate", "zzz"), "there are no such results"),
-        (("--baseline", "v1"), "--baseline and --candidate are needed"),
-        (("--baseline", "v1", "--candidate", "v2", "--allow", "zzz=x"), "'zzz' is no kind of change"),
-        (("--baseline", "v1", "--candidate", "v2", "--allow", "new-failure=x"), "excused in cases/quarantine.toml"),
-        (("--baseline", "v1", "--candidate", "v2", "--allow", "wire="), "it does not say why"),
-        (("--baseline", "v1", "--candidate", "v2", "--html", "no/such.html"), "there is no such folder"),
-        (("--baseline", "v1", "--candidate", "v2", "-j", "2"), "of the runs that --matrix makes"),
-        (("--baseline", "v1", "--candidate", "v2", "--env", "a=b"), "of the runs that --matrix makes"),
-        (("--matrix", "torchao=1"), "no package with two versions"),
-        (("--matrix", "torchao=1,2", "--baseline", "v1"), "leave out --baseline"),
+        (("v1", "zzz"), "there are no such results"),
+        (("v1",), "two runs A and B are needed"),
+        (("v1", "v2", "--allow", "zzz=x"), "'zzz' is no kind of change"),
+        (("v1", "v2", "--allow", "new-failure=x"), "excused in cases/quarantine.toml"),
+        (("v1", "v2", "--allow", "wire="), "it does not say why"),
+        (("v1", "v2", "--html", "no/such.html"), "there is no such folder"),
+        (("v1", "v2", "-j", "2"), "need --versions"),
+        (("v1", "v2", "--env", "a=b"), "need --versions"),
+        (("--versions", "torchao=1"), "no package with two versions"),
+        (("v1", "v2", "--records", "--strict"), "--strict is no option of --records"),
     ):
-        done = project.call("gate", *words)
+        done = project.call("compare", *words)
         assert done.returncode == 2 and message in done.stderr, done.stderr
 
 
@@ -110,7 +110,7 @@ def test_the_same_cases_run_in_several_environments(project: Command) -> None:
     assert [line.split()[:3] for line in lines[1:3]] == [["old", "1", "1"], ["new", "0", "1"]]
     assert "different verdicts in 1 case of 1" in lines and "    old: passed" in lines and "    new: crash" in lines
     assert gate(project, "old", "new")[0] == 1
-    stored = json.loads(project.call("results", "list", "--json").stdout)
+    stored = json.loads(project.call("runs", "list", "--json", "-").stdout)
     assert {each["name"] for each in stored} == {"old", "new"}
     (project.folder / "other").mkdir()
     (project.folder / "other" / "pyvenv.cfg").touch()
@@ -159,14 +159,14 @@ def test_versions_of_a_package_are_gated(project: Command) -> None:
     links = {"FIND_LINKS": str(wheels), "NO_INDEX": "1"}
     project.environment |= {f"{tool}_{name}": value for tool in ("PIP", "UV") for name, value in links.items()}
     words = ("--select", "seed=7", "-j", "1", "--timeout-s", "77", "--json", "-", "--html", "gate.html")
-    done = project.call("gate", "--matrix", f"{PACKAGE}=0.1,0.2", "mine", *words)
+    done = project.call("compare", "--versions", f"{PACKAGE}=0.1,0.2", "mine", *words)
     assert (done.returncode, json.loads(done.stdout)["compared"]) == (0, 1), done.stderr
     assert f"\nGO: {PACKAGE}-0.2 against {PACKAGE}-0.1\n" in done.stderr
     assert "--timeout-s 77" in (project.folder / "gate.html").read_text()
-    (asked, *_) = json.loads(project.call("results", "list", "--json").stdout)
+    (asked, *_) = json.loads(project.call("runs", "list", "--json", "-").stdout)
     assert asked["cases"] == 1 and "--select" in asked["argv"]
     assert f"{PACKAGE} 0.1: installing it into " in done.stderr and "which is kept" in done.stderr
-    missing = project.call("gate", "--matrix", f"{PACKAGE}=0.1,0.3", "mine")
+    missing = project.call("compare", "--versions", f"{PACKAGE}=0.1,0.3", "mine")
     assert missing.returncode == 2 and "0.3 cannot be installed" in missing.stderr
 
 
@@ -174,7 +174,7 @@ def test_environments_that_are_there_are_used_for_their_versions(project: Comman
     environment(project.folder / "old env", "0.1")
     environment(project.folder / "new", "0.2.dev3")
     words = ("smoke", "--select", "recipe=bf16", "--env", "0.1=old env", "--env", "nightly=new")
-    done = project.call("gate", "--matrix", f"{PACKAGE}=0.1,nightly", *words)
+    done = project.call("compare", "--versions", f"{PACKAGE}=0.1,nightly", *words)
     assert done.returncode == 0, done.stderr
     assert f"GO: {PACKAGE}-nightly against {PACKAGE}-0.1\n" in done.stdout
     for given, message in (
@@ -182,5 +182,5 @@ def test_environments_that_are_there_are_used_for_their_versions(project: Comman
         (("--env", "zzz=new"), "has no zzz"),
         (("--env", "0.1=nowhere"), "this is no virtual environment"),
     ):
-        refused = project.call("gate", "--matrix", f"{PACKAGE}=0.1,nightly", "smoke", *given)
+        refused = project.call("compare", "--versions", f"{PACKAGE}=0.1,nightly", "smoke", *given)
         assert refused.returncode == 2 and message in refused.stderr, refused.stderr

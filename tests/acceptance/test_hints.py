@@ -15,6 +15,7 @@ import pytest
 from harness import hints
 from tests.acceptance.conftest import REPOSITORY, Command
 from tests.acceptance.test_bug_bisect import environment, wheel
+from tests.commands import understood
 from tests.unit.test_costs import stored
 
 PACKAGE = REPOSITORY / "harness"
@@ -22,10 +23,8 @@ CPU = ("--device", "cpu")
 OTHERS = 'recipe = "rowwise", dp_shard = 2, steps = 3'
 PASSES = f"{OTHERS}, loss_tolerance = 0.05"
 
-# Commands in the text of files that print them without a function of `harness/hints.py`; each has a test below.
-BARE = {"fp8-harness tolerance measure", "fp8-harness evidence formulas"}
 NO_COMMANDS = {"fp8-harness zygote", "fp8-harness on both sides"}
-REMARKS = {"fp8-harness tier choose", "fp8-harness explain --checks"}  # in the head of a file
+REMARKS = {"fp8-harness dev tier", "fp8-harness explain --checks"}  # in the head of a file
 
 
 def literals(tree: ast.AST) -> Iterator[str]:
@@ -53,7 +52,7 @@ def test_no_message_spells_a_command_without_its_function() -> None:
         for text in literals(ast.parse(path.read_text()))
         for command in re.findall(r"fp8-harness (?:[a-z]+ )*[a-z]+(?: --?[a-z-]+)*", text)
     }
-    new = {command: file for command, file in found.items() if command not in BARE | NO_COMMANDS | REMARKS}
+    new = {command: file for command, file in found.items() if command not in NO_COMMANDS | REMARKS}
     assert new == {}, "write a function in harness/hints.py, and its situation here"
 
 
@@ -68,7 +67,7 @@ def wrong_word(project: Command) -> str:
 
 
 def excluded_case(project: Command) -> str:
-    return project.call("run", *CPU, "--case", "fsdp3-bf16-v2048-f32").stderr
+    return project.call("run", *CPU, "fsdp3-bf16-v2048-f32").stderr
 
 
 def nothing_selected(project: Command) -> str:
@@ -81,11 +80,11 @@ def wrong_fault(project: Command) -> str:
 
 
 def no_check(project: Command) -> str:
-    return project.call("conformance", "--select", "zzz").stderr
+    return project.call("dev", "conformance", "zzz").stderr
 
 
 def wrong_family(project: Command) -> str:
-    return project.call("golden", "update", "smoke", "--family", "zzz", "--reason", "x").stderr
+    return project.call("baseline", "update", "smoke", "--family", "zzz", "--reason", "x").stderr
 
 
 def stopped(project: Command) -> str:
@@ -113,7 +112,7 @@ def other_environment(project: Command) -> str:
 
 
 def no_such_results(project: Command) -> str:
-    return project.call("results", "remove", "nosuch").stderr
+    return project.call("runs", "remove", "nosuch").stderr
 
 
 def damaged_golden(project: Command) -> str:
@@ -167,7 +166,7 @@ def damaged_trace(project: Command) -> str:
     trace = project.folder / "good" / "single-tensorwise-v2048-s3-f32-tol.0.05.npz"
     trace.parent.mkdir()
     trace.write_bytes(b"no archive")
-    return project.call("diff", str(trace), str(trace)).stderr
+    return project.call("compare", str(trace), str(trace), "--records").stderr
 
 
 def add_costs(project: Command) -> None:
@@ -200,7 +199,7 @@ def broken_version(project: Command) -> str:
         environment(project.folder / version, version, package="torchtitan")
         wheel(wheels, version, package="torchtitan")
     words = ("--env", "9.0=9.0", "--env", "9.1=9.1", "--find-links", "wheels")
-    done = project.call("gate", "--matrix", "torchtitan=9.0,9.1", "mine", *words)
+    done = project.call("compare", "--versions", "torchtitan=9.0,9.1", "mine", *words)
     lines = done.stdout.partition("what moved, by cause (torchtitan 9.0 -> 9.1):\n")[2].splitlines()
     return f"`{next(line for line in lines if line.startswith('    $ ')).removeprefix('    $ ')}`"
 
@@ -212,43 +211,43 @@ def moved_numbers(project: Command) -> str:
     (project.folder / "patch.py").write_text(patch)
     project.call("run", "mine", *CPU, "--name", "v1")
     project.call("run", "mine", *CPU, "--name", "v2", "--inject", "patch.py:apply")
-    lines = project.call("gate", "--baseline", "v1", "--candidate", "v2").stdout.splitlines()
+    lines = project.call("compare", "v1", "v2").stdout.splitlines()
     return f"`{next(line for line in lines if line.startswith('    $ ')).removeprefix('    $ ')}`"
 
 
-SITUATIONS: dict[str, Callable[[Command], str]] = {
-    "list_words": wrong_word,
-    "explain_case": excluded_case,
-    "list_cases": nothing_selected,
-    "run_file": imported_bug,
-    "run_cases": moved_numbers,
-    "gate_runs": two_environments,
-    "bisect_versions": broken_version,
-    "list_faults": wrong_fault,
-    "list_checks": no_check,
-    "list_goldens": wrong_family,
-    "list_results": no_such_results,
-    "run_again": other_environment,
-    "resume_run": interrupted,
-    "rerun_failed": stopped,
-    "update_golden": damaged_golden,
-    "update_missing_goldens": no_goldens,
-    "update_signature": no_signature,
-    "update_missing_signatures": no_signatures,
-    "save_trace": damaged_trace,
-    "choose_tier": stale_choice,
-    "fit_costs": damaged_costs,
+SITUATIONS: dict[str, tuple[Callable[[Command], str], ...]] = {
+    "LIST_WORDS": (wrong_word,),
+    "LIST_FAULTS": (wrong_fault,),
+    "LIST_CHECKS": (no_check,),
+    "LIST_BASELINES": (wrong_family,),
+    "LIST_RUNS": (no_such_results,),
+    "MEASURE_TOLERANCES": (),  # has a test below
+    "VERIFY_FORMULAS": (),  # runs tier pr
+    "explain_case": (excluded_case,),
+    "list_cases": (nothing_selected,),
+    "run_cases": (imported_bug, moved_numbers, other_environment),
+    "resume_run": (interrupted,),
+    "rerun_failed": (stopped,),
+    "compare_runs": (two_environments,),
+    "save_trace": (damaged_trace,),
+    "bisect_versions": (broken_version,),
+    "update_golden": (damaged_golden,),
+    "update_signature": (no_signature,),
+    "update_missing": (no_goldens, no_signatures),
+    "choose_tier": (stale_choice,),
+    "fit_costs": (damaged_costs,),
 }
 
 
 def test_every_hint_has_a_situation() -> None:
-    defined = {name for name, value in vars(hints).items() if callable(value) and value.__module__ == hints.__name__}
-    assert {name for name in defined if not name.startswith("_")} == SITUATIONS.keys()
+    functions = re.findall(r"^def ([a-z]\w+)", Path(hints.__file__).read_text(), flags=re.MULTILINE)
+    assert {*functions, *(name for name in vars(hints) if name.isupper())} == SITUATIONS.keys()
+    understood(hints.VERIFY_FORMULAS)
 
 
-@pytest.mark.parametrize("name", SITUATIONS)
-def test_the_command_works_as_printed(project: Command, name: str) -> None:
-    command = only(SITUATIONS[name](project))
+@pytest.mark.parametrize("situation", [each for found in SITUATIONS.values() for each in found])
+def test_the_command_works_as_printed(project: Command, situation: Callable[[Command], str]) -> None:
+    command = only(situation(project))
     parts = command.split(" && ")
     for part in parts:
         done = project.printed(part)
@@ -275,10 +274,10 @@ def test_a_project_elsewhere_is_named(project: Command, tmp_path_factory: pytest
 
 def test_measuring_a_tolerance_works_where_smoke_has_cases_without_one(project: Command) -> None:
     project.cases("smoke", OTHERS)
-    assert project.printed("fp8-harness tolerance measure").returncode == 0
+    assert project.printed(hints.MEASURE_TOLERANCES).returncode == 0
 
 
 def test_what_each_golden_is_stored_in_is_printed(project: Command) -> None:
-    done = project.call("golden", "update", "smoke", *CPU, "--reason", "again")
+    done = project.call("baseline", "update", "smoke", *CPU, "--reason", "again")
     stored = [Path(line.split("stored in ")[1]) for line in done.stdout.splitlines() if "stored in " in line]
     assert sorted(stored) == sorted((project.folder / "golden" / "cpu").glob("*.json"))

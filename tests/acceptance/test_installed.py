@@ -10,7 +10,7 @@ import pytest
 
 from tests.acceptance.conftest import REPOSITORY, Command
 
-GOLDEN = ("golden", "update", "--case", "single-bf16-v2048-s3-b16", "--device", "cpu", "--reason", "first")
+GOLDEN = ("baseline", "update", "single-bf16-v2048-s3-b16", "--device", "cpu", "--reason", "first")
 
 
 @pytest.fixture
@@ -34,9 +34,9 @@ def test_what_is_stored_needs_a_project(installed: Command) -> None:
     before = files(shipped)
     commands = (
         GOLDEN,
-        ("tolerance", "measure", "smoke"),
-        ("tier", "choose", "smoke"),
-        ("tier", "fit", str(shipped / "cases" / "smoke.toml")),
+        ("baseline", "tolerance", "--measure", "smoke"),
+        ("dev", "tier", "smoke"),
+        ("dev", "tier", "--fit", str(shipped / "cases" / "smoke.toml")),
     )
     for command in commands:
         done = installed.run(*command)

@@ -45,7 +45,7 @@ def project(tmp_path_factory: pytest.TempPathFactory, warm: Warm) -> Inside:
 def test_clean_runs_pass_and_a_fault_of_torchao_is_known_in_a_project_without_records(project: Inside) -> None:
     cases = (STYLED, TIED, ACCUMULATED, REDUCED, EVALUATED, RESUMED, KNOWN)
     result = project.folder / "result.json"
-    done = project.run("run", *(word for case in cases for word in ("--case", case)), "--json", str(result))
+    done = project.run("run", *cases, "--json", str(result))
     assert done.returncode == 0, done.stdout + done.stderr
     assert "7 cases: 6 passed, 1 known" in done.stdout
     told = sentence_of_record(read_run(result))
@@ -62,7 +62,7 @@ def sentence_of_record(document: dict[str, Any]) -> str:
 
 @pytest.mark.sweep
 def test_a_clean_run_on_two_axes_is_resumed(project: Inside) -> None:
-    done = project.run("run", "--case", RESUMED_ON_TWO_AXES)
+    done = project.run("run", RESUMED_ON_TWO_AXES)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
@@ -94,7 +94,7 @@ def test_a_clean_run_on_two_axes_is_resumed(project: Inside) -> None:
 def test_a_planted_fault_is_found(project: Inside, case: str, fault: str, rule: Rule, what: dict[str, str]) -> None:
     """`what`: how values and places of a finding by the rule begin."""
     result = project.folder / "result.json"
-    done = project.run("run", "--case", case, "--inject", f"fault:{fault}", "--json", str(result))
+    done = project.run("run", case, "--inject", f"fault:{fault}", "--json", str(result))
     assert done.returncode == 1, done.stdout + done.stderr
     (found,) = read_run(result)["cases"]
     told = [{**finding, **finding["values"]} for finding in found["findings"] if finding["rule"] == rule.name]
@@ -102,7 +102,7 @@ def test_a_planted_fault_is_found(project: Inside, case: str, fault: str, rule: 
 
 
 def run(project: Inside, case: str, *words: str) -> tuple[int, str]:
-    done = project.run("run", "--case", case, "--verbose", *words)
+    done = project.run("run", case, "--verbose", *words)
     return done.returncode, done.stdout
 
 

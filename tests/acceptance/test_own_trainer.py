@@ -108,7 +108,7 @@ def test_a_sound_trainer_passes_and_planted_faults_are_found(user: User) -> None
     where = user.execute("-c", "import tiny_gpt; print(tiny_gpt.__file__)").stdout
     assert str(user.python.parents[1]) in where, "the package is the installed one"
     faults = ("--fault", "amax_not_reduced_over_tp", "--fault", "fp8_all_gather_flag_lost")
-    done = user.run("power", "quick", *faults, "--carriers", "1", "--json", "-")
+    done = user.run("dev", "mutate", "quick", *faults, "--cases-per-fault", "1", "--json", "-")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "detected faults by dtype" in done.stderr
     power = json.loads(done.stdout)
@@ -198,7 +198,7 @@ QUICK_BUG = "every_rank_reports_its_own_loss"
 def test_a_bug_of_the_user_is_found(user: User, tmp_path: Path, name: str) -> None:
     bug = BUGS[name]
     changed = user.with_change(tmp_path, bug.file, bug.right, bug.wrong)
-    done = changed.run("run", "--case", bug.case, "--json", str(tmp_path / "result.json"))
+    done = changed.run("run", bug.case, "--json", str(tmp_path / "result.json"))
     assert done.returncode == 1, done.stdout + done.stderr
     (case,) = read_run(tmp_path / "result.json")["cases"]
     assert any(bug.told.items() <= {**each, **each["values"]}.items() for each in case["findings"]), done.stdout

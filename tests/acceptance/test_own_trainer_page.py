@@ -24,7 +24,7 @@ SAYS = {
         1,
         sentence(SAVED, what="number of float8_e4m3fn bytes saved for backward", target="my_target"),
     ),
-    "fp8-harness target check my_target": (0, "my_target works under the harness. Not supported by it:"),
+    "fp8-harness check-target my_target": (0, "my_target works under the harness. Not supported by it:"),
 }
 
 # What `fp8-harness run` says, every time that it stands in the document: exit code and words.

@@ -24,16 +24,16 @@ BY_NIGHT = ("first-case.md", "your-own-trainer.md", "from-report-to-case.md")  #
 
 # Commands that are understood only, and why they are not run here.
 NOT_RUN = {
-    "fp8-harness run --case single-tensorwise-v2048-s3-f32 --inject fault:amax_without_abs": "run below, with torch",
-    "fp8-harness tolerance measure pr --seeds 8": "takes minutes",
+    "fp8-harness run single-tensorwise-v2048-s3-f32 --inject fault:amax_without_abs": "run below, with torch",
+    "fp8-harness baseline tolerance --measure pr --seeds 8": "takes minutes",
     "fp8-harness run nightly --device cuda --select dtype=bfloat16": "needs GPUs",
     "fp8-harness run nightly --device cuda --arithmetic exact --select dtype=float64": "needs GPUs",
-    "fp8-harness gate --matrix torchao=0.17.0,0.18.0 pr": "makes environments from a package index",
-    "fp8-harness gate --matrix torch=2.13.0,2.15.0 pr": "makes environments from a package index",
-    "fp8-harness gate --matrix torch=2.13.0,nightly --env nightly=.venv-nightly pr": "needs an environment",
-    "fp8-harness gate --matrix torch=2.13.0,2.15.0 --env 2.15.0=.venv-torch-2.15 pr": "needs an environment",
-    'fp8-harness golden update --only-failing --reason "torch 2.14 changed AdamW"': "run where a loss is off",
-    "fp8-harness golden diff --against HEAD": "run in a git repository",
+    "fp8-harness compare --versions torchao=0.17.0,0.18.0 pr": "makes environments from a package index",
+    "fp8-harness compare --versions torch=2.13.0,2.15.0 pr": "makes environments from a package index",
+    "fp8-harness compare --versions torch=2.13.0,nightly --env nightly=.venv-nightly pr": "needs an environment",
+    "fp8-harness compare --versions torch=2.13.0,2.15.0 --env 2.15.0=.venv-torch-2.15 pr": "needs an environment",
+    'fp8-harness baseline update --only-failing --reason "torch 2.14 changed AdamW"': "run where a loss is off",
+    "fp8-harness baseline show --against HEAD": "run in a git repository",
 }
 
 

@@ -63,7 +63,7 @@ def test_a_speed_is_stored_where_history_and_gate_read(project: Command) -> None
     assert len(found["cases"][0]["pairs"]) == 3 and found["gated"] is False
     assert "speed" in project.call("history", CASE).stdout
     assert "times as fast as fsdp2-bf16" in project.call("show", CASE).stdout
-    gate = project.call("gate", "--baseline", "speed", "--candidate", "speed")
+    gate = project.call("compare", "speed", "speed")
     assert gate.returncode == 0 and gate.stdout.startswith("GO"), gate.stdout + gate.stderr
 
 

@@ -64,6 +64,7 @@ def test_the_options_are_those_of_run_but_for_those_that_pytest_has() -> None:
     of_run = {option.opts[-1]: option for option in run_command.params if option.param_type_name == "option"}
     declared = {each.flag.split("/")[0]: each for part in PARTS for each in options_of(part).values()}
     assert declared.keys() == of_run.keys()
+    del parser.added["--tier"]  # of pytest alone
     assert parser.added.keys() == {flag for flag, option in declared.items() if not option.pytest}
     for name, given in parser.added.items():
         option = of_run[name]
@@ -91,7 +92,7 @@ def test_findings_are_shown_and_json_is_that_of_run(project: Command, asked: tup
     run = ("--fp8-json", "out.json", "--fp8-markdown", "out.md", "--fp8-html", "out.html", "--fp8-name", "candidate")
     done = project.pytest(*PLUGIN, *asked, *run, "--junitxml", "junit.xml")
     assert done.returncode == 1 and "4 passed" in done.stdout, done.stdout + done.stderr
-    assert "planted failure" in done.stdout and " fp8-harness run --case" in done.stdout
+    assert "planted failure" in done.stdout and " fp8-harness run " in done.stdout
     assert len(ElementTree.parse(project.folder / "junit.xml").findall(".//failure")) == 1
     document = read_run(project.folder / "out.json")
     assert document["totals"]["passed"] == 4 and document["totals"]["crash"] == 1

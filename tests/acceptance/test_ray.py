@@ -104,7 +104,7 @@ def test_sixteen_ranks_on_two_nodes_compute_what_one_rank_does(project: Command,
     project.environment["FP8_HARNESS_PROGRAM"] = "harness.worker.main"
     out = project.folder / "result.json"
     given = words(cluster, "--slots", "8", "--fabric", "gloo", "--json", str(out))
-    done = project.run("run", "--case", "fsdp8-tp2-rowwise-v2048-s2-f64", *given, timeout_s=500)
+    done = project.run("run", "fsdp8-tp2-rowwise-v2048-s2-f64", *given, timeout_s=500)
     assert done.returncode == 0, done.stdout + done.stderr
     (case,) = read_run(out)["cases"]
     assert case["verdict"] == "passed" and len(case["attempts"][0]["nodes"]) == 2

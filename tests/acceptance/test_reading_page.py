@@ -15,9 +15,9 @@ if TYPE_CHECKING:
 DOCUMENT = (REPOSITORY / "docs" / "reading-a-report.md").read_text()
 SCRIPT = (REPOSITORY / "harness" / "report" / "html" / "assets" / "page.js").read_text()
 SAYS = {
-    "fp8-harness report": "4 cases: 4 passed",
+    "fp8-harness show": "4 cases: 4 passed",
     "fp8-harness show single-tensorwise": "passed; 1 rank",
-    "fp8-harness show single-tensorwise --run first": "passed; 1 rank",
+    "fp8-harness show first single-tensorwise": "passed; 1 rank",
 }
 
 

@@ -33,9 +33,9 @@ def ran(shared: Command, warm: Warm) -> Inside:
 
 
 def test_run_writes_the_page_that_report_writes(ran: Inside) -> None:
-    assert ran.run("report", "release", "--html", "named.html").returncode == 0
-    assert ran.run("report", "last~1", "--html", "before.html").returncode == 0
-    assert ran.run("report", "run.json", "--html", "file.html").returncode == 0
+    assert ran.run("show", "release", "--html", "named.html").returncode == 0
+    assert ran.run("show", "last~1", "--html", "before.html").returncode == 0
+    assert ran.run("show", "run.json", "--html", "file.html").returncode == 0
     pages = [(ran.folder / f"{name}.html").read_text() for name in ("run", "named", "before")]
     assert pages[0].startswith("<!doctype html>") and "<title>fp8-harness release: good</title>" in pages[0]
     assert pages[0] == pages[1] == pages[2]
@@ -53,7 +53,7 @@ def test_the_coverage_is_that_of_the_tiers_that_ran_whole(project: Inside) -> No
 
 
 def test_the_results_of_a_run_that_ended_are_json_and_nothing_else(ran: Inside) -> None:
-    done = ran.run("report", "release", "--json", "-")
+    done = ran.run("show", "release", "--json", "-")
     assert tree(done.stdout) == read_run(ran.folder / "run.json") and done.stderr == ""
 
 
@@ -64,16 +64,16 @@ def test_a_page_has_the_history_of_a_run_that_is_stored(project: Inside) -> None
     assert ['"history":' in page for page in pages] == [False, True]
     foreign = read_run(project.folder / "v.json") | {"started": "2020-01-01T00:00:00+00:00"}
     (project.folder / "v.json").write_text(lines_of(foreign))
-    assert project.run("report", "v.json", "--html", "foreign.html").returncode == 0
+    assert project.run("show", "v.json", "--html", "foreign.html").returncode == 0
     assert '"history":' not in (project.folder / "foreign.html").read_text()
 
 
 def test_other_forms_of_a_run_that_ended(ran: Inside) -> None:
-    assert ran.run("report", "--junit", "out.xml", "--markdown", "out.md").returncode == 0
+    assert ran.run("show", "--junit", "out.xml", "--markdown", "out.md").returncode == 0
     suite = ElementTree.parse(ran.folder / "out.xml").getroot()
     assert (suite.get("tests"), suite.get("errors")) == ("1", "1")
     assert "fp8-harness: not good" in (ran.folder / "out.md").read_text()
-    done = ran.run("report")
+    done = ran.run("show")
     assert done.returncode == 0 and "1 case: 1 crash" in done.stdout and "\n  reproduce: " in done.stdout
 
 
@@ -82,12 +82,12 @@ def test_show_tells_one_case(ran: Inside) -> None:
     assert done.returncode == 0, done.stderr
     first, second = done.stdout.splitlines()[:2]
     assert "-tensorwise-" in first and second.startswith("  crash; 2 ranks")
-    assert f"fp8-harness run --case {first}" in done.stdout
-    assert "█" in ran.run("show", "single-tensorwise", "--run", "release").stdout
+    assert f"fp8-harness run {first}" in done.stdout
+    assert "█" in ran.run("show", "release", "single-tensorwise").stdout
 
 
 def test_show_lists_what_it_may_mean(ran: Inside) -> None:
-    done = ran.run("show", "rowwise", "--run", "release")
+    done = ran.run("show", "release", "rowwise")
     assert done.returncode == 2 and "several cases of the run have this" in done.stderr
     ids = [case["id"] for case in read_run(ran.folder / "run.json")["cases"] if "rowwise" in case["id"]]
     assert len(ids) == 2 and all(name in done.stderr for name in ids)
@@ -97,13 +97,13 @@ def test_show_lists_what_it_may_mean(ran: Inside) -> None:
 @pytest.mark.parametrize(
     "arguments, said",
     [
-        (("report", "nowhere"), "there are no such results"),
-        (("report", "--html", "no/such/out.html"), "there is no such folder"),
-        (("report", "--power", "run.json"), "add to --html"),
-        (("report", "--html", "x.html", "--power", "run.json"), "not written by `power --json`"),
-        (("report", "--html", "x.html", "--conformance", "run.json"), "not written by `conformance --json`"),
+        (("show", "nowhere.json"), "there are no such results"),
+        (("show", "--html", "no/such/out.html"), "there is no such folder"),
+        (("show", "--mutations", "run.json"), "add to --html"),
+        (("show", "--html", "x.html", "--mutations", "run.json"), "not written by `dev mutate --json`"),
+        (("show", "--html", "x.html", "--conformance", "run.json"), "not written by `dev conformance --json`"),
         (("run", "smoke", "--html", "no/such/out.html"), "there is no such folder"),
-        (("power", "--json", "no/such/power.json"), "there is no such folder"),
+        (("dev", "mutate", "--json", "no/such/power.json"), "there is no such folder"),
     ],
     ids=" ".join,
 )

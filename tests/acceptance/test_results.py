@@ -45,7 +45,7 @@ def stored_file(project: Command) -> Path:
 
 
 def listed(project: Command) -> list[Any]:
-    found: list[Any] = json.loads(project.call("results", "list", "--json").stdout)
+    found: list[Any] = json.loads(project.call("runs", "list", "--json", "-").stdout)
     return found
 
 
@@ -131,9 +131,9 @@ def test_an_edited_patch_is_another_environment(project: Command) -> None:
     "more",
     [
         ("smoke",),
-        ("--case", "single-bf16-v2048-f32"),
+        ("single-bf16-v2048-f32",),
         ("--select", "tp=1"),
-        ("--rerun-failed",),
+        ("--lf",),
         ("--name", "x"),
         ("--timeout-s", "9"),
     ],
@@ -150,24 +150,24 @@ def test_a_run_that_goes_on_is_listed_and_not_resumed(project: Command) -> None:
         assert process.poll() is None
     assert [(run["state"], run["cases"], run["totals"]["not_run"]) for run in found] == [("running", 1, 1)]
     assert project.call("run", "--resume").returncode == 3
-    refused = project.call("results", "remove", "last")
+    refused = project.call("runs", "remove", "last")
     assert refused.returncode == 2 and "has not ended yet" in refused.stderr
     while not psutil.Process(process.pid).children():  # from then on it has a handler, whatever its parent ignores
         assert process.poll() is None
     process.send_signal(signal.SIGINT)
     process.communicate(timeout=30)
-    assert project.call("results", "remove", "last").returncode == 0
+    assert project.call("runs", "remove", "last").returncode == 0
 
 
 def test_list_of_runs(project: Command) -> None:
-    assert project.call("results", "list").stdout == "no runs are stored\n"
+    assert project.call("runs", "list").stdout == "no runs are stored\n"
     assert project.call("run", "smoke", *CPU, "--select", "recipe=bf16", "--name", "v1").returncode == 0
     assert project.call("run", "smoke", *CPU, "--select", "recipe=rowwise").returncode == 0
-    lines = project.call("results", "list").stdout.splitlines()
+    lines = project.call("runs", "list").stdout.splitlines()
     assert len(lines) == 2 and "finished  2 cases: 2 passed  " in lines[0] and "finished  " in lines[1]
     assert lines[0].startswith("0  20") and lines[1].startswith("1  20") and "  v1; " in lines[1]
     assert listed(project)[1]["argv"] == ["smoke", "--select", "recipe=bf16", "--device", "cpu", "--name", "v1"]
-    assert "removed: v1, started 20" in project.call("results", "remove", "v1").stdout
+    assert "removed: v1, started 20" in project.call("runs", "remove", "v1").stdout
     assert len(listed(project)) == 1
 
 
@@ -178,27 +178,27 @@ def test_shards_of_two_machines_become_one_run_and_are_imported(project: Command
         machine = Command(project.folder, {"FP8_HARNESS_STATE": str(project.folder / f"state-{name}")})
         done = machine.call("run", "smoke", *CPU, "--select", select, "--json", str(shards / f"{name}.json"))
         assert done.returncode == 0, done.stderr
-    done = project.call("results", "merge", "all.json", "shards/")
+    done = project.call("runs", "merge", "all.json", "shards/")
     assert done.returncode == 0, done.stderr
     assert done.stdout == "all.json: 2 shards, 4 cases: 4 passed\n"
     document = read_run(project.folder / "all.json")
     assert document["exit_code"] == 0 and document["environment"] is not None
-    for words in (("gate", "--baseline", "shards", "--candidate", "all.json"), ("report", "shards/")):
+    for words in (("compare", "shards", "all.json"), ("show", "shards/")):
         told = project.call(*words)
-        assert told.returncode == 0 and ("GO" if words[0] == "gate" else "4 cases: 4 passed") in told.stdout, (
+        assert told.returncode == 0 and ("GO" if words[0] == "compare" else "4 cases: 4 passed") in told.stdout, (
             told.stderr
         )
-    first, again = (project.call("results", "import", "all.json", "--name", "v1") for _ in range(2))
+    first, again = (project.call("runs", "import", "all.json", "--name", "v1") for _ in range(2))
     assert "all.json: imported: 4 cases" in first.stdout and "all.json: is there already" in again.stdout
-    assert "shards/: is there already as v1: 4 cases" in project.call("results", "import", "shards/").stdout
+    assert "shards/: is there already as v1: 4 cases" in project.call("runs", "import", "shards/").stdout
     (run,) = listed(project)
     assert (run["name"], run["imported"], run["totals"]["passed"]) == ("v1", True, 4)
     case = document["cases"][0]["id"]
-    assert project.call("run", *CPU, "--case", case).returncode == 0
+    assert project.call("run", *CPU, case).returncode == 0
     shown = project.call("history", case)
     assert shown.returncode == 0 and len([line for line in shown.stdout.splitlines() if line.startswith("20")]) == 2
     assert "FLAKY" not in shown.stdout and "NONDETERMINISTIC" not in shown.stdout
-    assert project.call("results", "remove", "v1").returncode == 0 and len(listed(project)) == 1
+    assert project.call("runs", "remove", "v1").returncode == 0 and len(listed(project)) == 1
 
 
 def contradiction(project: Command, **changes: str) -> Any:
@@ -213,18 +213,18 @@ def contradiction(project: Command, **changes: str) -> Any:
 
 def test_shards_that_contradict_are_refused(project: Command) -> None:
     document = contradiction(project, started="2999-01-01T00:00:00+00:00")
-    done = project.call("results", "merge", "all.json", "good.json", "bad.json")
+    done = project.call("runs", "merge", "all.json", "good.json", "bad.json")
     assert (
         done.returncode == 2 and "good.json and bad.json have different results of it: passed and hang" in done.stderr
     )
     assert not (project.folder / "all.json").exists()
-    assert project.call("results", "merge", "all.json", "good.json", "bad.json", "--latest").returncode == 0
+    assert project.call("runs", "merge", "all.json", "good.json", "bad.json", "--latest").returncode == 0
     assert read_run(project.folder / "all.json")["exit_code"] == 1
     document["environment"]["cpu"] = "another"
     (project.folder / "bad.json").write_text(lines_of(document))
-    refused = project.call("results", "merge", "all.json", "good.json", "bad.json", "--latest")
+    refused = project.call("runs", "merge", "all.json", "good.json", "bad.json", "--latest")
     assert refused.returncode == 2 and "the environments differ: good.json and bad.json: cpu " in refused.stderr
-    mixed = project.call("results", "merge", "all.json", "good.json", "bad.json", "--latest", "--mixed")
+    mixed = project.call("runs", "merge", "all.json", "good.json", "bad.json", "--latest", "--mixed")
     assert mixed.returncode == 0 and "note: the environments differ: " in mixed.stderr
 
 
@@ -232,9 +232,9 @@ def test_what_cannot_be_merged_or_imported_is_one_clear_error(project: Command) 
     (project.folder / "empty").mkdir()
     (project.folder / "x.json").write_text("{}")
     for words, text in (
-        (("results", "merge", "o.json", "empty"), "empty: there are no such results"),
-        (("results", "merge", "o.json", "nosuch"), "no such results"),
-        (("results", "import", "x.json"), "x.json:1: not a line of results"),
+        (("runs", "merge", "o.json", "empty"), "empty: there are no such results"),
+        (("runs", "merge", "o.json", "nosuch"), "no such results"),
+        (("runs", "import", "x.json"), "x.json:1: not a line of results"),
     ):
         done = project.call(*words)
         assert done.returncode == 2 and text in done.stderr and len(done.stderr.splitlines()) == 1
@@ -242,13 +242,13 @@ def test_what_cannot_be_merged_or_imported_is_one_clear_error(project: Command) 
 
 def test_history_of_a_flaky_case(project: Command) -> None:
     name = contradiction(project)["cases"][0]["id"]
-    assert project.call("results", "import", "bad.json").returncode == 0
+    assert project.call("runs", "import", "bad.json").returncode == 0
     assert "FLAKY" in project.call("history", name).stdout
     summary = project.call("history", "--select", "dp_shard=2")
     assert summary.stdout.startswith(f"{name}  2 runs  1 ") and "  FLAKY  last change 20" in summary.stdout
-    (found,) = json.loads(project.call("history", "--json").stdout)
+    (found,) = json.loads(project.call("history", "--json", "-").stdout)
     assert found["flaky"] and len(found["runs"]) == 2
-    (last,) = json.loads(project.call("history", name, "--runs", "1", "--json").stdout)
+    (last,) = json.loads(project.call("history", name, "--runs", "1", "--json", "-").stdout)
     assert len(last["runs"]) == 1 and not last["flaky"]
 
 

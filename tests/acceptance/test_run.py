@@ -43,7 +43,7 @@ def test_good_run(common: Inside, tmp_path: Path) -> None:
     assert "[4/4]" in done.stderr
     document = read_run(out)
     assert {case["verdict"] for case in document["cases"]} == {"passed"}
-    listed = json.loads(common.run("list", "smoke", "--json").stdout)
+    listed = json.loads(common.run("list", "smoke", "--json", "-").stdout)
     assert [case["id"] for case in document["cases"]] == [case["id"] for case in listed]
     for case in document["cases"]:
         asked, left_out = set(case["checks"]), {each["check"]: each["reason"] for each in case["not_judged"]}
@@ -60,7 +60,7 @@ def test_every_result_has_a_command_that_reproduces_it(common: Inside, tmp_path:
     common.run("run", "smoke", *CPU, "--timeout-s", "90", "--json", str(out))
     for case in read_run(out)["cases"]:
         program = "FP8_HARNESS_PROGRAM=tests.acceptance.fake_program"
-        assert case["command"] == f"{program} fp8-harness run --case {case['id']} --timeout-s 90"
+        assert case["command"] == f"{program} fp8-harness run {case['id']} --timeout-s 90"
     done = common.shell(case["command"])
     assert done.returncode == 0, done.stderr
     assert "1 case: 1 passed" in done.stdout
@@ -69,7 +69,7 @@ def test_every_result_has_a_command_that_reproduces_it(common: Inside, tmp_path:
 def failing(project: Inside, seed: int, *arguments: str) -> tuple[int, dict[str, Any], str]:
     """Exit code, the case document and stderr of a run of one planted case."""
     project.planted("bad", seed)
-    update = project.run("golden", "update", "bad", *CPU, "--reason", "bad seed")
+    update = project.run("baseline", "update", "bad", *CPU, "--reason", "bad seed")
     assert update.returncode == 0, update.stdout + update.stderr
     out = project.folder / "bad.json"
     done = project.run("run", "bad", *CPU, "--json", str(out), *arguments)
@@ -88,7 +88,7 @@ def failing(project: Inside, seed: int, *arguments: str) -> tuple[int, dict[str,
 def test_what_goes_wrong_on_ranks_is_told(project: Inside, seed: int, verdict: str, says: str) -> None:
     code, case, text = failing(project, seed)
     assert (code, case["verdict"]) == (1, verdict) and says in text
-    assert "reproduce: FP8_HARNESS_PROGRAM=tests.acceptance.fake_program fp8-harness run --case" in text
+    assert "reproduce: FP8_HARNESS_PROGRAM=tests.acceptance.fake_program fp8-harness run " in text
     assert ("NaN" in case["losses"]) is (seed == NAN)
 
 
@@ -125,7 +125,7 @@ def test_without_a_golden_the_reference_is_run_and_named(project: Inside) -> Non
     project.planted("new", 0, steps=4)
     done = project.run("run", "new", "--json", str(project.folder / "new.json"), *CPU)
     assert done.returncode == 0
-    assert "goldens not stored: 1." in done.stderr and "golden update new --device cpu --missing" in done.stderr
+    assert "goldens not stored: 1." in done.stderr and "baseline update new --device cpu --missing" in done.stderr
     assert "1 case compared with BF16 references that were run here" in done.stdout
     (case,) = read_run(project.folder / "new.json")["cases"]
     assert case["golden"] == "run here"
@@ -144,7 +144,7 @@ def test_shards_run_every_case_once_and_say_which_they_are(common: Inside, tmp_p
         assert (listed.returncode, [line.split()[1] for line in listed.stdout.splitlines()]) == (0, ids)
         assert ("no case: fewer cases than shards" in done.stderr) is (not ids)
         ran += ids
-    listed = json.loads(common.run("list", "smoke", "--json").stdout)
+    listed = json.loads(common.run("list", "smoke", "--json", "-").stdout)
     assert sorted(ran) == sorted(case["id"] for case in listed) and len(ran) == 4
     assert common.run("run", "smoke", *CPU, "--shard", "6/5").returncode == 2
     assert common.run("run", "smoke", *CPU, "--select", "tp=16", "--shard", "1/2").returncode == 3
@@ -152,11 +152,11 @@ def test_shards_run_every_case_once_and_say_which_they_are(common: Inside, tmp_p
 
 def test_rerun_failed(project: Inside) -> None:
     failing(project, 1)
-    done = project.run("run", "--rerun-failed", *CPU)
+    done = project.run("run", "--lf", *CPU)
     assert done.returncode == 1
     assert "1 case: 1 crash" in done.stdout
     assert project.run("run", "smoke", *CPU).returncode == 0
-    again = project.run("run", "--rerun-failed", *CPU)
+    again = project.run("run", "--lf", *CPU)
     assert again.returncode == 3
     assert "nothing failed in the last run" in again.stderr
 
@@ -172,13 +172,13 @@ def test_rerun_failed_runs_what_a_killed_run_never_reached_in_the_same_way(proje
     elsewhere = project.folder / "cases" / "deep"
     elsewhere.mkdir()
     again = Inside(elsewhere, {"FP8_HARNESS_STATE": str(project.folder / "state")}, warm=project.warm)
-    done = again.run("run", "--rerun-failed", "-x")
+    done = again.run("run", "--lf", "-x")
     patch = project.folder.resolve() / "patch.py"
     assert f"note: repeats --device cpu --timeout-s 77 --inject {patch}:apply of the last run." in done.stderr
     assert "3 of 4 cases of the last run have no result" in done.stderr
     assert done.returncode == 1 and "--timeout-s 77 --inject" in done.stdout and "4 cases: " in done.stdout
     (project.folder / "mended.py").write_text("def apply():\n    pass\n")
-    mended = project.run("run", "--rerun-failed", "--inject", "mended.py:apply")
+    mended = project.run("run", "--lf", "--inject", "mended.py:apply")
     assert "note: repeats --device cpu --timeout-s 77 of the last run." in mended.stderr
     assert mended.returncode == 0 and "4 cases: 4 passed" in mended.stdout
 
@@ -246,7 +246,7 @@ def test_interrupt_ends_torchrun_and_its_ranks(project: Inside) -> None:
 
 def test_interrupt_leaves_a_valid_partial_result(project: Inside) -> None:
     project.planted("slow", *[6] * 8)
-    assert project.run("golden", "update", "slow", *CPU, "--reason", "slow").returncode == 0
+    assert project.run("baseline", "update", "slow", *CPU, "--reason", "slow").returncode == 0
     out = project.folder / "partial.json"
     process = project.start_until("[1/8]", "run", "slow", *CPU, "-j", "1", "--json", str(out))
     time.sleep(0.3)

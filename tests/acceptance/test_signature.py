@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from tests.acceptance.conftest import Command
 
 CASE = "target.mine-fsdp2-rowwise-v2048-s3-f32-tol.0.05"
-UPDATE = ("signature", "update", "mine", "--device", "cpu", "--reason")
+UPDATE = ("baseline", "update", "--signatures", "mine", "--device", "cpu", "--reason")
 
 
 @pytest.fixture
@@ -38,7 +38,7 @@ def test_without_a_signature_the_check_is_not_judged_by_name(mine: Inside) -> No
     assert done.returncode == 0, done.stdout + done.stderr
     assert "signatures not recorded: 1. What these cases send and keep is not judged." in done.stderr
     assert "not judged here\n  signature in 1 case: no signature is recorded; `fp8-harness signature" in done.stdout
-    check = mine.run("signature", "check", "mine")
+    check = mine.run("baseline", "check", "mine")
     assert (check.returncode, check.stdout.splitlines()[0]) == (1, f"missing: {CASE}")
     assert "0 damaged, 1 missing" in check.stdout
 
@@ -47,9 +47,10 @@ def test_what_is_recorded_is_what_later_runs_are_compared_with(mine: Inside) -> 
     first = mine.run(*UPDATE, "first", "--missing")
     assert first.returncode == 0, first.stdout + first.stderr
     assert f"{CASE}: new\n  stored in " in first.stdout and "1 signature stored, 0 cases failed" in first.stdout
-    assert mine.run("signature", "check", "mine").stdout == "1 signature, 0 damaged, 0 missing, 0 of other versions\n"
-    (listed,) = mine.run("signature", "list").stdout.splitlines()
-    assert listed.startswith(f"{CASE}  20") and listed.endswith("  torch 2.13.0+cpu  first")
+    last = mine.run("baseline", "check", "mine").stdout.splitlines()[-1]
+    assert last == "1 signature, 0 damaged, 0 missing, 0 of other versions"
+    *_, listed = mine.run("baseline", "list").stdout.splitlines()
+    assert listed.startswith(f"signature     {CASE}  20") and listed.endswith("  torch 2.13.0+cpu  first")
     code, good = result(mine)
     assert (code, good["verdict"]) == (0, "passed") and "signature" in good["checks"]
     code, bad = result(mine.having(MORE_TRAFFIC="1"))
@@ -59,7 +60,7 @@ def test_what_is_recorded_is_what_later_runs_are_compared_with(mine: Inside) -> 
     assert finding["expected"] == "4 with 2048 bytes (4 of 512 elements), as recorded"
     assert finding["found"] == "5 with 2560 bytes (5 of 512 elements)"
     (note,) = finding["notes"]
-    assert note.startswith("if it is intended, `fp8-harness signature update")
+    assert note.startswith("if it is intended, `fp8-harness baseline update --signatures")
 
 
 def test_an_update_shows_what_changes(mine: Inside) -> None:
@@ -82,7 +83,7 @@ def test_what_fails_another_check_is_not_recorded(mine: Inside) -> None:
     done = mine.run(*UPDATE, "first")
     assert done.returncode == 1
     assert "loss_vs_golden" in done.stdout and "0 signatures stored, 1 case failed" in done.stdout
-    assert mine.run("signature", "list").stdout == ""
+    assert "signature" not in mine.run("baseline", "list").stdout
 
 
 def test_errors_are_one_line_with_a_fix(mine: Inside) -> None:
@@ -93,7 +94,7 @@ def test_errors_are_one_line_with_a_fix(mine: Inside) -> None:
         (("update", "smoke", "--device", "cpu", "--reason", "x"), 3, "formulas describe the models"),
         (("update", "mine", "--target", "none", "--device", "cpu", "--reason", "x"), 2, "there is no module none."),
     ):
-        done = mine.run("signature", *words)
+        done = mine.run("baseline", words[0], "--signatures", *words[1:])
         assert done.returncode == code and message in done.stderr, done.stderr
         assert len(done.stderr.splitlines()) == 1
 
@@ -104,7 +105,7 @@ def test_a_damaged_signature_ends_a_run_before_it_begins(mine: Inside) -> None:
     stored.write_text(stored.read_text().replace("4 with", "5 with"))
     done = mine.run("run", "mine", "--device", "cpu")
     assert done.returncode == 2 and "was changed after the tool wrote it" in done.stderr
-    assert "1 damaged, 0 missing" in mine.run("signature", "check", "mine").stdout
+    assert "1 damaged, 0 missing" in mine.run("baseline", "check", "mine").stdout
     again = mine.run(*UPDATE, "repaired")
     assert again.returncode == 0 and "replaces a damaged signature" in again.stdout
     assert result(mine)[0] == 0

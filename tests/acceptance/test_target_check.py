@@ -1,4 +1,4 @@
-"""`fp8-harness target check` on a sound target and on broken ones: what it says, and that what it says helps."""
+"""`fp8-harness check-target` on a sound target and on broken ones: what it says, and that what it says helps."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def project(tmp_path_factory: pytest.TempPathFactory, warm: Warm) -> Inside:
 
 def checked(project: Inside, name: str, *arguments: str) -> tuple[int, str]:
     """Exit code and the report with every run of spaces as one."""
-    done = project.run("target", "check", name, "-q", *arguments)
+    done = project.run("check-target", name, "-q", *arguments)
     assert done.stdout, done.stderr
     return done.returncode, " ".join(done.stdout.split())
 
@@ -40,7 +40,7 @@ def test_a_sound_target_works_and_what_it_refuses_is_not_supported(project: Insi
     (project.folder / "late.py").write_text(f"{LATE}from mistakes import NoTensorParallelism as build\n")
     out = project.folder / "report.json"
     layouts = ("--layout", "fsdp2", "--layout", "tp2")
-    code, text = checked(project, "late", *layouts, "--case", SHORT, "--json", str(out))
+    code, text = checked(project, "late", *layouts, SHORT, "--json", str(out))
     assert code == 0, text
     assert "fsdp2 tensorwise float64 works" in text
     assert "tp2 tensorwise float64 not supported: no tensor parallelism yet" in text
@@ -108,7 +108,7 @@ def test_a_target_with_a_mistake(project: Inside, name: str) -> None:
 
 def assert_told(project: Inside, target: str, layout: str, words: Sequence[str]) -> None:
     """What is wrong, and how to fix it: once, with one thing to fix."""
-    code, report = checked(project, target, "--layout", layout, "--case", SHORT)
+    code, report = checked(project, target, "--layout", layout, SHORT)
     assert code == 1, report
     assert [each for each in words if each not in report] == [], report
     assert f"1 thing to fix in {target}." in report, report
@@ -121,11 +121,11 @@ def assert_told(project: Inside, target: str, layout: str, words: Sequence[str])
         (("toy.py:build",), "not the name of a target"),
         (("toy", "--layout", "rowwise"), "'rowwise' is no layout"),
         (("toy", "--layout", "fsdp3"), "excludes"),
-        (("toy", "--case", "nothing.toml"), "this case file does not exist"),
+        (("toy", "nothing.toml"), "this case file does not exist"),
     ],
 )
 def test_bad_input_is_one_line(project: Inside, arguments: tuple[str, ...], words: str) -> None:
-    done = project.run("target", "check", *arguments)
+    done = project.run("check-target", *arguments)
     assert done.returncode == 2
     (line,) = done.stderr.splitlines()
     assert words in line and "Fix: " in line

@@ -80,8 +80,8 @@ def test_progress_and_table_fit(project: Command, columns: int) -> None:
     for name in (line.split()[1] for line in project.run("list", "slow").stdout.splitlines()):
         assert sum(line.startswith(name) for line in lines) == 1
     assert sum("passed" in line for line in lines) == 5 + 1
-    again = [line.rstrip() for line in re.split(r"[\r\n]+", OnTerminal(project, columns, "report").read_until())]
-    assert len(again) > 6 and again == lines[-len(again) :], "`report` prints what `run` printed at its end"
+    again = [line.rstrip() for line in re.split(r"[\r\n]+", OnTerminal(project, columns, "show").read_until())]
+    assert len(again) > 6 and again == lines[-len(again) :], "`show` prints what `run` printed at its end"
 
 
 def test_an_interrupt_leaves_one_line_for_what_was_not_run(project: Command) -> None:

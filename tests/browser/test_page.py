@@ -200,7 +200,7 @@ def test_a_case_is_opened_and_left_again(opened: Opener) -> None:
     assert page.locator("article h2 .id").inner_text() == WRONG
     assert not page.locator("#cases").is_visible()
     assert page.locator(".uplot").count() == 3
-    assert page.locator("#case .command code").inner_text() == f"fp8-harness run --case {WRONG}"
+    assert page.locator("#case .command code").inner_text() == f"fp8-harness run {WRONG}"
     assert "saved for backward" in page.locator("#case tr.differs").inner_text()
     assert page.locator("#case .casts tbody th").first.inner_text().endswith("wo")
     assert page.locator("#case .casts tbody tr").count() == 12
@@ -285,7 +285,7 @@ def test_a_gate_opens_with_its_answer_and_leads_to_the_cases(
     context.grant_permissions(["clipboard-read", "clipboard-write"])
     page.get_by_role("button", name="copy").first.click()
     page.wait_for_selector("text=copied")
-    assert page.evaluate("navigator.clipboard.readText()") == f"fp8-harness run --case {WRONG}"
+    assert page.evaluate("navigator.clipboard.readText()") == f"fp8-harness run {WRONG}"
     page.get_by_role("link", name=WRONG).first.click()
     assert page.locator("article h2 .id").inner_text() == WRONG and address(page) == f"#case={WRONG}"
     page.go_back()
@@ -336,7 +336,7 @@ def test_the_command_is_copied(opened: Opener, context: BrowserContext) -> None:
     page = opened(f"#case={WRONG}")
     page.get_by_role("button", name="copy").click()
     page.wait_for_selector("text=copied")
-    assert page.evaluate("navigator.clipboard.readText()") == f"fp8-harness run --case {WRONG}"
+    assert page.evaluate("navigator.clipboard.readText()") == f"fp8-harness run {WRONG}"
 
 
 def test_dark_light_and_print_have_colours_of_their_own(opened: Opener) -> None:

@@ -1,7 +1,7 @@
 """The mutation matrix of some faults, each in the first of its host cases, and what every part of the matrix must show.
 
 Slow for a test (every fault is a run on real ranks), and the reason to trust all others. It is spread over files, so
-that several workers share it. Host cases take as few steps here as a fault needs; `fp8-harness power` plants every
+that several workers share it. Host cases take as few steps here as a fault needs; `fp8-harness dev mutate` plants every
 fault in host cases of five.
 """
 

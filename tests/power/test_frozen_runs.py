@@ -1,7 +1,7 @@
 """What runs find stays: the verdicts of tier pr, and the rules that find every planted fault.
 
 Both are long. `frozen_pr.txt` holds the cases of pr before findings had rules, with the number of checks that judged
-them; the mutation matrix is the one that `fp8-harness power --record` stored.
+them; the mutation matrix is the one that `fp8-harness dev mutate --record` stored.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ from tests.worker.runs import sweep
 )
 def test_faults_are_found_and_the_clean_run_passes(executor: Executor, host: str, names: str) -> None:
     project, faults = find_project(), tuple(all_faults()[name] for name in names.split())
-    hosts = hosts_among(project, faults, Query(case_ids=(host,)), at_most=1)
+    hosts = hosts_among(project, faults, Query(sources=(host,)), at_most=1)
     plan = make_plan(device="cpu", fabric="gloo")
     matrix = run_mutations(project, faults, hosts, plan, SilentProgress(), executor=executor)
     assert len(matrix.trials) == len(faults)

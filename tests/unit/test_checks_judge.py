@@ -223,7 +223,7 @@ def test_a_wrong_number_is_numeric_and_a_broken_rule_outranks_it() -> None:
 def test_a_missing_golden_is_a_failure() -> None:
     found = judge(CASE, GOOD, "ok", witnesses(golden=False))
     assert found.verdict is Verdict.INVARIANT and rules(found.findings) == {NO_GOLDEN.name}
-    assert "fp8-harness golden update" in str(found.findings[0].values["command"])
+    assert "fp8-harness baseline update" in str(found.findings[0].values["command"])
 
 
 @given(st.sampled_from(["ok", "crash", "hang", "infra"]), st.booleans())

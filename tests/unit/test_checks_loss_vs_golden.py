@@ -166,7 +166,7 @@ def test_witnesses_with_other_steps_fail(against: Golden, within: Tolerance, who
 def test_a_missing_golden_names_its_command() -> None:
     (found,) = check(*both(GOLDEN), against=None)
     assert (found.rule, found.judged, found.values["family"]) == (NO_GOLDEN.name, False, family_id(CASE))
-    assert f"fp8-harness golden update --case {case_id(reference_case(CASE))} --reason" in str(found.values["command"])
+    assert f"fp8-harness baseline update {case_id(reference_case(CASE))} --reason" in str(found.values["command"])
 
 
 def test_a_missing_tolerance_says_why_and_what_to_set() -> None:

@@ -127,7 +127,7 @@ def test_a_choice_that_leaves_something_out_is_refused() -> None:
     file = small()
     chosen = [each.case for each in choose(file, by_ranks, known=(), faults=(), rounds=0)]
     expensive = max(chosen, key=lambda case: case.world_size)
-    with pytest.raises(HarnessError, match=r"leave \d+ combinations of 'layouts' uncovered.*tier choose small"):
+    with pytest.raises(HarnessError, match=r"leave \d+ combinations of 'layouts' uncovered.*dev tier small"):
         select(file, chosen=[case for case in chosen if case != expensive])
 
 

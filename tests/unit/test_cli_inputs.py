@@ -23,7 +23,7 @@ from harness.run_options import RunOptions
 from harness.running.injection import parse_injection
 from harness.running.machine import Device
 from harness.running.plan import FABRICS, Plan, make_plan
-from harness.running.selection import Query, select_cases
+from harness.running.selection import Query, parse_keyword, select_cases
 from harness.studies.noise import environment, measured_cases, over_seeds, recorded_cases, shares_its_parity_key
 from harness.workflow import check_fits
 from tests.builders import make_case, make_known
@@ -99,10 +99,8 @@ def test_command_reproduces_the_way_it_was_run(tmp_path: Path, monkeypatch: pyte
     monkeypatch.chdir(tmp_path)
     plan = make_plan(device="cpu", fabric="gloo", engine="torchrun", inject=("my patch.py:apply",))
     words = "--fabric gloo --engine torchrun --inject 'my patch.py:apply'"
-    assert plan.command("x") == f"fp8-harness run --case x {words}"
-    assert (
-        Plan(device="cuda", fabric="nccl", arithmetic="kernel").command("x") == "fp8-harness run --case x --device cuda"
-    )
+    assert plan.command("x") == f"fp8-harness run x {words}"
+    assert Plan(device="cuda", fabric="nccl", arithmetic="kernel").command("x") == "fp8-harness run x --device cuda"
 
 
 def test_ranks_of_a_program_of_ones_own_share_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,7 +123,7 @@ def test_command_has_the_arithmetic_where_it_is_not_the_usual_one(
     device: Device, asked: Arithmetic, words: str
 ) -> None:
     plan = Plan(device=device, fabric=FABRICS[device][0], arithmetic=asked)
-    assert plan.command("x") == f"fp8-harness run --case x{words}"
+    assert plan.command("x") == f"fp8-harness run x{words}"
     assert make_plan(device="cpu").arithmetic == "exact" and default_arithmetic("cuda") == "kernel"
     assert RunOptions(arithmetic=asked).words == ("--arithmetic", asked)
 
@@ -142,14 +140,14 @@ def test_a_gpu_is_not_asked_for_what_no_kernel_does() -> None:
 
 @pytest.mark.parametrize(("timeout_s", "words"), [(None, ""), (20.0, " --timeout-s 20"), (0.1, " --timeout-s 0.1")])
 def test_command_has_the_time_limit_that_was_given(timeout_s: float | None, words: str) -> None:
-    assert Plan(timeout_s=timeout_s).command("x") == f"fp8-harness run --case x{words}"
+    assert Plan(timeout_s=timeout_s).command("x") == f"fp8-harness run x{words}"
 
 
 def test_command_has_the_rank_program_as_a_shell_reads_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FP8_HARNESS_PROGRAM", "my.ranks")
-    assert make_plan(device="cpu").command("x") == "FP8_HARNESS_PROGRAM=my.ranks fp8-harness run --case x"
+    assert make_plan(device="cpu").command("x") == "FP8_HARNESS_PROGRAM=my.ranks fp8-harness run x"
     odd = Plan(program="my ranks").command("x")
-    assert odd == "FP8_HARNESS_PROGRAM='my ranks' fp8-harness run --case x"
+    assert odd == "FP8_HARNESS_PROGRAM='my ranks' fp8-harness run x"
 
 
 def test_cuda_asked_for_where_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -200,16 +198,26 @@ def test_nothing_is_asked_for_that_no_run_of_the_case_can_record() -> None:
 def test_a_case_is_selected_once(project: Project) -> None:
     (project.cases / "a.toml").write_text('[[case]]\naxes = {recipe = "rowwise"}\n')
     name = case_id(Case(float8=Float8(recipe="rowwise")))
-    assert len(select_cases(project, Query(sources=("a", "a"), case_ids=(name,)))) == 1
+    assert len(select_cases(project, Query(sources=("a", name, "a")))) == 1
 
 
-@pytest.mark.parametrize("others", [(), ("a",)])
-def test_a_case_id_in_place_of_a_tier_is_told_its_option(project: Project, others: tuple[str, ...]) -> None:
-    (project.cases / "a.toml").write_text('[[case]]\naxes = {recipe = "rowwise"}\n')
-    name = case_id(Case(float8=Float8(recipe="rowwise")))
-    with pytest.raises(HarnessError) as raised:
-        select_cases(project, Query(sources=(*others, name)))
-    assert raised.value.text == f"{name}: a case id is not a tier. Fix: write --case {name}"
+@pytest.mark.parametrize(
+    ("text", "kept"),
+    [
+        ("rowwise", {"tp2-rowwise", "tp4-rowwise"}),
+        ("ROWWISE and not tp4", {"tp2-rowwise"}),
+        ("not (rowwise or tp4)", {"single-bf16"}),
+        ("-bf16", {"single-bf16"}),
+    ],
+)
+def test_k_keeps_ids_as_pytest_does(text: str, kept: set[str]) -> None:
+    assert set(filter(parse_keyword(text), ("tp2-rowwise", "tp4-rowwise", "single-bf16"))) == kept
+
+
+@pytest.mark.parametrize("text", ["", "rowwise and", "a b", "(a", "not"])
+def test_k_refuses_what_is_no_expression(text: str) -> None:
+    with pytest.raises(HarnessError, match=r"join parts of ids by and, or, not"):
+        parse_keyword(text)
 
 
 def test_another_word_in_place_of_a_tier_is_told_the_tiers(project: Project) -> None:
@@ -221,7 +229,7 @@ def test_another_word_in_place_of_a_tier_is_told_the_tiers(project: Project) -> 
 def test_an_excluded_id_names_its_rule(project: Project) -> None:
     case = Case(layout=Layout(dp_shard=3), train=Train(global_batch=8))
     with pytest.raises(HarnessError, match="batch_divides_dp"):
-        select_cases(project, Query(case_ids=(case_id(case),)))
+        select_cases(project, Query(sources=(case_id(case),)))
 
 
 @pytest.mark.parametrize("name", ["tp", "recipe", "fp8_all_gather"])

@@ -76,7 +76,7 @@ def test_a_new_failure_says_what_where_and_how_to_see_it() -> None:
         "signature: parity/gradients in wq, from step 1 on",
         "first operand that diverges: scale of weight",
     )
-    assert reason.command == f"fp8-harness run --case {CASE}"
+    assert reason.command == f"fp8-harness run {CASE}"
 
 
 def test_a_place_that_a_message_names_is_not_told_twice() -> None:
@@ -269,7 +269,7 @@ def test_numbers_that_moved_are_named_and_gate_beyond_the_tolerance() -> None:
         f"1 of 2 casts; first scale_min of {WQ} input, step 2: 224 -> 200",
         "other bits in casts",
     )
-    assert [note.command for note in found.notes] == [f"fp8-harness run --case {TWIN}"]
+    assert [note.command for note in found.notes] == [f"fp8-harness run {TWIN}"]
     assert not held([result()], [moved(CASE, 0.02)]).go
     assert not held([result()], [moved(CASE, float("nan"))]).go
     unlimited = [

@@ -86,7 +86,7 @@ def test_traffic_is_a_named_change_where_its_formula_says_so() -> None:
     assert group.moved == {Topic.TRAFFIC: (UNDER_TP,)} and group.link.startswith("https://")
     assert (
         group.first.startswith("bytes of all_gather in uint8 along dp_shard: 4,096 -> none")
-        and group.command == f"fp8-harness run --case {UNDER_TP}"
+        and group.command == f"fp8-harness run {UNDER_TP}"
     )
 
 
@@ -210,7 +210,7 @@ def test_a_case_that_fails_for_another_cause_is_the_last_example() -> None:
     ]
     group = next(each for each in compared(before, after).groups if each.origin is Origin.TORCH)
     assert group.cases == (UNDER_TP, other) and group.example == other
-    assert group.command == f"fp8-harness run --case {other}", "its verdict did not move"
+    assert group.command == f"fp8-harness run {other}", "its verdict did not move"
 
 
 def several() -> Gate:

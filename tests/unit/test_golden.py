@@ -103,7 +103,7 @@ def test_an_edit_by_hand_is_found_and_named(tmp_path: Path, pattern: str, by: st
     with pytest.raises(GoldenDamaged) as caught:
         load_golden(tmp_path, "cpu", FAMILY)
     assert caught.value.where == str(path)
-    assert "golden update --root " in (caught.value.fix or "")
+    assert "baseline update --root " in (caught.value.fix or "")
 
 
 def test_another_schema_is_named(tmp_path: Path) -> None:
@@ -156,7 +156,7 @@ def test_a_missing_golden_names_the_file_and_the_command(tmp_path: Path) -> None
     with pytest.raises(GoldenMissing) as caught:
         load_golden(tmp_path, "cpu", FAMILY)
     assert f"{FAMILY}.json" in caught.value.text
-    assert f"fp8-harness golden update --root {tmp_path} --case single-bf16-v2048-s3-b16 --reason" in caught.value.text
+    assert f"fp8-harness baseline update --root {tmp_path} single-bf16-v2048-s3-b16 --reason" in caught.value.text
 
 
 def test_a_folder_in_place_of_a_golden_is_damaged(tmp_path: Path) -> None:

@@ -261,7 +261,7 @@ def test_the_front_of_a_gate_has_every_reason_in_order() -> None:
         "gates: saved bytes changed (1) [saved-bytes]",
     ]
     failed, lost, saved = (of_kind(Entry, group)[0] for group in groups)
-    assert failed.case.endswith("seed1-b16") and failed.command == f"fp8-harness run --case {failed.case}"
+    assert failed.case.endswith("seed1-b16") and failed.command == f"fp8-harness run {failed.case}"
     assert (failed.title, failed.lines) == ("passed -> numeric", ("parity/test: far",))
     assert (lost.case, lost.title) == ("", "tp2-rowwise-v2048-seed3-b16 passed -> not selected"), (
         "no such case to lead to"

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from harness.cli.evidence import possible_levels
+from harness.cli.dev_evidence import possible_levels
 from harness.engine.leases import Leases
 from harness.environment import Environment
 from harness.errors import HarnessError
@@ -130,7 +130,7 @@ REPORT = LevelReport(
     devices=1,
     memory=("GPU 0 NVIDIA H100, 80 GiB",),
     variables={"NCCL_ALGO": "Ring"},
-    command="fp8-harness evidence kernel --device cuda",
+    command="fp8-harness dev evidence kernel --device cuda",
     created="2026-01-01T00:00:00Z",
     seconds=12.0,
 )

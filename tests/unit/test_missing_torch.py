@@ -12,11 +12,11 @@ from harness.project import Project
 
 CASE = "tp2-rowwise-v2048-f32"
 NEEDS_RANKS = (
-    ("run", "--case", CASE),
-    ("golden", "update", "--case", CASE, "--reason", "x"),
-    ("tolerance", "measure", "--case", CASE),
-    ("power", "--fault", "amax_without_abs"),
-    ("conformance",),
+    ("run", CASE),
+    ("baseline", "update", CASE, "--reason", "x"),
+    ("baseline", "tolerance", "--measure", CASE),
+    ("dev", "mutate", "--fault", "amax_without_abs"),
+    ("dev", "conformance"),
 )
 
 
@@ -45,7 +45,7 @@ def test_both_are_named(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFi
     assert "torch and torchao are not installed" in capfd.readouterr().err
 
 
-@pytest.mark.parametrize("arguments", [("explain", CASE), ("list", "--case", CASE), ("new", "--id"), ("version",)])
+@pytest.mark.parametrize("arguments", [("explain", CASE), ("list", CASE), ("new", "--id"), ("--version",)])
 def test_what_needs_no_ranks_works(arguments: tuple[str, ...], capfd: pytest.CaptureFixture[str]) -> None:
     assert main(arguments) == 0, capfd.readouterr().err
 

@@ -81,7 +81,7 @@ def test_everything_is_told_in_blocks() -> None:
         "40 calls, 640 KiB, the formula: 41 calls, 640 KiB",
         "flushed 12.50%, saturated 0.00%, amax 1.5",
         "line 39",
-        f"fp8-harness run --case {ID}",
+        f"fp8-harness run {ID}",
     ):
         assert part in text, part
     assert "line 20" not in text
@@ -89,7 +89,7 @@ def test_everything_is_told_in_blocks() -> None:
 
 def test_a_case_of_which_nothing_was_measured_says_what_is_known() -> None:
     assert case_text(made()) == (
-        f"{ID}\n  numeric; 4 ranks, 1.2 s wall, 2.5 s CPU\n\nrun it again\n  fp8-harness run --case {ID}\n"
+        f"{ID}\n  numeric; 4 ranks, 1.2 s wall, 2.5 s CPU\n\nrun it again\n  fp8-harness run {ID}\n"
     )
 
 
@@ -98,7 +98,7 @@ def test_a_case_of_which_nothing_was_measured_says_what_is_known() -> None:
 def test_lines_are_at_most_so_long(message: str) -> None:
     words = " ".join(word[:20] for word in message.split(" "))
     long = [line for line in case_text(full(words)).splitlines() if len(line) > 60]
-    assert long == [f"  fp8-harness run --case {ID}"]
+    assert long == [f"  fp8-harness run {ID}"]
 
 
 def test_the_rows_of_a_table_stay_rows() -> None:

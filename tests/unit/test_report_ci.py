@@ -48,7 +48,7 @@ def test_a_case_has_its_facts() -> None:
     assert case is not None
     assert (case.get("classname"), case.get("name"), case.get("time")) == ("fp8-harness", "a", "1.250")
     facts = {each.get("name"): each.get("value") for each in case.findall("properties/property")}
-    assert facts == {"command": "fp8-harness run --case a", "verdict": "crash", "world_size": "4"}
+    assert facts == {"command": "fp8-harness run a", "verdict": "crash", "world_size": "4"}
     assert "why" in (case.findtext("system-out") or "")
 
 
@@ -62,13 +62,13 @@ def test_a_known_fault_is_skipped_with_its_text() -> None:
     (skipped,) = root.findall(".//skipped")
     assert skipped.get("message") == "why" and root.get("skipped") == "1" and root.get("tests") == "2"
     output = root.findtext(".//testcase/system-out") or ""
-    assert "c/test [rank 2]: why" in output and "reproduce: fp8-harness run --case a" in output
+    assert "c/test [rank 2]: why" in output and "reproduce: fp8-harness run a" in output
 
 
 def test_a_bad_case_has_the_command_and_the_end_of_the_output_of_ranks() -> None:
     failure = make_failure(0, traceback=f"Traceback\n{LAST_OUTPUT}\nNCCL gave up")
     case = parsed(make_result("a", Verdict.CRASH, run=run_of(failure)))
-    assert (case.findtext(".//error") or "").endswith("reproduce: fp8-harness run --case a")
+    assert (case.findtext(".//error") or "").endswith("reproduce: fp8-harness run a")
     assert (case.findtext(".//system-out") or "").endswith("NCCL gave up")
 
 
@@ -120,7 +120,7 @@ def test_a_bad_case_is_annotated_with_what_is_wrong_and_how_to_reproduce_it() ->
     (line,) = annotation_lines(run_of_texts("the loss is off")).splitlines()
     title, message = read(line)
     assert title == "case0"
-    assert message == "computed wrong numbers\nc/test: the loss is off\nreproduce: fp8-harness run --case case0"
+    assert message == "computed wrong numbers\nc/test: the loss is off\nreproduce: fp8-harness run case0"
 
 
 def test_hostile_text_is_one_annotation_and_reads_as_it_was() -> None:

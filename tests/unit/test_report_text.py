@@ -28,7 +28,7 @@ FINDING = a_finding(
 
 
 def text_report(found: RunResult) -> str:
-    return text_of(run_sections(found, rerun="fp8-harness run --rerun-failed"))
+    return text_of(run_sections(found, rerun="fp8-harness run --lf"))
 
 
 def case_block(result: CaseResult, first: Mapping[str, str] = MappingProxyType({})) -> str:
@@ -91,7 +91,7 @@ def test_findings_are_divided_where_some_may_be_effects_of_others() -> None:
         "      found: plain",
         "  also found, likely effects",
         "    parity/gradients [step 3]: 21 of 21 gradients differ",
-        "  reproduce: fp8-harness run --case bad",
+        "  reproduce: fp8-harness run bad",
     ]
     assert "cause" not in case_block(result("bad", Verdict.INVARIANT, FINDING, FINDING))
 
@@ -106,7 +106,7 @@ def test_a_case_that_lacks_something_did_not_fail_a_check() -> None:
 def test_the_report_has_a_block_for_what_is_not_good_only() -> None:
     text = text_report(run(result(), result("known", Verdict.KNOWN, FINDING), result("bad", Verdict.NUMERIC, FINDING)))
     assert "bad computed wrong numbers" in text
-    assert "reproduce: fp8-harness run --case bad" in text
+    assert "reproduce: fp8-harness run bad" in text
     assert "known failed as" not in text and "run --case single" not in text
     assert text.endswith("3 cases: 1 passed, 1 numeric, 1 known; 0 checks judged, 0 not; 12.3 s wall, 7.5 s CPU\n")
 
@@ -186,9 +186,9 @@ def test_an_id_has_a_line_of_its_own_only_where_there_is_no_room() -> None:
 def test_cases_that_were_not_run_are_one_line() -> None:
     waiting = [result(f"w{number}", Verdict.NOT_RUN) for number in range(34)]
     text = text_report(run(result(), *waiting, interrupted=True))
-    assert "\nnot run: 34 cases (`fp8-harness run --rerun-failed` runs them)\n" in text
+    assert "\nnot run: 34 cases (`fp8-harness run --lf` runs them)\n" in text
     assert "w7" not in text and "34 not_run" in text
-    assert "not run: 1 case (`fp8-harness run --rerun-failed` runs it)" in text_report(run(result(), waiting[0]))
+    assert "not run: 1 case (`fp8-harness run --lf` runs it)" in text_report(run(result(), waiting[0]))
 
 
 def test_markdown_lists_what_is_not_good_and_folds_the_rest() -> None:

@@ -1,4 +1,4 @@
-"""What `--rerun-failed` runs: all that is not known to be good in the last run, and a note on what cannot be told."""
+"""What `--lf` runs: all that is not known to be good in the last run, and a note on what cannot be told."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ def test_a_whole_run_has_only_its_failures_and_no_notes(project: Project) -> Non
     store.append(make_result(GOOD))
     store.append(make_result(BAD, Verdict.CRASH))
     rerun = rerun_query(project)
-    assert (rerun.query.case_ids, rerun.notes) == ((BAD,), ())
+    assert (rerun.query.sources, rerun.notes) == ((BAD,), ())
 
 
 def test_cases_that_a_killed_run_never_reached_run_again(project: Project) -> None:
     new_run(project, GOOD, BAD, THIRD).append(make_result(GOOD))
     rerun = rerun_query(project)
-    assert rerun.query.case_ids == (BAD, THIRD)
+    assert rerun.query.sources == (BAD, THIRD)
     (note,) = rerun.notes
     assert note == (
         "2 of 3 cases of the last run have no result: it was killed or still runs, or the result is damaged. "
@@ -51,7 +51,7 @@ def test_cases_that_a_killed_run_never_reached_run_again(project: Project) -> No
 def test_a_run_that_was_killed_before_its_first_result_is_the_last_run(project: Project) -> None:
     new_run(project, GOOD).append(make_result(GOOD))
     new_run(project, BAD, THIRD)
-    assert rerun_query(project).query.case_ids == (BAD, THIRD)
+    assert rerun_query(project).query.sources == (BAD, THIRD)
 
 
 def test_the_case_of_a_damaged_line_runs_again(project: Project) -> None:
@@ -59,7 +59,7 @@ def test_the_case_of_a_damaged_line_runs_again(project: Project) -> None:
     store.append(make_result(BAD))
     store.append(make_result(GOOD))
     damage(store, keep=20)
-    assert rerun_query(project).query.case_ids == (GOOD,)
+    assert rerun_query(project).query.sources == (GOOD,)
 
 
 def test_without_a_list_of_cases_a_damaged_line_that_names_its_case_does(project: Project) -> None:
@@ -68,7 +68,7 @@ def test_without_a_list_of_cases_a_damaged_line_that_names_its_case_does(project
     store.append(make_result(BAD))
     damage(store, keep=80)
     rerun = rerun_query(project)
-    assert (rerun.query.case_ids, rerun.notes) == ((BAD,), ())
+    assert (rerun.query.sources, rerun.notes) == ((BAD,), ())
 
 
 @pytest.mark.parametrize("text", [b'{"line":"ca', b'{"line":"case","id":"no-such-case","ver'])
@@ -77,7 +77,7 @@ def test_a_damaged_line_that_names_no_case_is_noted(project: Project, text: byte
     store.append(make_result(BAD, Verdict.CRASH))
     store.path.write_bytes(store.path.read_bytes() + text)
     rerun = rerun_query(project)
-    assert rerun.query.case_ids == (BAD,)
+    assert rerun.query.sources == (BAD,)
     (note,) = rerun.notes
     assert note.startswith(f"{store.path}:2: not a line of results: ")
     assert note.endswith("It does not say which case it was. Fix: run the tier of that run again.")

@@ -8,8 +8,10 @@ import click
 import msgspec
 import pytest
 
-from harness.cli.main import app
+from harness.cli.baseline_update import update_command
+from harness.cli.dev import mutate_command
 from harness.cli.predict import measure_command
+from harness.cli.run import run_command
 from harness.errors import HarnessError
 from harness.jsonform import from_json, to_json
 from harness.matrix.case import Case
@@ -47,12 +49,10 @@ def test_the_page_lists_the_options_as_they_are_declared(part: type[msgspec.Stru
     assert table(part) in PAGE.read_text(), f"an option has changed: put this into docs/ci.md:\n{table(part)}"
 
 
-def test_every_command_that_runs_cases_has_the_options_of_how() -> None:
-    context = click.Context(app)
-    for command in (app.get_command(context, "run"), app.get_command(context, "power"), measure_command):
-        assert command is not None
-        has = {parameter.name for parameter in command.params}
-        assert {name for name, option in options_of(PlanOptions).items() if not option.of_run} <= has
+@pytest.mark.parametrize("command", [run_command, update_command, mutate_command, measure_command])
+def test_every_command_that_runs_cases_has_the_options_of_how(command: click.Command) -> None:
+    has = {parameter.name for parameter in command.params}
+    assert {name for name, option in options_of(PlanOptions).items() if not option.of_run} <= has
 
 
 def test_the_default_of_an_option_is_that_of_a_plan() -> None:
@@ -92,7 +92,7 @@ def test_every_option_that_is_repeated_is_in_the_command_of_a_case() -> None:
 def test_the_time_limit_of_a_case_is_multiplied() -> None:
     plain, slow = make_plan(device="cpu"), make_plan(device="cpu", timeout_factor=2.5)
     assert slow.deadline_s(Case()) == 2.5 * plain.deadline_s(Case())
-    assert slow.command("x") == "fp8-harness run --case x --timeout-factor 2.5"
+    assert slow.command("x") == "fp8-harness run x --timeout-factor 2.5"
     assert make_plan(device="cpu", timeout_s=9.0, timeout_factor=1.0).deadline_s(Case()) == 9
     with pytest.raises(HarnessError, match=r"--timeout-factor 2: it multiplies the default.*Fix: give one of them"):
         make_plan(device="cpu", timeout_s=9.0, timeout_factor=2.0)

@@ -79,7 +79,7 @@ def test_a_tier_is_divided_evenly_and_by_stored_costs_alone() -> None:
 
 
 def test_an_empty_shard_selects_nothing() -> None:
-    query = Query(case_ids=("single-bf16-v2048-b16",), shard=Shard(index=2, count=2))
+    query = Query(sources=("single-bf16-v2048-b16",), shard=Shard(index=2, count=2))
     assert select_cases(find_project(ROOT), query) == ()
 
 

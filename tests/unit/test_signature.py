@@ -156,7 +156,9 @@ def test_an_edit_by_hand_is_found_and_named(tmp_path: Path, pattern: str, by: st
     with pytest.raises(SignatureDamaged) as caught:
         load_signature(tmp_path, NAME)
     assert caught.value.where == str(path)
-    assert f"`fp8-harness signature update --root {tmp_path} --device cpu --case {NAME} " in (caught.value.fix or "")
+    assert f"`fp8-harness baseline update --signatures --root {tmp_path} --device cpu {NAME} " in (
+        caught.value.fix or ""
+    )
 
 
 def test_a_renamed_signature_is_damaged_and_a_missing_one_names_the_command(tmp_path: Path) -> None:
@@ -164,7 +166,7 @@ def test_a_renamed_signature_is_damaged_and_a_missing_one_names_the_command(tmp_
     path.rename(path.with_name("other.json"))
     with pytest.raises(SignatureDamaged, match=r"renamed by hand\. Fix: restore it or remove it"):
         load_signature(tmp_path, "other")
-    with pytest.raises(SignatureMissing, match="fp8-harness signature update"):
+    with pytest.raises(SignatureMissing, match="fp8-harness baseline update --signatures"):
         load_signature(tmp_path, NAME)
     path.mkdir()
     with pytest.raises(SignatureDamaged, match="cannot be read"):

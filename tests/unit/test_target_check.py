@@ -95,7 +95,7 @@ def ran(layout: str = "single", *findings: Finding, **changes: Any) -> TargetRun
         "not_judged": (NotJudged(check="graphs", reason="nothing is compiled"),),
         "refused": None,
         "probes_neutral": True,
-        "command": "fp8-harness run --case x",
+        "command": "fp8-harness run x",
         "seconds": 1.0,
     }
     return TargetRun(**{**values, **changes})

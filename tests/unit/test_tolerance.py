@@ -101,7 +101,7 @@ def test_steps_beyond_the_list_are_an_error_and_not_extrapolated(tmp_path: Path)
     store(tmp_path, table("[0.02, 0.04]"))
     with pytest.raises(ToleranceMissing, match="covers 2 steps, the case trains 3") as caught:
         tolerance_for(case(), tmp_path)
-    assert "tolerance measure" in (caught.value.fix or "") and "loss_tolerance" in (caught.value.fix or "")
+    assert "tolerance --measure" in (caught.value.fix or "") and "loss_tolerance" in (caught.value.fix or "")
 
 
 def test_the_number_of_the_case_wins_and_needs_no_files(tmp_path: Path) -> None:

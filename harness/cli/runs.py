@@ -1,13 +1,14 @@
-"""`fp8-harness results list | merge | import | remove`."""
+"""`fp8-harness runs list | import | merge | remove`."""
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import click
 from msgspec.structs import replace
 
-from harness.cli.options import OUTPUT, root_option
+from harness.cli.options import OUTPUT, json_option, root_option, write_output
 from harness.cli.output import print_sections
 from harness.durable import write_whole
 from harness.plural import counted
@@ -21,53 +22,66 @@ from harness.store import run_lines
 
 _EPILOG = """\b
 Examples:
-  fp8-harness results list                          the stored runs, the latest first
-  fp8-harness results import shard.json --name v2   results of another machine, for `history` and `gate`
-  fp8-harness results merge all.json shards/        the shards of one run as one
+  fp8-harness runs list                          the stored runs, the latest first
+  fp8-harness runs import shard.json --name v2   results of another machine, for `history` and `compare`
+  fp8-harness runs merge all.json shards/        the shards of one run as one
 """
 
 _MERGE_EPILOG = """\b
 Examples:
-  fp8-harness results merge all.json shard-1.json shard-2.json
-  fp8-harness results merge all.json shards/ --latest
-  fp8-harness results merge all.json last~1 last
+  fp8-harness runs merge all.json shard-1.json shard-2.json
+  fp8-harness runs merge all.json shards/ --latest
+  fp8-harness runs merge all.json last~1 last
 """
 
 _IMPORT_EPILOG = """\b
 Examples:
-  fp8-harness results import result.json
-  fp8-harness results import nightly/*.json --name nightly   runs, a file each
-  fp8-harness results import shards/ --name v2               the shards of one run
+  fp8-harness runs import result.json
+  fp8-harness runs import nightly/*.json --name nightly   runs, a file each
+  fp8-harness runs import shards/ --name v2               the shards of one run
 """
 
 _REMOVE_EPILOG = """\b
 Examples:
-  fp8-harness results remove v1      the last run of this name
-  fp8-harness results remove last~3
+  fp8-harness runs remove v1            the last run of this name
+  fp8-harness runs remove last~3
+  fp8-harness runs remove --witnesses   cached witnesses: the next run makes those that it needs
 """
 
 
-@click.group("results", epilog=_EPILOG)
-def results() -> None:
-    """List, merge, import and remove results of runs.
+@click.group(epilog=_EPILOG)
+def runs() -> None:
+    """List, import, merge and remove stored runs.
 
     The last 100 runs of a project are kept, and all that have a name or were imported.
     """
 
 
-@results.command("list", epilog="\b\nExamples:\n  fp8-harness results list\n  fp8-harness results list --json")
+@runs.command("list", epilog="\b\nExamples:\n  fp8-harness runs list\n  fp8-harness runs list --json -")
+@json_option("the runs")
 @root_option
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-def list_command(*, root: str | None, as_json: bool) -> None:
-    """List the stored runs, the latest first: number 2 is `last~2` for other commands."""
-    found = list(runs_of(find_project(root)))
-    if as_json:
-        click.echo(runs_json(found), nl=False)
-    else:
-        print_sections(runs_sections(found))
+def list_command(*, json_file: Path | None, root: str | None) -> None:
+    """List the stored runs, the latest first: number 2 is `last~2` for other commands. Then the space they take."""
+    project = find_project(root)
+    found = list(runs_of(project))
+    write_output(json_file, lambda: runs_json(found))
+    if json_file is not None:
+        return
+    print_sections(runs_sections(found))
+    for name, folder in (("runs", project.runs), ("witnesses", project.witness_folder())):
+        sizes = [_size(path) for path in folder.rglob("*") if path.is_file()] if folder.is_dir() else []
+        count = len(sizes) if name == "witnesses" else len(project.stored_runs())
+        click.echo(f"{name:<9} {count:>6} {sum(sizes) / 1e6:>9.1f} MB  {folder}", err=True)
 
 
-@results.command("merge", epilog=_MERGE_EPILOG)
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError:  # removed by another run meanwhile
+        return 0
+
+
+@runs.command("merge", epilog=_MERGE_EPILOG)
 @click.argument("out", metavar="OUT.json", type=OUTPUT)
 @click.argument("sources", metavar="FILE|FOLDER|RUN...", nargs=-1, required=True)
 @root_option
@@ -88,7 +102,7 @@ def merge_command(*, out: Path, sources: tuple[str, ...], root: str | None, late
     click.echo(f"{out}: {counted(len(shards), 'shard')}, {counted(len(run.results), 'case')}: {totals}")
 
 
-@results.command("import", epilog=_IMPORT_EPILOG)
+@runs.command("import", epilog=_IMPORT_EPILOG)
 @click.argument("files", metavar="FILE|FOLDER...", nargs=-1, required=True)
 @root_option
 @click.option("--name", default="", metavar="NAME", help="A name for the runs, such as a release.")
@@ -106,18 +120,26 @@ def import_command(*, files: tuple[str, ...], root: str | None, name: str) -> No
         click.echo(f"{file}: {done}: {counted(len(run.results), 'case')}, started {start.started or 'unknown'}")
 
 
-@results.command("remove", epilog=_REMOVE_EPILOG)
-@click.argument("names", metavar="RUN...", nargs=-1, required=True)
-@root_option
-def remove_command(*, names: tuple[str, ...], root: str | None) -> None:
-    """Remove stored runs: by name, by the name of their folder, or as `last~2`."""
-    project = find_project(root)
-    for run in {run.path: run for run in [stored_run(project, name) for name in names]}.values():
-        remove_run(run)
-        click.echo(f"removed: {run.start.name or run.path.stem}, started {run.start.started or 'unknown'}")
-
-
 def _name(project: Project, run: RunResult) -> str:
     """What the stored run with these results can be called."""
     alike = (each.names[0] for each in runs_of(project) if each.start.started == run.start.started)
     return next(alike, "another run")
+
+
+@runs.command("remove", epilog=_REMOVE_EPILOG)
+@click.argument("names", metavar="[RUN]...", nargs=-1)
+@click.option("--witnesses", is_flag=True, help="Remove the cached witnesses.")
+@root_option
+def remove_command(*, names: tuple[str, ...], witnesses: bool, root: str | None) -> None:
+    """Remove stored runs: by name, by the name of their folder, or as `last~2`."""
+    if not names and not witnesses:
+        raise click.UsageError("name a run, or give --witnesses.")
+    project = find_project(root)
+    for run in {run.path: run for run in [stored_run(project, name) for name in names]}.values():
+        remove_run(run)
+        click.echo(f"removed: {run.start.name or run.path.stem}, started {run.start.started or 'unknown'}")
+    if witnesses:
+        folder = project.witness_folder()
+        count = sum(1 for _ in folder.glob("*.msgpack")) if folder.is_dir() else 0
+        shutil.rmtree(folder, ignore_errors=True)
+        click.echo(f"witnesses removed: {count}, from {folder}")

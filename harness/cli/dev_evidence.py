@@ -1,16 +1,16 @@
-"""`fp8-harness evidence kernel | proof | native | all | formulas | show`."""
+"""`fp8-harness dev evidence formulas | kernel | proof | native | all`."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING
 
 import click
 import msgspec
 
 from harness.cli import options
-from harness.cli.golden import check_committed, require_reason
+from harness.cli.baseline_update import check_committed, require_reason
 from harness.cli.output import print_sections
 from harness.durable import write_whole
 from harness.errors import HarnessError
@@ -26,104 +26,95 @@ if TYPE_CHECKING:
     from harness.studies.levels import Work
     from harness.trace.device import TorchFacts
 
-_CODES = """
+_EPILOG = """\b
+Examples:
+  fp8-harness dev evidence formulas --reason "torch 2.15.0 is released"
+  fp8-harness dev evidence kernel --device cuda      one GPU of compute capability 8.9 or newer
+  fp8-harness dev evidence proof --device cuda       all visible GPUs, at least two
+  NCCL_ALGO=Ring NCCL_PROTO=Simple fp8-harness dev evidence proof
+  fp8-harness dev evidence proof smoke --device cpu --fabric gloo --fault amax_without_abs
+  fp8-harness dev evidence native --device cuda --seeds 8
+  fp8-harness dev evidence all --device cuda         all that these GPUs support; lists the rest
+  fp8-harness dev evidence --list
+
 \b
 Exit codes: 0 all good, 1 something is not as it must be, 2 usage error, or devices that cannot prove this,
 3 nothing to try, 4 infrastructure, 130 interrupted, and nothing stored of that level.
 """
-_EPILOGS = {
-    "kernel": """\b
-Examples:
-  fp8-harness evidence kernel --device cuda     one GPU of compute capability 8.9 or newer
-  fp8-harness evidence kernel --device cpu      a rehearsal: torch's kernel of a CPU
-""",
-    "proof": """\b
-Examples:
-  fp8-harness evidence proof --device cuda                        all visible GPUs, at least two
-  NCCL_ALGO=Ring NCCL_PROTO=Simple fp8-harness evidence proof     sums in one order
-  fp8-harness evidence proof smoke --device cpu --fabric gloo     a rehearsal over a real network
-  fp8-harness evidence proof --fault amax_without_abs             one planted fault
-""",
-    "native": """\b
-Examples:
-  fp8-harness evidence native --device cuda --seeds 8
-  fp8-harness evidence native smoke --device cpu --seeds 1        a rehearsal
-""",
-    "all": """\b
-Examples:
-  fp8-harness evidence all --device cuda        all levels that these GPUs support; lists the rest
-  fp8-harness evidence all smoke --device cpu   a rehearsal of all three
-""",
-}
-
-_FORMULAS_EPILOG = """\b
-Examples:
-  fp8-harness evidence formulas --reason "torch 2.15.0 is released"
-  fp8-harness evidence formulas smoke --dry-run --reason "a first look"
-
-\b
-Exit codes: 0 every formula is verified, 1 one is not, or a case failed, 2 usage error, 130 interrupted, and nothing
-is stored.
-"""
-
-Command = TypeVar("Command", bound=Callable[..., Any])
+_NAMES = ("formulas", *LEVELS, "all")
 
 
-@click.group(epilog="\b\nExamples:\n  fp8-harness evidence all --device cuda\n  fp8-harness evidence show")
-def evidence() -> None:
-    """Verify on GPUs what the harness assumes of them, and store the evidence with their goldens.
-
-    kernel: the float8 matmul of a GPU beside the exact one. proof: the exact matmul with real collectives. native: the
-    real kernels in bfloat16. On a CPU each is a rehearsal. formulas: what the installed versions of torch and torchao
-    send, cast, multiply and keep; needs no GPU.
-    """
-
-
-def _add(name: str, levels: tuple[Level, ...], text: str) -> None:
-    """Add the command of these levels to the group."""
-
-    @evidence.command(name, epilog=_EPILOGS[name] + _CODES, help=text)
-    @options.query_parameter
-    @click.option("--fault", "faults", metavar="NAME", multiple=True, help="For proof: only this fault. Repeatable.")
-    @click.option(
-        "--seeds", type=click.IntRange(min=0), default=4, show_default=True, help="For native: seeds for the noise."
-    )
-    @options.json_option("the results")
-    @options.allow_dirty_option
-    @options.plan_parameter
-    @options.root_option
-    def command(**given: Any) -> int:
-        return _make(levels, **given)
-
-
-_add(
-    "kernel", ("kernel",), "Compare the float8 matmul of one GPU with the exact one, for all inputs that a GPU accepts."
+@click.command("evidence", epilog=_EPILOG)
+@click.argument("level", metavar=f"[{'|'.join(_NAMES)}]", type=click.Choice(_NAMES), required=False)
+@options.query_parameter
+@click.option("--list", "listed", is_flag=True, help="List the stored evidence.")
+@click.option("--fault", "faults", metavar="NAME", multiple=True, help="For proof: only this fault. Repeatable.")
+@click.option(
+    "--seeds", type=click.IntRange(min=0), default=4, show_default=True, help="For native: seeds of the noise."
 )
-_add("proof", ("proof",), "Train float64 cases with the exact matmul, clean and with every planted fault.")
-_add("native", ("native",), "Judge bfloat16 cases on real kernels; store their goldens and noise.")
-_add("all", LEVELS, "Collect the evidence of every level that these devices support, and list the remaining levels.")
-
-
-def _make(  # noqa: PLR0913  one parameter per option
-    levels: tuple[Level, ...],
+@click.option("--reason", metavar="TEXT", help="For formulas: why these versions are verified; stored. Required.")
+@click.option("--dry-run", is_flag=True, help="For formulas: run and compare, but store nothing.")
+@options.json_option("the results of the GPU levels")
+@options.allow_dirty_option
+@options.plan_parameter
+@options.root_option
+def evidence_command(  # noqa: PLR0913  one parameter per option
     *,
+    level: str | None,
     query: Query,
+    listed: bool,
     faults: tuple[str, ...],
     seeds: int,
+    reason: str | None,
+    dry_run: bool,
     json_file: Path | None,
     allow_dirty: bool,
     plan_for: Callable[..., Plan],
     root: str | None,
 ) -> int:
+    """Verify what the harness assumes of torch, torchao and GPUs, and store the evidence with the goldens.
+
+    formulas: what the installed versions of torch and torchao send, cast, multiply and keep; needs no GPU, and runs
+    tier pr by default. Later runs with these versions take a disagreement for a fault; with other versions it is
+    `changed`.
+
+    kernel: the float8 matmul of one GPU beside the exact one, for all inputs that a GPU accepts. proof: the exact
+    matmul with real collectives, clean and with every planted fault. native: the real kernels in bfloat16, judged;
+    their goldens and noise are stored. all: these three, as far as the devices support them. On a CPU each is a
+    rehearsal.
+    """
+    if (level is None) != listed:
+        raise click.UsageError(f"give one of {', '.join(_NAMES)}, or --list.")
+    project = find_project(root)
+    if level is None:
+        return _list(project)
+    if level == "formulas":
+        return _verify_formulas(project, query, plan_for(), reason, dry_run=dry_run, allow_dirty=allow_dirty)
+    if reason or dry_run:
+        raise click.UsageError("--reason and --dry-run are for formulas.")
+    if getattr(plan_for, "keywords", {}).get("arithmetic"):
+        raise HarnessError("each level has its own.", where="--arithmetic", fix="leave it out.")
+    project.check_writable()
+    check_committed(project, "goldens", allowed=allow_dirty)
+    levels = LEVELS if level == "all" else tuple(each for each in LEVELS if each == level)
+    return _collect_levels(
+        project, levels=levels, query=query, plan=plan_for(), faults=faults, seeds=seeds, json_file=json_file
+    )
+
+
+def _collect_levels(  # noqa: PLR0913  what the options of the command say
+    project: Project,
+    *,
+    levels: tuple[Level, ...],
+    query: Query,
+    plan: Plan,
+    faults: tuple[str, ...],
+    seeds: int,
+    json_file: Path | None,
+) -> int:
     from harness.matrix.faults import fault_named
     from harness.studies.levels import Work, ask_torch
 
-    if getattr(plan_for, "keywords", {}).get("arithmetic"):
-        raise HarnessError("each level has its own.", where="--arithmetic", fix="leave it out.")
-    project = find_project(root)
-    project.check_writable()
-    check_committed(project, "goldens", allowed=allow_dirty)
-    plan = plan_for()
     facts = ask_torch() if plan.device == "cuda" else None
     possible = possible_levels(levels, facts, plan.capacity.largest)
     with open_progress() as progress:
@@ -188,34 +179,17 @@ def _stored(project: Project, report: LevelReport) -> str:
     return f"{text}stored in {path} and {path.with_suffix('.md').name}\n"
 
 
-@evidence.command("formulas", epilog=_FORMULAS_EPILOG)
-@options.query_parameter
-@click.option("--reason", metavar="TEXT", help="Why these versions are verified; stored with them. Required.")
-@click.option("--dry-run", is_flag=True, help="Run and compare, but store nothing.")
-@options.allow_dirty_option
-@options.plan_parameter
-@options.root_option
-def formulas_command(
-    *,
-    query: Query,
-    reason: str | None,
-    dry_run: bool,
-    allow_dirty: bool,
-    plan_for: Callable[..., Plan],
-    root: str | None,
+def _verify_formulas(
+    project: Project, query: Query, plan: Plan, reason: str | None, *, dry_run: bool, allow_dirty: bool
 ) -> int:
-    """Run cases (default: tier pr) and record with which versions of torch and torchao every formula agrees.
-
-    Later runs with these versions take a disagreement for a fault; with versions that nobody verified it is `changed`.
-    """
+    """Run cases and record with which versions of torch and torchao every formula agrees."""
     from harness.evidence.formulas import add_verified
     from harness.report.evidence import formulas_sections
     from harness.studies.records import verification, verified_with
     from harness.workflow import run
 
-    reason = require_reason(reason, "evidence formulas", "records")
-    project, plan = find_project(root), plan_for()
-    if not query.sources and not query.case_ids:
+    reason = require_reason(reason, "dev evidence formulas", "records")
+    if not query.sources:
         query = msgspec.structs.replace(query, sources=("pr",))
     if not dry_run:
         project.check_writable()
@@ -232,15 +206,12 @@ def formulas_command(
     return ExitCode.GOOD if found.complete else ExitCode.FAILED
 
 
-@evidence.command("show", epilog="\b\nExample:\n  fp8-harness evidence show --root ../release-1")
-@options.root_option
-def show_command(root: str | None) -> int:
-    """List the stored evidence: versions with verified formulas, and the levels by hardware class."""
+def _list(project: Project) -> int:
+    """Print the stored evidence: versions with verified formulas, and the GPU levels by hardware class."""
     from harness.evidence.formulas import read_verified
     from harness.evidence.level import list_levels, read_level
     from harness.report.evidence import level_line, verified_line
 
-    project = find_project(root)
     reports = [read_level(project.root, hardware, level) for hardware, level in list_levels(project.root)]
     for report in reports:
         if report is not None:

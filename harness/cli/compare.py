@@ -1,9 +1,9 @@
-"""`fp8-harness gate`."""
+"""`fp8-harness compare`: GO or NO-GO of two runs, or what their ranks recorded differently."""
 
 from __future__ import annotations
 
 import datetime
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,23 +24,24 @@ if TYPE_CHECKING:
 
 _EPILOG = """\b
 Examples:
-  fp8-harness gate --baseline last~1 --candidate last
-  fp8-harness gate --baseline v1 --candidate v2 --required cases/required.toml
-  fp8-harness gate --baseline v1.json --candidate v2.json --json - | jq .go
-  fp8-harness gate --baseline v1 --candidate v2 --allow 'wire=two gathers became one'
-  fp8-harness gate --baseline v1 --candidate v2 --html gate.html
-  fp8-harness gate --matrix torchao=0.17.0,0.18.0 pr --select tp=2 -j 4
-  fp8-harness gate --matrix torch=2.13.0,2.15.0 pr
-  fp8-harness gate --matrix torch=2.15.0,nightly --env nightly=.venv-nightly pr
+  fp8-harness compare last~1 last
+  fp8-harness compare v1 v2 --required cases/required.toml
+  fp8-harness compare v1.json v2.json --json - | jq .go
+  fp8-harness compare v1 v2 --allow 'wire=two gathers became one' --html gate.html
+  fp8-harness compare --versions torchao=0.17.0,0.18.0 pr --select tp=2 -j 4
+  fp8-harness compare --versions torch=2.15.0,nightly --env nightly=.venv-nightly pr
+  fp8-harness compare good bad --records            of two `run --save-trace`
 
 \b
 A and B are a name of `run --name`, "last", "last~2", a file of `run --json`,
-or a folder of such files, the shards of one run.
-Cases in cases/quarantine.toml do not gate. Environments of --matrix are made
+or a folder of such files, the shards of one run;
+with --records two folders or files that `run --save-trace` wrote.
+Cases in cases/quarantine.toml do not gate. Environments of --versions are made
 in the state folder and kept; torch comes with its libraries, 5 GB with CUDA.
 
 \b
-Exit codes: 0 GO, 1 NO-GO, 2 usage or bad input, 3 nothing to compare.
+Exit codes: 0 GO or equal records, 1 NO-GO or other records, 2 usage or bad
+input, 3 nothing to compare.
 """
 
 _OF_THE_RUNS = ("sources", "expressions", "jobs", "timeout_s")
@@ -48,11 +49,10 @@ _OF_THE_VERSIONS = ("environments", "index_url", "find_links")
 _Sides = tuple[tuple[str, str], "tuple[RunResult, RunResult]"]  # names and results
 
 
-@click.command("gate", epilog=_EPILOG)
-@click.argument("sources", metavar="[TIER|FILE]...", nargs=-1)
-@click.option("--baseline", metavar="A", help="The results to compare with.")
-@click.option("--candidate", metavar="B", help="The results to decide about.")
-@click.option("--matrix", metavar="PACKAGE=V1,V2", help="Run the tiers with each version; gate the last against V1.")
+@click.command("compare", epilog=_EPILOG)
+@click.argument("sources", metavar="[A B [CASE-ID]... | TIER|FILE|CASE-ID...]", nargs=-1)
+@click.option("--records", is_flag=True, help="Show what ranks recorded differently in these cases; default: in all.")
+@click.option("--versions", metavar="PACKAGE=V1,V2", help="Run these cases with each version; compare V1 and the last.")
 @click.option(
     "--required",
     metavar="FILE",
@@ -70,11 +70,11 @@ _Sides = tuple[tuple[str, str], "tuple[RunResult, RunResult]"]  # names and resu
 @options.run_option("jobs")
 @options.run_option("timeout_s")
 @options.root_option
-def gate_command(  # noqa: PLR0913  one parameter an option
+def compare_command(  # noqa: PLR0913  one parameter an option
     *,
-    baseline: str | None,
-    candidate: str | None,
-    matrix: str | None,
+    sources: tuple[str, ...],
+    records: bool,
+    versions: str | None,
     required: Path | None,
     allowed: tuple[str, ...],
     strict: bool,
@@ -86,10 +86,13 @@ def gate_command(  # noqa: PLR0913  one parameter an option
     root: str | None,
     **_of_the_runs: object,
 ) -> int:
-    """Say GO or NO-GO: is the candidate B as good as the baseline A? Lists every reason, most severe first.
+    """Say GO or NO-GO: is run B as good as run A? Lists every reason, most severe first.
 
-    With --matrix the tiers are run, and --select, -j and --timeout-s are as in `run`.
+    With --records: what the ranks of two runs recorded differently: scales, matmuls, collectives, memory, gradients,
+    losses, causes first. With --versions the cases are run, and --select, -j and --timeout-s are as in `run`.
     """
+    if records:
+        return _compare_records(sources)
     from harness.cli.environments import given_words
     from harness.gate.gate import GatePolicy, gate
     from harness.matrix.known import known_with_shipped
@@ -107,11 +110,8 @@ def gate_command(  # noqa: PLR0913  one parameter an option
         gate_times=gate_times,
         faults=known_with_shipped(project.known, project.shipped_known),
     )
-    if matrix is not None and (baseline is not None or candidate is not None):
-        what = "the first and the last version are compared."
-        raise HarnessError(what, where="--matrix", fix="leave out --baseline and --candidate.")
     names, (before, after) = (
-        _stored(project, baseline, candidate) if matrix is None else _of_matrix(project, matrix, versions_for, root)
+        _stored(project, sources) if versions is None else _of_versions(project, versions, versions_for, root)
     )
     words = given_words(_OF_THE_VERSIONS)
     found = gate(before, after, terms, names=names, goldens=_goldens(project, after), words=words)
@@ -123,32 +123,32 @@ def gate_command(  # noqa: PLR0913  one parameter an option
 
 
 def _page(project: Project, found: Gate, candidate: RunResult) -> bytes:
-    from harness.cli.report import page_of
+    from harness.cli.show import page_of
     from harness.report.gate import gate_front
 
     return page_of(project, candidate, front=gate_front(found, candidate))
 
 
-def _stored(project: Project, baseline: str | None, candidate: str | None) -> _Sides:
+def _stored(project: Project, sources: tuple[str, ...]) -> _Sides:
     """The names and the results of two sides that are stored."""
     from harness.cli.environments import given_words
     from harness.running.stored import results_of
 
-    if baseline is None or candidate is None:
-        raise click.UsageError("--baseline and --candidate are needed, or --matrix.")
-    if given_words((*_OF_THE_RUNS, *_OF_THE_VERSIONS)):
-        options_of_matrix = "--select, -j, --timeout-s, --env, --index-url and --find-links"
-        raise click.UsageError(f"tiers, {options_of_matrix} are of the runs that --matrix makes.")
-    return (baseline, candidate), (results_of(project, baseline), results_of(project, candidate))
+    if len(sources) != 2:
+        raise click.UsageError("two runs A and B are needed, or --versions.")
+    if given_words({*_OF_THE_RUNS, *_OF_THE_VERSIONS} - {"sources"}):
+        raise click.UsageError("--select, -j, --timeout-s, --env, --index-url and --find-links need --versions.")
+    first, second = sources
+    return (first, second), (results_of(project, first), results_of(project, second))
 
 
-def _of_matrix(project: Project, matrix: str, versions_for: Callable[..., Versions], root: str | None) -> _Sides:
+def _of_versions(project: Project, versions: str, versions_for: Callable[..., Versions], root: str | None) -> _Sides:
     """The first and the last version of a package, after the tiers were run with every one."""
     from harness.cli.environments import given_words, run_in_each, versions_of
     from harness.report.runs import environments_sections
 
     words = [*given_words(_OF_THE_RUNS), *(() if root is None else ("--root", root))]
-    runs = run_in_each(project, versions_of(project, matrix, versions_for), words)
+    runs = run_in_each(project, versions_of(project, versions, versions_for), words)
     print_sections(environments_sections(runs), err=True)
     first, *_, last = runs
     return (first, last), (runs[first], runs[last])
@@ -183,3 +183,45 @@ def _goldens(project: Project, candidate: RunResult) -> Goldens:
             return None
 
     return find
+
+
+def _compare_records(sources: tuple[str, ...]) -> int:
+    """Print what ranks recorded differently, case by case."""
+    from harness.cli.environments import given_words
+    from harness.cli.output import print_sections
+    from harness.report.difference import difference, difference_blocks
+    from harness.report.sections import Section
+    from harness.tables import load_tables
+
+    if len(sources) < 2:
+        raise click.UsageError("--records needs A and B, folders that `run --save-trace` wrote, or files of them.")
+    if others := given_words(click.get_current_context().params.keys() - {"sources", "records"}):
+        raise click.UsageError(f"{others[0]} is no option of --records.")
+    first, second, *case_ids = sources
+    code = ExitCode.GOOD
+    for name, (left, right) in _pairs(Path(first), Path(second), case_ids).items():
+        found = difference(load_tables(left), load_tables(right))
+        equal = all(each.equal for each in found)
+        print_sections([Section(title=f"{name}: {'equal' if equal else 'different'}", blocks=difference_blocks(found))])
+        click.echo()
+        code = code if equal else ExitCode.FAILED
+    return code
+
+
+def _pairs(first: Path, second: Path, case_ids: Collection[str]) -> dict[str, tuple[Path, Path]]:
+    """The files to compare, by case id."""
+    for path in (first, second):
+        if not path.exists():
+            raise HarnessError("there is no such folder or file.", where=str(path), fix="run with --save-trace first.")
+    if first.is_file() and second.is_file():
+        return {first.stem if first.stem == second.stem else f"{first.stem} and {second.stem}": (first, second)}
+    if not (first.is_dir() and second.is_dir()):
+        raise HarnessError("a folder cannot be compared with a file.", where=str(second), fix="give two of one kind.")
+    left, right = ({path.stem: path for path in folder.glob("*.npz")} for folder in (first, second))
+    both = {name: (left[name], right[name]) for name in left if name in right and name in (case_ids or left)}
+    if not both:
+        fix = "name two folders that --save-trace wrote, or two files of them."
+        raise HarnessError("no case has a saved trace in both folders.", where=f"{first}, {second}", fix=fix)
+    for name in sorted(left.keys() ^ right.keys()):
+        click.echo(f"only in {first if name in left else second}: {name}", err=True)
+    return both

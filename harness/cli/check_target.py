@@ -1,4 +1,4 @@
-"""`fp8-harness target check`."""
+"""`fp8-harness check-target`."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+import msgspec
 
 from harness.cli.options import json_option, plan_parameter, quiet_option, root_option, write_json
 from harness.cli.output import print_sections
@@ -15,13 +16,13 @@ from harness.matrix.axes import choices
 from harness.matrix.targets import MODULES, NAME
 from harness.running.plan import Plan
 
-_CHECK_EPILOG = """\b
+_EPILOG = """\b
 Examples:
-  fp8-harness target check my_pkg.my_target
-  fp8-harness target check my_target --recipe rowwise
-  fp8-harness target check my_target --layout fsdp2 --layout tp4
-  fp8-harness target check my_target --case my.toml
-  fp8-harness target check my_target --json - | jq .problems
+  fp8-harness check-target my_pkg.my_target
+  fp8-harness check-target my_target --recipe rowwise
+  fp8-harness check-target my_target --layout fsdp2 --layout tp4
+  fp8-harness check-target my_target my.toml
+  fp8-harness check-target my_target --json - | jq .problems
 
 \b
 Exit codes: 0 it works, 1 something to fix, 2 usage error or bad
@@ -29,13 +30,9 @@ input, 130 interrupted.
 """
 
 
-@click.group(epilog="\b\nExamples:\n  fp8-harness target check my_pkg.my_target")
-def target() -> None:
-    """Check your own training code."""
-
-
-@target.command("check", epilog=_CHECK_EPILOG)
+@click.command("check-target", epilog=_EPILOG)
 @click.argument("module")
+@click.argument("given", metavar="[CASE-ID|FILE]", required=False)
 @click.option(
     "--recipe",
     type=click.Choice([str(each) for each in choices("recipe") if each != "bf16"]),
@@ -48,17 +45,16 @@ def target() -> None:
     multiple=True,
     help="A layout as in case ids: fsdp2, tp2, fsdp2-tp2, hsdp2x2. Repeatable. Default: fsdp2, tp2 and hsdp2x2.",
 )
-@click.option("--case", "given", metavar="ID|FILE", help="Take model, training and options from this case.")
 @json_option("the answer")
 @quiet_option
 @plan_parameter
 @root_option
-def check_command(  # noqa: PLR0913  one parameter per option
+def check_target_command(  # noqa: PLR0913  one parameter per option
     *,
     module: str,
+    given: str | None,
     recipe: Any,
     layouts: tuple[str, ...],
-    given: str | None,
     json_file: Path | None,
     quiet: bool,
     plan_for: Callable[..., Plan],
@@ -67,10 +63,9 @@ def check_command(  # noqa: PLR0913  one parameter per option
     """Check whether the target MODULE works, what can be judged of it, and how to fix what does not work.
 
     MODULE is the dotted name of a module with `build(case, world)`, or the name of a built-in target. It is trained for
-    a few steps on one rank, with FSDP2, TP and HSDP, in BF16 and in FP8; a run may take 60 s.
+    a few steps on one rank, with FSDP2, TP and HSDP, in BF16 and in FP8; a run may take 60 s. A case, by its id or
+    file, gives model, training and options.
     """
-    import msgspec
-
     from harness.project import find_project
     from harness.report.target import target_document, target_exit_code, target_sections
     from harness.running.progress import open_progress

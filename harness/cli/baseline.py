@@ -1,0 +1,292 @@
+"""`fp8-harness baseline list | show | check | update | tolerance`: what later runs are judged by."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TypeVar
+
+import click
+
+from harness.cli.baseline_update import asked_cases, update_command
+from harness.cli.options import AT_LEAST_1, plan_parameter, query_parameter, root_option, run_option, typed_command
+from harness.cli.output import print_sections
+from harness.engine.hardware import Capacity, capacity_here
+from harness.errors import HarnessError
+from harness.evidence.golden import changes_between, list_goldens, load_golden, unsound
+from harness.evidence.signature import Signature, list_signatures, load_signature, needs_signature
+from harness.evidence.tolerance import CHECKS, Sample, fit, measured_steps, noise, read_evidence, write_evidence
+from harness.evidence.tree import goldens_of
+from harness.hints import explain_case
+from harness.matrix.case import Case
+from harness.matrix.caseid import case_id
+from harness.plural import counted
+from harness.project import Project, find_project
+from harness.report.case import case_section
+from harness.report.evidence import golden_section, review_sections
+from harness.running.case_judge import known_here, prepare_judge
+from harness.running.machine import resolve_device
+from harness.running.plan import Plan
+from harness.running.progress import open_progress
+from harness.running.selection import NothingSelected, Query, select_cases
+from harness.sources import installed_version
+from harness.studies.noise import environment, measure, measured_cases, over_seeds, recorded_cases
+from harness.verdict import ExitCode
+
+Name = TypeVar("Name", str, tuple[str, str])
+Found = TypeVar("Found")
+
+_SHOW_EPILOG = """\b
+Examples:
+  fp8-harness baseline show tiny-v2048-s5-gb8-sl32-lr0.001-seed0
+  fp8-harness baseline show --against HEAD           what is not committed yet
+  fp8-harness baseline show --against origin/main    what a branch changes
+  fp8-harness baseline show --against ../release-1   what another project has
+"""
+
+_TOLERANCE_EPILOG = """\b
+Examples:
+  fp8-harness baseline tolerance --margin 2
+  fp8-harness baseline tolerance --measure pr --seeds 8
+  fp8-harness baseline tolerance --measure pr --seeds 8 --select 'recipe=rowwise'
+  ATEN_CPU_CAPABILITY=avx2 fp8-harness baseline tolerance --measure pr --references golden
+"""
+
+
+@click.group(epilog="\b\nExamples:\n  fp8-harness baseline list\n  fp8-harness baseline check pr")
+def baseline() -> None:
+    """Manage goldens, signatures and tolerances.
+
+    A golden is a BF16 reference that losses are compared with. A signature records what runs of your own target send,
+    multiply, keep and fuse; the built-in Llamas have formulas for these. Tolerances are derived from measured noise.
+    """
+
+
+baseline.add_command(update_command)
+
+
+@baseline.command("list", epilog="\b\nExample:\n  fp8-harness baseline list")
+@root_option
+def list_command(root: str | None) -> None:
+    """List the stored goldens by hardware class and family, then the signatures by case."""
+    project = find_project(root)
+    for key in list_goldens(project.root):
+        click.echo(f"{key.hardware:<12}  {key.family}")
+    sound, errors = _sound(list_signatures(project.root), lambda name: load_signature(project.root, name))
+    for name, signature in sound.items():
+        source = signature.provenance
+        torch = source.software.get("torch", "?")
+        click.echo(f"{'signature':<12}  {name}  {source.created[:10]}  torch {torch}  {source.reason}")
+    for error in errors:
+        click.echo(f"{'damaged':<12}  {error}")
+
+
+@baseline.command("show", epilog=_SHOW_EPILOG)
+@click.argument("family", required=False)
+@click.option("--hardware", "hardware_name", default="cpu", show_default=True, help="Hardware class of the golden.")
+@click.option("--against", metavar="REV|ROOT", help="Show how the goldens differ from a git revision or project root.")
+@root_option
+def show_command(*, family: str | None, hardware_name: str, against: str | None, root: str | None) -> None:
+    """Show one golden with its provenance, or how the goldens differ from others."""
+    project = find_project(root)
+    if (family is None) == (against is None):
+        raise click.UsageError("give a FAMILY, or --against REV|ROOT.")
+    if against is not None:
+        _show_changes(project, against)
+    elif family is not None:
+        _show_golden(project, hardware_name, family)
+
+
+def _show_golden(project: Project, hardware: str, family: str) -> None:
+    shown = load_golden(project.root, hardware, family)
+    source = shown.provenance
+    facts = {
+        "family": shown.family,
+        "hardware": shown.hardware,
+        "case": shown.case_id,
+        "device": source.device,
+        "commit": source.commit,
+        "command": source.command,
+        "reason": source.reason,
+        "created": source.created,
+        "data": shown.data_digest,
+        "cpu": source.cpu or "not recorded",
+        "limits": source.limits or "none",
+        **source.software,
+    }
+    for name, value in facts.items():
+        click.echo(f"{name:<9} {value}")
+    click.echo("\nstep  loss                    grad norm")
+    for step, (loss, norm) in enumerate(zip(shown.losses, shown.grad_norms, strict=True), 1):
+        click.echo(f"{step:>4}  {loss!r:<22}  {norm!r}")
+
+
+def _show_changes(project: Project, against: str) -> None:
+    with goldens_of(project.root, against) as other:
+        changes, gone = changes_between(other, project.root)
+    for change in changes:
+        if change.kind != "unchanged":
+            print_sections([golden_section(change, project.root)])
+            click.echo()
+    print_sections(review_sections(changes, project.root, gone=gone))
+    same = sum(change.kind == "unchanged" for change in changes)
+    click.echo(f"{counted(same, 'golden')} unchanged against {against}")
+
+
+@baseline.command("check", epilog="\b\nExamples:\n  fp8-harness baseline check\n  fp8-harness baseline check pr")
+@query_parameter
+@run_option("device")
+@root_option
+def check_command(*, query: Query, device: str, root: str | None) -> int:
+    """Check that stored goldens and signatures are sound, and none is missing for these cases (default: all tiers).
+
+    Sound: digest, schema, name and numbers are right, and the provenance says where they come from. Signatures must be
+    of the installed versions.
+    """
+    project = find_project(root)
+    cases = asked_cases(project, query)
+    names = [(key.hardware, key.family) for key in list_goldens(project.root)]
+    commits, errors = _sound(names, lambda name: _commit(project, *name))
+    signatures, damaged = _sound(list_signatures(project.root), lambda name: load_signature(project.root, name))
+    here = Plan(capacity=Capacity(nodes=(capacity_here(resolve_device(device)),)))
+    missing = () if errors or damaged else prepare_judge(project, cases, here).missing_goldens
+    for line in (*errors, *(f"missing: {family}" for family in missing)):
+        click.echo(line)
+    if changed := sum(commit.endswith("-dirty") for commit in commits.values()):
+        click.echo(f"made from trees that differed from their commit: {changed}")
+    click.echo(f"{counted(len(names), 'golden')}, {len(errors)} damaged, {len(missing)} missing")
+    signed = _check_signatures(project, cases, signatures, damaged)
+    return ExitCode.GOOD if signed and not (errors or missing) else ExitCode.FAILED
+
+
+def _commit(project: Project, hardware: str, family: str) -> str:
+    """The commit that a golden was made from. HarnessError for one that is not sound."""
+    found = load_golden(project.root, hardware, family)
+    if problem := unsound(found):
+        raise HarnessError(f"{family} on {hardware}: {problem}")
+    return found.provenance.commit
+
+
+def _check_signatures(
+    project: Project, cases: tuple[Case, ...], sound: Mapping[str, Signature], errors: Sequence[str]
+) -> bool:
+    """Print what is wrong with the signatures. Returns whether nothing is."""
+    software = {name: version for name in ("torch", "torchao") if (version := installed_version(name)) is not None}
+    names = [case_id(case) for case in cases if needs_signature(case)]
+    missing = [name for name in names if name not in list_signatures(project.root)]
+    old = {name: gap for name in names if name in sound and (gap := sound[name].version_gap(software)) is not None}
+    for line in (*errors, *(f"missing: {name}" for name in missing), *(f"{name}: {gap}" for name, gap in old.items())):
+        click.echo(line)
+    if sound or errors or names:
+        counts = f"{len(errors)} damaged, {len(missing)} missing, {len(old)} of other versions"
+        click.echo(f"{counted(len(sound) + len(errors), 'signature')}, {counts}")
+    return not (errors or missing or old)
+
+
+def _sound(names: Iterable[Name], load: Callable[[Name], Found]) -> tuple[dict[Name, Found], list[str]]:
+    """Those that can be loaded, and what is wrong with each of the others."""
+    found, errors = {}, []
+    for name in names:
+        try:
+            found[name] = load(name)
+        except HarnessError as error:
+            errors.append(error.text)
+    return found, errors
+
+
+@baseline.command("tolerance", epilog=_TOLERANCE_EPILOG)
+@query_parameter
+@click.option("--margin", type=click.FloatRange(min=1), default=3.0, show_default=True, help="Factor on the noise.")
+@click.option("--measure", "measure_it", is_flag=True, help="Run the cases, and store their distances to BF16.")
+@click.option("--seeds", type=AT_LEAST_1, default=8, show_default=True, help="Run with seeds 0 to N-1.")
+@click.option(
+    "--layouts",
+    type=AT_LEAST_1,
+    default=4,
+    show_default=True,
+    help="Layouts to measure per model, recipe and dtype, spread over world sizes.",
+)
+@click.option(
+    "--references",
+    type=click.Choice(["fresh", "golden"]),
+    default="fresh",
+    show_default=True,
+    help="fresh: run BF16 references now, with every seed. golden: use the stored ones and the seeds of the cases.",
+)
+@plan_parameter
+@root_option
+def tolerance_command(  # noqa: PLR0913  one parameter per option
+    *,
+    query: Query,
+    margin: float,
+    measure_it: bool,
+    seeds: int,
+    layouts: int,
+    references: str,
+    plan_for: Callable[..., Plan],
+    root: str | None,
+) -> int:
+    """Show the measured noise of every check and key, and the tolerances that a margin on it gives; or measure it.
+
+    --measure runs cases over seeds and layouts. Cases with a recorded fault are named and left out.
+    """
+    project = find_project(root)
+    if measure_it:
+        return _measure(project, query, plan_for, seeds if references == "fresh" else None, layouts)
+    if query != Query():
+        raise click.UsageError("cases are for --measure.")
+    for check in CHECKS:
+        click.echo(f"{check}:")
+        _show_noise(read_evidence(project.root, check).samples, margin=margin)
+    return ExitCode.GOOD
+
+
+def _measure(
+    project: Project, query: Query, plan_for: Callable[..., Plan], seeds: int | None, layouts: int
+) -> ExitCode:
+    """Measure, store and print the noise; without `seeds` that of the stored goldens."""
+    project.check_writable()
+    plan = plan_for()
+    selected, known = select_cases(project, query), known_here(project)
+    for name, faults in recorded_cases(selected, known).items():
+        reasons = "; ".join(f"known fault {fault.name}: {fault.reason}" for fault in faults)
+        click.echo(f"left out: {name}: {reasons}", err=True)
+    cases = measured_cases(selected, layouts=layouts, known=known)
+    if not cases:
+        raise NothingSelected(
+            "no case is left to measure: each has a recorded fault, a refusal or a tolerance of its own.",
+            where="baseline tolerance",
+            fix=f"select other cases; `{explain_case(case_id(selected[0]))}` says why of the first.",
+        )
+    if seeds is not None:
+        cases = over_seeds(cases, seeds)
+    with open_progress() as progress:
+        done = measure(project, cases, plan, progress, command=typed_command(), fresh=seeds is not None)
+    for result in done.failed:
+        click.echo()
+        print_sections([case_section(result)])
+    if done.interrupted:
+        return ExitCode.INTERRUPTED  # a partial measurement must not replace a complete one
+    if not done.new_samples:
+        raise NothingSelected("no run passed, so there are no samples.", where="baseline tolerance")
+    for check, evidence in done.evidence.items():
+        click.echo(f"\n{check}: {write_evidence(project.root, evidence, check)}")
+        _show_noise(evidence.samples)
+    samples, failed = counted(done.new_samples, "new sample"), counted(len(done.failed), "run")
+    click.echo(f"\n{samples} ({environment()}), {failed} failed")
+    return ExitCode.FAILED if done.failed else ExitCode.GOOD
+
+
+def _show_noise(samples: tuple[Sample, ...], *, margin: float | None = None) -> None:
+    """Print the number of samples and the noise per step of every key."""
+    for key in sorted({sample.key for sample in samples}):
+        own = [sample for sample in samples if sample.key == key]
+        seeds, layouts = {sample.seed for sample in own}, {sample.layout for sample in own}
+        counts = ((len(own), "sample"), (len(seeds), "seed"), (len(layouts), "layout"), (measured_steps(own), "step"))
+        click.echo(f"{key}: {', '.join(counted(*each) for each in counts)}")
+        click.echo(f"  noise    {_numbers(noise(own))}")
+        if margin is not None:
+            click.echo(f"  allowed  {_numbers(fit(own, margin))}")
+
+
+def _numbers(values: tuple[float, ...]) -> str:
+    return " ".join(f"{value:.3g}" for value in values) or "(not enough samples)"

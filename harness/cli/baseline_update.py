@@ -1,0 +1,244 @@
+"""`fp8-harness baseline update`: goldens, or the signatures of runs of the user's own targets."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Callable, Collection, Sequence
+
+import click
+import msgspec
+
+from harness.checks import loss_vs_golden
+from harness.cli.options import allow_dirty_option, plan_parameter, query_parameter, root_option, typed_command
+from harness.cli.output import print_sections
+from harness.errors import HarnessError
+from harness.evidence.golden import GoldenChange, list_goldens, replaced, write_golden
+from harness.evidence.signature import compare_signatures, list_signatures, needs_signature, write_signature
+from harness.evidence.tree import changed_files
+from harness.hints import LIST_BASELINES
+from harness.matrix.case import Case
+from harness.matrix.caseid import case_id, family_id
+from harness.plural import counted
+from harness.project import Project, find_project
+from harness.report.case import case_section
+from harness.report.evidence import golden_section, review_sections
+from harness.result import CaseResult
+from harness.running.plan import Plan
+from harness.running.progress import open_progress
+from harness.running.selection import NothingSelected, Query, select_cases
+from harness.running.stored import results_of
+from harness.sentence import format_ranks
+from harness.studies.records import SignatureChange, make_goldens, needed_references, record_signatures
+from harness.verdict import ExitCode
+
+_NAMED_FILES = 5  # of those that differ from the commit
+_SHOWN_CHANGES = 40  # of one signature: more are in the file
+
+_EPILOG = """\b
+Examples:
+  fp8-harness baseline update pr --missing --reason "first goldens of tier pr"
+  fp8-harness baseline update pr --family tiny-v2048-s5-gb8-sl32-lr0.001-seed0 --reason "torch 2.14 changed AdamW"
+  fp8-harness baseline update single-bf16-v2048-b16 --reason "torch 2.14 changed AdamW"
+  fp8-harness baseline update smoke --dry-run --reason "compare only"
+  fp8-harness baseline update --only-failing --reason "torch 2.14 changed AdamW"
+  fp8-harness baseline update my.toml --signatures --missing --reason "first signatures"
+"""
+
+
+@click.command("update", epilog=_EPILOG)
+@query_parameter
+@click.option("--signatures", is_flag=True, help="Record signatures of your own targets in place of goldens.")
+@click.option("--family", "families", metavar="FAMILY", multiple=True, help="Only this family. Repeatable.")
+@click.option("--missing", is_flag=True, help="Only what is not stored.")
+@click.option("--only-failing", is_flag=True, help="Only families of cases whose loss failed in the last run.")
+@click.option("--hardware", "hardware_name", metavar="CLASS", help="Store for this class of hardware, such as sm90.")
+@click.option("--reason", metavar="TEXT", help="Why they change; stored with them. Required.")
+@click.option("--dry-run", is_flag=True, help="Run and compare, but store nothing.")
+@allow_dirty_option
+@plan_parameter
+@root_option
+def update_command(  # noqa: PLR0913  one parameter per option
+    *,
+    query: Query,
+    signatures: bool,
+    families: tuple[str, ...],
+    missing: bool,
+    only_failing: bool,
+    hardware_name: str | None,
+    reason: str | None,
+    dry_run: bool,
+    allow_dirty: bool,
+    plan_for: Callable[..., Plan],
+    root: str | None,
+) -> int:
+    """Run the BF16 reference of every family, show old and new values, and store the new ones.
+
+    With --signatures: run the cases, show what changed, and store their signatures. A case that fails a check is not
+    stored.
+    """
+    what = "signatures" if signatures else "goldens"
+    reason = require_reason(reason, "baseline update", what)
+    if signatures and (families or only_failing or hardware_name):
+        raise click.UsageError("--family, --only-failing and --hardware are for goldens.")
+    project = find_project(root)
+    if not dry_run:
+        project.check_writable()
+        check_committed(project, what, allowed=allow_dirty)
+    plan = plan_for()
+    if signatures:
+        return _update_signatures(project, query, plan, reason, missing=missing, dry_run=dry_run)
+    classes = _classes(plan, hardware_name)
+    if only_failing:
+        query = failing_losses(project, query)
+    references = needed_references(asked_cases(project, query))
+    references = _chosen(project, references, families, classes, missing=missing)
+    with open_progress() as progress:
+        made = make_goldens(project, references, plan, progress, reason=reason, command=typed_command())
+    as_named = {} if hardware_name is None else {"hardware": hardware_name}
+    changes = [replaced(project.root, msgspec.structs.replace(each, **as_named)) for each in made.goldens]
+    for change in changes:
+        click.echo()
+        print_sections([golden_section(change, project.root)])
+        if not dry_run:
+            click.echo(f"  {_store(project, change, only_changed=only_failing)}")
+    code = _ended(made.failed, interrupted=made.interrupted)
+    review = review_sections(changes, project.root)
+    if review and not dry_run:
+        click.echo("\nFor the message of the commit:\n")
+        print_sections(review)
+    failed = counted(len(made.failed), "reference")
+    click.echo(f"\n{counted(len(changes), 'golden')} {_stored_or_not(dry_run=dry_run)}, {failed} failed")
+    return code
+
+
+def _update_signatures(
+    project: Project, query: Query, plan: Plan, reason: str, *, missing: bool, dry_run: bool
+) -> ExitCode:
+    if plan.device != "cpu":
+        fix = "add --device cpu."
+        raise HarnessError("signatures are recorded on the virtual device.", where=f"device {plan.device}", fix=fix)
+    cases = [case for case in asked_cases(project, query) if needs_signature(case)]
+    if not cases:
+        fix = "select cases with a target of your own, or add --target my_pkg.my_target."
+        raise NothingSelected("formulas describe the models of all these cases.", where="baseline update", fix=fix)
+    stored = list_signatures(project.root) if missing else ()
+    cases = [case for case in cases if case_id(case) not in stored]
+    if not cases:
+        raise NothingSelected("no signature is missing.", where="baseline update --missing")
+    with open_progress() as progress:
+        made = record_signatures(project, tuple(cases), plan, progress, reason=reason, command=typed_command())
+    for change in made.changes:
+        _show_change(change)
+        if not dry_run:
+            click.echo(f"  stored in {write_signature(project.root, change.new)}")
+    code = _ended(made.failed, interrupted=made.interrupted)
+    failed = counted(len(made.failed), "case")
+    click.echo(f"\n{counted(len(made.changes), 'signature')} {_stored_or_not(dry_run=dry_run)}, {failed} failed")
+    return code
+
+
+def _ended(failed: Sequence[CaseResult], *, interrupted: bool) -> ExitCode:
+    """Print what failed. Returns the exit code."""
+    for result in failed:
+        click.echo()
+        print_sections([case_section(result)])
+    return ExitCode.INTERRUPTED if interrupted else ExitCode.FAILED if failed else ExitCode.GOOD
+
+
+def _stored_or_not(*, dry_run: bool) -> str:
+    return "not stored (--dry-run)" if dry_run else "stored"
+
+
+def _store(project: Project, change: GoldenChange, *, only_changed: bool) -> str:
+    """Store the new golden, and say where; or say that it is the stored one."""
+    if only_changed and change.kind == "unchanged":
+        return "kept: this golden is not why a loss is off"
+    return f"stored in {write_golden(project.root, change.new)}"
+
+
+def _show_change(change: SignatureChange) -> None:
+    """Print what ranks do otherwise than the stored signature says."""
+    changed = () if change.old is None else compare_signatures(change.old, change.new)
+    summary = "new" if change.old is None else "changed" if changed else "unchanged"
+    click.echo(f"\n{change.new.case_id}: {summary}")
+    if change.old_error:
+        click.echo(f"  replaces a damaged signature: {change.old_error}")
+    for each in changed[:_SHOWN_CHANGES]:
+        values = f"{each.old or 'none'} -> {each.new or 'none'}"
+        click.echo(f"  {each.step}, {format_ranks(each.ranks)}: {each.what}: {values}")
+    if len(changed) > _SHOWN_CHANGES:
+        click.echo(f"  and {len(changed) - _SHOWN_CHANGES} more")
+
+
+def require_reason(reason: str | None, where: str, made: str) -> str:
+    """The given reason. Raises `HarnessError` before the run where there is none."""
+    if not reason or not reason.strip():
+        raise HarnessError("--reason is missing.", where=where, fix=f'add --reason "why the {made} change".')
+    return reason
+
+
+def check_committed(project: Project, made: str, *, allowed: bool) -> None:
+    """Raise `HarnessError` before the run if the tree differs from its commit; only warn if `allowed`."""
+    changed = changed_files(project.root)
+    if not changed:
+        return
+    more = f" and {len(changed) - _NAMED_FILES} more" if len(changed) > _NAMED_FILES else ""
+    names = ", ".join(changed[:_NAMED_FILES]) + more
+    differ = "differs" if len(changed) == 1 else "differ"
+    what = f"{counted(len(changed), 'tracked file')} {differ} from the commit: {names}."
+    why = f"nobody can check out what made these {made}"
+    if not allowed:
+        stash = shlex.join(["git", "-C", str(project.root), "stash"])
+        fix = f"commit the changes, put them aside by `{stash}`, or give --allow-dirty."
+        raise HarnessError(f"{what} So {why}.", where=str(project.root), fix=fix)
+    click.echo(f'fp8-harness: warning: {project.root}: {what} The provenance ends in "-dirty": {why}.', err=True)
+
+
+def failing_losses(project: Project, query: Query) -> Query:
+    """The query, narrowed to the cases whose loss was off in the last run. Raises `NothingSelected` without any."""
+    cases = results_of(project, "last").results
+    failing = {
+        case.case_id
+        for case in cases
+        if not case.good and any(finding.check == loss_vs_golden.NAME for finding in case.findings)
+    }
+    if query.sources:
+        failing &= {case_id(case) for case in select_cases(project, query)}
+    if not failing:
+        raise NothingSelected("no loss was off in the last run.", where="baseline update --only-failing")
+    return msgspec.structs.replace(query, sources=tuple(sorted(failing)))
+
+
+def asked_cases(project: Project, query: Query) -> tuple[Case, ...]:
+    """The cases of a query; those of all tiers if it names none."""
+    return select_cases(project, query if query.sources else msgspec.structs.replace(query, sources=project.tiers))
+
+
+def _classes(plan: Plan, name: str | None) -> tuple[str, ...]:
+    """The hardware classes of this device from the one on that goldens are to be stored for."""
+    classes = plan.hardware
+    if name is not None and name not in classes:
+        fix = f"give one of {', '.join(classes)}."
+        raise HarnessError("no class of this device.", where=f"--hardware {name}", fix=fix)
+    return classes if name is None else classes[classes.index(name) :]
+
+
+def _chosen(
+    project: Project,
+    references: Sequence[Case],
+    families: Collection[str],
+    classes: Collection[str],
+    *,
+    missing: bool,
+) -> tuple[Case, ...]:
+    """The references of the given families, or of all; with `missing`, only those without a golden in these classes."""
+    by_family = {family_id(case): case for case in references}
+    for family in families:
+        if family not in by_family:
+            fix = f"add the tier or file of its cases; `{LIST_BASELINES}` shows the stored families."
+            raise HarnessError("no selected case belongs to this family.", where=f"--family {family}", fix=fix)
+    stored = {key.family for key in list_goldens(project.root) if key.hardware in classes} if missing else set()
+    chosen = [case for name, case in by_family.items() if name in (families or by_family) and name not in stored]
+    if not chosen:
+        raise NothingSelected("no golden is missing.", where="baseline update --missing")
+    return tuple(chosen)

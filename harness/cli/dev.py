@@ -1,0 +1,254 @@
+"""`fp8-harness dev mutate | conformance | evidence | tier`: what maintainers of the harness need."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import click
+import msgspec
+
+from harness.cli.dev_evidence import evidence_command
+from harness.cli.options import (
+    AT_LEAST_1,
+    EXISTING_FILE,
+    json_option,
+    plan_parameter,
+    query_parameter,
+    root_option,
+    typed_command,
+    write_json,
+    write_output,
+)
+from harness.cli.output import print_sections
+from harness.durable import write_whole
+from harness.errors import HarnessError
+from harness.hints import LIST_CHECKS
+from harness.jsonform import to_json
+from harness.matrix.case import Case
+from harness.matrix.caseid import case_id
+from harness.matrix.faults import FAULT_CLASSES, Fault, all_faults, fault_named
+from harness.plural import counted
+from harness.project import Project, find_project
+from harness.running.plan import Plan
+from harness.running.progress import open_progress
+from harness.running.selection import Query
+from harness.verdict import ExitCode
+
+_MUTATE_EPILOG = """\b
+Examples:
+  fp8-harness dev mutate                               all faults, each in up to two cases
+  fp8-harness dev mutate --fault amax_without_abs      one fault
+  fp8-harness dev mutate --class B --cases-per-fault 1 one class of faults, each in one case
+  fp8-harness dev mutate --list                        list the faults and their cases
+  fp8-harness dev mutate --record                      store what docs/checks.md says of every check
+  fp8-harness dev mutate pr --cases-per-fault 1        all faults, each in the cheapest case of tier pr
+  fp8-harness dev mutate pr --select dtype=bfloat16    in bfloat16 cases only
+  fp8-harness dev mutate --target my_pkg.my_target     which of them reach your own target
+  fp8-harness run pr --inject fault:amax_without_abs   plant a fault in every case of a tier
+
+\b
+Exit codes: 0 all faults that reached the target were detected, 1 a fault was not detected, did not reach the reference
+target, or a clean run failed, 2 usage error or bad input, 3 no fault applies to the cases or reaches the target,
+130 interrupted.
+"""
+
+_CONFORMANCE_EPILOG = """\b
+Examples:
+  fp8-harness dev conformance                          all checks
+  fp8-harness dev conformance 'amax*'                  the checks of one operator
+  fp8-harness dev conformance '*-m2x2-*'               the checks on a 2 x 2 mesh
+  fp8-harness dev conformance --list                   print the ids, run nothing
+  fp8-harness dev conformance --inject fix.py:apply    apply your patch in every rank first
+
+\b
+Exit codes: 0 good, 1 a check failed or a known deviation no longer occurs, 2 usage error or bad input,
+3 nothing to run, 4 infrastructure, 130 interrupted.
+"""
+
+_TIER_EPILOG = """\b
+Examples:
+  fp8-harness dev tier pr                  write cases/chosen/pr.toml
+  fp8-harness dev tier pr --rounds 20      a quick look: a worse choice in seconds
+  fp8-harness list pr --why                why each case was chosen
+  FP8_HARNESS_STATE=$(mktemp -d) fp8-harness run pr --json result.json
+  fp8-harness dev tier --fit result.json   costs of cases, from a run that made all of its witnesses
+"""
+
+
+@click.group(epilog="\b\nExamples:\n  fp8-harness dev mutate --list\n  fp8-harness dev tier pr")
+def dev() -> None:
+    """Develop the harness: mutation testing, conformance, evidence from GPUs, choice of tiers."""
+
+
+dev.add_command(evidence_command)
+
+
+@dev.command("mutate", epilog=_MUTATE_EPILOG)
+@click.option("--fault", "names", metavar="NAME", multiple=True, help="A fault by name. Repeatable, like --class.")
+@click.option("--class", "groups", type=click.Choice(list(FAULT_CLASSES)), multiple=True, help="A class of faults.")
+@click.option("--cases-per-fault", type=AT_LEAST_1, default=2, show_default=True, help="Plant each in up to N cases.")
+@click.option("--list", "listed", is_flag=True, help="List the faults and the cases they are planted in, and exit.")
+@click.option("--record", is_flag=True, help="Store which rules found every fault, in golden/evidence/kills.json.")
+@json_option("the mutation matrix")
+@query_parameter
+@plan_parameter
+@root_option
+def mutate_command(  # noqa: PLR0913  one parameter per option
+    *,
+    names: tuple[str, ...],
+    groups: tuple[str, ...],
+    cases_per_fault: int,
+    listed: bool,
+    record: bool,
+    json_file: Path | None,
+    query: Query,
+    plan_for: Callable[..., Plan],
+    root: str | None,
+) -> int:
+    """Mutation testing: plant faults in passing cases and show which checks detect them.
+
+    Without a tier, file, case or selection, faults are planted in the cases that the list names for them.
+    """
+    from harness.evidence.kills import write_kills
+    from harness.report.mutation import mutation_sections
+    from harness.studies.mutation import hosts_among, recorded_kills, run_mutations
+
+    faults, project = _chosen(names, groups), find_project(root)
+    if record and (names or groups or query != Query()):
+        raise HarnessError("the record is of every fault in its own cases.", where="--record", fix="give it alone.")
+    found = hosts_among(project, faults, query, at_most=cases_per_fault)
+    if listed:
+        for fault in faults:
+            click.echo(_line(fault, found[fault.name]))
+        return ExitCode.GOOD
+    plan = msgspec.structs.replace(plan_for(), root_option=root)
+    with open_progress() as progress:
+        matrix = run_mutations(project, faults, found, plan, progress)
+    print_sections(mutation_sections(matrix), err=str(json_file) == "-")
+    write_output(json_file, lambda: to_json(matrix, indent=2))
+    if record and not matrix.interrupted:
+        click.echo(f"stored in {write_kills(project.root, recorded_kills(matrix))}", err=True)
+    if matrix.interrupted:
+        return ExitCode.INTERRUPTED
+    if len(matrix.trials) == len(matrix.not_reached):
+        return ExitCode.FAILED if matrix.unplantable else ExitCode.NOTHING_RAN
+    return ExitCode.FAILED if matrix.undetected or matrix.unplantable or matrix.false_positives else ExitCode.GOOD
+
+
+def _chosen(names: Sequence[str], groups: Sequence[str]) -> tuple[Fault, ...]:
+    """The faults of these names and classes, in the order of the list; all faults if neither is given."""
+    faults = tuple(all_faults().values())
+    named = {fault_named(name).name for name in names}
+    chosen = tuple(fault for fault in faults if fault.name in named or fault.group in groups)
+    return chosen or faults
+
+
+def _line(fault: Fault, hosts: Sequence[Case]) -> str:
+    cases = " ".join(map(case_id, hosts)) or "no case"
+    mark = " (equivalent)" if fault.equivalent is not None else ""
+    return f"{fault.group}  {fault.name}: {fault.title}{mark}\n     {cases}\n     {fault.link}"
+
+
+@dev.command("conformance", epilog=_CONFORMANCE_EPILOG)
+@click.argument("globs", metavar="[CHECK-ID|GLOB]...", nargs=-1)
+@click.option("--list", "listed", is_flag=True, help="Print the ids of the checks and exit.")
+@click.option("--inject", metavar="FILE.py:FUNCTION", multiple=True, help="Call this first in every rank. Repeatable.")
+@json_option("the table")
+@click.option("-v", "--verbose", is_flag=True, help="Also print the problems that known deviations explain.")
+def conformance_command(
+    globs: tuple[str, ...], listed: bool, inject: tuple[str, ...], json_file: Path | None, verbose: bool
+) -> int:
+    """Check DTensor's sharding strategies for the operators of FP8 training, on four CPU ranks."""
+    from harness.engine.cluster import Cluster
+    from harness.engine.hardware import capacity_here, open_leases
+    from harness.engine.node import LocalNode
+    from harness.engine.zygote_engine import ZygoteEngine
+    from harness.project import leases_in, state_folder
+    from harness.report.conformance import conformance_document, conformance_section
+    from harness.report.sections import text_of
+    from harness.running.injection import parse_injection
+    from harness.running.machine import check_rank_packages
+    from harness.running.selection import NothingSelected
+    from harness.sources import installed_version
+    from harness.studies.conformance.checks import select_checks
+    from harness.studies.conformance.judge import PROGRAM, run_checks
+    from harness.studies.surviving import RanksFailed
+
+    checks = select_checks(globs)
+    if not checks:
+        raise NothingSelected("no check matches.", where=" ".join(globs), fix=f"see `{LIST_CHECKS}`.")
+    if listed:
+        for check in checks:
+            click.echo(check.id)
+        return ExitCode.GOOD
+    check_rank_packages()
+    injections = [parse_injection(text).patch for text in inject]
+    leases = open_leases(leases_in(state_folder()), "cpu")
+    node = LocalNode(lambda options: ZygoteEngine(PROGRAM, options), leases, capacity_here("cpu"))
+    with Cluster([node]) as engine:
+        started = time.perf_counter()
+        try:
+            conclusions = run_checks(engine, checks, injections)
+        except RanksFailed as error:
+            click.echo(f"fp8-harness: error: {error.text}", err=True)
+            return ExitCode.INFRA
+        seconds = time.perf_counter() - started
+    software = {name: installed_version(name) for name in ("torch", "torchao")}
+    document = conformance_document(conclusions, software=software, seconds=seconds)
+    click.echo(text_of([conformance_section(document, verbose=verbose)]), nl=False, err=str(json_file) == "-")
+    write_json(json_file, document)
+    return ExitCode.GOOD if all(each.good for each in conclusions) else ExitCode.FAILED
+
+
+@dev.command("tier", epilog=_TIER_EPILOG)
+@click.argument("name", metavar="[TIER|FILE]", required=False)
+@click.option("--rounds", type=click.IntRange(min=0), default=1500, show_default=True, help="Rounds of improvement.")
+@click.option("--fit", "fitted", metavar="RESULT.json", type=EXISTING_FILE, help="Fit the costs of cases to this run.")
+@root_option
+def tier_command(*, name: str | None, rounds: int, fitted: Path | None, root: str | None) -> None:
+    """Choose a cheap set of cases that covers a tier and hosts every planted fault, and store it.
+
+    With --fit: fit the costs of cases to the CPU seconds of a run that made all of its witnesses, and store them.
+    """
+    if (name is None) == (fitted is None):
+        raise click.UsageError("give a TIER, or --fit RESULT.json.")
+    project = find_project(root)
+    project.check_writable()
+    if fitted is not None:
+        _fit_costs(project, fitted)
+    elif name is not None:
+        _choose(project, name, rounds)
+
+
+def _choose(project: Project, name: str, rounds: int) -> None:
+    from harness.evidence.costs import read_costs
+    from harness.matrix.casefile import read_case_file
+    from harness.matrix.choice import choose, chosen_file, chosen_path
+    from harness.matrix.faults import all_faults
+    from harness.running.selection import recorded_faults
+
+    path = project.case_file(name)
+    file, costs = read_case_file(path), read_costs(project.root)
+    known = recorded_faults(project)
+    chosen = choose(file, costs.price, known=known, faults=all_faults().values(), rounds=rounds)
+    write_whole(chosen_path(path), chosen_file(file.name, chosen))
+    own_s = sum(each.cost_cpu_s for each in chosen)
+    shared = {name: cost_s for each in chosen for name, cost_s in costs.price(each.case).shared_s.items()}
+    click.echo(
+        f"{chosen_path(path)}: {counted(len(chosen), 'case')}, {own_s:.0f} CPU s and {sum(shared.values()):.0f} for "
+        f"{counted(len(shared), 'witness', 'witnesses')}"
+    )
+
+
+def _fit_costs(project: Project, file: Path) -> None:
+    from harness.evidence.costs import write_costs
+    from harness.studies.records import fit_costs
+
+    costs = fit_costs(file, command=typed_command())
+    path = write_costs(project.root, costs)
+    click.echo(
+        f"{path}: {costs.cases_fitted} cases, {costs.witnesses_fitted} solo witnesses; "
+        f"typical error {costs.typical_error:.0%}"
+    )
