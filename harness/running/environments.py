@@ -129,7 +129,7 @@ def installed_in(python: Path, package: str) -> str:
 
 
 def _said_by(python: Path, code: str, words: Sequence[str]) -> bytes:
-    """What the code prints there. Raises HarnessError where it ends otherwise than well."""
+    """What the code prints there. Raises HarnessError where it fails."""
     done = subprocess.run([str(python), "-I", "-c", code, *words], capture_output=True, check=False, timeout=60)
     if done.returncode != 0:
         what = f"its Python does not start: {last_line(done.stderr.decode(errors='replace'))}."
