@@ -169,6 +169,13 @@ class RunOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         """The options as words of a command line."""
         return words_of(self.as_given)
 
+    @property
+    def contradictions(self) -> tuple[tuple[str, str], ...]:
+        """Pairs of flags that exclude each other and are both given, as `instead_of` declares."""
+        given = [name for name, value in self.as_given.items() if value != option_named(name).default]
+        both = ((option_named(name), option_named(name).instead_of) for name in reversed(given))
+        return tuple((option.flag, option_named(other).flag) for option, other in both if other in given)
+
     def besides(self, given: RunOptions) -> RunOptions:
         """These options without those that are given anew, and those that they are given instead of."""
         anew = {each for name in given.as_given for each in (name, option_named(name).instead_of)}
@@ -274,6 +281,10 @@ class CommandOptions(msgspec.Struct, frozen=True, kw_only=True):
         ),
     ] = None
     keep_logs: Annotated[Path | None, Option("Keep output and stack dumps of ranks.", metavar="DIR")] = None
+    durations: Annotated[
+        Annotated[int, msgspec.Meta(ge=0)] | None,
+        Option("Print the N slowest cases; 0: all.", metavar="N", pytest="`--durations`"),
+    ] = None
     quiet: Annotated[
         bool, Option("Print nothing while cases run, only the totals and failures.", short="-q", pytest="`-q`")
     ] = False

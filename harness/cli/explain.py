@@ -28,12 +28,14 @@ from harness.matrix.scope import SCOPE
 from harness.matrix.targets import is_llama
 from harness.matrix.words import WORDS, meaning_of
 from harness.project import Project, find_project
+from harness.run_options import PARTS, Option, RunOptions, options_of
 from harness.running.case_judge import known_here
 from harness.running.cost import expected_cost
 from harness.running.machine import internals_here
 from harness.running.selection import cases_to_explain
 from harness.sources import installed_versions
 
+_OPTIONS_HEAD = "| option | with pytest | repeated | meaning |\n|---|---|---|---|\n"
 _EPILOG = """\b
 Examples:
   fp8-harness explain tp4-rowwise-v2256-f32
@@ -50,16 +52,27 @@ Examples:
 @click.option("--ids", is_flag=True, help="List every word that a case id can have, and what is out of scope.")
 @click.option("--internals", is_flag=True, help="List every private part of torch and torchao that ranks use, and why.")
 @click.option("--checks", is_flag=True, help="Describe every check: question, rules, faults that prove it.")
+@click.option("--options", "run_options", is_flag=True, help="Print the tables of options of docs/ci.md.")
 @json_option("the private parts")
 @root_option
-def explain(
-    words: tuple[str, ...], *, ids: bool, internals: bool, checks: bool, json_file: Path | None, root: str | None
+def explain(  # noqa: PLR0913  one parameter per option
+    words: tuple[str, ...],
+    *,
+    ids: bool,
+    internals: bool,
+    checks: bool,
+    run_options: bool,
+    json_file: Path | None,
+    root: str | None,
 ) -> None:
     """Describe a case: the words of its id, its cost and its rules. Or list the rules for AXIS=VALUE in tier pr."""
     if json_file is not None and not internals:
         raise HarnessError("only the private parts are written as JSON.", where="--json", fix="give --internals too.")
     if ids:
         _print_words()
+        return
+    if run_options:
+        click.echo("\n".join(map(options_table, PARTS)), nl=False)
         return
     if internals:
         _print_internals(json_file)
@@ -68,6 +81,11 @@ def explain(
     if checks:
         _print_checks(project)
         return
+    _explain_words(project, words)
+
+
+def _explain_words(project: Project, words: Sequence[str]) -> None:
+    """Explain cases, or the rules for AXIS=VALUE."""
     values = [word for word in words if "=" in word]
     if values:
         tiers = [word for word in words if "=" not in word]
@@ -309,3 +327,19 @@ def _internals_document(state: State) -> dict[str, object]:
         for name, part in read_parts().items()
     }
     return {"versions": state.versions, "milliseconds": round(state.milliseconds, 1), "parts": parts}
+
+
+def _option_row(name: str, option: Option) -> str:
+    short = f"`{option.short}`, " if option.short else ""
+    flag = option.flag.split("/")[0]
+    metavar = f" {option.metavar}" if option.metavar else ""
+    instead = option.pytest or f"`{option.pytest_flag}`"
+    default = f" Default: {option.shown_default}." if option.shown_default else ""
+    values = f" One of {', '.join(option.choices)}." if option.choices else ""
+    cells = (f"{short}`{flag}{metavar}`", instead, "yes" if name in RunOptions.__struct_fields__ else "")
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in (*cells, option.help + values + default)) + " |\n"
+
+
+def options_table(part: type[msgspec.Struct]) -> str:
+    """The options of a part as docs/ci.md lists them."""
+    return _OPTIONS_HEAD + "".join(_option_row(name, option) for name, option in options_of(part).items())

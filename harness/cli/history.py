@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import functools
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 
 import click
 
-from harness.cli.options import json_option, root_option, write_output
+from harness.cli.options import json_option, query_parameter, root_option, write_output
 from harness.cli.output import print_sections
 from harness.errors import HarnessError
 from harness.matrix.caseid import case_id, parse_case_id
-from harness.matrix.selector import parse_selector
-from harness.project import find_project
+from harness.project import Project, find_project
 from harness.report.runs import histories_json, histories_sections, history_sections
-from harness.running.selection import NothingSelected
+from harness.running.selection import NothingSelected, Query, cases_to_explain, wanted
 from harness.running.stored import runs_of
 from harness.studies.history import histories
 
@@ -32,43 +32,37 @@ Exit codes: 0 there is a history, 2 usage or bad input, 3 no run of such a case 
 
 
 @click.command("history", epilog=_EPILOG)
-@click.argument("case", metavar="[CASE]", required=False)
-@click.option("--select", "expressions", metavar="EXPR", multiple=True, help="Cases that match, as in `run`.")
+@query_parameter
 @click.option("--runs", "most", type=click.IntRange(min=1), metavar="N", help="Show only the last N runs of each case.")
 @root_option
 @json_option("the histories")
-def history_command(
-    *, case: str | None, expressions: tuple[str, ...], most: int | None, root: str | None, json_file: Path | None
-) -> None:
+def history_command(*, query: Query, most: int | None, root: str | None, json_file: Path | None) -> None:
     """Show how a case ended and what it measured in every stored run, and what changed together with what.
 
     On a CPU numbers repeat exactly: NONDETERMINISTIC is a case whose numbers changed in one environment, FLAKY one that
-    ended differently in one environment. Without CASE, one summary for every case.
+    ended differently in one environment. One case is shown whole; several are summarized, by default all that ran.
     """
-    if case is not None and expressions:
-        raise HarnessError("a case and --select are given.", where="history", fix="give one of them.")
-    runs = list(runs_of(find_project(root)))[::-1]
-    found = histories(runs, _wanted(case, expressions), most=most)
+    project = find_project(root)
+    found = histories(list(runs_of(project))[::-1], _wanted(project, query), most=most)
     if not found:
-        asked = case or " ".join(f"--select '{text}'" for text in expressions) or "any case"
+        asked = shlex.join(query.words) if query != Query() else "any case"
         raise NothingSelected("no run of it is stored.", where=asked, fix="run it, or import results of it.")
     write_output(json_file, lambda: histories_json(found))
     if json_file is None:
-        print_sections(histories_sections(found) if case is None else history_sections(found[0]))
+        single = len(found) == 1 and len(query.sources) == 1
+        print_sections(history_sections(found[0]) if single else histories_sections(found))
 
 
-def _wanted(case: str | None, expressions: tuple[str, ...]) -> Callable[[str], bool]:
+def _wanted(project: Project, query: Query) -> Callable[[str], bool]:
     """Whether the history of a case is wanted, by its id."""
-    if case is not None:
-        name = case_id(parse_case_id(case))
-        return lambda found: found == name
-    selectors = [parse_selector(text) for text in expressions]
+    named = {case_id(case) for source in query.sources for case in cases_to_explain(project, source)}
+    kept = wanted(query)
 
     @functools.cache
     def matches(found: str) -> bool:
         try:
-            return all(selector.matches(parse_case_id(found)) for selector in selectors)
+            return (not named or found in named) and kept(parse_case_id(found))
         except HarnessError:  # an id of another version
-            return not selectors
+            return query == Query()
 
     return matches

@@ -15,7 +15,7 @@ import msgspec
 from harness.durable import write_whole
 from harness.errors import HarnessError
 from harness.jsonform import to_json
-from harness.run_options import Option, PlanOptions, QueryOptions, option_named, options_of
+from harness.run_options import PARTS, Option, PlanOptions, QueryOptions, option_named, options_of
 
 Command = Callable[..., Any]
 
@@ -79,6 +79,17 @@ def _click_type(option: Option) -> click.ParamType[Any] | None:
 def run_options(part: type[msgspec.Struct], *, of_run: bool = True) -> Callable[[Command], Command]:
     """The options of a part of `harness/run_options.py`; without `of_run`, those that other commands have too."""
     return compose_options(*(run_option(name) for name, each in options_of(part).items() if of_run or not each.of_run))
+
+
+class RunCommand(click.Command):
+    """A command whose help shows the options of `harness/run_options.py` in a section for every part."""
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        left = {parameter.name or "": parameter for parameter in self.get_params(ctx)}
+        for title, part in zip(("Which cases", "How they run", "Extent and output"), PARTS, strict=True):
+            own = [left.pop(name) for name in options_of(part)]
+            with formatter.section(title):
+                formatter.write_dl([record for each in own if (record := each.get_help_record(ctx))])
 
 
 root_option = run_option("root")

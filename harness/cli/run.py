@@ -21,6 +21,7 @@ from harness.hints import rerun_failed as rerun_command
 from harness.hints import resume_run as resume_command
 from harness.matrix.caseid import case_id
 from harness.matrix.parts import parse_shard
+from harness.plural import counted
 from harness.project import Project, find_project
 from harness.report.ci import junit_report
 from harness.report.run import not_judged_section, run_markdown, run_sections
@@ -65,7 +66,7 @@ _OF_ONE_RUN = ("name", "json_file", "junit_file", "markdown_file", "save_trace",
 _STDOUT = Path("-")  # of --json: the report for people goes to stderr then
 
 
-@click.command("run", epilog=_EPILOG)
+@click.command("run", cls=options.RunCommand, epilog=_EPILOG)
 @options.query_parameter
 @options.plan_parameter
 @options.run_option("inject")
@@ -119,6 +120,11 @@ def _run_and_report(project: Project, query: Query, plan: Plan, stopped: Stored 
         more = [not_judged_section(result)] if asked.verbose else []
         sections = run_sections(result, rerun=rerun, quiet=asked.quiet)
         print_sections([*more, *sections], file=text_file)
+    if asked.durations is not None:
+        slowest = sorted(result.results, key=lambda each: each.seconds, reverse=True)[: asked.durations or None]
+        click.echo(f"\nslowest {counted(len(slowest), 'case')}", file=text_file)
+        for each in slowest:
+            click.echo(f"{each.seconds:>8.1f} s  {each.case_id}", file=text_file)
     if asked.github:
         report_to_github(result, text_file)
     return _write(result, outputs, stored=stored)

@@ -138,11 +138,8 @@ def make_plan(**given: Any) -> Plan:
     asked = PlanOptions(**given)
     if asked.address is not None and asked.engine != "ray":
         raise HarnessError("it is for --engine ray.", where=f"--address {asked.address}", fix="add --engine ray.")
-    if asked.timeout_s is not None and asked.timeout_factor not in (None, 1.0):
-        where = f"--timeout-factor {asked.timeout_factor:g}"
-        raise HarnessError(
-            "it multiplies the default, which --timeout-s replaces.", where=where, fix="give one of them."
-        )
+    for flag, other in asked.contradictions:
+        raise HarnessError(f"contradicts {other}.", where=flag, fix="give one of them.")
     program = os.environ.get(PROGRAM_VARIABLE) or DEFAULT_PROGRAM
     if program == DEFAULT_PROGRAM:
         check_rank_packages()

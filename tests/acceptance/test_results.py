@@ -256,4 +256,3 @@ def test_history_of_what_never_ran(shared: Command) -> None:
     done = shared.call("history", "tp8-rowwise-v2048-f32")
     assert done.returncode == 3 and "no run of it is stored" in done.stderr
     assert shared.call("history", "no-case").returncode == 2
-    assert shared.call("history", "tp8-rowwise-v2048-f32", "--select", "tp=8").returncode == 2

@@ -10,16 +10,16 @@ import pytest
 
 from harness.cli.baseline_update import update_command
 from harness.cli.dev import mutate_command
+from harness.cli.explain import options_table
 from harness.cli.predict import measure_command
 from harness.cli.run import run_command
 from harness.errors import HarnessError
 from harness.jsonform import from_json, to_json
 from harness.matrix.case import Case
-from harness.run_options import PARTS, Option, PlanOptions, RunOptions, option_named, options_of, words_of
+from harness.run_options import PARTS, PlanOptions, RunOptions, option_named, options_of, words_of
 from harness.running.plan import Plan, make_plan
 
 PAGE = Path(__file__).parents[2] / "docs" / "ci.md"
-HEAD = "| option | with pytest | repeated | meaning |\n|---|---|---|---|\n"
 VALUES: dict[str, object] = {
     "address": "node-0:6379",
     "timeout_s": 2.5,
@@ -28,25 +28,9 @@ VALUES: dict[str, object] = {
 }
 
 
-def row(name: str, option: Option) -> str:
-    short = f"`{option.short}`, " if option.short else ""
-    flag = option.flag.split("/")[0]
-    metavar = f" {option.metavar}" if option.metavar else ""
-    instead = option.pytest or f"`{option.pytest_flag}`"
-    default = f" Default: {option.shown_default}." if option.shown_default else ""
-    values = f" One of {', '.join(option.choices)}." if option.choices else ""
-    cells = (f"{short}`{flag}{metavar}`", instead, "yes" if name in RunOptions.__struct_fields__ else "")
-    return "| " + " | ".join(cell.replace("|", "\\|") for cell in (*cells, option.help + values + default)) + " |\n"
-
-
-def table(part: type[msgspec.Struct]) -> str:
-    """The options of a part as docs/ci.md lists them."""
-    return HEAD + "".join(row(name, option) for name, option in options_of(part).items())
-
-
 @pytest.mark.parametrize("part", PARTS)
 def test_the_page_lists_the_options_as_they_are_declared(part: type[msgspec.Struct]) -> None:
-    assert table(part) in PAGE.read_text(), f"an option has changed: put this into docs/ci.md:\n{table(part)}"
+    assert options_table(part) in PAGE.read_text(), "put what `explain --options` prints into docs/ci.md"
 
 
 @pytest.mark.parametrize("command", [run_command, update_command, mutate_command, measure_command])
@@ -94,7 +78,7 @@ def test_the_time_limit_of_a_case_is_multiplied() -> None:
     assert slow.deadline_s(Case()) == 2.5 * plain.deadline_s(Case())
     assert slow.command("x") == "fp8-harness run x --timeout-factor 2.5"
     assert make_plan(device="cpu", timeout_s=9.0, timeout_factor=1.0).deadline_s(Case()) == 9
-    with pytest.raises(HarnessError, match=r"--timeout-factor 2: it multiplies the default.*Fix: give one of them"):
+    with pytest.raises(HarnessError, match=r"--timeout-factor: contradicts --timeout-s. Fix: give one of them"):
         make_plan(device="cpu", timeout_s=9.0, timeout_factor=2.0)
 
 
