@@ -255,7 +255,7 @@ def _parts(block: Block, level: int) -> Iterator[str]:
             fence = "`" * max([2, *map(len, re.findall("`+", text))]) + "`"
             yield f"{fence}{language}\n{printable(text)}\n{fence}"
         case str():
-            yield escaped(block)
+            yield _escaped(block)
         case _:
             yield "\n".join(_bullets(block))
 
@@ -285,10 +285,10 @@ def _row(cells: Sequence[str], code: Sequence[int] = ()) -> str:
     return f"| {' | '.join(cell.replace('|', _PIPE) for cell in shown)} |"
 
 
-def escaped(text: str) -> str:
+def _escaped(text: str) -> str:
     """The text as Markdown in which no HTML begins; code spans stay."""
     return _MARKUP.sub(lambda found: found[0] if found[0][0] == "`" else html.escape(found[0]), printable(text))
 
 
 def _on_one_line(text: str) -> str:
-    return " ".join(escaped(text).split())
+    return " ".join(_escaped(text).split())
