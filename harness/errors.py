@@ -21,7 +21,6 @@ class HarnessError(Exception):
 
     @property
     def text(self) -> str:
-        """Where, what and how to fix it, on one line."""
         head = f"{self.where}: " if self.where else ""
         tail = f" Fix: {self.fix}" if self.fix else ""
         return f"{head}{self.what}{tail}"

@@ -26,7 +26,6 @@ def explain_case(case_id: str) -> str:
 
 
 def list_cases(sources: Sequence[str]) -> str:
-    """Lists the cases of tiers and files."""
     return _command("list", *sources)
 
 
@@ -51,7 +50,6 @@ def compare_runs(first: str, second: str) -> str:
 
 
 def save_trace(case_id: str, folder: Path) -> str:
-    """Writes the saved trace of a case."""
     return _command("run", case_id, "--save-trace", str(folder))
 
 
@@ -61,7 +59,6 @@ def bisect_versions(case_id: str, package: str, *, good: str, bad: str, words: S
 
 
 def update_golden(case_id: str, *, root: Path) -> str:
-    """Makes the golden that a case is compared with."""
     return _command("baseline", "update", *_root(root), case_id, "--reason", "why it changes")
 
 
@@ -78,7 +75,6 @@ def update_missing(kind: str, asked: Sequence[str]) -> str:
 
 
 def choose_tier(file: str) -> str:
-    """Chooses the cases of a tier again."""
     return _command("dev", "tier", file)
 
 

@@ -42,13 +42,11 @@ class Part(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     preloaded: bool = False  # ranks are forked from a process that has imported the files
 
     def use(self, name: str) -> Use:
-        """How the part uses one of its names."""
         found = self.uses[name]
         return Use(why=found) if isinstance(found, str) else found
 
     @property
     def modules(self) -> tuple[str, ...]:
-        """The modules of its files, in their order."""
         return tuple(f"harness.worker.{file.removesuffix('.py').replace('/', '.')}" for file in self.files)
 
 
@@ -60,7 +58,6 @@ def read_parts() -> Mapping[str, Part]:
 
 
 def with_needed(name: str) -> tuple[str, ...]:
-    """A part and all that it needs, those that it needs first."""
     found: dict[str, None] = {}
     for needed in read_parts()[name].needs:
         found |= dict.fromkeys(with_needed(needed))

@@ -110,7 +110,6 @@ class Project(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         return self.cases / f"{name_or_path}.toml"
 
     def new_run(self) -> Path:
-        """The file of a new stored run, in a folder that is there."""
         return self._made(self.runs) / f"{time.time_ns():020d}-{os.getpid()}.jsonl"
 
     def stored_runs(self) -> tuple[Path, ...]:
@@ -118,7 +117,6 @@ class Project(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         return tuple(sorted(self.runs.glob("*.jsonl")))
 
     def imported_runs(self) -> tuple[Path, ...]:
-        """The files of the imported runs, by the time at which these started."""
         return tuple(sorted(self.imported.glob("*.jsonl")))
 
     def witness_folder(self) -> Path:

@@ -60,12 +60,10 @@ class RunRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     @property
     def numerics(self) -> Numerics:
-        """Which bits the run promises."""
         return numerics_of(self.device, self.fabric, self.arithmetic)
 
     @property
     def world_size(self) -> int:
-        """Number of ranks that run this request."""
         return 1 if self.solo or self.replayed else self.case.world_size
 
 

@@ -36,7 +36,6 @@ def software() -> dict[str, str]:
 
 
 def installed_version(distribution: str) -> str | None:
-    """Version of an installed distribution, without importing it; None when it is not installed."""
     try:
         return version(distribution)
     except PackageNotFoundError:
@@ -44,7 +43,6 @@ def installed_version(distribution: str) -> str | None:
 
 
 def installed_versions(distributions: Iterable[str]) -> dict[str, str]:
-    """Versions of those distributions that are installed, by name."""
     found = {name: installed_version(name) for name in distributions}
     return {name: version for name, version in found.items() if version is not None}
 

@@ -44,7 +44,6 @@ _NUMBERS = msgspec.json.Decoder(CaseNumbers, strict=False)
 
 
 def run_lines(run: RunResult) -> bytes:
-    """The whole file of a run."""
     start = replace(run.start, cases=tuple(result.case_id for result in run.results))
     return b"".join(line + b"\n" for line in (to_json(start), *map(_case_line, run.results), _end_line(run)))
 
@@ -68,15 +67,12 @@ class RunStore:
         self._lock = threading.Lock()
 
     def begin(self, start: RunStart) -> None:
-        """Store what the run is going to run, where and how, before it starts."""
         self._append("list of cases", to_json(start))
 
     def append(self, result: CaseResult) -> None:
-        """Store one result."""
         self._append("result", _case_line(result))
 
     def finish(self, run: RunResult) -> None:
-        """Store how the run ended."""
         self._append("end of the run", _end_line(run))
 
     def _append(self, what: str, line: bytes) -> None:
@@ -111,7 +107,6 @@ class RunStore:
 
     @property
     def is_running(self) -> bool:
-        """True while a process runs into this file."""
         try:
             with self.path.open("rb") as file:
                 fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)

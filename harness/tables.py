@@ -66,7 +66,6 @@ def rows_of(run: Run) -> dict[str, Rows]:
 
 
 def _rows_of_rank(trace: RankTrace) -> dict[str, Rows]:
-    """The rows of what one rank recorded by itself."""
     rank, operands = trace.rank, trace.operands
     casts, matmuls = (operands.casts, operands.matmuls) if operands is not None else ((), ())
     return {

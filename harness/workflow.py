@@ -115,7 +115,6 @@ def _prepared(project: Project, cases: Sequence[Case], plan: Plan, progress: Pro
 
 
 def _in_budget(project: Project, query: Query, progress: Progress) -> tuple[tuple[Case, ...], tuple[str, ...]]:
-    """The selected cases, and the ids of those that do not fit into the budget of the query."""
     cases, excluded = select_for_target(project, query)
     for reason, count in excluded.items():
         progress.note(f"left out, {count} of the cases: {reason}.")

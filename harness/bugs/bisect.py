@@ -70,7 +70,6 @@ def open_answers(project: Project, parts: Sequence[str]) -> Journal[VersionAnswe
 
 
 def answers_in(path: Path) -> Journal[VersionAnswer]:
-    """The stored answers, by version."""
     return Journal(path, VersionAnswer, lambda answer: answer.version)
 
 

@@ -103,7 +103,6 @@ def check_corpus(project: Project, bugs: Sequence[BugFile], plan: Plan, progress
 
 
 def proofs(bugs: Sequence[BugFile], matrix: MutationMatrix, known: Sequence[KnownFault]) -> Corpus:
-    """What these runs prove of these bugs."""
     trials = {(trial.fault, trial.case_id): trial for trial in (*matrix.trials, *matrix.clean)}
     found = tuple(_live(bug, trials) if bug.bug.status == "live" else _fixed(bug, trials, known) for bug in bugs)
     return Corpus(proofs=found, wall_s=matrix.wall_s, interrupted=matrix.interrupted)
@@ -158,7 +157,6 @@ def _unclean(bug: BugFile, clean: Trial, records: Sequence[KnownFault]) -> list[
 
 
 def _unfound(bug: BugFile, fault: str, trial: Trial) -> list[str]:
-    """Why a run with the fault is not that of the bug."""
     if not trial.detected:
         return [f"with {fault} it {trial.verdict.phrase}: {trial.not_reached or 'no check found the fault'}"]
     if not set(trial.rules) & set(bug.bug.detected_by):

@@ -113,7 +113,6 @@ class Draft:
         where[axis] = f"{where[axis]}; {words}" if where is self.derived and axis in where else words
 
     def _ask(self, axis: str, value: object, question: str) -> None:
-        """Ask for the value of an axis, and take this one until somebody answers."""
         self.axes[axis] = value
         self.asked.add(axis)
         self.missing.setdefault(axis, f"{question} {value} until you say")
@@ -210,7 +209,6 @@ class Draft:
             self._put("tp_styles", "float8", self.assumed, f"torchtitan's TP of tensorwise until {FLOAT8_STYLES}")
 
     def _casts(self) -> None:
-        """Of the configs of operands, what the recipe does not have anyway."""
         found = self._facts.get("casts")
         if found is None:
             return
@@ -278,7 +276,6 @@ class Draft:
         self._put("checkpointing", named, where, words)
 
     def _selective(self) -> tuple[str, str]:
-        """The option of selective checkpointing, and where it comes from."""
         option = self._fact("ac_option", "checkpointing")
         if option is not None:
             return str(option.value), option.words

@@ -64,8 +64,6 @@ class Script(NamedTuple):
 
 
 class Exported(NamedTuple):
-    """A script that was written, and what it is about."""
-
     title: str
     case_id: str
     signature: FailureSignature

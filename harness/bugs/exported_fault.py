@@ -47,7 +47,6 @@ def exported_fault(name: str) -> str:
 
 
 def _add(module: str, name: str, imports: set[str], texts: dict[tuple[str, str], str]) -> None:
-    """Add a definition, after what it needs, and the imports of both."""
     source = _read(module)
     node = source.definitions.get(name)
     inside = {each.module or "" for each in ast.walk(node or ast.Pass()) if isinstance(each, ast.ImportFrom)}
@@ -97,7 +96,6 @@ class _Source:
                 self.definitions |= {each.id: node for each in targets if isinstance(each, ast.Name)}
 
     def text_of(self, node: ast.stmt) -> str:
-        """The text of a definition, with its decorators."""
         first = min([node.lineno, *(each.lineno for each in getattr(node, "decorator_list", ()))])
         return "\n".join(self._lines[first - 1 : node.end_lineno])
 
@@ -110,7 +108,6 @@ def _read(module: str) -> _Source:
 
 @functools.cache
 def _modules() -> Mapping[str, str]:
-    """The module of every function that plants a fault, by the name of the function."""
     paths = sorted((_PACKAGE / "worker" / "faults").glob("*.py"), reverse=True)  # of two with a name the first counts
     trees = ((path.stem, ast.parse(path.read_text())) for path in paths)
     return {node.name: module for module, tree in trees for node in tree.body if isinstance(node, ast.FunctionDef)}

@@ -73,7 +73,6 @@ class Resolved(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def resolve(statements: Iterable[Statement]) -> Resolved:
-    """One statement for a fact, or all that contradict each other."""
     by_fact: dict[str, list[Statement]] = {}
     for statement in statements:
         by_fact.setdefault(statement.fact, []).append(statement)
@@ -92,7 +91,6 @@ def resolve(statements: Iterable[Statement]) -> Resolved:
 
 
 def shown(value: object) -> str:
-    """A value as it is printed."""
     if isinstance(value, tuple | list):
         return ", ".join(map(str, value)) or "none"
     return str(value).lower() if isinstance(value, bool) else str(value)

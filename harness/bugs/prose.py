@@ -117,7 +117,6 @@ class Clause(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def clauses(report: Report) -> tuple[Clause, ...]:
-    """The title and every clause of prose, in the order of the report."""
     found = [Clause(text=report.title, title=True)]
     for piece in report.pieces:
         for text in _CLAUSE.split(piece.text) if piece.kind == "prose" else ():
@@ -214,14 +213,12 @@ def _statements(clause: Clause) -> Iterator[Statement]:
 
 
 def _around(text: str, match: re.Match[str]) -> str:
-    """The words around a match; the whole clause where it is short."""
     start = max(text.rfind(" ", 0, max(0, match.start() - 30)) + 1, 0)
     end = text.find(" ", match.end() + 20)
     return clean_words(text if len(text) < 90 else text[start : None if end < 0 else end])
 
 
 def _negated(text: str, match: re.Match[str]) -> bool:
-    """True when what matches is said not to be there."""
     after = re.match(r"\s*(?:=\s*|is |was )?(?:false|off|disabled)\b", text[match.end() : match.end() + 20], re.I)
     return bool(_NEGATED.search(text[max(0, match.start() - 40) : match.start()]) or after)
 

@@ -98,7 +98,6 @@ class Reading:
         self.statements.append(Statement(fact=fact, value=kept, words=clean_words(words), source=source))
 
     def _option(self, key: str, value: object, words: str, source: Source) -> bool:
-        """Read one option. False for one that nobody knows."""
         outside = asked_by_option(plain_key(key), value)
         self._refuse(outside, words)
         found = meaning(key, value, self._day)
@@ -199,7 +198,6 @@ class Reading:
                 self._option(key, value, f"{word.arg}={value}", "config")
 
     def _linear(self, inputs: object, outputs: object, words: str) -> None:
-        """The features of the first linear of a snippet."""
         if any(each.fact == "linear" for each in self.statements):
             return
         if isinstance(inputs, int) and isinstance(outputs, int) and 1 <= min(inputs, outputs) <= _LARGEST:
@@ -282,7 +280,6 @@ def _value(node: ast.expr, names: Mapping[str, object]) -> object:
 
 
 def _dotted(node: ast.expr) -> str:
-    """The dotted name of an expression, as far as it is one."""
     parts: list[str] = []
     while isinstance(node, ast.Attribute):
         parts.append(node.attr)

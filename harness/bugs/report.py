@@ -217,7 +217,6 @@ def _whole(text: str, where: str) -> Kind | None:
 
 
 def _kind(language: str, text: str) -> Kind:
-    """What a fenced block is, by its language or by what it holds."""
     lines = [line for line in text.split("\n") if line.strip()]
     calls = sum(bool(_PYTHON.match(line)) for line in lines) * 3 > len(lines)
     if not _TRACE.search(text) and (calls or (language in ("py", "python") and python_tree(text) is not None)):
@@ -240,6 +239,5 @@ def _of_prose(lines: list[str], *, comment: bool) -> list[Piece]:
 
 
 def _is_text(line: str) -> bool:
-    """True for a line that is no prose."""
     patterns = (_TRACE.search, _DUMP.match, _COMMAND.search, _ASSIGNED.match, _LISTED.match)
     return any(matches(line) for matches in patterns)

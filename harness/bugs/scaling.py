@@ -45,7 +45,6 @@ class Sizes(Mesh, frozen=True, kw_only=True):
 
     @property
     def kv_dim(self) -> int:
-        """Features of keys and values."""
         return self.dim // self.heads * self.kv_heads
 
 
@@ -84,7 +83,6 @@ def _token_traits(batch: int, seq_len: int, tp: int) -> Traits:
 
 
 def _meshes(sizes: Sizes) -> Iterator[dict[str, int]]:
-    """Degrees that fit; those of the run alone where they do."""
     if sizes.world_size <= MAX_RANKS:
         yield sizes.mesh
         return
@@ -108,7 +106,6 @@ def _on_mesh(sizes: Sizes, mesh: Mapping[str, int]) -> Sizes:
 
 
 def _smaller(sizes: Sizes, small: Sizes, name: str) -> int:
-    """The smallest size with the same traits; the one with most of them where none has all."""
     size, floor = int(getattr(sizes, name)), _FLOORS[name]
     wanted = _traits(size, sizes)
     kept = (size,) if size <= _CHEAP * floor else ()
@@ -154,7 +151,6 @@ def _closest(
     traits_of: Callable[[_Candidate], Traits],
     weights: tuple[int, ...] = (1, 1, 1),
 ) -> _Candidate:
-    """The first candidate with all traits, else the first with the weightiest."""
     scored = []
     for each in candidates:
         pairs = zip(traits_of(each), wanted, weights, strict=True)

@@ -80,7 +80,6 @@ def open_journal(project: Project, case: Case, injections: Sequence[Injection], 
 
 
 def journal_in(path: Path) -> Journal[TrialResult]:
-    """What cases showed, by their ids."""
     return Journal(path, TrialResult, lambda found: found.case_id)
 
 
@@ -188,7 +187,6 @@ class _Shrinking:
             raise _OutOfTime
 
     def _tried(self, cases: Sequence[Case]) -> list[TrialResult]:
-        """What the cases show, from the journal where it is there."""
         unknown = [case for case in cases if self.journal.get(case_id(case)) is None]
         found = {each.case_id: each for each in map(trial_result, self.runs.run(unknown))} if unknown else {}
         for each in found.values():
@@ -252,7 +250,6 @@ def with_changes(case: Case, changes: Mapping[str, object]) -> Smaller | None:
 
 
 def _values(case: Case, name: str, steps: int) -> Sequence[object]:
-    """The simpler values of an axis of a case, the simplest first."""
     value = axis_values(case)[name]
     if name in _SMALLEST:
         return _sizes(value, steps if name == "steps" else _smallest(case, name))

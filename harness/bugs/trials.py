@@ -50,7 +50,6 @@ class TrialResult(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def text(self) -> str:
-        """The result in one line."""
         if not self.decided:
             return f"cannot tell: {self.message}"
         return "no failure" if self.signature is None else self.signature.text
@@ -78,7 +77,6 @@ class Trials:
 
 
 def trial_result(result: CaseResult) -> TrialResult:
-    """The part of a result that says what failed."""
     return TrialResult(
         case_id=result.case_id,
         verdict=result.verdict,
@@ -103,7 +101,6 @@ def open_trials(
 def run_once(
     project: Project, plan: Plan, progress: Progress, case: Case, injections: Sequence[Injection] = ()
 ) -> CaseResult:
-    """The result of one case with these injections."""
     with open_trials(project, plan, progress, case, injections) as trials:
         (result,) = trials.run([case])
     return result
@@ -149,13 +146,10 @@ class Journal(Generic[Kept]):
 
 
 def key_of(parts: Sequence[str]) -> str:
-    """A name for files about these parts."""
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:24]
 
 
 class NamedCase(NamedTuple):
-    """A case, and its bug file if one was named."""
-
     case: Case
     bug: BugFile | None
 

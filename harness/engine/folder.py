@@ -15,8 +15,6 @@ _DUMP_BYTES = 65536  # stacks of about 100 threads
 
 
 class JobFolder(msgspec.Struct, frozen=True):
-    """The files that the engine keeps for one job."""
-
     path: Path
 
     def prepare(self) -> None:

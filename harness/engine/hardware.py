@@ -121,8 +121,6 @@ class NodeCapacity(Message, frozen=True, kw_only=True):
 
 
 class Capacity(Message, frozen=True, kw_only=True):
-    """What the nodes of a run have, together."""
-
     nodes: tuple[NodeCapacity, ...] = ()
 
     @property

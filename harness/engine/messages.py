@@ -141,8 +141,6 @@ class Finished(Message, frozen=True, tag="finished"):
 
 
 class PhaseReached(Message, frozen=True, tag="phase"):
-    """Rank to supervisor: entered this phase."""
-
     phase: str
 
 

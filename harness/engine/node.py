@@ -25,8 +25,6 @@ class NodeLost(Exception):
 
 
 class Reservation(Message, frozen=True, kw_only=True):
-    """What a node holds for the ranks of a job."""
-
     slots: tuple[int, ...]
     folder: str
 

@@ -56,8 +56,6 @@ def rank_context(share: Share, rank: int, report_phase: Callable[[str], None]) -
 
 
 class RankProgram(Protocol):
-    """A module with these two functions."""
-
     def preload(self, options: Mapping[str, str]) -> None:
         """Import and warm up everything that all jobs share. Must not use CUDA or leave threads running."""
 

@@ -100,7 +100,6 @@ class RankProcess:
         self._selector.register(self._pidfd, selectors.EVENT_READ, self._reap)
 
     def _receive(self) -> None:
-        """Handle everything that the rank has sent so far."""
         while self.alive:  # another callback of the same poll may have reaped it
             try:
                 data = self._socket.recv(_CHUNK_BYTES)

@@ -62,7 +62,6 @@ class NodeActor(LocalNode):
         )
 
     def slots(self) -> int:
-        """How many slots there are. The first answer of an actor."""
         return self.capacity.slots
 
     def hold(self, job_id: str, count: int) -> bytes:

@@ -120,7 +120,6 @@ def _refused(address: str, error: Exception) -> HarnessError:
 
 @contextmanager
 def _keep_sigterm_handler() -> Iterator[None]:
-    """Restore the handler of SIGTERM, which Ray replaces, on exit."""
     before = signal.getsignal(signal.SIGTERM)
     yield
     if threading.current_thread() is threading.main_thread():

@@ -27,8 +27,6 @@ BARRIER_S = 10.0  # after the deadline, until a share whose ranks have all retur
 
 
 class Stage(enum.Enum):
-    """State of a share."""
-
     RUNNING = "running"
     GRACE = "grace"  # a rank has failed, others may still report
     DUMPING = "dumping"  # waiting for the stacks of the other ranks
@@ -86,7 +84,6 @@ class Supervisor:
 
     @property
     def pids(self) -> frozenset[int]:
-        """Pids of the ranks that have not been reaped."""
         return frozenset(rank.pid for rank in self._ranks if rank.alive)
 
     def start(self, keep_fds: frozenset[int]) -> None:

@@ -111,7 +111,6 @@ def read(rank: RankOutcome, *, on_gpus: bool) -> Reading:
 
 
 def _found(text: str, rank: RankOutcome, *, on_gpus: bool) -> Iterator[tuple[int, Reading]]:
-    """Every symptom with its place in the text."""
     waits = rank.status in ("stuck", "stopped")
     for kind, pattern in _COMPILED:
         match = pattern.search(text)

@@ -118,8 +118,6 @@ def rank_file(folder: JobFolder, rank: int, kind: Literal["outcome", "pid", "pha
 
 
 class _Launch:
-    """One running torchrun."""
-
     def __init__(self, share: Share, folder: JobFolder, started_s: float, closing: threading.Event) -> None:
         self._share = share
         self._folder = folder

@@ -89,7 +89,6 @@ class ZygoteClient:
 
     @property
     def serving(self) -> bool:
-        """False after it has died or was closed."""
         return not (self._failure or self._close_reason)
 
     def wait_until_ready(self, timeout_s: float) -> tuple[str, ...]:

@@ -74,7 +74,6 @@ class Costs(Sealed, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 def costs_path(root: Path) -> Path:
-    """Where the costs of a project are stored."""
     return root / "golden" / "evidence" / "costs.json"
 
 
@@ -90,7 +89,6 @@ def read_costs(root: Path) -> Costs:
 
 
 def write_costs(root: Path, costs: Costs) -> Path:
-    """Store the costs and return the path."""
     write_sealed(costs_path(root), costs)
     return costs_path(root)
 

@@ -36,7 +36,6 @@ class VerifiedWith(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     @property
     def versions(self) -> tuple[str, str]:
-        """Of torch and torchao."""
         return self.torch, self.torchao
 
 
@@ -47,7 +46,6 @@ class FormulaEvidence(Sealed, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 def formulas_path(root: Path) -> Path:
-    """The file of a project."""
     return root / "golden" / "evidence" / "formulas.json"
 
 

@@ -83,8 +83,6 @@ class GoldenRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GoldenKey(msgspec.Struct, frozen=True, kw_only=True, order=True):
-    """The name of a golden."""
-
     hardware: str
     family: str
 
@@ -136,7 +134,6 @@ def missing_reason(provenance: Provenance) -> str | None:
 
 
 def golden_path(root: Path, hardware: str, family: str) -> Path:
-    """The path of the golden of a family."""
     for name in (hardware, family):
         if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._+-]*", name):
             raise HarnessError(f"{name!r} cannot name a golden: it is not a plain file name.")
@@ -184,7 +181,6 @@ def list_goldens(root: Path) -> tuple[GoldenKey, ...]:
 
 
 def compare_goldens(old: Golden | None, new: Golden) -> tuple[GoldenRow, ...]:
-    """Old and new values, one row for every step that either golden has."""
     losses = zip_longest(old.losses if old else (), new.losses)
     norms = zip_longest(old.grad_norms if old else (), new.grad_norms)
     return tuple(
@@ -261,7 +257,6 @@ class LargestChange(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def explains(self) -> bool:
-        """True when no loss changed more than noise does."""
         return self.change <= self.allowed
 
 

@@ -45,7 +45,6 @@ class Kills(Sealed, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 def kills_path(root: Path) -> Path:
-    """The file of a project."""
     return root / "golden" / "evidence" / "kills.json"
 
 
@@ -59,6 +58,5 @@ def read_kills(root: Path) -> Kills | None:
 
 
 def write_kills(root: Path, kills: Kills) -> Path:
-    """Store the record and return its path."""
     write_sealed(kills_path(root), kills)
     return kills_path(root)

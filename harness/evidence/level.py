@@ -85,7 +85,6 @@ def read_level(root: Path, hardware: str, level: Level) -> LevelReport | None:
 
 
 def write_level(root: Path, report: LevelReport) -> Path:
-    """Store the evidence, and return its path."""
     path = level_path(root, report.hardware, report.level)
     write_sealed(path, report)
     return path

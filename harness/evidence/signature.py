@@ -41,8 +41,6 @@ class SignatureDamaged(HarnessError):
 
 
 class RanksSeen(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What each of these ranks did in one step."""
-
     ranks: str  # "0 1 2 3"
     seen: dict[str, str]
 
@@ -115,7 +113,6 @@ def make_signature(run: Run, *, case_id: str, command: str, reason: str, commit:
 
 
 def signature_path(root: Path, case_id: str) -> Path:
-    """The path of the signature of a case."""
     return root / "golden" / "signatures" / f"{case_id}.json"
 
 
@@ -151,7 +148,6 @@ def list_signatures(root: Path) -> tuple[str, ...]:
 
 
 def compare_signatures(old: Signature, new: Signature) -> tuple[Change, ...]:
-    """What changed, ranks with the same change together."""
     ranks: defaultdict[tuple[str, str, str | None, str | None], list[int]] = defaultdict(list)
     for title, step, rank in _places(old, new):
         before, now = old.seen(step=step, rank=rank), new.seen(step=step, rank=rank)
@@ -173,7 +169,6 @@ def _places(*signatures: Signature) -> Iterator[tuple[str, int, int]]:
 
 
 def _can_record(case_id: str) -> bool:
-    """True for the id of a case that needs one; false for a file of another name."""
     try:
         return needs_signature(parse_case_id(case_id))
     except HarnessError:
@@ -192,7 +187,6 @@ def _unlike_settled(trace: RankTrace) -> Iterator[str]:
 
 
 def _grouped(traces: Iterable[RankTrace], step: int) -> tuple[RanksSeen, ...]:
-    """What ranks did in one step, ranks that did the same together."""
     groups: defaultdict[tuple[tuple[str, str], ...], list[int]] = defaultdict(list)
     for trace in traces:
         groups[tuple(seen_in(trace, step).items())].append(trace.rank)
@@ -232,7 +226,6 @@ def _collectives(trace: RankTrace, step: int) -> Iterator[tuple[str, str]]:
 
 
 def is_memory(what: str) -> bool:
-    """True for a kind of what is seen that is kept in memory."""
     return what.endswith(_SAVED) or _ALIVE in what
 
 
@@ -265,5 +258,4 @@ def _graphs(trace: RankTrace, step: int) -> Iterator[tuple[str, str]]:
 
 
 def _counted(kinds: Iterable[str]) -> Iterator[tuple[str, str]]:
-    """Every kind, and how often it occurs."""
     yield from ((kind, str(count)) for kind, count in Counter(kinds).items())

@@ -99,8 +99,6 @@ class Tolerance(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Entry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The entry of one key in the table."""
-
     allowed: float | tuple[float, ...]
     margin: float
 
@@ -115,7 +113,6 @@ def tolerance_key(case: Case) -> str:
 
 
 def _recipe(case: Case) -> str:
-    """The recipe, with the casts that differ from it: they round otherwise."""
     return "+".join((case.float8.recipe, *case.float8.casts))
 
 
@@ -182,7 +179,6 @@ def parity_tolerance_for(case: Case, root: Path, numerics: Numerics = VIRTUAL_DE
 
 
 def _tolerance(check: str, key: str, steps: int, root: Path) -> tuple[Tolerance, list[Sample]]:
-    """The tolerance of a key, and the samples that support it."""
     entry = _read_table(root).get(check, {}).get(key)
     if entry is None and key in OF_EVERY_MODEL:  # a project that measured none has those that hold for any
         root = own_root()
@@ -249,7 +245,6 @@ def fit(samples: Sequence[Sample], margin: float) -> tuple[float, ...]:
 
 
 def evidence_path(root: Path, check: str, hardware: str = "") -> Path:
-    """The path of the evidence of a check, or of that of one class of hardware, on which no tolerance rests."""
     folder = root / "golden"
     return folder / hardware / f"evidence-noise-{check}.json" if hardware else folder / "evidence" / f"{check}.json"
 

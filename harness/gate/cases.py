@@ -115,7 +115,6 @@ def _first(case: CaseResult) -> str:
 
 
 def _faults(case: CaseResult) -> list[str]:
-    """The names of the recorded faults that a known case shows."""
     return (case.expectation or "a recorded fault").split(", ")
 
 
@@ -148,7 +147,6 @@ def _why_not(sides: Sides, name: str) -> str:
 
 
 def unfinished(sides: Sides) -> Iterable[Reason]:
-    """A candidate that was interrupted."""
     if sides.candidate.end.interrupted:
         missing = [case for case in sides.candidate.results if not case.ran]
         yield Reason(
@@ -186,7 +184,6 @@ def lost_checks(sides: Sides) -> Iterable[Reason]:
 
 
 def _refused(case: CaseResult) -> str:
-    """The name of the refusal that a case had to show, and showed."""
     return (case.expectation or "") if case.verdict is Verdict.PASSED else ""
 
 
@@ -321,7 +318,6 @@ def _unknown(sides: Sides, golden: Golden | None) -> str:
 
 
 def _changed(before: tuple[float, ...], after: tuple[float, ...]) -> Iterable[tuple[float, float]]:
-    """The steps whose values differ."""
     return (each for each in zip(before, after, strict=False) if not same_number(*each))
 
 

@@ -35,7 +35,6 @@ class Origin(enum.Enum):
 
     @property
     def place(self) -> int:
-        """Its place in reports."""
         return list(Origin).index(self)
 
 
@@ -61,13 +60,10 @@ class Group(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def cases(self) -> tuple[str, ...]:
-        """The ids of all cases."""
         return tuple(dict.fromkeys(case for cases in self.moved.values() for case in cases))
 
 
 class _Cause(NamedTuple):
-    """What distinguishes a group."""
-
     origin: Origin
     name: str
     what: str
@@ -114,7 +110,6 @@ class _Attribution:
         self._faults = [fault for fault in faults if known and fault.affects(before) != fault.affects(after)]
 
     def cause(self, reason: Reason, case_id: str) -> _Cause:
-        """The cause of a reason of this case."""
         case, after = parse_case_id(case_id), self._sides.after.get(case_id)
         if fault := self._fault(reason, case):
             side = _which(on_candidate=fault.affects(self._packages))
@@ -158,7 +153,6 @@ def _which(*, on_candidate: bool) -> Side:
 
 
 def _versions(packages: Mapping[str, str]) -> Mapping[str, str]:
-    """Those that are versions: results may be of any program."""
     return {name: version for name, version in packages.items() if is_version(version)}
 
 

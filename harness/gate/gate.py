@@ -48,8 +48,6 @@ class GatePolicy(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Side(msgspec.Struct, frozen=True, kw_only=True):
-    """One side of a gate, as reports name it."""
-
     name: str  # that the user asked for it by
     started: str
     commit: str
@@ -82,12 +80,10 @@ class Gate(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def gating(self) -> tuple[Reason, ...]:
-        """The reasons of a NO-GO."""
         return tuple(reason for reason in self.reasons if reason.gates)
 
     @property
     def others(self) -> tuple[Reason, ...]:
-        """What is worth knowing."""
         return tuple(reason for reason in self.reasons if not reason.gates)
 
 

@@ -39,7 +39,6 @@ def changed_counts(sides: Sides) -> Iterable[Reason]:
 
 
 def _counts(found: Measured) -> tuple[tuple[Kind, Mapping[str, int]], ...]:
-    """The numbers of every kind, by name."""
     wire = {
         f"{unit} of {name}": value
         for name, sent in found.wire.items()
@@ -181,7 +180,6 @@ def _norm_text(old: Curve, new: Curve) -> str:
 
 
 def _change(before: float | None, after: float | None) -> str:
-    """Both numbers with as many digits as distinguish them."""
     for digits in (6, 9, 12, 17):
         shown = ["none" if each is None else f"{each:.{digits}g}" for each in (before, after)]
         if shown[0] != shown[1]:

@@ -28,7 +28,6 @@ class Topic(enum.Enum):
 
     @property
     def place(self) -> int:
-        """Its place in reports."""
         return list(Topic).index(self)
 
 

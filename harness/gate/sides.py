@@ -13,8 +13,6 @@ _SAME_ARITHMETIC = ("device", "cpu", "threads", "limits", "platform")
 
 
 class Pair(msgspec.Struct, frozen=True, kw_only=True):
-    """The results of one case."""
-
     baseline: CaseResult
     candidate: CaseResult
 
@@ -34,8 +32,6 @@ class Pair(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Sides(msgspec.Struct, frozen=True, kw_only=True, dict=True):
-    """A baseline and a candidate."""
-
     baseline: RunResult
     candidate: RunResult
 
@@ -87,7 +83,6 @@ class Sides(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         return 0.0 if case is None else case.cpu_s
 
     def verdicts(self, case_id: str) -> tuple[str, str]:
-        """How a case ended in the baseline and in the candidate."""
         before, after = self.before.get(case_id), self.after.get(case_id)
         return _ended(before), _ended(after)
 

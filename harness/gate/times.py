@@ -39,7 +39,6 @@ class Times(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def text(self) -> str:
-        """As one line."""
         many = f"{self.ratio:.3g} times the {self.unit} over {counted(self.cases, 'case')}, p = {self.p:.2g}"
         return f"{many}; most in {self.slowest}: {self.slowest_ratio:.3g} times"
 

@@ -24,7 +24,6 @@ from harness.matrix.scope import out_of_scope
 
 
 def _fields(owner: type[CaseStruct]) -> Iterator[tuple[tuple[str, ...], object]]:
-    """Every field of a case and of its parts, with its type and declaration."""
     for name, hint in typing.get_type_hints(owner, include_extras=True).items():
         if isinstance(hint, type) and issubclass(hint, CaseStruct):
             yield from (((name, *path), inner) for path, inner in _fields(hint))
@@ -92,13 +91,11 @@ def without(case: Case, *changes: Changes) -> Case:
 
 @functools.cache
 def _resets(changes: frozenset[Changes]) -> dict[str, object]:
-    """The values of the axes that change one of these in a case without them."""
     found = {name: axis.reference for name, axis in DECLARED.items() if axis.changes in changes}
     return {name: DEFAULTS[name] if reference is None else reference for name, reference in found.items()}
 
 
 def changed(case: Case, values: Mapping[str, object]) -> Case:
-    """The case with these values, which are not checked."""
     parts: dict[str, dict[str, object]] = {}  # "" for the own fields of a case
     for name, value in values.items():
         *part, field = AXES[name]

@@ -68,8 +68,6 @@ _WORDS = ("stated", "derived", "assumed", "missing", "refused")
 
 
 class Bug(msgspec.Struct, frozen=True, kw_only=True):
-    """What was reported, and what is known of it today."""
-
     title: str
     link: str
     status: Status
@@ -102,7 +100,6 @@ class BugFile(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def runs(self) -> bool:
-        """True when it has a case in which nothing is missing."""
         return self.case is not None and not self.missing
 
     def runnable(self) -> Case:
@@ -118,7 +115,6 @@ class BugFile(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def holds_bugs(path: Path) -> bool:
-    """True for the folder of bug files, and for a file in it."""
     return path.name == FOLDER if path.is_dir() else path.parent.name == FOLDER
 
 
@@ -132,7 +128,6 @@ def cases_of_bugs(path: Path) -> CaseFile:
 
 
 def read_bugs(folder: Path) -> tuple[BugFile, ...]:
-    """The bugs of a folder, by id."""
     return tuple(read_bug_file(path) for path in sorted(folder.glob("*.toml")))
 
 

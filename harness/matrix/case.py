@@ -174,7 +174,6 @@ class Case(CaseStruct, frozen=True, kw_only=True):
 
     @property
     def world_size(self) -> int:
-        """Number of ranks the case needs."""
         return self.layout.world_size
 
     @property

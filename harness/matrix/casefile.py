@@ -119,7 +119,6 @@ def _assignment(name: str, value: object) -> str:
 
 
 def _example(name: str, value: object) -> object:
-    """The value, or one that the axis can have where it has no default."""
     return DECLARED[name].example if value is None else value
 
 
@@ -228,7 +227,6 @@ def _check_disjoint(toml: TomlFile, groups: tuple[AxisGroup, ...], *, path: KeyP
 
 
 def _axes(toml: TomlFile, table: object, *, path: KeyPath) -> dict[str, object]:
-    """Axis values, each validated on its own."""
     known: dict[str, object] = {}
     for name, value in toml.check_keys(*path, table=table, known=AXES).items():
         try:

@@ -40,7 +40,6 @@ _OF_FAMILY = tuple(
 
 @functools.lru_cache(maxsize=4096)
 def case_id(case: Case) -> str:
-    """The id of a case: equal for equal cases, different for different ones."""
     values = own_values(case)
     target, layout = spelled(values, ("target",)), _layout_words(values)
     return "-".join((*target, *layout, *spelled(values, _AFTER_LAYOUT)))

@@ -159,13 +159,11 @@ class CheapCover:
         return self._goals
 
     def price(self, cell: _Cell) -> Price:
-        """What a cell costs."""
         if cell not in self._prices:
             self._prices[cell] = self._pricing(self._spaces[cell.space].case(cell.row))
         return self._prices[cell]
 
     def covers(self, cell: _Cell) -> frozenset[Goal]:
-        """The goals that a cell covers, in its own space and in the others."""
         if cell not in self._covers:
             self._covers[cell] = self._goals_of(self._spaces[cell.space].case(cell.row))
         return self._covers[cell]
@@ -184,8 +182,6 @@ class CheapCover:
 
 
 class _Chosen:
-    """A set of cells with what it covers and costs."""
-
     def __init__(self, cover: CheapCover) -> None:
         self._cover = cover
         self._covered, self._free = cover.given()
@@ -194,7 +190,6 @@ class _Chosen:
         self.missing = {goal for goal in cover.goals if not self._covered[goal]}
 
     def copy(self) -> _Chosen:
-        """An independent set of the same cells."""
         other = _Chosen.__new__(_Chosen)
         other._cover, other._free = self._cover, self._free
         other._covered, other._needs = self._covered.copy(), self._needs.copy()
@@ -222,11 +217,9 @@ class _Chosen:
         return price.own_s + sum(alone)
 
     def unique(self, cell: _Cell) -> frozenset[Goal]:
-        """What only this cell of the set covers."""
         return frozenset(goal for goal in self._cover.covers(cell) if self._covered[goal] == 1)
 
     def add(self, cell: _Cell) -> None:
-        """Put a cell in."""
         if cell in self.cells:
             return
         self.cells.add(cell)
@@ -235,7 +228,6 @@ class _Chosen:
         self.missing -= self._cover.covers(cell)
 
     def remove(self, cell: _Cell) -> None:
-        """Take a cell out."""
         self.cells.remove(cell)
         self._covered.subtract(self._cover.covers(cell))
         self._needs.subtract(self._cover.price(cell).shared_s.keys())

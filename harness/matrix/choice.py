@@ -95,7 +95,6 @@ def carried(case: Case, faults: Iterable[Fault], known: Sequence[KnownFault]) ->
 def _reasons(
     file: CaseFile, strength: int, spaces: Sequence[Space], trained: Sequence[Case], others: Sequence[Case]
 ) -> dict[str, str]:
-    """What every case is there for, by id."""
     must = {case_id(case) for case in file.cases}
     by_name = {case_id(case): contained(case, spaces, strength) for case in trained}
     counts = Counter(goal for goals in by_name.values() for goal in goals)
@@ -134,15 +133,12 @@ FOLDER = "chosen"
 
 
 class ChosenCase(msgspec.Struct, frozen=True, kw_only=True):
-    """One case, what it was expected to cost when it was chosen, and what it is there for."""
-
     case: Case
     cost_cpu_s: float
     reason: str
 
 
 def chosen_path(case_file: Path) -> Path:
-    """Where the choice for a case file is kept; it need not exist."""
     return case_file.parent / FOLDER / case_file.name
 
 
@@ -154,7 +150,6 @@ def read_chosen(path: Path) -> tuple[ChosenCase, ...]:
 
 
 def chosen_file(tier: str, chosen: Iterable[ChosenCase]) -> bytes:
-    """The content of the file for these cases."""
     import tomli_w
 
     head = (

@@ -28,7 +28,6 @@ def combinations(space: Space, strength: int) -> Iterator[Combination]:
 
 
 def combinations_in(rows: Iterable[Row], strength: int) -> set[Combination]:
-    """The combinations that these cells contain."""
     found: set[Combination] = set()
     for row in rows:
         found.update(itertools.combinations(enumerate(row), min(strength, len(row))))

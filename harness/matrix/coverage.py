@@ -45,8 +45,6 @@ class Tuple(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Coverage(msgspec.Struct, frozen=True, kw_only=True):
-    """The account of one selection at one strength."""
-
     name: str
     strength: int
     tuples: tuple[Tuple, ...]
@@ -54,7 +52,6 @@ class Coverage(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def counts(self) -> dict[Fate, int]:
-        """Number of combinations by fate, every fate present."""
         return {fate: sum(found.fate == fate for found in self.tuples) for fate in FATES}
 
     @property
@@ -156,7 +153,6 @@ class Census(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def count_cells(file: CaseFile, values: Mapping[str, object]) -> Census:
-    """The census of all cells of a case file that have these axis values."""
     total = 0
     found: dict[tuple[str, Kind], RuleCount] = {}
     for space in spaces_of(file.blocks, file.max_world_size):

@@ -86,11 +86,9 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
     @property
     def injection(self) -> str:
-        """The injection that plants it in a rank."""
         return f"{PREFIX}{self.name}"
 
     def fits(self, target: str) -> bool:
-        """True when a target has what the fault changes."""
         return {"any": True, "llama": is_llama(target), "reference": target == REFERENCE}[self.model]
 
     def applies(self, case: Case) -> bool:
@@ -165,7 +163,6 @@ class HostKind(NamedTuple):
 
 
 def host_kind(case: Case) -> HostKind:
-    """The kind of host case that this case is."""
     layout = case.layout
     if layout.tp > 1:
         return HostKind("TP", case.train.dtype)

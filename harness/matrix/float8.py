@@ -166,7 +166,6 @@ class Float8(CaseStruct, frozen=True, kw_only=True):
         msgspec.structs.force_setattr(self, "casts", self._own_casts())
 
     def _own_casts(self) -> tuple[str, ...]:
-        """The casts that differ from those of the recipe, one spelling for each choice of them."""
         settings = {(cast.partition(":")[0], cast.endswith(("e4m3", "e5m2"))) for cast in set(self.casts)}
         if len(settings) < len(set(self.casts)):
             raise ValueError(f"casts {', '.join(sorted(self.casts))} set an operand twice")
@@ -175,10 +174,8 @@ class Float8(CaseStruct, frozen=True, kw_only=True):
 
     @property
     def enabled(self) -> bool:
-        """True when the recipe converts linears."""
         return self.traits.converts
 
     @property
     def traits(self) -> RecipeTraits:
-        """What the recipe does, with the casts of the case."""
         return TRAITS[self.recipe].with_casts(self.casts) if self.casts else TRAITS[self.recipe]

@@ -62,11 +62,9 @@ class Symptom(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     @property
     def check(self) -> str:
-        """The check of the rule."""
         return check_of(self.rule)
 
     def explains(self, finding: Finding) -> bool:
-        """True when the finding is of this kind and not larger."""
         return (
             fnmatchcase(finding.rule, self.rule)
             and (self.module is None or fnmatchcase(finding.module or "", self.module))
@@ -128,7 +126,6 @@ class KnownFault(msgspec.Struct, frozen=True, kw_only=True):
         return not self.everywhere or is_llama(case.target)
 
     def shows(self, findings: Iterable[Finding]) -> bool:
-        """True when every finding that the fault is recognized by is there."""
         return all(any(symptom.explains(finding) for finding in findings) for symptom in self.requires)
 
     def explains(self, finding: Finding) -> bool:

@@ -112,7 +112,6 @@ class Mesh(CaseStruct, frozen=True, kw_only=True):
 
     @property
     def world_size(self) -> int:
-        """Number of ranks."""
         return math.prod(self.mesh.values())
 
 
@@ -264,7 +263,6 @@ def device_mesh(layout: Layout, *, fsdp: bool) -> dict[str, int]:
 
 
 def _position(place: Iterable[tuple[int, int]]) -> int:
-    """The number of a place, of which every axis has its coordinate and its degree."""
     number = 0
     for coordinate, degree in place:
         number = number * degree + coordinate

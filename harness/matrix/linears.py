@@ -64,7 +64,6 @@ def converted_fqns(case: Case) -> tuple[str, ...]:
 
 
 def is_converted(case: Case, fqn: str) -> bool:
-    """True when this linear is expected to be converted."""
     if not case.float8.enabled or (fqn == OUTPUT_FQN and not case.float8.output_layer):
         return False
     return not any(entry in fqn for entry in case.float8.filter_fqns)
@@ -119,13 +118,11 @@ def linear_name(fqn: str) -> str:
 
 
 def linear_features(case: Case, name: str) -> tuple[int, int]:
-    """(in_features, out_features) of the whole linear."""
     return _features(case.model)[name]
 
 
 @functools.lru_cache(maxsize=1024)
 def _features(model: Model) -> Mapping[str, tuple[int, int]]:
-    """(in_features, out_features) of the linears of a block and of the output layer."""
     shape = model.shape
     kv_dim = shape.kv_heads * shape.head_dim
     return {

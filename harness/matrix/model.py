@@ -32,7 +32,6 @@ class ModelShape(CaseStruct, frozen=True, kw_only=True):
 
     @property
     def head_dim(self) -> int:
-        """Features per attention head."""
         return self.dim // self.heads
 
 

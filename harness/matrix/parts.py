@@ -60,8 +60,6 @@ def shards(cases: Iterable[Case], count: int, price: Pricing) -> tuple[frozenset
 
 
 class _Part:
-    """A shard in the making."""
-
     def __init__(self) -> None:
         self.ids: set[str] = set()
         self._cost_s = 0.0
@@ -72,7 +70,6 @@ class _Part:
         return self._cost_s + price.extra_s(self._witnesses)
 
     def add(self, name: str, price: Price) -> None:
-        """Take one more case."""
         self._cost_s = self.cost_with(price)
         self._witnesses |= price.shared_s.keys()
         self.ids.add(name)

@@ -50,7 +50,6 @@ class RecipeTraits(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def converts(self) -> bool:
-        """True when linears are converted."""
         return bool(self.scaling)
 
     def multiplies(self, matmul: MatmulRole) -> bool:
@@ -58,7 +57,6 @@ class RecipeTraits(msgspec.Struct, frozen=True, kw_only=True):
         return any(self.scaling.get(operand, "dis") != "dis" for operand in OPERANDS[matmul])
 
     def scales_rows(self, matmul: MatmulRole) -> bool:
-        """True when the scales of this matmul are those of rows: a scale of a whole tensor is repeated for it."""
         return any(self.scaling.get(operand) == "axs" for operand in OPERANDS[matmul])
 
     @property
@@ -68,7 +66,6 @@ class RecipeTraits(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def one_scale_per_weight_in_dgrad(self) -> bool:
-        """True when the weight of dgrad has one scale."""
         return self.scaling.get("w_gi") == "ten"
 
     @property

@@ -36,8 +36,6 @@ from harness.matrix.tomlfile import TomlFile, read_toml_file
 
 
 class Entry(msgspec.Struct, frozen=True, kw_only=True):
-    """What says which cases it is about."""
-
     id: str = ""
     select: str = ""
 
@@ -46,7 +44,6 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def which(self) -> str:
-        """The id or the selector, as in the file."""
         return self.id or self.select
 
 

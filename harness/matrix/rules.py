@@ -75,7 +75,6 @@ def expected_refusal(case: Case) -> Refusal | None:
 
 
 def explain(case: Case) -> Explanation:
-    """Everything the rules say about a case."""
     refusal = expected_refusal(case)
     return Explanation(
         exclusions=exclusions(case),

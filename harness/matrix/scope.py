@@ -29,7 +29,6 @@ class OutOfScope(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def text(self) -> str:
-        """What it is and why it is out of scope."""
         return f"{self.name} is out of scope: {self.reason}"
 
 
@@ -171,13 +170,11 @@ SCOPE = (
 
 
 def out_of_scope(word: str) -> OutOfScope | None:
-    """What the word means, where that is out of scope; None otherwise."""
     plain = re.sub(r"[.-]", "_", word.lower())
     return next((each for each in SCOPE if each.words and re.fullmatch(each.words, plain)), None)
 
 
 def asked_by_option(key: str, value: object) -> OutOfScope | None:
-    """What an option of a configuration asks for, where that is out of scope; None otherwise."""
     last = key.rpartition(".")[2]
     values = value if isinstance(value, list | tuple) else str(value).split(",")
     for each in SCOPE:
@@ -188,7 +185,6 @@ def asked_by_option(key: str, value: object) -> OutOfScope | None:
 
 
 def asked_by_call(name: str) -> OutOfScope | None:
-    """What a dotted name in Python asks for, where that is out of scope; None otherwise."""
     for each in SCOPE:
         if each.calls and re.search(rf"(?:^|\.)(?:{each.calls})(?:\.|$)", name):
             return each

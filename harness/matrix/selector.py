@@ -45,7 +45,6 @@ class Term(msgspec.Struct, frozen=True, kw_only=True):
     values: tuple[object, ...]
 
     def matches(self, case: Case) -> bool:
-        """True when the case meets the condition."""
         if self.axis is None:
             return fnmatch.fnmatchcase(case_id(case), str(self.values[0]))
         return _OPERATORS[self.operator](_READERS[self.axis](case), self.values)
@@ -58,7 +57,6 @@ class Selector(msgspec.Struct, frozen=True, kw_only=True):
     terms: tuple[Term, ...]
 
     def matches(self, case: Case) -> bool:
-        """True when every term holds."""
         return all(term.matches(case) for term in self.terms)
 
 
@@ -152,7 +150,6 @@ def _value(axis: str, text: str) -> object:
 
 
 def _compare(operator: Callable[[float, float], bool]) -> Callable[[object, tuple[object, ...]], bool]:
-    """An ordered comparison, which is False for a value that is not set (None)."""
     return lambda found, values: isinstance(found, int | float) and operator(found, float(str(values[0])))
 
 

@@ -51,20 +51,16 @@ class Space(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Number of values of every factor."""
         return tuple(len(group.values) for group in self.block.groups)
 
     @property
     def cells(self) -> int:
-        """Number of cells, possible or not."""
         return math.prod(self.sizes)
 
     def case(self, row: Row) -> Case:
-        """The case of a cell."""
         return _build(self.block, _merged(self.block, dict(enumerate(row))))
 
     def row_of(self, case: Case) -> Row | None:
-        """The cell that is this case; None when the block has no such cell."""
         values = axis_values(case)
         found = [
             next((i for i, value in enumerate(group.values) if value.items() <= values.items()), None)
@@ -85,7 +81,6 @@ class Space(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def is_hit(row: Row, tables: Sequence[Table]) -> bool:
-    """True when one of these tables applies to the cell."""
     return any(tuple(row[factor] for factor in table.factors) in table.hits for table in tables)
 
 
@@ -145,7 +140,6 @@ def _ignored_tables(block: Block) -> Iterator[Table]:
 
 
 def _factors_setting(groups: Sequence[AxisGroup], names: Sequence[str]) -> tuple[int, ...]:
-    """Positions of the groups that set one of these axes."""
     wanted = set(names)
     return tuple(i for i, group in enumerate(groups) if any(wanted.intersection(value) for value in group.values))
 

@@ -35,7 +35,6 @@ def meaning(key: str, value: object, day: datetime.date) -> Mapping[str, Value] 
 
 
 def spellings_in_prose() -> Iterator[tuple[str, Spelling]]:
-    """Every spelling by words of prose, with its axis."""
     yield from ((name, row) for name, axis in DECLARED.items() for row in axis.spelled if row.said)
 
 

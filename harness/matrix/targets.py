@@ -33,7 +33,6 @@ NAME = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*", re.ASCII)
 
 
 def module_of(target: str) -> str:
-    """The dotted name of the module of a target."""
     return MODULES.get(target, target)
 
 

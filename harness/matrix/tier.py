@@ -71,7 +71,6 @@ def select(file: CaseFile, *, known: Sequence[KnownFault] = (), chosen: Sequence
 
 
 def tables_of(space: Space, *kinds: Kind) -> list[Table]:
-    """The tables of these kinds."""
     return [table for table in space.tables if table.kind in kinds]
 
 
@@ -106,7 +105,6 @@ def _judged(space: Space, strength: Strength) -> Collection[Combination]:
 def _uncovered(
     space: Space, rows: Sequence[Row], judged: Collection[Combination], strength: Strength
 ) -> list[Combination]:
-    """Those of the judged combinations that no judged cell of these contains."""
     if strength == "full":
         return []
     barred = tables_of(space, *_NOT_JUDGED)

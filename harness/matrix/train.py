@@ -22,8 +22,6 @@ Optimizer = Literal["adamw", "sgd"]
 
 
 class Update(NamedTuple):
-    """The update of one parameter, in its own dtype."""
-
     states: int  # tensors as large as the parameter that are kept between steps
     reads: int  # operators that read the gradient: each reduces one that is Partial
 
@@ -227,7 +225,6 @@ class Train(CaseStruct, frozen=True, kw_only=True):
 
     @property
     def tokens(self) -> int:
-        """Tokens of one step over all ranks."""
         return self.global_batch * self.seq_len
 
     @property

@@ -35,7 +35,6 @@ class Word(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def example(self) -> str:
-        """One token."""
         return self.declared.example
 
     @property
@@ -56,7 +55,6 @@ class Word(msgspec.Struct, frozen=True, kw_only=True):
         return all(self._is_spelled(name, values[name], with_defaults=with_defaults) for name in self.inside)
 
     def spelled(self, values: Mapping[str, object]) -> str:
-        """The token with these values in it."""
         return self.declared.template.format(**{name: self._text(values[name]) for name in self.inside})
 
     def _is_spelled(self, name: str, value: object, *, with_defaults: bool) -> bool:
@@ -112,7 +110,6 @@ def spelled(values: Mapping[str, object], names: tuple[str, ...], *, with_defaul
 
 @functools.cache
 def _words_for(names: tuple[str, ...]) -> tuple[Word, ...]:
-    """The words that set no other axes."""
     return tuple(word for word in WORDS if word.sets.issubset(names))
 
 
@@ -184,7 +181,6 @@ def _with_number(word: Word, number: str) -> str:
 
 
 def _cut(token: str) -> tuple[str, str]:
-    """The token without the number at its end, and the number."""
     found = re.fullmatch(r"(.*?)(\d[\dx.]*)?", token, flags=re.DOTALL)
     assert found is not None, "every text matches"
     return found[1].rstrip("="), found[2] or ""

@@ -94,7 +94,6 @@ def advise(case: Case, machine: Machine, *, eager: bool = False, known: Sequence
 def _about_recipes(
     found: Sequence[Variant], best: Variant, faults: Mapping[str, Sequence[KnownFault]]
 ) -> Iterator[str]:
-    """Which recipe, what is recorded of those that are faster, and whether to compile."""
     if best.refused:
         yield f"No recipe trains this, by rule {best.refused}: {best.reason}."
         return

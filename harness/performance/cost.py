@@ -124,7 +124,6 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def differs(self) -> bool:
-        """True where both are known and not equal."""
         return None not in (self.measured, self.formula) and self.measured != self.formula
 
     @property
@@ -147,7 +146,6 @@ class CostReport(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def differing(self) -> tuple[Row, ...]:
-        """Where the run and the formula disagree."""
         return tuple(row for row in self.rows if row.differs)
 
 
@@ -172,7 +170,6 @@ def run_report(case: Case, result: CaseResult) -> CostReport:
 
 
 def _measured_rows(found: Measured) -> tuple[Row, ...]:
-    """Every number that formulas predict, as it was measured and as they say."""
     return (
         *_counts(found.flops, found.expected_flops, unit="FLOPs", field="flops"),
         *_counts(found.flops, found.expected_flops, unit="calls", field="calls"),

@@ -142,7 +142,6 @@ def costed(name: str, case: Case, faults: Sequence[KnownFault], machine: Machine
 
 
 def compiled(case: Case) -> Case:
-    """The case with compiled blocks."""
     return case if case.compile != "none" else replace(case, compile="inductor")
 
 
@@ -254,7 +253,6 @@ class Plot(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def plots(case: Case, machine: Machine) -> tuple[Plot, ...]:
-    """The curves around a case."""
     case = replace(case, train=replace(case.train, dtype="bfloat16"))
     return (_over_size(case, machine), _over_vocabulary(case), _over_world(case))
 
@@ -315,7 +313,6 @@ def _over_world(case: Case) -> Plot:
 
 
 def _received_gb(case: Case) -> tuple[float, float]:
-    """GB that a rank receives in all-gathers, and in reduce-scatters."""
     others = case.layout.dp_shard - 1
     sent = {"all_gather": 0, "reduce_scatter": 0}
     for transfer in expected_transfers(case, step=2, rank=0):

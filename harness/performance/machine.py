@@ -88,7 +88,6 @@ class Rates(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def words(self) -> tuple[str, ...]:
-        """Every rate with its value and source."""
         hints = get_type_hints(Rates, include_extras=True)
         return tuple(f"{name} {getattr(self, name):g}: {hints[name].__metadata__[0]}" for name in hints)
 

@@ -71,7 +71,6 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def device_s(self) -> float:
-        """Seconds of all kernels."""
         return self.matmul_s + self.cast_s + self.padding_s + self.attention_s + self.memory_s
 
 
@@ -113,7 +112,6 @@ def gemm_s(gemm: Gemm, machine: Machine) -> float:
 
 
 def once_s(gemm: Gemm, machine: Machine) -> float:
-    """Seconds of one execution."""
     plain_s = matmul_s(gemm.m, gemm.n, gemm.executed_k, gemm.precision, machine)
     return plain_s / machine.rates.rowwise_matmul if gemm.scales_rows else plain_s
 
@@ -180,7 +178,6 @@ def _dispatch_s(case: Case, machine: Machine) -> float:
 
 
 def cast_s(cast: Cast, machine: Machine) -> float:
-    """Seconds of the casts of one operand of a linear."""
     rates = machine.rates
     moved = cast.straight_bytes + cast.transposed_bytes / rates.transposing + cast.column_bytes / rates.columns
     return max(moved / machine.memory_bytes_s, machine.rates.launch_us * 1e-6)

@@ -68,12 +68,10 @@ class Gemm(linears.Gemm, frozen=True, kw_only=True):
 
     @property
     def executions(self) -> int:
-        """How often it is executed."""
         return self.count + self.repeats
 
     @property
     def executed_flops(self) -> int:
-        """Of every execution, with what pads it."""
         return 2 * self.m * self.n * self.executed_k * self.executions
 
     @property
@@ -96,7 +94,6 @@ def gemms(case: Case, *, rank: int = 0) -> tuple[Gemm, ...]:
 
 
 def _gemms_of(case: Case, fqn: str, rank: int) -> list[Gemm]:
-    """Forward, dgrad and wgrad of one linear."""
     tokens, (inputs, outputs) = case.tokens_per_rank, local_features(case, linear_name(fqn), rank)
     sizes: dict[MatmulRole, tuple[int, int, int]] = {
         "forward": (tokens, outputs, inputs),
@@ -126,7 +123,6 @@ def _gemms_of(case: Case, fqn: str, rank: int) -> list[Gemm]:
 
 
 def _repeats(case: Case, fqn: str) -> int:
-    """How often a step repeats the forward of a linear."""
     again = int(case.train.evaluate)
     if fqn != OUTPUT_FQN:
         _, layer, name = fqn.split(".", 2)

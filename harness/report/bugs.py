@@ -86,7 +86,6 @@ def _sourced(found: ImportedBug, name: str) -> tuple[str, ...]:
 
 
 def _next(bug: BugFile, file: str | None) -> Iterator[str]:
-    """The case, where the bug file is, and what to do next."""
     if bug.case is None:
         yield "refused: no case can have this bug"
     else:
@@ -102,7 +101,6 @@ def _next(bug: BugFile, file: str | None) -> Iterator[str]:
 
 
 def imported_document(found: ImportedBug, *, file: str | None) -> dict[str, object]:
-    """The JSON form."""
     bug = found.bug
     lists = ("stated", "derived", "assumed", "missing", "refused", "full_size")
     return {
@@ -180,7 +178,6 @@ def _changes(attempt: Attempt) -> str:
 
 
 def shrunk_document(found: Shrunk) -> dict[str, object]:
-    """The JSON form, with every attempt."""
     same = ("signature", "message", "complete", "ran", "cpu_s", "wall_s", "needed", "attempts")
     return {
         "first": case_id(found.first),
@@ -205,7 +202,6 @@ def corpus_sections(corpus: Corpus) -> list[Section]:
 
 
 def _rows(proof: Proof) -> Iterator[tuple[str, ...]]:
-    """A row for the bug with its first planted fault, and one for each other fault."""
     faults = [f"{name}: {verdict.value}" for name, verdict in proof.planted.items()] or ["-"]
     clean = "not run" if proof.clean is None else proof.clean.value
     found = "MISMATCH" if proof.mismatches else ", ".join(proof.detected_by) or "-"

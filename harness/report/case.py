@@ -111,7 +111,6 @@ def _shortened(failure: RankFailure, case_id: str, first: Mapping[str, str]) -> 
 
 
 def _raised(failure: RankFailure) -> str:
-    """The traceback without what the rank printed."""
     return failure.traceback.partition(LAST_OUTPUT)[0].rstrip()
 
 

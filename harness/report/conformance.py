@@ -74,7 +74,6 @@ def column(check: OperatorCheck) -> str:
 
 
 def row(check: OperatorCheck) -> str:
-    """The row of a check: its operator with dim and keepdim."""
     argument = "" if check.dim is None else f".d{check.dim}{'k' if check.keepdim else ''}"
     return check.op + argument
 

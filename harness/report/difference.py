@@ -22,8 +22,6 @@ _SHOWN_DIGITS = 6
 
 
 class Change(msgspec.Struct, frozen=True, kw_only=True):
-    """One value that differs."""
-
     column: str
     first: Value
     second: Value
@@ -55,7 +53,6 @@ class TableDifference(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def difference(first: Mapping[str, Rows], second: Mapping[str, Rows]) -> tuple[TableDifference, ...]:
-    """What differs in every table, in the order of causes."""
     return tuple(_of_table(table, first[table.name], second[table.name]) for table in TABLES)
 
 
@@ -76,7 +73,6 @@ def _of_table(table: Recorded, first: Rows, second: Rows) -> TableDifference:
 
 
 def _by_key(table: Recorded, rows: Rows) -> dict[tuple[tuple[Value, ...], int], dict[str, Value]]:
-    """The rows by their keys; rows with equal keys are numbered."""
     return with_occurrence((tuple(row[name] for name in table.keys), row) for row in rows)
 
 
@@ -95,7 +91,6 @@ def _equal(first: Value, second: Value) -> bool:
 
 
 def difference_blocks(found: Sequence[TableDifference]) -> tuple[Block, ...]:
-    """What differs, table by table, then the tables that are equal."""
     equal = [f"{each.table} ({counted(each.rows, 'row')})" for each in found if each.equal and each.rows]
     missing = [each.table for each in found if each.equal and not each.rows]
     return (

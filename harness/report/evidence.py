@@ -57,7 +57,6 @@ def level_section(report: LevelReport, changed: Sequence[str] | None) -> Section
 
 
 def _largest(items: Sequence[LevelItem]) -> Iterator[str]:
-    """The largest value of every number that was measured, what was allowed there, and where that was."""
     for name in dict.fromkeys(name for item in items for name in item.numbers if name != "allowed"):
         item = max((each for each in items if name in each.numbers), key=lambda each: each.numbers[name])
         allowed = f" of {item.numbers['allowed']:.3g}" if "allowed" in item.numbers else ""
@@ -159,14 +158,12 @@ def _noise(found: LargestChange | None) -> str:
 
 
 def _machines(old: Provenance, new: Provenance) -> list[str]:
-    """What computed the old and the new one, where it is known and differs."""
     unknown = "none" if old.cpu else "not recorded"
     facts = (("CPU", old.cpu, new.cpu), ("limits", old.limits, new.limits))
     return [f"{name}: {before or unknown} -> {now or 'none'}" for name, before, now in facts if before != now]
 
 
 def _software(change: GoldenChange) -> Sequence[str]:
-    """The versions that differ, one a line."""
     if change.old is None:
         return ()
     old, new = change.old.provenance.software, change.new.provenance.software

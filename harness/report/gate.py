@@ -100,7 +100,6 @@ def _body(found: Gate) -> Iterator[Section]:
 
 
 def _kinds(reasons: Iterable[Reason]) -> Iterator[tuple[str, str, str]]:
-    """How many reasons of every kind there are."""
     for kind, group in groupby(reasons, key=lambda reason: reason.kind):
         same = list(group)
         waived = sum(bool(reason.waiver) for reason in same)

@@ -19,7 +19,6 @@ _BASELINES = (
 
 
 def mutation_sections(matrix: MutationMatrix) -> list[Section]:
-    """The whole report."""
     runs = f"{counted(len(matrix.trials), 'run')} with a fault and {counted(len(matrix.clean), 'clean run')}"
     not_reached = tuple(f"{trial.fault} in {trial.case_id}: {trial.not_reached}" for trial in matrix.not_reached)
     needs = tuple(f"{name}: {all_faults()[name].title} (needs {need})" for name, need in matrix.not_planted.items())
@@ -59,7 +58,6 @@ def mutation_section(matrix: MutationMatrix) -> Section:
 
 
 def trial_table(trials: Sequence[Trial], *, title: str = "") -> Table:
-    """A row for every trial."""
     rows = tuple(
         (
             trial.group or "",

@@ -347,7 +347,6 @@ def _variant_rows(found: Advice) -> Iterator[tuple[str, ...]]:
 
 
 def _step_rows(found: Advice) -> Iterator[tuple[str, ...]]:
-    """A row for every part of a step that takes time."""
     for field, name in _PARTS.items():
         times_ms = [getattr(step, field) * 1e3 for step in (found.bf16, found.float8)]
         if any(times_ms):
@@ -381,7 +380,6 @@ def _vocabulary_rows(found: Advice) -> Iterator[tuple[str, ...]]:
 
 
 def _short(value: float) -> str:
-    """Three digits."""
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 

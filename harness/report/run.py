@@ -27,7 +27,6 @@ def run_sections(run: RunResult, *, rerun: str, quiet: bool = False) -> list[Sec
 
 
 def case_table(results: Sequence[CaseResult], *, title: str = "") -> Table:
-    """A row for every case."""
     return Table(
         title=title,
         columns=("case", "verdict", "ranks", "wall s", "CPU s", "note"),

@@ -48,7 +48,6 @@ def runs_sections(found: Sequence[Stored]) -> list[Section]:
 
 
 def runs_json(found: Sequence[Stored]) -> bytes:
-    """The same as JSON."""
     return to_json([_document(number, run) for number, run in enumerate(found)], indent=2) + b"\n"
 
 
@@ -108,7 +107,6 @@ def history_sections(history: History) -> list[Section]:
 
 
 def history_table(history: History) -> Table:
-    """Every run of a case, and what changed with it."""
     numbers = tuple(range(_VERDICT + 1, len(_COLUMNS) - 1))
     return Table(columns=_COLUMNS, rows=tuple(map(_row, history.moments)), verdict=_VERDICT, right=numbers)
 
@@ -119,7 +117,6 @@ def histories_sections(found: Sequence[History]) -> list[Section]:
 
 
 def histories_json(found: Sequence[History]) -> bytes:
-    """The same as JSON, with every exact number of every run."""
     return to_json(list(map(_history_document, found)), indent=2) + b"\n"
 
 
@@ -185,7 +182,6 @@ def _what_changed(moment: Moment) -> Iterator[str]:
 
 
 def _changes(moment: Moment) -> str:
-    """What changed of the environment, but for the commit, which has a column."""
     shown = [each for each in moment.changes if not each.startswith(("commit ", "changes "))]
     more = ["uncommitted changes"] if any(each.startswith("changes ") for each in moment.changes) else []
     return ", ".join([*(each if len(each) <= _SHOWN else f"{each[: _SHOWN - 3]}..." for each in shown), *more])

@@ -30,14 +30,10 @@ _MARKUP = re.compile(r"(?<!`)`[^`\n]+`(?!`)|[&<>]")  # code spans, in which noth
 
 
 class Items(msgspec.Struct, frozen=True):
-    """Sentences or names."""
-
     lines: tuple[str, ...]
 
 
 class Facts(msgspec.Struct, frozen=True):
-    """Names and values."""
-
     pairs: tuple[tuple[str, str], ...]
 
 
@@ -174,7 +170,6 @@ def _cells(line: str) -> list[str]:
 
 
 def _narrowed(lines: Sequence[str], room: int) -> list[str]:
-    """The rows with columns as narrow as they can be; none where they do not fit."""
     rows = [_cells(line) for line in lines]
     most = max(map(len, rows))
     table = Table(rows=tuple((*row, *[""] * (most - len(row))) for row in rows), right=tuple(range(most)))

@@ -43,7 +43,6 @@ def target_exit_code(report: TargetReport) -> ExitCode:
 
 
 def target_document(report: TargetReport) -> TargetDocument:
-    """The JSON form of the report."""
     return TargetDocument(exit_code=int(target_exit_code(report)), problems=problems_of(report), report=report)
 
 
@@ -76,7 +75,6 @@ def _problem(shown: Sequence[tuple[TargetRun, Finding]], explained: set[str], *,
 
 
 def target_sections(report: TargetReport) -> list[Section]:
-    """The whole report."""
     runs = tuple((run.layout, run.recipe, run.dtype, _ended(run)) for run in report.runs)
     return [
         Section(title=report.target, blocks=(report.file,)),
@@ -99,7 +97,6 @@ def _ended(run: TargetRun) -> str:
 
 
 def _found(built: Sequence[Built]) -> Iterator[tuple[str, str]]:
-    """What the model consists of, and how it is distributed."""
     for first in built[:1]:
         parts = (
             f"{counted(first.linears, 'linear')}, {first.converted} of them in float8",
@@ -120,7 +117,6 @@ def _distribution(built: Built) -> str:
 
 
 def _checks(report: TargetReport) -> Iterator[Section]:
-    """Which checks judged which runs, and why not the others."""
     runs = [run for run in report.runs if run.verdict not in _UNFINISHED]
     if not runs:
         return

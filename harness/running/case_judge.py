@@ -53,8 +53,6 @@ from harness.verdict import GoldenSource
 
 
 class JudgedBy(msgspec.Struct, frozen=True, kw_only=True):
-    """What one case is judged by."""
-
     family: str
     witnesses: Witnesses
     known: tuple[KnownFault, ...] = ()  # the recorded faults that affect the case
@@ -64,12 +62,10 @@ class JudgedBy(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def needs_golden(self) -> bool:
-        """True when the case is compared with a golden that is not there."""
         return self.witnesses.expect.refusal is None and self.witnesses.golden is None
 
     @property
     def needs_signature(self) -> bool:
-        """True when the case is compared with a signature that is not there."""
         return needs_signature(self.witnesses.expect.case) and self.witnesses.signature is None
 
 

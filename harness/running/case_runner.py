@@ -33,8 +33,6 @@ MAX_ATTEMPTS = 2  # the second one only after `infra`: what ranks did is never t
 
 
 class Judge(Protocol):
-    """What one run of a case is judged by."""
-
     def expectation(self, case: Case) -> str | None:
         """Name of the refusal or the known fault that the case must show, if any."""
 
@@ -86,7 +84,6 @@ class CaseRunner:
         self._note = note
 
     def run(self, case: Case) -> CaseResult | None:
-        """Run one case to its result; None when stopped before there was one."""
         attempts: tuple[Attempt, ...] = ()
         while True:
             outcome = self._executor.execute(case)
@@ -115,7 +112,6 @@ class CaseRunner:
         return self._assembled(case, judgement, run=None, attempts=())
 
     def _result(self, case: Case, outcome: JobOutcome, earlier: tuple[Attempt, ...]) -> CaseResult:
-        """The result after this attempt."""
         judgement, run = self._judged(case, outcome, ())
         attempt = Attempt(
             verdict=judgement.verdict,

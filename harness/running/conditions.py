@@ -34,7 +34,6 @@ class Conditions(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def words(self) -> str:
-        """As one line."""
         clocks = f", SM clocks {self.lowest_sm_mhz} to {self.highest_sm_mhz} MHz" if self.lowest_sm_mhz else ""
         heat = f", {self.celsius} °C" if self.celsius is not None else ""
         throttled = f", throttled by {' and '.join(self.throttled)}" if self.throttled else ""
@@ -42,7 +41,6 @@ class Conditions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def conditions(device: Device) -> Conditions:
-    """What this machine is like now."""
     rows = _ROW.findall(ask_driver(os.environ, *_QUERY)) if device != "cpu" else []
     clocks, active = [int(row[0]) for row in rows], [int(row[2], 16) for row in rows]
     return Conditions(
@@ -55,7 +53,6 @@ def conditions(device: Device) -> Conditions:
 
 
 def worst(seen: Sequence[Conditions]) -> Conditions:
-    """The worst of everything that was seen, at least once."""
     lowest = [each.lowest_sm_mhz for each in seen if each.lowest_sm_mhz is not None]
     highest = [each.highest_sm_mhz for each in seen if each.highest_sm_mhz is not None]
     return Conditions(
@@ -83,7 +80,6 @@ class ConditionsMonitor:
 
     @property
     def seen(self) -> Conditions:
-        """The worst so far."""
         return worst(self._seen)
 
     def __enter__(self) -> Self:

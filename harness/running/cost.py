@@ -71,7 +71,6 @@ def expected_cost(project: Project, case: Case) -> ExpectedCost:
 
 
 def _derives_a_tolerance(project: Project, case: Case) -> bool:
-    """True when none was measured for cases like this."""
     if expected_refusal(case) is not None:
         return False
     try:
@@ -92,7 +91,6 @@ def _assumptions(case: Case, found: Estimate) -> tuple[str, ...]:
 
 
 def _measured(project: Project, case: Case) -> CaseResult | None:
-    """The last result of the case here that took time."""
     name = case_id(case)
     found = (RunStore(path).result_of(name) for path in reversed(project.stored_runs()))
     return next((result for result in found if result is not None and result.cpu_s), None)

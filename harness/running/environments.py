@@ -80,7 +80,6 @@ def run_in_environment(place: NamedEnvironment, words: Sequence[str], folder: Pa
 
 
 def _repeated_there(run: RunResult, place: NamedEnvironment) -> RunResult:
-    """The results, with commands that repeat cases in the same environment."""
     if place.folder is None:
         return run
     words = shlex.join(("--env", f"{place.name}={place.folder}"))
@@ -94,7 +93,6 @@ def add_paths(home: Path, lines: Sequence[str]) -> None:
 
 
 def _site_packages(path: Path) -> Path:
-    """The folder of the packages of a virtual environment of this version of Python."""
     version = f"python{sys.version_info.major}.{sys.version_info.minor}"
     packages = path.resolve() / "lib" / version / "site-packages"
     if not (path / "pyvenv.cfg").is_file():
@@ -138,6 +136,5 @@ def _said_by(python: Path, code: str, words: Sequence[str]) -> bytes:
 
 
 def last_line(text: str) -> str:
-    """The last line of an error that says something."""
     lines = [line.strip() for line in text.splitlines() if line.strip() and not line.startswith("[notice]")]
     return lines[-1] if lines else ""

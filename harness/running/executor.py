@@ -76,7 +76,6 @@ class Executor:
     def execute_plain(
         self, case: Case, *, probes: tuple[str, ...] = (), fixes: Sequence[Injection] = ()
     ) -> JobOutcome | None:
-        """Run one case without the injections, with these fixes and with these probes alone."""
         patches = tuple(fix.patch for fix in fixes)
         return self._serve(RunRequest(case=case, injections=patches, probes=probes))
 

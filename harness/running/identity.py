@@ -71,7 +71,6 @@ def _check_torchtitan(target: str) -> None:
 
 
 def target_file(target: str, root: Path) -> str:
-    """The file of the module of a target; the name of the module where it is found in no file."""
     names = module_of(target).split(".")
     folders = search_path(root)
     endings = ("/".join(names) + ".py", "/".join((*names, "__init__.py")))
@@ -103,7 +102,6 @@ def _files(target: str, folders: Sequence[str]) -> list[Path]:
 
 
 def _imported(files: Iterable[Path]) -> set[str]:
-    """Top-level names of everything that these files import."""
     return {name.partition(".")[0] for path in files for name in _imports(path)}
 
 

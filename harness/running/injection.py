@@ -31,7 +31,6 @@ class Injection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     @property
     def patch(self) -> Patch:
-        """What a rank is sent."""
         return Patch(text=self.target, source=self.source)
 
     @property

@@ -81,7 +81,6 @@ def _environment(shards: Sequence[Named], *, mixed: bool) -> Environment | None:
 
 
 def _cases(shards: Sequence[Named], *, latest: bool) -> dict[str, CaseResult]:
-    """Every case once, in the order in which the shards name them."""
     found: dict[str, CaseResult] = {}
     source: dict[str, str] = {}
     for name, run in sorted(shards, key=lambda shard: shard[1].start.started) if latest else shards:
@@ -114,7 +113,6 @@ def _timeless(case: CaseResult) -> CaseResult:
 
 
 def _together(facts: Sequence[Mapping[str, str]]) -> dict[str, str]:
-    """Every fact with its value; with all of them where they differ."""
     names = sorted({name for each in facts for name in each})
     values = {name: dict.fromkeys(each[name] for each in facts if name in each) for name in names}
     return {name: ", ".join(found) for name, found in values.items()}

@@ -80,7 +80,6 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     @property
     def numerics(self) -> Numerics:
-        """Which bits the runs promise."""
         return numerics_of(self.device, self.fabric, self.arithmetic)
 
     def one_node(self, case: Case) -> bool:
@@ -118,7 +117,6 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     @property
     def _unusual(self) -> RunOptions:
-        """The options that ask for this plan; not given where the plan has what it has without."""
         usual = Plan(
             fabric=FABRICS[self.device][0],
             arithmetic=default_arithmetic(self.device),

@@ -63,17 +63,14 @@ class PlainProgress:
         self._total, self._done = total, 0
 
     def started(self, name: str, ranks: int) -> None:
-        """Write a line when verbose."""
         if self._verbose:
             self._write(f"started {name} ({counted(ranks, 'rank')})")
 
     def finished(self, name: str, line: str, *, remarkable: bool) -> None:
-        """Write the line."""
         self._done += 1
         self._write(f"[{self._done}/{self._total}] {line}")
 
     def note(self, text: str) -> None:
-        """Write the text on a line of its own."""
         self._write(text)
 
     def _write(self, text: str) -> None:
@@ -110,7 +107,6 @@ class LiveProgress:
         self._task: TaskID = self._rich.add_task("", total=None)
 
     def begin(self, total: int) -> None:
-        """Set the length of the bar, and begin with it."""
         self._total = total
         self._rich.update(self._task, total=total, completed=0)
 
@@ -128,7 +124,6 @@ class LiveProgress:
         self._describe()
 
     def note(self, text: str) -> None:
-        """Write the text above the bar."""
         self._rich.console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def __enter__(self) -> Self:

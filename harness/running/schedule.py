@@ -151,7 +151,6 @@ def _interrupts_to(events: _Events[Result]) -> Iterator[None]:
 
 
 def _serve(items: Sequence[Item], pending: deque[int], events: _Events[Result], work: Work[Item, Result]) -> None:
-    """One thread: take the next item until there is none."""
     while True:
         try:
             position = pending.popleft()

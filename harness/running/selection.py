@@ -77,7 +77,6 @@ def select_sources(project: Project, query: Query) -> tuple[Selection, ...]:
 
 
 def case_files(project: Project, query: Query) -> list[Path]:
-    """The files of the tiers and files of a query."""
     return [project.case_file(source) for source in query.effective_sources if not _is_case_id(project, source)]
 
 
@@ -110,12 +109,10 @@ _SELECTION_CACHE: dict[bytes, Selection] = {}
 
 
 def recorded_faults(project: Project) -> tuple[KnownFault, ...]:
-    """The upstream faults that the project records, of all versions."""
     return read_known(project.known) if project.known.exists() else ()
 
 
 def whole_tiers(project: Project, case_ids: Collection[str]) -> tuple[Selection, ...]:
-    """The selections of the tiers with a matrix all of whose cases are among these."""
     selections = (select_file(project, project.case_file(name)) for name in project.tiers)
     return tuple(
         found for found in selections if found.file.blocks and all(case_id(case) in case_ids for case in found.cases)
@@ -157,7 +154,6 @@ def in_shard(project: Project, cases: tuple[Case, ...], shard: Shard | None) -> 
 
 
 def _pricing(costs: Costs) -> Pricing:
-    """What a case costs on any machine, whatever was measured on this one."""
     return lambda case: Price(own_s=estimate(case, costs).case_cpu_s, shared_s=costs.price(case).shared_s)
 
 
@@ -177,7 +173,6 @@ def one_case(project: Project, text: str) -> Case:
 
 
 def _asked(project: Project, query: Query) -> list[Case]:
-    """The cases of the sources of a query, whatever trains them."""
     cases: list[Case] = []
     for source in query.effective_sources:
         if _is_case_id(project, source):

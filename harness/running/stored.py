@@ -79,7 +79,6 @@ def stored_run(project: Project, text: str) -> Stored:
 
 
 def runs_of(project: Project) -> Iterator[Stored]:
-    """The stored runs of a project, the latest first."""
     here, elsewhere = reversed(project.stored_runs()), reversed(project.imported_runs())
     for path in heapq.merge(here, elsewhere, key=lambda path: path.name, reverse=True):
         found = _stored(path, is_imported=path.parent == project.imported)
@@ -122,7 +121,6 @@ def import_results(project: Project, run: RunResult) -> bool:
 
 
 def _digest(run: RunResult) -> str:
-    """Equal for equal results, whatever the run is called."""
     return hashlib.sha256(run_lines(replace(run, start=replace(run.start, name="")))).hexdigest()[:16]
 
 

@@ -46,7 +46,6 @@ class Source(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def options(self) -> tuple[str, ...]:
-        """The options of pip and uv."""
         index = () if self.index_url is None else ("--index-url", self.index_url)
         links = () if self.find_links is None else ("--no-index", "--find-links", str(self.find_links))
         return (*index, *links)
@@ -76,7 +75,6 @@ class Versions:
 
     @property
     def given(self) -> tuple[str, ...]:
-        """The names of the environments of the user."""
         return tuple(self._given)
 
     def environment(self, version: str) -> NamedEnvironment:
@@ -120,7 +118,6 @@ class Versions:
 
 
 def is_version(text: str) -> bool:
-    """True for what pip would take as one version."""
     try:
         Version(text)
     except InvalidVersion:
@@ -192,5 +189,4 @@ def _tell(lines: TextIO, note: Note) -> None:
 
 
 def _size(folder: Path) -> int:
-    """Bytes of the files in it."""
     return sum(path.lstat().st_size for path in folder.rglob("*") if path.is_file())

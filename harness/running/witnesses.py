@@ -81,7 +81,6 @@ class WitnessCache:
         return self._stored(path) or self._made(name, path, self._retried(name, execute))
 
     def _solo(self, witness: Case) -> tuple[str, Callable[[], JobOutcome | None]]:
-        """The name of a solo witness, and how it is run."""
         probes = ("sketches", "operands") if witness.float8.enabled else ("sketches",)
         return f"solo {case_id(witness)}", lambda: self._executor.execute_solo(witness, probes)
 
@@ -136,7 +135,6 @@ class WitnessCache:
         )
 
     def _with_distances(self, case: Case, run: Run) -> Run | None:
-        """The run with the distances of its modules from their replay in place of what they had."""
         again = self.replay(case, run)
         if again is None or not again.complete:
             return again

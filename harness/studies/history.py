@@ -41,7 +41,6 @@ class History(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def verdicts(self) -> Mapping[Verdict, int]:
-        """How often it ended in each way."""
         return Counter(moment.case.verdict for moment in self.moments)
 
     @property

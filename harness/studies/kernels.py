@@ -99,7 +99,6 @@ def _special() -> Iterator[KernelCheck]:
 
 
 def refusal_checks(capability: tuple[int, int]) -> tuple[KernelCheck, ...]:
-    """Calls that a GPU of this compute capability refuses."""
     calls = [
         KernelCheck(scaling="tensorwise", m=32, k=40, n=32),
         KernelCheck(scaling="tensorwise", m=32, k=48, n=24),
@@ -136,8 +135,6 @@ def is_exact(check: KernelCheck) -> bool:
 
 
 class Problem(Record, frozen=True, kw_only=True):
-    """What is wrong with a kernel, as one check shows it."""
-
     kind: ProblemKind
     expected: str
     found: str
@@ -156,7 +153,6 @@ class KernelConclusion(Record, frozen=True, kw_only=True):
 
     @property
     def good(self) -> bool:
-        """True if the kernel does what the exact one does."""
         return not self.problems
 
 
@@ -166,7 +162,6 @@ def reason_of(message: str) -> str:
 
 
 def conclude(check: KernelCheck, seen: KernelObservation, accumulator: Accumulator) -> KernelConclusion:
-    """Judge the observation of one check."""
     if seen.raised or seen.refusal:
         return KernelConclusion(check=check, problems=tuple(_refusal_problems(seen)))
     allowed = 0.0 if is_exact(check) else allowed_of_sum(check, accumulator)
@@ -175,7 +170,6 @@ def conclude(check: KernelCheck, seen: KernelObservation, accumulator: Accumulat
 
 
 def conclude_lost(check: KernelCheck, message: str) -> KernelConclusion:
-    """The conclusion on a check that brought its rank down."""
     return KernelConclusion(check=check, problems=(Problem(kind="lost", expected="a result", found=message),))
 
 

@@ -85,8 +85,6 @@ class Work(NamedTuple):
 
 
 class Found(NamedTuple):
-    """What a level found, and notes on what it left out."""
-
     items: tuple[LevelItem, ...]
     notes: tuple[str, ...] = ()
 
@@ -140,7 +138,6 @@ def _dotted(capability: tuple[int, int]) -> str:
 
 
 def memory_words(facts: TorchFacts) -> tuple[str, ...]:
-    """The devices and their memory, in words."""
     return tuple(f"GPU {each.index} {each.name}, {binary_bytes(each.total_bytes)}" for each in facts.devices)
 
 
@@ -311,7 +308,6 @@ def native_level(work: Work, cases: Sequence[Case]) -> Found:
 
 
 def _missing_goldens(work: Work, cases: Sequence[Case]) -> tuple[LevelItem, ...]:
-    """Stores a golden of every family that no class of this device has one of."""
     classes = work.plan.hardware
     stored = {key.family for key in list_goldens(work.project.root) if key.hardware in classes}
     wanted = [each for each in needed_references(cases) if family_id(each) not in stored]

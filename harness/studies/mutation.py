@@ -65,7 +65,6 @@ class BaselineDetection(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def by_loss(self) -> bool:
-        """True if comparing losses detects it."""
         return not self.loss_gap <= LOSS_ONLY_NATS
 
     @property
@@ -95,7 +94,6 @@ class Trial(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def checks(self) -> tuple[str, ...]:
-        """The names of the checks that found something."""
         return tuple(dict.fromkeys(map(check_of, self.rules)))
 
     @property
@@ -106,7 +104,6 @@ class Trial(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_proof(self) -> bool:
-        """True if the checks are to detect it."""
         return not self.equivalent and not self.not_reached
 
 
@@ -202,25 +199,19 @@ def run_mutations(  # noqa: PLR0913  what is planted where, and what runs it
 
 
 class _Planting(msgspec.Struct, frozen=True, kw_only=True):
-    """A fault to plant in a case, or no fault. An item of the schedule."""
-
     case: Case
     fault: Fault | None = None
 
     @property
     def world_size(self) -> int:
-        """Ranks of the case."""
         return self.case.world_size
 
     @property
     def name(self) -> str:
-        """What people read."""
         return f"{self.fault.name if self.fault is not None else 'clean'} in {case_id(self.case)}"
 
 
 class _PlantingResult(msgspec.Struct, frozen=True, kw_only=True):
-    """The result of one planting."""
-
     planting: _Planting
     result: CaseResult
     baseline: BaselineDetection
@@ -228,7 +219,6 @@ class _PlantingResult(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def fault(self) -> Fault | None:
-        """What was planted; None in a clean run."""
         return self.planting.fault
 
 
@@ -246,7 +236,6 @@ class _TrialWork:
         self._cache = open_witnesses(project, plan, executor, progress.note)
 
     def run(self, planting: _Planting) -> _PlantingResult | None:
-        """Run the case with the fault; None when stopped before there was a result."""
         injections = () if planting.fault is None else (parse_injection(planting.fault.injection),)
         plan = msgspec.structs.replace(self._plan, injections=injections)
         baseline, reached = UNFINISHED, dict[bool, FaultEffect]()
@@ -278,7 +267,6 @@ class _TrialObserver:
         self._progress = progress
 
     def started(self, planting: _Planting) -> None:
-        """A thread took up this planting."""
         self._progress.started(planting.name, planting.world_size)
 
     def finished(self, tried: _PlantingResult) -> None:
@@ -361,7 +349,6 @@ def _not_reached(tried: _PlantingResult, clean: _PlantingResult | None) -> str:
 
 
 def recorded_kills(matrix: MutationMatrix) -> Kills:
-    """The mutation matrix as it is stored."""
     found: dict[str, dict[str, Kill]] = {}
     for trial in matrix.trials:
         if trial.fault is not None:

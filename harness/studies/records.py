@@ -187,7 +187,6 @@ class Verification(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def verification(run: RunResult) -> Verification:
-    """What the results of a run say of every formula."""
     contradicted = {
         formula: tuple(
             result.case_id for result in run.results if any(each.formula == formula for each in _unexplained(result))
@@ -202,12 +201,10 @@ def verification(run: RunResult) -> Verification:
 
 
 def _unexplained(result: CaseResult) -> tuple[Finding, ...]:
-    """The findings of a case; none where a recorded fault explains them and its fix mends it."""
     return result.findings if result.verdict is not Verdict.KNOWN else ()
 
 
 def _compares(result: CaseResult, formula: str) -> bool:
-    """True when a formula was compared with a clean run of this case: of a recorded fault, with that of its fix."""
     if result.verdict is Verdict.KNOWN:
         checks = result.with_fix.checks if result.with_fix is not None else ()
     else:

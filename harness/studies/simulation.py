@@ -66,7 +66,6 @@ class Verification(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def differing(self) -> tuple[Compared, ...]:
-        """The numbers that are not as their formulas say."""
         return tuple(each for each in self.compared if each.differs)
 
 
@@ -137,7 +136,6 @@ def _formulas(case: Case, rank: int) -> Counter[str]:
 
 
 def _seen(found: SimulatedRank) -> Counter[str]:
-    """The same of a simulated rank."""
     seen: Counter[str] = Counter()
     for record in found.traffic:
         seen[f"calls of {record.words}"] += sum(record.sizes.values())
@@ -165,7 +163,6 @@ def _memory(case: Case, found: SimulatedRank) -> Iterator[Compared]:
 
 
 def _explained(row: Compared, faults: Sequence[KnownFault]) -> Compared:
-    """The row with the recorded fault that explains its difference: one of traffic."""
     collective = collective_of(row.what.partition(" of ")[2])
     if not row.differs or collective is None:
         return row

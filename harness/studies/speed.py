@@ -126,7 +126,6 @@ def measure_speed(
 def _timed(  # noqa: PLR0913  what the jobs need, and how many there are
     case: Case, twin: Case, runner: CaseRunner, plan: Plan, progress: Progress, *, pairs: int, warmup: int
 ) -> tuple[CaseSpeed, tuple[CaseResult, ...]]:
-    """The speed of a case from so many pairs of jobs, and the last result of it and of its twin."""
     speed = CaseSpeed(case_id=case_id(case), twin_id=case_id(twin))
     last: dict[str, CaseResult] = {}
     seconds: list[Timed] = []
@@ -151,7 +150,6 @@ def _timed(  # noqa: PLR0913  what the jobs need, and how many there are
 
 
 def _numbers(case: Case, result: CaseResult) -> Measured:
-    """What a job that is good measured."""
     assert result.run is not None, "a case that passed has a run"
     found = measured(case, result.run, Witnesses(expect=Expectations(case)))
     assert found is not None, "a case that passed has numbers"

@@ -102,8 +102,6 @@ class Built(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TargetReport(msgspec.Struct, frozen=True, kw_only=True):
-    """The result of a check of a target."""
-
     schema: int
     target: str
     file: str
@@ -116,7 +114,6 @@ class TargetReport(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def good(self) -> bool:
-        """True when nothing has to be mended."""
         return not self.interrupted and all(run.refused is not None or not run.findings for run in self.runs)
 
 
@@ -202,8 +199,6 @@ def check_target(project: Project, options: CheckOptions, plan: Plan, progress: 
 
 
 class _Seen(NamedTuple):
-    """The records of one case besides its verdict."""
-
     findings: tuple[Finding, ...]
     probes_neutral: bool | None
     model: ModelRecord | None  # of rank 0

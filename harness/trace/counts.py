@@ -111,8 +111,6 @@ class Sent(Record, frozen=True, kw_only=True):
 
 
 class Stated(Record, frozen=True, kw_only=True):
-    """What is stated of one step of one rank. What is not in it is not stated."""
-
     step: int
     matmuls: int | None = None  # scaled matmuls
     saved_bytes: dict[str, int] = field(default_factory=dict)  # by dtype, of what autograd saves for backward

@@ -59,8 +59,6 @@ class ModelRecord(Record, frozen=True, kw_only=True):
 
 
 class StepInputs(Record, frozen=True, kw_only=True):
-    """The integer tensors that the model was called with in one step."""
-
     step: int
     inputs: tuple[int, ...]  # the sequences whose tokens it got, in the order of calls
     labels: tuple[int, ...]  # the sequences whose tokens it got shifted by one: they are what it must predict

@@ -97,7 +97,6 @@ class Batch(Record, frozen=True, kw_only=True):
 
 
 def shard_dim(placement: str) -> int | None:
-    """The dim that a placement shards, or None."""
     return int(placement[1:]) if placement[0] in "ST" else None
 
 

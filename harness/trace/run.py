@@ -32,8 +32,6 @@ class StepTrace(Record, frozen=True, kw_only=True):
 
 
 class RankTrace(Record, frozen=True, kw_only=True):
-    """Everything one rank recorded in one run."""
-
     rank: int
     steps: tuple[StepTrace, ...]
     converted_fqns: tuple[str, ...]  # linears that are Float8Linear after conversion, sorted
@@ -95,7 +93,6 @@ class Run(Record, frozen=True, kw_only=True):
 
     @property
     def causes(self) -> tuple[RankFailure, ...]:
-        """The failures that no other one led to, by rank."""
         return tuple(sorted((each for each in self.failures if not each.consequence), key=lambda each: each.rank))
 
     @property

@@ -180,7 +180,6 @@ class Meter:
                 setattr(group, "exchange", self._counted(group.exchange, group.size))  # noqa: B010  mypy rejects assigning to a method
 
     def start(self) -> None:
-        """Reset the counts."""
         self._calls.clear()
 
     @property
@@ -190,7 +189,6 @@ class Meter:
 
     @property
     def calls(self) -> tuple[str, ...]:
-        """One line per collective."""
         return tuple(f"{kind} of {count} bytes among {size}" for kind, count, size in self._calls)
 
     def _counted(self, exchange: Exchange, size: int) -> Exchange:
@@ -216,7 +214,6 @@ def received_bytes(kind: str, payload_bytes: int, size: int) -> float:
 
 
 def groups(mesh: DeviceMesh) -> list[Group | Loopback]:
-    """The fabric groups of all axes of a mesh."""
     found = []
     for axis in range(mesh.ndim):
         group = mesh.get_group(axis)

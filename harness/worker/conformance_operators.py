@@ -33,7 +33,6 @@ _STEPS = {torch.float32: 1 / 64, torch.bfloat16: 1.0}  # so that float32 values 
 
 
 def full_inputs(check: OperatorCheck) -> list[Tensor]:
-    """The full (undistributed) inputs of a check, in high precision."""
     dtype, shape = getattr(torch, check.dtype), check.shape
     if check.op in MATMULS:
         return [
@@ -277,7 +276,6 @@ def _partial_terms(full: torch.Tensor, placement: str, size: int, seed: int) -> 
 
 
 def to_torch(placements: Placements, mesh: DeviceMesh) -> list[Placement]:
-    """The torch placements of these strings."""
     return [_placement(placement, axis, mesh) for axis, placement in enumerate(placements)]
 
 

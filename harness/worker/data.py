@@ -156,7 +156,6 @@ def unpadded_rows(shape: tuple[int, ...], model: Model) -> tuple[int, ...]:
 
 
 def _embeddings(model: nn.Module) -> set[str]:
-    """Names of the weights of embeddings that no other module shares."""
     owners = [name for name, module in model.named_modules() if isinstance(module, nn.Embedding)]
     users = Counter(id(param) for _, param in model.named_parameters(remove_duplicate=False))
     alone = {name for name, param in model.named_parameters() if users[id(param)] == 1}

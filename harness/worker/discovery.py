@@ -34,7 +34,6 @@ Digests = dict[str, str]  # by FQN
 
 
 def parameter_digests(model: nn.Module) -> Digests:
-    """What this rank holds of every parameter now."""
     return {clean_fqn(fqn): ordered_digest(local_shard(parameter)) for fqn, parameter in model.named_parameters()}
 
 

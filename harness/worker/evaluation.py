@@ -16,7 +16,6 @@ _running: list[Target] = []
 
 
 def evaluating() -> bool:
-    """True while a target evaluates."""
     return bool(_running)
 
 

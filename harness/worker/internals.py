@@ -31,8 +31,6 @@ _IMMUTABLE_TYPE = 1 << 8  # Py_TPFLAGS_IMMUTABLETYPE
 
 
 class Gap(NamedTuple):
-    """One name that is not as declared."""
-
     name: str
     problem: str
 

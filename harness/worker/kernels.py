@@ -133,12 +133,10 @@ class Arguments(NamedTuple):
     use_fast_accum: bool
 
     def on(self, device: torch.device) -> Arguments:
-        """The same on a device, with the same strides."""
         return Arguments._make(each.to(device) if isinstance(each, torch.Tensor) else each for each in self)
 
 
 def arguments(check: KernelCheck) -> Arguments:
-    """The arguments, on the CPU: the same on every machine."""
     draw = torch.Generator().manual_seed(int(hashlib.sha256(check.id.encode()).hexdigest()[:12], 16))
     rowwise = check.scaling == "rowwise"
 
@@ -178,7 +176,6 @@ def _as_torchao_casts(
 
 
 def _special(check: KernelCheck, a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor) -> None:
-    """Put into the operands what the check is about."""
     if check.values == "nan":
         a.view(torch.uint8)[1, 2] = 0x7F  # NaN in both dtypes
         b.view(torch.uint8)[3, 0] = 0xFF

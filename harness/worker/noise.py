@@ -62,8 +62,6 @@ def _with_errors(
 
 
 class _Errors(torch.autograd.Function):
-    """Adds errors to a tensor and to its gradient; None: not to the gradient."""
-
     @staticmethod
     def forward(
         ctx: Any, given: torch.Tensor, generator: torch.Generator, bits: int, backward: int | None

@@ -40,7 +40,6 @@ _BACKENDS: dict[Fabric, str] = {"shared": collectives.BACKEND, "gloo": "gloo", "
 
 
 def join(context: RankContext, fabric: Fabric) -> torch.device:
-    """Join the process group of this job over this fabric; returns the device of this rank."""
     device = torch.device("cpu")
     if fabric == "nccl":
         assert context.device is not None, "NCCL needs a device for every rank"

@@ -151,7 +151,6 @@ class _Sum:
 
     @property
     def value(self) -> torch.Tensor:
-        """The sum of what was added so far, in the dtype in which it is reduced."""
         first, *others = (total.to(self._dtype) for total in self._replicas.values())
         total = first.to(_WIDE.get(self._dtype, self._dtype))
         for other in others:

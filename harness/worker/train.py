@@ -129,7 +129,6 @@ def train(
 
 
 def _watch(prepared: Prepared, watching: ProbeSet) -> Discovery:
-    """Let the probes and a new discovery watch a target that is built."""
     watching.attach(prepared.target.model)
     return Discovery(prepared.target.model, prepared.case, prepared.built)
 
@@ -242,7 +241,6 @@ def _batch_digests(case: Case, tokens: torch.Tensor) -> tuple[str, ...]:
 
 
 def _as_built(case: Case, solo_witness: bool) -> Case:
-    """The case that is built: the single-rank reference of a layout has no layout."""
     return msgspec.structs.replace(case, layout=Layout()) if solo_witness else case
 
 

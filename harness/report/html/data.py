@@ -42,8 +42,6 @@ Data = dict[str, object]  # what is empty is left out of it
 
 
 class ParsedCase(NamedTuple):
-    """A case of the run with its parsed id."""
-
     case: CaseResult
     read: Case | None  # None for an id that this version cannot read
     axes: Mapping[str, object]  # empty for such an id

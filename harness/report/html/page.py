@@ -123,7 +123,6 @@ def _run_section(run: RunResult) -> Section:
 
 
 def _environment(run: RunResult) -> Iterable[tuple[str, str]]:
-    """What the run was made with; of several environments what they share."""
     if run.start.name:
         yield "name", run.start.name
     if run.start.started:

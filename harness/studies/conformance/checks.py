@@ -136,7 +136,6 @@ def _transpose_checks() -> Iterator[OperatorCheck]:
 
 
 def _cat_and_split_checks() -> Iterator[OperatorCheck]:
-    """Over the sharded dim and over the other one."""
     for dim in (0, 1):
         for placement in ("R", "S0", "S1", "Psum", "Pmax"):
             for shape in (EVEN, UNEVEN):

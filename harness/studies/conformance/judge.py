@@ -64,7 +64,6 @@ class Conclusion(Record, frozen=True, kw_only=True):
 
     @property
     def good(self) -> bool:
-        """True if the result is as expected."""
         return self.status in ("passed", "known")
 
 
@@ -97,7 +96,6 @@ def run_checks(
 
 
 def conclude(check: OperatorCheck, observed: Sequence[Observation], *, torch: str) -> Conclusion:
-    """Judge the observations of one check by all ranks, with this version of torch."""
     budget = cheapest_bytes(check)
     moved = max((each.wire_bytes for each in observed), default=0.0)
     return _conclusion(check, deviations_of(check, torch), tuple(_problems(check, observed, budget)), moved, budget)
@@ -176,7 +174,6 @@ def _output_problems(check: OperatorCheck, seen: Observation) -> Iterator[Proble
 def _invalid_placements(
     check: OperatorCheck, seen: Observation, index: int, output: Output
 ) -> Iterator[tuple[str, str]]:
-    """The expected and the actual value of every invalid placement."""
     placements = output.placements
     if placements is None:
         yield "a DTensor", "a plain tensor"

@@ -48,7 +48,6 @@ class Deviation(NamedTuple):
         return affected and (not self.ops or check.op in self.ops) and self.affects(check)
 
     def explains(self, kind: str, found: str) -> bool:
-        """True if a problem of this kind is the problem of the deviation."""
         return kind in self.kinds and re.search(self.pattern, found) is not None
 
 
@@ -68,7 +67,6 @@ def _deviation(
 
 
 def deviations_of(check: OperatorCheck, torch: str) -> tuple[Deviation, ...]:
-    """The deviations that affect a check with this version of torch."""
     return tuple(deviation for deviation in KNOWN if deviation.hits(check, torch))
 
 
@@ -123,7 +121,6 @@ def reduction_of_empty_shard(check: OperatorCheck) -> bool:
 
 @_deviation("bytes", ops="max", pattern="all_gather", torch="<2.14")
 def short_dim_is_gathered_for_max(check: OperatorCheck) -> bool:
-    """As short-dim-is-gathered, for the maximum over another dim."""
     reduced = reduced_dims(check)
     return check.dim is not None and any(
         check.shape[dim] < count and dim not in reduced for dim, count in _chunks(check, check.inputs[0]).items()

@@ -79,7 +79,6 @@ def _is_local(check: OperatorCheck, placements: AxisPlacements, size: int, shape
 
 
 def _is_local_with_equal_placements(check: OperatorCheck, placement: str, size: int, shape: tuple[int, ...]) -> bool:
-    """Whether an operator whose inputs all have this placement is local."""
     dim = shard_dim(placement)
     if check.op in REDUCTIONS:
         return _is_local_reduction(check, placement, dim)
@@ -196,7 +195,6 @@ def _unstrided(placements: Placements) -> Placements:
 
 
 def _element_bytes(check: OperatorCheck) -> int:
-    """Bytes per element of the inputs."""
     return _FLOAT8_BYTES if check.op.startswith("f8.") else ITEM_BYTES[check.dtype]
 
 
@@ -292,7 +290,6 @@ def _is_innermost(here: Placements, axis: int, dim: int) -> bool:
 
 
 def _local_bytes(placements: Placements, shape: tuple[int, ...], axes: tuple[int, ...], element: int) -> int:
-    """Bytes of the largest shard."""
     local = list(shape)
     for placement, size in zip(placements, axes, strict=True):
         dim = shard_dim(placement)

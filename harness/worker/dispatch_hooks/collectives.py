@@ -19,8 +19,6 @@ Boxed = Any  # a ScriptObject around a ProcessGroup or a ReduceOp
 
 
 class Exchange(NamedTuple):
-    """One collective as one rank calls it."""
-
     kind: str
     op: str  # "sum", "max", ... of a reduction, "" otherwise
     dtype: torch.dtype
@@ -52,7 +50,6 @@ _REDUCTIONS = frozenset({"all_reduce", "reduce", "reduce_scatter"})
 
 
 def resolve_group(name: str) -> dist.ProcessGroup:
-    """The process group of this name, which is how functional collectives refer to groups."""
     c10d: Any = dist.distributed_c10d
     group: dist.ProcessGroup = c10d._resolve_process_group(name)
     return group

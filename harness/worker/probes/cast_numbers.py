@@ -30,8 +30,6 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 class Scale(NamedTuple):
-    """All that is recorded of a scale depends on."""
-
     shape: tuple[int, ...]
     dtype: torch.dtype
     data: bytes  # in the order of the indices

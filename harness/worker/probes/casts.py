@@ -67,7 +67,6 @@ class CastMeter:
         self._copied_bytes = 0
 
     def see(self, cast: Cast) -> Measurement:
-        """The measurement of a cast that just happened."""
         scale, data = read_scale(cast.scale), bytes_of(cast.bits)
         source = cast.source
         storage = StorageWeakRef(source.untyped_storage())
@@ -97,7 +96,6 @@ class CastMeter:
         return copy
 
     def settle(self) -> None:
-        """Measure what was only copied."""
         for measurement in self._copied:
             _ = measurement.numbers
         self._copied.clear()

@@ -21,8 +21,6 @@ _VIEWS = frozenset({_aten.t.default, _aten.reshape.default, _aten.view.default, 
 
 
 class _Chain(NamedTuple):
-    """The nodes of one cast: what is widened, what is multiplied."""
-
     widened: torch.fx.Node
     multiplied: torch.fx.Node
 
@@ -90,7 +88,6 @@ class GraphCastWatcher:
 
 @functools.lru_cache(maxsize=64)
 def _needed(graph: torch.fx.Graph) -> frozenset[torch.fx.Node]:
-    """The nodes of a graph whose arguments a cast is measured by."""
     chains = [_chain(node) for node in graph.nodes if _is_cast(node)]
     return frozenset(node for chain in chains if isinstance(chain, _Chain) for node in chain)
 

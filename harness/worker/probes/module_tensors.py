@@ -85,7 +85,6 @@ class ModuleTensorProbe(Probe):
             self._stop_if_too_large()
 
     def _stop_if_too_large(self) -> None:
-        """Of a Llama it is known before."""
         held_bytes = sum(len(shard.data or b"") for shard in self._shards)
         if held_bytes * self._case.world_size / self._step * self._steps > RECORDED_BYTES:
             self._steps = 0
@@ -146,7 +145,6 @@ class _Hooks:
         return (placed, *args[1:])
 
     def after(self, _: nn.Module, __: Any, output: torch.Tensor) -> None:
-        """The output as the module computed it, before it is redistributed."""
         self._keep("output", output, "grad_output")
         self.calls += not (in_backward() or evaluating())
 

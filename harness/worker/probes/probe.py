@@ -141,7 +141,6 @@ def is_owned(tensor: torch.Tensor) -> bool:
 
 
 def optimizers_of(model: nn.Module) -> list[Optimizer]:
-    """Every optimizer that has a parameter of the model in its groups."""
     mine = {id(param) for param in model.parameters()}
     return [
         each

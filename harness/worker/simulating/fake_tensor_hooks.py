@@ -106,7 +106,6 @@ class FakeTensorHooks(TorchDispatchMode):
             _tell_functional(func, args)
 
     def start(self) -> None:
-        """Count matmuls from here on."""
         self._matmuls.clear()
 
     def matmuls(self) -> tuple[SimulatedMatmul, ...]:

@@ -153,6 +153,5 @@ def _memory(target: ReferenceTarget, probe: _SimulatedMemoryProbe, peak: int) ->
 
 
 def _bytes(tensors: Iterable[torch.Tensor]) -> int:
-    """Of distinct storages."""
     plain = (each.untyped_storage() for tensor in tensors for each in plain_tensors(tensor))
     return sum({storage._cdata: storage.nbytes() for storage in plain}.values())

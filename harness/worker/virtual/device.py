@@ -55,7 +55,6 @@ def _install_transport(fabric: Fabric) -> None:
 
 
 def _kernels(fabric: Fabric) -> Mapping[str, object]:
-    """The CPU kernels of the operators that collectives end in."""
     if fabric == "gloo":
         from harness.worker.virtual import gloo
 
@@ -134,8 +133,6 @@ def _scaled_reduce_scatter(stock: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _scaled_allreduce(stock: Callable[..., Any]) -> Callable[..., Any]:
-    """Scales in place, as allreduce does."""
-
     def method(group: Any, tensors: list[torch.Tensor], options: Any = None) -> Any:
         if options is None:
             return stock(group, tensors)

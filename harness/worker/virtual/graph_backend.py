@@ -113,7 +113,6 @@ def _may_draw(node: torch.fx.Node) -> bool:
 
 
 def _draws(node: torch.fx.Node) -> bool:
-    """False for an operator whose dropout probability is zero."""
     assert isinstance(node.target, torch._ops.OpOverload)
     for position, argument in enumerate(node.target._schema.arguments):
         if argument.name == _DROPOUT_ARGUMENT:

@@ -76,8 +76,6 @@ RESNET_SGD: dict[str, Any] = {"momentum": 0.9, "weight_decay": 1e-4}
 
 
 class ReferenceTarget:
-    """The reference Llama, ready to train."""
-
     def __init__(self, case: Case, model: Llama, optimizer: torch.optim.Optimizer, meshes: Meshes) -> None:
         self.model = model
         self.optimizer = optimizer

@@ -36,7 +36,6 @@ def apply_compile(model: Llama, tp: DeviceMesh | None, case: Case) -> None:
 
 
 def forget() -> None:
-    """Drop everything that was compiled in this process."""
     torch.compiler.reset()
     workarounds.clear()
 

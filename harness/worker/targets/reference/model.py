@@ -42,7 +42,6 @@ class Attention(nn.Module):
         self.wo = nn.Linear(shape.heads * shape.head_dim, shape.dim, bias=bias)
 
     def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        """[batch, seq, dim] to [batch, seq, dim]."""
         q, k, v = (proj(x).unflatten(-1, (-1, self.head_dim)) for proj in (self.wq, self.wk, self.wv))
         q, k = apply_rope(q, cos, sin), apply_rope(k, cos, sin)
         q, k, v = (tensor.transpose(1, 2) for tensor in (q, k, v))
@@ -60,7 +59,6 @@ class FeedForward(nn.Module):
         self.w3 = nn.Linear(shape.dim, shape.ffn_dim, bias=bias)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[batch, seq, dim] to [batch, seq, dim]."""
         return self.w2(F.silu(self.w1(x)) * self.w3(x))
 
 
@@ -75,7 +73,6 @@ class TransformerBlock(nn.Module):
         self.feed_forward = FeedForward(shape, bias=bias)
 
     def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        """[batch, seq, dim] to [batch, seq, dim]."""
         x = x + self.attention(self.attention_norm(x), cos, sin)
         return x + self.feed_forward(self.ffn_norm(x))
 
