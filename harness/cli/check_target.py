@@ -60,7 +60,7 @@ def check_target_command(  # noqa: PLR0913  one parameter per option
     plan_for: Callable[..., Plan],
     root: str | None,
 ) -> int:
-    """Check whether the target MODULE works, what can be judged of it, and how to fix what does not work.
+    """Check whether a target works, and say how to fix it.
 
     MODULE is the dotted name of a module with `build(case, world)`, or the name of a built-in target. It is trained for
     a few steps on one rank, with FSDP2, TP and HSDP, in BF16 and in FP8; a run may take 60 s. A case, by its id or

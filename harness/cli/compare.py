@@ -86,7 +86,9 @@ def compare_command(  # noqa: PLR0913  one parameter an option
     root: str | None,
     **_of_the_runs: object,
 ) -> int:
-    """Say GO or NO-GO: is run B as good as run A? Lists every reason, most severe first.
+    """Decide GO or NO-GO: is run B as good as run A?
+
+    Lists every reason, most severe first.
 
     With --records: what the ranks of two runs recorded differently: scales, matmuls, collectives, memory, gradients,
     losses, causes first. With --versions the cases are run, and --select, -j and --timeout-s are as in `run`.

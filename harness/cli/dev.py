@@ -79,7 +79,7 @@ Examples:
 
 @click.group(epilog="\b\nExamples:\n  fp8-harness dev mutate --list\n  fp8-harness dev tier pr")
 def dev() -> None:
-    """Develop the harness: mutation testing, conformance, evidence from GPUs, choice of tiers."""
+    """Mutation testing, conformance, evidence, choice of tiers."""
 
 
 dev.add_command(evidence_command)

@@ -65,7 +65,10 @@ def explain(  # noqa: PLR0913  one parameter per option
     json_file: Path | None,
     root: str | None,
 ) -> None:
-    """Describe a case: the words of its id, its cost and its rules. Or list the rules for AXIS=VALUE in tier pr."""
+    """Describe cases, or list the rules for AXIS=VALUE.
+
+    Of a case: the words of its id, its cost and its rules. AXIS=VALUE is searched in tier pr, or in the one given.
+    """
     if json_file is not None and not internals:
         raise HarnessError("only the private parts are written as JSON.", where="--json", fix="give --internals too.")
     if ids:

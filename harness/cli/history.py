@@ -37,7 +37,9 @@ Exit codes: 0 there is a history, 2 usage or bad input, 3 no run of such a case 
 @root_option
 @json_option("the histories")
 def history_command(*, query: Query, most: int | None, root: str | None, json_file: Path | None) -> None:
-    """Show how a case ended and what it measured in every stored run, and what changed together with what.
+    """Show how cases ended and what they measured in stored runs.
+
+    Also what changed together with what.
 
     On a CPU numbers repeat exactly: NONDETERMINISTIC is a case whose numbers changed in one environment, FLAKY one that
     ended differently in one environment. One case is shown whole; several are summarized, by default all that ran.

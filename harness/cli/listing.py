@@ -50,7 +50,7 @@ def list_command(  # noqa: PLR0913  one parameter per option
     combinations: str | None,
     json_file: Path | None,
 ) -> None:
-    """List the cases of tiers or files: world size and id. Or account for what tiers cover."""
+    """List cases: world size and id; or what tiers cover."""
     from harness.matrix.caseid import case_id
     from harness.matrix.parts import parse_shard
     from harness.running.selection import select_cases

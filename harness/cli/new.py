@@ -50,7 +50,7 @@ _SCHEMA = Path(__file__).parents[1] / "schemas" / FILE_NAME
 def new_command(
     *, file: Path | None, config: str | None, ranks: int | None, as_id: bool, schema: bool, force: bool, **axes: Any
 ) -> None:
-    """Write a commented case file for one case, described by options with the names of the axes.
+    """Write a case file; options have the names of the axes.
 
     With --from, axes that are given replace those of the configuration.
     """

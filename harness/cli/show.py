@@ -75,8 +75,9 @@ def show_command(  # noqa: PLR0913  one parameter an option
     conformance: Path | None,
     root: str | None,
 ) -> None:
-    """Show a run, the last one by default, or one case of it; or write reports of it.
+    """Show a run or one of its cases, or write reports.
 
+    The last run by default.
     RUN is its name or folder. CASE is an id, or a part of one that no other case of the run has: what is wrong with it,
     its curves and numbers, what judged it, and how to run it again.
     """

@@ -295,7 +295,7 @@ def test_diff_shows_what_two_saved_traces_have_in_common_and_what_not(project: C
     )
     assert (equal.returncode, other.returncode) == (0, 1)
     assert "case: equal" in equal.stdout and "equal: steps (2 rows)" in equal.stdout
-    assert "steps: 1 of 2 rows differ" in other.stdout and "loss         8 -> 8.5" in other.stdout
+    assert "steps: 1 of 2 rows differ" in other.stdout and "loss  8 -> 8.5" in other.stdout
     files = project.call("compare", "good/case.npz", "bad/case.npz", "--records")
     assert (files.returncode, files.stdout) == (1, other.stdout)
 

@@ -200,7 +200,7 @@ def broken_version(project: Command) -> str:
         wheel(wheels, version, package="torchtitan")
     words = ("--env", "9.0=9.0", "--env", "9.1=9.1", "--find-links", "wheels")
     done = project.call("compare", "--versions", "torchtitan=9.0,9.1", "mine", *words)
-    lines = done.stdout.partition("what moved, by cause (torchtitan 9.0 -> 9.1):\n")[2].splitlines()
+    lines = done.stdout.partition("what moved, by cause (torchtitan 9.0 -> 9.1)")[2].splitlines()
     return f"`{next(line for line in lines if line.startswith('    $ ')).removeprefix('    $ ')}`"
 
 

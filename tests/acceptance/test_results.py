@@ -63,7 +63,7 @@ def test_a_run_that_was_ended_is_finished(project: Command, sign: signal.Signals
     after = stored_lines(project)
     assert after[:2] == before and len(set(after)) == len(after) == 5
     document = read_run(out)
-    ids = [case["id"] for case in json.loads(project.call("list", "waiting", "--json").stdout)]
+    ids = [case["id"] for case in json.loads(project.call("list", "waiting", "--json", "-").stdout)]
     assert [case["id"] for case in document["cases"]] == ids
     assert (document["totals"]["passed"], document["interrupted"], document["name"]) == (5, False, "v1")
     assert all(case["command"].endswith("--timeout-s 77") for case in document["cases"])

@@ -34,7 +34,7 @@ STEPS = 3
 CASE = parse_case_id(f"target.my_pkg.my_target-fsdp2-tensorwise-v2048-s{STEPS}-f32")
 RUN = make_signed_run(steps=STEPS)
 RECORDED = make_signature(RUN, case_id=case_id(CASE), command="", reason="r", commit="")
-COMMAND = "fp8-harness signature update"
+COMMAND = "fp8-harness baseline update --signatures"
 HINT = f"if it is intended, `{COMMAND}` records it"
 SENT = "all_gather in uint8 along dp_shard"
 SAVED = "float32 bytes saved for backward"
