@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
+import msgspec
 
 from harness.cli import options
-from harness.cli.bug_bisect import bisect_command
-from harness.cli.bug_check import check_command
 from harness.cli.bug_export import export_command
 from harness.cli.bug_import import import_command
 from harness.cli.output import print_sections
 from harness.errors import HarnessError
 from harness.running.plan import Plan
+
+if TYPE_CHECKING:
+    from harness.running.versions import Versions
 
 _EPILOG = """\b
 Examples:
@@ -55,6 +57,34 @@ in the state folder.
 Exit codes: 0 the smallest case was found, 1 the budget ended it, 2 usage
 error, or a case that does not fail, 130 interrupted.
 """
+_BISECT_EPILOG = """\b
+Examples:
+  fp8-harness bug bisect ao-1938 --package torchao --good 0.6.1 --bad 0.18.0
+  fp8-harness bug bisect tp2-rowwise-v2048-s2-f64 --package torchao --good 0.14.1 --bad 0.18.0
+  fp8-harness bug bisect ao-2677 --package torchao --bad 0.10.0 --good 0.18.0
+  fp8-harness bug bisect my.toml --package torchao --good 0.14.1 --bad 0.18.0 --find-links wheels/
+  fp8-harness bug bisect CASE --package torch --good 2.13.0 --bad 2.15.0 --env 2.15.0=.venv-new
+
+\b
+Every version is installed once, into an environment in the state folder
+that sees all other packages of this one, unless --env has it or it runs
+now; torch comes with its libraries, 5 GB with CUDA. Results are kept. Over
+commits: git bisect run fp8-harness bug repro CASE --exit-code
+
+\b
+Exit codes: 0 the version was found, 2 usage error, or the good
+version is not good or the bad one not bad, 130 interrupted.
+"""
+_CHECK_EPILOG = """\b
+Examples:
+  fp8-harness bug check                    every bug file that is live or fixed
+  fp8-harness bug check ao-1086 ao-933     two of them
+  fp8-harness bug check -j 4 --json corpus.json
+
+\b
+Exit codes: 0 all as their files say, 1 a mismatch, 2 usage error or bad input, 3 no bug to check, 4 only infrastructure
+failed, 130 interrupted.
+"""
 _INJECT = "FILE.py:FUNCTION, or fault:NAME: what makes the case fail. Repeatable."
 
 
@@ -64,8 +94,6 @@ def bug() -> None:
 
 
 bug.add_command(import_command)
-bug.add_command(bisect_command)
-bug.add_command(check_command)
 bug.add_command(export_command)
 
 
@@ -181,8 +209,6 @@ def shrink_command(  # noqa: PLR0913  one parameter per option
 
     CASE is the id of a case, a file with one case, or the name of a bug file.
     """
-    import msgspec
-
     from harness.bugs.shrink import open_journal, shrink
     from harness.bugs.trials import injections_for, named_case, open_trials
     from harness.cli.new import write_new_case
@@ -208,3 +234,85 @@ def shrink_command(  # noqa: PLR0913  one parameter per option
     if output is not None:
         write_new_case(output, found.case, force=force)
     return 0 if found.complete else 1
+
+
+@bug.command("bisect", epilog=_BISECT_EPILOG)
+@click.argument("case", metavar="CASE")
+@click.option("--package", required=True, help="The package to bisect, such as torchao.")
+@click.option("--good", metavar="VERSION", required=True, help="A version with which CASE does not fail.")
+@click.option("--bad", metavar="VERSION", required=True, help="A version with which it fails.")
+@options.versions_parameter
+@click.option("--inject", metavar="FILE.py:FUNCTION", multiple=True, help="Call this in every rank. Repeatable.")
+@options.json_option("what was tried")
+@options.quiet_option
+@options.root_option
+def bisect_command(  # noqa: PLR0913  one parameter per option
+    *,
+    case: str,
+    package: str,
+    good: str,
+    bad: str,
+    versions_for: Callable[..., Versions],
+    inject: tuple[str, ...],
+    json_file: Path | None,
+    quiet: bool,
+    root: str | None,
+) -> None:
+    """Find the released version of a package with which CASE starts or stops to fail.
+
+    Where --good is older than --bad, the first version that fails; otherwise the first one without the failure.
+
+    CASE is the id of a case, a file with one case, or the name of a bug file.
+    """
+    from harness.bugs.bisect import VersionTrial, bisect, open_answers, versions_between
+    from harness.bugs.trials import named_case
+    from harness.project import find_project
+    from harness.report.bugs import bisected_sections
+    from harness.running.progress import open_progress
+
+    project = find_project(root)
+    named = named_case(project, case)
+    words = (*(("--root", root) if root is not None else ()), *(word for each in inject for word in ("--inject", each)))
+    with open_progress(quiet=quiet) as progress:
+        environments = versions_for(project, package, progress.note)
+        versions = versions_between(package, good, bad, environments.source, given=environments.given)
+        trial = VersionTrial(project, case, named.case, environments, words=words)
+        answers = open_answers(project, trial.depends_on)
+        found = bisect(versions, _spelled(bad, versions), trial.run, answers, package=package, note=progress.note)
+    print_sections(bisected_sections(found), err=str(json_file) == "-")
+    options.write_json(json_file, found)
+
+
+def _spelled(version: str, versions: Sequence[str]) -> str:
+    """The version as the index spells it."""
+    from packaging.version import Version
+
+    return next(each for each in versions if Version(each) == Version(version))
+
+
+@bug.command("check", epilog=_CHECK_EPILOG)
+@click.argument("names", metavar="[ID]...", nargs=-1)
+@options.json_option("the proofs")
+@options.quiet_option
+@options.plan_parameter
+@options.root_option
+def check_command(
+    *, names: tuple[str, ...], json_file: Path | None, quiet: bool, plan_for: Callable[..., Plan], root: str | None
+) -> int:
+    """Verify bug files: live bugs fail as recorded; fixed ones pass, and fail with their planted faults.
+
+    ID is the name of a bug file. Only findings of checks in its `detected_by` count.
+    """
+    from harness.bugs.corpus import check_corpus, provable_bugs
+    from harness.project import find_project
+    from harness.report.bugs import corpus_sections
+    from harness.running.progress import open_progress
+
+    project = find_project(root)
+    bugs = provable_bugs(project, names)
+    plan = msgspec.structs.replace(plan_for(), root_option=root)
+    with open_progress(quiet=quiet) as progress:
+        corpus = check_corpus(project, bugs, plan, progress)
+    print_sections(corpus_sections(corpus), err=str(json_file) == "-")
+    options.write_json(json_file, corpus)
+    return corpus.exit_code
