@@ -310,3 +310,10 @@ def test_github_is_told_what_failed_and_obeys_no_rank(project: Inside) -> None:
     assert "::" not in inside.run("run", "smoke", *CPU, "--no-github").stdout
     out = inside.run("run", "bad", *CPU, "--json", "-")
     assert tree(out.stdout)["exit_code"] == 1 and "::error" in out.stderr
+
+
+def test_durations_are_those_of_the_slowest_cases(project: Inside) -> None:
+    done = project.run("run", "smoke", *CPU, "--durations", "1")
+    assert done.returncode == 0, done.stderr
+    (line,) = done.stdout.partition("\nslowest 1 case\n")[2].splitlines()
+    assert " s  " in line
