@@ -16,9 +16,9 @@ from typing import Any
 from msgspec.structs import replace
 
 from harness.checks.catalogue import CHECKS, probes_of
+from harness.checks.check import Witnesses
 from harness.checks.rule import Rule
 from harness.checks.traffic import expected_traffic
-from harness.checks.witnesses import Witnesses
 from harness.environment import Environment
 from harness.evidence.golden import Golden, Provenance
 from harness.evidence.tolerance import Tolerance

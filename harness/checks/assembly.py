@@ -1,4 +1,4 @@
-"""Assembly: the sketches of all ranks summed into one sketch per logical tensor. Pure Python: there are few numbers."""
+"""Assembly: the sketches of all ranks summed into one per logical tensor, and how far apart two numbers are."""
 
 from __future__ import annotations
 
@@ -114,3 +114,21 @@ def unequal_replicas(traces: Iterable[RankTrace]) -> list[tuple[SketchKey, tuple
         for (key, offset, _), digests in sorted(holders.items())
         if len(set(digests.values())) > 1
     ]
+
+
+def size_of_error(name: str, found: float, expected: float) -> float:
+    """How far off a reported number is: nats for a loss, relative for a gradient norm (NaN if it must be 0)."""
+    difference = abs(found - expected)
+    if name == "loss":
+        return difference
+    return difference / abs(expected) if expected else math.nan
+
+
+def same_number(found: float, expected: float) -> bool:
+    """True for equal numbers, and for NaN on both sides."""
+    return found == expected or (math.isnan(found) and math.isnan(expected))
+
+
+def same_numbers(found: Sequence[float], expected: Sequence[float]) -> bool:
+    """True for as many numbers, each the same."""
+    return len(found) == len(expected) and all(map(same_number, found, expected))

@@ -1,87 +1,135 @@
-"""All checks, in the order in which they are judged and in which findings that are equally near to a cause are told."""
+"""All checks in the order in which they are judged, all rules, and the order in which findings are told.
+
+One fault breaks many things. The rule that a finding is about has a stage, which says how near it is to the cause: a
+wrong scale makes gradients wrong, and no gradient makes a scale wrong in the same step. But nothing causes what was
+seen in an earlier step: gradients that are wrong in step 1 make scales wrong in step 2. So causes come first if they
+are not later than the first wrong number, by stage and then by step; everything else by step and then by stage.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterable, Mapping, Sequence
 
 from harness.checks import (
     alignment,
-    clipping,
     divergence,
-    evaluation,
     failures,
-    finite,
     fp8_on,
     graph_scales,
     graphs,
-    leaks,
     live_memory,
     local_parity,
     loss_vs_golden,
-    matmuls,
     memory,
     metamorphic,
     model,
     parity,
     recompute,
+    reported,
     resume,
     scales,
-    signature,
     stated,
     tokens,
     traffic,
     underflow,
 )
 from harness.checks.check import Check
-from harness.checks.rule import Rule, Stage, by_name
+from harness.checks.rule import Rule, Rules, Stage, by_name
 from harness.expect.expectations import Expectations
+from harness.verdict import Finding, Verdict
 
-CHECKS: tuple[Check, ...] = tuple(
-    module.CHECK
-    for module in (
-        finite,
-        loss_vs_golden,
-        parity,
-        tokens,
-        model,
-        resume,
-        clipping,
-        evaluation,
-        fp8_on,
-        alignment,
-        graphs,
-        matmuls,
-        recompute,
-        scales,
-        graph_scales,
-        underflow,
-        traffic,
-        stated,
-        memory,
-        live_memory,
-        leaks,
-        signature,
-        local_parity,
-        metamorphic,
-    )
+# In this order findings that are equally near to a cause are told.
+CHECKS: tuple[Check, ...] = (
+    reported.check_finite,
+    loss_vs_golden.check_loss_vs_golden,
+    parity.check_parity,
+    tokens.check_tokens,
+    model.check_model,
+    resume.check_resume,
+    reported.check_clipping,
+    reported.check_evaluation,
+    fp8_on.check_fp8_on,
+    alignment.check_alignment,
+    graphs.check_graphs,
+    fp8_on.check_matmuls,
+    recompute.check_recompute,
+    scales.check_scales,
+    graph_scales.check_graph_scales,
+    underflow.check_underflow,
+    traffic.check_traffic,
+    stated.check_stated,
+    memory.check_memory,
+    live_memory.check_live_memory,
+    live_memory.check_leaks,
+    stated.check_signature,
+    local_parity.check_local_parity,
+    metamorphic.check_metamorphic,
 )
-# The rules of every check, and of what is found beside them. Those of the judge are about the whole run.
-RULES: Mapping[str, Rule] = by_name(*(check.rules for check in CHECKS), (divergence.OPERAND,), failures.RULES)
-MEASURED = ("flops",)  # what no check reads: it is measured and kept (`measuring.py`)
 _PLACES = {check.name: place for place, check in enumerate(CHECKS)}
 
+_judge = Rules("judge", Stage.RUN)
+NO_CHECK = _judge("no-check", "no check was executed", judged=False)
+BROKEN = _judge("broken", "the harness failed while judging: {error}")
+KNOWN = _judge("known", "known fault {fault}: {reason} ({link})")
+GONE = _judge("gone", "passed although the fault {fault} ({link}) is recorded for it: close the record")
+UNEXPLAINED = _judge(
+    "unexplained", "{first} not explained by the record of {faults}: another fault, or a larger effect"
+)
+MISSING = _judge("missing", "the recorded fault {fault} does not show as recorded: a finding is missing")
+OUTDATED = _judge("outdated", "the record of {fault} was to be reviewed by {day}: it explains nothing any more")
+OTHER_END = _judge("other-end", "the case ended otherwise than recorded")
 
-def stage_of(rule: str) -> Stage:
-    """How near to the cause findings by a rule are; those of the judge are about the whole run."""
-    return RULES[rule].stage if rule in RULES else Stage.RUN
-
-
-def place_of(check: str) -> int:
-    """The place of a check in their order; before all others for the engine and the judge."""
-    return _PLACES.get(check, -1)
+RULES: Mapping[str, Rule] = by_name(
+    [
+        *(rule for check in CHECKS for rule in check.rules),
+        divergence.OPERAND,
+        *failures.RULES.declared,
+        *_judge.declared,
+    ]
+)
+MEASURED = ("flops",)  # what no check reads: it is measured and kept (`measuring.py`)
 
 
 def probes_of(expect: Expectations, device: str) -> tuple[str, ...]:
     """What ranks must be asked to record of a case on a device: fields of `RankTrace`, in the order of the checks."""
     asked = (record for check in CHECKS if not check.not_judged(expect, device) for record in check.asks(expect))
     return tuple(dict.fromkeys((*(each for each in asked if each not in expect.not_recorded), *MEASURED)))
+
+
+def by_cause(findings: Iterable[Finding]) -> tuple[Finding, ...]:
+    """The findings in the order of causes. Those that could not be judged say nothing about a cause and come last."""
+    found = tuple(findings)
+    wrong_from = _first_wrong_number(found)
+
+    def key(finding: Finding) -> tuple[int, ...]:
+        stage, step = _stage_of(finding).place, finding.step or 1
+        rank = _PLACES.get(finding.check, -1), finding.verdict is not Verdict.INVARIANT
+        if not finding.judged:
+            return (2,)
+        return (0, stage, step, *rank) if _may_be_cause(finding, wrong_from) else (1, step, stage, *rank)
+
+    return tuple(sorted(found, key=key))
+
+
+def first_effect(findings: Sequence[Finding]) -> int | None:
+    """The index of the first finding that may follow from those before it; None where there is no such division."""
+    wrong_from = _first_wrong_number(findings)
+    causes = [_may_be_cause(finding, wrong_from) for finding in findings]
+    return causes.index(False) if causes[:1] == [True] and not all(causes) else None
+
+
+def _stage_of(finding: Finding) -> Stage:
+    """Of a rule of another room, or of an older version: that of what is about the whole run."""
+    return RULES[finding.rule].stage if finding.rule in RULES else Stage.RUN
+
+
+def _may_be_cause(finding: Finding, wrong_from: float) -> bool:
+    return finding.judged and _stage_of(finding).is_cause and (finding.step or 1) <= wrong_from
+
+
+def _first_wrong_number(findings: Iterable[Finding]) -> float:
+    """The first step in which a number is wrong; infinite where none is. What is kept in memory is no number."""
+    stages = ((_stage_of(each), each) for each in findings if each.judged)
+    numbers = (each for stage, each in stages if not stage.is_cause and stage is not Stage.MEMORY)
+    return min((each.step for each in numbers if each.step is not None), default=math.inf)

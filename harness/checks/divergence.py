@@ -19,13 +19,12 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import TypeVar
 
-from harness.checks.assembly import largest
-from harness.checks.mismatch import Mismatch, same_number
+from harness.checks.assembly import largest, same_number
+from harness.checks.findings import Mismatch, traces_by_rank
 from harness.checks.occurrences import GEMM_OPERANDS, CastKey, MatmulKey, casts_by_key, matmuls_by_key, on_ranks
-from harness.checks.ranks import traces_by_rank
 from harness.checks.rule import Rules, Stage
 from harness.checks.scale_rules import format_scale
-from harness.expect.scale_groups import scaled_dim
+from harness.expect.casts import scaled_dim
 from harness.matrix.case import Case
 from harness.matrix.layout import coordinates, peers
 from harness.matrix.numerics import VIRTUAL_DEVICE, Numerics, sums_in_order
@@ -34,16 +33,12 @@ from harness.trace import RankTrace, Run
 from harness.trace.operands import CastRecord, MatmulRecord, ScaleSummary
 from harness.verdict import Finding
 
-NAME = "divergence"
-
-_rule = Rules("divergence")
+_rule = Rules("divergence", Stage.OPERAND, located=True)
 OPERAND = _rule(
     "operand",
-    Stage.OPERAND,
     "first operand that diverges from the single-rank reference: {what} of {module} at step {step} on rank {rank}",
     numeric=True,
     key=("number",),
-    located=True,
 )
 
 # Relative distance of a scale or an amax. Measured over TP, FSDP2 x TP and HSDP x TP: weights 8e-5, and one rounding to

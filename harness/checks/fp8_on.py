@@ -1,97 +1,89 @@
-"""Is FP8 on, exactly where the case asks for it? Converted linears, filters, executed matmuls, the virtual device."""
+"""Is FP8 on, exactly where the case asks for it? Converted linears, executed matmuls, the virtual device."""
 
 from __future__ import annotations
 
-from harness.checks.check import Check
-from harness.checks.ranks import group_ranks
+from collections.abc import Iterator
+from functools import partial
+
+from harness.checks.check import Check, Witnesses
+from harness.checks.findings import group_ranks, merge_ranks
 from harness.checks.rule import Rules, Stage
-from harness.checks.witnesses import Witnesses
+from harness.expect.expectations import MATMULS, Expectations
 from harness.matrix.case import Case
 from harness.plural import counted
 from harness.request import default_arithmetic
-from harness.trace import Run
+from harness.trace import RankTrace, Run
+from harness.trace.counts import MATMULS as STATED
 from harness.verdict import Finding
-
-NAME = "fp8_on"
 
 _TRANSPORTS = {"collectives", "gloo"}  # of the collectives on a CPU: the shared fabric, or torch's gloo
 
+_rule = Rules("fp8_on", Stage.MODEL, located=True)
+NO_RANK = _rule("no-rank", "no rank left a trace")
+CONVERTS_NOTHING = _rule("converts-nothing", "the case asks for FP8 but converts no linear")
+NOT_CONVERTED = _rule("not-converted", "{module} was not converted to FP8 on {ranks}")
+CONVERTED = _rule("converted", "{module} was converted to FP8 on {ranks}")
+TWICE = _rule("twice", "{module} is recorded twice on {ranks}")
+FILTERS = _rule("filters", "filter_fqns {entries} match no linear on {ranks}")
+NOT_SCALED = _rule("not-scaled", "{ranks} ran without scaled matmuls")
+SCALED = _rule("scaled", "{ranks} ran scaled matmuls although the case asks for none")
+NO_STEP = _rule("no-step", "no step was recorded on {ranks}")
+LACKS_PARTS = _rule("lacks-parts", "the virtual FP8 device lacks {parts} on {ranks}", key=("parts",))
+FOREIGN_PARTS = _rule("foreign-parts", "parts of the virtual FP8 device are installed on {device} on {ranks}")
 
-_rule = Rules("fp8_on")
-NO_RANK = _rule("no-rank", Stage.MODEL, "no rank left a trace", located=True)
-CONVERTS_NOTHING = _rule("converts-nothing", Stage.MODEL, "the case asks for FP8 but converts no linear", located=True)
-NOT_CONVERTED = _rule("not-converted", Stage.MODEL, "{module} was not converted to FP8 on {ranks}", located=True)
-CONVERTED = _rule("converted", Stage.MODEL, "{module} was converted to FP8 on {ranks}", located=True)
-TWICE = _rule("twice", Stage.MODEL, "{module} is recorded twice on {ranks}", located=True)
-FILTERS = _rule("filters", Stage.MODEL, "filter_fqns {entries} match no linear on {ranks}", located=True)
-NOT_SCALED = _rule("not-scaled", Stage.MODEL, "{ranks} ran without scaled matmuls", located=True)
-SCALED = _rule("scaled", Stage.MODEL, "{ranks} ran scaled matmuls although the case asks for none", located=True)
-NO_STEP = _rule("no-step", Stage.MODEL, "no step was recorded on {ranks}", located=True)
-LACKS_PARTS = _rule(
-    "lacks-parts", Stage.MODEL, "the virtual FP8 device lacks {parts} on {ranks}", key=("parts",), located=True
+
+@partial(
+    Check,
+    declares=_rule,
+    blind="A linear that is converted and called, and computes in high precision inside of its own code.",
+    needs_linears=True,
 )
-FOREIGN_PARTS = _rule(
-    "foreign-parts", Stage.MODEL, "parts of the virtual FP8 device are installed on {device} on {ranks}", located=True
-)
-
-
-def check_fp8_on(case: Case, run: Run, witnesses: Witnesses) -> list[Finding]:
-    """Findings when the wrong linears are converted on any rank, or when FP8 is not used at all."""
+def check_fp8_on(case: Case, run: Run, witnesses: Witnesses) -> Iterator[Finding]:
+    """Is FP8 on, exactly where the case asks for it?"""
     fqns = witnesses.expect.converted_fqns
     if not run.traces:
-        return [NO_RANK.finding(expected=counted(case.world_size, "rank"), found="0")]
-    if case.float8.enabled and not fqns:
-        return [CONVERTS_NOTHING.finding(expected="at least 1 linear", found="none")]
-    return [
-        *_converted(run, fqns),
-        *_filters(run),
-        *_executed(case, run),
-        *_virtual_device(case, run),
-    ]
+        yield NO_RANK.finding(expected=counted(case.world_size, "rank"), found="0")
+    elif case.float8.enabled and not fqns:
+        yield CONVERTS_NOTHING.finding(expected="at least 1 linear", found="none")
+    else:
+        yield from _converted(run, set(fqns))
+        yield from _filters(run)
+        yield from _executed(case, run)
+        yield from _virtual_device(case, run)
 
 
-def _converted(run: Run, expected: tuple[str, ...]) -> list[Finding]:
+def _converted(run: Run, expected: set[str]) -> Iterator[Finding]:
     """Exactly the expected linears, each once. One finding for every linear that is not as expected."""
-    findings = []
     for found, ranks in group_ranks(run, lambda trace: tuple(sorted(trace.converted_fqns))).items():
-        wrong = [
-            *((fqn, NOT_CONVERTED, "converted") for fqn in sorted(set(expected) - set(found))),
-            *((fqn, CONVERTED, "not converted") for fqn in sorted(set(found) - set(expected))),
-            *((fqn, TWICE, "once") for fqn in sorted({fqn for fqn in found if found.count(fqn) > 1})),
-        ]
-        findings += [rule.finding(ranks=ranks, module=fqn, expected=wanted) for fqn, rule, wanted in wrong]
-    return findings
+        for rule, fqns, wanted in (
+            (NOT_CONVERTED, expected - set(found), "converted"),
+            (CONVERTED, set(found) - expected, "not converted"),
+            (TWICE, {fqn for fqn in found if found.count(fqn) > 1}, "once"),
+        ):
+            yield from (rule.finding(ranks=ranks, module=fqn, expected=wanted) for fqn in sorted(fqns))
 
 
-def _filters(run: Run) -> list[Finding]:
-    return [
-        FILTERS.finding(
-            ranks=ranks,
-            entries=", ".join(entries),
-            expected="every entry of filter_fqns matches at least one linear",
-        )
-        for entries, ranks in group_ranks(run, lambda trace: trace.unmatched_filters).items()
-        if entries
-    ]
+def _filters(run: Run) -> Iterator[Finding]:
+    expected = "every entry of filter_fqns matches at least one linear"
+    for entries, ranks in group_ranks(run, lambda trace: trace.unmatched_filters).items():
+        if entries:
+            yield FILTERS.finding(ranks=ranks, entries=", ".join(entries), expected=expected)
 
 
-def _executed(case: Case, run: Run) -> list[Finding]:
+def _executed(case: Case, run: Run) -> Iterator[Finding]:
     """Scaled matmuls in every step of every rank, or none at all; their exact number is the check `matmuls`."""
     enabled = case.float8.enabled
     wrong = [trace.rank for trace in run.traces if any((step.scaled_mm_calls > 0) != enabled for step in trace.steps)]
     idle = [trace.rank for trace in run.traces if not trace.steps]
-    findings = []
     if wrong:
         rule, expected = (NOT_SCALED, "at least 1") if enabled else (SCALED, "0")
-        findings.append(rule.finding(ranks=wrong, expected=expected))
+        yield rule.finding(ranks=wrong, expected=expected)
     if idle:
-        findings.append(NO_STEP.finding(ranks=idle, expected="at least 1 step"))
-    return findings
+        yield NO_STEP.finding(ranks=idle, expected="at least 1 step")
 
 
-def _virtual_device(case: Case, run: Run) -> list[Finding]:
+def _virtual_device(case: Case, run: Run) -> Iterator[Finding]:
     """The parts of the virtual device that the case needs must be installed, and none that its arithmetic rules out."""
-    findings = []
     keys = group_ranks(run, lambda trace: (trace.device, trace.arithmetic, tuple(sorted(trace.virtual))))
     for (device, asked, parts), ranks in keys.items():
         exact = (asked or default_arithmetic(device)) == "exact"
@@ -99,11 +91,10 @@ def _virtual_device(case: Case, run: Run) -> list[Finding]:
         needed = _needed(case, device, set(parts), exact=exact)
         if missing := ", ".join(sorted(needed - set(parts))):
             expected = ", ".join(sorted(needed))
-            findings.append(LACKS_PARTS.finding(ranks=ranks, parts=missing, expected=expected, found=found))
+            yield LACKS_PARTS.finding(ranks=ranks, parts=missing, expected=expected, found=found)
         if _excluded(device, exact=exact, parts=set(parts)):
             expected = "the exact scaled_mm alone" if exact else "nothing" if device != "cpu" else "no scaled_mm"
-            findings.append(FOREIGN_PARTS.finding(ranks=ranks, device=device, expected=expected, found=found))
-    return findings
+            yield FOREIGN_PARTS.finding(ranks=ranks, device=device, expected=expected, found=found)
 
 
 def _needed(case: Case, device: str, parts: set[str], *, exact: bool) -> set[str]:
@@ -118,11 +109,44 @@ def _excluded(device: str, *, exact: bool, parts: set[str]) -> set[str]:
     return matmul if device == "cpu" else matmul | parts - {"scaled_mm"}
 
 
-CHECK = Check(
-    name=NAME,
-    question="Is FP8 on, exactly where the case asks for it?",
-    blind="A linear that is converted and called, and computes in high precision inside of its own code.",
-    function=check_fp8_on,
-    rules=_rule.declared,
+# The number of scaled matmuls
+
+_matmuls = Rules("matmuls", Stage.EXECUTION)
+NUMBER = _matmuls(
+    "number", "wrong number of scaled matmuls at step {step}: {calls} instead of {wanted}", formula=MATMULS
+)
+
+
+def _not_counted(expect: Expectations, device: str) -> str:
+    if expect.has_formulas or expect.case.compile == "none":
+        return ""
+    return f"calls of linears are not counted in compiled runs; {expect.judged_instead(STATED)}"
+
+
+@partial(
+    Check,
+    declares=_matmuls,
+    blind="One matmul too many that makes up for one too few; `scales` and `fp8_on` know their linears.",
+    not_judged=_not_counted,
+    formula=MATMULS,
     needs_linears=True,
 )
+def check_matmuls(case: Case, run: Run, witnesses: Witnesses) -> list[Finding]:
+    """Does every rank execute the expected number of scaled matmuls?"""
+    fewest, most = witnesses.expect.scaled_mm_calls
+    wanted = f"{most}" if fewest == most else f"{fewest} to {most}"
+
+    def first_mismatch(trace: RankTrace) -> list[Finding]:
+        wrong = [step for step in trace.steps if not fewest <= step.scaled_mm_calls <= most]
+        return [
+            NUMBER.finding(
+                step=step.step,
+                expected=f"{wanted} calls a step",
+                found=f"{step.scaled_mm_calls} calls",
+                calls=step.scaled_mm_calls,
+                wanted=wanted,
+            )
+            for step in wrong[:1]
+        ]
+
+    return merge_ranks(run, first_mismatch)

@@ -11,15 +11,21 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 
-from harness.checks.amax_sources import Source, implied_source, of_steps
 from harness.checks.assembly import largest
-from harness.checks.check import Check
-from harness.checks.mismatch import Mismatch, findings_by_rule
+from harness.checks.check import Check, Witnesses
+from harness.checks.findings import Mismatch, findings_by_rule, traces_by_rank
 from harness.checks.occurrences import on_ranks
-from harness.checks.ranks import traces_by_rank
 from harness.checks.rule import Rule, Rules, Stage
-from harness.checks.scale_rules import Broken, cast_rules, power_of_two_rule, tensorwise_rule, value_rules
-from harness.checks.witnesses import Witnesses
+from harness.checks.scale_rules import (
+    Broken,
+    Source,
+    cast_rules,
+    implied_source,
+    of_steps,
+    power_of_two_rule,
+    tensorwise_rule,
+    value_rules,
+)
 from harness.expect.casts import CompiledCasts
 from harness.expect.expectations import CASTS, Expectations
 from harness.matrix.case import Case
@@ -30,25 +36,41 @@ from harness.trace import Run
 from harness.trace.graphs import GraphCast, UnknownCast
 from harness.verdict import Finding
 
-NAME = "graph_scales"
-
-
-_rule = Rules("graph_scales")
-NO_RECORD = _rule.no_record()
+_rule = Rules("graph_scales", Stage.SCALES, located=True)
 RULES = cast_rules(_rule)
-NO_CAST = _rule("no-cast", Stage.SCALES, "no cast to float8 was executed in some step on {where}", located=True)
-UNASKED = _rule(
-    "unasked", Stage.SCALES, "blocks cast to float8 although no linear is converted, on {ranks}", located=True
-)
-UNKNOWN = _rule("unknown-cast", Stage.SCALES, "a conversion to float8 is not torchao's cast", located=True)
-OTHER_CASTS = _rule("other-casts", Stage.SCALES, "TP ranks execute different casts", located=True)
-DIFFERENT = _rule("different-per-rank", Stage.SCALES, "TP ranks use different scales for the same tensor", located=True)
+NO_CAST = _rule("no-cast", "no cast to float8 was executed in some step on {where}")
+UNASKED = _rule("unasked", "blocks cast to float8 although no linear is converted, on {ranks}")
+UNKNOWN = _rule("unknown-cast", "a conversion to float8 is not torchao's cast")
+OTHER_CASTS = _rule("other-casts", "TP ranks execute different casts")
+DIFFERENT = _rule("different-per-rank", "TP ranks use different scales for the same tensor")
 
 Casts = dict[int, dict[tuple[int, int], GraphCast]]  # of every rank, by step and order in it
 
 
+def _not_judged(expect: Expectations, device: str) -> str:
+    if expect.case.compile != "inductor":
+        return ""
+    return "generated code casts inside of its kernels, where no probe sees it"
+
+
+def _partly(expect: Expectations, device: str) -> str:
+    if expect.has_formulas or expect.case.compile != "graph":
+        return ""
+    return "the number of casts: it is not known which linears are compiled"
+
+
+@partial(
+    Check,
+    declares=_rule,
+    blind="Which linear a cast is of, and casts in the code that inductor generates.",
+    not_judged=_not_judged,
+    partly=_partly,
+    records=("graphs",),
+    formula=CASTS,
+    needs_linears=True,
+)
 def check_graph_scales(case: Case, run: Run, witnesses: Witnesses) -> list[Finding]:
-    """One finding for every rule that is broken: the first place, how many mismatches, and on which ranks."""
+    """Is every tensor in a compiled graph cast to float8 with the correct scale?"""
     unknown = [(trace.rank, cast) for trace in run.traces if trace.graphs for cast in trace.graphs.unknown_casts]
     casts: Casts = {
         trace.rank: {(cast.step, cast.order): cast for cast in (trace.graphs.casts or ()) if cast.step}
@@ -214,31 +236,3 @@ def _power_of_two(rank: int, cast: GraphCast, lowest: float, highest: float) -> 
 def _mismatch(rank: int, cast: GraphCast, rule: Rule, expected: str, found: str) -> Mismatch:
     operand = f"cast {cast.order} in {cast.phase}, {list(cast.shape)}"
     return Mismatch(cast.step, cast.order, rank, cast.fqn, rule, expected, found, operand)
-
-
-def _not_judged(expect: Expectations, device: str) -> str:
-    del device
-    if expect.case.compile != "inductor":
-        return ""
-    return "generated code casts inside of its kernels, where no probe sees it"
-
-
-def _partly(expect: Expectations, device: str) -> str:
-    del device
-    if expect.has_formulas or expect.case.compile != "graph":
-        return ""
-    return "the number of casts: it is not known which linears are compiled"
-
-
-CHECK = Check(
-    name=NAME,
-    question="Is every tensor in a compiled graph cast to float8 with the correct scale?",
-    blind="Which linear a cast is of, and casts in the code that inductor generates.",
-    function=check_graph_scales,
-    rules=_rule.declared,
-    not_judged=_not_judged,
-    partly=_partly,
-    record="graphs",
-    formula=CASTS,
-    needs_linears=True,
-)

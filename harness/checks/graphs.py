@@ -8,34 +8,27 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from functools import partial
 from typing import NamedTuple
 
-from harness.checks.check import Check
-from harness.checks.ranks import merge_ranks
+from harness.checks.check import Check, Witnesses
+from harness.checks.findings import merge_ranks
 from harness.checks.rule import Rules, Stage
-from harness.checks.witnesses import Witnesses
 from harness.expect.expectations import FUSION, Expectations
 from harness.matrix.case import Case
 from harness.trace import RankTrace, Run
 from harness.trace.graphs import Collective, FusedCall, FusedNode, GraphTrace, Phase
 from harness.verdict import Finding
 
-NAME = "graphs"
-
-
-_rule = Rules("graphs")
-NO_RECORD = _rule.no_record()
-NO_GRAPH = _rule("none", Stage.MODEL, "the case asks for compiled blocks, but no graph was compiled")
-UNPAIRED = _rule("unpaired", Stage.EXECUTION, "forward and backward graphs do not pair up")
-WRONG_RANKS = _rule("ranks", Stage.EXECUTION, "{operator} communicates over the wrong ranks", key=("operator",))
-SCALE_SHAPE = _rule(
-    "scale-shape", Stage.EXECUTION, "{operator} gets a scale whose shape does not match its operand", key=("operator",)
-)
-NOTHING_FUSED = _rule("nothing-fused", Stage.MODEL, "async TP is on, but nothing was fused")
-NUMBER = _rule("number", Stage.EXECUTION, "wrong number of {kind}", key=("kind",), formula=FUSION)
+_rule = Rules("graphs", Stage.EXECUTION)
+NO_GRAPH = _rule("none", "the case asks for compiled blocks, but no graph was compiled", stage=Stage.MODEL)
+UNPAIRED = _rule("unpaired", "forward and backward graphs do not pair up")
+WRONG_RANKS = _rule("ranks", "{operator} communicates over the wrong ranks", key=("operator",))
+SCALE_SHAPE = _rule("scale-shape", "{operator} gets a scale whose shape does not match its operand", key=("operator",))
+NOTHING_FUSED = _rule("nothing-fused", "async TP is on, but nothing was fused", stage=Stage.MODEL)
+NUMBER = _rule("number", "wrong number of {kind}", key=("kind",), formula=FUSION)
 ROWS = _rule(
     "rows",
-    Stage.EXECUTION,
     "{operator} gives wrong rows: {rows} of {total} differ from its unfused form",
     numeric=True,
     key=("operator",),
@@ -52,8 +45,22 @@ class FusionKind(NamedTuple):
         return f"{self.collective.replace('_', '-')}s fused with matmuls in {self.phase}"
 
 
+def _partly(expect: Expectations, device: str) -> str:
+    if expect.has_formulas or not expect.case.layout.async_tp:
+        return ""
+    return f"the number of fused collectives: no formula for the model of {expect.case.target}"
+
+
+@partial(
+    Check,
+    declares=_rule,
+    blind="Operators that a compiler generates code for; a fused operator that is slow and right.",
+    partly=_partly,
+    records=("graphs",),
+    formula=FUSION,
+)
 def check_graphs(case: Case, run: Run, witnesses: Witnesses) -> list[Finding]:
-    """One finding for every rule that is broken; ranks that break it in the same way share it."""
+    """Were the blocks compiled as the case asks, and do fused operators give the right rows?"""
     return merge_ranks(run, lambda trace: _findings(witnesses.expect, trace))
 
 
@@ -171,22 +178,3 @@ def _example(call: FusedCall) -> str:
     if row.holds_index is None:
         return f"{where} has a relative error of {row.distance:.2g} and matches no other row"
     return f"{where} holds row {list(row.holds_index)} of TP rank {row.holds_rank}"
-
-
-def _partly(expect: Expectations, device: str) -> str:
-    del device
-    if expect.has_formulas or not expect.case.layout.async_tp:
-        return ""
-    return f"the number of fused collectives: no formula for the model of {expect.case.target}"
-
-
-CHECK = Check(
-    name=NAME,
-    question="Were the blocks compiled as the case asks, and do fused operators give the right rows?",
-    blind="Operators that a compiler generates code for; a fused operator that is slow and right.",
-    function=check_graphs,
-    rules=_rule.declared,
-    partly=_partly,
-    record="graphs",
-    formula=FUSION,
-)

@@ -15,20 +15,15 @@ What recorded upstream faults explain of a failure is decided afterwards, in `re
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from harness.checks import loss_vs_golden
-from harness.checks.catalogue import CHECKS, RULES
-from harness.checks.causes import by_cause
-from harness.checks.check import Check
+from harness.checks.catalogue import CHECKS, NO_CHECK, by_cause
+from harness.checks.check import Check, Witnesses, noun
 from harness.checks.failures import failures
-from harness.checks.rule import Rules, Stage
 from harness.checks.stacks import LAST_OUTPUT
-from harness.checks.witnesses import Witnesses
 from harness.engine.messages import JobOutcome, JobStatus, RankOutcome
-from harness.expect.expectations import Expectations
 from harness.matrix.case import Case
 from harness.measured import Measured
 from harness.trace import RankFailure, RankTrace, Run
@@ -36,10 +31,6 @@ from harness.verdict import Finding, GoldenSource, NotJudged, Verdict
 
 # Created before any thread decodes: msgspec crashes when two threads first use a type at the same time.
 _TRACES = msgspec.msgpack.Decoder(RankTrace)
-
-_rule = Rules("judge")
-NO_CHECK = _rule("no-check", Stage.RUN, "no check was executed", judged=False)
-BROKEN = _rule("broken", Stage.RUN, "the harness failed while judging: {error}")
 
 
 class Judgement(msgspec.Struct, frozen=True, kw_only=True):
@@ -60,41 +51,26 @@ def judge(case: Case, run: Run, status: JobStatus, witnesses: Witnesses, checks:
     if status in ("infra", "hang"):
         return Judgement(verdict=Verdict(status), findings=failures(run, status))
     checks, skipped = _applicable(run, status, witnesses, checks)
-    findings = tuple(
-        finding
-        for check in checks
-        for finding in (
-            (_no_record(check, witnesses),)
-            if _is_missing(check, run, witnesses)
-            else check.function(case, run, witnesses)
-        )
-    )
+    findings = tuple(finding for check in checks for finding in check(case, run, witnesses))
     failed = status == "crash" or bool(run.failures)
     refused_as_expected = witnesses.expect.refusal is not None and bool(checks) and bool(run.failures) and not findings
     if failed and not refused_as_expected:
         verdict, findings = Verdict.CRASH, (*findings, *failures(run, "crash"))
     else:
-        if not checks:
-            findings = (NO_CHECK.finding(expected="a check"),)
+        findings = by_cause(findings) if checks else (NO_CHECK.finding(expected="a check"),)
         verdict = _worst(findings)
-        findings = by_cause(findings)
     names, golden = tuple(check.name for check in checks), witnesses.golden
     parts = ((check.name, check.partly(witnesses.expect, _device(run))) for check in checks)
     partly = [NotJudged(check=name, reason=reason) for name, reason in parts if reason]
+    tolerances = [each for each in (witnesses.tolerance, witnesses.parity_tolerance) if each is not None]
     return Judgement(
         verdict=verdict,
         findings=findings,
         checks=names,
         not_judged=(*skipped, *partly),
-        golden_losses=() if golden is None or loss_vs_golden.NAME not in names else golden.losses,
-        derived=_derived(witnesses, names),
+        golden_losses=() if golden is None or "loss_vs_golden" not in names else golden.losses,
+        derived=tuple(each.name for each in tolerances if each.derived and each.name in names),
     )
-
-
-def _derived(witnesses: Witnesses, checks: Collection[str]) -> tuple[str, ...]:
-    """The checks that were executed with a derived tolerance."""
-    tolerances = (witnesses.tolerance, witnesses.parity_tolerance)
-    return tuple(each.name for each in tolerances if each is not None and each.derived and each.name in checks)
 
 
 def run_from_outcome(outcome: JobOutcome) -> Run:
@@ -125,7 +101,11 @@ def _skipped(check: Check, run: Run, witnesses: Witnesses) -> NotJudged | None:
     reason = _inapplicable(check, run, witnesses)
     if reason is not None:
         return NotJudged(check=check.name, reason=reason)
-    reason = _lost(check, run, witnesses.expect)
+    expect = witnesses.expect
+    lost = {record: why for trace in run.traces for record, why in trace.not_recorded.items()}
+    reason = next(
+        (lost[each] for each in check.reads(expect) if each in lost and each not in expect.not_recorded), None
+    )
     if reason is None and run.traces and check.needs_signature:
         reason = _unrecorded(run.traces[0].software, witnesses)
     return None if reason is None else NotJudged(check=check.name, reason=reason, unverified=True)
@@ -139,21 +119,27 @@ def _unrecorded(software: Mapping[str, str], witnesses: Witnesses) -> str | None
 
 
 def _inapplicable(check: Check, run: Run, witnesses: Witnesses) -> str | None:
-    record = check.record_of(witnesses.expect)
-    if record is not None and _is_missing(check, run, witnesses):
-        if record in witnesses.expect.not_recorded:
-            return witnesses.expect.not_recorded[record]
-        if record not in witnesses.records:
-            return check.absent or f"the ranks were not asked to record {_noun(record)}"
-    reason = check.says_nothing_of(witnesses.expect, _device(run))
+    expect = witnesses.expect
+    reason = _unrecorded_by_design(check, run, witnesses) or check.says_nothing_of(expect, _device(run))
     if reason:
         return reason
-    if check.needs_relation and witnesses.expect.relation is None:
+    if check.needs_relation and expect.relation is None:
         return "no option of this case must be neutral, or parity already leaves no room for rounding"
-    of_partner = check.needs_relation or (check.judges_partner and witnesses.expect.stands_for_modules)
+    of_partner = check.needs_relation or (check.judges_partner and expect.stands_for_modules)
     if (of_partner or check.needs_signature) and witnesses.partner_has_fix:
         return "judged in the second run, with the candidate fix"
     return None
+
+
+def _unrecorded_by_design(check: Check, run: Run, witnesses: Witnesses) -> str:
+    """Why no rank has what the check reads, where none had to; empty where it is there or missing."""
+    expect = witnesses.expect
+    for record in filter(lambda each: _is_nowhere(each, run), check.records_of(expect)):
+        if record in expect.not_recorded:
+            return expect.not_recorded[record]
+        if record not in witnesses.records:
+            return f"the ranks were not asked to record {noun(record)}"
+    return check.absent if check.unasked and _is_nowhere(check.unasked, run) else ""
 
 
 def _device(run: Run) -> str:
@@ -161,29 +147,9 @@ def _device(run: Run) -> str:
     return run.traces[0].device if run.traces else "cpu"
 
 
-def _lost(check: Check, run: Run, expect: Expectations) -> str | None:
-    """Why the installed versions do not let ranks record what a check reads; None where they do."""
-    lost = {record: reason for trace in run.traces for record, reason in trace.not_recorded.items()}
-    return next((lost[each] for each in check.reads(expect) if each in lost and each not in expect.not_recorded), None)
-
-
-def _is_missing(check: Check, run: Run, witnesses: Witnesses) -> bool:
-    """True when no rank recorded what the check reads."""
-    record = check.record_of(witnesses.expect)
-    return record is not None and all(getattr(trace, record) is None for trace in run.traces)
-
-
-def _no_record(check: Check, witnesses: Witnesses) -> Finding:
-    record = check.record_of(witnesses.expect)
-    assert record is not None
-    where = "any rank, which they were asked for"
-    return RULES[f"{check.name}/no-record"].finding(
-        record=_noun(record), where=where, expected="a record of every rank", found="none"
-    )
-
-
-def _noun(record: str) -> str:
-    return record.replace("_", " ")
+def _is_nowhere(record: str, run: Run) -> bool:
+    """True when no rank recorded it."""
+    return all(getattr(trace, record) is None for trace in run.traces)
 
 
 def _worst(findings: tuple[Finding, ...]) -> Verdict:

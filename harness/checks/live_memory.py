@@ -1,51 +1,52 @@
-"""Is anything alive that no saved tensor explains?
+"""What is alive at a moment of a step: the storages in the record of saved memory, one by one.
 
-Compares every storage with `expect/live_memory.py`: what is alive between forward and backward, and what outlives a
-step.
+Compared with `expect/live_memory.py`, and, which needs no formula, later steps with the second.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
+from typing import TypeVar
 
-from harness.checks.census import amount, beyond, census, largest_of
-from harness.checks.check import Check
-from harness.checks.ranks import merge_ranks, missing_records
+from harness.checks.check import Check, Witnesses
+from harness.checks.findings import merge_ranks
 from harness.checks.rule import Rules, Stage
-from harness.checks.witnesses import Witnesses
 from harness.expect.expectations import LIVE_MEMORY, Expectations
 from harness.expect.live_memory import LiveStorage
-from harness.expect.saved_memory import NOT_OF_THIS_DEVICE, describes
+from harness.expect.saved_memory import undescribed
 from harness.matrix.case import Case
-from harness.matrix.targets import OF_DTENSOR, computes_on_plain_shards
+from harness.plural import counted
 from harness.trace import RankTrace, Run
-from harness.trace.counts import MOMENTS, LiveMemory
+from harness.trace.counts import MOMENTS, LiveMemory, LiveTensor, Moment
 from harness.verdict import Finding
 
-NAME = "live_memory"
+S = TypeVar("S", LiveTensor, LiveStorage)
 
-_rule = Rules("live_memory")
-NO_RECORD = _rule.no_record()
-NO_CENSUS = _rule("no-census", Stage.MEMORY, "no record of live memory {when}")
-TOO_MUCH = _rule(
-    "too-much", Stage.MEMORY, "{tensors} is alive {when}, and nothing explains it", key=("when",), formula=LIVE_MEMORY
+_rule = Rules("live_memory", Stage.MEMORY)
+NO_CENSUS = _rule("no-census", "no record of live memory {when}")
+TOO_MUCH = _rule("too-much", "{tensors} is alive {when}, and nothing explains it", key=("when",), formula=LIVE_MEMORY)
+TOO_LITTLE = _rule("too-little", "{purpose} is not alive {when}", key=("purpose", "when"), formula=LIVE_MEMORY)
+SCALARS = _rule("scalars", "wrong number of scalars alive {when}", key=("when",), formula=LIVE_MEMORY)
+
+
+@partial(
+    Check,
+    declares=_rule,
+    blind="A tensor in the place of another of the same dtype and size; what is alive inside of an operator.",
+    not_judged=lambda expect, device: undescribed(expect.case, device, instead="see `signature`"),
+    records=("saved_memory",),
+    formula=LIVE_MEMORY,
 )
-TOO_LITTLE = _rule(
-    "too-little", Stage.MEMORY, "{purpose} is not alive {when}", key=("purpose", "when"), formula=LIVE_MEMORY
-)
-SCALARS = _rule("scalars", Stage.MEMORY, "wrong number of scalars alive {when}", key=("when",), formula=LIVE_MEMORY)
-
-
 def check_live_memory(case: Case, run: Run, witnesses: Witnesses) -> list[Finding]:
-    """For every moment the first step in which a rank has a storage alive too much or too little."""
-    del case  # expectations have it
-    return missing_records(run, NO_RECORD, "saved_memory") or merge_ranks(
-        run, lambda trace: _unexpected(witnesses.expect, trace)
-    )
+    """Is anything alive that no saved tensor, weight, gradient or optimizer state explains?"""
+    return merge_ranks(run, lambda trace: _unexpected(witnesses.expect, trace))
 
 
-def _unexpected(expect: Expectations, trace: RankTrace) -> Iterable[Finding]:
-    alive = census(trace)
+def _unexpected(expect: Expectations, trace: RankTrace) -> Iterator[Finding]:
+    """For every moment the first step in which a storage is alive too much or too little."""
+    alive = _census(trace)
     for moment, when in MOMENTS.items():
         expected = expect.live_storages(rank=trace.rank, moment=moment)
         for step in range(1, expect.case.train.steps + 1):
@@ -63,31 +64,97 @@ def _difference(
     live: LiveMemory, expected: tuple[LiveStorage, ...], scalars: int, step: int, when: str
 ) -> Finding | None:
     """None if the storages are the expected ones."""
-    extra, lost = beyond(live.tensors, expected), beyond(expected, live.tensors)
-    wanted, got = amount(expected, scalars), amount(live.tensors, live.scalars)
+    extra, lost = _beyond(live.tensors, expected), _beyond(expected, live.tensors)
+    wanted, got = _amount(expected, scalars), _amount(live.tensors, live.scalars)
     if extra:
-        tensors, holder = largest_of(extra)
+        tensors, holder = _largest_of(extra)
         return TOO_MUCH.finding(step=step, tensors=tensors, holder=holder, when=when, expected=wanted, found=got)
     if lost:
         return TOO_LITTLE.finding(step=step, purpose=lost[0].purpose, when=when, expected=wanted, found=got)
     return None if live.scalars == scalars else SCALARS.finding(step=step, when=when, expected=wanted, found=got)
 
 
-def _not_judged(expect: Expectations, device: str) -> str:
-    if not expect.has_formulas:
-        return f"no formula for the model of {expect.case.target}; see `signature`"
-    if computes_on_plain_shards(expect.case.target):
-        return f"{OF_DTENSOR}: {expect.case.target} saves and keeps other tensors"
-    return "" if describes(device) else NOT_OF_THIS_DEVICE
+# Leaks
+
+SETTLED = 2  # the first step that all later ones must repeat: the optimizer and precomputed scales have their state
+
+_leaks = Rules("leaks", Stage.MEMORY)
+NO_CENSUS_OF_LEAKS = _leaks("no-census", "no record of live memory {when}")
+GROWS = _leaks("grows", "live memory grows: {tensors} is alive {when} and was not in step {settled}", key=("when",))
+MORE_SCALARS = _leaks("scalars", "live memory grows by scalars {when}", key=("when",))
+SHRINKS = _leaks("shrinks", "live memory shrinks {when}", key=("when",))
 
 
-CHECK = Check(
-    name=NAME,
-    question="Is anything alive that no saved tensor, weight, gradient or optimizer state explains?",
-    blind="A tensor in the place of another of the same dtype and size; what is alive inside of an operator.",
-    function=check_live_memory,
-    rules=_rule.declared,
-    not_judged=_not_judged,
-    record="saved_memory",
-    formula=LIVE_MEMORY,
+@partial(
+    Check,
+    declares=_leaks,
+    blind="What is too much from the first step on, which `live_memory` sees; what grows by less than a storage.",
+    records=("saved_memory",),
 )
+def check_leaks(case: Case, run: Run, witnesses: Witnesses) -> list[Finding]:
+    """Does a later step have anything more or less alive than the second?"""
+    return merge_ranks(run, lambda trace: _changes(trace, steps=case.train.steps))
+
+
+def _changes(trace: RankTrace, *, steps: int) -> Iterator[Finding]:
+    """For every moment the first step that has something else alive than the second."""
+    alive = _census(trace)
+    for moment, when in MOMENTS.items():
+        first = alive.get((moment, SETTLED))
+        for step in range(SETTLED, steps + 1):
+            found = alive.get((moment, step))
+            if first is None or found is None:
+                yield NO_CENSUS_OF_LEAKS.finding(when=when, step=step, expected="one", found="none")
+                break
+            if _contents(found) != _contents(first):
+                yield _change(first, found, step, when)
+                break
+
+
+def _change(first: LiveMemory, found: LiveMemory, step: int, when: str) -> Finding:
+    expected = f"{_amount(first.tensors, first.scalars)}, as in step {SETTLED}"
+    got = _amount(found.tensors, found.scalars)
+    extra = _beyond(found.tensors, first.tensors)
+    if not extra:
+        rule = MORE_SCALARS if found.scalars > first.scalars else SHRINKS
+        return rule.finding(step=step, when=when, expected=expected, found=got)
+    tensors, holder = _largest_of(extra)
+    return GROWS.finding(
+        step=step, tensors=tensors, holder=holder, when=when, settled=SETTLED, expected=expected, found=got
+    )
+
+
+# The census
+
+
+def _census(trace: RankTrace) -> Mapping[tuple[Moment, int], LiveMemory]:
+    """What was alive on a rank, by moment and step."""
+    return {(live.moment, record.step): live for record in trace.saved_memory or () for live in record.live}
+
+
+def _contents(live: LiveMemory) -> tuple[int, list[tuple[str, int]]]:
+    """The scalars, and dtype and bytes of all other storages: equal where as much is alive."""
+    return live.scalars, sorted((tensor.dtype, tensor.nbytes) for tensor in live.tensors)
+
+
+def _beyond(storages: Iterable[S], others: Iterable[LiveTensor | LiveStorage]) -> list[S]:
+    """What is left when every storage is paired with another of its dtype and size."""
+    unpaired = Counter((each.dtype, each.nbytes) for each in others)
+    left = []
+    for each in storages:
+        unpaired[each.dtype, each.nbytes] -= 1
+        if unpaired[each.dtype, each.nbytes] < 0:
+            left.append(each)
+    return left
+
+
+def _largest_of(tensors: list[LiveTensor]) -> tuple[str, str]:
+    """The largest tensor in words, and the module that holds it; of equal ones one that a module holds."""
+    most = max(tensors, key=lambda each: (each.nbytes, bool(each.holder)))
+    others = f" and {len(tensors) - 1} more" if len(tensors) > 1 else ""
+    holder = most.holder or "no module"
+    return f"{most.dtype}{list(most.shape)} of {holder}{others}", holder
+
+
+def _amount(storages: Iterable[LiveTensor | LiveStorage], scalars: int) -> str:
+    return f"{sum(each.nbytes for each in storages)} bytes, and {counted(scalars, 'scalar')}"

@@ -7,14 +7,14 @@ is judged by itself (`worker/replay.py`), so that the limits are those of roundi
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 
 from msgspec.structs import replace
 
 from harness.checks.assembly import nan_as_inf
-from harness.checks.check import Check
+from harness.checks.check import Check, Witnesses, unfinished
 from harness.checks.parity import FLOAT32_LOSS, wrong_numbers
 from harness.checks.rule import Rules, Stage
-from harness.checks.witnesses import Witnesses, unfinished
 from harness.expect.expectations import Expectations
 from harness.expect.local_parity import allowed_distance
 from harness.expect.model import Model
@@ -24,8 +24,6 @@ from harness.matrix.numerics import Numerics, replayed_steps
 from harness.trace import Run
 from harness.trace.tensors import ModuleDistance
 from harness.verdict import Finding
-
-NAME = "local_parity"
 
 # The norm is a sum in float64 of the same gradients.
 GRAD_NORM = 1e-9
@@ -40,36 +38,46 @@ _NOUNS = {
 }
 
 
-_rule = Rules("local_parity")
-NO_RECORD = _rule.no_record()
+_rule = Rules("local_parity", Stage.MODULE)
 NO_REPLAY = _rule.no_witness()
-NOTHING_COMPARED = _rule("nothing-compared", Stage.MODULE, "no module was compared")
+NOTHING_COMPARED = _rule("nothing-compared", "no module was compared")
 INCOMPARABLE = _rule(
     "incomparable",
-    Stage.MODULE,
     "the {tensor} of {module} cannot be compared with its replay: {problem} (the first of {count})",
-    key=("tensor",),
     located=True,
+    key=("tensor",),
 )
 TENSOR = _rule(
     "tensor",
-    Stage.MODULE,
     "the {tensor} of {module}{part} is not what one rank computes from the same operands: relative distance "
     "{distance:.2g}, {allowed:.2g} allowed ({count} of {compared} tensors of this step)",
+    located=True,
     numeric=True,
     key=("tensor",),
-    located=True,
 )
 _OFF = " is not that of the recorded {source}: off by {distance:.2g}, {allowed:.2g} allowed"
-LOSS = _rule("loss", Stage.MODULE, "{number}" + _OFF, numeric=True)
-NORM = _rule("grad-norm", Stage.MODULE, "{number}" + _OFF, numeric=True)
+LOSS = _rule("loss", "{number}" + _OFF, numeric=True)
+NORM = _rule("grad-norm", "{number}" + _OFF, numeric=True)
 
 
+def _partly(expect: Expectations, device: str) -> str:
+    steps, recorded = expect.case.train.steps, replayed_steps(expect.case, expect.numerics)
+    if not 0 < recorded < steps:
+        return ""
+    return f"steps {recorded + 1} to {steps}: modules are recorded in the first steps only"
+
+
+@partial(
+    Check,
+    declares=_rule,
+    blind="What no module computes, such as the order of microbatches; steps that are not replayed; within its limit, "
+    "a partial sum that is wrong before its reduction.",
+    partly=_partly,
+    records=("module_tensors",),
+    judges_partner=True,
+)
 def check_local_parity(case: Case, run: Run, witnesses: Witnesses) -> list[Finding]:
-    """Findings at the first step at which a tensor of a module is further from its replay than rounding explains.
-
-    In place of a compiled case its partner is judged, whose every bit `metamorphic` compares with those of the case.
-    """
+    """Does every module compute what one rank computes from the same operands?"""
     expect = witnesses.expect
     relation = expect.relation
     if relation is not None and expect.stands_for_modules:
@@ -148,24 +156,3 @@ def _numbers(run: Run, replay: Run, step: int) -> list[Finding]:
         *wrong_numbers(LOSS, run, step, "loss", expected=expected.loss, allowed=FLOAT32_LOSS, source="logits"),
         *wrong_numbers(NORM, run, step, "grad_norm", expected=norm, allowed=GRAD_NORM * norm, source="gradients"),
     ]
-
-
-def _partly(expect: Expectations, device: str) -> str:
-    del device
-    steps, recorded = expect.case.train.steps, replayed_steps(expect.case, expect.numerics)
-    if not 0 < recorded < steps:
-        return ""
-    return f"steps {recorded + 1} to {steps}: modules are recorded in the first steps only"
-
-
-CHECK = Check(
-    name=NAME,
-    question="Does every module compute what one rank computes from the same operands?",
-    blind="What no module computes, such as the order of microbatches; steps that are not replayed; within its limit, "
-    "a partial sum that is wrong before its reduction.",
-    function=check_local_parity,
-    rules=_rule.declared,
-    partly=_partly,
-    record="module_tensors",
-    judges_partner=True,
-)

@@ -7,14 +7,16 @@ disagree, a loss that never changes), then the comparison.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from functools import partial
+from typing import NamedTuple
 
-import msgspec
+from msgspec.structs import replace
 
 from harness.checks.assembly import largest
-from harness.checks.check import Check
-from harness.checks.ranks import group_ranks, traces_by_rank
+from harness.checks.check import Check, Witnesses, why_unfinished
+from harness.checks.findings import group_ranks, traces_by_rank
 from harness.checks.rule import Rules, Stage
-from harness.checks.witnesses import Witnesses, why_unfinished
 from harness.evidence.golden import Golden, hardware_classes, update_command
 from harness.evidence.tolerance import NONE_DERIVED, Tolerance
 from harness.matrix.case import Case
@@ -24,44 +26,40 @@ from harness.sentence import format_ranks
 from harness.trace import RankTrace, Run
 from harness.verdict import Finding
 
-NAME = "loss_vs_golden"
 COARSE = "its losses were rounded to bfloat16: compute the loss from logits in float32"
 SHOWN_ROWS = 12  # of the table in a message
 
 
-_rule = Rules("loss_vs_golden")
+_rule = Rules("loss_vs_golden", Stage.BF16)
 NO_GOLDEN = _rule(
     "no-golden",
-    Stage.RUN,
     "no golden is stored for {family}, and its BF16 reference did not finish{why}; to see why run `{command}`",
+    stage=Stage.RUN,
     judged=False,
 )
 NO_TOLERANCE = _rule(
-    "no-tolerance", Stage.RUN, "no loss tolerance {why}; set `loss_tolerance` in the case", judged=False
+    "no-tolerance", "no loss tolerance {why}; set `loss_tolerance` in the case", stage=Stage.RUN, judged=False
 )
-NO_RANK = _rule("no-rank", Stage.RUN, "no rank left a trace")
-FAMILY = _rule("family", Stage.DATA, "the golden belongs to another family")
-HARDWARE = _rule("hardware", Stage.DATA, "{ranks} ran on other hardware than the golden")
-DATA = _rule("data", Stage.DATA, "{ranks} trained on other data or initial weights than the golden")
-STEPS = _rule("steps", Stage.BF16, "the {who} does not have the steps of the case", key=("who",))
-STEPS_OF_RANKS = _rule("steps-of-ranks", Stage.BF16, "{ranks} did not record every step of the golden")
-DISAGREE = _rule("ranks-disagree", Stage.BF16, "ranks report different global losses from step {step} on")
-FROZEN = _rule("frozen", Stage.BF16, "the loss is the same at every step on {ranks}: the model did not learn")
+NO_RANK = _rule("no-rank", "no rank left a trace", stage=Stage.RUN)
+FAMILY = _rule("family", "the golden belongs to another family", stage=Stage.DATA)
+HARDWARE = _rule("hardware", "{ranks} ran on other hardware than the golden", stage=Stage.DATA)
+DATA = _rule("data", "{ranks} trained on other data or initial weights than the golden", stage=Stage.DATA)
+STEPS = _rule("steps", "the {who} does not have the steps of the case", key=("who",))
+STEPS_OF_RANKS = _rule("steps-of-ranks", "{ranks} did not record every step of the golden")
+DISAGREE = _rule("ranks-disagree", "ranks report different global losses from step {step} on")
+FROZEN = _rule("frozen", "the loss is the same at every step on {ranks}: the model did not learn")
 PROVES_NOTHING = _rule(
     "proves-nothing",
-    Stage.RUN,
     "the golden moves less than the tolerance allows, so a model that never trains would pass; {remedy}",
+    stage=Stage.RUN,
     judged=False,
 )
 LOSS = _rule(
-    "loss",
-    Stage.BF16,
-    "the loss differs by {difference:+.3g} from the golden at step {step}, {allowed:.3g} allowed",
-    numeric=True,
+    "loss", "the loss differs by {difference:+.3g} from the golden at step {step}, {allowed:.3g} allowed", numeric=True
 )
 
 
-class Row(msgspec.Struct, frozen=True, kw_only=True):
+class Row(NamedTuple):
     """One step of the comparison, in nats."""
 
     step: int
@@ -71,7 +69,6 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def difference(self) -> float:
-        """Found minus golden."""
         return self.found - self.golden
 
     @property
@@ -80,39 +77,42 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
         return abs(self.difference) <= self.allowed < math.inf
 
 
-def check_loss_vs_golden(case: Case, run: Run, witnesses: Witnesses) -> list[Finding]:
-    """Findings when a loss leaves the tolerance around the golden, or when the two cannot be compared."""
+@partial(
+    Check,
+    declares=_rule,
+    blind="Most faults of FP8 training: two thirds of the planted ones leave the loss within the tolerance.",
+)
+def check_loss_vs_golden(case: Case, run: Run, witnesses: Witnesses) -> Iterator[Finding]:
+    """Does the run learn what BF16 learns?"""
     golden, tolerance = witnesses.golden, witnesses.tolerance
     if golden is None:
         family = family_id(case)
         why, command = why_unfinished(witnesses.reference), update_command(family)
-        return [NO_GOLDEN.finding(family=family, why=why, command=command, expected="a golden")]
-    if tolerance is None:
+        yield NO_GOLDEN.finding(family=family, why=why, command=command, expected="a golden")
+    elif tolerance is None:
         why = f"{NONE_DERIVED}{why_unfinished(witnesses.underived)}"
-        return [NO_TOLERANCE.finding(why=why, expected="a tolerance")]
-    incomparable = _incomparable(case, run, golden) or _other_steps(case, run, golden, tolerance)
-    if incomparable:
-        return incomparable
-    return [*_disagreement(run), *_learning(run, golden, tolerance), *_distance(run, golden, tolerance)]
+        yield NO_TOLERANCE.finding(why=why, expected="a tolerance")
+    elif incomparable := [*_incomparable(case, run, golden)] or [*_other_steps(case, run, golden, tolerance)]:
+        yield from incomparable
+    else:
+        yield from _disagreement(run)
+        yield from _learning(run, golden, tolerance)
+        yield from _distance(run, golden, tolerance)
 
 
-def _incomparable(case: Case, run: Run, golden: Golden) -> list[Finding]:
+def _incomparable(case: Case, run: Run, golden: Golden) -> Iterator[Finding]:
     """The golden must be of the same family, hardware class and data as every rank."""
     if not run.traces:
-        return [NO_RANK.finding(expected=f"{case.world_size} ranks", found="0")]
-    if golden.family != family_id(case):
-        return [FAMILY.finding(expected=family_id(case), found=golden.family)]
-    hardware = group_ranks(run, lambda trace: _hardware(trace, golden))
-    data = group_ranks(run, lambda trace: trace.data_digest)
-    return [
-        rule.finding(ranks=ranks, expected=expected, found=found)
-        for rule, expected, groups in (
-            (HARDWARE, golden.hardware, hardware),
-            (DATA, golden.data_digest, data),
-        )
-        for found, ranks in groups.items()
-        if found != expected
-    ]
+        yield NO_RANK.finding(expected=f"{case.world_size} ranks", found="0")
+    elif golden.family != family_id(case):
+        yield FAMILY.finding(expected=family_id(case), found=golden.family)
+    else:
+        hardware = group_ranks(run, lambda trace: _hardware(trace, golden))
+        data = group_ranks(run, lambda trace: trace.data_digest)
+        for rule, expected, groups in ((HARDWARE, golden.hardware, hardware), (DATA, golden.data_digest, data)):
+            for found, ranks in groups.items():
+                if found != expected:
+                    yield rule.finding(ranks=ranks, expected=expected, found=found)
 
 
 def _hardware(trace: RankTrace, golden: Golden) -> str:
@@ -121,23 +121,19 @@ def _hardware(trace: RankTrace, golden: Golden) -> str:
     return golden.hardware if golden.hardware in classes else classes[0]
 
 
-def _other_steps(case: Case, run: Run, golden: Golden, tolerance: Tolerance) -> list[Finding]:
+def _other_steps(case: Case, run: Run, golden: Golden, tolerance: Tolerance) -> Iterator[Finding]:
     """Golden, tolerance and every rank must have the steps of the case."""
     steps = case.train.steps
     expected = counted(steps, "step")
-    findings = [
-        STEPS.finding(who=who, expected=expected, found=counted(count, "step"))
-        for who, count in (("golden", len(golden.losses)), ("tolerance", len(tolerance.per_step)))
-        if count != steps
-    ]
+    for who, count in (("golden", len(golden.losses)), ("tolerance", len(tolerance.per_step))):
+        if count != steps:
+            yield STEPS.finding(who=who, expected=expected, found=counted(count, "step"))
     for numbers, ranks in group_ranks(run, lambda trace: tuple(step.step for step in trace.steps)).items():
         if numbers != tuple(range(1, steps + 1)):
-            found = counted(len(numbers), "step")
-            findings.append(STEPS_OF_RANKS.finding(ranks=ranks, expected=expected, found=found))
-    return findings
+            yield STEPS_OF_RANKS.finding(ranks=ranks, expected=expected, found=counted(len(numbers), "step"))
 
 
-def _disagreement(run: Run) -> list[Finding]:
+def _disagreement(run: Run) -> Iterator[Finding]:
     """The first step at which ranks report different losses: the loss is global, so every bit must be equal."""
     traces = traces_by_rank(run)
     for steps in zip(*(trace.steps for trace in traces), strict=True):
@@ -145,32 +141,28 @@ def _disagreement(run: Run) -> list[Finding]:
         for trace, step in zip(traces, steps, strict=True):
             groups.setdefault(float(step.loss).hex(), []).append(trace.rank)
         if len(groups) > 1:
-            return [
-                DISAGREE.finding(
-                    step=steps[0].step,
-                    rank=list(groups.values())[1][0],
-                    expected="the same loss on every rank: the mean over the global batch",
-                    found="; ".join(f"{format_ranks(r)}: {float.fromhex(loss)!r}" for loss, r in groups.items()),
-                )
-            ]
-    return []
+            yield DISAGREE.finding(
+                step=steps[0].step,
+                rank=list(groups.values())[1][0],
+                expected="the same loss on every rank: the mean over the global batch",
+                found="; ".join(f"{format_ranks(r)}: {float.fromhex(loss)!r}" for loss, r in groups.items()),
+            )
+            return
 
 
-def _learning(run: Run, golden: Golden, tolerance: Tolerance) -> list[Finding]:
+def _learning(run: Run, golden: Golden, tolerance: Tolerance) -> Iterator[Finding]:
     """A loss that never changes, or a tolerance wider than the progress of the golden, proves nothing."""
     if len(golden.losses) < 2:
-        return []
-    findings = []
+        return
     frozen = [trace.rank for trace in traces_by_rank(run) if len({step.loss for step in trace.steps}) == 1]
     if frozen:
         loss = repr(traces_by_rank(run)[0].steps[0].loss)
-        findings.append(FROZEN.finding(ranks=frozen, expected="a loss that changes", found=loss))
+        yield FROZEN.finding(ranks=frozen, expected="a loss that changes", found=loss)
     progress = [abs(loss - golden.losses[0]) for loss in golden.losses]
     if all(moved <= allowed for moved, allowed in zip(progress, tolerance.per_step, strict=True)):
         remedy = COARSE if all(map(_is_bfloat16, golden.losses)) else "train more steps"
         expected, found = f"allowed below {max(progress):g}", f"{max(tolerance.per_step):g}"
-        findings.append(PROVES_NOTHING.finding(remedy=remedy, expected=expected, found=found))
-    return findings
+        yield PROVES_NOTHING.finding(remedy=remedy, expected=expected, found=found)
 
 
 def _is_bfloat16(loss: float) -> bool:
@@ -178,21 +170,15 @@ def _is_bfloat16(loss: float) -> bool:
     return math.isfinite(loss) and (math.frexp(loss)[0] * 256).is_integer()
 
 
-def _distance(run: Run, golden: Golden, tolerance: Tolerance) -> list[Finding]:
+def _distance(run: Run, golden: Golden, tolerance: Tolerance) -> Iterator[Finding]:
     """The first rank whose loss leaves the tolerance, with the table of its steps."""
     for trace in traces_by_rank(run):
-        rows = _rows(trace, golden, tolerance)
+        numbers = zip(trace.steps, golden.losses, tolerance.per_step, strict=True)
+        rows = [Row(step=step.step, golden=loss, found=step.loss, allowed=allowed) for step, loss, allowed in numbers]
         bad = [row for row in rows if not row.good]
         if bad:
-            return [_too_far(trace.rank, rows, bad, tolerance)]
-    return []
-
-
-def _rows(trace: RankTrace, golden: Golden, tolerance: Tolerance) -> list[Row]:
-    return [
-        Row(step=step.step, golden=loss, found=step.loss, allowed=allowed)
-        for step, loss, allowed in zip(trace.steps, golden.losses, tolerance.per_step, strict=True)
-    ]
+            yield _too_far(trace.rank, rows, bad, tolerance)
+            return
 
 
 def _too_far(rank: int, rows: list[Row], bad: list[Row], tolerance: Tolerance) -> Finding:
@@ -226,10 +212,37 @@ def _line(row: Row) -> str:
     return f"{row.step:>6}  {row.golden:>12.6f}  {row.found:>12.6f}  {difference:>12}  {row.allowed:>10.6f}{mark}"
 
 
-CHECK = Check(
-    name=NAME,
-    question="Does the run learn what BF16 learns?",
-    blind="Most faults of FP8 training: two thirds of the planted ones leave the loss within the tolerance.",
-    function=check_loss_vs_golden,
-    rules=_rule.declared,
-)
+# The BF16 twin: BF16 with the same layout, run on the same machine where a loss is too far off. It never changes a
+# verdict; it says where to look.
+
+
+def needs_twin(findings: tuple[Finding, ...]) -> bool:
+    """True when a finding is about the distance of a loss to its golden."""
+    return any(finding.rule == LOSS.name for finding in findings)
+
+
+def with_twin_diagnosis(
+    findings: tuple[Finding, ...], run: Run, golden: Golden, twin: Run | None
+) -> tuple[Finding, ...]:
+    """The findings; those about losses say whether FP8 is the cause, or the layout and the environment."""
+    diagnosis = _diagnosis(_gap(run, golden), None if twin is None else _gap(twin, golden))
+    return tuple(
+        replace(finding, details=f"{finding.details}\n{diagnosis}") if finding.rule == LOSS.name else finding
+        for finding in findings
+    )
+
+
+def _gap(run: Run, golden: Golden) -> float:
+    """Largest |loss - golden| in nats over the steps that both have; NaN stays NaN."""
+    gaps = [abs(step.loss - loss) for step, loss in zip(run.traces[0].steps, golden.losses, strict=False)]
+    return largest(gaps, empty=0.0)
+
+
+def _diagnosis(found: float, twin: float | None) -> str:
+    if twin is None:
+        return "BF16 with the same layout could not be run: the layout or the environment may be at fault."
+    if not math.isfinite(twin):
+        return "The loss of BF16 with the same layout is not finite: not FP8, look at layout and environment."
+    if math.isfinite(found) and twin >= found / 2:
+        return f"BF16 with the same layout is {twin:.2g} nats away too: not FP8, look at layout and environment."
+    return f"BF16 with the same layout is within {twin:.2g} nats of the golden: look at FP8."

@@ -1,4 +1,4 @@
-"""From what the ranks of a run recorded to the numbers that are kept of it (`harness/measured.py`)."""
+"""From what the ranks of a run recorded to the numbers that are kept of it (`harness/measured.py`), and which moved."""
 
 from __future__ import annotations
 
@@ -7,18 +7,21 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from harness.checks.assembly import largest
+from harness.checks.assembly import largest, same_numbers
+from harness.checks.check import Witnesses, finished
+from harness.checks.findings import traces_by_rank
 from harness.checks.parity import rounding_floor, worst_distances
-from harness.checks.ranks import traces_by_rank
-from harness.checks.witnesses import Witnesses, finished
 from harness.expect.casts import OF_GATHERS
 from harness.expect.expectations import Expectations
 from harness.matrix.case import Case
-from harness.measured import CastRange, Curve, Measured, Multiplied, Sent, multiplied_by, sent_by
+from harness.measured import CastRange, Curve, Measured, Multiplied, Numbers, Sent, multiplied_by, sent_by
 from harness.performance.work import executed
 from harness.trace import RankTrace, Run
 from harness.trace.counts import multiplied_words
 from harness.trace.operands import CastRecord
+
+DIGESTS = ("casts", "matmuls", "gradients", "parameters")  # in the order of causes
+LOSSES, GRADIENT_NORMS, FLUSHED = "losses", "gradient norms", "flushed values"
 
 
 def measured(case: Case, run: Run, witnesses: Witnesses, *, twin: Run | None = None) -> Measured | None:
@@ -203,3 +206,47 @@ def _range(step: int, fqn: str, role: str, casts: Sequence[CastRecord]) -> CastR
         saturated=sum(cast.saturated for cast in casts) / elements if elements else math.nan,
         flushed=sum(cast.flushed for cast in casts) / elements if elements else math.nan,
     )
+
+
+# What moved: the exact numbers of a case that differ from those of another run
+
+
+def moved(before: Numbers | None, now: Numbers | None, *, counts_only: bool = False) -> tuple[str, ...]:
+    """The names of the exact numbers that differ, of those that both runs have; only counts repeat on a GPU."""
+    if before is None or now is None:
+        return ()
+    one, other = (_counts(each) if counts_only else {**_values(each), **_counts(each)} for each in (before, now))
+    return tuple(
+        name
+        for name, value in one.items()
+        if value not in (None, {}) and other[name] not in (None, {}) and not _same(value, other[name])
+    )
+
+
+def _same(one: object, other: object) -> bool:
+    if isinstance(one, tuple) and isinstance(other, tuple):
+        return same_numbers(one, other)
+    return one == other or repr(one) == repr(other)  # NaN
+
+
+def _values(numbers: Numbers) -> Mapping[str, object]:
+    curve = numbers.curves.get("case")
+    return {
+        **{name: numbers.digests.get(name) for name in DIGESTS},
+        LOSSES: None if curve is None else curve.losses,
+        GRADIENT_NORMS: None if curve is None else curve.grad_norms,
+        FLUSHED: numbers.flushed,
+        "loss distance": numbers.loss_distance,
+        "parity": numbers.parity,
+        "local parity": numbers.local_parity,
+    }
+
+
+def _counts(numbers: Numbers) -> Mapping[str, object]:
+    return {
+        "collectives": numbers.wire,
+        "saved bytes": numbers.saved_bytes,
+        "fused operators": numbers.fused,
+        "scaled matmuls": numbers.scaled_mm_calls,
+        "FLOPs": numbers.flops,
+    }

@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from functools import partial
 from typing import NamedTuple
 
-from harness.checks.assembly import SketchKey, assemble, nan_as_inf, relative_distances
-from harness.checks.check import Check
-from harness.checks.mismatch import size_of_error
+from harness.checks.assembly import SketchKey, assemble, nan_as_inf, relative_distances, size_of_error
+from harness.checks.check import Check, Witnesses, finished, unfinished
 from harness.checks.parity import ROUNDED
 from harness.checks.rule import Rules, Stage
-from harness.checks.witnesses import Witnesses, finished, unfinished
 from harness.expect.relations import Relation
 from harness.matrix.case import Case
 from harness.matrix.caseid import case_id
@@ -25,31 +24,35 @@ from harness.trace import Run
 from harness.trace.tensors import TensorSketch
 from harness.verdict import Finding
 
-NAME = "metamorphic"
-
 # Allowed relative distance of an exact promise. Sums of float64 in another order were at most 9e-16 apart.
 EXACT = 1e-11
 
 
-_rule = Rules("metamorphic")
-NO_RECORD = _rule.no_record()
+_rule = Rules("metamorphic", Stage.SAME_LAYOUT)
 NO_PARTNER = _rule.no_witness()
 _DIFFERS = "{noun} differ from {partner}; worst {module}: relative distance {distance:.2g}"
-LOSS = _rule("loss", Stage.SAME_LAYOUT, "loss differs from {partner}", numeric=True)
-GRAD_NORM = _rule("grad-norm", Stage.SAME_LAYOUT, "grad norm differs from {partner}", numeric=True)
-NOTHING_COMPARED = _rule("nothing-compared", Stage.SAME_LAYOUT, "no gradients were compared: {partner} recorded none")
+LOSS = _rule("loss", "loss differs from {partner}", numeric=True)
+GRAD_NORM = _rule("grad-norm", "grad norm differs from {partner}", numeric=True)
+NOTHING_COMPARED = _rule("nothing-compared", "no gradients were compared: {partner} recorded none")
 ONE_SIDE = _rule(
     "one-side",
-    Stage.SAME_LAYOUT,
     "not recorded both here and by {partner}: {kind} of {module}, {side} (the first of {count})",
     key=("kind",),
 )
-GRADIENTS = _rule("gradients", Stage.SAME_LAYOUT, "{count} of {compared} " + _DIFFERS, numeric=True)
-PARAMETERS = _rule("parameters", Stage.SAME_LAYOUT, "{count} of {compared} " + _DIFFERS, numeric=True)
+GRADIENTS = _rule("gradients", "{count} of {compared} " + _DIFFERS, numeric=True)
+PARAMETERS = _rule("parameters", "{count} of {compared} " + _DIFFERS, numeric=True)
 
 
+@partial(
+    Check,
+    declares=_rule,
+    blind="A fault that both have, such as one of the layout or of the recipe.",
+    not_judged=lambda expect, device: async_tp_gap(expect.case, expect.numerics) or "",
+    records=("sketches",),
+    needs_relation=True,
+)
 def check_metamorphic(case: Case, run: Run, witnesses: Witnesses) -> list[Finding]:
-    """Findings at the first step where the run breaks the promise of its relation; none without a relation."""
+    """Does a case compute what the same case without its neutral options computes, bit for bit?"""
     relation, partner = witnesses.expect.relation, finished(witnesses.partner)
     if relation is None:
         return []
@@ -193,15 +196,3 @@ def _partner(relation: Relation) -> str:
 def _promise(relation: Relation) -> str:
     equal = {"bitwise": "bit for bit", "exact": "up to the order of sums"}[relation.promise]
     return f"{_partner(relation)}, which must match {equal}"
-
-
-CHECK = Check(
-    name=NAME,
-    question="Does a case compute what the same case without its neutral options computes, bit for bit?",
-    blind="A fault that both have, such as one of the layout or of the recipe.",
-    function=check_metamorphic,
-    rules=_rule.declared,
-    not_judged=lambda expect, device: async_tp_gap(expect.case, expect.numerics) or "",
-    record="sketches",
-    needs_relation=True,
-)

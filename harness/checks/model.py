@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 
-from harness.checks.check import Check
-from harness.checks.ranks import traces_by_rank
+from harness.checks.check import Check, Witnesses, finished
+from harness.checks.findings import traces_by_rank
 from harness.checks.rule import Rules, Stage
-from harness.checks.witnesses import Witnesses, finished
 from harness.matrix.case import Case
 from harness.matrix.layout import DP_AXES, peers
 from harness.plural import counted
@@ -21,8 +21,6 @@ from harness.sentence import format_ranks
 from harness.trace import RankTrace, Run
 from harness.trace.model import Buffer, ModelRecord
 from harness.verdict import Finding, Value
-
-NAME = "model"
 
 # Below this part of the largest gradient an update may be lost in the rounding of its parameter.
 _WORTH_AN_UPDATE = 1e-3
@@ -37,45 +35,38 @@ _HARMFUL = {
 }
 
 
-_rule = Rules("model")
-NO_RECORD = _rule.no_record()
+_rule = Rules("model", Stage.MODEL)
 DTYPE = _rule(
     "dtype",
-    Stage.MODEL,
     "parameter {module} is {dtype}, and the case asks for {asked} ({count:n parameter})",
     fix="convert parameters to the dtype of case.parameter_dtype before the model is distributed: "
     "`model.to(getattr(torch, case.parameter_dtype))`.",
 )
 PARAMETER = _rule(
     "parameter",
-    Stage.MODEL,
     "this layout builds {here} parameter {module}, and {who} builds {there} ({count:n such name})",
     fix="build the same modules in every layout: weights, gradients and checkpoints of two layouts are matched "
     "by FQN. Wrappers of torch are known; a wrapper of your own must not add a name.",
 )
 SHAPE = _rule(
     "shape",
-    Stage.MODEL,
     "parameter {module} has another shape than on {who}",
     fix="distribute it as a DTensor (fully_shard, parallelize_module, distribute_tensor), whose shape is "
     "that of the whole weight: of a plain tensor the harness cannot tell which part of it this rank has.",
 )
 TRAINED = _rule(
     "trained",
-    Stage.MODEL,
     "parameter {module} is {here} here, unlike on {who}",
     fix="set requires_grad the same way in every layout.",
 )
 LINEAR = _rule(
     "linear",
-    Stage.MODEL,
     "{module} is {here} linear here, and {there} on {who}",
     fix="keep nn.Linear under tensor parallelism and distribute its weight (ColwiseParallel, RowwiseParallel): "
     "only nn.Linear is converted to float8.",
 )
 CALLS = _rule(
     "calls",
-    Stage.MODEL,
     "{module} runs {ours:n time} a step, and {theirs:n time} for the {dp} microbatches of the single-rank reference "
     "({count:n such linear})",
     fix="run the model once for every microbatch that step() is given, and do not join them: a float8 "
@@ -83,53 +74,46 @@ CALLS = _rule(
 )
 BUFFER = _rule(
     "buffer",
-    Stage.DATA,
     "buffer {module} differs between {pair} ({count:n such buffer})",
+    stage=Stage.DATA,
     fix="initialise buffers the same way on every rank and in every layout: seed alike, by case.train.seed and "
     "not by the rank, or broadcast them. The harness writes parameters only, so such a buffer changes what "
     "this rank computes, and what your own training computes too.",
 )
-NO_GRADIENT = _rule(
-    "no-gradient", Stage.MODEL, "{count} of {all:n trained parameter} got no gradient in any step: {names}"
-)
+NO_GRADIENT = _rule("no-gradient", "{count} of {all:n trained parameter} got no gradient in any step: {names}")
 UNSEEN_GRADIENTS = _rule(
     "unseen-gradients",
-    Stage.MODEL,
     "parameters change, but no torch optimizer steps, so their gradients cannot be seen",
     fix="derive the optimizer from torch.optim.Optimizer, or leave the gradients in place until step() returns "
     "and clear them at its beginning.",
 )
 SEVERAL_STEPS = _rule(
     "several-steps",
-    Stage.MODEL,
     "{who} {count} times in one step()",
     fix="call backward() for every microbatch, divided by len(microbatches), and then optimizer.step() once.",
 )
 NOT_UPDATED = _rule(
     "not-updated",
-    Stage.MODEL,
     "{count} of {all:n trained parameter} got gradients and never changed: {names}",
     fix="pass every parameter of `model` to the optimizer.",
 )
 NOTHING_UPDATED = _rule(
     "nothing-updated",
-    Stage.MODEL,
     "the optimizer steps, but no parameter of the model ever changes",
     fix="make the optimizer after fully_shard() and parallelize_module(), which replace the parameters, and let "
     "`model` be the module that `step` trains.",
 )
 NO_STEP = _rule(
     "no-step",
-    Stage.MODEL,
     "no optimizer ever steps, and no parameter changes",
     fix="end step() with optimizer.step() and optimizer.zero_grad().",
 )
-SETTING = _rule("setting", Stage.MODEL, "the target leaves torch's {setting} changed after {phase}")
+SETTING = _rule("setting", "the target leaves torch's {setting} changed after {phase}")
 INITIAL = _rule(
     "initial-weights",
-    Stage.DATA,
     "{count:n parameter} that {ranks} hold alike {were} built with different values: {module}. Here the harness "
     "writes the weights; your own training would start from different ones on every rank",
+    stage=Stage.DATA,
     fix="seed alike on every rank before the model is built (torch.manual_seed(case.train.seed), not seed + "
     "rank), or broadcast the parameters, or load a checkpoint.",
 )
@@ -138,8 +122,15 @@ INITIAL = _rule(
 _Difference = Callable[[ModelRecord, ModelRecord, str], Iterable[Finding]]
 
 
+@partial(
+    Check,
+    declares=_rule,
+    blind="What is built alike and wrong everywhere; parameters whose updates are lost in their own rounding.",
+    unasked="model",
+    absent="it is not known what the ranks built",
+)
 def check_model(case: Case, run: Run, witnesses: Witnesses) -> list[Finding]:
-    """Findings about the model of every rank; those of the comparison only where the single-rank reference ran."""
+    """Is the model that was built the same on every rank and on one rank, and is all of it trained?"""
     traces = [trace for trace in traces_by_rank(run) if trace.model is not None]
     reference = finished(witnesses.solo)
     solo = None if reference is None else reference.traces[0]
@@ -409,14 +400,3 @@ def unequal_initial_weights(run: Run) -> list[Finding]:
         )
         for fqn, ranks in sorted(unequal.items())[:1]
     ]
-
-
-CHECK = Check(
-    name=NAME,
-    question="Is the model that was built the same on every rank and on one rank, and is all of it trained?",
-    blind="What is built alike and wrong everywhere; parameters whose updates are lost in their own rounding.",
-    function=check_model,
-    rules=_rule.declared,
-    record="model",
-    absent="it is not known what the ranks built",
-)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from functools import partial
 
 import msgspec
 
@@ -18,20 +19,17 @@ from harness.checks.assembly import (
     largest,
     nan_as_inf,
     relative_distances,
+    size_of_error,
     unequal_replicas,
 )
-from harness.checks.check import Check
+from harness.checks.check import Check, Witnesses, finished, unfinished, why_unfinished
 from harness.checks.factors import Explanation, explain_gradients, explain_loss
-from harness.checks.mismatch import size_of_error
 from harness.checks.rule import Rule, Rules, Stage
-from harness.checks.witnesses import Witnesses, finished, unfinished, why_unfinished
 from harness.evidence.tolerance import NONE_DERIVED
 from harness.matrix.case import Case
 from harness.matrix.layout import dp_rank
 from harness.trace import Run
 from harness.verdict import Finding, Value
-
-NAME = "parity"
 
 # A loss is a mean over tokens and changes far less than the worst gradient: measured below 1/20 of it.
 LOSS_SHARE = 0.1
@@ -50,39 +48,38 @@ FLOAT32_LOSS = 5e-6
 Tensors = dict[SketchKey, Assembled]
 
 
-_rule = Rules("parity")
-NO_RECORD = _rule.no_record()
+_rule = Rules("parity", Stage.ONE_RANK)
 NO_REFERENCE = _rule.no_witness()
-NO_TOLERANCE = _rule("no-tolerance", Stage.RUN, "no parity tolerance {why}", judged=False)
+NO_TOLERANCE = _rule("no-tolerance", "no parity tolerance {why}", stage=Stage.RUN, judged=False)
 _OFF = " differs from the single-rank reference by {distance:.2g}, {allowed:.2g} allowed"
-LOSS = _rule("loss", Stage.ONE_RANK, "{number}" + _OFF, numeric=True)
-GRAD_NORM = _rule("grad-norm", Stage.ONE_RANK, "{number}" + _OFF, numeric=True)
-REPORTED_NORM = _rule("reported-grad-norm", Stage.ONE_RANK, "{number}" + _OFF, numeric=True)
+LOSS = _rule("loss", "{number}" + _OFF, numeric=True)
+GRAD_NORM = _rule("grad-norm", "{number}" + _OFF, numeric=True)
+REPORTED_NORM = _rule("reported-grad-norm", "{number}" + _OFF, numeric=True)
 _FAR = (
     "{count} of {compared} {noun} differ from the single-rank reference; worst {module}: relative distance "
     "{distance:.2g}, {allowed:.2g} allowed (norm {norm:.6g}, reference {reference:.6g})"
 )
-GRADIENTS = _rule("gradients", Stage.ONE_RANK, _FAR, numeric=True)
-PARAMETERS = _rule("parameters", Stage.ONE_RANK, _FAR, numeric=True)
-NOTHING_COMPARED = _rule("nothing-compared", Stage.ONE_RANK, "no {noun} were compared")
-ONE_SIDE = _rule(
-    "one-side", Stage.ONE_RANK, "{kind} of {module} is missing from {side} (the first of {count})", key=("kind", "side")
-)
-ELEMENTS = _rule("elements", Stage.ONE_RANK, "the ranks hold {elements} elements of {module}, which has shape {shape}")
-TOKENS = _rule("tokens", Stage.DATA, "wrong tokens on {ranks}")
+GRADIENTS = _rule("gradients", _FAR, numeric=True)
+PARAMETERS = _rule("parameters", _FAR, numeric=True)
+NOTHING_COMPARED = _rule("nothing-compared", "no {noun} were compared")
+ONE_SIDE = _rule("one-side", "{kind} of {module} is missing from {side} (the first of {count})", key=("kind", "side"))
+ELEMENTS = _rule("elements", "the ranks hold {elements} elements of {module}, which has shape {shape}")
+TOKENS = _rule("tokens", "wrong tokens on {ranks}", stage=Stage.DATA)
 REPLICAS = _rule(
     "replicas",
-    Stage.ONE_RANK,
     "replicas of a shard are not bitwise equal: {kind} of {module} at {offset} (the first of {count})",
     key=("kind",),
 )
 
 
+@partial(
+    Check,
+    declares=_rule,
+    blind="A fault that one rank has too; in bfloat16 under TP, where trajectories drift, one below the tolerance.",
+    records=("sketches",),
+)
 def check_parity(case: Case, run: Run, witnesses: Witnesses) -> list[Finding]:
-    """Findings at the first step where the run is further from its solo witness than its tolerance.
-
-    Later steps differ because that one does, so they are left out.
-    """
+    """Does the layout compute what one rank computes?"""
     solo, tolerance = finished(witnesses.solo), witnesses.parity_tolerance
     if solo is None:
         return [unfinished(NO_REFERENCE, "the single-rank reference (solo witness)", witnesses.solo, run)]
@@ -264,13 +261,3 @@ def _replicas(run: Run) -> list[Finding]:
             found=", ".join(f"rank {rank}: {digest}" for rank, digest in sorted(digests.items())),
         )
     ]
-
-
-CHECK = Check(
-    name=NAME,
-    question="Does the layout compute what one rank computes?",
-    blind="A fault that one rank has too; in bfloat16 under TP, where trajectories drift, one below the tolerance.",
-    function=check_parity,
-    rules=_rule.declared,
-    record="sketches",
-)

@@ -7,14 +7,13 @@ correct. In compiled blocks backward graphs repeat nodes of forward graphs: they
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
+from functools import partial
 from typing import NamedTuple
 
-from harness.checks.check import Check
-from harness.checks.mismatch import Mismatch, first_place
+from harness.checks.check import Check, Witnesses
+from harness.checks.findings import Mismatch, first_place, merge_ranks, traces_by_rank
 from harness.checks.occurrences import CastKey, casts_by_key, matmuls_by_key
-from harness.checks.ranks import merge_ranks, missing_records, traces_by_rank
 from harness.checks.rule import Rule, Rules, Stage
-from harness.checks.witnesses import Witnesses
 from harness.expect.expectations import MATMULS, Expectations
 from harness.matrix.case import Case
 from harness.matrix.recipes import Operand
@@ -23,35 +22,18 @@ from harness.trace import RankTrace, Run
 from harness.trace.operands import CastRecord, MatmulRecord, Role
 from harness.verdict import Finding
 
-NAME = "recompute"
-
-_rule = Rules("recompute")
-NO_RECORD = _rule.no_record()
-NODES = _rule(
-    "nodes",
-    Stage.EXECUTION,
-    "{count:n node of backward graphs is|nodes of backward graphs are} not as in forward: {node}",
-)
+_rule = Rules("recompute", Stage.EXECUTION)
+NODES = _rule("nodes", "{count:n node of backward graphs is|nodes of backward graphs are} not as in forward: {node}")
 NOTHING_REPEATED = _rule(
-    "nothing-repeated", Stage.MODEL, "backward graphs of checkpointed blocks repeat nothing of forward"
+    "nothing-repeated", "backward graphs of checkpointed blocks repeat nothing of forward", stage=Stage.MODEL
 )
 CAST = _rule(
-    "cast",
-    Stage.EXECUTION,
-    "{cast} differs from the first execution in its {property}",
-    key=("cast", "property"),
-    located=True,
+    "cast", "{cast} differs from the first execution in its {property}", located=True, key=("cast", "property")
 )
-MATMUL = _rule(
-    "matmul",
-    Stage.EXECUTION,
-    "{cast} differs from the first execution in its {property}",
-    key=("property",),
-    located=True,
-)
-NOT_RECOMPUTED = _rule("not-recomputed", Stage.MODEL, "checkpointed forward was not recomputed", located=True)
-UNASKED = _rule("unasked", Stage.EXECUTION, "forward was recomputed without being asked for")
-NUMBER = _rule("number", Stage.EXECUTION, "wrong number of recomputed matmuls", formula=MATMULS)
+MATMUL = _rule("matmul", "{cast} differs from the first execution in its {property}", located=True, key=("property",))
+NOT_RECOMPUTED = _rule("not-recomputed", "checkpointed forward was not recomputed", stage=Stage.MODEL, located=True)
+UNASKED = _rule("unasked", "forward was recomputed without being asked for")
+NUMBER = _rule("number", "wrong number of recomputed matmuls", formula=MATMULS)
 
 
 class _Repetition(NamedTuple):
@@ -66,21 +48,34 @@ class _Repetition(NamedTuple):
     second: dict[str, object]
 
 
+def _not_judged(expect: Expectations, device: str) -> str:
+    case = expect.case
+    if computes_on_plain_shards(case.target) and case.layout.tp > 1 and case.compile != "none":
+        return "in backward, a graph reads a plain tensor that was gathered through a copy"
+    return ""
+
+
+@partial(
+    Check,
+    declares=_rule,
+    blind="What is wrong in the same way both times; operators without float8 in eager recomputation.",
+    not_judged=_not_judged,
+    records=("operands",),
+    compiled_records=("graphs",),
+    formula=MATMULS,
+    needs_linears=True,
+)
 def check_recompute(case: Case, run: Run, witnesses: Witnesses) -> list[Finding]:
-    """The first mismatch of every rank that has one, with the number of mismatches. Of graphs, once for all ranks."""
+    """Does everything that runs twice give the same result twice?
+
+    The first mismatch of every rank that has one, with the number of mismatches. Of graphs, once for all ranks.
+    """
+    expect = witnesses.expect
     if case.compile != "none":
-        return missing_records(run, NO_RECORD, "graphs") or merge_ranks(
-            run, lambda trace: _of_graphs(witnesses.expect, trace)
-        )
-    findings = []
-    for trace in traces_by_rank(run):
-        if trace.operands is None:
-            continue  # EXEMPT: `scales` reports operands that were not recorded
-        mismatches = [*_unequal(witnesses.expect, trace), *_not_recomputed(witnesses.expect, trace)]
-        if mismatches:
-            first = min(mismatches, key=lambda each: each.place)
-            findings.append(first.finding(f"{first_place(first)}; {{total}} in total", total=len(mismatches)))
-    return findings
+        return merge_ranks(run, lambda trace: _of_graphs(expect, trace))
+    of_ranks = ([*_unequal(expect, trace), *_not_recomputed(expect, trace)] for trace in traces_by_rank(run))
+    firsts = ((min(found, key=lambda each: each.place), len(found)) for found in of_ranks if found)
+    return [first.finding(f"{first_place(first)}; {{total}} in total", total=total) for first, total in firsts]
 
 
 def _of_graphs(expect: Expectations, trace: RankTrace) -> Iterator[Finding]:
@@ -195,25 +190,3 @@ def _not_as_asked(expect: Expectations, trace: RankTrace, recomputed: bool) -> I
         rule = NOT_RECOMPUTED if asked else UNASKED
         found = "a recomputation" if recomputed else "none"
         yield Mismatch(1, 0, trace.rank, "the model", rule, "a recomputation" if asked else "none", found)
-
-
-def _not_judged(expect: Expectations, device: str) -> str:
-    del device
-    case = expect.case
-    if computes_on_plain_shards(case.target) and case.layout.tp > 1 and case.compile != "none":
-        return "in backward, a graph reads a plain tensor that was gathered through a copy"
-    return ""
-
-
-CHECK = Check(
-    name=NAME,
-    question="Does everything that runs twice give the same result twice?",
-    blind="What is wrong in the same way both times; operators without float8 in eager recomputation.",
-    function=check_recompute,
-    rules=_rule.declared,
-    not_judged=_not_judged,
-    record="operands",
-    compiled_record="graphs",
-    formula=MATMULS,
-    needs_linears=True,
-)

@@ -1,9 +1,12 @@
-"""What records of known faults explain of a failure. See `harness/matrix/known.py`.
+"""What explains a failure from outside of the run: records of known faults, and formulas that are not verified here.
 
 A failure is `known` when every record that affects the case shows itself (each finding that it requires is there, where
 its check was executed), and every finding is explained by one of them: the right check, words, module, and not larger
 than recorded. A case that passes although a fault is recorded for it is `unexpected_pass`. Everything else keeps its
 verdict: the findings that no record explains come first, and what the records miss is added at the end.
+
+A formula is evaluated with every version. With versions that it was verified with, a disagreement is a fault. With
+others a case with no other findings is `changed`: not good, and nothing proves that it is wrong.
 """
 
 from __future__ import annotations
@@ -11,29 +14,16 @@ from __future__ import annotations
 import datetime
 import difflib
 import fnmatch
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-import msgspec
+from msgspec.structs import replace
 
-from harness.checks.catalogue import RULES
+from harness.checks.catalogue import GONE, KNOWN, MISSING, OTHER_END, OUTDATED, RULES, UNEXPLAINED
 from harness.checks.judge import Judgement
-from harness.checks.rule import Rules, Stage
 from harness.errors import HarnessError
 from harness.matrix.case import Case
 from harness.matrix.known import KnownFault
 from harness.verdict import Finding, Verdict
-
-_rule = Rules("judge")
-KNOWN = _rule("known", Stage.RUN, "known fault {fault}: {reason} ({link})")
-GONE = _rule("gone", Stage.RUN, "passed although the fault {fault} ({link}) is recorded for it: close the record")
-UNEXPLAINED = _rule(
-    "unexplained", Stage.RUN, "{first} not explained by the record of {faults}: another fault, or a larger effect"
-)
-MISSING = _rule("missing", Stage.RUN, "the recorded fault {fault} does not show as recorded: a finding is missing")
-OUTDATED = _rule(
-    "outdated", Stage.RUN, "the record of {fault} was to be reviewed by {day}: it explains nothing any more"
-)
-OTHER_END = _rule("other-end", Stage.RUN, "the case ended otherwise than recorded")
 
 
 def require_rules(faults: Iterable[KnownFault]) -> None:
@@ -57,20 +47,20 @@ def with_known_faults(found: Judgement, faults: Sequence[KnownFault], today: dat
     if not faults or found.verdict is Verdict.INFRA:
         return found
     if found.verdict is Verdict.PASSED:
-        return msgspec.structs.replace(found, verdict=Verdict.UNEXPECTED_PASS, findings=tuple(map(_gone, faults)))
+        return replace(found, verdict=Verdict.UNEXPECTED_PASS, findings=tuple(map(_gone, faults)))
     unexplained = [each for each in found.findings if not any(fault.explains(each) for fault in faults)]
     notes = (*_notes(found, faults, today), *_beyond(len(unexplained), faults))
     if found.findings and not notes:
         told = tuple(map(_known_everywhere, (fault for fault in faults if fault.everywhere)))
-        return msgspec.structs.replace(found, verdict=Verdict.KNOWN, findings=(*told, *found.findings))
+        return replace(found, verdict=Verdict.KNOWN, findings=(*told, *found.findings))
     explained = [each for each in found.findings if each not in unexplained]
-    return msgspec.structs.replace(found, findings=(*unexplained, *explained, *notes))
+    return replace(found, findings=(*unexplained, *explained, *notes))
 
 
 def _known_everywhere(fault: KnownFault) -> Finding:
     """The finding that names a fault recorded by the package: users of the project did not write the record."""
     told = KNOWN.finding(fault=fault.name, reason=fault.reason, link=fault.link)
-    return msgspec.structs.replace(told, verdict=fault.verdict)
+    return replace(told, verdict=fault.verdict)
 
 
 def _gone(fault: KnownFault) -> Finding:
@@ -98,3 +88,10 @@ def _notes(found: Judgement, faults: Sequence[KnownFault], today: datetime.date)
     recorded = sorted({fault.verdict.value for fault in faults})
     if found.verdict.value not in recorded:
         yield OTHER_END.finding(expected=" or ".join(recorded), found=found.verdict.value)
+
+
+def with_doubts(found: Judgement, doubts: Mapping[str, str]) -> Judgement:
+    """The judgement with a note at every finding by a formula in `doubts`: the formulas not verified here, and why."""
+    findings = tuple(replace(each, differs=doubts.get(each.formula, each.differs)) for each in found.findings)
+    only_doubted = found.verdict is Verdict.INVARIANT and all(each.differs for each in findings)
+    return replace(found, verdict=Verdict.CHANGED if only_doubted else found.verdict, findings=findings)

@@ -8,11 +8,11 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Iterator
+from functools import partial
 
-from harness.checks.check import Check
-from harness.checks.ranks import traces_by_rank
+from harness.checks.check import Check, Witnesses
+from harness.checks.findings import traces_by_rank
 from harness.checks.rule import Rules, Stage
-from harness.checks.witnesses import Witnesses
 from harness.matrix.case import Case
 from harness.matrix.caseid import layout_id
 from harness.matrix.resumed import resumed_in
@@ -21,21 +21,23 @@ from harness.trace import RankTrace, Run
 from harness.trace.model import Resumed
 from harness.verdict import Finding
 
-NAME = "resume"
-
-_rule = Rules("resume")
-NOT_LOADED = _rule("not-loaded", Stage.DATA, "no state was loaded by {layout}", key=("layout",))
+_rule = Rules("resume", Stage.DATA)
+NOT_LOADED = _rule("not-loaded", "no state was loaded by {layout}", key=("layout",))
 OTHER_STATE = _rule(
     "state",
-    Stage.DATA,
     "the state that {layout} loaded is not the one that was saved: {parts}; first {what} of {module}",
     key=("what",),
 )
 
 
+@partial(
+    Check,
+    declares=_rule,
+    blind="State that is in neither the model nor the optimizer, such as that of a data loader.",
+    not_judged=lambda expect, device: "the run is not resumed" if expect.case.train.resume == "none" else "",
+)
 def check_resume(case: Case, run: Run, witnesses: Witnesses) -> list[Finding]:
-    """The first layout that holds another state than the one that was saved, on the first rank where it does."""
-    del witnesses  # it needs no other run
+    """Is the state that was loaded the one that was saved, every bit of it, in every layout that loaded it?"""
     layouts = [layout_id(other.layout) for other in resumed_in(case)]
     traces = traces_by_rank(run)
     found = (
@@ -76,13 +78,3 @@ def _finding(rank: int, resumed: Resumed, number: int, layout: str, wrong: list[
         expected=resumed.saved.get(first, "nothing"),
         found=resumed.loaded[number].get(first, "nothing"),
     )
-
-
-CHECK = Check(
-    name=NAME,
-    question="Is the state that was loaded the one that was saved, every bit of it, in every layout that loaded it?",
-    blind="State that is in neither the model nor the optimizer, such as that of a data loader.",
-    function=check_resume,
-    rules=_rule.declared,
-    not_judged=lambda expect, device: "the run is not resumed" if expect.case.train.resume == "none" else "",
-)

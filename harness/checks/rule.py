@@ -65,7 +65,6 @@ class Rule(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def check(self) -> str:
-        """The check that it belongs to."""
         return check_of(self.name)
 
     def finding(  # noqa: PLR0913  what a finding has, beside the values of its sentence
@@ -113,36 +112,36 @@ class Rule(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Rules:
-    """Declares the rules of one check, each by a call: its name in the check, its stage and its sentence."""
+    """Declares the rules of one check, each by a call. `stage` and `located` are those of most of them."""
 
-    def __init__(self, check: str) -> None:
-        self._check = check
-        self._declared: list[Rule] = []
+    def __init__(self, check: str, stage: Stage, *, located: bool = False) -> None:
+        self.check = check
+        self.declared: tuple[Rule, ...] = ()
+        self._stage, self._located = stage, located
 
-    @property
-    def declared(self) -> tuple[Rule, ...]:
-        """All of them, in order."""
-        return tuple(self._declared)
-
-    def __call__(self, name: str, stage: Stage, says: str, **fields: Any) -> Rule:
-        """The rule that is declared. `fields`: the other ones of `Rule`."""
-        rule = Rule(name=f"{self._check}/{name}", stage=stage, says=says, **fields)
-        self._declared.append(rule)
+    def __call__(
+        self, name: str, says: str, *, stage: Stage | None = None, located: bool | None = None, **fields: Any
+    ) -> Rule:
+        """The rule that is declared: its name in the check and its sentence. `fields`: the other ones of `Rule`."""
+        rule = Rule(
+            name=f"{self.check}/{name}",
+            says=says,
+            stage=stage or self._stage,
+            located=self._located if located is None else located,
+            **fields,
+        )
+        self.declared += (rule,)
         return rule
-
-    def no_record(self) -> Rule:
-        """The rule of a check that lacks what ranks were asked to record."""
-        return self("no-record", Stage.RUN, "no record of {record} on {where}", judged=False)
 
     def no_witness(self) -> Rule:
         """The rule of a check that lacks a run to compare with."""
-        return self("no-witness", Stage.RUN, "{who} could not be run{why}", judged=False)
+        return self("no-witness", "{who} could not be run{why}", stage=Stage.RUN, judged=False, located=False)
 
 
-def by_name(*rules: Iterable[Rule]) -> Mapping[str, Rule]:
+def by_name(rules: Iterable[Rule]) -> Mapping[str, Rule]:
     """The rules by name. Two rules of one name are a mistake in the program."""
     found: dict[str, Rule] = {}
-    for rule in (rule for group in rules for rule in group):
+    for rule in rules:
         assert rule.name not in found, f"two rules are named {rule.name}"
         found[rule.name] = rule
     return found

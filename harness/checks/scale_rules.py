@@ -1,4 +1,4 @@
-"""Rules about the scale and the values of a single cast, for eager casts and for casts inside of compiled graphs.
+"""Rules about the scale and the values of a cast, eager or inside of a compiled graph, and what a wrong scale is from.
 
 Every rule yields (rule, expected, found) for what is broken and nothing otherwise.
 """
@@ -6,17 +6,21 @@ Every rule yields (rule, expected, found) for what is broken and nothing otherwi
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
-from harness.checks.mismatch import same_number
+from harness.checks.assembly import largest, same_number
+from harness.checks.occurrences import CastKey, on_ranks
 from harness.checks.rule import Rule, Rules, Stage
 from harness.expect.expectations import CASTS
 from harness.matrix.case import Case
+from harness.matrix.layout import MESH_AXES, peers
 from harness.matrix.recipes import FLOAT8_MAX
-from harness.trace.operands import CastStatistics, ScaleSummary
+from harness.sentence import format_ranks
+from harness.trace.operands import CastRecord, CastStatistics, ScaleSummary
 
 Broken = tuple[Rule, str, str]  # with what was expected and found
 
@@ -37,19 +41,19 @@ class CastRules(NamedTuple):
 
 
 def cast_rules(rule: Rules) -> CastRules:
-    """The rules about one cast, declared among those of a check."""
-    scales, values = (functools.partial(rule, located=True, stage=stage) for stage in (Stage.SCALES, Stage.VALUES))
+    """The rules about one cast, declared among those of a check of scales."""
+    values = functools.partial(rule, stage=Stage.VALUES)
     return CastRules(
-        amax=scales("amax", says="scale does not match the amax"),
-        scale_dtype=scales("scale-dtype", says="scale has the wrong dtype"),
-        scale_range=scales("scale-range", says="scale is not positive and finite"),
-        power_of_two=scales("power-of-two", says="scale is not a power of two"),
-        scale_shape=scales("scale-shape", says="scale has the wrong shape"),
-        target_dtype=scales("target-dtype", says="cast to the wrong dtype"),
-        number=scales("number", says="wrong number of casts{of}", key=("of",), formula=CASTS),
-        data=values("data", says="float8 data does not match its source and scale"),
-        saturated=values("saturated", says="float8 values saturate"),
-        nonfinite=values("nonfinite", says="float8 values are NaN or infinite"),
+        amax=rule("amax", "scale does not match the amax"),
+        scale_dtype=rule("scale-dtype", "scale has the wrong dtype"),
+        scale_range=rule("scale-range", "scale is not positive and finite"),
+        power_of_two=rule("power-of-two", "scale is not a power of two"),
+        scale_shape=rule("scale-shape", "scale has the wrong shape"),
+        target_dtype=rule("target-dtype", "cast to the wrong dtype"),
+        number=rule("number", "wrong number of casts{of}", key=("of",), formula=CASTS),
+        data=values("data", "float8 data does not match its source and scale"),
+        saturated=values("saturated", "float8 values saturate"),
+        nonfinite=values("nonfinite", "float8 values are NaN or infinite"),
     )
 
 
@@ -119,3 +123,132 @@ def format_scale(scale: ScaleSummary) -> str:
     if scale.minimum == scale.maximum:
         return f"{scale.minimum!r}"
     return f"{scale.minimum!r} to {scale.maximum!r}, sum {scale.total!r}"
+
+
+# Which amax was a wrong scale computed from? A scale that is wrong says by its value what it was made from: a source is
+# named if the scale that its amax gives is the one that was found, up to rounding. Chance does not make two amaxes of
+# different tensors equal.
+
+Casts = Mapping[int, Mapping[tuple[CastKey, int], CastRecord]]  # of every rank
+
+_ROUNDING = 2.0**-22  # a scale that is divided in float32 instead of float64 differs by less
+_FACTOR = "it is the right scale times 2**{}"
+_MAXIMA = {**FLOAT8_MAX, "float8_e4m3fnuz": 240.0}
+
+
+class Source(NamedTuple):
+    """An amax that a scale may have been made from by mistake, and whose it is."""
+
+    name: str
+    amax: float
+
+
+def implied_source(target_dtype: str, scale: float, right: float, sources: Iterable[Source]) -> str:
+    """What the scale was made from instead of the amax `right`: "the amax of ..."; empty if nothing fits."""
+    expected = tensorwise_scale(target_dtype, right)
+    if not (math.isfinite(scale) and scale > 0 and math.isfinite(expected)) or scale == expected:
+        return ""
+    if _near(scale, expected):
+        return "it differs by one rounding: the division may have been in float32"
+    for source in (*sources, Source("the amax rounded to bfloat16", _as_bfloat16(right))):
+        if source.amax != right and _near(scale, tensorwise_scale(target_dtype, source.amax)):
+            return f"it is the scale for {source.name}"
+    if _as_bfloat16(FLOAT8_MAX[target_dtype] / scale) == right:
+        return "it is the scale for an amax that bfloat16 rounds to the right one"
+    return _factor(target_dtype, scale / expected)
+
+
+def _near(found: float, expected: float) -> bool:
+    return abs(found - expected) <= _ROUNDING * abs(expected)
+
+
+def _factor(target_dtype: str, factor: float) -> str:
+    """What a scale for the right amax was multiplied by: the maximum of another dtype, or a power of two."""
+    for dtype, limit in _MAXIMA.items():
+        if dtype != target_dtype and _near(factor, limit / FLOAT8_MAX.get(target_dtype, math.nan)):
+            return f"it is the scale for the maximum of {dtype}, {limit:g}"
+    exponent = round(math.log2(factor))
+    return _FACTOR.format(exponent) if exponent and _near(factor, 2.0**exponent) else ""
+
+
+def implied_by_power(cast: CastStatistics, lowest: float, highest: float, earlier: Iterable[CastRecord]) -> str:
+    """The same of scales that are powers of two, with the smallest and largest amax * scale.
+
+    Each implies an interval of amaxes alone, so all of them are compared with those of `earlier` casts.
+    """
+    limit = FLOAT8_MAX.get(cast.target_dtype, math.nan)
+    if 0 < lowest <= highest < math.inf:
+        exponent = math.ceil(math.log2(highest / limit))
+        if exponent and lowest / limit > 2.0 ** (exponent - 1):
+            return _FACTOR.format(exponent)
+    differ = cast.scale.minimum < cast.scale.maximum  # or they are equal to others by chance
+    steps = [other.step for other in earlier if differ and other.scale.digest == cast.scale.digest]
+    return f"it is the scale of step {max(steps)}" if steps else ""
+
+
+def earlier_casts(casts: Casts, rank: int, place: tuple[CastKey, int]) -> Iterator[CastRecord]:
+    """The same cast of a rank in all earlier steps."""
+    key, occurrence = place
+    for step in range(1, key.step):
+        yield from on_ranks(casts, (rank,), (key._replace(step=step), occurrence)).values()
+
+
+def _as_bfloat16(value: float) -> float:
+    """Rounded to the nearest bfloat16, ties to even; NaN and infinity as they are."""
+    if not math.isfinite(value):
+        return value
+    (bits,) = struct.unpack("<I", struct.pack("<f", as_float32(value)))
+    rounded = (bits + 0x7FFF + (bits >> 16 & 1)) & 0xFFFF0000
+    return float(struct.unpack("<f", struct.pack("<I", rounded))[0])
+
+
+def cast_sources(
+    case: Case, casts: Casts, rank: int, place: tuple[CastKey, int], group: Mapping[int, CastRecord]
+) -> Iterator[Source]:
+    """The amaxes that the scale of this cast may have been made from by mistake, the likeliest first.
+
+    `group` has the cast on every rank that must share its scale.
+    """
+    cast, (key, occurrence) = casts[rank][place], place
+    for ranks in _other_groups(case, rank):
+        if ranks != tuple(group):
+            yield Source(_on(ranks), _amax(on_ranks(casts, ranks, place)))
+    for other, part in group.items():
+        yield Source(_on((other,)), part.amax)
+    positive = [part.largest for part in group.values() if part.largest is not None]
+    if len(positive) == len(group):
+        yield Source("the largest value without abs", max(positive))
+    before = [(key._replace(step=step), occurrence) for step in range(1, key.step)]
+    yield from of_steps({then[0].step: _amax(on_ranks(casts, group, then)) for then in before})
+    yield from of_steps(
+        {then[0].step: _amax(on_ranks(casts, (rank,), then)) for then in before}, f" on rank {rank} alone"
+    )
+    if cast.source_dtype == "bfloat16":
+        return  # of so few values that tensors have the same amax by chance
+    for (site, _), other_cast in casts[rank].items():
+        if site.step == key.step and (site.fqn, site.role) != (key.fqn, key.role):
+            yield Source(f"the amax of {site.role} of {site.fqn}", other_cast.amax)
+
+
+def of_steps(amaxes: Mapping[int, float], where: str = "") -> Iterator[Source]:
+    """The amax of every step, with all steps that have it."""
+    for amax in dict.fromkeys(amaxes.values()):
+        steps = [str(step) for step, other in amaxes.items() if other == amax]
+        yield Source(f"the amax of {'step' if len(steps) == 1 else 'steps'} {', '.join(steps)}{where}", amax)
+
+
+def _on(ranks: tuple[int, ...]) -> str:
+    return f"the amax on {format_ranks(ranks)} alone" if len(ranks) == 1 else f"the amax over {format_ranks(ranks)}"
+
+
+def _amax(parts: Mapping[int, CastRecord]) -> float:
+    """The amax over parts of a tensor; NaN where there is none."""
+    return largest(part.amax for part in parts.values())
+
+
+def _other_groups(case: Case, rank: int) -> Iterator[tuple[int, ...]]:
+    """The peers of a rank along every choice of mesh axes, fewest first: the rank alone is the first."""
+    used = [axis for axis in MESH_AXES if case.layout.mesh[axis] > 1]
+    for count in range(len(used) + 1):
+        for chosen in itertools.combinations(used, count):
+            yield peers(case.layout, rank, chosen)

@@ -11,26 +11,27 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from functools import partial
 
-from harness.checks.amax_sources import Casts, cast_sources, earlier_casts, implied_by_power, implied_source
-from harness.checks.assembly import largest
-from harness.checks.check import Check
-from harness.checks.mismatch import Mismatch, findings_by_rule, same_number
+from harness.checks.assembly import largest, same_number
+from harness.checks.check import Check, Witnesses
+from harness.checks.findings import Mismatch, findings_by_rule, traces_by_rank
 from harness.checks.occurrences import GEMM_OPERANDS, CastKey, casts_by_key, on_ranks
-from harness.checks.ranks import missing_records, traces_by_rank
 from harness.checks.rule import Rule, Rules, Stage
 from harness.checks.scale_rules import (
     Broken,
+    Casts,
     as_float32,
     cast_rules,
+    cast_sources,
+    earlier_casts,
     format_scale,
+    implied_by_power,
+    implied_source,
     power_of_two_rule,
     tensorwise_rule,
     value_rules,
 )
-from harness.checks.witnesses import Witnesses
-from harness.expect.casts import CastForm, CastSite
+from harness.expect.casts import CastForm, CastSite, replica_axes, scale_axes, scaled_dim
 from harness.expect.expectations import CASTS, Expectations
-from harness.expect.scale_groups import replica_axes, scale_axes, scaled_dim
 from harness.matrix.case import Case
 from harness.matrix.layout import DP_AXES, peers
 from harness.matrix.targets import computes_on_plain_shards
@@ -39,32 +40,39 @@ from harness.trace import RankTrace, Run
 from harness.trace.operands import CastRecord, MatmulRecord, ScaleSummary
 from harness.verdict import Finding
 
-NAME = "scales"
-
-_rule = Rules("scales")
-NO_RECORD = _rule.no_record()
+_rule = Rules("scales", Stage.SCALES, located=True)
 RULES = cast_rules(_rule)
 
 
-DIFFERENT = _rule(
-    "different-per-rank", Stage.SCALES, "ranks that hold the same tensor use different scales", located=True
+DIFFERENT = _rule("different-per-rank", "ranks that hold the same tensor use different scales")
+SHARED = _rule("shared", "ranks that hold different tensors share all scales")
+REPLICAS = _rule("replicas", "replicas of a tensor have different float8 data", stage=Stage.OPERAND)
+NOT_STYLED = _rule("not-styled", "no linear has a float8 TP style")
+DIM = _rule("dim", "scaled along the wrong dim")
+SOURCE_DTYPE = _rule("source-dtype", "cast from the wrong dtype")
+LOCAL = _rule("local-tensor", "local tensor was cast instead of its DTensor")
+NO_CAST = _rule("no-cast", "matmul operand has no preceding cast", stage=Stage.VALUES)
+MATMUL_SCALE = _rule("matmul-scale", "matmul uses the wrong scale for its operand", stage=Stage.VALUES)
+MATMUL_DATA = _rule("matmul-data", "matmul operand is not the float8 data that was cast", stage=Stage.VALUES)
+
+
+def _not_judged(expect: Expectations, device: str) -> str:
+    if not computes_on_plain_shards(expect.case.target) or expect.case.layout.tp == 1:
+        return ""
+    return "modules get plain tensors under TP, which do not tell which part of an operand they are"
+
+
+@partial(
+    Check,
+    declares=_rule,
+    blind="Casts in generated code; a high-precision operand that was wrong before its cast.",
+    not_judged=_not_judged,
+    records=("operands",),
+    formula=CASTS,
+    needs_linears=True,
 )
-SHARED = _rule("shared", Stage.SCALES, "ranks that hold different tensors share all scales", located=True)
-REPLICAS = _rule("replicas", Stage.OPERAND, "replicas of a tensor have different float8 data", located=True)
-NOT_STYLED = _rule("not-styled", Stage.SCALES, "no linear has a float8 TP style", located=True)
-DIM = _rule("dim", Stage.SCALES, "scaled along the wrong dim", located=True)
-SOURCE_DTYPE = _rule("source-dtype", Stage.SCALES, "cast from the wrong dtype", located=True)
-LOCAL = _rule("local-tensor", Stage.SCALES, "local tensor was cast instead of its DTensor", located=True)
-NO_CAST = _rule("no-cast", Stage.VALUES, "matmul operand has no preceding cast", located=True)
-MATMUL_SCALE = _rule("matmul-scale", Stage.VALUES, "matmul uses the wrong scale for its operand", located=True)
-MATMUL_DATA = _rule("matmul-data", Stage.VALUES, "matmul operand is not the float8 data that was cast", located=True)
-
-
 def check_scales(case: Case, run: Run, witnesses: Witnesses) -> list[Finding]:
-    """One finding for every rule that is broken: the first place, how many mismatches, and on which ranks."""
-    missing = missing_records(run, NO_RECORD, "operands")
-    if missing:
-        return missing
+    """Is every tensor cast to float8 with the correct scale, and multiplied with it?"""
     expect = witnesses.expect
     casts = {trace.rank: casts_by_key(trace) for trace in traces_by_rank(run)}
     return findings_by_rule(
@@ -263,23 +271,3 @@ def _reciprocal(value: float) -> float:
 def _mismatch(rank: int, cast: CastRecord, rule: Rule, expected: str, found: str) -> Mismatch:
     operand = f"{cast.role} in {cast.phase}"
     return Mismatch(cast.step, cast.index, rank, cast.fqn, rule, expected, found, operand)
-
-
-def _not_judged(expect: Expectations, device: str) -> str:
-    del device
-    if not computes_on_plain_shards(expect.case.target) or expect.case.layout.tp == 1:
-        return ""
-    return "modules get plain tensors under TP, which do not tell which part of an operand they are"
-
-
-CHECK = Check(
-    name=NAME,
-    question="Is every tensor cast to float8 with the correct scale, and multiplied with it?",
-    blind="Casts in generated code; a high-precision operand that was wrong before its cast.",
-    function=check_scales,
-    rules=_rule.declared,
-    not_judged=_not_judged,
-    record="operands",
-    formula=CASTS,
-    needs_linears=True,
-)

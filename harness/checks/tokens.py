@@ -7,20 +7,18 @@ wrong tokens too would show in no number.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import partial
 from typing import NamedTuple
 
-from harness.checks.check import Check
-from harness.checks.ranks import traces_by_rank
+from harness.checks.check import Check, Witnesses, finished
+from harness.checks.findings import traces_by_rank
 from harness.checks.rule import Rule, Rules, Stage
-from harness.checks.witnesses import Witnesses, finished
 from harness.matrix.case import Case
 from harness.matrix.layout import dp_rank, peers
 from harness.sentence import format_ranks
 from harness.trace import RankTrace, Run
 from harness.trace.model import StepInputs
 from harness.verdict import Finding
-
-NAME = "tokens"
 
 # A model may get its tokens in a form that is not recognised: packed, with special tokens, every tensor-parallel rank a
 # piece. Their neighbours are still neighbours. Of 31 pairs, 8 pieces of a sequence keep 24.
@@ -32,21 +30,15 @@ _OWN = (
     "data loader, sampler or slice of your own."
 )
 
-_rule = Rules("tokens")
-NO_RECORD = _rule.no_record()
+_rule = Rules("tokens", Stage.DATA)
 LABELS = _rule(
     "labels",
-    Stage.DATA,
     "{who}: the model is called with the labels (tokens shifted by one)",
     fix="call the model with `batch[:, :-1]`, and compare its logits with `batch[:, 1:]`.",
 )
-OTHER_RANK = _rule(
-    "other-rank", Stage.DATA, "{who}: the model is called with tokens of another data-parallel rank", fix=_OWN
-)
-SOME = _rule("some", Stage.DATA, "{who}: the model is called with {got} of {wanted} sequences only", fix=_OWN)
-FOREIGN = _rule(
-    "foreign", Stage.DATA, "{who}: the model is called with tokens that are not those of this step", fix=_OWN
-)
+OTHER_RANK = _rule("other-rank", "{who}: the model is called with tokens of another data-parallel rank", fix=_OWN)
+SOME = _rule("some", "{who}: the model is called with {got} of {wanted} sequences only", fix=_OWN)
+FOREIGN = _rule("foreign", "{who}: the model is called with tokens that are not those of this step", fix=_OWN)
 
 
 class _Wrong(NamedTuple):
@@ -59,8 +51,15 @@ class _Wrong(NamedTuple):
     wanted: int
 
 
+@partial(
+    Check,
+    declares=_rule,
+    blind="A model that is called in parts, or compiled whole; tokens in a form that is not recognised.",
+    unasked="inputs",
+    absent="the model is not called as a whole",
+)
 def check_tokens(case: Case, run: Run, witnesses: Witnesses) -> list[Finding]:
-    """A finding for the first step in which ranks, or the single-rank reference, train on other tokens."""
+    """Is the model called with the tokens that `step` was given, and every rank with its own part of them?"""
     solo = finished(witnesses.solo)
     whole = range(case.train.global_batch)
     of_reference = [] if solo is None else _of_ranks([(solo.traces[0], whole)], {}, "the single-rank reference")
@@ -129,14 +128,3 @@ def _wrong(found: StepInputs, part: range, covered: float) -> _Wrong | None:
 
 def _spelled(sequences: Iterable[int]) -> str:
     return format_ranks(sequences).removeprefix("ranks ").removeprefix("rank ")
-
-
-CHECK = Check(
-    name=NAME,
-    question="Is the model called with the tokens that `step` was given, and every rank with its own part of them?",
-    blind="A model that is called in parts, or compiled whole; tokens in a form that is not recognised.",
-    function=check_tokens,
-    rules=_rule.declared,
-    record="inputs",
-    absent="the model is not called as a whole",
-)

@@ -1,49 +1,63 @@
-"""Does every rank send exactly the collectives of its case? Recorded traffic against `expect/traffic.py`."""
+"""Does every rank send exactly the collectives of its case? Recorded traffic against `expect/traffic.py`.
+
+Of a model that no formula describes, what holds for any: no collective along an unknown group, every gradient reduced
+over all data-parallel ranks, float8 weights gathered in float8, an amax reduction for every cast of a tensor that ranks
+hold shards of, and none for a weight whose scale is precomputed. `stated.py` counts the rest.
+"""
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
+from functools import partial
 from types import MappingProxyType
 from typing import NamedTuple
 
-from harness.checks import traffic_rules
-from harness.checks.check import Check
-from harness.checks.ranks import first_of_each, merge_ranks, missing_records
-from harness.checks.rule import Stage
-from harness.checks.traffic_rules import AMAX_MISSING, HIGH_PRECISION, check_any_model
-from harness.checks.witnesses import Witnesses
+from harness.checks.check import Check, Witnesses
+from harness.checks.findings import first_of_each, merge_ranks
+from harness.checks.rule import Rules, Stage
+from harness.expect.casts import scaled_dim
 from harness.expect.expectations import TRAFFIC, Expectations
 from harness.expect.traffic import Transfer
 from harness.matrix.case import Case
+from harness.matrix.layout import peers
+from harness.matrix.recipes import ITEM_BYTES
 from harness.matrix.targets import OF_DTENSOR, computes_on_plain_shards
 from harness.plural import counted
 from harness.trace import RankTrace, Run
 from harness.trace.counts import TRAFFIC as STATED
-from harness.trace.counts import collective_words
+from harness.trace.counts import TrafficRecord, collective_words
+from harness.trace.model import Parameter
+from harness.trace.operands import CastRecord
 from harness.verdict import Finding
-
-NAME = traffic_rules.NAME
 
 # Of the bytes of bfloat16: float8 takes half; the rest is for the norms, which are gathered in high precision.
 MAX_SHARE_OF_BFLOAT16 = 0.51
+_PADDING = 1.1  # a shard is padded to that of the first rank, which is at most a row longer
 
-
-_rule = traffic_rules.RULES
-NO_RECORD = _rule.no_record()
-VOLUME = _rule(
-    "volume", Stage.COLLECTIVES, "wrong number or size of {collective}", key=("collective",), formula=TRAFFIC
-)
+_rule = Rules("traffic", Stage.COLLECTIVES)
+VOLUME = _rule("volume", "wrong number or size of {collective}", key=("collective",), formula=TRAFFIC)
 GATHERS = _rule(
     "gathers",
-    Stage.COLLECTIVES,
     "weights are gathered too {often} along {axis}",
     key=("often", "axis"),
     fix="give fully_shard the `reshard_after_forward` that the case asks for.",
 )
-AMAX_ELSEWHERE = _rule(
-    "amax-elsewhere", Stage.COLLECTIVES, "amax is reduced over the wrong ranks: not along {axis}", key=("axis",)
+HIGH_PRECISION = _rule(
+    "high-precision",
+    "float8 all-gather is on, but converted weights are gathered in high precision",
+    stage=Stage.MODEL,
 )
+AMAX_MISSING = _rule(
+    "amax-missing",
+    "{missing:n amax reduction is|amax reductions are} missing along {axis}: each shard uses its own scale",
+    key=("axis",),
+)
+AMAX_ELSEWHERE = _rule("amax-elsewhere", "amax is reduced over the wrong ranks: not along {axis}", key=("axis",))
+UNKNOWN_RANKS = _rule("unknown-ranks", "a collective runs over ranks that no axis of the mesh joins")
+NOT_SUMMED = _rule("gradients-not-summed", "gradients are not summed over all ranks of {axis}", key=("axis",))
+REDUCE_DTYPE = _rule("reduce-dtype", "gradients are reduced in {dtypes} instead of {asked}", key=("dtypes", "asked"))
+NOT_PRECOMPUTED = _rule("not-precomputed", "scales are precomputed, and yet weights reduce an amax of their own")
 
 
 class CollectiveKey(NamedTuple):
@@ -113,16 +127,40 @@ class _Step(NamedTuple):
         return key in self.allowed and self.allowed[key].allow(found)
 
 
+def _not_judged(expect: Expectations, device: str) -> str:
+    if not computes_on_plain_shards(expect.case.target):
+        return ""
+    return f"{OF_DTENSOR}: {expect.case.target} reduces counts of tokens and metrics as well"
+
+
+def _partly(expect: Expectations, device: str) -> str:
+    if expect.has_formulas:
+        return ""
+    instead = expect.judged_instead(STATED)
+    return f"no formula for the model of {expect.case.target}: only what holds for any; {instead}"
+
+
+@partial(
+    Check,
+    declares=_rule,
+    blind="The order of collectives, and what is in them: `scales` and `parity` see the numbers.",
+    not_judged=_not_judged,
+    partly=_partly,
+    records=("traffic",),
+    formula=TRAFFIC,
+    needs_linears=True,
+)
 def check_traffic(case: Case, run: Run, witnesses: Witnesses) -> list[Finding]:
-    """A finding for every kind of collective with a wrong count or size. Ranks with the same findings share them.
+    """Does every rank send exactly the collectives of its case?
 
     Recognized causes come first: float8 weights gathered in high precision, amax reductions that are missing or run
     over the wrong ranks.
     """
     expect = witnesses.expect
     if not expect.has_formulas:
-        return missing_records(run, NO_RECORD, "traffic") or check_any_model(expect, run)
-    return missing_records(run, NO_RECORD, "traffic") or [
+        traces = {trace.rank: trace for trace in run.traces}
+        return merge_ranks(run, lambda trace: first_of_each(_of_any_model(expect, traces, trace)))
+    return [
         *merge_ranks(run, lambda trace: first_of_each(_causes(expect, trace))),
         *merge_ranks(run, lambda trace: first_of_each(_differences(expect, trace))),
     ]
@@ -208,40 +246,26 @@ def _causes(expect: Expectations, trace: RankTrace) -> Iterator[Finding]:
     """The causes that the traffic shows, step by step."""
     for step in _steps(expect, trace):
         # A weight is cast before every gather, and one that is not cast needs no amax: that is one fault, not three.
-        yield from _number_of_gathers(step) or _high_precision_gathers(expect, step) or _amax_reductions(step)
+        kinds = (_number_of_gathers(step), _high_precision_gathers(expect, step), _amax_reductions(step))
+        yield from next((found for found in map(list, kinds) if found), [])
 
 
-def _number_of_gathers(step: _Step) -> list[Finding]:
+def _number_of_gathers(step: _Step) -> Iterator[Finding]:
     expected, found = _gathers(step.expected).times, _gathers(step.found).times
-    if found == expected:
-        return []
-    return [
-        GATHERS.finding(
-            often="often" if found > expected else "seldom",
-            axis="dp_shard",
-            step=step.number,
-            expected=f"{expected} all-gathers",
-            found=str(found),
-        )
-    ]
+    if found != expected:
+        often = "often" if found > expected else "seldom"
+        wanted = f"{expected} all-gathers"
+        yield GATHERS.finding(often=often, axis="dp_shard", step=step.number, expected=wanted, found=str(found))
 
 
-def _high_precision_gathers(expect: Expectations, step: _Step) -> list[Finding]:
+def _high_precision_gathers(expect: Expectations, step: _Step) -> Iterator[Finding]:
     """With float8 all-gather: compares the gathered bytes with those that the converted weights take in bfloat16."""
     elements = expect.float8_weight_elements(step.rank)
-    if not elements:
-        return []
     surplus = _gathers(step.found).payload_bytes - _gathers(step.expected).payload_bytes
-    ratio = (elements + surplus) / (2 * elements)
-    if ratio <= MAX_SHARE_OF_BFLOAT16:
-        return []
-    return [
-        HIGH_PRECISION.finding(
-            step=step.number,
-            expected=f"at most {MAX_SHARE_OF_BFLOAT16:.2f} of the bytes of bfloat16",
-            found=f"{ratio:.2f}",
-        )
-    ]
+    ratio = (elements + surplus) / (2 * elements) if elements else 0.0
+    if ratio > MAX_SHARE_OF_BFLOAT16:
+        most = f"at most {MAX_SHARE_OF_BFLOAT16:.2f} of the bytes of bfloat16"
+        yield HIGH_PRECISION.finding(step=step.number, expected=most, found=f"{ratio:.2f}")
 
 
 def _gathers(traffic: Traffic) -> Volume:
@@ -277,30 +301,151 @@ def _max_reductions(traffic: Traffic, within: set[CollectiveKey]) -> defaultdict
     return counts
 
 
-def _not_judged(expect: Expectations, device: str) -> str:
-    del device
-    if not computes_on_plain_shards(expect.case.target):
-        return ""
-    return f"{OF_DTENSOR}: {expect.case.target} reduces counts of tokens and metrics as well"
+# Of any model
 
 
-def _partly(expect: Expectations, device: str) -> str:
-    del device
-    if expect.has_formulas:
-        return ""
-    instead = expect.judged_instead(STATED)
-    return f"no formula for the model of {expect.case.target}: only what holds for any; {instead}"
+def _of_any_model(expect: Expectations, traces: Mapping[int, RankTrace], trace: RankTrace) -> Iterator[Finding]:
+    for step in range(1, expect.case.train.steps + 1):
+        records = [record for record in trace.traffic or () if record.step == step]
+        yield from _unknown_groups(step, records)
+        yield from _gradients(expect, traces, trace, step, records)
+        yield from _gathered_bytes(expect, trace, step, records)
+        yield from _amax_of_shards(expect, trace, step, records)
+        yield from _not_precomputed(expect, trace, step)
 
 
-CHECK = Check(
-    name=NAME,
-    question="Does every rank send exactly the collectives of its case?",
-    blind="The order of collectives, and what is in them: `scales` and `parity` see the numbers.",
-    function=check_traffic,
-    rules=_rule.declared,
-    not_judged=_not_judged,
-    partly=_partly,
-    record="traffic",
-    formula=TRAFFIC,
-    needs_linears=True,
-)
+def _unknown_groups(step: int, records: list[TrafficRecord]) -> Iterator[Finding]:
+    for axis in sorted({record.axis for record in records if record.axis.startswith("ranks")}):
+        yield UNKNOWN_RANKS.finding(step=step, expected="the ranks of one or several mesh axes", found=axis)
+
+
+def _gradients(
+    expect: Expectations, traces: Mapping[int, RankTrace], trace: RankTrace, step: int, records: list[TrafficRecord]
+) -> Iterator[Finding]:
+    """Every gradient is scattered over shards and summed over replicas, in one or several collectives."""
+    layout = expect.case.layout
+    for axis, kind in (("dp_shard", "reduce_scatter"), ("dp_replicate", "all_reduce")):
+        ranks = peers(layout, trace.rank, ("dp_shard",)) if axis == "dp_shard" else (trace.rank,)
+        wanted = sum(
+            parameter.local_elements
+            for rank in ranks
+            for parameter in _parameters(traces.get(rank))
+            if parameter.trained and axis in parameter.axes
+        )
+        found = sum(_elements(record) for record in records if (record.axis, record.kind) == (axis, kind))
+        if found < wanted:
+            yield NOT_SUMMED.finding(
+                axis=axis,
+                step=step,
+                expected=f"{kind} of at least {wanted} elements, as many as there are parameters",
+                found=f"{found} elements",
+            )
+    asked = expect.case.reduce_dtype
+    dtypes = {record.dtype for record in records if (record.axis, record.kind) == ("dp_shard", "reduce_scatter")}
+    if dtypes - {asked}:
+        kept = {parameter.dtype for parameter in _parameters(trace) if parameter.trained}
+        fix = "set reduce_dtype in MixedPrecisionPolicy, or `reduce_dtype` in the case to what you mean."
+        yield REDUCE_DTYPE.finding(
+            dtypes=", ".join(sorted(dtypes - {asked})),
+            asked=asked,
+            step=step,
+            expected=f"reduce_scatter in {asked}",
+            found=", ".join(sorted(dtypes)),
+            fix=fix if kept == {expect.case.wide_dtype} else None,  # parameters of another dtype are mended first
+        )
+
+
+def _gathered_bytes(
+    expect: Expectations, trace: RankTrace, step: int, records: list[TrafficRecord]
+) -> Iterator[Finding]:
+    """Float8 all-gather sends one byte for every element of a converted weight, and not the two of bfloat16.
+
+    How often weights are gathered is told by their casts, which are not recorded in compiled runs.
+    """
+    if not expect.case.gathers_float8 or expect.case.layout.dp_shard == 1 or trace.operands is None:
+        return
+    gathered = {f"{fqn}.weight" for fqn in expect.linears.gathered}
+    sharded = [parameter for parameter in _parameters(trace) if "dp_shard" in parameter.axes]
+    narrow = sum(parameter.local_elements for parameter in sharded if parameter.fqn in gathered)
+    wide = sum(parameter.local_elements for parameter in sharded if parameter.fqn not in gathered)
+    casts = _casts(trace, step)
+    gathers = max(_times(casts, "all_gather").values(), default=2)
+    found = sum(record.payload_bytes for record in records if (record.axis, record.kind) == ("dp_shard", "all_gather"))
+    most = _PADDING * gathers * (narrow + wide * ITEM_BYTES[expect.case.train.dtype])
+    if found > most:
+        yield HIGH_PRECISION.finding(step=step, expected=f"at most {most:.0f} bytes", found=f"{found} bytes")
+
+
+def _amax_of_shards(
+    expect: Expectations, trace: RankTrace, step: int, records: list[TrafficRecord]
+) -> Iterator[Finding]:
+    """As many reductions by max over TP ranks as casts of a tensor of which each of them holds a shard."""
+    casts = [cast for cast in _casts(trace, step) if cast.phase not in ("all_gather", "gathered")]
+    scalar = expect.case.float8.traits.one_scale_per_tensor
+    wanted = sum(_is_sharded(cast, "tp") for cast in casts)
+    found = sum(
+        times
+        for record in records
+        if (record.axis, record.op) == ("tp", "max")
+        for size, times in record.sizes.items()
+        if size == 1 or not scalar
+    )
+    if found < wanted:
+        yield AMAX_MISSING.finding(
+            axis="tp",
+            missing=wanted - found,
+            step=step,
+            expected=f"{counted(wanted, 'reduction')} by max along tp, one for every cast of a shard",
+            found=str(found),
+        )
+
+
+def _not_precomputed(expect: Expectations, trace: RankTrace, step: int) -> Iterator[Finding]:
+    """With precomputed scales no weight reduces an amax of its own after step 1, whose gathers may come too early.
+
+    What else is reduced by max, number by number, is in step 1 too. Casts are not recorded in compiled runs.
+    """
+    if not (expect.case.gathers_float8 and expect.case.float8.precompute_scale) or trace.operands is None or step == 1:
+        return
+    first, found = (_lone_maxima(trace, each) for each in (1, step))
+    of_weights = _times(_casts(trace, 1), "all_gather").total()
+    allowed = first - of_weights if first >= of_weights else first
+    if found > allowed:
+        yield NOT_PRECOMPUTED.finding(
+            step=step,
+            expected=f"at most {counted(allowed, 'reduction')} of one number by max along dp_shard",
+            found=str(found),
+        )
+
+
+def _lone_maxima(trace: RankTrace, step: int) -> int:
+    """The reductions of one number by max over shards in a step."""
+    records = [each for each in trace.traffic or () if (each.step, each.axis, each.op) == (step, "dp_shard", "max")]
+    return sum(record.sizes.get(1, 0) for record in records)
+
+
+def _is_sharded(cast: CastRecord, axis: str) -> bool:
+    """True when the ranks along `axis` hold shards of what one scale of this cast spans."""
+    dim = scaled_dim(cast)
+    wanted = [placement for name, placement in zip(cast.mesh_axes, cast.placements, strict=True) if name == axis]
+    return any(
+        placement.startswith(("Shard", "_StridedShard")) and (dim is None or placement == f"Shard({dim})")
+        for placement in wanted
+    )
+
+
+def _casts(trace: RankTrace, step: int) -> list[CastRecord]:
+    return [cast for cast in (trace.operands.casts if trace.operands is not None else ()) if cast.step == step]
+
+
+def _times(casts: list[CastRecord], phase: str) -> Counter[str]:
+    """How often every weight is cast in a phase, by FQN."""
+    return Counter(cast.fqn for cast in casts if (cast.phase, cast.role) == (phase, "weight"))
+
+
+def _elements(record: TrafficRecord) -> int:
+    return sum(size * times for size, times in record.sizes.items())
+
+
+def _parameters(trace: RankTrace | None) -> tuple[Parameter, ...]:
+    return () if trace is None or trace.model is None else trace.model.parameters

@@ -7,38 +7,41 @@ which replays the data-parallel ranks one after another. Results keep them for e
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+from functools import partial
 from typing import NamedTuple
 
-from harness.checks.cast_shares import cast_shares
-from harness.checks.check import Check
-from harness.checks.ranks import missing_records
+from msgspec.structs import replace
+
+from harness.checks.check import Check, Witnesses, finished, unfinished
 from harness.checks.rule import Rule, Rules, Stage
-from harness.checks.witnesses import Witnesses, finished, unfinished
 from harness.matrix.case import Case
 from harness.matrix.numerics import Numerics, sums_in_order
-from harness.trace import Run
-from harness.trace.operands import CastShare
+from harness.trace import RankTrace, Run
+from harness.trace.operands import CastRecord, CastShare
 from harness.verdict import Finding
 
-NAME = "underflow"
 # How far a share may be from that of one rank. Exact: the same values are cast with the same scales. Replicas: sums of
 # gradients have another order, so single weights of later steps are rounded otherwise; measured over HSDP: 0. Rounded:
 # under TP all values differ by the rounding of earlier sums, and where the scale of a row moves by a power of two, so
 # does what the row loses; measured over 12 such cases of 5 steps: 3e-4, and 2e-3 where scales moved.
 EXACT, REPLICAS, ROUNDED = 1e-12, 1e-4, 0.006
 
-_rule = Rules(NAME)
-NO_RECORD = _rule.no_record()
+_rule = Rules("underflow", Stage.OPERAND, located=True)
 NO_REFERENCE = _rule.no_witness()
 NOTHING_COMPARED = _rule(
-    "nothing-compared", Stage.RUN, "no cast is one that the single-rank reference has too", judged=False
+    "nothing-compared",
+    "no cast is one that the single-rank reference has too",
+    stage=Stage.RUN,
+    located=False,
+    judged=False,
 )
 _MOVED = (
     "of {operand} of {module}, {found:.3g} of all values {become} instead of {expected:.3g} on one rank: "
     "{distance:.2g} apart, {allowed:.2g} allowed ({count} of {compared} operands)"
 )
-FLUSHED = _rule("flushed", Stage.OPERAND, _MOVED, numeric=True, located=True)
-SATURATED = _rule("saturated", Stage.OPERAND, _MOVED, numeric=True, located=True)
+FLUSHED = _rule("flushed", _MOVED, numeric=True)
+SATURATED = _rule("saturated", _MOVED, numeric=True)
 
 
 class Lost(NamedTuple):
@@ -50,31 +53,32 @@ class Lost(NamedTuple):
 
     @property
     def distance(self) -> float:
-        """How far apart they are."""
         return abs(self.found - self.expected)
 
 
-def _in_both(run: Run, solo: Run) -> list[tuple[CastShare, CastShare]]:
-    """Every operand that the solo witness casts too, here and on one rank, in the order of the run."""
-    expected = {each.operand: each for each in solo.traces[0].cast_shares or ()}
-    shares = cast_shares(run.traces)
-    return [(each, expected[each.operand]) for each in shares if each.operand in expected]
-
-
-def check_underflow(case: Case, run: Run, witnesses: Witnesses) -> list[Finding]:
-    """For flushed and for saturated values the first operand that loses another share of them than on one rank."""
-    missing, solo = missing_records(run, NO_RECORD, "operands"), finished(witnesses.solo)
-    if missing:
-        return missing
+@partial(
+    Check,
+    declares=_rule,
+    blind="A recipe that loses as much on one rank; casts in compiled blocks, of which nobody records what they lose.",
+    not_judged=lambda expect, device: "" if expect.case.float8.enabled else "nothing is cast to float8",
+    records=("operands",),
+    needs_linears=True,
+)
+def check_underflow(case: Case, run: Run, witnesses: Witnesses) -> Iterator[Finding]:
+    """Do casts flush to zero, and saturate, the same share of every operand as on one rank?"""
+    solo = finished(witnesses.solo)
     if solo is None:
-        return [unfinished(NO_REFERENCE, "the single-rank reference (solo witness)", witnesses.solo, run)]
-    allowed = allowed_share(case, witnesses.expect.numerics)
-    both = _in_both(run, solo)
+        yield unfinished(NO_REFERENCE, "the single-rank reference (solo witness)", witnesses.solo, run)
+        return
+    of_solo = {each.operand: each for each in solo.traces[0].cast_shares or ()}
+    both = [(each, of_solo[each.operand]) for each in cast_shares(run.traces) if each.operand in of_solo]
     if not both:
-        return [NOTHING_COMPARED.finding(expected="casts of the same operands")]
+        yield NOTHING_COMPARED.finding(expected="casts of the same operands")
+    allowed = allowed_share(case, witnesses.expect.numerics)
     flushed = [Lost(cast, cast.flushed / cast.elements, one.flushed / one.elements) for cast, one in both]
     saturated = [Lost(cast, cast.saturated / cast.elements, one.saturated / one.elements) for cast, one in both]
-    return [*_moved(FLUSHED, "become zero", flushed, allowed), *_moved(SATURATED, "saturate", saturated, allowed)]
+    yield from _moved(FLUSHED, "become zero", flushed, allowed)
+    yield from _moved(SATURATED, "saturate", saturated, allowed)
 
 
 def allowed_share(case: Case, numerics: Numerics) -> float:
@@ -84,13 +88,12 @@ def allowed_share(case: Case, numerics: Numerics) -> float:
     return ROUNDED if case.layout.tp > 1 else REPLICAS
 
 
-def _moved(rule: Rule, become: str, lost: list[Lost], allowed: float) -> list[Finding]:
+def _moved(rule: Rule, become: str, lost: list[Lost], allowed: float) -> Iterator[Finding]:
+    """The first operand that loses another share."""
     wrong = [each for each in lost if not each.distance <= allowed]
-    if not wrong:
-        return []
-    first = min(wrong, key=lambda each: each.cast.step)
-    return [
-        rule.finding(
+    if wrong:
+        first = min(wrong, key=lambda each: each.cast.step)
+        yield rule.finding(
             step=first.cast.step,
             module=first.cast.fqn,
             operand=first.cast.role,
@@ -104,16 +107,26 @@ def _moved(rule: Rule, become: str, lost: list[Lost], allowed: float) -> list[Fi
             compared=len(lost),
             values={"found": first.found, "expected": first.expected},
         )
-    ]
 
 
-CHECK = Check(
-    name=NAME,
-    question="Do casts flush to zero, and saturate, the same share of every operand as on one rank?",
-    blind="A recipe that loses as much on one rank; casts in compiled blocks, of which nobody records what they lose.",
-    function=check_underflow,
-    rules=_rule.declared,
-    not_judged=lambda expect, device: "" if expect.case.float8.enabled else "nothing is cast to float8",
-    record="operands",
-    needs_linears=True,
-)
+def cast_shares(traces: Iterable[RankTrace]) -> tuple[CastShare, ...]:
+    """How many values casts lost over all ranks and phases: one record for every form of every operand and step."""
+    sums: dict[tuple[object, ...], list[CastRecord]] = {}
+    for cast in (cast for trace in traces if trace.operands is not None for cast in trace.operands.casts):
+        sums.setdefault((cast.step, cast.fqn, cast.role, cast.axiswise_dim, cast.target_dtype), []).append(cast)
+    return tuple(_added(casts) for casts in sums.values() if any(cast.elements for cast in casts))
+
+
+def _added(casts: list[CastRecord]) -> CastShare:
+    return CastShare(
+        **{name: getattr(casts[0], name) for name in ("step", "fqn", "role", "axiswise_dim", "target_dtype")},
+        **{name: sum(getattr(cast, name) for cast in casts) for name in ("elements", "flushed", "saturated")},
+    )
+
+
+def with_cast_shares(run: Run) -> Run:
+    """A solo witness with what its casts lost in place of its operands, which are too many for memory."""
+    (trace,) = run.traces
+    if trace.operands is None:
+        return run
+    return replace(run, traces=(replace(trace, operands=None, cast_shares=cast_shares(run.traces)),))

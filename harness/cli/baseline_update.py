@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Sequence
 import click
 import msgspec
 
-from harness.checks import loss_vs_golden
+from harness.checks.loss_vs_golden import check_loss_vs_golden
 from harness.cli.options import allow_dirty_option, plan_parameter, query_parameter, root_option, typed_command
 from harness.cli.output import print_sections
 from harness.errors import HarnessError
@@ -200,7 +200,7 @@ def failing_losses(project: Project, query: Query) -> Query:
     failing = {
         case.case_id
         for case in cases
-        if not case.good and any(finding.check == loss_vs_golden.NAME for finding in case.findings)
+        if not case.good and any(finding.check == check_loss_vs_golden.name for finding in case.findings)
     }
     if query.sources:
         failing &= {case_id(case) for case in select_cases(project, query)}

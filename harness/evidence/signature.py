@@ -1,7 +1,7 @@
 """Signatures: what a run of one case sent, multiplied, kept and fused, where no formula says what it must be.
 
 Owns their file format (sealed JSON under `golden/signatures/<case id>.json`, one line a kind, so that a change shows in
-a review) and the conditions for storing one. `checks/signature.py` compares runs with signatures.
+a review) and the conditions for storing one. `checks/stated.py` compares runs with signatures.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import msgspec
 from harness.errors import HarnessError
 from harness.evidence.golden import Provenance, missing_reason, provenance_of
 from harness.evidence.sealed import Sealed, read_sealed, write_sealed
-from harness.expect.versions import exactly
+from harness.expect.upstream import exactly
 from harness.hints import update_signature
 from harness.matrix.case import Case
 from harness.matrix.caseid import parse_case_id

@@ -11,27 +11,25 @@ from collections.abc import Collection, Mapping
 
 from harness.expect import (
     casts,
-    compiled_memory,
     fusion,
     live_memory,
-    matmuls,
-    records,
+    model,
     relations,
     saved_memory,
     traffic,
 )
 from harness.expect.casts import CastForm, CastSite, CompiledCasts
-from harness.expect.compiled_memory import SavedLimits
 from harness.expect.fusion import FusionCandidate
 from harness.expect.live_memory import LiveStorage
-from harness.expect.model import Model, llama_model, recomputed_matmuls
+from harness.expect.model import Model
 from harness.expect.relations import Relation
+from harness.expect.saved_memory import SavedLimits
 from harness.expect.traffic import Transfer
 from harness.expect.upstream import NONE, Changes
 from harness.matrix.case import Case
-from harness.matrix.numerics import VIRTUAL_DEVICE, Numerics
+from harness.matrix.numerics import VIRTUAL_DEVICE, Numerics, drifts, replayed_steps
 from harness.matrix.rules import Refusal, expected_refusal
-from harness.matrix.targets import is_llama
+from harness.matrix.targets import computes_on_plain_shards, is_llama
 from harness.trace.counts import Moment
 
 # What one version does, by the names that `Finding.formula` and the record of verified versions use.
@@ -63,19 +61,15 @@ class Expectations:
         self.stated = stated
         # True where all that must be seen follows from the case; of any other model it is found out.
         self.has_formulas = is_llama(case.target)
-        self.model = llama_model(case) if self.has_formulas else found
+        self.model = model.llama_model(case) if self.has_formulas else found
         self._transfers = functools.cache(
             lambda step, rank: traffic.expected_transfers(case, step=step, rank=rank, changes=changes)
         )
         self._saved_bytes = functools.cache(
-            lambda step, rank: (
-                saved_memory.expected_saved(case, step=step, rank=rank)
-                if case.compile == "none"
-                else compiled_memory.expected_saved(case, step=step, rank=rank, changes=changes)
-            )
+            lambda step, rank: saved_memory.expected_saved(case, step=step, rank=rank, changes=changes)
         )
         self._saved_limits = functools.cache(
-            lambda step, rank: compiled_memory.saved_limits(case, step=step, rank=rank, changes=changes)
+            lambda step, rank: saved_memory.saved_limits(case, step=step, rank=rank, changes=changes)
         )
         self._live_storages = functools.cache(
             lambda rank, moment: live_memory.expected_live(case, rank=rank, moment=moment)
@@ -84,7 +78,7 @@ class Expectations:
     @functools.cached_property
     def not_recorded(self) -> Mapping[str, str]:
         """The records that no rank can have, each with the reason."""
-        return records.not_recorded(self.case, self.numerics)
+        return not_recorded(self.case, self.numerics)
 
     def judged_instead(self, topic: str) -> str:
         """The check that judges in place of a formula, where the target may state numbers of `topic`."""
@@ -119,7 +113,7 @@ class Expectations:
         """Fewest and most scaled matmuls of one rank in one step; every chunk of a fused matmul counts."""
         if self.has_formulas:
             return (fusion.executed_scaled_mm_calls(self.case),) * 2
-        once = matmuls.calls_of_linears(self.case, self.linears)
+        once = model.calls_of_linears(self.case, self.linears)
         fewest, most = self.recomputed_calls
         return once + fewest, once + most
 
@@ -127,8 +121,8 @@ class Expectations:
     def recomputed_calls(self) -> tuple[int, int]:
         """Fewest and most scaled matmuls that checkpointing recomputes, in one rank and one step."""
         if self.has_formulas:
-            return (matmuls.recomputed_calls(self.case),) * 2
-        return recomputed_matmuls(self.case, self.linears)
+            return (model.recomputed_calls(self.case),) * 2
+        return model.recomputed_matmuls(self.case, self.linears)
 
     @functools.cached_property
     def casts(self) -> Mapping[CastSite, tuple[CastForm, ...]]:
@@ -155,7 +149,7 @@ class Expectations:
     @functools.cached_property
     def saves_exactly(self) -> bool:
         """False where the partitioner chooses what a compiled block saves: there are limits only."""
-        return self.case.compile == "none" or compiled_memory.is_exact(self.case)
+        return saved_memory.is_exact(self.case)
 
     def saved_limits(self, *, step: int, rank: int) -> SavedLimits:
         """The fewest and most bytes that `rank` saves for the backward pass of `step`. Compiled cases only."""
@@ -183,3 +177,29 @@ class Expectations:
     def relation(self) -> Relation | None:
         """The partner that the case is compared with and how closely they must match; None without a partner."""
         return relations.partner(self.case, self.numerics)
+
+
+def not_recorded(case: Case, numerics: Numerics = VIRTUAL_DEVICE) -> Mapping[str, str]:
+    """The fields of `RankTrace` that stay empty in every run of this case, each with the reason."""
+    empty: dict[str, str] = {}
+    if case.compile == "none":
+        empty["graphs"] = "nothing is compiled"
+    else:
+        empty["operands"] = "compiled blocks do not call what the probe patches; graph_scales judges their casts"
+    if not replayed_steps(case, numerics) or not is_llama(case.target):
+        empty["module_tensors"] = _not_replayed(case, numerics)
+    return empty
+
+
+def _not_replayed(case: Case, numerics: Numerics) -> str:
+    if case.compile != "none" and case.train.dtype != "float64":
+        return "hooks would change what is compiled, and the case has no eager partner that must equal it"
+    if drifts(case, numerics) and case.layout.tp > 1 and computes_on_plain_shards(case.target):
+        return (
+            f"{case.target} computes with plain tensors, which do not tell which part of a module's tensor a rank has"
+        )
+    if drifts(case, numerics) and case.float8.tp_styles == "float8" and not is_llama(case.target):
+        return "which module casts an input is the choice of the float8 TP styles"
+    if drifts(case, numerics):
+        return "the modules of one step are more than a replay can be given"
+    return "parity is exact in this layout and dtype"

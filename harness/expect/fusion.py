@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import msgspec
 
-from harness.expect.matmuls import scaled_mm_calls
+from harness.expect.model import scaled_mm_calls
 from harness.matrix.case import Case
 from harness.matrix.linears import is_converted
 from harness.trace.graphs import Collective, Phase

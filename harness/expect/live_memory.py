@@ -12,8 +12,8 @@ from collections.abc import Iterator
 
 import msgspec
 
+from harness.expect.model import traits_of
 from harness.expect.traffic import Unit, fsdp_units
-from harness.expect.trainer_traits import traits_of
 from harness.matrix.case import Case
 from harness.matrix.linears import OUTPUT_FQN, is_converted, shard_sizes
 from harness.matrix.recipes import ITEM_BYTES

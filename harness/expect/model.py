@@ -1,7 +1,7 @@
-"""The linears of a case: which are converted, and how often each of them runs in a step of one rank.
+"""The linears of a case: which are converted, how often each runs in a step of one rank, and the matmuls of it.
 
-Of a Llama they follow from the case. Of any other model they are those that its single-rank reference was found to
-have, which runs without injections; what is recomputed is found in the run itself.
+Of a Llama they follow from the case, and from how its trainer goes about a step. Of any other model they are those that
+its single-rank reference was found to have, which runs without injections; what is recomputed is found in the run.
 """
 
 from __future__ import annotations
@@ -11,8 +11,9 @@ from collections.abc import Collection, Iterable, Mapping
 import msgspec
 
 from harness.matrix.case import Case
-from harness.matrix.linears import OUTPUT_FQN, converted_fqns, is_checkpointed
-from harness.matrix.targets import is_llama
+from harness.matrix.linears import BLOCK_LINEARS, OUTPUT_FQN, converted_fqns, is_checkpointed, is_converted
+from harness.matrix.recipes import OPERANDS
+from harness.matrix.targets import REFERENCE, TORCHTITAN, is_llama
 from harness.trace.model import ModelRecord
 from harness.trace.operands import CastRecord
 
@@ -112,3 +113,103 @@ def recomputed_matmuls(case: Case, model: Model) -> tuple[int, int]:
     """
     most = sum(model.recomputed.values())
     return (0 if case.checkpointing.mode == "selective_op" else most), most
+
+
+# Scaled matmuls of a rank in one step
+
+
+def scaled_mm_calls(case: Case) -> int:
+    """Scaled matmuls of one rank in one step: evaluation, forward, dgrad, wgrad, and forwards that are recomputed."""
+    return calls_of_linears(case, llama_model(case)) + recomputed_calls(case)
+
+
+def calls_of_linears(case: Case, model: Model) -> int:
+    """Scaled matmuls of one rank in one step but recomputed ones: those in float8 of every call, and its evaluation."""
+    forward, dgrad, wgrad = map(case.float8.traits.multiplies, OPERANDS)
+    return (forward * (1 + case.train.evaluate) + dgrad + wgrad) * sum(model.calls.values())
+
+
+def recomputed_calls(case: Case) -> int:
+    """Forward scaled matmuls that checkpointing recomputes, in one rank and one step.
+
+    `selective_op` saves every second matmul of a block (torchtitan 0.2.2, `_apply_op_sac`), converted or not: the
+    policy sees `aten.mm` of a Float8TrainingTensor or DTensor, so its list needs no `_scaled_mm` to include them.
+    """
+    if not case.float8.traits.multiplies("forward"):
+        return 0
+    return case.train.accumulation * sum(
+        is_converted(case, f"layers.{layer}.{name}")
+        for layer in range(case.model.shape.layers)
+        for name in BLOCK_LINEARS
+        if is_multiplied_again(case, layer, name)
+    )
+
+
+def is_recomputed(case: Case, layer: int, name: str) -> bool:
+    """True when checkpointing recomputes the matmul of this linear of a block.
+
+    `selective_op` counts `aten.mm`. A linear in high precision with a bias is `aten.addmm`, which it never saves.
+    """
+    if case.checkpointing.mode != "selective_op":
+        return case.checkpointing.wraps(layer)
+    counted = [each for each in BLOCK_LINEARS if not case.model.bias or is_converted(case, f"layers.{layer}.{each}")]
+    return name not in counted or counted.index(name) % 2 == 1
+
+
+def is_multiplied_again(case: Case, layer: int, name: str) -> bool:
+    """True when the forward of this linear of a block, in whatever precision, is executed again in backward.
+
+    A compiled block does not recompute what backward does not read. An eager one stops once it has the last tensor that
+    backward reads, which `aten.mm` saves before it multiplies: the last linear multiplies again in float8 only.
+    """
+    if not is_recomputed(case, layer, name):
+        return False
+    if case.compile != "none":
+        return not _is_unused_in_backward(case, name)
+    stops_before = name == BLOCK_LINEARS[-1] and not traits_of(case).recomputes_whole_blocks
+    return not stops_before or is_converted(case, f"layers.{layer}.{name}")
+
+
+def _is_unused_in_backward(case: Case, name: str) -> bool:
+    """True when backward does not read the output of this linear: it is the last, or its scattered output is saved."""
+    if name == BLOCK_LINEARS[-1]:
+        return True
+    scattered = case.layout.tp > 1 and case.layout.sequence_parallel
+    return name == "attention.wo" and scattered and case.checkpointing.mode == "selective_op"
+
+
+# Traits of trainers: what those of the same Llama log, read, keep and save differently. A trait is neither right nor
+# wrong. What a target gets wrong is not here: the checks must keep finding it.
+
+
+class TrainerTraits(msgspec.Struct, frozen=True, kw_only=True):
+    """How a target goes about a step. The defaults are those of the reference target."""
+
+    logs: bool = False  # sums the tokens and the loss over data-parallel ranks, and the norm over all
+    clips: bool = False  # reads every gradient for its norm before the optimizer does
+    recomputes_whole_blocks: bool = False  # otherwise recomputing stops at the last tensor that backward needs
+    casts_rope: bool = True  # the RoPE cache is real, so that FSDP2 casts it; a complex one it does not
+    keeps_logits: bool = True  # a name still holds the logits in backward
+    keeps_gradients: bool = False  # until the next step begins
+    counts_tokens_in: str = ""  # dtype of the number of tokens where it is saved to divide by; "": a Python number
+
+
+# torchtitan 0.2.2: `train.py` (`train_step`, `forward_backward_step`), `config/job_config.py` (`early_stop`),
+# `models/llama3/model/model.py` (`precompute_freqs_cis`).
+_TRAITS: Mapping[str, TrainerTraits] = {
+    REFERENCE: TrainerTraits(),
+    TORCHTITAN: TrainerTraits(
+        logs=True,
+        clips=True,
+        recomputes_whole_blocks=True,
+        casts_rope=False,
+        keeps_logits=False,
+        keeps_gradients=True,
+        counts_tokens_in="float32",
+    ),
+}
+
+
+def traits_of(case: Case) -> TrainerTraits:
+    """The traits of the target of a case."""
+    return _TRAITS.get(case.target, TrainerTraits())

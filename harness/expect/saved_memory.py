@@ -1,20 +1,41 @@
 """The bytes saved for the backward pass: arithmetic for the reference Llama under torch 2.13 and torchao 0.18.
 
-Bytes of one rank by dtype, without parameters and tokens, in eager runs. The terms hold for the CPU, where attention
-saves query, key, value, output and the logsumexp of every head, and RMSNorm its input, the normalized input and 1/rms.
+Bytes of one rank by dtype, without parameters and tokens. The terms hold for the CPU, where attention saves query, key,
+value, output and the logsumexp of every head, and RMSNorm its input, the normalized input and 1/rms.
+
+What surrounds compiled blocks saves as in eager runs. A compiled block that is checkpointed whole saves exactly what
+eager saves, and two kinds of scales. The min-cut partitioner chooses what another block saves, within limits:
+
+- It never computes again what checkpointing saves, and with no checkpointing no matmul, attention or collective: their
+  outputs are saved where backward reads them. That is the least.
+- It saves a result only where this is cheaper than what it is made from, so eager saves at least as much. Except that
+  it may do early, in forward, what backward makes of weights alone, and save this: a scale that TP ranks agree on by a
+  collective, or a copy of a float8 weight in the order that dgrad reads.
+
+Verified for every recipe, checkpointing mode and dtype, on one rank and with TP, FSDP2 and HSDP, async TP or not.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from typing import NamedTuple
 
-from harness.expect.matmuls import is_recomputed
+from harness.expect.model import is_recomputed, traits_of
 from harness.expect.traffic import residual_tokens
-from harness.expect.trainer_traits import traits_of
+from harness.expect.upstream import NONE, SEPARATE_BACKWARD_CASTS, Changes
 from harness.matrix.case import Case
-from harness.matrix.linears import BLOCK_LINEARS, OUTPUT_FQN, ROWWISE, is_converted, local_features, shard_sizes
+from harness.matrix.linears import (
+    BLOCK_LINEARS,
+    OUTPUT_FQN,
+    ROWWISE,
+    is_converted,
+    linear_features,
+    local_features,
+    shard_sizes,
+)
 from harness.matrix.recipes import ITEM_BYTES
+from harness.matrix.targets import OF_DTENSOR, computes_on_plain_shards, is_llama
 
 Elements = Counter[str]  # by dtype
 
@@ -26,12 +47,28 @@ def describes(device: str) -> bool:
     return device == "cpu"
 
 
-def expected_saved(case: Case, *, step: int, rank: int) -> dict[str, int]:
-    """Bytes by dtype that `rank` saves between forward and backward of `step` (1-based)."""
-    assert case.compile == "none", "compiled blocks save what `compiled_memory.py` says"
+def undescribed(case: Case, device: str, *, instead: str) -> str:
+    """Why they say nothing of a case on a device, and what is judged `instead`; empty where they do."""
+    if not is_llama(case.target):
+        return f"no formula for the model of {case.target}; {instead}"
+    if computes_on_plain_shards(case.target):
+        return f"{OF_DTENSOR}: {case.target} saves and keeps other tensors"
+    return "" if describes(device) else NOT_OF_THIS_DEVICE
+
+
+def is_exact(case: Case) -> bool:
+    """False where the partitioner chooses what some compiled block saves."""
+    return case.compile == "none" or all(_is_whole(case, layer) for layer in range(case.model.shape.layers))
+
+
+def expected_saved(case: Case, *, step: int, rank: int, changes: Changes = NONE) -> dict[str, int]:
+    """Bytes by dtype that `rank` saves between forward and backward of `step` (1-based), where `is_exact`."""
+    assert is_exact(case), "the partitioner chooses what some blocks save"
     elements = head_elements(case, step, rank)
     for layer in range(case.model.shape.layers):
         elements += block_elements(case, layer, step)
+        if case.compile != "none":
+            elements += _scales(case, layer, step, changes)
     return {dtype: count * ITEM_BYTES[dtype] for dtype, count in sorted(elements.items())}
 
 
@@ -140,3 +177,122 @@ def forward_maxima(case: Case, linears: Sequence[str]) -> int:
 def converted_linears(case: Case, layer: int) -> list[str]:
     """The linears of a block that are converted, by their name in it."""
     return [name for name in BLOCK_LINEARS if is_converted(case, f"layers.{layer}.{name}")]
+
+
+# Compiled blocks
+
+
+class SavedLimits(NamedTuple):
+    """The fewest and the most bytes that a rank may save in one step."""
+
+    least: int
+    most: int
+
+
+def saved_limits(case: Case, *, step: int, rank: int, changes: Changes = NONE) -> SavedLimits:
+    """The limits of all bytes that `rank` saves for the backward pass of `step` (1-based)."""
+    least = most = _bytes(head_elements(case, step, rank))
+    for layer in range(case.model.shape.layers):
+        limits = _block_limits(case, layer, step, changes)
+        least, most = least + limits.least, most + limits.most
+    return SavedLimits(least, most)
+
+
+def _block_limits(case: Case, layer: int, step: int, changes: Changes) -> SavedLimits:
+    eager, scales = _bytes(block_elements(case, layer, step)), _bytes(_scales(case, layer, step, changes))
+    if _is_whole(case, layer):
+        return SavedLimits(eager + scales, eager + scales)
+    if case.checkpointing.mode == "selective_op":
+        chosen = eager - _bytes(_unread_outputs(case, layer))
+        most = chosen + scales + _bytes(_operand_scales(case, layer))
+        return SavedLimits(chosen - _bytes(_amaxes(case, layer)), most)
+    return SavedLimits(_bytes(_unavoidable(case)), eager + scales + _bytes(_weight_copies(case, layer)))
+
+
+def _is_whole(case: Case, layer: int) -> bool:
+    """True when checkpointing saves nothing but the input of this block."""
+    return case.checkpointing.wraps(layer) and case.checkpointing.mode != "selective_op"
+
+
+def _scales(case: Case, layer: int, step: int, changes: Changes) -> Elements:
+    """Scales that a checkpointed block saves too: those of gathered float8 weights, and those that backward casts by.
+
+    Of the latter those that need a collective: the partitioner keeps every collective of its own choice in forward.
+    """
+    saved = gathered_scales(case, layer, step) if case.checkpointing.wraps(layer) else Counter[str]()
+    if case.layout.tp > 1:
+        saved["float32"] += sum(_early_scale(case, name, changes) for name in converted_linears(case, layer))
+    return saved
+
+
+def _early_scale(case: Case, name: str, changes: Changes) -> int:
+    """Elements of the scale that backward needs of this linear, TP ranks agree on and forward does not have.
+
+    One scale for a tensor: the input of `wo` and `w2` for wgrad, whose shape is not that of forward, and since torch
+    2.14 every weight for dgrad. Axiswise: the weight for dgrad, as one scale, or one for each input feature where the
+    output features are sharded.
+    """
+    if case.float8.traits.one_scale_per_tensor:
+        of_weight = SEPARATE_BACKWARD_CASTS in changes and not case.gathers_float8
+        return int(name in ROWWISE and case.float8.tp_styles != "float8") + int(of_weight)
+    if case.float8.traits.one_scale_per_weight_in_dgrad:
+        return 1
+    return 0 if name in ROWWISE else linear_features(case, name)[0]
+
+
+def _unread_outputs(case: Case, layer: int) -> Elements:
+    """What eager `selective_op` saves of the last linear, although backward does not read it.
+
+    With TP but no sequence parallelism torch 2.13 saves it too: an all-reduce whose result nothing reads makes use of
+    it until the last dead code is removed, after what is saved was decided (`_extract_fwd_bwd_modules`).
+    """
+    if case.layout.tp > 1 and not case.layout.sequence_parallel:
+        return Counter()
+    saved = 0
+    if not is_recomputed(case, layer, BLOCK_LINEARS[-1]):
+        saved += case.tokens_per_rank * local_features(case, BLOCK_LINEARS[-1])[1]
+    if case.layout.tp > 1:
+        saved += residual_tokens(case) * case.model.shape.dim
+    return Counter({case.train.dtype: saved})
+
+
+def _amaxes(case: Case, layer: int) -> Elements:
+    """The results of `max` that eager `selective_op` saves; backward reads some of them."""
+    return Counter({case.train.dtype: forward_maxima(case, converted_linears(case, layer))})
+
+
+def _operand_scales(case: Case, layer: int) -> Elements:
+    """A scale of both operands of every scaled matmul: `selective_op` saves what is computed inside of a matmul."""
+    linears = [local_features(case, name) for name in converted_linears(case, layer)]
+    if case.float8.traits.one_scale_per_tensor:
+        return Counter({"float32": 2 * len(linears)})
+    return Counter({"float32": sum(case.tokens_per_rank + outputs for _, outputs in linears)})
+
+
+def _weight_copies(case: Case, layer: int) -> Elements:
+    """Converted weights of one rank in float8. Seen where they are gathered in float8, and with TP."""
+    if case.layout.tp == 1 and not case.float8.fp8_all_gather:
+        return Counter()
+    sizes = [local_features(case, name) for name in converted_linears(case, layer)]
+    return Counter({"float8_e4m3fn": sum(inputs * outputs for inputs, outputs in sizes)})
+
+
+def _unavoidable(case: Case) -> Elements:
+    """Without checkpointing: the block's input, what attention reads and gives, and outputs of `wo`, `w1`, `w3`."""
+    tokens, dim = case.tokens_per_rank, case.model.shape.dim
+    query, key = local_features(case, "attention.wq")[1], local_features(case, "attention.wk")[1]
+    hidden = local_features(case, "feed_forward.w1")[1]
+    saved: Elements = Counter({case.train.dtype: residual_tokens(case) * dim + tokens * (2 * query + 2 * key)})
+    saved[_written(case)] += residual_tokens(case) * dim + 2 * tokens * hidden
+    saved[case.wide_dtype] += tokens * case.model.shape.heads // case.layout.tp  # logsumexp of attention
+    return saved
+
+
+def _written(case: Case) -> str:
+    """What scaled matmuls write. The partitioner saves this, and converts it again in backward."""
+    converts = case.float8.traits.writes_bfloat16 and case.train.dtype == "float32"
+    return "bfloat16" if converts else case.train.dtype
+
+
+def _bytes(elements: Elements) -> int:
+    return sum(count * ITEM_BYTES[dtype] for dtype, count in elements.items())

@@ -12,11 +12,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from functools import partial
 
 import msgspec
 
 from harness.expect.fusion import fusion_candidates
-from harness.expect.trainer_traits import traits_of
+from harness.expect.model import traits_of
 from harness.expect.upstream import GRADIENTS_IN_REDUCE_DTYPE, NONE, Changes
 from harness.matrix.case import Case
 from harness.matrix.layout import DP_AXES, SHARD_AXES, coordinates
@@ -34,17 +35,17 @@ from harness.matrix.recipes import ITEM_BYTES, Operand
 from harness.trace.counts import collective_words
 
 
-class Transfer(msgspec.Struct, frozen=True, kw_only=True):
+class Transfer(msgspec.Struct, frozen=True):
     """`times` collectives with an input of `elements` each on one rank; `purpose` says what is sent and why."""
 
     axis: str
     kind: str
-    op: str = ""
     dtype: str
     elements: int
+    purpose: str
+    op: str = ""
     times: int = 1
     least: int | None = None  # a compiled run may send from this many up to twice `times`
-    purpose: str
 
     @property
     def words(self) -> str:
@@ -87,10 +88,6 @@ def _repeated(terms: Iterable[Transfer], times: int) -> Iterator[Transfer]:
     for term in terms:
         least = None if term.least is None else term.least * times
         yield msgspec.structs.replace(term, times=term.times * times, least=least)
-
-
-def _all_reduce(axis: str, op: str, dtype: str, elements: int, purpose: str, *, times: int = 1) -> Transfer:
-    return Transfer(axis=axis, kind="all_reduce", op=op, dtype=dtype, elements=elements, times=times, purpose=purpose)
 
 
 # Data parallel: FSDP2 and HSDP
@@ -162,14 +159,7 @@ def _gathers_of_weights(case: Case, rank: int) -> Iterator[Transfer]:
     """Weights are gathered a unit at a time."""
     for unit in fsdp_units(case, rank):
         dtype, elements = _gathered(case, unit)
-        yield Transfer(
-            axis="dp_shard",
-            kind="all_gather",
-            dtype=dtype,
-            elements=elements,
-            times=unit.gathers,
-            purpose=f"weights of {unit.name}",
-        )
+        yield Transfer("dp_shard", "all_gather", dtype, elements, f"weights of {unit.name}", times=unit.gathers)
 
 
 def _reductions(case: Case, rank: int) -> Iterator[Transfer]:
@@ -180,15 +170,9 @@ def _reductions(case: Case, rank: int) -> Iterator[Transfer]:
     ranks = case.layout.dp_shard
     for unit in fsdp_units(case, rank):
         shard = sum(weight.shard_elements(ranks) for weight in unit.weights)
-        for axis, kind, count in (("dp_shard", "reduce_scatter", shard * ranks), ("dp_replicate", "all_reduce", shard)):
-            yield Transfer(
-                axis=axis,
-                kind=kind,
-                op="sum",
-                dtype=case.reduce_dtype,
-                elements=count,
-                purpose=f"gradients of {unit.name}",
-            )
+        for axis in DP_AXES:
+            kind, count = ("reduce_scatter", shard * ranks) if axis in SHARD_AXES else ("all_reduce", shard)
+            yield Transfer(axis, kind, case.reduce_dtype, count, f"gradients of {unit.name}", op="sum")
 
 
 def _gathered(case: Case, unit: Unit) -> tuple[str, int]:
@@ -237,7 +221,7 @@ def _precompute(case: Case) -> Iterator[Transfer]:
 def _amax_of_shards(case: Case, *, elements: int, times: int, purpose: str) -> Iterator[Transfer]:
     """Maxima along every axis that shards a weight."""
     for axis in SHARD_AXES:
-        yield _all_reduce(axis, "max", case.parameter_dtype, elements, purpose, times=times)
+        yield Transfer(axis, "all_reduce", case.parameter_dtype, elements, purpose, op="max", times=times)
 
 
 # Tensor parallel: activations
@@ -251,41 +235,28 @@ def _activations(case: Case) -> Iterator[Transfer]:
     in backward only, an output an all-reduce in forward only. The embedding is one more output, the output layer one
     more input. All of that in forward is sent in evaluation too.
     """
-    layers, forwards = case.model.shape.layers, _forwards(case)
+    layers, forwards, dtype = case.model.shape.layers, _forwards(case), case.train.dtype
     checkpointed = sum(case.checkpointing.wraps(layer) for layer in range(layers))
-    dtype = case.train.dtype
+    gradients = partial(_sum_of_partials, case, 2 * layers + 1, "input gradients of blocks, output layer")
     if case.layout.sequence_parallel:
         yield from _gathers(case, layers, checkpointed)
         # w2 ends the block: recomputing may stop before its reduce-scatter. selective_op saves what that gives.
         again = 0 if case.checkpointing.mode == "selective_op" else checkpointed
         if traits_of(case).recomputes_whole_blocks and case.compile == "none":
             again *= 2
-        fused = _all_to_alls(case)
+        fused, elements = _all_to_alls(case), case.tokens_per_rank * case.model.shape.dim
         times = (2 * layers + 1) * forwards + again - fused
-        yield _sum_of_partials(case, "reduce_scatter", times, dtype, "outputs of wo, w2, embedding")
-        yield Transfer(
-            axis="tp",
-            kind="all_to_all",
-            dtype=dtype,
-            elements=case.tokens_per_rank * case.model.shape.dim,
-            times=fused,
-            purpose="outputs of wo, w2, scattered by the fused operator",
-        )
-        yield _sum_of_partials(case, "reduce_scatter", 2 * layers + 1, dtype, "input gradients of blocks, output layer")
+        yield _sum_of_partials(case, times, "outputs of wo, w2, embedding", "reduce_scatter")
+        purpose = "outputs of wo, w2, scattered by the fused operator"
+        yield Transfer("tp", "all_to_all", dtype, elements, purpose, times=fused)
+        yield gradients("reduce_scatter")
     else:
         times = (2 * layers + 1) * forwards + checkpointed
-        yield _sum_of_partials(case, "all_reduce", times, dtype, "outputs of wo, w2, embedding")
-        yield _sum_of_partials(case, "all_reduce", 2 * layers + 1, dtype, "input gradients of blocks, output layer")
+        yield _sum_of_partials(case, times, "outputs of wo, w2, embedding", "all_reduce")
+        yield gradients("all_reduce")
     if not case.layout.loss_parallel:
         vocab = -(-case.model.padded_vocab_size // case.layout.tp)
-        yield Transfer(
-            axis="tp",
-            kind="all_gather",
-            dtype=dtype,
-            elements=case.tokens_per_rank * vocab,
-            times=forwards,
-            purpose="logits",
-        )
+        yield Transfer("tp", "all_gather", dtype, case.tokens_per_rank * vocab, "logits", times=forwards)
 
 
 def _all_to_alls(case: Case) -> int:
@@ -297,27 +268,21 @@ def _all_to_alls(case: Case) -> int:
 
 def _gathers(case: Case, layers: int, checkpointed: int) -> Iterator[Transfer]:
     """Sequence-parallel all-gathers. Float8 TP styles gather the inputs and output gradients of blocks in float8."""
-    styled = case.float8.tp_styles == "float8"
     dtype, forwards = case.train.dtype, _forwards(case)
-    inputs = 2 * (layers * forwards + checkpointed)
-    for purpose, block_dtype, times, outside, once in (
-        ("inputs of blocks", "float8_e4m3fn", inputs, "input of the output layer", forwards),
-        ("output gradients of wo, w2", "float8_e5m2", 2 * layers, "output gradient of the embedding", 1),
+    narrow = ("float8_e4m3fn", "float8_e5m2") if case.float8.tp_styles == "float8" else (dtype, dtype)
+    for purpose, sent_dtype, times in (
+        ("inputs of blocks", narrow[0], 2 * (layers * forwards + checkpointed)),
+        ("input of the output layer", dtype, forwards),
+        ("output gradients of wo, w2", narrow[1], 2 * layers),
+        ("output gradient of the embedding", dtype, 1),
     ):
-        for what, sent_dtype, count in ((purpose, block_dtype if styled else dtype, times), (outside, dtype, once)):
-            yield Transfer(
-                axis="tp",
-                kind="all_gather",
-                dtype=sent_dtype,
-                elements=residual_tokens(case) * case.model.shape.dim,
-                times=count,
-                purpose=what,
-            )
+        elements = residual_tokens(case) * case.model.shape.dim
+        yield Transfer("tp", "all_gather", sent_dtype, elements, purpose, times=times)
 
 
-def _sum_of_partials(case: Case, kind: str, times: int, dtype: str, purpose: str) -> Transfer:
+def _sum_of_partials(case: Case, times: int, purpose: str, kind: str) -> Transfer:
     elements = case.tokens_per_rank * case.model.shape.dim
-    return Transfer(axis="tp", kind=kind, op="sum", dtype=dtype, elements=elements, times=times, purpose=purpose)
+    return Transfer("tp", kind, case.train.dtype, elements, purpose, op="sum", times=times)
 
 
 def residual_tokens(case: Case) -> int:
@@ -379,16 +344,7 @@ def _amax_of_linear(case: Case, fqn: str, name: str, forwards: int) -> Iterator[
 
 
 def _amax(elements: int, times: int, operand: str, *, least: int = 1) -> Transfer:
-    return Transfer(
-        axis="tp",
-        kind="all_reduce",
-        op="max",
-        dtype="float64",
-        elements=elements,
-        times=times,
-        least=least,
-        purpose=f"amax of {operand}",
-    )
+    return Transfer("tp", "all_reduce", "float64", elements, f"amax of {operand}", op="max", times=times, least=least)
 
 
 # Loss and partial gradients
@@ -401,15 +357,15 @@ def _loss(case: Case) -> Iterator[Transfer]:
             ("max", 1, "largest logit of every token"),
             ("sum", 2, "normalizer and loss of every token"),
         ):
-            sums = times * _forwards(case)
-            yield _all_reduce("tp", op, case.wide_dtype, case.tokens_per_rank, purpose, times=sums)
+            sums, tokens = times * _forwards(case), case.tokens_per_rank
+            yield Transfer("tp", "all_reduce", case.wide_dtype, tokens, purpose, op=op, times=sums)
 
 
 def _token_count(case: Case) -> Iterator[Transfer]:
     """The all-reduce of the label count if a case ignores some. A trainer that always counts has it in `reports`."""
     if case.train.ignored_tokens != "none" and not traits_of(case).logs:
         for axis in DP_AXES:
-            yield _all_reduce(axis, "sum", "int64", 1, "number of labels", times=_forwards(case))
+            yield Transfer(axis, "all_reduce", "int64", 1, "number of labels", op="sum", times=_forwards(case))
 
 
 def _norm_gradients(case: Case, changes: Changes) -> Iterator[Transfer]:
@@ -424,7 +380,7 @@ def _norm_gradients(case: Case, changes: Changes) -> Iterator[Transfer]:
     in_reduce_dtype = GRADIENTS_IN_REDUCE_DTYPE in changes or case.reductions < case.train.accumulation
     dtype = case.reduce_dtype if case.uses_fsdp and in_reduce_dtype else case.train.dtype
     if case.layout.sequence_parallel:
-        yield _all_reduce("tp", "sum", dtype, case.model.shape.dim, "gradients of norms", times=times)
+        yield Transfer("tp", "all_reduce", dtype, case.model.shape.dim, "gradients of norms", op="sum", times=times)
 
 
 def _reads_norms(case: Case) -> bool:
@@ -442,11 +398,10 @@ def _global_norm(case: Case) -> Iterator[Transfer]:
     layers = case.model.shape.layers
     norms, others = 2 * layers + 1, len(BLOCK_LINEARS) * layers * (1 + case.model.bias) + 2
     together = case.layout.tp == 1 or case.layout.sequence_parallel
-    counts = {"dp_shard": [norms + others] if together else [norms, others]}
-    counts["tp"] = [norms + others] if together else [others]
-    for axis, groups in counts.items():
-        for count in groups:
-            yield _all_reduce(axis, "sum", case.wide_dtype, count, "norms of gradients")
+    for axis in SHARD_AXES:
+        apart = [norms, others] if axis in DP_AXES else [others]
+        for count in [norms + others] if together else apart:
+            yield Transfer(axis, "all_reduce", case.wide_dtype, count, "norms of gradients", op="sum")
 
 
 # What a target reports
@@ -463,4 +418,4 @@ def reports(case: Case) -> Iterator[Transfer]:
         ("max", wide, 1, "largest loss of a rank"),
     ):
         if used:
-            yield _all_reduce(joined, op, dtype, 1, purpose, times=times)
+            yield Transfer(joined, "all_reduce", dtype, 1, purpose, op=op, times=times)

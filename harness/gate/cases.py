@@ -7,8 +7,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 
 from harness.checks import divergence
-from harness.checks.assembly import largest
-from harness.checks.mismatch import same_number, same_numbers
+from harness.checks.assembly import largest, same_number, same_numbers
 from harness.evidence.golden import Golden
 from harness.gate.reason import Kind, Reason
 from harness.gate.sides import Pair, Sides
@@ -100,7 +99,7 @@ def _details(before: CaseResult | None, after: CaseResult) -> Iterable[str]:
     was = None if before is None else before.failure_signature
     if was is not None and after.failure_signature is not None and was != after.failure_signature:
         yield f"before: {was.text}"
-    diverged = next((each for each in after.findings if each.check == divergence.NAME), None)
+    diverged = next((each for each in after.findings if each.check == divergence.OPERAND.check), None)
     if diverged is not None:
         yield diverged.first_line
 

@@ -11,8 +11,8 @@ from collections.abc import Iterable, Mapping
 
 from msgspec.structs import replace
 
-from harness.checks.mismatch import same_number, same_numbers
-from harness.checks.movement import DIGESTS, FLUSHED, GRADIENT_NORMS, LOSSES, moved
+from harness.checks.assembly import same_number, same_numbers
+from harness.checks.measuring import DIGESTS, FLUSHED, GRADIENT_NORMS, LOSSES, moved
 from harness.gate.reason import Kind, Reason, Topic
 from harness.gate.sides import Pair, Sides
 from harness.matrix.case import Case, Float8

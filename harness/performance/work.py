@@ -15,7 +15,7 @@ import msgspec
 from msgspec.structs import replace
 
 from harness.expect.fusion import extra_matmul_calls
-from harness.expect.matmuls import is_multiplied_again
+from harness.expect.model import is_multiplied_again
 from harness.matrix import linears
 from harness.matrix.case import Case, Layout
 from harness.matrix.linears import (

@@ -9,7 +9,7 @@ from types import MappingProxyType
 
 from msgspec.structs import replace
 
-from harness.checks.causes import first_effect
+from harness.checks.catalogue import first_effect
 from harness.checks.stacks import LAST_OUTPUT
 from harness.measured import CastRange, Curve, Measured, Multiplied, Sent, Speedup
 from harness.plural import binary_bytes, counted

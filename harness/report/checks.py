@@ -53,7 +53,7 @@ def _blocks(check: Check, kills: Kills | None) -> Iterator[Block]:
 
 
 def _facts(check: Check) -> Iterator[str]:
-    reads = [record for record in (check.record, check.compiled_record, *check.also_reads) if record is not None]
+    reads = [record for record in (check.unasked, *check.records, *check.compiled_records, *check.also_reads) if record]
     names = ", ".join(dict.fromkeys(f"`{record}`" for record in reads))
     yield f"reads: {names or 'losses, gradient norms and counts of every step'}"
     if check.formula is not None:

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from harness.checks.mismatch import same_number
+from harness.checks.assembly import same_number
 from harness.checks.occurrences import with_occurrence
 from harness.plural import counted
 from harness.report.sections import Block, Section, Table

@@ -14,15 +14,14 @@ from typing import TypeVar
 import msgspec
 
 from harness.checks import metamorphic, parity
-from harness.checks.causes import by_cause
-from harness.checks.claims import with_doubts
+from harness.checks.catalogue import by_cause
+from harness.checks.check import Witnesses, finished
 from harness.checks.derived_tolerance import DRAWS, derived_parity_tolerance, derived_tolerance
 from harness.checks.divergence import first_divergence
 from harness.checks.judge import Judgement, judge
+from harness.checks.loss_vs_golden import needs_twin, with_twin_diagnosis
 from harness.checks.measuring import measured
-from harness.checks.recorded import require_rules, showing, with_known_faults
-from harness.checks.twin import needs_twin, with_twin_diagnosis
-from harness.checks.witnesses import Witnesses, finished
+from harness.checks.recorded import require_rules, showing, with_doubts, with_known_faults
 from harness.engine.messages import JobStatus
 from harness.evidence.formulas import doubts, read_verified
 from harness.evidence.golden import Golden, GoldenMissing, find_golden, make_golden
@@ -149,7 +148,7 @@ def _explained(
     """The judgement with the first operand that differs, and what the BF16 twin says of a loss that is off."""
     case, findings = expect.case, found.findings
     recorded = run.complete and all(trace.operands is not None for trace in run.traces)
-    if recorded and any(finding.check == parity.NAME for finding in findings):
+    if recorded and any(finding.check == parity.check_parity.name for finding in findings):
         solo = finished(cache.solo_with_operands(case))
         if solo is not None:
             first = first_divergence(case, run, solo, has_formulas=expect.has_formulas, numerics=expect.numerics)
@@ -321,7 +320,7 @@ def _judged_by(
 
 def _hides_the_partner(fault: KnownFault, case: Case) -> bool:
     """True when a case with this fault cannot be compared with its partner before it runs with the fix."""
-    is_seen_by_it = any(symptom.check == metamorphic.NAME for symptom in fault.requires)
+    is_seen_by_it = any(symptom.check == metamorphic.check_metamorphic.name for symptom in fault.requires)
     return fault.fix is not None and fault.must_show(case) and not is_seen_by_it
 
 

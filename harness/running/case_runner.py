@@ -12,10 +12,10 @@ from typing import NamedTuple, Protocol
 
 import msgspec
 
-from harness.checks.advice import advice
+from harness.checks.catalogue import BROKEN
 from harness.checks.failure_signature import signature_of
-from harness.checks.failures import REPORT
-from harness.checks.judge import BROKEN, Judgement, run_from_outcome
+from harness.checks.failures import REPORT, advice
+from harness.checks.judge import Judgement, run_from_outcome
 from harness.durable import WriteFailed
 from harness.engine.messages import JobOutcome, JobStatus
 from harness.matrix.case import Case

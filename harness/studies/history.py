@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import msgspec
 
-from harness.checks.movement import moved
+from harness.checks.measuring import moved
 from harness.environment import Environment
 from harness.measured import Numbers
 from harness.result import CaseNumbers

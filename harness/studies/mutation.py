@@ -19,8 +19,8 @@ from contextlib import nullcontext
 import msgspec
 
 from harness.checks.assembly import assemble, nan_as_inf, relative_distance
+from harness.checks.check import finished
 from harness.checks.judge import Judgement
-from harness.checks.witnesses import finished
 from harness.evidence.costs import read_costs
 from harness.evidence.golden import Golden, GoldenMissing, find_golden
 from harness.evidence.kills import SCHEMA, Kill, Kills

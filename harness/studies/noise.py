@@ -9,9 +9,9 @@ from collections.abc import Collection, Iterable, Sequence
 
 import msgspec
 
+from harness.checks.check import finished
 from harness.checks.judge import Judgement
 from harness.checks.parity import worst_distances
-from harness.checks.witnesses import finished
 from harness.engine.hardware import arithmetic_limits
 from harness.evidence.golden import find_golden, hardware_classes
 from harness.evidence.tolerance import (

@@ -12,11 +12,13 @@ from typing import Any
 
 import msgspec
 
-from harness.checks import alignment, finite, fp8_on, matmuls
+from harness.checks.alignment import check_alignment
 from harness.checks.catalogue import CHECKS
+from harness.checks.check import Witnesses
+from harness.checks.fp8_on import check_fp8_on, check_matmuls
 from harness.checks.judge import Judgement, judge
-from harness.checks.signature import UNRECORDABLE
-from harness.checks.witnesses import Witnesses
+from harness.checks.reported import check_finite
+from harness.checks.stated import UNRECORDABLE
 from harness.engine.hardware import arithmetic_limits, cpu_extensions, cpu_name
 from harness.engine.messages import JobStatus
 from harness.errors import HarnessError
@@ -51,7 +53,7 @@ from harness.trace import Run
 from harness.verdict import Finding, Verdict
 from harness.workflow import check_fits, run_cases
 
-_SANITY = tuple(check for check in CHECKS if check.name in (finite.NAME, fp8_on.NAME, matmuls.NAME, alignment.NAME))
+_SANITY = (check_finite, check_fp8_on, check_alignment, check_matmuls)
 _FEWEST = 30  # runs below which no costs are fitted: there are more than a dozen features
 _SOLO = "solo "
 

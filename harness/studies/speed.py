@@ -15,8 +15,8 @@ from statistics import NormalDist, fmean, median, stdev
 import msgspec
 from msgspec.structs import replace
 
+from harness.checks.check import Witnesses
 from harness.checks.measuring import measured
-from harness.checks.witnesses import Witnesses
 from harness.errors import HarnessError
 from harness.expect.expectations import Expectations
 from harness.matrix.case import Case, Float8

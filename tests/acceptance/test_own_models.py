@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 
 from harness.checks import scales, stated
-from harness.checks.evaluation import OTHER_LOSS
 from harness.checks.model import SETTING
 from harness.checks.parity import GRADIENTS
 from harness.checks.recorded import KNOWN as KNOWN_FAULT
+from harness.checks.reported import OTHER_LOSS
 from harness.checks.resume import OTHER_STATE
 from harness.checks.rule import Rule
-from harness.checks.traffic_rules import REDUCE_DTYPE
+from harness.checks.traffic import REDUCE_DTYPE
 from tests.acceptance.inside import Inside, Warm, with_targets
 from tests.builders import sentence
 from tests.lines import read_run

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from harness.checks.advice import advice
-from harness.checks.failures import failures
+from harness.checks.failures import advice, failures
 from harness.checks.stacks import own_frame
 from tests.builders import make_failure, run_of
 

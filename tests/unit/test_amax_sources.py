@@ -8,9 +8,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from harness.checks.amax_sources import Source, cast_sources, earlier_casts, implied_by_power, implied_source
 from harness.checks.occurrences import CastKey, casts_by_key
-from harness.checks.scale_rules import as_float32, tensorwise_scale
+from harness.checks.scale_rules import (
+    Source,
+    as_float32,
+    cast_sources,
+    earlier_casts,
+    implied_by_power,
+    implied_source,
+    tensorwise_scale,
+)
 from harness.matrix.recipes import E4M3, E5M2
 from harness.trace.operands import CastRecord, OperandTrace
 from tests.builders import WQ, make_case, make_cast, make_scale, make_trace

@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from harness.checks.catalogue import CHECKS, RULES
-from harness.checks.causes import by_cause, first_effect
+from harness.checks.catalogue import CHECKS, RULES, by_cause, first_effect
 from harness.verdict import Finding, Verdict
 from tests.builders import a_finding
 

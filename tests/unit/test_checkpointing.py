@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from harness.expect.matmuls import recomputed_calls
+from harness.expect.model import recomputed_calls
 from harness.matrix.case import Checkpointing, CheckpointMode
 from tests.builders import make_case
 

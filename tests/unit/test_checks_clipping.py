@@ -7,7 +7,7 @@ import math
 import pytest
 from msgspec.structs import replace
 
-from harness.checks.clipping import NOT_CLIPPED, check_clipping
+from harness.checks.reported import NOT_CLIPPED, check_clipping
 from harness.verdict import Finding
 from tests.builders import make_case, make_steps, make_trace, make_witnesses, run_of
 

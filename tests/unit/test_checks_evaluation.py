@@ -7,7 +7,7 @@ import math
 import pytest
 from msgspec.structs import replace
 
-from harness.checks.evaluation import OTHER_LOSS, check_evaluation
+from harness.checks.reported import OTHER_LOSS, check_evaluation
 from harness.expect.traffic import expected_transfers
 from harness.matrix.caseid import case_id, family_id, parse_case_id, reference_case, solo_case, twin_case
 from harness.verdict import Finding

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from harness.checks.finite import GRAD_NORM, LOSS, NO_TRACE, OTHER_WORLD, SEVERAL_TRACES, STEPS, check_finite
+from harness.checks.reported import GRAD_NORM, LOSS, NO_TRACE, OTHER_WORLD, SEVERAL_TRACES, STEPS, check_finite
 from harness.matrix.case import Case
 from harness.sentence import format_ranks
 from harness.trace import Run

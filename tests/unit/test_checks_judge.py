@@ -10,14 +10,13 @@ from msgspec.structs import replace
 
 from harness.checks import alignment, memory, traffic
 from harness.checks.catalogue import CHECKS
+from harness.checks.check import Witnesses
 from harness.checks.failures import LOST, RAISED
 from harness.checks.judge import NO_CHECK, Judgement, judge, run_from_outcome
 from harness.checks.loss_vs_golden import NO_GOLDEN
-from harness.checks.witnesses import Witnesses
 from harness.engine.messages import JobOutcome, JobStatus, RankOutcome, RankStatus
 from harness.expect import relations
-from harness.expect.expectations import FORMULAS, Expectations
-from harness.expect.records import not_recorded
+from harness.expect.expectations import FORMULAS, Expectations, not_recorded
 from harness.matrix.caseid import parse_case_id
 from harness.matrix.numerics import Numerics
 from harness.matrix.rules import Refusal
@@ -43,7 +42,9 @@ from tests.builders import (
 
 CASE = make_case(tp=2, recipe="rowwise", steps=2)
 ALL = tuple(check.name for check in CHECKS)
-UNPROBED = tuple(check.name for check in CHECKS if check.record is None and check.name not in not_judged(CASE))
+UNPROBED = tuple(
+    check.name for check in CHECKS if not (check.records or check.unasked) and check.name not in not_judged(CASE)
+)
 ALIGNED = "RuntimeError: Expected both dimensions of mat2 to be divisible by 16 but got [128, 1128]"
 
 
@@ -85,7 +86,7 @@ def test_a_check_is_not_executed_on_runs_that_recorded_nothing_for_it() -> None:
 def test_one_rank_that_recorded_is_enough_to_ask() -> None:
     found = judge(CASE, run_of(trace(0, traffic=()), trace(1)), "ok", witnesses())
     assert "traffic" in found.checks
-    assert [each.ranks for each in found.findings if each.rule == traffic.NO_RECORD.name] == [(1,)]
+    assert [each.ranks for each in found.findings if each.rule == traffic.check_traffic.no_record.name] == [(1,)]
 
 
 def test_what_was_not_judged_is_named_with_its_reason() -> None:
@@ -109,7 +110,7 @@ def test_async_tp_promises_no_bits_where_sums_have_another_order(ranks: int, lef
     assert ("metamorphic" in found.checks) is not left_out_there
 
 
-RECORDS = tuple(sorted({check.record for check in CHECKS if check.record is not None}))
+RECORDS = tuple(sorted({record for check in CHECKS for record in check.records}))
 
 
 @pytest.mark.parametrize(
@@ -127,8 +128,8 @@ def test_a_record_that_was_asked_for_and_is_nowhere_is_a_finding_of_every_check_
     asked = make_witnesses(case, golden=make_golden(case), tolerance=make_tolerance(9.0), records=RECORDS)
     found = judge(case, make_run(case), "ok", asked)
     silent = {each.check for each in found.findings if each.rule == f"{each.check}/no-record"}
-    reads = {check.name: check.record_of(Expectations(case)) for check in CHECKS}
-    expected = {name for name, record in reads.items() if record is not None and record not in not_recorded(case)}
+    reads = {check.name: check.records_of(Expectations(case)) for check in CHECKS if not check.unasked}
+    expected = {name for name, records in reads.items() if records and not set(records) & set(not_recorded(case))}
     without_partner = set() if relations.partner(case) is not None else {"metamorphic"}
     assert silent == expected - without_partner - set(not_judged(case))
     assert found.verdict is Verdict.INVARIANT

@@ -7,10 +7,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from harness.checks.leaks import GROWS, SHRINKS, check_leaks
-from harness.checks.leaks import NO_RECORD as NO_RECORD_OF_LEAKS
-from harness.checks.leaks import SCALARS as GROWS_BY_SCALARS
-from harness.checks.live_memory import NO_RECORD, TOO_LITTLE, TOO_MUCH, check_live_memory
+from harness.checks.live_memory import (
+    GROWS,
+    MORE_SCALARS,
+    SHRINKS,
+    TOO_LITTLE,
+    TOO_MUCH,
+    check_leaks,
+    check_live_memory,
+)
 from harness.expect.live_memory import expected_live, expected_scalars
 from harness.matrix.case import Case
 from harness.trace.counts import MOMENTS, LiveMemory, LiveTensor, SavedMemory
@@ -99,7 +104,7 @@ def test_a_scalar_more_or_less_is_found(place: tuple[int, int, int], off: int) -
     assert places(formula) == [(rank, step)]
     assert places(leaks) == ([(rank, max(step, 3))] if step > 1 else [])
     if step > 2:
-        assert leaks[0].rule == (GROWS_BY_SCALARS if off > 0 else SHRINKS).name
+        assert leaks[0].rule == (MORE_SCALARS if off > 0 else SHRINKS).name
 
 
 def test_the_message_names_the_holder() -> None:
@@ -119,7 +124,7 @@ def test_what_was_not_recorded_is_a_finding() -> None:
     for found in check(CASE, records(CASE), None):
         (finding,) = found
         assert (finding.judged, finding.ranks, finding.values["record"]) == (False, (1,), "saved memory")
-        assert finding.rule in (NO_RECORD.name, NO_RECORD_OF_LEAKS.name)
+        assert finding.rule in (check_live_memory.no_record.name, check_leaks.no_record.name)
     for found in check(CASE, records(CASE)[:2], records(CASE)):
         assert places(found) == [(0, 3), (0, 3)]
     assert all(check(CASE))

@@ -48,7 +48,7 @@ def test_a_gradient_may_be_rounded_to_the_dtype_of_its_parameter() -> None:
 def check(*distances: ModuleDistance, case: Case = CASE) -> list[Finding]:
     everything = (*distances, distance(step=1, fqn="other"), distance(step=2, fqn="other"))
     again = run_of(make_trace(case, module_distances=everything))
-    return check_local_parity(case, make_run(case), make_witnesses(case, replay=again))
+    return check_local_parity(case, make_run(case, module_tensors=()), make_witnesses(case, replay=again))
 
 
 @pytest.mark.parametrize(
@@ -136,7 +136,10 @@ def test_without_tensor_parallelism_everything_before_the_sum_of_gradients_is_ex
 def test_a_real_device_promises_no_bits() -> None:
     assert allowed(exact=False, kind="output", parts=1) > EXACT
     off = (distance(kind="input", parts=1, distance=1e-3), distance(step=2))  # what attention hands on
-    again, run = run_of(make_trace(CASE, module_distances=off)), make_run(CASE, virtual=("scaled_mm",))
+    again, run = (
+        run_of(make_trace(CASE, module_distances=off)),
+        make_run(CASE, module_tensors=(), virtual=("scaled_mm",)),
+    )
     assert check_local_parity(CASE, run, make_witnesses(CASE, replay=again))
     on_cuda = make_witnesses(CASE, replay=again, numerics=Numerics(same_in_parts=False))
     assert not check_local_parity(CASE, run, on_cuda), "the exact matmul there makes attention no other kernel"
@@ -177,7 +180,7 @@ def test_nan_and_what_could_not_be_compared_never_pass() -> None:
 
 
 def test_without_a_replay_or_without_distances_nothing_is_judged_good() -> None:
-    run = make_run(CASE)
+    run = make_run(CASE, module_tensors=())
     (found,) = check_local_parity(CASE, run, make_witnesses(CASE))
     assert (found.rule, found.judged) == (NO_REPLAY.name, False)
     (found, *_) = check_local_parity(CASE, run, make_witnesses(CASE, replay=run_of(make_trace(CASE))))
@@ -189,7 +192,7 @@ def test_reported_numbers_are_those_of_the_recorded_tensors(name: str, off: floa
     everything = (distance(), distance(step=2))
     again = run_of(make_trace(CASE, module_distances=everything))
     value = getattr(make_run(CASE).traces[1].steps[1], name) + off
-    run = with_step(make_run(CASE), 1, 2, **{name: value})
+    run = with_step(make_run(CASE, module_tensors=()), 1, 2, **{name: value})
     (found,) = check_local_parity(CASE, run, make_witnesses(CASE, replay=again))
     assert (found.step, found.rank) == (2, 1)
     assert found.rule == {"loss": LOSS, "grad_norm": NORM}[name].name
@@ -198,7 +201,7 @@ def test_reported_numbers_are_those_of_the_recorded_tensors(name: str, off: floa
 
 def test_a_rank_without_all_steps_is_left_to_other_checks() -> None:
     again = run_of(make_trace(CASE, module_distances=(distance(), distance(step=2))))
-    short = with_rank(make_run(CASE), 1, lambda trace: replace(trace, steps=trace.steps[:1]))
+    short = with_rank(make_run(CASE, module_tensors=()), 1, lambda trace: replace(trace, steps=trace.steps[:1]))
     assert check_local_parity(CASE, short, make_witnesses(CASE, replay=again)) == []
 
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from harness.checks.matmuls import NUMBER, check_matmuls
+from harness.checks.fp8_on import NUMBER, check_matmuls
 from harness.matrix.case import Case
 from harness.trace import RankTrace
 from harness.verdict import Finding, Verdict

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from harness.checks.memory import NO_RECORD, OTHER_MODE, OUTLIVES, check_memory
+from harness.checks.memory import OTHER_MODE, OUTLIVES, check_memory
 from harness.expect.saved_memory import expected_saved
 from harness.matrix.case import Case
 from harness.trace.counts import SavedMemory
@@ -61,7 +61,7 @@ def test_float8_that_outlives_forward_is_told_in_plain_words() -> None:
 
 def test_what_was_not_recorded_is_a_finding() -> None:
     (found,) = check(CASE, records(CASE), None)
-    assert (found.rule, found.judged, found.ranks) == (NO_RECORD.name, False, (1,))
+    assert (found.rule, found.judged, found.ranks) == (check_memory.no_record.name, False, (1,))
     assert found.values["record"] == "saved memory"
     assert check(CASE)
     (found,) = check(CASE, records(CASE)[:1], records(CASE))

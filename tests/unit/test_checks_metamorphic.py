@@ -7,6 +7,7 @@ import math
 import pytest
 from msgspec.structs import replace
 
+from harness.checks.check import Witnesses
 from harness.checks.judge import judge
 from harness.checks.metamorphic import (
     EXACT,
@@ -19,7 +20,6 @@ from harness.checks.metamorphic import (
     PARAMETERS,
     check_metamorphic,
 )
-from harness.checks.witnesses import Witnesses
 from harness.expect.relations import Relation
 from harness.trace import Run
 from harness.trace.tensors import TensorSketch

@@ -9,7 +9,7 @@ import pytest
 from msgspec.structs import replace
 
 from harness.checks.recompute import CAST, MATMUL, NOT_RECOMPUTED, NUMBER, check_recompute
-from harness.expect.matmuls import recomputed_calls
+from harness.expect.model import recomputed_calls
 from harness.matrix.case import Case
 from harness.matrix.linears import converted_fqns, gemms, is_checkpointed
 from harness.trace.operands import CastRecord, MatmulRecord, OperandTrace

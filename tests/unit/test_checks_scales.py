@@ -19,7 +19,6 @@ from harness.checks.scales import (
     MATMUL_DATA,
     MATMUL_SCALE,
     NO_CAST,
-    NO_RECORD,
     REPLICAS,
     RULES,
     SHARED,
@@ -371,7 +370,7 @@ def test_matmuls_use_what_was_cast(change: Change, rule: Rule) -> None:
 def test_what_was_not_recorded_does_not_pass() -> None:
     assert check(case(), run_of())
     (found,) = check(case(tp=2), run_of(clean(case(tp=2)).traces[0], make_trace(case(tp=2), 1)))
-    assert (found.rule, found.judged, found.ranks) == (NO_RECORD.name, False, (1,))
+    assert (found.rule, found.judged, found.ranks) == (check_scales.no_record.name, False, (1,))
     assert found.values["record"] == "operands"
 
 

@@ -10,10 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from harness.checks.catalogue import CHECKS
-from harness.checks.causes import by_cause
+from harness.checks.catalogue import by_cause
 from harness.checks.judge import Judgement, judge
-from harness.checks.signature import EXECUTED, MEMORY, NAME, NO_RECORD, check_signature
+from harness.checks.stated import EXECUTED, MEMORY, check_signature
 from harness.evidence.signature import Signature, make_signature
 from harness.matrix.caseid import case_id, parse_case_id
 from harness.trace import RankTrace, Run
@@ -133,7 +132,7 @@ def test_a_step_too_much_and_a_step_too_few_are_found() -> None:
 
 def test_ranks_that_recorded_nothing_are_not_compared() -> None:
     (found,) = check(with_rank(RUN, 1, lambda trace: replace(trace, saved_memory=None)))
-    assert (found.rule, found.judged, found.ranks) == (NO_RECORD.name, False, (1,))
+    assert (found.rule, found.judged, found.ranks) == (check_signature.no_record.name, False, (1,))
     assert found.values["record"] == "saved memory"
 
 
@@ -141,12 +140,11 @@ def test_ranks_that_recorded_nothing_are_not_compared() -> None:
 
 
 def judged(run: Run = RUN, **given: Any) -> Judgement:
-    (check,) = (each for each in CHECKS if each.name == NAME)
-    return judge(CASE, run, "ok", witnesses(**given), checks=(check,))
+    return judge(CASE, run, "ok", witnesses(**given), checks=(check_signature,))
 
 
 def test_the_judge_executes_it_with_a_signature_of_these_versions() -> None:
-    assert judged().checks == (NAME,)
+    assert judged().checks == (check_signature.name,)
     (skipped,) = judged(signature=None).not_judged
     assert skipped.unverified and skipped.reason == f"no signature is recorded; `{COMMAND}` records one"
     (other,) = judged(make_signed_run(steps=STEPS, software=SOFTWARE | {"torch": "2.99.0"})).not_judged
@@ -158,8 +156,8 @@ def test_the_judge_executes_it_with_a_signature_of_these_versions() -> None:
 def test_a_llama_is_judged_by_formulas() -> None:
     llama = parse_case_id("fsdp2-tensorwise-v2048-s3-f32")
     found = judge(llama, RUN, "ok", make_witnesses(llama))
-    assert NAME not in found.checks
-    assert {each.reason for each in found.not_judged if each.check == NAME} == {
+    assert check_signature.name not in found.checks
+    assert {each.reason for each in found.not_judged if each.check == check_signature.name} == {
         "formulas say what the model sends, multiplies and keeps"
     }
 

@@ -10,10 +10,9 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from harness.checks import stated as stated_rules
-from harness.checks.catalogue import CHECKS
 from harness.checks.judge import judge
 from harness.checks.rule import Rule
-from harness.checks.stated import NAME, check_stated
+from harness.checks.stated import check_stated
 from harness.expect.expectations import Expectations
 from harness.matrix.caseid import parse_case_id
 from harness.trace import Run
@@ -100,14 +99,13 @@ def test_collectives_of_one_kind_add_up() -> None:
 
 def test_a_rank_without_records_cannot_be_judged() -> None:
     (finding,) = check(with_rank(stating(), 1, lambda trace: replace(trace, traffic=None)))
-    assert (finding.rule, finding.judged, finding.ranks) == (stated_rules.NO_RECORD.name, False, (1,))
+    assert (finding.rule, finding.judged, finding.ranks) == (check_stated.no_record.name, False, (1,))
     assert finding.values["record"] == "traffic"
 
 
 def test_it_is_judged_where_something_is_stated_and_named_where_not() -> None:
-    own = [check for check in CHECKS if check.name == NAME]
-    assert judge(CASE, stating(), "ok", make_witnesses(CASE), own).checks == (NAME,)
-    (skipped,) = judge(CASE, make_signed_run(steps=2), "ok", make_witnesses(CASE), own).not_judged
+    assert judge(CASE, stating(), "ok", make_witnesses(CASE), [check_stated]).checks == (check_stated.name,)
+    (skipped,) = judge(CASE, make_signed_run(steps=2), "ok", make_witnesses(CASE), [check_stated]).not_judged
     assert "its module has no `expect`" in skipped.reason
 
 

@@ -9,8 +9,9 @@ from msgspec.structs import replace
 
 from harness.checks.traffic import (
     AMAX_ELSEWHERE,
+    AMAX_MISSING,
     GATHERS,
-    NO_RECORD,
+    HIGH_PRECISION,
     VOLUME,
     CollectiveKey,
     Limits,
@@ -18,7 +19,6 @@ from harness.checks.traffic import (
     count_limits,
     expected_traffic,
 )
-from harness.checks.traffic_rules import AMAX_MISSING, HIGH_PRECISION
 from harness.expect.expectations import Expectations
 from harness.matrix.case import Case
 from harness.matrix.caseid import parse_case_id
@@ -164,7 +164,7 @@ def test_a_stale_scale_shows_as_amax_of_step_one_repeated() -> None:
 
 def test_what_was_not_recorded_is_a_finding() -> None:
     (found,) = check(TP, traffic_of(TP), None)
-    assert (found.rule, found.judged, found.ranks) == (NO_RECORD.name, False, (1,))
+    assert (found.rule, found.judged, found.ranks) == (check_traffic.no_record.name, False, (1,))
     assert found.values["record"] == "traffic"
     assert check(TP)
     assert check(TP, (), ())

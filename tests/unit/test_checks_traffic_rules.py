@@ -5,14 +5,15 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
-from harness.checks.traffic_rules import (
+from harness.checks.check import Witnesses
+from harness.checks.traffic import (
     AMAX_MISSING,
     HIGH_PRECISION,
     NOT_PRECOMPUTED,
     NOT_SUMMED,
     REDUCE_DTYPE,
     UNKNOWN_RANKS,
-    check_any_model,
+    check_traffic,
 )
 from harness.expect.expectations import Expectations
 from harness.expect.model import found_model
@@ -81,7 +82,7 @@ def run(*records: TrafficRecord, compiled: bool = False) -> Run:
 
 def check(*records: TrafficRecord, compiled: bool = False) -> list[Finding]:
     expect = Expectations(CASE, found_model(CASE, replace(MODEL, calls={"up": 8}), MODEL))
-    return check_any_model(expect, run(*records, compiled=compiled))
+    return check_traffic(CASE, run(*records, compiled=compiled), Witnesses(expect=expect))
 
 
 def changed(index: int, record: TrafficRecord) -> tuple[TrafficRecord, ...]:
@@ -143,7 +144,7 @@ def maxima(*in_steps: int) -> list[Finding]:
     trace = make_trace(traffic=tuple(sent), operands=OperandTrace(casts=casts, matmuls=()), model=MODEL)
     traces = (replace(trace, rank=rank) for rank in range(8))
     expect = Expectations(PRECOMPUTED, found_model(PRECOMPUTED, MODEL, MODEL))
-    return check_any_model(expect, run_of(*traces))
+    return check_traffic(PRECOMPUTED, run_of(*traces), Witnesses(expect=expect))
 
 
 @pytest.mark.parametrize("own", [0, 2])

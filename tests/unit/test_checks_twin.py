@@ -7,7 +7,7 @@ import math
 import pytest
 from msgspec.structs import replace
 
-from harness.checks.twin import needs_twin, with_twin_diagnosis
+from harness.checks.loss_vs_golden import needs_twin, with_twin_diagnosis
 from harness.trace import Run
 from harness.verdict import Verdict
 from tests.builders import a_finding, make_golden, make_trace, run_of

@@ -7,16 +7,16 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from harness.checks.cast_shares import cast_shares, with_cast_shares
 from harness.checks.underflow import (
     EXACT,
     FLUSHED,
-    NO_RECORD,
     NO_REFERENCE,
     NOTHING_COMPARED,
     ROUNDED,
     SATURATED,
+    cast_shares,
     check_underflow,
+    with_cast_shares,
 )
 from harness.matrix.case import Case
 from harness.trace import Run
@@ -85,7 +85,7 @@ def test_it_says_what_it_lacks() -> None:
     lacking = with_rank(run, 1, lambda trace: replace(trace, operands=None))
     other = with_cast_shares(of_ranks(casts(fqn="elsewhere")))
     for found, rule in (
-        (check(lacking), NO_RECORD),
+        (check(lacking), check_underflow.no_record),
         (check(run, solo=None), NO_REFERENCE),
         (check(run, solo=other), NOTHING_COMPARED),
     ):

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from harness.checks.check import finished, unfinished, why_unfinished
 from harness.checks.parity import NO_REFERENCE
-from harness.checks.witnesses import finished, unfinished, why_unfinished
 from harness.trace import Run
 from tests.builders import make_failure, make_trace, run_of
 

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from msgspec.structs import replace
 
-from harness.checks.memory import BYTES, LIMITS, NO_MARKS, NO_RECORD, check_memory
+from harness.checks.memory import BYTES, LIMITS, NO_MARKS, check_memory
 from harness.checks.memory import KEPT as KEPT_RESULTS
 from harness.checks.recompute import NODES, NOTHING_REPEATED, check_recompute
-from harness.expect import compiled_memory, saved_memory
+from harness.expect import saved_memory
 from harness.expect.expectations import Expectations
 from harness.matrix.case import Case
 from harness.matrix.caseid import parse_case_id
@@ -37,13 +37,13 @@ def test_a_partition_saves_no_more_than_eager_but_for_scales_and_copies_of_weigh
     layers = range(case.model.shape.layers)
     eager_case = replace(case, compile="none", layout=replace(case.layout, async_tp=False))
     eager = sum(saved_memory.expected_saved(eager_case, step=1, rank=0).values())
-    limits = compiled_memory.saved_limits(compiled(case), step=1, rank=0)
+    limits = saved_memory.saved_limits(compiled(case), step=1, rank=0)
     assert 0 < limits.least <= limits.most
     free = not case.float8.enabled or (case.layout.tp == 1 and not case.float8.fp8_all_gather)
     if free and not any(case.checkpointing.wraps(layer) for layer in layers):
         assert limits.most == eager
-    if compiled_memory.is_exact(compiled(case)):
-        assert limits.least == limits.most == sum(compiled_memory.expected_saved(case, step=1, rank=0).values())
+    if saved_memory.is_exact(compiled(case)):
+        assert limits.least == limits.most == sum(saved_memory.expected_saved(compiled(case), step=1, rank=0).values())
 
 
 # Measured on real ranks: bytes of rank 0 in step 1.
@@ -101,7 +101,7 @@ def saved(case: Case, nbytes: int | None = None, **changes: Any) -> tuple[SavedM
     return tuple(replace(saved_as(step, by_dtype), **changes) for step in (1, 2))
 
 
-def limits_of(case: Case) -> compiled_memory.SavedLimits:
+def limits_of(case: Case) -> saved_memory.SavedLimits:
     return Expectations(case).saved_limits(step=1, rank=0)
 
 
@@ -173,5 +173,5 @@ def test_a_checkpointed_block_that_repeats_nothing_does_not_pass(lost: str) -> N
 def test_what_was_not_recorded_is_a_finding() -> None:
     assert [each.check for each in check(FULL, None, saved(FULL))] == ["memory", "recompute"]
     (found,) = check(FULL, divided(FULL), None)
-    assert (found.rule, found.judged, found.ranks) == (NO_RECORD.name, False, (0, 1))
+    assert (found.rule, found.judged, found.ranks) == (check_memory.no_record.name, False, (0, 1))
     assert found.values["record"] == "saved memory"

@@ -11,7 +11,7 @@ from harness.checks.failure_signature import normalized, signature_of
 from harness.checks.fp8_on import NOT_SCALED
 from harness.checks.parity import GRAD_NORM, GRADIENTS
 from harness.checks.scales import RULES
-from harness.checks.traffic_rules import AMAX_MISSING
+from harness.checks.traffic import AMAX_MISSING
 from harness.trace import RankFailure, Run
 from harness.verdict import Finding, Verdict
 from tests.builders import a_finding, make_trace, run_of

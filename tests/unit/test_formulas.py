@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from harness.checks.claims import with_doubts
 from harness.checks.judge import Judgement
+from harness.checks.recorded import with_doubts
 from harness.evidence.formulas import (
     FormulasDamaged,
     VerifiedWith,

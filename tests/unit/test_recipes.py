@@ -8,7 +8,7 @@ import pytest
 
 from harness.errors import HarnessError
 from harness.expect.expectations import Expectations
-from harness.expect.matmuls import scaled_mm_calls
+from harness.expect.model import scaled_mm_calls
 from harness.matrix.caseid import case_id
 from harness.matrix.linears import converted_fqns, gemms
 from harness.matrix.recipes import E4M3, E5M2, FLOAT8_MAX, OPERANDS, TRAITS, Recipe

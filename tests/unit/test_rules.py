@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from harness.errors import HarnessError
-from harness.expect.matmuls import recomputed_calls, scaled_mm_calls
+from harness.expect.model import recomputed_calls, scaled_mm_calls
 from harness.matrix.axes import AXES, axis_values, case_from_axes
 from harness.matrix.case import Case
 from harness.matrix.caseid import parse_case_id

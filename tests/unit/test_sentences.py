@@ -14,42 +14,35 @@ from msgspec.structs import replace
 
 from harness.checks import (
     alignment,
-    clipping,
+    catalogue,
     divergence,
-    evaluation,
     failures,
-    finite,
     fp8_on,
     graph_scales,
     graphs,
-    judge,
-    leaks,
     live_memory,
     local_parity,
     loss_vs_golden,
-    matmuls,
     memory,
     metamorphic,
     model,
     parity,
     recompute,
-    recorded,
+    reported,
     resume,
     scales,
-    signature,
     stated,
     tokens,
     traffic,
-    traffic_rules,
     underflow,
 )
-from harness.checks.catalogue import CHECKS, RULES
-from harness.checks.causes import by_cause, first_effect
+from harness.checks.catalogue import CHECKS, RULES, by_cause, first_effect
 from harness.checks.failure_signature import signature_of
-from harness.checks.mismatch import Mismatch, findings_by_rule
-from harness.checks.ranks import merge_ranks
+from harness.checks.findings import Mismatch, findings_by_rule, merge_ranks
+from harness.checks.judge import Judgement
+from harness.checks.loss_vs_golden import needs_twin
+from harness.checks.recorded import with_known_faults
 from harness.checks.rule import Rule
-from harness.checks.twin import needs_twin
 from harness.matrix.known import Symptom
 from harness.sentence import filled, shown
 from harness.verdict import Finding, Value, Verdict
@@ -123,13 +116,13 @@ def wrong_scales() -> Finding:
 
 def merged() -> Finding:
     run = run_of(make_trace(rank=0), make_trace(rank=1))
-    (found,) = merge_ranks(run, lambda trace: [matmuls.NUMBER.finding(step=1, calls=9, wanted="12")])
+    (found,) = merge_ranks(run, lambda trace: [fp8_on.NUMBER.finding(step=1, calls=9, wanted="12")])
     return found
 
 
 SENTENCES: tuple[tuple[Finding, str], ...] = (
     (
-        finite.LOSS.finding(step=2, rank=1, ranks=(0, 1), quantity="loss", value="nan", count=3),
+        reported.LOSS.finding(step=2, rank=1, ranks=(0, 1), quantity="loss", value="nan", count=3),
         "loss is nan at step 2 on rank 1; bad values: 3, on ranks 0-1",
     ),
     (
@@ -185,11 +178,11 @@ SENTENCES: tuple[tuple[Finding, str], ...] = (
         "the state that tp2 loaded is not the one that was saved: step of 1 parameter; first step of gain",
     ),
     (
-        clipping.NOT_CLIPPED.finding(max_norm=0.5, reported="it reports 2", norm=1 / 3),
+        reported.NOT_CLIPPED.finding(max_norm=0.5, reported="it reports 2", norm=1 / 3),
         "gradients are not clipped to a norm of 0.5: it reports 2, the optimizer gets 0.333333",
     ),
     (
-        evaluation.OTHER_LOSS.finding(),
+        reported.OTHER_LOSS.finding(),
         "the loss of the evaluation is not that of training on the same batch with the same weights",
     ),
     (fp8_on.NOT_CONVERTED.finding(module="w1", ranks=(0, 1)), "w1 was not converted to FP8 on ranks 0-1"),
@@ -212,10 +205,13 @@ SENTENCES: tuple[tuple[Finding, str], ...] = (
     ),
     (graph_scales.RULES.number.finding(of=" of weights in forward"), "wrong number of casts of weights in forward"),
     (
-        traffic_rules.AMAX_MISSING.finding(axis="tp", missing=56),
+        traffic.AMAX_MISSING.finding(axis="tp", missing=56),
         "56 amax reductions are missing along tp: each shard uses its own scale",
     ),
-    (traffic.NO_RECORD.finding(record="traffic", where="rank 1"), "cannot be judged: no record of traffic on rank 1"),
+    (
+        traffic.check_traffic.no_record.finding(record="traffic", where="rank 1"),
+        "cannot be judged: no record of traffic on rank 1",
+    ),
     (
         stated.MATMULS.finding(what="number of scaled matmuls", target="mine"),
         "not the number of scaled matmuls that expect() of mine states",
@@ -229,10 +225,10 @@ SENTENCES: tuple[tuple[Finding, str], ...] = (
         "float32[4] of cache is alive at the end of the step, and nothing explains it",
     ),
     (
-        leaks.GROWS.finding(tensors="float32[4] of cache", when="at the end of the step", settled=2),
+        live_memory.GROWS.finding(tensors="float32[4] of cache", when="at the end of the step", settled=2),
         "live memory grows: float32[4] of cache is alive at the end of the step and was not in step 2",
     ),
-    (signature.EXECUTED.finding(what="scaled matmuls"), "not the recorded number or size of scaled matmuls"),
+    (stated.EXECUTED.finding(what="scaled matmuls"), "not the recorded number or size of scaled matmuls"),
     (
         replace(local_parity.LOSS.finding(number="loss", source="logits", distance=0.02, allowed=5e-6), within="in a"),
         "in a: loss is not that of the recorded logits: off by 0.02, 5e-06 allowed",
@@ -249,9 +245,9 @@ SENTENCES: tuple[tuple[Finding, str], ...] = (
         failures.RAISED.finding(ranks=(0, 1), end="raised in step 1: ValueError"),
         "ranks 0-1 raised in step 1: ValueError",
     ),
-    (judge.BROKEN.finding(error="KeyError"), "the harness failed while judging: KeyError"),
+    (catalogue.BROKEN.finding(error="KeyError"), "the harness failed while judging: KeyError"),
     (
-        recorded.GONE.finding(fault="rounds", link="https://example.org/1"),
+        catalogue.GONE.finding(fault="rounds", link="https://example.org/1"),
         "passed although the fault rounds (https://example.org/1) is recorded for it: close the record",
     ),
 )
@@ -347,8 +343,8 @@ def test_another_wording_changes_nothing_that_a_record_explains(
     assert fault.shows(before) == fault.shows(after)
     assert list(map(fault.explains, before)) == list(map(fault.explains, after))
     ends = [
-        recorded.with_known_faults(
-            judge.Judgement(verdict=Verdict.NUMERIC, findings=tuple(each)), (fault,), datetime.date(2026, 11, 22)
+        with_known_faults(
+            Judgement(verdict=Verdict.NUMERIC, findings=tuple(each)), (fault,), datetime.date(2026, 11, 22)
         )
         for each in (before, after)
     ]

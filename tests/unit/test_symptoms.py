@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from harness.checks.advice import advice
+from harness.checks.failures import advice
 from harness.engine.folder import JobFolder
 from harness.engine.messages import Job, JobOutcome, RankOutcome, ShareOutcome
 from harness.engine.outcome import conclude

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from harness.expect.live_memory import expected_live, expected_scalars
+from harness.expect.model import TrainerTraits, traits_of
 from harness.expect.saved_memory import expected_saved
 from harness.expect.traffic import expected_transfers
-from harness.expect.trainer_traits import TrainerTraits, traits_of
 from harness.matrix.case import Case
 from harness.matrix.linears import parameter_count
 from tests.builders import make_case

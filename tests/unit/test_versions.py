@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from harness.expect.versions import Verified, is_within
+from harness.expect.upstream import Verified, is_within
 from tests.builders import SOFTWARE
 
 BOTH = Verified(torch=">=2.13,<2.14", torchao=">=0.18,<0.19")

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from harness.checks.check import Witnesses
 from harness.checks.fp8_on import FOREIGN_PARTS, check_fp8_on
-from harness.checks.witnesses import Witnesses
 from harness.engine.zygote_engine import ZygoteEngine
 from harness.expect.expectations import Expectations
 from harness.matrix.caseid import parse_case_id

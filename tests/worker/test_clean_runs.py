@@ -11,19 +11,18 @@ import pytest
 from msgspec.structs import replace
 
 from harness.checks.assembly import largest
+from harness.checks.check import Witnesses
 from harness.checks.divergence import first_divergence
-from harness.checks.leaks import check_leaks
-from harness.checks.live_memory import check_live_memory
+from harness.checks.fp8_on import check_matmuls
+from harness.checks.live_memory import check_leaks, check_live_memory
 from harness.checks.local_parity import check_local_parity
-from harness.checks.matmuls import check_matmuls
 from harness.checks.measuring import measured
 from harness.checks.memory import check_memory
 from harness.checks.parity import check_parity, worst_distances
 from harness.checks.recompute import check_recompute
 from harness.checks.scales import check_scales
 from harness.checks.traffic import check_traffic
-from harness.checks.witnesses import Witnesses
-from harness.expect.matmuls import scaled_mm_calls
+from harness.expect.model import scaled_mm_calls
 from harness.matrix.case import Case
 from harness.matrix.caseid import parse_case_id, solo_case
 from harness.matrix.numerics import replayed_steps

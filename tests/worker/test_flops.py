@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from harness.checks.measuring import measured
-from harness.checks.movement import moved
+from harness.checks.measuring import measured, moved
 from harness.gate.gate import gate
 from harness.gate.reason import Kind
 from harness.matrix.caseid import parse_case_id

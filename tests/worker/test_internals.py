@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from harness.checks.check import Witnesses
 from harness.checks.judge import judge, run_from_outcome
-from harness.checks.witnesses import Witnesses
 from harness.engine.messages import JobOutcome
 from harness.engine.zygote_engine import ZygoteEngine
 from harness.expect.expectations import Expectations

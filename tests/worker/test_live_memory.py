@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import pytest
 
-from harness.checks.leaks import GROWS, SCALARS, check_leaks
-from harness.checks.leaks import NAME as LEAKS
-from harness.checks.live_memory import NAME, TOO_MUCH, check_live_memory
+from harness.checks.live_memory import GROWS, MORE_SCALARS, TOO_MUCH, check_leaks, check_live_memory
 from harness.matrix.caseid import parse_case_id
 from harness.trace import Run
 from harness.trace.counts import MOMENTS
@@ -126,7 +124,7 @@ def test_what_is_kept_is_found_and_named(
     trained, plant, text: str, fault: str, tensors: str, where: tuple[str, tuple[int, ...]]
 ):
     run = trained(parse_case_id(text), probes=MEMORY, injections=plant(FAULTS, fault))
-    found = [finding for finding in findings(text, run) if finding.check == NAME]
+    found = [finding for finding in findings(text, run) if finding.check == check_live_memory.name]
     much = [each for each in found if each.rule == TOO_MUCH.name and (each.values["when"], each.ranks) == where]
     assert any(str(each.values["tensors"]).endswith(tensors) for each in much), found
     assert min(finding.step or 0 for finding in found) == 1
@@ -143,9 +141,9 @@ def test_what_is_kept_is_found_and_named(
 )
 def test_a_cache_that_grows_is_a_leak(trained, plant, text: str, fault: str):
     run = trained(parse_case_id(text), probes=MEMORY, injections=plant(FAULTS, fault))
-    leaks = [finding for finding in findings(text, run) if finding.check == LEAKS]
+    leaks = [finding for finding in findings(text, run) if finding.check == check_leaks.name]
     assert {finding.step for finding in leaks} == {3}
-    assert rules(leaks) <= {GROWS.name, SCALARS.name}
+    assert rules(leaks) <= {GROWS.name, MORE_SCALARS.name}
 
 
 def test_a_reference_to_what_autograd_saves_takes_no_memory(trained, plant):

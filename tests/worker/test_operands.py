@@ -14,8 +14,7 @@ from harness.checks.recompute import CAST as RECOMPUTED_CAST
 from harness.checks.recompute import check_recompute
 from harness.checks.rule import Rule
 from harness.checks.scales import DIFFERENT, LOCAL, RULES, SHARED, check_scales
-from harness.checks.traffic import check_traffic
-from harness.checks.traffic_rules import AMAX_MISSING
+from harness.checks.traffic import AMAX_MISSING, check_traffic
 from harness.matrix.case import Case
 from harness.matrix.caseid import parse_case_id
 from harness.matrix.linears import gemms

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from harness.checks.rule import Rule
-from harness.checks.traffic import AMAX_ELSEWHERE, GATHERS, VOLUME, check_traffic
-from harness.checks.traffic_rules import AMAX_MISSING, HIGH_PRECISION
+from harness.checks.traffic import AMAX_ELSEWHERE, AMAX_MISSING, GATHERS, HIGH_PRECISION, VOLUME, check_traffic
 from harness.matrix.caseid import parse_case_id
 from harness.trace import Run
 from harness.verdict import Finding

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from harness.expect.matmuls import scaled_mm_calls
+from harness.expect.model import scaled_mm_calls
 from harness.matrix.case import Case
 from harness.matrix.linears import converted_fqns
 from harness.trace import RankTrace

@@ -8,8 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from harness.checks.catalogue import CHECKS
-from harness.checks.causes import first_effect
+from harness.checks.catalogue import CHECKS, first_effect
 from harness.errors import HarnessError
 from harness.matrix.axes import AXES, DECLARED, axis_values, choices, own_axes, shown_value
 from harness.matrix.case import Case

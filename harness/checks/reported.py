@@ -1,0 +1,175 @@
+"""The numbers that every rank reports: finite, and of a step that clips or evaluates, consistent with each other.
+
+No check here needs another run, so a fault that the single-rank reference shares is seen too.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator
+from functools import partial
+
+from harness.checks.assembly import same_number, size_of_error
+from harness.checks.check import Check, Witnesses
+from harness.checks.findings import group_ranks, traces_by_rank
+from harness.checks.rule import Rule, Rules, Stage
+from harness.matrix.case import Case
+from harness.plural import counted
+from harness.trace import Run, StepTrace
+from harness.verdict import Finding
+
+# Finite
+
+_finite = Rules("finite", Stage.RUN)
+NO_TRACE = _finite("no-trace", "{ranks} left no trace")
+OTHER_WORLD = _finite("other-world", "{ranks} outside the world of this case left a trace")
+SEVERAL_TRACES = _finite("several-traces", "{ranks} left more than one trace")
+STEPS = _finite("steps", "{ranks} did not record steps 1 to {steps}")
+_BAD = "{quantity} is {value} at step {step} on rank {rank}; bad values: {count}, on {ranks}"
+LOSS = _finite("loss", _BAD, stage=Stage.NO_NUMBER, numeric=True)
+GRAD_NORM = _finite("grad-norm", _BAD, stage=Stage.BF16, numeric=True)
+
+
+@partial(Check, declares=_finite, blind="Numbers that are finite and wrong.")
+def check_finite(case: Case, run: Run, witnesses: Witnesses) -> Iterator[Finding]:
+    """Did every rank train to the last step with finite numbers?"""
+    yield from _ranks(case, run)
+    yield from _steps(case, run)
+    found = [(step, trace.rank) for trace in traces_by_rank(run) for step in trace.steps]
+    losses = [(step.step, rank, step.loss) for step, rank in found if not math.isfinite(step.loss)]
+    norms = [(step.step, rank, step.grad_norm) for step, rank in found if not 0 < step.grad_norm < math.inf]
+    yield from _first(LOSS, losses, "loss", "a finite number")
+    yield from _first(GRAD_NORM, norms, "grad_norm", "a finite number above 0")
+
+
+def _ranks(case: Case, run: Run) -> Iterator[Finding]:
+    """One trace of every rank of the world, and no other."""
+    count = Counter(trace.rank for trace in run.traces)
+    world = set(range(case.world_size))
+    wrong = {
+        NO_TRACE: world - set(count),
+        OTHER_WORLD: set(count) - world,
+        SEVERAL_TRACES: {rank for rank, times in count.items() if times > 1},
+    }
+    expected, found = counted(case.world_size, "rank"), counted(len(run.traces), "trace")
+    return (rule.finding(ranks=ranks, expected=expected, found=found) for rule, ranks in wrong.items() if ranks)
+
+
+def _steps(case: Case, run: Run) -> Iterator[Finding]:
+    """Steps 1 to n, each once and in order."""
+    expected = tuple(range(1, case.train.steps + 1))
+    for steps, ranks in group_ranks(run, lambda trace: tuple(step.step for step in trace.steps)).items():
+        if steps != expected:
+            yield STEPS.finding(ranks=ranks, steps=case.train.steps, expected=_text(expected), found=_text(steps))
+
+
+def _text(steps: tuple[int, ...]) -> str:
+    shown = ", ".join(map(str, steps[:12]))
+    return f"{counted(len(steps), 'step')}: {f'{shown}, …' if len(steps) > 12 else shown or 'none'}"
+
+
+def _first(rule: Rule, wrong: list[tuple[int, int, float]], quantity: str, expected: str) -> Iterator[Finding]:
+    """The first bad value, with the number of bad values: each with its step and rank."""
+    if wrong:
+        step, rank, value = min(wrong, key=lambda item: item[:2])
+        yield rule.finding(
+            step=step,
+            rank=rank,
+            ranks=[other for _, other, _ in wrong],
+            expected=expected,
+            found=str(value),
+            quantity=quantity,
+            value=str(value),
+            count=len(wrong),
+        )
+
+
+# Clipping
+
+ROUNDING = 1e-5  # of the factor, which torch computes in the dtype of the norm; of a clipped step, measured: 2e-6
+_EPS = 1e-6  # torch adds it to the norm that it divides by
+
+_clipping = Rules("clipping", Stage.STEP)
+NOT_CLIPPED = _clipping(
+    "norm",
+    "gradients are not clipped to a norm of {max_norm:g}: {reported}, the optimizer gets {norm:.6g}",
+    numeric=True,
+    fix="call torch.nn.utils.clip_grad_norm_(parameters, case.train.max_norm) before optimizer.step(), and return "
+    "the norm that it returns; over several meshes, of all of them.",
+)
+
+
+@partial(
+    Check,
+    declares=_clipping,
+    blind="Gradients of the right norm and a wrong direction; other checks compare them.",
+    not_judged=lambda expect, device: "gradients are not clipped" if expect.case.train.max_norm is None else "",
+)
+def check_clipping(case: Case, run: Run, witnesses: Witnesses) -> Iterator[Finding]:
+    """Does the optimizer get gradients of the norm that the case clips to?
+
+    The norm that the target reports is taken before clipping, the harness sums that of what the optimizer gets.
+    """
+    max_norm = case.train.max_norm
+    assert max_norm is not None, "only of cases that clip gradients"
+    steps = [(step, trace.rank) for trace in traces_by_rank(run) for step in trace.steps]
+    wrong = [(step, rank) for step, rank in steps if not _is_clipped(step, max_norm)]
+    if wrong:
+        step, rank = min(wrong, key=lambda each: each[0].step)
+        expected, reported = _clipped_norm(step, max_norm), step.reported_grad_norm
+        yield NOT_CLIPPED.finding(
+            step=step.step,
+            rank=rank,
+            expected=f"a norm of at most {max_norm:g}" if expected is None else f"a norm of {expected:.9g}",
+            found=f"{step.grad_norm:.9g}",
+            max_norm=max_norm,
+            reported="no norm is reported" if reported is None else f"the reported norm is {reported:.6g}",
+            norm=step.grad_norm,
+        )
+
+
+def _clipped_norm(step: StepTrace, max_norm: float) -> float | None:
+    """The norm after clipping; None where the target reports none."""
+    norm = step.reported_grad_norm
+    return None if norm is None else norm * min(1.0, max_norm / (norm + _EPS))
+
+
+def _is_clipped(step: StepTrace, max_norm: float) -> bool:
+    expected = _clipped_norm(step, max_norm)
+    if expected is None:
+        return step.grad_norm <= max_norm * (1 + ROUNDING)
+    return abs(step.grad_norm - expected) <= ROUNDING * expected  # NaN is wrong
+
+
+# Evaluation
+
+_evaluation = Rules("evaluation", Stage.STEP)
+OTHER_LOSS = _evaluation(
+    "loss", "the loss of the evaluation is not that of training on the same batch with the same weights", numeric=True
+)
+
+
+@partial(
+    Check,
+    declares=_evaluation,
+    blind="Modules that compute the same wrong loss in both modes; the loss of training is compared by other checks.",
+    not_judged=lambda expect, device: "" if expect.case.train.evaluate else "nothing is evaluated",
+)
+def check_evaluation(case: Case, run: Run, witnesses: Witnesses) -> Iterator[Finding]:
+    """Is the loss of a batch in evaluation the one that training on it then has?
+
+    Between the two no weight changes, and no module of a Llama does anything else in evaluation mode, so every bit is
+    the same.
+    """
+    steps = [(step, trace.rank) for trace in traces_by_rank(run) for step in trace.steps]
+    wrong = [(step, rank) for step, rank in steps if not _is_evaluated(step)]
+    if wrong:
+        step, rank = min(wrong, key=lambda each: each[0].step)
+        found = step.evaluation_loss
+        size = None if found is None else size_of_error("loss", found, step.loss)
+        yield OTHER_LOSS.finding(step=step.step, rank=rank, expected=repr(step.loss), found=repr(found), size=size)
+
+
+def _is_evaluated(step: StepTrace) -> bool:
+    return step.evaluation_loss is not None and same_number(step.evaluation_loss, step.loss)
