@@ -130,5 +130,4 @@ def same_number(found: float, expected: float) -> bool:
 
 
 def same_numbers(found: Sequence[float], expected: Sequence[float]) -> bool:
-    """True for as many numbers, each the same."""
     return len(found) == len(expected) and all(map(same_number, found, expected))

@@ -129,7 +129,6 @@ def _may_be_cause(finding: Finding, wrong_from: float) -> bool:
 
 
 def _first_wrong_number(findings: Iterable[Finding]) -> float:
-    """The first step in which a number is wrong; infinite where none is. What is kept in memory is no number."""
     stages = ((_stage_of(each), each) for each in findings if each.judged)
     numbers = (each for stage, each in stages if not stage.is_cause and stage is not Stage.MEMORY)
     return min((each.step for each in numbers if each.step is not None), default=math.inf)

@@ -86,12 +86,10 @@ class Check(msgspec.Struct, frozen=True):
 
     @property
     def question(self) -> str:
-        """What it answers."""
         return inspect.cleandoc(self.function.__doc__ or "").partition("\n")[0]
 
     @property
     def sight(self) -> str:
-        """What it cannot see, as a sentence."""
         return f"It cannot see {self.blind[0].lower()}{self.blind[1:]}"
 
     @property
@@ -105,7 +103,6 @@ class Check(msgspec.Struct, frozen=True):
         return (*((self.no_record,) if self.records else ()), *self.declares.declared)
 
     def __call__(self, case: Case, run: Run, witnesses: Witnesses) -> list[Finding]:
-        """The findings of the check, or those about ranks that lack a record."""
         asked = self.records_of(witnesses.expect)
         lacking = {record: [trace.rank for trace in run.traces if getattr(trace, record) is None] for record in asked}
         missing = [
@@ -164,7 +161,6 @@ def unfinished(rule: Rule, who: str, run: Run | None, case_run: Run) -> Finding:
 
 
 def _ending(run: Run | None, case_run: Run) -> str | None:
-    """Which rank ended how, in which calls, and with which versions."""
     causes = () if run is None else run.causes or run.failures
     if not causes:
         return None

@@ -102,7 +102,6 @@ class _Comparison:
         return 1.0
 
     def of(self, trace: RankTrace) -> Iterator[Mismatch]:
-        """Every divergence of one rank, in execution order."""
         casts, matmuls = self._casts[trace.rank], matmuls_by_key(trace)
         where = coordinates(self._case.layout, trace.rank)
         replay = where["dp_replicate"] * self._case.layout.dp_shard + where["dp_shard"]
@@ -172,7 +171,6 @@ class _Comparison:
         return (FIRST_STEP_TOLERANCES if first else TOLERANCES)[role]
 
     def _differences(self, found: CastRecord, expected: CastRecord, shards: list[CastRecord]) -> Iterator[Difference]:
-        """What differs between a cast and the same cast in the witness."""
         tolerance, factor = self._tolerance(found.role, found.step), self._factor_of(found.role)
         if found.phase != "gathered":
             amax = largest(shard.amax for shard in shards)
@@ -207,7 +205,6 @@ class _Comparison:
                 yield _mismatch(key, found.index, rank, "", f"{role} of matmul {key.gemm}", *values)
 
     def _operand(self, side: str, role: str, found: MatmulRecord, expected: MatmulRecord) -> tuple[str, str] | None:
-        """(expected, found) of one operand of a matmul when it differs from the witness."""
         right, wrong = (
             (one.a_scale, one.a_digest) if side == "a" else (one.b_scale, one.b_digest) for one in (expected, found)
         )

@@ -128,7 +128,6 @@ def explain_gradients(
     step: int,
     golden_norm: float | None,
 ) -> Explanation | None:
-    """Why the gradients of a step are not those of the reference: one factor for all of them, or for some."""
     pairs = {
         key.fqn: (found[key], tensor)
         for key, tensor in expected.items()

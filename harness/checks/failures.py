@@ -41,12 +41,10 @@ class _Kind(NamedTuple):
 
     @property
     def found(self) -> str:
-        """What is found instead of ranks that return."""
         return self.kind if self.place is None else f"{self.kind} in {_CALLED.join(map(str, self.place.calls))}"
 
     @property
     def waits(self) -> bool:
-        """True if the ranks wait for others: they are not the cause."""
         return self.place is not None and bool(self.place.collective)
 
 
@@ -83,7 +81,6 @@ def _groups(causes: Iterable[RankFailure]) -> list[tuple[_Kind, list[int]]]:
 
 
 def _others(run: Run, groups: list[tuple[_Kind, list[int]]]) -> str:
-    """What the ranks do that are not in the first group."""
     does = [
         f"{format_ranks(ranks)} {'wait' if len(ranks) > 1 else 'waits'} in {kind.place.collective}"
         for kind, ranks in groups[1:]

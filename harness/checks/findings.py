@@ -78,7 +78,6 @@ def traces_by_rank(run: Run) -> list[RankTrace]:
 
 
 def group_ranks(run: Run, value_of: Callable[[RankTrace], T]) -> dict[T, list[int]]:
-    """The ranks that recorded each value; values in the order of their lowest rank."""
     groups: dict[T, list[int]] = {}
     for trace in traces_by_rank(run):
         groups.setdefault(value_of(trace), []).append(trace.rank)

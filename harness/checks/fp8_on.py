@@ -53,7 +53,6 @@ def check_fp8_on(case: Case, run: Run, witnesses: Witnesses) -> Iterator[Finding
 
 
 def _converted(run: Run, expected: set[str]) -> Iterator[Finding]:
-    """Exactly the expected linears, each once. One finding for every linear that is not as expected."""
     for found, ranks in group_ranks(run, lambda trace: tuple(sorted(trace.converted_fqns))).items():
         for rule, fqns, wanted in (
             (NOT_CONVERTED, expected - set(found), "converted"),

@@ -117,7 +117,6 @@ def _other_casts(case: Case, casts: Iterable[GraphCast], cast: GraphCast) -> Ite
 
 
 def _amaxes(case: Case, casts: Casts, rank: int, place: tuple[int, int]) -> dict[int, float]:
-    """The amax of the cast at the same place on every TP rank."""
     group = on_ranks(casts, peers(case.layout, rank, ("tp",)), place)
     return {other: cast.amax for other, cast in group.items()}
 
@@ -169,7 +168,6 @@ def _single_casts(case: Case, casts: Casts) -> Iterator[Mismatch]:
 
 
 def _cast_rules(case: Case, cast: GraphCast) -> Iterator[Broken]:
-    """The rules that one cast breaks, whatever the other ranks do."""
     if cast.target_dtype not in FLOAT8_MAX:
         yield RULES.target_dtype, " or ".join(FLOAT8_MAX), cast.target_dtype
     if not _scale_shape_fits(cast):
@@ -186,7 +184,6 @@ def _scale_shape_fits(cast: GraphCast) -> bool:
 
 
 def _tp_groups(case: Case, casts: Casts) -> Iterator[Mismatch]:
-    """The casts of all TP ranks at the same place of the same graph."""
     for rank in casts:
         ranks = peers(case.layout, rank, ("tp",))
         if rank != ranks[0]:

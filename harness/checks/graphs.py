@@ -36,8 +36,6 @@ ROWS = _rule(
 
 
 class FusionKind(NamedTuple):
-    """What fused operators are counted by."""
-
     phase: Phase
     collective: Collective
 
@@ -103,7 +101,6 @@ def _nodes(recorded: GraphTrace) -> Iterator[Finding]:
 
 
 def _scale_fits(node: FusedNode) -> bool:
-    """True for one scale for the tensor, or one for every row of A."""
     scale = node.a_scale_shape
     if scale is None or all(size == 1 for size in scale):
         return True

@@ -85,7 +85,6 @@ def run_from_outcome(outcome: JobOutcome) -> Run:
 def _applicable(
     run: Run, status: JobStatus, witnesses: Witnesses, checks: Sequence[Check]
 ) -> tuple[list[Check], tuple[NotJudged, ...]]:
-    """The checks that apply to this run, and why the others do not."""
     refusal = witnesses.expect.refusal
     if refusal is not None:
         return [check for check in checks if check.name == refusal.check], ()
@@ -97,7 +96,6 @@ def _applicable(
 
 
 def _skipped(check: Check, run: Run, witnesses: Witnesses) -> NotJudged | None:
-    """Why a check is not executed for a run that finished; None when it is."""
     reason = _inapplicable(check, run, witnesses)
     if reason is not None:
         return NotJudged(check=check.name, reason=reason)
@@ -143,12 +141,10 @@ def _unrecorded_by_design(check: Check, run: Run, witnesses: Witnesses) -> str:
 
 
 def _device(run: Run) -> str:
-    """The device of the ranks; a CPU where none left a trace."""
     return run.traces[0].device if run.traces else "cpu"
 
 
 def _is_nowhere(record: str, run: Run) -> bool:
-    """True when no rank recorded it."""
     return all(getattr(trace, record) is None for trace in run.traces)
 
 

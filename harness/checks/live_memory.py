@@ -128,7 +128,6 @@ def _change(first: LiveMemory, found: LiveMemory, step: int, when: str) -> Findi
 
 
 def _census(trace: RankTrace) -> Mapping[tuple[Moment, int], LiveMemory]:
-    """What was alive on a rank, by moment and step."""
     return {(live.moment, record.step): live for record in trace.saved_memory or () for live in record.live}
 
 

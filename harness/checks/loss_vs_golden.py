@@ -116,7 +116,6 @@ def _incomparable(case: Case, run: Run, golden: Golden) -> Iterator[Finding]:
 
 
 def _hardware(trace: RankTrace, golden: Golden) -> str:
-    """The class of the golden where it is one of the rank's, else the class of its device."""
     classes = hardware_classes(trace.device or "unnamed device", trace.architecture)
     return golden.hardware if golden.hardware in classes else classes[0]
 
@@ -217,7 +216,6 @@ def _line(row: Row) -> str:
 
 
 def needs_twin(findings: tuple[Finding, ...]) -> bool:
-    """True when a finding is about the distance of a loss to its golden."""
     return any(finding.rule == LOSS.name for finding in findings)
 
 

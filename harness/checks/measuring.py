@@ -154,7 +154,6 @@ def _fused(traces: Iterable[RankTrace]) -> Mapping[str, int]:
 
 
 def _digests(traces: Sequence[RankTrace]) -> Mapping[str, str]:
-    """A digest of every kind of record that the ranks left."""
     parts: dict[str, list[str]] = defaultdict(list)
     for trace in traces:
         operands = trace.operands

@@ -79,7 +79,6 @@ def _findings(expect: Expectations, trace: RankTrace) -> Iterator[Finding]:
 
 
 def _against_marks(case: Case, trace: RankTrace) -> Iterator[Finding]:
-    """What the partitioner made of the marks of checkpointing."""
     partitions = trace.graphs.partitions if trace.graphs is not None else ()
     expected = {case.checkpointing.wraps(layer) for layer in range(case.model.shape.layers)}
     found = {partition.marked > 0 for partition in partitions}
@@ -98,7 +97,6 @@ def _marks(found: set[bool]) -> str:
 
 
 def _steps(expect: Expectations, trace: RankTrace) -> list[int]:
-    """The steps of the case, and any other that was recorded."""
     return sorted({*range(1, expect.case.train.steps + 1), *(record.step for record in trace.saved_memory or ())})
 
 

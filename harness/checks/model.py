@@ -262,7 +262,6 @@ def _unequal_pair(case: Case, held: Mapping[int, Buffer], reference: Buffer | No
 
 
 def _gradients(traces: list[RankTrace]) -> list[Finding]:
-    """Trained parameters that no rank got a gradient of in any step."""
     if not traces or any(trace.sketches is None for trace in traces):
         return []
     graded = {sketch.fqn for trace in traces for sketch in trace.sketches or () if sketch.kind == "grad"}
@@ -297,7 +296,6 @@ def _first_names(fqns: list[str]) -> str:
 
 
 def _stepped(traces: list[RankTrace]) -> bool:
-    """False where no optimizer of torch took a step."""
     return any(step.optimizer_steps != 0 for trace in traces for step in trace.steps)
 
 

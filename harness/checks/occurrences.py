@@ -44,13 +44,11 @@ class MatmulKey(NamedTuple):
 
 
 def casts_by_key(trace: RankTrace) -> dict[tuple[CastKey, int], CastRecord]:
-    """Every cast of a rank by key and occurrence, in execution order."""
     casts = trace.operands.casts if trace.operands is not None else ()
     return with_occurrence((CastKey(cast.step, cast.fqn, cast.role, cast.phase), cast) for cast in casts)
 
 
 def matmuls_by_key(trace: RankTrace) -> dict[tuple[MatmulKey, int], MatmulRecord]:
-    """Every matmul of a rank by key and occurrence, in execution order."""
     matmuls = trace.operands.matmuls if trace.operands is not None else ()
     return with_occurrence((MatmulKey(matmul.step, matmul.fqn, matmul.gemm), matmul) for matmul in matmuls)
 
@@ -61,7 +59,6 @@ def on_ranks(records: Mapping[int, Mapping[Key, Record]], ranks: Iterable[int], 
 
 
 def with_occurrence(records: Iterable[tuple[Key, Record]]) -> dict[tuple[Key, int], Record]:
-    """The records by key and occurrence, in their order."""
     seen: Counter[Key] = Counter()
     by_key = {}
     for key, record in records:

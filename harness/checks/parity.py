@@ -103,7 +103,6 @@ def check_parity(case: Case, run: Run, witnesses: Witnesses) -> list[Finding]:
 
 
 def _factors(case: Case, run: Run, witnesses: Witnesses, step: int) -> tuple[Explanation | None, Explanation | None]:
-    """Explanations when gradients or loss of a step are off by a factor that is a number of the case."""
     solo, golden = finished(witnesses.solo), witnesses.golden
     assert solo is not None, "there is nothing to compare with"
     norm, losses = (None, None) if golden is None else (golden.grad_norms[step - 1], golden.losses)

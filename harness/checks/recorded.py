@@ -68,7 +68,6 @@ def _gone(fault: KnownFault) -> Finding:
 
 
 def _beyond(unexplained: int, faults: Sequence[KnownFault]) -> Iterator[Finding]:
-    """Which findings the records do not explain: the first, of which there are so many."""
     if unexplained:
         names = " and ".join(fault.name for fault in faults)
         first = "the first finding is" if unexplained == 1 else f"the first {unexplained} findings are"

@@ -44,7 +44,6 @@ def check_finite(case: Case, run: Run, witnesses: Witnesses) -> Iterator[Finding
 
 
 def _ranks(case: Case, run: Run) -> Iterator[Finding]:
-    """One trace of every rank of the world, and no other."""
     count = Counter(trace.rank for trace in run.traces)
     world = set(range(case.world_size))
     wrong = {

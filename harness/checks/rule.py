@@ -139,7 +139,6 @@ class Rules:
 
 
 def by_name(rules: Iterable[Rule]) -> Mapping[str, Rule]:
-    """The rules by name. Two rules of one name are a mistake in the program."""
     found: dict[str, Rule] = {}
     for rule in rules:
         assert rule.name not in found, f"two rules are named {rule.name}"

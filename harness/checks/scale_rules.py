@@ -26,8 +26,6 @@ Broken = tuple[Rule, str, str]  # with what was expected and found
 
 
 class CastRules(NamedTuple):
-    """The rules about one cast, of eager or of compiled casts."""
-
     amax: Rule
     scale_dtype: Rule
     scale_range: Rule
@@ -187,7 +185,6 @@ def implied_by_power(cast: CastStatistics, lowest: float, highest: float, earlie
 
 
 def earlier_casts(casts: Casts, rank: int, place: tuple[CastKey, int]) -> Iterator[CastRecord]:
-    """The same cast of a rank in all earlier steps."""
     key, occurrence = place
     for step in range(1, key.step):
         yield from on_ranks(casts, (rank,), (key._replace(step=step), occurrence)).values()
@@ -231,7 +228,6 @@ def cast_sources(
 
 
 def of_steps(amaxes: Mapping[int, float], where: str = "") -> Iterator[Source]:
-    """The amax of every step, with all steps that have it."""
     for amax in dict.fromkeys(amaxes.values()):
         steps = [str(step) for step, other in amaxes.items() if other == amax]
         yield Source(f"the amax of {'step' if len(steps) == 1 else 'steps'} {', '.join(steps)}{where}", amax)
@@ -242,7 +238,6 @@ def _on(ranks: tuple[int, ...]) -> str:
 
 
 def _amax(parts: Mapping[int, CastRecord]) -> float:
-    """The amax over parts of a tensor; NaN where there is none."""
     return largest(part.amax for part in parts.values())
 
 

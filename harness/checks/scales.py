@@ -122,7 +122,6 @@ def _counts(expect: Expectations, casts: Casts) -> Iterator[Mismatch]:
 
 
 def _forms(expect: Expectations, casts: Casts) -> Iterator[Mismatch]:
-    """Every cast has the form that the recipe gives it, and the values of a correct cast."""
     expected = expect.casts
     for rank, by_key in casts.items():
         for (key, occurrence), cast in by_key.items():
@@ -133,7 +132,6 @@ def _forms(expect: Expectations, casts: Casts) -> Iterator[Mismatch]:
 
 
 def _form_rules(expect: Expectations, cast: CastRecord, form: CastForm | None) -> Iterator[Broken]:
-    """The rules that one cast breaks, whatever the other ranks do."""
     if form is not None:
         found = CastForm(cast.axiswise_dim, cast.source_dtype, cast.target_dtype)
         for rule, right, wrong in zip((DIM, SOURCE_DTYPE, RULES.target_dtype), form, found, strict=True):
@@ -176,7 +174,6 @@ def _shared_scales(case: Case, casts: Casts) -> Iterator[Mismatch]:
 
 
 def _group(case: Case, casts: Casts, rank: int, place: tuple[CastKey, int]) -> dict[int, CastRecord]:
-    """This cast on every rank that shares its scale."""
     ranks = peers(case.layout, rank, scale_axes(case, casts[rank][place]))
     return on_ranks(casts, ranks, place)
 
@@ -264,7 +261,6 @@ def _matmul_scales(case: Case, matmul: MatmulRecord, scale: ScaleSummary) -> tup
 
 
 def _reciprocal(value: float) -> float:
-    """As torch divides."""
     return as_float32(1 / value) if value else math.copysign(math.inf, value)
 
 

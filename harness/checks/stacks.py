@@ -32,8 +32,6 @@ _FOLDER = re.compile(r"^.*/(?=harness/worker/)")
 
 
 class Frame(NamedTuple):
-    """One call of a stack."""
-
     file: str
     line: int
     function: str

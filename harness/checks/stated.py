@@ -56,7 +56,6 @@ def _other_than_stated(case: Case, trace: RankTrace) -> Iterator[Finding]:
 
 
 def _compared(stated: Stated, trace: RankTrace) -> Iterator[tuple[Rule, str, str, str]]:
-    """The rule for what is stated of a step, what it is, the number that is stated, and the one that was recorded."""
     if stated.matmuls is not None:
         calls = sum(step.scaled_mm_calls for step in trace.steps if step.step == stated.step)
         yield MATMULS, "number of scaled matmuls", str(stated.matmuls), str(calls)
@@ -73,7 +72,6 @@ def _compared(stated: Stated, trace: RankTrace) -> Iterator[tuple[Rule, str, str
 
 
 def _sent(trace: RankTrace, step: int) -> Mapping[str, Sent]:
-    """What one rank sent in one step, by the words of every kind."""
     total: defaultdict[str, Sent] = defaultdict(lambda: _NOTHING)
     for record in trace.traffic or ():
         if record.step == step:

@@ -42,8 +42,6 @@ FOREIGN = _rule("foreign", "{who}: the model is called with tokens that are not 
 
 
 class _Wrong(NamedTuple):
-    """What the model got in place of what it should have got."""
-
     rule: Rule
     expected: str
     found: str
@@ -68,7 +66,6 @@ def check_tokens(case: Case, run: Run, witnesses: Witnesses) -> list[Finding]:
 
 
 def _part(case: Case, rank: int) -> range:
-    """The sequences of the global batch that a rank trains on."""
     first = dp_rank(case.layout, rank) * case.local_batch
     return range(first, first + case.local_batch)
 

@@ -61,8 +61,6 @@ NOT_PRECOMPUTED = _rule("not-precomputed", "scales are precomputed, and yet weig
 
 
 class CollectiveKey(NamedTuple):
-    """What collectives are counted by."""
-
     axis: str
     kind: str
     op: str
@@ -80,7 +78,6 @@ class Volume(NamedTuple):
 
     @property
     def times(self) -> int:
-        """How many collectives."""
         return sum(self.sizes.values())
 
     def __str__(self) -> str:
@@ -120,7 +117,6 @@ class _Step(NamedTuple):
     allowed: dict[CollectiveKey, Limits]
 
     def fits(self, key: CollectiveKey) -> bool:
-        """True when this kind of collective is as expected, or within its limits."""
         found = self.found.get(key, Volume())
         if found == self.expected.get(key, Volume()):
             return True
@@ -189,7 +185,6 @@ def count_limits(expect: Expectations, *, step: int, rank: int) -> dict[Collecti
 
 
 def recorded_traffic(trace: RankTrace, step: int) -> Traffic:
-    """What one rank sent in one step."""
     total: defaultdict[CollectiveKey, Volume] = defaultdict(Volume)
     for record in trace.traffic or ():
         if record.step == step:
@@ -207,13 +202,11 @@ def _plus(one: Volume, other: Volume) -> Volume:
 
 
 def _sizes(sizes: Mapping[int, int]) -> str:
-    """How many of which size, at most three examples."""
     shown = [f"{times} of {size}" for size, times in sorted(sizes.items())[:3]]
     return ", ".join([*shown, "..."] if len(sizes) > 3 else shown)
 
 
 def _steps(expect: Expectations, trace: RankTrace) -> Iterator[_Step]:
-    """The steps of the case, and any other that was recorded."""
     rank = trace.rank
     for step in sorted({*range(1, expect.case.train.steps + 1), *(record.step for record in trace.traffic or ())}):
         expected, found = expected_traffic(expect, step=step, rank=rank), recorded_traffic(trace, step)
@@ -221,7 +214,6 @@ def _steps(expect: Expectations, trace: RankTrace) -> Iterator[_Step]:
 
 
 def _differences(expect: Expectations, trace: RankTrace) -> Iterator[Finding]:
-    """Every kind of collective that is wrong, step by step."""
     for step in _steps(expect, trace):
         for key in sorted(step.expected.keys() | step.found.keys()):
             if not step.fits(key):
@@ -235,7 +227,6 @@ def _differences(expect: Expectations, trace: RankTrace) -> Iterator[Finding]:
 
 
 def _purposes(expect: Expectations, step: _Step, key: CollectiveKey) -> str:
-    """What these collectives are for, at most three examples."""
     transfers = expect.transfers(step=step.number, rank=step.rank)
     purposes = [term.purpose for term in transfers if _key(term) == key]
     more = [f"{len(purposes) - 3} more"] if len(purposes) > 3 else []
@@ -243,7 +234,6 @@ def _purposes(expect: Expectations, step: _Step, key: CollectiveKey) -> str:
 
 
 def _causes(expect: Expectations, trace: RankTrace) -> Iterator[Finding]:
-    """The causes that the traffic shows, step by step."""
     for step in _steps(expect, trace):
         # A weight is cast before every gather, and one that is not cast needs no amax: that is one fault, not three.
         kinds = (_number_of_gathers(step), _high_precision_gathers(expect, step), _amax_reductions(step))
@@ -269,7 +259,6 @@ def _high_precision_gathers(expect: Expectations, step: _Step) -> Iterator[Findi
 
 
 def _gathers(traffic: Traffic) -> Volume:
-    """All-gathers of weights."""
     volumes = [volume for key, volume in traffic.items() if (key.axis, key.kind) == ("dp_shard", "all_gather")]
     sizes = sum((Counter(each.sizes) for each in volumes), Counter[int]())
     return Volume(sum(each.payload_bytes for each in volumes), sizes)
@@ -439,7 +428,6 @@ def _casts(trace: RankTrace, step: int) -> list[CastRecord]:
 
 
 def _times(casts: list[CastRecord], phase: str) -> Counter[str]:
-    """How often every weight is cast in a phase, by FQN."""
     return Counter(cast.fqn for cast in casts if (cast.phase, cast.role) == (phase, "weight"))
 
 

@@ -25,8 +25,6 @@ _OF_COST = tuple(name for name, axis in DECLARED.items() if axis.costs)
 
 
 def axis_options(names: Collection[str] = tuple(AXES), *, defaults: bool = True) -> Callable[[Command], Command]:
-    """One option for each of these axes, of its name, type and choices. None, or (): not given."""
-
     return compose_options(*(_axis_option(name, defaults=defaults) for name in names))
 
 
@@ -43,7 +41,6 @@ def _axis_option(name: str, *, defaults: bool) -> Callable[[Command], Command]:
 
 
 def given_axes(options: Mapping[str, object]) -> dict[str, object]:
-    """The axes that the user gave."""
     return {name: value for name, value in options.items() if value not in (None, ())}
 
 
@@ -110,7 +107,6 @@ def _configuration(command: Command, *, metavar: str, nargs: int) -> Command:
 
 
 def _of_model(name: str, tokens: int | None, axes: dict[str, object]) -> tuple[Case, str]:
-    """The case of a named model, and the words that say so."""
     from harness.performance.models import named_model, training
 
     return training(named_model(name), tokens=tokens, **axes), f"--model {name}"

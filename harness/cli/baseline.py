@@ -183,7 +183,6 @@ def _check_signatures(
 
 
 def _sound(names: Iterable[Name], load: Callable[[Name], Found]) -> tuple[dict[Name, Found], list[str]]:
-    """Those that can be loaded, and what is wrong with each of the others."""
     found, errors = {}, []
     for name in names:
         try:

@@ -138,7 +138,6 @@ def _update_signatures(
 
 
 def _ended(failed: Sequence[CaseResult], *, interrupted: bool) -> ExitCode:
-    """Print what failed. Returns the exit code."""
     for result in failed:
         click.echo()
         print_sections([case_section(result)])
@@ -150,7 +149,6 @@ def _stored_or_not(*, dry_run: bool) -> str:
 
 
 def _store(project: Project, change: GoldenChange, *, only_changed: bool) -> str:
-    """Store the new golden, and say where; or say that it is the stored one."""
     if only_changed and change.kind == "unchanged":
         return "kept: this golden is not why a loss is off"
     return f"stored in {write_golden(project.root, change.new)}"
@@ -210,12 +208,10 @@ def failing_losses(project: Project, query: Query) -> Query:
 
 
 def asked_cases(project: Project, query: Query) -> tuple[Case, ...]:
-    """The cases of a query; those of all tiers if it names none."""
     return select_cases(project, query if query.sources else msgspec.structs.replace(query, sources=project.tiers))
 
 
 def _classes(plan: Plan, name: str | None) -> tuple[str, ...]:
-    """The hardware classes of this device from the one on that goldens are to be stored for."""
     classes = plan.hardware
     if name is not None and name not in classes:
         fix = f"give one of {', '.join(classes)}."

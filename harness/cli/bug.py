@@ -284,7 +284,6 @@ def bisect_command(  # noqa: PLR0913  one parameter per option
 
 
 def _spelled(version: str, versions: Sequence[str]) -> str:
-    """The version as the index spells it."""
     from packaging.version import Version
 
     return next(each for each in versions if Version(each) == Version(version))

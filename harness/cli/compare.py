@@ -132,7 +132,6 @@ def _page(project: Project, found: Gate, candidate: RunResult) -> bytes:
 
 
 def _stored(project: Project, sources: tuple[str, ...]) -> _Sides:
-    """The names and the results of two sides that are stored."""
     from harness.cli.environments import given_words
     from harness.running.stored import results_of
 
@@ -170,7 +169,6 @@ def _allowance(text: str) -> Allowance:
 
 
 def _goldens(project: Project, candidate: RunResult) -> Goldens:
-    """Finds the golden that the project has now for a case, on the hardware of the candidate."""
     from harness.environment import Environment
     from harness.evidence.golden import Golden, GoldenMissing, find_golden, hardware_classes
     from harness.matrix.caseid import family_id, parse_case_id
@@ -188,7 +186,6 @@ def _goldens(project: Project, candidate: RunResult) -> Goldens:
 
 
 def _compare_records(sources: tuple[str, ...]) -> int:
-    """Print what ranks recorded differently, case by case."""
     from harness.cli.environments import given_words
     from harness.cli.output import print_sections
     from harness.report.difference import difference, difference_blocks
@@ -211,7 +208,6 @@ def _compare_records(sources: tuple[str, ...]) -> int:
 
 
 def _pairs(first: Path, second: Path, case_ids: Collection[str]) -> dict[str, tuple[Path, Path]]:
-    """The files to compare, by case id."""
     for path in (first, second):
         if not path.exists():
             raise HarnessError("there is no such folder or file.", where=str(path), fix="run with --save-trace first.")

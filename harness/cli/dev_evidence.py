@@ -142,7 +142,6 @@ def possible_levels(levels: tuple[Level, ...], facts: TorchFacts | None, visible
 
 
 def _collect(levels: list[Level], work: Work, query: Query, *, to_stderr: bool) -> tuple[list[LevelReport], int]:
-    """The evidence of these levels, each stored as soon as it is there, and the exit code."""
     from harness.running.selection import NothingSelected
     from harness.studies.levels import Interrupted, collect
     from harness.studies.surviving import RanksFailed
@@ -167,7 +166,6 @@ def _collect(levels: list[Level], work: Work, query: Query, *, to_stderr: bool) 
 
 
 def _stored(project: Project, report: LevelReport) -> str:
-    """Store the evidence with its summary, which is returned, with where it is."""
     from harness.evidence.level import changes, read_level, write_level
     from harness.report.evidence import level_section
     from harness.report.sections import markdown

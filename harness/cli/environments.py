@@ -112,7 +112,6 @@ def _note(text: str) -> None:
 
 
 def exit_code_of(runs: Mapping[str, RunResult]) -> int:
-    """The worst exit code of the runs."""
     codes = {run.exit_code for run in runs.values()}
     return next((int(code) for code in _WORST_FIRST if code in codes), 0)
 

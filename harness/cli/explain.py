@@ -88,7 +88,6 @@ def explain(  # noqa: PLR0913  one parameter per option
 
 
 def _explain_words(project: Project, words: Sequence[str]) -> None:
-    """Explain cases, or the rules for AXIS=VALUE."""
     values = [word for word in words if "=" in word]
     if values:
         tiers = [word for word in words if "=" not in word]

@@ -56,7 +56,6 @@ def history_command(*, query: Query, most: int | None, root: str | None, json_fi
 
 
 def _wanted(project: Project, query: Query) -> Callable[[str], bool]:
-    """Whether the history of a case is wanted, by its id."""
     named = {case_id(case) for source in query.sources for case in cases_to_explain(project, source)}
     kept = wanted(query)
 

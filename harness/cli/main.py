@@ -59,8 +59,6 @@ Exit codes: 0 good, 1 a case failed, 2 usage error or bad input, 3 nothing to ru
 
 
 class _LazyGroup(click.Group):
-    """A group that imports a command when it is looked up."""
-
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(_COMMANDS)
 
@@ -123,7 +121,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _describe(error: BaseException) -> tuple[str, ExitCode]:
-    """The error message and the exit code."""
     match error:
         case click.NoSuchOption(option_name=name) if outside := out_of_scope(name.lstrip("-")):
             return f"no such option: {name}. {outside.text}.", ExitCode.USAGE

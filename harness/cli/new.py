@@ -79,7 +79,6 @@ def new_command(
 
 
 def _configured(config: str, axes: dict[str, object], ranks: int | None) -> tuple[Case, tuple[str, ...]]:
-    """The case of a configuration with these axes, and what differs from it."""
     from harness.bugs.importing import import_configuration
     from harness.bugs.report import read_file, read_report
 

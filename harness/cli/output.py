@@ -13,7 +13,6 @@ if TYPE_CHECKING:
 
 
 def print_sections(sections: Iterable[Section], *, file: TextIO | None = None, err: bool = False) -> None:
-    """Print to stdout, to stderr or to a file."""
     from harness.report.sections import terminal, text_of
 
     file = file or (sys.stderr if err else sys.stdout)

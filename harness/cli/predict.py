@@ -298,7 +298,6 @@ def _show(report: object, sections: Iterable[Section], json_file: Path | None) -
 
 
 def _tell_failures(result: RunResult, root: str | None) -> None:
-    """Print a run that is not good to stderr."""
     from harness.cli.output import print_sections
     from harness.hints import rerun_failed
     from harness.report.run import run_sections

@@ -90,7 +90,6 @@ def run_command(*, query: Query, plan_for: Callable[..., Plan], **rest: Any) -> 
 
 
 def _with_command(plan: Plan, given: RunOptions, asked: CommandOptions) -> Plan:
-    """The plan with what the command line says besides."""
     return msgspec.structs.replace(
         plan,
         given=msgspec.structs.replace(given, inject=tuple(each.text_with_absolute_path for each in plan.injections)),
@@ -131,7 +130,6 @@ def _run_and_report(project: Project, query: Query, plan: Plan, stopped: Stored 
 
 
 def _in_environments(asked: CommandOptions) -> int:
-    """The same command in every environment, without what is of one run."""
     from harness.cli.environments import given_words, refuse_with_env, run_in_environments
 
     refuse_with_env({option_named(name).flag: getattr(asked, name) for name in _OF_ONE_RUN})

@@ -121,7 +121,6 @@ def import_command(*, files: tuple[str, ...], root: str | None, name: str) -> No
 
 
 def _name(project: Project, run: RunResult) -> str:
-    """What the stored run with these results can be called."""
     alike = (each.names[0] for each in runs_of(project) if each.start.started == run.start.started)
     return next(alike, "another run")
 

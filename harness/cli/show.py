@@ -110,7 +110,6 @@ def show_command(  # noqa: PLR0913  one parameter an option
 
 
 def _named(project: Project, words: tuple[str, ...]) -> tuple[str, str | None]:
-    """The run and the case that the words name: one word is a run where there is one of its name."""
     if len(words) > 2:
         raise click.UsageError("give at most a run and a case.")
     if len(words) == 1 and not Path(words[0]).exists() and Path(words[0]).suffix != ".json":
@@ -122,7 +121,6 @@ def _named(project: Project, words: tuple[str, ...]) -> tuple[str, str | None]:
 
 
 def _case_of(run: RunResult, case: str) -> CaseResult:
-    """The case with this id, or the only one whose id contains the text."""
     found = [each for each in run.results if each.case_id == case]
     found = found or [each for each in run.results if case in each.case_id]
     if len(found) != 1:
@@ -149,7 +147,6 @@ def page_of(
 
 
 def _history(project: Project, run: RunResult) -> dict[str, Table]:
-    """The history of every case that earlier runs have too, by its id."""
     from harness.report.runs import history_table
     from harness.running.stored import runs_before
     from harness.studies.history import histories

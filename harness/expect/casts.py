@@ -18,16 +18,12 @@ from harness.trace.operands import CastPhase, CastRecord, Role
 
 
 class CastForm(NamedTuple):
-    """The scaled dim and the dtypes of a cast."""
-
     axiswise_dim: int | None
     source_dtype: str
     target_dtype: str
 
 
 class CastSite(NamedTuple):
-    """Where casts happen in every step."""
-
     fqn: str
     role: Role
     phase: CastPhase

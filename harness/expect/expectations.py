@@ -77,7 +77,6 @@ class Expectations:
 
     @functools.cached_property
     def not_recorded(self) -> Mapping[str, str]:
-        """The records that no rank can have, each with the reason."""
         return not_recorded(self.case, self.numerics)
 
     def judged_instead(self, topic: str) -> str:
@@ -160,7 +159,6 @@ class Expectations:
         return self._live_storages(rank, moment)
 
     def live_scalars(self, moment: Moment, *, step: int) -> int:
-        """How many scalars are alive besides."""
         return live_memory.expected_scalars(self.case, moment=moment, step=step)
 
     @functools.cached_property

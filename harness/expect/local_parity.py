@@ -48,7 +48,6 @@ def allowed_distance(case: Case, found: ModuleDistance, *, exact: bool, model: M
 
 
 def _of_module(case: Case, found: ModuleDistance, *, exact: bool) -> float:
-    """Of an operand or a result of a module of the Llama."""
     if exact and (case.layout.tp == 1 or _is_repeated_exactly(case, found)):
         return EXACT
     dtype = found.dtype

@@ -42,7 +42,6 @@ class Model(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def llama_model(case: Case) -> Model:
-    """The linears of the Llama that the case describes."""
     converted = converted_fqns(case)
     has_styles = case.float8.tp_styles == "float8" and case.layout.tp > 1
     styled = frozenset(fqn for fqn in converted if has_styles and fqn != OUTPUT_FQN)
@@ -211,5 +210,4 @@ _TRAITS: Mapping[str, TrainerTraits] = {
 
 
 def traits_of(case: Case) -> TrainerTraits:
-    """The traits of the target of a case."""
     return _TRAITS.get(case.target, TrainerTraits())

@@ -151,7 +151,6 @@ _ORDER = ("async_tp", "compile", "checkpointing", "evaluate", "resume", "tp_styl
 
 
 def _at_default(name: str, promise: Promise, reason: str) -> _Option:
-    """An axis whose default is promised to compute the same."""
     applies, defaults = _APPLIES.get(name), {each: DEFAULTS[each] for each in (name, *_ALSO_RESET.get(name, ()))}
     differs = operator.attrgetter(".".join(AXES[name]))
     return _Option(

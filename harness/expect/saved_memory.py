@@ -98,7 +98,6 @@ def _norm(case: Case) -> Elements:
 
 
 def block_elements(case: Case, layer: int, step: int) -> Elements:
-    """What one block saves, with the checkpointing of the case."""
     saved: Elements = Counter()
     if case.train.dtype == "bfloat16" and traits_of(case).casts_rope:
         # FSDP2 casts the inputs of a unit, so every block has its own copy of the RoPE cache
@@ -175,7 +174,6 @@ def forward_maxima(case: Case, linears: Sequence[str]) -> int:
 
 
 def converted_linears(case: Case, layer: int) -> list[str]:
-    """The linears of a block that are converted, by their name in it."""
     return [name for name in BLOCK_LINEARS if is_converted(case, f"layers.{layer}.{name}")]
 
 

@@ -49,12 +49,10 @@ class Transfer(msgspec.Struct, frozen=True):
 
     @property
     def words(self) -> str:
-        """The key of these collectives in words."""
         return collective_words(axis=self.axis, kind=self.kind, op=self.op, dtype=self.dtype)
 
     @property
     def payload_bytes(self) -> int:
-        """Bytes of the inputs of all of them on one rank."""
         return self.times * self.elements * ITEM_BYTES[self.dtype]
 
 
@@ -116,7 +114,6 @@ class Unit(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def fsdp_units(case: Case, rank: int) -> tuple[Unit, ...]:
-    """The units in the order of the forward pass."""
     shape, resharding = case.model.shape, case.layout.reshard_after_forward
     vocab = shard_sizes(case.model.padded_vocab_size, case.layout.tp)[coordinates(case.layout, rank)["tp"]]
     freed, freed_last, forwards = resharding != "never", resharding == "always", _forwards(case)
@@ -156,7 +153,6 @@ def _cast_by_fsdp(case: Case, fqn: str) -> bool:
 
 
 def _gathers_of_weights(case: Case, rank: int) -> Iterator[Transfer]:
-    """Weights are gathered a unit at a time."""
     for unit in fsdp_units(case, rank):
         dtype, elements = _gathered(case, unit)
         yield Transfer("dp_shard", "all_gather", dtype, elements, f"weights of {unit.name}", times=unit.gathers)
@@ -219,7 +215,6 @@ def _precompute(case: Case) -> Iterator[Transfer]:
 
 
 def _amax_of_shards(case: Case, *, elements: int, times: int, purpose: str) -> Iterator[Transfer]:
-    """Maxima along every axis that shards a weight."""
     for axis in SHARD_AXES:
         yield Transfer(axis, "all_reduce", case.parameter_dtype, elements, purpose, op="max", times=times)
 
@@ -384,7 +379,6 @@ def _norm_gradients(case: Case, changes: Changes) -> Iterator[Transfer]:
 
 
 def _reads_norms(case: Case) -> bool:
-    """True when the norm of all gradients is taken, to clip by it."""
     return case.train.max_norm is not None or traits_of(case).clips
 
 

@@ -62,7 +62,6 @@ CHANGES = (SEPARATE_BACKWARD_CASTS, GRADIENTS_IN_REDUCE_DTYPE)
 
 
 def changes_in(software: Mapping[str, str]) -> Changes:
-    """The changes that these versions have, by package. A package that is missing has none."""
     return frozenset(change for change in CHANGES if change.is_in(software))
 
 
