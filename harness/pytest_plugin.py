@@ -1,8 +1,8 @@
 """Cases as pytest items: `pytest cases/`, `pytest --fp8-tier pr`.
 
-Owns collection and how a verdict becomes a pytest outcome. It is loaded in every pytest of everyone who has the harness
-installed, so importing it costs nothing and it does nothing until cases are asked for. The command line does not
-depend on it.
+Owns collection, how a verdict becomes a pytest outcome, and that a session is stored as one run. Every pytest of
+everyone who has the harness installed loads it, so importing it costs nothing and it does nothing until cases are asked
+for. The command line does not depend on it.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ from __future__ import annotations
 import argparse
 import contextlib
 import time
-from collections.abc import Callable, Generator, Iterator
+import warnings
+from collections.abc import Callable, Generator, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -21,12 +22,15 @@ if TYPE_CHECKING:
 
     from harness.matrix.case import Case
     from harness.project import Project
-    from harness.result import CaseResult, RunResult
+    from harness.result import CaseResult
     from harness.run_options import Option
     from harness.running.plan import Plan
+    from harness.store import RunStore
 
 Part = TypeVar("Part", bound="msgspec.Struct")
-_OUTPUTS = ("--fp8-json", "--fp8-markdown", "--fp8-html")
+_RESULT = "fp8_harness_result"  # of a report, which pytest-xdist sends from a worker as it is
+_PLAN = pytest.StashKey["Plan"]()
+_RUN = pytest.StashKey["Callable[[Case], CaseResult]"]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -39,10 +43,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         form: dict[str, Any] = {"action": "append"} if option.repeatable else {"type": _reader(option)}
         if option.choices:
             form["choices"] = option.choices
-        metavar = option.metavar and option.metavar.removesuffix("|-")
         default = list(option.default) if option.repeatable else option.default
         text = option.help.replace("%", "%%") + (f" Default: {default}." if option.shown_default else "")
-        group.addoption(option.pytest_flag, default=default, metavar=metavar, help=text, **form)
+        group.addoption(option.pytest_flag, default=default, metavar=option.metavar, help=text, **form)
 
 
 def _reader(option: Option) -> Callable[[str], Any]:
@@ -63,8 +66,8 @@ def _reader(option: Option) -> Callable[[str], Any]:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Add the files of `--fp8-tier` to what pytest collects; alone, unless other paths were named too."""
-    if any(config.getoption(name) for name in _OUTPUTS):
-        config.pluginmanager.register(_Results(config), "fp8_harness_results")
+    if not hasattr(config, "workerinput") and not config.option.collectonly:
+        config.pluginmanager.register(_StoredRun(config), "fp8_harness_run")
     tiers: list[str] = config.getoption("--fp8-tier")
     if not tiers:
         return
@@ -105,19 +108,31 @@ class CaseFileNode(pytest.File):
     """One TOML file with cases."""
 
     def collect(self) -> Iterator[CaseItem]:
-        """One item for every selected case, named by its id."""
+        """One item for every selected case, named by its id. It is expected to fail where a record says so."""
         from harness.errors import HarnessError
         from harness.matrix.caseid import case_id
+        from harness.matrix.known import matching
+        from harness.running.case_judge import known_here
+        from harness.running.quarantined import quarantined_cases
         from harness.running.selection import Query, narrowed, select_file
 
         expressions = tuple(self.config.getoption("--fp8-select"))
         query = Query(expressions=expressions, target=self.config.getoption("--fp8-target"))
+        project = _project(self.config)
         try:
-            cases = narrowed(select_file(_project(self.config), self.path).cases, query)
+            cases = narrowed(select_file(project, self.path).cases, query)
+            known, quarantined = known_here(project), quarantined_cases(project, cases, _ignore_note)
         except HarnessError as error:
             raise self.CollectError(error.text) from None
         for case in cases:
-            yield CaseItem.from_parent(self, name=case_id(case), case=case)
+            item: CaseItem = CaseItem.from_parent(self, name=case_id(case), case=case)
+            if item.name in quarantined:
+                item.add_marker(pytest.mark.xfail(reason=quarantined[item.name], raises=CaseFailed, strict=False))
+            elif faults := matching(known, case):
+                reason = "; ".join(f"{fault.name}: {fault.reason} ({fault.link})" for fault in faults)
+                strict = any(fault.must_show(case) for fault in faults)
+                item.add_marker(pytest.mark.xfail(reason=reason, raises=FailedAsRecorded, strict=strict))
+            yield item
 
 
 class CaseItem(pytest.Item):
@@ -129,154 +144,160 @@ class CaseItem(pytest.Item):
         self.result: CaseResult | None = None
 
     def runtest(self) -> None:
-        """Run and judge the case; anything but `passed` ends in an exception."""
+        """Run and judge the case. One that passes although a fault is recorded is failed by its strict mark."""
         from harness.verdict import Verdict
 
-        result = self.result = _session_runner(self.session).run(self.case)
+        if _RUN not in self.session.stash:
+            self.session.stash[_RUN] = _warm_engine(self.session)
+        result = self.result = self.session.stash[_RUN](self.case)
         self.user_properties += [("verdict", result.verdict.value), ("command", result.command)]
         if result.verdict is Verdict.KNOWN:
-            pytest.xfail(f"known: {result.expectation or result.findings[0].message}")
-        if result.excused:
-            pytest.xfail(result.quarantined)
-        if not result.verdict.good:
-            raise CaseNotGood(result)
+            raise FailedAsRecorded(result)
+        if result.verdict is Verdict.UNEXPECTED_PASS:
+            self.add_report_section("call", "findings", _findings(result))
+        elif not result.verdict.good:
+            raise CaseFailed(result)
 
     def repr_failure(self, excinfo: pytest.ExceptionInfo[BaseException], style: Any = None) -> Any:
         """The findings of a case; pytest's own words for everything else."""
         from harness.errors import HarnessError
-        from harness.report.case import case_section
-        from harness.report.sections import text_of
 
-        if isinstance(excinfo.value, CaseNotGood):
-            return text_of([case_section(excinfo.value.result)])
+        if isinstance(excinfo.value, CaseFailed):
+            return _findings(excinfo.value.result)
         if isinstance(excinfo.value, HarnessError):
             return excinfo.value.text
         return super().repr_failure(excinfo, style)
 
     def reportinfo(self) -> tuple[Path, None, str]:
-        """Where the case comes from."""
         return self.path, None, self.name
 
 
-class CaseNotGood(Exception):
-    """A case ended with a verdict that is not good."""
+class CaseFailed(Exception):
+    """A case ended otherwise than `passed`."""
 
     def __init__(self, result: CaseResult) -> None:
         super().__init__(f"{result.case_id}: {result.verdict.value}")
         self.result = result
 
 
-class _Results:
-    """Gathers the results of all workers of a session, and writes what `run` writes of them."""
+class FailedAsRecorded(CaseFailed):
+    """A case shows the upstream fault that is recorded for it, and nothing else."""
 
-    _FIELD = "fp8_harness_result"  # of a report, which pytest-xdist sends from a worker as it is
+
+def _findings(result: CaseResult) -> str:
+    from harness.report.case import case_section
+    from harness.report.sections import text_of
+
+    return text_of([case_section(result)])
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Add the result of a case to its report."""
+    report = yield
+    if isinstance(item, CaseItem) and item.result is not None and report.when == "call":
+        from harness.jsonform import to_json
+
+        vars(report)[_RESULT] = to_json(item.result).decode()
+    return report
+
+
+class _StoredRun:
+    """Stores the results of all workers of a session as one run, in the process that has their reports."""
 
     def __init__(self, config: pytest.Config) -> None:
         self._config = config
-        self._gathered: list[str] = []
+        self._store: RunStore | None = None  # until there are cases
+        self._results: list[CaseResult] = []
         self._started_s = time.time()
 
-    @pytest.hookimpl(wrapper=True)
-    def pytest_runtest_makereport(self, item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-        """Add the result of a case to its report."""
-        report = yield
-        if isinstance(item, CaseItem) and item.result is not None and report.when == "call":
-            from harness.jsonform import to_json
+    def pytest_collection_finish(self, session: pytest.Session) -> None:
+        self._begin([item.nodeid for item in session.items if isinstance(item, CaseItem)])
 
-            vars(report)[self._FIELD] = to_json(item.result).decode()
-        return report
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_xdist_node_collection_finished(self, ids: Sequence[str]) -> None:
+        """A worker has collected, the same as every other: its items are known here by their node ids alone."""
+        self._begin([each for each in ids if each.partition("::")[0].endswith(".toml")])
 
-    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Take the result out of a report, in the process that reports to the user."""
-        self._gathered += filter(None, [vars(report).get(self._FIELD)])
-
-    def pytest_sessionfinish(self, exitstatus: int) -> None:
-        """Write the files, in the process that has the reports of all workers."""
-        if hasattr(self._config, "workerinput"):
+    def _begin(self, ids: Sequence[str]) -> None:
+        if not ids or self._store is not None:
             return
-        from harness.cli.show import page_of
-        from harness.durable import write_whole
-        from harness.report.run import run_markdown
-        from harness.store import run_lines
-
-        run = self._run(interrupted=exitstatus == pytest.ExitCode.INTERRUPTED)
-        renders: tuple[Callable[[], bytes], ...] = (
-            lambda: run_lines(run),
-            lambda: run_markdown(run).encode(),
-            lambda: page_of(_project(self._config), run),
-        )
-        for name, render in zip(_OUTPUTS, renders, strict=True):
-            path: Path | None = self._config.getoption(name)
-            if path is not None:
-                write_whole(path, render())
-
-    def _run(self, *, interrupted: bool) -> RunResult:
-        from harness.jsonform import from_json
-        from harness.result import CaseResult, RunEnd, RunResult, RunStart
+        from harness.matrix.caseid import parse_case_id
+        from harness.result import RunStart
         from harness.running.identity import environment
+        from harness.running.stored import remove_old_runs
+        from harness.store import RunStore
         from harness.timestamp import timestamp
-        from harness.workflow import provenance
 
-        results = tuple(from_json(text.encode(), CaseResult) for text in self._gathered)
-        plan = _plan(self._config)
-        return RunResult(
-            results=results,
-            start=RunStart(
-                environment=environment(plan, _project(self._config).root),
+        project, plan = _project(self._config), _plan(self._config)
+        names = tuple(dict.fromkeys(each.partition("::")[2] for each in ids))
+        with _usage_errors():
+            self._store = RunStore(project.new_run(), lambda text: warnings.warn(text, stacklevel=2))
+            lock = contextlib.ExitStack()
+            lock.enter_context(self._store.locked())
+            self._config.add_cleanup(lock.close)
+            start = RunStart(
+                cases=names,
+                options=plan.given,
+                environment=environment(plan, project.root, (parse_case_id(name).target for name in names)),
                 name=plan.name,
                 started=timestamp(self._started_s),
                 shard=self._config.getoption("--fp8-shard") or "",
-            ),
-            end=RunEnd(
-                wall_s=time.time() - self._started_s,
-                interrupted=interrupted,
-                provenance=provenance(results, plan),
-            ),
-        )
+                argv=(*names, *plan.given.words),
+            )
+            self._store.begin(start)
+            remove_old_runs(project)
 
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Store the result that a report carries."""
+        text = vars(report).get(_RESULT)
+        if text is not None and self._store is not None:
+            from harness.jsonform import from_json
+            from harness.result import CaseResult
 
-class _SessionRunner:
-    """The executor, judge and witnesses of this process: created for the first case, stopped with the session."""
+            self._results.append(from_json(text.encode(), CaseResult))
+            self._store.append(self._results[-1])
 
-    def __init__(self, project: Project, plan: Plan) -> None:
-        from harness.running.executor import open_executor
-        from harness.running.witnesses import open_witnesses
-
-        self._project = project
-        self._plan = plan
-        self._executor = open_executor(plan, project)
-        self.stop = self._executor.stop
-        self._witnesses = open_witnesses(project, plan, self._executor, _ignore_note)
-
-    def run(self, case: Case) -> CaseResult:
-        """The result of one case."""
+    def pytest_sessionfinish(self, exitstatus: int) -> None:
+        """Store the end of the run."""
+        if self._store is None:
+            return
         import msgspec
 
-        from harness.running.case_judge import prepare_judge
-        from harness.running.case_runner import CaseRunner
-        from harness.running.quarantined import quarantined_cases
+        from harness.result import RunEnd
+        from harness.workflow import provenance
 
-        judge = prepare_judge(self._project, [case], self._plan)
-        plan = msgspec.structs.replace(self._plan, quarantined=quarantined_cases(self._project, [case], _ignore_note))
-        work = CaseRunner(plan, self._executor, judge, self._witnesses, _ignore_note)
+        end = RunEnd(
+            wall_s=time.time() - self._started_s,
+            interrupted=exitstatus == pytest.ExitCode.INTERRUPTED,
+            provenance=provenance(self._results, _plan(self._config)),
+        )
+        self._store.finish(msgspec.structs.replace(self._store.read(), end=end))
+
+
+def _warm_engine(session: pytest.Session) -> Callable[[Case], CaseResult]:
+    """What runs a case, on an engine that is stopped with the session."""
+    from harness.running.case_runner import CaseRunner
+    from harness.running.executor import open_executor
+    from harness.running.witnesses import open_witnesses
+    from harness.workflow import prepared
+
+    project = _project(session.config)
+    serving = _plan(session.config).serving(item.case for item in session.items if isinstance(item, CaseItem))
+    executor = open_executor(serving, project)
+    session.config.add_cleanup(executor.stop)
+    witnesses = open_witnesses(project, serving, executor, _ignore_note)
+
+    def run(case: Case) -> CaseResult:
+        judge, plan = prepared(project, [case], serving, _ignore_note)
+        work = CaseRunner(plan, executor, judge, witnesses, _ignore_note)
         return work.run(case) or work.not_run(case)
+
+    return run
 
 
 def _ignore_note(text: str) -> None:
     """Drops notes of the engine: pytest reports cases only."""
-
-
-_RUNNER = pytest.StashKey[_SessionRunner]()
-
-
-def _session_runner(session: pytest.Session) -> _SessionRunner:
-    config = session.config
-    runner = config.stash.get(_RUNNER, None)
-    if runner is None:
-        plan = _plan(config).serving(item.case for item in session.items if isinstance(item, CaseItem))
-        runner = config.stash[_RUNNER] = _SessionRunner(_project(config), plan)
-        config.add_cleanup(runner.stop)
-    return runner
 
 
 def _project(config: pytest.Config) -> Project:
@@ -287,32 +308,37 @@ def _project(config: pytest.Config) -> Project:
 
 
 def _plan(config: pytest.Config) -> Plan:
+    if _PLAN in config.stash:
+        return config.stash[_PLAN]
     import msgspec
 
-    from harness.run_options import CommandOptions, PlanOptions
+    from harness.run_options import CommandOptions, PlanOptions, RunOptions
     from harness.running.plan import make_plan
 
-    asked = _asked(config, CommandOptions)
+    asked, given = _asked(config, CommandOptions), _asked(config, RunOptions)
     with _usage_errors():
         plan = make_plan(**msgspec.structs.asdict(_asked(config, PlanOptions)))
     if asked.keep_logs is not None:
         asked.keep_logs.mkdir(parents=True, exist_ok=True)
-    return msgspec.structs.replace(
+    config.stash[_PLAN] = msgspec.structs.replace(
         plan,
+        given=msgspec.structs.replace(given, inject=tuple(each.text_with_absolute_path for each in plan.injections)),
         root_option=asked.root,
         logs=None if asked.keep_logs is None else asked.keep_logs.resolve(),
         traces=asked.save_trace,
         name=asked.name,
     )
+    return config.stash[_PLAN]
 
 
 def _asked(config: pytest.Config, part: type[Part]) -> Part:
-    """The options of a part of `harness/run_options.py`, as pytest was given them."""
+    """The options of a part of `harness/run_options.py` that pytest was given, without those that are the default."""
     from harness.run_options import options_of
 
-    flags = {name: option.pytest_flag for name, option in options_of(part).items() if option.pytest_flag}
-    values = {name: config.getoption(flag) for name, flag in flags.items()}
-    return part(**{name: tuple(value) if isinstance(value, list) else value for name, value in values.items()})
+    options = {name: option for name, option in options_of(part).items() if option.pytest_flag}
+    values = {name: config.getoption(option.pytest_flag) for name, option in options.items()}
+    given = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
+    return part(**{name: value for name, value in given.items() if value != options[name].default})
 
 
 def _is_asked_for(path: Path, config: pytest.Config) -> bool:

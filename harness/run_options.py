@@ -1,7 +1,7 @@
 """The options of `run`, each declared once: on its field here, and nowhere else.
 
 The options of the command line and of pytest, the command that reproduces a case, the options that a rerun repeats and
-the tables in `docs/ci.md` follow from it. Every pytest of everyone who has the harness installed reads it at its start,
+`docs/options.md` follow from it. Every pytest of everyone who has the harness installed reads it at its start,
 so it imports next to nothing.
 """
 
@@ -239,7 +239,7 @@ class CommandOptions(msgspec.Struct, frozen=True, kw_only=True):
         bool,
         Option(
             "Finish the last run that was interrupted or killed, with the same options.",
-            pytest="`--lf`: what a session ran is not stored",
+            pytest="`--lf`",
         ),
     ] = False
     name: Annotated[str, Option("A name for the stored run, such as a release.", metavar="NAME")] = ""
@@ -252,17 +252,22 @@ class CommandOptions(msgspec.Struct, frozen=True, kw_only=True):
             pytest="none: a session is in one environment",
         ),
     ] = ()
-    json_file: Annotated[Path | None, Option("Write the results as JSON Lines.", flag="--json", metavar="FILE|-")] = (
-        None
-    )
+    json_file: Annotated[
+        Path | None,
+        Option("Write the results as JSON Lines.", flag="--json", metavar="FILE|-", pytest="`show --json` after it"),
+    ] = None
     junit_file: Annotated[
         Path | None, Option("Write the results as JUnit XML.", flag="--junit", metavar="FILE", pytest="`--junitxml`")
     ] = None
-    markdown_file: Annotated[Path | None, Option("Write a summary as markdown.", flag="--markdown", metavar="FILE")] = (
-        None
-    )
+    markdown_file: Annotated[
+        Path | None,
+        Option("Write a summary as markdown.", flag="--markdown", metavar="FILE", pytest="`show --markdown` after it"),
+    ] = None
     html_file: Annotated[
-        Path | None, Option("Write one HTML file that needs no network.", flag="--html", metavar="FILE")
+        Path | None,
+        Option(
+            "Write one HTML file that needs no network.", flag="--html", metavar="FILE", pytest="`show --html` after it"
+        ),
     ] = None
     github: Annotated[
         bool,

@@ -45,7 +45,7 @@ def run(project: Project, query: Query, plan: Plan, progress: Progress) -> tuple
     Raises `HarnessError` before any rank starts when the input is bad. A case that fails is a result, never an error.
     """
     cases, left_out = _in_budget(project, query, progress)
-    judge, plan = _prepared(project, cases, plan, progress)
+    judge, plan = prepared(project, cases, plan, progress.note)
     _announce(judge, progress, query, plan, store=not project.is_shipped)
     start = RunStart(
         cases=tuple(map(case_id, cases)),
@@ -80,7 +80,7 @@ def resume(project: Project, stopped: Stored, plan: Plan, progress: Progress) ->
         targets = (parse_case_id(name).target for name in stored.start.cases)
         check_environment(stored.start, environment(plan, project.root, targets), plan)
         cases = [parse_case_id(result.case_id) for result in stored.results if not result.ran]
-        judge, plan = _prepared(project, cases, plan, progress)
+        judge, plan = prepared(project, cases, plan, progress.note)
         called = f"{stored.start.name}, started {stored.start.started}" if stored.start.name else stored.start.started
         progress.note(f"resumes the run {called}: {len(cases)} of {len(stored.results)} cases are left.")
         rest = run_cases(project, cases, plan, judge, progress, keep=store.append)
@@ -103,14 +103,16 @@ def _joined(earlier: RunResult, rest: RunResult) -> RunResult:
     )
 
 
-def _prepared(project: Project, cases: Sequence[Case], plan: Plan, progress: Progress) -> tuple[CaseJudge, Plan]:
+def prepared(
+    project: Project, cases: Sequence[Case], plan: Plan, note: Callable[[str], None]
+) -> tuple[CaseJudge, Plan]:
     """What the cases are judged by, and the plan that knows which of them are quarantined.
 
     Raises `HarnessError` when one of them cannot be run here.
     """
     check_fits(cases, plan)
     check_targets((case.target for case in cases), project.root)
-    quarantined = quarantined_cases(project, cases, progress.note)
+    quarantined = quarantined_cases(project, cases, note)
     return prepare_judge(project, cases, plan), msgspec.structs.replace(plan, quarantined=quarantined)
 
 

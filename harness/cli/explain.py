@@ -9,7 +9,7 @@ from pathlib import Path
 import click
 import msgspec
 
-from harness.cli.options import json_option, root_option, write_json
+from harness.cli.options import PARTS_BY_TITLE, json_option, root_option, write_json
 from harness.errors import HarnessError
 from harness.evidence.costs import CostsDamaged
 from harness.evidence.formulas import PACKAGES, doubts, read_verified
@@ -28,14 +28,17 @@ from harness.matrix.scope import SCOPE
 from harness.matrix.targets import is_llama
 from harness.matrix.words import WORDS, meaning_of
 from harness.project import Project, find_project
-from harness.run_options import PARTS, Option, RunOptions, options_of
+from harness.report.sections import Section, Table, markdown
+from harness.run_options import RunOptions, options_of
 from harness.running.case_judge import known_here
 from harness.running.cost import expected_cost
 from harness.running.machine import internals_here
 from harness.running.selection import cases_to_explain
 from harness.sources import installed_versions
 
-_OPTIONS_HEAD = "| option | with pytest | repeated | meaning |\n|---|---|---|---|\n"
+_OPTIONS = (
+    "Those that are repeated are stored with a run; `--lf` and the command that reproduces a case have them again."
+)
 _EPILOG = """\b
 Examples:
   fp8-harness explain tp4-rowwise-v2256-f32
@@ -52,7 +55,7 @@ Examples:
 @click.option("--ids", is_flag=True, help="List every word that a case id can have, and what is out of scope.")
 @click.option("--internals", is_flag=True, help="List every private part of torch and torchao that ranks use, and why.")
 @click.option("--checks", is_flag=True, help="Describe every check: question, rules, faults that prove it.")
-@click.option("--options", "run_options", is_flag=True, help="Print the tables of options of docs/ci.md.")
+@click.option("--options", "run_options", is_flag=True, help="Print the options of `run`, and what pytest has instead.")
 @json_option("the private parts")
 @root_option
 def explain(  # noqa: PLR0913  one parameter per option
@@ -75,7 +78,7 @@ def explain(  # noqa: PLR0913  one parameter per option
         _print_words()
         return
     if run_options:
-        click.echo("\n".join(map(options_table, PARTS)), nl=False)
+        click.echo(options_markdown(), nl=False)
         return
     if internals:
         _print_internals(json_file)
@@ -331,17 +334,19 @@ def _internals_document(state: State) -> dict[str, object]:
     return {"versions": state.versions, "milliseconds": round(state.milliseconds, 1), "parts": parts}
 
 
-def _option_row(name: str, option: Option) -> str:
-    short = f"`{option.short}`, " if option.short else ""
-    flag = option.flag.split("/")[0]
-    metavar = f" {option.metavar}" if option.metavar else ""
-    instead = option.pytest or f"`{option.pytest_flag}`"
-    default = f" Default: {option.shown_default}." if option.shown_default else ""
-    values = f" One of {', '.join(option.choices)}." if option.choices else ""
-    cells = (f"{short}`{flag}{metavar}`", instead, "yes" if name in RunOptions.__struct_fields__ else "")
-    return "| " + " | ".join(cell.replace("|", "\\|") for cell in (*cells, option.help + values + default)) + " |\n"
+def options_markdown() -> str:
+    """What `docs/options.md` is."""
+    tables = tuple(_options_table(title, part) for title, part in PARTS_BY_TITLE.items())
+    return markdown([Section(title="Options of `run`", blocks=(_OPTIONS, *tables))], level=1)
 
 
-def options_table(part: type[msgspec.Struct]) -> str:
-    """The options of a part as docs/ci.md lists them."""
-    return _OPTIONS_HEAD + "".join(_option_row(name, option) for name, option in options_of(part).items())
+def _options_table(title: str, part: type[msgspec.Struct]) -> Table:
+    rows = []
+    for name, option in options_of(part).items():
+        words = (option.short, option.flag.split("/")[0] + (f" {option.metavar}" if option.metavar else ""))
+        values = f" One of {', '.join(option.choices)}." if option.choices else ""
+        default = f" Default: {option.shown_default}." if option.shown_default else ""
+        flags = ", ".join(f"`{each}`" for each in words if each)
+        repeated = "yes" if name in RunOptions.__struct_fields__ else ""
+        rows.append((flags, option.pytest or f"`{option.pytest_flag}`", repeated, option.help + values + default))
+    return Table(title=title, columns=("option", "with pytest", "repeated", "meaning"), rows=tuple(rows))

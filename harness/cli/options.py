@@ -18,6 +18,7 @@ from harness.jsonform import to_json
 from harness.run_options import PARTS, Option, PlanOptions, QueryOptions, option_named, options_of
 
 Command = Callable[..., Any]
+PARTS_BY_TITLE = dict(zip(("Which cases", "How they run", "Extent and output"), PARTS, strict=True))
 
 
 class _Output(click.Path):
@@ -86,7 +87,7 @@ class RunCommand(click.Command):
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         left = {parameter.name or "": parameter for parameter in self.get_params(ctx)}
-        for title, part in zip(("Which cases", "How they run", "Extent and output"), PARTS, strict=True):
+        for title, part in PARTS_BY_TITLE.items():
             own = [left.pop(name) for name in options_of(part)]
             with formatter.section(title):
                 formatter.write_dl([record for each in own if (record := each.get_help_record(ctx))])

@@ -87,28 +87,72 @@ ALL_CASES = {
 
 
 @pytest.mark.parametrize("asked", ALL_CASES.values(), ids=ALL_CASES)
-def test_findings_are_shown_and_json_is_that_of_run(project: Command, asked: tuple[str, ...]) -> None:
+def test_findings_are_shown_and_a_session_is_one_stored_run(project: Command, asked: tuple[str, ...]) -> None:
     project.planted("bad", 1)
-    run = ("--fp8-json", "out.json", "--fp8-markdown", "out.md", "--fp8-html", "out.html", "--fp8-name", "candidate")
-    done = project.pytest(*PLUGIN, *asked, *run, "--junitxml", "junit.xml")
+    done = project.pytest(*PLUGIN, *asked, "--fp8-name", "candidate", "--junitxml", "junit.xml")
     assert done.returncode == 1 and "4 passed" in done.stdout, done.stdout + done.stderr
     assert "planted failure" in done.stdout and " fp8-harness run " in done.stdout
     assert len(ElementTree.parse(project.folder / "junit.xml").findall(".//failure")) == 1
+    assert len(list((project.folder / "state" / "runs").glob("*/*.jsonl"))) == 1
+    shown = project.call("show", "last")
+    assert "4 passed, 1 crash" in shown.stdout and "planted failure" in shown.stdout, shown.stdout + shown.stderr
+    project.call("show", "candidate", "--json", "out.json")
     document = read_run(project.folder / "out.json")
-    assert document["totals"]["passed"] == 4 and document["totals"]["crash"] == 1
-    assert (document["name"], document["exit_code"]) == ("candidate", 1)
+    assert (document["name"], document["exit_code"], document["interrupted"]) == ("candidate", 1, False)
     assert document["environment"]["device"] == "cpu" and all(case["command"] for case in document["cases"])
-    assert all("planted failure" in (project.folder / f"out.{kind}").read_text() for kind in ("md", "html"))
+    (bad,) = (case["id"] for case in document["cases"] if not case["good"])
+    assert "crash" in project.call("history", bad).stdout
+    again = project.call("run", "--lf", "-q")
+    assert again.returncode == 1 and "1 case: 1 crash" in again.stdout and "repeats --device cpu" in again.stderr
+    assert "last against candidate" in project.call("compare", "candidate", "last").stdout
+
+
+def test_what_a_session_did_not_get_to_is_not_run(project: Command) -> None:
+    project.planted("bad", 1, 10)
+    assert project.pytest(*PLUGIN, "--fp8-tier", "bad", "-x").returncode == 1
+    assert "1 crash, 1 not_run" in project.call("show").stdout
+
+
+KNOWN = """
+[[fault]]
+name = "planted"
+where = "recipe=tensorwise"
+verdict = "crash"
+requires = [{rule = "engine/raised"}]
+link = "https://example.org/1"
+torch = ">=2"
+review_by = 2999-01-01
+reason = "it is planted"
+"""
+
+
+def test_recorded_faults_are_strict_xfails_and_quarantined_cases_may_fail(project: Command) -> None:
+    project.planted("bad", 1, 10)
+    (project.folder / "cases" / "known.toml").write_text(KNOWN)
+    done = project.pytest(*PLUGIN, "--fp8-tier", "bad", "-rx")
+    assert done.returncode == 1 and "1 failed, 1 xfailed" in done.stdout, done.stdout + done.stderr
+    told = "planted: it is planted (https://example.org/1)"
+    assert f"[XPASS(strict)] {told}" in done.stdout and f" - {told}" in done.stdout
+    assert "close the record" in done.stdout
+    assert "1 known, 1 unexpected_pass" in project.call("show").stdout
+    quarantine = '[[quarantine]]\nselect = "seed=1"\nowner = "ana"\nreason = "breaks"\nexpires = 2999-01-01\n'
+    (project.folder / "cases" / "known.toml").unlink()
+    (project.folder / "cases" / "quarantine.toml").write_text(quarantine)
+    done = project.pytest(*PLUGIN, "--fp8-tier", "bad", "-rx")
+    assert done.returncode == 0 and "1 passed, 1 xfailed" in done.stdout, done.stdout + done.stderr
+    assert "quarantined until 2999-01-01 by ana: breaks" in done.stdout
 
 
 def test_shards_are_those_of_run(project: Command) -> None:
     ran = []
     for index in (1, 2):
         listed = project.run("list", "smoke", "--shard", f"{index}/2").stdout.splitlines()
-        done = project.pytest(*PLUGIN, "--fp8-tier", "smoke", "--fp8-shard", f"{index}/2", "--fp8-json", "out.json")
+        done = project.pytest(*PLUGIN, "--fp8-tier", "smoke", "--fp8-shard", f"{index}/2")
         assert done.returncode == 0 and f"{len(listed)} passed, {4 - len(listed)} deselected" in done.stdout
-        ids = [case["id"] for case in read_run(project.folder / "out.json")["cases"]]
-        assert ids == [line.split()[1] for line in listed]
+        project.call("show", "--json", "out.json")
+        document = read_run(project.folder / "out.json")
+        ids = [case["id"] for case in document["cases"]]
+        assert ids == [line.split()[1] for line in listed] and document["shard"] == f"{index}/2"
         ran += ids
     assert len(set(ran)) == 4
     wrong = project.pytest(*PLUGIN, "--fp8-tier", "smoke", "--fp8-shard", "3/2")
