@@ -10,7 +10,7 @@ from harness.checks import divergence
 from harness.checks.assembly import largest, same_number, same_numbers
 from harness.evidence.golden import Golden
 from harness.gate.reason import Kind, Reason
-from harness.gate.sides import Pair, Sides
+from harness.gate.sides import Sides
 from harness.matrix.caseid import parse_case_id
 from harness.matrix.records import Required
 from harness.plural import counted
@@ -281,24 +281,22 @@ def other_references(sides: Sides) -> Iterable[Reason]:
     for pair in sides.pairs.values():
         before, after = pair.baseline, pair.candidate
         derived = [name for name in after.derived if name not in before.derived and name in before.checks]
+        found: list[tuple[str, str, str]] = []
         if before.golden == "stored" and after.golden == "run here":
-            what = "golden is now computed in this run; it used to be stored"
-            yield _other_reference(pair, what, before.golden, after.golden, gates=sides.same_device)
+            found.append(("golden is now computed in this run; it used to be stored", before.golden, after.golden))
         if derived:
             what = f"tolerance is now derived; it used to be measured: {', '.join(derived)}"
-            yield _other_reference(pair, what, "measured", "derived", gates=sides.same_device)
-
-
-def _other_reference(pair: Pair, what: str, before: str, after: str, *, gates: bool) -> Reason:
-    return Reason(
-        kind=Kind.REFERENCES,
-        case=pair.id,
-        what=what,
-        baseline=before,
-        candidate=after,
-        gates=gates,
-        command=pair.candidate.command,
-    )
+            found.append((what, "measured", "derived"))
+        for what, old, new in found:
+            yield Reason(
+                kind=Kind.REFERENCES,
+                case=pair.id,
+                what=what,
+                baseline=old,
+                candidate=new,
+                gates=sides.same_device,
+                command=after.command,
+            )
 
 
 def _reason_of(golden: Golden | None, judged_by: tuple[float, ...]) -> str:

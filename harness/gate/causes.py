@@ -33,10 +33,6 @@ class Origin(enum.Enum):
     OURS = "ours"  # references, witnesses, records and the harness: what the candidate was not judged by
     UNEXPLAINED = "unexplained"  # nothing that is recorded accounts for it
 
-    @property
-    def place(self) -> int:
-        return list(Origin).index(self)
-
 
 Side = Literal["", "baseline", "candidate"]
 
@@ -86,7 +82,7 @@ def grouped(
         if reason.case is not None and reason.kind not in (Kind.STILL_FAILING, Kind.REQUIRED):
             by_cause.setdefault(attribution.cause(reason, reason.case), []).append(reason)
     groups = [_group(cause, found, sides, faults, words) for cause, found in by_cause.items()]
-    return tuple(sorted(groups, key=lambda each: (each.origin.place, -len(each.cases), each.name)))
+    return tuple(sorted(groups, key=lambda each: (list(Origin).index(each.origin), -len(each.cases), each.name)))
 
 
 _OURS = (
@@ -102,7 +98,10 @@ class _Attribution:
     """Finds the causes of what moved, from what is named and different between the packages of two sides."""
 
     def __init__(self, sides: Sides, faults: Sequence[KnownFault]) -> None:
-        before, after = (_versions(each.packages) for each in sides.environments)
+        before, after = (
+            {name: version for name, version in each.packages.items() if is_version(version)}
+            for each in sides.environments
+        )
         self._sides, self._packages = sides, after
         self._before, self._after = changes_in(before), changes_in(after)
         self._differing = sorted(self._before ^ self._after, key=lambda change: change.name)
@@ -112,10 +111,10 @@ class _Attribution:
     def cause(self, reason: Reason, case_id: str) -> _Cause:
         case, after = parse_case_id(case_id), self._sides.after.get(case_id)
         if fault := self._fault(reason, case):
-            side = _which(on_candidate=fault.affects(self._packages))
+            side: Side = "candidate" if fault.affects(self._packages) else "baseline"
             return _Cause(Origin.TORCH, fault.name, fault.reason, fault.link, side)
         if change := self._change(reason, case):
-            side = _which(on_candidate=change in self._after)
+            side = "candidate" if change in self._after else "baseline"
             return _Cause(Origin.TORCH, change.name, change.what, change.link, side)
         if reason.kind in _OURS or (after is not None and _is_ours(reason, after)):
             what = reason.what if reason.kind is Kind.LOST_CHECK else reason.kind.phrase
@@ -146,14 +145,6 @@ class _Attribution:
             name for name in change.formulas if list(_claims(name, without)) != list(_claims(name, with_it))
         )
         return found | frozenset(change.within_limits if found else ())
-
-
-def _which(*, on_candidate: bool) -> Side:
-    return "candidate" if on_candidate else "baseline"
-
-
-def _versions(packages: Mapping[str, str]) -> Mapping[str, str]:
-    return {name: version for name, version in packages.items() if is_version(version)}
 
 
 def _claims(formula: str, expect: Expectations) -> Iterator[object]:
@@ -201,7 +192,9 @@ def _group(
         first, command = next(shown, first), _bisection(pair, sides, words) or command
     return Group(
         **cause._asdict(),
-        moved={topic: tuple(cases) for topic, cases in sorted(moved.items(), key=lambda each: each[0].place)},
+        moved={
+            topic: tuple(cases) for topic, cases in sorted(moved.items(), key=lambda each: list(Topic).index(each[0]))
+        },
         example=example.case or "",
         verdicts=sides.verdicts(example.case or ""),
         first=first,

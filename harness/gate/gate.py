@@ -31,7 +31,6 @@ from harness.matrix.records import Quarantine, Required, quarantine_of
 from harness.plural import counted
 from harness.result import RunResult
 
-SCHEMA = 1
 _SHOWN_TWINS = 4
 
 
@@ -66,7 +65,7 @@ class Note(msgspec.Struct, frozen=True, kw_only=True):
 class Gate(msgspec.Struct, frozen=True, kw_only=True):
     """The answer. `reasons` are in order: what gates first, each part by weight and size."""
 
-    schema: int = SCHEMA
+    schema: int = 1
     go: bool
     baseline: Side
     candidate: Side
@@ -178,9 +177,12 @@ def _notes(sides: Sides, found: Iterable[Reason], terms: GatePolicy) -> Iterator
     new = [name for name in sides.after if name not in sides.before]
     if new:
         yield Note(text=f"new in the candidate: {counted(len(new), 'case')}, not compared with anything")
-    unmeasured = [pair.id for pair in sides.compared if pair.lacks_numbers]
+    unmeasured = sum(
+        any(case.losses and case.measured is None for case in (pair.baseline, pair.candidate))
+        for pair in sides.compared
+    )
     if unmeasured:
-        cases = counted(len(unmeasured), "case")
+        cases = counted(unmeasured, "case")
         yield Note(text=f"no numbers were kept of {cases}: only verdicts and checks are compared")
     if not sides.same_device:
         yield Note(text="matmuls, collectives, bytes and fused operators are not compared: the devices differ")

@@ -83,8 +83,8 @@ def _changed_count(kind: Kind, pair: Pair, names: list[str], old: Mapping[str, i
 def moved_numbers(sides: Sides) -> Iterable[Reason]:
     """A reason for every case whose numbers moved. It gates where a loss moved by more than its tolerance."""
     exact = not sides.inexact_reasons
-    found = {pair.id: texts for pair in sides.compared if (texts := _movements(pair, exact=exact))}
-    for name, texts in found.items():
+    found = {pair.id: moves for pair in sides.compared if (moves := _movements(pair, exact=exact))[0]}
+    for name, (texts, topics) in found.items():
         pair = sides.pairs[name]
         share = _loss_share(pair)
         kind, why = _whose_change(pair, sides, found)
@@ -97,27 +97,32 @@ def moved_numbers(sides: Sides) -> Iterable[Reason]:
             gates=share > 1,
             size=share,
             command=pair.candidate.command,
-            topics=_topics(pair, exact=exact),
+            topics=tuple(sorted(topics, key=list(Topic).index)),
             details=(*texts[1:], why),
         )
 
 
-def _movements(pair: Pair, *, exact: bool) -> list[str]:
-    """What moved, the loss first, then the first cast and the digests; empty where nothing did."""
+def _movements(pair: Pair, *, exact: bool) -> tuple[list[str], set[Topic]]:
+    """What moved, the loss first, then the first cast and the digests, and its topics; no text where nothing did.
+
+    Where bits may differ, only the loss is compared.
+    """
     before, after = pair.baseline.measured, pair.candidate.measured
     if before is None or after is None:
-        return []
+        return [], set()
     share = _loss_share(pair)
     if not exact:
-        return [_loss_text(before, after, share)] if share > 1 else []
+        return ([_loss_text(before, after, share)], {Topic.LOSSES}) if share > 1 else ([], set())
     names = moved(before, after)
     digests = [name for name in DIGESTS if name in names]
-    return [
+    casts = _cast_texts(before.casts, after.casts)
+    texts = [
         *([_loss_text(before, after, share)] if LOSSES in names else []),
         *([_norm_text(before.curves["case"], after.curves["case"])] if GRADIENT_NORMS in names else []),
-        *_cast_texts(before.casts, after.casts),
+        *casts,
         *([f"other bits in {', '.join(digests)}"] if digests else []),
     ]
+    return texts, {_TOPICS[name] for name in names if name in _TOPICS} | ({Topic.CASTS} if casts else set())
 
 
 _TOPICS = {
@@ -129,16 +134,6 @@ _TOPICS = {
     FLUSHED: Topic.CASTS,
     "matmuls": Topic.OPERANDS,
 }
-
-
-def _topics(pair: Pair, *, exact: bool) -> tuple[Topic, ...]:
-    """What moved of the numbers; where bits may differ, only the loss is compared."""
-    if not exact:
-        return (Topic.LOSSES,)
-    before, after = pair.baseline.measured, pair.candidate.measured
-    casts = bool(before and after and _cast_texts(before.casts, after.casts))
-    found = {_TOPICS[name] for name in moved(before, after) if name in _TOPICS} | ({Topic.CASTS} if casts else set())
-    return tuple(sorted(found, key=lambda topic: topic.place))
 
 
 def _loss_share(pair: Pair) -> float:
@@ -189,17 +184,13 @@ def _change(before: float | None, after: float | None) -> str:
 
 def _cast_texts(before: tuple[CastRange, ...], after: tuple[CastRange, ...]) -> list[str]:
     """The first cast in time of which a number moved, and how many did."""
-    old = {(cast.step, cast.fqn, cast.role): cast for cast in before}
+    old, new = ({(cast.step, cast.fqn, cast.role): cast for cast in casts} for casts in (before, after))
     others = []
-    for cast in after:
-        was = old.get((cast.step, cast.fqn, cast.role))
-        if was is None:
-            continue
+    for key in [key for key in new if key in old]:
         ranges = ("amax", "scale_min", "scale_max", "saturated", "flushed")
-        names = [name for name in ranges if not same_number(getattr(was, name), getattr(cast, name))]
-        if names:
-            others.append((was, cast, names[0]))
-    only = len({(cast.step, cast.fqn, cast.role) for cast in after} ^ old.keys())
+        names = [name for name in ranges if not same_number(getattr(old[key], name), getattr(new[key], name))]
+        others += [(old[key], new[key], names[0])] if names else []
+    only = len(new.keys() ^ old.keys())
     texts = [f"casts that only one run has: {only}"] if only else []
     if others:
         was, cast, name = min(others, key=lambda each: each[1].step)

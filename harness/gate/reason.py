@@ -26,10 +26,6 @@ class Topic(enum.Enum):
     COVERAGE = "coverage"
     TIMES = "times"
 
-    @property
-    def place(self) -> int:
-        return list(Topic).index(self)
-
 
 class Kind(enum.Enum):
     """What kind of reason it is, the heaviest first. The value is the name in reports and of `--allow`.
@@ -70,11 +66,6 @@ class Kind(enum.Enum):
         return made
 
     @property
-    def weight(self) -> int:
-        """Its place from the end: the heaviest has the largest."""
-        return len(Kind) - list(Kind).index(self)
-
-    @property
     def can_be_allowed(self) -> bool:
         """False for what is waived case by case, by a record or a quarantine, or is required."""
         return self not in (Kind.NEW_FAILURE, Kind.OTHER_FAILURE, Kind.REQUIRED, Kind.INTERRUPTED, Kind.STILL_FAILING)
@@ -101,7 +92,7 @@ class Reason(msgspec.Struct, frozen=True, kw_only=True):
     def order(self) -> tuple[bool, int, float, str]:
         """Sorts reasons: what gates first, then by weight, size and case."""
         size = math.inf if math.isnan(self.size) else self.size
-        return (not self.gates, -self.kind.weight, -size, self.case or "")
+        return (not self.gates, list(Kind).index(self.kind), -size, self.case or "")
 
 
 class Allowance(msgspec.Struct, frozen=True, kw_only=True):

@@ -20,16 +20,6 @@ class Pair(msgspec.Struct, frozen=True, kw_only=True):
     def id(self) -> str:
         return self.candidate.case_id
 
-    @property
-    def both_good(self) -> bool:
-        """True when its numbers can be compared: neither result is a failure."""
-        return self.baseline.good and self.candidate.good
-
-    @property
-    def lacks_numbers(self) -> bool:
-        """True when a side kept no numbers of ranks that finished."""
-        return any(case.losses and case.measured is None for case in (self.baseline, self.candidate))
-
 
 class Sides(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     baseline: RunResult
@@ -55,7 +45,7 @@ class Sides(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     @cached_property
     def compared(self) -> tuple[Pair, ...]:
         """The cases that are good on both sides: their numbers are compared."""
-        return tuple(pair for pair in self.pairs.values() if pair.both_good)
+        return tuple(pair for pair in self.pairs.values() if pair.baseline.good and pair.candidate.good)
 
     @property
     def environments(self) -> tuple[Environment, Environment]:
@@ -84,8 +74,5 @@ class Sides(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     def verdicts(self, case_id: str) -> tuple[str, str]:
         before, after = self.before.get(case_id), self.after.get(case_id)
-        return _ended(before), _ended(after)
-
-
-def _ended(case: CaseResult | None) -> str:
-    return "not selected" if case is None else case.verdict.value
+        first, second = ("not selected" if case is None else case.verdict.value for case in (before, after))
+        return first, second

@@ -7,6 +7,7 @@ Its distribution is counted for few cases and normal for many, so the same resul
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from itertools import groupby
 from statistics import NormalDist, median
@@ -31,11 +32,6 @@ class Times(msgspec.Struct, frozen=True, kw_only=True):
     slowest: str  # the case with the largest ratio
     slowest_ratio: float
     unit: str  # "CPU seconds" or "seconds"
-
-    @property
-    def remarkable(self) -> bool:
-        """True if the effect is both large and statistically significant."""
-        return self.p < LEVEL and max(self.ratio, 1 / self.ratio) >= EFFECT
 
     @property
     def text(self) -> str:
@@ -70,7 +66,7 @@ def times(sides: Sides) -> Times | None:
 
 def changed_times(found: Times | None, *, gates: bool) -> Iterable[Reason]:
     """A reason where the candidate is slower or faster. A faster one never gates."""
-    if found is not None and found.remarkable:
+    if found is not None and found.p < LEVEL and max(found.ratio, 1 / found.ratio) >= EFFECT:
         yield Reason(
             kind=Kind.TIMES,
             what=found.text,
@@ -110,33 +106,21 @@ def signed_rank_p(differences: Sequence[float]) -> float:
     values = sorted((value for value in differences if value), key=abs)
     if not values:
         return 1.0
-    ranks = _doubled_ranks([abs(value) for value in values])
-    above = sum(rank for rank, value in zip(ranks, values, strict=True) if value > 0)
-    extreme = max(above, sum(ranks) - above)
-    tail = _counted_tail(ranks, extreme) if len(ranks) <= _COUNTED_UP_TO else _normal_tail(ranks, extreme)
-    return min(1.0, 2 * tail)
-
-
-def _doubled_ranks(sizes: Sequence[float]) -> list[int]:
-    """Twice the ranks of sorted sizes; equal sizes share the mean of theirs."""
-    ranks: list[int] = []
-    for _, group in groupby(sizes):
+    ranks: list[int] = []  # doubled: equal sizes share the mean of theirs
+    for _, group in groupby(values, key=abs):
         count = len(list(group))
         ranks += [2 * len(ranks) + count + 1] * count
-    return ranks
+    above = sum(rank for rank, value in zip(ranks, values, strict=True) if value > 0)
+    extreme = max(above, sum(ranks) - above)
+    if len(ranks) <= _COUNTED_UP_TO:
+        return min(1.0, 2 * _counted_tail(ranks, extreme))
+    deviation = math.sqrt(sum(rank * rank for rank in ranks)) / 2
+    return min(1.0, 2 * (1 - NormalDist(sum(ranks) / 2, deviation).cdf(extreme)))
 
 
 def _counted_tail(ranks: Sequence[int], extreme: int) -> float:
     """The share of all signs whose sum of positive ranks is at least `extreme`."""
-    ways = {0: 1}
+    ways = Counter({0: 1})
     for rank in ranks:
-        more = dict(ways)
-        for total, count in ways.items():
-            more[total + rank] = more.get(total + rank, 0) + count
-        ways = more
+        ways += Counter({total + rank: count for total, count in ways.items()})
     return sum(count for total, count in ways.items() if total >= extreme) / int(2 ** len(ranks))
-
-
-def _normal_tail(ranks: Sequence[int], extreme: int) -> float:
-    deviation = math.sqrt(sum(rank * rank for rank in ranks)) / 2
-    return 1 - NormalDist(sum(ranks) / 2, deviation).cdf(extreme)
