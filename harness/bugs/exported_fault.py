@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from harness.errors import HarnessError
+from harness.matrix.faults import fault_named
 
 _PACKAGE = Path(__file__).parents[1]
 _FAULTS = "harness.worker.faults"
@@ -42,7 +43,7 @@ def exported_fault(name: str) -> str:
             f"planted fault {name} cannot be exported: {reached.what}",
             fix="write it as a function of a file, and give --inject FILE.py:FUNCTION.",
         ) from reached
-    head = [f'"""Plants the fault {name}: a deliberate bug."""', "\n".join(sorted(imports))]
+    head = [f'"""Plants the fault {name}, a deliberate bug: {fault_named(name).title}."""', "\n".join(sorted(imports))]
     return "\n\n\n".join(["\n\n".join(head), *texts.values()]) + "\n"
 
 

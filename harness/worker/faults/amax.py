@@ -65,7 +65,6 @@ def _scale(change: Callable[[Any, torch.Tensor, torch.dtype, bool], torch.Tensor
 
 
 def amax_not_reduced_over_tp() -> None:
-    """The amax of the local shard is used as that of the whole tensor."""
     _amax(lambda stock, x, *rest: _unreduced(stock(x, *rest)))
 
 
@@ -79,8 +78,6 @@ def _unreduced(amax: torch.Tensor) -> torch.Tensor:
 
 
 def gathered_input_has_local_scale() -> None:
-    """Float8 TP styles quantize a shard with its own scale and gather it: every rank dequantizes all with its own."""
-
     def cast(stock: Any, hp_tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         if not isinstance(hp_tensor, DTensor):
             return stock(hp_tensor, *args, **kwargs)
@@ -94,8 +91,6 @@ def gathered_input_has_local_scale() -> None:
 
 
 def amax_reduced_over_dp() -> None:
-    """The amax of activations, which is local to a data-parallel rank, is reduced over all of them."""
-
     def change(stock: Any, x: torch.Tensor, reduce_amax: bool, *rest: Any) -> torch.Tensor:
         amax: torch.Tensor = stock(x, reduce_amax, *rest)
         if not reduce_amax and not isinstance(amax, DTensor):
@@ -106,13 +101,10 @@ def amax_reduced_over_dp() -> None:
 
 
 def weight_amax_over_world() -> None:
-    """The amax for the fp8 all-gather is reduced over the world, including the other TP shards."""
     _amax(lambda stock, x, reduce_amax, mesh, *rest: stock(x, reduce_amax, None if reduce_amax else mesh, *rest))
 
 
 def weight_amax_over_replicas() -> None:
-    """The amax for the fp8 all-gather of HSDP is reduced over the replicas instead of the shards."""
-
     layout = layout_of_run()
 
     def replicas() -> Any:
@@ -128,7 +120,6 @@ def weight_amax_over_replicas() -> None:
 
 
 def weight_amax_over_two_mesh_dims() -> None:
-    """The amax for the fp8 all-gather of HSDP is reduced over the mesh of replicas and shards, which has no group."""
     _amax(
         lambda stock, x, reduce_amax, mesh, *rest: stock(
             x, reduce_amax, mesh._get_root_mesh() if reduce_amax else mesh, *rest
@@ -137,13 +128,10 @@ def weight_amax_over_two_mesh_dims() -> None:
 
 
 def weight_amax_not_reduced_over_shards() -> None:
-    """Every FSDP rank quantizes its shard with its own scale, but one scale dequantizes all shards."""
     _amax(lambda stock, x, reduce_amax, *rest: stock(x, False, *rest))
 
 
 def precomputed_amax_not_reduced() -> None:
-    """Precomputed scales are those of the local shard."""
-
     def precompute(stock: Any, model: torch.nn.Module) -> None:
         stock(model)
         for linear in converted_linears(model).values():
@@ -155,12 +143,10 @@ def precomputed_amax_not_reduced() -> None:
 
 
 def amax_reduction_missing_on_one_rank() -> None:
-    """One rank skips the amax reduction that its peers call."""
     _amax(lambda stock, x, reduce_amax, *rest: stock(x, reduce_amax and not on_odd_rank(), *rest))
 
 
 def amax_without_abs() -> None:
-    """The amax is the largest value instead of the largest magnitude, so negative outliers are ignored."""
     _amax(lambda stock, x, *rest: stock(torch.clamp(x, min=0), *rest))
 
 
@@ -175,7 +161,6 @@ def amax_over_half_of_the_rows() -> None:
 
 
 def eps_lost() -> None:
-    """Without an epsilon, the scale of an all-zero row is infinite."""
     float8_utils.EPS = 0.0
 
 
@@ -187,22 +172,18 @@ def _maximum_of(other: torch.dtype, *, instead_of: torch.dtype) -> None:
 
 
 def e4m3_maximum_for_e5m2() -> None:
-    """Gradients in e5m2 are scaled to the maximum of e4m3, which loses seven binades of range."""
     _maximum_of(torch.float8_e4m3fn, instead_of=torch.float8_e5m2)
 
 
 def e5m2_maximum_for_e4m3() -> None:
-    """Operands in e4m3 are scaled to the maximum of e5m2, so they saturate."""
     _maximum_of(torch.float8_e5m2, instead_of=torch.float8_e4m3fn)
 
 
 def fnuz_maximum() -> None:
-    """The maximum of e4m3fnuz (240) is used for e4m3fn (448)."""
     _maximum_of(torch.float8_e4m3fnuz, instead_of=torch.float8_e4m3fn)
 
 
 def scale_margin() -> None:
-    """A margin of one bit maps the amax to half of the largest float8 value."""
     _scale(lambda stock, amax, dtype, power_of_two: stock(amax, dtype, power_of_two) * 0.5)
 
 
@@ -220,8 +201,6 @@ def one_linear_scaled_with_margin() -> None:
 
 
 def scale_in_float32() -> None:
-    """The scale is divided in float32, which rounds differently from float64."""
-
     def change(stock: Any, amax: torch.Tensor, dtype: torch.dtype, power_of_two: bool) -> torch.Tensor:
         if power_of_two:
             return stock(amax, dtype, power_of_two)
@@ -232,13 +211,10 @@ def scale_in_float32() -> None:
 
 
 def power_of_two_lost() -> None:
-    """Scales are not rounded to powers of two, although the recipe asks for it."""
     _scale(lambda stock, amax, dtype, power_of_two: stock(amax, dtype, False))
 
 
 def power_of_two_rounded_up() -> None:
-    """Scales are rounded up to a power of two, past the largest float8 value."""
-
     def change(stock: Any, amax: torch.Tensor, dtype: torch.dtype, power_of_two: bool) -> torch.Tensor:
         scale = stock(amax, dtype, False)
         return torch.exp2(torch.ceil(torch.log2(scale))) if power_of_two else scale
@@ -247,13 +223,10 @@ def power_of_two_rounded_up() -> None:
 
 
 def clamp_dropped() -> None:
-    """Values are not clamped before the cast."""
     wrap(float8_training_tensor, "to_fp8_saturated", lambda stock, x, float8_dtype: x.to(float8_dtype))
 
 
 def rowwise_weight_scaled_tensorwise() -> None:
-    """The weight of a rowwise recipe is scaled tensorwise."""
-
     def cast(stock: Any, *args: Any, **kwargs: Any) -> Any:
         if kwargs.get("gemm_input_role") is GemmInputRole.WEIGHT:
             kwargs |= {"scaling_granularity": ScalingGranularity.TENSORWISE, "axiswise_dim": None}
@@ -263,7 +236,6 @@ def rowwise_weight_scaled_tensorwise() -> None:
 
 
 def rowwise_axis_swapped() -> None:
-    """Rowwise scales are computed along the wrong dim, so their shape does not match their tensor."""
     wrap(
         float8_linear,
         "get_maybe_axiswise_dim",
@@ -282,18 +254,14 @@ def _scales_after_cast(change: Callable[[torch.Tensor, torch.Tensor, Any], torch
 
 
 def row_scales_shifted() -> None:
-    """Every row is dequantized with the scale of its neighbour."""
     _scales_after_cast(lambda scale, *_: scale.reshape(-1).roll(1).view(scale.shape))
 
 
 def first_row_scale_for_all() -> None:
-    """Every row is dequantized with the scale of the first, as by a kernel that assumes tensorwise scales."""
     _scales_after_cast(lambda scale, *_: scale.reshape(-1)[:1].expand(scale.numel()).reshape(scale.shape))
 
 
 def row_scales_of_another_rank() -> None:
-    """Weight shards are dequantized with the row scales of the next TP rank."""
-
     def change(scale: torch.Tensor, hp_tensor: torch.Tensor, role: Any) -> torch.Tensor:
         if role is not GemmInputRole.WEIGHT or not isinstance(hp_tensor, DTensor):
             return scale

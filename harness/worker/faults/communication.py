@@ -34,12 +34,10 @@ from harness.worker.faults.hooks import (
 
 
 def fp8_all_gather_subclass_dropped() -> None:
-    """Sharding drops the tensor subclass of the weight, and with it the fp8 all-gather."""
     fsdp_utils._ops_to_preserve_subclass.clear()
 
 
 def fp8_tp_styles_lost() -> None:
-    """Plain TP styles are used, so activations are gathered in high precision."""
     for style in (Float8ColwiseParallel, Float8RowwiseParallel, PrepareFloat8ModuleInput):
         for method in ("_prepare_input_fn", "_prepare_output_fn", "_prepare_input_arg", "_apply"):
             if method in vars(style):
@@ -47,8 +45,6 @@ def fp8_tp_styles_lost() -> None:
 
 
 def weights_left_gathered_by_evaluation() -> None:
-    """FSDP2 frees no weight after the forward of an evaluation."""
-
     def evaluate(stock: Callable[[], Any], model: nn.Module) -> Any:
         modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
         groups = [group for module in modules for group in module._get_fsdp_state()._fsdp_param_groups]
@@ -64,8 +60,6 @@ def weights_left_gathered_by_evaluation() -> None:
 
 
 def gathered_shards_swapped() -> None:
-    """The FSDP all-gather returns the shards in the wrong order."""
-
     def swap(output: torch.Tensor, group: dist.ProcessGroup) -> None:
         shards = output.view(group.size(), -1)
         shards.copy_(shards.roll(1, 0))
@@ -74,8 +68,6 @@ def gathered_shards_swapped() -> None:
 
 
 def sequence_shards_swapped() -> None:
-    """The all-gather of sequence shards returns them in the wrong order."""
-
     def to_replicate(stock: Any, self: Any, local: Any, mesh: Any, mesh_dim: int, shape: Any) -> torch.Tensor:
         full: torch.Tensor = stock(self, local, mesh, mesh_dim, shape)
         return full.roll(full.size(self.dim) // mesh.size(mesh_dim), self.dim)
@@ -119,15 +111,12 @@ def partial_output_not_reduced() -> None:
 
 
 def partial_output_averaged() -> None:
-    """The output of a row-parallel linear is averaged over the ranks instead of summed."""
     _partial_activations(
         lambda total, tensor, size: total(tensor) / size, lambda total, tensor, size, chunk: total(tensor) / size
     )
 
 
 def norm_gradients_not_reduced() -> None:
-    """Under sequence parallelism, the gradients of norms are not reduced over the ranks."""
-
     def change(model: nn.Module, step: int) -> None:
         for param in model.parameters():
             grad = param.grad
@@ -149,7 +138,6 @@ def _before_reduction(change: Callable[[torch.Tensor], torch.Tensor]) -> None:
 
 
 def gradients_divided_by_world() -> None:
-    """Gradients are divided by the data-parallel degree although the loss is already that of the global batch."""
     layout = layout_of_run()
     _before_reduction(lambda grad: grad / layout().dp)
 
@@ -171,7 +159,6 @@ def _all_reduce_of_replicas(change: Callable[[Any, dict[str, Any]], Any]) -> Non
 
 
 def replicas_not_reduced() -> None:
-    """HSDP does not reduce gradients over the replicas, which drift apart."""
     _all_reduce_of_replicas(lambda stock, arguments: lambda tensor, **_: None)
 
 
@@ -186,8 +173,6 @@ def replicas_reduced_over_shards() -> None:
 
 
 def gradients_reduced_in_another_dtype() -> None:
-    """The reduce dtype of the mixed-precision policy is not the one that was asked for, but the other one."""
-
     def init(
         stock: Any, policy: Any, param_dtype: Any = None, reduce_dtype: Any = None, *rest: Any, **kwargs: Any
     ) -> None:
@@ -198,22 +183,18 @@ def gradients_reduced_in_another_dtype() -> None:
 
 
 def weights_kept_after_forward() -> None:
-    """FSDP2 frees no gathered weight after forward, whatever `reshard_after_forward` says."""
     wrap_everywhere(_fsdp_init, "_get_post_forward_mesh_info", lambda stock, asked, mesh_info: None)
 
 
 def weights_freed_after_forward() -> None:
-    """FSDP2 frees all gathered weights after forward and gathers them again, whatever was asked for."""
     wrap_everywhere(_fsdp_init, "_get_post_forward_mesh_info", lambda stock, asked, mesh_info: mesh_info)
 
 
 def gradients_reduced_after_every_microbatch() -> None:
-    """Asking FSDP2 not to reduce gradients has no effect."""
     wrap(FSDPModule, "set_requires_gradient_sync", lambda stock, *_, **__: None)
 
 
 def amax_strategy_missing() -> None:
-    """DTensor has no sharding strategy for a rowwise amax."""
     propagator = DTensor._op_dispatcher.sharding_propagator
     operator = torch.ops.aten.amax.default
     for table in (propagator.op_to_rules, propagator.op_strategy_funcs, propagator.op_single_dim_strategy_funcs):
@@ -221,12 +202,10 @@ def amax_strategy_missing() -> None:
 
 
 def float8_operator_missing() -> None:
-    """Float8 tensors do not know `view`, which DTensor calls on them."""
     float8_ops.FLOAT8_OPS_TABLE.pop(torch.ops.aten.view.default)
 
 
 def cast_seen_as_high_precision() -> None:
-    """The check for float8 inputs ignores DTensors, so float8 inputs are cast again."""
     wrap(
         float8_linear,
         "tensor_already_casted_to_fp8",
@@ -235,16 +214,13 @@ def cast_seen_as_high_precision() -> None:
 
 
 def one_rank_reduces_twice() -> None:
-    """One rank contributes its gradients twice to every reduction."""
     _before_reduction(lambda grad: grad * 2 if on_odd_rank() else grad)
 
 
 def last_rank_lost_in_one_step() -> None:
-    """In the second step alone, the last rank contributes zeros to every reduction of gradients."""
     step = counted_steps()
     _before_reduction(lambda grad: torch.zeros_like(grad) if on_last_rank() and step() == 2 else grad)
 
 
 def end_of_last_shard_lost() -> None:
-    """The FSDP all-gather takes the last eight elements of the last shard for padding."""
     after_all_gather(lambda output, group: output.view(group.size(), -1)[-1, -8:].zero_())

@@ -30,13 +30,10 @@ def symmetric_memory_not_enabled() -> None:
 
 
 def fusion_pass_off() -> None:
-    """Async TP is requested, but its fusion pass is not enabled."""
     after_build(lambda target: setattr(torch._inductor.config, "_micro_pipeline_tp", False))
 
 
 def scatters_not_recognized() -> None:
-    """The pass does not find the matmul over [batch, sequence] behind a reduce-scatter."""
-
     def find(stock: Any, node: torch.fx.Node) -> Any:
         return None if node.target is torch.ops.aten.reshape.default else stock(node)
 
@@ -55,8 +52,6 @@ def _after_match(change: Callable[[Any], None]) -> None:
 
 
 def operand_taken_before_its_reshape() -> None:
-    """The fused operator gets A from before the reshape to 2-D and A_scale from after it."""
-
     def change(matmul: Any) -> None:
         if matmul.pre_mm_reshape is not None:
             matmul.A_node = matmul.pre_mm_reshape.args[0]
@@ -65,13 +60,10 @@ def operand_taken_before_its_reshape() -> None:
 
 
 def output_shape_forgotten() -> None:
-    """The fused operator returns its output in 2-D: the leading dims of A are lost."""
     _after_match(lambda matmul: setattr(matmul, "post_mm_reshape", None))
 
 
 def scattered_dim_not_moved_back() -> None:
-    """The scattered dim is not moved back from the front, so batch and sequence are swapped."""
-
     def impl(stock: Any, scatter_dim: int, **rest: Any) -> torch.Tensor:
         result: torch.Tensor = stock(scatter_dim=scatter_dim, **rest)
         return result.movedim(scatter_dim, 0).reshape(result.shape)
@@ -80,8 +72,6 @@ def scattered_dim_not_moved_back() -> None:
 
 
 def scatter_dim_of_the_flat_operand() -> None:
-    """The fused operator scatters the output along the dim of the collapsed (2-D) operand."""
-
     def insert(stock: Any, graph: Any, matmul: Any, op: str, dim: int, *rest: Any) -> Any:
         group, flat_dim, shape = rest
         return stock(graph, matmul, op, flat_dim, group, flat_dim, shape)
@@ -90,7 +80,6 @@ def scatter_dim_of_the_flat_operand() -> None:
 
 
 def scatter_averages() -> None:
-    """The fused operator averages over the TP ranks instead of summing."""
     wrap(
         micro_pipeline_tp,
         "_insert_fused_matmul_reduce_scatter",
@@ -99,8 +88,6 @@ def scatter_averages() -> None:
 
 
 def row_scales_of_the_first_chunk() -> None:
-    """Every chunk of the pipelined operator is dequantized with the row scales of the first."""
-
     def impl(stock: Any, **given: Any) -> Any:
         scale = given["A_scale"]
         if scale.numel() > 1:
@@ -113,8 +100,6 @@ def row_scales_of_the_first_chunk() -> None:
 
 
 def gathered_chunks_swapped() -> None:
-    """The pipelined all-gather uses the chunk of one rank as that of the next."""
-
     def gather_and_consume(stock: Any, shard: Any, consume: Any, output: Any, group_name: str, *needed: bool) -> None:
         ranks = resolve_group(group_name).size()
         stock(shard, lambda chunk, rank: consume(chunk, (rank + 1) % ranks), output, group_name, *needed)
@@ -123,8 +108,6 @@ def gathered_chunks_swapped() -> None:
 
 
 def produced_chunks_swapped() -> None:
-    """The pipelined reduce-scatter sends every rank the chunk of the next one."""
-
     def produce_and_exchange(stock: Any, produce: Any, output: Any, group_name: str, *dim: int) -> None:
         ranks = resolve_group(group_name).size()
         stock(lambda rank, chunk: produce((rank + 1) % ranks, chunk), output, group_name, *dim)
@@ -133,12 +116,10 @@ def produced_chunks_swapped() -> None:
 
 
 def blocks_not_compiled() -> None:
-    """Blocks stay eager although the case compiles them."""
     wrap_everywhere(torch, "compile", lambda stock, block=None, **_: (lambda each: each) if block is None else block)
 
 
 def compiled_gradients_in_e4m3() -> None:
-    """The casts of output gradients in the graph have e4m3 as their target instead of e5m2."""
     conversion.gradient_cast_to_e4m3()
 
 
@@ -160,7 +141,6 @@ def _clamps(graph: torch.fx.Graph) -> list[Any]:
 
 
 def compiled_cast_clamps_early() -> None:
-    """The casts to e4m3 in the graph clamp at the maximum of e4m3fnuz, which the scale does not fit."""
     e4m3, e5m2 = (torch.finfo(dtype).max for dtype in (torch.float8_e4m3fn, torch.float8_e5m2))
     wrong = torch.finfo(torch.float8_e4m3fnuz).max
 
@@ -176,7 +156,6 @@ def compiled_cast_clamps_early() -> None:
 
 
 def compiled_scale_stale() -> None:
-    """Every scale in the graph is that of the first step, as if it were a constant of the graph."""
     step, places = counted_steps(), itertools.count()
     first: dict[tuple[int, int], torch.Tensor] = {}
     calls: Counter[tuple[int, int]] = Counter()  # blocks may share a graph
@@ -197,7 +176,6 @@ def compiled_scale_stale() -> None:
 
 
 def compiled_amax_sent_twice() -> None:
-    """Every reduction of an amax in the graph carries each element twice: no number changes, only the payload."""
     all_reduce, wait = torch.ops._c10d_functional.all_reduce_.default, torch.ops._c10d_functional.wait_tensor.default
 
     def twice(amax: torch.Tensor) -> torch.Tensor:
@@ -222,7 +200,6 @@ def compiled_amax_sent_twice() -> None:
 
 
 def compiled_checkpointing_lost() -> None:
-    """Full checkpointing marks nothing in the graph to be computed again, so the partitioner saves what it likes."""
     wrap(
         torch._higher_order_ops.wrap,
         "_always_prefer_recompute",
@@ -231,7 +208,6 @@ def compiled_checkpointing_lost() -> None:
 
 
 def compiled_matmul_outputs_kept() -> None:
-    """The partitioner saves the outputs of matmuls, also of those that checkpointing marks to be computed again."""
     matmuls = {torch.ops.aten.mm.default, torch.ops.aten._scaled_mm.default}
 
     def partition(stock: Any, module: torch.fx.GraphModule, inputs: Any, **given: Any) -> Any:
@@ -258,8 +234,6 @@ def _in_repeated(change: Callable[[torch.fx.Graph, set[str]], int]) -> None:
 
 
 def recomputed_cast_by_another_scale() -> None:
-    """The last cast that is computed again uses the scale of one before it, of a tensor with another shape."""
-
     def change(graph: torch.fx.Graph, repeated: set[str]) -> int:
         products = [clamp.args[0] for clamp in _clamps(graph) if clamp.args[0].name in repeated]
         if not products:
@@ -275,8 +249,6 @@ def recomputed_cast_by_another_scale() -> None:
 
 
 def recomputed_norm_without_epsilon() -> None:
-    """Norms that are computed again leave out the epsilon."""
-
     def change(graph: torch.fx.Graph, repeated: set[str]) -> int:
         sums = graph.find_nodes(op="call_function", target=torch.ops.aten.add.Scalar)
         again = [node for node in sums if node.name in repeated]

@@ -49,13 +49,10 @@ def _config(change: Callable[[Float8LinearConfig], Float8LinearConfig]) -> None:
 
 
 def nothing_converted() -> None:
-    """The conversion is never called."""
     _conversion(lambda stock, model, *_: model)
 
 
 def conversion_reverted() -> None:
-    """Every Float8Linear is turned back into nn.Linear after the conversion."""
-
     def change(target: Target) -> None:
         for linear in converted_linears(target.model).values():
             linear.__class__ = nn.Linear
@@ -64,8 +61,6 @@ def conversion_reverted() -> None:
 
 
 def filter_of_a_renamed_module() -> None:
-    """The filter of the last linear names no existing module, so the linear is converted."""
-
     def change(stock: Filter, found: dict[str, nn.Linear]) -> Filter:
         left_out = [fqn for fqn, linear in found.items() if not stock(linear, fqn)][-1:]
         return lambda module, fqn: stock(module, fqn) or fqn in left_out
@@ -74,7 +69,6 @@ def filter_of_a_renamed_module() -> None:
 
 
 def filter_split_into_letters() -> None:
-    """A filter string is treated as a list of characters, at least one of which is in every name."""
     _filter(lambda stock, found: lambda module, fqn: not any(letter in fqn for letter in "output"))
 
 
@@ -89,7 +83,6 @@ def filter_of_another_predicate() -> None:
 
 
 def filter_sees_single_modules() -> None:
-    """The filter is called without the name of the module, so all modules are converted."""
     _filter(lambda stock, found: lambda module, fqn: stock(module, ""))
 
 
@@ -109,8 +102,6 @@ def _module_name(fqn: str) -> str:
 
 
 def linear_bypasses_float8() -> None:
-    """A Float8Linear multiplies in high precision because its forward is bypassed."""
-
     def forward(stock: Any, module: Float8Linear, x: torch.Tensor) -> Any:
         narrows = module.out_features < module.in_features
         return F.linear(x, module.weight, module.bias) if narrows else stock(module, x)
@@ -119,7 +110,6 @@ def linear_bypasses_float8() -> None:
 
 
 def recipe_lost() -> None:
-    """The recipe name is dropped, so the default, tensorwise, is used."""
     _config(
         lambda config: Float8LinearConfig(
             enable_fsdp_float8_all_gather=config.enable_fsdp_float8_all_gather, pad_inner_dim=config.pad_inner_dim
@@ -128,17 +118,14 @@ def recipe_lost() -> None:
 
 
 def weight_gradient_in_float8() -> None:
-    """A recipe that should compute the weight gradient in high precision computes it in float8."""
     _config(lambda config: Float8LinearConfig.from_recipe_name("rowwise"))
 
 
 def weight_gradient_in_high_precision() -> None:
-    """The weight gradient of the rowwise recipe is computed in high precision."""
     _config(lambda config: Float8LinearConfig.from_recipe_name("rowwise_with_gw_hp"))
 
 
 def gradient_cast_to_e4m3() -> None:
-    """A cast config shared by all operands makes the output gradient e4m3 instead of e5m2."""
     shared = CastConfig(target_dtype=torch.float8_e4m3fn)
     _config(
         lambda config: dataclasses.replace(
@@ -148,7 +135,6 @@ def gradient_cast_to_e4m3() -> None:
 
 
 def config_of_grad_output_ignored() -> None:
-    """The config of the output gradient is ignored: it is cast to the default dtype."""
     names = ("cast_config_grad_output", "cast_config_grad_output_for_grad_weight")
 
     def change(config: Float8LinearConfig) -> Float8LinearConfig:
@@ -159,7 +145,6 @@ def config_of_grad_output_ignored() -> None:
 
 
 def granularities_swapped() -> None:
-    """Input and weight of forward are cast by each other's config."""
     _config(
         lambda config: dataclasses.replace(
             config, cast_config_input=config.cast_config_weight, cast_config_weight=config.cast_config_input
@@ -168,10 +153,8 @@ def granularities_swapped() -> None:
 
 
 def fp8_all_gather_flag_lost() -> None:
-    """The flag for the fp8 all-gather is ignored after a rename: weights are gathered in high precision."""
     _config(lambda config: dataclasses.replace(config, enable_fsdp_float8_all_gather=False))
 
 
 def padding_flag_lost() -> None:
-    """The flag for padding the contraction dim is ignored."""
     _config(lambda config: dataclasses.replace(config, pad_inner_dim=False))

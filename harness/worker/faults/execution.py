@@ -42,18 +42,14 @@ def _scale_recomputed_times(factor: float) -> None:
 
 
 def recompute_scale_changed() -> None:
-    """Recomputation uses another scale than the forward."""
     _scale_recomputed_times(0.7)
 
 
 def recompute_scale_changed_by_a_power_of_two() -> None:
-    """Recomputation uses half the scale, which changes almost no value."""
     _scale_recomputed_times(0.5)
 
 
 def recompute_rounds_norms() -> None:
-    """Recomputed norms are rounded differently, as if another kernel were fused."""
-
     def rounded(norm: nn.Module, args: Any, out: torch.Tensor) -> torch.Tensor | None:
         return out.to(torch.bfloat16).to(out.dtype) if in_backward() else None
 
@@ -65,8 +61,6 @@ def recompute_rounds_norms() -> None:
 
 
 def recompute_in_high_precision() -> None:
-    """Recomputation runs outside the FP8 context."""
-
     def forward(stock: Any, module: Float8Linear, x: torch.Tensor) -> Any:
         return F.linear(x, module.weight, module.bias) if in_backward() else stock(module, x)
 
@@ -74,8 +68,6 @@ def recompute_in_high_precision() -> None:
 
 
 def checkpointing_lost() -> None:
-    """What is checkpointed runs like everything else, so nothing is recomputed."""
-
     options = {*inspect.signature(torch.utils.checkpoint.checkpoint).parameters, "preserve_rng_state"}
 
     def checkpoint(stock: Any, function: Any, *args: Any, **kwargs: Any) -> Any:
@@ -85,8 +77,6 @@ def checkpointing_lost() -> None:
 
 
 def abs_saved_for_backward() -> None:
-    """Selective checkpointing saves the full-size result of abs in addition to its maximum."""
-
     def contexts(stock: Any, saved: Any, *args: Any, **kwargs: Any) -> Any:
         def policy(context: Any, operator: Any, *given: Any, **named: Any) -> Any:
             if operator is _aten.abs.default:
@@ -112,8 +102,6 @@ class _Keep(torch.autograd.Function):
 
 
 def float8_weight_kept_for_backward() -> None:
-    """The FP8 copy of every weight is saved for backward."""
-
     def forward(stock: Any, module: Float8Linear, x: torch.Tensor) -> Any:
         return _Keep.apply(stock(module, x), local(module.weight).detach().float().to(torch.float8_e4m3fn))
 
@@ -121,8 +109,6 @@ def float8_weight_kept_for_backward() -> None:
 
 
 def kernel_reads_first_row_scale() -> None:
-    """A rowwise kernel applies the first scale of the second operand to all its columns."""
-
     def addmm(stock: Any, a: Any, a_scale: Any, b: Any, b_scale: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         if b_scale.numel() > 1:
             b_scale = b_scale.reshape(-1)[:1].expand(b_scale.numel()).reshape(b_scale.shape).contiguous()
@@ -132,8 +118,6 @@ def kernel_reads_first_row_scale() -> None:
 
 
 def cast_breaks_one_lane() -> None:
-    """A miscompiled cast overwrites every 16th element with its neighbour."""
-
     def change(part: Any, *_: Any) -> None:
         bits = part._data.view(torch.uint8).clone()
         bits[..., 15::16] = bits[..., 14::16][..., : bits[..., 15::16].size(-1)]
@@ -143,8 +127,6 @@ def cast_breaks_one_lane() -> None:
 
 
 def cast_flushes_small_values() -> None:
-    """The cast flushes subnormal float8 values of gradients to zero."""
-
     def change(part: Any, hp_tensor: torch.Tensor, role: Any) -> None:
         if role is GemmInputRole.GRAD_OUTPUT:
             tiny = torch.finfo(part._data.dtype).smallest_normal
@@ -155,8 +137,6 @@ def cast_flushes_small_values() -> None:
 
 
 def axiswise_dim_compared_instead_of_assigned() -> None:
-    """Transposing a rowwise tensor does not swap its `axiswise_dim`."""
-
     table = float8_ops.FLOAT8_OPS_TABLE
     stock = table[_aten.t.default]
 
@@ -169,7 +149,6 @@ def axiswise_dim_compared_instead_of_assigned() -> None:
 
 
 def scale_result_ignored() -> None:
-    """A kernel ignores `scale_result`, which training never passes."""
     wrap(
         float8_ops,
         "addmm_float8_unwrapped",
@@ -205,8 +184,6 @@ def _attention_of_last_block(change: Callable[..., torch.Tensor]) -> None:
 
 
 def softmax_scale_off() -> None:
-    """Attention scales its scores by 0.5 % too much."""
-
     def change(stock: Any, q: torch.Tensor, *rest: Any, scale: float | None = None, **options: Any) -> torch.Tensor:
         return stock(q, *rest, scale=1.005 * (scale or q.size(-1) ** -0.5), **options)
 
@@ -233,8 +210,6 @@ def _last_head_times(heads: torch.Tensor, factor: float) -> torch.Tensor:
 
 
 def last_head_scaled_on_last_rank() -> None:
-    """The last head of the last block is 0.5 % too large on the last rank, because its values are."""
-
     def change(stock: Any, q: Any, k: Any, v: torch.Tensor, *rest: Any, **kwargs: Any) -> torch.Tensor:
         return stock(q, k, _LastHeadScaled.apply(v, 1.005) if on_last_rank() else v, *rest, **kwargs)
 
@@ -242,8 +217,6 @@ def last_head_scaled_on_last_rank() -> None:
 
 
 def causal_mask_lost_in_last_block() -> None:
-    """The last block attends to all tokens instead of the past ones."""
-
     def change(stock: Any, *args: Any, attn_mask: Any = None, is_causal: Any = False, **options: Any) -> torch.Tensor:
         return stock(*args, **options)
 
@@ -264,8 +237,6 @@ class _ScaledGradient(torch.autograd.Function):
 
 
 def attention_backward_scales_keys() -> None:
-    """The backward of attention in the last block scales the gradient of the keys by 0.5 % too much."""
-
     def change(stock: Any, q: torch.Tensor, k: torch.Tensor, *rest: Any, **kwargs: Any) -> torch.Tensor:
         return stock(q, _ScaledGradient.apply(k, 1.005), *rest, **kwargs)
 
@@ -283,17 +254,14 @@ def _norm_eps(eps: float) -> None:
 
 
 def norm_eps_too_large() -> None:
-    """Norms add 1e-3 instead of 1e-5 to the mean square."""
     _norm_eps(1e-3)
 
 
 def norm_eps_of_another_model() -> None:
-    """Norms add 1e-6, which Llama 1 used, instead of 1e-5."""
     _norm_eps(1e-6)
 
 
 def rope_base_of_another_model() -> None:
-    """The rotary embedding has the base of Llama 2 (10 000) instead of that of Llama 3 (500 000)."""
     from harness.worker.targets.reference import model
 
     assert model.ROPE_THETA != 10_000.0

@@ -23,12 +23,10 @@ def _after_every_block(keep: Callable[[nn.Module, torch.Tensor], object]) -> Non
 
 
 def output_kept_on_module() -> None:
-    """Every block keeps its last output, with the graph behind it, as an attribute until its next forward."""
     _after_every_block(lambda block, output: setattr(block, "last_output", output))
 
 
 def output_kept_by_hook() -> None:
-    """A hook on a parameter keeps the outputs of all blocks of all steps in its closure."""
     outputs: list[torch.Tensor] = []
 
     def count(grad: torch.Tensor) -> None:
@@ -39,7 +37,6 @@ def output_kept_by_hook() -> None:
 
 
 def logits_kept_of_every_step() -> None:
-    """A log keeps the logits of every step."""
     log: list[torch.Tensor] = []
 
     def change(stock: Any, logits: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
@@ -50,7 +47,6 @@ def logits_kept_of_every_step() -> None:
 
 
 def float8_weights_kept_in_cache() -> None:
-    """A cache of FP8 weights gets a new entry at every cast and never loses one."""
     cache: list[torch.Tensor] = []
 
     def keep(part: Any, hp_tensor: torch.Tensor, role: Any) -> None:
@@ -61,6 +57,5 @@ def float8_weights_kept_in_cache() -> None:
 
 
 def gathered_weights_kept() -> None:
-    """The buffers of every FSDP all-gather stay alive after the weights are sharded again."""
     buffers: list[torch.Tensor] = []
     after_all_gather(lambda output, group: buffers.append(output))

@@ -36,7 +36,6 @@ def _reported(change: Callable[[torch.Tensor | float], torch.Tensor | float]) ->
 
 
 def loss_of_first_rank_reported() -> None:
-    """The reported loss is that of the first data-parallel rank instead of the mean over all of them."""
     losses: list[float] = []
 
     def keep(stock: Any, *args: Any, **options: Any) -> torch.Tensor:
@@ -55,13 +54,11 @@ def loss_of_first_rank_reported() -> None:
 
 
 def reported_loss_divided_twice() -> None:
-    """The reported loss is divided by the number of data-parallel ranks, although it is the global mean already."""
     layout = layout_of_run()
     _reported(lambda reported: reported / layout().dp)
 
 
 def loss_reported_one_step_late() -> None:
-    """The reported loss is that of the step before."""
     losses: list[torch.Tensor | float] = []
 
     def change(reported: torch.Tensor | float) -> torch.Tensor | float:
@@ -72,7 +69,6 @@ def loss_reported_one_step_late() -> None:
 
 
 def norm_of_local_shards() -> None:
-    """Every rank reports the norm of its own shards of the gradients."""
     shares: list[float] = []
 
     def squared_norm_share(stock: Any, model: nn.Module) -> Any:
@@ -89,8 +85,6 @@ def norm_of_local_shards() -> None:
 
 
 def norm_leaves_out_a_parameter() -> None:
-    """The reported norm leaves out the gradient of one norm."""
-
     def squared_norm_share(stock: Any, model: nn.Module) -> Any:
         left_out = norm_weights(model)[-2:][0]  # the last one of the blocks
         others = [param for param in model.parameters() if param is not left_out]
@@ -100,18 +94,14 @@ def norm_leaves_out_a_parameter() -> None:
 
 
 def norm_in_bfloat16() -> None:
-    """The gradient norm is summed in bfloat16."""
     wrap(train, "squared_norm_share", lambda stock, model: stock(model).bfloat16().double())
 
 
 def gradients_not_clipped() -> None:
-    """The norm of all gradients is taken and reported, and no gradient is scaled."""
     wrap_everywhere(clip_grad, "_clip_grads_with_norm_", lambda stock, *args, **kwargs: None)
 
 
 def clipped_by_norm_of_own_shards() -> None:
-    """Every rank clips by the norm of the gradients that it holds."""
-
     def total(stock: Any, grads: Sequence[torch.Tensor], *args: Any, **kwargs: Any) -> Any:
         return stock([local(grad) for grad in grads], *args, **kwargs)
 
@@ -119,7 +109,6 @@ def clipped_by_norm_of_own_shards() -> None:
 
 
 def replicated_gradients_counted_by_every_rank() -> None:
-    """Gradients that all TP ranks hold alike count once for every rank in the global norm."""
     layout = layout_of_run()
 
     def total(stock: Any, grads: Sequence[torch.Tensor], *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -150,18 +139,14 @@ def _sum_of_counts(change: Callable[..., torch.Tensor]) -> None:
 
 
 def token_count_not_reduced() -> None:
-    """Every rank divides its loss by the number of its own labels."""
     _sum_of_counts(lambda stock, number, *where, **options: number)
 
 
 def mean_of_means_of_ranks() -> None:
-    """Every rank takes the mean over its own labels, and these are averaged over ranks."""
     _sum_of_counts(lambda stock, number, *where, **options: number * stock(torch.ones_like(number), *where, **options))
 
 
 def mean_over_no_labels() -> None:
-    """The sum over labels is their mean times their number: 0 / 0 where a rank has none."""
-
     def change(stock: Any, logits: torch.Tensor, labels: torch.Tensor, **options: Any) -> torch.Tensor:
         mean: torch.Tensor = stock(logits, labels, **options | {"reduction": "mean"})
         return mean * (labels != IGNORED).sum()

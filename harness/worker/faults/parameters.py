@@ -17,12 +17,10 @@ from harness.worker.faults.hooks import after_backward, after_build, layout_of_r
 
 
 def parameters_kept_in_float32() -> None:
-    """Parameters of bfloat16 are cast to float32 before they are sharded."""
     _sharded_as(torch.float32)
 
 
 def parameters_sharded_in_bfloat16() -> None:
-    """Parameters are sharded, and updated, in the bfloat16 in which they are gathered."""
     _sharded_as(torch.bfloat16)
 
 
@@ -35,8 +33,6 @@ def _sharded_as(dtype: torch.dtype) -> None:
 
 
 def bias_lost_in_conversion() -> None:
-    """A converted linear has no bias."""
-
     def from_float(stock: Any, *args: Any, **kwargs: Any) -> Float8Linear:
         converted: Float8Linear = stock(*args, **kwargs)
         converted.bias = None
@@ -46,8 +42,6 @@ def bias_lost_in_conversion() -> None:
 
 
 def bias_added_by_every_tp_rank() -> None:
-    """Every TP rank adds the whole bias to its part of a sum."""
-
     def parts(stock: Any, partial: Partial, tensor: torch.Tensor, *args: Any) -> Any:
         return tensor if partial.reduce_op == "sum" else stock(partial, tensor, *args)
 
@@ -55,7 +49,6 @@ def bias_added_by_every_tp_rank() -> None:
 
 
 def bias_gradient_divided_by_tp() -> None:
-    """The gradient of a bias that every TP rank adds a part of is that of the part."""
     layout = layout_of_run()
 
     def change(model: nn.Module, step: int) -> None:
@@ -66,7 +59,6 @@ def bias_gradient_divided_by_tp() -> None:
 
 
 def bias_gradient_of_own_positions() -> None:
-    """Under sequence parallelism, a bias gets the gradient of the positions of its own rank, and no sum over ranks."""
     sums: dict[nn.Linear, list[torch.Tensor]] = defaultdict(list)
 
     def watch(linear: nn.Linear, _: Any, output: torch.Tensor) -> None:

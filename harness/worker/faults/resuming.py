@@ -20,8 +20,6 @@ def _moments(model: nn.Module) -> Iterator[dict[str, Any]]:
 
 
 def optimizer_state_not_loaded() -> None:
-    """The optimizer goes on without moments."""
-
     def load(stock: Callable[[], object], model: nn.Module) -> None:
         stock()
         for optimizer in optimizers_of(model):
@@ -31,8 +29,6 @@ def optimizer_state_not_loaded() -> None:
 
 
 def optimizer_step_count_lost() -> None:
-    """The moments are loaded, and the optimizer counts its steps from the first again."""
-
     def load(stock: Callable[[], object], model: nn.Module) -> None:
         stock()
         for kept in _moments(model):
@@ -42,8 +38,6 @@ def optimizer_step_count_lost() -> None:
 
 
 def moments_rounded_by_checkpoint() -> None:
-    """Moments are saved in bfloat16."""
-
     def load(stock: Callable[[], object], model: nn.Module) -> None:
         stock()
         for kept in _moments(model):
@@ -54,8 +48,6 @@ def moments_rounded_by_checkpoint() -> None:
 
 
 def learning_rate_lost_by_load() -> None:
-    """The learning rate is another one than when the state was saved."""
-
     def load(stock: Callable[[], object], model: nn.Module) -> None:
         stock()
         for optimizer in optimizers_of(model):
@@ -66,8 +58,6 @@ def learning_rate_lost_by_load() -> None:
 
 
 def weight_of_one_rank_not_loaded() -> None:
-    """The last rank keeps its part of one weight as it was initialised."""
-
     def load(stock: Callable[[], object], model: nn.Module) -> None:
         weight = local_shard(first_weight(model))
         initial = weight.clone()
@@ -79,7 +69,6 @@ def weight_of_one_rank_not_loaded() -> None:
 
 
 def resharded_rows_in_another_order() -> None:
-    """The layout that only loads the state and saves it again has the rows of a weight in an order of its own."""
     built = [0]
 
     def roll(model: nn.Module, places: int) -> None:
@@ -104,5 +93,4 @@ def resharded_rows_in_another_order() -> None:
 
 
 def float8_weights_not_safe_to_load() -> None:
-    """The class of weights that FSDP2 casts is not among those that torch may load."""
     torch.serialization.clear_safe_globals()

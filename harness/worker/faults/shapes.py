@@ -19,8 +19,6 @@ from harness.worker.virtual import scaled_mm
 
 
 def padding_not_zeroed() -> None:
-    """The padding of the contraction dim is uninitialized memory: here, NaN bytes."""
-
     def pad(stock: Any, tensor: torch.Tensor, dims: int) -> torch.Tensor:
         extra = _get_min_alignment(tensor.size(dims), 16) - tensor.size(dims)
         widths = (0, extra) if dims == 1 else (0, 0, 0, extra)
@@ -30,8 +28,6 @@ def padding_not_zeroed() -> None:
 
 
 def padding_on_one_operand_shifted() -> None:
-    """One operand is padded in front instead of at the end."""
-
     def pad(stock: Any, tensor: torch.Tensor, dims: int) -> torch.Tensor:
         padded: torch.Tensor = stock(tensor, dims)
         extra = padded.size(dims) - tensor.size(dims)
@@ -41,19 +37,16 @@ def padding_on_one_operand_shifted() -> None:
 
 
 def alignment_rule_ignored() -> None:
-    """The kernel accepts shapes that a GPU rejects, like the stock CPU kernel."""
     wrap(scaled_mm, "refusal", lambda stock, signature: None)
 
 
 def padded_vocabulary_not_masked() -> None:
-    """The softmax includes the padding rows of the vocabulary."""
     from harness.worker.targets.reference import loss
 
     wrap(loss, "mask_padded_vocab", lambda stock, logits, case: logits)
 
 
 def padded_vocabulary_masked_short() -> None:
-    """The mask of the padded vocabulary starts one row late."""
     from harness.worker.targets.reference import loss
 
     def mask(stock: Any, logits: torch.Tensor, case: Case) -> Any:
@@ -63,8 +56,6 @@ def padded_vocabulary_masked_short() -> None:
 
 
 def padded_weight_rows_not_zeroed() -> None:
-    """The padding rows of the vocabulary are uninitialized, so they determine the scale of the weight."""
-
     case = case_of_run()
 
     @torch.no_grad()

@@ -46,12 +46,10 @@ def _weight_shards(model: nn.Module) -> list[Any]:
 
 
 def precomputed_scale_never_refreshed() -> None:
-    """Scales are precomputed after the first optimizer step and never again."""
     _precompute(lambda stock, model, call: stock(model) if call == 1 else None)
 
 
 def precomputed_scale_one_step_late() -> None:
-    """Scales are precomputed before the optimizer step instead of after it."""
     late: list[Any] = []
 
     def change(stock: Any, model: nn.Module, call: int) -> None:
@@ -65,12 +63,10 @@ def precomputed_scale_one_step_late() -> None:
 
 
 def precomputed_scale_stale_in_one_step() -> None:
-    """Scales are not precomputed after the second step alone, so that the third uses those of the second."""
     _precompute(lambda stock, model, call: stock(model) if call != 2 else None)
 
 
 def precomputed_scale_stale_in_evaluation() -> None:
-    """Evaluation casts weights by the scales that were precomputed one update before; training has the right ones."""
     shards: list[Any] = []
     before: list[Any] = []
 
@@ -97,8 +93,6 @@ def _set_scales(shards: Sequence[Any], scales: Sequence[Any]) -> None:
 
 
 def precomputed_scale_stale_after_load() -> None:
-    """Scales are precomputed for the initial weights, and not again for those that are loaded."""
-
     def load(stock: Callable[[], Any], model: nn.Module) -> None:
         fsdp_utils.precompute_float8_dynamic_scale_for_fsdp(model)
         initial = [shard._precomputed_scale for shard in _weight_shards(model)]
@@ -109,8 +103,6 @@ def precomputed_scale_stale_after_load() -> None:
 
 
 def nothing_precomputed_after_load() -> None:
-    """Scales are precomputed after updates alone, so that the step behind a load scales weights dynamically."""
-
     def load(stock: Callable[[], Any], model: nn.Module) -> None:
         stock()
         for shard in _weight_shards(model):
@@ -120,7 +112,6 @@ def nothing_precomputed_after_load() -> None:
 
 
 def old_weight_in_evaluation() -> None:
-    """Evaluation reads one weight as it was at the evaluation before."""
     kept: list[torch.Tensor] = []
 
     @torch.no_grad()
@@ -137,7 +128,6 @@ def old_weight_in_evaluation() -> None:
 
 
 def precompute_dead_branch() -> None:
-    """The call that precomputes scales is behind a condition that is never true."""
     _precompute(lambda stock, model, call: None)
 
 
@@ -168,17 +158,14 @@ def _cached_weights(*, data: bool, scale: bool) -> None:
 
 
 def weight_data_stale() -> None:
-    """Weights have the FP8 data of the first step and a current scale."""
     _cached_weights(data=True, scale=False)
 
 
 def weight_never_updated() -> None:
-    """FP8 weights are those of the first step: optimizer updates never reach the matmuls."""
     _cached_weights(data=True, scale=True)
 
 
 def weight_scale_stale() -> None:
-    """Weights are quantized with the current scale and dequantized with that of the first step."""
     _cached_weights(data=False, scale=True)
 
 
@@ -195,13 +182,11 @@ def _gathered_shards(change: Callable[[torch.Tensor, int], torch.Tensor]) -> Non
 
 
 def gathered_shard_of_one_rank_stale() -> None:
-    """One rank contributes its FP8 shard of the first step to every all-gather."""
     first: dict[int, torch.Tensor] = {}
     _gathered_shards(lambda data, weight: first.setdefault(weight, data.clone()) if on_odd_rank() else data)
 
 
 def last_rank_gathers_old_weights_in_one_step() -> None:
-    """The last rank contributes its FP8 shard of the first step to the all-gathers of the second one alone."""
     first: dict[int, torch.Tensor] = {}
     step = counted_steps()
 
@@ -214,7 +199,6 @@ def last_rank_gathers_old_weights_in_one_step() -> None:
 
 
 def backward_uses_latest_scale() -> None:
-    """All weights share one scale buffer, so backward reads the scale that the last forward wrote."""
     latest: list[torch.Tensor] = []
 
     def change(scale: torch.Tensor, hp_tensor: torch.Tensor, role: Any) -> torch.Tensor:
@@ -228,7 +212,6 @@ def backward_uses_latest_scale() -> None:
 
 
 def scale_buffer_shared_by_inputs() -> None:
-    """Input scales are cached under a key that other modules share, so later modules get the scale of the first."""
     kept: dict[tuple[int, ...], torch.Tensor] = {}
 
     before_casts(
@@ -239,8 +222,6 @@ def scale_buffer_shared_by_inputs() -> None:
 
 
 def gradient_buffer_polluted() -> None:
-    """A buffer shared with the all-gather adds the parameter to the gradient of one linear in the first step."""
-
     def change(model: nn.Module, step: int) -> None:
         if step == 1:
             _, linear = min(linears(model).items())

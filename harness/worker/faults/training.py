@@ -41,7 +41,6 @@ from harness.worker.targets.target import Target
 
 
 def gradients_doubled() -> None:
-    """Gradients are scaled twice."""
     after_backward(lambda model, step: _scale_gradients(model, 2))
 
 
@@ -52,13 +51,10 @@ def _scale_gradients(model: nn.Module, factor: float) -> None:
 
 
 def one_gradient_lost() -> None:
-    """The gradient of one weight is zero."""
     _one_gradient(lambda grad, step: grad.zero_())
 
 
 def nan_gradient_on_one_rank() -> None:
-    """One element of one gradient of one rank is NaN in the second step."""
-
     def change(grad: torch.Tensor, step: int) -> None:
         if step == 2 and dist.get_rank() == dist.get_world_size() - 1:
             grad.view(-1)[0] = torch.nan
@@ -76,20 +72,16 @@ def _one_gradient(change: Callable[[torch.Tensor, int], object]) -> None:
 
 
 def gradients_accumulate() -> None:
-    """Gradients are not zeroed after the optimizer step."""
     for owner in (Optimizer, nn.Module):
         wrap(owner, "zero_grad", lambda stock, *_, **__: None)
 
 
 def microbatches_summed() -> None:
-    """Gradients are summed over the microbatches of a step instead of averaged."""
     case = case_of_run()
     after_backward(lambda model, step: _scale_gradients(model, case().train.accumulation))
 
 
 def gradients_zeroed_between_microbatches() -> None:
-    """Gradients are zeroed before every microbatch, so that only those of the last one are left."""
-
     def change(model: nn.Module, number: int) -> None:
         if number > 1:
             model.zero_grad()
@@ -98,7 +90,6 @@ def gradients_zeroed_between_microbatches() -> None:
 
 
 def last_microbatch_not_reduced() -> None:
-    """The gradients of the last microbatch are not reduced: they come with those of the next step."""
     case = case_of_run()
 
     def change(model: nn.Module, number: int) -> None:
@@ -111,12 +102,10 @@ def last_microbatch_not_reduced() -> None:
 
 
 def update_missing_on_one_rank() -> None:
-    """One rank never updates its parameters."""
     around_update(lambda stock, model, step: on_odd_rank() or stock())
 
 
 def update_missing_for_one_group() -> None:
-    """One weight is missing from the parameter groups of the optimizer."""
     models: list[nn.Module] = []
     after_build(lambda target: models.append(target.model))
 
@@ -129,17 +118,14 @@ def update_missing_for_one_group() -> None:
 
 
 def weight_decay_lost() -> None:
-    """The optimizer runs without weight decay."""
     in_parameter_groups(lambda group: group.update(weight_decay=0.0))
 
 
 def norm_counts_replicas() -> None:
-    """The gradient norm counts the share of every rank once for every rank."""
     wrap(train, "squared_norm_share", lambda stock, model: stock(model) * dist.get_world_size())
 
 
 def loss_over_local_tokens() -> None:
-    """The loss is divided by the number of local instead of global tokens."""
     layout = layout_of_run()
     around_loss(lambda stock, *args, **options: stock(*args, **options) * layout().dp)
 
@@ -149,13 +135,10 @@ def _batch(change: Callable[[slice, Case], slice]) -> None:
 
 
 def same_batch_on_every_dp_rank() -> None:
-    """Every data-parallel rank trains on the first slice of the global batch."""
     _batch(lambda mine, case: slice(0, case.local_batch))
 
 
 def batches_rotated() -> None:
-    """Every data-parallel rank trains on the slice of the next one."""
-
     def change(mine: slice, case: Case) -> slice:
         first = (mine.start + case.local_batch) % case.train.global_batch
         return slice(first, first + case.local_batch)
@@ -169,18 +152,14 @@ def _tokens_on_odd_rank(change: Callable[[torch.Tensor], torch.Tensor]) -> None:
 
 
 def one_rank_repeats_its_batch() -> None:
-    """One rank trains on its first batch in every step."""
     _tokens_on_odd_rank(lambda tokens: tokens[:1].expand_as(tokens))
 
 
 def one_tp_rank_reads_other_tokens() -> None:
-    """One TP rank reads its sequences in another order than its peers."""
     _tokens_on_odd_rank(lambda tokens: tokens.roll(1, 2))
 
 
 def one_rank_has_another_seed() -> None:
-    """One rank generates its data from another seed."""
-
     def change(stock: Any, case: Case) -> Any:
         return stock(replace(case, train=replace(case.train, seed=case.train.seed + 1)))
 
@@ -189,8 +168,6 @@ def one_rank_has_another_seed() -> None:
 
 
 def one_rank_starts_from_other_weights() -> None:
-    """One rank starts with slightly larger values in its shard of one weight."""
-
     @torch.no_grad()
     def change(target: Target) -> None:
         local_shard(first_weight(target.model)).mul_(1.01)
@@ -205,8 +182,6 @@ def weight_frozen() -> None:
 
 
 def one_row_of_a_gradient_scaled() -> None:
-    """The first row of each shard of one gradient is 5 % too large."""
-
     def change(model: nn.Module, step: int) -> None:
         local(_gradient(widening_weight(model)))[:1].mul_(1.05)
 
@@ -214,8 +189,6 @@ def one_row_of_a_gradient_scaled() -> None:
 
 
 def last_row_lost_on_last_rank() -> None:
-    """The last rank takes the last row of its shard for padding: the gradient of it is zero."""
-
     def change(model: nn.Module, step: int) -> None:
         grad = local(_gradient(widening_weight(model)))
         assert grad.numel(), "the last rank holds no row"
@@ -243,8 +216,6 @@ def gradients_of_two_weights_swapped() -> None:
 
 
 def query_scale_folded_into_weights() -> None:
-    """wq is doubled and wk halved, as in another checkpoint format: scores are equal, gradients and updates are not."""
-
     @torch.no_grad()
     def change(target: Target) -> None:
         found = linears(target.model)
@@ -256,8 +227,6 @@ def query_scale_folded_into_weights() -> None:
 
 
 def last_token_dropped_on_last_rank() -> None:
-    """The last rank leaves the last token of its last sequence out of the loss."""
-
     def change(stock: Any, logits: torch.Tensor, labels: torch.Tensor, **options: Any) -> torch.Tensor:
         if on_last_rank():
             labels = labels.clone()
@@ -273,7 +242,6 @@ def one_update_skipped() -> None:
 
 
 def last_rank_skips_one_update() -> None:
-    """The last rank alone skips the second update of its parameters."""
     around_update(lambda stock, model, step: (on_last_rank() and step == 2) or stock())
 
 
@@ -289,8 +257,6 @@ def update_clipped_in_one_step() -> None:
 
 
 def weight_rounded_by_evaluation() -> None:
-    """Evaluation casts one weight to bfloat16 and back, in place."""
-
     @torch.no_grad()
     def evaluate(stock: Callable[[], Any], model: nn.Module) -> Any:
         loss, weight = stock(), local_shard(first_weight(model))
@@ -301,8 +267,6 @@ def weight_rounded_by_evaluation() -> None:
 
 
 def evaluation_mode_left_on() -> None:
-    """After an evaluation the model stays in evaluation mode."""
-
     def evaluate(stock: Callable[[], Any], model: nn.Module) -> Any:
         loss = stock()
         model.eval()
@@ -312,7 +276,6 @@ def evaluation_mode_left_on() -> None:
 
 
 def one_update_from_old_gradient() -> None:
-    """One weight is updated with its gradient of the step before."""
     kept: dict[int, torch.Tensor] = {}
 
     def change(stock: Callable[[], object], model: nn.Module, step: int) -> None:
@@ -336,8 +299,6 @@ def norms_decayed_twice() -> None:
 
 
 def betas_swapped() -> None:
-    """The two decay rates of Adam are swapped."""
-
     def change(group: dict[str, Any]) -> None:
         if "betas" in group:
             group["betas"] = tuple(reversed(group["betas"]))
@@ -346,7 +307,6 @@ def betas_swapped() -> None:
 
 
 def learning_rate_of_one_group_doubled() -> None:
-    """The first parameter group is trained with twice the learning rate."""
     groups: list[dict[str, Any]] = []
 
     def change(group: dict[str, Any]) -> None:
@@ -358,8 +318,6 @@ def learning_rate_of_one_group_doubled() -> None:
 
 
 def momentum_lost() -> None:
-    """Optimizers forget what they keep after every update."""
-
     def change(stock: Callable[[], object], model: nn.Module, step: int) -> None:
         stock()
         for optimizer in optimizers_of(model):
@@ -369,8 +327,6 @@ def momentum_lost() -> None:
 
 
 def momentum_of_another_weight() -> None:
-    """Two weights of the same shape are updated with each other's momentum in the second step."""
-
     def change(stock: Callable[[], object], model: nn.Module, step: int) -> None:
         one, other = two_alike(model)
         for optimizer in optimizers_of(model) if step == 2 else ():
@@ -382,8 +338,6 @@ def momentum_of_another_weight() -> None:
 
 
 def weight_decay_decoupled() -> None:
-    """Weights decay by themselves, as with AdamW, instead of in the gradient that momentum sums."""
-
     def change(stock: Callable[[], object], model: nn.Module, step: int) -> None:
         groups = [group for optimizer in optimizers_of(model) for group in optimizer.param_groups]
         decays = [group["weight_decay"] for group in groups]
@@ -399,7 +353,6 @@ def weight_decay_decoupled() -> None:
 
 
 def update_scaled_by_dp() -> None:
-    """Gradients are multiplied by the data-parallel degree once more, after their norm was reported."""
     layout = layout_of_run()
 
     def change(stock: Callable[[], object], model: nn.Module, step: int) -> None:
@@ -410,8 +363,6 @@ def update_scaled_by_dp() -> None:
 
 
 def master_weights_in_bfloat16() -> None:
-    """Master weights are stored in bfloat16 after every update."""
-
     def change(stock: Callable[[], object], model: nn.Module, step: int) -> None:
         stock()
         for param in model.parameters():
