@@ -9,12 +9,12 @@ from pathlib import Path
 
 import click
 
-from harness.cli.options import json_option, query_parameter, root_option, write_output
+from harness.cli.options import json_option, query_parameter, root_option, write_json
 from harness.cli.output import print_sections
 from harness.errors import HarnessError
 from harness.matrix.caseid import case_id, parse_case_id
 from harness.project import Project, find_project
-from harness.report.runs import histories_json, histories_sections, history_sections
+from harness.report.runs import histories_sections, history_document, history_sections
 from harness.running.selection import NothingSelected, Query, cases_to_explain, wanted
 from harness.running.stored import runs_of
 from harness.studies.history import histories
@@ -49,7 +49,7 @@ def history_command(*, query: Query, most: int | None, root: str | None, json_fi
     if not found:
         asked = shlex.join(query.words) if query != Query() else "any case"
         raise NothingSelected("no run of it is stored.", where=asked, fix="run it, or import results of it.")
-    write_output(json_file, lambda: histories_json(found))
+    write_json(json_file, list(map(history_document, found)))
     if json_file is None:
         single = len(found) == 1 and len(query.sources) == 1
         print_sections(history_sections(found[0]) if single else histories_sections(found))

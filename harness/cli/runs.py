@@ -8,13 +8,13 @@ from pathlib import Path
 import click
 from msgspec.structs import replace
 
-from harness.cli.options import OUTPUT, json_option, root_option, write_output
+from harness.cli.options import OUTPUT, json_option, root_option, write_json
 from harness.cli.output import print_sections
 from harness.durable import write_whole
 from harness.plural import counted
 from harness.project import Project, find_project
 from harness.report.run import totals_words
-from harness.report.runs import runs_json, runs_sections
+from harness.report.runs import run_document, runs_sections
 from harness.result import RunResult
 from harness.running.merging import environment_differences, merged
 from harness.running.stored import import_results, remove_run, results_of, runs_of, shards_of, stored_run
@@ -64,7 +64,7 @@ def list_command(*, json_file: Path | None, root: str | None) -> None:
     """List the stored runs, the latest first: number 2 is `last~2` for other commands. Then the space they take."""
     project = find_project(root)
     found = list(runs_of(project))
-    write_output(json_file, lambda: runs_json(found))
+    write_json(json_file, [run_document(number, each) for number, each in enumerate(found)])
     if json_file is not None:
         return
     print_sections(runs_sections(found))

@@ -169,12 +169,12 @@ def _needs(found: Shrunk) -> Iterator[Entry]:
         groups.setdefault(next(name for name in AXES if name in each.changes), []).append(each)
     for name, attempts in groups.items():
         number = isinstance(values[name], int) and not isinstance(values[name], bool)
-        lines = (f"with {_changes(each)}: {each.result.text}  [{each.result.case_id}]" for each in attempts)
+        lines = (
+            f"with {', '.join(f'{axis} {shown_value(value)}' for axis, value in each.changes.items())}: "
+            f"{each.result.text}  [{each.result.case_id}]"
+            for each in attempts
+        )
         yield Entry(title=f"{name} {shown_value(values[name])}{' or more' if number else ''}", lines=tuple(lines))
-
-
-def _changes(attempt: Attempt) -> str:
-    return ", ".join(f"{axis} {shown_value(value)}" for axis, value in attempt.changes.items())
 
 
 def shrunk_document(found: Shrunk) -> dict[str, object]:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import groupby
 from types import MappingProxyType
+from typing import TypeVar
 
 from msgspec.structs import replace
 
@@ -20,6 +21,7 @@ from harness.verdict import Finding, Verdict
 
 SHOWN_TRACEBACK_LINES = 25  # the last ones; the JSON report has all
 _UNITS = ("", "k", "M", "G", "T", "P", "E")
+_T = TypeVar("_T")
 _BARS = "▁▂▃▄▅▆▇█"
 
 
@@ -143,25 +145,19 @@ def shown_case(case: CaseResult) -> Iterator[Section]:
 
 def _measured_sections(measured: Measured) -> Iterator[Section]:
     yield Section(title="curves", blocks=(Table(rows=tuple(_curve_rows(measured.curves))),))
+    saved = measured.saved_bytes
     more = (
         ("speed", "" if measured.speedup is None else speedup_words(measured.speedup)),
         ("casts to float8", "" if measured.cast_calls is None else str(measured.cast_calls)),
-        ("saved for backward", _saved(measured.saved_bytes, measured.expected_saved_bytes)),
+        ("saved for backward", "" if saved is None else _beside(saved, measured.expected_saved_bytes, binary_bytes)),
     )
     yield Section(title="numbers", blocks=(Facts((*distances(measured), *more)),))
     yield Section(title="casts to float8 that lose the most", blocks=tuple(_cast_entries(measured.casts)))
-    wire = sorted({*measured.wire, *measured.expected_wire})
-    sent = [(words, measured.wire.get(words), measured.expected_wire.get(words)) for words in wire]
-    yield Section(
-        title="wire, of all ranks and steps",
-        blocks=tuple(
-            Entry(
-                title=words,
-                lines=(_sent(found) + _formula(found == wanted, None if wanted is None else _sent(wanted)),),
-            )
-            for words, found, wanted in sent
-        ),
+    sent = tuple(
+        Entry(title=words, lines=(_beside(measured.wire.get(words), measured.expected_wire.get(words), _sent),))
+        for words in sorted({*measured.wire, *measured.expected_wire})
     )
+    yield Section(title="wire, of all ranks and steps", blocks=sent)
     fused = tuple(f"{count} x {name}" for name, count in measured.fused.items())
     yield Section(title="fused", blocks=(Items(fused),))
 
@@ -197,27 +193,21 @@ def distances(measured: Measured) -> tuple[tuple[str, str], ...]:
         ("modules, from their replay", shown(measured.local_parity, " relative")),
         ("scaled matmuls", "" if measured.scaled_mm_calls is None else str(measured.scaled_mm_calls)),
         *(
-            (f"FLOPs of {words}", _multiplied(found, measured.expected_flops.get(words)))
+            (f"FLOPs of {words}", _beside(found, measured.expected_flops.get(words), _multiplied))
             for words, found in measured.flops.items()
         ),
     )
 
 
-def _saved(found: int | None, expected: int | None) -> str:
-    if found is None:
-        return ""
-    return binary_bytes(found) + _formula(found == expected, None if expected is None else binary_bytes(expected))
-
-
-def _multiplied(found: Multiplied, expected: Multiplied | None) -> str:
-    wanted = None if expected is None else f"{flop_words(expected.flops)} in {expected.calls} calls"
-    return f"{flop_words(found.flops)} in {found.calls} calls{_formula(found == expected, wanted)}"
-
-
-def _formula(equal: bool, expected: str | None) -> str:
+def _beside(found: _T, expected: _T | None, words: Callable[[_T], str]) -> str:
+    """What was measured, beside what the formula says where it says something."""
     if expected is None:
-        return ""
-    return ", as the formula" if equal else f", the formula: {expected}"
+        return words(found)
+    return f"{words(found)}{', as the formula' if found == expected else f', the formula: {words(expected)}'}"
+
+
+def _multiplied(found: Multiplied) -> str:
+    return f"{flop_words(found.flops)} in {found.calls} calls"
 
 
 def _sent(sent: Sent | None) -> str:

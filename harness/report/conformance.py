@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import msgspec
 
@@ -82,6 +82,7 @@ def conformance_section(document: ConformanceDocument, *, verbose: bool = False)
     """The table, known deviations that occurred, and each check that is not as expected; `verbose`: those too that
     known deviations explain.
     """
+    shown = Counter(name for each in document.checks if each.status == "known" for name in each.deviations)
     counts = ", ".join(f"{count} {status}" for status, count in sorted(document.counts.items()))
     software = ", ".join(f"{name} {version or 'missing'}" for name, version in document.software.items())
     return Section(
@@ -92,7 +93,11 @@ def conformance_section(document: ConformanceDocument, *, verbose: bool = False)
             " ".join(_LEGEND.split()),
             Table(
                 title="known deviations, with the number of checks that show them",
-                rows=tuple(_deviations(document)),
+                rows=tuple(
+                    (str(shown[each.name]), f"{each.name}: {each.reason} ({each.link})")
+                    for each in KNOWN
+                    if shown[each.name]
+                ),
                 right=(0,),
             ),
             *(
@@ -112,20 +117,10 @@ def _grid(document: ConformanceDocument) -> Table:
     shown = [name for name in COLUMNS if any(name in found for found in counts.values())]
     return Table(
         columns=("operator", *shown),
-        rows=tuple((name, *(_cell(found.get(each)) for each in shown)) for name, found in counts.items()),
+        rows=tuple((name, *(_cell(found.get(each, Counter())) for each in shown)) for name, found in counts.items()),
         right=tuple(range(1, len(shown) + 1)),
     )
 
 
-def _cell(counts: Counter[str] | None) -> str:
-    if counts is None:
-        return "-"
-    return " ".join(f"{counts[status]}{mark}" for status, mark in _MARKS.items() if counts[status])
-
-
-def _deviations(document: ConformanceDocument) -> Iterator[tuple[str, str]]:
-    """Every known deviation that occurred, with the number of checks that show it, its reason and its report."""
-    counts = Counter(name for each in document.checks if each.status == "known" for name in each.deviations)
-    for each in KNOWN:
-        if counts[each.name]:
-            yield str(counts[each.name]), f"{each.name}: {each.reason} ({each.link})"
+def _cell(counts: Counter[str]) -> str:
+    return " ".join(f"{counts[status]}{mark}" for status, mark in _MARKS.items() if counts[status]) or "-"

@@ -18,21 +18,11 @@ from harness.report.sections import Block, Section, Table
 from harness.tables import TABLES, Rows, Value
 from harness.tables import Table as Recorded
 
-_SHOWN_DIGITS = 6
-
 
 class Change(msgspec.Struct, frozen=True, kw_only=True):
     column: str
     first: Value
     second: Value
-
-    @property
-    def relative(self) -> float | None:
-        """How far the second is from the first, relative to it; None for what is no number."""
-        if isinstance(self.first, str) or isinstance(self.second, str):
-            return None
-        distance = abs(self.second - self.first)
-        return distance / abs(self.first) if self.first else math.inf
 
 
 class TableDifference(msgspec.Struct, frozen=True, kw_only=True):
@@ -113,9 +103,9 @@ def _section(found: TableDifference) -> Section:
 
 
 def _row(change: Change) -> tuple[str, ...]:
-    first, second = (
-        f"{value:.{_SHOWN_DIGITS}g}" if isinstance(value, float) else str(value)
-        for value in (change.first, change.second)
-    )
-    relative = change.relative
-    return change.column, f"{first} -> {second}", "" if relative is None else f"({relative:.2g} of it)"
+    first, second = change.first, change.second
+    values = " -> ".join(f"{each:.6g}" if isinstance(each, float) else str(each) for each in (first, second))
+    if isinstance(first, str) or isinstance(second, str):
+        return change.column, values, ""
+    relative = abs(second - first) / abs(first) if first else math.inf
+    return change.column, values, f"({relative:.2g} of it)"

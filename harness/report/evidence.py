@@ -9,7 +9,7 @@ from pathlib import Path
 
 from harness.environment import changed_facts
 from harness.evidence.formulas import VerifiedWith
-from harness.evidence.golden import GoldenChange, GoldenKey, LargestChange, Provenance, compare_goldens, largest_change
+from harness.evidence.golden import GoldenChange, GoldenKey, Provenance, compare_goldens, largest_change
 from harness.evidence.level import Level, LevelItem, LevelReport
 from harness.expect.expectations import FORMULAS
 from harness.plural import counted
@@ -115,11 +115,11 @@ def golden_section(change: GoldenChange, root: Path) -> Section:
         for row in compare_goldens(change.old, change.new)
     )
     columns = ("step", "old loss", "new loss", "change", "old norm", "new norm")
-    both = change.old is not None and change.kind == "changed"
+    old = change.old if change.kind == "changed" else None
     return Section(
         title=f"{change.new.family} on {change.new.hardware}: {_summary(change, root)}",
         blocks=(
-            *(_machines(change.old.provenance, change.new.provenance) if both and change.old is not None else ()),
+            *(() if old is None else _machines(old.provenance, change.new.provenance)),
             *([f"replaces a damaged golden: {change.old_error}"] if change.old_error else []),
             Table(columns=columns, rows=rows, right=tuple(range(len(columns)))),
         ),
@@ -134,11 +134,12 @@ def review_sections(changes: Sequence[GoldenChange], root: Path, *, gone: Sequen
     reasons = list(dict.fromkeys(change.new.provenance.reason for change in changed)) or ["goldens are removed"]
     rows = [(change.new.family, change.new.hardware, _summary(change, root)) for change in changed]
     rows += [(key.family, key.hardware, "removed") for key in gone]
-    software = tuple(dict.fromkeys(line for change in changed for line in _software(change)))
+    old_and_new = [(each.old.provenance.software, each.new.provenance.software) for each in changed if each.old]
+    software = dict.fromkeys(line for old, new in old_and_new for line in changed_facts(old, new, sorted({*old, *new})))
     return [
         Section(blocks=(f"{counted(len(rows), 'golden')} changed: {'; '.join(reasons)}",)),
         Section(blocks=(Table(rows=tuple(rows)),)),
-        Section(blocks=software),
+        Section(blocks=tuple(software)),
     ]
 
 
@@ -147,27 +148,17 @@ def _summary(change: GoldenChange, root: Path) -> str:
         return change.kind
     if change.other_data:
         return "changed, other data"
-    return f"changed{_noise(largest_change(change, root))}"
-
-
-def _noise(found: LargestChange | None) -> str:
+    found = largest_change(change, root)
     if found is None:
-        return ", and no noise was measured for it"
+        return "changed, and no noise was measured for it"
     words = "within noise" if found.explains else "beyond noise"
-    return f", {words}: {found.change:.1e} of {found.allowed:.1e} nats allowed at step {found.step}"
+    return f"changed, {words}: {found.change:.1e} of {found.allowed:.1e} nats allowed at step {found.step}"
 
 
 def _machines(old: Provenance, new: Provenance) -> list[str]:
     unknown = "none" if old.cpu else "not recorded"
     facts = (("CPU", old.cpu, new.cpu), ("limits", old.limits, new.limits))
     return [f"{name}: {before or unknown} -> {now or 'none'}" for name, before, now in facts if before != now]
-
-
-def _software(change: GoldenChange) -> Sequence[str]:
-    if change.old is None:
-        return ()
-    old, new = change.old.provenance.software, change.new.provenance.software
-    return changed_facts(old, new, sorted({*old, *new}))
 
 
 def _number(value: float | None) -> str:

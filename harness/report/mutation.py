@@ -89,12 +89,10 @@ def _totals(matrix: MutationMatrix) -> Table:
     for group in groups:
         own = [trial for trial in required if group in (None, trial.group)]
         if own:
-            detected = _share(own, lambda trial: trial.detected)
-            baselines = (
-                _share(own, lambda trial: trial.baseline.by_loss),
-                _share(own, lambda trial: trial.baseline.by_sqnr),
-            )
-            rows.append((f"{group} {FAULT_CLASSES[group]}" if group else "all", detected, *baselines))
+            name = f"{group} {FAULT_CLASSES[group]}" if group else "all"
+            by_loss = _share(own, lambda trial: trial.baseline.by_loss)
+            by_sqnr = _share(own, lambda trial: trial.baseline.by_sqnr)
+            rows.append((name, _share(own, lambda trial: trial.detected), by_loss, by_sqnr))
     return Table(columns=("class", "checks", "loss", "sqnr"), rows=tuple(rows), right=(1, 2, 3))
 
 

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from harness.environment import Environment
 from harness.hints import compare_runs
-from harness.jsonform import to_json
 from harness.plural import counted
 from harness.report.case import sparkline
 from harness.report.run import totals_words
@@ -47,11 +45,7 @@ def runs_sections(found: Sequence[Stored]) -> list[Section]:
     return [Section(blocks=(Table(rows=tuple(rows), right=(0,)),))]
 
 
-def runs_json(found: Sequence[Stored]) -> bytes:
-    return to_json([_document(number, run) for number, run in enumerate(found)], indent=2) + b"\n"
-
-
-def _document(number: int, run: Stored) -> dict[str, object]:
+def run_document(number: int, run: Stored) -> dict[str, object]:
     verdicts = _verdicts(run)
     return {
         "number": number,
@@ -75,15 +69,12 @@ def _verdicts(run: Stored) -> list[Verdict]:
 
 def _origin(run: Stored) -> str:
     """Its name and its environment: "v1; imported; torch 2.13.0, torchao 0.18.0, cpu, 1234abcde"."""
+    words, found = ["environment not recorded"], run.start.environment
+    if found is not None:
+        packages = [f"{name} {found.packages[name]}" for name in ("torch", "torchao") if name in found.packages]
+        words = [*packages, found.device, found.short_commit]
     imported = "imported" if run.is_imported else ""
-    return "; ".join(filter(None, [run.start.name, imported, _environment_words(run.start.environment)]))
-
-
-def _environment_words(environment: Environment | None) -> str:
-    if environment is None:
-        return "environment not recorded"
-    packages = [f"{name} {environment.packages[name]}" for name in ("torch", "torchao") if name in environment.packages]
-    return ", ".join(filter(None, [*packages, environment.device, environment.short_commit]))
+    return "; ".join(filter(None, [run.start.name, imported, ", ".join(filter(None, words))]))
 
 
 # The history of cases
@@ -116,11 +107,7 @@ def histories_sections(found: Sequence[History]) -> list[Section]:
     return [Section(blocks=(Table(rows=tuple(map(_summary, found))),))]
 
 
-def histories_json(found: Sequence[History]) -> bytes:
-    return to_json(list(map(_history_document, found)), indent=2) + b"\n"
-
-
-def _history_document(history: History) -> dict[str, object]:
+def history_document(history: History) -> dict[str, object]:
     return {
         "case": history.case_id,
         "flaky": history.is_flaky,

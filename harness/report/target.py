@@ -27,14 +27,6 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True):
     likely_effect: bool
 
 
-class TargetDocument(msgspec.Struct, frozen=True, kw_only=True):
-    """The JSON form: the report, the problems that it comes to, and the exit code."""
-
-    exit_code: int
-    problems: tuple[Problem, ...]
-    report: TargetReport
-
-
 def target_exit_code(report: TargetReport) -> ExitCode:
     """0 when nothing has to be fixed."""
     if report.interrupted:
@@ -42,8 +34,8 @@ def target_exit_code(report: TargetReport) -> ExitCode:
     return ExitCode.GOOD if report.good else ExitCode.FAILED
 
 
-def target_document(report: TargetReport) -> TargetDocument:
-    return TargetDocument(exit_code=int(target_exit_code(report)), problems=problems_of(report), report=report)
+def target_document(report: TargetReport) -> dict[str, object]:
+    return {"exit_code": int(target_exit_code(report)), "problems": problems_of(report), "report": report}
 
 
 def problems_of(report: TargetReport) -> tuple[Problem, ...]:

@@ -76,10 +76,7 @@ def run_in_environment(place: NamedEnvironment, words: Sequence[str], folder: Pa
             code = process.wait()
     if not file.exists():
         raise HarnessError(f"the run there ended with {code}.", where=place.name, fix="see what it says above.")
-    return _repeated_there(read_results(file), place)
-
-
-def _repeated_there(run: RunResult, place: NamedEnvironment) -> RunResult:
+    run = read_results(file)
     if place.folder is None:
         return run
     words = shlex.join(("--env", f"{place.name}={place.folder}"))

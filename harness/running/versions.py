@@ -31,7 +31,6 @@ from harness.sources import installed_version
 
 _INSTALL_S = 1800.0
 _POLL_S = 1.0
-_WITH_LIBRARIES = ("torch",)  # their libraries change with every version
 _LIBRARIES = re.compile(r"torch|triton|pytorch-triton|(nvidia|cuda|intel)-.*")  # which are not held at their versions
 _PROGRESS = re.compile(r"(Downloading|Installing collected|Prepared|Installed) .*")  # lines of pip and uv
 
@@ -55,39 +54,26 @@ class NotInstalled(Exception):
     """A version that cannot be installed; the text says why."""
 
 
-class Versions:
-    """The environments of the versions of one package.
+class Versions(msgspec.Struct, frozen=True):
+    """The environments of the versions of one package."""
 
-    `given` are the virtual environments of a user by version, or by any other name; `folder` has those that are made.
-    """
-
-    def __init__(
-        self,
-        package: str,
-        folder: Path,
-        *,
-        source: Source | None = None,
-        given: Mapping[str, Path] | None = None,
-        note: Note = lambda text: None,
-    ) -> None:
-        self.package, self.source = package, source or Source()
-        self._folder, self._given, self._note = folder, given or {}, note
-
-    @property
-    def given(self) -> tuple[str, ...]:
-        return tuple(self._given)
+    package: str
+    folder: Path  # of those that are made
+    source: Source = Source()
+    given: Mapping[str, Path] = {}  # virtual environments of a user by version, or by any other name
+    note: Note = lambda text: None
 
     def environment(self, version: str) -> NamedEnvironment:
         """The environment with this version, made and kept where there is none.
 
         Raises NotInstalled, TimeoutExpired, or HarnessError where the environment of a user has another version.
         """
-        name, path = f"{self.package}-{version}", self._given.get(version)
+        name, path = f"{self.package}-{version}", self.given.get(version)
         if path is not None:
             return NamedEnvironment(name=name, python=self._python_of_user(version, path), folder=path)
         if is_release(installed_version(self.package) or "", version):
             return NamedEnvironment(name=name, python=Path(sys.executable))
-        home = self._folder / f"{canonicalize_name(self.package)}-{version}"
+        home = self.folder / f"{canonicalize_name(self.package)}-{version}"
         with _alone(home):
             if not (home / ".ready").exists():
                 self._make(home, version)
@@ -95,7 +81,7 @@ class Versions:
         return NamedEnvironment(name=name, python=home / "bin" / "python", folder=home)
 
     def _python_of_user(self, version: str, path: Path) -> Path:
-        python = python_over(path, self._folder)
+        python = python_over(path, self.folder)
         found = installed_in(python, self.package)
         if not found or (is_version(version) and not is_release(found, version)):
             what = f"it has {self.package} {found}, not {version}." if found else f"it has no {self.package}."
@@ -104,17 +90,18 @@ class Versions:
 
     def _make(self, home: Path, version: str) -> None:
         name = f"{self.package} {version}"
-        self._note(f"{name}: installing it into {home}, which is kept")
+        self.note(f"{name}: installing it into {home}, which is kept")
         started = time.monotonic()
         shutil.rmtree(home, ignore_errors=True)
         venv.create(home, with_pip=False, symlinks=True)
         try:
-            _run(_install_command(self.package, version, self.source, home), home, lambda line: self._note(f"  {line}"))
+            _run(_install_command(self.package, version, self.source, home), home, lambda line: self.note(f"  {line}"))
         except (NotInstalled, subprocess.TimeoutExpired):
             shutil.rmtree(home, ignore_errors=True)
             raise
         (home / ".ready").touch()
-        self._note(f"{name}: {binary_bytes(_size(home))} in {time.monotonic() - started:.0f} s")
+        size = sum(each.lstat().st_size for each in home.rglob("*") if each.is_file())
+        self.note(f"{name}: {binary_bytes(size)} in {time.monotonic() - started:.0f} s")
 
 
 def is_version(text: str) -> bool:
@@ -146,7 +133,7 @@ def _install_command(package: str, version: str, source: Source, home: Path) -> 
     """What installs a version there. The libraries of torch come along, everything else as it is here."""
     python, wanted = str(home / "bin" / "python"), f"{package}=={version}"
     others: tuple[str, ...] = ("--no-deps",)
-    if package in _WITH_LIBRARIES:
+    if package == "torch":  # its libraries change with every version
         (home / "constraints.txt").write_text("".join(f"{line}\n" for line in _held()))
         others = ("--constraint", str(home / "constraints.txt"))
     uv = shutil.which("uv")
@@ -186,7 +173,3 @@ def _tell(lines: TextIO, note: Note) -> None:
     for line in lines:
         if _PROGRESS.match(line.strip()):
             note(line.strip())
-
-
-def _size(folder: Path) -> int:
-    return sum(path.lstat().st_size for path in folder.rglob("*") if path.is_file())

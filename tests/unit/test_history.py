@@ -11,10 +11,11 @@ import pytest
 from msgspec.structs import replace
 
 from harness.environment import Environment
+from harness.jsonform import to_json
 from harness.measured import Curve, Measured, Sent
 from harness.project import Project
 from harness.report.case import sparkline
-from harness.report.runs import histories_json, histories_sections, history_sections, history_table, size_words
+from harness.report.runs import histories_sections, history_document, history_sections, history_table, size_words
 from harness.report.sections import text_of
 from harness.result import CaseResult, RunStart
 from harness.running.stored import import_results, read_stored, runs_before, runs_of
@@ -233,7 +234,7 @@ def test_a_summary_says_how_often_and_what_last(project: Project) -> None:
 
 def test_json_has_every_run(project: Project) -> None:
     add(project, result(loss_distance=math.nan))
-    (found,) = json.loads(histories_json([history(project)]))
+    found = json.loads(to_json(history_document(history(project))))
     assert (found["case"], found["flaky"], found["verdicts"]) == (CASE, False, {"passed": 1})
     assert found["runs"][0]["numbers"]["loss_distance"] == "NaN"
 

@@ -48,9 +48,7 @@ class ParsedCase(NamedTuple):
 
 def index_and_details(run: RunResult, history: Mapping[str, Table]) -> tuple[Data, tuple[Data, ...]]:
     """The index of a run and the details of its cases, in the same order: the worst verdicts first."""
-    cases = [(case, _read(case.case_id)) for case in run.results]
-    parsed = [ParsedCase(case, read, _all_axes(read)) for case, read in cases]
-    parsed.sort(key=lambda each: _WORST_FIRST.index(each.case.verdict))
+    parsed = sorted(map(_parsed, run.results), key=lambda each: _WORST_FIRST.index(each.case.verdict))
     axes = dict(_axes([each.axes for each in parsed if each.axes]))
     index: Data = {
         "verdicts": [{"name": each.value, "phrase": each.phrase, "good": each.good} for each in _WORST_FIRST],
@@ -62,16 +60,12 @@ def index_and_details(run: RunResult, history: Mapping[str, Table]) -> tuple[Dat
     return index, tuple(_detail(each, history.get(each.case.case_id)) for each in parsed)
 
 
-def _read(text: str) -> Case | None:
-    """The case of an id; None for one that this version cannot read."""
+def _parsed(case: CaseResult) -> ParsedCase:
     try:
-        return parse_case_id(text)
+        read = parse_case_id(case.case_id)
     except HarnessError:
-        return None
-
-
-def _all_axes(case: Case | None) -> Mapping[str, object]:
-    return {} if case is None else {_LAYOUT: mesh_words(case.layout), **axis_values(case)}
+        return ParsedCase(case, None, {})
+    return ParsedCase(case, read, {_LAYOUT: mesh_words(read.layout), **axis_values(read)})
 
 
 def _axes(cases: Sequence[Mapping[str, object]]) -> Iterator[tuple[str, list[str]]]:
@@ -182,17 +176,14 @@ def _casts(casts: Sequence[CastRange]) -> Iterator[Data]:
     for each in casts:
         rows.setdefault((each.fqn, each.role), {})[each.step] = each
     for (fqn, role), found in sorted(rows.items(), key=lambda item: -max(each.lost for each in item[1].values())):
+        values = [found.get(step) for step in steps]
         numbers = {
-            name: tuple(None if step not in found else _rounded(getattr(found[step], name)) for step in steps)
+            name: tuple(None if each is None else float(f"{getattr(each, name):.{_DIGITS}g}") for each in values)
             for name in ("amax", "scale_min", "scale_max", "saturated", "flushed")
         }
         low, high = numbers["scale_min"], numbers["scale_max"]
         lost = {name: numbers[name] for name in ("saturated", "flushed") if any(numbers[name])}
         yield _filled(fqn=fqn, role=role, amax=numbers["amax"], low=low, high=() if high == low else high, **lost)
-
-
-def _rounded(value: float) -> float:
-    return float(f"{value:.{_DIGITS}g}")
 
 
 def _stacks(failures: Sequence[RankFailure]) -> Iterator[Data]:

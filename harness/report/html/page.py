@@ -9,7 +9,7 @@ from __future__ import annotations
 import base64
 import functools
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from importlib.resources import files
 from typing import TYPE_CHECKING
 
@@ -24,12 +24,12 @@ from harness.verdict import ExitCode
 
 if TYPE_CHECKING:
     from jinja2 import Template
-    from markupsafe import Markup
 
 _PACKAGE = "harness.report.html"
 _SCRIPTS = ("page.js", "matrix.js", "cases.js", "curves.js", "case.js", "start.js")  # parts of one function, in order
 # In JSON these are the same characters, and in HTML they end nothing.
 _ESCAPES = {ord(each): f"\\u{ord(each):04x}" for each in "<>&\N{LINE SEPARATOR}\N{PARAGRAPH SEPARATOR}"}
+_POLICY = "base-uri 'none'; form-action 'none'; require-trusted-types-for 'script'"
 _STATES = {
     ExitCode.GOOD: "good",
     ExitCode.NOTHING_RAN: "nothing ran",
@@ -61,11 +61,15 @@ def html_report(
     `front` replaces the top that the run itself has.
     """
     index, details = index_and_details(run, history or {})
+    if front is None:
+        title = " ".join(filter(None, ("fp8-harness", run.start.name)))
+        state = _STATES.get(run.exit_code, "not good")
+        front = Front(title=title, state=state, good=run.exit_code == 0, line=totals_line(run))
     return rendered(
         "page.html",
         _SCRIPTS,
         data={"index": index, **{f"detail-{number}": each for number, each in enumerate(details)}},
-        front=front or _front(run, totals_line(run)),
+        front=front,
         sections=(*sections, _run_section(run)),
     )
 
@@ -74,12 +78,16 @@ def rendered(template: str, scripts: Sequence[str], *, data: Mapping[str, object
     """A page in UTF-8 of assets and values. Each of `data` is JSON in an element of its name, for the scripts."""
     from markupsafe import Markup
 
-    script, style = Markup(_script(tuple(scripts))), Markup(_style())
+    own = "\n".join(['(() => {\n"use strict";', *map(_asset, scripts), "})();"])
+    licence = f"/* uPlot\n{_asset('uPlot.LICENSE', 'vendor')}*/"
+    script = Markup("\n".join([licence, _asset("uPlot.iife.min.js", "vendor"), own]))
+    style = Markup("\n".join([_asset("uPlot.min.css", "vendor"), _asset("page.css")]))
+    plain = {name: to_json(_printable(msgspec.to_builtins(each))).decode() for name, each in data.items()}
     page = _template(template).render(
-        policy=_policy(script, style),
+        policy=f"default-src 'none'; script-src {_hash(script)}; style-src {_hash(style)}; {_POLICY}",
         style=style,
         script=script,
-        data={name: _embedded(each) for name, each in data.items()},
+        data={name: Markup(text.translate(_ESCAPES)) for name, text in plain.items()},
         **values,
     )
     return page.encode()
@@ -100,15 +108,6 @@ def _template(name: str) -> Template:
     return environment.from_string("".join(map(_asset, ("parts.html", name))))
 
 
-def _front(run: RunResult, line: str) -> Front:
-    return Front(
-        title=" ".join(filter(None, ("fp8-harness", run.start.name))),
-        state=_STATES.get(run.exit_code, "not good"),
-        good=run.exit_code == 0,
-        line=line,
-    )
-
-
 def _run_section(run: RunResult) -> Section:
     witnesses = Table(
         title=f"Witnesses that were run ({len(run.end.witnesses)})",
@@ -117,49 +116,16 @@ def _run_section(run: RunResult) -> Section:
         right=(1,),
         folded=True,
     )
+    facts, found = [("name", run.start.name), ("started", run.start.started)], run.start.environment
+    facts += [] if found is None else [("fingerprint", found.fingerprint)]
+    facts += (run.end.provenance if found is None else found.words).items()
     *others, last = totals(run)
     shown = Section(title="Totals", blocks=(*last.blocks, *others))
-    return Section(name="run", title="Run", blocks=(Facts(tuple(_environment(run))), shown, witnesses))
+    return Section(name="run", title="Run", blocks=(Facts(tuple(facts)), shown, witnesses))
 
 
-def _environment(run: RunResult) -> Iterable[tuple[str, str]]:
-    if run.start.name:
-        yield "name", run.start.name
-    if run.start.started:
-        yield "started", run.start.started
-    found = run.start.environment
-    if found is not None:
-        yield "fingerprint", found.fingerprint
-    words = run.end.provenance if found is None else found.words
-    yield from words.items()
-
-
-@functools.cache
-def _script(names: tuple[str, ...]) -> str:
-    parts = [_asset(name) for name in names]
-    licence = f"/* uPlot\n{_asset('uPlot.LICENSE', 'vendor')}*/"
-    own = "\n".join(['(() => {\n"use strict";', *parts, "})();"])
-    return "\n".join([licence, _asset("uPlot.iife.min.js", "vendor"), own])
-
-
-@functools.cache
-def _style() -> str:
-    return "\n".join([_asset("uPlot.min.css", "vendor"), _asset("page.css")])
-
-
-@functools.cache
-def _policy(script: str, style: str) -> str:
-    allowed = {"script-src": script, "style-src": style}
-    hashes = {kind: base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for kind, text in allowed.items()}
-    only = "; ".join(f"{kind} 'sha256-{digest}'" for kind, digest in hashes.items())
-    return f"default-src 'none'; {only}; base-uri 'none'; form-action 'none'; require-trusted-types-for 'script'"
-
-
-def _embedded(value: object) -> Markup:
-    """The value as JSON for a script element that holds data."""
-    from markupsafe import Markup
-
-    return Markup(to_json(_printable(msgspec.to_builtins(value))).decode().translate(_ESCAPES))
+def _hash(text: str) -> str:
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
 
 
 def _printable(plain: object) -> object:
