@@ -313,22 +313,13 @@ def _plan(config: pytest.Config) -> Plan:
     import msgspec
 
     from harness.run_options import CommandOptions, PlanOptions, RunOptions
-    from harness.running.plan import make_plan
+    from harness.running.plan import make_plan, with_command
 
-    asked, given = _asked(config, CommandOptions), _asked(config, RunOptions)
     with _usage_errors():
         plan = make_plan(**msgspec.structs.asdict(_asked(config, PlanOptions)))
-    if asked.keep_logs is not None:
-        asked.keep_logs.mkdir(parents=True, exist_ok=True)
-    config.stash[_PLAN] = msgspec.structs.replace(
-        plan,
-        given=msgspec.structs.replace(given, inject=tuple(each.text_with_absolute_path for each in plan.injections)),
-        root_option=asked.root,
-        logs=None if asked.keep_logs is None else asked.keep_logs.resolve(),
-        traces=asked.save_trace,
-        name=asked.name,
-    )
-    return config.stash[_PLAN]
+        plan = with_command(plan, _asked(config, RunOptions), _asked(config, CommandOptions))
+    config.stash[_PLAN] = plan
+    return plan
 
 
 def _asked(config: pytest.Config, part: type[Part]) -> Part:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -27,7 +27,7 @@ class Option(msgspec.Struct, frozen=True):
     `flag`: where it is not the name of the field with dashes. `short`: a second spelling. `default`: what holds where
     the field is None. `variable`: of the environment, which gives it too. `pytest`: what pytest has in its place; empty
     where the plugin has `--fp8-…`. `of_run`: no other command that runs cases has it. `instead_of`: the field of
-    the option that it replaces, and is never given with.
+    the option that it replaces, and is never given with. `needs`: the field of another option, and its value.
     """
 
     help: str
@@ -39,6 +39,7 @@ class Option(msgspec.Struct, frozen=True):
     pytest: str = ""
     of_run: bool = False
     instead_of: str = ""
+    needs: tuple[str, str] | None = None
     type: Any = str
 
     @property
@@ -129,7 +130,11 @@ class RunOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     ] = None
     address: Annotated[
         str | None,
-        Option("The cluster for --engine ray. Default: auto, the cluster of this machine.", metavar="auto|HOST:PORT"),
+        Option(
+            "The cluster for --engine ray. Default: auto, the cluster of this machine.",
+            metavar="auto|HOST:PORT",
+            needs=("engine", "ray"),
+        ),
     ] = None
     arithmetic: Annotated[
         Literal["kernel", "exact"] | None,
@@ -170,11 +175,16 @@ class RunOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         return words_of(self.as_given)
 
     @property
-    def contradictions(self) -> tuple[tuple[str, str], ...]:
-        """Pairs of flags that exclude each other and are both given, as `instead_of` declares."""
-        given = [name for name, value in self.as_given.items() if value != option_named(name).default]
-        both = ((option_named(name), option_named(name).instead_of) for name in reversed(given))
-        return tuple((option.flag, option_named(other).flag) for option, other in both if other in given)
+    def contradictions(self) -> Iterator[tuple[str, str, str]]:
+        """Where options that are given exclude each other or lack another, what is wrong, and the fix."""
+        given = {name: value for name, value in self.as_given.items() if value != option_named(name).default}
+        for name in reversed(given):
+            option = option_named(name)
+            if option.instead_of in given:
+                yield option.flag, f"contradicts {option_named(option.instead_of).flag}.", "give one of them."
+            if option.needs is not None and getattr(self, option.needs[0]) != option.needs[1]:
+                needed = " ".join(words_of(dict([option.needs])))
+                yield f"{option.flag} {given[name]}", f"it is for {needed}.", f"add {needed}."
 
     def besides(self, given: RunOptions) -> RunOptions:
         """These options without those that are given anew, and those that they are given instead of."""

@@ -23,6 +23,7 @@ from harness.plural import counted
 from harness.project import Project, find_project
 from harness.report.case import case_section
 from harness.report.evidence import golden_section, review_sections
+from harness.report.sections import Facts, Section, Table
 from harness.running.case_judge import known_here, prepare_judge
 from harness.running.machine import resolve_device
 from harness.running.plan import Plan
@@ -113,11 +114,10 @@ def _show_golden(project: Project, hardware: str, family: str) -> None:
         "limits": source.limits or "none",
         **source.software,
     }
-    for name, value in facts.items():
-        click.echo(f"{name:<9} {value}")
-    click.echo("\nstep  loss                    grad norm")
-    for step, (loss, norm) in enumerate(zip(shown.losses, shown.grad_norms, strict=True), 1):
-        click.echo(f"{step:>4}  {loss!r:<22}  {norm!r}")
+    steps = enumerate(zip(shown.losses, shown.grad_norms, strict=True), 1)
+    rows = tuple((str(step), repr(loss), repr(norm)) for step, (loss, norm) in steps)
+    table = Table(columns=("step", "loss", "grad norm"), rows=rows, right=(0,))
+    print_sections([Section(blocks=(Facts(tuple(facts.items())),)), Section(blocks=(table,))])
 
 
 def _show_changes(project: Project, against: str) -> None:

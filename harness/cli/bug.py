@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -182,8 +182,7 @@ def _reproduced(  # noqa: PLR0913  one parameter per option
     device = "the virtual FP8 device" if plan.device == "cpu" else plan.hardware[0]
     earlier = None if like is None else read_json(like, Reproduced, command="bug repro --json").found.signature
     found = reproduced(named, trial_result(result), installed=installed, device=device, like=earlier)
-    print_sections(reproduced_sections(found), err=str(json_file) == "-")
-    options.write_json(json_file, found)
+    options.print_report(reproduced_sections(found), json_file, found)
     return found
 
 
@@ -229,8 +228,7 @@ def shrink_command(  # noqa: PLR0913  one parameter per option
     ):
         found = shrink(named.case, trials, journal, jobs=plan.jobs, budget_s=budget_s, note=progress.note)
     again = msgspec.structs.replace(plan, injections=injections).command(case_id(found.case))
-    print_sections(shrunk_sections(found, command=again), err=str(json_file) == "-")
-    options.write_json(json_file, shrunk_document(found))
+    options.print_report(shrunk_sections(found, command=again), json_file, shrunk_document(found))
     if output is not None:
         write_new_case(output, found.case, force=force)
     return 0 if found.complete else 1
@@ -264,6 +262,8 @@ def bisect_command(  # noqa: PLR0913  one parameter per option
 
     CASE is the id of a case, a file with one case, or the name of a bug file.
     """
+    from packaging.version import Version
+
     from harness.bugs.bisect import VersionTrial, bisect, open_answers, versions_between
     from harness.bugs.trials import named_case
     from harness.project import find_project
@@ -276,17 +276,11 @@ def bisect_command(  # noqa: PLR0913  one parameter per option
     with open_progress(quiet=quiet) as progress:
         environments = versions_for(project, package, progress.note)
         versions = versions_between(package, good, bad, environments.source, given=environments.given)
+        as_listed = next(each for each in versions if Version(each) == Version(bad))
         trial = VersionTrial(project, case, named.case, environments, words=words)
         answers = open_answers(project, trial.depends_on)
-        found = bisect(versions, _spelled(bad, versions), trial.run, answers, package=package, note=progress.note)
-    print_sections(bisected_sections(found), err=str(json_file) == "-")
-    options.write_json(json_file, found)
-
-
-def _spelled(version: str, versions: Sequence[str]) -> str:
-    from packaging.version import Version
-
-    return next(each for each in versions if Version(each) == Version(version))
+        found = bisect(versions, as_listed, trial.run, answers, package=package, note=progress.note)
+    options.print_report(bisected_sections(found), json_file, found)
 
 
 @bug.command("check", epilog=_CHECK_EPILOG)
@@ -312,6 +306,5 @@ def check_command(
     plan = msgspec.structs.replace(plan_for(), root_option=root)
     with open_progress(quiet=quiet) as progress:
         corpus = check_corpus(project, bugs, plan, progress)
-    print_sections(corpus_sections(corpus), err=str(json_file) == "-")
-    options.write_json(json_file, corpus)
+    options.print_report(corpus_sections(corpus), json_file, corpus)
     return corpus.exit_code

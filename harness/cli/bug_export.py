@@ -21,7 +21,7 @@ Examples:
 
 \b
 The script needs torch and torchao only, and runs on GPUs or on a CPU.
-It is run once here, to see that it shows the fault (--no-run: it is not).
+It is run once here, to see that it shows the fault (--skip-proof: it is not).
 
 \b
 Exit codes: 0 exported, 1 exported but the script does not show the fault
@@ -36,7 +36,7 @@ script can tell, 130 interrupted.
 @click.option("--planted", is_flag=True, help="Plant the faults of the bug file, which bring it back.")
 @click.option("--shrunk", metavar="FILE.json", type=FILE, help="The JSON of `bug shrink`.")
 @click.option("--output", metavar="DIR", type=FOLDER, default=Path())
-@click.option("--run/--no-run", "proved", default=True, help="Run the script once, to see that it shows the fault.")
+@click.option("--skip-proof", is_flag=True, help="Do not run the script once, to see that it shows the fault.")
 @quiet_option
 @plan_parameter
 @root_option
@@ -47,7 +47,7 @@ def export_command(  # noqa: PLR0913  one parameter per option
     planted: bool,
     shrunk: Path | None,
     output: Path,
-    proved: bool,
+    skip_proof: bool,
     quiet: bool,
     plan_for: Callable[..., Plan],
     root: str | None,
@@ -72,7 +72,7 @@ def export_command(  # noqa: PLR0913  one parameter per option
     with open_progress(quiet=quiet) as progress:
         result = run_once(project, plan, progress, named.case, injections)
     exported = export(named, result, injections, output)
-    proof = proof_of(exported) if proved else None
+    proof = None if skip_proof else proof_of(exported)
     versions = {each: installed_version(each) or "not installed" for each in ("torch", "torchao")}
     device = "CPU ranks" if plan.device == "cpu" else plan.hardware[0]
     text = issue_markdown(exported, proof, versions=versions, device=device, neighbours=neighbours)

@@ -9,8 +9,7 @@ from typing import Any
 import click
 import msgspec
 
-from harness.cli.options import json_option, plan_parameter, quiet_option, root_option, write_json
-from harness.cli.output import print_sections
+from harness.cli.options import json_option, plan_parameter, print_report, quiet_option, root_option
 from harness.errors import HarnessError
 from harness.matrix.axes import choices
 from harness.matrix.targets import MODULES, NAME
@@ -80,7 +79,6 @@ def check_target_command(  # noqa: PLR0913  one parameter per option
     options = CheckOptions(target=module, recipe=recipe, layouts=tuple(map(parse_layout, layouts)), base=base)
     plan = msgspec.structs.replace(plan_for(), root_option=root)
     with open_progress(quiet=quiet) as progress:
-        report = check_target(project, options, plan, progress)
-    print_sections(target_sections(report), err=str(json_file) == "-")
-    write_json(json_file, target_document(report))
-    return target_exit_code(report)
+        found = check_target(project, options, plan, progress)
+    print_report(target_sections(found), json_file, target_document(found))
+    return target_exit_code(found)

@@ -16,7 +16,6 @@ from harness.verdict import ExitCode
 
 if TYPE_CHECKING:
     from harness.gate.cases import Goldens
-    from harness.gate.gate import Gate
     from harness.gate.reason import Allowance
     from harness.project import Project
     from harness.result import RunResult
@@ -96,11 +95,12 @@ def compare_command(  # noqa: PLR0913  one parameter an option
     if records:
         return _compare_records(sources)
     from harness.cli.environments import given_words
+    from harness.cli.show import page_of
     from harness.gate.gate import GatePolicy, gate
     from harness.matrix.known import known_with_shipped
     from harness.matrix.records import read_quarantine, read_required
     from harness.project import find_project
-    from harness.report.gate import gate_markdown, gate_sections
+    from harness.report.gate import gate_front, gate_markdown, gate_sections
 
     project = find_project(root)
     terms = GatePolicy(
@@ -117,18 +117,10 @@ def compare_command(  # noqa: PLR0913  one parameter an option
     )
     words = given_words(_OF_THE_VERSIONS)
     found = gate(before, after, terms, names=names, goldens=_goldens(project, after), words=words)
-    print_sections(gate_sections(found), err=str(json_file) == "-")
-    options.write_json(json_file, found)
+    options.print_report(gate_sections(found), json_file, found)
     options.write_output(markdown_file, lambda: gate_markdown(found).encode())
-    options.write_output(html_file, lambda: _page(project, found, after))
+    options.write_output(html_file, lambda: page_of(project, after, front=gate_front(found, after)))
     return ExitCode.GOOD if found.go else ExitCode.FAILED
-
-
-def _page(project: Project, found: Gate, candidate: RunResult) -> bytes:
-    from harness.cli.show import page_of
-    from harness.report.gate import gate_front
-
-    return page_of(project, candidate, front=gate_front(found, candidate))
 
 
 def _stored(project: Project, sources: tuple[str, ...]) -> _Sides:
@@ -187,7 +179,6 @@ def _goldens(project: Project, candidate: RunResult) -> Goldens:
 
 def _compare_records(sources: tuple[str, ...]) -> int:
     from harness.cli.environments import given_words
-    from harness.cli.output import print_sections
     from harness.report.difference import difference, difference_blocks
     from harness.report.sections import Section
     from harness.tables import load_tables

@@ -15,17 +15,14 @@ from harness.cli.options import (
     EXISTING_FILE,
     json_option,
     plan_parameter,
+    print_report,
     query_parameter,
     root_option,
     typed_command,
-    write_json,
-    write_output,
 )
-from harness.cli.output import print_sections
 from harness.durable import write_whole
 from harness.errors import HarnessError
 from harness.hints import LIST_CHECKS
-from harness.jsonform import to_json
 from harness.matrix.case import Case
 from harness.matrix.caseid import case_id
 from harness.matrix.faults import FAULT_CLASSES, Fault, all_faults, fault_named
@@ -126,8 +123,7 @@ def mutate_command(  # noqa: PLR0913  one parameter per option
     plan = msgspec.structs.replace(plan_for(), root_option=root)
     with open_progress() as progress:
         matrix = run_mutations(project, faults, found, plan, progress)
-    print_sections(mutation_sections(matrix), err=str(json_file) == "-")
-    write_output(json_file, lambda: to_json(matrix, indent=2))
+    print_report(mutation_sections(matrix), json_file, matrix)
     if record and not matrix.interrupted:
         click.echo(f"stored in {write_kills(project.root, recorded_kills(matrix))}", err=True)
     if matrix.interrupted:
@@ -167,7 +163,6 @@ def conformance_command(
     from harness.engine.zygote_engine import ZygoteEngine
     from harness.project import leases_in, state_folder
     from harness.report.conformance import conformance_document, conformance_section
-    from harness.report.sections import text_of
     from harness.running.injection import parse_injection
     from harness.running.machine import check_rank_packages
     from harness.running.selection import NothingSelected
@@ -197,8 +192,7 @@ def conformance_command(
         seconds = time.perf_counter() - started
     software = {name: installed_version(name) for name in ("torch", "torchao")}
     document = conformance_document(conclusions, software=software, seconds=seconds)
-    click.echo(text_of([conformance_section(document, verbose=verbose)]), nl=False, err=str(json_file) == "-")
-    write_json(json_file, document)
+    print_report([conformance_section(document, verbose=verbose)], json_file, document)
     return ExitCode.GOOD if all(each.good for each in conclusions) else ExitCode.FAILED
 
 

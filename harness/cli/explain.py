@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import click
 import msgspec
 
 from harness.cli.options import PARTS_BY_TITLE, json_option, root_option, write_json
+from harness.cli.output import print_sections
 from harness.errors import HarnessError
 from harness.evidence.costs import CostsDamaged
 from harness.evidence.formulas import PACKAGES, doubts, read_verified
@@ -28,7 +29,7 @@ from harness.matrix.scope import SCOPE
 from harness.matrix.targets import is_llama
 from harness.matrix.words import WORDS, meaning_of
 from harness.project import Project, find_project
-from harness.report.sections import Section, Table, markdown
+from harness.report.sections import Block, Entry, Facts, Items, Section, Table, markdown
 from harness.run_options import RunOptions, options_of
 from harness.running.case_judge import known_here
 from harness.running.cost import expected_cost
@@ -75,173 +76,149 @@ def explain(  # noqa: PLR0913  one parameter per option
     if json_file is not None and not internals:
         raise HarnessError("only the private parts are written as JSON.", where="--json", fix="give --internals too.")
     if ids:
-        _print_words()
+        print_sections(_words_sections())
         return
     if run_options:
         click.echo(options_markdown(), nl=False)
         return
     if internals:
-        _print_internals(json_file)
+        state = internals_here()
+        write_json(json_file, _internals_document(state))
+        if json_file is None:
+            print_sections(_internals_sections(state))
         return
     project = find_project(root)
     if checks:
-        _print_checks(project)
+        from harness.report.checks import checks_markdown
+
+        click.echo(checks_markdown(read_kills(project.root) or read_kills(project.shipped)), nl=False)
         return
-    _explain_words(project, words)
+    print_sections(_explained(project, words))
 
 
-def _explain_words(project: Project, words: Sequence[str]) -> None:
+def _explained(project: Project, words: Sequence[str]) -> list[Section]:
+    """Cases, or the rules for AXIS=VALUE."""
     values = [word for word in words if "=" in word]
-    if values:
-        tiers = [word for word in words if "=" not in word]
-        if len(tiers) > 1:
-            raise HarnessError("values are searched in one tier or file.", where=" ".join(tiers), fix="leave one.")
-        _explain_values(project, values, *tiers)
-        return
+    tiers = [word for word in words if "=" not in word]
     if not words:
         raise HarnessError("got no case id.", where="explain", fix="give an id, or AXIS=VALUE words, or --ids.")
-    for number, word in enumerate(words):
-        click.echo("\n" * bool(number), nl=False)
-        for case in cases_to_explain(project, word):
-            _explain_case(project, case)
+    if not values:
+        cases = [case for word in words for case in cases_to_explain(project, word)]
+        return [section for case in cases for section in _case_sections(project, case)]
+    if len(tiers) > 1:
+        raise HarnessError("values are searched in one tier or file.", where=" ".join(tiers), fix="leave one.")
+    return [_values_section(project, values, *tiers)]
 
 
-def _print_checks(project: Project) -> None:
-    """The reference of the checks, with the faults that the project, or else the harness, recorded."""
-    from harness.report.checks import checks_markdown
-
-    kills = read_kills(project.root) or read_kills(project.shipped)
-    click.echo(checks_markdown(kills), nl=False)
-
-
-def _print_words() -> None:
+def _words_sections() -> Iterator[Section]:
     """Every word of case ids by its place in them, and what no case can have."""
-    click.echo("an id has these words, joined by -, in this order; numbers can be others, such as tp2 for tp4")
+    yield Section(
+        blocks=("an id has these words, joined by -, in this order; numbers can be others, such as tp2 for tp4",)
+    )
     for part, words in itertools.groupby(WORDS, key=lambda word: word.part):
-        click.echo(f"\n{part}")
-        for word in words:
-            click.echo(f"  {word.example:<20} {meaning_of(word.example)}")
-    click.echo("\nout of scope")
-    for each in SCOPE:
-        click.echo(f"  {each.name}: {each.reason}")
+        yield Section(title=part, blocks=(Facts(tuple((each.example, meaning_of(each.example)) for each in words)),))
+    yield Section(title="out of scope", blocks=(Items(tuple(f"{each.name}: {each.reason}" for each in SCOPE)),))
 
 
-def _explain_case(project: Project, case: Case) -> None:
-    click.echo(case_id(case))
-    for token in id_words(case_id(case)):
-        click.echo(f"  {token:<18} {meaning_of(token)}")
-    click.echo("\naxes")
-    default = axis_values(Case())
-    for name, value in axis_values(case).items():
-        mark = "" if value == default[name] else "  *"
-        click.echo(f"  {name:<18} {_text(value)}{mark}")
-    click.echo("\nrun")
-    click.echo(f"  {'world size':<18} {case.world_size}")
-    click.echo(f"  {'tokens per rank':<18} {case.tokens_per_rank}")
-    click.echo(f"  {'golden family':<18} {family_id(case)}")
-    click.echo(f"  {'reference case':<18} {case_id(reference_case(case))}")
+def _case_sections(project: Project, case: Case) -> Iterator[Section]:
+    name, default = case_id(case), axis_values(Case())
+    yield Section(title=name, blocks=(Facts(tuple((word, meaning_of(word)) for word in id_words(name))),))
+    axes = (
+        (axis, _text(value) + ("" if value == default[axis] else "  *")) for axis, value in axis_values(case).items()
+    )
+    yield Section(title="axes", blocks=(Facts(tuple(axes)),))
+    facts = {
+        "world size": str(case.world_size),
+        "tokens per rank": str(case.tokens_per_rank),
+        "golden family": family_id(case),
+        "reference case": case_id(reference_case(case)),
+    }
     if is_llama(case.target):
-        _print_linears(case)
-        _print_cost(project, case)
-        _print_fusion_candidates(case)
+        facts["scaled matmuls"] = f"{executed_scaled_mm_calls(case)} per rank and step"
+        facts["FP8 linears"] = str(len(converted_fqns(case)))
+        linears = Section(blocks=(Items(tuple(f"  {fqn}" for fqn in converted_fqns(case))),))
+        yield Section(title="run", blocks=(Facts(tuple(facts.items())), linears))
+        yield Section(title="cost", blocks=_cost(project, case))
+        yield _fusion_section(case)
     else:
-        click.echo(f"  {'FP8 linears':<18} all that {case.target} is found to have, but for filter_fqns")
-    _print_unverified(project)
-    _print_rules(project, case)
+        facts["FP8 linears"] = f"all that {case.target} is found to have, but for filter_fqns"
+        yield Section(title="run", blocks=(Facts(tuple(facts.items())),))
+    yield _unverified_section(project)
+    yield Section(title="rules", blocks=tuple(_rules(project, case)))
 
 
-def _print_linears(case: Case) -> None:
-    fqns = converted_fqns(case)
-    click.echo(f"  {'scaled matmuls':<18} {executed_scaled_mm_calls(case)} per rank and step")
-    click.echo(f"  {'FP8 linears':<18} {len(fqns)}")
-    for fqn in fqns:
-        click.echo(f"    {fqn}")
-
-
-def _print_cost(project: Project, case: Case) -> None:
-    """What the case will need here: measured where it ran before, estimated elsewhere."""
+def _cost(project: Project, case: Case) -> tuple[Block, ...]:
+    """What the case will need here: measured where it ran before, estimated elsewhere. Nothing where it is excluded."""
     if explain_rules(case).exclusions:
-        return
-    click.echo("\ncost")
+        return ()
     try:
         expected = expected_cost(project, case)
     except CostsDamaged as error:
-        click.echo(f"  not estimated: {error.text}")
-        return
-    click.echo(f"  {'ranks':<18} {case.world_size}")
-    click.echo(f"  {'wall':<18} {expected.wall_s:.0f} s on {expected.cpus} CPUs, without waiting for others")
-    click.echo(
-        f"  {'CPU':<18} {expected.case_cpu_s:.1f} s, and {expected.witness_cpu_s:.1f} s for references not kept yet"
+        return (f"not estimated: {error.text}",)
+    facts = (
+        ("ranks", str(case.world_size)),
+        ("wall", f"{expected.wall_s:.0f} s on {expected.cpus} CPUs, without waiting for others"),
+        ("CPU", f"{expected.case_cpu_s:.1f} s, and {expected.witness_cpu_s:.1f} s for references not kept yet"),
+        ("memory", f"{expected.process_bytes / 1e9:.1f} GB in one process, {expected.all_bytes / 1e9:.1f} GB in all"),
     )
-    process_gb, all_gb = expected.process_bytes / 1e9, expected.all_bytes / 1e9
-    click.echo(f"  {'memory':<18} {process_gb:.1f} GB in one process, {all_gb:.1f} GB in all")
-    for line in expected.basis:
-        click.echo(f"  {line}")
+    return (Facts(facts), Items(tuple(expected.basis)))
 
 
-def _print_fusion_candidates(case: Case) -> None:
-    """Print the collectives that async TP must fuse, and those that it cannot."""
+def _fusion_section(case: Case) -> Section:
+    """The collectives that async TP must fuse, and those that it cannot."""
     found = fusion_candidates(case)
-    if not found:
-        return
     fused = sum(candidate.fuses for candidate in found)
-    click.echo(f"\nasync TP: {fused} of {len(found)} collectives fused with matmuls per rank and step")
-    kinds = dict.fromkeys((each.phase, each.collective, each.purpose, each.fuses) for each in found)
-    for phase, collective, purpose, fuses in kinds:
-        click.echo(f"  {'fused' if fuses else 'plain':<6} {phase:<9} {collective:<15} {purpose}")
+    rows = (("fused" if each.fuses else "plain", each.phase, each.collective, each.purpose) for each in found)
+    return Section(
+        title=f"async TP: {fused} of {len(found)} collectives fused with matmuls per rank and step",
+        blocks=(Table(rows=tuple(dict.fromkeys(rows))),),
+    )
 
 
-def _print_unverified(project: Project) -> None:
-    """Print the formulas that were not verified with the installed versions: what they disagree with is `changed`."""
+def _unverified_section(project: Project) -> Section:
+    """The formulas that were not verified with the installed versions: what they disagree with is `changed`."""
     installed = installed_versions(PACKAGES)
     found = doubts(read_verified((project.shipped, project.root)), installed)
-    if found:
-        versions = " and ".join(f"{name} {installed[name]}" for name in PACKAGES)
-        click.echo(f"\nnot verified with {versions}: {', '.join(found)}")
-        click.echo(f"  A case that differs from them alone is `changed`. `{VERIFY_FORMULAS}` verifies them.")
+    versions = " and ".join(f"{name} {installed[name]}" for name in PACKAGES)
+    told = f"A case that differs from them alone is `changed`. `{VERIFY_FORMULAS}` verifies them."
+    return Section(title=f"not verified with {versions}: {', '.join(found)}", blocks=(told,) if found else ())
 
 
-def _print_rules(project: Project, case: Case) -> None:
-    click.echo("\nrules")
-    found = explain_rules(case)
-    _print_each("excluded", found.exclusions)
+def _rules(project: Project, case: Case) -> Iterator[Block]:
+    found, faults = explain_rules(case), matching(known_here(project), case)
+    yield from (_rule("excluded:", rule) for rule in found.exclusions)
     if found.refusal is not None:
-        _print_each("must be refused", [found.refusal])
-        for gemm in found.refused_gemms:
-            click.echo(f"    {gemm.fqn} {gemm.role}: m {gemm.m}, n {gemm.n}, k {gemm.k}")
-    faults = matching(known_here(project), case)
+        yield _rule("must be refused:", found.refusal)
+        gemms = (f"{gemm.fqn} {gemm.role}: m {gemm.m}, n {gemm.n}, k {gemm.k}" for gemm in found.refused_gemms)
+        yield Items(tuple(f"  {gemm}" for gemm in gemms))
     for fault in faults:
-        click.echo(f"  known fault: {fault.name}: {fault.reason} ({fault.link})")
         shows = "must show" if fault.must_show(case) else "is recognized by"
-        for title, symptoms in ((shows, fault.requires), ("may cause", fault.may_cause)):
-            for symptom in symptoms:
-                click.echo(f"    {title} {symptom}")
-        if fault.fix is not None:
-            click.echo(f"    runs again with {fault.fix}: every check must pass")
+        lines = [f"{shows} {symptom}" for symptom in fault.requires]
+        lines += [f"may cause {symptom}" for symptom in fault.may_cause]
+        lines += [f"runs again with {fault.fix}: every check must pass"] if fault.fix is not None else []
+        yield Entry(title=f"known fault: {fault.name}: {fault.reason} ({fault.link})", lines=tuple(lines))
     if not (found.exclusions or found.refusal or faults):
-        click.echo("  none: the case must train and pass all checks")
+        yield "none: the case must train and pass all checks"
 
 
-def _print_each(title: str, rules: Iterable[Rule]) -> None:
-    for rule in rules:
-        click.echo(f"  {title}: {rule.name}\n    {rule.reason}\n    {rule.source}")
+def _rule(title: str, rule: Rule) -> Entry:
+    return Entry(title=f"{title} {rule.name}", lines=(rule.reason, rule.source))
 
 
-def _explain_values(project: Project, words: Sequence[str], tier: str = "pr") -> None:
+def _values_section(project: Project, words: Sequence[str], tier: str = "pr") -> Section:
     from harness.matrix.casefile import read_case_file
     from harness.matrix.coverage import count_cells
 
     values = _parse(words)
     census = count_cells(read_case_file(project.case_file(tier)), values)
-    click.echo(f"{' '.join(words)}: {census.cells} cells in {tier}")
-    titles = {"excluded": "excluded", "refused": "must be refused"}
-    for kind, title in titles.items():
-        for count in census.counts:
-            if count.kind == kind:
-                click.echo(f"  {title}: {count.cells} by {count.rule.name}\n    {count.rule.reason}")
-                click.echo(f"    {count.rule.source}")
-    if not census.counts:
-        click.echo("  no rule forbids any of them" if census.cells else "  the matrix has no such cells")
+    blocks: list[Block] = [
+        _rule(f"{title}: {count.cells} by", count.rule)
+        for kind, title in (("excluded", "excluded"), ("refused", "must be refused"))
+        for count in census.counts
+        if count.kind == kind
+    ]
+    none = "no rule forbids any of them" if census.cells else "the matrix has no such cells"
+    return Section(title=f"{' '.join(words)}: {census.cells} cells in {tier}", blocks=tuple(blocks or [none]))
 
 
 def _parse(words: Sequence[str]) -> dict[str, object]:
@@ -277,36 +254,26 @@ def _text(value: object) -> str:
     return "-" if value is None else str(value)
 
 
-def _print_internals(json_file: Path | None) -> None:
-    """Print every part, the names that it uses, why, and what they are in this environment."""
-    state = internals_here()
-    if json_file is not None:
-        write_json(json_file, _internals_document(state))
-        return
+def _internals_sections(state: State) -> Iterator[Section]:
+    """Every part, the names that it uses, why, and what they are in this environment."""
     parts = read_parts()
     names = sum(len(part.uses) for part in parts.values())
-    wrong = sum(len(found) for found in state.gaps.values())
+    wrong = sum(map(len, state.gaps.values()))
     what = f"{wrong} of {names} private names are not" if wrong else f"all {names} private names are"
-    click.echo(f"{what} as declared with {_versions(state)}")
-    for name, part in parts.items():
-        _print_part(name, part, state.gaps[name])
-
-
-def _versions(state: State) -> str:
     versions = " and ".join(f"{library} {version}" for library, version in state.versions.items())
-    return f"{versions}; a run checks what it uses in {state.milliseconds:.0f} ms"
+    took = f"a run checks what it uses in {state.milliseconds:.0f} ms"
+    yield Section(blocks=(f"{what} as declared with {versions}; {took}",))
+    for name, part in parts.items():
+        uses = tuple(_use(part, use, state.gaps[name].get(use)) for use in part.uses)
+        yield Section(title=f"{name}: {_loss(name)}", blocks=uses)
 
 
-def _print_part(name: str, part: Part, gaps: Mapping[str, str]) -> None:
-    click.echo(f"\n{name}: {_loss(name)}")
-    for use in part.uses:
-        how = part.use(use)
-        marks = [f"since {how.since}"] if how.since else []
-        marks += ["patched"] if how.patched else ["assigned"] if how.set else []
-        click.echo(f"  {use}" + (f" ({', '.join(marks)})" if marks else ""))
-        click.echo(f"      {how.why}")
-        if use in gaps:
-            click.echo(f"      NOT AS DECLARED: {gaps[use]}")
+def _use(part: Part, use: str, gap: str | None) -> Entry:
+    how = part.use(use)
+    marks = [f"since {how.since}"] if how.since else []
+    marks += ["patched"] if how.patched else ["assigned"] if how.set else []
+    wrong = () if gap is None else (f"NOT AS DECLARED: {gap}",)
+    return Entry(title=f"{use} ({', '.join(marks)})" if marks else use, lines=(how.why, *wrong))
 
 
 def _loss(name: str) -> str:

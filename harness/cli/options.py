@@ -5,17 +5,21 @@ from __future__ import annotations
 import functools
 import shlex
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 import msgspec
 
+from harness.cli.output import print_sections
 from harness.durable import write_whole
 from harness.errors import HarnessError
 from harness.jsonform import to_json
 from harness.run_options import PARTS, Option, PlanOptions, QueryOptions, option_named, options_of
+
+if TYPE_CHECKING:
+    from harness.report.sections import Section
 
 Command = Callable[..., Any]
 PARTS_BY_TITLE = dict(zip(("Which cases", "How they run", "Extent and output"), PARTS, strict=True))
@@ -176,6 +180,12 @@ def write_output(path: Path | None, content: Callable[[], bytes]) -> None:
 def write_json(path: Path | None, value: object) -> None:
     """Write a value as indented JSON with a trailing newline, where `write_output` writes."""
     write_output(path, lambda: to_json(value, indent=2) + b"\n")
+
+
+def print_report(sections: Iterable[Section], json_file: Path | None, value: object) -> None:
+    """Print for people and write for programs; what people read goes to stderr with "-"."""
+    print_sections(sections, err=str(json_file) == "-")
+    write_json(json_file, value)
 
 
 def typed_command() -> str:

@@ -6,7 +6,7 @@ The first three are arithmetic and run nothing, but where their options say so. 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,8 +22,8 @@ from harness.cli.options import (
     compose_options,
     json_option,
     plan_parameter,
+    print_report,
     root_option,
-    write_json,
     write_output,
 )
 from harness.cli.output import print_sections
@@ -34,7 +34,6 @@ from harness.verdict import ExitCode
 if TYPE_CHECKING:
     from harness.matrix.known import KnownFault
     from harness.performance.machine import Machine
-    from harness.report.sections import Section
     from harness.result import RunResult
     from harness.running.plan import Plan
     from harness.studies.simulation import Verification
@@ -154,7 +153,7 @@ def cost_command(  # noqa: PLR0913  one parameter an option
         device = None if machine is None else peak(machine)
         found = None if tokens_per_s is None else speed(case, tokens_per_s, device)
         report = CostReport(formula=metrics(case, rank=rank), peak=device, speed=found)
-    _show(report, cost_sections(report), json_file)
+    print_report(cost_sections(report), json_file, report)
     return ExitCode.FAILED if report.differing else code
 
 
@@ -195,7 +194,7 @@ def layouts_command(*, case: Case, on: Machine, sweep_it: bool, verify_it: bool,
     known = _known()
     if sweep_it:
         ranked = sweep(case, on, known=known)
-        _show(ranked, sweep_sections(ranked), json_file)
+        print_report(sweep_sections(ranked), json_file, ranked)
         return ExitCode.FAILED if all(each.refused for each in ranked) else ExitCode.GOOD
     found = simulate(case, on, known=known)
     try:
@@ -204,7 +203,7 @@ def layouts_command(*, case: Case, on: Machine, sweep_it: bool, verify_it: bool,
         click.echo(f"fp8-harness: error: {error.text}", err=True)
         return ExitCode.INFRA
     report = {"simulation": found, "verification": verification}
-    _show(report, layout_sections(found, verification), json_file)
+    print_report(layout_sections(found, verification), json_file, report)
     differs = verification is not None and verification.differing
     return ExitCode.FAILED if found.refused or differs else ExitCode.GOOD
 
@@ -235,7 +234,7 @@ def speedup_command(*, case: Case, on: Machine, eager: bool, json_file: Path | N
 
     found = advise(case, on, eager=eager, known=_known())
 
-    _show(found, speedup_sections(found), json_file)
+    print_report(speedup_sections(found), json_file, found)
     write_output(html_file, lambda: speedup_page(found, plots(case, on)))
 
 
@@ -279,7 +278,7 @@ def measure_command(  # noqa: PLR0913  one parameter an option
         found, result = measure_speed(find_project(root), timed, plan, progress, pairs=pairs, warmup=warmup)
     _tell_failures(result, root)
     report = SpeedReport(gated=plan.device != "cpu", warmup=warmup, cases=found)
-    _show(report, speed_sections(report), json_file)
+    print_report(speed_sections(report), json_file, report)
     return result.exit_code
 
 
@@ -290,15 +289,7 @@ def _known() -> tuple[KnownFault, ...]:
     return known_here(find_project())
 
 
-def _show(report: object, sections: Iterable[Section], json_file: Path | None) -> None:
-    """Print the sections, and write the report as JSON; with `--json -` print that alone."""
-    if str(json_file) != "-":
-        print_sections(sections)
-    write_json(json_file, report)
-
-
 def _tell_failures(result: RunResult, root: str | None) -> None:
-    from harness.cli.output import print_sections
     from harness.hints import rerun_failed
     from harness.report.run import run_sections
 

@@ -27,7 +27,7 @@ from harness.report.ci import junit_report
 from harness.report.run import not_judged_section, run_markdown, run_sections
 from harness.result import RunResult
 from harness.run_options import CommandOptions, RunOptions, option_named
-from harness.running.plan import Plan
+from harness.running.plan import Plan, with_command
 from harness.running.progress import open_progress
 from harness.running.rerun import rerun_query, run_to_resume
 from harness.running.selection import NothingSelected, Query, select_cases
@@ -85,20 +85,8 @@ def run_command(*, query: Query, plan_for: Callable[..., Plan], **rest: Any) -> 
         given = stopped.start.options
     if asked.last_failed:
         query, given = _failed(project, query, given)
-    plan = _with_command(plan_for(**given.as_given), given, asked)
+    plan = with_command(plan_for(**given.as_given), given, asked)
     return _run_and_report(project, query, plan, stopped, asked)
-
-
-def _with_command(plan: Plan, given: RunOptions, asked: CommandOptions) -> Plan:
-    return msgspec.structs.replace(
-        plan,
-        given=msgspec.structs.replace(given, inject=tuple(each.text_with_absolute_path for each in plan.injections)),
-        root_option=asked.root,
-        logs=_log_folder(asked.keep_logs) if asked.keep_logs else None,
-        max_failures=1 if asked.first_failure else asked.maxfail,
-        traces=asked.save_trace,
-        name=asked.name,
-    )
 
 
 def _run_and_report(project: Project, query: Query, plan: Plan, stopped: Stored | None, asked: CommandOptions) -> int:
@@ -186,12 +174,3 @@ def _write(result: RunResult, outputs: list[tuple[Path, Callable[[RunResult], by
             click.echo(text, err=True)
             code = ExitCode.USAGE
     return code
-
-
-def _log_folder(folder: Path) -> Path:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        what = f"cannot make this folder: {error.strerror}."
-        raise HarnessError(what, where=f"--keep-logs {folder}", fix="name another one.") from error
-    return folder.resolve()

@@ -25,7 +25,7 @@ from harness.matrix.case import Case
 from harness.matrix.linears import FLOPS_PER_PARAMETER_AND_TOKEN, parameter_count
 from harness.matrix.numerics import Numerics
 from harness.request import Arithmetic, Fabric, default_arithmetic, numerics_of
-from harness.run_options import EngineKind, PlanOptions, RunOptions, words_of
+from harness.run_options import CommandOptions, EngineKind, PlanOptions, RunOptions, words_of
 from harness.running.injection import Injection, parse_injection
 from harness.running.machine import check_rank_packages, resolve_device
 
@@ -134,10 +134,8 @@ def make_plan(**given: Any) -> Plan:
     that is not there, and for a fabric of another device.
     """
     asked = PlanOptions(**given)
-    if asked.address is not None and asked.engine != "ray":
-        raise HarnessError("it is for --engine ray.", where=f"--address {asked.address}", fix="add --engine ray.")
-    for flag, other in asked.contradictions:
-        raise HarnessError(f"contradicts {other}.", where=flag, fix="give one of them.")
+    for where, what, fix in asked.contradictions:
+        raise HarnessError(what, where=where, fix=fix)
     program = os.environ.get(PROGRAM_VARIABLE) or DEFAULT_PROGRAM
     if program == DEFAULT_PROGRAM:
         check_rank_packages()
@@ -156,6 +154,25 @@ def make_plan(**given: Any) -> Plan:
         program=program,
         injections=tuple(parse_injection(text) for text in asked.inject),
         probed=True,
+    )
+
+
+def with_command(plan: Plan, given: RunOptions, asked: CommandOptions) -> Plan:
+    """The plan with what the command line says besides. `given`: what of it a rerun repeats."""
+    if asked.keep_logs is not None:
+        try:
+            asked.keep_logs.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            what, where = f"cannot make this folder: {error.strerror}.", f"--keep-logs {asked.keep_logs}"
+            raise HarnessError(what, where=where, fix="name another one.") from error
+    return msgspec.structs.replace(
+        plan,
+        given=msgspec.structs.replace(given, inject=tuple(each.text_with_absolute_path for each in plan.injections)),
+        root_option=asked.root,
+        logs=asked.keep_logs and asked.keep_logs.resolve(),
+        max_failures=1 if asked.first_failure else asked.maxfail,
+        traces=asked.save_trace,
+        name=asked.name,
     )
 
 

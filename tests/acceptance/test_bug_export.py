@@ -117,7 +117,7 @@ def bug_export(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str
 def test_the_script_fails_without_this_project_and_passes_with_the_fix(python: Path, run: Run, tmp_path: Path) -> None:
     alone = subprocess.run([str(python), "-I", "-c", "import harness"], capture_output=True, text=True, check=False)
     assert "No module named 'harness'" in alone.stderr
-    done = bug_export(tmp_path, f"{CASE}-f64", "--no-run", "--output", "issue")
+    done = bug_export(tmp_path, f"{CASE}-f64", "--skip-proof", "--output", "issue")
     assert done.returncode == 0, done.stderr
     script = tmp_path / "issue" / f"{CASE}-f32.py"
     assert str(script.relative_to(tmp_path)) in done.stdout
