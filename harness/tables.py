@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import io
 import zipfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,7 +18,7 @@ from harness.checks.assembly import assemble
 from harness.durable import write_whole
 from harness.errors import HarnessError
 from harness.hints import save_trace
-from harness.trace import RankTrace, Run
+from harness.trace import Run
 
 if TYPE_CHECKING:
     import numpy as np
@@ -57,28 +57,26 @@ TABLES = (CASTS, MATMULS, TRAFFIC, MEMORY, TENSORS, STEPS)
 def rows_of(run: Run) -> dict[str, Rows]:
     """The rows of every table of a run; a table that no rank recorded is empty."""
     traces = sorted(run.traces, key=lambda trace: trace.rank)
-    found: dict[str, Rows] = {table.name: [] for table in TABLES}
-    for trace in traces:
-        for name, rows in _rows_of_rank(trace).items():
-            found[name] += rows
-    found[TENSORS.name] = [_row(TENSORS, key, norm=tensor.norm) for key, tensor in assemble(traces).items()]
-    return found
-
-
-def _rows_of_rank(trace: RankTrace) -> dict[str, Rows]:
-    rank, operands = trace.rank, trace.operands
-    casts, matmuls = (operands.casts, operands.matmuls) if operands is not None else ((), ())
+    operands = [(trace.rank, trace.operands) for trace in traces if trace.operands is not None]
     return {
         CASTS.name: [
-            _row(CASTS, each, rank=rank, scale_min=each.scale.minimum, scale_max=each.scale.maximum) for each in casts
+            _row(CASTS, each, rank=rank, scale_min=each.scale.minimum, scale_max=each.scale.maximum)
+            for rank, found in operands
+            for each in found.casts
         ],
         MATMULS.name: [
             _row(MATMULS, each, rank=rank, a_scale=each.a_scale.maximum, b_scale=each.b_scale.maximum)
-            for each in matmuls
+            for rank, found in operands
+            for each in found.matmuls
         ],
-        TRAFFIC.name: [_row(TRAFFIC, each, rank=rank, calls=sum(each.sizes.values())) for each in trace.traffic or ()],
-        MEMORY.name: [_row(MEMORY, each, rank=rank) for each in trace.saved_memory or ()],
-        STEPS.name: [_row(STEPS, each, rank=rank) for each in trace.steps],
+        TRAFFIC.name: [
+            _row(TRAFFIC, each, rank=trace.rank, calls=sum(each.sizes.values()))
+            for trace in traces
+            for each in trace.traffic or ()
+        ],
+        MEMORY.name: [_row(MEMORY, each, rank=trace.rank) for trace in traces for each in trace.saved_memory or ()],
+        TENSORS.name: [_row(TENSORS, key, norm=tensor.norm) for key, tensor in assemble(traces).items()],
+        STEPS.name: [_row(STEPS, each, rank=trace.rank) for trace in traces for each in trace.steps],
     }
 
 
@@ -109,13 +107,13 @@ def load_tables(path: Path) -> dict[str, Rows]:
 
     try:
         with np.load(io.BytesIO(path.read_bytes()), allow_pickle=False) as columns:
-            return {table.name: list(_rows(table, columns)) for table in TABLES}
+            return {table.name: _rows(table, columns) for table in TABLES}
     except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
         fix = f"write it again by `{save_trace(path.stem, path.parent)}`."
         raise HarnessError(f"is no saved trace ({error}).", where=str(path), fix=fix) from error
 
 
-def _rows(table: Table, columns: Mapping[str, np.ndarray]) -> Iterable[dict[str, Value]]:
+def _rows(table: Table, columns: Mapping[str, np.ndarray]) -> Rows:
     names = (*table.keys, *table.values)
-    for values in zip(*(columns[f"{table.name}.{name}"].tolist() for name in names), strict=True):
-        yield dict(zip(names, values, strict=True))
+    rows = zip(*(columns[f"{table.name}.{name}"].tolist() for name in names), strict=True)
+    return [dict(zip(names, values, strict=True)) for values in rows]

@@ -18,7 +18,6 @@ from harness.result import CaseResult, RunResult
 from harness.verdict import Verdict
 
 Goldens = Callable[[str], Golden | None]  # the golden that the project has now for a case
-_DAY_S = 24 * 3600
 
 
 # Failures
@@ -217,7 +216,7 @@ def _too_old(entry: Required, started: str, now: datetime.datetime) -> str:
         return ""
     if not started:
         return "it is not known when it was run"
-    days = (now - datetime.datetime.fromisoformat(started)).total_seconds() / _DAY_S
+    days = (now - datetime.datetime.fromisoformat(started)) / datetime.timedelta(days=1)
     return f"run {days:.1f} days ago, at most {entry.max_age_days:g} allowed" if days > entry.max_age_days else ""
 
 

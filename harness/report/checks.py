@@ -58,10 +58,8 @@ def _facts(check: Check) -> Iterator[str]:
     yield f"reads: {names or 'losses, gradient norms and counts of every step'}"
     if check.formula is not None:
         yield f"formula: {check.formula} (`harness/expect/`)"
-    compared = [
-        *(["the recorded signature"] if check.needs_signature else []),
-        *(["the partner without neutral options"] if check.needs_relation else []),
-        *(["the partner, of a compiled case"] if check.judges_partner else []),
-    ]
+    compared = ["the recorded signature"] * check.needs_signature
+    compared += ["the partner without neutral options"] * check.needs_relation
+    compared += ["the partner, of a compiled case"] * check.judges_partner
     if compared:
         yield f"compares with: {', '.join(compared)}"

@@ -1,12 +1,8 @@
 """What CI systems read: JUnit XML, and the annotations and the job summary of GitHub Actions.
 
-JUnit has a testcase for every case. `failure`: the case was judged and is not good. `error`: it could not be judged
-(crash, hang, infra, not run). `skipped`: it failed as recorded for an upstream fault, or is quarantined. Their text
-has the findings and the command that reproduces them. `system-out` has how ranks failed, with the end of what they
-printed; of a known fault also the findings, because few viewers show the text of a skipped test; of a case that passed
-as expected, what was expected.
-
-An annotation is a line `::error title=…::…` in the log; the runner reads escapes of its own there.
+JUnit has a testcase for every case. `failure`: it was judged and is not good. `error`: it could not be judged.
+`skipped`: it failed as recorded for an upstream fault, or is quarantined. `system-out` has how ranks failed; of a known
+fault also the findings, because few viewers show the text of a skipped test.
 """
 
 from __future__ import annotations
@@ -115,6 +111,7 @@ def job_summary(run: RunResult) -> str:
 
 def _annotation(title: str, message: str) -> str:
     name = _escaped(title).replace(":", "%3A").replace(",", "%2C")
+    # The runner reads escapes of its own here.
     return f"::error title={name}::{_escaped(message)}"
 
 

@@ -40,13 +40,17 @@ def gate_front(found: Gate, candidate: RunResult) -> Front:
     """What the page of the candidate shows first. A reason leads to its case where the candidate has one."""
     line, *more = _facts(found)
     ids = {case.case_id for case in candidate.results}
+    rows = tuple(
+        (name, *(str(getattr(side, name)) or "unknown" for side in (found.baseline, found.candidate)))
+        for name in found.baseline.__struct_fields__
+    )
     blocks: tuple[Block, ...] = (
         *more,
         "All other parts of this page are about the candidate.",
         *_reasons(found.reasons, ids, most=None),
         *_notes(found),
         *_causes(found, ids),
-        Table(title="the two sides", columns=("", "baseline", "candidate"), rows=tuple(_side_rows(found))),
+        Table(title="the two sides", columns=("", "baseline", "candidate"), rows=rows),
     )
     section = Section(name="gate", title="Gate", blocks=blocks)
     return Front(title=_sides(found), state=_answer(found), good=found.go, line=line, section=section)
@@ -58,12 +62,6 @@ def _answer(found: Gate) -> str:
 
 def _sides(found: Gate) -> str:
     return f"{found.candidate.name} against {found.baseline.name}"
-
-
-def _side_rows(found: Gate) -> Iterator[tuple[str, str, str]]:
-    for name in found.baseline.__struct_fields__:
-        before, after = (str(getattr(side, name)) or "unknown" for side in (found.baseline, found.candidate))
-        yield name, before, after
 
 
 def _facts(found: Gate) -> Iterator[str]:

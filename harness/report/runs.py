@@ -133,7 +133,7 @@ def history_document(history: History) -> dict[str, object]:
 
 def _summary(history: History) -> tuple[str, ...]:
     verdicts = ", ".join(f"{count} {verdict.value}" for verdict, count in history.verdicts.items())
-    flags = [*(["FLAKY"] if history.is_flaky else []), *(["NONDETERMINISTIC"] if history.is_nondeterministic else [])]
+    flags = ["FLAKY"] * history.is_flaky + ["NONDETERMINISTIC"] * history.is_nondeterministic
     change = history.last_change
     last = "no change"
     if change is not None:

@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.metadata import distributions
 from pathlib import Path
-from typing import TextIO
 
 import msgspec
 from packaging.utils import canonicalize_name
@@ -155,21 +154,18 @@ def _run(command: Sequence[str], home: Path, note: Note) -> None:
     deadline = time.monotonic() + _INSTALL_S
     with path.open("w") as out, path.open() as told, subprocess.Popen(command, stdout=out, stderr=out) as process:
         try:
-            while process.poll() is None:
+            while True:
+                ended = process.poll() is not None
+                for line in map(str.strip, told):  # what was added since the last time
+                    if _PROGRESS.match(line):
+                        note(line)
+                if ended:
+                    break
                 if time.monotonic() > deadline:
                     raise subprocess.TimeoutExpired(command, _INSTALL_S)
                 time.sleep(_POLL_S)
-                _tell(told, note)
-            _tell(told, note)
         except BaseException:
             process.kill()
             raise
     if process.returncode != 0:
         raise NotInstalled(last_line(path.read_text()) or f"{Path(command[0]).name} ended with {process.returncode}")
-
-
-def _tell(lines: TextIO, note: Note) -> None:
-    """What was added since the last time, if it is worth a line."""
-    for line in lines:
-        if _PROGRESS.match(line.strip()):
-            note(line.strip())
