@@ -213,7 +213,7 @@ class PlanOptions(RunOptions, frozen=True, kw_only=True):
 
 
 class CommandOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """What else `run` can be told: which part, how long, and what to write."""
+    """Further options of `run`: which part, how long, and what to write."""
 
     shard: Annotated[
         str | None,

@@ -39,7 +39,7 @@ _ANSWERS: dict[int, Answer] = {0: "good", 1: "bad"}
 
 
 class VersionAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    """What one version shows: good without the failure, bad with it, skipped where it tells nothing; and why.
+    """What one version shows: good without the failure, bad with it, skipped where it is inconclusive; and why.
 
     `says` is the message of what failed.
     """
@@ -198,7 +198,7 @@ class VersionTrial:
         self.depends_on = (case_id(case), versions.package, *words, source_digest(_HARNESS, _HARNESS.rglob("*.py")))
 
     def run(self, version: str) -> VersionAnswer:
-        """Install the version and run the case with it. A version that tells nothing is skipped, with the reason."""
+        """Install the version and run the case with it. An inconclusive version is skipped, with the reason."""
         try:
             return self._repro(self._versions.environment(version).python, version)
         except NotInstalled as error:

@@ -148,7 +148,7 @@ def _unprovable(bug: BugFile, planted: Sequence[str]) -> list[str]:
 
 
 def _unclean(bug: BugFile, clean: Trial, records: Sequence[KnownFault]) -> list[str]:
-    """Why the clean run is not that of a fixed bug: only another bug, which is recorded, may show in it."""
+    """Why the clean run contradicts `fixed`: only another, recorded bug may show in it."""
     if not clean.verdict.good:
         return [f"it must pass, but it {_ended_how(clean)}"]
     if clean.verdict is Verdict.KNOWN and any(record.link == bug.bug.link for record in records):

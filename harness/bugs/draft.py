@@ -118,7 +118,7 @@ class Draft:
         self.missing.setdefault(axis, f"{question} {value} until you say")
 
     def _take(self, axis: str) -> bool:
-        """Set an axis to the stated value, else to that of the named file. Returns True if there is one."""
+        """Set an axis to the stated value, else to the named file's. Returns True if there is one."""
         found = self._fact(axis)
         try:
             if found is not None:
@@ -265,7 +265,7 @@ class Draft:
         elif default is not None:
             named, words, where = str(default[0]), default[1], self.assumed
         else:
-            self.assumed["checkpointing"] = "none: nothing is said of it"
+            self.assumed["checkpointing"] = "none: the report does not mention it"
             return
         if named == "selective":
             asked, option = self._selective()

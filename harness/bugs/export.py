@@ -242,7 +242,7 @@ def _of_case(case: Case) -> dict[str, object]:
 
 
 def _not_converted(case: Case) -> tuple[str, ...]:
-    """Names of the linears of a block, without that of their module, and the output layer."""
+    """Names of a block's linears without their module's name, and the output layer."""
     found = [fqn for fqn in BLOCK_LINEARS if any(part in fqn for part in case.float8.filter_fqns)]
     names = tuple(fqn.rpartition(".")[2] for fqn in found)
     return names if case.float8.output_layer else (*names, OUTPUT_FQN)

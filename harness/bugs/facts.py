@@ -1,4 +1,4 @@
-"""What statements agree on, and what programs do where nothing is said: defaults, and files of torchtitan by name."""
+"""What statements agree on, and what programs do where nothing is stated: defaults, and files of torchtitan by name."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ _MODELS = {
 _LARGER_DEBUG_MODEL = datetime.date(2025, 6, 1)  # until then it had 8 layers and a vocabulary of 2256
 
 _DISTINCT = frozenset({*MESH_AXES, "dp", "recipe", "checkpointing", "ac_option"})
-# The reason, the sources that count, those that they beat, and whether that holds where a contradiction is told.
+# The reason, the sources that count, those that they beat, and whether it holds despite a contradiction.
 _PRECEDENCE: tuple[tuple[str, frozenset[Source], frozenset[Source], bool], ...] = (
     ("a flag overrides the configuration", frozenset({"flag"}), frozenset({"config"}), True),
     ("the title names another", frozenset({"title"}), frozenset({"prose"}), True),
@@ -97,7 +97,7 @@ def shown(value: object) -> str:
 
 
 def default_of(fact: str, program: str, day: datetime.date) -> tuple[Value, str] | None:
-    """What holds for a fact when nothing is said, and why."""
+    """The default of a fact, and why."""
     for of, name, since, value, text in _DEFAULTS:
         if name == fact and of in ("", program) and day >= since:
             return value, text

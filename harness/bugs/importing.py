@@ -39,7 +39,7 @@ _ID = re.compile(r"[a-z0-9](?:[a-z0-9.-]{0,78}[a-z0-9])?", re.ASCII)
 
 
 class ImportOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """What a user says of a report. `day`: of the report, where it does not say; `today`: when it is imported."""
+    """What the user states about a report. `day`: its date, where it gives none; `today`: the day of the import."""
 
     today: datetime.date
     id: str = ""

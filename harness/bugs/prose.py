@@ -152,7 +152,7 @@ def refused_by_prose(told: Sequence[Clause]) -> dict[str, str]:
 
 
 def observe(report: Report, told: Sequence[Clause]) -> Bug:
-    """What a report says of what was seen: a bug that is open, with empty fields where it does not say."""
+    """The observations of a report as an open bug; fields that it does not state are empty."""
     message = _message(report)
     head = _head(report)
     return Bug(
@@ -169,7 +169,7 @@ def observe(report: Report, told: Sequence[Clause]) -> Bug:
 
 
 def day_of(report: Report) -> datetime.date | None:
-    """Of which day a report is, at the latest known: that of its head, else of its versions; None for no date."""
+    """The latest day that a report can be from: by its head, else by its versions; None without a date."""
     return _date(_head(report), _DATES) or _date(report.text, (*_NIGHTLY, *_DATES))
 
 

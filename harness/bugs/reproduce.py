@@ -67,7 +67,7 @@ def reproduced(
     device: str,
     like: FailureSignature | None = None,
 ) -> Reproduced:
-    """The answer for one run of a case. `like`: the signature that is looked for, in place of that of the bug file."""
+    """The answer for one run of a case. `like`: the signature to look for instead of the bug file's."""
     bug = named.bug.bug if named.bug is not None else None
     expected = like or (bug.signature if bug is not None else None)
     return Reproduced(

@@ -1,4 +1,4 @@
-"""All checks in the order in which they are judged, all rules, and the order in which findings are told.
+"""All checks in the order in which they are judged, all rules, and the order in which findings are reported.
 
 One fault breaks many things. The rule that a finding is about has a stage, which says how near it is to the cause: a
 wrong scale makes gradients wrong, and no gradient makes a scale wrong in the same step. But nothing causes what was
@@ -39,7 +39,7 @@ from harness.checks.rule import Rule, Rules, Stage, by_name
 from harness.expect.expectations import Expectations
 from harness.verdict import Finding, Verdict
 
-# In this order findings that are equally near to a cause are told.
+# The order of findings that are equally near to a cause.
 CHECKS: tuple[Check, ...] = (
     reported.check_finite,
     loss_vs_golden.check_loss_vs_golden,
@@ -120,7 +120,7 @@ def first_effect(findings: Sequence[Finding]) -> int | None:
 
 
 def _stage_of(finding: Finding) -> Stage:
-    """Of a rule of another room, or of an older version: that of what is about the whole run."""
+    """The stage of rules from other packages or older versions: that of findings about the whole run."""
     return RULES[finding.rule].stage if finding.rule in RULES else Stage.RUN
 
 

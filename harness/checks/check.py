@@ -135,7 +135,7 @@ class Check(msgspec.Struct, frozen=True):
         """Why it can say nothing of a case on a device although its records are there; empty where it can."""
         reason = self.not_judged(expect, device)
         if not reason and self.needs_linears and expect.model is None:
-            return "the single-rank reference, which tells the linears, did not run"
+            return "the single-rank reference, which shows the linears, did not run"
         return reason
 
 

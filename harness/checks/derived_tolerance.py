@@ -27,7 +27,7 @@ FIRST_STEPS = 3  # they share one number, from all their distances: each has few
 
 ADDED = 1e-6  # sums of the same gradients in float32, in two orders: 6e-8 apart for eight of them
 
-PARITY_MARGIN = 3.0  # of the largest distance; it is that of the tolerances that were measured
+PARITY_MARGIN = 3.0  # of the largest distance; the same as of measured tolerances
 
 
 def derived_tolerance(case: Case, reference: Run, draws: Sequence[Run]) -> Tolerance:
@@ -45,7 +45,7 @@ def derived_tolerance(case: Case, reference: Run, draws: Sequence[Run]) -> Toler
 def derived_parity_tolerance(
     case: Case, reference: Run, draws: Sequence[Run], numerics: Numerics = VIRTUAL_DEVICE
 ) -> Tolerance:
-    """How far any gradient may be from that of one rank, relative to its norm: two roundings are as far apart."""
+    """How far any gradient may be from the single-rank one, relative to its norm: as far as two roundings are apart."""
     steps, ignored = range(1, case.train.steps + 1), ROUNDED["bfloat16"]
     drawn = zip(*(worst_distances(draw, reference, steps=steps, ignored=ignored) for draw in draws), strict=True)
     per_step = _never_less([PARITY_MARGIN * max(_without_farthest(distances)) for distances in drawn])

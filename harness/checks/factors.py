@@ -74,7 +74,7 @@ def _numbers(case: Case) -> Mapping[int, tuple[str, ...]]:
 
 
 def explain_loss(case: Case, run: Run, solo: Run, step: int, golden: Sequence[float] | None) -> Explanation | None:
-    """Why the losses of a step are not that of the single-rank reference; `golden`: those of BF16 on one rank."""
+    """Why the losses of a step differ from the single-rank reference's; `golden`: those of BF16 on one rank."""
     losses = [trace.steps[step - 1].loss for trace in run.traces if len(trace.steps) >= step]
     expected = solo.traces[0].steps[step - 1].loss
     if not losses or not all(map(math.isfinite, (*losses, expected))):
@@ -94,7 +94,7 @@ def _of_each_rank(losses: Sequence[float], expected: float) -> Explanation | Non
         (sum(losses), "sum", "dist.all_reduce(loss)"),
     ):
         if math.isclose(total, expected, rel_tol=1e-3):
-            what = f"every rank reports a loss of its own batch; the {word} over ranks is that of the reference"
+            what = f"every rank reports a loss of its own batch; the {word} over ranks is the reference's loss"
             return Explanation(what, f"return the loss of the global batch, the same on every rank: `{fix}`.")
     return None
 
@@ -148,7 +148,7 @@ def explain_gradients(
     return Explanation(f"every gradient is {times} of the reference", _gradient_fix(times), times)
 
 
-_OF_BF16 = 0.2  # the gradient norm of an FP8 step and that of BF16 are up to so far apart; factors start at 2
+_OF_BF16 = 0.2  # the gradient norms of an FP8 and a BF16 step are up to so far apart; factors start at 2
 
 
 def _factor_of_tensor(found: Assembled, expected: Assembled, case: Case) -> Factor | None:

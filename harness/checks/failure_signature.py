@@ -62,7 +62,7 @@ def _of_rank(failure: RankFailure) -> FailureSignature:
 
 
 def _unordered(message: str) -> str:
-    """Of ranks that call different collectives, it is chance which tells first."""
+    """Which of the ranks that disagree about a collective reports first is chance."""
     head, found, told = message.partition("CollectiveMismatch: ranks of one process group disagree: ")
     return f"{head}{found}{', '.join(sorted(told.split(', ')))}" if found else message
 

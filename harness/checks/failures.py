@@ -90,7 +90,7 @@ def _others(run: Run, groups: list[tuple[_Kind, list[int]]]) -> str:
     return "".join(f"; {each}" for each in (*does, *([f"{format_ranks(returned)} returned"] if returned else [])))
 
 
-# What to do about errors that targets often run into, told by their text
+# What to do about errors that targets often run into, recognized by their text
 
 _MISFIT = re.compile(r"TargetMisfit: (?P<what>.*?) Fix: (?P<fix>.*)", re.DOTALL)
 

@@ -201,11 +201,11 @@ def _tp_groups(case: Case, casts: Casts) -> Iterator[Mismatch]:
 
 
 def _one_scale(case: Case, rank: int, group: dict[int, GraphCast]) -> Iterator[Mismatch]:
-    """One scale for a tensor: equal on the TP ranks that hold the tensor or its shards, and that of its amax."""
+    """One scale for a tensor: equal on the TP ranks that hold the tensor or its shards, and derived from its amax."""
     cast = group[rank]
     for other, theirs in group.items():
         if theirs.scale.digest != cast.scale.digest:
-            expected, found = f"that of rank {rank}: {cast.scale.maximum!r}", f"{theirs.scale.maximum!r}"
+            expected, found = f"as on rank {rank}: {cast.scale.maximum!r}", f"{theirs.scale.maximum!r}"
             yield _mismatch(other, theirs, DIFFERENT, expected, found)
     if case.float8.traits.one_scale_per_tensor:
         for broken in tensorwise_rule(RULES.amax, cast, largest(each.amax for each in group.values())):

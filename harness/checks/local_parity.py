@@ -55,7 +55,7 @@ TENSOR = _rule(
     numeric=True,
     key=("tensor",),
 )
-_OFF = " is not that of the recorded {source}: off by {distance:.2g}, {allowed:.2g} allowed"
+_OFF = " does not follow from the recorded {source}: off by {distance:.2g}, {allowed:.2g} allowed"
 LOSS = _rule("loss", "{number}" + _OFF, numeric=True)
 NORM = _rule("grad-norm", "{number}" + _OFF, numeric=True)
 

@@ -32,7 +32,7 @@ KEPT = _rule(
 LIMITS = _rule("limits", "compiled blocks save {much} bytes for backward", key=("much",), formula=SAVED_MEMORY)
 OTHER_MODE = _rule(
     "other-checkpointing",
-    "saved memory is that of checkpointing {mode}, not {asked}: wrong number of {dtype} bytes",
+    "saved memory fits checkpointing {mode}, not {asked}: wrong number of {dtype} bytes",
     stage=Stage.MODEL,
     key=("mode", "asked"),
     formula=SAVED_MEMORY,

@@ -52,7 +52,7 @@ SHAPE = _rule(
     "shape",
     "parameter {module} has another shape than on {who}",
     fix="distribute it as a DTensor (fully_shard, parallelize_module, distribute_tensor), whose shape is "
-    "that of the whole weight: of a plain tensor the harness cannot tell which part of it this rank has.",
+    "the whole weight's: the harness cannot tell which part of a weight a plain tensor is.",
 )
 TRAINED = _rule(
     "trained",
@@ -70,7 +70,7 @@ CALLS = _rule(
     "{module} runs {ours:n time} a step, and {theirs:n time} for the {dp} microbatches of the single-rank reference "
     "({count:n such linear})",
     fix="run the model once for every microbatch that step() is given, and do not join them: a float8 "
-    "scale is that of one microbatch.",
+    "scale belongs to one microbatch.",
 )
 BUFFER = _rule(
     "buffer",
@@ -300,7 +300,7 @@ def _stepped(traces: list[RankTrace]) -> bool:
 
 
 def _unseen_gradients(traces: list[RankTrace]) -> list[Finding]:
-    """What is told of an optimizer that is none of torch's; of one that does nothing `_updates` tells."""
+    """Findings about an optimizer that is none of torch's; `_updates` reports one that does nothing."""
     if not any(each.updated for trace in traces for each in _record(trace).parameters):
         return []
     return [UNSEEN_GRADIENTS.finding(expected="gradients when an optimizer steps", found="none after step()")]

@@ -108,7 +108,7 @@ NOT_CLIPPED = _clipping(
 def check_clipping(case: Case, run: Run, witnesses: Witnesses) -> Iterator[Finding]:
     """Does the optimizer get gradients of the norm that the case clips to?
 
-    The norm that the target reports is taken before clipping, the harness sums that of what the optimizer gets.
+    The norm that the target reports is taken before clipping, the harness sums the norm of what the optimizer gets.
     """
     max_norm = case.train.max_norm
     assert max_norm is not None, "only of cases that clip gradients"
@@ -145,7 +145,7 @@ def _is_clipped(step: StepTrace, max_norm: float) -> bool:
 
 _evaluation = Rules("evaluation", Stage.STEP)
 OTHER_LOSS = _evaluation(
-    "loss", "the loss of the evaluation is not that of training on the same batch with the same weights", numeric=True
+    "loss", "the evaluation's loss differs from the training loss of the same batch and weights", numeric=True
 )
 
 

@@ -33,7 +33,7 @@ OTHER_STATE = _rule(
 @partial(
     Check,
     declares=_rule,
-    blind="State that is in neither the model nor the optimizer, such as that of a data loader.",
+    blind="State outside of model and optimizer, such as a data loader's.",
     not_judged=lambda expect, device: "the run is not resumed" if expect.case.train.resume == "none" else "",
 )
 def check_resume(case: Case, run: Run, witnesses: Witnesses) -> list[Finding]:

@@ -156,7 +156,7 @@ def _scale_shapes(cast: CastRecord) -> tuple[tuple[int, ...], ...]:
 
 
 def _shared_scales(case: Case, casts: Casts) -> Iterator[Mismatch]:
-    """Ranks that hold one tensor share its scale, and the scale is that of the amax over these ranks."""
+    """Ranks that hold one tensor share its scale, which follows from the amax over these ranks."""
     for rank, by_key in casts.items():
         for key, cast in by_key.items():
             group = _group(case, casts, rank, key)
@@ -179,7 +179,7 @@ def _group(case: Case, casts: Casts, rank: int, place: tuple[CastKey, int]) -> d
 
 
 def _amax_rules(case: Case, cast: CastRecord, group: list[CastRecord]) -> Iterator[Broken]:
-    """The scale is that of the amax of the whole tensor, or of the whole row, of which `group` holds the parts."""
+    """The scale follows from the amax of the whole tensor or row, whose parts `group` holds."""
     if not case.float8.traits.power_of_two_scales:
         yield from tensorwise_rule(RULES.amax, cast, largest(other.amax for other in group))
         return

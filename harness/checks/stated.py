@@ -1,4 +1,4 @@
-"""Numbers that were told before: by the target itself (`expect` of its module), or by a recorded signature.
+"""Numbers that were stated before: by the target itself (`expect` of its module), or by a recorded signature.
 
 A signature is for models that no formula describes.
 """

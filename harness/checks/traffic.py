@@ -33,7 +33,7 @@ from harness.verdict import Finding
 
 # Of the bytes of bfloat16: float8 takes half; the rest is for the norms, which are gathered in high precision.
 MAX_SHARE_OF_BFLOAT16 = 0.51
-_PADDING = 1.1  # a shard is padded to that of the first rank, which is at most a row longer
+_PADDING = 1.1  # a shard is padded to the first rank's, which is at most a row longer
 
 _rule = Rules("traffic", Stage.COLLECTIVES)
 VOLUME = _rule("volume", "wrong number or size of {collective}", key=("collective",), formula=TRAFFIC)
@@ -349,7 +349,7 @@ def _gathered_bytes(
 ) -> Iterator[Finding]:
     """Float8 all-gather sends one byte for every element of a converted weight, and not the two of bfloat16.
 
-    How often weights are gathered is told by their casts, which are not recorded in compiled runs.
+    Casts show how often weights are gathered; compiled runs do not record them.
     """
     if not expect.case.gathers_float8 or expect.case.layout.dp_shard == 1 or trace.operands is None:
         return

@@ -21,10 +21,10 @@ from harness.trace import RankTrace, Run
 from harness.trace.operands import CastRecord, CastShare
 from harness.verdict import Finding
 
-# How far a share may be from that of one rank. Exact: the same values are cast with the same scales. Replicas: sums of
-# gradients have another order, so single weights of later steps are rounded otherwise; measured over HSDP: 0. Rounded:
-# under TP all values differ by the rounding of earlier sums, and where the scale of a row moves by a power of two, so
-# does what the row loses; measured over 12 such cases of 5 steps: 3e-4, and 2e-3 where scales moved.
+# How far a share may be from the single-rank one. Exact: the same values are cast with the same scales. Replicas: sums
+# of gradients have another order, so single weights of later steps are rounded otherwise; measured over HSDP: 0.
+# Rounded: under TP all values differ by the rounding of earlier sums, and where the scale of a row moves by a power of
+# two, so does what the row loses; measured over 12 such cases of 5 steps: 3e-4, and 2e-3 where scales moved.
 EXACT, REPLICAS, ROUNDED = 1e-12, 1e-4, 0.006
 
 _rule = Rules("underflow", Stage.OPERAND, located=True)
@@ -82,7 +82,7 @@ def check_underflow(case: Case, run: Run, witnesses: Witnesses) -> Iterator[Find
 
 
 def allowed_share(case: Case, numerics: Numerics) -> float:
-    """How far the share of an operand may be from that of one rank."""
+    """How far the share of an operand may be from the single-rank one."""
     if case.train.dtype == "float64" or sums_in_order(case, numerics):
         return EXACT
     return ROUNDED if case.layout.tp > 1 else REPLICAS

@@ -162,7 +162,7 @@ class _Parts:
                 raise
 
     def _warm(self, name: str) -> None:
-        """Start the zygote of a node, so that no part spends its deadline waiting for that of another."""
+        """Start the zygote of a node, so that no part spends its deadline waiting for another node's."""
         with suppress(NodeLost), self._answering(name) as node:
             node.warm(self._shares[name].job.preload)
 

@@ -26,7 +26,7 @@ _NOTICE_AFTER_S = 3.0
 class Leases:
     """Slots 0 to `slots` - 1, locked in `folder`. Jobs share slots of the same name (default: the number).
 
-    `note` is told who holds slots that are waited for. A slot file holds the pid of its last holder.
+    `note` gets who holds the slots that it waits for. A slot file holds the pid of its last holder.
     """
 
     def __init__(

@@ -68,7 +68,7 @@ def other_threads() -> tuple[str, ...]:
 
 
 def _code_of(thread: threading.Thread) -> str:
-    """Where the outermost call of a thread outside of `threading` is, which tells the library that started it."""
+    """Where the outermost call of a thread outside of `threading` is, which shows the library that started it."""
     frame = sys._current_frames().get(thread.ident or 0)
     calls = []
     while frame is not None:
@@ -182,7 +182,7 @@ def signal_marked(pid: int, number: signal.Signals, variable: str, value: str) -
     except (OSError, OverflowError):  # gone, or not a pid
         return False
     try:
-        # Read after the pidfd was opened: the mark is that of its process, or of one that came after its end.
+        # Read after the pidfd was opened: the mark belongs to its process, or to one that came after its end.
         if not _is_marked(pid, variable, value):
             return False
         signal.pidfd_send_signal(process, number)

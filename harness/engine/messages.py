@@ -105,7 +105,7 @@ class Hello(Message, frozen=True, tag="hello", forbid_unknown_fields=False):
 
     version: int
     pid: int
-    notes: tuple[str, ...] = ()  # what the program says of this environment
+    notes: tuple[str, ...] = ()  # the program's remarks about this environment
 
 
 class Submit(Message, frozen=True, tag="submit"):

@@ -64,7 +64,7 @@ class RankProgram(Protocol):
 
 
 def notes_of(program: RankProgram) -> tuple[str, ...]:
-    """What a preloaded program says of its environment, a line each: nothing where it has no function `notes`."""
+    """A preloaded program's remarks about its environment, a line each: nothing where it has no function `notes`."""
     notes: Callable[[], tuple[str, ...]] = getattr(program, "notes", tuple)
     return notes()
 

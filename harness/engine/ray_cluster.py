@@ -57,7 +57,7 @@ class RayNode:
         self._slots = self._actor.slots.remote()
 
     def check_started(self) -> None:
-        """Wait for the actor. Raises HarnessError where it does not start, or has other devices than were told."""
+        """Wait for the actor. Raises HarnessError where it does not start, or has other devices than reported."""
         try:
             slots = self._ray.get(self._slots, timeout=_START_S)
         except self._ray.exceptions.RayError as error:

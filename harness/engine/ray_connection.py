@@ -31,7 +31,7 @@ _SECONDS = {
 }
 _TOKEN = (
     "does it ask for a token? Then set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN_PATH=FILE, here and on its nodes; "
-    "`ray status --address {address}` tells the same"
+    "`ray status --address {address}` shows the same"
 )
 
 

@@ -40,7 +40,7 @@ class Stage(enum.Enum):
 class Supervisor:
     """Runs one share. Call `start` once, then `tick` after every callback and at `wakeup_s`, until `outcome` is set.
 
-    Where other nodes have shares of the job, `report` is told what they must know.
+    Where other nodes have shares of the job, `report` gets what they must know.
     """
 
     def __init__(

@@ -14,7 +14,7 @@ from harness.engine.messages import RankOutcome
 from harness.plural import binary_bytes
 
 # "machine": the GPU or its driver fails, or other processes hold its memory: says nothing of the case. "case": a fault
-# of the rank itself. "timeout": it waited for others until a time-out. "peer": another process went away. "": not told.
+# of the rank itself. "timeout": it waited for others until a time-out. "peer": another process went away. "": unknown.
 Kind = Literal["machine", "case", "timeout", "peer", ""]
 
 MACHINE = "fails on this machine, not in the case"
@@ -36,7 +36,7 @@ _CONTEXTS = 0.05  # of the memory of a GPU, at most, is taken by what no process
 
 
 class Symptom(NamedTuple):
-    """A text and what it says of the cause. `source`: where the text is from, a file of torch or a page."""
+    """A text and what it means for the cause. `source`: where the text is from, a file of torch or a page."""
 
     kind: Kind
     pattern: str
@@ -137,7 +137,7 @@ def _timeout(match: re.Match[str], text: str) -> str:
 
 
 def _memory(text: str) -> Reading:
-    """Whose memory filled the GPU: that of other processes, if the case alone would fit."""
+    """Whose memory filled the GPU: other processes', if the case alone would fit."""
     told = _MEMORY.search(text)
     if told is None:
         return Reading("case", "the GPU is out of memory; the error does not say who holds it")

@@ -167,7 +167,7 @@ class _Launch:
             os.close(pidfd)
 
     def _request_stacks(self) -> None:
-        """Ask the ranks for their stacks. A rank may be gone and its pid be that of another process: hence the mark."""
+        """Ask the ranks for their stacks. A rank may be gone and its pid reused by another process: hence the mark."""
         for rank in self._share.ranks:
             if not rank_file(self._folder, rank, "outcome").exists():
                 with suppress(OSError, ValueError):  # the rank has not started, or the file is still empty

@@ -227,8 +227,8 @@ REPLY_MARGIN_S = 60.0  # after the deadline of a job; stacks, kill and sweep tak
 class ZygoteEngine:
     """Runs shares of jobs of the rank program `program`, a dotted module name, preloaded with `options` by `python`.
 
-    The first share starts the zygote, and `note` gets what the program says of its environment, in any thread. Use as a
-    context manager, or `close` it.
+    The first share starts the zygote, and `note` gets the program's remarks about its environment, in any thread. Use
+    as a context manager, or `close` it.
     """
 
     def __init__(

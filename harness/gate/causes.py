@@ -148,7 +148,7 @@ class _Attribution:
 
 
 def _claims(formula: str, expect: Expectations) -> Iterator[object]:
-    """What a formula says of the case, of every rank; nothing where it does not apply."""
+    """The values of a formula for the case on every rank; nothing where it does not apply."""
     case = expect.case
     if not expect.has_formulas or expect.refusal is not None:
         return

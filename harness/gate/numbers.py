@@ -25,7 +25,7 @@ from harness.result import CaseResult
 
 
 def changed_counts(sides: Sides) -> Iterable[Reason]:
-    """A reason for every case and kind of count that is not that of the baseline, to the last byte."""
+    """A reason for every case and kind of count that differs from the baseline, to the last byte."""
     for pair in sides.compared if sides.same_device else ():
         before, after = pair.baseline.measured, pair.candidate.measured
         if before is None or after is None:

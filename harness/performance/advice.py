@@ -1,4 +1,4 @@
-"""Does FP8 pay? What is said about a case on a machine: predictions, recommendations from them, and assumptions."""
+"""Does FP8 pay? Predictions for a case on a machine, recommendations from them, and assumptions."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ ERROR_H100, ERROR_ELSEWHERE = 0.06, 0.16
 
 
 class Advice(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything that is said about a case on a machine. Times are predicted, shapes and bytes are exact."""
+    """Everything predicted for a case on a machine. Times are predicted, shapes and bytes are exact."""
 
     case: str
     device: str

@@ -30,7 +30,7 @@ from harness.verdict import Verdict
 MEASURED_PEAK = 1.15  # published peaks over the lower bound
 _ENDS = (Verdict.CRASH, Verdict.HANG)
 _NAMES = 3  # of weights that a sentence lists
-_MOST = {"tp": 64, "dp_replicate": 16}  # ranks along every axis but that of FSDP, which has the others
+_MOST = {"tp": 64, "dp_replicate": 16}  # ranks along every axis but FSDP's, which has the others
 ASSUMPTIONS = (
     "shapes, alignment, wire bytes and calls, and memory between forward and backward are exact, with eager blocks",
     "wire: sent_bytes is what a rank sends in rings; nodes have consecutive ranks",
@@ -76,7 +76,7 @@ class Shard(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Simulation(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything that is said about a case on its ranks. `refused`: it must not be started."""
+    """Everything predicted about a case on its ranks. `refused`: it must not be started."""
 
     case: str
     world_size: int

@@ -80,7 +80,8 @@ def memory(case: Case, *, rank: int, saves_attention: bool = True) -> Memory:
         optimizer=case.train.update.states * own * item,
         gradients=sum(each.nbytes for each in gradients(case, rank)),
         saved=saved + (_attention_bytes(case) if saves_attention else 0),
-        kept=scalars + sum(each.nbytes for each in live if each.dtype != "uint8"),  # that of generators is on the host
+        kept=scalars
+        + sum(each.nbytes for each in live if each.dtype != "uint8"),  # the state of generators is on the host
         probabilities=(probabilities := _probability_bytes(case, rank)),
         loss=_loss_bytes(case, probabilities),
         block=_block_bytes(case, units[1]),

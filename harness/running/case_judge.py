@@ -145,7 +145,7 @@ class CaseJudge:
 def _explained(
     run: Run, found: Judgement, golden: Golden | None, cache: WitnessCache, expect: Expectations
 ) -> Judgement:
-    """The judgement with the first operand that differs, and what the BF16 twin says of a loss that is off."""
+    """The judgement with the first operand that differs, and the BF16 twin's diagnosis of a wrong loss."""
     case, findings = expect.case, found.findings
     recorded = run.complete and all(trace.operands is not None for trace in run.traces)
     if recorded and any(finding.check == parity.check_parity.name for finding in findings):

@@ -29,7 +29,7 @@ _PACKAGES = ("torch", "torchao", "torchtitan", "numpy")  # come from the environ
 
 
 class NamedEnvironment(msgspec.Struct, frozen=True, kw_only=True):
-    """An environment under the name of its runs. `folder`: that of `run --env`; None for the one that runs."""
+    """An environment under the name of its runs. `folder`: the one given by `run --env`; None for this environment."""
 
     name: str
     python: Path

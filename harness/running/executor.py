@@ -32,7 +32,7 @@ RENDEZVOUS_PROGRAM = "harness.worker.process_group"  # serves the store where ra
 
 
 class Executor:
-    """Runs cases on the nodes of a cluster until closed. Thread-safe. `root` is that of the project."""
+    """Runs cases on the nodes of a cluster until closed. Thread-safe. `root`: of the project."""
 
     def __init__(self, plan: Plan, cluster: Cluster, root: Path) -> None:
         self._plan = plan
@@ -149,7 +149,7 @@ class _Once:
 
 
 def local_node(plan: Plan, project: Project, note: Callable[[str], None]) -> LocalNode:
-    """This machine as a node of the plan, whose first capacity is that of this machine. `note`: what it waits for."""
+    """This machine as a node of the plan, with the plan's first capacity. `note`: gets what it waits for."""
     told = _Once(note)
 
     def launch(preload: Mapping[str, str]) -> Runner:

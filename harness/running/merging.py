@@ -45,7 +45,7 @@ def merged(shards: Sequence[Named], *, latest: bool = False, mixed: bool = False
 
 
 def environment_differences(shards: Sequence[Named]) -> Iterable[str]:
-    """How the environment of every shard differs from that of the first, a line each; none where all are the same."""
+    """How the environment of each shard differs from the first one's, a line each; none where all are the same."""
     (name, run), *others = shards
     first = run.start.environment or Environment()
     targets = dict(first.targets)  # a shard names those of its own cases: what others name too can differ
@@ -68,7 +68,7 @@ def _check_complete(shards: Sequence[Named]) -> None:
 
 
 def _environment(shards: Sequence[Named], *, mixed: bool) -> Environment | None:
-    """The one of all shards, with the targets of all; None where they differ: it is that of no case."""
+    """The common environment of all shards, with all their targets; None where they differ."""
     found = list(environment_differences(shards))
     if found and not mixed:
         fix = "give `runs merge` --mixed where that does not matter, or run them in one environment."
@@ -93,7 +93,7 @@ def _cases(shards: Sequence[Named], *, latest: bool) -> dict[str, CaseResult]:
                     f"{source[case.case_id]} and {name} have different results of it: {other.verdict.value} and "
                     f"{case.verdict.value}.",
                     where=case.case_id,
-                    fix="give `runs merge` --latest to keep that of the run that started last.",
+                    fix="give `runs merge` --latest to keep the result of the run that started last.",
                 )
             found[case.case_id], source[case.case_id] = case, name
     return found

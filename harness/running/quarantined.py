@@ -12,7 +12,7 @@ from harness.project import Project
 
 
 def quarantined_cases(project: Project, cases: Iterable[Case], note: Callable[[str], None]) -> Mapping[str, str]:
-    """By case id: until when, by whom and why. `note` is told of quarantines that expired.
+    """By case id: until when, by whom and why. `note` gets expired quarantines.
 
     Raises HarnessError where the file of the project is invalid.
     """

@@ -158,7 +158,7 @@ def _pricing(costs: Costs) -> Pricing:
 
 
 def cases_to_explain(project: Project, source: str) -> tuple[Case, ...]:
-    """The cases of a tier or file; that of an id also where a rule excludes it."""
+    """The cases of a tier or file, or the case of an id, also where a rule excludes it."""
     if _is_case_id(project, source):
         return (parse_case_id(source),)
     return select_cases(project, Query(sources=(source,)))

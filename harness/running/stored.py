@@ -41,7 +41,7 @@ class Stored(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """What it can be called: the name that the user gave it, and that of its file."""
+        """The names that it goes by: the user's, and its file's."""
         return tuple(filter(None, (self.start.name, self.path.stem)))
 
 

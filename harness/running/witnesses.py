@@ -33,7 +33,7 @@ from harness.running.plan import Plan
 from harness.trace import RankFailure, Run
 
 _SEAL_SIZE = hashlib.sha256().digest_size
-_RUNS = msgspec.msgpack.Decoder(Run)  # made before any thread decodes, as that of `judge.py`
+_RUNS = msgspec.msgpack.Decoder(Run)  # made before any thread decodes, like the one of `judge.py`
 
 
 class WitnessCache:
@@ -176,7 +176,7 @@ class WitnessCache:
             return self._kept[name]
 
     def _retried(self, name: str, execute: Callable[[], JobOutcome | None]) -> JobOutcome | None:
-        """The outcome; that of a second attempt if the first ended as `infra`, such as by a lost node."""
+        """The outcome; of a second attempt if the first ended as `infra`, for example by a lost node."""
         outcome = execute()
         if outcome is None or outcome.status != "infra":
             return outcome

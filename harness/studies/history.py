@@ -23,7 +23,7 @@ from harness.verdict import Verdict
 class Moment(msgspec.Struct, frozen=True, kw_only=True):
     """A case in one run. `moved` names the exact numbers that changed since the last run in the same environment.
 
-    Where there is none, since the run before; `repeats` tells which.
+    Where there is none, since the run before; `repeats` says which.
     """
 
     run: Stored

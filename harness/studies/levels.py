@@ -55,7 +55,7 @@ ARITHMETIC: Mapping[Level, Arithmetic] = {"kernel": "kernel", "proof": "exact", 
 DTYPE: Mapping[Level, str] = {"proof": "float64", "native": "bfloat16"}
 _TIERS = {"cpu": ("smoke",), "cuda": ("smoke", "pr")}
 _READ_BY_DEVICES = ("NCCL_", "CUBLAS", "NVIDIA_TF32", "TORCH_NCCL", "CUDA_DEVICE")
-NO_REFUSALS = "refusals: torch's kernel of a CPU refuses less than that of a GPU, so none is compared"
+NO_REFUSALS = "refusals: torch's CPU kernel refuses less than a GPU's, so none is compared"
 _ALL = 99  # host cases of a fault
 _SMALL = 2  # ranks of the cases of a rehearsal
 REASON = "first goldens of this class of hardware"
@@ -94,7 +94,7 @@ class Interrupted(Exception):
 
 
 def ask_torch() -> TorchFacts:
-    """What torch says of this machine. HarnessError where the process that asks it fails."""
+    """What torch reports about this machine. HarnessError where the process that asks it fails."""
     with unleased_cluster(_FACTS_PROGRAM, 1) as cluster:
         outcome = cluster.run(Job(job_id="facts", world_size=1, payload=b"", deadline_s=_FACTS_DEADLINE_S))
     if outcome.status != "ok":

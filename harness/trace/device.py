@@ -1,4 +1,4 @@
-"""The device of a rank: what torch says of it, and the kernel check, one call of its `_scaled_mm` beside the exact one.
+"""What torch reports about a rank's device, and the kernel check: one call of its `_scaled_mm` beside the exact one.
 
 Both are asked of a process of its own.
 """

@@ -43,7 +43,7 @@ class Buffer(Record, frozen=True, kw_only=True):
 
 
 class ModelRecord(Record, frozen=True, kw_only=True):
-    """Linears in the order of registration, parameters in that of `named_parameters`, checkpointed and compiled FQNs.
+    """Linears in registration order, parameters in the order of `named_parameters`, checkpointed and compiled FQNs.
 
     `calls`: how often the forward of a linear ran in a step at most, by FQN, in eager runs; `recomputed`: and again in
     backward.

@@ -1,4 +1,4 @@
-"""A rank program that tells what torch says of this machine. The process that loads CUDA ends with it."""
+"""A rank program that returns what torch reports about this machine. The process that loads CUDA ends with it."""
 
 from __future__ import annotations
 

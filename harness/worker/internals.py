@@ -35,7 +35,7 @@ class Gap(NamedTuple):
     problem: str
 
     def line(self, *lost: str) -> str:
-        """What is said of it: the library with its version, the name, what is wrong with it, and what is lost."""
+        """One line: the library with its version, the name, what is wrong with it, and what is lost."""
         library = self.name.partition(".")[0]
         version = installed_versions([library]).get(library, "")
         return f"{library} {version}: {self.name} {self.problem}: {'; '.join(lost)}"

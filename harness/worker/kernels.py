@@ -25,7 +25,7 @@ OUT = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.fl
 
 
 def preload(options: Mapping[str, str]) -> None:
-    """Leave the process with one thread. Nothing is installed: `torch._scaled_mm` stays that of the device."""
+    """Leave the process with one thread. Nothing is installed: `torch._scaled_mm` stays the device's."""
     torch.set_num_threads(1)
 
 

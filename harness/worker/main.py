@@ -27,7 +27,7 @@ def preload(options: Mapping[str, str]) -> None:
 
 
 def notes() -> tuple[str, ...]:
-    """What is said at the start of a run: every private part that is not as declared, and what is lost by that."""
+    """The remarks at the start of a run: every private part that is not as declared, and what is lost by that."""
     return tuple(_told)
 
 

@@ -36,7 +36,7 @@ def preload(options: Mapping[str, str]) -> None:
     """Do once what every rank needs: imports, the virtual device, and the slow first run of the code.
 
     Leaves the process single-threaded and without a CUDA context, so that it can be forked. A target that cannot be
-    imported, or that is not that of the controller, raises before the warm-up.
+    imported, or that differs from the controller's, raises before the warm-up.
     """
     torch.set_num_threads(1)
     without_progress_thread()
@@ -67,7 +67,7 @@ def _check_source(name: str, options: Mapping[str, str]) -> None:
     asked = options.get("source")
     if asked and module_digest(name, options.get("path", "").split(os.pathsep)) != asked:
         raise RuntimeError(
-            f"the source of {name} on node {platform.node()} is not that of the machine where the run was started. "
+            f"the source of {name} on node {platform.node()} differs from that on the machine that started the run. "
             "Fix: put the same files on every node, such as in a shared folder or one image."
         )
 

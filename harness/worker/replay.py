@@ -249,7 +249,7 @@ def _replay_step(prepared: Prepared, watching: Replay, step: int) -> StepTrace:
 
 @torch.no_grad()
 def _replace(watching: Replay, fqn: str, kind: ModuleTensorKind, tensor: torch.Tensor | None) -> float:
-    """Replace a parameter, or its gradient, in place by that of the run. Returns the sum of its squares."""
+    """Replace a parameter, or its gradient, in place by the run's. Returns the sum of its squares."""
     if tensor is None:
         return math.nan
     local = local_shard(tensor)

@@ -4,7 +4,7 @@ FSDP2 on one rank would add up the gradients of all microbatches in the order in
 accumulate those of their own, then sum over shards, then over replicas, and round each of these sums to the reduce
 dtype. Repeating that makes the single-rank reference equal to the bit, with any number of microbatches.
 
-FSDP2 tells what it reduced through its public hooks: `set_all_reduce_hook` hands over the flat gradient of a group in
+FSDP2's public hooks show what it reduced: `set_all_reduce_hook` hands over the flat gradient of a group in
 the reduce dtype, and the hooks of its sharded parameters name the parts of it, in their order.
 
 The tokens of a forward pass tell which rank it is for. Where the model is not called as a whole, all of them count

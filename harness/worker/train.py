@@ -71,7 +71,7 @@ def train(
 ) -> RankTrace:
     """Build and train the case of a request on this rank. Returns its trace.
 
-    `virtual`: parts of the virtual FP8 device that are installed; `folder` is that of the job.
+    `virtual`: parts of the virtual FP8 device that are installed; `folder`: of the job.
     """
     case = request.case
     base_memory = _peak_memory_bytes(device)

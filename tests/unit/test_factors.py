@@ -41,9 +41,9 @@ def explained(case: Case, run: Run, golden: float = 8.0, solo: float = 8.0) -> s
 def test_losses_of_each_rank_are_told_from_a_wrong_mean() -> None:
     case = make_case(dp_shard=2, steps=1)
     own = with_step(make_run(case, losses=[7.0]), 1, 1, loss=9.0)
-    assert "a loss of its own batch; the mean over ranks is that of the reference" in explained(case, own)
+    assert "a loss of its own batch; the mean over ranks is the reference's loss" in explained(case, own)
     shares = with_step(make_run(case, losses=[3.0]), 1, 1, loss=5.0)
-    assert "the sum over ranks is that of the reference" in explained(case, shares)
+    assert "the sum over ranks is the reference's loss" in explained(case, shares)
     assert "2 times (the data-parallel degree" in explained(case, make_run(case, losses=[16.0]))
     assert explained(case, make_run(case, losses=[8.3])) == ""
 

@@ -183,7 +183,7 @@ SENTENCES: tuple[tuple[Finding, str], ...] = (
     ),
     (
         reported.OTHER_LOSS.finding(),
-        "the loss of the evaluation is not that of training on the same batch with the same weights",
+        "the evaluation's loss differs from the training loss of the same batch and weights",
     ),
     (fp8_on.NOT_CONVERTED.finding(module="w1", ranks=(0, 1)), "w1 was not converted to FP8 on ranks 0-1"),
     (
@@ -218,7 +218,7 @@ SENTENCES: tuple[tuple[Finding, str], ...] = (
     ),
     (
         memory.OTHER_MODE.finding(mode="none", asked="full", dtype="float32"),
-        "saved memory is that of checkpointing none, not full: wrong number of float32 bytes",
+        "saved memory fits checkpointing none, not full: wrong number of float32 bytes",
     ),
     (
         live_memory.TOO_MUCH.finding(tensors="float32[4] of cache", when="at the end of the step"),
@@ -231,7 +231,7 @@ SENTENCES: tuple[tuple[Finding, str], ...] = (
     (stated.EXECUTED.finding(what="scaled matmuls"), "not the recorded number or size of scaled matmuls"),
     (
         replace(local_parity.LOSS.finding(number="loss", source="logits", distance=0.02, allowed=5e-6), within="in a"),
-        "in a: loss is not that of the recorded logits: off by 0.02, 5e-06 allowed",
+        "in a: loss does not follow from the recorded logits: off by 0.02, 5e-06 allowed",
     ),
     (metamorphic.NO_PARTNER.finding(who="the partner", why=": x"), "cannot be judged: the partner could not be run: x"),
     (

@@ -72,7 +72,7 @@ def test_a_target_that_cannot_be_imported_raises_before_the_warm_up(tmp_path: Pa
 def test_a_target_that_differs_between_nodes_raises_before_the_warm_up(tmp_path: Path) -> None:
     told, warmed, _ = preloaded(tmp_path, "", source="0" * 16)
     where = f"the source of mine on node {platform.node()}"
-    assert told == f"{where} is not that of the machine where the run was started."
+    assert told == f"{where} differs from that on the machine that started the run."
     assert warmed == "does not warm up 1 threads"
 
 

@@ -17,7 +17,7 @@ Tensor = torch.Tensor
 
 
 class Product(NamedTuple):
-    """One executed operator with its FLOPs. `part`: "matmuls" or "attention"; `dtype` is that of its first factor."""
+    """One executed operator with its FLOPs. `part`: "matmuls" or "attention"; `dtype`: of its first factor."""
 
     part: str
     dtype: torch.dtype

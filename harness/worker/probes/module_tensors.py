@@ -131,7 +131,7 @@ class _Hooks:
     def before(self, _: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
         """Give the input of a linear a place of its own in the graph: several linears may share one tensor.
 
-        A norm uses its input twice. Both gradients would be summed before that of the residual stream, which rounds
+        A norm uses its input twice. Both gradients would be summed before the residual stream's, which rounds
         differently, so its input gets no place and its gradient is not recorded.
         """
         given = args[0]

@@ -76,7 +76,7 @@ class _Place:
         self.parameter = parameter  # the sharded parameter of which FSDP2 casts the local, plain tensor
 
     def next_gemm(self) -> GemmRole:
-        """torchao's backward computes the gradient of the input first, then that of the weight."""
+        """torchao's backward computes the gradient of the input first, then of the weight."""
         self.matmuls += 1
         if self.phase == "backward":
             return "dgrad" if self.matmuls == 1 else "wgrad"

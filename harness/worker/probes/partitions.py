@@ -41,7 +41,7 @@ class PartitionWatcher:
         self._passed: dict[int, _Side] = {}  # forward graphs that have been through the passes, by partition
 
     def install(self, replace: Callable[[Any, str, Any], None]) -> None:
-        """Watch the partitioner; `replace` is that of a probe."""
+        """Watch the partitioner; `replace`: the probe's."""
         for owner in (graph_backend, compile_fx):
             stock = owner.min_cut_rematerialization_partition
             replace(owner, "min_cut_rematerialization_partition", self._watched(stock))

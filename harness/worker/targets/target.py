@@ -1,4 +1,4 @@
-"""The interface of a target: what the harness trains, and what it tells a target about the run.
+"""The interface of a target: what the harness trains, and what a target learns about the run.
 
 A target is a module with `build(case, world) -> Target`, and optionally `preload()`, which is called once before ranks
 are forked: it may import and warm up, and must leave neither threads nor a process group. Weights and tokens come from
@@ -31,7 +31,7 @@ IGNORED = -100  # the label of a token that the loss leaves out: what cross entr
 
 
 class World(NamedTuple):
-    """What a rank is told. The process group is initialized; ranks are numbered with `tp` varying fastest.
+    """What a target gets on a rank. The process group is initialized; ranks are numbered with `tp` varying fastest.
 
     The single-rank reference of a layout (solo witness) is built like any other run, with every degree of
     `case.layout` at 1. It gets the microbatches of all data-parallel ranks in every step and accumulates gradients.

@@ -118,7 +118,7 @@ def _multi_all_gather_and_consume(
     group_name: str,
     ag_out_needed: bool = True,
 ) -> None:
-    """All-gather every `shard` into its `ag_out`, then consume the shards, starting with that of this rank."""
+    """All-gather every `shard` into its `ag_out`, then consume the shards, starting with this rank's."""
     group = resolve_group(group_name)
     rank, size = group.rank(), group.size()
     for part, whole in zip(shard, ag_out, strict=True):

@@ -1,4 +1,4 @@
-"""A Case in the words of torchtitan 0.3.0: the configuration of its Trainer, and that of its Llama.
+"""A Case in the words of torchtitan 0.3.0: the configurations of its Trainer and its Llama.
 
 What it cannot be asked for is a rule in `matrix/rules.toml`, never something similar in its place.
 """
