@@ -167,7 +167,11 @@ def script(case: Case, signature: FailureSignature, *, title: str, checks: Colle
     ranks = case.layout.tp if detects == "scattered" else case.world_size
     values = _of_failure(case, signature, detects) | {"MESH": mesh} | _of_case(case)
     body = TEMPLATE.read_text().split('"""', 2)[2]
-    text = _CONSTANT.sub(lambda line: _assigned(line[1], values[line[1]]) if line[1] in values else line[0], body)
+    literals = {
+        name: json.dumps(value) if isinstance(value, str) else repr(value).replace("'", '"')
+        for name, value in values.items()
+    }
+    text = _CONSTANT.sub(lambda line: f"{line[1]} = {literals[line[1]]}" if line[1] in literals else line[0], body)
     head = _HEAD.format(title=title.replace("\\", "/").replace('"', "'"), ranks=ranks)
     return Script(text=head + text, ranks=ranks)
 
@@ -176,11 +180,6 @@ _HEAD = '''"""{title}
 
 torchrun --nproc-per-node {ranks} FILE.py [PATCH.py:FUNCTION ...] exits with 0 where it is fixed. Patches come first.
 """'''
-
-
-def _assigned(name: str, value: object) -> str:
-    literal = json.dumps(value) if isinstance(value, str) else repr(value).replace("'", '"')
-    return f"{name} = {literal}"
 
 
 def what_detects(signature: FailureSignature, checks: Collection[str] = ()) -> Detects:

@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping, Sequence
 import msgspec
 from msgspec.structs import replace
 
-from harness.expect.traffic import expected_transfers
 from harness.matrix.case import Case, Float8
 from harness.matrix.caseid import case_id
 from harness.matrix.known import KnownFault, matching
@@ -20,6 +19,7 @@ from harness.performance.gains import (
     compiled,
     conversions,
     costed,
+    fsdp_bytes,
     variants,
     vocabularies,
 )
@@ -120,19 +120,13 @@ def _gather_in_float8(found: Sequence[Variant], candidates: Mapping[str, Case], 
     if plain is None or gathering is None:
         return
     layout = candidates["tensorwise"].layout
-    before, after = (_gathered_gb(candidates[name]) for name in ("tensorwise", "tensorwise, float8 all-gather"))
+    names = ("tensorwise", "tensorwise, float8 all-gather")
+    before, after = (fsdp_bytes(candidates[name])["all_gather"] * layout.dp_shard / 1e9 for name in names)
     yield (
         f"Float8 all-gather changes the speed by {gathering / plain - 1:+.1%}: a rank gathers {after:.1f} instead of "
         f"{before:.1f} GB a step from {layout.dp_shard} ranks at {axis_bytes_s(layout, 'dp_shard', machine) / 1e9:.0f} "
         "GB/s, behind compute where there is enough."
     )
-
-
-def _gathered_gb(case: Case) -> float:
-    """What FSDP's all-gathers of weights bring to a rank in one step."""
-    transfers = expected_transfers(case, step=2, rank=0)
-    gathers = (each for each in transfers if (each.axis, each.kind) == ("dp_shard", "all_gather"))
-    return sum(each.payload_bytes for each in gathers) * case.layout.dp_shard / 1e9
 
 
 def _keep_linears(linears: Sequence[Conversion]) -> Iterator[str]:

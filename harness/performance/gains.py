@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 
 import msgspec
@@ -258,8 +258,12 @@ def plots(case: Case, machine: Machine) -> tuple[Plot, ...]:
 
 
 def _over_size(case: Case, machine: Machine) -> Plot:
-    compiled = replace(case, compile="inductor")
-    sized = [_of_dim(compiled, dim) for dim in _DIMS]
+    least = max(_HEADS, case.layout.tp)
+    models = (
+        replace(case.model, dim=dim, heads=max(least, dim // _HEAD_DIM), kv_heads=least, ffn_dim=4 * dim)
+        for dim in _DIMS
+    )
+    sized = [replace(case, compile="inductor", model=model) for model in models]
     return Plot(
         title="predicted speed over BF16, compiled blocks",
         across="dim of the model, with heads of 128 and ffn_dim of 4 dim",
@@ -270,12 +274,6 @@ def _over_size(case: Case, machine: Machine) -> Plot:
         ),
         logarithmic=True,
     )
-
-
-def _of_dim(case: Case, dim: int) -> Case:
-    heads = max(_HEADS, case.layout.tp, dim // _HEAD_DIM)
-    model = replace(case.model, dim=dim, heads=heads, kv_heads=max(_HEADS, case.layout.tp), ffn_dim=4 * dim)
-    return replace(case, model=model)
 
 
 def _over_vocabulary(case: Case) -> Plot:
@@ -313,9 +311,14 @@ def _over_world(case: Case) -> Plot:
 
 
 def _received_gb(case: Case) -> tuple[float, float]:
-    others = case.layout.dp_shard - 1
-    sent = {"all_gather": 0, "reduce_scatter": 0}
-    for transfer in expected_transfers(case, step=2, rank=0):
-        if transfer.axis == "dp_shard" and transfer.kind in sent:
-            sent[transfer.kind] += transfer.payload_bytes
+    sent, others = fsdp_bytes(case), case.layout.dp_shard - 1
     return sent["all_gather"] * others / 1e9, sent["reduce_scatter"] * others / (others + 1) / 1e9
+
+
+def fsdp_bytes(case: Case) -> Counter[str]:
+    """The inputs of FSDP's collectives on a rank in one step, by kind."""
+    sent: Counter[str] = Counter()
+    for transfer in expected_transfers(case, step=2, rank=0):
+        if transfer.axis == "dp_shard":
+            sent[transfer.kind] += transfer.payload_bytes
+    return sent

@@ -316,9 +316,7 @@ def speedup_sections(found: Advice) -> Iterator[Section]:
     yield Section(blocks=(f"{found.case} on {found.device}: predicted, not measured", of_bf16))
     yield Section(name="advice", title="Recommendations", blocks=(Items(found.recommendations),))
     yield _table_section("speed", "Times as fast as BF16", _VARIANTS, _variant_rows(found))
-    yield _table_section(
-        "step", f"One step, {found.recipe}", ("part of a step", "BF16 ms", "FP8 ms"), _step_rows(found)
-    )
+    yield _table_section("step", f"One step, {found.recipe}", _STEP, _step_rows(found))
     title = f"Linears in one rank and step, {found.recipe}; gain: of all matmuls with casts"
     yield _table_section("linears", title, _LINEARS, map(linear_row, found.linears))
     rows = (row for each in found.linears for row in _matmul_rows(each))

@@ -41,7 +41,7 @@ from harness.running.schedule import run_schedule
 from harness.running.selection import Query, select_cases, trained_by
 from harness.running.witnesses import open_witnesses
 from harness.sources import installed_versions
-from harness.trace import RankFailure, RankTrace, Run
+from harness.trace import RankFailure, Run
 from harness.verdict import Verdict, check_of
 from harness.workflow import check_fits
 
@@ -371,15 +371,12 @@ def fault_effect(run: Run) -> FaultEffect:
     first = run.causes
     state = hashlib.sha256()
     for trace in run.traces if run.complete else ():
-        state.update(msgspec.msgpack.encode(_comparable(trace)))
+        steps = tuple(msgspec.structs.replace(step, seconds=0.0) for step in trace.steps)
+        timeless = msgspec.structs.replace(trace, steps=steps, peak_memory_bytes=0)
+        state.update(msgspec.msgpack.encode(timeless))
     for message in sorted({failure.message for failure in first}):
         state.update(message.encode())
     return FaultEffect(digest=state.hexdigest(), broken=next(filter(None, map(_raised_by_fault, first)), ""))
-
-
-def _comparable(trace: RankTrace) -> RankTrace:
-    steps = tuple(msgspec.structs.replace(step, seconds=0.0) for step in trace.steps)
-    return msgspec.structs.replace(trace, steps=steps, peak_memory_bytes=0)
 
 
 def _raised_by_fault(failure: RankFailure) -> str:

@@ -42,7 +42,6 @@ DEFAULT_RECIPE: Recipe = "tensorwise"
 DEFAULT_LAYOUTS = ("fsdp2", "tp2", "hsdp2x2")
 TIMEOUT_S = 60.0  # of one tiny case; the slowest takes below 10 s on two busy cores
 
-TARGET = "target"  # in place of a check, in findings of the questions here
 _SAYS = "{} in losses or gradient norms from step {{step}} on"
 RANDOM = Rule(
     name="target/random",
