@@ -15,7 +15,7 @@ import sys
 import time
 import venv
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib.metadata import distributions
 from pathlib import Path
 
@@ -163,7 +163,8 @@ def _run(command: Sequence[str], home: Path, note: Note) -> None:
                     break
                 if time.monotonic() > deadline:
                     raise subprocess.TimeoutExpired(command, _INSTALL_S)
-                time.sleep(_POLL_S)
+                with suppress(subprocess.TimeoutExpired):
+                    process.wait(_POLL_S)
         except BaseException:
             process.kill()
             raise
