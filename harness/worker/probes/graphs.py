@@ -22,6 +22,7 @@ from harness.trace.graphs import Collective, FusedCall, FusedNode, GraphRecord, 
 from harness.worker.dispatch_hooks import fused
 from harness.worker.dispatch_hooks.collectives import resolve_group
 from harness.worker.dispatch_hooks.hook import unobserved
+from harness.worker.probes.cast_numbers import dtype_name
 from harness.worker.probes.graph_casts import GraphCastWatcher
 from harness.worker.probes.partitions import PartitionWatcher
 from harness.worker.probes.probe import Probe, in_backward
@@ -94,7 +95,7 @@ def _unfused_gather(node: torch.fx.Node) -> str:
     multiplied = any(user.target in MATMULS for user in _consumed_by(node))
     if multiplied:
         return "the pass does not know this way from gather to matmul (local batch 1 takes another one)"
-    dtype = str(node.meta["val"].dtype).removeprefix("torch.")
+    dtype = dtype_name(node.meta["val"].dtype)
     return f"it gathers {dtype}, and what it gathers goes into {', '.join(consumers)} before any matmul"
 
 
@@ -187,7 +188,7 @@ class GraphProbe(Probe):
             collective=_COLLECTIVES[node.target],
             axis=self._axis(group_name(node)),
             shape=tuple(value.shape),
-            dtype=str(value.dtype).removeprefix("torch."),
+            dtype=dtype_name(value.dtype),
             reason=reason(node),
         )
 

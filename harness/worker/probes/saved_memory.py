@@ -258,7 +258,7 @@ class SavedMemoryProbe(Probe):
         for pointer, (weak, dtype) in self._seen.items():
             if dtype.is_floating_point and pointer not in kept and not weak.expired():
                 storage = torch.UntypedStorage._new_with_weak_ptr(weak.cdata)
-                by_dtype[str(dtype).removeprefix("torch.")] += storage.nbytes()
+                by_dtype[dtype_name(dtype)] += storage.nbytes()
         live = self._census.take("forward", saved=(weak for weak, _ in self._seen.values()))
         self._seen.clear()
         self._weighed.append(

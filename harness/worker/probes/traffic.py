@@ -17,6 +17,7 @@ from harness.matrix.layout import axis_of_group
 from harness.trace.counts import TrafficRecord
 from harness.worker.dispatch_hooks import collectives
 from harness.worker.dispatch_hooks.collectives import Exchange
+from harness.worker.probes.cast_numbers import dtype_name
 from harness.worker.probes.probe import Probe
 
 
@@ -59,7 +60,7 @@ class TrafficProbe(Probe):
             axis=axis_of_group(self._case.layout, dist.get_rank(), key.ranks),
             kind=key.kind,
             op=key.op,
-            dtype=str(key.dtype).removeprefix("torch."),
+            dtype=dtype_name(key.dtype),
             payload_bytes=sum(elements) * key.dtype.itemsize,
             sizes=dict(sorted(Counter(elements).items())),
         )
