@@ -2,7 +2,7 @@
 
 A greedy covering array takes no account of what a case costs: a world of 8 compiled ranks costs fifty times as much as
 one eager rank. Here a covering array is improved, again and again, by taking a few rows out and covering what they
-alone covered with cheaper ones. It takes a minute, so its result is kept in a file (`chosen.py`).
+alone covered with cheaper ones. It takes a minute, so its result is kept in a file (`choice.py`).
 """
 
 from __future__ import annotations

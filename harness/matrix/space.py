@@ -1,7 +1,7 @@
 """The space of one matrix block: its cells, which rules forbid which of them, and how partial cells are completed.
 
 A cell (`Row`) holds one value index per factor. Every rule is tabulated once over the few factors that it reads, so
-that judging, counting and completing cells never builds a `Case`. It does not choose cells (`matrix.py`).
+that judging, counting and completing cells never builds a `Case`. It does not choose cells (`tier.py`).
 """
 
 from __future__ import annotations

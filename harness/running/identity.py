@@ -1,6 +1,6 @@
-"""What results are the work of: the source of a target, the environment of a run, and the key of its witnesses.
+"""What a result depends on: the source of its target, the environment of its run, and the key of its witnesses.
 
-Nothing that is looked at is imported. A user's target is searched in the working directory and in the project too.
+It imports nothing that it inspects. A user's target may be in the working directory or in the project.
 Of its package, and of a rank program, every byte counts for a witness. Of torch and of packages that a target imports,
 path, size and time of change of every Python file and shared library count: versions are not enough where files are
 edited in place, and reading 2 GB of torch would cost more than it saves. An edit that keeps size and time is not seen.
