@@ -87,20 +87,15 @@ class CaseRunner:
         attempts: tuple[Attempt, ...] = ()
         while True:
             outcome = self._executor.execute(case)
-            if outcome is None or self._executor.stopped:
-                return None
-            result = self._result(case, outcome, attempts)
-            if self._executor.stopped and not all(finding.judged for finding in result.findings):
-                return None  # a run to compare with was stopped, and the case is as good as before
-            if result.verdict is Verdict.KNOWN and self._judge.fixes(case):
-                fixed = self._with_fix(case, result)
-                if fixed is None:
-                    return None
-                result = fixed
+            result = None if outcome is None else self._result(case, outcome, attempts)
+            if result is not None and result.verdict is Verdict.KNOWN and self._judge.fixes(case):
+                result = self._with_fix(case, result)
+            if result is None or self._executor.stopped:
+                return None  # a run to compare with may have been stopped too, and the case is as good as before
             attempts = result.attempts
             if result.verdict is not Verdict.INFRA or len(attempts) >= MAX_ATTEMPTS:
                 return result
-            self._note(f"infra, trying again: {result.case_id}: {outcome.message}")
+            self._note(f"infra, trying again: {result.case_id}: {attempts[-1].message}")
 
     def stop(self) -> None:
         """Start nothing any more and kill what runs."""
@@ -150,7 +145,7 @@ class CaseRunner:
         """
         fixes = self._judge.fixes(case)
         outcome = self._executor.execute(case, fixes)
-        if outcome is None or self._executor.stopped:
+        if outcome is None:
             return None
         judgement, run = self._judged(case, outcome, fixes)
         last = known.attempts[-1]

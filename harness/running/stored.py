@@ -150,9 +150,13 @@ def remove_old_runs(project: Project, *, kept: int = KEPT_RUNS) -> None:
 
 
 def read_stored(path: Path) -> RunResult:
-    """The results of a stored run. Raises HarnessError where it is damaged and cannot say what is missing."""
+    """The results of a stored run. Raises HarnessError where damage cost it results, or hides which ones.
+
+    What a killed run wrote last may be cut short: it has cases without a result anyway.
+    """
     run = RunStore(path).read()
-    if run.damaged and not run.start.cases:
+    complete = run.end.interrupted or all(case.ran for case in run.results)
+    if run.damaged and not (run.start.cases and complete):
         raise HarnessError(f"{next(iter(run.damaged))}.", fix="run its cases again.")
     return run
 

@@ -97,6 +97,27 @@ def test_a_fault_without_a_fix_that_is_left_keeps_the_case_known() -> None:
     assert (result.verdict, result.with_fix.findings) == (Verdict.KNOWN, (SCALE,))
 
 
+UNDERIVED = msgspec.structs.replace(a_finding(check="loss_vs_golden", message="no tolerance"), judged=False)
+
+
+@pytest.mark.parametrize(
+    "plain", [Judgement(verdict=Verdict.INVARIANT, findings=(UNDERIVED,)), PASSED, KNOWN], ids=lambda each: each.verdict
+)
+def test_a_case_whose_references_were_interrupted_was_not_run(plain: Judgement) -> None:
+    executor = FakeExecutor()
+
+    class Interrupted(FakeJudge):
+        """SIGTERM comes while witnesses run: what they would have told is missing in the verdict."""
+
+        def judge(
+            self, case: Case, run: Run, status: JobStatus, cache: WitnessCache, fixes: Sequence[Injection] = ()
+        ) -> Judgement:
+            executor.stopped = bool(fixes) or plain is not KNOWN
+            return self._said[bool(fixes)]
+
+    assert runner(Interrupted(plain, PASSED), executor).run(CASE) is None
+
+
 @pytest.mark.parametrize("verdict", [Verdict.PASSED, Verdict.NUMERIC, Verdict.UNEXPECTED_PASS, Verdict.HANG])
 def test_only_what_is_known_runs_again(verdict: Verdict) -> None:
     executor = FakeExecutor()

@@ -117,6 +117,17 @@ def test_a_damaged_line_is_a_case_that_was_not_run(project: Project) -> None:
     assert [(case.case_id, case.verdict) for case in found.results] == [(A, Verdict.PASSED), (B, Verdict.NOT_RUN)]
 
 
+@pytest.mark.parametrize("junk", [b"\xff\x00junk", b'{"line":"case","id":"' + B.encode() + b'","verdict":7}'])
+def test_random_bytes_in_a_run_that_ended_are_an_error_that_names_the_line(project: Project, junk: bytes) -> None:
+    store = add(project, A, B, end=ended())
+    start, first, _, end = store.path.read_bytes().splitlines()
+    store.path.write_bytes(b"\n".join((start, first, junk, end, b"")))
+    with pytest.raises(HarnessError, match=r"jsonl:3: not a line of results.* Fix: run its cases again"):
+        results_of(project, "last")
+    store.append(make_result(B))
+    assert all(case.ran for case in results_of(project, "last").results)  # it has a readable result of each case
+
+
 def test_damage_without_a_list_of_cases_is_an_error(project: Project) -> None:
     store = add(project, A, B)
     store.path.write_bytes(b"x" + store.path.read_bytes())
