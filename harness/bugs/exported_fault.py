@@ -110,5 +110,4 @@ def _read(module: str) -> _Source:
 @functools.cache
 def _modules() -> Mapping[str, str]:
     paths = sorted((_PACKAGE / "worker" / "faults").glob("*.py"), reverse=True)  # of two with a name the first counts
-    trees = ((path.stem, ast.parse(path.read_text())) for path in paths)
-    return {node.name: module for module, tree in trees for node in tree.body if isinstance(node, ast.FunctionDef)}
+    return {name: path.stem for path in paths for name in _read(f"{_FAULTS}.{path.stem}").definitions}

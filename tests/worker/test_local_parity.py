@@ -67,7 +67,7 @@ def update_off():
 
 def gradient_off():
     from harness.worker.faults.hooks import after_backward
-    after_backward(lambda model, step: list(model.parameters())[3].grad.mul_(1.3))
+    after_backward(lambda model: list(model.parameters())[3].grad.mul_(1.3))
 
 def reported_norm_off():
     from harness.worker import train

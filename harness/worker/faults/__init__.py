@@ -6,7 +6,6 @@ probes record the effect. `harness/matrix/faults.toml` lists and describes the f
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from types import ModuleType
 
 from harness.matrix.faults import Fault, FaultClass, fault_named
@@ -16,6 +15,7 @@ from harness.worker.faults import (
     compiled,
     conversion,
     execution,
+    hooks,
     kept,
     loss,
     parameters,
@@ -41,11 +41,11 @@ FAULT_MODULES: dict[FaultClass, tuple[ModuleType, ...]] = {
 
 def plant(name: str) -> None:
     """Plant a fault in this process, for the rest of its life."""
+    hooks.follow_run()
     function_of(fault_named(name))()
 
 
-def function_of(fault: Fault) -> Callable[[], None]:
+def function_of(fault: Fault) -> hooks.Plant:
     """The function that plants a fault."""
-    modules = FAULT_MODULES[fault.group]
-    found: Callable[[], None] = next(getattr(module, fault.name) for module in modules if hasattr(module, fault.name))
-    return found
+    found = (getattr(module, fault.name, None) for module in FAULT_MODULES[fault.group])
+    return next(each for each in found if each is not None)

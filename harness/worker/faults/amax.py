@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed import distributed_c10d
 from torch.distributed.tensor import DTensor, Replicate
 from torchao.float8 import (
@@ -24,18 +26,18 @@ from torchao.float8.float8_utils import FP8_TYPES
 from harness.matrix.layout import axis_of_group
 from harness.worker.discovery import converted_linears
 from harness.worker.faults.hooks import (
+    RUN,
     after_build,
     after_casts,
     in_forward_of,
-    layout_of_run,
     local,
     narrowing_linear,
     on_odd_rank,
+    planted,
     wrap,
     wrap_everywhere,
 )
 from harness.worker.reduction import gathered_copies
-from harness.worker.targets.target import Target
 
 Change = Callable[..., torch.Tensor]
 
@@ -64,8 +66,7 @@ def _scale(change: Callable[[Any, torch.Tensor, torch.dtype, bool], torch.Tensor
     wrap(float8_utils, "amax_to_scale", amax_to_scale)
 
 
-def amax_not_reduced_over_tp() -> None:
-    _amax(lambda stock, x, *rest: _unreduced(stock(x, *rest)))
+amax_not_reduced_over_tp = partial(_amax, lambda stock, x, *rest: _unreduced(stock(x, *rest)))
 
 
 def _unreduced(amax: torch.Tensor) -> torch.Tensor:
@@ -77,87 +78,67 @@ def _unreduced(amax: torch.Tensor) -> torch.Tensor:
     )
 
 
-def gathered_input_has_local_scale() -> None:
-    def cast(stock: Any, hp_tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        if not isinstance(hp_tensor, DTensor):
-            return stock(hp_tensor, *args, **kwargs)
-        done = stock(hp_tensor.to_local(), *args, **kwargs)
-        mesh, placements = hp_tensor.device_mesh, hp_tensor.placements
-        return DTensor.from_local(
-            done, mesh, placements, run_check=False, shape=hp_tensor.shape, stride=hp_tensor.stride()
-        )
-
-    wrap(float8_tensor_parallel, "hp_tensor_to_float8_dynamic", cast)
+@planted(wrap, float8_tensor_parallel, "hp_tensor_to_float8_dynamic")
+def gathered_input_has_local_scale(stock: Any, hp_tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    if not isinstance(hp_tensor, DTensor):
+        return stock(hp_tensor, *args, **kwargs)
+    done = stock(hp_tensor.to_local(), *args, **kwargs)
+    mesh, placements = hp_tensor.device_mesh, hp_tensor.placements
+    return DTensor.from_local(done, mesh, placements, run_check=False, shape=hp_tensor.shape, stride=hp_tensor.stride())
 
 
-def amax_reduced_over_dp() -> None:
-    def change(stock: Any, x: torch.Tensor, reduce_amax: bool, *rest: Any) -> torch.Tensor:
-        amax: torch.Tensor = stock(x, reduce_amax, *rest)
-        if not reduce_amax and not isinstance(amax, DTensor):
-            dist.all_reduce(amax, op=dist.ReduceOp.MAX)
-        return amax
-
-    _amax(change)
+@planted(_amax)
+def amax_reduced_over_dp(stock: Any, x: torch.Tensor, reduce_amax: bool, *rest: Any) -> torch.Tensor:
+    amax = stock(x, reduce_amax, *rest)
+    if not reduce_amax and not isinstance(amax, DTensor):
+        dist.all_reduce(amax, op=dist.ReduceOp.MAX)
+    return amax
 
 
-def weight_amax_over_world() -> None:
-    _amax(lambda stock, x, reduce_amax, mesh, *rest: stock(x, reduce_amax, None if reduce_amax else mesh, *rest))
+weight_amax_over_world = partial(
+    _amax, lambda stock, x, reduce_amax, mesh, *rest: stock(x, reduce_amax, None if reduce_amax else mesh, *rest)
+)
 
 
-def weight_amax_over_replicas() -> None:
-    layout = layout_of_run()
-
-    def replicas() -> Any:
+@planted(_amax)
+def weight_amax_over_replicas(stock: Any, x: torch.Tensor, reduce_amax: bool, mesh: Any, *rest: Any) -> torch.Tensor:
+    if reduce_amax:
         groups = distributed_c10d._world.pg_group_ranks
-        axes = [axis_of_group(layout(), dist.get_rank(), tuple(sorted(ranks))) for ranks in groups.values()]
+        axes = [axis_of_group(RUN.case.layout, dist.get_rank(), tuple(sorted(ranks))) for ranks in groups.values()]
         group = list(groups)[axes.index("dp_replicate")]
-        return SimpleNamespace(get_group=lambda: group)
-
-    def change(stock: Any, x: torch.Tensor, reduce_amax: bool, device_mesh: Any, *rest: Any) -> torch.Tensor:
-        return stock(x, reduce_amax, replicas() if reduce_amax else device_mesh, *rest)
-
-    _amax(change)
+        mesh = SimpleNamespace(get_group=lambda: group)
+    return stock(x, reduce_amax, mesh, *rest)
 
 
-def weight_amax_over_two_mesh_dims() -> None:
-    _amax(
-        lambda stock, x, reduce_amax, mesh, *rest: stock(
-            x, reduce_amax, mesh._get_root_mesh() if reduce_amax else mesh, *rest
-        )
-    )
+weight_amax_over_two_mesh_dims = partial(
+    _amax,
+    lambda stock, x, reduce_amax, mesh, *rest: stock(
+        x, reduce_amax, mesh._get_root_mesh() if reduce_amax else mesh, *rest
+    ),
+)
+weight_amax_not_reduced_over_shards = partial(_amax, lambda stock, x, reduce_amax, *rest: stock(x, False, *rest))
 
 
-def weight_amax_not_reduced_over_shards() -> None:
-    _amax(lambda stock, x, reduce_amax, *rest: stock(x, False, *rest))
+@planted(wrap_everywhere, fsdp_utils, "precompute_float8_dynamic_scale_for_fsdp")
+def precomputed_amax_not_reduced(stock: Any, model: torch.nn.Module) -> None:
+    stock(model)
+    for linear in converted_linears(model).values():
+        shard: Any = local(linear.weight)
+        amax = shard._tensor.abs().max()
+        shard._precomputed_scale = float8_utils.amax_to_scale(amax, shard._dtype)
 
 
-def precomputed_amax_not_reduced() -> None:
-    def precompute(stock: Any, model: torch.nn.Module) -> None:
-        stock(model)
-        for linear in converted_linears(model).values():
-            shard: Any = local(linear.weight)
-            amax = shard._tensor.abs().max()
-            shard._precomputed_scale = float8_utils.amax_to_scale(amax, shard._dtype)
-
-    wrap_everywhere(fsdp_utils, "precompute_float8_dynamic_scale_for_fsdp", precompute)
+amax_reduction_missing_on_one_rank = partial(
+    _amax, lambda stock, x, reduce_amax, *rest: stock(x, reduce_amax and not on_odd_rank(), *rest)
+)
+amax_without_abs = partial(_amax, lambda stock, x, *rest: stock(torch.clamp(x, min=0), *rest))
 
 
-def amax_reduction_missing_on_one_rank() -> None:
-    _amax(lambda stock, x, reduce_amax, *rest: stock(x, reduce_amax and not on_odd_rank(), *rest))
-
-
-def amax_without_abs() -> None:
-    _amax(lambda stock, x, *rest: stock(torch.clamp(x, min=0), *rest))
-
-
-def amax_over_half_of_the_rows() -> None:
+@planted(_amax)
+def amax_over_half_of_the_rows(stock: Any, x: torch.Tensor, *rest: Any) -> torch.Tensor:
     """The amax covers the first half of the rows, as if the tensor were cast before the rest is gathered."""
-
-    def change(stock: Any, x: torch.Tensor, *rest: Any) -> torch.Tensor:
-        tensorwise = len(rest) < 3 or rest[2] is ScalingGranularity.TENSORWISE
-        return stock(x[: max(1, x.size(0) // 2)] if tensorwise else x, *rest)
-
-    _amax(change)
+    tensorwise = len(rest) < 3 or rest[2] is ScalingGranularity.TENSORWISE
+    return stock(x[: max(1, x.size(0) // 2)] if tensorwise else x, *rest)
 
 
 def eps_lost() -> None:
@@ -171,28 +152,18 @@ def _maximum_of(other: torch.dtype, *, instead_of: torch.dtype) -> None:
     _scale(change)
 
 
-def e4m3_maximum_for_e5m2() -> None:
-    _maximum_of(torch.float8_e4m3fn, instead_of=torch.float8_e5m2)
-
-
-def e5m2_maximum_for_e4m3() -> None:
-    _maximum_of(torch.float8_e5m2, instead_of=torch.float8_e4m3fn)
-
-
-def fnuz_maximum() -> None:
-    _maximum_of(torch.float8_e4m3fnuz, instead_of=torch.float8_e4m3fn)
-
-
-def scale_margin() -> None:
-    _scale(lambda stock, amax, dtype, power_of_two: stock(amax, dtype, power_of_two) * 0.5)
+e4m3_maximum_for_e5m2 = partial(_maximum_of, torch.float8_e4m3fn, instead_of=torch.float8_e5m2)
+e5m2_maximum_for_e4m3 = partial(_maximum_of, torch.float8_e5m2, instead_of=torch.float8_e4m3fn)
+fnuz_maximum = partial(_maximum_of, torch.float8_e4m3fnuz, instead_of=torch.float8_e4m3fn)
+scale_margin = partial(_scale, lambda stock, amax, dtype, power_of_two: stock(amax, dtype, power_of_two) * 0.5)
 
 
 def one_linear_scaled_with_margin() -> None:
     """A margin of one bit in one linear alone: the last that narrows maps its amax to half of the maximum."""
-    chosen: list[float8_linear.Float8Linear | None] = [None]
+    chosen: list[nn.Linear | None] = [None]
 
-    def choose(target: Target) -> None:
-        found = converted_linears(target.model)
+    def choose(model: nn.Module) -> None:
+        found = converted_linears(model)
         chosen[0] = found[narrowing_linear(found)]
 
     after_build(choose)
@@ -200,47 +171,41 @@ def one_linear_scaled_with_margin() -> None:
     _scale(lambda stock, *args: stock(*args) * (0.5 if inside() else 1.0))
 
 
-def scale_in_float32() -> None:
-    def change(stock: Any, amax: torch.Tensor, dtype: torch.dtype, power_of_two: bool) -> torch.Tensor:
-        if power_of_two:
-            return stock(amax, dtype, power_of_two)
-        assert dtype in FP8_TYPES
-        return torch.reciprocal(torch.clamp(amax.float(), min=float8_utils.EPS)) * torch.finfo(dtype).max
-
-    _scale(change)
+@planted(_scale)
+def scale_in_float32(stock: Any, amax: torch.Tensor, dtype: torch.dtype, power_of_two: bool) -> torch.Tensor:
+    if power_of_two:
+        return stock(amax, dtype, power_of_two)
+    assert dtype in FP8_TYPES
+    return torch.reciprocal(torch.clamp(amax.float(), min=float8_utils.EPS)) * torch.finfo(dtype).max
 
 
-def power_of_two_lost() -> None:
-    _scale(lambda stock, amax, dtype, power_of_two: stock(amax, dtype, False))
+power_of_two_lost = partial(_scale, lambda stock, amax, dtype, power_of_two: stock(amax, dtype, False))
 
 
-def power_of_two_rounded_up() -> None:
-    def change(stock: Any, amax: torch.Tensor, dtype: torch.dtype, power_of_two: bool) -> torch.Tensor:
-        scale = stock(amax, dtype, False)
-        return torch.exp2(torch.ceil(torch.log2(scale))) if power_of_two else scale
-
-    _scale(change)
+@planted(_scale)
+def power_of_two_rounded_up(stock: Any, amax: torch.Tensor, dtype: torch.dtype, power_of_two: bool) -> torch.Tensor:
+    scale = stock(amax, dtype, False)
+    return torch.exp2(torch.ceil(torch.log2(scale))) if power_of_two else scale
 
 
-def clamp_dropped() -> None:
-    wrap(float8_training_tensor, "to_fp8_saturated", lambda stock, x, float8_dtype: x.to(float8_dtype))
+clamp_dropped = partial(
+    wrap, float8_training_tensor, "to_fp8_saturated", lambda stock, x, float8_dtype: x.to(float8_dtype)
+)
 
 
-def rowwise_weight_scaled_tensorwise() -> None:
-    def cast(stock: Any, *args: Any, **kwargs: Any) -> Any:
-        if kwargs.get("gemm_input_role") is GemmInputRole.WEIGHT:
-            kwargs |= {"scaling_granularity": ScalingGranularity.TENSORWISE, "axiswise_dim": None}
-        return stock(*args, **kwargs)
-
-    wrap(float8_linear, "hp_tensor_to_float8_dynamic", cast)
+@planted(wrap, float8_linear, "hp_tensor_to_float8_dynamic")
+def rowwise_weight_scaled_tensorwise(stock: Any, *args: Any, **kwargs: Any) -> Any:
+    if kwargs.get("gemm_input_role") is GemmInputRole.WEIGHT:
+        kwargs |= {"scaling_granularity": ScalingGranularity.TENSORWISE, "axiswise_dim": None}
+    return stock(*args, **kwargs)
 
 
-def rowwise_axis_swapped() -> None:
-    wrap(
-        float8_linear,
-        "get_maybe_axiswise_dim",
-        lambda stock, axiswise_dim, granularity: stock(0 if axiswise_dim == -1 else -1, granularity),
-    )
+rowwise_axis_swapped = partial(
+    wrap,
+    float8_linear,
+    "get_maybe_axiswise_dim",
+    lambda stock, axiswise_dim, granularity: stock(0 if axiswise_dim == -1 else -1, granularity),
+)
 
 
 def _scales_after_cast(change: Callable[[torch.Tensor, torch.Tensor, Any], torch.Tensor]) -> None:
@@ -253,19 +218,15 @@ def _scales_after_cast(change: Callable[[torch.Tensor, torch.Tensor, Any], torch
     after_casts(replace)
 
 
-def row_scales_shifted() -> None:
-    _scales_after_cast(lambda scale, *_: scale.reshape(-1).roll(1).view(scale.shape))
+row_scales_shifted = partial(_scales_after_cast, lambda scale, *_: scale.reshape(-1).roll(1).view(scale.shape))
+first_row_scale_for_all = partial(
+    _scales_after_cast, lambda scale, *_: scale.reshape(-1)[:1].expand(scale.numel()).reshape(scale.shape)
+)
 
 
-def first_row_scale_for_all() -> None:
-    _scales_after_cast(lambda scale, *_: scale.reshape(-1)[:1].expand(scale.numel()).reshape(scale.shape))
-
-
-def row_scales_of_another_rank() -> None:
-    def change(scale: torch.Tensor, hp_tensor: torch.Tensor, role: Any) -> torch.Tensor:
-        if role is not GemmInputRole.WEIGHT or not isinstance(hp_tensor, DTensor):
-            return scale
-        group = hp_tensor.device_mesh.get_group()
-        return gathered_copies(scale, group)[(group.rank() + 1) % group.size()]
-
-    _scales_after_cast(change)
+@planted(_scales_after_cast)
+def row_scales_of_another_rank(scale: torch.Tensor, hp_tensor: torch.Tensor, role: Any) -> torch.Tensor:
+    if role is not GemmInputRole.WEIGHT or not isinstance(hp_tensor, DTensor):
+        return scale
+    group = hp_tensor.device_mesh.get_group()
+    return gathered_copies(scale, group)[(group.rank() + 1) % group.size()]

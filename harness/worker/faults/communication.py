@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,13 +21,13 @@ from torchao.float8.float8_tensor_parallel import (
 )
 
 from harness.worker.faults.hooks import (
+    RUN,
     after_all_gather,
     after_backward,
     around_evaluation,
-    counted_steps,
-    layout_of_run,
     on_last_rank,
     on_odd_rank,
+    planted,
     wrap,
     wrap_everywhere,
 )
@@ -44,35 +44,29 @@ def fp8_tp_styles_lost() -> None:
                 delattr(style, method)  # leaves that of the plain style
 
 
-def weights_left_gathered_by_evaluation() -> None:
-    def evaluate(stock: Callable[[], Any], model: nn.Module) -> Any:
-        modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
-        groups = [group for module in modules for group in module._get_fsdp_state()._fsdp_param_groups]
-        freeing = [group.post_forward_mesh_info for group in groups]
-        for group in groups:
-            group.post_forward_mesh_info = None
-        loss = stock()
-        for group, info in zip(groups, freeing, strict=True):
-            group.post_forward_mesh_info = info
-        return loss
-
-    around_evaluation(evaluate)
+@planted(around_evaluation)
+def weights_left_gathered_by_evaluation(stock: Callable[[], Any], model: nn.Module) -> Any:
+    modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    groups = [group for module in modules for group in module._get_fsdp_state()._fsdp_param_groups]
+    freeing = [group.post_forward_mesh_info for group in groups]
+    for group in groups:
+        group.post_forward_mesh_info = None
+    loss = stock()
+    for group, info in zip(groups, freeing, strict=True):
+        group.post_forward_mesh_info = info
+    return loss
 
 
-def gathered_shards_swapped() -> None:
-    def swap(output: torch.Tensor, group: dist.ProcessGroup) -> None:
-        shards = output.view(group.size(), -1)
-        shards.copy_(shards.roll(1, 0))
-
-    after_all_gather(swap)
+@planted(after_all_gather)
+def gathered_shards_swapped(output: torch.Tensor, group: dist.ProcessGroup) -> None:
+    shards = output.view(group.size(), -1)
+    shards.copy_(shards.roll(1, 0))
 
 
-def sequence_shards_swapped() -> None:
-    def to_replicate(stock: Any, self: Any, local: Any, mesh: Any, mesh_dim: int, shape: Any) -> torch.Tensor:
-        full: torch.Tensor = stock(self, local, mesh, mesh_dim, shape)
-        return full.roll(full.size(self.dim) // mesh.size(mesh_dim), self.dim)
-
-    wrap(Shard, "_to_replicate_tensor", to_replicate)
+@planted(wrap, Shard, "_to_replicate_tensor")
+def sequence_shards_swapped(stock: Any, self: Any, local: Any, mesh: Any, mesh_dim: int, shape: Any) -> torch.Tensor:
+    full = stock(self, local, mesh, mesh_dim, shape)
+    return full.roll(full.size(self.dim) // mesh.size(mesh_dim), self.dim)
 
 
 def _partial_activations(reduced: Callable[..., torch.Tensor], scattered: Callable[..., torch.Tensor]) -> None:
@@ -82,14 +76,14 @@ def _partial_activations(reduced: Callable[..., torch.Tensor], scattered: Callab
     """
 
     def in_all_reduce(stock: Any, self: Any, tensor: torch.Tensor, mesh: Any, mesh_dim: int) -> torch.Tensor:
-        total = functools.partial(stock, self, mesh=mesh, mesh_dim=mesh_dim)
+        total = partial(stock, self, mesh=mesh, mesh_dim=mesh_dim)
         is_activation = self.reduce_op == "sum" and tensor.dim() > 1
         return reduced(total, tensor, mesh.size(mesh_dim)) if is_activation else total(tensor)
 
     def in_reduce_scatter(
         stock: Any, self: Any, tensor: torch.Tensor, mesh: Any, mesh_dim: int, shard: Any
     ) -> torch.Tensor:
-        total = functools.partial(stock, self, mesh=mesh, mesh_dim=mesh_dim, shard_spec=shard)
+        total = partial(stock, self, mesh=mesh, mesh_dim=mesh_dim, shard_spec=shard)
         if self.reduce_op != "sum":
             return total(tensor)
         size, rank = mesh.size(mesh_dim), mesh.get_local_rank(mesh_dim)
@@ -99,32 +93,28 @@ def _partial_activations(reduced: Callable[..., torch.Tensor], scattered: Callab
     wrap(Partial, "_reduce_shard_value", in_reduce_scatter)
 
 
-def partial_output_not_reduced() -> None:
+@planted(_partial_activations, lambda total, tensor, size: tensor)
+def partial_output_not_reduced(total: Any, tensor: torch.Tensor, size: int, chunk: Any) -> torch.Tensor:
     """The partial output of a row-parallel linear is used unreduced, without what the other ranks computed."""
-
-    def scattered(total: Any, tensor: torch.Tensor, size: int, chunk: Any) -> torch.Tensor:
-        mine = torch.zeros_like(tensor)
-        chunk(mine).copy_(chunk(tensor))
-        return total(mine)
-
-    _partial_activations(lambda total, tensor, size: tensor, scattered)
+    mine = torch.zeros_like(tensor)
+    chunk(mine).copy_(chunk(tensor))
+    return total(mine)
 
 
-def partial_output_averaged() -> None:
-    _partial_activations(
-        lambda total, tensor, size: total(tensor) / size, lambda total, tensor, size, chunk: total(tensor) / size
-    )
+partial_output_averaged = partial(
+    _partial_activations,
+    lambda total, tensor, size: total(tensor) / size,
+    lambda total, tensor, size, chunk: total(tensor) / size,
+)
 
 
-def norm_gradients_not_reduced() -> None:
-    def change(model: nn.Module, step: int) -> None:
-        for param in model.parameters():
-            grad = param.grad
-            if isinstance(grad, DTensor) and any(placement.is_partial() for placement in grad.placements):
-                placements = [Replicate() if each.is_partial() else each for each in grad.placements]
-                param.grad = DTensor.from_local(grad._local_tensor, grad.device_mesh, placements, run_check=False)
-
-    after_backward(change)
+@planted(after_backward)
+def norm_gradients_not_reduced(model: nn.Module) -> None:
+    for param in model.parameters():
+        grad = param.grad
+        if isinstance(grad, DTensor) and any(placement.is_partial() for placement in grad.placements):
+            placements = [Replicate() if each.is_partial() else each for each in grad.placements]
+            param.grad = DTensor.from_local(grad._local_tensor, grad.device_mesh, placements, run_check=False)
 
 
 def _before_reduction(change: Callable[[torch.Tensor], torch.Tensor]) -> None:
@@ -137,9 +127,7 @@ def _before_reduction(change: Callable[[torch.Tensor], torch.Tensor]) -> None:
     wrap(_fsdp_param_group, "foreach_reduce", foreach_reduce)
 
 
-def gradients_divided_by_world() -> None:
-    layout = layout_of_run()
-    _before_reduction(lambda grad: grad / layout().dp)
+gradients_divided_by_world = partial(_before_reduction, lambda grad: grad / RUN.case.layout.dp)
 
 
 def _all_reduce_of_replicas(change: Callable[[Any, dict[str, Any]], Any]) -> None:
@@ -158,40 +146,33 @@ def _all_reduce_of_replicas(change: Callable[[Any, dict[str, Any]], Any]) -> Non
     wrap(_fsdp_param_group, "foreach_reduce", foreach_reduce)
 
 
-def replicas_not_reduced() -> None:
-    _all_reduce_of_replicas(lambda stock, arguments: lambda tensor, **_: None)
+replicas_not_reduced = partial(_all_reduce_of_replicas, lambda stock, arguments: lambda tensor, **_: None)
 
 
-def replicas_reduced_over_shards() -> None:
+@planted(_all_reduce_of_replicas)
+def replicas_reduced_over_shards(stock: Any, arguments: dict[str, Any]) -> Any:
     """HSDP runs its all-reduce over the shard group, which adds gradients of different parameters."""
-
-    def change(stock: Any, arguments: dict[str, Any]) -> Any:
-        group = arguments["reduce_scatter_group"]
-        return lambda tensor, *, op, **_: stock(tensor, op=op, group=group)
-
-    _all_reduce_of_replicas(change)
+    group = arguments["reduce_scatter_group"]
+    return lambda tensor, *, op, **_: stock(tensor, op=op, group=group)
 
 
-def gradients_reduced_in_another_dtype() -> None:
-    def init(
-        stock: Any, policy: Any, param_dtype: Any = None, reduce_dtype: Any = None, *rest: Any, **kwargs: Any
-    ) -> None:
-        other = torch.bfloat16 if reduce_dtype == torch.float32 else torch.float32
-        stock(policy, param_dtype, other, *rest, **kwargs)
-
-    wrap(MixedPrecisionPolicy, "__init__", init)
+@planted(wrap, MixedPrecisionPolicy, "__init__")
+def gradients_reduced_in_another_dtype(
+    stock: Any, policy: Any, param_dtype: Any = None, reduce_dtype: Any = None, *rest: Any, **kwargs: Any
+) -> None:
+    other = torch.bfloat16 if reduce_dtype == torch.float32 else torch.float32
+    stock(policy, param_dtype, other, *rest, **kwargs)
 
 
-def weights_kept_after_forward() -> None:
-    wrap_everywhere(_fsdp_init, "_get_post_forward_mesh_info", lambda stock, asked, mesh_info: None)
-
-
-def weights_freed_after_forward() -> None:
-    wrap_everywhere(_fsdp_init, "_get_post_forward_mesh_info", lambda stock, asked, mesh_info: mesh_info)
-
-
-def gradients_reduced_after_every_microbatch() -> None:
-    wrap(FSDPModule, "set_requires_gradient_sync", lambda stock, *_, **__: None)
+weights_kept_after_forward = partial(
+    wrap_everywhere, _fsdp_init, "_get_post_forward_mesh_info", lambda stock, asked, mesh_info: None
+)
+weights_freed_after_forward = partial(
+    wrap_everywhere, _fsdp_init, "_get_post_forward_mesh_info", lambda stock, asked, mesh_info: mesh_info
+)
+gradients_reduced_after_every_microbatch = partial(
+    wrap, FSDPModule, "set_requires_gradient_sync", lambda stock, *_, **__: None
+)
 
 
 def amax_strategy_missing() -> None:
@@ -205,22 +186,18 @@ def float8_operator_missing() -> None:
     float8_ops.FLOAT8_OPS_TABLE.pop(torch.ops.aten.view.default)
 
 
-def cast_seen_as_high_precision() -> None:
-    wrap(
-        float8_linear,
-        "tensor_already_casted_to_fp8",
-        lambda stock, tensor: not isinstance(tensor, DTensor) and stock(tensor),
-    )
+cast_seen_as_high_precision = partial(
+    wrap,
+    float8_linear,
+    "tensor_already_casted_to_fp8",
+    lambda stock, tensor: not isinstance(tensor, DTensor) and stock(tensor),
+)
+one_rank_reduces_twice = partial(_before_reduction, lambda grad: grad * 2 if on_odd_rank() else grad)
 
 
-def one_rank_reduces_twice() -> None:
-    _before_reduction(lambda grad: grad * 2 if on_odd_rank() else grad)
+@planted(_before_reduction)
+def last_rank_lost_in_one_step(grad: torch.Tensor) -> torch.Tensor:
+    return torch.zeros_like(grad) if on_last_rank() and RUN.step == 2 else grad
 
 
-def last_rank_lost_in_one_step() -> None:
-    step = counted_steps()
-    _before_reduction(lambda grad: torch.zeros_like(grad) if on_last_rank() and step() == 2 else grad)
-
-
-def end_of_last_shard_lost() -> None:
-    after_all_gather(lambda output, group: output.view(group.size(), -1)[-1, -8:].zero_())
+end_of_last_shard_lost = partial(after_all_gather, lambda output, group: output.view(group.size(), -1)[-1, -8:].zero_())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,27 +18,24 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from harness.worker.dispatch_hooks.collectives import resolve_group
 from harness.worker.faults import conversion
-from harness.worker.faults.hooks import after_build, counted_steps, wrap, wrap_everywhere
+from harness.worker.faults.hooks import (
+    RUN,
+    after_build,
+    planted,
+    wrap,
+    wrap_everywhere,
+)
 from harness.worker.virtual import graph_backend
 
-
-def symmetric_memory_not_enabled() -> None:
-    """The fusion pass is on, but the TP group has no symmetric memory.
-
-    Until torch 2.14 because nobody enabled it for the group; in 2.15 where no allocator is registered for the device.
-    """
-    wrap(symm_mem, "is_symm_mem_enabled_for_group", lambda stock, group_name: False)
+# The fusion pass is on, but the TP group has no symmetric memory. Until torch 2.14 because nobody enabled it for the
+# group; in 2.15 where no allocator is registered for the device.
+symmetric_memory_not_enabled = partial(wrap, symm_mem, "is_symm_mem_enabled_for_group", lambda stock, group_name: False)
+fusion_pass_off = partial(after_build, lambda model: setattr(torch._inductor.config, "_micro_pipeline_tp", False))
 
 
-def fusion_pass_off() -> None:
-    after_build(lambda target: setattr(torch._inductor.config, "_micro_pipeline_tp", False))
-
-
-def scatters_not_recognized() -> None:
-    def find(stock: Any, node: torch.fx.Node) -> Any:
-        return None if node.target is torch.ops.aten.reshape.default else stock(node)
-
-    wrap(micro_pipeline_tp, "_find_producer_matmul", find)
+@planted(wrap, micro_pipeline_tp, "_find_producer_matmul")
+def scatters_not_recognized(stock: Any, node: torch.fx.Node) -> Any:
+    return None if node.target is torch.ops.aten.reshape.default else stock(node)
 
 
 def _after_match(change: Callable[[Any], None]) -> None:
@@ -51,76 +49,63 @@ def _after_match(change: Callable[[Any], None]) -> None:
     wrap(micro_pipeline_tp._ScaledMatmul, "from_match", from_match)
 
 
-def operand_taken_before_its_reshape() -> None:
-    def change(matmul: Any) -> None:
-        if matmul.pre_mm_reshape is not None:
-            matmul.A_node = matmul.pre_mm_reshape.args[0]
-
-    _after_match(change)
+@planted(_after_match)
+def operand_taken_before_its_reshape(matmul: Any) -> None:
+    if matmul.pre_mm_reshape is not None:
+        matmul.A_node = matmul.pre_mm_reshape.args[0]
 
 
-def output_shape_forgotten() -> None:
-    _after_match(lambda matmul: setattr(matmul, "post_mm_reshape", None))
+output_shape_forgotten = partial(_after_match, lambda matmul: setattr(matmul, "post_mm_reshape", None))
 
 
-def scattered_dim_not_moved_back() -> None:
-    def impl(stock: Any, scatter_dim: int, **rest: Any) -> torch.Tensor:
-        result: torch.Tensor = stock(scatter_dim=scatter_dim, **rest)
-        return result.movedim(scatter_dim, 0).reshape(result.shape)
-
-    wrap(symm_mem, "_fused_matmul_reduce_scatter_impl", impl)
+@planted(wrap, symm_mem, "_fused_matmul_reduce_scatter_impl")
+def scattered_dim_not_moved_back(stock: Any, scatter_dim: int, **rest: Any) -> torch.Tensor:
+    result = stock(scatter_dim=scatter_dim, **rest)
+    return result.movedim(scatter_dim, 0).reshape(result.shape)
 
 
-def scatter_dim_of_the_flat_operand() -> None:
-    def insert(stock: Any, graph: Any, matmul: Any, op: str, dim: int, *rest: Any) -> Any:
-        group, flat_dim, shape = rest
-        return stock(graph, matmul, op, flat_dim, group, flat_dim, shape)
-
-    wrap(micro_pipeline_tp, "_insert_fused_matmul_reduce_scatter", insert)
+@planted(wrap, micro_pipeline_tp, "_insert_fused_matmul_reduce_scatter")
+def scatter_dim_of_the_flat_operand(stock: Any, graph: Any, matmul: Any, op: str, dim: int, *rest: Any) -> Any:
+    group, flat_dim, shape = rest
+    return stock(graph, matmul, op, flat_dim, group, flat_dim, shape)
 
 
-def scatter_averages() -> None:
-    wrap(
-        micro_pipeline_tp,
-        "_insert_fused_matmul_reduce_scatter",
-        lambda stock, graph, matmul, op, *rest: stock(graph, matmul, "avg", *rest),
-    )
+scatter_averages = partial(
+    wrap,
+    micro_pipeline_tp,
+    "_insert_fused_matmul_reduce_scatter",
+    lambda stock, graph, matmul, op, *rest: stock(graph, matmul, "avg", *rest),
+)
 
 
-def row_scales_of_the_first_chunk() -> None:
-    def impl(stock: Any, **given: Any) -> Any:
-        scale = given["A_scale"]
-        if scale.numel() > 1:
-            ranks = resolve_group(given["group_name"]).size()
-            first = scale.flatten(0, -2).chunk(ranks)[0]
-            given["A_scale"] = first.repeat(ranks, 1).view(scale.shape)
-        return stock(**given)
-
-    wrap(symm_mem, "_fused_scaled_matmul_reduce_scatter_impl", impl)
+@planted(wrap, symm_mem, "_fused_scaled_matmul_reduce_scatter_impl")
+def row_scales_of_the_first_chunk(stock: Any, **given: Any) -> Any:
+    scale = given["A_scale"]
+    if scale.numel() > 1:
+        ranks = resolve_group(given["group_name"]).size()
+        first = scale.flatten(0, -2).chunk(ranks)[0]
+        given["A_scale"] = first.repeat(ranks, 1).view(scale.shape)
+    return stock(**given)
 
 
-def gathered_chunks_swapped() -> None:
-    def gather_and_consume(stock: Any, shard: Any, consume: Any, output: Any, group_name: str, *needed: bool) -> None:
-        ranks = resolve_group(group_name).size()
-        stock(shard, lambda chunk, rank: consume(chunk, (rank + 1) % ranks), output, group_name, *needed)
-
-    wrap(symm_mem, "_pipelined_multi_all_gather_and_consume", gather_and_consume)
+@planted(wrap, symm_mem, "_pipelined_multi_all_gather_and_consume")
+def gathered_chunks_swapped(stock: Any, shard: Any, consume: Any, output: Any, group_name: str, *needed: bool) -> None:
+    ranks = resolve_group(group_name).size()
+    stock(shard, lambda chunk, rank: consume(chunk, (rank + 1) % ranks), output, group_name, *needed)
 
 
-def produced_chunks_swapped() -> None:
-    def produce_and_exchange(stock: Any, produce: Any, output: Any, group_name: str, *dim: int) -> None:
-        ranks = resolve_group(group_name).size()
-        stock(lambda rank, chunk: produce((rank + 1) % ranks, chunk), output, group_name, *dim)
-
-    wrap(symm_mem, "_pipelined_produce_and_all2all", produce_and_exchange)
+@planted(wrap, symm_mem, "_pipelined_produce_and_all2all")
+def produced_chunks_swapped(stock: Any, produce: Any, output: Any, group_name: str, *dim: int) -> None:
+    ranks = resolve_group(group_name).size()
+    stock(lambda rank, chunk: produce((rank + 1) % ranks, chunk), output, group_name, *dim)
 
 
-def blocks_not_compiled() -> None:
-    wrap_everywhere(torch, "compile", lambda stock, block=None, **_: (lambda each: each) if block is None else block)
+blocks_not_compiled = partial(
+    wrap_everywhere, torch, "compile", lambda stock, block=None, **_: (lambda each: each) if block is None else block
+)
 
 
-def compiled_gradients_in_e4m3() -> None:
-    conversion.gradient_cast_to_e4m3()
+compiled_gradients_in_e4m3 = conversion.gradient_cast_to_e4m3
 
 
 def _after_passes(change: Callable[[torch.fx.Graph], int]) -> None:
@@ -136,46 +121,50 @@ def _after_passes(change: Callable[[torch.fx.Graph], int]) -> None:
 
 def _clamps(graph: torch.fx.Graph) -> list[Any]:
     """The clamps of all casts to float8: of the product of a tensor and its scale."""
-    found: list[Any] = graph.find_nodes(op="call_function", target=torch.ops.aten.clamp.default)
+    found = graph.find_nodes(op="call_function", target=torch.ops.aten.clamp.default)
     return [clamp for clamp in found if clamp.args[0].target is torch.ops.aten.mul.Tensor]
 
 
-def compiled_cast_clamps_early() -> None:
-    e4m3, e5m2 = (torch.finfo(dtype).max for dtype in (torch.float8_e4m3fn, torch.float8_e5m2))
-    wrong = torch.finfo(torch.float8_e4m3fnuz).max
+def _insert_behind(node: torch.fx.Node, function: Callable[..., torch.Tensor], argument: Any) -> None:
+    """Let everything that reads a node read `function(node, argument)`."""
+    with node.graph.inserting_after(node):
+        made = node.graph.call_function(function, (node, argument))
+    node.replace_all_uses_with(made, delete_user_cb=lambda user: user is not made)
 
-    def change(graph: torch.fx.Graph) -> int:
-        clamps = _clamps(graph)
-        for clamp in clamps:
-            assert clamp.args[2] in (e4m3, e5m2), f"a cast clamps at {clamp.args[2]}"
-            if clamp.args[2] == e4m3:  # in every forward
-                clamp.args = (clamp.args[0], -wrong, wrong)
-        return len(clamps)
 
-    _after_passes(change)
+@planted(_after_passes)
+def compiled_cast_clamps_early(graph: torch.fx.Graph) -> int:
+    e4m3, e5m2, wrong = (
+        torch.finfo(dtype).max for dtype in (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz)
+    )
+    clamps = _clamps(graph)
+    for clamp in clamps:
+        assert clamp.args[2] in (e4m3, e5m2), f"a cast clamps at {clamp.args[2]}"
+        if clamp.args[2] == e4m3:  # in every forward
+            clamp.args = (clamp.args[0], -wrong, wrong)
+    return len(clamps)
 
 
 def compiled_scale_stale() -> None:
-    step, places = counted_steps(), itertools.count()
+    places = itertools.count()
     first: dict[tuple[int, int], torch.Tensor] = {}
     calls: Counter[tuple[int, int]] = Counter()  # blocks may share a graph
 
     def first_scale(scale: torch.Tensor, place: int) -> torch.Tensor:
-        calls[step(), place] += 1
-        return first.setdefault((place, calls[step(), place]), scale.clone())
+        calls[RUN.step, place] += 1
+        return first.setdefault((place, calls[RUN.step, place]), scale.clone())
 
     def change(graph: torch.fx.Graph) -> int:
         scales = dict.fromkeys(clamp.args[0].args[1] for clamp in _clamps(graph))
         for scale in scales:
-            with graph.inserting_after(scale):
-                kept = graph.call_function(first_scale, (scale, next(places)))
-            scale.replace_all_uses_with(kept, delete_user_cb=lambda user, kept=kept: user is not kept)
+            _insert_behind(scale, first_scale, next(places))
         return len(scales)
 
     _after_passes(change)
 
 
-def compiled_amax_sent_twice() -> None:
+@planted(_after_passes)
+def compiled_amax_sent_twice(graph: torch.fx.Graph) -> int:
     all_reduce, wait = torch.ops._c10d_functional.all_reduce_.default, torch.ops._c10d_functional.wait_tensor.default
 
     def twice(amax: torch.Tensor) -> torch.Tensor:
@@ -184,39 +173,27 @@ def compiled_amax_sent_twice() -> None:
     def once(reduced: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
         return reduced[: like.numel()].reshape(like.shape)
 
-    def change(graph: torch.fx.Graph) -> int:
-        reductions = [node for node in graph.find_nodes(op="call_function", target=all_reduce) if node.args[1] == "max"]
-        for reduction in reductions:
-            amax = reduction.args[0]
-            with graph.inserting_before(reduction):
-                reduction.update_arg(0, graph.call_function(twice, (amax,)))
-            waited = next(user for user in reduction.users if user.target is wait)
-            with graph.inserting_after(waited):
-                kept = graph.call_function(once, (waited, amax))
-            waited.replace_all_uses_with(kept, delete_user_cb=lambda user, kept=kept: user is not kept)
-        return len(reductions)
-
-    _after_passes(change)
+    reductions = [node for node in graph.find_nodes(op="call_function", target=all_reduce) if node.args[1] == "max"]
+    for reduction in reductions:
+        amax = reduction.args[0]
+        with graph.inserting_before(reduction):
+            reduction.update_arg(0, graph.call_function(twice, (amax,)))
+        waited = next(user for user in reduction.users if user.target is wait)
+        _insert_behind(waited, once, amax)
+    return len(reductions)
 
 
-def compiled_checkpointing_lost() -> None:
-    wrap(
-        torch._higher_order_ops.wrap,
-        "_always_prefer_recompute",
-        lambda *args, **kwargs: CheckpointPolicy.PREFER_SAVE,
-    )
+compiled_checkpointing_lost = partial(
+    wrap, torch._higher_order_ops.wrap, "_always_prefer_recompute", lambda *args, **kwargs: CheckpointPolicy.PREFER_SAVE
+)
 
 
-def compiled_matmul_outputs_kept() -> None:
-    matmuls = {torch.ops.aten.mm.default, torch.ops.aten._scaled_mm.default}
-
-    def partition(stock: Any, module: torch.fx.GraphModule, inputs: Any, **given: Any) -> Any:
-        for node in module.graph.nodes:
-            if node.target in matmuls and must_recompute(node):
-                node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
-        return stock(module, inputs, **given)
-
-    wrap(graph_backend, "min_cut_rematerialization_partition", partition)
+@planted(wrap, graph_backend, "min_cut_rematerialization_partition")
+def compiled_matmul_outputs_kept(stock: Any, module: torch.fx.GraphModule, inputs: Any, **given: Any) -> Any:
+    for node in module.graph.nodes:
+        if node.target in {torch.ops.aten.mm.default, torch.ops.aten._scaled_mm.default} and must_recompute(node):
+            node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+    return stock(module, inputs, **given)
 
 
 def _in_repeated(change: Callable[[torch.fx.Graph, set[str]], int]) -> None:
@@ -233,27 +210,23 @@ def _in_repeated(change: Callable[[torch.fx.Graph, set[str]], int]) -> None:
     _after_passes(in_turn)
 
 
-def recomputed_cast_by_another_scale() -> None:
-    def change(graph: torch.fx.Graph, repeated: set[str]) -> int:
-        products = [clamp.args[0] for clamp in _clamps(graph) if clamp.args[0].name in repeated]
-        if not products:
-            return 0
-        last = products[-1]
-        shape = last.meta["val"].shape
-        others = [each for each in products if each.meta["val"].shape != shape]  # weights of one shape start alike
-        for other in others[-1:]:
-            last.args = (last.args[0], other.args[1])
-        return len(others)
-
-    _in_repeated(change)
+@planted(_in_repeated)
+def recomputed_cast_by_another_scale(graph: torch.fx.Graph, repeated: set[str]) -> int:
+    products = [clamp.args[0] for clamp in _clamps(graph) if clamp.args[0].name in repeated]
+    if not products:
+        return 0
+    last = products[-1]
+    shape = last.meta["val"].shape
+    others = [each for each in products if each.meta["val"].shape != shape]  # weights of one shape start alike
+    for other in others[-1:]:
+        last.args = (last.args[0], other.args[1])
+    return len(others)
 
 
-def recomputed_norm_without_epsilon() -> None:
-    def change(graph: torch.fx.Graph, repeated: set[str]) -> int:
-        sums = graph.find_nodes(op="call_function", target=torch.ops.aten.add.Scalar)
-        again = [node for node in sums if node.name in repeated]
-        for node in again:
-            node.args = (node.args[0], 0.0)
-        return len(again)
-
-    _in_repeated(change)
+@planted(_in_repeated)
+def recomputed_norm_without_epsilon(graph: torch.fx.Graph, repeated: set[str]) -> int:
+    sums = graph.find_nodes(op="call_function", target=torch.ops.aten.add.Scalar)
+    again = [node for node in sums if node.name in repeated]
+    for node in again:
+        node.args = (node.args[0], 0.0)
+    return len(again)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,8 +15,14 @@ from torchao.float8 import CastConfig, Float8LinearConfig, float8_linear_utils
 from torchao.float8.float8_linear import Float8Linear
 
 from harness.worker.discovery import converted_linears, linears
-from harness.worker.faults.hooks import after_build, narrowing_linear, on_odd_rank, wrap, wrap_everywhere
-from harness.worker.targets.target import Target
+from harness.worker.faults.hooks import (
+    after_build,
+    narrowing_linear,
+    on_odd_rank,
+    planted,
+    wrap,
+    wrap_everywhere,
+)
 
 Filter = Callable[[nn.Module, str], bool]
 
@@ -48,113 +55,88 @@ def _config(change: Callable[[Float8LinearConfig], Float8LinearConfig]) -> None:
     wrap(Float8Linear, "from_float", from_float)
 
 
-def nothing_converted() -> None:
-    _conversion(lambda stock, model, *_: model)
+nothing_converted = partial(_conversion, lambda stock, model, *_: model)
 
 
-def conversion_reverted() -> None:
-    def change(target: Target) -> None:
-        for linear in converted_linears(target.model).values():
-            linear.__class__ = nn.Linear
-
-    after_build(change)
+@planted(after_build)
+def conversion_reverted(model: nn.Module) -> None:
+    for linear in converted_linears(model).values():
+        linear.__class__ = nn.Linear
 
 
-def filter_of_a_renamed_module() -> None:
-    def change(stock: Filter, found: dict[str, nn.Linear]) -> Filter:
-        left_out = [fqn for fqn, linear in found.items() if not stock(linear, fqn)][-1:]
-        return lambda module, fqn: stock(module, fqn) or fqn in left_out
-
-    _filter(change)
+@planted(_filter)
+def filter_of_a_renamed_module(stock: Filter, found: dict[str, nn.Linear]) -> Filter:
+    left_out = [fqn for fqn, linear in found.items() if not stock(linear, fqn)][-1:]
+    return lambda module, fqn: stock(module, fqn) or fqn in left_out
 
 
-def filter_split_into_letters() -> None:
-    _filter(lambda stock, found: lambda module, fqn: not any(letter in fqn for letter in "output"))
+filter_split_into_letters = partial(
+    _filter, lambda stock, found: lambda module, fqn: not any(letter in fqn for letter in "output")
+)
 
 
-def filter_of_another_predicate() -> None:
+@planted(_filter)
+def filter_of_another_predicate(stock: Filter, found: dict[str, nn.Linear]) -> Filter:
     """Another filter than the computed one is used: the second linear of every MLP stays in high precision."""
-
-    def change(stock: Filter, found: dict[str, nn.Linear]) -> Filter:
-        name = _module_name(narrowing_linear(found))
-        return lambda module, fqn: stock(module, fqn) and _module_name(fqn) != name
-
-    _filter(change)
+    name = _module_name(narrowing_linear(found))
+    return lambda module, fqn: stock(module, fqn) and _module_name(fqn) != name
 
 
-def filter_sees_single_modules() -> None:
-    _filter(lambda stock, found: lambda module, fqn: stock(module, ""))
+filter_sees_single_modules = partial(_filter, lambda stock, found: lambda module, fqn: stock(module, ""))
 
 
-def one_rank_leaves_a_linear_out() -> None:
+@planted(_filter)
+def one_rank_leaves_a_linear_out(stock: Filter, found: dict[str, nn.Linear]) -> Filter:
     """One rank numbers layers differently and leaves the second linear of the first MLP in high precision."""
-
-    def change(stock: Filter, found: dict[str, nn.Linear]) -> Filter:
-        name = _module_name(narrowing_linear(found))
-        left_out = next(fqn for fqn in found if _module_name(fqn) == name)
-        return lambda module, fqn: stock(module, fqn) and not (on_odd_rank() and fqn == left_out)
-
-    _filter(change)
+    name = _module_name(narrowing_linear(found))
+    left_out = next(fqn for fqn in found if _module_name(fqn) == name)
+    return lambda module, fqn: stock(module, fqn) and not (on_odd_rank() and fqn == left_out)
 
 
 def _module_name(fqn: str) -> str:
     return fqn.rpartition(".")[2]
 
 
-def linear_bypasses_float8() -> None:
-    def forward(stock: Any, module: Float8Linear, x: torch.Tensor) -> Any:
-        narrows = module.out_features < module.in_features
-        return F.linear(x, module.weight, module.bias) if narrows else stock(module, x)
-
-    wrap(Float8Linear, "forward", forward)
+@planted(wrap, Float8Linear, "forward")
+def linear_bypasses_float8(stock: Any, module: Float8Linear, x: torch.Tensor) -> Any:
+    narrows = module.out_features < module.in_features
+    return F.linear(x, module.weight, module.bias) if narrows else stock(module, x)
 
 
-def recipe_lost() -> None:
-    _config(
-        lambda config: Float8LinearConfig(
-            enable_fsdp_float8_all_gather=config.enable_fsdp_float8_all_gather, pad_inner_dim=config.pad_inner_dim
-        )
-    )
+recipe_lost = partial(
+    _config,
+    lambda config: Float8LinearConfig(
+        enable_fsdp_float8_all_gather=config.enable_fsdp_float8_all_gather, pad_inner_dim=config.pad_inner_dim
+    ),
+)
+weight_gradient_in_float8 = partial(_config, lambda config: Float8LinearConfig.from_recipe_name("rowwise"))
+weight_gradient_in_high_precision = partial(
+    _config, lambda config: Float8LinearConfig.from_recipe_name("rowwise_with_gw_hp")
+)
 
 
-def weight_gradient_in_float8() -> None:
-    _config(lambda config: Float8LinearConfig.from_recipe_name("rowwise"))
+_OF_GRAD_OUTPUT = ("cast_config_grad_output", "cast_config_grad_output_for_grad_weight")
 
 
-def weight_gradient_in_high_precision() -> None:
-    _config(lambda config: Float8LinearConfig.from_recipe_name("rowwise_with_gw_hp"))
+@planted(_config)
+def gradient_cast_to_e4m3(config: Float8LinearConfig) -> Float8LinearConfig:
+    return dataclasses.replace(config, **dict.fromkeys(_OF_GRAD_OUTPUT, CastConfig(target_dtype=torch.float8_e4m3fn)))
 
 
-def gradient_cast_to_e4m3() -> None:
-    shared = CastConfig(target_dtype=torch.float8_e4m3fn)
-    _config(
-        lambda config: dataclasses.replace(
-            config, cast_config_grad_output=shared, cast_config_grad_output_for_grad_weight=shared
-        )
-    )
+@planted(_config)
+def config_of_grad_output_ignored(config: Float8LinearConfig) -> Float8LinearConfig:
+    right = {name: getattr(config, name) for name in _OF_GRAD_OUTPUT}
+    wrong = {name: dataclasses.replace(cast, target_dtype=torch.float8_e5m2) for name, cast in right.items()}
+    return dataclasses.replace(config, **wrong)
 
 
-def config_of_grad_output_ignored() -> None:
-    names = ("cast_config_grad_output", "cast_config_grad_output_for_grad_weight")
-
-    def change(config: Float8LinearConfig) -> Float8LinearConfig:
-        changed = {name: dataclasses.replace(getattr(config, name), target_dtype=torch.float8_e5m2) for name in names}
-        return dataclasses.replace(config, **changed)
-
-    _config(change)
-
-
-def granularities_swapped() -> None:
-    _config(
-        lambda config: dataclasses.replace(
-            config, cast_config_input=config.cast_config_weight, cast_config_weight=config.cast_config_input
-        )
-    )
-
-
-def fp8_all_gather_flag_lost() -> None:
-    _config(lambda config: dataclasses.replace(config, enable_fsdp_float8_all_gather=False))
-
-
-def padding_flag_lost() -> None:
-    _config(lambda config: dataclasses.replace(config, pad_inner_dim=False))
+granularities_swapped = partial(
+    _config,
+    lambda config: dataclasses.replace(
+        config, cast_config_input=config.cast_config_weight, cast_config_weight=config.cast_config_input
+    ),
+)
+fp8_all_gather_flag_lost = partial(
+    _config, lambda config: dataclasses.replace(config, enable_fsdp_float8_all_gather=False)
+)
+padding_flag_lost = partial(_config, lambda config: dataclasses.replace(config, pad_inner_dim=False))

@@ -1,4 +1,4 @@
-"""Hooks for planting faults: wrappers around torch, torchao and the harness, and queries of the current state."""
+"""Hooks for planting faults: wrappers around torch, torchao and the harness, and what is trained at the moment."""
 
 from __future__ import annotations
 
@@ -20,14 +20,22 @@ from torchao.float8 import float8_scaling_utils, fsdp_utils
 from torchao.float8.float8_linear import Float8Linear
 from torchao.float8.float8_training_tensor import Float8TrainingTensor
 
-from harness.matrix.case import Case, Layout
+from harness.matrix.case import Case
 from harness.worker import train
 from harness.worker.discovery import linears
 
 ODD_RANK = 1  # the rank of single-rank faults
 
+Change = Callable[..., Any]
+Plant = Callable[[], object]  # plants a fault in this process
 
-def wrap(owner: Any, name: str, change: Callable[..., Any]) -> None:
+
+def planted(hook: Callable[..., object], *where: Any) -> Callable[[Change], Plant]:
+    """Makes a fault of the function below it: `hook` plants that as a change of what is named here."""
+    return lambda change: functools.partial(hook, *where, change)
+
+
+def wrap(owner: Any, name: str, change: Change) -> None:
     """Replace a function or method by `change(stock, *args, **kwargs)`; static and class methods stay what they are."""
     found = vars(owner).get(name)
     if isinstance(found, (staticmethod, classmethod)):
@@ -36,7 +44,7 @@ def wrap(owner: Any, name: str, change: Callable[..., Any]) -> None:
         setattr(owner, name, _around(getattr(owner, name), change))
 
 
-def wrap_everywhere(owner: Any, name: str, change: Callable[..., Any]) -> None:
+def wrap_everywhere(owner: Any, name: str, change: Change) -> None:
     """`wrap` a function of a module under every name by which another module has imported it already."""
     stock = getattr(owner, name)
     changed = _around(stock, change)
@@ -46,7 +54,7 @@ def wrap_everywhere(owner: Any, name: str, change: Callable[..., Any]) -> None:
             names[alias] = changed
 
 
-def _around(stock: Callable[..., Any], change: Callable[..., Any]) -> Callable[..., Any]:
+def _around(stock: Change, change: Change) -> Change:
     return lambda *args, **kwargs: change(stock, *args, **kwargs)
 
 
@@ -65,7 +73,36 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
-def _wrap_casts(cast: Callable[..., torch.Tensor]) -> None:
+class _Run:
+    """What this process trains: the case from when it is built, and the target that was built last."""
+
+    case: Case
+    target: Any
+    step = 0  # counts from 1; 0 before the first
+
+
+RUN = _Run()
+
+
+@functools.cache
+def follow_run() -> None:
+    """Keep `RUN` up to date from now on."""
+
+    def prepare(stock: Any, case: Case, *args: Any, **kwargs: Any) -> Any:
+        RUN.case = case
+        prepared = stock(case, *args, **kwargs)
+        RUN.target = prepared.target
+        return prepared
+
+    def train_step(stock: Any, prepared: Any, step: int, *rest: Any) -> Any:
+        RUN.step = step
+        return stock(prepared, step, *rest)
+
+    wrap(train, "prepare", prepare)
+    wrap(train, "train_step", train_step)
+
+
+def _wrap_casts(cast: Change) -> None:
     """Replace every cast to float8 by `cast(stock, hp_tensor, scale, *rest)`."""
     for module in (float8_scaling_utils, fsdp_utils):
         wrap(module, "hp_tensor_and_scale_to_float8", cast)
@@ -73,19 +110,18 @@ def _wrap_casts(cast: Callable[..., torch.Tensor]) -> None:
 
 def before_casts(change: Callable[[torch.Tensor, torch.Tensor, Any], torch.Tensor]) -> None:
     """Let every cast to float8 use the scale `change(scale, hp_tensor, role)`. The role is a GemmInputRole."""
-
-    def cast(stock: Any, hp_tensor: torch.Tensor, s: torch.Tensor, *rest: Any, **kwargs: Any) -> torch.Tensor:
-        result: torch.Tensor = stock(hp_tensor, change(s, hp_tensor, _role_of(rest, kwargs)), *rest, **kwargs)
-        return result
-
-    _wrap_casts(cast)
+    _wrap_casts(
+        lambda stock, hp_tensor, scale, *rest, **kwargs: stock(
+            hp_tensor, change(scale, hp_tensor, _role_of(rest, kwargs)), *rest, **kwargs
+        )
+    )
 
 
 def after_casts(change: Callable[[Any, torch.Tensor, Any], object]) -> None:
     """Call `change(part, hp_tensor, role)` after every cast to float8, whose local Float8TrainingTensor is `part`."""
 
-    def cast(stock: Any, hp_tensor: torch.Tensor, s: torch.Tensor, *rest: Any, **kwargs: Any) -> torch.Tensor:
-        result: torch.Tensor = stock(hp_tensor, s, *rest, **kwargs)
+    def cast(stock: Any, hp_tensor: torch.Tensor, scale: torch.Tensor, *rest: Any, **kwargs: Any) -> torch.Tensor:
+        result = stock(hp_tensor, scale, *rest, **kwargs)
         part = local(result)
         assert isinstance(part, Float8TrainingTensor), f"a cast returned {type(part)}"
         change(part, hp_tensor, _role_of(rest, kwargs))
@@ -106,10 +142,9 @@ def in_forward_of(wanted: Callable[[Float8Linear], bool]) -> Callable[[], bool]:
     def forward(stock: Any, linear: Float8Linear, x: torch.Tensor) -> torch.Tensor:
         running[0] = wanted(linear)
         try:
-            output: torch.Tensor = stock(linear, x)
+            return stock(linear, x)
         finally:
             running[0] = False
-        return output
 
     wrap(Float8Linear, "forward", forward)
     return lambda: running[0]
@@ -127,12 +162,13 @@ def after_all_gather(change: Callable[[torch.Tensor, dist.ProcessGroup], object]
     wrap(_fsdp_param_group, "foreach_all_gather", foreach_all_gather)
 
 
-def after_build(change: Callable[[Any], object]) -> None:
-    """Call `change(target)` when a target is built and has its weights, before the first step."""
+def after_build(change: Callable[[nn.Module], object]) -> None:
+    """Call `change(model)` when a target is built and has its weights, before the first step."""
+    follow_run()
 
     def prepare(stock: Any, *args: Any, **kwargs: Any) -> Any:
         prepared = stock(*args, **kwargs)
-        change(prepared.target)
+        change(RUN.target.model)
         return prepared
 
     wrap(train, "prepare", prepare)
@@ -141,53 +177,71 @@ def after_build(change: Callable[[Any], object]) -> None:
 Around = Callable[[Callable[[], Any], nn.Module], Any]
 
 
-def around_evaluation(change: Around) -> None:
-    """Replace every evaluation by `change(stock, model)`, which returns its loss."""
-    after_build(lambda target: around(target, "evaluate", change))
-
-
-def around_load(change: Around) -> None:
-    """Replace every load of a state by `change(stock, model)`."""
-    after_build(lambda target: around(target, "load", change))
-
-
-def around(target: Any, method: str, change: Around) -> None:
-    """Replace a method of one target by `change(stock, model)`."""
+def around(method: str, change: Around) -> None:
+    """Replace a method of the target that was built last by `change(stock, model)`."""
+    target = RUN.target
     stock = getattr(target, method, None)
     if stock is not None:
         setattr(target, method, lambda *args: change(functools.partial(stock, *args), target.model))
 
 
-def after_backward(change: Callable[[nn.Module, int], None]) -> None:
-    """Call `change(model, step)` once, when the gradients of a step are complete, before anything reads them."""
-    step, models, changed = counted_steps(), list[nn.Module](), set[int]()
-    after_build(lambda target: models.append(target.model))
+def around_evaluation(change: Around) -> None:
+    """Replace every evaluation by `change(stock, model)`, which returns its loss."""
+    after_build(lambda model: around("evaluate", change))
+
+
+def around_load(change: Around) -> None:
+    """Replace every load of a state by `change(stock, model)`."""
+    after_build(lambda model: around("load", change))
+
+
+def _behind(change: Callable[[nn.Module], object]) -> Around:
+    def behind(stock: Callable[[], Any], model: nn.Module) -> Any:
+        result = stock()
+        change(model)
+        return result
+
+    return behind
+
+
+def after_evaluation(change: Callable[[nn.Module], object]) -> None:
+    around_evaluation(_behind(change))
+
+
+def after_load(change: Callable[[nn.Module], object]) -> None:
+    around_load(_behind(change))
+
+
+def after_update(change: Callable[[nn.Module], object]) -> None:
+    around_update(_behind(change))
+
+
+def before_update(change: Callable[[nn.Module], object]) -> None:
+    def before(stock: Callable[[], Any], model: nn.Module) -> None:
+        change(model)
+        stock()
+
+    around_update(before)
+
+
+def after_backward(change: Callable[[nn.Module], object]) -> None:
+    """Call `change(model)` once, when the gradients of a step are complete, before anything reads them."""
+    follow_run()
+    changed = set[int]()
 
     @torch.no_grad()
-    def before_update(*_: Any) -> None:
-        if step() not in changed:  # a model may have several optimizers
-            changed.add(step())
-            change(models[-1], step())
+    def before_first_update(*_: Any) -> None:
+        if RUN.step not in changed:  # a model may have several optimizers
+            changed.add(RUN.step)
+            change(RUN.target.model)
 
-    register_optimizer_step_pre_hook(before_update)
-
-
-def counted_steps() -> Callable[[], int]:
-    """Returns a function that says which step is trained: 1 in the first, 0 before it."""
-    state = {"step": 0}
-
-    def train_step(stock: Any, prepared: train.Prepared, step: int, *rest: Any) -> Any:
-        state["step"] = step
-        return stock(prepared, step, *rest)
-
-    wrap(train, "train_step", train_step)
-    return lambda: state["step"]
+    register_optimizer_step_pre_hook(before_first_update)
 
 
-def around_update(change: Callable[[Callable[[], object], nn.Module, int], object]) -> None:
-    """Replace the step of every optimizer by `change(stock, model, step)`. Steps count from 1."""
-    step, models, running = counted_steps(), list[nn.Module](), list[Any]()
-    after_build(lambda target: models.append(target.model))
+def around_update(change: Around) -> None:
+    """Replace the step of every optimizer by `change(stock, model)`."""
+    follow_run()
+    running = list[Any]()
 
     @torch.no_grad()
     def update(stock: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:
@@ -197,7 +251,7 @@ def around_update(change: Callable[[Callable[[], object], nn.Module, int], objec
             return
         running.append(optimizer)
         try:
-            change(stepping, models[-1], step())
+            change(stepping, RUN.target.model)
         finally:
             running.clear()
 
@@ -239,41 +293,22 @@ def around_loss(change: Callable[..., torch.Tensor]) -> None:
     wrap_everywhere(F, "cross_entropy", cross_entropy)
 
 
-def case_of_run() -> Callable[[], Case]:
-    """Returns a function that says which case it is, once it is being built."""
-    cases: list[Case] = []
-
-    def prepare(stock: Any, case: Case, *args: Any, **kwargs: Any) -> Any:
-        cases.append(case)
-        return stock(case, *args, **kwargs)
-
-    wrap(train, "prepare", prepare)
-    return lambda: cases[-1]
-
-
-def layout_of_run() -> Callable[[], Layout]:
-    """Returns a function that says the layout of the case, once it is being built."""
-    case = case_of_run()
-    return lambda: case().layout
-
-
 def before_microbatch(change: Callable[[nn.Module, int], object]) -> None:
     """Call `change(model, number)` before every forward of the whole model; numbers count from 1 in every step."""
-    step, seen = counted_steps(), [0, 0]
+    seen = [0, 0]
 
     def before(model: nn.Module, *_: Any) -> None:
-        seen[:] = [step(), seen[1] + 1 if seen[0] == step() else 1]
+        seen[:] = [RUN.step, seen[1] + 1 if seen[0] == RUN.step else 1]
         change(model, seen[1])
 
-    after_build(lambda target: target.model.register_forward_pre_hook(before, prepend=True))
-
-
-_CONTAINERS = (nn.ModuleList, nn.ModuleDict)
+    after_build(lambda model: model.register_forward_pre_hook(before, prepend=True))
 
 
 def blocks(model: nn.Module) -> list[nn.Module]:
     """The blocks as they are wrapped: the children of the container with most parameters; without one, the model."""
-    containers = [module for module in model.modules() if isinstance(module, _CONTAINERS) and len(module)]
+    containers = [
+        module for module in model.modules() if isinstance(module, (nn.ModuleList, nn.ModuleDict)) and len(module)
+    ]
     largest = max(containers, key=lambda each: sum(param.numel() for param in each.parameters()), default=None)
     return [model] if largest is None else list(largest.children())
 

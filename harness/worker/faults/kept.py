@@ -3,27 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 from torchao.float8.float8_training_tensor import GemmInputRole
 
-from harness.worker.faults.hooks import after_all_gather, after_build, after_casts, around_loss, blocks
+from harness.worker.faults.hooks import (
+    after_all_gather,
+    after_build,
+    after_casts,
+    around_loss,
+    blocks,
+)
 
 
 def _after_every_block(keep: Callable[[nn.Module, torch.Tensor], object]) -> None:
     """Call `keep(block, output)` after the forward of every block."""
 
-    def watch(target: Any) -> None:
-        for block in blocks(target.model):
+    def watch(model: nn.Module) -> None:
+        for block in blocks(model):
             block.register_forward_hook(lambda block, _, output: keep(block, output) and None)
 
     after_build(watch)
 
 
-def output_kept_on_module() -> None:
-    _after_every_block(lambda block, output: setattr(block, "last_output", output))
+output_kept_on_module = partial(_after_every_block, lambda block, output: setattr(block, "last_output", output))
 
 
 def output_kept_by_hook() -> None:
@@ -33,7 +39,7 @@ def output_kept_by_hook() -> None:
         assert outputs, "no block has run"
 
     _after_every_block(lambda block, output: outputs.append(output.detach()))
-    after_build(lambda target: next(target.model.parameters()).register_hook(count))
+    after_build(lambda model: next(model.parameters()).register_hook(count))
 
 
 def logits_kept_of_every_step() -> None:

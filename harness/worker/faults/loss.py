@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,7 +15,15 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grad
 
 from harness.worker import train
-from harness.worker.faults.hooks import around_loss, layout_of_run, local, norm_weights, wrap, wrap_everywhere
+from harness.worker.faults.hooks import (
+    RUN,
+    around_loss,
+    local,
+    norm_weights,
+    planted,
+    wrap,
+    wrap_everywhere,
+)
 from harness.worker.reduction import of_all_ranks
 from harness.worker.targets.target import IGNORED, StepResult
 
@@ -39,7 +48,7 @@ def loss_of_first_rank_reported() -> None:
     losses: list[float] = []
 
     def keep(stock: Any, *args: Any, **options: Any) -> torch.Tensor:
-        loss: torch.Tensor = stock(*args, **options)
+        loss = stock(*args, **options)
         losses.append(local(loss).item())
         return loss
 
@@ -53,9 +62,7 @@ def loss_of_first_rank_reported() -> None:
     _reported(change)
 
 
-def reported_loss_divided_twice() -> None:
-    layout = layout_of_run()
-    _reported(lambda reported: reported / layout().dp)
+reported_loss_divided_twice = partial(_reported, lambda reported: reported / RUN.case.layout.dp)
 
 
 def loss_reported_one_step_late() -> None:
@@ -84,43 +91,35 @@ def norm_of_local_shards() -> None:
     wrap(train, "gradient_norm", gradient_norm)
 
 
-def norm_leaves_out_a_parameter() -> None:
-    def squared_norm_share(stock: Any, model: nn.Module) -> Any:
-        left_out = norm_weights(model)[-2:][0]  # the last one of the blocks
-        others = [param for param in model.parameters() if param is not left_out]
-        return stock(SimpleNamespace(parameters=lambda: iter(others)))
-
-    wrap(train, "squared_norm_share", squared_norm_share)
+@planted(wrap, train, "squared_norm_share")
+def norm_leaves_out_a_parameter(stock: Any, model: nn.Module) -> Any:
+    left_out = norm_weights(model)[-2:][0]  # the last one of the blocks
+    others = [param for param in model.parameters() if param is not left_out]
+    return stock(SimpleNamespace(parameters=lambda: iter(others)))
 
 
-def norm_in_bfloat16() -> None:
-    wrap(train, "squared_norm_share", lambda stock, model: stock(model).bfloat16().double())
+norm_in_bfloat16 = partial(wrap, train, "squared_norm_share", lambda stock, model: stock(model).bfloat16().double())
+gradients_not_clipped = partial(
+    wrap_everywhere, clip_grad, "_clip_grads_with_norm_", lambda stock, *args, **kwargs: None
+)
 
 
-def gradients_not_clipped() -> None:
-    wrap_everywhere(clip_grad, "_clip_grads_with_norm_", lambda stock, *args, **kwargs: None)
+@planted(wrap_everywhere, clip_grad, "_get_total_norm")
+def clipped_by_norm_of_own_shards(stock: Any, grads: Sequence[torch.Tensor], *args: Any, **kwargs: Any) -> Any:
+    return stock([local(grad) for grad in grads], *args, **kwargs)
 
 
-def clipped_by_norm_of_own_shards() -> None:
-    def total(stock: Any, grads: Sequence[torch.Tensor], *args: Any, **kwargs: Any) -> Any:
-        return stock([local(grad) for grad in grads], *args, **kwargs)
-
-    wrap_everywhere(clip_grad, "_get_total_norm", total)
-
-
-def replicated_gradients_counted_by_every_rank() -> None:
-    layout = layout_of_run()
-
-    def total(stock: Any, grads: Sequence[torch.Tensor], *args: Any, **kwargs: Any) -> torch.Tensor:
-        grads = list(grads)
-        alike = [grad for grad in grads if isinstance(grad, DTensor) and not grad.placements[-1].is_shard()]
-        whole: torch.Tensor = stock(grads, *args, **kwargs)
-        if not alike or layout().tp == 1:
-            return whole
-        whole, extra = (_whole(norm) for norm in (whole, stock(alike, *args, **kwargs)))
-        return (whole.square() + (layout().tp - 1) * extra.square()).sqrt()
-
-    wrap_everywhere(clip_grad, "_get_total_norm", total)
+@planted(wrap_everywhere, clip_grad, "_get_total_norm")
+def replicated_gradients_counted_by_every_rank(
+    stock: Any, grads: Iterable[torch.Tensor], *args: Any, **kwargs: Any
+) -> torch.Tensor:
+    grads, tp = list(grads), RUN.case.layout.tp
+    alike = [grad for grad in grads if isinstance(grad, DTensor) and not grad.placements[-1].is_shard()]
+    whole = stock(grads, *args, **kwargs)
+    if not alike or tp == 1:
+        return whole
+    whole, extra = (_whole(norm) for norm in (whole, stock(alike, *args, **kwargs)))
+    return (whole.square() + (tp - 1) * extra.square()).sqrt()
 
 
 def _whole(norm: torch.Tensor) -> torch.Tensor:
@@ -138,27 +137,22 @@ def _sum_of_counts(change: Callable[..., torch.Tensor]) -> None:
     wrap_everywhere(funcol, "all_reduce", all_reduce)
 
 
-def token_count_not_reduced() -> None:
-    _sum_of_counts(lambda stock, number, *where, **options: number)
+token_count_not_reduced = partial(_sum_of_counts, lambda stock, number, *where, **options: number)
+mean_of_means_of_ranks = partial(
+    _sum_of_counts, lambda stock, number, *where, **options: number * stock(torch.ones_like(number), *where, **options)
+)
 
 
-def mean_of_means_of_ranks() -> None:
-    _sum_of_counts(lambda stock, number, *where, **options: number * stock(torch.ones_like(number), *where, **options))
+@planted(around_loss)
+def mean_over_no_labels(stock: Any, logits: torch.Tensor, labels: torch.Tensor, **options: Any) -> torch.Tensor:
+    mean = stock(logits, labels, **options | {"reduction": "mean"})
+    return mean * (labels != IGNORED).sum()
 
 
-def mean_over_no_labels() -> None:
-    def change(stock: Any, logits: torch.Tensor, labels: torch.Tensor, **options: Any) -> torch.Tensor:
-        mean: torch.Tensor = stock(logits, labels, **options | {"reduction": "mean"})
-        return mean * (labels != IGNORED).sum()
-
-    around_loss(change)
-
-
-def backward_skipped_without_labels() -> None:
+@planted(around_loss)
+def backward_skipped_without_labels(
+    stock: Any, logits: torch.Tensor, labels: torch.Tensor, **options: Any
+) -> torch.Tensor:
     """A rank without labels has no loss to go back from, so it gathers and reduces nothing in backward."""
-
-    def change(stock: Any, logits: torch.Tensor, labels: torch.Tensor, **options: Any) -> torch.Tensor:
-        loss: torch.Tensor = stock(logits, labels, **options)
-        return loss if (labels != IGNORED).any() else torch.zeros_like(loss).requires_grad_()
-
-    around_loss(change)
+    loss = stock(logits, labels, **options)
+    return loss if (labels != IGNORED).any() else torch.zeros_like(loss).requires_grad_()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,15 +14,14 @@ from torch.distributed.tensor import DTensor, Partial
 from torchao.float8.float8_linear import Float8Linear
 
 from harness.worker.discovery import linears
-from harness.worker.faults.hooks import after_backward, after_build, layout_of_run, local, wrap
-
-
-def parameters_kept_in_float32() -> None:
-    _sharded_as(torch.float32)
-
-
-def parameters_sharded_in_bfloat16() -> None:
-    _sharded_as(torch.bfloat16)
+from harness.worker.faults.hooks import (
+    RUN,
+    after_backward,
+    after_build,
+    local,
+    planted,
+    wrap,
+)
 
 
 def _sharded_as(dtype: torch.dtype) -> None:
@@ -32,30 +32,26 @@ def _sharded_as(dtype: torch.dtype) -> None:
     wrap(FSDPParam, "_init_sharded_param", init)
 
 
-def bias_lost_in_conversion() -> None:
-    def from_float(stock: Any, *args: Any, **kwargs: Any) -> Float8Linear:
-        converted: Float8Linear = stock(*args, **kwargs)
-        converted.bias = None
-        return converted
-
-    wrap(Float8Linear, "from_float", from_float)
+parameters_kept_in_float32 = partial(_sharded_as, torch.float32)
+parameters_sharded_in_bfloat16 = partial(_sharded_as, torch.bfloat16)
 
 
-def bias_added_by_every_tp_rank() -> None:
-    def parts(stock: Any, partial: Partial, tensor: torch.Tensor, *args: Any) -> Any:
-        return tensor if partial.reduce_op == "sum" else stock(partial, tensor, *args)
+@planted(wrap, Float8Linear, "from_float")
+def bias_lost_in_conversion(stock: Any, *args: Any, **kwargs: Any) -> Float8Linear:
+    converted = stock(*args, **kwargs)
+    converted.bias = None
+    return converted
 
-    wrap(Partial, "_partition_value", parts)
+
+@planted(wrap, Partial, "_partition_value")
+def bias_added_by_every_tp_rank(stock: Any, placement: Partial, tensor: torch.Tensor, *args: Any) -> Any:
+    return tensor if placement.reduce_op == "sum" else stock(placement, tensor, *args)
 
 
-def bias_gradient_divided_by_tp() -> None:
-    layout = layout_of_run()
-
-    def change(model: nn.Module, step: int) -> None:
-        for linear in _with_whole_bias(model):
-            _gradient(linear).div_(layout().tp)
-
-    after_backward(change)
+@planted(after_backward)
+def bias_gradient_divided_by_tp(model: nn.Module) -> None:
+    for linear in _with_whole_bias(model):
+        _gradient(linear).div_(RUN.case.layout.tp)
 
 
 def bias_gradient_of_own_positions() -> None:
@@ -65,11 +61,11 @@ def bias_gradient_of_own_positions() -> None:
         if output.requires_grad:
             output.register_hook(lambda grad: sums[linear].append(_of_own_positions(grad)))
 
-    def attach(target: Any) -> None:
-        for linear in _with_whole_bias(target.model):
+    def attach(model: nn.Module) -> None:
+        for linear in _with_whole_bias(model):
             linear.register_forward_hook(watch, prepend=True)
 
-    def change(model: nn.Module, step: int) -> None:
+    def change(model: nn.Module) -> None:
         for linear, found in sums.items():
             _gradient(linear).copy_(torch.stack(found).sum(0))
         sums.clear()

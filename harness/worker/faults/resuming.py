@@ -8,7 +8,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from harness.worker.faults.hooks import after_build, around, around_load, first_weight, on_last_rank
+from harness.worker.faults.hooks import (
+    after_build,
+    after_load,
+    around,
+    around_load,
+    first_weight,
+    on_last_rank,
+    planted,
+)
 from harness.worker.probes.places import local_shard
 from harness.worker.probes.probe import optimizers_of
 
@@ -19,53 +27,39 @@ def _moments(model: nn.Module) -> Iterator[dict[str, Any]]:
         yield from optimizer.state.values()
 
 
-def optimizer_state_not_loaded() -> None:
-    def load(stock: Callable[[], object], model: nn.Module) -> None:
-        stock()
-        for optimizer in optimizers_of(model):
-            optimizer.state.clear()
-
-    around_load(load)
+@planted(after_load)
+def optimizer_state_not_loaded(model: nn.Module) -> None:
+    for optimizer in optimizers_of(model):
+        optimizer.state.clear()
 
 
-def optimizer_step_count_lost() -> None:
-    def load(stock: Callable[[], object], model: nn.Module) -> None:
-        stock()
-        for kept in _moments(model):
-            kept["step"].zero_()
-
-    around_load(load)
+@planted(after_load)
+def optimizer_step_count_lost(model: nn.Module) -> None:
+    for kept in _moments(model):
+        kept["step"].zero_()
 
 
-def moments_rounded_by_checkpoint() -> None:
-    def load(stock: Callable[[], object], model: nn.Module) -> None:
-        stock()
-        for kept in _moments(model):
-            for moment in (local_shard(value) for name, value in kept.items() if name != "step"):
-                moment.copy_(moment.bfloat16())
-
-    around_load(load)
+@planted(after_load)
+def moments_rounded_by_checkpoint(model: nn.Module) -> None:
+    for kept in _moments(model):
+        for moment in (local_shard(value) for name, value in kept.items() if name != "step"):
+            moment.copy_(moment.bfloat16())
 
 
-def learning_rate_lost_by_load() -> None:
-    def load(stock: Callable[[], object], model: nn.Module) -> None:
-        stock()
-        for optimizer in optimizers_of(model):
-            for group in optimizer.param_groups:
-                group["lr"] *= 0.1
-
-    around_load(load)
+@planted(after_load)
+def learning_rate_lost_by_load(model: nn.Module) -> None:
+    for optimizer in optimizers_of(model):
+        for group in optimizer.param_groups:
+            group["lr"] *= 0.1
 
 
-def weight_of_one_rank_not_loaded() -> None:
-    def load(stock: Callable[[], object], model: nn.Module) -> None:
-        weight = local_shard(first_weight(model))
-        initial = weight.clone()
-        stock()
-        if on_last_rank():
-            local_shard(first_weight(model)).copy_(initial)
-
-    around_load(load)
+@planted(around_load)
+def weight_of_one_rank_not_loaded(stock: Callable[[], object], model: nn.Module) -> None:
+    weight = local_shard(first_weight(model))
+    initial = weight.clone()
+    stock()
+    if on_last_rank():
+        local_shard(first_weight(model)).copy_(initial)
 
 
 def resharded_rows_in_another_order() -> None:
@@ -83,14 +77,13 @@ def resharded_rows_in_another_order() -> None:
         roll(model, -1)
         stock()
 
-    def change(target: Any) -> None:
+    def change(model: nn.Module) -> None:
         built[0] += 1
         if built[0] == 2:  # the first trains before the state is saved, the last behind it
-            around(target, "load", load)
-            around(target, "save", save)
+            around("load", load)
+            around("save", save)
 
     after_build(change)
 
 
-def float8_weights_not_safe_to_load() -> None:
-    torch.serialization.clear_safe_globals()
+float8_weights_not_safe_to_load = torch.serialization.clear_safe_globals

@@ -2,42 +2,43 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from msgspec.structs import replace
+from torch import nn
 from torchao.float8 import float8_ops
 from torchao.float8.float8_utils import _get_min_alignment
 
 from harness.matrix.case import Case
 from harness.worker.data import unpadded_rows
-from harness.worker.faults.hooks import after_build, case_of_run, wrap
+from harness.worker.faults.hooks import (
+    RUN,
+    after_build,
+    planted,
+    wrap,
+)
 from harness.worker.probes.places import local_shard, place_of
-from harness.worker.targets.target import Target
 from harness.worker.virtual import scaled_mm
 
 
-def padding_not_zeroed() -> None:
-    def pad(stock: Any, tensor: torch.Tensor, dims: int) -> torch.Tensor:
-        extra = _get_min_alignment(tensor.size(dims), 16) - tensor.size(dims)
-        widths = (0, extra) if dims == 1 else (0, 0, 0, extra)
-        return F.pad(tensor.view(torch.uint8), widths, value=0x7F).view(tensor.dtype)
-
-    wrap(float8_ops, "pad_tensor_for_matmul", pad)
+@planted(wrap, float8_ops, "pad_tensor_for_matmul")
+def padding_not_zeroed(stock: Any, tensor: torch.Tensor, dims: int) -> torch.Tensor:
+    extra = _get_min_alignment(tensor.size(dims), 16) - tensor.size(dims)
+    widths = (0, extra) if dims == 1 else (0, 0, 0, extra)
+    return F.pad(tensor.view(torch.uint8), widths, value=0x7F).view(tensor.dtype)
 
 
-def padding_on_one_operand_shifted() -> None:
-    def pad(stock: Any, tensor: torch.Tensor, dims: int) -> torch.Tensor:
-        padded: torch.Tensor = stock(tensor, dims)
-        extra = padded.size(dims) - tensor.size(dims)
-        return padded.view(torch.uint8).roll(extra, dims).view(tensor.dtype) if dims == 1 else padded
-
-    wrap(float8_ops, "pad_tensor_for_matmul", pad)
+@planted(wrap, float8_ops, "pad_tensor_for_matmul")
+def padding_on_one_operand_shifted(stock: Any, tensor: torch.Tensor, dims: int) -> torch.Tensor:
+    padded: torch.Tensor = stock(tensor, dims)
+    extra = padded.size(dims) - tensor.size(dims)
+    return padded.view(torch.uint8).roll(extra, dims).view(tensor.dtype) if dims == 1 else padded
 
 
-def alignment_rule_ignored() -> None:
-    wrap(scaled_mm, "refusal", lambda stock, signature: None)
+alignment_rule_ignored = partial(wrap, scaled_mm, "refusal", lambda stock, signature: None)
 
 
 def padded_vocabulary_not_masked() -> None:
@@ -55,15 +56,11 @@ def padded_vocabulary_masked_short() -> None:
     wrap(loss, "mask_padded_vocab", mask)
 
 
-def padded_weight_rows_not_zeroed() -> None:
-    case = case_of_run()
-
-    @torch.no_grad()
-    def change(target: Target) -> None:
-        for weight in target.model.parameters():
-            place = place_of(weight)
-            rows = unpadded_rows(place.shape, case().model)
-            if rows != place.shape[:1]:
-                local_shard(weight)[max(0, rows[0] - place.offset[0]) :].fill_(100.0)
-
-    after_build(change)
+@planted(after_build)
+@torch.no_grad()
+def padded_weight_rows_not_zeroed(model: nn.Module) -> None:
+    for weight in model.parameters():
+        place = place_of(weight)
+        rows = unpadded_rows(place.shape, RUN.case.model)
+        if rows != place.shape[:1]:
+            local_shard(weight)[max(0, rows[0] - place.offset[0]) :].fill_(100.0)

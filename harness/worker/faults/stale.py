@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,16 +14,18 @@ from torchao.float8.fsdp_utils import WeightWithDynamicFloat8CastTensor
 
 from harness.worker.discovery import converted_linears, linears
 from harness.worker.faults.hooks import (
+    RUN,
     after_backward,
     after_casts,
+    after_load,
     around_evaluation,
     around_load,
     before_casts,
-    counted_steps,
     first_weight,
     local,
     on_last_rank,
     on_odd_rank,
+    planted,
     wrap_everywhere,
 )
 from harness.worker.probes.places import local_shard
@@ -45,8 +48,7 @@ def _weight_shards(model: nn.Module) -> list[Any]:
     return [weight for weight in weights if isinstance(weight, WeightWithDynamicFloat8CastTensor)]
 
 
-def precomputed_scale_never_refreshed() -> None:
-    _precompute(lambda stock, model, call: stock(model) if call == 1 else None)
+precomputed_scale_never_refreshed = partial(_precompute, lambda stock, model, call: stock(model) if call == 1 else None)
 
 
 def precomputed_scale_one_step_late() -> None:
@@ -62,8 +64,9 @@ def precomputed_scale_one_step_late() -> None:
     _precompute(change)
 
 
-def precomputed_scale_stale_in_one_step() -> None:
-    _precompute(lambda stock, model, call: stock(model) if call != 2 else None)
+precomputed_scale_stale_in_one_step = partial(
+    _precompute, lambda stock, model, call: stock(model) if call != 2 else None
+)
 
 
 def precomputed_scale_stale_in_evaluation() -> None:
@@ -92,23 +95,18 @@ def _set_scales(shards: Sequence[Any], scales: Sequence[Any]) -> None:
         shard._precomputed_scale = scale
 
 
-def precomputed_scale_stale_after_load() -> None:
-    def load(stock: Callable[[], Any], model: nn.Module) -> None:
-        fsdp_utils.precompute_float8_dynamic_scale_for_fsdp(model)
-        initial = [shard._precomputed_scale for shard in _weight_shards(model)]
-        stock()
-        _set_scales(_weight_shards(model), initial)
-
-    around_load(load)
+@planted(around_load)
+def precomputed_scale_stale_after_load(stock: Callable[[], Any], model: nn.Module) -> None:
+    fsdp_utils.precompute_float8_dynamic_scale_for_fsdp(model)
+    initial = [shard._precomputed_scale for shard in _weight_shards(model)]
+    stock()
+    _set_scales(_weight_shards(model), initial)
 
 
-def nothing_precomputed_after_load() -> None:
-    def load(stock: Callable[[], Any], model: nn.Module) -> None:
-        stock()
-        for shard in _weight_shards(model):
-            shard._precomputed_scale = None
-
-    around_load(load)
+@planted(after_load)
+def nothing_precomputed_after_load(model: nn.Module) -> None:
+    for shard in _weight_shards(model):
+        shard._precomputed_scale = None
 
 
 def old_weight_in_evaluation() -> None:
@@ -127,20 +125,16 @@ def old_weight_in_evaluation() -> None:
     around_evaluation(evaluate)
 
 
-def precompute_dead_branch() -> None:
-    _precompute(lambda stock, model, call: None)
+precompute_dead_branch = partial(_precompute, lambda stock, model, call: None)
 
 
-def precompute_for_one_part() -> None:
+@planted(_precompute)
+def precompute_for_one_part(stock: Any, model: nn.Module, call: int) -> None:
     """Scales are precomputed for the first half of the model only; the others fall back to dynamic scaling."""
-
-    def change(stock: Any, model: nn.Module, call: int) -> None:
-        stock(model)
-        shards = _weight_shards(model)
-        for shard in shards[len(shards) // 2 :]:
-            shard._precomputed_scale = None
-
-    _precompute(change)
+    stock(model)
+    shards = _weight_shards(model)
+    for shard in shards[len(shards) // 2 :]:
+        shard._precomputed_scale = None
 
 
 def _cached_weights(*, data: bool, scale: bool) -> None:
@@ -157,16 +151,9 @@ def _cached_weights(*, data: bool, scale: bool) -> None:
     after_casts(change)
 
 
-def weight_data_stale() -> None:
-    _cached_weights(data=True, scale=False)
-
-
-def weight_never_updated() -> None:
-    _cached_weights(data=True, scale=True)
-
-
-def weight_scale_stale() -> None:
-    _cached_weights(data=False, scale=True)
+weight_data_stale = partial(_cached_weights, data=True, scale=False)
+weight_never_updated = partial(_cached_weights, data=True, scale=True)
+weight_scale_stale = partial(_cached_weights, data=False, scale=True)
 
 
 def _gathered_shards(change: Callable[[torch.Tensor, int], torch.Tensor]) -> None:
@@ -188,12 +175,11 @@ def gathered_shard_of_one_rank_stale() -> None:
 
 def last_rank_gathers_old_weights_in_one_step() -> None:
     first: dict[int, torch.Tensor] = {}
-    step = counted_steps()
 
     def change(data: torch.Tensor, weight: int) -> torch.Tensor:
-        if on_last_rank() and step() == 1:
+        if on_last_rank() and RUN.step == 1:
             first[weight] = data.clone()
-        return first[weight] if on_last_rank() and step() == 2 else data
+        return first[weight] if on_last_rank() and RUN.step == 2 else data
 
     _gathered_shards(change)
 
@@ -221,11 +207,9 @@ def scale_buffer_shared_by_inputs() -> None:
     )
 
 
-def gradient_buffer_polluted() -> None:
-    def change(model: nn.Module, step: int) -> None:
-        if step == 1:
-            _, linear = min(linears(model).items())
-            assert linear.weight.grad is not None
-            local(linear.weight.grad).add_(local_shard(linear.weight))
-
-    after_backward(change)
+@planted(after_backward)
+def gradient_buffer_polluted(model: nn.Module) -> None:
+    if RUN.step == 1:
+        _, linear = min(linears(model).items())
+        assert linear.weight.grad is not None
+        local(linear.weight.grad).add_(local_shard(linear.weight))

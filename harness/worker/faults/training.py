@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,32 +17,31 @@ from harness.matrix.case import Case
 from harness.worker import data, train
 from harness.worker.discovery import linears
 from harness.worker.faults.hooks import (
+    RUN,
     after_backward,
     after_build,
-    around_evaluation,
+    after_evaluation,
+    after_update,
     around_loss,
     around_update,
     before_microbatch,
-    case_of_run,
+    before_update,
     first_weight,
     in_parameter_groups,
     last_weight_like_the_first,
-    layout_of_run,
     local,
     norm_weights,
     on_last_rank,
     on_odd_rank,
+    planted,
     two_alike,
     widening_weight,
     wrap,
 )
 from harness.worker.probes.places import local_shard
 from harness.worker.probes.probe import optimizers_of
-from harness.worker.targets.target import Target
 
-
-def gradients_doubled() -> None:
-    after_backward(lambda model, step: _scale_gradients(model, 2))
+gradients_doubled = partial(after_backward, lambda model: _scale_gradients(model, 2))
 
 
 def _scale_gradients(model: nn.Module, factor: float) -> None:
@@ -50,25 +50,17 @@ def _scale_gradients(model: nn.Module, factor: float) -> None:
             local(param.grad).mul_(factor)
 
 
-def one_gradient_lost() -> None:
-    _one_gradient(lambda grad, step: grad.zero_())
+def _first_gradient(change: Callable[[torch.Tensor], object]) -> None:
+    after_backward(lambda model: change(local(_gradient(first_weight(model)))))
 
 
-def nan_gradient_on_one_rank() -> None:
-    def change(grad: torch.Tensor, step: int) -> None:
-        if step == 2 and dist.get_rank() == dist.get_world_size() - 1:
-            grad.view(-1)[0] = torch.nan
-
-    _one_gradient(change)
+one_gradient_lost = partial(_first_gradient, torch.Tensor.zero_)
 
 
-def _one_gradient(change: Callable[[torch.Tensor, int], object]) -> None:
-    def backward(model: nn.Module, step: int) -> None:
-        grad = first_weight(model).grad
-        if grad is not None:
-            change(local(grad), step)
-
-    after_backward(backward)
+@planted(_first_gradient)
+def nan_gradient_on_one_rank(grad: torch.Tensor) -> None:
+    if RUN.step == 2 and on_last_rank():
+        grad.view(-1)[0] = torch.nan
 
 
 def gradients_accumulate() -> None:
@@ -76,74 +68,53 @@ def gradients_accumulate() -> None:
         wrap(owner, "zero_grad", lambda stock, *_, **__: None)
 
 
-def microbatches_summed() -> None:
-    case = case_of_run()
-    after_backward(lambda model, step: _scale_gradients(model, case().train.accumulation))
+microbatches_summed = partial(after_backward, lambda model: _scale_gradients(model, RUN.case.train.accumulation))
 
 
-def gradients_zeroed_between_microbatches() -> None:
-    def change(model: nn.Module, number: int) -> None:
-        if number > 1:
-            model.zero_grad()
-
-    before_microbatch(change)
+@planted(before_microbatch)
+def gradients_zeroed_between_microbatches(model: nn.Module, number: int) -> None:
+    if number > 1:
+        model.zero_grad()
 
 
-def last_microbatch_not_reduced() -> None:
-    case = case_of_run()
-
-    def change(model: nn.Module, number: int) -> None:
-        if number in (1, case().train.accumulation):
-            for module in model.modules():
-                if isinstance(module, FSDPModule):
-                    module.set_requires_gradient_sync(number == 1, recurse=False)
-
-    before_microbatch(change)
+@planted(before_microbatch)
+def last_microbatch_not_reduced(model: nn.Module, number: int) -> None:
+    if number in (1, RUN.case.train.accumulation):
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.set_requires_gradient_sync(number == 1, recurse=False)
 
 
-def update_missing_on_one_rank() -> None:
-    around_update(lambda stock, model, step: on_odd_rank() or stock())
+update_missing_on_one_rank = partial(around_update, lambda stock, model: on_odd_rank() or stock())
 
 
-def update_missing_for_one_group() -> None:
-    models: list[nn.Module] = []
-    after_build(lambda target: models.append(target.model))
-
-    def before_update(optimizer: Optimizer, *_: Any) -> None:
-        lost = first_weight(models[-1])
-        for group in optimizer.param_groups:
-            group["params"] = [param for param in group["params"] if param is not lost]
-
-    register_optimizer_step_pre_hook(before_update)
+@planted(register_optimizer_step_pre_hook)
+def update_missing_for_one_group(optimizer: Optimizer, *_: Any) -> None:
+    lost = first_weight(RUN.target.model)
+    for group in optimizer.param_groups:
+        group["params"] = [param for param in group["params"] if param is not lost]
 
 
-def weight_decay_lost() -> None:
-    in_parameter_groups(lambda group: group.update(weight_decay=0.0))
-
-
-def norm_counts_replicas() -> None:
-    wrap(train, "squared_norm_share", lambda stock, model: stock(model) * dist.get_world_size())
-
-
-def loss_over_local_tokens() -> None:
-    layout = layout_of_run()
-    around_loss(lambda stock, *args, **options: stock(*args, **options) * layout().dp)
+weight_decay_lost = partial(in_parameter_groups, lambda group: group.update(weight_decay=0.0))
+norm_counts_replicas = partial(
+    wrap, train, "squared_norm_share", lambda stock, model: stock(model) * dist.get_world_size()
+)
+loss_over_local_tokens = partial(
+    around_loss, lambda stock, *args, **options: stock(*args, **options) * RUN.case.layout.dp
+)
 
 
 def _batch(change: Callable[[slice, Case], slice]) -> None:
     wrap(data, "batch_slice", lambda stock, case, dp_rank: change(stock(case, dp_rank), case))
 
 
-def same_batch_on_every_dp_rank() -> None:
-    _batch(lambda mine, case: slice(0, case.local_batch))
+same_batch_on_every_dp_rank = partial(_batch, lambda mine, case: slice(0, case.local_batch))
 
 
-def batches_rotated() -> None:
-    def change(mine: slice, case: Case) -> slice:
-        first = (mine.start + case.local_batch) % case.train.global_batch
-        return slice(first, first + case.local_batch)
-
-    _batch(change)
+@planted(_batch)
+def batches_rotated(mine: slice, case: Case) -> slice:
+    first = (mine.start + case.local_batch) % case.train.global_batch
+    return slice(first, first + case.local_batch)
 
 
 def _tokens_on_odd_rank(change: Callable[[torch.Tensor], torch.Tensor]) -> None:
@@ -151,51 +122,37 @@ def _tokens_on_odd_rank(change: Callable[[torch.Tensor], torch.Tensor]) -> None:
         wrap(train, "tokens_of_rank", lambda stock, *args: change(stock(*args)).contiguous())
 
 
-def one_rank_repeats_its_batch() -> None:
-    _tokens_on_odd_rank(lambda tokens: tokens[:1].expand_as(tokens))
+one_rank_repeats_its_batch = partial(_tokens_on_odd_rank, lambda tokens: tokens[:1].expand_as(tokens))
+one_tp_rank_reads_other_tokens = partial(_tokens_on_odd_rank, lambda tokens: tokens.roll(1, 2))
 
 
-def one_tp_rank_reads_other_tokens() -> None:
-    _tokens_on_odd_rank(lambda tokens: tokens.roll(1, 2))
+@planted(wrap, data, "global_tokens")
+def one_rank_has_another_seed(stock: Any, case: Case) -> Any:
+    return stock(replace(case, train=replace(case.train, seed=case.train.seed + on_odd_rank())))
 
 
-def one_rank_has_another_seed() -> None:
-    def change(stock: Any, case: Case) -> Any:
-        return stock(replace(case, train=replace(case.train, seed=case.train.seed + 1)))
-
+@planted(after_build)
+@torch.no_grad()
+def one_rank_starts_from_other_weights(model: nn.Module) -> None:
     if on_odd_rank():
-        wrap(data, "global_tokens", change)
+        local_shard(first_weight(model)).mul_(1.01)
 
 
-def one_rank_starts_from_other_weights() -> None:
-    @torch.no_grad()
-    def change(target: Target) -> None:
-        local_shard(first_weight(target.model)).mul_(1.01)
-
-    if on_odd_rank():
-        after_build(change)
+# Wrapping changes `requires_grad`: here it freezes one weight, which a full run can detect.
+weight_frozen = partial(after_build, lambda model: first_weight(model).requires_grad_(False))
 
 
-def weight_frozen() -> None:
-    """Wrapping changes `requires_grad`: here it freezes one weight, which a full run can detect."""
-    after_build(lambda target: first_weight(target.model).requires_grad_(False))
+@planted(after_backward)
+def one_row_of_a_gradient_scaled(model: nn.Module) -> None:
+    local(_gradient(widening_weight(model)))[:1].mul_(1.05)
 
 
-def one_row_of_a_gradient_scaled() -> None:
-    def change(model: nn.Module, step: int) -> None:
-        local(_gradient(widening_weight(model)))[:1].mul_(1.05)
-
-    after_backward(change)
-
-
-def last_row_lost_on_last_rank() -> None:
-    def change(model: nn.Module, step: int) -> None:
-        grad = local(_gradient(widening_weight(model)))
-        assert grad.numel(), "the last rank holds no row"
-        if on_last_rank():
-            grad[-1:].zero_()
-
-    after_backward(change)
+@planted(after_backward)
+def last_row_lost_on_last_rank(model: nn.Module) -> None:
+    grad = local(_gradient(widening_weight(model)))
+    assert grad.numel(), "the last rank holds no row"
+    if on_last_rank():
+        grad[-1:].zero_()
 
 
 def _gradient(weight: torch.Tensor) -> torch.Tensor:
@@ -203,107 +160,78 @@ def _gradient(weight: torch.Tensor) -> torch.Tensor:
     return weight.grad
 
 
-def gradients_of_two_weights_swapped() -> None:
+@planted(after_backward)
+def gradients_of_two_weights_swapped(model: nn.Module) -> None:
     """Two weights of one shape get each other's gradient, which no norm over all parameters shows."""
-
-    def change(model: nn.Module, step: int) -> None:
-        one, other = (local(_gradient(weight)) for weight in two_alike(model))
-        kept = one.clone()
-        one.copy_(other)
-        other.copy_(kept)
-
-    after_backward(change)
+    one, other = (local(_gradient(weight)) for weight in two_alike(model))
+    kept = one.clone()
+    one.copy_(other)
+    other.copy_(kept)
 
 
-def query_scale_folded_into_weights() -> None:
-    @torch.no_grad()
-    def change(target: Target) -> None:
-        found = linears(target.model)
-        for name, factor in (("wq", 2.0), ("wk", 0.5)):
-            last = [linear for fqn, linear in found.items() if fqn.endswith(f".attention.{name}")][-1]
-            local_shard(last.weight).mul_(factor)
-
-    after_build(change)
+@planted(after_build)
+@torch.no_grad()
+def query_scale_folded_into_weights(model: nn.Module) -> None:
+    found = linears(model)
+    for name, factor in (("wq", 2.0), ("wk", 0.5)):
+        last = [linear for fqn, linear in found.items() if fqn.endswith(f".attention.{name}")][-1]
+        local_shard(last.weight).mul_(factor)
 
 
-def last_token_dropped_on_last_rank() -> None:
-    def change(stock: Any, logits: torch.Tensor, labels: torch.Tensor, **options: Any) -> torch.Tensor:
-        if on_last_rank():
-            labels = labels.clone()
-            labels.view(-1)[-1] = options.get("ignore_index", -100)
-        return stock(logits, labels, **options)
-
-    around_loss(change)
-
-
-def one_update_skipped() -> None:
-    """The second update of the optimizer is skipped, as after a gradient that was taken for infinite."""
-    around_update(lambda stock, model, step: step == 2 or stock())
+@planted(around_loss)
+def last_token_dropped_on_last_rank(
+    stock: Any, logits: torch.Tensor, labels: torch.Tensor, **options: Any
+) -> torch.Tensor:
+    if on_last_rank():
+        labels = labels.clone()
+        labels.view(-1)[-1] = options.get("ignore_index", -100)
+    return stock(logits, labels, **options)
 
 
-def last_rank_skips_one_update() -> None:
-    around_update(lambda stock, model, step: (on_last_rank() and step == 2) or stock())
+# The second update of the optimizer is skipped, as after a gradient that was taken for infinite.
+one_update_skipped = partial(around_update, lambda stock, model: RUN.step == 2 or stock())
+last_rank_skips_one_update = partial(around_update, lambda stock, model: (on_last_rank() and RUN.step == 2) or stock())
 
 
-def update_clipped_in_one_step() -> None:
+@planted(before_update)
+def update_clipped_in_one_step(model: nn.Module) -> None:
     """Gradients are halved before the second update, after their norm was reported. AdamW hides most of it."""
-
-    def change(stock: Callable[[], object], model: nn.Module, step: int) -> None:
-        if step == 2:
-            _scale_gradients(model, 0.5)
-        stock()
-
-    around_update(change)
+    if RUN.step == 2:
+        _scale_gradients(model, 0.5)
 
 
-def weight_rounded_by_evaluation() -> None:
-    @torch.no_grad()
-    def evaluate(stock: Callable[[], Any], model: nn.Module) -> Any:
-        loss, weight = stock(), local_shard(first_weight(model))
-        weight.copy_(weight.bfloat16())
-        return loss
-
-    around_evaluation(evaluate)
+@planted(after_evaluation)
+@torch.no_grad()
+def weight_rounded_by_evaluation(model: nn.Module) -> None:
+    weight = local_shard(first_weight(model))
+    weight.copy_(weight.bfloat16())
 
 
-def evaluation_mode_left_on() -> None:
-    def evaluate(stock: Callable[[], Any], model: nn.Module) -> Any:
-        loss = stock()
-        model.eval()
-        return loss
-
-    around_evaluation(evaluate)
+evaluation_mode_left_on = partial(after_evaluation, nn.Module.eval)
 
 
 def one_update_from_old_gradient() -> None:
     kept: dict[int, torch.Tensor] = {}
 
-    def change(stock: Callable[[], object], model: nn.Module, step: int) -> None:
+    def change(model: nn.Module) -> None:
         grad = local(_gradient(last_weight_like_the_first(model)))
-        kept.setdefault(step, grad.clone())
-        grad.copy_(kept.get(step - 1, kept[step]))
-        stock()
+        kept.setdefault(RUN.step, grad.clone())
+        grad.copy_(kept.get(RUN.step - 1, kept[RUN.step]))
 
-    around_update(change)
+    before_update(change)
 
 
-def norms_decayed_twice() -> None:
+@planted(after_update)
+def norms_decayed_twice(model: nn.Module) -> None:
     """Weight decay is applied to norms a second time, with a rate of 1e-3 and a decay of 0.1."""
-
-    def change(stock: Callable[[], object], model: nn.Module, step: int) -> None:
-        stock()
-        for param in norm_weights(model):
-            local(param).mul_(1 - 1e-3 * 0.1)
-
-    around_update(change)
+    for param in norm_weights(model):
+        local(param).mul_(1 - 1e-3 * 0.1)
 
 
-def betas_swapped() -> None:
-    def change(group: dict[str, Any]) -> None:
-        if "betas" in group:
-            group["betas"] = tuple(reversed(group["betas"]))
-
-    in_parameter_groups(change)
+@planted(in_parameter_groups)
+def betas_swapped(group: dict[str, Any]) -> None:
+    if "betas" in group:
+        group["betas"] = tuple(reversed(group["betas"]))
 
 
 def learning_rate_of_one_group_doubled() -> None:
@@ -317,56 +245,38 @@ def learning_rate_of_one_group_doubled() -> None:
     in_parameter_groups(change)
 
 
-def momentum_lost() -> None:
-    def change(stock: Callable[[], object], model: nn.Module, step: int) -> None:
-        stock()
-        for optimizer in optimizers_of(model):
-            optimizer.state.clear()
-
-    around_update(change)
+@planted(after_update)
+def momentum_lost(model: nn.Module) -> None:
+    for optimizer in optimizers_of(model):
+        optimizer.state.clear()
 
 
-def momentum_of_another_weight() -> None:
-    def change(stock: Callable[[], object], model: nn.Module, step: int) -> None:
-        one, other = two_alike(model)
-        for optimizer in optimizers_of(model) if step == 2 else ():
-            state = optimizer.state
-            state[one], state[other] = state[other], state[one]
-        stock()
-
-    around_update(change)
+@planted(before_update)
+def momentum_of_another_weight(model: nn.Module) -> None:
+    one, other = two_alike(model)
+    for optimizer in optimizers_of(model) if RUN.step == 2 else ():
+        state = optimizer.state
+        state[one], state[other] = state[other], state[one]
 
 
-def weight_decay_decoupled() -> None:
-    def change(stock: Callable[[], object], model: nn.Module, step: int) -> None:
-        groups = [group for optimizer in optimizers_of(model) for group in optimizer.param_groups]
-        decays = [group["weight_decay"] for group in groups]
-        for group, decay in zip(groups, decays, strict=True):
-            for param in group["params"]:
-                local_shard(param).mul_(1 - group["lr"] * decay)
-            group["weight_decay"] = 0.0
-        stock()
-        for group, decay in zip(groups, decays, strict=True):
-            group["weight_decay"] = decay
-
-    around_update(change)
+@planted(around_update)
+def weight_decay_decoupled(stock: Callable[[], object], model: nn.Module) -> None:
+    groups = [group for optimizer in optimizers_of(model) for group in optimizer.param_groups]
+    decays = [group["weight_decay"] for group in groups]
+    for group, decay in zip(groups, decays, strict=True):
+        for param in group["params"]:
+            local_shard(param).mul_(1 - group["lr"] * decay)
+        group["weight_decay"] = 0.0
+    stock()
+    for group, decay in zip(groups, decays, strict=True):
+        group["weight_decay"] = decay
 
 
-def update_scaled_by_dp() -> None:
-    layout = layout_of_run()
-
-    def change(stock: Callable[[], object], model: nn.Module, step: int) -> None:
-        _scale_gradients(model, layout().dp)
-        stock()
-
-    around_update(change)
+update_scaled_by_dp = partial(before_update, lambda model: _scale_gradients(model, RUN.case.layout.dp))
 
 
-def master_weights_in_bfloat16() -> None:
-    def change(stock: Callable[[], object], model: nn.Module, step: int) -> None:
-        stock()
-        for param in model.parameters():
-            values = local_shard(param)
-            values.copy_(values.bfloat16())
-
-    around_update(change)
+@planted(after_update)
+def master_weights_in_bfloat16(model: nn.Module) -> None:
+    for param in model.parameters():
+        values = local_shard(param)
+        values.copy_(values.bfloat16())
