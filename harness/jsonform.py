@@ -5,6 +5,7 @@ JSON has no such numbers, and msgspec encodes them as null, which would turn a l
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 from typing import TypeVar
@@ -20,6 +21,35 @@ def to_json(value: object, *, indent: int = 0) -> bytes:
     """The value as JSON: on one line, or indented by `indent` spaces per level. Struct fields keep their order."""
     flat = msgspec.json.encode(_without_nan(msgspec.to_builtins(value)))
     return msgspec.json.format(flat, indent=indent) if indent else flat
+
+
+def compact(value: object, *, depth: int = 0, before: int = 0) -> str:
+    """Plain JSON, indented by one space per level, with what fits into 120 characters on one line.
+
+    `before`: characters of the line before the value.
+    """
+    line = _one_line(value)
+    if not isinstance(value, dict | list) or before + len(line) < 120:
+        return line
+    inner = " " * (depth + 1)
+    if isinstance(value, dict):
+        named = ((f"{inner}{json.dumps(name)}: ", item) for name, item in value.items())
+        body = ",\n".join(name + compact(item, depth=depth + 1, before=len(name)) for name, item in named)
+    elif any(isinstance(item, dict | list) for item in value):
+        body = ",\n".join(inner + compact(item, depth=depth + 1, before=depth + 1) for item in value)
+    else:
+        rows = [inner]
+        for text in map(_one_line, value):
+            if len(rows[-1]) + len(text) > 118:
+                rows.append(inner)
+            rows[-1] += f"{text}, "
+        body = "\n".join(rows).replace(", \n", ",\n")[:-2]
+    start, end = ("{", "}") if isinstance(value, dict) else ("[", "]")
+    return f"{start}\n{body}\n{inner[1:]}{end}"
+
+
+def _one_line(value: object) -> str:
+    return json.dumps(value, ensure_ascii=False)
 
 
 def from_json(text: bytes, kind: type[Kind]) -> Kind:

@@ -5,18 +5,20 @@ reported, so an interrupted run keeps the results of all finished cases. The fir
 before the first rank starts: a case in it without a result was never reached by a run that was killed, or its line is
 damaged. Numbers that are not finite are the strings "NaN", "Infinity" and "-Infinity".
 
-Fields may be added; any other change increments `SCHEMA`. `schemas/result.schema.json` is made from the structs.
+Fields may be added; any other change increments `SCHEMA`. `show --schema` prints `schemas/result.schema.json`.
 """
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
+import inspect
 import re
 import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any, Union, get_args, get_type_hints
 
 import msgspec
 from msgspec.structs import replace
@@ -26,6 +28,7 @@ from harness.errors import HarnessError
 from harness.jsonform import from_json, to_json
 from harness.matrix.caseid import case_id, parse_case_id
 from harness.result import SCHEMA, CaseNumbers, CaseResult, RunEnd, RunResult, RunStart
+from harness.run_options import RunOptions, options_of
 from harness.verdict import Verdict
 
 # Properties that lines have besides the fields, for programs that read them; nothing here does.
@@ -218,3 +221,69 @@ def _named_case(line: bytes) -> str | None:
 def _not_run(name: str) -> CaseResult:
     ranks = parse_case_id(name).world_size
     return CaseResult(case_id=name, verdict=Verdict.NOT_RUN, findings=(), attempts=(), world_size=ranks)
+
+
+_COMMENT = re.compile(r"^    (\w+): .*?  # (?!type:|noqa)(.+)$", re.MULTILINE)
+_FLOAT = {"anyOf": [{"type": "number"}, {"enum": ["NaN", "Infinity", "-Infinity"]}]}
+
+
+def line_schema() -> dict[str, Any]:
+    """The schema of a line: every field of the structs but live traces, and the facts that are added."""
+    kinds = (
+        _written(RunStart, RunStart, ()),
+        _written(CaseResult, CaseResult, CASE_FACTS),
+        _written(RunEnd, RunResult, RUN_FACTS),
+    )
+    schema = _with_nan(msgspec.json.schema(Union[kinds]))  # noqa: UP007  the types are known at run time only
+    meanings = _meanings(RunStart | CaseResult | RunEnd)
+    for name, part in schema["$defs"].items():
+        for field, of_field in part.get("properties", {}).items():
+            if meaning := meanings[name].get(field):
+                of_field["description"] = meaning
+        part["description"] = inspect.cleandoc(part["description"])
+        if "properties" in part:  # of the options, those that were given are listed alone
+            required = [] if name == RunOptions.__name__ else list(part["properties"])
+            part |= {"additionalProperties": False, "required": required}
+    title = "A line of what `fp8-harness run --json FILE` writes. Times are seconds, losses are nats."
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": title, **schema}
+
+
+def _written(kind: type[msgspec.Struct], facts_of: type, facts: tuple[str, ...]) -> type[msgspec.Struct]:
+    fields: list[Any] = [(each.name, each.type) for each in msgspec.structs.fields(kind) if each.name != "run"]
+    fields += [(name, get_type_hints(getattr(facts_of, name).fget)["return"]) for name in facts]
+    config = kind.__struct_config__
+    rename = {each.name: each.encode_name for each in msgspec.structs.fields(kind)}
+    made = msgspec.defstruct(kind.__name__, fields, tag_field=config.tag_field, tag=config.tag, rename=rename.get)
+    made.__doc__ = kind.__doc__
+    return made
+
+
+def _with_nan(schema: Any) -> Any:
+    """The schema with floats as they are written, and without defaults: everything is written."""
+    if isinstance(schema, list):
+        return [_with_nan(each) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    if schema.get("type") == "number" and schema.keys() <= {"type", "default"}:
+        return dict(_FLOAT)
+    return {
+        name: _with_nan(value)
+        for name, value in schema.items()
+        if name != "default" or (value and isinstance(value, dict))
+    }
+
+
+def _meanings(hint: Any) -> dict[str, dict[str, str]]:
+    """What the fields of every struct in a type mean: their comments, and the help of options."""
+    found: dict[str, dict[str, str]] = {}
+    for each in get_args(hint):
+        found |= _meanings(each)
+    if isinstance(hint, type) and issubclass(hint, msgspec.Struct):
+        properties = inspect.getmembers(RunResult if hint is RunEnd else hint, lambda each: isinstance(each, property))
+        found[hint.__name__] = {name: each.__doc__ for name, each in properties if each.__doc__}
+        found[hint.__name__] |= dict(_COMMENT.findall(inspect.getsource(hint)))
+        if hint is RunOptions:
+            found[hint.__name__] = {name: option.help for name, option in options_of(hint).items()}
+        for of_field in get_type_hints(hint).values():
+            found |= _meanings(of_field)
+    return found

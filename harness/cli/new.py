@@ -15,7 +15,7 @@ from harness.cli.options import AT_LEAST_1, FILE
 from harness.durable import write_whole
 from harness.errors import HarnessError
 from harness.hints import explain_case
-from harness.jsonform import to_json
+from harness.jsonform import compact
 from harness.matrix.case import Case
 from harness.matrix.casefile import FILE_NAME, case_file_schema, write_case
 from harness.matrix.caseid import case_id
@@ -55,7 +55,7 @@ def new_command(
     With --from, axes that are given replace those of the configuration.
     """
     if schema:
-        click.echo(to_json(case_file_schema(), indent=2))
+        click.echo(compact(case_file_schema()))
         return
     notes: tuple[str, ...] = ()
     if config is None:

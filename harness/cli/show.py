@@ -16,13 +16,14 @@ from harness.cli import options
 from harness.cli.output import print_sections
 from harness.errors import HarnessError
 from harness.hints import rerun_failed
+from harness.jsonform import compact
 from harness.project import Project, find_project
 from harness.report.case import shown_case
 from harness.report.ci import annotation_lines, job_summary, junit_report
 from harness.report.run import run_markdown, run_sections
 from harness.result import CaseResult, RunResult
 from harness.running.stored import results_of, stored_run
-from harness.store import run_lines
+from harness.store import line_schema, run_lines
 
 if TYPE_CHECKING:
     from harness.report.html.page import Front
@@ -37,6 +38,7 @@ Examples:
   fp8-harness show release --junit out.xml        of a run by its name
   fp8-harness show result.json --html out.html    of what `run --json` wrote elsewhere
   fp8-harness show --html out.html --mutations mutate.json --conformance conformance.json
+  fp8-harness show --schema > result.schema.json  the JSON schema of what `run --json` writes
 
 \b
 Exit codes: 0 shown, 2 usage error or bad input.
@@ -62,6 +64,7 @@ _SUMMARY_VARIABLE = "GITHUB_STEP_SUMMARY"  # the file that GitHub makes the summ
 @click.option(
     "--conformance", metavar="FILE", type=options.EXISTING_FILE, help="Add the table of `dev conformance --json`."
 )
+@click.option("--schema", is_flag=True, help="Print the JSON schema of the lines of --json; write nothing.")
 @options.root_option
 def show_command(  # noqa: PLR0913  one parameter an option
     *,
@@ -73,6 +76,7 @@ def show_command(  # noqa: PLR0913  one parameter an option
     github: bool,
     mutations: Path | None,
     conformance: Path | None,
+    schema: bool,
     root: str | None,
 ) -> None:
     """Show a run or one of its cases, or write reports.
@@ -81,6 +85,9 @@ def show_command(  # noqa: PLR0913  one parameter an option
     RUN is its name or folder. CASE is an id, or a part of one that no other case of the run has: what is wrong with it,
     its curves and numbers, what judged it, and how to run it again.
     """
+    if schema:
+        click.echo(compact(line_schema()))
+        return
     if html_file is None and (mutations or conformance):
         raise click.UsageError("--mutations and --conformance add to --html.")
     project = find_project(root)

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from harness.jsonform import from_json, to_json
+from harness.jsonform import compact, from_json, to_json
 
 
 class Thing(msgspec.Struct, frozen=True):
@@ -53,6 +53,15 @@ def bits(value: object) -> object:
 def test_what_is_written_is_read(thing: Thing, indent: int) -> None:
     found = from_json(to_json(thing, indent=indent), Thing)
     assert bits(msgspec.to_builtins(found)) == bits(msgspec.to_builtins(thing))
+
+
+scalars = st.text(max_size=99) | st.integers() | st.none()
+plain = st.recursive(scalars, lambda some: st.lists(some, min_size=3) | st.dictionaries(texts, some, min_size=2))
+
+
+@given(plain)
+def test_compact_json_is_the_same_value(value: object) -> None:
+    assert json.loads(compact(value)) == value
 
 
 @given(things)

@@ -1,7 +1,4 @@
-"""The lines of a run are what their schema says, and the schema is what the structs and their facts are.
-
-`.venv/bin/python -m tests.unit.test_result_schema` writes it anew.
-"""
+"""The lines of a run are what their schema says, and the schema is what the structs and their facts are."""
 
 from __future__ import annotations
 
@@ -10,10 +7,9 @@ import json
 import math
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Union, get_type_hints
+from typing import Any
 
 import jsonschema
-import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -21,8 +17,8 @@ from msgspec.structs import replace
 
 from harness.environment import Environment
 from harness.measured import CastRange, Curve, Measured, Sent
-from harness.result import Attempt, CaseResult, RunEnd, RunResult, RunStart, WithFix
-from harness.store import CASE_FACTS, RUN_FACTS, RunStore, run_lines
+from harness.result import Attempt, CaseResult, RunResult, WithFix
+from harness.store import RunStore, line_schema, run_lines
 from harness.trace import RankFailure, RankTrace
 from harness.verdict import FailureSignature, Finding, NotJudged, Verdict
 from tests.builders import (
@@ -37,47 +33,6 @@ from tests.builders import (
 )
 
 FILE = Path(__file__).parents[2] / "harness/schemas/result.schema.json"
-FLOAT = {"anyOf": [{"type": "number"}, {"enum": ["NaN", "Infinity", "-Infinity"]}]}
-
-
-def line_schema() -> dict[str, Any]:
-    """What `store.py` writes: every field of the structs but live traces, and the facts that are added."""
-    kinds = (
-        written(RunStart, RunStart, ()),
-        written(CaseResult, CaseResult, CASE_FACTS),
-        written(RunEnd, RunResult, RUN_FACTS),
-    )
-    schema = msgspec.json.schema(Union[kinds])  # noqa: UP007  the types are known at run time only
-    for name, part in schema["$defs"].items():
-        if "properties" in part:
-            part |= {"additionalProperties": False, "required": list(part["properties"])}
-        if name == "RunOptions":  # lists what was given alone
-            part["required"] = []
-    title = "A line of what `fp8-harness run --json FILE` writes. Times are seconds, losses are nats."
-    return {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": title, **with_nan(schema)}
-
-
-def written(kind: type[msgspec.Struct], facts_of: type, facts: tuple[str, ...]) -> type[msgspec.Struct]:
-    fields: list[Any] = [(each.name, each.type) for each in msgspec.structs.fields(kind) if each.name != "run"]
-    fields += [(name, get_type_hints(getattr(facts_of, name).fget)["return"]) for name in facts]
-    config = kind.__struct_config__
-    rename = {each.name: each.encode_name for each in msgspec.structs.fields(kind)}
-    made = msgspec.defstruct(kind.__name__, fields, tag_field=config.tag_field, tag=config.tag, rename=rename.get)
-    made.__doc__ = kind.__doc__
-    return made
-
-
-def with_nan(schema: Any) -> Any:
-    """The schema with floats as they are written, and without defaults: everything is written."""
-    if isinstance(schema, list):
-        return [with_nan(each) for each in schema]
-    if not isinstance(schema, dict):
-        return schema
-    if schema.get("type") == "number" and schema.keys() <= {"type", "default"}:
-        return FLOAT
-    return {name: with_nan(value) for name, value in schema.items() if name != "default" or isinstance(value, dict)}
-
-
 SCHEMA = json.loads(FILE.read_text())
 VALIDATOR = jsonschema.Draft202012Validator(SCHEMA)
 
@@ -208,7 +163,16 @@ def example() -> list[Any]:
 
 def test_the_stored_schema_is_that_of_the_structs() -> None:
     jsonschema.Draft202012Validator.check_schema(SCHEMA)
-    assert line_schema() == SCHEMA, "run `.venv/bin/python -m tests.unit.test_result_schema`: a field has changed"
+    assert line_schema() == SCHEMA, (
+        "run `fp8-harness show --schema > harness/schemas/result.schema.json`: a field has changed"
+    )
+
+
+def test_fields_are_described_by_their_comments_properties_and_options() -> None:
+    of = {name: part.get("properties", {}) for name, part in SCHEMA["$defs"].items()}
+    assert of["RunStart"]["started"]["description"] == "UTC, ISO 8601, seconds"
+    assert of["RunEnd"]["totals"]["description"] == "The number of cases of every verdict."
+    assert all(field["description"] for field in of["RunOptions"].values())
 
 
 some_runs = st.builds(
@@ -288,7 +252,3 @@ def test_no_field_of_a_line_may_be_left_out(line: int, key: str) -> None:
     found = example()[line]
     del found[key]
     assert not VALIDATOR.is_valid(found)
-
-
-if __name__ == "__main__":
-    FILE.write_text(json.dumps(line_schema(), indent=1) + "\n")
