@@ -8,7 +8,14 @@ from typing import TypeVar
 import click
 
 from harness.cli.baseline_update import asked_cases, update_command
-from harness.cli.options import AT_LEAST_1, plan_parameter, query_parameter, root_option, run_option, typed_command
+from harness.cli.options import (
+    AT_LEAST_1,
+    plan_parameter,
+    project_parameter,
+    query_parameter,
+    run_option,
+    typed_command,
+)
 from harness.cli.output import print_sections
 from harness.engine.hardware import Capacity, capacity_here
 from harness.errors import HarnessError
@@ -20,10 +27,10 @@ from harness.hints import explain_case
 from harness.matrix.case import Case
 from harness.matrix.caseid import case_id
 from harness.plural import counted
-from harness.project import Project, find_project
+from harness.project import Project
 from harness.report.case import case_section
 from harness.report.evidence import golden_section, review_sections
-from harness.report.sections import Facts, Section, Table
+from harness.report.sections import Entry, Facts, Section, Table
 from harness.running.case_judge import known_here, prepare_judge
 from harness.running.machine import resolve_device
 from harness.running.plan import Plan
@@ -39,15 +46,11 @@ Found = TypeVar("Found")
 _SHOW_EPILOG = """\b
 Examples:
   fp8-harness baseline show tiny-v2048-s5-gb8-sl32-lr0.001-seed0
-  fp8-harness baseline show --against HEAD           what is not committed yet
   fp8-harness baseline show --against origin/main    what a branch changes
-  fp8-harness baseline show --against ../release-1   what another project has
 """
-
 _TOLERANCE_EPILOG = """\b
 Examples:
   fp8-harness baseline tolerance --margin 2
-  fp8-harness baseline tolerance --measure pr --seeds 8
   fp8-harness baseline tolerance --measure pr --seeds 8 --select 'recipe=rowwise'
   ATEN_CPU_CAPABILITY=avx2 fp8-harness baseline tolerance --measure pr --references golden
 """
@@ -66,29 +69,24 @@ baseline.add_command(update_command)
 
 
 @baseline.command("list", epilog="\b\nExample:\n  fp8-harness baseline list")
-@root_option
-def list_command(root: str | None) -> None:
+@project_parameter
+def list_command(project: Project) -> None:
     """List the stored goldens by hardware class and family, then the signatures by case."""
-    project = find_project(root)
-    for key in list_goldens(project.root):
-        click.echo(f"{key.hardware:<12}  {key.family}")
     sound, errors = _sound(list_signatures(project.root), lambda name: load_signature(project.root, name))
+    facts = [(key.hardware, key.family) for key in list_goldens(project.root)]
     for name, signature in sound.items():
-        source = signature.provenance
-        torch = source.software.get("torch", "?")
-        click.echo(f"{'signature':<12}  {name}  {source.created[:10]}  torch {torch}  {source.reason}")
-    for error in errors:
-        click.echo(f"{'damaged':<12}  {error}")
+        made = signature.provenance
+        facts.append(("signature", f"{name}  {made.created[:10]}  torch {made.software.get('torch')}  {made.reason}"))
+    print_sections([Facts((*facts, *(("damaged", error) for error in errors)))])
 
 
 @baseline.command("show", epilog=_SHOW_EPILOG)
 @click.argument("family", required=False)
 @click.option("--hardware", "hardware_name", default="cpu", show_default=True, help="Hardware class of the golden.")
 @click.option("--against", metavar="REV|ROOT", help="Show how the goldens differ from a git revision or project root.")
-@root_option
-def show_command(*, family: str | None, hardware_name: str, against: str | None, root: str | None) -> None:
+@project_parameter
+def show_command(*, family: str | None, hardware_name: str, against: str | None, project: Project) -> None:
     """Show one golden with its provenance, or how the goldens differ from others."""
-    project = find_project(root)
     if (family is None) == (against is None):
         raise click.UsageError("give a FAMILY, or --against REV|ROOT.")
     if against is not None:
@@ -117,7 +115,7 @@ def _show_golden(project: Project, hardware: str, family: str) -> None:
     steps = enumerate(zip(shown.losses, shown.grad_norms, strict=True), 1)
     rows = tuple((str(step), repr(loss), repr(norm)) for step, (loss, norm) in steps)
     table = Table(columns=("step", "loss", "grad norm"), rows=rows, right=(0,))
-    print_sections([Section(blocks=(Facts(tuple(facts.items())),)), Section(blocks=(table,))])
+    print_sections([Facts(tuple(facts.items())), table])
 
 
 def _show_changes(project: Project, against: str) -> None:
@@ -132,17 +130,16 @@ def _show_changes(project: Project, against: str) -> None:
     click.echo(f"{counted(same, 'golden')} unchanged against {against}")
 
 
-@baseline.command("check", epilog="\b\nExamples:\n  fp8-harness baseline check\n  fp8-harness baseline check pr")
+@baseline.command("check", epilog="\b\nExample:\n  fp8-harness baseline check pr")
 @query_parameter
 @run_option("device")
-@root_option
-def check_command(*, query: Query, device: str, root: str | None) -> int:
+@project_parameter
+def check_command(*, query: Query, device: str, project: Project) -> int:
     """Check that stored goldens and signatures are sound, and none is missing for these cases (default: all tiers).
 
     Sound: digest, schema, name and numbers are right, and the provenance says where they come from. Signatures must be
     of the installed versions.
     """
-    project = find_project(root)
     cases = asked_cases(project, query)
     names = [(key.hardware, key.family) for key in list_goldens(project.root)]
     commits, errors = _sound(names, lambda name: _commit(project, *name))
@@ -212,7 +209,7 @@ def _sound(names: Iterable[Name], load: Callable[[Name], Found]) -> tuple[dict[N
     help="fresh: run BF16 references now, with every seed. golden: use the stored ones and the seeds of the cases.",
 )
 @plan_parameter
-@root_option
+@project_parameter
 def tolerance_command(  # noqa: PLR0913  one parameter per option
     *,
     query: Query,
@@ -222,20 +219,17 @@ def tolerance_command(  # noqa: PLR0913  one parameter per option
     layouts: int,
     references: str,
     plan_for: Callable[..., Plan],
-    root: str | None,
+    project: Project,
 ) -> int:
     """Show the measured noise of every check and key, and the tolerances that a margin on it gives; or measure it.
 
     --measure runs cases over seeds and layouts. Cases with a recorded fault are named and left out.
     """
-    project = find_project(root)
     if measure_it:
         return _measure(project, query, plan_for, seeds if references == "fresh" else None, layouts)
     if query != Query():
         raise click.UsageError("cases are for --measure.")
-    for check in CHECKS:
-        click.echo(f"{check}:")
-        _show_noise(read_evidence(project.root, check).samples, margin=margin)
+    print_sections(_noise_section(check, read_evidence(project.root, check).samples, margin) for check in CHECKS)
     return ExitCode.GOOD
 
 
@@ -268,23 +262,24 @@ def _measure(
     if not done.new_samples:
         raise NothingSelected("no run passed, so there are no samples.", where="baseline tolerance")
     for check, evidence in done.evidence.items():
-        click.echo(f"\n{check}: {write_evidence(project.root, evidence, check)}")
-        _show_noise(evidence.samples)
+        click.echo()
+        print_sections([_noise_section(f"{check}: {write_evidence(project.root, evidence, check)}", evidence.samples)])
     samples, failed = counted(done.new_samples, "new sample"), counted(len(done.failed), "run")
     click.echo(f"\n{samples} ({environment()}), {failed} failed")
     return ExitCode.FAILED if done.failed else ExitCode.GOOD
 
 
-def _show_noise(samples: tuple[Sample, ...], *, margin: float | None = None) -> None:
-    """Print the number of samples and the noise per step of every key."""
+def _noise_section(title: str, samples: tuple[Sample, ...], margin: float | None = None) -> Section:
+    """The number of samples and the noise per step of every key."""
+    entries = []
     for key in sorted({sample.key for sample in samples}):
         own = [sample for sample in samples if sample.key == key]
         seeds, layouts = {sample.seed for sample in own}, {sample.layout for sample in own}
         counts = ((len(own), "sample"), (len(seeds), "seed"), (len(layouts), "layout"), (measured_steps(own), "step"))
-        click.echo(f"{key}: {', '.join(counted(*each) for each in counts)}")
-        click.echo(f"  noise    {_numbers(noise(own))}")
-        if margin is not None:
-            click.echo(f"  allowed  {_numbers(fit(own, margin))}")
+        allowed = () if margin is None else (f"allowed  {_numbers(fit(own, margin))}",)
+        lines = (f"noise    {_numbers(noise(own))}", *allowed)
+        entries.append(Entry(title=f"{key}: {', '.join(counted(*each) for each in counts)}", lines=lines))
+    return Section(title=title, blocks=tuple(entries))
 
 
 def _numbers(values: tuple[float, ...]) -> str:

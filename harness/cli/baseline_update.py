@@ -9,7 +9,7 @@ import click
 import msgspec
 
 from harness.checks.loss_vs_golden import check_loss_vs_golden
-from harness.cli.options import allow_dirty_option, plan_parameter, query_parameter, root_option, typed_command
+from harness.cli.options import allow_dirty_option, plan_parameter, project_parameter, query_parameter, typed_command
 from harness.cli.output import print_sections
 from harness.errors import HarnessError
 from harness.evidence.golden import GoldenChange, list_goldens, replaced, write_golden
@@ -19,7 +19,7 @@ from harness.hints import LIST_BASELINES
 from harness.matrix.case import Case
 from harness.matrix.caseid import case_id, family_id
 from harness.plural import counted
-from harness.project import Project, find_project
+from harness.project import Project
 from harness.report.case import case_section
 from harness.report.evidence import golden_section, review_sections
 from harness.result import CaseResult
@@ -38,8 +38,6 @@ _EPILOG = """\b
 Examples:
   fp8-harness baseline update pr --missing --reason "first goldens of tier pr"
   fp8-harness baseline update pr --family tiny-v2048-s5-gb8-sl32-lr0.001-seed0 --reason "torch 2.14 changed AdamW"
-  fp8-harness baseline update single-bf16-v2048-b16 --reason "torch 2.14 changed AdamW"
-  fp8-harness baseline update smoke --dry-run --reason "compare only"
   fp8-harness baseline update --only-failing --reason "torch 2.14 changed AdamW"
   fp8-harness baseline update my.toml --signatures --missing --reason "first signatures"
 """
@@ -56,7 +54,7 @@ Examples:
 @click.option("--dry-run", is_flag=True, help="Run and compare, but store nothing.")
 @allow_dirty_option
 @plan_parameter
-@root_option
+@project_parameter
 def update_command(  # noqa: PLR0913  one parameter per option
     *,
     query: Query,
@@ -69,7 +67,7 @@ def update_command(  # noqa: PLR0913  one parameter per option
     dry_run: bool,
     allow_dirty: bool,
     plan_for: Callable[..., Plan],
-    root: str | None,
+    project: Project,
 ) -> int:
     """Run the BF16 reference of every family, show old and new values, and store the new ones.
 
@@ -80,7 +78,6 @@ def update_command(  # noqa: PLR0913  one parameter per option
     reason = require_reason(reason, "baseline update", what)
     if signatures and (families or only_failing or hardware_name):
         raise click.UsageError("--family, --only-failing and --hardware are for goldens.")
-    project = find_project(root)
     if not dry_run:
         project.check_writable()
         check_committed(project, what, allowed=allow_dirty)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,121 +11,128 @@ import click
 import msgspec
 
 from harness.cli import options
-from harness.cli.bug_export import export_command
 from harness.cli.bug_import import import_command
 from harness.cli.output import print_sections
+from harness.durable import write_whole
 from harness.errors import HarnessError
+from harness.project import Project
 from harness.running.plan import Plan
 
 if TYPE_CHECKING:
+    from harness.bugs.reproduce import Reproduced
+    from harness.bugs.trials import NamedCase
+    from harness.running.injection import Injection
     from harness.running.versions import Versions
 
-_EPILOG = """\b
-Examples:
-  fp8-harness bug import report.md                from the text of a report to a bug file
-  fp8-harness bug list                            the bugs in cases/bugs
-  fp8-harness bug repro ao-1938                   does it still fail, in the same way?
-  fp8-harness bug shrink ao-1938 --output ao.toml the smallest case that fails in the same way
-  fp8-harness bug bisect ao-1938 --package torchao --good 0.6.1 --bad 0.18.0
-  fp8-harness bug check                           are they all still found?
-  fp8-harness bug export ao-1938                  a script and the draft of an issue
-"""
 _REPRO_EPILOG = """\b
 Examples:
   fp8-harness bug repro ao-1938
-  fp8-harness bug repro torchtitan-461 --planted      with the fault put back
   fp8-harness bug repro tp2-rowwise-v2048-f32 --inject fault:amax_without_abs
   git bisect run fp8-harness bug repro ao-1938 --exit-code
 
 \b
-Exit codes: 0 not reproduced, 1 reproduced or another failure, 2 usage
-error or bad input, 4 infrastructure, 130 interrupted. With --exit-code:
-0 gone, 1 reproduced, 125 cannot tell (another failure, infrastructure,
-bad input), as `git bisect run` wants it.
+Exit codes: 0 not reproduced, 1 reproduced or another failure; with --exit-code
+0 gone, 1 reproduced, 125 cannot tell, as `git bisect run` wants it.
 """
 _SHRINK_EPILOG = """\b
 Examples:
-  fp8-harness bug shrink ao-1938
   fp8-harness bug shrink hsdp2x4-rowwise-v2048-b16 --inject fault:amax_without_abs
   fp8-harness bug shrink ao-1938 --budget-s 300 --output smallest.toml
 
 \b
-An interrupted shrink continues where it stopped: results of cases are kept
-in the state folder.
-
-\b
-Exit codes: 0 the smallest case was found, 1 the budget ended it, 2 usage
-error, or a case that does not fail, 130 interrupted.
+An interrupted shrink continues where it stopped.
+Exit codes: 0 the smallest case was found, 1 the budget ended it.
 """
 _BISECT_EPILOG = """\b
 Examples:
   fp8-harness bug bisect ao-1938 --package torchao --good 0.6.1 --bad 0.18.0
-  fp8-harness bug bisect tp2-rowwise-v2048-s2-f64 --package torchao --good 0.14.1 --bad 0.18.0
-  fp8-harness bug bisect ao-2677 --package torchao --bad 0.10.0 --good 0.18.0
   fp8-harness bug bisect my.toml --package torchao --good 0.14.1 --bad 0.18.0 --find-links wheels/
   fp8-harness bug bisect CASE --package torch --good 2.13.0 --bad 2.15.0 --env 2.15.0=.venv-new
 
 \b
-Every version is installed once, into an environment in the state folder
-that sees all other packages of this one, unless --env has it or it runs
-now; torch comes with its libraries, 5 GB with CUDA. Results are kept. Over
-commits: git bisect run fp8-harness bug repro CASE --exit-code
-
-\b
-Exit codes: 0 the version was found, 2 usage error, or the good
-version is not good or the bad one not bad, 130 interrupted.
+Every version is installed once, into an environment in the state folder that
+sees all other packages of this one, unless --env has it or it runs now; torch
+comes with its libraries, 5 GB with CUDA. Results are kept.
+Exit codes: 0 the version was found, 2 the good version is not good or the bad one not bad.
 """
 _CHECK_EPILOG = """\b
 Examples:
   fp8-harness bug check                    every bug file that is live or fixed
   fp8-harness bug check ao-1086 ao-933     two of them
-  fp8-harness bug check -j 4 --json corpus.json
 
 \b
-Exit codes: 0 all as their files say, 1 a mismatch, 2 usage error or bad input, 3 no bug to check, 4 only infrastructure
-failed, 130 interrupted.
+Exit codes: 0 all as their files say, 1 a mismatch, 3 no bug to check.
 """
-_INJECT = "FILE.py:FUNCTION, or fault:NAME: what makes the case fail. Repeatable."
+_EXPORT_EPILOG = """\b
+Examples:
+  fp8-harness bug export ao-1938
+  fp8-harness bug export CASE --shrunk shrunk.json --output for-the-issue
+
+\b
+The script needs torch and torchao only, and runs on GPUs or on a CPU.
+Exit codes: 0 exported, 1 exported but the script does not show the fault here.
+"""
 
 
-@click.group(epilog=_EPILOG)
+@click.group(epilog="\b\nExamples:\n  fp8-harness bug import report.md\n  fp8-harness bug repro ao-1938")
 def bug() -> None:
-    """Turn a bug report into a case: import, reproduce, shrink, export, bisect, check."""
+    """Turn a bug report into a case: import, reproduce, shrink, export, bisect, check.
+
+    CASE is the id of a case, a file with one case, or the name of a bug file.
+    """
 
 
 bug.add_command(import_command)
-bug.add_command(export_command)
 
 
 @bug.command("list", epilog="\b\nExamples:\n  fp8-harness bug list\n  fp8-harness bug list --json - | jq '.[].id'")
 @options.json_option("the bugs")
-@options.root_option
-def list_command(*, json_file: Path | None, root: str | None) -> None:
+@options.project_parameter
+def list_command(*, json_file: Path | None, project: Project) -> None:
     """List the bug files of the project."""
     from harness.matrix.bugfile import read_bugs
-    from harness.project import find_project
     from harness.report.bugs import bug_document, bugs_sections
 
-    bugs = read_bugs(find_project(root).bugs)
+    bugs = read_bugs(project.bugs)
     options.write_json(json_file, [bug_document(each) for each in bugs])
     if json_file is None:
         print_sections(bugs_sections(bugs))
 
 
 # What commands that run a case of a bug share.
+_inject_option = click.option(
+    "--inject",
+    metavar="FILE.py:FUNCTION",
+    multiple=True,
+    help="FILE.py:FUNCTION, or fault:NAME: what makes the case fail. Repeatable.",
+)
 _trial_options = options.compose_options(
     click.argument("case", metavar="CASE"),
-    click.option("--inject", metavar="FILE.py:FUNCTION", multiple=True, help=_INJECT),
+    _inject_option,
     click.option("--planted", is_flag=True, help="Plant the faults of the bug file, which bring it back."),
-    options.json_option("the results"),
     options.quiet_option,
     options.plan_parameter,
-    options.root_option,
+    options.project_parameter,
 )
+
+
+def _with_trial(command: options.Command) -> options.Command:
+    """A command with `_trial_options`, to which CASE and what makes it fail are `named` and `injections`."""
+
+    @functools.wraps(command)
+    def with_trial(*, case: str, inject: tuple[str, ...], planted: bool, project: Project, **given: Any) -> Any:
+        from harness.bugs.trials import injections_for, named_case
+
+        named = named_case(project, case)
+        injections = injections_for(named, inject, planted=planted)
+        return command(named=named, injections=injections, project=project, **given)
+
+    return with_trial
 
 
 @bug.command("repro", epilog=_REPRO_EPILOG)
 @_trial_options
+@options.json_option("the results")
 @click.option(
     "--like",
     metavar="FILE.json",
@@ -136,44 +143,37 @@ _trial_options = options.compose_options(
     "--exit-code", "bisect", is_flag=True, help="Exit as `git bisect run` wants it: 0 gone, 1 there, 125 skip."
 )
 def repro_command(*, bisect: bool, **given: Any) -> int:
-    """Say whether CASE shows the reported bug, another failure, or none.
-
-    CASE is the id of a case, a file with one case, or the name of a bug file.
-    """
+    """Say whether CASE shows the reported bug, another failure, or none."""
     from harness.bugs.reproduce import CANNOT_TELL
 
     try:
-        found = _reproduced(**given)
-    except HarnessError:
+        found: Reproduced = _reproduced(**given)
+    except HarnessError as error:
         if not bisect:
             raise
-        click.echo(f"fp8-harness: {sys.exc_info()[1]}", err=True)
+        click.echo(f"fp8-harness: {error}", err=True)
         return CANNOT_TELL
     return int(found.bisect_code if bisect else found.exit_code)
 
 
+@_with_trial
 def _reproduced(  # noqa: PLR0913  one parameter per option
     *,
-    case: str,
-    inject: tuple[str, ...],
-    planted: bool,
+    named: NamedCase,
+    injections: Sequence[Injection],
     like: Path | None,
     json_file: Path | None,
     quiet: bool,
     plan_for: Callable[..., Plan],
-    root: str | None,
-) -> Any:
+    project: Project,
+) -> Reproduced:
     from harness.bugs.reproduce import Reproduced, reproduced
-    from harness.bugs.trials import injections_for, named_case, run_once, trial_result
+    from harness.bugs.trials import run_once, trial_result
     from harness.jsonform import read_json
-    from harness.project import find_project
     from harness.report.bugs import reproduced_sections
     from harness.running.progress import open_progress
     from harness.sources import installed_version
 
-    project = find_project(root)
-    named = named_case(project, case)
-    injections = injections_for(named, inject, planted=planted)
     plan = plan_for()
     with open_progress(quiet=quiet) as progress:
         result = run_once(project, plan, progress, named.case, injections)
@@ -188,38 +188,32 @@ def _reproduced(  # noqa: PLR0913  one parameter per option
 
 @bug.command("shrink", epilog=_SHRINK_EPILOG)
 @_trial_options
+@options.json_option("the results")
 @click.option("--budget-s", type=options.ABOVE_0, help="Start no new case after this many seconds.")
 @click.option("--output", metavar="FILE.toml", type=options.OUTPUT, help="Write a case file.")
 @click.option("--force", is_flag=True, help="Replace a file that exists.")
+@_with_trial
 def shrink_command(  # noqa: PLR0913  one parameter per option
     *,
-    case: str,
-    inject: tuple[str, ...],
-    planted: bool,
+    named: NamedCase,
+    injections: Sequence[Injection],
     budget_s: float | None,
     output: Path | None,
     force: bool,
     json_file: Path | None,
     quiet: bool,
     plan_for: Callable[..., Plan],
-    root: str | None,
+    project: Project,
 ) -> int:
-    """Find the smallest case that fails like CASE, and what the failure needs.
-
-    CASE is the id of a case, a file with one case, or the name of a bug file.
-    """
+    """Find the smallest case that fails like CASE, and what the failure needs."""
     from harness.bugs.shrink import open_journal, shrink
-    from harness.bugs.trials import injections_for, named_case, open_trials
+    from harness.bugs.trials import open_trials
     from harness.cli.new import write_new_case
     from harness.matrix.caseid import case_id
-    from harness.project import find_project
     from harness.report.bugs import shrunk_document, shrunk_sections
     from harness.running.identity import witness_key
     from harness.running.progress import open_progress
 
-    project = find_project(root)
-    named = named_case(project, case)
-    injections = injections_for(named, inject, planted=planted)
     plan = plan_for()
     journal = open_journal(project, named.case, injections, witness_key(plan))
     with (
@@ -234,13 +228,52 @@ def shrink_command(  # noqa: PLR0913  one parameter per option
     return 0 if found.complete else 1
 
 
+@bug.command("export", epilog=_EXPORT_EPILOG)
+@_trial_options
+@click.option("--shrunk", metavar="FILE.json", type=options.FILE, help="The JSON of `bug shrink`.")
+@click.option("--output", metavar="DIR", type=options.FOLDER, default=Path())
+@click.option("--skip-proof", is_flag=True, help="Do not run the script once, to see that it shows the fault.")
+@_with_trial
+def export_command(  # noqa: PLR0913  one parameter per option
+    *,
+    named: NamedCase,
+    injections: Sequence[Injection],
+    shrunk: Path | None,
+    output: Path,
+    skip_proof: bool,
+    quiet: bool,
+    plan_for: Callable[..., Plan],
+    project: Project,
+) -> int:
+    """Write one Python file that shows how CASE fails, and a draft of an issue."""
+    from harness.bugs.export import export, exported_case, proof_of, read_neighbours
+    from harness.bugs.trials import run_once
+    from harness.report.bugs import exported_sections, issue_markdown
+    from harness.running.progress import open_progress
+    from harness.sources import installed_version
+
+    named = named._replace(case=exported_case(named.case))
+    neighbours = read_neighbours(shrunk) if shrunk is not None else ()
+    plan = plan_for()
+    with open_progress(quiet=quiet) as progress:
+        result = run_once(project, plan, progress, named.case, injections)
+    exported = export(named, result, injections, output)
+    proof = None if skip_proof else proof_of(exported)
+    versions = {each: installed_version(each) or "not installed" for each in ("torch", "torchao")}
+    device = "CPU ranks" if plan.device == "cpu" else plan.hardware[0]
+    text = issue_markdown(exported, proof, versions=versions, device=device, neighbours=neighbours)
+    write_whole(exported.file.with_suffix(".md"), text.encode())
+    print_sections(exported_sections(exported, proof))
+    return int(proof is not None and proof.outcome != "FAULT")
+
+
 @bug.command("bisect", epilog=_BISECT_EPILOG)
 @click.argument("case", metavar="CASE")
 @click.option("--package", required=True, help="The package to bisect, such as torchao.")
 @click.option("--good", metavar="VERSION", required=True, help="A version with which CASE does not fail.")
 @click.option("--bad", metavar="VERSION", required=True, help="A version with which it fails.")
 @options.versions_parameter
-@click.option("--inject", metavar="FILE.py:FUNCTION", multiple=True, help="Call this in every rank. Repeatable.")
+@_inject_option
 @options.json_option("what was tried")
 @options.quiet_option
 @options.root_option
@@ -259,8 +292,6 @@ def bisect_command(  # noqa: PLR0913  one parameter per option
     """Find the released version of a package with which CASE starts or stops to fail.
 
     Where --good is older than --bad, the first version that fails; otherwise the first one without the failure.
-
-    CASE is the id of a case, a file with one case, or the name of a bug file.
     """
     from packaging.version import Version
 
@@ -288,23 +319,20 @@ def bisect_command(  # noqa: PLR0913  one parameter per option
 @options.json_option("the proofs")
 @options.quiet_option
 @options.plan_parameter
-@options.root_option
+@options.project_parameter
 def check_command(
-    *, names: tuple[str, ...], json_file: Path | None, quiet: bool, plan_for: Callable[..., Plan], root: str | None
+    *, names: tuple[str, ...], json_file: Path | None, quiet: bool, plan_for: Callable[..., Plan], project: Project
 ) -> int:
     """Verify bug files: live bugs fail as recorded; fixed ones pass, and fail with their planted faults.
 
     ID is the name of a bug file. Only findings of checks in its `detected_by` count.
     """
     from harness.bugs.corpus import check_corpus, provable_bugs
-    from harness.project import find_project
     from harness.report.bugs import corpus_sections
     from harness.running.progress import open_progress
 
-    project = find_project(root)
     bugs = provable_bugs(project, names)
-    plan = msgspec.structs.replace(plan_for(), root_option=root)
     with open_progress(quiet=quiet) as progress:
-        corpus = check_corpus(project, bugs, plan, progress)
+        corpus = check_corpus(project, bugs, plan_for(), progress)
     options.print_report(corpus_sections(corpus), json_file, corpus)
     return corpus.exit_code

@@ -15,19 +15,13 @@ from harness.errors import HarnessError
 
 _EPILOG = """\b
 Examples:
-  fp8-harness bug import report.md                        the text of an issue
   fp8-harness bug import - --link https://github.com/pytorch/ao/issues/1 < report.md
   fp8-harness bug import llama3_8b.toml --id ours --date 2025-06-01
-  fp8-harness bug import report.md --dry-run              print the file, write nothing
 
 \b
 FILE is a pasted report, a TOML file, Python configuration or a command
 of torchtitan, a YAML file of accelerate or axolotl, or flags of Megatron-LM.
 Nothing in it is executed. Of prose only few words are read: check the lists.
-
-\b
-Exit codes: 0 there is a bug file, also one with open fields or a refused
-one, 2 usage error or bad input.
 """
 
 

@@ -7,25 +7,21 @@ from pathlib import Path
 from typing import Any
 
 import click
-import msgspec
 
-from harness.cli.options import json_option, plan_parameter, print_report, quiet_option, root_option
+from harness.cli.options import json_option, plan_parameter, print_report, project_parameter, quiet_option
 from harness.errors import HarnessError
 from harness.matrix.axes import choices
 from harness.matrix.targets import MODULES, NAME
+from harness.project import Project
 from harness.running.plan import Plan
 
 _EPILOG = """\b
 Examples:
-  fp8-harness check-target my_pkg.my_target
-  fp8-harness check-target my_target --recipe rowwise
+  fp8-harness check-target my_pkg.my_target --recipe rowwise
   fp8-harness check-target my_target --layout fsdp2 --layout tp4
-  fp8-harness check-target my_target my.toml
-  fp8-harness check-target my_target --json - | jq .problems
 
 \b
-Exit codes: 0 it works, 1 something to fix, 2 usage error or bad
-input, 130 interrupted.
+Exit codes: 0 it works, 1 something to fix.
 """
 
 
@@ -47,7 +43,7 @@ input, 130 interrupted.
 @json_option("the answer")
 @quiet_option
 @plan_parameter
-@root_option
+@project_parameter
 def check_target_command(  # noqa: PLR0913  one parameter per option
     *,
     module: str,
@@ -57,7 +53,7 @@ def check_target_command(  # noqa: PLR0913  one parameter per option
     json_file: Path | None,
     quiet: bool,
     plan_for: Callable[..., Plan],
-    root: str | None,
+    project: Project,
 ) -> int:
     """Check whether a target works, and say how to fix it.
 
@@ -65,7 +61,6 @@ def check_target_command(  # noqa: PLR0913  one parameter per option
     a few steps on one rank, with FSDP2, TP and HSDP, in BF16 and in FP8; a run may take 60 s. A case, by its id or
     file, gives model, training and options.
     """
-    from harness.project import find_project
     from harness.report.target import target_document, target_exit_code, target_sections
     from harness.running.progress import open_progress
     from harness.running.selection import one_case
@@ -74,11 +69,9 @@ def check_target_command(  # noqa: PLR0913  one parameter per option
     if not NAME.fullmatch(module):
         fix = f"give the dotted name of a module, not its path, or one of {', '.join(MODULES)}."
         raise HarnessError("not the name of a target.", where=module, fix=fix)
-    project = find_project(root)
     base = None if given is None else one_case(project, given)
     options = CheckOptions(target=module, recipe=recipe, layouts=tuple(map(parse_layout, layouts)), base=base)
-    plan = msgspec.structs.replace(plan_for(), root_option=root)
     with open_progress(quiet=quiet) as progress:
-        found = check_target(project, options, plan, progress)
+        found = check_target(project, options, plan_for(), progress)
     print_report(target_sections(found), json_file, target_document(found))
     return target_exit_code(found)

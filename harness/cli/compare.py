@@ -24,11 +24,8 @@ if TYPE_CHECKING:
 _EPILOG = """\b
 Examples:
   fp8-harness compare last~1 last
-  fp8-harness compare v1 v2 --required cases/required.toml
-  fp8-harness compare v1.json v2.json --json - | jq .go
   fp8-harness compare v1 v2 --allow 'wire=two gathers became one' --html gate.html
-  fp8-harness compare --versions torchao=0.17.0,0.18.0 pr --select tp=2 -j 4
-  fp8-harness compare --versions torch=2.15.0,nightly --env nightly=.venv-nightly pr
+  fp8-harness compare --versions torch=2.15.0,nightly --env nightly=.venv-nightly pr --select tp=2
   fp8-harness compare good bad --records            of two `run --save-trace`
 
 \b
@@ -37,10 +34,7 @@ or a folder of such files, the shards of one run;
 with --records two folders or files that `run --save-trace` wrote.
 Cases in cases/quarantine.toml do not gate. Environments of --versions are made
 in the state folder and kept; torch comes with its libraries, 5 GB with CUDA.
-
-\b
-Exit codes: 0 GO or equal records, 1 NO-GO or other records, 2 usage or bad
-input, 3 nothing to compare.
+Exit codes: 0 GO or equal records, 1 NO-GO or other records, 3 nothing to compare.
 """
 
 _OF_THE_RUNS = ("sources", "expressions", "jobs", "timeout_s")

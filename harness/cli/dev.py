@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import click
-import msgspec
 
 from harness.cli.dev_evidence import evidence_command
 from harness.cli.options import (
@@ -16,8 +15,8 @@ from harness.cli.options import (
     json_option,
     plan_parameter,
     print_report,
+    project_parameter,
     query_parameter,
-    root_option,
     typed_command,
 )
 from harness.durable import write_whole
@@ -27,7 +26,7 @@ from harness.matrix.case import Case
 from harness.matrix.caseid import case_id
 from harness.matrix.faults import FAULT_CLASSES, Fault, all_faults, fault_named
 from harness.plural import counted
-from harness.project import Project, find_project
+from harness.project import Project, leases_in, state_folder
 from harness.running.plan import Plan
 from harness.running.progress import open_progress
 from harness.running.selection import Query
@@ -37,38 +36,24 @@ _MUTATE_EPILOG = """\b
 Examples:
   fp8-harness dev mutate                               all faults, each in up to two cases
   fp8-harness dev mutate --fault amax_without_abs      one fault
-  fp8-harness dev mutate --class B --cases-per-fault 1 one class of faults, each in one case
-  fp8-harness dev mutate --list                        list the faults and their cases
-  fp8-harness dev mutate --record                      store what docs/checks.md says of every check
   fp8-harness dev mutate pr --cases-per-fault 1        all faults, each in the cheapest case of tier pr
-  fp8-harness dev mutate pr --select dtype=bfloat16    in bfloat16 cases only
   fp8-harness dev mutate --target my_pkg.my_target     which of them reach your own target
-  fp8-harness run pr --inject fault:amax_without_abs   plant a fault in every case of a tier
 
 \b
 Exit codes: 0 all faults that reached the target were detected, 1 a fault was not detected, did not reach the reference
-target, or a clean run failed, 2 usage error or bad input, 3 no fault applies to the cases or reaches the target,
-130 interrupted.
+target, or a clean run failed, 3 no fault applies to the cases or reaches the target.
 """
-
 _CONFORMANCE_EPILOG = """\b
 Examples:
-  fp8-harness dev conformance                          all checks
-  fp8-harness dev conformance 'amax*'                  the checks of one operator
   fp8-harness dev conformance '*-m2x2-*'               the checks on a 2 x 2 mesh
-  fp8-harness dev conformance --list                   print the ids, run nothing
   fp8-harness dev conformance --inject fix.py:apply    apply your patch in every rank first
 
 \b
-Exit codes: 0 good, 1 a check failed or a known deviation no longer occurs, 2 usage error or bad input,
-3 nothing to run, 4 infrastructure, 130 interrupted.
+Exit codes: 0 good, 1 a check failed or a known deviation no longer occurs.
 """
-
 _TIER_EPILOG = """\b
 Examples:
   fp8-harness dev tier pr                  write cases/chosen/pr.toml
-  fp8-harness dev tier pr --rounds 20      a quick look: a worse choice in seconds
-  fp8-harness list pr --why                why each case was chosen
   FP8_HARNESS_STATE=$(mktemp -d) fp8-harness run pr --json result.json
   fp8-harness dev tier --fit result.json   costs of cases, from a run that made all of its witnesses
 """
@@ -91,7 +76,7 @@ dev.add_command(evidence_command)
 @json_option("the mutation matrix")
 @query_parameter
 @plan_parameter
-@root_option
+@project_parameter
 def mutate_command(  # noqa: PLR0913  one parameter per option
     *,
     names: tuple[str, ...],
@@ -102,7 +87,7 @@ def mutate_command(  # noqa: PLR0913  one parameter per option
     json_file: Path | None,
     query: Query,
     plan_for: Callable[..., Plan],
-    root: str | None,
+    project: Project,
 ) -> int:
     """Mutation testing: plant faults in passing cases and show which checks detect them.
 
@@ -112,7 +97,9 @@ def mutate_command(  # noqa: PLR0913  one parameter per option
     from harness.report.mutation import mutation_sections
     from harness.studies.mutation import hosts_among, recorded_kills, run_mutations
 
-    faults, project = _chosen(names, groups), find_project(root)
+    faults = tuple(all_faults().values())
+    named = {fault_named(name).name for name in names}
+    faults = tuple(fault for fault in faults if fault.name in named or fault.group in groups) or faults
     if record and (names or groups or query != Query()):
         raise HarnessError("the record is of every fault in its own cases.", where="--record", fix="give it alone.")
     found = hosts_among(project, faults, query, at_most=cases_per_fault)
@@ -120,9 +107,8 @@ def mutate_command(  # noqa: PLR0913  one parameter per option
         for fault in faults:
             click.echo(_line(fault, found[fault.name]))
         return ExitCode.GOOD
-    plan = msgspec.structs.replace(plan_for(), root_option=root)
     with open_progress() as progress:
-        matrix = run_mutations(project, faults, found, plan, progress)
+        matrix = run_mutations(project, faults, found, plan_for(), progress)
     print_report(mutation_sections(matrix), json_file, matrix)
     if record and not matrix.interrupted:
         click.echo(f"stored in {write_kills(project.root, recorded_kills(matrix))}", err=True)
@@ -131,14 +117,6 @@ def mutate_command(  # noqa: PLR0913  one parameter per option
     if len(matrix.trials) == len(matrix.not_reached):
         return ExitCode.FAILED if matrix.unplantable else ExitCode.NOTHING_RAN
     return ExitCode.FAILED if matrix.undetected or matrix.unplantable or matrix.false_positives else ExitCode.GOOD
-
-
-def _chosen(names: Sequence[str], groups: Sequence[str]) -> tuple[Fault, ...]:
-    """The faults of these names and classes, in the order of the list; all faults if neither is given."""
-    faults = tuple(all_faults().values())
-    named = {fault_named(name).name for name in names}
-    chosen = tuple(fault for fault in faults if fault.name in named or fault.group in groups)
-    return chosen or faults
 
 
 def _line(fault: Fault, hosts: Sequence[Case]) -> str:
@@ -161,7 +139,6 @@ def conformance_command(
     from harness.engine.hardware import capacity_here, open_leases
     from harness.engine.node import LocalNode
     from harness.engine.zygote_engine import ZygoteEngine
-    from harness.project import leases_in, state_folder
     from harness.report.conformance import conformance_document, conformance_section
     from harness.running.injection import parse_injection
     from harness.running.machine import check_rank_packages
@@ -175,8 +152,7 @@ def conformance_command(
     if not checks:
         raise NothingSelected("no check matches.", where=" ".join(globs), fix=f"see `{LIST_CHECKS}`.")
     if listed:
-        for check in checks:
-            click.echo(check.id)
+        click.echo("\n".join(check.id for check in checks))
         return ExitCode.GOOD
     check_rank_packages()
     injections = [parse_injection(text).patch for text in inject]
@@ -200,15 +176,14 @@ def conformance_command(
 @click.argument("name", metavar="[TIER|FILE]", required=False)
 @click.option("--rounds", type=click.IntRange(min=0), default=1500, show_default=True, help="Rounds of improvement.")
 @click.option("--fit", "fitted", metavar="RESULT.json", type=EXISTING_FILE, help="Fit the costs of cases to this run.")
-@root_option
-def tier_command(*, name: str | None, rounds: int, fitted: Path | None, root: str | None) -> None:
+@project_parameter
+def tier_command(*, name: str | None, rounds: int, fitted: Path | None, project: Project) -> None:
     """Choose a cheap set of cases that covers a tier and hosts every planted fault, and store it.
 
     With --fit: fit the costs of cases to the CPU seconds of a run that made all of its witnesses, and store them.
     """
     if (name is None) == (fitted is None):
         raise click.UsageError("give a TIER, or --fit RESULT.json.")
-    project = find_project(root)
     project.check_writable()
     if fitted is not None:
         _fit_costs(project, fitted)
@@ -220,7 +195,6 @@ def _choose(project: Project, name: str, rounds: int) -> None:
     from harness.evidence.costs import read_costs
     from harness.matrix.casefile import read_case_file
     from harness.matrix.choice import choose, chosen_file, chosen_path
-    from harness.matrix.faults import all_faults
     from harness.running.selection import recorded_faults
 
     path = project.case_file(name)

@@ -11,11 +11,12 @@ import msgspec
 
 from harness.cli import options
 from harness.cli.baseline_update import check_committed, require_reason
+from harness.cli.environments import given_words
 from harness.cli.output import print_sections
 from harness.durable import write_whole
 from harness.errors import HarnessError
 from harness.evidence.level import LEVELS, Level
-from harness.project import Project, find_project
+from harness.project import Project
 from harness.running.progress import open_progress
 from harness.verdict import ExitCode
 
@@ -29,17 +30,11 @@ if TYPE_CHECKING:
 _EPILOG = """\b
 Examples:
   fp8-harness dev evidence formulas --reason "torch 2.15.0 is released"
-  fp8-harness dev evidence kernel --device cuda      one GPU of compute capability 8.9 or newer
-  fp8-harness dev evidence proof --device cuda       all visible GPUs, at least two
-  NCCL_ALGO=Ring NCCL_PROTO=Simple fp8-harness dev evidence proof
   fp8-harness dev evidence proof smoke --device cpu --fabric gloo --fault amax_without_abs
-  fp8-harness dev evidence native --device cuda --seeds 8
   fp8-harness dev evidence all --device cuda         all that these GPUs support; lists the rest
-  fp8-harness dev evidence --list
 
 \b
-Exit codes: 0 all good, 1 something is not as it must be, 2 usage error, or devices that cannot prove this,
-3 nothing to try, 4 infrastructure, 130 interrupted, and nothing stored of that level.
+Exit codes: 0 all good, 1 something is not as it must be, 2 also devices that cannot prove this.
 """
 _NAMES = ("formulas", *LEVELS, "all")
 
@@ -57,7 +52,7 @@ _NAMES = ("formulas", *LEVELS, "all")
 @options.json_option("the results of the GPU levels")
 @options.allow_dirty_option
 @options.plan_parameter
-@options.root_option
+@options.project_parameter
 def evidence_command(  # noqa: PLR0913  one parameter per option
     *,
     level: str | None,
@@ -70,7 +65,7 @@ def evidence_command(  # noqa: PLR0913  one parameter per option
     json_file: Path | None,
     allow_dirty: bool,
     plan_for: Callable[..., Plan],
-    root: str | None,
+    project: Project,
 ) -> int:
     """Verify what the harness assumes of torch, torchao and GPUs, and store the evidence with the goldens.
 
@@ -85,14 +80,13 @@ def evidence_command(  # noqa: PLR0913  one parameter per option
     """
     if (level is None) != listed:
         raise click.UsageError(f"give one of {', '.join(_NAMES)}, or --list.")
-    project = find_project(root)
     if level is None:
         return _list(project)
     if level == "formulas":
         return _verify_formulas(project, query, plan_for(), reason, dry_run=dry_run, allow_dirty=allow_dirty)
     if reason or dry_run:
         raise click.UsageError("--reason and --dry-run are for formulas.")
-    if getattr(plan_for, "keywords", {}).get("arithmetic"):
+    if given_words(["arithmetic"]):
         raise HarnessError("each level has its own.", where="--arithmetic", fix="leave it out.")
     project.check_writable()
     check_committed(project, "goldens", allowed=allow_dirty)
@@ -209,15 +203,14 @@ def _list(project: Project) -> int:
     from harness.evidence.formulas import read_verified
     from harness.evidence.level import list_levels, read_level
     from harness.report.evidence import level_line, verified_line
+    from harness.report.sections import Items
 
     reports = [read_level(project.root, hardware, level) for hardware, level in list_levels(project.root)]
-    for report in reports:
-        if report is not None:
-            torch = report.environment.packages.get("torch", "unknown")
-            click.echo(f"{level_line(report)}; torch {torch}, {report.created}")
-    verified = read_verified((project.shipped, project.root))
-    for each in verified:
-        click.echo(verified_line(each))
-    if not reports and not verified:
-        click.echo("no evidence is stored.")
-    return ExitCode.GOOD if reports or verified else ExitCode.NOTHING_RAN
+    lines = [
+        f"{level_line(each)}; torch {each.environment.packages.get('torch', 'unknown')}, {each.created}"
+        for each in reports
+        if each is not None
+    ]
+    lines += map(verified_line, read_verified((project.shipped, project.root)))
+    print_sections([Items(tuple(lines or ["no evidence is stored."]))])
+    return ExitCode.GOOD if lines else ExitCode.NOTHING_RAN

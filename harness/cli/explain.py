@@ -43,11 +43,7 @@ _OPTIONS = (
 _EPILOG = """\b
 Examples:
   fp8-harness explain tp4-rowwise-v2256-f32
-  fp8-harness explain --ids                                every word of case ids, and what is out of scope
-  fp8-harness explain tp=4 recipe=tensorwise               the rules for these cells of tier pr
-  fp8-harness explain output_layer=true nightly            of another tier or file
-  fp8-harness explain --checks                             every check, its rules, and the faults that prove it
-  fp8-harness explain --internals                          private parts of torch and torchao, and what they are here
+  fp8-harness explain output_layer=true nightly            the rules for these cells of a tier or file
 """
 
 
@@ -96,7 +92,7 @@ def explain(  # noqa: PLR0913  one parameter per option
     print_sections(_explained(project, words))
 
 
-def _explained(project: Project, words: Sequence[str]) -> list[Section]:
+def _explained(project: Project, words: Sequence[str]) -> list[Block]:
     """Cases, or the rules for AXIS=VALUE."""
     values = [word for word in words if "=" in word]
     tiers = [word for word in words if "=" not in word]
@@ -110,7 +106,7 @@ def _explained(project: Project, words: Sequence[str]) -> list[Section]:
     return [_values_section(project, values, *tiers)]
 
 
-def _words_sections() -> Iterator[Section]:
+def _words_sections() -> Iterator[Block]:
     """Every word of case ids by its place in them, and what no case can have."""
     yield Section(
         blocks=("an id has these words, joined by -, in this order; numbers can be others, such as tp2 for tp4",)
@@ -120,7 +116,7 @@ def _words_sections() -> Iterator[Section]:
     yield Section(title="out of scope", blocks=(Items(tuple(f"{each.name}: {each.reason}" for each in SCOPE)),))
 
 
-def _case_sections(project: Project, case: Case) -> Iterator[Section]:
+def _case_sections(project: Project, case: Case) -> Iterator[Block]:
     name, default = case_id(case), axis_values(Case())
     yield Section(title=name, blocks=(Facts(tuple((word, meaning_of(word)) for word in id_words(name))),))
     axes = (
@@ -254,7 +250,7 @@ def _text(value: object) -> str:
     return "-" if value is None else str(value)
 
 
-def _internals_sections(state: State) -> Iterator[Section]:
+def _internals_sections(state: State) -> Iterator[Block]:
     """Every part, the names that it uses, why, and what they are in this environment."""
     parts = read_parts()
     names = sum(len(part.uses) for part in parts.values())
@@ -262,7 +258,7 @@ def _internals_sections(state: State) -> Iterator[Section]:
     what = f"{wrong} of {names} private names are not" if wrong else f"all {names} private names are"
     versions = " and ".join(f"{library} {version}" for library, version in state.versions.items())
     took = f"a run checks what it uses in {state.milliseconds:.0f} ms"
-    yield Section(blocks=(f"{what} as declared with {versions}; {took}",))
+    yield f"{what} as declared with {versions}; {took}"
     for name, part in parts.items():
         uses = tuple(_use(part, use, state.gaps[name].get(use)) for use in part.uses)
         yield Section(title=f"{name}: {_loss(name)}", blocks=uses)

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import click
 
-from harness.cli.options import json_option, query_parameter, root_option, write_json
+from harness.cli.options import json_option, project_parameter, query_parameter, write_json
 from harness.cli.output import print_sections
 from harness.errors import HarnessError
 from harness.matrix.caseid import case_id, parse_case_id
-from harness.project import Project, find_project
+from harness.project import Project
 from harness.report.runs import histories_sections, history_document, history_sections
 from harness.running.selection import NothingSelected, Query, cases_to_explain, wanted
 from harness.running.stored import runs_of
@@ -22,21 +22,19 @@ from harness.studies.history import histories
 _EPILOG = """\b
 Examples:
   fp8-harness history tp2-rowwise-v2048-s2-b16            every run of a case
-  fp8-harness history tp2-rowwise-v2048-s2-b16 --runs 5   the last five
   fp8-harness history --select 'recipe=rowwise tp=2'      a summary of each of these cases
-  fp8-harness history --json -                            all cases, for a program
 
 \b
-Exit codes: 0 there is a history, 2 usage or bad input, 3 no run of such a case is stored.
+Exit codes: 0 there is a history, 3 no run of such a case is stored.
 """
 
 
 @click.command("history", epilog=_EPILOG)
 @query_parameter
 @click.option("--runs", "most", type=click.IntRange(min=1), metavar="N", help="Show only the last N runs of each case.")
-@root_option
+@project_parameter
 @json_option("the histories")
-def history_command(*, query: Query, most: int | None, root: str | None, json_file: Path | None) -> None:
+def history_command(*, query: Query, most: int | None, project: Project, json_file: Path | None) -> None:
     """Show how cases ended and what they measured in stored runs.
 
     Also what changed together with what.
@@ -44,7 +42,6 @@ def history_command(*, query: Query, most: int | None, root: str | None, json_fi
     On a CPU numbers repeat exactly: NONDETERMINISTIC is a case whose numbers changed in one environment, FLAKY one that
     ended differently in one environment. One case is shown whole; several are summarized, by default all that ran.
     """
-    project = find_project(root)
     found = histories(list(runs_of(project))[::-1], _wanted(project, query), most=most)
     if not found:
         asked = shlex.join(query.words) if query != Query() else "any case"

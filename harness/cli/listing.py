@@ -9,23 +9,18 @@ from typing import TYPE_CHECKING
 import click
 import msgspec
 
-from harness.cli.options import json_option, query_parameter, root_option, run_option, write_json
+from harness.cli.options import json_option, project_parameter, query_parameter, run_option, write_json
 from harness.matrix.coverage import FATES, Coverage, coverage
 from harness.matrix.tier import Selection
 from harness.plural import counted
-from harness.project import Project, find_project
+from harness.project import Project
 
 if TYPE_CHECKING:
     from harness.running.selection import Query
 
 _EPILOG = """\b
 Examples:
-  fp8-harness list                        the smoke tier
   fp8-harness list pr --select 'tp=4,8'   cases of tier pr with TP 4 or 8
-  fp8-harness list pr --shard 1/4         the first of four shards of about equal duration
-  fp8-harness list pr --why               why each case is in a chosen tier
-  fp8-harness list my.toml --json -       a file of your own, for a program
-  fp8-harness list pr --coverage          every pair of axis values: covered, refused, skipped or excluded
   fp8-harness list pr --coverage --strength 3 --combinations excluded   every excluded triple with its rule
 """
 
@@ -33,7 +28,7 @@ Examples:
 @click.command("list", epilog=_EPILOG)
 @query_parameter
 @run_option("shard")
-@root_option
+@project_parameter
 @click.option("--why", is_flag=True, help="Also print the expected cost of each case and why it is in the tier.")
 @click.option("--coverage", "as_coverage", is_flag=True, help="Account for every combination of axis values instead.")
 @click.option("--strength", type=click.IntRange(1, 3), default=2, show_default=True, help="Combinations: 2 for pairs.")
@@ -43,7 +38,7 @@ def list_command(  # noqa: PLR0913  one parameter per option
     *,
     query: Query,
     shard: str | None,
-    root: str | None,
+    project: Project,
     why: bool,
     as_coverage: bool,
     strength: int,
@@ -55,7 +50,6 @@ def list_command(  # noqa: PLR0913  one parameter per option
     from harness.matrix.parts import parse_shard
     from harness.running.selection import select_cases
 
-    project = find_project(root)
     if combinations and not as_coverage:
         raise click.UsageError("--combinations is for --coverage.")
     if as_coverage:

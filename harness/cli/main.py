@@ -33,9 +33,7 @@ _SECTIONS = {
         "bug": "harness.cli.bug:bug",
         "check-target": "harness.cli.check_target:check_target_command",
     },
-    "Predict": {
-        "predict": "harness.cli.predict:predict",
-    },
+    "Predict": {"predict": "harness.cli.predict:predict"},
     "Maintain": {
         "baseline": "harness.cli.baseline:baseline",
         "runs": "harness.cli.runs:runs",
@@ -90,12 +88,7 @@ def _print_versions(ctx: click.Context, _: click.Parameter, value: bool) -> None
 
 @click.group(cls=_LazyGroup, epilog=_EPILOG, context_settings={"help_option_names": ["-h", "--help"]})
 @click.option(
-    "--version",
-    is_flag=True,
-    is_eager=True,
-    expose_value=False,
-    callback=_print_versions,
-    help="Print versions.",
+    "--version", is_flag=True, is_eager=True, expose_value=False, callback=_print_versions, help="Print versions."
 )
 def app() -> None:
     """Correctness and regression tests for FP8 parallel training."""
@@ -130,15 +123,12 @@ def _describe(error: BaseException) -> tuple[str, ExitCode]:
         case click.ClickException():
             return error.format_message(), ExitCode.USAGE
         case HarnessError():
-            return error.text, _code(error)
+            from harness.gate.gate import NothingCompared
+            from harness.running.selection import NothingSelected
+
+            nothing = isinstance(error, NothingSelected | NothingCompared)
+            return error.text, ExitCode.NOTHING_RAN if nothing else ExitCode.USAGE
         case OSError():
             return str(error), ExitCode.INFRA
         case _:
             return "interrupted.", ExitCode.INTERRUPTED
-
-
-def _code(error: HarnessError) -> ExitCode:
-    from harness.gate.gate import NothingCompared
-    from harness.running.selection import NothingSelected
-
-    return ExitCode.NOTHING_RAN if isinstance(error, NothingSelected | NothingCompared) else ExitCode.USAGE

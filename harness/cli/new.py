@@ -24,11 +24,8 @@ from harness.matrix.rules import expected_refusal
 _EPILOG = """\b
 Examples:
   fp8-harness new my.toml --tp 2 --recipe rowwise --dtype bfloat16
-  fp8-harness new my.toml --dp-shard 2 --dim 512 --layers 4 --ffn-dim 1408 --recipe tensorwise
   fp8-harness new ours.toml --from llama3_8b.toml --ranks 64
   fp8-harness new ours.toml --from "--parallelism.tensor_parallel_degree 2 --compile.enable" --recipe rowwise
-  fp8-harness new --id --tp 2 --recipe rowwise      print the id of a case, write nothing
-  fp8-harness new --schema > case.schema.json       the JSON schema of case files, for editors
 
 \b
 --from reads a TOML file, Python configuration or flags of torchtitan, YAML of

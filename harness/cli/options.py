@@ -16,10 +16,12 @@ from harness.cli.output import print_sections
 from harness.durable import write_whole
 from harness.errors import HarnessError
 from harness.jsonform import to_json
+from harness.project import find_project
 from harness.run_options import PARTS, Option, PlanOptions, QueryOptions, option_named, options_of
 
 if TYPE_CHECKING:
-    from harness.report.sections import Section
+    from harness.report.sections import Block
+    from harness.running.plan import Plan
 
 Command = Callable[..., Any]
 PARTS_BY_TITLE = dict(zip(("Which cases", "How they run", "Extent and output"), PARTS, strict=True))
@@ -98,27 +100,22 @@ class RunCommand(click.Command):
 
 
 root_option = run_option("root")
+
+
+def project_parameter(command: Command) -> Command:
+    """`--root`, passed to the command as one parameter `project`."""
+
+    @functools.wraps(command)
+    def with_project(*, root: str | None, **given: Any) -> Any:
+        return command(project=find_project(root), **given)
+
+    return root_option(with_project)
+
+
 allow_dirty_option = click.option(
     "--allow-dirty",
     is_flag=True,
     help="Store although tracked files differ from the commit, so the commit cannot reproduce what is stored.",
-)
-# Where versions of a package come from.
-version_options = compose_options(
-    click.option("--index-url", metavar="URL", help="Take versions from this package index."),
-    click.option(
-        "--find-links",
-        metavar="DIR",
-        type=click.Path(path_type=Path, file_okay=False, exists=True),
-        help="Take versions from the wheels in this folder, and from no index.",
-    ),
-    click.option(
-        "--env",
-        "environments",
-        metavar="VERSION=VENV",
-        multiple=True,
-        help="Use this virtual environment for that version. Repeatable.",
-    ),
 )
 quiet_option = click.option("-q", "--quiet", is_flag=True, help="No progress.")
 
@@ -143,7 +140,10 @@ def query_parameter(command: Command) -> Command:
 
 
 def plan_parameter(command: Command) -> Command:
-    """The options of how cases are run, passed to the command as one parameter `plan_for`: `make_plan` with them."""
+    """The options of how cases are run, passed to the command as one parameter `plan_for`: `make_plan` with them.
+
+    The plan has the `--root` of the command.
+    """
 
     @functools.wraps(command)
     def with_plan(**given: Any) -> Any:
@@ -151,13 +151,18 @@ def plan_parameter(command: Command) -> Command:
 
         names = [name for name, option in options_of(PlanOptions).items() if not option.of_run]
         options = {name: given.pop(name) for name in names}
-        return command(plan_for=functools.partial(make_plan, **options), **given)
+        root = given.get("root")
+
+        def plan_for(**more: Any) -> Plan:
+            return msgspec.structs.replace(make_plan(**options | more), root_option=root)
+
+        return command(plan_for=plan_for, **given)
 
     return run_options(PlanOptions, of_run=False)(with_plan)
 
 
 def versions_parameter(command: Command) -> Command:
-    """`version_options`, passed to the command as one parameter `versions_for`: `open_versions` with these options."""
+    """Where versions of a package come from, passed to the command as `versions_for`: `open_versions` with it."""
 
     @functools.wraps(command)
     def with_versions(**given: Any) -> Any:
@@ -166,7 +171,14 @@ def versions_parameter(command: Command) -> Command:
         options = {name: given.pop(name) for name in ("index_url", "find_links", "environments")}
         return command(versions_for=functools.partial(open_versions, **options), **given)
 
-    return version_options(with_versions)
+    text = "Take versions from the wheels in this folder, and from no index."
+    folder = click.Path(path_type=Path, file_okay=False, exists=True)
+    one = "Use this virtual environment for that version. Repeatable."
+    return compose_options(
+        click.option("--index-url", metavar="URL", help="Take versions from this package index."),
+        click.option("--find-links", metavar="DIR", type=folder, help=text),
+        click.option("--env", "environments", metavar="VERSION=VENV", multiple=True, help=one),
+    )(with_versions)
 
 
 def write_output(path: Path | None, content: Callable[[], bytes]) -> None:
@@ -182,7 +194,7 @@ def write_json(path: Path | None, value: object) -> None:
     write_output(path, lambda: to_json(value, indent=2) + b"\n")
 
 
-def print_report(sections: Iterable[Section], json_file: Path | None, value: object) -> None:
+def print_report(sections: Iterable[Block], json_file: Path | None, value: object) -> None:
     """Print for people and write for programs; what people read goes to stderr with "-"."""
     print_sections(sections, err=str(json_file) == "-")
     write_json(json_file, value)

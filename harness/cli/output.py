@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, TextIO
 import click
 
 if TYPE_CHECKING:
-    from harness.report.sections import Section
+    from harness.report.sections import Block
 
 
-def print_sections(sections: Iterable[Section], *, file: TextIO | None = None, err: bool = False) -> None:
+def print_sections(sections: Iterable[Block], *, file: TextIO | None = None, err: bool = False) -> None:
     from harness.report.sections import terminal, text_of
 
     file = file or (sys.stderr if err else sys.stdout)

@@ -23,12 +23,14 @@ from harness.cli.options import (
     json_option,
     plan_parameter,
     print_report,
+    project_parameter,
     root_option,
     write_output,
 )
 from harness.cli.output import print_sections
 from harness.errors import HarnessError
 from harness.matrix.case import Case
+from harness.project import Project, find_project
 from harness.verdict import ExitCode
 
 if TYPE_CHECKING:
@@ -38,24 +40,16 @@ if TYPE_CHECKING:
     from harness.running.plan import Plan
     from harness.studies.simulation import Verification
 
-_EPILOG = """\b
-Examples:
-  fp8-harness predict cost --model llama3-8b --tp 8 --dp-shard 64 --recipe tensorwise    FLOPs, bytes, casts
-  fp8-harness predict layouts --model llama3-405b --world 512 --recipe tensorwise --sweep
-  fp8-harness predict speedup --model llama3-8b --dp-shard 64 --tp 8 --tokens 8192       does FP8 pay?
-  fp8-harness predict measure fsdp2-rowwise-v2048-b16                                    timed on this machine
-"""
 _COST_EPILOG = """\b
 Examples:
   fp8-harness predict cost tp2-rowwise-v2048-s2-b16 --run             the same measured, and compared with the formula
   fp8-harness predict cost --model llama3-8b --recipe tensorwise --machine h100 --tokens-per-s 7773   its MFU
 
 \b
-Exit codes: 0 good, 1 a number differs from its formula, or the case failed, 2 usage error or bad input.
+Exit codes: 0 good, 1 a number differs from its formula, or the case failed.
 """
 _LAYOUTS_EPILOG = """\b
 Examples:
-  fp8-harness predict layouts fsdp2-tp2-rowwise-v2048-s2-b16 --world 512
   fp8-harness predict layouts --model llama3-405b --world 512 --recipe tensorwise --checkpointing full --sweep
   fp8-harness predict layouts --model llama3-8b --layers 2 --tp 8 --dp-shard 64 --recipe tensorwise --verify
 
@@ -63,35 +57,25 @@ Examples:
 Nothing is run: shapes, bytes and refusals are exact, times are a model. --verify lets the first and the
 last rank take two steps without data, with the real float8 and parallel code: wire, matmuls and memory
 must be those of the formulas.
-
-\b
-Exit codes: 0 nothing refuses it, 1 it is refused, or --verify found a difference, 2 usage error or bad
-input, such as a case that a rule excludes, 4 infrastructure.
+Exit codes: 0 nothing refuses it, 1 it is refused, or --verify found a difference.
 """
 _SPEEDUP_EPILOG = """\b
 Examples:
   fp8-harness predict speedup --model llama3-8b --dp-shard 64 --tp 8 --machine h200 --html speedup.html
   fp8-harness predict speedup --model debugmodel --vocab-size 2256 --tp 8 --output-layer --recipe tensorwise
-  fp8-harness predict speedup tp2-rowwise-v2048-s2-b16 --json - | jq .recommendations
 
 \b
 Nothing is run: shapes and bytes are exact, times are a model, and its assumptions are printed.
-
-\b
-Exit codes: 0 answered, 2 usage error or bad input, such as a machine that is not known.
 """
 _MEASURE_EPILOG = """\b
 Examples:
-  fp8-harness predict measure fsdp2-tensorwise-ag.fp8-inductor-v2048-b16      against its BF16 twin, 6 pairs of jobs
   fp8-harness predict measure fsdp2-rowwise-v2048-b16 --pairs 10 --steps 30   a narrower interval
-  fp8-harness predict measure CASE --device cuda --name v2 --json speed.json  stored as run v2, which `gate` compares
+  fp8-harness predict measure CASE --device cuda --name v2 --json speed.json  stored as run v2, for `compare`
 
 \b
 On a CPU the virtual device computes float8: its seconds are simulated, and do not gate.
 Jobs run one at a time. The result is stored like that of `run`, and is then the last run.
-
-\b
-Exit codes: 0 every case was timed, 1 a job failed, 2 usage error or bad input, 4 infrastructure.
+Exit codes: 0 every case was timed, 1 a job failed.
 """
 
 
@@ -115,7 +99,7 @@ def _machine_parameter(command: Command) -> Command:
     )(with_machine)
 
 
-@click.group("predict", epilog=_EPILOG)
+@click.group("predict", epilog="\b\nExample:\n  fp8-harness predict cost --model llama3-8b --tp 8 --dp-shard 64")
 def predict() -> None:
     """Predict costs of a case or model, its layouts and what FP8 gains; or measure how fast it is."""
 
@@ -160,7 +144,6 @@ def cost_command(  # noqa: PLR0913  one parameter an option
 def _run(case: Case, root: str | None) -> RunResult:
     """The result of the case, run, judged and stored as `run` does."""
     from harness.matrix.caseid import case_id
-    from harness.project import find_project
     from harness.running.plan import make_plan
     from harness.running.progress import open_progress
     from harness.running.selection import Query
@@ -252,7 +235,7 @@ def speedup_command(*, case: Case, on: Machine, eager: bool, json_file: Path | N
 @click.option("--name", default="speed", show_default=True, metavar="NAME", help="A name for the stored run.")
 @json_option("the speeds")
 @plan_parameter
-@root_option
+@project_parameter
 def measure_command(  # noqa: PLR0913  one parameter an option
     *,
     cases: tuple[Case, ...],
@@ -262,10 +245,9 @@ def measure_command(  # noqa: PLR0913  one parameter an option
     name: str,
     json_file: Path | None,
     plan_for: Callable[..., Plan],
-    root: str | None,
+    project: Project,
 ) -> int:
     """Time FP8 cases against their BF16 twins of the same layout, alternately."""
-    from harness.project import find_project
     from harness.report.predict import speed_sections
     from harness.running.progress import open_progress
     from harness.studies.speed import SpeedReport, measure_speed, timed_case
@@ -273,17 +255,16 @@ def measure_command(  # noqa: PLR0913  one parameter an option
     if len(set(cases)) < len(cases):
         raise HarnessError("a case is given twice.", where="predict measure", fix="give every case once.")
     timed = [timed_case(each, warmup=warmup, steps=steps) for each in cases]
-    plan = msgspec.structs.replace(plan_for(), root_option=root, name=name)
+    plan = msgspec.structs.replace(plan_for(), name=name)
     with open_progress() as progress:
-        found, result = measure_speed(find_project(root), timed, plan, progress, pairs=pairs, warmup=warmup)
-    _tell_failures(result, root)
+        found, result = measure_speed(project, timed, plan, progress, pairs=pairs, warmup=warmup)
+    _tell_failures(result, plan.root_option)
     report = SpeedReport(gated=plan.device != "cpu", warmup=warmup, cases=found)
     print_report(speed_sections(report), json_file, report)
     return result.exit_code
 
 
 def _known() -> tuple[KnownFault, ...]:
-    from harness.project import find_project
     from harness.running.case_judge import known_here
 
     return known_here(find_project())

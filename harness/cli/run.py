@@ -41,24 +41,12 @@ _EPILOG = """\b
 Examples:
   fp8-harness run                               the smoke tier
   fp8-harness run pr -j 4 --json result.json    tier pr, results for a program
-  fp8-harness run pr -x --json - | tail -1      up to the first failure; the last line has the totals
-  fp8-harness run pr --html report.html         results as a page that opens from disk
   fp8-harness run pr --select 'recipe=rowwise'  a part of it
   fp8-harness run tp4-rowwise-v2256-f32         one case
-  fp8-harness run pr -k 'rowwise and not tp4'   cases by words of their ids, as in pytest
-  fp8-harness run pr --budget-s 60              the best coverage in a minute
   fp8-harness run pr --shard 1/4 --json 1.json  the first of four parts, for `runs merge`
   fp8-harness run pr --target my_pkg.my_target  with your own trainer
-  fp8-harness run smoke --fabric gloo           with torch's gloo collectives
   fp8-harness run --lf                          what was not good in the last run
-  fp8-harness run --resume                      the rest of a run that was interrupted or killed
   fp8-harness run pr --inject fix.py:apply      with a patch of yours in every rank
-  fp8-harness run --env old=v1 --env new=v2     in two virtual environments
-  fp8-harness run CASE --save-trace good        scales and norms for `compare --records`
-
-\b
-Exit codes: 0 good, 1 something failed, 2 usage or bad input, 3 nothing ran,
-4 infrastructure, 5 nothing worse than `changed`, 130 interrupted.
 """
 
 _BY_USER = (ParameterSource.COMMANDLINE, ParameterSource.ENVIRONMENT)

@@ -8,11 +8,11 @@ from pathlib import Path
 import click
 from msgspec.structs import replace
 
-from harness.cli.options import OUTPUT, json_option, root_option, write_json
+from harness.cli.options import OUTPUT, json_option, project_parameter, write_json
 from harness.cli.output import print_sections
 from harness.durable import write_whole
 from harness.plural import counted
-from harness.project import Project, find_project
+from harness.project import Project
 from harness.report.run import totals_words
 from harness.report.runs import run_document, runs_sections
 from harness.result import RunResult
@@ -20,36 +20,24 @@ from harness.running.merging import environment_differences, merged
 from harness.running.stored import import_results, remove_run, results_of, runs_of, shards_of, stored_run
 from harness.store import run_lines
 
-_EPILOG = """\b
-Examples:
-  fp8-harness runs list                          the stored runs, the latest first
-  fp8-harness runs import shard.json --name v2   results of another machine, for `history` and `compare`
-  fp8-harness runs merge all.json shards/        the shards of one run as one
-"""
-
 _MERGE_EPILOG = """\b
 Examples:
-  fp8-harness runs merge all.json shard-1.json shard-2.json
   fp8-harness runs merge all.json shards/ --latest
   fp8-harness runs merge all.json last~1 last
 """
-
 _IMPORT_EPILOG = """\b
 Examples:
-  fp8-harness runs import result.json
   fp8-harness runs import nightly/*.json --name nightly   runs, a file each
   fp8-harness runs import shards/ --name v2               the shards of one run
 """
-
 _REMOVE_EPILOG = """\b
 Examples:
-  fp8-harness runs remove v1            the last run of this name
   fp8-harness runs remove last~3
   fp8-harness runs remove --witnesses   cached witnesses: the next run makes those that it needs
 """
 
 
-@click.group(epilog=_EPILOG)
+@click.group(epilog="\b\nExamples:\n  fp8-harness runs list\n  fp8-harness runs import shard.json --name v2")
 def runs() -> None:
     """List, import, merge and remove stored runs.
 
@@ -59,10 +47,9 @@ def runs() -> None:
 
 @runs.command("list", epilog="\b\nExamples:\n  fp8-harness runs list\n  fp8-harness runs list --json -")
 @json_option("the runs")
-@root_option
-def list_command(*, json_file: Path | None, root: str | None) -> None:
+@project_parameter
+def list_command(*, json_file: Path | None, project: Project) -> None:
     """List the stored runs, the latest first: number 2 is `last~2` for other commands. Then the space they take."""
-    project = find_project(root)
     found = list(runs_of(project))
     write_json(json_file, [run_document(number, each) for number, each in enumerate(found)])
     if json_file is not None:
@@ -84,15 +71,14 @@ def _size(path: Path) -> int:
 @runs.command("merge", epilog=_MERGE_EPILOG)
 @click.argument("out", metavar="OUT.json", type=OUTPUT)
 @click.argument("sources", metavar="FILE|FOLDER|RUN...", nargs=-1, required=True)
-@root_option
+@project_parameter
 @click.option("--latest", is_flag=True, help="If results of a case differ, keep that of the run that started last.")
 @click.option("--mixed", is_flag=True, help="Merge results of different environments.")
-def merge_command(*, out: Path, sources: tuple[str, ...], root: str | None, latest: bool, mixed: bool) -> None:
+def merge_command(*, out: Path, sources: tuple[str, ...], project: Project, latest: bool, mixed: bool) -> None:
     """Write the results of several shards of one run as `run --json` writes those of one.
 
     A source is a file of `run --json`, a folder of them, or a stored run by its name.
     """
-    project = find_project(root)
     shards = [shard for source in sources for shard in shards_of(project, source)]
     run = merged(shards, latest=latest, mixed=mixed)
     for difference in environment_differences(shards):
@@ -104,14 +90,13 @@ def merge_command(*, out: Path, sources: tuple[str, ...], root: str | None, late
 
 @runs.command("import", epilog=_IMPORT_EPILOG)
 @click.argument("files", metavar="FILE|FOLDER...", nargs=-1, required=True)
-@root_option
+@project_parameter
 @click.option("--name", default="", metavar="NAME", help="A name for the runs, such as a release.")
-def import_command(*, files: tuple[str, ...], root: str | None, name: str) -> None:
+def import_command(*, files: tuple[str, ...], project: Project, name: str) -> None:
     """Add results that `run --json` wrote elsewhere to the stored runs. Results already stored are skipped.
 
     The files of a folder are the shards of one run.
     """
-    project = find_project(root)
     for file in files:
         run = results_of(project, file)
         start = replace(run.start, name=name or run.start.name)
@@ -128,12 +113,11 @@ def _name(project: Project, run: RunResult) -> str:
 @runs.command("remove", epilog=_REMOVE_EPILOG)
 @click.argument("names", metavar="[RUN]...", nargs=-1)
 @click.option("--witnesses", is_flag=True, help="Remove the cached witnesses.")
-@root_option
-def remove_command(*, names: tuple[str, ...], witnesses: bool, root: str | None) -> None:
+@project_parameter
+def remove_command(*, names: tuple[str, ...], witnesses: bool, project: Project) -> None:
     """Remove stored runs: by name, by the name of their folder, or as `last~2`."""
     if not names and not witnesses:
         raise click.UsageError("name a run, or give --witnesses.")
-    project = find_project(root)
     for run in {run.path: run for run in [stored_run(project, name) for name in names]}.values():
         remove_run(run)
         click.echo(f"removed: {run.start.name or run.path.stem}, started {run.start.started or 'unknown'}")

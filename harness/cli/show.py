@@ -35,13 +35,8 @@ Examples:
   fp8-harness show tp4-rowwise-v2256-f32          a case of the last run
   fp8-harness show last~2 rowwise                 the only case of that run whose id contains it
   fp8-harness show --html out.html                the last run as a page that a browser opens from disk
-  fp8-harness show release --junit out.xml        of a run by its name
-  fp8-harness show result.json --html out.html    of what `run --json` wrote elsewhere
-  fp8-harness show --html out.html --mutations mutate.json --conformance conformance.json
+  fp8-harness show result.json --junit out.xml    of what `run --json` wrote elsewhere
   fp8-harness show --schema > result.schema.json  the JSON schema of what `run --json` writes
-
-\b
-Exit codes: 0 shown, 2 usage error or bad input.
 """
 
 _HISTORY_RUNS = 20  # that a page tells of, at most

@@ -25,7 +25,7 @@ from harness.plural import counted
 from harness.report.sections import Block, Entry, Facts, Items, Section, Table, Verbatim, markdown
 
 
-def bugs_sections(bugs: Sequence[BugFile]) -> list[Section]:
+def bugs_sections(bugs: Sequence[BugFile]) -> list[Block]:
     """A table of bug files: id, status, symptom, what detects them, title."""
     rows = tuple(
         (each.id, each.bug.status, each.bug.symptom, ", ".join(each.bug.detected_by) or "-", each.bug.title)
@@ -50,7 +50,7 @@ def bug_document(bug: BugFile) -> dict[str, object]:
     }
 
 
-def imported_sections(found: ImportedBug, *, file: str | None) -> list[Section]:
+def imported_sections(found: ImportedBug, *, file: str | None) -> list[Block]:
     """What was found in a report, list by list. `file`: where the bug file was written; None where nothing was."""
     bug = found.bug
     lists = {name: _sourced(found, name) for name in ("stated", "derived", "assumed", "missing", "refused")}
@@ -59,7 +59,7 @@ def imported_sections(found: ImportedBug, *, file: str | None) -> list[Section]:
         Section(title=f"{bug.id}: {bug.bug.title}", blocks=facts),
         *(Section(title=name, blocks=(Items(lines),)) for name, lines in lists.items()),
         Section(title="ignored", blocks=(Items(tuple(found.ignored)),)),
-        Section(blocks=(Verbatim("\n".join(_next(bug, file))),)),
+        Verbatim("\n".join(_next(bug, file))),
     ]
 
 
@@ -116,7 +116,7 @@ def imported_document(found: ImportedBug, *, file: str | None) -> dict[str, obje
     }
 
 
-def reproduced_sections(found: Reproduced) -> list[Section]:
+def reproduced_sections(found: Reproduced) -> list[Block]:
     """The answer, with what was expected and found; then what differs from the report."""
     message = found.found.message if found.answer != "not reproduced" else ""
     facts = Facts((("expected", found.expected), ("found", found.found.text), ("message", message)))
@@ -126,7 +126,7 @@ def reproduced_sections(found: Reproduced) -> list[Section]:
     ]
 
 
-def bisected_sections(found: Bisected) -> list[Section]:
+def bisected_sections(found: Bisected) -> list[Block]:
     """The version with which the failure comes or goes beside the one before, what lies between, and what was tried."""
     what = "that fails" if found.after.answer == "bad" else "without the failure"
     versions = [each.version for each in (*found.unknown, found.after)]
@@ -141,7 +141,7 @@ def bisected_sections(found: Bisected) -> list[Section]:
     return [Section(title=title, blocks=(Facts((*facts, ("tried", tried))),))]
 
 
-def shrunk_sections(found: Shrunk, *, command: str = "") -> list[Section]:
+def shrunk_sections(found: Shrunk, *, command: str = "") -> list[Block]:
     """The smallest case and the command that runs it, what the failure needs and does not depend on, with the runs."""
     took = f"{found.wall_s:.0f} s wall, {found.cpu_s:.0f} s CPU"
     ended = "" if found.complete else "; the budget ended it, so a smaller case may fail alike"
@@ -157,7 +157,7 @@ def shrunk_sections(found: Shrunk, *, command: str = "") -> list[Section]:
         ),
         Section(title="needs", blocks=tuple(_needs(found))),
         Section(title="does not depend on", blocks=(Facts(changed),)),
-        Section(blocks=(f"{counted(len(found.attempts), 'smaller case')} tried, {found.ran} run now, {took}{ended}",)),
+        f"{counted(len(found.attempts), 'smaller case')} tried, {found.ran} run now, {took}{ended}",
     ]
 
 
@@ -187,17 +187,17 @@ def shrunk_document(found: Shrunk) -> dict[str, object]:
     }
 
 
-def corpus_sections(corpus: Corpus) -> list[Section]:
+def corpus_sections(corpus: Corpus) -> list[Block]:
     """A table of the bugs; every mismatch and every inconclusive run; totals."""
     columns = ("bug", "case", "clean", "with fault", "detected by")
     rows = tuple(row for proof in corpus.proofs for row in _rows(proof))
     wrong = tuple(f"{proof.bug}: {text}" for proof in corpus.proofs for text in proof.mismatches)
     open_ = tuple(f"{proof.bug}: {text}" for proof in corpus.proofs for text in proof.undecided)
     return [
-        Section(blocks=(Table(columns=columns, rows=rows),)),
+        Table(columns=columns, rows=rows),
         Section(title="contradicts the bug file", blocks=(Items(wrong),)),
         Section(title="inconclusive", blocks=(Items(open_),)),
-        Section(blocks=(_totals(corpus),)),
+        _totals(corpus),
     ]
 
 
@@ -219,7 +219,7 @@ def _totals(corpus: Corpus) -> str:
     return f"{counted(len(corpus.proofs), 'bug')}: {kinds}; {verified}; {corpus.wall_s:.0f} s"
 
 
-def exported_sections(exported: Exported, proof: ScriptProof | None) -> list[Section]:
+def exported_sections(exported: Exported, proof: ScriptProof | None) -> list[Block]:
     """The files that were written, and what the script showed here."""
     made, script = exported.script, exported.file
     written = (
@@ -227,12 +227,11 @@ def exported_sections(exported: Exported, proof: ScriptProof | None) -> list[Sec
         f"{script.with_suffix('.md')}: draft of an issue",
         f"run it by: {_command(exported, [str(script), *exported.patches])}",
     )
-    sections = [Section(blocks=(Verbatim("\n".join(written)),))]
+    sections: list[Block] = [Verbatim("\n".join(written))]
     if proof is not None:
         sections.append(Section(title="run here", blocks=(Verbatim(proof.text),)))
         if proof.outcome != "FAULT":
-            lacks = "the script does not show the fault: it depends on something that the script leaves out."
-            sections.append(Section(blocks=(lacks,)))
+            sections.append("the script does not show the fault: it depends on something that the script leaves out.")
     return sections
 
 

@@ -14,7 +14,7 @@ from harness.evidence.level import Level, LevelItem, LevelReport
 from harness.expect.expectations import FORMULAS
 from harness.plural import counted
 from harness.report.case import case_section
-from harness.report.sections import Facts, Items, Section, Table
+from harness.report.sections import Block, Facts, Items, Section, Table
 from harness.studies.records import Verification
 
 _SHOWS: dict[Level, str] = {
@@ -51,7 +51,7 @@ def level_section(report: LevelReport, changed: Sequence[str] | None) -> Section
             Section(title="Largest numbers", blocks=(Items(tuple(_largest(report.items))),)),
             Section(title="Left out, and doubts", blocks=(Items(report.notes),)),
             Section(title="Changed", blocks=() if changed is None else (Items(shown or ("nothing",)),)),
-            Section(title="Made by", blocks=(_origin(report),)),
+            Section(title="Made by", blocks=(Facts(tuple(_origin(report))),)),
         ),
     )
 
@@ -63,24 +63,21 @@ def _largest(items: Sequence[LevelItem]) -> Iterator[str]:
         yield f"{name}: {item.numbers[name]:.3g}{allowed}, {item.name}"
 
 
-def _origin(report: LevelReport) -> Facts:
+def _origin(report: LevelReport) -> Iterator[tuple[str, str]]:
     here = report.environment
-    facts = {
-        "command": f"`{report.command}`",
-        "created": report.created,
-        "devices": "; ".join(report.memory) or f"{counted(report.devices, 'rank')} of {here.cpu or 'a CPU'}",
-        "driver": here.driver,
-        "packages": ", ".join(f"{name} {version}" for name, version in here.packages.items()),
-        "commit": here.commit,
-        "variables": ", ".join(f"{name}={value}" for name, value in report.variables.items()),
-    }
-    return Facts(tuple(facts.items()))
+    yield "command", f"`{report.command}`"
+    yield "created", report.created
+    yield "devices", "; ".join(report.memory) or f"{counted(report.devices, 'rank')} of {here.cpu or 'a CPU'}"
+    yield "driver", here.driver
+    yield "packages", ", ".join(f"{name} {version}" for name, version in here.packages.items())
+    yield "commit", here.commit
+    yield "variables", ", ".join(f"{name}={value}" for name, value in report.variables.items())
 
 
-def formulas_sections(found: Verification) -> list[Section]:
+def formulas_sections(found: Verification) -> list[Block]:
     """A line for every formula, and then the cases that failed in another way."""
     lines = tuple((formula, "; ".join(_agreement(found, formula))) for formula in FORMULAS)
-    return [Section(blocks=(Facts(lines),)), *map(case_section, found.failed)]
+    return [Facts(lines), *map(case_section, found.failed)]
 
 
 def _agreement(found: Verification, formula: str) -> Iterator[str]:
@@ -126,7 +123,7 @@ def golden_section(change: GoldenChange, root: Path) -> Section:
     )
 
 
-def review_sections(changes: Sequence[GoldenChange], root: Path, *, gone: Sequence[GoldenKey] = ()) -> list[Section]:
+def review_sections(changes: Sequence[GoldenChange], root: Path, *, gone: Sequence[GoldenKey] = ()) -> list[Block]:
     """What a reviewer must know: the reasons, then every golden with its worst change. Empty where nothing changed."""
     changed = [change for change in changes if change.kind != "unchanged"]
     if not changed and not gone:
@@ -137,8 +134,8 @@ def review_sections(changes: Sequence[GoldenChange], root: Path, *, gone: Sequen
     old_and_new = [(each.old.provenance.software, each.new.provenance.software) for each in changed if each.old]
     software = dict.fromkeys(line for old, new in old_and_new for line in changed_facts(old, new, sorted({*old, *new})))
     return [
-        Section(blocks=(f"{counted(len(rows), 'golden')} changed: {'; '.join(reasons)}",)),
-        Section(blocks=(Table(rows=tuple(rows)),)),
+        f"{counted(len(rows), 'golden')} changed: {'; '.join(reasons)}",
+        Table(rows=tuple(rows)),
         Section(blocks=tuple(software)),
     ]
 

@@ -25,7 +25,7 @@ _ORIGINS = {
 }
 
 
-def gate_sections(found: Gate) -> list[Section]:
+def gate_sections(found: Gate) -> list[Block]:
     """The answer for a terminal: the first lines decide."""
     return [Section(blocks=(f"{_answer(found)}: {_sides(found)}", Items(tuple(_facts(found))))), *_body(found)]
 
@@ -89,7 +89,7 @@ def _times(found: Gate) -> str:
     return f"not compared, {'other hardware' if found.inexact else 'no case was good at its first attempt'}"
 
 
-def _body(found: Gate) -> Iterator[Section]:
+def _body(found: Gate) -> Iterator[Block]:
     for title, reasons in (("gates", found.gating), ("does not gate", found.others)):
         yield Section(title=title, blocks=(Table(rows=tuple(_kinds(reasons)), right=(0,), code=(2,)),))
     yield from _reasons(found.reasons, {reason.case for reason in found.reasons if reason.case}, most=SHOWN)
@@ -104,7 +104,7 @@ def _kinds(reasons: Iterable[Reason]) -> Iterator[tuple[str, str, str]]:
         yield f"{len(same)}x", kind.phrase + (f" ({waived} of them waived)" if waived else ""), kind.value
 
 
-def _reasons(reasons: Sequence[Reason], linked: Collection[str], *, most: int | None) -> Iterator[Section]:
+def _reasons(reasons: Sequence[Reason], linked: Collection[str], *, most: int | None) -> Iterator[Block]:
     """The reasons of one kind together, `most` of them in full; failures of one signature once."""
     for (gates, kind), group in groupby(reasons, key=lambda reason: (reason.gates, reason.kind)):
         same = list(group)
@@ -137,14 +137,14 @@ def _entry(alike: Sequence[Reason], linked: Collection[str], details: int | None
     )
 
 
-def _notes(found: Gate) -> Iterator[Section]:
+def _notes(found: Gate) -> Iterator[Block]:
     yield Section(title="notes", blocks=tuple(Entry(title=note.text, command=note.command) for note in found.notes))
 
 
 # What moved, by cause
 
 
-def _causes(found: Gate, linked: Collection[str]) -> Iterator[Section]:
+def _causes(found: Gate, linked: Collection[str]) -> Iterator[Block]:
     """In how many cases what moved by origin, then every cause under its origin."""
     if not found.groups:
         return

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from harness.matrix.caseid import parse_case_id
 from harness.matrix.faults import FAULT_CLASSES, FaultClass, HostKind, all_faults, host_kind
 from harness.plural import counted
-from harness.report.sections import Items, Section, Table
+from harness.report.sections import Block, Items, Section, Table
 from harness.studies.mutation import LOSS_ONLY_NATS, SQNR_DB, MutationMatrix, Trial
 
 _BASELINES = (
@@ -18,7 +18,7 @@ _BASELINES = (
 )
 
 
-def mutation_sections(matrix: MutationMatrix) -> list[Section]:
+def mutation_sections(matrix: MutationMatrix) -> list[Block]:
     runs = f"{counted(len(matrix.trials), 'run')} with a fault and {counted(len(matrix.clean), 'clean run')}"
     not_reached = tuple(f"{trial.fault} in {trial.case_id}: {trial.not_reached}" for trial in matrix.not_reached)
     needs = tuple(f"{name}: {all_faults()[name].title} (needs {need})" for name, need in matrix.not_planted.items())
@@ -32,12 +32,12 @@ def mutation_sections(matrix: MutationMatrix) -> list[Section]:
         ),
     }
     return [
-        Section(blocks=(trial_table(matrix.trials),)),
+        trial_table(matrix.trials),
         Section(title="detected faults", blocks=(_BASELINES, _totals(matrix))),
         Section(title="detected faults by dtype and layout of their cases", blocks=(_by_kind(matrix.trials),)),
         Section(title="detections by check (and those that no other check made)", blocks=(_by_check(matrix.trials),)),
         *(Section(title=title, blocks=(Items(lines),)) for title, lines in lists.items()),
-        Section(blocks=(f"{runs} in {matrix.wall_s:.0f} s",)),
+        f"{runs} in {matrix.wall_s:.0f} s",
     ]
 
 

@@ -12,7 +12,7 @@ from harness.performance.cost import CostReport, Metrics, Row, Speed, speed
 from harness.performance.machine import Peak, peak_of_device
 from harness.plural import binary_bytes, counted
 from harness.report.case import flop_words, speedup_words
-from harness.report.sections import Facts, Items, Section, Table
+from harness.report.sections import Block, Facts, Items, Section, Table
 
 if TYPE_CHECKING:
     from harness.performance.advice import Advice
@@ -50,7 +50,7 @@ _PARTS = {
 }
 
 
-def cost_sections(report: CostReport) -> Iterator[Section]:
+def cost_sections(report: CostReport) -> Iterator[Block]:
     """What a step costs by formula, or what a run of it measured, and the speed of one device."""
     if report.formula is not None:
         yield from _formula_sections(report.formula)
@@ -62,7 +62,7 @@ def cost_sections(report: CostReport) -> Iterator[Section]:
     yield Section(title="assumed", blocks=(Items(_COUNTING),))
 
 
-def _formula_sections(found: Metrics) -> Iterator[Section]:
+def _formula_sections(found: Metrics) -> Iterator[Block]:
     of = f"rank {found.rank} of {found.world_size}, step {found.step}, {counted(found.tokens, 'token')}"
     refused = () if found.refusal is None else (f"torch refuses this case: {found.refusal}",)
     yield Section(blocks=(found.case_id, f"{of}: by formula, nothing was run", *refused))
@@ -82,7 +82,7 @@ def _formula_sections(found: Metrics) -> Iterator[Section]:
     executed = sum(each.executed_flops for each in found.work)
     rows.append(("all", "", "", flop_words(total), flop_words(executed), "", "100.0%"))
     multiplied = ("part", "role", "precision", "FLOPs", "executed", "calls", "share")
-    yield Section(blocks=(Table(columns=multiplied, rows=tuple(rows), right=(3, 4, 5, 6)),))
+    yield Table(columns=multiplied, rows=tuple(rows), right=(3, 4, 5, 6))
     of_token = sum(found.flops_per_token.values())
     shares = ", ".join(f"{flops / of_token:.1%} in {name}" for name, flops in found.flops_per_token.items())
     saved = "as the compiler chooses" if found.saved_bytes is None else binary_bytes(found.saved_bytes)
@@ -92,11 +92,11 @@ def _formula_sections(found: Metrics) -> Iterator[Section]:
         ("casts to float8", str(found.casts)),
         ("saved for backward", f"{saved}, with the attention of a CPU"),
     )
-    yield Section(blocks=(Facts(facts),))
+    yield Facts(facts)
     named = (*found.wire.items(), *((f"all along {axis}", sent) for axis, sent in found.wire_of_axis.items()))
     sent = tuple((words, str(each.calls), binary_bytes(each.payload_bytes)) for words, each in named)
     columns = ("sent by this rank", "calls", "bytes")
-    yield Section(blocks=(Table(columns=columns, rows=sent, right=(1, 2)) if sent else "sent: nothing",))
+    yield Table(columns=columns, rows=sent, right=(1, 2)) if sent else "sent: nothing"
 
 
 def _measured_table(rows: Iterable[Row]) -> Table:
@@ -141,7 +141,7 @@ def _speed_rows(found: Speed, peak: Peak | None, device: str) -> Iterator[tuple[
         yield (name, "-", absent) if share is None else (name, f"{share:.2%}", definition)
 
 
-def layout_sections(found: Simulation, verification: Verification | None = None) -> Iterator[Section]:
+def layout_sections(found: Simulation, verification: Verification | None = None) -> Iterator[Block]:
     """A case on its ranks, refusals first, and what simulated ranks were found to do."""
     nodes = f"{counted(found.nodes, 'node')} of {found.gpus_per_node} {found.device}"
     tokens = f"{counted(found.tokens, 'token')} of a data-parallel rank and step"
@@ -152,8 +152,8 @@ def layout_sections(found: Simulation, verification: Verification | None = None)
     )
     yield Section(blocks=(found.case, of, Items(reasons)))
     for table in (_matmul_table(found), _shard_table(found), _wire_table(found), _memory_table(found)):
-        yield Section(blocks=(table if table.rows else "sent: nothing",))
-    yield Section(blocks=(_time(found),))
+        yield table if table.rows else "sent: nothing"
+    yield _time(found)
     yield Section(title="assumed", blocks=(Items(found.assumptions),))
     if verification is not None:
         yield _verification(verification)
@@ -250,14 +250,14 @@ def _verification(found: Verification) -> Section:
     return Section(blocks=(f"simulated: {equal}, {len(found.differing) or 'none'} differ", Items(rows), *peaks))
 
 
-def sweep_sections(ranked: Sequence[Ranked]) -> Iterator[Section]:
+def sweep_sections(ranked: Sequence[Ranked]) -> Iterator[Block]:
     """The layouts that nothing refuses as a table, those that are refused by their reasons, and all reasons."""
     columns = (*_AXES.values(), "predicted s", "tokens/s", "peak at least", "sent", "between nodes", "")
     rows = tuple(_layout_row(each) for each in ranked if not each.refused)
     reasons = {reason.name: reason.text for each in ranked for reason in (*each.refused, *each.warnings)}
-    yield Section(blocks=(Table(columns=columns, rows=rows, right=tuple(range(len(columns) - 1))),))
-    yield Section(blocks=(Items(tuple(_refused_lines(ranked))),))
-    yield Section(blocks=(Items(tuple(f"{name}: {text}" for name, text in reasons.items())),))
+    yield Table(columns=columns, rows=rows, right=tuple(range(len(columns) - 1)))
+    yield Items(tuple(_refused_lines(ranked)))
+    yield Items(tuple(f"{name}: {text}" for name, text in reasons.items()))
 
 
 def _layout_row(each: Ranked) -> tuple[str, ...]:
@@ -381,10 +381,10 @@ def _short(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
-def speed_sections(report: SpeedReport) -> Iterator[Section]:
+def speed_sections(report: SpeedReport) -> Iterator[Block]:
     """A section for every case that was timed against its twin, and how the interval was made."""
     yield from map(_case_section, report.cases)
-    yield Section(blocks=(f"{report.method}; {report.warmup} steps of every job warm up",))
+    yield f"{report.method}; {report.warmup} steps of every job warm up"
 
 
 def _case_section(found: CaseSpeed) -> Section:

@@ -6,22 +6,22 @@ from collections.abc import Iterator, Sequence
 
 from harness.plural import counted
 from harness.report.case import case_sections, headline
-from harness.report.sections import Items, Section, Table, Verbatim, markdown, text_of
+from harness.report.sections import Block, Items, Section, Table, Verbatim, markdown, text_of
 from harness.result import CaseResult, RunResult, verdict_totals
 from harness.verdict import NotJudged, Verdict
 
 SHOWN_CASES = 200  # CI summary pages are truncated at about 1 MB
 
 
-def run_sections(run: RunResult, *, rerun: str, quiet: bool = False) -> list[Section]:
+def run_sections(run: RunResult, *, rerun: str, quiet: bool = False) -> list[Block]:
     """The report for people; `rerun` is the command that runs what was not run. `quiet`: without the table."""
     ran = [result for result in run.results if result.ran]
     missing = len(run.results) - len(ran)
     waiting = f"not run: {counted(missing, 'case')} (`{rerun}` runs {'it' if missing == 1 else 'them'})"
     return [
-        *([] if quiet else [Section(blocks=(case_table(ran),))]),
+        *([] if quiet else [case_table(ran)]),
         *case_sections(ran),
-        *([Section(blocks=(waiting,))] if missing else []),
+        *([waiting] if missing else []),
         *totals(run),
     ]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from harness.hints import compare_runs
-from harness.plural import counted
+from harness.plural import binary_bytes, counted
 from harness.report.case import sparkline
 from harness.report.run import totals_words
 from harness.report.sections import Block, Entry, Facts, Section, Table, Verbatim
@@ -17,7 +17,6 @@ from harness.timestamp import to_the_minute
 from harness.verdict import Verdict
 
 _SHOWN = 60  # characters of one difference of environments: models of CPUs are long
-_UNITS = ("B", "kB", "MB", "GB")
 _COLUMNS = (
     "started", "name", "commit", "verdict", "loss apart", "local", "parity", "flushed", "s", "wire", "saved",
     "what changed",
@@ -28,10 +27,10 @@ _VERDICT = _COLUMNS.index("verdict")
 # The list of stored runs
 
 
-def runs_sections(found: Sequence[Stored]) -> list[Section]:
+def runs_sections(found: Sequence[Stored]) -> list[Block]:
     """A row for every run: its number, as in `last~2`, when it started, how it ended, and where it comes from."""
     if not found:
-        return [Section(blocks=("no runs are stored",))]
+        return ["no runs are stored"]
     rows = [
         (
             str(number),
@@ -42,7 +41,7 @@ def runs_sections(found: Sequence[Stored]) -> list[Section]:
         )
         for number, (run, verdicts) in enumerate((run, _verdicts(run)) for run in found)
     ]
-    return [Section(blocks=(Table(rows=tuple(rows), right=(0,)),))]
+    return [Table(rows=tuple(rows), right=(0,))]
 
 
 def run_document(number: int, run: Stored) -> dict[str, object]:
@@ -80,7 +79,7 @@ def _origin(run: Stored) -> str:
 # The history of cases
 
 
-def history_sections(history: History) -> list[Section]:
+def history_sections(history: History) -> list[Block]:
     """Every run of a case with what changed, its curves over the runs, and what is wrong with it."""
     moments = history.moments
     distances = [moment.case.measured.loss_distance if moment.case.measured else None for moment in moments]
@@ -92,7 +91,7 @@ def history_sections(history: History) -> list[Section]:
         "NONDETERMINISTIC: exact numbers changed in one environment." if history.is_nondeterministic else "",
     )
     return [
-        Section(blocks=(history_table(history),)),
+        history_table(history),
         Section(blocks=(*((curves,) if len(moments) > 1 else ()), *filter(None, warnings))),
     ]
 
@@ -102,9 +101,9 @@ def history_table(history: History) -> Table:
     return Table(columns=_COLUMNS, rows=tuple(map(_row, history.moments)), verdict=_VERDICT, right=numbers)
 
 
-def histories_sections(found: Sequence[History]) -> list[Section]:
+def histories_sections(found: Sequence[History]) -> list[Block]:
     """A row for every case: how often it was run, how it ended, its last change."""
-    return [Section(blocks=(Table(rows=tuple(map(_summary, found))),))]
+    return [Table(rows=tuple(map(_summary, found)))]
 
 
 def history_document(history: History) -> dict[str, object]:
@@ -154,7 +153,7 @@ def _row(moment: Moment) -> tuple[str, ...]:
         moment.case.verdict.value,
         *("-" if each is None else f"{each:.3g}" for each in shares),
         f"{moment.case.seconds:.1f}",
-        *map(size_words, sizes),
+        *("-" if size is None else binary_bytes(size) for size in sizes),
         "; ".join(_what_changed(moment)),
     )
 
@@ -174,20 +173,10 @@ def _changes(moment: Moment) -> str:
     return ", ".join([*(each if len(each) <= _SHOWN else f"{each[: _SHOWN - 3]}..." for each in shown), *more])
 
 
-def size_words(count: int | None) -> str:
-    """Bytes for people, of three digits: "1.23 MB"."""
-    if count is None:
-        return "-"
-    value, unit = float(count), 0
-    while value >= 1000 and unit < len(_UNITS) - 1:
-        value, unit = value / 1000, unit + 1
-    return f"{value:.0f} {_UNITS[unit]}" if value >= 100 else f"{value:.3g} {_UNITS[unit]}"
-
-
 # The same cases in several environments
 
 
-def environments_sections(runs: Mapping[str, RunResult], *, decide: bool = False) -> list[Section]:
+def environments_sections(runs: Mapping[str, RunResult], *, decide: bool = False) -> list[Block]:
     """A row for every environment, the cases whose verdicts differ, and the command that compares first and last."""
     rows = tuple(
         (
@@ -202,18 +191,18 @@ def environments_sections(runs: Mapping[str, RunResult], *, decide: bool = False
     table = Table(columns=("environment", "good", "cases", "CPU s", "wall s"), rows=rows, right=(1, 2, 3, 4))
     first, *_, last = runs
     command = (Verbatim(f"to decide: `{compare_runs(first, last)}`"),) if decide and last != first else ()
-    return [Section(blocks=(table,)), _differences(runs), Section(blocks=command)]
+    return [table, _differences(runs), *command]
 
 
-def _differences(runs: Mapping[str, RunResult]) -> Section:
+def _differences(runs: Mapping[str, RunResult]) -> Block:
     ids = dict.fromkeys(case.case_id for run in runs.values() for case in run.results)
     verdicts = {name: {case.case_id: case.verdict.value for case in run.results} for name, run in runs.items()}
     found = {case: {name: each.get(case, "not selected") for name, each in verdicts.items()} for case in ids}
     differ = {case: each for case, each in found.items() if len(set(each.values())) > 1}
     if not differ:
-        return Section(blocks=(f"{counted(len(ids), 'case')}: the same verdicts everywhere",))
-    blocks: tuple[Block, ...] = tuple(
+        return f"{counted(len(ids), 'case')}: the same verdicts everywhere"
+    entries = (
         Entry(title=case, lines=tuple(f"{name}: {verdict}" for name, verdict in each.items()))
         for case, each in differ.items()
     )
-    return Section(title=f"different verdicts in {counted(len(differ), 'case')} of {len(ids)}", blocks=blocks)
+    return Section(title=f"different verdicts in {counted(len(differ), 'case')} of {len(ids)}", blocks=tuple(entries))

@@ -1,7 +1,7 @@
 """What a report consists of, and how a terminal and Markdown show it. A page shows the same (`html/assets/parts.html`).
 
-A report is a list of sections. A section is a title over blocks: paragraphs, lists, facts, tables, entries, verbatim
-text, further sections. Builders pass texts as they are: the renderers remove or escape what would break a terminal or a
+A report is a list of blocks: paragraphs, lists, facts, tables, entries, verbatim text, and sections, which are a title
+over further blocks. Builders pass texts as they are: the renderers remove or escape what would break a terminal or a
 page, wrap what is too long, and leave out sections, tables and facts without content.
 """
 
@@ -82,19 +82,19 @@ def printable(text: str) -> str:
     return _UNPRINTABLE.sub("", text.replace("\r\n", "\n").replace("\r", "\n"))
 
 
-def text_of(sections: Iterable[Section], *, width: int | None = None) -> str:
+def text_of(blocks: Iterable[Block], *, width: int | None = None) -> str:
     """The plain text of `terminal`."""
-    return terminal(sections, width=width).plain
+    return terminal(blocks, width=width).plain
 
 
-def terminal(sections: Iterable[Section], *, width: int | None = None) -> Text:
-    """What a terminal of `width` columns shows; None wraps nothing, for logs. Sections have a blank line between them.
+def terminal(blocks: Iterable[Block], *, width: int | None = None) -> Text:
+    """What a terminal of `width` columns shows; None wraps nothing, for logs. Blocks have a blank line between them.
 
     Ids, commands and verbatim text are never split: their lines alone may be longer.
     """
     from rich.text import Text
 
-    parts = [Text("\n").join(lines) for each in sections if (lines := list(_lines(each, "", width)))]
+    parts = [Text("\n").join(lines) for each in blocks if (lines := list(_lines(each, "", width)))]
     return Text("\n\n").join(parts).append("\n") if parts else Text()
 
 
@@ -228,9 +228,9 @@ def _colour(table: Table, index: int, cell: str) -> str:
     return _COLOURS.get(cell, "red") if index == table.verdict and cell not in table.columns else ""
 
 
-def markdown(sections: Iterable[Section], *, level: int = 2) -> str:
+def markdown(blocks: Iterable[Block], *, level: int = 2) -> str:
     """GitHub-flavoured Markdown: the titles are headings of this level, and those inside of them of the next."""
-    return "\n\n".join(part for each in sections for part in _parts(each, level)) + "\n"
+    return "\n\n".join(part for each in blocks for part in _parts(each, level)) + "\n"
 
 
 def _parts(block: Block, level: int) -> Iterator[str]:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import msgspec
 
 from harness.plural import counted
-from harness.report.sections import Facts, Items, Section, Table, Verbatim
+from harness.report.sections import Block, Facts, Items, Section, Table, Verbatim
 from harness.studies.target_check import Built, TargetReport, TargetRun
 from harness.verdict import ExitCode, Finding, Verdict
 
@@ -66,17 +66,17 @@ def _problem(shown: Sequence[tuple[TargetRun, Finding]], explained: set[str], *,
     )
 
 
-def target_sections(report: TargetReport) -> list[Section]:
+def target_sections(report: TargetReport) -> list[Block]:
     runs = tuple((run.layout, run.recipe, run.dtype, _ended(run)) for run in report.runs)
     return [
         Section(title=report.target, blocks=(report.file,)),
-        Section(blocks=(Table(columns=("layout", "recipe", "dtype", ""), rows=runs),)),
-        Section(blocks=(Facts(tuple(_found(report.built))),)),
+        Table(columns=("layout", "recipe", "dtype", ""), rows=runs),
+        Facts(tuple(_found(report.built))),
         *_checks(report),
         Section(blocks=tuple(_probes(report))),
         Section(blocks=tuple(f"note: {note}" for note in report.notes)),
         *_problem_sections(report),
-        Section(blocks=(_end(report),)),
+        _end(report),
     ]
 
 
@@ -108,7 +108,7 @@ def _distribution(built: Built) -> str:
     return "; ".join(parts) + f"; {built.converted} linears in float8"
 
 
-def _checks(report: TargetReport) -> Iterator[Section]:
+def _checks(report: TargetReport) -> Iterator[Block]:
     runs = [run for run in report.runs if run.verdict not in _UNFINISHED]
     if not runs:
         return
@@ -123,7 +123,7 @@ def _checks(report: TargetReport) -> Iterator[Section]:
         for name in names
         for index, first in enumerate(reasons[name])
     )
-    yield Section(blocks=(Table(columns=("check", "judged", "why not"), rows=rows),))
+    yield Table(columns=("check", "judged", "why not"), rows=rows)
 
 
 def _reasons(name: str, runs: Sequence[TargetRun]) -> list[str]:
@@ -151,7 +151,7 @@ def _probes(report: TargetReport) -> Iterator[str]:
         )
 
 
-def _problem_sections(report: TargetReport) -> Iterator[Section]:
+def _problem_sections(report: TargetReport) -> Iterator[Block]:
     runs = {run.case_id: run for run in report.runs}
     problems = problems_of(report)
     causes = [problem for problem in problems if not problem.likely_effect]
@@ -168,7 +168,7 @@ def _problem_sections(report: TargetReport) -> Iterator[Section]:
         )
     effects = sorted({problem.check for problem in problems} - {problem.check for problem in causes})
     if effects:
-        yield Section(blocks=(f"also failed, likely effects: {', '.join(effects)}",))
+        yield f"also failed, likely effects: {', '.join(effects)}"
 
 
 def _end(report: TargetReport) -> str:
