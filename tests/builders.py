@@ -373,7 +373,6 @@ def make_golden(
     case = case or Case()
     losses = tuple(falling_losses(case) if losses is None else losses)
     golden = Golden(
-        schema=1,
         family=family_id(case),
         hardware="cpu",
         case_id="single-bf16-v2048-b16",

@@ -156,7 +156,8 @@ def _allowance(text: str) -> Allowance:
 
 def _goldens(project: Project, candidate: RunResult) -> Goldens:
     from harness.environment import Environment
-    from harness.evidence.golden import Golden, GoldenMissing, find_golden, hardware_classes
+    from harness.evidence.golden import Golden, find_golden, hardware_classes
+    from harness.evidence.sealed import Missing
     from harness.matrix.caseid import family_id, parse_case_id
 
     environment = candidate.start.environment or Environment()
@@ -165,7 +166,7 @@ def _goldens(project: Project, candidate: RunResult) -> Goldens:
     def find(case_id: str) -> Golden | None:
         try:
             return find_golden(project.root, classes, family_id(parse_case_id(case_id)))
-        except GoldenMissing:
+        except Missing:
             return None
 
     return find

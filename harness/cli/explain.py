@@ -12,9 +12,9 @@ import msgspec
 from harness.cli.options import PARTS_BY_TITLE, json_option, root_option, write_json
 from harness.cli.output import print_sections
 from harness.errors import HarnessError
-from harness.evidence.costs import CostsDamaged
 from harness.evidence.formulas import PACKAGES, doubts, read_verified
 from harness.evidence.kills import read_kills
+from harness.evidence.sealed import Damaged, Missing
 from harness.expect.fusion import executed_scaled_mm_calls, fusion_candidates
 from harness.hints import VERIFY_FORMULAS
 from harness.internals import Part, State, read_parts, with_needed
@@ -149,7 +149,7 @@ def _cost(project: Project, case: Case) -> tuple[Block, ...]:
         return ()
     try:
         expected = expected_cost(project, case)
-    except CostsDamaged as error:
+    except (Damaged, Missing) as error:
         return (f"not estimated: {error.text}",)
     facts = (
         ("ranks", str(case.world_size)),

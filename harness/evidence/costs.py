@@ -15,7 +15,6 @@ from pathlib import Path
 
 import msgspec
 
-from harness.errors import HarnessError
 from harness.evidence.sealed import Sealed, own_root, read_sealed, write_sealed
 from harness.expect.relations import partner
 from harness.expect.saved_memory import expected_saved
@@ -29,7 +28,6 @@ from harness.matrix.numerics import replayed_steps
 from harness.matrix.recipes import ITEM_BYTES
 from harness.matrix.rules import expected_refusal
 
-SCHEMA = 1
 _REFUSED_SHARE = 0.15  # a refused case ends in the first forward or backward pass
 
 FLOPS_PER_CPU_S = 6e9  # of the virtual device, which multiplies in float64: measured with models of 15 to 30 million
@@ -38,10 +36,6 @@ RANK_BYTES = 250e6  # of a process of its own: what torch and a warmed-up rank k
 # process that reads or writes it, and over all processes (measured with 30 million parameters, 2 steps).
 _RECORDED_BYTES, _COPIES_IN_PROCESS, _COPIES = 8, 5, 12
 _WITNESS_SHARE = 2.0  # of a larger model: a solo run and a replay, each on one rank, take what the case takes
-
-
-class CostsDamaged(HarnessError):
-    """The file of costs is missing or is not what the tool wrote."""
 
 
 class Costs(Sealed, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -78,19 +72,13 @@ def costs_path(root: Path) -> Path:
 
 
 def read_costs(root: Path) -> Costs:
-    """The costs of a project, else those that the harness measured. Raises `CostsDamaged`."""
-    path, fix = costs_path(root), f"restore it, or run `{fit_costs()}`."
-    if not path.exists():
-        path = costs_path(own_root())
-    try:
-        return read_sealed(path, Costs, schema=SCHEMA, damaged=CostsDamaged, fix=fix)
-    except OSError as error:
-        raise CostsDamaged(f"cannot be read: {error.strerror}.", where=str(path), fix=fix) from error
+    """The costs of a project, else those that the harness measured. Raises `Missing` and `Damaged`."""
+    path = costs_path(root)
+    return read_sealed(path if path.exists() else costs_path(own_root()), Costs, remake=f"run `{fit_costs()}`.")
 
 
 def write_costs(root: Path, costs: Costs) -> Path:
-    write_sealed(costs_path(root), costs)
-    return costs_path(root)
+    return write_sealed(costs_path(root), costs)
 
 
 def case_features(case: Case) -> dict[str, float]:

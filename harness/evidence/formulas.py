@@ -13,17 +13,12 @@ from pathlib import Path
 import msgspec
 from packaging.version import InvalidVersion, Version
 
-from harness.errors import HarnessError
 from harness.evidence.golden import Provenance
-from harness.evidence.sealed import Sealed, read_sealed, write_sealed
+from harness.evidence.sealed import Missing, Sealed, read_sealed, write_sealed
 from harness.expect.expectations import FORMULAS
+from harness.hints import VERIFY_FORMULAS
 
-SCHEMA = 1
 PACKAGES = ("torch", "torchao")
-
-
-class FormulasDamaged(HarnessError):
-    """The record of verified versions was edited by hand, truncated, or written by another version."""
 
 
 class VerifiedWith(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -50,7 +45,7 @@ def formulas_path(root: Path) -> Path:
 
 
 def read_verified(roots: Iterable[Path]) -> tuple[VerifiedWith, ...]:
-    """What the records of these projects say, in order. Raises `FormulasDamaged`."""
+    """What the records of these projects say, in order. Raises `Damaged`."""
     return tuple(each for root in dict.fromkeys(roots) for each in _read(formulas_path(root)))
 
 
@@ -59,8 +54,7 @@ def add_verified(root: Path, new: VerifiedWith) -> Path:
     path = formulas_path(root)
     others = [each for each in _read(path) if each.versions != new.versions]
     in_order = sorted((*others, new), key=lambda each: tuple(map(Version, each.versions)))
-    write_sealed(path, FormulaEvidence(schema=SCHEMA, verified=tuple(in_order)))
-    return path
+    return write_sealed(path, FormulaEvidence(verified=tuple(in_order)))
 
 
 def doubts(verified: Iterable[VerifiedWith], software: Mapping[str, str]) -> dict[str, str]:
@@ -108,8 +102,7 @@ def base_version(version: str) -> str:
 
 
 def _read(path: Path) -> tuple[VerifiedWith, ...]:
-    fix = "restore it from version control."
     try:
-        return read_sealed(path, FormulaEvidence, schema=SCHEMA, damaged=FormulasDamaged, fix=fix).verified
-    except FileNotFoundError:
+        return read_sealed(path, FormulaEvidence, remake=f"remove it and run `{VERIFY_FORMULAS}`.").verified
+    except Missing:
         return ()

@@ -17,7 +17,7 @@ from typing import Literal
 import msgspec
 
 from harness.errors import HarnessError
-from harness.evidence.sealed import Sealed, read_sealed, write_sealed
+from harness.evidence.sealed import Damaged, Sealed, read_sealed, stored_or_why, write_sealed
 from harness.evidence.tolerance import ToleranceMissing, ToleranceUnfounded, tolerance_for
 from harness.hints import LIST_BASELINES, update_golden
 from harness.matrix.caseid import case_id as id_of_case
@@ -25,18 +25,9 @@ from harness.matrix.caseid import family_case, parse_case_id
 from harness.timestamp import timestamp
 from harness.trace import RankTrace, Run
 
-SCHEMA = 1
 EVIDENCE_OF_A_DEVICE = "evidence-"  # begins the names of the other files beside goldens (`level.py`)
 
 _VENDORS = {"sm": "nvidia", "gfx": "amd"}  # by what the name of an architecture begins with
-
-
-class GoldenMissing(HarnessError):
-    """No golden is stored for this family on this hardware class."""
-
-
-class GoldenDamaged(HarnessError):
-    """A golden file was edited by hand, truncated, moved, or written by another version."""
 
 
 class Provenance(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -104,7 +95,6 @@ def make_golden(run: Run, *, family: str, case_id: str, command: str, reason: st
     if trace.converted_fqns or any(step.scaled_mm_calls for step in trace.steps):
         raise HarnessError("a golden must be BF16, but FP8 matmuls ran.", where=case_id, fix="run the reference case.")
     return Golden(
-        schema=SCHEMA,
         family=family,
         hardware=hardware_class(trace.device),
         case_id=case_id,
@@ -141,19 +131,14 @@ def golden_path(root: Path, hardware: str, family: str) -> Path:
 
 
 def load_golden(root: Path, hardware: str, family: str) -> Golden:
-    """The stored golden. Raises `GoldenMissing` or `GoldenDamaged` with the file and the fix."""
+    """The stored golden. Raises `Missing` or `Damaged` with the file and the fix."""
     path = golden_path(root, hardware, family)
     known = family_case(family) is not None
     remake = f"run `{update_command(family, root)}`." if known else f"remove it; `{LIST_BASELINES}` shows the others."
-    try:
-        golden = read_sealed(path, Golden, schema=SCHEMA, damaged=GoldenDamaged, fix=f"restore it or {remake}")
-    except FileNotFoundError as error:
-        raise GoldenMissing("no golden is stored for this family.", where=str(path), fix=remake) from error
-    except OSError as error:
-        raise GoldenDamaged(f"cannot be read: {error.strerror}.", where=str(path), fix=remake) from error
+    golden = read_sealed(path, Golden, remake=remake, missing="no golden is stored for this family.")
     if (golden.hardware, golden.family) != (hardware, family):
         what = f"holds the golden of {golden.family} on {golden.hardware}: it was copied or renamed by hand."
-        raise GoldenDamaged(what, where=str(path), fix=f"restore it or {remake}")
+        raise Damaged(what, where=str(path), fix=f"restore it or {remake}")
     return golden
 
 
@@ -169,8 +154,7 @@ def write_golden(root: Path, golden: Golden) -> Path:
     problem = unsound(golden)
     if problem:
         raise HarnessError(f"this golden is refused: {problem}.", where=golden.family)
-    write_sealed(path, golden)
-    return path
+    return write_sealed(path, golden)
 
 
 def list_goldens(root: Path) -> tuple[GoldenKey, ...]:
@@ -266,7 +250,7 @@ def largest_change(change: GoldenChange, root: Path) -> LargestChange | None:
         return None
     try:
         allowed = tolerance_for(parse_case_id(change.new.case_id), root).per_step
-    except (ToleranceMissing, ToleranceUnfounded):
+    except (Damaged, ToleranceMissing, ToleranceUnfounded):
         return None
     rows = [row for row in compare_goldens(change.old, change.new) if row.loss_change is not None]
     found = [
@@ -278,18 +262,14 @@ def largest_change(change: GoldenChange, root: Path) -> LargestChange | None:
 
 def replaced(root: Path, new: Golden) -> GoldenChange:
     """The change when `new` replaces what is stored at `root`."""
-    try:
-        return GoldenChange(new=new, old=load_golden(root, new.hardware, new.family))
-    except GoldenMissing:
-        return GoldenChange(new=new, old=None)
-    except GoldenDamaged as error:
-        return GoldenChange(new=new, old=None, old_error=error.text)
+    old, why = stored_or_why(lambda: load_golden(root, new.hardware, new.family))
+    return GoldenChange(new=new, old=old, old_error=why)
 
 
 def changes_between(old_root: Path, new_root: Path) -> tuple[tuple[GoldenChange, ...], tuple[GoldenKey, ...]]:
     """What became of the goldens of one root in another one: every golden that is there now, and those that are gone.
 
-    Raises `GoldenDamaged` for one that is there now.
+    Raises `Damaged` for one that is there now.
     """
     stored = list_goldens(new_root)
     gone = tuple(key for key in list_goldens(old_root) if key not in stored)

@@ -10,15 +10,8 @@ from pathlib import Path
 
 import msgspec
 
-from harness.errors import HarnessError
-from harness.evidence.sealed import Sealed, read_sealed, write_sealed
+from harness.evidence.sealed import Missing, Sealed, read_sealed, write_sealed
 from harness.verdict import Verdict, check_of
-
-SCHEMA = 1
-
-
-class KillsDamaged(HarnessError):
-    """The record was edited by hand, truncated, or written by another version."""
 
 
 class Kill(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -49,14 +42,12 @@ def kills_path(root: Path) -> Path:
 
 
 def read_kills(root: Path) -> Kills | None:
-    """What was recorded; None where nothing was. Raises `KillsDamaged`."""
-    fix = "restore it from version control, or delete it."
+    """What was recorded; None where nothing was. Raises `Damaged`."""
     try:
-        return read_sealed(kills_path(root), Kills, schema=SCHEMA, damaged=KillsDamaged, fix=fix)
-    except FileNotFoundError:
+        return read_sealed(kills_path(root), Kills, remake="remove it.")
+    except Missing:
         return None
 
 
 def write_kills(root: Path, kills: Kills) -> Path:
-    write_sealed(kills_path(root), kills)
-    return kills_path(root)
+    return write_sealed(kills_path(root), kills)

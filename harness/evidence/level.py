@@ -12,20 +12,14 @@ from typing import Literal
 import msgspec
 
 from harness.environment import Environment, changed_facts
-from harness.errors import HarnessError
 from harness.evidence.golden import EVIDENCE_OF_A_DEVICE
-from harness.evidence.sealed import Sealed, read_sealed, write_sealed
+from harness.evidence.sealed import Missing, Sealed, read_sealed, write_sealed
 
-SCHEMA = 1
 Level = Literal["kernel", "proof", "native"]
 LEVELS: tuple[Level, ...] = ("kernel", "proof", "native")
 # Changes of a number by more than this factor are reported; smaller ones come from other schedules and algorithms.
 REPORTED_FROM = 2.0
 _NAMED = 8  # of many items of one kind
-
-
-class LevelDamaged(HarnessError):
-    """A file of evidence was edited by hand, truncated, or written by another version."""
 
 
 class LevelItem(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -73,21 +67,15 @@ def level_path(root: Path, hardware: str, level: Level) -> Path:
 
 
 def read_level(root: Path, hardware: str, level: Level) -> LevelReport | None:
-    """The stored evidence; None where there is none. Raises `LevelDamaged`."""
-    path = level_path(root, hardware, level)
-    fix = "restore it, or remove it and make it again."
+    """The stored evidence; None where there is none. Raises `Damaged`."""
     try:
-        return read_sealed(path, LevelReport, schema=SCHEMA, damaged=LevelDamaged, fix=fix)
-    except FileNotFoundError:
+        return read_sealed(level_path(root, hardware, level), LevelReport, remake="remove it and make it again.")
+    except Missing:
         return None
-    except OSError as error:
-        raise LevelDamaged(f"cannot be read: {error.strerror}.", where=str(path), fix=fix) from error
 
 
 def write_level(root: Path, report: LevelReport) -> Path:
-    path = level_path(root, report.hardware, report.level)
-    write_sealed(path, report)
-    return path
+    return write_sealed(level_path(root, report.hardware, report.level), report)
 
 
 def list_levels(root: Path) -> tuple[tuple[str, Level], ...]:

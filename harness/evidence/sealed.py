@@ -7,6 +7,7 @@ against an attacker.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
@@ -15,41 +16,65 @@ import msgspec
 from harness.durable import write_whole
 from harness.errors import HarnessError
 
+SCHEMA = 1  # of every kind of document, until one changes
+
+
+class Missing(HarnessError):
+    """There is no such document."""
+
+
+class Damaged(HarnessError):
+    """A document was edited by hand, truncated, moved, or written by another version, or cannot be read."""
+
 
 class Sealed(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Base of every sealed document. `digest` is the sha256 of all other fields in canonical form."""
 
-    schema: int
+    schema: int = SCHEMA
     digest: str = ""
 
 
 Document = TypeVar("Document", bound=Sealed)
 
 
-def write_sealed(path: Path, document: Document) -> Document:
-    """Write the document with a new digest, atomically, and return it as written."""
+def write_sealed(path: Path, document: Sealed) -> Path:
+    """Write the document with a new digest, atomically, and return the path."""
     sealed = msgspec.structs.replace(document, digest=_digest(document))
     write_whole(path, msgspec.json.format(msgspec.json.encode(sealed), indent=2) + b"\n")
-    return sealed
+    return path
 
 
-def read_sealed(path: Path, kind: type[Document], *, schema: int, damaged: type[HarnessError], fix: str) -> Document:
-    """The document in `path`. Raises `damaged` when it was changed after writing, OSError when it cannot be read."""
-    text = path.read_bytes()
+def read_sealed(path: Path, kind: type[Document], *, remake: str, missing: str = "is not there.") -> Document:
+    """The document in `path`. Raises `Missing`, saying `missing`, and `Damaged`; `remake`: how to get a new one."""
 
     def broken(what: str) -> HarnessError:
-        return damaged(what, where=str(path), fix=fix)
+        return Damaged(what, where=str(path), fix=f"restore it or {remake}")
 
     try:
+        text = path.read_bytes()
         found = msgspec.json.decode(text, type=_Header).schema
-        if found != schema:
-            raise broken(f"has schema {found}, this version reads schema {schema}.")
+        if found != SCHEMA:
+            raise broken(f"has schema {found}, this version reads schema {SCHEMA}.")
         document = msgspec.json.decode(text, type=kind)
+    except FileNotFoundError as error:
+        raise Missing(missing, where=str(path), fix=remake) from error
+    except OSError as error:
+        raise broken(f"cannot be read: {error.strerror}.") from error
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise broken(f"is not readable ({error}).") from error
     if document.digest != _digest(document):
         raise broken("was changed after the tool wrote it: the content does not match its digest.")
     return document
+
+
+def stored_or_why(read: Callable[[], Document]) -> tuple[Document | None, str]:
+    """What is stored; None where nothing is, and where it cannot be read, with the reason."""
+    try:
+        return read(), ""
+    except Missing:
+        return None, ""
+    except Damaged as error:
+        return None, error.text
 
 
 class _Header(msgspec.Struct):

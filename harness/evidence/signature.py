@@ -14,7 +14,7 @@ import msgspec
 
 from harness.errors import HarnessError
 from harness.evidence.golden import Provenance, missing_reason, provenance_of
-from harness.evidence.sealed import Sealed, read_sealed, write_sealed
+from harness.evidence.sealed import Damaged, Sealed, read_sealed, write_sealed
 from harness.expect.upstream import exactly
 from harness.hints import update_signature
 from harness.matrix.case import Case
@@ -26,18 +26,9 @@ from harness.trace.counts import MOMENTS
 from harness.trace.graphs import GraphCast
 from harness.trace.operands import CastRecord
 
-SCHEMA = 1
 SETTLED = 2  # the step that all later ones repeat: the first one also builds optimizer state and what is kept
 
 Seen = Mapping[str, str]  # by what is counted, such as "all_reduce (max) in float32 along tp", in the order of the file
-
-
-class SignatureMissing(HarnessError):
-    """No signature is recorded of this case."""
-
-
-class SignatureDamaged(HarnessError):
-    """A signature file was edited by hand, truncated, moved, or written by another version."""
 
 
 class RanksSeen(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -104,7 +95,6 @@ def make_signature(run: Run, *, case_id: str, command: str, reason: str, commit:
     if unsettled is not None:
         raise refused(unsettled, "give the case fewer steps, or do the same in every step after the first.")
     return Signature(
-        schema=SCHEMA,
         case_id=case_id,
         first_step=_grouped(traces, 1),
         later_steps=_grouped(traces, SETTLED) if len(traces[0].steps) >= SETTLED else (),
@@ -117,18 +107,13 @@ def signature_path(root: Path, case_id: str) -> Path:
 
 
 def load_signature(root: Path, case_id: str) -> Signature:
-    """The recorded signature. Raises `SignatureMissing` or `SignatureDamaged` with the file and the fix."""
+    """The recorded signature. Raises `Missing` or `Damaged` with the file and the fix."""
     path = signature_path(root, case_id)
     remake = f"run `{update_signature(case_id, root=root)}`." if _can_record(case_id) else "remove it."
-    try:
-        found = read_sealed(path, Signature, schema=SCHEMA, damaged=SignatureDamaged, fix=f"restore it or {remake}")
-    except FileNotFoundError as error:
-        raise SignatureMissing("no signature is recorded of this case.", where=str(path), fix=remake) from error
-    except OSError as error:
-        raise SignatureDamaged(f"cannot be read: {error.strerror}.", where=str(path), fix=remake) from error
+    found = read_sealed(path, Signature, remake=remake, missing="no signature is recorded of this case.")
     if found.case_id != case_id:
         what = f"holds the signature of {found.case_id}: it was copied or renamed by hand."
-        raise SignatureDamaged(what, where=str(path), fix=f"restore it or {remake}")
+        raise Damaged(what, where=str(path), fix=f"restore it or {remake}")
     return found
 
 
@@ -137,9 +122,7 @@ def write_signature(root: Path, signature: Signature) -> Path:
     problem = missing_reason(signature.provenance)
     if problem:
         raise HarnessError(f"this signature is refused: {problem}.", where=signature.case_id)
-    path = signature_path(root, signature.case_id)
-    write_sealed(path, signature)
-    return path
+    return write_sealed(signature_path(root, signature.case_id), signature)
 
 
 def list_signatures(root: Path) -> tuple[str, ...]:

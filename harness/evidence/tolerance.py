@@ -20,7 +20,7 @@ from pathlib import Path
 import msgspec
 
 from harness.errors import HarnessError
-from harness.evidence.sealed import Sealed, own_root, read_sealed, write_sealed
+from harness.evidence.sealed import Missing, Sealed, own_root, read_sealed, write_sealed
 from harness.hints import MEASURE_TOLERANCES
 from harness.matrix.axes import DECLARED, DEFAULTS, own_values
 from harness.matrix.case import Case
@@ -29,7 +29,6 @@ from harness.matrix.linears import OUTPUT_FQN, is_converted
 from harness.matrix.numerics import VIRTUAL_DEVICE, Numerics, sums_in_order
 from harness.matrix.targets import REFERENCE
 
-SCHEMA = 1
 LOSS_VS_GOLDEN = "loss_vs_golden"  # |loss - golden| in nats
 PARITY = "parity"  # largest relative distance of a gradient to that of the single-rank reference
 CHECKS = (LOSS_VS_GOLDEN, PARITY)
@@ -63,7 +62,7 @@ class ToleranceMissing(HarnessError):
 
 
 class ToleranceUnfounded(HarnessError):
-    """A number that its evidence does not support, or a table or evidence file that cannot be read."""
+    """A number that its evidence does not support or that has none, or a table that cannot be read."""
 
 
 class Sample(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -179,17 +178,17 @@ def parity_tolerance_for(case: Case, root: Path, numerics: Numerics = VIRTUAL_DE
 
 
 def _tolerance(check: str, key: str, steps: int, root: Path) -> tuple[Tolerance, list[Sample]]:
-    entry = _read_table(root).get(check, {}).get(key)
+    entry = read_table(root).get(check, {}).get(key)
     if entry is None and key in OF_EVERY_MODEL:  # a project that measured none has those that hold for any
         root = own_root()
-        entry = _read_table(root).get(check, {}).get(key)
+        entry = read_table(root).get(check, {}).get(key)
     fix = f"{MEASURE} with such cases{', or set `loss_tolerance` in the case' if check == LOSS_VS_GOLDEN else ''}."
     if entry is None:
         raise ToleranceMissing(f"there is no {check} tolerance for {key}.", where=TABLE_FILE, fix=fix)
     samples = [sample for sample in read_evidence(root, check).samples if sample.key == key]
-    problems = _problems(check, key, entry, samples)
-    if problems:
-        raise ToleranceUnfounded("; ".join(problems) + ".", where=TABLE_FILE, fix=f"{MEASURE} and adapt the number.")
+    found = problems(check, key, entry, samples)
+    if found:
+        raise ToleranceUnfounded("; ".join(found) + ".", where=TABLE_FILE, fix=f"{MEASURE} and adapt the number.")
     per_step = _per_step(entry, measured_steps(samples))
     if key in OF_EVERY_MODEL:
         per_step += per_step[-1:] * (steps - len(per_step))
@@ -199,25 +198,6 @@ def _tolerance(check: str, key: str, steps: int, root: Path) -> tuple[Tolerance,
     evidence = f"{len(samples)} samples, {len({sample.seed for sample in samples})} seeds"
     tolerance = Tolerance(name=check, key=key, per_step=per_step[:steps], margin=entry.margin, evidence=evidence)
     return tolerance, samples
-
-
-def validate_tolerances(root: Path) -> None:
-    """Raises `ToleranceUnfounded` with every number of the table that its evidence does not support."""
-    table = _read_table(root)
-    if not any(table.values()):
-        raise ToleranceUnfounded("holds no tolerance.", where=TABLE_FILE, fix=f"{MEASURE} and write the numbers.")
-    problems = [problem for check, entries in table.items() for problem in _table_problems(check, entries, root)]
-    if problems:
-        raise ToleranceUnfounded("; ".join(problems) + ".", where=TABLE_FILE, fix=f"{MEASURE} and adapt the numbers.")
-
-
-def _table_problems(check: str, entries: dict[str, Entry], root: Path) -> list[str]:
-    samples = read_evidence(root, check).samples
-    return [
-        problem
-        for key, entry in entries.items()
-        for problem in _problems(check, key, entry, [sample for sample in samples if sample.key == key])
-    ]
 
 
 def measured_steps(samples: Sequence[Sample]) -> int:
@@ -250,12 +230,13 @@ def evidence_path(root: Path, check: str, hardware: str = "") -> Path:
 
 
 def read_evidence(root: Path, check: str = LOSS_VS_GOLDEN) -> Evidence:
-    """The measured samples. Raises `ToleranceUnfounded` when there are none or the file is damaged."""
-    path, fix = evidence_path(root, check), f"restore it or {MEASURE}."
+    """The measured samples. Raises `ToleranceUnfounded` when there are none, `Damaged` when the file is."""
     try:
-        return read_sealed(path, Evidence, schema=SCHEMA, damaged=ToleranceUnfounded, fix=fix)
-    except OSError as error:
-        raise ToleranceUnfounded(f"cannot be read: {error.strerror}.", where=str(path), fix=fix) from error
+        return read_sealed(
+            evidence_path(root, check), Evidence, remake=f"{MEASURE}.", missing="no distances were measured."
+        )
+    except Missing as error:
+        raise ToleranceUnfounded(error.what, where=error.where, fix=error.fix) from error
 
 
 def write_evidence(root: Path, evidence: Evidence, check: str = LOSS_VS_GOLDEN, hardware: str = "") -> Path:
@@ -264,12 +245,10 @@ def write_evidence(root: Path, evidence: Evidence, check: str = LOSS_VS_GOLDEN, 
         if not sample.per_step or not all(math.isfinite(value) and value >= 0 for value in sample.per_step):
             raise ToleranceUnfounded(f"measured {sample.per_step}, which is not a distance.", where=sample.case_id)
     ordered = sorted(evidence.samples, key=lambda item: (item.key, item.seed, item.case_id, item.environment))
-    path = evidence_path(root, check, hardware)
-    write_sealed(path, msgspec.structs.replace(evidence, samples=tuple(ordered)))
-    return path
+    return write_sealed(evidence_path(root, check, hardware), msgspec.structs.replace(evidence, samples=tuple(ordered)))
 
 
-def _read_table(root: Path) -> dict[str, dict[str, Entry]]:
+def read_table(root: Path) -> dict[str, dict[str, Entry]]:
     path = root / TABLE_FILE
     try:
         table = msgspec.toml.decode(path.read_bytes(), type=dict[str, dict[str, Entry]])
@@ -286,7 +265,7 @@ def _read_table(root: Path) -> dict[str, dict[str, Entry]]:
     return table
 
 
-def _problems(check: str, key: str, entry: Entry, samples: Sequence[Sample]) -> list[str]:
+def problems(check: str, key: str, entry: Entry, samples: Sequence[Sample]) -> list[str]:
     """Why the evidence does not support an entry; empty when it does."""
     spread = _spread_problem(key, samples) if check == PARITY and samples else []
     return [*spread, *_number_problems(key, entry, samples)]

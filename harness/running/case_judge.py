@@ -24,8 +24,9 @@ from harness.checks.measuring import measured
 from harness.checks.recorded import require_rules, showing, with_doubts, with_known_faults
 from harness.engine.messages import JobStatus
 from harness.evidence.formulas import doubts, read_verified
-from harness.evidence.golden import Golden, GoldenMissing, find_golden, make_golden
-from harness.evidence.signature import Signature, SignatureMissing, load_signature, needs_signature
+from harness.evidence.golden import Golden, find_golden, make_golden
+from harness.evidence.sealed import Missing
+from harness.evidence.signature import Signature, load_signature, needs_signature
 from harness.evidence.tolerance import (
     SAME_ORDER,
     Tolerance,
@@ -225,7 +226,7 @@ class _EvidenceReader:
             return None
         try:
             return load_signature(self.root, case_id(case))
-        except SignatureMissing:
+        except Missing:
             return None
 
     def parity_tolerance(self, case: Case) -> Tolerance | None:
@@ -242,7 +243,7 @@ def _cached(kept: dict[object, Evidence | None], key: object, read: Callable[[],
     if key not in kept:
         try:
             kept[key] = read()
-        except (GoldenMissing, ToleranceMissing):
+        except (Missing, ToleranceMissing):
             kept[key] = None
     return kept[key]
 

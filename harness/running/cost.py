@@ -44,7 +44,7 @@ class ExpectedCost(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def expected_cost(project: Project, case: Case) -> ExpectedCost:
-    """What the case will need here. Raises `CostsDamaged` in a project without stored costs."""
+    """What the case will need here. Raises `Damaged` where the stored costs are."""
     costs, cpus = read_costs(project.root), len(os.sched_getaffinity(0))
     found, speed = estimate(case, costs), relative_speed(project, costs)
     measured = _measured(project, case)

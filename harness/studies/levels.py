@@ -23,7 +23,7 @@ from harness.engine.leases import Leases
 from harness.engine.messages import Job
 from harness.errors import HarnessError
 from harness.evidence.golden import list_goldens, write_golden
-from harness.evidence.level import SCHEMA, Level, LevelItem, LevelReport
+from harness.evidence.level import Level, LevelItem, LevelReport
 from harness.evidence.tolerance import Evidence, write_evidence
 from harness.matrix.case import Case
 from harness.matrix.caseid import case_id, family_id
@@ -174,7 +174,6 @@ def collect(level: Level, work: Work, query: Query) -> LevelReport:
         "native": lambda: native_level(work, cases),
     }[level]()
     return LevelReport(
-        schema=SCHEMA,
         level=level,
         hardware=plan.hardware[0],
         items=found.items,

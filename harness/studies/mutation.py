@@ -22,8 +22,9 @@ from harness.checks.assembly import assemble, nan_as_inf, relative_distance
 from harness.checks.check import finished
 from harness.checks.judge import Judgement
 from harness.evidence.costs import read_costs
-from harness.evidence.golden import Golden, GoldenMissing, find_golden
-from harness.evidence.kills import SCHEMA, Kill, Kills
+from harness.evidence.golden import Golden, find_golden
+from harness.evidence.kills import Kill, Kills
+from harness.evidence.sealed import Missing
 from harness.matrix.case import Case
 from harness.matrix.caseid import case_id, family_id, parse_case_id
 from harness.matrix.choice import carries
@@ -304,7 +305,7 @@ def _worst_sqnr(run: Run, solo: Run) -> float | None:
 def _golden(project: Project, case: Case, plan: Plan) -> Golden | None:
     try:
         return find_golden(project.root, plan.hardware, family_id(case))
-    except GoldenMissing:
+    except Missing:
         return None
 
 
@@ -356,7 +357,7 @@ def recorded_kills(matrix: MutationMatrix) -> Kills:
             found.setdefault(trial.fault, {})[trial.case_id] = kill
     installed = installed_versions(("torch", "torchao"))
     software = {name: version for name, version in installed.items() if version is not None}
-    return Kills(schema=SCHEMA, found=found, software=software)
+    return Kills(found=found, software=software)
 
 
 class FaultEffect(msgspec.Struct, frozen=True, kw_only=True):

@@ -18,7 +18,6 @@ from harness.evidence.tolerance import (
     LOSS_VS_GOLDEN,
     OF_EVERY_MODEL,
     PARITY,
-    SCHEMA,
     Evidence,
     Sample,
     evidence_path,
@@ -190,7 +189,6 @@ def _merged(
     replaced = {(sample.case_id, sample.environment) for sample in samples}
     kept = [sample for sample in stored if (sample.case_id, sample.environment) not in replaced]
     return Evidence(
-        schema=SCHEMA,
         samples=(*kept, *samples),
         software=dict(sorted(traces[0].software.items())) if traces else {},
         device=traces[0].device if traces else "",

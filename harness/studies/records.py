@@ -22,13 +22,12 @@ from harness.checks.stated import UNRECORDABLE
 from harness.engine.hardware import arithmetic_limits, cpu_extensions, cpu_name
 from harness.engine.messages import JobStatus
 from harness.errors import HarnessError
-from harness.evidence.costs import SCHEMA, Costs, case_features, solo_features
+from harness.evidence.costs import Costs, case_features, solo_features
 from harness.evidence.formulas import VerifiedWith, base_version
 from harness.evidence.golden import Golden, make_golden, provenance_of
+from harness.evidence.sealed import stored_or_why
 from harness.evidence.signature import (
     Signature,
-    SignatureDamaged,
-    SignatureMissing,
     load_signature,
     make_signature,
 )
@@ -162,12 +161,8 @@ def record_signatures(
 
 
 def _change(project: Project, new: Signature) -> SignatureChange:
-    try:
-        return SignatureChange(new=new, old=load_signature(project.root, new.case_id))
-    except SignatureMissing:
-        return SignatureChange(new=new, old=None)
-    except SignatureDamaged as error:
-        return SignatureChange(new=new, old=None, old_error=error.text)
+    old, why = stored_or_why(lambda: load_signature(project.root, new.case_id))
+    return SignatureChange(new=new, old=old, old_error=why)
 
 
 class Verification(msgspec.Struct, frozen=True, kw_only=True):
@@ -244,7 +239,6 @@ def fit_costs(file: Path, *, command: str) -> Costs:
         raise HarnessError(what, where=str(file), fix=f"run tier pr with an empty cache: `{fit_costs_command()}`.")
     weights, error = _fitted(measured)
     return Costs(
-        schema=SCHEMA,
         case=weights,
         solo=_fitted(solos)[0],
         cases_fitted=len(measured),

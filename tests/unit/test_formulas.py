@@ -10,7 +10,6 @@ from msgspec.structs import replace
 from harness.checks.judge import Judgement
 from harness.checks.recorded import with_doubts
 from harness.evidence.formulas import (
-    FormulasDamaged,
     VerifiedWith,
     add_verified,
     base_version,
@@ -19,6 +18,7 @@ from harness.evidence.formulas import (
     read_verified,
 )
 from harness.evidence.golden import Provenance
+from harness.evidence.sealed import Damaged
 from harness.expect.expectations import CASTS, FORMULAS, FUSION, TRAFFIC
 from harness.report.evidence import formulas_sections, verified_line
 from harness.report.sections import text_of
@@ -109,7 +109,7 @@ def test_a_record_is_kept_by_versions_in_order(tmp_path: Path) -> None:
 def test_a_record_that_was_edited_says_so(tmp_path: Path) -> None:
     path = add_verified(tmp_path, KNOWN[0])
     path.write_text(path.read_text().replace("2.13.0", "2.99.0"))
-    with pytest.raises(FormulasDamaged, match="changed after the tool wrote it"):
+    with pytest.raises(Damaged, match="changed after the tool wrote it"):
         read_verified((tmp_path,))
     assert path == formulas_path(tmp_path)
 

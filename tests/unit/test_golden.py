@@ -18,8 +18,6 @@ from msgspec.structs import replace
 from harness.errors import HarnessError
 from harness.evidence.golden import (
     Golden,
-    GoldenDamaged,
-    GoldenMissing,
     changes_between,
     compare_goldens,
     find_golden,
@@ -31,7 +29,7 @@ from harness.evidence.golden import (
     make_golden,
     write_golden,
 )
-from harness.evidence.sealed import write_sealed
+from harness.evidence.sealed import Damaged, Missing, read_sealed, write_sealed
 from harness.evidence.tree import changed_files, goldens_of, source_commit, tree_commit
 from harness.trace import RankTrace, Run
 from tests.builders import make_failure, make_trace, run_of
@@ -100,7 +98,7 @@ def test_an_edit_by_hand_is_found_and_named(tmp_path: Path, pattern: str, by: st
     edited = re.sub(pattern, by, path.read_text(), count=1)
     assert edited != path.read_text()
     path.write_text(edited)
-    with pytest.raises(GoldenDamaged) as caught:
+    with pytest.raises(Damaged) as caught:
         load_golden(tmp_path, "cpu", FAMILY)
     assert caught.value.where == str(path)
     assert "baseline update --root " in (caught.value.fix or "")
@@ -108,7 +106,7 @@ def test_an_edit_by_hand_is_found_and_named(tmp_path: Path, pattern: str, by: st
 
 def test_another_schema_is_named(tmp_path: Path) -> None:
     write_sealed(golden_path(tmp_path, "cpu", FAMILY), golden(schema=2))
-    with pytest.raises(GoldenDamaged, match="has schema 2, this version reads schema 1"):
+    with pytest.raises(Damaged, match="has schema 2, this version reads schema 1"):
         load_golden(tmp_path, "cpu", FAMILY)
 
 
@@ -122,7 +120,7 @@ def test_a_truncated_golden_is_found_at_every_length(tmp_path: Path) -> None:
     content = path.read_bytes().rstrip()
     for length in range(0, len(content), 7):
         path.write_bytes(content[:length])
-        with pytest.raises(GoldenDamaged):
+        with pytest.raises(Damaged):
             load_golden(tmp_path, "cpu", FAMILY)
 
 
@@ -131,7 +129,7 @@ def test_any_bytes_are_damaged_and_nothing_worse(tmp_path_factory: pytest.TempPa
     path = golden_path(tmp_path_factory.mktemp("root"), "cpu", FAMILY)
     path.parent.mkdir(parents=True)
     path.write_bytes(content)
-    with pytest.raises(GoldenDamaged):
+    with pytest.raises(Damaged):
         load_golden(path.parents[2], "cpu", FAMILY)
 
 
@@ -144,16 +142,16 @@ def test_other_white_space_is_no_damage(tmp_path: Path) -> None:
 def test_a_renamed_golden_is_damaged(tmp_path: Path) -> None:
     path = write_golden(tmp_path, golden())
     path.rename(path.with_name("other.json"))
-    with pytest.raises(GoldenDamaged, match="copied or renamed"):
+    with pytest.raises(Damaged, match="copied or renamed"):
         load_golden(tmp_path, "cpu", "other")
     (tmp_path / "golden/nvidia-h200").mkdir()
     write_golden(tmp_path, golden()).rename(tmp_path / f"golden/nvidia-h200/{FAMILY}.json")
-    with pytest.raises(GoldenDamaged, match="copied or renamed"):
+    with pytest.raises(Damaged, match="copied or renamed"):
         load_golden(tmp_path, "nvidia-h200", FAMILY)
 
 
 def test_a_missing_golden_names_the_file_and_the_command(tmp_path: Path) -> None:
-    with pytest.raises(GoldenMissing) as caught:
+    with pytest.raises(Missing) as caught:
         load_golden(tmp_path, "cpu", FAMILY)
     assert f"{FAMILY}.json" in caught.value.text
     assert f"fp8-harness baseline update --root {tmp_path} single-bf16-v2048-s3-b16 --reason" in caught.value.text
@@ -161,7 +159,7 @@ def test_a_missing_golden_names_the_file_and_the_command(tmp_path: Path) -> None
 
 def test_a_folder_in_place_of_a_golden_is_damaged(tmp_path: Path) -> None:
     golden_path(tmp_path, "cpu", FAMILY).mkdir(parents=True)
-    with pytest.raises(GoldenDamaged, match="cannot be read"):
+    with pytest.raises(Damaged, match="cannot be read"):
         load_golden(tmp_path, "cpu", FAMILY)
 
 
@@ -294,8 +292,8 @@ def test_files_that_differ_from_the_commit_are_named(tmp_path: Path) -> None:
 
 def test_a_seal_is_renewed_by_the_tool_only(tmp_path: Path) -> None:
     path = tmp_path / "a.json"
-    first = write_sealed(path, golden())
-    again = write_sealed(path, replace(first, data_digest="d2"))
+    first = read_sealed(write_sealed(path, golden()), Golden, remake="")
+    again = read_sealed(write_sealed(path, replace(first, data_digest="d2")), Golden, remake="")
     assert len(first.digest) == 64 and again.digest != first.digest
 
 
@@ -329,13 +327,13 @@ def test_the_most_specific_golden_is_found(tmp_path: Path) -> None:
     for hardware in ("cpu", "amd", "gfx942"):
         source = golden().provenance if hardware == "cpu" else GPU
         write_golden(tmp_path, golden(hardware=hardware, provenance=source))
-    with pytest.raises(GoldenMissing, match="nvidia-h200"):
+    with pytest.raises(Missing, match="nvidia-h200"):
         find_golden(tmp_path, H200, FAMILY)
     for hardware in reversed(H200):
         write_golden(tmp_path, golden(hardware=hardware, provenance=GPU))
         assert find_golden(tmp_path, H200, FAMILY).hardware == hardware
     golden_path(tmp_path, "nvidia-h200", FAMILY).write_text("{}")
-    with pytest.raises(GoldenDamaged):
+    with pytest.raises(Damaged):
         find_golden(tmp_path, H200, FAMILY)
 
 

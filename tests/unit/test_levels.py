@@ -15,9 +15,7 @@ from harness.errors import HarnessError
 from harness.evidence.golden import list_goldens
 from harness.evidence.level import (
     LEVELS,
-    SCHEMA,
     Level,
-    LevelDamaged,
     LevelItem,
     LevelReport,
     changes,
@@ -26,6 +24,7 @@ from harness.evidence.level import (
     read_level,
     write_level,
 )
+from harness.evidence.sealed import Damaged
 from harness.matrix.faults import all_faults
 from harness.report.evidence import level_line, level_section
 from harness.report.sections import markdown
@@ -118,7 +117,6 @@ def test_slots_that_a_job_holds_are_seen(tmp_path: Path) -> None:
 
 
 REPORT = LevelReport(
-    schema=SCHEMA,
     level="kernel",
     hardware="nvidia-h100",
     items=(
@@ -144,10 +142,10 @@ def test_what_is_stored_is_read_and_is_no_golden(tmp_path: Path) -> None:
     assert found is not None and changes(found, REPORT) == ()
     assert list_levels(tmp_path) == (("nvidia-h100", "kernel"),) and list_goldens(tmp_path) == ()
     path.write_text(path.read_text().replace('"NCCL_ALGO": "Ring"', '"NCCL_ALGO": "Tree"'))
-    with pytest.raises(LevelDamaged, match="was changed after"):
+    with pytest.raises(Damaged, match="was changed after"):
         read_level(tmp_path, "nvidia-h100", "kernel")
     level_path(tmp_path, "nvidia-h100", "kernel").write_text("{")
-    with pytest.raises(LevelDamaged, match="not readable"):
+    with pytest.raises(Damaged, match="not readable"):
         read_level(tmp_path, "nvidia-h100", "kernel")
 
 

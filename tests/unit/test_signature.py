@@ -11,10 +11,9 @@ from msgspec.structs import replace
 
 from harness.errors import HarnessError
 from harness.evidence.golden import list_goldens
+from harness.evidence.sealed import Damaged, Missing
 from harness.evidence.signature import (
     Signature,
-    SignatureDamaged,
-    SignatureMissing,
     compare_signatures,
     list_signatures,
     load_signature,
@@ -153,7 +152,7 @@ def test_the_file_has_one_line_a_kind_and_is_what_is_read(tmp_path: Path) -> Non
 def test_an_edit_by_hand_is_found_and_named(tmp_path: Path, pattern: str, by: str) -> None:
     path = write_signature(tmp_path, signature())
     path.write_text(re.sub(pattern, by, path.read_text(), count=1))
-    with pytest.raises(SignatureDamaged) as caught:
+    with pytest.raises(Damaged) as caught:
         load_signature(tmp_path, NAME)
     assert caught.value.where == str(path)
     assert f"`fp8-harness baseline update --signatures --root {tmp_path} --device cpu {NAME} " in (
@@ -164,12 +163,12 @@ def test_an_edit_by_hand_is_found_and_named(tmp_path: Path, pattern: str, by: st
 def test_a_renamed_signature_is_damaged_and_a_missing_one_names_the_command(tmp_path: Path) -> None:
     path = write_signature(tmp_path, signature())
     path.rename(path.with_name("other.json"))
-    with pytest.raises(SignatureDamaged, match=r"renamed by hand\. Fix: restore it or remove it"):
+    with pytest.raises(Damaged, match=r"renamed by hand\. Fix: restore it or remove it"):
         load_signature(tmp_path, "other")
-    with pytest.raises(SignatureMissing, match="fp8-harness baseline update --signatures"):
+    with pytest.raises(Missing, match="fp8-harness baseline update --signatures"):
         load_signature(tmp_path, NAME)
     path.mkdir()
-    with pytest.raises(SignatureDamaged, match="cannot be read"):
+    with pytest.raises(Damaged, match="cannot be read"):
         load_signature(tmp_path, NAME)
 
 
