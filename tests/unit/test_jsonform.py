@@ -56,7 +56,7 @@ def test_what_is_written_is_read(thing: Thing, indent: int) -> None:
 
 
 scalars = st.text(max_size=99) | st.integers() | st.none()
-plain = st.recursive(scalars, lambda some: st.lists(some, min_size=3) | st.dictionaries(texts, some, min_size=2))
+plain = st.recursive(scalars, lambda some: st.lists(some, min_size=3) | st.dictionaries(texts, some), max_leaves=9)
 
 
 @given(plain)

@@ -247,8 +247,7 @@ def test_the_schema_refuses_what_no_run_writes(change: Callable[[Any], None]) ->
     assert not all(VALIDATOR.is_valid(line) for line in found)
 
 
-@pytest.mark.parametrize(("line", "key"), [(at, key) for at, line in enumerate(example()) for key in sorted(line)])
-def test_no_field_of_a_line_may_be_left_out(line: int, key: str) -> None:
-    found = example()[line]
-    del found[key]
-    assert not VALIDATOR.is_valid(found)
+def test_no_field_of_a_line_may_be_left_out() -> None:
+    for line in example():
+        for key in line:
+            assert not VALIDATOR.is_valid({name: value for name, value in line.items() if name != key}), key

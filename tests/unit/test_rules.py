@@ -158,9 +158,8 @@ def test_torchtitan_0_3_has_what_0_2_has_not() -> None:
     assert not excluded_by(target="torchtitan", recipe="rowwise", filter_fqns=["wk"])
 
 
-@pytest.mark.parametrize(("name", "axes"), EXAMPLES)
-def test_each_exclusion(name: str, axes: dict[str, object]) -> None:
-    assert name in excluded_by(**axes)
+def test_each_exclusion() -> None:
+    assert [(name, axes) for name, axes in EXAMPLES if name not in excluded_by(**axes)] == []
 
 
 def test_rules_of_shapes_say_nothing_of_a_model_that_is_not_known() -> None:
