@@ -135,6 +135,7 @@ class _Comparison:
         microbatches = self._case.train.accumulation
         microbatch, within = divmod(occurrence, max(1, count // microbatches))
         of_witness = self._witness_counts[key] // (self._case.layout.dp * microbatches)
+        within = min(within, max(0, of_witness - 1))  # checkpointing gathers a weight once more
         return (replay * microbatches + microbatch) * of_witness + within
 
     def _missing_matmul(self, rank: int, key: MatmulKey, expected: MatmulRecord) -> Iterator[Mismatch]:
@@ -227,10 +228,10 @@ def _mismatch(  # noqa: PLR0913, PLR0917  what differs, where, and from what
 
 
 def _in_witness(key: Key) -> Key:
-    """Where the witness, which evaluates nothing, does the same: in the forward of the same batch."""
+    """Where the witness, which evaluates and recomputes nothing, does the same: in the forward of the same batch."""
     if isinstance(key, CastKey):
-        return key._replace(phase="forward") if key.phase == "evaluation" else key
-    return key._replace(gemm="forward") if key.gemm == "evaluation" else key
+        return key._replace(phase="forward") if key.phase in ("evaluation", "recompute") else key
+    return key._replace(gemm="forward") if key.gemm in ("evaluation", "recompute") else key
 
 
 def _exponents(

@@ -16,7 +16,7 @@ from harness.checks.rule import Rule
 from harness.checks.scales import DIFFERENT, LOCAL, RULES, SHARED, check_scales
 from harness.checks.traffic import AMAX_MISSING, check_traffic
 from harness.matrix.case import Case
-from harness.matrix.caseid import parse_case_id
+from harness.matrix.caseid import parse_case_id, solo_case
 from harness.matrix.linears import gemms
 from harness.trace import Run
 from harness.verdict import Finding
@@ -32,6 +32,7 @@ SINGLE = "single-tensorwise-v2048-gb4-s2-f32"
 TP2 = "tp2-tensorwise-head.fp8-v2048-gb4-s1-f64"
 STYLED = "tp2-tensorwise-tpstyle.fp8-ac.full-v2048-gb4-s1-f64"
 FSDP2 = "fsdp2-tensorwise-v2048-gb4-s1-f32"
+CHECKPOINTED = "fsdp2-tensorwise-ac.full-v2048-gb4-s1-f32"
 PRECOMPUTED = "fsdp2-tensorwise-ag.fp8pre-head.fp8-v2048-gb4-s2-f32"
 HSDP = "hsdp2x2-tensorwise-ag.fp8-v2048-gb4-s1-f32"
 ROWWISE = "tp2-rowwise-v2048-gb4-s1-f32"
@@ -105,13 +106,16 @@ def test_a_planted_fault_is_found_at_its_first_step(trained, fault: str, text: s
         ("loss_over_local_tokens", FSDP2, (1, "layers.1.feed_forward.w2")),
         ("weight_decay_lost", SINGLE, (2, "layers.0.attention.wq")),
         ("partial_output_averaged", TP2, (1, "layers.0.feed_forward.w1")),
+        ("loss_over_local_tokens", CHECKPOINTED, (1, "layers.1.feed_forward.w2")),
+        ("same_batch_on_every_dp_rank", CHECKPOINTED, (1, "layers.0.attention.wq")),
     ],
 )
 def test_the_first_divergence_locates_what_no_scale_shows(trained, fault: str, text: str, place: tuple[int, str]):
     case = parse_case_id(text)
     broken = trained(case, probes=OPERANDS, injections=(f"fault:{fault}",))
-    found = first_divergence(case, broken, trained(case, probes=OPERANDS, solo=True))
+    found = first_divergence(case, broken, trained(solo_case(case), probes=OPERANDS, solo=True))
     assert found is not None and (found.step, found.module) == place
+    assert "recompute" not in found.operand  # what forward does comes first
 
 
 # The numbers of one cast, in this process.
