@@ -102,6 +102,37 @@ def largest(values: Iterable[float], *, empty: float = math.nan) -> float:
     return max(values, key=nan_as_inf, default=empty)
 
 
+def wrong_ranks(found: Sequence[RankTrace], expected: Sequence[RankTrace], key: SketchKey, allowed: float) -> list[int]:
+    """The ranks whose own part of a tensor is further off than allowed; none where one rank has no such pieces.
+
+    The single-rank reference is sketched in the pieces that FSDP2 ranks hold.
+    """
+    pieces = _of(expected, key)
+    wrong = []
+    for trace in found:
+        for shard in _of((trace,), key):
+            same = [each for each in pieces if _is_inside(each, shard)]
+            if sum(math.prod(each.local_shape) for each in same) != math.prod(shard.local_shape):
+                return []
+            if same and not relative_distance(_sum([shard]), _sum(same)) <= allowed:  # NaN is wrong
+                wrong.append(trace.rank)
+    return wrong
+
+
+def _of(traces: Iterable[RankTrace], key: SketchKey) -> list[TensorSketch]:
+    sketches = (sketch for trace in traces for sketch in trace.sketches or ())
+    return [sketch for sketch in sketches if (sketch.step, sketch.kind, sketch.fqn) == key]
+
+
+def _is_inside(piece: TensorSketch, shard: TensorSketch) -> bool:
+    return all(
+        begin <= at and at + size <= begin + length
+        for at, size, begin, length in zip(
+            piece.offset, piece.local_shape, shard.offset, shard.local_shape, strict=True
+        )
+    )
+
+
 def unequal_replicas(traces: Iterable[RankTrace]) -> list[tuple[SketchKey, tuple[int, ...], dict[int, str]]]:
     """Shards that several ranks hold and that are not bitwise equal there: (tensor, offset, digest by rank)."""
     holders: dict[tuple[SketchKey, tuple[int, ...], tuple[int, ...]], dict[int, str]] = defaultdict(dict)

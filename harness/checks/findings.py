@@ -93,6 +93,17 @@ def merge_ranks(run: Run, findings_of: Callable[[RankTrace], Iterable[Finding]])
     ]
 
 
+def on_ranks(finding: Finding, ranks: Iterable[int], run: Run | None = None) -> Finding:
+    """The finding about what these ranks have; about what every rank of `run` has, as one number, it names none."""
+    shown = tuple(sorted(set(ranks)))
+    everywhere = run is not None and len(shown) == len(run.traces)
+    if everywhere and len(shown) > 1:
+        return replace(finding, says=f"{finding.says}, on all ranks")
+    if everywhere or not shown:
+        return finding
+    return replace(finding, says=f"{finding.says}, on {{ranks}}", rank=shown[0], ranks=shown)
+
+
 def first_of_each(findings: Iterable[Finding]) -> list[Finding]:
     """The first finding by every rule with its values: of what is wrong in several steps, the first step."""
     first: dict[tuple[str, frozenset[tuple[str, Value]]], Finding] = {}

@@ -15,7 +15,7 @@ from msgspec.structs import replace
 
 from harness.checks.assembly import largest
 from harness.checks.check import Check, Witnesses, why_unfinished
-from harness.checks.findings import group_ranks, traces_by_rank
+from harness.checks.findings import group_ranks, on_ranks, traces_by_rank
 from harness.checks.rule import Rules, Stage
 from harness.evidence.golden import Golden, hardware_classes, update_command
 from harness.evidence.tolerance import NONE_DERIVED, Tolerance
@@ -170,17 +170,18 @@ def _is_bfloat16(loss: float) -> bool:
 
 
 def _distance(run: Run, golden: Golden, tolerance: Tolerance) -> Iterator[Finding]:
-    """The first rank whose loss leaves the tolerance, with the table of its steps."""
+    """The ranks whose loss leaves the tolerance, with the table of the steps of the first."""
+    tables: dict[int, list[Row]] = {}
     for trace in traces_by_rank(run):
         numbers = zip(trace.steps, golden.losses, tolerance.per_step, strict=True)
-        rows = [Row(step=step.step, golden=loss, found=step.loss, allowed=allowed) for step, loss, allowed in numbers]
-        bad = [row for row in rows if not row.good]
-        if bad:
-            yield _too_far(trace.rank, rows, bad, tolerance)
-            return
+        tables[trace.rank] = [Row(step.step, loss, step.loss, allowed) for step, loss, allowed in numbers]
+    wrong = [rank for rank, rows in tables.items() if not all(row.good for row in rows)]
+    if wrong:
+        yield on_ranks(_too_far(tables[wrong[0]], tolerance), wrong, run)
 
 
-def _too_far(rank: int, rows: list[Row], bad: list[Row], tolerance: Tolerance) -> Finding:
+def _too_far(rows: list[Row], tolerance: Tolerance) -> Finding:
+    bad = [row for row in rows if not row.good]
     first = bad[0]
     basis = f"{len(bad)} of {counted(len(rows), 'step')} outside the tolerance {tolerance.key}: {tolerance.evidence}"
     return LOSS.finding(
@@ -189,7 +190,6 @@ def _too_far(rank: int, rows: list[Row], bad: list[Row], tolerance: Tolerance) -
         allowed=first.allowed,
         details=f"{_table(rows, rows.index(first))}\n{basis}",
         step=first.step,
-        rank=rank,
         expected=f"{first.golden!r} ± {first.allowed!r}",
         found=repr(first.found),
         size=largest(abs(row.difference) for row in bad),

@@ -1,4 +1,4 @@
-"""Parity: does the layout compute what one rank computes? Losses, every gradient of every step, final parameters.
+"""Parity: does the layout compute what one rank computes? Losses, gradients and updated parameters of every step.
 
 The reference is the solo witness, not BF16: FP8 rounding is then the same on both sides. Gradients are compared
 directly, because AdamW hides a gradient of the wrong magnitude.
@@ -7,7 +7,7 @@ directly, because AdamW hides a gradient of the wrong magnitude.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from functools import partial
 
 import msgspec
@@ -21,9 +21,11 @@ from harness.checks.assembly import (
     relative_distances,
     size_of_error,
     unequal_replicas,
+    wrong_ranks,
 )
 from harness.checks.check import Check, Witnesses, finished, unfinished, why_unfinished
 from harness.checks.factors import Explanation, explain_gradients, explain_loss
+from harness.checks.findings import on_ranks
 from harness.checks.rule import Rule, Rules, Stage
 from harness.evidence.tolerance import NONE_DERIVED
 from harness.matrix.case import Case
@@ -92,14 +94,16 @@ def check_parity(case: Case, run: Run, witnesses: Witnesses) -> list[Finding]:
     for step in range(1, case.train.steps + 1):
         allowed = tolerance.per_step[step - 1]
         findings = [
-            *_tensors(found, expected, step, "grad", allowed, rounding_floor(case)),
+            *_on_ranks(run, solo, _tensors(found, expected, step, "grad", allowed, rounding_floor(case))),
             *_reported_numbers(run, solo, step, allowed, loss_floor),
         ]
         if findings:
             gradients, loss = _factors(case, run, witnesses, step)
             return every_step + [_with_factor(each, gradients if each.module else loss) for each in findings]
-    last = max((key.step for key in expected if key.kind == "param"), default=0)
-    return every_step + _tensors(found, expected, last, "param", tolerance.per_step[-1], 0.0)
+        updated = _tensors(found, expected, step, "param", tolerance.per_step[-1], 0.0)
+        if updated:
+            return [*every_step, *_on_ranks(run, solo, updated)]
+    return every_step
 
 
 def _factors(case: Case, run: Run, witnesses: Witnesses, step: int) -> tuple[Explanation | None, Explanation | None]:
@@ -137,8 +141,8 @@ def _distances(found: Tensors, expected: Tensors, step: int, kind: str, ignored:
 
 
 def _tensors(found: Tensors, expected: Tensors, step: int, kind: str, allowed: float, ignored: float) -> list[Finding]:
-    """Gradients, or final parameters, that are further away than allowed."""
-    rule, noun = {"grad": (GRADIENTS, "gradients"), "param": (PARAMETERS, "final parameters")}[kind]
+    """Gradients, or updated parameters, that are further away than allowed."""
+    rule, noun = {"grad": (GRADIENTS, "gradients"), "param": (PARAMETERS, "updated parameters")}[kind]
     distances = _distances(found, expected, step, kind, ignored)
     if not distances:
         return [NOTHING_COMPARED.finding(noun=noun, step=step or None)]
@@ -164,6 +168,17 @@ def _tensors(found: Tensors, expected: Tensors, step: int, kind: str, allowed: f
     ]
 
 
+def _on_ranks(run: Run, solo: Run, findings: Iterable[Finding]) -> Iterator[Finding]:
+    """The findings about tensors, with the ranks whose own part is as far off, where that can be told."""
+    kinds = {GRADIENTS.name: "grad", PARAMETERS.name: "param"}
+    for finding in findings:
+        ranks: list[int] = []
+        if finding.step is not None and finding.rule in kinds:
+            key = SketchKey(finding.step, kinds[finding.rule], finding.module or "")
+            ranks = wrong_ranks(run.traces, solo.traces, key, float(finding.values["allowed"]))
+        yield on_ranks(finding, ranks)
+
+
 def _reported_numbers(run: Run, solo: Run, step: int, allowed: float, loss_floor: float) -> list[Finding]:
     """Loss and gradient norm as ranks report them. The norm cannot be further off than the worst gradient.
 
@@ -186,27 +201,24 @@ def _reported_numbers(run: Run, solo: Run, step: int, allowed: float, loss_floor
 def wrong_numbers(
     rule: Rule, run: Run, step: int, name: str, *, expected: float, allowed: float, **values: Value
 ) -> list[Finding]:
-    """A finding by `rule` about the first rank that reports this number of a step further off than allowed."""
+    """A finding by `rule` about the ranks that report this number of a step further off than allowed."""
     found = {trace.rank: getattr(trace.steps[step - 1], name) for trace in run.traces if len(trace.steps) >= step}
     numbers = {rank: math.nan if value is None else value for rank, value in found.items()}
     wrong = {rank: value for rank, value in numbers.items() if not abs(value - expected) <= allowed}  # NaN is wrong
     if not wrong:
         return []
-    rank = min(wrong)
-    return [
-        rule.finding(
-            number=name,
-            distance=abs(wrong[rank] - expected),
-            allowed=allowed,
-            step=step,
-            rank=rank,
-            ranks=wrong,
-            expected=repr(expected),
-            found=repr(wrong[rank]),
-            size=size_of_error(name, wrong[rank], expected),
-            values=values,
-        )
-    ]
+    first = wrong[min(wrong)]
+    finding = rule.finding(
+        number=name,
+        distance=abs(first - expected),
+        allowed=allowed,
+        step=step,
+        expected=repr(expected),
+        found=repr(first),
+        size=size_of_error(name, first, expected),
+        values=values,
+    )
+    return [on_ranks(finding, wrong, run)]
 
 
 def _missing(found: Tensors, expected: Tensors) -> list[Finding]:

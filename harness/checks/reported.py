@@ -12,7 +12,7 @@ from functools import partial
 
 from harness.checks.assembly import same_number, size_of_error
 from harness.checks.check import Check, Witnesses
-from harness.checks.findings import group_ranks, traces_by_rank
+from harness.checks.findings import group_ranks, on_ranks, traces_by_rank
 from harness.checks.rule import Rule, Rules, Stage
 from harness.matrix.case import Case
 from harness.plural import counted
@@ -115,17 +115,17 @@ def check_clipping(case: Case, run: Run, witnesses: Witnesses) -> Iterator[Findi
     steps = [(step, trace.rank) for trace in traces_by_rank(run) for step in trace.steps]
     wrong = [(step, rank) for step, rank in steps if not _is_clipped(step, max_norm)]
     if wrong:
-        step, rank = min(wrong, key=lambda each: each[0].step)
+        step, _ = min(wrong, key=lambda each: each[0].step)
         expected, reported = _clipped_norm(step, max_norm), step.reported_grad_norm
-        yield NOT_CLIPPED.finding(
+        finding = NOT_CLIPPED.finding(
             step=step.step,
-            rank=rank,
             expected=f"a norm of at most {max_norm:g}" if expected is None else f"a norm of {expected:.9g}",
             found=f"{step.grad_norm:.9g}",
             max_norm=max_norm,
             reported="no norm is reported" if reported is None else f"the reported norm is {reported:.6g}",
             norm=step.grad_norm,
         )
+        yield on_ranks(finding, [rank for each, rank in wrong if each.step == step.step], run)
 
 
 def _clipped_norm(step: StepTrace, max_norm: float) -> float | None:
@@ -164,10 +164,11 @@ def check_evaluation(case: Case, run: Run, witnesses: Witnesses) -> Iterator[Fin
     steps = [(step, trace.rank) for trace in traces_by_rank(run) for step in trace.steps]
     wrong = [(step, rank) for step, rank in steps if not _is_evaluated(step)]
     if wrong:
-        step, rank = min(wrong, key=lambda each: each[0].step)
+        step, _ = min(wrong, key=lambda each: each[0].step)
         found = step.evaluation_loss
         size = None if found is None else size_of_error("loss", found, step.loss)
-        yield OTHER_LOSS.finding(step=step.step, rank=rank, expected=repr(step.loss), found=repr(found), size=size)
+        finding = OTHER_LOSS.finding(step=step.step, expected=repr(step.loss), found=repr(found), size=size)
+        yield on_ranks(finding, [rank for each, rank in wrong if each.step == step.step], run)
 
 
 def _is_evaluated(step: StepTrace) -> bool:

@@ -48,3 +48,10 @@ def test_any_other_norm_is_found(grad_norm: float, reported: float | None, rank:
     (finding,) = check(grad_norm, reported, rank=rank)
     assert (finding.rule, finding.step, finding.rank) == (NOT_CLIPPED.name, 1, rank)
     assert (finding.values["max_norm"], repr(finding.values["norm"])) == (0.5, repr(grad_norm))
+
+
+def test_a_norm_of_all_ranks_names_none() -> None:
+    steps = tuple(replace(step, reported_grad_norm=2.0) for step in make_steps([8.0, 7.9], grad_norm=2.0))
+    traces = (replace(make_trace(rank=rank, losses=[8.0, 7.9]), steps=steps) for rank in range(2))
+    (finding,) = check_clipping(CASE, run_of(*traces), make_witnesses(CASE))
+    assert (finding.rule, finding.step, finding.rank, finding.ranks) == (NOT_CLIPPED.name, 1, None, ())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import struct
 
 import pytest
 from hypothesis import given
@@ -26,10 +27,11 @@ from harness.checks.parity import (
     check_parity,
     worst_distances,
 )
+from harness.checks.rule import Rule
 from harness.evidence.tolerance import NONE_DERIVED
 from harness.matrix.case import Dtype
 from harness.trace import Run
-from harness.trace.tensors import TensorSketch
+from harness.trace.tensors import SKETCH_SIZE, TensorSketch
 from harness.verdict import Finding, Verdict
 from tests.builders import (
     make_case,
@@ -47,7 +49,7 @@ FQNS = ("a", "b")
 
 
 def places() -> list[tuple[str, int, str]]:
-    return [(fqn, step, "grad") for step in (1, 2) for fqn in FQNS] + [(fqn, 2, "param") for fqn in FQNS]
+    return [(fqn, step, kind) for kind in ("grad", "param") for step in (1, 2) for fqn in FQNS]
 
 
 def run(**off: float) -> Run:
@@ -126,10 +128,31 @@ def test_what_adamw_hides_is_found(factor: float) -> None:
     assert finding.step == 1  # the first step that is off; the next are off because of it
 
 
-def test_final_parameters_are_compared() -> None:
-    (finding,) = check(run(param_b_2=1.01), solo())
-    assert (finding.rule, finding.step, finding.module) == (PARAMETERS.name, 2, "b")
+@pytest.mark.parametrize("step", [1, 2])
+def test_parameters_are_compared_after_every_update(step: int) -> None:
+    (finding,) = check(run(**{f"param_b_{step}": 1.01}), solo())
+    assert (finding.rule, finding.step, finding.module) == (PARAMETERS.name, step, "b")
     assert (finding.values["count"], finding.values["compared"]) == (1, 2)
+
+
+@pytest.mark.parametrize(("tensor", "rule"), [("grad_b_1", GRADIENTS), ("param_b_1", PARAMETERS)])
+@pytest.mark.parametrize("wrong", [(0,), (1,), (0, 1)])
+def test_the_ranks_whose_own_part_is_wrong_are_named(tensor: str, rule: Rule, wrong: tuple[int, ...]) -> None:
+    parts = zip(run().traces, run(**{tensor: 1.01}).traces, strict=True)
+    (finding,) = check(run_of(*(pair[pair[0].rank in wrong] for pair in parts)), solo())
+    assert (finding.rule, finding.ranks, finding.rank) == (rule.name, wrong, wrong[0])
+
+
+def test_no_rank_is_named_where_one_rank_has_no_such_pieces() -> None:
+    whole = with_sketches(solo(), lambda s: replace(s, local_shape=(4, 4), offset=(0, 0)) if s.offset[0] == 0 else None)
+    halves = with_sketches(whole, lambda s: replace(s, norm_squared=1.0, sums=double(s.sums)))
+    (finding,) = check(run(grad_b_1=1.01), halves)
+    assert (finding.rule, finding.ranks, finding.rank) == (GRADIENTS.name, (), None)
+
+
+def double(sums: bytes) -> bytes:
+    numbers = struct.unpack(f"<{SKETCH_SIZE}d", sums)
+    return struct.pack(f"<{SKETCH_SIZE}d", *(2 * number for number in numbers))
 
 
 @pytest.mark.parametrize(("step", "rank"), [(1, 0), (2, 1)])
@@ -139,6 +162,14 @@ def test_a_loss_is_compared_on_every_rank(step: int, rank: int) -> None:
     assert (finding.step, finding.rank, finding.expected) == (step, rank, "8.0")
     assert check(with_step(run(), rank, step, loss=8.0 + 0.9 * allowed), solo()) == []
     assert check(with_step(run(), rank, step, loss=math.nan), solo())
+
+
+@pytest.mark.parametrize("number", ["loss", "grad_norm"])
+def test_a_number_of_all_ranks_names_none(number: str) -> None:
+    found = with_step(with_step(run(), 0, 1, **{number: 9.0}), 1, 1, **{number: 9.0})
+    (finding,) = check(found, solo())
+    assert (finding.rule, finding.step) == (f"parity/{number.replace('_', '-')}", 1)
+    assert (finding.rank, finding.ranks) == (None, ())
 
 
 def test_a_float32_loss_may_be_a_few_units_of_its_last_place_off() -> None:

@@ -78,18 +78,24 @@ PROBES = {
 class ProbeSet:
     """Several probes as one context, by their names in PROBES, under which `results` has what they recorded.
 
-    A probe is imported when it is asked for: one that lacks a private part is never imported.
+    A probe is imported when it is asked for: one that lacks a private part is never imported. `stands_for`: the number
+    of data-parallel ranks that a single one trains for.
     """
 
-    def __init__(self, names: Sequence[str], case: Case, device: torch.device, numerics: Numerics) -> None:
+    def __init__(
+        self, names: Sequence[str], case: Case, device: torch.device, numerics: Numerics, *, stands_for: int = 1
+    ) -> None:
         unknown = sorted(set(names) - set(PROBES))
         assert not unknown, f"unknown probes {unknown}; there are {sorted(PROBES)}"
         self._probes: dict[str, Probe] = {}
         self._entered = ExitStack()
+        options: dict[str, dict[str, object]] = {
+            "module_tensors": {"numerics": numerics},
+            "sketches": {"pieces": stands_for},
+        }
         for name in names:
             kind = getattr(importlib.import_module(f"{__package__}.{name}"), PROBES[name])
-            options = {"numerics": numerics} if name == "module_tensors" else {}
-            self._probes[name] = kind(case, device, **options)
+            self._probes[name] = kind(case, device, **options.get(name, {}))
 
     def __enter__(self) -> Self:
         for probe in self._probes.values():

@@ -1,4 +1,4 @@
-"""Sketches gradients after every backward, and parameters after the last update. See `harness/trace/tensors.py`."""
+"""Sketches gradients after every backward, and parameters after every update. See `harness/trace/tensors.py`."""
 
 from __future__ import annotations
 
@@ -20,11 +20,14 @@ _ROWS_SEED, _COLUMNS_SEED = 1, 2
 
 
 class SketchProbe(Probe):
-    """Records a `TensorSketch` of every gradient of every step and of every final parameter."""
+    """Records a `TensorSketch` of every gradient and of every updated parameter, of all steps.
 
-    def __init__(self, case: Case, device: torch.device) -> None:
+    `pieces`: into how many a single rank cuts each of them along dim 0, which are the shards of as many FSDP2 ranks.
+    """
+
+    def __init__(self, case: Case, device: torch.device, pieces: int = 1) -> None:
         super().__init__(case, device)
-        self._last_step = case.train.steps
+        self._pieces = pieces
         self._sketches: list[TensorSketch] = []
         self._places = Places(case.layout)  # parameters that are not on the TP mesh are the same on all its ranks
 
@@ -38,12 +41,14 @@ class SketchProbe(Probe):
 
     @torch.no_grad()
     def after_update(self, model: nn.Module) -> None:
-        if self._step == self._last_step:
-            for fqn, param in model.named_parameters():
-                self._add(fqn, "param", param)
+        for fqn, param in model.named_parameters():
+            self._add(fqn, "param", param)
 
     def _add(self, fqn: str, kind: Literal["grad", "param"], tensor: torch.Tensor) -> None:
-        self._sketches.append(_sketch(clean_fqn(fqn), kind, self._step, tensor, self._places(tensor)))
+        name, place, local = clean_fqn(fqn), self._places(tensor), local_shard(tensor)
+        for piece in local.chunk(self._pieces):
+            self._sketches.append(_sketch(name, kind, self._step, piece, place))
+            place = place._replace(offset=(place.offset[0] + len(piece), *place.offset[1:]))
 
     def result(self) -> tuple[TensorSketch, ...]:
         return tuple(self._sketches)
@@ -57,11 +62,10 @@ def clean_fqn(fqn: str) -> str:
 
 def sketch(fqn: str, kind: Literal["grad", "param"], step: int, tensor: torch.Tensor) -> TensorSketch:
     """Sketch what this rank holds of `tensor`, a matrix or a vector, distributed or not."""
-    return _sketch(fqn, kind, step, tensor, place_of(tensor))
+    return _sketch(fqn, kind, step, local_shard(tensor), place_of(tensor))
 
 
-def _sketch(fqn: str, kind: Literal["grad", "param"], step: int, tensor: torch.Tensor, place: Place) -> TensorSketch:
-    local = local_shard(tensor)
+def _sketch(fqn: str, kind: Literal["grad", "param"], step: int, local: torch.Tensor, place: Place) -> TensorSketch:
     values = local.double()
     flat = values.reshape(-1)
     return TensorSketch(
