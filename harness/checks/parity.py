@@ -173,7 +173,7 @@ def _on_ranks(run: Run, solo: Run, findings: Iterable[Finding]) -> Iterator[Find
     kinds = {GRADIENTS.name: "grad", PARAMETERS.name: "param"}
     for finding in findings:
         ranks: list[int] = []
-        if finding.step is not None and finding.rule in kinds:
+        if finding.step is not None and finding.rule in kinds and len(run.traces) > 1:
             key = SketchKey(finding.step, kinds[finding.rule], finding.module or "")
             ranks = wrong_ranks(run.traces, solo.traces, key, float(finding.values["allowed"]))
         yield on_ranks(finding, ranks)
