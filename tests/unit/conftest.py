@@ -29,7 +29,7 @@ def project(tmp_path: Path) -> Project:
 
 @pytest.fixture(scope="session", autouse=True)
 def _no_waiting_for_a_disk() -> Iterator[None]:
-    """No test loses its power, which is all that fsync is for; `test_durable.py` tests that it is called."""
+    """No test loses its power, which is all that fsync is for; `test_store.py` tests that it is called."""
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(os, "fsync", lambda handle: None)
         yield

@@ -1,22 +1,27 @@
-"""Case files: what is written is what is read, and every mistake is named with its line."""
+"""Files of cases: what is read, what is written, and the schema of both."""
 
 from __future__ import annotations
 
+import json
 import re
+import tomllib
 from pathlib import Path
+from typing import Any
 
+import jsonschema
 import pytest
 import tomli_w
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from harness.errors import HarnessError
-from harness.matrix.axes import AXES
+from harness.matrix.axes import AXES, DECLARED
 from harness.matrix.case import Case, Float8, Layout, Train
-from harness.matrix.casefile import parse_case_file, read_case_file, write_case
+from harness.matrix.casefile import FILE_NAME, case_file_schema, parse_case_file, read_case_file, write_case
 from harness.matrix.rules import exclusions
+from harness.project import is_case_file
 from tests.examples import examples
-from tests.strategies import POSSIBLE_CASES
+from tests.strategies import CASES, POSSIBLE_CASES
 
 GOOD = """\
 description = "example"
@@ -160,3 +165,56 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     (tmp_path / "bad.toml").write_bytes(b"\xff\xfe")
     with pytest.raises(HarnessError, match="not UTF-8"):
         read_case_file(tmp_path / "bad.toml")
+
+
+ROOT = Path(__file__).parents[2]
+SCHEMA = case_file_schema()
+VALIDATOR = jsonschema.Draft202012Validator(SCHEMA)
+FILES = sorted(path for path in (ROOT / "cases").glob("*.toml") if is_case_file(path))
+
+
+def test_the_stored_schema_is_the_one_that_the_axes_give() -> None:
+    stored = json.loads((ROOT / "harness" / "schemas" / FILE_NAME).read_text())
+    assert stored == json.loads(json.dumps(SCHEMA)), (
+        f"run `fp8-harness new --schema > harness/schemas/{FILE_NAME}`: an axis has changed"
+    )
+    jsonschema.Draft202012Validator.check_schema(SCHEMA)
+
+
+def test_every_axis_has_a_meaning() -> None:
+    assert DECLARED.keys() == AXES.keys()
+    assert all(SCHEMA["$defs"][name]["description"] == DECLARED[name].meaning for name in AXES)
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_the_files_of_this_project_are_valid(path: Path) -> None:
+    VALIDATOR.validate(tomllib.loads(path.read_text()))
+
+
+@given(CASES)
+def test_a_written_case_is_valid(case: Case) -> None:
+    VALIDATOR.validate(tomllib.loads(write_case(case, schema="s", command="c")))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '[[case]]\naxes = {recipee = "rowwise"}',
+        '[[case]]\naxes = {recipe = "rowwize"}',
+        "[[case]]\naxes = {tp = 0}",
+        "[[case]]\naxes = {tp = 2.5}",
+        "[[case]]\naxes = {dim = 'x'}",
+        "[[case]]",
+        '[[case]]\nid = "a"\naxes = {tp = 2}',
+        "[[matrix]]\nname = 'm'",
+        "[[matrix]]\nname = 'm'\n[matrix.axes]\ntp = []",
+        "[[matrix]]\nname = 'm'\n[matrix.axes]\ntp = [0]",
+        "[[matrix]]\nname = 'm'\n[matrix.axes]\nboth = [{tpp = 2}]",
+        "[select]\nstrength = 4",
+        "[base]\ncompile = true",
+        "axes = 2",
+    ],
+)
+def test_mistakes_are_rejected(text: str) -> None:
+    found: dict[str, Any] = tomllib.loads(text)
+    assert not VALIDATOR.is_valid(found)

@@ -1,4 +1,4 @@
-"""Costs are fitted to what a run measured, and to nothing that ran twice or under other probes."""
+"""Costs: what a run stores of them, and estimates by them."""
 
 from __future__ import annotations
 
@@ -7,19 +7,23 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from hypothesis import given
 
 from harness.errors import HarnessError
-from harness.evidence.costs import case_features, read_costs, solo_features
+from harness.evidence.costs import RANK_BYTES, case_features, estimate, read_costs, solo_features
 from harness.matrix.case import Case
 from harness.matrix.caseid import case_id, solo_case
+from harness.matrix.linears import parameter_count
 from harness.matrix.rules import expected_refusal
-from harness.project import find_project
+from harness.project import Project, find_project
 from harness.result import CaseResult, WitnessMade
+from harness.running.cost import expected_cost
 from harness.running.selection import Query, select_cases
-from harness.store import run_lines
+from harness.store import RunStore, run_lines
 from harness.studies.records import fit_costs
 from harness.verdict import Verdict
-from tests.builders import make_attempt, make_result, make_results
+from tests.builders import make_attempt, make_case, make_result, make_results
+from tests.strategies import CASES
 
 PROJECT = find_project()
 COSTS = read_costs(PROJECT.root)
@@ -79,3 +83,50 @@ def test_runs_that_say_nothing_of_one_run_are_left_out(tmp_path: Path) -> None:
 def test_too_few_runs_are_refused(tmp_path: Path) -> None:
     with pytest.raises(HarnessError, match="of each are needed"):
         fit_costs(stored(tmp_path, first=12), command="fit")
+
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_the_parameters_of_the_tiny_model() -> None:
+    assert parameter_count(Case()) == 2 * 2048 * 128 + 2 * (4 * 128 * 128 + 3 * 128 * 256) + 5 * 128
+
+
+def test_a_measured_model_is_not_rough() -> None:
+    found = estimate(make_case(tp=2, recipe="rowwise"), COSTS)
+    assert not found.rough
+    assert found.case_cpu_s == COSTS.case_s(make_case(tp=2, recipe="rowwise"))
+
+
+@pytest.mark.parametrize(
+    ("axes", "cpu_s"),  # what such cases took: two ranks, two steps, bfloat16
+    [({"dim": 512, "layers": 4, "ffn_dim": 1408}, 12.9), ({"dim": 1024, "heads": 16, "ffn_dim": 2816}, 15.2)],
+)
+def test_a_larger_model_is_a_rough_estimate_within_a_factor_of_two(axes: dict[str, object], cpu_s: float) -> None:
+    found = estimate(make_case(tp=2, recipe="rowwise", steps=2, dtype="bfloat16", **axes), COSTS)
+    assert found.rough
+    assert cpu_s / 2 < found.case_cpu_s < 2 * cpu_s
+    assert RANK_BYTES < found.process_bytes < found.all_bytes < 10e9
+
+
+def test_records_of_more_steps_need_memory_up_to_what_a_replay_is_given() -> None:
+    axes = {"dim": 512, "layers": 4, "ffn_dim": 1408, "tp": 2, "dtype": "bfloat16"}
+    one, few, many = (estimate(make_case(steps=steps, **axes), COSTS) for steps in (1, 4, 50))
+    assert one.all_bytes < few.all_bytes == many.all_bytes < 10e9
+
+
+@given(CASES)
+def test_every_case_has_an_estimate(case: Case) -> None:
+    found = estimate(case, COSTS)
+    assert found.case_cpu_s > 0 and found.witness_cpu_s >= 0 and found.process_bytes > RANK_BYTES
+
+
+def test_a_case_that_ran_here_is_measured(tmp_path: Path) -> None:
+    project, case = Project(root=ROOT, state=tmp_path), make_case(tp=2, recipe="rowwise")
+    assert expected_cost(project, case).basis[0].startswith("estimated: from ")
+    attempt = make_attempt(wall_s=3.0, cpu_s=7.0)
+    RunStore(project.new_run()).append(make_result(case_id(case), attempts=(attempt,)))
+    RunStore(project.new_run()).append(make_result(case_id(Case())))
+    found = expected_cost(project, case)
+    assert found.case_cpu_s == 7.0
+    assert found.basis[0].startswith("measured: ")

@@ -1,12 +1,131 @@
-"""How ranks failed: ranks at the same place share a finding, and those that wait for no other come first."""
+"""What is said of a rank that failed, and of the stacks of ranks that hang."""
 
 from __future__ import annotations
 
-from harness.checks.failures import STUCK, failures
+import faulthandler
+import tempfile
+import threading
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from harness.checks.failures import STUCK, advice, failures
+from harness.checks.stacks import Frame, main_stack, own_frame, place_of
 from harness.trace import RankFailure
 from harness.verdict import Finding
 from tests.builders import make_failure, make_trace, run_of
-from tests.unit.test_stacks import BACKWARD, FABRIC, REDUCES, TRAIN, dump
+
+SITE = "/venv/lib/python3.11/site-packages"
+ENGINE = [("/src/harness/engine/rank.py", 92, "run_program"), ("/src/harness/engine/zygote.py", 108, "_start")]
+TRAIN = [
+    (f"{SITE}/torch/nn/modules/module.py", 1778, "_wrapped_call_impl"),
+    ("/src/harness/worker/targets/reference/model.py", 50, "forward"),
+    (f"{SITE}/torch/nn/modules/module.py", 1778, "_wrapped_call_impl"),
+    ("/src/harness/worker/train.py", 115, "forward_backward"),
+    ("/src/harness/worker/main.py", 57, "rank_main"),
+    *ENGINE,
+]
+FABRIC = [
+    ("/src/harness/worker/virtual/fabric.py", 121, "_futex"),
+    ("/src/harness/worker/virtual/collectives.py", 87, "_exchange"),
+    ("/src/harness/worker/virtual/collectives.py", 181, "_allreduce_"),
+    (f"{SITE}/torch/_ops.py", 882, "redispatch"),
+    ("/src/harness/worker/dispatch_hooks/hook.py", 45, "hook"),
+]
+REDUCES = [
+    *FABRIC,
+    (f"{SITE}/torch/_ops.py", 1279, "__call__"),
+    (f"{SITE}/torch/distributed/_functional_collectives.py", 179, "all_reduce"),
+    (f"{SITE}/torch/distributed/tensor/placement_types.py", 1534, "_reduce_value"),
+    (f"{SITE}/torchao/float8/float8_utils.py", 47, "amax_to_scale"),
+    ("/src/harness/worker/probes/operands.py", 134, "forward"),
+    *TRAIN,
+]
+BACKWARD = [
+    (f"{SITE}/torch/distributed/tensor/_redistribute.py", 1954, "backward"),
+    (f"{SITE}/torch/autograd/function.py", 325, "apply"),
+    (f"{SITE}/torch/autograd/graph.py", 979, "_engine_run_backward"),
+    (f"{SITE}/torch/_tensor.py", 623, "backward"),
+    *TRAIN[3:],
+]
+
+
+def dump(frames: list[tuple[str, int, str]], head: str = "Current thread 0x00007f08 (most recent call first):") -> str:
+    """As faulthandler writes it."""
+    return "\n".join([head, *(f'  File "{file}", line {line} in {function}' for file, line, function in frames)])
+
+
+def place(frames: list[tuple[str, int, str]]) -> tuple[str, bool, list[str]]:
+    found = place_of(main_stack(dump(frames)))
+    assert found is not None
+    return found.collective, found.backward, [str(call) for call in found.calls]
+
+
+def test_a_rank_in_a_collective_has_its_name_and_what_called_it() -> None:
+    assert place(REDUCES) == (
+        "all_reduce",
+        False,
+        [
+            "all_reduce (torch/distributed/_functional_collectives.py:179)",
+            "amax_to_scale (torchao/float8/float8_utils.py:47)",
+            "forward (harness/worker/targets/reference/model.py:50)",
+        ],
+    )
+    assert str(place_of(main_stack(dump(REDUCES)))) == (
+        "waiting in all_reduce, called from amax_to_scale (torchao/float8/float8_utils.py:47)"
+    )
+
+
+def test_a_collective_that_c10d_calls_has_the_name_of_its_kernel() -> None:
+    name, backward, calls = place([*FABRIC, *BACKWARD])
+    assert (name, backward) == ("allreduce", True)
+    assert calls[1] == "forward_backward (harness/worker/train.py:115)"
+
+
+def test_a_rank_in_no_collective_has_its_innermost_call() -> None:
+    assert place([("/home/me/patch.py", 12, "sleep"), *TRAIN]) == (
+        "",
+        False,
+        ["sleep (/home/me/patch.py:12)", "forward (harness/worker/targets/reference/model.py:50)"],
+    )
+    _, _, calls = place([(f"{SITE}/torch/nn/functional.py", 7, "linear"), *TRAIN])
+    assert calls[:2] == ["linear (torch/nn/functional.py:7)", "forward (harness/worker/targets/reference/model.py:50)"]
+    assert "in no collective" in str(place_of(main_stack(dump(TRAIN))))
+
+
+def test_a_stack_of_the_engine_alone_is_no_place() -> None:
+    assert place_of(main_stack(dump(ENGINE))) is None
+    assert place_of(main_stack("")) is None
+    assert place_of(main_stack("nothing")) is None
+
+
+def test_the_main_thread_is_the_last_and_output_is_no_stack() -> None:
+    other = dump([("/x.py", 1, "worker")], "Thread 0x01 (most recent call first):")
+    printed = dump([("/y.py", 2, "printed")])
+    assert main_stack(f"{other}\n\n{dump(TRAIN)}\nlast output:\n{printed}")[0] == Frame(*TRAIN[0])
+    assert main_stack(f"Fatal Python error: Segmentation fault\n\n{dump(TRAIN)}\n\nExtension modules: x")[1:] == tuple(
+        Frame(*frame) for frame in TRAIN[1:]
+    )
+
+
+def test_what_this_python_dumps_is_read() -> None:
+    done = threading.Event()
+    thread = threading.Thread(target=done.wait)
+    thread.start()
+    with tempfile.TemporaryFile() as file:
+        faulthandler.dump_traceback(file, all_threads=True)
+        file.seek(0)
+        frames = main_stack(file.read().decode())
+    done.set()
+    thread.join()
+    assert frames[0].function == "test_what_this_python_dumps_is_read" and frames[0].file == __file__
+
+
+@given(st.text())
+def test_any_text_is_read(text: str) -> None:
+    place_of(main_stack(text))
+
 
 SLEEPS = [("/home/me/patch.py", 12, "sleep"), *TRAIN]
 
@@ -58,3 +177,54 @@ def test_ranks_without_stacks_are_still_told() -> None:
     assert finding.found == "stuck"
     stopped = make_failure(2, "stopped by a signal", kind="stopped")
     assert [each.rank for each in told(stopped, stuck(0, REDUCES))] == [2, 0]
+
+
+TRACEBACK = """Traceback (most recent call last):
+  File "/opt/x/harness/worker/train.py", line 160, in train_step
+    result = target.step(tuple(microbatches))
+  File "/home/me/my_target.py", line 12, in step
+    return self.loss(batch)
+  File "/opt/venv/lib/python3.11/site-packages/torch/nn/functional.py", line 3, in cross_entropy
+    raise ValueError("x")
+ValueError: x
+"""
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        ("ValueError: trying to initialize the default process group twice!", "leave out dist.init_process_group()"),
+        ("KeyError: 'LOCAL_RANK'", "dist.get_rank()"),
+        ("AssertionError: Torch not compiled with CUDA enabled", "world.device"),
+        ("RuntimeError: aten.mm: got mixed torch.Tensor and DTensor", "parameter group"),
+        ("RuntimeError: Expected both dimensions of mat2 to be divisible by 16", "multiples of 16"),
+        (
+            "RuntimeError: Missing key in checkpoint state_dict: optimizer.param_groups.1.lr.",
+            "flatten_optimizer_state_dict=True",
+        ),
+        ("ModuleNotFoundError: No module named 'mine'", "install it into the environment of fp8-harness"),
+        ("the zygote must be single-threaded to fork, but it also has: TMonitor", "tqdm.tqdm.monitor_interval = 0"),
+    ],
+)
+def test_known_errors_have_advice(error: str, words: str) -> None:
+    what, fix = advice(error)
+    assert what == error
+    assert fix is not None and words in fix
+
+
+def test_a_misfit_brings_its_own_advice() -> None:
+    assert advice("TargetMisfit: module x has no function `build`. Fix: define it.") == (
+        "module x has no function `build`.",
+        "define it.",
+    )
+
+
+def test_other_errors_have_none() -> None:
+    assert advice("ValueError: 7") == ("ValueError: 7", None)
+
+
+def test_the_innermost_line_of_the_user_is_named() -> None:
+    assert str(own_frame(TRACEBACK)) == "/home/me/my_target.py:12 in step: return self.loss(batch)"
+    assert own_frame('Traceback\n  File "/x/harness/worker/train.py", line 1, in f\n    x\n') is None
+    (finding,) = failures(run_of(make_failure(traceback=TRACEBACK)), "crash")
+    assert "ValueError: x, at /home/me/my_target.py:12 in step" in str(finding.values["end"])

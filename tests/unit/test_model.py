@@ -1,16 +1,31 @@
-"""The linears of a model that is not known: those of its single-rank reference, called as often as there."""
+"""What one step of the model does, by formula: calls, casts, recomputation, and what only the reference model has."""
 
 from __future__ import annotations
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from harness.expect.casts import CastSite
 from harness.expect.expectations import Expectations
-from harness.expect.model import Model, accumulates, found_model, llama_model
+from harness.expect.live_memory import expected_live, expected_scalars
+from harness.expect.model import (
+    Model,
+    TrainerTraits,
+    accumulates,
+    found_model,
+    llama_model,
+    recomputed_calls,
+    traits_of,
+)
+from harness.expect.saved_memory import expected_saved
+from harness.expect.traffic import expected_transfers
+from harness.matrix.case import Case, Checkpointing, CheckpointMode
 from harness.matrix.caseid import parse_case_id
+from harness.matrix.linears import parameter_count
 from harness.trace.model import Linear, ModelRecord, Parameter
-from tests.builders import make_cast, not_judged
+from tests.builders import make_case, make_cast, not_judged
 
 FQNS = ("up", "down", "lm_head")
 CASE = parse_case_id("target.mine-fsdp2-tp2-tensorwise-v2048-f64")
@@ -124,3 +139,123 @@ def test_ranks_accumulate_where_a_linear_is_not_called_once() -> None:
     assert not accumulates(parse_case_id("target.mine-tp2-tensorwise-v2048-f32"), found(calls=4))
     assert not accumulates(parse_case_id("fsdp2-tensorwise-v2048-f32"), found(calls=4))
     assert not accumulates(fsdp, None)
+
+
+LAYERS = range(6)
+
+
+@pytest.mark.parametrize(
+    ("mode", "every", "wrapped"),
+    [
+        ("none", 2, []),
+        ("full", 2, [0, 1, 2, 3, 4, 5]),
+        ("selective_op", 2, [0, 1, 2, 3, 4, 5]),
+        ("selective_layer", 1, [0, 1, 2, 3, 4, 5]),
+        ("selective_layer", 2, [1, 3, 5]),
+        ("selective_layer", 3, [2, 5]),
+        ("selective_layer", 6, [5]),
+        ("selective_layer", 7, []),
+    ],
+)
+def test_which_blocks_are_wrapped(mode: CheckpointMode, every: int, wrapped: list[int]) -> None:
+    assert [layer for layer in LAYERS if Checkpointing(mode=mode, every=every).wraps(layer)] == wrapped
+
+
+@given(st.integers(1, 40), st.integers(1, 10))
+def test_one_block_of_every_n_is_wrapped(layers: int, every: int) -> None:
+    checkpointing = Checkpointing(mode="selective_layer", every=every)
+    assert sum(map(checkpointing.wraps, range(layers))) == layers // every
+
+
+MODES = ["none", "full", "selective_op", "selective_layer"]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_matmuls_are_recomputed_where_blocks_are_wrapped(mode: CheckpointMode) -> None:
+    case = make_case(recipe="tensorwise", checkpointing=mode, layers=1)
+    assert (recomputed_calls(case) > 0) is case.checkpointing.wraps(0)
+
+
+def of_torchtitan(**axes: object) -> Case:
+    return make_case(target="torchtitan", dtype="float64", **axes)
+
+
+def counts(case: Case) -> dict[tuple[str, str, str, str, int], int]:
+    found: dict[tuple[str, str, str, str, int], int] = {}
+    for term in expected_transfers(case, step=2, rank=0):
+        key = term.axis, term.kind, term.op, term.dtype, term.elements
+        found[key] = found.get(key, 0) + term.times
+    return found
+
+
+def more_than_reference(**axes: object) -> dict[tuple[str, str, str, str, int], int]:
+    theirs, ours = counts(of_torchtitan(**axes)), counts(make_case(dtype="float64", **axes))
+    return {key: times - ours.get(key, 0) for key, times in theirs.items() if times != ours.get(key, 0)}
+
+
+def test_other_targets_have_those_of_the_reference() -> None:
+    assert traits_of(make_case()) == traits_of(make_case(target="my.target")) == TrainerTraits()
+
+
+@pytest.mark.parametrize(
+    ("layout", "axis"),
+    [
+        ({"dp_shard": 2}, "dp_shard"),
+        ({"dp_shard": 2, "dp_replicate": 2}, "world"),
+        ({"dp_shard": 2, "dp_replicate": 2, "tp": 2}, "dp_replicate+dp_shard"),
+    ],
+)
+def test_torchtitan_sums_what_it_logs(layout: dict[str, int], axis: str) -> None:
+    norms = {(each, "all_reduce", "sum", "float64", 21): 1 for each in ("dp_shard", "tp") if each in layout}
+    assert more_than_reference(**layout) == norms | {
+        (axis, "all_reduce", "sum", "int64", 1): 2,
+        (axis, "all_reduce", "sum", "float64", 1): 1,
+        (axis, "all_reduce", "max", "float64", 1): 1,
+    }
+
+
+def test_torchtitan_reads_partial_gradients_once_more_and_recomputes_whole_blocks() -> None:
+    assert more_than_reference(tp=2, checkpointing="full") == {
+        ("tp", "all_reduce", "sum", "float64", 128): 5,
+        ("tp", "all_reduce", "sum", "float64", 21): 1,
+        ("tp", "reduce_scatter", "sum", "float64", 8 * 32 * 128): 2,
+    }
+
+
+def test_torchtitan_logs_nothing_on_one_rank() -> None:
+    assert more_than_reference() == {}
+
+
+def test_torchtitan_saves_a_token_count_and_no_rope_cache() -> None:
+    single = expected_saved(of_torchtitan(), step=1, rank=0)
+    assert single.get("float32", 0) - expected_saved(make_case(dtype="float64"), step=1, rank=0).get("float32", 0) == 4
+    theirs, ours = (
+        expected_saved(make_case(target=target, dtype="bfloat16", dp_shard=2), step=1, rank=0)
+        for target in ("torchtitan", "reference")
+    )
+    assert ours["bfloat16"] - theirs["bfloat16"] == 2 * 32 * 16 * 2  # layers, positions, features of a head, bytes
+    assert ours["float32"] == theirs["float32"]
+
+
+@pytest.mark.parametrize(("layout", "storages"), [({}, 21), ({"dp_shard": 2}, 4)])
+def test_torchtitan_keeps_its_gradients_and_not_its_logits(layout: dict[str, int], storages: int) -> None:
+    case = of_torchtitan(**layout)
+    kept = expected_live(case, rank=0, moment="step")
+    assert len(kept) == storages
+    assert sum(each.nbytes for each in kept) == parameter_count(case) * 8 // case.world_size
+    assert "the logits" not in {each.purpose for each in expected_live(case, rank=0, moment="forward")}
+
+
+@pytest.mark.parametrize(
+    ("layout", "alive"),
+    [
+        ({}, 4),
+        ({"dp_shard": 2}, 4),
+        ({"tp": 2}, 4),
+        ({"dp_shard": 2, "tp": 2}, 5),
+        ({"tp": 2, "loss_parallel": False}, 4),
+    ],
+)
+def test_scalars_of_torchtitan(layout: dict[str, object], alive: int) -> None:
+    assert expected_scalars(of_torchtitan(**layout), moment="forward") == alive
+    assert expected_scalars(of_torchtitan(**layout), moment="step") == 0

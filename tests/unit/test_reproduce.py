@@ -1,18 +1,25 @@
-"""Reproducing: the same failure, another one, none, or no answer; and what differs from the report."""
+"""Reproducing a bug: the answer, and the trials that give it."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from harness.bugs import trials
 from harness.bugs.reproduce import Reproduced, reproduced
 from harness.bugs.trials import NamedCase, TrialResult
+from harness.cli.main import main
 from harness.matrix.bugfile import Bug, BugFile
 from harness.report.bugs import reproduced_sections
 from harness.report.sections import text_of
-from harness.verdict import FailureSignature, Verdict
+from harness.running.plan import Plan
+from harness.running.progress import SilentProgress
+from harness.running.schedule import Ended
+from harness.verdict import ExitCode, FailureSignature, Verdict
 from tests.builders import make_case
+from tests.jobs import make_capacity
 
 CASE = make_case(tp=2, recipe="rowwise")
 SCALES = FailureSignature(kind="scales/amax", where=("layers.*.wq",), first_step=1)
@@ -81,3 +88,26 @@ def test_both_failures_and_what_differs_are_shown() -> None:
     assert "ao: 1 reported, not installed here" in text
     assert "hardware: 8 x H100 reported, a GPU here" in text
     assert "tp: 8 reported, 2 here" in text
+
+
+def test_ctrl_c_ends_trials_as_an_interruption(monkeypatch: pytest.MonkeyPatch) -> None:
+    stopped: Ended[Any] = Ended(results=(None,), interrupted=True)
+    monkeypatch.setattr(trials, "run_schedule", lambda *args, **options: stopped)
+    runner: Any = None
+    plan = Plan(capacity=make_capacity(2))
+    running = trials.Trials(plan, runner, SilentProgress())
+    with pytest.raises(KeyboardInterrupt):
+        running.run([make_case()])
+
+
+def test_an_interruption_has_its_exit_code(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(*args: object, **options: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(trials, "run_once", interrupted)
+    monkeypatch.setenv("FP8_HARNESS_STATE", str(tmp_path))
+    monkeypatch.setenv("FP8_HARNESS_PROGRAM", "tests.acceptance.fake_program")
+    assert main(["bug", "repro", "single-bf16-v2048-f32", "-q"]) == ExitCode.INTERRUPTED
+    assert capsys.readouterr().err.strip() == "fp8-harness: error: interrupted."

@@ -44,6 +44,7 @@ from harness.checks.loss_vs_golden import needs_twin
 from harness.checks.recorded import with_known_faults
 from harness.checks.rule import Rule
 from harness.matrix.known import Symptom
+from harness.plural import counted
 from harness.sentence import filled, shown
 from harness.verdict import Finding, Value, Verdict
 from tests.builders import WQ, make_known, make_trace, run_of
@@ -350,3 +351,12 @@ def test_another_wording_changes_nothing_that_a_record_explains(
     ]
     assert ends[0].verdict is ends[1].verdict
     assert [finding.rule for finding in ends[0].findings] == [finding.rule for finding in ends[1].findings]
+
+
+@pytest.mark.parametrize(("count", "text"), [(0, "0 cases"), (1, "1 case"), (2, "2 cases")])
+def test_a_noun_has_the_number_of_its_count(count: int, text: str) -> None:
+    assert counted(count, "case") == text
+
+
+def test_nouns_without_s_have_a_plural_of_their_own() -> None:
+    assert (counted(1, "witness", "witnesses"), counted(2, "witness", "witnesses")) == ("1 witness", "2 witnesses")

@@ -1,16 +1,23 @@
-"""The store: whatever interrupts a run, what was finished stays readable."""
+"""What is written to disk survives: whole files, JSON with every number, the file of a run."""
 
 from __future__ import annotations
 
+import json
 import math
+import os
+import stat
 import threading
 from pathlib import Path
 
+import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from harness.durable import WriteFailed
+from harness.durable import WriteFailed, append_line, write_whole
 from harness.errors import HarnessError
+from harness.jsonform import compact, from_json, to_json
 from harness.result import CaseResult, RunResult
 from harness.store import RunStore, run_lines
 from harness.verdict import NotJudged, Verdict
@@ -119,3 +126,136 @@ def test_what_cannot_be_written_is_noted_or_an_error(tmp_path: Path) -> None:
     assert notes[0].startswith("result not stored: ") and store.path.name in notes[0]
     with pytest.raises(WriteFailed):
         RunStore(store.path).append(result())
+
+
+FULL = Path("/dev/full")
+
+
+def test_a_file_is_replaced_and_nothing_else_is_left(tmp_path: Path) -> None:
+    path = tmp_path / "a/b.json"
+    write_whole(path, b"one")
+    write_whole(path, b"two")
+    assert path.read_bytes() == b"two"
+    assert list(path.parent.iterdir()) == [path]
+    assert stat.S_IMODE(path.stat().st_mode) == 0o644
+
+
+def test_a_write_that_fails_leaves_the_old_file_alone(tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    write_whole(path, b"one")
+    with pytest.raises(TypeError):
+        write_whole(path, "not bytes")  # type: ignore[arg-type]
+    assert path.read_bytes() == b"one"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_what_is_written_is_on_the_disk_before_it_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, synced = tmp_path / "a", []
+
+    def fsync(handle: int) -> None:
+        synced.append((os.pread(handle, 99, 0), path.read_bytes() if path.exists() else b""))
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    append_line(path, b"one")
+    write_whole(path, b"two")
+    assert synced == [(b"one\n", b"one\n"), (b"two", b"one\n")], "a file is replaced when its new bytes are safe"
+
+
+@pytest.mark.skipif(not FULL.exists(), reason="this system has no /dev/full")
+def test_a_full_disk_is_one_clear_error() -> None:
+    for write in (write_whole, append_line):
+        with pytest.raises(WriteFailed, match=r"^/dev/full: cannot write: No space left on device"):
+            write(FULL, b"x")
+
+
+def test_a_file_in_place_of_a_folder_is_one_clear_error(tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(b"")
+    for write in (write_whole, append_line):
+        with pytest.raises(WriteFailed) as caught:
+            write(tmp_path / "a/b", b"x")
+        assert caught.value.where == str(tmp_path / "a/b")
+
+
+def test_lines_grow_and_an_unfinished_one_is_closed_first(tmp_path: Path) -> None:
+    path = tmp_path / "lines"
+    append_line(path, b"one")
+    append_line(path, b"two")
+    assert path.read_bytes() == b"one\ntwo\n"
+    path.write_bytes(b"one\ntw")
+    append_line(path, b"three")
+    assert path.read_bytes() == b"one\ntw\nthree\n"
+
+
+class Thing(msgspec.Struct, frozen=True):
+    """A value with everything that results have."""
+
+    number: float
+    numbers: tuple[float, ...]
+    named: dict[str, float]
+    maybe: float | None
+    count: int
+    text: str | None
+
+
+texts = st.text() | st.sampled_from(["NaN", "nan", "null", "None", "Infinity", "1.5", "true", ""])
+things = st.builds(
+    Thing,
+    number=st.floats(),
+    numbers=st.lists(st.floats()).map(tuple),
+    named=st.dictionaries(texts, st.floats(), max_size=3),
+    maybe=st.none() | st.floats(),
+    count=st.integers(-(2**53), 2**53),
+    text=st.none() | texts,
+)
+
+
+def bits(value: object) -> object:
+    """The value with every float spelled so that NaN equals NaN and -0.0 differs from 0.0."""
+    match value:
+        case float():
+            return value.hex()
+        case dict():
+            return {key: bits(item) for key, item in value.items()}
+        case list() | tuple():
+            return [bits(item) for item in value]
+        case _:
+            return value
+
+
+@given(things, st.sampled_from([0, 2]))
+def test_what_is_written_is_read(thing: Thing, indent: int) -> None:
+    found = from_json(to_json(thing, indent=indent), Thing)
+    assert bits(msgspec.to_builtins(found)) == bits(msgspec.to_builtins(thing))
+
+
+scalars = st.text(max_size=99) | st.integers() | st.none()
+plain = st.recursive(scalars, lambda some: st.lists(some, min_size=3) | st.dictionaries(texts, some), max_leaves=9)
+
+
+@given(plain)
+def test_compact_json_is_the_same_value(value: object) -> None:
+    assert json.loads(compact(value)) == value
+
+
+@given(things)
+def test_it_is_strict_json_on_one_line(thing: Thing) -> None:
+    text = to_json(thing)
+    assert b"\n" not in text
+
+    def refuse(name: str) -> None:
+        raise AssertionError(name)
+
+    json.loads(text, parse_constant=refuse)
+
+
+def test_not_a_number_is_never_null() -> None:
+    thing = Thing(math.nan, (math.inf, -math.inf), {}, math.nan, 1, None)
+    plain = json.loads(to_json(thing))
+    assert (plain["number"], plain["numbers"], plain["maybe"]) == ("NaN", ["Infinity", "-Infinity"], "NaN")
+    assert plain["text"] is None
+
+
+def test_null_is_no_number() -> None:
+    text = to_json(Thing(1.0, (), {}, None, 1, None)).replace(b'"number":1.0', b'"number":null')
+    with pytest.raises(msgspec.ValidationError):
+        from_json(text, Thing)

@@ -1,11 +1,18 @@
-"""Limits of versions: what is inside of them, and which package is outside."""
+"""Versions: which are within limits, which are releases, and environments with others."""
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
 import pytest
 
+from harness.cli.environments import exit_code_of
 from harness.expect.upstream import Verified, is_within
-from tests.builders import SOFTWARE
+from harness.running.versions import NotInstalled, Source, Versions, is_release
+from harness.sources import installed_version
+from harness.verdict import Verdict
+from tests.builders import SOFTWARE, make_result, make_results
 
 BOTH = Verified(torch=">=2.13,<2.14", torchao=">=0.18,<0.19")
 
@@ -50,3 +57,94 @@ def test_what_is_inside_or_unknown_has_no_gap(software: dict[str, str]) -> None:
 def test_a_package_without_limits_may_have_any_version() -> None:
     assert Verified().gap({"torch": "0", "torchao": "99"}) is None
     assert Verified(torch=">=2").gap({"torch": "2.5", "torchao": "99"}) is None
+
+
+FAKE_UV = """#!/bin/sh
+echo "$@" > "{asked}"
+echo "Resolved 3 packages"
+echo "Downloading torch (888.1MiB)"
+echo "Installed 3 packages in 2s"
+echo "  x no solution found" >&2
+exit {code}
+"""
+
+
+@pytest.fixture
+def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """What the uv that is found was called with."""
+    put_uv(tmp_path, code=0)
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"), prepend=":")
+    return tmp_path / "asked"
+
+
+def put_uv(folder: Path, *, code: int) -> None:
+    (folder / "bin").mkdir(exist_ok=True)
+    (folder / "bin" / "uv").write_text(FAKE_UV.format(asked=folder / "asked", code=code))
+    (folder / "bin" / "uv").chmod(0o755)
+
+
+@pytest.mark.parametrize(
+    ("installed", "version", "same"),
+    [
+        ("2.13.0", "2.13.0", True),
+        ("2.13.0+cpu", "2.13.0", True),
+        ("2.13.0+cpu", "2.13.0+cpu", True),
+        ("2.13.0+cpu", "2.13", True),
+        ("2.13.0+cpu", "2.13.0+cu130", False),
+        ("2.13.0+git12", "2.13.0", False),
+        ("2.13.0a0+git12", "2.13.0", False),
+        ("2.13.1", "2.13.0", False),
+        ("", "2.13.0", False),
+        ("2.13.0", "nightly", False),
+    ],
+)
+def test_which_version_is_a_release(installed: str, version: str, same: bool) -> None:
+    assert is_release(installed, version) is same
+
+
+def test_the_version_that_runs_needs_no_environment(tmp_path: Path) -> None:
+    version = installed_version("msgspec") or ""
+    found = Versions("msgspec", tmp_path / "versions").environment(version)
+    assert (found.name, found.python, found.folder) == (f"msgspec-{version}", Path(sys.executable), None)
+    assert not (tmp_path / "versions").exists()
+
+
+def test_torch_comes_with_its_libraries_and_nothing_else_changes(tmp_path: Path, asked: Path) -> None:
+    told: list[str] = []
+    source = Source(index_url="https://example.org/cpu")
+    made = Versions("torch", tmp_path / "versions", source=source, note=told.append).environment("2.99.0")
+    words = asked.read_text().split()
+    assert words[-3:] == ["--index-url", "https://example.org/cpu", "torch==2.99.0"] and "--no-deps" not in words
+    held = Path(words[words.index("--constraint") + 1]).read_text().splitlines()
+    assert f"msgspec=={installed_version('msgspec')}" in held
+    assert not any(line.startswith(("torch==", "triton==", "nvidia-")) for line in held)
+    assert told[0] == f"torch 2.99.0: installing it into {made.folder}, which is kept"
+    assert told[1:3] == ["  Downloading torch (888.1MiB)", "  Installed 3 packages in 2s"]
+    assert told[3].startswith("torch 2.99.0: ") and told[3].endswith(" s") and len(told) == 4
+
+
+def test_any_other_package_comes_alone(tmp_path: Path, asked: Path) -> None:
+    Versions("torchao", tmp_path / "versions").environment("0.99.0")
+    assert "--no-deps" in asked.read_text().split() and "--constraint" not in asked.read_text()
+
+
+def test_what_cannot_be_installed_leaves_nothing(tmp_path: Path, asked: Path) -> None:
+    put_uv(tmp_path, code=1)
+    versions = Versions("torch", tmp_path / "versions")
+    with pytest.raises(NotInstalled, match="no solution found"):
+        versions.environment("2.99.0")
+    assert asked.exists() and not (tmp_path / "versions" / "torch-2.99.0").exists()
+    put_uv(tmp_path, code=0)
+    assert versions.environment("2.99.0").python.exists()
+
+
+GOOD, BAD, MACHINE, OTHER = Verdict.PASSED, Verdict.NUMERIC, Verdict.INFRA, Verdict.CHANGED
+
+
+@pytest.mark.parametrize(
+    ("verdicts", "worst"),
+    [((GOOD, OTHER), 5), ((OTHER, MACHINE), 4), ((OTHER, BAD), 1), ((GOOD, GOOD), 0)],
+)
+def test_the_worst_run_decides_the_exit_code(verdicts: tuple[Verdict, Verdict], worst: int) -> None:
+    runs = {verdict.name + str(at): make_results(make_result("a", verdict)) for at, verdict in enumerate(verdicts)}
+    assert exit_code_of(runs) == worst

@@ -1,21 +1,53 @@
-"""The pipelines under ci/: valid for their system, and every command in them exists with its options."""
+"""What the project ships: the README's example, pipelines for CI, a patch of torch."""
 
 from __future__ import annotations
 
 import os
 import re
 import subprocess
+import tomllib
+import traceback
 from collections.abc import Iterator
 from pathlib import Path
 
 import click
+import jsonschema
 import pytest
 import yaml
 from click.testing import CliRunner, Result
 
+from harness.matrix.casefile import case_file_schema, parse_case_file
+from harness.matrix.caseid import case_id, id_words
+from harness.matrix.tier import select
+from harness.matrix.words import meaning_of
+from harness.running.injection import parse_injection
+from harness.worker.injection import InjectionError, inject
 from tests.commands import understood
 
 ROOT = Path(__file__).parents[2]
+README, CONCEPTS = (ROOT / "README.md").read_text(), (ROOT / "docs" / "concepts.md").read_text()
+TOML = re.findall(r"^```toml\n(.*?)^```", CONCEPTS, flags=re.MULTILINE | re.DOTALL)[0]
+
+
+def test_the_case_file_is_valid() -> None:
+    jsonschema.validate(tomllib.loads(TOML), case_file_schema())
+    file = parse_case_file(TOML, where="concepts.toml")
+    assert case_id(file.cases[0]) == "tp4-rowwise-ac.full-v2256-f32"
+    assert len(select(file, known=()).cases) > 4
+
+
+def test_the_words_of_the_id_are_explained_as_the_tool_does() -> None:
+    shown = dict(re.findall(r"^\| `([^`]+)` \| (.+) \|$", CONCEPTS, flags=re.MULTILINE))
+    assert all(shown[word] == meaning_of(word) for word in id_words("tp4-rowwise-ac.full-v2256-f32"))
+
+
+def test_the_commands_exist_with_these_options() -> None:
+    lines = re.findall(r"^(?:\$ )?fp8-harness ([^#\n]*)", README, flags=re.MULTILINE)
+    assert len(lines) > 5 and len(README.splitlines()) <= 90
+    for line in lines:
+        understood(f"fp8-harness {line}")
+
+
 SCHEMAS = {"github": "github-workflows", "gitlab": "gitlab-ci", "buildkite": "buildkite"}
 KUBERAY = ROOT / "ci/cluster/kuberay.yaml"
 BATCHES = sorted((ROOT / "ci/cluster").glob("*.sbatch"))
@@ -117,3 +149,24 @@ def test_scripts_of_pipelines_are_there_and_can_be_run() -> None:
 def test_failed_cases_are_left_to_the_gate_and_nothing_else(code: int, left: int) -> None:
     done = subprocess.run([ROOT / "ci/judged-later.sh", "sh", "-c", f"exit {code}"], timeout=10, check=False)
     assert done.returncode == left
+
+
+CODE = "# käse\nimport os\ndef apply():\n    os.environ['FP8_TEST_PATCH'] = __file__\ndef fails():\n    int('x')\n"
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "latin-1"])
+def test_the_file_is_not_needed_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, encoding: str) -> None:
+    file = tmp_path / "patch.py"
+    file.write_bytes(f"# coding: {encoding}\n{CODE}".encode(encoding))
+    applied, fails = (parse_injection(f"{file}:{name}") for name in ("apply", "fails"))
+    content = applied.content
+    file.unlink()
+    monkeypatch.setenv("FP8_TEST_PATCH", "")
+    inject(applied.patch)
+    assert os.environ["FP8_TEST_PATCH"] == str(file)
+    with pytest.raises(InjectionError, match=f"injection {file}:fails raised ValueError") as raised:
+        inject(fails.patch)
+    assert "int('x')" in "".join(traceback.format_exception(raised.value)), "tracebacks show lines of the source"
+    assert applied.content == content
+    file.write_text("def apply(): pass\n")
+    assert parse_injection(f"{file}:apply").content != content

@@ -1,4 +1,4 @@
-"""Shards: every case in exactly one, on every machine the same, and none with much more to do than the others."""
+"""Parts of a selection: what fits into a budget, and shards of equal cost."""
 
 from __future__ import annotations
 
@@ -12,14 +12,67 @@ from hypothesis import strategies as st
 from harness.errors import HarnessError
 from harness.evidence.costs import read_costs
 from harness.matrix.case import Case
+from harness.matrix.casefile import parse_case_file
 from harness.matrix.caseid import case_id
 from harness.matrix.cheap_cover import Price, Pricing
-from harness.matrix.parts import Shard, cases_of_shard, parse_shard, shards
+from harness.matrix.parts import Shard, cases_of_shard, parse_shard, shards, within_budget
+from harness.matrix.tier import Selection, select
 from harness.project import find_project
-from harness.running.selection import Query, select_cases
+from harness.running.cost import START_S, cases_within
+from harness.running.selection import NothingSelected, Query, select_cases, select_sources
 from tests.builders import make_case
 
 ROOT = Path(__file__).parents[2]
+FILE = parse_case_file(
+    """
+[select]
+strength = 2
+[[matrix]]
+name = "layouts"
+[matrix.axes]
+tp = [1, 2, 4]
+recipe = ["bf16", "tensorwise", "rowwise"]
+checkpointing = ["none", "full"]
+""",
+    where="small.toml",
+)
+SELECTION: Selection = select(FILE)
+
+
+def by_ranks(case: Case) -> Price:
+    return Price(own_s=float(case.world_size), shared_s={case.float8.recipe: 1.0})
+
+
+@given(st.floats(min_value=0, max_value=80))
+def test_everything_is_kept_or_named_and_the_budget_holds(budget_cpu_s: float) -> None:
+    found = within_budget(SELECTION.cases, [SELECTION], by_ranks, faults=(), budget_cpu_s=budget_cpu_s)
+    assert set(found.cases) | set(found.left_out) == set(SELECTION.cases)
+    assert not set(found.cases) & set(found.left_out)
+    shared = {name: cost_s for case in found.cases for name, cost_s in by_ranks(case).shared_s.items()}
+    assert found.cost_cpu_s == pytest.approx(sum(case.world_size for case in found.cases) + sum(shared.values()))
+    assert found.cost_cpu_s <= budget_cpu_s
+
+
+def test_the_first_case_covers_most_per_second() -> None:
+    found = within_budget(SELECTION.cases, [SELECTION], by_ranks, faults=(), budget_cpu_s=2)
+    assert [case.world_size for case in found.cases] == [1]
+
+
+def test_a_large_budget_keeps_everything_in_order() -> None:
+    found = within_budget(SELECTION.cases, [SELECTION], by_ranks, faults=(), budget_cpu_s=1e6)
+    assert found.cases == SELECTION.cases and not found.left_out
+
+
+def test_seconds_of_this_machine_choose_from_the_pr_tier() -> None:
+    project, query = find_project(ROOT), Query(sources=("pr",))
+    cases, selections = select_cases(project, query), select_sources(project, query)
+    minute, hour = (cases_within(project, cases, selections, seconds) for seconds in (60, 3600 * 10))
+    assert 0 < len(minute.cases) < len(cases)
+    assert not hour.left_out
+    with pytest.raises(NothingSelected, match="no case fits"):
+        cases_within(project, cases, selections, START_S)
+
+
 WITNESSES = st.dictionaries(st.sampled_from("abc"), st.floats(0, 50), max_size=2)
 PRICES = st.lists(st.builds(Price, own_s=st.floats(0.1, 100), shared_s=WITNESSES), min_size=1, max_size=12)
 
