@@ -10,7 +10,16 @@ import click
 
 from harness.cli.options import AT_LEAST_1, Command, compose_options
 from harness.errors import HarnessError
-from harness.matrix.axes import AXES, DECLARED, axis_type, axis_values, case_from_axes, choices, ignored_axes
+from harness.matrix.axes import (
+    AXES,
+    DECLARED,
+    axis_type,
+    axis_values,
+    case_from_axes,
+    choices,
+    ignored_axes,
+    shown_value,
+)
 from harness.matrix.case import Case
 from harness.matrix.caseid import case_id, parse_case_id
 from harness.matrix.layout import DP_AXES, REST, left_over, ranks_of
@@ -32,7 +41,7 @@ def _axis_option(name: str, *, defaults: bool) -> Callable[[Command], Command]:
     option, kind, meaning = f"--{name.replace('_', '-')}", axis_type(name), DECLARED[name].meaning
     if kind is tuple:
         return click.option(option, name, metavar="NAME", multiple=True, help=f"{meaning}. Repeatable.")
-    text = f"{meaning}. Default: {_word(axis_values(Case())[name])}." if defaults else f"{meaning}."
+    text = f"{meaning}. Default: {shown_value(axis_values(Case())[name])}." if defaults else f"{meaning}."
     if kind is bool:
         return click.option(f"{option}/--no-{option[2:]}", name, default=None, help=text)
     known = [str(each) for each in choices(name)]
@@ -90,8 +99,14 @@ def _configuration(command: Command, *, metavar: str, nargs: int) -> Command:
         if bool(ids) == (model is not None):
             what = f"there are both {', '.join(ids)} and --model {model}." if ids else "there is no case."
             raise HarnessError(what, fix="give CASE-ID, or --model NAME.")
-        found = [_of_case(name, tokens, axes) for name in ids] or [_of_model(model or "", tokens, axes)]
-        return command(cases=tuple(_placed(case, where, world, axes) for case, where in found), **given)
+        if ids and tokens is not None:
+            raise HarnessError("a case has its own.", where="--tokens", fix="give --global-batch and --seq-len.")
+        found = {name: case_from_axes({**axis_values(parse_case_id(name)), **axes}) for name in ids}
+        if model is not None:
+            from harness.performance.models import named_model, training
+
+            found[f"--model {model}"] = training(named_model(model), tokens=tokens, **axes)
+        return command(cases=tuple(_placed(case, where, world, axes) for where, case in found.items()), **given)
 
     return compose_options(
         click.argument("named", metavar=metavar, nargs=nargs, required=False),
@@ -106,18 +121,6 @@ def _configuration(command: Command, *, metavar: str, nargs: int) -> Command:
     )(with_cases)
 
 
-def _of_model(name: str, tokens: int | None, axes: dict[str, object]) -> tuple[Case, str]:
-    from harness.performance.models import named_model, training
-
-    return training(named_model(name), tokens=tokens, **axes), f"--model {name}"
-
-
-def _of_case(name: str, tokens: int | None, axes: dict[str, object]) -> tuple[Case, str]:
-    if tokens is not None:
-        raise HarnessError("a case has its own.", where="--tokens", fix="give --global-batch and --seq-len.")
-    return case_from_axes({**axis_values(parse_case_id(name)), **axes}), name
-
-
 def _placed(case: Case, where: str, world: int | None, axes: dict[str, object]) -> Case:
     """The case on another number of ranks, if any: each keeps its sequences where no global batch is given."""
     if world is not None:
@@ -130,10 +133,6 @@ def _placed(case: Case, where: str, world: int | None, axes: dict[str, object]) 
         case = case_from_axes(values)
     require_allowed(case, axes, where=where)
     return case
-
-
-def _word(value: object) -> str:
-    return "none" if value is None else str(value).lower()
 
 
 def _options(names: Collection[str]) -> str:

@@ -7,7 +7,7 @@ from typing import TypeVar
 
 import click
 
-from harness.cli.baseline_update import asked_cases, update_command
+from harness.cli.baseline_update import asked_cases, ended, update_command
 from harness.cli.options import (
     AT_LEAST_1,
     plan_parameter,
@@ -28,7 +28,6 @@ from harness.matrix.case import Case
 from harness.matrix.caseid import case_id
 from harness.plural import counted
 from harness.project import Project
-from harness.report.case import case_section
 from harness.report.evidence import golden_section, review_sections
 from harness.report.sections import Entry, Facts, Section, Table
 from harness.running.case_judge import known_here, prepare_judge
@@ -87,12 +86,12 @@ def list_command(project: Project) -> None:
 @project_parameter
 def show_command(*, family: str | None, hardware_name: str, against: str | None, project: Project) -> None:
     """Show one golden with its provenance, or how the goldens differ from others."""
-    if (family is None) == (against is None):
-        raise click.UsageError("give a FAMILY, or --against REV|ROOT.")
-    if against is not None:
+    if against is not None and family is None:
         _show_changes(project, against)
-    elif family is not None:
+    elif family is not None and against is None:
         _show_golden(project, hardware_name, family)
+    else:
+        raise click.UsageError("give a FAMILY, or --against REV|ROOT.")
 
 
 def _show_golden(project: Project, hardware: str, family: str) -> None:
@@ -229,7 +228,8 @@ def tolerance_command(  # noqa: PLR0913  one parameter per option
         return _measure(project, query, plan_for, seeds if references == "fresh" else None, layouts)
     if query != Query():
         raise click.UsageError("cases are for --measure.")
-    print_sections(_noise_section(check, read_evidence(project.root, check).samples, margin) for check in CHECKS)
+    for check in CHECKS:
+        print_sections([_noise_section(check, read_evidence(project.root, check).samples, margin)])
     return ExitCode.GOOD
 
 
@@ -254,11 +254,9 @@ def _measure(
         cases = over_seeds(cases, seeds)
     with open_progress() as progress:
         done = measure(project, cases, plan, progress, command=typed_command(), fresh=seeds is not None)
-    for result in done.failed:
-        click.echo()
-        print_sections([case_section(result)])
+    code = ended(done.failed, interrupted=done.interrupted)
     if done.interrupted:
-        return ExitCode.INTERRUPTED  # a partial measurement must not replace a complete one
+        return code  # a partial measurement must not replace a complete one
     if not done.new_samples:
         raise NothingSelected("no run passed, so there are no samples.", where="baseline tolerance")
     for check, evidence in done.evidence.items():
@@ -266,7 +264,7 @@ def _measure(
         print_sections([_noise_section(f"{check}: {write_evidence(project.root, evidence, check)}", evidence.samples)])
     samples, failed = counted(done.new_samples, "new sample"), counted(len(done.failed), "run")
     click.echo(f"\n{samples} ({environment()}), {failed} failed")
-    return ExitCode.FAILED if done.failed else ExitCode.GOOD
+    return code
 
 
 def _noise_section(title: str, samples: tuple[Sample, ...], margin: float | None = None) -> Section:

@@ -12,7 +12,7 @@ from harness.checks.loss_vs_golden import check_loss_vs_golden
 from harness.cli.options import allow_dirty_option, plan_parameter, project_parameter, query_parameter, typed_command
 from harness.cli.output import print_sections
 from harness.errors import HarnessError
-from harness.evidence.golden import GoldenChange, list_goldens, replaced, write_golden
+from harness.evidence.golden import list_goldens, replaced, write_golden
 from harness.evidence.signature import compare_signatures, list_signatures, needs_signature, write_signature
 from harness.evidence.tree import changed_files
 from harness.hints import LIST_BASELINES
@@ -97,8 +97,10 @@ def update_command(  # noqa: PLR0913  one parameter per option
         click.echo()
         print_sections([golden_section(change, project.root)])
         if not dry_run:
-            click.echo(f"  {_store(project, change, only_changed=only_failing)}")
-    code = _ended(made.failed, interrupted=made.interrupted)
+            kept = only_failing and change.kind == "unchanged"
+            done = "kept: this golden is not why a loss is off" if kept else None
+            click.echo(f"  {done or f'stored in {write_golden(project.root, change.new)}'}")
+    code = ended(made.failed, interrupted=made.interrupted)
     review = review_sections(changes, project.root)
     if review and not dry_run:
         click.echo("\nFor the message of the commit:\n")
@@ -128,13 +130,14 @@ def _update_signatures(
         _show_change(change)
         if not dry_run:
             click.echo(f"  stored in {write_signature(project.root, change.new)}")
-    code = _ended(made.failed, interrupted=made.interrupted)
+    code = ended(made.failed, interrupted=made.interrupted)
     failed = counted(len(made.failed), "case")
     click.echo(f"\n{counted(len(made.changes), 'signature')} {_stored_or_not(dry_run=dry_run)}, {failed} failed")
     return code
 
 
-def _ended(failed: Sequence[CaseResult], *, interrupted: bool) -> ExitCode:
+def ended(failed: Sequence[CaseResult], *, interrupted: bool) -> ExitCode:
+    """Print what failed. Returns the exit code."""
     for result in failed:
         click.echo()
         print_sections([case_section(result)])
@@ -143,12 +146,6 @@ def _ended(failed: Sequence[CaseResult], *, interrupted: bool) -> ExitCode:
 
 def _stored_or_not(*, dry_run: bool) -> str:
     return "not stored (--dry-run)" if dry_run else "stored"
-
-
-def _store(project: Project, change: GoldenChange, *, only_changed: bool) -> str:
-    if only_changed and change.kind == "unchanged":
-        return "kept: this golden is not why a loss is off"
-    return f"stored in {write_golden(project.root, change.new)}"
 
 
 def _show_change(change: SignatureChange) -> None:

@@ -182,13 +182,13 @@ def tier_command(*, name: str | None, rounds: int, fitted: Path | None, project:
 
     With --fit: fit the costs of cases to the CPU seconds of a run that made all of its witnesses, and store them.
     """
-    if (name is None) == (fitted is None):
-        raise click.UsageError("give a TIER, or --fit RESULT.json.")
     project.check_writable()
-    if fitted is not None:
+    if fitted is not None and name is None:
         _fit_costs(project, fitted)
-    elif name is not None:
+    elif name is not None and fitted is None:
         _choose(project, name, rounds)
+    else:
+        raise click.UsageError("give a TIER, or --fit RESULT.json.")
 
 
 def _choose(project: Project, name: str, rounds: int) -> None:

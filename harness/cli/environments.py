@@ -59,6 +59,8 @@ def open_versions(
 
 def versions_of(project: Project, text: str, versions_for: Callable[..., Versions]) -> list[NamedEnvironment]:
     """The environments of `--versions PACKAGE=V1,V2`: given by `--env`, the one that runs, or made and kept."""
+    from harness.running.versions import NotInstalled
+
     package, _, listed = text.partition("=")
     names = [name.strip() for name in listed.split(",") if name.strip()]
     if not package or len(set(names)) < 2:
@@ -68,26 +70,29 @@ def versions_of(project: Project, text: str, versions_for: Callable[..., Version
     for name in versions.given:
         if name not in names:
             raise HarnessError(f"--versions {text} has no {name}.", where="--env", fix="name one of its versions.")
-    return [_with_version(versions, name) for name in names]
-
-
-def _with_version(versions: Versions, version: str) -> NamedEnvironment:
-    from harness.running.versions import NotInstalled
-
-    try:
-        return versions.environment(version)
-    except (NotInstalled, subprocess.TimeoutExpired) as error:
-        what = f"{versions.package} {version} cannot be installed: {error}."
-        fix = "check the version and the index, or give an environment that has it by --env."
-        raise HarnessError(what, where="--versions", fix=fix) from error
+    found = []
+    for name in names:
+        try:
+            found.append(versions.environment(name))
+        except (NotInstalled, subprocess.TimeoutExpired) as error:
+            fix = "check the version and the index, or give an environment that has it by --env."
+            raise HarnessError(
+                f"{package} {name} cannot be installed: {error}.", where="--versions", fix=fix
+            ) from error
+    return found
 
 
 def given_environments(given: Sequence[str]) -> dict[str, Path]:
     """The virtual environments of `--env NAME=PATH` by name."""
-    named = [_named(text) for text in given]
-    if len({name for name, _ in named}) < len(named):
-        raise HarnessError("two environments have one name.", where="--env", fix="give each a name of its own.")
-    return dict(named)
+    named: dict[str, Path] = {}
+    for text in given:
+        name, _, path = text.partition("=")
+        if not _NAME.fullmatch(name) or not path:
+            raise HarnessError("this is not NAME=PATH.", where=f"--env {text}", fix="write --env new=path/to/venv.")
+        if name in named:
+            raise HarnessError("two environments have one name.", where="--env", fix="give each a name of its own.")
+        named[name] = Path(path)
+    return named
 
 
 def run_in_each(
@@ -143,10 +148,3 @@ def refuse_with_env(given: Mapping[str, object]) -> None:
         if value:
             fix = "leave it out: each run is stored under the name of its environment."
             raise HarnessError("it is of one run, and --env makes several.", where=name, fix=fix)
-
-
-def _named(text: str) -> tuple[str, Path]:
-    name, _, path = text.partition("=")
-    if not _NAME.fullmatch(name) or not path:
-        raise HarnessError("this is not NAME=PATH.", where=f"--env {text}", fix="write --env new=path/to/venv.")
-    return name, Path(path)

@@ -18,7 +18,7 @@ from harness.evidence.sealed import Damaged, Missing
 from harness.expect.fusion import executed_scaled_mm_calls, fusion_candidates
 from harness.hints import VERIFY_FORMULAS
 from harness.internals import Part, State, read_parts, with_needed
-from harness.matrix.axes import axis_type, axis_values, case_from_axes, known_axis
+from harness.matrix.axes import axis_type, axis_values, case_from_axes, known_axis, shown_value
 from harness.matrix.case import Case
 from harness.matrix.caseid import case_id, family_id, id_words, reference_case
 from harness.matrix.known import matching
@@ -119,9 +119,7 @@ def _words_sections() -> Iterator[Block]:
 def _case_sections(project: Project, case: Case) -> Iterator[Block]:
     name, default = case_id(case), axis_values(Case())
     yield Section(title=name, blocks=(Facts(tuple((word, meaning_of(word)) for word in id_words(name))),))
-    axes = (
-        (axis, _text(value) + ("" if value == default[axis] else "  *")) for axis, value in axis_values(case).items()
-    )
+    axes = ((axis, shown_value(value) + "  *" * (value != default[axis])) for axis, value in axis_values(case).items())
     yield Section(title="axes", blocks=(Facts(tuple(axes)),))
     facts = {
         "world size": str(case.world_size),
@@ -222,32 +220,15 @@ def _parse(words: Sequence[str]) -> dict[str, object]:
     values: dict[str, object] = {}
     for word in words:
         name, _, text = word.partition("=")
-        values[known_axis(name)] = _value(known_axis(name), text)
+        kind = axis_type(known_axis(name))
+        try:
+            values[name] = (
+                tuple(filter(None, text.split("+"))) if kind is tuple else msgspec.convert(text, kind, strict=False)
+            )
+        except msgspec.ValidationError as error:
+            raise HarnessError(f"'{text}' is no value of {name}: {error}.", where=word) from error
     case_from_axes(values)  # rejects values that no case can have
     return values
-
-
-def _value(name: str, text: str) -> object:
-    kind = axis_type(name)
-    if kind is bool and text in ("true", "false"):
-        return text == "true"
-    if kind is tuple:
-        return tuple(part for part in text.split("+") if part)
-    try:
-        return int(text) if kind is int else float(text) if kind is float else text
-    except ValueError:
-        expected = "an integer" if kind is int else "a number"
-        raise HarnessError(
-            f"'{text}' is not {expected}.", where=f"{name}={text}", fix=f"write {name}=NUMBER."
-        ) from None
-
-
-def _text(value: object) -> str:
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, tuple):
-        return "+".join(map(str, value)) or "-"
-    return "-" if value is None else str(value)
 
 
 def _internals_sections(state: State) -> Iterator[Block]:

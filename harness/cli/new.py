@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import datetime
 import os
-import shlex
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ from harness.cli.axes import axis_options, checked_case, given_axes
 from harness.cli.options import AT_LEAST_1, FILE
 from harness.durable import write_whole
 from harness.errors import HarnessError
-from harness.hints import explain_case
+from harness.hints import explain_case, run_cases
 from harness.jsonform import compact
 from harness.matrix.case import Case
 from harness.matrix.casefile import FILE_NAME, case_file_schema, write_case
@@ -91,14 +90,9 @@ def write_new_case(file: Path, case: Case, *, force: bool) -> str:
         raise HarnessError("there is no file to write to.", where=str(file), fix="give FILE.toml.")
     if file.exists() and not force:
         raise HarnessError("this file exists.", where=str(file), fix="name another one, or give --force.")
-    command = shlex.join(["fp8-harness", "run", str(file)])
-    write_whole(file, write_case(case, schema=_schema_of(file), command=command).encode())
-    return command
-
-
-def _schema_of(file: Path) -> str:
-    """Where an editor finds the schema: relative to a file of this checkout, by its place on this machine elsewhere."""
+    command = run_cases(str(file))
+    # Where an editor finds the schema: relative to a file of this checkout, by its place on this machine elsewhere.
     folder, checkout = file.resolve().parent, _SCHEMA.parents[2]
-    if folder.is_relative_to(checkout):
-        return os.path.relpath(_SCHEMA, folder)
-    return _SCHEMA.as_uri()
+    schema = os.path.relpath(_SCHEMA, folder) if folder.is_relative_to(checkout) else _SCHEMA.as_uri()
+    write_whole(file, write_case(case, schema=schema, command=command).encode())
+    return command

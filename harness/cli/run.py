@@ -67,7 +67,9 @@ def run_command(*, query: Query, plan_for: Callable[..., Plan], **rest: Any) -> 
         return _in_environments(asked)
     project = find_project(asked.root)
     query = msgspec.structs.replace(query, budget_s=asked.budget_s, shard=shard)
-    given = _given_options()
+    context = click.get_current_context()  # whose options that change what ranks do are repeated, without defaults
+    names = [name for name in RunOptions.__struct_fields__ if context.get_parameter_source(name) in _BY_USER]
+    given = RunOptions(**{name: context.params[name] for name in names})
     stopped = _stopped(project, query, given, alone=not (asked.last_failed or asked.name)) if asked.resume else None
     if stopped is not None:
         given = stopped.start.options
@@ -87,8 +89,9 @@ def _run_and_report(project: Project, query: Query, plan: Plan, stopped: Stored 
     ]
     outputs = [(path, render) for path, render in renders if path]
     with open_progress(quiet=asked.quiet, verbose=asked.verbose) as progress:
-        outcome = resume_run(project, stopped, plan, progress) if stopped else run(project, query, plan, progress)
-    result, stored = outcome
+        result, stored = (
+            resume_run(project, stopped, plan, progress) if stopped else run(project, query, plan, progress)
+        )
     text_file = sys.stderr if any(path == _STDOUT for path, _ in outputs) else sys.stdout
     rerun = (resume_command if result.end.interrupted else rerun_command)(root=asked.root)
     with workflow_commands_off(text_file, on=asked.github):
@@ -111,13 +114,6 @@ def _in_environments(asked: CommandOptions) -> int:
     refuse_with_env({option_named(name).flag: getattr(asked, name) for name in _OF_ONE_RUN})
     words = given_words(click.get_current_context().params.keys() - {"environments"})
     return run_in_environments(find_project(asked.root), asked.environments, words)
-
-
-def _given_options() -> RunOptions:
-    """The options of this command that change what ranks do, without defaults."""
-    context = click.get_current_context()
-    names = [name for name in RunOptions.__struct_fields__ if context.get_parameter_source(name) in _BY_USER]
-    return RunOptions(**{name: context.params[name] for name in names})
 
 
 def _stopped(project: Project, asked: Query, given: RunOptions, *, alone: bool) -> Stored:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 from pathlib import Path
 
@@ -15,7 +16,6 @@ from harness.plural import counted
 from harness.project import Project
 from harness.report.run import totals_words
 from harness.report.runs import run_document, runs_sections
-from harness.result import RunResult
 from harness.running.merging import environment_differences, merged
 from harness.running.stored import import_results, remove_run, results_of, runs_of, shards_of, stored_run
 from harness.store import run_lines
@@ -56,16 +56,12 @@ def list_command(*, json_file: Path | None, project: Project) -> None:
         return
     print_sections(runs_sections(found))
     for name, folder in (("runs", project.runs), ("witnesses", project.witness_folder())):
-        sizes = [_size(path) for path in folder.rglob("*") if path.is_file()] if folder.is_dir() else []
+        sizes = []
+        for path in folder.rglob("*"):
+            with contextlib.suppress(OSError):  # removed by another run meanwhile
+                sizes += [path.stat().st_size] if path.is_file() else []
         count = len(sizes) if name == "witnesses" else len(project.stored_runs())
         click.echo(f"{name:<9} {count:>6} {sum(sizes) / 1e6:>9.1f} MB  {folder}", err=True)
-
-
-def _size(path: Path) -> int:
-    try:
-        return path.stat().st_size
-    except OSError:  # removed by another run meanwhile
-        return 0
 
 
 @runs.command("merge", epilog=_MERGE_EPILOG)
@@ -100,14 +96,10 @@ def import_command(*, files: tuple[str, ...], project: Project, name: str) -> No
     for file in files:
         run = results_of(project, file)
         start = replace(run.start, name=name or run.start.name)
-        is_new = import_results(project, replace(run, start=start))
-        done = "imported" if is_new else f"is there already as {_name(project, run)}"
+        alike = (each.names[0] for each in runs_of(project) if each.start.started == run.start.started)
+        there = f"is there already as {next(alike, 'another run')}"
+        done = "imported" if import_results(project, replace(run, start=start)) else there
         click.echo(f"{file}: {done}: {counted(len(run.results), 'case')}, started {start.started or 'unknown'}")
-
-
-def _name(project: Project, run: RunResult) -> str:
-    alike = (each.names[0] for each in runs_of(project) if each.start.started == run.start.started)
-    return next(alike, "another run")
 
 
 @runs.command("remove", epilog=_REMOVE_EPILOG)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import secrets
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
@@ -40,7 +41,6 @@ Examples:
 """
 
 _HISTORY_RUNS = 20  # that a page tells of, at most
-_SUMMARY_VARIABLE = "GITHUB_STEP_SUMMARY"  # the file that GitHub makes the summary of
 
 
 @click.command("show", epilog=_EPILOG)
@@ -74,9 +74,8 @@ def show_command(  # noqa: PLR0913  one parameter an option
     schema: bool,
     root: str | None,
 ) -> None:
-    """Show a run or one of its cases, or write reports.
+    """Show a run or one of its cases, or write reports; the last run by default.
 
-    The last run by default.
     RUN is its name or folder. CASE is an id, or a part of one that no other case of the run has: what is wrong with it,
     its curves and numbers, what judged it, and how to run it again.
     """
@@ -88,27 +87,21 @@ def show_command(  # noqa: PLR0913  one parameter an option
     project = find_project(root)
     run, case = _named(project, words)
     result = results_of(project, run)
-
-    def html() -> bytes:
-        return page_of(project, result, mutations=mutations, conformance=conformance)
-
-    outputs: tuple[tuple[Path | None, Callable[[], bytes]], ...] = (
-        (html_file, html),
-        (json_file, lambda: run_lines(result)),
-        (junit_file, lambda: junit_report(result)),
-        (markdown_file, lambda: run_markdown(result).encode()),
-    )
+    writes = any((html_file, json_file, junit_file, markdown_file))
     if case is not None:
-        if any(path for path, _ in outputs):
+        if writes:
             raise click.UsageError(f"reports are of a whole run: leave out {case}.")
         print_sections(shown_case(_case_of(result, case)))
         return
     if github:
         report_to_github(result, sys.stdout)
-    elif not any(path for path, _ in outputs):
+    elif not writes:
         print_sections(run_sections(result, rerun=rerun_failed(root=root)))
-    for path, render in outputs:
-        options.write_output(path, render)
+    page = functools.partial(page_of, project, result, mutations=mutations, conformance=conformance)
+    options.write_output(html_file, page)
+    options.write_output(json_file, lambda: run_lines(result))
+    options.write_output(junit_file, lambda: junit_report(result))
+    options.write_output(markdown_file, lambda: run_markdown(result).encode())
 
 
 def _named(project: Project, words: tuple[str, ...]) -> tuple[str, str | None]:
@@ -192,7 +185,7 @@ def workflow_commands_off(file: TextIO, *, on: bool) -> Iterator[None]:
 def report_to_github(result: RunResult, file: TextIO) -> None:
     """Print the annotations, and append to the summary where GitHub wants one."""
     click.echo(annotation_lines(result), nl=False, file=file)
-    path = os.environ.get(_SUMMARY_VARIABLE)
+    path = os.environ.get("GITHUB_STEP_SUMMARY")
     if not path:
         return
     try:

@@ -211,4 +211,4 @@ def _invalid_value(name: str, value: object, what: str) -> HarnessError:
 
 
 def _format_value(value: object) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
+    return str(value).lower() if value is None or isinstance(value, bool) else str(value)

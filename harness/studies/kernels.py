@@ -206,6 +206,11 @@ def run_checks(
     injections: Sequence[Patch] = (),
 ) -> list[KernelConclusion]:
     """Run and judge all checks, in order. Raises RanksFailed when the rank fails outside of any check."""
+
+    def judge(pending: Sequence[KernelCheck], outcome: JobOutcome) -> list[KernelConclusion]:
+        found = msgspec.msgpack.decode(outcome.ranks[0].payload or b"", type=list[KernelObservation])
+        return [conclude(check, seen, accumulator) for check, seen in zip(pending, found, strict=True)]
+
     return run_surviving(
         cluster,
         checks,
@@ -215,14 +220,8 @@ def run_checks(
             payload=msgspec.msgpack.encode(KernelBatch(checks=pending, device=device, injections=tuple(injections))),
             deadline_s=_BASE_DEADLINE_S + _DEADLINE_PER_CHECK_S * len(pending),
         ),
-        judge=lambda pending, outcome: [
-            conclude(check, seen, accumulator) for check, seen in zip(pending, _observations(outcome), strict=True)
-        ],
+        judge=judge,
         conclude_lost=conclude_lost,
         where="evidence kernel",
         fix="check the driver and the memory of this machine.",
     )
-
-
-def _observations(outcome: JobOutcome) -> list[KernelObservation]:
-    return msgspec.msgpack.Decoder(list[KernelObservation]).decode(outcome.ranks[0].payload or b"")

@@ -101,7 +101,7 @@ def ask_torch() -> TorchFacts:
         raise HarnessError(
             f"torch cannot be asked about devices: {outcome.message}", fix='see why `python -c "import torch"` fails.'
         )
-    return msgspec.msgpack.Decoder(TorchFacts).decode(outcome.ranks[0].payload or b"")
+    return msgspec.msgpack.decode(outcome.ranks[0].payload or b"", type=TorchFacts)
 
 
 def obstacle(level: Level, facts: TorchFacts, visible: int) -> HarnessError | None:
@@ -118,23 +118,18 @@ def _obstacles(level: Level, facts: TorchFacts, visible: int) -> Iterator[Harnes
         what = f"torch {facts.torch} for CUDA {facts.cuda} shows no device: {facts.error or 'it counts none'}."
         fix = "compare the version of CUDA with that of the driver, which nvidia-smi shows, and CUDA_VISIBLE_DEVICES."
         yield HarnessError(what, where=where, fix=fix)
-    least = LEAST_DEVICES[level]
-    if min(len(facts.devices), visible) < least:
-        there = min(len(facts.devices), visible)
+    least, there = LEAST_DEVICES[level], min(len(facts.devices), visible)
+    if there < least:
         fix = "make more visible by CUDA_VISIBLE_DEVICES, or run the levels that need fewer."
         yield HarnessError(f"it needs {counted(least, 'GPU')}, and {there} can be used.", where=where, fix=fix)
     old = [each for each in facts.devices if each.capability < FLOAT8_FROM]
     if old and level != "proof":
-        named = ", ".join(f"GPU {each.index} ({each.name}, {_dotted(each.capability)})" for each in old)
-        what = f"float8 matmuls need compute capability {_dotted(FLOAT8_FROM)}; too old: {named}."
+        named = ", ".join("GPU {} ({}, {}.{})".format(each.index, each.name, *each.capability) for each in old)
+        what = "float8 matmuls need compute capability {}.{}; too old: {}.".format(*FLOAT8_FROM, named)
         fix = "leave these out of CUDA_VISIBLE_DEVICES; `dev evidence proof` multiplies exactly, on older ones too."
         yield HarnessError(what, where=where, fix=fix)
     if level != "kernel" and not facts.nccl:
         yield HarnessError(f"torch {facts.torch} was built without NCCL.", where=where, fix="install a build with it.")
-
-
-def _dotted(capability: tuple[int, int]) -> str:
-    return f"{capability[0]}.{capability[1]}"
 
 
 def memory_words(facts: TorchFacts) -> tuple[str, ...]:
@@ -165,7 +160,8 @@ def collect(level: Level, work: Work, query: Query) -> LevelReport:
     work = work._replace(plan=msgspec.structs.replace(work.plan, arithmetic=ARITHMETIC[level]))
     plan, facts = work.plan, work.facts
     cases, left_out = chosen_cases(level, work.project, query, plan)
-    uncertain = () if facts is None else doubts(facts, _held(work))
+    devices, held = cuda_devices(work.slots), work.leases.held_slots()  # by other jobs of the harness
+    uncertain = () if facts is None else doubts(facts, [devices[slot].uuid for slot in held])
     for note in (*uncertain, *left_out):
         work.progress.note(f"{note}.")
     found = {
@@ -213,12 +209,6 @@ def chosen_cases(level: Level, project: Project, query: Query, plan: Plan) -> tu
     return tuple(cases), tuple(f"{counted(count, 'case')} left out that {why}" for count, why in left if count)
 
 
-def _held(work: Work) -> tuple[str, ...]:
-    """Names of the devices that other jobs of the harness lease now."""
-    devices = cuda_devices(work.slots)
-    return tuple(devices[slot].uuid for slot in work.leases.held_slots())
-
-
 def kernel_level(work: Work) -> Found:
     """What this level finds on a device that is free. Raises RanksFailed where the rank fails outside of any check."""
     facts, plan = work.facts, work.plan
@@ -238,7 +228,7 @@ def _kernel_item(found: kernels.KernelConclusion) -> LevelItem:
         name=found.check.id,
         verdict="passed" if found.good else "failed",
         good=found.good,
-        numbers={name: value for name, value in compared.items() if math.isfinite(value)},
+        numbers=_finite(compared),
         says=tuple(map(str, found.problems)),
     )
 
@@ -247,7 +237,9 @@ def proof_level(work: Work, cases: Sequence[Case]) -> Found:
     """What this level finds: the clean cases, and each fault in a case of the catalogue that fits on these devices."""
     slots, faults = work.slots, work.faults or default_faults(work.plan.device)
     of_catalogue = hosts_among(work.project, faults, Query(), at_most=_ALL)
-    hosts = {name: _host(found, slots) for name, found in of_catalogue.items()}
+    fitting = {name: [case for case in found if case.world_size <= slots] for name, found in of_catalogue.items()}
+    # The first that fits, one with several ranks before one with a single rank.
+    hosts = {name: sorted(found, key=lambda case: case.world_size == 1)[:1] for name, found in fitting.items()}
     plantable = [fault for fault in faults if hosts[fault.name]]
     matrix = run_mutations(work.project, plantable, hosts, work.plan, work.progress, others=cases)
     if matrix.interrupted:
@@ -255,12 +247,6 @@ def proof_level(work: Work, cases: Sequence[Case]) -> Found:
     left = [fault.name for fault in faults if not hosts[fault.name]]
     more = f"{counted(len(left), 'fault')} left out, whose cases need more than {counted(slots, 'device')}"
     return Found(items_of(matrix), (f"{more}: {', '.join(left)}",) if left else ())
-
-
-def _host(of_catalogue: Sequence[Case], slots: int) -> list[Case]:
-    """The first case that fits, one with several ranks before one with a single rank; empty if none fits."""
-    fitting = [case for case in of_catalogue if case.world_size <= slots]
-    return sorted(fitting, key=lambda case: case.world_size == 1)[:1]
 
 
 def default_faults(device: str) -> tuple[Fault, ...]:
@@ -278,15 +264,17 @@ def items_of(matrix: MutationMatrix) -> tuple[LevelItem, ...]:
 
 
 def _clean(trial: Trial) -> LevelItem:
-    says = (trial.message,) if trial.message and not trial.verdict.good else ()
-    measured = trial.parity is not None and math.isfinite(trial.parity)
     return LevelItem(
         name=trial.case_id,
         verdict=trial.verdict.value,
         good=trial.verdict.good,
-        numbers={"parity": trial.parity or 0.0} if measured else {},
-        says=says,
+        numbers=_finite({"parity": trial.parity}),
+        says=(trial.message,) if trial.message and not trial.verdict.good else (),
     )
+
+
+def _finite(numbers: Mapping[str, float | None]) -> dict[str, float]:
+    return {name: value for name, value in numbers.items() if value is not None and math.isfinite(value)}
 
 
 def _planted(trial: Trial) -> LevelItem:
@@ -300,9 +288,10 @@ def _planted(trial: Trial) -> LevelItem:
 def native_level(work: Work, cases: Sequence[Case]) -> Found:
     """What this level finds. Stores goldens, before the cases are judged by them, and the noise of this class."""
     made = _missing_goldens(work, cases)
-    judged = _judged(work, cases)
+    judged, _ = run(work.project, Query(sources=tuple(map(case_id, cases))), work.plan, work.progress)
+    _unless(judged.end.interrupted)
     measured = _noise(work, cases)
-    items = (*made, *map(_case_item, judged), *measured.items, *_bits(work, cases, judged))
+    items = (*made, *map(_case_item, judged.results), *measured.items, *_bits(work, cases, judged.results))
     return Found(items, measured.notes)
 
 
@@ -320,14 +309,6 @@ def _missing_goldens(work: Work, cases: Sequence[Case]) -> tuple[LevelItem, ...]
     return (*good, *(_case_item(each, prefix="golden of ") for each in made.failed))
 
 
-def _judged(work: Work, cases: Sequence[Case]) -> tuple[CaseResult, ...]:
-    """Every case, judged by every check. The run is stored like any other."""
-    query = Query(sources=tuple(map(case_id, cases)))
-    result, _ = run(work.project, query, work.plan, work.progress)
-    _unless(result.end.interrupted)
-    return result.results
-
-
 def _noise(work: Work, cases: Sequence[Case]) -> Found:
     """The distances to BF16 over seeds, of up to two layouts of every kind of case that has no recorded fault."""
     chosen = noise.over_seeds(noise.measured_cases(cases, layouts=2, known=known_here(work.project)), work.seeds)
@@ -337,16 +318,12 @@ def _noise(work: Work, cases: Sequence[Case]) -> Found:
     _unless(done.interrupted)
     names, items = set(map(case_id, chosen)), []
     for check, evidence in done.evidence.items():
-        new = _only(evidence, names)
+        here = noise.environment()  # samples of other machines stay where they are
+        samples = [each for each in evidence.samples if each.case_id in names and each.environment == here]
+        new = msgspec.structs.replace(evidence, samples=tuple(samples))
         write_evidence(work.project.root, new, check, work.plan.hardware[0])
         items += _noise_items(check, new)
     return Found((*items, *(_case_item(each, prefix="noise of ") for each in done.failed)))
-
-
-def _only(evidence: Evidence, names: set[str]) -> Evidence:
-    """The new samples: those of other machines stay where they are."""
-    samples = (each for each in evidence.samples if each.case_id in names and each.environment == noise.environment())
-    return msgspec.structs.replace(evidence, samples=tuple(samples))
 
 
 def _noise_items(check: str, evidence: Evidence) -> list[LevelItem]:
@@ -399,18 +376,13 @@ def _same(name: str, one: Sequence[object], other: Sequence[object], *, must: bo
 
 
 def _case_item(result: CaseResult, prefix: str = "") -> LevelItem:
-    found = result.measured
-    numbers = {
-        "loss_distance": found.loss_distance if found else None,
-        "parity": found.parity if found else None,
-        "local_parity": found.local_parity if found else None,
-    }
+    numbers = {name: getattr(result.measured, name, None) for name in ("loss_distance", "parity", "local_parity")}
     unjudged = [f"not judged: {each.check}: {each.reason}" for each in result.not_judged]
     return LevelItem(
         name=f"{prefix}{result.case_id}",
         verdict=result.verdict.value,
         good=result.verdict.good or result.excused,
-        numbers={name: value for name, value in numbers.items() if value is not None and abs(value) < float("inf")},
+        numbers=_finite(numbers),
         says=(*(finding.message for finding in result.findings), *unjudged),
     )
 

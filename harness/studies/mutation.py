@@ -14,7 +14,7 @@ import hashlib
 import math
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 
 import msgspec
 
@@ -233,7 +233,10 @@ class _TrialWork:
         self._executor = executor
         self._progress = progress
         self._judge = prepare_judge(project, cases, plan)
-        self._goldens = {case_id(case): _golden(project, case, plan) for case in cases}
+        self._goldens: dict[str, Golden] = {}
+        for case in cases:
+            with suppress(Missing):
+                self._goldens[case_id(case)] = find_golden(project.root, plan.hardware, family_id(case))
         self._cache = open_witnesses(project, plan, executor, progress.note)
 
     def run(self, planting: _Planting) -> _PlantingResult | None:
@@ -246,7 +249,7 @@ class _TrialWork:
             reached[bool(judged.fixes)] = fault_effect(judged.run)
             if judged.run.complete:
                 solo = finished(judged.cache.solo(judged.case))
-                baseline = baseline_detection(judged.run, self._goldens[case_id(judged.case)], solo)
+                baseline = baseline_detection(judged.run, self._goldens.get(case_id(judged.case)), solo)
             return judged.judgement
 
         judge = Reviewed(self._judge, review)
@@ -300,13 +303,6 @@ def _worst_sqnr(run: Run, solo: Run) -> float | None:
         return None
     worst = max(map(nan_as_inf, distances))
     return math.inf if worst == 0 else -20 * math.log10(worst)
-
-
-def _golden(project: Project, case: Case, plan: Plan) -> Golden | None:
-    try:
-        return find_golden(project.root, plan.hardware, family_id(case))
-    except Missing:
-        return None
 
 
 def _checks(result: CaseResult) -> frozenset[str]:

@@ -93,7 +93,8 @@ def measure(
     wanted = {case_id(case) for case in cases}
     distances: dict[str, tuple[float, ...]] = {}
     judge = Reviewed(SanityJudge(), lambda judged: _keep_distances(judged, wanted, distances))
-    result = run_cases(project, _unique([*references, *cases]), plan, judge, progress)
+    unique = tuple({case_id(case): case for case in (*references, *cases)}.values())
+    result = run_cases(project, unique, plan, judge, progress)
     traces = {
         each.case_id: each.run.traces[0]
         for each in result.results
@@ -149,10 +150,6 @@ def _spread(cases: list[Case], count: int) -> list[Case]:
         return ordered
     last = len(ordered) - 1
     return [ordered[round(index * last / max(1, count - 1))] for index in range(count)]
-
-
-def _unique(cases: Iterable[Case]) -> tuple[Case, ...]:
-    return tuple({case_id(case): case for case in cases}.values())
 
 
 def _reference_losses(

@@ -49,7 +49,7 @@ from harness.running.stored import read_results
 from harness.running.witnesses import WitnessCache
 from harness.timestamp import timestamp
 from harness.trace import Run
-from harness.verdict import Finding, Verdict
+from harness.verdict import Verdict
 from harness.workflow import check_fits, run_cases
 
 _SANITY = (check_finite, check_fp8_on, check_alignment, check_matmuls)
@@ -186,7 +186,9 @@ class Verification(msgspec.Struct, frozen=True, kw_only=True):
 def verification(run: RunResult) -> Verification:
     contradicted = {
         formula: tuple(
-            result.case_id for result in run.results if any(each.formula == formula for each in _unexplained(result))
+            result.case_id
+            for result in run.results
+            if result.verdict is not Verdict.KNOWN and any(each.formula == formula for each in result.findings)
         )
         for formula in FORMULAS
     }
@@ -195,10 +197,6 @@ def verification(run: RunResult) -> Verification:
         contradicted=contradicted,
         failed=tuple(each for each in run.results if not each.verdict.good and each.verdict is not Verdict.CHANGED),
     )
-
-
-def _unexplained(result: CaseResult) -> tuple[Finding, ...]:
-    return result.findings if result.verdict is not Verdict.KNOWN else ()
 
 
 def _compares(result: CaseResult, formula: str) -> bool:

@@ -54,7 +54,9 @@ def run_surviving(  # noqa: PLR0913  what two studies do differently
         if outcome.status == "ok":
             judged = dict(zip((check.id for check in pending), judge(pending, outcome), strict=True))
             return [lost[check.id] if check.id in lost else judged[check.id] for check in checks]
-        culprit = _culprit(outcome, pending)
+        # The first failed rank was running it.
+        phases = [rank.phase for rank in sorted(outcome.ranks, key=lambda rank: rank.consequence)]
+        culprit = next((check for phase in phases for check in pending if check.id == phase), None)
         ranks = "rank" if job.world_size == 1 else "ranks"
         if culprit is None:
             raise RanksFailed(f"the {ranks} failed outside of any check: {outcome.message}", where=where, fix=fix)
@@ -62,10 +64,3 @@ def run_surviving(  # noqa: PLR0913  what two studies do differently
         if len(lost) > MAX_LOST:
             message = f"not run: more than {MAX_LOST} other checks brought their {ranks} down"
             lost |= {check.id: conclude_lost(check, message) for check in pending if check.id not in lost}
-
-
-def _culprit(outcome: JobOutcome, checks: Sequence[AnyCheck]) -> AnyCheck | None:
-    """The check that the first failed rank was running; None if it was running none."""
-    phases = [rank.phase for rank in sorted(outcome.ranks, key=lambda rank: rank.consequence)]
-    by_id = {check.id: check for check in checks}
-    return next((by_id[phase] for phase in phases if phase in by_id), None)

@@ -8,10 +8,12 @@ questions here: do probes change a bit, do ranks start from different weights, i
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import msgspec
+from msgspec.structs import replace
 
 from harness.checks.factors import explain_scale
 from harness.checks.judge import Judgement
@@ -136,15 +138,19 @@ def cases_of(options: CheckOptions, *, device: str) -> tuple[Case, ...]:
     """
     base = options.base or Case(train=Train(lr=4e-3))
     recipe = options.recipe or (base.float8.recipe if base.float8.enabled else DEFAULT_RECIPE)
-    layouts = options.layouts or _layouts(options.base)
+    usual = (base.layout,) if options.base is not None else tuple(map(parse_layout, DEFAULT_LAYOUTS))
+    layouts = options.layouts or usual
     sharp: Dtype = "float64" if device == "cpu" else "float32"
-    float8 = msgspec.structs.replace(base.float8, recipe=recipe)
+    float8 = replace(base.float8, recipe=recipe)
     plan: list[tuple[Layout, Float8, Dtype]] = [(Layout(), Float8(), "bfloat16"), (Layout(), float8, sharp)]
     first = next((layout for layout in layouts if layout.world_size > 1), None)
     plan += [] if first is None else [(first, Float8(), "bfloat16")]
     plan += [(layout, float8, sharp) for layout in layouts]
     plan += [] if first is None else [(first, float8, "bfloat16")]
-    cases = [_case(base, options.target, *each) for each in dict.fromkeys(plan)]
+    cases = [
+        replace(base, target=options.target, layout=layout, float8=each, train=replace(base.train, dtype=dtype))
+        for layout, each, dtype in dict.fromkeys(plan)
+    ]
     for case in cases:
         for rule in exclusions(case):
             raise HarnessError(
@@ -153,17 +159,6 @@ def cases_of(options: CheckOptions, *, device: str) -> tuple[Case, ...]:
                 fix="give another --layout or case.",
             )
     return tuple({case_id(case): case for case in cases}.values())
-
-
-def _layouts(base: Case | None) -> tuple[Layout, ...]:
-    if base is not None:
-        return (base.layout,)
-    return tuple(parse_layout(text) for text in DEFAULT_LAYOUTS)
-
-
-def _case(base: Case, target: str, layout: Layout, float8: Float8, dtype: Dtype) -> Case:
-    train = msgspec.structs.replace(base.train, dtype=dtype)
-    return msgspec.structs.replace(base, target=target, layout=layout, float8=float8, train=train)
 
 
 def check_target(project: Project, options: CheckOptions, plan: Plan, progress: Progress) -> TargetReport:
@@ -179,7 +174,7 @@ def check_target(project: Project, options: CheckOptions, plan: Plan, progress: 
         return judged.judgement
 
     judge = Reviewed(prepare_judge(project, cases, plan), review)
-    plan = msgspec.structs.replace(plan, timeout_s=plan.timeout_s or TIMEOUT_S, digests_built=True)
+    plan = replace(plan, timeout_s=plan.timeout_s or TIMEOUT_S, digests_built=True)
     result = run_cases(project, cases, plan, judge, progress)
     runs = tuple(
         _target_run(case, each, seen.get(each.case_id)) for case, each in zip(cases, result.results, strict=True)
@@ -223,20 +218,13 @@ def _changed_by_probes(case: Case, run: Run, cache: WitnessCache) -> list[Findin
         return []
     third = cache.unprobed(case)
     random = third is not None and _first_difference(again, third) is not None
-    return [
-        (RANDOM if random else NOT_NEUTRAL).finding(
-            step=step,
-            expected="the same numbers, bit for bit",
-        )
-    ]
+    return [(RANDOM if random else NOT_NEUTRAL).finding(step=step, expected="the same numbers, bit for bit")]
 
 
 def _first_difference(one: Run, other: Run) -> int | None:
     """The first step whose loss or gradient norm is not bitwise the same on every rank; None where there is none."""
-    for mine, theirs in zip(_numbers(one), _numbers(other), strict=False):
-        if mine != theirs:
-            return mine[0]
-    return None
+    pairs = zip(_numbers(one), _numbers(other), strict=False)
+    return next((mine[0] for mine, theirs in pairs if mine != theirs), None)
 
 
 def _numbers(run: Run) -> list[tuple[int, int, str, str]]:
@@ -271,11 +259,10 @@ def _target_run(case: Case, result: CaseResult, seen: _Seen | None) -> TargetRun
 
 def _without_unsupported(runs: tuple[TargetRun, ...], recorded: Sequence[Run | None]) -> tuple[TargetRun, ...]:
     """The runs, with those that the target refused by itself marked, where it works on one rank."""
-    works = any(run.layout == "single" and run.verdict is not Verdict.CRASH for run in runs)
-    if not works:
+    if not any(run.layout == "single" and run.verdict is not Verdict.CRASH for run in runs):
         return runs
     words = [None if run is None else refusal_words(run.failures) for run in recorded]
-    return tuple(msgspec.structs.replace(run, refused=said) for run, said in zip(runs, words, strict=True))
+    return tuple(replace(run, refused=said) for run, said in zip(runs, words, strict=True))
 
 
 def refusal_words(failures: Iterable[RankFailure]) -> str | None:
@@ -302,10 +289,7 @@ def _built(cases: Sequence[Case], seen: Mapping[str, _Seen]) -> tuple[Built, ...
 
 
 def _facts(layout: str, model: ModelRecord) -> Built:
-    axes: dict[str, int] = {}
-    for parameter in model.parameters:
-        name = " and ".join(axis for axis in parameter.axes if axis != "self") or "none"
-        axes[name] = axes.get(name, 0) + 1
+    axes = ([axis for axis in parameter.axes if axis != "self"] for parameter in model.parameters)
     return Built(
         layout=layout,
         linears=len(model.linears),
@@ -315,7 +299,7 @@ def _facts(layout: str, model: ModelRecord) -> Built:
         parameters=len(model.parameters),
         elements=sum(math.prod(parameter.shape) for parameter in model.parameters),
         buffers=len(model.buffers),
-        on_axes=axes,
+        on_axes=Counter(" and ".join(each) or "none" for each in axes),
     )
 
 
