@@ -39,15 +39,12 @@ _ANSWERS: dict[int, Answer] = {0: "good", 1: "bad"}
 
 
 class VersionAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    """What one version shows: good without the failure, bad with it, skipped where it is inconclusive; and why.
-
-    `says` is the message of what failed.
-    """
+    """What one version shows: good without the failure, bad with it, skipped where it is inconclusive; and why."""
 
     version: str
     answer: Answer
     why: str
-    says: str = ""
+    says: str = ""  # the message of what failed
     cached: bool = False
 
 
@@ -147,12 +144,8 @@ def versions_between(
             raise HarnessError(f"{package} {each} is not released there.", where=f"--package {package}", fix=fix)
     early = low.is_prerelease or high.is_prerelease
     between = (each for each in sorted(found) if low <= each <= high and (early or not each.is_prerelease))
-    return tuple(str(each) for each in between if each in (low, high) or not _is_a_build(each, found))
-
-
-def _is_a_build(version: Version, found: Collection[Version]) -> bool:
-    """True for "2.13.0+cpu" where 2.13.0 is released too: one release is run once."""
-    return version.local is not None and Version(version.public) in found
+    builds = {each for each in found if each.local is not None and Version(each.public) in found}  # of one release
+    return tuple(str(each) for each in between if each in (low, high) or each not in builds)
 
 
 def _in_index(package: str, source: Source) -> Iterable[Version]:

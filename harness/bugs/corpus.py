@@ -80,10 +80,7 @@ def provable_bugs(project: Project, names: Sequence[str]) -> tuple[BugFile, ...]
 
 
 def check_corpus(project: Project, bugs: Sequence[BugFile], plan: Plan, progress: Progress) -> Corpus:
-    """Run the case of every bug, and of fixed ones also with each of their planted faults. Ctrl-C keeps what finished.
-
-    Bugs that share a case or a planting share its run.
-    """
+    """Run the case of every bug, and of fixed ones with each of their planted faults. Ctrl-C keeps what finished."""
     known = known_here(project)
     hosts: dict[str, dict[str, Case]] = {}
     for bug in bugs:

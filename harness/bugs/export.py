@@ -1,7 +1,4 @@
-"""A case that fails as one Python file that needs torch and torchao only: written, and run as a reader would run it.
-
-The file is `worker/exported.py` with the values of the case. It is read as text, never imported.
-"""
+"""A case that fails as one Python file that needs torch and torchao only: `worker/exported.py` with its values."""
 
 from __future__ import annotations
 
@@ -53,8 +50,6 @@ Outcome = Literal["FAULT", "fixed", "cannot tell"]
 _OUTCOME = re.compile(
     r"^rank \d+: (FAULT|fixed|cannot tell)(?:.*\n)(?:  (?:expected|found) .*\n?)*", flags=re.MULTILINE
 )
-
-
 _CONSTANT = re.compile(r"^([A-Z0-9_]+) = .+?(?=  #|$)", flags=re.MULTILINE)  # of the template, without its comment
 
 
@@ -93,7 +88,8 @@ def export(named: NamedCase, result: CaseResult, injections: Sequence[Injection]
             where=case_id(case),
             fix="give the case, and by --inject the fault, with which it fails.",
         )
-    title = named.bug.bug.title if named.bug is not None else _title(signature, result)
+    told = (each.first_line for each in result.findings if each.judged and signature.check)
+    title = named.bug.bug.title if named.bug is not None else next(told, signature.what)
     made = script(case, signature, title=title, checks={each.check for each in result.findings if each.judged})
     file = folder / f"{named.bug.id if named.bug is not None else case_id(case)}.py"
     patches = tuple(_patch(injection, folder) for injection in injections)
@@ -117,12 +113,6 @@ def _patch(injection: Injection, folder: Path) -> str:
     fault = injection.text.removeprefix(PREFIX)
     write_whole(folder / f"{fault}.py", exported_fault(fault).encode())
     return f"{folder / fault}.py:{fault}"
-
-
-def _title(signature: FailureSignature, result: CaseResult) -> str:
-    if not signature.check:
-        return signature.what
-    return next(finding.first_line for finding in result.findings if finding.judged)
 
 
 def exported_case(case: Case) -> Case:
@@ -151,10 +141,7 @@ def exported_case(case: Case) -> Case:
 
 
 def script(case: Case, signature: FailureSignature, *, title: str, checks: Collection[str] = ()) -> Script:
-    """The script that shows this failure of the case, in which `checks` failed.
-
-    HarnessError for a failure that no script can detect.
-    """
+    """The script that shows this failure of the case, in which `checks` failed. HarnessError where none can."""
     detects = what_detects(signature, checks)
     mesh = device_mesh(case.layout, fsdp=case.uses_fsdp)
     if detects == "scattered":
@@ -213,6 +200,8 @@ def _of_failure(case: Case, signature: FailureSignature, detects: Detects) -> di
 def _of_case(case: Case) -> dict[str, object]:
     """Constants of the template: layout, float8, model and data."""
     layout, float8, shape, train = case.layout, case.float8, case.model.shape, case.train
+    filtered = [fqn for fqn in BLOCK_LINEARS if any(part in fqn for part in float8.filter_fqns)]
+    kept = tuple(fqn.rpartition(".")[2] for fqn in filtered)
     return {
         "SEQUENCE_PARALLEL": layout.sequence_parallel,
         "LOSS_PARALLEL": layout.loss_parallel,
@@ -221,7 +210,7 @@ def _of_case(case: Case) -> dict[str, object]:
         "CHECKPOINT_EVERY": case.checkpointing.every,
         "COMPILE": case.compile != "none",
         "RECIPE": float8.recipe,
-        "NOT_CONVERTED": _not_converted(case),
+        "NOT_CONVERTED": kept if float8.output_layer else (*kept, OUTPUT_FQN),
         "FP8_ALL_GATHER": case.gathers_float8,
         "PRECOMPUTE": float8.precompute_scale,
         "FLOAT8_STYLES": float8.tp_styles == "float8",
@@ -238,13 +227,6 @@ def _of_case(case: Case) -> dict[str, object]:
         "TOKENS": train.seq_len,
         "LR": train.lr,
     }
-
-
-def _not_converted(case: Case) -> tuple[str, ...]:
-    """Names of a block's linears without their module's name, and the output layer."""
-    found = [fqn for fqn in BLOCK_LINEARS if any(part in fqn for part in case.float8.filter_fqns)]
-    names = tuple(fqn.rpartition(".")[2] for fqn in found)
-    return names if case.float8.output_layer else (*names, OUTPUT_FQN)
 
 
 def error_pattern(what: str) -> str:

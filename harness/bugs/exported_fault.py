@@ -1,7 +1,4 @@
-"""A planted fault as a file of its own, which an exported script takes as a patch.
-
-Sources are parsed, never imported. Definitions keep their text, so what people wrote is what people read.
-"""
+"""A planted fault as a file of its own, which an exported script takes as a patch. Sources are parsed, not imported."""
 
 from __future__ import annotations
 

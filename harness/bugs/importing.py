@@ -1,7 +1,4 @@
-"""From a report to a bug file, and from a configuration to a case: what is stated, derived, assumed and missing.
-
-What no case has is refused: a bug file says so, a case is not made.
-"""
+"""From a report to a bug file, and from a configuration to a case: what is stated, derived, assumed and missing."""
 
 from __future__ import annotations
 

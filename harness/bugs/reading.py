@@ -1,7 +1,4 @@
-"""The one reader of configurations: what TOML, YAML, flags, Python code and log lines state. Nothing is executed.
-
-It yields statements about facts, which are axes or what axes follow from, what is out of scope, and unknown options.
-"""
+"""The one reader of configurations: what TOML, YAML, flags, Python code and log lines state. Nothing is executed."""
 
 from __future__ import annotations
 
@@ -185,8 +182,10 @@ class Reading:
         for key in (f"{name}()", f"{'.'.join(name.split('.')[-2:])}()", f"{first}()"):
             if self._option(key, given, words[:120], "config"):
                 break
-        if first == "Linear" and len(arguments) >= 2:
-            self._linear(arguments[0], arguments[1], words)
+        match arguments:
+            case [int(inputs), int(outputs), *_] if first == "Linear" and 1 <= min(inputs, outputs) <= _LARGEST:
+                if not any(each.fact == "linear" for each in self.statements):
+                    self._state("linear", f"{inputs}x{outputs}", words, "shape")
         for word in node.keywords:
             value = _value(word.value, names)
             key = f"{prefix}{word.arg}"
@@ -196,12 +195,6 @@ class Reading:
                 self._casts[ROUNDED] = value
             elif isinstance(value, bool | int | str | tuple) and (first[:1].isupper() or prefix):
                 self._option(key, value, f"{word.arg}={value}", "config")
-
-    def _linear(self, inputs: object, outputs: object, words: str) -> None:
-        if any(each.fact == "linear" for each in self.statements):
-            return
-        if isinstance(inputs, int) and isinstance(outputs, int) and 1 <= min(inputs, outputs) <= _LARGEST:
-            self._state("linear", f"{inputs}x{outputs}", words, "shape")
 
     def _operands(self, stated: Mapping[str, object]) -> None:
         """The configs of operands of `Float8LinearConfig`."""

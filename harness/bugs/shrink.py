@@ -12,7 +12,7 @@ import itertools
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import msgspec
 
@@ -40,11 +40,7 @@ GROUPS: tuple[tuple[str, ...], ...] = (
 _GRID = 64  # a size that keeps its remainder by this keeps what alignment makes of it
 
 
-class Runs(Protocol):
-    """What runs cases: `trials.py`, or a model of a bug in tests."""
-
-    def run(self, cases: Sequence[Case], /) -> Sequence[CaseResult]:
-        """The result of every case, in order."""
+RunCases = Callable[[Sequence[Case]], Sequence[CaseResult]]  # the result of every case, in order
 
 
 class Attempt(msgspec.Struct, frozen=True, kw_only=True):
@@ -85,7 +81,7 @@ def journal_in(path: Path) -> Journal[TrialResult]:
 
 def shrink(
     case: Case,
-    runs: Runs,
+    run: RunCases,
     journal: Journal[TrialResult],
     *,
     jobs: int = 1,
@@ -93,7 +89,7 @@ def shrink(
     note: Callable[[str], None] = lambda text: None,
 ) -> Shrunk:
     """The smallest case that fails like this one. HarnessError when it does not fail, or cannot be run."""
-    return _Shrinking(case, runs, journal, jobs, budget_s, note).smallest()
+    return _Shrinking(case, run, journal, jobs, budget_s, note).smallest()
 
 
 class _OutOfTime(Exception):
@@ -105,7 +101,7 @@ class _Shrinking:
     """One search: the smallest case so far, and all that was tried."""
 
     case: Case
-    runs: Runs
+    run: RunCases
     journal: Journal[TrialResult]
     jobs: int
     budget_s: float | None
@@ -173,7 +169,8 @@ class _Shrinking:
     def _first_alike(self, smaller: Iterable[Smaller]) -> Smaller | None:
         candidates = list({case_id(each.case): each for each in smaller}.values())
         for start in range(0, len(candidates), self.jobs):
-            self._check_time()
+            if self.budget_s is not None and time.monotonic() - self.started_s > self.budget_s:
+                raise _OutOfTime
             batch = candidates[start : start + self.jobs]
             for each, found in zip(batch, self._tried([each.case for each in batch]), strict=True):
                 same = found.signature == self._signature
@@ -182,13 +179,9 @@ class _Shrinking:
                     return each
         return None
 
-    def _check_time(self) -> None:
-        if self.budget_s is not None and time.monotonic() - self.started_s > self.budget_s:
-            raise _OutOfTime
-
     def _tried(self, cases: Sequence[Case]) -> list[TrialResult]:
         unknown = [case for case in cases if self.journal.get(case_id(case)) is None]
-        found = {each.case_id: each for each in map(trial_result, self.runs.run(unknown))} if unknown else {}
+        found = {each.case_id: each for each in map(trial_result, self.run(unknown))} if unknown else {}
         for each in found.values():
             if each.decided:
                 self.journal.keep(each)

@@ -1,8 +1,4 @@
-"""Trials of a named case: run one after the other on one engine, each to its signature, and kept in a journal.
-
-Recorded faults explain nothing here, and nothing is run a second time with a fix: the failure itself is what is looked
-for.
-"""
+"""Trials of a named case on one engine, each to its signature: recorded faults and their fixes play no part here."""
 
 from __future__ import annotations
 

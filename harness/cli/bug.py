@@ -220,7 +220,7 @@ def shrink_command(  # noqa: PLR0913  one parameter per option
         open_progress(quiet=quiet) as progress,
         open_trials(project, plan, progress, named.case, injections) as trials,
     ):
-        found = shrink(named.case, trials, journal, jobs=plan.jobs, budget_s=budget_s, note=progress.note)
+        found = shrink(named.case, trials.run, journal, jobs=plan.jobs, budget_s=budget_s, note=progress.note)
     again = msgspec.structs.replace(plan, injections=injections).command(case_id(found.case))
     options.print_report(shrunk_sections(found, command=again), json_file, shrunk_document(found))
     if output is not None:

@@ -78,6 +78,9 @@ def evidence_command(  # noqa: PLR0913  one parameter per option
     their goldens and noise are stored. all: these three, as far as the devices support them. On a CPU each is a
     rehearsal.
     """
+    from harness.matrix.faults import fault_named
+    from harness.studies.levels import Work, ask_torch
+
     if (level is None) != listed:
         raise click.UsageError(f"give one of {', '.join(_NAMES)}, or --list.")
     if level is None:
@@ -91,24 +94,7 @@ def evidence_command(  # noqa: PLR0913  one parameter per option
     project.check_writable()
     check_committed(project, "goldens", allowed=allow_dirty)
     levels = LEVELS if level == "all" else tuple(each for each in LEVELS if each == level)
-    return _collect_levels(
-        project, levels=levels, query=query, plan=plan_for(), faults=faults, seeds=seeds, json_file=json_file
-    )
-
-
-def _collect_levels(  # noqa: PLR0913  what the options of the command say
-    project: Project,
-    *,
-    levels: tuple[Level, ...],
-    query: Query,
-    plan: Plan,
-    faults: tuple[str, ...],
-    seeds: int,
-    json_file: Path | None,
-) -> int:
-    from harness.matrix.faults import fault_named
-    from harness.studies.levels import Work, ask_torch
-
+    plan = plan_for()
     facts = ask_torch() if plan.device == "cuda" else None
     possible = possible_levels(levels, facts, plan.capacity.largest)
     with open_progress() as progress:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -10,8 +9,8 @@ import click
 import msgspec
 
 from harness.cli.options import json_option, project_parameter, query_parameter, run_option, write_json
-from harness.matrix.coverage import FATES, Coverage, coverage
-from harness.matrix.tier import Selection
+from harness.cli.output import print_sections
+from harness.matrix.coverage import FATES, Fate, coverage
 from harness.plural import counted
 from harness.project import Project
 
@@ -42,7 +41,7 @@ def list_command(  # noqa: PLR0913  one parameter per option
     why: bool,
     as_coverage: bool,
     strength: int,
-    combinations: str | None,
+    combinations: Fate | None,
     json_file: Path | None,
 ) -> None:
     """List cases: world size and id; or what tiers cover."""
@@ -88,8 +87,9 @@ def _reasons(project: Project, query: Query) -> dict[str, dict[str, object]]:
 
 
 def _list_coverage(
-    project: Project, query: Query, strength: int, combinations: str | None, json_file: Path | None
+    project: Project, query: Query, strength: int, combinations: Fate | None, json_file: Path | None
 ) -> None:
+    from harness.report.coverage import coverage_section
     from harness.running.selection import select_sources
 
     if query.words != msgspec.structs.replace(query, expressions=(), keyword=None, target=None).words:
@@ -112,25 +112,4 @@ def _list_coverage(
         ]
         write_json(json_file, document)
         return
-    for selection, account in accounts:
-        _print_coverage(selection, account, combinations)
-
-
-def _print_coverage(selection: Selection, account: Coverage, listed: str | None) -> None:
-    click.echo(f"{account.name}: {counted(len(selection.cases), 'case')} of {selection.candidates} cells")
-    click.echo(f"\n{counted(len(account.tuples), 'combination')} of {account.strength} values")
-    for fate, count in account.counts.items():
-        click.echo(f"  {count:>7}  {fate:<12} {FATES[fate]}")
-    _print_rules("impossible combinations by rule", account.by_rule)
-    _print_rules("cells excluded by rule", selection.excluded)
-    for found in account.tuples if listed is not None else ():
-        if found.fate == listed:
-            because = f"  ({', '.join(found.rules)})" if found.rules else ""
-            click.echo(f"{found.block}: {' / '.join(found.values)}{because}")
-
-
-def _print_rules(title: str, counts: Mapping[str, int]) -> None:
-    if counts:
-        click.echo(f"\n{title}")
-        for name, count in counts.items():
-            click.echo(f"  {count:>7}  {name}")
+    print_sections([coverage_section(accounts, [combinations] if combinations else ())])

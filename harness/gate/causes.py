@@ -38,10 +38,7 @@ Side = Literal["", "baseline", "candidate"]
 
 
 class Group(msgspec.Struct, frozen=True, kw_only=True):
-    """Reasons with one cause. `example` is a case that ends differently, if there is one, and the cheapest of these.
-
-    What follows is about it.
-    """
+    """Reasons with one cause. `example`: the cheapest case that ends differently, if any; what follows is of it."""
 
     origin: Origin
     name: str  # of the upstream change or of the recorded fault; else of the check or the kind of reason
@@ -210,10 +207,7 @@ def _order_of_examples(reason: Reason, sides: Sides) -> tuple[bool, bool, float]
 
 
 def _bisection(pair: Pair, sides: Sides, words: Sequence[str]) -> str:
-    """Finds the version of the one package that differs with which a case starts or stops to fail.
-
-    Empty where it does neither, or where not exactly one package differs.
-    """
+    """Finds the version with which a case starts or stops to fail; empty where not exactly one package differs."""
     before, after = (each.packages for each in sides.environments)
     differ = [name for name in PACKAGES if name in before and name in after and before[name] != after[name]]
     verdicts = pair.baseline.verdict, pair.candidate.verdict

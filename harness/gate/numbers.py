@@ -103,10 +103,7 @@ def moved_numbers(sides: Sides) -> Iterable[Reason]:
 
 
 def _movements(pair: Pair, *, exact: bool) -> tuple[list[str], set[Topic]]:
-    """What moved, the loss first, then the first cast and the digests, and its topics; no text where nothing did.
-
-    Where bits may differ, only the loss is compared.
-    """
+    """What moved, the loss first, and its topics; no text where nothing did. Without `exact`, of the loss alone."""
     before, after = pair.baseline.measured, pair.candidate.measured
     if before is None or after is None:
         return [], set()

@@ -79,10 +79,7 @@ def changed_times(found: Times | None, *, gates: bool) -> Iterable[Reason]:
 
 
 def changed_speedups(sides: Sides) -> Iterable[Reason]:
-    """A reason for every case that `predict measure` timed on both sides, on one kind of GPU, with intervals apart.
-
-    A case that gained never gates. Seconds of a CPU say nothing of float8.
-    """
+    """A reason for every case that `predict measure` timed on GPUs of one kind, with intervals apart. No gain gates."""
     on_gpu = sides.same_device and sides.environments[0].device not in ("", "cpu")
     for pair in sides.compared if on_gpu else ():
         before, after = (
@@ -113,14 +110,10 @@ def signed_rank_p(differences: Sequence[float]) -> float:
     above = sum(rank for rank, value in zip(ranks, values, strict=True) if value > 0)
     extreme = max(above, sum(ranks) - above)
     if len(ranks) <= _COUNTED_UP_TO:
-        return min(1.0, 2 * _counted_tail(ranks, extreme))
+        ways = Counter({0: 1})  # of signs, by the sum of positive ranks
+        for rank in ranks:
+            ways += Counter({total + rank: count for total, count in ways.items()})
+        tail = sum(count for total, count in ways.items() if total >= extreme)
+        return min(1.0, 2 * tail / int(2 ** len(ranks)))
     deviation = math.sqrt(sum(rank * rank for rank in ranks)) / 2
     return min(1.0, 2 * (1 - NormalDist(sum(ranks) / 2, deviation).cdf(extreme)))
-
-
-def _counted_tail(ranks: Sequence[int], extreme: int) -> float:
-    """The share of all signs whose sum of positive ranks is at least `extreme`."""
-    ways = Counter({0: 1})
-    for rank in ranks:
-        ways += Counter({total + rank: count for total, count in ways.items()})
-    return sum(count for total, count in ways.items() if total >= extreme) / int(2 ** len(ranks))

@@ -23,17 +23,14 @@ from harness.result import CaseResult
 
 
 class Metrics(msgspec.Struct, frozen=True, kw_only=True):
-    """Of one rank and step. `step`: 2, because scales that are computed at once are those of the step before.
-
-    `refusal`: why torch must refuse the case; None where it trains.
-    """
+    """Of one rank and step. `step`: 2, because scales that are computed at once are those of the step before."""
 
     case_id: str
     world_size: int
     rank: int
     step: int
     tokens: int  # of a data-parallel rank
-    refusal: str | None
+    refusal: str | None  # why torch must refuse the case
     work: tuple[Work, ...]
     executed: Mapping[str, Multiplied]  # by part and precision, as it is measured
     flops_per_token: Mapping[str, float]  # by precision, as torchtitan counts
@@ -44,10 +41,7 @@ class Metrics(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def metrics(case: Case, *, rank: int = 0, saves_attention: bool = True) -> Metrics:
-    """What the formulas say. `saves_attention` as in `work`.
-
-    Raises `HarnessError` for a target without formulas, and for a rank that the case does not have.
-    """
+    """What the formulas say. HarnessError for a target without any, and for a rank that the case does not have."""
     expect = Expectations(case)
     if not expect.has_formulas:
         what = f"there is no formula for the model of {case.target}."

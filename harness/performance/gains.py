@@ -26,10 +26,7 @@ _PARAMETER_BYTES = 4 + 4 + 8  # the float32 weight, its gradient, and AdamW's tw
 
 
 class Variant(msgspec.Struct, frozen=True, kw_only=True):
-    """A way to train in FP8: how many times as fast as in BF16, or the rule that refuses it, with its reason.
-
-    `fault`: the name of a recorded fault that such training runs into.
-    """
+    """A way to train in FP8: how many times as fast as in BF16, or the rule that refuses it, with its reason."""
 
     name: str
     compiled: float | None = None
@@ -37,7 +34,7 @@ class Variant(msgspec.Struct, frozen=True, kw_only=True):
     tokens_s: float | None = None  # of a device, compiled
     refused: str = ""
     reason: str = ""
-    fault: str = ""
+    fault: str = ""  # on record, that such training runs into
 
     @property
     def ratio(self) -> float:
@@ -46,17 +43,14 @@ class Variant(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Matmul(msgspec.Struct, frozen=True, kw_only=True):
-    """One matmul of a linear on one rank: its shape after sharding, and the time of one execution in microseconds.
-
-    `refused`: `torch._scaled_mm` does not take it, with what pads it.
-    """
+    """One matmul of a linear on one rank: its shape after sharding, and the time of one execution in microseconds."""
 
     role: MatmulRole
     m: int
     n: int
     k: int
     aligned: bool
-    refused: bool
+    refused: bool  # by `torch._scaled_mm`, padded as it is
     bf16_us: float
     float8_us: float
 
@@ -123,11 +117,8 @@ def too_small_for_rowwise(case: Case) -> tuple[str, ...]:
 
 
 def costed(name: str, case: Case, faults: Sequence[KnownFault], machine: Machine) -> Variant:
-    """What a way to train is predicted to bring.
-
-    Rules that exclude the case in BF16 too are about the harness, not about FP8.
-    """
-    in_bf16 = exclusions(replace(case, float8=Float8()))
+    """What a way to train is predicted to bring."""
+    in_bf16 = exclusions(replace(case, float8=Float8()))  # rules that are about the harness, not about FP8
     rule = next((rule for rule in exclusions(case) if rule not in in_bf16), expected_refusal(case))
     if rule is not None:
         return Variant(name=name, refused=rule.name, reason=rule.reason)

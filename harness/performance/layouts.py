@@ -104,10 +104,7 @@ class Simulation(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def simulate(case: Case, machine: Machine, *, known: Sequence[KnownFault] = ()) -> Simulation:
-    """A case that no rule excludes, on all of its ranks. `known`: recorded faults.
-
-    Raises `HarnessError` for a target without formulas.
-    """
+    """A case that no rule excludes, on all of its ranks. HarnessError for a target without formulas."""
     require_formulas(case)
     ranks = dict.fromkeys((0, case.world_size - 1))
     memories = tuple(memory(case, rank=rank) for rank in ranks)
@@ -243,11 +240,7 @@ class Ranked(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def sweep(case: Case, machine: Machine, *, known: Sequence[KnownFault] = ()) -> tuple[Ranked, ...]:
-    """Every layout of the ranks of a case, which all train its global batch.
-
-    Those that are refused come last, before them those whose peak does not fit; the others by predicted time, then by
-    memory and wire.
-    """
+    """Every layout of the ranks of a case for its global batch; what does not fit, then what is refused, comes last."""
 
     def order(each: Ranked) -> tuple[object, ...]:
         return bool(each.refused), not each.fits, each.step_s, each.peak_bytes, each.sent_bytes

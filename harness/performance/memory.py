@@ -1,7 +1,4 @@
-"""The memory of one rank in a step: what is kept is exact, what backward needs besides is a model.
-
-Exact in bytes of storages: an allocator adds what it rounds up, and what it cannot use again.
-"""
+"""The memory of one rank in a step: what is kept is exact in bytes of storages, what backward needs besides a model."""
 
 from __future__ import annotations
 

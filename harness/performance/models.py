@@ -1,7 +1,4 @@
-"""Models by name, and cases that train them: what people ask about before they have a case of their own.
-
-A case describes every configuration: its rules, linears, traffic and memory apply to Llama 3 405B as to the tiny model.
-"""
+"""Models by name, and cases that train them: what people ask about before they have a case of their own."""
 
 from __future__ import annotations
 

@@ -234,10 +234,7 @@ def flop_words(count: float) -> str:
 
 
 def sparkline(values: Sequence[float | None], low: float | None = None, high: float | None = None) -> str:
-    """A bar for every value, " " for None and "!" for what is not finite.
-
-    The bars reach from `low` to `high`: those of all curves that are compared, or else of the finite values.
-    """
+    """A bar for every value, from `low` to `high` or of the finite ones; " " for None, "!" for what is not finite."""
     finite = [value for value in values if value is not None and math.isfinite(value)]
     low = min(finite, default=0.0) if low is None else low
     high = max(finite, default=0.0) if high is None else high

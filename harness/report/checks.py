@@ -1,7 +1,4 @@
-"""The reference of the checks: what each asks, reads and cannot see, its rules, and the planted faults that prove it.
-
-Collected from the declarations of the checks and from the recorded mutation matrix; `docs/checks.md` is this text.
-"""
+"""`docs/checks.md`: what each check asks, reads and cannot see, its rules, and the planted faults that prove it."""
 
 from __future__ import annotations
 

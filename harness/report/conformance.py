@@ -79,9 +79,7 @@ def row(check: OperatorCheck) -> str:
 
 
 def conformance_section(document: ConformanceDocument, *, verbose: bool = False) -> Section:
-    """The table, known deviations that occurred, and each check that is not as expected; `verbose`: those too that
-    known deviations explain.
-    """
+    """The table, known deviations that occurred, and each check that is not as expected; `verbose`: or explained."""
     shown = Counter(name for each in document.checks if each.status == "known" for name in each.deviations)
     counts = ", ".join(f"{count} {status}" for status, count in sorted(document.counts.items()))
     software = ", ".join(f"{name} {version or 'missing'}" for name, version in document.software.items())

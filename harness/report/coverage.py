@@ -2,26 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
-from harness.matrix.coverage import FATES, Coverage
+from harness.matrix.coverage import FATES, Coverage, Fate
 from harness.matrix.tier import Selection
 from harness.plural import counted
 from harness.report.sections import Section, Table
 
+_NOT_COVERED: tuple[Fate, ...] = ("known", "refused", "skipped", "excluded")
 
-def coverage_section(accounts: Sequence[tuple[Selection, Coverage]]) -> Section:
-    """What became of every combination of axis values of tiers, with the rules that exclude some."""
+
+def coverage_section(
+    accounts: Sequence[tuple[Selection, Coverage]], listed: Collection[Fate] = _NOT_COVERED
+) -> Section:
+    """What became of every combination of axis values of tiers, with the rules that exclude some; each of `listed`."""
     counts = (
         f"{account.name}: {counted(len(selection.cases), 'case')} of {selection.candidates} cells, "
         f"{counted(len(account.tuples), 'combination')} of {account.strength} axis values."
         for selection, account in accounts
     )
-    tables = (table for selection, account in accounts for table in _tables(selection, account))
+    tables = (table for selection, account in accounts for table in _tables(selection, account, listed))
     return Section(name="coverage", title="Coverage", blocks=(*counts, *tables))
 
 
-def _tables(selection: Selection, account: Coverage) -> Iterable[Table]:
+def _tables(selection: Selection, account: Coverage, listed: Collection[Fate]) -> Iterable[Table]:
     fates = tuple((fate, str(count), FATES[fate]) for fate, count in account.counts.items())
     yield Table(title=f"combinations in {account.name}", columns=("kind", "number", "meaning"), rows=fates)
     yield Table(
@@ -37,9 +41,9 @@ def _tables(selection: Selection, account: Coverage) -> Iterable[Table]:
             for name in sorted({*account.by_rule, *selection.excluded})
         ),
     )
-    for fate in FATES:
+    for fate in listed:
         found = account.of(fate)
-        if found and fate != "covered":
+        if found:
             yield Table(
                 title=f"{fate} in {account.name} ({len(found)})",
                 columns=("block", "values", "rules"),

@@ -21,16 +21,13 @@ from harness.verdict import Verdict
 
 
 class Moment(msgspec.Struct, frozen=True, kw_only=True):
-    """A case in one run. `moved` names the exact numbers that changed since the last run in the same environment.
-
-    Where there is none, since the run before; `repeats` says which.
-    """
+    """A case in one run. `moved` names the exact numbers that changed since the last run of the same environment."""
 
     run: Stored
     case: CaseNumbers
     changes: tuple[str, ...]  # of the environment since the run before
     moved: tuple[str, ...] = ()
-    repeats: bool = False
+    repeats: bool = False  # False: there is no such run, so since the run before
 
 
 class History(msgspec.Struct, frozen=True, kw_only=True):
@@ -67,10 +64,7 @@ class History(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def histories(runs: Sequence[Stored], wanted: Callable[[str], bool], *, most: int | None = None) -> tuple[History, ...]:
-    """The history of every wanted case in these runs, which come oldest first; in the order of their first runs.
-
-    Of each case `most` of the last runs.
-    """
+    """The history of every wanted case in these runs, which come oldest first; of each case `most` of the last runs."""
     found: dict[str, list[tuple[Stored, CaseNumbers]]] = defaultdict(list)
     for run in runs:
         for case_id, case in RunStore(run.path).numbers(wanted).items():

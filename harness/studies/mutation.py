@@ -139,10 +139,7 @@ class MutationMatrix(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def hosts_among(project: Project, faults: Sequence[Fault], query: Query, *, at_most: int) -> Hosts:
-    """The cases to plant every fault in, by its name: the cheapest that `query` selects, or those of the catalogue.
-
-    Those of the catalogue are trained by the target of the query.
-    """
+    """The cases to plant every fault in: the cheapest that `query` selects, or the catalogue's, on its target."""
     known = known_here(project)
     if msgspec.structs.replace(query, target=None) == Query():
         usual = {fault.name: trained_by(query.target, hosts_of(fault, at_most=len(HOST_IDS))) for fault in faults}

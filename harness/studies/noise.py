@@ -1,7 +1,4 @@
-"""The noise: how far correct FP8 and BF16 runs are from their golden, over seeds, layouts and machines.
-
-Chooses the cases, runs them and turns distances into samples. `evidence/tolerance.py` derives tolerances from these.
-"""
+"""The noise: samples of how far correct FP8 and BF16 runs are from their golden, over seeds, layouts and machines."""
 
 from __future__ import annotations
 

@@ -38,17 +38,14 @@ class SimulationFailed(HarnessError):
 
 
 class Compared(msgspec.Struct, frozen=True, kw_only=True):
-    """A number of one rank in step 2, by formula and as it was found. `slack`: how far apart they may be.
-
-    `known`: the recorded fault that explains a difference.
-    """
+    """A number of one rank in step 2, by formula and as it was found."""
 
     rank: int
     what: str
     formula: int
     found: int
-    slack: int = 0
-    known: str = ""
+    slack: int = 0  # how far apart they may be
+    known: str = ""  # the recorded fault that explains a difference
 
     @property
     def differs(self) -> bool:

@@ -88,10 +88,7 @@ def timed_case(case: Case, *, warmup: int, steps: int) -> Case:
 def measure_speed(
     project: Project, cases: Sequence[Case], plan: Plan, progress: Progress, *, pairs: int, warmup: int
 ) -> tuple[tuple[CaseSpeed, ...], RunResult]:
-    """The speed of every case, and the results of the cases and of their twins, which are stored as a run.
-
-    A case stops at its first job that is not good.
-    """
+    """The speed of every case, up to its first job that is not good, and all results, which are stored as a run."""
     plan = replace(plan.serving(cases), probed=False)
     check_fits(cases, plan)
     twins = [replace(case, float8=Float8()) for case in cases]

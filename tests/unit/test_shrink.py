@@ -68,7 +68,7 @@ def needs(**axes: int | str) -> Fails:
 
 
 def shrunk(fails: Fails, folder: Path, *, case: Case = LARGE, jobs: int = 1) -> Shrunk:
-    return shrink(case, ModelOfABug(fails), journal_in(folder / "journal.jsonl"), jobs=jobs)
+    return shrink(case, ModelOfABug(fails).run, journal_in(folder / "journal.jsonl"), jobs=jobs)
 
 
 def test_what_a_failure_needs_is_kept_and_nothing_else(tmp_path: Path) -> None:
@@ -124,19 +124,19 @@ def test_a_shrink_that_was_killed_goes_on(tmp_path: Path) -> None:
     whole = shrunk(fails, tmp_path / "whole")
     killed = ModelOfABug(fails, stop_after=5)
     with pytest.raises(KeyboardInterrupt):
-        shrink(LARGE, killed, journal_in(journal))
+        shrink(LARGE, killed.run, journal_in(journal))
     with journal.open("a") as file:
         file.write('{"case_id": "cut in t')
     again = ModelOfABug(fails)
-    found = shrink(LARGE, again, journal_in(journal))
+    found = shrink(LARGE, again.run, journal_in(journal))
     assert found.case == whole.case
     assert not set(killed.ran) & set(again.ran)
-    assert shrink(LARGE, ModelOfABug(fails), journal_in(journal)).ran == 0
+    assert shrink(LARGE, ModelOfABug(fails).run, journal_in(journal)).ran == 0
 
 
 def test_the_budget_ends_it_with_the_smallest_so_far(tmp_path: Path) -> None:
     fails = needs(tp=2)
-    found = shrink(LARGE, ModelOfABug(fails), journal_in(tmp_path / "j"), budget_s=1e-9)
+    found = shrink(LARGE, ModelOfABug(fails).run, journal_in(tmp_path / "j"), budget_s=1e-9)
     assert not found.complete
     assert found.case == LARGE
     assert "the budget ended it" in text_of(shrunk_sections(found))
@@ -153,7 +153,7 @@ def test_what_the_machine_did_is_no_answer(tmp_path: Path) -> None:
             return make_result(case_id(case), Verdict.INFRA)
 
     with pytest.raises(HarnessError, match="could not be run"):
-        shrink(LARGE, Broken(needs()), journal_in(tmp_path / "j"))
+        shrink(LARGE, Broken(needs()).run, journal_in(tmp_path / "j"))
     assert not (tmp_path / "j").exists()
 
 
