@@ -155,27 +155,32 @@ def empty_project(folder: Path) -> Path:
     return folder
 
 
-def make_project(folder: Path) -> Command:
-    """A project with one tier `smoke` and its goldens."""
-    command = Command(empty_project(folder))
+@pytest.fixture(scope="session")
+def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a project with one tier `smoke` and its goldens."""
+    command = Command(empty_project(tmp_path_factory.mktemp("template")))
     command.tier("smoke", CASES)
     done = command.call("baseline", "update", "smoke", "--device", "cpu", "--reason", "first")
     assert done.returncode == 0, done.stdout + done.stderr
-    return command
+    return command.folder
+
+
+def copied(template: Path, folder: Path) -> Command:
+    for name in ("cases", "golden"):
+        shutil.copytree(template / name, folder / name)
+    return Command(folder)
 
 
 @pytest.fixture(scope="module")
-def shared(tmp_path_factory: pytest.TempPathFactory) -> Command:
-    """One project for tests that do not change it."""
-    return make_project(tmp_path_factory.mktemp("shared"))
+def shared(tmp_path_factory: pytest.TempPathFactory, template: Path) -> Command:
+    """One project for the tests of a file that do not change it."""
+    return copied(template, tmp_path_factory.mktemp("shared"))
 
 
 @pytest.fixture
-def project(tmp_path: Path, shared: Command) -> Iterator[Command]:
+def project(tmp_path: Path, template: Path) -> Command:
     """A project of the test's own."""
-    for name in ("cases", "golden"):
-        shutil.copytree(shared.folder / name, tmp_path / name)
-    yield Command(tmp_path)
+    return copied(template, tmp_path)
 
 
 @pytest.fixture(scope="module")
