@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from harness.checks import alignment, memory, traffic
 from harness.checks.catalogue import CHECKS
-from harness.checks.check import Witnesses
+from harness.checks.check import Witnesses, noun
 from harness.checks.failures import LOST, RAISED
 from harness.checks.judge import NO_CHECK, Judgement, judge, run_from_outcome
 from harness.checks.loss_vs_golden import NO_GOLDEN
@@ -135,6 +135,21 @@ def test_a_record_that_was_asked_for_and_is_nowhere_is_a_finding_of_every_check_
     assert found.verdict is Verdict.INVARIANT
     for name, reason in left_out(found).items():
         assert reason.strip() and "asked" not in reason, name
+
+
+@pytest.mark.parametrize("text", ["tp2-tensorwise-v2048-b16", "tp2-tensorwise-graph-v2048-b16"])
+def test_every_check_names_the_ranks_that_lack_a_record_which_it_reads(text: str) -> None:
+    case = parse_case_id(text)
+    asked = make_witnesses(case)
+    one_lacks = run_of(make_trace(case, 0, **dict.fromkeys(RECORDS, ())), make_trace(case, 1))
+    for check in CHECKS:
+        for run, ranks in ((one_lacks, (1,)), (run_of(), ())):
+            read = [noun(record) for record in check.records_of(asked.expect)]
+            found = check(case, run, asked) if read else []
+            assert rules(found) == ({check.no_record.name} if read else set())
+            assert [(each.values["record"], each.ranks, each.judged) for each in found] == [
+                (record, ranks, False) for record in read
+            ]
 
 
 # Each of these records is wrong by the formula of its check; nothing changes from step to step, as leaks do.

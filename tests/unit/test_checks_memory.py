@@ -59,10 +59,6 @@ def test_float8_that_outlives_forward_is_told_in_plain_words() -> None:
     assert (found.expected, found.found) == ("0 bytes", "81920 bytes")
 
 
-def test_what_was_not_recorded_is_a_finding() -> None:
-    (found,) = check(CASE, records(CASE), None)
-    assert (found.rule, found.judged, found.ranks) == (check_memory.no_record.name, False, (1,))
-    assert found.values["record"] == "saved memory"
-    assert check(CASE)
+def test_a_step_that_was_not_recorded_is_found() -> None:
     (found,) = check(CASE, records(CASE)[:1], records(CASE))
     assert (found.step, found.rank, found.found) == (2, 0, "0 bytes")

@@ -367,13 +367,6 @@ def test_matmuls_use_what_was_cast(change: Change, rule: Rule) -> None:
     assert rule.name in rules(found)
 
 
-def test_what_was_not_recorded_does_not_pass() -> None:
-    assert check(case(), run_of())
-    (found,) = check(case(tp=2), run_of(clean(case(tp=2)).traces[0], make_trace(case(tp=2), 1)))
-    assert (found.rule, found.judged, found.ranks) == (check_scales.no_record.name, False, (1,))
-    assert found.values["record"] == "operands"
-
-
 def test_tensors_of_zeros_are_exempt_by_their_eps() -> None:
     zeros = {"amax": 0.0, "scaled_amax_minimum": 0.0, "scaled_amax_maximum": 0.0}
     of = case("rowwise")

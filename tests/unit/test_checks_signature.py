@@ -130,12 +130,6 @@ def test_a_step_too_much_and_a_step_too_few_are_found() -> None:
     assert check(make_signed_run(steps=STEPS - 1))
 
 
-def test_ranks_that_recorded_nothing_are_not_compared() -> None:
-    (found,) = check(with_rank(RUN, 1, lambda trace: replace(trace, saved_memory=None)))
-    assert (found.rule, found.judged, found.ranks) == (check_signature.no_record.name, False, (1,))
-    assert found.values["record"] == "saved memory"
-
-
 # In the judge
 
 

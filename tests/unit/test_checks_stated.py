@@ -18,7 +18,7 @@ from harness.matrix.caseid import parse_case_id
 from harness.trace import Run
 from harness.trace.counts import MATMULS, SAVED_BYTES, TRAFFIC, Sent, Stated, collective_of, collective_words
 from harness.verdict import Finding
-from tests.builders import make_sent, make_signed_run, make_witnesses, not_judged, partly_judged, run_of, with_rank
+from tests.builders import make_sent, make_signed_run, make_witnesses, not_judged, partly_judged, run_of
 
 CASE = parse_case_id("target.mine-fsdp2-tensorwise-v2048-s2-f32")
 GATHERS = "all_gather in uint8 along dp_shard"
@@ -95,12 +95,6 @@ def test_collectives_of_one_kind_add_up() -> None:
     run = stating()
     split = tuple(make_sent(step, times=2) for step in (1, 2) for _ in range(2))
     assert check(run_of(*(replace(trace, traffic=split) for trace in run.traces))) == []
-
-
-def test_a_rank_without_records_cannot_be_judged() -> None:
-    (finding,) = check(with_rank(stating(), 1, lambda trace: replace(trace, traffic=None)))
-    assert (finding.rule, finding.judged, finding.ranks) == (check_stated.no_record.name, False, (1,))
-    assert finding.values["record"] == "traffic"
 
 
 def test_it_is_judged_where_something_is_stated_and_named_where_not() -> None:

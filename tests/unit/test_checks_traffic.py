@@ -162,10 +162,6 @@ def test_a_stale_scale_shows_as_amax_of_step_one_repeated() -> None:
     assert {finding.step for finding in check(PRECOMPUTED, wrong, traffic_of(PRECOMPUTED))} == {2}
 
 
-def test_what_was_not_recorded_is_a_finding() -> None:
-    (found,) = check(TP, traffic_of(TP), None)
-    assert (found.rule, found.judged, found.ranks) == (check_traffic.no_record.name, False, (1,))
-    assert found.values["record"] == "traffic"
-    assert check(TP)
+def test_sending_nothing_is_a_finding_where_there_are_others() -> None:
     assert check(TP, (), ())
     assert check(make_case(), ()) == []  # one rank sends nothing, and said so

@@ -168,10 +168,3 @@ def test_a_checkpointed_block_that_repeats_nothing_does_not_pass(lost: str) -> N
     (found,) = check(FULL, divided(FULL, **{lost: 0}), saved(FULL))
     assert found.rule == NOTHING_REPEATED.name
     assert check(FREE, divided(FREE, **{lost: 0}), saved(FREE)) == []
-
-
-def test_what_was_not_recorded_is_a_finding() -> None:
-    assert [each.check for each in check(FULL, None, saved(FULL))] == ["memory", "recompute"]
-    (found,) = check(FULL, divided(FULL), None)
-    assert (found.rule, found.judged, found.ranks) == (check_memory.no_record.name, False, (0, 1))
-    assert found.values["record"] == "saved memory"
