@@ -5,22 +5,23 @@ from __future__ import annotations
 import copy
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from types import UnionType
+from typing import Any, Union, get_args, get_origin
 
 import jsonschema
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from harness.environment import Environment
-from harness.measured import CastRange, Curve, Measured, Sent
-from harness.result import Attempt, CaseResult, RunResult, WithFix
+from harness.result import CaseResult, RunEnd, RunResult, RunStart
+from harness.run_options import RunOptions
 from harness.store import RunStore, line_schema, run_lines
-from harness.trace import RankFailure, RankTrace
-from harness.verdict import FailureSignature, Finding, NotJudged, Verdict
+from harness.trace import RankTrace
+from harness.verdict import NotJudged, Verdict
 from tests.builders import (
     a_finding,
     make_attempt,
@@ -29,114 +30,43 @@ from tests.builders import (
     make_results,
     make_trace,
     run_of,
-    with_facts,
 )
 
 FILE = Path(__file__).parents[2] / "harness/schemas/result.schema.json"
 SCHEMA = json.loads(FILE.read_text())
 VALIDATOR = jsonschema.Draft202012Validator(SCHEMA)
 
-seconds = st.floats(0, 1e6)
-floats = st.floats()
-texts = st.text(max_size=10)
-some_text = st.text(min_size=1, max_size=10)
-findings = st.builds(
-    Finding,
-    rule=some_text,
-    says=some_text,
-    values=st.dictionaries(texts, texts | floats | st.integers(), max_size=2),
-    judged=st.booleans(),
-    ranks=st.lists(st.integers(0, 7), max_size=2).map(tuple),
-    operand=texts,
-    within=texts,
-    notes=st.lists(texts, max_size=2).map(tuple),
-    details=texts,
-    verdict=st.sampled_from([Verdict.NUMERIC, Verdict.INVARIANT]),
-    step=st.none() | st.integers(0, 9),
-    rank=st.none() | st.integers(0, 9),
-    module=st.none() | texts,
-    expected=st.none() | texts,
-    found=st.none() | texts,
-    size=st.none() | floats,
-    fix=st.none() | texts,
-)
-signatures = st.builds(
-    FailureSignature,
-    kind=some_text,
-    what=texts,
-    where=st.tuples(texts),
-    first_step=st.none() | st.integers(0, 9),
-)
-with_fixes = st.builds(
-    WithFix,
-    fixes=st.lists(texts, max_size=2).map(tuple),
-    verdict=st.sampled_from(Verdict),
-    findings=st.lists(findings, max_size=2).map(tuple),
-    checks=st.lists(texts, max_size=2).map(tuple),
-)
-failures = st.builds(
-    RankFailure,
-    rank=st.integers(0, 9),
-    kind=st.sampled_from(["raised", "exited", "signalled", "stuck", "stopped", "garbled"]),
-    message=texts,
-    traceback=texts,
-    phase=texts,
-    consequence=st.booleans(),
-)
-attempts = st.builds(
-    Attempt,
-    verdict=st.sampled_from(Verdict),
-    message=texts,
-    wall_s=seconds,
-    cpu_s=seconds,
-    detected_s=st.none() | seconds,
-)
+# Options are those that are given as words, with limits of their own.
+OF_TYPES: dict[Any, st.SearchStrategy[Any]] = {
+    float: st.floats(),
+    int: st.integers(-9, 9),
+    str: st.text(max_size=9),
+    RunOptions: st.just(RunOptions()),
+}
+
+
+def any_of(kind: Any) -> st.SearchStrategy[Any]:
+    """Any value of a type; structs have any values in all of their fields but live traces."""
+    if kind in OF_TYPES:
+        return OF_TYPES[kind]
+    if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
+        fields = {each.name: any_of(each.type) for each in msgspec.structs.fields(kind) if each.name != "run"}
+        return st.builds(kind, **fields)
+    origin = get_origin(kind)
+    inner = [each for each in get_args(kind) if each is not ...]
+    if origin in (Union, UnionType):
+        return st.one_of(map(any_of, inner))
+    if origin is tuple:
+        many = ... in get_args(kind)
+        return st.lists(any_of(*inner), max_size=2).map(tuple) if many else st.tuples(*map(any_of, inner))
+    if origin in (dict, Mapping):
+        return st.dictionaries(*map(any_of, inner), max_size=2)
+    return st.from_type(kind)
 
 
 def trace(rank: int, losses: list[float]) -> RankTrace:
     steps = make_trace(losses=losses).steps
     return make_trace(rank=rank, steps=tuple(replace(step, grad_norm=-step.loss) for step in steps))
-
-
-curves = st.builds(Curve, losses=st.tuples(floats), grad_norms=st.tuples(floats))
-ranges = st.builds(
-    CastRange, fqn=texts, role=st.sampled_from(["input", "weight", "grad_output"]), step=st.integers(1, 9)
-)
-sent = st.dictionaries(texts, st.builds(Sent, calls=st.integers(0, 9), payload_bytes=st.integers(0, 9)), max_size=1)
-measurements = st.builds(
-    Measured,
-    curves=st.dictionaries(st.sampled_from(["case", "golden"]), curves, max_size=2),
-    loss_distance=st.none() | floats,
-    saved_bytes=st.none() | st.integers(0, 9),
-    expected_saved_bytes=st.none() | st.integers(0, 9),
-    wire=sent,
-    expected_wire=sent,
-    casts=st.lists(ranges, max_size=2).map(tuple),
-)
-environments = st.builds(Environment, packages=st.dictionaries(texts, texts, max_size=2), threads=st.integers(0, 9))
-results = st.builds(
-    CaseResult,
-    measured=st.none() | measurements,
-    golden=st.sampled_from(["stored", "run here", ""]),
-    golden_losses=st.lists(floats, max_size=3).map(tuple),
-    derived=st.lists(texts, max_size=2).map(tuple),
-    case_id=some_text,
-    verdict=st.sampled_from(Verdict),
-    findings=st.lists(findings, max_size=2).map(tuple),
-    attempts=st.lists(attempts, max_size=2).map(tuple),
-    world_size=st.integers(1, 8),
-    expectation=st.none() | texts,
-    losses=st.lists(floats, max_size=3).map(tuple),
-    grad_norms=st.lists(floats, max_size=3).map(tuple),
-    failures=st.lists(failures, max_size=2).map(tuple),
-    checks=st.lists(texts, max_size=2).map(tuple),
-    not_judged=st.lists(
-        st.builds(NotJudged, check=some_text, reason=some_text, unverified=st.booleans()), max_size=2
-    ).map(tuple),
-    command=texts,
-    with_fix=st.none() | with_fixes,
-    failure_signature=st.none() | signatures,
-)
 
 
 def lines(run: RunResult) -> list[Any]:
@@ -176,11 +106,10 @@ def test_fields_are_described_by_their_comments_properties_and_options() -> None
 
 
 some_runs = st.builds(
-    lambda found, **facts: with_facts(RunResult(results=tuple(found)), **facts),
-    st.lists(results, max_size=3, unique_by=lambda result: result.case_id),
-    wall_s=seconds,
-    interrupted=st.booleans(),
-    environment=st.none() | environments,
+    RunResult,
+    results=st.lists(any_of(CaseResult), max_size=2, unique_by=lambda result: result.case_id).map(tuple),
+    start=any_of(RunStart),
+    end=any_of(RunEnd),
 )
 
 
