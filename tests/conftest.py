@@ -21,8 +21,11 @@ settings.load_profile(PROFILE)
 sys.dont_write_bytecode = False
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
+gc.disable()  # until everything is imported and collected
+
 
 def pytest_collection_finish() -> None:
     """What was imported and collected is no garbage, and is not looked through again and again."""
     gc.freeze()
     gc.set_threshold(50_000, 20, 20)
+    gc.enable()
