@@ -8,6 +8,7 @@ Making references (`studies/records.py`) is the same way with another judge.
 
 from __future__ import annotations
 
+import math
 import platform
 import time
 from collections.abc import Callable, Sequence
@@ -147,8 +148,14 @@ def run_cases(
     with open_executor(plan.serving(cases), project, progress.note) as executor:
         cache = open_witnesses(project, plan, executor, progress.note)
         runner = CaseRunner(plan, executor, judge, cache, progress.note)
-        observer = _CaseObserver(progress, keep, plan.max_failures)
-        ended = run_schedule(cases, runner, observer, jobs=plan.jobs, enough=observer.enough)
+        ended = run_schedule(
+            cases,
+            runner.run,
+            executor.stop,
+            jobs=plan.jobs,
+            started=lambda case: progress.started(case_id(case), case.world_size),
+            finished=_teller(progress, keep, plan.max_failures),
+        )
     results = [found or runner.not_run(case) for case, found in zip(cases, ended.results, strict=True)]
     return RunResult(
         results=tuple(results),
@@ -179,30 +186,25 @@ def check_fits(cases: Sequence[Case], plan: Plan) -> None:
         )
 
 
-class _CaseObserver:
-    """Tells a `Progress` which cases run and how they end. It is the `Observer` of the schedule."""
+def _teller(
+    progress: Progress, keep: Callable[[CaseResult], None] | None, max_failures: int | None
+) -> Callable[[CaseResult], bool]:
+    """What keeps a result and tells of it; it returns True once so many cases failed that no other is wanted."""
+    left = math.inf if max_failures is None else max_failures
 
-    def __init__(self, progress: Progress, keep: Callable[[CaseResult], None] | None, max_failures: int | None) -> None:
-        self._progress = progress
-        self._keep = keep
-        self._left = max_failures  # cases that may still fail
-
-    def started(self, case: Case) -> None:
-        self._progress.started(case_id(case), case.world_size)
-
-    def finished(self, result: CaseResult) -> None:
-        if self._keep is not None:
-            self._keep(result)
-        if self._left is not None and not result.verdict.good and not result.excused:
-            self._left -= 1
-            if self.enough():
-                self._progress.note("enough cases failed: stopping.")
+    def finished(result: CaseResult) -> bool:
+        nonlocal left
+        if keep is not None:
+            keep(result)
+        if not result.verdict.good and not result.excused:
+            left -= 1
+            if left == 0:
+                progress.note("enough cases failed: stopping.")
         line = f"{result.verdict.value:<15} {result.seconds:7.1f} s  {result.case_id}"
-        self._progress.finished(result.case_id, line, remarkable=not result.verdict.good)
+        progress.finished(result.case_id, line, remarkable=not result.verdict.good)
+        return left <= 0
 
-    def enough(self) -> bool:
-        """True once so many cases failed that no other is wanted."""
-        return self._left is not None and self._left <= 0
+    return finished
 
 
 def _announce(judge: CaseJudge, progress: Progress, query: Query, plan: Plan, *, store: bool) -> None:

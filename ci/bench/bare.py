@@ -114,7 +114,7 @@ def install(spent: Spent) -> None:
         with spent.within(WATCHED):
             outcome = execute(executor, case, fixes)
         with spent.within(AGAIN if fixes else BARE), spent.controlling(BARE):
-            executor.execute_plain(case, fixes=fixes)
+            executor.serve(RunRequest(case=case, injections=tuple(fix.patch for fix in fixes)))
         return outcome
 
     def serve(original: Callable[..., JobOutcome | None], executor: Executor, request: RunRequest) -> JobOutcome | None:
@@ -137,7 +137,7 @@ def install(spent: Spent) -> None:
         return notes
 
     Executor.execute = twice  # type: ignore[method-assign, assignment]
-    _wrap(Executor, "_serve", serve)
+    _wrap(Executor, "serve", serve)
     _wrap(WitnessCache, "_retried", witness)
     _wrap(CaseRunner, "run", case_run)
     _wrap(ZygoteClient, "wait_until_ready", ready)

@@ -65,11 +65,22 @@ class Trials:
         check_fits(cases, self._plan)
         self._submitted += len(cases)
         self._progress.begin(self._submitted)
-        ended = run_schedule(cases, self._runner, _Observer(self._progress), jobs=self._plan.jobs)
+        ended = run_schedule(
+            cases,
+            self._runner.run,
+            self._runner.stop,
+            jobs=self._plan.jobs,
+            started=lambda case: self._progress.started(case_id(case), case.world_size),
+            finished=self._tell,
+        )
         results = [result for result in ended.results if result is not None]
         if ended.interrupted or len(results) < len(cases):
             raise KeyboardInterrupt
         return tuple(results)
+
+    def _tell(self, result: CaseResult) -> bool:
+        self._progress.finished(result.case_id, f"{result.case_id}: {trial_result(result).text}", remarkable=False)
+        return False
 
 
 def trial_result(result: CaseResult) -> TrialResult:
@@ -100,19 +111,6 @@ def run_once(
     with open_trials(project, plan, progress, case, injections) as trials:
         (result,) = trials.run([case])
     return result
-
-
-class _Observer:
-    """Tells a `Progress` which cases run and what they show. It is the `Observer` of the schedule."""
-
-    def __init__(self, progress: Progress) -> None:
-        self._progress = progress
-
-    def started(self, case: Case) -> None:
-        self._progress.started(case_id(case), case.world_size)
-
-    def finished(self, result: CaseResult) -> None:
-        self._progress.finished(result.case_id, f"{result.case_id}: {trial_result(result).text}", remarkable=False)
 
 
 Kept = TypeVar("Kept")

@@ -72,7 +72,7 @@ class Reviewed:
 
 
 class CaseRunner:
-    """Runs cases to their results; thread-safe. It is the `Work` of `schedule.py`."""
+    """Runs cases to their results; thread-safe."""
 
     def __init__(
         self, plan: Plan, executor: Executor, judge: Judge, cache: WitnessCache, note: Callable[[str], None]

@@ -22,11 +22,10 @@ from harness.matrix.case import Case
 from harness.matrix.caseid import case_id
 from harness.matrix.targets import REFERENCE
 from harness.project import Project
-from harness.request import Noise, RunRequest
+from harness.request import RunRequest
 from harness.running.identity import own_source_digest, search_path
 from harness.running.injection import Injection
 from harness.running.plan import Plan
-from harness.trace.tensors import ModuleShard
 
 RENDEZVOUS_PROGRAM = "harness.worker.process_group"  # serves the store where ranks of several nodes meet
 
@@ -52,11 +51,8 @@ class Executor:
         return self._stopped.is_set()
 
     def execute(self, case: Case, fixes: Sequence[Injection] = ()) -> JobOutcome | None:
-        """Run one case once, with the fixes and the injections; None when stopped before its end.
-
-        Waits for free slots.
-        """
-        return self._serve(
+        """Run one case once, with the fixes and the injections; None when stopped before its end."""
+        return self.serve(
             RunRequest(
                 case=case,
                 injections=tuple(injection.patch for injection in (*fixes, *self._plan.injections)),
@@ -65,25 +61,8 @@ class Executor:
             )
         )
 
-    def execute_solo(self, case: Case, probes: tuple[str, ...]) -> JobOutcome | None:
-        """Run the solo witness of a case, without the injections: it says what the case should compute."""
-        return self._serve(RunRequest(case=case, probes=probes, solo=True))
-
-    def execute_replay(self, case: Case, ranks: tuple[tuple[ModuleShard, ...], ...]) -> JobOutcome | None:
-        """Repeat on one rank what the modules of a run of this case recorded on `ranks`, without the injections."""
-        return self._serve(RunRequest(case=case, replayed=ranks))
-
-    def execute_plain(
-        self, case: Case, *, probes: tuple[str, ...] = (), fixes: Sequence[Injection] = ()
-    ) -> JobOutcome | None:
-        patches = tuple(fix.patch for fix in fixes)
-        return self._serve(RunRequest(case=case, injections=patches, probes=probes))
-
-    def execute_noisy(self, case: Case, noise: Noise, probes: tuple[str, ...]) -> JobOutcome | None:
-        """Run one case with these random errors, without the injections."""
-        return self._serve(RunRequest(case=case, probes=probes, noise=noise))
-
-    def _serve(self, request: RunRequest) -> JobOutcome | None:
+    def serve(self, request: RunRequest) -> JobOutcome | None:
+        """Answer a request on the device of the plan; None when stopped before its end. Waits for free slots."""
         if self.stopped:
             return None
         plan = self._plan

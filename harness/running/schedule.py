@@ -1,7 +1,7 @@
 """The schedule: many items of work on a few threads, largest world first, ended cleanly by Ctrl-C.
 
-Owns order, threads and interruption. It does not know what an item is (a case, or a fault in a case) nor how it is run
-or judged: it is given `Work` for that.
+Owns order, threads and interruption. It does not know what an item is (a case, or a fault in a case) nor how it is run,
+judged and told of.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, Literal, Protocol, TypeVar
 
 import msgspec
 
@@ -32,29 +32,6 @@ class HasRanks(Protocol):
 
 Item = TypeVar("Item", bound=HasRanks)
 Result = TypeVar("Result")
-_ItemT_contra = TypeVar("_ItemT_contra", bound=HasRanks, contravariant=True)
-_ResultT_co = TypeVar("_ResultT_co", covariant=True)
-_SeenT_contra = TypeVar("_SeenT_contra", contravariant=True)
-
-
-class Work(Protocol[_ItemT_contra, _ResultT_co]):
-    """How one item is run. Both methods are called from several threads."""
-
-    def run(self, item: _ItemT_contra, /) -> _ResultT_co | None:
-        """Run one item to its result; None when stopped before there was one."""
-
-    def stop(self) -> None:
-        """Start nothing any more and kill what runs."""
-
-
-class Observer(Protocol[_ItemT_contra, _SeenT_contra]):
-    """Receives the events of a run, in the thread that called `run_schedule`."""
-
-    def started(self, item: _ItemT_contra, /) -> None:
-        """A thread took up this item."""
-
-    def finished(self, result: _SeenT_contra, /) -> None:
-        """An item has its result."""
 
 
 class Ended(msgspec.Struct, Generic[Result], frozen=True, kw_only=True):
@@ -64,67 +41,64 @@ class Ended(msgspec.Struct, Generic[Result], frozen=True, kw_only=True):
     interrupted: bool
 
 
-class _Started(msgspec.Struct, frozen=True):
-    position: int
+class _Event(msgspec.Struct, Generic[Result], frozen=True, kw_only=True):
+    """What a thread did with the item at a position, or that it is idle: nothing is left to do.
+
+    `interrupted`: Ctrl-C, or SIGTERM from a CI system that cancels.
+    """
+
+    what: Literal["started", "finished", "failed", "idle", "interrupted"]
+    position: int = -1
+    result: Result | None = None
+    error: BaseException | None = None
 
 
-class _Finished(msgspec.Struct, Generic[Result], frozen=True):
-    position: int
-    result: Result | None
-
-
-class _Failed(msgspec.Struct, frozen=True):
-    error: BaseException
-
-
-class _Idle(msgspec.Struct, frozen=True):
-    """A thread has nothing left to do."""
-
-
-class _Interrupted(msgspec.Struct, frozen=True):
-    """Ctrl-C, or SIGTERM from a CI system that cancels."""
-
-
-class _Enough(msgspec.Struct, frozen=True):
-    """The caller wants no more results."""
-
-
-_Event = _Started | _Finished[Result] | _Failed | _Idle | _Interrupted
 _Events = queue.SimpleQueue[_Event[Result]]
 
 
 def run_schedule(
     items: Sequence[Item],
-    work: Work[Item, Result],
-    observer: Observer[Item, Result],
+    run: Callable[[Item], Result | None],
+    stop: Callable[[], None],
     *,
     jobs: int,
-    enough: Callable[[], bool] = lambda: False,
+    started: Callable[[Item], None],
+    finished: Callable[[Result], bool],
 ) -> Ended[Result]:
     """Run every item on `jobs` threads; Ctrl-C stops them all and keeps what has finished.
 
-    So does `enough`, which is asked after every result. What `work.run` raises stops the run and is raised here.
+    `run` is called from these threads: an item to its result, None when stopped before there was one. What it raises
+    stops the schedule and is raised here. `stop` kills what runs, and `run` starts nothing after it. `started` and
+    `finished` are called in this thread; `finished` returns True where no other result is wanted.
     """
     pending = deque(sorted(range(len(items)), key=lambda at: -items[at].world_size))  # threads may share it
     events: _Events[Result] = queue.SimpleQueue()
     threads = [
         # Daemon: a thread that still waits for a device lease must not keep a stopped program alive.
-        threading.Thread(target=_serve, args=(items, pending, events, work), daemon=True)
+        threading.Thread(target=_serve, args=(items, pending, events, run), daemon=True)
         for _ in range(min(jobs, len(items)))
     ]
     results: list[Result | None] = [None] * len(items)
+
+    def keep(event: _Event[Result]) -> bool:
+        if event.result is None:
+            return False
+        results[event.position] = event.result
+        return finished(event.result)
+
     with _interrupts_to(events):
         for thread in threads:
             thread.start()
-        stopped = _collect(items, events, results, observer, threads=len(threads), enough=enough)
+        stopped = _stopping_event(events, len(threads), lambda event: started(items[event.position]), keep)
         if stopped is not None:
             pending.clear()
-            work.stop()
+            stop()
             _join(threads)
-            _collect_ready(events, results, observer)
-    if isinstance(stopped, _Failed):
+            while not events.empty():  # what became ready meanwhile
+                keep(events.get())
+    if stopped is not None and stopped.error is not None:
         raise stopped.error
-    return Ended(results=tuple(results), interrupted=isinstance(stopped, _Interrupted))
+    return Ended(results=tuple(results), interrupted=stopped is not None and stopped.what == "interrupted")
 
 
 @contextlib.contextmanager
@@ -139,7 +113,7 @@ def _interrupts_to(events: _Events[Result]) -> Iterator[None]:
     def first(number: int, frame: object) -> None:
         for each in numbers:
             signal.signal(each, signal.default_int_handler)
-        events.put(_Interrupted())
+        events.put(_Event(what="interrupted"))
 
     for number in numbers:
         signal.signal(number, first)
@@ -150,42 +124,37 @@ def _interrupts_to(events: _Events[Result]) -> Iterator[None]:
             signal.signal(number, previous[number])
 
 
-def _serve(items: Sequence[Item], pending: deque[int], events: _Events[Result], work: Work[Item, Result]) -> None:
+def _serve(
+    items: Sequence[Item], pending: deque[int], events: _Events[Result], run: Callable[[Item], Result | None]
+) -> None:
     while True:
         try:
             position = pending.popleft()
         except IndexError:
-            events.put(_Idle())
+            events.put(_Event(what="idle"))
             return
-        events.put(_Started(position))
+        events.put(_Event(what="started", position=position))
         try:
-            events.put(_Finished(position, work.run(items[position])))
+            events.put(_Event(what="finished", position=position, result=run(items[position])))
         except BaseException as error:
-            events.put(_Failed(error))
+            events.put(_Event(what="failed", error=error))
             return
 
 
-def _collect(
-    items: Sequence[Item],
+def _stopping_event(
     events: _Events[Result],
-    results: list[Result | None],
-    observer: Observer[Item, Result],
-    *,
     threads: int,
-    enough: Callable[[], bool],
-) -> _Interrupted | _Failed | _Enough | None:
-    """Handle events until all threads are idle. Returns None, or the event that must stop the run."""
+    start: Callable[[_Event[Result]], None],
+    keep: Callable[[_Event[Result]], bool],
+) -> _Event[Result] | None:
+    """Handle events until all threads are idle, or until one that must stop the schedule, which is returned."""
     while threads:
         event = _next(events)
-        if isinstance(event, _Started):
-            observer.started(items[event.position])
-        elif isinstance(event, _Finished):
-            _keep(event, results, observer)
-            if enough():
-                return _Enough()
-        elif isinstance(event, _Idle):
+        if event.what == "started":
+            start(event)
+        elif event.what == "idle":
             threads -= 1
-        else:
+        elif event.what != "finished" or keep(event):
             return event
     return None
 
@@ -199,20 +168,6 @@ def _next(events: _Events[Result]) -> _Event[Result]:
     while True:
         with contextlib.suppress(queue.Empty):
             return events.get(timeout=_SIGNAL_POLL_S)
-
-
-def _collect_ready(events: _Events[Result], results: list[Result | None], observer: Observer[Item, Result]) -> None:
-    """Keep the results that became ready while the run was being stopped."""
-    while not events.empty():
-        event = events.get()
-        if isinstance(event, _Finished):
-            _keep(event, results, observer)
-
-
-def _keep(event: _Finished[Result], results: list[Result | None], observer: Observer[Item, Result]) -> None:
-    if event.result is not None:
-        results[event.position] = event.result
-        observer.finished(event.result)
 
 
 def _join(threads: Sequence[threading.Thread]) -> None:

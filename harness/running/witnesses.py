@@ -24,7 +24,7 @@ from harness.matrix.case import Case, Float8
 from harness.matrix.caseid import case_id, reference_case, solo_case, twin_case
 from harness.matrix.numerics import VIRTUAL_DEVICE, Numerics
 from harness.project import Project
-from harness.request import noise_of
+from harness.request import RunRequest, noise_of
 from harness.result import WitnessMade
 from harness.running.executor import Executor
 from harness.running.identity import target_digest, witness_key
@@ -69,37 +69,27 @@ class WitnessCache:
 
     def solo(self, case: Case) -> Run | None:
         """The solo witness of a case, sketched, with what its casts lost in place of its operands."""
-        witness = solo_case(case)
-        name, execute = self._solo(witness)
-        return self._witness(witness, name, execute, keep=with_cast_shares)
+        return self._witness(*_solo(case), keep=with_cast_shares)
 
     def solo_with_operands(self, case: Case) -> Run | None:
         """The same with its operands, too large to be kept in memory: read from its file, or else run again."""
-        witness = solo_case(case)
-        name, execute = self._solo(witness)
-        path = self._path(name, witness.target)
-        return self._stored(path) or self._made(name, path, self._retried(name, execute))
-
-    def _solo(self, witness: Case) -> tuple[str, Callable[[], JobOutcome | None]]:
-        probes = ("sketches", "operands") if witness.float8.enabled else ("sketches",)
-        return f"solo {case_id(witness)}", lambda: self._executor.execute_solo(witness, probes)
+        name, request = _solo(case)
+        path = self._path(name, request)
+        return self._stored(path) or self._made(name, path, self._retried(name, request))
 
     def twin(self, case: Case) -> Run | None:
         """The BF16 twin of a case."""
-        witness = twin_case(case)
-        return self._witness(witness, f"twin {case_id(witness)}", lambda: self._executor.execute_plain(witness))
+        return self._witness(*_twin(case))
 
     def kept_twin(self, case: Case) -> Run | None:
         """The BF16 twin where it was run before for what is installed now, without running it."""
-        witness = twin_case(case)
-        name = f"twin {case_id(witness)}"
-        return self._kept.get(name) or self._stored(self._path(name, witness.target))
+        name, request = _twin(case)
+        return self._kept.get(name) or self._stored(self._path(name, request))
 
     def reference(self, case: Case) -> Run | None:
         """The BF16 reference of a case on one rank, for want of a stored golden."""
         witness = reference_case(case)
-        name = f"reference {case_id(witness)}"
-        return self._witness(witness, name, lambda: self._executor.execute_plain(witness, probes=("sketches",)))
+        return self._witness(f"reference {case_id(witness)}", RunRequest(case=witness, probes=("sketches",)))
 
     def noisy(self, case: Case, draw: int, converted: tuple[str, ...]) -> Run | None:
         """The reference with random errors where the case casts to float8.
@@ -109,11 +99,8 @@ class WitnessCache:
         witness, float8 = reference_case(case), case.float8
         rounded = Float8(recipe=float8.recipe, output_layer=float8.output_layer, filter_fqns=float8.filter_fqns)
         name = f"noise {draw} {case_id(msgspec.structs.replace(witness, float8=rounded))}"
-
-        def execute() -> JobOutcome | None:
-            return self._executor.execute_noisy(witness, noise_of(case, draw, converted), ("sketches",))
-
-        return self._witness(witness, name, execute)
+        noise = noise_of(case, draw, converted)
+        return self._witness(name, RunRequest(case=witness, probes=("sketches",), noise=noise))
 
     def partner(self, case: Case, fixes: Sequence[Injection] = ()) -> Run | None:
         """The run of the partner of a case (`relations.py`), sketched; None when there is none.
@@ -127,12 +114,8 @@ class WitnessCache:
         other, replayed = relation.partner, stands_for_modules(case, relation, self._numerics)
         name = " with ".join([f"{'replayed ' * replayed}partner {case_id(other)}", *(fix.content for fix in fixes)])
         probes = ("sketches", "module_tensors") if replayed else ("sketches",)
-        return self._witness(
-            other,
-            name,
-            lambda: self._executor.execute_plain(other, probes=probes, fixes=fixes),
-            finish=lambda run: self._with_distances(other, run) if replayed else run,
-        )
+        request = RunRequest(case=other, probes=probes, injections=tuple(fix.patch for fix in fixes))
+        return self._witness(name, request, lambda run: self._with_distances(other, run) if replayed else run)
 
     def _with_distances(self, case: Case, run: Run) -> Run | None:
         again = self.replay(case, run)
@@ -146,7 +129,7 @@ class WitnessCache:
         """The replay of this very run, module by module; never kept. Incomplete when it did not finish."""
         recorded = tuple(trace.module_tensors or () for trace in run.traces)
         name = f"replay {case_id(case)}"
-        outcome = self._retried(name, lambda: self._executor.execute_replay(case, recorded))
+        outcome = self._retried(name, RunRequest(case=case, replayed=recorded))
         if outcome is None:
             return None
         self._made_here.append(WitnessMade(name=name, cpu_s=outcome.cpu_s))
@@ -154,37 +137,36 @@ class WitnessCache:
 
     def unprobed(self, case: Case) -> Run | None:
         """The run of this case without probes; never kept. None when it did not finish."""
-        outcome = self._retried(f"unprobed {case_id(case)}", lambda: self._executor.execute_plain(case))
+        outcome = self._retried(f"unprobed {case_id(case)}", RunRequest(case=case))
         return None if outcome is None or outcome.status != "ok" else run_from_outcome(outcome)
 
     def _witness(
         self,
-        witness: Case,
         name: str,
-        execute: Callable[[], JobOutcome | None],
+        request: RunRequest,
         finish: Callable[[Run], Run | None] = lambda run: run,
         keep: Callable[[Run], Run] = lambda run: run,
     ) -> Run | None:
         """The kept run of this name, or a new one after `finish`, which is stored; in memory is what `keep` leaves."""
         with self._locks[name]:
             if name not in self._kept:
-                path = self._path(name, witness.target)
-                run = self._stored(path) or self._made(name, path, self._retried(name, execute), finish)
+                path = self._path(name, request)
+                run = self._stored(path) or self._made(name, path, self._retried(name, request), finish)
                 if run is None or not run.complete:
                     return run
                 self._kept[name] = keep(run)
             return self._kept[name]
 
-    def _retried(self, name: str, execute: Callable[[], JobOutcome | None]) -> JobOutcome | None:
+    def _retried(self, name: str, request: RunRequest) -> JobOutcome | None:
         """The outcome; of a second attempt if the first ended as `infra`, for example by a lost node."""
-        outcome = execute()
+        outcome = self._executor.serve(request)
         if outcome is None or outcome.status != "infra":
             return outcome
         self._note(f"infra, trying again: witness {name}: {outcome.message}")
-        return execute()
+        return self._executor.serve(request)
 
-    def _path(self, name: str, target: str) -> Path:
-        key = f"{name} {self._content(target)}"
+    def _path(self, name: str, request: RunRequest) -> Path:
+        key = f"{name} {self._content(request.case.target)}"
         return self._folder / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.msgpack"
 
     def _stored(self, path: Path) -> Run | None:
@@ -213,6 +195,17 @@ class WitnessCache:
             content = msgspec.msgpack.encode(run)
             write_whole(path, _seal(content) + content)
         return run
+
+
+def _solo(case: Case) -> tuple[str, RunRequest]:
+    witness = solo_case(case)
+    probes = ("sketches", "operands") if witness.float8.enabled else ("sketches",)
+    return f"solo {case_id(witness)}", RunRequest(case=witness, probes=probes, solo=True)
+
+
+def _twin(case: Case) -> tuple[str, RunRequest]:
+    witness = twin_case(case)
+    return f"twin {case_id(witness)}", RunRequest(case=witness)
 
 
 def _ended(outcome: JobOutcome) -> Run:

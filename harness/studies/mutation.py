@@ -179,7 +179,14 @@ def run_mutations(  # noqa: PLR0913  what is planted where, and what runs it
         else open_executor(plan, project, note=progress.note) as opened
     ):
         work = _TrialWork(project, used, plan, opened, progress)
-        ended = run_schedule(plantings, work, _TrialObserver(progress), jobs=plan.jobs)
+        ended = run_schedule(
+            plantings,
+            work.run,
+            opened.stop,
+            jobs=plan.jobs,
+            started=lambda planting: progress.started(planting.name, planting.world_size),
+            finished=work.tell,
+        )
     tried = [outcome for outcome in ended.results if outcome is not None]
     without = {each.result.case_id: each for each in tried if each.fault is None}
     targets = {case.target for case in used}
@@ -256,27 +263,14 @@ class _TrialWork:
             return None
         return _PlantingResult(planting=planting, result=result, baseline=baseline, reached=reached)
 
-    def stop(self) -> None:
-        """Start nothing any more and kill what runs."""
-        self._executor.stop()
-
-
-class _TrialObserver:
-    """Tells a `Progress` what is planted and which checks detect it."""
-
-    def __init__(self, progress: Progress) -> None:
-        self._progress = progress
-
-    def started(self, planting: _Planting) -> None:
-        self._progress.started(planting.name, planting.world_size)
-
-    def finished(self, tried: _PlantingResult) -> None:
-        """A planting has its result: a line only where a clean run fails or a fault is not detected."""
+    def tell(self, tried: _PlantingResult) -> bool:
+        """Say which checks detect it, in a line of its own where a clean run fails or a fault is not detected."""
         result = tried.result
         expected = result.verdict.good == (tried.fault is None or tried.fault.equivalent is not None)
         found = ", ".join(sorted(_checks(result))) or "no finding"
         line = f"{result.verdict.value:<15} {result.seconds:7.1f} s  {tried.planting.name}: {found}"
         self._progress.finished(tried.planting.name, line, remarkable=not expected)
+        return False
 
 
 def baseline_detection(run: Run, golden: Golden | None, solo: Run | None) -> BaselineDetection:

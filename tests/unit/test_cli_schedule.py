@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import signal
 import threading
 import time
@@ -14,7 +15,7 @@ from harness.errors import HarnessError
 from harness.matrix.case import Case
 from harness.matrix.caseid import case_id
 from harness.result import CaseResult
-from harness.running.schedule import run_schedule
+from harness.running.schedule import Ended, run_schedule
 from tests.builders import make_case, make_result
 
 
@@ -50,33 +51,38 @@ class FakeWork:
         self.stopped.set()
 
 
-class FakeObserver:
-    def __init__(self) -> None:
-        self.seen: list[str] = []
+def scheduled(
+    cases: list[Case], work: FakeWork, *, jobs: int = 1, wanted: float = math.inf
+) -> tuple[Ended[CaseResult], list[str]]:
+    """How the schedule ended, and the ids of the results that it told of."""
+    seen: list[str] = []
 
-    def started(self, case: Case) -> None:
+    def started(case: Case) -> None:
         assert threading.current_thread() is threading.main_thread()
 
-    def finished(self, result: CaseResult) -> None:
+    def finished(result: CaseResult) -> bool:
         assert threading.current_thread() is threading.main_thread()
-        self.seen.append(result.case_id)
+        seen.append(result.case_id)
+        return len(seen) >= wanted
+
+    ended = run_schedule(cases, work.run, work.stop, jobs=jobs, started=started, finished=finished)
+    return ended, seen
 
 
 @settings(max_examples=30)  # each starts threads
 @given(st.lists(st.integers(1, 8), max_size=12), st.integers(1, 4))
 def test_results_keep_the_order_of_selection(sizes: list[int], jobs: int) -> None:
     cases = [make_case(dp_shard=size, seed=seed) for seed, size in enumerate(sizes)]
-    observer = FakeObserver()
-    ended = run_schedule(cases, FakeWork(), observer, jobs=jobs)
+    ended, seen = scheduled(cases, FakeWork(), jobs=jobs)
     assert [result and result.case_id for result in ended.results] == [case_id(case) for case in cases]
-    assert sorted(observer.seen) == sorted(case_id(case) for case in cases)
+    assert sorted(seen) == sorted(case_id(case) for case in cases)
     assert not ended.interrupted
 
 
 def test_largest_world_first_then_order_of_selection() -> None:
     cases = [make_case(dp_shard=size, seed=seed) for seed, size in enumerate((2, 8, 4, 8))]
     work = FakeWork()
-    run_schedule(cases, work, FakeObserver(), jobs=1)
+    scheduled(cases, work)
     assert [case.train.seed for case in work.order] == [1, 3, 2, 0]
 
 
@@ -84,7 +90,7 @@ def test_interrupt_keeps_what_is_finished_and_starts_nothing() -> None:
     cases = [make_case(seed=seed) for seed in range(6)]
     work = FakeWork(interrupt_at=3)
     before = signal.getsignal(signal.SIGINT)
-    ended = run_schedule(cases, work, FakeObserver(), jobs=1)
+    ended, _ = scheduled(cases, work)
     assert ended.interrupted
     assert [result is not None for result in ended.results] == [True, True, False, False, False, False]
     assert len(work.order) == 3
@@ -94,14 +100,13 @@ def test_interrupt_keeps_what_is_finished_and_starts_nothing() -> None:
 def test_an_error_in_a_thread_stops_the_run_and_is_raised() -> None:
     work = FakeWork(raise_at=2)
     with pytest.raises(HarnessError, match="planted"):
-        run_schedule([make_case(seed=seed) for seed in range(6)], work, FakeObserver(), jobs=1)
+        scheduled([make_case(seed=seed) for seed in range(6)], work)
     assert work.stopped.is_set()
 
 
 def test_enough_results_end_the_run_without_an_interruption() -> None:
-    work, observer = FakeWork(wait_at=3), FakeObserver()
-    cases = [make_case(seed=seed) for seed in range(6)]
-    ended = run_schedule(cases, work, observer, jobs=1, enough=lambda: len(observer.seen) >= 2)
+    work = FakeWork(wait_at=3)
+    ended, _ = scheduled([make_case(seed=seed) for seed in range(6)], work, wanted=2)
     assert not ended.interrupted
     assert work.stopped.is_set()
     assert [result is not None for result in ended.results] == [True, True, False, False, False, False]

@@ -47,8 +47,8 @@ def test_jobs_have_the_name_of_their_request() -> None:
     cluster, case = FakeCluster(), parse_case_id("tp2-rowwise-v2048-b16")
     executor = Executor(Plan(), cast("Cluster", cluster), Path("/project"))
     executor.execute(case)
-    executor.execute_solo(case, ())
-    executor.execute_replay(case, ((), ()))
+    executor.serve(RunRequest(case=case, solo=True))
+    executor.serve(RunRequest(case=case, replayed=((), ())))
     name = "tp2-rowwise-v2048-b16"
     assert [job.job_id for job in cluster.jobs] == [name, f"solo-{name}", f"replay-{name}"]
     assert [job.world_size for job in cluster.jobs] == [2, 1, 1]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -93,7 +94,7 @@ def test_both_failures_and_what_differs_are_shown() -> None:
 def test_ctrl_c_ends_trials_as_an_interruption(monkeypatch: pytest.MonkeyPatch) -> None:
     stopped: Ended[Any] = Ended(results=(None,), interrupted=True)
     monkeypatch.setattr(trials, "run_schedule", lambda *args, **options: stopped)
-    runner: Any = None
+    runner: Any = SimpleNamespace(run=None, stop=None)
     plan = Plan(capacity=make_capacity(2))
     running = trials.Trials(plan, runner, SilentProgress())
     with pytest.raises(KeyboardInterrupt):

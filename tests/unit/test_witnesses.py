@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import cast
@@ -12,10 +12,9 @@ import msgspec
 import pytest
 
 from harness.engine.messages import JobOutcome, RankOutcome
-from harness.matrix.case import Case
 from harness.matrix.caseid import case_id, parse_case_id
 from harness.matrix.linears import converted_fqns
-from harness.request import Noise
+from harness.request import RunRequest
 from harness.running.executor import Executor
 from harness.running.injection import Injection
 from harness.running.witnesses import WitnessCache
@@ -48,24 +47,15 @@ class FakeExecutor:
         self.replayed: JobOutcome | None = None
         self.asked: list[tuple[str, str, tuple[str, ...]]] = []
 
-    def execute_solo(self, case: Case, probes: tuple[str, ...]) -> JobOutcome | None:
-        return self._answer("solo", case, probes)
-
-    def execute_plain(
-        self, case: Case, *, probes: tuple[str, ...] = (), fixes: Sequence[Injection] = ()
-    ) -> JobOutcome | None:
-        return self._answer(" with ".join(["plain", *(fix.text for fix in fixes)]), case, probes)
-
-    def execute_replay(self, case: Case, ranks: object) -> JobOutcome | None:
-        self.asked.append(("replay", case_id(case), ()))
-        return self.replayed
-
-    def execute_noisy(self, case: Case, noise: Noise, probes: tuple[str, ...]) -> JobOutcome | None:
-        kind = f"noise {noise.draw} in {len(noise.float8_fqns)} with {noise.grad_output_dtype}"
-        return self._answer(kind, case, probes)
-
-    def _answer(self, kind: str, case: Case, probes: tuple[str, ...]) -> JobOutcome | None:
-        self.asked.append((kind, case_id(case), probes))
+    def serve(self, request: RunRequest) -> JobOutcome | None:
+        kind, noise = "solo" if request.solo else "plain", request.noise
+        if noise is not None:
+            kind = f"noise {noise.draw} in {len(noise.float8_fqns)} with {noise.grad_output_dtype}"
+        kind = " with ".join([kind, *(each.text for each in request.injections)])
+        if request.replayed:
+            self.asked.append(("replay", case_id(request.case), ()))
+            return self.replayed
+        self.asked.append((kind, case_id(request.case), request.probes))
         self.before()
         return self.outcome
 
@@ -138,7 +128,7 @@ def test_the_partner_of_a_run_with_a_fix_runs_with_it_and_is_kept_by_the_content
         fix = Injection(text="fix.py:apply", target="/fix.py:apply", source=source)
         assert cache(executor, tmp_path).partner(CASE, (fix,)) is not None
     partner = "hsdp2x2-tensorwise-ag.fp8-v2048-b16"
-    assert executor.asked == [("plain with fix.py:apply", partner, ("sketches",))] * 2
+    assert executor.asked == [("plain with /fix.py:apply", partner, ("sketches",))] * 2
 
 
 def test_operands_of_a_solo_witness_are_read_again_and_not_kept_in_memory(tmp_path: Path) -> None:
