@@ -15,6 +15,7 @@ from harness.checks.check import Check, Witnesses
 from harness.checks.findings import group_ranks, on_ranks, traces_by_rank
 from harness.checks.rule import Rule, Rules, Stage
 from harness.matrix.case import Case
+from harness.matrix.numerics import NORM_ROUNDING
 from harness.plural import counted
 from harness.trace import Run, StepTrace
 from harness.verdict import Finding
@@ -86,7 +87,6 @@ def _first(rule: Rule, wrong: list[tuple[int, int, float]], quantity: str, expec
 
 # Clipping
 
-ROUNDING = 1e-5  # of the factor, which torch computes in the dtype of the norm; of a clipped step, measured: 2e-6
 _EPS = 1e-6  # torch adds it to the norm that it divides by
 
 _clipping = Rules("clipping", Stage.STEP)
@@ -137,8 +137,8 @@ def _clipped_norm(step: StepTrace, max_norm: float) -> float | None:
 def _is_clipped(step: StepTrace, max_norm: float) -> bool:
     expected = _clipped_norm(step, max_norm)
     if expected is None:
-        return step.grad_norm <= max_norm * (1 + ROUNDING)
-    return abs(step.grad_norm - expected) <= ROUNDING * expected  # NaN is wrong
+        return step.grad_norm <= max_norm * (1 + NORM_ROUNDING)
+    return abs(step.grad_norm - expected) <= NORM_ROUNDING * expected  # NaN is wrong
 
 
 # Evaluation

@@ -13,6 +13,7 @@ import math
 from harness.expect.model import Model
 from harness.matrix.case import Case
 from harness.matrix.linears import OUTPUT_FQN, ROWWISE, converted_fqns, linear_fqns, linear_name
+from harness.matrix.numerics import NORM_ROUNDING, clips_by_a_rounded_norm
 from harness.trace.tensors import ModuleDistance
 
 # The largest relative error of a result that is rounded to this dtype. A matmul in bfloat16 is rounded once; one in
@@ -43,8 +44,11 @@ def allowed_distance(case: Case, found: ModuleDistance, *, exact: bool, model: M
     if found.kind == "param":
         return _rounding("float32")  # the optimizer's arithmetic is the same, whatever ranks hold
     if found.kind == "grad" and model is None:
-        return _gradient(case, found)
-    return _of_module(case, found, exact=exact) if model is None else _of_unknown_model(case, found, model, exact=exact)
+        return _gradient(case, found) + _rounding_of_norm(case)
+    if model is None:
+        return _of_module(case, found, exact=exact)
+    clipped = _rounding_of_norm(case) if found.kind == "grad" else 0.0
+    return _of_unknown_model(case, found, model, exact=exact) + clipped
 
 
 def _of_module(case: Case, found: ModuleDistance, *, exact: bool) -> float:
@@ -112,6 +116,10 @@ def _is_repeated_exactly(case: Case, found: ModuleDistance) -> bool:
 
 def _is_converted(case: Case, fqn: str) -> bool:
     return fqn in converted_fqns(case)
+
+
+def _rounding_of_norm(case: Case) -> float:
+    return NORM_ROUNDING if clips_by_a_rounded_norm(case) else 0.0
 
 
 def _rounding(dtype: str, *, spread: float = 1.0, parts: int = 1) -> float:

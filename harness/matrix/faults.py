@@ -135,7 +135,7 @@ HOST_IDS = (
     "fsdp2-tensorwise-ag.fp8pre-v2048-eval-f64",
     "tp2-rowwise-v2048-eval-f64",
     "fsdp2-tensorwise-ag.fp8pre-v2048-resume-f64",
-    "fsdp2-tensorwise-v2048-resume.resharded-f64",
+    "fsdp4-tensorwise-v2048-resume.resharded-f64",
     "tp2-rowwise-v2048-resume.resharded-f64",
     "fsdp2-reshard.never-tensorwise-ag.fp8-v2048-f64",
     "tp2-rowwise-bias-v2048-f64",
@@ -177,7 +177,7 @@ def hosts_of(fault: Fault, *, at_most: int) -> tuple[Case, ...]:
     The first is that of the catalogue, the second the same in bfloat16, and so on for every kind of layout.
     """
     refused = fault.shows == "trains"
-    cases = [case for case in _hosts() if fault.applies(case) and (expected_refusal(case) is not None) == refused]
+    cases = [case for case in all_hosts() if fault.applies(case) and (expected_refusal(case) is not None) == refused]
     kinds: dict[HostKind, Case] = {}
     for case in cases:
         kinds.setdefault(host_kind(case), case)
@@ -186,7 +186,7 @@ def hosts_of(fault: Fault, *, at_most: int) -> tuple[Case, ...]:
 
 
 @functools.cache
-def _hosts() -> tuple[Case, ...]:
+def all_hosts() -> tuple[Case, ...]:
     """The host cases of the catalogue, each followed by the same case in bfloat16."""
     return tuple(each for case in map(parse_case_id, HOST_IDS) for each in (case, _in_bfloat16(case)))
 

@@ -10,11 +10,12 @@ from harness.matrix.faults import (
     FAULT_CLASSES,
     HOST_IDS,
     all_faults,
+    all_hosts,
     fault_named,
     host_kind,
     hosts_of,
 )
-from harness.matrix.rules import expected_refusal
+from harness.matrix.rules import exclusions, expected_refusal
 from harness.matrix.selector import parse_selector
 from harness.project import find_project
 from harness.running.injection import parse_injection
@@ -29,6 +30,11 @@ def test_every_class_has_faults_that_must_be_found():
     assert len(must) >= 44
     for group in FAULT_CLASSES:
         assert sum(fault.group == group for fault in must) >= 4, group
+
+
+def test_rules_allow_every_host_case():
+    allowed = {case_id(case): [rule.name for rule in exclusions(case)] for case in all_hosts()}
+    assert {name: rules for name, rules in allowed.items() if rules} == {}
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)

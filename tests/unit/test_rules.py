@@ -98,7 +98,6 @@ EXAMPLES: list[tuple[str, dict[str, object]]] = [
         "torchtitan_keeps_float32_parameters",
         {"target": "torchtitan", "parameter_dtype": "bfloat16", "dtype": "bfloat16"},
     ),
-    ("clipping_is_exact", {"max_norm": 0.5, "dtype": "float32"}),
     ("evaluation_is_plain", {"evaluate": True, "accumulation": 2}),
     ("evaluation_is_eager", {"evaluate": True, "compile": "graph"}),
     ("torchtitan_evaluates_other_tokens", {"target": "torchtitan", "evaluate": True}),

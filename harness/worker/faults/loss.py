@@ -20,6 +20,7 @@ from harness.worker.faults.hooks import (
     around_loss,
     local,
     norm_weights,
+    on_odd_rank,
     planted,
     wrap,
     wrap_everywhere,
@@ -102,6 +103,13 @@ norm_in_bfloat16 = partial(wrap, train, "squared_norm_share", lambda stock, mode
 gradients_not_clipped = partial(
     wrap_everywhere, clip_grad, "_clip_grads_with_norm_", lambda stock, *args, **kwargs: None
 )
+
+
+@planted(wrap_everywhere, clip_grad, "_clip_grads_with_norm_")
+def clip_factor_of_one_rank(
+    stock: Any, grads: Any, max_norm: float, norm: torch.Tensor, *args: Any, **kwargs: Any
+) -> None:
+    stock(grads, max_norm, norm * 1.001 if on_odd_rank() else norm, *args, **kwargs)
 
 
 @planted(wrap_everywhere, clip_grad, "_get_total_norm")

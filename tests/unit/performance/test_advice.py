@@ -15,7 +15,6 @@ from harness.cli.main import main
 from harness.errors import HarnessError
 from harness.jsonform import to_json
 from harness.matrix.case import Case
-from harness.matrix.caseid import parse_case_id
 from harness.matrix.targets import is_llama
 from harness.performance.advice import Advice, advise
 from harness.performance.gains import plots, too_small_for_rowwise
@@ -110,12 +109,6 @@ def test_a_recipe_with_a_known_fault_is_not_recommended() -> None:
     assert said(warned, "tensorwise, float8 all-gather, 1.2").endswith(f"The scale is wrong. ({fault.link})")
     assert [each.fault for each in warned.variants] == ["", "wrong-scale", "", "", ""]
     assert "wrong-scale" in text_of(speedup_sections(warned)) and "ag" not in warned.case.split("-")
-
-
-def test_rules_of_the_harness_refuse_no_recipe() -> None:
-    """A case in float64 that clips: the advice is about bfloat16, in which no case clips."""
-    found = advise(parse_case_id("tp2-rowwise-v2048-s2-clip0.25-f64"), H100)
-    assert not any(each.refused for each in found.variants)
 
 
 def test_a_model_that_is_not_known() -> None:
