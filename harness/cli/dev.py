@@ -72,7 +72,7 @@ dev.add_command(evidence_command)
 @click.option("--class", "groups", type=click.Choice(list(FAULT_CLASSES)), multiple=True, help="A class of faults.")
 @click.option("--cases-per-fault", type=AT_LEAST_1, default=2, show_default=True, help="Plant each in up to N cases.")
 @click.option("--list", "listed", is_flag=True, help="List the faults and the cases they are planted in, and exit.")
-@click.option("--record", is_flag=True, help="Store which rules found every fault, in golden/evidence/kills.json.")
+@click.option("--record", is_flag=True, help="Store which rules found these faults, in golden/evidence/kills.json.")
 @json_option("the mutation matrix")
 @query_parameter
 @plan_parameter
@@ -93,15 +93,16 @@ def mutate_command(  # noqa: PLR0913  one parameter per option
 
     Without a tier, file, case or selection, faults are planted in the cases that the list names for them.
     """
-    from harness.evidence.kills import write_kills
+    from harness.evidence.kills import read_kills, write_kills
     from harness.report.mutation import mutation_sections
     from harness.studies.mutation import hosts_among, recorded_kills, run_mutations
 
     faults = tuple(all_faults().values())
     named = {fault_named(name).name for name in names}
     faults = tuple(fault for fault in faults if fault.name in named or fault.group in groups) or faults
-    if record and (names or groups or query != Query()):
-        raise HarnessError("the record is of every fault in its own cases.", where="--record", fix="give it alone.")
+    if record and query != Query():
+        what = "the record is of faults in their own cases."
+        raise HarnessError(what, where="--record", fix="select faults only, or give it alone.")
     found = hosts_among(project, faults, query, at_most=cases_per_fault)
     if listed:
         for fault in faults:
@@ -111,7 +112,7 @@ def mutate_command(  # noqa: PLR0913  one parameter per option
         matrix = run_mutations(project, faults, found, plan_for(), progress)
     print_report(mutation_sections(matrix), json_file, matrix)
     if record and not matrix.interrupted:
-        click.echo(f"stored in {write_kills(project.root, recorded_kills(matrix))}", err=True)
+        click.echo(f"stored in {write_kills(project.root, recorded_kills(matrix, read_kills(project.root)))}", err=True)
     if matrix.interrupted:
         return ExitCode.INTERRUPTED
     if len(matrix.trials) == len(matrix.not_reached):

@@ -28,7 +28,7 @@ from harness.evidence.sealed import Missing
 from harness.matrix.case import Case
 from harness.matrix.caseid import case_id, family_id, parse_case_id
 from harness.matrix.choice import carries
-from harness.matrix.faults import HOST_IDS, NEEDS, Fault, FaultClass, hosts_of
+from harness.matrix.faults import HOST_IDS, NEEDS, Fault, FaultClass, all_faults, hosts_of
 from harness.matrix.targets import REFERENCE
 from harness.project import Project
 from harness.result import CaseResult
@@ -336,7 +336,8 @@ def _not_reached(tried: _PlantingResult, clean: _PlantingResult | None) -> str:
     return f"without it, the case {clean.result.verdict.phrase} too" if clean.baseline == UNFINISHED else NO_EFFECT
 
 
-def recorded_kills(matrix: MutationMatrix) -> Kills:
+def recorded_kills(matrix: MutationMatrix, before: Kills | None = None) -> Kills:
+    """What this matrix found; of faults that it does not plant what was recorded `before`, with the same software."""
     found: dict[str, dict[str, Kill]] = {}
     for trial in matrix.trials:
         if trial.fault is not None:
@@ -344,7 +345,9 @@ def recorded_kills(matrix: MutationMatrix) -> Kills:
             found.setdefault(trial.fault, {})[trial.case_id] = kill
     installed = installed_versions(("torch", "torchao"))
     software = {name: version for name, version in installed.items() if version is not None}
-    return Kills(found=found, software=software)
+    kept = before.found if before is not None and before.software == software else {}
+    both = {**kept, **found}
+    return Kills(found={name: both[name] for name in all_faults() if name in both}, software=software)
 
 
 class FaultEffect(msgspec.Struct, frozen=True, kw_only=True):

@@ -20,6 +20,7 @@ from harness.studies.mutation import (
     Trial,
     baseline_detection,
     fault_effect,
+    recorded_kills,
 )
 from harness.trace import Run
 from harness.verdict import Verdict
@@ -179,3 +180,12 @@ def test_the_report_gives_reasons_for_equivalents_and_names_carriers_that_fail_c
 def test_the_json_keeps_infinity():
     document = json.loads(to_json(matrix_of(make_trial(baseline=UNFINISHED))))
     assert document["trials"][0]["sight"]["loss_gap"] == "Infinity"
+
+
+def test_some_faults_are_recorded_beside_the_others_in_the_order_of_the_catalogue() -> None:
+    before = recorded_kills(matrix_of(make_trial("gradients_not_clipped"), make_trial(rules=("parity/loss",))))
+    after = recorded_kills(matrix_of(make_trial(rules=("scales/amax",))), before)
+    assert list(after.found) == ["amax_without_abs", "gradients_not_clipped"]
+    assert [kill.rules for kill in after.found["amax_without_abs"].values()] == [("scales/amax",)]
+    other = replace(before, software={"torch": "2.15.0"})
+    assert list(recorded_kills(matrix_of(make_trial()), other).found) == ["amax_without_abs"]
