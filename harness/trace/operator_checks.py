@@ -17,6 +17,7 @@ Placements = tuple[str, ...]
 
 MESHES: dict[Mesh, tuple[int, ...]] = {"m2": (2,), "m4": (4,), "m2x2": (2, 2)}
 WORLD_SIZE = 4  # ranks of a job; on `m2` two pairs of ranks run the same check
+MATMULS = frozenset({"mm", "f8.mm", "f8.mm.rowwise"})
 PARTIALS = ("Psum", "Pavg", "Pmax", "Pmin")
 _SHORT = {"float32": "f32", "bfloat16": "bf16"}
 

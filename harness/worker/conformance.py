@@ -5,6 +5,7 @@ The cost of an operator is counted on the virtual fabric, below every layer of t
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import warnings
 from collections.abc import Callable, Mapping
@@ -69,56 +70,36 @@ def open_meshes(meter: Meter) -> dict[Mesh, DeviceMesh]:
     return meshes
 
 
-class _Attempt:
-    """The state of a running check: its phase, the cost of the operator and the outputs so far."""
-
-    def __init__(self) -> None:
-        self.phase: Phase = "inputs"
-        self.wire_bytes = 0.0
-        self.calls: tuple[str, ...] = ()
-        self.outputs: list[Output] = []
-
-
 @torch.no_grad()
 def observe(check: OperatorCheck, mesh: DeviceMesh, meter: Meter, rank: int) -> Observation:
     """Run one check on this rank. Exceptions become part of the observation."""
-    attempt = _Attempt()
+    phase: Phase = "inputs"
+    outputs: list[Output] = []
     error: Exception | None = None
+    meter.calls.clear()
     try:
-        _run(check, mesh, meter, attempt)
+        full = operators.full_inputs(check)
+        expected = operators.apply(check, operators.operands(check, full, None))
+        inputs = operators.operands(check, full, mesh)
+        phase = "operator"
+        with meter:
+            found = operators.apply(check, inputs)
+        phase = "result"
+        assert len(found) == len(expected), f"{len(found)} results, expected {len(expected)}"
+        for mine, reference in zip(found, expected, strict=True):
+            outputs.append(_output(check, mine, reference, full))
     except Exception as raised:
         error = raised
     return Observation(
         rank=rank,
         coordinates=tuple(mesh.get_coordinate() or ()),
-        error="" if error is None else _error_text(error),
-        phase=attempt.phase,
+        error="" if error is None else f"{type(error).__name__}: {' '.join(str(error).split())[:400]}",
+        phase=phase,
         consequence=isinstance(error, CollectiveMismatch) and "barrier" in str(error),
-        outputs=tuple(attempt.outputs),
-        wire_bytes=attempt.wire_bytes,
-        calls=attempt.calls,
+        outputs=tuple(outputs),
+        wire_bytes=sum(received_bytes(*call) for call in meter.calls),
+        calls=tuple(f"{kind} of {count} bytes among {size}" for kind, count, size in meter.calls),
     )
-
-
-def _error_text(error: Exception) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return f"{type(error).__name__}: {' '.join(lines)[:400]}"
-
-
-def _run(check: OperatorCheck, mesh: DeviceMesh, meter: Meter, attempt: _Attempt) -> None:
-    full = operators.full_inputs(check)
-    expected = operators.apply(check, operators.operands(check, full, None), None)
-    inputs = operators.operands(check, full, mesh)
-    attempt.phase = "operator"
-    meter.start()
-    try:
-        found = operators.apply(check, inputs, mesh)
-    finally:
-        attempt.wire_bytes, attempt.calls = meter.wire_bytes, meter.calls
-    attempt.phase = "result"
-    assert len(found) == len(expected), f"{len(found)} results, expected {len(expected)}"
-    for mine, reference in zip(found, expected, strict=True):
-        attempt.outputs.append(_output(check, mine, reference, full))
 
 
 def _output(check: OperatorCheck, found: torch.Tensor, expected: torch.Tensor, full: list[torch.Tensor]) -> Output:
@@ -166,11 +147,18 @@ def _difference(found: torch.Tensor, expected: torch.Tensor, allowed: Any) -> tu
 
 
 class Meter:
-    """Counts the exchanges of the watched groups since the last `start`."""
+    """Keeps the exchanges of the watched groups while it is entered: their kinds, bytes and ranks."""
 
     def __init__(self) -> None:
-        self._calls: list[tuple[str, int, int]] = []
+        self.calls: list[tuple[str, int, int]] = []
+        self._counts = False
         self._watched: set[int] = set()
+
+    def __enter__(self) -> None:
+        self._counts = True
+
+    def __exit__(self, *_: object) -> None:
+        self._counts = False
 
     def watch(self, mesh: DeviceMesh) -> None:
         """Count the exchanges on all axes of `mesh`. Every rank of the mesh must call this."""
@@ -179,21 +167,10 @@ class Meter:
                 self._watched.add(id(group))
                 setattr(group, "exchange", self._counted(group.exchange, group.size))  # noqa: B010  mypy rejects assigning to a method
 
-    def start(self) -> None:
-        self._calls.clear()
-
-    @property
-    def wire_bytes(self) -> float:
-        """Bytes that this rank had to receive, with the best algorithm for every collective."""
-        return sum(received_bytes(*call) for call in self._calls)
-
-    @property
-    def calls(self) -> tuple[str, ...]:
-        return tuple(f"{kind} of {count} bytes among {size}" for kind, count, size in self._calls)
-
     def _counted(self, exchange: Exchange, size: int) -> Exchange:
         def counting(kind: str, payload: torch.Tensor, **options: Any) -> list[torch.Tensor]:
-            self._calls.append((kind, payload.numel(), size))
+            if self._counts:
+                self.calls.append((kind, payload.numel(), size))
             return exchange(kind, payload, **options)
 
         return counting
@@ -228,14 +205,8 @@ def resynchronize(mesh: DeviceMesh) -> None:
     For a rank still in a collective, this barrier is a CollectiveMismatch, which makes it leave the operator and call
     this function too; until then the barrier is retried.
     """
-    for group in groups(mesh):
-        while not _pass_barrier(group):
-            pass
-
-
-def _pass_barrier(group: Group | Loopback) -> bool:
-    try:
-        group.exchange("barrier", torch.empty(0, dtype=torch.uint8))
-    except CollectiveMismatch:
-        return False
-    return True
+    waiting = groups(mesh)
+    while waiting:
+        with contextlib.suppress(CollectiveMismatch):
+            waiting[0].exchange("barrier", torch.empty(0, dtype=torch.uint8))
+            del waiting[0]

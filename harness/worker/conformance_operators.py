@@ -24,10 +24,9 @@ from torchao.float8.float8_training_tensor import (
     hp_tensor_and_scale_to_float8,
 )
 
-from harness.trace.operator_checks import OperatorCheck, Placements, axis_order, shard_dim
+from harness.trace.operator_checks import MATMULS, OperatorCheck, Placements, axis_order, shard_dim
 
 Tensor = torch.Tensor
-Results = Sequence[Tensor]
 _E4M3 = torch.float8_e4m3fn
 _STEPS = {torch.float32: 1 / 64, torch.bfloat16: 1.0}  # so that float32 values lose bits in a cast to bfloat16
 
@@ -35,10 +34,7 @@ _STEPS = {torch.float32: 1 / 64, torch.bfloat16: 1.0}  # so that float32 values 
 def full_inputs(check: OperatorCheck) -> list[Tensor]:
     dtype, shape = getattr(torch, check.dtype), check.shape
     if check.op in MATMULS:
-        return [
-            small_integers(shape, dtype, 1),
-            small_integers((shape[1], *check.sizes), dtype, 2),
-        ]
+        return [small_integers(shape, dtype, 1), small_integers((shape[1], *check.sizes), dtype, 2)]
     first = values(shape, dtype, 1)
     if check.op == "cat":
         return [first, values(shape, dtype, 2)]
@@ -59,44 +55,28 @@ def operands(check: OperatorCheck, full: Sequence[Tensor], mesh: DeviceMesh | No
     return [distribute(value, mesh, placements) for value, placements in placed]
 
 
-def apply(check: OperatorCheck, inputs: Sequence[Tensor], mesh: DeviceMesh | None) -> Results:
+def apply(check: OperatorCheck, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
     """Call the operator. Returns its results as tensors, in float8 if the operator returns float8."""
-    if check.op in ("redistribute", "f8.redistribute"):
-        return [_redistribute(inputs[0], check.target, mesh)]
     result = OPERATORS[check.op](check, *inputs)
     return [result] if isinstance(result, Tensor) else list(result)
 
 
 def dequantized(result: Tensor) -> Tensor:
     """A float8 result in high precision, from the local data of each rank; other results unchanged."""
-    if _is_float8(result):
-        return _original(result)
-    if isinstance(result, DTensor) and _is_float8(result.to_local()):
-        return DTensor.from_local(
-            _original(result.to_local()),
-            result.device_mesh,
-            result.placements,  # as they are: strings do not say the split factor of a strided shard
-            run_check=False,
-            shape=result.shape,
-            stride=result.stride(),
-        )
-    return result
-
-
-def _is_float8(tensor: Tensor) -> bool:
-    return isinstance(tensor, Float8TrainingTensor)
-
-
-def _original(tensor: Any) -> Tensor:
-    restored: Tensor = tensor.to_original_precision()
-    return restored
-
-
-def _redistribute(tensor: Tensor, target: Placements, mesh: DeviceMesh | None) -> Tensor:
-    if mesh is None:
-        return tensor
-    assert isinstance(tensor, DTensor)
-    return tensor.redistribute(placements=to_torch(target, mesh))
+    local = result.to_local() if isinstance(result, DTensor) else result
+    if not isinstance(local, Float8TrainingTensor):
+        return result
+    original: Any = local.to_original_precision()
+    if not isinstance(result, DTensor):
+        return original
+    return DTensor.from_local(
+        original,
+        result.device_mesh,
+        result.placements,  # as they are: strings do not say the split factor of a strided shard
+        run_check=False,
+        shape=result.shape,
+        stride=result.stride(),
+    )
 
 
 _MM_CONFIG = LinearMMConfig()  # with fast accumulation, as in torchao's rowwise recipe
@@ -120,33 +100,20 @@ def _float8(check: OperatorCheck, index: int, full: Tensor, mesh: DeviceMesh | N
 
 
 def _cast(tensor: Tensor, scale: Tensor, index: int, axis: int | None) -> Tensor:
-    result = hp_tensor_and_scale_to_float8(tensor, scale, _E4M3, _MM_CONFIG, _ROLES[index], axis)
+    cast: Any = hp_tensor_and_scale_to_float8(tensor, scale, _E4M3, _MM_CONFIG, _ROLES[index], axis)
     if index == 1:  # column-major, as the right operand of a linear is
-        result = _column_major(result)
-    return result
+        data = cast._data.t().contiguous().t()
+        return Float8TrainingTensor(data, cast._scale, cast._orig_dtype, _MM_CONFIG, _ROLES[index], axis)
+    return cast
 
 
-def _column_major(tensor: Any) -> Tensor:
-    data = tensor._data.t().contiguous().t()
-    return Float8TrainingTensor(
-        data, tensor._scale, tensor._orig_dtype, tensor._linear_mm_config, tensor._gemm_input_role, tensor._axiswise_dim
-    )
+def _redistribute(check: OperatorCheck, x: Tensor) -> Tensor:
+    return x.redistribute(placements=to_torch(check.target, x.device_mesh)) if isinstance(x, DTensor) else x
 
 
-def _amax(check: OperatorCheck, x: Tensor) -> Any:
-    return torch.amax(x, () if check.dim is None else check.dim, check.keepdim)
-
-
-def _amin(check: OperatorCheck, x: Tensor) -> Any:
-    return torch.amin(x, () if check.dim is None else check.dim, check.keepdim)
-
-
-def _max(check: OperatorCheck, x: Tensor) -> Any:
-    return torch.max(x) if check.dim is None else torch.max(x, check.dim, check.keepdim)
-
-
-def _aminmax(check: OperatorCheck, x: Tensor) -> Any:
-    return torch.aminmax(x) if check.dim is None else torch.aminmax(x, dim=check.dim, keepdim=check.keepdim)
+def _over_dim(reduction: Callable[..., Any]) -> Callable[..., Any]:
+    """A reduction over the dim of the check, or over all."""
+    return lambda check, x: reduction(x) if check.dim is None else reduction(x, dim=check.dim, keepdim=check.keepdim)
 
 
 def _granularity(check: OperatorCheck) -> dict[str, Any]:
@@ -155,16 +122,10 @@ def _granularity(check: OperatorCheck) -> dict[str, Any]:
     return {"scaling_granularity": ScalingGranularity.AXISWISE, "axiswise_dim": check.dim}
 
 
-def _to_float8(check: OperatorCheck, x: Tensor) -> Tensor:
-    return float8_scaling_utils.hp_tensor_to_float8_dynamic(x, _E4M3, _MM_CONFIG, **_granularity(check))
-
-
 def _cat_of_split(check: OperatorCheck, x: Tensor) -> Tensor:
     assert check.dim is not None
     return torch.cat(list(torch.split(x, check.sizes[0], check.dim)), check.dim)
 
-
-MATMULS = frozenset({"mm", "f8.mm", "f8.mm.rowwise"})
 
 OPERATORS: dict[str, Callable[..., Any]] = {
     "abs": lambda _, x: x.abs(),
@@ -178,20 +139,14 @@ OPERATORS: dict[str, Callable[..., Any]] = {
     "cast.e5m2": lambda _, x: x.to(torch.float8_e5m2),
     "mul": lambda _, x, y: x * y,
     "div": lambda _, x, y: x / y,
-    "mul.scale": lambda _, x, y: x * y,
-    "div.scale": lambda _, x, y: x / y,
-    "amax": _amax,
-    "amin": _amin,
-    "max": _max,
-    "aminmax": _aminmax,
+    **{name: _over_dim(getattr(torch, name)) for name in ("amax", "amin", "max", "aminmax")},
     "view": lambda check, x: x.view(check.sizes),
     "reshape": lambda check, x: x.reshape(check.sizes),
     "t": lambda _, x: x.t(),
     "transpose": lambda _, x: x.transpose(-2, -1),
     "cat": lambda check, x, y: torch.cat([x, y], check.dim),
     "split": lambda check, x: torch.split(x, check.sizes[0], check.dim),
-    "mm": lambda _, x, y: torch.mm(x, y),
-    "f8.mm.rowwise": lambda _, x, y: torch.mm(x, y),
+    **dict.fromkeys(MATMULS, lambda _, x, y: torch.mm(x, y)),
     "f8.cat": _cat_of_split,
     "f8.clone": lambda _, x: x.clone(),
     "f8.detach": lambda _, x: x.detach(),
@@ -200,9 +155,13 @@ OPERATORS: dict[str, Callable[..., Any]] = {
     "tensor_to_scale.pow2": lambda check, x: float8_utils.tensor_to_scale(
         x, _E4M3, round_scales_to_power_of_2=True, **_granularity(check)
     ),
-    "to_float8": _to_float8,
+    "to_float8": lambda check, x: float8_scaling_utils.hp_tensor_to_float8_dynamic(
+        x, _E4M3, _MM_CONFIG, **_granularity(check)
+    ),
+    "redistribute": _redistribute,
 }
-OPERATORS |= {f"f8.{name}": OPERATORS[name] for name in ("t", "transpose", "view", "split", "mm")}
+OPERATORS |= {f"{name}.scale": OPERATORS[name] for name in ("mul", "div")}
+OPERATORS |= {f"f8.{name}": OPERATORS[name] for name in ("t", "transpose", "view", "split", "redistribute")}
 
 
 def values(shape: Sequence[int], dtype: torch.dtype, seed: int) -> torch.Tensor:

@@ -21,7 +21,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
 
 from harness.matrix.recipes import ITEM_BYTES
-from harness.trace.operator_checks import PARTIALS, OperatorCheck, Placements, shard_dim
+from harness.trace.operator_checks import MATMULS, PARTIALS, OperatorCheck, Placements, shard_dim
 
 AxisPlacements = tuple[str, ...]  # one placement per input, on one mesh axis
 
@@ -43,7 +43,6 @@ _DATA_MOVEMENT = frozenset(
     | {f"f8.{name}" for name in ("t", "transpose", "view", "split", "cat", "clone", "detach", "redistribute")}
 )
 _SCALED = frozenset({"mul", "div", "mul.scale", "div.scale"})
-MATMULS = frozenset({"mm", "f8.mm", "f8.mm.rowwise"})
 REDUCTIONS = frozenset({"amax", "amin", "max", "aminmax", "tensor_to_amax"})
 _FLOAT8_BYTES = 1
 # torchao casts an amax to float64 before it is reduced, so that eager and compiled scales are bit-equal.
@@ -170,12 +169,13 @@ def may_be_partial(check: OperatorCheck, axis: int, output: int, placement: str)
 def cheapest_bytes(check: OperatorCheck) -> float:
     """The budget of a check: the bytes that one rank may receive."""
     shapes = _input_shapes(check)
-    inputs = [_unstrided(placements) for placements in check.inputs]
+    # strided shards as plain shards: their contents differ, their sizes do not
+    inputs = [tuple(placement.replace("T", "S") for placement in placements) for placements in check.inputs]
     layouts = [*inputs, *([check.target] if check.target else [])]
     wanted = tuple(frozenset(axis) for axis in zip(*layouts, strict=True))
+    element = _FLOAT8_BYTES if check.op.startswith("f8.") else ITEM_BYTES[check.dtype]
     paths = [
-        _paths(placements, shape, check.axes, _element_bytes(check), wanted)
-        for placements, shape in zip(inputs, shapes, strict=True)
+        _paths(placements, shape, check.axes, element, wanted) for placements, shape in zip(inputs, shapes, strict=True)
     ]
     if check.target:
         return paths[0][check.target]
@@ -187,15 +187,6 @@ def cheapest_bytes(check: OperatorCheck) -> float:
         targets = zip(*by_axis, strict=True)
         best = min(best, sum(path.get(target, float("inf")) for path, target in zip(paths, targets, strict=True)))
     return best
-
-
-def _unstrided(placements: Placements) -> Placements:
-    """Strided shards as plain shards: their contents differ, their sizes do not."""
-    return tuple(placement.replace("T", "S") for placement in placements)
-
-
-def _element_bytes(check: OperatorCheck) -> int:
-    return _FLOAT8_BYTES if check.op.startswith("f8.") else ITEM_BYTES[check.dtype]
 
 
 def _input_shapes(check: OperatorCheck) -> list[tuple[int, ...]]:
