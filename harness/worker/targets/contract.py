@@ -40,14 +40,18 @@ def build_target(case: Case, world: World) -> Target:
         )
     built = module.build(case, world)
     require_process_group("build")
-    _require_parts(built)
+    _require_model(built)
+    _require_method(built, "step(self, microbatches)", " that returns `loss, grad_norm`")
     if case.train.evaluate:
-        _require_evaluation(built)
+        wanted = " that returns the loss, or leave `evaluate` out of the case"
+        _require_method(built, "evaluate(self, microbatches)", wanted, ", and the case has evaluate = true")
     if case.train.ignored_tokens != "none":
         for name in ("step", *(["evaluate"] if case.train.evaluate else [])):
             _require_labels(name, getattr(built, name))
     if case.train.resume != "none":
-        _require_resuming(built)
+        for name in ("save", "load"):
+            wanted = ", or leave `resume` out of the case"
+            _require_method(built, f"{name}(self, folder)", wanted, ", and the case is resumed")
     _require_parameters(built.model)
     if case.train.optimizer == "sgd":
         _require_sgd(built.model)
@@ -55,27 +59,21 @@ def build_target(case: Case, world: World) -> Target:
     return target
 
 
-def _require_parts(built: Any) -> None:
-    what = f"build() returned {_kind(built)}"
+def _require_model(built: Any) -> None:
     if not isinstance(getattr(built, "model", None), nn.Module):
         held = f", whose `model` is {_kind(built.model)}" if hasattr(built, "model") else " without `model`"
         raise TargetMisfit(
-            f"{what}{held}.",
+            f"build() returned {_kind(built)}{held}.",
             f"return an object whose `model` is the nn.Module that `step` trains; {_INTERFACE}",
         )
-    if not callable(getattr(built, "step", None)):
-        raise TargetMisfit(
-            f"{what} without a method `step`.",
-            f"give it `def step(self, microbatches)` that returns `loss, grad_norm`; {_INTERFACE}",
-        )
 
 
-def _require_evaluation(built: Any) -> None:
-    if not callable(getattr(built, "evaluate", None)):
+def _require_method(built: Any, signature: str, wanted: str, because: str = "") -> None:
+    name = signature.partition("(")[0]
+    if not callable(getattr(built, name, None)):
         raise TargetMisfit(
-            f"build() returned {_kind(built)} without a method `evaluate`, and the case has evaluate = true.",
-            "give it `def evaluate(self, microbatches)` that returns the loss, or leave `evaluate` out of the case; "
-            + _INTERFACE,
+            f"build() returned {_kind(built)} without a method `{name}`{because}.",
+            f"give it `def {signature}`{wanted}; {_INTERFACE}",
         )
 
 
@@ -88,16 +86,6 @@ def _require_labels(name: str, method: Callable[..., Any]) -> None:
             f"give it `def {name}(self, microbatches, labels=None)`, with labels of -100 where the loss leaves a token "
             f"out, or leave `ignored_tokens` out of the case; {_INTERFACE}",
         ) from error
-
-
-def _require_resuming(built: Any) -> None:
-    missing = [name for name in ("save", "load") if not callable(getattr(built, name, None))]
-    if missing:
-        raise TargetMisfit(
-            f"build() returned {_kind(built)} without a method `{missing[0]}`, and the case is resumed.",
-            "give it `def save(self, folder)` and `def load(self, folder)`, or leave `resume` out of the case; "
-            + _INTERFACE,
-        )
 
 
 def _require_parameters(model: nn.Module) -> None:
@@ -201,8 +189,21 @@ def _statement(answer: Any, step: int) -> Stated:
     return Stated(step=step, **{key: _READ[key](value) for key, value in entries.items()})
 
 
-def _matmuls(given: Any) -> int:
-    return _count(given, "the scaled matmuls of a step")
+def _traffic(given: Any) -> dict[str, Sent]:
+    wanted = f'calls and bytes by collective, such as {{"{_COLLECTIVE}": (12, 48)}}'
+    sent = {}
+    for words, pair in _entries(given, f"expect() states {TRAFFIC} as", wanted).items():
+        _require_collective(words)
+        if not isinstance(pair, tuple | list) or len(pair) != 2:
+            raise TargetMisfit(
+                f"expect() states {pair!r} of '{words}'.",
+                "state a pair: how often this rank calls it in the step, and the bytes of all inputs of these calls.",
+            )
+        calls, payload_bytes = (
+            _count(each, f"the {what} of '{words}'") for each, what in zip(pair, ("calls", "bytes"), strict=True)
+        )
+        sent[words] = Sent(calls=calls, payload_bytes=payload_bytes)
+    return sent
 
 
 def _saved_bytes(given: Any) -> dict[str, int]:
@@ -212,27 +213,11 @@ def _saved_bytes(given: Any) -> dict[str, int]:
     return {dtype: _count(count, f"the bytes of {dtype}") for dtype, count in entries.items()}
 
 
-def _traffic(given: Any) -> dict[str, Sent]:
-    wanted = f'calls and bytes by collective, such as {{"{_COLLECTIVE}": (12, 48)}}'
-    entries = _entries(given, f"expect() states {TRAFFIC} as", wanted)
-    for words in entries:
-        _require_collective(words)
-    return {words: _sent(words, value) for words, value in entries.items()}
-
-
-def _sent(words: str, given: Any) -> Sent:
-    if not isinstance(given, tuple | list) or len(given) != 2:
-        raise TargetMisfit(
-            f"expect() states {given!r} of '{words}'.",
-            "state a pair: how often this rank calls it in the step, and the bytes of all inputs of these calls.",
-        )
-    calls, payload_bytes = (
-        _count(each, f"the {what} of '{words}'") for each, what in zip(given, ("calls", "bytes"), strict=True)
-    )
-    return Sent(calls=calls, payload_bytes=payload_bytes)
-
-
-_READ: Mapping[str, Callable[[Any], Any]] = {MATMULS: _matmuls, SAVED_BYTES: _saved_bytes, TRAFFIC: _traffic}
+_READ: Mapping[str, Callable[[Any], Any]] = {
+    MATMULS: lambda given: _count(given, "the scaled matmuls of a step"),
+    SAVED_BYTES: _saved_bytes,
+    TRAFFIC: _traffic,
+}
 
 
 def _require_collective(words: str) -> None:
