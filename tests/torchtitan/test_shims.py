@@ -41,7 +41,9 @@ def test_torchtitan_imports_triton_without_its_shim(script: Script) -> None:
 
 @pytest.mark.skipif(torch.backends.cuda.is_built(), reason="this build of torch has CUDA")
 def test_torchtitan_takes_cuda_without_its_shim(script: Script) -> None:
-    found = script(SHIMS + "shims.without_triton(); import torchtitan.tools.utils as utils; print(utils.device_type)")
+    found = script(
+        SHIMS + "shims.without_triton('torchtitan'); import torchtitan.tools.utils as utils; print(utils.device_type)"
+    )
     assert found == "cuda", "torchtitan finds the CPU by itself: `device_named` can go"
 
 
@@ -61,7 +63,7 @@ def test_converter_asks_for_cuda_without_its_shim(monkeypatch: pytest.MonkeyPatc
 
 
 def test_configuration_has_no_float64_without_its_shim(script: Script) -> None:
-    code = "shims.without_triton(); from torchtitan.config import TORCH_DTYPE_MAP; print(*TORCH_DTYPE_MAP)"
+    code = "shims.without_triton('torchtitan'); from torchtitan.config import TORCH_DTYPE_MAP; print(*TORCH_DTYPE_MAP)"
     names = script(SHIMS + code).split()
     assert "float32" in names
     assert "float64" not in names, "`float64_dtype` can go"

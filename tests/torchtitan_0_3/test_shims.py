@@ -19,7 +19,7 @@ def test_torchtitan_imports_arrow() -> None:
 @pytest.mark.skipif(importlib.util.find_spec("triton") is not None, reason="Triton is installed")
 def test_trainer_imports_triton_without_its_shim() -> None:
     code = "try:\n    import torchtitan.trainer\nexcept ModuleNotFoundError as error:\n    print(error.name)"
-    assert run_script(code) == "triton", "torchtitan.trainer imports no Triton: `without_triton_in_0_3` can go"
+    assert run_script(code) == "triton", "torchtitan.trainer imports no Triton: `without_triton` can go"
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is not None, reason="Triton is installed")

@@ -21,8 +21,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from harness.matrix.targets import TORCHTITAN, VERSIONS
+from harness.matrix.targets import TORCHTITAN, TORCHTITAN_0_3, VERSIONS
 from harness.worker.virtual import collectives
+
+_KERNELS = {
+    TORCHTITAN: "torchtitan.models.moe.kernels",
+    TORCHTITAN_0_3: "torchtitan.distributed.minimal_async_ep.kernels",
+}
 
 
 @functools.cache
@@ -30,14 +35,9 @@ def import_torchtitan(target: str) -> None:
     """Import the torchtitan of a target with every shim that its import needs, once per process."""
     require_version(target)
     without_arrow_thread()
-    if target == TORCHTITAN:
-        trainer = "torchtitan.train"
-        without_triton()
-    else:
-        trainer = "torchtitan.trainer"
-        without_triton_in_0_3()
+    without_triton(target)
     with device_named("cpu" if on_virtual_device() else "cuda"):
-        importlib.import_module(trainer)
+        importlib.import_module("torchtitan.train" if target == TORCHTITAN else "torchtitan.trainer")
         importlib.import_module("torchtitan.models.llama3")
     if on_virtual_device():
         float8_capability()
@@ -66,20 +66,26 @@ def without_arrow_thread() -> None:
     os.environ.setdefault("JE_ARROW_MALLOC_CONF", "background_thread:false")
 
 
-def without_triton() -> None:
+def without_triton(target: str) -> None:
     """Stand in for torchtitan's Triton kernels of mixture-of-experts where Triton is missing (a CPU torch).
 
-    `import torchtitan` imports them, and a Llama never calls them.
-    Can go when torchtitan can be imported without Triton.
+    Importing torchtitan 0.2.2, or the Trainer of 0.3.0, imports them, and a Llama never calls them.
+    Can go when these can be imported without Triton.
     """
     if importlib.util.find_spec("triton") is None:
-        kernels: Any = types.ModuleType("torchtitan.models.moe.kernels")
-        kernels.generate_permute_indices = _needs_triton
+        kernels: Any = types.ModuleType(_KERNELS[target])
+        kernels.__getattr__ = _needs_triton
         sys.modules[kernels.__name__] = kernels
 
 
-def _needs_triton(*_: object, **__: object) -> None:
-    raise NotImplementedError("torchtitan's mixture-of-experts kernels need Triton, which is not installed")
+def _needs_triton(name: str) -> Any:
+    if name.startswith("__"):
+        raise AttributeError(name)
+
+    def kernel(*_: object, **__: object) -> None:
+        raise NotImplementedError(f"torchtitan's kernel {name} needs Triton, which is not installed")
+
+    return kernel
 
 
 @contextmanager
@@ -144,28 +150,6 @@ def garbage_collected() -> Iterator[None]:
         yield
     finally:
         gc.enable()
-
-
-def without_triton_in_0_3() -> None:
-    """Stand in for torchtitan's Triton kernels of expert parallelism where Triton is missing (a CPU torch).
-
-    Importing its Trainer imports them, and a Llama never calls them.
-    Can go when torchtitan's Trainer can be imported without Triton.
-    """
-    if importlib.util.find_spec("triton") is None:
-        kernels: Any = types.ModuleType("torchtitan.distributed.minimal_async_ep.kernels")
-        kernels.__getattr__ = _kernel_of_0_3
-        sys.modules[kernels.__name__] = kernels
-
-
-def _kernel_of_0_3(name: str) -> Any:
-    if name.startswith("__"):
-        raise AttributeError(name)
-
-    def kernel(*_: object, **__: object) -> None:
-        raise NotImplementedError(f"torchtitan's kernel {name} needs Triton, which is not installed")
-
-    return kernel
 
 
 @contextmanager

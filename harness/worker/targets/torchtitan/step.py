@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -12,24 +12,14 @@ from torch import nn
 from torchtitan.tools.utils import NoColor
 from torchtitan.tools.utils import device_type as torchtitan_device
 
-from harness.worker.targets.target import StepResult
+from harness.matrix.case import Case
+from harness.worker.targets.target import StepResult, World
+from harness.worker.targets.torchtitan.shims import garbage_collected, local_rank
 from harness.worker.virtual.graph_backend import graph_backend
 
 GRAPH_BACKEND = "fp8_harness_graph"  # the name under which dynamo knows the backend of `compile = "graph"`
 # Clipping multiplies by 1 below the limit, and is out of reach: active clipping amplifies rounding to percents.
 MAX_NORM = 1e30
-
-
-def require_device(device: torch.device) -> None:
-    """Raises ValueError when torchtitan was imported for another kind of device."""
-    if device.type != torchtitan_device:
-        raise ValueError(f"torchtitan was imported for {torchtitan_device}, this rank runs on {device.type}")
-
-
-def register_graph_backend() -> None:
-    """Make the harness's graph backend known to dynamo by name, the only way torchtitan can be given one."""
-    if GRAPH_BACKEND not in torch.compiler.list_backends(exclude_tags=()):
-        torch._dynamo.register_backend(graph_backend, name=GRAPH_BACKEND)
 
 
 class TrainedByTorchtitan:
@@ -48,6 +38,16 @@ class TrainedByTorchtitan:
         self._trainer.train_step(self._trainer.batch_generator(batches))
         logged: Logged = self._trainer.metrics_processor.logged
         return logged.loss, logged.grad_norm
+
+
+def trained_by(make_trainer: Callable[[], Any], case: Case, world: World) -> TrainedByTorchtitan:
+    """The case as a Trainer trains it. Raises ValueError when torchtitan was imported for another kind of device."""
+    if world.device.type != torchtitan_device:
+        raise ValueError(f"torchtitan was imported for {torchtitan_device}, this rank runs on {world.device.type}")
+    if case.compile == "graph" and GRAPH_BACKEND not in torch.compiler.list_backends(exclude_tags=()):
+        torch._dynamo.register_backend(graph_backend, name=GRAPH_BACKEND)  # torchtitan takes backends by name alone
+    with local_rank(world.device), garbage_collected():
+        return TrainedByTorchtitan(make_trainer())
 
 
 class Logged(NamedTuple):

@@ -14,9 +14,8 @@ from torchtitan.protocols.train_spec import get_train_spec, register_train_spec
 from torchtitan.train import Trainer
 
 from harness.worker.targets.reference.loss import mask_padded_vocab, summed_loss
-from harness.worker.targets.torchtitan import shims
 from harness.worker.targets.torchtitan.config import FLAVOR, job_config, model_args
-from harness.worker.targets.torchtitan.step import Metrics, TrainedByTorchtitan, register_graph_backend, require_device
+from harness.worker.targets.torchtitan.step import Metrics, TrainedByTorchtitan, trained_by
 
 if TYPE_CHECKING:
     from torchtitan.config import JobConfig
@@ -29,13 +28,13 @@ _spec_numbers = itertools.count(1)
 
 def trained(case: Case, world: World) -> TrainedByTorchtitan:
     """The case as torchtitan trains it. Raises ValueError where torchtitan cannot do what it asks."""
-    require_device(world.device)
-    config = job_config(case, world)
-    config.model.name = _registered_spec(case)
-    if case.compile == "graph":
-        register_graph_backend()
-    with shims.local_rank(world.device), shims.garbage_collected():
-        return TrainedByTorchtitan(_StepTrainer(config, one_rank_fsdp=world.fsdp and case.world_size == 1))
+
+    def make_trainer() -> _StepTrainer:
+        config = job_config(case, world)
+        config.model.name = _registered_spec(case)
+        return _StepTrainer(config, one_rank_fsdp=world.fsdp and case.world_size == 1)
+
+    return trained_by(make_trainer, case, world)
 
 
 class _StepTrainer(Trainer):  # type: ignore[misc]  # torchtitan is not installed where mypy runs
@@ -47,12 +46,10 @@ class _StepTrainer(Trainer):  # type: ignore[misc]  # torchtitan is not installe
 
     def init_distributed(self) -> ParallelDims:
         dims = super().init_distributed()
-        return _OneRankFsdp(**_degrees(dims)) if self._one_rank_fsdp else dims
-
-
-def _degrees(dims: ParallelDims) -> dict[str, int]:
-    fields = (field.name for field in dataclasses.fields(dims))
-    return {name: getattr(dims, name) for name in fields if not name.startswith("_")}
+        if not self._one_rank_fsdp:
+            return dims
+        fields = (field.name for field in dataclasses.fields(dims))
+        return _OneRankFsdp(**{name: getattr(dims, name) for name in fields if not name.startswith("_")})
 
 
 class _OneRankFsdp(ParallelDims):  # type: ignore[misc]

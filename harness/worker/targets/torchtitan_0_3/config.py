@@ -50,7 +50,9 @@ def trainer_config(case: Case, world: World, loss: BaseLoss.Config, **parts: Any
         lr_scheduler=LRSchedulersContainer.Config(warmup_steps=0, decay_ratio=0.0),  # a constant learning rate
         training=_training(case, world),
         parallelism=_parallelism(case),
-        activation_checkpoint=_checkpointing(case),
+        activation_checkpoint={"none": None, "full": FullAC.Config(), "selective_op": SelectiveAC.Config()}[
+            case.checkpointing.mode
+        ],
         compile=_compilation(case),
         debug=DebugConfig(seed=case.train.seed, enable_structured_logging=False),
         **parts,
@@ -85,10 +87,6 @@ def _parallelism(case: Case) -> ParallelismConfig:
         fsdp_reshard_after_forward=case.layout.reshard_after_forward,
         enable_sequence_parallel=case.layout.sequence_parallel,
     )
-
-
-def _checkpointing(case: Case) -> FullAC.Config | SelectiveAC.Config | None:
-    return {"none": None, "full": FullAC.Config(), "selective_op": SelectiveAC.Config()}[case.checkpointing.mode]
 
 
 def _compilation(case: Case) -> CompileConfig:

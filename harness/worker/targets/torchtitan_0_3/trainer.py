@@ -13,8 +13,8 @@ from torchtitan.distributed.spmd_types import current_spmd_mesh, spmd_mesh_size
 from torchtitan.trainer import Trainer
 
 from harness.matrix.linears import OUTPUT_FQN
-from harness.worker.targets.torchtitan.shims import float64_kept, garbage_collected, local_rank
-from harness.worker.targets.torchtitan.step import Metrics, TrainedByTorchtitan, register_graph_backend, require_device
+from harness.worker.targets.torchtitan.shims import float64_kept
+from harness.worker.targets.torchtitan.step import Metrics, TrainedByTorchtitan, trained_by
 from harness.worker.targets.torchtitan_0_3.config import trainer_config
 
 if TYPE_CHECKING:
@@ -24,20 +24,9 @@ if TYPE_CHECKING:
 
 def trained(case: Case, world: World) -> TrainedByTorchtitan:
     """The case as torchtitan trains it. Raises ValueError where torchtitan cannot do what it asks."""
-    require_device(world.device)
-    if case.compile == "graph":
-        register_graph_backend()
     loss = _Loss.Config(global_vocab_size=case.model.padded_vocab_size, vocab_size=case.model.vocab_size)
-    config = trainer_config(
-        case,
-        world,
-        loss,
-        tokenizer=_Nothing.Config(),
-        dataloader=_Nothing.Config(),
-        metrics=_KeptMetrics.Config(),
-    )
-    with local_rank(world.device), garbage_collected():
-        target = TrainedByTorchtitan(Trainer(config))
+    parts = {"tokenizer": _Nothing.Config(), "dataloader": _Nothing.Config(), "metrics": _KeptMetrics.Config()}
+    target = trained_by(lambda: Trainer(trainer_config(case, world, loss, **parts)), case, world)
     add_names(target.model)
     return target
 
