@@ -24,7 +24,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from harness.matrix.case import Case
 from harness.worker.targets.reference.float8 import after_optimizer_step, convert
-from harness.worker.targets.reference.loss import Batch, forward, forward_backward, global_loss, global_token_count
+from harness.worker.targets.reference.loss import Batch, global_loss, global_token_count, share_of_loss
 from harness.worker.targets.reference.model import Llama
 from harness.worker.targets.reference.parallel import Meshes, apply_checkpointing, apply_fsdp, apply_tp, build_meshes
 from harness.worker.targets.target import StepResult, World
@@ -50,24 +50,6 @@ def clip_gradients(optimizer: torch.optim.Optimizer, max_norm: float) -> torch.T
 _OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)
 
 
-def save_state(model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path) -> None:
-    save(_state(model, optimizer), checkpoint_id=folder)
-
-
-def load_state(model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path) -> None:
-    """Read the state into a model and an optimizer, whatever layout it was written in."""
-    state = _state(model, optimizer)
-    load(state, checkpoint_id=folder)
-    set_state_dict(
-        model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"], options=_OPTIONS
-    )
-
-
-def _state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    of_model, of_optimizer = get_state_dict(model, optimizer, options=_OPTIONS)
-    return {"model": of_model, "optimizer": of_optimizer}
-
-
 # Llama 2 (arXiv:2307.09288, section 2.2). An eps of 1e-5 instead of torch's 1e-8 also keeps the noise small: a gradient
 # that is only rounding error does not cause a full step.
 LLAMA_ADAMW: dict[str, Any] = {"betas": (0.9, 0.95), "eps": 1e-5, "weight_decay": 0.1}
@@ -82,13 +64,14 @@ class ReferenceTarget:
         self._case = case
         self._meshes = meshes
 
+    @torch.no_grad()
     def evaluate(
         self, microbatches: Sequence[torch.Tensor], labels: Sequence[torch.Tensor] | None = None
     ) -> torch.Tensor:
         """The loss of one step, in evaluation mode and without gradients."""
         batches, tokens = self._counted(microbatches, labels)
         self.model.eval()
-        losses = [forward(self.model, batch, self._case, tokens) for batch in batches]
+        losses = [share_of_loss(self.model, batch, self._case, tokens) for batch in batches]
         self.model.train()
         return self._global_loss(losses)
 
@@ -99,7 +82,7 @@ class ReferenceTarget:
         for number, batch in enumerate(batches, start=1):
             if isinstance(self.model, FSDPModule) and self._case.train.reduce_grads == "last_microbatch":
                 self.model.set_requires_gradient_sync(number == len(microbatches))
-            losses.append(forward_backward(self.model, batch, self._case, tokens))
+            losses.append(share_of_loss(self.model, batch, self._case, tokens, backward=True))
         loss = self._global_loss(losses)
         max_norm = self._case.train.max_norm
         norm = None if max_norm is None else clip_gradients(self.optimizer, max_norm)
@@ -117,12 +100,24 @@ class ReferenceTarget:
         return batches, global_token_count(batches, self._meshes.dp, self._case)
 
     def save(self, folder: Path) -> None:
-        save_state(self.model, self.optimizer, folder)
+        save(self._state(), checkpoint_id=folder)
 
     def load(self, folder: Path) -> None:
-        """Read it. Weights have changed as by an update, so precomputed scales are those of other weights."""
-        load_state(self.model, self.optimizer, folder)
+        """Read it, whatever layout it was written in.
+
+        Weights have changed as by an update, so precomputed scales are those of other weights.
+        """
+        state = self._state()
+        load(state, checkpoint_id=folder)
+        weights, of_optimizer = state["model"], state["optimizer"]
+        set_state_dict(
+            self.model, self.optimizer, model_state_dict=weights, optim_state_dict=of_optimizer, options=_OPTIONS
+        )
         after_optimizer_step(self.model, self._case.float8)
+
+    def _state(self) -> dict[str, Any]:
+        of_model, of_optimizer = get_state_dict(self.model, self.optimizer, options=_OPTIONS)
+        return {"model": of_model, "optimizer": of_optimizer}
 
     def _global_loss(self, losses: Sequence[torch.Tensor]) -> torch.Tensor:
         tp = self._meshes.tp

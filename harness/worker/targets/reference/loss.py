@@ -28,29 +28,15 @@ class Batch(NamedTuple):
     labels: torch.Tensor
 
 
-def forward_backward(model: Llama, batch: Batch, case: Case, tokens: int) -> torch.Tensor:
-    """Accumulate gradients of one batch; returns its share of the loss, the mean over `tokens`, detached."""
-    with _sharded_as_logits(case):
+def share_of_loss(model: Llama, batch: Batch, case: Case, tokens: int, *, backward: bool = False) -> torch.Tensor:
+    """The share of one batch of the loss, the mean over `tokens`, detached. `backward`: accumulate its gradients."""
+    sharded = case.layout.tp > 1 and case.layout.loss_parallel
+    with loss_parallel() if sharded else contextlib.nullcontext():
         logits = mask_padded_vocab(model(batch.inputs), case)
         loss = summed_loss(logits, batch.labels) / tokens
-        loss.backward()
-    return _whole(loss.detach())
-
-
-@torch.no_grad()
-def forward(model: Llama, batch: Batch, case: Case, tokens: int) -> torch.Tensor:
-    """The share of one batch of the loss, the mean over `tokens`, without gradients."""
-    with _sharded_as_logits(case):
-        logits = mask_padded_vocab(model(batch.inputs), case)
-        return _whole(summed_loss(logits, batch.labels) / tokens)
-
-
-def _sharded_as_logits(case: Case) -> contextlib.AbstractContextManager[None]:
-    sharded = case.layout.tp > 1 and case.layout.loss_parallel
-    return loss_parallel() if sharded else contextlib.nullcontext()
-
-
-def _whole(loss: torch.Tensor) -> torch.Tensor:
+        if backward:
+            loss.backward()
+    loss = loss.detach()
     return loss.full_tensor() if isinstance(loss, DTensor) else loss
 
 

@@ -53,18 +53,6 @@ def build_meshes(layout: Layout, world: World) -> Meshes:
     return Meshes(tp=mesh["tp"] if "tp" in axes else None, dp=mesh[dp_axes] if dp_axes else None)
 
 
-class _Styles(NamedTuple):
-    colwise: type[ColwiseParallel]
-    rowwise: type[RowwiseParallel]
-    prepare_input: type[PrepareModuleInput]
-
-
-def _styles(case: Case) -> _Styles:
-    if case.float8.tp_styles == "float8":
-        return _Styles(Float8ColwiseParallel, Float8RowwiseParallel, PrepareFloat8ModuleInput)
-    return _Styles(ColwiseParallel, RowwiseParallel, PrepareModuleInput)
-
-
 def apply_tp(model: Llama, mesh: DeviceMesh, case: Case) -> None:
     """Parallelize every module over the TP mesh, in place."""
     layout = case.layout
@@ -84,24 +72,29 @@ def apply_tp(model: Llama, mesh: DeviceMesh, case: Case) -> None:
         },
     )
     for block in model.layers.values():
-        parallelize_module(block, mesh, _block_plan(layout, _styles(case), between_blocks))
+        parallelize_module(block, mesh, _block_plan(case, between_blocks))
 
 
-def _block_plan(layout: Layout, styles: _Styles, between: Shard | Replicate) -> dict[str, ParallelStyle]:
+def _block_plan(case: Case, between: Shard | Replicate) -> dict[str, ParallelStyle]:
+    colwise, rowwise, prepare_input = (
+        (Float8ColwiseParallel, Float8RowwiseParallel, PrepareFloat8ModuleInput)
+        if case.float8.tp_styles == "float8"
+        else (ColwiseParallel, RowwiseParallel, PrepareModuleInput)
+    )
     plan: dict[str, ParallelStyle] = {
-        "attention": styles.prepare_input(
+        "attention": prepare_input(
             input_layouts=(between, None, None), desired_input_layouts=(Replicate(), None, None)
         ),
-        "attention.wq": styles.colwise(),
-        "attention.wk": styles.colwise(),
-        "attention.wv": styles.colwise(),
-        "attention.wo": styles.rowwise(output_layouts=between),
-        "feed_forward": styles.prepare_input(input_layouts=(between,), desired_input_layouts=(Replicate(),)),
-        "feed_forward.w1": styles.colwise(),
-        "feed_forward.w2": styles.rowwise(output_layouts=between),
-        "feed_forward.w3": styles.colwise(),
+        "attention.wq": colwise(),
+        "attention.wk": colwise(),
+        "attention.wv": colwise(),
+        "attention.wo": rowwise(output_layouts=between),
+        "feed_forward": prepare_input(input_layouts=(between,), desired_input_layouts=(Replicate(),)),
+        "feed_forward.w1": colwise(),
+        "feed_forward.w2": rowwise(output_layouts=between),
+        "feed_forward.w3": colwise(),
     }
-    if layout.sequence_parallel:
+    if case.layout.sequence_parallel:
         plan |= {"attention_norm": SequenceParallel(), "ffn_norm": SequenceParallel()}
     return plan
 
