@@ -19,7 +19,6 @@ from harness.worker.faults import (
     kept,
     loss,
     parameters,
-    resuming,
     shapes,
     stale,
     training,
@@ -33,7 +32,7 @@ FAULT_MODULES: dict[FaultClass, tuple[ModuleType, ...]] = {
     "D": (communication, parameters),
     "E": (execution,),
     "F": (shapes,),
-    "G": (training, loss, parameters, resuming),
+    "G": (training, loss, parameters),
     "H": (compiled,),
     "I": (kept,),
 }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -48,6 +48,15 @@ def _weight_shards(model: nn.Module) -> list[Any]:
     return [weight for weight in weights if isinstance(weight, WeightWithDynamicFloat8CastTensor)]
 
 
+def _scales(model: nn.Module) -> list[Any]:
+    return [shard._precomputed_scale for shard in _weight_shards(model)]
+
+
+def _set_scales(model: nn.Module, scales: Iterable[Any]) -> None:
+    for shard, scale in zip(_weight_shards(model), scales, strict=True):
+        shard._precomputed_scale = scale
+
+
 precomputed_scale_never_refreshed = partial(_precompute, lambda stock, model, call: stock(model) if call == 1 else None)
 
 
@@ -56,9 +65,8 @@ def precomputed_scale_one_step_late() -> None:
 
     def change(stock: Any, model: nn.Module, call: int) -> None:
         stock(model)
-        shards = _weight_shards(model)
-        fresh = [shard._precomputed_scale for shard in shards]
-        _set_scales(shards, late or fresh)
+        fresh = _scales(model)
+        _set_scales(model, late or fresh)
         late[:] = fresh
 
     _precompute(change)
@@ -70,43 +78,33 @@ precomputed_scale_stale_in_one_step = partial(
 
 
 def precomputed_scale_stale_in_evaluation() -> None:
-    shards: list[Any] = []
     before: list[Any] = []
 
     def change(stock: Any, model: nn.Module, call: int) -> None:
-        stale = [shard._precomputed_scale for shard in shards]
+        stale = _scales(model)
         stock(model)
-        shards[:] = _weight_shards(model)
-        before[:] = stale or [shard._precomputed_scale for shard in shards]
+        before[:] = stale if call > 1 else _scales(model)
 
     def evaluate(stock: Callable[[], Any], model: nn.Module) -> Any:
-        right = [shard._precomputed_scale for shard in shards]
-        _set_scales(shards, before)
+        right = _scales(model)
+        _set_scales(model, before or right)
         loss = stock()
-        _set_scales(shards, right)
+        _set_scales(model, right)
         return loss
 
     _precompute(change)
     around_evaluation(evaluate)
 
 
-def _set_scales(shards: Sequence[Any], scales: Sequence[Any]) -> None:
-    for shard, scale in zip(shards, scales, strict=True):
-        shard._precomputed_scale = scale
-
-
 @planted(around_load)
 def precomputed_scale_stale_after_load(stock: Callable[[], Any], model: nn.Module) -> None:
     fsdp_utils.precompute_float8_dynamic_scale_for_fsdp(model)
-    initial = [shard._precomputed_scale for shard in _weight_shards(model)]
+    initial = _scales(model)
     stock()
-    _set_scales(_weight_shards(model), initial)
+    _set_scales(model, initial)
 
 
-@planted(after_load)
-def nothing_precomputed_after_load(model: nn.Module) -> None:
-    for shard in _weight_shards(model):
-        shard._precomputed_scale = None
+nothing_precomputed_after_load = partial(after_load, lambda model: _set_scales(model, [None] * len(_scales(model))))
 
 
 def old_weight_in_evaluation() -> None:
@@ -132,9 +130,9 @@ precompute_dead_branch = partial(_precompute, lambda stock, model, call: None)
 def precompute_for_one_part(stock: Any, model: nn.Module, call: int) -> None:
     """Scales are precomputed for the first half of the model only; the others fall back to dynamic scaling."""
     stock(model)
-    shards = _weight_shards(model)
-    for shard in shards[len(shards) // 2 :]:
-        shard._precomputed_scale = None
+    scales = _scales(model)
+    part = scales[: len(scales) // 2]
+    _set_scales(model, part + [None] * (len(scales) - len(part)))
 
 
 def _cached_weights(*, data: bool, scale: bool) -> None:

@@ -48,28 +48,33 @@ def trainer_config(case: Case, world: World, loss: BaseLoss.Config, **parts: Any
         loss=loss,
         optimizer=_optimizer(case),
         lr_scheduler=LRSchedulersContainer.Config(warmup_steps=0, decay_ratio=0.0),  # a constant learning rate
-        training=_training(case, world),
-        parallelism=_parallelism(case),
+        training=TrainingConfig(
+            local_batch_size=world.local_batch,
+            global_batch_size=world.local_batch * case.layout.dp * world.microbatches,
+            seq_len=case.train.seq_len,
+            steps=case.train.steps,
+            max_norm=MAX_NORM,
+            disable_cuda_graphs=True,  # on by default, and captured on CUDA only
+            dtype=case.wide_dtype,
+            mixed_precision_param=case.train.dtype,
+            mixed_precision_reduce=case.wide_dtype,
+        ),
+        parallelism=ParallelismConfig(  # with the default SPMD backend: what users get who name none
+            **torchtitan_degrees(case.layout.mesh),
+            fsdp_reshard_after_forward=case.layout.reshard_after_forward,
+            enable_sequence_parallel=case.layout.sequence_parallel,
+        ),
         activation_checkpoint={"none": None, "full": FullAC.Config(), "selective_op": SelectiveAC.Config()}[
             case.checkpointing.mode
         ],
-        compile=_compilation(case),
+        compile=CompileConfig(
+            enable=case.compile != "none",
+            enable_async_tensor_parallel=case.layout.async_tp,
+            components=["model"],
+            backend=GRAPH_BACKEND if case.compile == "graph" else "inductor",
+        ),
         debug=DebugConfig(seed=case.train.seed, enable_structured_logging=False),
         **parts,
-    )
-
-
-def _training(case: Case, world: World) -> TrainingConfig:
-    return TrainingConfig(
-        local_batch_size=world.local_batch,
-        global_batch_size=world.local_batch * case.layout.dp * world.microbatches,
-        seq_len=case.train.seq_len,
-        steps=case.train.steps,
-        max_norm=MAX_NORM,
-        disable_cuda_graphs=True,  # on by default, and captured on CUDA only
-        dtype=case.wide_dtype,
-        mixed_precision_param=case.train.dtype,
-        mixed_precision_reduce=case.wide_dtype,
     )
 
 
@@ -78,24 +83,6 @@ def _optimizer(case: Case) -> Any:
     # "fused" computes in another order than the reference target, and "foreach" cannot mix meshes.
     optimizer.implementation = "for-loop"
     return optimizer
-
-
-def _parallelism(case: Case) -> ParallelismConfig:
-    """The layout, with the default SPMD backend: what users get who name none."""
-    return ParallelismConfig(
-        **torchtitan_degrees(case.layout.mesh),
-        fsdp_reshard_after_forward=case.layout.reshard_after_forward,
-        enable_sequence_parallel=case.layout.sequence_parallel,
-    )
-
-
-def _compilation(case: Case) -> CompileConfig:
-    return CompileConfig(
-        enable=case.compile != "none",
-        enable_async_tensor_parallel=case.layout.async_tp,
-        components=["model"],
-        backend=GRAPH_BACKEND if case.compile == "graph" else "inductor",
-    )
 
 
 def _model_spec(case: Case) -> ModelSpec:
