@@ -49,13 +49,20 @@ def expected_casts(case: Case, model: Model) -> dict[CastSite, tuple[CastForm, .
     expected: dict[CastSite, tuple[CastForm, ...]] = {}
     for fqn in model.converted:
         calls, again = model.calls[fqn], model.recomputed[fqn]
+        evaluated = calls * case.train.evaluate
+        times_of: dict[CastPhase, int] = {
+            "all_gather": 1,
+            "gathered": evaluated + 2 * calls + again,
+            "evaluation": evaluated,
+            "recompute": again,
+        }
         casts_again = fqn not in model.styled
         for site, forms in (
             *_inputs(case, fqn, model.input_sites[fqn], casts_again=casts_again),
             *_weights(case, fqn, gathered=fqn in model.gathered),
             *_grad_outputs(case, fqn, casts_again=casts_again),
         ):
-            times = _times(case, calls, again).get(site.phase, calls)
+            times = times_of.get(site.phase, calls)
             if times and forms:
                 expected[site] = forms * times
     return expected
@@ -73,12 +80,6 @@ def compiled_casts(case: Case, fqns: Collection[str], changes: Changes) -> Compi
         e5m2_forward=0,
         e5m2_backward=gradients if case.float8.traits.grad_output_dtype == E5M2 else 0,
     )
-
-
-def _times(case: Case, calls: int, again: int) -> dict[CastPhase, int]:
-    """How often a form is cast at a site of these phases: a linear is called `calls` times, and recomputed `again`."""
-    evaluated = calls * case.train.evaluate
-    return {"all_gather": 1, "gathered": evaluated + 2 * calls + again, "evaluation": evaluated, "recompute": again}
 
 
 def _inputs(case: Case, fqn: str, site: str, *, casts_again: bool) -> Iterator[tuple[CastSite, tuple[CastForm, ...]]]:

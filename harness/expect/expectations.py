@@ -1,7 +1,6 @@
 """The expectations of one case: everything that a run of it must contain, behind one value.
 
-Checks use this value only, so every formula has one place. Values are computed on first use and cached, because checks
-need them for every rank and step.
+Checks use this value only, so every formula has one place. Every step behind the second equals the second.
 """
 
 from __future__ import annotations
@@ -62,18 +61,6 @@ class Expectations:
         # True where all that must be seen follows from the case; of any other model it is found out.
         self.has_formulas = is_llama(case.target)
         self.model = model.llama_model(case) if self.has_formulas else found
-        self._transfers = functools.cache(
-            lambda step, rank: traffic.expected_transfers(case, step=step, rank=rank, changes=changes)
-        )
-        self._saved_bytes = functools.cache(
-            lambda step, rank: saved_memory.expected_saved(case, step=step, rank=rank, changes=changes)
-        )
-        self._saved_limits = functools.cache(
-            lambda step, rank: saved_memory.saved_limits(case, step=step, rank=rank, changes=changes)
-        )
-        self._live_storages = functools.cache(
-            lambda rank, moment: live_memory.expected_live(case, rank=rank, moment=moment)
-        )
 
     @functools.cached_property
     def not_recorded(self) -> Mapping[str, str]:
@@ -135,7 +122,7 @@ class Expectations:
 
     def transfers(self, *, step: int, rank: int) -> tuple[Transfer, ...]:
         """The collectives of `rank` in `step` (1-based)."""
-        return self._transfers(min(step, 2), rank)  # every later step equals the second
+        return traffic.expected_transfers(self.case, step=min(step, 2), rank=rank, changes=self.changes)
 
     def float8_weight_elements(self, rank: int) -> int:
         """Elements of converted weights that `rank` sends in float8 all-gathers of one step."""
@@ -143,7 +130,7 @@ class Expectations:
 
     def saved_bytes(self, *, step: int, rank: int) -> dict[str, int]:
         """Bytes by dtype that `rank` saves for the backward pass of `step`, where `saves_exactly`."""
-        return self._saved_bytes(min(step, 2), rank)
+        return saved_memory.expected_saved(self.case, step=min(step, 2), rank=rank, changes=self.changes)
 
     @functools.cached_property
     def saves_exactly(self) -> bool:
@@ -152,11 +139,11 @@ class Expectations:
 
     def saved_limits(self, *, step: int, rank: int) -> SavedLimits:
         """The fewest and most bytes that `rank` saves for the backward pass of `step`. Compiled cases only."""
-        return self._saved_limits(min(step, 2), rank)
+        return saved_memory.saved_limits(self.case, step=min(step, 2), rank=rank, changes=self.changes)
 
     def live_storages(self, *, rank: int, moment: Moment) -> tuple[LiveStorage, ...]:
         """What else is alive on `rank` at this moment of a step."""
-        return self._live_storages(rank, moment)
+        return live_memory.expected_live(self.case, rank=rank, moment=moment)
 
     def live_scalars(self, moment: Moment, *, step: int) -> int:
         return live_memory.expected_scalars(self.case, moment=moment, step=step)

@@ -8,6 +8,7 @@ terms hold for the CPU. A compiled block keeps no state of the generator: its gr
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 
 import msgspec
@@ -54,6 +55,7 @@ def _keeps_unread_scale(case: Case, step: int) -> bool:
     return case.train.evaluate and computed and is_converted(case, OUTPUT_FQN)
 
 
+@functools.lru_cache(maxsize=256)  # checks ask for every rank and step
 def expected_live(case: Case, *, rank: int, moment: Moment) -> tuple[LiveStorage, ...]:
     """The storages that are alive on `rank` at this moment of every step."""
     traits = traits_of(case)

@@ -17,6 +17,7 @@ Verified for every recipe, checkpointing mode and dtype, on one rank and with TP
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -61,6 +62,7 @@ def is_exact(case: Case) -> bool:
     return case.compile == "none" or all(_is_whole(case, layer) for layer in range(case.model.shape.layers))
 
 
+@functools.lru_cache(maxsize=256)  # checks ask for every rank and step
 def expected_saved(case: Case, *, step: int, rank: int, changes: Changes = NONE) -> dict[str, int]:
     """Bytes by dtype that `rank` saves between forward and backward of `step` (1-based), where `is_exact`."""
     assert is_exact(case), "the partitioner chooses what some blocks save"
@@ -187,6 +189,7 @@ class SavedLimits(NamedTuple):
     most: int
 
 
+@functools.lru_cache(maxsize=256)  # checks ask for every rank and step
 def saved_limits(case: Case, *, step: int, rank: int, changes: Changes = NONE) -> SavedLimits:
     """The limits of all bytes that `rank` saves for the backward pass of `step` (1-based)."""
     least = most = _bytes(head_elements(case, step, rank))
@@ -203,7 +206,8 @@ def _block_limits(case: Case, layer: int, step: int, changes: Changes) -> SavedL
     if case.checkpointing.mode == "selective_op":
         chosen = eager - _bytes(_unread_outputs(case, layer))
         most = chosen + scales + _bytes(_operand_scales(case, layer))
-        return SavedLimits(chosen - _bytes(_amaxes(case, layer)), most)
+        amaxes = forward_maxima(case, converted_linears(case, layer)) * ITEM_BYTES[case.train.dtype]
+        return SavedLimits(chosen - amaxes, most)  # backward reads some of them
     return SavedLimits(_bytes(_unavoidable(case)), eager + scales + _bytes(_weight_copies(case, layer)))
 
 
@@ -254,11 +258,6 @@ def _unread_outputs(case: Case, layer: int) -> Elements:
     return Counter({case.train.dtype: saved})
 
 
-def _amaxes(case: Case, layer: int) -> Elements:
-    """The results of `max` that eager `selective_op` saves; backward reads some of them."""
-    return Counter({case.train.dtype: forward_maxima(case, converted_linears(case, layer))})
-
-
 def _operand_scales(case: Case, layer: int) -> Elements:
     """A scale of both operands of every scaled matmul: `selective_op` saves what is computed inside of a matmul."""
     linears = [local_features(case, name) for name in converted_linears(case, layer)]
@@ -281,15 +280,11 @@ def _unavoidable(case: Case) -> Elements:
     query, key = local_features(case, "attention.wq")[1], local_features(case, "attention.wk")[1]
     hidden = local_features(case, "feed_forward.w1")[1]
     saved: Elements = Counter({case.train.dtype: residual_tokens(case) * dim + tokens * (2 * query + 2 * key)})
-    saved[_written(case)] += residual_tokens(case) * dim + 2 * tokens * hidden
+    # What scaled matmuls write. The partitioner saves this, and converts it again in backward.
+    converts = case.float8.traits.writes_bfloat16 and case.train.dtype == "float32"
+    saved["bfloat16" if converts else case.train.dtype] += residual_tokens(case) * dim + 2 * tokens * hidden
     saved[case.wide_dtype] += tokens * case.model.shape.heads // case.layout.tp  # logsumexp of attention
     return saved
-
-
-def _written(case: Case) -> str:
-    """What scaled matmuls write. The partitioner saves this, and converts it again in backward."""
-    converts = case.float8.traits.writes_bfloat16 and case.train.dtype == "float32"
-    return "bfloat16" if converts else case.train.dtype
 
 
 def _bytes(elements: Elements) -> int:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from functools import partial
+from functools import lru_cache, partial
 
 import msgspec
 
@@ -56,6 +56,7 @@ class Transfer(msgspec.Struct, frozen=True):
         return self.times * self.elements * ITEM_BYTES[self.dtype]
 
 
+@lru_cache(maxsize=256)  # checks ask for every rank and step
 def expected_transfers(case: Case, *, step: int, rank: int, changes: Changes = NONE) -> tuple[Transfer, ...]:
     """All collectives of `rank` in `step` (1-based), with these upstream changes. Every later step equals step 2."""
     of_microbatch = (

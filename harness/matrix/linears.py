@@ -6,12 +6,13 @@ Shape arithmetic that follows from a case alone. `rules.py` uses it for alignmen
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
-from typing import Literal
+from collections.abc import Mapping, Sequence
+from typing import TypeVar
 
 import msgspec
 
 from harness.matrix.case import Case, Model
+from harness.matrix.recipes import MatmulRole
 
 # In order of execution in the forward of a block, which is the order that `selective_op` counts in.
 BLOCK_LINEARS = (
@@ -35,16 +36,13 @@ class Gemm(msgspec.Struct, frozen=True, kw_only=True):
     """One matmul [m, k] x [k, n] of one linear, as one rank, or several with equal shards, execute it."""
 
     fqn: str
-    role: Literal["forward", "dgrad", "wgrad"]
+    role: MatmulRole
     m: int
     n: int
     k: int
 
 
-class _Linear(msgspec.Struct, frozen=True):
-    fqn: str
-    in_features: int
-    out_features: int
+_Gemm = TypeVar("_Gemm", bound=Gemm)
 
 
 def linear_fqns(case: Case) -> tuple[str, ...]:
@@ -75,20 +73,36 @@ def is_checkpointed(case: Case, fqn: str) -> bool:
 
 
 def gemms(case: Case) -> tuple[Gemm, ...]:
-    """The scaled matmuls of a microbatch in order of execution: all forwards, then the backwards from the last linear.
+    """The scaled matmuls of a microbatch in order of execution.
 
     Without recomputed forwards and those of an evaluation, which repeat listed shapes, and without matmuls in high
-    precision. Where TP ranks hold shards of different sizes, each size is listed once.
+    precision. Where TP ranks hold shards of different sizes, each size is listed once, largest first.
     """
-    m = case.tokens_per_rank
-    linears = [linear for fqn in linear_fqns(case) if is_converted(case, fqn) for linear in _local(case, fqn)]
-    multiplies = case.float8.traits.multiplies
-    forward = [Gemm(fqn=li.fqn, role="forward", m=m, n=li.out_features, k=li.in_features) for li in linears]
-    backward: list[Gemm] = []
-    for li in reversed(linears):
-        backward.append(Gemm(fqn=li.fqn, role="dgrad", m=m, n=li.in_features, k=li.out_features))
-        backward.append(Gemm(fqn=li.fqn, role="wgrad", m=li.out_features, n=li.in_features, k=m))
-    return tuple(gemm for gemm in (*forward, *backward) if multiplies(gemm.role))
+    of_linears = [
+        [Gemm(fqn=fqn, role=role, m=m, n=n, k=k) for role, (m, n, k) in matmul_sizes(case, features).items()]
+        for fqn in linear_fqns(case)
+        if is_converted(case, fqn)
+        for features in sorted(
+            {local_features(case, linear_name(fqn), rank) for rank in range(case.layout.tp)}, reverse=True
+        )
+    ]
+    return tuple(gemm for gemm in in_order(of_linears) if case.float8.traits.multiplies(gemm.role))
+
+
+def matmul_sizes(case: Case, features: tuple[int, int]) -> Mapping[MatmulRole, tuple[int, int, int]]:
+    """(m, n, k) of the matmuls of a microbatch and a linear with these local (in_features, out_features)."""
+    tokens, (inputs, outputs) = case.tokens_per_rank, features
+    return {
+        "forward": (tokens, outputs, inputs),
+        "dgrad": (tokens, inputs, outputs),
+        "wgrad": (outputs, inputs, tokens),
+    }
+
+
+def in_order(of_linears: Sequence[Sequence[_Gemm]]) -> tuple[_Gemm, ...]:
+    """The matmuls of linears as they are executed: all forwards, then dgrad and wgrad from the last linear."""
+    forwards = [forward for forward, *_ in of_linears]
+    return (*forwards, *(gemm for _, *backward in reversed(of_linears) for gemm in backward))
 
 
 def is_misaligned(case: Case, gemm: Gemm) -> bool:
@@ -154,14 +168,3 @@ def local_features(case: Case, name: str, rank: int = 0) -> tuple[int, int]:
     if name in ROWWISE:
         return shard_size(inputs, tp, rank % tp), outputs
     return inputs, shard_size(outputs, tp, rank % tp)
-
-
-def _local(case: Case, fqn: str) -> tuple[_Linear, ...]:
-    """The linear as TP ranks hold it, once for every distinct shard size, largest first."""
-    name = linear_name(fqn)
-    inputs, outputs = linear_features(case, name)
-    split = inputs if name in ROWWISE else outputs
-    sizes = sorted(set(shard_sizes(split, case.layout.tp)), reverse=True)
-    if name in ROWWISE:
-        return tuple(_Linear(fqn, size, outputs) for size in sizes)
-    return tuple(_Linear(fqn, inputs, size) for size in sizes)

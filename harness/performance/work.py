@@ -21,13 +21,14 @@ from harness.matrix.case import Case, Layout
 from harness.matrix.linears import (
     FLOPS_PER_PARAMETER_AND_TOKEN,
     OUTPUT_FQN,
+    in_order,
     is_converted,
     linear_fqns,
     linear_name,
     local_features,
+    matmul_sizes,
     parameter_count,
 )
-from harness.matrix.recipes import MatmulRole
 from harness.measured import Multiplied, multiplied_by
 from harness.performance.machine import FLOAT8
 from harness.trace.counts import multiplied_words
@@ -87,21 +88,13 @@ class Gemm(linears.Gemm, frozen=True, kw_only=True):
 
 @functools.lru_cache(maxsize=64)
 def gemms(case: Case, *, rank: int = 0) -> tuple[Gemm, ...]:
-    """The matmuls of linears: all forwards in order of execution, then dgrad and wgrad from the last linear."""
-    of_linears = [_gemms_of(case, fqn, rank) for fqn in linear_fqns(case)]
-    forward = [each[0] for each in of_linears]
-    return (*forward, *(gemm for each in reversed(of_linears) for gemm in each[1:]))
+    """The matmuls of linears in order of execution."""
+    return in_order([_gemms_of(case, fqn, rank) for fqn in linear_fqns(case)])
 
 
 def _gemms_of(case: Case, fqn: str, rank: int) -> list[Gemm]:
-    tokens, (inputs, outputs) = case.tokens_per_rank, local_features(case, linear_name(fqn), rank)
-    sizes: dict[MatmulRole, tuple[int, int, int]] = {
-        "forward": (tokens, outputs, inputs),
-        "dgrad": (tokens, inputs, outputs),
-        "wgrad": (outputs, inputs, tokens),
-    }
     traits, converted, found = case.float8.traits, is_converted(case, fqn), []
-    for role, (m, n, k) in sizes.items():
+    for role, (m, n, k) in matmul_sizes(case, local_features(case, linear_name(fqn), rank)).items():
         float8 = converted and traits.multiplies(role)
         pads = float8 and case.float8.pad_inner_dim
         gemm = Gemm(

@@ -125,11 +125,8 @@ def axis_order(placements: Placements) -> list[int]:
 
 def shard_kind(check: OperatorCheck) -> Literal["even", "uneven", "empty"]:
     """ "even" for shards of equal size, "empty" when some rank holds nothing, otherwise "uneven"."""
-    kinds = {"even"}
-    for placements in check.inputs[:1]:
-        for axis, word in enumerate(placements):
-            dim = shard_dim(word)
-            if dim is not None:
-                sizes = chunk_sizes(check.shape[dim], check.axes[axis])
-                kinds.add("empty" if 0 in sizes else "uneven" if len(set(sizes)) > 1 else "even")
-    return "empty" if "empty" in kinds else "uneven" if "uneven" in kinds else "even"
+    dims = zip(map(shard_dim, check.inputs[0]), check.axes, strict=True)
+    shards = [chunk_sizes(check.shape[dim], size) for dim, size in dims if dim is not None]
+    if any(0 in sizes for sizes in shards):
+        return "empty"
+    return "uneven" if any(len(set(sizes)) > 1 for sizes in shards) else "even"

@@ -126,12 +126,10 @@ def own_partial(check: OperatorCheck, output: int) -> str | None:
 
 
 def _is_local_reduction(check: OperatorCheck, placement: str, dim: int | None) -> bool:
-    if dim is not None:
-        needs_indices = check.op == "max" and check.dim is not None
-        return not (needs_indices and dim in reduced_dims(check))
-    return placement == {"amax": "Pmax", "amin": "Pmin"}.get(check.op) or (
-        placement == "Pmax" and check.op == "max" and check.dim is None
-    )
+    if dim is None:
+        return check.op in ("amax", "amin", "max") and placement == own_partial(check, 0)
+    needs_indices = check.op == "max" and check.dim is not None
+    return not (needs_indices and dim in reduced_dims(check))
 
 
 def _moves_locally(check: OperatorCheck, dim: int, size: int, shape: tuple[int, ...]) -> bool:
