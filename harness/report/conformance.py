@@ -48,7 +48,7 @@ def conformance_document(
     checks = tuple(
         CheckDocument(
             id=each.check.id,
-            op=row(each.check),
+            op=each.check.row,
             placement=column(each.check),
             status=each.status,
             wire_bytes=each.wire_bytes,
@@ -71,11 +71,6 @@ def column(check: OperatorCheck) -> str:
     pending = [placement for placement in placements if placement[0] == "P"]
     sharded = [placement for placement in placements if placement != "R"]
     return next(iter(pending or ([kind] if kind != "even" else sharded)), "R")
-
-
-def row(check: OperatorCheck) -> str:
-    argument = "" if check.dim is None else f".d{check.dim}{'k' if check.keepdim else ''}"
-    return check.op + argument
 
 
 def conformance_section(document: ConformanceDocument, *, verbose: bool = False) -> Section:

@@ -43,7 +43,7 @@ class OperatorCheck(Record, frozen=True, kw_only=True):
     def id(self) -> str:
         """Unique and readable: `amax.d1k-8x16-f32-m4-S0`."""
         words = [
-            self._op_with_arguments(),
+            self.row + (f".{'x'.join(map(str, self.sizes))}" if self.sizes else ""),
             "x".join(map(str, self.shape)),
             _SHORT[self.dtype],
             self.mesh,
@@ -55,9 +55,10 @@ class OperatorCheck(Record, frozen=True, kw_only=True):
     def axes(self) -> tuple[int, ...]:
         return MESHES[self.mesh]
 
-    def _op_with_arguments(self) -> str:
-        argument = "" if self.dim is None else f".d{self.dim}{'k' if self.keepdim else ''}"
-        return self.op + argument + (f".{'x'.join(map(str, self.sizes))}" if self.sizes else "")
+    @property
+    def row(self) -> str:
+        """The operator with its dim: `amax.d1k`."""
+        return self.op + ("" if self.dim is None else f".d{self.dim}{'k' if self.keepdim else ''}")
 
 
 class Output(Record, frozen=True, kw_only=True):

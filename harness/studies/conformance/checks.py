@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Iterator, Sequence
+from itertools import product
 
 import msgspec
 
@@ -96,9 +97,8 @@ def _unary_checks() -> Iterator[OperatorCheck]:
 def _binary_checks() -> Iterator[OperatorCheck]:
     same = ("R", "S0", "S1", "Psum")
     for op in ("mul", "div"):
-        for left in same:
-            for right in same:
-                yield _check(op, EVEN, left, right)
+        for left, right in product(same, same):
+            yield _check(op, EVEN, left, right)
         yield _check(op, UNEVEN, "S0", "S0")
         yield _check(op, EMPTY, "S0", "R")
         for placements in SQUARE:
@@ -107,9 +107,8 @@ def _binary_checks() -> Iterator[OperatorCheck]:
         for check in _on_grid(op):
             scalar = ("R",) * len(check.axes)
             yield msgspec.structs.replace(check, inputs=(*check.inputs, scalar))
-        for left in ("R", "S0", "Psum"):
-            for right in ("Pmax", "Psum"):
-                yield _check(op, EVEN, left, right)
+        for left, right in product(("R", "S0", "Psum"), ("Pmax", "Psum")):
+            yield _check(op, EVEN, left, right)
 
 
 def _view_checks() -> Iterator[OperatorCheck]:
@@ -129,36 +128,30 @@ def _transpose_checks() -> Iterator[OperatorCheck]:
             pending = any(placement[0] == "P" for placement in check.inputs[0])
             if (len(check.shape) == 2 or op == "transpose") and not (pending and op.startswith("f8.")):
                 yield check
-    for op in ("f8.clone", "f8.detach"):
-        for placement in ("R", "S0", "S1"):
-            for shape in (EVEN, UNEVEN, EMPTY):
-                yield _check(op, shape, placement)
+    for op, placement, shape in product(("f8.clone", "f8.detach"), ("R", "S0", "S1"), (EVEN, UNEVEN, EMPTY)):
+        yield _check(op, shape, placement)
 
 
 def _cat_and_split_checks() -> Iterator[OperatorCheck]:
     for dim in (0, 1):
-        for placement in ("R", "S0", "S1", "Psum", "Pmax"):
-            for shape in (EVEN, UNEVEN):
-                yield _check("cat", shape, placement, placement, dim=dim)
-                yield _check("split", shape, placement, dim=dim, sizes=(4,))
+        for placement, shape in product(("R", "S0", "S1", "Psum", "Pmax"), (EVEN, UNEVEN)):
+            yield _check("cat", shape, placement, placement, dim=dim)
+            yield _check("split", shape, placement, dim=dim, sizes=(4,))
         for left, right in (("S0", "R"), ("S0", "S1"), ("Psum", "R"), ("Psum", "S0")):
             yield _check("cat", EVEN, left, right, dim=dim)
-        for op in ("f8.split", "f8.cat"):
-            for placement in ("R", "S0", "S1"):
-                yield _check(op, EVEN, placement, dim=dim, sizes=(4,))
+        for op, placement in product(("f8.split", "f8.cat"), ("R", "S0", "S1")):
+            yield _check(op, EVEN, placement, dim=dim, sizes=(4,))
         for placements in SQUARE[:5]:
             yield _check("split", EVEN, placements, dim=dim, sizes=(4,))
 
 
 def _matmul_checks() -> Iterator[OperatorCheck]:
-    for left in ("R", "S0", "S1", "Psum"):
-        for right in ("R", "S0", "S1", "Psum"):
-            for dtype in ("float32", "bfloat16"):
-                yield _check("mm", EVEN, left, right, dtype=dtype, sizes=(12,))
-            if "Psum" not in (left, right):
-                for op in ("f8.mm", "f8.mm.rowwise"):
-                    yield _check(op, (16, 64), left, right, sizes=(64,))
-                    yield _check(op, (32, 64), left, right, mesh="m2", dtype="bfloat16", sizes=(128,))
+    for left, right in product(("R", "S0", "S1", "Psum"), repeat=2):
+        for dtype in ("float32", "bfloat16"):
+            yield _check("mm", EVEN, left, right, dtype=dtype, sizes=(12,))
+        for op in ("f8.mm", "f8.mm.rowwise") if "Psum" not in (left, right) else ():
+            yield _check(op, (16, 64), left, right, sizes=(64,))
+            yield _check(op, (32, 64), left, right, mesh="m2", dtype="bfloat16", sizes=(128,))
     for left, right in (("S0", "R"), ("R", "S1"), ("S1", "S0")):
         yield _check("mm", UNEVEN, left, right, sizes=(5,))
         yield _check("mm", EMPTY, left, right, sizes=(2,))
@@ -179,13 +172,11 @@ def _matmul_checks() -> Iterator[OperatorCheck]:
 
 def _redistributions() -> Iterator[OperatorCheck]:
     shards = ("R", "S0", "S1")
-    for shape in (EVEN, UNEVEN, EMPTY):
-        for source in (*shards, *PARTIALS):
-            for target in shards:
-                if source != target:
-                    yield _check("redistribute", shape, source, target=_placed(target))
-                    if source in shards:
-                        yield _check("f8.redistribute", shape, source, target=_placed(target))
+    for shape, source, target in product((EVEN, UNEVEN, EMPTY), (*shards, *PARTIALS), shards):
+        if source != target:
+            yield _check("redistribute", shape, source, target=_placed(target))
+            if source in shards:
+                yield _check("f8.redistribute", shape, source, target=_placed(target))
     for source in SQUARE:
         yield _check("redistribute", EVEN, source, target=("R", "R"))
         if "P" not in source:

@@ -76,20 +76,23 @@ def _is_partial(check: OperatorCheck, *kinds: str) -> bool:
     return bool(placements & set(kinds) if kinds else placements)
 
 
-def _shards(check: OperatorCheck) -> list[tuple[int, int]]:
-    """(dim, size of the mesh axis) of every shard of the first input."""
-    pairs = [(shard_dim(placement), size) for placement, size in zip(check.inputs[0], check.axes, strict=True)]
+def _shards(check: OperatorCheck, placements: Placements) -> list[tuple[int, int]]:
+    """(dim, size of the mesh axis) of every shard."""
+    pairs = [(shard_dim(placement), size) for placement, size in zip(placements, check.axes, strict=True)]
     return [(dim, size) for dim, size in pairs if dim is not None]
 
 
 def _chunks(check: OperatorCheck, placements: Placements) -> dict[int, int]:
     """The number of chunks of every sharded dim, over all mesh axes."""
     chunks: dict[int, int] = {}
-    for placement, size in zip(placements, check.axes, strict=True):
-        dim = shard_dim(placement)
-        if dim is not None:
-            chunks[dim] = chunks.get(dim, 1) * size
+    for dim, size in _shards(check, placements):
+        chunks[dim] = chunks.get(dim, 1) * size
     return chunks
+
+
+def _short_dims(check: OperatorCheck, placements: Placements, shape: tuple[int, ...]) -> set[int]:
+    """Sharded dims with fewer elements than chunks."""
+    return {dim for dim, count in _chunks(check, placements).items() if shape[dim] < count}
 
 
 def _is_uneven(check: OperatorCheck, placements: Placements) -> bool:
@@ -113,35 +116,28 @@ def _is_max_over_dim(check: OperatorCheck) -> bool:
 )
 def reduction_of_empty_shard(check: OperatorCheck) -> bool:
     """A rank with an empty shard of the reduced dim reduces an empty tensor, which has no identity."""
-    chunks = _chunks(check, check.inputs[0])
     empty = _empty_dims(check, check.inputs[0]) & set(reduced_dims(check))
-    gathered = {dim for dim in empty if check.op == "aminmax" and check.shape[dim] < chunks[dim]}
+    gathered = _short_dims(check, check.inputs[0], check.shape) if check.op == "aminmax" else set()
     return not _is_max_over_dim(check) and bool(empty - gathered)
 
 
 @_deviation("bytes", ops="max", pattern="all_gather", torch="<2.14")
 def short_dim_is_gathered_for_max(check: OperatorCheck) -> bool:
-    reduced = reduced_dims(check)
-    return check.dim is not None and any(
-        check.shape[dim] < count and dim not in reduced for dim, count in _chunks(check, check.inputs[0]).items()
-    )
+    short = _short_dims(check, check.inputs[0], check.shape)
+    return check.dim is not None and not short <= set(reduced_dims(check))
 
 
 @_deviation("bytes", "missing", ops="t f8.t", pattern=r"all_gather|aten\.pad\.default", torch=">=2.14")
 def short_dim_is_gathered_for_transpose(check: OperatorCheck) -> bool:
     """As short-dim-is-gathered, for a transpose, which torch 2.13 did without communication."""
-    return any(check.shape[dim] < count for dim, count in _chunks(check, check.inputs[0]).items())
+    return bool(_short_dims(check, check.inputs[0], check.shape))
 
 
 @_deviation("bytes", ops="aminmax mul div mm", pattern="all_gather")
 def short_dim_is_gathered(check: OperatorCheck) -> bool:
     """A dim with fewer elements than ranks counts as not shardable, so a local operator gathers it."""
     shapes = [check.shape, (check.shape[-1], *check.sizes)] if check.op == "mm" else [check.shape] * 2
-    return any(
-        shape[dim] < count
-        for placements, shape in zip(check.inputs, shapes, strict=False)
-        for dim, count in _chunks(check, placements).items()
-    )
+    return any(_short_dims(check, *each) for each in zip(check.inputs, shapes, strict=False))
 
 
 @_deviation("wrong", ops="cast.bfloat16", pattern="elements differ", link=CASTS)
@@ -168,13 +164,13 @@ _TWO_REDUCTIONS = r"(all_reduce|reduce_scatter).*(all_reduce|reduce_scatter)"
 @_deviation("bytes", ops="to_float8", pattern=_TWO_REDUCTIONS)
 def pending_input_reduced_twice(check: OperatorCheck) -> bool:
     """hp_tensor_to_float8_dynamic reduces a Partial input twice: for its amax and for the cast."""
-    return _is_partial(check) and not _shards(check)
+    return _is_partial(check) and not _shards(check, check.inputs[0])
 
 
 @_deviation("bytes", ops="to_float8", pattern=_TWO_REDUCTIONS, always=False)
 def pending_axis_reduced_twice(check: OperatorCheck) -> bool:
     """As pending-input-reduced-twice, with another axis sharded. It need not cost more: DTensor may reduce-scatter."""
-    return _is_partial(check) and bool(_shards(check))
+    return _is_partial(check) and bool(_shards(check, check.inputs[0]))
 
 
 @_deviation("raised", "wrong", ops="to_float8", pattern=r"The size of tensor a|elements differ")
@@ -204,14 +200,14 @@ def rowwise_scale_may_be_scattered(check: OperatorCheck) -> bool:
 @_deviation("bytes", ops="amax amin max", pattern="all_gather", torch="<2.14")
 def amax_gathers_beside_pending_axis(check: OperatorCheck) -> bool:
     """With a reduction pending on one axis, the reduced dim is gathered on the other."""
-    sharded = any(dim in reduced_dims(check) for dim, _ in _shards(check))
+    sharded = any(dim in reduced_dims(check) for dim, _ in _shards(check, check.inputs[0]))
     return sharded and _is_partial(check) and not _is_max_over_dim(check)
 
 
 @_deviation("bytes", ops="mul.scale", pattern="all_gather")
 def scale_pending_gathers_tensor(check: OperatorCheck) -> bool:
     """A sharded tensor times a partial scalar gathers the tensor instead of reducing the scalar."""
-    return check.inputs[1] == ("Psum",) and bool(_shards(check))
+    return check.inputs[1] == ("Psum",) and bool(_shards(check, check.inputs[0]))
 
 
 @_deviation("bytes", ops="cat", pattern="(all_reduce|reduce_scatter).*all_gather|all_gather.*all_reduce")
@@ -231,7 +227,7 @@ def flatten_of_uneven_shard(check: OperatorCheck) -> bool:
         check.shape[dim] % size
         and math.prod(check.shape[:dim]) in fronts
         and view_dim(check.shape, check.sizes, dim, size) is None
-        for dim, size in _shards(check)
+        for dim, size in _shards(check, check.inputs[0])
     )
 
 
@@ -281,6 +277,6 @@ def float8_cannot_be_made_whole(check: OperatorCheck) -> bool:
     nor a gather with rowwise scales.
     """
     if check.op in ("f8.split", "f8.cat"):
-        return any(dim == check.dim != 0 for dim, _ in _shards(check))
+        return any(dim == check.dim != 0 for dim, _ in _shards(check, check.inputs[0]))
     gathered = [pair for pair in zip(*check.inputs, strict=True) if not is_local_matmul(pair)]
     return any(check.op == "f8.mm.rowwise" or pair != ("S0", "S1") for pair in gathered)
