@@ -13,7 +13,7 @@ import msgspec
 
 from harness.expect.model import scaled_mm_calls
 from harness.matrix.case import Case
-from harness.matrix.linears import is_converted
+from harness.matrix.linears import BLOCK_LINEARS, is_converted
 from harness.trace.graphs import Collective, Phase
 
 # The linears that read the input of attention and of feed-forward, and those that write their outputs.
@@ -57,70 +57,56 @@ def executed_scaled_mm_calls(case: Case) -> int:
 
 
 def _block(case: Case, layer: int) -> Iterator[FusionCandidate]:
-    recomputed = case.checkpointing.wraps(layer)
-    for names in _READ_INPUT:
-        yield _gather(case, layer, "forward", names, f"input of {_names(names)}", bias=case.model.bias)
-        if recomputed:
-            again = f"recomputed input of {_names(names)}"
-            yield _gather(case, layer, "backward", names, again, bias=case.model.bias)
-    for name in _WRITE_OUTPUT:
-        yield _scatter(case, layer, "forward", name, f"output of {name}")
-        yield _gather(case, layer, "backward", (name,), f"output gradient of {name}")
-    if recomputed and case.checkpointing.mode != "selective_op":  # selective_op saves the scattered output
-        yield _scatter(case, layer, "backward", "attention.wo", "recomputed output of attention.wo")
-    for names in _READ_INPUT:  # the sum of several matmuls cannot be fused with one of them
-        yield FusionCandidate(
-            phase="backward",
-            collective="reduce_scatter",
+    scaled = {name: is_converted(case, f"layers.{layer}.{name}") for name in BLOCK_LINEARS}
+    recomputed, bias = case.checkpointing.wraps(layer), case.model.bias
+
+    def candidate(
+        phase: Phase, collective: Collective, purpose: str, names: tuple[str, ...], fuses: bool
+    ) -> FusionCandidate:
+        return FusionCandidate(
+            phase=phase,
+            collective=collective,
             layer=layer,
-            purpose=f"input gradient of {_names(names)}",
+            purpose=purpose,
             matmuls=len(names),
-            scaled=_is_scaled(case, layer, names[0]),
-            fuses=False,
+            scaled=all(scaled[name] for name in names),
+            fuses=fuses,
         )
 
+    for names in _READ_INPUT:
+        fuses = _gather_fuses(case, any(scaled[name] for name in names), bias=bias)
+        yield candidate("forward", "all_gather", f"input of {_names(names)}", names, fuses)
+        if recomputed:
+            yield candidate("backward", "all_gather", f"recomputed input of {_names(names)}", names, fuses)
+    for name in _WRITE_OUTPUT:
+        fuses = _gather_fuses(case, scaled[name], bias=False)
+        yield candidate("forward", "reduce_scatter", f"output of {name}", (name,), _scatter_fuses(case, scaled[name]))
+        yield candidate("backward", "all_gather", f"output gradient of {name}", (name,), fuses)
+    if recomputed and case.checkpointing.mode != "selective_op":  # selective_op saves the scattered output
+        name = "attention.wo"
+        purpose, fuses = f"recomputed output of {name}", _scatter_fuses(case, scaled[name])
+        yield candidate("backward", "reduce_scatter", purpose, (name,), fuses)
+    for names in _READ_INPUT:  # the sum of several matmuls cannot be fused with one of them
+        yield candidate("backward", "reduce_scatter", f"input gradient of {_names(names)}", names, fuses=False)
 
-def _gather(
-    case: Case, layer: int, phase: Phase, names: tuple[str, ...], purpose: str, *, bias: bool = False
-) -> FusionCandidate:
-    """Fused where the matmuls read the gathered tensor itself: in high precision, or in float8 cast before the gather.
+
+def _gather_fuses(case: Case, scaled: bool, *, bias: bool) -> bool:
+    """Where the matmuls read the gathered tensor itself: in high precision, or in float8 cast before the gather.
 
     In high precision a matmul with a `bias` is `aten.addmm`, which the pass does not know. With one sequence per rank
     the gathered tensor is assembled in a way that the pass does not recognize.
     """
-    scaled = [_is_scaled(case, layer, name) for name in names]
-    reads_gathered = case.float8.tp_styles == "float8" if any(scaled) else not bias
-    return FusionCandidate(
-        phase=phase,
-        collective="all_gather",
-        layer=layer,
-        purpose=purpose,
-        matmuls=len(names),
-        scaled=all(scaled),
-        fuses=reads_gathered and case.local_batch > 1,
-    )
+    reads_gathered = case.float8.tp_styles == "float8" if scaled else not bias
+    return reads_gathered and case.local_batch > 1
 
 
-def _scatter(case: Case, layer: int, phase: Phase, name: str, purpose: str) -> FusionCandidate:
-    """Fused unless something follows the matmul: a bias, or a cast where axiswise scaling writes bfloat16 for float32.
+def _scatter_fuses(case: Case, scaled: bool) -> bool:
+    """Unless something follows the matmul: a bias, or a cast where axiswise scaling writes bfloat16 for float32.
 
     In float64, which no GPU has, the virtual device writes what the activations are.
     """
-    scaled = _is_scaled(case, layer, name)
     cast = scaled and case.float8.traits.writes_bfloat16 and case.train.dtype == "float32"
-    return FusionCandidate(
-        phase=phase,
-        collective="reduce_scatter",
-        layer=layer,
-        purpose=purpose,
-        matmuls=1,
-        scaled=scaled,
-        fuses=not cast and not case.model.bias,
-    )
-
-
-def _is_scaled(case: Case, layer: int, name: str) -> bool:
-    return is_converted(case, f"layers.{layer}.{name}")
+    return not cast and not case.model.bias
 
 
 def _names(names: tuple[str, ...]) -> str:
