@@ -2,6 +2,8 @@
 
 `plant` runs in every rank after the virtual device is installed and before the probes and the target are built, so that
 probes record the effect. `harness/matrix/faults.toml` lists and describes the faults.
+
+A fault is a change and the hook that plants it: `@planted(hook, …)` above a function, or `partial(hook, …, change)`.
 """
 
 from __future__ import annotations

@@ -32,9 +32,7 @@ from harness.worker.faults.hooks import (
     wrap_everywhere,
 )
 
-
-def fp8_all_gather_subclass_dropped() -> None:
-    fsdp_utils._ops_to_preserve_subclass.clear()
+fp8_all_gather_subclass_dropped = fsdp_utils._ops_to_preserve_subclass.clear
 
 
 def fp8_tp_styles_lost() -> None:
@@ -182,10 +180,7 @@ def amax_strategy_missing() -> None:
         table.pop(operator, None)
 
 
-def float8_operator_missing() -> None:
-    float8_ops.FLOAT8_OPS_TABLE.pop(torch.ops.aten.view.default)
-
-
+float8_operator_missing = partial(float8_ops.FLOAT8_OPS_TABLE.pop, torch.ops.aten.view.default)
 cast_seen_as_high_precision = partial(
     wrap,
     float8_linear,

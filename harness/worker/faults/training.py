@@ -203,11 +203,15 @@ def update_clipped_in_one_step(model: nn.Module) -> None:
         _scale_gradients(model, 0.5)
 
 
+def _round(tensor: torch.Tensor) -> None:
+    values = local_shard(tensor)
+    values.copy_(values.bfloat16())
+
+
 @planted(after_evaluation)
 @torch.no_grad()
 def weight_rounded_by_evaluation(model: nn.Module) -> None:
-    weight = local_shard(first_weight(model))
-    weight.copy_(weight.bfloat16())
+    _round(first_weight(model))
 
 
 evaluation_mode_left_on = partial(after_evaluation, nn.Module.eval)
@@ -248,10 +252,12 @@ def learning_rate_of_one_group_doubled() -> None:
     in_parameter_groups(change)
 
 
-@planted(after_update)
-def momentum_lost(model: nn.Module) -> None:
+def _forget(model: nn.Module) -> None:
     for optimizer in optimizers_of(model):
         optimizer.state.clear()
+
+
+momentum_lost = partial(after_update, _forget)
 
 
 @planted(before_update)
@@ -281,8 +287,7 @@ update_scaled_by_dp = partial(before_update, lambda model: _scale_gradients(mode
 @planted(after_update)
 def master_weights_in_bfloat16(model: nn.Module) -> None:
     for param in model.parameters():
-        values = local_shard(param)
-        values.copy_(values.bfloat16())
+        _round(param)
 
 
 # What is lost, rounded or misplaced where state is saved or loaded
@@ -294,10 +299,7 @@ def _moments(model: nn.Module) -> Iterator[dict[str, Any]]:
         yield from optimizer.state.values()
 
 
-@planted(after_load)
-def optimizer_state_not_loaded(model: nn.Module) -> None:
-    for optimizer in optimizers_of(model):
-        optimizer.state.clear()
+optimizer_state_not_loaded = partial(after_load, _forget)
 
 
 @planted(after_load)
@@ -309,8 +311,8 @@ def optimizer_step_count_lost(model: nn.Module) -> None:
 @planted(after_load)
 def moments_rounded_by_checkpoint(model: nn.Module) -> None:
     for kept in _moments(model):
-        for moment in (local_shard(value) for name, value in kept.items() if name != "step"):
-            moment.copy_(moment.bfloat16())
+        for moment in (value for name, value in kept.items() if name != "step"):
+            _round(moment)
 
 
 @planted(after_load)
