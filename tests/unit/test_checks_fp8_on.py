@@ -1,4 +1,4 @@
-"""The check `fp8_on` finds every linear and filter entry that is missing or too much, and FP8 never used."""
+"""The checks `fp8_on` and `matmuls`: which linears are in FP8, whether it is used, and how often FP8 multiplies."""
 
 from __future__ import annotations
 
@@ -15,9 +15,11 @@ from harness.checks.fp8_on import (
     NO_STEP,
     NOT_CONVERTED,
     NOT_SCALED,
+    NUMBER,
     SCALED,
     TWICE,
     check_fp8_on,
+    check_matmuls,
 )
 from harness.checks.rule import Rule
 from harness.matrix.case import Case
@@ -25,7 +27,7 @@ from harness.matrix.linears import converted_fqns
 from harness.matrix.recipes import Recipe
 from harness.trace import RankTrace
 from harness.verdict import Finding, Verdict
-from tests.builders import make_case, make_trace, make_witnesses, run_of
+from tests.builders import make_case, make_run, make_trace, make_witnesses, run_of
 
 CASE = make_case(recipe="tensorwise", tp=2, steps=2, filter_fqns=("attention", "w3"))
 FQNS = converted_fqns(CASE)
@@ -182,3 +184,69 @@ def test_the_words_about_the_virtual_device() -> None:
 def test_ranks_without_steps_are_named() -> None:
     (found,) = check(trace(0, steps=()), trace(1, steps=()))
     assert (found.rule, found.rank, found.ranks) == (NO_STEP.name, 0, (0, 1))
+
+
+CALLS = 12
+COUNTED = make_case(recipe="tensorwise", tp=2, steps=2, filter_fqns=("attention", "w3"))
+
+
+def calling(rank: int, *calls: int) -> RankTrace:
+    return make_trace(COUNTED, rank, calls=calls or CALLS)
+
+
+def counted(*traces: RankTrace, of: Case = COUNTED) -> list[Finding]:
+    return check_matmuls(of, run_of(*traces), make_witnesses(of))
+
+
+def test_as_many_as_the_case_asks_for() -> None:
+    assert counted(calling(0), calling(1)) == []
+
+
+@pytest.mark.parametrize(
+    ("axes", "calls"),
+    [
+        ({}, 0),
+        ({"recipe": "tensorwise"}, 3 * 14),
+        ({"recipe": "rowwise_with_gw_hp"}, 2 * 14),
+        ({"recipe": "rowwise", "checkpointing": "full"}, 4 * 14),
+    ],
+)
+def test_the_number_is_that_of_the_formula(axes: dict[str, object], calls: int) -> None:
+    of = make_case(**axes)
+    assert check_matmuls(of, make_run(of, calls=calls), make_witnesses(of)) == []
+    assert check_matmuls(of, make_run(of, calls=calls + 1), make_witnesses(of))
+    assert check_matmuls(of, make_run(of, calls=calls), make_witnesses(of, scaled_mm_calls=(calls + 1, calls + 1)))
+
+
+@given(st.integers(0, 1), st.integers(0, 1), st.integers(0, 50).filter(lambda count: count != CALLS))
+def test_any_other_number_of_calls_at_any_step_and_rank_fails(rank: int, index: int, count: int) -> None:
+    calls = [count if at == index else CALLS for at in range(2)]
+    (found,) = counted(calling(rank, *calls), calling(1 - rank))
+    assert (found.step, found.rank, found.verdict) == (index + 1, rank, Verdict.INVARIANT)
+    assert found.expected == f"{CALLS} calls a step" and found.found == f"{count} calls"
+
+
+def test_calls_that_cancel_out_over_steps_or_ranks_are_found() -> None:
+    assert counted(calling(0, CALLS - 1, CALLS + 1), calling(1))
+    assert counted(calling(0, CALLS - 1, CALLS), calling(1, CALLS + 1, CALLS))
+
+
+def test_ranks_that_agree_share_a_finding_and_the_first_step_is_named() -> None:
+    (found,) = counted(calling(0, 9, 9), calling(1, 9, 3))
+    assert (found.rule, found.step, found.ranks) == (NUMBER.name, 1, (0, 1))
+    assert dict(found.values) == {"calls": 9, "wanted": "12"}
+    first, second = counted(calling(0, 9, 9), calling(1, 12, 3))
+    assert (first.step, first.rank, second.step, second.rank) == (1, 0, 2, 1)
+
+
+def test_the_order_of_ranks_does_not_matter_to_counts() -> None:
+    ranks = [calling(0), calling(1, 1, 2), calling(2, 12, 2), calling(3, 1, 2)]
+    assert counted(*ranks) == counted(*reversed(ranks))
+    assert [finding.rank for finding in counted(*ranks)] == [1, 2]
+
+
+def test_bf16_runs_none() -> None:
+    bf16 = make_case(tp=2, steps=2)
+    assert counted(make_trace(bf16), make_trace(bf16, 1), of=bf16) == []
+    (found,) = counted(make_trace(bf16), make_trace(bf16, 1, calls=(0, 1)), of=bf16)
+    assert (found.step, found.rank, found.expected) == (2, 1, "0 calls a step")

@@ -1,17 +1,29 @@
-"""The check `memory` finds every byte that is kept for backward too much or too little."""
+"""The checks of memory find every byte and storage that is kept too much or too little, at its step and rank."""
 
 from __future__ import annotations
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
+from harness.checks.live_memory import (
+    GROWS,
+    MORE_SCALARS,
+    SHRINKS,
+    TOO_LITTLE,
+    TOO_MUCH,
+    check_leaks,
+    check_live_memory,
+)
 from harness.checks.memory import OTHER_MODE, OUTLIVES, check_memory
+from harness.expect.live_memory import expected_live, expected_scalars
 from harness.expect.saved_memory import expected_saved
 from harness.matrix.case import Case
-from harness.trace.counts import SavedMemory
+from harness.trace.counts import MOMENTS, LiveMemory, LiveTensor, SavedMemory
 from harness.verdict import Finding
 from tests.builders import make_case, make_trace, make_witnesses, run_of, saved_as
+from tests.strategies import EAGER_CASES
 
 CASE = make_case(tp=2, recipe="tensorwise", steps=2)
 FULL = make_case(tp=2, recipe="tensorwise", steps=2, checkpointing="full")
@@ -62,3 +74,114 @@ def test_float8_that_outlives_forward_is_told_in_plain_words() -> None:
 def test_a_step_that_was_not_recorded_is_found() -> None:
     (found,) = check(CASE, records(CASE)[:1], records(CASE))
     assert (found.step, found.rank, found.found) == (2, 0, "0 bytes")
+
+
+STEPS = 4
+CENSUS = make_case(tp=2, recipe="tensorwise", checkpointing="full", steps=STEPS)
+FSDP = make_case(dp_shard=2, recipe="tensorwise", fp8_all_gather=True, output_layer=True, dtype="bfloat16", steps=STEPS)
+KEPT = LiveTensor(dtype="float32", shape=(4, 32, 128), nbytes=65536, holder="layers.1.kept")
+PLACES = st.tuples(st.integers(0, 1), st.integers(1, STEPS), st.integers(0, 1))  # rank, step, moment
+
+
+def censuses(case: Case, rank: int = 0) -> Records:
+    """What a correct run records."""
+    alive = tuple(
+        LiveTensor(dtype=each.dtype, shape=(each.nbytes,), nbytes=each.nbytes, holder="")
+        for each in expected_live(case, rank=rank, moment="forward")
+    )
+    live = (
+        LiveMemory(moment="forward", scalars=expected_scalars(case, moment="forward"), tensors=alive),
+        LiveMemory(moment="step", scalars=1, tensors=()),
+    )
+    steps = range(1, case.train.steps + 1)
+    return tuple(SavedMemory(step=step, saved_bytes=0, float8_bytes=0, by_dtype={}, live=live) for step in steps)
+
+
+def changed(saved: Records, step: int, moment: int, live: LiveMemory) -> Records:
+    """The records with another census at one moment of one step."""
+    both = [*saved[step - 1].live]
+    both[moment] = live
+    return tuple(replace(each, live=tuple(both)) if each.step == step else each for each in saved)
+
+
+def check_live(case: Case, *saved: Records | None) -> tuple[list[Finding], list[Finding]]:
+    """The findings of both checks."""
+    run = run_of(*(make_trace(case, rank, saved_memory=each) for rank, each in enumerate(saved)))
+    return check_live_memory(case, run, make_witnesses(case)), check_leaks(case, run, make_witnesses(case))
+
+
+def places(findings: list[Finding]) -> list[tuple[int | None, int | None]]:
+    return [(finding.rank, finding.step) for finding in findings]
+
+
+@pytest.mark.parametrize("case", [CENSUS, FSDP], ids=["tp", "fsdp"])
+def test_what_the_formula_of_live_memory_says_is_good(case: Case) -> None:
+    assert check_live(case, censuses(case, 0), censuses(case, 1)) == ([], [])
+
+
+@given(PLACES, st.sampled_from(["float32", "float8_e4m3fn", "int64"]), st.integers(2, 100))
+def test_one_storage_more_is_found_at_its_step_and_rank(place: tuple[int, int, int], dtype: str, nbytes: int) -> None:
+    rank, step, moment = place
+    right = censuses(CENSUS)
+    live = right[step - 1].live[moment]
+    more = LiveTensor(dtype=dtype, shape=(nbytes,), nbytes=nbytes, holder="")
+    wrong = changed(right, step, moment, replace(live, tensors=(*live.tensors, more)))
+    formula, leaks = check_live(CENSUS, *((wrong, right) if rank == 0 else (right, wrong)))
+    assert places(formula) == [(rank, step)]
+    assert formula[0].rule == TOO_MUCH.name and dtype in str(formula[0].values["tensors"])
+    assert formula[0].expected and formula[0].found
+    # Step 1 is not compared with others, and where step 2 is wrong, step 3 is the first that differs from it.
+    assert places(leaks) == ([(rank, max(step, 3))] if step > 1 else [])
+
+
+@given(st.integers(1, STEPS), st.data())
+def test_one_storage_less_is_found(step: int, data: st.DataObject) -> None:
+    right = censuses(FSDP)
+    live = right[step - 1].live[0]
+    lost = data.draw(st.integers(0, len(live.tensors) - 1))
+    fewer = (*live.tensors[:lost], *live.tensors[lost + 1 :])
+    formula, _ = check_live(FSDP, changed(right, step, 0, replace(live, tensors=fewer)), right)
+    assert places(formula) == [(0, step)]
+    purpose = expected_live(FSDP, rank=0, moment="forward")[lost].purpose
+    assert (formula[0].rule, formula[0].values["purpose"]) == (TOO_LITTLE.name, purpose)
+
+
+@given(PLACES, st.sampled_from([-1, 1]))
+def test_a_scalar_more_or_less_is_found(place: tuple[int, int, int], off: int) -> None:
+    rank, step, moment = place
+    right = censuses(CENSUS)
+    live = right[step - 1].live[moment]
+    wrong = changed(right, step, moment, replace(live, scalars=live.scalars + off))
+    formula, leaks = check_live(CENSUS, *((wrong, right) if rank == 0 else (right, wrong)))
+    assert places(formula) == [(rank, step)]
+    assert places(leaks) == ([(rank, max(step, 3))] if step > 1 else [])
+    if step > 2:
+        assert leaks[0].rule == (MORE_SCALARS if off > 0 else SHRINKS).name
+
+
+def test_the_message_names_the_holder() -> None:
+    wrong = censuses(CENSUS)
+    for step in range(1, STEPS + 1):
+        kept = LiveMemory(moment="step", scalars=1, tensors=(KEPT,) * step)
+        wrong = changed(wrong, step, 1, kept)
+    (found,), (leak,) = check_live(CENSUS, wrong, wrong)
+    assert (found.rule, found.step) == (TOO_MUCH.name, 1)
+    kept = {"tensors": "float32[4, 32, 128] of layers.1.kept", "holder": "layers.1.kept", "when": MOMENTS["step"]}
+    assert dict(found.values) == kept
+    assert (leak.rule, leak.step, leak.found) == (GROWS.name, 3, "196608 bytes, and 1 scalar")
+    assert dict(leak.values) == {**kept, "settled": 2}
+
+
+def test_a_step_without_a_census_is_found() -> None:
+    for found in check_live(CENSUS, censuses(CENSUS)[:2], censuses(CENSUS)):
+        assert places(found) == [(0, 3), (0, 3)]
+
+
+@given(EAGER_CASES, st.integers(0, 7))
+def test_the_formula_fits_every_eager_case(case: Case, rank: int) -> None:
+    live = expected_live(case, rank=rank, moment="forward")
+    assert all(each.nbytes > 0 and each.purpose for each in live)
+    wrapped = sum(case.checkpointing.wraps(layer) for layer in range(case.model.shape.layers))
+    tensors_of_blocks = (9 + 7 * case.model.bias) * case.model.shape.layers + 1  # and the embedding
+    kept = {"always": 0, "default": 2, "never": 2 + tensors_of_blocks}[case.layout.reshard_after_forward]
+    assert len(live) == 1 + wrapped + kept * case.uses_fsdp

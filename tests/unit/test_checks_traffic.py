@@ -1,4 +1,4 @@
-"""The check `traffic` finds every collective that is too much, missing, in another dtype or along another axis."""
+"""The check `traffic` finds every collective that is wrong: by formula, and by the rules that hold for any model."""
 
 from __future__ import annotations
 
@@ -7,11 +7,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
+from harness.checks.check import Witnesses
 from harness.checks.traffic import (
     AMAX_ELSEWHERE,
     AMAX_MISSING,
     GATHERS,
     HIGH_PRECISION,
+    NOT_PRECOMPUTED,
+    NOT_SUMMED,
+    REDUCE_DTYPE,
+    UNKNOWN_RANKS,
     VOLUME,
     CollectiveKey,
     Limits,
@@ -20,11 +25,15 @@ from harness.checks.traffic import (
     expected_traffic,
 )
 from harness.expect.expectations import Expectations
+from harness.expect.model import found_model
 from harness.matrix.case import Case
 from harness.matrix.caseid import parse_case_id
+from harness.trace import RankTrace, Run
 from harness.trace.counts import TrafficRecord
+from harness.trace.model import Linear, ModelRecord, Parameter
+from harness.trace.operands import OperandTrace
 from harness.verdict import Finding
-from tests.builders import make_case, make_trace, make_witnesses, rules, run_of, traffic_of
+from tests.builders import make_case, make_cast, make_trace, make_witnesses, rules, run_of, traffic_of
 
 TP = parse_case_id("tp2-tensorwise-v2048-s3-f32")
 GATHERED = parse_case_id("fsdp2-tensorwise-ag.fp8-v2048-s3-f32")
@@ -165,3 +174,133 @@ def test_a_stale_scale_shows_as_amax_of_step_one_repeated() -> None:
 def test_sending_nothing_is_a_finding_where_there_are_others() -> None:
     assert check(TP, (), ())
     assert check(make_case(), ()) == []  # one rank sends nothing, and said so
+
+
+ANY_MODEL = parse_case_id("target.mine-hsdp2x2-tp2-tensorwise-ag.fp8-v2048-s1-f32")
+SHARD = 64  # elements of the one weight on every rank
+
+
+def traffic(
+    axis: str, kind: str, elements: int, *, op: str = "", dtype: str = "float32", times: int = 1
+) -> TrafficRecord:
+    return TrafficRecord(
+        step=1,
+        axis=axis,
+        kind=kind,
+        op=op,
+        dtype=dtype,
+        payload_bytes=elements * times * (1 if dtype == "uint8" else 4),
+        sizes={elements: times},
+    )
+
+
+MODEL = ModelRecord(
+    linears=(Linear(fqn="up", in_features=16, out_features=32, converted=True),),
+    parameters=(
+        Parameter(
+            fqn="up.weight",
+            shape=(32, 16),
+            dtype="float32",
+            local_elements=SHARD,
+            axes=("dp_replicate", "dp_shard", "tp"),
+            trained=True,
+        ),
+    ),
+    checkpointed=(),
+    compiled=(),
+    calls={"up": 2},
+    recomputed={},
+)
+GOOD = (
+    traffic("dp_shard", "reduce_scatter", 2 * SHARD, op="sum"),
+    traffic("dp_replicate", "all_reduce", SHARD, op="sum"),
+    traffic("dp_shard", "all_gather", SHARD, dtype="uint8", times=2),
+    traffic("tp", "all_reduce", 1, op="max", dtype="float64"),
+    traffic("world", "all_reduce", 1, op="sum"),
+)
+
+
+def run(*records: TrafficRecord, compiled: bool = False) -> Run:
+    cast = make_cast(fqn="up", role="input", phase="forward", placements=("Shard(1)",), mesh_axes=("tp",))
+    gathered = make_cast(fqn="up", role="weight", phase="all_gather")
+
+    def trace(rank: int) -> RankTrace:
+        operands = None if compiled else OperandTrace(casts=(cast, gathered, gathered), matmuls=())
+        return make_trace(rank=rank, traffic=records or GOOD, operands=operands, model=MODEL)
+
+    return run_of(*(trace(rank) for rank in range(8)))
+
+
+def check_rules(*records: TrafficRecord, compiled: bool = False) -> list[Finding]:
+    expect = Expectations(ANY_MODEL, found_model(ANY_MODEL, replace(MODEL, calls={"up": 8}), MODEL))
+    return check_traffic(ANY_MODEL, run(*records, compiled=compiled), Witnesses(expect=expect))
+
+
+def with_record(index: int, record: TrafficRecord) -> tuple[TrafficRecord, ...]:
+    return (*GOOD[:index], record, *GOOD[index + 1 :])
+
+
+def test_what_must_be_sent_is_enough() -> None:
+    assert check_rules() == []
+    assert check_rules(*GOOD, traffic("dp_shard+tp", "broadcast", 3)) == []
+
+
+def test_gradients_that_are_not_reduced_are_found() -> None:
+    (finding,) = check_rules(*with_record(0, traffic("dp_shard", "reduce_scatter", 2 * SHARD - 1, op="sum")))
+    assert (finding.rule, finding.values["axis"]) == (NOT_SUMMED.name, "dp_shard")
+    (finding,) = check_rules(*GOOD[:1], *GOOD[2:])
+    assert (finding.rule, finding.values["axis"]) == (NOT_SUMMED.name, "dp_replicate")
+
+
+def test_gradients_reduced_in_another_dtype_are_found() -> None:
+    record = traffic("dp_shard", "reduce_scatter", 2 * SHARD, dtype="bfloat16", op="sum")
+    (finding,) = check_rules(*with_record(0, record))
+    assert finding.rule == REDUCE_DTYPE.name
+    assert dict(finding.values) == {"dtypes": "bfloat16", "asked": "float32"}
+
+
+def test_weights_gathered_in_high_precision_are_found() -> None:
+    (finding,) = check_rules(*with_record(2, traffic("dp_shard", "all_gather", SHARD, times=2)))
+    assert finding.rule == HIGH_PRECISION.name
+    often = with_record(2, traffic("dp_shard", "all_gather", SHARD, dtype="uint8", times=8))
+    assert check_rules(*often, compiled=True) == [], "a compiled run does not say how often weights are gathered"
+
+
+def test_a_missing_amax_reduction_is_found() -> None:
+    (finding,) = check_rules(*GOOD[:3], *GOOD[4:])
+    assert (finding.rule, dict(finding.values)) == (AMAX_MISSING.name, {"axis": "tp", "missing": 1})
+    (finding,) = check_rules(*with_record(3, traffic("tp", "all_reduce", 256, op="max", dtype="float64")))
+    assert finding.rule == AMAX_MISSING.name, "the largest logits of tokens are no amax"
+    assert finding.values["axis"] == "tp"
+
+
+def test_ranks_that_no_axis_joins_are_found() -> None:
+    (finding,) = check_rules(*GOOD, traffic("ranks 0,3", "all_reduce", 1, op="sum"))
+    assert (finding.rule, finding.found) == (UNKNOWN_RANKS.name, "ranks 0,3")
+
+
+PRECOMPUTED_SCALES = parse_case_id("target.mine-hsdp2x2-tp2-tensorwise-ag.fp8pre-v2048-s2-f32")
+WEIGHTS = 4  # casts of weights before a gather, in each step
+
+
+def maxima(*in_steps: int) -> list[Finding]:
+    """What is found of a run in which a rank reduces so many amaxes one by one in its steps."""
+    gathered = make_cast(fqn="up", role="weight", phase="all_gather")
+    sent = (
+        replace(record, step=step)
+        for step, count in enumerate(in_steps, 1)
+        for record in (*GOOD, traffic("dp_shard", "all_reduce", 1, op="max", times=count))
+    )
+    casts = tuple(replace(gathered, step=step) for step in (1, 2) for _ in range(WEIGHTS))
+    trace = make_trace(traffic=tuple(sent), operands=OperandTrace(casts=casts, matmuls=()), model=MODEL)
+    traces = (replace(trace, rank=rank) for rank in range(8))
+    expect = Expectations(PRECOMPUTED_SCALES, found_model(PRECOMPUTED_SCALES, MODEL, MODEL))
+    return check_traffic(PRECOMPUTED_SCALES, run_of(*traces), Witnesses(expect=expect))
+
+
+@pytest.mark.parametrize("own", [0, 2])
+def test_a_weight_that_reduces_an_amax_although_its_scale_is_precomputed_is_found(own: int) -> None:
+    assert maxima(WEIGHTS + own, own) == [], "the target may reduce numbers by max too"
+    assert maxima(own, own) == [], "scales may be precomputed before the first step"
+    (finding,) = maxima(WEIGHTS + own, own + 1)
+    assert (finding.rule, finding.ranks) == (NOT_PRECOMPUTED.name, tuple(range(8)))

@@ -1,7 +1,6 @@
-"""What a module, a closure or a cache keeps alive is found and named.
+"""What real ranks keep: what the formula says for backward, and nothing besides that is not found and named.
 
-That nothing else is, that recording changes no bit and that what other probes hold is not counted, `test_clean_runs.py`
-shows.
+Clean runs, that recording changes no bit and that what other probes hold is not counted: `test_clean_runs.py`.
 """
 
 from __future__ import annotations
@@ -9,11 +8,14 @@ from __future__ import annotations
 import pytest
 
 from harness.checks.live_memory import GROWS, MORE_SCALARS, TOO_MUCH, check_leaks, check_live_memory
+from harness.checks.memory import BYTES, OTHER_MODE, OUTLIVES, check_memory
+from harness.checks.rule import Rule
 from harness.matrix.caseid import parse_case_id
 from harness.trace import Run
 from harness.trace.counts import MOMENTS
 from harness.verdict import Finding
 from tests.builders import make_witnesses, rules
+from tests.worker.runs import assert_named, sweep
 
 MEMORY = ("saved_memory",)
 SINGLE = "single-tensorwise-v2048-gb4-s2-f32"
@@ -149,3 +151,38 @@ def test_a_cache_that_grows_is_a_leak(trained, plant, text: str, fault: str):
 def test_a_reference_to_what_autograd_saves_takes_no_memory(trained, plant):
     run = trained(parse_case_id(SINGLE), probes=MEMORY, injections=plant(FAULTS, "saved_anyway"))
     assert findings(SINGLE, run) == []
+
+
+def saved_findings(text: str, run: Run) -> list[Finding]:
+    case = parse_case_id(text)
+    return check_memory(case, run, make_witnesses(case))
+
+
+@pytest.mark.parametrize("dtype", ["f32", sweep("b16")])
+def test_checkpointing_keeps_what_the_formula_says_and_full_less_than_selective(trained, dtype: str):
+    saved = {}
+    for mode in ("", "-ac.full", "-ac.op", "-ac.layer2"):
+        text = f"single-tensorwise{mode}-v2048-gb4-s1-{dtype}"
+        run = trained(parse_case_id(text), probes=MEMORY)
+        assert saved_findings(text, run) == []
+        saved[mode] = run.traces[0].saved_memory[0].saved_bytes
+    assert saved["-ac.full"] < min(saved["-ac.op"], saved["-ac.layer2"])
+    assert max(saved["-ac.op"], saved["-ac.layer2"]) < saved[""]
+
+
+@pytest.mark.parametrize(
+    ("fault", "text", "rule", "values"),
+    [
+        ("checkpointing_lost", "single-tensorwise-ac.full-v2048-gb4-s1-f32", OTHER_MODE, {"mode": "none"}),
+        (
+            "float8_weight_kept_for_backward",
+            "fsdp2-tensorwise-v2048-gb4-s1-f32",
+            OUTLIVES,
+            {"dtype": "float8_e4m3fn"},
+        ),
+        ("abs_saved_for_backward", "single-tensorwise-ac.op-v2048-gb4-s1-f32", BYTES, {"dtype": "float32"}),
+    ],
+)
+def test_planted_faults_are_found_and_named(trained, fault: str, text: str, rule: Rule, values: dict[str, str]):
+    run = trained(parse_case_id(text), probes=MEMORY, injections=(f"fault:{fault}",))
+    assert_named(saved_findings(text, run), rule, **values)

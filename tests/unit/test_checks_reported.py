@@ -1,0 +1,247 @@
+"""The checks of reported numbers: `finite`, `clipping` and `evaluation` find every number that is missing or wrong."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from msgspec.structs import replace
+
+from harness.checks.reported import (
+    GRAD_NORM,
+    LOSS,
+    NO_TRACE,
+    NOT_CLIPPED,
+    OTHER_LOSS,
+    OTHER_WORLD,
+    SEVERAL_TRACES,
+    STEPS,
+    check_clipping,
+    check_evaluation,
+    check_finite,
+)
+from harness.expect.traffic import expected_transfers
+from harness.matrix.case import Case
+from harness.matrix.caseid import case_id, family_id, parse_case_id, reference_case, solo_case, twin_case
+from harness.sentence import format_ranks
+from harness.trace import Run
+from harness.verdict import Finding, Verdict
+from tests.builders import (
+    make_case,
+    make_run,
+    make_steps,
+    make_trace,
+    make_witnesses,
+    not_judged,
+    run_of,
+    with_rank,
+    with_step,
+)
+
+
+def case(tp: int = 2, steps: int = 3) -> Case:
+    return make_case(tp=tp, steps=steps)
+
+
+def run(world: int = 2, steps: int = 3) -> Run:
+    return make_run(case(world), losses=(7.0,) * steps)
+
+
+def check(found: Run, of: Case | None = None) -> list[Finding]:
+    of = of or case()
+    return check_finite(of, found, make_witnesses(of))
+
+
+@given(st.integers(1, 8), st.integers(1, 6))
+def test_a_whole_run_has_no_findings(tp: int, steps: int) -> None:
+    assert check(run(tp, steps), case(tp, steps)) == []
+
+
+@given(
+    st.integers(1, 3), st.integers(0, 1), st.sampled_from(["loss", "grad_norm"]),
+    st.sampled_from([math.nan, math.inf, -math.inf]),
+)  # fmt: skip
+def test_no_number_that_is_not_finite_passes(number: int, rank: int, quantity: str, value: float) -> None:
+    findings = check(with_step(run(), rank, number, **{quantity: value}))
+    assert len(findings) == 1
+    found = findings[0]
+    assert (found.step, found.rank, found.verdict) == (number, rank, Verdict.NUMERIC)
+    assert found.rule == {"loss": LOSS, "grad_norm": GRAD_NORM}[quantity].name
+    assert dict(found.values) == {"quantity": quantity, "value": str(value), "count": 1}
+
+
+@pytest.mark.parametrize("norm", [0.0, -0.0, -1.0])
+def test_a_gradient_that_vanishes_is_found(norm: float) -> None:
+    assert [finding.step for finding in check(with_step(run(), 1, 2, grad_norm=norm))] == [2]
+
+
+def test_a_loss_of_zero_is_a_number() -> None:
+    assert check(with_step(run(), 1, 2, loss=0.0)) == []
+
+
+def test_the_first_step_wins_then_the_lowest_rank_and_all_are_counted() -> None:
+    broken = run()
+    for rank, number in ((0, 3), (1, 3), (1, 2)):
+        broken = with_step(broken, rank, number, loss=math.nan)
+    (found,) = check(broken)
+    assert (found.step, found.rank) == (2, 1)
+    assert (found.rule, found.values["count"], found.ranks) == (LOSS.name, 3, (0, 1))
+
+
+@given(st.permutations(range(4)), st.sets(st.tuples(st.integers(0, 3), st.integers(1, 3)), max_size=4))
+def test_the_order_of_ranks_does_not_matter(order: list[int], bad: set[tuple[int, int]]) -> None:
+    broken = run(4)
+    for rank, number in bad:
+        broken = with_step(broken, rank, number, loss=math.nan)
+    shuffled = run_of(*(broken.traces[index] for index in order))
+    assert check(shuffled, case(4)) == check(broken, case(4))
+
+
+@given(st.integers(0, 1), st.integers(1, 3))
+def test_dropping_any_step_on_any_rank_fails(rank: int, number: int) -> None:
+    broken = with_rank(run(), rank, lambda t: replace(t, steps=tuple(s for s in t.steps if s.step != number)))
+    (found,) = check(broken)
+    assert found.rank == rank and found.verdict is Verdict.INVARIANT
+
+
+@pytest.mark.parametrize("numbers", [(), (1, 2), (1, 2, 3, 4), (0, 1, 2), (1, 3, 2), (1, 2, 2), (1, 1, 2, 3)])
+def test_only_steps_1_to_n_in_order_are_right(numbers: tuple[int, ...]) -> None:
+    (one,) = make_steps([7.0])
+    (found,) = check(make_run(case(), steps=tuple(replace(one, step=number) for number in numbers)))
+    assert (found.rule, found.ranks, found.values["steps"]) == (STEPS.name, (0, 1), 3)
+
+
+def test_an_empty_run_fails() -> None:
+    (found,) = check(run_of())
+    assert (found.rule, found.ranks) == (NO_TRACE.name, (0, 1))
+
+
+def test_every_rank_must_answer_exactly_once() -> None:
+    full = run(3).traces
+    for traces, rule, rank in (
+        (full[:1], NO_TRACE, 1),
+        (full, OTHER_WORLD, 2),
+        ((full[0], full[1], full[1]), SEVERAL_TRACES, 1),
+    ):
+        assert [(finding.rule, finding.ranks) for finding in check(run_of(*traces))] == [(rule.name, (rank,))]
+
+
+def test_ranks_in_words() -> None:
+    assert format_ranks([3]) == "rank 3"
+    assert format_ranks([6, 1, 0, 3, 2, 6]) == "ranks 0-3, 6"
+    assert format_ranks([0, 2, 4]) == "ranks 0, 2, 4"
+    assert format_ranks([16, 1]) == "ranks 1, 16"
+
+
+def test_the_words_of_the_findings() -> None:
+    (lost,) = check(run(1), case(3))
+    assert (lost.rule, lost.rank, lost.ranks, lost.found) == (NO_TRACE.name, 1, (1, 2), "1 trace")
+    (none, *_) = check(run(2, steps=0))
+    assert none.found == "0 steps: none"
+    (short,) = check(run(2, steps=12), case(steps=13))
+    assert short.found == "12 steps: 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12"
+    assert (short.expected or "").endswith("11, 12, …")
+    (bad,) = check(with_step(run(), 0, 2, loss=math.nan))
+    assert (bad.expected, bad.found) == ("a finite number", "nan")
+    (bad,) = check(with_step(run(), 0, 2, grad_norm=0.0))
+    assert (bad.expected, bad.found) == ("a finite number above 0", "0.0")
+
+
+EVALUATED = make_case(evaluate=True, dtype="float64", steps=2)
+
+
+def findings_of_loss(evaluated: float | None, *, rank: int = 0) -> list[Finding]:
+    fine = tuple(replace(step, evaluation_loss=step.loss) for step in make_steps([8.0, 7.9]))
+    wrong = (fine[0], replace(fine[1], evaluation_loss=evaluated))
+    traces = [make_trace(rank=each, losses=[8.0, 7.9]) for each in (0, 1)]
+    traces = [replace(trace, steps=wrong if trace.rank == rank else fine) for trace in traces]
+    return check_evaluation(EVALUATED, run_of(*traces), make_witnesses(EVALUATED))
+
+
+def test_the_loss_of_training_has_no_findings() -> None:
+    assert findings_of_loss(7.9) == []
+
+
+@pytest.mark.parametrize("evaluated", [math.nextafter(7.9, 8), 8.0, math.nan, None])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_any_other_loss_is_found(evaluated: float | None, rank: int) -> None:
+    (finding,) = findings_of_loss(evaluated, rank=rank)
+    assert (finding.step, finding.rank, finding.expected) == (2, rank, "7.9")
+    assert finding.rule == OTHER_LOSS.name
+
+
+def test_without_an_evaluation_nothing_is_judged() -> None:
+    assert "evaluation" in not_judged(make_case(dtype="float64"))
+    assert "evaluation" not in not_judged(EVALUATED)
+
+
+def test_witnesses_and_goldens_evaluate_nothing() -> None:
+    case = parse_case_id("fsdp2-tensorwise-v2048-s2-eval-b16")
+    plain = parse_case_id("fsdp2-tensorwise-v2048-s2-b16")
+    for made in (solo_case, twin_case, reference_case):
+        assert made(case) == made(plain)
+    assert family_id(case) == family_id(plain)
+    assert case_id(case) != case_id(plain)
+
+
+@pytest.mark.parametrize(
+    "text", ["tp2-nolp-tensorwise-tpstyle.fp8-v2048-eval-f64", "hsdp2x2-tp2-nosp-rowwise-head.fp8-v2048-eval-f64"]
+)
+def test_an_evaluation_sends_no_gradient_and_every_weight_and_activation_once_more(text: str) -> None:
+    def sent(text: str) -> dict[str, int]:
+        transfers = expected_transfers(parse_case_id(text), step=2, rank=0)
+        return {f"{each.purpose} {each.kind} {each.axis}": each.times for each in transfers}
+
+    more, fewer = sent(text), sent(text.replace("-eval", ""))
+    added = {purpose for purpose, times in more.items() if times > fewer[purpose]}
+    assert all(times - fewer[purpose] <= fewer[purpose] for purpose, times in more.items())
+    assert not {purpose for purpose in added if "gradient" in purpose or "dgrad" in purpose}
+    assert not {purpose for purpose in more.keys() - added if "outputs of" in purpose or "weights of" in purpose}
+
+
+CLIPPED = make_case(max_norm=0.5, dtype="float64", steps=2)
+
+
+def clipped(grad_norm: float, reported: float | None, *, rank: int = 0) -> list[Finding]:
+    steps = make_steps([8.0, 7.9], grad_norm=grad_norm)
+    traces = [make_trace(rank=0, losses=[8.0, 7.9]), make_trace(rank=1, losses=[8.0, 7.9])]
+    fine = tuple(replace(step, reported_grad_norm=0.4, grad_norm=0.4) for step in steps)
+    asked = tuple(replace(step, reported_grad_norm=reported) for step in steps)
+    traces = [replace(trace, steps=asked if trace.rank == rank else fine) for trace in traces]
+    return check_clipping(CLIPPED, run_of(*traces), make_witnesses(CLIPPED))
+
+
+@pytest.mark.parametrize(
+    ("grad_norm", "reported"), [(0.5 * (1 - 1e-6), 2.0), (0.4, 0.4), (0.5, 0.5), (0.5, None), (0.3, None)]
+)
+def test_clipped_gradients_have_no_findings(grad_norm: float, reported: float | None) -> None:
+    assert clipped(grad_norm, reported) == []
+
+
+@pytest.mark.parametrize(
+    ("grad_norm", "reported"),
+    [
+        (2.0, 2.0),
+        (0.25, 2.0),
+        (0.5, 0.4),
+        (0.5001, 2.0),
+        (0.6, None),
+        (math.nan, 2.0),
+        (math.nan, None),
+        (0.5, math.nan),
+    ],
+)
+@pytest.mark.parametrize("rank", [0, 1])
+def test_any_other_norm_is_found(grad_norm: float, reported: float | None, rank: int) -> None:
+    (finding,) = clipped(grad_norm, reported, rank=rank)
+    assert (finding.rule, finding.step, finding.rank) == (NOT_CLIPPED.name, 1, rank)
+    assert (finding.values["max_norm"], repr(finding.values["norm"])) == (0.5, repr(grad_norm))
+
+
+def test_a_norm_of_all_ranks_names_none() -> None:
+    steps = tuple(replace(step, reported_grad_norm=2.0) for step in make_steps([8.0, 7.9], grad_norm=2.0))
+    traces = (replace(make_trace(rank=rank, losses=[8.0, 7.9]), steps=steps) for rank in range(2))
+    (finding,) = check_clipping(CLIPPED, run_of(*traces), make_witnesses(CLIPPED))
+    assert (finding.rule, finding.step, finding.rank, finding.ranks) == (NOT_CLIPPED.name, 1, None, ())
