@@ -1,10 +1,11 @@
-"""`fp8-harness evidence` on a CPU: the rehearsal of each level stores what it found, and says what is left."""
+"""`dev evidence` rehearsed on a CPU, stores what it found and says what is left; `dev conformance` of operators."""
 
 from __future__ import annotations
 
 import json
 import re
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -112,3 +113,16 @@ def test_a_torch_without_cuda_proves_nothing_on_gpus(tmp_path: Path) -> None:
 def test_make_runs_what_the_devices_allow() -> None:
     text = (REPOSITORY / "Makefile").read_text()
     assert "evidence all --device $(DEVICE)" in text and "gpu-evidence: $(READY)" in text
+
+
+if TYPE_CHECKING:
+    from tests.acceptance.conftest import Command
+
+
+def test_the_document_goes_to_stdout_and_the_table_to_stderr(shared: Command) -> None:
+    done = shared.call("dev", "conformance", "amax-8x16-f32-m4-R", "--json", "-")
+    assert done.returncode == 0, done.stderr
+    assert "1 check in " in done.stderr and "1 passed" in done.stderr
+    found = json.loads(done.stdout)
+    assert found["counts"] == {"passed": 1}
+    assert [(check["id"], check["status"]) for check in found["checks"]] == [("amax-8x16-f32-m4-R", "passed")]

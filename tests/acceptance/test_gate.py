@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 from tests.acceptance.conftest import Command
-from tests.acceptance.test_bug_bisect import PACKAGE, environment, wheel
+from tests.acceptance.test_bugs import PACKAGE, environment, wheel
 
 CPU = ("--device", "cpu")
 BREAKS = "def apply():\n    raise ValueError('broken')\n"

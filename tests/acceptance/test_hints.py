@@ -14,7 +14,7 @@ import pytest
 
 from harness import hints
 from tests.acceptance.conftest import REPOSITORY, Command
-from tests.acceptance.test_bug_bisect import environment, wheel
+from tests.acceptance.test_bugs import environment, wheel
 from tests.commands import understood
 from tests.unit.test_costs import stored
 

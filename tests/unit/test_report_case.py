@@ -1,19 +1,24 @@
-"""`show`: one case for a terminal of 60 columns."""
+"""Reports of one case, and for CI: annotations, JUnit XML, the summary of a job."""
 
 from __future__ import annotations
 
 import math
+import re
+from xml.etree import ElementTree
 
+import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from harness.checks.stacks import LAST_OUTPUT
 from harness.measured import Curve, Measured, Sent
 from harness.plural import binary_bytes
 from harness.report.case import shown_case, sparkline
+from harness.report.ci import ANNOTATIONS, SUMMARY_BYTES, annotation_lines, job_summary, junit_report
 from harness.report.sections import text_of
-from harness.result import CaseResult
+from harness.result import CaseResult, RunResult
 from harness.verdict import NotJudged, Verdict
-from tests.builders import a_finding, make_cast_range, make_failure, make_result, run_of
+from tests.builders import a_finding, make_attempt, make_cast_range, make_failure, make_result, make_results, run_of
 
 ID = "fsdp2-tp2-tensorwise-tpstyle.fp8-ac.op-v2048-f64"
 TABLE = """\
@@ -117,3 +122,140 @@ def test_a_larger_value_never_has_a_lower_bar(values: list[float]) -> None:
 
 def test_bytes_have_binary_units() -> None:
     assert [binary_bytes(count) for count in (0, 1023, 1024, 3 * 2**20 // 2)] == ["0 B", "1023 B", "1 KiB", "1.5 MiB"]
+
+
+def result(verdict: Verdict, *, text: str = "why") -> CaseResult:
+    passed = verdict is Verdict.PASSED
+    return make_result(
+        "a",
+        verdict,
+        findings=() if passed else (a_finding(check="c", message=text, expected=text, rank=2),),
+        attempts=(make_attempt(verdict, text),),
+        run=None if passed else run_of(make_failure(0, text, traceback=text, phase=text)),
+    )
+
+
+def parsed(*results: CaseResult) -> ElementTree.Element:
+    run = make_results(*results, wall_s=3.0, provenance={"torch": "2.13.0", "empty": ""})
+    return ElementTree.fromstring(junit_report(run))
+
+
+@pytest.mark.parametrize("verdict", list(Verdict))
+def test_only_what_is_good_has_no_failure_and_no_error(verdict: Verdict) -> None:
+    root = parsed(result(verdict))
+    case = root.find(".//testcase")
+    assert case is not None
+    bad = [*case.findall("failure"), *case.findall("error")]
+    assert (not bad) is verdict.good
+    assert all(element.get("type") == verdict.value and "why" in (element.text or "") for element in bad)
+    assert int(root.get("failures", "0")) + int(root.get("errors", "0")) == len(bad)
+
+
+def test_a_case_has_its_facts() -> None:
+    case = parsed(result(Verdict.CRASH)).find(".//testcase")
+    assert case is not None
+    assert (case.get("classname"), case.get("name"), case.get("time")) == ("fp8-harness", "a", "1.250")
+    facts = {each.get("name"): each.get("value") for each in case.findall("properties/property")}
+    assert facts == {"command": "fp8-harness run a", "verdict": "crash", "world_size": "4"}
+    assert "why" in (case.findtext("system-out") or "")
+
+
+def test_a_refusal_that_passed_has_no_traceback() -> None:
+    refused = make_result(run=run_of(make_failure(0, traceback="Traceback"), make_failure(1, traceback="Traceback")))
+    assert parsed(refused).find(".//system-out") is None
+
+
+def test_a_known_fault_is_skipped_with_its_text() -> None:
+    root = parsed(result(Verdict.KNOWN), result(Verdict.PASSED))
+    (skipped,) = root.findall(".//skipped")
+    assert skipped.get("message") == "why" and root.get("skipped") == "1" and root.get("tests") == "2"
+    output = root.findtext(".//testcase/system-out") or ""
+    assert "c/test [rank 2]: why" in output and "reproduce: fp8-harness run a" in output
+
+
+def test_a_bad_case_has_the_command_and_the_end_of_the_output_of_ranks() -> None:
+    failure = make_failure(0, traceback=f"Traceback\n{LAST_OUTPUT}\nNCCL gave up")
+    case = parsed(make_result("a", Verdict.CRASH, run=run_of(failure)))
+    assert (case.findtext(".//error") or "").endswith("reproduce: fp8-harness run a")
+    assert (case.findtext(".//system-out") or "").endswith("NCCL gave up")
+
+
+def test_a_case_that_passed_as_expected_says_so() -> None:
+    root = parsed(make_result(expectation="output_alignment"))
+    assert root.findtext(".//system-out") == "as expected: output_alignment"
+
+
+def test_a_bad_case_without_findings_still_says_what_it_is() -> None:
+    (error,) = parsed(make_result(verdict=Verdict.NOT_RUN)).findall(".//error")
+    assert error.get("message") == "was not run" == (error.text or "").splitlines()[0]
+
+
+@given(st.text(st.characters(codec=None)))
+def test_any_text_gives_valid_xml(text: str) -> None:
+    case = parsed(result(Verdict.CRASH, text=text)).find(".//testcase")
+    assert case is not None
+
+
+def test_an_empty_run_is_valid() -> None:
+    assert parsed().get("tests") == "0"
+
+
+HOSTILE = "50 %\n::error::forged\r\n::set-output name=a::b\x1b[31m, %0A"
+
+
+def run_of_texts(*texts: str) -> RunResult:
+    results = (
+        make_result(f"case{number}", Verdict.NUMERIC, findings=(a_finding(check="c", message=text),))
+        for number, text in enumerate(texts)
+    )
+    return RunResult(results=(make_result("good"), make_result("known", Verdict.KNOWN), *results))
+
+
+def read(line: str) -> tuple[str, str]:
+    """Title and message of an annotation, as the runner of GitHub reads them."""
+    found = re.fullmatch(r"::error title=([^,:]*)::(.*)", line)
+    assert found is not None, line
+
+    def unescaped(text: str) -> str:
+        for code, character in (("%3A", ":"), ("%2C", ","), ("%0D", "\r"), ("%0A", "\n"), ("%25", "%")):
+            text = text.replace(code, character)
+        return text
+
+    return unescaped(found[1]), unescaped(found[2])
+
+
+def test_a_bad_case_is_annotated_with_what_is_wrong_and_how_to_reproduce_it() -> None:
+    (line,) = annotation_lines(run_of_texts("the loss is off")).splitlines()
+    title, message = read(line)
+    assert title == "case0"
+    assert message == "computed wrong numbers\nc/test: the loss is off\nreproduce: fp8-harness run case0"
+
+
+def test_hostile_text_is_one_annotation_and_reads_as_it_was() -> None:
+    text = annotation_lines(run_of_texts(HOSTILE))
+    assert text.count("\n") == 1
+    assert "c/test: 50 %\n  ::error::forged\n  ::set-output name=a::b, %0A" in read(text.rstrip("\n"))[1]
+
+
+@given(st.text(st.characters(codec=None)))
+def test_any_text_is_one_line(text: str) -> None:
+    (line, *rest) = annotation_lines(run_of_texts(text)).split("\n")
+    assert rest == [""] and "\r" not in line and read(line)[0] == "case0"
+
+
+@given(st.integers(0, 3 * ANNOTATIONS))
+def test_no_more_than_github_shows_and_every_case_named(count: int) -> None:
+    lines = annotation_lines(run_of_texts(*["x"] * count)).splitlines()
+    assert len(lines) == min(count, ANNOTATIONS)
+    named = "\n".join(line for each in lines for line in read(each))
+    assert all(re.search(rf"^case{number}$", named, flags=re.MULTILINE) for number in range(count))
+
+
+def test_a_summary_is_the_markdown_report() -> None:
+    assert job_summary(run_of_texts("the loss is off")).startswith("## fp8-harness: not good")
+
+
+def test_a_summary_is_never_larger_than_github_shows() -> None:
+    text = job_summary(run_of_texts(*["x\n" + "é" * 20_000] * 40))
+    assert SUMMARY_BYTES * 0.9 < len(text.encode()) < SUMMARY_BYTES
+    assert text.endswith("cut off here: the whole report is larger than GitHub shows.\n")

@@ -1,18 +1,31 @@
-"""What ranks multiply is what the formula says, and a fault that multiplies otherwise shows in it."""
+"""What ranks multiply is what the formula says; dispatch hooks see all that runs; kernels of an eager linear."""
 
 from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
 from harness.checks.measuring import measured, moved
 from harness.gate.gate import gate
 from harness.gate.reason import Kind
 from harness.matrix.caseid import parse_case_id
+from harness.matrix.recipes import Recipe
 from harness.measured import Measured
-from harness.worker.dispatch_hooks import products
+from harness.performance.roofline import EAGER_KERNELS
+from harness.worker.dispatch_hooks import collectives, products
+from harness.worker.dispatch_hooks.hook import install_hook, unobserved
+from harness.worker.dispatch_hooks.scaled_mm import ScaledMMCounter
+from harness.worker.virtual import device
 from tests.builders import make_result, make_results, make_witnesses, run_of
+from tests.programs import run_script
 from tests.unit.test_gate import TERMS
 from tests.worker.runs import sweep
 
@@ -85,3 +98,92 @@ def test_products_count_once_and_fake_ones_do_not():
     finally:
         products.observers.remove(seen.append)
     assert [(each.part, each.flops) for each in seen] == [("matmuls", 128), ("matmuls", 128), ("matmuls", 384)]
+
+
+WATCHED = (f"{Path(__file__).parent / 'fabricwitness.py'}:apply",)
+
+
+@pytest.mark.parametrize(
+    "text", ["hsdp2x2-tensorwise-ag.fp8pre-v2048-gb4-s1-f32", "tp2-tensorwise-tpstyle.fp8-ac.op-v2048-gb4-s1-b16"]
+)
+def test_hooks_see_every_exchange_on_the_fabric_and_no_other(train, text: str):
+    train(parse_case_id(text), probes=("sketches", "traffic"), injections=WATCHED)
+
+
+def multiply(dtype: torch.dtype = torch.float8_e4m3fn, *, at: str = "cpu") -> tuple[torch.Tensor, ...]:
+    a = torch.ones(16, 16, device=at).to(dtype)
+    return a, a.t(), torch.ones((), device=at), torch.ones((), device=at)
+
+
+def test_only_what_runs_is_told_once_through_autograd_and_modes():
+    device.install()
+    a, b, *scales = multiply()
+    with ScaledMMCounter() as counted:
+        torch._scaled_mm(a, b, *scales, out_dtype=torch.bfloat16)
+        torch._scaled_mm(a, b, *scales, out_dtype=torch.bfloat16, out=torch.empty(16, 16, dtype=torch.bfloat16))
+        with torch.inference_mode():
+            torch._scaled_mm(a, b, *scales, out_dtype=torch.bfloat16)
+        assert counted.calls == 3
+        torch._scaled_mm(*multiply(at="meta"), out_dtype=torch.bfloat16)
+        with FakeTensorMode():
+            torch._scaled_mm(*multiply(), out_dtype=torch.bfloat16)
+            torch._scaled_mm(*multiply(at="cuda"), out_dtype=torch.bfloat16)
+        with unobserved(), unobserved():
+            torch._scaled_mm(a, b, *scales, out_dtype=torch.bfloat16)
+        assert counted.calls == 3
+        torch._scaled_mm(a, b, *scales, out_dtype=torch.bfloat16)
+    torch._scaled_mm(a, b, *scales, out_dtype=torch.bfloat16)
+    assert counted.calls == 4
+
+
+def test_an_operator_has_one_hook():
+    with pytest.raises(RuntimeError, match="already a kernel"):
+        install_hook(torch.ops.aten._scaled_mm.default, before=lambda *_, **__: None)
+
+
+# Point-to-point operators, of which no layout of the matrix makes use, and checks that send nothing.
+WITHOUT_HOOK = {"send", "recv_", "recv_any_source_", "monitored_barrier_", "check_for_nan"}
+
+
+def test_every_collective_of_torch_has_a_hook():
+    names = {name.removeprefix("c10d::") for name in torch._C._dispatch_get_all_op_names() if name.startswith("c10d::")}
+    assert names == collectives.HOOKS.keys() | WITHOUT_HOOK
+
+
+def test_probes_and_hooks_serve_a_device_that_is_no_cpu():
+    run_script("from tests.worker import otherdevice; otherdevice.check_casts(); otherdevice.check_hooks()")
+
+
+_ALLOCATES = ("detach", "alias", "empty", "empty_like", "empty_strided", "_unsafe_view")
+
+
+class Kernels(TorchDispatchMode):
+    """Counts operators on plain tensors that compute something."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(
+        self, operator: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if any(kind not in (torch.Tensor, torch.nn.Parameter) for kind in types):
+            return NotImplemented
+        self.count += not operator.is_view and operator._schema.name.partition("::")[2] not in _ALLOCATES
+        return operator(*args, **(kwargs or {}))
+
+
+def kernels(recipe: Recipe) -> int:
+    """Of forward and backward of one linear."""
+    model = torch.nn.Sequential(torch.nn.Linear(64, 64, bias=False)).bfloat16()
+    if recipe != "bf16":
+        convert_to_float8_training(model, config=Float8LinearConfig.from_recipe_name(recipe))
+    given, gradient = torch.randn(32, 64, dtype=torch.bfloat16, requires_grad=True), torch.ones(32, 64).bfloat16()
+    with Kernels() as counted:
+        model(given).backward(gradient)
+    return counted.count
+
+
+@pytest.mark.parametrize("recipe", EAGER_KERNELS)
+def test_kernels_of_an_eager_linear(recipe: Recipe) -> None:
+    assert kernels(recipe) - kernels("bf16") == EAGER_KERNELS[recipe]

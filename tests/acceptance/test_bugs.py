@@ -1,0 +1,240 @@
+"""`bug` from a report to an answer: import, reproduce and shrink on real ranks, bisect over wheels of a folder."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import venv
+import zipfile
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from harness.checks.scales import RULES
+from harness.matrix.axes import own_axes
+from harness.matrix.caseid import parse_case_id
+from harness.running.versions import NotInstalled, Source, Versions
+
+if TYPE_CHECKING:
+    from tests.acceptance.conftest import Command
+
+REPORT = """# float8 crash with TP
+pytorch/ao#77 on 2025-06-03
+rowwise, TP=2. `RuntimeError: boom`
+- torch 2.8.0
+"""
+FILE = "cases/bugs/ao-77.toml"
+
+
+def test_a_report_becomes_a_bug_file_that_is_listed(project: Command) -> None:
+    (project.folder / "report.md").write_text(REPORT)
+    done = project.call("bug", "import", "report.md")
+    assert done.returncode == 0, done.stderr
+    assert f"wrote {FILE}\nrun it: fp8-harness run {FILE}\n" in done.stdout
+    assert '  tp = 2: "rowwise, TP=2"' in done.stdout
+    assert "seen: crash, torch 2.8.0; RuntimeError: boom" in done.stdout
+    assert "tp2-rowwise-v2048-gb2-b16" in project.call("list", FILE).stdout
+    assert "ao-77" in project.call("bug", "list").stdout
+    again = project.call("bug", "import", "report.md")
+    assert again.returncode == 2 and "this file exists" in again.stderr
+    assert project.call("bug", "import", "report.md", "--force").returncode == 0
+
+
+def test_json_has_every_list(project: Command) -> None:
+    (project.folder / "report.md").write_text(REPORT)
+    options = ("--title", "boom", "--version", "torchao=0.12.0")
+    done = project.call("bug", "import", "report.md", "--dry-run", "--json", "-", *options)
+    tree = json.loads(done.stdout)
+    assert (tree["title"], tree["versions"]) == ("boom", {"torch": "2.8.0", "torchao": "0.12.0"})
+    assert (tree["id"], tree["case"], tree["file"]) == ("ao-77", "tp2-rowwise-v2048-gb2-b16", None)
+    assert (
+        tree["stated"]["tp"] and tree["assumed"]["dtype"] and tree["missing"] == {} and tree["reported"] == "2025-06-03"
+    )
+    assert not (project.folder / FILE).exists()
+
+
+def test_stdin_is_read(project: Command) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "harness", "bug", "import", "-", "--id", "ours", "--dry-run"],
+        input=REPORT,
+        cwd=project.folder,
+        env=project.environment_of_runs(),
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0 and 'recipe = "rowwise"' in done.stdout and done.stderr.startswith("ours: ")
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (("nope.md",), "cannot be read"),
+        (("cases",), "cannot be read"),
+        (("r.md", "--id", "../x"), "not an id of a bug"),
+        (("r.md", "--link", "https://example.com"), "not a link of GitHub"),
+        (("r.md", "--output", "x.toml"), "in a folder named bugs"),
+        (("r.md", "--output", "bugs/x.txt"), "no file to write to"),
+        (("r.md", "--version", "torch"), "--version torch=2.13.0"),
+    ],
+)
+def test_bad_input_is_an_error_of_one_line(project: Command, words: tuple[str, ...], expected: str) -> None:
+    (project.folder / "r.md").write_text(REPORT)
+    done = project.call("bug", "import", *words)
+    assert done.returncode == 2 and expected in done.stderr and len(done.stderr.splitlines()) == 1
+
+
+if TYPE_CHECKING:
+    from tests.acceptance.conftest import Command
+
+CASE = "tp2-tensorwise-ac.full-dim.32-layers.1-heads.4-kvheads.4-ffn.32-v64-gb2-s2-f64"
+FAULT = ("--inject", "fault:amax_not_reduced_over_tp")
+BUG = f"""[bug]
+title = "Scale of a shard"
+link = "https://github.com/NVIDIA/Megatron-LM/issues/442"
+status = "fixed"
+symptom = "wrong_numbers"
+hardware = "8 x A100"
+detected_by = ["scales"]
+planted = ["amax_not_reduced_over_tp"]
+[bug.versions]
+torch = "2.4.0"
+[case]
+id = "{CASE}"
+"""
+
+
+FAR, GOOD = (f"fsdp2-tensorwise-v2048-s3-{seed}f32-tol.0.05" for seed in ("seed4-", ""))
+
+
+def real(project: Command) -> Command:
+    """The project, with ranks that run torch."""
+    project.environment["FP8_HARNESS_PROGRAM"] = ""
+    return project
+
+
+def write_bug(project: Command, text: str) -> None:
+    path = project.folder / "cases" / "bugs" / "megatron-442.toml"
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(text)
+
+
+def test_a_bug_is_reproduced_with_its_fault(project: Command) -> None:
+    write_bug(project, BUG)
+    there = real(project).run("bug", "repro", "megatron-442", "--planted", "-q")
+    assert there.returncode == 1, there.stderr
+    assert f"found     {RULES.amax.name}" in there.stdout
+    assert "hardware: 8 x A100 reported, the virtual FP8 device here" in there.stdout
+
+
+def test_the_answer_is_an_exit_code(project: Command) -> None:
+    bug = BUG.replace(CASE, FAR)
+    write_bug(project, bug)
+    there = project.call("bug", "repro", "megatron-442", "-q", "--json", "repro.json")
+    assert (there.returncode, there.stdout.splitlines()[0]) == (1, f"reproduced: {FAR}"), there.stderr
+    assert project.call("bug", "repro", "megatron-442", "-q", "--exit-code").returncode == 1
+    signature = json.loads((project.folder / "repro.json").read_text())["found"]["signature"]
+    where = ", ".join(f'"{each}"' for each in signature["where"])
+    other = f'signature = {{kind = "parity", what = "{signature["what"]}", where = [{where}], first_step = 1}}\n'
+    write_bug(project, bug.replace("[bug.versions]", f"{other}[bug.versions]"))
+    answer = project.call("bug", "repro", "megatron-442", "-q", "--exit-code")
+    assert (answer.returncode, answer.stdout.splitlines()[0]) == (125, f"another failure: {FAR}")
+    write_bug(project, BUG.replace(CASE, GOOD))
+    gone = project.call("bug", "repro", "megatron-442", "-q", "--exit-code")
+    assert (gone.returncode, gone.stdout.splitlines()[0]) == (0, f"not reproduced: {GOOD}"), gone.stderr
+    assert project.call("bug", "repro", "no-such-bug", "--exit-code").returncode == 125
+    assert project.call("bug", "repro", "no-such-bug").returncode == 2
+
+
+def test_a_failure_is_made_small_and_what_it_needs_is_told(project: Command) -> None:
+    words = ("bug", "shrink", CASE, *FAULT)
+    done = real(project).run(*words, "--json", "shrunk.json", "--output", "small.toml")
+    assert done.returncode == 0, done.stderr
+    found = json.loads((project.folder / "shrunk.json").read_text())
+    axes = own_axes(parse_case_id(found["case"]))
+    assert (axes["tp"], axes["steps"], "checkpointing" in axes) == (2, 1, False)
+    assert "needs\n  tp 2 or more\n    with tp 1: no failure" in done.stdout
+    assert "does not depend on" in done.stdout and "checkpointing full -> none" in " ".join(done.stdout.split())
+    assert found["case"] in project.call("list", "small.toml").stdout
+    again = project.call(*words, "-q")
+    assert f"smallest case: {found['case']}" in again.stdout and " 0 run now" in again.stdout
+
+
+if TYPE_CHECKING:
+    from tests.acceptance.conftest import Command
+
+PACKAGE = "fp8_harness_toy"
+BISECTED = "single-tensorwise-v2048-s3-f32-tol.0.05"
+
+
+def wheel(folder: Path, version: str, text: str = "", package: str = PACKAGE) -> None:
+    """A wheel of a package with one module."""
+    info = f"{package}-{version}.dist-info"
+    with zipfile.ZipFile(folder / f"{package}-{version}-py3-none-any.whl", "w") as file:
+        file.writestr(f"{package}.py", f"VERSION = {version!r}\n{text}")
+        file.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {package}\nVersion: {version}\n")
+        file.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nGenerator: t\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        file.writestr(f"{info}/RECORD", "")
+
+
+def environment(folder: Path, version: str, text: str = "", package: str = PACKAGE) -> Path:
+    """A virtual environment with this version of the module, and no harness. Its wheel is in the same folder."""
+    venv.create(folder)
+    (packages,) = folder.glob("lib/python*/site-packages")
+    wheel(folder, version, text, package)
+    with zipfile.ZipFile(folder / f"{package}-{version}-py3-none-any.whl") as file:
+        file.extractall(packages)
+    return folder
+
+
+def test_an_environment_has_its_version_and_everything_else(tmp_path: Path) -> None:
+    wheel(tmp_path, "0.3")
+    told: list[str] = []
+    versions = Versions(PACKAGE, tmp_path / "versions", source=Source(find_links=tmp_path), note=told.append)
+    made = versions.environment("0.3")
+    code = f"import {PACKAGE}, harness, msgspec; print({PACKAGE}.VERSION, harness.__file__)"
+    done = subprocess.run([made.python, "-c", code], capture_output=True, text=True, check=True, cwd=tmp_path)
+    assert done.stdout.split() == ["0.3", str(Path(sys.modules["harness"].__file__ or ""))]
+    assert told[0] == f"{PACKAGE} 0.3: installing it into {made.folder}, which is kept" and "KiB in" in told[-1]
+    (tmp_path / f"{PACKAGE}-0.3-py3-none-any.whl").unlink()
+    assert versions.environment("0.3") == made and sum("installing it" in line for line in told) == 1
+    with pytest.raises(NotInstalled, match=r"0\.4"):
+        versions.environment("0.4")
+    assert not (tmp_path / "versions" / f"{PACKAGE}-0.4").exists()
+
+
+def test_the_version_that_breaks_a_case_is_found(project: Command) -> None:
+    wheels = project.folder / "wheels"
+    wheels.mkdir()
+    for version in ("0.1", "0.2", "0.3"):
+        wheel(wheels, version, f"def apply(): assert VERSION < '0.3', 'version is not below {version}'\n")
+    (project.folder / "broken.py").write_text(f"from {PACKAGE} import apply\n")
+    (wheels / f"{PACKAGE}-0.2-py3-none-any.whl").write_text("not read: --env has this version")
+    environment(project.folder / "mine", "0.2", "def apply(): assert VERSION < '0.3'\n")
+    words = ("bug", "bisect", BISECTED, "--package", PACKAGE, "--find-links", "wheels", "--inject", "broken.py:apply")
+    words = (*words, "--env", "0.2=mine")
+    done = project.call(*words, "--good", "0.1", "--bad", "0.3", "--json", "bisect.json")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith(f"the first version that fails: {PACKAGE} 0.3\n  good   0.2: no failure\n")
+    wrong = project.call(*words, "--good", "0.2", "--bad", "0.1")
+    assert wrong.returncode == 2 and "0.1 is good, not bad: no failure" in wrong.stderr
+
+
+def test_the_version_that_runs_is_used_as_it_is(project: Command) -> None:
+    here = metadata.version("iniconfig")
+    wheels = project.folder / "wheels"
+    wheels.mkdir()
+    wheel(wheels, "0.0", package="iniconfig")
+    (wheels / f"iniconfig-{here}-py3-none-any.whl").write_text("not read: this version runs")
+    (project.folder / "broken.py").write_text(
+        "def apply():\n    import iniconfig\n    assert hasattr(iniconfig, 'VERSION')\n"
+    )
+    words = ("--package", "iniconfig", "--find-links", "wheels", "--inject", "broken.py:apply")
+    done = project.call("bug", "bisect", BISECTED, *words, "--good", "0.0", "--bad", here)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith(f"the first version that fails: iniconfig {here}\n  good   0.0: no failure\n")
+    assert "broken.py:apply raised AssertionError" in " ".join(done.stdout.split())
