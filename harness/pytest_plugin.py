@@ -113,8 +113,7 @@ class CaseFileNode(pytest.File):
         from harness.matrix.caseid import case_id
         from harness.matrix.known import matching
         from harness.running.case_judge import known_here
-        from harness.running.quarantined import quarantined_cases
-        from harness.running.selection import Query, narrowed, select_file
+        from harness.running.selection import Query, narrowed, quarantined_cases, select_file
 
         expressions = tuple(self.config.getoption("--fp8-select"))
         query = Query(expressions=expressions, target=self.config.getoption("--fp8-target"))

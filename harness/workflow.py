@@ -29,10 +29,9 @@ from harness.running.executor import open_executor
 from harness.running.identity import check_targets, environment
 from harness.running.plan import Plan
 from harness.running.progress import Progress
-from harness.running.quarantined import quarantined_cases
 from harness.running.rerun import check_environment
 from harness.running.schedule import run_schedule
-from harness.running.selection import Query, select_for_target, select_sources
+from harness.running.selection import Query, quarantined_cases, select_for_target, select_sources
 from harness.running.stored import Stored, remove_old_runs
 from harness.running.witnesses import open_witnesses
 from harness.sources import installed_version

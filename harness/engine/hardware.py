@@ -73,11 +73,6 @@ def arithmetic_limits() -> str:
 MIN_CPU_SLOTS = 10
 
 
-def default_cpu_slots() -> int:
-    """Returns how many CPU ranks may run at once on this machine: one per usable core, at least MIN_CPU_SLOTS."""
-    return max(MIN_CPU_SLOTS, len(os.sched_getaffinity(0)))
-
-
 def open_leases(
     folder: Path, device: Device, slots: int | None = None, note: Callable[[str], None] = lambda _: None
 ) -> Leases:
@@ -91,8 +86,10 @@ def open_leases(
 
 
 def count_slots(device: Device, slots: int | None = None) -> int:
-    """The number of slots for a request of `slots`: CPU ranks, or at most the CUDA devices of this machine."""
-    return slots or default_cpu_slots() if device == "cpu" else len(cuda_devices(slots))
+    """The number of slots: `slots`, by default a CPU rank per usable core; or at most the CUDA devices."""
+    if device == "cpu":
+        return slots or max(MIN_CPU_SLOTS, len(os.sched_getaffinity(0)))
+    return len(cuda_devices(slots))
 
 
 def cuda_devices(slots: int | None = None) -> tuple[Gpu, ...]:

@@ -28,12 +28,10 @@ _THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEX
 _DEVICES = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1", "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
 
 
-def module_command(python: str, module: str, arguments: Sequence[str]) -> list[str]:
-    """Returns the command that runs a module of the harness. A `python` other than this one uses its own sys.path."""
-    if python != sys.executable:
-        return [python, "-P", "-m", module, *arguments]
+def module_command(module: str, arguments: Sequence[str]) -> list[str]:
+    """The command that runs a module of the harness in this Python."""
     search_path = json.dumps([os.path.abspath(entry) for entry in sys.path])  # noqa: PTH100  '' means the working directory
-    return [python, "-P", "-c", _BOOT, search_path, module, *arguments]
+    return [sys.executable, "-P", "-c", _BOOT, search_path, module, *arguments]
 
 
 def child_environ(extra: Mapping[str, str]) -> dict[str, str]:

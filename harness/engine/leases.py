@@ -44,8 +44,8 @@ class Leases:
         self._paths = [folder / f"slot-{name}.lock" for name in names or range(slots)]
 
     @contextmanager
-    def acquire(self, count: int, timeout_s: float | None = None) -> Iterator[tuple[int, ...]]:
-        """Hold `count` slots at once; yields their indices, ascending. Raises HarnessError, also after `timeout_s`.
+    def acquire(self, count: int) -> Iterator[tuple[int, ...]]:
+        """Hold `count` slots at once; yields their indices, ascending. Raises HarnessError.
 
         First come, first served: one waiter at a time collects slots and the others queue behind it, so large requests
         do not starve and two partly served ones cannot deadlock.
@@ -56,11 +56,11 @@ class Leases:
                 where=f"leases in {self._folder}",
                 fix="raise --slots, or leave out the cases with more ranks.",
             )
-        wait = _Wait(timeout_s)
+        pauses = self._pauses()
         with ExitStack() as held:
             with ExitStack() as queue:
-                self._wait_in_queue(queue, wait)
-                slots = self._collect(held, count, wait)
+                self._wait_in_queue(queue, pauses)
+                slots = self._collect(held, count, pauses)
             yield slots
 
     def held_slots(self) -> tuple[int, ...]:
@@ -71,15 +71,15 @@ class Leases:
         with ExitStack() as taken:
             return not self._lock(path, taken)
 
-    def _wait_in_queue(self, queue: ExitStack, wait: _Wait) -> None:
+    def _wait_in_queue(self, queue: ExitStack, pauses: Iterator[None]) -> None:
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise self._unusable(error) from error
         while not self._lock(self._folder / "queue.lock", queue):
-            self._pause(wait)
+            next(pauses)
 
-    def _collect(self, held: ExitStack, count: int, wait: _Wait) -> tuple[int, ...]:
+    def _collect(self, held: ExitStack, count: int, pauses: Iterator[None]) -> tuple[int, ...]:
         slots: set[int] = set()
         while True:
             for slot, path in enumerate(self._paths):
@@ -87,19 +87,20 @@ class Leases:
                     slots.add(slot)
             if len(slots) == count:
                 return tuple(sorted(slots))
-            self._pause(wait)
+            next(pauses)
 
-    def _pause(self, wait: _Wait) -> None:
-        if wait.is_over:
-            raise HarnessError(
-                f"timed out waiting for slots; there are {len(self._paths)}.",
-                where=f"leases in {self._folder}",
-                fix="wait for the other runs on this machine to finish.",
-            )
-        if wait.notice_is_due() and (others := self._others()) != self._last_note:
+    def _pauses(self) -> Iterator[None]:
+        """Pauses between attempts. After some seconds the user is told, once, who holds the slots."""
+        notice_s = time.monotonic() + _NOTICE_AFTER_S
+        while time.monotonic() < notice_s:
+            time.sleep(POLL_S)
+            yield
+        if (others := self._others()) != self._last_note:
             self._last_note = others
             self._note(f"waits for slots of this machine, of which other runs hold some: {others}.")
-        time.sleep(POLL_S)
+        while True:
+            time.sleep(POLL_S)
+            yield
 
     def _others(self) -> str:
         """The other processes that hold slots, and how many, in words."""
@@ -135,27 +136,3 @@ class Leases:
             where=f"leases in {self._folder}",
             fix="set FP8_HARNESS_STATE to a writable folder on a local disk.",
         )
-
-
-class _Wait:
-    """One wait for slots: whether it has timed out, and whether the user must be notified, which happens once."""
-
-    def __init__(self, timeout_s: float | None) -> None:
-        self._began_s = time.monotonic()
-        self._timeout_s = timeout_s
-        self._noticed = False
-
-    @property
-    def is_over(self) -> bool:
-        return self._timeout_s is not None and self._seconds >= self._timeout_s
-
-    def notice_is_due(self) -> bool:
-        """True once: on the first call after `_NOTICE_AFTER_S` seconds."""
-        if self._noticed or self._seconds < _NOTICE_AFTER_S:
-            return False
-        self._noticed = True
-        return True
-
-    @property
-    def _seconds(self) -> float:
-        return time.monotonic() - self._began_s

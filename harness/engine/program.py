@@ -55,7 +55,12 @@ def rank_context(share: Share, rank: int, report_phase: Callable[[str], None]) -
     )
 
 
+RankMain = Callable[[RankContext], bytes]
+
+
 class RankProgram(Protocol):
+    """What the module defines; `notes()`, if it has it, returns remarks about the environment, a line each."""
+
     def preload(self, options: Mapping[str, str]) -> None:
         """Import and warm up everything that all jobs share. Must not use CUDA or leave threads running."""
 
@@ -63,37 +68,25 @@ class RankProgram(Protocol):
         """Do the work of one rank in a fresh process; the engine passes the returned bytes to its caller unchanged."""
 
 
-def notes_of(program: RankProgram) -> tuple[str, ...]:
-    """A preloaded program's remarks about its environment, a line each: nothing where it has no function `notes`."""
-    notes: Callable[[], tuple[str, ...]] = getattr(program, "notes", tuple)
-    return notes()
-
-
-class BrokenProgram:
-    """Stands for a program that raised before it was ready: every rank raises what it raised."""
-
-    def __init__(self, error: Exception) -> None:
-        self._error = error
-
-    def preload(self, options: Mapping[str, str]) -> None:
-        """Does nothing."""
-
-    def rank_main(self, context: RankContext) -> bytes:
-        context.report_phase("preload")
-        raise self._error
-
-
-def preloaded_program(name: str, options: Mapping[str, str]) -> RankProgram:
-    """The program `name`, ready for its ranks. What it raises is the failure of its jobs, not of the engine.
+def preloaded(name: str, options: Mapping[str, str]) -> tuple[RankMain, tuple[str, ...]]:
+    """`rank_main` of the program `name`, ready to run, and its notes. Where it raises, every rank raises the same.
 
     Raises OSError and MemoryError, for which no program is to blame.
     """
     try:
-        return preload_program(name, options)
+        program = preload_program(name, options)
+        notes: Callable[[], tuple[str, ...]] = getattr(program, "notes", tuple)
+        return program.rank_main, notes()
     except (OSError, MemoryError):
         raise
     except Exception as error:
-        return BrokenProgram(error)
+        raised = error
+
+    def rank_main(context: RankContext) -> bytes:
+        context.report_phase("preload")
+        raise raised
+
+    return rank_main, ()
 
 
 def preload_program(name: str, options: Mapping[str, str]) -> RankProgram:

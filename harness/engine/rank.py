@@ -22,7 +22,7 @@ import msgspec
 from harness.engine import linux
 from harness.engine.folder import JobFolder
 from harness.engine.messages import PhaseReached, Raised, Returned, Share, encode_frame
-from harness.engine.program import RankContext, RankProgram, rank_context
+from harness.engine.program import RankContext, RankMain, rank_context
 
 MESSAGE_CHARS = 4000
 TRACEBACK_CHARS = 65536
@@ -42,12 +42,12 @@ class RankSetup(msgspec.Struct, frozen=True, kw_only=True):
     keep_fds: frozenset[int]
 
 
-def run_rank(program: RankProgram, setup: RankSetup) -> NoReturn:
+def run_rank(rank_main: RankMain, setup: RankSetup) -> NoReturn:
     """Run this rank to the end of the process. Call right after the fork."""
     code = LOST_EXIT_CODE
     try:
         _prepare_process(setup)
-        report = _run_with_phases(program, setup)
+        report = _run_with_phases(rank_main, setup)
         flush_streams()
         setup.socket.sendall(encode_frame(report))
         setup.socket.recv(1)  # keep all resources until the supervisor releases every rank
@@ -76,20 +76,20 @@ def _prepare_process(setup: RankSetup) -> None:
     tempfile.tempdir = None
 
 
-def _run_with_phases(program: RankProgram, setup: RankSetup) -> Returned | Raised:
+def _run_with_phases(rank_main: RankMain, setup: RankSetup) -> Returned | Raised:
     lock = threading.Lock()
 
     def report_phase(phase: str) -> None:
         with lock:
             setup.socket.sendall(encode_frame(PhaseReached(phase=phase)))
 
-    return run_program(program, rank_context(setup.share, setup.rank, report_phase))
+    return run_program(rank_main, rank_context(setup.share, setup.rank, report_phase))
 
 
-def run_program(program: RankProgram, context: RankContext) -> Returned | Raised:
-    """Returns the result of `rank_main`, or the exception it raised. SystemExit counts as a failure too."""
+def run_program(rank_main: RankMain, context: RankContext) -> Returned | Raised:
+    """The result of `rank_main`, or the exception that it raised. SystemExit counts as a failure too."""
     try:
-        payload = program.rank_main(context)
+        payload = rank_main(context)
         if not isinstance(payload, bytes):
             raise TypeError(f"rank_main returned {type(payload).__name__}, not bytes")
     except BaseException as error:

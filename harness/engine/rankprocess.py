@@ -27,7 +27,7 @@ from harness.engine.messages import (
     Share,
 )
 from harness.engine.outcome import describe_exit
-from harness.engine.program import RankProgram
+from harness.engine.program import RankMain
 from harness.engine.rank import RankSetup, flush_streams, run_rank
 
 _CHUNK_BYTES = 1 << 20
@@ -53,7 +53,7 @@ class RankProcess:
         self._oom_kills = linux.oom_kills()
         self._reader: FrameReader[FromRank] = FrameReader(FromRank)
 
-    def start(self, program: RankProgram, keep_fds: frozenset[int]) -> None:
+    def start(self, rank_main: RankMain, keep_fds: frozenset[int]) -> None:
         """Fork the rank. Raises OSError, without leaking a process or a file, when the system refuses."""
         with ExitStack() as opened:
             near, far = socket.socketpair()
@@ -76,7 +76,7 @@ class RankProcess:
                     dump_fd=dump_fd,
                     keep_fds=keep_fds,
                 )
-                run_rank(program, setup)
+                run_rank(rank_main, setup)
             self._watch(near)
             on_failure.pop_all()
 

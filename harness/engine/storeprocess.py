@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import socket
 import subprocess
-import sys
 import tempfile
 import threading
 from contextlib import suppress
@@ -45,7 +44,7 @@ class StoreProcess:
         self._near, far = socket.socketpair()
         with tempfile.TemporaryFile() as output:
             with far:
-                command = module_command(sys.executable, self._program, [str(far.fileno())])
+                command = module_command(self._program, [str(far.fileno())])
                 self._process = start(command, output, environ={}, fds=[far.fileno()])
             self._near.settimeout(_START_S)
             port = b""

@@ -15,7 +15,7 @@ from pathlib import Path
 from harness.engine import linux
 from harness.engine.folder import JobFolder
 from harness.engine.messages import Share, ShareEvent, ShareOutcome
-from harness.engine.program import FORK_BLOCKERS, RankProgram
+from harness.engine.program import FORK_BLOCKERS, RankMain
 from harness.engine.rankprocess import RankProcess
 
 GRACE_S = 0.5  # after the first failure, other ranks may still report their own
@@ -46,7 +46,7 @@ class Supervisor:
     def __init__(
         self,
         share: Share,
-        program: RankProgram,
+        rank_main: RankMain,
         selector: selectors.BaseSelector,
         live_pids: Callable[[], frozenset[int]],
         report: Callable[[ShareEvent], None],
@@ -54,7 +54,7 @@ class Supervisor:
         self.outcome: ShareOutcome | None = None
         self._share = share
         self._report = report
-        self._program = program
+        self._rank_main = rank_main
         self._selector = selector
         self._live_pids = live_pids  # ranks of all shares: any other child is an orphan
         self._ranks: list[RankProcess] = []
@@ -96,7 +96,7 @@ class Supervisor:
             JobFolder(Path(self._share.folder)).prepare()
             for number in self._share.ranks:
                 rank = RankProcess(self._share, number, started_s=self._started_s, selector=self._selector)
-                rank.start(self._program, keep_fds)
+                rank.start(self._rank_main, keep_fds)
                 self._ranks.append(rank)
         except OSError as error:
             number = self._share.first_rank + len(self._ranks)

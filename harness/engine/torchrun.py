@@ -15,7 +15,7 @@ import uuid
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Literal, Self
+from typing import Literal
 
 import msgspec
 
@@ -44,19 +44,12 @@ class LaunchSpec(msgspec.Struct, frozen=True, kw_only=True):
 class TorchrunEngine:
     """Runs each job under its own torchrun, on one node, with the rank program `program`, a dotted module name."""
 
-    def __init__(self, program: str, options: Mapping[str, str] | None = None, python: str = sys.executable) -> None:
+    def __init__(self, program: str, options: Mapping[str, str] | None = None) -> None:
         self._program = program
         self._options = dict(options or {})
-        self._python = python
         self._closing = threading.Event()
         self._ended = threading.Condition()
         self._running = 0  # jobs in `run`; guarded by `_ended`
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def close(self) -> None:
         """End all running jobs and wait until their processes are gone. They and later jobs end as `infra`."""
@@ -100,12 +93,10 @@ class TorchrunEngine:
                 rank_file(folder, rank, kind).unlink(missing_ok=True)
         spec = LaunchSpec(program=self._program, options=self._options, share=share, started_s=started_s)
         spec_file(folder).write_bytes(msgspec.msgpack.encode(spec))
-        return _Launch(share, folder, started_s, self._closing).run(self._command(share, folder))
-
-    def _command(self, share: Share, folder: JobFolder) -> list[str]:
-        rank = module_command(self._python, "harness.engine.torchrun_rank", [str(folder.path)])
-        launch = ["--standalone", "--nproc-per-node", str(share.count), "--no-python", *rank]
-        return [self._python, "-P", "-m", "torch.distributed.run", *launch]
+        one_rank = module_command("harness.engine.torchrun_rank", [str(folder.path)])
+        launch = ["--standalone", "--nproc-per-node", str(share.count), "--no-python", *one_rank]
+        command = [sys.executable, "-P", "-m", "torch.distributed.run", *launch]
+        return _Launch(share, folder, started_s, self._closing).run(command)
 
 
 def spec_file(folder: JobFolder) -> Path:
@@ -124,36 +115,28 @@ class _Launch:
         self._started_s = started_s
         self._closing = closing  # set when the engine was closed
         self._mark = uuid.uuid4().hex
-        self._hung = False
-        self._stopped = False
-        self._killed = False  # before torchrun had ended
+        self._killed = False  # before torchrun had ended: its deadline has passed, or the engine was closed
 
     def run(self, command: list[str]) -> ShareOutcome:
         log_path = self._folder.path / "torchrun.log"
         with log_path.open("wb") as log:
             process = start(command, log, environ={MARK: self._mark, "TMPDIR": str(self._folder.tmp)})
         try:
-            self._wait(process.pid)
-        finally:
-            self._end_all(process.pid)
+            self._killed = not self._ended_in_time(process.pid)
+            if self._killed and not self._closing.is_set():
+                self._request_stacks()
+                time.sleep(DUMP_S)
+        finally:  # the ranks by their mark: each is in a session of its own, outside of the group of torchrun
+            os.killpg(process.pid, signal.SIGKILL)
+            linux.kill_marked(MARK, self._mark, _SWEEP_S)
         _, status, usage = os.wait4(process.pid, 0)
         process.returncode = os.waitstatus_to_exitcode(status)
-        if self._stopped:
+        if self._killed and self._closing.is_set():
             return ShareOutcome(infra="the engine was closed")
         return self._conclude(process.returncode, usage.ru_utime + usage.ru_stime, tail(log_path))
 
-    def _wait(self, pid: int) -> None:
-        """Wait until torchrun has ended, its deadline has passed, or the engine was closed."""
-        if self._ended_in_time(pid):
-            return
-        self._killed = True
-        self._stopped = self._closing.is_set()
-        self._hung = not self._stopped
-        if self._hung:
-            self._request_stacks()
-            time.sleep(DUMP_S)
-
     def _ended_in_time(self, pid: int) -> bool:
+        """Wait until torchrun has ended; False where its deadline has passed, or the engine was closed."""
         until_s = self._started_s + self._share.job.deadline_s
         pidfd = os.pidfd_open(pid)
         try:
@@ -174,11 +157,6 @@ class _Launch:
                     pid = int(rank_file(self._folder, rank, "pid").read_text())
                     linux.signal_marked(pid, signal.SIGUSR1, MARK, self._mark)
 
-    def _end_all(self, pid: int) -> None:
-        """Kill torchrun, and find its ranks by their mark: each is in a session of its own, outside of its group."""
-        os.killpg(pid, signal.SIGKILL)
-        linux.kill_marked(MARK, self._mark, _SWEEP_S)
-
     def _conclude(self, returncode: int, cpu_s: float, log: str) -> ShareOutcome:
         now_s = time.monotonic() - self._started_s
         ranks = tuple(self._rank_outcome(rank, now_s) for rank in self._share.ranks)
@@ -189,7 +167,7 @@ class _Launch:
             infra = f"rank {cause.rank} did not start: {cause.message}; torchrun {how}\n{cause.log_tail or log}"
         return ShareOutcome(
             ranks=ranks,
-            hung=self._hung,
+            hung=self._killed,
             infra=infra,
             wall_s=now_s,
             cpu_s=cpu_s,

@@ -20,22 +20,6 @@ from harness.engine.rank import flush_streams, run_program
 from harness.engine.torchrun import LaunchSpec, rank_file, spec_file
 
 
-class _Program:
-    """The rank program, preloaded inside `rank_main`: an import error is then a failure of this rank."""
-
-    def __init__(self, spec: LaunchSpec) -> None:
-        self._spec = spec
-
-    def preload(self, options: object) -> None:
-        """Does nothing: `rank_main` preloads."""
-
-    def rank_main(self, context: RankContext) -> bytes:
-        context.report_phase("preload")
-        program = preload_program(self._spec.program, self._spec.options)
-        context.report_phase("start")
-        return program.rank_main(context)
-
-
 def main(folder: JobFolder, rank: int) -> int:
     """Run this rank; returns the exit code: 0 when the program returned."""
     spec = msgspec.msgpack.decode(spec_file(folder).read_bytes(), type=LaunchSpec)
@@ -47,7 +31,13 @@ def main(folder: JobFolder, rank: int) -> int:
         phases.append(phase)
         rank_file(folder, rank, "phase").write_text(phase)
 
-    report = run_program(_Program(spec), rank_context(spec.share, rank, report_phase))
+    def rank_main(context: RankContext) -> bytes:
+        context.report_phase("preload")  # here: an import error is then a failure of this rank
+        program = preload_program(spec.program, spec.options)
+        context.report_phase("start")
+        return program.rank_main(context)
+
+    report = run_program(rank_main, rank_context(spec.share, rank, report_phase))
     flush_streams()
     message, traceback = ("", "") if isinstance(report, Returned) else (report.message, report.traceback)
     outcome = RankOutcome(

@@ -31,7 +31,7 @@ from harness.engine.messages import (
     ToZygote,
     encode_frame,
 )
-from harness.engine.program import RankProgram, notes_of, preloaded_program
+from harness.engine.program import RankMain, preloaded
 from harness.engine.supervisor import Supervisor
 
 SHUTDOWN_S = 5.0  # from losing the controller to giving up on ranks that survive SIGKILL
@@ -40,10 +40,10 @@ SHUTDOWN_S = 5.0  # from losing the controller to giving up on ranks that surviv
 class Zygote:
     """Serves one controller until it disconnects."""
 
-    def __init__(self, control: socket.socket, controller_pid: int, program: RankProgram) -> None:
+    def __init__(self, control: socket.socket, controller_pid: int, rank_main: RankMain) -> None:
         self._keep_fds = linux.open_fds() - {control.fileno()}  # opened by the program, so ranks inherit them
         self._control = control
-        self._program = program
+        self._rank_main = rank_main
         self._reader: FrameReader[ToZygote] = FrameReader(ToZygote)
         self._shares: dict[int, Supervisor] = {}
         self._connected = True
@@ -54,12 +54,12 @@ class Zygote:
         self._controller = os.pidfd_open(controller_pid)
         self._selector.register(self._controller, selectors.EVENT_READ, self._disconnect)
 
-    def serve(self) -> str:
+    def serve(self, notes: tuple[str, ...]) -> str:
         """Run shares until the controller closes its end, dies or sends what is no message; then kill all ranks.
 
         Returns what the controller did wrong; empty when it has just left.
         """
-        self._send(Hello(version=PROTOCOL_VERSION, pid=os.getpid(), notes=notes_of(self._program)))
+        self._send(Hello(version=PROTOCOL_VERSION, pid=os.getpid(), notes=notes))
         while not self._end_reason:
             self._poll()
         reason, left = self._end_reason, not self._connected
@@ -113,15 +113,15 @@ class Zygote:
             supervisor.abort("cancelled")
 
     def _start(self, message: Submit) -> None:
+        def live_pids() -> frozenset[int]:
+            return frozenset(pid for supervisor in self._shares.values() for pid in supervisor.pids)
+
         def report(event: ShareEvent) -> None:
             self._send(Reached(ticket=message.ticket, event=event))
 
-        supervisor = Supervisor(message.share, self._program, self._selector, self._live_pids, report)
+        supervisor = Supervisor(message.share, self._rank_main, self._selector, live_pids, report)
         self._shares[message.ticket] = supervisor
         supervisor.start(self._keep_fds)
-
-    def _live_pids(self) -> frozenset[int]:
-        return frozenset(pid for supervisor in self._shares.values() for pid in supervisor.pids)
 
     def _disconnect(self) -> None:
         self._connected = False
@@ -166,11 +166,11 @@ def main(arguments: Sequence[str]) -> None:
     control.set_inheritable(False)
     _die_on_hangup(control, armed=True)
     linux.become_subreaper()
-    program = preloaded_program(name, dict(option.split("=", 1) for option in options))
+    rank_main, notes = preloaded(name, dict(option.split("=", 1) for option in options))
     gc.collect()
     gc.freeze()  # ranks share these pages, and a collection in a rank would copy them all
     _die_on_hangup(control, armed=False)
-    error = Zygote(control, controller_pid, program).serve()
+    error = Zygote(control, controller_pid, rank_main).serve(notes)
     if error:
         sys.exit(f"fp8-harness zygote: {error}. Fix: run the same version of fp8-harness on both sides.")
 

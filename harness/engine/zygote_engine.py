@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import socket
 import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -60,7 +59,7 @@ class ZygoteClient:
     Raises ZygoteFailure when the interpreter cannot be started.
     """
 
-    def __init__(self, program: str, options: Mapping[str, str], python: str) -> None:
+    def __init__(self, program: str, options: Mapping[str, str]) -> None:
         self._lock = threading.Lock()
         self._sending = threading.Lock()
         self._tickets = 0
@@ -74,7 +73,7 @@ class ZygoteClient:
         self._output = tempfile.TemporaryFile()  # noqa: SIM115  closed in `close`
         self._socket, far = socket.socketpair()
         given = [f"{key}={value}" for key, value in sorted(options.items())]
-        command = module_command(python, "harness.engine.zygote", ["--fd", str(far.fileno()), program, *given])
+        command = module_command("harness.engine.zygote", ["--fd", str(far.fileno()), program, *given])
         with far:
             try:
                 self._process = start(command, self._output, environ={MARK: self._mark}, fds=[far.fileno()])
@@ -225,7 +224,7 @@ REPLY_MARGIN_S = 60.0  # after the deadline of a job; stacks, kill and sweep tak
 
 
 class ZygoteEngine:
-    """Runs shares of jobs of the rank program `program`, a dotted module name, preloaded with `options` by `python`.
+    """Runs shares of jobs of the rank program `program`, a dotted module name, preloaded with `options`.
 
     The first share starts the zygote, and `note` gets the program's remarks about its environment, in any thread. Use
     as a context manager, or `close` it.
@@ -235,11 +234,10 @@ class ZygoteEngine:
         self,
         program: str,
         options: Mapping[str, str] | None = None,
-        python: str = sys.executable,
         note: Callable[[str], None] = lambda _: None,
     ) -> None:
         self._note = note
-        self._given = program, dict(options or {}), python
+        self._given = program, dict(options or {})
         self._starting = threading.Lock()
         self._client: ZygoteClient | None = None
         self._closed = False

@@ -248,16 +248,14 @@ def _cached(kept: dict[object, Evidence | None], key: object, read: Callable[[],
     return kept[key]
 
 
-def prepare_judge(
-    project: Project, cases: Iterable[Case], plan: Plan, *, signatures: bool = True, explained: bool = True
-) -> CaseJudge:
+def prepare_judge(project: Project, cases: Iterable[Case], plan: Plan, *, signatures: bool = True) -> CaseJudge:
     """The judge of these cases, run by this plan.
 
-    `signatures`: it compares with those that are recorded. `explained`: recorded faults explain what they cause. Raises
-    `HarnessError` for a damaged golden or signature, an unfounded tolerance or an unreadable record of known faults.
+    `signatures`: it compares with those that are recorded. Raises `HarnessError` for a damaged golden or signature, an
+    unfounded tolerance or an unreadable record of known faults.
     """
     evidence = _EvidenceReader(project, plan, signatures=signatures)
-    known = known_here(project) if explained else ()
+    known = known_here(project)
     fixes = {fault.fix: parse_injection(fault.fix, folder=project.root) for fault in known if fault.fix is not None}
     return CaseJudge({case_id(case): _judged_by(case, evidence, known, fixes) for case in cases})
 

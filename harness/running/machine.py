@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import importlib.util
 import subprocess
-import sys
 
 import msgspec
 
@@ -49,7 +48,7 @@ def internals_here() -> State:
     check_rank_packages()
     try:
         done = subprocess.run(
-            module_command(sys.executable, "harness.worker.internals", []),
+            module_command("harness.worker.internals", []),
             env=child_environ({}),
             stdin=subprocess.DEVNULL,
             capture_output=True,

@@ -6,12 +6,13 @@ Owns how the sources combine. Reading files and expanding the matrix is `matrix/
 from __future__ import annotations
 
 import ast
+import datetime
 import functools
 import os
 import re
 import shlex
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -27,6 +28,7 @@ from harness.matrix.cheap_cover import Price, Pricing
 from harness.matrix.choice import chosen_path, read_chosen
 from harness.matrix.known import KnownFault, read_known
 from harness.matrix.parts import Shard, cases_of_shard
+from harness.matrix.records import quarantine_of, read_quarantine
 from harness.matrix.rules import exclusions
 from harness.matrix.selector import parse_selector
 from harness.matrix.targets import MODULES, NAME
@@ -246,6 +248,18 @@ def _with_target(target: str, cases: Sequence[Case]) -> tuple[Case, ...]:
         fix = f"use one of {', '.join(MODULES)}, or the dotted name of a module."
         raise HarnessError("not the name of a target.", where=f"--target {target}", fix=fix)
     return tuple({replaced: None for case in cases if (replaced := msgspec.structs.replace(case, target=target))})
+
+
+def quarantined_cases(project: Project, cases: Iterable[Case], note: Callable[[str], None]) -> Mapping[str, str]:
+    """By case id: until when, by whom and why. `note` gets expired quarantines.
+
+    Raises HarnessError where the file of the project is invalid.
+    """
+    entries, today = read_quarantine(project.quarantine), datetime.date.today()
+    found = {case_id(case): entry for case in cases if (entry := quarantine_of(entries, case)) is not None}
+    for text in dict.fromkeys(entry.expired_text for entry in found.values() if not entry.holds(today)):
+        note(f"{text}. Its cases count again.")
+    return {name: entry.text for name, entry in found.items() if entry.holds(today)}
 
 
 def _describe(query: Query) -> str:

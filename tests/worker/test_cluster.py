@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 import tempfile
 import threading
 import time
@@ -180,9 +181,21 @@ def test_the_death_of_one_warm_process_is_infra_and_leaves_a_usable_cluster(tmp_
         assert mine.run(job({})).status == "ok"
 
 
+class WithoutPython(ZygoteEngine):
+    """Starts its zygote after all others, with a Python that is not there."""
+
+    def warm(self) -> None:
+        return
+
+    def run(self, share: Share, report: Callable[[ShareEvent], None]) -> ShareOutcome:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(sys, "executable", "/no/such/python")
+            return super().run(share, report)
+
+
 def test_a_node_that_cannot_start_ranks_ends_the_job_on_the_other(tmp_path: Path) -> None:
     broken = LocalNode(
-        lambda preload: ZygoteEngine(TOY, preload, python="/no/such/python"),
+        lambda preload: WithoutPython(TOY, preload),
         Leases(tmp_path / "leases", 2),
         NodeCapacity(host="b", slots=2, device="cpu", device_name="cpu"),
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import subprocess
+import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -27,7 +28,7 @@ __all__ = ["nothing_is_left"]  # after every test
 
 def run_under_torchrun(folder: Path, ways: dict[str, str], deadline_s: float) -> JobOutcome:
     payload = json.dumps(ways).encode()
-    with TorchrunEngine(TOY) as engine:
+    with contextlib.closing(TorchrunEngine(TOY)) as engine:
         return run_alone(engine, make_share(folder, 2, payload, deadline_s=deadline_s))
 
 
@@ -104,25 +105,34 @@ def test_close_ends_torchrun_and_all_its_ranks(tmp_path: Path) -> None:
     assert (outcome.status, outcome.message) == ("infra", "the engine was closed")
 
 
-def fake_python(folder: Path, script: str) -> str:
-    """A program that is started instead of torchrun; `$folder` is the folder of the job."""
-    path = folder / "python"
-    path.write_text(f"#!/bin/sh\nfor folder; do :; done\n{script}\n")
-    path.chmod(0o755)
-    return str(path)
+FakeTorchrun = Callable[[str], TorchrunEngine]
 
 
-def test_close_reaches_what_has_left_the_group_of_torchrun(tmp_path: Path) -> None:
+@pytest.fixture
+def fake_torchrun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeTorchrun:
+    """An engine that starts a script instead of torchrun; `$folder` is the folder of the job."""
+
+    def started(script: str) -> TorchrunEngine:
+        path = tmp_path / "python"
+        path.write_text(f"#!/bin/sh\nfor folder; do :; done\n{script}\n")
+        path.chmod(0o755)
+        monkeypatch.setattr(sys, "executable", str(path))
+        return TorchrunEngine(TOY)
+
+    return started
+
+
+def test_close_reaches_what_has_left_the_group_of_torchrun(tmp_path: Path, fake_torchrun: FakeTorchrun) -> None:
     script = 'setsid sleep 60 & touch "$folder/up"; trap "" TERM; sleep 60'
-    engine = TorchrunEngine(TOY, python=fake_python(tmp_path, script))
+    engine = fake_torchrun(script)
     assert close_while_it_runs(engine, tmp_path / "job", (tmp_path / "job" / "up").exists).status == "infra"
 
 
-def test_a_process_that_got_the_pid_of_a_rank_is_not_signalled(tmp_path: Path) -> None:
+def test_a_process_that_got_the_pid_of_a_rank_is_not_signalled(tmp_path: Path, fake_torchrun: FakeTorchrun) -> None:
     bystander = subprocess.Popen(["sleep", "60"])  # it dies of SIGUSR1
     try:
         script = f'echo {bystander.pid} > "$folder/rank0.pid"; sleep 60'
-        engine = TorchrunEngine(TOY, python=fake_python(tmp_path, script))
+        engine = fake_torchrun(script)
         share = make_share(tmp_path / "job", 1, deadline_s=DEADLINE_S)
         assert run_alone(engine, share).status == "hang"
         assert bystander.poll() is None
@@ -131,7 +141,7 @@ def test_a_process_that_got_the_pid_of_a_rank_is_not_signalled(tmp_path: Path) -
         bystander.wait()
 
 
-def test_a_pid_file_without_a_pid_is_no_error(tmp_path: Path) -> None:
+def test_a_pid_file_without_a_pid_is_no_error(tmp_path: Path, fake_torchrun: FakeTorchrun) -> None:
     write = 'printf "" > "$folder/rank0.pid"; echo no number > "$folder/rank1.pid"; echo 99999999999999999999'
-    engine = TorchrunEngine(TOY, python=fake_python(tmp_path, f'{write} > "$folder/rank2.pid"; sleep 60'))
+    engine = fake_torchrun(f'{write} > "$folder/rank2.pid"; sleep 60')
     assert run_alone(engine, make_share(tmp_path / "job", 3, deadline_s=DEADLINE_S)).status == "hang"
