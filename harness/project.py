@@ -6,7 +6,6 @@ Defines their layout; `matrix/` and `evidence/` read the files. Cheap to import,
 from __future__ import annotations
 
 import contextlib
-import difflib
 import hashlib
 import os
 import time
@@ -16,6 +15,7 @@ import msgspec
 
 from harness.engine.hardware import host_name
 from harness.errors import HarnessError
+from harness.matrix.axes import suggestion
 
 STATE_VARIABLE = "FP8_HARNESS_STATE"
 
@@ -105,7 +105,7 @@ class Project(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             raise HarnessError(
                 f"{self.cases} has no tier of this name.",
                 where=name_or_path,
-                fix=_suggest(name_or_path, self.tiers),
+                fix=suggestion(name_or_path, self.tiers) if self.tiers else "add a tier file to cases/.",
             )
         return self.cases / f"{name_or_path}.toml"
 
@@ -191,10 +191,3 @@ def _shipped_root() -> Path:
         where=str(Path.cwd()),
         fix="run inside a project, or use --root DIR.",
     )
-
-
-def _suggest(name: str, known: tuple[str, ...]) -> str:
-    near = difflib.get_close_matches(name, known, n=1)
-    if near:
-        return f"did you mean {near[0]}?"
-    return f"use one of {', '.join(known)}." if known else "add a tier file to cases/."

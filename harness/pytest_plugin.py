@@ -221,12 +221,11 @@ class _StoredRun:
     def _begin(self, ids: Sequence[str]) -> None:
         if not ids or self._store is not None:
             return
-        from harness.matrix.caseid import parse_case_id
-        from harness.result import RunStart
-        from harness.running.identity import environment
+        import msgspec
+
         from harness.running.stored import remove_old_runs
         from harness.store import RunStore
-        from harness.timestamp import timestamp
+        from harness.workflow import run_start
 
         project, plan = _project(self._config), _plan(self._config)
         names = tuple(dict.fromkeys(each.partition("::")[2] for each in ids))
@@ -235,16 +234,8 @@ class _StoredRun:
             lock = contextlib.ExitStack()
             lock.enter_context(self._store.locked())
             self._config.add_cleanup(lock.close)
-            start = RunStart(
-                cases=names,
-                options=plan.given,
-                environment=environment(plan, project.root, (parse_case_id(name).target for name in names)),
-                name=plan.name,
-                started=timestamp(self._started_s),
-                shard=self._config.getoption("--fp8-shard") or "",
-                argv=(*names, *plan.given.words),
-            )
-            self._store.begin(start)
+            start = run_start(project, plan, names)
+            self._store.begin(msgspec.structs.replace(start, shard=self._config.getoption("--fp8-shard") or ""))
             remove_old_runs(project)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:

@@ -5,12 +5,8 @@ from __future__ import annotations
 import datetime
 
 
-def timestamp(seconds: float | None = None) -> str:
-    """A time in `seconds` since the epoch, by default now."""
-    moment = datetime.datetime.now(datetime.UTC)
-    if seconds is not None:
-        moment = datetime.datetime.fromtimestamp(seconds, datetime.UTC)
-    return moment.isoformat(timespec="seconds")
+def timestamp() -> str:
+    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
 
 
 def to_the_minute(text: str) -> str:

@@ -47,12 +47,8 @@ def run(project: Project, query: Query, plan: Plan, progress: Progress) -> tuple
     cases, left_out = _in_budget(project, query, progress)
     judge, plan = prepared(project, cases, plan, progress.note)
     _announce(judge, progress, query, plan, store=not project.is_shipped)
-    start = RunStart(
-        cases=tuple(map(case_id, cases)),
-        options=plan.given,
-        environment=environment(plan, project.root, (case.target for case in cases)),
-        name=plan.name,
-        started=timestamp(),
+    start = msgspec.structs.replace(
+        run_start(project, plan, tuple(map(case_id, cases))),
         left_out=left_out,
         shard="" if query.shard is None else query.shard.text,
         argv=(*query.words_with_absolute_paths, *plan.given.words, *(("--name", plan.name) if plan.name else ())),
@@ -65,6 +61,18 @@ def run(project: Project, query: Query, plan: Plan, progress: Progress) -> tuple
         result = msgspec.structs.replace(result, start=start)
         store.finish(result)
     return result, store.path
+
+
+def run_start(project: Project, plan: Plan, cases: tuple[str, ...]) -> RunStart:
+    """What is known of a run of these cases that starts now; its `argv` names them one by one."""
+    return RunStart(
+        cases=cases,
+        options=plan.given,
+        environment=environment(plan, project.root, (parse_case_id(name).target for name in cases)),
+        name=plan.name,
+        started=timestamp(),
+        argv=(*cases, *plan.given.words),
+    )
 
 
 def resume(project: Project, stopped: Stored, plan: Plan, progress: Progress) -> tuple[RunResult, Path]:

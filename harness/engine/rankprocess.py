@@ -189,16 +189,13 @@ class RankProcess:
         if not self.alive:
             return
         if self.outcome is None:
-            self._finish_hung()
+            status = self._hang_status or "stuck"
+            message = "stopped by a signal (SIGSTOP or a debugger)" if status == "stopped" else "did not finish"
+            stacks = self._folder.dump_text(self.rank)
+            self._finish(status, time.monotonic(), message=message, traceback=stacks)
         self._killed = True
         self._signal(signal.SIGKILL)
         self._kill_group()
-
-    def _finish_hung(self) -> None:
-        status = self._hang_status or "stuck"
-        message = "stopped by a signal (SIGSTOP or a debugger)" if status == "stopped" else "did not finish"
-        stacks = self._folder.dump_text(self.rank)
-        self._finish(status, time.monotonic(), message=message, traceback=stacks)
 
     def _signal(self, number: signal.Signals) -> None:
         with suppress(ProcessLookupError):

@@ -51,7 +51,10 @@ class NodeActor(LocalNode):
     def __init__(self, spec: bytes) -> None:
         asked = SPECS.decode(spec)
         os.environ.update(asked.environ)
-        sys.path[:] = [entry for entry in sys.path if not _of_ray(entry)]
+        # Without the folders that Ray puts before those of the environment: copies of packages of its own.
+        sys.path[:] = [
+            path for path in sys.path if not path.endswith(("/ray/thirdparty_files", "/ray/_private/workers"))
+        ]
         # Ray decides who has these CPUs or GPUs, so no other process shares their leases.
         self._private = Scratch()
         super().__init__(
@@ -99,8 +102,3 @@ class NodeActor(LocalNode):
 
 def node_facts(device: Device) -> bytes:
     return msgspec.msgpack.encode(NodeFacts(capacity=capacity_here(device), software=software()))
-
-
-def _of_ray(entry: str) -> bool:
-    """True for folders that Ray puts before those of the environment: copies of packages of its own."""
-    return entry.endswith(("/ray/thirdparty_files", "/ray/_private/workers"))

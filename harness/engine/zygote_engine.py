@@ -160,25 +160,21 @@ class ZygoteClient:
         try:
             while data := self._socket.recv(1 << 20):
                 for message in self._reader.feed(data):
-                    if isinstance(message, Finished):
-                        self._deliver(message)
-                    elif isinstance(message, Reached):
-                        self._tell(message)
+                    self._hand_on(message)
         except (OSError, ProtocolError) as error:
             reason = f"broke the connection: {error}"
         ended = self._end_process()
         self._fail_pending(self._describe(reason or f"died: {ended}"))
 
-    def _deliver(self, message: Finished) -> None:
+    def _hand_on(self, message: FromZygote) -> None:
+        if isinstance(message, Hello):
+            return
+        take = self._pending.pop if isinstance(message, Finished) else self._pending.get
         with self._lock:
-            pending = self._pending.pop(message.ticket, None)
-        if pending is not None:
+            pending = take(message.ticket, None)
+        if pending is not None and isinstance(message, Finished):
             pending.outcome.set_result(message.outcome)
-
-    def _tell(self, message: Reached) -> None:
-        with self._lock:
-            pending = self._pending.get(message.ticket)
-        if pending is not None:
+        elif pending is not None and isinstance(message, Reached):
             pending.report(message.event)
 
     def _fail_pending(self, reason: str) -> None:

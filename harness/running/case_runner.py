@@ -27,7 +27,7 @@ from harness.running.plan import Plan
 from harness.running.witnesses import WitnessCache
 from harness.tables import save_tables
 from harness.trace import Run
-from harness.verdict import Finding, Verdict
+from harness.verdict import Verdict
 
 MAX_ATTEMPTS = 2  # the second one only after `infra`: what ranks did is never tried again until it passes
 
@@ -126,7 +126,8 @@ class CaseRunner:
             self._save(case, run, fixes)
             return _explained(judgement, run, outcome), run
         except Exception as error:  # a fault of the harness in one case must not lose the results of the others
-            return _broken_judgement(error), run
+            finding = BROKEN.finding(error=repr(error), details="".join(traceback.format_exception(error)))
+            return Judgement(verdict=Verdict.INFRA, findings=(finding,)), run
 
     def _save(self, case: Case, run: Run, fixes: Sequence[Injection]) -> None:
         """Write what ranks recorded where the plan says so; of a run with fixes under a name of its own."""
@@ -153,7 +154,13 @@ class CaseRunner:
         names = tuple(fix.text for fix in fixes)
         with_fix = WithFix(fixes=names, verdict=judgement.verdict, findings=judgement.findings, checks=judgement.checks)
         verdict = known.verdict if judgement.verdict.good else judgement.verdict
-        found = () if judgement.verdict.good else tuple(_said_with(names, each) for each in judgement.findings)
+        found = (
+            ()
+            if judgement.verdict.good
+            else tuple(
+                msgspec.structs.replace(each, within=f"with {' and '.join(names)}") for each in judgement.findings
+            )
+        )
         return msgspec.structs.replace(
             known,
             verdict=verdict,
@@ -191,19 +198,9 @@ class CaseRunner:
         )
 
 
-def _said_with(fixes: Sequence[str], finding: Finding) -> Finding:
-    return msgspec.structs.replace(finding, within=f"with {' and '.join(fixes)}")
-
-
 def _explained(judgement: Judgement, run: Run, outcome: JobOutcome) -> Judgement:
     """With the engine's own words when the job failed but no rank did: nothing else says why."""
     if outcome.status == "ok" or run.failures or not outcome.message:
         return judgement
     told = advice(outcome.message)
     return msgspec.structs.replace(judgement, findings=(REPORT.finding(report=told.what, fix=told.fix),))
-
-
-def _broken_judgement(error: Exception) -> Judgement:
-    text = "".join(traceback.format_exception(error))
-    finding = BROKEN.finding(error=repr(error), details=text)
-    return Judgement(verdict=Verdict.INFRA, findings=(finding,))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -111,30 +112,14 @@ def open_executor(plan: Plan, project: Project, note: Callable[[str], None] = la
     return Executor(plan, Cluster([local_node(plan, project, note)]), project.root)
 
 
-class _Once:
-    """Passes every text on once: several zygotes say the same of one environment. Thread-safe."""
-
-    def __init__(self, note: Callable[[str], None]) -> None:
-        self._note = note
-        self._lock = threading.Lock()
-        self._told: set[str] = set()
-
-    def __call__(self, text: str) -> None:
-        with self._lock:
-            is_new = text not in self._told
-            self._told.add(text)
-        if is_new:
-            self._note(text)
-
-
 def local_node(plan: Plan, project: Project, note: Callable[[str], None]) -> LocalNode:
     """This machine as a node of the plan, with the plan's first capacity. `note`: gets what it waits for."""
-    told = _Once(note)
+    once = functools.cache(note)  # several zygotes say the same of one environment
 
     def launch(preload: Mapping[str, str]) -> Runner:
         if plan.engine == "torchrun":
             return TorchrunEngine(plan.program, preload)
-        return ZygoteEngine(plan.program, preload, note=told)
+        return ZygoteEngine(plan.program, preload, note=once)
 
     here = plan.capacity.nodes[0]
     leases = open_leases(project.lease_folder(), plan.device, here.slots, note)

@@ -91,7 +91,9 @@ def target_digest(target: str, root: Path) -> str:
         return f"{target} {installed_version('torchtitan')} {files_digest('torchtitan')}"
     folders = search_path(root)
     files = _files(target, folders)
-    imported = sorted(_imported(files) - _SKIPPED - {target.partition(".")[0]})
+    imported = sorted(
+        {name.partition(".")[0] for path in files for name in _imports(path)} - _SKIPPED - {target.partition(".")[0]}
+    )
     parts = [source_digest(files[0].parent, files) if files else ""]
     parts += [f"{name} {installed_version(name)} {files_digest(name, folders)}" for name in imported]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()
@@ -99,10 +101,6 @@ def target_digest(target: str, root: Path) -> str:
 
 def _files(target: str, folders: Sequence[str]) -> list[Path]:
     return module_files(module_of(target), folders)
-
-
-def _imported(files: Iterable[Path]) -> set[str]:
-    return {name.partition(".")[0] for path in files for name in _imports(path)}
 
 
 def _imports(path: Path) -> Iterator[str]:
@@ -153,10 +151,10 @@ def environment(plan: Plan, root: Path, targets: Iterable[str] = ()) -> Environm
     """
     first = plan.capacity.nodes[0]
     found = {name: each for name in PACKAGES if (each := _installed(name)) is not None}
-    digests = {name: _digest(name) for name, each in found.items() if _is_editable(each)}
+    sources = {name: installed_source(PACKAGES[name]) for name, each in found.items() if _is_editable(each)}
     return Environment(
         packages={**{name: each.version for name, each in found.items()}, "python": platform.python_version()},
-        contents={name: digest for name, digest in digests.items() if digest},
+        contents={name: source.digest[:16] for name, source in sources.items() if source is not None},
         targets={name: digest for name in sorted(set(targets)) if (digest := own_source_digest(name, root))},
         injected=tuple(Path(each.content).name for each in plan.injections),
         device=first.device_name,
@@ -189,8 +187,3 @@ def _is_editable(found: Distribution) -> bool:
         return direct is not None and bool(json.loads(direct).get("dir_info", {}).get("editable"))
     except (ValueError, AttributeError):
         return False
-
-
-def _digest(name: str) -> str:
-    source = installed_source(PACKAGES[name])
-    return "" if source is None else source.digest[:16]

@@ -140,8 +140,12 @@ def make_plan(**given: Any) -> Plan:
     if program == DEFAULT_PROGRAM:
         check_rank_packages()
     cluster = (asked.address or AUTO) if asked.engine == "ray" else ""
-    device, slots = asked.device or "auto", asked.slots
-    resolved, capacity = _on_cluster(cluster, device, slots) if cluster else _here(device, slots)
+    if cluster:
+        resolved = cluster_device(cluster, asked.device or "auto")
+        capacity = cluster_capacity(cluster, resolved, asked.slots)
+    else:
+        resolved = resolve_device(asked.device or "auto")
+        capacity = Capacity(nodes=(capacity_here(resolved, asked.slots),))
     as_asked = Plan(**{name: value for name, value in asked.as_given.items() if name in Plan.__struct_fields__})
     return msgspec.structs.replace(
         as_asked,
@@ -174,16 +178,6 @@ def with_command(plan: Plan, given: RunOptions, asked: CommandOptions) -> Plan:
         traces=asked.save_trace,
         name=asked.name,
     )
-
-
-def _here(asked: str, slots: int | None) -> tuple[Device, Capacity]:
-    device = resolve_device(asked)
-    return device, Capacity(nodes=(capacity_here(device, slots),))
-
-
-def _on_cluster(address: str, asked: str, slots: int | None) -> tuple[Device, Capacity]:
-    device = cluster_device(address, asked)
-    return device, cluster_capacity(address, device, slots)
 
 
 def _resolve_fabric(asked: str, device: Device) -> Fabric:

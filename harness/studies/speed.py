@@ -25,18 +25,16 @@ from harness.matrix.rules import expected_refusal
 from harness.measured import Measured, Speedup
 from harness.performance.cost import tokens_per_device
 from harness.project import Project
-from harness.result import CaseResult, RunEnd, RunResult, RunStart
+from harness.result import CaseResult, RunEnd, RunResult
 from harness.running.case_runner import CaseRunner
 from harness.running.conditions import Conditions, ConditionsMonitor
 from harness.running.executor import open_executor
-from harness.running.identity import environment
 from harness.running.plan import Plan
 from harness.running.progress import Progress
 from harness.running.witnesses import open_witnesses
 from harness.store import RunStore
 from harness.studies.records import SanityJudge
-from harness.timestamp import timestamp
-from harness.workflow import check_fits, provenance
+from harness.workflow import check_fits, provenance, run_start
 
 FEWEST_PAIRS = 3  # the interval of two ratios is as wide as anything
 CONFIDENCE = 0.95
@@ -93,13 +91,8 @@ def measure_speed(
     check_fits(cases, plan)
     twins = [replace(case, float8=Float8()) for case in cases]
     store = RunStore(project.new_run())
-    start = RunStart(
-        cases=tuple(case_id(each) for pair in zip(cases, twins, strict=True) for each in pair),
-        options=plan.given,
-        environment=environment(plan, project.root, (case.target for case in cases)),
-        name=plan.name,
-        started=timestamp(),
-    )
+    ids = tuple(case_id(each) for pair in zip(cases, twins, strict=True) for each in pair)
+    start = run_start(project, plan, ids)
     started_s = time.monotonic()
     progress.begin(2 * pairs * len(cases))
     found: list[CaseSpeed] = []
