@@ -52,12 +52,10 @@ class Multiplied(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 def sent_by(words: Iterable[tuple[str, int, int]]) -> Mapping[str, Sent]:
-    """Calls and bytes added up by words, sorted."""
     return {name: Sent(calls=calls, payload_bytes=nbytes) for name, (calls, nbytes) in _sums(words).items()}
 
 
 def multiplied_by(words: Iterable[tuple[str, int, int]]) -> Mapping[str, Multiplied]:
-    """Calls and FLOPs added up by words, sorted."""
     return {name: Multiplied(calls=calls, flops=flops) for name, (calls, flops) in _sums(words).items()}
 
 

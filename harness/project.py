@@ -48,7 +48,6 @@ class Project(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     @property
     def cases(self) -> Path:
-        """The folder of tier files and records."""
         return self.root / "cases"
 
     @property
@@ -84,7 +83,6 @@ class Project(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     @property
     def tiers(self) -> tuple[str, ...]:
-        """Names of the tiers of this project, sorted."""
         return tuple(sorted(path.stem for path in self.cases.glob("*.toml") if path.name not in _RECORD_FILES))
 
     @property

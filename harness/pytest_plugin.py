@@ -192,7 +192,6 @@ def _findings(result: CaseResult) -> str:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Add the result of a case to its report."""
     report = yield
     if isinstance(item, CaseItem) and item.result is not None and report.when == "call":
         from harness.jsonform import to_json
@@ -239,7 +238,6 @@ class _StoredRun:
             remove_old_runs(project)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Store the result that a report carries."""
         text = vars(report).get(_RESULT)
         if text is not None and self._store is not None:
             from harness.jsonform import from_json
@@ -249,7 +247,6 @@ class _StoredRun:
             self._store.append(self._results[-1])
 
     def pytest_sessionfinish(self, exitstatus: int) -> None:
-        """Store the end of the run."""
         if self._store is None:
             return
         import msgspec

@@ -49,12 +49,10 @@ class Option(msgspec.Struct, frozen=True):
 
     @property
     def number(self) -> Any:
-        """int or float where it is a number."""
         return self.type.__origin__ if get_origin(self.type) is Annotated else None
 
     @property
     def least(self) -> int | None:
-        """The least value of an integer."""
         return self.type.__metadata__[0].ge if self.number is int else None
 
     @property
@@ -166,12 +164,10 @@ class RunOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     @property
     def as_given(self) -> dict[str, Any]:
-        """Those that were given, by name."""
         return {name: value for name in self.__struct_fields__ if (value := getattr(self, name)) not in _NOT_GIVEN}
 
     @property
     def words(self) -> tuple[str, ...]:
-        """The options as words of a command line."""
         return words_of(self.as_given)
 
     @property
@@ -320,7 +316,6 @@ def options_of(part: type[msgspec.Struct]) -> Mapping[str, Option]:
 
 
 def option_named(name: str) -> Option:
-    """The option of the field of this name."""
     return next(options[name] for options in map(options_of, PARTS) if name in options)
 
 

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import Protocol, Self
+from typing import Self
 
 import msgspec
 
@@ -305,13 +305,6 @@ def place(
     for name in sorted(free, key=lambda name: -free[name])[:fewest]:
         placement[name] = min(free[name], count - sum(placement.values()))
     return placement if sum(placement.values()) == count else None
-
-
-class JobRunner(Protocol):
-    """The part of a `Cluster` that callers need who only submit jobs."""
-
-    def run(self, job: Job) -> JobOutcome:
-        """Run one job and return its outcome, also when its ranks fail."""
 
 
 @contextlib.contextmanager

@@ -40,7 +40,6 @@ class JobFolder(msgspec.Struct, frozen=True):
         return "\n".join((*causes, tail(self.log(rank)))) if causes else tail(self.log(rank))
 
     def dump_text(self, rank: int) -> str:
-        """The stacks that a rank dumped; empty if none."""
         return _read_end(self.dump(rank), _DUMP_BYTES)
 
 

@@ -128,7 +128,6 @@ class LocalNode:
             runner.release(job_id)
 
     def close(self) -> None:
-        """Kill every rank and every zygote, and remove the job folders unless logs are kept."""
         with self._lock:
             self._closed = True
         for runner in self._all_runners():
@@ -170,7 +169,6 @@ class Scratch:
         unseen.rename(self.path / _LOCK)  # nobody sees it before it is locked
 
     def close(self) -> None:
-        """Remove it with all that is in it. May be called again."""
         shutil.rmtree(self.path, ignore_errors=True)
         if self._lock >= 0:
             os.close(self._lock)

@@ -184,26 +184,16 @@ def place_group(
             told = True
             note(f"waits for other runs: it needs {_amount(bundles)}; {_free(ray, bundles)}.")
         left = {machine.name for machine in machines} - {machine.name for machine in alive_machines(ray)}
-        if left or time.monotonic() > until_s:
-            group.close()
-            raise _left(left) if left else _taken(ray, bundles, wait_s)
+        if not left and time.monotonic() <= until_s:
+            continue
+        group.close()
+        what = f"{', '.join(sorted(left))} left the cluster before the run began."
+        fix = "run it again: it takes the nodes that are there."
+        if not left:
+            what = f"{_amount(bundles)} were not free within {wait_s:g} s; {_free(ray, bundles)}."
+            fix = "wait for what holds them, which `ray status` lists, or give a smaller --slots."
+        raise HarnessError(what, where="--engine ray", fix=fix)
     return group
-
-
-def _left(names: set[str]) -> HarnessError:
-    return HarnessError(
-        f"{', '.join(sorted(names))} left the cluster before the run began.",
-        where="--engine ray",
-        fix="run it again: it takes the nodes that are there.",
-    )
-
-
-def _taken(ray: Any, bundles: Sequence[Mapping[str, float]], wait_s: float) -> HarnessError:
-    return HarnessError(
-        f"{_amount(bundles)} were not free within {wait_s:g} s; {_free(ray, bundles)}.",
-        where="--engine ray",
-        fix="wait for what holds them, which `ray status` lists, or give a smaller --slots.",
-    )
 
 
 def _amount(bundles: Sequence[Mapping[str, float]]) -> str:

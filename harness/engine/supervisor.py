@@ -103,7 +103,6 @@ class Supervisor:
             self.abort(f"could not start rank {number} of {self._share.job.world_size}: {error}")
 
     def abort(self, reason: str) -> None:
-        """End the share now, as `infra` with this reason."""
         if self._stage in (Stage.SWEEPING, Stage.DONE):
             return
         self._infra = reason

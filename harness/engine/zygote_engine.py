@@ -139,7 +139,6 @@ class ZygoteClient:
         return ticket, future
 
     def cancel(self, ticket: int) -> None:
-        """Kill a share and drop its future."""
         with self._lock:
             self._pending.pop(ticket, None)
         self._send(Control(ticket=ticket, what="cancel"))

@@ -261,7 +261,6 @@ def largest_change(change: GoldenChange, root: Path) -> LargestChange | None:
 
 
 def replaced(root: Path, new: Golden) -> GoldenChange:
-    """The change when `new` replaces what is stored at `root`."""
     old, why = stored_or_why(lambda: load_golden(root, new.hardware, new.family))
     return GoldenChange(new=new, old=old, old_error=why)
 

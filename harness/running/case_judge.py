@@ -86,7 +86,6 @@ class CaseJudge:
         return tuple(sorted(name for name, each in self._judged_by.items() if each.needs_signature))
 
     def expectation(self, case: Case) -> str | None:
-        """Name of the known fault or the refusal that the case must show, if any."""
         basis = self._judged_by[case_id(case)]
         expected = [fault.name for fault in basis.known if fault.must_show(case)]
         if expected:
@@ -95,7 +94,6 @@ class CaseJudge:
         return refusal.name if refusal is not None else None
 
     def fixes(self, case: Case) -> tuple[Injection, ...]:
-        """The candidate fixes of the recorded faults that affect the case."""
         return self._judged_by[case_id(case)].fixes
 
     def judge(

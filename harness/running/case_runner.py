@@ -98,11 +98,9 @@ class CaseRunner:
             self._note(f"infra, trying again: {result.case_id}: {attempts[-1].message}")
 
     def stop(self) -> None:
-        """Start nothing any more and kill what runs."""
         self._executor.stop()
 
     def not_run(self, case: Case) -> CaseResult:
-        """The result of a case that the run never got to."""
         judgement = Judgement(verdict=Verdict.NOT_RUN, findings=())
         return self._assembled(case, judgement, run=None, attempts=())
 

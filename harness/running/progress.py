@@ -59,7 +59,6 @@ class PlainProgress:
         self._done = 0
 
     def begin(self, total: int) -> None:
-        """Remember how many there are, and count from 0."""
         self._total, self._done = total, 0
 
     def started(self, name: str, ranks: int) -> None:
@@ -111,12 +110,10 @@ class LiveProgress:
         self._rich.update(self._task, total=total, completed=0)
 
     def started(self, name: str, ranks: int) -> None:
-        """Add the item to the running ones."""
         self._running[name] = None
         self._describe()
 
     def finished(self, name: str, line: str, *, remarkable: bool) -> None:
-        """Advance the bar; leave a line when there is something to say."""
         self._running.pop(name, None)
         if self._verbose or remarkable:
             self.note(line)

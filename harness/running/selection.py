@@ -56,7 +56,6 @@ class Query(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
     @property
     def effective_sources(self) -> tuple[str, ...]:
-        """The tiers, files and ids to read."""
         return self.sources or (DEFAULT_TIER,)
 
     @property
@@ -74,7 +73,6 @@ class Query(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 def select_sources(project: Project, query: Query) -> tuple[Selection, ...]:
-    """The selections of the tiers and files of a query, before any expression."""
     return tuple(select_file(project, path) for path in case_files(project, query))
 
 

@@ -41,7 +41,6 @@ class Stored(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names that it goes by: the user's, and its file's."""
         return tuple(filter(None, (self.start.name, self.path.stem)))
 
 

@@ -78,7 +78,6 @@ class WitnessCache:
         return self._stored(path) or self._made(name, path, self._retried(name, request))
 
     def twin(self, case: Case) -> Run | None:
-        """The BF16 twin of a case."""
         return self._witness(*_twin(case))
 
     def kept_twin(self, case: Case) -> Run | None:

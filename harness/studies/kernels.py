@@ -26,7 +26,7 @@ from typing import Literal
 
 import msgspec
 
-from harness.engine.cluster import JobRunner
+from harness.engine.cluster import Cluster
 from harness.engine.messages import Job, JobOutcome
 from harness.studies.surviving import run_surviving
 from harness.trace.device import Float8Dtype, KernelBatch, KernelCheck, KernelObservation, OutDtype
@@ -198,7 +198,7 @@ def _value_problems(check: KernelCheck, seen: KernelObservation, allowed: float)
 
 
 def run_checks(
-    cluster: JobRunner,
+    cluster: Cluster,
     checks: Sequence[KernelCheck],
     *,
     device: Literal["cpu", "cuda"],

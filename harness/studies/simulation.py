@@ -11,7 +11,7 @@ import msgspec
 from msgspec.structs import replace
 
 from harness.checks.traffic import VOLUME
-from harness.engine.cluster import JobRunner
+from harness.engine.cluster import Cluster
 from harness.engine.messages import Job
 from harness.errors import HarnessError
 from harness.expect.traffic import expected_transfers, fsdp_units
@@ -79,7 +79,7 @@ def require_simulable(case: Case) -> None:
         raise HarnessError(what, where=case_id(case), fix="leave out --verify, or give a case with the default.")
 
 
-def verify(engine: JobRunner, case: Case, ranks: Sequence[int], known: Sequence[KnownFault] = ()) -> Verification:
+def verify(engine: Cluster, case: Case, ranks: Sequence[int], known: Sequence[KnownFault] = ()) -> Verification:
     """Simulate some ranks of a case, eager, and compare all that its formulas say exactly.
 
     Raises `SimulationFailed` where a rank ends in another error than a refused matmul.
@@ -98,7 +98,7 @@ def verify(engine: JobRunner, case: Case, ranks: Sequence[int], known: Sequence[
     )
 
 
-def _simulated(engine: JobRunner, case: Case, ranks: Sequence[int]) -> list[SimulatedRank]:
+def _simulated(engine: Cluster, case: Case, ranks: Sequence[int]) -> list[SimulatedRank]:
     payload = msgspec.msgpack.encode(SimulationRequest(case=case, ranks=tuple(ranks)))
     outcome = engine.run(Job(job_id="simulate", world_size=len(ranks), payload=payload, deadline_s=_DEADLINE_S))
     if outcome.status != "ok":

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Protocol, TypeVar
 
-from harness.engine.cluster import JobRunner
+from harness.engine.cluster import Cluster
 from harness.engine.messages import Job, JobOutcome
 from harness.errors import HarnessError
 
@@ -29,7 +29,7 @@ Concluded = TypeVar("Concluded")
 
 
 def run_surviving(  # noqa: PLR0913  what two studies do differently
-    engine: JobRunner,
+    engine: Cluster,
     checks: Sequence[AnyCheck],
     *,
     job_of: Callable[[tuple[AnyCheck, ...]], Job],

@@ -97,5 +97,4 @@ class Run(Record, frozen=True, kw_only=True):
 
     @property
     def complete(self) -> bool:
-        """True when every rank finished and at least one did."""
         return bool(self.traces) and not self.failures

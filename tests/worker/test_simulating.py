@@ -9,7 +9,7 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
-from harness.engine.cluster import JobRunner, unleased_cluster
+from harness.engine.cluster import Cluster, unleased_cluster
 from harness.engine.messages import Job, JobOutcome
 from harness.matrix.case import Case
 from harness.matrix.known import read_known
@@ -21,7 +21,7 @@ KNOWN = read_known(Path(__file__).parents[2] / "cases" / "known.toml")
 
 
 @pytest.fixture(scope="module")
-def engine() -> Iterator[JobRunner]:
+def engine() -> Iterator[Cluster]:
     with unleased_cluster(PROGRAM, 2) as opened:
         yield opened
 
@@ -30,7 +30,7 @@ def case_of(name: str, **axes: object) -> Case:
     return models.training(models.MODELS[name], **{"layers": 2, **axes})
 
 
-def held(engine: JobRunner, case: Case) -> Verification:
+def held(engine: Cluster, case: Case) -> Verification:
     return verify(engine, case, (0, case.world_size - 1), KNOWN)
 
 
@@ -44,19 +44,19 @@ def held(engine: JobRunner, case: Case) -> Verification:
     ],
     ids=["8b", "rowwise", "hsdp", "sgd"],
 )
-def test_64_ranks(engine: JobRunner, case: Case) -> None:
+def test_64_ranks(engine: Cluster, case: Case) -> None:
     found = held(engine, case)
     assert found.compared and not found.differing, found.differing
     assert not any(each.known for each in found.compared)
     assert all(0.99 < peak < 1.3 for peak in found.peaks)
 
 
-def test_a_misaligned_matmul_is_refused_as_on_a_gpu(engine: JobRunner) -> None:
+def test_a_misaligned_matmul_is_refused_as_on_a_gpu(engine: Cluster) -> None:
     found = held(engine, case_of("debugmodel", tp=2, dp_shard=4, recipe="tensorwise", seq_len=2056))
     assert [(each.what, each.formula, each.found) for each in found.compared] == [("refusals", 1, 1)] * 2
 
 
-def test_a_recorded_fault_explains_its_difference(engine: JobRunner) -> None:
+def test_a_recorded_fault_explains_its_difference(engine: Cluster) -> None:
     options = {"tp": 2, "dp_shard": 4, "recipe": "tensorwise", "fp8_all_gather": True}
     found = verify(engine, case_of("debugmodel", **options), (0,), KNOWN)
     assert not found.differing
@@ -67,7 +67,7 @@ def test_a_recorded_fault_explains_its_difference(engine: JobRunner) -> None:
 class _Filtering:
     """An engine whose ranks convert no wo, whatever is asked of them."""
 
-    def __init__(self, engine: JobRunner) -> None:
+    def __init__(self, engine: Cluster) -> None:
         self._engine = engine
 
     def run(self, job: Job) -> JobOutcome:
@@ -77,7 +77,7 @@ class _Filtering:
         return self._engine.run(replace(job, payload=msgspec.msgpack.encode(other)))
 
 
-def test_what_is_not_as_the_formulas_say_differs(engine: JobRunner) -> None:
+def test_what_is_not_as_the_formulas_say_differs(engine: Cluster) -> None:
     case = case_of("debugmodel", tp=2, dp_shard=4, recipe="tensorwise")
     differing = {each.what for each in verify(_Filtering(engine), case, (0,)).differing}
     assert "calls of all_reduce (max) in float64 along tp" in differing
@@ -88,6 +88,6 @@ def test_what_is_not_as_the_formulas_say_differs(engine: JobRunner) -> None:
 @pytest.mark.sweep
 @pytest.mark.parametrize("name", ["llama3-70b", "llama3-405b"])
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
-def test_4096_ranks(engine: JobRunner, name: str, recipe: str) -> None:
+def test_4096_ranks(engine: Cluster, name: str, recipe: str) -> None:
     found = held(engine, case_of(name, tp=8, dp_shard=512, recipe=recipe, checkpointing="full", layers=4))
     assert found.compared and not found.differing, found.differing

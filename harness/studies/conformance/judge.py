@@ -11,7 +11,7 @@ from typing import Literal
 
 import msgspec
 
-from harness.engine.cluster import JobRunner
+from harness.engine.cluster import Cluster
 from harness.engine.messages import Job, JobOutcome
 from harness.sources import installed_version
 from harness.studies.conformance.known import Deviation, deviations_of
@@ -67,9 +67,7 @@ class Conclusion(Record, frozen=True, kw_only=True):
         return self.status in ("passed", "known")
 
 
-def run_checks(
-    engine: JobRunner, checks: Sequence[OperatorCheck], injections: Sequence[Patch] = ()
-) -> list[Conclusion]:
+def run_checks(engine: Cluster, checks: Sequence[OperatorCheck], injections: Sequence[Patch] = ()) -> list[Conclusion]:
     """Run and judge all checks, in order. Raises RanksFailed when the ranks fail outside of any check."""
     torch = installed_version("torch") or "0"
 
