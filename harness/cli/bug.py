@@ -5,24 +5,45 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 import msgspec
+from packaging.version import Version
 
+from harness.bugs.bisect import VersionTrial, bisect, open_answers, versions_between
+from harness.bugs.corpus import check_corpus, provable_bugs
+from harness.bugs.export import export, exported_case, proof_of, read_neighbours
+from harness.bugs.reproduce import CANNOT_TELL, Reproduced, reproduced
+from harness.bugs.shrink import open_journal, shrink
+from harness.bugs.trials import NamedCase, injections_for, named_case, open_trials, run_once, trial_result
 from harness.cli import options
 from harness.cli.bug_import import import_command
+from harness.cli.new import write_new_case
 from harness.cli.output import print_sections
 from harness.durable import write_whole
 from harness.errors import HarnessError
-from harness.project import Project
+from harness.jsonform import read_json
+from harness.matrix.bugfile import read_bugs
+from harness.matrix.caseid import case_id
+from harness.project import Project, find_project
+from harness.report.bugs import (
+    bisected_sections,
+    bug_document,
+    bugs_sections,
+    corpus_sections,
+    exported_sections,
+    issue_markdown,
+    reproduced_sections,
+    shrunk_document,
+    shrunk_sections,
+)
+from harness.running.identity import witness_key
+from harness.running.injection import Injection
 from harness.running.plan import Plan
-
-if TYPE_CHECKING:
-    from harness.bugs.reproduce import Reproduced
-    from harness.bugs.trials import NamedCase
-    from harness.running.injection import Injection
-    from harness.running.versions import Versions
+from harness.running.progress import open_progress
+from harness.running.versions import Versions
+from harness.sources import installed_version
 
 _REPRO_EPILOG = """\b
 Examples:
@@ -90,9 +111,6 @@ bug.add_command(import_command)
 @options.project_parameter
 def list_command(*, json_file: Path | None, project: Project) -> None:
     """List the bug files of the project."""
-    from harness.matrix.bugfile import read_bugs
-    from harness.report.bugs import bug_document, bugs_sections
-
     bugs = read_bugs(project.bugs)
     options.write_json(json_file, [bug_document(each) for each in bugs])
     if json_file is None:
@@ -121,8 +139,6 @@ def _with_trial(command: options.Command) -> options.Command:
 
     @functools.wraps(command)
     def with_trial(*, case: str, inject: tuple[str, ...], planted: bool, project: Project, **given: Any) -> Any:
-        from harness.bugs.trials import injections_for, named_case
-
         named = named_case(project, case)
         injections = injections_for(named, inject, planted=planted)
         return command(named=named, injections=injections, project=project, **given)
@@ -144,8 +160,6 @@ def _with_trial(command: options.Command) -> options.Command:
 )
 def repro_command(*, bisect: bool, **given: Any) -> int:
     """Say whether CASE shows the reported bug, another failure, or none."""
-    from harness.bugs.reproduce import CANNOT_TELL
-
     try:
         found: Reproduced = _reproduced(**given)
     except HarnessError as error:
@@ -167,13 +181,6 @@ def _reproduced(  # noqa: PLR0913  one parameter per option
     plan_for: Callable[..., Plan],
     project: Project,
 ) -> Reproduced:
-    from harness.bugs.reproduce import Reproduced, reproduced
-    from harness.bugs.trials import run_once, trial_result
-    from harness.jsonform import read_json
-    from harness.report.bugs import reproduced_sections
-    from harness.running.progress import open_progress
-    from harness.sources import installed_version
-
     plan = plan_for()
     with open_progress(quiet=quiet) as progress:
         result = run_once(project, plan, progress, named.case, injections)
@@ -206,14 +213,6 @@ def shrink_command(  # noqa: PLR0913  one parameter per option
     project: Project,
 ) -> int:
     """Find the smallest case that fails like CASE, and what the failure needs."""
-    from harness.bugs.shrink import open_journal, shrink
-    from harness.bugs.trials import open_trials
-    from harness.cli.new import write_new_case
-    from harness.matrix.caseid import case_id
-    from harness.report.bugs import shrunk_document, shrunk_sections
-    from harness.running.identity import witness_key
-    from harness.running.progress import open_progress
-
     plan = plan_for()
     journal = open_journal(project, named.case, injections, witness_key(plan))
     with (
@@ -246,12 +245,6 @@ def export_command(  # noqa: PLR0913  one parameter per option
     project: Project,
 ) -> int:
     """Write one Python file that shows how CASE fails, and a draft of an issue."""
-    from harness.bugs.export import export, exported_case, proof_of, read_neighbours
-    from harness.bugs.trials import run_once
-    from harness.report.bugs import exported_sections, issue_markdown
-    from harness.running.progress import open_progress
-    from harness.sources import installed_version
-
     named = named._replace(case=exported_case(named.case))
     neighbours = read_neighbours(shrunk) if shrunk is not None else ()
     plan = plan_for()
@@ -293,14 +286,6 @@ def bisect_command(  # noqa: PLR0913  one parameter per option
 
     Where --good is older than --bad, the first version that fails; otherwise the first one without the failure.
     """
-    from packaging.version import Version
-
-    from harness.bugs.bisect import VersionTrial, bisect, open_answers, versions_between
-    from harness.bugs.trials import named_case
-    from harness.project import find_project
-    from harness.report.bugs import bisected_sections
-    from harness.running.progress import open_progress
-
     project = find_project(root)
     named = named_case(project, case)
     words = (*(("--root", root) if root is not None else ()), *(word for each in inject for word in ("--inject", each)))
@@ -327,10 +312,6 @@ def check_command(
 
     ID is the name of a bug file. Only findings of checks in its `detected_by` count.
     """
-    from harness.bugs.corpus import check_corpus, provable_bugs
-    from harness.report.bugs import corpus_sections
-    from harness.running.progress import open_progress
-
     bugs = provable_bugs(project, names)
     with open_progress(quiet=quiet) as progress:
         corpus = check_corpus(project, bugs, plan_for(), progress)

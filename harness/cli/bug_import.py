@@ -8,10 +8,15 @@ from pathlib import Path
 
 import click
 
+from harness.bugs.importing import ImportOptions, import_report
+from harness.bugs.report import MAX_BYTES, read_file, read_report
 from harness.cli.options import FILE, json_option, root_option, write_json
 from harness.cli.output import print_sections
 from harness.durable import write_whole
 from harness.errors import HarnessError
+from harness.matrix.bugfile import FOLDER, write_bug_file
+from harness.project import find_project
+from harness.report.bugs import imported_document, imported_sections
 
 _EPILOG = """\b
 Examples:
@@ -66,11 +71,6 @@ def import_command(  # noqa: PLR0913  one parameter per option
     root: str | None,
 ) -> None:
     """Turn a bug report into a bug file: the case that it describes, and where every value comes from."""
-    from harness.bugs.importing import ImportOptions, import_report
-    from harness.bugs.report import MAX_BYTES, read_file, read_report
-    from harness.matrix.bugfile import write_bug_file
-    from harness.report.bugs import imported_document, imported_sections
-
     pairs = [each.partition("=") for each in versions]
     if not all(name and version for name, _, version in pairs):
         raise HarnessError("no version of a package.", where="--version", fix="write it as --version torch=2.13.0.")
@@ -101,9 +101,6 @@ def import_command(  # noqa: PLR0913  one parameter per option
 
 def _path(bug_id: str, output: Path | None, root: str | None, *, force: bool) -> Path:
     """Where the bug file goes. HarnessError where one is that nobody asked to replace."""
-    from harness.matrix.bugfile import FOLDER
-    from harness.project import find_project
-
     path = output
     if path is None:
         project = find_project(root)

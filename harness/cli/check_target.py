@@ -13,7 +13,11 @@ from harness.errors import HarnessError
 from harness.matrix.axes import choices
 from harness.matrix.targets import MODULES, NAME
 from harness.project import Project
+from harness.report.target import target_document, target_exit_code, target_sections
 from harness.running.plan import Plan
+from harness.running.progress import open_progress
+from harness.running.selection import one_case
+from harness.studies.target_check import CheckOptions, check_target, parse_layout
 
 _EPILOG = """\b
 Examples:
@@ -61,11 +65,6 @@ def check_target_command(  # noqa: PLR0913  one parameter per option
     a few steps on one rank, with FSDP2, TP and HSDP, in BF16 and in FP8; a run may take 60 s. A case, by its id or
     file, gives model, training and options.
     """
-    from harness.report.target import target_document, target_exit_code, target_sections
-    from harness.running.progress import open_progress
-    from harness.running.selection import one_case
-    from harness.studies.target_check import CheckOptions, check_target, parse_layout
-
     if not NAME.fullmatch(module):
         fix = f"give the dotted name of a module, not its path, or one of {', '.join(MODULES)}."
         raise HarnessError("not the name of a target.", where=module, fix=fix)

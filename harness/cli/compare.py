@@ -5,21 +5,33 @@ from __future__ import annotations
 import datetime
 from collections.abc import Callable, Collection
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import click
 
 from harness.cli import options
+from harness.cli.environments import given_words, run_in_each, versions_of
 from harness.cli.output import print_sections
+from harness.cli.show import page_of
+from harness.environment import Environment
 from harness.errors import HarnessError
+from harness.evidence.golden import Golden, find_golden, hardware_classes
+from harness.evidence.sealed import Missing
+from harness.gate.cases import Goldens
+from harness.gate.gate import GatePolicy, gate
+from harness.gate.reason import Allowance, Kind
+from harness.matrix.caseid import family_id, parse_case_id
+from harness.matrix.known import known_with_shipped
+from harness.matrix.records import read_quarantine, read_required
+from harness.project import Project, find_project
+from harness.report.difference import difference, difference_blocks
+from harness.report.gate import gate_front, gate_markdown, gate_sections
+from harness.report.runs import environments_sections
+from harness.report.sections import Section
+from harness.result import RunResult
+from harness.running.stored import results_of
+from harness.running.versions import Versions
+from harness.tables import load_tables
 from harness.verdict import ExitCode
-
-if TYPE_CHECKING:
-    from harness.gate.cases import Goldens
-    from harness.gate.reason import Allowance
-    from harness.project import Project
-    from harness.result import RunResult
-    from harness.running.versions import Versions
 
 _EPILOG = """\b
 Examples:
@@ -88,14 +100,6 @@ def compare_command(  # noqa: PLR0913  one parameter an option
     """
     if records:
         return _compare_records(sources)
-    from harness.cli.environments import given_words
-    from harness.cli.show import page_of
-    from harness.gate.gate import GatePolicy, gate
-    from harness.matrix.known import known_with_shipped
-    from harness.matrix.records import read_quarantine, read_required
-    from harness.project import find_project
-    from harness.report.gate import gate_front, gate_markdown, gate_sections
-
     project = find_project(root)
     terms = GatePolicy(
         now=datetime.datetime.now(datetime.UTC),
@@ -118,9 +122,6 @@ def compare_command(  # noqa: PLR0913  one parameter an option
 
 
 def _stored(project: Project, sources: tuple[str, ...]) -> _Sides:
-    from harness.cli.environments import given_words
-    from harness.running.stored import results_of
-
     if len(sources) != 2:
         raise click.UsageError("two runs A and B are needed, or --versions.")
     if given_words({*_OF_THE_RUNS, *_OF_THE_VERSIONS} - {"sources"}):
@@ -131,9 +132,6 @@ def _stored(project: Project, sources: tuple[str, ...]) -> _Sides:
 
 def _of_versions(project: Project, versions: str, versions_for: Callable[..., Versions], root: str | None) -> _Sides:
     """The first and the last version of a package, after the tiers were run with every one."""
-    from harness.cli.environments import given_words, run_in_each, versions_of
-    from harness.report.runs import environments_sections
-
     words = [*given_words(_OF_THE_RUNS), *(() if root is None else ("--root", root))]
     runs = run_in_each(project, versions_of(project, versions, versions_for), words)
     print_sections(environments_sections(runs), err=True)
@@ -142,8 +140,6 @@ def _of_versions(project: Project, versions: str, versions_for: Callable[..., Ve
 
 
 def _allowance(text: str) -> Allowance:
-    from harness.gate.reason import Allowance, Kind
-
     kind, _, reason = text.partition("=")
     kinds = {each.value: each for each in Kind if each.can_be_allowed}
     if kind not in kinds:
@@ -155,11 +151,6 @@ def _allowance(text: str) -> Allowance:
 
 
 def _goldens(project: Project, candidate: RunResult) -> Goldens:
-    from harness.environment import Environment
-    from harness.evidence.golden import Golden, find_golden, hardware_classes
-    from harness.evidence.sealed import Missing
-    from harness.matrix.caseid import family_id, parse_case_id
-
     environment = candidate.start.environment or Environment()
     classes = hardware_classes(environment.device or "cpu", environment.architecture)
 
@@ -173,11 +164,6 @@ def _goldens(project: Project, candidate: RunResult) -> Goldens:
 
 
 def _compare_records(sources: tuple[str, ...]) -> int:
-    from harness.cli.environments import given_words
-    from harness.report.difference import difference, difference_blocks
-    from harness.report.sections import Section
-    from harness.tables import load_tables
-
     if len(sources) < 2:
         raise click.UsageError("--records needs A and B, folders that `run --save-trace` wrote, or files of them.")
     if others := given_words(click.get_current_context().params.keys() - {"sources", "records"}):

@@ -20,16 +20,34 @@ from harness.cli.options import (
     typed_command,
 )
 from harness.durable import write_whole
+from harness.engine.cluster import Cluster
+from harness.engine.hardware import capacity_here, open_leases
+from harness.engine.node import LocalNode
+from harness.engine.zygote_engine import ZygoteEngine
 from harness.errors import HarnessError
+from harness.evidence.costs import read_costs, write_costs
+from harness.evidence.kills import read_kills, write_kills
 from harness.hints import LIST_CHECKS
 from harness.matrix.case import Case
+from harness.matrix.casefile import read_case_file
 from harness.matrix.caseid import case_id
+from harness.matrix.choice import choose, chosen_file, chosen_path
 from harness.matrix.faults import FAULT_CLASSES, Fault, all_faults, fault_named
 from harness.plural import counted
 from harness.project import Project, leases_in, state_folder
+from harness.report.conformance import conformance_document, conformance_section
+from harness.report.mutation import mutation_sections
+from harness.running.injection import parse_injection
+from harness.running.machine import check_rank_packages
 from harness.running.plan import Plan
 from harness.running.progress import open_progress
-from harness.running.selection import Query
+from harness.running.selection import NothingSelected, Query, recorded_faults
+from harness.sources import installed_version
+from harness.studies.conformance.checks import select_checks
+from harness.studies.conformance.judge import PROGRAM, run_checks
+from harness.studies.mutation import hosts_among, recorded_kills, run_mutations
+from harness.studies.records import fit_costs
+from harness.studies.surviving import RanksFailed
 from harness.verdict import ExitCode
 
 _MUTATE_EPILOG = """\b
@@ -93,10 +111,6 @@ def mutate_command(  # noqa: PLR0913  one parameter per option
 
     Without a tier, file, case or selection, faults are planted in the cases that the list names for them.
     """
-    from harness.evidence.kills import read_kills, write_kills
-    from harness.report.mutation import mutation_sections
-    from harness.studies.mutation import hosts_among, recorded_kills, run_mutations
-
     faults = tuple(all_faults().values())
     named = {fault_named(name).name for name in names}
     faults = tuple(fault for fault in faults if fault.name in named or fault.group in groups) or faults
@@ -136,19 +150,6 @@ def conformance_command(
     globs: tuple[str, ...], listed: bool, inject: tuple[str, ...], json_file: Path | None, verbose: bool
 ) -> int:
     """Check DTensor's sharding strategies for the operators of FP8 training, on four CPU ranks."""
-    from harness.engine.cluster import Cluster
-    from harness.engine.hardware import capacity_here, open_leases
-    from harness.engine.node import LocalNode
-    from harness.engine.zygote_engine import ZygoteEngine
-    from harness.report.conformance import conformance_document, conformance_section
-    from harness.running.injection import parse_injection
-    from harness.running.machine import check_rank_packages
-    from harness.running.selection import NothingSelected
-    from harness.sources import installed_version
-    from harness.studies.conformance.checks import select_checks
-    from harness.studies.conformance.judge import PROGRAM, run_checks
-    from harness.studies.surviving import RanksFailed
-
     checks = select_checks(globs)
     if not checks:
         raise NothingSelected("no check matches.", where=" ".join(globs), fix=f"see `{LIST_CHECKS}`.")
@@ -193,11 +194,6 @@ def tier_command(*, name: str | None, rounds: int, fitted: Path | None, project:
 
 
 def _choose(project: Project, name: str, rounds: int) -> None:
-    from harness.evidence.costs import read_costs
-    from harness.matrix.casefile import read_case_file
-    from harness.matrix.choice import choose, chosen_file, chosen_path
-    from harness.running.selection import recorded_faults
-
     path = project.case_file(name)
     file, costs = read_case_file(path), read_costs(project.root)
     known = recorded_faults(project)
@@ -212,9 +208,6 @@ def _choose(project: Project, name: str, rounds: int) -> None:
 
 
 def _fit_costs(project: Project, file: Path) -> None:
-    from harness.evidence.costs import write_costs
-    from harness.studies.records import fit_costs
-
     costs = fit_costs(file, command=typed_command())
     path = write_costs(project.root, costs)
     click.echo(

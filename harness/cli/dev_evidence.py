@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import click
 import msgspec
@@ -15,17 +14,21 @@ from harness.cli.environments import given_words
 from harness.cli.output import print_sections
 from harness.durable import write_whole
 from harness.errors import HarnessError
-from harness.evidence.level import LEVELS, Level
+from harness.evidence.formulas import add_verified, read_verified
+from harness.evidence.level import LEVELS, Level, LevelReport, changes, list_levels, read_level, write_level
+from harness.matrix.faults import fault_named
 from harness.project import Project
+from harness.report.evidence import formulas_sections, level_line, level_section, verified_line
+from harness.report.sections import Items, markdown
+from harness.running.plan import Plan
 from harness.running.progress import open_progress
+from harness.running.selection import NothingSelected, Query
+from harness.studies.levels import Interrupted, Work, ask_torch, collect, obstacle
+from harness.studies.records import verification, verified_with
+from harness.studies.surviving import RanksFailed
+from harness.trace.device import TorchFacts
 from harness.verdict import ExitCode
-
-if TYPE_CHECKING:
-    from harness.evidence.level import LevelReport
-    from harness.running.plan import Plan
-    from harness.running.selection import Query
-    from harness.studies.levels import Work
-    from harness.trace.device import TorchFacts
+from harness.workflow import run
 
 _EPILOG = """\b
 Examples:
@@ -78,9 +81,6 @@ def evidence_command(  # noqa: PLR0913  one parameter per option
     their goldens and noise are stored. all: these three, as far as the devices support them. On a CPU each is a
     rehearsal.
     """
-    from harness.matrix.faults import fault_named
-    from harness.studies.levels import Work, ask_torch
-
     if (level is None) != listed:
         raise click.UsageError(f"give one of {', '.join(_NAMES)}, or --list.")
     if level is None:
@@ -109,8 +109,6 @@ def evidence_command(  # noqa: PLR0913  one parameter per option
 
 def possible_levels(levels: tuple[Level, ...], facts: TorchFacts | None, visible: int) -> list[Level]:
     """The levels that the devices can prove. Of several the others are named; HarnessError where none is left."""
-    from harness.studies.levels import obstacle
-
     against = {level: None if facts is None else obstacle(level, facts, visible) for level in levels}
     found = [level for level, error in against.items() if error is None]
     errors = [error for error in against.values() if error is not None]
@@ -122,10 +120,6 @@ def possible_levels(levels: tuple[Level, ...], facts: TorchFacts | None, visible
 
 
 def _collect(levels: list[Level], work: Work, query: Query, *, to_stderr: bool) -> tuple[list[LevelReport], int]:
-    from harness.running.selection import NothingSelected
-    from harness.studies.levels import Interrupted, collect
-    from harness.studies.surviving import RanksFailed
-
     made: list[LevelReport] = []
     for level in levels:
         try:
@@ -146,10 +140,6 @@ def _collect(levels: list[Level], work: Work, query: Query, *, to_stderr: bool) 
 
 
 def _stored(project: Project, report: LevelReport) -> str:
-    from harness.evidence.level import changes, read_level, write_level
-    from harness.report.evidence import level_section
-    from harness.report.sections import markdown
-
     before = read_level(project.root, report.hardware, report.level)
     text = markdown([level_section(report, None if before is None else changes(before, report))], level=1)
     path = write_level(project.root, report)
@@ -161,11 +151,6 @@ def _verify_formulas(
     project: Project, query: Query, plan: Plan, reason: str | None, *, dry_run: bool, allow_dirty: bool
 ) -> int:
     """Run cases and record with which versions of torch and torchao every formula agrees."""
-    from harness.evidence.formulas import add_verified
-    from harness.report.evidence import formulas_sections
-    from harness.studies.records import verification, verified_with
-    from harness.workflow import run
-
     reason = require_reason(reason, "dev evidence formulas", "records")
     if not query.sources:
         query = msgspec.structs.replace(query, sources=("pr",))
@@ -186,11 +171,6 @@ def _verify_formulas(
 
 def _list(project: Project) -> int:
     """Print the stored evidence: versions with verified formulas, and the GPU levels by hardware class."""
-    from harness.evidence.formulas import read_verified
-    from harness.evidence.level import list_levels, read_level
-    from harness.report.evidence import level_line, verified_line
-    from harness.report.sections import Items
-
     reports = [read_level(project.root, hardware, level) for hardware, level in list_levels(project.root)]
     lines = [
         f"{level_line(each)}; torch {each.environment.packages.get('torch', 'unknown')}, {each.created}"

@@ -6,18 +6,17 @@ import re
 import subprocess
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import click
 
+from harness.cli.output import print_sections
 from harness.errors import HarnessError
+from harness.project import Project
+from harness.report.runs import environments_sections
+from harness.result import RunResult
+from harness.running.environments import NamedEnvironment, python_over, run_in_environment
+from harness.running.versions import NotInstalled, Source, Versions
 from harness.verdict import ExitCode
-
-if TYPE_CHECKING:
-    from harness.project import Project
-    from harness.result import RunResult
-    from harness.running.environments import NamedEnvironment
-    from harness.running.versions import Versions
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]*")
 _WORST_FIRST = (
@@ -27,10 +26,6 @@ _WORST_FIRST = (
 
 def run_in_environments(project: Project, given: Sequence[str], words: Sequence[str]) -> int:
     """`run` with these words in every environment of `--env NAME=PATH`."""
-    from harness.cli.output import print_sections
-    from harness.report.runs import environments_sections
-    from harness.running.environments import NamedEnvironment, python_over
-
     folder = project.state / "environments"
     environments = [
         NamedEnvironment(name=name, python=python_over(path, folder), folder=path)
@@ -51,16 +46,12 @@ def open_versions(
     environments: Sequence[str],
 ) -> Versions:
     """The environments of the versions of a package, with `options.version_options`."""
-    from harness.running.versions import Source, Versions
-
     source, given = Source(index_url=index_url, find_links=find_links), given_environments(environments)
     return Versions(package, project.state / "versions", source=source, given=given, note=note)
 
 
 def versions_of(project: Project, text: str, versions_for: Callable[..., Versions]) -> list[NamedEnvironment]:
     """The environments of `--versions PACKAGE=V1,V2`: given by `--env`, the one that runs, or made and kept."""
-    from harness.running.versions import NotInstalled
-
     package, _, listed = text.partition("=")
     names = [name.strip() for name in listed.split(",") if name.strip()]
     if not package or len(set(names)) < 2:
@@ -99,8 +90,6 @@ def run_in_each(
     project: Project, environments: Sequence[NamedEnvironment], words: Sequence[str]
 ) -> dict[str, RunResult]:
     """The results by environment name. Environments run one after another: in parallel they would slow each other."""
-    from harness.running.environments import run_in_environment
-
     folder = project.state / "environments"
     folder.mkdir(parents=True, exist_ok=True)
     runs = {}

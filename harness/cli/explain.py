@@ -20,7 +20,9 @@ from harness.hints import VERIFY_FORMULAS
 from harness.internals import Part, State, read_parts, with_needed
 from harness.matrix.axes import axis_type, axis_values, case_from_axes, known_axis, shown_value
 from harness.matrix.case import Case
+from harness.matrix.casefile import read_case_file
 from harness.matrix.caseid import case_id, family_id, id_words, reference_case
+from harness.matrix.coverage import count_cells
 from harness.matrix.known import matching
 from harness.matrix.linears import converted_fqns
 from harness.matrix.rules import Rule
@@ -29,6 +31,7 @@ from harness.matrix.scope import SCOPE
 from harness.matrix.targets import is_llama
 from harness.matrix.words import WORDS, meaning_of
 from harness.project import Project, find_project
+from harness.report.checks import checks_markdown
 from harness.report.sections import Block, Entry, Facts, Items, Section, Table, markdown
 from harness.run_options import RunOptions, options_of
 from harness.running.case_judge import known_here
@@ -85,8 +88,6 @@ def explain(  # noqa: PLR0913  one parameter per option
         return
     project = find_project(root)
     if checks:
-        from harness.report.checks import checks_markdown
-
         click.echo(checks_markdown(read_kills(project.root) or read_kills(project.shipped)), nl=False)
         return
     print_sections(_explained(project, words))
@@ -200,9 +201,6 @@ def _rule(title: str, rule: Rule) -> Entry:
 
 
 def _values_section(project: Project, words: Sequence[str], tier: str = "pr") -> Section:
-    from harness.matrix.casefile import read_case_file
-    from harness.matrix.coverage import count_cells
-
     values = _parse(words)
     census = count_cells(read_case_file(project.case_file(tier)), values)
     blocks: list[Block] = [

@@ -9,6 +9,8 @@ from typing import Any
 
 import click
 
+from harness.bugs.importing import import_configuration
+from harness.bugs.report import read_file, read_report
 from harness.cli.axes import axis_options, checked_case, given_axes
 from harness.cli.options import AT_LEAST_1, FILE
 from harness.durable import write_whole
@@ -75,9 +77,6 @@ def new_command(
 
 
 def _configured(config: str, axes: dict[str, object], ranks: int | None) -> tuple[Case, tuple[str, ...]]:
-    from harness.bugs.importing import import_configuration
-    from harness.bugs.report import read_file, read_report
-
     flags = config.lstrip().startswith("--")
     content = config.encode() if flags else read_file(config)
     report = read_report(content, where="--from" if flags else config)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 import msgspec
@@ -28,17 +28,38 @@ from harness.cli.options import (
     write_output,
 )
 from harness.cli.output import print_sections
+from harness.engine.cluster import unleased_cluster
 from harness.errors import HarnessError
+from harness.hints import rerun_failed
 from harness.matrix.case import Case
+from harness.matrix.caseid import case_id
+from harness.matrix.known import KnownFault
+from harness.performance.advice import advise
+from harness.performance.cost import CostReport, metrics, run_report, speed
+from harness.performance.gains import plots
+from harness.performance.layouts import simulate, sweep
+from harness.performance.machine import Machine, peak
+from harness.performance.machine import machine as machine_named
 from harness.project import Project, find_project
+from harness.report.predict import (
+    cost_sections,
+    layout_sections,
+    speed_sections,
+    speedup_page,
+    speedup_sections,
+    sweep_sections,
+)
+from harness.report.run import run_sections
+from harness.result import RunResult
+from harness.running.case_judge import known_here
+from harness.running.machine import check_rank_packages
+from harness.running.plan import Plan, make_plan
+from harness.running.progress import open_progress
+from harness.running.selection import Query
+from harness.studies.simulation import PROGRAM, SimulationFailed, Verification, require_simulable, verify
+from harness.studies.speed import SpeedReport, measure_speed, timed_case
 from harness.verdict import ExitCode
-
-if TYPE_CHECKING:
-    from harness.matrix.known import KnownFault
-    from harness.performance.machine import Machine
-    from harness.result import RunResult
-    from harness.running.plan import Plan
-    from harness.studies.simulation import Verification
+from harness.workflow import run
 
 _COST_EPILOG = """\b
 Examples:
@@ -87,8 +108,6 @@ def _machine_parameter(command: Command) -> Command:
 
     @functools.wraps(command)
     def with_machine(*, machine: str, gpus_per_node: int, network_gb_s: float, **given: Any) -> Any:
-        from harness.performance.machine import machine as machine_named
-
         return command(on=machine_named(machine, gpus_per_node=gpus_per_node, network_gb_s=network_gb_s), **given)
 
     text = "GB/s of one device to other nodes, in one direction."
@@ -123,10 +142,6 @@ def cost_command(  # noqa: PLR0913  one parameter an option
     root: str | None,
 ) -> int:
     """Show FLOPs, casts, communicated and saved bytes of one step, by formula or measured, and MFU of a speed."""
-    from harness.performance.cost import CostReport, metrics, run_report, speed
-    from harness.performance.machine import peak
-    from harness.report.predict import cost_sections
-
     if run_it and tokens_per_s is not None:
         raise HarnessError("--run measures the speed.", where="--tokens-per-s", fix="drop one of them.")
     code = ExitCode.GOOD
@@ -143,12 +158,6 @@ def cost_command(  # noqa: PLR0913  one parameter an option
 
 def _run(case: Case, root: str | None) -> RunResult:
     """The result of the case, run, judged and stored as `run` does."""
-    from harness.matrix.caseid import case_id
-    from harness.running.plan import make_plan
-    from harness.running.progress import open_progress
-    from harness.running.selection import Query
-    from harness.workflow import run
-
     with open_progress() as progress:
         plan = msgspec.structs.replace(make_plan(), root_option=root)
         result, _ = run(find_project(root), Query(sources=(case_id(case),)), plan, progress)
@@ -168,10 +177,6 @@ def _run(case: Case, root: str | None) -> RunResult:
 @json_option("the ranks and their costs")
 def layouts_command(*, case: Case, on: Machine, sweep_it: bool, verify_it: bool, json_file: Path | None) -> int:
     """Predict shapes, traffic, memory and refusals of a case on up to 4,096 ranks, without running it."""
-    from harness.performance.layouts import simulate, sweep
-    from harness.report.predict import layout_sections, sweep_sections
-    from harness.studies.simulation import SimulationFailed
-
     if sweep_it and verify_it:
         raise HarnessError("a sweep is of many layouts.", where="--verify", fix="leave out --sweep or --verify.")
     known = _known()
@@ -192,10 +197,6 @@ def layouts_command(*, case: Case, on: Machine, sweep_it: bool, verify_it: bool,
 
 
 def _verified(case: Case, known: tuple[KnownFault, ...]) -> Verification:
-    from harness.engine.cluster import unleased_cluster
-    from harness.running.machine import check_rank_packages
-    from harness.studies.simulation import PROGRAM, require_simulable, verify
-
     require_simulable(case)
     check_rank_packages()
     ranks = tuple(dict.fromkeys((0, case.world_size - 1)))
@@ -211,10 +212,6 @@ def _verified(case: Case, known: tuple[KnownFault, ...]) -> Verification:
 @click.option("--html", "html_file", metavar="FILE", type=OUTPUT, help="Write one HTML file with plots.")
 def speedup_command(*, case: Case, on: Machine, eager: bool, json_file: Path | None, html_file: Path | None) -> None:
     """Predict whether FP8 makes a case or model faster, with which recipe and linears. Runs nothing."""
-    from harness.performance.advice import advise
-    from harness.performance.gains import plots
-    from harness.report.predict import speedup_page, speedup_sections
-
     found = advise(case, on, eager=eager, known=_known())
 
     print_report(speedup_sections(found), json_file, found)
@@ -248,10 +245,6 @@ def measure_command(  # noqa: PLR0913  one parameter an option
     project: Project,
 ) -> int:
     """Time FP8 cases against their BF16 twins of the same layout, alternately."""
-    from harness.report.predict import speed_sections
-    from harness.running.progress import open_progress
-    from harness.studies.speed import SpeedReport, measure_speed, timed_case
-
     if len(set(cases)) < len(cases):
         raise HarnessError("a case is given twice.", where="predict measure", fix="give every case once.")
     timed = [timed_case(each, warmup=warmup, steps=steps) for each in cases]
@@ -265,14 +258,9 @@ def measure_command(  # noqa: PLR0913  one parameter an option
 
 
 def _known() -> tuple[KnownFault, ...]:
-    from harness.running.case_judge import known_here
-
     return known_here(find_project())
 
 
 def _tell_failures(result: RunResult, root: str | None) -> None:
-    from harness.hints import rerun_failed
-    from harness.report.run import run_sections
-
     if result.exit_code is not ExitCode.GOOD:
         print_sections(run_sections(result, rerun=rerun_failed(root=root)), err=True)

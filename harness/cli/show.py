@@ -9,7 +9,7 @@ import secrets
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, TextIO
+from typing import TextIO
 
 import click
 
@@ -17,18 +17,24 @@ from harness.cli import options
 from harness.cli.output import print_sections
 from harness.errors import HarnessError
 from harness.hints import rerun_failed
-from harness.jsonform import compact
+from harness.jsonform import compact, read_json
+from harness.matrix.coverage import coverage
 from harness.project import Project, find_project
 from harness.report.case import shown_case
 from harness.report.ci import annotation_lines, job_summary, junit_report
+from harness.report.conformance import ConformanceDocument, conformance_section
+from harness.report.coverage import coverage_section
+from harness.report.html.page import Front, html_report
+from harness.report.mutation import mutation_section
 from harness.report.run import run_markdown, run_sections
+from harness.report.runs import history_table
+from harness.report.sections import Section, Table
 from harness.result import CaseResult, RunResult
-from harness.running.stored import results_of, stored_run
+from harness.running.selection import whole_tiers
+from harness.running.stored import results_of, runs_before, stored_run
 from harness.store import line_schema, run_lines
-
-if TYPE_CHECKING:
-    from harness.report.html.page import Front
-    from harness.report.sections import Section, Table
+from harness.studies.history import histories
+from harness.studies.mutation import MutationMatrix
 
 _EPILOG = """\b
 Examples:
@@ -135,31 +141,17 @@ def page_of(
     conformance: Path | None = None,
 ) -> bytes:
     """The page of a run, with the coverage of the tiers that it ran whole, and earlier results where it is stored."""
-    from harness.report.html.page import html_report
-
     sections = tuple(_sections(project, run, mutations, conformance))
     return html_report(run, front=front, sections=sections, history=_history(project, run))
 
 
 def _history(project: Project, run: RunResult) -> dict[str, Table]:
-    from harness.report.runs import history_table
-    from harness.running.stored import runs_before
-    from harness.studies.history import histories
-
     ids = {result.case_id for result in run.results}
     found = histories(runs_before(project, run, most=_HISTORY_RUNS), ids.__contains__)
     return {each.case_id: history_table(each) for each in found if len(each.moments) > 1}
 
 
 def _sections(project: Project, run: RunResult, mutations: Path | None, conformance: Path | None) -> Iterator[Section]:
-    from harness.jsonform import read_json
-    from harness.matrix.coverage import coverage
-    from harness.report.conformance import ConformanceDocument, conformance_section
-    from harness.report.coverage import coverage_section
-    from harness.report.mutation import mutation_section
-    from harness.running.selection import whole_tiers
-    from harness.studies.mutation import MutationMatrix
-
     tiers = whole_tiers(project, {result.case_id for result in run.results})
     if tiers:
         yield coverage_section([(tier, coverage(tier, 2)) for tier in tiers])
