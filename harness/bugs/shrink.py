@@ -32,15 +32,13 @@ from harness.verdict import FailureSignature
 # Every axis, in the order in which it is tried: what costs most first. Of sizes, the least that there can be.
 _SMALLEST: Mapping[str, int] = {name: axis.smallest for name, axis in DECLARED.items() if axis.smallest is not None}
 OPTIONS = tuple(name for name, axis in DECLARED.items() if axis.smallest is None and axis.shrinks)
+RunCases = Callable[[Sequence[Case]], Sequence[CaseResult]]  # the result of every case, in order
 GROUPS: tuple[tuple[str, ...], ...] = (
     tuple(name for name in _SMALLEST if DECLARED[name].changes is Changes.TRAINING),
     tuple(name for name in _SMALLEST if DECLARED[name].changes is Changes.LAYOUT),
     OPTIONS,
 )
 _GRID = 64  # a size that keeps its remainder by this keeps what alignment makes of it
-
-
-RunCases = Callable[[Sequence[Case]], Sequence[CaseResult]]  # the result of every case, in order
 
 
 class Attempt(msgspec.Struct, frozen=True, kw_only=True):

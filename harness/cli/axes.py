@@ -71,25 +71,22 @@ def require_allowed(case: Case, axes: Collection[str], *, where: str) -> None:
         raise HarnessError(what, where=where, fix=f"change {_options(changed)}.")
 
 
-def configured_cases(command: Command) -> Command:
-    """`[CASE-ID]... --model NAME --tokens N --world N` and axes, passed to the command as one parameter `cases`.
-
-    Cases, or a named model, with the given axes in the place of their own. No rule excludes them.
-    """
-    return _configuration(command, metavar="[CASE-ID]...", nargs=-1)
-
-
 def configured_case(command: Command) -> Command:
-    """The same of one case, passed to the command as one parameter `case`."""
+    """`configured_cases` of one case, passed to the command as one parameter `case`."""
 
     @functools.wraps(command)
     def with_case(*, cases: tuple[Case, ...], **given: Any) -> Any:
         return command(case=cases[0], **given)
 
-    return _configuration(with_case, metavar="[CASE-ID]", nargs=1)
+    return configured_cases(with_case, metavar="[CASE-ID]", nargs=1)
 
 
-def _configuration(command: Command, *, metavar: str, nargs: int) -> Command:
+def configured_cases(command: Command, *, metavar: str = "[CASE-ID]...", nargs: int = -1) -> Command:
+    """`[CASE-ID]... --model NAME --tokens N --world N` and axes, passed to the command as one parameter `cases`.
+
+    Cases, or a named model, with the given axes in the place of their own. No rule excludes them.
+    """
+
     @functools.wraps(command)
     def with_cases(
         *, named: str | tuple[str, ...] | None, model: str | None, tokens: int | None, world: int | None, **given: Any

@@ -112,9 +112,7 @@ bug.add_command(import_command)
 def list_command(*, json_file: Path | None, project: Project) -> None:
     """List the bug files of the project."""
     bugs = read_bugs(project.bugs)
-    options.write_json(json_file, [bug_document(each) for each in bugs])
-    if json_file is None:
-        print_sections(bugs_sections(bugs))
+    options.print_or_write(bugs_sections(bugs), json_file, [bug_document(each) for each in bugs])
 
 
 # What commands that run a case of a bug share.

@@ -9,7 +9,7 @@ from pathlib import Path
 import click
 import msgspec
 
-from harness.cli.options import PARTS_BY_TITLE, json_option, root_option, write_json
+from harness.cli.options import PARTS_BY_TITLE, json_option, print_or_write, root_option
 from harness.cli.output import print_sections
 from harness.errors import HarnessError
 from harness.evidence.formulas import PACKAGES, doubts, read_verified
@@ -82,9 +82,7 @@ def explain(  # noqa: PLR0913  one parameter per option
         return
     if internals:
         state = internals_here()
-        write_json(json_file, _internals_document(state))
-        if json_file is None:
-            print_sections(_internals_sections(state))
+        print_or_write(_internals_sections(state), json_file, _internals_document(state))
         return
     project = find_project(root)
     if checks:

@@ -9,8 +9,7 @@ from pathlib import Path
 
 import click
 
-from harness.cli.options import json_option, project_parameter, query_parameter, write_json
-from harness.cli.output import print_sections
+from harness.cli.options import json_option, print_or_write, project_parameter, query_parameter
 from harness.errors import HarnessError
 from harness.matrix.caseid import case_id, parse_case_id
 from harness.project import Project
@@ -46,10 +45,9 @@ def history_command(*, query: Query, most: int | None, project: Project, json_fi
     if not found:
         asked = shlex.join(query.words) if query != Query() else "any case"
         raise NothingSelected("no run of it is stored.", where=asked, fix="run it, or import results of it.")
-    write_json(json_file, list(map(history_document, found)))
-    if json_file is None:
-        single = len(found) == 1 and len(query.sources) == 1
-        print_sections(history_sections(found[0]) if single else histories_sections(found))
+    single = len(found) == 1 and len(query.sources) == 1
+    sections = history_sections(found[0]) if single else histories_sections(found)
+    print_or_write(sections, json_file, list(map(history_document, found)))
 
 
 def _wanted(project: Project, query: Query) -> Callable[[str], bool]:

@@ -125,9 +125,11 @@ def _describe(error: BaseException) -> tuple[str, ExitCode]:
         case HarnessError():
             from harness.gate.gate import NothingCompared
             from harness.running.selection import NothingSelected
+            from harness.studies.surviving import RanksFailed
 
             nothing = isinstance(error, NothingSelected | NothingCompared)
-            return error.text, ExitCode.NOTHING_RAN if nothing else ExitCode.USAGE
+            code = ExitCode.INFRA if isinstance(error, RanksFailed) else ExitCode.USAGE
+            return error.text, ExitCode.NOTHING_RAN if nothing else code
         case OSError():
             return str(error), ExitCode.INFRA
         case _:

@@ -59,7 +59,11 @@ def new_command(
     if config is None:
         case = checked_case(given_axes(axes), where="new")
     else:
-        case, notes = _configured(config, given_axes(axes), ranks)
+        flags = config.lstrip().startswith("--")
+        content = config.encode() if flags else read_file(config)
+        report = read_report(content, where="--from" if flags else config)
+        today = datetime.datetime.now(tz=datetime.UTC).date()
+        case, notes = import_configuration(report, given_axes(axes), today=today, ranks=ranks)
     if as_id:
         click.echo(case_id(case))
         return
@@ -74,13 +78,6 @@ def new_command(
         click.echo(f"it must be refused: {refusal.reason}")
     click.echo(f"what it needs: {explain_case(case_id(case))}")
     click.echo(f"run it:        {command}")
-
-
-def _configured(config: str, axes: dict[str, object], ranks: int | None) -> tuple[Case, tuple[str, ...]]:
-    flags = config.lstrip().startswith("--")
-    content = config.encode() if flags else read_file(config)
-    report = read_report(content, where="--from" if flags else config)
-    return import_configuration(report, axes, today=datetime.datetime.now(tz=datetime.UTC).date(), ranks=ranks)
 
 
 def write_new_case(file: Path, case: Case, *, force: bool) -> str:

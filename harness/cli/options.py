@@ -200,6 +200,13 @@ def print_report(sections: Iterable[Block], json_file: Path | None, value: objec
     write_json(json_file, value)
 
 
+def print_or_write(sections: Iterable[Block], json_file: Path | None, value: object) -> None:
+    """Print for people, or write for programs where that is asked for."""
+    if json_file is None:
+        print_sections(sections)
+    write_json(json_file, value)
+
+
 def typed_command() -> str:
     """The words of this command line, for the provenance of what it makes."""
     return shlex.join(["fp8-harness", *sys.argv[1:]])

@@ -33,7 +33,6 @@ from harness.errors import HarnessError
 from harness.hints import rerun_failed
 from harness.matrix.case import Case
 from harness.matrix.caseid import case_id
-from harness.matrix.known import KnownFault
 from harness.performance.advice import advise
 from harness.performance.cost import CostReport, metrics, run_report, speed
 from harness.performance.gains import plots
@@ -56,7 +55,7 @@ from harness.running.machine import check_rank_packages
 from harness.running.plan import Plan, make_plan
 from harness.running.progress import open_progress
 from harness.running.selection import Query
-from harness.studies.simulation import PROGRAM, SimulationFailed, Verification, require_simulable, verify
+from harness.studies.simulation import PROGRAM, require_simulable, verify
 from harness.studies.speed import SpeedReport, measure_speed, timed_case
 from harness.verdict import ExitCode
 from harness.workflow import run
@@ -146,7 +145,10 @@ def cost_command(  # noqa: PLR0913  one parameter an option
         raise HarnessError("--run measures the speed.", where="--tokens-per-s", fix="drop one of them.")
     code = ExitCode.GOOD
     if run_it:
-        result = _run(case, root)
+        plan = msgspec.structs.replace(make_plan(), root_option=root)
+        with open_progress() as progress:
+            result, _ = run(find_project(root), Query(sources=(case_id(case),)), plan, progress)
+        _tell_failures(result, root)
         report, code = run_report(case, result.results[0]), result.exit_code
     else:
         device = None if machine is None else peak(machine)
@@ -154,15 +156,6 @@ def cost_command(  # noqa: PLR0913  one parameter an option
         report = CostReport(formula=metrics(case, rank=rank), peak=device, speed=found)
     print_report(cost_sections(report), json_file, report)
     return ExitCode.FAILED if report.differing else code
-
-
-def _run(case: Case, root: str | None) -> RunResult:
-    """The result of the case, run, judged and stored as `run` does."""
-    with open_progress() as progress:
-        plan = msgspec.structs.replace(make_plan(), root_option=root)
-        result, _ = run(find_project(root), Query(sources=(case_id(case),)), plan, progress)
-    _tell_failures(result, root)
-    return result
 
 
 @predict.command("layouts", epilog=_LAYOUTS_EPILOG)
@@ -179,29 +172,23 @@ def layouts_command(*, case: Case, on: Machine, sweep_it: bool, verify_it: bool,
     """Predict shapes, traffic, memory and refusals of a case on up to 4,096 ranks, without running it."""
     if sweep_it and verify_it:
         raise HarnessError("a sweep is of many layouts.", where="--verify", fix="leave out --sweep or --verify.")
-    known = _known()
+    known = known_here(find_project())
     if sweep_it:
         ranked = sweep(case, on, known=known)
         print_report(sweep_sections(ranked), json_file, ranked)
         return ExitCode.FAILED if all(each.refused for each in ranked) else ExitCode.GOOD
     found = simulate(case, on, known=known)
-    try:
-        verification = _verified(case, known) if verify_it else None
-    except SimulationFailed as error:
-        click.echo(f"fp8-harness: error: {error.text}", err=True)
-        return ExitCode.INFRA
+    verification = None
+    if verify_it:
+        require_simulable(case)
+        check_rank_packages()
+        ranks = tuple(dict.fromkeys((0, case.world_size - 1)))
+        with unleased_cluster(PROGRAM, len(ranks)) as cluster:
+            verification = verify(cluster, case, ranks, known)
     report = {"simulation": found, "verification": verification}
     print_report(layout_sections(found, verification), json_file, report)
     differs = verification is not None and verification.differing
     return ExitCode.FAILED if found.refused or differs else ExitCode.GOOD
-
-
-def _verified(case: Case, known: tuple[KnownFault, ...]) -> Verification:
-    require_simulable(case)
-    check_rank_packages()
-    ranks = tuple(dict.fromkeys((0, case.world_size - 1)))
-    with unleased_cluster(PROGRAM, len(ranks)) as cluster:
-        return verify(cluster, case, ranks, known)
 
 
 @predict.command("speedup", epilog=_SPEEDUP_EPILOG)
@@ -212,8 +199,7 @@ def _verified(case: Case, known: tuple[KnownFault, ...]) -> Verification:
 @click.option("--html", "html_file", metavar="FILE", type=OUTPUT, help="Write one HTML file with plots.")
 def speedup_command(*, case: Case, on: Machine, eager: bool, json_file: Path | None, html_file: Path | None) -> None:
     """Predict whether FP8 makes a case or model faster, with which recipe and linears. Runs nothing."""
-    found = advise(case, on, eager=eager, known=_known())
-
+    found = advise(case, on, eager=eager, known=known_here(find_project()))
     print_report(speedup_sections(found), json_file, found)
     write_output(html_file, lambda: speedup_page(found, plots(case, on)))
 
@@ -255,10 +241,6 @@ def measure_command(  # noqa: PLR0913  one parameter an option
     report = SpeedReport(gated=plan.device != "cpu", warmup=warmup, cases=found)
     print_report(speed_sections(report), json_file, report)
     return result.exit_code
-
-
-def _known() -> tuple[KnownFault, ...]:
-    return known_here(find_project())
 
 
 def _tell_failures(result: RunResult, root: str | None) -> None:

@@ -13,6 +13,7 @@ import msgspec
 from click.core import ParameterSource
 
 from harness.cli import options
+from harness.cli.environments import given_words, refuse_with_env, run_in_environments
 from harness.cli.output import print_sections
 from harness.cli.show import page_of, report_to_github, workflow_commands_off
 from harness.durable import WriteFailed, write_whole
@@ -63,9 +64,11 @@ def run_command(*, query: Query, plan_for: Callable[..., Plan], **rest: Any) -> 
     """Run cases on fresh ranks and judge them."""
     asked = CommandOptions(**{name: rest[name] for name in CommandOptions.__struct_fields__})
     shard = None if asked.shard is None else parse_shard(asked.shard)
-    if asked.environments:
-        return _in_environments(asked)
     project = find_project(asked.root)
+    if asked.environments:
+        refuse_with_env({option_named(name).flag: getattr(asked, name) for name in _OF_ONE_RUN})
+        words = given_words(click.get_current_context().params.keys() - {"environments"})
+        return run_in_environments(project, asked.environments, words)
     query = msgspec.structs.replace(query, budget_s=asked.budget_s, shard=shard)
     context = click.get_current_context()  # whose options that change what ranks do are repeated, without defaults
     names = [name for name in RunOptions.__struct_fields__ if context.get_parameter_source(name) in _BY_USER]
@@ -106,14 +109,6 @@ def _run_and_report(project: Project, query: Query, plan: Plan, stopped: Stored 
     if asked.github:
         report_to_github(result, text_file)
     return _write(result, outputs, stored=stored)
-
-
-def _in_environments(asked: CommandOptions) -> int:
-    from harness.cli.environments import given_words, refuse_with_env, run_in_environments
-
-    refuse_with_env({option_named(name).flag: getattr(asked, name) for name in _OF_ONE_RUN})
-    words = given_words(click.get_current_context().params.keys() - {"environments"})
-    return run_in_environments(find_project(asked.root), asked.environments, words)
 
 
 def _stopped(project: Project, asked: Query, given: RunOptions, *, alone: bool) -> Stored:

@@ -9,8 +9,7 @@ from pathlib import Path
 import click
 from msgspec.structs import replace
 
-from harness.cli.options import OUTPUT, json_option, project_parameter, write_json
-from harness.cli.output import print_sections
+from harness.cli.options import OUTPUT, json_option, print_or_write, project_parameter
 from harness.durable import write_whole
 from harness.plural import counted
 from harness.project import Project
@@ -51,10 +50,9 @@ def runs() -> None:
 def list_command(*, json_file: Path | None, project: Project) -> None:
     """List the stored runs, the latest first: number 2 is `last~2` for other commands. Then the space they take."""
     found = list(runs_of(project))
-    write_json(json_file, [run_document(number, each) for number, each in enumerate(found)])
+    print_or_write(runs_sections(found), json_file, [run_document(number, each) for number, each in enumerate(found)])
     if json_file is not None:
         return
-    print_sections(runs_sections(found))
     for name, folder in (("runs", project.runs), ("witnesses", project.witness_folder())):
         sizes = []
         for path in folder.rglob("*"):

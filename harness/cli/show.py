@@ -28,7 +28,7 @@ from harness.report.html.page import Front, html_report
 from harness.report.mutation import mutation_section
 from harness.report.run import run_markdown, run_sections
 from harness.report.runs import history_table
-from harness.report.sections import Section, Table
+from harness.report.sections import Section
 from harness.result import CaseResult, RunResult
 from harness.running.selection import whole_tiers
 from harness.running.stored import results_of, runs_before, stored_run
@@ -142,13 +142,10 @@ def page_of(
 ) -> bytes:
     """The page of a run, with the coverage of the tiers that it ran whole, and earlier results where it is stored."""
     sections = tuple(_sections(project, run, mutations, conformance))
-    return html_report(run, front=front, sections=sections, history=_history(project, run))
-
-
-def _history(project: Project, run: RunResult) -> dict[str, Table]:
     ids = {result.case_id for result in run.results}
     found = histories(runs_before(project, run, most=_HISTORY_RUNS), ids.__contains__)
-    return {each.case_id: history_table(each) for each in found if len(each.moments) > 1}
+    history = {each.case_id: history_table(each) for each in found if len(each.moments) > 1}
+    return html_report(run, front=front, sections=sections, history=history)
 
 
 def _sections(project: Project, run: RunResult, mutations: Path | None, conformance: Path | None) -> Iterator[Section]:

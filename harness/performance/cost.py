@@ -40,7 +40,7 @@ class Metrics(msgspec.Struct, frozen=True, kw_only=True):
     saved_bytes: int | None  # for backward; None where a compiler chooses
 
 
-def metrics(case: Case, *, rank: int = 0, saves_attention: bool = True) -> Metrics:
+def metrics(case: Case, *, rank: int = 0) -> Metrics:
     """What the formulas say. HarnessError for a target without any, and for a rank that the case does not have."""
     expect = Expectations(case)
     if not expect.has_formulas:
@@ -57,8 +57,8 @@ def metrics(case: Case, *, rank: int = 0, saves_attention: bool = True) -> Metri
         step=step,
         tokens=case.local_batch * case.train.seq_len,
         refusal=None if expect.refusal is None else expect.refusal.reason,
-        work=work(case, rank=rank, saves_attention=saves_attention),
-        executed=executed(case, rank=rank, saves_attention=saves_attention),
+        work=work(case, rank=rank),
+        executed=executed(case, rank=rank),
         flops_per_token=flops_per_token_by_precision(case),
         casts=expect.cast_calls,
         wire=sent_by((term.words, term.times, term.payload_bytes) for term in terms),

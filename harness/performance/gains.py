@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import msgspec
 from msgspec.structs import replace
@@ -226,20 +226,13 @@ def _added_rows(vocab_size: int, padded: int, tp: int) -> int:
     return -(-padded // tp) - -(-vocab_size // tp)
 
 
-class Line(msgspec.Struct, frozen=True, kw_only=True):
-    """A named value for every place of its plot."""
-
-    name: str
-    values: tuple[float, ...]
-
-
 class Plot(msgspec.Struct, frozen=True, kw_only=True):
-    """Lines over the same `places`, whose meaning is `across`; `logarithmic`: places are powers."""
+    """Named lines over the same `places`, whose meaning is `across`; `logarithmic`: places are powers."""
 
     title: str
     across: str
     places: tuple[int, ...]
-    lines: tuple[Line, ...]
+    lines: Mapping[str, tuple[float, ...]]
     logarithmic: bool = False
 
 
@@ -259,10 +252,7 @@ def _over_size(case: Case, machine: Machine) -> Plot:
         title="predicted speed over BF16, compiled blocks",
         across="dim of the model, with heads of 128 and ffn_dim of 4 dim",
         places=_DIMS,
-        lines=tuple(
-            Line(name=recipe, values=tuple(speed_up(variants(each)[recipe], machine) for each in sized))
-            for recipe in EAGER_KERNELS
-        ),
+        lines={recipe: tuple(speed_up(variants(each)[recipe], machine) for each in sized) for recipe in EAGER_KERNELS},
         logarithmic=True,
     )
 
@@ -276,9 +266,7 @@ def _over_vocabulary(case: Case) -> Plot:
         title=f"MB that padding the vocabulary to a multiple of {16 * tp} adds to a rank",
         across="vocabulary",
         places=places,
-        lines=(
-            Line(name="MB", values=tuple(added_bytes(size, padded_size(size, tp), tp, dim) / 1e6 for size in places)),
-        ),
+        lines={"MB": tuple(added_bytes(size, padded_size(size, tp), tp, dim) / 1e6 for size in places)},
     )
 
 
@@ -287,16 +275,15 @@ def _over_world(case: Case) -> Plot:
     wide = replace(case.float8, fp8_all_gather=False, precompute_scale=False)
     narrow = replace(wide, recipe="tensorwise", casts=(), fp8_all_gather=True, precompute_scale=True)
     in_bf16, in_float8 = ([_received_gb(replace(each, float8=float8)) for each in sharded] for float8 in (wide, narrow))
-    lines = {
-        "weights gathered in BF16": [gathered for gathered, _ in in_bf16],
-        "weights gathered in float8": [gathered for gathered, _ in in_float8],
-        "gradients reduced in float32": [reduced for _, reduced in in_bf16],
-    }
     return Plot(
         title="GB that FSDP brings to a rank in one step",
         across="world size",
         places=tuple(each.layout.world_size for each in sharded),
-        lines=tuple(Line(name=name, values=tuple(values)) for name, values in lines.items()),
+        lines={
+            "weights gathered in BF16": tuple(gathered for gathered, _ in in_bf16),
+            "weights gathered in float8": tuple(gathered for gathered, _ in in_float8),
+            "gradients reduced in float32": tuple(reduced for _, reduced in in_bf16),
+        },
         logarithmic=True,
     )
 

@@ -22,6 +22,7 @@ from harness.verdict import Finding, Verdict
 SHOWN_TRACEBACK_LINES = 25  # the last ones; the JSON report has all
 _UNITS = ("", "k", "M", "G", "T", "P", "E")
 _T = TypeVar("_T")
+_MOST_BARS = 20
 _BARS = "▁▂▃▄▅▆▇█"
 
 
@@ -170,14 +171,10 @@ def _curve_rows(curves: Mapping[str, Curve]) -> Iterator[tuple[str, ...]]:
         low, high = min(finite, default=0.0), max(finite, default=0.0)
         for name, values in named.items():
             ends = f"{values[0]:.6g} -> {values[-1]:.6g}"
-            yield title, name, sparkline(_thinned(values), low, high), ends
-
-
-def _thinned(values: Sequence[float], most: int = 20) -> Sequence[float]:
-    """At most so many of the values, evenly spaced, the last one among them."""
-    if len(values) <= most:
-        return values
-    return [values[round(at * (len(values) - 1) / (most - 1))] for at in range(most)]
+            # Evenly spaced, the last one among them.
+            some = [round(at * (len(values) - 1) / (_MOST_BARS - 1)) for at in range(_MOST_BARS)]
+            shown = values if len(values) <= _MOST_BARS else [values[at] for at in some]
+            yield title, name, sparkline(shown, low, high), ends
 
 
 def distances(measured: Measured) -> tuple[tuple[str, str], ...]:

@@ -292,9 +292,10 @@ def speedup_page(found: Advice, drawn: Sequence[Plot]) -> bytes:
     values = tuple(
         Table(
             title=plot.title,
-            columns=(plot.across, *(line.name for line in plot.lines)),
+            columns=(plot.across, *plot.lines),
             rows=tuple(
-                (str(place), *(f"{line.values[at]:.4g}" for line in plot.lines)) for at, place in enumerate(plot.places)
+                (str(place), *(f"{values[at]:.4g}" for values in plot.lines.values()))
+                for at, place in enumerate(plot.places)
             ),
             folded=True,
         )

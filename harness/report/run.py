@@ -26,9 +26,8 @@ def run_sections(run: RunResult, *, rerun: str, quiet: bool = False) -> list[Blo
     ]
 
 
-def case_table(results: Sequence[CaseResult], *, title: str = "") -> Table:
+def case_table(results: Sequence[CaseResult]) -> Table:
     return Table(
-        title=title,
         columns=("case", "verdict", "ranks", "wall s", "CPU s", "note"),
         rows=tuple(
             (

@@ -25,16 +25,13 @@ from harness.performance.memory import memory
 from harness.performance.work import executed, gemms
 from harness.request import SimulationRequest
 from harness.sources import installed_versions
+from harness.studies.surviving import RanksFailed
 from harness.trace.counts import SimulatedRank, collective_of, multiplied_words
 
 PROGRAM = "harness.worker.simulating.main"
 _DEADLINE_S = 1800.0
 _EXACT = ("parameters", "buffers", "optimizer", "gradients", "saved", "before_backward")
 _SCALAR_BYTES = 8
-
-
-class SimulationFailed(HarnessError):
-    """The ranks ended in an error that says nothing of the formulas."""
 
 
 class Compared(msgspec.Struct, frozen=True, kw_only=True):
@@ -82,7 +79,7 @@ def require_simulable(case: Case) -> None:
 def verify(engine: Cluster, case: Case, ranks: Sequence[int], known: Sequence[KnownFault] = ()) -> Verification:
     """Simulate some ranks of a case, eager, and compare all that its formulas say exactly.
 
-    Raises `SimulationFailed` where a rank ends in another error than a refused matmul.
+    Raises RanksFailed where a rank ends in another error than a refused matmul.
     """
     case = replace(case, compile="none", layout=replace(case.layout, async_tp=False))
     require_simulable(case)
@@ -103,7 +100,7 @@ def _simulated(engine: Cluster, case: Case, ranks: Sequence[int]) -> list[Simula
     outcome = engine.run(Job(job_id="simulate", world_size=len(ranks), payload=payload, deadline_s=_DEADLINE_S))
     if outcome.status != "ok":
         what = f"the simulated ranks ended in an error: {outcome.message}"
-        raise SimulationFailed(what, where=case_id(case), fix="predict it without --verify, and report this.")
+        raise RanksFailed(what, where=case_id(case), fix="predict it without --verify, and report this.")
     return [msgspec.msgpack.decode(rank.payload or b"", type=SimulatedRank) for rank in outcome.ranks]
 
 

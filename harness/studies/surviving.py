@@ -13,7 +13,7 @@ MAX_LOST = 8  # checks that may bring their ranks down before the rest is given 
 
 
 class RanksFailed(HarnessError):
-    """The ranks failed outside of any check, because of the machine or an injection."""
+    """The ranks failed outside of what is checked, because of the machine or an injection."""
 
 
 class Check(Protocol):

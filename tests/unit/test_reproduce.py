@@ -11,6 +11,7 @@ import pytest
 from harness.bugs import trials
 from harness.bugs.reproduce import Reproduced, reproduced
 from harness.bugs.trials import NamedCase, TrialResult
+from harness.cli import bug
 from harness.cli.main import main
 from harness.matrix.bugfile import Bug, BugFile
 from harness.report.bugs import reproduced_sections
@@ -107,7 +108,7 @@ def test_an_interruption_has_its_exit_code(
     def interrupted(*args: object, **options: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(trials, "run_once", interrupted)
+    monkeypatch.setattr(bug, "run_once", interrupted)
     monkeypatch.setenv("FP8_HARNESS_STATE", str(tmp_path))
     monkeypatch.setenv("FP8_HARNESS_PROGRAM", "tests.acceptance.fake_program")
     assert main(["bug", "repro", "single-bf16-v2048-f32", "-q"]) == ExitCode.INTERRUPTED

@@ -136,7 +136,7 @@ def test_page() -> None:
     page = Page(speedup_page(found, plots(debug(tp=8), H100)))
     told = page.data()["told"]
     assert [len(plot["lines"]) for plot in told] == [3, 1, 3]
-    assert all(len(line["values"]) == len(plot["places"]) for plot in told for line in plot["lines"])
+    assert all(len(line) == len(plot["places"]) for plot in told for line in plot["lines"].values())
     assert "default-src 'none'" in str(page.of("meta")) and "Permission is hereby granted" in page.inside[-1]
     assert found.recommendations[0] in page.text
 
@@ -146,10 +146,10 @@ def test_plots_tell_what_the_rest_tells() -> None:
     size, vocabulary, world = plots(case, GRAND_TETON)
     ratios = {each.name: each.compiled for each in advise(case, GRAND_TETON).variants}
     at = size.places.index(4096)
-    assert size.lines[0].values[at] == pytest.approx(ratios["tensorwise"], rel=0.03)
-    assert vocabulary.lines[0].values[vocabulary.places.index(128256)] == 0
-    wide, narrow, _ = world.lines
-    assert all(0.5 < less / more < 0.9 for more, less in zip(wide.values, narrow.values, strict=True))
+    assert size.lines["tensorwise"][at] == pytest.approx(ratios["tensorwise"], rel=0.03)
+    assert vocabulary.lines["MB"][vocabulary.places.index(128256)] == 0
+    wide, narrow, _ = world.lines.values()
+    assert all(0.5 < less / more < 0.9 for more, less in zip(wide, narrow, strict=True))
 
 
 def test_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ function plot(told) {
       height: 260,
       series: [
         { label: told.across, value: (_, value) => short(value) },
-        ...told.lines.map(({ name }, number) => ({
+        ...Object.keys(told.lines).map((name, number) => ({
           label: name,
           stroke: () => colour(COLOURS[number % COLOURS.length]),
           width: 2,
@@ -39,7 +39,7 @@ function plot(told) {
       ],
       cursor: { drag: { x: true, y: false } },
     },
-    [told.places, ...told.lines.map(({ values }) => values)],
+    [told.places, ...Object.values(told.lines)],
     place,
   );
   addEventListener("resize", () => drawn.setSize({ width: width(), height: 260 }));
