@@ -15,12 +15,12 @@ import msgspec
 
 from harness.engine.hardware import host_name
 from harness.errors import HarnessError
+from harness.evidence.sealed import own_root
 from harness.matrix.axes import suggestion
 
 STATE_VARIABLE = "FP8_HARNESS_STATE"
 
 _SHIPPED = Path(__file__).with_name("_project")  # in a wheel
-_CLONE = Path(__file__).parents[1]
 
 # TOML files in cases/ that contain records about cases instead of cases.
 _RECORD_FILES = frozenset({"known.toml", "required.toml", "quarantine.toml"})
@@ -63,7 +63,7 @@ class Project(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     @property
     def shipped(self) -> Path:
         """The root of the project of the package, in a wheel or in a clone."""
-        return _SHIPPED if _is_root(_SHIPPED) else _CLONE
+        return own_root()
 
     @property
     def shipped_known(self) -> Path:

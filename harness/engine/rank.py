@@ -15,6 +15,7 @@ import tempfile
 import threading
 import time
 import traceback
+from pathlib import Path
 from typing import NoReturn
 
 import msgspec
@@ -33,7 +34,6 @@ class RankSetup(msgspec.Struct, frozen=True, kw_only=True):
     """What a rank gets from its supervisor. `keep_fds` were open before the engine opened any."""
 
     share: Share
-    folder: JobFolder
     rank: int
     parent_pid: int
     socket: socket.socket
@@ -72,7 +72,7 @@ def _prepare_process(setup: RankSetup) -> None:
     faulthandler.register(signal.SIGUSR1, file=setup.dump_fd, all_threads=True)
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # so that a killed rank loses no output
-    os.environ["TMPDIR"] = str(setup.folder.tmp)
+    os.environ["TMPDIR"] = str(JobFolder(Path(setup.share.folder)).tmp)
     tempfile.tempdir = None
 
 

@@ -68,7 +68,6 @@ class RankProcess:
             if self.pid == 0:
                 setup = RankSetup(
                     share=self._share,
-                    folder=self._folder,
                     rank=self.rank,
                     parent_pid=parent_pid,
                     socket=far,

@@ -232,7 +232,7 @@ class _EvidenceReader:
         return _cached(self._tolerances, key, lambda: parity_tolerance_for(case, self.root, self.plan.numerics))
 
     def tolerance(self, case: Case) -> Tolerance | None:
-        key = ("loss", tolerance_key(case), case.train.steps, case.checks.loss_tolerance)
+        key = ("loss", tolerance_key(case), case.train.steps, case.train.valid_tokens, case.checks.loss_tolerance)
         return _cached(self._tolerances, key, lambda: tolerance_for(case, self.root))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
@@ -9,11 +10,14 @@ from msgspec.structs import replace
 
 from harness.checks.loss_vs_golden import LOSS, NO_GOLDEN, NO_TOLERANCE
 from harness.checks.parity import NO_REFERENCE
+from harness.evidence.tolerance import tolerance_for
 from harness.matrix.case import Case
 from harness.matrix.caseid import case_id, family_id, parse_case_id, reference_case
 from harness.matrix.known import KnownFault, Symptom
-from harness.running.case_judge import CaseJudge, JudgedBy
+from harness.project import find_project
+from harness.running.case_judge import CaseJudge, JudgedBy, prepare_judge
 from harness.running.injection import Injection
+from harness.running.plan import Plan
 from harness.running.witnesses import WitnessCache
 from harness.trace import Run
 from harness.trace.operands import OperandTrace
@@ -30,6 +34,7 @@ from tests.builders import (
     make_witnesses,
     run_of,
 )
+from tests.jobs import make_capacity
 
 CASE = make_case(recipe="tensorwise", dp_shard=2, steps=2)
 RELATED = parse_case_id("tp2-tensorwise-ac.full-v2048-s2-b16")
@@ -91,6 +96,15 @@ def test_a_case_is_expected_to_show_its_recorded_fault_or_its_refusal() -> None:
     assert judge(known=(KNOWN,)).expectation(CASE) == "recorded"
     assert judge(REFUSED).expectation(REFUSED) == "output_alignment"
     assert judge(REFUSED, known=(KNOWN,)).expectation(REFUSED) == "recorded"
+
+
+def test_each_case_has_the_tolerance_of_its_own_number_of_tokens() -> None:
+    project = find_project(Path(__file__).parents[2])
+    cases = [make_case(recipe="tensorwise", global_batch=batch, dtype="float32") for batch in (8, 2, 4)]
+    for order in (cases, cases[::-1]):
+        judged = prepare_judge(project, order, Plan(capacity=make_capacity(2)))
+        for case in order:
+            assert judged._judged_by[case_id(case)].witnesses.tolerance == tolerance_for(case, project.root)
 
 
 def test_goldens_are_missing_of_cases_that_train_alone() -> None:
