@@ -1,4 +1,4 @@
-"""The messages between controller, nodes, zygotes and ranks. Versioned, torch-free, no pickles.
+"""The messages between controller, nodes, zygotes and ranks. Torch-free, no pickles.
 
 The engine does not interpret the work: a job carries an opaque `payload` for the rank program, and every rank returns
 opaque bytes. On the wire, a message is a 4-byte big-endian length followed by msgpack.
@@ -11,7 +11,6 @@ from typing import Generic, Literal, TypeVar, cast
 
 import msgspec
 
-PROTOCOL_VERSION = 3
 MAX_FRAME_BYTES = 1 << 30  # a longer length is garbage, not a message
 
 JobStatus = Literal["ok", "crash", "hang", "infra"]
@@ -100,11 +99,9 @@ class JobOutcome(Message, frozen=True, kw_only=True):
     nodes: tuple[str, ...] = ()  # on which it ran, where there are several
 
 
-class Hello(Message, frozen=True, tag="hello", forbid_unknown_fields=False):
-    """Zygote to controller, the first message: preloaded and ready. Every version can decode it, to reject others."""
+class Hello(Message, frozen=True, tag="hello"):
+    """Zygote to controller, the first message: preloaded and ready."""
 
-    version: int
-    pid: int
     notes: tuple[str, ...] = ()  # the program's remarks about this environment
 
 

@@ -19,7 +19,6 @@ from collections.abc import Sequence
 
 from harness.engine import linux
 from harness.engine.messages import (
-    PROTOCOL_VERSION,
     Finished,
     FrameReader,
     Hello,
@@ -59,7 +58,7 @@ class Zygote:
 
         Returns what the controller did wrong; empty when it has just left.
         """
-        self._send(Hello(version=PROTOCOL_VERSION, pid=os.getpid(), notes=notes))
+        self._send(Hello(notes=notes))
         while not self._end_reason:
             self._poll()
         reason, left = self._end_reason, not self._connected
