@@ -102,7 +102,7 @@ def test_who_holds_slots_that_are_waited_for_is_told_once(tmp_path: Path, monkey
             waiting = threads.submit(hold_two)
             wait_until(lambda: bool(told))
             time.sleep(0.3)
-            end(holder)
+            holder.kill()
             waiting.result(5)
     finally:
         end(holder)
