@@ -41,14 +41,18 @@ def _text(place: re.Match[str], values: Mapping[str, object]) -> str:
 
 def format_ranks(ranks: Iterable[int]) -> str:
     """The ranks as text: "rank 3", "ranks 0-3, 6"."""
-    numbers = sorted(set(ranks))
+    return format_numbers("rank", ranks)
+
+
+def format_numbers(noun: str, given: Iterable[int]) -> str:
+    numbers = sorted(set(given))
     if not numbers:
-        return "no rank"
+        return f"no {noun}"
     runs = [
         [number for _, number in group] for _, group in groupby(enumerate(numbers), key=lambda pair: pair[1] - pair[0])
     ]
     parts = [str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs]
-    return f"{'rank' if len(numbers) == 1 else 'ranks'} {', '.join(parts)}"
+    return f"{noun if len(numbers) == 1 else f'{noun}s'} {', '.join(parts)}"
 
 
 def shown(template: str) -> str:

@@ -16,11 +16,13 @@ from harness.checks.check import Check, Witnesses, unfinished
 from harness.checks.parity import FLOAT32_LOSS, wrong_numbers
 from harness.checks.rule import Rules, Stage
 from harness.expect.expectations import Expectations
-from harness.expect.local_parity import allowed_distance
+from harness.expect.local_parity import Bits, allowed_distance
 from harness.expect.model import Model
 from harness.matrix.case import Case
 from harness.matrix.caseid import case_id
+from harness.matrix.layout import DP_AXES
 from harness.matrix.numerics import Numerics, replayed_steps
+from harness.sentence import format_numbers
 from harness.trace import Run
 from harness.trace.tensors import ModuleDistance
 from harness.verdict import Finding
@@ -61,17 +63,19 @@ NORM = _rule("grad-norm", "{number}" + _OFF, numeric=True)
 
 
 def _partly(expect: Expectations, device: str) -> str:
-    steps, recorded = expect.case.train.steps, replayed_steps(expect.case, expect.numerics)
-    if not 0 < recorded < steps:
+    replayed = replayed_steps(expect.case, expect.numerics)
+    left = sorted({*range(1, expect.case.train.steps + 1)} - {*replayed}) if replayed else []
+    if not left:
         return ""
-    return f"steps {recorded + 1} to {steps}: modules are recorded in the first steps only"
+    later = [step for step in replayed if step - 1 in left]  # the state of the optimizer is that of another step
+    updates = f", and the updates of {format_numbers('step', later)}" if later else ""
+    return f"{format_numbers('step', left)}{updates}: modules are recorded in {len(replayed)} steps"
 
 
 @partial(
     Check,
     declares=_rule,
-    blind="What no module computes, such as the order of microbatches; steps that are not replayed; within its limit, "
-    "a partial sum that is wrong before its reduction.",
+    blind="What no module computes, such as the order of microbatches; steps that are not replayed.",
     partly=_partly,
     records=("module_tensors",),
     judges_partner=True,
@@ -100,11 +104,17 @@ def _judged(
     if replay is None or not replay.complete:
         return [unfinished(NO_REPLAY, "the replay of the modules", replay, run)]
     distances = replay.traces[0].module_distances or ()
-    exact = numerics.same_in_parts and all("scaled_mm" in trace.virtual for trace in run.traces)
-    for step in range(1, replayed_steps(case, numerics) + 1):
+    same = numerics.same_in_parts and all("scaled_mm" in trace.virtual for trace in run.traces)
+    mesh = case.layout.mesh
+    bits = Bits(
+        same=same,
+        summed=numerics.has_one_order(case.layout.tp),
+        reduced=all(numerics.has_one_order(mesh[axis]) for axis in DP_AXES),
+    )
+    for step in replayed_steps(case, numerics):
         found = [each for each in distances if each.step == step]
         numbers = _numbers(run, replay, step) if with_numbers else []
-        findings = [*_not_compared(found, step), *_too_far(case, found, exact, model), *numbers]
+        findings = [*_not_compared(found, step), *_too_far(case, found, bits, model), *numbers]
         if findings:
             return findings
     return []
@@ -125,14 +135,16 @@ def _not_compared(found: Sequence[ModuleDistance], step: int) -> Iterator[Findin
         )
 
 
-def _too_far(case: Case, found: Sequence[ModuleDistance], exact: bool, model: Model | None) -> Iterator[Finding]:
+def _too_far(case: Case, found: Sequence[ModuleDistance], bits: Bits, model: Model | None) -> Iterator[Finding]:
     """The first tensor that is too far off, in the order of execution: no other can be the reason for it."""
     compared = [each for each in found if each.problem is None]
-    limits = [allowed_distance(case, each, exact=exact, model=model) for each in compared]
+    limits = [allowed_distance(case, each, bits=bits, model=model) for each in compared]
     wrong = [pair for pair in zip(compared, limits, strict=True) if not pair[0].distance <= pair[1]]  # NaN is wrong
     if wrong:
         first, limit = wrong[0]
         part = "" if first.part is None or case.layout.dp == 1 else f" on data-parallel rank {first.part}"
+        if first.rank is not None:
+            part += f", {'partial' if first.parts > 1 else 'shard'} of rank {first.rank},"
         yield TENSOR.finding(
             tensor=_NOUNS[first.kind],
             part=part,
@@ -141,6 +153,7 @@ def _too_far(case: Case, found: Sequence[ModuleDistance], exact: bool, model: Mo
             count=len(wrong),
             compared=len(compared),
             step=first.step,
+            rank=first.rank,
             module=first.fqn,
             expected=f"distance <= {limit:.2g}",
             found=f"{first.distance:.2g}",
@@ -150,7 +163,7 @@ def _too_far(case: Case, found: Sequence[ModuleDistance], exact: bool, model: Mo
 
 def _numbers(run: Run, replay: Run, step: int) -> list[Finding]:
     """What ranks report, against the loss of the recorded logits and the norm of the recorded gradients."""
-    expected = replay.traces[0].steps[step - 1]
+    expected = next(each for each in replay.traces[0].steps if each.step == step)
     norm = expected.grad_norm
     return [
         *wrong_numbers(LOSS, run, step, "loss", expected=expected.loss, allowed=FLOAT32_LOSS, source="logits"),

@@ -152,7 +152,7 @@ def estimate(case: Case, costs: Costs) -> Estimate:
     witness_s = sum(price.shared_s.values())
     more_s = _larger_s(case, costs)
     refused = expected_refusal(case) is not None
-    recorded = _RECORDED_BYTES * parameter_count(case) * (0 if refused else replayed_steps(case))
+    recorded = _RECORDED_BYTES * parameter_count(case) * (0 if refused else len(replayed_steps(case)))
     rank, witness = _rank_bytes(case), _rank_bytes(_on_one_rank(case))
     return Estimate(
         case_cpu_s=price.own_s + more_s,

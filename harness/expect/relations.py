@@ -76,7 +76,7 @@ def stands_for_modules(case: Case, relation: Relation | None, numerics: Numerics
     """
     if case.compile == "none" or relation is None or not is_llama(case.target):
         return False
-    return relation.promise == "bitwise" and relation.steps is None and replayed_steps(relation.partner, numerics) > 0
+    return relation.promise == "bitwise" and relation.steps is None and bool(replayed_steps(relation.partner, numerics))
 
 
 class _Option(NamedTuple):

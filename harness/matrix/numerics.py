@@ -64,7 +64,8 @@ def async_tp_gap(case: Case, numerics: Numerics) -> str | None:
 
 # A run hands what it recorded to its replay in one message, which may have 1 GiB.
 RECORDED_BYTES = 640 << 20
-RECORDED_STEPS = 5  # what goes wrong in a module does so from one of the first steps on, or in every check
+# What goes wrong in a module does so from one of the first steps on, or later: the last one shows it, or some between.
+FIRST_STEPS, LATER_STEPS = 5, 3
 
 
 def drifts(case: Case, numerics: Numerics = VIRTUAL_DEVICE) -> bool:
@@ -72,19 +73,27 @@ def drifts(case: Case, numerics: Numerics = VIRTUAL_DEVICE) -> bool:
     return not sums_in_order(case, numerics) and case.train.dtype != "float64"
 
 
-def replayed_steps(case: Case, numerics: Numerics = VIRTUAL_DEVICE) -> int:
-    """The number of steps, from the first, whose modules are recorded and replayed; 0 for none.
+def replayed_steps(case: Case, numerics: Numerics = VIRTUAL_DEVICE) -> tuple[int, ...]:
+    """The steps, 1-based, whose modules are recorded and replayed: the first, some later ones, and the last.
 
     In eager runs that drift: of large models so many as fit into a message. How large a model is that is not known
     shows in the run (`worker/probes/module_tensors.py`).
     """
     if not drifts(case, numerics) or case.compile != "none":
-        return 0
+        return ()
     if case.layout.tp > 1 and computes_on_plain_shards(case.target):
-        return 0
+        return ()
     if not is_llama(case.target):
-        return 0 if case.float8.tp_styles == "float8" else min(case.train.steps, RECORDED_STEPS)
-    return min(case.train.steps, RECORDED_STEPS, RECORDED_BYTES // _recorded_bytes(case))
+        return () if case.float8.tp_styles == "float8" else _spread_out(case.train.steps, FIRST_STEPS + LATER_STEPS)
+    return _spread_out(case.train.steps, min(FIRST_STEPS + LATER_STEPS, RECORDED_BYTES // _recorded_bytes(case)))
+
+
+def _spread_out(steps: int, at_most: int) -> tuple[int, ...]:
+    if steps <= at_most:
+        return tuple(range(1, steps + 1))
+    later = min(LATER_STEPS, at_most // 2)
+    first = at_most - later
+    return (*range(1, first + 1), *(first + (steps - first) * place // later for place in range(1, later + 1)))
 
 
 def _recorded_bytes(case: Case) -> int:

@@ -57,6 +57,7 @@ class ModuleDistance(Record, frozen=True, kw_only=True):
     distance: float
     spread: float
     parts: int  # how many shards were summed; 1 for a tensor that was not
+    rank: int | None = None  # that alone is off, or whose part of a sum is furthest off; None where there is no such
     problem: str | None = None  # why there is none: missing on one side, another form, unequal replicas
 
 

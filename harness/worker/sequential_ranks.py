@@ -27,7 +27,7 @@ from harness.matrix.case import Case
 from harness.worker.inputs import sequences_in
 from harness.worker.targets.target import StepResult, Target
 
-_WIDE = {torch.bfloat16: torch.float32, torch.float16: torch.float32}  # sums are rounded once, as by the virtual device
+WIDE = {torch.bfloat16: torch.float32, torch.float16: torch.float32}  # sums are rounded once, as by the virtual device
 
 
 class SequentialRanks:
@@ -143,7 +143,7 @@ class _Sum:
         self._replicas: dict[int, torch.Tensor] = {}
 
     def add(self, grad: torch.Tensor, replica: int) -> None:
-        part = grad.detach().to(self._dtype).to(_WIDE.get(self._dtype, self._dtype))
+        part = grad.detach().to(self._dtype).to(WIDE.get(self._dtype, self._dtype))
         if replica in self._replicas:
             self._replicas[replica] += part
         else:
@@ -152,7 +152,7 @@ class _Sum:
     @property
     def value(self) -> torch.Tensor:
         first, *others = (total.to(self._dtype) for total in self._replicas.values())
-        total = first.to(_WIDE.get(self._dtype, self._dtype))
+        total = first.to(WIDE.get(self._dtype, self._dtype))
         for other in others:
             total = total + other
         return total.to(self._dtype)

@@ -77,6 +77,7 @@ def reported_norm_off():
 
 
 OF_DP_RANK = " on data-parallel rank 0"
+OF_RANK_1 = ", partial of rank 1,"
 
 
 @pytest.mark.parametrize(
@@ -86,6 +87,9 @@ OF_DP_RANK = " on data-parallel rank 0"
         (TP, "attention_off", (TENSOR, "input", "layers.0.attention.wo", "")),
         (TP, "norm_off", (TENSOR, "output", "layers.0.attention_norm", "")),
         (TP, "residual_lost", (TENSOR, "input", "layers.1.attention_norm", "")),
+        (TP, "fault:partial_output_of_one_rank_off", (TENSOR, "output", "layers.0.attention.wo", OF_RANK_1)),
+        (TP, "fault:last_bit_of_partials_lost", (TENSOR, "input", "layers.0.ffn_norm", "")),
+        (TP, "fault:gradient_of_logits_off", (TENSOR, "gradient of the output", "output", "")),
         (TP, "update_off", (TENSOR, "value after the optimizer step", "layers.0.*", "")),
         (HSDP, "activation_off", (TENSOR, "input", "layers.0.feed_forward.w2", OF_DP_RANK)),
         (HSDP, "gradient_off", (TENSOR, "gradient", "layers.0.attention.wk.weight", "")),

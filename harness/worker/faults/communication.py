@@ -106,6 +106,15 @@ partial_output_averaged = partial(
 )
 
 
+def last_bit_of_partials_lost() -> None:
+    def cut(part: torch.Tensor) -> torch.Tensor:
+        return (part.view(torch.int16) & ~1).view(part.dtype) if part.dtype == torch.bfloat16 else part
+
+    _partial_activations(
+        lambda total, tensor, size: total(cut(tensor)), lambda total, tensor, size, chunk: total(cut(tensor))
+    )
+
+
 @planted(after_backward)
 def norm_gradients_not_reduced(model: nn.Module) -> None:
     for param in model.parameters():

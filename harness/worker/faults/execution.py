@@ -24,6 +24,7 @@ from harness.worker.faults.hooks import (
     local,
     norms,
     on_last_rank,
+    on_odd_rank,
     planted,
     wrap,
     wrap_everywhere,
@@ -101,6 +102,16 @@ def kernel_reads_first_row_scale(
     if b_scale.numel() > 1:
         b_scale = b_scale.reshape(-1)[:1].expand(b_scale.numel()).reshape(b_scale.shape).contiguous()
     return stock(a, a_scale, b, b_scale, *args, **kwargs)
+
+
+def partial_output_of_one_rank_off() -> None:
+    adds_up = in_forward_of(lambda linear: any(each.is_shard(1) for each in getattr(linear.weight, "placements", ())))
+
+    def addmm(stock: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        product: torch.Tensor = stock(*args, **kwargs)
+        return product * 1.004 if adds_up() and on_odd_rank() else product
+
+    wrap(float8_ops, "addmm_float8_unwrapped", addmm)
 
 
 @planted(after_casts)

@@ -45,6 +45,16 @@ def _reported(change: Callable[[torch.Tensor | float], torch.Tensor | float]) ->
     wrap(train, "train_step", train_step)
 
 
+def gradient_of_logits_off() -> None:
+    def change(stock: Any, logits: torch.Tensor, labels: torch.Tensor, **options: Any) -> torch.Tensor:
+        if logits.requires_grad:
+            logits.register_hook(lambda grad: grad * 1.003)
+        loss: torch.Tensor = stock(logits, labels, **options)
+        return loss
+
+    around_loss(change)
+
+
 def loss_of_first_rank_reported() -> None:
     losses: list[float] = []
 

@@ -63,7 +63,7 @@ class ModuleTensorProbe(Probe):
 
     @property
     def _recording(self) -> bool:
-        return self._step <= self._steps
+        return self._step in self._steps
 
     @torch.no_grad()
     def after_backward(self, model: nn.Module) -> None:
@@ -79,15 +79,22 @@ class ModuleTensorProbe(Probe):
 
     @torch.no_grad()
     def after_update(self, model: nn.Module) -> None:
-        if self._recording:
+        """Record what the parameters are before every step that is replayed, and behind it.
+
+        Behind a later step they are not recorded: its replay does not know the state of the optimizer.
+        """
+        is_later = self._recording and self._step - 1 not in (0, *self._steps)
+        if (self._recording and not is_later) or self._step + 1 in self._steps:
             for name, param in model.named_parameters():
                 self._add(clean_fqn(name), "param", param, self._parameters)
+        if self._recording:
             self._stop_if_too_large()
 
     def _stop_if_too_large(self) -> None:
         held_bytes = sum(len(shard.data or b"") for shard in self._shards)
-        if held_bytes * self._case.world_size / self._step * self._steps > RECORDED_BYTES:
-            self._steps = 0
+        recorded = sum(step <= self._step for step in self._steps)
+        if held_bytes * self._case.world_size / recorded * len(self._steps) > RECORDED_BYTES:
+            self._steps = ()
             self._shards.clear()
 
     def _add(

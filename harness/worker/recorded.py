@@ -1,0 +1,128 @@
+"""The logical tensors of a recorded run, put together from the shards of its ranks."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+
+from harness.matrix.case import Case
+from harness.matrix.layout import dp_rank
+from harness.trace.tensors import FLOAT8, ModuleShard, ModuleTensorKind
+from harness.worker.sequential_ranks import WIDE
+
+
+def summed(parts: torch.Tensor) -> torch.Tensor:
+    """The sum of `parts` [ranks, ...] in rank order, rounded once, as the virtual device has it."""
+    first, *others = parts
+    total = first.to(WIDE.get(parts.dtype, parts.dtype), copy=True)
+    for part in others:
+        total += part
+    return total.to(parts.dtype)
+
+
+class Key(NamedTuple):
+    """One tensor of a run. `part`: the data-parallel rank it belongs to; None for parameters and their gradients."""
+
+    step: int
+    part: int | None
+    fqn: str
+    call: int
+    kind: ModuleTensorKind
+
+
+class Values(NamedTuple):
+    """One logical tensor. `parts` [ranks, ...] add up to it; None where it is no sum over TP ranks."""
+
+    whole: torch.Tensor
+    parts: torch.Tensor | None = None
+
+    def map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Values:
+        return Values(change(self.whole), None if self.parts is None else change(self.parts))
+
+    def stacked(self, ranks: int) -> torch.Tensor:
+        """The parts; of what is no sum, all of it on the first rank."""
+        if self.parts is not None and len(self.parts) == ranks:
+            return self.parts
+        parts = self.whole.new_zeros(ranks, *self.whole.shape)
+        parts[0] = self.whole
+        return parts
+
+
+class Piece(NamedTuple):
+    """The place in a logical tensor of what a rank had of it."""
+
+    rank: int
+    spans: tuple[tuple[int, int], ...]  # by dim: from, and up to
+
+    @property
+    def place(self) -> tuple[slice, ...]:
+        return tuple(slice(*span) for span in self.spans)
+
+
+class Recorded(NamedTuple):
+    """One logical tensor as the run had it: `pieces` in the order of ranks. `spread` is that of `ModuleDistance`."""
+
+    values: Values
+    pieces: tuple[Piece, ...]
+    spread: float
+    problem: str | None
+
+
+def assembled(case: Case, ranks: Sequence[Sequence[ModuleShard]], device: torch.device) -> dict[Key, Recorded | None]:
+    """The logical tensors of a run, from the shards of all its ranks; None for what was float8 already."""
+    shards: dict[Key, dict[int, ModuleShard]] = defaultdict(dict)
+    for rank, recorded in enumerate(ranks):
+        for shard in recorded:
+            part = None if shard.kind in ("grad", "param") else dp_rank(case.layout, rank)
+            shards[Key(shard.step, part, shard.fqn, shard.call, shard.kind)][rank] = shard
+    return {key: _recorded(found, device) for key, found in shards.items()}
+
+
+def _recorded(shards: Mapping[int, ModuleShard], device: torch.device) -> Recorded | None:
+    first = next(iter(shards.values()))
+    if first.dtype == FLOAT8:
+        return None
+    owned = {rank: shard for rank, shard in shards.items() if shard.data is not None}
+    pieces = tuple(Piece(rank, _spans(shard)) for rank, shard in owned.items())
+    local = [_local(shard) for shard in owned.values()]
+    covered = sum(each.numel() for each in local)
+    if first.summed and all(shard.local_shape == first.shape for shard in owned.values()):
+        parts = torch.stack(local)
+        values, wanted = Values(summed(parts), parts), parts.numel()
+    else:
+        values = Values(torch.zeros(first.shape, dtype=getattr(torch, first.dtype)))
+        for piece, each in zip(pieces, local, strict=True):
+            values.whole[piece.place] += each
+        wanted = values.whole.numel() * (max(1, round(covered / max(1, values.whole.numel()))) if first.summed else 1)
+    norm = values.whole.double().norm().item()
+    squares = sum(each.double().square().sum().item() for each in local)
+    return Recorded(
+        values.map(lambda each: each.to(device)),
+        pieces,
+        math.sqrt(squares) / norm if first.summed and norm else 0.0,
+        _problem(tuple(shards.values()), covered, wanted),
+    )
+
+
+def _spans(shard: ModuleShard) -> tuple[tuple[int, int], ...]:
+    return tuple((at, at + size) for at, size in zip(shard.offset, shard.local_shape, strict=True))
+
+
+def _local(shard: ModuleShard) -> torch.Tensor:
+    dtype: torch.dtype = getattr(torch, shard.dtype)
+    flat = torch.frombuffer(bytearray(shard.data), dtype=dtype) if shard.data else torch.empty(0, dtype=dtype)
+    return flat.view(shard.local_shape)
+
+
+def _problem(shards: Sequence[ModuleShard], covered: int, wanted: int) -> str | None:
+    replicas: dict[tuple[int, ...], set[str]] = defaultdict(set)
+    for shard in shards:
+        if not shard.summed:
+            replicas[shard.offset].add(shard.digest)
+    if any(len(digests) > 1 for digests in replicas.values()):
+        return "ranks that hold the same tensor hold different values"
+    return None if covered == wanted else f"the ranks hold {covered} of {wanted} elements"

@@ -1,0 +1,208 @@
+"""One rank that computes what every tensor-parallel rank computes: each in its own shape, and sums in their order.
+
+TP ranks add up what a linear multiplies over a sharded dim, and the gradients of norms whose sequence is sharded. One
+rank that computes such a sum at once rounds it once; ranks round every part of it, and then the sum. So it computes the
+parts, as every rank does from its own operands, and adds them up in rank order.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torchao.float8 import float8_ops
+from torchao.float8.float8_linear import Float8Linear
+
+from harness.matrix.case import Case
+from harness.matrix.linears import shard_sizes
+from harness.worker.dispatch_hooks.hook import unobserved
+from harness.worker.probes.module_tensors import NORMS
+from harness.worker.recorded import Recorded, summed
+
+Tensor = torch.Tensor
+
+
+class Spread(torch.autograd.Function):
+    """The same tensor for every rank: [ranks, ...]. Its gradient is the sum of theirs, of each over readers first."""
+
+    @staticmethod
+    def forward(ctx: Any, whole: Tensor, ranks: int) -> Tensor:
+        return whole.expand(ranks, *whole.shape)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return summed(grads[0]), None
+
+
+def spread(whole: Tensor, ranks: int) -> Tensor:
+    found: Tensor = Spread.apply(whole, ranks)
+    return found
+
+
+def of_columns(linear: nn.Linear, ranks: int) -> Callable[[Tensor], Tensor]:
+    """The forward of a linear in high precision whose outputs are sharded. It gets a `Spread` input."""
+
+    def forward(given: Tensor) -> Tensor:
+        weights, biases = (_chunks(each, ranks, 0) for each in (linear.weight, linear.bias))
+        return torch.cat([F.linear(*each) for each in zip(given, weights, biases, strict=True)], dim=-1)
+
+    return forward
+
+
+def of_rows(linear: nn.Linear, ranks: int) -> Callable[[Tensor], Tensor]:
+    """The forward of a linear in high precision whose inputs are sharded. It returns the parts: [ranks, ...].
+
+    DTensor gives every rank an equal share of the bias.
+    """
+
+    def forward(given: Tensor) -> Tensor:
+        inputs, weights = _chunks(given, ranks, -1), _chunks(linear.weight, ranks, 1)
+        bias = None if linear.bias is None else linear.bias / ranks
+        return torch.stack([F.linear(*each, bias) for each in zip(inputs, weights, strict=True)])
+
+    return forward
+
+
+def of_sequence(norm: nn.RMSNorm | nn.LayerNorm, places: Sequence[tuple[slice, ...]]) -> Callable[[Tensor], Tensor]:
+    """The forward of a norm whose ranks have these places of its input, one behind the other along one dim."""
+    dim = next(dim for dim, one, other in zip(itertools.count(), *places[:2], strict=False) if one != other)
+
+    def forward(given: Tensor) -> Tensor:
+        weights, biases = (
+            [None] * len(places) if each is None else spread(each, len(places))
+            for each in (norm.weight, getattr(norm, "bias", None))
+        )
+        inputs = (given[place].contiguous() for place in places)
+        return torch.cat([_normed(norm, *each) for each in zip(inputs, weights, biases, strict=True)], dim=dim)
+
+    return forward
+
+
+def _normed(norm: nn.RMSNorm | nn.LayerNorm, given: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    shape = list(norm.normalized_shape)
+    if isinstance(norm, nn.LayerNorm):
+        return F.layer_norm(given, shape, weight, bias, norm.eps)
+    return F.rms_norm(given, shape, weight, norm.eps)
+
+
+def _chunks(tensor: Tensor | None, ranks: int, dim: int) -> Sequence[Any]:
+    if tensor is None:
+        return [None] * ranks
+    sizes = shard_sizes(tensor.shape[dim], ranks)
+    return [part.contiguous() for part in tensor.split(sizes, dim)]
+
+
+def products_in_parts(a: Tensor, b: Tensor, ranks: int) -> Tensor:
+    """What every rank multiplies of a [m, k] @ b [k, n] in high precision, of which it has a part of k."""
+    rows = _chunks(b, ranks, 0) if b.is_contiguous() else [each.t() for each in _chunks(b.t(), ranks, 1)]
+    return torch.stack([one @ other for one, other in zip(_chunks(a, ranks, 1), rows, strict=True)])
+
+
+class ScaledProducts:
+    """Multiplies the first matmul of float8 tensors behind a `restart` again, as TP ranks do.
+
+    It is torchao's, which scales the result behind `_scaled_mm` for some recipes.
+    """
+
+    def __init__(self) -> None:
+        self._stock: Any = float8_ops.addmm_float8_unwrapped
+        self._call: tuple[tuple[Any, ...], dict[str, Any]] | None = None
+
+    def watch(self) -> None:
+        """For the rest of the life of this process."""
+        module: Any = float8_ops
+        module.addmm_float8_unwrapped = self
+
+    def __call__(self, *args: Any, **options: Any) -> Tensor:
+        if self._call is None:
+            self._call = args, options
+        product: Tensor = self._stock(*args, **options)
+        return product
+
+    def restart(self) -> None:
+        self._call = None
+
+    def in_parts(self, k: int, ranks: int) -> Tensor | None:
+        """[ranks, m, n], of which each has contracted its part of `k`; None where nothing was multiplied.
+
+        Operands may be padded with zeros along the contracted dim, and so are those of every rank.
+        """
+        if self._call is None:
+            return None
+        (a, a_scale, b, b_scale, *rest), options = self._call
+        parts = ((_padded(a[:, part]), a_scale, _padded(b[part].t()).t(), b_scale) for part in _slices(k, ranks))
+        with unobserved():
+            return torch.stack([self._stock(*each, *rest, **options) for each in parts])
+
+
+def _slices(total: int, ranks: int) -> Iterator[slice]:
+    ends = list(itertools.accumulate(shard_sizes(total, ranks)))
+    return (slice(start, end) for start, end in zip([0, *ends], ends, strict=False))
+
+
+_ALIGNED = 16  # what a scaled matmul contracts must be a multiple of it
+
+
+def _padded(rows: Tensor) -> Tensor:
+    """Rows of float8, contiguous, with zeros behind them up to the next size that can be multiplied."""
+    padding = -rows.shape[1] % _ALIGNED
+    return F.pad(rows.contiguous().view(torch.uint8), (0, padding)).view(rows.dtype)
+
+
+class Ranks:
+    """How TP ranks share the work of one module, as its recorded output shows, and what each of them computes of it."""
+
+    def __init__(self, module: nn.Module, output: Recorded | None, case: Case, products: ScaledProducts) -> None:
+        self._module = module
+        self._case = case
+        self._products = products
+        self._operand = torch.empty(0)
+        pieces = {} if output is None else {piece.spans: piece for piece in output.pieces}
+        parts = None if output is None else output.values.parts
+        self.count = len(pieces) if parts is None else len(parts)
+        is_linear, self._is_wide = isinstance(module, nn.Linear), not isinstance(module, Float8Linear)
+        self.by_rows = is_linear and parts is not None  # they add up their outputs
+        # They add up the gradients of their inputs.
+        self.by_columns = is_linear and parts is None and len({spans[-1] for spans in pieces}) > 1
+        replaced: Any = module
+        if self._is_wide and self.by_rows:
+            replaced.forward = of_rows(replaced, self.count)
+        elif self._is_wide and self.by_columns:
+            replaced.forward = of_columns(replaced, self.count)
+        elif isinstance(module, NORMS) and len({spans[:-1] for spans in pieces}) > 1:
+            replaced.forward = of_sequence(module, [piece.place for piece in pieces.values()])
+
+    @property
+    def spreads_input(self) -> bool:
+        return self.by_columns and self._is_wide
+
+    @property
+    def stacks_output(self) -> bool:
+        return self.by_rows and self._is_wide
+
+    def restart(self, operand: torch.Tensor) -> None:
+        """A matmul of the module follows, of which this is the first operand."""
+        self._products.restart()
+        self._operand = operand
+
+    def output_parts(self, whole: torch.Tensor) -> torch.Tensor | None:
+        """The parts of the output that was just computed; None where it is no sum."""
+        parts, bias = self._in_parts("forward", whole) if self.by_rows else None, getattr(self._module, "bias", None)
+        return parts if parts is None or bias is None else parts + bias.to(whole.dtype) / self.count
+
+    def gradient_parts(self, whole: torch.Tensor) -> torch.Tensor | None:
+        """Those of the gradient of the input."""
+        return self._in_parts("dgrad", whole) if self.by_columns else None
+
+    def _in_parts(self, matmul: Literal["forward", "dgrad"], whole: torch.Tensor) -> torch.Tensor | None:
+        if self._case.float8.traits.multiplies(matmul):
+            parts = self._products.in_parts(self._operand.shape[-1], self.count)
+        else:
+            weight: Any = self._module.weight
+            factor = weight.t() if matmul == "forward" else weight
+            parts = products_in_parts(self._operand.flatten(0, -2), factor, self.count)
+        return None if parts is None else parts.view(-1, *whole.shape)
