@@ -11,12 +11,12 @@ from harness.cli.baseline_update import asked_cases, ended, update_command
 from harness.cli.options import (
     AT_LEAST_1,
     plan_parameter,
+    print_sections,
     project_parameter,
     query_parameter,
     run_option,
     typed_command,
 )
-from harness.cli.output import print_sections
 from harness.engine.hardware import Capacity, capacity_here
 from harness.errors import HarnessError
 from harness.evidence.golden import changes_between, list_goldens, load_golden, unsound

@@ -9,8 +9,14 @@ import click
 import msgspec
 
 from harness.checks.loss_vs_golden import check_loss_vs_golden
-from harness.cli.options import allow_dirty_option, plan_parameter, project_parameter, query_parameter, typed_command
-from harness.cli.output import print_sections
+from harness.cli.options import (
+    allow_dirty_option,
+    plan_parameter,
+    print_sections,
+    project_parameter,
+    query_parameter,
+    typed_command,
+)
 from harness.errors import HarnessError
 from harness.evidence.golden import list_goldens, replaced, write_golden
 from harness.evidence.signature import compare_signatures, list_signatures, needs_signature, write_signature

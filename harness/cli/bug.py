@@ -19,8 +19,8 @@ from harness.bugs.shrink import open_journal, shrink
 from harness.bugs.trials import NamedCase, injections_for, named_case, open_trials, run_once, trial_result
 from harness.cli import options
 from harness.cli.bug_import import import_command
+from harness.cli.environments import versions_parameter
 from harness.cli.new import write_new_case
-from harness.cli.output import print_sections
 from harness.durable import write_whole
 from harness.errors import HarnessError
 from harness.jsonform import read_json
@@ -254,7 +254,7 @@ def export_command(  # noqa: PLR0913  one parameter per option
     device = "CPU ranks" if plan.device == "cpu" else plan.hardware[0]
     text = issue_markdown(exported, proof, versions=versions, device=device, neighbours=neighbours)
     write_whole(exported.file.with_suffix(".md"), text.encode())
-    print_sections(exported_sections(exported, proof))
+    options.print_sections(exported_sections(exported, proof))
     return int(proof is not None and proof.outcome != "FAULT")
 
 
@@ -263,7 +263,7 @@ def export_command(  # noqa: PLR0913  one parameter per option
 @click.option("--package", required=True, help="The package to bisect, such as torchao.")
 @click.option("--good", metavar="VERSION", required=True, help="A version with which CASE does not fail.")
 @click.option("--bad", metavar="VERSION", required=True, help="A version with which it fails.")
-@options.versions_parameter
+@versions_parameter
 @_inject_option
 @options.json_option("what was tried")
 @options.quiet_option

@@ -10,8 +10,7 @@ import click
 
 from harness.bugs.importing import ImportOptions, import_report
 from harness.bugs.report import MAX_BYTES, read_file, read_report
-from harness.cli.options import FILE, json_option, root_option, write_json
-from harness.cli.output import print_sections
+from harness.cli.options import FILE, json_option, print_sections, root_option, write_json
 from harness.durable import write_whole
 from harness.errors import HarnessError
 from harness.matrix.bugfile import FOLDER, write_bug_file

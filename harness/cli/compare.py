@@ -9,8 +9,7 @@ from pathlib import Path
 import click
 
 from harness.cli import options
-from harness.cli.environments import given_words, run_in_each, versions_of
-from harness.cli.output import print_sections
+from harness.cli.environments import given_words, run_in_each, versions_of, versions_parameter
 from harness.cli.show import page_of
 from harness.environment import Environment
 from harness.errors import HarnessError
@@ -67,7 +66,7 @@ _Sides = tuple[tuple[str, str], "tuple[RunResult, RunResult]"]  # names and resu
 @click.option("--allow", "allowed", metavar="KIND=WHY", multiple=True, help="Accept a kind of change. Repeatable.")
 @click.option("--strict", is_flag=True, help="Cases that failed before gate too.")
 @click.option("--gate-times", is_flag=True, help="A slower candidate gates on a CPU too.")
-@options.versions_parameter
+@versions_parameter
 @options.json_option("the answer")
 @click.option("--markdown", "markdown_file", metavar="FILE", type=options.OUTPUT, help="Write the answer as markdown.")
 @options.run_option("html_file")
@@ -91,9 +90,7 @@ def compare_command(  # noqa: PLR0913  one parameter an option
     root: str | None,
     **_of_the_runs: object,
 ) -> int:
-    """Decide GO or NO-GO: is run B as good as run A?
-
-    Lists every reason, most severe first.
+    """Decide GO or NO-GO: is run B as good as run A? Lists every reason, most severe first.
 
     With --records: what the ranks of two runs recorded differently: scales, matmuls, collectives, memory, gradients,
     losses, causes first. With --versions the cases are run, and --select, -j and --timeout-s are as in `run`.
@@ -134,7 +131,7 @@ def _of_versions(project: Project, versions: str, versions_for: Callable[..., Ve
     """The first and the last version of a package, after the tiers were run with every one."""
     words = [*given_words(_OF_THE_RUNS), *(() if root is None else ("--root", root))]
     runs = run_in_each(project, versions_of(project, versions, versions_for), words)
-    print_sections(environments_sections(runs), err=True)
+    options.print_sections(environments_sections(runs), err=True)
     first, *_, last = runs
     return (first, last), (runs[first], runs[last])
 
@@ -173,7 +170,9 @@ def _compare_records(sources: tuple[str, ...]) -> int:
     for name, (left, right) in _pairs(Path(first), Path(second), case_ids).items():
         found = difference(load_tables(left), load_tables(right))
         equal = all(each.equal for each in found)
-        print_sections([Section(title=f"{name}: {'equal' if equal else 'different'}", blocks=difference_blocks(found))])
+        options.print_sections(
+            [Section(title=f"{name}: {'equal' if equal else 'different'}", blocks=difference_blocks(found))]
+        )
         click.echo()
         code = code if equal else ExitCode.FAILED
     return code

@@ -11,7 +11,6 @@ import msgspec
 from harness.cli import options
 from harness.cli.baseline_update import check_committed, require_reason
 from harness.cli.environments import given_words
-from harness.cli.output import print_sections
 from harness.durable import write_whole
 from harness.errors import HarnessError
 from harness.evidence.formulas import add_verified, read_verified
@@ -160,7 +159,7 @@ def _verify_formulas(
     with open_progress() as progress:
         result, _ = run(project, query, plan, progress)
     found = verification(result)
-    print_sections(formulas_sections(found))
+    options.print_sections(formulas_sections(found))
     if result.end.interrupted:
         return ExitCode.INTERRUPTED
     if found.verified and not dry_run:
@@ -178,5 +177,5 @@ def _list(project: Project) -> int:
         if each is not None
     ]
     lines += map(verified_line, read_verified((project.shipped, project.root)))
-    print_sections([Items(tuple(lines or ["no evidence is stored."]))])
+    options.print_sections([Items(tuple(lines or ["no evidence is stored."]))])
     return ExitCode.GOOD if lines else ExitCode.NOTHING_RAN

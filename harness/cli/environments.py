@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import subprocess
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import click
 
-from harness.cli.output import print_sections
+from harness.cli.options import Command, compose_options, print_sections
 from harness.errors import HarnessError
 from harness.project import Project
 from harness.report.runs import environments_sections
@@ -36,18 +38,28 @@ def run_in_environments(project: Project, given: Sequence[str], words: Sequence[
     return exit_code_of(runs)
 
 
-def open_versions(
-    project: Project,
-    package: str,
-    note: Callable[[str], None],
-    *,
-    index_url: str | None,
-    find_links: Path | None,
-    environments: Sequence[str],
-) -> Versions:
-    """The environments of the versions of a package, with `options.version_options`."""
-    source, given = Source(index_url=index_url, find_links=find_links), given_environments(environments)
-    return Versions(package, project.state / "versions", source=source, given=given, note=note)
+def versions_parameter(command: Command) -> Command:
+    """Where versions of a package come from, passed to the command as `versions_for`, which opens them."""
+
+    @functools.wraps(command)
+    def with_versions(
+        *, index_url: str | None, find_links: Path | None, environments: tuple[str, ...], **given: Any
+    ) -> Any:
+        def versions_for(project: Project, package: str, note: Callable[[str], None]) -> Versions:
+            source = Source(index_url=index_url, find_links=find_links)
+            folder, here = project.state / "versions", given_environments(environments)
+            return Versions(package, folder, source=source, given=here, note=note)
+
+        return command(versions_for=versions_for, **given)
+
+    text = "Take versions from the wheels in this folder, and from no index."
+    folder = click.Path(path_type=Path, file_okay=False, exists=True)
+    one = "Use this virtual environment for that version. Repeatable."
+    return compose_options(
+        click.option("--index-url", metavar="URL", help="Take versions from this package index."),
+        click.option("--find-links", metavar="DIR", type=folder, help=text),
+        click.option("--env", "environments", metavar="VERSION=VENV", multiple=True, help=one),
+    )(with_versions)
 
 
 def versions_of(project: Project, text: str, versions_for: Callable[..., Versions]) -> list[NamedEnvironment]:

@@ -9,8 +9,7 @@ from pathlib import Path
 import click
 import msgspec
 
-from harness.cli.options import PARTS_BY_TITLE, json_option, print_or_write, root_option
-from harness.cli.output import print_sections
+from harness.cli.options import PARTS_BY_TITLE, json_option, print_or_write, print_sections, root_option
 from harness.errors import HarnessError
 from harness.evidence.formulas import PACKAGES, doubts, read_verified
 from harness.evidence.kills import read_kills

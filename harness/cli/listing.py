@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING
 import click
 import msgspec
 
-from harness.cli.options import json_option, project_parameter, query_parameter, run_option, write_json
-from harness.cli.output import print_sections
+from harness.cli.options import json_option, print_sections, project_parameter, query_parameter, run_option, write_json
 from harness.matrix.coverage import FATES, Fate, coverage
 from harness.plural import counted
 from harness.project import Project

@@ -26,7 +26,7 @@ _SECTIONS = {
         "explain": "harness.cli.explain:explain",
         "new": "harness.cli.new:new_command",
         "show": "harness.cli.show:show_command",
-        "history": "harness.cli.history:history_command",
+        "history": "harness.cli.runs:history_command",
     },
     "Compare": {"compare": "harness.cli.compare:compare_command"},
     "Bugs and trainers": {

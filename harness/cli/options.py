@@ -7,12 +7,11 @@ import shlex
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 import click
 import msgspec
 
-from harness.cli.output import print_sections
 from harness.durable import write_whole
 from harness.errors import HarnessError
 from harness.jsonform import to_json
@@ -140,10 +139,7 @@ def query_parameter(command: Command) -> Command:
 
 
 def plan_parameter(command: Command) -> Command:
-    """The options of how cases are run, passed to the command as one parameter `plan_for`: `make_plan` with them.
-
-    The plan has the `--root` of the command.
-    """
+    """The options of how cases are run, passed to the command as `plan_for`: `make_plan` with them and --root."""
 
     @functools.wraps(command)
     def with_plan(**given: Any) -> Any:
@@ -161,24 +157,18 @@ def plan_parameter(command: Command) -> Command:
     return run_options(PlanOptions, of_run=False)(with_plan)
 
 
-def versions_parameter(command: Command) -> Command:
-    """Where versions of a package come from, passed to the command as `versions_for`: `open_versions` with it."""
+def print_sections(sections: Iterable[Block], *, file: TextIO | None = None, err: bool = False) -> None:
+    """As wide as the terminal and in colours; in a pipe or a file, one line for every row."""
+    from harness.report.sections import terminal, text_of
 
-    @functools.wraps(command)
-    def with_versions(**given: Any) -> Any:
-        from harness.cli.environments import open_versions
+    file = file or (sys.stderr if err else sys.stdout)
+    if not file.isatty():
+        click.echo(text_of(sections), nl=False, file=file)
+        return
+    from rich.console import Console
 
-        options = {name: given.pop(name) for name in ("index_url", "find_links", "environments")}
-        return command(versions_for=functools.partial(open_versions, **options), **given)
-
-    text = "Take versions from the wheels in this folder, and from no index."
-    folder = click.Path(path_type=Path, file_okay=False, exists=True)
-    one = "Use this virtual environment for that version. Repeatable."
-    return compose_options(
-        click.option("--index-url", metavar="URL", help="Take versions from this package index."),
-        click.option("--find-links", metavar="DIR", type=folder, help=text),
-        click.option("--env", "environments", metavar="VERSION=VENV", multiple=True, help=one),
-    )(with_versions)
+    console = Console(file=file)
+    console.print(terminal(sections, width=console.width), end="", soft_wrap=True)
 
 
 def write_output(path: Path | None, content: Callable[[], bytes]) -> None:

@@ -1,7 +1,4 @@
-"""`fp8-harness predict`: what a step costs, which layouts it fits, whether FP8 pays, and how fast it is here.
-
-The first three are arithmetic and run nothing, but where their options say so. The last one trains.
-"""
+"""`fp8-harness predict`: what a step costs, which layouts it fits, whether FP8 pays, and how fast it is here."""
 
 from __future__ import annotations
 
@@ -23,11 +20,11 @@ from harness.cli.options import (
     json_option,
     plan_parameter,
     print_report,
+    print_sections,
     project_parameter,
     root_option,
     write_output,
 )
-from harness.cli.output import print_sections
 from harness.engine.cluster import unleased_cluster
 from harness.errors import HarnessError
 from harness.hints import rerun_failed

@@ -14,7 +14,6 @@ from click.core import ParameterSource
 
 from harness.cli import options
 from harness.cli.environments import given_words, refuse_with_env, run_in_environments
-from harness.cli.output import print_sections
 from harness.cli.show import page_of, report_to_github, workflow_commands_off
 from harness.durable import WriteFailed, write_whole
 from harness.errors import HarnessError
@@ -100,7 +99,7 @@ def _run_and_report(project: Project, query: Query, plan: Plan, stopped: Stored 
     with workflow_commands_off(text_file, on=asked.github):
         more = [not_judged_section(result)] if asked.verbose else []
         sections = run_sections(result, rerun=rerun, quiet=asked.quiet)
-        print_sections([*more, *sections], file=text_file)
+        options.print_sections([*more, *sections], file=text_file)
     if asked.durations is not None:
         slowest = sorted(result.results, key=lambda each: each.seconds, reverse=True)[: asked.durations or None]
         click.echo(f"\nslowest {counted(len(slowest), 'case')}", file=text_file)

@@ -14,7 +14,6 @@ from typing import TextIO
 import click
 
 from harness.cli import options
-from harness.cli.output import print_sections
 from harness.errors import HarnessError
 from harness.hints import rerun_failed
 from harness.jsonform import compact, read_json
@@ -97,12 +96,12 @@ def show_command(  # noqa: PLR0913  one parameter an option
     if case is not None:
         if writes:
             raise click.UsageError(f"reports are of a whole run: leave out {case}.")
-        print_sections(shown_case(_case_of(result, case)))
+        options.print_sections(shown_case(_case_of(result, case)))
         return
     if github:
         report_to_github(result, sys.stdout)
     elif not writes:
-        print_sections(run_sections(result, rerun=rerun_failed(root=root)))
+        options.print_sections(run_sections(result, rerun=rerun_failed(root=root)))
     page = functools.partial(page_of, project, result, mutations=mutations, conformance=conformance)
     options.write_output(html_file, page)
     options.write_output(json_file, lambda: run_lines(result))
