@@ -11,7 +11,7 @@ import contextlib
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -107,7 +107,8 @@ def bisect(
             what = f"{package} {version} is {found.answer}, not {expected}: {found.why}."
             raise HarnessError(what, where=f"--{expected} {version}", fix=fix)
     low, high = 0, len(versions) - 1
-    while (middle := _next(versions, low, high, answered)) is not None:
+    while free := [at for at in range(low + 1, high) if versions[at] not in answered]:
+        _, middle = min((abs(at - (low + high) / 2), at) for at in free)
         answer = answer_of(versions[middle]).answer
         if answer != "skipped":
             low, high = (middle, high) if answer == answered[versions[low]].answer else (low, middle)
@@ -118,13 +119,6 @@ def bisect(
         unknown=tuple(answered[version] for version in versions[low + 1 : high]),
         tried=tuple(answered.values()),
     )
-
-
-def _next(versions: Sequence[str], low: int, high: int, answered: Mapping[str, VersionAnswer]) -> int | None:
-    """The index to run next: the one nearest to the middle without an answer; None if all have one."""
-    middle = (low + high) / 2
-    free = [at for at in range(low + 1, high) if versions[at] not in answered]
-    return min(free, key=lambda at: (abs(at - middle), at), default=None)
 
 
 def versions_between(

@@ -6,6 +6,7 @@ the speed rises, and only the weighted one can reach 100 %. All count what train
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from statistics import median
 
@@ -88,20 +89,15 @@ def speed(case: Case, tokens_per_s: float, device: Peak | None) -> Speed:
     total = sum(tflops.values())
     if device is None:
         return Speed(tokens_per_s=tokens_per_s, tflops=total)
+    # The sum of work over peak; None where the device has no peak in one of the dtypes.
+    shares = [done / peak if (peak := device.tflops(precision)) else None for precision, done in tflops.items()]
     return Speed(
         tokens_per_s=tokens_per_s,
         tflops=total,
         mfu_bf16_peak=total / device.bfloat16,
         mfu_fp8_peak=total / device.float8 if device.float8 else None,
-        mfu_weighted=_weighted(tflops, device),
+        mfu_weighted=None if None in shares else math.fsum(filter(None, shares)),
     )
-
-
-def _weighted(tflops: Mapping[str, float], device: Peak) -> float | None:
-    """The sum of work over peak; None where the device has no peak in one of the dtypes."""
-    shares = [done / peak if (peak := device.tflops(precision)) else None for precision, done in tflops.items()]
-    known = [share for share in shares if share is not None]
-    return sum(known) if len(known) == len(shares) else None
 
 
 def tokens_per_device(case: Case, step_s: float) -> float:

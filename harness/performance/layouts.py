@@ -188,7 +188,9 @@ def _refusals(case: Case, machine: Machine, largest: Memory, known: Sequence[Kno
     ranks = case.layout.dp_shard
     if (refusal := expected_refusal(case)) is not None:
         yield Reason(refusal.name, refusal.reason)
-    if uneven := _uneven_float8(case):
+    units = (unit for rank in _distinct_tp_ranks(case) for unit in fsdp_units(case, rank))
+    gathered = [weight for unit in units for weight in unit.weights if weight.gathered_in_float8]
+    if uneven := [weight for weight in gathered if weight.rows % ranks]:
         names = ", ".join(dict.fromkeys(linear_name(weight.fqn) for weight in uneven))
         text = f"the float8 all-gather sends unpadded shards, and {ranks} ranks do not divide the rows of {names}"
         yield Reason("fp8-all-gather-uneven-shards", f"{text}: https://github.com/pytorch/ao/issues/1938")
@@ -196,12 +198,6 @@ def _refusals(case: Case, machine: Machine, largest: Memory, known: Sequence[Kno
     if largest.certain > machine.peak.memory_bytes:
         text = f"a rank keeps {binary_bytes(largest.certain)} between forward and backward, or behind it"
         yield Reason("memory", f"{text}, more than {machine.peak.name} has")
-
-
-def _uneven_float8(case: Case) -> list[Weight]:
-    units = (unit for rank in _distinct_tp_ranks(case) for unit in fsdp_units(case, rank))
-    weights = (weight for unit in units for weight in unit.weights)
-    return [weight for weight in weights if weight.gathered_in_float8 and weight.rows % case.layout.dp_shard]
 
 
 def _warnings(
