@@ -32,7 +32,7 @@ unit: $(READY)  ## run the tests that need no torch
 	$(BIN)/python -m pytest -q -n 2 -m "not sweep" tests/unit
 
 gpu-evidence: $(READY)  ## what the visible GPUs can prove, stored under golden/<class>/; DEVICE=cpu rehearses
-	$(BIN)/python -m harness evidence all --device $(DEVICE) $(EVIDENCE)
+	$(BIN)/fp8-harness dev evidence all --device $(DEVICE) $(EVIDENCE)
 
 browser:  ## install the Chromium of tests/browser where none is, from Debian's packages; as root
 	@for name in chromium-headless-shell chromium chromium-browser google-chrome; do \

@@ -9,7 +9,6 @@ import venv
 import zipfile
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 
@@ -17,9 +16,7 @@ from harness.checks.scales import RULES
 from harness.matrix.axes import own_axes
 from harness.matrix.caseid import parse_case_id
 from harness.running.versions import NotInstalled, Source, Versions
-
-if TYPE_CHECKING:
-    from tests.acceptance.conftest import Command
+from tests.acceptance.conftest import Command
 
 REPORT = """# float8 crash with TP
 pytorch/ao#77 on 2025-06-03
@@ -87,9 +84,6 @@ def test_bad_input_is_an_error_of_one_line(project: Command, words: tuple[str, .
     done = project.call("bug", "import", *words)
     assert done.returncode == 2 and expected in done.stderr and len(done.stderr.splitlines()) == 1
 
-
-if TYPE_CHECKING:
-    from tests.acceptance.conftest import Command
 
 CASE = "tp2-tensorwise-ac.full-dim.32-layers.1-heads.4-kvheads.4-ffn.32-v64-gb2-s2-f64"
 FAULT = ("--inject", "fault:amax_not_reduced_over_tp")
@@ -163,9 +157,6 @@ def test_a_failure_is_made_small_and_what_it_needs_is_told(project: Command) -> 
     again = project.call(*words, "-q")
     assert f"smallest case: {found['case']}" in again.stdout and " 0 run now" in again.stdout
 
-
-if TYPE_CHECKING:
-    from tests.acceptance.conftest import Command
 
 PACKAGE = "fp8_harness_toy"
 BISECTED = "single-tensorwise-v2048-s3-f32-tol.0.05"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 
@@ -108,15 +107,6 @@ def test_a_torch_without_cuda_proves_nothing_on_gpus(tmp_path: Path) -> None:
     done = project.call("dev", "evidence", "all", "--device", "cuda")
     assert done.returncode == 2 and list((tmp_path / "golden").iterdir()) == [], done.stdout + done.stderr
     assert re.search(r"evidence kernel: torch \S+ (was built without CUDA|for CUDA \S+ shows no device)", done.stderr)
-
-
-def test_make_runs_what_the_devices_allow() -> None:
-    text = (REPOSITORY / "Makefile").read_text()
-    assert "evidence all --device $(DEVICE)" in text and "gpu-evidence: $(READY)" in text
-
-
-if TYPE_CHECKING:
-    from tests.acceptance.conftest import Command
 
 
 def test_the_document_goes_to_stdout_and_the_table_to_stderr(shared: Command) -> None:

@@ -82,7 +82,7 @@ def batch_commands(text: str) -> list[str]:
     """The commands of a batch script without words of its own; each variable stands for a number."""
     joined = text.replace("\\\n", " ")
     filled = re.sub(r"\$\w+", "1", re.sub(r'"\$\{@:-(\w+)\}"', r"\1", joined))
-    found = re.findall(r"^[^#\n]*?(fp8-harness (?:run|golden|gate) .+)$", filled, flags=re.MULTILINE)
+    found = re.findall(r"^[^#\n]*?(fp8-harness (?:run|baseline|compare) .+)$", filled, flags=re.MULTILINE)
     assert found
     return found
 
@@ -108,6 +108,17 @@ def test_a_batch_script_is_valid_and_its_commands_exist(path: Path) -> None:
         understood(line)
 
 
+def test_the_commands_of_make_exist() -> None:
+    given = {"DEVICE": "cpu", "EVIDENCE": "", "or $(TIER_$*),smoke": "pr"}
+    text = (ROOT / "Makefile").read_text()
+    for name, value in given.items():
+        text = text.replace(f"$({name})", value)
+    found = re.findall(r"^\t\S+/(fp8-harness .+)$", text, flags=re.MULTILINE)
+    assert len(found) >= 5
+    for line in found:
+        understood(line)
+
+
 def test_the_job_of_kuberay_has_one_image_and_a_command_that_exists(tmp_path: Path) -> None:
     job = yaml.safe_load(KUBERAY.read_text())
     assert (job["apiVersion"], job["kind"]) == ("ray.io/v1", "RayJob")
@@ -130,7 +141,8 @@ def test_a_pipeline_that_is_wrong_is_found(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "line", ["fp8-harness run pr --shards 1/2", "fp8-harness golden updat", "fp8-harness run --shard", "fp8-harness x"]
+    "line",
+    ["fp8-harness run pr --shards 1/2", "fp8-harness baseline updat", "fp8-harness run --shard", "fp8-harness x"],
 )
 def test_a_command_that_is_wrong_is_found(line: str) -> None:
     with pytest.raises(click.UsageError):
