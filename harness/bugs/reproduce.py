@@ -7,7 +7,7 @@ must be of the reported kind: a crash with the words of the reported error, a ha
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 import msgspec
@@ -16,7 +16,9 @@ from harness.bugs.trials import NamedCase, TrialResult
 from harness.checks.failure_signature import normalized
 from harness.matrix.axes import axis_values
 from harness.matrix.bugfile import Bug
-from harness.verdict import ExitCode, FailureSignature
+from harness.matrix.known import KnownFault
+from harness.plural import counted
+from harness.verdict import ExitCode, FailureSignature, Finding
 
 Answer = Literal["reproduced", "another failure", "not reproduced", "cannot tell"]
 
@@ -39,11 +41,15 @@ _WORD = re.compile(r"[A-Za-z_]{3,}")
 
 
 class Reproduced(msgspec.Struct, frozen=True, kw_only=True):
-    """The answer, with what was expected and found side by side, and what differs from the report."""
+    """The answer, with what was expected and found side by side, and what differs from the report.
+
+    `known`: the recorded upstream faults that show, by name, each with its reason and how much it explains.
+    """
 
     answer: Answer
     expected: str
     found: TrialResult
+    known: Mapping[str, str]
     differs: tuple[str, ...]
 
     @property
@@ -66,6 +72,7 @@ def reproduced(
     installed: Mapping[str, str],
     device: str,
     like: FailureSignature | None = None,
+    known: Mapping[str, str] = {},
 ) -> Reproduced:
     """The answer for one run of a case. `like`: the signature to look for instead of the bug file's."""
     bug = named.bug.bug if named.bug is not None else None
@@ -74,6 +81,7 @@ def reproduced(
         answer=_answer(found, expected, bug),
         expected=expected.text if expected is not None else _as_reported(bug),
         found=found,
+        known=known,
         differs=_differences(named, installed, device),
     )
 
@@ -86,6 +94,14 @@ def _answer(found: TrialResult, expected: FailureSignature | None, bug: Bug | No
     if expected is not None:
         return "reproduced" if alike(found.signature, expected) else "another failure"
     return "reproduced" if bug is None or shows(bug, found.signature) else "another failure"
+
+
+def known_in(findings: Sequence[Finding], faults: Sequence[KnownFault]) -> Mapping[str, str]:
+    """Those of the recorded faults that show, by name, with reason, link and what of the findings they leave open."""
+    shown = [fault for fault in faults if fault.shows(findings)]
+    left = sum(not any(fault.explains(each) for fault in shown) for each in findings)
+    rest = f"; {counted(left, 'finding')} of {len(findings)} not explained by it" if left else ""
+    return {fault.name: f"{fault.reason} ({fault.link}){rest}" for fault in shown}
 
 
 def alike(one: FailureSignature, other: FailureSignature) -> bool:

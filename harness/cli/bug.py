@@ -14,7 +14,7 @@ from packaging.version import Version
 from harness.bugs.bisect import VersionTrial, bisect, open_answers, versions_between
 from harness.bugs.corpus import check_corpus, provable_bugs
 from harness.bugs.export import export, exported_case, proof_of, read_neighbours
-from harness.bugs.reproduce import CANNOT_TELL, Reproduced, reproduced
+from harness.bugs.reproduce import CANNOT_TELL, Reproduced, known_in, reproduced
 from harness.bugs.shrink import open_journal, shrink
 from harness.bugs.trials import NamedCase, injections_for, named_case, open_trials, run_once, trial_result
 from harness.cli import options
@@ -26,6 +26,7 @@ from harness.errors import HarnessError
 from harness.jsonform import read_json
 from harness.matrix.bugfile import read_bugs
 from harness.matrix.caseid import case_id
+from harness.matrix.known import matching
 from harness.project import Project, find_project
 from harness.report.bugs import (
     bisected_sections,
@@ -38,6 +39,7 @@ from harness.report.bugs import (
     shrunk_document,
     shrunk_sections,
 )
+from harness.running.case_judge import known_here
 from harness.running.identity import witness_key
 from harness.running.injection import Injection
 from harness.running.plan import Plan
@@ -186,7 +188,8 @@ def _reproduced(  # noqa: PLR0913  one parameter per option
     installed = {package: version for package in packages if (version := installed_version(package)) is not None}
     device = "the virtual FP8 device" if plan.device == "cpu" else plan.hardware[0]
     earlier = None if like is None else read_json(like, Reproduced, command="bug repro --json").found.signature
-    found = reproduced(named, trial_result(result), installed=installed, device=device, like=earlier)
+    known = known_in(result.findings, matching(known_here(project), named.case))
+    found = reproduced(named, trial_result(result), installed=installed, device=device, like=earlier, known=known)
     options.print_report(reproduced_sections(found), json_file, found)
     return found
 

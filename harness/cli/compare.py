@@ -19,7 +19,6 @@ from harness.gate.cases import Goldens
 from harness.gate.gate import GatePolicy, gate
 from harness.gate.reason import Allowance, Kind
 from harness.matrix.caseid import family_id, parse_case_id
-from harness.matrix.known import known_with_shipped
 from harness.matrix.records import read_quarantine, read_required
 from harness.project import Project, find_project
 from harness.report.difference import difference, difference_blocks
@@ -27,6 +26,7 @@ from harness.report.gate import gate_front, gate_markdown, gate_sections
 from harness.report.runs import environments_sections
 from harness.report.sections import Section
 from harness.result import RunResult
+from harness.running.selection import recorded_faults
 from harness.running.stored import results_of
 from harness.running.versions import Versions
 from harness.tables import load_tables
@@ -105,7 +105,7 @@ def compare_command(  # noqa: PLR0913  one parameter an option
         allowed=tuple(map(_allowance, allowed)),
         strict=strict,
         gate_times=gate_times,
-        faults=known_with_shipped(project.known, project.shipped_known),
+        faults=recorded_faults(project),
     )
     names, (before, after) = (
         _stored(project, sources) if versions is None else _of_versions(project, versions, versions_for, root)

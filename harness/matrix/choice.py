@@ -60,7 +60,7 @@ def _with_second_runs(pricing: Pricing, known: Sequence[KnownFault]) -> Pricing:
 
     def priced(case: Case) -> Price:
         price = pricing(case)
-        twice = any(not fault.masks_new_findings for fault in matching(known, case))
+        twice = any(fault.fix is not None for fault in matching(known, case))
         return msgspec.structs.replace(price, own_s=2 * price.own_s) if twice else price
 
     return priced
@@ -82,7 +82,7 @@ def carries(case: Case, fault: Fault, known: Sequence[KnownFault]) -> bool:
 
 def carried(case: Case, faults: Iterable[Fault], known: Sequence[KnownFault]) -> tuple[Fault, ...]:
     """Those of the faults that the case `carries`."""
-    if any(each.masks_new_findings for each in matching(known, case)):
+    if any(each.masks_new_findings(case) for each in matching(known, case)):
         return ()
     refused = expected_refusal(case) is not None
     return tuple(

@@ -87,8 +87,8 @@ def _is_one_of(value: object, texts: str | tuple[str, ...]) -> bool:
 class KnownFault(msgspec.Struct, frozen=True, kw_only=True):
     """One record. `torch`, `torchao` and `torchtitan` are version specifiers as for pip; empty is any version.
 
-    `everywhere`: the fault is that of torch or torchao whatever the model is. A record of the package then explains
-    cases of every project. A target of one's own may show it, and a Llama must.
+    `everywhere`: a target of one's own may show the fault, and a Llama must; so in other projects for every record of
+    the package. Without it each case that the record selects must show it.
     """
 
     name: str
@@ -116,10 +116,9 @@ class KnownFault(msgspec.Struct, frozen=True, kw_only=True):
             for package, version in versions.items()
         )
 
-    @property
-    def masks_new_findings(self) -> bool:
-        """True when the fault hides new findings in the cases it affects: there is no fix to run them again with."""
-        return self.fix is None and not self.everywhere
+    def masks_new_findings(self, case: Case) -> bool:
+        """True when the fault hides new findings in a case it affects: there is no fix to run it again with."""
+        return self.fix is None and self.must_show(case)
 
     def must_show(self, case: Case) -> bool:
         """True when the case fails as recorded or the record is wrong; otherwise it explains what shows."""
@@ -143,7 +142,7 @@ def read_known(path: Path) -> tuple[KnownFault, ...]:
 
 
 def known_with_shipped(own: Path, shipped: Path) -> tuple[KnownFault, ...]:
-    """The records of a project, and those of the package that apply everywhere, with their fixes by absolute path.
+    """The records of a project, and those of the package as `everywhere`, with their fixes by absolute path.
 
     A record of the same name in the project replaces one of the package, `without` in it switches one off. Raises
     HarnessError as `read_known` does, and for a name in `without` that the package does not have.
@@ -152,9 +151,10 @@ def known_with_shipped(own: Path, shipped: Path) -> tuple[KnownFault, ...]:
     if not shipped.exists() or (own.exists() and own.samefile(shipped)):
         return faults
     others = {
-        fault.name: msgspec.structs.replace(fault, fix=fault.fix and str(shipped.parents[1] / fault.fix))
+        fault.name: msgspec.structs.replace(
+            fault, everywhere=True, fix=fault.fix and str(shipped.parents[1] / fault.fix)
+        )
         for fault in read_known(shipped)
-        if fault.everywhere
     }
     dropped = {*(_without(own, others) if own.exists() else ()), *(fault.name for fault in faults)}
     return (*faults, *(fault for name, fault in others.items() if name not in dropped))
@@ -167,7 +167,7 @@ def _without(path: Path, shipped: Collection[str]) -> list[str]:
         raise toml.error("without", what="'without' must be a list of names.", fix='write without = ["name"].')
     for name in names:
         if name not in shipped:
-            what = f"the package has no record '{name}' that applies everywhere."
+            what = f"the package has no record '{name}'."
             raise toml.error("without", what=what, fix=suggestion(str(name), shipped))
     return names
 
@@ -187,13 +187,17 @@ class KnownRule(Rule, frozen=True):
 
 def known_rules(faults: Iterable[KnownFault]) -> list[KnownRule]:
     """The rules of the records without a fix. HarnessError when a selector asks for ids instead of axis values."""
-    return [_known_rule(fault) for fault in faults if fault.masks_new_findings]
+    return [_known_rule(fault) for fault in faults if fault.fix is None]
 
 
 def _known_rule(fault: KnownFault) -> KnownRule:
     selector = parse_selector(fault.where)
     return KnownRule(
-        name=fault.name, reason=fault.reason, source=fault.link, axes=axes_read(selector), when=selector.matches
+        name=fault.name,
+        reason=fault.reason,
+        source=fault.link,
+        axes=tuple(dict.fromkeys((*axes_read(selector), "target"))),
+        when=lambda case: selector.matches(case) and fault.masks_new_findings(case),
     )
 
 

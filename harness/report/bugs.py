@@ -119,7 +119,8 @@ def imported_document(found: ImportedBug, *, file: str | None) -> dict[str, obje
 def reproduced_sections(found: Reproduced) -> list[Block]:
     """The answer, with what was expected and found; then what differs from the report."""
     message = found.found.message if found.answer != "not reproduced" else ""
-    facts = Facts((("expected", found.expected), ("found", found.found.text), ("message", message)))
+    known = (("known fault", f"{name}: {why}") for name, why in found.known.items())
+    facts = Facts((("expected", found.expected), ("found", found.found.text), ("message", message), *known))
     return [
         Section(title=f"{found.answer}: {found.found.case_id}", blocks=(facts,)),
         Section(title="differs from the report", blocks=(Items(tuple(found.differs)),)),

@@ -42,10 +42,11 @@ from harness.expect.upstream import changes_in
 from harness.hints import update_signature
 from harness.matrix.case import Case
 from harness.matrix.caseid import case_id, family_id, parse_case_id, reference_case
-from harness.matrix.known import PACKAGES, KnownFault, known_with_shipped, matching
+from harness.matrix.known import PACKAGES, KnownFault, matching
 from harness.project import Project
 from harness.running.injection import Injection, parse_injection
 from harness.running.plan import Plan
+from harness.running.selection import recorded_faults
 from harness.running.witnesses import WitnessCache
 from harness.sources import installed_versions
 from harness.trace import Run
@@ -276,12 +277,12 @@ class _JudgedByOnDemand(dict[str, JudgedBy]):
 
 
 def known_here(project: Project) -> tuple[KnownFault, ...]:
-    """The recorded upstream faults of the versions that are installed: those of the project and of the package.
+    """The `recorded_faults` of the versions that are installed.
 
     Raises HarnessError for a record that names a rule no check has.
     """
     installed = installed_versions(PACKAGES)
-    faults = known_with_shipped(project.known, project.shipped_known)
+    faults = recorded_faults(project)
     require_rules(faults)
     return tuple(fault for fault in faults if fault.affects(installed))
 

@@ -26,7 +26,7 @@ from harness.matrix.casefile import read_case_file
 from harness.matrix.caseid import case_id, parse_case_id
 from harness.matrix.cheap_cover import Price, Pricing
 from harness.matrix.choice import chosen_path, read_chosen
-from harness.matrix.known import KnownFault, read_known
+from harness.matrix.known import KnownFault, known_with_shipped
 from harness.matrix.parts import Shard, cases_of_shard
 from harness.matrix.records import quarantine_of, read_quarantine
 from harness.matrix.rules import exclusions
@@ -109,7 +109,8 @@ _SELECTION_CACHE: dict[bytes, Selection] = {}
 
 
 def recorded_faults(project: Project) -> tuple[KnownFault, ...]:
-    return read_known(project.known) if project.known.exists() else ()
+    """The records of upstream faults: those of the project and those of the package."""
+    return known_with_shipped(project.known, project.shipped_known)
 
 
 def whole_tiers(project: Project, case_ids: Collection[str]) -> tuple[Selection, ...]:

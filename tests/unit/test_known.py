@@ -26,7 +26,7 @@ from harness.checks.recorded import (
 )
 from harness.errors import HarnessError
 from harness.matrix.caseid import parse_case_id
-from harness.matrix.known import KnownFault, Symptom, known_with_shipped, matching, read_known
+from harness.matrix.known import KnownFault, Symptom, known_rules, known_with_shipped, matching, read_known
 from harness.verdict import Finding, NotJudged, Verdict
 from tests.builders import a_finding, make_case, make_known
 
@@ -49,26 +49,29 @@ def write(tmp_path: Path, text: str) -> Path:
     return path
 
 
-def test_records_of_the_package_apply_everywhere_where_they_say_so(tmp_path: Path) -> None:
+def test_records_of_the_package_apply_in_every_project(tmp_path: Path) -> None:
     shipped = tmp_path / "package" / "cases" / "known.toml"
     shipped.parent.mkdir(parents=True)
-    other = RECORD.replace('name = "', 'name = "everywhere-')
-    shipped.write_text(RECORD + other + 'everywhere = true\nfix = "cases/fixes/a.py:apply"\n')
+    shipped.write_text(RECORD + 'fix = "cases/fixes/a.py:apply"\n')
     (fault,) = known_with_shipped(tmp_path / "none.toml", shipped)
-    assert fault.name.startswith("everywhere-")
+    assert fault.everywhere
     assert fault.fix == f"{tmp_path / 'package' / 'cases' / 'fixes' / 'a.py'}:apply"
-    own = write(tmp_path, other)
+    own = write(tmp_path, RECORD)
     assert known_with_shipped(own, shipped) == read_known(own), "the project's record replaces the package's"
     assert known_with_shipped(write(tmp_path, f'without = ["{fault.name}"]\n'), shipped) == ()
-    with pytest.raises(HarnessError, match="did you mean everywhere-"):
+    with pytest.raises(HarnessError, match="did you mean nan-scale"):
         known_with_shipped(write(tmp_path, f'without = ["{fault.name}s"]\n'), shipped)
     assert known_with_shipped(shipped, shipped) == read_known(shipped)
 
 
 def test_a_target_of_ones_own_may_show_what_a_llama_must() -> None:
     fault = make_known(everywhere=True)
-    assert fault.must_show(parse_case_id("single-tensorwise-v2048-b16"))
-    assert not fault.must_show(parse_case_id("target.mine-single-tensorwise-v2048-b16"))
+    llama, mine = map(parse_case_id, ("single-tensorwise-v2048-b16", "target.mine-single-tensorwise-v2048-b16"))
+    assert fault.must_show(llama) and fault.masks_new_findings(llama)
+    assert not fault.must_show(mine) and not fault.masks_new_findings(mine)
+    (rule,) = known_rules((fault,))
+    assert rule.applies(llama) and not rule.applies(mine)
+    assert known_rules((replace(fault, fix="x.py:apply"),)) == []
 
 
 def test_a_record_hits_its_cases(tmp_path: Path) -> None:

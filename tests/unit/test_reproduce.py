@@ -6,21 +6,23 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 
 from harness.bugs import trials
-from harness.bugs.reproduce import Reproduced, reproduced
+from harness.bugs.reproduce import Reproduced, known_in, reproduced
 from harness.bugs.trials import NamedCase, TrialResult
 from harness.cli import bug
 from harness.cli.main import main
 from harness.matrix.bugfile import Bug, BugFile
+from harness.matrix.known import Symptom
 from harness.report.bugs import reproduced_sections
 from harness.report.sections import text_of
 from harness.running.plan import Plan
 from harness.running.progress import SilentProgress
 from harness.running.schedule import Ended
 from harness.verdict import ExitCode, FailureSignature, Verdict
-from tests.builders import make_case
+from tests.builders import a_finding, make_case, make_known
 from tests.jobs import make_capacity
 
 CASE = make_case(tp=2, recipe="rowwise")
@@ -78,6 +80,17 @@ def test_without_a_bug_any_failure_is_one() -> None:
     assert reproduced(NamedCase(CASE, None), found, installed={}, device="").answer == "reproduced"
     other = reproduced(NamedCase(CASE, None), found, installed={}, device="", like=SCALES)
     assert other.answer == "another failure"
+
+
+def test_a_recorded_fault_that_shows_is_named_whatever_the_answer_is() -> None:
+    fault = make_known(requires=(Symptom(rule="scales/amax"),))
+    wrong, other = a_finding(check="scales", rule="scales/amax"), a_finding(rule="parity/loss")
+    assert known_in((other,), (fault,)) == {}
+    assert known_in((wrong,), (fault,)) == {"recorded": "An example. (https://example.org/1)"}
+    (rest,) = known_in((wrong, other), (fault,)).values()
+    assert rest.endswith("; 1 finding of 2 not explained by it")
+    text = text_of(reproduced_sections(msgspec.structs.replace(ask(CRASH), known=known_in((wrong,), (fault,)))))
+    assert "known fault  recorded: An example." in text
 
 
 def test_both_failures_and_what_differs_are_shown() -> None:
