@@ -244,7 +244,7 @@ def line_schema() -> dict[str, Any]:
         if "properties" in part:  # of the options, those that were given are listed alone
             required = [] if name == RunOptions.__name__ else list(part["properties"])
             part |= {"additionalProperties": False, "required": required}
-    title = "A line of what `fp8-harness run --json FILE` writes. Times are seconds, losses are nats."
+    title = "A line of a run as `run --json FILE` writes it. Times are seconds, losses are nats."
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": title, **schema}
 
 
