@@ -74,7 +74,9 @@ BROKEN = _judge("broken", "the harness failed while judging: {error}")
 KNOWN = _judge("known", "known fault {fault}: {reason} ({link})")
 GONE = _judge("gone", "passed although the fault {fault} ({link}) is recorded for it: close the record")
 UNEXPLAINED = _judge(
-    "unexplained", "{first} not explained by the record of {faults}: another fault, or a larger effect"
+    "unexplained",
+    "{count:n finding is|findings are} not explained by the record of {faults} ({rules}): another fault, or a larger "
+    "effect",
 )
 MISSING = _judge("missing", "the recorded fault {fault} does not show as recorded: a finding is missing")
 OUTDATED = _judge("outdated", "the record of {fault} was to be reviewed by {day}: it explains nothing any more")

@@ -49,7 +49,7 @@ def with_known_faults(found: Judgement, faults: Sequence[KnownFault], today: dat
     if found.verdict is Verdict.PASSED:
         return replace(found, verdict=Verdict.UNEXPECTED_PASS, findings=tuple(map(_gone, faults)))
     unexplained = [each for each in found.findings if not any(fault.explains(each) for fault in faults)]
-    notes = (*_notes(found, faults, today), *_beyond(len(unexplained), faults))
+    notes = (*_notes(found, faults, today), *_beyond(unexplained, faults))
     if found.findings and not notes:
         told = tuple(map(_known_everywhere, (fault for fault in faults if fault.everywhere)))
         return replace(found, verdict=Verdict.KNOWN, findings=(*told, *found.findings))
@@ -67,11 +67,11 @@ def _gone(fault: KnownFault) -> Finding:
     return GONE.finding(fault=fault.name, link=fault.link, expected=fault.verdict.value, found="passed")
 
 
-def _beyond(unexplained: int, faults: Sequence[KnownFault]) -> Iterator[Finding]:
+def _beyond(unexplained: Sequence[Finding], faults: Sequence[KnownFault]) -> Iterator[Finding]:
     if unexplained:
         names = " and ".join(fault.name for fault in faults)
-        first = "the first finding is" if unexplained == 1 else f"the first {unexplained} findings are"
-        yield UNEXPLAINED.finding(first=first, faults=names)
+        rules = ", ".join(dict.fromkeys(finding.rule for finding in unexplained))
+        yield UNEXPLAINED.finding(count=len(unexplained), faults=names, rules=rules)
 
 
 def _notes(found: Judgement, faults: Sequence[KnownFault], today: datetime.date) -> Iterator[Finding]:

@@ -12,7 +12,7 @@ from typing import NamedTuple, Protocol
 
 import msgspec
 
-from harness.checks.catalogue import BROKEN
+from harness.checks.catalogue import BROKEN, UNEXPLAINED
 from harness.checks.failure_signature import signature_of
 from harness.checks.failures import REPORT, advice
 from harness.checks.judge import Judgement, run_from_outcome
@@ -88,7 +88,7 @@ class CaseRunner:
         while True:
             outcome = self._executor.execute(case)
             result = None if outcome is None else self._result(case, outcome, attempts)
-            if result is not None and result.verdict is Verdict.KNOWN and self._judge.fixes(case):
+            if result is not None and _hides_others(result) and self._judge.fixes(case):
                 result = self._with_fix(case, result)
             if result is None or self._executor.stopped:
                 return None  # a run to compare with may have been stopped too, and the case is as good as before
@@ -138,9 +138,9 @@ class CaseRunner:
             self._note(f"trace not saved: {error.text}")
 
     def _with_fix(self, case: Case, known: CaseResult) -> CaseResult | None:
-        """The result of a case that failed as recorded, after a run with the fixes, in which nothing may be hidden.
+        """The result of a case with a recorded fault, after a run with the fixes, in which nothing may be hidden.
 
-        None when stopped.
+        What is wrong there comes first: nothing of the recorded fault is among it. None when stopped.
         """
         fixes = self._judge.fixes(case)
         outcome = self._executor.execute(case, fixes)
@@ -194,6 +194,12 @@ class CaseRunner:
             measured=judgement.measured,
             quarantined=self._plan.quarantined.get(name, ""),
         )
+
+
+def _hides_others(result: CaseResult) -> bool:
+    """True for a case that fails as recorded, or so and in another way besides."""
+    unexplained = any(finding.rule == UNEXPLAINED.name for finding in result.findings)
+    return result.verdict is Verdict.KNOWN or unexplained
 
 
 def _explained(judgement: Judgement, run: Run, outcome: JobOutcome) -> Judgement:

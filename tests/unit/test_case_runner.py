@@ -9,6 +9,7 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
+from harness.checks.catalogue import UNEXPLAINED
 from harness.checks.judge import Judgement
 from harness.engine.messages import JobOutcome, JobStatus, RankOutcome
 from harness.matrix.case import Case
@@ -88,6 +89,19 @@ def test_what_is_wrong_with_the_fix_decides_and_comes_first() -> None:
     assert result.verdict is Verdict.INVARIANT
     assert result.findings[0] == replace(SCALE, within="with cases/fixes/x.py:apply")
     assert result.findings[1] == ROWS
+
+
+@pytest.mark.parametrize("with_fix", [Judgement(verdict=Verdict.NUMERIC, findings=(SCALE,)), PASSED])
+def test_a_fault_beside_a_recorded_one_is_seen_without_it(with_fix: Judgement) -> None:
+    """What is wrong with the fix leads; where nothing is, the recorded fault has a larger effect than recorded."""
+    other = UNEXPLAINED.finding(count=1, faults="recorded", rules=ROWS.rule)
+    executor = FakeExecutor()
+    plain = Judgement(verdict=Verdict.INVARIANT, findings=(ROWS, other))
+    result = runner(FakeJudge(plain, with_fix), executor).run(CASE)
+    assert result is not None and executor.fixes == [(), (FIX,)]
+    leads = () if with_fix is PASSED else (replace(SCALE, within="with cases/fixes/x.py:apply"),)
+    assert result.findings == (*leads, ROWS, other)
+    assert result.verdict is (Verdict.INVARIANT if with_fix is PASSED else Verdict.NUMERIC)
 
 
 def test_a_fault_without_a_fix_that_is_left_keeps_the_case_known() -> None:

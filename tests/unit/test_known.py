@@ -212,7 +212,7 @@ def test_what_no_record_explains_keeps_its_verdict_and_comes_first(other: Findin
     found = with_known_faults(judged(ROWS, GRADIENTS, other), (FAULT,), TODAY)
     assert (found.verdict, found.findings[:3]) == (Verdict.NUMERIC, (other, ROWS, GRADIENTS))
     assert found.findings[3].rule == UNEXPLAINED.name
-    assert dict(found.findings[3].values) == {"first": "the first finding is", "faults": "recorded"}
+    assert dict(found.findings[3].values) == {"count": 1, "faults": "recorded", "rules": other.rule}
 
 
 def test_every_record_that_affects_a_case_must_show_and_all_of_them_explain() -> None:
