@@ -27,10 +27,9 @@ NODES = _rule("nodes", "{count:n node of backward graphs is|nodes of backward gr
 NOTHING_REPEATED = _rule(
     "nothing-repeated", "backward graphs of checkpointed blocks repeat nothing of forward", stage=Stage.MODEL
 )
-CAST = _rule(
-    "cast", "{cast} differs from the first execution in its {property}", located=True, key=("cast", "property")
-)
-MATMUL = _rule("matmul", "{cast} differs from the first execution in its {property}", located=True, key=("property",))
+_DIFFERS = " differs from its first execution in its {property}"
+CAST = _rule("cast", f"a cast{_DIFFERS}", located=True, key=("property",))
+MATMUL = _rule("matmul", f"a matmul{_DIFFERS}", located=True, key=("property",))
 NOT_RECOMPUTED = _rule("not-recomputed", "checkpointed forward was not recomputed", stage=Stage.MODEL, located=True)
 UNASKED = _rule("unasked", "forward was recomputed without being asked for")
 NUMBER = _rule("number", "wrong number of recomputed matmuls", formula=MATMULS)
@@ -43,7 +42,7 @@ class _Repetition(NamedTuple):
     step: int
     fqn: str
     rule: Rule
-    what: str
+    operand: str
     first: dict[str, object]
     second: dict[str, object]
 
@@ -99,9 +98,8 @@ def _unequal(expect: Expectations, trace: RankTrace) -> Iterator[Mismatch]:
         for name, expected in each.first.items():
             found = f"{each.second[name]}"
             if found != f"{expected}":  # as texts: NaN equals NaN, and other numbers are written to the last bit
-                values = (("cast", each.what), ("property", name))
                 place = each.step, each.order, trace.rank, each.fqn
-                yield Mismatch(*place, each.rule, f"{expected}", found, values=values)
+                yield Mismatch(*place, each.rule, f"{expected}", found, each.operand, (("property", name),))
 
 
 def _repeated_casts(expect: Expectations, trace: RankTrace) -> Iterator[_Repetition]:
@@ -111,9 +109,8 @@ def _repeated_casts(expect: Expectations, trace: RankTrace) -> Iterator[_Repetit
         first_key, first_occurrence = _first_execution(expect.case, key, occurrence)
         first = casts.get((first_key, first_occurrence))
         if first is not None and first is not cast and not _is_another_call(expect, first_key, cast, executed):
-            what = f"{cast.role} cast in {cast.phase}"
             properties = _cast_properties(first), _cast_properties(cast)
-            yield _Repetition(cast.index, key.step, key.fqn, CAST, what, *properties)
+            yield _Repetition(cast.index, key.step, key.fqn, CAST, f"{cast.role} in {cast.phase}", *properties)
 
 
 def _is_another_call(
@@ -155,7 +152,7 @@ def _recomputed_matmuls(trace: RankTrace) -> Iterator[_Repetition]:
         first = matmuls.get((key._replace(gemm="forward"), occurrence))
         if key.gemm == "recompute" and first is not None:
             properties = _matmul_properties(first), _matmul_properties(matmul)
-            yield _Repetition(matmul.index, key.step, key.fqn, MATMUL, "recomputed matmul", *properties)
+            yield _Repetition(matmul.index, key.step, key.fqn, MATMUL, f"matmul {matmul.gemm}", *properties)
 
 
 def _matmul_properties(matmul: MatmulRecord) -> dict[str, object]:

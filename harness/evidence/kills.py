@@ -14,11 +14,15 @@ from harness.evidence.sealed import Missing, Sealed, read_sealed, write_sealed
 from harness.verdict import Verdict, check_of
 
 
-class Kill(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How a case ended in which a fault was planted. `rules`: those that the clean case does not break, sorted."""
+class Kill(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """How a case ended in which a fault was planted. `rules`: those that the clean case does not break, sorted.
+
+    `misnamed`: what the first finding names and the fault is not; None where it is not listed where the fault is.
+    """
 
     verdict: Verdict
     rules: tuple[str, ...]
+    misnamed: tuple[str, ...] | None = None
 
 
 class Kills(Sealed, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -26,6 +30,13 @@ class Kills(Sealed, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     found: Mapping[str, Mapping[str, Kill]]
     software: Mapping[str, str]  # torch, torchao
+
+    @property
+    def misnamed(self) -> Mapping[str, tuple[str, ...] | None]:
+        """What the headline of every fault in every case misnames, by "fault in case"."""
+        return {
+            f"{name} in {case}": kill.misnamed for name, kills in self.found.items() for case, kill in kills.items()
+        }
 
     def by_check(self, check: str) -> dict[str, tuple[str, ...]]:
         """The faults that a check found in some case, each with the rules of the check that were broken."""

@@ -9,6 +9,7 @@ import difflib
 import functools
 import tomllib
 from collections.abc import Mapping
+from fnmatch import fnmatchcase
 from pathlib import Path
 from types import MappingProxyType
 from typing import Literal, NamedTuple
@@ -22,6 +23,7 @@ from harness.matrix.caseid import parse_case_id
 from harness.matrix.rules import expected_refusal
 from harness.matrix.selector import parse_selector
 from harness.matrix.targets import REFERENCE, is_llama
+from harness.verdict import Finding
 
 FaultClass = Literal["A", "B", "C", "D", "E", "F", "G", "H", "I"]
 FAULT_CLASSES: dict[FaultClass, str] = {
@@ -66,12 +68,44 @@ NEEDS = {
 PREFIX = "fault:"  # `fault:NAME` is the injection that plants a fault
 
 
+Texts = str | tuple[str, ...]
+
+
+class Headline(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What the first finding about a planted fault must name: one of these patterns each, where there are any.
+
+    `rank`: the one that has the fault, of runs of several ranks; "all": it names none, or every one.
+    """
+
+    rule: Texts = ()
+    module: Texts = ()
+    operand: Texts = ()
+    rank: int | Literal["last", "all"] | None = None
+    step: int | None = None
+
+    def misnamed(self, finding: Finding, world_size: int) -> tuple[str, ...]:
+        """The fields of the finding that are others."""
+        texts = (("rule", self.rule), ("module", self.module), ("operand", self.operand))
+        wrong = [name for name, wanted in texts if wanted and not _is_one_of(getattr(finding, name) or "", wanted)]
+        ranks = set(finding.ranks or ([] if finding.rank is None else [finding.rank]))
+        named = {"last": {world_size - 1}, "all": ranks if len(ranks) == world_size else set()}
+        if world_size > 1 and self.rank is not None and ranks != named.get(str(self.rank), {self.rank}):
+            wrong.append("rank")
+        if self.step is not None and finding.step != self.step:
+            wrong.append("step")
+        return tuple(wrong)
+
+
+def _is_one_of(text: str, patterns: Texts) -> bool:
+    return any(fnmatchcase(text, each) for each in ((patterns,) if isinstance(patterns, str) else patterns))
+
+
 class Fault(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One planted fault.
 
     `where`: selectors, one of which a case must match. `since_step`: the first step in which anything can differ.
     `model`: which targets have what it changes. `equivalent`: why the fault has no observable effect (an equivalent
-    mutant); None if it must be detected.
+    mutant); None if it must be detected. `headline`: where the fault is, as far as that can be said of any host case.
     """
 
     name: str
@@ -83,6 +117,7 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     shows: Shows = "numbers"
     since_step: int = 1
     equivalent: str | None = None
+    headline: Headline | None = None
 
     @property
     def injection(self) -> str:

@@ -22,7 +22,11 @@ def mutation_sections(matrix: MutationMatrix) -> list[Block]:
     runs = f"{counted(len(matrix.trials), 'run')} with a fault and {counted(len(matrix.clean), 'clean run')}"
     not_reached = tuple(f"{trial.fault} in {trial.case_id}: {trial.not_reached}" for trial in matrix.not_reached)
     needs = tuple(f"{name}: {all_faults()[name].title} (needs {need})" for name, need in matrix.not_planted.items())
+    scored = counted(len(matrix.scored), "detection")
     lists = {
+        f"headlines that misname the fault, of {scored} ({len(matrix.misnamed)})": tuple(
+            f"{trial.name}: not the {' and '.join(trial.misnamed or ())}: {trial.message}" for trial in matrix.misnamed
+        ),
         f"undetected ({len(matrix.undetected)})": _ended(matrix.undetected),
         f"did not reach the target, so they prove nothing ({len(not_reached)})": not_reached,
         "equivalent, so no check can detect them": tuple(_equivalents(matrix.trials)),
@@ -124,10 +128,7 @@ def _by_check(trials: Iterable[Trial]) -> Table:
 
 
 def _ended(trials: Sequence[Trial]) -> tuple[str, ...]:
-    return tuple(
-        f"{trial.fault or 'clean'} in {trial.case_id}: {trial.verdict.value} {trial.message}".rstrip()
-        for trial in trials
-    )
+    return tuple(f"{trial.name}: {trial.verdict.value} {trial.message}".rstrip() for trial in trials)
 
 
 def _equivalents(trials: Iterable[Trial]) -> Iterable[str]:

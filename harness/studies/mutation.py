@@ -43,7 +43,7 @@ from harness.running.selection import Query, select_cases, trained_by
 from harness.running.witnesses import open_witnesses
 from harness.sources import installed_versions
 from harness.trace import RankFailure, Run
-from harness.verdict import Verdict, check_of
+from harness.verdict import Finding, Verdict, check_of
 from harness.workflow import check_fits
 
 LOSS_ONLY_NATS = 0.01  # what counts as a difference when loss curves are compared
@@ -89,6 +89,7 @@ class Trial(msgspec.Struct, frozen=True, kw_only=True):
     first_step: int | None
     excess: float | None  # the largest found/allowed of the findings that state both
     message: str  # of the first finding
+    misnamed: tuple[str, ...] | None = None  # what it names and the fault is not; None where nothing is listed
     baseline: BaselineDetection = msgspec.field(name="sight")
     parity: float | None = None  # the largest relative distance of a gradient from solo; None where not compared
     not_reached: str = ""  # why it is not a trial of the checks: the fault changed nothing, or broke when planted
@@ -106,6 +107,10 @@ class Trial(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def is_proof(self) -> bool:
         return not self.equivalent and not self.not_reached
+
+    @property
+    def name(self) -> str:
+        return f"{self.fault or 'clean'} in {self.case_id}"
 
 
 class MutationMatrix(msgspec.Struct, frozen=True, kw_only=True):
@@ -126,6 +131,16 @@ class MutationMatrix(msgspec.Struct, frozen=True, kw_only=True):
     def undetected(self) -> tuple[Trial, ...]:
         """Trials of faults that must be detected and were not."""
         return tuple(trial for trial in self.trials if trial.is_proof and not trial.detected)
+
+    @property
+    def scored(self) -> tuple[Trial, ...]:
+        """Detections of faults whose headline is listed."""
+        return tuple(trial for trial in self.trials if trial.detected and trial.misnamed is not None)
+
+    @property
+    def misnamed(self) -> tuple[Trial, ...]:
+        """Of them those whose headline names something else."""
+        return tuple(trial for trial in self.scored if trial.misnamed)
 
     @property
     def not_reached(self) -> tuple[Trial, ...]:
@@ -320,10 +335,19 @@ def _trial(tried: _PlantingResult, clean: _PlantingResult | None) -> Trial:
         first_step=min(steps, default=None),
         excess=max(excesses, key=nan_as_inf, default=None),
         message=findings[0].first_line if findings else "",
+        misnamed=_misnamed(tried.planting, findings),
         baseline=tried.baseline,
         parity=result.measured.parity if result.measured is not None else None,
         not_reached=_not_reached(tried, clean),
     )
+
+
+def _misnamed(planting: _Planting, findings: Sequence[Finding]) -> tuple[str, ...] | None:
+    """What the headline misnames; None where nothing is listed. The list has the modules of the reference target."""
+    fault, case = planting.fault, planting.case
+    if fault is None or fault.headline is None or not findings or case.target != REFERENCE:
+        return None
+    return fault.headline.misnamed(findings[0], case.world_size)
 
 
 def _not_reached(tried: _PlantingResult, clean: _PlantingResult | None) -> str:
@@ -341,7 +365,7 @@ def recorded_kills(matrix: MutationMatrix, before: Kills | None = None) -> Kills
     found: dict[str, dict[str, Kill]] = {}
     for trial in matrix.trials:
         if trial.fault is not None:
-            kill = Kill(verdict=trial.verdict, rules=trial.rules)
+            kill = Kill(verdict=trial.verdict, rules=trial.rules, misnamed=trial.misnamed)
             found.setdefault(trial.fault, {})[trial.case_id] = kill
     installed = installed_versions(("torch", "torchao"))
     software = {name: version for name, version in installed.items() if version is not None}

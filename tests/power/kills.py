@@ -13,6 +13,7 @@ from typing import Literal
 
 import msgspec
 
+from harness.evidence.kills import read_kills
 from harness.matrix.case import Case
 from harness.matrix.faults import Fault, all_faults, host_kind, hosts_of
 from harness.project import find_project
@@ -105,8 +106,17 @@ def assert_found_in(matrix: MutationMatrix, *, not_reached: set[str], not_plante
     assert {trial.case_id: trial.message for trial in matrix.false_positives} == {}
     assert {trial.fault: trial.message for trial in matrix.undetected} == {}
     assert {trial.fault for trial in matrix.not_reached} == not_reached
+    assert_named(matrix)
     assert matrix.not_planted.keys() == not_planted
     assert not matrix.interrupted
+
+
+def assert_named(matrix: MutationMatrix) -> None:
+    """The headline names every fault but those that it misnamed when the matrix was recorded."""
+    recorded = read_kills(find_project().root)
+    assert recorded is not None
+    before = {name.partition(" ")[0] for name, wrong in recorded.misnamed.items() if wrong}
+    assert {trial.name: (trial.misnamed, trial.message) for trial in matrix.misnamed if trial.fault not in before} == {}
 
 
 def assert_kills(matrix: MutationMatrix, *, groups: str, checks: str) -> None:

@@ -18,6 +18,7 @@ from harness.running.plan import make_plan
 from harness.running.progress import SilentProgress
 from harness.running.selection import Query
 from harness.studies.mutation import hosts_among, recorded_kills, run_mutations
+from tests.power.kills import assert_named
 
 STORED = Path(__file__).parents[1] / "frozen_pr.txt"
 
@@ -40,3 +41,5 @@ def test_every_fault_is_found_by_the_rules_that_found_it_when_it_was_recorded() 
     recorded = read_kills(project.root)
     assert recorded is not None and not matrix.undetected and not matrix.false_positives
     assert recorded_kills(matrix).found == recorded.found
+    assert_named(matrix)
+    assert len(matrix.scored) >= 200 and len({trial.fault for trial in matrix.scored}) >= 100

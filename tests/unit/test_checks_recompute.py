@@ -86,7 +86,7 @@ def test_a_cast_that_differs_is_found(phase: str, role: str, change: dict[str, A
     )
     (found,) = check(FULL, OperandTrace(casts=wrong, matmuls=recorded(FULL).matmuls))
     assert (found.step, found.rank, found.module) == (1, 0, "layers.0.attention.wk")
-    assert (found.rule, found.values["cast"], found.values["total"]) == (CAST.name, f"{role} cast in {phase}", 2)
+    assert (found.rule, found.operand, found.values["total"]) == (CAST.name, f"{role} in {phase}", 2)
     assert found.expected != found.found
 
 
@@ -115,7 +115,7 @@ def test_a_recomputed_matmul_that_differs_is_found(change: dict[str, Any]) -> No
     mine = recorded(FULL)
     wrong = (*mine.matmuls[:-1], replace(mine.matmuls[-1], **change))
     (found,) = check(FULL, OperandTrace(casts=mine.casts, matmuls=wrong))
-    assert (found.rule, found.values["cast"]) == (MATMUL.name, "recomputed matmul")
+    assert (found.rule, found.operand) == (MATMUL.name, "matmul recompute")
 
 
 def test_checkpointing_that_recomputes_nothing_is_found() -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import pytest
+from msgspec.structs import replace
 
 from harness.errors import HarnessError
 from harness.matrix.caseid import case_id, parse_case_id
 from harness.matrix.faults import (
     FAULT_CLASSES,
     HOST_IDS,
+    Headline,
     all_faults,
     all_hosts,
     fault_named,
@@ -21,6 +23,7 @@ from harness.project import find_project
 from harness.running.injection import parse_injection
 from harness.running.selection import Query
 from harness.studies.mutation import hosts_among
+from tests.builders import a_finding
 
 FAULTS = tuple(all_faults().values())
 
@@ -104,3 +107,36 @@ def test_a_mistyped_fault_gets_a_suggestion():
         fault_named("amax_without_ab")
     with pytest.raises(HarnessError, match="amax_without_abs"):
         parse_injection("fault:amax_without_ab")
+
+
+@pytest.mark.parametrize(
+    ("wanted", "misnamed"),
+    [
+        ({}, ()),
+        ({"rule": "parity/*", "module": ("a", "layers.0.*"), "operand": "weight in forward", "rank": 1, "step": 2}, ()),
+        ({"rank": "last"}, ()),
+        ({"rank": "all"}, ("rank",)),
+        ({"rank": 0}, ("rank",)),
+        (
+            {"rule": "scales/*", "module": "layers.0", "operand": "input*", "rank": 0, "step": 1},
+            ("rule", "module", "operand", "rank", "step"),
+        ),
+    ],
+)
+def test_what_a_headline_misnames_is_told_by_field(wanted, misnamed):
+    finding = replace(
+        a_finding(rule="parity/gradients"), module="layers.0.wq", operand="weight in forward", rank=1, step=2
+    )
+    assert Headline(**wanted).misnamed(finding, world_size=2) == misnamed
+    assert "rank" not in Headline(**wanted).misnamed(finding, world_size=1)
+
+
+@pytest.mark.parametrize("named", [{"rank": None}, {"rank": 0, "ranks": (0, 1)}])
+def test_a_number_of_all_ranks_names_none_or_every_one(named):
+    assert Headline(rank="all").misnamed(replace(a_finding(rule="parity/loss"), **named), world_size=2) == ()
+    assert Headline(rank="last").misnamed(replace(a_finding(rule="parity/loss"), **named), world_size=2) == ("rank",)
+
+
+def test_the_headlines_of_most_faults_are_listed():
+    assert sum(fault.headline is not None for fault in FAULTS) >= 110
+    assert all(fault.headline is None or fault.headline != Headline() for fault in FAULTS)

@@ -82,6 +82,16 @@ def test_what_did_not_reach_the_target_is_neither_detected_nor_missed():
     assert line.split()[1] == "1/1"
 
 
+def test_detections_whose_headline_is_listed_are_scored():
+    right, wrong = make_trial(misnamed=()), make_trial(misnamed=("rank", "step"), message="rank 0")
+    missed = replace(wrong, verdict=Verdict.PASSED, rules=())
+    matrix = matrix_of(make_trial(), right, wrong, missed)
+    assert (matrix.scored, matrix.misnamed) == ((right, wrong), (wrong,))
+    text = text_of(mutation_sections(matrix))
+    assert "headlines that misname the fault, of 2 detections (1)" in text
+    assert "amax_without_abs in single-tensorwise-v2048-f64: not the rank and step: rank 0" in text
+
+
 def test_a_fault_that_cannot_be_planted_is_named_with_what_it_needs():
     text = text_of(
         mutation_sections(matrix_of(make_trial(), not_planted={"rope_base_of_another_model": NEEDS["reference"]}))
