@@ -68,7 +68,7 @@ def _partly(expect: Expectations, device: str) -> str:
     if not left:
         return ""
     later = [step for step in replayed if step - 1 in left]  # the state of the optimizer is that of another step
-    updates = f", and the updates of {format_numbers('step', later)}" if later else ""
+    updates = f", and the update{'s' * (len(later) > 1)} of {format_numbers('step', later)}" if later else ""
     return f"{format_numbers('step', left)}{updates}: modules are recorded in {len(replayed)} steps"
 
 

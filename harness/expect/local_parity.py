@@ -87,27 +87,26 @@ def _of_loss(case: Case, found: ModuleDistance) -> float:
 
 def _of_unknown_model(case: Case, found: ModuleDistance, model: Model, bits: Bits) -> float:
     tp, dp = case.layout.tp, case.layout.dp
-    if bits.same and tp > 1 and _is_scaled_matmul(case, found, model, bits):
+    divides_exactly = dp & (dp - 1) == 0  # where the loss is divided by it on one side and gradients on the other
+    same, by_itself = bits.same and divides_exactly, _is_scaled_matmul(found, model, bits)
+    if same and by_itself and (found.kind != "grad" or dp == 1):
         return EXACT
-    if tp == 1:
+    if tp == 1 or (same and by_itself):
         reduced = _rounding(case.train.reduce_dtype, spread=max(1.0, found.spread), parts=dp)
         summed = max(reduced, _rounding(case.parameter_dtype))
-        divides_exactly = dp & (dp - 1) == 0  # where the loss is divided by it on one side and gradients on the other
-        same = EXACT if bits.same and divides_exactly else _rounding(case.train.dtype)
-        return summed if found.kind == "grad" else same
+        return summed if found.kind == "grad" else EXACT if same else _rounding(case.train.dtype)
     rounded = found.parts > 1 and found.fqn in model.converted and case.float8.traits.writes_bfloat16
     sums = tp * max(1, sum(model.calls.values()))
     dtype = "bfloat16" if rounded else case.train.dtype
     return _rounding(dtype, spread=max(1.0, found.spread), parts=found.parts + sums)
 
 
-def _is_scaled_matmul(case: Case, found: ModuleDistance, model: Model, bits: Bits) -> bool:
-    """True for what a converted linear computes from its recorded operands alone, on every rank."""
+def _is_scaled_matmul(found: ModuleDistance, model: Model, bits: Bits) -> bool:
+    """True for what a converted linear computes from its recorded operands alone, but for the sum over dp ranks."""
     if found.kind in ("output", "grad_input"):
         return found.fqn in model.converted
-    weight_of = found.fqn.removesuffix(".weight")
-    once = model.calls.get(weight_of) == 1 and case.layout.dp == 1  # otherwise gradients are added up
-    return found.kind == "grad" and bits.summed and once and f"{weight_of}.weight" == found.fqn
+    linear = found.fqn.removesuffix(".weight")
+    return found.kind == "grad" and bits.summed and linear != found.fqn and linear in model.converted
 
 
 def _gradient(case: Case, found: ModuleDistance, bits: Bits) -> float:

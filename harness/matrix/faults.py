@@ -186,6 +186,8 @@ HOST_IDS = (
     "fsdp2-tensorwise-v2048-ignore.half-f64",
     "fsdp2-tensorwise-v2048-sgd-lr0.1-f64",
     "tp2-rowwise-v2048-sgd-lr0.1-f64",
+    "hsdp2x2-tensorwise-v2048-param.b16-b16",
+    "fsdp2-tp2-tensorwise-v2048-reduce.b16-b16",
     "tp2-tensorwise-head.fp8-v2256-f64",
 )
 

@@ -87,8 +87,13 @@ class Replay:
         return self._spread.setdefault((id(given), ranks), (given, spread(given, ranks)))[1]
 
     @torch.no_grad()
-    def replaced(self, fqn: str, call: Call, kind: ModuleTensorKind, computed: Values) -> Values:
-        """The tensor of the run in place of `computed`; the two are compared on the first call."""
+    def replaced(
+        self, fqn: str, call: Call, kind: ModuleTensorKind, computed: Values, *, looked_up: bool = False
+    ) -> Values:
+        """The tensor of the run in place of `computed`; the two are compared on the first call.
+
+        `looked_up`: every rank looks up the tokens of its part of the vocabulary, and has zeros of the others.
+        """
         key = Key(self._step, call.part, fqn, call.number, kind)
         if key not in self._recorded:
             if not (kind == "grad_input" and self._recorded.get(key._replace(kind="input"), key) is None):
@@ -100,8 +105,7 @@ class Replay:
             return computed
         if kind in ("grad_output", "grad_input"):
             recorded = self._of_mean(recorded, computed.whole)
-        if kind == "output" and computed.parts is None and recorded.values.parts is not None:
-            # An embedding: every rank looks up the tokens of its part of the vocabulary, and has zeros of the others.
+        if looked_up and recorded.values.parts is not None:
             computed = computed._replace(parts=computed.whole * (recorded.values.parts != 0))
         found = recorded.values
         forms = _form(found.whole), _form(computed.whole)
@@ -337,7 +341,8 @@ class _ReplaceOutput(torch.autograd.Function):
         else:
             parts = at.ranks.output_parts(computed)
             values = Values(computed if parts is None else summed(parts), parts)
-        return at.watching.replaced(at.fqn, call, "output", values).whole.clone()
+        looked_up = at.ranks.looks_up
+        return at.watching.replaced(at.fqn, call, "output", values, looked_up=looked_up).whole.clone()
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:

@@ -164,17 +164,19 @@ class Ranks:
         pieces = {} if output is None else {piece.spans: piece for piece in output.pieces}
         parts = None if output is None else output.values.parts
         self.count = len(pieces) if parts is None else len(parts)
-        is_linear, self._is_wide = isinstance(module, nn.Linear), not isinstance(module, Float8Linear)
-        self.by_rows = is_linear and parts is not None  # they add up their outputs
+        forward = type(module).forward  # a class of the target may compute something else
+        self._is_wide = forward is nn.Linear.forward
+        is_known = self._is_wide or isinstance(module, Float8Linear)
+        self.by_rows = is_known and parts is not None  # they add up their outputs
         # They add up the gradients of their inputs.
-        self.by_columns = is_linear and parts is None and len({spans[-1] for spans in pieces}) > 1
+        self.by_columns = is_known and parts is None and len({spans[-1] for spans in pieces}) > 1
         replaced: Any = module
         if self._is_wide and self.by_rows:
             replaced.forward = of_rows(replaced, self.count)
         elif self._is_wide and self.by_columns:
             replaced.forward = of_columns(replaced, self.count)
-        elif isinstance(module, NORMS) and len({spans[:-1] for spans in pieces}) > 1:
-            replaced.forward = of_sequence(module, [piece.place for piece in pieces.values()])
+        elif forward in {norm.forward for norm in NORMS} and len({spans[:-1] for spans in pieces}) > 1:
+            replaced.forward = of_sequence(replaced, [piece.place for piece in pieces.values()])
 
     @property
     def spreads_input(self) -> bool:
@@ -183,6 +185,10 @@ class Ranks:
     @property
     def stacks_output(self) -> bool:
         return self.by_rows and self._is_wide
+
+    @property
+    def looks_up(self) -> bool:
+        return isinstance(self._module, nn.Embedding)
 
     def restart(self, operand: torch.Tensor) -> None:
         """A matmul of the module follows, of which this is the first operand."""

@@ -10,6 +10,7 @@ from harness.checks.local_parity import INCOMPARABLE, NORM, TENSOR, check_local_
 from harness.checks.rule import Rule
 from harness.matrix.case import Case
 from harness.matrix.caseid import parse_case_id
+from harness.matrix.numerics import replayed_steps
 from harness.trace import Run
 from harness.verdict import Finding
 from tests.builders import make_witnesses
@@ -69,6 +70,14 @@ def gradient_off():
     from harness.worker.faults.hooks import after_backward
     after_backward(lambda model: list(model.parameters())[3].grad.mul_(1.3))
 
+def gradients_off_from_step_seven():
+    from harness.worker.faults.hooks import RUN, after_backward
+    def change(model):
+        if RUN.step >= 7:
+            for param in model.parameters():
+                param.grad.mul_(1.03)
+    after_backward(change)
+
 def reported_norm_off():
     from harness.worker import train
     right = train.gradient_norm
@@ -110,6 +119,14 @@ def test_faults_are_located(judged, plant, text: str, fault: str, place: tuple[R
     assert (first.rule, first.step) == (rule.name, 1), first
     found = (first.values["tensor"], first.module, first.values.get("part", ""))
     assert all(map(fnmatchcase, found, patterns)), first
+
+
+def test_gradients_that_are_wrong_from_a_later_step_on_are_found(judged, plant):
+    case = parse_case_id("tp2-tensorwise-v2048-gb2-sl16-s10-b16")
+    assert replayed_steps(case) == (1, 2, 3, 4, 5, 6, 8, 10)
+    (first, *_) = judged(case, plant(FAULTS, "gradients_off_from_step_seven"))
+    assert (first.rule, first.step, first.values["tensor"]) == (TENSOR.name, 8, "gradient"), first
+    assert first.values["distance"] == pytest.approx(0.03, rel=0.01)
 
 
 def test_a_reported_norm_of_other_gradients_is_found(judged, plant):

@@ -53,11 +53,28 @@ def _scale_gradients(model: nn.Module, factor: float) -> None:
             local(param.grad).mul_(factor)
 
 
+gradients_a_little_too_large = partial(after_backward, lambda model: _scale_gradients(model, 1.003))
+
+
+@planted(after_backward)
+def gradients_cut_to_six_bits(model: nn.Module) -> None:
+    for param in model.parameters():
+        if param.grad is not None and local(param.grad).dtype == torch.float32:
+            bits = local(param.grad).view(torch.int32)
+            bits.bitwise_and_(-1 << 18)  # of 24, the leading one among them
+
+
 def _first_gradient(change: Callable[[torch.Tensor], object]) -> None:
     after_backward(lambda model: change(local(_gradient(first_weight(model)))))
 
 
 one_gradient_lost = partial(_first_gradient, torch.Tensor.zero_)
+
+
+@planted(_first_gradient)
+def weight_gradient_of_one_rank_off(grad: torch.Tensor) -> None:
+    if on_odd_rank():
+        grad.mul_(1.005)
 
 
 @planted(_first_gradient)
