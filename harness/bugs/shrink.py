@@ -7,6 +7,7 @@ is kept in a journal: a shrink that was killed goes on where it was.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import time
@@ -38,6 +39,7 @@ GROUPS: tuple[tuple[str, ...], ...] = (
     tuple(name for name in _SMALLEST if DECLARED[name].changes is Changes.LAYOUT),
     OPTIONS,
 )
+_SMALL = 8  # numbers up to this one, as degrees, are tried with their neighbours: only those show a bound
 _GRID = 64  # a size that keeps its remainder by this keeps what alignment makes of it
 
 
@@ -52,7 +54,8 @@ class Attempt(msgspec.Struct, frozen=True, kw_only=True):
 class Shrunk(msgspec.Struct, frozen=True, kw_only=True):
     """The smallest case that was found. `complete`: nothing smaller fails alike; else the budget ended it.
 
-    `needed` are the attempts from the smallest case itself: what it takes away, the failure needs.
+    `needed` are the attempts from the smallest case itself: with what the failure is not the same, and of each such
+    number the larger neighbours, with which it may be.
     """
 
     first: Case
@@ -121,10 +124,11 @@ class _Shrinking:
                 fix="give the case, and by --inject the fault, with which it fails.",
             )
         self._signature = first.signature
-        complete = True
+        complete, larger = True, tuple[Attempt, ...]()
         try:
             while self._pass(self._groups) or self._pass(self._single) or self._pass(self._pairs):
                 pass
+            larger = self._larger()
         except _OutOfTime:
             complete = False
         return Shrunk(
@@ -133,7 +137,7 @@ class _Shrinking:
             signature=self._signature,
             message=self._tried([self.case])[0].message,
             attempts=tuple(self.attempts),
-            needed=self._needed(),
+            needed=(*self._needed(), *larger),
             complete=complete,
             ran=self.ran,
             cpu_s=self.cpu_s,
@@ -167,15 +171,31 @@ class _Shrinking:
     def _first_alike(self, smaller: Iterable[Smaller]) -> Smaller | None:
         candidates = list({case_id(each.case): each for each in smaller}.values())
         for start in range(0, len(candidates), self.jobs):
-            if self.budget_s is not None and time.monotonic() - self.started_s > self.budget_s:
-                raise _OutOfTime
             batch = candidates[start : start + self.jobs]
-            for each, found in zip(batch, self._tried([each.case for each in batch]), strict=True):
-                same = found.signature == self._signature
-                self.attempts.append(Attempt(changes=each.changes, result=found, same=same))
-                if same:
+            for each, attempt in zip(batch, self._attempted(batch), strict=True):
+                self.attempts.append(attempt)
+                if attempt.same:
                     return each
         return None
+
+    def _attempted(self, batch: Sequence[Smaller]) -> list[Attempt]:
+        if self.budget_s is not None and time.monotonic() - self.started_s > self.budget_s:
+            raise _OutOfTime
+        found = zip(batch, self._tried([each.case for each in batch]), strict=True)
+        return [
+            Attempt(changes=each.changes, result=result, same=result.signature == self._signature)
+            for each, result in found
+        ]
+
+    def _larger(self) -> tuple[Attempt, ...]:
+        """Of each number that the failure needs: the case with the next one, and with the next power of two."""
+        values, found = axis_values(self.case), list[Attempt]()
+        for name in dict.fromkeys(next(iter(each.changes)) for each in self._needed()):
+            for value in _above(values[name]):
+                larger = with_changes(self.case, {name: value})
+                with contextlib.suppress(HarnessError):  # more ranks than slots
+                    found += self._attempted([larger]) if larger is not None else []
+        return tuple(found)
 
     def _tried(self, cases: Sequence[Case]) -> list[TrialResult]:
         unknown = [case for case in cases if self.journal.get(case_id(case)) is None]
@@ -237,7 +257,7 @@ def with_changes(case: Case, changes: Mapping[str, object]) -> Smaller | None:
     if found is None or found == case or (expected_refusal(found) is None) != (expected_refusal(case) is None):
         return None
     now, before = axis_values(found), axis_values(case)
-    return Smaller(found, {name: now[name] for name in AXES if now[name] != before[name]})
+    return Smaller(found, {name: now[name] for name in (*changes, *AXES) if now[name] != before[name]})
 
 
 def _values(case: Case, name: str, steps: int) -> Sequence[object]:
@@ -261,9 +281,17 @@ def _smallest(case: Case, name: str) -> int:
 def _sizes(value: object, smallest: int) -> Sequence[int]:
     """Sizes below a value: the smallest, then towards it; where that is possible with the same remainder."""
     assert isinstance(value, int)
-    parts = sorted({max(smallest, value // part) for part in (16, 8, 4, 2)} | {smallest})
+    before = {value - 1} if value <= _SMALL else set()
+    parts = sorted({max(smallest, value // part) for part in (16, 8, 4, 2)} | {smallest} | before)
     aligned = [part - part % _GRID + value % _GRID for part in parts if part >= _GRID]
     return [size for size in dict.fromkeys(sorted({*parts, *aligned})) if smallest <= size < value]
+
+
+def _above(value: object) -> Sequence[int]:
+    """The next number and the next power of two, of a small number."""
+    if not isinstance(value, int) or isinstance(value, bool) or value > _SMALL:
+        return ()
+    return sorted({value + 1, 1 << value.bit_length()})
 
 
 def _with_heads(values: Mapping[str, object]) -> dict[str, object]:

@@ -96,8 +96,8 @@ def check_loss_vs_golden(case: Case, run: Run, witnesses: Witnesses) -> Iterator
         yield from incomparable
     else:
         yield from _disagreement(run)
-        yield from _learning(run, golden, tolerance)
-        yield from _distance(run, golden, tolerance)
+        yield from _frozen(run)
+        yield from [*_distance(run, golden, tolerance)] or _proves_nothing(golden, tolerance)
 
 
 def _incomparable(case: Case, run: Run, golden: Golden) -> Iterator[Finding]:
@@ -149,14 +149,19 @@ def _disagreement(run: Run) -> Iterator[Finding]:
             return
 
 
-def _learning(run: Run, golden: Golden, tolerance: Tolerance) -> Iterator[Finding]:
-    """A loss that never changes, or a tolerance wider than the progress of the golden, proves nothing."""
-    if len(golden.losses) < 2:
-        return
-    frozen = [trace.rank for trace in traces_by_rank(run) if len({step.loss for step in trace.steps}) == 1]
+def _frozen(run: Run) -> Iterator[Finding]:
+    """The ranks whose loss never changes."""
+    losses = {trace.rank: {step.loss for step in trace.steps} for trace in traces_by_rank(run) if len(trace.steps) > 1}
+    frozen = [rank for rank, seen in losses.items() if len(seen) == 1]
     if frozen:
         loss = repr(traces_by_rank(run)[0].steps[0].loss)
         yield FROZEN.finding(ranks=frozen, expected="a loss that changes", found=loss)
+
+
+def _proves_nothing(golden: Golden, tolerance: Tolerance) -> Iterator[Finding]:
+    """Within a tolerance that is wider than the progress of the golden, a loss proves nothing."""
+    if len(golden.losses) < 2:
+        return
     progress = [abs(loss - golden.losses[0]) for loss in golden.losses]
     if all(moved <= allowed for moved, allowed in zip(progress, tolerance.per_step, strict=True)):
         remedy = COARSE if all(map(_is_bfloat16, golden.losses)) else "train more steps"

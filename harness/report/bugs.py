@@ -163,19 +163,28 @@ def shrunk_sections(found: Shrunk, *, command: str = "") -> list[Block]:
 
 
 def _needs(found: Shrunk) -> Iterator[Entry]:
-    """By axis, the smaller values with which the failure is not the same, and what was seen instead."""
+    """By axis, the other values that were tried, and what was seen with them."""
     values = axis_values(found.case)
     groups: dict[str, list[Attempt]] = {}
     for each in found.needed:
-        groups.setdefault(next(name for name in AXES if name in each.changes), []).append(each)
+        groups.setdefault(next(iter(each.changes)), []).append(each)
     for name, attempts in groups.items():
-        number = isinstance(values[name], int) and not isinstance(values[name], bool)
         lines = (
             f"with {', '.join(f'{axis} {shown_value(value)}' for axis, value in each.changes.items())}: "
-            f"{each.result.text}  [{each.result.case_id}]"
+            f"{'the same' if each.same else each.result.text}  [{each.result.case_id}]"
             for each in attempts
         )
-        yield Entry(title=f"{name} {shown_value(values[name])}{' or more' if number else ''}", lines=tuple(lines))
+        bound = " or more" if _is_bound(name, values[name], attempts) else ""
+        yield Entry(title=f"{name} {shown_value(values[name])}{bound}", lines=tuple(lines))
+
+
+def _is_bound(name: str, value: object, attempts: Sequence[Attempt]) -> bool:
+    """True when the number below alone takes the failure away, and every larger one that was tried keeps it."""
+    if not isinstance(value, int) or isinstance(value, bool):
+        return False
+    larger = [each.same for each in attempts if int(str(each.changes[name])) > value]
+    below = any(dict(each.changes) == {name: value - 1} and not each.same for each in attempts)
+    return below and bool(larger) and all(larger)
 
 
 def shrunk_document(found: Shrunk) -> dict[str, object]:

@@ -218,6 +218,11 @@ def test_a_tolerance_as_wide_as_all_learning_proves_nothing() -> None:
     assert (found.expected, found.found) == ("allowed below 1", "1")
 
 
+def test_a_loss_outside_of_the_tolerance_comes_before_what_the_tolerance_cannot_prove() -> None:
+    (found,) = check(*both((8.0, 7.5, 7.25, 10.0)), within=make_tolerance(*[1.0] * STEPS))
+    assert (found.rule, found.step) == (TOO_FAR.name, 4)
+
+
 def test_two_steps_must_show_learning() -> None:
     two = make_case(tp=2, steps=2)
     against = make_golden(two, (8.0, 7.0))

@@ -108,6 +108,37 @@ def test_two_axes_that_need_each_other_go_together(tmp_path: Path) -> None:
     assert (found.case.layout.tp, found.case.layout.dp_shard) == (1, 1)
 
 
+def test_a_bound_is_claimed_only_where_the_neighbours_were_tried(tmp_path: Path) -> None:
+    case = make_case(dp_shard=3, global_batch=12, layers=5, recipe="tensorwise", fp8_all_gather=True)
+
+    def of_uneven_shards(case: Case) -> FailureSignature | None:
+        return SIGNATURE if case.layout.dp_shard == 3 else None
+
+    def told(fails: Fails, folder: str) -> str:
+        return text_of(shrunk_sections(shrunk(fails, tmp_path / folder, case=case)))
+
+    uneven = told(of_uneven_shards, "uneven")
+    assert "  dp_shard 3\n    with dp_shard 1: no failure" in uneven
+    assert "    with dp_shard 2, global_batch 2: no failure" in uneven
+    assert "    with dp_shard 4, global_batch 4: no failure" in uneven
+    least = told(needs(layers=3), "least")
+    assert "  layers 3 or more\n    with layers 1: no failure" in least and "    with layers 4: the same" in least
+    needs_both = told(needs(dp_shard=3), "both")  # 3 sequences are not for 2 ranks: no number of ranks alone shows it
+    assert "  dp_shard 3\n" in needs_both and "    with dp_shard 4, global_batch 4: the same" in needs_both
+
+    class ThreeSlots(ModelOfABug):
+        def run(self, cases: Sequence[Case], /) -> list[CaseResult]:
+            if any(case.world_size > 3 for case in cases):
+                raise HarnessError("more than the 3 slots there are.")
+            return super().run(cases)
+
+    small = shrink(case, ThreeSlots(of_uneven_shards).run, journal_in(tmp_path / "j"))
+    assert small.complete and [each.changes["dp_shard"] for each in small.needed if "dp_shard" in each.changes] == [
+        1,
+        2,
+    ]
+
+
 def test_another_failure_is_not_taken(tmp_path: Path) -> None:
     found = shrunk(lambda case: SIGNATURE if case.layout.tp >= 4 else OTHER, tmp_path)
     assert found.case.layout.tp == 4
