@@ -1,23 +1,28 @@
 """Were the blocks compiled as the case asks? Graphs, fused collectives, and the results of fused operators.
 
 Async TP that fuses nothing is slow without an error, and a wrong fused operator is fast without an error. So executed
-fusions are counted against `expect/fusion.py`, and the probe compares every fused operator with its unfused form.
+fusions are counted against `expect/fusion.py`, and the probe compares every fused operator with its unfused form, and
+all that inductor generates code for with the operators of the graph (`expect/generated.py` has the limits).
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator
 from functools import partial
 from typing import NamedTuple
 
+from harness.checks.assembly import nan_as_inf
 from harness.checks.check import Check, Witnesses
 from harness.checks.findings import merge_ranks
 from harness.checks.rule import Rules, Stage
 from harness.expect.expectations import FUSION, Expectations
+from harness.expect.generated import ROW, allowed_distance, reduced_distance
 from harness.matrix.case import Case
+from harness.matrix.numerics import gradients_are_followed
 from harness.trace import RankTrace, Run
-from harness.trace.graphs import Collective, FusedCall, FusedNode, GraphTrace, Phase
+from harness.trace.graphs import Collective, FusedCall, FusedNode, GeneratedResult, GraphTrace, Phase
 from harness.verdict import Finding
 
 _rule = Rules("graphs", Stage.EXECUTION)
@@ -33,6 +38,21 @@ ROWS = _rule(
     numeric=True,
     key=("operator",),
 )
+GENERATED = _rule(
+    "generated",
+    "the {tensor} of {module} in generated code is not what its graph computes from the same operands: relative "
+    "distance of all or of a row {distance:.2g}, {allowed:.2g} allowed ({count} of {compared} tensors of this step)",
+    located=True,
+    numeric=True,
+    key=("tensor",),
+)
+GRADIENT = _rule(
+    "gradient",
+    "the gradient of {module} is not the one that generated code returned for it: relative distance {distance:.2g}, "
+    "{allowed:.2g} allowed ({count} of {compared} gradients of this step)",
+    located=True,
+    numeric=True,
+)
 
 
 class FusionKind(NamedTuple):
@@ -44,21 +64,28 @@ class FusionKind(NamedTuple):
 
 
 def _partly(expect: Expectations, device: str) -> str:
-    if expect.has_formulas or not expect.case.layout.async_tp:
-        return ""
-    return f"the number of fused collectives: no formula for the model of {expect.case.target}"
+    case, missing = expect.case, []
+    if case.layout.async_tp and not expect.has_formulas:
+        missing.append(f"the number of fused collectives: no formula for the model of {case.target}")
+    if case.compile == "inductor" and not gradients_are_followed(case):
+        why = (
+            "weights are given to the code in float8" if case.float8.fp8_all_gather else f"the model is {case.target}'s"
+        )
+        missing.append(f"gradients between generated code and optimizer: {why}")
+    return "; ".join(missing)
 
 
 @partial(
     Check,
     declares=_rule,
-    blind="Operators that a compiler generates code for; a fused operator that is slow and right.",
+    blind="What is wrong in a graph and right in the code that is generated for it; a fused operator that is slow and "
+    "right.",
     partly=_partly,
     records=("graphs",),
     formula=FUSION,
 )
 def check_graphs(case: Case, run: Run, witnesses: Witnesses) -> list[Finding]:
-    """Were the blocks compiled as the case asks, and do fused operators give the right rows?"""
+    """Were the blocks compiled as the case asks, and do fused operators and generated code compute what they must?"""
     return merge_ranks(run, lambda trace: _findings(witnesses.expect, trace))
 
 
@@ -76,6 +103,8 @@ def _findings(expect: Expectations, trace: RankTrace) -> Iterator[Finding]:
     yield from _nodes(recorded)
     yield from _fusions(expect, recorded)
     yield from _wrong_rows(recorded)
+    yield from _generated(expect.case, recorded)
+    yield from _gradients(expect.case, recorded)
 
 
 def _phases(recorded: GraphTrace) -> Iterator[Finding]:
@@ -175,3 +204,52 @@ def _example(call: FusedCall) -> str:
     if row.holds_index is None:
         return f"{where} has a relative error of {row.distance:.2g} and matches no other row"
     return f"{where} holds row {list(row.holds_index)} of TP rank {row.holds_rank}"
+
+
+def _generated(case: Case, recorded: GraphTrace) -> Iterator[Finding]:
+    """The first tensor of generated code that is too far off, in the order of execution: no other is its reason."""
+    wrong: list[tuple[GeneratedResult, float, float]] = []
+    for each in recorded.generated:
+        limit = allowed_distance(case, each, emulated=recorded.emulates_roundings)
+        for distance, allowed in ((each.distance, limit), (each.farthest_row, ROW * limit)):
+            if not distance <= allowed:  # NaN is wrong
+                wrong.append((each, distance, allowed))
+                break
+    if wrong:
+        first, distance, allowed = wrong[0]
+        yield GENERATED.finding(
+            tensor=first.tensor,
+            distance=distance,
+            allowed=allowed,
+            count=sum(each.step == first.step for each, *_ in wrong),
+            compared=sum(each.step == first.step for each in recorded.generated),
+            step=first.step,
+            module=first.fqn,
+            operand=f"{first.tensor} in {first.phase}",
+            expected=f"distance <= {allowed:.2g}",
+            found=f"{distance:.2g}",
+            size=distance,
+        )
+
+
+def _gradients(case: Case, recorded: GraphTrace) -> Iterator[Finding]:
+    """The gradient that changed most on the way from the code to the optimizer, in the first step where one did."""
+    wrong = [each for each in recorded.gradients if not each.distance <= reduced_distance(case, each)]  # NaN is wrong
+    if gradients_are_followed(case) and not recorded.gradients:
+        yield GRADIENT.finding(module="the blocks", distance=math.nan, allowed=0.0, count=0, compared=0)
+    if wrong:
+        step = wrong[0].step
+        together = [each for each in wrong if each.step == step]
+        worst = max(together, key=lambda each: nan_as_inf(each.distance))
+        allowed = reduced_distance(case, worst)
+        yield GRADIENT.finding(
+            distance=worst.distance,
+            allowed=allowed,
+            count=len(together),
+            compared=sum(each.step == step for each in recorded.gradients),
+            step=step,
+            module=worst.fqn,
+            expected=f"distance <= {allowed:.2g}",
+            found=f"{worst.distance:.2g}",
+            size=worst.distance,
+        )

@@ -164,7 +164,7 @@ def _digests(traces: Sequence[RankTrace]) -> Mapping[str, str]:
             of_matmul = (matmul.step, trace.rank, matmul.fqn, matmul.gemm, matmul.m, matmul.k, matmul.n)
             parts["matmuls"].append(repr((*of_matmul, matmul.a_digest, matmul.b_digest)))
         graphs = trace.graphs
-        for seen in (*(graphs.casts or ()), *graphs.unknown_casts) if graphs is not None else ():
+        for seen in (*graphs.casts, *graphs.unknown_casts) if graphs is not None else ():
             parts["casts"].append(repr((trace.rank, seen)))
         for sketch in trace.sketches or ():
             kind = "gradients" if sketch.kind == "grad" else "parameters"

@@ -107,6 +107,15 @@ def power_of_two_rule(rule: Rule, target_dtype: str, lowest: float, highest: flo
         yield rule, f"amax * scale in (1/2, 1] of {limit:g}", found
 
 
+def inverse(scale: ScaleSummary) -> tuple[float, float]:
+    """The smallest and the largest scale that `_scaled_mm` must be given for an operand cast with `scale`."""
+    return _reciprocal(scale.maximum), _reciprocal(scale.minimum)
+
+
+def _reciprocal(value: float) -> float:
+    return as_float32(1 / value) if value else math.copysign(math.inf, value)
+
+
 def as_float32(value: float) -> float:
     """Rounded as torch rounds; infinite where float32 overflows."""
     try:

@@ -6,7 +6,6 @@ from the amax over all of them. Ranks that hold different tensors must not share
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from functools import partial
@@ -19,13 +18,13 @@ from harness.checks.rule import Rule, Rules, Stage
 from harness.checks.scale_rules import (
     Broken,
     Casts,
-    as_float32,
     cast_rules,
     cast_sources,
     earlier_casts,
     format_scale,
     implied_by_power,
     implied_source,
+    inverse,
     power_of_two_rule,
     tensorwise_rule,
     value_rules,
@@ -257,11 +256,7 @@ def _matmul_scales(case: Case, matmul: MatmulRecord, scale: ScaleSummary) -> tup
     """
     if matmul.gemm in ("dgrad", "wgrad") and case.float8.traits.scales_rows(matmul.gemm):
         return 1.0, 1.0
-    return _reciprocal(scale.maximum), _reciprocal(scale.minimum)
-
-
-def _reciprocal(value: float) -> float:
-    return as_float32(1 / value) if value else math.copysign(math.inf, value)
+    return inverse(scale)
 
 
 def _mismatch(rank: int, cast: CastRecord, rule: Rule, expected: str, found: str) -> Mismatch:

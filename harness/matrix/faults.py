@@ -188,6 +188,7 @@ HOST_IDS = (
     "tp2-rowwise-v2048-sgd-lr0.1-f64",
     "hsdp2x2-tensorwise-v2048-param.b16-b16",
     "fsdp2-tp2-tensorwise-v2048-reduce.b16-b16",
+    "single-tensorwise-inductor-v2048-s2-b16",
     "tp2-tensorwise-head.fp8-v2256-f64",
 )
 

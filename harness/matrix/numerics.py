@@ -13,7 +13,7 @@ from harness.matrix.case import Case
 from harness.matrix.layout import DP_AXES
 from harness.matrix.linears import linear_features, linear_fqns, linear_name, parameter_count
 from harness.matrix.recipes import ITEM_BYTES
-from harness.matrix.targets import computes_on_plain_shards, is_llama
+from harness.matrix.targets import REFERENCE, computes_on_plain_shards, is_llama
 
 _ONE_ORDER = 2  # ranks
 
@@ -101,3 +101,11 @@ def _recorded_bytes(case: Case) -> int:
     features = [linear_features(case, linear_name(fqn)) for fqn in linear_fqns(case)]
     activations = case.train.tokens * sum(inputs + outputs for inputs, outputs in features)
     return 2 * (4 * parameter_count(case) + ITEM_BYTES[case.train.dtype] * activations)
+
+
+def gradients_are_followed(case: Case) -> bool:
+    """True where gradients are compared with those that generated code returns for the parameters that it is given.
+
+    Weights that FSDP2 gathers in float8 are given to it as two tensors, which have no gradient.
+    """
+    return case.compile == "inductor" and case.target == REFERENCE and not case.float8.fp8_all_gather

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 from typing import Literal
 
-from harness.trace.operands import CastStatistics
+from harness.trace.operands import CastStatistics, ScaleSummary
 from harness.trace.record import Record
 
 Collective = Literal["all_gather", "reduce_scatter"]
 Phase = Literal["forward", "backward"]
+# a, b and their scales: operands of a scaled matmul. result: what a graph returns.
+GeneratedTensor = Literal["a", "b", "scale of a", "scale of b", "result"]
 
 
 class FusedNode(Record, frozen=True, kw_only=True):
@@ -76,7 +78,46 @@ class GraphCast(CastStatistics, frozen=True, kw_only=True):
     phase: Phase
     fqn: str  # as the compiler names the module: blocks share a graph, so it does not say which block
     is_weight: bool
+    scale_is_given: bool = False  # the scale is an input of the graph: of a cast that is computed again in backward
     shape: tuple[int, ...]
+
+
+class GraphMatmul(Record, frozen=True, kw_only=True):
+    """One scaled matmul that a graph executed."""
+
+    step: int  # 1-based
+    order: int  # of the cast before it
+    phase: Phase
+    fqn: str
+    a_scale: ScaleSummary  # the inverse of the scale of the cast, as in torch._scaled_mm
+    b_scale: ScaleSummary
+    a_casts: tuple[int, ...]  # those of this step, by their order, whose float8 values the operand has, in any order
+    b_casts: tuple[int, ...]
+
+
+class GeneratedResult(Record, frozen=True, kw_only=True):
+    """A tensor of generated code beside the same one of its graph, repeated operator by operator on the same inputs.
+
+    The repetition goes on with what the code multiplied, so that nothing accumulates from matmul to matmul.
+    """
+
+    step: int  # 1-based
+    order: int  # within the step, from 1
+    phase: Phase
+    fqn: str  # as in `GraphCast`
+    tensor: GeneratedTensor
+    dtype: str
+    distance: float  # relative to the norm of the tensor; NaN where the code has no such tensor
+    farthest_row: float  # relative to the norm of its row, or to that of a mean row if this is larger
+
+
+class GradientDistance(Record, frozen=True, kw_only=True):
+    """The gradient of a parameter beside the one that generated code returned for it, added up over the same ranks."""
+
+    step: int  # 1-based
+    fqn: str  # of the parameter
+    distance: float  # relative to the norm of this rank's shard; NaN where the code returned none
+    summed_over_tp: bool = False  # TP ranks have the sum of what each of them returned
 
 
 class UnknownCast(Record, frozen=True, kw_only=True):
@@ -127,7 +168,11 @@ class GraphTrace(Record, frozen=True, kw_only=True):
 
     graphs: tuple[GraphRecord, ...]
     calls: tuple[FusedCall, ...]
-    casts: tuple[GraphCast, ...] | None  # None for generated code, whose casts cannot be recorded
+    casts: tuple[GraphCast, ...]
     unknown_casts: tuple[UnknownCast, ...] = ()
+    matmuls: tuple[GraphMatmul, ...] = ()
+    generated: tuple[GeneratedResult, ...] = ()  # of code that inductor generates
+    gradients: tuple[GradientDistance, ...] = ()  # of parameters that this code is given
+    emulates_roundings: bool = False  # this code rounds where its graph does
     partitions: tuple[PartitionRecord, ...] = ()  # in the order of compilation
     workarounds: tuple[str, ...]  # limits of torch on a CPU that the virtual device worked around

@@ -8,7 +8,15 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from harness.checks.graph_scales import DIFFERENT, NO_CAST, OTHER_CASTS, RULES, UNASKED, check_graph_scales
+from harness.checks.graph_scales import (
+    DIFFERENT,
+    MATMUL_SCALE,
+    NO_CAST,
+    OTHER_CASTS,
+    RULES,
+    UNASKED,
+    check_graph_scales,
+)
 from harness.checks.graph_scales import UNKNOWN as UNKNOWN_CAST
 from harness.checks.rule import Rule
 from harness.checks.scale_rules import tensorwise_scale
@@ -16,7 +24,7 @@ from harness.expect.casts import CompiledCasts
 from harness.matrix.case import Case
 from harness.matrix.caseid import parse_case_id
 from harness.trace import RankTrace
-from harness.trace.graphs import GraphCast, GraphTrace, UnknownCast
+from harness.trace.graphs import GraphCast, GraphMatmul, GraphTrace, UnknownCast
 from harness.trace.operands import ScaleSummary
 from harness.verdict import Finding
 from tests.builders import make_cast, make_scale, make_trace, make_witnesses, rules, run_of
@@ -52,7 +60,7 @@ def of_gradient(weight: GraphCast) -> GraphCast:
 
 def trace(case: Case, rank: int, casts: list[GraphCast], *unknown: UnknownCast) -> RankTrace:
     """What a rank records: these casts of weights, and those of the gradients that belong to them."""
-    steps = {each.step for each in casts} if case == TENSORWISE else ()
+    steps = {each.step for each in casts} if case.float8.recipe == "tensorwise" else ()
     gradients = [of_gradient(shared(rank, step)) for step in steps]
     recorded = (*casts, *gradients)
     return make_trace(
@@ -219,3 +227,43 @@ def test_a_scale_that_is_no_power_of_two_is_found() -> None:
 
 def test_ranks_that_execute_different_casts_are_found() -> None:
     assert OTHER_CASTS.name in rules(check(TENSORWISE, with_one(shared, order=2)))
+
+
+def test_a_scale_that_generated_code_saved_for_backward_may_be_off_by_its_rounding() -> None:
+    generated = parse_case_id("single-tensorwise-inductor-v2048-s1-b16")
+    given = replace(shared(0, 1), order=2, phase="backward", is_weight=False, scale_is_given=True, saturated=1)
+    made = replace(shared(0, 1), amax=max(AMAX))
+    for factor, broken in ((1.01, set()), (1.02, {RULES.amax.name})):
+        assert rules(check(generated, [[made, replace(given, amax=factor * max(AMAX))]])) == broken
+    eager = parse_case_id("single-tensorwise-graph-v2048-s1-b16")
+    assert rules(check(eager, [[made, given]])) >= {RULES.saturated.name, RULES.amax.name}
+
+
+@pytest.mark.parametrize(
+    ("case_id", "phase", "scale", "found"),
+    [
+        ("single-tensorwise-inductor-v2048-s1-b16", "forward", 1.0, False),
+        ("single-tensorwise-inductor-v2048-s1-b16", "forward", 1.005, True),
+        ("single-tensorwise-inductor-v2048-s1-b16", "backward", 1.005, False),
+        ("single-tensorwise-inductor-v2048-s1-b16", "backward", 1.05, True),
+        ("single-tensorwise-graph-v2048-s1-b16", "backward", 1.005, True),
+    ],
+)
+def test_a_matmul_with_the_scale_of_another_is_found(case_id: str, phase: Any, scale: float, found: bool) -> None:
+    case, made = parse_case_id(case_id), replace(shared(0, 1), amax=max(AMAX))
+    matmul = GraphMatmul(
+        step=1,
+        order=1,
+        phase=phase,
+        fqn="feed_forward.w1",
+        a_scale=make_scale(scale / made.scale.maximum),
+        b_scale=make_scale(3.0),
+        a_casts=(made.order,),
+        b_casts=(),
+    )
+    recorded = trace(case, 0, [made])
+    assert recorded.graphs is not None
+    graphs = replace(recorded.graphs, casts=(made, of_gradient(made)), matmuls=(matmul,))
+    run = run_of(replace(recorded, graphs=graphs))
+    expected = make_witnesses(case, compiled_casts=CompiledCasts(1, 0, 1))
+    assert rules(check_graph_scales(case, run, expected)) == ({MATMUL_SCALE.name} if found else set())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -10,6 +11,8 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from harness.checks.graphs import (
+    GENERATED,
+    GRADIENT,
     NO_GRAPH,
     NOTHING_FUSED,
     NUMBER,
@@ -24,7 +27,16 @@ from harness.checks.graphs import (
 from harness.expect.expectations import Expectations
 from harness.matrix.case import Case
 from harness.matrix.caseid import parse_case_id
-from harness.trace.graphs import FusedCall, FusedNode, GraphRecord, GraphTrace, Unfused, WrongRow
+from harness.trace.graphs import (
+    FusedCall,
+    FusedNode,
+    GeneratedResult,
+    GradientDistance,
+    GraphRecord,
+    GraphTrace,
+    Unfused,
+    WrongRow,
+)
 from harness.verdict import Finding, Verdict
 from tests.builders import make_fused, make_trace, make_witnesses, rules, run_of
 
@@ -155,3 +167,58 @@ def test_a_row_that_is_no_row_at_all_says_so() -> None:
     (finding,) = check(ASYNC, correct(ASYNC, calls=every))
     assert finding.found is not None
     assert "matches no other row" in finding.found
+
+
+@pytest.mark.parametrize(
+    ("dtype", "clean", "wrong"),
+    [
+        ("float8_e4m3fn", 0.02, 0.05),
+        ("float8_e5m2", 0.031, 0.07),
+        ("float32", 0.006, 0.03),
+        ("bfloat16", 0.0056, 0.03),
+        ("bfloat16", 0.0, math.nan),
+    ],
+)
+def test_generated_code_is_held_against_its_graph(dtype: str, clean: float, wrong: float) -> None:
+    case = parse_case_id("tp2-tensorwise-inductor-v2048-s2-b16")
+    near = GeneratedResult(
+        step=2,
+        order=3,
+        phase="forward",
+        fqn="feed_forward.w1",
+        tensor="a",
+        dtype=dtype,
+        distance=clean,
+        farthest_row=2 * clean,
+    )
+    same = GradientDistance(step=1, fqn="layers.0.attention.wq.weight", distance=0.0)
+    plain = (replace(FORWARD, fused=()), BACKWARD)
+    graphs = replace(correct(case), graphs=plain, generated=(near,), gradients=(same,))
+    assert check(case, graphs, graphs) == []
+    assert check(case, graphs, replace(graphs, emulates_roundings=True)) == [] or clean > 0
+    assert rules(check(case, replace(graphs, generated=(replace(near, farthest_row=0.3),)))) == {GENERATED.name}
+    far = replace(near, order=4, tensor="b", distance=wrong)
+    (finding,) = check(case, graphs, replace(graphs, generated=(near, far)))
+    assert (finding.rule, finding.step, finding.rank, finding.module) == (GENERATED.name, 2, 1, "feed_forward.w1")
+    assert finding.values["tensor"] == "b" and finding.operand == "b in forward"
+
+
+@pytest.mark.parametrize(
+    ("case_id", "clean", "wrong"),
+    [
+        ("tp2-tensorwise-inductor-v2048-s2-b16", 0.0, 1e-9),
+        ("fsdp2-tensorwise-inductor-v2048-s2-b16", 1e-7, 1e-5),
+        ("fsdp2-tensorwise-inductor-v2048-s2-b16", 1e-7, math.nan),
+    ],
+)
+def test_the_optimizer_gets_the_gradients_that_generated_code_returned(
+    case_id: str, clean: float, wrong: float
+) -> None:
+    case = parse_case_id(case_id)
+    same = GradientDistance(step=1, fqn="layers.0.attention.wq.weight", distance=clean)
+    other = replace(same, step=2, fqn="layers.1.attention.wo.weight", distance=wrong)
+    graphs = replace(correct(case), graphs=(replace(FORWARD, fused=()), BACKWARD), gradients=(same,))
+    assert check(case, graphs, graphs) == []
+    (finding,) = check(case, graphs, replace(graphs, gradients=(same, other)))
+    assert (finding.rule, finding.step, finding.rank, finding.module) == (GRADIENT.name, 2, 1, other.fqn)
+    assert rules(check(case, replace(graphs, gradients=()))) == {GRADIENT.name}

@@ -194,8 +194,8 @@ def test_the_chosen_cases_of_pr_cover_its_pairs() -> None:
 def test_every_planted_fault_can_show_in_a_case_of_pr() -> None:
     known = read_known(ROOT / "cases" / "known.toml")
     cases = [each.case for each in read_chosen(chosen_path(PR))]
-    lost = [fault.name for fault in all_faults().values() if not any(carries(case, fault, known) for case in cases)]
-    assert not lost
+    faults = [fault for fault in all_faults().values() if fault.where != ("compile=inductor",)]  # pr has none
+    assert not [fault.name for fault in faults if not any(carries(case, fault, known) for case in cases)]
 
 
 def test_every_chosen_case_of_pr_has_a_reason_and_is_needed() -> None:

@@ -14,14 +14,30 @@ ScaledMMObserver = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Ten
 # Called with (a, b, scale_a, scale_b) before every matmul. Probes append themselves; they must not write to tensors.
 observers: list[ScaledMMObserver] = []
 
+# Called with (a, b, scale_a, scale_b, result) after every matmul.
+result_observers: list[Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None]] = []
+
 
 def _before(a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor, scale_b: torch.Tensor, *_: Any, **__: Any) -> None:
     for observe in observers:
         observe(a, b, scale_a, scale_b)
 
 
+def _after(
+    result: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    scale_a: torch.Tensor,
+    scale_b: torch.Tensor,
+    *_: Any,
+    **__: Any,
+) -> None:
+    for observe in result_observers:
+        observe(a, b, scale_a, scale_b, result)
+
+
 for _operator in (torch.ops.aten._scaled_mm.default, torch.ops.aten._scaled_mm.out):
-    install_hook(_operator, before=_before)
+    install_hook(_operator, before=_before, after=_after)
 
 
 class ScaledMMCounter:

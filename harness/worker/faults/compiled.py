@@ -13,19 +13,27 @@ import torch._higher_order_ops.wrap
 import torch._inductor.config
 import torch.distributed._symmetric_memory as symm_mem
 from torch._functorch.partitioners import must_recompute
+from torch._inductor import compile_fx
 from torch._inductor.fx_passes import micro_pipeline_tp, post_grad
+from torch._inductor.graph import GraphLowering
 from torch.utils.checkpoint import CheckpointPolicy
 
 from harness.worker.dispatch_hooks.collectives import resolve_group
 from harness.worker.faults import conversion
 from harness.worker.faults.hooks import (
     RUN,
+    after_backward,
     after_build,
+    blocks,
+    local,
+    on_last_rank,
     planted,
     wrap,
     wrap_everywhere,
 )
 from harness.worker.virtual import graph_backend
+
+_aten = torch.ops.aten
 
 # The fusion pass is on, but the TP group has no symmetric memory. Until torch 2.14 because nobody enabled it for the
 # group; in 2.15 where no allocator is registered for the device.
@@ -111,24 +119,26 @@ compiled_gradients_in_e4m3 = conversion.gradient_cast_to_e4m3
 def _after_passes(change: Callable[[torch.fx.Graph], int]) -> None:
     """Call `change(graph)` after the passes over every graph. It returns how many nodes it changed, which are some."""
 
-    def post_grad_passes(stock: Any, module: torch.fx.GraphModule, **kwargs: Any) -> None:
-        stock(module, **kwargs)
+    def post_grad_passes(stock: Any, module: torch.fx.GraphModule, *args: Any, **kwargs: Any) -> None:
+        stock(module, *args, **kwargs)
         if not change(module.graph):
             raise RuntimeError("the graph has nothing that this fault changes")
 
-    wrap(post_grad, "post_grad_passes", post_grad_passes)
+    wrap_everywhere(post_grad, "post_grad_passes", post_grad_passes)
 
 
 def _clamps(graph: torch.fx.Graph) -> list[Any]:
-    """The clamps of all casts to float8: of the product of a tensor and its scale."""
-    found = graph.find_nodes(op="call_function", target=torch.ops.aten.clamp.default)
-    return [clamp for clamp in found if clamp.args[0].target is torch.ops.aten.mul.Tensor]
+    """The clamps of all casts to float8, in inductor to the minimum: of the product of a tensor and its scale."""
+    targets = (_aten.clamp.default, _aten.clamp_min.default)
+    found = [node for target in targets for node in graph.find_nodes(op="call_function", target=target)]
+    return [clamp for clamp in found if clamp.args[0].target is _aten.mul.Tensor]
 
 
 def _insert_behind(node: torch.fx.Node, function: Callable[..., torch.Tensor], argument: Any) -> None:
     """Let everything that reads a node read `function(node, argument)`."""
     with node.graph.inserting_after(node):
         made = node.graph.call_function(function, (node, argument))
+    made.meta["val"] = node.meta.get("val")
     node.replace_all_uses_with(made, delete_user_cb=lambda user: user is not made)
 
 
@@ -139,9 +149,13 @@ def compiled_cast_clamps_early(graph: torch.fx.Graph) -> int:
     )
     clamps = _clamps(graph)
     for clamp in clamps:
-        assert clamp.args[2] in (e4m3, e5m2), f"a cast clamps at {clamp.args[2]}"
-        if clamp.args[2] == e4m3:  # in every forward
-            clamp.args = (clamp.args[0], -wrong, wrong)
+        product, minimum, *_ = clamp.args
+        assert -minimum in (e4m3, e5m2), f"a cast clamps at {minimum}"
+        if -minimum != e4m3:
+            continue  # in every forward
+        clamp.args = (product, -wrong, wrong)[: len(clamp.args)]
+        for upper in list(clamp.users) if len(clamp.args) == 2 else ():
+            upper.args = (clamp, wrong)
     return len(clamps)
 
 
@@ -150,14 +164,17 @@ def compiled_scale_stale() -> None:
     first: dict[tuple[int, int], torch.Tensor] = {}
     calls: Counter[tuple[int, int]] = Counter()  # blocks may share a graph
 
+    @torch.library.custom_op("fp8_harness::first_scale", mutates_args=())  # what generated code can call too
     def first_scale(scale: torch.Tensor, place: int) -> torch.Tensor:
         calls[RUN.step, place] += 1
-        return first.setdefault((place, calls[RUN.step, place]), scale.clone())
+        return first.setdefault((place, calls[RUN.step, place]), scale.clone()).clone()
+
+    first_scale.register_fake(lambda scale, place: torch.empty_like(scale))
 
     def change(graph: torch.fx.Graph) -> int:
         scales = dict.fromkeys(clamp.args[0].args[1] for clamp in _clamps(graph))
         for scale in scales:
-            _insert_behind(scale, first_scale, next(places))
+            _insert_behind(scale, torch.ops.fp8_harness.first_scale.default, next(places))
         return len(scales)
 
     _after_passes(change)
@@ -188,7 +205,12 @@ compiled_checkpointing_lost = partial(
 )
 
 
-@planted(wrap, graph_backend, "min_cut_rematerialization_partition")
+def _around_partition(change: Callable[..., Any]) -> None:
+    for owner in (graph_backend, compile_fx):
+        wrap(owner, "min_cut_rematerialization_partition", change)
+
+
+@planted(_around_partition)
 def compiled_matmul_outputs_kept(stock: Any, module: torch.fx.GraphModule, inputs: Any, **given: Any) -> Any:
     for node in module.graph.nodes:
         if node.target in {torch.ops.aten.mm.default, torch.ops.aten._scaled_mm.default} and must_recompute(node):
@@ -230,3 +252,44 @@ def recomputed_norm_without_epsilon(graph: torch.fx.Graph, repeated: set[str]) -
     for node in again:
         node.args = (node.args[0], 0.0)
     return len(again)
+
+
+@planted(_after_passes)
+def compiled_amax_of_half_the_rows(graph: torch.fx.Graph) -> int:
+    found = [node for node in graph.find_nodes(op="call_function", target=_aten.max.default) if len(node.args) == 1]
+    for amax in found:
+        magnitudes: Any = amax.args[0]
+        rows = magnitudes.meta["val"].shape[0] // 2
+        with graph.inserting_before(amax):
+            half = graph.call_function(_aten.slice.Tensor, (magnitudes, 0, 0, rows))
+        half.meta["val"] = magnitudes.meta["val"][:rows]
+        amax.args = (half,)
+    return len(found)
+
+
+@planted(_after_passes)
+def compiled_matmul_scaled_as_another(graph: torch.fx.Graph) -> int:
+    matmuls: list[Any] = graph.find_nodes(op="call_function", target=_aten._scaled_mm.default)
+    a, b, _, *rest = matmuls[-1].args
+    matmuls[-1].args = (a, b, matmuls[0].args[2], *rest)
+    return len(matmuls)
+
+
+@planted(after_backward)
+def compiled_gradients_off_on_last_rank(model: Any) -> None:
+    for block in blocks(model) if on_last_rank() else ():
+        for param in block.parameters():
+            if param.dim() > 1 and param.grad is not None:
+                local(param.grad).mul_(1.03)
+
+
+@planted(wrap, GraphLowering, "call_function")
+def generated_mean_leaves_out_the_end(stock: Any, lowering: Any, target: Any, args: Any, kwargs: Any) -> Any:
+    if target is not _aten.mean.dim:
+        return stock(lowering, target, args, kwargs)
+    values, dims, *rest = args
+    size = int(values.get_size()[-1])
+    kept = size - size // 16
+    part = stock(lowering, _aten.slice.Tensor, (values, -1, 0, kept), {})
+    mean = stock(lowering, target, (part, dims, *rest), kwargs)
+    return stock(lowering, _aten.mul.Tensor, (mean, kept / size), {})

@@ -1,22 +1,27 @@
-"""Watches the casts to float8 inside of compiled graphs, as the graph backend executes them.
+"""Watches the casts to float8 and the scaled matmuls inside of compiled graphs, as their operators are executed.
 
 torchao's cast is four operators in a graph: to float32, times the scale, clamp, to float8 (`ToFloat8ConstrFunc` in
 torchao 0.18). The operands of the first two are kept until the last one ran, then measured as those of an eager cast.
+Inductor decomposes them: a clamp is one to the minimum and one to the maximum.
 """
 
 from __future__ import annotations
 
 import functools
+from collections import defaultdict
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
-from harness.trace.graphs import GraphCast, Phase, UnknownCast
+from harness.trace.graphs import GraphCast, GraphMatmul, Phase, UnknownCast
 from harness.worker.probes.cast_numbers import Cast, dtype_name, measure_cast, summarize_scale
+from harness.worker.probes.digests import bytes_of, fingerprint
 from harness.worker.probes.probe import in_backward
 from harness.worker.virtual.collectives import FLOAT8
 
 _aten = torch.ops.aten
+_CONVERT = torch.ops.prims.convert_element_type.default
 _VIEWS = frozenset({_aten.t.default, _aten.reshape.default, _aten.view.default, _aten.permute.default})
 
 
@@ -26,17 +31,20 @@ class _Chain(NamedTuple):
 
 
 class GraphCastWatcher:
-    """Called with every executed node; `casts` or `unknown` grows by one for every conversion to float8."""
+    """Called with every executed node: records conversions to float8, as `casts` or `unknown`, and scaled matmuls."""
 
     def __init__(self) -> None:
         self.casts: list[GraphCast] = []
         self.unknown: list[UnknownCast] = []
+        self.matmuls: list[GraphMatmul] = []
         self._step, self._order = 0, 0
+        self._cast_to: defaultdict[str, list[int]] = defaultdict(list)  # casts of this step by their values
         self._sources: dict[torch.fx.Node, torch.Tensor] = {}
         self._scales: dict[torch.fx.Node, torch.Tensor] = {}
 
     def begin_step(self, step: int) -> None:
         self._step, self._order = step, 0
+        self._cast_to.clear()
 
     def __call__(self, node: torch.fx.Node, args: tuple[Any, ...], result: Any) -> None:
         if node.op == "output":
@@ -46,6 +54,8 @@ class GraphCastWatcher:
         if _is_cast(node):
             with torch.no_grad():
                 self._record(node, result)
+        if node.target is _aten._scaled_mm.default:
+            self._record_matmul(node, args)
 
     def _forget(self) -> None:
         """Drop all tensors of a finished graph, so that the probe keeps none alive."""
@@ -57,14 +67,34 @@ class GraphCastWatcher:
         if node.target is _aten.mul.Tensor:
             self._scales[node] = args[1]
 
+    def _record_matmul(self, node: torch.fx.Node, args: tuple[Any, ...]) -> None:
+        a, b, scale_a, scale_b = args[:4]
+        self.matmuls.append(
+            GraphMatmul(
+                step=self._step,
+                order=self._order,
+                phase=phase_now(),
+                fqn=fqn_of(node),
+                a_scale=summarize_scale(scale_a),
+                b_scale=summarize_scale(scale_b),
+                a_casts=tuple(self._cast_to[_values_digest(a)]),
+                b_casts=tuple(self._cast_to[_values_digest(b)]),
+            )
+        )
+
+    def alias(self, bits: torch.Tensor, other: torch.Tensor) -> None:
+        """Take `bits`, which generated code has in place of `other`, for results of the same casts."""
+        orders = self._cast_to[_values_digest(other)]
+        known = self._cast_to[_values_digest(bits)]
+        known += [order for order in orders if order not in known]
+
     def _record(self, node: torch.fx.Node, bits: torch.Tensor) -> None:
         self._order += 1
-        phase: Phase = "backward" if in_backward() else "forward"
         seen: dict[str, Any] = {
             "step": self._step,
             "order": self._order,
-            "phase": phase,
-            "fqn": _fqn(node),
+            "phase": phase_now(),
+            "fqn": fqn_of(node),
             "target_dtype": dtype_name(bits.dtype),
             "shape": tuple(bits.shape),
         }
@@ -72,6 +102,7 @@ class GraphCastWatcher:
         if isinstance(chain, str):
             self.unknown.append(UnknownCast(**seen, missing=chain))
             return
+        self._cast_to[_values_digest(bits)] += [self._order]
         source, scale = self._sources[chain.widened], self._scales[chain.multiplied]
         summary = summarize_scale(scale)
         # Equal casts of one graph are merged already. Sources die at once here, so none is recognized by its storage.
@@ -80,6 +111,7 @@ class GraphCastWatcher:
             GraphCast(
                 **seen,
                 is_weight=_is_parameter(chain.widened),
+                scale_is_given=_origin(chain.multiplied.args[1]).op == "placeholder",
                 scale=summary,
                 **{name: value for name, value in measured._asdict().items() if name in GraphCast.__struct_fields__},
             )
@@ -93,19 +125,42 @@ def _needed(graph: torch.fx.Graph) -> frozenset[torch.fx.Node]:
 
 
 def _is_cast(node: torch.fx.Node) -> bool:
-    return node.target is _aten._to_copy.default and node.kwargs.get("dtype") in FLOAT8
+    return _target_dtype(node) in FLOAT8
+
+
+def _target_dtype(node: Any) -> torch.dtype | None:
+    """What a conversion converts to; None of other operators."""
+    if not isinstance(node, torch.fx.Node):
+        return None
+    found = node.args[1] if node.target is _CONVERT else node.kwargs.get("dtype")
+    is_conversion = node.target in {_CONVERT, _aten._to_copy.default}
+    return found if is_conversion and isinstance(found, torch.dtype) else None
+
+
+def phase_now() -> Phase:
+    return "backward" if in_backward() else "forward"
+
+
+def _values_digest(bits: torch.Tensor) -> str:
+    """A fingerprint of the values without their order: graphs transpose, split and join what they have cast."""
+    counts = np.bincount(np.frombuffer(bytes_of(bits), np.uint8), minlength=256)
+    return fingerprint(counts.tobytes())
 
 
 def _chain(node: torch.fx.Node) -> _Chain | str:
     """The cast that ends in `node`; what is missing of it where the conversion is not torchao's."""
     clamp = node.args[0]
-    if not isinstance(clamp, torch.fx.Node) or clamp.target is not _aten.clamp.default:
+    if isinstance(clamp, torch.fx.Node) and clamp.target is _aten.clamp_max.default:
+        clamp, clamps = clamp.args[0], _aten.clamp_min.default
+    else:
+        clamps = _aten.clamp.default
+    if not isinstance(clamp, torch.fx.Node) or clamp.target is not clamps:
         return f"a clamp before it, not {_operator(clamp)}"
     multiplied = clamp.args[0]
     if not isinstance(multiplied, torch.fx.Node) or multiplied.target is not _aten.mul.Tensor:
         return f"a product with the scale before its clamp, not {_operator(multiplied)}"
     widened = multiplied.args[0]
-    is_widened = isinstance(widened, torch.fx.Node) and widened.target is _aten._to_copy.default
+    is_widened = _target_dtype(widened) is torch.float32
     # a float32 source is not widened: it goes into the product as it is, and counts as its own
     return _Chain(widened if is_widened else multiplied, multiplied)  # type: ignore[arg-type]
 
@@ -121,13 +176,19 @@ def _scaled_dim(scale: torch.Tensor, source: torch.Tensor) -> int | None:
 
 
 def _is_parameter(node: torch.fx.Node) -> bool:
-    source = node.all_input_nodes[0]
-    while source.target in _VIEWS:
-        source = source.all_input_nodes[0]
+    source = _origin(node.all_input_nodes[0])
     return source.op == "placeholder" and source.name.startswith("primals")
 
 
-def _fqn(node: torch.fx.Node) -> str:
+def _origin(node: Any) -> torch.fx.Node:
+    """The node whose elements `node` has."""
+    while node.target in _VIEWS:
+        node = node.all_input_nodes[0]
+    found: torch.fx.Node = node
+    return found
+
+
+def fqn_of(node: torch.fx.Node) -> str:
     """The module whose code the node comes from, as the compiler remembers it; "?" where it does not."""
     stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
     names = [name for name, _ in stack.values()]

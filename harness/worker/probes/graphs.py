@@ -18,12 +18,15 @@ from torch.distributed import _symmetric_memory
 
 from harness.matrix.case import Case
 from harness.matrix.layout import axis_of_group
+from harness.matrix.numerics import gradients_are_followed
 from harness.trace.graphs import Collective, FusedCall, FusedNode, GraphRecord, GraphTrace, Phase, Unfused, WrongRow
 from harness.worker.dispatch_hooks import fused
 from harness.worker.dispatch_hooks.collectives import resolve_group
 from harness.worker.dispatch_hooks.hook import unobserved
 from harness.worker.probes.cast_numbers import dtype_name
+from harness.worker.probes.generated import GeneratedCodeWatcher
 from harness.worker.probes.graph_casts import GraphCastWatcher
+from harness.worker.probes.graph_gradients import GradientWatcher
 from harness.worker.probes.partitions import PartitionWatcher
 from harness.worker.probes.probe import Probe, in_backward
 from harness.worker.reduction import gathered_copies
@@ -130,17 +133,30 @@ class GraphProbe(Probe):
         self._calls: dict[tuple[Any, ...], FusedCall] = {}
         self._casts = GraphCastWatcher()
         self._partitions = PartitionWatcher()
+        self._gradients = GradientWatcher(case)
+        self._generated = GeneratedCodeWatcher(self._casts, self._gradients, self._partitions.after_passes)
 
     def install(self) -> None:
         self._partitions.install(self.replace)
+        if self._case.compile == "inductor":
+            self._generated.install(self)
         self.observe(graph_backend.observers, self._casts)
         self.observe(graph_backend.graph_observers, self._partitions.after_passes)
         self.observe(fused.observers, self._record_call)
         self.replace(torch._inductor.config, "post_grad_custom_post_pass", self._record_graph)
 
+    def attach(self, model: torch.nn.Module) -> None:
+        self._gradients.attach(model)
+
+    @torch.no_grad()
+    def after_backward(self, model: torch.nn.Module) -> None:
+        if gradients_are_followed(self._case):
+            self._gradients.after_backward(model, self._step)
+
     def begin_step(self, step: int) -> None:
         super().begin_step(step)
         self._casts.begin_step(step)
+        self._generated.begin_step(step)
 
     def result(self) -> GraphTrace | None:
         """Graphs in the order of compilation, calls in the order of their first execution."""
@@ -149,8 +165,12 @@ class GraphProbe(Probe):
         return GraphTrace(
             graphs=tuple(self._graphs),
             calls=tuple(self._calls.values()),
-            casts=tuple(self._casts.casts) if self._case.compile == "graph" else None,
+            casts=tuple(self._casts.casts),
             unknown_casts=tuple(self._casts.unknown),
+            matmuls=tuple(self._casts.matmuls),
+            generated=tuple(self._generated.results),
+            gradients=tuple(self._gradients.distances),
+            emulates_roundings=self._generated.emulates_roundings,
             partitions=tuple(self._partitions.records),
             workarounds=tuple(sorted(graph_backend.workarounds)),
         )
@@ -158,8 +178,6 @@ class GraphProbe(Probe):
     # Graphs.
 
     def _record_graph(self, graph: torch.fx.Graph) -> None:
-        if self._case.compile == "inductor":
-            self._partitions.after_passes(graph)
         nodes = [node for node in graph.nodes if node.op == "call_function"]
         backward = any("tangent" in node.name for node in graph.find_nodes(op="placeholder"))
         self._graphs.append(

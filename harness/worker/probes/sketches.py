@@ -60,6 +60,11 @@ def clean_fqn(fqn: str) -> str:
     return fqn.replace("_checkpoint_wrapped_module.", "").replace("_orig_mod.", "")
 
 
+def is_compiled(module: nn.Module) -> bool:
+    """True for what `torch.compile` made of a module, which has that module as its child."""
+    return any(name == "_orig_mod" for name, _ in module.named_children())
+
+
 def sketch(fqn: str, kind: Literal["grad", "param"], step: int, tensor: torch.Tensor) -> TensorSketch:
     """Sketch what this rank holds of `tensor`, a matrix or a vector, distributed or not."""
     return _sketch(fqn, kind, step, local_shard(tensor), place_of(tensor))

@@ -1,0 +1,251 @@
+"""Repeats every graph that inductor has generated code for, operator by operator, and holds the code against it.
+
+Generated code casts inside of its kernels, where no probe sees it. But every graph is known as it was lowered, and so
+are the inputs of every call, what it multiplied (`_scaled_mm` stays a call of the operator) and what it returned. The
+repetition executes the graph on the same inputs, so that its casts are recorded as those of the graph backend; the
+operands of the code's matmuls and its results are compared with those of the repetition, which goes on with the
+results that the code's matmuls had.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch._inductor.config
+from torch._inductor import compile_fx
+from torch._inductor.output_code import CompiledFxGraph
+
+from harness.trace.graphs import GeneratedResult, GeneratedTensor
+from harness.worker.dispatch_hooks import fused, scaled_mm
+from harness.worker.dispatch_hooks.hook import unobserved
+from harness.worker.probes.cast_numbers import dtype_name
+from harness.worker.probes.graph_casts import GraphCastWatcher, fqn_of, phase_now
+from harness.worker.probes.graph_gradients import GradientWatcher
+from harness.worker.probes.probe import Probe
+from harness.worker.virtual.collectives import FLOAT8
+
+_SCALED_MM = torch.ops.aten._scaled_mm.default
+_FUSED = {getattr(torch.ops.symm_mem, name).default: name for name in fused.OPERATORS}
+_MODULE = "fp8_harness_module"  # the attribute of compiled code that has the graph which was lowered
+
+
+class _Matmul(NamedTuple):
+    """One scaled matmul of generated code."""
+
+    a: torch.Tensor
+    b: torch.Tensor
+    scale_a: torch.Tensor
+    scale_b: torch.Tensor
+    result: torch.Tensor
+
+
+class _Fused(NamedTuple):
+    """One fused operator that generated code called."""
+
+    operator: str
+    a: torch.Tensor
+    result: Any
+
+
+class GeneratedCodeWatcher:
+    """`results` grows with every call of compiled code, and `casts` sees the operators of its repetition."""
+
+    def __init__(
+        self, casts: GraphCastWatcher, gradients: GradientWatcher, lowered: Callable[[torch.fx.Graph], None]
+    ) -> None:
+        """`lowered` is called with every graph as code was generated for it."""
+        self.results: list[GeneratedResult] = []
+        self.emulates_roundings = False
+        self._casts, self._gradients, self._lowered = casts, gradients, lowered
+        self._step, self._order = 0, 0
+        self._called: list[_Matmul | _Fused] | None = None  # by the code that is running; None: none is
+
+    def install(self, probe: Probe) -> None:
+        probe.replace(
+            compile_fx._InProcessFxCompile,
+            "codegen_and_compile",
+            self._keep_graph(compile_fx._InProcessFxCompile.codegen_and_compile),
+        )
+        probe.replace(CompiledFxGraph, "__call__", self._repeat_calls(CompiledFxGraph.__call__))
+        probe.observe(scaled_mm.result_observers, self._on_matmul)
+        probe.observe(fused.observers, self._on_fused)
+
+    def begin_step(self, step: int) -> None:
+        self._step, self._order = step, 0
+
+    def _keep_graph(self, stock: Callable[..., Any]) -> Callable[..., Any]:
+        def codegen_and_compile(compiler: Any, module: torch.fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
+            self.emulates_roundings = torch._inductor.config.emulate_precision_casts
+            compiled = stock(compiler, module, *args, **kwargs)
+            setattr(compiled, _MODULE, module)
+            self._lowered(module.graph)
+            return compiled
+
+        return codegen_and_compile
+
+    def _repeat_calls(self, stock: Callable[..., Any]) -> Callable[..., Any]:
+        def call(compiled: CompiledFxGraph, inputs: Sequence[Any]) -> Any:
+            module = getattr(compiled, _MODULE, None)
+            if module is None:
+                return stock(compiled, inputs)
+            with torch.no_grad():
+                given = [each.clone() if isinstance(each, torch.Tensor) else each for each in inputs]
+            self._called = []
+            self._gradients.before_call(inputs)
+            outputs = stock(compiled, inputs)
+            self._gradients.after_call(outputs)
+            called, self._called = self._called, None
+            with torch.no_grad(), unobserved():
+                self._compare(module, given, called, outputs)
+            return outputs
+
+        return call
+
+    def _on_matmul(self, *tensors: torch.Tensor) -> None:
+        if self._called is not None:
+            self._called.append(_Matmul(*(each.clone() for each in tensors)))
+
+    def _on_fused(self, operator: str, given: dict[str, Any], result: Any) -> None:
+        if self._called is not None:
+            self._called.append(_Fused(operator, given["A"].clone(), _copied(result)))
+
+    def _compare(
+        self, module: torch.fx.GraphModule, given: list[Any], called: list[_Matmul | _Fused], outputs: Sequence[Any]
+    ) -> None:
+        repetition = _Repetition(module, called, self)
+        repeated = repetition.boxed_run(given)
+        returned: Any = module.graph.output_node().args[0]
+        for node, mine, theirs in zip(returned, repeated, outputs, strict=True):
+            if isinstance(theirs, torch.Tensor) and theirs.is_floating_point() and theirs.dtype not in FLOAT8:
+                self.note(node, "result", theirs, mine)
+
+    def note(
+        self,
+        node: torch.fx.Node,
+        tensor: GeneratedTensor,
+        found: torch.Tensor | None,
+        expected: torch.Tensor,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        """Compare a tensor of the code with the one of the repetition; `dtype`: in which the code has it."""
+        self._order += 1
+        self.results.append(
+            GeneratedResult(
+                step=self._step,
+                order=self._order,
+                phase=phase_now(),
+                fqn=fqn_of(node),
+                tensor=tensor,
+                dtype=dtype_name(dtype or expected.dtype),
+                **distances(found, expected)._asdict(),
+            )
+        )
+
+    def take_for(self, found: torch.Tensor, repeated: torch.Tensor) -> None:
+        self._casts.alias(found, repeated)
+
+    def watch(self, node: torch.fx.Node, args: tuple[Any, ...], result: Any) -> None:
+        self._casts(node, args, result)
+
+
+class _Repetition(torch.fx.Interpreter):
+    """Executes a graph, its matmuls with the results that the code's had."""
+
+    def __init__(
+        self, module: torch.fx.GraphModule, called: list[_Matmul | _Fused], watcher: GeneratedCodeWatcher
+    ) -> None:
+        super().__init__(module)
+        self._called = called
+        self._watcher = watcher
+
+    def run_node(self, n: torch.fx.Node) -> Any:
+        args, kwargs = self.fetch_args_kwargs_from_env(n)
+        if n.target is _SCALED_MM:
+            result: Any = self._matmul(n, args, kwargs)
+        elif n.target in _FUSED:
+            result = self._fused(n, args, kwargs)
+        else:
+            result = getattr(self, n.op)(n.target, args, kwargs)
+        self._watcher.watch(n, args, result)
+        return result
+
+    def _matmul(self, node: torch.fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+        a, b, scale_a, scale_b = args[:4]
+        found = self._take_matmul(a, b)
+        if found is None:
+            self._watcher.note(node, "a", None, a)
+            result: torch.Tensor = _SCALED_MM(*args, **kwargs)
+            return result
+        self._watcher.take_for(found.a, a)
+        self._watcher.take_for(found.b, b)
+        self._watcher.note(node, "scale of a", found.scale_a, scale_a)
+        self._watcher.note(node, "scale of b", found.scale_b, scale_b)
+        self._watcher.note(node, "a", found.a.float() * found.scale_a, a.float() * scale_a, a.dtype)
+        self._watcher.note(node, "b", found.b.float() * found.scale_b, b.float() * scale_b, b.dtype)
+        return found.result
+
+    def _take_matmul(self, a: torch.Tensor, b: torch.Tensor) -> _Matmul | None:
+        """The matmul of the code with these operands: of those with such operands, the one with most equal bytes."""
+        form = a.shape, b.shape, a.dtype, b.dtype
+        fitting = [
+            each
+            for each in self._called
+            if isinstance(each, _Matmul) and (each.a.shape, each.b.shape, each.a.dtype, each.b.dtype) == form
+        ]
+        if not fitting:
+            return None
+        found = max(fitting, key=lambda each: _equal_bytes(each.a, a) * _equal_bytes(each.b, b))
+        self._called = [each for each in self._called if each is not found]
+        return found
+
+    def _fused(self, node: torch.fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        assert isinstance(node.target, torch._ops.OpOverload)
+        a, operator = fused.naming(node.target)(args, kwargs)["A"], _FUSED[node.target]
+        fitting = [
+            each
+            for each in self._called
+            if isinstance(each, _Fused) and (each.operator, each.a.shape, each.a.dtype) == (operator, a.shape, a.dtype)
+        ]
+        if not fitting:
+            self._watcher.note(node, "a", None, a)
+            return node.target(*args, **kwargs)
+        found = max(fitting, key=lambda each: _equal_bytes(each.a, a))
+        self._called = [each for each in self._called if each is not found]
+        self._watcher.note(node, "a", found.a, a)
+        return found.result
+
+
+def _equal_bytes(found: torch.Tensor, expected: torch.Tensor) -> float:
+    if found.dtype in FLOAT8:
+        found, expected = found.view(torch.uint8), expected.view(torch.uint8)
+    return 1 + float((found == expected).sum())
+
+
+def _copied(result: Any) -> Any:
+    if isinstance(result, torch.Tensor):
+        return result.clone()
+    return result if result is None else type(result)(_copied(each) for each in result)
+
+
+class Distances(NamedTuple):
+    """Relative to the norm of the tensor; of the farthest row, to that of a mean row if the row is smaller."""
+
+    distance: float
+    farthest_row: float
+
+
+def distances(found: torch.Tensor | None, expected: torch.Tensor) -> Distances:
+    """NaN where there is nothing to compare."""
+    if found is None or found.shape != expected.shape:
+        return Distances(math.nan, math.nan)
+    found, expected = (each.reshape(-1, each.shape[-1] if each.dim() else 1).double() for each in (found, expected))
+    norms, far = expected.norm(dim=-1), (found - expected).norm(dim=-1)
+    if not (far != 0).any():
+        return Distances(0.0, 0.0)
+    typical = norms.square().mean().sqrt().item()
+    return Distances(
+        far.norm().item() / (typical * math.sqrt(len(norms))), (far / norms.clamp(min=typical)).max().item()
+    )

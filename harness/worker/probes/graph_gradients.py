@@ -1,0 +1,116 @@
+"""Holds the gradients that the optimizer gets against those that generated code has returned.
+
+What lies between is one rank's sum over microbatches, bit for bit, and sums over ranks, which are repeated in float64:
+FSDP2's, and that of parameters that TP ranks hold alike and use for other tokens each.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, Partial, Shard
+
+from harness.matrix.case import Case
+from harness.trace.graphs import GradientDistance
+from harness.worker.evaluation import evaluating
+from harness.worker.probes.places import local_tensor
+from harness.worker.probes.probe import in_backward
+from harness.worker.probes.sketches import clean_fqn, is_compiled
+
+_TP = "tp"
+
+
+class GradientWatcher:
+    """`distances` grows by one for every parameter of a compiled module in every step.
+
+    A backward graph returns a gradient for every input of its forward graph. Calls come back in reverse order.
+    """
+
+    def __init__(self, case: Case) -> None:
+        self.distances: list[GradientDistance] = []
+        self._dp, self._tp = case.layout.dp, case.layout.tp
+        self._forward: list[list[str | None]] = []  # of calls whose backward is to come: the names of their inputs
+        self._returned: dict[str, torch.Tensor] = {}
+        self._model: nn.Module | None = None
+
+    def attach(self, model: nn.Module) -> None:
+        self._model = model
+
+    def before_call(self, inputs: Sequence[Any]) -> None:
+        if self._model is None or in_backward() or evaluating():
+            return
+        parameters = {_place(param): clean_fqn(name) for name, param in self._model.named_parameters()}
+        self._forward.append([parameters.get(_place(each)) for each in inputs])
+
+    def after_call(self, outputs: Sequence[Any]) -> None:
+        if not (self._forward and in_backward()):
+            return
+        names = self._forward.pop()
+        for name, gradient in zip(names, outputs, strict=False) if len(names) == len(outputs) else ():
+            if name is not None and isinstance(gradient, torch.Tensor):
+                kept = gradient.double() if self._dp > 1 else gradient.clone()
+                self._returned[name] = self._returned[name] + kept if name in self._returned else kept
+
+    def after_backward(self, model: nn.Module, step: int) -> None:
+        compiled = tuple(f"{clean_fqn(name)}." for name, part in model.named_modules() if is_compiled(part))
+        for name, param in model.named_parameters():
+            fqn = clean_fqn(name)
+            if param.grad is not None and fqn.startswith(tuple(compiled)):
+                self.distances.append(self._of(fqn, param.grad, self._returned.get(fqn), step))
+        self._returned.clear()
+        self._forward.clear()
+
+    def _of(self, fqn: str, grad: torch.Tensor, returned: torch.Tensor | None, step: int) -> GradientDistance:
+        found, axes = local_tensor(grad).double(), _summed_axes(grad)
+        if returned is None:
+            return GradientDistance(step=step, fqn=fqn, distance=math.nan)
+        expected = returned.double()
+        if isinstance(grad, DTensor) and axes:
+            expected = _reduced(grad, expected, axes)
+        if found.shape != expected.shape:
+            return GradientDistance(step=step, fqn=fqn, distance=math.nan)
+        # A sum or a mean over data-parallel ranks; TP ranks may each have returned the whole.
+        factors = {times * parts for times in {1, self._dp} for parts in {1, self._tp if _TP in axes else 1}}
+        distances = [_relative(found, expected / factor) for factor in factors]
+        return GradientDistance(step=step, fqn=fqn, distance=_nearest(distances), summed_over_tp=_TP in axes)
+
+
+def _nearest(distances: Sequence[float]) -> float:
+    return min(distances, key=lambda each: math.inf if math.isnan(each) else each)
+
+
+def _summed_axes(grad: torch.Tensor) -> tuple[str, ...]:
+    """The mesh axes over which what ranks returned is added up: all of FSDP2, TP where its ranks hold the sum alike."""
+    if not isinstance(grad, DTensor):
+        return ()
+    names = grad.device_mesh.mesh_dim_names or ()
+    pairs = zip(names, grad.placements, strict=True)
+    return tuple(name for name, place in pairs if name != _TP or place.is_replicate())
+
+
+def _reduced(grad: DTensor, returned: torch.Tensor, axes: tuple[str, ...]) -> torch.Tensor:
+    """This rank's shard of the sum of what ranks returned along these axes."""
+    mesh = grad.device_mesh
+    over = mesh[axes] if len(axes) < mesh.ndim else mesh
+    placed: dict[str, Any] = dict(zip(mesh.mesh_dim_names or (), grad.placements, strict=True))
+    # Among the shards of tensor parallelism FSDP2 divides those of a rank, as if they were the tensor.
+    placements = [Shard(placed[axis].dim) if hasattr(placed[axis], "dim") else placed[axis] for axis in axes]
+    summed = DTensor.from_local(returned, over, [Partial()] * len(axes), run_check=False)
+    return summed.redistribute(placements=placements).to_local()
+
+
+def _relative(found: torch.Tensor, expected: torch.Tensor) -> float:
+    far, norm = (found - expected).norm().item(), expected.norm().item()
+    return far / norm if norm else (math.inf if far else 0.0) if not math.isnan(far) else math.nan
+
+
+def _place(tensor: Any) -> tuple[int, torch.Size] | None:
+    """What tells a parameter among the inputs of a graph, which have its storage; None of what is no plain tensor."""
+    local = local_tensor(tensor) if isinstance(tensor, torch.Tensor) else None
+    if local is None or type(local) not in {torch.Tensor, nn.Parameter} or not local.numel():
+        return None
+    return local.data_ptr(), local.shape

@@ -1,0 +1,71 @@
+"""What generated code casts and multiplies is recorded from its graph, repeated beside it, and held against it."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+import torch._inductor.config
+from torch import nn
+from torch._inductor.graph import GraphLowering
+
+from harness.expect.generated import allowed_distance
+from harness.matrix.caseid import parse_case_id
+from harness.trace.graphs import GeneratedResult, GraphTrace
+from harness.worker.probes.graphs import GraphProbe
+from harness.worker.virtual import device
+
+CASE = parse_case_id("single-tensorwise-inductor-v2048-s1-b16")
+
+
+def cast(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """As torchao's graph has it."""
+    scale = (448.0 / tensor.abs().max().to(torch.float64).clamp(min=1e-12)).to(torch.float32)
+    return (tensor.float() * scale).clamp(-448, 448).to(torch.float8_e4m3fn), scale.reciprocal()
+
+
+class Block(nn.Module):
+    def forward(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        (a, scale_a), (b, scale_b) = cast(nn.functional.silu(x)), cast(weight)
+        return torch._scaled_mm(a, b.t(), scale_a, scale_b, out_dtype=torch.bfloat16) + 1
+
+
+@torch._inductor.config.patch(fx_graph_cache=False)
+def recorded() -> GraphTrace:
+    device.install()
+    torch.compiler.reset()
+    draw = functools.partial(torch.randn, generator=torch.Generator().manual_seed(0), dtype=torch.float32)
+    with torch.no_grad(), GraphProbe(CASE, torch.device("cpu")) as probe:
+        probe.begin_step(1)
+        torch.compile(Block(), fullgraph=True)(draw(64, 32).bfloat16(), draw(48, 32).bfloat16())
+        found = probe.result()
+    assert found is not None
+    return found
+
+
+def too_far(found: GraphTrace) -> list[GeneratedResult]:
+    return [each for each in found.generated if not each.distance <= allowed_distance(CASE, each, emulated=False)]
+
+
+def test_casts_matmuls_and_results_of_generated_code_are_recorded() -> None:
+    found = recorded()
+    assert [(each.target_dtype, each.mismatched) for each in found.casts] == 2 * [("float8_e4m3fn", 0)]
+    assert not found.unknown_casts
+    (matmul,) = found.matmuls
+    assert sorted(matmul.a_casts + matmul.b_casts) == [1, 2]
+    assert {each.tensor for each in found.generated} == {"a", "b", "scale of a", "scale of b", "result"}
+    assert too_far(found) == []
+
+
+def test_code_that_computes_something_else_than_its_graph_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    stock = GraphLowering.call_function
+
+    def call_function(self: Any, target: Any, args: Any, kwargs: Any) -> Any:
+        result = stock(self, target, args, kwargs)
+        wrong = target is torch.ops.aten.exp.default
+        return stock(self, torch.ops.aten.mul.Tensor, (result, 1.2), {}) if wrong else result
+
+    monkeypatch.setattr(GraphLowering, "call_function", call_function)
+    assert "a" in {each.tensor for each in too_far(recorded())}
