@@ -16,6 +16,7 @@ from harness.expect.model import Model
 from harness.matrix.case import Case
 from harness.matrix.linears import OUTPUT_FQN, ROWWISE, converted_fqns, linear_fqns, linear_name
 from harness.matrix.numerics import NORM_ROUNDING, clips_by_a_rounded_norm
+from harness.matrix.targets import REFERENCE
 from harness.trace.tensors import ModuleDistance
 
 # The largest relative error of a result that is rounded to this dtype. A matmul in bfloat16 is rounded once; one in
@@ -26,6 +27,7 @@ UNIT = {"bfloat16": 2.0**-9, "float32": 8 * 2.0**-24}
 MARGIN = 2.0
 
 EXACT = 0.0
+LAST_BIT = 2.0**-23  # of a parameter in float32, where a fused optimizer computes the end of a shard by another loop
 
 
 class Bits(NamedTuple):
@@ -52,8 +54,8 @@ def allowed_distance(case: Case, found: ModuleDistance, *, bits: Bits, model: Mo
     `model`: of one that is not known. Between its linears, whatever it consists of, roundings of all sums over TP
     ranks may come together, because no tensor is replaced there.
     """
-    if found.kind == "param":
-        return _rounding("float32")  # the optimizer's arithmetic is the same, whatever ranks hold
+    if found.kind == "param":  # the optimizer's arithmetic is the same, whatever ranks hold
+        return EXACT if bits.same and case.target == REFERENCE else LAST_BIT
     clipped = _rounding_of_norm(case) if found.kind == "grad" else 0.0
     if model is not None:
         return _of_unknown_model(case, found, model, bits) + clipped
