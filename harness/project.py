@@ -9,6 +9,7 @@ import contextlib
 import hashlib
 import os
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
 import msgspec
@@ -136,8 +137,8 @@ class Project(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         return folder
 
 
-def find_project(root: str | Path | None = None) -> Project:
-    """The project at `root`, else at or above the working directory, else the one shipped in the wheel."""
+def find_project(root: str | Path | None = None, files: Iterable[str] = ()) -> Project:
+    """The project at `root`, else at or above the working directory or one of `files`, else the one of the wheel."""
     if root is not None:
         given = Path(root).resolve()
         if not _is_root(given):
@@ -147,8 +148,8 @@ def find_project(root: str | Path | None = None) -> Project:
                 fix="give a folder that has cases/ and golden/.",
             )
         return Project(root=given, state=state_folder())
-    here = Path.cwd()
-    nearest = next((folder for folder in (here, *here.parents) if _has_both(folder)), None)
+    here = [Path.cwd(), *(Path(file).resolve() for file in files if file.endswith(".toml"))]
+    nearest = next((folder for start in here for folder in (start, *start.parents) if is_project(folder)), None)
     return Project(root=nearest or _shipped_root(), state=state_folder())
 
 
@@ -169,7 +170,7 @@ def state_folder() -> Path:
 
 def is_case_file(path: Path) -> bool:
     """True if `path` is a TOML file with cases, directly in the `cases/` folder of a project."""
-    in_cases = path.suffix == ".toml" and path.parent.name == "cases" and _has_both(path.parent.parent)
+    in_cases = path.suffix == ".toml" and path.parent.name == "cases" and is_project(path.parent.parent)
     return in_cases and path.name not in _RECORD_FILES
 
 
@@ -177,7 +178,8 @@ def _is_root(folder: Path) -> bool:
     return (folder / "cases").is_dir()
 
 
-def _has_both(folder: Path) -> bool:
+def is_project(folder: Path) -> bool:
+    """True for a folder with `cases/` and `golden/`."""
     return _is_root(folder) and (folder / "golden").is_dir()
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import pytest
+from _pytest._code.code import ReprEntryNative, ReprExceptionInfo, ReprFileLocation, ReprTraceback
 
 if TYPE_CHECKING:
     import msgspec
@@ -162,7 +163,7 @@ class CaseItem(pytest.Item):
         from harness.errors import HarnessError
 
         if isinstance(excinfo.value, CaseFailed):
-            return _findings(excinfo.value.result)
+            return _failure(self.path, excinfo.value.result)
         if isinstance(excinfo.value, HarnessError):
             return excinfo.value.text
         return super().repr_failure(excinfo, style)
@@ -183,6 +184,14 @@ class FailedAsRecorded(CaseFailed):
     """A case shows the upstream fault that is recorded for it, and nothing else."""
 
 
+def _failure(path: Path, result: CaseResult) -> ReprExceptionInfo:
+    """The findings, with the headline as what pytest tells of a failure on one line."""
+    from harness.report.case import headline
+
+    findings = ReprTraceback([ReprEntryNative([f"{_findings(result)}\n"])], None, "native")
+    return ReprExceptionInfo(findings, ReprFileLocation(str(path), 1, headline(result)))
+
+
 def _findings(result: CaseResult) -> str:
     from harness.report.case import case_section
     from harness.report.sections import text_of
@@ -198,6 +207,16 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
 
         vars(report)[_RESULT] = to_json(item.result).decode()
     return report
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, exitstatus: int, config: pytest.Config) -> None:
+    """Say where nothing was collected in a project that cases are named to be collected."""
+    from harness.project import is_project
+
+    if exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED and is_project(config.invocation_params.dir):
+        terminalreporter.write_line(
+            "fp8-harness: cases are collected where they are named: pytest cases/, or --fp8-tier."
+        )
 
 
 class _StoredRun:
@@ -291,7 +310,7 @@ def _project(config: pytest.Config) -> Project:
     from harness.project import find_project
 
     with _usage_errors():
-        return find_project(config.getoption("--fp8-root"))
+        return find_project(config.getoption("--fp8-root"), (arg.partition("::")[0] for arg in config.args))
 
 
 def _plan(config: pytest.Config) -> Plan:

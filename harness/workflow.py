@@ -31,7 +31,7 @@ from harness.running.plan import Plan
 from harness.running.progress import Progress
 from harness.running.rerun import check_environment
 from harness.running.schedule import run_schedule
-from harness.running.selection import Query, quarantined_cases, select_for_target, select_sources
+from harness.running.selection import Query, excluded_cells, quarantined_cases, select_for_target, select_sources
 from harness.running.stored import Stored, remove_old_runs
 from harness.running.witnesses import open_witnesses
 from harness.sources import installed_version
@@ -128,6 +128,8 @@ def _in_budget(project: Project, query: Query, progress: Progress) -> tuple[tupl
     cases, excluded = select_for_target(project, query)
     for reason, count in excluded.items():
         progress.note(f"left out, {count} of the cases: {reason}.")
+    if told := excluded_cells(project, query):
+        progress.note(f"{told}.")
     if query.shard is not None and not cases:
         progress.note(f"shard {query.shard.text} has no case: fewer cases than shards are selected.")
     if query.budget_s is None or not cases:

@@ -83,7 +83,7 @@ def explain(  # noqa: PLR0913  one parameter per option
         state = internals_here()
         print_or_write(_internals_sections(state), json_file, _internals_document(state))
         return
-    project = find_project(root)
+    project = find_project(root, words)
     if checks:
         click.echo(checks_markdown(read_kills(project.root) or read_kills(project.shipped)), nl=False)
         return

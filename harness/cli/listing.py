@@ -46,7 +46,7 @@ def list_command(  # noqa: PLR0913  one parameter per option
     """List cases: world size and id; or what tiers cover."""
     from harness.matrix.caseid import case_id
     from harness.matrix.parts import parse_shard
-    from harness.running.selection import select_cases
+    from harness.running.selection import excluded_cells, select_cases
 
     if combinations and not as_coverage:
         raise click.UsageError("--combinations is for --coverage.")
@@ -67,7 +67,7 @@ def list_command(  # noqa: PLR0913  one parameter per option
         if case_id(case) in reasons:
             found = reasons[case_id(case)]
             click.echo(f"     {found['cost_cpu_s']:.1f} CPU s; {found['reason']}")
-    click.echo(counted(len(cases), "case"), err=True)
+    click.echo("\n".join(filter(None, (counted(len(cases), "case"), excluded_cells(project, query)))), err=True)
 
 
 def _reasons(project: Project, query: Query) -> dict[str, dict[str, object]]:

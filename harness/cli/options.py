@@ -106,7 +106,8 @@ def project_parameter(command: Command) -> Command:
 
     @functools.wraps(command)
     def with_project(*, root: str | None, **given: Any) -> Any:
-        return command(project=find_project(root), **given)
+        files = given["query"].sources if "query" in given else (given.get("case") or "",)
+        return command(project=find_project(root, files), **given)
 
     return root_option(with_project)
 

@@ -63,7 +63,7 @@ def run_command(*, query: Query, plan_for: Callable[..., Plan], **rest: Any) -> 
     """Run cases on fresh ranks and judge them."""
     asked = CommandOptions(**{name: rest[name] for name in CommandOptions.__struct_fields__})
     shard = None if asked.shard is None else parse_shard(asked.shard)
-    project = find_project(asked.root)
+    project = find_project(asked.root, query.sources)
     if asked.environments:
         refuse_with_env({option_named(name).flag: getattr(asked, name) for name in _OF_ONE_RUN})
         words = given_words(click.get_current_context().params.keys() - {"environments"})

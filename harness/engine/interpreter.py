@@ -27,6 +27,10 @@ _THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEX
 # CUDA must number GPUs as nvidia-smi does: it sorts them by speed by default.
 _DEVICES = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1", "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
 
+# Compilers and Python in ranks speak English in UTF-8: inductor decodes what they say and write as UTF-8, whatever the
+# locale of the user.
+_LOCALE = {"LC_ALL": "C.UTF-8", "PYTHONUTF8": "1"}
+
 
 def module_command(module: str, arguments: Sequence[str]) -> list[str]:
     """The command that runs a module of the harness in this Python."""
@@ -35,8 +39,8 @@ def module_command(module: str, arguments: Sequence[str]) -> list[str]:
 
 
 def child_environ(extra: Mapping[str, str]) -> dict[str, str]:
-    """The environment of this process with one compute thread per process and settings for GPUs, then `extra`."""
-    return {**os.environ, **dict.fromkeys(_THREADS, "1"), **_DEVICES, **extra}
+    """The environment of this process with one compute thread, settings of locale and GPUs, then `extra`."""
+    return {**os.environ, **dict.fromkeys(_THREADS, "1"), **_LOCALE, **_DEVICES, **extra}
 
 
 def start(

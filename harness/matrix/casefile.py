@@ -22,6 +22,7 @@ Owns the format of `cases/*.toml` and its errors. `space.py` expands matrix bloc
 
 from __future__ import annotations
 
+import difflib
 import json
 from collections.abc import Iterable
 from pathlib import Path
@@ -60,7 +61,7 @@ class AxisGroup(msgspec.Struct, frozen=True, kw_only=True):
 
     def label(self, index: int) -> str:
         """The name of a value in reports: `tp=2`, or `dp_replicate=2,dp_shard=2`."""
-        return ",".join(f"{name}={shown_value(value)}" for name, value in self.values[index].items())
+        return ",".join(f"{name}={shown_value(value)}" for name, value in self.values[index].items()) or "{}"
 
 
 class Block(msgspec.Struct, frozen=True, kw_only=True):
@@ -207,10 +208,12 @@ def _group(toml: TomlFile, name: str, values: object, *, path: KeyPath) -> AxisG
         raise toml.error(*path, what=f"axis '{name}' needs a list of values.", fix=f"write {name} = [...].")
     if name in AXES:
         read = tuple(_axes(toml, {name: value}, path=path[:-1]) for value in values)
-    elif all(isinstance(value, dict) and value for value in values):
+    elif all(isinstance(value, dict) for value in values):
         read = tuple(_axes(toml, value, path=path) for value in values)
     else:
-        raise toml.error(*path, what=f"unknown axis '{name}'.", fix=suggestion(name, AXES))
+        near = difflib.get_close_matches(name, AXES, n=1)
+        fix = suggestion(name, AXES) if near else f"write {name} = [{{}}, {{tp = 2}}]: a table of axes for each value."
+        raise toml.error(*path, what=f"unknown axis '{name}'.", fix=fix)
     for position, value in enumerate(read):
         if value in read[:position]:
             raise toml.error(*path, what=f"axis '{name}' lists {value} twice.", fix="remove one of them.")
@@ -289,7 +292,7 @@ def case_file_schema() -> dict[str, Any]:
                 "minProperties": 1,
                 "description": "an axis with its values, or a named group of axes that vary together",
                 "properties": {name: _list({"$ref": f"#/$defs/{name}"}) for name in AXES},
-                "additionalProperties": _list({"$ref": "#/$defs/axes", "minProperties": 1}),
+                "additionalProperties": _list({"$ref": "#/$defs/axes"}),
             },
         },
         required=["name", "axes"],

@@ -62,12 +62,11 @@ class Space(msgspec.Struct, frozen=True, kw_only=True):
 
     def row_of(self, case: Case) -> Row | None:
         values = axis_values(case)
-        found = [
-            next((i for i, value in enumerate(group.values) if value.items() <= values.items()), None)
+        found = (  # several of a group where one value is part of another: {tp = 1} of the case of {dp_shard = 2}
+            [i for i, value in enumerate(group.values) if value.items() <= values.items()]
             for group in self.block.groups
-        ]
-        row = tuple(index for index in found if index is not None)
-        return row if len(row) == len(found) and self.case(row) == case else None
+        )
+        return next((row for row in itertools.product(*found) if self.case(row) == case), None)
 
     def cells_hit(self, table: Table) -> int:
         """Number of cells that a rule applies to. Cells hit by several rules count for each of them."""

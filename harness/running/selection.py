@@ -34,6 +34,7 @@ from harness.matrix.selector import parse_selector
 from harness.matrix.targets import MODULES, NAME
 from harness.matrix.tier import Selection, select
 from harness.matrix.words import values_of
+from harness.plural import counted
 from harness.project import Project
 from harness.run_options import words_of
 
@@ -111,6 +112,13 @@ _SELECTION_CACHE: dict[bytes, Selection] = {}
 def recorded_faults(project: Project) -> tuple[KnownFault, ...]:
     """The records of upstream faults: those of the project and those of the package."""
     return known_with_shipped(project.known, project.shipped_known)
+
+
+def excluded_cells(project: Project, query: Query) -> str:
+    """How many cells each rule excludes from the matrices of a query; without tiers whose cases were chosen."""
+    drawn = [select_file(project, path) for path in case_files(project, query) if not chosen_path(path).exists()]
+    counts = sum((Counter(selection.excluded) for selection in drawn), Counter[str]())
+    return "; ".join(f"{counted(count, 'cell')} excluded: {name}" for name, count in counts.items())
 
 
 def whole_tiers(project: Project, case_ids: Collection[str]) -> tuple[Selection, ...]:

@@ -258,24 +258,28 @@ def _target_run(case: Case, result: CaseResult, seen: _Seen | None) -> TargetRun
 
 
 def _without_unsupported(runs: tuple[TargetRun, ...], recorded: Sequence[Run | None]) -> tuple[TargetRun, ...]:
-    """The runs, with those that the target refused by itself marked, where it works on one rank."""
-    if not any(run.layout == "single" and run.verdict is not Verdict.CRASH for run in runs):
-        return runs
-    words = [None if run is None else refusal_words(run.failures) for run in recorded]
+    """The runs, with those that the target refused by itself marked.
+
+    By `NotImplementedError`, which says that it has no such case, or by another error where it works on one rank.
+    """
+    works = any(run.layout == "single" and run.verdict is not Verdict.CRASH for run in runs)
+    words = [None if run is None else refusal_words(run.failures, any_error=works) for run in recorded]
     return tuple(replace(run, refused=said) for run, said in zip(runs, words, strict=True))
 
 
-def refusal_words(failures: Iterable[RankFailure]) -> str | None:
+def refusal_words(failures: Iterable[RankFailure], *, any_error: bool) -> str | None:
     """What a target says that refuses a layout: every rank that failed first ran into a `raise` of its own in build."""
     causes = [failure for failure in failures if not failure.consequence]
-    return causes[0].message.partition(": ")[2] if causes and all(map(_is_refusal, causes)) else None
+    refused = bool(causes) and all(_is_refusal(failure, any_error=any_error) for failure in causes)
+    return causes[0].message.partition(": ")[2] if refused else None
 
 
-def _is_refusal(failure: RankFailure) -> bool:
+def _is_refusal(failure: RankFailure, *, any_error: bool) -> bool:
     own = own_frame(failure.traceback)
     calls = [line for line in failure.traceback.splitlines() if line.startswith('  File "')]
     last = bool(calls) and own is not None and f'"{own.file}", line {own.line},' in calls[-1]
-    return failure.phase == "build" and last and own is not None and own.code.startswith(("raise ", "assert "))
+    raised = last and own is not None and own.code.startswith(("raise ", "assert "))
+    return raised and failure.phase == "build" and (any_error or failure.message.startswith("NotImplementedError"))
 
 
 def _built(cases: Sequence[Case], seen: Mapping[str, _Seen]) -> tuple[Built, ...]:

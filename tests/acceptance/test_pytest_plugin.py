@@ -27,6 +27,7 @@ def test_tier_alone(project: Command) -> None:
 
 
 def test_not_asked_for(project: Command) -> None:
+    assert "fp8-harness: cases are collected by name: pytest cases/" in project.pytest(*PLUGIN).stdout
     (project.folder / "test_other.py").write_text("def test_other():\n    pass\n")
     done = project.pytest(*PLUGIN)
     assert "1 passed" in done.stdout
@@ -92,6 +93,8 @@ def test_findings_are_shown_and_a_session_is_one_stored_run(project: Command, as
     done = project.pytest(*PLUGIN, *asked, "--fp8-name", "candidate", "--junitxml", "junit.xml")
     assert done.returncode == 1 and "4 passed" in done.stdout, done.stdout + done.stderr
     assert "planted failure" in done.stdout and " fp8-harness run " in done.stdout
+    (summary,) = (line for line in done.stdout.splitlines() if line.startswith("FAILED "))
+    assert " - " in summary, "the reason"
     assert len(ElementTree.parse(project.folder / "junit.xml").findall(".//failure")) == 1
     assert len(list((project.folder / "state" / "runs").glob("*/*.jsonl"))) == 1
     shown = project.call("show", "last")

@@ -73,6 +73,11 @@ def test_a_whole_file() -> None:
         ("tp = [1, 2]", "tp = []", "f.toml:11: axis 'tp' needs a list"),
         ("tp = [1, 2]", "tp = [1, 1]", "f.toml:11: axis 'tp' lists"),
         ("tp = [1, 2]", "tpp = [1, 2]", "f.toml:11: unknown axis 'tpp'. Fix: did you mean tp"),
+        (
+            "tp = [1, 2]",
+            'where = ["tp2"]',
+            "unknown axis 'where'. Fix: write where = [{}, {tp = 2}]: a table of axes for each value",
+        ),
         ("tp = [1, 2]", 'recipe = ["bf16"]', "f.toml:12: axis 'recipe' is set by both 'recipe' and 'gather'"),
         ('recipe = "bf16"', 'recipe = "bf17"', "f.toml:12: recipe = bf17"),
         ("tp2-rowwise", "tp2-rowwize", "f.toml:17: case id 'tp2-rowwize-v2048-f32': unknown token 'rowwize'"),

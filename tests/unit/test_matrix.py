@@ -176,6 +176,17 @@ def account(axes: str, strength: int = 2, *, head: str = "") -> Coverage:
     return coverage(select(file), strength)
 
 
+def test_a_case_is_found_where_a_value_of_its_group_is_part_of_another(tmp_path: Path) -> None:
+    layouts = "[{}, {tp = 2}, {dp_shard = 2}, {dp_shard = 2, tp = 2}]"
+    path = tmp_path / "m.toml"
+    path.write_text(f'[[matrix]]\nname = "m"\n[matrix.axes]\nlayout = {layouts}\nrecipe = ["bf16", "tensorwise"]\n')
+    file = read_case_file(path)
+    selection = select(file)
+    assert {case.world_size for case in selection.cases} == {1, 2, 4} and len(selection.cases) == 8
+    assert coverage(selection, 2).counts["skipped"] == 0
+    assert file.blocks[0].groups[0].label(0) == "{}"
+
+
 def test_everything_possible_is_covered_at_the_strength_of_the_file() -> None:
     found = account("tp = [1, 2]\nvocab_size = [2048, 2560]")
     assert found.counts == {"covered": 4, "known": 0, "refused": 0, "skipped": 0, "excluded": 0}

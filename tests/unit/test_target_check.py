@@ -71,16 +71,25 @@ ValueError: tp must be 1
 
 def test_only_a_raise_of_the_target_itself_in_build_is_a_refusal() -> None:
     refused = make_failure(message="ValueError: tp must be 1", traceback=RAISED, phase="build")
-    assert refusal_words([refused]) == "tp must be 1"
-    assert refusal_words([]) is None
+    assert refusal_words([refused], any_error=True) == "tp must be 1"
+    assert refusal_words([], any_error=True) is None
     in_step = make_failure(message="ValueError: tp must be 1", traceback=RAISED, phase="step 1")
-    assert refusal_words([refused, in_step]) is None
+    assert refusal_words([refused, in_step], any_error=True) is None
     deeper = RAISED.replace(
         "ValueError: tp", '  File "/v/site-packages/torch/x.py", line 1, in f\n    x\nValueError: tp'
     )
-    assert refusal_words([make_failure(message="ValueError: x", traceback=deeper, phase="build")]) is None
+    assert (
+        refusal_words([make_failure(message="ValueError: x", traceback=deeper, phase="build")], any_error=True) is None
+    )
     fault = make_failure(message="TypeError: x", traceback=RAISED.replace("raise ValueError", "call"), phase="build")
-    assert refusal_words([fault]) is None
+    assert refusal_words([fault], any_error=True) is None
+    assert refusal_words([refused], any_error=False) is None
+    without = make_failure(
+        message="NotImplementedError: this trainer has FSDP2 only",
+        traceback=RAISED.replace("ValueError", "NotImplementedError"),
+        phase="build",
+    )
+    assert refusal_words([without], any_error=False) == "this trainer has FSDP2 only"
 
 
 def ran(layout: str = "single", *findings: Finding, **changes: Any) -> TargetRun:
