@@ -171,7 +171,7 @@ class Draft:
             words, count, where = ranks.words, ranks.value, self.derived
         elif default is not None:
             words, count, where = default[1], int(str(default[0])), self.assumed
-        elif self._says("fsdp") or self._configured:
+        elif self._says("fsdp") or self._says("accelerate_fsdp") or self._configured:
             self._ask(REST, _PLACEHOLDER, "how many FSDP2 ranks?")
             return
         else:
@@ -287,7 +287,8 @@ class Draft:
     def _model(self) -> None:
         named = self._facts.get("model_size")
         other = self._facts.get("model_name")
-        name = str(named.value if named else other.value if other else self._file.get("model_size", ""))
+        size = self._file.get("model_size") or (other.value if other else "")
+        name = str(named.value if named else size)
         known = sizes_of_model(name, self._day)
         where, words = (self.derived, named.words) if named else (self.assumed, self._of_file)
         if known is not None:
@@ -347,11 +348,22 @@ class Draft:
             words = "2 sequences a data-parallel rank: no batch is in the report"
             self._put("global_batch", 2 * dp, self.assumed, words)
         self._accumulation(dp)
+        self._length()
+
+    def _length(self) -> None:
+        """Steps up to the first bad one. A learning rate is told: a case has the one that its golden has."""
+        rate, trained = self._facts.get("learning_rate"), self._facts.get("train_steps")
+        if rate is not None:
+            self.ignored.append(f"{rate.words}: goldens have the learning rate of their cases: set lr where it matters")
         step = self._first_bad_step
         if step is not None and (step <= _LONGEST or self._as_reported):
             self._put("steps", max(5, step), self.derived, f"the first bad step is {step}")
         elif step is not None:
             self.assumed["steps"] = f"5; the first bad step is {step}: set steps to reach it"
+        elif trained is not None and 1 <= int(str(trained.value)) <= _LONGEST:
+            self._put("steps", trained.value, self.stated, trained.words)
+        elif trained is not None:
+            self.ignored.append(f"{trained.words}: most faults show in 5 steps: set steps where this one does not")
 
     def _accumulation(self, dp: int) -> None:
         """As many microbatches as are stated, of one sequence at least."""

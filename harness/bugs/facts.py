@@ -127,7 +127,7 @@ def sizes_of_model(name: str, day: datetime.date) -> tuple[str, Mapping[str, int
 
 def _strongest(fact: str, found: Sequence[Statement]) -> tuple[list[Statement], list[tuple[Statement, str]]]:
     """The statements that count, and the others that say something else, each with the reason."""
-    kept, passed = _split(found, [each for each in found if each.comment], "an answer; the report says otherwise")
+    kept, passed = list(found), list[tuple[Statement, str]]()
     for why, strong, weak, strict in _PRECEDENCE:
         if (fact not in _DISTINCT or strict) and any(each.source in strong for each in kept):
             kept, more = _split(kept, [each for each in kept if each.source in weak], why)

@@ -67,7 +67,7 @@ def import_report(report: Report, options: ImportOptions) -> ImportedBug:
     prose, passed = stated_by_prose(told)
     # With torchao's float8 in options or calls, prose about other software is no request for it.
     of_torchao = any(each.fact in ("float8", "recipe") for each in reading.statements)
-    refused = {**reading.outside, **refused_by_prose(told[: 1 if of_torchao else None])}
+    refused = {**reading.outside, **refused_by_prose(report, told[: 1 if of_torchao else None])}
     bug = replace(
         seen,
         title=options.title or seen.title,

@@ -11,8 +11,9 @@ import re
 from collections.abc import Iterator, Sequence
 
 import msgspec
+from msgspec.structs import replace
 
-from harness.bugs.reading import Statement
+from harness.bugs.reading import Source, Statement
 from harness.bugs.report import Report, clean_words
 from harness.matrix.bugfile import UNREPORTED, Bug, Symptom
 from harness.matrix.scope import SCOPE
@@ -29,11 +30,6 @@ _CONTROL = re.compile(
     re.IGNORECASE,
 )
 _BROKEN = re.compile(r"\b(?:not work|n't work|no longer|un(?:able|expected)|only works|stop\w* work)", re.IGNORECASE)
-_NEGATED = re.compile(
-    r"\b(?:no|not|without|w/o|disabl\w+|turn(?:ed|ing)? off|instead of|rather than)\s+"
-    r"(?:(?:us\w+|with|any|enabl\w+|the|apply\w+|hav\w+)\s+)?$",
-    re.IGNORECASE,
-)
 _RUN = re.compile(
     r"\b(?:us(?:e|es|ed|ing)|with|run(?:s|ning)?|ran|train(?:s|ed|ing)?|enabl\w+|combin\w+|tr(?:y|ied|ying)|debugging)\b",
     re.IGNORECASE,
@@ -43,6 +39,27 @@ _HEDGED = re.compile(
     r"|future|such as|fun fact|built to|if you)\b",
     re.IGNORECASE,
 )
+# What was seen, which denies nothing of what was run.
+_FAILED = re.compile(
+    r"\b(?:(?:do|does|did|can|could|will|would)(?: not|n't) (?:work|converge|train|run|compile|match|fuse|help|support"
+    r"|fit|divide|scale|finish|give|get|improve|start|agree|return)"
+    r"|(?:not|n't) (?:work|converg|fus|convert|divisible|equal|the same|support|implement|available|found|giv|match)\w*"
+    r"|cannot|unable|no (?:longer|speed\w*|module|attribute|kernel|such|gain|improvement|error|warning))\b",
+    re.IGNORECASE,
+)
+# Before a word: that it was not run, or may not have been. After it: that it was not on.
+_DENIED = re.compile(
+    r"\b(?:no|not|never|none|neither|nor|without|w/o|w/out|disabl\w+|off|instead|rather|unlike|except|excluding|exclud\w+"
+    r"|remov\w+|drop\w*|avoid\w*|skip\w*|rul\w+ out|ruled|if|whether|maybe|perhaps|would|could|should|might|may|plan\w*"
+    r"|future|similar|other than|like|e\.g|such as|than|vs\.?|versus)\b|n't\b",
+    re.IGNORECASE,
+)
+_NOT_ON = re.compile(
+    r"^[^,;]{0,30}?\b(?:disabled|off|false|ruled out|removed|unused|"
+    r"(?:not|never) (?:\w+ )?(?:us|enabl|set|appl|involv|need|part)\w*|n't (?:us|enabl|set|appl|involv|need)\w*)\b",
+    re.IGNORECASE,
+)
+_SETTING = re.compile(r"\s*[-*+]\s+[\w./ -]{1,40}?\s*[=:]\s*\S{1,40}\s*$")
 _TRIVIAL = frozenset({"float8", "fsdp", "tp_used", "model_size"})
 
 _LINK = re.compile(r"https://github\.com/([\w.-]{1,60})/([\w.-]{1,80})/(?:issues|pull|discussions)/(\d{1,8})", re.ASCII)
@@ -72,7 +89,9 @@ _STEP = re.compile(
     re.IGNORECASE,
 )
 _BAD = re.compile(
-    r"\b(?:nans?|inf|diverg\w*|explod\w*|spik\w*|crash\w*|fail\w*|hang\w*|hung|stuck|wrong|mismatch\w*|error)\b", re.I
+    r"\b(?:nans?(?! iterations)|inf|diverg\w*|explod\w*|spik\w*|crash\w*|fail\w*|hang\w*|hung|stuck|wrong|mismatch\w*"
+    r"|error)\b",
+    re.IGNORECASE,
 )
 _BAD_LOG = re.compile(r"\bstep:?\s*(\d{1,7})\b[^\n]{0,80}\bloss:?\s*(?:nan|inf)\b", re.IGNORECASE)
 # In a dump of an environment, or in a list: never in a sentence or a path.
@@ -108,45 +127,52 @@ _SYMPTOMS: tuple[tuple[Symptom, str], ...] = (
 
 
 class Clause(msgspec.Struct, frozen=True, kw_only=True):
-    """A clause of prose. `control`: it is about a run that works."""
+    """A clause of what the reporter wrote. `control`: it is about a run that works."""
 
     text: str
     title: bool = False
-    comment: bool = False
     control: bool = False
 
 
 def clauses(report: Report) -> tuple[Clause, ...]:
     found = [Clause(text=report.title, title=True)]
     for piece in report.pieces:
-        for text in _CLAUSE.split(piece.text) if piece.kind == "prose" else ():
+        for text in _CLAUSE.split(piece.text) if piece.kind == "prose" and not piece.comment else ():
             if text.strip() and clean_words(re.sub(r"^\s*#+\s*", "", text)) != report.title:
                 control = bool(_CONTROL.search(text)) and not _BROKEN.search(text)
-                found.append(Clause(text=text, comment=piece.comment, control=control))
+                found.append(Clause(text=text, control=control))
     return tuple(found)
 
 
 def stated_by_prose(told: Sequence[Clause]) -> tuple[list[Statement], list[str]]:
-    """What prose states, and what was passed over because it is about a run that works."""
+    """What prose states, and what was passed over: of a run that works, of what was not run, or not understood."""
     stated: list[Statement] = []
     passed: list[str] = []
     for clause in told:
         found = list(_statements(clause))
-        if not clause.control:
-            stated += found
-        elif any(each.fact not in _TRIVIAL for each in found):
-            passed.append(f"{clean_words(clause.text)}: what works, or is compared with")
+        kept = [each for each, denied in found if not (clause.control or denied)]
+        stated += kept
+        if any(each.fact not in _TRIVIAL and each not in kept for each, _ in found):
+            why = "what works, or is compared with" if clause.control else "it may say what was not run"
+            passed.append(f"{clean_words(clause.text)}: {why}")
+        elif not found and _SETTING.match(clause.text):
+            passed.append(f"{clean_words(clause.text)}: not understood")
     return stated, passed
 
 
-def refused_by_prose(told: Sequence[Clause]) -> dict[str, str]:
-    """What prose says was run and no case has, with the words: in the title, or in a sentence that says so."""
+def refused_by_prose(report: Report, told: Sequence[Clause]) -> dict[str, str]:
+    """What prose says was run and no case has, with the words: in the title, or in a sentence that says so.
+
+    The title is read with the repository before it: its issues are about its own software.
+    """
+    repository = find_link(_head(report))[0].split("/")[4:5]
+    told = [replace(told[0], text=": ".join([*repository, told[0].text])), *told[1:]] if told else []
     found: dict[str, str] = {}
     for each in SCOPE if told else ():
         for clause in told:
             match = re.search(each.said, clause.text) if each.said else None
             ran = clause.title or (_RUN.search(clause.text) and not _HEDGED.search(clause.text))
-            if match and ran and not (clause.control or clause.comment or _negated(clause.text, match)):
+            if match and ran and not (clause.control or _denied(clause.text, match)):
                 found.setdefault(each.name, f"{each.reason} ({clean_words(clause.text)})")
     return found
 
@@ -193,23 +219,15 @@ def _head(report: Report) -> str:
     return "\n".join([line for line in report.text.split("\n") if line.strip()][:_HEAD_LINES])
 
 
-def _statements(clause: Clause) -> Iterator[Statement]:
+def _statements(clause: Clause) -> Iterator[tuple[Statement, bool]]:
+    """What a clause has words for, and whether it may say that this was not run."""
     for axis, spelling in spellings_in_prose():
         for match in re.finditer(spelling.said, clause.text, re.IGNORECASE):
             said = next((group for group in match.groups() if group), "true")
-            negated = _negated(clause.text, match)
-            if negated and said != "true":
-                continue
+            words = _around(clause.text, match)
             for fact, value in read_as(axis, spelling, said).items():
-                if negated and not isinstance(value, bool):
-                    continue
-                yield Statement(
-                    fact=fact,
-                    value=value and not negated if isinstance(value, bool) else value,
-                    words=_around(clause.text, match),
-                    source="title" if clause.title else "prose",
-                    comment=clause.comment,
-                )
+                source: Source = "title" if clause.title else "prose"
+                yield Statement(fact=fact, value=value, words=words, source=source), _denied(clause.text, match)
 
 
 def _around(text: str, match: re.Match[str]) -> str:
@@ -218,9 +236,9 @@ def _around(text: str, match: re.Match[str]) -> str:
     return clean_words(text if len(text) < 90 else text[start : None if end < 0 else end])
 
 
-def _negated(text: str, match: re.Match[str]) -> bool:
-    after = re.match(r"\s*(?:=\s*|is |was )?(?:false|off|disabled)\b", text[match.end() : match.end() + 20], re.I)
-    return bool(_NEGATED.search(text[max(0, match.start() - 40) : match.start()]) or after)
+def _denied(text: str, match: re.Match[str]) -> bool:
+    before, after = _FAILED.sub("", text[: match.start()]), text[match.end() : match.end() + 60]
+    return bool(_DENIED.search(before) or _NOT_ON.search(after))
 
 
 def _date(text: str, forms: Sequence[tuple[re.Pattern[str], str]]) -> datetime.date | None:
@@ -253,7 +271,7 @@ def _message(report: Report) -> str:
 
 def _symptom(told: Sequence[Clause], message: str) -> Symptom:
     """The symptom in the title, else a crash if there is an error, else the first symptom in the prose."""
-    prose = " ".join(clause.text for clause in told if not (clause.title or clause.control or clause.comment))
+    prose = " ".join(clause.text for clause in told if not (clause.title or clause.control))
     for text in (told[0].text, message and "error", prose):
         for symptom, pattern in _SYMPTOMS:
             if re.search(pattern, text, re.IGNORECASE):
@@ -262,7 +280,7 @@ def _symptom(told: Sequence[Clause], message: str) -> Symptom:
 
 
 def _first_bad_step(report: Report, told: Sequence[Clause]) -> int | None:
-    log = _BAD_LOG.search(report.text)
+    log = _BAD_LOG.search("\n".join(piece.text for piece in report.pieces if not piece.comment))
     if log is not None:
         return int(log[1]) or None
     for clause in told:

@@ -14,7 +14,7 @@ import msgspec
 from harness.bugs.report import Piece, Report, clean_words, options_of_toml, python_tree
 from harness.matrix.layout import MESH_AXES
 from harness.matrix.recipes import OPERAND_FIELDS, Operand
-from harness.matrix.scope import OutOfScope, asked_by_call, asked_by_option
+from harness.matrix.scope import FSDP1, OutOfScope, asked_by_call, asked_by_option
 from harness.matrix.spellings import Value, meaning, plain_key
 
 ROUNDED = "round_scales_to_power_of_2"
@@ -51,13 +51,12 @@ _OWNERS: Mapping[Operand, Operand] = {"i_gw": "i", "w_gi": "w", "go_gw": "go"}  
 
 
 class Statement(msgspec.Struct, frozen=True, kw_only=True):
-    """A value of a fact, and the words that say so. `comment`: in an answer, not in the report itself."""
+    """A value of a fact, and the words that say so."""
 
     fact: str
     value: Value
     words: str
     source: Source
-    comment: bool = False
 
 
 class Reading:
@@ -74,6 +73,7 @@ class Reading:
                 self._read(piece)
         if self._casts:
             self._operands(self._casts)
+        self._first_fsdp()
         self._tokens(report.text)
 
     def _read(self, piece: Piece) -> None:
@@ -89,6 +89,15 @@ class Reading:
         for tree in _trees(piece):
             with contextlib.suppress(RecursionError):  # nested too deeply for anybody's configuration
                 self._python(tree)
+
+    def _first_fsdp(self) -> None:
+        """What asks for FSDP1: FSDP of accelerate where no version is given, and its class where FSDP2 is not there."""
+        second = any(each.fact == "fsdp" and each.value for each in self.statements)
+        default = next((each for each in self.statements if each.fact == "accelerate_fsdp"), None)
+        if second:
+            self.outside.pop(FSDP1.name, None)
+        elif default is not None:
+            self._refuse(FSDP1, f"{default.words} without fsdp_version: 2")
 
     def _state(self, fact: str, value: Value, words: str, source: Source) -> None:
         kept = clean_words(value) if isinstance(value, str) else value
@@ -169,8 +178,11 @@ class Reading:
         for node in sorted(calls, key=lambda call: (call.lineno, call.col_offset))[:_MOST]:
             self._call(node, names, within.get(node, ""))
         for each in ast.walk(tree):
-            if isinstance(each, ast.Attribute):
-                self._refuse(asked_by_call(_dotted(each)), _dotted(each))
+            used = [_dotted(each)] if isinstance(each, ast.Attribute) else []
+            if isinstance(each, ast.Import | ast.ImportFrom):
+                used = [f"{getattr(each, 'module', None) or ''}.{name.name}" for name in each.names]
+            for name in used:
+                self._refuse(asked_by_call(name), name.strip("."))
 
     def _call(self, node: ast.Call, names: Mapping[str, object], prefix: str) -> None:
         name = _dotted(node.func)

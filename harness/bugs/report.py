@@ -47,6 +47,7 @@ _SETTING = re.compile(r"^\s*(?:\[[\w.]+\]|[\w.-]+\s*=\s*[^=\s]|[\w.-]+:(?:\s|$))
 _ASSIGNED = re.compile(r"\s*(?:\[[\w.]+\]\s*$|[\w.]+_[\w.]+\s*[=:]\s*\S|[a-z]\w*\.[\w.]+\s*=\s*\S)")
 # In a list, only where nothing but a remark follows: `- steps = 400 (a shorter run)`.
 _LISTED = re.compile(r"\s*[-*+]\s+\w+[._][\w.]+\s*[=:]\s*(?:[\w./-]+|\"[^\"]*\"|'[^']*')\s*(?:\(.*\))?\s*$")
+_YAML = re.compile(r"\s*(?:- )?[a-z][\w.-]*:(?:\s+(?:[\w./+-]+|\"[^\"]*\"|'[^']*'|\[.*\]))?\s*(?:#.*)?$")
 _DUMP = re.compile(
     r"^\W{0,4}(?:\[?(?:pip3?|conda)\]|Collecting environment|(?:Is |CUDA |GCC |Clang |CMake |Libc |OS\b|ROCM|Platform"
     r"|Python |Numpy |PyTorch |GPU |Nvidia |cuDNN |Versions of|CPU|System RAM|`?Accelerate`? )[^:]{0,40}:"
@@ -108,7 +109,7 @@ def read_report(content: bytes, *, where: str) -> Report:
         raise HarnessError("not UTF-8 text.", where=where, fix="paste the text of the report.") from error
     if text.count("\x00"):
         raise HarnessError("not a text: it has zero bytes.", where=where, fix="paste the text of the report.")
-    text = _cleaned(text)
+    text = _unwrapped(_cleaned(text))
     if not text.strip():
         raise HarnessError("there is no text.", where=where, fix="paste the text of the report.")
     pieces = _pieces(text, where)
@@ -157,6 +158,18 @@ def _cleaned(text: str) -> str:
     text = text.replace(chr(0x2019), "'").replace(chr(0xD7), "x")  # the apostrophe and the times sign of prose
     text = re.sub(r"[ \t]{65,}", " " * 64, re.sub(r"\n{4,}", "\n\n\n", text))
     return "\n".join(line[:_MAX_LINE] for line in text.split("\n"))
+
+
+def _unwrapped(text: str) -> str:
+    """A report without the fence that somebody put around all of it."""
+    lines = text.strip("\n").split("\n")
+    marks = [_FENCE.match(line) for line in lines]
+    if len(lines) < 3 or not (marks[0] and marks[-1] and not marks[-1][1]):
+        return text
+    inner = [mark for mark in marks[1:-1] if mark]
+    report = any(_POST.match(line) or _HEAD.search(line) or re.match(r"#{1,4} \S", line) for line in lines[1:4])
+    wraps = marks[0][1].lower() in ("md", "markdown") or report or (inner and inner[0][1])
+    return "\n".join(lines[1:-1]) if wraps and len(inner) % 2 == 0 else text
 
 
 def _title(text: str) -> str:
@@ -229,7 +242,11 @@ def _of_prose(lines: list[str], *, comment: bool) -> list[Piece]:
     """The pieces of what stands outside of fences: commands, settings, traces and dumps by line, the rest is prose."""
     prose: list[str] = []
     texts: list[str] = []
-    for line in lines:
+    yaml = [bool(_YAML.match(line)) for line in lines]
+    for at, line in enumerate(lines):
+        if yaml[at] and any(yaml[max(0, at - 1) : at] + yaml[at + 1 : at + 2]):  # two in a row
+            texts.append(line)
+            continue
         commands = [span for span in _SPAN.findall(line) if _COMMAND.search(span)]
         rest = _SPAN.sub(lambda span: "" if _COMMAND.search(span[1]) else span[0], line)
         texts += commands

@@ -86,9 +86,19 @@ def _meshes(sizes: Sizes) -> Iterator[dict[str, int]]:
     if sizes.world_size <= MAX_RANKS:
         yield sizes.mesh
         return
-    choices = [range(2, min(degree, MAX_RANKS) + 1) if degree > 1 else (1,) for degree in sizes.mesh.values()]
-    meshes = (dict(zip(MESH_AXES, degrees, strict=True)) for degrees in itertools.product(*choices))
-    yield from (mesh for mesh in meshes if ranks_of(mesh) <= MAX_RANKS)
+    fitting = [mesh for mesh in _products(sizes, dividing=True) if ranks_of(mesh) <= MAX_RANKS]
+    yield from fitting or [mesh for mesh in _products(sizes, dividing=False) if ranks_of(mesh) <= MAX_RANKS]
+
+
+def _products(sizes: Sizes, *, dividing: bool) -> Iterator[dict[str, int]]:
+    """Meshes of smaller degrees above 1. `dividing`: of divisors, which divide whatever the degrees divide."""
+    choices = [
+        [each for each in range(2, min(degree, MAX_RANKS) + 1) if not (dividing and degree % each)] or [1]
+        for degree in sizes.mesh.values()
+    ]
+    for degrees, whole in ((each, sizes.mesh.values()) for each in itertools.product(*choices)):
+        if all(degree > 1 or full == 1 for degree, full in zip(degrees, whole, strict=True)):
+            yield dict(zip(MESH_AXES, degrees, strict=True))
 
 
 def _rank_of(sizes: Sizes, small: Sizes) -> tuple[int, int, int, int]:
@@ -171,7 +181,8 @@ def _arithmetic(sizes: Sizes, small: Sizes) -> Iterator[tuple[str, str]]:
 def _reason(name: str, sizes: Sizes, small: Sizes) -> str:
     before, after = getattr(sizes, name), getattr(small, name)
     if name in MESH_AXES:
-        return f"{after}, still above 1, so that at most {MAX_RANKS} ranks run"
+        divides = "which divides it" if before % after == 0 else f"as no divisor of {before} fits"
+        return f"{after}, {divides}, so that at most {MAX_RANKS} ranks run"
     if name == "layers":
         return f"{after}, as many as the checkpointing pattern needs"
     if name in ("heads", "kv_heads"):

@@ -55,27 +55,28 @@ class Mesh(CaseStruct, frozen=True, kw_only=True):
             spelled=(
                 keys(
                     "parallelism.data_parallel_shard_degree data_parallel_shard_degree data_parallel_shard_dim "
-                    "dp_shard_size dp_shard",
+                    "dp_shard_size dp_shard =fsdp",
                     said=r"\b(?:FSDP2?\s*[=:]\s*|FSDP\s*(?=[3-9]|\d\d)|HSDP\s*[=:(]?\s*\d{1,4}\s*x\s*)(\d{1,4})\b",
                 ),
                 keys(
-                    "parallelism.data_parallel_degree data_parallel_degree",
+                    "parallelism.data_parallel_degree data_parallel_degree =dp",
                     of="dp",
                     kind=int,
                     said=r"\bDP\s*=?\s*(\d{1,4})\b",
                 ),
                 keys(
-                    "nproc_per_node num_processes ngpu world_size n_gpus",
+                    "nproc_per_node num_processes ngpu world_size n_gpus num_gpus =gpus",
                     of="ranks",
                     kind=int,
                     said=r"\b(?:(?:on|with|at|using|across|over)\s+(?=\d+\s*x?\s*(?:GPU|rank|process|[AHBL]\d\d|scale))"
                     r"|world[_ ]size\s*=\s*)(\d{1,5})\b|\b(\d{1,4})\s*x\s*(?:NVIDIA\s+)?[AHB]\d00s?\b",
                 ),
+                keys("distributed_type", of="accelerate_fsdp", kind=bool, values={"fsdp": True, "*": None}),
                 keys(
-                    "distributed_type fsdp_config.fsdp_version fsdp_version fully_shard()",
+                    "fsdp_config.fsdp_version fsdp_version fully_shard()",
                     of="fsdp",
                     kind=bool,
-                    values={"fsdp": True, "2": True, "true": True, "*": None},
+                    values={"2": True, "true": True, "*": None},
                     said=r"\b(?:FSDP2?|HSDP|fully_shard)\b",
                 ),
             ),
@@ -90,7 +91,7 @@ class Mesh(CaseStruct, frozen=True, kw_only=True):
             spelled=(
                 keys(
                     "parallelism.tensor_parallel_degree tensor_parallel_degree tensor_parallel_dim "
-                    "tensor_model_parallel_size tp_size tp_degree",
+                    "tensor_model_parallel_size tp_size tp_degree =tp",
                     said=r"\b(?:TP|tensor[- ]parallel(?:ism)?)\s*(?:degree|size)?\s*(?:of\s+|[=:]\s*)?"
                     r"(\d{1,4})\b(?!\.)",
                 ),

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 import msgspec
 
 _SEVERAL = r"[2-9]|[1-9]\d+"  # any degree above 1
+_MIXTURES = r".*(?:mixtral|moe|-a\d+b|llama-?4|deepseek[-_]?v[23]).*"  # models with experts
 
 
 class OutOfScope(msgspec.Struct, frozen=True, kw_only=True):
@@ -36,6 +37,14 @@ def _options(names: str, values: str) -> dict[str, str]:
     return dict.fromkeys(names.split(), values)
 
 
+FSDP1 = OutOfScope(
+    name="FSDP1",
+    reason="the float8 all-gather exists in FSDP2 (fully_shard) only",
+    words=r"fsdp1|fsdp_?v1",
+    options={"fsdp_version": r"1"},
+    calls=r"FSDP|FullyShardedDataParallel",
+    said=r"(?i)\bFSDP ?v?1\b",
+)
 SCOPE = (
     OutOfScope(
         name="context parallelism",
@@ -59,7 +68,8 @@ SCOPE = (
         words=r"(moe|ep|etp|experts|expert_(tensor_)?parallel\w*)\d*",
         options={
             **_options("expert_parallel_degree expert_model_parallel_size ep_size num_experts", _SEVERAL),
-            **_options("name module config", r"llama4\w*|deepseek\w*|\w*_moe"),
+            **_options("name module config config_file", r"llama4.*|deepseek.*|.*_moe.*"),
+            **_options("base_model model model_name model_name_or_path", _MIXTURES),
         },
         calls=r"_?grouped_mm|_scaled_grouped_mm|MoEArgs",
         said=r"(?i)\b(?:MoE|mixture[- ]of[- ]experts|expert[- ]parallel\w*|grouped[ _]?(?:gemm|mm)"
@@ -112,20 +122,13 @@ SCOPE = (
             **_options("fp8_hybrid fp8_e4m3", r"true"),
         },
         calls=r"te|transformer_engine|fp8_autocast",
-        said=r"(?i)\b(?:transformer[ _-]?engine|TE[ -](?:backend|fp8)|MS-?AMP)\b",
+        said=r"(?i)\b(?:transformer[ _-]?engine|TE[ -](?:backend|fp8)|MS-?AMP)\b|^Megatron-\w+: .*\bFP8",
     ),
-    OutOfScope(
-        name="FSDP1",
-        reason="the float8 all-gather exists in FSDP2 (fully_shard) only",
-        words=r"fsdp1|fsdp_?v1",
-        options={"fsdp_version": r"1"},
-        calls=r"FSDP|FullyShardedDataParallel",
-        said=r"(?i)\bFSDP ?v?1\b",
-    ),
+    FSDP1,
     OutOfScope(
         name="ZeRO",
         reason="DeepSpeed shards the optimizer in its own way; cases have FSDP2 (fully_shard)",
-        options={"distributed_type": r"deepspeed"},
+        options={"distributed_type": r"deepspeed", "deepspeed": r"true|.+\.json"},
         calls=r"deepspeed",
         said=r"(?i)\b(?:deepspeed|ZeRO-?[123])\b",
     ),
@@ -133,8 +136,9 @@ SCOPE = (
         name="DDP",
         reason="replicas come with shards, as HSDP (hsdp2x2); dp_replicate alone is excluded",
         words=r"ddp\d*",
-        options={"distributed_type": r"multi_gpu"},
+        options={"distributed_type": r"multi_gpu", "strategy": r"ddp\w*"},
         calls=r"DDP|DistributedDataParallel",
+        said=r"(?i)\b(?:DDP|DistributedDataParallel)\b",
     ),
     OutOfScope(
         name="float16",

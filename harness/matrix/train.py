@@ -92,7 +92,13 @@ class Train(CaseStruct, frozen=True, kw_only=True):
     ] = 32
     steps: Annotated[
         Annotated[int, Meta(ge=1, le=100_000)],
-        _axis("optimizer steps", number("s{steps}", "s5", "{0} steps"), smallest=1, costs=False),
+        _axis(
+            "optimizer steps",
+            number("s{steps}", "s5", "{0} steps"),
+            smallest=1,
+            costs=False,
+            spelled=(keys("training.steps max_steps train_iters train_steps =steps", of="train_steps", kind=int),),
+        ),
     ] = 5
     accumulation: Annotated[
         PositiveInt,
@@ -176,6 +182,7 @@ class Train(CaseStruct, frozen=True, kw_only=True):
             shrinks=False,
             costs=False,
             noise="_lr{:g}",
+            spelled=(keys("optimizer.lr learning_rate =lr", of="learning_rate", kind=float),),
         ),
     ] = 1e-3
     seed: Annotated[
