@@ -102,6 +102,11 @@ def largest(values: Iterable[float], *, empty: float = math.nan) -> float:
     return max(values, key=nan_as_inf, default=empty)
 
 
+def sum_of(traces: Iterable[RankTrace], key: SketchKey) -> Assembled:
+    """The sum of what all ranks hold of a tensor, replicas included."""
+    return _sum(_of(traces, key))
+
+
 def wrong_ranks(found: Sequence[RankTrace], expected: Sequence[RankTrace], key: SketchKey, allowed: float) -> list[int]:
     """The ranks whose own part of a tensor is further off than allowed; none where one rank has no such pieces.
 

@@ -93,7 +93,7 @@ def merge_ranks(run: Run, findings_of: Callable[[RankTrace], Iterable[Finding]])
     ]
 
 
-def on_ranks(finding: Finding, ranks: Iterable[int], run: Run | None = None) -> Finding:
+def about_ranks(finding: Finding, ranks: Iterable[int], run: Run | None = None) -> Finding:
     """The finding about what these ranks have; about what every rank of `run` has, as one number, it names none."""
     shown = tuple(sorted(set(ranks)))
     everywhere = run is not None and len(shown) == len(run.traces)

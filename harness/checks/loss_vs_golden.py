@@ -15,7 +15,7 @@ from msgspec.structs import replace
 
 from harness.checks.assembly import largest
 from harness.checks.check import Check, Witnesses, why_unfinished
-from harness.checks.findings import group_ranks, on_ranks, traces_by_rank
+from harness.checks.findings import about_ranks, group_ranks, traces_by_rank
 from harness.checks.rule import Rules, Stage
 from harness.evidence.golden import Golden, hardware_classes, update_command
 from harness.evidence.tolerance import NONE_DERIVED, Tolerance
@@ -182,7 +182,7 @@ def _distance(run: Run, golden: Golden, tolerance: Tolerance) -> Iterator[Findin
         tables[trace.rank] = [Row(step.step, loss, step.loss, allowed) for step, loss, allowed in numbers]
     wrong = [rank for rank, rows in tables.items() if not all(row.good for row in rows)]
     if wrong:
-        yield on_ranks(_too_far(tables[wrong[0]], tolerance), wrong, run)
+        yield about_ranks(_too_far(tables[wrong[0]], tolerance), wrong, run)
 
 
 def _too_far(rows: list[Row], tolerance: Tolerance) -> Finding:

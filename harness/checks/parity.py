@@ -7,7 +7,7 @@ directly, because AdamW hides a gradient of the wrong magnitude.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 
 import msgspec
@@ -18,19 +18,22 @@ from harness.checks.assembly import (
     assemble,
     largest,
     nan_as_inf,
+    relative_distance,
     relative_distances,
     size_of_error,
+    sum_of,
     unequal_replicas,
     wrong_ranks,
 )
 from harness.checks.check import Check, Witnesses, finished, unfinished, why_unfinished
 from harness.checks.factors import Explanation, explain_gradients, explain_loss
-from harness.checks.findings import on_ranks
+from harness.checks.findings import about_ranks
 from harness.checks.rule import Rule, Rules, Stage
 from harness.evidence.tolerance import NONE_DERIVED
 from harness.matrix.case import Case
-from harness.matrix.layout import dp_rank
+from harness.matrix.layout import coordinates, dp_rank
 from harness.matrix.numerics import NORM_ROUNDING, clips_by_a_rounded_norm
+from harness.sentence import format_ranks
 from harness.trace import Run
 from harness.verdict import Finding, Value
 
@@ -43,6 +46,9 @@ ROUNDED = {"bfloat16": 2.0**-12, "float32": 2.0**-28, "float64": 2.0**-57}
 
 # Losses around 8 are float32 tensors in every dtype but float64: one unit in the last place is 5e-7 nats.
 FLOAT32_LOSS = 5e-6
+
+# The sum of what ranks hold unreduced is the reference up to the order of sums and float8 roundings behind it.
+TERMS = 0.02
 
 Tensors = dict[SketchKey, Assembled]
 
@@ -86,7 +92,7 @@ def check_parity(case: Case, run: Run, witnesses: Witnesses) -> list[Finding]:
         why = f"{NONE_DERIVED}{why_unfinished(witnesses.underived)}"
         return [NO_TOLERANCE.finding(why=why, expected="a tolerance")]
     found, expected = assemble(run.traces), assemble(solo.traces)
-    every_step = [*_missing(found, expected), *_replicas(run), *_batches(case, run, solo)]
+    every_step = [*_missing(found, expected), *_replicas(case, run, expected), *_batches(case, run, solo)]
     loss_floor = 0.0 if case.train.dtype == "float64" else FLOAT32_LOSS
     for step in range(1, case.train.steps + 1):
         allowed = max(tolerance.per_step[step - 1], NORM_ROUNDING if clips_by_a_rounded_norm(case) else 0.0)
@@ -173,7 +179,7 @@ def _on_ranks(run: Run, solo: Run, findings: Iterable[Finding]) -> Iterator[Find
         if finding.step is not None and finding.rule in kinds and len(run.traces) > 1:
             key = SketchKey(finding.step, kinds[finding.rule], finding.module or "")
             ranks = wrong_ranks(run.traces, solo.traces, key, float(finding.values["allowed"]))
-        yield on_ranks(finding, ranks)
+        yield about_ranks(finding, ranks)
 
 
 def _reported_numbers(run: Run, solo: Run, step: int, allowed: float, loss_floor: float) -> list[Finding]:
@@ -215,7 +221,7 @@ def wrong_numbers(
         size=size_of_error(name, first, expected),
         values=values,
     )
-    return [on_ranks(finding, wrong, run)]
+    return [about_ranks(finding, wrong, run)]
 
 
 def _missing(found: Tensors, expected: Tensors) -> list[Finding]:
@@ -253,7 +259,7 @@ def _batches(case: Case, run: Run, solo: Run) -> list[Finding]:
     ]
 
 
-def _replicas(run: Run) -> list[Finding]:
+def _replicas(case: Case, run: Run, reference: Tensors) -> list[Finding]:
     unequal = unequal_replicas(run.traces)
     if not unequal:
         return []
@@ -265,7 +271,25 @@ def _replicas(run: Run) -> list[Finding]:
             count=len(unequal),
             step=key.step,
             module=key.fqn,
+            ranks=digests,
             expected="one digest",
             found=", ".join(f"rank {rank}: {digest}" for rank, digest in sorted(digests.items())),
+            notes=_not_reduced(case, run, reference.get(key), key, sorted(digests)),
         )
     ]
+
+
+def _not_reduced(
+    case: Case, run: Run, reference: Assembled | None, key: SketchKey, ranks: Sequence[int]
+) -> Iterator[str]:
+    """That these ranks, which hold the same part of a gradient, hold terms of its sum or mean instead."""
+    where = [coordinates(case.layout, rank) for rank in ranks]
+    axes = " and ".join(axis for axis in where[0] if len({each[axis] for each in where}) > 1)
+    if reference is None or key.kind != "grad" or not axes:
+        return
+    total = sum_of(run.traces, key)
+    for word, times in (("sum", 1), ("mean", len(ranks))):
+        scaled = total._replace(norm=reference.norm, sums=tuple(each / times for each in total.sums))
+        if relative_distance(scaled, reference) <= TERMS:
+            yield f"the {word} over {axes} of {format_ranks(ranks)} is the reference: not reduced over {axes}"
+            return

@@ -12,7 +12,7 @@ from functools import partial
 
 from harness.checks.assembly import same_number, size_of_error
 from harness.checks.check import Check, Witnesses
-from harness.checks.findings import group_ranks, on_ranks, traces_by_rank
+from harness.checks.findings import about_ranks, group_ranks, traces_by_rank
 from harness.checks.rule import Rule, Rules, Stage
 from harness.matrix.case import Case
 from harness.matrix.numerics import NORM_ROUNDING
@@ -125,7 +125,7 @@ def check_clipping(case: Case, run: Run, witnesses: Witnesses) -> Iterator[Findi
             reported="no norm is reported" if reported is None else f"the reported norm is {reported:.6g}",
             norm=step.grad_norm,
         )
-        yield on_ranks(finding, [rank for each, rank in wrong if each.step == step.step], run)
+        yield about_ranks(finding, [rank for each, rank in wrong if each.step == step.step], run)
 
 
 def _clipped_norm(step: StepTrace, max_norm: float) -> float | None:
@@ -168,7 +168,7 @@ def check_evaluation(case: Case, run: Run, witnesses: Witnesses) -> Iterator[Fin
         found = step.evaluation_loss
         size = None if found is None else size_of_error("loss", found, step.loss)
         finding = OTHER_LOSS.finding(step=step.step, expected=repr(step.loss), found=repr(found), size=size)
-        yield on_ranks(finding, [rank for each, rank in wrong if each.step == step.step], run)
+        yield about_ranks(finding, [rank for each, rank in wrong if each.step == step.step], run)
 
 
 def _is_evaluated(step: StepTrace) -> bool:

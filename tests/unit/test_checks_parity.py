@@ -218,6 +218,28 @@ def test_replicas_that_differ_are_found() -> None:
     assert finding.found == "rank 0: 0 1.0, rank 2: 0 1.5"
 
 
+@pytest.mark.parametrize(
+    ("parts", "note"),
+    [
+        ((0.25, 0.75), "the sum over tp of ranks 0-1 is the reference: not reduced over tp"),
+        ((0.5, 1.5), "the mean over tp of ranks 0-1 is the reference: not reduced over tp"),
+        ((1.0, 1.5), None),
+    ],
+)
+def test_terms_of_a_gradient_that_was_not_reduced_are_told(parts: tuple[float, float], note: str | None) -> None:
+    def has(rank: int, value: float) -> TensorSketch:
+        return make_sketch("a", value=value, owner=rank == 0)
+
+    others = [with_sketches(run(), lambda s: None if s.fqn == "a" else s).traces[rank] for rank in (0, 1)]
+    both = (
+        replace(trace, sketches=(*(trace.sketches or ()), has(trace.rank, part)))
+        for trace, part in zip(others, parts, strict=True)
+    )
+    (finding,) = [each for each in check(run_of(*both), solo()) if each.rule == REPLICAS.name]
+    assert (finding.module, finding.step, finding.ranks) == ("a", 1, (0, 1))
+    assert finding.notes == (() if note is None else (note,))
+
+
 def test_without_a_witness_or_a_tolerance_nothing_passes() -> None:
     (no_solo,) = check(run(), None)
     (no_tolerance,) = check(run(), solo(), allowed=None)
