@@ -85,7 +85,7 @@ OTHER_END = _judge("other-end", "the case ended otherwise than recorded")
 RULES: Mapping[str, Rule] = by_name(
     [
         *(rule for check in CHECKS for rule in check.rules),
-        divergence.OPERAND,
+        *divergence.RULES.declared,
         *failures.RULES.declared,
         *_judge.declared,
     ]

@@ -15,14 +15,18 @@ What must be equal, and how closely:
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Iterator
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
 from typing import TypeVar
 
+from msgspec.structs import replace
+
 from harness.checks.assembly import largest, same_number
-from harness.checks.findings import Mismatch, traces_by_rank
+from harness.checks.factors import factor
+from harness.checks.findings import Mismatch, about_ranks, traces_by_rank
 from harness.checks.occurrences import GEMM_OPERANDS, CastKey, MatmulKey, casts_by_key, matmuls_by_key, on_ranks
-from harness.checks.rule import Rules, Stage
+from harness.checks.parity import FLOAT32_LOSS, GRADIENTS
+from harness.checks.rule import Rule, Rules, Stage
 from harness.checks.scale_rules import format_scale
 from harness.expect.casts import scaled_dim
 from harness.matrix.case import Case
@@ -31,14 +35,26 @@ from harness.matrix.numerics import VIRTUAL_DEVICE, Numerics, sums_in_order
 from harness.matrix.targets import computes_on_plain_shards
 from harness.trace import RankTrace, Run
 from harness.trace.operands import CastRecord, MatmulRecord, ScaleSummary
-from harness.verdict import Finding
+from harness.verdict import Finding, Value
 
-_rule = Rules("divergence", Stage.OPERAND, located=True)
+RULES = _rule = Rules("divergence", Stage.OPERAND, located=True)
 OPERAND = _rule(
     "operand",
     "first operand that diverges from the single-rank reference: {what} of {module} at step {step} on rank {rank}",
     numeric=True,
     key=("number",),
+)
+COUNT = _rule(
+    "count",
+    "forward is that of one rank, and backward starts from {times:.6g} times its gradient: the loss is divided by "
+    "another count",
+    numeric=True,
+)
+LOSS = _rule(
+    "loss",
+    "forward is that of one rank up to {last}, and neither its loss nor the gradient that backward starts from is: it "
+    "is what comes behind, the loss, its labels, their mask or their count",
+    numeric=True,
 )
 
 # Relative distance of a scale or an amax. Measured over TP, FSDP2 x TP and HSDP x TP: weights 8e-5, and one rounding to
@@ -67,7 +83,23 @@ def first_divergence(
     found = [first for trace in traces_by_rank(run) if (first := next(comparison.of(trace), None)) is not None]
     if not found:
         return None
-    return min(found, key=lambda each: each.place).finding()
+    first = min(found, key=lambda each: each.place)
+    ranks = [each.rank for each in found if each[:2] == first[:2]]
+    return comparison.start_of_backward(first, ranks) or first.finding()
+
+
+def with_equal_operands(
+    findings: Sequence[Finding], case: Case, numerics: Numerics, first: Finding | None
+) -> tuple[Finding, ...]:
+    """The findings; those about gradients whose matmuls all had the right operands say what is left to be wrong."""
+    before = math.inf if first is None else first.step or 0
+    note = "every operand of this step is that of one rank: gradients are added up, reduced or scaled in another way"
+    return tuple(
+        replace(each, notes=(*each.notes, note))
+        if each.rule == GRADIENTS.name and sums_in_order(case, numerics) and (each.step or 0) < before
+        else each
+        for each in findings
+    )
 
 
 class _Comparison:
@@ -77,14 +109,51 @@ class _Comparison:
         self._case = case
         self._ordered = sums_in_order(case, numerics)
         self._has_formulas = has_formulas
-        self._scales_per_tp_rank = case.float8.fp8_all_gather and case.layout.dp > 1 and case.layout.tp > 1
-        self._sharp = case.train.dtype == "float64" and not self._scales_per_tp_rank
+        self._run, self._witness = run, witness
         self._casts = {trace.rank: casts_by_key(trace) for trace in run.traces}
+        self._scales_per_tp_rank = case.layout.tp > 1 and self._gathers_unequal_scales()
+        self._sharp = case.train.dtype == "float64" and not self._scales_per_tp_rank
         self._witness_casts, self._witness_matmuls = casts_by_key(witness), matmuls_by_key(witness)
         self._factor = self._gradient_factor()
         # casts may be fewer on a rank than in a replay: float8 styles cast an output gradient once for both matmuls
         self._witness_counts: Counter[CastKey | MatmulKey] = Counter(key for key, _ in self._witness_casts)
         self._witness_counts.update(key for key, _ in self._witness_matmuls)
+
+    def _gathers_unequal_scales(self) -> bool:
+        """True when ranks gather shards of one weight by different scales, as torchao does under TP."""
+        scales: dict[tuple[CastKey, int], set[str]] = defaultdict(set)
+        for casts in self._casts.values():
+            for key, cast in casts.items():
+                if key[0].phase in ("all_gather", "gathered"):
+                    scales[key].add(cast.scale.digest)
+        return any(len(found) > 1 for found in scales.values())
+
+    def start_of_backward(self, first: Mismatch, ranks: list[int]) -> Finding | None:
+        """The finding about the loss where a run diverges at the first gradient of backward; None for any other."""
+        of_step = ("grad_output", "backward", first.step)
+        casts = self._casts[first.rank].items()
+        gradients = [each for each in casts if (each[0][0].role, each[0][0].phase, each[0][0].step) == of_step]
+        if not gradients or not (self._sharp or self._sums_in_order(first.step)):
+            return None
+        key, cast = min(gradients, key=lambda each: each[1].index)
+        if cast.index != first.order:
+            return None
+        where = coordinates(self._case.layout, first.rank)
+        replay = where["dp_replicate"] * self._case.layout.dp_shard + where["dp_shard"]
+        count = sum(other == key[0] for other, _ in self._casts[first.rank])
+        expected = self._witness_casts.get((key[0], self._replayed(key[0], key[1], count, replay)))
+        losses = [trace.steps[first.step - 1].loss for trace in (*self._run.traces, self._witness)]
+        if expected is not None and expected.amax > 0:
+            times = largest(shard.amax for shard in self._shards(first.rank, key)) / expected.amax
+            same = cast.data_digest == expected.data_digest and abs(times - 1) > ROUNDING
+            if same or factor(times, 1.0, self._case, within=1e-6) is not None:
+                return self._of_loss(COUNT, first, ranks, times=times)
+        differs = not largest(abs(loss - losses[-1]) for loss in losses) <= FLOAT32_LOSS  # NaN differs
+        return self._of_loss(LOSS, first, ranks, last=key[0].fqn) if differs else None
+
+    def _of_loss(self, rule: Rule, first: Mismatch, ranks: list[int], **values: Value) -> Finding:
+        found = rule.finding(step=first.step, module="loss", expected=first.expected, found=first.found, values=values)
+        return about_ranks(found, ranks, self._run)
 
     def _gradient_factor(self) -> float:
         """By what gradients of outputs are larger than in the witness, which divides its loss by `dp` as well.

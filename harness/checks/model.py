@@ -80,6 +80,12 @@ BUFFER = _rule(
     "not by the rank, or broadcast them. The harness writes parameters only, so such a buffer changes what "
     "this rank computes, and what your own training computes too.",
 )
+NO_FSDP = _rule(
+    "reference-without-fsdp",
+    "the single-rank reference has no FSDP module, and the ranks have: its mixed precision and buffers are others",
+    fix="call fully_shard where `world.fsdp` is true, not where `dp_shard > 1`: the reference has one rank, and needs "
+    "the same mixed precision.",
+)
 NO_GRADIENT = _rule("no-gradient", "{count} of {all:n trained parameter} got no gradient in any step: {names}")
 UNSEEN_GRADIENTS = _rule(
     "unseen-gradients",
@@ -229,6 +235,21 @@ def _calls(case: Case, traces: list[RankTrace], solo: RankTrace | None) -> list[
                 )
             ]
     return []
+
+
+def reference_without_fsdp(case: Case, run: Run, solo: Run) -> list[Finding]:
+    """Why a run differs from a reference that was built without FSDP2, which casts parameters, inputs and gradients.
+
+    It explains findings and is none where there are no others: in one dtype FSDP2 changes no number.
+    """
+    records = [trace.model for trace in (*run.traces, *solo.traces)]
+    if not case.uses_fsdp or case.layout.dp == 1 or None in records:
+        return []
+    *ours, reference = ([each.axes for each in record.parameters] for record in records if record is not None)
+    sharded = all(any(axis in DP_AXES for axes in each for axis in axes) for each in ours)
+    if not sharded or any(reference):
+        return []
+    return [NO_FSDP.finding(expected="parameters of fully_shard", found="plain tensors")]
 
 
 # Buffers

@@ -13,14 +13,15 @@ from typing import TypeVar
 
 import msgspec
 
-from harness.checks import metamorphic, parity
+from harness.checks import local_parity, metamorphic, parity
 from harness.checks.catalogue import by_cause
 from harness.checks.check import Witnesses, finished
 from harness.checks.derived_tolerance import DRAWS, derived_parity_tolerance, derived_tolerance
-from harness.checks.divergence import first_divergence
+from harness.checks.divergence import first_divergence, with_equal_operands
 from harness.checks.judge import Judgement, judge
 from harness.checks.loss_vs_golden import needs_twin, with_twin_diagnosis
 from harness.checks.measuring import measured
+from harness.checks.model import reference_without_fsdp
 from harness.checks.recorded import require_rules, showing, with_doubts, with_known_faults
 from harness.engine.messages import JobStatus
 from harness.evidence.formulas import doubts, read_verified
@@ -120,7 +121,7 @@ class CaseJudge:
             again = cache.replay(case, run) if recorded else None
             witnesses = msgspec.structs.replace(witnesses, solo=solo, partner=other, replay=again)
         judged = msgspec.structs.replace(judge(case, run, status, witnesses), golden=source)
-        found = _explained(run, judged, golden, cache, witnesses.expect)
+        found = _explained(run, judged, cache, witnesses)
         found = msgspec.structs.replace(found, measured=measured(case, run, witnesses, twin=cache.kept_twin(case)))
         mended = {fix.text for fix in fixes}
         left = tuple(fault for fault in showing(basis.known, case, found.findings) if fault.fix not in mended)
@@ -142,17 +143,23 @@ class CaseJudge:
         return golden, "run here", reference
 
 
-def _explained(
-    run: Run, found: Judgement, golden: Golden | None, cache: WitnessCache, expect: Expectations
-) -> Judgement:
-    """The judgement with the first operand that differs, and the BF16 twin's diagnosis of a wrong loss."""
-    case, findings = expect.case, found.findings
+_COMPARED = (parity.check_parity.name, local_parity.check_local_parity.name)  # with one rank
+
+
+def _explained(run: Run, found: Judgement, cache: WitnessCache, witnesses: Witnesses) -> Judgement:
+    """The judgement with the first operand that differs, and what explains a wrong gradient, reference or loss."""
+    expect, golden, findings = witnesses.expect, witnesses.golden, found.findings
+    case = expect.case
     recorded = run.complete and all(trace.operands is not None for trace in run.traces)
     if recorded and any(finding.check == parity.check_parity.name for finding in findings):
         solo = finished(cache.solo_with_operands(case))
         if solo is not None:
             first = first_divergence(case, run, solo, has_formulas=expect.has_formulas, numerics=expect.numerics)
+            findings = with_equal_operands(findings, case, expect.numerics, first)
             findings = findings if first is None else by_cause((*findings, first))
+    solo = finished(witnesses.solo)
+    if any(finding.check in _COMPARED for finding in findings):
+        findings = findings if solo is None else by_cause((*findings, *reference_without_fsdp(case, run, solo)))
     if golden is not None and run.complete and needs_twin(findings):
         findings = with_twin_diagnosis(findings, run, golden, finished(cache.twin(case)))
     return msgspec.structs.replace(found, findings=findings)

@@ -45,6 +45,7 @@ def test_the_cases_are_known_without_a_fault(matrix: MutationMatrix) -> None:
 def test_no_fault_hides_behind_a_recorded_one(matrix: MutationMatrix) -> None:
     assert len(matrix.trials) == len(FAULTS) + len(IN_WRONG_SCALES)
     assert [(trial.fault, trial.case_id) for trial in matrix.trials if not trial.detected] == []
+    assert [(trial.name, trial.misnamed) for trial in matrix.misnamed] == []
 
 
 def test_faults_whose_carrier_is_known_are_planted_in_it() -> None:

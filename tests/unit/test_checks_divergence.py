@@ -8,12 +8,24 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from harness.checks.divergence import OPERAND, first_divergence
+from harness.checks.divergence import COUNT, LOSS, OPERAND, first_divergence, with_equal_operands
+from harness.checks.parity import GRADIENTS
+from harness.checks.rule import Rule
 from harness.matrix.case import Case, Layout
 from harness.matrix.numerics import Numerics
 from harness.trace import RankTrace, Run
 from harness.trace.operands import CastRecord, MatmulRecord, OperandTrace
-from tests.builders import make_case, make_cast, make_matmul, make_scale, make_trace, run_of, with_casts
+from tests.builders import (
+    a_finding,
+    make_case,
+    make_cast,
+    make_matmul,
+    make_scale,
+    make_trace,
+    run_of,
+    with_casts,
+    with_step,
+)
 
 FQNS = ("layers.0.attention.wq", "layers.0.attention.wk")
 STEPS = 2
@@ -229,7 +241,38 @@ def test_gradients_that_fsdp_averages_are_larger_by_the_number_of_ranks(
     run, witness = (replace(each, traces=tuple(map(_without_matmuls, each.traces))) for each in (run, witness))
     found = first_divergence(of, run, witness, has_formulas=target == "reference")
     assert (found is not None) is diverges
-    assert found is None or (found.values["number"], found.operand) == ("amax", "grad_output in backward")
+    if factor == 2:  # the number of ranks
+        assert found is None or (found.rule, found.module, found.values["times"]) == (COUNT.name, "loss", 2)
+    else:
+        assert found is None or (found.values["number"], found.operand) == ("amax", "grad_output in backward")
+
+
+@pytest.mark.parametrize("ranks", [(1,), (0, 1)])
+@pytest.mark.parametrize(("loss", "rule"), [(8.5, LOSS), (math.nan, LOSS), (8.0, OPERAND)])
+def test_where_backward_starts_from_another_gradient_and_the_loss_differs_it_is_the_loss(
+    loss: float, rule: Rule, ranks: tuple[int, ...]
+) -> None:
+    of = case(Layout(dp_shard=2), dtype="float64")
+    run, witness = runs(of)
+    backward = {"role": "grad_output", "phase": "backward"}
+    run, witness = (with_casts(each, lambda one: replace(one, **backward)) for each in (run, witness))
+    run, witness = (replace(each, traces=tuple(map(_without_matmuls, each.traces))) for each in (run, witness))
+    for rank in ranks:
+        run = changed(run, rank, step=1, fqn=FQNS[0], data_digest="x")
+        run = with_step(run, rank, 1, loss=loss)
+    found = first_divergence(of, run, with_step(witness, 0, 1, loss=8.0))
+    assert found is not None and (found.rule, found.step) == (rule.name, 1)
+    if rule is LOSS:
+        assert (found.module, found.values["last"], found.ranks) == ("loss", FQNS[0], ranks if len(ranks) == 1 else ())
+
+
+@pytest.mark.parametrize(("step", "noted"), [(1, False), (2, True), (None, True)])
+def test_gradients_of_equal_operands_say_what_is_left(step: int | None, noted: bool) -> None:
+    finding = a_finding(rule=GRADIENTS.name, step=1)
+    first = None if step is None else OPERAND.finding(step=step, what="amax", module=FQNS[0], rank=0)
+    (found,) = with_equal_operands([finding], case(Layout(dp_shard=2)), Numerics(), first)
+    assert bool(found.notes) is noted
+    assert with_equal_operands([finding], case(Layout(tp=2)), Numerics(), first) == (finding,)
 
 
 def _without_matmuls(trace: RankTrace) -> RankTrace:

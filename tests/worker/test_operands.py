@@ -103,10 +103,11 @@ def test_a_planted_fault_is_found_at_its_first_step(trained, fault: str, text: s
     [
         ("one_tp_rank_reads_other_tokens", TP2, (1, "layers.0.attention.wq")),
         ("same_batch_on_every_dp_rank", FSDP2, (1, "layers.0.attention.wq")),
-        ("loss_over_local_tokens", FSDP2, (1, "layers.1.feed_forward.w2")),
+        ("loss_over_local_tokens", FSDP2, (1, "loss")),
+        ("last_token_dropped_on_last_rank", FSDP2, (1, "loss")),
         ("weight_decay_lost", SINGLE, (2, "layers.0.attention.wq")),
         ("partial_output_averaged", TP2, (1, "layers.0.feed_forward.w1")),
-        ("loss_over_local_tokens", CHECKPOINTED, (1, "layers.1.feed_forward.w2")),
+        ("loss_over_local_tokens", CHECKPOINTED, (1, "loss")),
         ("same_batch_on_every_dp_rank", CHECKPOINTED, (1, "layers.0.attention.wq")),
     ],
 )

@@ -8,6 +8,7 @@ from __future__ import annotations
 import pytest
 
 from harness.checks.assembly import assemble, largest, relative_distance
+from harness.checks.model import NO_FSDP, reference_without_fsdp
 from harness.checks.parity import check_parity, worst_distances
 from harness.matrix.case import Case
 from harness.matrix.caseid import parse_case_id, solo_case
@@ -151,3 +152,24 @@ def test_losses_of_sgd_show_a_scaled_update_that_those_of_adamw_hide(trained, wo
     assert {step.optimizer_steps for step in broken.traces[0].steps} == {1}
     for found, expected in list(zip(broken.traces[0].steps, right.traces[0].steps, strict=True))[1:]:
         assert least < abs(found.loss - expected.loss) < most
+
+
+# A trainer that shards where `dp_shard > 1`, so that its single-rank reference has no FSDP module.
+WITHOUT_FSDP = """
+from harness.worker import train
+
+def apply():
+    stock = train.build_target
+    train.build_target = lambda case, world: stock(case, world._replace(fsdp=case.layout.dp_shard > 1))
+"""
+
+
+def test_a_reference_that_is_built_without_fsdp_is_named(trained, witness, plant):
+    case = parse_case_id("fsdp2-tensorwise-v2048-gb4-s1-b16")
+    run = trained(case)
+    assert reference_without_fsdp(case, run, witness(case)) == []
+    other = trained(solo_case(case), solo=True, injections=plant(WITHOUT_FSDP))
+    assert findings(case, run, other, ORDERED)
+    (finding,) = reference_without_fsdp(case, run, other)
+    assert (finding.rule, finding.rank) == (NO_FSDP.name, None)
+    assert "world.fsdp" in (finding.fix or "")
