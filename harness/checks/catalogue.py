@@ -96,7 +96,7 @@ MEASURED = ("flops",)  # what no check reads: it is measured and kept (`measurin
 def probes_of(expect: Expectations, device: str) -> tuple[str, ...]:
     """What ranks must be asked to record of a case on a device: fields of `RankTrace`, in the order of the checks."""
     asked = (record for check in CHECKS if not check.not_judged(expect, device) for record in check.asks(expect))
-    return tuple(dict.fromkeys((*(each for each in asked if each not in expect.not_recorded), *MEASURED)))
+    return tuple(dict.fromkeys((*(each for each in asked if each not in expect.never_recorded), *MEASURED)))
 
 
 def by_cause(findings: Iterable[Finding]) -> tuple[Finding, ...]:

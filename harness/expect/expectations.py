@@ -66,6 +66,12 @@ class Expectations:
     def not_recorded(self) -> Mapping[str, str]:
         return not_recorded(self.case, self.numerics)
 
+    @functools.cached_property
+    def never_recorded(self) -> Collection[str]:
+        """Those of `not_recorded` that no rank is asked for. The size of a model that is not known shows in the run."""
+        tried = {"module_tensors"} if replayed_steps(self.case, self.numerics) else set()
+        return self.not_recorded.keys() - tried
+
     def judged_instead(self, topic: str) -> str:
         """The check that judges in place of a formula, where the target may state numbers of `topic`."""
         return "see `stated`" if topic in self.stated else "see `signature`"
@@ -165,7 +171,7 @@ class Expectations:
 
 
 def not_recorded(case: Case, numerics: Numerics = VIRTUAL_DEVICE) -> Mapping[str, str]:
-    """The fields of `RankTrace` that stay empty in every run of this case, each with the reason."""
+    """The fields of `RankTrace` that stay empty in runs of this case, or may, each with the reason."""
     empty: dict[str, str] = {}
     if case.compile == "none":
         empty["graphs"] = "nothing is compiled"

@@ -35,11 +35,12 @@ LACKS = {
     "ignored_tokens": "token_count_not_reduced mean_of_means_of_ranks mean_over_no_labels "
     "backward_skipped_without_labels",
     "casts": "config_of_grad_output_ignored granularities_swapped",
-    "clipping": "gradients_not_clipped clipped_by_norm_of_own_shards replicated_gradients_counted_by_every_rank",
-    "parameters in bfloat16": "parameters_kept_in_float32",
+    "clipping": "clip_factor_of_one_rank gradients_not_clipped clipped_by_norm_of_own_shards "
+    "replicated_gradients_counted_by_every_rank",
+    "parameters in bfloat16": "parameters_kept_in_float32 gradients_a_little_too_large",
     "bias, the axis": OF_BIASES,
     "the Llama of the cases": "alignment_rule_ignored query_scale_folded_into_weights rope_base_of_another_model "
-    "padded_vocabulary_not_masked padded_vocabulary_masked_short",
+    "padded_vocabulary_not_masked padded_vocabulary_masked_short last_bit_of_partials_lost gradient_of_logits_off",
     "evaluation": OF_EVALUATION,
     "resuming": OF_RESUMING,
     "SGD": OF_SGD,

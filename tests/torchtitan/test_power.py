@@ -23,7 +23,9 @@ LACKS = {
     "bias, the axis": OF_BIASES,
     "casts": "config_of_grad_output_ignored granularities_swapped",
     "evaluation": OF_EVALUATION,
-    "parameters in bfloat16": "parameters_kept_in_float32",
+    "parameters in bfloat16": "parameters_kept_in_float32 gradients_a_little_too_large",
+    "bfloat16 under TP alone": "last_bit_of_partials_lost partial_output_of_one_rank_off gradient_of_logits_off "
+    "gradients_cut_to_six_bits weight_gradient_of_one_rank_off",
     "reducing after the last microbatch alone": "gradients_reduced_after_every_microbatch",
     "resuming": OF_RESUMING,
     "SGD": OF_SGD,

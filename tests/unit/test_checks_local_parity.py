@@ -29,7 +29,7 @@ from harness.matrix.numerics import Numerics, replayed_steps
 from harness.trace.tensors import ModuleDistance
 from harness.verdict import Finding, Verdict
 from tests.builders import make_distance as distance
-from tests.builders import make_run, make_trace, make_witnesses, partly_judged, run_of, with_rank, with_step
+from tests.builders import make_run, make_trace, make_witnesses, partly_judged, probes_for, run_of, with_rank, with_step
 
 CASE = parse_case_id("tp2-tensorwise-v2048-s2-b16")
 WQ = "layers.0.attention.wq"
@@ -95,6 +95,12 @@ def check(*distances: ModuleDistance, case: Case = CASE) -> list[Finding]:
 )
 def test_steps_of_cases_whose_trajectory_drifts_are_replayed_up_to_the_last(text: str, steps: tuple[int, ...]) -> None:
     assert replayed_steps(parse_case_id(text)) == steps
+
+
+def test_ranks_record_the_modules_of_any_model_and_find_out_whether_it_is_too_large() -> None:
+    of = {dtype: parse_case_id(f"target.mine-tp2-tensorwise-v2048-{dtype}") for dtype in ("b16", "f64")}
+    assert "module_tensors" in probes_for(of["b16"]) and "module_tensors" in Expectations(of["b16"]).not_recorded
+    assert "module_tensors" not in probes_for(of["f64"])
 
 
 def test_steps_and_models_that_are_not_replayed_have_a_reason() -> None:
