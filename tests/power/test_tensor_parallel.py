@@ -14,4 +14,4 @@ def test_every_fault_is_found_and_no_clean_run_fails(matrix: MutationMatrix) -> 
 
 
 def test_classes_and_checks(matrix: MutationMatrix) -> None:
-    assert_kills(matrix, groups="ACDFG", checks="alignment loss_vs_golden parity scales traffic memory")
+    assert_kills(matrix, groups="ACDEFG", checks="alignment loss_vs_golden parity scales traffic memory")
