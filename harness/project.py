@@ -102,7 +102,7 @@ class Project(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             return self.bugs
         if name_or_path not in self.tiers:
             raise HarnessError(
-                f"{self.cases} has no tier of this name.",
+                f"no tier of {self.cases}, no case id and no FILE.toml.",
                 where=name_or_path,
                 fix=suggestion(name_or_path, self.tiers) if self.tiers else "add a tier file to cases/.",
             )

@@ -109,8 +109,9 @@ def load_tables(path: Path) -> dict[str, Rows]:
         with np.load(io.BytesIO(path.read_bytes()), allow_pickle=False) as columns:
             return {table.name: _rows(table, columns) for table in TABLES}
     except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
-        fix = f"write it again by `{save_trace(path.stem, path.parent)}`."
-        raise HarnessError(f"is no saved trace ({error}).", where=str(path), fix=fix) from error
+        again = f"write it again by `{save_trace(path.stem, path.parent)}`."
+        fix = again if path.suffix == ".npz" else "give a folder of saved traces."
+        raise HarnessError("is no trace that `run --save-trace DIR` wrote.", where=str(path), fix=fix) from error
 
 
 def _rows(table: Table, columns: Mapping[str, np.ndarray]) -> Rows:

@@ -42,7 +42,7 @@ class Verdict(enum.Enum):
 _PHRASES = {
     Verdict.PASSED: "passed every check",
     Verdict.NUMERIC: "computed wrong numbers",
-    Verdict.INVARIANT: "failed a non-numeric check",
+    Verdict.INVARIANT: "broke an invariant",
     Verdict.CHANGED: "differs from what holds with verified versions",
     Verdict.CRASH: "crashed",
     Verdict.HANG: "did not finish in time",

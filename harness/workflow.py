@@ -20,6 +20,7 @@ from harness.errors import HarnessError
 from harness.hints import update_missing
 from harness.matrix.case import Case
 from harness.matrix.caseid import case_id, parse_case_id
+from harness.plural import counted
 from harness.project import Project
 from harness.result import CaseResult, RunEnd, RunResult, RunStart
 from harness.running.case_judge import CaseJudge, prepare_judge
@@ -228,12 +229,14 @@ def _announce(judge: CaseJudge, progress: Progress, query: Query, plan: Plan, *,
     if families:
         fix = f" To store them: `{update_missing('goldens', asked)}`." if store else ""
         progress.note(
-            f"goldens not stored: {len(families)}. "
+            f"{counted(len(families), 'golden')} not stored: "
             f"BF16 references are run on this machine in their place and kept.{fix}"
         )
     if signatures and plan.device == "cpu":
         fix = f" To record them: `{update_missing('signatures', asked)}`." if store else ""
-        progress.note(f"signatures not recorded: {len(signatures)}. What these cases send and keep is not judged.{fix}")
+        progress.note(
+            f"{counted(len(signatures), 'signature')} not recorded: what these cases send and keep is not judged.{fix}"
+        )
 
 
 def provenance(results: Sequence[CaseResult], plan: Plan) -> dict[str, str]:

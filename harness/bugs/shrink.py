@@ -124,6 +124,7 @@ class _Shrinking:
                 fix="give the case, and by --inject the fault, with which it fails.",
             )
         self._signature = first.signature
+        self.note(f"failure: {first.text}")
         complete, larger = True, tuple[Attempt, ...]()
         try:
             while self._pass(self._groups) or self._pass(self._single) or self._pass(self._pairs):

@@ -245,11 +245,11 @@ class _Comparison:
         if found.phase != "gathered":
             amax = largest(shard.amax for shard in shards)
             if not _close(amax, factor * expected.amax, tolerance):
-                yield "amax", f"{factor * expected.amax!r} ± {tolerance:g} of it", f"{amax!r}"
+                yield "amax", f"{factor * expected.amax!r}{_give(tolerance)}", f"{amax!r}"
         if factor != 1:
             return  # scales and data follow from it: from another number, they are rounded to others
         if scaled_dim(found) is None and not _close(found.scale.maximum, expected.scale.maximum, tolerance):
-            yield "scale", f"{format_scale(expected.scale)} ± {tolerance:g} of it", format_scale(found.scale)
+            yield "scale", f"{format_scale(expected.scale)}{_give(tolerance)}", format_scale(found.scale)
         if scaled_dim(found) is not None:
             yield from _exponents(found, expected, shards, EXPONENT_TOLERANCE if tolerance > ROUNDING else 0.0)
         if self._same_data(found) and found.data_digest != expected.data_digest:
@@ -286,7 +286,11 @@ class _Comparison:
         tolerance = self._tolerance(role, found.step)
         if _close(wrong[0].maximum, right[0].maximum, tolerance):
             return None
-        return f"scale {format_scale(right[0])} ± {tolerance:g} of it", f"scale {format_scale(wrong[0])}"
+        return f"scale {format_scale(right[0])}{_give(tolerance)}", f"scale {format_scale(wrong[0])}"
+
+
+def _give(tolerance: float) -> str:
+    return f" ± {tolerance:g} of it" if tolerance else ""
 
 
 def _mismatch(  # noqa: PLR0913, PLR0917  what differs, where, and from what

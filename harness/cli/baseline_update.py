@@ -29,6 +29,7 @@ from harness.project import Project
 from harness.report.case import case_section
 from harness.report.evidence import golden_section, review_sections
 from harness.result import CaseResult
+from harness.running.identity import check_targets
 from harness.running.plan import Plan
 from harness.running.progress import open_progress
 from harness.running.selection import NothingSelected, Query, select_cases
@@ -95,6 +96,7 @@ def update_command(  # noqa: PLR0913  one parameter per option
         query = failing_losses(project, query)
     references = needed_references(asked_cases(project, query))
     references = _chosen(project, references, families, classes, missing=missing)
+    references = with_target_here(project, references, named=bool(query.sources or families))
     with open_progress() as progress:
         made = make_goldens(project, references, plan, progress, reason=reason, command=typed_command())
     as_named = {} if hardware_name is None else {"hardware": hardware_name}
@@ -114,6 +116,23 @@ def update_command(  # noqa: PLR0913  one parameter per option
     failed = counted(len(made.failed), "reference")
     click.echo(f"\n{counted(len(changes), 'golden')} {_stored_or_not(dry_run=dry_run)}, {failed} failed")
     return code
+
+
+def with_target_here(project: Project, references: Sequence[Case], *, named: bool) -> tuple[Case, ...]:
+    """The references whose target is installed. HarnessError for another that is `named`, else it is left out."""
+    absent = set[str]()
+    for target in dict.fromkeys(case.target for case in references):
+        try:
+            check_targets([target], project.root)
+        except HarnessError as error:
+            if named:
+                raise
+            absent.add(target)
+            left_out = counted(sum(case.target == target for case in references), "golden")
+            click.echo(f"fp8-harness: {left_out} left out: {error}", err=True)
+    if references and all(case.target in absent for case in references):
+        raise NothingSelected("no golden is missing that can be made here.", where="baseline update")
+    return tuple(case for case in references if case.target not in absent)
 
 
 def _update_signatures(

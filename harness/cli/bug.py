@@ -16,7 +16,7 @@ from harness.bugs.corpus import check_corpus, provable_bugs
 from harness.bugs.export import export, exported_case, proof_of, read_neighbours
 from harness.bugs.reproduce import CANNOT_TELL, Reproduced, known_in, reproduced
 from harness.bugs.shrink import open_journal, shrink
-from harness.bugs.trials import NamedCase, injections_for, named_case, open_trials, run_once, trial_result
+from harness.bugs.trials import NamedCase, TrialResult, injections_for, named_case, open_trials, run_once, trial_result
 from harness.cli import options
 from harness.cli.bug_import import import_command
 from harness.cli.environments import versions_parameter
@@ -194,6 +194,17 @@ def _reproduced(  # noqa: PLR0913  one parameter per option
     return found
 
 
+def tell_other_failure(named: NamedCase, found: TrialResult) -> None:
+    """Warn that what follows is about another failure than the one of the bug file."""
+    told = reproduced(named, found, installed={}, device="")
+    if told.answer == "another failure":
+        click.echo(
+            f"fp8-harness: warning: {found.case_id}: another failure than the reported one: "
+            f"expected {told.expected}, found {found.text}.",
+            err=True,
+        )
+
+
 @bug.command("shrink", epilog=_SHRINK_EPILOG)
 @_trial_options
 @options.json_option("the results")
@@ -221,6 +232,9 @@ def shrink_command(  # noqa: PLR0913  one parameter per option
         open_trials(project, plan, progress, named.case, injections) as trials,
     ):
         found = shrink(named.case, trials.run, journal, jobs=plan.jobs, budget_s=budget_s, note=progress.note)
+    first = journal.get(case_id(named.case))
+    assert first is not None, "the given case is tried first"
+    tell_other_failure(named, first)
     again = msgspec.structs.replace(plan, injections=injections).command(case_id(found.case))
     options.print_report(shrunk_sections(found, command=again), json_file, shrunk_document(found))
     if output is not None:
@@ -251,6 +265,7 @@ def export_command(  # noqa: PLR0913  one parameter per option
     plan = plan_for()
     with open_progress(quiet=quiet) as progress:
         result = run_once(project, plan, progress, named.case, injections)
+    tell_other_failure(named, trial_result(result))
     exported = export(named, result, injections, output)
     proof = None if skip_proof else proof_of(exported)
     versions = {each: installed_version(each) or "not installed" for each in ("torch", "torchao")}

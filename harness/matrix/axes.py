@@ -206,7 +206,9 @@ def _invalid_case(error: msgspec.ValidationError, values: Mapping[str, object]) 
 
 
 def _invalid_value(name: str, value: object, what: str) -> HarnessError:
-    fix = suggestion(_format_value(value), map(_format_value, choices(name))) if choices(name) else None
+    like = DECLARED[name].example if DEFAULTS[name] is None else DEFAULTS[name]
+    allowed = [_format_value(each) for each in choices(name)]
+    fix = suggestion(_format_value(value), allowed) if allowed else f"write a value like {_format_value(like)}."
     return HarnessError(f"{name} = {_format_value(value)}: {what}.", fix=fix)
 
 

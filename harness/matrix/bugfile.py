@@ -110,7 +110,7 @@ class BugFile(msgspec.Struct, frozen=True, kw_only=True):
         if self.missing:
             questions = "; ".join(f"{name}: {text}" for name, text in self.missing.items())
             fix = "answer in [case.axes], and remove the line from [missing]."
-            raise HarnessError(f"open fields: {questions}", where=self.where, fix=fix)
+            raise HarnessError(f"open fields: {questions}.", where=self.where, fix=fix)
         return self.case
 
 

@@ -31,6 +31,7 @@ from typing import Any, Literal
 import msgspec
 
 from harness.errors import HarnessError
+from harness.hints import explain_case
 from harness.matrix.axes import (
     AXES,
     DECLARED,
@@ -134,17 +135,28 @@ def _case_file(toml: TomlFile, *, name: str) -> CaseFile:
         raise toml.error("description", what="description must be a string.")
     strength, max_world_size = _select(toml, data.get("select", {}))
     base = _axes(toml, data.get("base", {}), path=("base",))
+    blocks, cases = _blocks(toml, base), _cases(toml, base)
+    if not blocks and not cases:
+        raise toml.error(what="this file has no cases.", fix="add a [[case]] with an id or axes, or a [[matrix]].")
     return CaseFile(
         name=name,
         where=toml.where,
         description=description,
         strength=strength,
         max_world_size=max_world_size,
-        blocks=_blocks(toml, base),
-        cases=tuple(
-            case_of_table(toml, table, base, path=("case", index)) for index, table in enumerate(toml.tables("case"))
-        ),
+        blocks=blocks,
+        cases=cases,
     )
+
+
+def _cases(toml: TomlFile, base: dict[str, object]) -> tuple[Case, ...]:
+    found: dict[str, Case] = {}
+    for index, table in enumerate(toml.tables("case")):
+        case = case_of_table(toml, table, base, path=("case", index))
+        if case_id(case) in found:
+            raise toml.error("case", index, what=f"{case_id(case)} is here twice.", fix="remove one of them.")
+        found[case_id(case)] = case
+    return tuple(found.values())
 
 
 def _select(toml: TomlFile, table: object) -> tuple[Strength, int | None]:
@@ -243,17 +255,20 @@ def case_of_table(toml: TomlFile, table: object, base: dict[str, object], *, pat
     """The case of a table with an `id`, or with `axes` that add to those of `base`."""
     known = toml.check_keys(*path, table=table, known=("id", "axes"))
     if len(known) != 1:
-        raise toml.error(*path, what="a case needs either an id or axes.", fix='add id = "..." or axes = {...}.')
+        fix = "remove one of them." if known else 'add id = "..." or axes = {...}.'
+        raise toml.error(*path, what="a case needs either an id or axes.", fix=fix)
     by_id = "id" in known
     case = _case_by_id(toml, known["id"], path=path) if by_id else _case_by_axes(toml, known["axes"], base, path=path)
     for rule in exclusions(case):
-        raise toml.error(*path, what=f"rule {rule.name} excludes {case_id(case)}: {rule.reason}.")
+        asked = [name for name in rule.axes if not by_id and name in {**base, **known["axes"]}]
+        fix = f"change {' or '.join(asked)}." if asked else f"see `{explain_case(case_id(case))}`."
+        raise toml.error(*path, what=f"rule {rule.name} excludes {case_id(case)}: {rule.reason}.", fix=fix)
     return case
 
 
 def _case_by_id(toml: TomlFile, text: Any, *, path: KeyPath) -> Case:
     if not isinstance(text, str):
-        raise toml.error(*path, "id", what="id must be a string.")
+        raise toml.error(*path, "id", what="id must be a string.", fix='write id = "tp2-tensorwise-v2048-b16".')
     try:
         return parse_case_id(text)
     except HarnessError as error:

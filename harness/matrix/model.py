@@ -157,9 +157,9 @@ class Model(CaseStruct, frozen=True, kw_only=True):
                 msgspec.structs.force_setattr(self, name, None)  # one spelling per model, so that ids are canonical
         shape = self.shape
         if shape.dim % shape.heads or shape.head_dim % 2:
-            raise ValueError(f"dim {shape.dim} does not split into {shape.heads} heads of an even size")
+            raise ValueError(f"dim {shape.dim} does not split into {shape.heads} heads of an even size: change heads")
         if shape.heads % shape.kv_heads:
-            raise ValueError(f"{shape.heads} heads is not a multiple of {shape.kv_heads} kv_heads")
+            raise ValueError(f"{shape.heads} heads is not a multiple of {shape.kv_heads} kv_heads: set kv_heads, too")
 
     @property
     def padded_vocab_size(self) -> int:

@@ -94,7 +94,7 @@ def read_toml_file(path: Path) -> TomlFile:
     except FileNotFoundError as error:
         raise HarnessError("no such file.", where=str(path), fix="check the name and the directory.") from error
     except UnicodeDecodeError as error:
-        raise HarnessError(f"not UTF-8 text: {error.reason}.", where=str(path)) from error
+        raise HarnessError(f"not UTF-8 text: {error.reason}.", where=str(path), fix="save it as UTF-8.") from error
     except (OSError, ValueError) as error:
         raise HarnessError(f"cannot be read: {error}.", where=str(path)) from error
     return parse_toml(text, where=str(path))

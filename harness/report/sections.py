@@ -25,6 +25,8 @@ _LAST_COLUMN = 30  # a longer last cell is wrapped, into at least so many charac
 _COLOURS = {"passed": "green", "known": "cyan", "infra": "yellow"}  # of verdicts; the others are red
 # ANSI escape sequences, and all characters that XML 1.0 does not allow.
 _UNPRINTABLE = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|[^\t\n\x20-\x7e\x85\xa0-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
+# What makes a terminal or a browser write from right to left, or hides: shown as `\\u202e`.
+_BIDI = re.compile("[\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]")
 _PIPE = r"\|"  # in a cell
 _MARKUP = re.compile(r"(?<!`)`[^`\n]+`(?!`)|[&<>]")  # code spans, in which nothing is markup, and what may begin it
 
@@ -78,8 +80,9 @@ Block: TypeAlias = "str | Items | Facts | Verbatim | Table | Entry | Section"
 
 
 def printable(text: str) -> str:
-    """The text without ANSI escape sequences and control characters."""
-    return _UNPRINTABLE.sub("", text.replace("\r\n", "\n").replace("\r", "\n"))
+    """The text without ANSI escape sequences and control characters; those that turn its direction are spelled out."""
+    shown = _BIDI.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
+    return _UNPRINTABLE.sub("", shown.replace("\r\n", "\n").replace("\r", "\n"))
 
 
 def text_of(blocks: Iterable[Block], *, width: int | None = None) -> str:

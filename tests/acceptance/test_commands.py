@@ -307,6 +307,9 @@ def test_diff_of_what_cannot_be_compared_says_so(project: Command) -> None:
     for second, words in (("empty", "no case has a saved trace in both folders"), ("good/case.npz", "two of one kind")):
         done = project.call("compare", "good", second, "--records")
         assert done.returncode == 2 and words in done.stderr
+    (project.folder / "r.json").write_text("{}")
+    done = project.call("compare", "r.json", "r.json", "--records")
+    assert "r.json: is no trace that `run --save-trace DIR` wrote. Fix: give a folder of saved traces." in done.stderr
 
 
 def test_a_run_saves_the_trace_of_every_case(project: Command) -> None:

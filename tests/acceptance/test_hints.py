@@ -125,7 +125,7 @@ def no_goldens(project: Command) -> str:
     project.cases("../my own", *(f"{PASSES}, seed = {seed}" for seed in (8, 9)))
     done = project.call("run", "my own.toml", *CPU, "--select", "seed=9 dp_shard=2")
     assert done.returncode == 0, done.stdout + done.stderr
-    return next(line for line in done.stderr.splitlines() if line.startswith("goldens not stored"))
+    return next(line for line in done.stderr.splitlines() if " not stored: " in line)
 
 
 def with_target(project: Command) -> None:
@@ -137,7 +137,7 @@ def with_target(project: Command) -> None:
 def no_signatures(project: Command) -> str:
     with_target(project)
     done = project.call("run", "mine", *CPU)
-    return next(line for line in done.stderr.splitlines() if line.startswith("signatures not recorded"))
+    return next(line for line in done.stderr.splitlines() if " not recorded: " in line)
 
 
 def no_signature(project: Command) -> str:

@@ -61,4 +61,4 @@ def test_a_run_does_not_suggest_to_store_goldens_there(installed: Command) -> No
     (installed.folder / "my.toml").write_text(case)
     done = installed.run("run", "my.toml", "--device", "cpu")
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "goldens not stored: 1." in done.stderr and "To store them" not in done.stderr
+    assert "1 golden not stored: " in done.stderr and "To store them" not in done.stderr

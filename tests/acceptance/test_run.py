@@ -125,7 +125,7 @@ def test_without_a_golden_the_reference_is_run_and_named(project: Inside) -> Non
     project.planted("new", 0, steps=4)
     done = project.run("run", "new", "--json", str(project.folder / "new.json"), *CPU)
     assert done.returncode == 0
-    assert "goldens not stored: 1." in done.stderr and "baseline update new --device cpu --missing" in done.stderr
+    assert "1 golden not stored: " in done.stderr and "baseline update new --device cpu --missing" in done.stderr
     assert "1 case compared with BF16 references that were run here" in done.stdout
     (case,) = read_run(project.folder / "new.json")["cases"]
     assert case["golden"] == "run here"

@@ -36,7 +36,7 @@ def result(project: Inside, *options: str) -> tuple[int, dict[str, Any]]:
 def test_without_a_signature_the_check_is_not_judged_by_name(mine: Inside) -> None:
     done = mine.run("run", "mine", "--device", "cpu")
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "signatures not recorded: 1. What these cases send and keep is not judged." in done.stderr
+    assert "1 signature not recorded: what these cases send and keep is not judged." in done.stderr
     assert "signature in 1 case: no signature is recorded; `fp8-harness baseline update --signatures" in done.stdout
     check = mine.run("baseline", "check", "mine")
     assert check.returncode == 1 and f"\nmissing: {CASE}\n" in check.stdout

@@ -73,6 +73,7 @@ def test_a_whole_file() -> None:
         ("tp = [1, 2]", "tp = []", "f.toml:11: axis 'tp' needs a list"),
         ("tp = [1, 2]", "tp = [1, 1]", "f.toml:11: axis 'tp' lists"),
         ("tp = [1, 2]", "tpp = [1, 2]", "f.toml:11: unknown axis 'tpp'. Fix: did you mean tp"),
+        ('id = "', 'axes = {}\nid = "', "a case needs either an id or axes. Fix: remove one of them"),
         (
             "tp = [1, 2]",
             'where = ["tp2"]',
@@ -92,6 +93,22 @@ def test_mistakes_are_named_with_their_line(old: str, new: str, message: str) ->
     assert old in GOOD
     with pytest.raises(HarnessError, match=re.escape(message)):
         parse_case_file(GOOD.replace(old, new, 1), where="f.toml")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "f.toml: this file has no cases. Fix: add a [[case]] with an id or axes, or a [[matrix]]"),
+        ("[[case]]\naxes = {}\n[[case]]\naxes = {tp = 1}\n", "f.toml:3: single-bf16-v2048-f32 is here twice"),
+        ("[[case]]\nid = 3\n", 'f.toml:2: id must be a string. Fix: write id = "tp2-tensorwise-v2048-b16"'),
+        ('[[case]]\naxes = {tp = "two"}\n', "Expected `int`, got `str`. Fix: write a value like 1"),
+        ("[[case]]\naxes = {async_tp = true, tp = 2}\n", "use plain TP. Fix: change async_tp"),
+        ('[[case]]\nid = "atp2-bf16-v2048-f32"\n', "Fix: see `fp8-harness explain atp2-bf16-v2048-f32`"),
+    ],
+)
+def test_mistakes_say_how_to_fix_them(text: str, message: str) -> None:
+    with pytest.raises(HarnessError, match=re.escape(message)):
+        parse_case_file(text, where="f.toml")
 
 
 @given(st.from_type(Case))

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from harness.engine.interpreter import child_environ
 from harness.engine.messages import (
     FrameReader,
     FromRank,
@@ -136,3 +140,13 @@ def test_exceptions_become_one_line() -> None:
     assert one_line(ValueError("a\n  b")) == "ValueError: a b"
     assert one_line(KeyboardInterrupt()) == "KeyboardInterrupt"
     assert one_line(Broken()) == "Broken: <str() raised RuntimeError>"
+
+
+def test_ranks_speak_utf8_whatever_the_locale_of_the_user(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("LC_ALL", "C"), ("PYTHONUTF8", "0"), ("PYTHONCOERCECLOCALE", "0")):
+        monkeypatch.setenv(name, value)
+    says = "import locale; print(locale.getpreferredencoding(False))"
+    done = subprocess.run(
+        [sys.executable, "-c", says], env=child_environ({}), capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip().lower() == "utf-8"

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from harness.cli.baseline_update import update_command
+from harness.cli.baseline_update import update_command, with_target_here
 from harness.cli.dev import mutate_command
 from harness.cli.explain import options_markdown
 from harness.cli.predict import measure_command
@@ -30,7 +30,7 @@ from harness.run_options import PlanOptions, RunOptions, option_named, options_o
 from harness.running.injection import parse_injection
 from harness.running.machine import Device
 from harness.running.plan import FABRICS, Plan, make_plan
-from harness.running.selection import Query, parse_keyword, select_cases
+from harness.running.selection import Query, excluded_cells, parse_keyword, select_cases
 from harness.studies.noise import environment, measured_cases, over_seeds, recorded_cases, shares_its_parity_key
 from harness.workflow import check_fits
 from tests.builders import make_case, make_known
@@ -297,8 +297,38 @@ def test_k_refuses_what_is_no_expression(text: str) -> None:
 
 def test_another_word_in_place_of_a_tier_is_told_the_tiers(project: Project) -> None:
     (project.cases / "smoke.toml").write_text("")
-    with pytest.raises(HarnessError, match=r"has no tier of this name\. Fix: did you mean smoke"):
+    with pytest.raises(HarnessError, match=r"no case id and no FILE\.toml\. Fix: did you mean smoke"):
         select_cases(project, Query(sources=("smok",)))
+
+
+def test_a_file_decides_which_project_it_is_of_where_no_other_is_here(
+    project: Project, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (project.root / "golden").mkdir(exist_ok=True)
+    monkeypatch.chdir(tmp_path_factory.mktemp("away"))
+    file = str(project.cases / "mine.toml")
+    assert find_project(files=(file,)).root == project.root
+    with contextlib.suppress(HarnessError):
+        assert find_project(files=("mine",)).root != project.root
+
+
+def test_cells_that_rules_exclude_are_told(project: Project) -> None:
+    axes = "[matrix.axes]\nlayout = [{}, {tp = 2}]\n"
+    (project.cases / "mine.toml").write_text(f'[[matrix]]\nname = "m"\nbase = {{heads = 1, kv_heads = 1}}\n{axes}')
+    assert excluded_cells(project, Query(sources=("mine",))) == "1 cell excluded: heads_divide_tp"
+    assert excluded_cells(project, Query(sources=("tp2-bf16-v2048-f32",))) == ""
+
+
+def test_references_of_a_target_that_is_not_installed_are_left_out_unless_they_are_named(
+    project: Project, capsys: pytest.CaptureFixture[str]
+) -> None:
+    here, absent = make_case(), make_case(target="no_such_trainer")
+    assert with_target_here(project, (here, absent), named=False) == (here,)
+    assert "1 golden left out: target no_such_trainer: there is no module" in capsys.readouterr().err
+    with pytest.raises(HarnessError, match="there is no module no_such_trainer"):
+        with_target_here(project, (here, absent), named=True)
+    with pytest.raises(HarnessError, match="no golden is missing that can be made here"):
+        with_target_here(project, (absent,), named=False)
 
 
 def test_an_excluded_id_names_its_rule(project: Project) -> None:

@@ -113,7 +113,7 @@ def test_a_case_that_lacks_something_did_not_fail_a_check() -> None:
     lacks = a_finding(rule="loss_vs_golden/no-golden", message="no golden is stored", judged=False)
     assert case_block(result("bad", Verdict.INVARIANT, lacks)).startswith("bad could not be judged\n")
     both = case_block(result("bad", Verdict.INVARIANT, FINDING, lacks))
-    assert both.startswith("bad failed a non-numeric check\n") and "cannot be judged: no golden is stored" in both
+    assert both.startswith("bad broke an invariant\n") and "cannot be judged: no golden is stored" in both
 
 
 def test_the_report_has_a_block_for_what_is_not_good_only() -> None:

@@ -13,6 +13,7 @@ from harness.bugs import trials
 from harness.bugs.reproduce import Reproduced, known_in, reproduced
 from harness.bugs.trials import NamedCase, TrialResult
 from harness.cli import bug
+from harness.cli.bug import tell_other_failure
 from harness.cli.main import main
 from harness.matrix.bugfile import Bug, BugFile
 from harness.matrix.known import Symptom
@@ -91,6 +92,16 @@ def test_a_recorded_fault_that_shows_is_named_whatever_the_answer_is() -> None:
     assert rest.endswith("; 1 finding of 2 not explained by it")
     text = text_of(reproduced_sections(msgspec.structs.replace(ask(CRASH), known=known_in((wrong,), (fault,)))))
     assert "known fault  recorded: An example." in text
+
+
+def test_shrink_and_export_say_that_a_failure_is_not_the_reported_one(capsys: pytest.CaptureFixture[str]) -> None:
+    bug = BugFile(id="ao-1", where="ao-1.toml", bug=Bug(**BUG, signature=CRASH), case=CASE)
+    for found in (CRASH, SCALES):
+        result = TrialResult(case_id="tp2", verdict=Verdict.INVARIANT, signature=found, message="", cpu_s=1.0)
+        tell_other_failure(NamedCase(CASE, bug), result)
+    (told,) = capsys.readouterr().err.splitlines()
+    assert told.startswith("fp8-harness: warning: tp2: another failure than the reported one: expected crash")
+    assert "found scales/amax" in told
 
 
 def test_both_failures_and_what_differs_are_shown() -> None:

@@ -43,8 +43,9 @@ for (const button of document.querySelectorAll("main .command button")) {
 addEventListener("keydown", (event) => {
   const typing = event.target.closest?.("input, select");
   if (event.key === "Escape" && state.case) change({ case: "" }, { step: true });
-  if (event.key === "/" && !typing && !byId("cases").hidden) {
+  if (event.key === "/" && !typing) {
     event.preventDefault();
+    if (byId("cases").hidden) change({ view: "cases", case: "" }, { step: true });
     byId("text").focus();
   }
 });
