@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
@@ -20,6 +21,7 @@ from harness.checks.graphs import ROWS
 from harness.durable import write_whole
 from harness.errors import HarnessError
 from harness.matrix.axes import DECLARED, own_axes
+from harness.matrix.bugfile import UNREPORTED
 from harness.matrix.case import Case
 from harness.matrix.caseid import case_id
 from harness.matrix.faults import PREFIX
@@ -44,6 +46,8 @@ _NEEDED: Mapping[str, str] = {
     "memory": "the bytes that this very model must save",
 }
 _TIMEOUT_S = 300.0
+_TITLE, _NAME = 110, 40  # letters
+MISMATCH = "CollectiveMismatch"  # ranks of the virtual fabric raise it where GPUs hang
 
 Detects = Literal["gradients", "crash", "mismatch", "scattered"]
 Outcome = Literal["FAULT", "fixed", "cannot tell"]
@@ -66,6 +70,8 @@ class Exported(NamedTuple):
     script: Script
     file: Path
     patches: tuple[str, ...]  # FILE.py:FUNCTION of what makes the case fail
+    error: str = ""  # of a crash: what the first rank raised, and when
+    links: tuple[str, ...] = ()  # where it is reported: by the user, and by the records of known faults that show
 
 
 class Proof(NamedTuple):
@@ -79,8 +85,17 @@ class _Shrunk(msgspec.Struct, frozen=True, kw_only=True):
     needed: tuple[Attempt, ...]
 
 
-def export(named: NamedCase, result: CaseResult, injections: Sequence[Injection], folder: Path) -> Exported:
-    """Write the script of a case that failed, and the planted faults that make it fail. HarnessError if it did not."""
+def export(
+    named: NamedCase,
+    result: CaseResult,
+    injections: Sequence[Injection],
+    folder: Path,
+    known: Mapping[str, str] = {},
+) -> Exported:
+    """Write the script of a case that failed, and the planted faults that make it fail. HarnessError if it did not.
+
+    `known`: the recorded faults that show, by name.
+    """
     case, signature = named.case, result.failure_signature
     if signature is None:
         raise HarnessError(
@@ -88,13 +103,46 @@ def export(named: NamedCase, result: CaseResult, injections: Sequence[Injection]
             where=case_id(case),
             fix="give the case, and by --inject the fault, with which it fails.",
         )
+    error = _error_of(result) if signature.kind == "crash" else ""
     told = (each.first_line for each in result.findings if each.judged and signature.check)
-    title = named.bug.bug.title if named.bug is not None else next(told, signature.what)
+    what = error.partition(" (rank")[0] or next(told, signature.what)
+    title = named.bug.bug.title if named.bug is not None else f"{what[:_TITLE]} ({_setup(case)})"
     made = script(case, signature, title=title, checks={each.check for each in result.findings if each.judged})
-    file = folder / f"{named.bug.id if named.bug is not None else case_id(case)}.py"
+    file = folder / f"{named.bug.id if named.bug is not None else _name_of(case)}.py"
+    reports = [named.bug.bug.link] if named.bug is not None and named.bug.bug.link != UNREPORTED else []
+    links = (*reports, *(f"{name}: {why}" for name, why in known.items()))
     patches = tuple(_patch(injection, folder) for injection in injections)
     write_whole(file, made.text.encode())
-    return Exported(title, case_id(case), signature, next(iter(result.findings), None), made, file, patches)
+    finding = next(iter(result.findings), None)
+    return Exported(title, case_id(case), signature, finding, made, file, patches, error, links)
+
+
+def _setup(case: Case) -> str:
+    """The case in the words of a title: "float8 rowwise, FSDP2, TP"."""
+    layout = case.layout
+    kinds = {"HSDP": layout.dp_replicate > 1, "FSDP2": layout.dp_shard > 1 == layout.dp_replicate, "TP": layout.tp > 1}
+    kinds["torch.compile"] = case.compile != "none"
+    recipe = f"float8 {case.float8.recipe}" if case.float8.enabled else "bfloat16"
+    return ", ".join([recipe, *(name for name, used in kinds.items() if used)])
+
+
+def _name_of(case: Case) -> str:
+    """A short name of a file, which no other case has: the layout, the recipe, and a digest of a longer id."""
+    whole = case_id(case)
+    digest = hashlib.sha256(whole.encode()).hexdigest()[:6]
+    return whole if len(whole) <= _NAME else f"{whole.partition(case.float8.recipe)[0]}{case.float8.recipe}-{digest}"
+
+
+def _error_of(result: CaseResult) -> str:
+    """What the first rank raised and when, with its numbers; of our fabric, what a maintainer calls it."""
+    failures = () if result.run is None else result.run.failures
+    found = next((each for each in failures if not each.consequence), None)
+    if found is None:
+        return ""
+    line = " ".join(found.message.split())
+    head, mismatch, told = line.partition(f"{MISMATCH}: ranks of one process group disagree: ")
+    message = f"ranks of one group call different collectives: {told}" if mismatch else head
+    return f"{message} (rank {found.rank}, {found.phase})"
 
 
 def read_neighbours(path: Path) -> tuple[Attempt, ...]:
@@ -172,7 +220,7 @@ torchrun --nproc-per-node {ranks} FILE.py [PATCH.py:FUNCTION ...] exits with 0 w
 def what_detects(signature: FailureSignature, checks: Collection[str] = ()) -> Detects:
     """The part of the script that detects failures like this one, in which `checks` failed."""
     if signature.kind == "crash":
-        return "mismatch" if "CollectiveMismatch" in signature.what else "crash"
+        return "mismatch" if MISMATCH in signature.what else "crash"
     if signature.kind == ROWS.name and signature.what == "fused_scaled_matmul_reduce_scatter":
         return "scattered"
     if signature.kind != "hang" and not {signature.check, *checks}.isdisjoint(_NUMBERS):

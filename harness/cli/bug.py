@@ -266,7 +266,8 @@ def export_command(  # noqa: PLR0913  one parameter per option
     with open_progress(quiet=quiet) as progress:
         result = run_once(project, plan, progress, named.case, injections)
     tell_other_failure(named, trial_result(result))
-    exported = export(named, result, injections, output)
+    known = known_in(result.findings, matching(known_here(project), named.case))
+    exported = export(named, result, injections, output, known)
     proof = None if skip_proof else proof_of(exported)
     versions = {each: installed_version(each) or "not installed" for each in ("torch", "torchao")}
     device = "CPU ranks" if plan.device == "cpu" else plan.hardware[0]

@@ -60,7 +60,7 @@ SCOPE = (
         words=r"(pp|pipeline_parallel\w*)\d*",
         options=_options("pipeline_parallel_degree pipeline_model_parallel_size pp_size", _SEVERAL),
         calls=r"PipelineStage|ScheduleGPipe|Schedule1F1B",
-        said=r"\bPP(?![A-Za-z])|\b(?i:pipeline[- ]parallel)",
+        said=r"\bPP(?![A-Za-z])|\b(?i:pipeline[- ]parallel|pp_size > 1)",
     ),
     OutOfScope(
         name="expert parallelism (mixture of experts)",
@@ -122,7 +122,7 @@ SCOPE = (
             **_options("fp8_hybrid fp8_e4m3", r"true"),
         },
         calls=r"te|transformer_engine|fp8_autocast",
-        said=r"(?i)\b(?:transformer[ _-]?engine|TE[ -](?:backend|fp8)|MS-?AMP)\b|^Megatron-\w+: .*\bFP8",
+        said=r"(?i)\b(?:transformer[ _-]?engine|(?-i:TE)|MS-?AMP)\b|^Megatron-\w+: .*\bFP8",
     ),
     FSDP1,
     OutOfScope(

@@ -10,7 +10,7 @@ import msgspec
 
 from harness.bugs.bisect import Bisected
 from harness.bugs.corpus import Corpus, Proof
-from harness.bugs.export import Exported
+from harness.bugs.export import MISMATCH, Exported
 from harness.bugs.export import Proof as ScriptProof
 from harness.bugs.facts import shown as quoted
 from harness.bugs.importing import ImportedBug
@@ -260,6 +260,7 @@ def issue_markdown(
     if proof is not None:
         reproduce += ["One of the ranks prints:", Verbatim(proof.text)]
     parts: dict[str, Sequence[Block]] = {
+        "Already reported": [Items(exported.links)] if exported.links else [],
         "Environment": [Items((*(f"{package} {version}" for package, version in versions.items()), device))],
         "What was run": [
             ", ".join(f"`{name} = {shown_value(value)}`" for name, value in axes.items()),
@@ -278,14 +279,23 @@ def _command(exported: Exported, files: Sequence[str]) -> str:
 
 
 def _divergence(exported: Exported) -> Iterator[Block]:
+    if exported.error:
+        agree = MISMATCH in exported.signature.what
+        expected = "all ranks of a group call the same collective, of the same size" if agree else "it trains"
+        yield Facts((("expected", expected), ("found", exported.error)))
+    else:
+        yield from _of_finding(exported)
+    if exported.signature.kind == "crash" and exported.signature.where:
+        yield f"Raised in {', '.join(f'`{each}`' for each in exported.signature.where)}."
+
+
+def _of_finding(exported: Exported) -> Iterator[Block]:
     finding = exported.finding
     yield exported.signature.what if finding is None else finding.first_line
     if finding is None:
         yield "It must be raised: no kernel can run this case."
     elif finding.expected is not None or finding.found is not None:
         yield Facts((("expected", finding.expected or "something else"), ("found", finding.found or "nothing")))
-    if exported.signature.kind == "crash" and exported.signature.where:
-        yield f"Raised in {', '.join(f'`{each}`' for each in exported.signature.where)}."
 
 
 def _neighbours(exported: Exported, neighbours: Sequence[Attempt]) -> Table:

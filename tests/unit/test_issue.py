@@ -7,12 +7,16 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from harness.bugs.export import Exported, Proof, Script, read_neighbours
+from harness.bugs.export import Exported, Proof, Script, export, read_neighbours
+from harness.bugs.trials import NamedCase
+from harness.checks.failure_signature import normalized
 from harness.errors import HarnessError
+from harness.matrix.bugfile import Bug, BugFile
+from harness.matrix.caseid import case_id, parse_case_id
 from harness.report.bugs import exported_sections, issue_markdown
 from harness.report.sections import text_of
-from harness.verdict import FailureSignature
-from tests.builders import a_finding
+from harness.verdict import FailureSignature, Verdict
+from tests.builders import a_finding, make_failure, make_result, run_of
 
 SIGNATURE = FailureSignature(kind="scales/amax", where=("wq",), first_step=1)
 FINDING = a_finding(
@@ -64,6 +68,49 @@ def test_a_file_that_is_no_shrink_is_refused(tmp_path: Path) -> None:
 def test_a_refusal_has_no_finding() -> None:
     refusal = EXPORTED._replace(finding=None, signature=msgspec.structs.replace(SIGNATURE, kind="crash"))
     assert "no kernel can run this case" in issue_markdown(refusal, None, versions=VERSIONS, device="CPU ranks")
+
+
+NAMED = NamedCase(parse_case_id("fsdp2-tp2-rowwise-dim.64-layers.1-heads.4-kvheads.4-ffn.64-v2048-gb2-s1-b16"), None)
+
+
+def drafted(folder: Path, message: str, named: NamedCase = NAMED, known: dict[str, str] | None = None) -> str:
+    """The draft for a case whose first rank raised this."""
+    what = normalized(message)
+    failed = make_result(
+        case_id(NAMED.case),
+        Verdict.CRASH,
+        findings=(a_finding(check="engine", message=message, expected="every rank returns", found="raised"),),
+        run=run_of(make_failure(0, "Aborted", consequence=True), make_failure(1, message, phase="step 3")),
+        failure_signature=FailureSignature(kind="crash", what=what, first_step=3),
+    )
+    exported = export(named, failed, (), folder, known or {})
+    assert len(exported.file.name) <= 45
+    return issue_markdown(exported, None, versions=VERSIONS, device="CPU ranks")
+
+
+def test_a_crash_is_told_in_the_words_of_the_library(tmp_path: Path) -> None:
+    text = drafted(tmp_path, "RuntimeError: got 17 rows")
+    assert text.startswith("# RuntimeError: got 17 rows (float8 rowwise, FSDP2, TP)\n")
+    assert "- expected: it trains\n- found: RuntimeError: got 17 rows (rank 1, step 3)" in text
+    assert "Already reported" not in text and "every rank returns" not in text
+
+
+def test_a_mismatch_has_no_exception_of_ours_and_no_placeholder(tmp_path: Path) -> None:
+    ours = "CollectiveMismatch: ranks of one process group disagree: group rank 1 calls all_gather of 64 bytes, more"
+    text = drafted(tmp_path, ours)
+    assert "CollectiveMismatch" not in text and "RANKS" not in text and " N " not in text
+    assert text.startswith("# ranks of one group call different collectives: group rank 1 calls all_gather of 64 bytes")
+    assert "- expected: all ranks of a group call the same collective, of the same size\n" in text
+
+
+def test_the_report_and_the_known_record_are_linked(tmp_path: Path) -> None:
+    link = "https://github.com/pytorch/ao/issues/9"
+    bug = BugFile(
+        id="ao-9", where="", bug=Bug(title="it fails", link=link, status="open", symptom="crash"), case=NAMED.case
+    )
+    text = drafted(tmp_path, "ValueError: x", NAMED._replace(bug=bug), {"record": "the cause (https://example.org/1)"})
+    assert text.startswith("# it fails\n")
+    assert f"## Already reported\n\n- {link}\n- record: the cause (https://example.org/1)\n" in text
 
 
 def test_a_script_that_shows_nothing_is_said_to() -> None:
