@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+import textwrap
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -106,15 +107,20 @@ def export(
     error = _error_of(result) if signature.kind == "crash" else ""
     told = (each.first_line for each in result.findings if each.judged and signature.check)
     what = error.partition(" (rank")[0] or next(told, signature.what)
-    title = named.bug.bug.title if named.bug is not None else f"{what[:_TITLE]} ({_setup(case)})"
+    title = named.bug.bug.title if named.bug is not None else f"{_short(what)} ({_setup(case)})"
     made = script(case, signature, title=title, checks={each.check for each in result.findings if each.judged})
     file = folder / f"{named.bug.id if named.bug is not None else _name_of(case)}.py"
     reports = [named.bug.bug.link] if named.bug is not None and named.bug.bug.link != UNREPORTED else []
-    links = (*reports, *(f"{name}: {why}" for name, why in known.items()))
+    links = (*reports, *(f"{name}: {why.replace(f' ({UNREPORTED})', '')}" for name, why in known.items()))
     patches = tuple(_patch(injection, folder) for injection in injections)
     write_whole(file, made.text.encode())
     finding = next(iter(result.findings), None)
     return Exported(title, case_id(case), signature, finding, made, file, patches, error, links)
+
+
+def _short(what: str) -> str:
+    """The first part of a sentence, in the length of a title."""
+    return textwrap.shorten(what.partition("; ")[0], _TITLE, placeholder=" …")
 
 
 def _setup(case: Case) -> str:

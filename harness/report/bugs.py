@@ -260,7 +260,7 @@ def issue_markdown(
     if proof is not None:
         reproduce += ["One of the ranks prints:", Verbatim(proof.text)]
     parts: dict[str, Sequence[Block]] = {
-        "Already reported": [Items(exported.links)] if exported.links else [],
+        "Known": [Items(exported.links)] if exported.links else [],
         "Environment": [Items((*(f"{package} {version}" for package, version in versions.items()), device))],
         "What was run": [
             ", ".join(f"`{name} = {shown_value(value)}`" for name, value in axes.items()),

@@ -92,7 +92,7 @@ def test_a_crash_is_told_in_the_words_of_the_library(tmp_path: Path) -> None:
     text = drafted(tmp_path, "RuntimeError: got 17 rows")
     assert text.startswith("# RuntimeError: got 17 rows (float8 rowwise, FSDP2, TP)\n")
     assert "- expected: it trains\n- found: RuntimeError: got 17 rows (rank 1, step 3)" in text
-    assert "Already reported" not in text and "every rank returns" not in text
+    assert "## Known" not in text and "every rank returns" not in text
 
 
 def test_a_mismatch_has_no_exception_of_ours_and_no_placeholder(tmp_path: Path) -> None:
@@ -110,7 +110,7 @@ def test_the_report_and_the_known_record_are_linked(tmp_path: Path) -> None:
     )
     text = drafted(tmp_path, "ValueError: x", NAMED._replace(bug=bug), {"record": "the cause (https://example.org/1)"})
     assert text.startswith("# it fails\n")
-    assert f"## Already reported\n\n- {link}\n- record: the cause (https://example.org/1)\n" in text
+    assert f"## Known\n\n- {link}\n- record: the cause (https://example.org/1)\n" in text
 
 
 def test_a_script_that_shows_nothing_is_said_to() -> None:

@@ -17,7 +17,8 @@ import yaml
 from click.testing import CliRunner, Result
 
 from harness.matrix.casefile import case_file_schema, parse_case_file
-from harness.matrix.caseid import case_id, id_words
+from harness.matrix.caseid import case_id, id_words, parse_case_id
+from harness.matrix.records import read_quarantine
 from harness.matrix.tier import select
 from harness.matrix.words import meaning_of
 from harness.running.injection import parse_injection
@@ -182,3 +183,57 @@ def test_the_file_is_not_needed_again(tmp_path: Path, monkeypatch: pytest.Monkey
     assert applied.content == content
     file.write_text("def apply(): pass\n")
     assert parse_injection(f"{file}:apply").content != content
+
+
+def test_only_what_moved_is_installed(tmp_path: Path) -> None:
+    """With stubs of python3 and pip, which write down what they are asked for."""
+    log, fork, stubs = tmp_path / "log", tmp_path / "ao", tmp_path / "stubs"
+    for folder in (tmp_path / "ci", fork, stubs):
+        folder.mkdir()
+    (tmp_path / "ci/constraints.txt").write_text("torch==2.13.0\n")
+    pip = f'#!/bin/sh\necho "$@" >> {log}\n'
+    (stubs / "python3").write_text(
+        f"#!/bin/sh\nrm -rf .venv; mkdir -p .venv/bin\ncp {stubs}/pip .venv/bin\necho new >> {log}\n"
+    )
+    (stubs / "pip").write_text(pip)
+    for stub in stubs.iterdir():
+        stub.chmod(0o755)
+    git = ["git", "-C", str(fork), "-c", "user.name=a", "-c", "user.email=a@b"]
+    subprocess.run([*git, "init", "--quiet"], check=True)
+
+    def installed(*words: str) -> str:
+        log.write_text("")
+        path = {"PATH": f"{stubs}:{os.environ['PATH']}"}
+        command = ["bash", str(ROOT / "ci/environment.sh"), "cpu", *words]
+        subprocess.run(command, cwd=tmp_path, env=os.environ | path, check=True, timeout=30)
+        lines = log.read_text().splitlines()
+        return " ".join("fork" if line.endswith(" ao") else "new" if line == "new" else "" for line in lines).strip()
+
+    def commit() -> None:
+        subprocess.run([*git, "commit", "--quiet", "--allow-empty", "--message", "moved"], check=True)
+
+    commit()
+    assert installed("ao").split() == ["new", "fork"]
+    assert installed("ao") == ""
+    commit()
+    assert installed("ao") == "fork"
+    assert installed() == "new" and installed() == ""
+    assert installed("ao") == "fork"
+    (tmp_path / "ci/constraints.txt").write_text("torch==2.15.0\n")
+    assert installed("ao").split() == ["new", "fork"]
+
+
+def test_the_quarantine_of_the_recipe_is_read(tmp_path: Path) -> None:
+    blocks = re.findall(r"^```toml\n(.*?)^```", (ROOT / "docs/ci.md").read_text(), flags=re.MULTILINE | re.DOTALL)
+    file = tmp_path / "quarantine.toml"
+    file.write_text(next(block for block in blocks if "[[quarantine]]" in block))
+    (entry,) = read_quarantine(file)
+    assert entry.id == case_id(parse_case_id(entry.id))
+
+
+def test_the_fork_recipe_runs_again_what_failed_within_a_budget() -> None:
+    steps = yaml.safe_load((ROOT / "ci/github/torchao-fork.yml").read_text())["jobs"]["cases"]["steps"]
+    first = next(step for step in steps if step.get("id") == "first")
+    again = next(step for step in steps if step.get("if") == "steps.first.outcome == 'failure'")
+    assert first["continue-on-error"] and "--budget-s" in first["run"] and "run --lf" in again["run"]
+    assert any("fp8-quarantine.toml" in step.get("run", "") for step in steps)
