@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from harness.checks.assembly import SketchKey, assemble, nan_as_inf, relative_distances, size_of_error
 from harness.checks.check import Check, Witnesses, finished, unfinished
+from harness.checks.findings import about_ranks
 from harness.checks.parity import ROUNDED
 from harness.checks.rule import Rules, Stage
 from harness.expect.relations import Relation
@@ -62,7 +63,10 @@ def check_metamorphic(case: Case, run: Run, witnesses: Witnesses) -> list[Findin
 
 
 def _reported_numbers(relation: Relation, run: Run, partner: Run) -> Iterator[Finding]:
-    """The first step with a different loss or gradient norm. Steps that are missing are reported by `finite`."""
+    """The first step with a different loss or gradient norm. Steps that are missing are reported by `finite`.
+
+    Where async TP is what the partner lacks, the operators that it fused are to be looked at.
+    """
     expected = {step.step: step for step in partner.traces[0].steps}
     for name, rule in (("loss", LOSS), ("grad_norm", GRAD_NORM)):
         compared = [
@@ -71,17 +75,26 @@ def _reported_numbers(relation: Relation, run: Run, partner: Run) -> Iterator[Fi
             for step in trace.steps
             if step.step in expected and _is_promised(relation, step.step)
         ]
-        first = min((each for each in compared if not _is_equal(relation, each[2], each[3])), default=None)
-        if first is not None:
-            step, rank, found, wanted = first
-            yield rule.finding(
+        wrong = [each for each in compared if not _is_equal(relation, each[2], each[3])]
+        if wrong:
+            step, _, found, wanted = min(wrong)
+            finding = rule.finding(
                 partner=_promise(relation),
                 step=step,
-                rank=rank,
+                operand=_fused(relation, run),
                 expected=repr(wanted),
                 found=repr(found),
                 size=size_of_error(name, found, wanted),
             )
+            yield about_ranks(finding, [each[1] for each in wrong if each[0] == step], run)
+
+
+def _fused(relation: Relation, run: Run) -> str:
+    """The operators that async TP fused, where the partner has none; empty for any other relation."""
+    if relation.partner.layout.async_tp or "async_tp" not in relation.name:
+        return ""
+    graphs = (trace.graphs for trace in run.traces if trace.graphs is not None)
+    return ", ".join(sorted({call.operator for recorded in graphs for call in recorded.calls}))
 
 
 class _Difference(NamedTuple):

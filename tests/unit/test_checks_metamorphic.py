@@ -26,6 +26,8 @@ from harness.trace.tensors import TensorSketch
 from harness.verdict import Finding, Verdict
 from tests.builders import (
     make_case,
+    make_fused,
+    make_graphs,
     make_run,
     make_sketch,
     make_trace,
@@ -100,7 +102,16 @@ def test_what_is_not_a_number_equals_nothing(number: str, relation: Relation, ba
 
 def test_the_first_step_that_differs_is_reported() -> None:
     (finding,) = check(run(losses=(8.5, 8.5)))
-    assert (finding.step, finding.rank) == (1, 0)
+    assert (finding.step, finding.rank, finding.ranks) == (1, None, ())  # the number of all ranks
+
+
+@pytest.mark.parametrize(("name", "operand"), [("async_tp", "fused_all_gather_matmul"), ("checkpointing", "")])
+def test_what_async_tp_fused_is_named_where_the_partner_has_none(name: str, operand: str) -> None:
+    off = run(losses=(8.5, 8.5))
+    fused = make_graphs(calls=(make_fused(), make_fused(step=2)))
+    off = run_of(*(replace(trace, graphs=fused) for trace in off.traces))
+    (finding,) = check(off, replace(BITWISE, name=name))
+    assert (finding.rule, finding.operand) == (LOSS.name, operand)
 
 
 @pytest.mark.parametrize("rank", [0, 1])
