@@ -29,6 +29,11 @@ MARGIN = 2.0
 EXACT = 0.0
 LAST_BIT = 2.0**-23  # of a parameter in float32, where a fused optimizer computes the end of a shard by another loop
 
+# What a block computes in code that inductor generates, which is replayed eagerly as a whole: roundings elsewhere,
+# float8 values of each of its seven linears that differ by one, and partial sums of ranks. The largest of clean runs:
+# 0.014 and 0.036 in the residual stream, 0.098 in a gradient. What linears multiply is held to less (`generated.py`).
+GENERATED = {"output": 0.03, "grad_output": 0.08, "grad": 0.2}
+
 
 class Bits(NamedTuple):
     """What a run has in common with its replay, bit for bit.
@@ -56,6 +61,8 @@ def allowed_distance(case: Case, found: ModuleDistance, *, bits: Bits, model: Mo
     """
     if found.kind == "param":  # the optimizer's arithmetic is the same, whatever ranks hold
         return EXACT if bits.same and case.target == REFERENCE else LAST_BIT
+    if case.compile == "inductor" and found.kind in GENERATED and _is_of_block(found):
+        return GENERATED[found.kind]
     clipped = _rounding_of_norm(case) if found.kind == "grad" else 0.0
     if model is not None:
         return _of_unknown_model(case, found, model, bits) + clipped
@@ -132,6 +139,11 @@ def _accumulates_parts(case: Case, module: str) -> bool:
     layout, train = case.layout, case.train
     is_norm = layout.tp > 1 and layout.sequence_parallel and module.rpartition(".")[2].endswith("norm")
     return is_norm and train.accumulation > 1 and (train.reduce_grads == "last_microbatch" or not case.uses_fsdp)
+
+
+def _is_of_block(found: ModuleDistance) -> bool:
+    """True for what a block computes: its output, the gradient of its input, gradients of its parameters."""
+    return found.fqn.startswith("layers.") or (found.fqn == "tok_embeddings" and found.kind == "grad_output")
 
 
 def _is_behind_unrecorded_cast(case: Case, found: ModuleDistance) -> bool:

@@ -27,7 +27,7 @@ from harness.trace import RankTrace, StepTrace
 from harness.trace.tensors import ModuleDistance, ModuleTensorKind
 from harness.worker.discovery import converted_linears
 from harness.worker.probes.cast_numbers import dtype_name
-from harness.worker.probes.module_tensors import MODULES, NORMS, is_wide
+from harness.worker.probes.module_tensors import MODULES, is_wide
 from harness.worker.probes.places import local_shard
 from harness.worker.probes.sketches import clean_fqn
 from harness.worker.recorded import Key, Recorded, Values, assembled
@@ -63,12 +63,13 @@ class Replay:
         self._spread: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
         self.distances: list[ModuleDistance] = []
 
-    def attach(self, model: nn.Module, case: Case, products: ScaledProducts) -> None:
+    def attach(self, model: nn.Module, case: Case, products: ScaledProducts, *, compiled: bool) -> None:
+        """Hook every module that eager runs record; of a compiled run what it recorded, where blocks are modules."""
         calls = Counter(key.fqn for key in self._recorded if key[:2] == (1, 0) and key.kind == "output")
         outputs = {key.fqn: found for key, found in self._recorded.items() if key.kind == "output" and found}
         for name, module in model.named_modules():
-            if isinstance(module, MODULES):
-                fqn = clean_fqn(name)
+            fqn = clean_fqn(name)
+            if fqn in calls if compiled else isinstance(module, MODULES):
                 boundary = _ModuleBoundary(
                     fqn, self, Ranks(module, outputs.get(fqn), case, products), max(1, calls[fqn])
                 )
@@ -182,14 +183,14 @@ def _compared(recorded: Recorded, computed: Values) -> tuple[float, int | None]:
 def replay(request: RunRequest, device: torch.device) -> RankTrace:
     """The distances of a recorded run, and the loss and gradient norm of its own logits and gradients at every step."""
     # Recomputation repeats what forward computed, and would be taken for another call of a module.
-    case = msgspec.structs.replace(request.case, checkpointing=Checkpointing())
+    case = msgspec.structs.replace(request.case, checkpointing=Checkpointing(), compile="none")
     prepared = prepare(case, device, solo_witness=True)
     model = prepared.target.model
     watching = Replay(assembled(case, request.replayed, device), 1 if is_llama(case.target) else case.layout.dp)
     products = ScaledProducts()
-    watching.attach(model, case, products)
+    watching.attach(model, case, products, compiled=request.case.compile != "none")
     products.watch()
-    replayed = replayed_steps(case, request.numerics)
+    replayed = replayed_steps(request.case, request.numerics)
     steps = tuple(_replay_step(prepared, watching, turn) for turn in _turns(replayed))
     watching.finish()
     return RankTrace(
@@ -274,8 +275,8 @@ def _replace(watching: Replay, fqn: str, kind: ModuleTensorKind, tensor: torch.T
 class _ModuleBoundary:
     """The pre- and post-hooks of one module, which replace computed tensors by those of the run.
 
-    The input of a norm is the residual stream, which has other readers. It is overwritten in place, so that they read
-    what the run had as well, and so that gradients are summed in the order in which the run summed them.
+    The input of a norm or a block is the residual stream, which has other readers. It is overwritten in place, so that
+    they read what the run had as well, and so that gradients are summed in the order in which the run summed them.
     """
 
     def __init__(self, fqn: str, watching: Replay, ranks: Ranks, calls_per_part: int) -> None:
@@ -289,7 +290,7 @@ class _ModuleBoundary:
         given = args[0]
         if not is_wide(given):
             return None  # tokens
-        if isinstance(module, NORMS):
+        if not isinstance(module, nn.Linear):
             given.data.copy_(self.watching.replaced(self.fqn, self.call, "input", Values(given)).whole)
             return None
         if self.ranks.by_columns:

@@ -6,11 +6,13 @@ copied, gathered or waited for before its end, so that the run is the same with 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor, Partial, Placement
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Shard
 from torchao.float8.float8_training_tensor import Float8TrainingTensor
 
 from harness.matrix.case import Case
@@ -22,10 +24,12 @@ from harness.worker.probes.cast_numbers import dtype_name
 from harness.worker.probes.digests import bytes_of, ordered_digest
 from harness.worker.probes.places import Places, local_shard, local_tensor
 from harness.worker.probes.probe import Probe, in_backward, mark_owned
-from harness.worker.probes.sketches import clean_fqn
+from harness.worker.probes.sketches import clean_fqn, is_compiled
 
 NORMS = (nn.RMSNorm, nn.LayerNorm)
 MODULES = (nn.Linear, *NORMS, nn.Embedding)  # everything between them is repeated from their results
+_COMPILED = "_orig_mod."  # in the names of what is inside of a compiled module
+_SEQUENCE_DIM = 1  # of [batch, sequence, features]
 
 
 class _Seen(NamedTuple):
@@ -47,19 +51,32 @@ class ModuleTensorProbe(Probe):
         self._seen: list[_Seen] = []
         self._hooks: list[_Hooks] = []
         self._shards: list[ModuleShard] = []
+        self._of_sequence: dict[str, DeviceMesh] = {}  # the TP mesh of blocks that have a part of the sequence
         self._activations = Places(case.layout, SAME_BATCH_AXES)  # every data-parallel rank has its own
         self._parameters = Places(case.layout)
 
     def attach(self, model: nn.Module) -> None:
-        """Hook every module inside of what tensor parallelism does with its operands and results."""
+        """Hook every module inside of what tensor parallelism does with its operands and results.
+
+        Inside of a compiled module hooks would change what is compiled: it is a module like others.
+        """
         if not self._steps:
             return
         for name, module in model.named_modules():
-            if isinstance(module, MODULES):
+            if is_compiled(module) or (isinstance(module, MODULES) and _COMPILED not in name):
                 hooks = _Hooks(clean_fqn(name), self._seen, uses_input_once=isinstance(module, nn.Linear))
                 self._hooks.append(hooks)
+                if is_compiled(module) and self._case.layout.sequence_parallel:
+                    self._of_sequence |= {clean_fqn(name): mesh for mesh in _tp_meshes(module)}
                 module.register_forward_pre_hook(hooks.before)
                 module.register_forward_hook(hooks.after, prepend=True)
+
+    def _with_place(self, seen: _Seen) -> torch.Tensor | None:
+        """The tensor, which says what part of the logical one it is: between blocks, sequence shards are plain."""
+        mesh, tensor = self._of_sequence.get(seen.fqn), seen.tensor
+        if mesh is None or tensor is None or isinstance(tensor, DTensor):
+            return tensor
+        return DTensor.from_local(tensor, mesh, [Shard(_SEQUENCE_DIM)], run_check=False)
 
     @property
     def _recording(self) -> bool:
@@ -69,7 +86,7 @@ class ModuleTensorProbe(Probe):
     def after_backward(self, model: nn.Module) -> None:
         if self._recording:
             for seen in self._seen:
-                self._add(seen.fqn, seen.kind, seen.tensor, self._activations, seen.call)
+                self._add(seen.fqn, seen.kind, self._with_place(seen), self._activations, seen.call)
             for name, param in model.named_parameters():
                 if param.grad is not None:
                     self._add(clean_fqn(name), "grad", param.grad, self._parameters)
@@ -124,6 +141,13 @@ class ModuleTensorProbe(Probe):
     def result(self) -> tuple[ModuleShard, ...] | None:
         """All shards in the order they were recorded; None where the case is not replayed."""
         return tuple(self._shards) if self._steps else None
+
+
+def _tp_meshes(module: nn.Module) -> Iterator[DeviceMesh]:
+    for param in module.parameters():
+        mesh = param.device_mesh if isinstance(param, DTensor) else None
+        if mesh is not None and "tp" in (mesh.mesh_dim_names or ()):
+            yield mesh["tp"] if mesh.ndim > 1 else mesh
 
 
 class _Hooks:
