@@ -213,10 +213,10 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, exitstatu
     """Say where nothing was collected in a project that cases are named to be collected."""
     from harness.project import is_project
 
-    if exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED and is_project(config.invocation_params.dir):
-        terminalreporter.write_line(
-            "fp8-harness: cases are collected where they are named: pytest cases/, or --fp8-tier."
-        )
+    bare = config.args_source is not pytest.Config.ArgsSource.ARGS
+    if bare and exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED and is_project(config.invocation_params.dir):
+        told = "cases are collected by name: pytest cases/, or pytest --fp8-tier TIER."
+        terminalreporter.write_line(f"fp8-harness: {told}")
 
 
 class _StoredRun:
