@@ -81,7 +81,7 @@ def failing(project: Inside, seed: int, *arguments: str) -> tuple[int, dict[str,
     [
         (RAISES, "crash", "ValueError: planted failure"),
         (NAN, "numeric", "step 2"),
-        (FAR, "numeric", "loss_vs_golden/loss [rank "),
+        (FAR, "numeric", "loss_vs_golden/loss: the loss differs by +0.3"),
         (EXITS, "crash", "7"),
     ],
 )
