@@ -82,6 +82,15 @@ class Speedup(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     twin_tokens_per_s: float
 
 
+class WorstGradient(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The gradient that is furthest from that of one rank, relative to its norm, and how far it may be."""
+
+    fqn: str
+    step: int  # 1-based
+    distance: float
+    allowed: float | None  # None: there is no tolerance for cases like this
+
+
 class Numbers(msgspec.Struct, frozen=True, kw_only=True):
     """The numbers that are followed over runs. None, or empty: not recorded, or not compared.
 
@@ -116,6 +125,8 @@ class Measured(Numbers, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """
 
     allowed_loss: tuple[float, ...] = ()  # nats from the golden, of every step
+    worst_gradient: WorstGradient | None = None
+    same_bits: bool | None = None  # every gradient and updated parameter has those of one rank; None: not compared
     expected_flops: Mapping[str, Multiplied] = {}  # by the formula; empty where it does not apply
     expected_wire: Mapping[str, Sent] = {}  # by the formula, without kinds of which it gives only limits
     expected_saved_bytes: int | None = None  # by the formula; None where there is none, or where it gives only limits

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from harness.checks.assembly import largest, same_numbers
 from harness.checks.check import Witnesses, finished
 from harness.checks.findings import traces_by_rank
-from harness.checks.parity import rounding_floor, worst_distances
+from harness.checks.parity import rounding_floor, same_bits, worst_distances, worst_gradient
 from harness.expect.casts import OF_GATHERS
 from harness.expect.expectations import Expectations
 from harness.matrix.case import Case
@@ -38,6 +38,8 @@ def measured(case: Case, run: Run, witnesses: Witnesses, *, twin: Run | None = N
     return Measured(
         curves=found,
         allowed_loss=() if golden is None or witnesses.tolerance is None else witnesses.tolerance.per_step,
+        worst_gradient=worst_gradient(case, run, solo, witnesses.parity_tolerance) if solo is not None else None,
+        same_bits=same_bits(run, solo) if solo is not None else None,
         loss_distance=_largest_gap(found["case"], found["golden"]) if golden is not None else None,
         parity=_parity(case, run, solo) if solo is not None else None,
         local_parity=_worst([each.distance for each in replayed if each.problem is None]),

@@ -29,10 +29,11 @@ from harness.checks.check import Check, Witnesses, finished, unfinished, why_unf
 from harness.checks.factors import Explanation, explain_gradients, explain_loss
 from harness.checks.findings import about_ranks
 from harness.checks.rule import Rule, Rules, Stage
-from harness.evidence.tolerance import NONE_DERIVED
+from harness.evidence.tolerance import NONE_DERIVED, Tolerance
 from harness.matrix.case import Case
 from harness.matrix.layout import coordinates, dp_rank
 from harness.matrix.numerics import NORM_ROUNDING, clips_by_a_rounded_norm
+from harness.measured import WorstGradient
 from harness.sentence import format_ranks
 from harness.trace import Run
 from harness.verdict import Finding, Value
@@ -95,7 +96,7 @@ def check_parity(case: Case, run: Run, witnesses: Witnesses) -> list[Finding]:
     every_step = [*_missing(found, expected), *_replicas(case, run, expected), *_batches(case, run, solo)]
     loss_floor = 0.0 if case.train.dtype == "float64" else FLOAT32_LOSS
     for step in range(1, case.train.steps + 1):
-        allowed = max(tolerance.per_step[step - 1], NORM_ROUNDING if clips_by_a_rounded_norm(case) else 0.0)
+        allowed = allowed_distance(case, tolerance, step)
         findings = [
             *_on_ranks(run, solo, _tensors(found, expected, step, "grad", allowed, rounding_floor(case))),
             *_reported_numbers(run, solo, step, allowed, loss_floor),
@@ -107,6 +108,11 @@ def check_parity(case: Case, run: Run, witnesses: Witnesses) -> list[Finding]:
         if updated:
             return [*every_step, *_on_ranks(run, solo, updated)]
     return every_step
+
+
+def allowed_distance(case: Case, tolerance: Tolerance, step: int) -> float:
+    """How far a gradient of this step may be from that of one rank, relative to its norm."""
+    return max(tolerance.per_step[step - 1], NORM_ROUNDING if clips_by_a_rounded_norm(case) else 0.0)
 
 
 def _factors(case: Case, run: Run, witnesses: Witnesses, step: int) -> tuple[Explanation | None, Explanation | None]:
@@ -130,6 +136,34 @@ def worst_distances(run: Run, solo: Run, *, steps: Iterable[int], ignored: float
     """The largest relative distance of any gradient at every one of `steps`; NaN where no gradient was compared."""
     found, expected = assemble(run.traces), assemble(solo.traces)
     return tuple(largest(_distances(found, expected, step, "grad", ignored).values()) for step in steps)
+
+
+def worst_gradient(case: Case, run: Run, solo: Run, tolerance: Tolerance | None) -> WorstGradient | None:
+    """The gradient of any step that is furthest from that of one rank; None where none was compared."""
+    expected = {key: tensor for key, tensor in assemble(solo.traces).items() if key.kind == "grad"}
+    distances = relative_distances(assemble(run.traces), expected, ignored=rounding_floor(case))
+    if not distances:
+        return None
+    worst = max(distances, key=lambda key: nan_as_inf(distances[key]))
+    allowed = None if tolerance is None else allowed_distance(case, tolerance, worst.step)
+    return WorstGradient(fqn=worst.fqn, step=worst.step, distance=distances[worst], allowed=allowed)
+
+
+def same_bits(run: Run, solo: Run) -> bool | None:
+    """True where every shard of a gradient or parameter has the bits of one rank, which holds the same shard.
+
+    Shards over TP are no pieces of the reference: then it is False. None where nothing was compared.
+    """
+    found, expected = _bits(run), _bits(solo)
+    return found <= expected if found and expected else None
+
+
+def _bits(run: Run) -> set[tuple[SketchKey, tuple[int, ...], tuple[int, ...], str]]:
+    """The digest of every shard that is not empty, with the place of it."""
+    sketches = (each for trace in run.traces for each in trace.sketches or () if math.prod(each.local_shape))
+    return {
+        (SketchKey(each.step, each.kind, each.fqn), each.offset, each.local_shape, each.digest) for each in sketches
+    }
 
 
 def rounding_floor(case: Case) -> float:

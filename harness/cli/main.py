@@ -28,7 +28,10 @@ _SECTIONS = {
         "show": "harness.cli.show:show_command",
         "history": "harness.cli.runs:history_command",
     },
-    "Compare": {"compare": "harness.cli.compare:compare_command"},
+    "Compare": {
+        "compare": "harness.cli.compare:compare_command",
+        "parity": "harness.cli.parity:parity_command",
+    },
     "Bugs and trainers": {
         "bug": "harness.cli.bug:bug",
         "check-target": "harness.cli.check_target:check_target_command",

@@ -22,7 +22,12 @@ if TYPE_CHECKING:
 
 _INDENT = _GAP = "  "
 _LAST_COLUMN = 30  # a longer last cell is wrapped, into at least so many characters
-_COLOURS = {"passed": "green", "known": "cyan", "infra": "yellow"}  # of verdicts; the others are red
+# Of verdicts, and of the words of `parity`; the others are red.
+_COLOURS = {
+    **dict.fromkeys(("passed", "equal", "rounding"), "green"),
+    **dict.fromkeys(("known", "refused", "excluded"), "cyan"),
+    "infra": "yellow",
+}
 # ANSI escape sequences, and all characters that XML 1.0 does not allow.
 _UNPRINTABLE = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|[^\t\n\x20-\x7e\x85\xa0-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 # What makes a terminal or a browser write from right to left, or hides: shown as `\\u202e`.

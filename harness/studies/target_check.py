@@ -118,7 +118,7 @@ class TargetReport(msgspec.Struct, frozen=True, kw_only=True):
         return not self.interrupted and all(run.refused is not None or not run.findings for run in self.runs)
 
 
-def parse_layout(text: str) -> Layout:
+def parse_layout(text: str, *, option: str = "--layout") -> Layout:
     """The layout of words of case ids, `fsdp2-tp2`. Raises HarnessError for any other word."""
     values: dict[str, object] = {}
     layouts = [word for word in WORDS if word.part == "layout"]
@@ -126,7 +126,7 @@ def parse_layout(text: str) -> Layout:
         found = values_of(token)
         if found is None or not any(word.pattern.fullmatch(token) for word in layouts):
             fix = hint(token) if found is None else "use words of a layout, such as fsdp2, tp2, fsdp2-tp2 or hsdp2x2."
-            raise HarnessError(f"'{token}' is no layout.", where=f"--layout {text}", fix=fix)
+            raise HarnessError(f"'{token}' is no layout.", where=f"{option} {text}", fix=fix)
         values |= found
     return case_from_axes(values).layout
 

@@ -1,0 +1,95 @@
+"""`fp8-harness parity`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+from click.core import ParameterSource
+
+from harness.cli import options
+from harness.cli.axes import axis_options, given_axes
+from harness.matrix.axes import AXES, own_values
+from harness.matrix.layout import MESH_AXES
+from harness.project import Project
+from harness.report.parity import parity_markdown, parity_page, parity_sections
+from harness.run_options import CommandOptions, RunOptions
+from harness.running.plan import Plan, with_command
+from harness.running.progress import open_progress
+from harness.running.selection import one_case
+from harness.studies.layouts import BUDGET_S, USUAL, cases_of, compare_layouts, usual_layouts
+from harness.studies.target_check import parse_layout
+
+_EPILOG = """\b
+Examples:
+  fp8-harness parity --layouts single,fsdp2,tp2
+  fp8-harness parity --target my_pkg.my_target --recipe tensorwise --markdown table.md
+  fp8-harness parity fsdp4-rowwise-v2048-b16 --layouts fsdp4,tp2,fsdp2-tp2,hsdp2x2 --inject fix.py:apply
+
+\b
+Without a case: the tiny model, rowwise, bfloat16. The run is stored: `show last` has its details.
+Exit codes: 0 every layout is equal or within rounding, 1 one is wrong, 3 nothing ran, 4 infrastructure.
+"""
+_AXES = tuple(name for name in AXES if name not in (*MESH_AXES, "async_tp"))
+
+
+@click.command("parity", epilog=_EPILOG)
+@click.argument("named", metavar="[CASE-ID|FILE]", required=False)
+@click.option(
+    "--layouts",
+    "asked",
+    metavar="WORDS,…",
+    help="Layouts as in case ids: single,fsdp4,tp2,fsdp2-tp2,hsdp2x2. Default: all meshes of 1, 2, 4, 8, … ranks.",
+)
+@options.run_option(
+    "budget_s", f"The cheapest layouts that fit; the others are named. Default: {BUDGET_S:g} without --layouts."
+)
+@options.run_option("inject")
+@options.json_option("the table")
+@options.run_option("markdown_file", "Write the table as markdown.")
+@options.run_option("html_file")
+@options.quiet_option
+@axis_options(_AXES, defaults=False)
+@options.plan_parameter
+@options.project_parameter
+def parity_command(  # noqa: PLR0913  one parameter per option
+    *,
+    named: str | None,
+    asked: str | None,
+    budget_s: float | None,
+    inject: tuple[str, ...],
+    json_file: Path | None,
+    markdown_file: Path | None,
+    html_file: Path | None,
+    quiet: bool,
+    plan_for: Callable[..., Plan],
+    project: Project,
+    **axes: Any,
+) -> int:
+    """Compare layouts with one rank: losses, gradient norms, and a word each.
+
+    One table, a row per layout: `equal` bits, `rounding`, `wrong` and what is wrong first, `refused` or `excluded`.
+    """
+    context, given = click.get_current_context(), given_axes(axes)
+    base = {**(USUAL if named is None else own_values(one_case(project, named))), **given}
+    plan = plan_for(inject=inject)
+    by_user = [
+        each
+        for each in RunOptions.__struct_fields__
+        if context.get_parameter_source(each) is ParameterSource.COMMANDLINE
+    ]
+    words = RunOptions(**{name: context.params[name] for name in by_user})
+    plan = with_command(plan, words, CommandOptions(root=plan.root_option))
+    if asked is None:
+        layouts, budget_s = tuple(usual_layouts(plan.capacity.largest)), budget_s or BUDGET_S
+    else:
+        layouts = tuple(parse_layout(text, option="--layouts") for text in asked.split(","))
+    cases = cases_of(base, layouts, given)
+    with open_progress(quiet=quiet) as progress:
+        found, result = compare_layouts(project, cases, plan, progress, budget_s=budget_s)
+    options.print_report(parity_sections(found, result), json_file, found)
+    options.write_output(markdown_file, lambda: parity_markdown(found, result).encode())
+    options.write_output(html_file, lambda: parity_page(found, result))
+    return found.exit_code

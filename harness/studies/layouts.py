@@ -1,0 +1,180 @@
+"""The parity of layouts: one case trained in many layouts, each compared with one rank, and one word about each.
+
+The word follows from the verdict on the case and from its measured distances; nothing is judged here. It is `equal`
+where every gradient and updated parameter has the bits of one rank, `rounding` where all are within what sums in
+another order may differ by, `wrong` where the case failed.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Literal
+
+import msgspec
+
+from harness.errors import HarnessError
+from harness.evidence.costs import estimate, read_costs
+from harness.matrix.axes import case_from_axes, ignored_axes, own_axes
+from harness.matrix.case import Case, Layout
+from harness.matrix.caseid import case_id, layout_id, parse_case_id
+from harness.matrix.layout import REST
+from harness.matrix.rules import exclusions, expected_refusal
+from harness.measured import WorstGradient
+from harness.performance.layouts import layouts
+from harness.project import Project
+from harness.result import CaseResult, RunResult
+from harness.running.cost import START_S, relative_speed
+from harness.running.plan import Plan
+from harness.running.progress import Progress
+from harness.running.selection import NothingSelected, Query
+from harness.studies.target_check import refusal_words
+from harness.verdict import ExitCode, Finding, Verdict, exit_code
+from harness.workflow import run
+
+BUDGET_S = 120.0  # of the layouts that are chosen here
+USUAL: Mapping[str, object] = {"recipe": "rowwise", "dtype": "bfloat16"}  # where no case is given
+Word = Literal[
+    "equal", "rounding", "wrong", "refused", "excluded", "known", "changed", "infra", "not run", "not judged"
+]
+_WORDS: Mapping[Verdict, Word] = {
+    Verdict.KNOWN: "known",
+    Verdict.CHANGED: "changed",
+    Verdict.INFRA: "infra",
+    Verdict.NOT_RUN: "not run",
+}
+
+
+class Row(msgspec.Struct, frozen=True, kw_only=True):
+    """One layout. `why`: the rule that excludes or refuses it, or what the verdict says is wrong."""
+
+    layout: str
+    case_id: str
+    word: Word
+    why: str = ""
+    losses: tuple[float, ...] = ()  # nats, of every step
+    grad_norms: tuple[float, ...] = ()
+    worst_gradient: WorstGradient | None = None
+    first: Finding | None = None  # what is wrong first: module, operand, step and rank
+    command: str = ""  # runs this layout alone
+
+
+class Parity(msgspec.Struct, frozen=True, kw_only=True):
+    """All layouts in the order of the question. `left_out`: those that did not fit into the budget."""
+
+    schema: int = 1
+    case_id: str  # on one rank
+    rows: tuple[Row, ...]
+    left_out: tuple[str, ...]
+    exit_code: ExitCode
+    seconds: float
+    software: Mapping[str, str]
+
+
+def cases_of(base: Mapping[str, object], asked: Sequence[Layout], given: Iterable[str] = ()) -> tuple[Case, ...]:
+    """The case of these axes in every layout. HarnessError for an axis in `given` that no layout has a use for."""
+    chosen = [_values(base, layout) for layout in asked]
+    useless = [name for name in given if all(name in ignored_axes(values) for values in chosen)]
+    if useless:
+        where = f"--{useless[0].replace('_', '-')}"
+        raise HarnessError("no layout of this case has a use for it.", where=where, fix="leave it out.")
+    return tuple(dict.fromkeys(map(case_from_axes, chosen)))
+
+
+def _values(base: Mapping[str, object], layout: Layout) -> dict[str, object]:
+    values = {**base, **layout.mesh, **own_axes(Case(layout=layout))}
+    return values if layout.tp > 1 else {**values, "tp_styles": "plain"}
+
+
+def usual_layouts(most: int) -> Iterator[Layout]:
+    """Every mesh of a power of two of ranks, up to `most`."""
+    for power in range(most.bit_length()):
+        yield from (case.layout for case in layouts(case_from_axes({REST: 1 << power})))
+
+
+def within(project: Project, cases: Sequence[Case], budget_s: float) -> tuple[tuple[Case, ...], tuple[Case, ...]]:
+    """The cheapest cases that fit into so many seconds of wall clock here, cheapest first, and the others."""
+    costs, speed = read_costs(project.root), relative_speed(project, read_costs(project.root))
+    found = {case: estimate(case, costs) for case in cases}
+    seconds = {case: speed * (each.case_cpu_s + each.witness_cpu_s) for case, each in found.items()}
+    ordered = sorted(cases, key=lambda case: (seconds[case], case.world_size))
+    left_s, count = (budget_s - START_S) * len(os.sched_getaffinity(0)), 0
+    for case in ordered:
+        left_s -= seconds[case]
+        count += left_s >= 0
+    if not count:
+        raise NothingSelected(f"no layout fits into {budget_s:g} s.", where="--budget-s", fix="give more seconds.")
+    return tuple(ordered[:count]), tuple(ordered[count:])
+
+
+def compare_layouts(
+    project: Project, cases: Sequence[Case], plan: Plan, progress: Progress, *, budget_s: float | None
+) -> tuple[Parity, RunResult]:
+    """Run the case in all layouts that no rule excludes; the run is stored like any other."""
+    excluded = [_excluded(case) for case in cases if exclusions(case)]
+    allowed = tuple(case for case in cases if not exclusions(case))
+    if not allowed:
+        why = ", ".join(f"{row.layout}: {row.why}" for row in excluded)
+        raise NothingSelected(f"every layout is excluded: {why}.", where="--layouts", fix="give others.")
+    chosen, others = (allowed, ()) if budget_s is None else within(project, allowed, budget_s)
+    result, _ = run(project, Query(sources=tuple(map(case_id, chosen))), plan, progress)
+    found = Parity(
+        case_id=case_id(msgspec.structs.replace(chosen[0], layout=Layout())),
+        rows=(*map(row, result.results), *excluded),
+        left_out=tuple(layout_id(case.layout) for case in others),
+        exit_code=ExitCode.GOOD,
+        seconds=result.end.wall_s,
+        software=result.end.provenance,
+    )
+    return msgspec.structs.replace(found, exit_code=_exit_code(found.rows, result)), result
+
+
+def _excluded(case: Case) -> Row:
+    return Row(layout=layout_id(case.layout), case_id=case_id(case), word="excluded", why=exclusions(case)[0].name)
+
+
+def row(result: CaseResult) -> Row:
+    """What the table says of a case that was to run."""
+    case = parse_case_id(result.case_id)
+    word, why = _word(case, result)
+    return Row(
+        layout=layout_id(case.layout),
+        case_id=result.case_id,
+        word=word,
+        why=why,
+        losses=result.losses,
+        grad_norms=result.grad_norms,
+        worst_gradient=None if result.measured is None else result.measured.worst_gradient,
+        first=result.findings[0] if result.findings else None,
+        command=result.command,
+    )
+
+
+def _word(case: Case, result: CaseResult) -> tuple[Word, str]:
+    first = result.findings[0].first_line if result.findings else ""
+    refusal, measured = expected_refusal(case), result.measured
+    if result.verdict is Verdict.CRASH and (said := refusal_words(result.failures, any_error=False)):
+        return "refused", said
+    if result.verdict is not Verdict.PASSED:
+        return _WORDS.get(result.verdict, "wrong"), first
+    if refusal is not None:
+        return "refused", refusal.name
+    worst = None if measured is None else measured.worst_gradient
+    if measured is None or worst is None or worst.allowed is None:
+        return "not judged", "no gradient was compared with one rank"
+    if not worst.distance <= worst.allowed:  # NaN is wrong
+        return "wrong", f"{worst.fqn} is further from one rank than allowed"
+    return ("equal" if measured.same_bits else "rounding"), ""
+
+
+def _exit_code(rows: Sequence[Row], result: RunResult) -> ExitCode:
+    """As of `run`, but for what a target refuses by itself, and for what a passed case did not compare."""
+    if result.end.interrupted:
+        return ExitCode.INTERRUPTED
+    instead = {"refused": Verdict.PASSED, "not judged": Verdict.NOT_RUN, "wrong": Verdict.NUMERIC}
+    return exit_code(
+        [
+            Verdict.PASSED if each.excused else instead.get(of.word, each.verdict)
+            for of, each in zip(rows, result.results, strict=False)
+        ]
+    )

@@ -1,0 +1,49 @@
+"""`fp8-harness parity` on real ranks: a sound model, and one with a planted fault."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+
+from tests.acceptance.conftest import REPOSITORY
+from tests.acceptance.inside import Inside, Warm, with_targets
+
+LAYOUTS = ("--layouts", "single,fsdp2,tp2", "--steps", "2", "-q")
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory: pytest.TempPathFactory, warm: Warm) -> Inside:
+    """A project without goldens, and with the tolerances that were measured."""
+    found = with_targets(tmp_path_factory.mktemp("parity"), warm)
+    shutil.copytree(REPOSITORY / "golden" / "evidence", found.folder / "golden" / "evidence", dirs_exist_ok=True)
+    shutil.copy(REPOSITORY / "golden" / "tolerances.toml", found.folder / "golden")
+    return found
+
+
+def test_sound_layouts_are_equal_or_rounded(project: Inside) -> None:
+    done = project.run("parity", *LAYOUTS, "--json", "table.json", "--markdown", "table.md", "--html", "table.html")
+    assert done.returncode == 0, done.stdout + done.stderr
+    table = json.loads((project.folder / "table.json").read_text())
+    assert {row["layout"]: row["word"] for row in table["rows"]} == {
+        "single": "equal",
+        "fsdp2": "equal",
+        "tp2": "rounding",
+    }
+    assert all(len(row["losses"]) == 2 for row in table["rows"])
+    (rounded,) = (row["worst_gradient"] for row in table["rows"] if row["layout"] == "tp2")
+    assert 0 < rounded["distance"] <= rounded["allowed"]
+    assert "| fsdp2 | equal |" in (project.folder / "table.md").read_text()
+    assert "Layouts against one rank" in (project.folder / "table.html").read_text()
+
+
+def test_a_planted_fault_is_wrong_where_it_is_and_nowhere_else(project: Inside) -> None:
+    done = project.run("parity", *LAYOUTS, "--inject", "fault:amax_not_reduced_over_tp", "--json", "table.json")
+    assert done.returncode == 1, done.stdout + done.stderr
+    table = json.loads((project.folder / "table.json").read_text())
+    rows = {row["layout"]: row for row in table["rows"]}
+    assert (rows["single"]["word"], rows["fsdp2"]["word"], rows["tp2"]["word"]) == ("equal", "equal", "wrong")
+    first = rows["tp2"]["first"]
+    assert (first["step"], first["rank"]) == (1, 1) and first["module"].startswith("layers.0."), first
+    assert f"of {first['module']} at step 1 on rank 1" in done.stdout

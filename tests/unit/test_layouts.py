@@ -1,0 +1,126 @@
+"""The table of `parity`: which layouts there are, the word about each, and what is shown of it."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from harness.errors import HarnessError
+from harness.matrix.axes import axis_values
+from harness.matrix.case import Case
+from harness.matrix.caseid import case_id, layout_id
+from harness.measured import WorstGradient
+from harness.report.parity import parity_markdown, parity_page, parity_sections
+from harness.report.sections import text_of
+from harness.result import CaseResult
+from harness.studies.layouts import Parity, Row, _exit_code, cases_of, row, usual_layouts
+from harness.studies.target_check import parse_layout
+from harness.verdict import ExitCode, Verdict
+from tests.builders import WQ, a_finding, make_measured, make_result, make_results
+
+NAME = "tp2-rowwise-v2048-s2-b16"
+
+
+def result(
+    distance: float = 0.01, *, allowed: float | None = 0.1, name: str = NAME, same_bits: bool = False, **changes: Any
+) -> CaseResult:
+    worst = WorstGradient(fqn=f"{WQ}.weight", step=2, distance=distance, allowed=allowed)
+    found = make_measured(worst_gradient=worst, same_bits=same_bits)
+    numbers: dict[str, Any] = {"losses": (8.0, 7.5), "grad_norms": (1.0, 0.9), "measured": found}
+    return make_result(name, **{**numbers, **changes})
+
+
+WRONG = a_finding(check="scales", message=f"input in forward of {WQ} at step 1 on rank 0 has a wrong scale", step=1)
+REFUSED = "tp8-tensorwise-head.fp8-v2248-b16"
+ROWS = {
+    "equal": result(0.0, same_bits=True),
+    "rounding": result(),
+    "wrong": result(0.3, verdict=Verdict.NUMERIC, findings=(WRONG,)),
+    "known": result(0.3, verdict=Verdict.KNOWN, findings=(WRONG,)),
+    "changed": result(verdict=Verdict.CHANGED, findings=(WRONG,)),
+    "infra": result(verdict=Verdict.INFRA, measured=None, losses=(), grad_norms=()),
+    "not run": result(verdict=Verdict.NOT_RUN, measured=None, losses=(), grad_norms=()),
+    "not judged": result(measured=make_measured()),
+}
+
+
+def parity(*results: CaseResult, left_out: tuple[str, ...] = ()) -> Parity:
+    run, rows = make_results(*results), tuple(map(row, results))
+    code = _exit_code(rows, run)
+    return Parity(case_id="single", rows=rows, left_out=left_out, exit_code=code, seconds=5.0, software={})
+
+
+@pytest.mark.parametrize("word", ROWS)
+def test_the_word_follows_from_the_verdict_and_the_distances(word: str) -> None:
+    assert row(ROWS[word]).word == word
+
+
+@pytest.mark.parametrize(
+    ("found", "word"),
+    [
+        (result(math.nan), "wrong"),
+        (result(math.inf), "wrong"),
+        (result(0.3), "wrong"),
+        (result(allowed=None), "not judged"),
+        (result(math.nan, same_bits=True), "wrong"),
+    ],
+)
+def test_what_is_no_number_or_not_compared_never_passes(found: CaseResult, word: str) -> None:
+    assert row(found).word == word
+    assert parity(found).exit_code is (ExitCode.FAILED if word == "wrong" else ExitCode.NOTHING_RAN)
+
+
+@pytest.mark.parametrize(
+    ("words", "code"),
+    [
+        (("equal", "rounding", "known"), ExitCode.GOOD),
+        (("equal", "wrong", "infra"), ExitCode.FAILED),
+        (("equal", "infra"), ExitCode.INFRA),
+        (("equal", "changed"), ExitCode.CHANGED),
+        (("not run",), ExitCode.NOTHING_RAN),
+    ],
+)
+def test_only_wrong_fails(words: tuple[str, ...], code: ExitCode) -> None:
+    assert parity(*(ROWS[word] for word in words)).exit_code is code
+
+
+def test_a_refusal_that_must_come_is_no_fault_and_names_its_rule() -> None:
+    found = row(result(name=REFUSED, measured=None, losses=(), grad_norms=()))
+    assert found.word == "refused" and found.why
+
+
+def test_a_table_has_a_row_for_every_layout_in_a_narrow_terminal_too() -> None:
+    found = parity(*ROWS.values(), left_out=("fsdp8",))
+    excluded = Row(layout="ddp2", case_id="x", word="excluded", why="ddp")
+    found = replace(found, rows=(*found.rows, excluded))
+    sections = parity_sections(found, make_results(*ROWS.values()))
+    wide, narrow = text_of(sections), text_of(sections, width=60)
+    (line,) = [line for line in wide.splitlines() if " rounding " in line and "tp2" in line]
+    assert line.split()[:8] == ["tp2", "rounding", "8.00000", "7.50000", "1", "0.9", "0.01", "0.1"]
+    assert f"{WQ}.weight, step 2" in line
+    assert "wrong scale" in wide and "left out, beyond the budget: fsdp8" in wide and "1 excluded" in wide
+    table = narrow.partition("verdict: ")[0]
+    assert all(len(line) <= 60 for line in table.splitlines() if "fp8-harness" not in line)
+    assert "verdict rounding, loss 1 8.00000" in narrow
+
+
+def test_markdown_is_one_table_and_the_page_has_it_too() -> None:
+    results = (ROWS["equal"], ROWS["wrong"])
+    found, run = parity(*results), make_results(*results)
+    text = parity_markdown(found, run)
+    assert "| layout | verdict | loss 1 | loss 2 | norm 1 | norm 2 | off | allowed |" in text
+    assert "<details><summary>what is wrong</summary>" in text and "| tp2 | equal | 8.00000 |" in text
+    assert b"Layouts against one rank" in parity_page(found, run)
+
+
+def test_layouts_are_meshes_of_powers_of_two_and_keep_the_axes_of_the_case() -> None:
+    names = [layout_id(layout) for layout in usual_layouts(10)]
+    assert names[:3] == ["single", "fsdp2", "tp2"] and {"hsdp2x2", "fsdp2-tp2", "tp8"} < set(names)
+    base = {**axis_values(Case()), "recipe": "tensorwise", "tp_styles": "float8"}
+    cases = cases_of(base, [parse_layout("single"), parse_layout("tp2-nosp")], ["tp_styles"])
+    assert list(map(case_id, cases)) == ["single-tensorwise-v2048-f32", "tp2-nosp-tensorwise-tpstyle.fp8-v2048-f32"]
+    with pytest.raises(HarnessError, match="no layout of this case has a use for it"):
+        cases_of({**base, "sequence_parallel": False}, [parse_layout("fsdp2")], ["sequence_parallel"])
