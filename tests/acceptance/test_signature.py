@@ -50,7 +50,7 @@ def test_what_is_recorded_is_what_later_runs_are_compared_with(mine: Inside) -> 
     last = mine.run("baseline", "check", "mine").stdout.splitlines()[-1]
     assert last == "1 signature, 0 damaged, 0 missing, 0 of other versions"
     *_, listed = mine.run("baseline", "list").stdout.splitlines()
-    assert listed.startswith(f"signature     {CASE}  20") and listed.endswith("  torch 2.13.0+cpu  first")
+    assert listed.startswith(f"signature  {CASE}  20") and listed.endswith("  torch 2.13.0+cpu  first")
     code, good = result(mine)
     assert (code, good["verdict"]) == (0, "passed") and "signature" in good["checks"]
     code, bad = result(mine.having(MORE_TRAFFIC="1"))
