@@ -76,7 +76,8 @@ def test_what_adds_up_in_the_order_of_ranks_agrees_in_every_dtype(trained, witne
 def test_the_witness_is_one_rank_that_holds_everything(trained, witness):
     case = parse_case_id("hsdp2x2-tp2-nosp-rowwise-v2048-gb4-s2-f64")
     (trace,) = witness(case).traces
-    assert all(sketch.owner and sketch.local_shape == sketch.shape for sketch in trace.sketches)
+    assert all(sketch.owner for sketch in trace.sketches)
+    assert all(tensor.complete for tensor in assemble((trace,)).values())  # in the pieces of FSDP2's ranks
     (plain,) = trained(parse_case_id("single-rowwise-v2048-gb4-s2-f64")).traces
     assert trace.data_digest == plain.data_digest
 
