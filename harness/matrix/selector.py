@@ -109,7 +109,8 @@ def _id_part(word: str, text: str) -> Term:
 
 def _axis_term(axis: str, operator: str, value: str) -> Term:
     if axis not in AXES and axis not in DERIVED:
-        raise HarnessError(f"unknown axis '{axis}'.", fix=suggestion(axis, ("id", *AXES, *DERIVED)))
+        fix = "write id~GLOB." if axis == "id" else suggestion(axis, ("id", *AXES, *DERIVED))
+        raise HarnessError(f"unknown axis '{axis}'.", fix=fix)
     if operator == "~":
         raise HarnessError("~ only works with id.", fix=f"write id~{value} or {axis}={value}.")
     ordered = operator not in ("=", "!=")

@@ -154,7 +154,7 @@ def test_what_terms_mean() -> None:
         ("async_tp=maybe", "axis 'async_tp' cannot be 'maybe'"),
         ("recipe>=bf16", "axis 'recipe' has no order"),
         ("tp~4", "~ only works with id"),
-        ("id=x", "unknown axis 'id'"),
+        ("id=x", "unknown axis 'id'. Fix: write id~GLOB"),
         ("$$", "neither a condition nor part of an id"),
     ],
 )
