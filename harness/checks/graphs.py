@@ -18,7 +18,7 @@ from harness.checks.check import Check, Witnesses
 from harness.checks.findings import merge_ranks
 from harness.checks.rule import Rules, Stage
 from harness.expect.expectations import FUSION, Expectations
-from harness.expect.generated import ROW, allowed_distance, reduced_distance
+from harness.expect.generated import allowed_distance, allowed_row, reduced_distance
 from harness.matrix.case import Case
 from harness.matrix.numerics import gradients_are_followed
 from harness.trace import RankTrace, Run
@@ -211,7 +211,7 @@ def _generated(case: Case, recorded: GraphTrace) -> Iterator[Finding]:
     wrong: list[tuple[GeneratedResult, float, float]] = []
     for each in recorded.generated:
         limit = allowed_distance(case, each, emulated=recorded.emulates_roundings)
-        for distance, allowed in ((each.distance, limit), (each.farthest_row, ROW * limit)):
+        for distance, allowed in ((each.distance, limit), (each.farthest_row, allowed_row(case, each, limit))):
             if not distance <= allowed:  # NaN is wrong
                 wrong.append((each, distance, allowed))
                 break

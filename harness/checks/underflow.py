@@ -16,7 +16,7 @@ from msgspec.structs import replace
 from harness.checks.check import Check, Witnesses, finished, unfinished
 from harness.checks.rule import Rule, Rules, Stage
 from harness.matrix.case import Case
-from harness.matrix.numerics import Numerics, sums_in_order
+from harness.matrix.numerics import Numerics, clips_by_a_rounded_norm, sums_in_order
 from harness.trace import RankTrace, Run
 from harness.trace.operands import CastRecord, CastShare
 from harness.verdict import Finding
@@ -26,6 +26,8 @@ from harness.verdict import Finding
 # Rounded: under TP all values differ by the rounding of earlier sums, and where the scale of a row moves by a power of
 # two, so does what the row loses; measured over 12 such cases of 5 steps: 3e-4, and 2e-3 where scales moved.
 EXACT, REPLICAS, ROUNDED = 1e-12, 1e-4, 0.006
+# Terms that cancel are zero in one order of their sum and 1e-20 in another: measured once in HSDP, 1 value of 2,048.
+CANCELLED = 1e-3
 
 _rule = Rules("underflow", Stage.OPERAND, located=True)
 NO_REFERENCE = _rule.no_witness()
@@ -83,9 +85,11 @@ def check_underflow(case: Case, run: Run, witnesses: Witnesses) -> Iterator[Find
 
 def allowed_share(case: Case, numerics: Numerics) -> float:
     """How far the share of an operand may be from the single-rank one."""
-    if case.train.dtype == "float64" or sums_in_order(case, numerics):
+    if sums_in_order(case, numerics):
         return EXACT
-    return ROUNDED if case.layout.tp > 1 else REPLICAS
+    if case.train.dtype == "float64":
+        return CANCELLED if case.layout.dp_replicate > 1 else EXACT
+    return ROUNDED if case.layout.tp > 1 or clips_by_a_rounded_norm(case) else REPLICAS
 
 
 def _moved(rule: Rule, become: str, lost: list[Lost], allowed: float) -> Iterator[Finding]:
