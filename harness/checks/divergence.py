@@ -30,7 +30,7 @@ from harness.checks.rule import Rule, Rules, Stage
 from harness.checks.scale_rules import format_scale
 from harness.expect.casts import scaled_dim
 from harness.matrix.case import Case
-from harness.matrix.layout import coordinates, peers
+from harness.matrix.layout import dp_rank, peers
 from harness.matrix.numerics import VIRTUAL_DEVICE, Numerics, sums_in_order
 from harness.matrix.targets import computes_on_plain_shards
 from harness.trace import RankTrace, Run
@@ -138,8 +138,7 @@ class _Comparison:
         key, cast = min(gradients, key=lambda each: each[1].index)
         if cast.index != first.order:
             return None
-        where = coordinates(self._case.layout, first.rank)
-        replay = where["dp_replicate"] * self._case.layout.dp_shard + where["dp_shard"]
+        replay = dp_rank(self._case.layout, first.rank)
         count = sum(other == key[0] for other, _ in self._casts[first.rank])
         expected = self._witness_casts.get((key[0], self._replayed(key[0], key[1], count, replay)))
         losses = [trace.steps[first.step - 1].loss for trace in (*self._run.traces, self._witness)]
@@ -172,8 +171,7 @@ class _Comparison:
 
     def of(self, trace: RankTrace) -> Iterator[Mismatch]:
         casts, matmuls = self._casts[trace.rank], matmuls_by_key(trace)
-        where = coordinates(self._case.layout, trace.rank)
-        replay = where["dp_replicate"] * self._case.layout.dp_shard + where["dp_shard"]
+        replay = dp_rank(self._case.layout, trace.rank)
         counts: Counter[CastKey | MatmulKey] = Counter(key for key, _ in casts)
         counts.update(key for key, _ in matmuls)
         present = {key for key, _ in matmuls}

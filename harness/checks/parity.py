@@ -32,7 +32,7 @@ from harness.checks.rule import Rule, Rules, Stage
 from harness.evidence.tolerance import NONE_DERIVED, Tolerance
 from harness.matrix.case import Case
 from harness.matrix.layout import coordinates, dp_rank
-from harness.matrix.numerics import NORM_ROUNDING, clips_by_a_rounded_norm
+from harness.matrix.numerics import NORM_ROUNDING, norm_rounding
 from harness.measured import WorstGradient
 from harness.sentence import format_ranks
 from harness.trace import Run
@@ -112,7 +112,7 @@ def check_parity(case: Case, run: Run, witnesses: Witnesses) -> list[Finding]:
 
 def allowed_distance(case: Case, tolerance: Tolerance, step: int) -> float:
     """How far a gradient of this step may be from that of one rank, relative to its norm."""
-    return max(tolerance.per_step[step - 1], NORM_ROUNDING if clips_by_a_rounded_norm(case) else 0.0)
+    return max(tolerance.per_step[step - 1], norm_rounding(case))
 
 
 def _factors(case: Case, run: Run, witnesses: Witnesses, step: int) -> tuple[Explanation | None, Explanation | None]:

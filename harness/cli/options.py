@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 import click
 import msgspec
+from click.core import ParameterSource
 
 from harness.durable import write_whole
 from harness.errors import HarnessError
 from harness.jsonform import to_json
 from harness.project import find_project
-from harness.run_options import PARTS, Option, PlanOptions, QueryOptions, option_named, options_of
+from harness.run_options import PARTS, Option, PlanOptions, QueryOptions, RunOptions, option_named, options_of
 
 if TYPE_CHECKING:
     from harness.report.sections import Block
@@ -24,6 +25,9 @@ if TYPE_CHECKING:
 
 Command = Callable[..., Any]
 PARTS_BY_TITLE = dict(zip(("Which cases", "How they run", "Extent and output"), PARTS, strict=True))
+
+
+_BY_USER = (ParameterSource.COMMANDLINE, ParameterSource.ENVIRONMENT)
 
 
 class _Output(click.Path):
@@ -156,6 +160,13 @@ def plan_parameter(command: Command) -> Command:
         return command(plan_for=plan_for, **given)
 
     return run_options(PlanOptions, of_run=False)(with_plan)
+
+
+def given_run_options() -> RunOptions:
+    """The options that change what ranks do, as the user gave them: they are repeated in commands, defaults are not."""
+    context = click.get_current_context()
+    names = [name for name in RunOptions.__struct_fields__ if context.get_parameter_source(name) in _BY_USER]
+    return RunOptions(**{name: context.params[name] for name in names})
 
 
 def print_sections(sections: Iterable[Block], *, file: TextIO | None = None, err: bool = False) -> None:

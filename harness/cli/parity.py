@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import click
-from click.core import ParameterSource
 
 from harness.cli import options
 from harness.cli.axes import axis_options, given_axes
@@ -15,7 +14,7 @@ from harness.matrix.axes import AXES, own_values
 from harness.matrix.layout import MESH_AXES
 from harness.project import Project
 from harness.report.parity import parity_markdown, parity_page, parity_sections
-from harness.run_options import CommandOptions, RunOptions
+from harness.run_options import CommandOptions
 from harness.running.plan import Plan, with_command
 from harness.running.progress import open_progress
 from harness.running.selection import one_case
@@ -72,16 +71,10 @@ def parity_command(  # noqa: PLR0913  one parameter per option
 
     One table, a row per layout: `equal` bits, `rounding`, `wrong` and what is wrong first, `refused` or `excluded`.
     """
-    context, given = click.get_current_context(), given_axes(axes)
+    given = given_axes(axes)
     base = {**(USUAL if named is None else own_values(one_case(project, named))), **given}
     plan = plan_for(inject=inject)
-    by_user = [
-        each
-        for each in RunOptions.__struct_fields__
-        if context.get_parameter_source(each) is ParameterSource.COMMANDLINE
-    ]
-    words = RunOptions(**{name: context.params[name] for name in by_user})
-    plan = with_command(plan, words, CommandOptions(root=plan.root_option))
+    plan = with_command(plan, options.given_run_options(), CommandOptions(root=plan.root_option))
     if asked is None:
         layouts, budget_s = tuple(usual_layouts(plan.capacity.largest)), budget_s or BUDGET_S
     else:

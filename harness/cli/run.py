@@ -10,7 +10,6 @@ from typing import Any
 
 import click
 import msgspec
-from click.core import ParameterSource
 
 from harness.cli import options
 from harness.cli.environments import given_words, refuse_with_env, run_in_environments
@@ -49,7 +48,6 @@ Examples:
   fp8-harness run pr --inject fix.py:apply      with a patch of yours in every rank
 """
 
-_BY_USER = (ParameterSource.COMMANDLINE, ParameterSource.ENVIRONMENT)
 _OF_ONE_RUN = ("name", "json_file", "junit_file", "markdown_file", "save_trace", "keep_logs", "last_failed")
 _STDOUT = Path("-")  # of --json: the report for people goes to stderr then
 
@@ -69,9 +67,7 @@ def run_command(*, query: Query, plan_for: Callable[..., Plan], **rest: Any) -> 
         words = given_words(click.get_current_context().params.keys() - {"environments"})
         return run_in_environments(project, asked.environments, words)
     query = msgspec.structs.replace(query, budget_s=asked.budget_s, shard=shard)
-    context = click.get_current_context()  # whose options that change what ranks do are repeated, without defaults
-    names = [name for name in RunOptions.__struct_fields__ if context.get_parameter_source(name) in _BY_USER]
-    given = RunOptions(**{name: context.params[name] for name in names})
+    given = options.given_run_options()
     stopped = _stopped(project, query, given, alone=not (asked.last_failed or asked.name)) if asked.resume else None
     if stopped is not None:
         given = stopped.start.options

@@ -28,7 +28,11 @@ POWERS_OF_TWO = 0.125  # one row of 64 whose scale is another power of two: its 
 
 def rounding(case: Case, *, emulated: bool = False) -> float:
     """How far a tensor that is rounded to what the case computes in may be off, relative to its norm."""
-    return MARGIN * max(UNIT["float32" if emulated and case.train.dtype == "bfloat16" else case.train.dtype], _OF_SCALE)
+    return MARGIN * _unit(case, emulated=emulated)
+
+
+def _unit(case: Case, *, emulated: bool) -> float:
+    return max(UNIT["float32" if emulated and case.train.dtype == "bfloat16" else case.train.dtype], _OF_SCALE)
 
 
 def allowed_distance(case: Case, found: GeneratedResult, *, emulated: bool) -> float:
@@ -40,7 +44,7 @@ def allowed_distance(case: Case, found: GeneratedResult, *, emulated: bool) -> f
     """
     if found.tensor.startswith("scale") and case.float8.traits.power_of_two_scales:
         return POWERS_OF_TWO
-    share = rounding(case, emulated=emulated) / MARGIN
+    share = _unit(case, emulated=emulated)
     if found.dtype in _STEP and share < _STEP[found.dtype]:
         return MARGIN * math.sqrt(share / 2 * _STEP[found.dtype])
     rows_move = case.float8.traits.power_of_two_scales and not emulated  # 0.02 was measured behind such rows
@@ -50,8 +54,8 @@ def allowed_distance(case: Case, found: GeneratedResult, *, emulated: bool) -> f
 def allowed_row(case: Case, found: GeneratedResult, limit: float) -> float:
     """The largest distance of one row, where `limit` is that of the tensor.
 
-    Where the amax of a row is next to a power of two, its scale, and so its float8 data, may be twice as large or half.
-    A product of such a row has other roundings to float8: 0.11 was measured.
+    Where the amax of a row is next to a power of two, its scale, and so its float8 data, may be twice or half as large.
+    Products of such a row are rounded differently: 0.11 was measured.
     """
     if not case.float8.traits.power_of_two_scales:
         return ROW * limit

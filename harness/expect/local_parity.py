@@ -15,7 +15,7 @@ from typing import NamedTuple
 from harness.expect.model import Model
 from harness.matrix.case import Case
 from harness.matrix.linears import OUTPUT_FQN, ROWWISE, converted_fqns, linear_fqns, linear_name
-from harness.matrix.numerics import NORM_ROUNDING, clips_by_a_rounded_norm
+from harness.matrix.numerics import norm_rounding
 from harness.matrix.targets import REFERENCE
 from harness.trace.tensors import ModuleDistance
 
@@ -63,7 +63,7 @@ def allowed_distance(case: Case, found: ModuleDistance, *, bits: Bits, model: Mo
         return EXACT if bits.same and case.target == REFERENCE else LAST_BIT
     if case.compile == "inductor" and found.kind in GENERATED and _is_of_block(found):
         return GENERATED[found.kind]
-    clipped = _rounding_of_norm(case) if found.kind == "grad" else 0.0
+    clipped = norm_rounding(case) if found.kind == "grad" else 0.0
     if model is not None:
         return _of_unknown_model(case, found, model, bits) + clipped
     if not bits.same and _is_behind_unrecorded_cast(case, found):
@@ -176,10 +176,6 @@ def _is_repeated_exactly(case: Case, found: ModuleDistance) -> bool:
 
 def _is_converted(case: Case, fqn: str) -> bool:
     return fqn in converted_fqns(case)
-
-
-def _rounding_of_norm(case: Case) -> float:
-    return NORM_ROUNDING if clips_by_a_rounded_norm(case) else 0.0
 
 
 def _rounding(dtype: str, *, spread: float = 1.0, parts: int = 1) -> float:

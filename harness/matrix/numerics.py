@@ -51,6 +51,11 @@ def clips_by_a_rounded_norm(case: Case) -> bool:
     return case.train.max_norm is not None and case.world_size > 1 and case.train.dtype != "float64"
 
 
+def norm_rounding(case: Case) -> float:
+    """What the rounding of the norm adds to the distance of a clipped gradient, relative to its norm."""
+    return NORM_ROUNDING if clips_by_a_rounded_norm(case) else 0.0
+
+
 def async_tp_gap(case: Case, numerics: Numerics) -> str | None:
     """Why async TP may give other bits than TP; None where it gives the same, or the case has none of it."""
     if not case.layout.async_tp:

@@ -65,17 +65,23 @@ def _notes(found: Parity) -> Iterator[Block]:
 
 def parity_sections(found: Parity, run: RunResult) -> list[Block]:
     """The table, what is wrong with its layouts, and the totals."""
+    return [_titled(found), *_wrong(found, run), *_notes(found), _line(found)]
+
+
+def _titled(found: Parity) -> Section:
+    return Section(title=f"{found.case_id}: layouts against one rank", blocks=(parity_table(found),))
+
+
+def _wrong(found: Parity, run: RunResult) -> Sequence[Block]:
     wrong = {row.case_id for row in found.rows if row.word == "wrong"}
-    table = Section(title=f"{found.case_id}: layouts against one rank", blocks=(parity_table(found),))
-    details = case_sections([each for each in run.results if each.case_id in wrong])
-    return [table, *details, *_notes(found), _line(found)]
+    return case_sections([each for each in run.results if each.case_id in wrong])
 
 
 def parity_markdown(found: Parity, run: RunResult) -> str:
     """To paste: the table, the rest folded."""
-    table, *details = parity_sections(found, run)[: -1 - len(list(_notes(found)))]
+    details = _wrong(found, run)
     folded = [Section(title="what is wrong", blocks=(Verbatim(text_of(details).rstrip(), "text"),), folded=True)]
-    return markdown([table, *_notes(found), _line(found), *(folded if details else ())])
+    return markdown([_titled(found), *_notes(found), _line(found), *(folded if details else ())])
 
 
 def parity_page(found: Parity, run: RunResult) -> bytes:

@@ -94,7 +94,8 @@ def usual_layouts(most: int) -> Iterator[Layout]:
 
 def within(project: Project, cases: Sequence[Case], budget_s: float) -> tuple[tuple[Case, ...], tuple[Case, ...]]:
     """The cheapest cases that fit into so many seconds of wall clock here, cheapest first, and the others."""
-    costs, speed = read_costs(project.root), relative_speed(project, read_costs(project.root))
+    costs = read_costs(project.root)
+    speed = relative_speed(project, costs)
     found = {case: estimate(case, costs) for case in cases}
     seconds = {case: speed * (each.case_cpu_s + each.witness_cpu_s) for case, each in found.items()}
     ordered = sorted(cases, key=lambda case: (seconds[case], case.world_size))
@@ -118,15 +119,16 @@ def compare_layouts(
         raise NothingSelected(f"every layout is excluded: {why}.", where="--layouts", fix="give others.")
     chosen, others = (allowed, ()) if budget_s is None else within(project, allowed, budget_s)
     result, _ = run(project, Query(sources=tuple(map(case_id, chosen))), plan, progress)
+    rows = tuple(map(row, result.results))
     found = Parity(
         case_id=case_id(msgspec.structs.replace(chosen[0], layout=Layout())),
-        rows=(*map(row, result.results), *excluded),
+        rows=(*rows, *excluded),
         left_out=tuple(layout_id(case.layout) for case in others),
-        exit_code=ExitCode.GOOD,
+        exit_code=_exit_code(rows, result),
         seconds=result.end.wall_s,
         software=result.end.provenance,
     )
-    return msgspec.structs.replace(found, exit_code=_exit_code(found.rows, result)), result
+    return found, result
 
 
 def _excluded(case: Case) -> Row:
@@ -175,6 +177,6 @@ def _exit_code(rows: Sequence[Row], result: RunResult) -> ExitCode:
     return exit_code(
         [
             Verdict.PASSED if each.excused else instead.get(of.word, each.verdict)
-            for of, each in zip(rows, result.results, strict=False)
+            for of, each in zip(rows, result.results, strict=True)
         ]
     )
