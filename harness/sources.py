@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import importlib.util
+import json
 import os
 import platform
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from importlib.machinery import ModuleSpec, PathFinder
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import Distribution, PackageNotFoundError, version
 from pathlib import Path
 from typing import NamedTuple
 
@@ -40,6 +41,15 @@ def installed_version(distribution: str) -> str | None:
         return version(distribution)
     except PackageNotFoundError:
         return None
+
+
+def is_editable(found: Distribution) -> bool:
+    """True when pip installed it from a folder whose files may change under the same version."""
+    direct = found.read_text("direct_url.json")
+    try:
+        return direct is not None and bool(json.loads(direct).get("dir_info", {}).get("editable"))
+    except (ValueError, AttributeError):
+        return False
 
 
 def installed_versions(distributions: Iterable[str]) -> dict[str, str]:

@@ -10,6 +10,7 @@ import click
 
 from harness.cli import options
 from harness.cli.axes import axis_options, given_axes
+from harness.cli.environments import given_words
 from harness.matrix.axes import AXES, own_values
 from harness.matrix.layout import MESH_AXES
 from harness.project import Project
@@ -18,6 +19,7 @@ from harness.run_options import CommandOptions
 from harness.running.plan import Plan, with_command
 from harness.running.progress import open_progress
 from harness.running.selection import one_case
+from harness.studies.against import Against
 from harness.studies.layouts import BUDGET_S, USUAL, cases_of, compare_layouts, usual_layouts
 from harness.studies.target_check import parse_layout
 
@@ -25,12 +27,15 @@ _EPILOG = """\b
 Examples:
   fp8-harness parity --layouts single,fsdp2,tp2
   fp8-harness parity --target my_pkg.my_target --recipe tensorwise --markdown table.md
+  fp8-harness parity --target my_pkg.my_target --against "$(git merge-base origin/main HEAD)"
   fp8-harness parity fsdp4-rowwise-v2048-b16 --layouts fsdp4,tp2,fsdp2-tp2,hsdp2x2 --inject fix.py:apply
 
 \b
 Without a case: the tiny model, rowwise, bfloat16. The run is stored: `show last` has its details.
 Exit codes: 0 every layout is equal or within rounding, 1 one is wrong, 3 nothing ran, 4 infrastructure.
 """
+_AGAINST = "Run the same in another place, as base: a git revision of the target's repository, a release, or a venv."
+_OF_THE_BASE = ("jobs", "slots", "quiet")
 _AXES = tuple(name for name in AXES if name not in (*MESH_AXES, "async_tp"))
 
 
@@ -45,6 +50,7 @@ _AXES = tuple(name for name in AXES if name not in (*MESH_AXES, "async_tp"))
 @options.run_option(
     "budget_s", f"The cheapest layouts that fit; the others are named. Default: {BUDGET_S:g} without --layouts."
 )
+@click.option("--against", metavar="REV|PACKAGE==VERSION|VENV", help=_AGAINST)
 @options.run_option("inject")
 @options.json_option("the table")
 @options.run_option("markdown_file", "Write the table as markdown.")
@@ -58,6 +64,7 @@ def parity_command(  # noqa: PLR0913  one parameter per option
     named: str | None,
     asked: str | None,
     budget_s: float | None,
+    against: str | None,
     inject: tuple[str, ...],
     json_file: Path | None,
     markdown_file: Path | None,
@@ -81,7 +88,10 @@ def parity_command(  # noqa: PLR0913  one parameter per option
         layouts = tuple(parse_layout(text, option="--layouts") for text in asked.split(","))
     cases = cases_of(base, layouts, given)
     with open_progress(quiet=quiet) as progress:
-        found, result = compare_layouts(project, cases, plan, progress, budget_s=budget_s)
+        place = None
+        if against is not None:
+            place = Against(against, project, plan, progress.note, words=tuple(given_words(_OF_THE_BASE)))
+        found, result = compare_layouts(project, cases, plan, progress, budget_s=budget_s, against=place)
     options.print_report(parity_sections(found, result), json_file, found)
     options.write_output(markdown_file, lambda: parity_markdown(found, result).encode())
     options.write_output(html_file, lambda: parity_page(found, result))

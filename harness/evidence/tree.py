@@ -17,7 +17,7 @@ _DIRTY = "-dirty"
 
 def tree_commit(root: Path) -> str:
     """The git commit of the tree at `root`, with "-dirty" when tracked files differ; "unknown" without git."""
-    return _git(root, "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*").strip() or "unknown"
+    return git(root, "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*").strip() or "unknown"
 
 
 def source_commit(root: Path) -> str:
@@ -29,12 +29,12 @@ def source_commit(root: Path) -> str:
 def changed_files(root: Path) -> tuple[str, ...]:
     """The tracked files outside of golden/ that differ from the commit, relative to the git repository."""
     everything_else = ("--", ":(top)", ":(exclude)golden")
-    return tuple(filter(None, _git(root, "diff", "--name-only", "-z", "HEAD", *everything_else).split("\0")))
+    return tuple(filter(None, git(root, "diff", "--name-only", "-z", "HEAD", *everything_else).split("\0")))
 
 
 def tree_difference(root: Path) -> str:
     """The differences of tracked files from the commit, as a patch; empty without git or without any."""
-    return _git(root, "diff", "HEAD")
+    return git(root, "diff", "HEAD")
 
 
 @contextlib.contextmanager
@@ -46,7 +46,7 @@ def goldens_of(root: Path, against: str) -> Iterator[Path]:
     if against and (Path(against) / "golden").is_dir():
         yield Path(against)
         return
-    if against.startswith("-") or not _git(root, "rev-parse", "--verify", "--quiet", f"{against}^{{commit}}"):
+    if against.startswith("-") or not git(root, "rev-parse", "--verify", "--quiet", f"{against}^{{commit}}"):
         fix = "name a commit, a branch or a tag of this project, or a folder with golden/."
         raise HarnessError("neither a revision nor a project.", where=f"--against {against}", fix=fix)
     with tempfile.TemporaryDirectory(prefix="fp8-harness-") as folder:
@@ -67,7 +67,7 @@ def _unpack(archive: bytes, folder: Path) -> None:
                 path.write_bytes(content.read())
 
 
-def _git(root: Path, *words: str) -> str:
+def git(root: Path, *words: str) -> str:
     """What git prints; empty when it fails or is not installed."""
     return _git_bytes(root, *words).decode(errors="replace")
 

@@ -6,6 +6,7 @@ runs. So they need not have it installed.
 
 from __future__ import annotations
 
+import os
 import shlex
 import site
 import subprocess
@@ -34,6 +35,9 @@ class NamedEnvironment(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     python: Path
     folder: Path | None = None
+    cwd: Path | None = None  # None: this one
+    root: Path | None = None  # of the project; None: what the words say
+    python_path: tuple[str, ...] | None = None  # None: the PYTHONPATH of this process
 
 
 def python_over(path: Path, folder: Path) -> Path:
@@ -43,13 +47,10 @@ def python_over(path: Path, folder: Path) -> Path:
     """
     where, packages = f"--env {path}", _site_packages(path)
     checkout = [str(HARNESS)] if (HARNESS / "pyproject.toml").is_file() else []  # has no package that hides theirs
-    lines = [*checkout, f"import site; site.addsitedir({str(packages)!r})", str(HARNESS), *site.getsitepackages()]
-    home = folder / f"over-{sha256(repr(lines).encode()).hexdigest()[:16]}"
-    if not (home / ".ready").exists():
-        venv.create(home, with_pip=False, symlinks=True, clear=True)
-        add_paths(home, lines)
-        (home / ".ready").touch()
-    theirs, ours = _origins(path.resolve() / "bin" / "python"), _origins(home / "bin" / "python")
+    lines = [*checkout, site_line(str(packages)), str(HARNESS), *map(site_line, site.getsitepackages())]
+    python = python_with(lines, folder)
+    names = (*_PACKAGES, "harness")
+    theirs, ours = origins(path.resolve() / "bin" / "python", names), origins(python, names)
     if ours.pop("harness") != str(HARNESS / "harness" / "__init__.py"):
         fix = "uninstall it there: the harness that runs is used."
         raise HarnessError("it has a harness of its own.", where=where, fix=fix)
@@ -58,18 +59,40 @@ def python_over(path: Path, folder: Path) -> Path:
             what = f"{name} would be imported from {ours[name]}, not from {origin}."
             fix = f"install {name} there without -e, or --config-settings editable_mode=compat."
             raise HarnessError(what, where=where, fix=fix)
+    return python
+
+
+def python_with(lines: Sequence[str], folder: Path) -> Path:
+    """The Python of an environment with nothing of its own that imports from these, in this order."""
+    home = folder / f"over-{sha256(repr(lines).encode()).hexdigest()[:16]}"
+    if not (home / ".ready").exists():
+        venv.create(home, with_pip=False, symlinks=True, clear=True)
+        add_paths(home, lines)
+        (home / ".ready").touch()
     return home / "bin" / "python"
 
 
-def run_in_environment(place: NamedEnvironment, words: Sequence[str], folder: Path) -> RunResult:
+def site_line(folder: str) -> str:
+    """The line of a path file that adds a folder of packages with what is installed there by `pip install -e`."""
+    return f"import site; site.addsitedir({folder!r})"
+
+
+def run_in_environment(
+    place: NamedEnvironment, words: Sequence[str], folder: Path, *, reports: bool = True
+) -> RunResult:
     """The results of `run` with these words in another environment, stored under its name.
 
-    What it says goes to where this process says it. Raises HarnessError where it ran nothing.
+    What it says goes to where this process says it; without `reports` its progress alone. Raises HarnessError where it
+    ran nothing.
     """
-    file = folder / f"{place.name}.jsonl"
+    file = (folder / f"{place.name}.jsonl").resolve()
     file.unlink(missing_ok=True)
-    command = [str(place.python), "-m", "harness", "run", *words, "--name", place.name, "--json", str(file)]
-    with subprocess.Popen(command, stdout=sys.stderr) as process:
+    root = () if place.root is None else ("--root", str(place.root))
+    asked = (*words, *root, "--name", place.name, "--json", str(file))
+    command = [str(place.python), "-P", "-m", "harness", "run", *asked]
+    paths = {} if place.python_path is None else {"PYTHONPATH": os.pathsep.join(place.python_path)}
+    said = sys.stderr if reports else subprocess.DEVNULL
+    with subprocess.Popen(command, stdout=said, cwd=place.cwd, env={**os.environ, **paths}) as process:
         try:
             code = process.wait()
         except KeyboardInterrupt:  # the run got it too, and ends by itself
@@ -104,13 +127,13 @@ def _site_packages(path: Path) -> Path:
     return packages
 
 
-def _origins(python: Path) -> dict[str, str]:
+def origins(python: Path, names: Sequence[str]) -> dict[str, str]:
     """The file that each package would be imported from, without importing it; empty where there is none."""
     code = (
         "import importlib.util, json, sys; found = {name: importlib.util.find_spec(name) for name in sys.argv[1:]}; "
         "print(json.dumps({name: spec.origin or '' if spec else '' for name, spec in found.items()}))"
     )
-    return from_json(_said_by(python, code, (*_PACKAGES, "harness")), dict[str, str])
+    return from_json(_said_by(python, code, names), dict[str, str])
 
 
 def installed_in(python: Path, package: str) -> str:

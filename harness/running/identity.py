@@ -11,7 +11,6 @@ from __future__ import annotations
 import ast
 import functools
 import hashlib
-import json
 import platform
 import sys
 from collections.abc import Iterable, Iterator, Sequence
@@ -30,6 +29,7 @@ from harness.sources import (
     files_digest,
     installed_source,
     installed_version,
+    is_editable,
     module_digest,
     module_files,
     package_paths,
@@ -151,7 +151,7 @@ def environment(plan: Plan, root: Path, targets: Iterable[str] = ()) -> Environm
     """
     first = plan.capacity.nodes[0]
     found = {name: each for name in PACKAGES if (each := _installed(name)) is not None}
-    sources = {name: installed_source(PACKAGES[name]) for name, each in found.items() if _is_editable(each)}
+    sources = {name: installed_source(PACKAGES[name]) for name, each in found.items() if is_editable(each)}
     return Environment(
         packages={**{name: each.version for name, each in found.items()}, "python": platform.python_version()},
         contents={name: source.digest[:16] for name, source in sources.items() if source is not None},
@@ -178,12 +178,3 @@ def _installed(name: str) -> Distribution | None:
         return distribution(name)
     except PackageNotFoundError:
         return None
-
-
-def _is_editable(found: Distribution) -> bool:
-    """True when pip installed it from a folder whose files may change under the same version."""
-    direct = found.read_text("direct_url.json")
-    try:
-        return direct is not None and bool(json.loads(direct).get("dir_info", {}).get("editable"))
-    except (ValueError, AttributeError):
-        return False

@@ -25,7 +25,15 @@ from packaging.version import InvalidVersion, Version
 
 from harness.errors import HarnessError
 from harness.plural import binary_bytes
-from harness.running.environments import HARNESS, NamedEnvironment, add_paths, installed_in, last_line, python_over
+from harness.running.environments import (
+    HARNESS,
+    NamedEnvironment,
+    add_paths,
+    installed_in,
+    last_line,
+    python_over,
+    site_line,
+)
 from harness.sources import installed_version
 
 _INSTALL_S = 1800.0
@@ -76,7 +84,8 @@ class Versions(msgspec.Struct, frozen=True):
         with _alone(home):
             if not (home / ".ready").exists():
                 self._make(home, version)
-            add_paths(home, [str(HARNESS), *site.getsitepackages()])  # another checkout may have made it
+            # Again, because another checkout may have made it.
+            add_paths(home, [str(HARNESS), *map(site_line, site.getsitepackages())])
         return NamedEnvironment(name=name, python=home / "bin" / "python", folder=home)
 
     def _python_of_user(self, version: str, path: Path) -> Path:

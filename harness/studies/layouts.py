@@ -28,6 +28,7 @@ from harness.running.cost import START_S, relative_speed
 from harness.running.plan import Plan
 from harness.running.progress import Progress
 from harness.running.selection import NothingSelected, Query
+from harness.studies.against import Against, Base, Change, change
 from harness.studies.target_check import refusal_words
 from harness.verdict import ExitCode, Finding, Verdict, exit_code
 from harness.workflow import run
@@ -57,6 +58,9 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     worst_gradient: WorstGradient | None = None
     first: Finding | None = None  # what is wrong first: module, operand, step and rank
     command: str = ""  # runs this layout alone
+    change: Change = ""  # what became of it since the base; empty without one
+    moved: str = ""  # by how much its numbers differ from those of the base, where no rounding explains it
+    base: Row | None = None  # the same layout there; None where the base has no such target
 
 
 class Parity(msgspec.Struct, frozen=True, kw_only=True):
@@ -68,6 +72,7 @@ class Parity(msgspec.Struct, frozen=True, kw_only=True):
     left_out: tuple[str, ...]
     exit_code: ExitCode
     seconds: float
+    against: str = ""  # what the base is: a revision, a version, an environment
     software: Mapping[str, str]
 
 
@@ -109,19 +114,27 @@ def within(project: Project, cases: Sequence[Case], budget_s: float) -> tuple[tu
 
 
 def compare_layouts(
-    project: Project, cases: Sequence[Case], plan: Plan, progress: Progress, *, budget_s: float | None
+    project: Project,
+    cases: Sequence[Case],
+    plan: Plan,
+    progress: Progress,
+    *,
+    budget_s: float | None,
+    against: Against | None = None,
 ) -> tuple[Parity, RunResult]:
-    """Run the case in all layouts that no rule excludes; the run is stored like any other."""
+    """Run the case in all layouts that no rule excludes; the run is stored like any other. The base runs first."""
     excluded = [_excluded(case) for case in cases if exclusions(case)]
     allowed = tuple(case for case in cases if not exclusions(case))
     if not allowed:
         why = ", ".join(f"{row.layout}: {row.why}" for row in excluded)
         raise NothingSelected(f"every layout is excluded: {why}.", where="--layouts", fix="give others.")
     chosen, others = (allowed, ()) if budget_s is None else within(project, allowed, budget_s)
+    base = None if against is None else against.run(chosen[0].target, tuple(map(case_id, chosen)))
     result, _ = run(project, Query(sources=tuple(map(case_id, chosen))), plan, progress)
-    rows = tuple(map(row, result.results))
+    rows = tuple(_beside(base, each) for each in result.results)
     found = Parity(
         case_id=case_id(msgspec.structs.replace(chosen[0], layout=Layout())),
+        against="" if base is None else base.name,
         rows=(*rows, *excluded),
         left_out=tuple(layout_id(case.layout) for case in others),
         exit_code=_exit_code(rows, result),
@@ -133,6 +146,19 @@ def compare_layouts(
 
 def _excluded(case: Case) -> Row:
     return Row(layout=layout_id(case.layout), case_id=case_id(case), word="excluded", why=exclusions(case)[0].name)
+
+
+def _beside(base: Base | None, result: CaseResult) -> Row:
+    """The row of a case, with that of the base."""
+    found = row(result)
+    if base is None:
+        return found
+    then = base.results.get(result.case_id)
+    if then is None:
+        return msgspec.structs.replace(found, change="new")
+    before = row(then)
+    became, by = change(found.word, before.word, result, then)
+    return msgspec.structs.replace(found, change=became, moved=by, base=before)
 
 
 def row(result: CaseResult) -> Row:

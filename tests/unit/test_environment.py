@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from harness.environment import Environment
-from harness.running import identity
 from harness.running.identity import environment
 from harness.running.plan import Plan, make_plan
+from harness.sources import is_editable
 from tests.programs import make_commit
 
 HERE = Environment(
@@ -126,4 +126,4 @@ def test_an_editable_install_is_told(tmp_path: Path, direct_url: str | None, edi
     folder.mkdir()
     if direct_url is not None:
         (folder / "direct_url.json").write_text(direct_url)
-    assert identity._is_editable(PathDistribution(folder)) is editable
+    assert is_editable(PathDistribution(folder)) is editable

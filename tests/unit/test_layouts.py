@@ -12,11 +12,12 @@ from harness.errors import HarnessError
 from harness.matrix.axes import axis_values
 from harness.matrix.case import Case
 from harness.matrix.caseid import case_id, layout_id
-from harness.measured import WorstGradient
+from harness.measured import Curve, WorstGradient
 from harness.report.parity import parity_markdown, parity_page, parity_sections
 from harness.report.sections import text_of
 from harness.result import CaseResult
-from harness.studies.layouts import Parity, Row, _exit_code, cases_of, row, usual_layouts
+from harness.studies.against import Base, change
+from harness.studies.layouts import Parity, Row, _beside, _exit_code, cases_of, row, usual_layouts
 from harness.studies.target_check import parse_layout
 from harness.verdict import ExitCode, Verdict
 from tests.builders import WQ, a_finding, make_measured, make_result, make_results
@@ -112,7 +113,12 @@ def test_markdown_is_one_table_and_the_page_has_it_too() -> None:
     found, run = parity(*results), make_results(*results)
     text = parity_markdown(found, run)
     assert "| layout | verdict | loss 1 | loss 2 | norm 1 | norm 2 | off | allowed |" in text
-    assert "<details><summary>what is wrong</summary>" in text and "| tp2 | equal | 8.00000 |" in text
+    verdict, _, rest = text.partition("\n")
+    assert verdict == "## parity: 1 layout is wrong: tp2"
+    assert "<details><summary>all findings</summary>" in rest and "| tp2 | equal | 8.00000 |" in rest
+    assert rest.index("| tp2 | wrong |") < rest.index("- tp2: ") < rest.index("<details>")
+    assert "no GPU was used" not in text  # of a run that does not say so
+    assert parity_markdown(replace(found, software={"device": "cpu"}), run).count("\n- ", rest.index("<details>")) >= 3
     assert b"Layouts against one rank" in parity_page(found, run)
 
 
@@ -124,3 +130,62 @@ def test_layouts_are_meshes_of_powers_of_two_and_keep_the_axes_of_the_case() -> 
     assert list(map(case_id, cases)) == ["single-tensorwise-v2048-f32", "tp2-nosp-tensorwise-tpstyle.fp8-v2048-f32"]
     with pytest.raises(HarnessError, match="no layout of this case has a use for it"):
         cases_of({**base, "sequence_parallel": False}, [parse_layout("fsdp2")], ["sequence_parallel"])
+
+
+def numbers(digest: str = "a", *, solo: float = 8.0, **changes: Any) -> CaseResult:
+    """A result with digests, and the curve of one rank."""
+    found = result(**changes)
+    assert found.measured is not None
+    curves = {"case": Curve(losses=found.losses, grad_norms=found.grad_norms)}
+    curves["solo"] = Curve(losses=(solo, 7.5), grad_norms=(1.0, 0.9))
+    digests = {"gradients": digest, "parameters": digest}
+    return replace(found, measured=replace(found.measured, digests=digests, curves=curves))
+
+
+@pytest.mark.parametrize(
+    ("now", "then", "word"),
+    [
+        (numbers(), numbers(), "same bits"),
+        (numbers("b"), numbers(), "rounding"),
+        (numbers("b", solo=8.1), numbers(), "moved"),
+        (numbers("b", losses=(9.0, 7.5)), numbers(solo=8.1), "moved"),
+        (result(), numbers(), "not compared"),  # without digests
+        (ROWS["wrong"], numbers(), "now wrong"),
+        (ROWS["wrong"], ROWS["wrong"], "wrong in both"),
+        (numbers(), ROWS["wrong"], "now right"),
+        (numbers(), ROWS["infra"], "not compared"),
+        (ROWS["wrong"], ROWS["infra"], "not compared"),
+        (ROWS["not run"], numbers(), "not compared"),
+        (ROWS["wrong"], None, "new"),
+    ],
+)
+def test_what_became_of_a_layout_since_the_base(now: CaseResult, then: CaseResult | None, word: str) -> None:
+    base = Base(name="abc (main)", results={} if then is None else {NAME: then})
+    assert _beside(base, now).change == word
+
+
+@pytest.mark.parametrize(
+    ("word", "before", "became"),
+    [
+        ("equal", "refused", "now runs"),
+        ("refused", "equal", "now refused"),
+        ("refused", "refused", ""),
+        ("wrong", "refused", "now wrong"),
+    ],
+)
+def test_a_refusal_may_come_and_go(word: str, before: str, became: str) -> None:
+    assert change(word, before, result(), result()) == (became, "")
+
+
+def test_a_table_shows_of_the_base_what_differs() -> None:
+    base = Base(name="abc (main)", results={NAME: ROWS["wrong"]})
+    now = replace(numbers("b"), losses=(8.0, 7.4))
+    found = replace(parity(now), against="abc (main)", rows=(_beside(base, now),))
+    text = parity_markdown(found, make_results(now))
+    assert text.startswith("## parity: no layout is wrong; against abc (main): 1 now right\n")
+    columns = "| layout | verdict | base | change | loss 2 | base loss | norm 2 | off | base off | allowed | worst"
+    assert columns in text
+    assert "| tp2 | rounding | wrong | now right | 7.40000 | 7.50000 | 0.9 | 0.01 | 0.3 | 0.1 |" in text
+    both = replace(parity(ROWS["wrong"]), rows=(_beside(base, ROWS["wrong"]),), against="abc (main)")
+    assert both.exit_code is ExitCode.FAILED  # wrong is wrong
+    assert "in the base too: input in forward" in parity_markdown(both, make_results(ROWS["wrong"]))
