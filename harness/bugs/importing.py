@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from harness.bugs.draft import Draft
 from harness.bugs.facts import LAST_TOML, resolve
-from harness.bugs.prose import clauses, day_of, find_link, id_of, observe, refused_by_prose, stated_by_prose
+from harness.bugs.prose import clauses, day_of, find_link, id_of, observe, outside_by_prose, stated_by_prose
 from harness.bugs.reading import Reading, Statement
 from harness.bugs.report import Report, clean_words
 from harness.errors import HarnessError
@@ -67,7 +67,8 @@ def import_report(report: Report, options: ImportOptions) -> ImportedBug:
     prose, passed = stated_by_prose(told)
     # With torchao's float8 in options or calls, prose about other software is no request for it.
     of_torchao = any(each.fact in ("float8", "recipe") for each in reading.statements)
-    refused = {**reading.outside, **refused_by_prose(report, told[: 1 if of_torchao else None])}
+    named, asked = outside_by_prose(report, told[: 1 if of_torchao else None], day)
+    refused = {**reading.outside, **named}
     bug = replace(
         seen,
         title=options.title or seen.title,
@@ -88,6 +89,12 @@ def import_report(report: Report, options: ImportOptions) -> ImportedBug:
         )
         lists = {name: getattr(draft, name) for name in ("stated", "derived", "assumed", "missing", "full_size")}
         found = replace(found, case=draft.case(), **lists)
+        questions = {name: f"was it run ({words})? No case has it" for name, words in asked.items()}
+        if reading.differ:
+            questions["command"] = f"which command fails? They differ in {', '.join(reading.differ)}"
+        if not (draft.stated or draft.derived or draft.missing):
+            questions["run"] = "no option, command or degree is in the report: what was run?"
+        found = replace(found, missing={**found.missing, **questions})
         ignored = (*ignored, *draft.ignored)
     return ImportedBug(bug=found, day=day, day_from=day_from, ignored=ignored)
 
@@ -103,6 +110,9 @@ def import_configuration(
     reading = Reading(report, day)
     for name, reason in reading.outside.items():
         raise HarnessError(f"no case has {name}: {reason}.", where=report.where, fix="leave it out.")
+    if reading.differ:
+        what = f"has several commands, which differ in {', '.join(reading.differ)}."
+        raise HarnessError(what, where=report.where, fix="keep one of them.")
     if not reading.statements:
         fix = "give a file of torchtitan, accelerate or Megatron-LM, or its flags: --section.option value …"
         raise HarnessError("holds no option that is known.", where=report.where, fix=fix)

@@ -1,7 +1,8 @@
 """What the prose of a report says: a few facts, and what was seen. "Cannot tell" is better than a guess.
 
-Read are only words that stand for a fact in nearly all reports: they are declared with the axes and in `scope.py`. What
-a clause says of a run that works is no statement.
+Read are only words that stand for a fact in nearly all reports: they are declared with the axes and in `scope.py`. A
+word without a value counts in the title, in a list, or beside another value: alone in a sentence it may be about
+anything. What a clause denies, doubts, or says of a run that works is no statement.
 """
 
 from __future__ import annotations
@@ -11,12 +12,11 @@ import re
 from collections.abc import Iterator, Sequence
 
 import msgspec
-from msgspec.structs import replace
 
 from harness.bugs.reading import Source, Statement
 from harness.bugs.report import Report, clean_words
 from harness.matrix.bugfile import UNREPORTED, Bug, Symptom
-from harness.matrix.scope import SCOPE
+from harness.matrix.scope import FSDP1, SCOPE, OutOfScope, asked_by_call
 from harness.matrix.spellings import read_as, spellings_in_prose
 
 _CLAUSE = re.compile(
@@ -30,37 +30,43 @@ _CONTROL = re.compile(
     re.IGNORECASE,
 )
 _BROKEN = re.compile(r"\b(?:not work|n't work|no longer|un(?:able|expected)|only works|stop\w* work)", re.IGNORECASE)
-_RUN = re.compile(
-    r"\b(?:us(?:e|es|ed|ing)|with|run(?:s|ning)?|ran|train(?:s|ed|ing)?|enabl\w+|combin\w+|tr(?:y|ied|ying)|debugging)\b",
-    re.IGNORECASE,
-)
-_HEDGED = re.compile(
-    r"\b(?:like|other|also|unlike|compar\w+|would|could|should|might|support(?:s|ed)?|instead|rather|similar|e\.g|plan\w*"
-    r"|future|such as|fun fact|built to|if you)\b",
-    re.IGNORECASE,
-)
-# What was seen, which denies nothing of what was run.
+# Tags, and what was seen, which deny nothing of what was run.
 _FAILED = re.compile(
-    r"\b(?:(?:do|does|did|can|could|will|would)(?: not|n't) (?:work|converge|train|run|compile|match|fuse|help|support"
+    r"\[[^\]\n]*\]"
+    r"|\b(?:(?:do|does|did|can|could|will|would)(?: not|n't) (?:work|converge|train|run|compile|match|fuse|help|support"
     r"|fit|divide|scale|finish|give|get|improve|start|agree|return)"
     r"|(?:not|n't) (?:work|converg|fus|convert|divisible|equal|the same|support|implement|available|found|giv|match)\w*"
     r"|cannot|unable|no (?:longer|speed\w*|module|attribute|kernel|such|gain|improvement|error|warning))\b",
     re.IGNORECASE,
 )
 # Before a word: that it was not run, or may not have been. After it: that it was not on.
+_NEGATION = (
+    r"no|not|never|none|neither|nor|without|w/o|w/out|disabl\w+|off|instead|rather|unlike|except|exclud\w+|remov\w+"
+    r"|delet\w+|deprecat\w+|drop\w*|avoid\w*|skip\w*|rul\w+ out|ruled|other than|than|vs\.?|versus"
+)
 _DENIED = re.compile(
-    r"\b(?:no|not|never|none|neither|nor|without|w/o|w/out|disabl\w+|off|instead|rather|unlike|except|excluding|exclud\w+"
-    r"|remov\w+|drop\w*|avoid\w*|skip\w*|rul\w+ out|ruled|if|whether|maybe|perhaps|would|could|should|might|may|plan\w*"
-    r"|future|similar|other than|like|e\.g|such as|than|vs\.?|versus)\b|n't\b",
+    rf"\b(?:{_NEGATION}|if|whether|maybe|perhaps|would|could|should|might|may|also|including|plan\w*|future|similar|like"
+    r"|e\.g|such as)\b|n't\b",
     re.IGNORECASE,
 )
+_NEGATED = re.compile(rf"(?:\b(?:{_NEGATION})\b|n't\b)(?:\W+\w+){{0,4}}\W*$", re.IGNORECASE)  # what follows it soon
 _NOT_ON = re.compile(
     r"^[^,;]{0,30}?\b(?:disabled|off|false|ruled out|removed|unused|"
     r"(?:not|never) (?:\w+ )?(?:us|enabl|set|appl|involv|need|part)\w*|n't (?:us|enabl|set|appl|involv|need)\w*)\b",
     re.IGNORECASE,
 )
+_RAN = re.compile(
+    r"\W*(?:(?:hi|hello|so|currently|here)\b,? )?(?:I|we)\b(?:'m|'re|'ve| am| are| have| was| were)?"
+    r"(?: been| currently)? (?:run|ran|us(?:e|ing)|train|fine-?tun|tr(?:y|ied)|pre-?train)",
+    re.IGNORECASE,
+)
 _SETTING = re.compile(r"\s*[-*+]\s+[\w./ -]{1,40}?\s*[=:]\s*\S{1,40}\s*$")
-_TRIVIAL = frozenset({"float8", "fsdp", "tp_used", "model_size"})
+_TRIVIAL = frozenset({"float8", "fsdp", "tp_used"})
+_FEW = 5  # words of a clause that is no sentence
+_FLOAT8 = re.compile(r"(?i)\b(?:fp8|float8)")
+_FSDP, _SECOND = re.compile(r"(?i)\bFSDP\b"), re.compile(r"(?i)FSDP-?2|fully_shard|torchtitan")
+_NAME = re.compile(r"\b(?=\w*[a-z_][A-Z_]|\w*[a-z]_)[A-Za-z_][\w.]{7,60}")
+_PROTOTYPE, _FSDP2 = datetime.date(2024, 2, 1), datetime.date(2024, 7, 24)  # of FSDP2, and torch 2.4 with it
 
 _LINK = re.compile(r"https://github\.com/([\w.-]{1,60})/([\w.-]{1,80})/(?:issues|pull|discussions)/(\d{1,8})", re.ASCII)
 _SHORT = re.compile(
@@ -84,13 +90,8 @@ _CONSEQUENCES = (
 )
 _PREFIX = re.compile(r"^\s*(?:\[?rank\d+\]?:\s*|\[[^\]\n]{0,40}\]:?\s*|E\s+|\d{4}-\d\d-\d\d[\d:., -]*)+")
 _STEP = re.compile(
-    r"\b(?:step|iter(?:ation)?)s?\s*[:=#]?\s*(\d{1,7})\b"
-    r"|\b(\d{1,7})\s*(?:st|nd|rd|th)?[ -]?(?:iter(?:ation)?s?|steps?)\b",
-    re.IGNORECASE,
-)
-_BAD = re.compile(
-    r"\b(?:nans?(?! iterations)|inf|diverg\w*|explod\w*|spik\w*|crash\w*|fail\w*|hang\w*|hung|stuck|wrong|mismatch\w*"
-    r"|error)\b",
+    r"\b(?:at|after|from|on|by|in)\s+(?:about |around |roughly |the |~)*"
+    r"(?:(?:step|iter(?:ation)?)s?\s*[:=#]?\s*(\d{1,7})\b|(\d{1,7})\s*(?:st|nd|rd|th)?[ -]?(?:iter\w*|steps?)\b)",
     re.IGNORECASE,
 )
 _BAD_LOG = re.compile(r"\bstep:?\s*(\d{1,7})\b[^\n]{0,80}\bloss:?\s*(?:nan|inf)\b", re.IGNORECASE)
@@ -102,26 +103,30 @@ _VERSION = re.compile(
     r"v?(\d{1,4}\.\d{1,4}(?:\.\w[\w.+]{0,40})?)(?=[.`]?\s*(?:$|[,;|()\[]))"
 )
 _HARDWARE = re.compile(
-    r"(?:\b(\d{1,5})\s*(?:x\s*)?)?(?:NVIDIA\s+|AMD\s+)?"
-    r"\b(GB200|H100|H200|H20|A100|B200|B100|L40S?|MI300X|MI250X|RTX ?\d{4})s?\b"
+    r"(?im)(?:\b(\d{1,5})\s*(?:x\s*)?(?:NVIDIA\s+|AMD\s+)?|\b(?:NVIDIA|AMD)\s+"
+    r"|^\W{0,4}(?:GPUs?|Hardware)\b[^:\n]{0,9}:[ *]*)"
+    r"(GB[23]00|H100|H200|H800|H20|A100|A6000|A40|V100|B[123]00|L40S?|MI\d{3}X|RTX ?\w?\d{4})(?:'?s)?\b"
     r"(?:[ -]{0,2}(\d{2,3}) ?(?:GB|GiB))?"
 )
 _SYMPTOMS: tuple[tuple[Symptom, str], ...] = (
     ("hang", r"hang(?:s|ing)?\b|\bhung\b|deadlock|stuck|watchdog|collective timeout"),
     ("nan", r"\bnans?\b|\binf loss"),
     ("memory", r"\bOOM\b|out of memory|memory (?:leak|usage|consumption|increase|overhead)|peak memory|high memory"),
-    ("diverges", r"diverg|loss (?:spike|explod)|not converg|doesn.t converge|converge"),
+    ("diverges", r"diverg|loss (?:spike|explod)|not converg|doesn.t converge"),
     (
         "slow",
-        r"\bslow|low throughput|low perf|performance regress|same perf|throughput|not fusing|not fused|speed",
+        r"\bslow|low throughput|low perf|performance regress|same perf|throughput|not fusing|not fused|\bspeed",
     ),
     ("traffic", r"all-?gathers? (?:\w+ )?in bf16|instead of fp8|comm bandwidth|ignores `?enable_fsdp"),
     ("not_converted", r"not (?:being )?converted|isn.t converted|no (?:linear|float8linear)"),
     ("metric", r"\bmfu\b|grad(?:ient)?[_ ]norm (?:is|reported|count)"),
-    ("crash", r"crash|divisible by|error|unable to run|fails?\b|exception|assert|mismatch"),
+    (
+        "crash",
+        r"crash|divisible|not fit|\w+error\b|errors? (?:when|if|with)|unable to|fail(?:s|ed)?\b|assert|raises",
+    ),
     (
         "wrong_numbers",
-        r"numeric|wrong|incorrect|accuracy|not (?:giving )?(?:the )?same|differ|discrepan|parity|regress",
+        r"numeric|wrong|incorrect|accuracy|not the same|differ|discrep|inconsisten|mismatch|error in",
     ),
 )
 
@@ -150,9 +155,12 @@ def stated_by_prose(told: Sequence[Clause]) -> tuple[list[Statement], list[str]]
     passed: list[str] = []
     for clause in told:
         found = list(_statements(clause))
-        kept = [each for each, denied in found if not (clause.control or denied)]
+        kept = [each for each, denied, _ in found if not (clause.control or denied)]
+        alone = len({each.fact for each in kept} - _TRIVIAL) == 1 and len(clause.text.split()) > _FEW
+        if alone and not clause.title:
+            kept = [each for each, _, valued in found if each in kept and (valued or each.fact in _TRIVIAL)]
         stated += kept
-        if any(each.fact not in _TRIVIAL and each not in kept for each, _ in found):
+        if any(each.fact not in _TRIVIAL and each not in kept for each, *_ in found):
             why = "what works, or is compared with" if clause.control else "it may say what was not run"
             passed.append(f"{clean_words(clause.text)}: {why}")
         elif not found and _SETTING.match(clause.text):
@@ -160,21 +168,38 @@ def stated_by_prose(told: Sequence[Clause]) -> tuple[list[Statement], list[str]]
     return stated, passed
 
 
-def refused_by_prose(report: Report, told: Sequence[Clause]) -> dict[str, str]:
-    """What prose says was run and no case has, with the words: in the title, or in a sentence that says so.
+def outside_by_prose(
+    report: Report, told: Sequence[Clause], day: datetime.date
+) -> tuple[dict[str, str], dict[str, str]]:
+    """(refused, asked): what the title, the repository or "we run" name and no case has; what a sentence mentions."""
+    refused: dict[str, str] = {}
+    asked: dict[str, str] = {}
+    link = find_link(_head(report))[0].split("/")
+    repository, name = "/".join(link[3:5]), "".join(link[4:5])
+    for each in SCOPE:
+        others = bool(each.float8_of and re.match(each.float8_of, repository))
+        if (each.said and re.search(each.said, name)) or (others and _FLOAT8.search(report.title)):
+            refused[each.name] = f"{each.reason} (an issue of {repository})"
+        elif others and _FLOAT8.search(report.text):
+            asked[each.name] = f"an issue of {repository}"
+    for clause in told:
+        for each, ran in _mentioned(clause, first=day < _FSDP2 and not _SECOND.search(report.text)):
+            words = clean_words(clause.text)
+            asked.setdefault(each.name, words)
+            if ran and (each is not FSDP1 or day < _PROTOTYPE or not _FSDP.search(words)):
+                refused.setdefault(each.name, f"{each.reason} ({words})")
+    return refused, {name: words for name, words in asked.items() if name not in refused}
 
-    The title is read with the repository before it: its issues are about its own software.
-    """
-    repository = find_link(_head(report))[0].split("/")[4:5]
-    told = [replace(told[0], text=": ".join([*repository, told[0].text])), *told[1:]] if told else []
-    found: dict[str, str] = {}
-    for each in SCOPE if told else ():
-        for clause in told:
-            match = re.search(each.said, clause.text) if each.said else None
-            ran = clause.title or (_RUN.search(clause.text) and not _HEDGED.search(clause.text))
-            if match and ran and not (clause.control or _denied(clause.text, match)):
-                found.setdefault(each.name, f"{each.reason} ({clean_words(clause.text)})")
-    return found
+
+def _mentioned(clause: Clause, *, first: bool) -> Iterator[tuple[OutOfScope, bool]]:
+    """What a clause mentions and no case has, and whether it was run. `first`: FSDP is FSDP1."""
+    for each in SCOPE:
+        match = re.search(each.said, clause.text) if each.said else None
+        match = match or (_FSDP.search(clause.text) if each is FSDP1 and first else None)
+        if match and not (clause.control or _denied(clause.text, match, _NEGATED)):
+            yield each, clause.title or bool(_RAN.match(clause.text) and not _denied(clause.text, match))
+    for each in filter(None, map(asked_by_call, _NAME.findall(clause.text))):
+        yield each, False
 
 
 def observe(report: Report, told: Sequence[Clause]) -> Bug:
@@ -188,8 +213,8 @@ def observe(report: Report, told: Sequence[Clause]) -> Bug:
         symptom=_symptom(told, message),
         reported=_date(head, _DATES),
         message=message,
-        first_bad_step=_first_bad_step(report, told),
-        hardware=_hardware(report.text),
+        first_bad_step=_first_bad_step(report),
+        hardware=_hardware("\n".join(piece.text for piece in report.pieces if not piece.comment)),
         versions=_versions(report, told),
     )
 
@@ -219,15 +244,17 @@ def _head(report: Report) -> str:
     return "\n".join([line for line in report.text.split("\n") if line.strip()][:_HEAD_LINES])
 
 
-def _statements(clause: Clause) -> Iterator[tuple[Statement, bool]]:
-    """What a clause has words for, and whether it may say that this was not run."""
+def _statements(clause: Clause) -> Iterator[tuple[Statement, bool, bool]]:
+    """What a clause has words for, whether it may say that this was not run, and whether a value is given."""
     for axis, spelling in spellings_in_prose():
         for match in re.finditer(spelling.said, clause.text, re.IGNORECASE):
             said = next((group for group in match.groups() if group), "true")
             words = _around(clause.text, match)
             for fact, value in read_as(axis, spelling, said).items():
                 source: Source = "title" if clause.title else "prose"
-                yield Statement(fact=fact, value=value, words=words, source=source), _denied(clause.text, match)
+                stated = Statement(fact=fact, value=value, words=words, source=source)
+                valued = any(match.groups()) and fact != "model_size"
+                yield stated, _denied(clause.text, match), valued
 
 
 def _around(text: str, match: re.Match[str]) -> str:
@@ -236,9 +263,9 @@ def _around(text: str, match: re.Match[str]) -> str:
     return clean_words(text if len(text) < 90 else text[start : None if end < 0 else end])
 
 
-def _denied(text: str, match: re.Match[str]) -> bool:
-    before, after = _FAILED.sub("", text[: match.start()]), text[match.end() : match.end() + 60]
-    return bool(_DENIED.search(before) or _NOT_ON.search(after))
+def _denied(text: str, match: re.Match[str], before: re.Pattern[str] = _DENIED) -> bool:
+    seen, after = _FAILED.sub("", text[: match.start()]), text[match.end() : match.end() + 60]
+    return bool(before.search(seen) or _NOT_ON.search(after))
 
 
 def _date(text: str, forms: Sequence[tuple[re.Pattern[str], str]]) -> datetime.date | None:
@@ -270,24 +297,21 @@ def _message(report: Report) -> str:
 
 
 def _symptom(told: Sequence[Clause], message: str) -> Symptom:
-    """The symptom in the title, else a crash if there is an error, else the first symptom in the prose."""
-    prose = " ".join(clause.text for clause in told if not (clause.title or clause.control))
-    for text in (told[0].text, message and "error", prose):
+    """The symptom in the title, else a crash if there is an error."""
+    for text in (told[0].text, message and "crash"):
         for symptom, pattern in _SYMPTOMS:
             if re.search(pattern, text, re.IGNORECASE):
                 return symptom
     return "unknown"
 
 
-def _first_bad_step(report: Report, told: Sequence[Clause]) -> int | None:
+def _first_bad_step(report: Report) -> int | None:
+    """Of a log, else of the title."""
     log = _BAD_LOG.search("\n".join(piece.text for piece in report.pieces if not piece.comment))
     if log is not None:
         return int(log[1]) or None
-    for clause in told:
-        found = _STEP.search(clause.text)
-        if found and _BAD.search(clause.text) and not clause.control:
-            return int(found[1] or found[2]) or None
-    return None
+    found = _STEP.search(report.title)
+    return int(found[1] or found[2]) or None if found else None
 
 
 def _versions(report: Report, told: Sequence[Clause]) -> dict[str, str]:
@@ -307,4 +331,6 @@ def _hardware(text: str) -> str:
     if not found:
         return ""
     count, name, memory = found[0].groups()
+    line = text[text.rfind("\n", 0, found[0].start()) + 1 : found[0].end()]
+    count = "" if re.search(r"\bnodes?\b", line) else count  # those of a node
     return f"{f'{count} x ' if count else ''}{name}{f' {memory} GB' if memory else ''}"

@@ -12,6 +12,7 @@ from typing import Literal
 import msgspec
 
 from harness.bugs.report import Piece, Report, clean_words, options_of_toml, python_tree
+from harness.matrix.axes import AXES
 from harness.matrix.layout import MESH_AXES
 from harness.matrix.recipes import OPERAND_FIELDS, Operand
 from harness.matrix.scope import FSDP1, OutOfScope, asked_by_call, asked_by_option
@@ -23,6 +24,7 @@ ROUNDED = "round_scales_to_power_of_2"
 Source = Literal["flag", "config", "shape", "title", "prose"]
 
 _FLAG = re.compile(r"""(?<![\w-])--([A-Za-z][\w.-]*)(?:(?:=|[ \t]+)("[^"\n]*"|'[^'\n]*'|(?!-)[^\s`]+))?""")
+_LAUNCH = re.compile(r"\b(?:torchrun|run_(?:llama_)?train\.sh|accelerate launch|python3? |srun )")
 _VARIABLE = re.compile(r"\b(NGPU|CONFIG_FILE|CONFIG|WORLD_SIZE)=[\"']?([\w./ -]*?)[\"']?(?=\s|$)")
 _LINE = re.compile(
     r"^(\s*)(?:[-*+] +)?[\"']?([\w.-]+)[\"']?\s*(?:[:=]|\.{3,})\s*(.*?)\s*,?\s*(?:#.*|\s\(.*\))?$", re.ASCII
@@ -30,6 +32,16 @@ _LINE = re.compile(
 _SECTION = re.compile(r"^\s*\[([\w.]+)\]\s*$")
 # Lines that torchtitan prints, such as `ModelArgs(dim=256, n_layers=8` and `parallelism: pp=1, dp_shard=2`.
 _LOGGED = re.compile(r"(?:\w*Args\(|with parallelism: )((?:\w+=[\w.]+,? ?)+)")
+# Sentences of its log, by the option that they tell.
+_TOLD = (
+    ("local_batch_size", r"\blocal batch size:? (\d+)"),
+    ("global_batch_size", r"\bglobal batch size:? +(\d+)"),
+    ("seq_len", r"\bsequence length:? (\d+)"),
+    ("model.flavor", r"\bModel \w+ (\w+) size: [\d,]+ total"),
+    ("activation_checkpoint.mode", r"\bApplied (\w+) activation checkpointing to"),
+    ("enable_float8_linear", r"\bSwapped to Float8Linear layers"),
+    ("enable_fsdp_float8_all_gather", r"\bSwapped to Float8Linear layers with enable_fsdp_float8_all_gather=(\w+)"),
+)
 _MESH = re.compile(r"device mesh with \[([^\]\n]{1,120})\], \[(\d{1,5}(?:, ?\d{1,5})*)\]")
 _CASTS = re.compile(r"\bcast_configs=((?:(?:i|w|go)(?:_g[iw])?:(?:dyn|dis)_(?:ten|axs)_e\dm\d,?){1,6})")
 _SHAPE = re.compile(r"(?:torch\.Size\()?\[(\d{1,7}(?:, ?\d{1,7}){1,2})\]\)?")
@@ -66,6 +78,8 @@ class Reading:
         self.statements: list[Statement] = []
         self.outside: dict[str, str] = {}
         self.unknown: dict[str, str] = {}  # by key, the words of an option that was not understood
+        self.differ: tuple[str, ...] = ()  # facts that some commands state and others do not
+        self._commands: list[set[str]] = []  # the facts of each
         self._day = day
         self._casts: dict[str, object] = {}
         for piece in report.pieces:
@@ -73,6 +87,7 @@ class Reading:
                 self._read(piece)
         if self._casts:
             self._operands(self._casts)
+        self._one_command()
         self._first_fsdp()
         self._tokens(report.text)
 
@@ -90,6 +105,14 @@ class Reading:
             with contextlib.suppress(RecursionError):  # nested too deeply for anybody's configuration
                 self._python(tree)
 
+    def _one_command(self) -> None:
+        """What some commands state and others do not is no statement."""
+        if self._commands:
+            stated = set[str]().union(*self._commands)
+            some = {fact for fact in stated if not all(fact in facts for facts in self._commands)}
+            self.differ = tuple(sorted(some & {*AXES, "dp", "local_batch"}))
+            self.statements = [each for each in self.statements if each.source != "flag" or each.fact not in some]
+
     def _first_fsdp(self) -> None:
         """What asks for FSDP1: FSDP of accelerate where no version is given, and its class where FSDP2 is not there."""
         second = any(each.fact == "fsdp" and each.value for each in self.statements)
@@ -104,6 +127,8 @@ class Reading:
         self.statements.append(Statement(fact=fact, value=kept, words=clean_words(words), source=source))
 
     def _option(self, key: str, value: object, words: str, source: Source) -> bool:
+        if str(value) in ("null", "~"):
+            return True
         outside = asked_by_option(plain_key(key), value)
         self._refuse(outside, words)
         found = meaning(key, value, self._day)
@@ -118,13 +143,17 @@ class Reading:
     # Flags, files and lines
 
     def _flags(self, text: str) -> None:
-        for found in list(_FLAG.finditer(text))[:_MOST]:
-            key, value = found[1], (found[2] or "").strip("\"'")
-            section, dot, last = key.rpartition(".")
-            if last.startswith(("no-", "no_")):
-                key, value = f"{section}{dot}{last[3:]}", "false"
-            words = found[0].strip()
-            self._known(key, value or True, words, "flag")
+        for line in text.split("\n"):
+            before = len(self.statements)
+            for found in list(_FLAG.finditer(line))[:_MOST]:
+                key, value = found[1], (found[2] or "").strip("\"'")
+                section, dot, last = key.rpartition(".")
+                if last.startswith(("no-", "no_")):
+                    key, value = f"{section}{dot}{last[3:]}", "false"
+                self._known(key, value or True, found[0].strip(), "flag")
+            facts = {each.fact for each in self.statements[before:]}
+            if facts and _LAUNCH.search(line):
+                self._commands.append(facts)
 
     def _known(self, key: str, value: object, words: str, source: Source) -> None:
         if not self._option(key, value, words, source) and "." in key and not _NEUTRAL.match(key):
@@ -145,6 +174,10 @@ class Reading:
         for found in _LOGGED.finditer(text):
             for key, value in re.findall(r"(\w+)=([\w.]+)", found[1]):
                 self._option(key, value, f"{key}={value}", "config")
+        for key, pattern in _TOLD:
+            for found in re.finditer(rf"(?m)^\W*(?:rank\d|\[|\d{{4}}-).*{pattern}", text):
+                value = found[1] if found.re.groups else True
+                self._option(key, value, found[0].rpartition(" - ")[2], "config")
         for names, sizes in _MESH.findall(text):
             for name, size in zip(re.findall(r"\w+", names), re.findall(r"\d+", sizes), strict=False):
                 if name in (*MESH_AXES, "dp"):

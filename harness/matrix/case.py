@@ -68,7 +68,6 @@ class Checkpointing(CaseStruct, frozen=True, kw_only=True):
                 keys("SelectiveAC.Config()", values={"*": "selective"}),
                 Spelling(said=r"""['"]?\bfull\b['"]?\s+(?:AC|(?:activation )?checkpointing)\b""", values={"*": "full"}),
                 Spelling(said=r"\b(?:selective[- ]op AC|per[- ]op S?AC|op SAC)\b", values={"*": "selective_op"}),
-                Spelling(said=r"\b(?:no|without|w/o) (?:AC|(?:activation )?checkpointing)\b", values={"*": "none"}),
             ),
         ),
     ] = "none"

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 import msgspec
 
 _SEVERAL = r"[2-9]|[1-9]\d+"  # any degree above 1
-_MIXTURES = r".*(?:mixtral|moe|-a\d+b|llama-?4|deepseek[-_]?v[23]).*"  # models with experts
+_MIXTURES = r".*(?:mixtral|moe|-a\d+b|llama-?4|deepseek[-_]?v[23]|gpt-oss|glm-4\.5|kimi).*"  # models with experts
 
 
 class OutOfScope(msgspec.Struct, frozen=True, kw_only=True):
@@ -19,6 +19,7 @@ class OutOfScope(msgspec.Struct, frozen=True, kw_only=True):
 
     `words`: a pattern of what people write for it in ids, axes and values. `options`: by the last part of an option's
     name, a pattern of the values that ask for it. `calls`: a pattern of names in Python. `said`: one of prose.
+    `float8_of`: one of repositories whose float8 it is.
     """
 
     name: str
@@ -27,6 +28,7 @@ class OutOfScope(msgspec.Struct, frozen=True, kw_only=True):
     options: Mapping[str, str] = {}
     calls: str = ""
     said: str = ""
+    float8_of: str = ""
 
     @property
     def text(self) -> str:
@@ -41,9 +43,9 @@ FSDP1 = OutOfScope(
     name="FSDP1",
     reason="the float8 all-gather exists in FSDP2 (fully_shard) only",
     words=r"fsdp1|fsdp_?v1",
-    options={"fsdp_version": r"1"},
+    options={"fsdp_version": r"1", "fsdp": r"(?:full_shard|shard_grad_op|hybrid_shard)\b.*"},
     calls=r"FSDP|FullyShardedDataParallel",
-    said=r"(?i)\bFSDP ?v?1\b",
+    said=r"(?i)\b(?:FSDP ?v?1|fairscale)\b",
 )
 SCOPE = (
     OutOfScope(
@@ -52,7 +54,7 @@ SCOPE = (
         words=r"(cp|context_parallel\w*)\d*",
         options=_options("context_parallel_degree context_parallel_size cp_size", _SEVERAL),
         calls=r"context_parallel",
-        said=r"\bCP(?![A-Za-z])|\b(?i:context[- ]parallel)",
+        said=r"\bCP(?![A-Za-z]| ?= ?1\b)|\b(?i:context[- ]parallel)",
     ),
     OutOfScope(
         name="pipeline parallelism",
@@ -60,7 +62,7 @@ SCOPE = (
         words=r"(pp|pipeline_parallel\w*)\d*",
         options=_options("pipeline_parallel_degree pipeline_model_parallel_size pp_size", _SEVERAL),
         calls=r"PipelineStage|ScheduleGPipe|Schedule1F1B",
-        said=r"\bPP(?![A-Za-z])|\b(?i:pipeline[- ]parallel|pp_size > 1)",
+        said=r"\bPP(?![A-Za-z]| ?= ?1\b)|\b(?i:pipeline[- ]parallel|pp(?:_size)? ?(?:[>+]|=(?! ?1\b)))",
     ),
     OutOfScope(
         name="expert parallelism (mixture of experts)",
@@ -73,7 +75,7 @@ SCOPE = (
         },
         calls=r"_?grouped_mm|_scaled_grouped_mm|MoEArgs",
         said=r"(?i)\b(?:MoE|mixture[- ]of[- ]experts|expert[- ]parallel\w*|grouped[ _]?(?:gemm|mm)"
-        r"|Mixtral|DeepSeek|Llama-?4|Qwen[-\w.]*-A\d+B)\b",
+        r"|(?:routed|shared)[ _]experts?|Mixtral|DeepSeek|gpt-oss|Llama[- ]?4|Qwen[-\w.]*-A\d+B)\b",
     ),
     OutOfScope(
         name="MX scaling (MXFP8)",
@@ -118,11 +120,13 @@ SCOPE = (
             "fp8_backend": r"te|msamp",
             "transformer_impl": r"transformer_engine",
             "transformer_engine": r"true",
-            "fp8_format": r"(?!none$).+",
-            **_options("fp8_hybrid fp8_e4m3", r"true"),
+            **_options("fp8_format fp8_recipe", r"(?!none$).+"),
+            **_options("fp8_hybrid fp8_e4m3 fp8_param fp8_param_gather", r"true"),
+            "fp8": r"e4m3|hybrid",
         },
         calls=r"te|transformer_engine|fp8_autocast",
-        said=r"(?i)\b(?:transformer[ _-]?engine|(?-i:TE)|MS-?AMP)\b|^Megatron-\w+: .*\bFP8",
+        said=r"(?i)\b(?:transformer[ _-]?engine|(?-i:TE)|MS-?AMP)\b",
+        float8_of=r"(?i).*(?:megatron|nemo)(?!.*automodel).*",
     ),
     FSDP1,
     OutOfScope(
@@ -162,7 +166,7 @@ SCOPE = (
         name="inference",
         reason="a case trains",
         calls=r"inference_mode|Float8InferenceLinear|Float8DynamicActivationFloat8WeightConfig",
-        said=r"(?i)\b(?:inference[_ ]mode|Float8InferenceLinear)\b",
+        said=r"(?i)\b(?:inference|Float8InferenceLinear|vLLM|SGLang|gpt-fast|TensorRT-LLM)\b",
     ),
     OutOfScope(
         name="checkpoint save and load",

@@ -65,7 +65,7 @@ class Train(CaseStruct, frozen=True, kw_only=True):
             number("gb{global_batch}", "gb8", "{0} sequences per step, over all ranks"),
             smallest=1,
             spelled=(
-                keys("training.global_batch_size global_batch_size"),
+                keys("training.global_batch_size global_batch_size", values={"-1": None}),
                 keys(
                     "training.local_batch_size training.batch_size per_device_train_batch_size micro_batch_size "
                     "local_batch_size",

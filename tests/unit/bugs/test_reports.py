@@ -262,7 +262,7 @@ RUNNABLE = {
     LIST_OF_RUNS: Expected(
         "torchtitan-1185",
         "fsdp2-atp4-bf16-ac.op-graph-dim.256-heads.16-kvheads.16-ffn.768-v2256-gb4-b16",
-        "slow",
+        "unknown",
         "tp async_tp compile",
         "dp_shard dim",
         "checkpointing",
@@ -346,7 +346,7 @@ REFUSED = {
     + "We train a MoE with MXFP8.": "expert parallelism (mixture of experts)|MX scaling (MXFP8)",
     head("pytorch/torchtitan", 651, "2024-10-29", "loading a float8 checkpoint fails"): "checkpoint save and load",
     head("pytorch/torchtitan", 771, "2025-01-03", "PP-related issues")
-    + "Found when debugging FSDP + CP + PP on the debug model.": "pipeline parallelism|context parallelism",
+    + "Found when debugging FSDP + CP + PP on the debug model.": "pipeline parallelism",
     head("pytorch/ao", 643, "2024-08-09", "Float8Linear does not work")
     + "```python\nconvert_to_float8_training(m)\nwith torch.inference_mode():\n    m(x)\n```": "inference",
     head("pytorch/ao", 1605, "2025-01-23", "an attribute is missing")
