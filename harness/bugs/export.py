@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import re
 import subprocess
@@ -17,6 +16,7 @@ import msgspec
 
 from harness.bugs.exported_fault import exported_fault
 from harness.bugs.shrink import Attempt
+from harness.bugs.specialised import with_values
 from harness.bugs.trials import NamedCase
 from harness.checks.graphs import ROWS
 from harness.durable import write_whole
@@ -36,9 +36,10 @@ from harness.verdict import FailureSignature, Finding
 
 TEMPLATE = Path(__file__).parents[1] / "worker" / "exported.py"
 _NUMBERS = ("scales", "parity", "local_parity", "divergence", "metamorphic", "recompute", "finite")
-_EXACT = 1e-5  # clean runs are bitwise equal to one rank, or differ by the rounding of a mean
-_FLOAT32 = 0.03  # clean runs: 0.007, where sums in another order move a value to the next one of float8
-_BFLOAT16 = 0.3  # clean runs under TP: 0.15
+# How far from one rank is allowed, and clean runs are.
+_EXACT = 1e-5, 0.0  # bitwise equal, or the rounding of a mean
+_FLOAT32 = 0.03, 0.007  # sums in another order move a value to the next one of float8
+_BFLOAT16 = 0.3, 0.15  # under TP
 _NEEDED: Mapping[str, str] = {
     "hang": "a deadline that tells a hang from a slow machine",
     "loss_vs_golden": "the BF16 reference curve",
@@ -55,7 +56,6 @@ Outcome = Literal["FAULT", "fixed", "cannot tell"]
 _OUTCOME = re.compile(
     r"^rank \d+: (FAULT|fixed|cannot tell)(?:.*\n)(?:  (?:expected|found) .*\n?)*", flags=re.MULTILINE
 )
-_CONSTANT = re.compile(r"^([A-Z0-9_]+) = .+?(?=  #|$)", flags=re.MULTILINE)  # of the template, without its comment
 
 
 class Script(NamedTuple):
@@ -97,25 +97,45 @@ def export(
 
     `known`: the recorded faults that show, by name.
     """
-    case, signature = named.case, result.failure_signature
-    if signature is None:
-        raise HarnessError(
-            "it does not fail, so there is nothing to export.",
-            where=case_id(case),
-            fix="give the case, and by --inject the fault, with which it fails.",
-        )
+    case, signature, title = named.case, failure_of(result), title_of(named, result)
     error = _error_of(result) if signature.kind == "crash" else ""
-    told = (each.first_line for each in result.findings if each.judged and signature.check)
-    what = error.partition(" (rank")[0] or next(told, signature.what)
-    title = named.bug.bug.title if named.bug is not None else f"{_short(what)} ({_setup(case)})"
-    made = script(case, signature, title=title, checks={each.check for each in result.findings if each.judged})
-    file = folder / f"{named.bug.id if named.bug is not None else _name_of(case)}.py"
+    made = script(case, signature, title=title, checks=failed_checks(result))
+    file = folder / f"{file_name(named)}.py"
     reports = [named.bug.bug.link] if named.bug is not None and named.bug.bug.link != UNREPORTED else []
     links = (*reports, *(f"{name}: {why.replace(f' ({UNREPORTED})', '')}" for name, why in known.items()))
-    patches = tuple(_patch(injection, folder) for injection in injections)
+    patches = tuple(patch_of(injection, folder) for injection in injections)
     write_whole(file, made.text.encode())
     finding = next(iter(result.findings), None)
     return Exported(title, case_id(case), signature, finding, made, file, patches, error, links)
+
+
+def failure_of(result: CaseResult) -> FailureSignature:
+    """How it failed. HarnessError if it did not."""
+    if result.failure_signature is None:
+        raise HarnessError(
+            "it does not fail, so there is nothing to export.",
+            where=result.case_id,
+            fix="give the case, and by --inject the fault, with which it fails.",
+        )
+    return result.failure_signature
+
+
+def title_of(named: NamedCase, result: CaseResult) -> str:
+    if named.bug is not None:
+        return named.bug.bug.title
+    signature = failure_of(result)
+    error = _error_of(result) if signature.kind == "crash" else ""
+    told = (each.first_line for each in result.findings if each.judged and signature.check)
+    return f"{_short(error.partition(' (rank')[0] or next(told, signature.what))} ({setup_of(named.case)})"
+
+
+def failed_checks(result: CaseResult) -> set[str]:
+    return {each.check for each in result.findings if each.judged}
+
+
+def file_name(named: NamedCase) -> str:
+    """Without its ending."""
+    return named.bug.id if named.bug is not None else _name_of(named.case)
 
 
 def _short(what: str) -> str:
@@ -123,7 +143,7 @@ def _short(what: str) -> str:
     return textwrap.shorten(what.partition("; ")[0], _TITLE, placeholder=" …")
 
 
-def _setup(case: Case) -> str:
+def setup_of(case: Case) -> str:
     """The case in the words of a title: "float8 rowwise, FSDP2, TP"."""
     layout = case.layout
     kinds = {"HSDP": layout.dp_replicate > 1, "FSDP2": layout.dp_shard > 1 == layout.dp_replicate, "TP": layout.tp > 1}
@@ -160,7 +180,7 @@ def read_neighbours(path: Path) -> tuple[Attempt, ...]:
         raise HarnessError(f"cannot read: {error}.", where=f"--shrunk {path}", fix=fix) from error
 
 
-def _patch(injection: Injection, folder: Path) -> str:
+def patch_of(injection: Injection, folder: Path) -> str:
     """FILE.py:FUNCTION that does the same as an injection; of a planted fault, a new file in `folder`."""
     if not injection.text.startswith(PREFIX):
         return injection.target
@@ -196,6 +216,18 @@ def exported_case(case: Case) -> Case:
 
 def script(case: Case, signature: FailureSignature, *, title: str, checks: Collection[str] = ()) -> Script:
     """The script that shows this failure of the case, in which `checks` failed. HarnessError where none can."""
+    values = constants(case, signature, checks)
+    ranks = case.layout.tp if values["DETECT"] == "scattered" else case.world_size
+    head = _HEAD.format(title=quoted(title), ranks=ranks)
+    return Script(text=head + with_values(TEMPLATE.read_text().split('"""', 2)[2], values), ranks=ranks)
+
+
+def quoted(text: str) -> str:
+    return text.replace("\\", "/").replace('"', "'")
+
+
+def constants(case: Case, signature: FailureSignature, checks: Collection[str] = ()) -> dict[str, object]:
+    """Constants of the template for this failure, in which `checks` failed. HarnessError where no script shows it."""
     detects = what_detects(signature, checks)
     mesh = device_mesh(case.layout, fsdp=case.uses_fsdp)
     if detects == "scattered":
@@ -205,16 +237,7 @@ def script(case: Case, signature: FailureSignature, *, title: str, checks: Colle
             "async TP cannot be exported, but for wrong rows of fused_scaled_matmul_reduce_scatter.",
             fix="export the case without async TP, if it fails alike: `bug shrink` tells.",
         )
-    ranks = case.layout.tp if detects == "scattered" else case.world_size
-    values = _of_failure(case, signature, detects) | {"MESH": mesh} | _of_case(case)
-    body = TEMPLATE.read_text().split('"""', 2)[2]
-    literals = {
-        name: json.dumps(value) if isinstance(value, str) else repr(value).replace("'", '"')
-        for name, value in values.items()
-    }
-    text = _CONSTANT.sub(lambda line: f"{line[1]} = {literals[line[1]]}" if line[1] in literals else line[0], body)
-    head = _HEAD.format(title=title.replace("\\", "/").replace('"', "'"), ranks=ranks)
-    return Script(text=head + text, ranks=ranks)
+    return _of_failure(case, signature, detects) | {"MESH": mesh} | _of_case(case)
 
 
 _HEAD = '''"""{title}
@@ -241,11 +264,12 @@ def what_detects(signature: FailureSignature, checks: Collection[str] = ()) -> D
 def _of_failure(case: Case, signature: FailureSignature, detects: Detects) -> dict[str, object]:
     """Constants of the template: what fails, and how far from one rank is wrong."""
     in_bfloat16 = case.layout.tp > 1 and case.float8.traits.writes_bfloat16  # no limit on whole gradients is sharp then
+    limits = _EXACT if sums_in_order(case) else _BFLOAT16 if in_bfloat16 else _FLOAT32
     return {
         "DETECT": detects,
         "STEPS": signature.first_step or 1,
         "ERROR": error_pattern(signature.what) if detects == "crash" else "",
-        "LIMIT": _EXACT if sums_in_order(case) else _BFLOAT16 if in_bfloat16 else _FLOAT32,
+        "LIMIT, ROUNDING": limits,
         # hooks would change graphs; the linear of one rank has no bias
         "COMPARE_LINEARS": in_bfloat16 and case.compile == "none" and not case.model.bias,
     }

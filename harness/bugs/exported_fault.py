@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -34,7 +34,7 @@ def exported_fault(name: str) -> str:
     imports: set[str] = set()
     texts: dict[tuple[str, str], str] = {}
     try:
-        _add(f"{_FAULTS}.{_modules()[name]}", name, imports, texts)
+        gather(f"{_FAULTS}.{_modules()[name]}", name, imports, texts)
     except _NeedsHarness as reached:
         raise HarnessError(
             f"planted fault {name} cannot be exported: {reached.what}",
@@ -44,8 +44,15 @@ def exported_fault(name: str) -> str:
     return "\n\n\n".join(["\n\n".join(head), *texts.values()]) + "\n"
 
 
-def _add(module: str, name: str, imports: set[str], texts: dict[tuple[str, str], str]) -> None:
-    source = _read(module)
+def gather(
+    module: str,
+    name: str,
+    imports: set[str],
+    texts: dict[tuple[str, str], str],
+    read: Callable[[str], Source] | None = None,
+) -> None:
+    """Add the text of a definition, behind those of what it needs, and the imports from elsewhere."""
+    source = (read or _read)(module)
     node = source.definitions.get(name)
     inside = {each.module or "" for each in ast.walk(node or ast.Pass()) if isinstance(each, ast.ImportFrom)}
     inner = next((each for each in inside if each.startswith("harness.")), None)
@@ -57,10 +64,10 @@ def _add(module: str, name: str, imports: set[str], texts: dict[tuple[str, str],
     for each in ast.walk(node):
         used = each.id if isinstance(each, ast.Name) else ""
         if used in source.definitions:
-            _add(module, used, imports, texts)
+            gather(module, used, imports, texts, read)
         for line in source.imports.get(used, ()):
             if line.module.startswith("harness."):
-                _add(line.module, line.name, imports, texts)
+                gather(line.module, line.name, imports, texts, read)
             else:
                 imports.add(line.text)
     del texts[module, name]
@@ -73,7 +80,7 @@ class _Import(NamedTuple):
     text: str
 
 
-class _Source:
+class Source:
     """The top level of one module: what it defines, and what it imports by the name that this binds."""
 
     def __init__(self, text: str) -> None:
@@ -91,7 +98,8 @@ class _Source:
                 self.definitions[node.name] = node
             elif isinstance(node, ast.Assign | ast.AnnAssign):
                 targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-                self.definitions |= {each.id: node for each in targets if isinstance(each, ast.Name)}
+                names = [name for each in targets for name in ast.walk(each) if isinstance(name, ast.Name)]
+                self.definitions |= {each.id: node for each in names}
 
     def text_of(self, node: ast.stmt) -> str:
         first = min([node.lineno, *(each.lineno for each in getattr(node, "decorator_list", ()))])
@@ -99,9 +107,9 @@ class _Source:
 
 
 @functools.cache
-def _read(module: str) -> _Source:
+def _read(module: str) -> Source:
     path = _PACKAGE.joinpath(*module.split(".")[1:])
-    return _Source((path / "__init__.py" if path.is_dir() else path.with_suffix(".py")).read_text())
+    return Source((path / "__init__.py" if path.is_dir() else path.with_suffix(".py")).read_text())
 
 
 @functools.cache

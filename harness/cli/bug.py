@@ -14,6 +14,7 @@ from packaging.version import Version
 from harness.bugs.bisect import VersionTrial, bisect, open_answers, versions_between
 from harness.bugs.corpus import check_corpus, provable_bugs
 from harness.bugs.export import export, exported_case, proof_of, read_neighbours
+from harness.bugs.pytest_file import export_test
 from harness.bugs.reproduce import CANNOT_TELL, Reproduced, known_in, reproduced
 from harness.bugs.shrink import open_journal, shrink
 from harness.bugs.trials import NamedCase, TrialResult, injections_for, named_case, open_trials, run_once, trial_result
@@ -34,6 +35,7 @@ from harness.report.bugs import (
     bugs_sections,
     corpus_sections,
     exported_sections,
+    exported_test_sections,
     issue_markdown,
     reproduced_sections,
     shrunk_document,
@@ -41,7 +43,7 @@ from harness.report.bugs import (
 )
 from harness.running.case_judge import known_here
 from harness.running.identity import witness_key
-from harness.running.injection import Injection
+from harness.running.injection import Injection, parse_injection
 from harness.running.plan import Plan
 from harness.running.progress import open_progress
 from harness.running.versions import Versions
@@ -90,10 +92,12 @@ _EXPORT_EPILOG = """\b
 Examples:
   fp8-harness bug export ao-1938
   fp8-harness bug export CASE --shrunk shrunk.json --output for-the-issue
+  fp8-harness bug export ao-1938 --pytest --output tests
 
 \b
-The script needs torch and torchao only, and runs on GPUs or on a CPU.
-Exit codes: 0 exported, 1 exported but the script does not show the fault here.
+The script needs torch and torchao only, and runs on GPUs or on a CPU. The test
+needs pytest too, and starts its ranks itself, on a CPU.
+Exit codes: 0 exported, 1 exported but it does not show the fault here.
 """
 
 
@@ -246,7 +250,8 @@ def shrink_command(  # noqa: PLR0913  one parameter per option
 @_trial_options
 @click.option("--shrunk", metavar="FILE.json", type=options.FILE, help="The JSON of `bug shrink`.")
 @click.option("--output", metavar="DIR", type=options.FOLDER, default=Path())
-@click.option("--skip-proof", is_flag=True, help="Do not run the script once, to see that it shows the fault.")
+@click.option("--pytest", "as_test", is_flag=True, help="Write a test for another repository instead.")
+@click.option("--skip-proof", is_flag=True, help="Do not run it once, to see that it shows the fault.")
 @_with_trial
 def export_command(  # noqa: PLR0913  one parameter per option
     *,
@@ -254,19 +259,30 @@ def export_command(  # noqa: PLR0913  one parameter per option
     injections: Sequence[Injection],
     shrunk: Path | None,
     output: Path,
+    as_test: bool,
     skip_proof: bool,
     quiet: bool,
     plan_for: Callable[..., Plan],
     project: Project,
 ) -> int:
-    """Write one Python file that shows how CASE fails, and a draft of an issue."""
+    """Write one Python file that shows how CASE fails, and a draft of an issue; or a test for pytest.
+
+    The test is red where CASE fails, and green with the recorded fix. With --inject it is green without the fault.
+    """
     named = named._replace(case=exported_case(named.case))
     neighbours = read_neighbours(shrunk) if shrunk is not None else ()
     plan = plan_for()
     with open_progress(quiet=quiet) as progress:
         result = run_once(project, plan, progress, named.case, injections)
     tell_other_failure(named, trial_result(result))
-    known = known_in(result.findings, matching(known_here(project), named.case))
+    records = matching(known_here(project), named.case)
+    if as_test:
+        shown = [each.fix for each in records if each.shows(result.findings) and each.fix is not None]
+        fixes = [parse_injection(each, folder=project.root).target for each in dict.fromkeys(shown)]
+        test = export_test(named, result, injections, output, fixes=fixes, proves=not skip_proof)
+        options.print_sections(exported_test_sections(test))
+        return int(not test.proven)
+    known = known_in(result.findings, records)
     exported = export(named, result, injections, output, known)
     proof = None if skip_proof else proof_of(exported)
     versions = {each: installed_version(each) or "not installed" for each in ("torch", "torchao")}

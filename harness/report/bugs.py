@@ -14,6 +14,7 @@ from harness.bugs.export import MISMATCH, Exported
 from harness.bugs.export import Proof as ScriptProof
 from harness.bugs.facts import shown as quoted
 from harness.bugs.importing import ImportedBug
+from harness.bugs.pytest_file import ExportedTest
 from harness.bugs.reproduce import Reproduced
 from harness.bugs.shrink import Attempt, Shrunk
 from harness.hints import run_cases
@@ -242,6 +243,16 @@ def exported_sections(exported: Exported, proof: ScriptProof | None) -> list[Blo
         sections.append(Section(title="run here", blocks=(Verbatim(proof.text),)))
         if proof.outcome != "FAULT":
             sections.append("the script does not show the fault: it depends on something that the script leaves out.")
+    return sections
+
+
+def exported_test_sections(test: ExportedTest) -> list[Block]:
+    """The test that was written, and which colour it had where it was run."""
+    written = f"{test.file}: {test.lines} lines, {test.model}\nrun it by: python -m pytest {test.file}"
+    sections: list[Block] = [Verbatim(written)]
+    for each in test.proofs:
+        wrong = "" if each.found == each.wanted else f", but must be {each.wanted}"
+        sections.append(Section(title=f"{each.when}: {each.found}{wrong}", blocks=(Verbatim(each.text),)))
     return sections
 
 

@@ -13,13 +13,16 @@ from pathlib import Path
 
 import pytest
 
-from harness.bugs.export import exported_case, script
+from harness.bugs.export import constants, exported_case, script
+from harness.bugs.exported_fault import exported_fault
+from harness.bugs.pytest_file import models, pytest_file
 from harness.matrix.caseid import parse_case_id
 from harness.verdict import FailureSignature
 from tests.acceptance.conftest import REPOSITORY, Command
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
-CASE = "fsdp2-tp2-tensorwise-ag.fp8-dim.32-layers.1-heads.2-kvheads.2-ffn.32-v64-gb2-s1"
+SMALL = "dim.32-layers.1-heads.2-kvheads.2-ffn.32-v64-gb2-s1"
+CASE = f"fsdp2-tp2-tensorwise-ag.fp8-{SMALL}"
 ROWWISE = "tp2-rowwise-v2048-s1-b16"
 ONE_ROW = """
 import torch
@@ -145,6 +148,51 @@ def test_one_wrong_row_is_told_where_tp_ranks_add_bfloat16(run: Run, tmp_path: P
     faulty = run(file, f"{patch}:one_row_scaled", ranks=2)
     assert (faulty.returncode, faulty.stdout.count(": FAULT: wrong numbers")) == (1, 2), faulty.stderr
     assert "expected  the output of layers.0.wq as of one rank, up to 0.012" in faulty.stdout
+
+
+DRIVE = """
+import os, runpy, sys
+names = runpy.run_path(sys.argv[1])
+for patch, _, function in (each.rpartition(":") for each in sys.argv[3:]):
+    runpy.run_path(patch)[function]()
+names["run_rank"](int(os.environ["RANK"]), sys.argv[2])
+"""
+NO_REDUCTION = "amax_not_reduced_over_tp"
+
+
+@pytest.mark.parametrize(
+    ("case", "colour", "patch"),
+    [(f"{CASE}-f64", "red", f"{FIX}:apply"), (f"tp2-tensorwise-{SMALL}-f32", "green", NO_REDUCTION)],
+    ids=["a live fault and its fix", "a planted fault"],
+)
+def test_a_pytest_file_turns_with_its_patch(case: str, colour: str, patch: str, run: Run, tmp_path: Path) -> None:
+    """Red and green with the ranks that scripts have here: `test_pytest_files_are_proven` has pytest start them."""
+    parity = FailureSignature(kind="parity/gradients", first_step=1)
+    _, values = next(models(constants(exported_case(parse_case_id(case)), parity)))
+    file, drive = tmp_path / "test_case.py", tmp_path / "drive.py"
+    file.write_text(pytest_file(values, head='"""It fails."""'))
+    drive.write_text(DRIVE)
+    if patch == NO_REDUCTION:
+        (tmp_path / "fault.py").write_text(exported_fault(patch))
+        patch = f"{tmp_path / 'fault.py'}:{patch}"
+    ranks = 4 if case.startswith("fsdp2") else 2
+    colours = {"red": 1, "green": 0}
+    for number, (patches, wanted) in enumerate([((), colours[colour]), ((patch,), 1 - colours[colour])]):
+        done = run(drive, str(file), str(tmp_path / f"store{number}"), *patches, ranks=ranks)
+        assert done.returncode == wanted, done.stderr
+        assert ("rounding explains 0.007, 0.03 is allowed" in done.stderr) == bool(wanted)
+
+
+@pytest.mark.sweep  # every rank imports torch
+@pytest.mark.parametrize("bug", ["ao-1938", "ao-3982", "ao-571", "async-tp-batch", "fp8-all-gather-tp-scale"])
+def test_pytest_files_are_proven(bug: str, python: Path, tmp_path: Path) -> None:
+    done = bug_export(tmp_path, bug, "--pytest")
+    assert done.returncode == 0, done.stdout + done.stderr
+    (file,) = tmp_path.glob("test_*.py")
+    assert "now: red" in done.stdout
+    assert len(file.read_text().splitlines()) <= 150
+    words = [str(python), "-m", "pytest", "-q", "-p", "no:cacheprovider", file.name]
+    assert "1 failed" in subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, check=False).stdout
 
 
 @pytest.mark.sweep  # torchrun imports torch on every rank

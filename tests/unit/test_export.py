@@ -72,7 +72,7 @@ def test_a_script_is_complete_and_is_the_template_with_other_values(case: str, s
     assert unknown_names(text) == set()
     assert "harness" not in text
     assert list(constants(text)) == list(constants(TEMPLATE.read_text()))
-    values = re.compile(r"^[A-Z0-9_]+ = .*$", flags=re.MULTILINE)
+    values = re.compile(r"^[A-Z0-9_, ]+ = .*$", flags=re.MULTILINE)
     template, written = (values.sub("", each.split('"""', 2)[2]) for each in (TEMPLATE.read_text(), text))
     assert template == written
 
