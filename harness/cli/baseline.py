@@ -1,4 +1,4 @@
-"""`fp8-harness baseline list | show | check | update | tolerance`: what later runs are judged by."""
+"""`fp8-harness baseline list | show | check | update | convert | tolerance`: what later runs are judged by."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import TypeVar
 import click
 
 from harness.cli.baseline_update import asked_cases, ended, update_command
+from harness.cli.golden_files import convert_command
 from harness.cli.options import (
     AT_LEAST_1,
     plan_parameter,
@@ -65,6 +66,7 @@ def baseline() -> None:
 
 
 baseline.add_command(update_command)
+baseline.add_command(convert_command)
 
 
 @baseline.command("list", epilog="\b\nExample:\n  fp8-harness baseline list")

@@ -11,6 +11,8 @@ import click
 from harness.cli import options
 from harness.cli.axes import axis_options, given_axes
 from harness.cli.environments import given_words
+from harness.cli.golden_files import judge_files, refuse_a_run
+from harness.evidence.curve import read_curve
 from harness.matrix.axes import AXES, own_values
 from harness.matrix.layout import MESH_AXES
 from harness.project import Project
@@ -20,7 +22,8 @@ from harness.running.plan import Plan, with_command
 from harness.running.progress import open_progress
 from harness.running.selection import one_case
 from harness.studies.against import Against
-from harness.studies.layouts import BUDGET_S, USUAL, cases_of, compare_layouts, usual_layouts
+from harness.studies.curves import check_job
+from harness.studies.layouts import BUDGET_S, USUAL, cases_of, compare_layouts, usual_layouts, with_golden
 from harness.studies.target_check import parse_layout
 
 _EPILOG = """\b
@@ -47,6 +50,14 @@ _AXES = tuple(name for name in AXES if name not in (*MESH_AXES, "async_tp"))
     metavar="WORDS,…",
     help="Layouts as in case ids: single,fsdp4,tp2,fsdp2-tp2,hsdp2x2. Default: all meshes of 1, 2, 4, 8, … ranks.",
 )
+@click.option(
+    "--golden",
+    "goldens",
+    metavar="FILE",
+    type=click.Path(path_type=Path, dir_okay=False),
+    multiple=True,
+    help="Judge a golden file or log of torchtitan by the layouts; several by one another, and nothing runs.",
+)
 @options.run_option(
     "budget_s", f"The cheapest layouts that fit; the others are named. Default: {BUDGET_S:g} without --layouts."
 )
@@ -63,6 +74,7 @@ def parity_command(  # noqa: PLR0913  one parameter per option
     *,
     named: str | None,
     asked: str | None,
+    goldens: tuple[Path, ...],
     budget_s: float | None,
     against: str | None,
     inject: tuple[str, ...],
@@ -79,7 +91,12 @@ def parity_command(  # noqa: PLR0913  one parameter per option
     One table, a row per layout: `equal` bits, `rounding`, `wrong` and what is wrong first, `refused` or `excluded`.
     """
     given = given_axes(axes)
-    base = {**(USUAL if named is None else own_values(one_case(project, named))), **given}
+    if len(goldens) > 1:
+        refuse_a_run(named, asked, given, inject, html_file)
+        return judge_files(goldens, json_file, markdown_file)
+    golden = read_curve(goldens[0]) if goldens else None
+    usual = USUAL if golden is None or golden.case is None else own_values(golden.case)
+    base = {**(usual if named is None else own_values(one_case(project, named))), **given}
     plan = plan_for(inject=inject)
     plan = with_command(plan, options.given_run_options(), CommandOptions(root=plan.root_option))
     if asked is None:
@@ -87,11 +104,15 @@ def parity_command(  # noqa: PLR0913  one parameter per option
     else:
         layouts = tuple(parse_layout(text, option="--layouts") for text in asked.split(","))
     cases = cases_of(base, layouts, given)
+    if golden is not None:
+        check_job(golden, cases[0])
     with open_progress(quiet=quiet) as progress:
         place = None
         if against is not None:
             place = Against(against, project, plan, progress.note, words=tuple(given_words(_OF_THE_BASE)))
         found, result = compare_layouts(project, cases, plan, progress, budget_s=budget_s, against=place)
+    if golden is not None:
+        found = with_golden(found, golden)
     options.print_report(parity_sections(found, result), json_file, found)
     options.write_output(markdown_file, lambda: parity_markdown(found, result).encode())
     options.write_output(html_file, lambda: parity_page(found, result))

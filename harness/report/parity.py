@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from harness.plural import counted
 from harness.report.case import case_sections
+from harness.report.curves import curve_sections
 from harness.report.html.page import Front, html_report
 from harness.report.sections import Block, Entry, Items, Section, Table, Verbatim, markdown, text_of
 from harness.result import RunResult
@@ -127,6 +128,10 @@ def parity_sections(found: Parity, run: RunResult) -> list[Block]:
 
 def _titled(found: Parity) -> Section:
     return Section(title=f"{found.case_id}: layouts against one rank", blocks=(parity_table(found),))
+
+
+def _golden(found: Parity) -> Sequence[Block]:
+    return () if found.golden is None else curve_sections([found.golden])
 
 
 def _wrong(found: Parity, run: RunResult) -> Sequence[Block]:

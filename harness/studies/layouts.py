@@ -15,6 +15,7 @@ import msgspec
 
 from harness.errors import HarnessError
 from harness.evidence.costs import estimate, read_costs
+from harness.evidence.curve import Curve, curve_of_case
 from harness.matrix.axes import case_from_axes, ignored_axes, own_axes
 from harness.matrix.case import Case, Layout
 from harness.matrix.caseid import case_id, layout_id, parse_case_id
@@ -29,6 +30,7 @@ from harness.running.plan import Plan
 from harness.running.progress import Progress
 from harness.running.selection import NothingSelected, Query
 from harness.studies.against import Against, Base, Change, change
+from harness.studies.curves import CurveRow, judge_curve
 from harness.studies.target_check import refusal_words
 from harness.verdict import ExitCode, Finding, Verdict, exit_code
 from harness.workflow import run
@@ -74,6 +76,7 @@ class Parity(msgspec.Struct, frozen=True, kw_only=True):
     seconds: float
     against: str = ""  # what the base is: a revision, a version, an environment
     software: Mapping[str, str]
+    golden: CurveRow | None = None  # the file that was judged by the layouts
 
 
 def cases_of(base: Mapping[str, object], asked: Sequence[Layout], given: Iterable[str] = ()) -> tuple[Case, ...]:
@@ -142,6 +145,14 @@ def compare_layouts(
         software=result.end.provenance,
     )
     return found, result
+
+
+def with_golden(found: Parity, golden: Curve) -> Parity:
+    """The parity with this file judged by its sound layouts. HarnessError where they are too few."""
+    sound = [row for row in found.rows if row.word in ("equal", "rounding")]
+    judged = judge_curve(golden, [curve_of_case(row.case_id, row.losses, row.grad_norms) for row in sound])
+    code = ExitCode.FAILED if judged.word == "wrong" and found.exit_code is ExitCode.GOOD else found.exit_code
+    return msgspec.structs.replace(found, golden=judged, exit_code=code)
 
 
 def _excluded(case: Case) -> Row:

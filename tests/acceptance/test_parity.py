@@ -47,3 +47,30 @@ def test_a_planted_fault_is_wrong_where_it_is_and_nowhere_else(project: Inside) 
     first = rows["tp2"]["first"]
     assert (first["step"], first["rank"]) == (1, 1) and first["module"].startswith("layers.0."), first
     assert f"of {first['module']} at step 1 on rank 1" in done.stdout
+
+
+def test_a_golden_file_is_judged_by_the_layouts_that_run(project: Inside) -> None:
+    """A curve of clean ranks is not wrong, and one with a planted fault is."""
+    layouts = ("--layouts", "single,fsdp2,fsdp4,tp2,fsdp2-tp2", "--steps", "2", "-q")
+    bad = project.run(
+        "run", "tp2-rowwise-v2048-s2-b16", "--inject", "fault:replicated_gradients_counted_by_every_rank", "-q"
+    )
+    assert bad.returncode == 1
+    (project.folder / "bad.txt").write_text(project.run("baseline", "convert", "tp2-rowwise-v2048-s2-b16").stdout)
+    done = project.run("parity", *layouts, "--golden", "bad.txt", "--json", "bad.json")
+    judged = json.loads((project.folder / "bad.json").read_text())
+    assert done.returncode == 1 and judged["golden"]["word"] == "wrong", done.stdout
+    assert {row["word"] for row in judged["rows"]} == {"equal", "rounding"}
+    assert (judged["golden"]["first"]["kind"], judged["golden"]["first"]["step"]) == ("grad_norm", 1)
+    files = []
+    for name in ("single", "fsdp2", "fsdp4", "tp2", "fsdp2-tp2"):
+        text = project.run("baseline", "convert", f"{name}-rowwise-v2048-s2-b16").stdout
+        (project.folder / f"{name}.txt").write_text(text)
+        files += ["--golden", f"{name}.txt"]
+    clean = project.run("parity", *files)
+    assert clean.returncode == 0 and "wrong " not in clean.stdout, clean.stdout
+    both = project.run("parity", *files, "--golden", "bad.txt", "--markdown", "table.md")
+    assert both.returncode == 1 and "| bad.txt | wrong | 1-2 wrong |" in (project.folder / "table.md").read_text()
+    assert both.stdout.count("wrong  ") == 1, both.stdout
+    refused = project.run("parity", "tp2-rowwise-v2048-s3-b16", *files)
+    assert refused.returncode == 2 and "nothing runs" in refused.stderr

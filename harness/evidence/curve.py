@@ -1,0 +1,169 @@
+"""Curves as text: the loss and the gradient norm of every step, in the format of torchtitan's golden files.
+
+    # config: llama3_debugmodel_fsdp2_tp2_cp2
+    # ngpu: 8
+    # parallelism: FSDP=2, TP=2, CP=2
+    # step loss grad_norm
+    1 8.023969650268555 1.5995219945907593
+
+Read are also golden files without norms or comments, and the log of a run (`step:  1  loss:  8.02397  grad_norm: …`).
+A golden of ours goes there and back: a comment has what the columns have not.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Sequence
+from itertools import zip_longest
+from pathlib import Path
+
+import msgspec
+
+from harness.errors import HarnessError
+from harness.evidence.golden import Golden
+from harness.matrix.axes import case_from_axes, own_values
+from harness.matrix.case import Case, Layout
+from harness.matrix.caseid import case_id, layout_id, parse_case_id
+
+_NUMBER = r"[-+]?(?:\d+(?:\.\d*)?(?:[eE][-+]?\d+)?|nan|inf)"
+_ROW = re.compile(rf"(\d+)\s+({_NUMBER})(?:\s+({_NUMBER}))?\s*")
+_LOGGED = re.compile(rf"(?<!validate )\bstep:\s*(\d+)\s+loss:\s*({_NUMBER})(?:.*?\bgrad_norm:\s*({_NUMBER}))?")
+_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
+_SAID = re.compile(r"#\s*([\w-]+):\s*(.+)")
+_MESH_WORD = re.compile(r"_(?:fsdp|hsdp|ddp|dp|tp|cp|pp|ep)\d+(?:x\d+)?(?=_|$)")
+_GOLDEN = "fp8-harness-golden"  # the comment that has the rest of a golden
+
+
+class Number(msgspec.Struct, frozen=True):
+    """A number as it was printed. `half`: half a unit of its last digit."""
+
+    value: float
+    half: float = 0.0
+
+    @property
+    def finite(self) -> bool:
+        return math.isfinite(self.value)
+
+
+class Point(msgspec.Struct, frozen=True, kw_only=True):
+    """One step: loss in nats; gradient norm before clipping, None where the file has none."""
+
+    step: int
+    loss: Number
+    grad_norm: Number | None = None
+
+
+class Curve(msgspec.Struct, frozen=True, kw_only=True):
+    """The steps of one run in order, and what the comments of its file say: `config`, `ngpu`, `parallelism`."""
+
+    name: str
+    points: tuple[Point, ...]
+    said: dict[str, str] = {}
+
+    @property
+    def case(self) -> Case | None:
+        """The case of the run; None for a job that is none of ours."""
+        try:
+            return parse_case_id(self.said.get("config", ""))
+        except HarnessError:
+            return None
+
+    @property
+    def job(self) -> str:
+        """What is the same in all its layouts: the case on one rank, or the name of a config; empty if not said."""
+        case, config = self.case, self.said.get("config", "")
+        return _MESH_WORD.sub("", config) if case is None else job_of(case)
+
+
+def job_of(case: Case) -> str:
+    """The case on one rank: what runs of one model, seed and recipe have in common."""
+    return case_id(case_from_axes({**own_values(case), **Layout().mesh, "tp_styles": "plain"}))
+
+
+def read_curve(path: Path) -> Curve:
+    """A golden file of torchtitan or the log of a run. HarnessError for anything else."""
+    try:
+        lines = _COLOUR.sub("", path.read_text()).splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise HarnessError(f"cannot be read: {error}.", where=str(path), fix="give a golden file or a log.") from error
+    points: dict[int, Point] = {}
+    for number, line in enumerate(lines, 1):
+        point = _point(line)
+        if point is None:
+            continue
+        if points.setdefault(point.step, point) != point:  # every rank may print the same line
+            what = f"has step {point.step} a second time, with other numbers."
+            raise HarnessError(what, where=f"{path}:{number}", fix="give the lines of one run.")
+    if not points:
+        what = "has no step: neither lines of a golden (`1 8.02 1.59`) nor of a log (`step: 1 loss: 8.02`)."
+        raise HarnessError(what, where=str(path), fix="give a golden file or a log.")
+    said = {found[1]: found[2].strip() for line in lines if (found := _SAID.fullmatch(line.strip()))}
+    return Curve(name=str(path), points=tuple(points[step] for step in sorted(points)), said=said)
+
+
+def _point(line: str) -> Point | None:
+    found = _ROW.fullmatch(line.strip()) or _LOGGED.search(line)
+    if found is None:
+        return None
+    return Point(step=int(found[1]), loss=_number(found[2]), grad_norm=_number(found[3]) if found[3] else None)
+
+
+def _number(text: str) -> Number:
+    mantissa, _, exponent = text.lower().partition("e")
+    digits = len(mantissa.partition(".")[2])
+    return Number(float(text), 0.5 * 10.0 ** (int(exponent or 0) - digits))
+
+
+def curve_of(name: str, losses: Sequence[float], grad_norms: Sequence[float], said: dict[str, str]) -> Curve:
+    steps = enumerate(zip_longest(losses, map(Number, grad_norms)), 1)
+    return Curve(
+        name=name,
+        points=tuple(Point(step=step, loss=Number(loss), grad_norm=norm) for step, (loss, norm) in steps),
+        said=said,
+    )
+
+
+def curve_of_case(name: str, losses: Sequence[float], grad_norms: Sequence[float]) -> Curve:
+    """The curve of a run of the case with this id."""
+    case = parse_case_id(name)
+    degrees = {"DDP": case.layout.dp_replicate, "FSDP": case.layout.dp_shard, "TP": case.layout.tp}
+    mesh = ", ".join(f"{axis}={degree}" for axis, degree in degrees.items() if degree > 1)
+    said = {"config": name, "ngpu": str(case.world_size), "parallelism": mesh or "none"}
+    return curve_of(layout_id(case.layout), losses, grad_norms, said)
+
+
+def curve_of_golden(golden: Golden) -> Curve:
+    rest = msgspec.structs.replace(golden, losses=(), grad_norms=(), digest="")
+    found = curve_of_case(golden.case_id, golden.losses, golden.grad_norms)
+    return msgspec.structs.replace(found, said={**found.said, _GOLDEN: msgspec.json.encode(rest).decode()})
+
+
+def golden_of(curve: Curve, *, where: str) -> Golden:
+    """The golden that `curve_of_golden` wrote. HarnessError for a curve without its provenance."""
+    said = curve.said.get(_GOLDEN)
+    if said is None:
+        what = "is no golden of fp8-harness: it does not say its case, its data, and what made it."
+        fix = "judge it as it is: `parity --golden` takes it."
+        raise HarnessError(what, where=where, fix=fix)
+    try:
+        rest = msgspec.json.decode(said, type=Golden)
+    except msgspec.DecodeError as error:
+        raise HarnessError(
+            f"the line `# {_GOLDEN}` is damaged: {error}.", where=where, fix="write it again."
+        ) from error
+    losses = tuple(point.loss.value for point in curve.points)
+    norms = tuple(point.grad_norm.value for point in curve.points if point.grad_norm is not None)
+    return msgspec.structs.replace(rest, losses=losses, grad_norms=norms)
+
+
+def text_of_curve(curve: Curve) -> str:
+    """Every digit, so that reading gives the same numbers."""
+    return "\n".join((*(f"# {name}: {value}" for name, value in curve.said.items()), *_rows(curve), ""))
+
+
+def _rows(curve: Curve) -> Iterator[str]:
+    yield "# step loss grad_norm"
+    for point in curve.points:
+        norm = "" if point.grad_norm is None else f" {point.grad_norm.value!r}"
+        yield f"{point.step} {point.loss.value!r}{norm}"
