@@ -90,12 +90,12 @@ def annotation_lines(run: RunResult) -> str:
     bad = [result for result in run.results if not result.verdict.good]
     shown = bad if len(bad) <= ANNOTATIONS else bad[: ANNOTATIONS - 1]
     lines = [
-        _annotation(each.case_id, _text(outcome(each), *finding_blocks(each.findings), *_reproduce(each)))
+        annotation(each.case_id, _text(outcome(each), *finding_blocks(each.findings), *_reproduce(each)))
         for each in shown
     ]
     if len(bad) > len(shown):
         names = "\n".join(result.case_id for result in bad[len(shown) :])
-        lines.append(_annotation(f"{len(bad) - len(shown)} more cases are not good", names))
+        lines.append(annotation(f"{len(bad) - len(shown)} more cases are not good", names))
     return "".join(f"{line}\n" for line in lines)
 
 
@@ -109,10 +109,12 @@ def job_summary(run: RunResult) -> str:
     return kept.rpartition("\n\n")[0] + _CUT
 
 
-def _annotation(title: str, message: str) -> str:
-    name = _escaped(title).replace(":", "%3A").replace(",", "%2C")
+def annotation(title: str, message: str, *, file: str = "", line: int = 0) -> str:
+    """The workflow command that shows an error of GitHub Actions, at a line of the repository where one is given."""
+    given = {"file": file, "line": str(line or ""), "title": title}
     # The runner reads escapes of its own here.
-    return f"::error title={name}::{_escaped(message)}"
+    values = {name: _escaped(value).replace(":", "%3A").replace(",", "%2C") for name, value in given.items() if value}
+    return f"::error {','.join(f'{name}={value}' for name, value in values.items())}::{_escaped(message)}"
 
 
 def _escaped(text: str) -> str:
