@@ -33,10 +33,6 @@ from harness.verdict import ExitCode
 
 FOLDER = Path("fp8-parity")
 COMMENT_BYTES = 60_000  # GitHub takes 65,536 characters
-BLIND = (
-    "No GPU was used: ranks ran on a CPU, with an exact float8 matmul. That cannot see the kernels of GPUs, fast "
-    "accumulation, NCCL, races between streams, memory limits and speed."
-)
 _CODES: Mapping[int, str] = {
     ExitCode.GOOD: "no layout is wrong",
     ExitCode.INFRA: "infrastructure failed, not this change: run it again",
@@ -116,9 +112,10 @@ def parity(asked: Sequence[str], base: str) -> Outcome:
     words = [word for name, path in _OUTPUTS.items() for word in (name, str(path))]
     code, said = _run("parity", "-q", *asked, *against, *words)
     if not _OUTPUTS["--json"].exists():
-        return Outcome(code, said, "\n".join(("```text", *said.splitlines()[-20:], "```")))
+        lines = ("```text", *said.splitlines()[-20:], "```")
+        return Outcome(code, said, "\n".join((f"## parity: {Outcome(code, said, '').title}\n", *lines)))
     results = FOLDER / "run.json"
-    _run("show", "last", "--json", str(results), "--junit", str(FOLDER / "junit.xml"))
+    _run("show", "last", "--no-github", "--json", str(results), "--junit", str(FOLDER / "junit.xml"))
     rows = [row for row in json.loads(_OUTPUTS["--json"].read_text())["rows"] if row["word"] == "wrong"]
     rows.sort(key=lambda row: row.get("change") == "wrong in both")
     cases = {each.case_id: each for each in read_results(results).results}
@@ -142,9 +139,8 @@ def comment(outcome: Outcome, base: str, variables: Mapping[str, str]) -> str:
         table = f"{table.partition('<details')[0][:COMMENT_BYTES]}\n\nThe rest is too long: see the report."
     head = variables.get("FP8_HEAD") or _git("rev-parse", "HEAD")
     page = f" · [report]({found})" if (found := _page(variables)) else ""
-    facts = f"{head[:10]}{f' against {base[:10]}' if base else ''}{page} · {BLIND}"
-    title = f"### FP8 parity of `{target}`: {outcome.title}"
-    return f"<!-- fp8-harness {target} -->\n{title}\n\n{table}\n\n<sub>{facts}</sub>\n"
+    facts = f"fp8-harness · {target} · {head[:12]}{f' against {base[:12]}' if base else ''}{page}"
+    return f"<!-- fp8-harness {target} -->\n{table}\n\n<sub>{facts}</sub>\n"
 
 
 def _page(variables: Mapping[str, str]) -> str:

@@ -68,7 +68,8 @@ def expect(case: Case, world: World, step: int) -> dict[str, Any]:
     if not case.float8.enabled or case.compile != "none":
         return {}
     linears = len(("query", "key", "value", "out", "up", "down")) * case.model.shape.layers
-    calls = linears * ACCUMULATE * world.microbatches
+    parts = min(ACCUMULATE, world.local_batch)
+    calls = linears * parts * world.microbatches
     matmuls = 2 if case.float8.recipe == "rowwise_with_gw_hp" else 3  # a forward, and what float8 has of backward
     again = 1 if case.checkpointing.mode == "full" else 0  # the forwards that are computed again
     stated = {
@@ -78,7 +79,7 @@ def expect(case: Case, world: World, step: int) -> dict[str, Any]:
     if case.gathers_float8 and case.layout.dp_shard > 1:
         dtype, size = ("float64", 8) if case.train.dtype == "float64" else ("float32", 4)
         precomputed = case.float8.precompute_scale
-        alone = 0 if precomputed and step > 1 else 2 * ACCUMULATE * linears  # before every gather, in both passes
+        alone = 0 if precomputed and step > 1 else 2 * parts * linears  # before every gather, in both passes
         together = 1 if precomputed else 0  # one collective with the amaxes of all weights, after the update
         sent = (alone + together, size * (alone + together * linears))
         stated["traffic"] = {f"all_reduce (max) in {dtype} along dp_shard": sent}

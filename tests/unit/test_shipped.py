@@ -52,7 +52,8 @@ def test_the_commands_exist_with_these_options() -> None:
 SCHEMAS = {"github": "github-workflows", "gitlab": "gitlab-ci", "buildkite": "buildkite"}
 KUBERAY = ROOT / "ci/cluster/kuberay.yaml"
 BATCHES = sorted((ROOT / "ci/cluster").glob("*.sbatch"))
-PIPELINES = sorted(path for name in SCHEMAS for path in (ROOT / "ci" / name).iterdir())
+PIPELINES = sorted(path for name in SCHEMAS for path in (ROOT / "ci" / name).glob("*.yml"))
+CALLED = (ROOT / "ci/github/parity/action.yml", ROOT / ".github/workflows/parity.yml")  # by other repositories
 
 
 def lint(path: Path, schema: str) -> Result:
@@ -93,9 +94,22 @@ def test_a_pipeline_is_valid_and_its_commands_exist(path: Path) -> None:
     done = lint(path, SCHEMAS[path.parent.name])
     assert done.exit_code == 0, done.output
     found = commands(path)
-    assert found
+    assert found or "parity" in path.name, "tests/acceptance/test_pull_request.py runs these"
     for line in found:
         understood(line)
+
+
+def test_the_workflow_passes_on_every_input_of_the_action() -> None:
+    """What another repository calls is valid, and both have the same inputs with the same defaults."""
+    action, workflow = (yaml.safe_load(path.read_text()) for path in CALLED)
+    for path, schema in zip(CALLED, ("github-actions", "github-workflows"), strict=True):
+        assert (done := lint(path, schema)).exit_code == 0, done.output
+    inputs = workflow[True]["workflow_call"]["inputs"]  # YAML reads `on` as True
+    own = {name: each.get("default") for name, each in action["inputs"].items() if name != "token"}
+    assert {name: each.get("default") for name, each in inputs.items()} == own
+    *_, uses = workflow["jobs"]["parity"]["steps"]
+    assert uses["uses"] == "$/ci/github/parity"
+    assert uses["with"] == {name: f"${{{{ inputs.{name} }}}}" for name in inputs}
 
 
 @pytest.mark.parametrize("path", BATCHES, ids=lambda path: path.name)
@@ -151,7 +165,11 @@ def test_a_command_that_is_wrong_is_found(line: str) -> None:
 
 
 def test_scripts_of_pipelines_are_there_and_can_be_run() -> None:
-    named = {name for path in PIPELINES for name in re.findall(r"ci/[\w-]+\.sh", path.read_text())}
+    named = {
+        name
+        for path in (*PIPELINES, ROOT / "ci/pull-request.sh")
+        for name in re.findall(r"ci/[\w-]+\.sh", path.read_text())
+    }
     assert named == {str(path.relative_to(ROOT)) for path in (ROOT / "ci").glob("*.sh")}
     for name in named:
         assert os.access(ROOT / name, os.X_OK), name
