@@ -10,10 +10,13 @@ TITAN_READY := $(TITAN_VENV)/.ready
 TITAN_0_3_VENV := .venv-torchtitan-0.3
 TITAN_0_3_READY := $(TITAN_0_3_VENV)/.ready
 
+TRANSFORMERS_VENV := .venv-transformers
+TRANSFORMERS_READY := $(TRANSFORMERS_VENV)/.ready
+
 # The suite starts hundreds of interpreters: bytecode is kept, whatever the environment says.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: smoke gloo test sweep unit gpu-evidence browser torchtitan torchtitan-sweep torchtitan-0.3 versions lint format docs clean
+.PHONY: smoke gloo test sweep unit gpu-evidence browser torchtitan torchtitan-sweep torchtitan-0.3 transformers versions lint format docs clean
 
 smoke: $(READY)  ## run the smoke tier end to end and print the verdict table
 	$(BIN)/fp8-harness run smoke
@@ -48,6 +51,9 @@ torchtitan-sweep: $(TITAN_READY)  ## run mutation testing of the torchtitan targ
 
 torchtitan-0.3: $(TITAN_0_3_READY)  ## the same for torchtitan 0.3.0, which needs torch 2.14
 	$(TITAN_0_3_VENV)/bin/python -m pytest -q tests/torchtitan_0_3
+
+transformers: $(TRANSFORMERS_READY)  ## run the cases of examples/hf_llama, in an environment of its own, for every night
+	$(TRANSFORMERS_VENV)/bin/python -m pytest -q -m sweep tests/acceptance/test_hf_llama.py
 
 # Other versions of torch and torchao, each in an environment of its own: ci/constraints-torch-*.txt replace the lines of
 # ci/constraints.txt. PyPI has CUDA builds of torch 2.14 and later only, of 5 GB each, which run on a CPU.
@@ -91,6 +97,12 @@ $(TITAN_READY): pyproject.toml ci/constraints.txt
 	$(TITAN_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c ci/constraints.txt -e '.[torchtitan,dev]'
 	touch $@
 
+$(TRANSFORMERS_READY): pyproject.toml ci/constraints.txt ci/constraints-transformers.txt
+	$(PYTHON) -m venv $(TRANSFORMERS_VENV)
+	$(TRANSFORMERS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check \
+		-c ci/constraints.txt -c ci/constraints-transformers.txt -e '.[transformers,dev]'
+	touch $@
+
 $(TITAN_0_3_READY): pyproject.toml ci/constraints-torchtitan-0.3.txt
 	$(PYTHON) -m venv $(TITAN_0_3_VENV)
 	$(TITAN_0_3_VENV)/bin/python -m pip install --quiet --disable-pip-version-check \
@@ -98,4 +110,4 @@ $(TITAN_0_3_READY): pyproject.toml ci/constraints-torchtitan-0.3.txt
 	touch $@
 
 clean:
-	rm -rf site $(VENV) $(TITAN_VENV) $(TITAN_0_3_VENV) .venv-torch-* .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf site $(VENV) $(TITAN_VENV) $(TITAN_0_3_VENV) $(TRANSFORMERS_VENV) .venv-torch-* .pytest_cache .mypy_cache .ruff_cache .hypothesis
