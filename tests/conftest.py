@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 import os
 import sys
+from pathlib import Path
+from shutil import disk_usage
 
 from hypothesis import settings
 
@@ -20,6 +22,11 @@ settings.load_profile(PROFILE)
 # The rewritten asserts of 240 files are kept, whatever the environment says: they are two thirds of collecting.
 sys.dont_write_bytecode = False
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
+# Temporary folders in memory, where programs may run and there is room: a suite makes and removes thousands of files.
+_MEMORY = Path("/dev/shm")
+if _MEMORY.is_dir() and not os.statvfs(_MEMORY).f_flag & os.ST_NOEXEC and disk_usage(_MEMORY).free > 4e9:
+    os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(_MEMORY))
 
 gc.disable()  # until everything is imported and collected
 
