@@ -16,8 +16,8 @@ import msgspec
 from harness.bugs.reading import Source, Statement
 from harness.bugs.report import Report, clean_words
 from harness.matrix.bugfile import UNREPORTED, Bug, Symptom
-from harness.matrix.scope import FSDP1, SCOPE, OutOfScope, asked_by_call
-from harness.matrix.spellings import read_as, spellings_in_prose
+from harness.matrix.scope import FSDP1, SCOPE, OutOfScope, asked_by_call, asked_by_option
+from harness.matrix.spellings import plain_key, read_as, spellings_in_prose
 
 _CLAUSE = re.compile(
     r"[.;!?](?=\s|$)|\n|,?\s+(?:but|while|whereas|however)\s|,\s+(?=(?:crash|fail|pass|work|break)\w*\s)"
@@ -35,7 +35,7 @@ _FAILED = re.compile(
     r"\[[^\]\n]*\]"
     r"|\b(?:(?:do|does|did|can|could|will|would)(?: not|n't) (?:work|converge|train|run|compile|match|fuse|help|support"
     r"|fit|divide|scale|finish|give|get|improve|start|agree|return)"
-    r"|(?:not|n't) (?:work|converg|fus|convert|divisible|equal|the same|support|implement|available|found|giv|match)\w*"
+    r"|(?:not|n't) (?:work|compil|converg|fus|convert|divisible|equal|the same|support|implement|found|giv|match)\w*"
     r"|cannot|unable|no (?:longer|speed\w*|module|attribute|kernel|such|gain|improvement|error|warning))\b",
     re.IGNORECASE,
 )
@@ -65,6 +65,7 @@ _TRIVIAL = frozenset({"float8", "fsdp", "tp_used"})
 _FEW = 5  # words of a clause that is no sentence
 _FLOAT8 = re.compile(r"(?i)\b(?:fp8|float8)")
 _FSDP, _SECOND = re.compile(r"(?i)\bFSDP\b"), re.compile(r"(?i)FSDP-?2|fully_shard|torchtitan")
+_OPTION = re.compile(r"`-{0,2}([\w.-]+)\s*[=: ]\s*([\w.-]+)`")
 _NAME = re.compile(r"\b(?=\w*[a-z_][A-Z_]|\w*[a-z]_)[A-Za-z_][\w.]{7,60}")
 _PROTOTYPE, _FSDP2 = datetime.date(2024, 2, 1), datetime.date(2024, 7, 24)  # of FSDP2, and torch 2.4 with it
 
@@ -198,7 +199,9 @@ def _mentioned(clause: Clause, *, first: bool) -> Iterator[tuple[OutOfScope, boo
         match = match or (_FSDP.search(clause.text) if each is FSDP1 and first else None)
         if match and not (clause.control or _denied(clause.text, match, _NEGATED)):
             yield each, clause.title or bool(_RAN.match(clause.text) and not _denied(clause.text, match))
-    for each in filter(None, map(asked_by_call, _NAME.findall(clause.text))):
+    names = map(asked_by_call, _NAME.findall(clause.text))
+    options = (asked_by_option(plain_key(key), value) for key, value in _OPTION.findall(clause.text))
+    for each in filter(None, (*names, *options)):
         yield each, False
 
 

@@ -75,7 +75,7 @@ SCOPE = (
         },
         calls=r"_?grouped_mm|_scaled_grouped_mm|MoEArgs",
         said=r"(?i)\b(?:MoE|mixture[- ]of[- ]experts|expert[- ]parallel\w*|grouped[ _]?(?:gemm|mm)"
-        r"|(?:routed|shared)[ _]experts?|Mixtral|DeepSeek|gpt-oss|Llama[- ]?4|Qwen[-\w.]*-A\d+B)\b",
+        r"|(?:routed|shared)[ _]experts?|Mixtral|DeepSeek\w*|gpt-oss|Llama[- ]?4|Qwen[-\w.]*-A\d+B)\b",
     ),
     OutOfScope(
         name="MX scaling (MXFP8)",

@@ -24,6 +24,7 @@ def report(text: str, title: str = "", *, repository: str = "pytorch/ao", day: s
         ("fp8 can not set pp>1", "NVIDIA/Megatron-LM", "2025-03-22", "TransformerEngine"),
         ("Hang with two servers", "vllm-project/vllm", "2024-12-17", "inference"),
         ("OOM of the recipe", "huggingface/gpt-oss-recipes", "2025-08-07", MOE),
+        ("not compilable when pipeline parallel", "pytorch/ao", "2025-12-09", "pipeline parallelism"),
         ("Falcon with FSDP", "axolotl-ai-cloud/axolotl", "2023-06-13", "FSDP1"),
         ("[do not land] float8 with blockwise scaling", "pytorch/torchtitan", "2025-06-18", "block-wise scaling"),
     ],
@@ -52,6 +53,7 @@ def test_options_refuse_by_name(flags: str, name: str) -> None:
         ("Compile breaks if the layer (the delayed scaling one) is in a Sequential.", {"delayed scaling"}),
         ("`sync_float8_amax_and_scale_history` does not know these classes.", {"delayed scaling"}),
         ("It does not fail without MoE, nor with PP=1.", set()),
+        ("It trains with `cp_size=2` and `pp_size=1`.", {"context parallelism"}),
         ("Unlike DDP, nothing is replicated.", set()),
     ],
 )
