@@ -19,21 +19,6 @@ def report(text: str, title: str = "", *, repository: str = "pytorch/ao", day: s
 
 
 @pytest.mark.parametrize(
-    ("title", "repository", "day", "name"),
-    [
-        ("fp8 can not set pp>1", "NVIDIA/Megatron-LM", "2025-03-22", "TransformerEngine"),
-        ("Hang with two servers", "vllm-project/vllm", "2024-12-17", "inference"),
-        ("OOM of the recipe", "huggingface/gpt-oss-recipes", "2025-08-07", MOE),
-        ("not compilable when pipeline parallel", "pytorch/ao", "2025-12-09", "pipeline parallelism"),
-        ("Falcon with FSDP", "axolotl-ai-cloud/axolotl", "2023-06-13", "FSDP1"),
-        ("[do not land] float8 with blockwise scaling", "pytorch/torchtitan", "2025-06-18", "block-wise scaling"),
-    ],
-)
-def test_title_and_repository_refuse_by_name(title: str, repository: str, day: str, name: str) -> None:
-    assert name in report("", title, repository=repository, day=day).bug.refused
-
-
-@pytest.mark.parametrize(
     ("flags", "name"),
     [
         ('--fsdp "full_shard auto_wrap"', "FSDP1"),
@@ -60,10 +45,6 @@ def test_options_refuse_by_name(flags: str, name: str) -> None:
 def test_what_a_sentence_mentions_is_a_question(text: str, names: set[str]) -> None:
     bug = report(f"FSDP=2\n{text}").bug
     assert bug.refused == {} and {name for name, words in bug.missing.items() if "No case has it" in words} == names
-
-
-def test_a_fix_that_deletes_something_did_not_run_it() -> None:
-    assert report("FSDP=2", "Delete delayed scaling").bug.refused == {}
 
 
 def test_without_any_option_it_is_asked_what_was_run() -> None:
