@@ -50,7 +50,6 @@ _ASSERTS = {
 }
 MOST_LINES = 150
 OLDEST = {"torch": "2.11", "torchao": "0.17"}  # with all names that the template uses
-_NOQA = "# ruff: noqa: E402  versions are checked before the imports that need them"
 _TIMEOUT_S = 400.0
 _WIDTH = 118
 _ENDED = re.compile(r"^=*\s*1 (failed|passed|skipped)\b", flags=re.MULTILINE)
@@ -132,7 +131,9 @@ def _head(named: NamedCase, result: CaseResult, injections: Sequence[Injection],
 def models(values: Mapping[str, object]) -> Iterator[tuple[str, Mapping[str, object]]]:
     """Constants with models that may show the same, the smallest first, and what each is called."""
     width = max(32, 16 * _mesh(values).get("tp", 1))  # a TP rank has multiples of 16
-    sizes = {"VOCAB": 2 * width, "LAYERS": 1, "HEAD_DIM": 16, "TOKENS": width, "BATCH": 1}
+    sizes = {"VOCAB": 2 * width, "LAYERS": 1, "HEAD_DIM": 16, "TOKENS": width}
+    if values["DETECT"] != "scattered":  # by sequences
+        sizes["BATCH"] = 1
     small = {**values, **sizes, **dict.fromkeys(("DIM", "KV_DIM", "FFN"), width), "COMPARE_LINEARS": False}
     yield "one small MLP", {**small, "ATTENTION": False, "LOSS_PARALLEL": False, "CHECKPOINT": "none"}
     yield "one small block", small
@@ -164,7 +165,7 @@ def pytest_file(values: Mapping[str, object], *, head: str) -> str:
     for place in sorted(texts, key=lambda place: (place[0] == _TEST, read(place[0]).definitions[place[1]].lineno)):
         constant = isinstance(read(place[0]).definitions[place[1]], ast.Assign | ast.AnnAssign)
         (top if constant else rest).append(texts[place])
-    first = "\n".join([head, _NOQA, "", *_imports(imports), "", *dict.fromkeys(top)])
+    first = "\n".join([head, "", *_imports(imports), "", *dict.fromkeys(top)])
     return formatted("\n\n\n".join([first, *rest]) + "\n")
 
 

@@ -33,11 +33,12 @@ class _Edit(NamedTuple):
 
 def with_values(source: str, values: Mapping[str, object]) -> str:
     """The source with these values of its constants, whose names are written as there."""
-    shown = {
-        name: json.dumps(value) if isinstance(value, str) else repr(value).replace("'", '"').strip("()" * ("," in name))
-        for name, value in values.items()
-    }
+    shown = {name: _literal(value).strip("()" * ("," in name)) for name, value in values.items()}
     return _CONSTANT.sub(lambda line: f"{line[1]} = {shown[line[1]]}" if line[1] in shown else line[0], source)
+
+
+def _literal(value: object) -> str:
+    return json.dumps(value) if isinstance(value, str) else repr(value).replace("'", '"')
 
 
 def specialised(source: str, switches: Mapping[str, object], sizes: Mapping[str, object]) -> str:
@@ -155,7 +156,7 @@ class _Specialiser:
         if names.isdisjoint(self._switches):
             return None
         try:
-            return repr(self._value(node)).replace("'", '"')
+            return _literal(self._value(node))
         except _Unknown:
             return None
 

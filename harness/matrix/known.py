@@ -19,6 +19,8 @@ that is missing.
     review_by = 2027-03-01        # after this day the record explains nothing: look whether it is still true
     fix = "cases/fixes/x.py:apply"  # optional: with it, every check must pass
     reason = "..."                # one sentence: the cause
+    title = "..."                 # optional: of its page in docs/upstream, where no bug file has one
+    tried = "..."                 # optional: what else was tried, for that page
 
 `rule` is that of a check (`fp8-harness explain --checks` lists them), or one of "engine/..." for how ranks ended.
 `module`, `operand` and `values` are compared with those of the finding. A list stands for any of its texts, and `*`, in
@@ -100,6 +102,8 @@ class KnownFault(msgspec.Struct, frozen=True, kw_only=True):
     reason: str
     may_cause: tuple[Symptom, ...] = ()
     fix: str | None = None
+    title: str = ""
+    tried: str = ""
     everywhere: bool = False
     torch: str = ""
     torchao: str = ""

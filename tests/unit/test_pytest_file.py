@@ -23,6 +23,10 @@ FILES = {
     "float8 styles": ("tp2-nosp-nolp-tensorwise-tpstyle.fp8-v2048-f32", SCALES),
     "eight ranks": ("hsdp2x2-tp2-rowwise-ac.full-v2048-b16", SCALES),
     "crash": ("tp2-nowait-tensorwise-graph-v2048-s2-f64", CRASH),
+    "quotes": (
+        "tp2-nowait-tensorwise-graph-v2048-s2-f64",
+        FailureSignature(kind="crash", what="AttributeError: 'Tensor' has no attribute '_local_tensor'", first_step=1),
+    ),
     "one rank": ("single-tensorwise-v2048-gb1-sl40-s2-f64", CRASH),
     "mismatch": ("fsdp3-tensorwise-ag.fp8-v2048-gb6-s2-f64", MISMATCH),
     "scattered": (ATP, SCATTERED),

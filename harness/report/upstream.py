@@ -1,0 +1,121 @@
+"""Pages about faults that upstream can be told: `bug list --pages`, of the records and bug files of a project."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+from packaging.specifiers import SpecifierSet
+
+from harness.hints import WRITE_PAGES, export_test, repro_bug, run_cases
+from harness.matrix.bugfile import UNREPORTED, BugFile
+from harness.matrix.known import PACKAGES, KnownFault, matching
+from harness.report.sections import Block, Facts, Items, Section, Verbatim, markdown
+
+_TIERS = {"target=torchtitan ": "torchtitan", "target=torchtitan_0_3 ": "torchtitan_0_3"}
+_MEASURED = "[Versions](../versions.md) says with which versions the tool runs every night."
+_MADE = f"Written by `{WRITE_PAGES}` from `cases/known.toml` and `cases/bugs`."
+
+
+def upstream_pages(faults: Sequence[KnownFault], bugs: Sequence[BugFile], root: Path) -> Mapping[str, str]:
+    """Markdown by the name of a page: a fault with all its records, or a bug that no case can have. And their index."""
+    pages: dict[str, tuple[str, str]] = {}
+    told: set[str] = set()
+    for records in _by_cause(faults).values():
+        named = [bug for bug in bugs if bug.bug.status == "live" and _is_of(bug, records)]
+        told |= {bug.id for bug in named}
+        named.sort(key=lambda bug: not _is_of(bug, records[:1]))  # the first names the page
+        title = named[0].bug.title if named else records[0].title or records[0].name
+        pages[records[0].name] = title, _page(title, _of_records(records, named, root))
+    for bug in bugs:
+        if bug.bug.link == UNREPORTED and bug.bug.status in ("live", "refused") and bug.id not in told:
+            pages[bug.id] = bug.bug.title, _page(bug.bug.title, _of_bug(bug))
+    lines = tuple(f"[{title}]({name}.md)" for name, (title, _) in sorted(pages.items()))
+    index = [Section(title="Ready to file", blocks=(_MADE, Items(lines)))]
+    return {"index": markdown(index, level=1), **{name: text for name, (_, text) in pages.items()}}
+
+
+def _by_cause(faults: Iterable[KnownFault]) -> Mapping[str, list[KnownFault]]:
+    """Records of one report, or of one fix."""
+    found: dict[str, list[KnownFault]] = {}
+    for fault in faults:
+        key = fault.link if fault.link != UNREPORTED else fault.fix or fault.name
+        found.setdefault(key, []).append(fault)
+    return found
+
+
+def _is_of(bug: BugFile, records: Sequence[KnownFault]) -> bool:
+    """True when one of the records is what makes the case of a bug fail."""
+    mine = () if bug.case is None else matching(records, bug.case)
+    rules = {symptom.rule for each in mine for symptom in each.requires}
+    return bug.bug.link in (UNREPORTED, records[0].link) and not rules.isdisjoint(bug.bug.detected_by)
+
+
+def _page(title: str, blocks: Iterator[Section]) -> str:
+    return markdown([Section(title=title, blocks=tuple(blocks))], level=1)
+
+
+def _of_records(records: Sequence[KnownFault], bugs: Sequence[BugFile], root: Path) -> Iterator[Section]:
+    first = records[0]
+    reasons = {each.verdict: each.reason for each in reversed(records)}
+    yield Section(title="Symptom", blocks=tuple(reversed(reasons.values())))
+    facts = (
+        ("affected", "; ".join(dict.fromkeys(map(_versions, records)))),
+        ("first version without it", _fixed_in(records)),
+        ("reported", "not yet" if first.link == UNREPORTED else first.link),
+        ("look again by", str(first.review_by)),
+    )
+    yield Section(title="Versions", blocks=(Facts(facts), _MEASURED))
+    shows = dict.fromkeys(str(symptom) for each in records for symptom in each.requires)
+    yield Section(title="How it shows", blocks=(Items(tuple(shows)),))
+    yield Section(title="Reproduce", blocks=tuple(_reproduce(records, bugs, root)))
+    fixes = dict.fromkeys(each.fix for each in records if each.fix is not None)
+    tried: list[Block] = [text for fix in fixes for text in _fix(root / fix.partition(":")[0], fix)]
+    tried += [each.tried for each in records if each.tried]
+    yield Section(title="The fix we tried", blocks=tuple(tried) or ("None is recorded.",))
+
+
+def _versions(fault: KnownFault) -> str:
+    return " and ".join(f"{package} {text}" for package in PACKAGES if (text := getattr(fault, package)))
+
+
+def _fixed_in(records: Sequence[KnownFault]) -> str:
+    """The record says up to which version, or that there is no end."""
+    given = [text for each in records for package in PACKAGES if (text := getattr(each, package))]
+    ends = [str(each) for text in given for each in SpecifierSet(text) if each.operator in ("==", "<", "<=")]
+    return f"recorded for {', '.join(dict.fromkeys(ends))} only; others were not looked at" if ends else "none known"
+
+
+def _reproduce(records: Sequence[KnownFault], bugs: Sequence[BugFile], root: Path) -> Iterator[Block]:
+    for bug in bugs:
+        test = f"test_{bug.id.replace('-', '_')}.py"
+        if (root / "docs" / "upstream" / test).exists():
+            yield f"[{test}]({test}) needs torch, torchao and pytest only, and is red:"
+            yield Verbatim(f"python -m pytest {test}\n{export_test(bug.id)}")
+        else:
+            yield Verbatim(repro_bug(bug.id))
+    for each in records if not bugs else ():
+        tier = next((tier for words, tier in _TIERS.items() if f"{each.where} ".startswith(words)), "nightly")
+        yield Verbatim(run_cases(tier, "--select", each.where))
+
+
+def _fix(path: Path, fix: str) -> Iterator[Block]:
+    """The docstring of the file, without its first line's command, and what it does."""
+    told = ast.get_docstring(ast.parse(path.read_text())) or ""
+    first, *rest = [" ".join(each.split()) for each in re.split(r"\n\n+", told) if not each.startswith("    ")]
+    yield f"`{fix}`. {first}"
+    yield from rest
+    yield "With it every check passes; every run of an affected case applies it and judges the case again."
+
+
+def _of_bug(bug: BugFile) -> Iterator[Section]:
+    told = bug.bug.cause or f"Seen as: {bug.bug.symptom.replace('_', ' ')}."
+    yield Section(title="Symptom", blocks=(told,))
+    versions = ", ".join(f"{name} {version}" for name, version in bug.bug.versions.items())
+    yield Section(title="Versions", blocks=(Facts((("seen with", versions), ("first version without it", "none"))),))
+    why = tuple(f"{name}: {text}" for name, text in bug.refused.items())
+    blocks = ("Found in the source; no case can have it, so nothing here reproduces it.", Items(why))
+    yield Section(title="Reproduce", blocks=blocks if why else (Verbatim(repro_bug(bug.id)),))
+    yield Section(title="The fix we tried", blocks=(bug.bug.fix or "None is recorded.",))
