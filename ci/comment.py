@@ -1,6 +1,6 @@
-"""Puts the comment in a folder on the pull request, or edits the one that is there: `python3 ci/comment.py FOLDER`.
+"""Puts the comments in folders on the pull request, or edits those that are there: `python3 ci/comment.py FOLDER…`.
 
-For GitHub and GitLab, with what the standard library has. `comment.md` begins with a hidden marker, by which
+For GitHub and GitLab, with what the standard library has. Each `comment.md` begins with a hidden marker, by which
 the comment is found again. Where the token may only read, as in pull requests from forks, it says so and is done: the
 table is in the job summary, and no comment is worth a failed job.
 """
@@ -110,4 +110,5 @@ def post(folder: Path, variables: Mapping[str, str]) -> str:
 
 
 if __name__ == "__main__":
-    print(post(Path(sys.argv[1]), os.environ))
+    for name in sys.argv[1:]:
+        print(post(Path(name), os.environ))
