@@ -287,6 +287,7 @@ def _of_case(case: Case) -> dict[str, object]:
         "CHECKPOINT": case.checkpointing.mode,
         "CHECKPOINT_EVERY": case.checkpointing.every,
         "COMPILE": case.compile != "none",
+        "WAIT": layout.wait_for_embedding,
         "RECIPE": float8.recipe,
         "NOT_CONVERTED": kept if float8.output_layer else (*kept, OUTPUT_FQN),
         "FP8_ALL_GATHER": case.gathers_float8,

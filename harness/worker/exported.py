@@ -50,6 +50,7 @@ MIXED_PRECISION = False  # FSDP2 gathers and computes in bfloat16
 CHECKPOINT = "none"  # "none", "full", "selective_op", "selective_layer" (every n-th block)
 CHECKPOINT_EVERY = 2
 COMPILE = False
+WAIT = True  # compiled blocks get an embedding that is no longer being reduced
 # float8
 RECIPE = "tensorwise"  # of torchao, or "bf16"
 NOT_CONVERTED = ("output",)  # ends of the names of linears
@@ -141,8 +142,10 @@ def build(dp, tp):
     if CHECKPOINT != "none":
         checkpoint(model.layers)
     if COMPILE:
-        for block in model.layers:
-            block.compile(fullgraph=True)
+        for name, block in model.layers.named_children():
+            setattr(model.layers, name, torch.compile(block, fullgraph=True))
+    if COMPILE and WAIT:
+        model.embedding.register_forward_hook(lambda *call: torch.clone(call[-1]))  # waits for its reduction over TP
     if "dp_shard" in MESH and dp is not None:
         for unit in (model.embedding, *model.layers, [model.norm, model.output], model):
             if MIXED_PRECISION:

@@ -88,6 +88,8 @@ def test_a_script_has_the_values_of_the_case() -> None:
     plain = constants(text_of("tp2-nosp-nolp-tensorwise-v2048-f32", SCALES))
     assert not plain["SEQUENCE_PARALLEL"] and not plain["LOSS_PARALLEL"] and plain["MESH"] == {"tp": 2}
     assert constants(text_of("single-tensorwise-v2048-f32", SCALES))["MESH"] == {}
+    waits = [constants(text_of(f"tp2-{each}tensorwise-graph-v2048-f64", SCALES))["WAIT"] for each in ("", "nowait-")]
+    assert waits == [True, False]
 
 
 def test_a_script_has_the_values_of_the_failure() -> None:
