@@ -286,7 +286,7 @@ def _of_case(case: Case) -> dict[str, object]:
         "MIXED_PRECISION": train.dtype == "bfloat16",
         "CHECKPOINT": case.checkpointing.mode,
         "CHECKPOINT_EVERY": case.checkpointing.every,
-        "COMPILE": case.compile != "none",
+        "COMPILE": {"none": "", "graph": "aot_eager", "inductor": "inductor"}[case.compile],
         "WAIT": layout.wait_for_embedding,
         "RECIPE": float8.recipe,
         "NOT_CONVERTED": kept if float8.output_layer else (*kept, OUTPUT_FQN),

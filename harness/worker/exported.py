@@ -49,7 +49,7 @@ LOSS_PARALLEL = True
 MIXED_PRECISION = False  # FSDP2 gathers and computes in bfloat16
 CHECKPOINT = "none"  # "none", "full", "selective_op", "selective_layer" (every n-th block)
 CHECKPOINT_EVERY = 2
-COMPILE = False
+COMPILE = ""  # the backend that blocks are compiled with: "inductor", or "aot_eager", which needs no compiler
 WAIT = True  # compiled blocks get an embedding that is no longer being reduced
 # float8
 RECIPE = "tensorwise"  # of torchao, or "bf16"
@@ -143,7 +143,7 @@ def build(dp, tp):
         checkpoint(model.layers)
     if COMPILE:
         for name, block in model.layers.named_children():
-            setattr(model.layers, name, torch.compile(block, fullgraph=True))
+            setattr(model.layers, name, torch.compile(block, backend=COMPILE, fullgraph=True))
     if COMPILE and WAIT:
         model.embedding.register_forward_hook(lambda *call: torch.clone(call[-1]))  # waits for its reduction over TP
     if "dp_shard" in MESH and dp is not None:
