@@ -26,6 +26,7 @@ from harness.request import RunRequest
 from harness.trace import RankTrace, StepTrace
 from harness.trace.tensors import ModuleDistance, ModuleTensorKind
 from harness.worker.discovery import converted_linears
+from harness.worker.distance import relative_distance
 from harness.worker.probes.cast_numbers import dtype_name
 from harness.worker.probes.module_tensors import MODULES, is_wide
 from harness.worker.probes.places import local_shard
@@ -167,15 +168,15 @@ def _compared(recorded: Recorded, computed: Values) -> tuple[float, int | None]:
     """The distance of a tensor, or of the part of it that is furthest off, and the rank that alone is off, or most."""
     ranks = [piece.rank for piece in recorded.pieces]
     found, expected = recorded.values, computed
-    whole = _distance(found.whole, expected.whole)
+    whole = relative_distance(found.whole, expected.whole)
     if found.parts is not None and expected.parts is not None and len(found.parts) == len(expected.parts):
-        of_parts = [_distance(*pair) for pair in zip(found.parts, expected.parts, strict=True)]
+        of_parts = [relative_distance(*pair) for pair in zip(found.parts, expected.parts, strict=True)]
         worst = max(range(len(ranks)), key=lambda at: math.inf if math.isnan(of_parts[at]) else of_parts[at])
         if of_parts[worst] != 0:
             return of_parts[worst], ranks[worst]
     elif whole != 0:
         places = ((piece.rank, piece.place) for piece in recorded.pieces)
-        off = [rank for rank, place in places if _distance(found.whole[place], expected.whole[place])]
+        off = [rank for rank, place in places if relative_distance(found.whole[place], expected.whole[place])]
         return whole, off[0] if len(off) == 1 < len(ranks) else None
     return whole, None
 
@@ -351,15 +352,6 @@ class _ReplaceOutput(torch.autograd.Function):
         found = at.watching.replaced(at.fqn, ctx.call, "grad_output", Values(grads[0])).whole
         at.ranks.restart(found)
         return (found.expand(at.ranks.count, *found.shape) if at.ranks.stacks_output else found).clone(), None, None
-
-
-def _distance(found: torch.Tensor, expected: torch.Tensor) -> float:
-    """|found - expected| / |expected|; 0 for two zeros, NaN where a value is not finite."""
-    found, expected = found.double(), expected.double()
-    if not (found.isfinite().all() and expected.isfinite().all()):
-        return math.nan
-    distance, norm = (found - expected).norm().item(), expected.norm().item()
-    return distance / norm if norm else (math.inf if distance else 0.0)
 
 
 def _form(tensor: torch.Tensor) -> str:

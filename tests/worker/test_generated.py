@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from torch._inductor.graph import GraphLowering
 from harness.expect.generated import allowed_distance
 from harness.matrix.caseid import parse_case_id
 from harness.trace.graphs import GeneratedResult, GraphTrace
+from harness.worker.probes.generated import distances
 from harness.worker.probes.graphs import GraphProbe
 from harness.worker.virtual import device
 
@@ -69,3 +71,17 @@ def test_code_that_computes_something_else_than_its_graph_is_found(monkeypatch: 
 
     monkeypatch.setattr(GraphLowering, "call_function", call_function)
     assert "a" in {each.tensor for each in too_far(recorded())}
+
+
+@pytest.mark.parametrize("found", [torch.ones(4, 8), torch.full((4, 8), 2.0**-126)])
+def test_code_with_values_where_its_graph_has_zeros_is_infinitely_far_off(found: torch.Tensor) -> None:
+    zeros = torch.zeros(4, 8)
+    assert distances(found, zeros) == (math.inf, math.inf)
+    assert distances(zeros, zeros) == (0.0, 0.0)
+    assert distances(zeros, found) == (1.0, 1.0)
+
+
+def test_a_value_that_is_not_finite_has_no_distance() -> None:
+    found = torch.ones(4, 8)
+    found[1, 2] = math.nan
+    assert all(map(math.isnan, distances(found, torch.ones(4, 8))))

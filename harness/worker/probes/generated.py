@@ -21,6 +21,7 @@ from torch._inductor.output_code import CompiledFxGraph
 from harness.trace.graphs import GeneratedResult, GeneratedTensor
 from harness.worker.dispatch_hooks import fused, scaled_mm
 from harness.worker.dispatch_hooks.hook import unobserved
+from harness.worker.distance import relative_distance
 from harness.worker.probes.cast_numbers import dtype_name
 from harness.worker.probes.graph_casts import GraphCastWatcher, fqn_of, phase_now
 from harness.worker.probes.graph_gradients import GradientWatcher
@@ -242,10 +243,8 @@ def distances(found: torch.Tensor | None, expected: torch.Tensor) -> Distances:
     if found is None or found.shape != expected.shape:
         return Distances(math.nan, math.nan)
     found, expected = (each.reshape(-1, each.shape[-1] if each.dim() else 1).double() for each in (found, expected))
-    norms, far = expected.norm(dim=-1), (found - expected).norm(dim=-1)
-    if not (far != 0).any():
-        return Distances(0.0, 0.0)
+    distance, norms = relative_distance(found, expected), expected.norm(dim=-1)
+    if distance == 0 or not math.isfinite(distance):
+        return Distances(distance, distance)
     typical = norms.square().mean().sqrt().item()
-    return Distances(
-        far.norm().item() / (typical * math.sqrt(len(norms))), (far / norms.clamp(min=typical)).max().item()
-    )
+    return Distances(distance, ((found - expected).norm(dim=-1) / norms.clamp(min=typical)).max().item())

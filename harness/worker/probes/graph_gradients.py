@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor, Partial, Shard
 
 from harness.matrix.case import Case
 from harness.trace.graphs import GradientDistance
+from harness.worker.distance import relative_distance
 from harness.worker.evaluation import evaluating
 from harness.worker.probes.places import local_tensor
 from harness.worker.probes.probe import in_backward
@@ -75,7 +76,7 @@ class GradientWatcher:
             return GradientDistance(step=step, fqn=fqn, distance=math.nan)
         # A sum or a mean over data-parallel ranks; TP ranks may each have returned the whole.
         factors = {times * parts for times in {1, self._dp} for parts in {1, self._tp if _TP in axes else 1}}
-        distances = [_relative(found, expected / factor) for factor in factors]
+        distances = [relative_distance(found, expected / factor) for factor in factors]
         return GradientDistance(step=step, fqn=fqn, distance=_nearest(distances), summed_over_tp=_TP in axes)
 
 
@@ -101,11 +102,6 @@ def _reduced(grad: DTensor, returned: torch.Tensor, axes: tuple[str, ...]) -> to
     placements = [Shard(placed[axis].dim) if hasattr(placed[axis], "dim") else placed[axis] for axis in axes]
     summed = DTensor.from_local(returned, over, [Partial()] * len(axes), run_check=False)
     return summed.redistribute(placements=placements).to_local()
-
-
-def _relative(found: torch.Tensor, expected: torch.Tensor) -> float:
-    far, norm = (found - expected).norm().item(), expected.norm().item()
-    return far / norm if norm else (math.inf if far else 0.0) if not math.isnan(far) else math.nan
 
 
 def _place(tensor: Any) -> tuple[int, torch.Size] | None:
