@@ -27,7 +27,9 @@ UNIT = {"bfloat16": 2.0**-9, "float32": 8 * 2.0**-24}
 MARGIN = 2.0
 
 EXACT = 0.0
-LAST_BIT = 2.0**-23  # of a parameter in float32, where a fused optimizer computes the end of a shard by another loop
+# Of a parameter in float32: a fused optimizer computes the end of a shard by another loop, and SGD without AVX2
+# rounded one of 256 elements otherwise (2 of 35 cases of SGD; none of 35 with AVX2).
+LAST_BIT = 2.0**-23
 
 # What a block computes in code that inductor generates, which is replayed eagerly as a whole: roundings elsewhere,
 # float8 values of each of its seven linears that differ by one, and partial sums of ranks. The largest of clean runs:
@@ -60,7 +62,8 @@ def allowed_distance(case: Case, found: ModuleDistance, *, bits: Bits, model: Mo
     ranks may come together, because no tensor is replaced there.
     """
     if found.kind == "param":  # the optimizer's arithmetic is the same, whatever ranks hold
-        return EXACT if bits.same and case.target == REFERENCE else LAST_BIT
+        exact = bits.same and case.target == REFERENCE and case.train.optimizer != "sgd"
+        return EXACT if exact else LAST_BIT
     if case.compile == "inductor" and found.kind in GENERATED and _is_of_block(found):
         return GENERATED[found.kind]
     clipped = norm_rounding(case) if found.kind == "grad" else 0.0
