@@ -54,9 +54,11 @@ def parity_table(found: Parity) -> Table:
     if found.against:
         columns["base off"] = _of_base(_off)
     columns |= {"allowed": _allowed, "worst gradient, or why": _why}
+    judges = tuple(dict.fromkeys(name for row in found.rows for name in row.judges))
+    columns |= {name: _of_judge(name) for name in judges}
     shown = {name: [cell(row) for row in found.rows] for name, cell in columns.items()}
     shown = {name: cells for name, cells in shown.items() if any(cells) or not name.startswith("base")}
-    words = ("layout", "verdict", "base", "change", "worst gradient, or why")
+    words = ("layout", "verdict", "base", "change", "worst gradient, or why", *judges)
     return Table(
         columns=tuple(shown),
         rows=tuple(zip(*shown.values(), strict=True)),
@@ -68,6 +70,10 @@ def parity_table(found: Parity) -> Table:
 def _of_base(cell: _Cell) -> _Cell:
     """What the base shows, where that is something else."""
     return lambda row: "" if row.base is None or cell(row.base) == cell(row) else cell(row.base)
+
+
+def _of_judge(name: str) -> _Cell:
+    return lambda row: row.judges[name].text if name in row.judges else "-"
 
 
 def _loss(step: int) -> _Cell:

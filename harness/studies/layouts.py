@@ -31,6 +31,7 @@ from harness.running.progress import Progress
 from harness.running.selection import NothingSelected, Query
 from harness.studies.against import Against, Base, Change, change
 from harness.studies.curves import CurveRow, judge_curve
+from harness.studies.judges import Judged, ask
 from harness.studies.target_check import refusal_words
 from harness.verdict import ExitCode, Finding, Verdict, exit_code
 from harness.workflow import run
@@ -63,6 +64,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     change: Change = ""  # what became of it since the base; empty without one
     moved: str = ""  # by how much its numbers differ from those of the base, where no rounding explains it
     base: Row | None = None  # the same layout there; None where the base has no such target
+    judges: Mapping[str, Judged] = {}  # what others say of it, where asked
 
 
 class Parity(msgspec.Struct, frozen=True, kw_only=True):
@@ -116,7 +118,7 @@ def within(project: Project, cases: Sequence[Case], budget_s: float) -> tuple[tu
     return tuple(ordered[:count]), tuple(ordered[count:])
 
 
-def compare_layouts(
+def compare_layouts(  # noqa: PLR0913  what runs, and what stands beside it
     project: Project,
     cases: Sequence[Case],
     plan: Plan,
@@ -124,6 +126,7 @@ def compare_layouts(
     *,
     budget_s: float | None,
     against: Against | None = None,
+    judges: Sequence[str] = (),
 ) -> tuple[Parity, RunResult]:
     """Run the case in all layouts that no rule excludes; the run is stored like any other. The base runs first."""
     excluded = [_excluded(case) for case in cases if exclusions(case)]
@@ -135,6 +138,9 @@ def compare_layouts(
     base = None if against is None else against.run(chosen[0].target, tuple(map(case_id, chosen)))
     result, _ = run(project, Query(sources=tuple(map(case_id, chosen))), plan, progress)
     rows = tuple(_beside(base, each) for each in result.results)
+    if judges:
+        said = ask(judges, project, chosen, plan)
+        rows = tuple(msgspec.structs.replace(each, judges=said[each.case_id]) for each in rows)
     found = Parity(
         case_id=case_id(msgspec.structs.replace(chosen[0], layout=Layout())),
         against="" if base is None else base.name,
