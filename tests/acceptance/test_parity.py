@@ -53,7 +53,7 @@ def test_a_golden_file_is_judged_by_the_layouts_that_run(project: Inside) -> Non
     """A curve of clean ranks is not wrong, and one with a planted fault is."""
     layouts = ("--layouts", "single,fsdp2,fsdp4,tp2,fsdp2-tp2", "--steps", "2", "-q")
     bad = project.run(
-        "run", "tp2-rowwise-v2048-s2-b16", "--inject", "fault:replicated_gradients_counted_by_every_rank", "-q"
+        "run", "tp2-rowwise-v2048-s2-b16", "--inject", "fault:norm_of_local_shards", "-q"
     )
     assert bad.returncode == 1
     (project.folder / "bad.txt").write_text(project.run("baseline", "convert", "tp2-rowwise-v2048-s2-b16").stdout)
