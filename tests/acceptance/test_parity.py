@@ -52,9 +52,7 @@ def test_a_planted_fault_is_wrong_where_it_is_and_nowhere_else(project: Inside) 
 def test_a_golden_file_is_judged_by_the_layouts_that_run(project: Inside) -> None:
     """A curve of clean ranks is not wrong, and one with a planted fault is."""
     layouts = ("--layouts", "single,fsdp2,fsdp4,tp2,fsdp2-tp2", "--steps", "2", "-q")
-    bad = project.run(
-        "run", "tp2-rowwise-v2048-s2-b16", "--inject", "fault:norm_of_local_shards", "-q"
-    )
+    bad = project.run("run", "tp2-rowwise-v2048-s2-b16", "--inject", "fault:norm_of_local_shards", "-q")
     assert bad.returncode == 1
     (project.folder / "bad.txt").write_text(project.run("baseline", "convert", "tp2-rowwise-v2048-s2-b16").stdout)
     done = project.run("parity", *layouts, "--golden", "bad.txt", "--json", "bad.json")
