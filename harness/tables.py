@@ -47,7 +47,9 @@ MATMULS = Table(
 )
 TRAFFIC = Table(name="traffic", keys=("step", "rank", "axis", "kind", "op", "dtype"), values=("calls", "payload_bytes"))
 MEMORY = Table(name="memory", keys=("step", "rank"), values=("saved_bytes", "float8_bytes"))
-TENSORS = Table(name="tensors", keys=("step", "kind", "fqn"), values=("norm",))  # gradients, and parameters at the end
+TENSORS = Table(
+    name="tensors", keys=("step", "kind", "fqn"), values=("norm",)
+)  # initial weights, gradients, and parameters at the end
 STEPS = Table(name="steps", keys=("step", "rank"), values=("loss", "grad_norm"))
 
 # In the order of causes: a wrong scale comes before the gradient that it makes wrong.

@@ -15,7 +15,7 @@ _SUMS = struct.Struct(f"<{SKETCH_SIZE}d")
 
 
 class SketchKey(NamedTuple):
-    """Which tensor of a run: `kind` is "grad" or "param"."""
+    """Which tensor of a run."""
 
     step: int
     kind: str

@@ -6,14 +6,16 @@ is judged by itself (`worker/replay.py`), so that the limits are those of roundi
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 from msgspec.structs import replace
 
 from harness.checks.assembly import nan_as_inf
 from harness.checks.check import Check, Witnesses, unfinished
-from harness.checks.parity import FLOAT32_LOSS, wrong_numbers
+from harness.checks.findings import about_ranks
+from harness.checks.parity import FLOAT32_LOSS, TERMS, wrong_numbers
 from harness.checks.rule import Rules, Stage
 from harness.expect.expectations import Expectations
 from harness.expect.local_parity import Bits, allowed_distance
@@ -22,9 +24,9 @@ from harness.matrix.case import Case
 from harness.matrix.caseid import case_id
 from harness.matrix.layout import DP_AXES
 from harness.matrix.numerics import Numerics, replayed_steps
-from harness.sentence import format_numbers
+from harness.sentence import format_numbers, format_ranks
 from harness.trace import Run
-from harness.trace.tensors import ModuleDistance
+from harness.trace.tensors import ModuleDistance, SumTerms
 from harness.verdict import Finding
 
 # The norm is a sum in float64 of the same gradients.
@@ -39,6 +41,8 @@ _NOUNS = {
     "param": "value after the optimizer step",
 }
 
+
+Allowed = Callable[[ModuleDistance], float]
 
 _rule = Rules("local_parity", Stage.MODULE)
 NO_REPLAY = _rule.no_witness()
@@ -56,6 +60,13 @@ TENSOR = _rule(
     located=True,
     numeric=True,
     key=("tensor",),
+)
+SUM = _rule(
+    "sum",
+    "the output of {module} is not the sum over tp that {consumer} needs: {ended}",
+    located=True,
+    numeric=True,
+    key=("ended",),
 )
 _OFF = " does not follow from the recorded {source}: off by {distance:.2g}, {allowed:.2g} allowed"
 LOSS = _rule("loss", "{number}" + _OFF, numeric=True)
@@ -111,54 +122,104 @@ def _judged(
         summed=numerics.has_one_order(case.layout.tp),
         reduced=all(numerics.has_one_order(mesh[axis]) for axis in DP_AXES),
     )
+    allowed = partial(allowed_distance, case, bits=bits, model=model)
     for step in replayed_steps(case, numerics):
         found = [each for each in distances if each.step == step]
         numbers = _numbers(run, replay, step) if with_numbers else []
-        findings = [*_not_compared(found, step), *_too_far(case, found, bits, model), *numbers]
+        findings = [*_not_compared(run, found, step, allowed), *_too_far(run, found, allowed), *numbers]
         if findings:
             return findings
     return []
 
 
-def _not_compared(found: Sequence[ModuleDistance], step: int) -> Iterator[Finding]:
+def _not_compared(run: Run, found: Sequence[ModuleDistance], step: int, allowed: Allowed) -> Iterator[Finding]:
     if not found:
         yield NOTHING_COMPARED.finding(step=step, expected="distances")
     broken = [each for each in found if each.problem is not None]
     if broken:
-        yield INCOMPARABLE.finding(
-            tensor=_NOUNS[broken[0].kind],
-            problem=broken[0].problem or "",
+        first, distances = broken[0], broken[0].of_ranks
+        off = [rank for rank, distance in distances.items() if distance > allowed(first)]
+        ranks = off or [
+            rank for rank, distance in distances.items() if math.isnan(distance)
+        ]  # that hold something else
+        finding = INCOMPARABLE.finding(
+            tensor=_NOUNS[first.kind],
+            problem=first.problem or "",
             count=len(broken),
             step=step,
-            module=broken[0].fqn,
-            found=broken[0].problem,
+            module=first.fqn,
+            found=first.problem,
         )
+        yield about_ranks(finding, ranks, run) if first.terms is None else _not_summed(run, first, [first])
 
 
-def _too_far(case: Case, found: Sequence[ModuleDistance], bits: Bits, model: Model | None) -> Iterator[Finding]:
+def _too_far(run: Run, found: Sequence[ModuleDistance], allowed: Allowed) -> Iterator[Finding]:
     """The first tensor that is too far off, in the order of execution: no other can be the reason for it."""
     compared = [each for each in found if each.problem is None]
-    limits = [allowed_distance(case, each, bits=bits, model=model) for each in compared]
+    limits = [allowed(each) for each in compared]
     wrong = [pair for pair in zip(compared, limits, strict=True) if not pair[0].distance <= pair[1]]  # NaN is wrong
-    if wrong:
-        first, limit = wrong[0]
-        part = "" if first.part is None or case.layout.dp == 1 else f" on data-parallel rank {first.part}"
-        if first.rank is not None:
-            part += f", {'partial' if first.parts > 1 else 'shard'} of rank {first.rank},"
-        yield TENSOR.finding(
-            tensor=_NOUNS[first.kind],
-            part=part,
-            distance=first.distance,
-            allowed=limit,
-            count=len(wrong),
-            compared=len(compared),
-            step=first.step,
-            rank=first.rank,
-            module=first.fqn,
-            expected=f"distance <= {limit:.2g}",
-            found=f"{first.distance:.2g}",
-            size=max(nan_as_inf(each.distance) for each, _ in wrong),
-        )
+    if not wrong:
+        return
+    first, limit = wrong[0]
+    if first.terms is not None:
+        yield _not_summed(run, first, [each for each, _ in wrong])
+        return
+    ranks = [rank for rank, distance in first.of_ranks.items() if not distance <= limit]
+    is_whole = len(ranks) == len(first.of_ranks)
+    is_part = len({each.part for each in compared} - {None}) > 1
+    part = "" if first.part is None or not is_part else f" on data-parallel rank {first.part}"
+    if ranks and not is_whole:
+        part += f", {'partial' if first.parts > 1 else 'shard'} of {format_ranks(ranks)},"
+    finding = TENSOR.finding(
+        tensor=_NOUNS[first.kind],
+        part=part,
+        distance=first.distance,
+        allowed=limit,
+        count=len(wrong),
+        compared=len(compared),
+        step=first.step,
+        ranks=() if is_whole else ranks,
+        module=first.fqn,
+        expected=f"distance <= {limit:.2g}",
+        found=f"{first.distance:.2g}",
+        size=max(nan_as_inf(each.distance) for each, _ in wrong),
+    )
+    yield about_ranks(finding, ranks, run) if is_whole and len(ranks) == len(run.traces) else finding
+
+
+def _not_summed(run: Run, first: ModuleDistance, wrong: Sequence[ModuleDistance]) -> Finding:
+    """The finding about the module whose outputs ranks add up wrongly, of which `first` is the sum."""
+    terms = first.terms
+    assert terms is not None, "it is about a sum"
+    place = (first.fqn, first.call, first.kind)
+    alike = [each.terms for each in wrong if (each.fqn, each.call, each.kind) == place and each.terms is not None]
+    ranks = {rank for each in alike for rank, times in each.weights.items() if any(one != 1 for one in times)}
+    ended = _sum_instead(terms)
+    finding = SUM.finding(
+        ended=ended,
+        consumer=first.fqn,
+        step=first.step,
+        module=terms.fqn,
+        operand="output",
+        expected=f"the sum of what {format_ranks(terms.ranks)} computed",
+        found=ended,
+        size=nan_as_inf(first.distance),
+    )
+    return about_ranks(finding, ranks, run)
+
+
+def _sum_instead(terms: SumTerms) -> str:
+    times = {one for each in terms.weights.values() for one in each}
+    (first, *_), count = times, len(terms.ranks)
+    if len(times) == 1:
+        is_mean = abs(first * count - 1) <= TERMS
+        return "it is averaged instead of summed" if is_mean else f"it is {first:g} times the sum"
+    own = {rank: tuple(float(rank == each) for each in terms.ranks) for rank in terms.weights}
+    if all(own[rank] == each for rank, each in terms.weights.items()):
+        return "ranks go on with what they computed themselves"
+    rank, weights = next((rank, each) for rank, each in terms.weights.items() if set(each) != {1.0})
+    shown = " + ".join(f"{one:g} x rank {of}" for of, one in zip(terms.ranks, weights, strict=True))
+    return f"rank {rank} goes on with {shown}"
 
 
 def _numbers(run: Run, replay: Run, step: int) -> list[Finding]:

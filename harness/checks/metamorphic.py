@@ -131,7 +131,8 @@ def _tensors(relation: Relation, run: Run, partner: Run) -> Iterator[Finding]:
 
 def _first_difference(relation: Relation, differences: list[_Difference], compared: int) -> Finding:
     worst = max(differences, key=lambda each: nan_as_inf(each.distance))
-    rule, noun = {"grad": (GRADIENTS, "gradients"), "param": (PARAMETERS, "final parameters")}[worst.key.kind]
+    rule = GRADIENTS if worst.key.kind == "grad" else PARAMETERS
+    noun = {"initial": "initial weights", "grad": "gradients", "param": "final parameters"}[worst.key.kind]
     return rule.finding(
         noun=noun,
         partner=_promise(relation),

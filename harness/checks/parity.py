@@ -48,6 +48,9 @@ ROUNDED = {"bfloat16": 2.0**-12, "float32": 2.0**-28, "float64": 2.0**-57}
 # Losses around 8 are float32 tensors in every dtype but float64: one unit in the last place is 5e-7 nats.
 FLOAT32_LOSS = 5e-6
 
+# Sketches of the same values, added up shard by shard in float64.
+SUMS = 1e-12
+
 # The sum of what ranks hold unreduced is the reference up to the order of sums and float8 roundings behind it.
 TERMS = 0.02
 
@@ -67,6 +70,13 @@ _FAR = (
 )
 GRADIENTS = _rule("gradients", _FAR, numeric=True)
 PARAMETERS = _rule("parameters", _FAR, numeric=True)
+INITIAL = _rule(
+    "initial-weights",
+    "{count} of {compared} parameters do not start from the weights of the single-rank reference; worst {module}: "
+    "relative distance {distance:.2g}, {allowed:.2g} allowed",
+    stage=Stage.DATA,
+    located=True,
+)
 NOTHING_COMPARED = _rule("nothing-compared", "no {noun} were compared")
 ONE_SIDE = _rule("one-side", "{kind} of {module} is missing from {side} (the first of {count})", key=("kind", "side"))
 ELEMENTS = _rule("elements", "the ranks hold {elements} elements of {module}, which has shape {shape}")
@@ -93,7 +103,8 @@ def check_parity(case: Case, run: Run, witnesses: Witnesses) -> list[Finding]:
         why = f"{NONE_DERIVED}{why_unfinished(witnesses.underived)}"
         return [NO_TOLERANCE.finding(why=why, expected="a tolerance")]
     found, expected = assemble(run.traces), assemble(solo.traces)
-    every_step = [*_missing(found, expected), *_replicas(case, run, expected), *_batches(case, run, solo)]
+    initial = _on_ranks(run, solo, _tensors(found, expected, 1, "initial", SUMS, 0.0))
+    every_step = [*initial, *_missing(found, expected), *_replicas(case, run, expected), *_batches(case, run, solo)]
     loss_floor = 0.0 if case.train.dtype == "float64" else FLOAT32_LOSS
     for step in range(1, case.train.steps + 1):
         allowed = allowed_distance(case, tolerance, step)
@@ -179,7 +190,11 @@ def _distances(found: Tensors, expected: Tensors, step: int, kind: str, ignored:
 
 def _tensors(found: Tensors, expected: Tensors, step: int, kind: str, allowed: float, ignored: float) -> list[Finding]:
     """Gradients, or updated parameters, that are further away than allowed."""
-    rule, noun = {"grad": (GRADIENTS, "gradients"), "param": (PARAMETERS, "updated parameters")}[kind]
+    rule, noun = {
+        "initial": (INITIAL, "initial weights"),
+        "grad": (GRADIENTS, "gradients"),
+        "param": (PARAMETERS, "updated parameters"),
+    }[kind]
     distances = _distances(found, expected, step, kind, ignored)
     if not distances:
         return [NOTHING_COMPARED.finding(noun=noun, step=step or None)]
@@ -207,13 +222,13 @@ def _tensors(found: Tensors, expected: Tensors, step: int, kind: str, allowed: f
 
 def _on_ranks(run: Run, solo: Run, findings: Iterable[Finding]) -> Iterator[Finding]:
     """The findings about tensors, with the ranks whose own part is as far off, where that can be told."""
-    kinds = {GRADIENTS.name: "grad", PARAMETERS.name: "param"}
+    kinds = {INITIAL.name: "initial", GRADIENTS.name: "grad", PARAMETERS.name: "param"}
     for finding in findings:
         ranks: list[int] = []
         if finding.step is not None and finding.rule in kinds and len(run.traces) > 1:
             key = SketchKey(finding.step, kinds[finding.rule], finding.module or "")
             ranks = wrong_ranks(run.traces, solo.traces, key, float(finding.values["allowed"]))
-        yield about_ranks(finding, ranks)
+        yield about_ranks(finding, ranks, run)
 
 
 def _reported_numbers(run: Run, solo: Run, step: int, allowed: float, loss_floor: float) -> list[Finding]:

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from functools import partial
 
 from harness.checks.check import Check, Witnesses
-from harness.checks.findings import traces_by_rank
+from harness.checks.findings import about_ranks, traces_by_rank
 from harness.checks.rule import Rules, Stage
 from harness.matrix.case import Case
 from harness.matrix.caseid import layout_id
@@ -40,27 +40,32 @@ def check_resume(case: Case, run: Run, witnesses: Witnesses) -> list[Finding]:
     """Is the state that was loaded the one that was saved, every bit of it, in every layout that loaded it?"""
     layouts = [layout_id(other.layout) for other in resumed_in(case)]
     traces = traces_by_rank(run)
-    found = (
-        finding
-        for number, layout in enumerate(layouts)
-        for trace in traces
-        for finding in _differences(trace, number, layout)
-    )
+    found = (finding for number, layout in enumerate(layouts) for finding in _differences(run, traces, number, layout))
     return list(itertools.islice(found, 1))
 
 
-def _differences(trace: RankTrace, number: int, layout: str) -> Iterator[Finding]:
-    resumed = trace.resumed
-    if resumed is None or len(resumed.loaded) <= number:
-        yield NOT_LOADED.finding(layout=layout, rank=trace.rank, expected="the state that was saved", found="none")
+def _differences(run: Run, traces: list[RankTrace], number: int, layout: str) -> Iterator[Finding]:
+    resumed = {trace.rank: trace.resumed for trace in traces}
+    loaded = {rank: each for rank, each in resumed.items() if each is not None and len(each.loaded) > number}
+    if len(loaded) < len(traces):
+        without = NOT_LOADED.finding(layout=layout, expected="the state that was saved", found="none")
+        yield about_ranks(without, resumed.keys() - loaded.keys(), run)
         return
-    saved, loaded = resumed.saved, resumed.loaded[number]
-    wrong = [name for name in sorted(saved.keys() | loaded.keys()) if saved.get(name) != loaded.get(name)]
+    wrong = {rank: names for rank, each in loaded.items() if (names := _other_names(each, number))}
     if wrong:
-        yield _finding(trace.rank, resumed, number, layout, wrong)
+        rank = min(wrong)
+        first = wrong[rank][0]
+        of_ranks = [rank for rank, each in loaded.items() if first in {*itertools.chain(*each.wrong[number:][:1])}]
+        yield about_ranks(_finding(loaded[rank], number, layout, wrong[rank]), of_ranks or wrong, run)
 
 
-def _finding(rank: int, resumed: Resumed, number: int, layout: str, wrong: list[str]) -> Finding:
+def _other_names(resumed: Resumed, number: int) -> list[str]:
+    """What was saved and was loaded with another value, or in vain, or only loaded."""
+    saved, loaded = resumed.saved, resumed.loaded[number]
+    return [name for name in sorted(saved.keys() | loaded.keys()) if saved.get(name) != loaded.get(name)]
+
+
+def _finding(resumed: Resumed, number: int, layout: str, wrong: list[str]) -> Finding:
     first = wrong[0]
     whats = Counter(name.partition(" ")[2] for name in wrong)
     words = ", ".join(
@@ -73,7 +78,6 @@ def _finding(rank: int, resumed: Resumed, number: int, layout: str, wrong: list[
         parts=words,
         what=what or "the values",
         step=resumed.after_step + 1,
-        rank=rank,
         module=fqn,
         expected=resumed.saved.get(first, "nothing"),
         found=resumed.loaded[number].get(first, "nothing"),

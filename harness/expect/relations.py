@@ -18,7 +18,7 @@ from harness.matrix.axes import AXES, DECLARED, DEFAULTS, changed
 from harness.matrix.case import Case, Checks, Layout
 from harness.matrix.layout import SHARD_AXES, ranks_of
 from harness.matrix.linears import converted_fqns, linear_features, linear_name
-from harness.matrix.numerics import VIRTUAL_DEVICE, Numerics, async_tp_gap, replayed_steps, sums_in_order
+from harness.matrix.numerics import VIRTUAL_DEVICE, Numerics, async_tp_gap, drifts, replayed_steps, sums_in_order
 from harness.matrix.rules import exclusions, expected_refusal
 from harness.matrix.targets import is_llama
 
@@ -76,7 +76,9 @@ def stands_for_modules(case: Case, relation: Relation | None, numerics: Numerics
     """
     if case.compile == "none" or relation is None or not is_llama(case.target):
         return False
-    return relation.promise == "bitwise" and relation.steps is None and bool(replayed_steps(relation.partner, numerics))
+    other = relation.partner
+    is_whole = relation.promise == "bitwise" and relation.steps is None
+    return is_whole and drifts(other, numerics) and bool(replayed_steps(other, numerics))
 
 
 class _Option(NamedTuple):

@@ -81,8 +81,12 @@ State = dict[str, str]
 
 
 class Resumed(Record, frozen=True, kw_only=True):
-    """The state that was saved, and the one of every target that loaded it; the last of these trains on."""
+    """The state that was saved, and the one of every target that loaded it; the last of these trains on.
+
+    `wrong`: for each of them what this rank itself holds of it and was not saved so.
+    """
 
     after_step: int
     saved: State
     loaded: tuple[State, ...]
+    wrong: tuple[tuple[str, ...], ...] = ()

@@ -10,6 +10,7 @@ estimates the distance between their tensors within about a quarter. Recorded by
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Literal
 
 from harness.trace.record import Record
@@ -41,6 +42,17 @@ class ModuleShard(Record, frozen=True, kw_only=True):
     data: bytes | None = None
 
 
+class SumTerms(Record, frozen=True, kw_only=True):
+    """What ranks go on with instead of the sum of their outputs: so many times the output of each.
+
+    `weights`: by the rank that goes on with it, of every rank that has a part, in the order of `ranks`.
+    """
+
+    fqn: str  # of the module
+    ranks: tuple[int, ...]
+    weights: Mapping[int, tuple[float, ...]]
+
+
 class ModuleDistance(Record, frozen=True, kw_only=True):
     """One tensor of a parallel run against the replay: |run - replay| / |replay|, NaN where they cannot be compared.
 
@@ -57,11 +69,15 @@ class ModuleDistance(Record, frozen=True, kw_only=True):
     distance: float
     spread: float
     parts: int  # how many shards were summed; 1 for a tensor that was not
-    rank: int | None = None  # that alone is off, or whose part of a sum is furthest off; None where there is no such
+    of_ranks: Mapping[int, float] = {}  # of what each rank has of it, or of its part of a sum
+    terms: SumTerms | None = None  # what it has of a sum instead, where that explains the distance
     problem: str | None = None  # why there is none: missing on one side, another form, unequal replicas
 
 
 SKETCH_SIZE = 32
+
+# initial: a parameter before the first step. param: after the optimizer step.
+SketchKind = Literal["initial", "grad", "param"]
 
 
 class TensorSketch(Record, frozen=True, kw_only=True):
@@ -72,7 +88,7 @@ class TensorSketch(Record, frozen=True, kw_only=True):
     """
 
     fqn: str
-    kind: Literal["grad", "param"]  # param: after the optimizer step
+    kind: SketchKind
     step: int
     shape: tuple[int, ...]  # of the logical tensor
     offset: tuple[int, ...]  # of this rank's shard

@@ -11,7 +11,7 @@ import torch
 
 from harness.matrix.case import Case
 from harness.matrix.layout import dp_rank
-from harness.trace.tensors import FLOAT8, ModuleShard, ModuleTensorKind
+from harness.trace.tensors import FLOAT8, ModuleShard, ModuleTensorKind, SumTerms
 from harness.worker.sequential_ranks import WIDE
 
 
@@ -22,6 +22,9 @@ def summed(parts: torch.Tensor) -> torch.Tensor:
     for part in others:
         total += part
     return total.to(parts.dtype)
+
+
+EXPLAINED = 0.1  # of a distance at most is left where terms of a sum explain it: below 0.02 in bfloat16
 
 
 class Key(NamedTuple):
@@ -70,6 +73,7 @@ class Recorded(NamedTuple):
     pieces: tuple[Piece, ...]
     spread: float
     problem: str | None
+    holders: Mapping[int, int | None]  # by rank: which of `pieces` it holds, by their rank; None for another
 
 
 def assembled(case: Case, ranks: Sequence[Sequence[ModuleShard]], device: torch.device) -> dict[Key, Recorded | None]:
@@ -105,7 +109,15 @@ def _recorded(shards: Mapping[int, ModuleShard], device: torch.device) -> Record
         pieces,
         math.sqrt(squares) / norm if first.summed and norm else 0.0,
         _problem(tuple(shards.values()), covered, wanted),
+        _holders(shards),
     )
+
+
+def _holders(shards: Mapping[int, ModuleShard]) -> Mapping[int, int | None]:
+    owners = {(each.offset, each.digest): rank for rank, each in shards.items() if each.data is not None}
+    return {
+        rank: rank if each.data is not None else owners.get((each.offset, each.digest)) for rank, each in shards.items()
+    }
 
 
 def _spans(shard: ModuleShard) -> tuple[tuple[int, int], ...]:
@@ -126,3 +138,25 @@ def _problem(shards: Sequence[ModuleShard], covered: int, wanted: int) -> str | 
     if any(len(digests) > 1 for digests in replicas.values()):
         return "ranks that hold the same tensor hold different values"
     return None if covered == wanted else f"the ranks hold {covered} of {wanted} elements"
+
+
+def terms_of_sum(given: Recorded, computed: torch.Tensor, fqn: str, output: Recorded) -> SumTerms | None:
+    """What ranks go on with instead of the sum of the outputs of module `fqn`, where this is why `given` is off.
+
+    `given`: what a later module gets, to which the sum is added; `computed`: the same with the sum.
+    """
+    parts, weights = output.values.parts, dict[int, tuple[float, ...]]()
+    if parts is None or parts[0].shape != computed.shape or given.values.whole.shape != computed.shape:
+        return None
+    for piece in given.pieces:
+        off = (given.values.whole[piece.place].double() - computed[piece.place].double()).flatten()
+        terms = torch.stack([part[piece.place].double().flatten() for part in parts], 1)
+        if not (off.isfinite().all() and terms.isfinite().all()):
+            return None
+        found = torch.linalg.lstsq(terms, off[:, None]).solution[:, 0]
+        if (terms @ found - off).norm() > EXPLAINED * off.norm():
+            return None
+        weights[piece.rank] = tuple(round(1 + each, 2) for each in found.tolist())
+    if all(each == 1 for times in weights.values() for each in times):
+        return None  # a sum of other bits
+    return SumTerms(fqn=fqn, ranks=tuple(piece.rank for piece in output.pieces), weights=weights)

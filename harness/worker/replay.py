@@ -31,7 +31,7 @@ from harness.worker.probes.cast_numbers import dtype_name
 from harness.worker.probes.module_tensors import MODULES, is_wide
 from harness.worker.probes.places import local_shard
 from harness.worker.probes.sketches import clean_fqn
-from harness.worker.recorded import Key, Recorded, Values, assembled
+from harness.worker.recorded import Key, Recorded, Values, assembled, terms_of_sum
 from harness.worker.tensor_ranks import (
     Ranks,
     ScaledProducts,
@@ -62,6 +62,7 @@ class Replay:
         self._step = 0
         self._boundaries: list[_ModuleBoundary] = []
         self._spread: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
+        self._summed: tuple[str, Recorded] | None = None  # the last module of forward whose outputs ranks add up
         self.distances: list[ModuleDistance] = []
 
     def attach(self, model: nn.Module, case: Case, products: ScaledProducts, *, compiled: bool) -> None:
@@ -112,6 +113,8 @@ class Replay:
         found = recorded.values
         forms = _form(found.whole), _form(computed.whole)
         alike = forms[0] == forms[1]
+        if kind == "output" and found.parts is not None:
+            self._summed = fqn, recorded
         if first:
             form = None if alike else f"it is {forms[0]}, the replay's is {forms[1]}"
             self._note(key, computed, recorded, form or recorded.problem)
@@ -147,16 +150,22 @@ class Replay:
                 self._note(key, recorded.values, problem="the replay did not compute it")
 
     def _note(self, key: Key, computed: Values, recorded: Recorded | None = None, problem: str | None = None) -> None:
-        distance, rank = math.nan, None
+        off, of_ranks = math.nan, dict[int, float]()
         if recorded is not None and problem is None:
-            distance, rank = _compared(recorded, computed)
+            off, of_ranks = _compared(recorded, computed)
+        elif recorded is not None and _form(recorded.values.whole) == _form(computed.whole):  # replicas are unequal
+            of_ranks = _compared(recorded, computed)[1]
+        terms = None
+        if recorded is not None and off != 0 and key.kind == "input" and self._summed is not None:
+            terms = terms_of_sum(recorded, computed.whole, *self._summed)
         parts = None if recorded is None else recorded.values.parts
         self.distances.append(
             ModuleDistance(
                 **key._asdict(),
                 dtype=dtype_name(computed.whole.dtype),
-                distance=distance,
-                rank=rank,
+                distance=off,
+                of_ranks=of_ranks,
+                terms=terms,
                 spread=0.0 if recorded is None else recorded.spread,
                 parts=1 if parts is None else len(parts),
                 problem=problem,
@@ -164,21 +173,29 @@ class Replay:
         )
 
 
-def _compared(recorded: Recorded, computed: Values) -> tuple[float, int | None]:
-    """The distance of a tensor, or of the part of it that is furthest off, and the rank that alone is off, or most."""
-    ranks = [piece.rank for piece in recorded.pieces]
+def _compared(recorded: Recorded, computed: Values) -> tuple[float, dict[int, float]]:
+    """The distance of a tensor, or of the part of it that is furthest off, and that of what every rank has of it.
+
+    That of a replica is NaN where it is not equal to the one that is compared.
+    """
     found, expected = recorded.values, computed
     whole = relative_distance(found.whole, expected.whole)
     if found.parts is not None and expected.parts is not None and len(found.parts) == len(expected.parts):
-        of_parts = [relative_distance(*pair) for pair in zip(found.parts, expected.parts, strict=True)]
-        worst = max(range(len(ranks)), key=lambda at: math.inf if math.isnan(of_parts[at]) else of_parts[at])
-        if of_parts[worst] != 0:
-            return of_parts[worst], ranks[worst]
-    elif whole != 0:
-        places = ((piece.rank, piece.place) for piece in recorded.pieces)
-        off = [rank for rank, place in places if relative_distance(found.whole[place], expected.whole[place])]
-        return whole, off[0] if len(off) == 1 < len(ranks) else None
-    return whole, None
+        pairs = zip(recorded.pieces, found.parts, expected.parts, strict=True)
+        of_pieces = {piece.rank: relative_distance(one, other) for piece, one, other in pairs}
+        worst = max(of_pieces.values(), key=lambda each: math.inf if math.isnan(each) else each)
+        if worst == 0:
+            return whole, {}
+    elif found.parts is not None:
+        return whole, {}
+    else:
+        places = {piece.rank: piece.place for piece in recorded.pieces}
+        of_pieces = {
+            rank: relative_distance(found.whole[place], expected.whole[place]) if whole else 0.0
+            for rank, place in places.items()
+        }
+        worst = whole
+    return worst, {rank: math.nan if of is None else of_pieces[of] for rank, of in recorded.holders.items()}
 
 
 def replay(request: RunRequest, device: torch.device) -> RankTrace:

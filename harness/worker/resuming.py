@@ -18,7 +18,7 @@ from harness.trace.model import Resumed, State
 from harness.worker.dispatch_hooks.hook import unobserved
 from harness.worker.probes.cast_numbers import dtype_name
 from harness.worker.probes.digests import ordered_digest
-from harness.worker.probes.places import local_shard
+from harness.worker.probes.places import local_shard, place_of
 from harness.worker.probes.probe import optimizers_of
 from harness.worker.probes.sketches import clean_fqn
 from harness.worker.targets.target import Resumes, Target
@@ -26,15 +26,33 @@ from harness.worker.targets.target import Resumes, Target
 
 def hand_over(trained: Target, targets: Sequence[Target], folder: Path, *, step: int) -> Resumed:
     """Save the target trained for `step` steps, load it into the first of `targets`, save that, and so on."""
-    saved, loaded = state_of(trained.model), []
+    saved, loaded, wrong = state_of(trained.model), [], []
     for number, target in enumerate(targets):
         place = folder / f"checkpoint-{number}"
         cast("Resumes", trained).save(place)
         dist.barrier()
         cast("Resumes", target).load(place)
         loaded.append(state_of(target.model))
+        wrong.append(_wrong_here(trained.model, target.model))
         trained = target
-    return Resumed(after_step=step, saved=saved, loaded=tuple(loaded))
+    return Resumed(after_step=step, saved=saved, loaded=tuple(loaded), wrong=tuple(wrong))
+
+
+@torch.no_grad()
+@unobserved()
+def _wrong_here(trained: nn.Module, fresh: nn.Module) -> tuple[str, ...]:
+    """What this rank holds of the state of `fresh` and is not that part of what `trained` has, sorted."""
+    saved, loaded = dict(_values(trained)), dict(_values(fresh))
+    return tuple(name for name in sorted(saved.keys() & loaded.keys()) if not _has_its_part(saved[name], loaded[name]))
+
+
+def _has_its_part(saved: object, loaded: object) -> bool:
+    if not (isinstance(saved, torch.Tensor) and isinstance(loaded, torch.Tensor)):
+        return repr(saved) == repr(loaded)
+    whole, mine = _whole(saved), local_shard(loaded)
+    spans = zip(place_of(loaded).offset, mine.shape, strict=True)
+    expected = whole[tuple(slice(at, at + size) for at, size in spans)]
+    return ordered_digest(expected.contiguous()) == ordered_digest(mine.contiguous())
 
 
 @torch.no_grad()

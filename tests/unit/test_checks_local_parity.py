@@ -16,6 +16,7 @@ from harness.checks.local_parity import (
     NO_REPLAY,
     NORM,
     NOTHING_COMPARED,
+    SUM,
     TENSOR,
     check_local_parity,
 )
@@ -26,7 +27,7 @@ from harness.expect.relations import partner, stands_for_modules
 from harness.matrix.case import Case
 from harness.matrix.caseid import parse_case_id
 from harness.matrix.numerics import Numerics, replayed_steps
-from harness.trace.tensors import ModuleDistance
+from harness.trace.tensors import ModuleDistance, SumTerms
 from harness.verdict import Finding, Verdict
 from tests.builders import make_distance as distance
 from tests.builders import make_run, make_trace, make_witnesses, partly_judged, probes_for, run_of, with_rank, with_step
@@ -82,7 +83,8 @@ def check(*distances: ModuleDistance, case: Case = CASE) -> list[Finding]:
         ("tp2-tensorwise-v2048-b16", (1, 2, 3, 4, 5)),
         ("tp2-tensorwise-v2048-s2-f32", (1, 2)),
         ("hsdp2x2-tensorwise-v2048-b16", (1, 2, 3, 4, 5)),
-        ("tp2-tensorwise-v2048-f64", ()),  # parity is exact there
+        ("tp2-tensorwise-v2048-f64", (1,)),  # parity is exact there: to tell what is wrong
+        ("hsdp2x2-tensorwise-v2048-f64", ()),
         ("fsdp2-tensorwise-v2048-b16", ()),
         ("target.torchtitan_0_3-tp2-rowwise-v2048-b16", ()),  # plain tensors under TP
         ("target.torchtitan_0_3-hsdp2x2-rowwise-v2048-b16", (1, 2, 3, 4, 5)),
@@ -258,10 +260,45 @@ def test_a_finding_names_the_first_tensor_in_the_order_of_execution() -> None:
 
 
 def test_a_finding_names_the_rank_whose_part_is_off() -> None:
-    (found,) = check(distance(distance=0.004, rank=1))
+    (found,) = check(distance(distance=0.004, of_ranks={0: 0.0, 1: 0.004}))
     assert (found.rank, found.values["part"]) == (1, ", partial of rank 1,")
-    (found,) = check(distance(kind="grad", part=None, parts=1, distance=0.005, rank=1))
+    (found,) = check(distance(kind="grad", part=None, parts=1, distance=0.005, of_ranks={0: 0.0, 1: 0.005}))
     assert (found.rank, found.values["part"]) == (1, ", shard of rank 1,")
+
+
+def test_a_finding_about_every_rank_names_none() -> None:
+    (found,) = check(distance(kind="grad", part=None, parts=1, distance=0.5, of_ranks={0: 0.5, 1: 0.5}))
+    assert (found.rank, found.ranks, found.values["part"]) == (None, (), "") and "on all ranks" in found.message
+    (found,) = check(distance(kind="grad", part=None, parts=1, distance=0.5, of_ranks={0: 0.5}))
+    assert (found.rank, found.ranks) == (None, ()) and "shard of" not in found.message
+
+
+@pytest.mark.parametrize(
+    ("of_ranks", "ranks"), [({0: 0.0, 1: math.nan}, (1,)), ({0: 0.3, 1: math.nan}, (0,)), ({}, ())]
+)
+def test_of_unequal_replicas_the_one_that_is_off_is_named(of_ranks: dict[int, float], ranks: tuple[int, ...]) -> None:
+    (found,) = check(distance(distance=math.nan, problem="ranks hold different values", of_ranks=of_ranks))
+    assert (found.rule, found.ranks) == (INCOMPARABLE.name, ranks)
+
+
+@pytest.mark.parametrize(
+    ("weights", "ranks", "ended"),
+    [
+        ({0: (1.0, 0.0), 1: (0.0, 1.0)}, (), "what they computed themselves, on all ranks"),
+        ({0: (0.5, 0.5), 1: (0.5, 0.5)}, (), "it is averaged instead of summed, on all ranks"),
+        ({0: (2.0, 2.0), 1: (2.0, 2.0)}, (), "it is 2 times the sum, on all ranks"),
+        ({0: (1.0, 1.0), 1: (0.0, 1.0)}, (1,), "rank 1 goes on with 0 x rank 0 + 1 x rank 1, on rank 1"),
+    ],
+)
+@pytest.mark.parametrize("problem", [None, "ranks that hold the same tensor hold different values"])
+def test_a_sum_over_tp_that_is_not_formed_names_the_module_that_computed_its_parts(
+    weights: dict[int, tuple[float, ...]], ranks: tuple[int, ...], ended: str, problem: str | None
+) -> None:
+    terms = SumTerms(fqn="layers.0.attention.wo", ranks=(0, 1), weights=weights)
+    off = distance(fqn="layers.0.ffn_norm", kind="input", parts=1, distance=0.2, terms=terms, problem=problem)
+    (found,) = check(off)
+    assert (found.rule, found.module, found.operand) == (SUM.name, "layers.0.attention.wo", "output")
+    assert (found.ranks, found.step) == (ranks, 1) and found.message.endswith(ended)
 
 
 def test_the_data_parallel_rank_is_named_where_there_are_several() -> None:

@@ -15,6 +15,7 @@ from harness.checks.parity import (
     FLOAT32_LOSS,
     GRAD_NORM,
     GRADIENTS,
+    INITIAL,
     LOSS_SHARE,
     NO_REFERENCE,
     NO_TOLERANCE,
@@ -49,7 +50,8 @@ FQNS = ("a", "b")
 
 
 def places() -> list[tuple[str, int, str]]:
-    return [(fqn, step, kind) for kind in ("grad", "param") for step in (1, 2) for fqn in FQNS]
+    trained = [(fqn, step, kind) for kind in ("grad", "param") for step in (1, 2) for fqn in FQNS]
+    return [*((fqn, 1, "initial") for fqn in FQNS), *trained]
 
 
 def run(**off: float) -> Run:
@@ -135,12 +137,16 @@ def test_parameters_are_compared_after_every_update(step: int) -> None:
     assert (finding.values["count"], finding.values["compared"]) == (1, 2)
 
 
-@pytest.mark.parametrize(("tensor", "rule"), [("grad_b_1", GRADIENTS), ("param_b_1", PARAMETERS)])
-@pytest.mark.parametrize("wrong", [(0,), (1,), (0, 1)])
+@pytest.mark.parametrize(
+    ("tensor", "rule"), [("initial_b_1", INITIAL), ("grad_b_1", GRADIENTS), ("param_b_1", PARAMETERS)]
+)
+@pytest.mark.parametrize("wrong", [(0,), (1,)])
 def test_the_ranks_whose_own_part_is_wrong_are_named(tensor: str, rule: Rule, wrong: tuple[int, ...]) -> None:
     parts = zip(run().traces, run(**{tensor: 1.01}).traces, strict=True)
     (finding,) = check(run_of(*(pair[pair[0].rank in wrong] for pair in parts)), solo())
     assert (finding.rule, finding.ranks, finding.rank) == (rule.name, wrong, wrong[0])
+    (finding,) = check(run(**{tensor: 1.01}), solo())
+    assert (finding.ranks, finding.rank) == ((), None) and finding.message.endswith("on all ranks")
 
 
 def test_no_rank_is_named_where_one_rank_has_no_such_pieces() -> None:

@@ -47,6 +47,24 @@ def test_a_value_that_differs_is_named_with_the_layout_that_loaded_it(
     assert (finding.expected, finding.found) == ("2.0", "0.0")
 
 
+@pytest.mark.parametrize(("wrong", "ranks"), [((0,), (0,)), ((1,), (1,)), ((0, 1), ()), ((), ())])
+def test_the_rank_that_holds_what_was_not_saved_is_named(wrong: tuple[int, ...], ranks: tuple[int, ...]) -> None:
+    off = {**SAVED, "wq.weight": "float32 [4, 4] c"}  # the whole tensor, which every rank sees
+    traces = [
+        make_trace(
+            rank=rank,
+            losses=[8.0, 7.9],
+            resumed=Resumed(
+                after_step=2, saved=SAVED, loaded=(SAVED, off), wrong=((), ("wq.weight",) if rank in wrong else ())
+            ),
+        )
+        for rank in (0, 1)
+    ]
+    (finding,) = check_resume(CASE, run_of(*traces), make_witnesses(CASE))
+    assert (finding.rule, finding.module, finding.ranks) == (OTHER_STATE.name, "wq.weight", ranks)
+    assert finding.message.endswith(f"on rank {ranks[0]}" if ranks else "on all ranks")
+
+
 def test_what_is_only_saved_or_only_loaded_differs() -> None:
     (finding,) = check({"norm.weight": "float32 [4] a", "new.weight": "float32 [1] c"}, SAVED)
     assert (finding.rule, finding.module, finding.values["what"]) == (OTHER_STATE.name, "new.weight", "the values")

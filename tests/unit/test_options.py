@@ -267,7 +267,7 @@ def test_nothing_is_asked_for_that_no_run_of_the_case_can_record() -> None:
     plan = make_plan(device="cpu")
     eager, compiled = (plan.records_of(parse_case_id(f"tp2-tensorwise{way}-v2048-b16")) for way in ("", "-graph"))
     assert {*eager} - {*compiled} == {"operands", "module_tensors"} and {*compiled} - {*eager} == {"graphs"}
-    assert "module_tensors" not in plan.records_of(parse_case_id("tp2-tensorwise-v2048-f64"))
+    assert "module_tensors" not in plan.records_of(parse_case_id("hsdp2x2-tensorwise-v2048-f64"))
 
 
 def test_a_case_is_selected_once(project: Project) -> None:

@@ -6,7 +6,7 @@ from fnmatch import fnmatchcase
 
 import pytest
 
-from harness.checks.local_parity import INCOMPARABLE, NORM, TENSOR, check_local_parity
+from harness.checks.local_parity import INCOMPARABLE, NORM, SUM, TENSOR, check_local_parity
 from harness.checks.rule import Rule
 from harness.matrix.case import Case
 from harness.matrix.caseid import parse_case_id
@@ -119,6 +119,19 @@ def test_faults_are_located(judged, plant, text: str, fault: str, place: tuple[R
     assert (first.rule, first.step) == (rule.name, 1), first
     found = (first.values["tensor"], first.module, first.values.get("part", ""))
     assert all(map(fnmatchcase, found, patterns)), first
+
+
+@pytest.mark.parametrize(
+    ("fault", "ended"),
+    [
+        ("partial_output_not_reduced", "ranks go on with what they computed themselves"),
+        ("partial_output_averaged", "it is averaged instead of summed"),
+    ],
+)
+def test_a_sum_over_tp_that_is_not_formed_names_the_linear_and_not_the_norm_behind_it(judged, plant, fault, ended):
+    (first, *_) = judged(parse_case_id(TP), plant(FAULTS, f"fault:{fault}"))
+    assert (first.rule, first.module, first.operand) == (SUM.name, "layers.0.attention.wo", "output"), first
+    assert first.values["ended"] == ended and first.ranks == ()
 
 
 def test_gradients_that_are_wrong_from_a_later_step_on_are_found(judged, plant):

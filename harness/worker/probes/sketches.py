@@ -1,16 +1,19 @@
-"""Sketches gradients after every backward, and parameters after every update. See `harness/trace/tensors.py`."""
+"""Sketches initial weights, gradients after every backward, and parameters after every update.
+
+See `harness/trace/tensors.py`.
+"""
 
 from __future__ import annotations
 
 import functools
-from typing import Literal
 
 import numpy as np
 import torch
 from torch import nn
 
 from harness.matrix.case import Case
-from harness.trace.tensors import SKETCH_SIZE, TensorSketch
+from harness.trace.tensors import SKETCH_SIZE, SketchKind, TensorSketch
+from harness.worker.dispatch_hooks.hook import unobserved
 from harness.worker.probes.digests import bytes_of, ordered_digest
 from harness.worker.probes.places import Place, Places, local_shard, place_of
 from harness.worker.probes.probe import Probe, mark_owned
@@ -32,6 +35,14 @@ class SketchProbe(Probe):
         self._places = Places(case.layout)  # parameters that are not on the TP mesh are the same on all its ranks
 
     @torch.no_grad()
+    @unobserved()
+    def attach(self, model: nn.Module) -> None:
+        """Sketch the weights that a run starts from; not those that it is resumed with."""
+        if self._step == 0:
+            for fqn, param in model.named_parameters():
+                self._add(fqn, "initial", param)
+
+    @torch.no_grad()
     def after_backward(self, model: nn.Module) -> None:
         """Sketch every gradient; a parameter without one is left out, which parity reports."""
         for fqn, param in model.named_parameters():
@@ -44,10 +55,10 @@ class SketchProbe(Probe):
         for fqn, param in model.named_parameters():
             self._add(fqn, "param", param)
 
-    def _add(self, fqn: str, kind: Literal["grad", "param"], tensor: torch.Tensor) -> None:
+    def _add(self, fqn: str, kind: SketchKind, tensor: torch.Tensor) -> None:
         name, place, local = clean_fqn(fqn), self._places(tensor), local_shard(tensor)
         for piece in local.chunk(self._pieces):
-            self._sketches.append(_sketch(name, kind, self._step, piece, place))
+            self._sketches.append(_sketch(name, kind, max(1, self._step), piece, place))
             place = place._replace(offset=(place.offset[0] + len(piece), *place.offset[1:]))
 
     def result(self) -> tuple[TensorSketch, ...]:
@@ -65,12 +76,12 @@ def is_compiled(module: nn.Module) -> bool:
     return any(name == "_orig_mod" for name, _ in module.named_children())
 
 
-def sketch(fqn: str, kind: Literal["grad", "param"], step: int, tensor: torch.Tensor) -> TensorSketch:
+def sketch(fqn: str, kind: SketchKind, step: int, tensor: torch.Tensor) -> TensorSketch:
     """Sketch what this rank holds of `tensor`, a matrix or a vector, distributed or not."""
     return _sketch(fqn, kind, step, local_shard(tensor), place_of(tensor))
 
 
-def _sketch(fqn: str, kind: Literal["grad", "param"], step: int, local: torch.Tensor, place: Place) -> TensorSketch:
+def _sketch(fqn: str, kind: SketchKind, step: int, local: torch.Tensor, place: Place) -> TensorSketch:
     values = local.double()
     flat = values.reshape(-1)
     return TensorSketch(
