@@ -275,7 +275,7 @@ def export_command(  # noqa: PLR0913  one parameter per option
 
     The test is red where CASE fails, and green with the recorded fix. With --inject it is green without the fault.
     """
-    named = named._replace(case=exported_case(named.case))
+    given, named = named.case, named._replace(case=exported_case(named.case))
     neighbours = read_neighbours(shrunk) if shrunk is not None else ()
     plan = plan_for()
     with open_progress(quiet=quiet) as progress:
@@ -283,7 +283,8 @@ def export_command(  # noqa: PLR0913  one parameter per option
     tell_other_failure(named, trial_result(result))
     records = matching(known_here(project), named.case)
     if as_test:
-        shown = [each.fix for each in records if each.shows(result.findings) and each.fix is not None]
+        either = (*records, *matching(known_here(project), given))  # a record may name the dtype that a script changes
+        shown = [each.fix for each in either if each.shows(result.findings) and each.fix is not None]
         fixes = [parse_injection(each, folder=project.root).target for each in dict.fromkeys(shown)]
         test = export_test(named, result, injections, output, fixes=fixes, proves=not skip_proof)
         options.print_sections(exported_test_sections(test))
