@@ -217,7 +217,7 @@ def test_from_report_to_case(tmp_path: Path) -> None:
         f"{add} --id full-size --full-size": [(0, "dim = 4096")],
         "fp8-harness bug list": [(0, "2 bugs: 2 open")],
         "fp8-harness bug repro your-model-7": [(0, "not reproduced: fsdp2-tp2-rowwise-ac.full-graph")],
-        f"fp8-harness bug repro {live}": [(1, f"found     {RULES.amax.name}")],
+        f"fp8-harness bug repro {live}": [(1, f"{RULES.amax.name} in layers")],
         shrink: [(0, "smallest case: fsdp2-tp2")],
         "fp8-harness list cases/bugs/your-model-7.toml": [(0, listed)],
     }
