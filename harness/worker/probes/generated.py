@@ -33,22 +33,18 @@ _FUSED = {getattr(torch.ops.symm_mem, name).default: name for name in fused.OPER
 _MODULE = "fp8_harness_module"  # the attribute of compiled code that has the graph which was lowered
 
 
-class _Matmul(NamedTuple):
-    """One scaled matmul of generated code."""
-
-    a: torch.Tensor
-    b: torch.Tensor
-    scale_a: torch.Tensor
-    scale_b: torch.Tensor
-    result: torch.Tensor
-
-
-class _Fused(NamedTuple):
-    """One fused operator that generated code called."""
+class _Called(NamedTuple):
+    """One scaled matmul or fused operator that generated code called. `scales`: of its operands, where compared."""
 
     operator: str
-    a: torch.Tensor
+    operands: tuple[torch.Tensor, ...]
+    scales: tuple[torch.Tensor, ...]
     result: Any
+
+    def fits(self, operator: str, operands: tuple[torch.Tensor, ...]) -> bool:
+        return self.operator == operator and [(each.shape, each.dtype) for each in self.operands] == [
+            (each.shape, each.dtype) for each in operands
+        ]
 
 
 class GeneratedCodeWatcher:
@@ -62,7 +58,7 @@ class GeneratedCodeWatcher:
         self.emulates_roundings = False
         self._casts, self._gradients, self._lowered = casts, gradients, lowered
         self._step, self._order = 0, 0
-        self._called: list[_Matmul | _Fused] | None = None  # by the code that is running; None: none is
+        self._called: list[_Called] | None = None  # by the code that is running; None: none is
 
     def install(self, probe: Probe) -> None:
         probe.replace(
@@ -107,14 +103,15 @@ class GeneratedCodeWatcher:
 
     def _on_matmul(self, *tensors: torch.Tensor) -> None:
         if self._called is not None:
-            self._called.append(_Matmul(*(each.clone() for each in tensors)))
+            a, b, scale_a, scale_b, result = (each.clone() for each in tensors)
+            self._called.append(_Called(_SCALED_MM.name(), (a, b), (scale_a, scale_b), result))
 
     def _on_fused(self, operator: str, given: dict[str, Any], result: Any) -> None:
         if self._called is not None:
-            self._called.append(_Fused(operator, given["A"].clone(), _copied(result)))
+            self._called.append(_Called(operator, (given["A"].clone(),), (), _copied(result)))
 
     def _compare(
-        self, module: torch.fx.GraphModule, given: list[Any], called: list[_Matmul | _Fused], outputs: Sequence[Any]
+        self, module: torch.fx.GraphModule, given: list[Any], called: list[_Called], outputs: Sequence[Any]
     ) -> None:
         repetition = _Repetition(module, called, self)
         repeated = repetition.boxed_run(given)
@@ -155,9 +152,7 @@ class GeneratedCodeWatcher:
 class _Repetition(torch.fx.Interpreter):
     """Executes a graph, its matmuls with the results that the code's had."""
 
-    def __init__(
-        self, module: torch.fx.GraphModule, called: list[_Matmul | _Fused], watcher: GeneratedCodeWatcher
-    ) -> None:
+    def __init__(self, module: torch.fx.GraphModule, called: list[_Called], watcher: GeneratedCodeWatcher) -> None:
         super().__init__(module)
         self._called = called
         self._watcher = watcher
@@ -173,50 +168,36 @@ class _Repetition(torch.fx.Interpreter):
         self._watcher.watch(n, args, result)
         return result
 
-    def _matmul(self, node: torch.fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+    def _matmul(self, node: torch.fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         a, b, scale_a, scale_b = args[:4]
-        found = self._take_matmul(a, b)
+        found = self._take(_SCALED_MM.name(), a, b)
         if found is None:
             self._watcher.note(node, "a", None, a)
-            result: torch.Tensor = _SCALED_MM(*args, **kwargs)
-            return result
-        self._watcher.take_for(found.a, a)
-        self._watcher.take_for(found.b, b)
-        self._watcher.note(node, "scale of a", found.scale_a, scale_a)
-        self._watcher.note(node, "scale of b", found.scale_b, scale_b)
-        self._watcher.note(node, "a", found.a.float() * found.scale_a, a.float() * scale_a, a.dtype)
-        self._watcher.note(node, "b", found.b.float() * found.scale_b, b.float() * scale_b, b.dtype)
+            return _SCALED_MM(*args, **kwargs)
+        (found_a, found_b), (found_scale_a, found_scale_b) = found.operands, found.scales
+        self._watcher.take_for(found_a, a)
+        self._watcher.take_for(found_b, b)
+        self._watcher.note(node, "scale of a", found_scale_a, scale_a)
+        self._watcher.note(node, "scale of b", found_scale_b, scale_b)
+        self._watcher.note(node, "a", found_a.float() * found_scale_a, a.float() * scale_a, a.dtype)
+        self._watcher.note(node, "b", found_b.float() * found_scale_b, b.float() * scale_b, b.dtype)
         return found.result
-
-    def _take_matmul(self, a: torch.Tensor, b: torch.Tensor) -> _Matmul | None:
-        """The matmul of the code with these operands: of those with such operands, the one with most equal bytes."""
-        form = a.shape, b.shape, a.dtype, b.dtype
-        fitting = [
-            each
-            for each in self._called
-            if isinstance(each, _Matmul) and (each.a.shape, each.b.shape, each.a.dtype, each.b.dtype) == form
-        ]
-        if not fitting:
-            return None
-        found = max(fitting, key=lambda each: _equal_bytes(each.a, a) * _equal_bytes(each.b, b))
-        self._called = [each for each in self._called if each is not found]
-        return found
 
     def _fused(self, node: torch.fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         assert isinstance(node.target, torch._ops.OpOverload)
-        a, operator = fused.naming(node.target)(args, kwargs)["A"], _FUSED[node.target]
-        fitting = [
-            each
-            for each in self._called
-            if isinstance(each, _Fused) and (each.operator, each.a.shape, each.a.dtype) == (operator, a.shape, a.dtype)
-        ]
+        a = fused.naming(node.target)(args, kwargs)["A"]
+        found = self._take(_FUSED[node.target], a)
+        self._watcher.note(node, "a", found and found.operands[0], a)
+        return found.result if found else node.target(*args, **kwargs)
+
+    def _take(self, operator: str, *operands: torch.Tensor) -> _Called | None:
+        """The call of the code with these operands: of those with such operands, the one with most equal bytes."""
+        fitting = [each for each in self._called if each.fits(operator, operands)]
         if not fitting:
-            self._watcher.note(node, "a", None, a)
-            return node.target(*args, **kwargs)
-        found = max(fitting, key=lambda each: _equal_bytes(each.a, a))
+            return None
+        found = max(fitting, key=lambda each: math.prod(map(_equal_bytes, each.operands, operands)))
         self._called = [each for each in self._called if each is not found]
-        self._watcher.note(node, "a", found.a, a)
-        return found.result
+        return found
 
 
 def _equal_bytes(found: torch.Tensor, expected: torch.Tensor) -> float:
