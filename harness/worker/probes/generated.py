@@ -179,9 +179,10 @@ class _Repetition(torch.fx.Interpreter):
         self._watcher.take_for(found_b, b)
         self._watcher.note(node, "scale of a", found_scale_a, scale_a)
         self._watcher.note(node, "scale of b", found_scale_b, scale_b)
-        self._watcher.note(node, "a", found_a.float() * found_scale_a, a.float() * scale_a, a.dtype)
+        moved = _moved_rows(found_a, a) if (scale_a == 1).all() else torch.ones((), device=a.device)
+        self._watcher.note(node, "a", found_a.float() * found_scale_a * moved, a.float() * scale_a, a.dtype)
         self._watcher.note(node, "b", found_b.float() * found_scale_b, b.float() * scale_b, b.dtype)
-        return found.result
+        return (found.result * moved).to(found.result.dtype)
 
     def _fused(self, node: torch.fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         assert isinstance(node.target, torch._ops.OpOverload)
@@ -198,6 +199,18 @@ class _Repetition(torch.fx.Interpreter):
         found = max(fitting, key=lambda each: math.prod(map(_equal_bytes, each.operands, operands)))
         self._called = [each for each in self._called if each is not found]
         return found
+
+
+def _moved_rows(found: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
+    """By which power of two the scale of each row differs, where torchao multiplies without scales.
+
+    It applies those of rows afterwards where the matmul is not fast (torchao 0.17, `addmm_float8_unwrapped`). A row
+    that the code scales otherwise is that power of two times the graph's, exactly, and so is its product, whose scale
+    the graph then applies.
+    """
+    found, expected = found.float(), expected.float()
+    along = (found * expected).sum(-1, keepdim=True) / found.square().sum(-1, keepdim=True)
+    return torch.where(along > 0, along.clamp(0.5, 2.0).log2().round().exp2(), 1.0)
 
 
 def _equal_bytes(found: torch.Tensor, expected: torch.Tensor) -> float:
