@@ -40,14 +40,17 @@ from harness.store import RunStore
 from harness.timestamp import timestamp
 
 
-def run(project: Project, query: Query, plan: Plan, progress: Progress) -> tuple[RunResult, Path]:
+def run(
+    project: Project, query: Query, plan: Plan, progress: Progress, *, hints: bool = True
+) -> tuple[RunResult, Path]:
     """Run the cases that `query` selects; the results, and the file where they are stored.
 
+    `hints`: say how to store references that are not there.
     Raises `HarnessError` before any rank starts when the input is bad. A case that fails is a result, never an error.
     """
     cases, left_out = _in_budget(project, query, progress)
     judge, plan = prepared(project, cases, plan, progress.note)
-    _announce(judge, progress, query, plan, store=not project.is_shipped)
+    _announce(judge, progress, query, plan, store=hints and not project.is_shipped)
     start = msgspec.structs.replace(
         run_start(project, plan, tuple(map(case_id, cases))),
         left_out=left_out,

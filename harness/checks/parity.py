@@ -36,6 +36,7 @@ from harness.matrix.numerics import NORM_ROUNDING, norm_rounding
 from harness.measured import WorstGradient
 from harness.sentence import format_ranks
 from harness.trace import Run
+from harness.trace.tensors import TensorSketch
 from harness.verdict import Finding, Value
 
 # A loss is a mean over tokens and changes far less than the worst gradient: measured below 1/20 of it.
@@ -163,7 +164,8 @@ def worst_gradient(case: Case, run: Run, solo: Run, tolerance: Tolerance | None)
 def same_bits(run: Run, solo: Run) -> bool | None:
     """True where every shard of a gradient or parameter has the bits of one rank, which holds the same shard.
 
-    Shards over TP are no pieces of the reference: then it is False. None where nothing was compared.
+    One rank holds the shards of FSDP2 without replicas: those of HSDP are compared in parts. Shards over TP, and shards
+    that do not divide evenly, are no pieces of the reference: then it is False. None where nothing was compared.
     """
     found, expected = _bits(run), _bits(solo)
     return found <= expected if found and expected else None
@@ -172,9 +174,15 @@ def same_bits(run: Run, solo: Run) -> bool | None:
 def _bits(run: Run) -> set[tuple[SketchKey, tuple[int, ...], tuple[int, ...], str]]:
     """The digest of every shard that is not empty, with the place of it."""
     sketches = (each for trace in run.traces for each in trace.sketches or () if math.prod(each.local_shape))
-    return {
-        (SketchKey(each.step, each.kind, each.fqn), each.offset, each.local_shape, each.digest) for each in sketches
-    }
+    return {piece for each in sketches for piece in _pieces(each)}
+
+
+def _pieces(sketch: TensorSketch) -> Iterator[tuple[SketchKey, tuple[int, ...], tuple[int, ...], str]]:
+    key, parts = SketchKey(sketch.step, sketch.kind, sketch.fqn), sketch.parts or (sketch.digest,)
+    (begin, *others), (rows, *sizes) = sketch.offset, sketch.local_shape
+    rows //= len(parts)
+    for at, digest in enumerate(parts):
+        yield key, (begin + at * rows, *others), (rows, *sizes), digest
 
 
 def rounding_floor(case: Case) -> float:

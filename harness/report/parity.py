@@ -102,7 +102,8 @@ def _answer(found: Parity) -> str:
     """The verdict on all layouts, on one line."""
     wrong = [row.layout for row in found.rows if row.word == "wrong"]
     said = f"{counted(len(wrong), 'layout')} {'is' if len(wrong) == 1 else 'are'} wrong: {', '.join(wrong)}"
-    line = f"parity: {said if wrong else 'no layout is wrong'}"
+    open_words = [row.word for row in found.rows if row.word in ("not judged", "not run", "infra", "changed")]
+    line = "; ".join(filter(None, (f"parity: {said if wrong else 'no layout is wrong'}", _counts(open_words))))
     changes = [row.change for row in found.rows if row.change]
     return f"{line}; against {found.against}: {_counts(changes)}" if found.against else line
 

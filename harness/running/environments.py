@@ -16,6 +16,7 @@ import venv
 from collections.abc import Sequence
 from hashlib import sha256
 from pathlib import Path
+from tempfile import TemporaryFile
 
 import msgspec
 from msgspec.structs import replace
@@ -82,8 +83,8 @@ def run_in_environment(
 ) -> RunResult:
     """The results of `run` with these words in another environment, stored under its name.
 
-    What it says goes to where this process says it; without `reports` its progress alone. Raises HarnessError where it
-    ran nothing.
+    What it says goes to where this process says it; without `reports` it is silent. Raises HarnessError where it ran
+    nothing.
     """
     file = (folder / f"{place.name}.jsonl").resolve()
     file.unlink(missing_ok=True)
@@ -91,14 +92,19 @@ def run_in_environment(
     asked = (*words, *root, "--name", place.name, "--json", str(file))
     command = [str(place.python), "-P", "-m", "harness", "run", *asked]
     paths = {} if place.python_path is None else {"PYTHONPATH": os.pathsep.join(place.python_path)}
-    said = sys.stderr if reports else subprocess.DEVNULL
-    with subprocess.Popen(command, stdout=said, cwd=place.cwd, env={**os.environ, **paths}) as process:
-        try:
-            code = process.wait()
-        except KeyboardInterrupt:  # the run got it too, and ends by itself
-            code = process.wait()
+    with TemporaryFile("w+") as kept:
+        said = sys.stderr if reports else kept
+        with subprocess.Popen(command, stdout=said, stderr=said, cwd=place.cwd, env={**os.environ, **paths}) as process:
+            try:
+                code = process.wait()
+            except KeyboardInterrupt:  # the run got it too, and ends by itself
+                code = process.wait()
+        kept.seek(0)
+        last = last_line(kept.read())
     if not file.exists():
-        raise HarnessError(f"the run there ended with {code}.", where=place.name, fix="see what it says above.")
+        what = f"the run there ended with {code}{': ' * bool(last)}{last}"
+        fix = "look for what this environment lacks." if last else "see what it says above."
+        raise HarnessError(f"{what.removesuffix('.')}.", where=place.name, fix=fix)
     run = read_results(file)
     if place.folder is None:
         return run

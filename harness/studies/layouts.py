@@ -136,7 +136,7 @@ def compare_layouts(  # noqa: PLR0913  what runs, and what stands beside it
         raise NothingSelected(f"every layout is excluded: {why}.", where="--layouts", fix="give others.")
     chosen, others = (allowed, ()) if budget_s is None else within(project, allowed, budget_s)
     base = None if against is None else against.run(chosen[0].target, tuple(map(case_id, chosen)))
-    result, _ = run(project, Query(sources=tuple(map(case_id, chosen))), plan, progress)
+    result, _ = run(project, Query(sources=tuple(map(case_id, chosen))), plan, progress, hints=False)
     rows = tuple(_beside(base, each) for each in result.results)
     if judges:
         said = ask(judges, project, chosen, plan)
@@ -201,7 +201,8 @@ def _word(case: Case, result: CaseResult) -> tuple[Word, str]:
     if result.verdict is Verdict.CRASH and (said := refusal_words(result.failures, any_error=False)):
         return "refused", said
     if result.verdict is not Verdict.PASSED:
-        return _WORDS.get(result.verdict, "wrong"), first
+        unjudged = result.findings and not any(each.judged for each in result.findings)
+        return "not judged" if unjudged else _WORDS.get(result.verdict, "wrong"), first
     if refusal is not None:
         return "refused", refusal.name
     worst = None if measured is None else measured.worst_gradient

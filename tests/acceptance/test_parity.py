@@ -9,6 +9,7 @@ import pytest
 
 from tests.acceptance.conftest import REPOSITORY
 from tests.acceptance.inside import Inside, Warm, with_targets
+from tests.programs import make_commit
 
 LAYOUTS = ("--layouts", "single,fsdp2,tp2", "--steps", "2", "-q")
 
@@ -71,3 +72,36 @@ def test_a_golden_file_is_judged_by_the_layouts_that_run(project: Inside) -> Non
     assert words.pop("bad.txt") == "wrong" and set(words.values()) <= {"equal", "rounding"}, words
     refused = project.run("parity", "tp2-rowwise-v2048-s3-b16", *files)
     assert refused.returncode == 2 and "nothing runs" in refused.stderr
+
+
+def test_against_a_revision_a_mistake_that_is_not_committed_is_wrong_now_and_its_base_runs_once(
+    tmp_path_factory: pytest.TempPathFactory, warm: Warm
+) -> None:
+    clone = with_targets(tmp_path_factory.mktemp("clone"), warm, "toy.py")
+    make_commit(clone.folder, "toy.py")
+    target = clone.folder / "toy.py"
+    sound = target.read_text()
+    end = "/ len(parts)\n            loss.backward()"
+    assert end in sound
+    target.write_text(sound.replace(end, f"/ self.case.layout.dp {end}"))
+    words = ("--target", "toy", "--layouts", "single,fsdp2", "--steps", "2", "--lr", "0.004")
+    words = (*words, "--recipe", "tensorwise", "--dtype", "float32", "--against", "HEAD", "--json", "table.json")
+    done = clone.run("parity", *words, "--markdown", "table.md")
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert done.stderr.startswith("base ") and "baseline update" not in done.stderr
+    rows = {row["layout"]: row for row in json.loads((clone.folder / "table.json").read_text())["rows"]}
+    assert {name: (row["word"], row["change"]) for name, row in rows.items()} == {
+        "single": ("equal", "same bits"),
+        "fsdp2": ("wrong", "now wrong"),
+    }
+    assert rows["fsdp2"]["base"]["word"] == "equal" and rows["fsdp2"]["base"]["losses"]
+    verdict = (clone.folder / "table.md").read_text().partition("\n")[0]
+    assert verdict.startswith("## parity: 1 layout is wrong: fsdp2; against ")
+    assert verdict.endswith(" (HEAD): 1 same bits, 1 now wrong")
+
+    target.write_text(sound)
+    done = clone.having(AFTER="the mistake").run("parity", *words)  # ranks that import it again
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert not done.stderr.startswith("base ")  # kept
+    rows = {row["layout"]: row for row in json.loads((clone.folder / "table.json").read_text())["rows"]}
+    assert [row["change"] for row in rows.values()] == ["same bits", "same bits"]

@@ -26,6 +26,7 @@ from harness.checks.parity import (
     REPORTED_NORM,
     TOKENS,
     check_parity,
+    same_bits,
     worst_distances,
 )
 from harness.checks.rule import Rule
@@ -311,3 +312,19 @@ def test_a_norm_that_a_target_reports_is_compared_with_the_one_on_one_rank(norm:
     assert check(reporting(run(), 1.00001), expected, allowed=(1e-8, 1e-8)) == [], "its own sum rounds in float32"
     findings = check(reporting(run(), norm), expected)
     assert [finding.rule for finding in findings] == [REPORTED_NORM.name]
+
+
+def test_the_parts_of_a_replicated_shard_are_the_shards_of_one_rank() -> None:
+    solo = [make_sketch("a", value=float(part), part=part, parts=4) for part in range(4)]
+    first, second, third, fourth = (each.digest for each in solo)
+    reference = run_of(replace(make_trace(), sketches=tuple(solo)))
+
+    def compared(*parts: tuple[str, ...]) -> bool | None:
+        halves = (replace(make_sketch("a", part=rank, parts=2), parts=of) for rank, of in enumerate(parts))
+        traces = (replace(make_trace(), rank=rank, sketches=(each,)) for rank, each in enumerate(halves))
+        return same_bits(run_of(*traces), reference)
+
+    assert compared((first, second), (third, fourth)) is True
+    assert compared((first, second), (third, third)) is False
+    assert compared((second, first), (third, fourth)) is False
+    assert compared((), ()) is False  # shards that do not divide evenly

@@ -66,6 +66,8 @@ def test_the_word_follows_from_the_verdict_and_the_distances(word: str) -> None:
         (result(math.inf), "wrong"),
         (result(0.3), "wrong"),
         (result(allowed=None), "not judged"),
+        (result(verdict=Verdict.INVARIANT, findings=(replace(WRONG, judged=False),)), "not judged"),
+        (result(verdict=Verdict.INVARIANT, findings=(replace(WRONG, judged=False), WRONG)), "wrong"),
         (result(math.nan, same_bits=True), "wrong"),
     ],
 )

@@ -31,6 +31,7 @@ class SketchProbe(Probe):
     def __init__(self, case: Case, device: torch.device, pieces: int = 1) -> None:
         super().__init__(case, device)
         self._pieces = pieces
+        self._replicas = case.layout.dp_replicate if pieces == 1 and case.layout.tp == 1 else 1
         self._sketches: list[TensorSketch] = []
         self._places = Places(case.layout)  # parameters that are not on the TP mesh are the same on all its ranks
 
@@ -58,7 +59,7 @@ class SketchProbe(Probe):
     def _add(self, fqn: str, kind: SketchKind, tensor: torch.Tensor) -> None:
         name, place, local = clean_fqn(fqn), self._places(tensor), local_shard(tensor)
         for piece in local.chunk(self._pieces):
-            self._sketches.append(_sketch(name, kind, max(1, self._step), piece, place))
+            self._sketches.append(_sketch(name, kind, max(1, self._step), piece, place, self._replicas))
             place = place._replace(offset=(place.offset[0] + len(piece), *place.offset[1:]))
 
     def result(self) -> tuple[TensorSketch, ...]:
@@ -81,7 +82,9 @@ def sketch(fqn: str, kind: SketchKind, step: int, tensor: torch.Tensor) -> Tenso
     return _sketch(fqn, kind, step, local_shard(tensor), place_of(tensor))
 
 
-def _sketch(fqn: str, kind: SketchKind, step: int, local: torch.Tensor, place: Place) -> TensorSketch:
+def _sketch(
+    fqn: str, kind: SketchKind, step: int, local: torch.Tensor, place: Place, replicas: int = 1
+) -> TensorSketch:
     values = local.double()
     flat = values.reshape(-1)
     return TensorSketch(
@@ -95,6 +98,7 @@ def _sketch(fqn: str, kind: SketchKind, step: int, local: torch.Tensor, place: P
         norm_squared=torch.dot(flat, flat).item(),
         sums=bytes_of(_signed_sums(values, place.offset)),
         digest=ordered_digest(local),
+        parts=tuple(map(ordered_digest, local.chunk(replicas))) if replicas > 1 and len(local) % replicas == 0 else (),
     )
 
 
