@@ -241,7 +241,7 @@ class _Comparison:
 
     def _tolerance(self, role: str, step: int) -> float:
         if self._sums_in_order(step):
-            return self._least
+            return 0.0
         if self._sharp:
             return ROUNDING
         first = step == 1 and self._case.train.dtype == "float32" and not self._scales_per_tp_rank
@@ -251,16 +251,20 @@ class _Comparison:
         tolerance, factor = self._tolerance(found.role, found.step), self._factor_of(found.role)
         if found.phase != "gathered":
             amax = largest(shard.amax for shard in shards)
-            if not _close(amax, factor * expected.amax, tolerance):
+            if not self._near(amax, factor * expected.amax, tolerance):
                 yield "amax", f"{factor * expected.amax!r}{_give(tolerance)}", f"{amax!r}"
         if factor != 1:
             return  # scales and data follow from it: from another number, they are rounded to others
-        if scaled_dim(found) is None and not _close(found.scale.maximum, expected.scale.maximum, tolerance):
+        if scaled_dim(found) is None and not self._near(found.scale.maximum, expected.scale.maximum, tolerance):
             yield "scale", f"{format_scale(expected.scale)}{_give(tolerance)}", format_scale(found.scale)
         if scaled_dim(found) is not None:
             yield from _exponents(found, expected, shards, EXPONENT_TOLERANCE if tolerance > ROUNDING else 0.0)
         if self._same_data(found) and found.data_digest != expected.data_digest:
             yield "float8 data", expected.data_digest, found.data_digest
+
+    def _near(self, found: float, expected: float, tolerance: float) -> bool:
+        near = math.isfinite(expected) and abs(found - expected) <= max(tolerance, self._least) * abs(expected)
+        return near or same_number(found, expected)
 
     def _factor_of(self, role: str) -> float:
         return self._factor if role == "grad_output" else 1.0
@@ -286,14 +290,14 @@ class _Comparison:
             (one.a_scale, one.a_digest) if side == "a" else (one.b_scale, one.b_digest) for one in (expected, found)
         )
         if self._sums_in_order(found.step):
-            if self._least and right[1] == wrong[1] and _close(wrong[0].maximum, right[0].maximum, self._least):
+            if self._least and right[1] == wrong[1] and self._near(wrong[0].maximum, right[0].maximum, 0.0):
                 return None
             texts = f"{format_scale(right[0])} x {right[1]}", f"{format_scale(wrong[0])} x {wrong[1]}"
             return None if _bits(*right) == _bits(*wrong) else texts
         if (role == "weight" and self._scales_per_tp_rank) or not self._case.float8.traits.one_scale_per_tensor:
             return None  # EXEMPT: see `_is_scaled_per_tp_rank`; row scales are compared at their cast
         tolerance = self._tolerance(role, found.step)
-        if _close(wrong[0].maximum, right[0].maximum, tolerance):
+        if self._near(wrong[0].maximum, right[0].maximum, tolerance):
             return None
         return f"scale {format_scale(right[0])}{_give(tolerance)}", f"scale {format_scale(wrong[0])}"
 
@@ -334,8 +338,3 @@ def _mean_exponent(scales: list[ScaleSummary]) -> float:
 
 def _bits(scale: ScaleSummary, data_digest: str) -> tuple[object, ...]:
     return scale.shape, scale.dtype, scale.digest, data_digest
-
-
-def _close(found: float, expected: float, tolerance: float) -> bool:
-    near = math.isfinite(expected) and abs(found - expected) <= tolerance * abs(expected)
-    return near or same_number(found, expected)

@@ -137,11 +137,10 @@ def _not_compared(run: Run, found: Sequence[ModuleDistance], step: int, allowed:
         yield NOTHING_COMPARED.finding(step=step, expected="distances")
     broken = [each for each in found if each.problem is not None]
     if broken:
-        first, distances = broken[0], broken[0].of_ranks
-        off = [rank for rank, distance in distances.items() if distance > allowed(first)]
-        ranks = off or [
-            rank for rank, distance in distances.items() if math.isnan(distance)
-        ]  # that hold something else
+        first = broken[0]
+        off = [rank for rank, distance in first.of_ranks.items() if distance > allowed(first)]
+        unequal = [rank for rank, distance in first.of_ranks.items() if math.isnan(distance)]
+        ranks = () if off and unequal else off or unequal  # where one is off, whether others are too is not known
         finding = INCOMPARABLE.finding(
             tensor=_NOUNS[first.kind],
             problem=first.problem or "",

@@ -73,7 +73,8 @@ class Recorded(NamedTuple):
     pieces: tuple[Piece, ...]
     spread: float
     problem: str | None
-    holders: Mapping[int, int | None]  # by rank: which of `pieces` it holds, by their rank; None for another
+    holders: Mapping[int, int]  # by rank: which of `pieces` it holds, by their rank
+    unequal: Mapping[int, tuple[Piece, str]]  # by rank: the place and digest of what is not equal to the piece there
 
 
 def assembled(case: Case, ranks: Sequence[Sequence[ModuleShard]], device: torch.device) -> dict[Key, Recorded | None]:
@@ -102,6 +103,7 @@ def _recorded(shards: Mapping[int, ModuleShard], device: torch.device) -> Record
         for piece, each in zip(pieces, local, strict=True):
             values.whole[piece.place] += each
         wanted = values.whole.numel() * (max(1, round(covered / max(1, values.whole.numel()))) if first.summed else 1)
+    holders = _holders(shards)
     norm = values.whole.double().norm().item()
     squares = sum(each.double().square().sum().item() for each in local)
     return Recorded(
@@ -109,14 +111,17 @@ def _recorded(shards: Mapping[int, ModuleShard], device: torch.device) -> Record
         pieces,
         math.sqrt(squares) / norm if first.summed and norm else 0.0,
         _problem(tuple(shards.values()), covered, wanted),
-        _holders(shards),
+        holders,
+        {rank: (Piece(rank, _spans(each)), each.digest) for rank, each in shards.items() if rank not in holders},
     )
 
 
-def _holders(shards: Mapping[int, ModuleShard]) -> Mapping[int, int | None]:
+def _holders(shards: Mapping[int, ModuleShard]) -> Mapping[int, int]:
     owners = {(each.offset, each.digest): rank for rank, each in shards.items() if each.data is not None}
     return {
-        rank: rank if each.data is not None else owners.get((each.offset, each.digest)) for rank, each in shards.items()
+        rank: owners[each.offset, each.digest] if each.data is None else rank
+        for rank, each in shards.items()
+        if (each.offset, each.digest) in owners
     }
 
 

@@ -28,6 +28,7 @@ from harness.trace.tensors import ModuleDistance, ModuleTensorKind
 from harness.worker.discovery import converted_linears
 from harness.worker.distance import relative_distance
 from harness.worker.probes.cast_numbers import dtype_name
+from harness.worker.probes.digests import ordered_digest
 from harness.worker.probes.module_tensors import MODULES, is_wide
 from harness.worker.probes.places import local_shard
 from harness.worker.probes.sketches import clean_fqn
@@ -176,7 +177,7 @@ class Replay:
 def _compared(recorded: Recorded, computed: Values) -> tuple[float, dict[int, float]]:
     """The distance of a tensor, or of the part of it that is furthest off, and that of what every rank has of it.
 
-    That of a replica is NaN where it is not equal to the one that is compared.
+    That of a replica is NaN where its bits are neither those of the one that is compared nor those of the replay.
     """
     found, expected = recorded.values, computed
     whole = relative_distance(found.whole, expected.whole)
@@ -195,7 +196,11 @@ def _compared(recorded: Recorded, computed: Values) -> tuple[float, dict[int, fl
             for rank, place in places.items()
         }
         worst = whole
-    return worst, {rank: math.nan if of is None else of_pieces[of] for rank, of in recorded.holders.items()}
+    of_others = {
+        rank: 0.0 if ordered_digest(expected.whole[piece.place]) == digest else math.nan
+        for rank, (piece, digest) in recorded.unequal.items()
+    }
+    return worst, {rank: of_pieces[of] for rank, of in recorded.holders.items()} | of_others
 
 
 def replay(request: RunRequest, device: torch.device) -> RankTrace:

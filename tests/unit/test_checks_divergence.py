@@ -136,6 +136,17 @@ def test_how_close_is_close_enough(layout: Layout, dtype: str, step: int, factor
     assert (first_divergence(of, run, witness) is not None) is diverges
 
 
+@pytest.mark.parametrize("far", [{}, {"amax": 0.5}, {"scale": make_scale(0.5, digest="half")}])
+def test_of_bits_that_are_promised_the_one_above_a_rounding_is_named_and_no_tolerance(far: dict[str, Any]) -> None:
+    of = case(Layout(dp_shard=2), dtype="float32")
+    run, witness = runs(of)
+    near = changed(run, 0, step=1, fqn=FQNS[0], amax=1 + 1e-7)
+    found = first_divergence(of, changed(near, 0, step=2, fqn=FQNS[1], **far), witness)
+    assert found is not None
+    assert (found.module, found.step) == ((FQNS[1], 2) if far else (FQNS[0], 1))
+    assert "±" not in (found.expected or "")
+
+
 @pytest.mark.parametrize(("in_rank_order", "diverges"), [(True, True), (False, False)])
 def test_sums_over_three_ranks_in_another_order_move_scales_from_the_second_step_on(
     in_rank_order: bool, diverges: bool

@@ -70,6 +70,10 @@ def gradient_off():
     from harness.worker.faults.hooks import after_backward
     after_backward(lambda model: list(model.parameters())[3].grad.mul_(1.3))
 
+def gradient_off_on_rank_0():
+    from harness.worker.faults.hooks import after_backward, local
+    after_backward(lambda model: torch.distributed.get_rank() or local(model.norm.weight.grad).mul_(1.3))
+
 def gradients_off_from_step_seven():
     from harness.worker.faults.hooks import RUN, after_backward
     def change(model):
@@ -132,6 +136,11 @@ def test_a_sum_over_tp_that_is_not_formed_names_the_linear_and_not_the_norm_behi
     (first, *_) = judged(parse_case_id(TP), plant(FAULTS, f"fault:{fault}"))
     assert (first.rule, first.module, first.operand) == (SUM.name, "layers.0.attention.wo", "output"), first
     assert first.values["ended"] == ended and first.ranks == ()
+
+
+def test_the_rank_whose_replica_alone_is_off_is_named_though_it_is_the_one_compared(judged, plant):
+    (first, *_) = judged(parse_case_id(TP), plant(FAULTS, "gradient_off_on_rank_0"))
+    assert (first.rule, first.module, first.ranks) == (INCOMPARABLE.name, "norm.weight", (0,)), first
 
 
 def test_gradients_that_are_wrong_from_a_later_step_on_are_found(judged, plant):
