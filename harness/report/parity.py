@@ -10,7 +10,7 @@ from harness.report.curves import curve_sections
 from harness.report.html.page import Front, html_report
 from harness.report.sections import Block, Entry, Items, Section, Table, Verbatim, markdown, text_of
 from harness.result import RunResult
-from harness.studies.layouts import Parity, Row
+from harness.studies.layouts import Parity, Row, without_refused
 from harness.verdict import ExitCode
 
 _EVERY = 2  # steps; of more, the first and the last are shown
@@ -125,7 +125,17 @@ def _notes(found: Parity) -> Iterator[Block]:
             *(f"change, {word}: {means}" for word, means in _CHANGED.items() if word in changes),
         )
     )
+    yield _without_refused(found)
     yield f"left out, beyond the budget: {', '.join(found.left_out)}" if found.left_out else Section()
+
+
+def _without_refused(found: Parity) -> Block:
+    """How a target trains that refuses what is usual of TP."""
+    axes, named = without_refused(found.rows)
+    options = " ".join(f"--no-{name.replace('_', '-')}" for name in axes)
+    what = " and ".join(axes)
+    why = f"{what} under TP: to train without" if named else f"every layout under TP: if it lacks {what}"
+    return f"the target refuses {why}, add `{options}`" if axes else Section()
 
 
 def parity_sections(found: Parity, run: RunResult) -> list[Block]:

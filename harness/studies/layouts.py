@@ -8,6 +8,7 @@ another order may differ by, `wrong` where the case failed.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Literal
 
@@ -16,10 +17,10 @@ import msgspec
 from harness.errors import HarnessError
 from harness.evidence.costs import estimate, read_costs
 from harness.evidence.curve import Curve, curve_of_case
-from harness.matrix.axes import case_from_axes, ignored_axes, own_axes
+from harness.matrix.axes import AXES, case_from_axes, changed, ignored_axes, own_axes
 from harness.matrix.case import Case, Layout
 from harness.matrix.caseid import case_id, layout_id, parse_case_id
-from harness.matrix.layout import REST
+from harness.matrix.layout import MESH_AXES, REST
 from harness.matrix.rules import exclusions, expected_refusal
 from harness.measured import WorstGradient
 from harness.performance.layouts import layouts
@@ -38,6 +39,7 @@ from harness.workflow import run
 
 BUDGET_S = 120.0  # of the layouts that are chosen here
 USUAL: Mapping[str, object] = {"recipe": "rowwise", "dtype": "bfloat16"}  # where no case is given
+_USUAL_OF_TP = ("sequence_parallel", "loss_parallel")  # on unless a case says otherwise
 Word = Literal[
     "equal", "rounding", "wrong", "refused", "excluded", "known", "changed", "infra", "not run", "not judged"
 ]
@@ -159,6 +161,29 @@ def with_golden(found: Parity, golden: Curve) -> Parity:
     judged = judge_curve(golden, [curve_of_case(row.case_id, row.losses, row.grad_norms) for row in sound])
     code = ExitCode.FAILED if judged.word == "wrong" and found.exit_code is ExitCode.GOOD else found.exit_code
     return msgspec.structs.replace(found, golden=judged, exit_code=code)
+
+
+def without_refused(rows: Iterable[Row]) -> tuple[tuple[str, ...], bool]:
+    """What is usual of TP and refused by the target itself; True where it says so, False where every TP layout is.
+
+    Nothing where another axis is what it refuses, or where no rule allows these layouts without.
+    """
+    cases = [(row, parse_case_id(row.case_id)) for row in rows if row.word != "excluded"]
+    under_tp = [(row, case) for row, case in cases if case.layout.tp > 1 and expected_refusal(case) is None]
+    refused = [(row.why, case) for row, case in under_tp if row.word == "refused"]
+    used = [name for name in _USUAL_OF_TP if any(getattr(case.layout, name) for _, case in refused)]
+    named = [name for name in used if any(_names(why, name) for why, _ in refused)]
+    others = set(AXES) - {*_USUAL_OF_TP, *MESH_AXES}
+    if not named and (len(refused) < len(under_tp) or any(_names(why, name) for why, _ in refused for name in others)):
+        return (), False
+    found = tuple(named or used)
+    runs = any(not exclusions(changed(case, dict.fromkeys(found, False))) for _, case in refused)
+    return (found if runs else ()), bool(named)
+
+
+def _names(text: str, axis: str) -> bool:
+    """Also as in "sequence parallelism" and `SequenceParallel`."""
+    return re.search(rf"\b{axis.replace('_', '[-_ ]?')}(?:ism|ized)?\b", text, flags=re.IGNORECASE) is not None
 
 
 def _excluded(case: Case) -> Row:

@@ -21,6 +21,7 @@ from harness.studies.layouts import Parity, Row, _beside, _exit_code, cases_of, 
 from harness.studies.target_check import parse_layout
 from harness.verdict import ExitCode, Verdict
 from tests.builders import WQ, a_finding, make_measured, make_result, make_results
+from tests.commands import understood
 
 NAME = "tp2-rowwise-v2048-s2-b16"
 
@@ -93,6 +94,39 @@ def test_only_wrong_fails(words: tuple[str, ...], code: ExitCode) -> None:
 def test_a_refusal_that_must_come_is_no_fault_and_names_its_rule() -> None:
     found = row(result(name=REFUSED, measured=None, losses=(), grad_norms=()))
     assert found.word == "refused" and found.why
+
+
+@pytest.mark.parametrize(
+    ("layouts", "why", "note"),
+    [
+        ("tp2", "my_gpt has no sequence_parallel, loss_parallel", "--no-sequence-parallel --no-loss-parallel"),
+        ("tp2 fsdp2-tp2", "Sequence parallelism is not supported", "--no-sequence-parallel"),
+        ("tp2-nosp", "loss_parallel", "--no-loss-parallel"),
+        ("tp2 tp4", "not supported", "--no-sequence-parallel --no-loss-parallel"),
+        ("tp2-nosp-nolp", "not supported", ""),
+        ("tp2", "my_gpt has no tp_styles", ""),
+        ("tp2 tp4-rounding", "not supported", ""),
+        ("fsdp2", "not supported", ""),
+    ],
+)
+def test_the_options_for_a_target_that_refuses_what_is_usual_of_tp(layouts: str, why: str, note: str) -> None:
+    names = [(layout.removesuffix("-rounding"), layout.endswith("-rounding")) for layout in layouts.split()]
+    rows = tuple(
+        Row(
+            layout=name,
+            case_id=f"{name}-rowwise-v2048-b16",
+            word="rounding" if is_sound else "refused",
+            why="" if is_sound else why,
+        )
+        for name, is_sound in names
+    )
+    sound = row(ROWS["equal"])
+    found = replace(parity(), rows=(replace(sound, layout="single", case_id="single-rowwise-v2048-b16"), *rows))
+    run = make_results(ROWS["equal"])
+    for text in (text_of(parity_sections(found, run)), parity_markdown(found, run)):
+        assert (f", add `{note}`\n" in text) if note else ("add `" not in text)
+        for option in note.split():
+            understood(f"fp8-harness parity --layouts {','.join(name for name, _ in names)} {option}")
 
 
 def test_a_table_has_a_row_for_every_layout_in_a_narrow_terminal_too() -> None:
