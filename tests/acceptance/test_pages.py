@@ -32,8 +32,6 @@ BY_NIGHT = ("first-case.md", "your-own-trainer.md", "from-report-to-case.md")  #
 NOT_RUN = {
     "fp8-harness run single-tensorwise-v2048-s3-f32 --inject fault:amax_without_abs": "run below, with torch",
     "fp8-harness baseline tolerance --measure pr --seeds 8": "takes minutes",
-    "fp8-harness run nightly --device cuda --select dtype=bfloat16": "needs GPUs",
-    "fp8-harness run nightly --device cuda --arithmetic exact --select dtype=float64": "needs GPUs",
     "fp8-harness compare --versions torchao=0.17.0,0.18.0 pr": "makes environments from a package index",
     "fp8-harness compare --versions torch=2.13.0,2.15.0 pr": "makes environments from a package index",
     "fp8-harness compare --versions torch=2.13.0,nightly --env nightly=.venv-nightly pr": "needs an environment",
