@@ -103,7 +103,8 @@ def _answer(found: Parity) -> str:
     wrong = [row.layout for row in found.rows if row.word == "wrong"]
     said = f"{counted(len(wrong), 'layout')} {'is' if len(wrong) == 1 else 'are'} wrong: {', '.join(wrong)}"
     open_words = [row.word for row in found.rows if row.word in ("not judged", "not run", "infra", "changed")]
-    line = "; ".join(filter(None, (f"parity: {said if wrong else 'no layout is wrong'}", _counts(open_words))))
+    curve = f"{found.golden.name} is {found.golden.word}" if found.golden is not None else ""
+    line = "; ".join(filter(None, (f"parity: {said if wrong else 'no layout is wrong'}", _counts(open_words), curve)))
     changes = [row.change for row in found.rows if row.change]
     return f"{line}; against {found.against}: {_counts(changes)}" if found.against else line
 
@@ -140,7 +141,7 @@ def _without_refused(found: Parity) -> Block:
 
 def parity_sections(found: Parity, run: RunResult) -> list[Block]:
     """The verdict, the table, what is wrong with its layouts, and the totals."""
-    return [_answer(found), _titled(found), *_wrong(found, run), *_notes(found), _line(found)]
+    return [_answer(found), _titled(found), *_golden(found), *_wrong(found, run), *_notes(found), _line(found)]
 
 
 def _titled(found: Parity) -> Section:
@@ -178,6 +179,7 @@ def parity_markdown(found: Parity, run: RunResult) -> str:
     body = (
         f"`{found.case_id}`: layouts against one rank",
         parity_table(found),
+        *_golden(found),
         *_first(found),
         *(folded if details else ()),
         *_notes(found),
@@ -189,7 +191,7 @@ def parity_markdown(found: Parity, run: RunResult) -> str:
 
 def parity_page(found: Parity, run: RunResult) -> bytes:
     """The page of the run, with the table above its cases."""
-    blocks = (parity_table(found), *_first(found), *_notes(found), *_limits(found))
+    blocks = (parity_table(found), *_golden(found), *_first(found), *_notes(found), *_limits(found))
     section = Section(name="parity", title="Layouts against one rank", blocks=blocks)
     good = found.exit_code is ExitCode.GOOD
     state, line = "good" if good else "not good", f"{_answer(found)}. {_line(found)}"

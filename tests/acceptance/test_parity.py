@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 
 import pytest
@@ -59,6 +60,8 @@ def test_a_golden_file_is_judged_by_the_layouts_that_run(project: Inside) -> Non
     done = project.run("parity", *layouts, "--golden", "bad.txt", "--json", "bad.json")
     judged = json.loads((project.folder / "bad.json").read_text())
     assert done.returncode == 1 and judged["golden"]["word"] == "wrong", done.stdout
+    assert done.stdout.startswith("parity: no layout is wrong; bad.txt is wrong\n")
+    assert re.search(r"^  bad\.txt +wrong .* grad_norm, step 1 ", done.stdout, flags=re.MULTILINE), done.stdout
     assert {row["word"] for row in judged["rows"]} == {"equal", "rounding"}
     assert (judged["golden"]["first"]["kind"], judged["golden"]["first"]["step"]) == ("grad_norm", 1)
     files = []

@@ -17,6 +17,7 @@ from harness.report.parity import parity_markdown, parity_page, parity_sections
 from harness.report.sections import text_of
 from harness.result import CaseResult
 from harness.studies.against import Base, change
+from harness.studies.curves import CurveRow, Distance
 from harness.studies.layouts import Parity, Row, _beside, _exit_code, cases_of, row, usual_layouts
 from harness.studies.target_check import parse_layout
 from harness.verdict import ExitCode, Verdict
@@ -156,6 +157,17 @@ def test_markdown_is_one_table_and_the_page_has_it_too() -> None:
     assert "no GPU was used" not in text  # of a run that does not say so
     assert parity_markdown(replace(found, software={"device": "cpu"}), run).count("\n- ", rest.index("<details>")) >= 3
     assert b"Layouts against one rank" in parity_page(found, run)
+
+
+def test_a_golden_file_is_judged_in_the_first_line_and_below_the_table() -> None:
+    off = Distance(step=1, kind="grad_norm", value=1.2, nearest=1.0, off=0.2, allowed=0.01)
+    others = tuple("abcd")
+    golden = CurveRow(name="bad.txt", word="wrong", others=others, steps=((1, "wrong"),), first=off, worst=off)
+    found, run = replace(parity(ROWS["equal"]), golden=golden), make_results(ROWS["equal"])
+    for text in (text_of(parity_sections(found, run)), parity_markdown(found, run)):
+        assert "parity: no layout is wrong; bad.txt is wrong\n" in text
+        assert "Judged by 4 other runs" in text and "grad_norm, step 1" in text
+    assert b"Judged by 4 other runs" in parity_page(found, run)
 
 
 def test_layouts_are_meshes_of_powers_of_two_and_keep_the_axes_of_the_case() -> None:
