@@ -1,0 +1,107 @@
+"""The comparison of judges, as `judges.py` measured it, and the tables of docs/comparison.md that are made of it.
+
+python ci/bench/comparison.py        prints them
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import msgspec
+
+from harness.evidence.sealed import Sealed, read_sealed, write_sealed
+from harness.jsonform import compact
+from harness.matrix.faults import FAULT_CLASSES, fault_named
+
+RECORD = Path(__file__).with_name("judges.json")
+OF_ALL = {"loss": "loss, 0.01 nats", "sqnr": "SQNR, 20 dB", "checks": "our checks"}  # known of every fault
+OF_SAMPLE = {"comm": "CommDebugMode counts", "hashes": "DebugMode hashes", "strategies": "strategy validation"}
+
+
+CLEAN = "clean, against one rank or BF16"
+
+
+class Row(msgspec.Struct, frozen=True, array_like=True):
+    """One fault in one host, and who found it.
+
+    `unwatched`: of torch's judges those whose run, or its clean one, failed: neither found nor not found. None: they
+    were not asked.
+    """
+
+    fault: str
+    case_id: str
+    found: tuple[str, ...]
+    unwatched: tuple[str, ...] | None = None
+
+    def judged_by(self, judge: str) -> bool:
+        return judge in OF_ALL or (self.unwatched is not None and judge not in self.unwatched)
+
+
+class Alarms(msgspec.Struct, frozen=True, kw_only=True):
+    """The clean cases that a judge calls wrong, of so many that it could watch."""
+
+    wrong: tuple[str, ...]
+    of: int
+
+
+class Comparison(Sealed, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Everything that was measured. `alarms`: by what is repeated and by judge.
+
+    `cpu_s`: by judge, of all ranks, for a clean case; "" without any.
+    """
+
+    rows: tuple[Row, ...]
+    alarms: Mapping[str, Mapping[str, Alarms]]
+    cpu_s: Mapping[str, float]
+    software: Mapping[str, str]
+
+
+def share(judge: str, rows: Sequence[Row]) -> str:
+    judged = [row for row in rows if row.judged_by(judge)]
+    return f"{sum(judge in row.found for row in judged)} of {len(judged)}" if judged else "-"
+
+
+def tables(record: Comparison) -> str:
+    """Markdown: what was found by class of fault, what was called wrong without a fault, and what it costs."""
+    asked = [row for row in record.rows if row.unwatched is not None]
+    names = {**OF_ALL, **(OF_SAMPLE if asked else {})}
+    rule = _line(*["---"] * (1 + len(names)))
+    groups = {
+        f"{group} {title}": [row for row in record.rows if fault_named(row.fault).group == group]
+        for group, title in FAULT_CLASSES.items()
+    }
+    lines = [_line("faults", *names.values()), rule]
+    for title, rows in {**groups, "**all**": record.rows, "**of the sample**": asked}.items():
+        if rows:
+            lines.append(_line(title, *(share(judge, rows) for judge in names)))
+    if asked:
+        lost = {judge: sum(not row.judged_by(judge) for row in asked) for judge in names}
+        lines.append(_line("of it: cannot watch", *(f"{count} of {len(asked)}" for count in lost.values())))
+    lines += ["", _line("clean runs called wrong", *names.values()), rule]
+    for what, by in record.alarms.items():
+        counted = (f"{len(by[name].wrong)} of {by[name].of}" if name in by else "-" for name in names)
+        lines.append(_line(what, *counted))
+    if record.cpu_s:
+        lines += ["", _line("who watches", "CPU s a case", "beside nobody"), _line("---", "---:", "---:")]
+    for judge, spent in record.cpu_s.items():
+        lines.append(_line(names.get(judge, "nobody"), f"{spent:.1f}", f"{spent / record.cpu_s['']:.1f} x"))
+    return "\n".join(lines) + "\n"
+
+
+def _line(*cells: str) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def write(record: Comparison, path: Path) -> None:
+    """Sealed, one row a line."""
+    write_sealed(path, record)
+    path.write_text(compact(msgspec.json.decode(path.read_bytes())) + "\n")
+
+
+def read(path: Path = RECORD) -> Comparison:
+    return read_sealed(path, Comparison, remake="run `python ci/bench/judges.py`.")
+
+
+if __name__ == "__main__":
+    print(tables(read()), end="")
