@@ -98,7 +98,7 @@ def export(
     `known`: the recorded faults that show, by name.
     """
     case, signature, title = named.case, failure_of(result), title_of(named, result)
-    error = _error_of(result) if signature.kind == "crash" else ""
+    error = _error_of(result)
     made = script(case, signature, title=title, checks=failed_checks(result))
     file = folder / f"{file_name(named)}.py"
     reports = [named.bug.bug.link] if named.bug is not None and named.bug.bug.link != UNREPORTED else []
@@ -124,9 +124,8 @@ def title_of(named: NamedCase, result: CaseResult) -> str:
     if named.bug is not None:
         return named.bug.bug.title
     signature = failure_of(result)
-    error = _error_of(result) if signature.kind == "crash" else ""
     told = (each.first_line for each in result.findings if each.judged and signature.check)
-    return f"{_short(error.partition(' (rank')[0] or next(told, signature.what))} ({setup_of(named.case)})"
+    return f"{_short(_error_of(result).partition(' (rank')[0] or next(told, signature.what))} ({setup_of(named.case)})"
 
 
 def failed_checks(result: CaseResult) -> set[str]:
@@ -160,8 +159,8 @@ def _name_of(case: Case) -> str:
 
 
 def _error_of(result: CaseResult) -> str:
-    """What the first rank raised and when, with its numbers; of our fabric, what a maintainer calls it."""
-    failures = () if result.run is None else result.run.failures
+    """What the first rank of a crash raised and when, with its numbers; of our fabric, what a maintainer calls it."""
+    failures = () if result.run is None or failure_of(result).kind != "crash" else result.run.failures
     found = next((each for each in failures if not each.consequence), None)
     if found is None:
         return ""

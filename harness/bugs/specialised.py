@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import math
 import operator
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -206,7 +207,7 @@ class _Specialiser:
             case ast.Call(func=ast.Name(id="tuple"), args=[ast.Call(func=ast.Attribute(value=name, attr="values"))]):
                 return tuple(self._mapping(name).values())
             case ast.Call(func=ast.Name(id="prod"), args=[ast.Call(func=ast.Attribute(value=name, attr="values"))]):
-                return _product(self._mapping(name))
+                return math.prod(self._mapping(name).values())
         raise _Unknown
 
     def _mapping(self, node: ast.expr) -> Mapping[str, int]:
@@ -214,10 +215,3 @@ class _Specialiser:
         if not isinstance(value, Mapping):
             raise _Unknown
         return value
-
-
-def _product(ranks: Mapping[str, int]) -> int:
-    found = 1
-    for each in ranks.values():
-        found *= each
-    return found

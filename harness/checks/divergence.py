@@ -171,9 +171,9 @@ class _Comparison:
         return 1.0
 
     def first_of_ranks(self, rounding: float) -> list[Mismatch]:
-        """The first mismatch of every rank that has one; of numbers that must be equal, one above `rounding`.
+        """The first mismatch on each rank that has one; where numbers must be equal, the first larger than `rounding`.
 
-        What is off by less is not what went wrong: numbers that depend on it have the same float8 values.
+        A smaller one is not the cause: what depends on it has the same float8 values.
         """
         self._least = rounding
         return [first for trace in traces_by_rank(self._run) if (first := next(self.of(trace), None)) is not None]

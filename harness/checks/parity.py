@@ -55,7 +55,7 @@ SUMS = 1e-12
 # The sum of what ranks hold unreduced is the reference up to the order of sums and float8 roundings behind it.
 TERMS = 0.02
 
-# Weights that are as far off have another dtype, which `model` judges: a bfloat16 is rounded by at most this.
+# Weights this close may only have another dtype, which `model` judges: rounding to bfloat16 moves them no further.
 OTHER_DTYPE = 2.0**-8
 
 Tensors = dict[SketchKey, Assembled]

@@ -9,7 +9,7 @@ import click
 
 from harness.cli.options import print_report, print_sections, project_parameter, write_output
 from harness.errors import HarnessError
-from harness.evidence.curve import Curve, curve_of_case, curve_of_golden, golden_of, read_curve, text_of_curve
+from harness.evidence.curve import TextCurve, curve_of_case, curve_of_golden, golden_of, read_curve, text_of_curve
 from harness.evidence.golden import load_golden, replaced, write_golden
 from harness.matrix.caseid import family_case
 from harness.project import Project
@@ -75,7 +75,7 @@ def _store(project: Project, path: Path) -> None:
     click.echo(f"  stored in {write_golden(project.root, change.new)}")
 
 
-def _curve_of_run(project: Project, name: str) -> Curve:
+def _curve_of_run(project: Project, name: str) -> TextCurve:
     found = [each for each in results_of(project, "last").results if each.case_id == name and each.losses]
     if not found:
         fix = "give a file that is there, a family of `baseline list`, or a case that the last run trained."

@@ -54,7 +54,7 @@ class Point(msgspec.Struct, frozen=True, kw_only=True):
     grad_norm: Number | None = None
 
 
-class Curve(msgspec.Struct, frozen=True, kw_only=True):
+class TextCurve(msgspec.Struct, frozen=True, kw_only=True):
     """The steps of one run in order, and what the comments of its file say: `config`, `ngpu`, `parallelism`."""
 
     name: str
@@ -81,7 +81,7 @@ def job_of(case: Case) -> str:
     return case_id(case_from_axes({**own_values(case), **Layout().mesh, "tp_styles": "plain"}))
 
 
-def read_curve(path: Path) -> Curve:
+def read_curve(path: Path) -> TextCurve:
     """A golden file of torchtitan or the log of a run. HarnessError for anything else."""
     try:
         lines = _COLOUR.sub("", path.read_text()).splitlines()
@@ -99,7 +99,7 @@ def read_curve(path: Path) -> Curve:
         what = "has no step: neither lines of a golden (`1 8.02 1.59`) nor of a log (`step: 1 loss: 8.02`)."
         raise HarnessError(what, where=str(path), fix="give a golden file or a log.")
     said = {found[1]: found[2].strip() for line in lines if (found := _SAID.fullmatch(line.strip()))}
-    return Curve(name=str(path), points=tuple(points[step] for step in sorted(points)), said=said)
+    return TextCurve(name=str(path), points=tuple(points[step] for step in sorted(points)), said=said)
 
 
 def _point(line: str) -> Point | None:
@@ -115,16 +115,16 @@ def _number(text: str) -> Number:
     return Number(float(text), 0.5 * 10.0 ** (int(exponent or 0) - digits))
 
 
-def curve_of(name: str, losses: Sequence[float], grad_norms: Sequence[float], said: dict[str, str]) -> Curve:
+def curve_of(name: str, losses: Sequence[float], grad_norms: Sequence[float], said: dict[str, str]) -> TextCurve:
     steps = enumerate(zip_longest(losses, map(Number, grad_norms)), 1)
-    return Curve(
+    return TextCurve(
         name=name,
         points=tuple(Point(step=step, loss=Number(loss), grad_norm=norm) for step, (loss, norm) in steps),
         said=said,
     )
 
 
-def curve_of_case(name: str, losses: Sequence[float], grad_norms: Sequence[float]) -> Curve:
+def curve_of_case(name: str, losses: Sequence[float], grad_norms: Sequence[float]) -> TextCurve:
     """The curve of a run of the case with this id."""
     case = parse_case_id(name)
     degrees = {"DDP": case.layout.dp_replicate, "FSDP": case.layout.dp_shard, "TP": case.layout.tp}
@@ -133,13 +133,13 @@ def curve_of_case(name: str, losses: Sequence[float], grad_norms: Sequence[float
     return curve_of(layout_id(case.layout), losses, grad_norms, said)
 
 
-def curve_of_golden(golden: Golden) -> Curve:
+def curve_of_golden(golden: Golden) -> TextCurve:
     rest = msgspec.structs.replace(golden, losses=(), grad_norms=(), digest="")
     found = curve_of_case(golden.case_id, golden.losses, golden.grad_norms)
     return msgspec.structs.replace(found, said={**found.said, _GOLDEN: msgspec.json.encode(rest).decode()})
 
 
-def golden_of(curve: Curve, *, where: str) -> Golden:
+def golden_of(curve: TextCurve, *, where: str) -> Golden:
     """The golden that `curve_of_golden` wrote. HarnessError for a curve without its provenance."""
     said = curve.said.get(_GOLDEN)
     if said is None:
@@ -157,12 +157,12 @@ def golden_of(curve: Curve, *, where: str) -> Golden:
     return msgspec.structs.replace(rest, losses=losses, grad_norms=norms)
 
 
-def text_of_curve(curve: Curve) -> str:
+def text_of_curve(curve: TextCurve) -> str:
     """Every digit, so that reading gives the same numbers."""
     return "\n".join((*(f"# {name}: {value}" for name, value in curve.said.items()), *_rows(curve), ""))
 
 
-def _rows(curve: Curve) -> Iterator[str]:
+def _rows(curve: TextCurve) -> Iterator[str]:
     yield "# step loss grad_norm"
     for point in curve.points:
         norm = "" if point.grad_norm is None else f" {point.grad_norm.value!r}"

@@ -14,7 +14,7 @@ from typing import Literal
 import msgspec
 
 from harness.errors import HarnessError
-from harness.evidence.curve import Curve, Number, job_of
+from harness.evidence.curve import Number, TextCurve, job_of
 from harness.matrix.case import Case
 from harness.matrix.targets import is_llama
 from harness.plural import counted
@@ -55,7 +55,7 @@ class CurveRow(msgspec.Struct, frozen=True, kw_only=True):
     worst: Distance
 
 
-def judge_curve(curve: Curve, others: Sequence[Curve]) -> CurveRow:
+def judge_curve(curve: TextCurve, others: Sequence[TextCurve]) -> CurveRow:
     """HarnessError where it is not equal and the others are too few, or where they have no step in common."""
     sound = [other for other in others if all(number.finite for each in KINDS for _, number in _numbers(other, each))]
     found = [each for kind in KINDS for each in _distances(curve, sound, kind)]
@@ -77,7 +77,7 @@ def judge_curve(curve: Curve, others: Sequence[Curve]) -> CurveRow:
     )
 
 
-def check_job(curve: Curve, case: Case) -> None:
+def check_job(curve: TextCurve, case: Case) -> None:
     """HarnessError for a curve of another job than this case: no run of it has such numbers."""
     own, asked = curve.job, job_of(case)
     if own in ("", asked) or (curve.case is None and not is_llama(case.target)):
@@ -90,7 +90,7 @@ def check_job(curve: Curve, case: Case) -> None:
     raise HarnessError(what, where=curve.name, fix=fix)
 
 
-def judge_each(curves: Sequence[Curve]) -> tuple[CurveRow, ...]:
+def judge_each(curves: Sequence[TextCurve]) -> tuple[CurveRow, ...]:
     """Each against all others. HarnessError for curves of different jobs."""
     for curve in curves[1:]:
         if curve.job != curves[0].job:
@@ -104,12 +104,12 @@ def _worst_word(found: Iterable[Distance]) -> Word:
     return "wrong" if "wrong" in words else "rounding" if "rounding" in words else "equal"
 
 
-def _numbers(curve: Curve, kind: str) -> list[tuple[int, Number]]:
+def _numbers(curve: TextCurve, kind: str) -> list[tuple[int, Number]]:
     found = [(point.step, point.loss if kind == "loss" else point.grad_norm) for point in curve.points]
     return [(step, number) for step, number in found if number is not None]
 
 
-def _distances(curve: Curve, others: Sequence[Curve], kind: str) -> list[Distance]:
+def _distances(curve: TextCurve, others: Sequence[TextCurve], kind: str) -> list[Distance]:
     known = [dict(_numbers(other, kind)) for other in others]
     own = [(step, number) for step, number in _numbers(curve, kind) if all(step in each for each in known)]
     seen = [[each[step] for each in known] for step, _ in own]

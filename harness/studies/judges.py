@@ -13,16 +13,13 @@ from typing import Literal
 import msgspec
 
 from harness.engine.cluster import Cluster
-from harness.engine.hardware import open_leases
 from harness.engine.messages import Job, JobOutcome
-from harness.engine.node import LocalNode
-from harness.engine.zygote_engine import ZygoteEngine
 from harness.matrix.case import Case
 from harness.matrix.caseid import case_id
 from harness.plural import counted
 from harness.project import Project
 from harness.request import RunRequest
-from harness.running.executor import open_executor
+from harness.running.executor import local_node, open_executor
 from harness.running.plan import Plan
 from harness.trace.operator_checks import StrategyQuestion, Validated, Validation
 
@@ -106,10 +103,7 @@ def _payload(outcome: JobOutcome | None) -> list[str] | str:
 
 
 def _validate(project: Project, names: Sequence[str], plan: Plan) -> Validation:
-    here = plan.capacity.nodes[0]
-    node = LocalNode(
-        lambda options: ZygoteEngine(PROGRAM, options), open_leases(project.lease_folder(), "cpu", here.slots), here
-    )
+    on_cpu = msgspec.structs.replace(plan, program=PROGRAM, engine="zygote", device="cpu")
     patches = tuple(injection.patch for injection in plan.injections)
     question = StrategyQuestion(module=VALIDATION, operators=tuple(names), injections=patches)
     job = Job(
@@ -120,7 +114,7 @@ def _validate(project: Project, names: Sequence[str], plan: Plan) -> Validation:
         preload={"validation": VALIDATION},
         one_node=True,
     )
-    with Cluster([node]) as engine:
+    with Cluster([local_node(on_cpu, project, lambda _: None)]) as engine:
         outcome = engine.run(job)
     if outcome.status != "ok":
         return Validation(unavailable=outcome.message)

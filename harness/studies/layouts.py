@@ -16,7 +16,7 @@ import msgspec
 
 from harness.errors import HarnessError
 from harness.evidence.costs import estimate, read_costs
-from harness.evidence.curve import Curve, curve_of_case
+from harness.evidence.curve import TextCurve, curve_of_case
 from harness.matrix.axes import AXES, case_from_axes, changed, ignored_axes, own_axes
 from harness.matrix.case import Case, Layout
 from harness.matrix.caseid import case_id, layout_id, parse_case_id
@@ -155,7 +155,7 @@ def compare_layouts(  # noqa: PLR0913  what runs, and what stands beside it
     return found, result
 
 
-def with_golden(found: Parity, golden: Curve) -> Parity:
+def with_golden(found: Parity, golden: TextCurve) -> Parity:
     """The parity with this file judged by its sound layouts. HarnessError where they are too few."""
     sound = [row for row in found.rows if row.word in ("equal", "rounding")]
     judged = judge_curve(golden, [curve_of_case(row.case_id, row.losses, row.grad_norms) for row in sound])

@@ -43,9 +43,9 @@ class ModuleShard(Record, frozen=True, kw_only=True):
 
 
 class SumTerms(Record, frozen=True, kw_only=True):
-    """What ranks go on with instead of the sum of their outputs: so many times the output of each.
+    """What ranks use instead of the sum of their outputs: a multiple of the output of each rank.
 
-    `weights`: by the rank that goes on with it, of every rank that has a part, in the order of `ranks`.
+    `weights`: for each rank that uses it, these multiples in the order of `ranks`.
     """
 
     fqn: str  # of the module

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from harness.matrix.case import Case, Model
-from harness.worker.probes.places import local_shard, place_of
+from harness.worker.probes.places import local_shard, part_at, place_of
 from harness.worker.probes.sketches import clean_fqn
 
 Tokens = npt.NDArray[np.int64]
@@ -141,7 +141,7 @@ def write_weights(model: nn.Module, case: Case) -> dict[str, Weights]:
         full = make_weight(fqn, (*rows, *place.shape[1:]), seed=case.train.seed, embedding=name in embeddings)
         local = local_shard(param)
         local.zero_()
-        mine = full[tuple(slice(at, at + size) for at, size in zip(place.offset, local.shape, strict=True))]
+        mine = full[part_at(place.offset, local.shape)]
         local[tuple(slice(size) for size in mine.shape)].copy_(torch.from_numpy(mine))
         written[fqn] = full
     return written

@@ -18,7 +18,7 @@ from harness.trace.model import Resumed, State
 from harness.worker.dispatch_hooks.hook import unobserved
 from harness.worker.probes.cast_numbers import dtype_name
 from harness.worker.probes.digests import ordered_digest
-from harness.worker.probes.places import local_shard, place_of
+from harness.worker.probes.places import local_shard, part_at, place_of
 from harness.worker.probes.probe import optimizers_of
 from harness.worker.probes.sketches import clean_fqn
 from harness.worker.targets.target import Resumes, Target
@@ -50,8 +50,7 @@ def _has_its_part(saved: object, loaded: object) -> bool:
     if not (isinstance(saved, torch.Tensor) and isinstance(loaded, torch.Tensor)):
         return repr(saved) == repr(loaded)
     whole, mine = _whole(saved), local_shard(loaded)
-    spans = zip(place_of(loaded).offset, mine.shape, strict=True)
-    expected = whole[tuple(slice(at, at + size) for at, size in spans)]
+    expected = whole[part_at(place_of(loaded).offset, mine.shape)]
     return ordered_digest(expected.contiguous()) == ordered_digest(mine.contiguous())
 
 

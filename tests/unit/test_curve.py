@@ -9,8 +9,8 @@ from msgspec.structs import replace
 
 from harness.errors import HarnessError
 from harness.evidence.curve import (
-    Curve,
     Number,
+    TextCurve,
     curve_of,
     curve_of_case,
     curve_of_golden,
@@ -41,12 +41,12 @@ LOG = """[rank0]:[titan] 2026-08-21 10:00:00,1 - root - INFO - \x1b[31mstep:  1 
 """  # noqa: E501  as printed
 
 
-def read(folder: Path, text: str) -> Curve:
+def read(folder: Path, text: str) -> TextCurve:
     (folder / "curve.txt").write_text(text)
     return read_curve(folder / "curve.txt")
 
 
-def curve(name: str, *losses: float, norms: tuple[float, ...] = ()) -> Curve:
+def curve(name: str, *losses: float, norms: tuple[float, ...] = ()) -> TextCurve:
     return curve_of(name, losses, norms, {})
 
 

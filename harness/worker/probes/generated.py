@@ -202,11 +202,11 @@ class _Repetition(torch.fx.Interpreter):
 
 
 def _moved_rows(found: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
-    """By which power of two the scale of each row differs, where torchao multiplies without scales.
+    """The power of two by which the scale of each row differs, where torchao multiplies without scales.
 
-    It applies those of rows afterwards where the matmul is not fast (torchao 0.17, `addmm_float8_unwrapped`). A row
-    that the code scales otherwise is that power of two times the graph's, exactly, and so is its product, whose scale
-    the graph then applies.
+    If the matmul is not fast, torchao applies row scales after it (0.17, `addmm_float8_unwrapped`). A row that the code
+    scales differently is exactly that power of two times the graph's row, and so is its product, to which the graph
+    then applies its own scale.
     """
     found, expected = found.float(), expected.float()
     along = (found * expected).sum(-1, keepdim=True) / found.square().sum(-1, keepdim=True)

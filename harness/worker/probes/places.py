@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection, Hashable
+from collections.abc import Collection, Hashable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -24,6 +24,11 @@ class Place(NamedTuple):
     shape: tuple[int, ...]
     offset: tuple[int, ...]
     owner: bool
+
+
+def part_at(offset: Sequence[int], shape: Sequence[int]) -> tuple[slice, ...]:
+    """The index of a shard of this shape in its logical tensor."""
+    return tuple(slice(at, at + size) for at, size in zip(offset, shape, strict=True))
 
 
 class Places:
