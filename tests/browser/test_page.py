@@ -136,7 +136,7 @@ def opened(context: BrowserContext, report: Path) -> Iterator[Opener]:
 
 
 def shown(page: Page) -> list[str]:
-    return page.locator("#list tbody tr:not([hidden]) a").all_inner_texts()
+    return page.locator("#list tbody tr:not([hidden]) a").all_text_contents()
 
 
 def address(page: Page) -> str:
