@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
+import csv
 import hashlib
 import importlib.util
 import json
 import os
 import platform
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib.machinery import ModuleSpec, PathFinder
 from importlib.metadata import Distribution, PackageNotFoundError, version
 from pathlib import Path
@@ -73,13 +75,52 @@ def installed_source(package: str) -> InstalledSource | None:
 
 
 def files_digest(package: str, folders: Sequence[str] = ()) -> str:
-    """Over path, size and time of change of the code files of an installed package; empty when there is none."""
+    """Over path and content of the code files of an installed package, equal on any machine; empty when there is none.
+
+    What an installer wrote in RECORD and nobody touched since counts by the hash there, the rest is read. Only a shared
+    library that no RECORD lists, a build of one's own, counts by size and time of change: torch's have 2 GB.
+    """
     found = [
-        (path[len(folder) :], status.st_size, status.st_mtime_ns)
-        for folder in map(str, package_paths(package, folders))
-        for path, status in _code_files(folder)
+        (path[len(str(place)) :], _content(path, status, recorded))
+        for place in package_paths(package, folders)
+        for recorded in (_recorded(place),)
+        for path, status in _code_files(str(place))
     ]
     return hashlib.sha256(repr(sorted(found)).encode()).hexdigest() if found else ""
+
+
+class _Recorded(NamedTuple):
+    """What a RECORD says of a file, and when it was written: after all files of its package."""
+
+    digest: str  # "sha256=" and base64
+    size: str
+    at_ns: int
+
+
+def _recorded(place: Path) -> dict[str, _Recorded]:
+    """By full path, the files of a package, or of a module, that installers have recorded with their hash."""
+    found = {}
+    for record in place.parent.glob("*.dist-info/RECORD"):
+        written_ns, lines = record.stat().st_mtime_ns, record.read_text().splitlines()
+        for path, digest, size in csv.reader(line for line in lines if line.startswith(place.name)):
+            if digest:
+                found[f"{place.parent}/{path}"] = _Recorded(digest, size, written_ns)
+    return found
+
+
+def _content(path: str, status: os.stat_result, recorded: Mapping[str, _Recorded]) -> str:
+    """The hash of a file as a RECORD writes it."""
+    known = recorded.get(path)
+    if known is not None and (str(status.st_size), True) == (known.size, status.st_mtime_ns <= known.at_ns):
+        return known.digest
+    if known is None and not path.endswith(".py"):
+        return f"{status.st_size} {status.st_mtime_ns}"
+    try:
+        with open(path, "rb") as file:  # noqa: PTH123
+            digest = hashlib.file_digest(file, "sha256").digest()
+    except OSError:
+        return ""
+    return f"sha256={base64.urlsafe_b64encode(digest).decode().rstrip('=')}"
 
 
 def _code_files(folder: str) -> Iterator[tuple[str, os.stat_result]]:

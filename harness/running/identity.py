@@ -2,8 +2,9 @@
 
 It imports nothing that it inspects. A user's target may be in the working directory or in the project.
 Of its package, and of a rank program, every byte counts for a witness. Of torch and of packages that a target imports,
-path, size and time of change of every Python file and shared library count: versions are not enough where files are
-edited in place, and reading 2 GB of torch would cost more than it saves. An edit that keeps size and time is not seen.
+the content of every Python file and shared library counts (`files_digest`): versions are not enough where files are
+edited in place. So a fresh checkout, or an installation of the same wheels, has the same key. An edit that keeps the
+size and sets back the time is not seen.
 """
 
 from __future__ import annotations
@@ -116,7 +117,7 @@ def _imports(path: Path) -> Iterator[str]:
 
 
 def witness_key(plan: Plan, *, cpuinfo: Path = CPUINFO) -> str:
-    """The key of the witnesses of this plan, on this machine and with what is installed now. Takes about 0.1 s."""
+    """The key of the witnesses of this plan, on this machine and with what is installed now. Takes about 0.15 s."""
     parts = (
         plan.program,
         plan.device,

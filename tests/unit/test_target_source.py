@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tomllib
 from pathlib import Path
 
@@ -100,7 +101,10 @@ def test_what_a_target_imports_counts_too(tmp_path: Path, text: str, file: str) 
     first = digest("mine", tmp_path)
     write(tmp_path / "unused.py", "steps = 12\n")
     assert digest("mine", tmp_path) == first
-    trainer.write_text("steps = 12\n")
+    os.utime(trainer, (1, 1))  # a fresh checkout
+    assert digest("mine", tmp_path) == first
+    trainer.write_text("steps = 2\n")  # as long as before
+    os.utime(trainer, (1, 1))
     assert digest("mine", tmp_path) != first
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import base64
 import os
 import sys
+from hashlib import sha256
 from pathlib import Path
 
 import msgspec
@@ -80,18 +82,65 @@ def test_an_installed_package_that_is_edited_in_place_changes_it(
     assert name not in sys.modules
 
 
-def test_another_installation_of_the_same_files_elsewhere_is_another_one(
+def install(folder: Path, *, at_s: int) -> Path:
+    """A torch with a library, and the RECORD that an installer writes after its files; returns one of these."""
+    module = write_package(folder, "torch")
+    library = module.parent / "kernels.so"
+    library.write_bytes(b"\x7fELF")
+    info = folder / "torch-1.0.dist-info"
+    info.mkdir()
+    hashes = {path: base64.urlsafe_b64encode(sha256(path.read_bytes()).digest()) for path in (module, library)}
+    lines = [
+        f"{path.relative_to(folder)},sha256={found.decode().rstrip('=')},{path.stat().st_size}\n"
+        for path, found in hashes.items()
+    ]
+    (info / "RECORD").write_text(f"{''.join(lines)}torch/__init__.py,,\n")
+    for path in (*module.parents[1].rglob("*"), info / "RECORD"):
+        os.utime(path, (at_s, at_s))
+    return module
+
+
+def keys_of(monkeypatch: pytest.MonkeyPatch, *folders: Path) -> list[str]:
+    """The key with each of them in front."""
+    keys = []
+    for folder in folders:
+        with monkeypatch.context() as patched:
+            patched.syspath_prepend(folder)
+            keys.append(witness_key(PLAN))
+    return keys
+
+
+def test_another_installation_of_the_same_files_elsewhere_is_the_same_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    keys = set()
-    for number, folder in enumerate(("a", "b")):
-        module = write_package(tmp_path / folder, "torch")
-        for path in module.parents[1].rglob("*.py"):
-            os.utime(path, ns=(number, number))
-        with monkeypatch.context() as patched:
-            patched.syspath_prepend(tmp_path / folder)
-            keys.add(witness_key(PLAN))
-    assert len(keys) == 2
+    one, other, edited = tmp_path / "one", tmp_path / "other", tmp_path / "edited"
+    install(one, at_s=1)
+    again = install(other, at_s=2)
+    module = install(edited, at_s=2)
+    module.write_text("scale = 2.0\n")
+    first, second, third = keys_of(monkeypatch, one, other, edited)
+    assert first == second != third
+    module.write_text("scale = 1.0\n")  # after RECORD, so it is read
+    os.utime(again.parent / "kernels.so")  # like a copy of the environment without times
+    assert keys_of(monkeypatch, edited, other) == [first, first]
+
+
+def test_what_is_as_it_was_installed_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = install(tmp_path, at_s=1)
+    (first,) = keys_of(monkeypatch, tmp_path)
+    for text, at_s in (("scale = 2.0\n", 1), ("scale = 20.0\n", 1), ("scale = 2.0\n", 2)):
+        module.write_text(text)
+        os.utime(module, (at_s, at_s))
+        is_seen = keys_of(monkeypatch, tmp_path) != [first]
+        assert is_seen == (at_s == 2 or "20" in text)
+
+
+def test_a_library_of_no_installer_counts_by_its_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    library = write_package(tmp_path, "torch").with_name("built.so")
+    library.write_bytes(b"\x7fELF")
+    first = keys_of(monkeypatch, tmp_path)
+    os.utime(library, (1, 1))
+    assert keys_of(monkeypatch, tmp_path) != first
 
 
 @pytest.mark.parametrize("name", ["my_ranks", "my_package.deep.module"])
