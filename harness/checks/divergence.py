@@ -110,7 +110,6 @@ class _Comparison:
         self._ordered = sums_in_order(case, numerics)
         self._has_formulas = has_formulas
         self._run, self._witness = run, witness
-        self._least = 0.0
         self._casts = {trace.rank: casts_by_key(trace) for trace in run.traces}
         self._scales_per_tp_rank = case.layout.tp > 1 and self._gathers_unequal_scales()
         self._sharp = case.train.dtype == "float64" and not self._scales_per_tp_rank
@@ -170,15 +169,15 @@ class _Comparison:
                 return min((1.0, float(self._case.layout.dp)), key=lambda factor: abs(ratio - factor))
         return 1.0
 
-    def first_of_ranks(self, rounding: float) -> list[Mismatch]:
-        """The first mismatch on each rank that has one; where numbers must be equal, the first larger than `rounding`.
+    def first_of_ranks(self, least: float) -> list[Mismatch]:
+        """The first mismatch on each rank that has one; where numbers must be equal, the first larger than `least`.
 
         A smaller one is not the cause: what depends on it has the same float8 values.
         """
-        self._least = rounding
-        return [first for trace in traces_by_rank(self._run) if (first := next(self.of(trace), None)) is not None]
+        firsts = (next(self.of(trace, least), None) for trace in traces_by_rank(self._run))
+        return [first for first in firsts if first is not None]
 
-    def of(self, trace: RankTrace) -> Iterator[Mismatch]:
+    def of(self, trace: RankTrace, least: float) -> Iterator[Mismatch]:
         casts, matmuls = self._casts[trace.rank], matmuls_by_key(trace)
         replay = dp_rank(self._case.layout, trace.rank)
         counts: Counter[CastKey | MatmulKey] = Counter(key for key, _ in casts)
@@ -189,11 +188,11 @@ class _Comparison:
             return self._replayed(_in_witness(key), occurrence, counts[key], replay)
 
         in_order: list[tuple[int, Iterator[Mismatch]]] = [
-            (cast.index, self._cast(trace.rank, key, occurrence, at(key, occurrence)))
+            (cast.index, self._cast(trace.rank, key, occurrence, at(key, occurrence), least))
             for (key, occurrence), cast in casts.items()
         ]
         in_order += [
-            (matmul.index, self._matmul(trace.rank, key, matmul, at(key, occurrence)))
+            (matmul.index, self._matmul(trace.rank, key, matmul, at(key, occurrence), least))
             for (key, occurrence), matmul in matmuls.items()
         ]
         in_order += [
@@ -218,7 +217,7 @@ class _Comparison:
         found = "none: was the linear converted?"
         yield _mismatch(key, expected.index, rank, "", f"matmul {key.gemm}", "a scaled matmul", found)
 
-    def _cast(self, rank: int, key: CastKey, occurrence: int, at: int) -> Iterator[Mismatch]:
+    def _cast(self, rank: int, key: CastKey, occurrence: int, at: int, least: float) -> Iterator[Mismatch]:
         found, expected = self._casts[rank][key, occurrence], self._witness_casts.get((_in_witness(key), at))
         if key.phase == "all_gather":
             return
@@ -227,7 +226,7 @@ class _Comparison:
             if self._case.float8.tp_styles == "plain":
                 yield _mismatch(key, found.index, rank, "", operand, "no such cast", "a cast")
             return
-        for name, right, wrong in self._differences(found, expected, self._shards(rank, (key, occurrence))):
+        for name, right, wrong in self._differences(found, expected, self._shards(rank, (key, occurrence)), least):
             yield _mismatch(key, found.index, rank, name, operand, right, wrong)
 
     def _sums_in_order(self, step: int) -> bool:
@@ -247,24 +246,23 @@ class _Comparison:
         first = step == 1 and self._case.train.dtype == "float32" and not self._scales_per_tp_rank
         return (FIRST_STEP_TOLERANCES if first else TOLERANCES)[role]
 
-    def _differences(self, found: CastRecord, expected: CastRecord, shards: list[CastRecord]) -> Iterator[Difference]:
+    def _differences(
+        self, found: CastRecord, expected: CastRecord, shards: list[CastRecord], least: float
+    ) -> Iterator[Difference]:
         tolerance, factor = self._tolerance(found.role, found.step), self._factor_of(found.role)
+        allowed = max(tolerance, least)
         if found.phase != "gathered":
             amax = largest(shard.amax for shard in shards)
-            if not self._near(amax, factor * expected.amax, tolerance):
+            if not _near(amax, factor * expected.amax, allowed):
                 yield "amax", f"{factor * expected.amax!r}{_give(tolerance)}", f"{amax!r}"
         if factor != 1:
             return  # scales and data follow from it: from another number, they are rounded to others
-        if scaled_dim(found) is None and not self._near(found.scale.maximum, expected.scale.maximum, tolerance):
+        if scaled_dim(found) is None and not _near(found.scale.maximum, expected.scale.maximum, allowed):
             yield "scale", f"{format_scale(expected.scale)}{_give(tolerance)}", format_scale(found.scale)
         if scaled_dim(found) is not None:
             yield from _exponents(found, expected, shards, EXPONENT_TOLERANCE if tolerance > ROUNDING else 0.0)
         if self._same_data(found) and found.data_digest != expected.data_digest:
             yield "float8 data", expected.data_digest, found.data_digest
-
-    def _near(self, found: float, expected: float, tolerance: float) -> bool:
-        near = math.isfinite(expected) and abs(found - expected) <= max(tolerance, self._least) * abs(expected)
-        return near or same_number(found, expected)
 
     def _factor_of(self, role: str) -> float:
         return self._factor if role == "grad_output" else 1.0
@@ -275,31 +273,38 @@ class _Comparison:
         others = (rank,) if whole else peers(self._case.layout, rank, ("tp",))
         return list(on_ranks(self._casts, others, key).values())
 
-    def _matmul(self, rank: int, key: MatmulKey, found: MatmulRecord, at: int) -> Iterator[Mismatch]:
+    def _matmul(self, rank: int, key: MatmulKey, found: MatmulRecord, at: int, least: float) -> Iterator[Mismatch]:
         expected = self._witness_matmuls.get((_in_witness(key), at))
         if expected is None:
             yield _mismatch(key, found.index, rank, "", f"matmul {key.gemm}", "no such matmul", "a matmul")
             return
         for side, role in zip("ab", GEMM_OPERANDS[key.gemm], strict=True):
-            values = self._operand(side, role, found, expected) if self._factor_of(role) == 1 else None
+            values = self._operand(side, role, found, expected, least) if self._factor_of(role) == 1 else None
             if values:
                 yield _mismatch(key, found.index, rank, "", f"{role} of matmul {key.gemm}", *values)
 
-    def _operand(self, side: str, role: str, found: MatmulRecord, expected: MatmulRecord) -> tuple[str, str] | None:
+    def _operand(
+        self, side: str, role: str, found: MatmulRecord, expected: MatmulRecord, least: float
+    ) -> tuple[str, str] | None:
         right, wrong = (
             (one.a_scale, one.a_digest) if side == "a" else (one.b_scale, one.b_digest) for one in (expected, found)
         )
         if self._sums_in_order(found.step):
-            if self._least and right[1] == wrong[1] and self._near(wrong[0].maximum, right[0].maximum, 0.0):
+            if least and right[1] == wrong[1] and _near(wrong[0].maximum, right[0].maximum, least):
                 return None
             texts = f"{format_scale(right[0])} x {right[1]}", f"{format_scale(wrong[0])} x {wrong[1]}"
             return None if _bits(*right) == _bits(*wrong) else texts
         if (role == "weight" and self._scales_per_tp_rank) or not self._case.float8.traits.one_scale_per_tensor:
             return None  # EXEMPT: see `_is_scaled_per_tp_rank`; row scales are compared at their cast
         tolerance = self._tolerance(role, found.step)
-        if self._near(wrong[0].maximum, right[0].maximum, tolerance):
+        if _near(wrong[0].maximum, right[0].maximum, max(tolerance, least)):
             return None
         return f"scale {format_scale(right[0])}{_give(tolerance)}", f"scale {format_scale(wrong[0])}"
+
+
+def _near(found: float, expected: float, tolerance: float) -> bool:
+    near = math.isfinite(expected) and abs(found - expected) <= tolerance * abs(expected)
+    return near or same_number(found, expected)
 
 
 def _give(tolerance: float) -> str:

@@ -26,24 +26,34 @@ from harness.worker.targets.target import Resumes, Target
 
 def hand_over(trained: Target, targets: Sequence[Target], folder: Path, *, step: int) -> Resumed:
     """Save the target trained for `step` steps, load it into the first of `targets`, save that, and so on."""
-    saved, loaded, wrong = state_of(trained.model), [], []
+    states, wrong = [state_of(trained.model)], []
     for number, target in enumerate(targets):
         place = folder / f"checkpoint-{number}"
         cast("Resumes", trained).save(place)
         dist.barrier()
         cast("Resumes", target).load(place)
-        loaded.append(state_of(target.model))
-        wrong.append(_wrong_here(trained.model, target.model))
+        states.append(state_of(target.model))
+        differing = _differing(*states[-2:], device=next(trained.model.parameters()).device)
+        wrong.append(_wrong_here(trained.model, target.model, differing))
         trained = target
-    return Resumed(after_step=step, saved=saved, loaded=tuple(loaded), wrong=tuple(wrong))
+    return Resumed(after_step=step, saved=states[0], loaded=tuple(states[1:]), wrong=tuple(wrong))
+
+
+@unobserved()
+def _differing(saved: State, loaded: State, *, device: torch.device) -> tuple[str, ...]:
+    """What both have and is not the same on some rank: only this is gathered again, by all ranks."""
+    names = sorted(saved)
+    differs = torch.tensor([saved[name] != loaded.get(name, saved[name]) for name in names], device=device).int()
+    dist.all_reduce(differs, dist.ReduceOp.MAX)
+    return tuple(name for name, wrong in zip(names, differs.tolist(), strict=True) if wrong)
 
 
 @torch.no_grad()
 @unobserved()
-def _wrong_here(trained: nn.Module, fresh: nn.Module) -> tuple[str, ...]:
-    """What this rank holds of the state of `fresh` and is not that part of what `trained` has, sorted."""
+def _wrong_here(trained: nn.Module, fresh: nn.Module, names: Sequence[str]) -> tuple[str, ...]:
+    """Of these names, what this rank holds of the state of `fresh` and is not that part of what `trained` has."""
     saved, loaded = dict(_values(trained)), dict(_values(fresh))
-    return tuple(name for name in sorted(saved.keys() & loaded.keys()) if not _has_its_part(saved[name], loaded[name]))
+    return tuple(name for name in names if name in loaded and not _has_its_part(saved[name], loaded[name]))
 
 
 def _has_its_part(saved: object, loaded: object) -> bool:
