@@ -12,9 +12,10 @@ from packaging.specifiers import SpecifierSet
 from harness.hints import WRITE_PAGES, export_test, repro_bug, run_cases
 from harness.matrix.bugfile import UNREPORTED, BugFile
 from harness.matrix.known import PACKAGES, KnownFault, matching
+from harness.matrix.selector import Selector, parse_selector
+from harness.matrix.targets import VERSIONS
 from harness.report.sections import Block, Facts, Items, Section, Verbatim, markdown
 
-_TIERS = {"target=torchtitan ": "torchtitan", "target=torchtitan_0_3 ": "torchtitan_0_3"}
 _MEASURED = "[Versions](../versions.md) says with which versions the tool runs every night."
 _MADE = f"Written by `{WRITE_PAGES}` from `cases/known.toml` and `cases/bugs`."
 
@@ -97,8 +98,13 @@ def _reproduce(records: Sequence[KnownFault], bugs: Sequence[BugFile], root: Pat
         else:
             yield Verbatim(repro_bug(bug.id))
     for each in records if not bugs else ():
-        tier = next((tier for words, tier in _TIERS.items() if f"{each.where} ".startswith(words)), "nightly")
-        yield Verbatim(run_cases(tier, "--select", each.where))
+        yield Verbatim(run_cases(_tier(parse_selector(each.where)), "--select", each.where))
+
+
+def _tier(selector: Selector) -> str:
+    """The tier with these cases: a target that needs a framework has one under its name."""
+    asked = [term.values for term in selector.terms if (term.axis, term.operator) == ("target", "=")]
+    return next((str(values[0]) for values in asked if set(values) <= VERSIONS.keys()), "nightly")
 
 
 def _fix(path: Path, fix: str) -> Iterator[Block]:

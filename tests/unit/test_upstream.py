@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from harness.bugs.export import constants, exported_case
 from harness.bugs.pytest_file import models, pytest_file
@@ -34,6 +35,21 @@ def test_a_page_has_all_its_parts_and_is_short() -> None:
         if name != "index":
             parts = ("Symptom", "Versions", "Reproduce", "The fix we tried")
             assert all(f"\n## {part}\n" in text for part in parts), name
+
+
+@pytest.mark.parametrize(
+    ("where", "tier"),
+    [
+        ("tp>1 target=torchtitan", "torchtitan"),
+        ("target=torchtitan_0_3", "torchtitan_0_3"),
+        ("target=reference,torchtitan tp>1", "nightly"),
+        ("target!=torchtitan tp>1", "nightly"),
+    ],
+)
+def test_a_record_is_reproduced_in_a_tier_that_has_its_cases(where: str, tier: str) -> None:
+    record = replace(read_known(ROOT / "cases" / "known.toml")[0], where=where)
+    page = upstream_pages([record], (), ROOT)[record.name]
+    assert f"fp8-harness run {tier} --select" in page
 
 
 def test_every_record_without_a_report_has_a_title() -> None:
