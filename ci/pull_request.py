@@ -38,7 +38,8 @@ _CODES: Mapping[int, str] = {
     ExitCode.INFRA: "infrastructure failed, not this change: run it again",
     ExitCode.CHANGED: "layouts differ from what holds with verified versions",
 }
-_OUTPUTS = {"--markdown": FOLDER / "table.md", "--json": FOLDER / "table.json", "--html": FOLDER / "report.html"}
+_FILES = {"markdown": "table.md", "json": "table.json", "html": "report.html", "junit": "junit.xml"}
+_OUTPUTS = {f"--{name}": FOLDER / file for name, file in _FILES.items()}
 
 
 @dataclass(frozen=True)
@@ -115,7 +116,7 @@ def parity(asked: Sequence[str], base: str) -> Outcome:
         lines = ("```text", *said.splitlines()[-20:], "```")
         return Outcome(code, said, "\n".join((f"## parity: {Outcome(code, said, '').title}\n", *lines)))
     results = FOLDER / "run.json"
-    _run("show", "last", "--no-github", "--json", str(results), "--junit", str(FOLDER / "junit.xml"))
+    _run("show", "last", "--no-github", "--json", str(results))
     rows = [row for row in json.loads(_OUTPUTS["--json"].read_text())["rows"] if row["word"] == "wrong"]
     rows.sort(key=lambda row: row.get("change") == "wrong in both")
     cases = {each.case_id: each for each in read_results(results).results}

@@ -17,7 +17,7 @@ from harness.evidence.curve import read_curve
 from harness.matrix.axes import AXES, own_values
 from harness.matrix.layout import MESH_AXES
 from harness.project import Project
-from harness.report.parity import parity_markdown, parity_page, parity_sections
+from harness.report.parity import parity_junit, parity_markdown, parity_page, parity_sections
 from harness.run_options import CommandOptions
 from harness.running.plan import Plan, with_command
 from harness.running.progress import open_progress
@@ -69,6 +69,7 @@ _AXES = tuple(name for name in AXES if name not in (*MESH_AXES, "async_tp"))
 @options.run_option("inject")
 @options.json_option("the table")
 @options.run_option("markdown_file", "Write the table as markdown.")
+@options.run_option("junit_file", "Write JUnit XML; a layout that the target itself refuses is skipped.")
 @options.run_option("html_file")
 @options.quiet_option
 @axis_options(_AXES, defaults=False)
@@ -85,6 +86,7 @@ def parity_command(  # noqa: PLR0913  one parameter per option
     inject: tuple[str, ...],
     json_file: Path | None,
     markdown_file: Path | None,
+    junit_file: Path | None,
     html_file: Path | None,
     quiet: bool,
     plan_for: Callable[..., Plan],
@@ -97,7 +99,7 @@ def parity_command(  # noqa: PLR0913  one parameter per option
     """
     given = given_axes(axes)
     if len(goldens) > 1:
-        refuse_a_run(named, asked, given, inject, html_file)
+        refuse_a_run(named, asked, given, inject, html_file, junit_file)
         return judge_files(goldens, json_file, markdown_file)
     golden = read_curve(goldens[0]) if goldens else None
     usual = USUAL if golden is None or golden.case is None else own_values(golden.case)
@@ -121,6 +123,7 @@ def parity_command(  # noqa: PLR0913  one parameter per option
         found = with_golden(found, golden)
     options.print_report(parity_sections(found, result), json_file, found)
     options.write_output(markdown_file, lambda: parity_markdown(found, result).encode())
+    options.write_output(junit_file, lambda: parity_junit(found, result))
     options.write_output(html_file, lambda: parity_page(found, result))
     return found.exit_code
 

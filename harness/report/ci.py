@@ -1,12 +1,16 @@
 """What CI systems read: JUnit XML, and the annotations and the job summary of GitHub Actions.
 
 JUnit has a testcase for every case. `failure`: it was judged and is not good. `error`: it could not be judged.
-`skipped`: it failed as recorded for an upstream fault, or is quarantined. `system-out` has how ranks failed; of a known
-fault also the findings, because few viewers show the text of a skipped test.
+`skipped`: it failed as recorded for an upstream fault, or is quarantined. A command with another answer about a case
+gives its own. `system-out` has how ranks failed; of a known fault also the findings, because few viewers show the text
+of a skipped test.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Literal, NamedTuple
 from xml.etree import ElementTree
 
 from harness.report.case import failure_blocks, finding_blocks, headline, outcome
@@ -15,11 +19,12 @@ from harness.report.sections import Block, Section, printable, text_of
 from harness.result import CaseResult, RunResult
 from harness.verdict import Verdict
 
+Element = Literal["failure", "error", "skipped"]
 ANNOTATIONS = 10  # of one step that GitHub shows
 SUMMARY_BYTES = 1 << 20  # of one step; GitHub drops a larger summary as a whole
 _CUT = "\n\n… cut off here: the whole report is larger than GitHub shows.\n"
 _SUITE = "fp8-harness"  # also the class name of every case
-_ELEMENTS = {
+_ELEMENTS: Mapping[Verdict, Element] = {
     Verdict.NUMERIC: "failure",
     Verdict.INVARIANT: "failure",
     Verdict.CHANGED: "failure",
@@ -32,9 +37,17 @@ _ELEMENTS = {
 }
 
 
-def junit_report(run: RunResult) -> bytes:
-    """The XML document in UTF-8."""
-    elements = [_element(result) for result in run.results]
+class Told(NamedTuple):
+    """What JUnit says of a case instead of its verdict, and why."""
+
+    element: Element
+    why: str
+
+
+def junit_report(run: RunResult, instead: Mapping[str, Told] = MappingProxyType({})) -> bytes:
+    """The XML document in UTF-8. `instead`: by case id."""
+    told = [instead.get(result.case_id) or _told(result) for result in run.results]
+    elements = [each.element for each in told if each is not None]
     counts = {
         "tests": str(len(run.results)),
         "failures": str(elements.count("failure")),
@@ -45,26 +58,26 @@ def junit_report(run: RunResult) -> bytes:
     root = ElementTree.Element("testsuites", {"name": _SUITE, **counts})
     group = ElementTree.SubElement(root, "testsuite", {"name": _SUITE, **counts})
     _add_properties(group, run.end.provenance)
-    for result in run.results:
-        _add_case(group, result)
+    for result, each in zip(run.results, told, strict=True):
+        _add_case(group, result, each)
     ElementTree.indent(root)
     return bytes(ElementTree.tostring(root, encoding="utf-8", xml_declaration=True)) + b"\n"
 
 
-def _element(result: CaseResult) -> str | None:
-    return "skipped" if result.excused else _ELEMENTS.get(result.verdict)
+def _told(result: CaseResult) -> Told | None:
+    element = "skipped" if result.excused else _ELEMENTS.get(result.verdict)
+    return None if element is None else Told(element, headline(result) or outcome(result))
 
 
-def _add_case(group: ElementTree.Element, result: CaseResult) -> None:
+def _add_case(group: ElementTree.Element, result: CaseResult, told: Told | None) -> None:
     names = {"classname": _SUITE, "name": printable(result.case_id), "time": f"{result.seconds:.3f}"}
     case = ElementTree.SubElement(group, "testcase", names)
     facts = {"verdict": result.verdict.value, "world_size": str(result.world_size), "command": result.command}
     _add_properties(case, facts)
-    element = _element(result)
     findings = _text(*(finding_blocks(result.findings) or (outcome(result),)), *_reproduce(result))
-    if element is not None:
-        message = printable(headline(result) or outcome(result))
-        ElementTree.SubElement(case, element, {"type": result.verdict.value, "message": message}).text = findings
+    if told is not None:
+        attributes = {"type": result.verdict.value, "message": printable(told.why)}
+        ElementTree.SubElement(case, told.element, attributes).text = findings
     output = "\n\n".join(_output(result, findings))
     if output:
         ElementTree.SubElement(case, "system-out").text = output

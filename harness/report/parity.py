@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from harness.plural import counted
 from harness.report.case import case_sections
+from harness.report.ci import Element, Told, junit_report
 from harness.report.curves import curve_sections
 from harness.report.html.page import Front, html_report
 from harness.report.sections import Block, Entry, Items, Section, Table, Verbatim, markdown, text_of
 from harness.result import RunResult
-from harness.studies.layouts import Parity, Row, without_refused
-from harness.verdict import ExitCode
+from harness.studies.layouts import Parity, Row, Word, without_refused
+from harness.verdict import ExitCode, Verdict
 
 _EVERY = 2  # steps; of more, the first and the last are shown
 _MEANS = {
@@ -30,6 +31,13 @@ _UNSEEN = (
     "streams: their order, overlap, races on symmetric memory, and the order in which NCCL sums",
     "speed, and memory besides that of tensors",
 )
+
+# Where a word is not what the verdict alone says.
+_JUNIT: Mapping[tuple[Verdict, Word], Element] = {
+    (Verdict.CRASH, "refused"): "skipped",
+    (Verdict.PASSED, "wrong"): "failure",
+    (Verdict.PASSED, "not judged"): "error",
+}
 
 _Cell = Callable[[Row], str]
 
@@ -132,11 +140,10 @@ def _notes(found: Parity) -> Iterator[Block]:
 
 def _without_refused(found: Parity) -> Block:
     """How a target trains that refuses what is usual of TP."""
-    axes, named = without_refused(found.rows)
+    axes = without_refused(found.rows)
     options = " ".join(f"--no-{name.replace('_', '-')}" for name in axes)
-    what = " and ".join(axes)
-    why = f"{what} under TP: to train without" if named else f"every layout under TP: if it lacks {what}"
-    return f"the target refuses {why}, add `{options}`" if axes else Section()
+    lacks = f"the target refuses every layout under TP with {' and '.join(axes)}: if it has none, add `{options}`"
+    return lacks if axes else Section()
 
 
 def parity_sections(found: Parity, run: RunResult) -> list[Block]:
@@ -187,6 +194,17 @@ def parity_markdown(found: Parity, run: RunResult) -> str:
         *_limits(found),
     )
     return markdown([Section(title=_answer(found), blocks=body)])
+
+
+def parity_junit(found: Parity, run: RunResult) -> bytes:
+    """JUnit with the words of the table: a layout that the target itself refuses is skipped, and says why."""
+    rows = {row.case_id: row for row in found.rows}
+    told = {
+        each.case_id: Told(element, rows[each.case_id].why)
+        for each in run.results
+        if (element := _JUNIT.get((each.verdict, rows[each.case_id].word))) and not each.excused
+    }
+    return junit_report(run, told)
 
 
 def parity_page(found: Parity, run: RunResult) -> bytes:

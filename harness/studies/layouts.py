@@ -8,7 +8,6 @@ another order may differ by, `wrong` where the case failed.
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Literal
 
@@ -17,10 +16,10 @@ import msgspec
 from harness.errors import HarnessError
 from harness.evidence.costs import estimate, read_costs
 from harness.evidence.curve import TextCurve, curve_of_case
-from harness.matrix.axes import AXES, case_from_axes, changed, ignored_axes, own_axes
+from harness.matrix.axes import case_from_axes, changed, ignored_axes, own_axes
 from harness.matrix.case import Case, Layout
 from harness.matrix.caseid import case_id, layout_id, parse_case_id
-from harness.matrix.layout import MESH_AXES, REST
+from harness.matrix.layout import REST
 from harness.matrix.rules import exclusions, expected_refusal
 from harness.measured import WorstGradient
 from harness.performance.layouts import layouts
@@ -163,27 +162,21 @@ def with_golden(found: Parity, golden: TextCurve) -> Parity:
     return msgspec.structs.replace(found, golden=judged, exit_code=code)
 
 
-def without_refused(rows: Iterable[Row]) -> tuple[tuple[str, ...], bool]:
-    """What is usual of TP and refused by the target itself; True where it says so, False where every TP layout is.
+def without_refused(rows: Iterable[Row]) -> tuple[str, ...]:
+    """What is usual of TP, on in every layout that the target itself refuses, and off in those under TP that ran.
 
-    Nothing where another axis is what it refuses, or where no rule allows these layouts without.
+    Nothing where no rule allows these layouts without it.
     """
-    cases = [(row, parse_case_id(row.case_id)) for row in rows if row.word != "excluded"]
-    under_tp = [(row, case) for row, case in cases if case.layout.tp > 1 and expected_refusal(case) is None]
-    refused = [(row.why, case) for row, case in under_tp if row.word == "refused"]
-    used = [name for name in _USUAL_OF_TP if any(getattr(case.layout, name) for _, case in refused)]
-    named = [name for name in used if any(_names(why, name) for why, _ in refused)]
-    others = set(AXES) - {*_USUAL_OF_TP, *MESH_AXES}
-    if not named and (len(refused) < len(under_tp) or any(_names(why, name) for why, _ in refused for name in others)):
-        return (), False
-    found = tuple(named or used)
-    runs = any(not exclusions(changed(case, dict.fromkeys(found, False))) for _, case in refused)
-    return (found if runs else ()), bool(named)
-
-
-def _names(text: str, axis: str) -> bool:
-    """Also as in "sequence parallelism" and `SequenceParallel`."""
-    return re.search(rf"\b{axis.replace('_', '[-_ ]?')}(?:ism|ized)?\b", text, flags=re.IGNORECASE) is not None
+    cases = [(row.word == "refused", parse_case_id(row.case_id)) for row in rows if row.word != "excluded"]
+    under_tp = [(refused, case) for refused, case in cases if case.layout.tp > 1 and expected_refusal(case) is None]
+    refusals = [case for refused, case in under_tp if refused]
+    found = [
+        name
+        for name in _USUAL_OF_TP
+        if refusals and all(getattr(case.layout, name) is refused for refused, case in under_tp)
+    ]
+    allowed = any(not exclusions(changed(case, dict.fromkeys(found, False))) for case in refusals)
+    return tuple(found) if allowed else ()
 
 
 def _excluded(case: Case) -> Row:

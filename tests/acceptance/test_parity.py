@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+from xml.etree import ElementTree
 
 import pytest
 
@@ -25,7 +26,8 @@ def project(tmp_path_factory: pytest.TempPathFactory, warm: Warm) -> Inside:
 
 
 def test_sound_layouts_are_equal_or_rounded(project: Inside) -> None:
-    done = project.run("parity", *LAYOUTS, "--json", "table.json", "--markdown", "table.md", "--html", "table.html")
+    files = ("--json", "table.json", "--markdown", "table.md", "--html", "table.html", "--junit", "x.xml")
+    done = project.run("parity", *LAYOUTS, *files)
     assert done.returncode == 0, done.stdout + done.stderr
     table = json.loads((project.folder / "table.json").read_text())
     assert {row["layout"]: row["word"] for row in table["rows"]} == {
@@ -38,6 +40,7 @@ def test_sound_layouts_are_equal_or_rounded(project: Inside) -> None:
     assert 0 < rounded["distance"] <= rounded["allowed"]
     assert "| fsdp2 | equal |" in (project.folder / "table.md").read_text()
     assert "Layouts against one rank" in (project.folder / "table.html").read_text()
+    assert len(ElementTree.parse(project.folder / "x.xml").findall(".//testcase")) == 3
 
 
 def test_a_planted_fault_is_wrong_where_it_is_and_nowhere_else(project: Inside) -> None:

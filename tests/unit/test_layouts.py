@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 from msgspec.structs import replace
@@ -13,7 +14,7 @@ from harness.matrix.axes import axis_values
 from harness.matrix.case import Case
 from harness.matrix.caseid import case_id, layout_id
 from harness.measured import Curve, WorstGradient
-from harness.report.parity import parity_markdown, parity_page, parity_sections
+from harness.report.parity import parity_junit, parity_markdown, parity_page, parity_sections
 from harness.report.sections import text_of
 from harness.result import CaseResult
 from harness.studies.against import Base, change
@@ -21,7 +22,7 @@ from harness.studies.curves import CurveRow, Distance
 from harness.studies.layouts import Parity, Row, _beside, _exit_code, cases_of, row, usual_layouts
 from harness.studies.target_check import parse_layout
 from harness.verdict import ExitCode, Verdict
-from tests.builders import WQ, a_finding, make_measured, make_result, make_results
+from tests.builders import WQ, a_finding, make_failure, make_measured, make_result, make_results
 from tests.commands import understood
 
 NAME = "tp2-rowwise-v2048-s2-b16"
@@ -98,26 +99,26 @@ def test_a_refusal_that_must_come_is_no_fault_and_names_its_rule() -> None:
 
 
 @pytest.mark.parametrize(
-    ("layouts", "why", "note"),
+    ("layouts", "note"),
     [
-        ("tp2", "my_gpt has no sequence_parallel, loss_parallel", "--no-sequence-parallel --no-loss-parallel"),
-        ("tp2 fsdp2-tp2", "Sequence parallelism is not supported", "--no-sequence-parallel"),
-        ("tp2-nosp", "loss_parallel", "--no-loss-parallel"),
-        ("tp2 tp4", "not supported", "--no-sequence-parallel --no-loss-parallel"),
-        ("tp2-nosp-nolp", "not supported", ""),
-        ("tp2", "my_gpt has no tp_styles", ""),
-        ("tp2 tp4-rounding", "not supported", ""),
-        ("fsdp2", "not supported", ""),
+        ("tp2", "--no-sequence-parallel --no-loss-parallel"),
+        ("tp2 fsdp2-tp2", "--no-sequence-parallel --no-loss-parallel"),
+        ("tp2 tp2-nosp tp2-nosp-nolp-rounding", "--no-loss-parallel"),
+        ("tp2 tp2-nosp-rounding", "--no-sequence-parallel"),
+        ("tp2-nosp", "--no-loss-parallel"),
+        ("tp2-nosp-nolp", ""),
+        ("tp2 tp4-rounding", ""),
+        ("fsdp2", ""),
     ],
 )
-def test_the_options_for_a_target_that_refuses_what_is_usual_of_tp(layouts: str, why: str, note: str) -> None:
+def test_the_options_for_a_target_that_refuses_what_is_usual_of_tp(layouts: str, note: str) -> None:
     names = [(layout.removesuffix("-rounding"), layout.endswith("-rounding")) for layout in layouts.split()]
     rows = tuple(
         Row(
             layout=name,
             case_id=f"{name}-rowwise-v2048-b16",
             word="rounding" if is_sound else "refused",
-            why="" if is_sound else why,
+            why="any words",
         )
         for name, is_sound in names
     )
@@ -143,6 +144,33 @@ def test_a_table_has_a_row_for_every_layout_in_a_narrow_terminal_too() -> None:
     table = narrow.partition("verdict: ")[0]
     assert all(len(line) <= 60 for line in table.splitlines() if "fp8-harness" not in line)
     assert "verdict rounding, loss 1 8.00000" in narrow
+
+
+def test_junit_says_what_the_table_says() -> None:
+    """A layout that the target refuses by itself is skipped, with what it said; what must be refused passes."""
+    raised = '  File "/my/target.py", line 7, in build\n    raise NotImplementedError("no TP yet")\n'
+    said = make_failure(message="NotImplementedError: no TP yet", traceback=raised, phase="build")
+    by_target = result(verdict=Verdict.CRASH, failures=(said,), findings=(WRONG,), measured=None)
+    by_rule = result(name=REFUSED, measured=None, losses=(), grad_norms=())
+    loose, unjudged = (
+        result(math.nan, name="fsdp2-rowwise-v2048-b16"),
+        result(allowed=None, name="fsdp4-rowwise-v2048-b16"),
+    )
+    wrong = replace(ROWS["wrong"], case_id="tp4-rowwise-v2048-s2-b16")
+    results = (by_target, by_rule, loose, unjudged, wrong)
+    found = parity(*results)
+    root = ElementTree.fromstring(parity_junit(found, make_results(*results)))
+    children = {
+        each.get("name"): [(child.tag, child.get("message")) for child in each if child.get("message")]
+        for each in root.iter("testcase")
+    }
+    assert children[by_target.case_id] == [("skipped", "no TP yet")]
+    assert children[by_rule.case_id] == []
+    assert [tag for tag, _ in children[loose.case_id]] == ["failure"]
+    assert [tag for tag, _ in children[unjudged.case_id]] == ["error"]
+    assert [tag for tag, _ in children[wrong.case_id]] == ["failure"]
+    counts = {name: root.get(name) for name in ("tests", "failures", "errors", "skipped")}
+    assert counts == {"tests": "5", "failures": "2", "errors": "1", "skipped": "1"}
 
 
 def test_markdown_is_one_table_and_the_page_has_it_too() -> None:
