@@ -10,6 +10,7 @@ from pathlib import Path
 
 import msgspec
 
+from harness.durable import write_whole
 from harness.evidence.sealed import Sealed, read_sealed, write_sealed
 from harness.jsonform import compact
 from harness.matrix.faults import FAULT_CLASSES, fault_named
@@ -23,19 +24,19 @@ CLEAN = "clean, against one rank or BF16"
 
 
 class Row(msgspec.Struct, frozen=True, array_like=True):
-    """One fault in one host, and who found it.
+    """One fault in one host. `found`: which judges of `OF_ALL` found it.
 
-    `unwatched`: of torch's judges those whose run, or its clean one, failed: neither found nor not found. None: they
-    were not asked.
+    `asked`: of torch's judges, whether they did; None where the run, or the clean one, failed under the judge.
     """
 
     fault: str
     case_id: str
     found: tuple[str, ...]
-    unwatched: tuple[str, ...] | None = None
+    asked: Mapping[str, bool | None] = {}
 
-    def judged_by(self, judge: str) -> bool:
-        return judge in OF_ALL or (self.unwatched is not None and judge not in self.unwatched)
+    def says(self, judge: str) -> bool | None:
+        """None: it was not asked, or could not watch."""
+        return judge in self.found if judge in OF_ALL else self.asked.get(judge)
 
 
 class Alarms(msgspec.Struct, frozen=True, kw_only=True):
@@ -51,20 +52,20 @@ class Comparison(Sealed, frozen=True, kw_only=True, forbid_unknown_fields=True):
     `cpu_s`: by judge, of all ranks, for a clean case; "" without any.
     """
 
-    rows: tuple[Row, ...]
-    alarms: Mapping[str, Mapping[str, Alarms]]
-    cpu_s: Mapping[str, float]
-    software: Mapping[str, str]
+    rows: tuple[Row, ...] = ()
+    alarms: Mapping[str, Mapping[str, Alarms]] = {}
+    cpu_s: Mapping[str, float] = {}
+    software: Mapping[str, str] = {}
 
 
 def share(judge: str, rows: Sequence[Row]) -> str:
-    judged = [row for row in rows if row.judged_by(judge)]
-    return f"{sum(judge in row.found for row in judged)} of {len(judged)}" if judged else "-"
+    said = [answer for row in rows if (answer := row.says(judge)) is not None]
+    return f"{sum(said)} of {len(said)}" if said else "-"
 
 
 def tables(record: Comparison) -> str:
     """Markdown: what was found by class of fault, what was called wrong without a fault, and what it costs."""
-    asked = [row for row in record.rows if row.unwatched is not None]
+    asked = [row for row in record.rows if row.asked]
     names = {**OF_ALL, **(OF_SAMPLE if asked else {})}
     rule = _line(*["---"] * (1 + len(names)))
     groups = {
@@ -76,7 +77,7 @@ def tables(record: Comparison) -> str:
         if rows:
             lines.append(_line(title, *(share(judge, rows) for judge in names)))
     if asked:
-        lost = {judge: sum(not row.judged_by(judge) for row in asked) for judge in names}
+        lost = {judge: sum(row.says(judge) is None for row in asked) for judge in names}
         lines.append(_line("of it: cannot watch", *(f"{count} of {len(asked)}" for count in lost.values())))
     lines += ["", _line("clean runs called wrong", *names.values()), rule]
     for what, by in record.alarms.items():
@@ -96,7 +97,7 @@ def _line(*cells: str) -> str:
 def write(record: Comparison, path: Path) -> None:
     """Sealed, one row a line."""
     write_sealed(path, record)
-    path.write_text(compact(msgspec.json.decode(path.read_bytes())) + "\n")
+    write_whole(path, f"{compact(msgspec.json.decode(path.read_bytes()))}\n".encode())
 
 
 def read(path: Path = RECORD) -> Comparison:

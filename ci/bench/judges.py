@@ -1,11 +1,13 @@
 """Which planted faults torch's own judges find: CommDebugMode counts and DebugMode hashes, beside our checks.
 
     fp8-harness dev mutate --json matrix.json            what our checks, the loss and SQNR find
-    python ci/bench/judges.py --matrix matrix.json       the same faults, before the judges; writes judges.json
+    python ci/bench/judges.py --matrix matrix.json       writes that into judges.json
+    python ci/bench/judges.py --every 9                  asks torch's judges about every 9th fault, and adds that
 
 Every fault runs in a bfloat16 host. The reference of a judge is a clean run of the same code in the same layout. A
 user has none: a bug that the code has is in both runs. Clean runs are repeated, with two threads in a rank and with
-another instruction set: what differs there is a false alarm. A judge whose run fails could not watch.
+another instruction set: what differs there is a false alarm. A judge whose run fails could not watch. Every answer is
+written when it is there: the same command goes on where it was stopped.
 """
 
 from __future__ import annotations
@@ -14,32 +16,32 @@ import argparse
 import functools
 import os
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
+from unittest.mock import patch
 
 import msgspec
-from comparison import CLEAN, RECORD, Alarms, Comparison, Row, write
+from comparison import CLEAN, RECORD, Alarms, Comparison, Row, read, write
 
-from harness.engine.messages import Job, Share
-from harness.engine.outcome import conclude
-from harness.engine.zygote_engine import ZygoteEngine
 from harness.jsonform import from_json
 from harness.matrix.case import Case
 from harness.matrix.caseid import parse_case_id
 from harness.matrix.faults import PREFIX, fault_named
 from harness.matrix.rules import expected_refusal
+from harness.project import Project, find_project
 from harness.request import RunRequest
-from harness.running.plan import DEFAULT_PROGRAM
+from harness.running.executor import Executor, open_executor
+from harness.running.plan import Plan, make_plan
 from harness.sources import installed_versions
-from harness.studies.judges import PROGRAM, VALIDATION
+from harness.studies.judges import open_validation, validate
 from harness.studies.mutation import MutationMatrix, Trial
-from harness.trace.operator_checks import StrategyQuestion
 from harness.trace.record import Patch
 
 HERE = Path(__file__).parent
-JUDGES = ("comm", "hashes")
+WATCHERS = ("comm", "hashes")
+STRATEGIES = "strategies"
 # How a clean run is repeated: environment of its zygote
 REPEATS: Mapping[str, Mapping[str, str]] = {
     "the same again": {},
@@ -49,7 +51,7 @@ REPEATS: Mapping[str, Mapping[str, str]] = {
 DEADLINE_S = 300.0
 OPERATORS = ("mm", "embedding", "amax", "abs", "_log_softmax", "t", "view", "cat")
 STEPS = 2
-TIMED = 3  # every third clean case is repeated and timed
+REPEATED = 3  # every third clean case is repeated and timed
 
 
 class Seen(msgspec.Struct, frozen=True):
@@ -65,137 +67,33 @@ class Work(NamedTuple):
 
     judge: str  # "": nobody
     case_id: str
-    fault: str | None = None
+    fault: str = ""
 
 
-def shortened(case: Case) -> Case:
-    """The case with as many steps as these judges need: what goes wrong later is left out of the sample."""
-    if case.train.resume != "none":
-        return case
-    return msgspec.structs.replace(case, train=msgspec.structs.replace(case.train, steps=STEPS))
+Ranks = Sequence[Seen] | None  # None: the run failed
 
 
-def watched(engine: ZygoteEngine, work: Work) -> tuple[Seen, ...] | None:
-    """What every rank saw; None where the run failed."""
-    case = shortened(parse_case_id(work.case_id))
-    with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory() as seen:
-        source = (HERE / "judges_observer.py").read_text().replace('FOLDER = ""', f"FOLDER = {seen!r}")
-        source = source.replace('JUDGE = ""', f"JUDGE = {work.judge!r}")
-        patches = [Patch(text="judges_observer.py:observe", source=source.encode())]
-        patches += [Patch(text=PREFIX + work.fault)] if work.fault is not None else []
-        job = Job(
-            job_id=Path(folder).name,
-            world_size=case.world_size,
-            payload=msgspec.msgpack.encode(RunRequest(case=case, injections=tuple(patches))),
-            deadline_s=DEADLINE_S,
-        )
-        ended = conclude(job, [engine.run(Share(job=job, count=case.world_size, folder=folder), lambda _: None)])
-        if ended.status != "ok":
-            print(f"{' '.join(filter(None, work))}: {ended.message[:200]}", flush=True)
-            return None
-        files = [Path(seen) / f"rank{rank}.json" for rank in range(case.world_size)]
-        return tuple(msgspec.json.decode(file.read_bytes(), type=Seen) for file in files)
+def of_matrix(matrix: MutationMatrix, before: Comparison) -> Comparison:
+    """What a mutation matrix says, with what torch's judges said before of the same faults in the same cases."""
+    clean = {trial.case_id: trial for trial in matrix.clean if trial.case_id.endswith("-b16")}
+    trials = {trial.fault or "": trial for trial in matrix.trials if trial.case_id in clean and trial.is_proof}
+    asked = {(row.fault, row.case_id): row.asked for row in before.rows}
+    rows = (
+        Row(fault, trial.case_id, found_by(trial, clean[trial.case_id]), asked.get((fault, trial.case_id), {}))
+        for fault, trial in trials.items()
+    )
+    alarms = {CLEAN: called_wrong(clean), **{name: by for name, by in before.alarms.items() if name in REPEATS}}
+    software = installed_versions(("torch", "torchao"))
+    return Comparison(rows=tuple(rows), alarms=alarms, cpu_s=before.cpu_s, software=software)
 
 
-def run_all(works: Sequence[Work], environment: Mapping[str, str], jobs: int) -> dict[Work, tuple[Seen, ...] | None]:
-    """All runs on ranks forked from one zygote, which has these variables too."""
-    os.environ.update(environment)
-    compiles = any(parse_case_id(work.case_id).compile != "none" for work in works)
-    with (
-        ZygoteEngine(DEFAULT_PROGRAM, {"device": "cpu", "compile": "on" if compiles else "off"}) as engine,
-        ThreadPoolExecutor(jobs) as pool,
-    ):
-        found = {}
-        for work, seen in zip(works, pool.map(functools.partial(watched, engine), works), strict=True):
-            found[work] = seen
-            print(
-                f"{len(found)}/{len(works)} {'failed' if seen is None else 'ran'} {' '.join(filter(None, work))}",
-                flush=True,
-            )
-    for name in environment:
-        del os.environ[name]
-    return found
-
-
-def validations(faults: Sequence[str | None], jobs: int) -> dict[str | None, bytes | None]:
-    """Torch's validation of the strategies that TP needs, with each fault; None where it does not end."""
-
-    def validated(fault: str | None) -> bytes | None:
-        patches = (Patch(text=PREFIX + fault),) if fault is not None else ()
-        question = StrategyQuestion(module=VALIDATION, operators=OPERATORS, injections=patches)
-        with tempfile.TemporaryDirectory() as folder:
-            payload = msgspec.msgpack.encode(question)
-            job = Job(job_id=Path(folder).name, world_size=1, payload=payload, deadline_s=DEADLINE_S)
-            ended = conclude(job, [engine.run(Share(job=job, count=1, folder=folder), lambda _: None)])
-        print(f"{ended.status} strategies {fault or 'clean'} {ended.cpu_s:.1f} s", flush=True)
-        return ended.ranks[0].payload if ended.status == "ok" else None
-
-    with ZygoteEngine(PROGRAM, {"validation": VALIDATION}) as engine, ThreadPoolExecutor(jobs) as pool:
-        return dict(zip(faults, pool.map(validated, faults), strict=True))
-
-
-def differs(judge: str, seen: Sequence[Seen] | None, clean: Sequence[Seen] | None) -> bool | None:
-    """Whether the judge calls the run wrong; None if it could not watch one of both."""
-    if seen is None or clean is None:
-        return None
-    return [getattr(each, judge) for each in seen] != [getattr(each, judge) for each in clean]
-
-
-def found_by(trial: Trial, clean: Trial) -> list[str]:
-    """Who found the fault of a trial in the mutation matrix; nobody finds anything who calls the clean run wrong."""
+def found_by(trial: Trial, clean: Trial) -> tuple[str, ...]:
+    """Who found the fault of a trial; nobody finds anything who calls the clean run wrong."""
     both = [
         [name for name, found in (("loss", each.baseline.by_loss), ("sqnr", each.baseline.by_sqnr)) if found]
         for each in (trial, clean)
     ]
-    return [*(name for name in both[0] if name not in both[1]), *(["checks"] * trial.detected)]
-
-
-def measure(matrix: MutationMatrix, jobs: int, every: int) -> Comparison:
-    """Run everything."""
-    clean = {trial.case_id: trial for trial in matrix.clean if trial.case_id.endswith("-b16")}
-    trials = {trial.fault or "": trial for trial in matrix.trials if trial.case_id in clean and trial.is_proof}
-    early = [fault for fault in trials if fault_named(fault).since_step <= STEPS]
-    sample = {fault: trials[fault].case_id for fault in (early[::every] if every else ())}
-    cases = tuple(dict.fromkeys(sample.values()))
-    repeated = tuple(case for case in cases if not is_refused(case))[::TIMED]
-    timed = [Work(judge, case) for case in repeated for judge in ("", *JUDGES)]
-    works = [Work(judge, case) for judge in JUDGES for case in cases]
-    works += [Work(judge, case, fault) for judge in JUDGES for fault, case in sample.items()]
-    seen = run_all(tuple(dict.fromkeys((*timed, *works))), {}, jobs)
-    said = validations((None, *sample), jobs) if sample else {}
-    rows = []
-    for fault, trial in trials.items():
-        case = trial.case_id
-        asked: dict[str, bool | None] = {}
-        if fault in sample:
-            asked = {judge: differs(judge, seen[Work(judge, case, fault)], seen[Work(judge, case)]) for judge in JUDGES}
-            asked["strategies"] = None if None in (said[fault], said[None]) else said[fault] != said[None]
-        rows.append(
-            Row(
-                fault=fault,
-                case_id=case,
-                found=(*found_by(trial, clean[case]), *(judge for judge, found in asked.items() if found)),
-                unwatched=tuple(judge for judge in asked if asked[judge] is None) if asked else None,
-            )
-        )
-    wrong = {CLEAN: called_wrong(clean)}
-    for name, environment in REPEATS.items() if sample else ():
-        again = run_all([Work(judge, case) for case in repeated for judge in JUDGES], environment, jobs)
-        found = {work: differs(work.judge, other, seen[work]) for work, other in again.items()}
-        wrong[name] = {
-            judge: Alarms(
-                wrong=tuple(case for case in repeated if found[Work(judge, case)]),
-                of=sum(found[Work(judge, case)] is not None for case in repeated),
-            )
-            for judge in JUDGES
-        }
-    installed = installed_versions(("torch", "torchao"))
-    return Comparison(
-        rows=tuple(rows),
-        alarms=wrong,
-        cpu_s=costs(repeated, seen),
-        software={name: version for name, version in installed.items() if version is not None},
-    )
+    return *(name for name in both[0] if name not in both[1]), *(["checks"] * trial.detected)
 
 
 def called_wrong(clean: Mapping[str, Trial]) -> dict[str, Alarms]:
@@ -209,34 +107,164 @@ def called_wrong(clean: Mapping[str, Trial]) -> dict[str, Alarms]:
     return {judge: Alarms(wrong=tuple(cases), of=len(ran)) for judge, cases in by.items()}
 
 
-def costs(cases: Sequence[str], seen: Mapping[Work, Sequence[Seen] | None]) -> dict[str, float]:
-    """CPU seconds by judge for a clean case, of all ranks, over the cases that everybody can watch."""
-    runs = {case: {judge: seen[Work(judge, case)] for judge in ("", *JUDGES)} for case in cases}
-    whole = [by for by in runs.values() if None not in by.values()]
-    return {
-        judge: sum(each.cpu_s for by in whole for each in by[judge] or ()) / len(whole)
-        for judge in (("", *JUDGES) if whole else ())
-    }
-
-
 def is_refused(case_id: str) -> bool:
     return expected_refusal(parse_case_id(case_id)) is not None
 
 
+class Asking:
+    """Asks torch's judges about a sample of the faults of a record, and keeps every answer at once."""
+
+    def __init__(self, path: Path, project: Project, plan: Plan, every: int) -> None:
+        self._path, self._project, self._plan = path, project, plan
+        self._record = read(path)
+        early = [row for row in self._record.rows if fault_named(row.fault).since_step <= STEPS]
+        self._sample = {row.fault: row.case_id for row in early[::every]}
+        sound = [case for case in dict.fromkeys(self._sample.values()) if not is_refused(case)]
+        self._repeated = tuple(sound[::REPEATED])
+
+    def run(self) -> None:
+        self._ask_watchers()
+        self._ask_for_strategies()
+        for name in REPEATS:
+            if name not in self._record.alarms:
+                self._repeat(name)
+        if not self._record.cpu_s:
+            self._time()
+
+    def _open(self, fault: str) -> Mapping[str, bool | None]:
+        return next(row.asked for row in self._record.rows if row.fault == fault)
+
+    def _keep(self, **changes: object) -> None:
+        self._record = msgspec.structs.replace(self._record, **changes)
+        write(self._record, self._path)
+
+    def _answer(self, fault: str, judge: str, found: bool | None) -> None:
+        rows = (
+            msgspec.structs.replace(row, asked={**row.asked, judge: found}) if row.fault == fault else row
+            for row in self._record.rows
+        )
+        self._keep(rows=tuple(rows))
+
+    def _watched(self, works: Sequence[Work], repeat: str = "") -> Iterator[Ranks]:
+        return watched(works, self._plan, self._project, REPEATS.get(repeat, {}))
+
+    def _ask_watchers(self) -> None:
+        """The clean run of a case and judge, then its faults."""
+        asked = [
+            Work(judge, case, fault)
+            for fault, case in self._sample.items()
+            for judge in WATCHERS
+            if judge not in self._open(fault)
+        ]
+        clean = dict.fromkeys(work._replace(fault="") for work in asked)
+        works = [each for first in clean for each in (first, *(w for w in asked if w._replace(fault="") == first))]
+        seen: dict[Work, Ranks] = {}
+        for work, ranks in zip(works, self._watched(works), strict=True):
+            seen[work] = ranks
+            if work.fault:
+                self._answer(work.fault, work.judge, differs(work.judge, ranks, seen[work._replace(fault="")]))
+
+    def _ask_for_strategies(self) -> None:
+        """Torch's validation of the strategies that TP needs, with each fault and without."""
+        faults = [fault for fault in self._sample if STRATEGIES not in self._open(fault)]
+        if not faults:
+            return
+        with open_validation(self._project, self._plan) as engine:
+            clean = validate(engine, OPERATORS, ())
+            for number, fault in enumerate(faults, 1):
+                said = validate(engine, OPERATORS, (Patch(text=PREFIX + fault),))
+                known = not (said.unavailable or clean.unavailable)
+                self._answer(fault, STRATEGIES, said != clean if known else None)
+                print(f"{number}/{len(faults)} {STRATEGIES} {fault} {said.unavailable[:200]}", flush=True)
+
+    def _repeat(self, name: str) -> None:
+        works = [Work(judge, case) for case in self._repeated for judge in WATCHERS]
+        first = dict(zip(works, self._watched(works), strict=True))
+        again = dict(zip(works, self._watched(works, name), strict=True))
+        found = {work: differs(work.judge, again[work], first[work]) for work in works}
+        by = {judge: {work.case_id: found[work] for work in works if work.judge == judge} for judge in WATCHERS}
+        alarms = {
+            judge: Alarms(
+                wrong=tuple(case for case, wrong in said.items() if wrong),
+                of=sum(wrong is not None for wrong in said.values()),
+            )
+            for judge, said in by.items()
+        }
+        self._keep(alarms={**self._record.alarms, name: alarms})
+
+    def _time(self) -> None:
+        """CPU seconds for a clean case, of all ranks, over the cases that everybody can watch."""
+        works = [Work(judge, case) for case in self._repeated for judge in ("", *WATCHERS)]
+        seen = dict(zip(works, self._watched(works), strict=True))
+        whole = [case for case in self._repeated if None not in [seen[Work(j, case)] for j in ("", *WATCHERS)]]
+        self._keep(
+            cpu_s={
+                judge: sum(each.cpu_s for case in whole for each in seen[Work(judge, case)] or ()) / len(whole)
+                for judge in (("", *WATCHERS) if whole else ())
+            }
+        )
+
+
+def watched(works: Sequence[Work], plan: Plan, project: Project, environment: Mapping[str, str]) -> Iterator[Ranks]:
+    """What every rank of each run saw, in order; the zygotes have these variables too."""
+    if not works:
+        return
+    plan = plan.serving([parse_case_id(work.case_id) for work in works])
+    with (
+        patch.dict(os.environ, environment),
+        open_executor(plan, project) as executor,
+        ThreadPoolExecutor(plan.jobs) as pool,
+    ):
+        for number, (work, seen) in enumerate(
+            zip(works, pool.map(functools.partial(seen_by_ranks, executor), works), strict=True), 1
+        ):
+            said = " ".join(filter(None, work))
+            print(f"{number}/{len(works)} {'failed' if seen is None else 'ran'} {said}", flush=True)
+            yield seen
+
+
+def seen_by_ranks(executor: Executor, work: Work) -> Ranks:
+    case = shortened(parse_case_id(work.case_id))
+    with tempfile.TemporaryDirectory() as folder:
+        source = (HERE / "judges_observer.py").read_text().replace('FOLDER = ""', f"FOLDER = {folder!r}")
+        source = source.replace('JUDGE = ""', f"JUDGE = {work.judge!r}")
+        patches = [Patch(text="judges_observer.py:observe", source=source.encode())]
+        patches += [Patch(text=PREFIX + work.fault)] if work.fault else []
+        ended = executor.serve(RunRequest(case=case, injections=tuple(patches)))
+        if ended is None or ended.status != "ok":
+            print(f"{' '.join(filter(None, work))}: {'stopped' if ended is None else ended.message[:200]}", flush=True)
+            return None
+        files = [Path(folder) / f"rank{rank}.json" for rank in range(case.world_size)]
+        return tuple(msgspec.json.decode(file.read_bytes(), type=Seen) for file in files)
+
+
+def shortened(case: Case) -> Case:
+    """The case with as many steps as these judges need: what goes wrong later is left out of the sample."""
+    if case.train.resume != "none":
+        return case
+    return msgspec.structs.replace(case, train=msgspec.structs.replace(case.train, steps=STEPS))
+
+
+def differs(judge: str, seen: Ranks, clean: Ranks) -> bool | None:
+    """Whether the judge calls the run wrong; None if it could not watch one of both."""
+    if seen is None or clean is None:
+        return None
+    return [getattr(each, judge) for each in seen] != [getattr(each, judge) for each in clean]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--matrix", type=Path, required=True, help="what `dev mutate --json` wrote")
+    parser.add_argument("--matrix", type=Path, help="what `dev mutate --json` wrote")
+    parser.add_argument("--every", type=int, default=0, help="ask about one fault in so many (default: none)")
     parser.add_argument("-j", "--jobs", type=int, default=2, help="runs at a time (default 2)")
-    parser.add_argument(
-        "--every",
-        type=int,
-        default=1,
-        help="a sample of one fault in so many (default 1: all; 0: what the matrix has, and nothing runs)",
-    )
     parser.add_argument("--record", type=Path, default=RECORD, help="where the result goes (default: beside this file)")
     options = parser.parse_args()
-    matrix = from_json(options.matrix.read_bytes(), MutationMatrix)
-    write(measure(matrix, options.jobs, options.every), options.record)
+    if options.matrix is not None:
+        before = read(options.record) if options.record.exists() else Comparison()
+        write(of_matrix(from_json(options.matrix.read_bytes(), MutationMatrix), before), options.record)
+    if options.every:
+        plan = make_plan(device="cpu", jobs=options.jobs, timeout_s=DEADLINE_S)
+        Asking(options.record, find_project(), plan, options.every).run()
 
 
 if __name__ == "__main__":

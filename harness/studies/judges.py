@@ -22,6 +22,7 @@ from harness.request import RunRequest
 from harness.running.executor import local_node, open_executor
 from harness.running.plan import Plan
 from harness.trace.operator_checks import StrategyQuestion, Validated, Validation
+from harness.trace.record import Patch
 
 PROGRAM = "harness.worker.strategies"
 VALIDATION = "torch.distributed.tensor._ops.strategy_validation"  # needs the package expecttest
@@ -69,13 +70,16 @@ def spmd_types_says(case: Case) -> Judged:
 def torch_says(project: Project, cases: Sequence[Case], plan: Plan) -> Iterator[Judged]:
     """One step of every layout, to see its operators; then torch validates all of them at once."""
     used: list[list[str] | str] = []
+    patches = tuple(injection.patch for injection in plan.injections)
     with open_executor(msgspec.structs.replace(plan, program=PROGRAM), project) as executor:
         for case in cases:
             once = msgspec.structs.replace(case, train=msgspec.structs.replace(case.train, steps=1, resume="none"))
-            patches = tuple(injection.patch for injection in plan.injections)
             used.append(_payload(executor.serve(RunRequest(case=once, injections=patches))))
     names = sorted({name for each in used if not isinstance(each, str) for name in each})
-    validation = _validate(project, names, plan) if names else Validation()
+    validation = Validation()
+    if names:
+        with open_validation(project, plan) as engine:
+            validation = validate(engine, names, patches)
     for each in used:
         yield Judged(word="not available", why=each) if isinstance(each, str) else judged(each, validation)
 
@@ -102,20 +106,25 @@ def _payload(outcome: JobOutcome | None) -> list[str] | str:
     )
 
 
-def _validate(project: Project, names: Sequence[str], plan: Plan) -> Validation:
+def open_validation(project: Project, plan: Plan) -> Cluster:
+    """This machine with ranks that `validate` asks; close it by `with`."""
     on_cpu = msgspec.structs.replace(plan, program=PROGRAM, engine="zygote", device="cpu")
-    patches = tuple(injection.patch for injection in plan.injections)
-    question = StrategyQuestion(module=VALIDATION, operators=tuple(names), injections=patches)
-    job = Job(
-        job_id="strategies",
-        world_size=1,
-        payload=msgspec.msgpack.encode(question),
-        deadline_s=DEADLINE_S,
-        preload={"validation": VALIDATION},
-        one_node=True,
+    return Cluster([local_node(on_cpu, project, lambda _: None)])
+
+
+def validate(engine: Cluster, operators: Sequence[str], injections: Sequence[Patch]) -> Validation:
+    """What torch says of its rules for these operators, with what is injected."""
+    question = StrategyQuestion(module=VALIDATION, operators=tuple(operators), injections=tuple(injections))
+    outcome = engine.run(
+        Job(
+            job_id="strategies",
+            world_size=1,
+            payload=msgspec.msgpack.encode(question),
+            deadline_s=DEADLINE_S,
+            preload={"validation": VALIDATION},
+            one_node=True,
+        )
     )
-    with Cluster([local_node(on_cpu, project, lambda _: None)]) as engine:
-        outcome = engine.run(job)
     if outcome.status != "ok":
         return Validation(unavailable=outcome.message)
     return msgspec.msgpack.decode(outcome.ranks[0].payload or b"", type=Validation)
