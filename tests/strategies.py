@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections import ChainMap
 from collections.abc import Iterable, Mapping, Sequence
 
 from hypothesis import strategies as st
@@ -13,6 +15,7 @@ from harness.matrix.rules import EXCLUSIONS, REFUSALS, Rule
 
 Values = Mapping[str, object]
 Strategies = Mapping[str, st.SearchStrategy[object]]
+Choices = Mapping[str, Sequence[object]]
 
 _SETTINGS = st.sampled_from(["ten", "axs", "dis"])
 _CASTS = st.dictionaries(st.sampled_from(["i", "i_gw", "w", "w_gi", "go", "go_gw"]), _SETTINGS).map(
@@ -45,35 +48,37 @@ _ANY: Strategies = {
     "seed": st.integers(0, 2**32 - 1),
     "loss_tolerance": st.none() | st.floats(0, 100, exclude_min=True),
 }
-_FITTING: Strategies = {
-    "vocab_size": st.sampled_from([2048, 2050, 2256]),
-    "pad_vocab_to_multiple_of": st.sampled_from([1, 128]),
-    "layers": st.integers(1, 3),
-    "kv_heads": st.sampled_from([None, 4]),
-    "ffn_dim": st.sampled_from([None, 512, 320]),
-    "dp_replicate": st.sampled_from([1, 2]),
-    "dp_shard": st.sampled_from([1, 2, 3, 4]),
-    "tp": st.sampled_from([1, 2, 4, 8]),
-    "filter_fqns": st.sampled_from([(), ("wk",), ("layers.0", "w1")]),
-    "casts": st.sampled_from([(), ("go:e4m3",), ("go_gw:dis", "i_gw:dis"), ("i:ten", "w_gi:ten"), ("i:dis", "w:dis")]),
-    "checkpoint_every": st.integers(1, 2),
-    "global_batch": st.sampled_from([8, 16, 24]),
-    "seq_len": st.sampled_from([32, 40]),
-    "accumulation": st.sampled_from([1, 2]),
-    "max_norm": st.sampled_from([None, 0.5]),
-    "loss_tolerance": st.sampled_from([None, 0.5]),
+_FITTING: Choices = {
+    "vocab_size": [2048, 2050, 2256],
+    "pad_vocab_to_multiple_of": [1, 128],
+    "layers": [1, 2, 3],
+    "kv_heads": [None, 4],
+    "ffn_dim": [None, 512, 320],
+    "dp_replicate": [1, 2],
+    "dp_shard": [1, 2, 3, 4],
+    "tp": [1, 2, 4, 8],
+    "filter_fqns": [(), ("wk",), ("layers.0", "w1")],
+    "casts": [(), ("go:e4m3",), ("go_gw:dis", "i_gw:dis"), ("i:ten", "w_gi:ten"), ("i:dis", "w:dis")],
+    "checkpoint_every": [1, 2],
+    "global_batch": [8, 16, 24],
+    "seq_len": [32, 40],
+    "accumulation": [1, 2],
+    "max_norm": [None, 0.5],
+    "loss_tolerance": [None, 0.5],
 }
 
+_AT_ONCE = 6  # axes in a draw: fewer combinations than Hypothesis draws evenly
 
-def _strategy(name: str, numbers: Strategies) -> st.SearchStrategy[object]:
+
+def _strategy(name: str) -> st.SearchStrategy[object]:
     known = choices(name)
-    assert known or name in numbers, f"no strategy for axis {name} of {axis_type(name)}"
-    return st.sampled_from(known) if known else numbers[name]
+    assert known or name in _ANY, f"no strategy for axis {name} of {axis_type(name)}"
+    return st.sampled_from(known) if known else _ANY[name]
 
 
 _HALF = len(AXES) // 2
 _MASKS = st.tuples(st.integers(0, 2**_HALF - 1), st.integers(0, 2 ** (len(AXES) - _HALF) - 1))
-_STRATEGIES = {name: _strategy(name, _ANY) for name in AXES}
+_STRATEGIES = {name: _strategy(name) for name in AXES}
 
 
 @st.composite
@@ -104,11 +109,25 @@ def _mended(values: Values, rules: Sequence[Rule]) -> Case:
     return case
 
 
+def _together(axes: Choices) -> st.SearchStrategy[Values]:
+    """A value of each of these axes by one draw, which is most of the time of an example."""
+
+    def values(number: int) -> Values:
+        found = {}
+        for name, known in axes.items():
+            number, at = divmod(number, len(known))
+            found[name] = known[at]
+        return found
+
+    return st.integers(0, math.prod(map(len, axes.values())) - 1).map(values)
+
+
 def _cases(rules: Sequence[Rule], *but: str) -> st.SearchStrategy[Case]:
     """Cases to which none of these rules applies; the axes `but` have their defaults."""
-    axes = [name for name in AXES if name not in but and (choices(name) or name in _FITTING)]
-    values = st.fixed_dictionaries({name: _strategy(name, _FITTING) for name in axes})
-    return values.map(lambda values: _mended(values, rules))
+    known = {name: choices(name) or _FITTING.get(name) for name in AXES if name not in but}
+    axes = [(name, found) for name, found in known.items() if found]
+    parts = [_together(dict(axes[at : at + _AT_ONCE])) for at in range(0, len(axes), _AT_ONCE)]
+    return st.tuples(*parts).map(lambda drawn: _mended(dict(ChainMap(*drawn)), rules))
 
 
 CASES = _any_values().map(_case)

@@ -51,6 +51,7 @@ class _Specialiser:
     def __init__(self, source: str, switches: Mapping[str, object], sizes: Mapping[str, object]) -> None:
         assert source.isascii(), "offsets of ast are those of bytes"
         self._source, self._switches, self._sizes = source, switches, sizes
+        self._names = re.compile(rf"\b(?:{'|'.join({**switches, **sizes})})\b")
         self._starts = [0]
         for line in source.splitlines(keepends=True):
             self._starts.append(self._starts[-1] + len(line))
@@ -64,7 +65,7 @@ class _Specialiser:
     def _line(self, number: int) -> int:
         return self._starts[number - 1]
 
-    def _span(self, node: ast.expr) -> tuple[int, int]:
+    def _span(self, node: ast.stmt | ast.expr) -> tuple[int, int]:
         assert node.end_lineno is not None and node.end_col_offset is not None, "it was parsed"
         return self._line(node.lineno) + node.col_offset, self._line(node.end_lineno) + node.end_col_offset
 
@@ -125,6 +126,8 @@ class _Specialiser:
 
     def _edits(self, node: ast.AST) -> Iterator[_Edit]:
         """Edits of what is inside of a node, or of all of it."""
+        if isinstance(node, ast.stmt | ast.expr) and not self._names.search(self._source, *self._span(node)):
+            return
         if isinstance(node, ast.expr) and (text := self._folded(node)) is not None:
             yield _Edit(*self._span(node), text)
             return

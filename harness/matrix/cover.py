@@ -43,9 +43,10 @@ def possible_combinations(
     """
     known = set(witnessed)
     possible: dict[Combination, None] = {}
+    turns = itertools.count()  # cells that differ contain more
     for combination in combinations(space, strength):
         if combination not in known:
-            row = space.complete(dict(combination), avoid)
+            row = space.complete(dict(combination), avoid, turn=next(turns))
             if row is None:
                 continue
             known |= combinations_in([row], strength)

@@ -14,7 +14,6 @@ import msgspec
 from harness.matrix.axes import axis_values, case_from_axes
 from harness.matrix.casefile import CaseFile
 from harness.matrix.cover import Combination, combinations, combinations_in, possible_combinations
-from harness.matrix.known import known_rules
 from harness.matrix.rules import Rule
 from harness.matrix.space import Kind, Space, Table, is_hit, spaces_of
 from harness.matrix.tier import Selection, tables_of
@@ -67,13 +66,13 @@ class Coverage(msgspec.Struct, frozen=True, kw_only=True):
 
 def coverage(selection: Selection, strength: int) -> Coverage:
     """What became of every combination of `strength` values in every block of the selection's file."""
-    rules = known_rules(selection.known)
-    spaces = spaces_of(selection.file.blocks, selection.file.max_world_size, rules)
     return Coverage(
         name=selection.name,
         strength=strength,
-        tuples=tuple(found for space in spaces for found in _account(space, selection, strength)),
-        reasons={table.rule.name: table.rule.reason for space in spaces for table in tables_of(space, "excluded")},
+        tuples=tuple(found for space in selection.spaces for found in _account(space, selection, strength)),
+        reasons={
+            table.rule.name: table.rule.reason for space in selection.spaces for table in tables_of(space, "excluded")
+        },
     )
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence
-from typing import TypeVar
+from typing import TypeVar, get_args
 
 import msgspec
 
@@ -72,6 +72,7 @@ def is_checkpointed(case: Case, fqn: str) -> bool:
     return fqn != OUTPUT_FQN and case.checkpointing.wraps(int(fqn.split(".")[1]))
 
 
+@functools.lru_cache(maxsize=4096)
 def gemms(case: Case) -> tuple[Gemm, ...]:
     """The scaled matmuls of a microbatch in order of execution.
 
@@ -82,11 +83,10 @@ def gemms(case: Case) -> tuple[Gemm, ...]:
         [Gemm(fqn=fqn, role=role, m=m, n=n, k=k) for role, (m, n, k) in matmul_sizes(case, features).items()]
         for fqn in linear_fqns(case)
         if is_converted(case, fqn)
-        for features in sorted(
-            {local_features(case, linear_name(fqn), rank) for rank in range(case.layout.tp)}, reverse=True
-        )
+        for features in _held(case.model, case.layout.tp)[linear_name(fqn)]
     ]
-    return tuple(gemm for gemm in in_order(of_linears) if case.float8.traits.multiplies(gemm.role))
+    multiplied = {role: case.float8.traits.multiplies(role) for role in get_args(MatmulRole)}
+    return tuple(gemm for gemm in in_order(of_linears) if multiplied[gemm.role])
 
 
 def matmul_sizes(case: Case, features: tuple[int, int]) -> Mapping[MatmulRole, tuple[int, int, int]]:
@@ -163,8 +163,18 @@ def parameter_count(case: Case) -> int:
 
 def local_features(case: Case, name: str, rank: int = 0) -> tuple[int, int]:
     """(in_features, out_features) of a linear as this rank holds it; chunks of a vocabulary may be uneven."""
-    inputs, outputs = linear_features(case, name)
-    tp = case.layout.tp
-    if name in ROWWISE:
-        return shard_size(inputs, tp, rank % tp), outputs
-    return inputs, shard_size(outputs, tp, rank % tp)
+    return _local(name, linear_features(case, name), case.layout.tp, rank % case.layout.tp)
+
+
+def _local(name: str, features: tuple[int, int], tp: int, rank: int) -> tuple[int, int]:
+    inputs, outputs = features
+    return (shard_size(inputs, tp, rank), outputs) if name in ROWWISE else (inputs, shard_size(outputs, tp, rank))
+
+
+@functools.lru_cache(maxsize=1024)
+def _held(model: Model, tp: int) -> Mapping[str, Sequence[tuple[int, int]]]:
+    """The sizes in which TP ranks hold each linear, largest first."""
+    return {
+        name: sorted({_local(name, features, tp, rank) for rank in range(tp)}, reverse=True)
+        for name, features in _features(model).items()
+    }

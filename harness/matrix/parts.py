@@ -16,7 +16,7 @@ from harness.matrix.caseid import case_id
 from harness.matrix.cheap_cover import Price, Pricing
 from harness.matrix.choice import carried, contained
 from harness.matrix.faults import Fault
-from harness.matrix.tier import Selection, tier_spaces
+from harness.matrix.tier import Selection
 
 
 class Shard(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -131,8 +131,7 @@ def _worth(cases: Sequence[Case], selections: Sequence[Selection], faults: Seque
         file = selection.file
         if file.strength == "full":
             continue
-        spaces = tier_spaces(file, selection.known)
         for case in cases:
-            goals = contained(case, spaces, file.strength)
+            goals = contained(case, selection.spaces, file.strength)
             worth[case_id(case)] |= {(file.name, *goal) for goal in goals}
     return worth

@@ -73,9 +73,16 @@ class Space(msgspec.Struct, frozen=True, kw_only=True):
         others = [size for factor, size in enumerate(self.sizes) if factor not in table.factors]
         return len(table.hits) * math.prod(others)
 
-    def complete(self, partial: Mapping[int, int], avoid: Sequence[Table]) -> Row | None:
-        """The first cell (in a fixed order) that agrees with `partial` and that no table in `avoid` hits, or None."""
-        domains = [(partial[i],) if i in partial else tuple(range(size)) for i, size in enumerate(self.sizes)]
+    def complete(self, partial: Mapping[int, int], avoid: Sequence[Table], *, turn: int = 0) -> Row | None:
+        """The first cell (in a fixed order) that agrees with `partial` and that no table in `avoid` hits, or None.
+
+        Every `turn` has an order of its own, and other cells first.
+        """
+        starts = (turn // (i + 1) % size for i, size in enumerate(self.sizes))
+        domains = [
+            (partial[i],) if i in partial else (*range(start, size), *range(start))
+            for i, (size, start) in enumerate(zip(self.sizes, starts, strict=True))
+        ]
         return _search(domains, avoid)
 
 

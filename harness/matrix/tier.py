@@ -34,6 +34,7 @@ class Selection(msgspec.Struct, frozen=True, kw_only=True):
     candidates: int
     excluded: Mapping[str, int]
     file: CaseFile
+    spaces: tuple[Space, ...]  # of the blocks of the file
     known: tuple[KnownFault, ...] = ()  # the recorded faults that were taken into account
 
     @property
@@ -66,6 +67,7 @@ def select(file: CaseFile, *, known: Sequence[KnownFault] = (), chosen: Sequence
         candidates=len(file.cases) + sum(space.cells for space in spaces),
         excluded=_count_excluded(spaces),
         file=file,
+        spaces=spaces,
         known=tuple(known),
     )
 

@@ -102,12 +102,11 @@ def everything(tree: ast.AST) -> Iterator[ast.AST]:
     while found:
         node = found.pop()
         yield node
-        for name in node._fields:
-            value = getattr(node, name)
-            if isinstance(value, ast.AST):
+        for value in vars(node).values():
+            if isinstance(value, list):
+                found += [each for each in value if isinstance(each, ast.AST)]
+            elif isinstance(value, ast.AST) and not isinstance(value, ast.expr_context):
                 found.append(value)
-            elif isinstance(value, list):
-                found += (each for each in value if isinstance(each, ast.AST))
 
 
 def imported(node: ast.AST) -> Iterator[str]:

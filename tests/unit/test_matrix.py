@@ -218,7 +218,7 @@ def test_triples_beyond_the_strength_are_skipped() -> None:
 
 
 def test_the_pr_tier_covers_every_pair() -> None:
-    found = coverage(select(read_case_file(CASES / "pr.toml")), 2)
+    found = coverage(tier_selection("pr"), 2)
     assert found.counts["skipped"] == 0
     assert sum(found.counts[fate] for fate in FATES) == len(found.tuples)
     assert all(combination.rules for combination in found.of("excluded"))

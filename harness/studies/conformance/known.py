@@ -44,8 +44,8 @@ class Deviation(NamedTuple):
 
     def hits(self, check: OperatorCheck, torch: str) -> bool:
         """True if a check is affected with this version of torch. A nightly build counts as its release."""
-        affected = self.torch.contains(Version(torch).base_version)
-        return affected and (not self.ops or check.op in self.ops) and self.affects(check)
+        affected = (not self.ops or check.op in self.ops) and self.affects(check)
+        return affected and self.torch.contains(Version(torch).base_version)
 
     def explains(self, kind: str, found: str) -> bool:
         return kind in self.kinds and re.search(self.pattern, found) is not None
