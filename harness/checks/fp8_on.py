@@ -99,6 +99,8 @@ def _virtual_device(case: Case, run: Run) -> Iterator[Finding]:
 def _needed(case: Case, device: str, parts: set[str], *, exact: bool) -> set[str]:
     transport = _TRANSPORTS & parts or {"collectives"}
     needed = transport if device == "cpu" and case.world_size > 1 else set()
+    if device == "cpu" and case.float8.traits.in_blocks:
+        needed = needed | {"mxfp8"}
     return needed | {"scaled_mm"} if exact and case.float8.enabled else needed
 
 

@@ -62,16 +62,17 @@ _LOG2_TOLERANCE = 1e-6  # log2 of a scale just below a power of two may round up
 def value_rules(rules: CastRules, case: Case, cast: CastStatistics) -> Iterator[Broken]:
     """Rules that need nothing but the numbers of the cast."""
     scale = cast.scale
-    if scale.dtype != "float32":
-        yield rules.scale_dtype, "float32", scale.dtype
+    traits = case.float8.traits
+    if scale.dtype != traits.scale_dtype:
+        yield rules.scale_dtype, traits.scale_dtype, scale.dtype
     if not (scale.minimum > 0 and math.isfinite(scale.maximum)) and cast.elements:
         yield rules.scale_range, "finite, above 0", f"{scale.minimum} to {scale.maximum}"
     finite = math.isfinite(scale.minimum) and math.isfinite(scale.maximum)
-    if case.float8.traits.power_of_two_scales and finite and not scale.power_of_two:
+    if traits.power_of_two_scales and finite and not scale.power_of_two:
         yield rules.power_of_two, "powers of two", f"{scale.minimum} to {scale.maximum}"
     for count, rule in (
         (cast.mismatched, rules.data),
-        (cast.saturated, rules.saturated),
+        (0 if traits.rounds_scales_down else cast.saturated, rules.saturated),
         (cast.nonfinite, rules.nonfinite),
     ):
         if count:
@@ -96,9 +97,14 @@ def tensorwise_rule(rule: Rule, cast: CastStatistics, amax: float) -> Iterator[B
         yield rule, f"{expected!r} = {limit:g} / amax {amax!r}", f"{found!r}{implied}"
 
 
-def power_of_two_rule(rule: Rule, target_dtype: str, lowest: float, highest: float) -> Iterator[Broken]:
-    """Power-of-two scales put every amax * scale, here from `lowest` to `highest`, into (1/2, 1] of fp8 max."""
-    limit = FLOAT8_MAX.get(target_dtype, math.nan)
+def power_of_two_rule(
+    rule: Rule, target_dtype: str, lowest: float, highest: float, *, up: float = 1.0
+) -> Iterator[Broken]:
+    """Power-of-two scales put every amax * scale, here from `lowest` to `highest`, into (1/2, 1] of fp8 max.
+
+    `up`: or of a multiple of it, above which scales are rounded down.
+    """
+    limit = FLOAT8_MAX.get(target_dtype, math.nan) * up
     fits = lowest / limit > 0.5 * (1 - _LOG2_TOLERANCE) and highest / limit <= 1 + _LOG2_TOLERANCE
     if highest != 0 and not math.isnan(highest) and not fits:
         found = f"{lowest / limit:.9g} to {highest / limit:.9g} of it"

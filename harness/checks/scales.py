@@ -52,6 +52,7 @@ SOURCE_DTYPE = _rule("source-dtype", "cast from the wrong dtype")
 LOCAL = _rule("local-tensor", "local tensor was cast instead of its DTensor")
 NO_CAST = _rule("no-cast", "matmul operand has no preceding cast", stage=Stage.VALUES)
 MATMUL_SCALE = _rule("matmul-scale", "matmul uses the wrong scale for its operand", stage=Stage.VALUES)
+MATMUL_SCALES = _rule("matmul-scales", "scales of blocks are not those of the operand", stage=Stage.VALUES)
 MATMUL_DATA = _rule("matmul-data", "matmul operand is not the float8 data that was cast", stage=Stage.VALUES)
 
 
@@ -151,6 +152,9 @@ def _scale_shapes(cast: CastRecord) -> tuple[tuple[int, ...], ...]:
     dim = scaled_dim(cast)
     if dim is None:
         return (), (1,)
+    if cast.block:
+        rows, columns = cast.local_shape if dim else reversed(cast.local_shape)
+        return ((rows, columns // cast.block),)
     return (tuple(1 if axis == dim else size for axis, size in enumerate(cast.local_shape)),)
 
 
@@ -182,7 +186,8 @@ def _amax_rules(case: Case, cast: CastRecord, group: list[CastRecord]) -> Iterat
     if not case.float8.traits.power_of_two_scales:
         yield from tensorwise_rule(RULES.amax, cast, largest(other.amax for other in group))
         return
-    yield from power_of_two_rule(RULES.amax, cast.target_dtype, *_scaled_amaxes(cast, group))
+    up = 8 / 7 if case.float8.traits.rounds_scales_down else 1.0  # 512 / 448
+    yield from power_of_two_rule(RULES.amax, cast.target_dtype, *_scaled_amaxes(cast, group), up=up)
 
 
 def _scaled_amaxes(cast: CastRecord, group: list[CastRecord]) -> tuple[float, float]:
@@ -243,8 +248,10 @@ def _operand_rules(case: Case, matmul: MatmulRecord, side: str, cast: CastRecord
         yield MATMUL_SCALE, f"{expected}", format_scale(scale)
     size = matmul.m * matmul.k if is_a else matmul.k * matmul.n
     whole = cast.elements == size and (
-        matmul.gemm in ("evaluation", "forward", "recompute") or (matmul.gemm == "dgrad" and is_a)
+        matmul.gemm in ("evaluation", "forward", "recompute") or (matmul.gemm == "dgrad" and is_a) or cast.block > 0
     )
+    if cast.block and scale.digest != cast.scale.digest:
+        yield MATMUL_SCALES, cast.scale.digest, scale.digest
     if whole and cast.phase != "gathered" and digest != cast.data_digest:
         yield MATMUL_DATA, cast.data_digest, digest
 
@@ -254,6 +261,8 @@ def _matmul_scales(case: Case, matmul: MatmulRecord, scale: ScaleSummary) -> tup
 
     Rowwise gradients run without fast accumulation, where torchao multiplies without scales and divides afterwards.
     """
+    if case.float8.traits.in_blocks:
+        return scale.minimum, scale.maximum
     if matmul.gemm in ("dgrad", "wgrad") and case.float8.traits.scales_rows(matmul.gemm):
         return 1.0, 1.0
     return inverse(scale)

@@ -94,8 +94,9 @@ def _weights(case: Case, fqn: str, *, gathered: bool) -> Iterator[tuple[CastSite
         yield CastSite(fqn, "weight", "all_gather"), (form,)
         yield CastSite(fqn, "weight", "gathered"), (form,)  # read in every forward, and in backward
         return
-    yield from _forwards(fqn, "weight", _forms(case, "w", 0, E4M3))
-    yield CastSite(fqn, "weight", "backward"), _forms(case, "w_gi", -1, E4M3)
+    forward, backward = (-1, 0) if case.float8.traits.in_blocks else (0, -1)  # Float8Linear casts the transposed weight
+    yield from _forwards(fqn, "weight", _forms(case, "w", forward, E4M3))
+    yield CastSite(fqn, "weight", "backward"), _forms(case, "w_gi", backward, E4M3)
 
 
 def _grad_outputs(case: Case, fqn: str, *, casts_again: bool) -> Iterator[tuple[CastSite, tuple[CastForm, ...]]]:
@@ -114,7 +115,7 @@ def _forwards(site: str, role: Role, forms: tuple[CastForm, ...]) -> Iterator[tu
 def _forms(case: Case, operand: Operand, dim: int, dtype: str) -> tuple[CastForm, ...]:
     """How an operand is cast that a matmul contracts along `dim`; () in high precision."""
     scaling = case.float8.traits.scaling[operand]
-    form = CastForm(dim if scaling == "axs" else None, case.train.dtype, dtype)
+    form = CastForm(dim if scaling in ("axs", "blk") else None, case.train.dtype, dtype)
     return () if scaling == "dis" else (form,)
 
 
@@ -149,4 +150,4 @@ def scaled_dim(cast: CastRecord) -> int | None:
 
 def _is_one_scale(cast: CastRecord, placement: str) -> bool:
     dim = scaled_dim(cast)
-    return dim is None or placement in ("Replicate()", f"Shard({dim})")
+    return dim is None or placement == "Replicate()" or (placement == f"Shard({dim})" and not cast.block)

@@ -331,7 +331,9 @@ def _amax_of_linear(case: Case, fqn: str, name: str, forwards: int) -> Iterator[
     )
     casts: Counter[tuple[str, int]] = Counter()  # by tensor and size of the amax
     for operand, tensor, sharded, rows, times in sites:
-        casts[tensor, {"ten": int(sharded), "axs": rows, "dis": 0}[case.float8.traits.scaling[operand]]] += times
+        casts[tensor, {"ten": int(sharded), "axs": rows, "blk": 0, "dis": 0}[case.float8.traits.scaling[operand]]] += (
+            times
+        )
     for (tensor, elements), times in casts.items():
         if elements and times:
             yield _amax(elements, times, f"{tensor} of {fqn}")

@@ -25,6 +25,9 @@ class Float8(CaseStruct, frozen=True, kw_only=True):
     Float8RowwiseParallel and PrepareFloat8ModuleInput (all-gather in float8); `plain` uses torch's own styles.
     `filter_fqns`: linears whose FQN contains one of these strings are not converted, as in torchtitan.
 
+    `conversion` and `convert_after_tp` are of MXFP8: `module` replaces a linear by MXFP8Linear, `wrapper` wraps its
+    weight by `quantize_`, before or after tensor parallelism is applied.
+
     `casts` differ from the recipe. Operands of matmuls have torchao's names (`cast_configs` in logs): `i`, `w` and `go`
     are input, weight and grad_output, `i_gw`, `w_gi` and `go_gw` those of grad_weight and grad_input. Each is `ten`,
     with one scale, `axs`, with one for every row, or `dis`: not cast. `go:e4m3`, `go:e5m2`: dtype of grad_output.
@@ -38,6 +41,9 @@ class Float8(CaseStruct, frozen=True, kw_only=True):
             flag("tensorwise", "FP8 with one scale per tensor", recipe="tensorwise"),
             flag("rowwise", "FP8 with one scale per row", recipe="rowwise"),
             flag("rowwise_with_gw_hp", "rowwise, but no FP8 in weight gradients", recipe="rowwise_with_gw_hp"),
+            flag("mxfp8", "MXFP8: one scale per 32 values, rounded up (RCEIL)", recipe="mxfp8"),
+            flag("mxfp8_floor", "MXFP8 whose scales are rounded down (FLOOR)", recipe="mxfp8_floor"),
+            flag("mxfp8_with_gw_hp", "MXFP8, but high precision in weight gradients", recipe="mxfp8_with_gw_hp"),
             part="recipe",
             needs=(),
             simplest="tensorwise",
@@ -100,6 +106,24 @@ class Float8(CaseStruct, frozen=True, kw_only=True):
             ),
             same_bits="the amax of a weight is the same right after its update and right before its use; in the first "
             "step no scale is precomputed",
+        ),
+    ] = False
+    conversion: Annotated[
+        Literal["module", "wrapper"],
+        _axis(
+            "MXFP8 by replaced modules, or by wrapped weights",
+            flag("wrapper", "MXFP8 by weights that quantize_ wraps, in linears of torch", conversion="wrapper"),
+            changes=Changes.NOTHING,
+            same_bits="a wrapped weight multiplies by the function that the replaced module calls",
+        ),
+    ] = "module"
+    convert_after_tp: Annotated[
+        bool,
+        _axis(
+            "convert to MXFP8 after tensor parallelism is applied",
+            flag("aftertp", "converted after tensor parallelism is applied", convert_after_tp=True),
+            changes=Changes.NOTHING,
+            same_bits="the same linears multiply the same distributed weights",
         ),
     ] = False
     tp_styles: Annotated[

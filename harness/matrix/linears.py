@@ -108,11 +108,14 @@ def in_order(of_linears: Sequence[Sequence[_Gemm]]) -> tuple[_Gemm, ...]:
 def is_misaligned(case: Case, gemm: Gemm) -> bool:
     """True when `torch._scaled_mm` refuses this matmul: k or n is not a multiple of 16 (m may be anything).
 
+    MXFP8 refuses it before, in the casts: each dim of an operand that is contracted anywhere must be one of 32.
+
     `pad_inner_dim` pads k of both operands, never n. So it fixes an unaligned number of tokens (k of wgrad), but not an
     unaligned weight dimension, which is n of the forward or of dgrad.
     """
-    k_fits = gemm.k % 16 == 0 or case.float8.pad_inner_dim
-    return not (k_fits and gemm.n % 16 == 0)
+    multiple = case.float8.traits.multiple
+    k_fits = gemm.k % multiple == 0 or case.float8.pad_inner_dim
+    return not (k_fits and gemm.n % multiple == 0)
 
 
 def shard_sizes(total: int, ranks: int) -> tuple[int, ...]:

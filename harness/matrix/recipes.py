@@ -1,6 +1,7 @@
 """What each FP8 recipe does: rules and expectations use these properties instead of comparing recipe names.
 
-Source: `Float8LinearConfig.from_recipe_name` and `Float8Linear` of torchao 0.18.
+Sources, all of torchao 0.18: `Float8LinearConfig.from_recipe_name` and `Float8Linear`; `mx_mm` of
+`prototype/moe_training/mxfp8_linear.py`.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from typing import Literal, get_args
 
 import msgspec
 
-Recipe = Literal["bf16", "tensorwise", "rowwise", "rowwise_with_gw_hp"]
+Recipe = Literal["bf16", "tensorwise", "rowwise", "rowwise_with_gw_hp", "mxfp8", "mxfp8_floor", "mxfp8_with_gw_hp"]
 
 E4M3, E5M2 = "float8_e4m3fn", "float8_e5m2"
 FLOAT8_MAX = {E4M3: 448.0, E5M2: 57344.0}  # the largest finite value
@@ -20,7 +21,9 @@ MANTISSA_BITS = {E4M3: 3, E5M2: 2}
 
 # The operands of matmuls in torchao's words: those of `output`, and of `grad_input` (gi) and `grad_weight` (gw).
 Operand = Literal["i", "i_gw", "w", "w_gi", "go", "go_gw"]
-Scaling = Literal["ten", "axs", "dis"]  # one scale for the tensor, one along its contracted dim, high precision
+# One scale for the tensor, one along its contracted dim, one for each 32 values along it, or high precision.
+Scaling = Literal["ten", "axs", "blk", "dis"]
+BLOCK = 32  # values along the contracted dim that share a scale in MXFP8
 MatmulRole = Literal["forward", "dgrad", "wgrad"]
 OPERANDS: Mapping[MatmulRole, tuple[Operand, Operand]] = {
     "forward": ("i", "w"),
@@ -44,6 +47,7 @@ class RecipeTraits(msgspec.Struct, frozen=True, kw_only=True):
 
     scaling: Mapping[Operand, Scaling] = {}
     power_of_two_scales: bool = False
+    rounds_scales_down: bool = False  # of a block: the power of two below amax / 256, so values above 448 saturate
     grad_output_dtype: str = E4M3
     gathers_weights_in_float8: bool = False  # supports FSDP2's float8 all-gather
     has_tp_styles: bool = False  # supports Float8ColwiseParallel and the other float8 TP styles
@@ -62,7 +66,21 @@ class RecipeTraits(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def one_scale_per_tensor(self) -> bool:
         """True when every cast has one scale; otherwise some have one for every row that a matmul contracts."""
-        return self.converts and "axs" not in self.scaling.values()
+        return self.converts and set(self.scaling.values()) <= {"ten", "dis"}
+
+    @property
+    def in_blocks(self) -> bool:
+        """True for MXFP8: 32 values along the contracted dim share a scale."""
+        return "blk" in self.scaling.values()
+
+    @property
+    def scale_dtype(self) -> str:
+        return "float8_e8m0fnu" if self.in_blocks else "float32"
+
+    @property
+    def multiple(self) -> int:
+        """What every dimension of a scaled matmul must be a multiple of."""
+        return BLOCK if self.in_blocks else 16
 
     @property
     def one_scale_per_weight_in_dgrad(self) -> bool:
@@ -70,8 +88,8 @@ class RecipeTraits(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def writes_bfloat16(self) -> bool:
-        """True when matmuls write bfloat16 whatever the dtype of activations: those that scale rows do."""
-        return "axs" in self.scaling.values()
+        """True when matmuls write bfloat16 whatever the dtype of activations: those that scale rows or blocks do."""
+        return bool({"axs", "blk"} & set(self.scaling.values()))
 
     def with_casts(self, casts: Iterable[str]) -> RecipeTraits:
         """These traits with other casts of some operands, each `OPERAND:SETTING`."""
@@ -99,4 +117,7 @@ TRAITS: dict[Recipe, RecipeTraits] = {
     "rowwise_with_gw_hp": RecipeTraits(
         scaling=_scaled("axs", w_gi="ten", i_gw="dis", go_gw="dis"), power_of_two_scales=True
     ),
+    "mxfp8": RecipeTraits(scaling=_scaled("blk"), power_of_two_scales=True),
+    "mxfp8_floor": RecipeTraits(scaling=_scaled("blk"), power_of_two_scales=True, rounds_scales_down=True),
+    "mxfp8_with_gw_hp": RecipeTraits(scaling=_scaled("blk", i_gw="dis", go_gw="dis"), power_of_two_scales=True),
 }

@@ -90,7 +90,7 @@ def _misaligned_weights(case: Case, *, output: bool) -> bool:
 
 
 def _misaligned_tokens(case: Case) -> bool:
-    unaligned = case.tokens_per_rank % 16 != 0 and not case.float8.pad_inner_dim
+    unaligned = case.tokens_per_rank % case.float8.traits.multiple != 0 and not case.float8.pad_inner_dim
     return unaligned and case.float8.traits.multiplies("wgrad")
 
 

@@ -78,12 +78,12 @@ SCOPE = (
         r"|(?:routed|shared)[ _]experts?|Mixtral|DeepSeek\w*|gpt-oss|Llama[- ]?4|Qwen[-\w.]*-A\d+B)\b",
     ),
     OutOfScope(
-        name="MX scaling (MXFP8)",
-        reason="scales of blocks of 32 values need another matmul than torch._scaled_mm with float32 scales",
-        words=r"mx(fp\d+)?(_\w+)?",
-        options=_options("recipe_name fp8_recipe converters", r"mx\w*|quantize\.\w+\.mx"),
-        calls=r"MX(?:LinearConfig|FP8\w*|Tensor\w*|Linear\w*)",
-        said=r"(?i)\b(?:MX[- ]?FP8\w*|MXLinear)\b",
+        name="MX formats other than MXFP8",
+        reason="torchao trains in MXFP8 alone; its MXLinear went before 0.18",
+        words=r"mx(fp[46])?(_\w+)?",
+        options=_options("recipe_name fp8_recipe converters", r"mxfp[46]\w*|mx|quantize\.\w+\.mx"),
+        calls=r"MXLinear\w*",
+        said=r"(?i)\b(?:MXFP[46]|MXLinear)\b",
     ),
     OutOfScope(
         name="NVFP4",
@@ -91,7 +91,7 @@ SCOPE = (
         words=r"nv(fp)?4?(_\w+)?|fp4",
         options=_options("recipe_name fp8_recipe fp4_recipe converters", r"nvfp4\w*|quantize\.\w+\.nvfp4"),
         calls=r"NVFP4\w*",
-        said=r"(?i)\b(?:NVFP4|MXFP4)\b",
+        said=r"(?i)\bNVFP4\b",
     ),
     OutOfScope(
         name="block-wise scaling",

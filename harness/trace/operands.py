@@ -18,10 +18,13 @@ GemmRole = Literal["evaluation", "forward", "dgrad", "wgrad", "recompute"]
 
 
 class ScaleSummary(Record, frozen=True, kw_only=True):
-    """A scale tensor, summarized. As in torchao, the high-precision value times the scale is what is cast."""
+    """A scale tensor, summarized. As in torchao, the high-precision value times the scale is what is cast.
+
+    Of MXFP8 it is the inverse, in the order of rows and blocks: the float8 value times the scale is the operand.
+    """
 
     shape: tuple[int, ...]
-    dtype: str  # "float32"
+    dtype: str  # "float32", "float8_e8m0fnu"
     minimum: float
     maximum: float
     total: float  # sum in float64: adds up over shards
@@ -56,8 +59,9 @@ class CastRecord(CastStatistics, frozen=True, kw_only=True):
     local_shape: tuple[int, ...]
     placements: tuple[str, ...]  # "Shard(0)", "Replicate()", ... per mesh axis; empty for a plain tensor
     mesh_axes: tuple[str, ...]  # names of the mesh axes, in the order of `placements`
-    source_dtype: str  # "float32", "bfloat16"
+    source_dtype: str  # "float32", "float8_e8m0fnu", "bfloat16"
     axiswise_dim: int | None  # None: one scale for the tensor
+    block: int = 0  # values along that dim that share a scale; 0: all of them
     flushed: int  # elements that are not zero and became zero
     largest: float | None = None  # largest value with its sign, where one scale spans the tensor
     data_digest: str

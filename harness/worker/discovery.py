@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from typing import Any
 
@@ -17,7 +18,7 @@ from harness.trace.model import Buffer, Linear, ModelRecord, Parameter
 from harness.worker.evaluation import evaluating
 from harness.worker.probes.cast_numbers import dtype_name
 from harness.worker.probes.digests import ordered_digest
-from harness.worker.probes.places import local_shard, mesh_axes, place_of
+from harness.worker.probes.places import is_wrapped, local_shard, mesh_axes, place_of, unwrapped
 from harness.worker.probes.probe import in_backward
 from harness.worker.probes.sketches import clean_fqn
 
@@ -26,8 +27,23 @@ def linears(model: nn.Module) -> dict[str, nn.Linear]:
     return {clean_fqn(fqn): module for fqn, module in model.named_modules() if isinstance(module, nn.Linear)}
 
 
-def converted_linears(model: nn.Module) -> dict[str, Float8Linear]:
-    return {fqn: module for fqn, module in linears(model).items() if isinstance(module, Float8Linear)}
+def converted_linears(model: nn.Module) -> dict[str, nn.Linear]:
+    return {fqn: module for fqn, module in linears(model).items() if is_converted(module)}
+
+
+def is_converted(linear: nn.Module) -> bool:
+    """True for a linear of torchao's, and for one of torch's whose weight torchao has wrapped."""
+    if isinstance(linear, Float8Linear):
+        return True
+    if not isinstance(linear, nn.Linear):
+        return False
+    mxfp8 = sys.modules.get(
+        "torchao.prototype.moe_training.mxfp8_linear"
+    )  # imported where something is converted to it
+    if mxfp8 is not None and isinstance(linear, mxfp8.MXFP8Linear):
+        return True
+    weight = linear.weight
+    return is_wrapped(weight.data) or (isinstance(weight, DTensor) and is_wrapped(weight._local_tensor))
 
 
 Digests = dict[str, str]  # by FQN
@@ -74,7 +90,7 @@ class Discovery:
                     fqn=fqn,
                     in_features=linear.in_features,
                     out_features=linear.out_features,
-                    converted=isinstance(linear, Float8Linear),
+                    converted=is_converted(linear),
                     tied=linear.weight in others,
                 )
                 for fqn, linear in linears(self._model).items()
@@ -88,13 +104,13 @@ class Discovery:
         )
 
     def _parameter(self, fqn: str, param: nn.Parameter) -> Parameter:
-        local, name = local_shard(param), clean_fqn(fqn)
+        local, name, held = local_shard(param), clean_fqn(fqn), unwrapped(param)
         return Parameter(
             fqn=name,
             shape=tuple(param.shape),
             dtype=dtype_name(local.dtype),
             local_elements=local.numel(),
-            axes=mesh_axes(param.device_mesh, self._layout) if isinstance(param, DTensor) else (),
+            axes=mesh_axes(held.device_mesh, self._layout) if isinstance(held, DTensor) else (),
             trained=param.requires_grad,
             offset=place_of(param).offset,
             built=self._built.get(name, ""),

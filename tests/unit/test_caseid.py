@@ -137,7 +137,7 @@ def test_every_token_of_an_id_has_a_meaning(case: Case) -> None:
     [
         ("cp2", "leave it out: context parallelism is out of scope: "),
         ("pp4", "leave it out: pipeline parallelism is out of scope: "),
-        ("mxfp8", "leave it out: MX scaling (MXFP8) is out of scope: "),
+        ("mxfp4", "leave it out: MX formats other than MXFP8 is out of scope: "),
         ("nvfp4", "leave it out: NVFP4 is out of scope: "),
         ("delayed", "leave it out: delayed scaling is out of scope: "),
         ("ddp", "leave it out: DDP is out of scope: "),
@@ -188,5 +188,5 @@ def test_no_axis_and_no_word_but_ddp_is_out_of_scope() -> None:
 def test_axes_and_values_that_are_out_of_scope_are_named() -> None:
     with pytest.raises(HarnessError, match=r"unknown axis 'cp'\. Fix: leave it out: context parallelism"):
         known_axis("cp")
-    with pytest.raises(HarnessError, match="MX scaling"):
-        checked_value("recipe", "mxfp8")
+    with pytest.raises(HarnessError, match="MX formats"):
+        checked_value("recipe", "mxfp4")

@@ -15,6 +15,7 @@ from harness.matrix.recipes import E4M3, E5M2, FLOAT8_MAX, OPERANDS, TRAITS, Rec
 from harness.matrix.rules import exclusions
 from tests.builders import make_case
 
+MXFP8 = {"mxfp8", "mxfp8_floor", "mxfp8_with_gw_hp"}
 FP8 = [recipe for recipe, traits in TRAITS.items() if traits.converts]
 
 
@@ -27,15 +28,17 @@ def test_every_recipe_has_its_facts() -> None:
     assert set(TRAITS) == set(get_args(Recipe))
 
 
-# Read off `Float8LinearConfig.from_recipe_name` and `Float8Linear` of torchao 0.18.
+# Read off `Float8LinearConfig.from_recipe_name`, `Float8Linear` and `mx_mm` of torchao 0.18.
 @pytest.mark.parametrize(
     ("fact", "recipes"),
     [
-        ("converts", {"tensorwise", "rowwise", "rowwise_with_gw_hp"}),
+        ("converts", {"tensorwise", "rowwise", "rowwise_with_gw_hp", *MXFP8}),
+        ("in_blocks", MXFP8),
+        ("rounds_scales_down", {"mxfp8_floor"}),
         ("one_scale_per_tensor", {"tensorwise"}),
         ("one_scale_per_weight_in_dgrad", {"tensorwise", "rowwise_with_gw_hp"}),
-        ("power_of_two_scales", {"rowwise", "rowwise_with_gw_hp"}),
-        ("writes_bfloat16", {"rowwise", "rowwise_with_gw_hp"}),
+        ("power_of_two_scales", {"rowwise", "rowwise_with_gw_hp", *MXFP8}),
+        ("writes_bfloat16", {"rowwise", "rowwise_with_gw_hp", *MXFP8}),
         ("gathers_weights_in_float8", {"tensorwise"}),
         ("has_tp_styles", {"tensorwise"}),
     ],
@@ -51,6 +54,8 @@ def test_a_fact_is_true_of_its_recipes_alone(fact: str, recipes: set[str]) -> No
         ("tensorwise", [], {"forward", "dgrad", "wgrad"}, set()),
         ("rowwise", [], {"forward", "dgrad", "wgrad"}, {"forward", "dgrad", "wgrad"}),
         ("rowwise_with_gw_hp", [], {"forward", "dgrad"}, {"forward", "dgrad"}),
+        ("mxfp8", [], {"forward", "dgrad", "wgrad"}, set()),
+        ("mxfp8_with_gw_hp", [], {"forward", "dgrad"}, set()),
         ("tensorwise", ["go_gw:dis", "i_gw:dis"], {"forward", "dgrad"}, set()),
         ("rowwise", ["i:ten", "w:ten", "w_gi:ten"], {"forward", "dgrad", "wgrad"}, {"dgrad", "wgrad"}),
     ],
@@ -76,8 +81,8 @@ def test_an_operand_that_is_set_twice_is_refused() -> None:
 
 
 def test_only_tensorwise_casts_gradients_to_the_wider_range() -> None:
-    dtypes = {recipe: TRAITS[recipe].grad_output_dtype for recipe in FP8}
-    assert dtypes == {"tensorwise": E5M2, "rowwise": E4M3, "rowwise_with_gw_hp": E4M3}
+    assert [recipe for recipe in FP8 if TRAITS[recipe].grad_output_dtype != E4M3] == ["tensorwise"]
+    assert TRAITS["tensorwise"].grad_output_dtype == E5M2
     assert FLOAT8_MAX == {E4M3: 448.0, E5M2: 57344.0}
 
 

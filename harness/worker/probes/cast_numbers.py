@@ -37,7 +37,7 @@ class Scale(NamedTuple):
     def tensor(self) -> torch.Tensor:
         if not self.data:
             return torch.empty(self.shape, dtype=self.dtype)
-        return torch.frombuffer(bytearray(self.data), dtype=self.dtype).view(self.shape)
+        return torch.frombuffer(bytearray(self.data), dtype=torch.uint8).view(self.dtype).view(self.shape)
 
 
 def read_scale(scale: torch.Tensor) -> Scale:
@@ -60,7 +60,7 @@ def _values(scale: Scale) -> Array:
     dtype = _NUMPY.get(scale.dtype)
     if dtype is not None:
         return np.frombuffer(scale.data, dtype)
-    array: Array = scale.tensor().double().reshape(-1).numpy()
+    array: Array = scale.tensor().float().double().reshape(-1).numpy()
     return array
 
 
@@ -121,6 +121,7 @@ class Cast(NamedTuple):
     bits: torch.Tensor
     scale: torch.Tensor
     axiswise_dim: int | None  # None: one scale for the tensor
+    block: int = 0  # values along that dim that share a scale, which is then the inverse; 0: all
 
 
 class HostCast(NamedTuple):
@@ -133,6 +134,7 @@ class HostCast(NamedTuple):
     shape: torch.Size
     dtype: torch.dtype
     transposed: bool  # the content is in the order of the transposed bits
+    block: int
 
 
 class CastNumbers(NamedTuple):
@@ -169,14 +171,17 @@ def measure_cast(cast: Cast) -> CastNumbers:
 def host_cast(cast: Cast, source: torch.Tensor, scale: Scale, content: Content) -> HostCast:
     """The same cast with its source, scale and bits as they were read."""
     bits = cast.bits
-    return HostCast(source, scale, cast.axiswise_dim, content, bits.shape, bits.dtype, is_transposed(bits))
+    return HostCast(source, scale, cast.axiswise_dim, content, bits.shape, bits.dtype, is_transposed(bits), cast.block)
 
 
 def measure(cast: HostCast) -> CastNumbers:
     """Hold the bits against what the source times the scale casts to."""
     scale = cast.scale.tensor()
     widened = cast.source.to(torch.float32)
-    products = _products(cast.source if cast.source.dtype == torch.float64 else widened, scale, cast.axiswise_dim)
+    if cast.block:
+        products, scale = _block_products(widened, scale, cast), _spread(scale, cast)
+    else:
+        products = _products(cast.source if cast.source.dtype == torch.float64 else widened, scale, cast.axiswise_dim)
     limit = torch.finfo(cast.dtype).max
     # torchao 0.18, _ToFloat8ConstrFunc.forward: multiply in float32, clamp, cast.
     scaled = widened * scale
@@ -220,6 +225,22 @@ def _row_products(source: torch.Tensor, scale: torch.Tensor, dim: int) -> _Produ
     if usable.size == 0:
         return _Products(amax, 0.0, 0.0, bound)
     return _Products(amax, float(usable.min()), float(usable.max()), bound)
+
+
+def _inverse(scale: torch.Tensor) -> torch.Tensor:
+    """What values of these blocks are multiplied by, exactly. torchao casts a block of zeros by 1 or by 2**126."""
+    return torch.exp2(-torch.log2(scale.double())).float()
+
+
+def _block_products(source: torch.Tensor, scale: torch.Tensor, cast: HostCast) -> _Products:
+    blocks = (source if cast.axiswise_dim == -1 else source.t()).reshape(-1, cast.block)
+    return _row_products(blocks, _inverse(scale).reshape(-1, 1), -1)
+
+
+def _spread(scale: torch.Tensor, cast: HostCast) -> torch.Tensor:
+    """The factor of every value of the source."""
+    factors = _inverse(scale).repeat_interleave(cast.block, -1)
+    return factors if cast.axiswise_dim == -1 else factors.t()
 
 
 def _flushed(source: torch.Tensor, magnitudes: Array, *, transposed: bool) -> int:

@@ -23,6 +23,7 @@ from torchao.float8.float8_training_tensor import Float8TrainingTensor
 from torchao.float8.fsdp_utils import WeightWithDynamicFloat8CastTensor
 
 from harness.matrix.case import Case
+from harness.matrix.recipes import BLOCK
 from harness.trace.operands import CastPhase, CastRecord, GemmRole, MatmulRecord, OperandTrace, Role
 from harness.worker.dispatch_hooks import scaled_mm
 from harness.worker.evaluation import evaluating
@@ -33,6 +34,7 @@ from harness.worker.probes.fsdp_params import ManagedParam, fsdp_params
 from harness.worker.probes.places import local_part, local_tensor, mesh_axes
 from harness.worker.probes.probe import Probe, in_backward
 from harness.worker.probes.sketches import clean_fqn
+from harness.worker.virtual.scaled_mm import unswizzled
 
 
 def gathered_weights(model: nn.Module) -> dict[nn.Module, ManagedParam]:
@@ -69,10 +71,11 @@ Phase = Literal["evaluation", "forward", "recompute", "backward", "all_gather"]
 class _Place:
     """Where the run is: in which module and phase, and how many matmuls that phase has seen there."""
 
-    __slots__ = ("fqn", "matmuls", "parameter", "phase")
+    __slots__ = ("fqn", "matmuls", "operands", "parameter", "phase")
 
     def __init__(self, fqn: str, phase: Phase, parameter: DTensor | None = None) -> None:
         self.fqn, self.phase, self.matmuls = fqn, phase, 0
+        self.operands: dict[int, Role] = {}  # of a linear in MXFP8: which is in which memory
         self.parameter = parameter  # the sharded parameter of which FSDP2 casts the local, plain tensor
 
     def next_gemm(self) -> GemmRole:
@@ -104,12 +107,16 @@ class OperandProbe(Probe):
         for module in _CASTING_MODULES:
             self.replace(module, _CAST, self._watch_cast(getattr(module, _CAST)))
         linear, matmul = float8_linear.Float8Linear, float8_linear.matmul_with_hp_or_float8_args
-        self.replace(linear, "forward", self._watch_linear(linear.forward))
+        self.replace(linear, "forward", self.watch_linear(linear.forward))
         for function in (matmul, float8_scaling_utils.NoopFwToFloat8BwDynamic):
             self.replace(function, "forward", staticmethod(self._remember_place(function.forward)))
-            watched = self._watch_backward(function.backward, uses_weight=function is matmul)
+            watched = self.watch_backward(function.backward, uses_weight=function is matmul)
             self.replace(function, "backward", staticmethod(watched))
         self.replace(FSDPParam, "all_gather_inputs", self._watch_all_gather(vars(FSDPParam)["all_gather_inputs"]))
+        if self._case.float8.traits.in_blocks:
+            from harness.worker.probes import mxfp8_operands
+
+            mxfp8_operands.watch(self)
         self.observe(scaled_mm.observers, self._on_matmul)
 
     def attach(self, model: nn.Module) -> None:
@@ -142,7 +149,11 @@ class OperandProbe(Probe):
 
     # Where the run is.
 
-    def _watch_linear(self, original: Callable[..., Any]) -> Callable[..., Any]:
+    @property
+    def place(self) -> _Place:
+        return self._places[-1]
+
+    def watch_linear(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             self._places.append(_Place(self._fqns.get(module, UNKNOWN), _forward_phase()))
             try:
@@ -160,7 +171,7 @@ class OperandProbe(Probe):
 
         return forward
 
-    def _watch_backward(self, original: Callable[..., Any], *, uses_weight: bool) -> Callable[..., Any]:
+    def watch_backward(self, original: Callable[..., Any], *, uses_weight: bool = False) -> Callable[..., Any]:
         def backward(ctx: Any, *args: Any) -> Any:
             self._places.append(_Place(ctx.harness_fqn, "backward"))
             try:
@@ -221,6 +232,11 @@ class OperandProbe(Probe):
             role=local._gemm_input_role.value,
         )
 
+    def record_cast(self, cast: Cast, *, logical: torch.Tensor, role: Role) -> None:
+        """Record a cast that just happened in the linear that runs; `logical` is its source."""
+        with _invisible():
+            self._add_cast(self.place, self.place.phase, cast, logical=logical, role=role)
+
     def _record_gathered(self) -> None:
         """Record the weight that FSDP2 gathered for the current linear, as if it were cast now."""
         place = self._places[-1]
@@ -249,6 +265,7 @@ class OperandProbe(Probe):
                     source_dtype=dtype_name(cast.source.dtype),
                     target_dtype=dtype_name(cast.bits.dtype),
                     axiswise_dim=cast.axiswise_dim,
+                    block=cast.block,
                 ),
                 () if sharded is None else sharded.placements,
                 self._meter.see(cast),
@@ -257,6 +274,9 @@ class OperandProbe(Probe):
 
     def _on_matmul(self, a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor, scale_b: torch.Tensor) -> None:
         place = self._places[-1]
+        if scale_a.dtype == torch.float8_e8m0fnu:
+            blocks = a.shape[1] // BLOCK
+            scale_a, scale_b = unswizzled(scale_a, a.shape[0], blocks), unswizzled(scale_b, b.shape[1], blocks)
         with _invisible():
             self._seen_matmuls.append(
                 PendingMatmul(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Collection, Hashable, Sequence
 from typing import Any, NamedTuple
 
@@ -43,6 +44,7 @@ class Places:
         self._found: dict[Hashable, Place] = {}
 
     def __call__(self, tensor: torch.Tensor) -> Place:
+        tensor = unwrapped(tensor)
         distribution = (tensor.placements, tensor.device_mesh) if isinstance(tensor, DTensor) else None
         key = tensor.shape, distribution
         place = self._found.get(key)
@@ -74,6 +76,7 @@ def mesh_axes(mesh: DeviceMesh, layout: Layout) -> tuple[str, ...]:
 
 def place_of(tensor: torch.Tensor) -> Place:
     """The place of what this rank holds of `tensor`, as far as the tensor itself says."""
+    tensor = unwrapped(tensor)
     if not isinstance(tensor, DTensor):
         return Place(tuple(tensor.shape), (0,) * tensor.dim(), True)
     _, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
@@ -91,8 +94,8 @@ def local_shard(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def local_part(tensor: torch.Tensor) -> Any:
-    """What this rank holds of `tensor`, without wrappers: DTensor, collectives in flight, torchao's weight."""
-    local = local_tensor(tensor)
+    """What this rank holds of `tensor`, without wrappers: DTensor, collectives in flight, torchao's weights."""
+    local = unwrapped(local_tensor(tensor))
     if isinstance(local, AsyncCollectiveTensor):
         local = local.wait()
     return local._tensor if isinstance(local, WeightWithDynamicFloat8CastTensor) else local
@@ -100,4 +103,16 @@ def local_part(tensor: torch.Tensor) -> Any:
 
 def local_tensor(tensor: torch.Tensor) -> Any:
     """The local tensor of a DTensor, without a copy and unknown to autograd; other tensors as they are."""
+    tensor = unwrapped(tensor)
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def unwrapped(tensor: Any) -> Any:
+    """The tensor inside of a weight that torchao has wrapped for MXFP8: a DTensor, a part of one, or a plain one."""
+    return getattr(tensor, tensor.__tensor_flatten__()[0][0]) if is_wrapped(tensor) else tensor
+
+
+def is_wrapped(tensor: torch.Tensor) -> bool:
+    """True for a weight that torchao's `quantize_` has wrapped for MXFP8."""
+    wrapper = sys.modules.get("torchao.prototype.moe_training.tensor")  # imported where something is converted to MXFP8
+    return wrapper is not None and isinstance(tensor, wrapper.MXFP8TrainingWeightWrapperTensor)

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from harness.matrix.recipes import BLOCK
 from harness.worker.dispatch_hooks.hook import unobserved
 
 
@@ -95,12 +96,41 @@ def scaled_mm(
     the message of torch where a GPU would.
     """
     require_allowed(a, b, scale_a, scale_b, bias, scale_result, out_dtype)
-    with unobserved():
-        product = a.to(torch.float64) @ b.to(torch.float64)
-    product *= scale_a.to(torch.float64) * scale_b.to(torch.float64)
+    if scale_a.dtype == torch.float8_e8m0fnu:
+        product = block_product(a, b, scale_a, scale_b)
+    else:
+        with unobserved():
+            product = a.to(torch.float64) @ b.to(torch.float64)
+        product *= scale_a.to(torch.float64) * scale_b.to(torch.float64)
     if bias is not None:
         product += bias.to(torch.float64)
     return product.to(out_dtype or torch.bfloat16)
+
+
+def block_product(a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor, scale_b: torch.Tensor) -> torch.Tensor:
+    """`a @ b` in float64, where 32 values along K share a scale; scales as the hardware reads them, see `unswizzled`.
+
+    Products of blocks are exact, and added in the order of K whatever the sharding of M and N.
+    """
+    blocks = a.shape[1] // BLOCK
+    of_a = unswizzled(scale_a, a.shape[0], blocks).to(torch.float64)
+    of_b = unswizzled(scale_b, b.shape[1], blocks).to(torch.float64)
+    total = torch.zeros(a.shape[0], b.shape[1], dtype=torch.float64, device=a.device)
+    with unobserved():
+        for block in range(blocks):
+            inner = slice(block * BLOCK, (block + 1) * BLOCK)
+            product = a[:, inner].to(torch.float64) @ b[inner].to(torch.float64)
+            total += product * (of_a[:, block, None] * of_b[None, :, block])
+    return total
+
+
+def unswizzled(scale: torch.Tensor, rows: int, blocks: int) -> torch.Tensor:
+    """The scales [rows, blocks] of what the hardware reads: tiles of 128 rows by 4 blocks, each as 32 x 16 (32_4_4).
+
+    Source: https://docs.nvidia.com/cuda/cublas/index.html#d-block-scaling-factors-layout
+    """
+    tiles = scale.reshape(-(-rows // 128), -(-blocks // 4), 32, 4, 4)
+    return tiles.permute(0, 3, 2, 1, 4).reshape(-1, 4 * -(-blocks // 4))[:rows, :blocks]
 
 
 def require_allowed(

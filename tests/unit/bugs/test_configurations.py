@@ -162,7 +162,7 @@ def test_other_tools(text: str, where: str, expected: str) -> None:
         ("--parallelism.context_parallel_degree 2", "context parallelism"),
         ("--parallelism.expert_parallel_degree 2", "expert parallelism"),
         ("--model.name qwen3", "trains its llama3"),
-        ("--model.converters quantize.linear.mx", "MX scaling"),
+        ("--model.converters quantize.linear.mx", "MX formats"),
         ("--activation_checkpoint.mode memory_budget", "the compiler chooses"),
         ("--fp8-format hybrid --tensor-model-parallel-size 2", "TransformerEngine"),
         (

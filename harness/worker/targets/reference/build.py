@@ -143,9 +143,12 @@ def distributed_model(case: Case, meshes: Meshes, device: torch.device) -> Llama
         model.double()
     for param in model.parameters():
         param.data = param.data.to(getattr(torch, case.parameter_dtype))
-    convert(model, case.float8)
+    if not case.float8.convert_after_tp:
+        convert(model, case.float8)
     if meshes.tp is not None:
         apply_tp(model, meshes.tp, case)
+    if case.float8.convert_after_tp:
+        convert(model, case.float8)
     apply_checkpointing(model.layers, case.checkpointing)
     if case.compile != "none":
         from harness.worker.targets.reference.compiled import apply_compile

@@ -1,4 +1,4 @@
-"""Applies the `float8` part of a case with torchao: converts linears, before any parallelism is applied."""
+"""Applies the `float8` part of a case with torchao: converts linears, before parallelism is applied or after TP is."""
 
 from __future__ import annotations
 
@@ -46,14 +46,18 @@ def _casts(config: Float8LinearConfig, traits: RecipeTraits) -> dict[str, CastCo
 
 
 def convert(model: nn.Module, float8: Float8) -> None:
-    """Replace the linears of `model` by Float8Linear in place, except for the filtered ones."""
+    """Convert the linears of `model` in place, except for the filtered ones."""
     filters = set(float8.filter_fqns) if float8.output_layer else {*float8.filter_fqns, OUTPUT_FQN}
-    if float8.enabled:
-        convert_to_float8_training(
-            model,
-            config=float8_config(float8),
-            module_filter_fn=lambda _, fqn: not any(entry in fqn for entry in filters),
-        )
+
+    def wanted(_: nn.Module, fqn: str) -> bool:
+        return not any(entry in fqn for entry in filters)
+
+    if float8.traits.in_blocks:
+        from harness.worker.targets.reference.mxfp8 import convert_mxfp8
+
+        convert_mxfp8(model, float8, wanted)
+    elif float8.enabled:
+        convert_to_float8_training(model, config=float8_config(float8), module_filter_fn=wanted)
 
 
 @torch.no_grad()

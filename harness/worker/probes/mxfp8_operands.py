@@ -1,0 +1,84 @@
+"""The casts and matmuls of MXFP8, for the operand probe: the seams of torchao 0.18's `mx_mm`.
+
+Of its three matmuls every operand is cast anew: along its last dim by `MXTensor.to_mx`, along its first dim by
+`_to_mxfp8_dim1_kernel_wrapper`. Scales are recorded as torchao keeps them: a value times its scale is the operand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from harness.matrix.recipes import BLOCK
+from harness.trace.operands import Role
+from harness.worker.probes.cast_numbers import Cast
+from harness.worker.probes.places import local_part
+
+if TYPE_CHECKING:
+    from harness.worker.probes.operands import OperandProbe
+
+
+def watch(probe: OperandProbe) -> None:
+    """Record the casts and matmuls of MXFP8 linears of either conversion, until the probe is closed."""
+    from torchao.prototype.moe_training import mxfp8_linear
+    from torchao.prototype.mx_formats.mx_tensor import MXTensor
+
+    function: Any = mxfp8_linear.mx_mm
+    for linear in (nn.Linear, mxfp8_linear.MXFP8Linear):
+        probe.replace(linear, "forward", probe.watch_linear(linear.forward))
+    probe.replace(function, "forward", staticmethod(_watch_forward(probe, function.forward)))
+    watched = probe.watch_backward(_watch_backward(probe, function.backward))
+    probe.replace(function, "backward", staticmethod(watched))
+    probe.replace(MXTensor, "to_mx", staticmethod(_watch_cast(probe, MXTensor.to_mx, dim=-1)))
+    columns = "_to_mxfp8_dim1_kernel_wrapper"
+    probe.replace(mxfp8_linear, columns, _watch_cast(probe, getattr(mxfp8_linear, columns), dim=0))
+
+
+def _watch_forward(probe: OperandProbe, original: Callable[..., Any]) -> Callable[..., Any]:
+    def forward(ctx: Any, source: torch.Tensor, weight: torch.Tensor, *args: Any) -> Any:
+        ctx.harness_fqn = probe.place.fqn
+        probe.place.operands = _storages(source, weight)
+        return original(ctx, source, weight, *args)
+
+    return forward
+
+
+def _watch_backward(probe: OperandProbe, original: Callable[..., Any]) -> Callable[..., Any]:
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        probe.place.operands = _storages(*ctx.saved_tensors)
+        return original(ctx, *grads)
+
+    return backward
+
+
+def _storages(source: torch.Tensor, weight: torch.Tensor) -> dict[int, Role]:
+    return {_storage(source): "input", _storage(weight): "weight"}
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return int(local_part(tensor).untyped_storage().data_ptr())
+
+
+def _watch_cast(probe: OperandProbe, original: Callable[..., Any], *, dim: int) -> Callable[..., Any]:
+    def cast(source: torch.Tensor, *args: Any, **options: Any) -> Any:
+        result = original(source, *args, **options)
+        probe.record_cast(_cast(source, result, dim), logical=source, role=_role(probe, source))
+        return result
+
+    return cast
+
+
+def _cast(source: torch.Tensor, result: Any, dim: int) -> Cast:
+    bits, scale = (each.to_local() if isinstance(each, DTensor) else each for each in (result.qdata, result.scale))
+    return Cast(local_part(source), bits if dim == -1 else bits.t(), scale, dim, BLOCK)
+
+
+def _role(probe: OperandProbe, source: torch.Tensor) -> Role:
+    """By the memory of the source: a copy that a reshape has made is of an activation."""
+    place = probe.place
+    activation: Role = "grad_output" if place.phase == "backward" else "input"
+    return place.operands.get(_storage(source), activation)
