@@ -65,6 +65,11 @@ LINEAR = _rule(
     fix="keep nn.Linear under tensor parallelism and distribute its weight (ColwiseParallel, RowwiseParallel): "
     "only nn.Linear is converted to float8.",
 )
+CONSTANT = _rule(
+    "constant",
+    "{name} of {module} is {here} here, and {there} on {who}",
+    fix="build every module with the same constants in every layout, and change none of them afterwards.",
+)
 CALLS = _rule(
     "calls",
     "{module} runs {ours:n time} a step, and {theirs:n time} for the {dp} microbatches of the single-rank reference "
@@ -162,7 +167,7 @@ def _record(trace: RankTrace) -> ModelRecord:
 def _built(case: Case, traces: list[RankTrace], solo: RankTrace | None) -> list[Finding]:
     """The first difference between a rank and the single-rank reference, or else the first rank."""
     other, who = (solo, "one rank") if solo is not None and solo.model is not None else (traces[0], "the first rank")
-    kinds: tuple[_Difference, ...] = (_parameters, _linears)
+    kinds: tuple[_Difference, ...] = (_parameters, _linears, _constants)
     found = (finding for kind in kinds for trace in traces for finding in kind(_record(trace), _record(other), who))
     return [*itertools.islice(found, 1), *_calls(case, traces, solo)]
 
@@ -210,6 +215,15 @@ def _linears(mine: ModelRecord, other: ModelRecord, who: str) -> Iterable[Findin
     for fqn in sorted(ours.keys() ^ theirs.keys()):
         here = fqn in ours
         yield LINEAR.finding(here="a" if here else "no", there="none" if here else "one", who=who, module=fqn)
+
+
+def _constants(mine: ModelRecord, other: ModelRecord, who: str) -> Iterable[Finding]:
+    ours, theirs = mine.constants, other.constants
+    for constant in sorted(ours.keys() & theirs.keys()):
+        if ours[constant] != theirs[constant]:
+            fqn, _, name = constant.rpartition(".")
+            values: dict[str, Value] = {"name": name, "here": ours[constant], "there": theirs[constant], "who": who}
+            yield CONSTANT.finding(module=fqn, expected=theirs[constant], found=ours[constant], values=values)
 
 
 def _calls(case: Case, traces: list[RankTrace], solo: RankTrace | None) -> list[Finding]:

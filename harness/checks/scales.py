@@ -159,26 +159,38 @@ def _scale_shapes(cast: CastRecord) -> tuple[tuple[int, ...], ...]:
 
 
 def _shared_scales(case: Case, casts: Casts) -> Iterator[Mismatch]:
-    """Ranks that hold one tensor share its scale, which follows from the amax over these ranks."""
+    """Ranks that hold one tensor share its scale, which follows from the amax over these ranks.
+
+    Where scales of replicas differ, and each follows from what its own ranks hold, the tensor differed before its cast.
+    """
     for rank, by_key in casts.items():
         for key, cast in by_key.items():
             group = _group(case, casts, rank, key)
             first = min(group)
+            broken = list(_amax_rules(case, cast, _shards(case, casts, rank, key)))
             if cast.scale.digest != group[first].scale.digest:
+                wrong = broken or any(_amax_rules(case, group[first], _shards(case, casts, first, key)))
                 expected = f"the scale of rank {first}: {format_scale(group[first].scale)}"
-                yield _mismatch(rank, cast, DIFFERENT, expected, format_scale(cast.scale))
+                yield _mismatch(rank, cast, DIFFERENT if wrong else REPLICAS, expected, format_scale(cast.scale))
             replica = min(peers(case.layout, rank, replica_axes(cast)))
             if cast.data_digest != group.get(replica, cast).data_digest:
                 expected = f"the data of rank {replica}: {group[replica].data_digest}"
                 yield _mismatch(rank, cast, REPLICAS, expected, cast.data_digest)
             if rank == first:
-                for broken in _amax_rules(case, cast, list(group.values())):
-                    yield _mismatch(rank, cast, *broken)
+                yield from (_mismatch(rank, cast, *each) for each in broken)
 
 
 def _group(case: Case, casts: Casts, rank: int, place: tuple[CastKey, int]) -> dict[int, CastRecord]:
+    """The cast on every rank that must share its scale."""
     ranks = peers(case.layout, rank, scale_axes(case, casts[rank][place]))
     return on_ranks(casts, ranks, place)
+
+
+def _shards(case: Case, casts: Casts, rank: int, place: tuple[CastKey, int]) -> list[CastRecord]:
+    """The cast on the ranks that hold the tensor together with this one, without its replicas."""
+    cast = casts[rank][place]
+    axes = set(scale_axes(case, cast)) - set(replica_axes(cast))
+    return list(on_ranks(casts, peers(case.layout, rank, axes), place).values())
 
 
 def _amax_rules(case: Case, cast: CastRecord, group: list[CastRecord]) -> Iterator[Broken]:

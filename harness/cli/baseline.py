@@ -231,7 +231,7 @@ def tolerance_command(  # noqa: PLR0913  one parameter per option
     if query != Query():
         raise click.UsageError("cases are for --measure.")
     for check in CHECKS:
-        print_sections([_noise_section(check, read_evidence(project.root, check).samples, margin)])
+        print_sections([_noise_section(check, read_evidence(project.root, check).samples, margin=margin)])
     return ExitCode.GOOD
 
 
@@ -263,23 +263,26 @@ def _measure(
         raise NothingSelected("no run passed, so there are no samples.", where="baseline tolerance")
     for check, evidence in done.evidence.items():
         click.echo()
-        print_sections([_noise_section(f"{check}: {write_evidence(project.root, evidence, check)}", evidence.samples)])
+        stored = write_evidence(project.root, evidence, check)
+        print_sections([_noise_section(check, evidence.samples, stored=f": {stored}")])
     samples, failed = counted(done.new_samples, "new sample"), counted(len(done.failed), "run")
     click.echo(f"\n{samples} ({environment()}), {failed} failed")
     return code
 
 
-def _noise_section(title: str, samples: tuple[Sample, ...], margin: float | None = None) -> Section:
+def _noise_section(
+    check: str, samples: tuple[Sample, ...], *, margin: float | None = None, stored: str = ""
+) -> Section:
     """The number of samples and the noise per step of every key."""
     entries = []
     for key in sorted({sample.key for sample in samples}):
         own = [sample for sample in samples if sample.key == key]
         seeds, layouts = {sample.seed for sample in own}, {sample.layout for sample in own}
         counts = ((len(own), "sample"), (len(seeds), "seed"), (len(layouts), "layout"), (measured_steps(own), "step"))
-        allowed = () if margin is None else (f"allowed  {_numbers(fit(own, margin))}",)
-        lines = (f"noise    {_numbers(noise(own))}", *allowed)
+        allowed = () if margin is None else (f"allowed  {_numbers(fit(check, own, margin))}",)
+        lines = (f"noise    {_numbers(noise(check, own))}", *allowed)
         entries.append(Entry(title=f"{key}: {', '.join(counted(*each) for each in counts)}", lines=lines))
-    return Section(title=title, blocks=tuple(entries))
+    return Section(title=f"{check}{stored}", blocks=tuple(entries))
 
 
 def _numbers(values: tuple[float, ...]) -> str:

@@ -6,6 +6,8 @@ checkpointing wrappers and compilation add. Sequences are numbered in the global
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from harness.trace.record import Record
 
 
@@ -46,7 +48,7 @@ class ModelRecord(Record, frozen=True, kw_only=True):
     """Linears in registration order, parameters in the order of `named_parameters`, checkpointed and compiled FQNs.
 
     `calls`: how often the forward of a linear ran in a step at most, by FQN, in eager runs; `recomputed`: and again in
-    backward.
+    backward. `constants`: of those that modules of torch declare what is no size, as text, by "norm.eps".
     """
 
     linears: tuple[Linear, ...]
@@ -56,6 +58,7 @@ class ModelRecord(Record, frozen=True, kw_only=True):
     calls: dict[str, int]
     recomputed: dict[str, int]
     buffers: tuple[Buffer, ...] = ()
+    constants: Mapping[str, str] = {}
 
 
 class StepInputs(Record, frozen=True, kw_only=True):

@@ -101,6 +101,7 @@ class Discovery:
             calls=dict(sorted(self._most[0].items())),
             recomputed=dict(sorted(self._most[1].items())),
             buffers=self._buffers,
+            constants=_constants(self._model),
         )
 
     def _parameter(self, fqn: str, param: nn.Parameter) -> Parameter:
@@ -121,6 +122,16 @@ class Discovery:
 def _parameters_of_others(model: nn.Module) -> set[nn.Parameter]:
     modules = (module for module in model.modules() if not isinstance(module, nn.Linear))
     return {parameter for module in modules for parameter in module.parameters(recurse=False)}
+
+
+def _constants(model: nn.Module) -> dict[str, str]:
+    """Sizes are left out: those that a module keeps may be of its shard."""
+    found = {
+        clean_fqn(f"{fqn}.{name}"): getattr(module, name)
+        for fqn, module in model.named_modules()
+        for name in getattr(module, "__constants__", ())
+    }
+    return {fqn: repr(value) for fqn, value in found.items() if isinstance(value, float | str | None)}
 
 
 def _buffer(fqn: str, buffer: torch.Tensor) -> Buffer:

@@ -12,6 +12,7 @@ import torch
 from harness.matrix.case import Case
 from harness.matrix.layout import dp_rank
 from harness.trace.tensors import FLOAT8, ModuleShard, ModuleTensorKind, SumTerms
+from harness.worker.probes.digests import ordered_digest
 from harness.worker.sequential_ranks import WIDE
 
 
@@ -145,14 +146,18 @@ def _problem(shards: Sequence[ModuleShard], covered: int, wanted: int) -> str | 
     return None if covered == wanted else f"the ranks hold {covered} of {wanted} elements"
 
 
-def terms_of_sum(given: Recorded, computed: torch.Tensor, fqn: str, output: Recorded) -> SumTerms | None:
+def terms_of_sum(
+    given: Recorded, computed: torch.Tensor, fqn: str, output: Recorded, stream: torch.Tensor | None
+) -> SumTerms | None:
     """What ranks go on with instead of the sum of the outputs of module `fqn`, where this is why `given` is off.
 
-    `given`: what a later module gets, to which the sum is added; `computed`: the same with the sum.
+    `given`: what a later module gets, to which the sum is added; `computed`: the same with the sum. `stream`: what it
+    is added to, or None.
     """
     parts, weights = output.values.parts, dict[int, tuple[float, ...]]()
     if parts is None or parts[0].shape != computed.shape or given.values.whole.shape != computed.shape:
         return None
+    ranks = tuple(piece.rank for piece in output.pieces)
     for piece in given.pieces:
         off = (given.values.whole[piece.place].double() - computed[piece.place].double()).flatten()
         terms = torch.stack([part[piece.place].double().flatten() for part in parts], 1)
@@ -162,6 +167,13 @@ def terms_of_sum(given: Recorded, computed: torch.Tensor, fqn: str, output: Reco
         if (terms @ found - off).norm() > EXPLAINED * off.norm():
             return None
         weights[piece.rank] = tuple(round(1 + each, 2) for each in found.tolist())
-    if all(each == 1 for times in weights.values() for each in times):
-        return None  # a sum of other bits
-    return SumTerms(fqn=fqn, ranks=tuple(piece.rank for piece in output.pieces), weights=weights)
+    for rank, (piece, digest) in given.unequal.items():
+        values = (computed, *(part if stream is None else stream + part for part in parts))
+        times = ((1.0,) * len(ranks), *(tuple(float(each == of) for each in ranks) for of in ranks))
+        alike = (
+            each for each, value in zip(times, values, strict=True) if ordered_digest(value[piece.place]) == digest
+        )
+        weights[rank] = next(alike, ())
+    if not all(weights.values()) or all(each == 1 for times in weights.values() for each in times):
+        return None  # what cannot be told from the bits of a replica, or a sum of other bits
+    return SumTerms(fqn=fqn, ranks=ranks, weights=weights)

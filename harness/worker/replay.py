@@ -64,6 +64,7 @@ class Replay:
         self._boundaries: list[_ModuleBoundary] = []
         self._spread: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
         self._summed: tuple[str, Recorded] | None = None  # the last module of forward whose outputs ranks add up
+        self.stream: torch.Tensor | None = None  # the input of the last norm or block of forward
         self.distances: list[ModuleDistance] = []
 
     def attach(self, model: nn.Module, case: Case, products: ScaledProducts, *, compiled: bool) -> None:
@@ -82,6 +83,7 @@ class Replay:
 
     def begin_step(self, step: int) -> None:
         self._step = step
+        self.stream = None
         self._spread.clear()
         for boundary in self._boundaries:
             boundary.calls = 0
@@ -158,7 +160,7 @@ class Replay:
             of_ranks = _compared(recorded, computed)[1]
         terms = None
         if recorded is not None and off != 0 and key.kind == "input" and self._summed is not None:
-            terms = terms_of_sum(recorded, computed.whole, *self._summed)
+            terms = terms_of_sum(recorded, computed.whole, *self._summed, self.stream)
         parts = None if recorded is None else recorded.values.parts
         self.distances.append(
             ModuleDistance(
@@ -314,7 +316,8 @@ class _ModuleBoundary:
         if not is_wide(given):
             return None  # tokens
         if not isinstance(module, nn.Linear):
-            given.data.copy_(self.watching.replaced(self.fqn, self.call, "input", Values(given)).whole)
+            self.watching.stream = self.watching.replaced(self.fqn, self.call, "input", Values(given)).whole
+            given.data.copy_(self.watching.stream)
             return None
         if self.ranks.by_columns:
             given = self.watching.spread(given, self.ranks.count)

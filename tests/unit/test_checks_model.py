@@ -10,6 +10,7 @@ from msgspec.structs import replace
 from harness.checks.model import (
     BUFFER,
     CALLS,
+    CONSTANT,
     DTYPE,
     INITIAL,
     LINEAR,
@@ -49,6 +50,7 @@ def model(*parameters: Parameter, **changes: Any) -> ModelRecord:
         calls={"up": 1},
         recomputed={},
         buffers=(Buffer(fqn="tilt", shape=(4,), dtype="float32", digest="t"),),
+        constants={"norm.eps": "1e-05"},
     )
     return replace(made, **changes)
 
@@ -106,6 +108,7 @@ TILTED = model(buffers=(Buffer(fqn="tilt", shape=(4,), dtype="float32", digest="
             {"here": "frozen"},
         ),
         ({"built": model(linears=())}, LINEAR, "up", {"here": "no", "there": "one"}),
+        ({"built": model(constants={"norm.eps": "None"})}, CONSTANT, "norm", {"here": "None", "there": "1e-05"}),
         (
             {"built": model(parameter("up.weight", dtype="float64"), parameter("gain"))},
             DTYPE,

@@ -334,6 +334,18 @@ def test_replicas_must_hold_the_same_data() -> None:
     assert REPLICAS.name in rules(check(of, wrong))
 
 
+def test_scales_of_replicas_that_differed_before_their_cast_are_right() -> None:
+    of = case(dp_shard=2)
+
+    def larger(record: CastRecord) -> Change:
+        return {"amax": 2 * record.amax, "scale": make_scale(record.scale.maximum / 2, record.scale.shape)}
+
+    other = changed(clean(of), larger, rank=1, where=lambda record: record.role == "weight")
+    assert REPLICAS.name in rules(check(of, other)) and DIFFERENT.name not in rules(check(of, other))
+    rescaled_only = changed(clean(of), rescaled(0.5), rank=1, where=lambda record: record.role == "weight")
+    assert DIFFERENT.name in rules(check(of, rescaled_only))
+
+
 def test_under_tp_a_local_tensor_is_found() -> None:
     wrong = changed(
         clean(case(tp=2)), lambda _: {"mesh_axes": (), "placements": ()}, where=lambda record: record.role == "input"

@@ -66,6 +66,17 @@ def update_off():
             group["lr"] /= 1.001
     torch.optim.AdamW.step = step
 
+def last_sum_lost_on_rank_1():
+    from torch.distributed.tensor import Partial
+    from harness.worker.faults.hooks import wrap
+    sums = []
+    def reduce(stock, self, tensor, mesh, mesh_dim):
+        total = stock(self, tensor, mesh, mesh_dim)
+        if self.reduce_op == "sum" and tensor.dim() > 1:
+            sums.append(tensor)
+        return tensor if len(sums) == 4 and mesh.get_rank() == 1 else total
+    wrap(Partial, "_reduce_value", reduce)
+
 def gradient_off():
     from harness.worker.faults.hooks import after_backward
     after_backward(lambda model: list(model.parameters())[3].grad.mul_(1.3))
@@ -136,6 +147,14 @@ def test_a_sum_over_tp_that_is_not_formed_names_the_linear_and_not_the_norm_behi
     (first, *_) = judged(parse_case_id(TP), plant(FAULTS, f"fault:{fault}"))
     assert (first.rule, first.module, first.operand) == (SUM.name, "layers.0.attention.wo", "output"), first
     assert first.values["ended"] == ended and first.ranks == ()
+
+
+@pytest.mark.parametrize("dtype", ["f64", "b16"])
+def test_a_sum_over_tp_that_one_rank_does_not_use_names_the_linear_and_the_rank(judged, plant, dtype):
+    case = parse_case_id(f"tp2-nosp-tensorwise-v2048-gb4-s1-{dtype}")
+    (first, *_) = judged(case, plant(FAULTS, "last_sum_lost_on_rank_1"))
+    assert (first.rule, first.module, first.ranks) == (SUM.name, "layers.1.feed_forward.w2", (1,)), first
+    assert first.values["ended"] == "rank 1 goes on with 0 x rank 0 + 1 x rank 1"
 
 
 def test_the_rank_whose_replica_alone_is_off_is_named_though_it_is_the_one_compared(judged, plant):
