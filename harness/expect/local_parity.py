@@ -27,6 +27,7 @@ UNIT = {"bfloat16": 2.0**-9, "float32": 8 * 2.0**-24}
 MARGIN = 2.0
 
 EXACT = 0.0
+LOG = 2.0**-20  # of the logarithm of a probability from 8 to 16 in float32: its last bit
 FLOAT64 = 2.0**-40  # sums of thousands of addends: 7e-17 was measured
 # Of a parameter in float32: a fused optimizer computes the end of a shard by another loop, and SGD without AVX2
 # rounded one of 256 elements otherwise (2 of 35 cases of SGD; none of 35 with AVX2).
@@ -95,12 +96,16 @@ def _of_module(case: Case, found: ModuleDistance) -> float:
 def _of_loss(case: Case, found: ModuleDistance) -> float:
     """Of what is repeated exactly, but for a loss whose sums over a sharded vocabulary are in float32.
 
-    Their last bit decides how few elements of a gradient in bfloat16 are rounded: the errors multiply as shares.
+    They move the logarithm of every probability by its last bit, and so each of them, and the gradient of each logit
+    but that of the label (`tail`), by that share of itself. In bfloat16 few are rounded to a neighbour, a share `s`
+    away, with probability LOG / s: that adds LOG * s to the square of the distance.
     """
     is_loss = found.fqn == OUTPUT_FQN and found.kind == "grad_output"
     if not is_loss or case.layout.tp == 1 or not case.layout.loss_parallel:
         return EXACT
-    return MARGIN * math.sqrt(2.0**-24 * UNIT[found.dtype])
+    if found.dtype == "float32":
+        return LOG * math.sqrt(found.tail)
+    return MARGIN * math.sqrt(LOG * 2 * UNIT[found.dtype] * found.tail)
 
 
 def _of_unknown_model(case: Case, found: ModuleDistance, model: Model, bits: Bits) -> float:
@@ -130,24 +135,13 @@ def _is_scaled_matmul(found: ModuleDistance, model: Model, bits: Bits) -> bool:
 def _gradient(case: Case, found: ModuleDistance, bits: Bits) -> float:
     """Of a parameter: rounded to the dtype of the run on every TP rank, then summed over dp ranks."""
     layout, train, module = case.layout, case.train, found.fqn.removesuffix(".weight")
-    if bits.same and bits.summed and bits.reduced and not _accumulates_parts(case, module):
+    if bits.same and bits.summed and bits.reduced:
         return EXACT
     reduced = _rounding(train.reduce_dtype, spread=1.0, parts=layout.dp * layout.tp)
     summed = max(reduced, _rounding(case.parameter_dtype))
-    exact = bits.same and bits.summed and not _accumulates_parts(case, module)
-    if exact or train.dtype == "float32" or layout.tp == 1 or _is_converted(case, module):
+    if (bits.same and bits.summed) or train.dtype == "float32" or layout.tp == 1 or _is_converted(case, module):
         return summed
     return _rounding(train.dtype, spread=max(1.0, found.spread), parts=layout.tp)
-
-
-def _accumulates_parts(case: Case, module: str) -> bool:
-    """True where TP ranks add up the parts of several microbatches before they add up theirs, as the replay does not.
-
-    Only the gradients of norms are sums over TP ranks.
-    """
-    layout, train = case.layout, case.train
-    is_norm = layout.tp > 1 and layout.sequence_parallel and module.rpartition(".")[2].endswith("norm")
-    return is_norm and train.accumulation > 1 and (train.reduce_grads == "last_microbatch" or not case.uses_fsdp)
 
 
 def _is_of_block(found: ModuleDistance) -> bool:

@@ -57,7 +57,8 @@ class ModuleDistance(Record, frozen=True, kw_only=True):
     """One tensor of a parallel run against the replay: |run - replay| / |replay|, NaN where they cannot be compared.
 
     `spread`: how much larger than the tensor the parts are that were summed over ranks: the root of the sum of their
-    squared norms, over the norm of the tensor. 0: it was not summed.
+    squared norms, over the norm of the tensor. 0: it was not summed. `tail`: the share of its squared norm that is not
+    in the largest element of every row.
     """
 
     step: int  # 1-based
@@ -72,6 +73,7 @@ class ModuleDistance(Record, frozen=True, kw_only=True):
     of_ranks: Mapping[int, float] = {}  # of what each rank has of it, or of its part of a sum
     terms: SumTerms | None = None  # what it has of a sum instead, where that explains the distance
     problem: str | None = None  # why there is none: missing on one side, another form, unequal replicas
+    tail: float = 0.0
 
 
 SKETCH_SIZE = 32

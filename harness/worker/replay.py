@@ -29,6 +29,7 @@ from harness.worker.discovery import converted_linears
 from harness.worker.distance import relative_distance
 from harness.worker.probes.cast_numbers import dtype_name
 from harness.worker.probes.digests import ordered_digest
+from harness.worker.probes.fsdp_params import fsdp_params
 from harness.worker.probes.module_tensors import MODULES, is_wide
 from harness.worker.probes.places import local_shard
 from harness.worker.probes.sketches import clean_fqn
@@ -71,11 +72,12 @@ class Replay:
         """Hook every module that eager runs record; of a compiled run what it recorded, where blocks are modules."""
         calls = Counter(key.fqn for key in self._recorded if key[:2] == (1, 0) and key.kind == "output")
         outputs = {key.fqn: found for key, found in self._recorded.items() if key.kind == "output" and found}
+        managed = fsdp_params(model)
         for name, module in model.named_modules():
             fqn = clean_fqn(name)
             if fqn in calls if compiled else isinstance(module, MODULES):
                 boundary = _ModuleBoundary(
-                    fqn, self, Ranks(module, outputs.get(fqn), case, products), max(1, calls[fqn])
+                    fqn, self, Ranks(module, outputs.get(fqn), case, products, managed), max(1, calls[fqn])
                 )
                 self._boundaries.append(boundary)
                 module.register_forward_pre_hook(boundary.before)
@@ -172,6 +174,7 @@ class Replay:
                 spread=0.0 if recorded is None else recorded.spread,
                 parts=1 if parts is None else len(parts),
                 problem=problem,
+                tail=_tail(computed.whole) if off > 0 else 0.0,
             )
         )
 
@@ -377,6 +380,12 @@ class _ReplaceOutput(torch.autograd.Function):
         found = at.watching.replaced(at.fqn, ctx.call, "grad_output", Values(grads[0])).whole
         at.ranks.restart(found)
         return (found.expand(at.ranks.count, *found.shape) if at.ranks.stacks_output else found).clone(), None, None
+
+
+def _tail(tensor: torch.Tensor) -> float:
+    squares = tensor.double().square()
+    total = squares.sum()
+    return float((total - squares.amax(-1).sum()) / total) if total else 0.0
 
 
 def _form(tensor: torch.Tensor) -> str:

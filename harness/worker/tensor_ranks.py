@@ -7,6 +7,7 @@ parts, as every rank does from its own operands, and adds them up in rank order.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
@@ -20,26 +21,62 @@ from torchao.float8.float8_linear import Float8Linear
 from harness.matrix.case import Case
 from harness.matrix.linears import shard_sizes
 from harness.worker.dispatch_hooks.hook import unobserved
+from harness.worker.probes.fsdp_params import ManagedParam
 from harness.worker.probes.module_tensors import NORMS
 from harness.worker.recorded import Recorded, summed
 
 Tensor = torch.Tensor
 
 
+class PartsOfGradient:
+    """What every rank has of the gradient of a parameter: over all microbatches, before the ranks add theirs up.
+
+    `managed`: what FSDP2 knows of the parameter. It adds microbatches up in the reduce dtype, apart from `grad`.
+    """
+
+    def __init__(self, param: Tensor, managed: ManagedParam | None) -> None:
+        self._param = param
+        self._managed = managed
+        self._parts = torch.empty(0)
+        param.register_post_accumulate_grad_hook(self._sum)
+
+    @property
+    def _elsewhere(self) -> Tensor | None:
+        return None if self._managed is None else self._managed.unsharded_accumulated_grad
+
+    def add(self, parts: Tensor) -> None:
+        grad, elsewhere = self._param.grad, self._elsewhere
+        if elsewhere is not None:
+            self._parts = self._parts.to(elsewhere.dtype) + parts
+        else:
+            self._parts = parts if grad is None or not grad.any() else self._parts + parts
+
+    @torch.no_grad()
+    def _sum(self, param: Tensor) -> None:
+        grad, elsewhere = param.grad, self._elsewhere
+        assert grad is not None, "it was just accumulated"
+        (grad if elsewhere is None else elsewhere).copy_(summed(self._parts))
+        if elsewhere is not None:
+            grad.zero_()
+
+
 class Spread(torch.autograd.Function):
     """The same tensor for every rank: [ranks, ...]. Its gradient is the sum of theirs, of each over readers first."""
 
     @staticmethod
-    def forward(ctx: Any, whole: Tensor, ranks: int) -> Tensor:
+    def forward(ctx: Any, whole: Tensor, ranks: int, kept: PartsOfGradient | None) -> Tensor:
+        ctx.kept = kept
         return whole.expand(ranks, *whole.shape)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        return summed(grads[0]), None
+        if ctx.kept is not None:
+            ctx.kept.add(grads[0])
+        return summed(grads[0]), None, None
 
 
-def spread(whole: Tensor, ranks: int) -> Tensor:
-    found: Tensor = Spread.apply(whole, ranks)
+def spread(whole: Tensor, ranks: int, kept: PartsOfGradient | None = None) -> Tensor:
+    found: Tensor = Spread.apply(whole, ranks, kept)
     return found
 
 
@@ -67,13 +104,22 @@ def of_rows(linear: nn.Linear, ranks: int) -> Callable[[Tensor], Tensor]:
     return forward
 
 
-def of_sequence(norm: nn.RMSNorm | nn.LayerNorm, places: Sequence[tuple[slice, ...]]) -> Callable[[Tensor], Tensor]:
-    """The forward of a norm whose ranks have these places of its input, one behind the other along one dim."""
+def of_sequence(
+    norm: nn.RMSNorm | nn.LayerNorm, places: Sequence[tuple[slice, ...]], managed: Sequence[ManagedParam]
+) -> Callable[[Tensor], Tensor]:
+    """The forward of a norm whose ranks have these places of its input, one behind the other along one dim.
+
+    `managed`: the parameters of FSDP2.
+    """
     dim = next(dim for dim, one, other in zip(itertools.count(), *places[:2], strict=False) if one != other)
+
+    @functools.cache
+    def parts(param: Tensor) -> PartsOfGradient:
+        return PartsOfGradient(param, next((each for each in managed if each._unsharded_param is param), None))
 
     def forward(given: Tensor) -> Tensor:
         weights, biases = (
-            [None] * len(places) if each is None else spread(each, len(places))
+            [None] * len(places) if each is None else spread(each, len(places), parts(each))
             for each in (norm.weight, getattr(norm, "bias", None))
         )
         inputs = (given[place].contiguous() for place in places)
@@ -156,7 +202,14 @@ def _padded(rows: Tensor) -> Tensor:
 class Ranks:
     """How TP ranks share the work of one module, as its recorded output shows, and what each of them computes of it."""
 
-    def __init__(self, module: nn.Module, output: Recorded | None, case: Case, products: ScaledProducts) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        output: Recorded | None,
+        case: Case,
+        products: ScaledProducts,
+        managed: Sequence[ManagedParam] = (),
+    ) -> None:
         self._module = module
         self._case = case
         self._products = products
@@ -176,7 +229,7 @@ class Ranks:
         elif self._is_wide and self.by_columns:
             replaced.forward = of_columns(replaced, self.count)
         elif forward in {norm.forward for norm in NORMS} and len({spans[:-1] for spans in pieces}) > 1:
-            replaced.forward = of_sequence(replaced, [piece.place for piece in pieces.values()])
+            replaced.forward = of_sequence(replaced, [piece.place for piece in pieces.values()], managed)
 
     @property
     def spreads_input(self) -> bool:

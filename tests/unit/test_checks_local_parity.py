@@ -127,7 +127,8 @@ def test_steps_and_models_that_are_not_replayed_have_a_reason() -> None:
         ({"kind": "grad_output", "parts": 1, "fqn": "norm"}, EXACT),
         ({"parts": 2}, EXACT),  # every part is compared by itself
         ({"parts": 8, "spread": 4.0}, EXACT),
-        ({"kind": "grad_output", "parts": 1, "fqn": "output"}, 2.2e-5),  # the sums of the loss
+        ({"kind": "grad_output", "parts": 1, "fqn": "output", "tail": 1 / 1024}, 3.9e-6),  # the sums of the loss
+        ({"kind": "grad_output", "parts": 1, "fqn": "output", "tail": 1 / 1024, "dtype": "float32"}, 3e-8),
         ({"kind": "param", "fqn": f"{WQ}.weight"}, EXACT),
         ({"kind": "grad", "fqn": f"{WQ}.weight", "part": None}, EXACT),
         ({"kind": "grad", "fqn": "norm.weight", "part": None}, EXACT),
@@ -215,13 +216,10 @@ def test_without_tensor_parallelism_everything_before_the_sum_of_gradients_is_ex
     assert 0 < allowed(case, bits=Bits(reduced=False), kind="grad", part=None) < 1e-5
 
 
-@pytest.mark.parametrize(
-    ("words", "exact"), [("accum2-reduce.last-b16", False), ("accum2-b16", True), ("accum2-f32", False)]
-)
-def test_the_replay_adds_up_microbatches_behind_the_sum_over_ranks(words: str, exact: bool) -> None:
+@pytest.mark.parametrize("words", ["accum2-reduce.last-b16", "accum2-b16", "accum2-f32"])
+def test_the_replay_adds_up_microbatches_before_ranks_as_ranks_do(words: str) -> None:
     case = parse_case_id(f"tp2-tensorwise-v2048-gb4-s2-{words}")
-    assert (allowed(case, kind="grad", fqn="layers.0.ffn_norm.weight", part=None) == EXACT) is exact
-    assert allowed(case, kind="grad", fqn=f"{WQ}.weight", part=None) == EXACT
+    assert allowed(case, kind="grad", fqn="layers.0.ffn_norm.weight", part=None) == EXACT
 
 
 def test_a_real_device_promises_no_bits() -> None:

@@ -50,11 +50,15 @@ def test_linears_in_high_precision_multiply_in_the_shapes_of_ranks(ranks: int) -
 def test_the_weight_of_a_norm_has_the_gradients_of_all_ranks() -> None:
     norm, given = nn.RMSNorm(8).to(BF16), random(2, 6, 8)
     places = [(slice(0, 2), slice(0, 3), slice(0, 8)), (slice(0, 2), slice(3, 6), slice(0, 8))]
-    found = of_sequence(norm, places)(given)
+    forward = of_sequence(norm, places, ())
+    found = forward(given)
     assert torch.equal(found, norm(given))
     (of_all,) = torch.autograd.grad(found.sum(), norm.weight)
     of_ranks = [torch.autograd.grad(norm(given[place]).sum(), norm.weight)[0] for place in places]
     assert torch.equal(of_all, summed(torch.stack(of_ranks)))
+    for _ in range(2):  # microbatches: ranks add up theirs before they add up ranks
+        forward(given).sum().backward()
+    assert torch.equal(norm.weight.grad, summed(torch.stack([each + each for each in of_ranks])))
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
