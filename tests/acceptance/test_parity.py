@@ -11,6 +11,7 @@ import pytest
 
 from tests.acceptance.conftest import REPOSITORY
 from tests.acceptance.inside import Inside, Warm, with_targets
+from tests.acceptance.test_bugs import PACKAGE, environment, wheel
 from tests.programs import make_commit
 
 LAYOUTS = ("--layouts", "single,fsdp2,tp2", "--steps", "2", "-q")
@@ -111,3 +112,36 @@ def test_against_a_revision_a_mistake_that_is_not_committed_is_wrong_now_and_its
     assert not done.stderr.startswith("base ")  # kept
     rows = {row["layout"]: row for row in json.loads((clone.folder / "table.json").read_text())["rows"]}
     assert [row["change"] for row in rows.values()] == ["same bits", "same bits"]
+
+
+def test_against_a_version_and_a_virtual_environment_what_their_package_changes_is_moved(
+    tmp_path_factory: pytest.TempPathFactory, warm: Warm
+) -> None:
+    """The target trains faster where the package is there; here it is not."""
+    project = with_targets(tmp_path_factory.mktemp("packages"), warm, "toy.py")
+    target = project.folder / "toy.py"
+    factor = f"try:\n    from {PACKAGE} import FACTOR\nexcept ImportError:\n    FACTOR = 1\n"
+    text = target.read_text().replace("lr=self.case.train.lr", "lr=self.case.train.lr * FACTOR")
+    assert "* FACTOR" in text
+    target.write_text(text.replace("\n\n\nclass", f"\n\n{factor}\n\nclass", 1))
+    wheels = project.folder / "wheels"
+    wheels.mkdir()
+    wheel(wheels, "0.1", "FACTOR = 2\n")
+    links = {"FIND_LINKS": str(wheels), "NO_INDEX": "1"}
+    project = project.having(**{f"{tool}_{name}": value for tool in ("PIP", "UV") for name, value in links.items()})
+    environment(project.folder / "same", "0.2", "FACTOR = 1\n")
+    words = ("parity", "--target", "toy", "--layouts", "single", "--steps", "2", "--lr", "0.004", "--dtype", "float32")
+    for against, change in ((f"{PACKAGE}==0.1", "moved"), ("same", "same bits"), (f"{PACKAGE}==0.1", "moved")):
+        done = project.run(*words, "--against", against, "--json", "table.json")
+        assert done.returncode == 0, done.stdout + done.stderr
+        table = json.loads((project.folder / "table.json").read_text())
+        (row,) = table["rows"]
+        assert (row["word"], row["change"], row["base"]["word"]) == ("equal", change, "equal"), row
+        assert table["against"] == against.replace("==", " ")
+    assert "installing it" not in done.stderr and "base " not in done.stderr  # kept
+    missing = project.run(*words, "--against", f"{PACKAGE}==0.3")
+    assert missing.returncode == 2 and f"{PACKAGE}==0.3: it cannot be installed: " in missing.stderr, missing.stderr
+    (project.folder / "torn" / "bin").mkdir(parents=True)
+    (project.folder / "torn" / "bin" / "python").touch()
+    torn = project.run(*words, "--against", "torn")
+    assert torn.returncode == 2 and "this is no virtual environment" in torn.stderr, torn.stderr
