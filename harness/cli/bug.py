@@ -72,7 +72,7 @@ Exit codes: 0 the smallest case was found, 1 the budget ended it.
 """
 _BISECT_EPILOG = """\b
 Examples:
-  fp8-harness bug bisect ao-1938 --package torchao --good 0.6.1 --bad 0.18.0
+  fp8-harness bug bisect tp2-tensorwise-tpstyle.fp8-v2048-s2-f64 --package torchao --bad 0.13.0 --good 0.18.0
   fp8-harness bug bisect my.toml --package torchao --good 0.14.1 --bad 0.18.0 --find-links wheels/
   fp8-harness bug bisect CASE --package torch --good 2.13.0 --bad 2.15.0 --env 2.15.0=.venv-new
 

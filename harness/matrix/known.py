@@ -21,6 +21,7 @@ that is missing.
     reason = "..."                # one sentence: the cause
     title = "..."                 # optional: of its page in docs/upstream, where no bug file has one
     tried = "..."                 # optional: what else was tried, for that page
+    shown = {torchao = ["0.17.0", "0.18.0"]}  # optional: the releases with which `bug bisect` found it, for that page
 
 `rule` is that of a check (`fp8-harness explain --checks` lists them), or one of "engine/..." for how ranks ended.
 `module`, `operand` and `values` are compared with those of the finding. A list stands for any of its texts, and `*`, in
@@ -104,6 +105,7 @@ class KnownFault(msgspec.Struct, frozen=True, kw_only=True):
     fix: str | None = None
     title: str = ""
     tried: str = ""
+    shown: Mapping[str, tuple[str, ...]] = {}
     everywhere: bool = False
     torch: str = ""
     torchao: str = ""
@@ -241,3 +243,8 @@ def _check_versions(toml: TomlFile, fault: KnownFault, index: int) -> None:
         except InvalidSpecifier as error:
             what = f"'{text}' is not a version specifier."
             raise toml.error("fault", index, package, what=what, fix=f'write {package} = ">=2.13,<2.14".') from error
+    for package, versions in fault.shown.items():
+        outside = [each for each in versions if package not in given or each not in SpecifierSet(given[package])]
+        if outside:
+            what = f"{package} {outside[0]} shows it and is not among the affected versions."
+            raise toml.error("fault", index, "shown", what=what, fix=f"widen {package}, or leave the version out.")

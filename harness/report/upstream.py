@@ -64,6 +64,7 @@ def _of_records(records: Sequence[KnownFault], bugs: Sequence[BugFile], root: Pa
     yield Section(title="Symptom", blocks=tuple(reversed(reasons.values())))
     facts = (
         ("affected", "; ".join(dict.fromkeys(map(_versions, records)))),
+        *(("found in", "; ".join(shown)) for shown in [list(_shown(records))] if shown),
         ("first version without it", _fixed_in(records)),
         ("reported", "not yet" if first.link == UNREPORTED else first.link),
         ("look again by", str(first.review_by)),
@@ -80,6 +81,12 @@ def _of_records(records: Sequence[KnownFault], bugs: Sequence[BugFile], root: Pa
 
 def _versions(fault: KnownFault) -> str:
     return " and ".join(f"{package} {text}" for package in PACKAGES if (text := getattr(fault, package)))
+
+
+def _shown(records: Sequence[KnownFault]) -> Iterator[str]:
+    for package in PACKAGES:
+        if versions := dict.fromkeys(version for each in records for version in each.shown.get(package, ())):
+            yield f"{package} {', '.join(versions)}"
 
 
 def _fixed_in(records: Sequence[KnownFault]) -> str:
