@@ -23,7 +23,7 @@ from harness.performance.memory import Memory, memory
 from harness.performance.models import require_formulas
 from harness.performance.roofline import predicted_step
 from harness.performance.wire import AxisTraffic, crosses_nodes, wire
-from harness.performance.work import Gemm, gemms
+from harness.performance.work import gemms
 from harness.plural import binary_bytes
 from harness.verdict import Verdict
 
@@ -136,24 +136,12 @@ def matmuls(case: Case) -> tuple[Matmul, ...]:
     """The matmuls of every TP rank, those of equal shape together, by linear in order of execution."""
     ranks: Counter[Matmul] = Counter()
     for rank, alike in _distinct_tp_ranks(case).items():
-        for each, layers in Counter(map(_matmul, gemms(case, rank=rank))).items():
+        shapes = (msgspec.convert(each, Matmul, from_attributes=True) for each in gemms(case, rank=rank))
+        for each, layers in Counter(shapes).items():
             ranks[replace(each, layers=layers)] += alike
     linears = list(dict.fromkeys(each.linear for each in ranks))
     found = (replace(each, tp_ranks=count) for each, count in ranks.items())
     return tuple(sorted(found, key=lambda each: linears.index(each.linear)))
-
-
-def _matmul(gemm: Gemm) -> Matmul:
-    return Matmul(
-        linear=linear_name(gemm.fqn),
-        role=gemm.role,
-        m=gemm.m,
-        n=gemm.n,
-        k=gemm.k,
-        precision=gemm.precision,
-        aligned=gemm.aligned,
-        refused=gemm.refused,
-    )
 
 
 def _distinct_tp_ranks(case: Case) -> Mapping[int, int]:

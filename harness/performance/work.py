@@ -53,6 +53,10 @@ class Gemm(linears.Gemm, frozen=True, kw_only=True):
     repeats: int = 0
 
     @property
+    def linear(self) -> str:
+        return linear_name(self.fqn)
+
+    @property
     def aligned(self) -> bool:
         """True when `torch._scaled_mm` takes it without padding, whether it is converted or not; m may be anything."""
         return self.n % ALIGNMENT == 0 and self.k % ALIGNMENT == 0

@@ -11,7 +11,7 @@ from contextlib import chdir, redirect_stderr, redirect_stdout
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryFile
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
 import pytest
@@ -90,15 +90,12 @@ class Command:
         return self.call(*words)
 
     def pytest(self, *arguments: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *arguments],
-            cwd=self.folder,
-            env=self.environment_of_runs(),
-            capture_output=True,
-            text=True,
-            timeout=120,
-            check=False,
-        )
+        return self.process(sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *arguments)
+
+    def process(self, *words: str, timeout_s: float = 120, **options: Any) -> subprocess.CompletedProcess[str]:
+        """Run another program in the project, in the environment of its runs if no other is given."""
+        given = {"env": self.environment_of_runs(), "cwd": self.folder, "text": True, "capture_output": True, **options}
+        return subprocess.run(words, check=False, timeout=timeout_s, **given)
 
     def shell(self, line: str, *, fake: bool = False, timeout_s: float = 120) -> subprocess.CompletedProcess[str]:
         """Run a printed command line as it is; only PATH leads to this `fp8-harness` and this `python`.
@@ -113,15 +110,7 @@ class Command:
         environment = {**self.environment_of_runs(), "PATH": os.pathsep.join(path)}
         if not fake:
             environment.pop("FP8_HARNESS_PROGRAM")
-        return subprocess.run(
-            ["sh", "-c", line],
-            cwd=self.folder,
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=timeout_s,
-            check=False,
-        )
+        return self.process("sh", "-c", line, timeout_s=timeout_s, env=environment)
 
     def tier(self, name: str, text: str) -> None:
         (self.folder / "cases" / f"{name}.toml").write_text(text)
@@ -129,6 +118,13 @@ class Command:
     def cases(self, name: str, *axes: str) -> None:
         """A tier of cases with these axes."""
         self.tier(name, "".join(f"[[case]]\naxes = {{{each}}}\n" for each in axes))
+
+    def record(self, name: str, *, where: str, verdict: str, rule: str) -> None:
+        """Record a fault, of any version of torch and for ever."""
+        fields = {"name": name, "where": where, "verdict": verdict, "link": "https://example.org/1", "torch": ">=2"}
+        words = "".join(f'{key} = "{value}"\n' for key, value in fields.items())
+        more = f'review_by = 2999-01-01\nreason = "It is {name}."\nrequires = [{{rule = "{rule}"}}]\n'
+        self.tier("known", f"[[fault]]\n{words}{more}")
 
     def planted(self, name: str, *seeds: int, steps: int = 3) -> None:
         """A tier of cases of two ranks, each with a seed that says what goes wrong (`fake_program.py`)."""

@@ -54,16 +54,8 @@ def test_json_has_every_list(project: Command) -> None:
 
 
 def test_stdin_is_read(project: Command) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "harness", "bug", "import", "-", "--id", "ours", "--dry-run"],
-        input=REPORT,
-        cwd=project.folder,
-        env=project.environment_of_runs(),
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    words = ("-m", "harness", "bug", "import", "-", "--id", "ours", "--dry-run")
+    done = project.process(sys.executable, *words, input=REPORT)
     assert done.returncode == 0 and 'recipe = "rowwise"' in done.stdout and done.stderr.startswith("ours: ")
 
 

@@ -30,6 +30,7 @@ def bare(folder: Path) -> Command:
     return Command(empty_project(folder), {"FP8_HARNESS_PROGRAM": ""})
 
 
+@pytest.mark.sweep  # 47 CPU seconds: torch's kernel of a CPU takes 1.5 for a sum of 4096. `test_kernels.py` has others
 def test_the_kernel_of_this_machine(tmp_path: Path) -> None:
     project = bare(tmp_path)
     done = project.call("dev", "evidence", "kernel", "--device", "cpu", "--json", "found.json")

@@ -1,4 +1,4 @@
-"""`--fabric gloo` as a user meets it: cases of the smoke tier on real ranks, and the command that repeats each."""
+"""`--fabric gloo` as a user meets it: a case of the smoke tier on real ranks, and the command that repeats it."""
 
 from __future__ import annotations
 
@@ -9,15 +9,14 @@ from pathlib import Path
 from tests.lines import read_run
 
 REPOSITORY = Path(__file__).parents[2]
-# Four ranks, whose sums have another order over gloo: with FP8 as users run it, and with two mesh axes. `make gloo` has
-# the whole tier; `tests/worker/test_gloo.py` and `tests/power/test_gloo.py` have two ranks and TP.
-CASES = ("fsdp4-tensorwise-ag.fp8pre-v2048-b16", "hsdp2x2-bf16-v2048-f64")
+# Four ranks, whose sums have another order over gloo, with FP8 as users run it. `make gloo` has the whole tier;
+# `tests/worker/test_gloo.py` and `tests/power/test_gloo.py` have two ranks, two mesh axes and TP.
+CASE = "fsdp4-tensorwise-ag.fp8pre-v2048-b16"
 
 
-def test_the_widest_cases_of_the_smoke_tier_pass_over_gloo(tmp_path: Path) -> None:
+def test_a_wide_case_of_the_smoke_tier_passes_over_gloo(tmp_path: Path) -> None:
     out = tmp_path / "result.json"
-    named = list(CASES)
-    words = ("run", *named, "--device", "cpu", "--fabric", "gloo")
+    words = ("run", CASE, "--device", "cpu", "--fabric", "gloo")
     done = subprocess.run(
         [sys.executable, "-m", "harness", *words, "--json", str(out)],
         cwd=REPOSITORY,
@@ -28,6 +27,6 @@ def test_the_widest_cases_of_the_smoke_tier_pass_over_gloo(tmp_path: Path) -> No
     )
     assert done.returncode == 0, done.stdout
     report = read_run(out)
-    assert [(case["id"], case["verdict"]) for case in report["cases"]] == [(name, "passed") for name in CASES]
+    assert [(case["id"], case["verdict"]) for case in report["cases"]] == [(CASE, "passed")]
     assert report["provenance"]["fabric"] == report["environment"]["fabric"] == "gloo"
     assert all("--fabric gloo" in case["command"] for case in report["cases"])

@@ -55,15 +55,7 @@ class User(Command):
 
     def execute(self, *words: str, timeout_s: float = 60) -> subprocess.CompletedProcess[str]:
         """Run the user's interpreter in the project."""
-        return subprocess.run(
-            [self.python, *words],
-            cwd=self.folder,
-            env=self.environment_of_runs(),
-            capture_output=True,
-            text=True,
-            timeout=timeout_s,
-            check=False,
-        )
+        return self.process(str(self.python), *words, timeout_s=timeout_s)
 
     def with_change(self, folder: Path, file: str, right: str, wrong: str) -> User:
         """The same user with a changed copy of the package."""

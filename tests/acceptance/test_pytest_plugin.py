@@ -116,25 +116,12 @@ def test_what_a_session_did_not_get_to_is_not_run(project: Command) -> None:
     assert "1 crash, 1 not_run" in project.call("show").stdout
 
 
-KNOWN = """
-[[fault]]
-name = "planted"
-where = "recipe=tensorwise"
-verdict = "crash"
-requires = [{rule = "engine/raised"}]
-link = "https://example.org/1"
-torch = ">=2"
-review_by = 2999-01-01
-reason = "it is planted"
-"""
-
-
 def test_recorded_faults_are_strict_xfails_and_quarantined_cases_may_fail(project: Command) -> None:
     project.planted("bad", 1, 10)
-    (project.folder / "cases" / "known.toml").write_text(KNOWN)
+    project.record("planted", where="recipe=tensorwise", verdict="crash", rule="engine/raised")
     done = project.pytest(*PLUGIN, "--fp8-tier", "bad", "-rx")
     assert done.returncode == 1 and "1 failed, 1 xfailed" in done.stdout, done.stdout + done.stderr
-    told = "planted: it is planted (https://example.org/1)"
+    told = "planted: It is planted. (https://example.org/1)"
     assert f"[XPASS(strict)] {told}" in done.stdout and f" - {told}" in done.stdout
     assert "close the record" in done.stdout
     assert "1 known, 1 unexpected_pass" in project.call("show").stdout

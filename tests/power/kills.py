@@ -27,28 +27,51 @@ from harness.studies.mutation import MutationMatrix, hosts_among, run_mutations
 EAGER = tuple(fault for fault in all_faults().values() if fault.group != "H")
 COMPILED = tuple(fault for fault in all_faults().values() if fault.group == "H")
 
-# Those that need async TP, whose fused operators they change.
-OF_ASYNC_TP = (
-    "symmetric_memory_not_enabled fusion_pass_off scatters_not_recognized operand_taken_before_its_reshape "
+# Those of what only the reference target has.
+OF_THE_REFERENCE = {
+    "async TP": "symmetric_memory_not_enabled fusion_pass_off scatters_not_recognized operand_taken_before_its_reshape "
     "scatter_dim_of_the_flat_operand output_shape_forgotten scattered_dim_not_moved_back scatter_averages "
-    "row_scales_of_the_first_chunk gathered_chunks_swapped produced_chunks_swapped"
-)
-# Those of an axis that other targets than the reference may not have.
-OF_BIASES = (
-    "bias_lost_in_conversion bias_added_by_every_tp_rank bias_gradient_divided_by_tp bias_gradient_of_own_positions"
-)
-OF_EVALUATION = (
-    "weight_rounded_by_evaluation old_weight_in_evaluation precomputed_scale_stale_in_evaluation "
-    "evaluation_mode_left_on weights_left_gathered_by_evaluation"
-)
-OF_RESUMING = (
-    "optimizer_state_not_loaded optimizer_step_count_lost moments_rounded_by_checkpoint learning_rate_lost_by_load "
-    "weight_of_one_rank_not_loaded resharded_rows_in_another_order nothing_precomputed_after_load "
-    "precomputed_scale_stale_after_load float8_weights_not_safe_to_load"
-)
-OF_SGD = "momentum_lost momentum_of_another_weight weight_decay_decoupled"
+    "row_scales_of_the_first_chunk gathered_chunks_swapped produced_chunks_swapped",
+    "bias, the axis": "bias_lost_in_conversion bias_added_by_every_tp_rank bias_gradient_divided_by_tp "
+    "bias_gradient_of_own_positions",
+    "evaluation": "weight_rounded_by_evaluation old_weight_in_evaluation precomputed_scale_stale_in_evaluation "
+    "evaluation_mode_left_on weights_left_gathered_by_evaluation",
+    "resuming": "optimizer_state_not_loaded optimizer_step_count_lost moments_rounded_by_checkpoint "
+    "learning_rate_lost_by_load weight_of_one_rank_not_loaded resharded_rows_in_another_order "
+    "nothing_precomputed_after_load precomputed_scale_stale_after_load float8_weights_not_safe_to_load",
+    "SGD": "momentum_lost momentum_of_another_weight weight_decay_decoupled",
+    "casts": "config_of_grad_output_ignored granularities_swapped",
+    "parameters in bfloat16": "parameters_kept_in_float32 gradients_a_little_too_large",
+}
 # Its one host case has a recorded fault, and runs twice as often: planted in `test_known.py`, where that host case is.
 IN_A_KNOWN_CASE = ("weight_amax_over_world",)
+
+# The rules of checks that look at one record, each with the faults that it is there for.
+BROKEN_BY = {
+    "scales/amax": "scale_in_float32 precomputed_scale_one_step_late",
+    "scales/data": "weight_data_stale gathered_shard_of_one_rank_stale row_scales_of_another_rank",
+    "scales/different-per-rank": "amax_not_reduced_over_tp weight_amax_over_replicas",
+    "scales/local-tensor": "gathered_input_has_local_scale",
+    "scales/number": "one_rank_leaves_a_linear_out",
+    "scales/power-of-two": "power_of_two_lost",
+    "scales/shared": "amax_reduced_over_dp",
+    "scales/target-dtype": "gradient_cast_to_e4m3",
+    "recompute/cast": "recompute_scale_changed",
+    "traffic/amax-elsewhere": "weight_amax_over_replicas",
+    "traffic/amax-missing": "amax_not_reduced_over_tp weight_amax_not_reduced_over_shards",
+    "traffic/gathers": "weights_kept_after_forward weights_freed_after_forward",
+    "traffic/high-precision": "fp8_all_gather_subclass_dropped",
+    "traffic/volume": "fp8_tp_styles_lost norm_gradients_not_reduced replicas_reduced_over_shards "
+    "gradients_reduced_after_every_microbatch gradients_reduced_in_another_dtype",
+    "memory/other-checkpointing": "checkpointing_lost",
+    "memory/float8-outlives-forward": "float8_weight_kept_for_backward",
+    "memory/bytes": "abs_saved_for_backward",
+    "parity/gradients": "amax_not_reduced_over_tp gradients_divided_by_world same_batch_on_every_dp_rank "
+    "weight_amax_not_reduced_over_shards norm_gradients_not_reduced mean_of_means_of_ranks",
+    "divergence/count": "loss_over_local_tokens",
+    "divergence/loss": "last_token_dropped_on_last_rank",
+    "divergence/operand": "same_batch_on_every_dp_rank",
+}
 
 # What distinguishes a host case, and the file that plants its faults.
 Part = Literal["one rank", "training loop", "TP", "FSDP2 and HSDP"]
@@ -119,8 +142,17 @@ def assert_named(matrix: MutationMatrix) -> None:
     assert {trial.name: (trial.misnamed, trial.message) for trial in matrix.misnamed if trial.fault not in before} == {}
 
 
+def assert_part(matrix: MutationMatrix, faults: Sequence[Fault], *, groups: str, checks: str) -> None:
+    """Every fault of a part of the matrix is found, by these checks, and no clean run fails."""
+    assert len(matrix.trials) == len(faults)
+    assert_all_found(matrix)
+    assert_kills(matrix, groups=groups, checks=checks)
+
+
 def assert_kills(matrix: MutationMatrix, *, groups: str, checks: str) -> None:
-    """Faults of exactly these classes are found, and each of these checks finds some."""
+    """Faults of exactly these classes are found, each of these checks finds some, and rules those of `BROKEN_BY`."""
     caught = [trial for trial in matrix.trials if trial.detected]
     assert {trial.group for trial in caught} == set(groups)
     assert set(checks.split()) <= {check for trial in caught for check in trial.checks}
+    for trial in matrix.trials:
+        assert {rule for rule, faults in BROKEN_BY.items() if trial.fault in faults.split()} <= set(trial.rules), trial

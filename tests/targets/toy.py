@@ -132,9 +132,13 @@ class Toy:
         load(state, checkpoint_id=folder)
         set_state_dict(self.model, self.optimizer, **state, options=self.by_parameter)
 
+    def before(self, left: int) -> None:
+        """Called before each part, with the number of those behind it."""
+
     def step(self, microbatches: Any) -> Any:
         total, parts = torch.zeros((), dtype=torch.float64, device=self.world.device), self.parts(microbatches)
-        for part in parts:
+        for left, part in zip(reversed(range(len(parts))), parts, strict=True):
+            self.before(left)
             loss = self.loss(part) / len(parts)
             loss.backward()
             total += loss.detach()

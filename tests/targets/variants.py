@@ -38,18 +38,9 @@ class Accumulating(toy.Toy):
     def parts(self, microbatches: Any) -> list[torch.Tensor]:
         return [part for batch in microbatches for part in batch.chunk(2)]
 
-    def step(self, microbatches: Any) -> Any:
-        parts = self.parts(microbatches)
-        total = torch.zeros((), dtype=torch.float64)
-        for index, part in enumerate(parts):
-            if self.synchronizes_once and isinstance(self.model, FSDPModule):
-                self.model.set_requires_gradient_sync(index == len(parts) - 1)
-            loss = self.loss(part) / len(parts)
-            loss.backward()
-            total += loss.detach()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        return self.reported(total), None
+    def before(self, left: int) -> None:
+        if self.synchronizes_once and isinstance(self.model, FSDPModule):
+            self.model.set_requires_gradient_sync(left == 0)
 
 
 class Synchronizing(Accumulating):

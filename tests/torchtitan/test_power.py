@@ -6,29 +6,16 @@ import pytest
 
 from harness.matrix.faults import all_faults
 from harness.running.selection import Query
-from tests.power.kills import (
-    OF_ASYNC_TP,
-    OF_BIASES,
-    OF_EVALUATION,
-    OF_RESUMING,
-    OF_SGD,
-    assert_found_in,
-    planted_matrix,
-)
+from tests.power.kills import OF_THE_REFERENCE, assert_found_in, planted_matrix
 
 # What the faults that are not planted change, and torchtitan 0.2.2 does not do, or does in code of its own.
 LACKS = {
-    "async TP, and compiled TP": f"{OF_ASYNC_TP} compiled_amax_sent_twice",
+    **OF_THE_REFERENCE,
+    "compiled TP": "compiled_amax_sent_twice",
     "padding of contraction dims": "padding_flag_lost padding_not_zeroed padding_on_one_operand_shifted",
-    "bias, the axis": OF_BIASES,
-    "casts": "config_of_grad_output_ignored granularities_swapped",
-    "evaluation": OF_EVALUATION,
-    "parameters in bfloat16": "parameters_kept_in_float32 gradients_a_little_too_large",
     "bfloat16 under TP alone": "last_bit_of_partials_lost partial_output_of_one_rank_off gradient_of_logits_off "
     "gradients_cut_to_six_bits weight_gradient_of_one_rank_off",
     "reducing after the last microbatch alone": "gradients_reduced_after_every_microbatch",
-    "resuming": OF_RESUMING,
-    "SGD": OF_SGD,
     "the code of the reference target": "rope_base_of_another_model padded_vocabulary_not_masked "
     "padded_vocabulary_masked_short",
 }

@@ -12,30 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from harness.checks import (
-    alignment,
-    catalogue,
-    divergence,
-    failures,
-    fp8_on,
-    graph_scales,
-    graphs,
-    live_memory,
-    local_parity,
-    loss_vs_golden,
-    memory,
-    metamorphic,
-    model,
-    parity,
-    recompute,
-    reported,
-    resume,
-    scales,
-    stated,
-    tokens,
-    traffic,
-    underflow,
-)
+from harness import checks
+from harness.checks import catalogue
 from harness.checks.catalogue import CHECKS, RULES, by_cause, first_effect
 from harness.checks.failure_signature import signature_of
 from harness.checks.findings import Mismatch, findings_by_rule, merge_ranks
@@ -110,39 +88,39 @@ def test_a_template_can_be_shown_without_values() -> None:
 
 
 def wrong_scales() -> Finding:
-    wrong = [Mismatch(1, 4, rank, WQ, scales.RULES.amax, "224", "448", "input in forward") for rank in (0, 1)]
+    wrong = [Mismatch(1, 4, rank, WQ, checks.scales.RULES.amax, "224", "448", "input in forward") for rank in (0, 1)]
     (found,) = findings_by_rule(wrong, lambda first: f"it is the scale of rank {first.rank}")
     return found
 
 
 def merged() -> Finding:
     run = run_of(make_trace(rank=0), make_trace(rank=1))
-    (found,) = merge_ranks(run, lambda trace: [fp8_on.NUMBER.finding(step=1, calls=9, wanted="12")])
+    (found,) = merge_ranks(run, lambda trace: [checks.fp8_on.NUMBER.finding(step=1, calls=9, wanted="12")])
     return found
 
 
 SENTENCES: tuple[tuple[Finding, str], ...] = (
     (
-        reported.LOSS.finding(step=2, rank=1, ranks=(0, 1), quantity="loss", value="nan", count=3),
+        checks.reported.LOSS.finding(step=2, rank=1, ranks=(0, 1), quantity="loss", value="nan", count=3),
         "loss is nan at step 2 on rank 1; bad values: 3, on ranks 0-1",
     ),
     (
-        loss_vs_golden.LOSS.finding(step=3, difference=1.0, allowed=0.25, details="a table"),
+        checks.loss_vs_golden.LOSS.finding(step=3, difference=1.0, allowed=0.25, details="a table"),
         "the loss differs by +1 from the golden at step 3, 0.25 allowed\na table",
     ),
     (
-        loss_vs_golden.NO_TOLERANCE.finding(why="was measured"),
+        checks.loss_vs_golden.NO_TOLERANCE.finding(why="was measured"),
         "cannot be judged: no loss tolerance was measured; set `loss_tolerance` in the case",
     ),
     (
-        loss_vs_golden.PROVES_NOTHING.finding(remedy="train more steps"),
+        checks.loss_vs_golden.PROVES_NOTHING.finding(remedy="train more steps"),
         (
             "cannot be judged: the golden moves less than the tolerance allows, so a model that never trains would "
             "pass; train more steps"
         ),
     ),
     (
-        parity.GRADIENTS.finding(
+        checks.parity.GRADIENTS.finding(
             noun="gradients",
             module="b",
             values={"count": 1, "compared": 2, "distance": 0.01, "allowed": 1e-3, "norm": 4.04, "reference": 4.0},
@@ -154,11 +132,11 @@ SENTENCES: tuple[tuple[Finding, str], ...] = (
         ),
     ),
     (
-        tokens.SOME.finding(who="ranks 2-3", got=2, wanted=4),
+        checks.tokens.SOME.finding(who="ranks 2-3", got=2, wanted=4),
         "ranks 2-3: the model is called with 2 of 4 sequences only",
     ),
     (
-        underflow.FLUSHED.finding(
+        checks.underflow.FLUSHED.finding(
             step=1,
             module="w2",
             operand="input in forward",
@@ -171,32 +149,32 @@ SENTENCES: tuple[tuple[Finding, str], ...] = (
         ),
     ),
     (
-        model.CALLS.finding(module="up", ours=1, theirs=2, dp=4, count=1),
+        checks.model.CALLS.finding(module="up", ours=1, theirs=2, dp=4, count=1),
         "up runs 1 time a step, and 2 times for the 4 microbatches of the single-rank reference (1 such linear)",
     ),
     (
-        resume.OTHER_STATE.finding(layout="tp2", parts="step of 1 parameter", what="step", module="gain"),
+        checks.resume.OTHER_STATE.finding(layout="tp2", parts="step of 1 parameter", what="step", module="gain"),
         "the state that tp2 loaded is not the one that was saved: step of 1 parameter; first step of gain",
     ),
     (
-        reported.NOT_CLIPPED.finding(max_norm=0.5, reported="it reports 2", norm=1 / 3),
+        checks.reported.NOT_CLIPPED.finding(max_norm=0.5, reported="it reports 2", norm=1 / 3),
         "gradients are not clipped to a norm of 0.5: it reports 2, the optimizer gets 0.333333",
     ),
     (
-        reported.OTHER_LOSS.finding(),
+        checks.reported.OTHER_LOSS.finding(),
         "the evaluation's loss differs from the training loss of the same batch and weights",
     ),
-    (fp8_on.NOT_CONVERTED.finding(module="w1", ranks=(0, 1)), "w1 was not converted to FP8 on ranks 0-1"),
+    (checks.fp8_on.NOT_CONVERTED.finding(module="w1", ranks=(0, 1)), "w1 was not converted to FP8 on ranks 0-1"),
     (
-        alignment.TRAINED.finding(ranks=(1,), refusal="narrow", reason="8 is no multiple of 16"),
+        checks.alignment.TRAINED.finding(ranks=(1,), refusal="narrow", reason="8 is no multiple of 16"),
         "trained silently on rank 1 instead of being refused (narrow: 8 is no multiple of 16)",
     ),
     (
-        graphs.ROWS.finding(operator="fused", rows=4, total=8),
+        checks.graphs.ROWS.finding(operator="fused", rows=4, total=8),
         "fused gives wrong rows: 4 of 8 differ from its unfused form",
     ),
     (merged(), "wrong number of scaled matmuls at step 1: 9 instead of 12 on ranks 0-1"),
-    (recompute.NODES.finding(count=1, node="mul_3"), "1 node of backward graphs is not as in forward: mul_3"),
+    (checks.recompute.NODES.finding(count=1, node="mul_3"), "1 node of backward graphs is not as in forward: mul_3"),
     (
         wrong_scales(),
         (
@@ -204,46 +182,54 @@ SENTENCES: tuple[tuple[Finding, str], ...] = (
             "ranks 0-1; it is the scale of rank 0"
         ),
     ),
-    (graph_scales.RULES.number.finding(of=" of weights in forward"), "wrong number of casts of weights in forward"),
     (
-        traffic.AMAX_MISSING.finding(axis="tp", missing=56),
+        checks.graph_scales.RULES.number.finding(of=" of weights in forward"),
+        "wrong number of casts of weights in forward",
+    ),
+    (
+        checks.traffic.AMAX_MISSING.finding(axis="tp", missing=56),
         "56 amax reductions are missing along tp: each shard uses its own scale",
     ),
     (
-        traffic.check_traffic.no_record.finding(record="traffic", where="rank 1"),
+        checks.traffic.check_traffic.no_record.finding(record="traffic", where="rank 1"),
         "cannot be judged: no record of traffic on rank 1",
     ),
     (
-        stated.MATMULS.finding(what="number of scaled matmuls", target="mine"),
+        checks.stated.MATMULS.finding(what="number of scaled matmuls", target="mine"),
         "not the number of scaled matmuls that expect() of mine states",
     ),
     (
-        memory.OTHER_MODE.finding(mode="none", asked="full", dtype="float32"),
+        checks.memory.OTHER_MODE.finding(mode="none", asked="full", dtype="float32"),
         "saved memory fits checkpointing none, not full: wrong number of float32 bytes",
     ),
     (
-        live_memory.TOO_MUCH.finding(tensors="float32[4] of cache", when="at the end of the step"),
+        checks.live_memory.TOO_MUCH.finding(tensors="float32[4] of cache", when="at the end of the step"),
         "float32[4] of cache is alive at the end of the step, and nothing explains it",
     ),
     (
-        live_memory.GROWS.finding(tensors="float32[4] of cache", when="at the end of the step", settled=2),
+        checks.live_memory.GROWS.finding(tensors="float32[4] of cache", when="at the end of the step", settled=2),
         "live memory grows: float32[4] of cache is alive at the end of the step and was not in step 2",
     ),
-    (stated.EXECUTED.finding(what="scaled matmuls"), "not the recorded number or size of scaled matmuls"),
+    (checks.stated.EXECUTED.finding(what="scaled matmuls"), "not the recorded number or size of scaled matmuls"),
     (
-        replace(local_parity.LOSS.finding(number="loss", source="logits", distance=0.02, allowed=5e-6), within="in a"),
+        replace(
+            checks.local_parity.LOSS.finding(number="loss", source="logits", distance=0.02, allowed=5e-6), within="in a"
+        ),
         "in a: loss does not follow from the recorded logits: off by 0.02, 5e-06 allowed",
     ),
-    (metamorphic.NO_PARTNER.finding(who="the partner", why=": x"), "cannot be judged: the partner could not be run: x"),
     (
-        divergence.OPERAND.finding(what="scale of weight in forward", module=WQ, step=1, rank=0),
+        checks.metamorphic.NO_PARTNER.finding(who="the partner", why=": x"),
+        "cannot be judged: the partner could not be run: x",
+    ),
+    (
+        checks.divergence.OPERAND.finding(what="scale of weight in forward", module=WQ, step=1, rank=0),
         (
             "first operand that diverges from the single-rank reference: scale of weight in forward of "
             f"{WQ} at step 1 on rank 0"
         ),
     ),
     (
-        failures.RAISED.finding(ranks=(0, 1), end="raised in step 1: ValueError"),
+        checks.failures.RAISED.finding(ranks=(0, 1), end="raised in step 1: ValueError"),
         "ranks 0-1 raised in step 1: ValueError",
     ),
     (catalogue.BROKEN.finding(error="KeyError"), "the harness failed while judging: KeyError"),

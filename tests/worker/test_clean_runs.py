@@ -46,17 +46,17 @@ CASES = [
     "tp2-rowwise-v2048-gb4-s3-resume.resharded-sgd-lr0.1-f64",
     "fsdp2-reshard.always-tensorwise-ag.fp8-head.fp8-bias-v2048-gb4-s3-b16",
     "fsdp3-tensorwise-v2050-gb6-s2-b16",
+    "tp2-rowwise-filter.w1+wk-ac.op-bias-v2048-gb4-s2-b16",
+    "fsdp2-reshard.never-rowwise-ac.full-v2050-gb4-s3-f32",
+    "hsdp2x2-tensorwise-ag.fp8pre-head.fp8-v2048-s2-accum2-reduce.last-b16",
+    "fsdp2-tensorwise-ag.fp8-v2048-gb4-s3-sgd-lr0.1-b16",
 ]
 # Of these, the same without probes, too: every layout, recipe and dtype, checkpointed or not.
 COMPARED = [
     "tp2-tensorwise-tpstyle.fp8-ac.full-v2048-gb4-s2-f64",
-    "tp2-rowwise-filter.w1+wk-ac.op-bias-v2048-gb4-s2-b16",
     "tp2-rowwise_with_gw_hp-ac.full-v2048-gb4-s2-f32",
     "fsdp2-tensorwise-ag.fp8pre-ac.layer2-v2048-gb4-s3-b16",
-    "fsdp2-reshard.never-rowwise-ac.full-v2050-gb4-s3-f32",
-    "hsdp2x2-tensorwise-ag.fp8pre-head.fp8-v2048-s2-accum2-reduce.last-b16",
     "fsdp2-tp2-bf16-v2048-s2-accum2-reduce.last-b16",
-    "fsdp2-tensorwise-ag.fp8-v2048-gb4-s3-sgd-lr0.1-b16",
     "hsdp2x2-rowwise-v2048-gb4-s2-ignore.half-param.b16-b16",
     "fsdp2-tp2-rowwise-ac.op-v2048-gb4-s2-eval-ignore.unequal-f64",
 ]

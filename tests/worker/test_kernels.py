@@ -27,7 +27,9 @@ from harness.trace.device import KernelCheck
 from harness.worker.kernels import observe
 
 FAULTS = Path(__file__).with_name("kernelfaults.py")
-FEW = tuple(check for check in value_checks() if check.k in (0, 64, 96, 1024) or check.m == 0)
+# torch's kernel of a CPU takes 0.3 s for sums of 1024 products, 1.5 s for those of 4096.
+LONG = tuple(check for check in value_checks() if check.k == 1024 and check.out == "float32")
+FEW = (*(check for check in value_checks() if check.k < 100), *LONG)
 Run = Callable[..., dict[str, KernelConclusion]]
 
 
@@ -74,7 +76,7 @@ def test_the_kernel_of_a_cpu_adds_up_in_float32(run: Run) -> None:
     ],
 )
 def test_a_wrong_kernel_is_found(run: Run, fault: str, kind: str, only: str) -> None:
-    checks = tuple(check for check in FEW if only in check.id)
+    checks = tuple(check for check in FEW if only in check.id and (only or check not in LONG))
     assert kind in kinds(run(checks, fault=fault))
 
 
@@ -85,8 +87,8 @@ def test_a_sharper_accumulator_is_told_from_one_in_bfloat16_by_normal_values_too
 
 
 def test_a_check_that_kills_its_rank_is_lost_alone(run: Run) -> None:
-    checks = tuple(check for check in value_checks() if check.k == 4096 and check.out == "float16")
-    bad = {name: found for name, found in run(checks, fault="dies_at_long_sums").items() if not found.good}
+    checks = tuple(check for check in value_checks() if check.k == 96 and check.out == "float16")
+    bad = {name: found for name, found in run(checks, fault="dies_in_float16_with_a_bias").items() if not found.good}
     assert kinds(bad) == {"lost"} and set(bad) == {check.id for check in checks if check.bias}
     assert "SIGABRT" in str(next(iter(bad.values())).problems[0])
 

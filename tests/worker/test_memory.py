@@ -8,8 +8,7 @@ from __future__ import annotations
 import pytest
 
 from harness.checks.live_memory import GROWS, MORE_SCALARS, TOO_MUCH, check_leaks, check_live_memory
-from harness.checks.memory import BYTES, OTHER_MODE, OUTLIVES, check_memory
-from harness.checks.rule import Rule
+from harness.checks.memory import OTHER_MODE, check_memory
 from harness.matrix.caseid import parse_case_id
 from harness.trace import Run
 from harness.trace.counts import MOMENTS
@@ -170,19 +169,7 @@ def test_checkpointing_keeps_what_the_formula_says_and_full_less_than_selective(
     assert max(saved["-ac.op"], saved["-ac.layer2"]) < saved[""]
 
 
-@pytest.mark.parametrize(
-    ("fault", "text", "rule", "values"),
-    [
-        ("checkpointing_lost", "single-tensorwise-ac.full-v2048-gb4-s1-f32", OTHER_MODE, {"mode": "none"}),
-        (
-            "float8_weight_kept_for_backward",
-            "fsdp2-tensorwise-v2048-gb4-s1-f32",
-            OUTLIVES,
-            {"dtype": "float8_e4m3fn"},
-        ),
-        ("abs_saved_for_backward", "single-tensorwise-ac.op-v2048-gb4-s1-f32", BYTES, {"dtype": "float32"}),
-    ],
-)
-def test_planted_faults_are_found_and_named(trained, fault: str, text: str, rule: Rule, values: dict[str, str]):
-    run = trained(parse_case_id(text), probes=MEMORY, injections=(f"fault:{fault}",))
-    assert_named(saved_findings(text, run), rule, **values)
+def test_another_checkpointing_is_named(trained):
+    text = "single-tensorwise-ac.full-v2048-gb4-s1-f32"
+    run = trained(parse_case_id(text), probes=MEMORY, injections=("fault:checkpointing_lost",))
+    assert_named(saved_findings(text, run), OTHER_MODE, mode="none")

@@ -13,7 +13,7 @@ from harness.checks.divergence import first_divergence
 from harness.checks.recompute import CAST as RECOMPUTED_CAST
 from harness.checks.recompute import check_recompute
 from harness.checks.rule import Rule
-from harness.checks.scales import DIFFERENT, LOCAL, RULES, SHARED, check_scales
+from harness.checks.scales import DIFFERENT, RULES, check_scales
 from harness.checks.traffic import AMAX_MISSING, check_traffic
 from harness.matrix.case import Case
 from harness.matrix.caseid import parse_case_id, solo_case
@@ -33,9 +33,7 @@ TP2 = "tp2-tensorwise-head.fp8-v2048-gb4-s1-f64"
 STYLED = "tp2-tensorwise-tpstyle.fp8-ac.full-v2048-gb4-s1-f64"
 FSDP2 = "fsdp2-tensorwise-v2048-gb4-s1-f32"
 CHECKPOINTED = "fsdp2-tensorwise-ac.full-v2048-gb4-s1-f32"
-PRECOMPUTED = "fsdp2-tensorwise-ag.fp8pre-head.fp8-v2048-gb4-s2-f32"
-HSDP = "hsdp2x2-tensorwise-ag.fp8-v2048-gb4-s1-f32"
-ROWWISE = "tp2-rowwise-v2048-gb4-s1-f32"
+PRECOMPUTED = "fsdp2-tensorwise-ag.fp8pre-head.fp8-v2048-gb4-s3-f32"
 OPERANDS = ("operands",)
 
 
@@ -72,24 +70,15 @@ def test_bf16_casts_nothing(trained):
     assert findings(case, run) == []
 
 
-FAULTS = [
-    ("amax_not_reduced_over_tp", TP2, DIFFERENT, 1),
-    ("gathered_input_has_local_scale", STYLED, LOCAL, 1),
-    ("amax_reduced_over_dp", FSDP2, SHARED, 1),
-    ("weight_amax_over_replicas", HSDP, DIFFERENT, 1),
-    ("scale_in_float32", SINGLE, RULES.amax, 1),
-    ("power_of_two_lost", ROWWISE, RULES.power_of_two, 1),
-    ("precomputed_scale_one_step_late", PRECOMPUTED.replace("-s2-", "-s3-"), RULES.amax, 3),
-    ("weight_data_stale", SINGLE, RULES.data, 2),
-    ("gathered_shard_of_one_rank_stale", PRECOMPUTED, RULES.data, 2),
-    ("gradient_cast_to_e4m3", SINGLE, RULES.target_dtype, 1),
-    ("one_rank_leaves_a_linear_out", FSDP2, RULES.number, 1),
-    ("recompute_scale_changed", STYLED, RECOMPUTED_CAST, 1),
-    ("row_scales_of_another_rank", ROWWISE, RULES.data, 1),
-]
-
-
-@pytest.mark.parametrize(("fault", "text", "rule", "step"), FAULTS, ids=[fault[0] for fault in FAULTS])
+@pytest.mark.parametrize(
+    ("fault", "text", "rule", "step"),
+    [  # `tests/power` has one of every rule
+        ("amax_not_reduced_over_tp", TP2, DIFFERENT, 1),
+        ("weight_data_stale", SINGLE, RULES.data, 2),
+        ("precomputed_scale_one_step_late", PRECOMPUTED, RULES.amax, 3),
+        ("recompute_scale_changed", STYLED, RECOMPUTED_CAST, 1),
+    ],
+)
 def test_a_planted_fault_is_found_at_its_first_step(trained, fault: str, text: str, rule: Rule, step: int):
     case = parse_case_id(text)
     run = trained(case, probes=OPERANDS, injections=(f"fault:{fault}",))
@@ -102,12 +91,9 @@ def test_a_planted_fault_is_found_at_its_first_step(trained, fault: str, text: s
     ("fault", "text", "place"),
     [
         ("one_tp_rank_reads_other_tokens", TP2, (1, "layers.0.attention.wq")),
-        ("same_batch_on_every_dp_rank", FSDP2, (1, "layers.0.attention.wq")),
         ("loss_over_local_tokens", FSDP2, (1, "loss")),
-        ("last_token_dropped_on_last_rank", FSDP2, (1, "loss")),
         ("weight_decay_lost", SINGLE, (2, "layers.0.attention.wq")),
         ("partial_output_averaged", TP2, (1, "layers.0.feed_forward.w1")),
-        ("loss_over_local_tokens", CHECKPOINTED, (1, "loss")),
         ("same_batch_on_every_dp_rank", CHECKPOINTED, (1, "layers.0.attention.wq")),
     ],
 )

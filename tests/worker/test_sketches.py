@@ -46,7 +46,7 @@ def whole(tensor: torch.Tensor) -> RankTrace:
         f"tp4-rowwise-v2050-gb4-s1-{STILL}-f32",
         f"tp2-nosp-nolp-bf16-v2050-vpad128-gb4-s1-{STILL}-f32",
         sweep(f"tp2-tensorwise-tpstyle.fp8-ac.full-v2048-gb4-s1-{STILL}-b16"),
-        f"fsdp2-tensorwise-ag.fp8pre-v2050-gb4-s1-{STILL}-b16",
+        sweep(f"fsdp2-tensorwise-ag.fp8pre-v2050-gb4-s1-{STILL}-b16"),
         f"fsdp3-rowwise-v2050-gb6-s1-{STILL}-f32",
         f"hsdp2x2-tensorwise-v2050-gb4-s1-{STILL}-f64",
         sweep(f"fsdp2-tp2-tensorwise-ag.fp8-v2050-gb4-s1-{STILL}-b16"),
@@ -80,7 +80,7 @@ def norm(traces: tuple[RankTrace, ...]) -> float:
 @pytest.mark.parametrize(
     "text",
     [
-        "tp2-tensorwise-tpstyle.fp8-ac.full-v2050-gb4-s2-b16",
+        sweep("tp2-tensorwise-tpstyle.fp8-ac.full-v2050-gb4-s2-b16"),
         "fsdp2-tensorwise-ag.fp8pre-v2048-gb4-s2-b16",
         sweep("tp2-nosp-rowwise-ac.op-v2048-gb4-s3-f32"),
     ],

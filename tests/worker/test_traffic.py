@@ -1,11 +1,11 @@
-"""The check `traffic` sees what planted faults send; `test_clean_runs.py` has what the formula says."""
+"""The check `traffic` names what planted faults send; `test_clean_runs.py` has what the formula says."""
 
 from __future__ import annotations
 
 import pytest
 
 from harness.checks.rule import Rule
-from harness.checks.traffic import AMAX_ELSEWHERE, AMAX_MISSING, GATHERS, HIGH_PRECISION, VOLUME, check_traffic
+from harness.checks.traffic import AMAX_MISSING, GATHERS, VOLUME, check_traffic
 from harness.matrix.caseid import parse_case_id
 from harness.trace import Run
 from harness.verdict import Finding
@@ -37,52 +37,19 @@ def test_under_fsdp_and_tp_the_amax_of_a_gathered_weight_is_reduced_over_both_on
 @pytest.mark.parametrize(
     ("fault", "text", "rule", "values"),
     [
-        ("amax_not_reduced_over_tp", "tp2-tensorwise-v2048-gb4-s1-f32", AMAX_MISSING, {"axis": "tp"}),
         (
             "weight_amax_not_reduced_over_shards",
             "fsdp2-tensorwise-ag.fp8-v2048-gb4-s1-f32",
             AMAX_MISSING,
             {"axis": "dp_shard"},
         ),
-        ("weight_amax_over_replicas", "hsdp2x2-tensorwise-ag.fp8-v2048-gb4-s1-f32", AMAX_ELSEWHERE, {}),
-        ("fp8_all_gather_subclass_dropped", "fsdp2-tensorwise-ag.fp8-v2048-gb4-s1-f32", HIGH_PRECISION, {}),
         (
             "fp8_tp_styles_lost",
             "tp2-tensorwise-tpstyle.fp8-v2048-gb4-s1-f32",
             VOLUME,
             {"collective": "all_gather in float8_e4m3fn along tp"},
         ),
-        (
-            "norm_gradients_not_reduced",
-            "tp2-bf16-v2048-gb4-s1-f32",
-            VOLUME,
-            {"collective": "all_reduce (sum) in float32 along tp"},
-        ),
-        (
-            "replicas_reduced_over_shards",
-            "hsdp2x2-tensorwise-ag.fp8pre-v2048-gb4-s1-f32",
-            VOLUME,
-            {"collective": "all_reduce (sum) in float32 along dp_replicate"},
-        ),
-        (
-            "gradients_reduced_after_every_microbatch",
-            "fsdp2-rowwise-v2048-gb4-s1-accum2-reduce.last-f32",
-            VOLUME,
-            {"kind": "reduce_scatter", "op": "sum", "dtype": "float32"},
-        ),
         ("weights_kept_after_forward", "fsdp2-rowwise-v2048-gb4-s1-f32", GATHERS, {"often": "seldom"}),
-        (
-            "weights_freed_after_forward",
-            "fsdp2-reshard.never-rowwise-v2048-gb4-s1-b16",
-            GATHERS,
-            {"often": "often"},
-        ),
-        (
-            "gradients_reduced_in_another_dtype",
-            "fsdp2-tensorwise-ag.fp8pre-ac.layer2-v2048-gb4-s1-b16",
-            VOLUME,
-            {"kind": "reduce_scatter", "op": "sum", "dtype": "bfloat16"},
-        ),
         (
             "gradients_reduced_in_another_dtype",
             "fsdp2-tensorwise-v2048-gb4-s1-reduce.b16-b16",
