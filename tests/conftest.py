@@ -14,8 +14,8 @@ from tests.examples import PROFILE, examples
 
 # No deadline: the time of one example says nothing on a machine that other jobs use too. The examples of `ci` are the
 # same in every run, those of the others are not.
-settings.register_profile("dev", deadline=None, max_examples=examples(50))
-settings.register_profile("ci", parent=settings.get_profile("dev"), derandomize=True, print_blob=True)
+settings.register_profile("dev", deadline=None, max_examples=examples(30))
+settings.register_profile("ci", deadline=None, max_examples=examples(50), derandomize=True, print_blob=True)
 settings.register_profile("nightly", deadline=None, max_examples=examples(100), print_blob=True)
 settings.load_profile(PROFILE)
 

@@ -17,6 +17,7 @@ from harness.matrix.axes import own_axes
 from harness.matrix.caseid import parse_case_id
 from harness.running.versions import NotInstalled, Source, Versions
 from tests.acceptance.conftest import Command
+from tests.acceptance.inside import Inside, Warm
 
 REPORT = """# float8 crash with TP
 pytorch/ao#77 on 2025-06-03
@@ -97,10 +98,10 @@ id = "{CASE}"
 FAR, GOOD = (f"fsdp2-tensorwise-v2048-s3-{seed}f32-tol.0.05" for seed in ("seed4-", ""))
 
 
-def real(project: Command) -> Command:
+@pytest.fixture
+def real(project: Command, warm: Warm) -> Inside:
     """The project, with ranks that run torch."""
-    project.environment["FP8_HARNESS_PROGRAM"] = ""
-    return project
+    return Inside(project.folder, {"FP8_HARNESS_PROGRAM": "harness.worker.main"}, warm=warm)
 
 
 def write_bug(project: Command, text: str) -> None:
@@ -109,9 +110,9 @@ def write_bug(project: Command, text: str) -> None:
     path.write_text(text)
 
 
-def test_a_bug_is_reproduced_with_its_fault(project: Command) -> None:
-    write_bug(project, BUG)
-    there = real(project).run("bug", "repro", "megatron-442", "--planted", "-q")
+def test_a_bug_is_reproduced_with_its_fault(real: Inside) -> None:
+    write_bug(real, BUG)
+    there = real.run("bug", "repro", "megatron-442", "--planted", "-q")
     assert there.returncode == 1, there.stderr
     assert f"found     {RULES.amax.name}" in there.stdout
     assert "hardware: 8 x A100 reported, the virtual FP8 device here" in there.stdout
@@ -136,17 +137,17 @@ def test_the_answer_is_an_exit_code(project: Command) -> None:
     assert project.call("bug", "repro", "no-such-bug").returncode == 2
 
 
-def test_a_failure_is_made_small_and_what_it_needs_is_told(project: Command) -> None:
+def test_a_failure_is_made_small_and_what_it_needs_is_told(real: Inside) -> None:
     words = ("bug", "shrink", CASE, *FAULT)
-    done = real(project).run(*words, "--json", "shrunk.json", "--output", "small.toml")
+    done = real.run(*words, "--json", "shrunk.json", "--output", "small.toml")
     assert done.returncode == 0, done.stderr
-    found = json.loads((project.folder / "shrunk.json").read_text())
+    found = json.loads((real.folder / "shrunk.json").read_text())
     axes = own_axes(parse_case_id(found["case"]))
     assert (axes["tp"], axes["steps"], "checkpointing" in axes) == (2, 1, False)
     assert "needs\n  tp 2\n    with tp 1: no failure" in done.stdout  # 2 heads allow no other degree
     assert "does not depend on" in done.stdout and "checkpointing full -> none" in " ".join(done.stdout.split())
-    assert found["case"] in project.call("list", "small.toml").stdout
-    again = project.call(*words, "-q")
+    assert found["case"] in real.call("list", "small.toml").stdout
+    again = real.run(*words, "-q")
     assert f"smallest case: {found['case']}" in again.stdout and " 0 run now" in again.stdout
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+from collections.abc import Callable
+from multiprocessing import get_context
 from pathlib import Path
 
 import pytest
@@ -239,44 +239,38 @@ def test_a_damaged_import_is_interrupted_or_no_run(project: Project) -> None:
     assert list(runs_of(project)) == []
 
 
-IMPORT = """
-import sys
-from pathlib import Path
-from harness.project import Project
-from harness.running.stored import import_results, read_results
-root = Path(sys.argv[1])
-project = Project(root=root, state=root / "state")
-for file in sorted(root.glob("*.jsonl")):
-    import_results(project, read_results(file))
-"""
-APPEND = """
-import sys
-from pathlib import Path
-from harness.store import RunStore
-from tests.builders import make_result
-for number in range(100):
-    RunStore(Path(sys.argv[1])).append(make_result(f"{sys.argv[2]}{number}", command="x" * 20000))
-"""
+def import_all(project: Project, folder: Path) -> None:
+    for file in sorted(folder.glob("*.jsonl")):
+        import_results(project, read_results(file))
 
 
-def both(code: str, *arguments: tuple[str, ...]) -> None:
-    """Run the code in several processes at once."""
-    processes = [subprocess.Popen([sys.executable, "-c", code, *words]) for words in arguments]
-    assert [process.wait(timeout=120) for process in processes] == [0] * len(processes)
+def append_hundred(file: Path, name: str) -> None:
+    for number in range(100):
+        RunStore(file).append(make_result(f"{name}{number}", command="x" * 20000))
+
+
+def at_once(work: Callable[..., None], *arguments: tuple[object, ...]) -> None:
+    """Do it in several processes."""
+    processes = [get_context("fork").Process(target=work, args=each) for each in arguments]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(120)
+    assert [process.exitcode for process in processes] == [0] * len(processes)
 
 
 def test_two_processes_import_the_same_files_at_once(project: Project, tmp_path: Path) -> None:
     for number in range(20):
         started = f"2026-01-01T00:00:{number:02}+00:00"
         (tmp_path / f"{number}.jsonl").write_bytes(run_lines(a_run(A, B, started=started)))
-    both(IMPORT, (str(tmp_path),), (str(tmp_path),))
+    at_once(import_all, (project, tmp_path), (project, tmp_path))
     assert len(list(runs_of(project))) == 20
     assert all(ids(results_of(project, f"last~{number}")) == [A, B] for number in range(20))
 
 
 def test_two_processes_append_to_one_run_at_once(tmp_path: Path) -> None:
     file = tmp_path / "run.jsonl"
-    both(APPEND, (str(file), "a"), (str(file), "b"))
+    at_once(append_hundred, (file, "a"), (file, "b"))
     found = RunStore(file).read()
     assert found.damaged == {} and len(found.results) == 200
 
