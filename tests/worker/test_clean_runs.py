@@ -49,7 +49,6 @@ CASES = [
     "tp2-rowwise-filter.w1+wk-ac.op-bias-v2048-gb4-s2-b16",
     "fsdp2-reshard.never-rowwise-ac.full-v2050-gb4-s3-f32",
     "hsdp2x2-tensorwise-ag.fp8pre-head.fp8-v2048-s2-accum2-reduce.last-b16",
-    "fsdp2-tensorwise-ag.fp8-v2048-gb4-s3-sgd-lr0.1-b16",
 ]
 # Of these, the same without probes, too: every layout, recipe and dtype, checkpointed or not.
 COMPARED = [
@@ -90,6 +89,7 @@ NIGHTLY = [
     "hsdp2x2-tensorwise-ag.fp8pre-head.fp8-ac.full-v2048-gb4-s3-b16",
 ]
 NIGHTLY_COMPARED = [
+    "fsdp2-tensorwise-ag.fp8-v2048-gb4-s3-sgd-lr0.1-b16",
     "tp2-tensorwise-v2048-gb4-s2-f32",
     "tp2-tensorwise-v2048-gb4-s2-b16",
     "tp2-tensorwise-ac.op-v2048-gb4-s2-f64",
