@@ -101,7 +101,10 @@ def _recorded(place: Path) -> dict[str, _Recorded]:
     """By full path, the files of a package, or of a module, that installers have recorded with their hash."""
     found = {}
     for record in place.parent.glob("*.dist-info/RECORD"):
-        written_ns, lines = record.stat().st_mtime_ns, record.read_text().splitlines()
+        written_ns, content = record.stat().st_mtime_ns, record.read_bytes()
+        if b"\n" + place.name.encode() not in b"\n" + content:  # as of most packages, with thousands of lines each
+            continue
+        lines = content.decode().splitlines()
         for path, digest, size in csv.reader(line for line in lines if line.startswith(place.name)):
             if digest:
                 found[f"{place.parent}/{path}"] = _Recorded(digest, size, written_ns)
