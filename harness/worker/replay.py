@@ -217,7 +217,7 @@ def replay(request: RunRequest, device: torch.device) -> RankTrace:
     watching = Replay(assembled(case, request.replayed, device), 1 if is_llama(case.target) else case.layout.dp)
     products = ScaledProducts()
     watching.attach(model, case, products, compiled=request.case.compile != "none")
-    products.watch()
+    products.watch(in_blocks=request.case.float8.traits.in_blocks)
     replayed = replayed_steps(request.case, request.numerics)
     steps = tuple(_replay_step(prepared, watching, turn) for turn in _turns(replayed))
     watching.finish()

@@ -10,16 +10,17 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
+from importlib import import_module
 from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torchao.float8 import float8_ops
-from torchao.float8.float8_linear import Float8Linear
 
 from harness.matrix.case import Case
 from harness.matrix.linears import shard_sizes
+from harness.matrix.recipes import BLOCK
+from harness.worker.discovery import is_converted
 from harness.worker.dispatch_hooks.hook import unobserved
 from harness.worker.probes.fsdp_params import ManagedParam
 from harness.worker.probes.module_tensors import NORMS
@@ -148,6 +149,9 @@ def products_in_parts(a: Tensor, b: Tensor, ranks: int) -> Tensor:
     return torch.stack([one @ other for one, other in zip(_chunks(a, ranks, 1), rows, strict=True)])
 
 
+Cut = Callable[[slice], Tensor]  # multiplies a part of what a matmul contracts
+
+
 class ScaledProducts:
     """Multiplies the first matmul of float8 tensors behind a `restart` again, as TP ranks do.
 
@@ -155,34 +159,68 @@ class ScaledProducts:
     """
 
     def __init__(self) -> None:
-        self._stock: Any = float8_ops.addmm_float8_unwrapped
-        self._call: tuple[tuple[Any, ...], dict[str, Any]] | None = None
+        self._first: Cut | None = None
 
-    def watch(self) -> None:
-        """For the rest of the life of this process."""
-        module: Any = float8_ops
-        module.addmm_float8_unwrapped = self
+    def watch(self, *, in_blocks: bool) -> None:
+        """For the rest of the life of this process. `in_blocks`: the matmuls of MXFP8."""
+        where, name, cutting = _MXFP8 if in_blocks else _FLOAT8
+        module: Any = import_module(where)
+        setattr(module, name, self._watched(getattr(module, name), cutting))
 
-    def __call__(self, *args: Any, **options: Any) -> Tensor:
-        if self._call is None:
-            self._call = args, options
-        product: Tensor = self._stock(*args, **options)
-        return product
+    def _watched(self, stock: Callable[..., Tensor], cutting: Callable[..., Cut]) -> Callable[..., Tensor]:
+        def multiply(*args: Any, **options: Any) -> Tensor:
+            if self._first is None:
+                self._first = cutting(stock, *args, **options)
+            return stock(*args, **options)
+
+        return multiply
 
     def restart(self) -> None:
-        self._call = None
+        self._first = None
 
     def in_parts(self, k: int, ranks: int) -> Tensor | None:
-        """[ranks, m, n], of which each has contracted its part of `k`; None where nothing was multiplied.
-
-        Operands may be padded with zeros along the contracted dim, and so are those of every rank.
-        """
-        if self._call is None:
+        """[ranks, m, n], of which each has contracted its part of `k`; None where nothing was multiplied."""
+        if self._first is None:
             return None
-        (a, a_scale, b, b_scale, *rest), options = self._call
-        parts = ((_padded(a[:, part]), a_scale, _padded(b[part].t()).t(), b_scale) for part in _slices(k, ranks))
         with unobserved():
-            return torch.stack([self._stock(*each, *rest, **options) for each in parts])
+            return torch.stack([self._first(part) for part in _slices(k, ranks)])
+
+
+def _cutting_tensors(
+    stock: Callable[..., Tensor], a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, *rest: Any, **options: Any
+) -> Cut:
+    """Operands may be padded with zeros along the contracted dim, and so are those of every rank."""
+    return lambda part: stock(_padded(a[:, part]), a_scale, _padded(b[part].t()).t(), b_scale, *rest, **options)
+
+
+def _cutting_blocks(stock: Callable[..., Tensor], a: Any, b: Any, *rest: Any, **options: Any) -> Cut:
+    """Of MXTensors: `a` has its scales as [m, blocks], `b` as [blocks, n]."""
+
+    def cut(part: slice) -> Tensor:
+        blocks = slice(part.start // BLOCK, part.stop // BLOCK)
+        rows = _of_parts(a, a.qdata[:, part].contiguous(), a.scale[:, blocks].contiguous())
+        columns = _of_parts(b, b.qdata[part].t().contiguous().t(), b.scale[blocks].t().contiguous().t())
+        return stock(rows, columns, *rest, **options)
+
+    return cut
+
+
+_FLOAT8: tuple[str, str, Callable[..., Cut]] = (
+    "torchao.float8.float8_ops",
+    "addmm_float8_unwrapped",
+    _cutting_tensors,
+)
+_MXFP8: tuple[str, str, Callable[..., Cut]] = (
+    "torchao.prototype.mx_formats.mx_tensor",
+    "_addmm_mx_dispatch",
+    _cutting_blocks,
+)
+
+
+def _of_parts(whole: Any, data: Tensor, scale: Tensor) -> Any:
+    names, others = whole.__tensor_flatten__()
+    parts = dict(zip(names, (data, scale), strict=True))
+    return type(whole).__tensor_unflatten__(parts, others, data.shape, data.stride())
 
 
 def _slices(total: int, ranks: int) -> Iterator[slice]:
@@ -218,8 +256,9 @@ class Ranks:
         parts = None if output is None else output.values.parts
         self.count = len(pieces) if parts is None else len(parts)
         forward = type(module).forward  # a class of the target may compute something else
-        self._is_wide = forward is nn.Linear.forward
-        is_known = self._is_wide or isinstance(module, Float8Linear)
+        converted = is_converted(module)
+        self._is_wide = forward is nn.Linear.forward and not converted
+        is_known = self._is_wide or converted
         self.by_rows = is_known and parts is not None  # they add up their outputs
         # They add up the gradients of their inputs.
         self.by_columns = is_known and parts is None and len({spans[-1] for spans in pieces}) > 1

@@ -6,7 +6,6 @@ On CUDA it installs the exact matmul where that is asked for, and nothing else.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import warnings
 from collections.abc import Callable, Mapping
@@ -67,10 +66,7 @@ def _kernels(fabric: Fabric) -> Mapping[str, object]:
 def _install_device() -> None:
     if not internals.gaps(internals.ASYNC_TP):
         _install_async_tp()
-    with contextlib.suppress(ImportError, RuntimeError):  # cases of MXFP8 say then what the virtual device lacks
-        from harness.worker.virtual import mxfp8
-
-        mxfp8.install()
+    if hasattr(torch.ops.torchao, "mxfp8_quantize"):  # `main.preload` has installed it before anything imports its stub
         _installed.add("mxfp8")
     if not internals.gaps(internals.COMPILED):
         from harness.worker.virtual import graph_backend
