@@ -26,7 +26,7 @@ class Float8(CaseStruct, frozen=True, kw_only=True):
     `filter_fqns`: linears whose FQN contains one of these strings are not converted, as in torchtitan.
 
     `conversion` and `convert_after_tp` are of MXFP8: `module` replaces a linear by MXFP8Linear, `wrapper` wraps its
-    weight by `quantize_`, before or after tensor parallelism is applied.
+    weight by `quantize_`, before or after tensor parallelism is applied; at `tp` = 1 that has no meaning.
 
     `casts` differ from the recipe. Operands of matmuls have torchao's names (`cast_configs` in logs): `i`, `w` and `go`
     are input, weight and grad_output, `i_gw`, `w_gi` and `go_gw` those of grad_weight and grad_input. Each is `ten`,

@@ -71,7 +71,6 @@ EXAMPLES: list[tuple[str, dict[str, object]]] = [
     ("mxfp8_casts_bfloat16", {"recipe": "mxfp8"}),
     ("conversion_of_mxfp8", {"recipe": "rowwise", "conversion": "wrapper"}),
     ("conversion_of_mxfp8", {"recipe": "rowwise", "convert_after_tp": True, "tp": 2}),
-    ("conversion_order_needs_tp", {"recipe": "mxfp8", "convert_after_tp": True}),
     ("wrapped_after_tp_is_no_dtensor", {"recipe": "mxfp8", "convert_after_tp": True, "conversion": "wrapper", "tp": 2}),
     ("mxfp8_has_no_float8_options", {"recipe": "mxfp8", "pad_inner_dim": True}),
     ("mxfp8_has_no_float8_options", {"recipe": "mxfp8_floor", "casts": ["i:ten"]}),
