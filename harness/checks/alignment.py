@@ -16,14 +16,15 @@ from harness.matrix.case import Case
 from harness.trace import Run
 from harness.verdict import Finding
 
-# torch's wording in the size checks of `_scaled_mm` (CUDA and meta registrations) and in its stride checks.
-REFUSED = re.compile(r"divisible by 16\b|multiple of 16\b")
+# torch's wording in the size checks of `_scaled_mm` (CUDA and meta registrations) and in its stride checks, and
+# torchao's in its casts to MXFP8.
+REFUSED = re.compile(r"divisible by (?:16\b|inner block size\b)|multiple of (?:16|32)\b")
 
 
 _rule = Rules("alignment", Stage.MODEL)
 REFUSED_ALIGNED = _rule("refused", "refused on {ranks} although every GEMM is aligned")
 REFUSED_SIZES = _rule(
-    "sizes", "refused on {ranks}: sizes of a converted linear, or of its tokens, are no multiples of 16 there"
+    "sizes", "refused on {ranks}: sizes of a converted linear, or of its tokens, are no multiples of {multiple} there"
 )
 TRAINED = _rule("trained", "trained silently on {ranks} instead of being refused ({refusal}: {reason})")
 OTHER_ERROR = _rule("other-error", "failed on rank {rank} with another error than the refusal {refusal}")
@@ -45,7 +46,13 @@ def check_alignment(case: Case, run: Run, witnesses: Witnesses) -> Iterator[Find
         if refused:
             rule = REFUSED_ALIGNED if witnesses.expect.has_formulas else REFUSED_SIZES
             ranks = [failure.rank for failure in refused]
-            yield rule.finding(rank=ranks[0], ranks=ranks, expected="training", found=refused[0].message)
+            yield rule.finding(
+                rank=ranks[0],
+                ranks=ranks,
+                expected="training",
+                found=refused[0].message,
+                multiple=case.float8.traits.multiple,
+            )
         return
     expected, trained = f"an error matching {refusal.pattern!r}", [trace.rank for trace in run.traces]
     if trained:

@@ -123,9 +123,9 @@ _KNOWN = (
         "build on world.device, and name no device of your own: on this machine it is the virtual FP8 device, a cpu.",
     ),
     _Advice(
-        r"divisible by 16\b|multiple of 16\b",
-        "float8 matmuls need sizes that are multiples of 16, those of a shard too: choose such sizes, leave the linear "
-        "out (filter_fqns), or pad the inner one (pad_inner_dim).",
+        r"divisible by (?:16\b|inner block size\b)|multiple of (?:16|32)\b",
+        "float8 matmuls need sizes that are multiples of 16, of 32 in MXFP8, those of a shard too: choose such sizes, "
+        "leave the linear out (filter_fqns), or pad the inner one (pad_inner_dim; not in MXFP8).",
     ),
     _Advice(
         r"mixed torch\.Tensor and DTensor",
