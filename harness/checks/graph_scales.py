@@ -33,7 +33,7 @@ from harness.expect.expectations import CASTS, Expectations
 from harness.expect.generated import rounding
 from harness.matrix.case import Case
 from harness.matrix.layout import peers
-from harness.matrix.recipes import E5M2, FLOAT8_MAX
+from harness.matrix.recipes import BLOCK, E5M2, FLOAT8_MAX
 from harness.sentence import format_ranks
 from harness.trace import Run
 from harness.trace.graphs import GraphCast, GraphMatmul, UnknownCast
@@ -169,7 +169,12 @@ def _single_casts(case: Case, casts: Casts) -> Iterator[Mismatch]:
 def _cast_rules(case: Case, cast: GraphCast) -> Iterator[Broken]:
     if cast.target_dtype not in FLOAT8_MAX:
         yield RULES.target_dtype, " or ".join(FLOAT8_MAX), cast.target_dtype
-    if not _scale_shape_fits(cast):
+    if case.float8.traits.in_blocks:
+        rows, columns = cast.shape
+        shapes = (rows, columns // BLOCK), (columns, rows // BLOCK)
+        if cast.scale.shape not in shapes:
+            yield RULES.scale_shape, f"{shapes[0]} or {shapes[1]}", str(cast.scale.shape)
+    elif not _scale_shape_fits(cast):
         yield RULES.scale_shape, f"one scale, or one per row of {list(cast.shape)}", str(cast.scale.shape)
     slack = _slack(case, cast)
     yield from (broken for broken in value_rules(RULES, case, cast) if not (slack and broken[0] is RULES.saturated))
@@ -203,6 +208,8 @@ def _tp_groups(case: Case, casts: Casts) -> Iterator[Mismatch]:
             if len(group) != len(ranks):
                 every = f"{len(ranks)} ranks"
                 yield _mismatch(min(group), cast, OTHER_CASTS, every, f"{len(group)}")
+            elif case.float8.traits.in_blocks:  # which no sharding divides
+                yield from _each_alone(case, group)
             elif math.prod(cast.scale.shape) == 1:
                 yield from _one_scale(case, rank, group)
             else:
@@ -217,6 +224,9 @@ def _matmuls(case: Case, run: Run, casts: Casts) -> Iterator[Mismatch]:
             sides = {"a": (matmul.a_scale, matmul.a_casts), "b": (matmul.b_scale, matmul.b_casts)}
             for side, (scale, orders) in sides.items():
                 known = [casts[trace.rank][matmul.step, order] for order in orders if matmul.step]
+                if case.float8.traits.in_blocks and matmul.step:
+                    yield from _block_scales(trace.rank, matmul, side, scale, known)
+                    continue
                 # Rowwise gradients are multiplied without scales, and divided by them afterwards.
                 right = [inverse(cast.scale) for cast in known] + [(1.0, 1.0)] * (
                     of_rows and matmul.phase == "backward"
@@ -225,6 +235,18 @@ def _matmuls(case: Case, run: Run, casts: Casts) -> Iterator[Mismatch]:
                     operand = f"operand {side} of a matmul in {matmul.phase}"
                     place = matmul.step, matmul.order, trace.rank, matmul.fqn
                     yield Mismatch(*place, MATMUL_SCALE, f"{right[0]}", format_scale(scale), operand)
+
+
+def _block_scales(
+    rank: int, matmul: GraphMatmul, side: str, scale: ScaleSummary, known: Sequence[GraphCast]
+) -> Iterator[Mismatch]:
+    """The scales of blocks are those of the cast, every one."""
+    if scale.digest not in {cast.scale.digest for cast in known}:
+        expected = format_scale(known[0].scale) if known else "those of a cast in this step"
+        operand = f"operand {side} of a matmul in {matmul.phase}"
+        yield Mismatch(
+            matmul.step, matmul.order, rank, matmul.fqn, MATMUL_SCALE, expected, format_scale(scale), operand
+        )
 
 
 def _fits(case: Case, matmul: GraphMatmul, scale: ScaleSummary, expected: tuple[float, float]) -> bool:
@@ -258,13 +280,17 @@ def _row_scales(case: Case, rank: int, group: dict[int, GraphCast]) -> Iterator[
         highest = largest(each.scaled_amax_maximum for each in group.values())
         yield from _power_of_two(case, rank, group[rank], highest, highest)
         return
+    yield from _each_alone(case, group)
+
+
+def _each_alone(case: Case, group: dict[int, GraphCast]) -> Iterator[Mismatch]:
     for other, theirs in group.items():
         yield from _power_of_two(case, other, theirs, theirs.scaled_amax_minimum, theirs.scaled_amax_maximum)
 
 
 def _power_of_two(case: Case, rank: int, cast: GraphCast, lowest: float, highest: float) -> Iterator[Mismatch]:
-    slack = _slack(case, cast)
-    for broken in power_of_two_rule(RULES.amax, cast.target_dtype, lowest * (1 + slack), highest * (1 - slack)):
+    slack, traits = _slack(case, cast), case.float8.traits
+    for broken in power_of_two_rule(RULES.amax, traits, cast.target_dtype, lowest * (1 + slack), highest * (1 - slack)):
         yield _mismatch(rank, cast, *broken)
 
 

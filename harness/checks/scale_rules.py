@@ -18,7 +18,7 @@ from harness.checks.rule import Rule, Rules, Stage
 from harness.expect.expectations import CASTS
 from harness.matrix.case import Case
 from harness.matrix.layout import MESH_AXES, peers
-from harness.matrix.recipes import FLOAT8_MAX
+from harness.matrix.recipes import FLOAT8_MAX, RecipeTraits
 from harness.sentence import format_ranks
 from harness.trace.operands import CastRecord, CastStatistics, ScaleSummary
 
@@ -98,19 +98,28 @@ def tensorwise_rule(rule: Rule, cast: CastStatistics, amax: float) -> Iterator[B
 
 
 def power_of_two_rule(
-    rule: Rule, target_dtype: str, lowest: float, highest: float, *, up: float = 1.0
+    rule: Rule, traits: RecipeTraits, target_dtype: str, lowest: float, highest: float
 ) -> Iterator[Broken]:
-    """Power-of-two scales put every amax * scale, here from `lowest` to `highest`, into (1/2, 1] of fp8 max.
+    """Power-of-two scales put every amax * scale, here from `lowest` to `highest`, into their binade."""
+    limit = FLOAT8_MAX.get(target_dtype, math.nan)
+    if highest == 0 or math.isnan(highest) or _in_binade(traits, limit, lowest, highest):
+        return
+    found = f"{lowest / limit:.9g} to {highest / limit:.9g} of it"
+    if 0 < lowest <= highest < math.inf:
+        found += f", as for amaxes of {limit / highest / 2:.3g} to {limit / lowest:.3g} times the right ones"
+    binade = "[4/7, 8/7)" if traits.rounds_scales_down else "(1/2, 1]"
+    yield rule, f"amax * scale in {binade} of {limit:g}", found
 
-    `up`: or of a multiple of it, above which scales are rounded down.
+
+def _in_binade(traits: RecipeTraits, limit: float, lowest: float, highest: float) -> bool:
+    """True for (1/2, 1] of the largest value, or [256, 512) of E4M3 where the scales of blocks are rounded down.
+
+    Scales of blocks are exact, those of rows come out of a logarithm.
     """
-    limit = FLOAT8_MAX.get(target_dtype, math.nan) * up
-    fits = lowest / limit > 0.5 * (1 - _LOG2_TOLERANCE) and highest / limit <= 1 + _LOG2_TOLERANCE
-    if highest != 0 and not math.isnan(highest) and not fits:
-        found = f"{lowest / limit:.9g} to {highest / limit:.9g} of it"
-        if 0 < lowest <= highest < math.inf:
-            found += f", as for amaxes of {limit / highest / 2:.3g} to {limit / lowest:.3g} times the right ones"
-        yield rule, f"amax * scale in (1/2, 1] of {limit:g}", found
+    if traits.rounds_scales_down:
+        return lowest >= limit * 4 / 7 and highest < limit * 8 / 7
+    slack = 0.0 if traits.in_blocks else _LOG2_TOLERANCE
+    return lowest / limit > 0.5 * (1 - slack) and highest / limit <= 1 + slack
 
 
 def inverse(scale: ScaleSummary) -> tuple[float, float]:
@@ -184,7 +193,9 @@ def _factor(target_dtype: str, factor: float) -> str:
     return _FACTOR.format(exponent) if exponent and _near(factor, 2.0**exponent) else ""
 
 
-def implied_by_power(cast: CastStatistics, lowest: float, highest: float, earlier: Iterable[CastRecord]) -> str:
+def implied_by_power(
+    traits: RecipeTraits, cast: CastStatistics, lowest: float, highest: float, earlier: Iterable[CastRecord]
+) -> str:
     """The same of scales that are powers of two, with the smallest and largest amax * scale.
 
     Each implies an interval of amaxes alone, so all of them are compared with those of `earlier` casts.
@@ -192,8 +203,9 @@ def implied_by_power(cast: CastStatistics, lowest: float, highest: float, earlie
     limit = FLOAT8_MAX.get(cast.target_dtype, math.nan)
     if 0 < lowest <= highest < math.inf:
         exponent = math.ceil(math.log2(highest / limit))
-        if exponent and lowest / limit > 2.0 ** (exponent - 1):
-            return _FACTOR.format(exponent)
+        for power in (exponent - 1, exponent):  # the lower one where scales are rounded down
+            if power and _in_binade(traits, limit, lowest / 2.0**power, highest / 2.0**power):
+                return _FACTOR.format(power)
     differ = cast.scale.minimum < cast.scale.maximum  # or they are equal to others by chance
     steps = [other.step for other in earlier if differ and other.scale.digest == cast.scale.digest]
     return f"it is the scale of step {max(steps)}" if steps else ""

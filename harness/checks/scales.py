@@ -95,7 +95,7 @@ def _source(case: Case, casts: Casts, wrong: Mismatch) -> str:
     group = _group(case, casts, wrong.rank, place)
     if case.float8.traits.power_of_two_scales:
         earlier = earlier_casts(casts, wrong.rank, place)
-        return implied_by_power(cast, *_scaled_amaxes(cast, list(group.values())), earlier)
+        return implied_by_power(case.float8.traits, cast, *_scaled_amaxes(cast, list(group.values())), earlier)
     right = largest(part.amax for part in group.values())
     sources = cast_sources(case, casts, wrong.rank, place, group)
     return implied_source(cast.target_dtype, cast.scale.maximum, right, sources)
@@ -198,8 +198,8 @@ def _amax_rules(case: Case, cast: CastRecord, group: list[CastRecord]) -> Iterat
     if not case.float8.traits.power_of_two_scales:
         yield from tensorwise_rule(RULES.amax, cast, largest(other.amax for other in group))
         return
-    up = 8 / 7 if case.float8.traits.rounds_scales_down else 1.0  # 512 / 448
-    yield from power_of_two_rule(RULES.amax, cast.target_dtype, *_scaled_amaxes(cast, group), up=up)
+    traits = case.float8.traits
+    yield from power_of_two_rule(RULES.amax, traits, cast.target_dtype, *_scaled_amaxes(cast, group))
 
 
 def _scaled_amaxes(cast: CastRecord, group: list[CastRecord]) -> tuple[float, float]:

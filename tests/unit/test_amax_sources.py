@@ -18,7 +18,7 @@ from harness.checks.scale_rules import (
     implied_source,
     tensorwise_scale,
 )
-from harness.matrix.recipes import E4M3, E5M2
+from harness.matrix.recipes import E4M3, E5M2, TRAITS
 from harness.trace.operands import CastRecord, OperandTrace
 from tests.builders import WQ, make_case, make_cast, make_scale, make_trace
 
@@ -140,13 +140,13 @@ def power(value: float, step: int = 3, *, rows: bool = True) -> CastRecord:
     ],
 )
 def test_powers_of_two_that_are_off_alike_are_named(lowest: float, highest: float, words: str) -> None:
-    assert implied_by_power(power(8.0), lowest * 448, highest * 448, ()) == words
+    assert implied_by_power(TRAITS["rowwise"], power(8.0), lowest * 448, highest * 448, ()) == words
 
 
 def test_row_scales_of_an_earlier_step_are_named() -> None:
     earlier = (power(8.0, 1), power(8.0, 2), power(4.0, 2))
-    assert implied_by_power(power(8.0), 90, 900, earlier) == "it is the scale of step 2"
-    assert implied_by_power(power(2.0), 90, 900, earlier) == ""
-    assert implied_by_power(power(8.0, rows=False), 90, 900, earlier) == ""
+    assert implied_by_power(TRAITS["rowwise"], power(8.0), 90, 900, earlier) == "it is the scale of step 2"
+    assert implied_by_power(TRAITS["rowwise"], power(2.0), 90, 900, earlier) == ""
+    assert implied_by_power(TRAITS["rowwise"], power(8.0, rows=False), 90, 900, earlier) == ""
     casts = {0: recorded(0, "float32")}
     assert [each.step for each in earlier_casts(casts, 0, PLACE)] == [1, 2]

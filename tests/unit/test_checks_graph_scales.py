@@ -267,3 +267,42 @@ def test_a_matmul_with_the_scale_of_another_is_found(case_id: str, phase: Any, s
     run = run_of(replace(recorded, graphs=graphs))
     expected = make_witnesses(case, compiled_casts=CompiledCasts(1, 0, 1))
     assert rules(check_graph_scales(case, run, expected)) == ({MATMUL_SCALE.name} if found else set())
+
+
+MXFP8 = parse_case_id("single-mxfp8-graph-v2048-s1-b16")
+ONES = make_scale(1.0, (16, 1), dtype="float8_e8m0fnu")
+
+
+def of_blocks(**changes: Any) -> GraphCast:
+    """A cast of 16 blocks to MXFP8, whose largest values are in the binade of 448."""
+    made = replace(cast(0, 1, ONES), scaled_amax_minimum=225.0, scaled_amax_maximum=448.0)
+    return replace(made, **changes)
+
+
+def check_blocks(
+    made: GraphCast, *, used: ScaleSummary = ONES, known: tuple[int, ...] = (1,), case: Case = MXFP8
+) -> set[str]:
+    matmul = GraphMatmul(
+        step=1, order=1, phase="forward", fqn="w1", a_scale=used, b_scale=ONES, a_casts=(1,), b_casts=known
+    )
+    recorded = trace(case, 0, [made])
+    assert recorded.graphs is not None
+    run = run_of(replace(recorded, graphs=replace(recorded.graphs, matmuls=(matmul,))))
+    return rules(check_graph_scales(case, run, make_witnesses(case, compiled_casts=CompiledCasts(1, 0, 0))))
+
+
+def test_blocks_have_scales_of_their_own() -> None:
+    assert check_blocks(of_blocks()) == set()
+    assert check_blocks(of_blocks(scaled_amax_maximum=448.5)) == {RULES.amax.name}
+    assert check_blocks(of_blocks(scaled_amax_minimum=224.0)) == {RULES.amax.name}
+    assert check_blocks(of_blocks(scale=replace(ONES, shape=(16, 2)))) == {RULES.scale_shape.name}
+    assert check_blocks(of_blocks(scale=replace(ONES, dtype="float32"))) == {RULES.scale_dtype.name}
+    assert check_blocks(of_blocks(), used=replace(ONES, digest="others")) == {MATMUL_SCALE.name}
+    assert check_blocks(of_blocks(), known=()) == {MATMUL_SCALE.name}
+
+
+def test_scales_that_are_rounded_down_leave_values_below_512() -> None:
+    floor = parse_case_id("single-mxfp8_floor-graph-v2048-s1-b16")
+    assert check_blocks(of_blocks(scaled_amax_minimum=256.0, scaled_amax_maximum=511.0), case=floor) == set()
+    for changes in ({"scaled_amax_minimum": 255.0}, {"scaled_amax_minimum": 256.0, "scaled_amax_maximum": 512.0}):
+        assert check_blocks(of_blocks(**changes), case=floor) == {RULES.amax.name}

@@ -46,6 +46,7 @@ CASES = [
     "tp2-rowwise-v2048-gb4-s3-resume.resharded-sgd-lr0.1-f64",
     "fsdp2-reshard.always-tensorwise-ag.fp8-head.fp8-bias-v2048-gb4-s3-b16",
     "fsdp3-tensorwise-v2050-gb6-s2-b16",
+    "hsdp2x2-mxfp8_floor-head.fp8-ac.op-v2048-gb4-s2-b16",
     "tp2-rowwise-filter.w1+wk-ac.op-bias-v2048-gb4-s2-b16",
     "fsdp2-reshard.never-rowwise-ac.full-v2050-gb4-s3-f32",
     "hsdp2x2-tensorwise-ag.fp8pre-head.fp8-v2048-s2-accum2-reduce.last-b16",
@@ -58,6 +59,7 @@ COMPARED = [
     "fsdp2-tp2-bf16-v2048-s2-accum2-reduce.last-b16",
     "hsdp2x2-rowwise-v2048-gb4-s2-ignore.half-param.b16-b16",
     "fsdp2-tp2-rowwise-ac.op-v2048-gb4-s2-eval-ignore.unequal-f64",
+    "fsdp2-mxfp8-wrapper-ac.full-v2048-gb4-s2-accum2-b16",
 ]
 
 # The same every night, of more kinds.
@@ -67,6 +69,8 @@ NIGHTLY = [
     "tp2-tensorwise-casts.i.dis+w.dis-v2048-gb4-s2-f64",
     "tp2-rowwise-casts.go_gw.ten+i.ten+w.ten-ac.op-v2048-gb4-s2-f64",
     "tp2-rowwise-v2048-gb4-s2-f32",
+    "single-mxfp8_with_gw_hp-ac.layer2-bias-v2256-gb4-s2-eval-b16",
+    "fsdp4-mxfp8-filter.w1+wk-v2048-gb4-s2-param.b16-b16",
     "tp2-rowwise-ac.op-v2048-gb4-s3-b16",
     "tp2-rowwise-filter.w1+wk-ac.op-bias-v2048-gb4-s2-f32",
     "tp2-tensorwise-kvheads.4-v2048-gb4-s2-f32",

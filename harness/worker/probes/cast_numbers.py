@@ -108,6 +108,8 @@ def _log2_total(values: Array) -> float:
 
 
 EPS = np.float64(1e-12)  # torchao clamps an amax below this: such a row has no amax * scale worth a rule
+SMALLEST_BLOCK = np.float64(2.0**-118)  # blocks with a smaller amax share the scale 2**-127, the smallest of e8m0
+_SMALLEST_SCALE = 2.0**-127
 _ROUNDING = 1 + 2.0**-20  # a scale is rounded once, the product with it once more
 _MAGNITUDE = np.uint8(0x7F)
 _CPU_DEVICE = (1, 0)  # kDLCPU, the only one
@@ -122,6 +124,7 @@ class Cast(NamedTuple):
     scale: torch.Tensor
     axiswise_dim: int | None  # None: one scale for the tensor
     block: int = 0  # values along that dim that share a scale, which is then the inverse; 0: all
+    rounds_down: bool = False  # the scales of blocks
 
 
 class HostCast(NamedTuple):
@@ -135,6 +138,7 @@ class HostCast(NamedTuple):
     dtype: torch.dtype
     transposed: bool  # the content is in the order of the transposed bits
     block: int
+    rounds_down: bool
 
 
 class CastNumbers(NamedTuple):
@@ -170,8 +174,8 @@ def measure_cast(cast: Cast) -> CastNumbers:
 
 def host_cast(cast: Cast, source: torch.Tensor, scale: Scale, content: Content) -> HostCast:
     """The same cast with its source, scale and bits as they were read."""
-    bits = cast.bits
-    return HostCast(source, scale, cast.axiswise_dim, content, bits.shape, bits.dtype, is_transposed(bits), cast.block)
+    bits, blocks = cast.bits, (cast.block, cast.rounds_down)
+    return HostCast(source, scale, cast.axiswise_dim, content, bits.shape, bits.dtype, is_transposed(bits), *blocks)
 
 
 def measure(cast: HostCast) -> CastNumbers:
@@ -215,31 +219,37 @@ def _products(source: torch.Tensor, scale: torch.Tensor, axiswise_dim: int | Non
     return _row_products(source, scale, -1 if axiswise_dim is None else axiswise_dim)
 
 
-def _row_products(source: torch.Tensor, scale: torch.Tensor, dim: int) -> _Products:
+def _row_products(source: torch.Tensor, scale: torch.Tensor, dim: int, smallest: np.float64 = EPS) -> _Products:
     rows = _array(source.abs().amax(dim, keepdim=True))
     products = np.multiply(rows, _array(scale), dtype=np.float64)
     amax, bound = float(np.maximum.reduce(rows, axis=None)), float(np.maximum.reduce(products, axis=None))
-    if np.minimum.reduce(rows, axis=None) >= EPS:
+    if np.minimum.reduce(rows, axis=None) >= smallest:
         return _Products(amax, float(np.minimum.reduce(products, axis=None)), bound, bound)
-    usable = products[np.broadcast_to(rows >= EPS, products.shape)]
+    usable = products[np.broadcast_to(rows >= smallest, products.shape)]
     if usable.size == 0:
         return _Products(amax, 0.0, 0.0, bound)
     return _Products(amax, float(usable.min()), float(usable.max()), bound)
 
 
-def _inverse(scale: torch.Tensor) -> torch.Tensor:
-    """What values of these blocks are multiplied by, exactly. torchao casts a block of zeros by 1 or by 2**126."""
-    return torch.exp2(-torch.log2(scale.double())).float()
+def _factors(scale: torch.Tensor, cast: HostCast) -> torch.Tensor:
+    """What values of these blocks are multiplied by, exactly: the inverse of the scale, but for two of torchao's.
+
+    torchao 0.18, `to_mx`: rounding down, blocks with the smallest scale are divided by the smallest normal number, and
+    those with a NaN by infinity; rounding up, blocks with the smallest scale stay as they are.
+    """
+    exact = scale.double()
+    factors = torch.where(exact == _SMALLEST_SCALE, 2.0**126 if cast.rounds_down else 1.0, exact.reciprocal())
+    return (factors.nan_to_num(0.0) if cast.rounds_down else factors).float()
 
 
 def _block_products(source: torch.Tensor, scale: torch.Tensor, cast: HostCast) -> _Products:
     blocks = (source if cast.axiswise_dim == -1 else source.t()).reshape(-1, cast.block)
-    return _row_products(blocks, _inverse(scale).reshape(-1, 1), -1)
+    return _row_products(blocks, _factors(scale, cast).reshape(-1, 1), -1, SMALLEST_BLOCK)
 
 
 def _spread(scale: torch.Tensor, cast: HostCast) -> torch.Tensor:
     """The factor of every value of the source."""
-    factors = _inverse(scale).repeat_interleave(cast.block, -1)
+    factors = _factors(scale, cast).repeat_interleave(cast.block, -1)
     return factors if cast.axiswise_dim == -1 else factors.t()
 
 

@@ -2,7 +2,7 @@
 
 torchao's cast is four operators in a graph: to float32, times the scale, clamp, to float8 (`ToFloat8ConstrFunc` in
 torchao 0.18). The operands of the first two are kept until the last one ran, then measured as those of an eager cast.
-Inductor decomposes them: a clamp is one to the minimum and one to the maximum.
+Inductor decomposes them: a clamp is one to the minimum and one to the maximum. A cast to MXFP8 is one operator.
 """
 
 from __future__ import annotations
@@ -14,15 +14,20 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from harness.matrix.recipes import BLOCK, RecipeTraits
 from harness.trace.graphs import GraphCast, GraphMatmul, Phase, UnknownCast
 from harness.worker.probes.cast_numbers import Cast, dtype_name, measure_cast, summarize_scale
 from harness.worker.probes.digests import bytes_of, fingerprint
 from harness.worker.probes.probe import in_backward
 from harness.worker.virtual.collectives import FLOAT8
+from harness.worker.virtual.scaled_mm import unswizzled_scales
 
 _aten = torch.ops.aten
 _CONVERT = torch.ops.prims.convert_element_type.default
 _VIEWS = frozenset({_aten.t.default, _aten.reshape.default, _aten.view.default, _aten.permute.default})
+
+# The operators that cast to MXFP8: the contracted dim, and which results are the data and the scales.
+_BLOCK_CASTS = {"torchao.triton_to_mxfp8_dim0.default": (-1, 0, 1), "torchao.mxfp8_quantize.default": (0, 1, 3)}
 
 
 class _Chain(NamedTuple):
@@ -33,7 +38,8 @@ class _Chain(NamedTuple):
 class GraphCastWatcher:
     """Called with every executed node: records conversions to float8, as `casts` or `unknown`, and scaled matmuls."""
 
-    def __init__(self) -> None:
+    def __init__(self, traits: RecipeTraits) -> None:
+        self._traits = traits
         self.casts: list[GraphCast] = []
         self.unknown: list[UnknownCast] = []
         self.matmuls: list[GraphMatmul] = []
@@ -54,6 +60,9 @@ class GraphCastWatcher:
         if _is_cast(node):
             with torch.no_grad():
                 self._record(node, result)
+        if str(node.target) in _BLOCK_CASTS:
+            with torch.no_grad():
+                self._record_blocks(node, args[0], result)
         if node.target is _aten._scaled_mm.default:
             self._record_matmul(node, args)
 
@@ -69,6 +78,8 @@ class GraphCastWatcher:
 
     def _record_matmul(self, node: torch.fx.Node, args: tuple[Any, ...]) -> None:
         a, b, scale_a, scale_b = args[:4]
+        if self._traits.in_blocks:
+            scale_a, scale_b = unswizzled_scales(a, b, scale_a, scale_b)
         self.matmuls.append(
             GraphMatmul(
                 step=self._step,
@@ -89,8 +100,23 @@ class GraphCastWatcher:
         known += [order for order in orders if order not in known]
 
     def _record(self, node: torch.fx.Node, bits: torch.Tensor) -> None:
+        seen = self._seen(node, bits)
+        chain = _chain(node)
+        if isinstance(chain, str):
+            self.unknown.append(UnknownCast(**seen, missing=chain))
+            return
+        source, scale = self._sources[chain.widened], self._scales[chain.multiplied]
+        seen["scale_is_given"] = _origin(chain.multiplied.args[1]).op == "placeholder"
+        self._add(seen, chain.widened, Cast(source, bits, scale, _scaled_dim(scale, source)))
+
+    def _record_blocks(self, node: torch.fx.Node, source: torch.Tensor, result: tuple[torch.Tensor, ...]) -> None:
+        dim, data, scale = _BLOCK_CASTS[str(node.target)]
+        cast = Cast(source, result[data], result[scale], dim, BLOCK, self._traits.rounds_scales_down)
+        self._add(self._seen(node, cast.bits), node, cast)
+
+    def _seen(self, node: torch.fx.Node, bits: torch.Tensor) -> dict[str, Any]:
         self._order += 1
-        seen: dict[str, Any] = {
+        return {
             "step": self._step,
             "order": self._order,
             "phase": phase_now(),
@@ -98,21 +124,16 @@ class GraphCastWatcher:
             "target_dtype": dtype_name(bits.dtype),
             "shape": tuple(bits.shape),
         }
-        chain = _chain(node)
-        if isinstance(chain, str):
-            self.unknown.append(UnknownCast(**seen, missing=chain))
-            return
-        self._cast_to[_values_digest(bits)] += [self._order]
-        source, scale = self._sources[chain.widened], self._scales[chain.multiplied]
-        summary = summarize_scale(scale)
+
+    def _add(self, seen: dict[str, Any], reads_source: torch.fx.Node, cast: Cast) -> None:
+        self._cast_to[_values_digest(cast.bits)] += [self._order]
         # Equal casts of one graph are merged already. Sources die at once here, so none is recognized by its storage.
-        measured = measure_cast(Cast(source, bits, scale, _scaled_dim(scale, source)))
+        measured = measure_cast(cast)
         self.casts.append(
             GraphCast(
                 **seen,
-                is_weight=_is_parameter(chain.widened),
-                scale_is_given=_origin(chain.multiplied.args[1]).op == "placeholder",
-                scale=summary,
+                is_weight=_is_parameter(reads_source),
+                scale=summarize_scale(cast.scale),
                 **{name: value for name, value in measured._asdict().items() if name in GraphCast.__struct_fields__},
             )
         )

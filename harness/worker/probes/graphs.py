@@ -131,7 +131,7 @@ class GraphProbe(Probe):
         super().__init__(case, device)
         self._graphs: list[GraphRecord] = []
         self._calls: dict[tuple[Any, ...], FusedCall] = {}
-        self._casts = GraphCastWatcher()
+        self._casts = GraphCastWatcher(case.float8.traits)
         self._partitions = PartitionWatcher()
         self._gradients = GradientWatcher(case)
         self._generated = GeneratedCodeWatcher(self._casts, self._gradients, self._partitions.after_passes)

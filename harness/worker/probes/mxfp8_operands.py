@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from harness.matrix.recipes import BLOCK
+from harness.matrix.recipes import BLOCK, RecipeTraits
 from harness.trace.operands import Role
 from harness.worker.probes.cast_numbers import Cast
 from harness.worker.probes.places import local_part
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from harness.worker.probes.operands import OperandProbe
 
 
-def watch(probe: OperandProbe) -> None:
+def watch(probe: OperandProbe, traits: RecipeTraits) -> None:
     """Record the casts and matmuls of MXFP8 linears of either conversion, until the probe is closed."""
     from torchao.prototype.moe_training import mxfp8_linear
     from torchao.prototype.mx_formats.mx_tensor import MXTensor
@@ -33,9 +33,10 @@ def watch(probe: OperandProbe) -> None:
     probe.replace(function, "forward", staticmethod(_watch_forward(probe, function.forward)))
     watched = probe.watch_backward(_watch_backward(probe, function.backward))
     probe.replace(function, "backward", staticmethod(watched))
-    probe.replace(MXTensor, "to_mx", staticmethod(_watch_cast(probe, MXTensor.to_mx, dim=-1)))
     columns = "_to_mxfp8_dim1_kernel_wrapper"
-    probe.replace(mxfp8_linear, columns, _watch_cast(probe, getattr(mxfp8_linear, columns), dim=0))
+    down = traits.rounds_scales_down
+    probe.replace(MXTensor, "to_mx", staticmethod(_watch_cast(probe, MXTensor.to_mx, -1, down)))
+    probe.replace(mxfp8_linear, columns, _watch_cast(probe, getattr(mxfp8_linear, columns), 0, down))
 
 
 def _watch_forward(probe: OperandProbe, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -49,10 +50,21 @@ def _watch_forward(probe: OperandProbe, original: Callable[..., Any]) -> Callabl
 
 def _watch_backward(probe: OperandProbe, original: Callable[..., Any]) -> Callable[..., Any]:
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        probe.place.operands = _storages(*ctx.saved_tensors)
-        return original(ctx, *grads)
+        unpacked = _Unpacked(ctx)
+        probe.place.operands = _storages(*unpacked.saved_tensors)
+        return original(unpacked, *grads)
 
     return backward
+
+
+class _Unpacked:
+    """The context of a backward, whose saved tensors are unpacked once: a checkpoint refuses to unpack them again."""
+
+    def __init__(self, ctx: Any) -> None:
+        self._ctx, self.saved_tensors = ctx, ctx.saved_tensors
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._ctx, name)
 
 
 def _storages(source: torch.Tensor, weight: torch.Tensor) -> dict[int, Role]:
@@ -63,18 +75,15 @@ def _storage(tensor: torch.Tensor) -> int:
     return int(local_part(tensor).untyped_storage().data_ptr())
 
 
-def _watch_cast(probe: OperandProbe, original: Callable[..., Any], *, dim: int) -> Callable[..., Any]:
+def _watch_cast(probe: OperandProbe, original: Callable[..., Any], dim: int, rounds_down: bool) -> Callable[..., Any]:
     def cast(source: torch.Tensor, *args: Any, **options: Any) -> Any:
         result = original(source, *args, **options)
-        probe.record_cast(_cast(source, result, dim), logical=source, role=_role(probe, source))
+        bits, scale = (each.to_local() if isinstance(each, DTensor) else each for each in (result.qdata, result.scale))
+        seen = Cast(local_part(source), bits if dim == -1 else bits.t(), scale, dim, BLOCK, rounds_down)
+        probe.record_cast(seen, logical=source, role=_role(probe, source))
         return result
 
     return cast
-
-
-def _cast(source: torch.Tensor, result: Any, dim: int) -> Cast:
-    bits, scale = (each.to_local() if isinstance(each, DTensor) else each for each in (result.qdata, result.scale))
-    return Cast(local_part(source), bits if dim == -1 else bits.t(), scale, dim, BLOCK)
 
 
 def _role(probe: OperandProbe, source: torch.Tensor) -> Role:

@@ -23,7 +23,6 @@ from torchao.float8.float8_training_tensor import Float8TrainingTensor
 from torchao.float8.fsdp_utils import WeightWithDynamicFloat8CastTensor
 
 from harness.matrix.case import Case
-from harness.matrix.recipes import BLOCK
 from harness.trace.operands import CastPhase, CastRecord, GemmRole, MatmulRecord, OperandTrace, Role
 from harness.worker.dispatch_hooks import scaled_mm
 from harness.worker.evaluation import evaluating
@@ -34,7 +33,7 @@ from harness.worker.probes.fsdp_params import ManagedParam, fsdp_params
 from harness.worker.probes.places import local_part, local_tensor, mesh_axes
 from harness.worker.probes.probe import Probe, in_backward
 from harness.worker.probes.sketches import clean_fqn
-from harness.worker.virtual.scaled_mm import unswizzled
+from harness.worker.virtual.scaled_mm import unswizzled_scales
 
 
 def gathered_weights(model: nn.Module) -> dict[nn.Module, ManagedParam]:
@@ -116,7 +115,7 @@ class OperandProbe(Probe):
         if self._case.float8.traits.in_blocks:
             from harness.worker.probes import mxfp8_operands
 
-            mxfp8_operands.watch(self)
+            mxfp8_operands.watch(self, self._case.float8.traits)
         self.observe(scaled_mm.observers, self._on_matmul)
 
     def attach(self, model: nn.Module) -> None:
@@ -275,8 +274,7 @@ class OperandProbe(Probe):
     def _on_matmul(self, a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor, scale_b: torch.Tensor) -> None:
         place = self._places[-1]
         if scale_a.dtype == torch.float8_e8m0fnu:
-            blocks = a.shape[1] // BLOCK
-            scale_a, scale_b = unswizzled(scale_a, a.shape[0], blocks), unswizzled(scale_b, b.shape[1], blocks)
+            scale_a, scale_b = unswizzled_scales(a, b, scale_a, scale_b)
         with _invisible():
             self._seen_matmuls.append(
                 PendingMatmul(

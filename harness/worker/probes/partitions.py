@@ -7,7 +7,7 @@ right after the partition, and after all passes except for what these put in.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Set as AbstractSet
 from typing import Any, Literal, NamedTuple
 
@@ -23,6 +23,8 @@ from harness.worker.virtual import graph_backend
 _PARTITION = "fp8_harness_partition"  # the key of node.meta that says which partition a graph is of
 
 Nodes = dict[str, torch.fx.Node]
+_aten = torch.ops.aten
+_VIEWS = frozenset({_aten.view.default, _aten.view.dtype, _aten.reshape.default, _aten._unsafe_view.default})
 
 
 class _Side(NamedTuple):
@@ -30,6 +32,7 @@ class _Side(NamedTuple):
 
     operators: Nodes
     names: AbstractSet[str]
+    unchanged: Mapping[str, str]  # views that change nothing, which passes remove: the node that each is
 
 
 class PartitionWatcher:
@@ -58,7 +61,10 @@ class PartitionWatcher:
     def _record(
         self, forward: torch.fx.Graph, backward: torch.fx.Graph, marked: AbstractSet[str], outputs: int
     ) -> None:
-        before, after = (_Side(_operators(graph), {node.name for node in graph.nodes}) for graph in (forward, backward))
+        unchanged = _unchanged(forward) | _unchanged(backward)
+        before, after = (
+            _Side(_operators(graph), {node.name for node in graph.nodes}, unchanged) for graph in (forward, backward)
+        )
         for graph in (forward, backward):
             graph.find_nodes(op="placeholder")[0].meta[_PARTITION] = len(self._divided)
         self._divided.append((before, after))
@@ -85,9 +91,9 @@ class PartitionWatcher:
             return  # it was not divided: nothing in it has a gradient
         forward, backward = self._divided[place]
         if not any("tangent" in node.name for node in inputs):
-            self._passed[place] = _Side(_operators(graph), forward.names)
+            self._passed[place] = forward._replace(operators=_operators(graph))
             return
-        before, after = self._passed.pop(place), _Side(_operators(graph), backward.names)
+        before, after = self._passed.pop(place), backward._replace(operators=_operators(graph))
         record = self.records[place]
         self.records[place] = structs.replace(
             record,
@@ -98,6 +104,19 @@ class PartitionWatcher:
 
 def _operators(graph: torch.fx.Graph) -> Nodes:
     return {node.name: node for node in graph.nodes if node.op == "call_function"}
+
+
+def _unchanged(graph: torch.fx.Graph) -> dict[str, str]:
+    found: dict[str, str] = {}
+    for node in graph.nodes:
+        if node.target in _VIEWS and _same(node.meta["val"], node.all_input_nodes[0].meta["val"]):
+            source = node.all_input_nodes[0].name
+            found[node.name] = found.get(source, source)
+    return found
+
+
+def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one.shape == other.shape and one.dtype == other.dtype
 
 
 def _is_intermediate(node: Any) -> bool:
@@ -129,7 +148,7 @@ def _repeated(before: _Side, after: _Side) -> list[str]:
 def _unequal(before: _Side, after: _Side, moment: Literal["partition", "passes"]) -> Iterator[UnequalNode]:
     for name in _repeated(before, after):
         one, other = before.operators[name], after.operators[name]
-        if not _equal(_form(one, before.names), _form(other, after.names)):
+        if not _equal(_form(one, before), _form(other, after)):
             yield UnequalNode(node=name, moment=moment, forward=_written(one), backward=_written(other))
 
 
@@ -145,10 +164,13 @@ class _Made:
 _MADE = _Made()
 
 
-def _form(node: torch.fx.Node, names: AbstractSet[str]) -> list[object]:
+def _form(node: torch.fx.Node, side: _Side) -> list[object]:
     """Operator and arguments: literals as text, nodes by name. An operator in place is the one out of place."""
     arguments = [
-        _MADE if isinstance(leaf, torch.fx.Node) and leaf.name not in names else str(leaf) for leaf in _leaves(node)
+        _MADE
+        if isinstance(leaf, torch.fx.Node) and leaf.name not in side.names
+        else side.unchanged.get(str(leaf), str(leaf))
+        for leaf in _leaves(node)
     ]
     return [str(node.target).replace("_.", "."), *arguments]
 

@@ -112,16 +112,22 @@ def block_product(a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor, scale
 
     Products of blocks are exact, and added in the order of K whatever the sharding of M and N.
     """
-    blocks = a.shape[1] // BLOCK
-    of_a = unswizzled(scale_a, a.shape[0], blocks).to(torch.float64)
-    of_b = unswizzled(scale_b, b.shape[1], blocks).to(torch.float64)
+    of_a, of_b = (scale.to(torch.float64) for scale in unswizzled_scales(a, b, scale_a, scale_b))
     total = torch.zeros(a.shape[0], b.shape[1], dtype=torch.float64, device=a.device)
     with unobserved():
-        for block in range(blocks):
+        for block in range(a.shape[1] // BLOCK):
             inner = slice(block * BLOCK, (block + 1) * BLOCK)
             product = a[:, inner].to(torch.float64) @ b[inner].to(torch.float64)
             total += product * (of_a[:, block, None] * of_b[None, :, block])
     return total
+
+
+def unswizzled_scales(
+    a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor, scale_b: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The scales [rows of a, blocks] and [columns of b, blocks] of a matmul in MXFP8."""
+    blocks = a.shape[1] // BLOCK
+    return unswizzled(scale_a, a.shape[0], blocks), unswizzled(scale_b, b.shape[1], blocks)
 
 
 def unswizzled(scale: torch.Tensor, rows: int, blocks: int) -> torch.Tensor:
