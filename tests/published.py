@@ -127,7 +127,7 @@ def _async_tp() -> Iterator[Published]:
 
 def _other_devices() -> Iterator[Published]:
     for device, bf16, speeds in (
-        ("b200", 8307.5, {"tensorwise": 10417.0, "rowwise": 8640.5}),
+        ("b200", 8307.5, {"tensorwise": 10417.0, "rowwise": 8640.5, "mxfp8": 9642.0, "mxfp8_floor": 9969.0}),
         ("mi300x", 5376.5, {"tensorwise": 6166.0, "rowwise_with_gw_hp": 6100.0, "rowwise": 5891.0}),
     ):
         for recipe, float8 in speeds.items():

@@ -23,7 +23,7 @@ from harness.performance.gains import (
     variants,
     vocabularies,
 )
-from harness.performance.machine import Machine
+from harness.performance.machine import Machine, require_multiplies
 from harness.performance.models import require_formulas
 from harness.performance.roofline import EAGER_KERNELS, Step, predicted_step
 from harness.performance.wire import axis_bytes_s
@@ -54,12 +54,14 @@ class Advice(msgspec.Struct, frozen=True, kw_only=True):
 def advise(case: Case, machine: Machine, *, eager: bool = False, known: Sequence[KnownFault] = ()) -> Advice:
     """The advice for a case in bfloat16 with compiled blocks; without a recipe for the fastest one that has no fault.
 
-    `known`: recorded faults. Raises `HarnessError` for a target whose model is not known.
+    `known`: recorded faults. Raises `HarnessError` for a target whose model is not known, and for MXFP8 on a machine
+    that does not multiply it.
     """
     require_formulas(case)
+    require_multiplies(machine, case)
     case = replace(case, train=replace(case.train, dtype="bfloat16"))
     case = case if eager else compiled(case)
-    candidates = variants(case)
+    candidates = variants(case, machine.peak)
     faults = {name: matching(known, each) for name, each in candidates.items()}
     found = tuple(costed(name, each, faults[name], machine) for name, each in candidates.items())
     best = max(found, key=lambda each: (not each.fault, each.ratio))
@@ -156,7 +158,9 @@ def _pad(case: Case, linears: Sequence[Conversion]) -> Iterator[str]:
     if not case.float8.pad_inner_dim:
         wgrad = linears[0].matmuls[-1]
         if wgrad.refused:
-            yield f"{wgrad.k} tokens of a rank are no multiple of 16: --pad-inner-dim, or another batch or length."
+            multiple = case.float8.traits.multiple
+            fix = "" if case.float8.traits.in_blocks else "--pad-inner-dim, or "
+            yield f"{wgrad.k} tokens of a rank are no multiple of {multiple}: {fix}another batch or length."
         return
     padded = sum(each.padding_ms for each in linears if each.converted)
     matmuls = sum(each.float8_ms for each in linears if each.converted)

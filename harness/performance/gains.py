@@ -15,7 +15,7 @@ from harness.matrix.linears import BLOCK_LINEARS, OUTPUT_FQN, is_converted, line
 from harness.matrix.recipes import MatmulRole
 from harness.matrix.rules import exclusions, expected_refusal
 from harness.performance.cost import tokens_per_device
-from harness.performance.machine import Machine
+from harness.performance.machine import Machine, Peak
 from harness.performance.roofline import EAGER_KERNELS, cast_s, casts, gemm_s, once_s, predicted_step, speed_up
 from harness.performance.work import ALIGNMENT, Gemm, gemms
 
@@ -78,20 +78,22 @@ class Vocabulary(msgspec.Struct, frozen=True, kw_only=True):
     """A way to train a vocabulary under tensor parallelism, and what it costs one rank.
 
     `shards`: the rows of the output layer that ranks hold, each size once. `refused`: of them those that float8
-    matmuls refuse. `added_bytes`: what the rows that padding adds take for the embedding and the output layer, with
-    gradients and AdamW, if nothing else shards them. `output_ms`: matmuls and casts of the output layer in a step.
+    matmuls refuse, as they are no `multiple`. `added_bytes`: what the rows that padding adds take for the embedding and
+    the output layer, with gradients and AdamW, if nothing else shards them. `output_ms`: matmuls and casts of the
+    output layer in a step.
     """
 
     name: str
     shards: tuple[int, ...]
     refused: tuple[int, ...]
+    multiple: int
     added_rows: int
     added_bytes: int
     output_ms: float
 
 
-def variants(case: Case) -> dict[str, Case]:
-    """The case with every recipe, by name: as torchtitan uses them, and with what makes them faster."""
+def variants(case: Case, device: Peak) -> dict[str, Case]:
+    """The case with every recipe of the device, by name: as torchtitan uses them, and with what makes them faster."""
     base = replace(case.float8, casts=(), fp8_all_gather=False, precompute_scale=False, tp_styles="plain")
     tensorwise = replace(base, recipe="tensorwise", tp_styles="float8" if case.layout.tp > 1 else "plain")
     rowwise = replace(base, recipe="rowwise")
@@ -104,6 +106,9 @@ def variants(case: Case) -> dict[str, Case]:
         names = ", ".join(name.rpartition(".")[2] for name in small)
         found[f"rowwise, {names} in BF16"] = replace(rowwise, filter_fqns=(*rowwise.filter_fqns, *small))
     found["rowwise_with_gw_hp"] = replace(base, recipe="rowwise_with_gw_hp")
+    if device.mxfp8:
+        found["mxfp8"] = replace(base, recipe="mxfp8", pad_inner_dim=False)
+        found["mxfp8_with_gw_hp"] = replace(found["mxfp8"], recipe="mxfp8_with_gw_hp")
     return {name: replace(case, float8=float8) for name, float8 in found.items()}
 
 
@@ -118,8 +123,9 @@ def too_small_for_rowwise(case: Case) -> tuple[str, ...]:
 
 def costed(name: str, case: Case, faults: Sequence[KnownFault], machine: Machine) -> Variant:
     """What a way to train is predicted to bring."""
-    in_bf16 = exclusions(replace(case, float8=Float8()))  # rules that are about the harness, not about FP8
-    rule = next((rule for rule in exclusions(case) if rule not in in_bf16), expected_refusal(case))
+    judged = replace(case, compile="none") if case.float8.traits.in_blocks else case  # no CPU generates its casts
+    in_bf16 = exclusions(replace(judged, float8=Float8()))  # rules that are about the harness, not about FP8
+    rule = next((rule for rule in exclusions(judged) if rule not in in_bf16), expected_refusal(case))
     if rule is not None:
         return Variant(name=name, refused=rule.name, reason=rule.reason)
     graphs, eager = compiled(case), replace(case, compile="none", layout=replace(case.layout, async_tp=False))
@@ -188,7 +194,7 @@ def _conversion(
 
 def vocabularies(case: Case, machine: Machine) -> tuple[Vocabulary, ...]:
     """The ways to train the vocabulary of a case: as it is and padded, with the output layer in float8 and not."""
-    own, multiple = case.model.vocab_size, ALIGNMENT * case.layout.tp
+    own, multiple = case.model.vocab_size, case.float8.traits.multiple * case.layout.tp
     multiples = (1,) if own % multiple == 0 else (1, multiple)
     return tuple(_vocabulary(case, each, float8, machine) for each in multiples for float8 in (True, False))
 
@@ -204,7 +210,8 @@ def _vocabulary(case: Case, multiple: int, float8: bool, machine: Machine) -> Vo
     return Vocabulary(
         name=f"{rows} rows, output layer in {'float8' if float8 else case.train.dtype}",
         shards=shards,
-        refused=tuple(shard for shard in shards if float8 and shard % ALIGNMENT),
+        refused=tuple(shard for shard in shards if float8 and shard % case.float8.traits.multiple),
+        multiple=case.float8.traits.multiple,
         added_rows=_added_rows(own, rows, tp),
         added_bytes=added_bytes(own, rows, tp, case.model.shape.dim),
         output_ms=output_s * 1e3,
@@ -247,12 +254,16 @@ def _over_size(case: Case, machine: Machine) -> Plot:
         replace(case.model, dim=dim, heads=max(least, dim // _HEAD_DIM), kv_heads=least, ffn_dim=4 * dim)
         for dim in _DIMS
     )
-    sized = [replace(case, compile="inductor", model=model) for model in models]
+    ways = [variants(replace(case, compile="inductor", model=model), machine.peak) for model in models]
     return Plot(
         title="predicted speed over BF16, compiled blocks",
         across="dim of the model, with heads of 128 and ffn_dim of 4 dim",
         places=_DIMS,
-        lines={recipe: tuple(speed_up(variants(each)[recipe], machine) for each in sized) for recipe in EAGER_KERNELS},
+        lines={
+            recipe: tuple(speed_up(found[recipe], machine) for found in ways)
+            for recipe in EAGER_KERNELS
+            if recipe in ways[0]
+        },
         logarithmic=True,
     )
 

@@ -18,7 +18,7 @@ from harness.matrix.layout import DP_AXES, OTHERS, REST, ranks_of
 from harness.matrix.linears import linear_name, shard_sizes
 from harness.matrix.rules import exclusions, expected_refusal
 from harness.performance.cost import tokens_per_device
-from harness.performance.machine import Machine
+from harness.performance.machine import Machine, require_multiplies
 from harness.performance.memory import Memory, memory
 from harness.performance.models import require_formulas
 from harness.performance.roofline import predicted_step
@@ -104,8 +104,12 @@ class Simulation(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def simulate(case: Case, machine: Machine, *, known: Sequence[KnownFault] = ()) -> Simulation:
-    """A case that no rule excludes, on all of its ranks. HarnessError for a target without formulas."""
+    """A case that no rule excludes, on all of its ranks. HarnessError for a target without formulas.
+
+    So also for MXFP8 on a machine that does not multiply it.
+    """
     require_formulas(case)
+    require_multiplies(machine, case)
     ranks = dict.fromkeys((0, case.world_size - 1))
     memories = tuple(memory(case, rank=rank) for rank in ranks)
     traffic = wire(case, gpus_per_node=machine.gpus_per_node)

@@ -12,6 +12,7 @@ from typing import Annotated, get_type_hints
 import msgspec
 
 from harness.errors import HarnessError
+from harness.matrix.case import Case
 
 FLOAT8 = "float8"  # a precision; the others are dtypes
 
@@ -20,7 +21,7 @@ class Peak(msgspec.Struct, frozen=True):
     """The data sheet of one device. `bfloat16` and `float8` are dense TFLOP/s; None: it has no such matmuls.
 
     `link_gb_s`: to the other devices of a node, both directions together, as vendors give it. `names` is a pattern of
-    what `torch.cuda.get_device_name` returns for it.
+    what `torch.cuda.get_device_name` returns for it. `mxfp8`: its float8 matmuls take a scale for 32 values.
     """
 
     name: str
@@ -31,6 +32,7 @@ class Peak(msgspec.Struct, frozen=True):
     link_gb_s: int
     names: str
     source: str
+    mxfp8: bool = False
 
     @property
     def memory_bytes(self) -> int:
@@ -47,7 +49,7 @@ PEAKS = (
     Peak("h100-pcie", 756, 1513, 2.0, 80, 600, "NVIDIA H100 PCIe", "NVIDIA H100 data sheet, PCIe with NVLink bridge"),
     Peak("h100-nvl", 835, 1671, 3.9, 94, 600, "NVIDIA H100 NVL", "NVIDIA H100 data sheet, NVL"),
     Peak("h200", 989, 1979, 4.8, 141, 900, "NVIDIA H200", "NVIDIA H200 data sheet, SXM"),
-    Peak("b200", 2250, 4500, 8.0, 180, 1800, "NVIDIA B200", "NVIDIA DGX B200 data sheet, one of eight"),
+    Peak("b200", 2250, 4500, 8.0, 180, 1800, "NVIDIA B200", "NVIDIA DGX B200 data sheet, one of eight", True),
     Peak("l40s", 362, 733, 0.864, 48, 64, "NVIDIA L40S", "NVIDIA L40S data sheet, PCIe 4.0"),
     Peak("a100", 312, None, 2.039, 80, 600, "NVIDIA A100-SXM4-80GB", "NVIDIA A100 data sheet, SXM 80 GB"),
     Peak("mi300x", 1307.4, 2614.9, 5.3, 192, 896, "AMD Instinct MI300X( OAM)?", "AMD Instinct MI300X data sheet"),
@@ -69,6 +71,7 @@ class Rates(msgspec.Struct, frozen=True, kw_only=True):
     memory: Annotated[float, f"share of the memory bandwidth that fused kernels reach: {_ROOFLINE}"] = 0.92
     transposing: Annotated[float, "of that, casts that write transposed: fitted to the tensorwise rows"] = 0.4
     columns: Annotated[float, "of that, casts with a scale for each column: fitted to the rowwise rows"] = 0.3
+    blocks: Annotated[float, "of that, casts to MXFP8: 5.8 of 8 TB/s in pytorch/ao#3568"] = 0.79
     attention: Annotated[float, "share of the BF16 peak that FlashAttention-2 reaches on H100: arXiv:2407.08608"] = 0.35
     launch_us: Annotated[float, f"shortest kernel: {_ROOFLINE}"] = 2.0
     link: Annotated[float, "share of one direction of the links in a node that collectives reach: assumed"] = 0.75
@@ -78,7 +81,7 @@ class Rates(msgspec.Struct, frozen=True, kw_only=True):
     async_tp_hides: Annotated[
         float, "share of the time of a fused collective that async TP hides: fitted to the BF16 rows with it"
     ] = 0.55
-    dispatch_us: Annotated[float, "one small kernel of an eager cast: fitted to the debug size"] = 2.8
+    dispatch_us: Annotated[float, "one small kernel of an eager cast: fitted to the debug size"] = 2.7
     block_dispatch_us: Annotated[float, "an eager block, forward and backward: fitted to the debug size in BF16"] = (
         5000.0
     )
@@ -130,6 +133,14 @@ def machine(name: str, *, gpus_per_node: int = 8, network_gb_s: float = 50.0) ->
         known = ", ".join(each.name for each in PEAKS if each.float8)
         raise HarnessError(f"{name} has no float8 matmuls.", where="--machine", fix=f"give one of {known}.")
     return Machine(peak=found, gpus_per_node=gpus_per_node, network_gb_s=network_gb_s)
+
+
+def require_multiplies(machine: Machine, case: Case) -> None:
+    """Raises HarnessError for a case in MXFP8 on a machine without its matmuls."""
+    if case.float8.traits.in_blocks and not machine.peak.mxfp8:
+        known = ", ".join(each.name for each in PEAKS if each.mxfp8)
+        what = f"{machine.peak.name} has no matmuls in MXFP8, which SM 10.0 has."
+        raise HarnessError(what, where="--machine", fix=f"give --machine {known}.")
 
 
 def peak(name: str) -> Peak:

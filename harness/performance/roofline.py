@@ -4,8 +4,9 @@ Matmuls take the longer of multiplying and of moving their operands. Everything 
 rate or waits for wires. FSDP's collectives run behind compute, those of tensor parallelism do not.
 
 Casts to float8 are memory traffic. In a compiled block a cast along the contiguous axis is one kernel or two; one along
-the other axis writes transposed, which is slow. In an eager one every operator reads and writes all elements. With
-plain TP styles each rank casts gathered activations whole: tensor parallelism divides matmuls, and not these casts.
+the other axis writes transposed, which is slow. In an eager one every operator reads and writes all elements. Casts to
+MXFP8 are one kernel along either axis, eager too, and their scales are moved once more, to the order of the hardware.
+With plain TP styles a rank casts gathered activations whole: tensor parallelism divides matmuls, and not these casts.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from harness.matrix.linears import (
     local_features,
     parameter_count,
 )
-from harness.matrix.recipes import ITEM_BYTES, Operand, Recipe
+from harness.matrix.recipes import BLOCK, ITEM_BYTES, Operand, Recipe
 from harness.performance.machine import FLOAT8, Machine
 from harness.performance.wire import transfer_s
 from harness.performance.work import ATTENTION, Gemm, gemms, work
@@ -42,10 +43,18 @@ _FLASH_BACKWARD = 5 / 4  # products that the flash kernel computes for each that
 _DIM_PASSES, _FFN_PASSES, _FORWARD = 24, 8, 0.4
 _LOSS_BYTES = 20  # of every logit
 _READ, _WRITE = 2, 1  # bytes of an element: bfloat16, float8
+_IN_BLOCKS = (_READ + _WRITE) * BLOCK + 3  # of a block of MXFP8, whose scale is written, read and written again
 # The operators of an eager cast in torchao 0.18: abs, max, to float32, mul, clamp, to float8.
 _EAGER_BYTES = (2 + 2) + 2 + (2 + 4) + (4 + 4) + (4 + 4) + (4 + 1)
 # What a converted linear launches more than one in BF16, forward and backward, counted with torch 2.13, torchao 0.18.
-EAGER_KERNELS: dict[Recipe, int] = {"tensorwise": 72, "rowwise": 98, "rowwise_with_gw_hp": 65}
+EAGER_KERNELS: dict[Recipe, int] = {
+    "tensorwise": 75,
+    "rowwise": 101,
+    "rowwise_with_gw_hp": 66,
+    "mxfp8": 18,
+    "mxfp8_floor": 18,
+    "mxfp8_with_gw_hp": 12,
+}
 _OTHER_AXIS: frozenset[Operand] = frozenset(("i_gw", "go_gw", "w_gi"))
 _SAME_INPUT = (("attention.wq", "attention.wk", "attention.wv"), ("feed_forward.w1", "feed_forward.w3"))
 
@@ -180,6 +189,7 @@ def _dispatch_s(case: Case, machine: Machine) -> float:
 def cast_s(cast: Cast, machine: Machine) -> float:
     rates = machine.rates
     moved = cast.straight_bytes + cast.transposed_bytes / rates.transposing + cast.column_bytes / rates.columns
+    moved += cast.block_bytes / rates.blocks
     return max(moved / machine.memory_bytes_s, machine.rates.launch_us * 1e-6)
 
 
@@ -187,7 +197,7 @@ class Cast(msgspec.Struct, frozen=True, kw_only=True):
     """What the casts of one operand of a linear move in one rank and step, in bytes.
 
     `straight_bytes` in order; `transposed_bytes` by kernels that write transposed; `column_bytes` by those that also
-    find a scale for each column.
+    find a scale for each column; `block_bytes` by those that find a scale for each 32 values.
     """
 
     fqn: str
@@ -195,6 +205,7 @@ class Cast(msgspec.Struct, frozen=True, kw_only=True):
     straight_bytes: int = 0
     transposed_bytes: int = 0
     column_bytes: int = 0
+    block_bytes: int = 0
 
 
 def casts(case: Case) -> tuple[Cast, ...]:
@@ -220,7 +231,9 @@ def _of_linear(case: Case, fqn: str) -> Iterator[Cast]:
     for operand, elements in sites:
         if case.float8.traits.scaling[operand] != "dis":
             own = elements // _readers(case, fqn, operand)
-            yield Cast(fqn=fqn, operand=operand, **_moved(case, fqn, operand, own))
+            in_blocks = case.float8.traits.scaling[operand] == "blk"
+            moved = {"block_bytes": _IN_BLOCKS * own // BLOCK} if in_blocks else _moved(case, fqn, operand, own)
+            yield Cast(fqn=fqn, operand=operand, **moved)
 
 
 def _readers(case: Case, fqn: str, operand: Operand) -> int:

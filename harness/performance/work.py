@@ -33,7 +33,7 @@ from harness.measured import Multiplied, multiplied_by
 from harness.performance.machine import FLOAT8
 from harness.trace.counts import multiplied_words
 
-ALIGNMENT = 16  # of n and k, by `torch._scaled_mm`
+ALIGNMENT = 16  # of n and k, by `torch._scaled_mm`; MXFP8 asks for whole blocks
 BLOCKS, OUTPUT, ATTENTION = "linears of blocks", "output layer", "attention"
 
 
@@ -41,13 +41,15 @@ class Gemm(linears.Gemm, frozen=True, kw_only=True):
     """One matmul [m, k] x [k, n] of a linear, as one rank executes it in one step.
 
     `precision`: "float8", or the dtype of both operands. `scales_rows`: it has scales for rows. `executed_k`: k as
-    `pad_inner_dim` pads it. `copied`: that copies both operands. `count`: how often training needs it. `repeats`: how
-    often it is executed besides, because checkpointing recomputes it or a step is evaluated.
+    `pad_inner_dim` pads it. `multiple`: what n and k must be of. `copied`: that copies both operands. `count`: how
+    often training needs it. `repeats`: how often it is executed besides, because checkpointing recomputes it or a step
+    is evaluated.
     """
 
     precision: str
     scales_rows: bool
     executed_k: int
+    multiple: int = ALIGNMENT
     copied: bool
     count: int
     repeats: int = 0
@@ -59,12 +61,12 @@ class Gemm(linears.Gemm, frozen=True, kw_only=True):
     @property
     def aligned(self) -> bool:
         """True when `torch._scaled_mm` takes it without padding, whether it is converted or not; m may be anything."""
-        return self.n % ALIGNMENT == 0 and self.k % ALIGNMENT == 0
+        return self.n % self.multiple == 0 and self.k % self.multiple == 0
 
     @property
     def refused(self) -> bool:
         """True when it is multiplied in float8 and `torch._scaled_mm` refuses its sizes."""
-        return self.precision == FLOAT8 and bool(self.n % ALIGNMENT or self.executed_k % ALIGNMENT)
+        return self.precision == FLOAT8 and bool(self.n % self.multiple or self.executed_k % self.multiple)
 
     @property
     def flops(self) -> int:
@@ -110,6 +112,7 @@ def _gemms_of(case: Case, fqn: str, rank: int) -> list[Gemm]:
             precision=FLOAT8 if float8 else case.train.dtype,
             scales_rows=float8 and traits.scales_rows(role),
             executed_k=-(-k // ALIGNMENT) * ALIGNMENT if pads else k,
+            multiple=traits.multiple,
             # A compiled block copies what it pads. In an eager one `torch.nn.functional.pad` copies what is aligned too
             copied=pads and (k % ALIGNMENT != 0 or case.compile == "none"),
             count=case.train.accumulation,

@@ -371,7 +371,7 @@ def _vocabulary_rows(found: Advice) -> Iterator[tuple[str, ...]]:
         yield (
             each.name,
             ", ".join(map(str, each.shards)),
-            f"no: {', '.join(map(str, each.refused))} is no multiple of 16" if each.refused else "yes",
+            f"no: {', '.join(map(str, each.refused))} is no multiple of {each.multiple}" if each.refused else "yes",
             str(each.added_rows),
             f"{_short(each.added_bytes / 1e6)} MB",
             "-" if each.refused else _short(each.output_ms),

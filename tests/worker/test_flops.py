@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
 from harness.checks.measuring import measured, moved
 from harness.gate.gate import gate
 from harness.gate.reason import Kind
+from harness.matrix.case import Float8
 from harness.matrix.caseid import parse_case_id
 from harness.matrix.recipes import Recipe
 from harness.measured import Measured
@@ -23,12 +23,14 @@ from harness.performance.roofline import EAGER_KERNELS
 from harness.worker.dispatch_hooks import collectives, products
 from harness.worker.dispatch_hooks.hook import install_hook, unobserved
 from harness.worker.dispatch_hooks.scaled_mm import ScaledMMCounter
-from harness.worker.virtual import device
+from harness.worker.targets.reference.float8 import convert
+from harness.worker.virtual import device, mxfp8
 from tests.builders import make_result, make_results, make_witnesses, run_of
 from tests.programs import run_script
 from tests.unit.test_gate import TERMS
 from tests.worker.runs import sweep
 
+mxfp8.install()  # before anything imports torchao's stubs
 CASES = (  # more, compiled ones too, are in `test_clean_runs.py` and `test_compiled.py`
     "single-bf16-ac.op-bias-v2048-s1-f64",  # saves no matmul that adds a bias
     "single-tensorwise-v2048-s1-eval-f64",
@@ -169,16 +171,19 @@ class Kernels(TorchDispatchMode):
     ) -> Any:
         if any(kind not in (torch.Tensor, torch.nn.Parameter) for kind in types):
             return NotImplemented
+        with self:  # in the function of an autograd.Function an operator arrives before it is taken apart
+            parts = operator.decompose(*args, **(kwargs or {}))
+        if parts is not NotImplemented:
+            return parts
         self.count += not operator.is_view and operator._schema.name.partition("::")[2] not in _ALLOCATES
         return operator(*args, **(kwargs or {}))
 
 
 def kernels(recipe: Recipe) -> int:
     """Of forward and backward of one linear."""
-    model = torch.nn.Sequential(torch.nn.Linear(64, 64, bias=False)).bfloat16()
-    if recipe != "bf16":
-        convert_to_float8_training(model, config=Float8LinearConfig.from_recipe_name(recipe))
-    given, gradient = torch.randn(32, 64, dtype=torch.bfloat16, requires_grad=True), torch.ones(32, 64).bfloat16()
+    model = torch.nn.Sequential(torch.nn.Linear(256, 256, bias=False)).bfloat16()
+    convert(model, Float8(recipe=recipe))
+    given, gradient = torch.randn(256, 256, dtype=torch.bfloat16, requires_grad=True), torch.ones(256, 256).bfloat16()
     with Kernels() as counted:
         model(given).backward(gradient)
     return counted.count

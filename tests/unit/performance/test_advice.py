@@ -27,7 +27,7 @@ from tests.published import GRAND_TETON
 from tests.strategies import POSSIBLE_CASES
 from tests.unit.test_html_report import Page
 
-H100 = machine("h100")
+H100, B200 = machine("h100"), machine("b200")
 ONE_NODE = training(MODELS["llama3-8b"], dp_shard=8, checkpointing="selective_op")
 
 
@@ -111,6 +111,18 @@ def test_a_recipe_with_a_known_fault_is_not_recommended() -> None:
     assert "wrong-scale" in text_of(speedup_sections(warned)) and "ag" not in warned.case.split("-")
 
 
+def test_mxfp8_is_for_machines_that_multiply_it() -> None:
+    found = advise(ONE_NODE, B200)
+    ratios = {each.name: each.ratio for each in found.variants}
+    assert ratios["rowwise"] < ratios["mxfp8"] < ratios["tensorwise, float8 all-gather"]
+    assert ratios["mxfp8_with_gw_hp"] < ratios["mxfp8"]
+    assert not any("mxfp8" in each.name for each in advise(ONE_NODE, H100).variants)
+    with pytest.raises(HarnessError, match=r"h100 has no matmuls in MXFP8.*give --machine b200"):
+        advise(training(MODELS["llama3-8b"], recipe="mxfp8"), H100)
+    short = advise(training(MODELS["llama3-8b"], recipe="mxfp8", tokens=1008, seq_len=1008), B200)
+    assert said(short, "1008 tokens of a rank are no multiple of 32: another batch or length")
+
+
 def test_a_model_that_is_not_known() -> None:
     with pytest.raises(HarnessError, match="no formula for the model of my_pkg"):
         advise(replace(Case(), target="my_pkg.my_target"), H100)
@@ -118,7 +130,7 @@ def test_a_model_that_is_not_known() -> None:
 
 @given(POSSIBLE_CASES.filter(lambda case: is_llama(case.target)), st.booleans())
 def test_every_case_has_an_advice(case: Case, eager: bool) -> None:
-    found = advise(case, H100, eager=eager)
+    found = advise(case, B200 if case.float8.traits.in_blocks else H100, eager=eager)
     assert found.recommendations and text_of(speedup_sections(found))
     assert json.loads(to_json(found))["float8_step_s"] == found.float8.total_s
     numbers = [found.tokens_s, found.bf16.total_s, found.float8.total_s, *(each.gain for each in found.linears)]
