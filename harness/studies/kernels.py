@@ -44,6 +44,9 @@ _DEADLINE_PER_CHECK_S = 0.5
 SHAPES = ((16, 16, 16), (7, 64, 32), (32, 96, 48), (64, 256, 128), (48, 1024, 80), (64, 4096, 64))
 PAIRS: tuple[tuple[Float8Dtype, Float8Dtype], ...] = (("e4m3", "e4m3"), ("e5m2", "e4m3"), ("e4m3", "e5m2"))
 ALL_LAYOUTS_FROM = (10, 0)  # compute capability from which cuBLASLt multiplies any layout
+BLOCKS_FROM = (10, 0)  # and MXFP8
+# Whole tiles of 128 rows by 4 blocks, rows and blocks that are padded to one, several, and long inner dims.
+BLOCK_SHAPES = ((128, 128, 128), (32, 32, 32), (7, 64, 32), (160, 288, 96), (64, 1024, 160), (64, 4096, 64))
 
 _FLOAT32 = 2.0**-23
 _TENSOR_CORE = 2.0**-13
@@ -58,13 +61,15 @@ REASONS = {
     "bias": r"\bBias\b",
     "operand dtypes": r"two Float8_e5m2 matrices",
     "output dtype": r"output types? (?:is|are) supported for row-wise|only supports BFloat16 output",
+    "swizzle": r"must be swizzled",
     "scales": r"scaling configuration|must be float \(fp32\)|contiguous for rowwise|scale_[ab] (?:must|stride)",
 }
 
 
-def value_checks() -> tuple[KernelCheck, ...]:
+def value_checks(capability: tuple[int, int]) -> tuple[KernelCheck, ...]:
     """Calls that a GPU takes, whose results are compared. Ids are unique."""
-    return tuple(dict.fromkeys((*_tensorwise(), *_rowwise(), *_special())))
+    blocks = _blocks() if capability >= BLOCKS_FROM else ()
+    return tuple(dict.fromkeys((*_tensorwise(), *_rowwise(), *_special(), *blocks)))
 
 
 def _tensorwise() -> Iterator[KernelCheck]:
@@ -86,6 +91,14 @@ def _rowwise() -> Iterator[KernelCheck]:
         for values in ("integers", "normal", "positive"):
             yield KernelCheck(scaling="rowwise", m=m, k=k, n=n, fast=fast, values=values)
         yield KernelCheck(scaling="rowwise", m=m, k=k, n=n, fast=fast, bias=True, values="integers")
+
+
+def _blocks() -> Iterator[KernelCheck]:
+    """As torchao's MXFP8 multiplies, in bfloat16, by the first version of the operator; and by the second."""
+    for (m, k, n), v2 in product(BLOCK_SHAPES, (False, True)):
+        for values in ("integers", "normal", "positive"):
+            yield KernelCheck(scaling="blocks", m=m, k=k, n=n, values=values, v2=v2)
+    yield KernelCheck(scaling="blocks", m=32, k=96, n=64, values="nan")
 
 
 def _special() -> Iterator[KernelCheck]:
@@ -115,6 +128,12 @@ def refusal_checks(capability: tuple[int, int]) -> tuple[KernelCheck, ...]:
         calls += [
             KernelCheck(scaling="tensorwise", m=32, k=48, n=32, misfit="a_column_major"),
             KernelCheck(scaling="tensorwise", m=32, k=48, n=32, misfit="b_row_major"),
+        ]
+    if capability >= BLOCKS_FROM:
+        calls += [
+            KernelCheck(scaling="blocks", m=32, k=64, n=24),
+            KernelCheck(scaling="blocks", m=128, k=128, n=128, misfit="scale_of_shard"),
+            KernelCheck(scaling="blocks", m=128, k=128, n=128, misfit="not_swizzled", v2=True),
         ]
     return tuple(calls)
 

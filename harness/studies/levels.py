@@ -212,8 +212,9 @@ def chosen_cases(level: Level, project: Project, query: Query, plan: Plan) -> tu
 def kernel_level(work: Work) -> Found:
     """What this level finds on a device that is free. Raises RanksFailed where the rank fails outside of any check."""
     facts, plan = work.facts, work.plan
-    refusals = () if facts is None else kernels.refusal_checks(facts.devices[0].capability)
-    checks = (*kernels.value_checks(), *refusals)
+    capability = kernels.BLOCKS_FROM if facts is None else facts.devices[0].capability  # a CPU rehearses all of it
+    refusals = () if facts is None else kernels.refusal_checks(capability)
+    checks = (*kernels.value_checks(capability), *refusals)
     accumulator: kernels.Accumulator = "float32" if plan.device == "cpu" else "tensor_core"
     plan = msgspec.structs.replace(plan, program=kernels.PROGRAM, engine="zygote")
     node = local_node(plan, work.project, work.progress.note)

@@ -30,14 +30,24 @@ class TorchFacts(Record, frozen=True, kw_only=True):
     error: str = ""  # why torch shows no devices, in its own words
 
 
-Scaling = Literal["tensorwise", "rowwise"]
+Scaling = Literal["tensorwise", "rowwise", "blocks"]  # blocks: MXFP8, a power of two for 32 values
 Float8Dtype = Literal["e4m3", "e5m2"]
 OutDtype = Literal["float32", "bfloat16", "float16"]
 # Integers: small ones, whose sums every tensor core holds exactly. Normal: as torchao casts activations.
 # Positive: without cancellation. The others are normal ones with something special in them.
 Values = Literal["integers", "normal", "positive", "nan", "inf", "zero_scale"]
 # How an argument breaks the contract, where its shape and dtypes do not say so.
-Misfit = Literal["", "a_column_major", "b_row_major", "scale_float64", "scale_shape", "scale_strided", "bias_dtype"]
+Misfit = Literal[
+    "",
+    "a_column_major",
+    "b_row_major",
+    "scale_float64",
+    "scale_shape",
+    "scale_strided",
+    "bias_dtype",
+    "not_swizzled",
+    "scale_of_shard",
+]
 
 _SHORT = {"float32": "f32", "bfloat16": "b16", "float16": "f16"}
 
@@ -56,12 +66,13 @@ class KernelCheck(Record, frozen=True, kw_only=True):
     bias: bool = False
     values: Values = "normal"
     misfit: Misfit = ""
+    v2: bool = False  # by `torch.nn.functional.scaled_mm`
 
     @property
     def id(self) -> str:
         """Unique and readable: `rowwise-32x1024x64-e4m3xe4m3-b16-fast-integers`."""
         words = [self.scaling, f"{self.m}x{self.k}x{self.n}", f"{self.a}x{self.b}", _SHORT[self.out]]
-        marks = [word for word, on in (("fast", self.fast), ("bias", self.bias)) if on]
+        marks = [word for word, on in (("fast", self.fast), ("bias", self.bias), ("v2", self.v2)) if on]
         return "-".join([*words, *marks, self.misfit or self.values])
 
 

@@ -11,11 +11,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 import torch
+from torch.nn.functional import ScalingType, SwizzleType
 
+from harness.matrix.recipes import BLOCK
 from harness.trace.device import KernelBatch, KernelCheck, KernelObservation, Misfit
 from harness.worker.injection import inject
 from harness.worker.probes.cast_numbers import dtype_name
-from harness.worker.virtual.scaled_mm import require_allowed, scaled_mm
+from harness.worker.virtual.scaled_mm import block_product, require_allowed, require_swizzled, scaled_mm, unswizzled
 
 if TYPE_CHECKING:
     from harness.engine.program import RankContext
@@ -36,6 +38,8 @@ def rank_main(context: RankContext) -> bytes:
     if batch.device == "cuda":
         device = torch.device("cuda", context.device or 0)
         torch.cuda.set_device(device)
+    else:
+        _multiply_blocks()
     for spec in batch.injections:
         inject(spec)
     observations = []
@@ -43,6 +47,27 @@ def rank_main(context: RankContext) -> bytes:
         context.report_phase(check.id)
         observations.append(observe(check, device))
     return msgspec.msgpack.encode(observations)
+
+
+def _multiply_blocks() -> None:
+    """Give the CPU, whose kernel has no scales of blocks, one that multiplies dequantized values in float32."""
+    stock = torch._scaled_mm
+
+    def dequantized(data: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        whole = unswizzled(scale, data.shape[0], data.shape[1] // BLOCK)
+        return data.float() * whole.float().repeat_interleave(BLOCK, dim=1)
+
+    def multiplied(a: torch.Tensor, b: torch.Tensor, *, scale_a: Any, scale_b: Any, **given: Any) -> torch.Tensor:
+        if scale_a.dtype != torch.float8_e8m0fnu:
+            result: torch.Tensor = stock(a, b, scale_a=scale_a, scale_b=scale_b, **given)
+            return result
+        return (dequantized(a, scale_a) @ dequantized(b.t(), scale_b).t()).to(given["out_dtype"])
+
+    def second(*args: Any, output_dtype: torch.dtype) -> torch.Tensor:
+        a, b, scale_a, _, scale_b, *_ = args
+        return multiplied(a, b, scale_a=scale_a, scale_b=scale_b, out_dtype=output_dtype)
+
+    torch._scaled_mm, torch.nn.functional.scaled_mm = multiplied, second  # type: ignore[assignment]
 
 
 def observe(check: KernelCheck, device: torch.device) -> KernelObservation:
@@ -65,6 +90,18 @@ def observe(check: KernelCheck, device: torch.device) -> KernelObservation:
 
 
 def _of_device(given: Arguments) -> torch.Tensor:
+    if given.swizzle is not None:
+        return torch.nn.functional.scaled_mm(
+            given.a,
+            given.b,
+            given.scale_a,
+            ScalingType.BlockWise1x32,
+            given.scale_b,
+            ScalingType.BlockWise1x32,
+            given.swizzle,
+            given.swizzle,
+            output_dtype=given.out_dtype,
+        )
     return torch._scaled_mm(
         given.a,
         given.b,
@@ -78,6 +115,8 @@ def _of_device(given: Arguments) -> torch.Tensor:
 
 def _exact(given: Arguments) -> torch.Tensor:
     """The result in float64, for arguments that the contract allows with their real output dtype."""
+    if given.swizzle is not None:
+        require_swizzled(given.swizzle, given.swizzle)
     require_allowed(*given[:5], out_dtype=given.out_dtype)
     return scaled_mm(*given[:5], out_dtype=torch.float64)
 
@@ -116,6 +155,8 @@ def _rounding(exact: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 def _sum_of_magnitudes(given: Arguments) -> torch.Tensor:
     """What errors of the accumulation are measured by: the sum of |a| |b|, scaled, with the bias."""
+    if given.scale_a.dtype == torch.float8_e8m0fnu:
+        return block_product(given.a.float().abs(), given.b.float().abs(), given.scale_a, given.scale_b)
     products = given.a.double().abs() @ given.b.double().abs()
     scaled = products * (given.scale_a.double() * given.scale_b.double()).abs()
     return scaled if given.bias is None else scaled + given.bias.double().abs()
@@ -131,6 +172,7 @@ class Arguments(NamedTuple):
     bias: torch.Tensor | None
     out_dtype: torch.dtype
     use_fast_accum: bool
+    swizzle: SwizzleType | None = None  # of the second version of the operator, if that is called
 
     def on(self, device: torch.device) -> Arguments:
         return Arguments._make(each.to(device) if isinstance(each, torch.Tensor) else each for each in self)
@@ -138,41 +180,73 @@ class Arguments(NamedTuple):
 
 def arguments(check: KernelCheck) -> Arguments:
     draw = torch.Generator().manual_seed(int(hashlib.sha256(check.id.encode()).hexdigest()[:12], 16))
-    rowwise = check.scaling == "rowwise"
+    parts = {"tensorwise": 0, "rowwise": 1, "blocks": check.k // BLOCK}[check.scaling]
 
-    def made(shape: tuple[int, int], dtype: torch.dtype, *, low: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def made(rows: int, dtype: torch.dtype, *, low: int) -> tuple[torch.Tensor, torch.Tensor]:
+        shape = (rows, check.k)
         if check.values == "integers":
-            return _integers(shape, dtype, draw, low=low, rowwise=rowwise)
-        return _as_torchao_casts(shape, dtype, draw, rowwise=rowwise, positive=check.values == "positive")
+            return _integers(shape, dtype, draw, low=low, parts=parts)
+        return _as_torchao_casts(shape, dtype, draw, parts=parts, positive=check.values == "positive")
 
-    a, scale_a = made((check.m, check.k), FLOAT8[check.a], low=-1)
-    b, scale_b = made((check.n, check.k), FLOAT8[check.b], low=0)
+    a, scale_a = made(check.m, FLOAT8[check.a], low=-1)
+    b, scale_b = made(check.n, FLOAT8[check.b], low=0)
     bias = torch.randint(-8, 9, (check.n,), generator=draw).to(OUT[check.out]) if check.bias else None
     _special(check, a, b, scale_a)
-    whole = Arguments(a, b.t(), scale_a, scale_b.t() if rowwise else scale_b, bias, OUT[check.out], check.fast)
+    if check.scaling == "blocks":
+        scale_a, scale_b = _swizzled(scale_a), _swizzled(scale_b)
+    elif check.scaling == "rowwise":
+        scale_b = scale_b.t()
+    swizzle = SwizzleType.SWIZZLE_32_4_4 if check.v2 else None
+    whole = Arguments(a, b.t(), scale_a, scale_b, bias, OUT[check.out], check.fast, swizzle)
     return _misfitting(whole, check.misfit)
 
 
+def _scales(rows: int, parts: int) -> tuple[int, ...]:
+    """The shape of scales of so many parts of each row; 0: one for all rows."""
+    return (rows, parts) if parts else ()
+
+
 def _integers(
-    shape: tuple[int, int], dtype: torch.dtype, draw: torch.Generator, *, low: int, rowwise: bool
+    shape: tuple[int, int], dtype: torch.dtype, draw: torch.Generator, *, low: int, parts: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Integers from `low` to 1 or 2, mostly positive so that sums grow, with scales that are powers of two."""
+    """Integers from `low` to 1 or 2, mostly positive so that sums grow, with scales that are powers of two.
+
+    Those of the blocks of a row differ by one power, so that no accumulator loses a bit of their sum.
+    """
     values = torch.randint(low, 3, shape, generator=draw).clamp(max=2 + low).float()
-    exponents = torch.randint(-3, 4, (shape[0], 1) if rowwise else (), generator=draw)
+    exponents = torch.randint(*((0, 2) if parts > 1 else (-3, 4)), _scales(shape[0], parts), generator=draw)
     return values.to(dtype), torch.exp2(exponents.float())
 
 
 def _as_torchao_casts(
-    shape: tuple[int, int], dtype: torch.dtype, draw: torch.Generator, *, rowwise: bool, positive: bool
+    shape: tuple[int, int], dtype: torch.dtype, draw: torch.Generator, *, parts: int, positive: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Normal values scaled so that the largest, of a row or of all, is the largest of the dtype; inverse scales."""
+    """Normal values scaled so that the largest, of a part or of all, is the largest of the dtype; inverse scales.
+
+    Those of blocks are the power of two above, as RCEIL rounds them, and blocks have different magnitudes.
+    """
     values = torch.randn(shape, generator=draw)
     values = values.abs() if positive else values
-    if not values.numel():
-        return values.to(dtype), torch.ones((shape[0], 1) if rowwise else ())
-    amax = values.abs().amax(dim=1, keepdim=True) if rowwise else values.abs().max()
     largest = torch.finfo(dtype).max
+    if not values.numel():
+        return values.to(dtype), torch.ones(_scales(shape[0], parts))
+    if parts > 1:
+        blocks = values.view(shape[0], parts, -1) * torch.exp2(
+            torch.randint(-3, 4, (shape[0], parts, 1), generator=draw)
+        )
+        scale = torch.exp2((blocks.abs().amax(dim=2) / largest).log2().ceil())
+        return (blocks / scale[..., None]).clamp(-largest, largest).view(shape).to(dtype), scale
+    amax = values.abs().amax(dim=1, keepdim=True) if parts else values.abs().max()
     return (values * (largest / amax)).clamp(-largest, largest).to(dtype), amax / largest
+
+
+def _swizzled(scale: torch.Tensor) -> torch.Tensor:
+    """The scales [rows, blocks] in the order in which the hardware reads them: what `unswizzled` undoes."""
+    rows, blocks = scale.shape
+    padded = torch.zeros(-(-rows // 128) * 128, -(-blocks // 4) * 4)
+    padded[:rows, :blocks] = scale
+    tiles = padded.view(-1, 4, 32, padded.shape[1] // 4, 4).permute(0, 3, 2, 1, 4)
+    return tiles.flatten().to(torch.float8_e8m0fnu)
 
 
 def _special(check: KernelCheck, a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor) -> None:
@@ -203,4 +277,8 @@ def _misfitting(fitting: Arguments, misfit: Misfit) -> Arguments:
         case "bias_dtype":
             assert bias is not None, "this check has a bias"
             wrong = {"bias": bias.to(torch.float16)}
+        case "scale_of_shard":
+            wrong = {"scale_b": scale_b[: scale_b.numel() // 2]}
+        case "not_swizzled":
+            wrong = {"swizzle": SwizzleType.NO_SWIZZLE}
     return fitting._replace(**wrong)

@@ -26,6 +26,7 @@ WORDS = [
     ("Only bf16, fp16, and fp32 high precision output types are supported for row-wise scaling.", "output dtype"),
     ("Invalid scaling configuration.\n- For TensorWise scaling, a and b should be float8", "scales"),
     ("Both scale_a and scale_b must be float (fp32) tensors.", "scales"),
+    ("scale_a must be swizzled to SWIZZLE_32_4_4 format", "swizzle"),
     ("CUDA error: CUBLAS_STATUS_NOT_SUPPORTED", "unknown"),
 ]
 
@@ -75,10 +76,12 @@ def test_both_refuse_for_one_reason_or_neither_does() -> None:
 
 
 def test_the_lists_have_every_way_of_calling() -> None:
-    checks = value_checks()
+    checks = value_checks((10, 0))
+    assert {*checks} - {*value_checks((9, 0))} == {check for check in checks if check.scaling == "blocks"}
     assert len({check.id for check in checks}) == len(checks)
     assert {check.scaling for check in checks if check.fast} == {"tensorwise", "rowwise"}
     assert {check.values for check in checks} == {"integers", "normal", "positive", "nan", "inf", "zero_scale"}
     assert any(check.m == 0 for check in checks) and any(check.bias for check in checks)
     older, newer = refusal_checks((9, 0)), refusal_checks((10, 0))
     assert {check.misfit for check in older} - {check.misfit for check in newer} == {"a_column_major", "b_row_major"}
+    assert {check.misfit for check in newer} - {check.misfit for check in older} == {"not_swizzled", "scale_of_shard"}

@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.nn.functional import ScalingType, SwizzleType
 from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
 from harness.worker.dispatch_hooks.scaled_mm import ScaledMMCounter
@@ -137,3 +138,61 @@ def test_the_out_variant_writes_what_the_other_returns():
     out = torch.empty(32, 16, dtype=torch.bfloat16)
     torch._scaled_mm(a, b, scale_a=ONE, scale_b=ONE, out_dtype=torch.bfloat16, out=out)
     assert torch.equal(out, torch._scaled_mm(a, b, scale_a=ONE, scale_b=ONE, out_dtype=torch.bfloat16))
+
+
+def in_blocks(m: int, k: int, n: int, *, seed: int = 0):
+    """Operands of integers with scales of blocks that differ, and the exact product."""
+    from torchao.prototype.mx_formats.utils import to_blocked  # behind the virtual device, which imports it first
+
+    draw = torch.Generator().manual_seed(seed)
+    a, b = (torch.randint(-4, 5, (rows, k), generator=draw).to(E4M3) for rows in (m, n))
+    exponents = [torch.randint(124, 131, (rows, k // 32), generator=draw, dtype=torch.uint8) for rows in (m, n)]
+    whole = [
+        data.double() * each.view(torch.float8_e8m0fnu).double().repeat_interleave(32, dim=1)
+        for data, each in zip((a, b), exponents, strict=True)
+    ]
+    scales = [to_blocked(each).view(torch.float8_e8m0fnu) for each in exponents]
+    return a, b.t(), *scales, whole[0] @ whole[1].t()
+
+
+@pytest.mark.parametrize("sizes", [(32, 32, 32), (160, 96, 288), (7, 64, 32)])
+def test_every_block_has_its_own_scale(sizes):
+    a, b, scale_a, scale_b, exact = in_blocks(*sizes)
+    result = torch._scaled_mm(a, b, scale_a, scale_b, out_dtype=torch.bfloat16)
+    assert torch.equal(result, exact.bfloat16())
+    assert not torch.equal(exact.bfloat16(), (a.double() @ b.double()).bfloat16())
+
+
+def v2(a, b, scale_a, scale_b, kind, swizzle=SwizzleType.SWIZZLE_32_4_4, **options):
+    return torch.nn.functional.scaled_mm(
+        a, b, scale_a, kind, scale_b, kind, swizzle_a=swizzle, swizzle_b=swizzle, **options
+    )
+
+
+def test_the_second_version_is_the_first_one_and_is_counted():
+    a, b = operands(32, 64, 16)
+    rows = torch.rand(32, 1) + 0.5, torch.rand(1, 16) + 0.5
+    in_order = {"swizzle": SwizzleType.NO_SWIZZLE}
+    *blocked, _ = in_blocks(160, 96, 288)
+    with ScaledMMCounter() as counted:
+        pairs = (
+            (v2(a, b, ONE, ONE, ScalingType.TensorWise, **in_order), scaled_mm(a, b, ONE, ONE)),
+            (v2(a, b, *rows, ScalingType.RowWise, **in_order), scaled_mm(a, b, *rows)),
+            (v2(*blocked, ScalingType.BlockWise1x32), scaled_mm(*blocked)),
+        )
+        kinds = ([ScalingType.BlockWise1x32.value], [SwizzleType.SWIZZLE_32_4_4.value])
+        out = torch.empty(0, dtype=torch.bfloat16)
+        given = (*blocked[:2], blocked[2:3], *kinds, blocked[3:], *kinds, None, None)
+        torch.ops.aten._scaled_mm_v2.out(*given, out=out)
+    assert counted.calls == 4
+    assert all(torch.equal(found, exact) for found, exact in (*pairs, (out, pairs[2][1])))
+
+
+def test_the_second_version_refuses_as_a_gpu_does():
+    a, b, scale_a, scale_b, _ = in_blocks(32, 64, 32)
+    with pytest.raises(ValueError, match="scale_a must be swizzled to SWIZZLE_32_4_4 format"):
+        v2(a, b, scale_a, scale_b, ScalingType.BlockWise1x32, swizzle=SwizzleType.NO_SWIZZLE)
+    with pytest.raises((RuntimeError, ValueError), match="scale_b must have 512"):
+        v2(a, b, scale_a, scale_b[:256], ScalingType.BlockWise1x32)
+    with pytest.raises(NotImplementedError, match="the virtual device has TensorWise, RowWise and BlockWise1x32"):
+        v2(a, b, scale_a, scale_b, ScalingType.BlockWise1x16)

@@ -1,4 +1,4 @@
-"""Hooks on `aten::_scaled_mm`: every scaled matmul, also those inside of fused operators and generated code."""
+"""Hooks on both versions of `aten::_scaled_mm`: every scaled matmul, also in fused operators and generated code."""
 
 from __future__ import annotations
 
@@ -36,8 +36,27 @@ def _after(
         observe(a, b, scale_a, scale_b, result)
 
 
+def _first(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    scale_a: list[torch.Tensor],
+    _: object,
+    __: object,
+    scale_b: list[torch.Tensor],
+    *___: Any,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The operands of the second version. What it names beside is in the scales: their shape and dtype."""
+    return a, b, scale_a[0], scale_b[0]
+
+
 for _operator in (torch.ops.aten._scaled_mm.default, torch.ops.aten._scaled_mm.out):
     install_hook(_operator, before=_before, after=_after)
+for _operator in (torch.ops.aten._scaled_mm_v2.default, torch.ops.aten._scaled_mm_v2.out):
+    install_hook(
+        _operator,
+        before=lambda *args, **_: _before(*_first(*args)),
+        after=lambda result, *args, **_: _after(result, *_first(*args)),
+    )
 
 
 class ScaledMMCounter:

@@ -40,7 +40,9 @@ def install(fabric: Fabric = "shared", *, device: str = "cpu", arithmetic: Arith
 
 @functools.cache
 def _install_exact(key: str) -> None:
-    kernels = {"_scaled_mm": scaled_mm.scaled_mm, "_scaled_mm.out": scaled_mm.scaled_mm_out}
+    versions: tuple[Callable[..., torch.Tensor], ...] = (scaled_mm.scaled_mm, scaled_mm.scaled_mm_v2)
+    kernels = {f"_{version.__name__}": version for version in versions}
+    kernels |= {f"{name}.out": scaled_mm.into(kernel) for name, kernel in kernels.items()}
     _LIBRARIES.append(_override("aten", kernels, key))
     _installed.add("scaled_mm")
 

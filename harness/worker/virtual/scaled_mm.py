@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import functools
 import inspect
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from torch.nn.functional import ScalingType, SwizzleType
 
 from harness.matrix.recipes import BLOCK
 from harness.worker.dispatch_hooks.hook import unobserved
@@ -165,11 +167,56 @@ def require_allowed(
         raise RuntimeError(message)
 
 
-_SIGNATURE = inspect.signature(scaled_mm)
+def scaled_mm_v2(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    scale_a: Sequence[torch.Tensor],
+    recipe_a: Sequence[int],
+    swizzle_a: Sequence[int],
+    scale_b: Sequence[torch.Tensor],
+    recipe_b: Sequence[int],
+    swizzle_b: Sequence[int],
+    bias: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    contraction_dim: Sequence[int] = (),
+    use_fast_accum: bool = False,
+) -> torch.Tensor:
+    """`scaled_mm` as `torch.nn.functional.scaled_mm` calls it, which names the recipe and the order of scales.
+
+    Knows one scale for the tensor, for each row, and for each 32 values. Raises NotImplementedError for other recipes,
+    ValueError with the message of the CUDA kernel for scales of blocks in another order than 32_4_4, and RuntimeError
+    as `scaled_mm` does. Source: `_scaled_mxfp8_mxfp8` in aten/src/ATen/native/cuda/ScaledBlas.cpp.
+    """
+    recipes = {*recipe_a, *recipe_b}
+    if len(recipes) > 1 or not recipes <= _RECIPES or len(scale_a) != 1 or len(scale_b) != 1:
+        what = f"scaling {[*recipe_a]} x {[*recipe_b]}: the virtual device has TensorWise, RowWise and BlockWise1x32"
+        raise NotImplementedError(what)
+    if recipes == {ScalingType.BlockWise1x32.value}:
+        require_swizzled(*swizzle_a, *swizzle_b)
+    meta = [each.to("meta") for each in (a, b, scale_a[0], scale_b[0])]
+    torch.ops.aten._scaled_mm_v2.default(
+        *meta[:2], meta[2:3], recipe_a, swizzle_a, meta[3:], recipe_b, swizzle_b, None, out_dtype
+    )
+    return scaled_mm(a, b, scale_a[0], scale_b[0], bias, out_dtype=out_dtype or a.dtype)
 
 
-def scaled_mm_out(*args: Any, out: torch.Tensor, **kwargs: Any) -> torch.Tensor:
-    """`scaled_mm` into `out`, in its dtype unless another is given. Compiled graphs call this variant."""
-    given = _SIGNATURE.bind(*args, **kwargs).arguments
-    result = scaled_mm(**given | {"out_dtype": given.get("out_dtype") or out.dtype})
-    return out.resize_(result.shape).copy_(result)
+def require_swizzled(a: SwizzleType | int, b: SwizzleType | int) -> None:
+    """Raises ValueError with the message of a GPU where scales of blocks are in another order than 32_4_4."""
+    for name, swizzle in (("a", a), ("b", b)):
+        if SwizzleType(swizzle) != SwizzleType.SWIZZLE_32_4_4:
+            raise ValueError(f"scale_{name} must be swizzled to SWIZZLE_32_4_4 format")
+
+
+_RECIPES = {ScalingType.TensorWise.value, ScalingType.RowWise.value, ScalingType.BlockWise1x32.value}
+
+
+def into(kernel: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """The kernel that writes to `out`, in its dtype unless another is given. Compiled graphs call this variant."""
+    signature = inspect.signature(kernel)
+
+    def with_out(*args: Any, out: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        given = signature.bind(*args, **kwargs).arguments
+        result = kernel(**given | {"out_dtype": given.get("out_dtype") or out.dtype})
+        return out.resize_(result.shape).copy_(result)
+
+    return with_out
