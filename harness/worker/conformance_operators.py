@@ -24,6 +24,7 @@ from torchao.float8.float8_training_tensor import (
     hp_tensor_and_scale_to_float8,
 )
 
+from harness.matrix.recipes import BLOCK
 from harness.trace.operator_checks import MATMULS, OperatorCheck, Placements, axis_order, shard_dim
 
 Tensor = torch.Tensor
@@ -159,6 +160,13 @@ OPERATORS: dict[str, Callable[..., Any]] = {
         x, _E4M3, _MM_CONFIG, **_granularity(check)
     ),
     "redistribute": _redistribute,
+}
+_MXFP8: Any = torch.ops.torchao
+OPERATORS |= {
+    "mxfp8.rows": lambda _, x: _MXFP8.triton_to_mxfp8_dim0(x, BLOCK),
+    "mxfp8.rows.floor": lambda _, x: _MXFP8.triton_to_mxfp8_dim0(x, BLOCK, "floor"),
+    "mxfp8.columns": lambda _, x: _MXFP8.mxfp8_quantize(x, False, True, 1, BLOCK, "e4m3", "rceil")[1::2],
+    "mxfp8.columns.floor": lambda _, x: _MXFP8.mxfp8_quantize(x, False, True, 1, BLOCK, "e4m3", "floor")[1::2],
 }
 OPERATORS |= {f"{name}.scale": OPERATORS[name] for name in ("mul", "div")}
 OPERATORS |= {f"f8.{name}": OPERATORS[name] for name in ("t", "transpose", "view", "split", "redistribute")}

@@ -57,6 +57,7 @@ def fixed_checks() -> tuple[OperatorCheck, ...]:
         *_cat_and_split_checks(),
         *_matmul_checks(),
         *_redistributions(),
+        *_casts_of_blocks(),
     )
 
 
@@ -168,6 +169,15 @@ def _matmul_checks() -> Iterator[OperatorCheck]:
     for left, right in squares[:5]:
         yield _check("f8.mm", (16, 64), left, right, sizes=(64,))
         yield _check("f8.mm.rowwise", (16, 64), left, right, sizes=(64,))
+
+
+def _casts_of_blocks() -> Iterator[OperatorCheck]:
+    """The casts of MXFP8 along rows and columns, of whole blocks on every rank, rounded up (RCEIL) and down (FLOOR)."""
+    for op in ("mxfp8.rows", "mxfp8.rows.floor", "mxfp8.columns", "mxfp8.columns.floor"):
+        for placement in ("R", "S0", "S1", "Psum"):
+            yield _check(op, (128, 256), placement, dtype="bfloat16")
+        for placements in ("S0.S1", "S0.S0", "R.S1"):
+            yield _check(op, (128, 256), placements, dtype="bfloat16")
 
 
 def _redistributions() -> Iterator[OperatorCheck]:

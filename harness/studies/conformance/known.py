@@ -280,3 +280,9 @@ def float8_cannot_be_made_whole(check: OperatorCheck) -> bool:
         return any(dim == check.dim != 0 for dim, _ in _shards(check, check.inputs[0]))
     gathered = [pair for pair in zip(*check.inputs, strict=True) if not is_local_matmul(pair)]
     return any(check.op == "f8.mm.rowwise" or pair != ("S0", "S1") for pair in gathered)
+
+
+@_deviation("raised", ops="mxfp8.rows.floor", pattern=r"takes from 1 to 2 positional arguments but 3 were given")
+def rule_without_scaling_mode(check: OperatorCheck) -> bool:
+    """torchao's sharding rule of triton_to_mxfp8_dim0 takes no scaling mode, which DTensor passes where it is given."""
+    return True

@@ -42,6 +42,7 @@ _DATA_MOVEMENT = frozenset(
     {"t", "transpose", "view", "reshape", "split", "cat", "redistribute"}
     | {f"f8.{name}" for name in ("t", "transpose", "view", "split", "cat", "clone", "detach", "redistribute")}
 )
+_CASTS_OF_BLOCKS = frozenset({"mxfp8.rows", "mxfp8.rows.floor", "mxfp8.columns", "mxfp8.columns.floor"})
 _SCALED = frozenset({"mul", "div", "mul.scale", "div.scale"})
 REDUCTIONS = frozenset({"amax", "amin", "max", "aminmax", "tensor_to_amax"})
 _FLOAT8_BYTES = 1
@@ -81,6 +82,8 @@ def _is_local_with_equal_placements(check: OperatorCheck, placement: str, size: 
     dim = shard_dim(placement)
     if check.op in REDUCTIONS:
         return _is_local_reduction(check, placement, dim)
+    if check.op in _CASTS_OF_BLOCKS:
+        return dim is not None  # the shards of all checks have whole blocks
     if check.op in _UNARY:
         return dim is not None or placement in _UNARY[check.op]
     assert check.op in _DATA_MOVEMENT, f"no strategy for {check.op}"
