@@ -186,8 +186,10 @@ class Draft:
 
     def _float8(self) -> None:
         float8, converters = self._facts.get("float8"), self._facts.get("converters")
-        named = self._facts.get("recipe")
-        if float8 is not None and float8.value is False:
+        named, block = self._facts.get("recipe"), self._facts.get("mxfp8")
+        if block is not None and (named is None or named.source in ("title", "prose")):
+            self._mxfp8(block)
+        elif float8 is not None and float8.value is False:
             self._put("recipe", "bf16", self.stated, float8.words)
         elif not (float8 or named or "float8" in self._file or (converters and "float8" in shown(converters.value))):
             self._put("recipe", "bf16", self.assumed, "no word of float8 is in the report")
@@ -207,6 +209,22 @@ class Draft:
         styles = self.axes["recipe"] == "tensorwise" and self._count("tp") > 1 and self._day < FLOAT8_STYLES
         if not self._take("tp_styles") and styles and self._program == "torchtitan":
             self._put("tp_styles", "float8", self.assumed, f"torchtitan's TP of tensorwise until {FLOAT8_STYLES}")
+
+    def _mxfp8(self, block: Statement) -> None:
+        """MXFP8, whose way of conversion `block` states."""
+        mode, high = self._facts.get("scale_calculation_mode"), self._facts.get("wgrad_with_hp")
+        conversion, _, rest = str(block.value).partition("_")
+        floor = mode is not None and "floor" in str(mode.value).lower()
+        in_high = bool(rest) or (high is not None and high.value is True)
+        recipe = "mxfp8_floor" if floor else "mxfp8_with_gw_hp" if in_high else "mxfp8"
+        words = "; ".join(dict.fromkeys(each.words for each in (block, mode, high) if each is not None))
+        self._put("recipe", recipe, self.stated, words)
+        if floor and in_high:
+            self.missing["recipe"] = "no case has FLOOR with weight gradients in high precision: which of both was run?"
+        if conversion != "module":
+            self._put("conversion", conversion, self.stated, block.words)
+        if self._count("tp") > 1:
+            self._take("convert_after_tp")
 
     def _casts(self) -> None:
         found = self._facts.get("casts")

@@ -208,8 +208,10 @@ class Reading:
         within = {
             word.value: f"{word.arg}." for node in calls for word in node.keywords if isinstance(word.value, ast.Call)
         }
-        for node in sorted(calls, key=lambda call: (call.lineno, call.col_offset))[:_MOST]:
+        in_order = sorted(calls, key=lambda call: (call.lineno, call.col_offset))[:_MOST]
+        for node in in_order:
             self._call(node, names, within.get(node, ""))
+        self._conversion([_dotted(node.func).rpartition(".")[2] for node in in_order])
         for each in ast.walk(tree):
             used = [_dotted(each)] if isinstance(each, ast.Attribute) else []
             if isinstance(each, ast.Import | ast.ImportFrom):
@@ -217,12 +219,22 @@ class Reading:
             for name in used:
                 self._refuse(asked_by_call(name), name.strip("."))
 
+    def _conversion(self, calls: list[str]) -> None:
+        """Whether linears are converted after they are parallelized, by the order of the first calls of both."""
+        found = [name for name in dict.fromkeys(calls) if name in ("quantize_", "parallelize_module")]
+        if len(found) == 2:
+            self._state("convert_after_tp", found[1] == "quantize_", f"{found[0]} before {found[1]}", "config")
+
     def _call(self, node: ast.Call, names: Mapping[str, object], prefix: str) -> None:
         name = _dotted(node.func)
         words = " ".join(ast.unparse(node).split())
         first, arguments = name.rpartition(".")[2], [_value(each, names) for each in node.args]
         self._refuse(asked_by_call(name), name)
-        known = node.args and (isinstance(node.args[0], ast.Constant) or getattr(node.args[0], "id", "") in names)
+        known = node.args and (
+            isinstance(node.args[0], ast.Constant)
+            or getattr(node.args[0], "id", "") in names
+            or getattr(node.args[0], "attr", "").isupper()  # a member of an enumeration
+        )
         given = arguments[0] if known else True
         for key in (f"{name}()", f"{'.'.join(name.split('.')[-2:])}()", f"{first}()"):
             if self._option(key, given, words[:120], "config"):

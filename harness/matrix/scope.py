@@ -86,6 +86,15 @@ SCOPE = (
         said=r"(?i)\b(?:MXFP[46]|MXLinear)\b",
     ),
     OutOfScope(
+        name="emulated MXFP8",
+        reason="MXFP8 runs as a GPU runs it, with kernels chosen by AUTO; an emulated matmul is that of bfloat16",
+        options={
+            "kernel_preference": r"(?:\w+\.)*emulated",
+            **_options("recipe_name from_recipe() MXFP8TrainingRecipe()", r"(?:\w+\.)*mxfp8_emulated\w*"),
+        },
+        said=r"(?i)\bMXFP8_EMULATED\w*",
+    ),
+    OutOfScope(
         name="NVFP4",
         reason="4-bit values need another matmul than torch._scaled_mm with float8",
         words=r"nv(fp)?4?(_\w+)?|fp4",

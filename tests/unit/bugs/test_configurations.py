@@ -180,6 +180,45 @@ def test_what_no_case_has_is_refused_by_name(given: str, what: str) -> None:
     assert raised.value.fix
 
 
+TITAN_MXFP8 = """
+config.parallelism = ParallelismConfig(tensor_parallel_degree=2, data_parallel_shard_degree=1)
+config.model_spec = model_registry("debugmodel", converters=[MXFP8LinearConverter.Config(model_compile_enabled=True)])
+"""
+WRAPPED = "quantize_(model, MXFP8TrainingOpConfig({}))"
+RECIPE = "quantize_(model, MXFP8TrainingOpConfig.from_recipe(MXFP8TrainingRecipe.{}))"
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ("model = MXFP8Linear(128, 256, wgrad_with_hp=True)", ("mxfp8_with_gw_hp", "module", False)),
+        (TITAN_MXFP8, ("mxfp8", "module", False)),
+        (WRAPPED.format("wgrad_with_hp=False"), ("mxfp8", "wrapper", False)),
+        (WRAPPED.format("scale_calculation_mode=ScaleCalculationMode.FLOOR"), ("mxfp8_floor", "wrapper", False)),
+        (RECIPE.format("MXFP8_RCEIL"), ("mxfp8", "wrapper", False)),
+        (RECIPE.format("MXFP8_RCEIL_WGRAD_WITH_HP"), ("mxfp8_with_gw_hp", "wrapper", False)),
+        (f"{TITAN_MXFP8}parallelize_module(model, mesh, plan)\nquantize_(model, config)", ("mxfp8", "module", True)),
+        (f"{TITAN_MXFP8}quantize_(model, config)\nparallelize_module(model, mesh, plan)", ("mxfp8", "module", False)),
+    ],
+)
+def test_mxfp8(given: str, expected: tuple[str, str, bool]) -> None:
+    float8 = configured(given, where="train.py")[0].float8
+    assert (float8.recipe, float8.conversion, float8.convert_after_tp) == expected
+
+
+@pytest.mark.parametrize(
+    ("given", "what"),
+    [
+        (WRAPPED.format("kernel_preference=KernelPreference.EMULATED"), "emulated MXFP8"),
+        (RECIPE.format("MXFP8_EMULATED_RCEIL"), "emulated MXFP8"),
+        (WRAPPED.format("scale_calculation_mode=ScaleCalculationMode.FLOOR, wgrad_with_hp=True"), "which of both"),
+    ],
+)
+def test_mxfp8_that_no_case_has(given: str, what: str) -> None:
+    with pytest.raises(HarnessError, match=what):
+        configured(given, where="train.py")
+
+
 def test_what_changes_no_number_is_noted() -> None:
     _, notes = configured("--training.enable_cpu_offload --metrics.log_freq 1 --float8.emulate")
     assert "--training.enable_cpu_offload: not understood" in notes
