@@ -65,7 +65,8 @@ def value_rules(rules: CastRules, case: Case, cast: CastStatistics) -> Iterator[
     traits = case.float8.traits
     if scale.dtype != traits.scale_dtype:
         yield rules.scale_dtype, traits.scale_dtype, scale.dtype
-    if not (scale.minimum > 0 and math.isfinite(scale.maximum)) and cast.elements:
+    usable = scale.minimum > 0 and math.isfinite(scale.maximum)
+    if not usable and cast.elements and math.isfinite(cast.amax):  # else the tensor was wrong before its cast
         yield rules.scale_range, "finite, above 0", f"{scale.minimum} to {scale.maximum}"
     finite = math.isfinite(scale.minimum) and math.isfinite(scale.maximum)
     if traits.power_of_two_scales and finite and not scale.power_of_two:

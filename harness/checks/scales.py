@@ -88,17 +88,29 @@ def check_scales(case: Case, run: Run, witnesses: Witnesses) -> list[Finding]:
 
 
 def _source(case: Case, casts: Casts, wrong: Mismatch) -> str:
-    """What a scale was made from instead of the right amax; empty for another rule, and where nothing fits."""
-    if wrong.rule not in (RULES.amax, DIFFERENT):
+    """What a scale was made from instead of the right amax, or of which block it is; empty where nothing fits."""
+    if wrong.rule not in (RULES.amax, RULES.scale_range, DIFFERENT):
         return ""
     place, cast = next(item for item in casts[wrong.rank].items() if item[1].index == wrong.order)
     group = _group(case, casts, wrong.rank, place)
     if case.float8.traits.power_of_two_scales:
+        lowest, highest = _scaled_amaxes(cast, list(group.values()))
         earlier = earlier_casts(casts, wrong.rank, place)
-        return implied_by_power(case.float8.traits, cast, *_scaled_amaxes(cast, list(group.values())), earlier)
+        power = implied_by_power(case.float8.traits, cast, lowest, highest, earlier)
+        return power or _furthest_block(case, cast)
     right = largest(part.amax for part in group.values())
     sources = cast_sources(case, casts, wrong.rank, place, group)
     return implied_source(cast.target_dtype, cast.scale.maximum, right, sources)
+
+
+def _furthest_block(case: Case, cast: CastRecord) -> str:
+    """Where the block is whose amax * scale is furthest from the middle of where it must be."""
+    if not cast.extreme_blocks:
+        return ""
+    middle = 256 * 512 if case.float8.traits.rounds_scales_down else 224 * 448  # squared
+    is_high = not cast.scaled_amax_minimum * cast.scaled_amax_maximum < middle
+    line, block = divmod(cast.extreme_blocks[is_high], cast.scale.shape[-1])
+    return f"furthest off is block {block} of {'row' if cast.axiswise_dim else 'column'} {line}"
 
 
 def _counts(expect: Expectations, casts: Casts) -> Iterator[Mismatch]:

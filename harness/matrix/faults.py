@@ -25,7 +25,7 @@ from harness.matrix.selector import parse_selector
 from harness.matrix.targets import REFERENCE, is_llama
 from harness.verdict import Finding
 
-FaultClass = Literal["A", "B", "C", "D", "E", "F", "G", "H", "I"]
+FaultClass = Literal["A", "B", "C", "D", "E", "F", "G", "H", "I", "J"]
 FAULT_CLASSES: dict[FaultClass, str] = {
     "A": "scale or amax over the wrong data or group",
     "B": "stale scale or stale FP8 data",
@@ -36,6 +36,7 @@ FAULT_CLASSES: dict[FaultClass, str] = {
     "G": "gradients, data, optimizer, metrics",
     "H": "compiled blocks and async TP",
     "I": "memory that is kept for too long",
+    "J": "blocks of MXFP8 and their scales",
 }
 
 # The first thing that a fault changes where it applies; tests verify it for every fault.
@@ -189,6 +190,15 @@ HOST_IDS = (
     "hsdp2x2-tensorwise-v2048-param.b16-b16",
     "fsdp2-tp2-tensorwise-v2048-reduce.b16-b16",
     "single-tensorwise-inductor-v2048-s2-b16",
+    "single-mxfp8-v2048-b16",
+    "fsdp2-mxfp8-v2048-b16",
+    "hsdp2x2-mxfp8-v2048-b16",
+    "single-mxfp8_floor-v2048-b16",
+    "single-mxfp8_with_gw_hp-v2048-b16",
+    "single-mxfp8-bias-v2048-b16",
+    "single-mxfp8-ac.full-v2048-b16",
+    "fsdp2-mxfp8-wrapper-v2048-b16",
+    "fsdp2-mxfp8-v2048-accum2-b16",
     "tp2-tensorwise-head.fp8-v2256-f64",
 )
 

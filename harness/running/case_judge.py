@@ -51,7 +51,7 @@ from harness.running.selection import recorded_faults
 from harness.running.witnesses import WitnessCache
 from harness.sources import installed_versions
 from harness.trace import Run
-from harness.verdict import GoldenSource
+from harness.verdict import GoldenSource, Verdict
 
 
 class JudgedBy(msgspec.Struct, frozen=True, kw_only=True):
@@ -97,6 +97,12 @@ class CaseJudge:
 
     def fixes(self, case: Case) -> tuple[Injection, ...]:
         return self._judged_by[case_id(case)].fixes
+
+    def needed_fixes(self, case: Case) -> tuple[Injection, ...]:
+        """The candidate fixes of a case in which, without them, no step ends: a crash or a hang is recorded for it."""
+        known = self._judged_by[case_id(case)].known
+        unfinished = any(fault.verdict in (Verdict.CRASH, Verdict.HANG) and fault.must_show(case) for fault in known)
+        return self.fixes(case) if unfinished else ()
 
     def judge(
         self, case: Case, run: Run, status: JobStatus, cache: WitnessCache, fixes: Sequence[Injection] = ()

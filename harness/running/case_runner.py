@@ -83,12 +83,13 @@ class CaseRunner:
         self._judge = judge
         self._note = note
 
-    def run(self, case: Case) -> CaseResult | None:
+    def run(self, case: Case, fixes: Sequence[Injection] = ()) -> CaseResult | None:
+        """The result of a case; None when stopped. `fixes`: of recorded faults, if no run goes without."""
         attempts: tuple[Attempt, ...] = ()
         while True:
-            outcome = self._executor.execute(case)
-            result = None if outcome is None else self._result(case, outcome, attempts)
-            if result is not None and _hides_others(result) and self._judge.fixes(case):
+            outcome = self._executor.execute(case, fixes)
+            result = None if outcome is None else self._result(case, outcome, attempts, fixes)
+            if result is not None and not fixes and _hides_others(result) and self._judge.fixes(case):
                 result = self._with_fix(case, result)
             if result is None or self._executor.stopped:
                 return None  # a run to compare with may have been stopped too, and the case is as good as before
@@ -104,8 +105,10 @@ class CaseRunner:
         judgement = Judgement(verdict=Verdict.NOT_RUN, findings=())
         return self._assembled(case, judgement, run=None, attempts=())
 
-    def _result(self, case: Case, outcome: JobOutcome, earlier: tuple[Attempt, ...]) -> CaseResult:
-        judgement, run = self._judged(case, outcome, ())
+    def _result(
+        self, case: Case, outcome: JobOutcome, earlier: tuple[Attempt, ...], fixes: Sequence[Injection]
+    ) -> CaseResult:
+        judgement, run = self._judged(case, outcome, fixes)
         attempt = Attempt(
             verdict=judgement.verdict,
             message=outcome.message,

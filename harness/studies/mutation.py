@@ -2,7 +2,7 @@
 
 Every fault is planted in one or two cases (its host cases), which are judged like any case. The baselines compare the
 loss with BF16, and the gradients by signal-to-quantization-noise ratio (SQNR). The host cases also run clean: checks
-that fail there detect nothing.
+that fail there detect nothing. A host case that crashes as recorded runs with the candidate fix, under the fault.
 
 A fault that changed nothing that a run records proves nothing about the checks, and one that raised while it was
 planted even less: its trial is `not_reached`.
@@ -273,7 +273,7 @@ class _TrialWork:
 
         judge = Reviewed(self._judge, review)
         runner = CaseRunner(plan, self._executor.with_plan(plan), judge, self._cache, self._progress.note)
-        result = runner.run(planting.case)
+        result = runner.run(planting.case, self._judge.needed_fixes(planting.case))
         if result is None:
             return None
         return _PlantingResult(planting=planting, result=result, baseline=baseline, reached=reached)

@@ -42,21 +42,24 @@ OF_THE_REFERENCE = {
     "SGD": "momentum_lost momentum_of_another_weight weight_decay_decoupled",
     "casts": "config_of_grad_output_ignored granularities_swapped",
     "parameters in bfloat16": "parameters_kept_in_float32 gradients_a_little_too_large",
+    "MXFP8": " ".join(name for name, fault in all_faults().items() if fault.group == "J"),
 }
 # Its one host case has a recorded fault, and runs twice as often: planted in `test_known.py`, where that host case is.
 IN_A_KNOWN_CASE = ("weight_amax_over_world",)
 
 # The rules of checks that look at one record, each with the faults that it is there for.
 BROKEN_BY = {
-    "scales/amax": "scale_in_float32 precomputed_scale_one_step_late",
+    "scales/amax": "scale_in_float32 precomputed_scale_one_step_late scale_of_one_block_doubled "
+    "scale_of_one_block_halved",
     "scales/data": "weight_data_stale gathered_shard_of_one_rank_stale row_scales_of_another_rank",
     "scales/different-per-rank": "amax_not_reduced_over_tp weight_amax_over_replicas",
     "scales/local-tensor": "gathered_input_has_local_scale",
+    "scales/matmul-scales": "block_scales_not_swizzled block_scales_swizzled_twice",
     "scales/number": "one_rank_leaves_a_linear_out",
     "scales/power-of-two": "power_of_two_lost",
     "scales/shared": "amax_reduced_over_dp",
     "scales/target-dtype": "gradient_cast_to_e4m3",
-    "recompute/cast": "recompute_scale_changed",
+    "recompute/cast": "recompute_scale_changed recompute_rounds_block_scales_down",
     "traffic/amax-elsewhere": "weight_amax_over_replicas",
     "traffic/amax-missing": "amax_not_reduced_over_tp weight_amax_not_reduced_over_shards",
     "traffic/gathers": "weights_kept_after_forward weights_freed_after_forward",

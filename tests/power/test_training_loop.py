@@ -11,4 +11,4 @@ CHECKS = "evaluation resume clipping finite parity traffic model"
 
 def test_every_fault_is_found_and_no_clean_run_fails(matrix: MutationMatrix) -> None:
     assert len(FAULTS) >= 20
-    assert_part(matrix, FAULTS, groups="BDG", checks=CHECKS)
+    assert_part(matrix, FAULTS, groups="BDGJ", checks=CHECKS)

@@ -207,6 +207,13 @@ def test_with_its_fix_a_recorded_fault_explains_nothing() -> None:
     assert judge(known=(fixed, other)).judge(CASE, off, "ok", cache, (fix,)).verdict is Verdict.KNOWN
 
 
+@pytest.mark.parametrize("verdict", [Verdict.NUMERIC, Verdict.CRASH, Verdict.HANG])
+def test_a_case_that_cannot_finish_needs_the_fixes_of_its_recorded_faults(verdict: Verdict) -> None:
+    fixed = replace(KNOWN, fix="x.py:apply", verdict=verdict)
+    needed = judge(known=(fixed,)).needed_fixes(CASE)
+    assert needed == (() if verdict is Verdict.NUMERIC else judge(known=(fixed,)).fixes(CASE))
+
+
 def test_partners_are_compared_in_the_run_with_the_fix_alone() -> None:
     fixed = replace(KNOWN, fix="x.py:apply")
     run = make_run(RELATED, sketches=(), losses=(8.0, 9.0))

@@ -82,6 +82,13 @@ def test_a_recorded_fault_runs_again_with_its_fix_under_every_check() -> None:
     assert (result.seconds, result.cpu_s) == (4.0, 6.0)
 
 
+def test_a_case_that_needs_its_fix_runs_once_with_it() -> None:
+    executor = FakeExecutor()
+    result = runner(FakeJudge(KNOWN, PASSED), executor).run(CASE, (FIX,))
+    assert result is not None and (result.verdict, result.with_fix) == (Verdict.PASSED, None)
+    assert executor.fixes == [(FIX,)]
+
+
 def test_what_is_wrong_with_the_fix_decides_and_comes_first() -> None:
     broken = Judgement(verdict=Verdict.INVARIANT, findings=(SCALE,))
     result = runner(FakeJudge(KNOWN, broken), FakeExecutor()).run(CASE)

@@ -150,6 +150,24 @@ def test_what_is_wrong_is_counted():
     assert measure_cast(cast_of(tiny)).flushed == 4
 
 
+@pytest.mark.parametrize("dim", [-1, 0])
+def test_the_blocks_furthest_off_are_located(dim: int):
+    rows = torch.full((4, 3, 32), 448.0)  # by a scale of 1
+    rows[0] = 0  # blocks of zeros say nothing
+    rows[1, 2], rows[3, 1] = 100, 1000
+    rows = rows.flatten(1)
+    scale = torch.full((4, 3), 127, dtype=torch.uint8).view(torch.float8_e8m0fnu)
+    source = rows if dim else rows.t()
+    numbers = measure_cast(Cast(source, source.clamp(max=448).to(torch.float8_e4m3fn), scale, dim, 32))
+    assert numbers.extreme_blocks == (1 * 3 + 2, 3 * 3 + 1)
+    assert (numbers.scaled_amax_minimum, numbers.scaled_amax_maximum) == (100, 1000)
+    wrong = scale.view(torch.uint8).clone()
+    wrong[2, 0] = 255  # NaN
+    numbers = measure_cast(Cast(source, source.to(torch.float8_e4m3fn), wrong.view(scale.dtype), dim, 32))
+    assert numbers.extreme_blocks == (6, 6)
+    assert measure_cast(Cast(0 * source, (0 * source).to(torch.float8_e4m3fn), scale, dim, 32)).extreme_blocks == ()
+
+
 def test_the_largest_value_keeps_its_sign_where_one_scale_spans_the_tensor():
     for source in (some(16, 24), -some(16, 24).abs(), some(16, 24, dtype=torch.bfloat16)):
         assert measure_cast(cast_of(source)).largest == source.max().item()

@@ -20,6 +20,7 @@ from harness.worker.faults import (
     hooks,
     kept,
     loss,
+    mxfp8,
     parameters,
     shapes,
     stale,
@@ -37,6 +38,7 @@ FAULT_MODULES: dict[FaultClass, tuple[ModuleType, ...]] = {
     "G": (training, loss, parameters),
     "H": (compiled,),
     "I": (kept,),
+    "J": (mxfp8,),
 }
 
 

@@ -153,12 +153,13 @@ class CastNumbers(NamedTuple):
     mismatched: int
     elements: int
     largest: float | None
+    extreme_blocks: tuple[int, ...]
 
 
 class _Products(NamedTuple):
     """The largest magnitude of all, and the smallest and largest of a row times its scale: 0 if all are zeros.
 
-    `largest` is the largest value, where one scale spans the tensor.
+    `largest` is the largest value, where one scale spans the tensor. `places`: of the smallest and largest product.
     """
 
     amax: float
@@ -166,6 +167,7 @@ class _Products(NamedTuple):
     highest: float
     bound: float  # no row left out
     largest: float | None = None
+    places: tuple[int, ...] = ()
 
 
 def measure_cast(cast: Cast) -> CastNumbers:
@@ -203,6 +205,7 @@ def measure(cast: HostCast) -> CastNumbers:
         mismatched=_mismatched(scaled.to(cast.dtype), cast),
         elements=cast.shape.numel(),
         largest=products.largest,
+        extreme_blocks=products.places,
     )
 
 
@@ -244,7 +247,18 @@ def _factors(scale: torch.Tensor, cast: HostCast) -> torch.Tensor:
 
 def _block_products(source: torch.Tensor, scale: torch.Tensor, cast: HostCast) -> _Products:
     blocks = (source if cast.axiswise_dim == -1 else source.t()).reshape(-1, cast.block)
-    return _row_products(blocks, _factors(scale, cast).reshape(-1, 1), -1, SMALLEST_BLOCK)
+    factors = _factors(scale, cast).reshape(-1, 1)
+    return _row_products(blocks, factors, -1, SMALLEST_BLOCK)._replace(places=_extremes(blocks, factors))
+
+
+def _extremes(blocks: torch.Tensor, factors: torch.Tensor) -> tuple[int, ...]:
+    """Which blocks have the smallest and the largest amax * scale; one that is NaN counts as either."""
+    amax = _array(blocks.abs().amax(-1, keepdim=True))
+    products = np.multiply(amax, _array(factors), dtype=np.float64)
+    zeros = amax < SMALLEST_BLOCK
+    if zeros.all():
+        return ()
+    return int(np.where(zeros, np.inf, products).argmin()), int(np.where(zeros, -np.inf, products).argmax())
 
 
 def _spread(scale: torch.Tensor, cast: HostCast) -> torch.Tensor:
