@@ -182,7 +182,7 @@ def test_gitlab_gets_the_same_as_a_note_and_a_quality_report(job: Job) -> None:
     assert job.outcomes == [0, 1, 0], job.log
     assert_told(job, job.forge.comments[0]["body"])
     (entry,) = json.loads(job.left("code-quality.json"))
-    assert entry["location"]["path"] == "tiny_gpt/model.py" and "different scales" in entry["description"]
+    assert entry["location"]["path"] == "tiny_gpt/model.py" and "hold different values" in entry["description"]
 
 
 def test_buildkite_gets_it_as_an_annotation(job: Job) -> None:
