@@ -199,6 +199,7 @@ HOST_IDS = (
     "single-mxfp8-ac.full-v2048-b16",
     "fsdp2-mxfp8-wrapper-v2048-b16",
     "fsdp2-mxfp8-v2048-accum2-b16",
+    "tp2-mxfp8-v2048-b16",
     "tp2-tensorwise-head.fp8-v2256-f64",
 )
 

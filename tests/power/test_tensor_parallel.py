@@ -11,4 +11,4 @@ CHECKS = "alignment loss_vs_golden parity scales traffic memory"
 
 def test_every_fault_is_found_and_no_clean_run_fails(matrix: MutationMatrix) -> None:
     assert len(FAULTS) >= 15
-    assert_part(matrix, FAULTS, groups="ACDEFG", checks=CHECKS)
+    assert_part(matrix, FAULTS, groups="ACDEFGJ", checks=CHECKS)

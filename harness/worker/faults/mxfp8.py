@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives
+from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from harness.matrix.recipes import BLOCK, E4M3, FLOAT8_MAX
 from harness.worker.discovery import converted_linears
@@ -276,6 +277,36 @@ def _padded(scales: torch.Tensor) -> torch.Tensor:
     rows, blocks = scales.shape
     bits = F.pad(scales.view(torch.uint8), (0, -blocks % 4, 0, -rows % 128))
     return bits.view(scales.dtype)
+
+
+# Tensor parallelism.
+
+
+@planted(wrap, Partial, "_reduce_shard_value")
+def partial_output_of_one_rank_lost(stock: Any, self: Any, tensor: torch.Tensor, *args: Any) -> torch.Tensor:
+    """One rank adds nothing to the output of row-parallel linears, whose sum is scattered over the sequence."""
+    is_output = type(self) is Partial  # not of an embedding
+    return stock(self, torch.zeros_like(tensor) if is_output and on_odd_rank() else tensor, *args)
+
+
+def operands_gathered_instead_of_reduced() -> None:
+    """Where the contracted dim is sharded, ranks gather both operands and multiply them whole."""
+
+    def multiply(stock: Any, a: Any, b: Any, *args: Any) -> Any:
+        if isinstance(a.qdata, DTensor) and any(placement.is_shard(1) for placement in a.qdata.placements):
+            for operand in (a, b):
+                operand.qdata, operand.scale = _gathered(operand.qdata), _gathered(operand.scale)
+        return stock(a, b, *args)
+
+    wrap(importlib.import_module(_TENSOR), "_addmm_mx_dispatch", multiply)
+
+
+def _gathered(shards: DTensor) -> Any:
+    """The whole tensor on every rank, in the order in memory of its shards."""
+    is_transposed = not shards.to_local().is_contiguous()
+    rows: Any = shards.t() if is_transposed else shards
+    whole = rows.view(torch.uint8).redistribute(placements=[Replicate()] * shards.device_mesh.ndim).view(shards.dtype)
+    return whole.t() if is_transposed else whole
 
 
 # Options and conversion.
