@@ -40,7 +40,7 @@ def test_derived_tolerances_are_above_the_measured_noise_and_not_far_above(train
     loss, parity = (derive(case, reference, draws) for derive in (derived_tolerance, derived_parity_tolerance))
     for derived, key in ((loss, tolerance_key(case)), (parity, parity_key(case))):
         samples = [sample for sample in read_evidence(PROJECT, derived.name).samples if sample.key == key]
-        for allowed, measured in zip(derived.per_step, noise(samples), strict=False):
+        for allowed, measured in zip(derived.per_step, noise(derived.name, samples), strict=False):
             assert 1.3 * measured < allowed < 13 * measured, derived.name
 
 
