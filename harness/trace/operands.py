@@ -63,7 +63,7 @@ class CastRecord(CastStatistics, frozen=True, kw_only=True):
     axiswise_dim: int | None  # None: one scale for the tensor
     block: int = 0  # values along that dim that share a scale; 0: all of them
     extreme_blocks: tuple[int, ...] = ()  # which have the smallest and the largest amax * scale, in the order of scales
-    flushed: int  # elements that are not zero and became zero
+    flushed: int  # elements that are not zero and became zero; in float64 without those that are its rounding
     largest: float | None = None  # largest value with its sign, where one scale spans the tensor
     data_digest: str
 

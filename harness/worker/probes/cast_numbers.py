@@ -200,7 +200,7 @@ def measure(cast: HostCast) -> CastNumbers:
         scaled_amax_minimum=products.lowest,
         scaled_amax_maximum=products.highest,
         saturated=saturated,
-        flushed=_flushed(widened, magnitudes, transposed=cast.transposed),
+        flushed=_flushed(widened, magnitudes, cast, products.amax),
         nonfinite=_nonfinite(magnitudes, _NONFINITE_FROM[cast.dtype]),
         mismatched=_mismatched(scaled.to(cast.dtype), cast),
         elements=cast.shape.numel(),
@@ -267,11 +267,16 @@ def _spread(scale: torch.Tensor, cast: HostCast) -> torch.Tensor:
     return factors if cast.axiswise_dim == -1 else factors.t()
 
 
-def _flushed(source: torch.Tensor, magnitudes: Array, *, transposed: bool) -> int:
+_CANCELLED = 2.0**-40  # of the amax in float64: below are sums whose terms cancel, and zero in another order
+
+
+def _flushed(source: torch.Tensor, magnitudes: Array, cast: HostCast, amax: float) -> int:
     if np.count_nonzero(magnitudes) == magnitudes.size:
         return 0
-    values = _array((source.t() if transposed else source).contiguous()).reshape(-1)
-    return int(np.count_nonzero(values[magnitudes == 0]))
+    values = _array((source.t() if cast.transposed else source).contiguous()).reshape(-1)[magnitudes == 0]
+    if cast.source.dtype == torch.float64:
+        return int(np.count_nonzero(np.abs(values) > _CANCELLED * amax))
+    return int(np.count_nonzero(values))
 
 
 def _nonfinite(magnitudes: Array, first: int) -> int:
