@@ -2,7 +2,8 @@
 
 Every fault is planted in one or two cases (its host cases), which are judged like any case. The baselines compare the
 loss with BF16, and the gradients by signal-to-quantization-noise ratio (SQNR). The host cases also run clean: checks
-that fail there detect nothing. A host case that crashes as recorded runs with the candidate fix, under the fault.
+that fail there detect nothing. A host case that crashes as recorded runs with the candidate fix, under the fault and
+clean.
 
 A fault that changed nothing that a run records proves nothing about the checks, and one that raised while it was
 planted even less: its trial is `not_reached`.
@@ -176,7 +177,9 @@ def run_mutations(  # noqa: PLR0913  what is planted where, and what runs it
     others: Sequence[Case] = (),
     executor: Executor | None = None,
 ) -> MutationMatrix:
-    """Run every fault in each of its host cases; these and the `others` clean. Ctrl-C keeps finished runs.
+    """Run every fault in each of its host cases; these and the `others` clean, the latter as recorded without a fix.
+
+    Ctrl-C keeps finished runs.
 
     `executor`: one that is open already and stays open, on the nodes of the plan.
     """
@@ -185,7 +188,8 @@ def run_mutations(  # noqa: PLR0913  what is planted where, and what runs it
     used = tuple({case_id(case): case for case in (*hosting, *others)}.values())
     check_fits(used, plan)
     plan = plan.serving(used)
-    clean = [_Planting(case=case) for case in used]
+    as_recorded = set(map(case_id, others))
+    clean = [_Planting(case=case, mended=case_id(case) not in as_recorded) for case in used]
     plantings = (*clean, *(_Planting(case=case, fault=fault) for fault in faults for case in hosts[fault.name]))
     progress.begin(len(plantings))
     with (
@@ -221,6 +225,7 @@ def run_mutations(  # noqa: PLR0913  what is planted where, and what runs it
 class _Planting(msgspec.Struct, frozen=True, kw_only=True):
     case: Case
     fault: Fault | None = None
+    mended: bool = True  # it runs with the candidate fixes without which no step ends
 
     @property
     def world_size(self) -> int:
@@ -273,7 +278,8 @@ class _TrialWork:
 
         judge = Reviewed(self._judge, review)
         runner = CaseRunner(plan, self._executor.with_plan(plan), judge, self._cache, self._progress.note)
-        result = runner.run(planting.case, self._judge.needed_fixes(planting.case))
+        fixes = self._judge.needed_fixes(planting.case) if planting.mended else ()
+        result = runner.run(planting.case, fixes)
         if result is None:
             return None
         return _PlantingResult(planting=planting, result=result, baseline=baseline, reached=reached)
