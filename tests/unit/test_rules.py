@@ -72,6 +72,7 @@ EXAMPLES: list[tuple[str, dict[str, object]]] = [
     ("conversion_of_mxfp8", {"recipe": "rowwise", "conversion": "wrapper"}),
     ("conversion_of_mxfp8", {"recipe": "rowwise", "convert_after_tp": True, "tp": 2}),
     ("wrapped_after_tp_is_no_dtensor", {"recipe": "mxfp8", "convert_after_tp": True, "conversion": "wrapper", "tp": 2}),
+    ("wrapped_bias_under_tp", {"recipe": "mxfp8", "conversion": "wrapper", "bias": True, "tp": 2}),
     ("mxfp8_has_no_float8_options", {"recipe": "mxfp8", "pad_inner_dim": True}),
     ("mxfp8_has_no_float8_options", {"recipe": "mxfp8_floor", "casts": ["i:ten"]}),
     ("mxfp8_is_not_generated", {"recipe": "mxfp8", "compile": "inductor"}),
