@@ -178,13 +178,14 @@ def _shared_scales(case: Case, casts: Casts) -> Iterator[Mismatch]:
     for rank, by_key in casts.items():
         for key, cast in by_key.items():
             group = _group(case, casts, rank, key)
-            first = min(group)
+            first, replicas = min(group), peers(case.layout, rank, replica_axes(cast))
             broken = list(_amax_rules(case, cast, _shards(case, casts, rank, key)))
             if cast.scale.digest != group[first].scale.digest:
-                wrong = broken or any(_amax_rules(case, group[first], _shards(case, casts, first, key)))
+                wrong = broken or first not in replicas
+                wrong = wrong or any(_amax_rules(case, group[first], _shards(case, casts, first, key)))
                 expected = f"the scale of rank {first}: {format_scale(group[first].scale)}"
                 yield _mismatch(rank, cast, DIFFERENT if wrong else REPLICAS, expected, format_scale(cast.scale))
-            replica = min(peers(case.layout, rank, replica_axes(cast)))
+            replica = min(replicas)
             if cast.data_digest != group.get(replica, cast).data_digest:
                 expected = f"the data of rank {replica}: {group[replica].data_digest}"
                 yield _mismatch(rank, cast, REPLICAS, expected, cast.data_digest)

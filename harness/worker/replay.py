@@ -35,6 +35,8 @@ from harness.worker.probes.places import local_shard
 from harness.worker.probes.sketches import clean_fqn
 from harness.worker.recorded import Key, Recorded, Values, assembled, terms_of_sum
 from harness.worker.tensor_ranks import (
+    FLOAT8,
+    Matmul,
     Ranks,
     ScaledProducts,
     spread,
@@ -208,6 +210,14 @@ def _compared(recorded: Recorded, computed: Values) -> tuple[float, dict[int, fl
     return worst, {rank: of_pieces[of] for rank, of in recorded.holders.items()} | of_others
 
 
+def _matmul(case: Case) -> Matmul:
+    if not case.float8.traits.in_blocks:
+        return FLOAT8
+    from harness.worker.mxfp8_products import MXFP8
+
+    return MXFP8
+
+
 def replay(request: RunRequest, device: torch.device) -> RankTrace:
     """The distances of a recorded run, and the loss and gradient norm of its own logits and gradients at every step."""
     # Recomputation repeats what forward computed, and would be taken for another call of a module.
@@ -217,7 +227,7 @@ def replay(request: RunRequest, device: torch.device) -> RankTrace:
     watching = Replay(assembled(case, request.replayed, device), 1 if is_llama(case.target) else case.layout.dp)
     products = ScaledProducts()
     watching.attach(model, case, products, compiled=request.case.compile != "none")
-    products.watch(in_blocks=request.case.float8.traits.in_blocks)
+    products.watch(_matmul(request.case))
     replayed = replayed_steps(request.case, request.numerics)
     steps = tuple(_replay_step(prepared, watching, turn) for turn in _turns(replayed))
     watching.finish()

@@ -11,7 +11,7 @@ import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from importlib import import_module
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -19,7 +19,6 @@ from torch import nn
 
 from harness.matrix.case import Case
 from harness.matrix.linears import shard_sizes
-from harness.matrix.recipes import BLOCK
 from harness.worker.discovery import is_converted
 from harness.worker.dispatch_hooks.hook import unobserved
 from harness.worker.probes.fsdp_params import ManagedParam
@@ -161,11 +160,10 @@ class ScaledProducts:
     def __init__(self) -> None:
         self._first: Cut | None = None
 
-    def watch(self, *, in_blocks: bool) -> None:
-        """For the rest of the life of this process. `in_blocks`: the matmuls of MXFP8."""
-        where, name, cutting = _MXFP8 if in_blocks else _FLOAT8
-        module: Any = import_module(where)
-        setattr(module, name, self._watched(getattr(module, name), cutting))
+    def watch(self, matmul: Matmul) -> None:
+        """For the rest of the life of this process."""
+        module: Any = import_module(matmul.module)
+        setattr(module, matmul.name, self._watched(getattr(module, matmul.name), matmul.cutting))
 
     def _watched(self, stock: Callable[..., Tensor], cutting: Callable[..., Cut]) -> Callable[..., Tensor]:
         def multiply(*args: Any, **options: Any) -> Tensor:
@@ -193,34 +191,15 @@ def _cutting_tensors(
     return lambda part: stock(_padded(a[:, part]), a_scale, _padded(b[part].t()).t(), b_scale, *rest, **options)
 
 
-def _cutting_blocks(stock: Callable[..., Tensor], a: Any, b: Any, *rest: Any, **options: Any) -> Cut:
-    """Of MXTensors: `a` has its scales as [m, blocks], `b` as [blocks, n]."""
+class Matmul(NamedTuple):
+    """The function of torchao that multiplies the operands of a linear."""
 
-    def cut(part: slice) -> Tensor:
-        blocks = slice(part.start // BLOCK, part.stop // BLOCK)
-        rows = _of_parts(a, a.qdata[:, part].contiguous(), a.scale[:, blocks].contiguous())
-        columns = _of_parts(b, b.qdata[part].t().contiguous().t(), b.scale[blocks].t().contiguous().t())
-        return stock(rows, columns, *rest, **options)
-
-    return cut
+    module: str
+    name: str
+    cutting: Callable[..., Cut]
 
 
-_FLOAT8: tuple[str, str, Callable[..., Cut]] = (
-    "torchao.float8.float8_ops",
-    "addmm_float8_unwrapped",
-    _cutting_tensors,
-)
-_MXFP8: tuple[str, str, Callable[..., Cut]] = (
-    "torchao.prototype.mx_formats.mx_tensor",
-    "_addmm_mx_dispatch",
-    _cutting_blocks,
-)
-
-
-def _of_parts(whole: Any, data: Tensor, scale: Tensor) -> Any:
-    names, others = whole.__tensor_flatten__()
-    parts = dict(zip(names, (data, scale), strict=True))
-    return type(whole).__tensor_unflatten__(parts, others, data.shape, data.stride())
+FLOAT8 = Matmul("torchao.float8.float8_ops", "addmm_float8_unwrapped", _cutting_tensors)
 
 
 def _slices(total: int, ranks: int) -> Iterator[slice]:

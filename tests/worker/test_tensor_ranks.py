@@ -9,7 +9,7 @@ from torch import nn
 from torchao.float8 import Float8LinearConfig, convert_to_float8_training, float8_ops
 
 from harness.worker.recorded import summed
-from harness.worker.tensor_ranks import ScaledProducts, of_columns, of_rows, of_sequence, spread
+from harness.worker.tensor_ranks import FLOAT8, ScaledProducts, of_columns, of_rows, of_sequence, spread
 from harness.worker.virtual import device as virtual_device
 
 BF16 = torch.bfloat16
@@ -67,7 +67,8 @@ def test_scaled_matmuls_are_multiplied_again_in_parts(recipe: str, monkeypatch: 
     linear = nn.Linear(96, 32, bias=False, dtype=BF16)
     module = convert_to_float8_training(nn.Sequential(linear), config=Float8LinearConfig.from_recipe_name(recipe))
     products = ScaledProducts()
-    monkeypatch.setattr(float8_ops, "addmm_float8_unwrapped", products)
+    monkeypatch.setattr(float8_ops, "addmm_float8_unwrapped", float8_ops.addmm_float8_unwrapped)
+    products.watch(FLOAT8)
     assert products.in_parts(96, 2) is None
     output = module(random(16, 96).requires_grad_())
     parts = products.in_parts(96, 4)  # of 24 columns: padded
