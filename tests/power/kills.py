@@ -142,7 +142,8 @@ def assert_named(matrix: MutationMatrix) -> None:
     recorded = read_kills(find_project().root)
     assert recorded is not None
     before = {name.partition(" ")[0] for name, wrong in recorded.misnamed.items() if wrong}
-    assert {trial.name: (trial.misnamed, trial.message) for trial in matrix.misnamed if trial.fault not in before} == {}
+    wrong = {trial.name: (trial.misnamed, trial.message) for trial in matrix.misnamed if trial.fault not in before}
+    assert not wrong, wrong
 
 
 def assert_part(matrix: MutationMatrix, faults: Sequence[Fault], *, groups: str, checks: str) -> None:
