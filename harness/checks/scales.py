@@ -179,8 +179,9 @@ def _shared_scales(case: Case, casts: Casts) -> Iterator[Mismatch]:
         for key, cast in by_key.items():
             group = _group(case, casts, rank, key)
             first, replicas = min(group), peers(case.layout, rank, replica_axes(cast))
-            broken = list(_amax_rules(case, cast, _shards(case, casts, rank, key)))
-            if cast.scale.digest != group[first].scale.digest:
+            differs = cast.scale.digest != group[first].scale.digest
+            broken = list(_amax_rules(case, cast, _shards(case, casts, rank, key))) if differs or rank == first else []
+            if differs:
                 wrong = broken or first not in replicas
                 wrong = wrong or any(_amax_rules(case, group[first], _shards(case, casts, first, key)))
                 expected = f"the scale of rank {first}: {format_scale(group[first].scale)}"

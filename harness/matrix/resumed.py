@@ -33,5 +33,5 @@ def _only_built(case: Case, layout: Layout) -> Case:
     """The case in another layout, without the options of training: it loads and saves."""
     train = without(case, Changes.SUMS).train
     train = msgspec.structs.replace(train, global_batch=layout.world_size, evaluate=False, resume="none")
-    float8 = msgspec.structs.replace(case.float8, tp_styles="plain", convert_after_tp=False)
+    float8 = msgspec.structs.replace(case.float8, tp_styles="plain")
     return msgspec.structs.replace(case, layout=layout, float8=float8, train=train)

@@ -59,7 +59,7 @@ class CastRecord(CastStatistics, frozen=True, kw_only=True):
     local_shape: tuple[int, ...]
     placements: tuple[str, ...]  # "Shard(0)", "Replicate()", ... per mesh axis; empty for a plain tensor
     mesh_axes: tuple[str, ...]  # names of the mesh axes, in the order of `placements`
-    source_dtype: str  # "float32", "float8_e8m0fnu", "bfloat16"
+    source_dtype: str  # "float32", "bfloat16"
     axiswise_dim: int | None  # None: one scale for the tensor
     block: int = 0  # values along that dim that share a scale; 0: all of them
     extreme_blocks: tuple[int, ...] = ()  # which have the smallest and the largest amax * scale, in the order of scales

@@ -36,10 +36,9 @@ Exchange = Callable[..., list[torch.Tensor]]
 def preload(options: Mapping[str, str]) -> None:
     """Import what every rank needs and install the virtual device."""
     torch.set_num_threads(1)
-    with contextlib.suppress(ImportError, RuntimeError):  # checks of its casts fail then, and say what is missing
-        from harness.worker.virtual import mxfp8
+    from harness.worker.virtual import mxfp8
 
-        mxfp8.install()
+    mxfp8.install_if_possible()
     device.install()
 
 

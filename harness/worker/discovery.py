@@ -37,9 +37,8 @@ def is_converted(linear: nn.Module) -> bool:
         return True
     if not isinstance(linear, nn.Linear):
         return False
-    mxfp8 = sys.modules.get(
-        "torchao.prototype.moe_training.mxfp8_linear"
-    )  # imported where something is converted to it
+    # imported where something is converted to MXFP8
+    mxfp8 = sys.modules.get("torchao.prototype.moe_training.mxfp8_linear")
     if mxfp8 is not None and isinstance(linear, mxfp8.MXFP8Linear):
         return True
     weight = linear.weight

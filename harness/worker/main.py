@@ -5,7 +5,6 @@ Nothing that uses them is imported before: a part that is gone is one line, not 
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
@@ -20,10 +19,9 @@ _told: list[str] = []
 def preload(options: Mapping[str, str]) -> None:
     """Do once what every rank needs: see `program.preload`. Without what every run needs, nothing is done."""
     if options.get("device", "cpu") == "cpu":
-        with contextlib.suppress(ImportError, RuntimeError):  # cases of MXFP8 say what the virtual device lacks then
-            from harness.worker.virtual import mxfp8
+        from harness.worker.virtual import mxfp8
 
-            mxfp8.install()
+        mxfp8.install_if_possible()
     compiles = options.get("compile", "off") == "on"
     _told[:] = internals.lines(compiled=compiles)
     if not internals.gaps(internals.RUN):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Mapping
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -44,10 +44,9 @@ _CPU = torch.device("cpu")
 def preload(options: Mapping[str, str]) -> None:
     """Leave the process with one thread, so that it can be forked."""
     torch.set_num_threads(1)
-    with suppress(ImportError, RuntimeError):  # cases of MXFP8 say what is missing then
-        from harness.worker.virtual import mxfp8
+    from harness.worker.virtual import mxfp8
 
-        mxfp8.install()
+    mxfp8.install_if_possible()
 
 
 def rank_main(context: RankContext) -> bytes:

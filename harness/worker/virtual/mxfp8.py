@@ -17,10 +17,15 @@ from typing import Any
 from unittest import mock
 
 import torch
-from torch._subclasses.fake_tensor import is_fake
 
 _KERNELS = "torchao.prototype.mx_formats.kernels"
 E4M3, E8M0 = torch.float8_e4m3fn, torch.float8_e8m0fnu
+
+
+def install_if_possible() -> None:
+    """`install`, before anything else imports torchao's MXFP8. Without it, cases of MXFP8 say what is missing."""
+    with contextlib.suppress(ImportError, RuntimeError):
+        install()
 
 
 @functools.cache
@@ -98,6 +103,8 @@ class _Launch:
         return self
 
     def __call__(self, *args: Any, **named: Any) -> None:
+        from torch._subclasses.fake_tensor import is_fake
+
         if not any(is_fake(each) for each in (*args, *named.values()) if isinstance(each, torch.Tensor)):
             self._body(*args, **named)
 
