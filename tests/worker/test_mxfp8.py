@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from harness.matrix.recipes import BLOCK
 from harness.worker.probes.cast_numbers import SMALLEST_BLOCK, Cast, CastNumbers, measure_cast
-from harness.worker.virtual import device
+from harness.worker.virtual import device, mxfp8
 from harness.worker.virtual.scaled_mm import block_product, unswizzled
 
 E4M3, E8M0 = torch.float8_e4m3fn, torch.float8_e8m0fnu
@@ -21,6 +21,7 @@ EXTREMES = (0.0, -0.0, 2.0**-133, -(2.0**-127), 2.0**-119, 1.75 * 2.0**-119, 2.0
 
 @pytest.fixture(scope="module", autouse=True)
 def _installed() -> None:
+    mxfp8.install()
     device.install()
 
 

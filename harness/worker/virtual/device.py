@@ -17,7 +17,7 @@ from torch.distributed import ReduceOp
 
 from harness.request import Arithmetic, Fabric
 from harness.worker import internals
-from harness.worker.virtual import collectives, grouped_mm, scaled_mm
+from harness.worker.virtual import collectives, grouped_mm, scaled_grouped_mm, scaled_mm
 
 # torch.library drops an override when its Library object is collected.
 _LIBRARIES: list[torch.library.Library] = []
@@ -43,7 +43,12 @@ def _install_exact(key: str) -> None:
     versions: tuple[Callable[..., torch.Tensor], ...] = (scaled_mm.scaled_mm, scaled_mm.scaled_mm_v2)
     kernels = {f"_{version.__name__}": version for version in versions}
     kernels |= {f"{name}.out": scaled_mm.into(kernel) for name, kernel in kernels.items()}
-    _LIBRARIES.append(_override("aten", kernels | {"_grouped_mm": grouped_mm.exact(key)}, key))
+    kernels |= {
+        "_grouped_mm": grouped_mm.exact(key),
+        "_scaled_grouped_mm": scaled_grouped_mm.scaled_grouped_mm,
+        "_scaled_grouped_mm_v2": scaled_grouped_mm.scaled_grouped_mm_v2,
+    }
+    _LIBRARIES.append(_override("aten", kernels, key))
     _installed.add("scaled_mm")
 
 
