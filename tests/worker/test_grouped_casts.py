@@ -9,6 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from harness.worker.dispatch_hooks import grouped_mm, products
+from harness.worker.dispatch_hooks.grouped_mm import GroupedMM
 from harness.worker.virtual import device, mxfp8
 
 E4M3 = torch.float8_e4m3fn
@@ -131,7 +133,7 @@ def test_scales_are_put_where_torchao_puts_them(rows, sizes, seed):
 
 
 def trained(config, sizes, dim: int = 128):
-    """Output, and gradients of rows and weights, of a converted matmul of experts."""
+    """Output, and gradients of rows and weights, of a matmul of experts, converted where there is a configuration."""
     from torchao.prototype.moe_training.utils import _quantize_then_scaled_grouped_mm
 
     draw = torch.Generator().manual_seed(0)
@@ -141,7 +143,10 @@ def trained(config, sizes, dim: int = 128):
     )
     leaves = x.requires_grad_(), w.requires_grad_()
     ends = torch.tensor(sizes).cumsum(0).int()
-    out = _quantize_then_scaled_grouped_mm(x, w.transpose(-2, -1), config, ends)
+    if config is None:
+        out = torch._grouped_mm(x, w.transpose(-2, -1), offs=ends)
+    else:
+        out = _quantize_then_scaled_grouped_mm(x, w.transpose(-2, -1), config, ends)
     return out.detach(), *torch.autograd.grad(out, leaves, grad)
 
 
@@ -207,3 +212,38 @@ def test_padded_groups_start_aligned_and_come_back(sizes, behind):
     assert not (starts % 32).any() and not (padded_ends % 32).any()
     back = cast("fused_unpad_token_groups", padded, ends, starts, len(tokens), 32)
     assert torch.equal(back[: ends[-1]], tokens[: ends[-1]]) and back[ends[-1] :].isnan().all()
+
+
+@pytest.mark.parametrize("name", ["bf16", "float8", "mxfp8", "mxfp8_emulated"])
+def test_grouped_matmuls_are_observed_with_their_groups_and_nothing_beside(name):
+    from torchao.prototype.moe_training import config as ao
+    from torchao.quantization.quantize_.common import KernelPreference
+
+    configs = {
+        "float8": ao.Float8TrainingOpConfig(),
+        "mxfp8": ao.MXFP8TrainingOpConfig(),
+        "mxfp8_emulated": ao.MXFP8TrainingOpConfig(kernel_preference=KernelPreference.EMULATED),
+    }
+    calls: list[GroupedMM] = []
+    others: list[products.Product] = []
+    grouped_mm.observers.append(calls.append)
+    products.observers.append(others.append)
+    try:
+        trained(configs.get(name), (128, 0, 256))
+    finally:
+        grouped_mm.observers.remove(calls.append)
+        products.observers.remove(others.append)
+    assert sorted(call.is_wgrad for call in calls) == [False, False, True]
+    assert {call.sizes for call in calls} == {(128, 0, 256)} and not others
+    assert [call.flops for call in calls] == [2 * 384 * 128 * 256] * 3
+    in_float8 = name in {"float8", "mxfp8"}  # emulated operands are dequantized before: not what a GPU multiplies
+    assert {call.a.dtype for call in calls} == {E4M3 if in_float8 else torch.bfloat16}
+    assert all((call.scale_a is not None) == (call.scale_b is not None) == in_float8 for call in calls)
+
+
+def test_every_layout_of_a_grouped_matmul_has_its_flops():
+    a, b, ends = torch.empty(3, 16, 32), torch.empty(3, 32, 48), torch.tensor([8, 8, 40], dtype=torch.int32)
+    assert GroupedMM(a, b, None).flops == 2 * 3 * 16 * 32 * 48
+    assert GroupedMM(a[0].new_empty(50, 32), b, ends).flops == 2 * 40 * 32 * 48
+    assert GroupedMM(a, b.new_empty(32, 50), ends).flops == 2 * 16 * 32 * 40
+    assert GroupedMM(a.new_empty(16, 50), b.new_empty(50, 48), ends).flops == 2 * 16 * 40 * 48
