@@ -102,8 +102,8 @@ def _flops(traces: Iterable[RankTrace]) -> Mapping[str, Multiplied]:
 
 def _expected_flops(expect: Expectations, traces: Sequence[RankTrace]) -> Mapping[str, Multiplied]:
     """What the formula says that these ranks multiply; empty where it does not apply."""
-    if not _applies(expect) or any(trace.flops is None for trace in traces):
-        return {}
+    if not _applies(expect) or expect.case.model.experts or any(trace.flops is None for trace in traces):
+        return {}  # how many rows experts multiply is found in the run
     steps, saves_attention = expect.case.train.steps, traces[0].device != "cpu"
     found = (executed(expect.case, rank=trace.rank, saves_attention=saves_attention) for trace in traces)
     return multiplied_by(
@@ -120,7 +120,12 @@ def _expected_wire(expect: Expectations, traces: Sequence[RankTrace]) -> Mapping
     """What the formula says that these ranks send; empty where it does not apply."""
     if not _applies(expect) or any(trace.traffic is None for trace in traces):
         return {}
-    terms = [term for step, rank in _turns(expect, traces) for term in expect.transfers(step=step, rank=rank)]
+    terms = [
+        term
+        for trace in traces
+        for step, rank in _turns(expect, [trace])
+        for term in expect.transfers(step=step, rank=rank, calls=trace.expert_calls(step))
+    ]
     found = sent_by((term.words, term.times, term.payload_bytes) for term in terms)
     limited = {term.words for term in terms if term.least is not None and expect.case.compile != "none"}
     return {words: sent for words, sent in found.items() if words not in limited}

@@ -111,7 +111,7 @@ class _Step(NamedTuple):
     """The traffic of one rank in one step. `allowed` limits the counts that a compiled run need not match exactly."""
 
     number: int
-    rank: int
+    trace: RankTrace
     expected: Traffic
     found: Traffic
     allowed: dict[CollectiveKey, Limits]
@@ -143,6 +143,7 @@ def _partly(expect: Expectations, device: str) -> str:
     not_judged=_not_judged,
     partly=_partly,
     records=("traffic",),
+    also_reads=("experts",),
     formula=TRAFFIC,
     needs_linears=True,
 )
@@ -162,10 +163,10 @@ def check_traffic(case: Case, run: Run, witnesses: Witnesses) -> list[Finding]:
     ]
 
 
-def expected_traffic(expect: Expectations, *, step: int, rank: int) -> Traffic:
+def expected_traffic(expect: Expectations, *, step: int, trace: RankTrace) -> Traffic:
     """The expected transfers, added up as the probe adds up what it records."""
     total: defaultdict[CollectiveKey, Volume] = defaultdict(Volume)
-    for term in expect.transfers(step=step, rank=rank):
+    for term in expect.transfers(step=step, rank=trace.rank, calls=trace.expert_calls(step)):
         total[_key(term)] = _plus(total[_key(term)], Volume(term.payload_bytes, {term.elements: term.times}))
     return dict(total)
 
@@ -209,8 +210,8 @@ def _sizes(sizes: Mapping[int, int]) -> str:
 def _steps(expect: Expectations, trace: RankTrace) -> Iterator[_Step]:
     rank = trace.rank
     for step in sorted({*range(1, expect.case.train.steps + 1), *(record.step for record in trace.traffic or ())}):
-        expected, found = expected_traffic(expect, step=step, rank=rank), recorded_traffic(trace, step)
-        yield _Step(step, rank, expected, found, count_limits(expect, step=step, rank=rank))
+        expected, found = expected_traffic(expect, step=step, trace=trace), recorded_traffic(trace, step)
+        yield _Step(step, trace, expected, found, count_limits(expect, step=step, rank=rank))
 
 
 def _differences(expect: Expectations, trace: RankTrace) -> Iterator[Finding]:
@@ -227,7 +228,8 @@ def _differences(expect: Expectations, trace: RankTrace) -> Iterator[Finding]:
 
 
 def _purposes(expect: Expectations, step: _Step, key: CollectiveKey) -> str:
-    transfers = expect.transfers(step=step.number, rank=step.rank)
+    trace, number = step.trace, step.number
+    transfers = expect.transfers(step=number, rank=trace.rank, calls=trace.expert_calls(number))
     purposes = [term.purpose for term in transfers if _key(term) == key]
     more = [f"{len(purposes) - 3} more"] if len(purposes) > 3 else []
     return f" (for {'; '.join(purposes[:3] + more)})" if purposes else ""
@@ -250,7 +252,7 @@ def _number_of_gathers(step: _Step) -> Iterator[Finding]:
 
 def _high_precision_gathers(expect: Expectations, step: _Step) -> Iterator[Finding]:
     """With float8 all-gather: compares the gathered bytes with those that the converted weights take in bfloat16."""
-    elements = expect.float8_weight_elements(step.rank)
+    elements = expect.float8_weight_elements(step.trace.rank)
     surplus = _gathers(step.found).payload_bytes - _gathers(step.expected).payload_bytes
     ratio = (elements + surplus) / (2 * elements) if elements else 0.0
     if ratio > MAX_SHARE_OF_BFLOAT16:

@@ -6,7 +6,7 @@ Checks use this value only, so every formula has one place. Every step behind th
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 from harness.expect import (
     casts,
@@ -30,6 +30,7 @@ from harness.matrix.numerics import VIRTUAL_DEVICE, Numerics, drifts, replayed_s
 from harness.matrix.rules import Refusal, expected_refusal
 from harness.matrix.targets import computes_on_plain_shards, is_llama
 from harness.trace.counts import Moment
+from harness.trace.experts import ExpertCall
 
 # What one version does, by the names that `Finding.formula` and the record of verified versions use.
 MATMULS, CASTS, TRAFFIC = "matmuls", "casts", "traffic"
@@ -126,9 +127,10 @@ class Expectations:
         """Casts to float8 by the linears of one rank in one step, without those of FSDP2."""
         return sum(len(forms) for site, forms in self.casts.items() if site.phase not in casts.OF_GATHERS)
 
-    def transfers(self, *, step: int, rank: int) -> tuple[Transfer, ...]:
-        """The collectives of `rank` in `step` (1-based)."""
-        return traffic.expected_transfers(self.case, step=min(step, 2), rank=rank, changes=self.changes)
+    def transfers(self, *, step: int, rank: int, calls: Iterable[ExpertCall] = ()) -> tuple[Transfer, ...]:
+        """The collectives of `rank` in `step` (1-based). `calls`: of its experts, which decide what is sent back."""
+        found = traffic.expected_transfers(self.case, step=min(step, 2), rank=rank, changes=self.changes)
+        return (*found, *traffic.sent_back(self.case, calls))
 
     def float8_weight_elements(self, rank: int) -> int:
         """Elements of converted weights that `rank` sends in float8 all-gathers of one step."""
@@ -177,6 +179,8 @@ def not_recorded(case: Case, numerics: Numerics = VIRTUAL_DEVICE) -> Mapping[str
         empty["graphs"] = "nothing is compiled"
     else:
         empty["operands"] = "compiled blocks do not call what the probe patches; graph_scales judges their casts"
+    if not case.model.experts:
+        empty["experts"] = "no block has experts"
     if not replayed_steps(case, numerics) or not is_llama(case.target):
         empty["module_tensors"] = _not_replayed(case, numerics)
     return empty

@@ -20,11 +20,14 @@ from harness.expect.fusion import fusion_candidates
 from harness.expect.model import traits_of
 from harness.expect.upstream import GRADIENTS_IN_REDUCE_DTYPE, NONE, Changes
 from harness.matrix.case import Case
-from harness.matrix.layout import DP_AXES, SHARD_AXES, coordinates
+from harness.matrix.layout import DP_AXES, SHARD_AXES, coordinates, group_name, peers
 from harness.matrix.linears import (
-    BLOCK_LINEARS,
+    EXPERTS,
     OUTPUT_FQN,
+    ROUTER,
     ROWWISE,
+    block_linears,
+    expert_fqns,
     is_checkpointed,
     is_converted,
     linear_features,
@@ -33,6 +36,7 @@ from harness.matrix.linears import (
 )
 from harness.matrix.recipes import ITEM_BYTES, Operand
 from harness.trace.counts import collective_words
+from harness.trace.experts import ExpertCall
 
 
 class Transfer(msgspec.Struct, frozen=True):
@@ -64,6 +68,7 @@ def expected_transfers(case: Case, *, step: int, rank: int, changes: Changes = N
         *_weight_amax(case, step),
         *_activations(case),
         *_tensor_parallel_amax(case),
+        *_dispatched(case),
         *_loss(case),
     )
     reduced = (*_reductions(case, rank), *_norm_gradients(case, changes))
@@ -71,10 +76,12 @@ def expected_transfers(case: Case, *, step: int, rank: int, changes: Changes = N
         *_repeated(of_microbatch, case.train.accumulation),
         *_repeated(reduced, case.reductions if case.uses_fsdp else 1),
         *_precompute(case),
+        *_tokens_of_experts(case),
         *_global_norm(case),
         *_token_count(case),
     )
-    sent = tuple(term for term in terms if term.times and case.layout.mesh[term.axis] > 1)
+    degrees = case.layout.expert_mesh | case.layout.mesh
+    sent = tuple(term for term in terms if term.times and degrees.get(term.axis, 1) > 1)
     return (*sent, *reports(case)) if traits_of(case).logs else sent
 
 
@@ -110,6 +117,7 @@ class Unit(msgspec.Struct, frozen=True, kw_only=True):
 
     name: str
     weights: tuple[Weight, ...]
+    axis: str  # of the ranks that share it
     gathers: int  # in every forward, and once more in backward where the weights are freed after forward
     freed: bool  # after forward
 
@@ -119,29 +127,47 @@ def fsdp_units(case: Case, rank: int) -> tuple[Unit, ...]:
     vocab = shard_sizes(case.model.padded_vocab_size, case.layout.tp)[coordinates(case.layout, rank)["tp"]]
     freed, freed_last, forwards = resharding != "never", resharding == "always", _forwards(case)
     blocks = [
-        Unit(name=f"layers.{layer}", weights=tuple(_block_weights(case, layer)), gathers=forwards + freed, freed=freed)
+        Unit(name=name, weights=tuple(weights), axis=axis, gathers=forwards + freed, freed=freed)
         for layer in range(shape.layers)
+        for name, weights, axis in _block_units(case, layer)
     ]
     output = Weight(fqn=OUTPUT_FQN, rows=vocab, columns=shape.dim, gathered_in_float8=_cast_by_fsdp(case, OUTPUT_FQN))
     embedding = Weight(fqn="tok_embeddings", rows=vocab, columns=shape.dim)
     return (
-        Unit(name="tok_embeddings", weights=(embedding,), gathers=forwards + freed, freed=freed),
+        Unit(name="tok_embeddings", weights=(embedding,), axis="dp_shard", gathers=forwards + freed, freed=freed),
         *blocks,
         # Backward starts with this unit, so by default its weights stay gathered. After an evaluation too; but FSDP2
         # takes what ran before the first unit for what backward needs next, and gathers it at the end.
         Unit(
             name="norm, output",
             weights=(Weight(fqn="norm", rows=shape.dim), output),
+            axis="dp_shard",
             gathers=forwards + freed_last,
             freed=freed_last,
         ),
     )
 
 
+def _block_units(case: Case, layer: int) -> Iterator[tuple[str, Iterable[Weight], str]]:
+    """The units of a block: its experts are one of their own, which the ranks that have the same ones share."""
+    yield f"layers.{layer}", _block_weights(case, layer), "dp_shard"
+    if case.model.has_experts(layer):
+        model, local = case.model, case.model.experts // case.layout.ep
+        sizes = {"w1": (model.expert_dim, model.shape.dim), "w2": (model.shape.dim, model.expert_dim)}
+        fqn = f"layers.{layer}.{EXPERTS}"
+        weights = [
+            Weight(fqn=f"{fqn}.{name}", rows=rows, columns=local * columns)
+            for name, (rows, columns) in (sizes | {"w3": sizes["w1"]}).items()
+        ]
+        yield fqn, weights, group_name(case.layout, "efsdp")
+
+
 def _block_weights(case: Case, layer: int) -> Iterator[Weight]:
     for norm in ("attention_norm", "ffn_norm"):
         yield Weight(fqn=f"layers.{layer}.{norm}", rows=case.model.shape.dim)
-    for name in BLOCK_LINEARS:
+    if case.model.has_experts(layer):
+        yield Weight(fqn=f"layers.{layer}.{ROUTER}", rows=case.model.experts, columns=case.model.shape.dim)
+    for name in block_linears(case.model, layer):
         inputs, outputs = local_features(case, name)
         fqn = f"layers.{layer}.{name}"
         yield Weight(fqn=fqn, rows=outputs, columns=inputs, gathered_in_float8=_cast_by_fsdp(case, fqn))
@@ -156,7 +182,7 @@ def _cast_by_fsdp(case: Case, fqn: str) -> bool:
 def _gathers_of_weights(case: Case, rank: int) -> Iterator[Transfer]:
     for unit in fsdp_units(case, rank):
         dtype, elements = _gathered(case, unit)
-        yield Transfer("dp_shard", "all_gather", dtype, elements, f"weights of {unit.name}", times=unit.gathers)
+        yield Transfer(unit.axis, "all_gather", dtype, elements, f"weights of {unit.name}", times=unit.gathers)
 
 
 def _reductions(case: Case, rank: int) -> Iterator[Transfer]:
@@ -164,12 +190,16 @@ def _reductions(case: Case, rank: int) -> Iterator[Transfer]:
 
     Gradients are summed (`set_gradient_divide_factor(1)`) in the reduce dtype.
     """
-    ranks = case.layout.dp_shard
     for unit in fsdp_units(case, rank):
+        ranks = _sharing(case, unit)
         shard = sum(weight.shard_elements(ranks) for weight in unit.weights)
-        for axis in DP_AXES:
-            kind, count = ("reduce_scatter", shard * ranks) if axis in SHARD_AXES else ("all_reduce", shard)
+        for axis in ("dp_replicate", unit.axis):
+            kind, count = ("all_reduce", shard) if axis == "dp_replicate" else ("reduce_scatter", shard * ranks)
             yield Transfer(axis, kind, case.reduce_dtype, count, f"gradients of {unit.name}", op="sum")
+
+
+def _sharing(case: Case, unit: Unit) -> int:
+    return len(peers(case.layout, 0, (unit.axis,)))
 
 
 def _gathered(case: Case, unit: Unit) -> tuple[str, int]:
@@ -178,7 +208,7 @@ def _gathered(case: Case, unit: Unit) -> tuple[str, int]:
     FSDP2 concatenates all parameters of a unit (`_get_all_gather_input_metadatas`). Norms are never float8, so a unit
     with float8 weights always has mixed dtypes.
     """
-    ranks = case.layout.dp_shard
+    ranks = _sharing(case, unit)
     narrow = sum(weight.shard_elements(ranks) for weight in unit.weights if weight.gathered_in_float8)
     wide = sum(weight.shard_elements(ranks) for weight in unit.weights if not weight.gathered_in_float8)
     if not narrow:
@@ -296,7 +326,7 @@ def _tensor_parallel_amax(case: Case) -> Iterator[Transfer]:
     torchao computes the amax in the dtype of the tensor and casts it to float64 before `clamp` makes DTensor reduce it.
     """
     for layer in range(case.model.shape.layers):
-        for name in BLOCK_LINEARS:
+        for name in block_linears(case.model, layer):
             fqn = f"layers.{layer}.{name}"
             if is_converted(case, fqn):
                 forwards = _forwards(case) + is_checkpointed(case, fqn)
@@ -393,12 +423,54 @@ def _global_norm(case: Case) -> Iterator[Transfer]:
     if not _reads_norms(case):
         return
     layers = case.model.shape.layers
-    norms, others = 2 * layers + 1, len(BLOCK_LINEARS) * layers * (1 + case.model.bias) + 2
+    linears = sum(len(block_linears(case.model, layer)) for layer in range(layers))
+    routers, experts = len(expert_fqns(case.model)), 3 * len(expert_fqns(case.model))
+    norms, others = 2 * layers + 1, linears * (1 + case.model.bias) + 2 + routers
+    if case.layout.ep > 1:  # on a mesh of their own, over the same ranks
+        yield Transfer("dp_shard", "all_reduce", case.wide_dtype, experts, "norms of gradients of experts", op="sum")
+    else:
+        others += experts
     together = case.layout.tp == 1 or case.layout.sequence_parallel
     for axis in SHARD_AXES:
         apart = [norms, others] if axis in DP_AXES else [others]
         for count in [norms + others] if together else apart:
             yield Transfer(axis, "all_reduce", case.wide_dtype, count, "norms of gradients", op="sum")
+
+
+# Experts
+
+
+def _dispatched(case: Case) -> Iterator[Transfer]:
+    """What a rank sends to the ranks that hold the experts of its tokens: rows, how many, and gradients of results.
+
+    What it sends back depends on how many came (`sent_back`).
+    """
+    model, forwards = case.model, _forwards(case)
+    layers = [layer for layer in range(model.shape.layers) if model.has_experts(layer)]
+    again = sum(case.checkpointing.wraps(layer) for layer in layers)
+    ep, calls = group_name(case.layout, "ep"), len(layers) * forwards + again
+    rows = case.tokens_per_rank * model.top_k * model.shape.dim
+    yield Transfer(ep, "all_to_all", "int64", model.experts, "numbers of tokens of experts", times=calls)
+    yield Transfer(ep, "all_to_all", case.train.dtype, rows, "tokens of experts", times=calls)
+    yield Transfer(ep, "all_to_all", case.train.dtype, rows, "gradients of results of experts", times=len(layers))
+
+
+def sent_back(case: Case, calls: Iterable[ExpertCall]) -> Iterator[Transfer]:
+    """What a rank sends back in these calls of its experts: results, and the gradients of tokens that it trained on."""
+    ep = group_name(case.layout, "ep")
+    if len(peers(case.layout, 0, ("ep",))) == 1:
+        return
+    for call in calls:
+        rows = sum(call.local_counts) * case.model.shape.dim
+        times = 2 if call.phase == "forward" else 1
+        yield Transfer(ep, "all_to_all", case.train.dtype, rows, "results of experts", times=times)
+
+
+def _tokens_of_experts(case: Case) -> Iterator[Transfer]:
+    """The tokens of every expert in this step, of all data-parallel ranks, by which the choice is balanced."""
+    for axis in DP_AXES:
+        times = len(expert_fqns(case.model))
+        yield Transfer(axis, "all_reduce", "float32", case.model.experts, "tokens of experts", op="sum", times=times)
 
 
 # What a target reports

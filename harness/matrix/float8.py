@@ -159,6 +159,18 @@ class Float8(CaseStruct, frozen=True, kw_only=True):
             ),
         ),
     ] = "plain"
+    grouped_mm: Annotated[
+        bool,
+        _axis(
+            "convert the grouped matmuls of experts too",
+            flag("gmm.fp8", "the grouped matmuls of experts are converted too", grouped_mm=True),
+            needs=("recipe", "experts"),
+            exported=False,
+            spelled=(
+                keys("quantize.grouped_mm.float8.fqns quantize.grouped_mm.mx.fqns", values={"": None, "*": True}),
+            ),
+        ),
+    ] = False
     output_layer: Annotated[
         bool,
         _axis("convert the output layer too", flag("head.fp8", "the output layer is converted too", output_layer=True)),

@@ -120,6 +120,7 @@ MESH_AXES = Mesh.__struct_fields__
 DP_AXES = ("dp_replicate", "dp_shard")  # those whose ranks train on different slices of the batch
 SAME_BATCH_AXES = tuple(name for name in MESH_AXES if name not in DP_AXES)
 SHARD_AXES = ("dp_shard", "tp")  # those whose ranks share weights
+EXPERT_AXES = ("efsdp", "ep")  # those of the mesh of expert weights alone
 REST = "dp_shard"  # has the ranks that the other axes leave, where its degree is not given
 OTHERS = tuple(name for name in MESH_AXES if name != REST)
 
@@ -211,6 +212,30 @@ class Layout(Mesh, frozen=True, kw_only=True):
         ),
     ] = "default"
 
+    ep: Annotated[
+        Degree,
+        _axis(
+            "expert parallelism: ranks that share the experts of a block, among those of dp_shard",
+            number("ep{ep}", "ep2", "expert parallelism over {0} of the ranks that share parameters"),
+            smallest=1,
+            needs=("experts",),
+            exported=False,
+            spelled=(
+                keys(
+                    "parallelism.expert_parallel_degree expert_parallel_degree expert_model_parallel_size ep_size "
+                    "ep_degree =ep",
+                    said=r"\b(?:EP|expert[- ]parallel(?:ism)?)\s*(?:degree|size)?\s*(?:of\s+|[=:]\s*)?"
+                    r"(\d{1,4})\b(?!\.)",
+                ),
+            ),
+        ),
+    ] = 1
+
+    @property
+    def expert_mesh(self) -> dict[str, int]:
+        """The mesh of expert weights over the same ranks: `ep` shares the experts, `efsdp` a part of each of them."""
+        return {"dp_replicate": self.dp_replicate, "efsdp": self.dp_shard * self.tp // self.ep, "ep": self.ep}
+
     def __post_init__(self) -> None:
         if self.tp == 1:
             for name in ("sequence_parallel", "loss_parallel", "wait_for_embedding"):
@@ -221,8 +246,17 @@ class Layout(Mesh, frozen=True, kw_only=True):
 
 def coordinates(layout: Layout, rank: int) -> dict[str, int]:
     """The coordinate of `rank` on every axis."""
+    return _coordinates(layout.mesh, rank)
+
+
+def expert_coordinates(layout: Layout, rank: int) -> dict[str, int]:
+    """The coordinate of `rank` on every axis of the mesh of expert weights."""
+    return _coordinates(layout.expert_mesh, rank)
+
+
+def _coordinates(mesh: Mapping[str, int], rank: int) -> dict[str, int]:
     found = {}
-    for name, degree in reversed(layout.mesh.items()):
+    for name, degree in reversed(mesh.items()):
         rank, found[name] = divmod(rank, degree)
     return found
 
@@ -234,14 +268,18 @@ def dp_rank(layout: Layout, rank: int) -> int:
 
 
 def peers(layout: Layout, rank: int, axes: Collection[str]) -> tuple[int, ...]:
-    """The ranks that differ from `rank` only on these axes, including itself, ascending."""
+    """The ranks that differ from `rank` only on these axes, including itself, ascending.
+
+    Of the mesh of the layout, or of that of expert weights where an axis is of it alone.
+    """
     return _peers(layout, rank, frozenset(axes))
 
 
 @functools.lru_cache(maxsize=4096)
 def _peers(layout: Layout, rank: int, axes: frozenset[str]) -> tuple[int, ...]:
     """Checks ask for the same ranks once per cast."""
-    mine, mesh = coordinates(layout, rank), layout.mesh
+    mesh = layout.expert_mesh if axes & set(EXPERT_AXES) else layout.mesh
+    mine = _coordinates(mesh, rank)
     ranges = (range(degree) if axis in axes else (mine[axis],) for axis, degree in mesh.items())
     return tuple(_position(zip(place, mesh.values(), strict=True)) for place in itertools.product(*ranges))
 
@@ -282,4 +320,11 @@ def axis_of_group(layout: Layout, rank: int, ranks: tuple[int, ...]) -> str:
         for chosen in itertools.combinations(used, count):
             if ranks == peers(layout, rank, chosen):
                 return "world" if 1 < count == len(used) else "+".join(chosen)
-    return f"ranks {','.join(map(str, ranks))}"
+    shared = EXPERT_AXES if layout.ep > 1 else ()
+    found = next((name for name in shared if ranks == peers(layout, rank, (name,))), None)
+    return found or f"ranks {','.join(map(str, ranks))}"
+
+
+def group_name(layout: Layout, axis: str) -> str:
+    """The name of the groups along an axis, of the mesh of expert weights too: another axis may have the same ranks."""
+    return axis_of_group(layout, 0, peers(layout, 0, (axis,)))

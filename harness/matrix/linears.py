@@ -14,18 +14,16 @@ import msgspec
 from harness.matrix.case import Case, Model
 from harness.matrix.recipes import MatmulRole
 
+_ATTENTION = ("attention.wq", "attention.wk", "attention.wv", "attention.wo")
 # In order of execution in the forward of a block, which is the order that `selective_op` counts in.
-BLOCK_LINEARS = (
-    "attention.wq",
-    "attention.wk",
-    "attention.wv",
-    "attention.wo",
-    "feed_forward.w1",
-    "feed_forward.w3",
-    "feed_forward.w2",
-)
+BLOCK_LINEARS = (*_ATTENTION, "feed_forward.w1", "feed_forward.w3", "feed_forward.w2")
+# Of a mixture of experts. Its router is a linear too, which no recipe converts.
+_SHARED = ("moe.shared_experts.w1", "moe.shared_experts.w3", "moe.shared_experts.w2")
+EXPERT_BLOCK_LINEARS = (*_ATTENTION, *_SHARED)
 OUTPUT_FQN = "output"
-ROWWISE = frozenset({"attention.wo", "feed_forward.w2"})  # sharded over in_features; the others over out_features
+ROUTER, EXPERTS = "moe.router.gate", "moe.experts"  # of a block
+# Sharded over in_features; the others over out_features.
+ROWWISE = frozenset({"attention.wo", "feed_forward.w2", "moe.shared_experts.w2"})
 
 
 # A multiplication and an addition for every weight, in forward and for both gradients.
@@ -46,14 +44,24 @@ _Gemm = TypeVar("_Gemm", bound=Gemm)
 
 
 def linear_fqns(case: Case) -> tuple[str, ...]:
-    """Every linear of the model in order of execution, converted or not."""
-    return _fqns(case.model.shape.layers)
+    """Every linear of the model in order of execution, converted or not, without routers."""
+    return _fqns(case.model)
 
 
 @functools.lru_cache(maxsize=256)
-def _fqns(layers: int) -> tuple[str, ...]:
-    blocks = [f"layers.{layer}.{name}" for layer in range(layers) for name in BLOCK_LINEARS]
+def _fqns(model: Model) -> tuple[str, ...]:
+    blocks = [f"layers.{layer}.{name}" for layer in range(model.shape.layers) for name in block_linears(model, layer)]
     return (*blocks, OUTPUT_FQN)
+
+
+def block_linears(model: Model, layer: int) -> tuple[str, ...]:
+    """The linears of a block that may be converted, in order of execution."""
+    return EXPERT_BLOCK_LINEARS if model.has_experts(layer) else BLOCK_LINEARS
+
+
+def expert_fqns(model: Model) -> tuple[str, ...]:
+    """The modules of grouped experts."""
+    return tuple(f"layers.{layer}.{EXPERTS}" for layer in range(model.shape.layers) if model.has_experts(layer))
 
 
 def converted_fqns(case: Case) -> tuple[str, ...]:
@@ -150,18 +158,22 @@ def _features(model: Model) -> Mapping[str, tuple[int, int]]:
         "feed_forward.w1": (shape.dim, shape.ffn_dim),
         "feed_forward.w3": (shape.dim, shape.ffn_dim),
         "feed_forward.w2": (shape.ffn_dim, shape.dim),
+        **({} if not model.experts else dict.fromkeys(_SHARED[:2], (shape.dim, model.expert_dim))),
+        **({} if not model.experts else {_SHARED[2]: (model.expert_dim, shape.dim)}),
         OUTPUT_FQN: (shape.dim, model.padded_vocab_size),
     }
 
 
 def parameter_count(case: Case) -> int:
-    """Parameters of the whole model: embedding, linears with their biases, and norms."""
+    """Parameters of the whole model: embedding, linears with their biases, norms, routers and experts."""
     features = [linear_features(case, linear_name(fqn)) for fqn in linear_fqns(case)]
     shape = case.model.shape
     norms = (2 * shape.layers + 1) * shape.dim
     biases = sum(outputs for _, outputs in features[:-1]) if case.model.bias else 0
     weights = sum(inputs * outputs for inputs, outputs in features)
-    return shape.dim * case.model.padded_vocab_size + weights + biases + norms
+    routed = case.model.experts * (3 * shape.dim * case.model.expert_dim + shape.dim)  # a row of the router each
+    experts = routed * len(expert_fqns(case.model))
+    return shape.dim * case.model.padded_vocab_size + weights + biases + norms + experts
 
 
 def local_features(case: Case, name: str, rank: int = 0) -> tuple[int, int]:

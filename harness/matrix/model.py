@@ -13,6 +13,7 @@ from harness.matrix.axis import Axis, Changes, axis, flag, keys, number
 Preset = Literal["tiny", "debug", "llama3-8b-layer"]
 PRESET_WORDS = {"tiny": "tiny", "debug": "debug", "llama3-8b-layer": "llama3.8b.layer"}  # `-` separates words of ids
 PositiveInt = Annotated[int, Meta(ge=1)]
+RouterScore = Literal["softmax", "sigmoid"]
 
 _axis = functools.partial(axis, part="model", changes=Changes.TRAINING)
 
@@ -68,6 +69,12 @@ class Model(CaseStruct, frozen=True, kw_only=True):
     the result is that of the unpadded vocabulary, the shapes are those that a GPU accepts.
 
     With `bias` every linear of a block has one, colwise and rowwise ones; the output layer has none.
+
+    With `experts` every block but the first is a mixture of experts, as in DeepSeek-V3: a router in float32 sends each
+    token to the `top_k` experts of the highest score, a shared expert gets all tokens, and each expert has half of
+    `ffn_dim` hidden features. `router`: scores are a softmax over experts, or sigmoids whose chosen ones are divided by
+    their sum. `balance`: a bias, which only the choice of experts reads, is moved after every step towards those that
+    had fewer tokens than the mean.
     """
 
     preset: Annotated[
@@ -128,6 +135,54 @@ class Model(CaseStruct, frozen=True, kw_only=True):
             noise="_bias",
         ),
     ] = False
+    experts: Annotated[
+        Annotated[int, Meta(ge=0, le=1024)],
+        _axis(
+            "experts of every block but the first; 0: all blocks are dense",
+            number("moe{experts}", "moe4", "{0} experts in every block but the first"),
+            noise="_moe{}",
+            exported=False,
+            spelled=(keys("num_experts num_local_experts n_routed_experts num_moe_experts moe_args.num_experts"),),
+        ),
+    ] = 0
+    top_k: Annotated[
+        PositiveInt,
+        _axis(
+            "experts that every token is sent to",
+            number("top{top_k}", "top1", "every token is sent to {0} experts"),
+            needs=("experts",),
+            smallest=1,
+            noise="_top{}",
+            exported=False,
+            spelled=(keys("moe_args.top_k num_experts_per_tok moe_router_topk"),),
+        ),
+    ] = 2
+    router: Annotated[
+        RouterScore,
+        _axis(
+            "scores of experts: a softmax, or sigmoids whose chosen ones are divided by their sum",
+            flag(
+                "sigmoid", "experts are scored by sigmoids, and weighed by their share of the chosen", router="sigmoid"
+            ),
+            needs=("experts",),
+            noise="_{}",
+            costs=False,
+            exported=False,
+            spelled=(keys("moe_args.score_func scoring_func moe_router_score_function"),),
+        ),
+    ] = "softmax"
+    balance: Annotated[
+        bool,
+        _axis(
+            "a bias of the choice moves towards experts that had fewer tokens, once a step",
+            flag("balance", "the choice of experts is balanced by a bias, without a loss", balance=True),
+            needs=("experts",),
+            noise="_balance",
+            costs=False,
+            exported=False,
+            spelled=(keys("moe_router_enable_expert_bias"),),
+        ),
+    ] = False
     vocab_size: Annotated[
         PositiveInt,
         _axis(
@@ -160,6 +215,18 @@ class Model(CaseStruct, frozen=True, kw_only=True):
             raise ValueError(f"dim {shape.dim} does not split into {shape.heads} heads of an even size: change heads")
         if shape.heads % shape.kv_heads:
             raise ValueError(f"{shape.heads} heads is not a multiple of {shape.kv_heads} kv_heads: set kv_heads, too")
+        if not self.experts:
+            for name, value in (("top_k", 2), ("router", "softmax"), ("balance", False)):
+                msgspec.structs.force_setattr(self, name, value)
+
+    def has_experts(self, layer: int) -> bool:
+        """True when block `layer` (from 0) is a mixture of experts: with `experts` all but the first."""
+        return self.experts > 0 and layer > 0
+
+    @property
+    def expert_dim(self) -> int:
+        """Hidden features of every expert, the shared one too."""
+        return self.shape.ffn_dim // 2
 
     @property
     def padded_vocab_size(self) -> int:

@@ -25,7 +25,7 @@ from harness.matrix.targets import TORCHTITAN_0_3, is_llama
 
 _TORCHAO = "https://github.com/pytorch/ao/blob/v0.18.0/torchao/float8"
 _META = "https://github.com/pytorch/pytorch/blob/v2.13.0/torch/_meta_registrations.py"
-_MODEL_AXES = ("target", "model", *ModelShape.__struct_fields__)
+_MODEL_AXES = ("target", "model", *ModelShape.__struct_fields__, "experts")
 _VOCABULARY_AXES = ("vocab_size", "pad_vocab_to_multiple_of")
 _CONVERSION_AXES = ("recipe", "filter_fqns", "casts")
 
@@ -179,6 +179,19 @@ _CODED: Mapping[str, tuple[tuple[str, ...], Callable[[Case], bool]]] = {
     "tp_styles_need_converted_blocks": (
         ("tp_styles", "recipe", "filter_fqns", *_MODEL_AXES),
         lambda case: case.float8.tp_styles == "float8" and _filters_a_block_linear(case),
+    ),
+    "ep_divides_ranks": (
+        ("dp_shard", "ep", "experts"),
+        lambda case: case.layout.dp_shard % case.layout.ep != 0,
+    ),
+    "ep_divides_experts": (("experts", "ep"), lambda case: case.model.experts % case.layout.ep != 0),
+    "top_k_among_experts": (
+        ("experts", "top_k"),
+        lambda case: case.model.experts > 0 and case.model.top_k > case.model.experts,
+    ),
+    "experts_behind_the_first_block": (
+        _MODEL_AXES,
+        lambda case: case.model.experts > 0 and case.model.shape.layers < 2,
     ),
     "filter_matches": (("filter_fqns", "recipe", *_MODEL_AXES), _filter_misses),
     "filter_contradicts_output": (

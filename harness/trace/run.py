@@ -11,6 +11,7 @@ from collections.abc import Mapping
 import msgspec
 
 from harness.trace.counts import FlopsRecord, SavedMemory, Stated, TrafficRecord
+from harness.trace.experts import ExpertCall, ExpertTrace
 from harness.trace.graphs import GraphTrace
 from harness.trace.model import ModelRecord, Resumed, StateChange, StepInputs
 from harness.trace.operands import CastShare, OperandTrace
@@ -57,8 +58,12 @@ class RankTrace(Record, frozen=True, kw_only=True):
     saved_memory: tuple[SavedMemory, ...] | None = None
     graphs: GraphTrace | None = None
     flops: tuple[FlopsRecord, ...] | None = None
+    experts: ExpertTrace | None = None
     module_tensors: tuple[ModuleShard, ...] | None = None
     module_distances: tuple[ModuleDistance, ...] | None = None  # of a replay alone
+
+    def expert_calls(self, step: int) -> tuple[ExpertCall, ...]:
+        return tuple(call for call in self.experts.calls if call.step == step) if self.experts is not None else ()
 
     @property
     def without_records(self) -> RankTrace:

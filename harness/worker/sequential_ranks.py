@@ -7,6 +7,8 @@ dtype. Repeating that makes the single-rank reference equal to the bit, with any
 FSDP2's public hooks show what it reduced: `set_all_reduce_hook` hands over the flat gradient of a group in
 the reduce dtype, and the hooks of its sharded parameters name the parts of it, in their order.
 
+Experts compute the weight gradients of all ranks that share them at once (`sequential_experts.py`).
+
 The tokens of a forward pass tell which rank it is for. Where the model is not called as a whole, all of them count
 as the first rank's, and gradients are summed in another order.
 """
@@ -15,6 +17,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -24,7 +27,9 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
 from harness.matrix.case import Case
+from harness.worker.gradient_sync import GradientSync
 from harness.worker.inputs import sequences_in
+from harness.worker.sequential_experts import ExpertsOfRanks
 from harness.worker.targets.target import StepResult, Target
 
 WIDE = {torch.bfloat16: torch.float32, torch.float16: torch.float32}  # sums are rounded once, as by the virtual device
@@ -43,7 +48,8 @@ class SequentialRanks:
         self._sums: dict[nn.Parameter, list[_Sum]] = {}  # one for every reduction of a step
         self._reduced: Counter[nn.Parameter] = Counter()  # how often in this turn
         self._flat = torch.empty(0)  # what FSDP2 has reduced and not yet added to gradients
-        self._syncing = _GradientSync()
+        self._syncing = GradientSync()
+        self._experts = ExpertsOfRanks(self.model, self._syncing, case) if case.layout.ep > 1 else None
         self.model.register_forward_pre_hook(self._follow_inputs, with_kwargs=True)
         for module in self.model.modules():
             if isinstance(module, FSDPModule):
@@ -62,7 +68,7 @@ class SequentialRanks:
         self._rank = 0
         self._sums.clear()
         self._reduced.clear()
-        with self._syncing:
+        with self._syncing, self._experts or nullcontext():
             result = self._target.step(microbatches, *labels)
         if self._flat.numel():
             raise RuntimeError("FSDP2 reduced gradients without calling the hooks of their parameters.")
@@ -78,7 +84,10 @@ class SequentialRanks:
                     if ranks[0] > self._rank:
                         self._reduced.clear()
                         self._rank = ranks[0]
-                    self._syncing.apply(last=sequences_in(seen, self._batches[ranks[0]][-1:]))
+                    last = sequences_in(seen, self._batches[ranks[0]][-1:])
+                    self._syncing.apply(last=last)
+                    if self._experts is not None:
+                        self._experts.begin_forward(rank=ranks[0], last=last)
 
     def _take_reduced(self, reduced: torch.Tensor) -> None:
         self._flat = reduced.detach().clone()
@@ -103,36 +112,6 @@ class SequentialRanks:
         local.copy_(first.value)
         for other in others:
             local += other.value.to(local.dtype)
-
-
-class _GradientSync:
-    """Whether a backward pass reduces gradients: as the target asks, and always the last one of a rank.
-
-    While it is entered, it notes what the target asks of `FSDPModule.set_requires_gradient_sync`.
-    """
-
-    def __init__(self) -> None:
-        self._asked: dict[tuple[FSDPModule, bool], bool] = {}
-        self._stock = FSDPModule.set_requires_gradient_sync
-
-    def __enter__(self) -> None:
-        stock, asked = self._stock, self._asked
-
-        def noted(module: FSDPModule, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
-            asked[module, recurse] = requires_gradient_sync
-            stock(module, requires_gradient_sync, recurse=recurse)
-
-        patched: Any = FSDPModule
-        patched.set_requires_gradient_sync = noted
-
-    def __exit__(self, *_: object) -> None:
-        patched: Any = FSDPModule
-        patched.set_requires_gradient_sync = self._stock
-
-    def apply(self, *, last: bool) -> None:
-        """Reduce in the next backward pass if it is the `last` one of a rank, otherwise as the target asked."""
-        for (module, recurse), sync in self._asked.items():
-            self._stock(module, sync or last, recurse=recurse)
 
 
 class _Sum:

@@ -72,6 +72,7 @@ PROBES = {
     "graphs": "GraphProbe",
     "flops": "FlopsProbe",
     "module_tensors": "ModuleTensorProbe",
+    "experts": "ExpertProbe",
 }
 
 

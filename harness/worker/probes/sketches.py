@@ -78,7 +78,7 @@ def is_compiled(module: nn.Module) -> bool:
 
 
 def sketch(fqn: str, kind: SketchKind, step: int, tensor: torch.Tensor) -> TensorSketch:
-    """Sketch what this rank holds of `tensor`, a matrix or a vector, distributed or not."""
+    """Sketch what this rank holds of `tensor`, distributed or not."""
     return _sketch(fqn, kind, step, local_shard(tensor), place_of(tensor))
 
 
@@ -106,10 +106,11 @@ def _signed_sums(values: torch.Tensor, offset: tuple[int, ...]) -> torch.Tensor:
     if values.numel() == 0:
         return torch.zeros(SKETCH_SIZE, dtype=torch.float64)
     rows = _signs(_ROWS_SEED, offset[0], len(values)).to(values.device)
-    if values.dim() == 1:
-        return rows @ values
-    columns = _signs(_COLUMNS_SEED, offset[1], values.size(1)).to(values.device)
-    return (rows @ values * columns).sum(1)
+    sums = (rows @ values.flatten(1)).unflatten(1, values.shape[1:]) if values.dim() > 2 else rows @ values
+    for dim in range(1, values.dim()):
+        columns = _signs(_COLUMNS_SEED + dim - 1, offset[dim], values.size(dim)).to(values.device)
+        sums = (sums * columns[(..., *[None] * (values.dim() - dim - 1))]).sum(1)
+    return sums
 
 
 @functools.lru_cache(maxsize=64)

@@ -23,10 +23,18 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from harness.matrix.case import Case
+from harness.worker.targets.reference.expert_parallel import tokens_of_step
 from harness.worker.targets.reference.float8 import after_optimizer_step, convert
 from harness.worker.targets.reference.loss import Batch, global_loss, global_token_count, share_of_loss
 from harness.worker.targets.reference.model import Llama
-from harness.worker.targets.reference.parallel import Meshes, apply_checkpointing, apply_fsdp, apply_tp, build_meshes
+from harness.worker.targets.reference.parallel import (
+    Meshes,
+    apply_checkpointing,
+    apply_ep,
+    apply_fsdp,
+    apply_tp,
+    build_meshes,
+)
 from harness.worker.targets.target import StepResult, World
 
 
@@ -86,6 +94,11 @@ class ReferenceTarget:
         loss = self._global_loss(losses)
         max_norm = self._case.train.max_norm
         norm = None if max_norm is None else clip_gradients(self.optimizer, max_norm)
+        for moe in self.model.mixtures():
+            tokens = tokens_of_step(moe.tokens_per_expert, self._meshes.dp)
+            if self._case.model.balance:
+                moe.move_bias(tokens)
+            moe.tokens_per_expert.zero_()
         self.optimizer.step()
         self.optimizer.zero_grad()
         after_optimizer_step(self.model, self._case.float8)
@@ -133,12 +146,7 @@ def build(case: Case, world: World) -> ReferenceTarget:
 def distributed_model(case: Case, meshes: Meshes, device: torch.device) -> Llama:
     """The model on a device, ready for its weights. The order matters: FP8, TP, checkpointing, compile, FSDP2."""
     with torch.device(device):
-        model = Llama(
-            case.model.shape,
-            vocab_size=case.model.padded_vocab_size,
-            seq_len=case.train.seq_len,
-            bias=case.model.bias,
-        )
+        model = Llama(case.model, seq_len=case.train.seq_len)
     if case.train.dtype == "float64":
         model.double()
     for param in model.parameters():
@@ -147,6 +155,8 @@ def distributed_model(case: Case, meshes: Meshes, device: torch.device) -> Llama
         convert(model, case.float8)
     if meshes.tp is not None:
         apply_tp(model, meshes.tp, case)
+    if meshes.ep is not None:
+        apply_ep(model, meshes.ep)
     if case.float8.convert_after_tp:
         convert(model, case.float8)
     apply_checkpointing(model.layers, case.checkpointing)
@@ -155,7 +165,7 @@ def distributed_model(case: Case, meshes: Meshes, device: torch.device) -> Llama
 
         apply_compile(model, meshes.tp, case)
     if meshes.dp is not None:
-        apply_fsdp(model, meshes.dp, case)
+        apply_fsdp(model, meshes, case)
     return model
 
 

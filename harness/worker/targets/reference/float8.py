@@ -15,7 +15,7 @@ from torchao.float8 import (
 from torchao.float8.config import ScalingGranularity, ScalingType
 
 from harness.matrix.case import Float8
-from harness.matrix.linears import OUTPUT_FQN
+from harness.matrix.linears import OUTPUT_FQN, ROUTER
 from harness.matrix.recipes import OPERAND_FIELDS, RecipeTraits
 
 
@@ -46,8 +46,8 @@ def _casts(config: Float8LinearConfig, traits: RecipeTraits) -> dict[str, CastCo
 
 
 def convert(model: nn.Module, float8: Float8) -> None:
-    """Convert the linears of `model` in place, except for the filtered ones."""
-    filters = set(float8.filter_fqns) if float8.output_layer else {*float8.filter_fqns, OUTPUT_FQN}
+    """Convert the linears of `model` in place, except for the filtered ones and routers."""
+    filters = {*float8.filter_fqns, ROUTER} | (set() if float8.output_layer else {OUTPUT_FQN})
 
     def wanted(_: nn.Module, fqn: str) -> bool:
         return not any(entry in fqn for entry in filters)

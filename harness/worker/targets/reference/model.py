@@ -6,11 +6,14 @@ parallelism attention infers its number of heads from the width of its input.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from harness.matrix.case import ModelShape
+from harness.matrix.case import Model, ModelShape
+from harness.worker.targets.reference.experts import MoE
 
 ROPE_THETA = 500_000.0  # Llama 3
 
@@ -52,38 +55,45 @@ class Attention(nn.Module):
 class FeedForward(nn.Module):
     """SwiGLU: w2(silu(w1 x) * w3 x)."""
 
-    def __init__(self, shape: ModelShape, *, bias: bool) -> None:
+    def __init__(self, dim: int, hidden: int, *, bias: bool) -> None:
         super().__init__()
-        self.w1 = nn.Linear(shape.dim, shape.ffn_dim, bias=bias)
-        self.w2 = nn.Linear(shape.ffn_dim, shape.dim, bias=bias)
-        self.w3 = nn.Linear(shape.dim, shape.ffn_dim, bias=bias)
+        self.w1 = nn.Linear(dim, hidden, bias=bias)
+        self.w2 = nn.Linear(hidden, dim, bias=bias)
+        self.w3 = nn.Linear(dim, hidden, bias=bias)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.w2(F.silu(self.w1(x)) * self.w3(x))
 
 
 class TransformerBlock(nn.Module):
-    """Attention and feed-forward, each behind a norm and added to the residual stream."""
+    """Attention and feed-forward, or a mixture of experts, each behind a norm and added to the residual stream."""
 
-    def __init__(self, shape: ModelShape, *, bias: bool) -> None:
+    def __init__(self, model: Model, *, experts: bool) -> None:
         super().__init__()
+        shape, bias = model.shape, model.bias
         self.attention_norm = nn.RMSNorm(shape.dim, eps=1e-5)
         self.attention = Attention(shape, bias=bias)
         self.ffn_norm = nn.RMSNorm(shape.dim, eps=1e-5)
-        self.feed_forward = FeedForward(shape, bias=bias)
+        if experts:
+            self.moe = MoE(shape.dim, model, FeedForward(shape.dim, model.expert_dim, bias=bias))
+        else:
+            self.feed_forward = FeedForward(shape.dim, shape.ffn_dim, bias=bias)
 
     def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         x = x + self.attention(self.attention_norm(x), cos, sin)
-        return x + self.feed_forward(self.ffn_norm(x))
+        hidden = self.ffn_norm(x)
+        return x + (self.moe(hidden) if hasattr(self, "moe") else self.feed_forward(hidden))
 
 
 class Llama(nn.Module):
-    """Tokens [batch, seq] to logits [batch, seq, vocab_size]."""
+    """Tokens [batch, seq] to logits [batch, seq, padded vocab_size]."""
 
-    def __init__(self, shape: ModelShape, *, vocab_size: int, seq_len: int, bias: bool = False) -> None:
+    def __init__(self, model: Model, *, seq_len: int) -> None:
         super().__init__()
+        shape, vocab_size = model.shape, model.padded_vocab_size
         self.tok_embeddings = nn.Embedding(vocab_size, shape.dim)
-        self.layers = nn.ModuleDict({str(index): TransformerBlock(shape, bias=bias) for index in range(shape.layers)})
+        blocks = [TransformerBlock(model, experts=model.has_experts(layer)) for layer in range(shape.layers)]
+        self.layers = nn.ModuleDict({str(layer): block for layer, block in enumerate(blocks)})
         self.norm = nn.RMSNorm(shape.dim, eps=1e-5)
         self.output = nn.Linear(shape.dim, vocab_size, bias=False)
         cos, sin = rope_cache(shape.head_dim, seq_len)
@@ -95,4 +105,10 @@ class Llama(nn.Module):
         x = self.tok_embeddings(tokens)
         for block in self.layers.values():
             x = block(x, self.rope_cos, self.rope_sin)
+        if self.training:
+            for moe in self.mixtures():
+                moe.count()
         return self.output(self.norm(x))
+
+    def mixtures(self) -> Iterator[MoE]:
+        return (module for module in self.modules() if isinstance(module, MoE))

@@ -31,26 +31,53 @@ from torchao.float8.float8_tensor_parallel import (
 )
 
 from harness.matrix.case import Case, Checkpointing, Layout
-from harness.matrix.layout import DP_AXES, device_mesh
+from harness.matrix.layout import DP_AXES, EXPERT_AXES, device_mesh
+from harness.worker.targets.reference.expert_parallel import ExpertParallel
 from harness.worker.targets.reference.model import Llama
 from harness.worker.targets.target import World
 
 
 class Meshes(NamedTuple):
-    """The submeshes in use: `dp` is 1-D (FSDP2) or 2-D (HSDP). None where that parallelism is not used."""
+    """The submeshes in use: `dp` is 1-D (FSDP2) or 2-D (HSDP), and so is `of_experts`, that of FSDP2 for experts.
 
-    tp: DeviceMesh | None
-    dp: DeviceMesh | None
+    None where that parallelism is not used.
+    """
+
+    tp: DeviceMesh | None = None
+    dp: DeviceMesh | None = None
+    ep: DeviceMesh | None = None
+    of_experts: DeviceMesh | None = None
 
 
 def build_meshes(layout: Layout, world: World) -> Meshes:
     """Submeshes of one mesh over all ranks with the axes that are needed."""
     axes = device_mesh(layout, fsdp=world.fsdp)
     if not axes:
-        return Meshes(tp=None, dp=None)
+        return Meshes()
+    if layout.ep > 1:
+        return _with_experts(layout, world)
     mesh = init_device_mesh(world.device.type, tuple(axes.values()), mesh_dim_names=tuple(axes))
     dp_axes = tuple(name for name in axes if name in DP_AXES)
-    return Meshes(tp=mesh["tp"] if "tp" in axes else None, dp=mesh[dp_axes] if dp_axes else None)
+    dp = mesh[dp_axes] if dp_axes else None
+    return Meshes(tp=mesh["tp"] if "tp" in axes else None, dp=dp, of_experts=dp)
+
+
+def _with_experts(layout: Layout, world: World) -> Meshes:
+    """Of one mesh, because FSDP2 takes a DTensor of a mesh that has a common root with its own."""
+    axes = {name: degree for name, degree in layout.expert_mesh.items() if degree > 1 or name in EXPERT_AXES}
+    mesh = init_device_mesh(world.device.type, tuple(axes.values()), mesh_dim_names=tuple(axes))
+    shards = mesh[EXPERT_AXES]._flatten("dp_shard")
+    replicated = "dp_replicate" in axes
+    return Meshes(
+        dp=mesh["dp_replicate", "dp_shard"] if replicated else shards,
+        ep=mesh["ep"],
+        of_experts=mesh["dp_replicate", "efsdp"] if replicated else mesh["efsdp"],
+    )
+
+
+def apply_ep(model: Llama, mesh: DeviceMesh) -> None:
+    for moe in model.mixtures():
+        parallelize_module(moe, mesh, {"experts": ExpertParallel()})
 
 
 def apply_tp(model: Llama, mesh: DeviceMesh, case: Case) -> None:
@@ -99,8 +126,11 @@ def _block_plan(case: Case, between: Shard | Replicate) -> dict[str, ParallelSty
     return plan
 
 
-def apply_fsdp(model: Llama, mesh: DeviceMesh, case: Case) -> None:
+def apply_fsdp(model: Llama, meshes: Meshes, case: Case) -> None:
     """Apply FSDP2 to every block, as torchtitan does. With a 2-D mesh (replicate, shard) this is HSDP.
+
+    Experts are a unit of their own, on the ranks that hold the same ones, and every expert is sharded over its rows:
+    torchtitan does so where there are fewer experts than ranks.
 
     Gradients are summed, not averaged: the loss is already divided by the number of tokens in the global batch.
     """
@@ -108,7 +138,15 @@ def apply_fsdp(model: Llama, mesh: DeviceMesh, case: Case) -> None:
         param_dtype=torch.bfloat16 if case.train.dtype == "bfloat16" else None,
         reduce_dtype=getattr(torch, case.reduce_dtype),  # None means another dtype since torch 2.15
     )
-    asked = case.layout.reshard_after_forward
+    asked, mesh = case.layout.reshard_after_forward, meshes.dp
+    for moe in model.mixtures():
+        fully_shard(
+            moe.experts,
+            mesh=meshes.of_experts,
+            mp_policy=policy,
+            reshard_after_forward=asked != "never",
+            shard_placement_fn=lambda _: Shard(1),
+        )
     for unit in (model.tok_embeddings, *model.layers.values()):
         fully_shard(unit, mesh=mesh, mp_policy=policy, reshard_after_forward=asked != "never")
     fully_shard([model.norm, model.output], mesh=mesh, mp_policy=policy, reshard_after_forward=asked == "always")

@@ -1,0 +1,137 @@
+"""Records what becomes of tokens in blocks with experts. See `harness/trace/experts.py`.
+
+A style of expert parallelism exchanges tokens in hooks of the experts' module. Hooks of the probe are before and behind
+them, so it sees what a rank sends, what its experts get and return, and what comes back.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from harness.matrix.case import Case
+from harness.matrix.linears import expert_fqns
+from harness.trace.experts import ExpertBias, ExpertCall, ExpertTrace, Phase, Rows
+from harness.worker.dispatch_hooks.hook import unobserved
+from harness.worker.evaluation import evaluating
+from harness.worker.probes.probe import Probe, in_backward
+from harness.worker.probes.sketches import clean_fqn
+
+Tensor = torch.Tensor
+_SEED = 7
+
+
+class _Block:
+    """The calls of one block. Digests are taken at once: nothing of a run is kept."""
+
+    def __init__(self, fqn: str) -> None:
+        self.fqn = fqn
+        self.step = 0
+        self.found: list[dict[str, Any]] = []
+        self._numbers: Counter[tuple[int, Phase]] = Counter()
+        self._now: dict[str, Any] = {}
+
+    @unobserved()
+    def routed(self, _: nn.Module, args: tuple[Tensor, ...], output: tuple[Tensor, Tensor]) -> None:
+        phase: Phase = "evaluation" if evaluating() else "recompute" if in_backward() else "forward"
+        weights, chosen = output
+        self._now = {
+            "step": self.step,
+            "phase": phase,
+            "number": self._numbers[self.step, phase],
+            "tokens": digests(args[0]),
+            "chosen": chosen.long().contiguous().numpy(force=True).tobytes(),
+            "weights": weights.detach().double().contiguous().numpy(force=True).tobytes(),
+            "values": {},
+            "gradients": {},
+        }
+        self._numbers[self.step, phase] += 1
+        self.found.append(self._now)
+
+    def sent(self, _: nn.Module, args: tuple[Tensor, Tensor]) -> None:
+        self._rows("sent", args[0])
+        self._now["counts"] = tuple(args[1].tolist())
+
+    def arrived(self, _: nn.Module, args: tuple[Tensor, Tensor]) -> None:
+        self._rows("arrived", args[0])
+        self._now["local_counts"] = tuple(args[1].tolist())
+
+    def computed(self, _: nn.Module, args: Any, rows: Tensor) -> None:
+        self._rows("computed", rows)
+
+    def returned(self, _: nn.Module, args: Any, rows: Tensor) -> None:
+        self._rows("returned", rows)
+
+    def _rows(self, name: str, rows: Tensor) -> None:
+        self._now["values"][name] = digests(rows)
+        gradients = self._now["gradients"]
+        if rows.requires_grad and self._now["phase"] == "forward":
+
+            def seen(gradient: Tensor) -> None:
+                gradients[name] = digests(gradient)
+
+            rows.register_hook(seen)
+
+
+class ExpertProbe(Probe):
+    """Watches the router and the experts of every block that has some."""
+
+    def __init__(self, case: Case, device: torch.device) -> None:
+        super().__init__(case, device)
+        self._blocks: list[_Block] = []
+        self._biases: list[ExpertBias] = []
+
+    def attach(self, model: nn.Module) -> None:
+        modules = {clean_fqn(name): module for name, module in model.named_modules()}
+        for fqn in expert_fqns(self._case.model):
+            block = _Block(fqn.rpartition(".")[0])
+            self._blocks.append(block)
+            experts = modules[fqn]
+            modules[f"{block.fqn}.router"].register_forward_hook(block.routed)
+            experts.register_forward_pre_hook(block.sent, prepend=True)
+            experts.register_forward_pre_hook(block.arrived)
+            experts.register_forward_hook(block.computed, prepend=True)
+            experts.register_forward_hook(block.returned)
+
+    def begin_step(self, step: int) -> None:
+        super().begin_step(step)
+        for block in self._blocks:
+            block.step = step
+
+    def after_update(self, model: nn.Module) -> None:
+        for name, buffer in model.named_buffers():
+            owner, _, own = clean_fqn(name).rpartition(".")
+            if own == "expert_bias":
+                self._biases.append(ExpertBias(step=self._step, fqn=owner, bias=tuple(buffer.tolist())))
+
+    def result(self) -> ExpertTrace:
+        found = (_call(block.fqn, each) for block in self._blocks for each in block.found)
+        return ExpertTrace(calls=tuple(found), biases=tuple(self._biases))
+
+
+def _call(fqn: str, found: dict[str, Any]) -> ExpertCall:
+    values, gradients = (Rows(**found[kind]) for kind in ("values", "gradients"))
+    return ExpertCall(fqn=fqn, **{**found, "values": values, "gradients": gradients})
+
+
+@torch.no_grad()
+@unobserved()
+def digests(rows: Tensor) -> bytes:
+    """A digest of the bits of every row of a matrix: int64 each. Rows in another order have other digests."""
+    bits = rows.detach().contiguous().view(_INTEGERS[rows.element_size()]).long()
+    found: bytes = (bits * _factors(rows.size(-1))).sum(-1).numpy(force=True).tobytes()
+    return found
+
+
+_INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@functools.cache
+def _factors(count: int) -> Tensor:
+    """Odd numbers of 64 bits, with which sums wrap around."""
+    return torch.from_numpy(np.random.Philox(key=_SEED).random_raw(count).astype(np.int64) | 1)
