@@ -8,7 +8,7 @@ hold shards of, and none for a weight whose scale is precomputed. `stated.py` co
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from types import MappingProxyType
 from typing import NamedTuple
@@ -27,6 +27,7 @@ from harness.plural import counted
 from harness.trace import RankTrace, Run
 from harness.trace.counts import TRAFFIC as STATED
 from harness.trace.counts import TrafficRecord, collective_words
+from harness.trace.experts import ExpertCall
 from harness.trace.model import Parameter
 from harness.trace.operands import CastRecord
 from harness.verdict import Finding
@@ -163,10 +164,10 @@ def check_traffic(case: Case, run: Run, witnesses: Witnesses) -> list[Finding]:
     ]
 
 
-def expected_traffic(expect: Expectations, *, step: int, trace: RankTrace) -> Traffic:
+def expected_traffic(expect: Expectations, *, step: int, rank: int, calls: Iterable[ExpertCall] = ()) -> Traffic:
     """The expected transfers, added up as the probe adds up what it records."""
     total: defaultdict[CollectiveKey, Volume] = defaultdict(Volume)
-    for term in expect.transfers(step=step, rank=trace.rank, calls=trace.expert_calls(step)):
+    for term in expect.transfers(step=step, rank=rank, calls=calls):
         total[_key(term)] = _plus(total[_key(term)], Volume(term.payload_bytes, {term.elements: term.times}))
     return dict(total)
 
@@ -210,7 +211,8 @@ def _sizes(sizes: Mapping[int, int]) -> str:
 def _steps(expect: Expectations, trace: RankTrace) -> Iterator[_Step]:
     rank = trace.rank
     for step in sorted({*range(1, expect.case.train.steps + 1), *(record.step for record in trace.traffic or ())}):
-        expected, found = expected_traffic(expect, step=step, trace=trace), recorded_traffic(trace, step)
+        expected = expected_traffic(expect, step=step, rank=rank, calls=trace.expert_calls(step))
+        found = recorded_traffic(trace, step)
         yield _Step(step, trace, expected, found, count_limits(expect, step=step, rank=rank))
 
 

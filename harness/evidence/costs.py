@@ -129,6 +129,12 @@ def solo_features(witness: Case) -> dict[str, float]:
     }
 
 
+def _dense_and_eager(case: Case) -> Case:
+    """The case that keeps about as much: of experts it depends on the tokens."""
+    dense = msgspec.structs.replace(case.model, experts=0)
+    return msgspec.structs.replace(case, compile="none", model=dense)
+
+
 def _weighted(weights: Mapping[str, float], features: Mapping[str, float]) -> float:
     return sum(weights.get(name, 0.0) * value for name, value in features.items())
 
@@ -185,6 +191,6 @@ def _rank_bytes(case: Case) -> float:
     share = parameter_count(case) / ranks_of(case.layout.mesh, SHARD_AXES)
     tensors = 2 + case.train.update.states  # parameter, gradient, and what the optimizer keeps
     state = share * tensors * ITEM_BYTES[case.parameter_dtype]
-    saved = sum(expected_saved(msgspec.structs.replace(case, compile="none"), step=1, rank=0).values())
+    saved = sum(expected_saved(_dense_and_eager(case), step=1, rank=0).values())
     operands = max((8 * (gemm.m * gemm.k + gemm.k * gemm.n + gemm.m * gemm.n) for gemm in gemms(case)), default=0)
     return RANK_BYTES + state + 2 * saved + operands

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 import msgspec
 
 from harness.errors import HarnessError
-from harness.matrix.axes import AXES, DECLARED, case_from_axes, own_values, without
+from harness.matrix.axes import AXES, DECLARED, DEFAULTS, case_from_axes, own_values, without
 from harness.matrix.axis import Changes
 from harness.matrix.case import Case, Layout
 from harness.matrix.layout import DP_AXES
@@ -93,11 +93,19 @@ def family_id(case: Case) -> str:
     """The name of the golden that this case is compared with: everything that determines data, weights and updates.
 
     Axes that change the training, and no other. Numbers that are defaults are spelled out, so that a changed default
-    cannot change the meaning of an old golden.
+    cannot change the meaning of an old golden; but not those of an option that the case does without.
     """
     values = own_values(case)
-    words = (word for name in _OF_FAMILY for word in spelled(values, (name,), with_defaults=True))
+    words = (
+        word for name in _OF_FAMILY if _is_used(name, values) for word in spelled(values, (name,), with_defaults=True)
+    )
     return "-".join((*spelled(values, ("target",)), PRESET_WORDS[case.model.preset], *words))
+
+
+def _is_used(name: str, values: Mapping[str, object]) -> bool:
+    axis = DECLARED[name]
+    is_left_out = axis.example is not None and values[name] == DEFAULTS[name]
+    return not is_left_out and all(values[need] != DEFAULTS[need] for need in axis.needs)
 
 
 def family_case(family: str) -> Case | None:
@@ -115,14 +123,15 @@ def family_case(family: str) -> Case | None:
 def solo_case(case: Case) -> Case:
     """The case whose solo witness is used for `case`: without all options that must not change a number.
 
-    These are checkpointing, compile, evaluation, resuming, and what ranks share but the batch. Nor may the split of
-    the batch into shards and replicas change one, unless both sums of that split are rounded.
+    These are checkpointing, compile, evaluation, resuming, and what ranks share but the batch and, of experts, the
+    tokens. Nor may the split of the batch into shards and replicas change one, unless both sums of it are rounded.
     """
     layout = case.layout
     rounds_twice = case.train.reduce_dtype == "bfloat16"
     split = msgspec.structs.replace(Layout(), **{axis: layout.mesh[axis] for axis in DP_AXES})
     alone = without(case, Changes.NOTHING, Changes.LAYOUT)
-    return msgspec.structs.replace(alone, layout=split if rounds_twice else Layout(dp_shard=layout.dp))
+    shared = split if rounds_twice else Layout(dp_shard=layout.dp)
+    return msgspec.structs.replace(alone, layout=msgspec.structs.replace(shared, ep=layout.ep))
 
 
 def twin_case(case: Case) -> Case:

@@ -25,7 +25,7 @@ from harness.matrix.selector import parse_selector
 from harness.matrix.targets import REFERENCE, is_llama
 from harness.verdict import Finding
 
-FaultClass = Literal["A", "B", "C", "D", "E", "F", "G", "H", "I", "J"]
+FaultClass = Literal["A", "B", "C", "D", "E", "F", "G", "H", "I", "J", "K"]
 FAULT_CLASSES: dict[FaultClass, str] = {
     "A": "scale or amax over the wrong data or group",
     "B": "stale scale or stale FP8 data",
@@ -37,6 +37,7 @@ FAULT_CLASSES: dict[FaultClass, str] = {
     "H": "compiled blocks and async TP",
     "I": "memory that is kept for too long",
     "J": "blocks of MXFP8 and their scales",
+    "K": "experts, and what is sent to them",
 }
 
 # The first thing that a fault changes where it applies; tests verify it for every fault.
@@ -200,6 +201,14 @@ HOST_IDS = (
     "fsdp2-mxfp8-wrapper-v2048-b16",
     "fsdp2-mxfp8-v2048-accum2-b16",
     "tp2-mxfp8-v2048-b16",
+    "fsdp2-ep2-bf16-moe4-v2048-b16",
+    "fsdp4-ep2-bf16-moe4-v2048-b16",
+    "hsdp2x2-ep2-bf16-moe4-v2048-b16",
+    "fsdp2-ep2-bf16-moe8-top1-v2048-gb2-sl16-b16",
+    "fsdp2-ep2-bf16-ac.full-moe4-v2048-b16",
+    "fsdp2-ep2-rowwise-moe4-sigmoid-balance-v2048-accum2-b16",
+    "fsdp2-ep2-bf16-moe4-v2048-clip0.25-b16",
+    "fsdp2-ep2-bf16-moe4-balance-v2048-eval-resume-b16",
     "tp2-tensorwise-head.fp8-v2256-f64",
 )
 

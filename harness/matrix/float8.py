@@ -166,9 +166,6 @@ class Float8(CaseStruct, frozen=True, kw_only=True):
             flag("gmm.fp8", "the grouped matmuls of experts are converted too", grouped_mm=True),
             needs=("recipe", "experts"),
             exported=False,
-            spelled=(
-                keys("quantize.grouped_mm.float8.fqns quantize.grouped_mm.mx.fqns", values={"": None, "*": True}),
-            ),
         ),
     ] = False
     output_layer: Annotated[

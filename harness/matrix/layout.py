@@ -220,14 +220,6 @@ class Layout(Mesh, frozen=True, kw_only=True):
             smallest=1,
             needs=("experts",),
             exported=False,
-            spelled=(
-                keys(
-                    "parallelism.expert_parallel_degree expert_parallel_degree expert_model_parallel_size ep_size "
-                    "ep_degree =ep",
-                    said=r"\b(?:EP|expert[- ]parallel(?:ism)?)\s*(?:degree|size)?\s*(?:of\s+|[=:]\s*)?"
-                    r"(\d{1,4})\b(?!\.)",
-                ),
-            ),
         ),
     ] = 1
 
@@ -254,7 +246,7 @@ def expert_coordinates(layout: Layout, rank: int) -> dict[str, int]:
     return _coordinates(layout.expert_mesh, rank)
 
 
-def _coordinates(mesh: Mapping[str, int], rank: int) -> dict[str, int]:
+def _coordinates(mesh: dict[str, int], rank: int) -> dict[str, int]:
     found = {}
     for name, degree in reversed(mesh.items()):
         rank, found[name] = divmod(rank, degree)

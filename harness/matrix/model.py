@@ -142,7 +142,7 @@ class Model(CaseStruct, frozen=True, kw_only=True):
             number("moe{experts}", "moe4", "{0} experts in every block but the first"),
             noise="_moe{}",
             exported=False,
-            spelled=(keys("num_experts num_local_experts n_routed_experts num_moe_experts moe_args.num_experts"),),
+            example=4,
         ),
     ] = 0
     top_k: Annotated[
@@ -154,7 +154,6 @@ class Model(CaseStruct, frozen=True, kw_only=True):
             smallest=1,
             noise="_top{}",
             exported=False,
-            spelled=(keys("moe_args.top_k num_experts_per_tok moe_router_topk"),),
         ),
     ] = 2
     router: Annotated[
@@ -168,7 +167,6 @@ class Model(CaseStruct, frozen=True, kw_only=True):
             noise="_{}",
             costs=False,
             exported=False,
-            spelled=(keys("moe_args.score_func scoring_func moe_router_score_function"),),
         ),
     ] = "softmax"
     balance: Annotated[
@@ -180,7 +178,6 @@ class Model(CaseStruct, frozen=True, kw_only=True):
             noise="_balance",
             costs=False,
             exported=False,
-            spelled=(keys("moe_router_enable_expert_bias"),),
         ),
     ] = False
     vocab_size: Annotated[

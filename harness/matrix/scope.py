@@ -65,16 +65,17 @@ SCOPE = (
         said=r"\bPP(?![A-Za-z]| ?= ?1\b)|\b(?i:pipeline[- ]parallel|pp(?:_size)? ?(?:[>+]|=(?! ?1\b)))",
     ),
     OutOfScope(
-        name="a model with experts of its own, or expert tensor parallelism",
-        reason="the reference has one mixture of experts, shared by data-parallel ranks: experts, top_k, ep",
-        words=r"(etp|expert_tensor_parallel\w*)\d*",
+        name="expert parallelism (mixture of experts)",
+        reason="the reference has a small mixture of experts of its own: write experts, top_k and ep in a case",
+        words=r"(etp|expert_(tensor_)?parallel\w*)\d*",
         options={
-            **_options("expert_tensor_parallel_degree expert_tensor_parallel_size etp_size", _SEVERAL),
+            **_options("expert_parallel_degree expert_model_parallel_size ep_size num_experts", _SEVERAL),
             **_options("name module config config_file", r"llama4.*|deepseek.*|.*_moe.*"),
             **_options("base_model model model_name model_name_or_path", _MIXTURES),
         },
-        calls=r"MoEArgs",
-        said=r"(?i)\b(?:expert[- ]tensor[- ]parallel\w*|Mixtral|DeepSeek\w*|gpt-oss|Llama[- ]?4|Qwen[-\w.]*-A\d+B)\b",
+        calls=r"_?grouped_mm|_scaled_grouped_mm|MoEArgs",
+        said=r"(?i)\b(?:MoE|mixture[- ]of[- ]experts|expert[- ]parallel\w*|grouped[ _]?(?:gemm|mm)"
+        r"|(?:routed|shared)[ _]experts?|Mixtral|DeepSeek\w*|gpt-oss|Llama[- ]?4|Qwen[-\w.]*-A\d+B)\b",
     ),
     OutOfScope(
         name="MX formats other than MXFP8",

@@ -158,6 +158,17 @@ EXAMPLES: list[tuple[str, dict[str, object]]] = [
         "torchtitan_0_3_converts_keys_with_values",
         {"target": "torchtitan_0_3", "recipe": "rowwise", "filter_fqns": ["wk"]},
     ),
+    ("ep_divides_ranks", {"experts": 4, "dp_shard": 3, "ep": 2}),
+    ("ep_divides_experts", {"experts": 3, "dp_shard": 2, "ep": 2}),
+    ("top_k_among_experts", {"experts": 4, "top_k": 5}),
+    ("experts_behind_the_first_block", {"experts": 4, "layers": 1}),
+    ("experts_of_the_reference", {"experts": 4, "target": "torchtitan"}),
+    ("experts_have_no_float64", {"experts": 4, "dtype": "float64"}),
+    ("experts_are_eager", {"experts": 4, "compile": "graph"}),
+    ("experts_without_tp", {"experts": 4, "tp": 2}),
+    ("experts_are_checkpointed_whole", {"experts": 4, "checkpointing": "selective_op"}),
+    ("grouped_mm_needs_rows_or_blocks", {"experts": 4, "recipe": "tensorwise", "grouped_mm": True}),
+    ("grouped_mm_writes_bfloat16", {"experts": 4, "recipe": "rowwise", "grouped_mm": True}),
 ]
 
 

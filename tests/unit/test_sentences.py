@@ -210,6 +210,10 @@ SENTENCES: tuple[tuple[Finding, str], ...] = (
         checks.live_memory.GROWS.finding(tensors="float32[4] of cache", when="at the end of the step", settled=2),
         "live memory grows: float32[4] of cache is alive at the end of the step and was not in step 2",
     ),
+    (
+        checks.routing.TOP_K.finding(top_k=2),
+        "tokens are not sent to 2 different experts each",
+    ),
     (checks.stated.EXECUTED.finding(what="scaled matmuls"), "not the recorded number or size of scaled matmuls"),
     (
         replace(

@@ -28,7 +28,7 @@ STILL = "lr1e-300"
 def unsharded(text: str) -> dict[str, torch.Tensor]:
     """The initial weights of a case, with the rows that pad the vocabulary."""
     case = parse_case_id(text)
-    model = Llama(case.model.shape, vocab_size=case.model.padded_vocab_size, seq_len=case.train.seq_len)
+    model = Llama(case.model, seq_len=case.train.seq_len)
     write_weights(model, case)
     return {fqn: param.detach().double() for fqn, param in model.named_parameters()}
 

@@ -17,6 +17,7 @@ from harness.worker.faults import (
     compiled,
     conversion,
     execution,
+    experts,
     hooks,
     kept,
     loss,
@@ -39,6 +40,7 @@ FAULT_MODULES: dict[FaultClass, tuple[ModuleType, ...]] = {
     "H": (compiled,),
     "I": (kept,),
     "J": (mxfp8,),
+    "K": (experts,),
 }
 
 

@@ -382,6 +382,8 @@ def one_rank_casts_weights_before_all_gather(stock: Any, params: list[Any]) -> A
 
 
 def _cast_and_back(shard: torch.Tensor) -> torch.Tensor:
-    blocks = shard.float().view(-1, BLOCK)
+    """Blocks are along rows: a second cast of the same blocks would have no effect."""
+    blocks = shard.float().view(BLOCK, -1).t()
     scale = torch.exp2(_rounded_up(_amax(blocks)) - _EXPONENT_BIAS).unsqueeze(-1)
-    return ((blocks / scale).to(torch.float8_e4m3fn).float() * scale).to(shard.dtype).view_as(shard)
+    values = (blocks / scale).to(torch.float8_e4m3fn).float() * scale
+    return values.t().to(shard.dtype).reshape_as(shard)

@@ -25,33 +25,33 @@ class ExpertParallel(ParallelStyle):
 
     def __init__(self) -> None:
         super().__init__()
-        self._sent: list[int] = []  # rows to every rank
-        self._received: list[int] = []
-        self._order = torch.zeros(0, dtype=torch.int64)  # of received rows
+        self.sent: list[int] = []  # rows to every rank
+        self.received: list[int] = []
+        self.order = torch.zeros(0, dtype=torch.int64)  # of received rows
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         for name, param in list(module.named_parameters(recurse=False)):
             sharded = distribute_tensor(param.data, device_mesh, [Shard(0)])
             module.register_parameter(name, nn.Parameter(sharded))
-        module.register_forward_pre_hook(lambda _, args: self._dispatch(device_mesh, *args))
-        module.register_forward_hook(lambda _, __, rows: self._combine(device_mesh, rows))
+        module.register_forward_pre_hook(lambda _, args: self.dispatch(device_mesh, *args))
+        module.register_forward_hook(lambda _, __, rows: self.combine(device_mesh, rows))
         return module
 
-    def _dispatch(self, mesh: DeviceMesh, rows: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
+    def dispatch(self, mesh: DeviceMesh, rows: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
         ranks = mesh.size()
         with torch.no_grad():
-            table = funcol.all_to_all_single(counts, None, None, mesh.get_group())
-            table = torch.ops._c10d_functional.wait_tensor(table).unflatten(0, (ranks, -1))  # [source, local expert]
-            self._sent = counts.unflatten(0, (ranks, -1)).sum(1).tolist()
-            self._received = table.sum(1).tolist()
+            received: Any = funcol.all_to_all_single(counts, None, None, mesh.get_group())
+            table = received.unflatten(0, (ranks, -1))  # [source, local expert]
+            self.sent = counts.unflatten(0, (ranks, -1)).sum(1).tolist()
+            self.received = table.sum(1).tolist()
             experts = torch.arange(table.numel(), device=table.device) % table.size(1)
-            self._order = experts.repeat_interleave(table.flatten()).argsort(stable=True)
-        received = _exchanged(rows, self._received, self._sent, mesh)
-        return received[self._order], table.sum(0)
+            self.order = experts.repeat_interleave(table.flatten()).argsort(stable=True)
+        arrived = _exchanged(rows, self.received, self.sent, mesh)
+        return arrived[self.order], table.sum(0)
 
-    def _combine(self, mesh: DeviceMesh, rows: Tensor) -> Tensor:
-        order, self._order = self._order, self._order.new_zeros(0)
-        return _exchanged(rows[order.argsort()], self._sent, self._received, mesh)
+    def combine(self, mesh: DeviceMesh, rows: Tensor) -> Tensor:
+        order, self.order = self.order, self.order.new_zeros(0)
+        return _exchanged(rows[order.argsort()], self.sent, self.received, mesh)
 
 
 def _exchanged(rows: Tensor, received: list[int], sent: list[int], mesh: DeviceMesh) -> Tensor:

@@ -58,8 +58,8 @@ class GroupedExperts(nn.Module):
         places, ends = padded_groups(counts, self.multiple)
         size = self.multiple * (-(-len(rows) // self.multiple) + len(counts))  # at most this many, however they spread
         padded = rows.new_zeros(size, rows.size(-1)).index_copy(0, places, rows)
-        hidden = F.silu(_grouped(padded, w1, ends)) * _grouped(padded, w3, ends)
-        return _grouped(hidden, w2, ends)[places]
+        hidden = F.silu(grouped(padded, w1, ends)) * grouped(padded, w3, ends)
+        return grouped(hidden, w2, ends)[places]
 
 
 def padded_groups(counts: Tensor, multiple: int) -> tuple[Tensor, Tensor]:
@@ -71,7 +71,7 @@ def padded_groups(counts: Tensor, multiple: int) -> tuple[Tensor, Tensor]:
     return rows + shifts.repeat_interleave(counts), ends.to(torch.int32)
 
 
-def _grouped(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+def grouped(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     return torch._grouped_mm(rows, weight.transpose(-2, -1), offs=ends)
 
 
