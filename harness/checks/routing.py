@@ -12,17 +12,19 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
 
-from harness.checks.check import Check, Witnesses
+from harness.checks.check import Check, Witnesses, finished
 from harness.checks.findings import Mismatch, findings_by_rule, traces_by_rank
 from harness.checks.rule import Rule, Rules, Stage
 from harness.matrix.case import Case
 from harness.matrix.layout import peers
 from harness.matrix.linears import expert_fqns
+from harness.matrix.numerics import drifts
 from harness.trace import Run
 from harness.trace.experts import ExpertCall, Phase, Rows
 from harness.verdict import Finding
 
 _rule = Rules("routing", Stage.COLLECTIVES, located=True)
+_MODULE = Stage.MODULE
 CALLS = _rule("calls", "experts are called another number of times than the router chooses", stage=Stage.MODEL)
 TOP_K = _rule("top-k", "tokens are not sent to {top_k} different experts each", stage=Stage.MODEL)
 WEIGHTS = _rule("weights", "the weights of a token's experts are not those that the router is configured for")
@@ -34,6 +36,10 @@ GRADIENT_ARRIVED = _rule("gradient-of-results", "the gradients that experts get 
 GRADIENT_RETURNED = _rule(
     "gradient-of-tokens", "the gradients that come back for tokens are not those of their experts"
 )
+ROUTER = _rule(
+    "router", "the router weighs experts otherwise than that of one rank does for the same tokens", stage=_MODULE
+)
+EXPERTS = _rule("experts", "experts return something else than those of one rank for the same tokens", stage=_MODULE)
 BIAS = _rule("bias", "the bias of the choice did not move by what the tokens of the step ask for", stage=Stage.STEP)
 
 
@@ -49,7 +55,7 @@ class _Place(NamedTuple):
 @partial(
     Check,
     declares=_rule,
-    blind="What experts compute: `parity` sees it. A wrong choice of experts that the single-rank reference makes too.",
+    blind="A wrong choice of experts that the single-rank reference makes too.",
     not_judged=lambda expect, device: "" if expect.case.model.experts else "no block has experts",
     records=("experts",),
 )
@@ -58,9 +64,9 @@ def check_routing(case: Case, run: Run, witnesses: Witnesses) -> list[Finding]:
     calls: defaultdict[_Place, dict[int, ExpertCall]] = defaultdict(dict)
     for trace in traces_by_rank(run):
         for call in trace.experts.calls if trace.experts is not None else ():
-            calls[_Place(call.step, call.phase, call.number, call.fqn)][trace.rank] = call
+            calls[_Place(*_key(call))][trace.rank] = call
     wrong = [each for order, place in enumerate(calls) for each in _of_calls(case, place, order, calls[place])]
-    return findings_by_rule([*_numbers(case, run), *wrong, *_biases(case, run)])
+    return findings_by_rule([*_numbers(case, run), *wrong, *_otherwise(case, run, witnesses), *_biases(case, run)])
 
 
 def _numbers(case: Case, run: Run) -> Iterator[Mismatch]:
@@ -94,6 +100,34 @@ def _of_calls(case: Case, place: _Place, order: int, calls: Mapping[int, ExpertC
     for group in {peers(case.layout, rank, ("ep",)) for rank in calls}:
         if group[0] in calls and set(group) <= calls.keys():
             yield from (mismatch(*each) for each in _exchanges([calls[rank] for rank in group], group))
+
+
+def _otherwise(case: Case, run: Run, witnesses: Witnesses) -> Iterator[Mismatch]:
+    """Where ranks have the bits of one: what is another, although the tokens before it are the same."""
+    solo, expect = finished(witnesses.solo), witnesses.expect
+    if solo is None or solo.traces[0].experts is None or drifts(case, expect.numerics):
+        return
+    calls = {_Place(*_key(call)): call for call in solo.traces[0].experts.calls if call.phase == "forward"}
+    for trace in traces_by_rank(run):
+        for call in trace.experts.calls if trace.experts is not None and trace.rank < case.layout.dp else ():
+            number = trace.rank * case.train.accumulation + call.number
+            reference = calls.get(_Place(call.step, call.phase, number, call.fqn))
+            rule = None if reference is None else _differs(call, reference)
+            if rule is not None and reference is not None:
+                words = ("what one rank computes", "something else")
+                yield Mismatch(call.step, call.number, trace.rank, call.fqn, rule, *words)
+
+
+def _key(call: ExpertCall) -> tuple[int, str, int, str]:
+    return call.step, call.phase, call.number, call.fqn
+
+
+def _differs(call: ExpertCall, reference: ExpertCall) -> Rule | None:
+    if call.tokens != reference.tokens:
+        return None  # something before
+    if (call.chosen, call.weights) != (reference.chosen, reference.weights):
+        return ROUTER
+    return EXPERTS if call.values.returned != reference.values.returned else None
 
 
 def _of_router(case: Case, call: ExpertCall) -> Iterator[tuple[Rule, str, str]]:

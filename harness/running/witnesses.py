@@ -198,7 +198,11 @@ class WitnessCache:
 
 def _solo(case: Case) -> tuple[str, RunRequest]:
     witness = solo_case(case)
-    probes = ("sketches", "operands") if witness.float8.enabled else ("sketches",)
+    probes = (
+        "sketches",
+        *(["operands"] if witness.float8.enabled else []),
+        *(["experts"] if witness.model.experts else []),
+    )
     return f"solo {case_id(witness)}", RunRequest(case=witness, probes=probes, solo=True)
 
 

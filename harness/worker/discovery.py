@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -55,14 +56,18 @@ def parameter_digests(model: nn.Module) -> Digests:
 class Discovery:
     """What a built model consists of; counts the calls of its linears, in eager runs, from then on.
 
-    `built`: what its parameters were before the harness wrote its weights.
+    `built`: what its parameters were before the harness wrote its weights. `resumed`: what was discovered before the
+    run was resumed, whose saved buffers are those that training began with.
     """
 
-    def __init__(self, model: nn.Module, case: Case, built: Digests) -> None:
+    def __init__(self, model: nn.Module, case: Case, built: Digests, resumed: Discovery | None = None) -> None:
         self._model = model
         self._built = built
         self._initial = parameter_digests(model)
-        self._buffers = tuple(_buffer(fqn, buffer) for fqn, buffer in model.named_buffers())
+        before = {} if resumed is None else {buffer.fqn: buffer for buffer in resumed.buffers}
+        saved = {fqn for fqn, _ in saved_buffers(model)} & before.keys()
+        found = (_buffer(fqn, buffer) for fqn, buffer in model.named_buffers())
+        self.buffers: tuple[Buffer, ...] = tuple(before[each.fqn] if each.fqn in saved else each for each in found)
         self._layout = case.layout
         # By FQN, of forward and of recomputation: in the current step, and the maximum over finished steps.
         self._calls: list[Counter[str]] = [Counter(), Counter()]
@@ -99,7 +104,7 @@ class Discovery:
             compiled=_names(self._model, OptimizedModule),
             calls=dict(sorted(self._most[0].items())),
             recomputed=dict(sorted(self._most[1].items())),
-            buffers=self._buffers,
+            buffers=self.buffers,
             constants=_constants(self._model),
         )
 
@@ -131,6 +136,14 @@ def _constants(model: nn.Module) -> dict[str, str]:
         for name in getattr(module, "__constants__", ())
     }
     return {fqn: repr(value) for fqn, value in found.items() if isinstance(value, float | str | None)}
+
+
+def saved_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """The buffers that are a part of the state of a model, by FQN."""
+    for fqn, module in model.named_modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if name not in module._non_persistent_buffers_set:
+                yield clean_fqn(f"{fqn}.{name}".lstrip(".")), buffer
 
 
 def _buffer(fqn: str, buffer: torch.Tensor) -> Buffer:

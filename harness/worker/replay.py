@@ -30,10 +30,11 @@ from harness.worker.distance import relative_distance
 from harness.worker.probes.cast_numbers import dtype_name
 from harness.worker.probes.digests import ordered_digest
 from harness.worker.probes.fsdp_params import fsdp_params
-from harness.worker.probes.module_tensors import MODULES, is_wide
+from harness.worker.probes.module_tensors import is_mixture, is_recorded, is_wide, uses_input_once
 from harness.worker.probes.places import local_shard
 from harness.worker.probes.sketches import clean_fqn
 from harness.worker.recorded import Key, Recorded, Values, assembled, terms_of_sum
+from harness.worker.sequential_experts import computes_for_all
 from harness.worker.tensor_ranks import (
     FLOAT8,
     Matmul,
@@ -77,12 +78,13 @@ class Replay:
         managed = fsdp_params(model)
         for name, module in model.named_modules():
             fqn = clean_fqn(name)
-            if fqn in calls if compiled else isinstance(module, MODULES):
+            if fqn in calls if compiled else is_recorded(module):
                 boundary = _ModuleBoundary(
                     fqn, self, Ranks(module, outputs.get(fqn), case, products, managed), max(1, calls[fqn])
                 )
                 self._boundaries.append(boundary)
-                module.register_forward_pre_hook(boundary.before)
+                if not is_mixture(module):
+                    module.register_forward_pre_hook(boundary.before)
                 module.register_forward_hook(boundary.after)
 
     def begin_step(self, step: int) -> None:
@@ -326,9 +328,9 @@ class _ModuleBoundary:
 
     def before(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
         given = args[0]
-        if not is_wide(given):
+        if not is_wide(given) or computes_for_all():
             return None  # tokens
-        if not isinstance(module, nn.Linear):
+        if not uses_input_once(module):
             self.watching.stream = self.watching.replaced(self.fqn, self.call, "input", Values(given)).whole
             given.data.copy_(self.watching.stream)
             return None
@@ -339,6 +341,8 @@ class _ModuleBoundary:
         return (placed, *args[1:])
 
     def after(self, _: nn.Module, __: Any, output: torch.Tensor) -> torch.Tensor:
+        if computes_for_all():
+            return output
         replaced: torch.Tensor = _ReplaceOutput.apply(output, self, self.call)
         self.calls += 1
         return replaced

@@ -15,6 +15,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from harness.trace.model import Resumed, State
+from harness.worker.discovery import saved_buffers
 from harness.worker.dispatch_hooks.hook import unobserved
 from harness.worker.probes.cast_numbers import dtype_name
 from harness.worker.probes.digests import ordered_digest
@@ -67,13 +68,17 @@ def _has_its_part(saved: object, loaded: object) -> bool:
 @torch.no_grad()
 @unobserved()
 def state_of(model: nn.Module) -> State:
-    """Every parameter of a model, and what its optimizers keep of it and have for options. All ranks must call it."""
+    """Parameters and saved buffers of a model, and what its optimizers keep and have for options of each parameter.
+
+    All ranks must call it.
+    """
     values = dict(sorted(_values(model), key=lambda each: each[0]))
     return {name: _written(value) for name, value in values.items()}
 
 
 def _values(model: nn.Module) -> Iterator[tuple[str, object]]:
     optimizers = optimizers_of(model)
+    yield from saved_buffers(model)
     for name, param in model.named_parameters():
         fqn = clean_fqn(name)
         yield fqn, param

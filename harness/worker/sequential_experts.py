@@ -23,6 +23,14 @@ from harness.worker.probes.sketches import clean_fqn
 Tensor = torch.Tensor
 
 
+_running: list[nn.Module] = []  # for all ranks of a group
+
+
+def computes_for_all() -> bool:
+    """True while experts run once more, for the weight gradients of several ranks."""
+    return bool(_running)
+
+
 class _Call(NamedTuple):
     """What experts were called with for one rank: rows by expert, and their numbers; the gradient of the results."""
 
@@ -43,7 +51,6 @@ class ExpertsOfRanks:
         self._calls: list[list[list[_Call]]] = []  # by microbatch of a rank, experts and rank of the group
         self._microbatch = 0
         self._rank, self._last = 0, False
-        self._joint = False
         self._stock = torch.autograd.backward
         for module in self._experts:
             module.register_forward_pre_hook(self._before)
@@ -62,7 +69,7 @@ class ExpertsOfRanks:
 
         def backward(*args: Any, **options: Any) -> None:
             self._stock(*args, **options)
-            if self._last and not self._joint:
+            if self._last and not computes_for_all():
                 self._add_weight_gradients()
 
         torch.autograd.backward = backward
@@ -71,12 +78,12 @@ class ExpertsOfRanks:
         torch.autograd.backward = self._stock
 
     def _before(self, module: nn.Module, args: tuple[Tensor, Tensor]) -> None:
-        if not self._joint and not evaluating():
+        if not computes_for_all() and not evaluating():
             for param in module.parameters():
                 param.requires_grad_(False)
 
     def _after(self, module: nn.Module, args: tuple[Tensor, Tensor], results: Tensor) -> None:
-        if self._joint or evaluating():
+        if computes_for_all() or evaluating():
             return
         for param in module.parameters():
             param.requires_grad_(True)
@@ -87,7 +94,6 @@ class ExpertsOfRanks:
             self._calls[self._microbatch][self._experts.index(module)].append(call)
 
     def _add_weight_gradients(self) -> None:
-        self._joint = True
         for number, of_experts in enumerate(self._calls):
             for module, calls in zip(self._experts, of_experts, strict=True):
                 self._syncing.asked.update(calls[-1].asked)
@@ -96,7 +102,7 @@ class ExpertsOfRanks:
                 order = expert.argsort(stable=True)
                 rows = torch.cat([call.rows for call in calls])[order].requires_grad_()
                 gradient = torch.cat([call.gradient[0] for call in calls])[order]
-                results = module(rows, torch.stack([call.counts for call in calls]).sum(0))
-                self._stock(results, gradient)
-        self._joint = False
+                _running.append(module)
+                self._stock(module(rows, torch.stack([call.counts for call in calls]).sum(0)), gradient)
+                _running.pop()
         self._calls, self._last = [], False

@@ -102,7 +102,7 @@ def train(
             if step == prepared.case.train.resumed_after:
                 report_phase(f"resuming after step {step}")
                 prepared, resumed = _resumed(prepared, case, step, folder)
-                discovery = _watch(prepared, watching)
+                discovery = _watch(prepared, watching, discovery)
                 gc.collect()  # what was trained before is gone, as in a new process
                 STATE.record_changes(f"resuming after step {step}")
     found = discovery.record()
@@ -129,9 +129,9 @@ def train(
     )
 
 
-def _watch(prepared: Prepared, watching: ProbeSet) -> Discovery:
+def _watch(prepared: Prepared, watching: ProbeSet, resumed: Discovery | None = None) -> Discovery:
     watching.attach(prepared.target.model)
-    return Discovery(prepared.target.model, prepared.case, prepared.built)
+    return Discovery(prepared.target.model, prepared.case, prepared.built, resumed)
 
 
 def _resumed(prepared: Prepared, case: Case, step: int, folder: Path | None) -> tuple[Prepared, Resumed]:

@@ -19,8 +19,9 @@ from harness.matrix.linears import expert_fqns
 from harness.trace.experts import ExpertBias, ExpertCall, ExpertTrace, Phase, Rows
 from harness.worker.dispatch_hooks.hook import unobserved
 from harness.worker.evaluation import evaluating
-from harness.worker.probes.probe import Probe, in_backward
+from harness.worker.probes.probe import Probe, in_backward, mark_owned
 from harness.worker.probes.sketches import clean_fqn
+from harness.worker.sequential_experts import computes_for_all
 
 Tensor = torch.Tensor
 _SEED = 7
@@ -55,11 +56,11 @@ class _Block:
 
     def sent(self, _: nn.Module, args: tuple[Tensor, Tensor]) -> None:
         self._rows("sent", args[0])
-        self._now["counts"] = tuple(args[1].tolist())
+        self._now.setdefault("counts", tuple(args[1].tolist()))
 
     def arrived(self, _: nn.Module, args: tuple[Tensor, Tensor]) -> None:
         self._rows("arrived", args[0])
-        self._now["local_counts"] = tuple(args[1].tolist())
+        self._now.setdefault("local_counts", tuple(args[1].tolist()))
 
     def computed(self, _: nn.Module, args: Any, rows: Tensor) -> None:
         self._rows("computed", rows)
@@ -68,6 +69,8 @@ class _Block:
         self._rows("returned", rows)
 
     def _rows(self, name: str, rows: Tensor) -> None:
+        if computes_for_all():
+            return
         self._now["values"][name] = digests(rows)
         gradients = self._now["gradients"]
         if rows.requires_grad and self._now["phase"] == "forward":
@@ -134,4 +137,4 @@ _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 @functools.cache
 def _factors(count: int) -> Tensor:
     """Odd numbers of 64 bits, with which sums wrap around."""
-    return torch.from_numpy(np.random.Philox(key=_SEED).random_raw(count).astype(np.int64) | 1)
+    return mark_owned(torch.from_numpy(np.random.Philox(key=_SEED).random_raw(count).astype(np.int64) | 1))

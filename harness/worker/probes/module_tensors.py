@@ -28,6 +28,7 @@ from harness.worker.probes.sketches import clean_fqn, is_compiled
 
 NORMS = (nn.RMSNorm, nn.LayerNorm)
 MODULES = (nn.Linear, *NORMS, nn.Embedding)  # everything between them is repeated from their results
+_STACKED = 3  # dims of the weights of experts
 _COMPILED = "_orig_mod."  # in the names of what is inside of a compiled module
 _SEQUENCE_DIM = 1  # of [batch, sequence, features]
 
@@ -63,13 +64,16 @@ class ModuleTensorProbe(Probe):
         if not self._steps:
             return
         for name, module in model.named_modules():
-            if is_compiled(module) or (isinstance(module, MODULES) and _COMPILED not in name):
-                hooks = _Hooks(clean_fqn(name), self._seen, uses_input_once=isinstance(module, nn.Linear))
+            if is_compiled(module) or (is_recorded(module) and _COMPILED not in name):
+                hooks = _Hooks(clean_fqn(name), self._seen, uses_input_once=uses_input_once(module))
                 self._hooks.append(hooks)
                 if is_compiled(module) and self._case.layout.sequence_parallel:
                     self._of_sequence |= {clean_fqn(name): mesh for mesh in _tp_meshes(module)}
-                module.register_forward_pre_hook(hooks.before)
-                module.register_forward_hook(hooks.after, prepend=True)
+                # Of experts outside of what sends tokens to other ranks: then they compute what one rank does.
+                outside = has_experts(module)
+                if not is_mixture(module):
+                    module.register_forward_pre_hook(hooks.before, prepend=outside)
+                module.register_forward_hook(hooks.after, prepend=not outside)
 
     def _with_place(self, seen: _Seen) -> torch.Tensor | None:
         """The tensor, which says what part of the logical one it is: between blocks, sequence shards are plain."""
@@ -141,6 +145,25 @@ class ModuleTensorProbe(Probe):
     def result(self) -> tuple[ModuleShard, ...] | None:
         """All shards in the order they were recorded; None where the case is not replayed."""
         return tuple(self._shards) if self._steps else None
+
+
+def is_recorded(module: nn.Module) -> bool:
+    """True for what is replayed by itself: experts and their mixture too."""
+    return isinstance(module, MODULES) or has_experts(module) or is_mixture(module)
+
+
+def has_experts(module: nn.Module) -> bool:
+    """True for a module whose own weights are stacked matrices."""
+    return any(param.dim() == _STACKED for param in module.parameters(recurse=False))
+
+
+def is_mixture(module: nn.Module) -> bool:
+    """True for a module of experts and of what chooses among them. Its input is that of its parts."""
+    return any(map(has_experts, module.children()))
+
+
+def uses_input_once(module: nn.Module) -> bool:
+    return isinstance(module, nn.Linear) or has_experts(module)
 
 
 def _tp_meshes(module: nn.Module) -> Iterator[DeviceMesh]:
