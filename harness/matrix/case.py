@@ -170,9 +170,6 @@ class Case(CaseStruct, frozen=True, kw_only=True):
         if self.compile == "none" and not self.layout.wait_for_embedding:
             layout = msgspec.structs.replace(self.layout, wait_for_embedding=True)
             msgspec.structs.force_setattr(self, "layout", layout)
-        if self.model.experts == 0 and (self.layout.ep > 1 or self.float8.grouped_mm):
-            msgspec.structs.force_setattr(self, "layout", msgspec.structs.replace(self.layout, ep=1))
-            msgspec.structs.force_setattr(self, "float8", msgspec.structs.replace(self.float8, grouped_mm=False))
         if self.layout.tp == 1 and self.float8.convert_after_tp:
             float8 = msgspec.structs.replace(self.float8, convert_after_tp=False)
             msgspec.structs.force_setattr(self, "float8", float8)

@@ -158,6 +158,7 @@ EXAMPLES: list[tuple[str, dict[str, object]]] = [
         "torchtitan_0_3_converts_keys_with_values",
         {"target": "torchtitan_0_3", "recipe": "rowwise", "filter_fqns": ["wk"]},
     ),
+    ("without_experts", {"dp_shard": 2, "ep": 2}),
     ("ep_divides_ranks", {"experts": 4, "dp_shard": 3, "ep": 2}),
     ("ep_divides_experts", {"experts": 3, "dp_shard": 2, "ep": 2}),
     ("top_k_among_experts", {"experts": 4, "top_k": 5}),
