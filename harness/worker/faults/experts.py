@@ -174,10 +174,9 @@ def results_sent_back_by_expert(stock: Any, style: Any, mesh: Any, rows: Tensor)
 
 
 @planted(wrap, ExpertParallel, "dispatch")
-def counts_of_the_call_before(stock: Any, style: Any, *args: Any) -> Any:
+def counts_of_another_expert(stock: Any, style: Any, *args: Any) -> Any:
     rows, counts = stock(style, *args)
-    before, style.planted_counts = getattr(style, "planted_counts", counts), counts
-    return rows, before if before.sum() == counts.sum() or not on_odd_rank() else counts.flip(0)
+    return rows, counts.flip(0) if on_odd_rank() else counts
 
 
 # Experts
@@ -190,8 +189,8 @@ def experts_of_one_rank_permuted(stock: Any, rows: Tensor, weight: Tensor, ends:
 
 
 @planted(wrap, experts, "grouped")
-def gate_and_up_projection_of_another_expert(stock: Any, rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    result: Tensor = stock(rows, weight.roll(1, 0) if weight.size(1) < weight.size(2) else weight, ends)
+def tokens_of_the_neighbouring_expert(stock: Any, rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    result: Tensor = stock(rows, weight.roll(1, 0), ends)
     return result
 
 
