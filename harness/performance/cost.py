@@ -19,6 +19,7 @@ from harness.matrix.caseid import case_id
 from harness.matrix.targets import is_llama
 from harness.measured import Measured, Multiplied, Sent, sent_by
 from harness.performance.machine import Peak, peak_of_device
+from harness.performance.models import require_formulas
 from harness.performance.work import Work, executed, flops_per_token_by_precision, work
 from harness.result import CaseResult
 
@@ -47,6 +48,7 @@ def metrics(case: Case, *, rank: int = 0) -> Metrics:
     if not expect.has_formulas:
         what = f"there is no formula for the model of {case.target}."
         raise HarnessError(what, where=case_id(case), fix="give --run, which measures it.")
+    require_formulas(case)
     if not 0 <= rank < case.world_size:
         raise HarnessError(f"the case has ranks 0 to {case.world_size - 1}.", where=f"--rank {rank}")
     step = min(2, case.train.steps)

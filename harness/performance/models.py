@@ -40,7 +40,10 @@ def named_model(name: str) -> KnownModel:
 
 
 def require_formulas(case: Case) -> None:
-    """HarnessError for a target whose model is not known before it is built."""
+    """HarnessError for a target whose model is not known before it is built, and for a model with experts."""
+    if case.model.experts:
+        what = "how many tokens an expert gets, and so what a rank multiplies, sends and keeps, shows in the run."
+        raise HarnessError(what, where=case_id(case), fix="predict the dense model: leave out experts and ep.")
     if not is_llama(case.target):
         fix = "give --model NAME, or a case of the reference or of torchtitan."
         raise HarnessError(f"there is no formula for the model of {case.target}.", where=case_id(case), fix=fix)

@@ -1,0 +1,162 @@
+"""Routing: tokens, results and gradients that are lost, swapped or miscounted are found where it happened."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from msgspec.structs import replace
+
+from harness.checks.routing import check_routing
+from harness.matrix.case import Case
+from harness.trace.experts import ExpertBias, ExpertCall, ExpertTrace, Rows
+from harness.verdict import Finding
+from tests.builders import make_case, make_trace, make_witnesses, run_of
+
+CASE = make_case(dp_shard=2, ep=2, experts=4, top_k=2, steps=1, dtype="bfloat16", recipe="bf16")
+CHOSEN = (((0, 2), (0, 1), (3, 2)), ((0, 3), (2, 0), (0, 3)))  # by rank: experts of three tokens; 1 has one row
+FQN = "layers.1.moe"
+
+
+def packed(numbers: Sequence[float], kind: str = "q") -> bytes:
+    return struct.pack(f"{len(numbers)}{kind}", *numbers)
+
+
+def rows_by_expert(rank: int) -> list[tuple[int, int]]:
+    """(expert, token) of the rows that a rank sends, in order."""
+    return sorted((expert, token) for token, experts in enumerate(CHOSEN[rank]) for expert in experts)
+
+
+def exchanged(values: int) -> list[Rows]:
+    """What ranks send and get: a digest says which values, rank, token and expert it is of."""
+    sent = [[values + 100 * rank + token for _, token in rows_by_expert(rank)] for rank in (0, 1)]
+    returned = [[values + 50 + 100 * r + 10 * e + t for e, t in rows_by_expert(r)] for r in (0, 1)]
+    found = []
+    for owner in (0, 1):
+        origin = [
+            (rank, row)
+            for expert in (2 * owner, 2 * owner + 1)
+            for rank in (0, 1)
+            for row, (chosen, _) in enumerate(rows_by_expert(rank))
+            if chosen == expert
+        ]
+        found.append(
+            Rows(
+                sent=packed(sent[owner]),
+                arrived=packed([sent[rank][row] for rank, row in origin]),
+                computed=packed([returned[rank][row] for rank, row in origin]),
+                returned=packed(returned[owner]),
+            )
+        )
+    return found
+
+
+def call_of(rank: int) -> ExpertCall:
+    experts = [expert for expert, _ in rows_by_expert(rank)]
+    everyone = [expert for each in (0, 1) for expert, _ in rows_by_expert(each)]
+    values = exchanged(1000)[rank]
+    return ExpertCall(
+        step=1,
+        fqn=FQN,
+        phase="forward",
+        number=0,
+        tokens=packed([1000 + 100 * rank + token for token in range(3)]),
+        chosen=packed([expert for each in CHOSEN[rank] for expert in each]),
+        weights=packed([0.5, 0.25] * 3, "d"),
+        counts=tuple(experts.count(expert) for expert in range(4)),
+        local_counts=tuple(everyone.count(expert) for expert in (2 * rank, 2 * rank + 1)),
+        values=values,
+        gradients=exchanged(5000)[rank],
+    )
+
+
+def found_with(case: Case = CASE, biases: Sequence[float] = (0, 0, 0, 0), **changes: object) -> list[Finding]:
+    """The findings where rank 1 has these `changes` of its call."""
+    calls = [call_of(0), replace(call_of(1), **changes)]
+    bias = (ExpertBias(step=1, fqn=FQN, bias=tuple(biases)),)
+    traces = [make_trace(rank=rank, experts=ExpertTrace(calls=(call,), biases=bias)) for rank, call in enumerate(calls)]
+    return check_routing(case, run_of(*traces), make_witnesses(case))
+
+
+def rules(found: Sequence[Finding]) -> set[str]:
+    return {finding.rule.partition("/")[2] for finding in found}
+
+
+def test_a_sound_exchange_has_no_finding() -> None:
+    assert found_with() == []
+
+
+def swapped(held: bytes) -> bytes:
+    return held[8:16] + held[:8] + held[16:]
+
+
+@pytest.mark.parametrize(
+    ("field", "rule", "rank"),
+    [
+        ("sent", "sent", 1),
+        ("arrived", "arrived", 1),
+        ("computed", "returned", 1),
+        ("returned", "returned", 0),
+    ],
+)
+def test_swapped_rows_are_found_where_they_got_lost(field: str, rule: str, rank: int) -> None:
+    values = call_of(1).values
+    (finding, *_) = [
+        each
+        for each in found_with(values=replace(values, **{field: swapped(getattr(values, field))}))
+        if each.rule == f"routing/{rule}"
+    ]
+    assert (finding.module, finding.step, finding.rank) == (FQN, 1, rank)
+    assert "row" in str(finding.expected) and "that is" in str(finding.found)
+
+
+@pytest.mark.parametrize(("field", "rule"), [("arrived", "gradient-of-tokens"), ("computed", "gradient-of-results")])
+def test_gradients_are_followed_back(field: str, rule: str) -> None:
+    gradients = call_of(1).gradients
+    wrong = replace(gradients, **{field: swapped(getattr(gradients, field))})
+    (finding,) = found_with(gradients=wrong)
+    assert finding.rule == f"routing/{rule}" and finding.operand == "gradients in backward"
+
+
+def test_a_lost_row_is_told_by_its_number() -> None:
+    values = call_of(1).values
+    (finding,) = found_with(values=replace(values, arrived=values.arrived[:-8]))
+    assert finding.rule == "routing/arrived" and finding.found is not None and finding.found.startswith("5 rows for 6")
+
+
+@pytest.mark.parametrize(
+    ("changes", "rule"),
+    [
+        ({"chosen": packed([0, 0, 2, 0, 0, 3])}, "top-k"),
+        ({"weights": packed([0.75, 0.5] * 3, "d")}, "weights"),
+        ({"weights": packed([float("nan"), 0.5] * 3, "d")}, "weights"),
+        ({"counts": (2, 1, 1, 2)}, "counts"),
+        ({"local_counts": (4, 2)}, "counts"),
+    ],
+)
+def test_what_the_router_and_the_counts_must_be(changes: dict[str, object], rule: str) -> None:
+    assert rule in rules(found_with(**changes))
+
+
+def test_sigmoid_weights_add_up_to_one() -> None:
+    sigmoid = replace(CASE, model=replace(CASE.model, router="sigmoid"))
+    assert rules(found_with(sigmoid)) == {"weights"}
+
+
+def test_experts_must_be_called_once_for_every_microbatch() -> None:
+    twice = replace(CASE, train=replace(CASE.train, accumulation=2))
+    assert "calls" in rules(found_with(twice))
+
+
+@given(st.lists(st.floats(-1, 1), min_size=4, max_size=4))
+def test_the_bias_moves_by_what_the_tokens_ask_for_and_by_nothing_else(biases: list[float]) -> None:
+    balanced = replace(CASE, model=replace(CASE.model, balance=True))
+    tokens = [call_of(0).counts[expert] + call_of(1).counts[expert] for expert in range(4)]
+    signs = [(each < 3) - (each > 3) for each in tokens]
+    moved = [1e-3 * (sign - sum(signs) / 4) for sign in signs]
+    assert found_with(balanced, moved) == []
+    is_right = all(abs(one - other) <= 1e-7 for one, other in zip(biases, moved, strict=True))
+    assert rules(found_with(balanced, biases)) == (set() if is_right else {"bias"})
