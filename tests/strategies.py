@@ -140,3 +140,8 @@ CASES = _any_values().map(_case)
 POSSIBLE_CASES = _cases(EXCLUSIONS)
 TRAINED_CASES = _cases((*EXCLUSIONS, *REFUSALS))
 EAGER_CASES = _cases((*EXCLUSIONS, *REFUSALS), "compile")
+# Of experts nothing is known of memory and of FLOPs before they run.
+_OF_EXPERTS = ("experts", "ep", "grouped_mm")
+DENSE_CASES = _cases(EXCLUSIONS, *_OF_EXPERTS)
+TRAINED_DENSE_CASES = _cases((*EXCLUSIONS, *REFUSALS), *_OF_EXPERTS)
+EAGER_DENSE_CASES = _cases((*EXCLUSIONS, *REFUSALS), "compile", *_OF_EXPERTS)

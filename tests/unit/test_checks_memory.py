@@ -23,7 +23,7 @@ from harness.matrix.case import Case
 from harness.trace.counts import MOMENTS, LiveMemory, LiveTensor, SavedMemory
 from harness.verdict import Finding
 from tests.builders import make_case, make_trace, make_witnesses, run_of, saved_as
-from tests.strategies import EAGER_CASES
+from tests.strategies import EAGER_DENSE_CASES
 
 CASE = make_case(tp=2, recipe="tensorwise", steps=2)
 FULL = make_case(tp=2, recipe="tensorwise", steps=2, checkpointing="full")
@@ -177,7 +177,7 @@ def test_a_step_without_a_census_is_found() -> None:
         assert places(found) == [(0, 3), (0, 3)]
 
 
-@given(EAGER_CASES, st.integers(0, 7))
+@given(EAGER_DENSE_CASES, st.integers(0, 7))
 def test_the_formula_fits_every_eager_case(case: Case, rank: int) -> None:
     live = expected_live(case, rank=rank, moment="forward")
     assert all(each.nbytes > 0 and each.purpose for each in live)

@@ -19,7 +19,7 @@ from harness.trace.counts import SavedMemory
 from harness.trace.graphs import GraphTrace, KeptTensor, UnequalNode
 from harness.verdict import Finding
 from tests.builders import make_graphs, make_partition, make_trace, make_witnesses, run_of, saved_as
-from tests.strategies import TRAINED_CASES
+from tests.strategies import TRAINED_DENSE_CASES
 
 FULL = parse_case_id("tp2-rowwise-ac.full-graph-v2048-gb2-s2-b16")
 FREE = parse_case_id("single-tensorwise-graph-v2048-gb2-s2-b16")
@@ -32,7 +32,7 @@ def compiled(case: Case) -> Case:
     return replace(case, compile="graph")
 
 
-@given(TRAINED_CASES.filter(lambda case: not case.model.experts))
+@given(TRAINED_DENSE_CASES)
 def test_a_partition_saves_no_more_than_eager_but_for_scales_and_copies_of_weights(case: Case) -> None:
     layers = range(case.model.shape.layers)
     eager_case = replace(case, compile="none", layout=replace(case.layout, async_tp=False))

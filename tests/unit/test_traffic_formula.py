@@ -15,7 +15,7 @@ from harness.expect.traffic import converted_weight_shards, expected_transfers
 from harness.matrix.case import Case, Checkpointing
 from harness.matrix.linears import BLOCK_LINEARS
 from tests.builders import make_case
-from tests.strategies import EAGER_CASES
+from tests.strategies import EAGER_CASES, EAGER_DENSE_CASES
 
 RESIDUAL = 4 * 32 * 128  # elements of one activation: sequences, tokens, dim
 BLOCK = 4 * 128 * 128 + 3 * 128 * 256 + 2 * 128  # parameters of one block of the tiny model
@@ -252,7 +252,7 @@ def test_float8_styles_keep_float8_inputs_instead_of_high_precision_ones() -> No
     assert sum(styled.values()) < sum(plain.values())
 
 
-@given(EAGER_CASES.filter(lambda case: not case.model.experts), st.integers(1, 3))
+@given(EAGER_DENSE_CASES, st.integers(1, 3))
 def test_full_checkpointing_saves_less_than_any_other_mode(case: Case, step: int) -> None:
     modes = [Checkpointing(mode=mode) for mode in ("full", "selective_op", "selective_layer", "none")]
     full, *others = (sum(saved(replace(case, checkpointing=mode), step).values()) for mode in modes)

@@ -24,7 +24,7 @@ from harness.report.predict import linear_row, speedup_page, speedup_sections
 from harness.report.sections import text_of
 from tests.builders import make_known
 from tests.published import GRAND_TETON
-from tests.strategies import POSSIBLE_CASES
+from tests.strategies import DENSE_CASES
 from tests.unit.test_html_report import Page
 
 H100, B200 = machine("h100"), machine("b200")
@@ -128,7 +128,7 @@ def test_a_model_that_is_not_known() -> None:
         advise(replace(Case(), target="my_pkg.my_target"), H100)
 
 
-@given(POSSIBLE_CASES.filter(lambda case: is_llama(case.target)), st.booleans())
+@given(DENSE_CASES.filter(lambda case: is_llama(case.target)), st.booleans())
 def test_every_case_has_an_advice(case: Case, eager: bool) -> None:
     found = advise(case, B200 if case.float8.traits.in_blocks else H100, eager=eager)
     assert found.recommendations and text_of(speedup_sections(found))

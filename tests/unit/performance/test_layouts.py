@@ -22,7 +22,7 @@ from harness.performance.wire import crosses_nodes, wire
 from harness.report.predict import layout_sections, sweep_sections
 from harness.report.sections import text_of
 from tests.builders import make_case
-from tests.strategies import POSSIBLE_CASES
+from tests.strategies import DENSE_CASES
 
 H100 = machine("h100")
 GIB = 1 << 30
@@ -115,7 +115,7 @@ def test_groups_that_leave_a_node(layout: Layout, axis: str, crosses: bool) -> N
     assert crosses_nodes(layout, axis, 8) is crosses
 
 
-@given(POSSIBLE_CASES)
+@given(DENSE_CASES)
 def test_no_byte_and_no_parameter_is_lost(case: Case) -> None:
     terms = expected_transfers(case, step=2, rank=0)
     found = wire(case, gpus_per_node=8)

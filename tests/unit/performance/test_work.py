@@ -24,7 +24,7 @@ from harness.performance.work import (
     gemms,
     work,
 )
-from tests.strategies import TRAINED_CASES
+from tests.strategies import TRAINED_DENSE_CASES
 
 LLAMA_8B = training(MODELS["llama3-8b"], recipe="tensorwise")
 DEBUG = training(MODELS["debugmodel"], recipe="tensorwise", vocab_size=2256)
@@ -167,7 +167,7 @@ def test_ranks_share_the_work_of_one(tp: int, dp_shard: int, recipe: str, vocab_
     assert total == (flops_per_token(case) - norms) * case.train.tokens
 
 
-@given(TRAINED_CASES)
+@given(TRAINED_DENSE_CASES)
 def test_matmuls_in_float8_are_those_that_rules_know(case: Case) -> None:
     """Of all ranks, every shape once."""
     found = {
@@ -179,7 +179,7 @@ def test_matmuls_in_float8_are_those_that_rules_know(case: Case) -> None:
     assert found == {(gemm.fqn, gemm.role, gemm.m, gemm.n, gemm.k) for gemm in linears.gemms(case)}
 
 
-@given(TRAINED_CASES)
+@given(TRAINED_DENSE_CASES)
 def test_calls_in_float8_are_those_that_checks_expect(case: Case) -> None:
     if not is_llama(case.target):
         return
@@ -187,7 +187,7 @@ def test_calls_in_float8_are_those_that_checks_expect(case: Case) -> None:
     assert (0 if found is None else found.calls) == executed_scaled_mm_calls(case)
 
 
-@given(TRAINED_CASES)
+@given(TRAINED_DENSE_CASES)
 def test_torch_takes_what_is_aligned_and_what_is_padded(case: Case) -> None:
     for gemm in gemms(case):
         if gemm.precision == FLOAT8:
