@@ -26,6 +26,12 @@ from harness.verdict import Finding
 _rule = Rules("routing", Stage.COLLECTIVES, located=True)
 _MODULE = Stage.MODULE
 CALLS = _rule("calls", "experts are called another number of times than the router chooses", stage=Stage.MODEL)
+MATMULS = _rule(
+    "matmuls",
+    "grouped matmuls of {what} are not those of the recipe at step {at} on {ranks}",
+    stage=Stage.MODEL,
+    located=False,
+)
 TOP_K = _rule("top-k", "tokens are not sent to {top_k} different experts each", stage=Stage.MODEL)
 WEIGHTS = _rule("weights", "the weights of a token's experts are not those that the router is configured for")
 COUNTS = _rule("counts", "experts are called with other numbers of tokens than were chosen for them")
@@ -66,7 +72,8 @@ def check_routing(case: Case, run: Run, witnesses: Witnesses) -> list[Finding]:
         for call in trace.experts.calls if trace.experts is not None else ():
             calls[_Place(*_key(call))][trace.rank] = call
     wrong = [each for order, place in enumerate(calls) for each in _of_calls(case, place, order, calls[place])]
-    return findings_by_rule([*_numbers(case, run), *wrong, *_otherwise(case, run, witnesses), *_biases(case, run)])
+    found = [*_numbers(case, run), *wrong, *_otherwise(case, run, witnesses), *_biases(case, run)]
+    return [*_matmuls(case, run), *findings_by_rule(found)]
 
 
 def _numbers(case: Case, run: Run) -> Iterator[Mismatch]:
@@ -86,6 +93,37 @@ def _numbers(case: Case, run: Run) -> Iterator[Mismatch]:
                         yield Mismatch(
                             step, 0, trace.rank, block, CALLS, f"{times} in {phase}", str(found[block, phase])
                         )
+
+
+_EACH = 3  # matmuls: gate, up and down projection
+
+
+def _matmuls(case: Case, run: Run) -> Iterator[Finding]:
+    """How many grouped matmuls a step has, and in which precision; of the first step that is off."""
+    train, layers = case.train, [int(fqn.split(".")[1]) for fqn in expert_fqns(case.model)]
+    again = sum(map(case.checkpointing.wraps, layers)) * train.accumulation
+    trained = len(layers) * train.accumulation
+    times = {False: _EACH * (2 * trained + again + len(layers) * train.evaluate), True: _EACH * trained}
+    wrong: dict[tuple[int, bool, str, str], list[int]] = {}
+    for trace in traces_by_rank(run):
+        records = trace.experts.matmuls if trace.experts is not None else ()
+        for step in range(1, train.steps + 1):
+            for wgrad, expected in times.items():
+                scaled = case.float8.grouped_mm and (not wgrad or case.float8.traits.multiplies("wgrad"))
+                found = {each.scaled: each.times for each in records if (each.step, each.wgrad) == (step, wgrad)}
+                if found != {scaled: expected}:
+                    key = (step, wgrad, _counted({scaled: expected}), _counted(found))
+                    wrong.setdefault(key, []).append(trace.rank)
+    for (step, wgrad, wanted, got), ranks in sorted(wrong.items()):
+        what = "weight gradients" if wgrad else "forward and of gradients of tokens"
+        yield MATMULS.finding(step=step, ranks=ranks, expected=wanted, found=got, what=what, at=step)
+
+
+def _counted(found: Mapping[bool, int]) -> str:
+    return ", ".join(f"{found[scaled]} {_PRECISION[scaled]}" for scaled in sorted(found)) or "none"
+
+
+_PRECISION = {False: "in high precision", True: "in float8"}
 
 
 def _of_calls(case: Case, place: _Place, order: int, calls: Mapping[int, ExpertCall]) -> Iterator[Mismatch]:

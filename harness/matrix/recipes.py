@@ -83,6 +83,11 @@ class RecipeTraits(msgspec.Struct, frozen=True, kw_only=True):
         return BLOCK if self.in_blocks else 16
 
     @property
+    def group_multiple(self) -> int:
+        """What the tokens of an expert are padded to a multiple of: the tile of the grouped matmul, or of its casts."""
+        return 128 if self.in_blocks else 16
+
+    @property
     def one_scale_per_weight_in_dgrad(self) -> bool:
         return self.scaling.get("w_gi") == "ten"
 

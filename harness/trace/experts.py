@@ -46,6 +46,16 @@ class ExpertBias(Record, frozen=True, kw_only=True):
     bias: tuple[float, ...]
 
 
+class GroupedMatmuls(Record, frozen=True, kw_only=True):
+    """Grouped matmuls of one step. `wgrad`: of weight gradients; the others are of forward and of dgrad."""
+
+    step: int
+    wgrad: bool
+    scaled: bool  # of float8 operands
+    times: int
+
+
 class ExpertTrace(Record, frozen=True, kw_only=True):
     calls: tuple[ExpertCall, ...]  # in order of execution
+    matmuls: tuple[GroupedMatmuls, ...] = ()
     biases: tuple[ExpertBias, ...]

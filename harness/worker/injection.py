@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from importlib.abc import SourceLoader
 from importlib.util import module_from_spec, spec_from_loader
 from pathlib import Path
@@ -44,6 +45,6 @@ def _call(patch: Patch) -> None:
     path, _, function = patch.text.rpartition(":")
     spec = spec_from_loader(f"injection_{Path(path).stem}", _SourceOf(patch))
     assert spec is not None and spec.loader is not None
-    module = module_from_spec(spec)
+    module = sys.modules[spec.name] = module_from_spec(spec)  # a compiler imports what compiled code calls
     spec.loader.exec_module(module)
     getattr(module, function)()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -247,6 +248,41 @@ def weights_applied_before_and_after() -> None:
 
     wrap(Router, "forward", forward)
     wrap(GroupedExperts, "__call__", call)
+
+
+# Grouped matmuls in float8 and MXFP8
+
+_FLOAT8_GROUPED = "torchao.prototype.moe_training.fp8_grouped_mm"
+_MXFP8_GROUPED = "torchao.prototype.moe_training.mxfp8_grouped_mm"
+
+
+def _in(module: str, name: str, change: Callable[..., Any]) -> None:
+    """Change a function where torchao's grouped matmul has imported it: with the virtual device, not before."""
+    wrap(importlib.import_module(module), name, change)
+
+
+def experts_not_converted() -> None:
+    wrap(build, "convert_experts", lambda stock, *args: None)
+
+
+@planted(_in, _FLOAT8_GROUPED, "triton_fp8_per_group_colwise_scales_dual")
+def scales_of_the_neighbouring_group(stock: Any, *args: Any, **options: Any) -> Any:
+    """The scales of groups of tokens are one behind another, in one dim."""
+    gradient, gradient_scales, rows, row_scales = stock(*args, **options)
+    return gradient, gradient_scales, rows, row_scales.roll(row_scales.shape[-1], -1).flip(-1)
+
+
+@planted(_in, _MXFP8_GROUPED, "triton_mx_block_rearrange_per_group_3d")
+def block_scales_of_the_neighbouring_expert(stock: Any, scales: Tensor, *args: Any) -> Any:
+    return stock(scales.roll(1, 0), *args)
+
+
+@planted(wrap, experts, "padded_groups")
+def groups_without_tokens_not_padded(stock: Any, counts: Tensor, multiple: int) -> Any:
+    """A kernel may skip them: then their weight gradients are what was in memory."""
+    places, ends = stock(counts, multiple)
+    empty = (counts == 0) * multiple
+    return places - empty.cumsum(0).repeat_interleave(counts), (ends - empty.cumsum(0)).to(ends.dtype)
 
 
 # Gradients and updates

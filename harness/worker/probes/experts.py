@@ -16,7 +16,8 @@ from torch import nn
 
 from harness.matrix.case import Case
 from harness.matrix.linears import expert_fqns
-from harness.trace.experts import ExpertBias, ExpertCall, ExpertTrace, Phase, Rows
+from harness.trace.experts import ExpertBias, ExpertCall, ExpertTrace, GroupedMatmuls, Phase, Rows
+from harness.worker.dispatch_hooks import grouped_mm
 from harness.worker.dispatch_hooks.hook import unobserved
 from harness.worker.evaluation import evaluating
 from harness.worker.probes.probe import Probe, in_backward, mark_owned
@@ -88,6 +89,14 @@ class ExpertProbe(Probe):
         super().__init__(case, device)
         self._blocks: list[_Block] = []
         self._biases: list[ExpertBias] = []
+        self._matmuls: Counter[tuple[int, bool, bool]] = Counter()
+
+    def install(self) -> None:
+        self.observe(grouped_mm.observers, self._multiplied)
+
+    def _multiplied(self, call: grouped_mm.GroupedMM) -> None:
+        if not computes_for_all():
+            self._matmuls[self._step, call.is_wgrad, call.scale_a is not None] += 1
 
     def attach(self, model: nn.Module) -> None:
         modules = {clean_fqn(name): module for name, module in model.named_modules()}
@@ -114,7 +123,11 @@ class ExpertProbe(Probe):
 
     def result(self) -> ExpertTrace:
         found = (_call(block.fqn, each) for block in self._blocks for each in block.found)
-        return ExpertTrace(calls=tuple(found), biases=tuple(self._biases))
+        matmuls = (
+            GroupedMatmuls(step=step, wgrad=wgrad, scaled=scaled, times=times)
+            for (step, wgrad, scaled), times in sorted(self._matmuls.items())
+        )
+        return ExpertTrace(calls=tuple(found), matmuls=tuple(matmuls), biases=tuple(self._biases))
 
 
 def _call(fqn: str, found: dict[str, Any]) -> ExpertCall:

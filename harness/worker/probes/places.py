@@ -111,11 +111,11 @@ def local_tensor(tensor: torch.Tensor) -> Any:
 
 
 def unwrapped(tensor: Any) -> Any:
-    """The tensor inside of a weight that torchao has wrapped for MXFP8: a DTensor, a part of one, or a plain one."""
+    """The tensor inside of a weight that torchao has wrapped: a DTensor, a part of one, or a plain one."""
     return getattr(tensor, tensor.__tensor_flatten__()[0][0]) if is_wrapped(tensor) else tensor
 
 
 def is_wrapped(tensor: torch.Tensor) -> bool:
-    """True for a weight that torchao's `quantize_` has wrapped for MXFP8."""
+    """True for a weight that torchao's `quantize_` has wrapped for MXFP8, or of experts."""
     wrapper = sys.modules.get("torchao.prototype.moe_training.tensor")  # imported where something is converted to MXFP8
-    return wrapper is not None and isinstance(tensor, wrapper.MXFP8TrainingWeightWrapperTensor)
+    return wrapper is not None and isinstance(tensor, wrapper.TrainingWeightWrapperBaseTensor)

@@ -24,7 +24,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from harness.matrix.case import Case
 from harness.worker.targets.reference.expert_parallel import tokens_of_step
-from harness.worker.targets.reference.float8 import after_optimizer_step, convert
+from harness.worker.targets.reference.float8 import after_optimizer_step, convert, convert_experts
 from harness.worker.targets.reference.loss import Batch, global_loss, global_token_count, share_of_loss
 from harness.worker.targets.reference.model import Llama
 from harness.worker.targets.reference.parallel import (
@@ -155,6 +155,7 @@ def distributed_model(case: Case, meshes: Meshes, device: torch.device) -> Llama
         convert(model, case.float8)
     if meshes.tp is not None:
         apply_tp(model, meshes.tp, case)
+    convert_experts(model, case.float8)
     if meshes.ep is not None:
         apply_ep(model, meshes.ep)
     if case.float8.convert_after_tp:

@@ -63,8 +63,11 @@ class GroupedExperts(nn.Module):
 
 
 def padded_groups(counts: Tensor, multiple: int) -> tuple[Tensor, Tensor]:
-    """Where each row goes if groups are padded, and where the padded groups end (int32)."""
-    padded = -(-counts // multiple) * multiple
+    """Where each row goes if groups are padded, and where the padded groups end (int32).
+
+    A group without tokens is padded too, as in torchtitan: a kernel that skips it leaves a gradient uninitialised.
+    """
+    padded = (-(-counts // multiple)).clamp(min=1) * multiple
     ends = padded.cumsum(0)
     shifts = ends - padded - (counts.cumsum(0) - counts)
     rows = torch.arange(int(counts.sum()), device=counts.device)

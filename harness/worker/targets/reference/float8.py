@@ -13,10 +13,12 @@ from torchao.float8 import (
     precompute_float8_dynamic_scale_for_fsdp,
 )
 from torchao.float8.config import ScalingGranularity, ScalingType
+from torchao.quantization import quantize_
 
 from harness.matrix.case import Float8
-from harness.matrix.linears import OUTPUT_FQN, ROUTER
+from harness.matrix.linears import EXPERTS, OUTPUT_FQN, ROUTER
 from harness.matrix.recipes import OPERAND_FIELDS, RecipeTraits
+from harness.worker.targets.reference.model import Llama
 
 
 def float8_config(float8: Float8) -> Float8LinearConfig:
@@ -58,6 +60,17 @@ def convert(model: nn.Module, float8: Float8) -> None:
         convert_mxfp8(model, float8, wanted)
     elif float8.enabled:
         convert_to_float8_training(model, config=float8_config(float8), module_filter_fn=wanted)
+
+
+def convert_experts(model: Llama, float8: Float8) -> None:
+    """Wrap the weights of experts in place, so that their grouped matmuls are those of the recipe."""
+    if not float8.grouped_mm:
+        return
+    from harness.worker.targets.reference.mxfp8 import grouped_config
+
+    quantize_(model, grouped_config(float8), filter_fn=lambda _, fqn: fqn.endswith(EXPERTS))
+    for moe in model.mixtures():
+        moe.experts.multiple = float8.traits.group_multiple
 
 
 @torch.no_grad()
