@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from harness.checks.routing import check_routing
 from harness.matrix.case import Case
-from harness.trace.experts import ExpertBias, ExpertCall, ExpertTrace, Rows
+from harness.trace.experts import ExpertBias, ExpertCall, ExpertTrace, GroupedMatmuls, Rows
 from harness.verdict import Finding
 from tests.builders import make_case, make_trace, make_witnesses, run_of
 
@@ -54,6 +54,10 @@ def exchanged(values: int) -> list[Rows]:
     return found
 
 
+def matmuls(*, wgrad: bool, times: int, scaled: bool = False) -> GroupedMatmuls:
+    return GroupedMatmuls(step=1, wgrad=wgrad, scaled=scaled, times=times)
+
+
 def call_of(rank: int) -> ExpertCall:
     experts = [expert for expert, _ in rows_by_expert(rank)]
     everyone = [expert for each in (0, 1) for expert, _ in rows_by_expert(each)]
@@ -73,11 +77,22 @@ def call_of(rank: int) -> ExpertCall:
     )
 
 
-def found_with(case: Case = CASE, biases: Sequence[float] = (0, 0, 0, 0), **changes: object) -> list[Finding]:
+MATMULS = (matmuls(wgrad=False, times=6), matmuls(wgrad=True, times=3))
+
+
+def found_with(
+    case: Case = CASE,
+    biases: Sequence[float] = (0, 0, 0, 0),
+    matmuls: tuple[GroupedMatmuls, ...] = MATMULS,
+    **changes: object,
+) -> list[Finding]:
     """The findings where rank 1 has these `changes` of its call."""
     calls = [call_of(0), replace(call_of(1), **changes)]
     bias = (ExpertBias(step=1, fqn=FQN, bias=tuple(biases)),)
-    traces = [make_trace(rank=rank, experts=ExpertTrace(calls=(call,), biases=bias)) for rank, call in enumerate(calls)]
+    traces = [
+        make_trace(rank=rank, experts=ExpertTrace(calls=(call,), matmuls=matmuls, biases=bias))
+        for rank, call in enumerate(calls)
+    ]
     return check_routing(case, run_of(*traces), make_witnesses(case))
 
 
@@ -139,6 +154,17 @@ def test_a_lost_row_is_told_by_its_number() -> None:
 )
 def test_what_the_router_and_the_counts_must_be(changes: dict[str, object], rule: str) -> None:
     assert rule in rules(found_with(**changes))
+
+
+@pytest.mark.parametrize("recipe", ["mxfp8", "mxfp8_with_gw_hp"])
+def test_grouped_matmuls_are_those_of_the_recipe(recipe: str) -> None:
+    converted = make_case(dp_shard=2, ep=2, experts=4, steps=1, dtype="bfloat16", recipe=recipe, grouped_mm=True)
+    (of_forward, *of_wgrad) = found_with(converted)
+    assert of_forward.rule == "routing/matmuls" and of_forward.ranks == (0, 1)
+    assert (of_forward.expected, of_forward.found) == ("6 in float8", "6 in high precision")
+    assert len(of_wgrad) == (recipe == "mxfp8")
+    sound = (matmuls(wgrad=False, times=6, scaled=True), matmuls(wgrad=True, times=3, scaled=recipe == "mxfp8"))
+    assert found_with(converted, matmuls=sound) == []
 
 
 def test_sigmoid_weights_add_up_to_one() -> None:
