@@ -223,10 +223,11 @@ def _is_whole(case: Case, layer: int) -> bool:
 def _scales(case: Case, layer: int, step: int, changes: Changes) -> Elements:
     """Scales that a checkpointed block saves too: those of gathered float8 weights, and those that backward casts by.
 
-    Of the latter those that need a collective: the partitioner keeps every collective of its own choice in forward.
+    Of the latter those that need a collective: the partitioner keeps every collective of its own choice in forward. Ranks
+    agree on no scale of a block, which none of them shares.
     """
     saved = gathered_scales(case, layer, step) if case.checkpointing.wraps(layer) else Counter[str]()
-    if case.layout.tp > 1:
+    if case.layout.tp > 1 and not case.float8.traits.in_blocks:
         saved["float32"] += sum(_early_scale(case, name, changes) for name in converted_linears(case, layer))
     return saved
 

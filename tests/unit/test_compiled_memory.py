@@ -46,6 +46,12 @@ def test_a_partition_saves_no_more_than_eager_but_for_scales_and_copies_of_weigh
         assert limits.least == limits.most == sum(saved_memory.expected_saved(compiled(case), step=1, rank=0).values())
 
 
+def test_ranks_agree_on_no_scale_of_a_block() -> None:
+    """Measured on real ranks, with the candidate fix."""
+    case = parse_case_id("tp2-mxfp8-aftertp-ac.full-graph-v2048-s2-seed7-b16")
+    assert saved_memory.expected_saved(case, step=1, rank=0)["float32"] == 1180164
+
+
 # Measured on real ranks: bytes of rank 0 in step 1.
 @pytest.mark.parametrize(
     ("text", "found"),
