@@ -223,8 +223,8 @@ def _is_whole(case: Case, layer: int) -> bool:
 def _scales(case: Case, layer: int, step: int, changes: Changes) -> Elements:
     """Scales that a checkpointed block saves too: those of gathered float8 weights, and those that backward casts by.
 
-    Of the latter those that need a collective: the partitioner keeps every collective of its own choice in forward. Ranks
-    agree on no scale of a block, which none of them shares.
+    Of the latter those that need a collective: the partitioner keeps every collective of its own choice in forward. No
+    ranks share a block of MXFP8, so they agree on none of its scales.
     """
     saved = gathered_scales(case, layer, step) if case.checkpointing.wraps(layer) else Counter[str]()
     if case.layout.tp > 1 and not case.float8.traits.in_blocks:

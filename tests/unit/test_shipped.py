@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import re
 import subprocess
@@ -195,6 +196,7 @@ def test_the_file_is_not_needed_again(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setenv("FP8_TEST_PATCH", "")
     inject(applied.patch)
     assert os.environ["FP8_TEST_PATCH"] == str(file)
+    assert importlib.import_module("injection_patch").__file__ == str(file), "compiled code imports what it calls"
     with pytest.raises(InjectionError, match=f"injection {file}:fails raised ValueError") as raised:
         inject(fails.patch)
     assert "int('x')" in "".join(traceback.format_exception(raised.value)), "tracebacks show lines of the source"
