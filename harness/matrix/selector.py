@@ -20,15 +20,17 @@ from harness.matrix.axes import AXES, DECLARED, axis_type, checked_value, choice
 from harness.matrix.case import Case, ModelShape
 from harness.matrix.caseid import case_id
 from harness.matrix.layout import DP_AXES, MESH_AXES
+from harness.matrix.recipes import TRAITS
 
 _TERM = re.compile(r"([A-Za-z_0-9]+)(!=|>=|<=|=|>|<|~)(.*)", re.DOTALL)
 _BOOLS = {"true": True, "false": False, "yes": True, "no": False, "1": True, "0": False}
 
 
-# Numbers that are computed from several axes and can be used like an axis.
+# Numbers, and answers, that follow from axes and can be used like one.
 DERIVED: dict[str, Callable[[Case], int]] = {
     "world_size": lambda case: case.world_size,
     "local_batch": lambda case: case.local_batch,
+    "mxfp8": lambda case: TRAITS[case.float8.recipe].in_blocks,
 }
 _READERS: dict[str, Callable[[Case], object]] = {
     **{name: operator.attrgetter(".".join(path)) for name, path in AXES.items()},
@@ -65,6 +67,7 @@ _DEPENDS_ON: dict[str, tuple[str, ...]] = {
     **{name: axis.needs for name, axis in DECLARED.items()},
     "world_size": MESH_AXES,
     "local_batch": ("global_batch", *DP_AXES),
+    "mxfp8": ("recipe",),
 }
 
 
@@ -136,7 +139,7 @@ def _value(axis: str, text: str) -> object:
     kind = int if axis in DERIVED else axis_type(axis)
     try:
         if axis in DERIVED:
-            return int(text)
+            return _BOOLS[text] if text in ("true", "false") else int(text)
         if kind is bool:
             return _BOOLS[text.lower()]
         if kind is tuple:
