@@ -183,10 +183,13 @@ def _bits(run: Run) -> set[tuple[SketchKey, tuple[int, ...], tuple[int, ...], st
 
 def _pieces(sketch: TensorSketch) -> Iterator[tuple[SketchKey, tuple[int, ...], tuple[int, ...], str]]:
     key, parts = SketchKey(sketch.step, sketch.kind, sketch.fqn), sketch.parts or (sketch.digest,)
-    (begin, *others), (rows, *sizes) = sketch.offset, sketch.local_shape
-    rows //= len(parts)
-    for at, digest in enumerate(parts):
-        yield key, (begin + at * rows, *others), (rows, *sizes), digest
+    offset, shape = list(sketch.offset), list(sketch.local_shape)
+    if shape:
+        shape[sketch.cut] //= len(parts)
+    for digest in parts:
+        yield key, tuple(offset), tuple(shape), digest
+        if shape:
+            offset[sketch.cut] += shape[sketch.cut]
 
 
 def rounding_floor(case: Case) -> float:

@@ -100,3 +100,4 @@ class TensorSketch(Record, frozen=True, kw_only=True):
     sums: bytes  # SKETCH_SIZE little-endian float64
     digest: str  # of the bytes of this rank's shard
     parts: tuple[str, ...] = ()  # with replicas: digests of as many equal parts of it, the shards of FSDP2 alone
+    cut: int = 0  # the dim along which FSDP2 shards it, and parts are cut

@@ -81,9 +81,9 @@ def train(
     resumed = None
     lost = {record: reason for record, reason in internals.lost_records().items() if record in request.probes}
     used = [name for name in request.probes if name not in lost]
-    ranks = case.layout.dp if request.solo else 1
+    layout = case.layout if request.solo else None
     with (
-        ProbeSet(used, _as_built(case, request.solo), device, request.numerics, stands_for=ranks) as watching,
+        ProbeSet(used, _as_built(case, request.solo), device, request.numerics, stands_for=layout) as watching,
         ScaledMMCounter() as scaled_mm,
     ):
         prepared = prepare(case, device, solo_witness=request.solo, digests_built=request.digests_built)

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import Optimizer
 
-from harness.matrix.case import Case
+from harness.matrix.case import Case, Layout
 from harness.matrix.numerics import Numerics
 from harness.worker.dispatch_hooks.hook import unobserved
 
@@ -79,12 +79,18 @@ PROBES = {
 class ProbeSet:
     """Several probes as one context, by their names in PROBES, under which `results` has what they recorded.
 
-    A probe is imported when it is asked for: one that lacks a private part is never imported. `stands_for`: the number
-    of data-parallel ranks that a single one trains for.
+    A probe is imported when it is asked for: one that lacks a private part is never imported. `stands_for`: the layout
+    whose data-parallel ranks a single one trains for.
     """
 
     def __init__(
-        self, names: Sequence[str], case: Case, device: torch.device, numerics: Numerics, *, stands_for: int = 1
+        self,
+        names: Sequence[str],
+        case: Case,
+        device: torch.device,
+        numerics: Numerics,
+        *,
+        stands_for: Layout | None = None,
     ) -> None:
         unknown = sorted(set(names) - set(PROBES))
         assert not unknown, f"unknown probes {unknown}; there are {sorted(PROBES)}"
@@ -92,7 +98,7 @@ class ProbeSet:
         self._entered = ExitStack()
         options: dict[str, dict[str, object]] = {
             "module_tensors": {"numerics": numerics},
-            "sketches": {"pieces": stands_for},
+            "sketches": {} if stands_for is None else {"pieces": stands_for.dp, "groups": stands_for.ep},
         }
         for name in names:
             kind = getattr(importlib.import_module(f"{__package__}.{name}"), PROBES[name])

@@ -10,12 +10,13 @@ import functools
 import numpy as np
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor, Shard
 
 from harness.matrix.case import Case
 from harness.trace.tensors import SKETCH_SIZE, SketchKind, TensorSketch
 from harness.worker.dispatch_hooks.hook import unobserved
 from harness.worker.probes.digests import bytes_of, ordered_digest
-from harness.worker.probes.places import Place, Places, local_shard, place_of
+from harness.worker.probes.places import Place, Places, local_shard, place_of, unwrapped
 from harness.worker.probes.probe import Probe, mark_owned
 from harness.worker.reduction import reduced_gradient
 
@@ -26,11 +27,13 @@ class SketchProbe(Probe):
     """Records a `TensorSketch` of every gradient and of every updated parameter, of all steps.
 
     `pieces`: into how many a single rank cuts each of them along dim 0, which are the shards of as many FSDP2 ranks.
+    Experts are cut into `groups` along dim 0, the ranks of `ep`, and each of these along their rows.
     """
 
-    def __init__(self, case: Case, device: torch.device, pieces: int = 1) -> None:
+    def __init__(self, case: Case, device: torch.device, pieces: int = 1, groups: int = 1) -> None:
         super().__init__(case, device)
         self._pieces = pieces
+        self._groups = groups
         self._replicas = case.layout.dp_replicate if pieces == 1 and case.layout.tp == 1 else 1
         self._sketches: list[TensorSketch] = []
         self._places = Places(case.layout)  # parameters that are not on the TP mesh are the same on all its ranks
@@ -58,12 +61,27 @@ class SketchProbe(Probe):
 
     def _add(self, fqn: str, kind: SketchKind, tensor: torch.Tensor) -> None:
         name, place, local = clean_fqn(fqn), self._places(tensor), local_shard(tensor)
-        for piece in local.chunk(self._pieces):
-            self._sketches.append(_sketch(name, kind, max(1, self._step), piece, place, self._replicas))
-            place = place._replace(offset=(place.offset[0] + len(piece), *place.offset[1:]))
+        dim = _cut_dim(tensor)
+        groups = self._groups if dim else 1
+        for group in local.chunk(groups):
+            at = list(place.offset)
+            for piece in group.chunk(self._pieces // groups, dim):
+                found = place._replace(offset=tuple(at))
+                self._sketches.append(
+                    _sketch(name, kind, max(1, self._step), piece, found, replicas=self._replicas, cut=dim)
+                )
+                at[dim] += piece.shape[dim]
+            place = place._replace(offset=(place.offset[0] + len(group), *place.offset[1:]))
 
     def result(self) -> tuple[TensorSketch, ...]:
         return tuple(self._sketches)
+
+
+def _cut_dim(tensor: torch.Tensor) -> int:
+    """The dim along which FSDP2 shards a tensor: 0, unless its target chose another."""
+    tensor = unwrapped(tensor)
+    placements = tensor.placements if isinstance(tensor, DTensor) else ()
+    return next((placement.dim for placement in placements if isinstance(placement, Shard)), 0)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -82,8 +100,8 @@ def sketch(fqn: str, kind: SketchKind, step: int, tensor: torch.Tensor) -> Tenso
     return _sketch(fqn, kind, step, local_shard(tensor), place_of(tensor))
 
 
-def _sketch(
-    fqn: str, kind: SketchKind, step: int, local: torch.Tensor, place: Place, replicas: int = 1
+def _sketch(  # noqa: PLR0913  what a sketch says of itself
+    fqn: str, kind: SketchKind, step: int, local: torch.Tensor, place: Place, *, replicas: int = 1, cut: int = 0
 ) -> TensorSketch:
     values = local.double()
     flat = values.reshape(-1)
@@ -98,8 +116,15 @@ def _sketch(
         norm_squared=torch.dot(flat, flat).item(),
         sums=bytes_of(_signed_sums(values, place.offset)),
         digest=ordered_digest(local),
-        parts=tuple(map(ordered_digest, local.chunk(replicas))) if replicas > 1 and len(local) % replicas == 0 else (),
+        parts=_parts(local, replicas, cut),
+        cut=cut,
     )
+
+
+def _parts(local: torch.Tensor, replicas: int, dim: int) -> tuple[str, ...]:
+    if replicas == 1 or local.shape[dim] % replicas:
+        return ()
+    return tuple(ordered_digest(part) for part in local.chunk(replicas, dim))
 
 
 def _signed_sums(values: torch.Tensor, offset: tuple[int, ...]) -> torch.Tensor:
