@@ -50,7 +50,6 @@ CASES = [
     "tp2-rowwise-filter.w1+wk-ac.op-bias-v2048-gb4-s2-b16",
     "fsdp2-reshard.never-rowwise-ac.full-v2050-gb4-s3-f32",
     "hsdp2x2-tensorwise-ag.fp8pre-head.fp8-v2048-s2-accum2-reduce.last-b16",
-    "fsdp4-ep2-rowwise-ac.full-moe8-top3-sigmoid-balance-v2048-s2-accum2-b16",
 ]
 # Of these, the same without probes, too: every layout, recipe and dtype, checkpointed or not.
 COMPARED = [
