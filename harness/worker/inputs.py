@@ -78,18 +78,25 @@ def sequences_in(seen: Tokens, tokens: Tokens) -> bool:
 
 def _found(step: int, seen: Sequence[Tokens], tokens: Tokens, mine: slice) -> StepInputs:
     """The sequences of one step `tokens` [sequences, seq_len + 1] in the tensors that were seen."""
-    inputs = {row.tobytes(): number for number, row in enumerate(np.ascontiguousarray(tokens[:, :-1]))}
-    labels = {row.tobytes(): number for number, row in enumerate(np.ascontiguousarray(tokens[:, 1:]))}
+    inputs, labels = (_numbers(part, range(*mine.indices(len(tokens)))) for part in (tokens[:, :-1], tokens[:, 1:]))
     rows = [row for tensor in seen for row in _rows(tensor, tokens.shape[1] - 1, inputs.keys() | labels.keys())]
-    found = tuple(inputs[row] for row in rows if row in inputs)
+    found = tuple(number for row in rows for number in inputs.get(row, ()))
     complete = set(range(*mine.indices(len(tokens)))) <= set(found)
     return StepInputs(
         step=step,
         inputs=found,
-        labels=tuple(labels[row] for row in rows if row in labels),
+        labels=tuple(number for row in rows for number in labels.get(row, ())),
         covered=1.0 if complete else _covered(tokens[mine, :-1], seen),
         shapes=tuple(tensor.shape for tensor in seen),
     )
+
+
+def _numbers(sequences: Tokens, mine: range) -> dict[bytes, tuple[int, ...]]:
+    """The numbers of sequences by their bytes. Short ones may occur twice: then those that are `mine`, if any are."""
+    found: dict[bytes, tuple[int, ...]] = {}
+    for number, row in enumerate(np.ascontiguousarray(sequences)):
+        found[row.tobytes()] = (*found.get(row.tobytes(), ()), number)
+    return {row: tuple(each for each in numbers if each in mine) or numbers for row, numbers in found.items()}
 
 
 def _rows(tensor: Tokens, length: int, known: set[bytes]) -> list[bytes]:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from harness.worker import data
+from harness.worker.inputs import InputRecorder
 from tests.builders import make_case
 
 
@@ -69,3 +71,13 @@ def test_vectors_are_ones_and_names_decide_the_bits():
     assert (data.make_weight("norm", (8,), seed=0) == 1).all()
     first, second = (data.make_weight(name, (16, 16), seed=0) for name in ("a", "b"))
     assert not np.array_equal(first, second)
+
+
+def test_a_sequence_that_occurs_twice_is_that_of_the_rank() -> None:
+    tokens = np.array([[[1, 2, 3], [4, 5, 6], [1, 2, 3]]])
+    model = torch.nn.Identity()
+    recorder = InputRecorder(model, tokens, slice(1, 3))
+    model(torch.from_numpy(tokens[0, 1:, :-1]))
+    recorder.end_step(1)
+    (found,) = recorder.record() or ()
+    assert found.inputs == (1, 2) and found.covered == 1

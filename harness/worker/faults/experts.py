@@ -357,7 +357,7 @@ def bias_moved_with_every_microbatch(stock: Any, moe: MoE) -> None:
 def evaluation_moves_the_bias(stock: Any, moe: MoE, x: Tensor) -> Tensor:
     result: Tensor = stock(moe, x)
     if not moe.training:
-        moe.tokens_per_expert += moe.counts.flip(0) * 100
+        moe.tokens_per_expert += moe.counts.roll(1) * 100
     return result
 
 
