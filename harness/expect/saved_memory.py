@@ -175,7 +175,7 @@ def forward_maxima(case: Case, linears: Sequence[str]) -> int:
     scaling = case.float8.traits.scaling
     weights = 0 if case.float8.fp8_all_gather or scaling.get("w") != "ten" else len(linears)
     if case.float8.tp_styles == "float8":
-        return weights + 2 + len(ROWWISE)
+        return weights + 2 + sum(name in ROWWISE for name in BLOCK_LINEARS)
     return weights + (len(linears) if scaling.get("i") == "ten" else 0)
 
 

@@ -18,8 +18,9 @@ from harness.checks.live_memory import (
 )
 from harness.checks.memory import OTHER_MODE, OUTLIVES, check_memory
 from harness.expect.live_memory import expected_live, expected_scalars
-from harness.expect.saved_memory import expected_saved
+from harness.expect.saved_memory import converted_linears, expected_saved, forward_maxima
 from harness.matrix.case import Case
+from harness.matrix.caseid import parse_case_id
 from harness.trace.counts import MOMENTS, LiveMemory, LiveTensor, SavedMemory
 from harness.verdict import Finding
 from tests.builders import make_case, make_trace, make_witnesses, run_of, saved_as
@@ -43,6 +44,13 @@ def check(case: Case, *saved: Records | None) -> list[Finding]:
 @pytest.mark.parametrize("case", [CASE, FULL], ids=["none", "full"])
 def test_what_the_formula_says_is_good(case: Case) -> None:
     assert check(case, records(case, 0), records(case, 1)) == []
+
+
+def test_a_dense_block_saves_the_maxima_of_dense_linears() -> None:
+    """Of seven weights, of the two inputs that the styles cast once, and of those of `wo` and `w2`."""
+    case = parse_case_id("fsdp2-tp2-tensorwise-tpstyle.fp8-ac.op-v2048-f64")
+    assert forward_maxima(case, converted_linears(case, 0)) == 7 + 2 + 2
+    assert expected_saved(case, step=1, rank=0)["float64"] == 2_491_064  # measured, torch 2.13
 
 
 @given(
