@@ -22,7 +22,7 @@ from harness.matrix.axes import AXES, axis_values, case_from_axes, checked_value
 from harness.matrix.case import Case, ModelShape
 from harness.matrix.layout import DP_AXES, MESH_AXES, OTHERS, REST, left_over, ranks_of
 from harness.matrix.linears import BLOCK_LINEARS, OUTPUT_FQN
-from harness.matrix.recipes import TRAITS
+from harness.matrix.recipes import TRAITS, block_recipe
 from harness.matrix.rules import exclusions
 from harness.matrix.targets import REFERENCE
 
@@ -216,10 +216,10 @@ class Draft:
         conversion, _, rest = str(block.value).partition("_")
         floor = mode is not None and "floor" in str(mode.value).lower()
         in_high = bool(rest) or (high is not None and high.value is True)
-        recipe = "mxfp8_floor" if floor else "mxfp8_with_gw_hp" if in_high else "mxfp8"
+        recipe = block_recipe(rounds_scales_down=floor, wgrad=not in_high)
         words = "; ".join(dict.fromkeys(each.words for each in (block, mode, high) if each is not None))
-        self._put("recipe", recipe, self.stated, words)
-        if floor and in_high:
+        self._put("recipe", recipe or block_recipe(rounds_scales_down=floor, wgrad=True), self.stated, words)
+        if recipe is None:
             self.missing["recipe"] = "no case has FLOOR with weight gradients in high precision: which of both was run?"
         if conversion != "module":
             self._put("conversion", conversion, self.stated, block.words)

@@ -126,3 +126,14 @@ TRAITS: dict[Recipe, RecipeTraits] = {
     "mxfp8_floor": RecipeTraits(scaling=_scaled("blk"), power_of_two_scales=True, rounds_scales_down=True),
     "mxfp8_with_gw_hp": RecipeTraits(scaling=_scaled("blk", i_gw="dis", go_gw="dis"), power_of_two_scales=True),
 }
+
+
+def block_recipe(*, rounds_scales_down: bool, wgrad: bool) -> Recipe | None:
+    """The recipe of MXFP8 with this rounding of scales, whose weight gradients are in MXFP8 or in high precision."""
+    wanted = (rounds_scales_down, wgrad)
+    found = (
+        recipe
+        for recipe, traits in TRAITS.items()
+        if traits.in_blocks and (traits.rounds_scales_down, traits.multiplies("wgrad")) == wanted
+    )
+    return next(found, None)

@@ -12,7 +12,7 @@ from harness.expect.traffic import expected_transfers
 from harness.matrix.case import Case, Float8
 from harness.matrix.known import KnownFault
 from harness.matrix.linears import BLOCK_LINEARS, OUTPUT_FQN, is_converted, linear_features, linear_name, shard_sizes
-from harness.matrix.recipes import MatmulRole
+from harness.matrix.recipes import MatmulRole, block_recipe
 from harness.matrix.rules import exclusions, expected_refusal
 from harness.performance.cost import tokens_per_device
 from harness.performance.machine import Machine, Peak
@@ -106,9 +106,9 @@ def variants(case: Case, device: Peak) -> dict[str, Case]:
         names = ", ".join(name.rpartition(".")[2] for name in small)
         found[f"rowwise, {names} in BF16"] = replace(rowwise, filter_fqns=(*rowwise.filter_fqns, *small))
     found["rowwise_with_gw_hp"] = replace(base, recipe="rowwise_with_gw_hp")
-    if device.mxfp8:
-        found["mxfp8"] = replace(base, recipe="mxfp8", pad_inner_dim=False)
-        found["mxfp8_with_gw_hp"] = replace(found["mxfp8"], recipe="mxfp8_with_gw_hp")
+    for wgrad in (True, False) if device.mxfp8 else ():
+        if recipe := block_recipe(rounds_scales_down=False, wgrad=wgrad):
+            found[recipe] = replace(base, recipe=recipe, pad_inner_dim=False)
     return {name: replace(case, float8=float8) for name, float8 in found.items()}
 
 
