@@ -59,6 +59,8 @@ MATMUL_DATA = _rule("matmul-data", "matmul operand is not the float8 data that w
 def _not_judged(expect: Expectations, device: str) -> str:
     if not computes_on_plain_shards(expect.case.target) or expect.case.layout.tp == 1:
         return ""
+    if expect.case.float8.traits.in_blocks:
+        return ""  # a block is whole in every part
     return "modules get plain tensors under TP, which do not tell which part of an operand they are"
 
 
@@ -149,7 +151,7 @@ def _form_rules(expect: Expectations, cast: CastRecord, form: CastForm | None) -
         for rule, right, wrong in zip((DIM, SOURCE_DTYPE, RULES.target_dtype), form, found, strict=True):
             if right != wrong:
                 yield rule, f"{right}", f"{wrong}"
-    if expect.case.layout.tp > 1 and "tp" not in cast.mesh_axes and _is_on_tp(expect, cast.fqn):
+    if _is_on_tp(expect, cast.fqn) and "tp" not in cast.mesh_axes:
         yield LOCAL, "a DTensor over tp", "a plain tensor"
     if cast.scale.shape not in _scale_shapes(cast):
         yield RULES.scale_shape, " or ".join(map(str, _scale_shapes(cast))), str(cast.scale.shape)
@@ -157,6 +159,9 @@ def _form_rules(expect: Expectations, cast: CastRecord, form: CastForm | None) -
 
 
 def _is_on_tp(expect: Expectations, fqn: str) -> bool:
+    """True where a linear computes with DTensors of TP ranks."""
+    if expect.case.layout.tp == 1 or computes_on_plain_shards(expect.case.target):
+        return False
     return expect.has_formulas or fqn in expect.linears.on_tp
 
 

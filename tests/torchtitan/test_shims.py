@@ -58,7 +58,7 @@ def test_converter_asks_for_cuda_without_its_shim(monkeypatch: pytest.MonkeyPatc
     from torchtitan.config import JobConfig
 
     monkeypatch.setattr(float8, "has_cuda_capability", lambda *_: False)
-    with pytest.raises(ValueError, match="only supported on SM89"):  # else: `float8_capability` can go
+    with pytest.raises(ValueError, match="only supported on SM89"):  # else: `capability` can go
         float8.Float8LinearConverter(JobConfig(), _dims())
 
 

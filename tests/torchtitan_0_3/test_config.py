@@ -66,6 +66,9 @@ def test_compile(mode: str, backend: str) -> None:
         {"recipe": "rowwise_with_gw_hp", "output_layer": True},
         {"recipe": "rowwise", "filter_fqns": ("wk", "wv", "layers.1")},
         {"recipe": "rowwise", "model": "debug"},
+        {"recipe": "mxfp8", "dtype": "bfloat16"},
+        {"recipe": "mxfp8", "dtype": "bfloat16", "output_layer": True},
+        {"recipe": "mxfp8", "dtype": "bfloat16", "filter_fqns": ("wk", "wv", "layers.1")},
     ],
 )
 def test_sizes_and_conversions_are_those_of_the_case(axes: dict[str, Any]) -> None:

@@ -40,8 +40,16 @@ def test_converter_asks_for_cuda_without_its_shim(monkeypatch: pytest.MonkeyPatc
     from torchtitan.components.quantization import Float8LinearConverter, float8
 
     monkeypatch.setattr(float8, "has_cuda_capability", lambda *_: False)
-    with pytest.raises(ValueError, match="only supported on NVIDIA SM89"):  # else: `float8_capability` can go
+    with pytest.raises(ValueError, match="only supported on NVIDIA SM89"):  # else: `capability` can go
         Float8LinearConverter.Config().build()
+
+
+def test_converter_to_mxfp8_asks_for_cuda_without_its_shim(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torchtitan.components.quantization import mx
+
+    monkeypatch.setattr(mx, "has_cuda_capability", lambda *_: False)
+    with pytest.raises(ValueError, match="only supported on SM100"):  # else: `capability` can go
+        mx.MXFP8LinearConverter.Config().build()
 
 
 def test_configuration_has_no_float64_without_its_shim() -> None:

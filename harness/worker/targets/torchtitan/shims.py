@@ -28,6 +28,7 @@ _KERNELS = {
     TORCHTITAN: "torchtitan.models.moe.kernels",
     TORCHTITAN_0_3: "torchtitan.distributed.minimal_async_ep.kernels",
 }
+_CONVERTERS = {TORCHTITAN: ("float8",), TORCHTITAN_0_3: ("float8", "mx")}
 
 
 @functools.cache
@@ -40,7 +41,7 @@ def import_torchtitan(target: str) -> None:
         importlib.import_module("torchtitan.train" if target == TORCHTITAN else "torchtitan.trainer")
         importlib.import_module("torchtitan.models.llama3")
     if on_virtual_device():
-        float8_capability()
+        capability(target)
     float64_dtype()
     gc.enable()
 
@@ -105,13 +106,14 @@ def device_named(kind: str) -> Iterator[None]:
         utils._get_available_device_type = asked
 
 
-def float8_capability() -> None:
-    """Answer the float8 converter's question for compute capability 8.9: the virtual device has FP8 matmuls.
+def capability(target: str) -> None:
+    """Answer the converters' question for the compute capability of FP8 and MXFP8: the virtual device has both matmuls.
 
-    Can go when the converter does not ask for CUDA on a device that is not CUDA.
+    Can go when the converters do not ask for CUDA on a device that is not CUDA.
     """
-    converter: Any = importlib.import_module("torchtitan.components.quantization.float8")
-    converter.has_cuda_capability = lambda *_: True
+    for name in _CONVERTERS[target]:
+        converter: Any = importlib.import_module(f"torchtitan.components.quantization.{name}")
+        converter.has_cuda_capability = lambda *_: True
 
 
 def float64_dtype() -> None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from torchtitan.components.loss import BaseLoss
 from torchtitan.components.optimizer import LRSchedulersContainer, default_adamw
 from torchtitan.components.quantization import Float8LinearConverter
+from torchtitan.components.quantization.mx import MXFP8LinearConverter
 from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
 from torchtitan.config.configs import DebugConfig
 from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
@@ -21,7 +22,7 @@ from torchtitan.models.llama3.model import Llama3TransformerBlock
 from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.trainer import Trainer
 
-from harness.matrix.linears import OUTPUT_FQN, is_converted, linear_fqns
+from harness.matrix.linears import OUTPUT_FQN, converted_fqns, is_converted, linear_fqns
 from harness.matrix.spellings import torchtitan_degrees
 from harness.worker.targets.torchtitan.step import GRAPH_BACKEND, MAX_NORM
 
@@ -89,7 +90,7 @@ def _model_spec(case: Case) -> ModelSpec:
     """torchtitan's llama3 in the sizes of the case, converted, without pipelining and without checkpoints on disk."""
     model = llama_config(case)
     if case.float8.enabled:
-        model = _float8(case).build().convert(model)
+        model = (_mxfp8(case) if case.float8.traits.in_blocks else _float8(case)).build().convert(model)
     return ModelSpec(
         name="llama3",
         flavor="case",
@@ -108,6 +109,14 @@ def _float8(case: Case) -> Float8LinearConverter.Config:
         filter_fqns=sorted(kept),
         model_compile_enabled=case.compile != "none",
     )
+
+
+def _mxfp8(case: Case) -> MXFP8LinearConverter.Config:
+    """Without names it converts every linear, so a case that converts none has no such configuration."""
+    converted = {configured_name(fqn) for fqn in converted_fqns(case)}
+    if not converted:
+        raise ValueError("torchtitan 0.3.0 cannot convert no linear: without names it converts all")
+    return MXFP8LinearConverter.Config(fqns=sorted(converted), model_compile_enabled=case.compile != "none")
 
 
 def configured_name(fqn: str) -> str:
