@@ -24,6 +24,7 @@ _UNITS = ("", "k", "M", "G", "T", "P", "E")
 _T = TypeVar("_T")
 _MOST_BARS = 20
 _BARS = "▁▂▃▄▅▆▇█"
+_NOTE_CHARS = 400  # of an error, whose text the section of its case has whole
 
 
 def outcome(result: CaseResult) -> str:
@@ -33,12 +34,13 @@ def outcome(result: CaseResult) -> str:
 
 
 def headline(result: CaseResult) -> str:
-    """The first finding of a case, or what was unusual about it, on one line; empty if nothing was."""
+    """The first finding of a case, or what was unusual about it, on one line; empty if nothing was. An error is cut."""
     if result.findings:
         more = f" (+{len(result.findings) - 1} more)" if len(result.findings) > 1 else ""
         known = f"{result.expectation}: " if result.verdict is Verdict.KNOWN and result.expectation else ""
         excused = f"{result.quarantined.partition(':')[0]}: " if result.excused else ""
-        return f"{excused}{known}{result.findings[0].first_line}{more}"
+        found = result.findings[0].first_line
+        return f"{excused}{known}{found if len(found) <= _NOTE_CHARS else found[:_NOTE_CHARS] + ' …'}{more}"
     parts = (result.expectation and f"as expected: {result.expectation}", retried(result))
     return "; ".join(part for part in parts if part).replace("\n", " ")
 

@@ -133,6 +133,14 @@ def test_every_verdict_that_occurred_is_counted() -> None:
     assert all(f"1 {verdict.value}" in line for verdict in Verdict)
 
 
+def test_a_long_error_is_cut_in_the_table_and_whole_below() -> None:
+    words = "rank 0 raised: " + "Traceback " * 200 + "the cause"
+    result = make_result("a", Verdict.CRASH, findings=(a_finding(message=words), a_finding()))
+    assert headline(result).startswith(words[:400]) and headline(result).endswith("… (+1 more)")
+    assert len(headline(result)) < 420
+    assert "the cause" in case_block(result)
+
+
 def test_retries_and_expectations_are_visible() -> None:
     assert headline(crashed()) == "rank 1 raised"
     block = case_block(crashed())
