@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 
 from harness.errors import HarnessError
-from harness.matrix.faults import PREFIX, fault_named
+from harness.matrix.faults import PREFIX, all_faults, fault_named
 from harness.trace.record import Patch
 
 _FORM_FIX = "write --inject FILE.py:FUNCTION or fault:NAME."
@@ -56,7 +56,8 @@ def parse_injection(text: str, *, folder: Path | None = None) -> Injection:
     where = f"--inject {text}"
     file_name, colon, function = text.rpartition(":")
     if not colon or not file_name.endswith(".py") or not function.isidentifier():
-        raise HarnessError("this is not FILE.py:FUNCTION.", where=where, fix=_FORM_FIX)
+        fix = f"write --inject {PREFIX}{text}." if text in all_faults() else _FORM_FIX
+        raise HarnessError("this is not FILE.py:FUNCTION.", where=where, fix=fix)
     file = (folder or Path()).joinpath(file_name).resolve()
     source = _read(file, where=where)
     names = _top_level_names(file, source, where=where)
