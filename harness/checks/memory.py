@@ -14,7 +14,7 @@ from harness.checks.check import Check, Witnesses
 from harness.checks.findings import merge_ranks
 from harness.checks.rule import Rules, Stage
 from harness.expect.expectations import SAVED_MEMORY, Expectations
-from harness.expect.saved_memory import NOT_OF_THIS_DEVICE, describes, undescribed
+from harness.expect.saved_memory import NOT_OF_THIS_DEVICE, depends_on_tokens, describes, undescribed
 from harness.matrix.case import Case, Checkpointing, CheckpointMode
 from harness.trace import RankTrace, Run
 from harness.trace.counts import SAVED_BYTES
@@ -47,6 +47,8 @@ BYTES = _rule("bytes", "wrong number of {dtype} bytes saved for backward", key=(
 
 
 def _not_judged(expect: Expectations, device: str) -> str:
+    if depends_on_tokens(expect.case):
+        return "what blocks with experts save depends on where tokens are sent"
     judged_on = device if expect.case.compile == "none" else "cpu"  # elsewhere the marks are judged alone
     return undescribed(expect.case, judged_on, instead=expect.judged_instead(SAVED_BYTES))
 

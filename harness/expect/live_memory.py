@@ -16,6 +16,7 @@ import msgspec
 from harness.expect.model import traits_of
 from harness.expect.traffic import Unit, fsdp_units
 from harness.matrix.case import Case
+from harness.matrix.layout import peers
 from harness.matrix.linears import OUTPUT_FQN, is_converted, shard_sizes
 from harness.matrix.recipes import ITEM_BYTES
 from harness.trace.counts import Moment
@@ -60,12 +61,20 @@ def expected_live(case: Case, *, rank: int, moment: Moment) -> tuple[LiveStorage
     """The storages that are alive on `rank` at this moment of every step."""
     traits = traits_of(case)
     if moment == "step":
-        return tuple(gradients(case, rank)) if traits.keeps_gradients else ()
+        return (*(gradients(case, rank) if traits.keeps_gradients else ()), *_counts_of_tokens(case))
     return (
+        *_counts_of_tokens(case),
         *((_logits(case, rank),) if traits.keeps_logits else ()),
         *_generator_states(case),
         *(_gathered(case, rank) if case.uses_fsdp else ()),
     )
+
+
+def _counts_of_tokens(case: Case) -> Iterator[LiveStorage]:
+    """Mixtures keep how many tokens of the last forward each expert got: the model adds them up after all blocks."""
+    for layer in filter(case.model.has_experts, range(case.model.shape.layers)):
+        purpose = f"the counts of tokens of layers.{layer}.moe"
+        yield LiveStorage(dtype="int64", nbytes=case.model.experts * ITEM_BYTES["int64"], purpose=purpose)
 
 
 def _logits(case: Case, rank: int) -> LiveStorage:
@@ -102,8 +111,8 @@ def _generator_states(case: Case) -> Iterator[LiveStorage]:
 
 def _gathered(case: Case, rank: int) -> Iterator[LiveStorage]:
     """Weights of units that FSDP2 does not free after forward. It gathers padded shards, all of the same size."""
-    ranks = case.layout.dp_shard
     for unit in fsdp_units(case, rank):
+        ranks = len(peers(case.layout, rank, (unit.axis,)))
         for weight in () if unit.freed else unit.weights:
             dtype = "float8_e4m3fn" if weight.gathered_in_float8 else case.train.dtype
             elements = weight.shard_elements(ranks) * ranks

@@ -54,16 +54,19 @@ def undescribed(case: Case, device: str, *, instead: str) -> str:
         return f"no formula for the model of {case.target}; {instead}"
     if computes_on_plain_shards(case.target):
         return f"{OF_DTENSOR}: {case.target} saves and keeps other tensors"
-    if case.model.experts:
-        return "what blocks with experts save and keep depends on where tokens are sent"
     return "" if describes(device) else NOT_OF_THIS_DEVICE
 
 
 def is_exact(case: Case) -> bool:
     """False where the partitioner chooses what some compiled block saves, and where it depends on the tokens."""
-    if case.model.experts:
+    if depends_on_tokens(case):
         return False
     return case.compile == "none" or all(_is_whole(case, layer) for layer in range(case.model.shape.layers))
+
+
+def depends_on_tokens(case: Case) -> bool:
+    """True where a block saves what its experts were sent; one that is recomputed whole saves its input alone."""
+    return any(case.model.has_experts(layer) and not _is_whole(case, layer) for layer in range(case.model.shape.layers))
 
 
 @functools.lru_cache(maxsize=256)  # checks ask for every rank and step

@@ -185,6 +185,23 @@ def test_a_step_without_a_census_is_found() -> None:
         assert places(found) == [(0, 3), (0, 3)]
 
 
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("fsdp2-bf16-moe8-v2048-gb16-s2-b16", 1_573_184),
+        ("fsdp4-reshard.never-ep2-mxfp8-gmm.fp8-moe8-v2048-gb16-s2-b16", 2_526_528),
+        ("fsdp4-reshard.never-ep4-tensorwise-moe8-balance-v2048-gb16-s2-accum2-b16", 2_067_776),
+        ("hsdp2x2-ep2-bf16-ac.full-moe4-v2048-s2-b16", 796_832),
+    ],
+)
+def test_blocks_with_experts_keep_what_was_measured(text: str, found: int) -> None:
+    """Between forward and backward, torch 2.13."""
+    case = parse_case_id(text)
+    assert sum(each.nbytes for each in expected_live(case, rank=0, moment="forward")) == found
+    (counts,) = expected_live(case, rank=0, moment="step")
+    assert (counts.dtype, counts.nbytes) == ("int64", 8 * case.model.experts)
+
+
 @given(EAGER_DENSE_CASES, st.integers(0, 7))
 def test_the_formula_fits_every_eager_case(case: Case, rank: int) -> None:
     live = expected_live(case, rank=rank, moment="forward")

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from harness.worker.faults.hooks import (
@@ -393,3 +394,19 @@ def every_rank_starts_from_the_same_experts(model: nn.Module) -> None:
                 if isinstance(param, DTensor):
                     held = local_shard(param)
                     held.copy_(held[:1].expand_as(held))
+
+
+@planted(after_build)
+def experts_stay_gathered(model: nn.Module) -> None:
+    for module in _grouped_experts(model):
+        if isinstance(module, FSDPModule):
+            module.set_reshard_after_forward(False)
+
+
+@planted(after_build)
+def sent_tokens_kept_by_experts(model: nn.Module) -> None:
+    def keep(module: nn.Module, args: tuple[Any, ...]) -> None:
+        module.kept = args[0].detach().clone()
+
+    for module in _grouped_experts(model):
+        module.register_forward_pre_hook(keep)
