@@ -14,7 +14,7 @@ from harness.checks.check import Check, Witnesses
 from harness.checks.findings import merge_ranks
 from harness.checks.rule import Rules, Stage
 from harness.expect.expectations import SAVED_MEMORY, Expectations
-from harness.expect.saved_memory import NOT_OF_THIS_DEVICE, depends_on_tokens, describes, undescribed
+from harness.expect.saved_memory import NOT_OF_THIS_DEVICE, describes, undescribed
 from harness.matrix.case import Case, Checkpointing, CheckpointMode
 from harness.trace import RankTrace, Run
 from harness.trace.counts import SAVED_BYTES
@@ -47,8 +47,6 @@ BYTES = _rule("bytes", "wrong number of {dtype} bytes saved for backward", key=(
 
 
 def _not_judged(expect: Expectations, device: str) -> str:
-    if depends_on_tokens(expect.case):
-        return "what blocks with experts save depends on where tokens are sent"
     judged_on = device if expect.case.compile == "none" else "cpu"  # elsewhere the marks are judged alone
     return undescribed(expect.case, judged_on, instead=expect.judged_instead(SAVED_BYTES))
 
@@ -77,7 +75,8 @@ def _findings(expect: Expectations, trace: RankTrace) -> Iterator[Finding]:
     if expect.case.compile != "none":
         yield from _against_marks(expect.case, trace)
     if describes(trace.device):
-        yield from (_wrong_bytes if expect.saves_exactly else _beyond_limits)(expect, trace)
+        exact = expect.saves_exactly or expect.saves_by_tokens
+        yield from (_wrong_bytes if exact else _beyond_limits)(expect, trace)
 
 
 def _against_marks(case: Case, trace: RankTrace) -> Iterator[Finding]:
@@ -120,7 +119,8 @@ def _wrong_bytes(expect: Expectations, trace: RankTrace) -> Iterator[Finding]:
     told: set[str] = set()
     recorded = {record.step: record.by_dtype for record in trace.saved_memory or ()}
     for step in _steps(expect, trace):
-        expected, found = expect.saved_bytes(step=step, rank=trace.rank), recorded.get(step, {})
+        expected = expect.saved_bytes(step=step, rank=trace.rank, calls=trace.expert_calls(step))
+        found = recorded.get(step, {})
         for dtype in sorted((expected.keys() | found.keys()) - told):
             wanted, got = expected.get(dtype, 0), found.get(dtype, 0)
             if wanted != got:

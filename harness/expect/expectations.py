@@ -136,14 +136,25 @@ class Expectations:
         """Elements of converted weights that `rank` sends in float8 all-gathers of one step."""
         return traffic.converted_weight_shards(self.case, rank)
 
-    def saved_bytes(self, *, step: int, rank: int) -> dict[str, int]:
-        """Bytes by dtype that `rank` saves for the backward pass of `step`, where `saves_exactly`."""
-        return saved_memory.expected_saved(self.case, step=min(step, 2), rank=rank, changes=self.changes)
+    def saved_bytes(self, *, step: int, rank: int, calls: Iterable[ExpertCall] = ()) -> dict[str, int]:
+        """Bytes by dtype that `rank` saves for the backward pass of `step`, where `saves_exactly`, or with `calls`.
+
+        `calls`: of its experts in this step. Its first forward is the one whose saved tensors are weighed.
+        """
+        rows = tuple(sum(call.local_counts) for call in calls if call.phase == "forward" and call.number == 0)
+        if self.saves_by_tokens and not rows:
+            rows = (0,) * len(self.case.model.expert_layers)
+        return saved_memory.expected_saved(self.case, step=min(step, 2), rank=rank, changes=self.changes, rows=rows)
 
     @functools.cached_property
     def saves_exactly(self) -> bool:
         """False where the partitioner chooses what a compiled block saves: there are limits only."""
         return saved_memory.is_exact(self.case)
+
+    @functools.cached_property
+    def saves_by_tokens(self) -> bool:
+        """True where what a rank saves follows from what its experts were sent."""
+        return saved_memory.depends_on_tokens(self.case)
 
     def saved_limits(self, *, step: int, rank: int) -> SavedLimits:
         """The fewest and most bytes that `rank` saves for the backward pass of `step`. Compiled cases only."""

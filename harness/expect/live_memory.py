@@ -72,7 +72,7 @@ def expected_live(case: Case, *, rank: int, moment: Moment) -> tuple[LiveStorage
 
 def _counts_of_tokens(case: Case) -> Iterator[LiveStorage]:
     """Mixtures keep how many tokens of the last forward each expert got: the model adds them up after all blocks."""
-    for layer in filter(case.model.has_experts, range(case.model.shape.layers)):
+    for layer in case.model.expert_layers:
         purpose = f"the counts of tokens of layers.{layer}.moe"
         yield LiveStorage(dtype="int64", nbytes=case.model.experts * ITEM_BYTES["int64"], purpose=purpose)
 

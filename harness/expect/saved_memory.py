@@ -30,12 +30,13 @@ from harness.matrix.linears import (
     BLOCK_LINEARS,
     OUTPUT_FQN,
     ROWWISE,
+    block_linears,
     is_converted,
     linear_features,
     local_features,
     shard_sizes,
 )
-from harness.matrix.recipes import ITEM_BYTES
+from harness.matrix.recipes import GROUP_MULTIPLE, ITEM_BYTES
 from harness.matrix.targets import OF_DTENSOR, computes_on_plain_shards, is_llama
 
 Elements = Counter[str]  # by dtype
@@ -65,17 +66,23 @@ def is_exact(case: Case) -> bool:
 
 
 def depends_on_tokens(case: Case) -> bool:
-    """True where a block saves what its experts were sent; one that is recomputed whole saves its input alone."""
-    return any(case.model.has_experts(layer) and not _is_whole(case, layer) for layer in range(case.model.shape.layers))
+    """True where a block saves as many rows as other ranks sent; one that is recomputed whole saves its input alone."""
+    return case.layout.ep > 1 and any(not _is_whole(case, layer) for layer in case.model.expert_layers)
 
 
 @functools.lru_cache(maxsize=256)  # checks ask for every rank and step
-def expected_saved(case: Case, *, step: int, rank: int, changes: Changes = NONE) -> dict[str, int]:
-    """Bytes by dtype that `rank` saves between forward and backward of `step` (1-based), where `is_exact`."""
-    assert is_exact(case), "the partitioner chooses what some blocks save"
+def expected_saved(
+    case: Case, *, step: int, rank: int, changes: Changes = NONE, rows: tuple[int, ...] = ()
+) -> dict[str, int]:
+    """Bytes by dtype that `rank` saves between forward and backward of `step` (1-based), where `is_exact`.
+
+    `rows`: that its experts got, of every block with experts. Without expert parallelism these are its own.
+    """
+    assert rows or is_exact(case), "the partitioner chooses what some blocks save"
     elements = head_elements(case, step, rank)
+    rows_of = dict(zip(case.model.expert_layers, rows, strict=True)) if rows else {}
     for layer in range(case.model.shape.layers):
-        elements += block_elements(case, layer, step)
+        elements += block_elements(case, layer, step, rows_of.get(layer))
         if case.compile != "none":
             elements += _scales(case, layer, step, changes)
     return {dtype: count * ITEM_BYTES[dtype] for dtype, count in sorted(elements.items())}
@@ -106,26 +113,28 @@ def _norm(case: Case) -> Elements:
     return Counter({case.wide_dtype: tokens * (2 * case.model.shape.dim + 1)})
 
 
-def block_elements(case: Case, layer: int, step: int) -> Elements:
+def block_elements(case: Case, layer: int, step: int, rows: int | None = None) -> Elements:
     saved: Elements = Counter()
     if case.train.dtype == "bfloat16" and traits_of(case).casts_rope:
         # FSDP2 casts the inputs of a unit, so every block has its own copy of the RoPE cache
         saved["bfloat16"] += case.train.seq_len * case.model.shape.head_dim
     if not case.checkpointing.wraps(layer):
-        return saved + _whole_block(case) + gathered_scales(case, layer, step)
+        if case.model.has_experts(layer):
+            saved += _mixture(case, case.tokens_per_rank * case.model.top_k if rows is None else rows)
+        return saved + _whole_block(case, layer) + gathered_scales(case, layer, step)
     saved[case.train.dtype] += residual_tokens(case) * case.model.shape.dim  # the input of the block
     return saved + _selected_outputs(case, layer) if case.checkpointing.mode == "selective_op" else saved
 
 
-def _whole_block(case: Case) -> Elements:
-    """Everything that backward of one block reads, without checkpointing.
+def _whole_block(case: Case, layer: int) -> Elements:
+    """Everything that backward of one block reads, without checkpointing and without experts but the shared one.
 
     Linears save their high-precision input: torchao 0.18 casts it again for wgrad, and no float8 tensor outlives
     forward. Only with float8 TP styles is the input of a linear float8 already, and saved as such.
     """
     tokens, dtype = case.tokens_per_rank, case.train.dtype
     query, key = local_features(case, "attention.wq")[1], local_features(case, "attention.wk")[1]
-    hidden = local_features(case, "feed_forward.w1")[1]
+    hidden = local_features(case, next(name for name in block_linears(case.model, layer) if name.endswith("w1")))[1]
     inputs = {"gathered": 2 * tokens * case.model.shape.dim, "w2": tokens * hidden}
     saved = _norm(case) + _norm(case)
     saved[case.wide_dtype] += tokens * case.model.shape.heads // case.layout.tp  # logsumexp of attention
@@ -136,6 +145,23 @@ def _whole_block(case: Case) -> Elements:
         saved["float32"] += 4  # their scales: inputs of attention, wo, feed-forward, w2
     else:
         saved[dtype] += sum(inputs.values())
+    return saved
+
+
+def _mixture(case: Case, rows: int) -> Elements:
+    """What the router, the experts and the weighted sum of their results save, where experts got so many rows.
+
+    Scores and weights are computed at least in float32. Rows are saved as they came, by the copy into padded groups,
+    and as padded groups; then of SwiGLU what `w1`, silu, `w3` and their product gave. A sigmoid's weights are divided
+    by their sum, which saves both.
+    """
+    model, chosen = case.model, case.tokens_per_rank * case.model.top_k
+    multiple = case.float8.traits.group_multiple if case.float8.grouped_mm else GROUP_MULTIPLE
+    padded = multiple * (-(-rows // multiple) + model.experts // case.layout.ep)
+    saved = Counter({case.wide_dtype: case.tokens_per_rank * model.experts + chosen})
+    if model.router == "sigmoid":
+        saved[case.wide_dtype] += chosen + case.tokens_per_rank
+    saved[case.train.dtype] += (rows + chosen) * model.shape.dim + padded * (model.shape.dim + 4 * model.expert_dim)
     return saved
 
 

@@ -446,7 +446,7 @@ def _dispatched(case: Case) -> Iterator[Transfer]:
     What it sends back depends on how many came (`sent_back`).
     """
     model, forwards = case.model, _forwards(case)
-    layers = [layer for layer in range(model.shape.layers) if model.has_experts(layer)]
+    layers = model.expert_layers
     again = sum(case.checkpointing.wraps(layer) for layer in layers)
     ep, calls = group_name(case.layout, "ep"), len(layers) * forwards + again
     rows = case.tokens_per_rank * model.top_k * model.shape.dim

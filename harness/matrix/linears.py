@@ -61,7 +61,7 @@ def block_linears(model: Model, layer: int) -> tuple[str, ...]:
 
 def expert_fqns(model: Model) -> tuple[str, ...]:
     """The modules of grouped experts."""
-    return tuple(f"layers.{layer}.{EXPERTS}" for layer in range(model.shape.layers) if model.has_experts(layer))
+    return tuple(f"layers.{layer}.{EXPERTS}" for layer in model.expert_layers)
 
 
 def converted_fqns(case: Case) -> tuple[str, ...]:

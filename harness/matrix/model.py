@@ -221,6 +221,10 @@ class Model(CaseStruct, frozen=True, kw_only=True):
         return self.experts > 0 and layer > 0
 
     @property
+    def expert_layers(self) -> tuple[int, ...]:
+        return tuple(filter(self.has_experts, range(self.shape.layers)))
+
+    @property
     def expert_dim(self) -> int:
         """Hidden features of every expert, the shared one too."""
         return self.shape.ffn_dim // 2

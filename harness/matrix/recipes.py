@@ -24,6 +24,7 @@ Operand = Literal["i", "i_gw", "w", "w_gi", "go", "go_gw"]
 # One scale for the tensor, one along its contracted dim, one for each 32 values along it, or high precision.
 Scaling = Literal["ten", "axs", "blk", "dis"]
 BLOCK = 32  # values along the contracted dim that share a scale in MXFP8
+GROUP_MULTIPLE = 8  # rows that a group of high precision is padded to: 16 bytes of bfloat16, as torch's kernel aligns
 MatmulRole = Literal["forward", "dgrad", "wgrad"]
 OPERANDS: Mapping[MatmulRole, tuple[Operand, Operand]] = {
     "forward": ("i", "w"),

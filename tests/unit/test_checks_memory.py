@@ -202,6 +202,31 @@ def test_blocks_with_experts_keep_what_was_measured(text: str, found: int) -> No
     assert (counts.dtype, counts.nbytes) == ("int64", 8 * case.model.experts)
 
 
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("single-bf16-moe8-v2048-gb4-s2-b16", 6_163_464),
+        ("single-bf16-moe8-sigmoid-balance-v2048-gb4-s2-b16", 6_166_536),
+        ("single-mxfp8-gmm.fp8-moe8-v2048-s2-b16", 14_616_584),
+    ],
+)
+def test_blocks_with_experts_save_what_was_measured(text: str, found: int) -> None:
+    """In two steps, torch 2.13."""
+    case = parse_case_id(text)
+    assert sum(sum(expected_saved(case, step=step, rank=0).values()) for step in (1, 2)) == found
+
+
+@given(st.lists(st.integers(0, 64), min_size=2, max_size=2))
+def test_what_a_rank_saves_follows_from_the_rows_that_it_got(rows: list[int]) -> None:
+    """In two blocks: a row is saved as it came, and in a padded tile of 8 with what SwiGLU makes of it."""
+    case = make_case(dp_shard=2, ep=2, experts=8, layers=3, dtype="bfloat16")
+    none = expected_saved(case, step=1, rank=0, rows=(0, 0))
+    some = expected_saved(case, step=1, rank=0, rows=tuple(rows))
+    dim, hidden = case.model.shape.dim, case.model.expert_dim
+    tiles = sum(-(-count // 8) for count in rows)
+    assert some["bfloat16"] - none["bfloat16"] == 2 * (sum(rows) * dim + 8 * tiles * (dim + 4 * hidden))
+
+
 @given(EAGER_DENSE_CASES, st.integers(0, 7))
 def test_the_formula_fits_every_eager_case(case: Case, rank: int) -> None:
     live = expected_live(case, rank=rank, moment="forward")

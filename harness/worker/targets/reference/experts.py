@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from harness.matrix.case import Model
+from harness.matrix.recipes import GROUP_MULTIPLE
 
 Tensor = torch.Tensor
 
@@ -50,7 +51,7 @@ class GroupedExperts(nn.Module):
         self.w1 = nn.Parameter(torch.empty(experts, hidden, dim))
         self.w2 = nn.Parameter(torch.empty(experts, dim, hidden))
         self.w3 = nn.Parameter(torch.empty(experts, hidden, dim))
-        self.multiple = 8  # of 16 bytes of bfloat16, the alignment of torch's kernel
+        self.multiple = GROUP_MULTIPLE
 
     def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
         """Rows [rows, dim], those of the first expert first, and how many each local expert has, to rows of results."""
