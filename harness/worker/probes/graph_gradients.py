@@ -1,12 +1,14 @@
 """Holds the gradients that the optimizer gets against those that generated code has returned.
 
 What lies between is one rank's sum over microbatches, bit for bit, and sums over ranks, which are repeated in float64:
-FSDP2's, and that of parameters that TP ranks hold alike and use for other tokens each.
+FSDP2's, and that of parameters that TP ranks hold alike and use for other tokens each. Clipping scales all gradients
+by one number, which most of them show; whether it is the right one is for check `clipping`.
 """
 
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Sequence
 from typing import Any
 
@@ -34,6 +36,7 @@ class GradientWatcher:
     def __init__(self, case: Case) -> None:
         self.distances: list[GradientDistance] = []
         self._dp, self._tp = case.layout.dp, case.layout.tp
+        self._clips = case.train.max_norm is not None
         self._forward: list[list[str | None]] = []  # of calls whose backward is to come: the names of their inputs
         self._returned: dict[str, torch.Tensor] = {}
         self._model: nn.Module | None = None
@@ -58,26 +61,40 @@ class GradientWatcher:
 
     def after_backward(self, model: nn.Module, step: int) -> None:
         compiled = tuple(f"{clean_fqn(name)}." for name, part in model.named_modules() if is_compiled(part))
-        for name, param in model.named_parameters():
-            fqn = clean_fqn(name)
-            if param.grad is not None and fqn.startswith(tuple(compiled)):
-                self.distances.append(self._of(fqn, param.grad, self._returned.get(fqn), step))
+        grads = {clean_fqn(name): param.grad for name, param in model.named_parameters() if param.grad is not None}
+        pairs = {fqn: self._pair(fqn, grad) for fqn, grad in grads.items() if fqn.startswith(compiled)}
+        scale = _common_scale([pair for pair in pairs.values() if pair is not None]) if self._clips else 1.0
+        for fqn, pair in pairs.items():
+            self.distances.append(self._of(fqn, _summed_axes(grads[fqn]), pair, scale, step))
         self._returned.clear()
         self._forward.clear()
 
-    def _of(self, fqn: str, grad: torch.Tensor, returned: torch.Tensor | None, step: int) -> GradientDistance:
-        found, axes = local_tensor(grad).double(), _summed_axes(grad)
+    def _pair(self, fqn: str, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """The gradient of this rank, and the sum of what ranks returned; None where none was returned, or another's."""
+        found, axes, returned = local_tensor(grad).double(), _summed_axes(grad), self._returned.get(fqn)
         if returned is None:
-            return GradientDistance(step=step, fqn=fqn, distance=math.nan)
+            return None
         expected = returned.double()
         if isinstance(grad, DTensor) and axes:
             expected = _reduced(grad, expected, axes)
-        if found.shape != expected.shape:
+        return (found, expected) if found.shape == expected.shape else None
+
+    def _of(
+        self, fqn: str, axes: Sequence[str], pair: tuple[torch.Tensor, torch.Tensor] | None, scale: float, step: int
+    ) -> GradientDistance:
+        if pair is None:
             return GradientDistance(step=step, fqn=fqn, distance=math.nan)
+        found, expected = pair[0], pair[1] * scale
         # A sum or a mean over data-parallel ranks; TP ranks may each have returned the whole.
         factors = {times * parts for times in {1, self._dp} for parts in {1, self._tp if _TP in axes else 1}}
         distances = [relative_distance(found, expected / factor) for factor in factors]
         return GradientDistance(step=step, fqn=fqn, distance=_nearest(distances), summed_over_tp=_TP in axes)
+
+
+def _common_scale(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> float:
+    """What most gradients were multiplied by; 1 where none tells."""
+    shares = [float((found * expected).sum() / expected.square().sum()) for found, expected in pairs]
+    return statistics.median([share for share in shares if math.isfinite(share)] or [1.0])
 
 
 def _nearest(distances: Sequence[float]) -> float:
