@@ -133,14 +133,12 @@ def _expected_wire(expect: Expectations, traces: Sequence[RankTrace]) -> Mapping
 
 def _expected_saved(expect: Expectations, traces: Sequence[RankTrace]) -> int | None:
     """What the formula says that these ranks save; None where it does not apply."""
-    known = expect.saves_exactly or expect.saves_by_tokens
-    if not (_applies(expect) and known) or _saved(traces) is None:
+    if not _applies(expect) or not expect.saves_exactly or _saved(traces) is None:
         return None
-    steps = range(1, expect.case.train.steps + 1)
     return sum(
-        sum(expect.saved_bytes(step=step, rank=trace.rank, calls=trace.expert_calls(step)).values())
+        sum(expect.saved_bytes(step=step, rank=rank, calls=trace.expert_calls(step)).values())
         for trace in traces
-        for step in steps
+        for step, rank in _turns(expect, [trace])
     )
 
 

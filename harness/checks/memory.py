@@ -75,8 +75,7 @@ def _findings(expect: Expectations, trace: RankTrace) -> Iterator[Finding]:
     if expect.case.compile != "none":
         yield from _against_marks(expect.case, trace)
     if describes(trace.device):
-        exact = expect.saves_exactly or expect.saves_by_tokens
-        yield from (_wrong_bytes if exact else _beyond_limits)(expect, trace)
+        yield from (_wrong_bytes if expect.saves_exactly else _beyond_limits)(expect, trace)
 
 
 def _against_marks(case: Case, trace: RankTrace) -> Iterator[Finding]:
@@ -125,7 +124,7 @@ def _wrong_bytes(expect: Expectations, trace: RankTrace) -> Iterator[Finding]:
             wanted, got = expected.get(dtype, 0), found.get(dtype, 0)
             if wanted != got:
                 told.add(dtype)
-                mode = _mode_of(expect, step, trace.rank, found)
+                mode = _mode_of(expect, step, trace, found)
                 outlives = dtype.startswith("float8") and got > wanted
                 rule = OTHER_MODE if mode else OUTLIVES if outlives else BYTES
                 values = {"mode": mode, "asked": expect.case.checkpointing.mode} if mode else {}
@@ -133,11 +132,11 @@ def _wrong_bytes(expect: Expectations, trace: RankTrace) -> Iterator[Finding]:
                 yield rule.finding(step=step, expected=texts[0], found=texts[1], dtype=dtype, values=values)
 
 
-def _mode_of(expect: Expectations, step: int, rank: int, found: dict[str, int]) -> str:
+def _mode_of(expect: Expectations, step: int, trace: RankTrace, found: dict[str, int]) -> str:
     """The other checkpointing that saves exactly these bytes; empty where none does."""
     for mode in MODES:
         other = Expectations(replace(expect.case, checkpointing=Checkpointing(mode=mode)))
         is_other = mode != expect.case.checkpointing.mode and other.saves_exactly
-        if is_other and other.saved_bytes(step=step, rank=rank) == found:
+        if is_other and other.saved_bytes(step=step, rank=trace.rank, calls=trace.expert_calls(step)) == found:
             return mode
     return ""

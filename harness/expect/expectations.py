@@ -137,9 +137,9 @@ class Expectations:
         return traffic.converted_weight_shards(self.case, rank)
 
     def saved_bytes(self, *, step: int, rank: int, calls: Iterable[ExpertCall] = ()) -> dict[str, int]:
-        """Bytes by dtype that `rank` saves for the backward pass of `step`, where `saves_exactly`, or with `calls`.
+        """Bytes by dtype that `rank` saves for the backward pass of `step`, where `saves_exactly`.
 
-        `calls`: of its experts in this step. Its first forward is the one whose saved tensors are weighed.
+        `calls`: of its experts in this step, which `saves_by_tokens` needs. Of these the first forward is weighed.
         """
         rows = tuple(sum(call.local_counts) for call in calls if call.phase == "forward" and call.number == 0)
         if self.saves_by_tokens and not rows:

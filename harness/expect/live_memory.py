@@ -14,9 +14,8 @@ from collections.abc import Iterator
 import msgspec
 
 from harness.expect.model import traits_of
-from harness.expect.traffic import Unit, fsdp_units
+from harness.expect.traffic import Unit, fsdp_units, ranks_of_unit
 from harness.matrix.case import Case
-from harness.matrix.layout import peers
 from harness.matrix.linears import OUTPUT_FQN, is_converted, shard_sizes
 from harness.matrix.recipes import ITEM_BYTES
 from harness.trace.counts import Moment
@@ -71,7 +70,7 @@ def expected_live(case: Case, *, rank: int, moment: Moment) -> tuple[LiveStorage
 
 
 def _counts_of_tokens(case: Case) -> Iterator[LiveStorage]:
-    """Mixtures keep how many tokens of the last forward each expert got: the model adds them up after all blocks."""
+    """Each mixture keeps its token counts of the last forward, which the model adds up after all blocks."""
     for layer in case.model.expert_layers:
         purpose = f"the counts of tokens of layers.{layer}.moe"
         yield LiveStorage(dtype="int64", nbytes=case.model.experts * ITEM_BYTES["int64"], purpose=purpose)
@@ -96,7 +95,7 @@ def gradients(case: Case, rank: int) -> Iterator[LiveStorage]:
 
 def _gradient_storages(case: Case, unit: Unit) -> list[tuple[str, int]]:
     if case.uses_fsdp:
-        return [(unit.name, sum(weight.shard_elements(case.layout.dp_shard) for weight in unit.weights))]
+        return [(unit.name, sum(weight.shard_elements(ranks_of_unit(case, unit)) for weight in unit.weights))]
     # TP ranks all compute the gradient of the whole embedding, and use their rows of it
     rows = {"tok_embeddings": case.model.padded_vocab_size}
     return [(weight.fqn, rows.get(weight.fqn, weight.rows) * weight.columns) for weight in unit.weights]
@@ -112,7 +111,7 @@ def _generator_states(case: Case) -> Iterator[LiveStorage]:
 def _gathered(case: Case, rank: int) -> Iterator[LiveStorage]:
     """Weights of units that FSDP2 does not free after forward. It gathers padded shards, all of the same size."""
     for unit in fsdp_units(case, rank):
-        ranks = len(peers(case.layout, rank, (unit.axis,)))
+        ranks = ranks_of_unit(case, unit)
         for weight in () if unit.freed else unit.weights:
             dtype = "float8_e4m3fn" if weight.gathered_in_float8 else case.train.dtype
             elements = weight.shard_elements(ranks) * ranks

@@ -28,8 +28,8 @@ MARGIN = 2.0
 
 EXACT = 0.0
 LOG = 2.0**-20  # of the logarithm of a probability from 8 to 16 in float32: its last bit
-# So many of these bits in float32. Without AVX2 the exponentials of a shard are added up in fewer lanes, and their sum
-# is off as well: 1.6 was measured (8 of 14 cases above 1).
+# In float32 it may be off by this many of them: without AVX2 the exponentials of a shard are added up in fewer lanes,
+# so their sum is off too. 1.6 was measured (8 of 14 cases above 1).
 LOG_BITS = 3
 FLOAT64 = 2.0**-40  # sums of thousands of addends: 7e-17 was measured
 # Of a parameter in float32: a fused optimizer computes the end of a shard by another loop, and SGD without AVX2

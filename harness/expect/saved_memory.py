@@ -59,9 +59,7 @@ def undescribed(case: Case, device: str, *, instead: str) -> str:
 
 
 def is_exact(case: Case) -> bool:
-    """False where the partitioner chooses what some compiled block saves, and where it depends on the tokens."""
-    if depends_on_tokens(case):
-        return False
+    """False where the partitioner chooses what some compiled block saves."""
     return case.compile == "none" or all(_is_whole(case, layer) for layer in range(case.model.shape.layers))
 
 
@@ -78,7 +76,7 @@ def expected_saved(
 
     `rows`: that its experts got, of every block with experts. Without expert parallelism these are its own.
     """
-    assert rows or is_exact(case), "the partitioner chooses what some blocks save"
+    assert is_exact(case), "the partitioner chooses what some blocks save"
     elements = head_elements(case, step, rank)
     rows_of = dict(zip(case.model.expert_layers, rows, strict=True)) if rows else {}
     for layer in range(case.model.shape.layers):

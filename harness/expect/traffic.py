@@ -191,14 +191,15 @@ def _reductions(case: Case, rank: int) -> Iterator[Transfer]:
     Gradients are summed (`set_gradient_divide_factor(1)`) in the reduce dtype.
     """
     for unit in fsdp_units(case, rank):
-        ranks = _sharing(case, unit)
+        ranks = ranks_of_unit(case, unit)
         shard = sum(weight.shard_elements(ranks) for weight in unit.weights)
         for axis in ("dp_replicate", unit.axis):
             kind, count = ("all_reduce", shard) if axis == "dp_replicate" else ("reduce_scatter", shard * ranks)
             yield Transfer(axis, kind, case.reduce_dtype, count, f"gradients of {unit.name}", op="sum")
 
 
-def _sharing(case: Case, unit: Unit) -> int:
+def ranks_of_unit(case: Case, unit: Unit) -> int:
+    """How many ranks FSDP2 shards the weights of a unit over."""
     return len(peers(case.layout, 0, (unit.axis,)))
 
 
@@ -208,7 +209,7 @@ def _gathered(case: Case, unit: Unit) -> tuple[str, int]:
     FSDP2 concatenates all parameters of a unit (`_get_all_gather_input_metadatas`). Norms are never float8, so a unit
     with float8 weights always has mixed dtypes.
     """
-    ranks = _sharing(case, unit)
+    ranks = ranks_of_unit(case, unit)
     narrow = sum(weight.shard_elements(ranks) for weight in unit.weights if weight.gathered_in_float8)
     wide = sum(weight.shard_elements(ranks) for weight in unit.weights if not weight.gathered_in_float8)
     if not narrow:

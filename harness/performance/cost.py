@@ -66,7 +66,11 @@ def metrics(case: Case, *, rank: int = 0) -> Metrics:
         casts=expect.cast_calls,
         wire=sent_by((term.words, term.times, term.payload_bytes) for term in terms),
         wire_of_axis=sent_by((term.axis, term.times, term.payload_bytes) for term in terms),
-        saved_bytes=sum(expect.saved_bytes(step=step, rank=rank).values()) if expect.saves_exactly else None,
+        saved_bytes=(
+            sum(expect.saved_bytes(step=step, rank=rank).values())
+            if expect.saves_exactly and not expect.saves_by_tokens
+            else None
+        ),
     )
 
 

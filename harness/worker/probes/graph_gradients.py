@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -25,6 +25,15 @@ from harness.worker.probes.probe import in_backward
 from harness.worker.probes.sketches import clean_fqn, is_compiled
 
 _TP = "tp"
+
+
+class _Gradient(NamedTuple):
+    """What the optimizer gets on this rank, and the sum of what ranks returned for it: None if nothing that fits."""
+
+    fqn: str
+    axes: tuple[str, ...]  # over which ranks are added up
+    found: torch.Tensor
+    returned: torch.Tensor | None = None
 
 
 class GradientWatcher:
@@ -62,38 +71,44 @@ class GradientWatcher:
     def after_backward(self, model: nn.Module, step: int) -> None:
         compiled = tuple(f"{clean_fqn(name)}." for name, part in model.named_modules() if is_compiled(part))
         grads = {clean_fqn(name): param.grad for name, param in model.named_parameters() if param.grad is not None}
-        pairs = {fqn: self._pair(fqn, grad) for fqn, grad in grads.items() if fqn.startswith(compiled)}
-        scale = _common_scale([pair for pair in pairs.values() if pair is not None]) if self._clips else 1.0
-        for fqn, pair in pairs.items():
-            self.distances.append(self._of(fqn, _summed_axes(grads[fqn]), pair, scale, step))
+        found: Iterable[_Gradient] = (
+            self._gradient(fqn, grad) for fqn, grad in grads.items() if fqn.startswith(compiled)
+        )
+        scale = 1.0
+        if self._clips:
+            found = list(found)
+            scale = _common_scale(found)
+        self.distances += [self._distance(gradient, scale, step) for gradient in found]
         self._returned.clear()
         self._forward.clear()
 
-    def _pair(self, fqn: str, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """The gradient of this rank, and the sum of what ranks returned; None where none was returned, or another's."""
+    def _gradient(self, fqn: str, grad: torch.Tensor) -> _Gradient:
         found, axes, returned = local_tensor(grad).double(), _summed_axes(grad), self._returned.get(fqn)
         if returned is None:
-            return None
+            return _Gradient(fqn, axes, found)
         expected = returned.double()
         if isinstance(grad, DTensor) and axes:
             expected = _reduced(grad, expected, axes)
-        return (found, expected) if found.shape == expected.shape else None
+        return _Gradient(fqn, axes, found, expected if found.shape == expected.shape else None)
 
-    def _of(
-        self, fqn: str, axes: Sequence[str], pair: tuple[torch.Tensor, torch.Tensor] | None, scale: float, step: int
-    ) -> GradientDistance:
-        if pair is None:
+    def _distance(self, gradient: _Gradient, scale: float, step: int) -> GradientDistance:
+        fqn, axes, found, returned = gradient
+        if returned is None:
             return GradientDistance(step=step, fqn=fqn, distance=math.nan)
-        found, expected = pair[0], pair[1] * scale
+        expected = returned * scale
         # A sum or a mean over data-parallel ranks; TP ranks may each have returned the whole.
         factors = {times * parts for times in {1, self._dp} for parts in {1, self._tp if _TP in axes else 1}}
         distances = [relative_distance(found, expected / factor) for factor in factors]
         return GradientDistance(step=step, fqn=fqn, distance=_nearest(distances), summed_over_tp=_TP in axes)
 
 
-def _common_scale(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> float:
-    """What most gradients were multiplied by; 1 where none tells."""
-    shares = [float((found * expected).sum() / expected.square().sum()) for found, expected in pairs]
+def _common_scale(gradients: Iterable[_Gradient]) -> float:
+    """The factor that most gradients show; 1 where none shows one."""
+    shares = [
+        float((each.found * each.returned).sum() / each.returned.square().sum())
+        for each in gradients
+        if each.returned is not None
+    ]
     return statistics.median([share for share in shares if math.isfinite(share)] or [1.0])
 
 

@@ -115,7 +115,7 @@ def _mxfp8(case: Case) -> MXFP8LinearConverter.Config:
     """Without names it converts every linear, so a case that converts none has no such configuration."""
     converted = {configured_name(fqn) for fqn in converted_fqns(case)}
     if not converted:
-        raise ValueError("torchtitan 0.3.0 cannot convert no linear: without names it converts all")
+        raise ValueError("torchtitan 0.3.0 cannot be told to convert nothing: without names it converts every linear")
     return MXFP8LinearConverter.Config(fqns=sorted(converted), model_compile_enabled=case.compile != "none")
 
 
