@@ -118,7 +118,7 @@ def block_elements(case: Case, layer: int, step: int, rows: int | None = None) -
         saved["bfloat16"] += case.train.seq_len * case.model.shape.head_dim
     if not case.checkpointing.wraps(layer):
         if case.model.has_experts(layer):
-            saved += _mixture(case, case.tokens_per_rank * case.model.top_k if rows is None else rows)
+            saved += _mixture(case, residual_tokens(case) * case.model.top_k if rows is None else rows)
         return saved + _whole_block(case, layer) + gathered_scales(case, layer, step)
     saved[case.train.dtype] += residual_tokens(case) * case.model.shape.dim  # the input of the block
     return saved + _selected_outputs(case, layer) if case.checkpointing.mode == "selective_op" else saved
@@ -153,13 +153,16 @@ def _mixture(case: Case, rows: int) -> Elements:
     and as padded groups; then of SwiGLU what `w1`, silu, `w3` and their product gave. A sigmoid's weights are divided
     by their sum, which saves both.
     """
-    model, chosen = case.model, case.tokens_per_rank * case.model.top_k
+    model, tokens = case.model, residual_tokens(case)
+    chosen = tokens * model.top_k
     multiple = case.float8.traits.group_multiple if case.float8.grouped_mm else GROUP_MULTIPLE
     padded = multiple * (-(-rows // multiple) + model.experts // case.layout.ep)
-    saved = Counter({case.wide_dtype: case.tokens_per_rank * model.experts + chosen})
+    saved = Counter({case.wide_dtype: tokens * model.experts + chosen})
     if model.router == "sigmoid":
-        saved[case.wide_dtype] += chosen + case.tokens_per_rank
+        saved[case.wide_dtype] += chosen + tokens
     saved[case.train.dtype] += (rows + chosen) * model.shape.dim + padded * (model.shape.dim + 4 * model.expert_dim)
+    if case.layout.tp > 1:  # the input of the router, which is a part of what the shared expert gets
+        saved[case.train.dtype] += tokens * model.shape.dim
     return saved
 
 

@@ -11,7 +11,7 @@ are those of one rank; `residual_tokens` are the share of them that a TP rank ho
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import lru_cache, partial
 
 import msgspec
@@ -20,7 +20,7 @@ from harness.expect.fusion import fusion_candidates
 from harness.expect.model import traits_of
 from harness.expect.upstream import GRADIENTS_IN_REDUCE_DTYPE, NONE, Changes
 from harness.matrix.case import Case
-from harness.matrix.layout import DP_AXES, SHARD_AXES, coordinates, group_name, peers
+from harness.matrix.layout import DP_AXES, EXPERT_AXES, MESH_AXES, SHARD_AXES, coordinates, group_name, peers
 from harness.matrix.linears import (
     EXPERTS,
     OUTPUT_FQN,
@@ -80,9 +80,15 @@ def expected_transfers(case: Case, *, step: int, rank: int, changes: Changes = N
         *_global_norm(case),
         *_token_count(case),
     )
-    degrees = case.layout.expert_mesh | case.layout.mesh
-    sent = tuple(term for term in terms if term.times and degrees.get(term.axis, 1) > 1)
+    used = _axes_of_several_ranks(case)
+    sent = tuple(term for term in terms if term.times and term.axis in used)
     return (*sent, *reports(case)) if traits_of(case).logs else sent
+
+
+def _axes_of_several_ranks(case: Case) -> frozenset[str]:
+    degrees = case.layout.expert_mesh | case.layout.mesh
+    of_experts = (group_name(case.layout, axis) for axis in EXPERT_AXES if degrees[axis] > 1)
+    return frozenset((*(axis for axis, degree in degrees.items() if degree > 1), *of_experts))
 
 
 def _forwards(case: Case) -> int:
@@ -398,7 +404,7 @@ def _token_count(case: Case) -> Iterator[Transfer]:
 
 
 def _norm_gradients(case: Case, changes: Changes) -> Iterator[Transfer]:
-    """Sequence parallelism: the gradient of a norm is Partial over TP ranks.
+    """Sequence parallelism: the gradients of norms and of routers are Partial over TP ranks.
 
     FSDP2 redistributes it in backward, in the dtype of the gradient: the reduce dtype where it keeps the sum of several
     microbatches (`FSDPParam.to_accumulated_grad_if_needed`). Without FSDP2 it stays Partial until the optimizer, where
@@ -409,7 +415,10 @@ def _norm_gradients(case: Case, changes: Changes) -> Iterator[Transfer]:
     in_reduce_dtype = GRADIENTS_IN_REDUCE_DTYPE in changes or case.reductions < case.train.accumulation
     dtype = case.reduce_dtype if case.uses_fsdp and in_reduce_dtype else case.train.dtype
     if case.layout.sequence_parallel:
-        yield Transfer("tp", "all_reduce", dtype, case.model.shape.dim, "gradients of norms", op="sum", times=times)
+        dim = case.model.shape.dim
+        yield Transfer("tp", "all_reduce", dtype, dim, "gradients of norms", op="sum", times=times)
+        routers, size = len(case.model.expert_layers) * reads, case.model.experts * dim
+        yield Transfer("tp", "all_reduce", dtype, size, "gradients of routers", op="sum", times=routers)
 
 
 def _reads_norms(case: Case) -> bool:
@@ -426,16 +435,29 @@ def _global_norm(case: Case) -> Iterator[Transfer]:
     layers = case.model.shape.layers
     linears = sum(len(block_linears(case.model, layer)) for layer in range(layers))
     routers, experts = len(expert_fqns(case.model)), 3 * len(expert_fqns(case.model))
-    norms, others = 2 * layers + 1, linears * (1 + case.model.bias) + 2 + routers
-    if case.layout.ep > 1:  # on a mesh of their own, over the same ranks
-        yield Transfer("dp_shard", "all_reduce", case.wide_dtype, experts, "norms of gradients of experts", op="sum")
-    else:
-        others += experts
+    norms, others = 2 * layers + 1 + routers, linears * (1 + case.model.bias) + 2
+    send = partial(Transfer, kind="all_reduce", dtype=case.wide_dtype, purpose="norms of gradients", op="sum")
+    if case.layout.ep > 1:
+        yield from _norm_beside_experts(case, send, norms + others, experts)
+        return
     together = case.layout.tp == 1 or case.layout.sequence_parallel
     for axis in SHARD_AXES:
-        apart = [norms, others] if axis in DP_AXES else [others]
-        for count in [norms + others] if together else apart:
-            yield Transfer(axis, "all_reduce", case.wide_dtype, count, "norms of gradients", op="sum")
+        apart = [norms, others + experts] if axis in DP_AXES else [others + experts]
+        for count in [norms + others + experts] if together else apart:
+            yield send(axis, elements=count)
+
+
+def _norm_beside_experts(case: Case, send: Callable[..., Transfer], dense: int, experts: int) -> Iterator[Transfer]:
+    """Experts are on a mesh of their own, over the same ranks. DTensor sums over two axes at once that a mesh joins.
+
+    That is `dp_shard` for experts where TP is not used, and `ep` for the others where all ranks share the experts.
+    """
+    of_experts = [group_name(case.layout, axis) for axis in EXPERT_AXES]
+    for axis in ["dp_shard"] if case.layout.tp == 1 else of_experts:
+        yield send(axis, elements=experts)
+    whole = case.layout.tp > 1 and case.layout.expert_mesh["efsdp"] == 1
+    for axis in [group_name(case.layout, "ep")] if whole else SHARD_AXES:
+        yield send(axis, elements=dense)
 
 
 # Experts
@@ -450,7 +472,7 @@ def _dispatched(case: Case) -> Iterator[Transfer]:
     layers = model.expert_layers
     again = sum(case.checkpointing.wraps(layer) for layer in layers)
     ep, calls = group_name(case.layout, "ep"), len(layers) * forwards + again
-    rows = case.tokens_per_rank * model.top_k * model.shape.dim
+    rows = residual_tokens(case) * model.top_k * model.shape.dim
     yield Transfer(ep, "all_to_all", "int64", model.experts, "numbers of tokens of experts", times=calls)
     yield Transfer(ep, "all_to_all", case.train.dtype, rows, "tokens of experts", times=calls)
     yield Transfer(ep, "all_to_all", case.train.dtype, rows, "gradients of results of experts", times=len(layers))
@@ -468,8 +490,8 @@ def sent_back(case: Case, calls: Iterable[ExpertCall]) -> Iterator[Transfer]:
 
 
 def _tokens_of_experts(case: Case) -> Iterator[Transfer]:
-    """The tokens of every expert in this step, of all data-parallel ranks, by which the choice is balanced."""
-    for axis in DP_AXES:
+    """The tokens of every expert in this step, of all ranks, by which the choice is balanced."""
+    for axis in MESH_AXES:
         times = len(expert_fqns(case.model))
         yield Transfer(axis, "all_reduce", "float32", case.model.experts, "tokens of experts", op="sum", times=times)
 

@@ -131,7 +131,8 @@ def solo_case(case: Case) -> Case:
     split = msgspec.structs.replace(Layout(), **{axis: layout.mesh[axis] for axis in DP_AXES})
     alone = without(case, Changes.NOTHING, Changes.LAYOUT)
     shared = split if rounds_twice else Layout(dp_shard=layout.dp)
-    return msgspec.structs.replace(alone, layout=msgspec.structs.replace(shared, ep=layout.ep))
+    sharing = max(1, layout.ep // layout.tp)  # data-parallel ranks that share experts
+    return msgspec.structs.replace(alone, layout=msgspec.structs.replace(shared, ep=sharing))
 
 
 def twin_case(case: Case) -> Case:

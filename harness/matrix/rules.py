@@ -181,8 +181,11 @@ _CODED: Mapping[str, tuple[tuple[str, ...], Callable[[Case], bool]]] = {
         lambda case: case.float8.tp_styles == "float8" and _filters_a_block_linear(case),
     ),
     "ep_divides_ranks": (
-        ("dp_shard", "ep", "experts"),
-        lambda case: case.layout.dp_shard % case.layout.ep != 0,
+        ("dp_shard", "tp", "ep", "experts"),
+        lambda case: (
+            case.model.experts > 0
+            and (case.layout.ep % case.layout.tp != 0 or case.layout.dp_shard * case.layout.tp % case.layout.ep != 0)
+        ),
     ),
     "ep_divides_experts": (("experts", "ep"), lambda case: case.model.experts % case.layout.ep != 0),
     "top_k_among_experts": (

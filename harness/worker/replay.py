@@ -78,7 +78,7 @@ class Replay:
         managed = fsdp_params(model)
         for name, module in model.named_modules():
             fqn = clean_fqn(name)
-            if fqn in calls if compiled else is_recorded(module):
+            if fqn in calls if compiled else is_recorded(module, case):
                 boundary = _ModuleBoundary(
                     fqn, self, Ranks(module, outputs.get(fqn), case, products, managed), max(1, calls[fqn])
                 )

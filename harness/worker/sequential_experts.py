@@ -8,6 +8,7 @@ all of them were given, and on the gradients of what they returned.
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import torch
@@ -36,6 +37,7 @@ class _Call(NamedTuple):
 
     rows: Tensor
     counts: Tensor
+    tp_ranks: Tensor  # that send each row
     gradient: list[Tensor]  # one, when backward is through
     asked: dict[Any, bool]  # of FSDP2's reduction
 
@@ -44,15 +46,20 @@ class ExpertsOfRanks:
     """Within it, every backward pass of the last rank of a group computes the weight gradients of experts of all."""
 
     def __init__(self, model: nn.Module, syncing: GradientSync, case: Case) -> None:
-        self._group = case.layout.ep
+        self._group = case.layout.ep // case.layout.tp  # data-parallel ranks
+        self._tp, self._positions = case.layout.tp, case.train.seq_len
         self._syncing = syncing
         fqns = expert_fqns(case.model)
-        self._experts = [module for name, module in model.named_modules() if clean_fqn(name) in fqns]
+        modules = {clean_fqn(name): module for name, module in model.named_modules()}
+        self._experts = [modules[fqn] for fqn in fqns]
+        self._chosen: dict[nn.Module, Tensor] = {}  # by the last call of the router
         self._calls: list[list[list[_Call]]] = []  # by microbatch of a rank, experts and rank of the group
         self._microbatch = 0
         self._rank, self._last = 0, False
         self._stock = torch.autograd.backward
-        for module in self._experts:
+        for fqn, module in zip(fqns, self._experts, strict=True):
+            router = modules[f"{fqn.rpartition('.')[0]}.router"]
+            router.register_forward_hook(functools.partial(self._routed, module))
             module.register_forward_pre_hook(self._before)
             module.register_forward_hook(self._after)
 
@@ -77,6 +84,15 @@ class ExpertsOfRanks:
     def __exit__(self, *_: object) -> None:
         torch.autograd.backward = self._stock
 
+    def _routed(self, experts: nn.Module, _: nn.Module, __: Any, output: tuple[Tensor, Tensor]) -> None:
+        self._chosen[experts] = output[1]
+
+    def _tp_ranks(self, module: nn.Module) -> Tensor:
+        """Which TP rank sends each row: the one that has the token's part of the sequence."""
+        chosen = self._chosen[module]
+        tokens = chosen.flatten().argsort(stable=True) // chosen.size(1)
+        return tokens % self._positions * self._tp // self._positions
+
     def _before(self, module: nn.Module, args: tuple[Tensor, Tensor]) -> None:
         if not computes_for_all() and not evaluating():
             for param in module.parameters():
@@ -89,17 +105,22 @@ class ExpertsOfRanks:
             param.requires_grad_(True)
         if results.requires_grad and not in_backward():
             rows, counts = args
-            call = _Call(rows.detach(), counts, [], dict(self._syncing.asked))
+            call = _Call(rows.detach(), counts, self._tp_ranks(module), [], dict(self._syncing.asked))
             results.register_hook(lambda gradient: call.gradient.append(gradient.detach()))
             self._calls[self._microbatch][self._experts.index(module)].append(call)
+
+    def _order(self, calls: list[_Call]) -> Tensor:
+        """Of the rows of all these calls: by expert, then by the rank that sends them."""
+        experts = [torch.arange(len(call.counts)).repeat_interleave(call.counts) for call in calls]
+        sources = [call.tp_ranks + at * self._tp for at, call in enumerate(calls)]
+        return (torch.cat(experts) * len(calls) * self._tp + torch.cat(sources)).argsort(stable=True)
 
     def _add_weight_gradients(self) -> None:
         for number, of_experts in enumerate(self._calls):
             for module, calls in zip(self._experts, of_experts, strict=True):
                 self._syncing.asked.update(calls[-1].asked)
                 self._syncing.apply(last=number == len(self._calls) - 1)
-                expert = torch.cat([torch.arange(len(call.counts)).repeat_interleave(call.counts) for call in calls])
-                order = expert.argsort(stable=True)
+                order = self._order(calls)
                 rows = torch.cat([call.rows for call in calls])[order].requires_grad_()
                 gradient = torch.cat([call.gradient[0] for call in calls])[order]
                 _running.append(module)

@@ -1,6 +1,7 @@
 """One rank that computes what every tensor-parallel rank computes: each in its own shape, and sums in their order.
 
-TP ranks add up what a linear multiplies over a sharded dim, and the gradients of norms whose sequence is sharded. One
+TP ranks add up what a linear multiplies over a sharded dim, and the gradients of norms and routers whose sequence is
+sharded. One
 rank that computes such a sum at once rounds it once; ranks round every part of it, and then the sum. So it computes the
 parts, as every rank does from its own operands, and adds them up in rank order.
 """
@@ -26,6 +27,8 @@ from harness.worker.probes.module_tensors import NORMS
 from harness.worker.recorded import Recorded, summed
 
 Tensor = torch.Tensor
+_OfSequence = nn.RMSNorm | nn.LayerNorm | nn.Linear
+_NORM_FORWARDS = {norm.forward for norm in NORMS}
 
 
 class PartsOfGradient:
@@ -105,9 +108,9 @@ def of_rows(linear: nn.Linear, ranks: int) -> Callable[[Tensor], Tensor]:
 
 
 def of_sequence(
-    norm: nn.RMSNorm | nn.LayerNorm, places: Sequence[tuple[slice, ...]], managed: Sequence[ManagedParam]
+    module: _OfSequence, places: Sequence[tuple[slice, ...]], managed: Sequence[ManagedParam]
 ) -> Callable[[Tensor], Tensor]:
-    """The forward of a norm whose ranks have these places of its input, one behind the other along one dim.
+    """The forward of a norm or a router whose ranks have these places of its input, one behind the other along one dim.
 
     `managed`: the parameters of FSDP2.
     """
@@ -120,16 +123,18 @@ def of_sequence(
     def forward(given: Tensor) -> Tensor:
         weights, biases = (
             [None] * len(places) if each is None else spread(each, len(places), parts(each))
-            for each in (norm.weight, getattr(norm, "bias", None))
+            for each in (module.weight, getattr(module, "bias", None))
         )
-        inputs = (given[place].contiguous() for place in places)
-        return torch.cat([_normed(norm, *each) for each in zip(inputs, weights, biases, strict=True)], dim=dim)
+        inputs = (given[place[:-1]].contiguous() for place in places)
+        return torch.cat([_applied(module, *each) for each in zip(inputs, weights, biases, strict=True)], dim=dim)
 
     return forward
 
 
-def _normed(norm: nn.RMSNorm | nn.LayerNorm, given: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-    shape = list(norm.normalized_shape)
+def _applied(module: _OfSequence, given: Tensor, weight: Any, bias: Tensor | None) -> Tensor:
+    if isinstance(module, nn.Linear):
+        return F.linear(given, weight, bias)
+    norm, shape = module, list(module.normalized_shape)
     if isinstance(norm, nn.LayerNorm):
         return F.layer_norm(given, shape, weight, bias, norm.eps)
     return F.rms_norm(given, shape, weight, norm.eps)
@@ -246,7 +251,7 @@ class Ranks:
             replaced.forward = of_rows(replaced, self.count)
         elif self._is_wide and self.by_columns:
             replaced.forward = of_columns(replaced, self.count)
-        elif forward in {norm.forward for norm in NORMS} and len({spans[:-1] for spans in pieces}) > 1:
+        elif (self._is_wide or forward in _NORM_FORWARDS) and len({spans[:-1] for spans in pieces}) > 1:
             replaced.forward = of_sequence(replaced, [piece.place for piece in pieces.values()], managed)
 
     @property

@@ -168,7 +168,7 @@ EXAMPLES: list[tuple[str, dict[str, object]]] = [
     ("experts_of_the_reference", {"experts": 4, "target": "torchtitan"}),
     ("experts_have_no_float64", {"experts": 4, "dtype": "float64"}),
     ("experts_are_eager", {"experts": 4, "compile": "graph"}),
-    ("experts_without_tp", {"experts": 4, "tp": 2}),
+    ("experts_beside_tp_share_the_sequence", {"experts": 4, "tp": 2, "ep": 2, "sequence_parallel": False}),
     ("experts_are_checkpointed_whole", {"experts": 4, "checkpointing": "selective_op"}),
     ("grouped_mm_needs_rows_or_blocks", {"experts": 4, "recipe": "tensorwise", "grouped_mm": True}),
     ("grouped_mm_writes_bfloat16", {"experts": 4, "recipe": "rowwise", "grouped_mm": True}),

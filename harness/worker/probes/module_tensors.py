@@ -64,10 +64,10 @@ class ModuleTensorProbe(Probe):
         if not self._steps:
             return
         for name, module in model.named_modules():
-            if is_compiled(module) or (is_recorded(module) and _COMPILED not in name):
+            if is_compiled(module) or (is_recorded(module, self._case) and _COMPILED not in name):
                 hooks = _Hooks(clean_fqn(name), self._seen, uses_input_once=uses_input_once(module))
                 self._hooks.append(hooks)
-                if is_compiled(module) and self._case.layout.sequence_parallel:
+                if (is_compiled(module) or is_mixture(module)) and self._case.layout.sequence_parallel:
                     self._of_sequence |= {clean_fqn(name): mesh for mesh in _tp_meshes(module)}
                 # Of experts outside of what sends tokens to other ranks: then they compute what one rank does.
                 outside = has_experts(module)
@@ -147,9 +147,12 @@ class ModuleTensorProbe(Probe):
         return tuple(self._shards) if self._steps else None
 
 
-def is_recorded(module: nn.Module) -> bool:
-    """True for what is replayed by itself: experts and their mixture too."""
-    return isinstance(module, MODULES) or has_experts(module) or is_mixture(module)
+def is_recorded(module: nn.Module, case: Case) -> bool:
+    """True for what is replayed by itself: experts and their mixture too.
+
+    Under TP the mixture alone: every rank sends other tokens, in an order of its own.
+    """
+    return isinstance(module, MODULES) or is_mixture(module) or (case.layout.tp == 1 and has_experts(module))
 
 
 def has_experts(module: nn.Module) -> bool:

@@ -95,7 +95,7 @@ class ReferenceTarget:
         max_norm = self._case.train.max_norm
         norm = None if max_norm is None else clip_gradients(self.optimizer, max_norm)
         for moe in self.model.mixtures():
-            of_experts = tokens_of_step(moe.tokens_per_expert, self._meshes.dp)
+            of_experts = tokens_of_step(moe.tokens_per_expert, self._meshes.dp, self._meshes.tp)
             if self._case.model.balance:
                 moe.move_bias(of_experts)
             moe.tokens_per_expert.zero_()

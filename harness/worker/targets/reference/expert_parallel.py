@@ -59,9 +59,10 @@ def _exchanged(rows: Tensor, received: list[int], sent: list[int], mesh: DeviceM
     return exchanged
 
 
-def tokens_of_step(counts: Tensor, dp: DeviceMesh | None) -> Tensor:
-    """The counts of all data-parallel ranks, which only read different tokens."""
-    for axis in range(0 if dp is None else dp.ndim):
-        if dp is not None and dp.size(axis) > 1:
-            counts = funcol.all_reduce(counts, "sum", (dp, axis))
+def tokens_of_step(counts: Tensor, *meshes: DeviceMesh | None) -> Tensor:
+    """The counts of all ranks: those of these meshes count different tokens."""
+    for mesh in meshes:
+        for axis in range(0 if mesh is None else mesh.ndim):
+            if mesh is not None and mesh.size(axis) > 1:
+                counts = funcol.all_reduce(counts, "sum", (mesh, axis))
     return counts

@@ -26,12 +26,12 @@ class Router(nn.Module):
         self.top_k = model.top_k
         self.score = model.router
 
-    def forward(self, tokens: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
-        """Weights and experts [tokens, top_k] of tokens [tokens, dim], the highest first.
+    def forward(self, x: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+        """Weights and experts [tokens, top_k] of the tokens of x [batch, seq, dim], the highest first.
 
         `bias` [experts] is added to the scores that are compared, not to the weights. Of equal scores the first wins.
         """
-        logits = self.gate(tokens)
+        logits = self.gate(x).flatten(0, -2)
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         scores = logits.sigmoid() if self.score == "sigmoid" else logits.softmax(dim=-1)
         ranked = (scores.detach() + bias).sort(dim=-1, descending=True, stable=True).indices
@@ -97,7 +97,7 @@ class MoE(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         tokens = x.flatten(0, -2)
-        weights, chosen = self.router(tokens, self.expert_bias)
+        weights, chosen = self.router(x, self.expert_bias)
         flat = chosen.flatten()
         self.counts = flat.bincount(minlength=len(self.expert_bias))
         order = flat.argsort(stable=True)  # by expert, then by token

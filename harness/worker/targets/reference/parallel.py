@@ -31,7 +31,7 @@ from torchao.float8.float8_tensor_parallel import (
 )
 
 from harness.matrix.case import Case, Checkpointing, Layout
-from harness.matrix.layout import DP_AXES, EXPERT_AXES, device_mesh
+from harness.matrix.layout import DP_AXES, device_mesh
 from harness.worker.targets.reference.expert_parallel import ExpertParallel
 from harness.worker.targets.reference.model import Llama
 from harness.worker.targets.target import World
@@ -63,14 +63,20 @@ def build_meshes(layout: Layout, world: World) -> Meshes:
 
 
 def _with_experts(layout: Layout, world: World) -> Meshes:
-    """Of one mesh, because FSDP2 takes a DTensor of a mesh that has a common root with its own."""
-    axes = {name: degree for name, degree in layout.expert_mesh.items() if degree > 1 or name in EXPERT_AXES}
+    """Of one mesh, because FSDP2 takes a DTensor of a mesh that has a common root with its own.
+
+    Expert parallelism has all ranks of TP, and some of those that share the other parameters: `dp_in_ep`.
+    """
+    efsdp, dp_in_ep = layout.expert_mesh["efsdp"], layout.ep // layout.tp
+    axes = {"dp_replicate": layout.dp_replicate, "efsdp": efsdp, "dp_in_ep": dp_in_ep, "tp": layout.tp}
     mesh = init_device_mesh(world.device.type, tuple(axes.values()), mesh_dim_names=tuple(axes))
-    shards = mesh[EXPERT_AXES]._flatten("dp_shard")
-    replicated = "dp_replicate" in axes
-    return Meshes(
+    shards = mesh["efsdp", "dp_in_ep"]._flatten("dp_shard")
+    meshes = Meshes(tp=mesh["tp"] if layout.tp > 1 else None, ep=mesh["dp_in_ep", "tp"]._flatten("ep"))
+    if layout.dp == 1 and not world.fsdp:
+        return meshes
+    replicated = layout.dp_replicate > 1
+    return meshes._replace(
         dp=mesh["dp_replicate", "dp_shard"] if replicated else shards,
-        ep=mesh["ep"],
         of_experts=mesh["dp_replicate", "efsdp"] if replicated else mesh["efsdp"],
     )
 
@@ -99,15 +105,21 @@ def apply_tp(model: Llama, mesh: DeviceMesh, case: Case) -> None:
         },
     )
     for block in model.layers.values():
-        parallelize_module(block, mesh, _block_plan(case, between_blocks))
+        parallelize_module(block, mesh, _block_plan(case, between_blocks, experts=hasattr(block, "moe")))
 
 
-def _block_plan(case: Case, between: Shard | Replicate) -> dict[str, ParallelStyle]:
+def _block_plan(case: Case, between: Shard | Replicate, *, experts: bool) -> dict[str, ParallelStyle]:
+    """What ranks share of a block. Router and experts get the tokens of the part of the sequence that a rank has.
+
+    So every token is sent once, and the gradient of the router is a sum over ranks, as in Megatron; torchtitan gathers
+    the tokens first, and every rank chooses for all of them but sends a part.
+    """
     colwise, rowwise, prepare_input = (
         (Float8ColwiseParallel, Float8RowwiseParallel, PrepareFloat8ModuleInput)
         if case.float8.tp_styles == "float8"
         else (ColwiseParallel, RowwiseParallel, PrepareModuleInput)
     )
+    dense = "moe.shared_experts" if experts else "feed_forward"
     plan: dict[str, ParallelStyle] = {
         "attention": prepare_input(
             input_layouts=(between, None, None), desired_input_layouts=(Replicate(), None, None)
@@ -116,11 +128,18 @@ def _block_plan(case: Case, between: Shard | Replicate) -> dict[str, ParallelSty
         "attention.wk": colwise(),
         "attention.wv": colwise(),
         "attention.wo": rowwise(output_layouts=between),
-        "feed_forward": prepare_input(input_layouts=(between,), desired_input_layouts=(Replicate(),)),
-        "feed_forward.w1": colwise(),
-        "feed_forward.w2": rowwise(output_layouts=between),
-        "feed_forward.w3": colwise(),
+        dense: prepare_input(input_layouts=(between,), desired_input_layouts=(Replicate(),)),
+        f"{dense}.w1": colwise(),
+        f"{dense}.w2": rowwise(output_layouts=between),
+        f"{dense}.w3": colwise(),
     }
+    if experts:
+        plan |= {
+            "moe": PrepareModuleInput(
+                input_layouts=(between,), desired_input_layouts=(between,), use_local_output=True
+            ),
+            "moe.router.gate": SequenceParallel(use_local_output=True),
+        }
     if case.layout.sequence_parallel:
         plan |= {"attention_norm": SequenceParallel(), "ffn_norm": SequenceParallel()}
     return plan
