@@ -15,7 +15,7 @@ from harness.checks.assembly import largest, nan_as_inf
 from harness.checks.parity import ROUNDED, worst_distances
 from harness.evidence.tolerance import LOSS_VS_GOLDEN, PARITY, SAME_ORDER, Tolerance, parity_key, tolerance_key
 from harness.matrix.case import Case
-from harness.matrix.numerics import NORM_ROUNDING, VIRTUAL_DEVICE, Numerics, clips_by_a_rounded_norm
+from harness.matrix.numerics import VIRTUAL_DEVICE, Numerics, clips_by_a_rounded_norm, rounding_of_norm
 from harness.trace import Run
 
 DRAWS = 4
@@ -58,7 +58,7 @@ def derived_parity_tolerance(
     if key == SAME_ORDER:  # equal gradients, added up in the order that the target chose
         per_step[0] = ADDED
     elif case.layout.tp == 1 and clips_by_a_rounded_norm(case):
-        per_step[0] = NORM_ROUNDING
+        per_step[0] = rounding_of_norm(case)
     return _tolerance(PARITY, key, per_step, PARITY_MARGIN)
 
 

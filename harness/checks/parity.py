@@ -32,7 +32,7 @@ from harness.checks.rule import Rule, Rules, Stage
 from harness.evidence.tolerance import NONE_DERIVED, Tolerance
 from harness.matrix.case import Case
 from harness.matrix.layout import coordinates, dp_rank
-from harness.matrix.numerics import NORM_ROUNDING, norm_rounding
+from harness.matrix.numerics import norm_rounding, rounding_of_norm
 from harness.measured import WorstGradient
 from harness.sentence import format_ranks
 from harness.trace import Run
@@ -115,7 +115,7 @@ def check_parity(case: Case, run: Run, witnesses: Witnesses) -> list[Finding]:
         allowed = allowed_distance(case, tolerance, step)
         findings = [
             *_on_ranks(run, solo, _tensors(found, expected, step, "grad", allowed, rounding_floor(case))),
-            *_reported_numbers(run, solo, step, allowed, loss_floor),
+            *_reported_numbers(run, solo, step, allowed, loss_floor, rounding_of_norm(case)),
         ]
         if findings:
             gradients, loss = _factors(case, run, witnesses, step)
@@ -246,15 +246,17 @@ def _on_ranks(run: Run, solo: Run, findings: Iterable[Finding]) -> Iterator[Find
         yield about_ranks(finding, ranks, run)
 
 
-def _reported_numbers(run: Run, solo: Run, step: int, allowed: float, loss_floor: float) -> list[Finding]:
+def _reported_numbers(
+    run: Run, solo: Run, step: int, allowed: float, loss_floor: float, rounding: float
+) -> list[Finding]:
     """Loss and gradient norm as ranks report them. The norm cannot be further off than the worst gradient.
 
-    That of the target itself has the rounding of its own sum besides.
+    That of the target itself has the `rounding` of its own sum besides.
     """
     expected = solo.traces[0].steps[step - 1]
     reported = expected.reported_grad_norm
     norms = [(GRAD_NORM, "grad_norm", expected.grad_norm, allowed)]
-    norms += [] if reported is None else [(REPORTED_NORM, "reported_grad_norm", reported, max(allowed, NORM_ROUNDING))]
+    norms += [] if reported is None else [(REPORTED_NORM, "reported_grad_norm", reported, max(allowed, rounding))]
     return [
         *wrong_numbers(LOSS, run, step, "loss", expected=expected.loss, allowed=max(allowed * LOSS_SHARE, loss_floor)),
         *(

@@ -15,7 +15,7 @@ from harness.checks.check import Check, Witnesses
 from harness.checks.findings import about_ranks, group_ranks, traces_by_rank
 from harness.checks.rule import Rule, Rules, Stage
 from harness.matrix.case import Case
-from harness.matrix.numerics import NORM_ROUNDING
+from harness.matrix.numerics import rounding_of_norm
 from harness.plural import counted
 from harness.trace import Run, StepTrace
 from harness.verdict import Finding
@@ -113,7 +113,7 @@ def check_clipping(case: Case, run: Run, witnesses: Witnesses) -> Iterator[Findi
     max_norm = case.train.max_norm
     assert max_norm is not None, "only of cases that clip gradients"
     steps = [(step, trace.rank) for trace in traces_by_rank(run) for step in trace.steps]
-    wrong = [(step, rank) for step, rank in steps if not _is_clipped(step, max_norm)]
+    wrong = [(step, rank) for step, rank in steps if not _is_clipped(step, max_norm, rounding_of_norm(case))]
     if wrong:
         step, _ = min(wrong, key=lambda each: each[0].step)
         expected, reported = _clipped_norm(step, max_norm), step.reported_grad_norm
@@ -134,11 +134,11 @@ def _clipped_norm(step: StepTrace, max_norm: float) -> float | None:
     return None if norm is None else norm * min(1.0, max_norm / (norm + _EPS))
 
 
-def _is_clipped(step: StepTrace, max_norm: float) -> bool:
+def _is_clipped(step: StepTrace, max_norm: float, rounding: float) -> bool:
     expected = _clipped_norm(step, max_norm)
     if expected is None:
-        return step.grad_norm <= max_norm * (1 + NORM_ROUNDING)
-    return abs(step.grad_norm - expected) <= NORM_ROUNDING * expected  # NaN is wrong
+        return step.grad_norm <= max_norm * (1 + rounding)
+    return abs(step.grad_norm - expected) <= rounding * expected  # NaN is wrong
 
 
 # Evaluation

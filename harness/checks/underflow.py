@@ -25,8 +25,9 @@ from harness.verdict import Finding
 # of gradients have another order, so single weights of later steps are rounded otherwise; measured over HSDP: 0.
 # Rounded: where the scale of a row moves by a power of two, so does what the row loses; measured in 1 of 8 cases of
 # HSDP: 1e-3. Under TP all values differ by the rounding of earlier sums; measured over 12 cases of 5 steps: 3e-4, and
-# 2e-3 where scales moved.
-EXACT, REPLICAS, ROUNDED = 1e-12, 1e-4, 0.006
+# 2e-3 where scales moved. Scales that are rounded down let the largest values of a quarter of all blocks saturate, and
+# a block may come to that or leave it: 0.008 in 1 of 20 cases under TP.
+EXACT, REPLICAS, ROUNDED, ROUNDED_DOWN = 1e-12, 1e-4, 0.006, 0.016
 
 _rule = Rules("underflow", Stage.OPERAND, located=True)
 NO_REFERENCE = _rule.no_witness()
@@ -87,7 +88,8 @@ def allowed_share(case: Case, numerics: Numerics) -> float:
     if sums_in_order(case, numerics) or case.train.dtype == "float64":
         return EXACT
     moves = case.layout.tp > 1 or clips_by_a_rounded_norm(case) or case.float8.traits.power_of_two_scales
-    return ROUNDED if moves else REPLICAS
+    rounded = ROUNDED_DOWN if case.float8.traits.rounds_scales_down else ROUNDED
+    return rounded if moves else REPLICAS
 
 
 def _moved(rule: Rule, become: str, lost: list[Lost], allowed: float) -> Iterator[Finding]:

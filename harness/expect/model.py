@@ -11,14 +11,21 @@ from collections.abc import Collection, Iterable, Mapping
 import msgspec
 
 from harness.matrix.case import Case
-from harness.matrix.linears import BLOCK_LINEARS, OUTPUT_FQN, converted_fqns, is_checkpointed, is_converted
+from harness.matrix.linears import (
+    BLOCK_LINEARS,
+    OUTPUT_FQN,
+    ROWWISE,
+    converted_fqns,
+    is_checkpointed,
+    is_converted,
+    linear_name,
+)
 from harness.matrix.recipes import OPERANDS
 from harness.matrix.targets import REFERENCE, TORCHTITAN, is_llama
 from harness.trace.model import ModelRecord
 from harness.trace.operands import CastRecord
 
 # Linears of the Llama that cast their own input with float8 TP styles too; the others share what their parent casts.
-_OWN_INPUT = ("attention.wo", "feed_forward.w2")
 
 # The names under which an output layer is left out unless a case converts it too.
 _HEADS = (OUTPUT_FQN, "lm_head")
@@ -45,7 +52,7 @@ def llama_model(case: Case) -> Model:
     converted = converted_fqns(case)
     has_styles = case.float8.tp_styles == "float8" and case.layout.tp > 1
     styled = frozenset(fqn for fqn in converted if has_styles and fqn != OUTPUT_FQN)
-    shares = {fqn for fqn in styled if not fqn.endswith(_OWN_INPUT)}
+    shares = {fqn for fqn in styled if linear_name(fqn) not in ROWWISE}
     return Model(
         converted=converted,
         calls=dict.fromkeys(converted, case.train.accumulation),

@@ -436,7 +436,7 @@ def _global_norm(case: Case) -> Iterator[Transfer]:
     linears = sum(len(block_linears(case.model, layer)) for layer in range(layers))
     routers, experts = len(expert_fqns(case.model)), 3 * len(expert_fqns(case.model))
     norms, others = 2 * layers + 1 + routers, linears * (1 + case.model.bias) + 2
-    send = partial(Transfer, kind="all_reduce", dtype=case.wide_dtype, purpose="norms of gradients", op="sum")
+    send = partial(Transfer, kind="all_reduce", dtype=case.parameter_dtype, purpose="norms of gradients", op="sum")
     if case.layout.ep > 1:
         yield from _norm_beside_experts(case, send, norms + others, experts)
         return
