@@ -28,6 +28,7 @@ from harness.matrix.targets import REFERENCE
 
 _PLACEHOLDER = 2  # the degree assumed until somebody answers
 _LARGEST = 4096  # degree
+_FEW_EXPERTS = 8  # more of them show no other faults
 _LONGEST = 20  # steps that are run to reach the first bad one
 _SIZES = (*ModelShape.__struct_fields__, "vocab_size")
 # What means nothing where a degree is 1, or there are no compiled blocks, and why.
@@ -79,6 +80,7 @@ class Draft:
             if self.axes.get(other, 1) == 1 and other not in self._contradictions:
                 self._drop(axis, why)
         self._make_smaller()
+        self._experts()
 
     def case(self) -> Case:
         """The case. What rules exclude is left out of it and becomes a question."""
@@ -307,7 +309,8 @@ class Draft:
         other = self._facts.get("model_name")
         size = self._file.get("model_size") or (other.value if other else "")
         name = str(named.value if named else size)
-        known = sizes_of_model(name, self._day)
+        is_llama = other is None or "llama" in str(other.value).lower()
+        known = sizes_of_model(name, self._day) if is_llama else None
         where, words = (self.derived, named.words) if named else (self.assumed, self._of_file)
         if known is not None:
             for axis, size in known[1].items():
@@ -393,6 +396,29 @@ class Draft:
         elif self._count("global_batch") % (dp * count):
             words = f"a sequence for each of {count} microbatches on {dp} data-parallel ranks"
             self._put("global_batch", dp * count, self.derived, words)
+
+    def _experts(self) -> None:
+        """As many experts and ranks that share them as the smaller run has room for."""
+        found = [axis for axis in ("experts", "top_k", "router", "balance", "ep") if self._take(axis)]
+        if self.axes.get("experts", 0) == 0 and self._count("ep") == 1:
+            for axis in found:
+                self._drop(axis, "means nothing without experts")
+            return
+        if "experts" not in found:
+            self._ask("experts", _FEW_EXPERTS, "how many experts?")
+        if "grouped_mm" in shown(getattr(self._facts.get("converters"), "value", "")):
+            self._put("grouped_mm", True, self.stated, self._facts["converters"].words)
+        ranks, tp = self._count(REST) * self._count("tp"), self._count("tp")
+        stated = {axis: self._count(axis) for axis in ("experts", "ep")}
+        fitting = [each for each in range(tp, min(ranks, stated["ep"]) + 1, tp) if ranks % each == 0]
+        fits = {"ep": max(fitting, default=1)}
+        if stated["experts"] > _FEW_EXPERTS and not self._as_reported:
+            least = max(_FEW_EXPERTS, self._count("top_k"))
+            fits["experts"] = -(-least // fits["ep"]) * fits["ep"]
+        for axis, size in fits.items():
+            if size < stated[axis]:
+                self.full_size[axis] = stated[axis]
+                self._put(axis, size, self.derived, f"{stated[axis]} made smaller: {size}")
 
     def _make_smaller(self) -> None:
         if self._as_reported:

@@ -19,6 +19,7 @@ from harness.matrix.axes import AXES, case_from_axes
 from harness.matrix.bugfile import BugFile
 from harness.matrix.case import Case
 from harness.matrix.rules import exclusions
+from harness.matrix.scope import EXPERTS
 from harness.matrix.targets import REFERENCE, TORCHTITAN
 
 _TOML = re.compile(
@@ -68,6 +69,10 @@ def import_report(report: Report, options: ImportOptions) -> ImportedBug:
     # With torchao's float8 in options or calls, prose about other software is no request for it.
     of_torchao = any(each.fact in ("float8", "recipe") for each in reading.statements)
     named, asked = outside_by_prose(report, told[: 1 if of_torchao else None], day)
+    if reading.has_experts:
+        named, asked = (
+            {name: words for name, words in found.items() if name != EXPERTS.name} for found in (named, asked)
+        )
     refused = {**reading.outside, **named}
     bug = replace(
         seen,
@@ -124,7 +129,7 @@ def import_configuration(
         Statement(fact=name, value=value, words=f"--{name.replace('_', '-')}", source="flag")  # type: ignore[arg-type]
         for name, value in chosen.items()
     ]
-    target = TORCHTITAN if program == TORCHTITAN else REFERENCE
+    target = TORCHTITAN if program == TORCHTITAN and not reading.has_experts else REFERENCE
     draft = Draft(resolve((*kept, *asked)), day=day, program=program, target=target)
     models = {str(each.value) for each in kept if each.fact == "model_name"} - {"llama3"}
     if models and target == TORCHTITAN:

@@ -210,6 +210,8 @@ HOST_IDS = (
     "fsdp2-ep2-bf16-moe4-balance-v2048-eval-resume-b16",
     "fsdp2-ep2-rowwise-gmm.fp8-moe4-v2048-b16",
     "fsdp2-ep2-mxfp8-gmm.fp8-moe8-v2048-gb4-sl16-b16",
+    "fsdp2-tp2-ep2-bf16-moe4-balance-v2048-b16",
+    "tp2-ep2-rowwise-moe4-sigmoid-balance-v2048-accum2-b16",
     "tp2-tensorwise-head.fp8-v2256-f64",
 )
 

@@ -215,11 +215,16 @@ class Layout(Mesh, frozen=True, kw_only=True):
     ep: Annotated[
         Degree,
         _axis(
-            "expert parallelism: ranks that share the experts of a block, among those of dp_shard",
+            "expert parallelism: ranks that share the experts of a block, all of tp and some of dp_shard",
             number("ep{ep}", "ep2", "expert parallelism over {0} of the ranks that share parameters"),
             smallest=1,
             needs=("experts",),
             exported=False,
+            spelled=(
+                keys(
+                    "parallelism.expert_parallel_degree expert_parallel_degree expert_model_parallel_size ep_size =ep"
+                ),
+            ),
         ),
     ] = 1
 

@@ -143,6 +143,7 @@ class Model(CaseStruct, frozen=True, kw_only=True):
             noise="_moe{}",
             exported=False,
             example=4,
+            spelled=(keys("num_experts n_routed_experts num_local_experts num_moe_experts"),),
         ),
     ] = 0
     top_k: Annotated[
@@ -154,6 +155,7 @@ class Model(CaseStruct, frozen=True, kw_only=True):
             smallest=1,
             noise="_top{}",
             exported=False,
+            spelled=(keys("num_experts_per_tok moe_router_topk moe_args.top_k moeargs.top_k"),),
         ),
     ] = 2
     router: Annotated[
@@ -167,6 +169,7 @@ class Model(CaseStruct, frozen=True, kw_only=True):
             noise="_{}",
             costs=False,
             exported=False,
+            spelled=(keys("moe_router_score_function scoring_func score_func"),),
         ),
     ] = "softmax"
     balance: Annotated[
@@ -178,6 +181,10 @@ class Model(CaseStruct, frozen=True, kw_only=True):
             noise="_balance",
             costs=False,
             exported=False,
+            spelled=(
+                keys("moe_router_enable_expert_bias"),
+                keys("load_balance_coeff", values={"0": False, "0.0": False, "none": False, "*": True}),
+            ),
         ),
     ] = False
     vocab_size: Annotated[

@@ -47,7 +47,27 @@ FSDP1 = OutOfScope(
     calls=r"FSDP|FullyShardedDataParallel",
     said=r"(?i)\b(?:FSDP ?v?1|fairscale)\b",
 )
+EXPERTS = OutOfScope(
+    name="a mixture of experts",
+    reason="the reference has a small one of its own: write experts, top_k and ep in a case",
+    words=r"expert_parallel\w*\d*",
+    options={
+        **_options("name module config config_file", r"llama4.*|deepseek.*|.*_moe.*"),
+        **_options("base_model model model_name model_name_or_path", _MIXTURES),
+    },
+    calls=r"_?grouped_mm|_scaled_grouped_mm",
+    said=r"(?i)\b(?:MoE|mixture[- ]of[- ]experts|expert[- ]parallel\w*|grouped[ _]?(?:gemm|mm)"
+    r"|(?:routed|shared)[ _]experts?|Mixtral|DeepSeek\w*|gpt-oss|Llama[- ]?4|Qwen[-\w.]*-A\d+B)\b",
+)
 SCOPE = (
+    EXPERTS,
+    OutOfScope(
+        name="expert tensor parallelism",
+        reason="every expert is whole on a rank of ep: tensor parallelism shares the linears beside experts alone",
+        words=r"(etp|expert_tensor_parallel\w*)\d*",
+        options=_options("expert_tensor_parallel_degree expert_tensor_parallel_size", _SEVERAL),
+        said=r"\bETP(?![A-Za-z]| ?= ?1\b)|\b(?i:expert[- ]tensor[- ]parallel)",
+    ),
     OutOfScope(
         name="context parallelism",
         reason="every rank computes attention over whole sequences",
@@ -63,19 +83,6 @@ SCOPE = (
         options=_options("pipeline_parallel_degree pipeline_model_parallel_size pp_size", _SEVERAL),
         calls=r"PipelineStage|ScheduleGPipe|Schedule1F1B",
         said=r"\bPP(?![A-Za-z]| ?= ?1\b)|\b(?i:pipeline[- ]parallel|pp(?:_size)? ?(?:[>+]|=(?! ?1\b)))",
-    ),
-    OutOfScope(
-        name="expert parallelism (mixture of experts)",
-        reason="the reference has a small mixture of experts of its own: write experts, top_k and ep in a case",
-        words=r"(etp|expert_(tensor_)?parallel\w*)\d*",
-        options={
-            **_options("expert_parallel_degree expert_model_parallel_size ep_size num_experts", _SEVERAL),
-            **_options("name module config config_file", r"llama4.*|deepseek.*|.*_moe.*"),
-            **_options("base_model model model_name model_name_or_path", _MIXTURES),
-        },
-        calls=r"_?grouped_mm|_scaled_grouped_mm|MoEArgs",
-        said=r"(?i)\b(?:MoE|mixture[- ]of[- ]experts|expert[- ]parallel\w*|grouped[ _]?(?:gemm|mm)"
-        r"|(?:routed|shared)[ _]experts?|Mixtral|DeepSeek\w*|gpt-oss|Llama[- ]?4|Qwen[-\w.]*-A\d+B)\b",
     ),
     OutOfScope(
         name="MX formats other than MXFP8",

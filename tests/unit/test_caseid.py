@@ -141,7 +141,7 @@ def test_every_token_of_an_id_has_a_meaning(case: Case) -> None:
         ("nvfp4", "leave it out: NVFP4 is out of scope: "),
         ("delayed", "leave it out: delayed scaling is out of scope: "),
         ("ddp", "leave it out: DDP is out of scope: "),
-        ("etp2", "leave it out: expert parallelism (mixture of experts) is out of scope: "),
+        ("etp2", "leave it out: expert tensor parallelism is out of scope: "),
         ("compile", "did you mean graph or inductor?"),
         ("llama3-8b-layer", "did you mean llama3.8b.layer?"),
         ("bfloat16", "did you mean b16 or param.b16 or reduce.b16?"),

@@ -23,7 +23,7 @@ from harness.worker.faults.hooks import (
 )
 from harness.worker.probes.places import local_shard
 from harness.worker.probes.probe import in_backward
-from harness.worker.targets.reference import build, experts
+from harness.worker.targets.reference import build, experts, parallel
 from harness.worker.targets.reference.expert_parallel import ExpertParallel
 from harness.worker.targets.reference.experts import GroupedExperts, MoE, Router
 
@@ -107,6 +107,12 @@ def router_computes_in_bfloat16(stock: Any, router: Router, tokens: Tensor, bias
 def another_choice_in_recompute(stock: Any, router: Router, *args: Tensor) -> Any:
     weights, chosen = stock(router, *args)
     return weights, (chosen + 1) % router.gate.out_features if in_backward() else chosen
+
+
+@planted(wrap, parallel, "block_plan")
+def router_gradient_not_reduced_over_tp(stock: Any, *args: Any, **options: Any) -> Any:
+    """Every TP rank trains the router on the tokens of its part of the sequence."""
+    return {name: style for name, style in stock(*args, **options).items() if name != "moe.router.gate"}
 
 
 @planted(wrap, Router, "forward")
@@ -333,8 +339,14 @@ norm_counts_experts_twice = partial(_norms, lambda norm: norm * 2)
 
 
 @planted(wrap, build, "tokens_of_step")
-def balanced_by_the_tokens_of_one_rank(stock: Any, counts: Tensor, dp: Any) -> Tensor:
+def balanced_by_the_tokens_of_one_rank(stock: Any, counts: Tensor, *meshes: Any) -> Tensor:
     return counts
+
+
+@planted(wrap, build, "tokens_of_step")
+def balanced_by_the_tokens_of_one_tp_rank(stock: Any, counts: Tensor, dp: Any, tp: Any) -> Tensor:
+    summed: Tensor = stock(counts, dp)
+    return summed
 
 
 @planted(wrap, MoE, "move_bias")

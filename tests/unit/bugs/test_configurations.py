@@ -160,7 +160,8 @@ def test_other_tools(text: str, where: str, expected: str) -> None:
     [
         ("--parallelism.pipeline_parallel_degree 2", "pipeline parallelism"),
         ("--parallelism.context_parallel_degree 2", "context parallelism"),
-        ("--parallelism.expert_parallel_degree 2", "expert parallelism"),
+        ("--parallelism.expert_tensor_parallel_degree 2", "expert tensor parallelism"),
+        ("--model.name deepseek_v3 --parallelism.tensor_parallel_degree 2", "a mixture of experts"),
         ("--model.name qwen3", "trains its llama3"),
         ("--model.converters quantize.linear.mx", "MX formats"),
         ("--activation_checkpoint.mode memory_budget", "the compiler chooses"),
@@ -178,6 +179,44 @@ def test_what_no_case_has_is_refused_by_name(given: str, what: str) -> None:
     with pytest.raises(HarnessError, match=what) as raised:
         configured(given)
     assert raised.value.fix
+
+
+TITAN_EXPERTS = """
+[model]
+name = "deepseek_v3"
+flavor = "debugmodel"
+converters = ["quantize.linear.float8", "quantize.grouped_mm.float8"]
+[parallelism]
+data_parallel_shard_degree = 4
+tensor_parallel_degree = 2
+expert_parallel_degree = 8
+expert_tensor_parallel_degree = 1
+[quantize.linear.float8]
+recipe_name = "rowwise"
+"""
+MEGATRON_EXPERTS = """torchrun --nproc_per_node 8 pretrain_gpt.py --tensor-model-parallel-size 2 --bf16 \\
+  --expert-model-parallel-size 4 --num-experts 64 --moe-router-topk 6 --moe-router-score-function sigmoid \\
+  --moe-router-enable-expert-bias --sequence-parallel
+"""
+
+
+@pytest.mark.parametrize(
+    ("given", "where", "expected"),
+    [
+        (MEGATRON_EXPERTS, "run.sh", "fsdp4-tp2-ep4-bf16-moe8-top6-sigmoid-balance-v2048-b16"),
+        (TITAN_EXPERTS, "train.toml", "fsdp4-tp2-ep8-rowwise-gmm.fp8-ac.layer2-moe8-v2048-b16"),
+        ("torchrun --nproc_per_node 4 train.py --ep-size 2 --num-experts 4", "run.sh", "fsdp4-ep2-bf16-moe4-v2048-b16"),
+        ("torchrun --nproc_per_node 2 train.py --expert-parallel-degree 1 --tp 2", "run.sh", "tp2-bf16-v2048-gb2-b16"),
+    ],
+)
+def test_experts_of_other_tools(given: str, where: str, expected: str) -> None:
+    assert case_id(configured(given, where=where)[0]) == expected
+
+
+def test_how_many_experts_is_asked_where_only_their_ranks_are_given() -> None:
+    case, notes = configured("torchrun --nproc_per_node 4 train.py --ep-size 2", where="run.sh")
+    assert case.model.experts == 8
+    assert any("how many experts?" in note for note in notes)
 
 
 TITAN_MXFP8 = """

@@ -20,7 +20,7 @@ NAMED = {
     "We run float8 with DDP on 8 GPUs": "DDP",
     "```python\nimport deepspeed\nengine = deepspeed.initialize(model=m)\n```": "ZeRO",
     "stage: sft\ndeepspeed: examples/z3.json\nbf16: true\n": "ZeRO",
-    "base_model: Qwen/Qwen3-30B-A3B\nfp8: true\n": "expert parallelism (mixture of experts)",
+    "base_model: Qwen/Qwen3-30B-A3B\nfp8: true\n": "a mixture of experts",
 }
 
 
@@ -39,7 +39,7 @@ def test_other_software_is_refused_with_and_without_a_fence(text: str, names: st
         ("NVIDIA-NeMo/Automodel", "fp8 loss is nan", "2025-01-01", ""),
         ("deepspeedai/DeepSpeed", "loss is nan", "2025-01-01", "ZeRO"),
         ("vllm-project/vllm", "it hangs with two servers", "2025-01-01", "inference"),
-        ("huggingface/gpt-oss-recipes", "OOM", "2025-08-07", "expert parallelism (mixture of experts)"),
+        ("huggingface/gpt-oss-recipes", "OOM", "2025-08-07", "a mixture of experts"),
         ("axolotl-ai-cloud/axolotl", "Falcon with FSDP", "2023-06-13", "FSDP1"),
         ("axolotl-ai-cloud/axolotl", "Falcon with FSDP", "2025-06-13", ""),
         ("pytorch/torchtitan", "[do not land] float8 with blockwise scaling", "2025-06-18", "block-wise scaling"),

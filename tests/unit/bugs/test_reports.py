@@ -344,8 +344,7 @@ REFUSED = {
     head("pytorch/torchtitan", 3817, "2026-07-06", "TP + MXFP4 crashes: mat2 must be col_major"): (
         "MX formats other than MXFP8"
     ),
-    head("pytorch/torchtitan", 2401, "2026-02-20", "a crash")
-    + "We train a MoE with MXFP8.": "expert parallelism (mixture of experts)",
+    head("pytorch/torchtitan", 2401, "2026-02-20", "a crash") + "We train a MoE with MXFP8.": "a mixture of experts",
     head("pytorch/torchtitan", 651, "2024-10-29", "loading a float8 checkpoint fails"): "checkpoint save and load",
     head("pytorch/torchtitan", 771, "2025-01-03", "PP-related issues")
     + "Found when debugging FSDP + CP + PP on the debug model.": "pipeline parallelism",

@@ -11,7 +11,7 @@ from harness.bugs.report import read_report
 from harness.errors import HarnessError
 from tests.unit.bugs.test_reports import head, imported
 
-MOE = "expert parallelism (mixture of experts)"
+MOE = "a mixture of experts"
 
 
 def report(text: str, title: str = "", *, repository: str = "pytorch/ao", day: str = "2025-06-01") -> ImportedBug:

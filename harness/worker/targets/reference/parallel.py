@@ -105,10 +105,10 @@ def apply_tp(model: Llama, mesh: DeviceMesh, case: Case) -> None:
         },
     )
     for block in model.layers.values():
-        parallelize_module(block, mesh, _block_plan(case, between_blocks, experts=hasattr(block, "moe")))
+        parallelize_module(block, mesh, block_plan(case, between_blocks, experts=hasattr(block, "moe")))
 
 
-def _block_plan(case: Case, between: Shard | Replicate, *, experts: bool) -> dict[str, ParallelStyle]:
+def block_plan(case: Case, between: Shard | Replicate, *, experts: bool) -> dict[str, ParallelStyle]:
     """What ranks share of a block. Router and experts get the tokens of the part of the sequence that a rank has.
 
     So every token is sent once, and the gradient of the router is a sum over ranks, as in Megatron; torchtitan gathers
