@@ -18,7 +18,7 @@ from harness.checks.findings import first_of_each, merge_ranks
 from harness.checks.rule import Rules, Stage
 from harness.expect.casts import scaled_dim
 from harness.expect.expectations import TRAFFIC, Expectations
-from harness.expect.traffic import Transfer
+from harness.expect.transfer import Transfer
 from harness.matrix.case import Case
 from harness.matrix.layout import peers
 from harness.matrix.recipes import ITEM_BYTES

@@ -18,12 +18,13 @@ from harness.expect import (
     traffic,
 )
 from harness.expect.casts import CastForm, CastSite, CompiledCasts
+from harness.expect.expert_traffic import sent_back
 from harness.expect.fusion import FusionCandidate
 from harness.expect.live_memory import LiveStorage
 from harness.expect.model import Model
 from harness.expect.relations import Relation
 from harness.expect.saved_memory import SavedLimits
-from harness.expect.traffic import Transfer
+from harness.expect.transfer import Transfer
 from harness.expect.upstream import NONE, Changes
 from harness.matrix.case import Case
 from harness.matrix.numerics import VIRTUAL_DEVICE, Numerics, drifts, replayed_steps
@@ -130,7 +131,7 @@ class Expectations:
     def transfers(self, *, step: int, rank: int, calls: Iterable[ExpertCall] = ()) -> tuple[Transfer, ...]:
         """The collectives of `rank` in `step` (1-based). `calls`: of its experts, which decide what is sent back."""
         found = traffic.expected_transfers(self.case, step=min(step, 2), rank=rank, changes=self.changes)
-        return (*found, *traffic.sent_back(self.case, calls))
+        return (*found, *sent_back(self.case, calls))
 
     def float8_weight_elements(self, rank: int) -> int:
         """Elements of converted weights that `rank` sends in float8 all-gathers of one step."""

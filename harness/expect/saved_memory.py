@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from harness.expect.model import is_recomputed, traits_of
-from harness.expect.traffic import residual_tokens
+from harness.expect.transfer import residual_tokens
 from harness.expect.upstream import NONE, SEPARATE_BACKWARD_CASTS, Changes
 from harness.matrix.case import Case
 from harness.matrix.linears import (

@@ -16,11 +16,13 @@ from functools import lru_cache, partial
 
 import msgspec
 
+from harness.expect.expert_traffic import dispatched, tokens_of_experts
 from harness.expect.fusion import fusion_candidates
 from harness.expect.model import traits_of
+from harness.expect.transfer import Transfer, forward_passes, repeated, residual_tokens
 from harness.expect.upstream import GRADIENTS_IN_REDUCE_DTYPE, NONE, Changes
 from harness.matrix.case import Case
-from harness.matrix.layout import DP_AXES, EXPERT_AXES, MESH_AXES, SHARD_AXES, coordinates, group_name, peers
+from harness.matrix.layout import DP_AXES, EXPERT_AXES, SHARD_AXES, coordinates, group_name, peers
 from harness.matrix.linears import (
     EXPERTS,
     OUTPUT_FQN,
@@ -35,29 +37,6 @@ from harness.matrix.linears import (
     shard_sizes,
 )
 from harness.matrix.recipes import ITEM_BYTES, Operand
-from harness.trace.counts import collective_words
-from harness.trace.experts import ExpertCall
-
-
-class Transfer(msgspec.Struct, frozen=True):
-    """`times` collectives with an input of `elements` each on one rank; `purpose` says what is sent and why."""
-
-    axis: str
-    kind: str
-    dtype: str
-    elements: int
-    purpose: str
-    op: str = ""
-    times: int = 1
-    least: int | None = None  # a compiled run may send from this many up to twice `times`
-
-    @property
-    def words(self) -> str:
-        return collective_words(axis=self.axis, kind=self.kind, op=self.op, dtype=self.dtype)
-
-    @property
-    def payload_bytes(self) -> int:
-        return self.times * self.elements * ITEM_BYTES[self.dtype]
 
 
 @lru_cache(maxsize=256)  # checks ask for every rank and step
@@ -68,15 +47,15 @@ def expected_transfers(case: Case, *, step: int, rank: int, changes: Changes = N
         *_weight_amax(case, step),
         *_activations(case),
         *_tensor_parallel_amax(case),
-        *_dispatched(case),
+        *dispatched(case),
         *_loss(case),
     )
     reduced = (*_reductions(case, rank), *_norm_gradients(case, changes))
     terms = (
-        *_repeated(of_microbatch, case.train.accumulation),
-        *_repeated(reduced, case.reductions if case.uses_fsdp else 1),
+        *repeated(of_microbatch, case.train.accumulation),
+        *repeated(reduced, case.reductions if case.uses_fsdp else 1),
         *_precompute(case),
-        *_tokens_of_experts(case),
+        *tokens_of_experts(case),
         *_global_norm(case),
         *_token_count(case),
     )
@@ -89,17 +68,6 @@ def _axes_of_several_ranks(case: Case) -> frozenset[str]:
     degrees = case.layout.expert_mesh | case.layout.mesh
     of_experts = (group_name(case.layout, axis) for axis in EXPERT_AXES if degrees[axis] > 1)
     return frozenset((*(axis for axis, degree in degrees.items() if degree > 1), *of_experts))
-
-
-def _forwards(case: Case) -> int:
-    """Forward passes of one step: that of its evaluation, and the one that is trained."""
-    return 1 + case.train.evaluate
-
-
-def _repeated(terms: Iterable[Transfer], times: int) -> Iterator[Transfer]:
-    for term in terms:
-        least = None if term.least is None else term.least * times
-        yield msgspec.structs.replace(term, times=term.times * times, least=least)
 
 
 # Data parallel: FSDP2 and HSDP
@@ -131,7 +99,7 @@ class Unit(msgspec.Struct, frozen=True, kw_only=True):
 def fsdp_units(case: Case, rank: int) -> tuple[Unit, ...]:
     shape, resharding = case.model.shape, case.layout.reshard_after_forward
     vocab = shard_sizes(case.model.padded_vocab_size, case.layout.tp)[coordinates(case.layout, rank)["tp"]]
-    freed, freed_last, forwards = resharding != "never", resharding == "always", _forwards(case)
+    freed, freed_last, forwards = resharding != "never", resharding == "always", forward_passes(case)
     blocks = [
         Unit(name=name, weights=tuple(weights), axis=axis, gathers=forwards + freed, freed=freed)
         for layer in range(shape.layers)
@@ -268,7 +236,7 @@ def _activations(case: Case) -> Iterator[Transfer]:
     in backward only, an output an all-reduce in forward only. The embedding is one more output, the output layer one
     more input. All of that in forward is sent in evaluation too.
     """
-    layers, forwards, dtype = case.model.shape.layers, _forwards(case), case.train.dtype
+    layers, forwards, dtype = case.model.shape.layers, forward_passes(case), case.train.dtype
     checkpointed = sum(case.checkpointing.wraps(layer) for layer in range(layers))
     gradients = partial(_sum_of_partials, case, 2 * layers + 1, "input gradients of blocks, output layer")
     if case.layout.sequence_parallel:
@@ -301,7 +269,7 @@ def _all_to_alls(case: Case) -> int:
 
 def _gathers(case: Case, layers: int, checkpointed: int) -> Iterator[Transfer]:
     """Sequence-parallel all-gathers. Float8 TP styles gather the inputs and output gradients of blocks in float8."""
-    dtype, forwards = case.train.dtype, _forwards(case)
+    dtype, forwards = case.train.dtype, forward_passes(case)
     narrow = ("float8_e4m3fn", "float8_e5m2") if case.float8.tp_styles == "float8" else (dtype, dtype)
     for purpose, sent_dtype, times in (
         ("inputs of blocks", narrow[0], 2 * (layers * forwards + checkpointed)),
@@ -318,12 +286,6 @@ def _sum_of_partials(case: Case, times: int, purpose: str, kind: str) -> Transfe
     return Transfer("tp", kind, case.train.dtype, elements, purpose, op="sum", times=times)
 
 
-def residual_tokens(case: Case) -> int:
-    """Tokens that a rank holds between blocks."""
-    shares = case.layout.tp if case.layout.sequence_parallel else 1
-    return case.microbatch * -(-case.train.seq_len // shares)
-
-
 # Tensor parallel: scales
 
 
@@ -336,14 +298,14 @@ def _tensor_parallel_amax(case: Case) -> Iterator[Transfer]:
         for name in block_linears(case.model, layer):
             fqn = f"layers.{layer}.{name}"
             if is_converted(case, fqn):
-                forwards = _forwards(case) + is_checkpointed(case, fqn)
+                forwards = forward_passes(case) + is_checkpointed(case, fqn)
                 yield from _amax_of_linear(case, fqn, name, forwards)
         if case.float8.tp_styles == "float8" and case.layout.sequence_parallel:
             # PrepareFloat8ModuleInput casts the sharded input before it gathers it, for attention and feed-forward
-            times = 2 * (_forwards(case) + case.checkpointing.wraps(layer))
+            times = 2 * (forward_passes(case) + case.checkpointing.wraps(layer))
             yield _amax(1, times, f"inputs of layers.{layer}", least=2)
     if is_converted(case, OUTPUT_FQN):
-        yield from _amax_of_linear(case, OUTPUT_FQN, OUTPUT_FQN, forwards=_forwards(case))
+        yield from _amax_of_linear(case, OUTPUT_FQN, OUTPUT_FQN, forwards=forward_passes(case))
 
 
 def _amax_of_linear(case: Case, fqn: str, name: str, forwards: int) -> Iterator[Transfer]:
@@ -392,7 +354,7 @@ def _loss(case: Case) -> Iterator[Transfer]:
             ("max", 1, "largest logit of every token"),
             ("sum", 2, "normalizer and loss of every token"),
         ):
-            sums, tokens = times * _forwards(case), case.tokens_per_rank
+            sums, tokens = times * forward_passes(case), case.tokens_per_rank
             yield Transfer("tp", "all_reduce", case.wide_dtype, tokens, purpose, op=op, times=sums)
 
 
@@ -400,7 +362,7 @@ def _token_count(case: Case) -> Iterator[Transfer]:
     """The all-reduce of the label count if a case ignores some. A trainer that always counts has it in `reports`."""
     if case.train.ignored_tokens != "none" and not traits_of(case).logs:
         for axis in DP_AXES:
-            yield Transfer(axis, "all_reduce", "int64", 1, "number of labels", op="sum", times=_forwards(case))
+            yield Transfer(axis, "all_reduce", "int64", 1, "number of labels", op="sum", times=forward_passes(case))
 
 
 def _norm_gradients(case: Case, changes: Changes) -> Iterator[Transfer]:
@@ -458,42 +420,6 @@ def _norm_beside_experts(case: Case, send: Callable[..., Transfer], dense: int, 
     whole = case.layout.tp > 1 and case.layout.expert_mesh["efsdp"] == 1
     for axis in [group_name(case.layout, "ep")] if whole else SHARD_AXES:
         yield send(axis, elements=dense)
-
-
-# Experts
-
-
-def _dispatched(case: Case) -> Iterator[Transfer]:
-    """What a rank sends to the ranks that hold the experts of its tokens: rows, how many, and gradients of results.
-
-    What it sends back depends on how many came (`sent_back`).
-    """
-    model, forwards = case.model, _forwards(case)
-    layers = model.expert_layers
-    again = sum(case.checkpointing.wraps(layer) for layer in layers)
-    ep, calls = group_name(case.layout, "ep"), len(layers) * forwards + again
-    rows = residual_tokens(case) * model.top_k * model.shape.dim
-    yield Transfer(ep, "all_to_all", "int64", model.experts, "numbers of tokens of experts", times=calls)
-    yield Transfer(ep, "all_to_all", case.train.dtype, rows, "tokens of experts", times=calls)
-    yield Transfer(ep, "all_to_all", case.train.dtype, rows, "gradients of results of experts", times=len(layers))
-
-
-def sent_back(case: Case, calls: Iterable[ExpertCall]) -> Iterator[Transfer]:
-    """What a rank sends back in these calls of its experts: results, and the gradients of tokens that it trained on."""
-    ep = group_name(case.layout, "ep")
-    if len(peers(case.layout, 0, ("ep",))) == 1:
-        return
-    for call in calls:
-        rows = sum(call.local_counts) * case.model.shape.dim
-        times = 2 if call.phase == "forward" else 1
-        yield Transfer(ep, "all_to_all", case.train.dtype, rows, "results of experts", times=times)
-
-
-def _tokens_of_experts(case: Case) -> Iterator[Transfer]:
-    """The tokens of every expert in this step, of all ranks, by which the choice is balanced."""
-    for axis in MESH_AXES:
-        times = len(expert_fqns(case.model))
-        yield Transfer(axis, "all_reduce", "float32", case.model.experts, "tokens of experts", op="sum", times=times)
 
 
 # What a target reports

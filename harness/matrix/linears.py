@@ -88,7 +88,10 @@ def gemms(case: Case) -> tuple[Gemm, ...]:
     precision. Where TP ranks hold shards of different sizes, each size is listed once, largest first.
     """
     of_linears = [
-        [Gemm(fqn=fqn, role=role, m=m, n=n, k=k) for role, (m, n, k) in matmul_sizes(case, features).items()]
+        [
+            Gemm(fqn=fqn, role=role, m=m, n=n, k=k)
+            for role, (m, n, k) in matmul_sizes(case.tokens_per_rank, features).items()
+        ]
         for fqn in linear_fqns(case)
         if is_converted(case, fqn)
         for features in _held(case.model, case.layout.tp)[linear_name(fqn)]
@@ -97,9 +100,9 @@ def gemms(case: Case) -> tuple[Gemm, ...]:
     return tuple(gemm for gemm in in_order(of_linears) if multiplied[gemm.role])
 
 
-def matmul_sizes(case: Case, features: tuple[int, int]) -> Mapping[MatmulRole, tuple[int, int, int]]:
-    """(m, n, k) of the matmuls of a microbatch and a linear with these local (in_features, out_features)."""
-    tokens, (inputs, outputs) = case.tokens_per_rank, features
+def matmul_sizes(tokens: int, features: tuple[int, int]) -> Mapping[MatmulRole, tuple[int, int, int]]:
+    """(m, n, k) of the matmuls of so many tokens and a linear with these local (in_features, out_features)."""
+    inputs, outputs = features
     return {
         "forward": (tokens, outputs, inputs),
         "dgrad": (tokens, inputs, outputs),
@@ -171,9 +174,20 @@ def parameter_count(case: Case) -> int:
     norms = (2 * shape.layers + 1) * shape.dim
     biases = sum(outputs for _, outputs in features[:-1]) if case.model.bias else 0
     weights = sum(inputs * outputs for inputs, outputs in features)
-    routed = case.model.experts * (3 * shape.dim * case.model.expert_dim + shape.dim)  # a row of the router each
-    experts = routed * len(expert_fqns(case.model))
-    return shape.dim * case.model.padded_vocab_size + weights + biases + norms + experts
+    experts, routers = expert_parameters(case.model)
+    return shape.dim * case.model.padded_vocab_size + weights + biases + norms + experts + routers
+
+
+def expert_parameters(model: Model) -> tuple[int, int]:
+    """Parameters of the experts that tokens are sent to, and of the routers."""
+    blocks, dim = len(model.expert_layers), model.shape.dim
+    return blocks * model.experts * 3 * dim * model.expert_dim, blocks * model.experts * dim
+
+
+def active_parameter_count(case: Case) -> int:
+    """Parameters that one token is multiplied by, with those of the embedding and norms: `top_k` experts of a block."""
+    model, experts = case.model, expert_parameters(case.model)[0]
+    return parameter_count(case) - (experts - experts * model.top_k // model.experts if model.experts else 0)
 
 
 def local_features(case: Case, name: str, rank: int = 0) -> tuple[int, int]:

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import msgspec
 from msgspec.structs import replace
 
+from harness.errors import HarnessError
 from harness.matrix.case import Case, Float8
 from harness.matrix.caseid import case_id
 from harness.matrix.known import KnownFault, matching
@@ -58,6 +59,9 @@ def advise(case: Case, machine: Machine, *, eager: bool = False, known: Sequence
     that does not multiply it.
     """
     require_formulas(case)
+    if case.model.experts:
+        what = "which grouped matmuls gain from FP8 was not measured."
+        raise HarnessError(what, where=case_id(case), fix="ask for a dense model, or for `predict layouts`.")
     require_multiplies(machine, case)
     case = replace(case, train=replace(case.train, dtype="bfloat16"))
     case = case if eager else compiled(case)

@@ -14,8 +14,11 @@ import msgspec
 
 from harness.errors import HarnessError
 from harness.expect.expectations import Expectations
+from harness.expect.expert_traffic import sent_back_if_balanced
+from harness.expect.saved_memory import expected_saved
 from harness.matrix.case import Case
 from harness.matrix.caseid import case_id
+from harness.matrix.linears import active_parameter_count, parameter_count
 from harness.matrix.targets import is_llama
 from harness.measured import Measured, Multiplied, Sent, sent_by
 from harness.performance.machine import Peak, peak_of_device
@@ -25,7 +28,10 @@ from harness.result import CaseResult
 
 
 class Metrics(msgspec.Struct, frozen=True, kw_only=True):
-    """Of one rank and step. `step`: 2, because scales that are computed at once are those of the step before."""
+    """Of one rank and step. `step`: 2, because scales that are computed at once are those of the step before.
+
+    Of experts as if tokens were spread evenly.
+    """
 
     case_id: str
     world_size: int
@@ -40,6 +46,8 @@ class Metrics(msgspec.Struct, frozen=True, kw_only=True):
     wire: Mapping[str, Sent]  # by kind, dtype and mesh axis
     wire_of_axis: Mapping[str, Sent]  # all of them, by mesh axis
     saved_bytes: int | None  # for backward; None where a compiler chooses
+    parameters: int
+    active_parameters: int  # by which one token is multiplied: fewer where it is sent to some experts
 
 
 def metrics(case: Case, *, rank: int = 0) -> Metrics:
@@ -52,7 +60,7 @@ def metrics(case: Case, *, rank: int = 0) -> Metrics:
     if not 0 <= rank < case.world_size:
         raise HarnessError(f"the case has ranks 0 to {case.world_size - 1}.", where=f"--rank {rank}")
     step = min(2, case.train.steps)
-    terms = expect.transfers(step=step, rank=rank)
+    terms = (*expect.transfers(step=step, rank=rank), *sent_back_if_balanced(case))
     return Metrics(
         case_id=case_id(case),
         world_size=case.world_size,
@@ -67,10 +75,12 @@ def metrics(case: Case, *, rank: int = 0) -> Metrics:
         wire=sent_by((term.words, term.times, term.payload_bytes) for term in terms),
         wire_of_axis=sent_by((term.axis, term.times, term.payload_bytes) for term in terms),
         saved_bytes=(
-            sum(expect.saved_bytes(step=step, rank=rank).values())
-            if expect.saves_exactly and not expect.saves_by_tokens
+            sum(expected_saved(case, step=step, rank=rank, changes=expect.changes).values())
+            if expect.saves_exactly
             else None
         ),
+        parameters=parameter_count(case),
+        active_parameters=active_parameter_count(case),
     )
 
 

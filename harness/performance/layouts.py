@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import msgspec
 from msgspec.structs import replace
 
-from harness.expect.traffic import Weight, fsdp_units
+from harness.expect.traffic import Weight, fsdp_units, ranks_of_unit
 from harness.matrix.axes import axis_values, case_from_axes
 from harness.matrix.case import Case, Layout
 from harness.matrix.caseid import case_id
@@ -22,6 +22,7 @@ from harness.performance.machine import Machine, require_multiplies
 from harness.performance.memory import Memory, memory
 from harness.performance.models import require_formulas
 from harness.performance.roofline import predicted_step
+from harness.performance.routed import Routed, routed
 from harness.performance.wire import AxisTraffic, crosses_nodes, wire
 from harness.performance.work import gemms
 from harness.plural import binary_bytes
@@ -37,6 +38,7 @@ ASSUMPTIONS = (
     "the peak of memory is a lower bound: published peaks of 8B and 70B, compiled, are 1.14 and 1.17 times as high",
     "the time of a step is a model, whose rates `predict speedup` prints",
 )
+EVENLY = "tokens are spread evenly over experts: what a rank multiplies, keeps and gets is that of the mean"
 
 
 class Reason(msgspec.Struct, frozen=True):
@@ -95,6 +97,7 @@ class Simulation(msgspec.Struct, frozen=True, kw_only=True):
     device_bytes: int
     step_s: float | None  # predicted; None where the peak of the device in the dtype of the case is not known
     tokens_s: float | None  # of a device
+    experts: Routed | None = None
     assumptions: tuple[str, ...] = ASSUMPTIONS
 
     @property
@@ -133,6 +136,8 @@ def simulate(case: Case, machine: Machine, *, known: Sequence[KnownFault] = ()) 
         device_bytes=machine.peak.memory_bytes,
         step_s=step_s,
         tokens_s=None if step_s is None else tokens_per_device(case, step_s),
+        experts=routed(case, machine) if case.model.experts else None,
+        assumptions=(*ASSUMPTIONS, EVENLY) if case.model.experts else ASSUMPTIONS,
     )
 
 
@@ -155,14 +160,14 @@ def _distinct_tp_ranks(case: Case) -> Mapping[int, int]:
 
 
 def shards(case: Case) -> tuple[Shard, ...]:
-    """How every distinct weight is sharded; blocks are alike."""
-    first, block, *_, last = fsdp_units(case, 0)
-    weights = (*first.weights, *block.weights, *last.weights)
-    return tuple(_shard(case, weight) for weight in weights)
+    """How every distinct weight is sharded; blocks are alike, but for the first where others have experts."""
+    units = fsdp_units(case, 0)
+    distinct = [each for each in units if not each.name.startswith("layers.") or each.name.split(".")[1] in ("0", "1")]
+    found = (_shard(case, weight, ranks_of_unit(case, unit)) for unit in distinct for weight in unit.weights)
+    return tuple(dict.fromkeys(found))
 
 
-def _shard(case: Case, weight: Weight) -> Shard:
-    ranks = case.layout.dp_shard
+def _shard(case: Case, weight: Weight, ranks: int) -> Shard:
     rows = shard_sizes(weight.rows, ranks)
     whole_vocabulary = weight.fqn in ("tok_embeddings", "output")
     sizes = shard_sizes(case.model.padded_vocab_size, case.layout.tp) if whole_vocabulary else (weight.rows,)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import msgspec
 from msgspec.structs import replace
 
+from harness.expect.expert_traffic import balanced_rows
 from harness.expect.live_memory import expected_live, expected_scalars, gradients
 from harness.expect.saved_memory import block_elements, expected_saved
-from harness.expect.traffic import Unit, fsdp_units
+from harness.expect.traffic import Unit, fsdp_units, ranks_of_unit
 from harness.matrix.case import Case, Checkpointing
-from harness.matrix.layout import coordinates
-from harness.matrix.linears import local_features, shard_size
+from harness.matrix.layout import coordinates, expert_coordinates
+from harness.matrix.linears import EXPERTS, block_linears, local_features, shard_size
 from harness.matrix.recipes import ITEM_BYTES
 
 
@@ -66,7 +69,7 @@ def memory(case: Case, *, rank: int, saves_attention: bool = True) -> Memory:
     case = replace(case, compile="none", layout=replace(case.layout, async_tp=False))
     units = fsdp_units(case, rank)
     padded, own = _shards(case, units, rank)
-    item = ITEM_BYTES[case.parameter_dtype]
+    item, last = ITEM_BYTES[case.parameter_dtype], case.model.shape.layers - 1
     saved = sum(expected_saved(case, step=2, rank=rank).values())
     live = expected_live(case, rank=rank, moment="forward")
     scalars = expected_scalars(case, moment="forward") * ITEM_BYTES[case.wide_dtype]
@@ -81,17 +84,20 @@ def memory(case: Case, *, rank: int, saves_attention: bool = True) -> Memory:
         + sum(each.nbytes for each in live if each.dtype != "uint8"),  # the state of generators is on the host
         probabilities=(probabilities := _probability_bytes(case, rank)),
         loss=_loss_bytes(case, probabilities),
-        block=_block_bytes(case, units[1]),
+        block=_block_bytes(case, [unit for unit in units if unit.name.startswith(f"layers.{last}")]),
         update=own * item,
     )
 
 
 def _shards(case: Case, units: tuple[Unit, ...], rank: int) -> tuple[int, int]:
     """Elements of all parameters of a rank: as FSDP2 pads them, and of its own rows."""
-    ranks, at = case.layout.dp_shard, coordinates(case.layout, rank)["dp_shard"]
-    weights = [weight for unit in units for weight in unit.weights]
-    padded = sum(weight.shard_elements(ranks) for weight in weights)
-    return padded, sum(shard_size(weight.rows, ranks, at) * weight.columns for weight in weights)
+    padded = own = 0
+    places = coordinates(case.layout, rank) | expert_coordinates(case.layout, rank)
+    for unit in units:
+        ranks, at = ranks_of_unit(case, unit), places["efsdp" if EXPERTS in unit.name else "dp_shard"]
+        padded += sum(weight.shard_elements(ranks) for weight in unit.weights)
+        own += sum(shard_size(weight.rows, ranks, at) * weight.columns for weight in unit.weights)
+    return padded, own
 
 
 def _attention_bytes(case: Case) -> int:
@@ -117,19 +123,25 @@ def _loss_bytes(case: Case, probabilities: int) -> int:
     return 3 * probabilities + case.tokens_per_rank * ITEM_BYTES["int64"]
 
 
-def _block_bytes(case: Case, block: Unit) -> int:
+def _block_bytes(case: Case, units: Sequence[Unit]) -> int:
     """Weights of two blocks as FSDP2 gathers them, and of one: unreduced gradients, what recomputing saves, gradients.
 
-    The last are those of the feed-forward: two as wide as the model, three as wide as its hidden features.
+    The last are those of the feed-forward: two as wide as the model, three as wide as its hidden features. `units`: of
+    the last block.
     """
-    dtype, ranks = case.train.dtype, case.layout.dp_shard
-    sizes = [(each, each.shard_elements(ranks) * ranks) for each in block.weights]
+    dtype, last = case.train.dtype, case.model.shape.layers - 1
+    ranks_of = [(each, ranks_of_unit(case, unit)) for unit in units for each in unit.weights]
+    sizes = [(each, each.shard_elements(ranks) * ranks) for each, ranks in ranks_of]
     gathered = sum(size * (1 if each.gathered_in_float8 else ITEM_BYTES[dtype]) for each, size in sizes)
     whole = sum(size for _, size in sizes)
     unreduced = whole * (ITEM_BYTES[dtype] + ITEM_BYTES[case.reduce_dtype])
-    widths = 2 * case.model.shape.dim + 3 * local_features(case, "feed_forward.w1")[1]
-    activations = case.tokens_per_rank * widths * ITEM_BYTES[dtype]
-    if case.checkpointing.wraps(case.model.shape.layers - 1):
+    hidden = next(name for name in block_linears(case.model, last) if name.endswith("w1"))
+    widths = 2 * case.model.shape.dim + 3 * local_features(case, hidden)[1]
+    elements = case.tokens_per_rank * widths
+    if case.model.experts:
+        elements += balanced_rows(case) * (2 * case.model.shape.dim + 3 * case.model.expert_dim)
+    activations = elements * ITEM_BYTES[dtype]
+    if case.checkpointing.wraps(last):
         plain = replace(case, checkpointing=Checkpointing())
-        activations += sum(count * ITEM_BYTES[each] for each, count in block_elements(plain, 0, step=2).items())
+        activations += sum(count * ITEM_BYTES[each] for each, count in block_elements(plain, last, step=2).items())
     return (2 * gathered + unreduced if case.uses_fsdp else 0) + activations

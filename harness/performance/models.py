@@ -15,11 +15,12 @@ from harness.plural import counted
 
 
 class KnownModel(msgspec.Struct, frozen=True):
-    """A model: its sizes, its vocabulary, and the sequence length that torchtitan's configuration trains with."""
+    """A model: its sizes, its vocabulary, the sequence length that it is trained with, and axes of its own."""
 
     shape: ModelShape
     vocab_size: int
     seq_len: int
+    axes: Mapping[str, object] = {}
 
 
 # As torchtitan 0.2.2 has them: torchtitan/models/llama3 and its train_configs. FFN sizes follow SwiGLU's rule: 2/3 of 4
@@ -29,6 +30,14 @@ MODELS: Mapping[str, KnownModel] = {
     "llama3-8b": KnownModel(ModelShape(dim=4096, layers=32, heads=32, kv_heads=8, ffn_dim=14336), 128256, 8192),
     "llama3-70b": KnownModel(ModelShape(dim=8192, layers=80, heads=64, kv_heads=8, ffn_dim=28672), 128256, 8192),
     "llama3-405b": KnownModel(ModelShape(dim=16384, layers=126, heads=128, kv_heads=8, ffn_dim=53248), 128256, 8192),
+    # Sizes of arXiv:2412.19437: experts of 2048 hidden features. In place of its latent attention is that of a
+    # Llama with as many heads; the first block, one for its three, is as wide as two experts.
+    "deepseek-v3": KnownModel(
+        ModelShape(dim=7168, layers=61, heads=128, kv_heads=128, ffn_dim=4096),
+        129280,
+        4096,
+        {"experts": 256, "top_k": 8, "router": "sigmoid", "balance": True},
+    ),
 }
 
 
@@ -40,10 +49,7 @@ def named_model(name: str) -> KnownModel:
 
 
 def require_formulas(case: Case) -> None:
-    """HarnessError for a target whose model is not known before it is built, and for a model with experts."""
-    if case.model.experts:
-        what = "how many tokens an expert gets, and so what a rank multiplies, sends and keeps, shows in the run."
-        raise HarnessError(what, where=case_id(case), fix="predict the dense model: leave out experts and ep.")
+    """HarnessError for a target whose model is not known before it is built."""
     if not is_llama(case.target):
         fix = "give --model NAME, or a case of the reference or of torchtitan."
         raise HarnessError(f"there is no formula for the model of {case.target}.", where=case_id(case), fix=fix)
@@ -56,7 +62,8 @@ def training(model: KnownModel, *, tokens: int | None = None, **axes: object) ->
     Raises `HarnessError` where the tokens are not whole sequences, and for values that no case can have.
     """
     sizes = {name: getattr(model.shape, name) for name in ModelShape.__struct_fields__}
-    given = {**sizes, "vocab_size": model.vocab_size, "seq_len": model.seq_len, "dtype": "bfloat16", **axes}
+    own = {"vocab_size": model.vocab_size, "seq_len": model.seq_len, "dtype": "bfloat16", **model.axes}
+    given = {**sizes, **own, **axes}
     case = case_from_axes(given)
     length = case.train.seq_len
     sequences, rest = divmod(length if tokens is None else tokens, length)

@@ -17,13 +17,17 @@ from collections.abc import Iterable, Iterator
 import msgspec
 from msgspec.structs import replace
 
+from harness.expect.expert_traffic import balanced_rows, sent_back_if_balanced
 from harness.expect.fusion import fusion_candidates
-from harness.expect.traffic import Transfer, expected_transfers
+from harness.expect.traffic import expected_transfers
+from harness.expect.transfer import Transfer
 from harness.matrix.case import Case, Float8
 from harness.matrix.layout import SAME_BATCH_AXES
 from harness.matrix.linears import (
     OUTPUT_FQN,
     ROWWISE,
+    expert_fqns,
+    expert_parameters,
     is_checkpointed,
     is_converted,
     linear_fqns,
@@ -41,6 +45,7 @@ _FLASH_BACKWARD = 5 / 4  # products that the flash kernel computes for each that
 # Reads and writes of an activation of `dim` (norms, residual sums, rotations) and of `ffn_dim` (activation) for each
 # token and block, counted from fused kernels; the share of forward is repeated by recomputation.
 _DIM_PASSES, _FFN_PASSES, _FORWARD = 24, 8, 0.4
+_ROW_PASSES = 16  # of every row of an expert: gathered, copied, padded, weighed, summed, and all of it in backward
 _LOSS_BYTES = 20  # of every logit
 _READ, _WRITE = 2, 1  # bytes of an element: bfloat16, float8
 _IN_BLOCKS = (_READ + _WRITE) * BLOCK + 3  # of a block of MXFP8, whose scale is written, read and written again
@@ -107,7 +112,7 @@ def _parts(case: Case, machine: Machine) -> Step:
         data_parallel_s=0.0,
         dispatch_s=_dispatch_s(case, machine),
     )
-    transfers = expected_transfers(case, step=2, rank=0)
+    transfers = (*expected_transfers(case, step=2, rank=0), *sent_back_if_balanced(case))
     return replace(
         step,
         tensor_parallel_s=_tensor_parallel_s(case, transfers, machine),
@@ -121,17 +126,22 @@ def gemm_s(gemm: Gemm, machine: Machine) -> float:
 
 
 def once_s(gemm: Gemm, machine: Machine) -> float:
-    plain_s = matmul_s(gemm.m, gemm.n, gemm.executed_k, gemm.precision, machine)
+    m, k = gemm.m, gemm.executed_k
+    if gemm.role == "wgrad":
+        k = -(-k // gemm.groups)  # of a grouped matmul every group is one of the rows of one expert
+    else:
+        m = -(-m // gemm.groups)
+    plain_s = gemm.groups * matmul_s(m, gemm.n, k, gemm.precision, machine, launches=1 / gemm.groups)
     return plain_s / machine.rates.rowwise_matmul if gemm.scales_rows else plain_s
 
 
-def matmul_s(m: int, n: int, k: int, precision: str, machine: Machine) -> float:
+def matmul_s(m: int, n: int, k: int, precision: str, machine: Machine, *, launches: float = 1) -> float:
     """Seconds of one matmul [m, k] x [k, n] that writes bfloat16: the longest of compute, memory and launch."""
     rate = machine.matmul_flops_s(precision)
     for size in (m, n, k):
         rate *= size / (size + machine.rates.half_speed_size)
     moved = (m + n) * k * (1 if precision == FLOAT8 else ITEM_BYTES[precision]) + m * n * ITEM_BYTES["bfloat16"]
-    return max(2 * m * n * k / rate, moved / machine.memory_bytes_s, machine.rates.launch_us * 1e-6)
+    return max(2 * m * n * k / rate, moved / machine.memory_bytes_s, launches * machine.rates.launch_us * 1e-6)
 
 
 def _attention_s(case: Case, machine: Machine) -> float:
@@ -147,10 +157,14 @@ def _memory_s(case: Case, machine: Machine) -> float:
     wrapped = sum(map(case.checkpointing.wraps, range(shape.layers)))
     blocks = shape.layers + _FORWARD * wrapped
     activations = tokens * blocks * (_DIM_PASSES * shape.dim + _FFN_PASSES * shape.ffn_dim) * item / layout.tp
+    if case.model.experts:  # rows are copied to groups and back, and results are weighed
+        rows = balanced_rows(case) * case.train.accumulation * len(case.model.expert_layers)
+        activations += rows * (_ROW_PASSES * shape.dim + _FFN_PASSES * case.model.expert_dim) * item
     loss = tokens * case.model.padded_vocab_size * _LOSS_BYTES / layout.tp
-    parameters = parameter_count(case) / layout.tp
+    of_experts, whole = expert_parameters(case.model)[0], parameter_count(case)
+    parameters = (whole - of_experts) / layout.tp + of_experts / layout.ep
     # It reads parameter, gradient and states, and writes all of them but the gradient, in float32.
-    optimizer = parameters / layout.dp_shard * (3 + 2 * case.train.update.states) * ITEM_BYTES["float32"]
+    optimizer = whole / layout.tp / layout.dp_shard * (3 + 2 * case.train.update.states) * ITEM_BYTES["float32"]
     # FSDP copies what it gathers (twice), and gradients before it reduces them in float32.
     gathered = 1 if case.gathers_float8 else 2
     copies = parameters * (2 * 2 * gathered + 2 + 4) if layout.dp_shard > 1 else 0
@@ -158,8 +172,8 @@ def _memory_s(case: Case, machine: Machine) -> float:
 
 
 def _tensor_parallel_s(case: Case, transfers: Iterable[Transfer], machine: Machine) -> float:
-    """Seconds of the collectives of TP, which nothing overlaps unless async TP fuses them with matmuls."""
-    waits = sum(transfer_s(each, case.layout, machine) for each in transfers if each.axis in SAME_BATCH_AXES)
+    """Seconds of the collectives of TP and experts, which nothing overlaps unless async TP fuses them with matmuls."""
+    waits = sum(transfer_s(each, case.layout, machine) for each in transfers if _is_waited_for(each))
     candidates = fusion_candidates(case)
     if not candidates:
         return waits
@@ -169,11 +183,15 @@ def _tensor_parallel_s(case: Case, transfers: Iterable[Transfer], machine: Machi
 
 def _data_parallel_s(case: Case, transfers: Iterable[Transfer], machine: Machine, *, behind_s: float) -> float:
     """Seconds that FSDP's collectives add: the first gather and last reduction, and what slows compute."""
-    sent = [each for each in transfers if each.axis not in SAME_BATCH_AXES]
+    sent = [each for each in transfers if not _is_waited_for(each)]
     times = [transfer_s(each, case.layout, machine) for each in sent]
     ends = sum(time / each.times for each, time in zip(sent, times, strict=True) if "tok_embeddings" in each.purpose)
     hidden = sum(times) - ends
     return ends + machine.rates.behind_compute * min(hidden, behind_s) + max(0.0, hidden - behind_s)
+
+
+def _is_waited_for(transfer: Transfer) -> bool:
+    return transfer.axis in SAME_BATCH_AXES or transfer.kind == "all_to_all"
 
 
 def _dispatch_s(case: Case, machine: Machine) -> float:
@@ -211,20 +229,31 @@ class Cast(msgspec.Struct, frozen=True, kw_only=True):
 def casts(case: Case) -> tuple[Cast, ...]:
     """The casts of every converted linear; () without float8."""
     fqns = [fqn for fqn in linear_fqns(case) if is_converted(case, fqn)]
-    return tuple(cast for fqn in fqns for cast in _of_linear(case, fqn))
+    of_linears = (_of_matmuls(case, fqn, case.tokens_per_rank, local_features(case, linear_name(fqn))) for fqn in fqns)
+    return (*(cast for found in of_linears for cast in found), *_of_experts(case))
 
 
-def _of_linear(case: Case, fqn: str) -> Iterator[Cast]:
+def _of_experts(case: Case) -> Iterator[Cast]:
+    """Of grouped matmuls, which the recipe converts whatever `casts` says of linears."""
+    model, local = case.model, case.model.experts // case.layout.ep
+    plain = replace(case, float8=replace(case.float8, casts=()))
+    for fqn in expert_fqns(model) if case.float8.grouped_mm else ():
+        features = model.shape.dim, model.expert_dim
+        for name, sizes, times in (("w1", features, 2), ("w2", features[::-1], 1)):  # w3 is as large as w1
+            for cast in _of_matmuls(plain, f"{fqn}.{name}", balanced_rows(case), sizes, weights=local):
+                yield from (cast,) * times
+
+
+def _of_matmuls(case: Case, fqn: str, tokens: int, features: tuple[int, int], *, weights: int = 1) -> Iterator[Cast]:
     """Operands of forward are cast again where the block is recomputed."""
     backwards = case.train.accumulation
     forwards = backwards * (1 + case.train.evaluate + is_checkpointed(case, fqn))
-    inputs, outputs = local_features(case, linear_name(fqn))
-    tokens = case.tokens_per_rank
+    inputs, outputs = features
     sites: tuple[tuple[Operand, int], ...] = (
         ("i", tokens * inputs * forwards),
         ("i_gw", tokens * inputs * backwards),
-        ("w", inputs * outputs * forwards),
-        ("w_gi", inputs * outputs * backwards),
+        ("w", weights * inputs * outputs * forwards),
+        ("w_gi", weights * inputs * outputs * backwards),
         ("go", tokens * outputs * backwards),
         ("go_gw", tokens * outputs * backwards),
     )

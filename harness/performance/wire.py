@@ -6,9 +6,11 @@ import math
 
 import msgspec
 
-from harness.expect.traffic import Transfer, expected_transfers
+from harness.expect.expert_traffic import sent_back_if_balanced
+from harness.expect.traffic import expected_transfers
+from harness.expect.transfer import Transfer
 from harness.matrix.case import Case, Layout
-from harness.matrix.layout import MESH_AXES
+from harness.matrix.layout import EXPERT_AXES, MESH_AXES
 from harness.performance.machine import Machine
 
 
@@ -29,10 +31,10 @@ class AxisTraffic(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def wire(case: Case, *, gpus_per_node: int) -> tuple[AxisTraffic, ...]:
-    """The traffic of rank 0 in step 2, which all later steps repeat, by axis, outermost first."""
+    """The traffic of rank 0 in step 2, which all later steps repeat, by axis, outermost first. Experts are balanced."""
     layout = case.layout
     found: dict[str, list[Transfer]] = {}
-    for term in expected_transfers(case, step=2, rank=0):
+    for term in (*expected_transfers(case, step=2, rank=0), *sent_back_if_balanced(case)):
         found.setdefault(term.axis, []).append(term)
     return tuple(
         AxisTraffic(
@@ -45,7 +47,7 @@ def wire(case: Case, *, gpus_per_node: int) -> tuple[AxisTraffic, ...]:
             # of scales: the loss has maxima of its own
             amax_reductions=sum(term.times for term in found[axis] if term.op == "max" and "amax" in term.purpose),
         )
-        for axis in sorted(found, key=lambda axis: MESH_AXES.index(_axes(layout, axis)[0]))
+        for axis in sorted(found, key=lambda axis: (*MESH_AXES, *EXPERT_AXES).index(_axes(layout, axis)[0]))
     )
 
 
@@ -83,12 +85,15 @@ def crosses_nodes(layout: Layout, axis: str, gpus_per_node: int) -> bool:
 
 def group_size(layout: Layout, axis: str) -> int:
     """Ranks of a group along an axis, or along several that are joined by "+"."""
-    return math.prod(layout.mesh[name] for name in _axes(layout, axis))
+    return math.prod((layout.expert_mesh | layout.mesh)[name] for name in _axes(layout, axis))
 
 
 def _stride(layout: Layout, axis: str) -> int:
     """How far apart the ranks of a group are: the product of the degrees of the axes that vary faster."""
-    return math.prod(layout.mesh[name] for name in MESH_AXES[MESH_AXES.index(_axes(layout, axis)[-1]) + 1 :])
+    last = _axes(layout, axis)[-1]
+    mesh = layout.expert_mesh if last in EXPERT_AXES else layout.mesh
+    names = list(mesh)
+    return math.prod(mesh[name] for name in names[names.index(last) + 1 :])
 
 
 def _axes(layout: Layout, axis: str) -> tuple[str, ...]:

@@ -14,27 +14,33 @@ from collections.abc import Iterator, Mapping
 import msgspec
 from msgspec.structs import replace
 
+from harness.expect.expert_traffic import balanced_rows
 from harness.expect.fusion import extra_matmul_calls
 from harness.expect.model import is_multiplied_again
+from harness.expect.transfer import residual_tokens
 from harness.matrix import linears
 from harness.matrix.case import Case, Layout
 from harness.matrix.linears import (
+    EXPERTS,
     FLOPS_PER_PARAMETER_AND_TOKEN,
     OUTPUT_FQN,
+    ROUTER,
+    active_parameter_count,
     in_order,
+    is_checkpointed,
     is_converted,
     linear_fqns,
     linear_name,
     local_features,
     matmul_sizes,
-    parameter_count,
 )
+from harness.matrix.recipes import TRAITS
 from harness.measured import Multiplied, multiplied_by
 from harness.performance.machine import FLOAT8
 from harness.trace.counts import multiplied_words
 
 ALIGNMENT = 16  # of n and k, by `torch._scaled_mm`; MXFP8 asks for whole blocks
-BLOCKS, OUTPUT, ATTENTION = "linears of blocks", "output layer", "attention"
+BLOCKS, OUTPUT, ATTENTION, ROUTED = "linears of blocks", "output layer", "attention", "routers, experts"
 
 
 class Gemm(linears.Gemm, frozen=True, kw_only=True):
@@ -43,7 +49,7 @@ class Gemm(linears.Gemm, frozen=True, kw_only=True):
     `precision`: "float8", or the dtype of both operands. `scales_rows`: it has scales for rows. `executed_k`: k as
     `pad_inner_dim` pads it. `multiple`: what n and k must be of. `copied`: that copies both operands. `count`: how
     often training needs it. `repeats`: how often it is executed besides, because checkpointing recomputes it or a step
-    is evaluated.
+    is evaluated. `groups`: of a grouped matmul, whose rows, m or k of wgrad, are those of so many experts.
     """
 
     precision: str
@@ -53,6 +59,7 @@ class Gemm(linears.Gemm, frozen=True, kw_only=True):
     copied: bool
     count: int
     repeats: int = 0
+    groups: int = 1
 
     @property
     def linear(self) -> str:
@@ -94,13 +101,48 @@ class Gemm(linears.Gemm, frozen=True, kw_only=True):
 
 @functools.lru_cache(maxsize=64)
 def gemms(case: Case, *, rank: int = 0) -> tuple[Gemm, ...]:
-    """The matmuls of linears in order of execution."""
-    return in_order([_gemms_of(case, fqn, rank) for fqn in linear_fqns(case)])
+    """The matmuls of linears, and of experts whose tokens are spread evenly, in order of execution."""
+    return in_order([each for fqn in linear_fqns(case) for each in (*_routed(case, fqn), _gemms_of(case, fqn, rank))])
+
+
+def _routed(case: Case, fqn: str) -> Iterator[list[Gemm]]:
+    """The matmuls of the router and of the experts of a block, which come before its shared expert, `fqn`."""
+    block, _, name = fqn.rpartition(".moe.shared_experts.")
+    if not block or name != "w1":
+        return
+    model, traits = case.model, TRAITS[case.float8.recipe]
+    local, hidden = model.experts // case.layout.ep, (model.shape.dim, model.expert_dim)
+    forwards = int(case.train.evaluate) + is_checkpointed(case, fqn)
+    matmuls = [(ROUTER, residual_tokens(case), (model.shape.dim, model.experts), 1)]
+    matmuls += [(f"{EXPERTS}.w{at}", balanced_rows(case), hidden, local) for at in (1, 3)]
+    matmuls.append((f"{EXPERTS}.w2", balanced_rows(case), hidden[::-1], local))
+    for module, rows, features, groups in matmuls:
+        found = []
+        for role, (m, n, k) in matmul_sizes(rows, features).items():
+            float8 = module != ROUTER and case.float8.grouped_mm and traits.multiplies(role)
+            gemm = Gemm(
+                fqn=f"{block}.{module}",
+                role=role,
+                m=m,
+                n=n,
+                k=k,
+                precision=FLOAT8 if float8 else case.train.dtype,
+                scales_rows=float8 and traits.scales_rows(role),
+                executed_k=k,
+                multiple=traits.multiple,
+                copied=False,
+                count=case.train.accumulation,
+                repeats=case.train.accumulation * forwards if role == "forward" else 0,
+                groups=groups,
+            )
+            found.append(gemm)
+        yield found
 
 
 def _gemms_of(case: Case, fqn: str, rank: int) -> list[Gemm]:
     traits, converted, found = case.float8.traits, is_converted(case, fqn), []
-    for role, (m, n, k) in matmul_sizes(case, local_features(case, linear_name(fqn), rank)).items():
+    features = local_features(case, linear_name(fqn), rank)
+    for role, (m, n, k) in matmul_sizes(case.tokens_per_rank, features).items():
         float8 = converted and traits.multiplies(role)
         pads = float8 and case.float8.pad_inner_dim
         gemm = Gemm(
@@ -133,7 +175,7 @@ def _repeats(case: Case, fqn: str) -> int:
 class Work(msgspec.Struct, frozen=True, kw_only=True):
     """FLOPs of one rank and step: `flops` that training needs, and all that is executed, with repeats and padding."""
 
-    part: str  # BLOCKS, OUTPUT, ATTENTION
+    part: str  # BLOCKS, OUTPUT, ATTENTION, ROUTED
     role: str  # "forward", "dgrad", "wgrad"; "backward" of attention
     precision: str  # "float8", or a dtype
     flops: int
@@ -148,7 +190,7 @@ def work(case: Case, *, rank: int = 0, saves_attention: bool = True) -> tuple[Wo
     """
     found: dict[tuple[str, str, str], list[Gemm]] = {}
     for gemm in sorted(gemms(case, rank=rank), key=lambda gemm: gemm.fqn == OUTPUT_FQN):
-        found.setdefault((OUTPUT if gemm.fqn == OUTPUT_FQN else BLOCKS, gemm.role, gemm.precision), []).append(gemm)
+        found.setdefault((_part_of(gemm), gemm.role, gemm.precision), []).append(gemm)
     linears = (
         Work(
             part=part,
@@ -161,6 +203,12 @@ def work(case: Case, *, rank: int = 0, saves_attention: bool = True) -> tuple[Wo
         for (part, role, precision), of_part in found.items()
     )
     return (*linears, *_attention(case, saves_attention=saves_attention))
+
+
+def _part_of(gemm: Gemm) -> str:
+    if gemm.fqn == OUTPUT_FQN:
+        return OUTPUT
+    return ROUTED if linear_name(gemm.fqn).startswith((ROUTER, EXPERTS)) else BLOCKS
 
 
 def _attention(case: Case, *, saves_attention: bool) -> Iterator[Work]:
@@ -198,12 +246,12 @@ def executed(case: Case, *, rank: int, saves_attention: bool = True) -> Mapping[
 
 
 def flops_per_token(case: Case) -> int:
-    """Of forward and backward, as torchtitan counts: 6 for every parameter but the embedding's, and attention.
+    """Of forward and backward, as torchtitan counts: 6 for every active parameter but the embedding's, and attention.
 
     The parameters of norms count too, though nothing multiplies by them: 2e-5 of Llama 3 8B.
     """
     shape = case.model.shape
-    parameters = parameter_count(case) - shape.dim * case.model.padded_vocab_size
+    parameters = active_parameter_count(case) - shape.dim * case.model.padded_vocab_size
     attention = 12 * shape.layers * shape.heads * shape.head_dim * case.train.seq_len
     return FLOPS_PER_PARAMETER_AND_TOKEN * parameters + attention
 

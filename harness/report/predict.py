@@ -10,6 +10,7 @@ from harness.matrix.layout import MESH_AXES
 from harness.matrix.targets import is_llama
 from harness.performance.cost import CostReport, Metrics, Row, Speed, speed
 from harness.performance.machine import Peak, peak_of_device
+from harness.performance.routed import IMBALANCE, Routed
 from harness.plural import binary_bytes, counted
 from harness.report.case import flop_words, speedup_words
 from harness.report.sections import Block, Facts, Items, Section, Table
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 SIMULATED = "simulated, not gated: a CPU computes float8 with the virtual device"
 _COUNTING = (
     "a multiplication and an addition are 2 FLOPs; attention counts as not causal, its backward as twice its forward",
-    "FLOPs of a token are torchtitan's: 6 for every parameter but the embedding's, and attention",
+    "FLOPs of a token are torchtitan's: 6 for every active parameter but the embedding's, and attention",
 )
 _AXES = {axis: {"dp_replicate": "replicas", "dp_shard": "FSDP", "tp": "TP"}.get(axis, axis) for axis in MESH_AXES}
 _MEMORY = {
@@ -88,6 +89,7 @@ def _formula_sections(found: Metrics) -> Iterator[Block]:
     saved = "as the compiler chooses" if found.saved_bytes is None else binary_bytes(found.saved_bytes)
     facts = (
         ("FLOPs of a token", f"{flop_words(of_token)}: {shares}"),
+        *_parameters(found),
         *((f"executed {words}", f"{each.calls} calls") for words, each in found.executed.items()),
         ("casts to float8", str(found.casts)),
         ("saved for backward", f"{saved}, with the attention of a CPU"),
@@ -97,6 +99,12 @@ def _formula_sections(found: Metrics) -> Iterator[Block]:
     sent = tuple((words, str(each.calls), binary_bytes(each.payload_bytes)) for words, each in named)
     columns = ("sent by this rank", "calls", "bytes")
     yield Table(columns=columns, rows=sent, right=(1, 2)) if sent else "sent: nothing"
+
+
+def _parameters(found: Metrics) -> Iterator[tuple[str, str]]:
+    if found.active_parameters < found.parameters:
+        yield "parameters", f"{found.parameters:,}, of which a token meets {found.active_parameters:,}"
+        yield "experts", "as if tokens were spread evenly"
 
 
 def _measured_table(rows: Iterable[Row]) -> Table:
@@ -153,10 +161,26 @@ def layout_sections(found: Simulation, verification: Verification | None = None)
     yield Section(blocks=(found.case, of, Items(reasons)))
     for table in (_matmul_table(found), _shard_table(found), _wire_table(found), _memory_table(found)):
         yield table if table.rows else "sent: nothing"
+    if found.experts is not None:
+        yield _experts(found.experts)
     yield _time(found)
     yield Section(title="assumed", blocks=(Items(found.assumptions),))
     if verification is not None:
         yield _verification(verification)
+
+
+def _experts(found: Routed) -> Facts:
+    longer = "" if found.more_s is None else f"{found.more_s:.3g} s a step more"
+    larger = "" if not found.more_bytes else f"{binary_bytes(found.more_bytes)} more saved for backward"
+    more = ", ".join(filter(None, (longer, larger)))
+    return Facts(
+        (
+            ("parameters", f"{found.parameters:,}, of which a token meets {found.active_parameters:,}"),
+            ("experts of a rank", f"{found.local_experts}, which get {found.rows:,} rows in a forward of a block"),
+            ("sent to them and back", f"{binary_bytes(found.sent_bytes)} in a step of this rank"),
+            (f"with {IMBALANCE} times as many rows", more or "nothing more"),
+        )
+    )
 
 
 def _time(found: Simulation) -> str:

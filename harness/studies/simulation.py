@@ -70,6 +70,7 @@ def require_simulable(case: Case) -> None:
         "evaluate": case.train.evaluate,
         "ignored_tokens": case.train.ignored_tokens != "none",
         "max_norm": case.train.max_norm is not None,
+        "experts": case.model.experts > 0,
     }
     for axis in (name for name, stands in other.items() if stands):
         what = f"simulated ranks train the reference Llama by its plain step, which has no {axis} of its own."

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from harness.errors import HarnessError
-from harness.expect.traffic import Transfer
+from harness.expect.transfer import Transfer
 from harness.matrix.axes import case_from_axes
 from harness.matrix.case import Case, Layout
 from harness.performance.gains import conversions, padded_size, vocabularies

@@ -1,0 +1,61 @@
+"""The expected collectives of experts: tokens to the ranks that hold their experts, results and gradients back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import msgspec
+
+from harness.expect.transfer import Transfer, forward_passes, repeated, residual_tokens
+from harness.matrix.case import Case
+from harness.matrix.layout import MESH_AXES, group_name
+from harness.matrix.linears import expert_fqns
+from harness.trace.experts import ExpertCall
+
+_COUNTS = "numbers of tokens of experts"
+
+
+def dispatched(case: Case) -> Iterator[Transfer]:
+    """What a rank sends to the ranks that hold the experts of its tokens: rows, how many, and gradients of results.
+
+    What it sends back depends on how many came (`sent_back`).
+    """
+    model = case.model
+    layers = model.expert_layers
+    again = sum(case.checkpointing.wraps(layer) for layer in layers)
+    ep, calls = group_name(case.layout, "ep"), len(layers) * forward_passes(case) + again
+    rows = balanced_rows(case) * model.shape.dim
+    yield Transfer(ep, "all_to_all", "int64", model.experts, _COUNTS, times=calls)
+    yield Transfer(ep, "all_to_all", case.train.dtype, rows, "tokens of experts", times=calls)
+    yield Transfer(ep, "all_to_all", case.train.dtype, rows, "gradients of results of experts", times=len(layers))
+
+
+def sent_back(case: Case, calls: Iterable[ExpertCall]) -> Iterator[Transfer]:
+    """What a rank sends back in these calls of its experts: results, and the gradients of tokens that it trained on."""
+    ep = group_name(case.layout, "ep")
+    if case.layout.ep == 1:
+        return
+    for call in calls:
+        rows = sum(call.local_counts) * case.model.shape.dim
+        times = 2 if call.phase == "forward" else 1
+        yield Transfer(ep, "all_to_all", case.train.dtype, rows, "results of experts", times=times)
+
+
+def balanced_rows(case: Case) -> int:
+    """Rows that the experts of a rank get in a forward where tokens are spread evenly: as many as the rank sends."""
+    return residual_tokens(case) * case.model.top_k
+
+
+def sent_back_if_balanced(case: Case) -> Iterator[Transfer]:
+    """What a rank sends back in a step where tokens are spread evenly."""
+    sent = [term for term in dispatched(case) if term.purpose != _COUNTS]
+    if case.layout.ep > 1:
+        for term in repeated(sent, case.train.accumulation):
+            yield msgspec.structs.replace(term, purpose="what experts return, if tokens are spread evenly")
+
+
+def tokens_of_experts(case: Case) -> Iterator[Transfer]:
+    """The tokens of every expert in this step, of all ranks, by which the choice is balanced."""
+    for axis in MESH_AXES:
+        times = len(expert_fqns(case.model))
+        yield Transfer(axis, "all_reduce", "float32", case.model.experts, "tokens of experts", op="sum", times=times)
