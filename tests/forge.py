@@ -64,7 +64,7 @@ def forge_at(forge: Forge) -> Iterator[Forge]:
             pass
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
+    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
     forge.address = f"http://127.0.0.1:{server.server_port}"
     try:
         yield forge

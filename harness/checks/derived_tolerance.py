@@ -57,7 +57,8 @@ def derived_parity_tolerance(
     key = parity_key(case, numerics)
     if key == SAME_ORDER:  # equal gradients, added up in the order that the target chose
         per_step[0] = ADDED
-    elif case.layout.tp == 1 and clips_by_a_rounded_norm(case):
+    elif clips_by_a_rounded_norm(case) and case.layout.tp == 1 and case.compile != "inductor":
+        # generated code rounds elsewhere: a gradient that is reduced in bfloat16 was 2.5e-5 off
         per_step[0] = rounding_of_norm(case)
     return _tolerance(PARITY, key, per_step, PARITY_MARGIN)
 
