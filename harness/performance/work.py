@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Mapping
+from typing import NamedTuple
 
 import msgspec
 from msgspec.structs import replace
@@ -34,7 +35,7 @@ from harness.matrix.linears import (
     local_features,
     matmul_sizes,
 )
-from harness.matrix.recipes import TRAITS
+from harness.matrix.recipes import TRAITS, RecipeTraits
 from harness.measured import Multiplied, multiplied_by
 from harness.performance.machine import FLOAT8
 from harness.trace.counts import multiplied_words
@@ -102,63 +103,61 @@ class Gemm(linears.Gemm, frozen=True, kw_only=True):
 @functools.lru_cache(maxsize=64)
 def gemms(case: Case, *, rank: int = 0) -> tuple[Gemm, ...]:
     """The matmuls of linears, and of experts whose tokens are spread evenly, in order of execution."""
-    return in_order([each for fqn in linear_fqns(case) for each in (*_routed(case, fqn), _gemms_of(case, fqn, rank))])
+    modules = (each for fqn in linear_fqns(case) for each in (*_routed(case, fqn), _linear(case, fqn, rank)))
+    return in_order([_gemms_of(case, each) for each in modules])
 
 
-def _routed(case: Case, fqn: str) -> Iterator[list[Gemm]]:
-    """The matmuls of the router and of the experts of a block, which come before its shared expert, `fqn`."""
+class _Module(NamedTuple):
+    """What multiplies so many rows by weights of these local (in_features, out_features), in high precision or not."""
+
+    fqn: str
+    rows: int
+    features: tuple[int, int]
+    traits: RecipeTraits | None
+    repeats: int
+    pads: bool = False
+    groups: int = 1
+
+
+def _linear(case: Case, fqn: str, rank: int) -> _Module:
+    float8, features = case.float8, local_features(case, linear_name(fqn), rank)
+    traits = float8.traits if is_converted(case, fqn) else None
+    return _Module(fqn, case.tokens_per_rank, features, traits, _repeats(case, fqn), pads=float8.pad_inner_dim)
+
+
+def _routed(case: Case, fqn: str) -> Iterator[_Module]:
+    """The router and the experts of a block, which come before its shared expert, `fqn`."""
     block, _, name = fqn.rpartition(".moe.shared_experts.")
     if not block or name != "w1":
         return
-    model, traits = case.model, TRAITS[case.float8.recipe]
-    local, hidden = model.experts // case.layout.ep, (model.shape.dim, model.expert_dim)
-    forwards = int(case.train.evaluate) + is_checkpointed(case, fqn)
-    matmuls = [(ROUTER, residual_tokens(case), (model.shape.dim, model.experts), 1)]
-    matmuls += [(f"{EXPERTS}.w{at}", balanced_rows(case), hidden, local) for at in (1, 3)]
-    matmuls.append((f"{EXPERTS}.w2", balanced_rows(case), hidden[::-1], local))
-    for module, rows, features, groups in matmuls:
-        found = []
-        for role, (m, n, k) in matmul_sizes(rows, features).items():
-            float8 = module != ROUTER and case.float8.grouped_mm and traits.multiplies(role)
-            gemm = Gemm(
-                fqn=f"{block}.{module}",
-                role=role,
-                m=m,
-                n=n,
-                k=k,
-                precision=FLOAT8 if float8 else case.train.dtype,
-                scales_rows=float8 and traits.scales_rows(role),
-                executed_k=k,
-                multiple=traits.multiple,
-                copied=False,
-                count=case.train.accumulation,
-                repeats=case.train.accumulation * forwards if role == "forward" else 0,
-                groups=groups,
-            )
-            found.append(gemm)
-        yield found
+    model, traits = case.model, TRAITS[case.float8.recipe] if case.float8.grouped_mm else None
+    again = case.train.accumulation * (int(case.train.evaluate) + is_checkpointed(case, fqn))
+    yield _Module(f"{block}.{ROUTER}", residual_tokens(case), (model.shape.dim, model.experts), None, again)
+    up, local = (model.shape.dim, model.expert_dim), model.experts // case.layout.ep
+    for weight, features in (("w1", up), ("w3", up), ("w2", up[::-1])):
+        yield _Module(f"{block}.{EXPERTS}.{weight}", balanced_rows(case), features, traits, again, groups=local)
 
 
-def _gemms_of(case: Case, fqn: str, rank: int) -> list[Gemm]:
-    traits, converted, found = case.float8.traits, is_converted(case, fqn), []
-    features = local_features(case, linear_name(fqn), rank)
-    for role, (m, n, k) in matmul_sizes(case.tokens_per_rank, features).items():
-        float8 = converted and traits.multiplies(role)
-        pads = float8 and case.float8.pad_inner_dim
+def _gemms_of(case: Case, module: _Module) -> list[Gemm]:
+    found = []
+    for role, (m, n, k) in matmul_sizes(module.rows, module.features).items():
+        float8 = module.traits is not None and module.traits.multiplies(role)
+        pads = float8 and module.pads
         gemm = Gemm(
-            fqn=fqn,
+            fqn=module.fqn,
             role=role,
             m=m,
             n=n,
             k=k,
             precision=FLOAT8 if float8 else case.train.dtype,
-            scales_rows=float8 and traits.scales_rows(role),
+            scales_rows=module.traits is not None and float8 and module.traits.scales_rows(role),
             executed_k=-(-k // ALIGNMENT) * ALIGNMENT if pads else k,
-            multiple=traits.multiple,
+            multiple=case.float8.traits.multiple,
             # A compiled block copies what it pads. In an eager one `torch.nn.functional.pad` copies what is aligned too
             copied=pads and (k % ALIGNMENT != 0 or case.compile == "none"),
             count=case.train.accumulation,
-            repeats=_repeats(case, fqn) if role == "forward" else 0,
+            repeats=module.repeats if role == "forward" else 0,
+            groups=module.groups,
         )
         found.append(gemm)
     return found
