@@ -14,6 +14,7 @@ from harness.verdict import Finding
 
 _FIXES = Path(__file__).parents[2] / "cases" / "fixes"
 WHOLE_WEIGHT = f"{_FIXES / 'scale_of_whole_weight.py'}:apply"
+UNDER_TP = f"{_FIXES / 'mxfp8_under_tp.py'}:apply"
 
 
 def sweep(*values: object) -> Any:

@@ -14,6 +14,7 @@ from harness.matrix.numerics import replayed_steps
 from harness.trace import Run
 from harness.verdict import Finding
 from tests.builders import make_witnesses
+from tests.worker.runs import UNDER_TP
 
 TP = "tp2-tensorwise-v2048-gb4-s1-b16"
 HSDP = "hsdp2x2-tensorwise-v2048-gb4-s1-b16"
@@ -174,3 +175,19 @@ def test_a_reported_norm_of_other_gradients_is_found(judged, plant):
     (first, *_) = judged(parse_case_id(TP), plant(FAULTS, "reported_norm_off"))
     assert (first.rule, first.step) == (NORM.name, 1)
     assert (first.values["number"], first.values["source"]) == ("grad_norm", "gradients")
+
+
+SHARED = "fsdp2-tp2-ep4-{}-moe4-top3-v2048-gb4-s1-b16"
+
+
+@pytest.mark.parametrize("recipe", ["rowwise-gmm.fp8", "mxfp8-gmm.fp8"])
+def test_experts_beside_tp_have_the_bits_of_one_rank_module_by_module(train, trained, recipe: str) -> None:
+    """In blocks of MXFP8 tokens share a scale, so that one rank needs them in the order of the ranks that send them."""
+    case = parse_case_id(SHARED.format(recipe))
+    fixes = (UNDER_TP,) if recipe.startswith("mxfp8") else ()
+    recorded = trained(case, probes=("sketches", "module_tensors"), injections=fixes)
+    (replayed,) = train(case, replayed=tuple(trace.module_tensors or () for trace in recorded.traces))
+    found = {f"{each.fqn} {each.kind}": each.distance for each in replayed.module_distances}
+    of_mixture = {name: distance for name, distance in found.items() if ".moe" in name}
+    assert len(of_mixture) > 20
+    assert {name: distance for name, distance in of_mixture.items() if distance != 0} == {}

@@ -61,6 +61,16 @@ def test_the_weight_of_a_norm_has_the_gradients_of_all_ranks() -> None:
     assert torch.equal(norm.weight.grad, summed(torch.stack([each + each for each in of_ranks])))
 
 
+def test_a_router_has_the_gradients_of_all_ranks_of_the_sequence() -> None:
+    gate, given = nn.Linear(8, 4, bias=False).to(BF16), random(2, 6, 8)
+    places = [(slice(0, 2), slice(0, 3), slice(0, 4)), (slice(0, 2), slice(3, 6), slice(0, 4))]  # of its output
+    found = of_sequence(gate, places, ())(given)
+    torch.testing.assert_close(found, gate(given))
+    (of_all,) = torch.autograd.grad(found.sum(), gate.weight)
+    of_ranks = [torch.autograd.grad(gate(given[place[:-1]]).sum(), gate.weight)[0] for place in places]
+    assert torch.equal(of_all, summed(torch.stack(of_ranks)))
+
+
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
 def test_scaled_matmuls_are_multiplied_again_in_parts(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
     virtual_device.install()
