@@ -29,7 +29,8 @@ MARGIN = 2.0
 EXACT = 0.0
 LOG = 2.0**-20  # of the logarithm of a probability from 8 to 16 in float32: its last bit
 # In float32 it may be off by this many of them: without AVX2 the exponentials of a shard are added up in fewer lanes,
-# so their sum is off too. 1.6 was measured (8 of 14 cases above 1).
+# so their sum is off too. 1.6 was measured (8 of 14 cases above 1). With AVX-512 the gradient of logits in bfloat16 was
+# 2.1 times as far off as one of these bits in the mean makes it.
 LOG_BITS = 3
 FLOAT64 = 2.0**-40  # sums of thousands of addends: 7e-17 was measured
 # Of a parameter in float32: a fused optimizer computes the end of a shard by another loop, and SGD without AVX2
@@ -101,14 +102,14 @@ def _of_loss(case: Case, found: ModuleDistance) -> float:
 
     They move the logarithm of every probability by its last bits, and so each of them, and the gradient of each logit
     but that of the label (`tail`), by that share of itself. In bfloat16 few are rounded to a neighbour, a share `s`
-    away, with probability LOG / s: that adds LOG * s to the square of the distance.
+    away, with probability LOG_BITS * LOG / s: that adds LOG_BITS * LOG * s to the square of the distance.
     """
     is_loss = found.fqn == OUTPUT_FQN and found.kind == "grad_output"
     if not is_loss or case.layout.tp == 1 or not case.layout.loss_parallel:
         return EXACT
     if found.dtype == "float32":
         return LOG_BITS * LOG * math.sqrt(found.tail)
-    return MARGIN * math.sqrt(LOG * 2 * UNIT[found.dtype] * found.tail)
+    return MARGIN * math.sqrt(LOG_BITS * LOG * 2 * UNIT[found.dtype] * found.tail)
 
 
 def _of_unknown_model(case: Case, found: ModuleDistance, model: Model, bits: Bits) -> float:

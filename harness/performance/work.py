@@ -100,7 +100,7 @@ class Gemm(linears.Gemm, frozen=True, kw_only=True):
         return (self.m + self.n) * (self.k + self.executed_k) * self.executions if self.copied else 0
 
 
-@functools.lru_cache(maxsize=64)
+@functools.lru_cache(maxsize=1024)
 def gemms(case: Case, *, rank: int = 0) -> tuple[Gemm, ...]:
     """The matmuls of linears, and of experts whose tokens are spread evenly, in order of execution."""
     modules = (each for fqn in linear_fqns(case) for each in (*_routed(case, fqn), _linear(case, fqn, rank)))
