@@ -8,6 +8,7 @@ Inductor decomposes them: a clamp is one to the minimum and one to the maximum. 
 from __future__ import annotations
 
 import functools
+import re
 from collections import defaultdict
 from typing import Any, NamedTuple
 
@@ -209,8 +210,11 @@ def _origin(node: Any) -> torch.fx.Node:
     return found
 
 
+_OF_COMPILER = r"L\['self'\]\.|(?:__dict__\['_modules'\]|_modules)\['_checkpoint_wrapped_module'\]\."
+
+
 def fqn_of(node: torch.fx.Node) -> str:
     """The module whose code the node comes from, as the compiler remembers it; "?" where it does not."""
     stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
     names = [name for name, _ in stack.values()]
-    return str(names[-1]).replace("L['self'].", "") if names else "?"
+    return re.sub(_OF_COMPILER, "", str(names[-1])) if names else "?"
