@@ -27,6 +27,10 @@ FIRST_STEPS = 3  # they share one number, from all their distances: each has few
 
 ADDED = 1e-6  # sums of the same gradients in float32, in two orders: 6e-8 apart for eight of them
 
+# A token that a rounding of TP sends to another expert moves gradients of routers and experts: by 0.23 at most, in one
+# of 112 runs, which few draws do not show. Local parity, where every choice is that of the run, is first.
+SENT_ELSEWHERE = 2 * 0.23
+
 PARITY_MARGIN = 3.0  # of the largest distance; the same as of measured tolerances
 
 
@@ -47,13 +51,14 @@ def derived_parity_tolerance(
 ) -> Tolerance:
     """How far any gradient may be from the single-rank one, relative to its norm: as far as two roundings are apart.
 
-    Of experts no draw is left out: a token that a rounding sends to another expert is no rare accident there, and moves
-    the gradient of the router by as much as 0.2.
+    Of experts no draw is left out: that a rounding sends a token to another expert is no rare accident there.
     """
     steps, ignored = range(1, case.train.steps + 1), ROUNDED["bfloat16"]
     drawn = zip(*(worst_distances(draw, reference, steps=steps, ignored=ignored) for draw in draws), strict=True)
     counted = ([*distances] if case.model.experts else _without_farthest(distances) for distances in drawn)
     per_step = _never_less([PARITY_MARGIN * largest(distances) for distances in counted])
+    if case.model.experts and case.layout.tp > 1:
+        per_step = [max(each, SENT_ELSEWHERE) for each in per_step]
     key = parity_key(case, numerics)
     if key == SAME_ORDER:  # equal gradients, added up in the order that the target chose
         per_step[0] = ADDED
