@@ -70,9 +70,8 @@ def import_report(report: Report, options: ImportOptions) -> ImportedBug:
     of_torchao = any(each.fact in ("float8", "recipe") for each in reading.statements)
     named, asked = outside_by_prose(report, told[: 1 if of_torchao else None], day)
     if reading.has_experts:
-        named, asked = (
-            {name: words for name, words in found.items() if name != EXPERTS.name} for found in (named, asked)
-        )
+        named.pop(EXPERTS.name, None)
+        asked.pop(EXPERTS.name, None)
     refused = {**reading.outside, **named}
     bug = replace(
         seen,

@@ -27,8 +27,8 @@ FIRST_STEPS = 3  # they share one number, from all their distances: each has few
 
 ADDED = 1e-6  # sums of the same gradients in float32, in two orders: 6e-8 apart for eight of them
 
-# A token that a rounding of TP sends to another expert moves gradients of routers and experts: by 0.23 at most, in one
-# of 112 runs, which few draws do not show. Local parity, where every choice is that of the run, is first.
+# Under TP a rounding may send a token to another expert, which moves the gradients of routers and experts. The largest
+# distance in 112 runs was 0.23; four draws may miss it. Local parity repeats the run's own choices, and is sharper.
 SENT_ELSEWHERE = 2 * 0.23
 
 PARITY_MARGIN = 3.0  # of the largest distance; the same as of measured tolerances
@@ -51,7 +51,7 @@ def derived_parity_tolerance(
 ) -> Tolerance:
     """How far any gradient may be from the single-rank one, relative to its norm: as far as two roundings are apart.
 
-    Of experts no draw is left out: that a rounding sends a token to another expert is no rare accident there.
+    With experts every draw counts: it is no accident there that a rounding sends a token to another expert.
     """
     steps, ignored = range(1, case.train.steps + 1), ROUNDED["bfloat16"]
     drawn = zip(*(worst_distances(draw, reference, steps=steps, ignored=ignored) for draw in draws), strict=True)

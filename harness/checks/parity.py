@@ -110,12 +110,11 @@ def check_parity(case: Case, run: Run, witnesses: Witnesses) -> list[Finding]:
     rounded = OTHER_DTYPE if case.parameter_dtype == "bfloat16" else SUMS
     initial = _on_ranks(run, solo, _tensors(found, expected, 1, "initial", rounded, 0.0))
     every_step = [*initial, *_missing(found, expected), *_replicas(case, run, expected), *_batches(case, run, solo)]
-    loss_floor = 0.0 if case.train.dtype == "float64" else FLOAT32_LOSS
     for step in range(1, case.train.steps + 1):
         allowed = allowed_distance(case, tolerance, step)
         findings = [
             *_on_ranks(run, solo, _tensors(found, expected, step, "grad", allowed, rounding_floor(case))),
-            *_reported_numbers(run, solo, step, allowed, loss_floor, rounding_of_norm(case)),
+            *_reported_numbers(case, run, solo, step, allowed),
         ]
         if findings:
             gradients, loss = _factors(case, run, witnesses, step)
@@ -246,15 +245,14 @@ def _on_ranks(run: Run, solo: Run, findings: Iterable[Finding]) -> Iterator[Find
         yield about_ranks(finding, ranks, run)
 
 
-def _reported_numbers(
-    run: Run, solo: Run, step: int, allowed: float, loss_floor: float, rounding: float
-) -> list[Finding]:
+def _reported_numbers(case: Case, run: Run, solo: Run, step: int, allowed: float) -> list[Finding]:
     """Loss and gradient norm as ranks report them. The norm cannot be further off than the worst gradient.
 
-    That of the target itself has the `rounding` of its own sum besides.
+    That of the target itself has the rounding of its own sum besides.
     """
     expected = solo.traces[0].steps[step - 1]
-    reported = expected.reported_grad_norm
+    reported, rounding = expected.reported_grad_norm, rounding_of_norm(case)
+    loss_floor = 0.0 if case.train.dtype == "float64" else FLOAT32_LOSS
     norms = [(GRAD_NORM, "grad_norm", expected.grad_norm, allowed)]
     norms += [] if reported is None else [(REPORTED_NORM, "reported_grad_norm", reported, max(allowed, rounding))]
     return [

@@ -19,7 +19,6 @@ from harness.matrix.case import Case
 from harness.matrix.layout import peers
 from harness.matrix.linears import expert_fqns
 from harness.matrix.numerics import drifts
-from harness.matrix.recipes import TRAITS
 from harness.trace import Run
 from harness.trace.experts import ExpertCall, Phase, Rows
 from harness.verdict import Finding
@@ -110,8 +109,7 @@ def _matmuls(case: Case, run: Run) -> Iterator[Finding]:
         records = trace.experts.matmuls if trace.experts is not None else ()
         for step in range(1, train.steps + 1):
             for wgrad, expected in times.items():
-                # `casts` are those of linears: torchao converts grouped matmuls by the recipe alone
-                scaled = case.float8.grouped_mm and (not wgrad or TRAITS[case.float8.recipe].multiplies("wgrad"))
+                scaled = case.float8.grouped_traits.multiplies("wgrad" if wgrad else "forward")
                 found = {each.scaled: each.times for each in records if (each.step, each.wgrad) == (step, wgrad)}
                 if found != {scaled: expected}:
                     key = (step, wgrad, _counted({scaled: expected}), _counted(found))

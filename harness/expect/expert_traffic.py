@@ -24,7 +24,7 @@ def dispatched(case: Case) -> Iterator[Transfer]:
     layers = model.expert_layers
     again = sum(case.checkpointing.wraps(layer) for layer in layers)
     ep, calls = group_name(case.layout, "ep"), len(layers) * forward_passes(case) + again
-    rows = balanced_rows(case) * model.shape.dim
+    rows = sent_rows(case) * model.shape.dim
     yield Transfer(ep, "all_to_all", "int64", model.experts, _COUNTS, times=calls)
     yield Transfer(ep, "all_to_all", case.train.dtype, rows, "tokens of experts", times=calls)
     yield Transfer(ep, "all_to_all", case.train.dtype, rows, "gradients of results of experts", times=len(layers))
@@ -41,8 +41,8 @@ def sent_back(case: Case, calls: Iterable[ExpertCall]) -> Iterator[Transfer]:
         yield Transfer(ep, "all_to_all", case.train.dtype, rows, "results of experts", times=times)
 
 
-def balanced_rows(case: Case) -> int:
-    """Rows that the experts of a rank get in a forward where tokens are spread evenly: as many as the rank sends."""
+def sent_rows(case: Case) -> int:
+    """Rows that a rank sends in the forward of a block. Its experts get as many where tokens are spread evenly."""
     return residual_tokens(case) * case.model.top_k
 
 

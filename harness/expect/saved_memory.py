@@ -22,6 +22,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from harness.expect.expert_traffic import sent_rows
 from harness.expect.model import is_recomputed, traits_of
 from harness.expect.transfer import residual_tokens
 from harness.expect.upstream import NONE, SEPARATE_BACKWARD_CASTS, Changes
@@ -118,7 +119,7 @@ def block_elements(case: Case, layer: int, step: int, rows: int | None = None) -
         saved["bfloat16"] += case.train.seq_len * case.model.shape.head_dim
     if not case.checkpointing.wraps(layer):
         if case.model.has_experts(layer):
-            saved += _mixture(case, residual_tokens(case) * case.model.top_k if rows is None else rows)
+            saved += _mixture(case, sent_rows(case) if rows is None else rows)
         return saved + _whole_block(case, layer) + gathered_scales(case, layer, step)
     saved[case.train.dtype] += residual_tokens(case) * case.model.shape.dim  # the input of the block
     return saved + _selected_outputs(case, layer) if case.checkpointing.mode == "selective_op" else saved
@@ -153,8 +154,7 @@ def _mixture(case: Case, rows: int) -> Elements:
     and as padded groups; then of SwiGLU what `w1`, silu, `w3` and their product gave. A sigmoid's weights are divided
     by their sum, which saves both.
     """
-    model, tokens = case.model, residual_tokens(case)
-    chosen = tokens * model.top_k
+    model, tokens, chosen = case.model, residual_tokens(case), sent_rows(case)
     multiple = case.float8.traits.group_multiple if case.float8.grouped_mm else GROUP_MULTIPLE
     padded = multiple * (-(-rows // multiple) + model.experts // case.layout.ep)
     saved = Counter({case.wide_dtype: tokens * model.experts + chosen})

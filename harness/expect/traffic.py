@@ -16,7 +16,7 @@ from functools import lru_cache, partial
 
 import msgspec
 
-from harness.expect.expert_traffic import dispatched, tokens_of_experts
+from harness.expect.expert_traffic import dispatched, sent_back_if_balanced, tokens_of_experts
 from harness.expect.fusion import fusion_candidates
 from harness.expect.model import traits_of
 from harness.expect.transfer import Transfer, forward_passes, repeated, residual_tokens
@@ -62,6 +62,11 @@ def expected_transfers(case: Case, *, step: int, rank: int, changes: Changes = N
     used = _axes_of_several_ranks(case)
     sent = tuple(term for term in terms if term.times and term.axis in used)
     return (*sent, *reports(case)) if traits_of(case).logs else sent
+
+
+def transfers_if_balanced(case: Case, *, step: int, rank: int, changes: Changes = NONE) -> tuple[Transfer, ...]:
+    """The same, and what experts send back where tokens are spread evenly."""
+    return (*expected_transfers(case, step=step, rank=rank, changes=changes), *sent_back_if_balanced(case))
 
 
 def _axes_of_several_ranks(case: Case) -> frozenset[str]:

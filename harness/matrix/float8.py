@@ -228,5 +228,10 @@ class Float8(CaseStruct, frozen=True, kw_only=True):
         return self.traits.converts
 
     @property
+    def grouped_traits(self) -> RecipeTraits:
+        """Those of grouped matmuls: torchao converts them by the recipe, whatever `casts` says of linears."""
+        return TRAITS[self.recipe if self.grouped_mm else "bf16"]
+
+    @property
     def traits(self) -> RecipeTraits:
         return TRAITS[self.recipe].with_casts(self.casts) if self.casts else TRAITS[self.recipe]

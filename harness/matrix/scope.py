@@ -63,7 +63,7 @@ SCOPE = (
     EXPERTS,
     OutOfScope(
         name="expert tensor parallelism",
-        reason="every expert is whole on a rank of ep: tensor parallelism shares the linears beside experts alone",
+        reason="each expert is whole on one rank of ep; tensor parallelism shards the other linears only",
         words=r"(etp|expert_tensor_parallel\w*)\d*",
         options=_options("expert_tensor_parallel_degree expert_tensor_parallel_size", _SEVERAL),
         said=r"\bETP(?![A-Za-z]| ?= ?1\b)|\b(?i:expert[- ]tensor[- ]parallel)",

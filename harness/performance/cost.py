@@ -14,8 +14,8 @@ import msgspec
 
 from harness.errors import HarnessError
 from harness.expect.expectations import Expectations
-from harness.expect.expert_traffic import sent_back_if_balanced
 from harness.expect.saved_memory import expected_saved
+from harness.expect.traffic import transfers_if_balanced
 from harness.matrix.case import Case
 from harness.matrix.caseid import case_id
 from harness.matrix.linears import active_parameter_count, parameter_count
@@ -30,7 +30,7 @@ from harness.result import CaseResult
 class Metrics(msgspec.Struct, frozen=True, kw_only=True):
     """Of one rank and step. `step`: 2, because scales that are computed at once are those of the step before.
 
-    Of experts as if tokens were spread evenly.
+    Tokens are taken to be spread evenly over experts.
     """
 
     case_id: str
@@ -60,7 +60,7 @@ def metrics(case: Case, *, rank: int = 0) -> Metrics:
     if not 0 <= rank < case.world_size:
         raise HarnessError(f"the case has ranks 0 to {case.world_size - 1}.", where=f"--rank {rank}")
     step = min(2, case.train.steps)
-    terms = (*expect.transfers(step=step, rank=rank), *sent_back_if_balanced(case))
+    terms = transfers_if_balanced(case, step=step, rank=rank, changes=expect.changes)
     return Metrics(
         case_id=case_id(case),
         world_size=case.world_size,

@@ -38,7 +38,7 @@ ASSUMPTIONS = (
     "the peak of memory is a lower bound: published peaks of 8B and 70B, compiled, are 1.14 and 1.17 times as high",
     "the time of a step is a model, whose rates `predict speedup` prints",
 )
-EVENLY = "tokens are spread evenly over experts: what a rank multiplies, keeps and gets is that of the mean"
+EVENLY = "tokens are spread evenly over experts, so every rank multiplies, keeps and receives the mean"
 
 
 class Reason(msgspec.Struct, frozen=True):

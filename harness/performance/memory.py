@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import msgspec
 from msgspec.structs import replace
 
-from harness.expect.expert_traffic import balanced_rows
+from harness.expect.expert_traffic import sent_rows
 from harness.expect.live_memory import expected_live, expected_scalars, gradients
 from harness.expect.saved_memory import block_elements, expected_saved
 from harness.expect.traffic import Unit, fsdp_units, ranks_of_unit
@@ -139,7 +139,7 @@ def _block_bytes(case: Case, units: Sequence[Unit]) -> int:
     widths = 2 * case.model.shape.dim + 3 * local_features(case, hidden)[1]
     elements = case.tokens_per_rank * widths
     if case.model.experts:
-        elements += balanced_rows(case) * (2 * case.model.shape.dim + 3 * case.model.expert_dim)
+        elements += sent_rows(case) * (2 * case.model.shape.dim + 3 * case.model.expert_dim)
     activations = elements * ITEM_BYTES[dtype]
     if case.checkpointing.wraps(last):
         plain = replace(case, checkpointing=Checkpointing())

@@ -17,9 +17,9 @@ from collections.abc import Iterable, Iterator
 import msgspec
 from msgspec.structs import replace
 
-from harness.expect.expert_traffic import balanced_rows, sent_back_if_balanced
+from harness.expect.expert_traffic import sent_rows
 from harness.expect.fusion import fusion_candidates
-from harness.expect.traffic import expected_transfers
+from harness.expect.traffic import transfers_if_balanced
 from harness.expect.transfer import Transfer
 from harness.matrix.case import Case, Float8
 from harness.matrix.layout import SAME_BATCH_AXES
@@ -112,7 +112,7 @@ def _parts(case: Case, machine: Machine) -> Step:
         data_parallel_s=0.0,
         dispatch_s=_dispatch_s(case, machine),
     )
-    transfers = (*expected_transfers(case, step=2, rank=0), *sent_back_if_balanced(case))
+    transfers = transfers_if_balanced(case, step=2, rank=0)
     return replace(
         step,
         tensor_parallel_s=_tensor_parallel_s(case, transfers, machine),
@@ -158,7 +158,7 @@ def _memory_s(case: Case, machine: Machine) -> float:
     blocks = shape.layers + _FORWARD * wrapped
     activations = tokens * blocks * (_DIM_PASSES * shape.dim + _FFN_PASSES * shape.ffn_dim) * item / layout.tp
     if case.model.experts:  # rows are copied to groups and back, and results are weighed
-        rows = balanced_rows(case) * case.train.accumulation * len(case.model.expert_layers)
+        rows = sent_rows(case) * case.train.accumulation * len(case.model.expert_layers)
         activations += rows * (_ROW_PASSES * shape.dim + _FFN_PASSES * case.model.expert_dim) * item
     loss = tokens * case.model.padded_vocab_size * _LOSS_BYTES / layout.tp
     of_experts, whole = expert_parameters(case.model)[0], parameter_count(case)
@@ -240,7 +240,7 @@ def _of_experts(case: Case) -> Iterator[Cast]:
     for fqn in expert_fqns(model) if case.float8.grouped_mm else ():
         features = model.shape.dim, model.expert_dim
         for name, sizes, times in (("w1", features, 2), ("w2", features[::-1], 1)):  # w3 is as large as w1
-            for cast in _of_matmuls(plain, f"{fqn}.{name}", balanced_rows(case), sizes, weights=local):
+            for cast in _of_matmuls(plain, f"{fqn}.{name}", sent_rows(case), sizes, weights=local):
                 yield from (cast,) * times
 
 

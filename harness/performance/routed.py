@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import msgspec
 
-from harness.expect.expert_traffic import balanced_rows
+from harness.expect.expert_traffic import sent_rows
 from harness.expect.saved_memory import expected_saved, is_exact
-from harness.expect.traffic import expected_transfers
+from harness.expect.traffic import transfers_if_balanced
 from harness.matrix.case import Case
 from harness.matrix.linears import EXPERTS, active_parameter_count, parameter_count
 from harness.performance.machine import Machine
@@ -34,17 +34,17 @@ class Routed(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def routed(case: Case, machine: Machine) -> Routed:
-    rows, blocks = balanced_rows(case), len(case.model.expert_layers)
+    rows, blocks = sent_rows(case), len(case.model.expert_layers)
     grouped = [gemm for gemm in gemms(case) if EXPERTS in gemm.fqn]
     timed = machine.peak.tflops(case.train.dtype) is not None
     saved = [_saved(case, (times * rows,) * blocks) for times in (1, IMBALANCE)] if is_exact(case) else []
-    exchanged = (each for each in expected_transfers(case, step=2, rank=0) if each.kind == "all_to_all")
+    exchanged = (each for each in transfers_if_balanced(case, step=2, rank=0) if each.kind == "all_to_all")
     return Routed(
         parameters=parameter_count(case),
         active_parameters=active_parameter_count(case),
         rows=rows,
         local_experts=case.model.experts // case.layout.ep,
-        sent_bytes=2 * sum(each.payload_bytes for each in exchanged),  # and results, and gradients of tokens
+        sent_bytes=sum(each.payload_bytes for each in exchanged),
         more_s=(IMBALANCE - 1) * sum(gemm_s(gemm, machine) for gemm in grouped) if timed else None,
         more_bytes=saved[1] - saved[0] if saved else None,
     )

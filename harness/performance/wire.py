@@ -6,8 +6,7 @@ import math
 
 import msgspec
 
-from harness.expect.expert_traffic import sent_back_if_balanced
-from harness.expect.traffic import expected_transfers
+from harness.expect.traffic import transfers_if_balanced
 from harness.expect.transfer import Transfer
 from harness.matrix.case import Case, Layout
 from harness.matrix.layout import EXPERT_AXES, MESH_AXES
@@ -34,7 +33,7 @@ def wire(case: Case, *, gpus_per_node: int) -> tuple[AxisTraffic, ...]:
     """The traffic of rank 0 in step 2, which all later steps repeat, by axis, outermost first. Experts are balanced."""
     layout = case.layout
     found: dict[str, list[Transfer]] = {}
-    for term in (*expected_transfers(case, step=2, rank=0), *sent_back_if_balanced(case)):
+    for term in transfers_if_balanced(case, step=2, rank=0):
         found.setdefault(term.axis, []).append(term)
     return tuple(
         AxisTraffic(

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import msgspec
 from msgspec.structs import replace
 
-from harness.expect.expert_traffic import balanced_rows
+from harness.expect.expert_traffic import sent_rows
 from harness.expect.fusion import extra_matmul_calls
 from harness.expect.model import is_multiplied_again
 from harness.expect.transfer import residual_tokens
@@ -41,6 +41,7 @@ from harness.performance.machine import FLOAT8
 from harness.trace.counts import multiplied_words
 
 ALIGNMENT = 16  # of n and k, by `torch._scaled_mm`; MXFP8 asks for whole blocks
+HIGH_PRECISION = TRAITS["bf16"]
 BLOCKS, OUTPUT, ATTENTION, ROUTED = "linears of blocks", "output layer", "attention", "routers, experts"
 
 
@@ -108,12 +109,12 @@ def gemms(case: Case, *, rank: int = 0) -> tuple[Gemm, ...]:
 
 
 class _Module(NamedTuple):
-    """What multiplies so many rows by weights of these local (in_features, out_features), in high precision or not."""
+    """What multiplies so many rows by weights of these local (in_features, out_features)."""
 
     fqn: str
     rows: int
     features: tuple[int, int]
-    traits: RecipeTraits | None
+    traits: RecipeTraits
     repeats: int
     pads: bool = False
     groups: int = 1
@@ -121,7 +122,7 @@ class _Module(NamedTuple):
 
 def _linear(case: Case, fqn: str, rank: int) -> _Module:
     float8, features = case.float8, local_features(case, linear_name(fqn), rank)
-    traits = float8.traits if is_converted(case, fqn) else None
+    traits = float8.traits if is_converted(case, fqn) else HIGH_PRECISION
     return _Module(fqn, case.tokens_per_rank, features, traits, _repeats(case, fqn), pads=float8.pad_inner_dim)
 
 
@@ -130,18 +131,18 @@ def _routed(case: Case, fqn: str) -> Iterator[_Module]:
     block, _, name = fqn.rpartition(".moe.shared_experts.")
     if not block or name != "w1":
         return
-    model, traits = case.model, TRAITS[case.float8.recipe] if case.float8.grouped_mm else None
+    model, traits = case.model, case.float8.grouped_traits
     again = case.train.accumulation * (int(case.train.evaluate) + is_checkpointed(case, fqn))
-    yield _Module(f"{block}.{ROUTER}", residual_tokens(case), (model.shape.dim, model.experts), None, again)
+    yield _Module(f"{block}.{ROUTER}", residual_tokens(case), (model.shape.dim, model.experts), HIGH_PRECISION, again)
     up, local = (model.shape.dim, model.expert_dim), model.experts // case.layout.ep
     for weight, features in (("w1", up), ("w3", up), ("w2", up[::-1])):
-        yield _Module(f"{block}.{EXPERTS}.{weight}", balanced_rows(case), features, traits, again, groups=local)
+        yield _Module(f"{block}.{EXPERTS}.{weight}", sent_rows(case), features, traits, again, groups=local)
 
 
 def _gemms_of(case: Case, module: _Module) -> list[Gemm]:
     found = []
     for role, (m, n, k) in matmul_sizes(module.rows, module.features).items():
-        float8 = module.traits is not None and module.traits.multiplies(role)
+        float8 = module.traits.multiplies(role)
         pads = float8 and module.pads
         gemm = Gemm(
             fqn=module.fqn,
@@ -150,7 +151,7 @@ def _gemms_of(case: Case, module: _Module) -> list[Gemm]:
             n=n,
             k=k,
             precision=FLOAT8 if float8 else case.train.dtype,
-            scales_rows=module.traits is not None and float8 and module.traits.scales_rows(role),
+            scales_rows=float8 and module.traits.scales_rows(role),
             executed_k=-(-k // ALIGNMENT) * ALIGNMENT if pads else k,
             multiple=case.float8.traits.multiple,
             # A compiled block copies what it pads. In an eager one `torch.nn.functional.pad` copies what is aligned too

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from harness.errors import HarnessError
-from harness.expect.expert_traffic import balanced_rows, sent_back, sent_back_if_balanced
+from harness.expect.expert_traffic import sent_back, sent_back_if_balanced, sent_rows
 from harness.matrix.case import Case
 from harness.matrix.caseid import parse_case_id
 from harness.matrix.linears import active_parameter_count, parameter_count
@@ -65,7 +65,7 @@ def test_what_comes_back_is_what_calls_of_as_many_rows_send_back() -> None:
             chosen=b"",
             weights=b"",
             counts=(),
-            local_counts=(balanced_rows(case),),
+            local_counts=(sent_rows(case),),
             values=Rows(),
         )
         for number in range(case.train.accumulation)
