@@ -7,7 +7,7 @@ the sums of input gradients. Verified with torch 2.13 for every recipe, checkpoi
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import msgspec
 
@@ -61,7 +61,7 @@ def _block(case: Case, layer: int) -> Iterator[FusionCandidate]:
     recomputed, bias = case.checkpointing.wraps(layer), case.model.bias
 
     def candidate(
-        phase: Phase, collective: Collective, purpose: str, names: tuple[str, ...], fuses: bool
+        phase: Phase, collective: Collective, purpose: str, names: Sequence[str], fuses: bool
     ) -> FusionCandidate:
         return FusionCandidate(
             phase=phase,
@@ -74,10 +74,11 @@ def _block(case: Case, layer: int) -> Iterator[FusionCandidate]:
         )
 
     for names in _READ_INPUT:
-        fuses = _gather_fuses(case, any(scaled[name] for name in names), bias=bias)
-        yield candidate("forward", "all_gather", f"input of {_names(names)}", names, fuses)
+        wide = [name for name in names if not scaled[name]]  # they read what is gathered, and the others a cast of it
+        fuses, readers = _gather_fuses(case, not wide, bias=bias), wide or names
+        yield candidate("forward", "all_gather", f"input of {_names(names)}", readers, fuses)
         if recomputed:
-            yield candidate("backward", "all_gather", f"recomputed input of {_names(names)}", names, fuses)
+            yield candidate("backward", "all_gather", f"recomputed input of {_names(names)}", readers, fuses)
     for name in _WRITE_OUTPUT:
         fuses = _gather_fuses(case, scaled[name], bias=False)
         yield candidate("forward", "reduce_scatter", f"output of {name}", (name,), _scatter_fuses(case, scaled[name]))

@@ -40,7 +40,8 @@ def allowed_distance(case: Case, found: GeneratedResult, *, emulated: bool) -> f
 
     A value that is off by a share `r` of itself is rounded to a neighbour, a share `s` away, with probability r / s,
     which adds r * s to the square of the distance. Clean bfloat16 runs: 0.021 in e4m3 and 0.037 in e5m2, of 0.044 and
-    0.063; where roundings are emulated 0.
+    0.063; where roundings are emulated 0. The code adds up terms that the graph rounds first: the gradient of a bias of
+    keys, of which little is left, was 0.024 off.
     """
     if found.tensor.startswith("scale") and case.float8.traits.power_of_two_scales:
         return POWERS_OF_TWO
@@ -48,7 +49,7 @@ def allowed_distance(case: Case, found: GeneratedResult, *, emulated: bool) -> f
     if found.dtype in _STEP and share < _STEP[found.dtype]:
         return MARGIN * math.sqrt(share / 2 * _STEP[found.dtype])
     rows_move = case.float8.traits.power_of_two_scales and not emulated  # 0.02 was measured behind such rows
-    return MARGIN * share * (2 if rows_move else 1)
+    return MARGIN * share * found.cancelled * (2 if rows_move else 1)
 
 
 def allowed_row(case: Case, found: GeneratedResult, limit: float) -> float:

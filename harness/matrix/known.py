@@ -21,6 +21,7 @@ that is missing.
     reason = "..."                # one sentence: the cause
     title = "..."                 # optional: of its page in docs/upstream, where no bug file has one
     tried = "..."                 # optional: what else was tried, for that page
+    may_show = "compile=inductor" # optional: a selector, of the affected cases those that may show it and need not
     shown = {torchao = ["0.17.0", "0.18.0"]}  # optional: the releases with which `bug bisect` found it, for that page
 
 `rule` is that of a check (`fp8-harness explain --checks` lists them), or one of "engine/..." for how ranks ended.
@@ -77,7 +78,8 @@ class Symptom(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         )
 
     def __str__(self) -> str:
-        places = (self.operand, self.module, *(f"{name} {texts}" for name, texts in self.values.items()))
+        operand = self.operand if isinstance(self.operand, str | None) else " or ".join(self.operand)
+        places = (operand, self.module, *(f"{name} {texts}" for name, texts in self.values.items()))
         about = ", ".join(str(place) for place in places if place is not None)
         size = "" if self.at_most is None else f", at most {self.at_most:g}"
         return f"{self.rule}{f' about {about}' if about else ''}{size}"
@@ -91,7 +93,7 @@ class KnownFault(msgspec.Struct, frozen=True, kw_only=True):
     """One record. `torch`, `torchao` and `torchtitan` are version specifiers as for pip; empty is any version.
 
     `everywhere`: a target of one's own may show the fault, and a Llama must; so in other projects for every record of
-    the package. Without it each case that the record selects must show it.
+    the package. Without it each case that the record selects must show it, but for those that `may_show` selects.
     """
 
     name: str
@@ -106,6 +108,7 @@ class KnownFault(msgspec.Struct, frozen=True, kw_only=True):
     title: str = ""
     tried: str = ""
     shown: Mapping[str, tuple[str, ...]] = {}
+    may_show: str = ""
     everywhere: bool = False
     torch: str = ""
     torchao: str = ""
@@ -128,6 +131,8 @@ class KnownFault(msgspec.Struct, frozen=True, kw_only=True):
 
     def must_show(self, case: Case) -> bool:
         """True when the case fails as recorded or the record is wrong; otherwise it explains what shows."""
+        if self.may_show and parse_selector(self.may_show).matches(case):
+            return False
         return not self.everywhere or is_llama(case.target)
 
     def shows(self, findings: Iterable[Finding]) -> bool:
@@ -218,7 +223,8 @@ def _fault(toml: TomlFile, table: object, index: int) -> KnownFault:
         what = "'requires' must name at least one finding by which the fault is recognized."
         raise toml.error("fault", index, "requires", what=what, fix=_FIXES["requires"])
     try:
-        parse_selector(fault.where)
+        for selector in (fault.where, fault.may_show):
+            parse_selector(selector)
     except HarnessError as error:
         raise toml.error("fault", index, what=error.what, fix=error.fix) from error
     _check_versions(toml, fault, index)

@@ -197,6 +197,9 @@ def test_generated_code_is_held_against_its_graph(dtype: str, clean: float, wron
     assert check(case, graphs, graphs) == []
     assert check(case, graphs, replace(graphs, emulates_roundings=True)) == [] or clean > 0
     assert rules(check(case, replace(graphs, generated=(replace(near, farthest_row=0.3),)))) == {GENERATED.name}
+    cancelled = replace(near, tensor="result", dtype="bfloat16", distance=0.024, farthest_row=0.024)
+    assert rules(check(case, replace(graphs, generated=(cancelled,)))) == {GENERATED.name}
+    assert check(case, graphs, replace(graphs, generated=(replace(cancelled, cancelled=2.0),))) == []
     far = replace(near, order=4, tensor="b", distance=wrong)
     (finding,) = check(case, graphs, replace(graphs, generated=(near, far)))
     assert (finding.rule, finding.step, finding.rank, finding.module) == (GENERATED.name, 2, 1, "feed_forward.w1")

@@ -59,8 +59,9 @@ def test_a_bias_stands_between_a_matmul_and_its_collective() -> None:
 def test_filtered_linears_gather_and_fuse_in_high_precision() -> None:
     filtered = fused("atp2-tensorwise-filter.wk+wq+wv-graph-v2048-b16")
     assert (filtered["fw_ag"], filtered["fw_rs"]) == (1, 2)
-    mixed = fused("atp2-tensorwise-filter.wq-graph-v2048-b16")
-    assert mixed["fw_ag"] == 0
+    mixed = "atp2-tensorwise-filter.wq-graph-v2048-b16"  # counted on ranks: wq alone reads what is gathered
+    assert fused(mixed)["fw_ag"] == 1
+    assert extra_matmul_calls(parse_case_id(mixed), scaled=False) == LAYERS
 
 
 def test_pieces_of_fused_matmuls_are_counted_each() -> None:

@@ -185,6 +185,13 @@ def test_a_fault_of_everywhere_explains_a_target_of_ones_own_where_it_shows_and_
     assert dict(found.findings[0].values) == told
 
 
+def test_a_fault_whose_cases_a_compiler_chooses_need_not_show_there() -> None:
+    compiled, fault = make_case(compile="inductor"), replace(FAULT, may_show="compile=inductor")
+    assert list(showing((fault,), compiled, ())) == []
+    assert list(showing((fault,), compiled, (ROWS,))) == [fault]
+    assert list(showing((fault,), make_case(), ())) == [fault]
+
+
 def test_a_required_finding_that_is_missing_is_named() -> None:
     found = with_known_faults(judged(GRADIENTS), (FAULT,), TODAY)
     assert found.verdict is Verdict.NUMERIC

@@ -30,6 +30,12 @@ from harness.worker.virtual.collectives import FLOAT8
 
 _SCALED_MM = torch.ops.aten._scaled_mm.default
 _FUSED = {getattr(torch.ops.symm_mem, name).default: name for name in fused.OPERATORS}
+_SUM = torch.ops.aten.sum.dim_IntList
+_SAME_NUMBERS = {
+    torch.ops.aten.reshape.default,
+    torch.ops.aten.view.default,
+    torch.ops.prims.convert_element_type.default,
+}
 _MODULE = "fp8_harness_module"  # the attribute of compiled code that has the graph which was lowered
 
 
@@ -118,7 +124,7 @@ class GeneratedCodeWatcher:
         returned: Any = module.graph.output_node().args[0]
         for node, mine, theirs in zip(returned, repeated, outputs, strict=True):
             if isinstance(theirs, torch.Tensor) and theirs.is_floating_point() and theirs.dtype not in FLOAT8:
-                self.note(node, "result", theirs, mine)
+                self.note(node, "result", theirs, mine, cancelled=repetition.cancelled(node))
 
     def note(
         self,
@@ -127,6 +133,7 @@ class GeneratedCodeWatcher:
         found: torch.Tensor | None,
         expected: torch.Tensor,
         dtype: torch.dtype | None = None,
+        cancelled: float = 1.0,
     ) -> None:
         """Compare a tensor of the code with the one of the repetition; `dtype`: in which the code has it."""
         self._order += 1
@@ -138,6 +145,7 @@ class GeneratedCodeWatcher:
                 fqn=fqn_of(node),
                 tensor=tensor,
                 dtype=dtype_name(dtype or expected.dtype),
+                cancelled=cancelled,
                 **distances(found, expected)._asdict(),
             )
         )
@@ -156,6 +164,13 @@ class _Repetition(torch.fx.Interpreter):
         super().__init__(module)
         self._called = called
         self._watcher = watcher
+        self._cancelled: dict[torch.fx.Node, float] = {}  # of every sum
+
+    def cancelled(self, node: torch.fx.Node) -> float:
+        """How much larger the norm of the terms is than that of their sum: of the sum that a node has. At least 1."""
+        while node.target in _SAME_NUMBERS:
+            (node,) = node.all_input_nodes
+        return max(1.0, self._cancelled.get(node, 1.0))
 
     def run_node(self, n: torch.fx.Node) -> Any:
         args, kwargs = self.fetch_args_kwargs_from_env(n)
@@ -165,6 +180,8 @@ class _Repetition(torch.fx.Interpreter):
             result = self._fused(n, args, kwargs)
         else:
             result = getattr(self, n.op)(n.target, args, kwargs)
+            if n.target is _SUM:
+                self._cancelled[n] = _norm(args[0]) / _norm(result)
         self._watcher.watch(n, args, result)
         return result
 
@@ -217,6 +234,10 @@ def _equal_bytes(found: torch.Tensor, expected: torch.Tensor) -> float:
     if found.dtype in FLOAT8:
         found, expected = found.view(torch.uint8), expected.view(torch.uint8)
     return 1 + float((found == expected).sum())
+
+
+def _norm(tensor: torch.Tensor) -> float:
+    return max(tensor.double().norm().item(), torch.finfo(torch.float64).tiny)
 
 
 def _copied(result: Any) -> Any:
