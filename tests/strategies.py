@@ -36,6 +36,7 @@ _ANY: Strategies = {
     "dp_replicate": st.integers(1, 4),
     "dp_shard": st.integers(1, 8),
     "tp": st.integers(1, 8),
+    "pp": st.integers(1, 8),
     "ep": st.integers(1, 8),
     "experts": st.integers(0, 16),
     "top_k": st.integers(1, 8),
@@ -60,6 +61,7 @@ _FITTING: Choices = {
     "dp_replicate": [1, 2],
     "dp_shard": [1, 2, 3, 4],
     "tp": [1, 2, 4, 8],
+    "pp": [1, 2],
     "ep": [1, 2],
     "experts": [0, 4],
     "top_k": [1, 2],
@@ -144,4 +146,4 @@ EAGER_CASES = _cases((*EXCLUSIONS, *REFUSALS), "compile")
 _OF_EXPERTS = ("experts", "ep", "grouped_mm")
 DENSE_CASES = _cases(EXCLUSIONS, *_OF_EXPERTS)
 TRAINED_DENSE_CASES = _cases((*EXCLUSIONS, *REFUSALS), *_OF_EXPERTS)
-EAGER_DENSE_CASES = _cases((*EXCLUSIONS, *REFUSALS), "compile", *_OF_EXPERTS)
+EAGER_DENSE_CASES = _cases((*EXCLUSIONS, *REFUSALS), "compile", "pp", *_OF_EXPERTS)

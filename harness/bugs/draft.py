@@ -19,7 +19,7 @@ from harness.bugs.report import clean_words
 from harness.bugs.scaling import Sizes, made_smaller
 from harness.errors import HarnessError
 from harness.matrix.axes import AXES, axis_values, case_from_axes, checked_value
-from harness.matrix.case import Case, ModelShape
+from harness.matrix.case import MODEL_PRESETS, Case, ModelShape
 from harness.matrix.layout import DP_AXES, MESH_AXES, OTHERS, REST, left_over, ranks_of
 from harness.matrix.linears import BLOCK_LINEARS, OUTPUT_FQN
 from harness.matrix.recipes import TRAITS, block_recipe
@@ -80,6 +80,7 @@ class Draft:
             if self.axes.get(other, 1) == 1 and other not in self._contradictions:
                 self._drop(axis, why)
         self._make_smaller()
+        self._pipeline()
         self._experts()
 
     def case(self) -> Case:
@@ -396,6 +397,24 @@ class Draft:
         elif self._count("global_batch") % (dp * count):
             words = f"a sequence for each of {count} microbatches on {dp} data-parallel ranks"
             self._put("global_batch", dp * count, self.derived, words)
+
+    def _pipeline(self) -> None:
+        """A block for every stage at least, and as many microbatches as fill it."""
+        stages = self._count("pp")
+        if stages == 1:
+            return
+        if self.axes.get("compile", "none") != "none":
+            self._drop("compile", "a pipeline trains microbatches, and compiled blocks whole batches")
+        if self._take("schedule") and self.axes["schedule"] == "interleaved":
+            stages *= 2
+        if int(str(self.axes.get("layers") or MODEL_PRESETS["tiny"].layers)) < stages:
+            self._put("layers", stages, self.derived, f"a block for each of {stages} stages")
+        count, dp = self._count("accumulation"), ranks_of(self.axes, DP_AXES)
+        if count % self._count("pp"):
+            count = self._count("pp") * max(2, count // self._count("pp"))
+            self._put("accumulation", count, self.derived, f"{count} microbatches fill the pipeline")
+        if self._count("global_batch") % (dp * count):
+            self._put("global_batch", dp * count, self.derived, f"a sequence for each of {count} microbatches")
 
     def _experts(self) -> None:
         """As many experts and ranks that share them as the smaller run has room for."""

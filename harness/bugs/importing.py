@@ -19,7 +19,6 @@ from harness.matrix.axes import AXES, case_from_axes
 from harness.matrix.bugfile import BugFile
 from harness.matrix.case import Case
 from harness.matrix.rules import exclusions
-from harness.matrix.scope import EXPERTS
 from harness.matrix.targets import REFERENCE, TORCHTITAN
 
 _TOML = re.compile(
@@ -69,9 +68,9 @@ def import_report(report: Report, options: ImportOptions) -> ImportedBug:
     # With torchao's float8 in options or calls, prose about other software is no request for it.
     of_torchao = any(each.fact in ("float8", "recipe") for each in reading.statements)
     named, asked = outside_by_prose(report, told[: 1 if of_torchao else None], day)
-    if reading.has_experts:
-        named.pop(EXPERTS.name, None)
-        asked.pop(EXPERTS.name, None)
+    for each in reading.in_scope:
+        named.pop(each.name, None)
+        asked.pop(each.name, None)
     refused = {**reading.outside, **named}
     bug = replace(
         seen,
@@ -128,7 +127,7 @@ def import_configuration(
         Statement(fact=name, value=value, words=f"--{name.replace('_', '-')}", source="flag")  # type: ignore[arg-type]
         for name, value in chosen.items()
     ]
-    target = TORCHTITAN if program == TORCHTITAN and not reading.has_experts else REFERENCE
+    target = TORCHTITAN if program == TORCHTITAN and not reading.in_scope else REFERENCE
     draft = Draft(resolve((*kept, *asked)), day=day, program=program, target=target)
     models = {str(each.value) for each in kept if each.fact == "model_name"} - {"llama3"}
     if models and target == TORCHTITAN:

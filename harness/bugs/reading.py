@@ -15,7 +15,7 @@ from harness.bugs.report import Piece, Report, clean_words, options_of_toml, pyt
 from harness.matrix.axes import AXES
 from harness.matrix.layout import MESH_AXES
 from harness.matrix.recipes import OPERAND_FIELDS, Operand
-from harness.matrix.scope import EXPERTS, FSDP1, OutOfScope, asked_by_call, asked_by_option
+from harness.matrix.scope import EXPERTS, FSDP1, PIPELINES, OutOfScope, asked_by_call, asked_by_option
 from harness.matrix.spellings import Value, meaning, plain_key
 
 ROUNDED = "round_scales_to_power_of_2"
@@ -89,15 +89,16 @@ class Reading:
             self._operands(self._casts)
         self._one_command()
         self._first_fsdp()
-        if self.has_experts:
-            self.outside.pop(EXPERTS.name, None)
+        for each in self.in_scope:
+            self.outside.pop(each.name, None)
         self._tokens(report.text)
 
     @property
-    def has_experts(self) -> bool:
-        """True where an option says how many experts there are, or how many ranks share them."""
-        least = {"experts": 1, "ep": 2}
-        return any(int(str(each.value)) >= least[each.fact] for each in self.statements if each.fact in least)
+    def in_scope(self) -> tuple[OutOfScope, ...]:
+        """What the reference alone trains, and an option says the size of: of experts, or of a pipeline."""
+        least = {"experts": (1, EXPERTS), "ep": (2, EXPERTS), "pp": (2, PIPELINES)}
+        sized = [(int(str(each.value)), *least[each.fact]) for each in self.statements if each.fact in least]
+        return tuple(found for count, fewest, found in sized if count >= fewest)
 
     def _read(self, piece: Piece) -> None:
         text = re.sub(r"\\\n\s*", " ", piece.text)  # commands of several lines

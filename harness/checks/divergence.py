@@ -32,6 +32,7 @@ from harness.expect.casts import scaled_dim
 from harness.matrix.case import Case
 from harness.matrix.layout import dp_rank, peers
 from harness.matrix.numerics import VIRTUAL_DEVICE, Numerics, sums_in_order
+from harness.matrix.stages import holds
 from harness.matrix.targets import computes_on_plain_shards
 from harness.trace import RankTrace, Run
 from harness.trace.operands import CastRecord, MatmulRecord, ScaleSummary
@@ -198,7 +199,7 @@ class _Comparison:
         in_order += [
             (matmul.index, self._missing_matmul(trace.rank, key, matmul))
             for (key, occurrence), matmul in self._witness_matmuls.items()
-            if occurrence == 0 and key not in present
+            if occurrence == 0 and key not in present and holds(self._case, trace.rank, key.fqn)
         ]
         for _, mismatches in sorted(in_order, key=lambda item: item[0]):
             yield from mismatches

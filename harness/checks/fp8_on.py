@@ -10,6 +10,7 @@ from harness.checks.findings import group_ranks, merge_ranks
 from harness.checks.rule import Rules, Stage
 from harness.expect.expectations import MATMULS, Expectations
 from harness.matrix.case import Case
+from harness.matrix.stages import held
 from harness.plural import counted
 from harness.request import default_arithmetic
 from harness.trace import RankTrace, Run
@@ -46,14 +47,16 @@ def check_fp8_on(case: Case, run: Run, witnesses: Witnesses) -> Iterator[Finding
     elif case.float8.enabled and not fqns:
         yield CONVERTS_NOTHING.finding(expected="at least 1 linear", found="none")
     else:
-        yield from _converted(run, set(fqns))
+        yield from _converted(case, run, fqns)
         yield from _filters(run)
         yield from _executed(case, run)
         yield from _virtual_device(case, run)
 
 
-def _converted(run: Run, expected: set[str]) -> Iterator[Finding]:
-    for found, ranks in group_ranks(run, lambda trace: tuple(sorted(trace.converted_fqns))).items():
+def _converted(case: Case, run: Run, converted: tuple[str, ...]) -> Iterator[Finding]:
+    kinds = group_ranks(run, lambda trace: (tuple(sorted(trace.converted_fqns)), held(case, trace.rank, converted)))
+    for (found, wanted_here), ranks in kinds.items():
+        expected = set(wanted_here)
         for rule, fqns, wanted in (
             (NOT_CONVERTED, expected - set(found), "converted"),
             (CONVERTED, set(found) - expected, "not converted"),
@@ -134,10 +137,10 @@ def _not_counted(expect: Expectations, device: str) -> str:
 )
 def check_matmuls(case: Case, run: Run, witnesses: Witnesses) -> list[Finding]:
     """Does every rank execute the expected number of scaled matmuls?"""
-    fewest, most = witnesses.expect.scaled_mm_calls
-    wanted = f"{most}" if fewest == most else f"{fewest} to {most}"
 
     def first_mismatch(trace: RankTrace) -> list[Finding]:
+        fewest, most = witnesses.expect.of(trace.rank).scaled_mm_calls
+        wanted = f"{most}" if fewest == most else f"{fewest} to {most}"
         wrong = [step for step in trace.steps if not fewest <= step.scaled_mm_calls <= most]
         return [
             NUMBER.finding(

@@ -11,15 +11,18 @@ import itertools
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 
+import msgspec
+
 from harness.checks.check import Check, Witnesses, finished
 from harness.checks.findings import traces_by_rank
 from harness.checks.rule import Rules, Stage
 from harness.matrix.case import Case
-from harness.matrix.layout import DP_AXES, peers
+from harness.matrix.layout import DP_AXES, MESH_AXES, peers
+from harness.matrix.stages import holds
 from harness.plural import counted
 from harness.sentence import format_ranks
 from harness.trace import RankTrace, Run
-from harness.trace.model import Buffer, ModelRecord
+from harness.trace.model import Buffer, ModelRecord, Parameter
 from harness.verdict import Finding, Value
 
 # Below this part of the largest gradient an update may be lost in the rounding of its parameter.
@@ -150,9 +153,9 @@ def check_model(case: Case, run: Run, witnesses: Witnesses) -> list[Finding]:
         *_dtypes(case, traces),
         *_built(case, traces, solo),
         *_buffers(case, traces, solo),
-        *_gradients(traces),
+        *_gradients(case, traces),
         *_steps(traces, solo),
-        *_updates(traces),
+        *_updates(case, traces),
     ]
 
 
@@ -166,10 +169,28 @@ def _record(trace: RankTrace) -> ModelRecord:
 
 def _built(case: Case, traces: list[RankTrace], solo: RankTrace | None) -> list[Finding]:
     """The first difference between a rank and the single-rank reference, or else the first rank."""
-    other, who = (solo, "one rank") if solo is not None and solo.model is not None else (traces[0], "the first rank")
     kinds: tuple[_Difference, ...] = (_parameters, _linears, _constants)
-    found = (finding for kind in kinds for trace in traces for finding in kind(_record(trace), _record(other), who))
+    found = (
+        finding
+        for kind in kinds
+        for trace in traces
+        for finding in kind(_record(trace), *_partner(case, trace, traces, solo))
+    )
     return [*itertools.islice(found, 1), *_calls(case, traces, solo)]
+
+
+def _partner(case: Case, trace: RankTrace, traces: list[RankTrace], solo: RankTrace | None) -> tuple[ModelRecord, str]:
+    """What a rank is compared with, of which it has what its stages of a pipeline hold, and who that is."""
+    if solo is None or solo.model is None:
+        first = peers(case.layout, trace.rank, [axis for axis in MESH_AXES if axis != "pp"])[0]
+        return next(_record(each) for each in traces if each.rank == first), f"rank {first}"
+    whole = solo.model
+    mine = msgspec.structs.replace(
+        whole,
+        parameters=tuple(each for each in whole.parameters if holds(case, trace.rank, each.fqn)),
+        linears=tuple(each for each in whole.linears if holds(case, trace.rank, each.fqn)),
+    )
+    return mine, "one rank"
 
 
 def _dtypes(case: Case, traces: list[RankTrace]) -> list[Finding]:
@@ -296,11 +317,11 @@ def _unequal_pair(case: Case, held: Mapping[int, Buffer], reference: Buffer | No
 # Training
 
 
-def _gradients(traces: list[RankTrace]) -> list[Finding]:
+def _gradients(case: Case, traces: list[RankTrace]) -> list[Finding]:
     if not traces or any(trace.sketches is None for trace in traces):
         return []
     graded = {sketch.fqn for trace in traces for sketch in trace.sketches or () if sketch.kind == "grad"}
-    trained = [each.fqn for each in _record(traces[0]).parameters if each.trained]
+    trained = [each.fqn for each in _trained(case, traces)]
     idle = [fqn for fqn in trained if fqn not in graded]
     if not idle:
         return []
@@ -360,12 +381,12 @@ def _steps(traces: list[RankTrace], solo: RankTrace | None) -> list[Finding]:
     return []
 
 
-def _updates(traces: list[RankTrace]) -> list[Finding]:
+def _updates(case: Case, traces: list[RankTrace]) -> list[Finding]:
     """Parameters with a gradient that training did not change on any rank."""
     if not traces or not traces[0].steps:
         return []
     changed = {each.fqn for trace in traces for each in _record(trace).parameters if each.updated}
-    trained = [each for each in _record(traces[0]).parameters if each.trained]
+    trained = _trained(case, traces)
     norms = _gradient_norms(traces)
     worth = _WORTH_AN_UPDATE * max(norms.values(), default=0.0)
     still = [
@@ -381,6 +402,12 @@ def _updates(traces: list[RankTrace]) -> list[Finding]:
         return [NOT_UPDATED.finding(module=still[0], expected=expected, found=found, values=counts)]
     steps = any(step.optimizer_steps for step in traces[0].steps)
     return [(NOTHING_UPDATED if steps else NO_STEP).finding(expected=expected, found=found)]
+
+
+def _trained(case: Case, traces: list[RankTrace]) -> list[Parameter]:
+    """The parameters that the first rank trains, and the others of its pipeline."""
+    ranks = peers(case.layout, traces[0].rank, ("pp",))
+    return [each for trace in traces if trace.rank in ranks for each in _record(trace).parameters if each.trained]
 
 
 def _gradient_norms(traces: list[RankTrace]) -> dict[str, float]:

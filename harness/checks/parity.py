@@ -32,7 +32,7 @@ from harness.checks.rule import Rule, Rules, Stage
 from harness.evidence.tolerance import NONE_DERIVED, Tolerance
 from harness.matrix.case import Case
 from harness.matrix.layout import coordinates, dp_rank
-from harness.matrix.numerics import norm_rounding, rounding_of_norm
+from harness.matrix.numerics import clips_by_a_rounded_norm, norm_rounding, rounding_of_norm
 from harness.measured import WorstGradient
 from harness.sentence import format_ranks
 from harness.trace import Run
@@ -193,8 +193,9 @@ def _pieces(sketch: TensorSketch) -> Iterator[tuple[SketchKey, tuple[int, ...], 
 
 def rounding_floor(case: Case) -> float:
     """The largest distance of a gradient that is only rounding error, as a share of the norm of all gradients."""
-    drifts = case.layout.tp > 1 or case.compile == "inductor"  # elsewhere only gradients are summed in another order
-    return ROUNDED[case.train.dtype if drifts else case.wide_dtype]
+    # Elsewhere only gradients are summed in another order.
+    drifting = case.layout.tp > 1 or case.compile == "inductor" or clips_by_a_rounded_norm(case)
+    return ROUNDED[case.train.dtype if drifting else case.wide_dtype]
 
 
 def _distances(found: Tensors, expected: Tensors, step: int, kind: str, ignored: float) -> dict[SketchKey, float]:

@@ -72,7 +72,9 @@ def check_recompute(case: Case, run: Run, witnesses: Witnesses) -> list[Finding]
     expect = witnesses.expect
     if case.compile != "none":
         return merge_ranks(run, lambda trace: _of_graphs(expect, trace))
-    of_ranks = ([*_unequal(expect, trace), *_not_recomputed(expect, trace)] for trace in traces_by_rank(run))
+    of_ranks = (
+        [*_unequal(expect, trace), *_not_recomputed(expect.of(trace.rank), trace)] for trace in traces_by_rank(run)
+    )
     firsts = ((min(found, key=lambda each: each.place), len(found)) for found in of_ranks if found)
     return [first.finding(f"{first_place(first)}; {{total}} in total", total=total) for first, total in firsts]
 

@@ -25,6 +25,8 @@ from harness.matrix.case import Case
 from harness.matrix.known import KnownFault
 from harness.verdict import Finding, Verdict
 
+_STOPS = (Verdict.CRASH, Verdict.HANG)
+
 
 def require_rules(faults: Iterable[KnownFault]) -> None:
     """Raise HarnessError for a record that names a rule no check has: it would explain nothing, and say nothing."""
@@ -77,7 +79,10 @@ def _beyond(unexplained: Sequence[Finding], faults: Sequence[KnownFault]) -> Ite
 def _notes(found: Judgement, faults: Sequence[KnownFault], today: datetime.date) -> Iterator[Finding]:
     """Why the failure is not the recorded one, apart from findings that no record explains."""
     skipped = {each.check for each in found.not_judged} - set(found.checks)
+    stopped = any(fault.verdict in _STOPS and fault.shows(found.findings) for fault in faults)
     for fault in faults:
+        if stopped and fault.verdict not in _STOPS:
+            continue  # a run that was stopped by a recorded fault shows no other
         for symptom in fault.requires:
             if symptom.check not in skipped and not any(symptom.explains(finding) for finding in found.findings):
                 yield MISSING.finding(fault=fault.name, expected=str(symptom), found="none")

@@ -116,11 +116,10 @@ def _furthest_block(case: Case, cast: CastRecord) -> str:
 
 def _counts(expect: Expectations, casts: Casts) -> Iterator[Mismatch]:
     """Every linear is cast as often as the recipe demands, in every step, and nothing else is cast."""
-    expected = expect.casts
     if expect.case.float8.tp_styles == "float8" and not expect.linears.styled:
         yield Mismatch(1, 0, 0, "the model", NOT_STYLED, "at least 1", "none")
     for rank, by_key in casts.items():
-        found = Counter(key for key, _ in by_key)
+        found, expected = Counter(key for key, _ in by_key), expect.of(rank).casts
         for step in range(1, expect.case.train.steps + 1):
             sites = {CastSite(*key[1:]) for key in found if key.step == step} | set(expected)
             for site in sorted(sites):
@@ -135,8 +134,8 @@ def _counts(expect: Expectations, casts: Casts) -> Iterator[Mismatch]:
 
 
 def _forms(expect: Expectations, casts: Casts) -> Iterator[Mismatch]:
-    expected = expect.casts
     for rank, by_key in casts.items():
+        expected = expect.of(rank).casts
         for (key, occurrence), cast in by_key.items():
             forms = expected.get(CastSite(*key[1:]), ())
             form = forms[min(occurrence, len(forms) - 1)] if forms else None

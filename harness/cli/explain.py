@@ -126,7 +126,7 @@ def _case_sections(project: Project, case: Case) -> Iterator[Block]:
         "reference case": case_id(reference_case(case)),
     }
     if is_llama(case.target):
-        facts["scaled matmuls"] = f"{executed_scaled_mm_calls(case)} per rank and step"
+        facts["scaled matmuls"] = f"{executed_scaled_mm_calls(case)} per {_of_matmuls(case)} and step"
         facts["FP8 linears"] = str(len(converted_fqns(case)))
         linears = Section(blocks=(Items(tuple(f"  {fqn}" for fqn in converted_fqns(case))),))
         yield Section(title="run", blocks=(Facts(tuple(facts.items())), linears))
@@ -174,6 +174,10 @@ def _unverified_section(project: Project) -> Section:
     versions = " and ".join(f"{name} {installed[name]}" for name in PACKAGES)
     told = f"A case that differs from them alone is `changed`. `{VERIFY_FORMULAS}` verifies them."
     return Section(title=f"not verified with {versions}: {', '.join(found)}", blocks=(told,) if found else ())
+
+
+def _of_matmuls(case: Case) -> str:
+    return "pipeline" if case.layout.pp > 1 else "rank"
 
 
 def _rules(project: Project, case: Case) -> Iterator[Block]:

@@ -6,7 +6,7 @@ Checks use this value only, so every formula has one place. Every step behind th
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from harness.expect import (
     casts,
@@ -27,8 +27,10 @@ from harness.expect.saved_memory import SavedLimits
 from harness.expect.transfer import Transfer
 from harness.expect.upstream import NONE, Changes
 from harness.matrix.case import Case
+from harness.matrix.layout import coordinates, peers
 from harness.matrix.numerics import VIRTUAL_DEVICE, Numerics, drifts, replayed_steps
 from harness.matrix.rules import Refusal, expected_refusal
+from harness.matrix.stages import held
 from harness.matrix.targets import computes_on_plain_shards, is_llama
 from harness.trace.counts import Moment
 from harness.trace.experts import ExpertCall
@@ -63,6 +65,19 @@ class Expectations:
         # True where all that must be seen follows from the case; of any other model it is found out.
         self.has_formulas = is_llama(case.target)
         self.model = model.llama_model(case) if self.has_formulas else found
+
+    def of(self, rank: int) -> Expectations:
+        """What this rank must do: of its stages, where the case has a pipeline."""
+        return self if self.case.layout.pp == 1 else self._of_stages[coordinates(self.case.layout, rank)["pp"]]
+
+    @functools.cached_property
+    def _of_stages(self) -> Sequence[Expectations]:
+        found = []
+        for rank in peers(self.case.layout, 0, ("pp",)):
+            part = Expectations(self.case, stated=self.stated, numerics=self.numerics, changes=self.changes)
+            part.model = self.linears.held(held(self.case, rank, self.linears.converted))
+            found.append(part)
+        return found
 
     @functools.cached_property
     def not_recorded(self) -> Mapping[str, str]:
@@ -106,7 +121,8 @@ class Expectations:
     def scaled_mm_calls(self) -> tuple[int, int]:
         """Fewest and most scaled matmuls of one rank in one step; every chunk of a fused matmul counts."""
         if self.has_formulas:
-            return (fusion.executed_scaled_mm_calls(self.case),) * 2
+            most = model.calls_of_linears(self.case, self.linears) + self.recomputed_calls[1]
+            return (most + fusion.extra_matmul_calls(self.case, scaled=True),) * 2
         once = model.calls_of_linears(self.case, self.linears)
         fewest, most = self.recomputed_calls
         return once + fewest, once + most
@@ -115,7 +131,7 @@ class Expectations:
     def recomputed_calls(self) -> tuple[int, int]:
         """Fewest and most scaled matmuls that checkpointing recomputes, in one rank and one step."""
         if self.has_formulas:
-            return (model.recomputed_calls(self.case),) * 2
+            return (model.recomputed_calls(self.case, self.linears),) * 2
         return model.recomputed_matmuls(self.case, self.linears)
 
     @functools.cached_property

@@ -15,6 +15,7 @@ from harness.matrix.linears import (
     BLOCK_LINEARS,
     OUTPUT_FQN,
     ROWWISE,
+    block_linears,
     converted_fqns,
     is_checkpointed,
     is_converted,
@@ -46,6 +47,20 @@ class Model(msgspec.Struct, frozen=True, kw_only=True):
     styled: frozenset[str]
     gathered: frozenset[str]
     input_sites: Mapping[str, str]
+
+    def held(self, fqns: Collection[str]) -> Model:
+        """Of these converted linears alone."""
+        kept = frozenset(fqns)
+        calls, recomputed = ({fqn: each[fqn] for fqn in fqns} for each in (self.calls, self.recomputed))
+        return msgspec.structs.replace(
+            self,
+            converted=tuple(fqns),
+            calls=calls,
+            recomputed=recomputed,
+            on_tp=self.on_tp & kept,
+            styled=self.styled & kept,
+            gathered=self.gathered & kept,
+        )
 
 
 def llama_model(case: Case) -> Model:
@@ -126,7 +141,8 @@ def recomputed_matmuls(case: Case, model: Model) -> tuple[int, int]:
 
 def scaled_mm_calls(case: Case) -> int:
     """Scaled matmuls of one rank in one step: evaluation, forward, dgrad, wgrad, and forwards that are recomputed."""
-    return calls_of_linears(case, llama_model(case)) + recomputed_calls(case)
+    model = llama_model(case)
+    return calls_of_linears(case, model) + recomputed_calls(case, model)
 
 
 def calls_of_linears(case: Case, model: Model) -> int:
@@ -135,7 +151,7 @@ def calls_of_linears(case: Case, model: Model) -> int:
     return (forward * (1 + case.train.evaluate) + dgrad + wgrad) * sum(model.calls.values())
 
 
-def recomputed_calls(case: Case) -> int:
+def recomputed_calls(case: Case, model: Model) -> int:
     """Forward scaled matmuls that checkpointing recomputes, in one rank and one step.
 
     `selective_op` saves every second matmul of a block (torchtitan 0.2.2, `_apply_op_sac`), converted or not: the
@@ -144,11 +160,14 @@ def recomputed_calls(case: Case) -> int:
     if not case.float8.traits.multiplies("forward"):
         return 0
     return case.train.accumulation * sum(
-        is_converted(case, f"layers.{layer}.{name}")
-        for layer in range(case.model.shape.layers)
-        for name in BLOCK_LINEARS
-        if is_multiplied_again(case, layer, name)
+        is_multiplied_again(case, *_place_in_block(case, fqn)) for fqn in model.converted if fqn != OUTPUT_FQN
     )
+
+
+def _place_in_block(case: Case, fqn: str) -> tuple[int, str]:
+    """The block of a linear, and the name of the dense linear that stands where it does: of a shared expert."""
+    layer = int(fqn.split(".")[1])
+    return layer, BLOCK_LINEARS[block_linears(case.model, layer).index(linear_name(fqn))]
 
 
 def is_recomputed(case: Case, layer: int, name: str) -> bool:

@@ -56,6 +56,8 @@ def undescribed(case: Case, device: str, *, instead: str) -> str:
         return f"no formula for the model of {case.target}; {instead}"
     if computes_on_plain_shards(case.target):
         return f"{OF_DTENSOR}: {case.target} saves and keeps other tensors"
+    if case.layout.pp > 1:
+        return "a schedule keeps what several microbatches of a pipeline save; no formula for that"
     return "" if describes(device) else NOT_OF_THIS_DEVICE
 
 

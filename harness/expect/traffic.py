@@ -37,26 +37,29 @@ from harness.matrix.linears import (
     shard_sizes,
 )
 from harness.matrix.recipes import ITEM_BYTES, Operand
+from harness.matrix.stages import EMBEDDING, blocks_of, holds, neighbours
 
 
 @lru_cache(maxsize=256)  # checks ask for every rank and step
 def expected_transfers(case: Case, *, step: int, rank: int, changes: Changes = NONE) -> tuple[Transfer, ...]:
     """All collectives of `rank` in `step` (1-based), with these upstream changes. Every later step equals step 2."""
     of_microbatch = (
-        *_gathers_of_weights(case, rank),
-        *_weight_amax(case, step),
-        *_activations(case),
-        *_tensor_parallel_amax(case),
+        *_activations(case, rank),
+        *_between_stages(case, rank),
+        *_tensor_parallel_amax(case, rank),
         *dispatched(case),
-        *_loss(case),
+        *_loss(case, rank),
     )
-    reduced = (*_reductions(case, rank), *_norm_gradients(case, changes))
+    reduced = (*_reductions(case, rank), *_norm_gradients(case, rank, changes))
     terms = (
+        *_gathers_of_weights(case, rank),
+        *_weight_amax(case, rank, step),
         *repeated(of_microbatch, case.train.accumulation),
         *repeated(reduced, case.reductions if case.uses_fsdp else 1),
-        *_precompute(case),
+        *_precompute(case, rank),
+        *_votes(case, rank, step),
         *tokens_of_experts(case),
-        *_global_norm(case),
+        *_global_norm(case, rank),
         *_token_count(case),
     )
     used = _axes_of_several_ranks(case)
@@ -97,23 +100,29 @@ class Unit(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     weights: tuple[Weight, ...]
     axis: str  # of the ranks that share it
-    gathers: int  # in every forward, and once more in backward where the weights are freed after forward
+    gathers: int  # of a step: in every forward, and once more in backward where the weights are freed after forward
     freed: bool  # after forward
 
 
 def fsdp_units(case: Case, rank: int) -> tuple[Unit, ...]:
     shape, resharding = case.model.shape, case.layout.reshard_after_forward
     vocab = shard_sizes(case.model.padded_vocab_size, case.layout.tp)[coordinates(case.layout, rank)["tp"]]
-    freed, freed_last, forwards = resharding != "never", resharding == "always", forward_passes(case)
+    freed, freed_last = resharding != "never", resharding == "always"
     blocks = [
-        Unit(name=name, weights=tuple(weights), axis=axis, gathers=forwards + freed, freed=freed)
-        for layer in range(shape.layers)
+        Unit(name=name, weights=tuple(weights), axis=axis, gathers=_gathers_of_unit(case, freed=freed), freed=freed)
+        for layer in blocks_of(case, rank)
         for name, weights, axis in _block_units(case, layer)
     ]
     output = Weight(fqn=OUTPUT_FQN, rows=vocab, columns=shape.dim, gathered_in_float8=_cast_by_fsdp(case, OUTPUT_FQN))
-    embedding = Weight(fqn="tok_embeddings", rows=vocab, columns=shape.dim)
-    return (
-        Unit(name="tok_embeddings", weights=(embedding,), axis="dp_shard", gathers=forwards + freed, freed=freed),
+    embedding = Weight(fqn=EMBEDDING, rows=vocab, columns=shape.dim)
+    units = (
+        Unit(
+            name=EMBEDDING,
+            weights=(embedding,),
+            axis="dp_shard",
+            gathers=_gathers_of_unit(case, freed=freed),
+            freed=freed,
+        ),
         *blocks,
         # Backward starts with this unit, so by default its weights stay gathered. After an evaluation too; but FSDP2
         # takes what ran before the first unit for what backward needs next, and gathers it at the end.
@@ -121,10 +130,18 @@ def fsdp_units(case: Case, rank: int) -> tuple[Unit, ...]:
             name="norm, output",
             weights=(Weight(fqn="norm", rows=shape.dim), output),
             axis="dp_shard",
-            gathers=forwards + freed_last,
+            gathers=_gathers_of_unit(case, freed=freed_last),
             freed=freed_last,
         ),
     )
+    return tuple(unit for unit in units if holds(case, rank, unit.weights[0].fqn))
+
+
+def _gathers_of_unit(case: Case, *, freed: bool) -> int:
+    """Of a step. The stages of a pipeline keep what backward gathers: every forward frees it, if any does."""
+    if case.layout.pp > 1:
+        return case.train.accumulation * freed + 1
+    return case.train.accumulation * (forward_passes(case) + freed)
 
 
 def _block_units(case: Case, layer: int) -> Iterator[tuple[str, Iterable[Weight], str]]:
@@ -199,29 +216,29 @@ def _gathered(case: Case, unit: Unit) -> tuple[str, int]:
 def converted_weight_shards(case: Case, rank: int) -> int:
     """Elements of converted weights that `rank` sends in all-gathers of one step."""
     return sum(
-        case.train.accumulation * unit.gathers * weight.shard_elements(case.layout.dp_shard)
+        unit.gathers * weight.shard_elements(case.layout.dp_shard)
         for unit in fsdp_units(case, rank)
         for weight in unit.weights
         if weight.gathered_in_float8
     )
 
 
-def _weight_amax(case: Case, step: int) -> Iterator[Transfer]:
+def _weight_amax(case: Case, rank: int, step: int) -> Iterator[Transfer]:
     """Float8 all-gather: a cast before a gather needs the amax of all shards, along every axis that shards a weight.
 
     Not where scales were precomputed. They are precomputed after an update, so step 1 has none yet.
     """
     if case.float8.precompute_scale and step > 1:
         return
-    for unit in fsdp_units(case, 0):
+    for unit in fsdp_units(case, rank):
         casts = unit.gathers * sum(weight.gathered_in_float8 for weight in unit.weights)
         yield from _amax_of_shards(case, elements=1, times=casts, purpose=f"amax of the float8 weights of {unit.name}")
 
 
-def _precompute(case: Case) -> Iterator[Transfer]:
+def _precompute(case: Case, rank: int) -> Iterator[Transfer]:
     """`precompute_float8_dynamic_scale_for_fsdp`: one vector of all amaxes, along every axis that shards a weight."""
     if case.float8.precompute_scale:
-        weights = sum(weight.gathered_in_float8 for unit in fsdp_units(case, 0) for weight in unit.weights)
+        weights = sum(weight.gathered_in_float8 for unit in fsdp_units(case, rank) for weight in unit.weights)
         yield from _amax_of_shards(case, elements=weights, times=1, purpose="precomputed amax of all float8 weights")
 
 
@@ -233,7 +250,7 @@ def _amax_of_shards(case: Case, *, elements: int, times: int, purpose: str) -> I
 # Tensor parallel: activations
 
 
-def _activations(case: Case) -> Iterator[Transfer]:
+def _activations(case: Case, rank: int) -> Iterator[Transfer]:
     """Activations between TP ranks in forward, once more where checkpointing recomputes, and their gradients.
 
     A block has two inputs (attention, feed-forward) and two outputs (wo, w2). With sequence parallelism an input is an
@@ -241,26 +258,27 @@ def _activations(case: Case) -> Iterator[Transfer]:
     in backward only, an output an all-reduce in forward only. The embedding is one more output, the output layer one
     more input. All of that in forward is sent in evaluation too.
     """
-    layers, forwards, dtype = case.model.shape.layers, forward_passes(case), case.train.dtype
-    checkpointed = sum(case.checkpointing.wraps(layer) for layer in range(layers))
-    gradients = partial(_sum_of_partials, case, 2 * layers + 1, "input gradients of blocks, output layer")
+    blocks, forwards, dtype = blocks_of(case, rank), forward_passes(case), case.train.dtype
+    checkpointed = sum(map(case.checkpointing.wraps, blocks))
+    inputs, outputs = (2 * len(blocks) + holds(case, rank, name) for name in (OUTPUT_FQN, EMBEDDING))
+    gradients = partial(_sum_of_partials, case, inputs, "input gradients of blocks, output layer")
     if case.layout.sequence_parallel:
-        yield from _gathers(case, layers, checkpointed)
+        yield from _gathers(case, rank, checkpointed)
         # w2 ends the block: recomputing may stop before its reduce-scatter. selective_op saves what that gives.
         again = 0 if case.checkpointing.mode == "selective_op" else checkpointed
         if traits_of(case).recomputes_whole_blocks and case.compile == "none":
             again *= 2
         fused, elements = _all_to_alls(case), case.tokens_per_rank * case.model.shape.dim
-        times = (2 * layers + 1) * forwards + again - fused
+        times = outputs * forwards + again - fused
         yield _sum_of_partials(case, times, "outputs of wo, w2, embedding", "reduce_scatter")
         purpose = "outputs of wo, w2, scattered by the fused operator"
         yield Transfer("tp", "all_to_all", dtype, elements, purpose, times=fused)
         yield gradients("reduce_scatter")
     else:
-        times = (2 * layers + 1) * forwards + checkpointed
+        times = outputs * forwards + checkpointed
         yield _sum_of_partials(case, times, "outputs of wo, w2, embedding", "all_reduce")
         yield gradients("all_reduce")
-    if not case.layout.loss_parallel:
+    if not case.layout.loss_parallel and holds(case, rank, OUTPUT_FQN):
         vocab = -(-case.model.padded_vocab_size // case.layout.tp)
         yield Transfer("tp", "all_gather", dtype, case.tokens_per_rank * vocab, "logits", times=forwards)
 
@@ -272,15 +290,29 @@ def _all_to_alls(case: Case) -> int:
     return sum(candidate.fuses and candidate.collective == "reduce_scatter" for candidate in fusion_candidates(case))
 
 
-def _gathers(case: Case, layers: int, checkpointed: int) -> Iterator[Transfer]:
+def _between_stages(case: Case, rank: int) -> Iterator[Transfer]:
+    """Every microbatch is sent from stage to stage, and its gradient back: this rank's part of the sequence."""
+    elements = residual_tokens(case) * case.model.shape.dim
+    for purpose, times in zip(("outputs of stages", "input gradients of stages"), neighbours(case, rank), strict=True):
+        yield Transfer("pp", "send", case.train.dtype, elements, purpose, times=times)
+
+
+def _votes(case: Case, rank: int, step: int) -> Iterator[Transfer]:
+    """Stages ask one another before the first step whether all know the shapes that are sent."""
+    if step == 1:
+        yield Transfer("pp", "send", "int32", 1, "votes of stages", times=sum(neighbours(case, rank)))
+
+
+def _gathers(case: Case, rank: int, checkpointed: int) -> Iterator[Transfer]:
     """Sequence-parallel all-gathers. Float8 TP styles gather the inputs and output gradients of blocks in float8."""
     dtype, forwards = case.train.dtype, forward_passes(case)
+    layers, embeds, heads = len(blocks_of(case, rank)), holds(case, rank, EMBEDDING), holds(case, rank, OUTPUT_FQN)
     narrow = ("float8_e4m3fn", "float8_e5m2") if case.float8.tp_styles == "float8" else (dtype, dtype)
     for purpose, sent_dtype, times in (
         ("inputs of blocks", narrow[0], 2 * (layers * forwards + checkpointed)),
-        ("input of the output layer", dtype, forwards),
+        ("input of the output layer", dtype, forwards * heads),
         ("output gradients of wo, w2", narrow[1], 2 * layers),
-        ("output gradient of the embedding", dtype, 1),
+        ("output gradient of the embedding", dtype, int(embeds)),
     ):
         elements = residual_tokens(case) * case.model.shape.dim
         yield Transfer("tp", "all_gather", sent_dtype, elements, purpose, times=times)
@@ -294,12 +326,12 @@ def _sum_of_partials(case: Case, times: int, purpose: str, kind: str) -> Transfe
 # Tensor parallel: scales
 
 
-def _tensor_parallel_amax(case: Case) -> Iterator[Transfer]:
+def _tensor_parallel_amax(case: Case, rank: int) -> Iterator[Transfer]:
     """The cast of a DTensor reduces its amax over TP where the scaled dim is sharded.
 
     torchao computes the amax in the dtype of the tensor and casts it to float64 before `clamp` makes DTensor reduce it.
     """
-    for layer in range(case.model.shape.layers):
+    for layer in blocks_of(case, rank):
         for name in block_linears(case.model, layer):
             fqn = f"layers.{layer}.{name}"
             if is_converted(case, fqn):
@@ -309,7 +341,7 @@ def _tensor_parallel_amax(case: Case) -> Iterator[Transfer]:
             # PrepareFloat8ModuleInput casts the sharded input before it gathers it, for attention and feed-forward
             times = 2 * (forward_passes(case) + case.checkpointing.wraps(layer))
             yield _amax(1, times, f"inputs of layers.{layer}", least=2)
-    if is_converted(case, OUTPUT_FQN):
+    if is_converted(case, OUTPUT_FQN) and holds(case, rank, OUTPUT_FQN):
         yield from _amax_of_linear(case, OUTPUT_FQN, OUTPUT_FQN, forwards=forward_passes(case))
 
 
@@ -352,9 +384,9 @@ def _amax(elements: int, times: int, operand: str, *, least: int = 1) -> Transfe
 # Loss and partial gradients
 
 
-def _loss(case: Case) -> Iterator[Transfer]:
+def _loss(case: Case, rank: int) -> Iterator[Transfer]:
     """Loss parallel: log-softmax and loss over the sharded vocabulary reduce three numbers per token, no logits."""
-    if case.layout.loss_parallel:
+    if case.layout.loss_parallel and holds(case, rank, OUTPUT_FQN):
         for op, times, purpose in (
             ("max", 1, "largest logit of every token"),
             ("sum", 2, "normalizer and loss of every token"),
@@ -370,7 +402,7 @@ def _token_count(case: Case) -> Iterator[Transfer]:
             yield Transfer(axis, "all_reduce", "int64", 1, "number of labels", op="sum", times=forward_passes(case))
 
 
-def _norm_gradients(case: Case, changes: Changes) -> Iterator[Transfer]:
+def _norm_gradients(case: Case, rank: int, changes: Changes) -> Iterator[Transfer]:
     """Sequence parallelism: the gradients of norms and of routers are Partial over TP ranks.
 
     FSDP2 redistributes it in backward, in the dtype of the gradient: the reduce dtype where it keeps the sum of several
@@ -378,7 +410,7 @@ def _norm_gradients(case: Case, changes: Changes) -> Iterator[Transfer]:
     every operator that reads it reduces it. So does a norm of all gradients before.
     """
     reads = 1 if case.uses_fsdp else case.train.update.reads + _reads_norms(case)
-    times = (2 * case.model.shape.layers + 1) * reads
+    times = (2 * len(blocks_of(case, rank)) + holds(case, rank, OUTPUT_FQN)) * reads
     in_reduce_dtype = GRADIENTS_IN_REDUCE_DTYPE in changes or case.reductions < case.train.accumulation
     dtype = case.reduce_dtype if case.uses_fsdp and in_reduce_dtype else case.train.dtype
     if case.layout.sequence_parallel:
@@ -392,18 +424,21 @@ def _reads_norms(case: Case) -> bool:
     return case.train.max_norm is not None or traits_of(case).clips
 
 
-def _global_norm(case: Case) -> Iterator[Transfer]:
+def _global_norm(case: Case, rank: int) -> Iterator[Transfer]:
     """The norm of every gradient, summed over the axes that shard it; gradients on one mesh are sent together.
+
+    Then one number of every stage of a pipeline.
 
     Without sequence parallelism norms are not distributed over TP ranks.
     """
     if not _reads_norms(case):
         return
-    layers = case.model.shape.layers
-    linears = sum(len(block_linears(case.model, layer)) for layer in range(layers))
+    blocks, embeds, heads = blocks_of(case, rank), holds(case, rank, EMBEDDING), holds(case, rank, OUTPUT_FQN)
+    linears = sum(len(block_linears(case.model, layer)) for layer in blocks)
     routers, experts = len(expert_fqns(case.model)), 3 * len(expert_fqns(case.model))
-    norms, others = 2 * layers + 1 + routers, linears * (1 + case.model.bias) + 2
+    norms, others = 2 * len(blocks) + heads + routers, linears * (1 + case.model.bias) + embeds + heads
     send = partial(Transfer, kind="all_reduce", dtype=case.parameter_dtype, purpose="norms of gradients", op="sum")
+    yield send("pp", elements=1)
     if case.layout.ep > 1:
         yield from _norm_beside_experts(case, send, norms + others, experts)
         return

@@ -170,6 +170,9 @@ class Case(CaseStruct, frozen=True, kw_only=True):
         if self.compile == "none" and not self.layout.wait_for_embedding:
             layout = msgspec.structs.replace(self.layout, wait_for_embedding=True)
             msgspec.structs.force_setattr(self, "layout", layout)
+        if self.layout.pp > 1 and self.uses_fsdp:  # schedules of torch reduce behind the last microbatch
+            train = msgspec.structs.replace(self.train, reduce_grads="last_microbatch")
+            msgspec.structs.force_setattr(self, "train", train)
         if self.layout.tp == 1 and self.float8.convert_after_tp:
             float8 = msgspec.structs.replace(self.float8, convert_after_tp=False)
             msgspec.structs.force_setattr(self, "float8", float8)

@@ -25,7 +25,7 @@ from harness.matrix.selector import parse_selector
 from harness.matrix.targets import REFERENCE, is_llama
 from harness.verdict import Finding
 
-FaultClass = Literal["A", "B", "C", "D", "E", "F", "G", "H", "I", "J", "K"]
+FaultClass = Literal["A", "B", "C", "D", "E", "F", "G", "H", "I", "J", "K", "L"]
 FAULT_CLASSES: dict[FaultClass, str] = {
     "A": "scale or amax over the wrong data or group",
     "B": "stale scale or stale FP8 data",
@@ -38,6 +38,7 @@ FAULT_CLASSES: dict[FaultClass, str] = {
     "I": "memory that is kept for too long",
     "J": "blocks of MXFP8 and their scales",
     "K": "experts, and what is sent to them",
+    "L": "pipelines: stages, microbatches, and what is sent between them",
 }
 
 # The first thing that a fault changes where it applies; tests verify it for every fault.
@@ -131,9 +132,11 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     def applies(self, case: Case) -> bool:
         """True if the fault can be planted in this case and has its effect there.
 
-        Faults of class H need compiled blocks; all others patch code that compiled blocks do not call.
+        Faults of class H need compiled blocks; all others patch code that compiled blocks do not call. Those of class L
+        need a pipeline, in which others were not measured.
         """
-        if (case.compile != "none") != (self.group == "H") or not self.fits(case.target):
+        alike = (case.compile != "none") == (self.group == "H") and (case.layout.pp > 1) == (self.group == "L")
+        if not alike or not self.fits(case.target):
             return False
         return any(parse_selector(text).matches(case) for text in self.where)
 
@@ -212,6 +215,11 @@ HOST_IDS = (
     "fsdp2-ep2-mxfp8-gmm.fp8-moe8-v2048-gb4-sl16-b16",
     "fsdp2-tp2-ep2-bf16-moe4-balance-v2048-b16",
     "tp2-ep2-rowwise-moe4-sigmoid-balance-v2048-accum2-b16",
+    "pp2-tensorwise-v2048-s3-accum4-f64",
+    "pp2-tp2-gpipe-rowwise-v2048-s3-accum4-f64",
+    "pp2-fsdp2-tensorwise-ag.fp8-v2048-s3-accum4-reduce.last-f64",
+    "pp2-fsdp2-interleaved-mxfp8-layers.4-v2048-s3-accum4-reduce.last-b16",
+    "pp2-fsdp2-rowwise-v2048-s3-accum4-reduce.last-clip0.25-f64",
     "tp2-tensorwise-head.fp8-v2256-f64",
 )
 
@@ -219,12 +227,14 @@ HOST_IDS = (
 class HostKind(NamedTuple):
     """What decides how sharply a host case is judged: sums in another order, and how much they round."""
 
-    layout: Literal["TP", "HSDP", "FSDP2", "one rank"]
+    layout: Literal["pipeline", "TP", "HSDP", "FSDP2", "one rank"]
     dtype: str
 
 
 def host_kind(case: Case) -> HostKind:
     layout = case.layout
+    if layout.pp > 1:
+        return HostKind("pipeline", case.train.dtype)
     if layout.tp > 1:
         return HostKind("TP", case.train.dtype)
     if layout.dp_replicate > 1:

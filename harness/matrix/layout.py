@@ -21,6 +21,7 @@ from harness.matrix.model import CaseStruct
 
 SymmMem = Literal["pipelined", "fallback"]
 Resharding = Literal["default", "always", "never"]
+Schedule = Literal["1f1b", "gpipe", "interleaved", "zero_bubble"]
 Degree = Annotated[int, Meta(ge=1, le=4096)]
 
 _axis = functools.partial(axis, part="layout", changes=Changes.LAYOUT)
@@ -29,6 +30,23 @@ _axis = functools.partial(axis, part="layout", changes=Changes.LAYOUT)
 class Mesh(CaseStruct, frozen=True, kw_only=True):
     """The degrees of the axes of a mesh, the outermost first. `dp_replicate` > 1 with `dp_shard` > 1 is HSDP."""
 
+    pp: Annotated[
+        Degree,
+        _axis(
+            "pipeline parallelism: ranks that share the blocks, and send what is between them",
+            number("pp{pp}", "pp2", "pipeline parallelism over {0} ranks"),
+            smallest=1,
+            exported=False,
+            spelled=(
+                keys(
+                    "parallelism.pipeline_parallel_degree pipeline_parallel_degree pipeline_model_parallel_size "
+                    "pp_size =pp",
+                    said=r"\b(?:PP|pipeline[- ]parallel(?:ism)?)\s*(?:degree|size)?\s*(?:of\s+|[=:]\s*)?"
+                    r"(\d{1,4})\b(?!\.)",
+                ),
+            ),
+        ),
+    ] = 1
     dp_replicate: Annotated[
         Degree,
         _axis(
@@ -212,6 +230,28 @@ class Layout(Mesh, frozen=True, kw_only=True):
         ),
     ] = "default"
 
+    schedule: Annotated[
+        Schedule,
+        _axis(
+            "the order of microbatches in a pipeline",
+            flag("gpipe", "all forwards of a pipeline, then all backwards", schedule="gpipe"),
+            flag("interleaved", "two stages of a pipeline per rank, 1F1B", schedule="interleaved"),
+            flag("zb", "a pipeline that computes gradients of weights in its bubbles", schedule="zero_bubble"),
+            needs=("pp",),
+            exported=False,
+            spelled=(
+                keys(
+                    "parallelism.pipeline_parallel_schedule pipeline_parallel_schedule",
+                    values={
+                        "1f1b": "1f1b",
+                        "gpipe": "gpipe",
+                        "interleaved1f1b": "interleaved",
+                        "interleavedzerobubble": "zero_bubble",
+                    },
+                ),
+            ),
+        ),
+    ] = "1f1b"
     ep: Annotated[
         Degree,
         _axis(
@@ -237,6 +277,8 @@ class Layout(Mesh, frozen=True, kw_only=True):
         if self.tp == 1:
             for name in ("sequence_parallel", "loss_parallel", "wait_for_embedding"):
                 msgspec.structs.force_setattr(self, name, True)
+        if self.pp == 1:
+            msgspec.structs.force_setattr(self, "schedule", "1f1b")
         if not self.async_tp:
             msgspec.structs.force_setattr(self, "symm_mem", "pipelined")
 

@@ -15,7 +15,7 @@ Recipe = Literal["bf16", "tensorwise", "rowwise", "rowwise_with_gw_hp", "mxfp8",
 
 E4M3, E5M2 = "float8_e4m3fn", "float8_e5m2"
 FLOAT8_MAX = {E4M3: 448.0, E5M2: 57344.0}  # the largest finite value
-ITEM_BYTES = {E4M3: 1, E5M2: 1, "uint8": 1, "bfloat16": 2, "float32": 4, "float64": 8, "int64": 8}
+ITEM_BYTES = {E4M3: 1, E5M2: 1, "uint8": 1, "bfloat16": 2, "float32": 4, "float64": 8, "int32": 4, "int64": 8}
 MANTISSA_BITS = {E4M3: 3, E5M2: 2}
 
 

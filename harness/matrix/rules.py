@@ -21,6 +21,7 @@ from harness.matrix.linears import OUTPUT_FQN, Gemm, converted_fqns, gemms, is_m
 from harness.matrix.recipes import OPERANDS
 from harness.matrix.resumed import other_layout
 from harness.matrix.selector import axes_read, parse_selector
+from harness.matrix.stages import stage_count
 from harness.matrix.targets import TORCHTITAN_0_3, is_llama
 
 _TORCHAO = "https://github.com/pytorch/ao/blob/v0.18.0/torchao/float8"
@@ -39,9 +40,12 @@ class Rule(msgspec.Struct, frozen=True, kw_only=True):
     axes: tuple[str, ...]
     when: Callable[[Case], bool]
 
+    of_any_target: bool = False  # a rule that reads the target, but no shape of its model
+
     def applies(self, case: Case) -> bool:
         """True when the case has the property. A rule that reads shapes of the model says nothing of unknown ones."""
-        return (is_llama(case.target) or "target" not in self.axes) and self.when(case)
+        known = is_llama(case.target) or "target" not in self.axes or self.of_any_target
+        return known and self.when(case)
 
 
 class Exclusion(Rule, frozen=True):
@@ -187,6 +191,14 @@ _CODED: Mapping[str, tuple[tuple[str, ...], Callable[[Case], bool]]] = {
             and (case.layout.ep % case.layout.tp != 0 or case.layout.dp_shard * case.layout.tp % case.layout.ep != 0)
         ),
     ),
+    "microbatches_fill_pipeline": (
+        ("pp", "accumulation"),
+        lambda case: case.train.accumulation % case.layout.pp != 0,
+    ),
+    "stages_have_blocks": (
+        ("pp", "schedule", *_MODEL_AXES),
+        lambda case: stage_count(case.layout) > case.model.shape.layers,
+    ),
     "ep_divides_experts": (("experts", "ep"), lambda case: case.model.experts % case.layout.ep != 0),
     "top_k_among_experts": (
         ("experts", "top_k"),
@@ -222,7 +234,8 @@ def _exclusions() -> Iterator[Exclusion]:
     rows = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
     for name, row in rows.items():
         axes, when = _selected(row["where"]) if "where" in row else _CODED[name]
-        yield Exclusion(name=name, reason=row["reason"], source=row["source"], axes=axes, when=when)
+        told = {key: row[key] for key in ("reason", "source")}
+        yield Exclusion(name=name, axes=axes, when=when, of_any_target=row.get("of_any_target", False), **told)
 
 
 def _selected(where: Iterable[str]) -> tuple[tuple[str, ...], Callable[[Case], bool]]:

@@ -59,8 +59,16 @@ EXPERTS = OutOfScope(
     said=r"(?i)\b(?:MoE|mixture[- ]of[- ]experts|expert[- ]parallel\w*|grouped[ _]?(?:gemm|mm)"
     r"|(?:routed|shared)[ _]experts?|Mixtral|DeepSeek\w*|gpt-oss|Llama[- ]?4|Qwen[-\w.]*-A\d+B)\b",
 )
+PIPELINES = OutOfScope(
+    name="pipeline parallelism",
+    reason="the reference trains in one: write pp, schedule and accumulation in a case",
+    words=r"pipeline_parallel\w*\d*",
+    calls=r"PipelineStage|ScheduleGPipe|Schedule1F1B",
+    said=r"\bPP(?![A-Za-z]| ?= ?1\b)|\b(?i:pipeline[- ]parallel|pp(?:_size)? ?(?:[>+]|=(?! ?1\b)))",
+)
 SCOPE = (
     EXPERTS,
+    PIPELINES,
     OutOfScope(
         name="expert tensor parallelism",
         reason="each expert is whole on one rank of ep; tensor parallelism shards the other linears only",
@@ -75,14 +83,6 @@ SCOPE = (
         options=_options("context_parallel_degree context_parallel_size cp_size", _SEVERAL),
         calls=r"context_parallel",
         said=r"\bCP(?![A-Za-z]| ?= ?1\b)|\b(?i:context[- ]parallel)",
-    ),
-    OutOfScope(
-        name="pipeline parallelism",
-        reason="every rank has all layers of the model",
-        words=r"(pp|pipeline_parallel\w*)\d*",
-        options=_options("pipeline_parallel_degree pipeline_model_parallel_size pp_size", _SEVERAL),
-        calls=r"PipelineStage|ScheduleGPipe|Schedule1F1B",
-        said=r"\bPP(?![A-Za-z]| ?= ?1\b)|\b(?i:pipeline[- ]parallel|pp(?:_size)? ?(?:[>+]|=(?! ?1\b)))",
     ),
     OutOfScope(
         name="MX formats other than MXFP8",

@@ -49,10 +49,13 @@ def named_model(name: str) -> KnownModel:
 
 
 def require_formulas(case: Case) -> None:
-    """HarnessError for a target whose model is not known before it is built."""
+    """HarnessError for a target whose model is not known before it is built, and for a pipeline."""
     if not is_llama(case.target):
         fix = "give --model NAME, or a case of the reference or of torchtitan."
         raise HarnessError(f"there is no formula for the model of {case.target}.", where=case_id(case), fix=fix)
+    if case.layout.pp > 1:
+        what = "predictions are of ranks that hold the whole model: bubbles and stages are not predicted."
+        raise HarnessError(what, where=case_id(case), fix="leave pp out.")
 
 
 def training(model: KnownModel, *, tokens: int | None = None, **axes: object) -> Case:

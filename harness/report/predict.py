@@ -6,7 +6,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from harness.matrix.caseid import parse_case_id
-from harness.matrix.layout import MESH_AXES
 from harness.matrix.targets import is_llama
 from harness.performance.cost import CostReport, Metrics, Row, Speed, speed
 from harness.performance.machine import Peak, peak_of_device
@@ -27,7 +26,7 @@ _COUNTING = (
     "a multiplication and an addition are 2 FLOPs; attention counts as not causal, its backward as twice its forward",
     "FLOPs of a token are torchtitan's: 6 for every active parameter but the embedding's, and attention",
 )
-_AXES = {axis: {"dp_replicate": "replicas", "dp_shard": "FSDP", "tp": "TP"}.get(axis, axis) for axis in MESH_AXES}
+_AXES = {"dp_replicate": "replicas", "dp_shard": "FSDP", "tp": "TP"}  # of layouts with predictions
 _MEMORY = {
     "parameters": ("parameters", "as FSDP2 pads them"),
     "optimizer": ("optimizer", "its states"),
@@ -287,7 +286,7 @@ def sweep_sections(ranked: Sequence[Ranked]) -> Iterator[Block]:
 def _layout_row(each: Ranked) -> tuple[str, ...]:
     notes = [*(() if each.fits else ("does not fit",)), *(reason.name for reason in each.warnings)]
     return (
-        *map(str, each.layout.mesh.values()),
+        *(str(each.layout.mesh[axis]) for axis in _AXES),
         f"{each.step_s:.3g}" if each.step_s else "-",
         f"{each.tokens_s:,.0f}" if each.tokens_s else "-",
         *map(binary_bytes, (each.peak_bytes, each.sent_bytes, each.between_nodes_bytes)),
@@ -301,7 +300,7 @@ def _refused_lines(ranked: Sequence[Ranked]) -> Iterator[str]:
     for each in ranked:
         if each.refused:
             names = ", ".join(reason.name for reason in each.refused)
-            *outer, inner = each.layout.mesh.values()
+            *outer, inner = (each.layout.mesh[axis] for axis in _AXES)
             groups.setdefault((inner, names), []).append(" x ".join(map(str, outer)))
     *outside, inside = _AXES.values()
     for (degree, names), found in groups.items():

@@ -15,9 +15,12 @@ from collections import Counter
 import numpy as np
 import numpy.typing as npt
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from harness.matrix.case import Case, Model
+from harness.matrix.stages import EMBEDDING
+from harness.worker.dispatch_hooks.hook import unobserved
 from harness.worker.probes.places import local_shard, part_at, place_of
 from harness.worker.probes.sketches import clean_fqn
 
@@ -145,6 +148,21 @@ def write_weights(model: nn.Module, case: Case) -> dict[str, Weights]:
         local[tuple(slice(size) for size in mine.shape)].copy_(torch.from_numpy(mine))
         written[fqn] = full
     return written
+
+
+def with_other_stages(weights: dict[str, Weights], case: Case) -> dict[str, Weights]:
+    """The full weights of the whole model, of which this rank has those of its stages of a pipeline."""
+    if case.layout.pp == 1:
+        return weights
+    mine = {fqn: weight.shape for fqn, weight in weights.items()}
+    held: list[dict[str, tuple[int, ...]]] = [{}] * dist.get_world_size()
+    with unobserved():
+        dist.all_gather_object(held, mine)
+    others = {fqn: shape for each in held for fqn, shape in each.items() if fqn not in mine}
+    return weights | {
+        fqn: make_weight(fqn, shape, seed=case.train.seed, embedding=fqn == f"{EMBEDDING}.weight")
+        for fqn, shape in others.items()
+    }
 
 
 def unpadded_rows(shape: tuple[int, ...], model: Model) -> tuple[int, ...]:

@@ -18,6 +18,7 @@ from harness.request import RunRequest
 from harness.sources import module_digest
 from harness.worker import internals
 from harness.worker.injection import inject
+from harness.worker.phase import PHASE
 from harness.worker.process_group import join
 from harness.worker.state import STATE
 from harness.worker.train import train
@@ -75,7 +76,8 @@ def _check_source(name: str, options: Mapping[str, str]) -> None:
 def rank_main(context: RankContext) -> bytes:
     request = msgspec.msgpack.decode(context.payload, type=RunRequest)
     torch.set_num_threads(int(os.environ.get(THREADS_VARIABLE, "1")))
-    context.report_phase("start")
+    PHASE.report = context.report_phase
+    PHASE.begin("start")
     internals.require(*_parts_of(request))
     # The ranks of a job share generated code, and no other job does: a rank killed while writing a library would break
     # every later run that loads it.
@@ -83,13 +85,13 @@ def rank_main(context: RankContext) -> bytes:
     virtual = virtual_device.install(request.fabric, device=request.device, arithmetic=request.arithmetic)
     device = join(context, request.fabric)
     for patch in request.injections:
-        context.report_phase(f"injection {patch.text}")
+        PHASE.begin(f"injection {patch.text}")
         inject(patch)
     if request.replayed:
         from harness.worker.replay import replay
 
         return msgspec.msgpack.encode(replay(request, device))
-    return msgspec.msgpack.encode(train(request, device, context.report_phase, virtual, context.folder))
+    return msgspec.msgpack.encode(train(request, device, PHASE.begin, virtual, context.folder))
 
 
 def _parts_of(request: RunRequest) -> tuple[str, ...]:

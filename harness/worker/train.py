@@ -171,7 +171,7 @@ def prepare(case: Case, device: torch.device, *, solo_witness: bool = False, dig
         target=SequentialRanks(target, case) if dp > 1 else target,
         tokens=given,
         labels=None if case.train.ignored_tokens == "none" else _labels(case, given, part),
-        data_digest=data.digest({"tokens": tokens, **weights}),
+        data_digest=data.digest({"tokens": tokens, **data.with_other_stages(weights, built)}),
         built=digests,
         inputs=InputRecorder(target.model, tokens, part),
     )
@@ -197,7 +197,7 @@ def train_step(prepared: Prepared, step: int, scaled_mm: ScaledMMCounter, watchi
 
     def see_gradients() -> None:
         watching.after_backward(target.model)
-        shares.append(mark_owned(squared_norm_share(target.model)))
+        shares.append(mark_owned(squared_norm_share(target.model) * prepared.case.layout.pp))  # ranks hold one stage
 
     with _before_first_update(see_gradients) as updates:
         result = target.step(*batches)

@@ -44,6 +44,7 @@ OF_THE_REFERENCE = {
     "parameters in bfloat16": "parameters_kept_in_float32 gradients_a_little_too_large",
     "MXFP8": " ".join(name for name, fault in all_faults().items() if fault.group == "J"),
     "experts": " ".join(name for name, fault in all_faults().items() if fault.group == "K"),
+    "pipelines": " ".join(name for name, fault in all_faults().items() if fault.group == "L"),
 }
 # Its one host case has a recorded fault, and runs twice as often: planted in `test_known.py`, where that host case is.
 IN_A_KNOWN_CASE = ("weight_amax_over_world",)
@@ -89,7 +90,7 @@ BROKEN_BY = {
 }
 
 # What distinguishes a host case, and the file that plants its faults.
-Part = Literal["one rank", "training loop", "TP", "FSDP2 and HSDP", "experts"]
+Part = Literal["one rank", "training loop", "TP", "FSDP2 and HSDP", "experts", "pipelines"]
 
 _FEWEST_STEPS = 2  # what the first update did is seen in the second step
 _PRECOMPUTED_STEPS = 3  # the first scales are precomputed after the first update, stale ones are of the second
@@ -109,6 +110,8 @@ def part_of(fault: Fault) -> Part:
     kind, train = host_kind(host), host.train
     if host.model.experts:
         return "experts"
+    if host.layout.pp > 1:
+        return "pipelines"
     if kind.layout == "one rank":
         return "one rank"
     looped = train.evaluate or train.resume != "none" or train.accumulation > 1

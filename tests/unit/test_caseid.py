@@ -136,7 +136,7 @@ def test_every_token_of_an_id_has_a_meaning(case: Case) -> None:
     ("token", "fix"),
     [
         ("cp2", "leave it out: context parallelism is out of scope: "),
-        ("pp4", "leave it out: pipeline parallelism is out of scope: "),
+        ("cp4", "leave it out: context parallelism is out of scope: "),
         ("mxfp4", "leave it out: MX formats other than MXFP8 is out of scope: "),
         ("nvfp4", "leave it out: NVFP4 is out of scope: "),
         ("delayed", "leave it out: delayed scaling is out of scope: "),

@@ -9,7 +9,7 @@ import pytest
 from msgspec.structs import replace
 
 from harness.checks.recompute import CAST, MATMUL, NOT_RECOMPUTED, NUMBER, check_recompute
-from harness.expect.model import recomputed_calls
+from harness.expect.model import llama_model, recomputed_calls
 from harness.matrix.case import Case
 from harness.matrix.linears import converted_fqns, gemms, is_checkpointed
 from harness.trace.operands import CastRecord, MatmulRecord, OperandTrace
@@ -55,7 +55,8 @@ def recorded(of: Case) -> OperandTrace:
     forwards = [
         matmul(100 + index, gemm.fqn, "forward") for index, gemm in enumerate(gemms(of)) if gemm.role == "forward"
     ]
-    recomputed = [matmul(200 + index, fqn, "recompute") for index, fqn in enumerate(again[: recomputed_calls(of)])]
+    count = recomputed_calls(of, llama_model(of))
+    recomputed = [matmul(200 + index, fqn, "recompute") for index, fqn in enumerate(again[:count])]
     return OperandTrace(casts=casts, matmuls=(*forwards, *recomputed))
 
 

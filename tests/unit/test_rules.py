@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from harness.errors import HarnessError
-from harness.expect.model import recomputed_calls, scaled_mm_calls
+from harness.expect.model import llama_model, recomputed_calls, scaled_mm_calls
 from harness.matrix.axes import AXES, axis_values, case_from_axes
 from harness.matrix.case import Case
 from harness.matrix.caseid import parse_case_id
@@ -60,6 +60,13 @@ def test_rules_have_different_names_reasons_and_sources() -> None:
 
 
 EXAMPLES: list[tuple[str, dict[str, object]]] = [
+    ("microbatches_fill_pipeline", {"pp": 2, "accumulation": 1}),
+    ("stages_have_blocks", {"pp": 4, "accumulation": 4}),
+    ("stages_have_blocks", {"pp": 2, "accumulation": 2, "schedule": "interleaved"}),
+    ("pipeline_of_reference", {"pp": 2, "accumulation": 2, "target": "mine"}),
+    ("pipeline_of_dense_blocks", {"pp": 2, "accumulation": 2, "experts": 4}),
+    ("pipeline_trains", {"pp": 2, "accumulation": 2, "evaluate": True}),
+    ("pipeline_trains", {"pp": 2, "accumulation": 2, "resume": "same"}),
     ("batch_divides_dp", {"dp_shard": 3}),
     ("replicate_needs_shard", {"dp_replicate": 2}),
     ("heads_divide_tp", {"tp": 4, "kv_heads": 2}),
@@ -318,7 +325,7 @@ def test_matmuls_and_calls_agree(case: Case) -> None:
     even = case_from_axes(axis_values(case) | {"tp": 1})
     evaluated = sum(gemm.role == "forward" for gemm in gemms(even)) if even.train.evaluate else 0
     of_microbatch = evaluated + len(gemms(even))
-    assert even.train.accumulation * of_microbatch + recomputed_calls(even) == scaled_mm_calls(even)
+    assert even.train.accumulation * of_microbatch + recomputed_calls(even, llama_model(even)) == scaled_mm_calls(even)
 
 
 @given(st.integers(1, 1000), st.integers(1, 16))

@@ -19,6 +19,7 @@ from harness.worker.process_group import join
 from harness.worker.virtual import device
 from tests.worker import fabricwitness
 
+MESSAGES = (torch.float32, torch.bfloat16)
 DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float32, torch.bfloat16)
 
 
@@ -140,6 +141,37 @@ def _mismatch() -> None:
     dist.all_gather_into_tensor(torch.empty(size * dist.get_world_size()), torch.zeros(size))
 
 
+def _messages() -> dict[str, bool]:
+    """Rings of messages: receives are posted first, and waited for in another order."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    before, behind = (rank - 1) % world, (rank + 1) % world
+    received = [torch.zeros(8, dtype=dtype) for dtype in MESSAGES for _ in range(2)]
+    posted = [dist.irecv(each, before) for each in received]
+    for number, dtype in enumerate(MESSAGES):
+        dist.isend(values(rank, dtype), behind)
+        dist.isend(values(rank + number + 1, dtype), behind)
+    for work in reversed(posted):
+        assert work is not None, "a posted receive"
+        work.wait()
+    expected = [values(before + more, dtype) for number, dtype in enumerate(MESSAGES) for more in (0, number + 1)]
+    single = torch.zeros(3)
+    if rank % 2:
+        dist.recv(single, before)
+    else:
+        dist.send(torch.full((3,), float(rank)), behind)
+    return {
+        "messages": all(same(*pair) for pair in zip(received, expected, strict=True)),
+        "one message": rank % 2 == 0 or same(single, torch.full((3,), float(before))),
+    }
+
+
+def _misfit() -> None:
+    if dist.get_rank() == 0:
+        dist.send(torch.zeros(4, dtype=torch.bfloat16), 1)
+    elif dist.get_rank() == 1:
+        dist.recv(torch.zeros(4), 0)
+
+
 def rank_main(context: RankContext) -> bytes:
     fabric: Fabric = "gloo" if context.payload == b"gloo" else "shared"
     device.install(fabric)
@@ -148,6 +180,8 @@ def rank_main(context: RankContext) -> bytes:
         fabricwitness.watch()
     if context.payload == b"mismatch":
         _mismatch()
+    if context.payload == b"misfit":
+        _misfit()
     results = {}
     for dtype in DTYPES:
         mine = values(context.rank, dtype)
@@ -155,6 +189,8 @@ def rank_main(context: RankContext) -> bytes:
         for name, move in MOVES.items():
             results[f"{name} {dtype}"] = move(mine, everyone)
     results |= _reductions()
+    if fabric == "shared":  # what gloo does with messages is torch's own
+        results |= _messages()
     if fabric == "shared":
         fabricwitness.compare()
     return json.dumps(results).encode()

@@ -1,4 +1,4 @@
-"""What passes the fabric, by `Group.exchange`, held against what hooks reported: kind, bytes and ranks, in order."""
+"""What passes the fabric, by `Group.exchange` and `Channel.send`, held against what hooks reported, in order."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from harness.worker.dispatch_hooks import collectives, hook
-from harness.worker.virtual.fabric import Group
+from harness.worker.virtual.fabric import Channel, Group
 
 Told = tuple[str, int, tuple[int, ...]]
 
@@ -22,7 +22,7 @@ def _observe(seen: collectives.Exchange) -> None:
 
 def watch() -> None:
     """From now on an exchange that was not told of is an error."""
-    stock = Group.exchange
+    stock, stock_send = Group.exchange, Channel.send
 
     def exchange(group: Group, kind: str, payload: torch.Tensor, **given: Any) -> list[torch.Tensor]:
         if kind != "open" and not hook._paused[0]:
@@ -31,8 +31,16 @@ def watch() -> None:
             assert _told[len(_sent) - 1 : len(_sent)] == _sent[-1:], f"sent {_sent[-1]}, told {_told[len(_sent) - 1 :]}"
         return stock(group, kind, payload, **given)
 
+    def send(channel: Channel, payload: torch.Tensor, code: int) -> None:
+        if not hook._paused[0]:
+            ranks = _told[len(_sent)][2] if len(_told) > len(_sent) else ()
+            _sent.append(("send", payload.numel(), ranks))
+            assert _told[len(_sent) - 1 : len(_sent)] == _sent[-1:], f"sent {_sent[-1]}, told {_told[len(_sent) - 1 :]}"
+        stock_send(channel, payload, code)
+
     collectives.observers.append(_observe)
     Group.exchange = exchange
+    Channel.send = send
 
 
 def compare(*_: Any) -> None:

@@ -26,6 +26,13 @@ def test_ranks_that_disagree_are_told_so_at_once(engine: ZygoteEngine, tmp_path:
     assert not list(tmp_path.glob("fabric-*"))
 
 
+def test_a_message_that_does_not_fit_is_told_by_who_receives_it(engine: ZygoteEngine, tmp_path: Path):
+    outcome = run_alone(engine, make_share(tmp_path, 2, b"misfit"))
+    assert outcome.status == "crash"
+    told = "rank 0 sends 4 elements of bfloat16, and rank 1 receives 4 of float32"
+    assert told in f"{[rank.message for rank in outcome.ranks]}"
+
+
 # gloo rounds at every hop, uses the tensors of other ranks for what only one rank gets, and takes no strides.
 GLOO = {"bfloat16 sums are rounded once", "reduce", "strided tensors are written"}
 
@@ -36,5 +43,5 @@ def test_every_collective_is_right_for_every_dtype(engine: ZygoteEngine, tmp_pat
     assert outcome.status == "ok", f"{outcome.message}\n{outcome.ranks[0].traceback}"
     reports = [json.loads(rank.payload or b"") for rank in outcome.ranks]
     assert len(reports) == 4
-    assert len(reports[0]) == 4 * 7 + 13
+    assert len(reports[0]) == 4 * 7 + 13 + 2 * (fabric == "shared")
     assert {name for report in reports for name, right in report.items() if not right} == not_so

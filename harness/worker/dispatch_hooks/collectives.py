@@ -1,6 +1,6 @@
 """The hooks of the c10d operators, which all collectives end in: of DTensor, FSDP2, functional and coalesced ones.
 
-Point-to-point operations have none: no layout of the matrix uses them.
+What one rank sends to another counts where it is sent.
 """
 
 from __future__ import annotations
@@ -45,6 +45,7 @@ _SENDING = {
     "reduce_": ("reduce", 0),
     "reduce_scatter_": ("reduce_scatter", 1),
     "reduce_scatter_tensor_coalesced_": ("reduce_scatter", 1),
+    "send": ("send", 0),
 }
 _REDUCTIONS = frozenset({"all_reduce", "reduce", "reduce_scatter"})
 

@@ -23,6 +23,7 @@ from harness.worker.faults import (
     loss,
     mxfp8,
     parameters,
+    pipelines,
     shapes,
     stale,
     training,
@@ -41,6 +42,7 @@ FAULT_MODULES: dict[FaultClass, tuple[ModuleType, ...]] = {
     "I": (kept,),
     "J": (mxfp8,),
     "K": (experts,),
+    "L": (pipelines,),
 }
 
 

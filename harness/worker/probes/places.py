@@ -35,12 +35,12 @@ def part_at(offset: Sequence[int], shape: Sequence[int]) -> tuple[slice, ...]:
 class Places:
     """The places of the tensors of one run. Found once per distribution, because torch takes its time to find it.
 
-    Along those of `axes` that a tensor knows nothing of, ranks hold the same of it.
+    Along those of `axes` that a tensor knows nothing of, ranks hold the same of it. Stages of a pipeline hold others.
     """
 
     def __init__(self, layout: Layout, axes: Collection[str] = MESH_AXES) -> None:
         self._layout = layout
-        self._axes = [axis for axis in axes if layout.mesh[axis] > 1]
+        self._axes = [axis for axis in axes if layout.mesh[axis] > 1 and axis != "pp"]
         self._found: dict[Hashable, Place] = {}
 
     def __call__(self, tensor: torch.Tensor) -> Place:

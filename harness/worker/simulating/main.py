@@ -67,7 +67,7 @@ def simulate(case: Case, rank: int) -> SimulatedRank:
     """Two steps of the case as this rank takes them, the second of which is recorded."""
     world = World(_CPU, case.uses_fsdp, dp_rank(case.layout, rank), case.train.accumulation, case.microbatch)
     meshes = build_meshes(case.layout, world)
-    model = distributed_model(case, meshes, torch.device("meta"))
+    model, _ = distributed_model(case, meshes, torch.device("meta"))
     storages = Storages()
     hooks = FakeTensorHooks(storages)
     traffic, flops, saved = TrafficProbe(case, _CPU), FlopsProbe(case, _CPU), _SimulatedMemoryProbe(case, storages)

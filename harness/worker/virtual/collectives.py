@@ -2,12 +2,13 @@
 
 Replaces the CPU kernels of the c10d operators, so DeviceMesh, FSDP2, functional collectives and compiled graphs work
 unchanged. Reductions run in rank order, and sums of 16-bit floats accumulate in float32 with one rounding at the end,
-so every rank gets the same bits. All collectives are synchronous. Point-to-point operations (pipeline parallelism) are
-not supported.
+so every rank gets the same bits. All collectives are synchronous. A send ends at once; what is received is written when
+it is waited for, in the order in which receives were posted.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,7 +17,9 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import FakeProcessGroup, FakeWork
 from torch.distributed import ReduceOp, Work
 
-from harness.worker.virtual.fabric import Fabric, Group, Loopback
+from harness.worker.phase import PHASE
+from harness.worker.probes.cast_numbers import dtype_name
+from harness.worker.virtual.fabric import CollectiveMismatch, Fabric, Group, Loopback
 
 BACKEND = "virtual"
 Boxed = Any  # a ScriptObject around a ProcessGroup, a Work or a ReduceOp
@@ -196,6 +199,67 @@ def _barrier(tensor: Tensor, group: Boxed, *_: Any) -> Boxed:
     return _done()
 
 
+# Point to point. Both sides name the dtype and the number of elements of a message, and must agree.
+
+_DTYPES = tuple(sorted({each for each in vars(torch).values() if isinstance(each, torch.dtype)}, key=str))
+
+
+def _send(tensors: list[Tensor], group: Boxed, target: int, tag: int) -> Boxed:
+    fabric = _group(group)
+    for tensor in tensors:
+        fabric.channel(fabric.rank, target).send(_bytes(tensor), _DTYPES.index(tensor.dtype))
+    return _done()
+
+
+class Receive(Work):
+    """A receive that was posted. To wait for it is to wait for all that were posted before it on its channel."""
+
+    def __init__(self, into: Tensor, fabric: Group | Loopback, source: int) -> None:
+        super().__init__()
+        self._into, self._fabric, self._source = into, fabric, source
+        _POSTED.setdefault((fabric, source), []).append(self)
+
+    def wait(self, timeout: Any = None) -> bool:
+        posted = _POSTED[self._fabric, self._source]
+        while self in posted:
+            posted.pop(0)._take()
+        return True
+
+    def is_completed(self) -> bool:
+        return self not in _POSTED[self._fabric, self._source]
+
+    def _take(self) -> None:
+        into, fabric = self._into, self._fabric
+        channel = fabric.channel(self._source, fabric.rank)
+        sends = f"where it waits for {named(into)} from rank {fabric.ranks[self._source]}"
+        with contextlib.nullcontext() if channel.has_arrived else PHASE.within(sends):
+            payload, code = channel.receive()
+        dtype = _DTYPES[code]
+        if dtype != into.dtype or payload.numel() != into.numel() * into.itemsize:
+            sender, mine = fabric.ranks[self._source], fabric.ranks[fabric.rank]
+            raise CollectiveMismatch(
+                f"rank {sender} sends {payload.numel() // dtype.itemsize} elements of {dtype_name(dtype)}, and rank "
+                f"{mine} receives {into.numel()} of {dtype_name(into.dtype)}"
+            )
+        _write(into.detach(), payload.view(dtype))
+
+
+# What a tensor is that is received, for those who wait for it: None by those who do not know it.
+NAMES: list[Callable[[Tensor], str | None]] = []
+
+
+def named(tensor: Tensor) -> str:
+    return next((found for name in NAMES if (found := name(tensor)) is not None), "a message")
+
+
+_POSTED: dict[tuple[Group | Loopback, int], list[Receive]] = {}  # by group and source, and not yet taken
+
+
+def _recv_(tensors: list[Tensor], group: Boxed, source: int, tag: int) -> Boxed:
+    fabric = _group(group)
+    return Work.boxed([Receive(tensor, fabric, source) for tensor in tensors][-1])
+
+
 def _unsupported(name: str) -> Callable[..., Any]:
     def kernel(*_: Any, **__: Any) -> Any:
         raise NotImplementedError(f"the virtual device does not support c10d::{name}")
@@ -220,7 +284,9 @@ CPU_KERNELS: dict[str, Callable[..., Any]] = {
     "reduce_scatter_": _reduce_scatter_,
     "reduce_scatter_tensor_coalesced_": _reduce_scatter_tensor_coalesced_,
     "scatter_": _scatter_,
-    **{name: _unsupported(name) for name in ("monitored_barrier_", "recv_", "recv_any_source_", "send")},
+    "send": _send,
+    "recv_": _recv_,
+    **{name: _unsupported(name) for name in ("monitored_barrier_", "recv_any_source_")},
 }
 
 _KINDS = "open all_gather all_reduce all_to_all barrier broadcast gather reduce reduce_scatter scatter"

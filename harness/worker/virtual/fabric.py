@@ -23,6 +23,8 @@ from typing import NamedTuple
 import torch
 
 SLOT_BYTES = 1 << 30  # address space only: untouched pages take no memory
+MESSAGE_BYTES = 1 << 28  # likewise
+_RING = 64  # messages that were sent and not yet received
 _LINE_BYTES = 64
 _HEADER_WORDS = 2  # kind, payload bytes
 _HEADER_BYTES = 2 * _HEADER_WORDS * 8
@@ -55,6 +57,8 @@ class Group:
         self.rank, self.size, self.ranks = rank, size, tuple(ranks)
         self._kinds = list(kinds)
         self._sequence = 0
+        self._path = path
+        self._channels: dict[tuple[int, int], Channel] = {}
         numbers_bytes = size * _LINE_BYTES
         slots_at = -(-(numbers_bytes + size * _HEADER_BYTES) // mmap.PAGESIZE) * mmap.PAGESIZE
         fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
@@ -73,6 +77,13 @@ class Group:
         self.exchange(kinds[0], torch.empty(0, dtype=torch.uint8))
         if rank == 0:
             path.unlink()
+
+    def channel(self, source: int, target: int) -> Channel:
+        """Of messages from one rank of the group to another; its file stays in the job's folder."""
+        pair = source, target
+        if pair not in self._channels:
+            self._channels[pair] = Channel(self._path.with_name(f"{self._path.name}-{source}-{target}"))
+        return self._channels[pair]
 
     def exchange(self, kind: str, payload: torch.Tensor, *, same_size: bool = True) -> list[torch.Tensor]:
         """Send `payload` (1-D uint8) to every rank of the group; returns the payloads of all ranks, in rank order.
@@ -117,6 +128,62 @@ class Group:
                 )
 
 
+class Channel:
+    """What one rank of a group sends to another, message by message, as one of the two uses it.
+
+    Messages lie in a ring of slots, with a header each: who sends does not wait for who receives, unless the ring is
+    full. Two numbers count what was sent and what was taken.
+    """
+
+    def __init__(self, path: Path) -> None:
+        slots_at = -(-(2 * _LINE_BYTES + _RING * 2 * 8) // mmap.PAGESIZE) * mmap.PAGESIZE
+        fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            os.ftruncate(fd, slots_at + _RING * MESSAGE_BYTES)
+            memory = mmap.mmap(fd, slots_at + _RING * MESSAGE_BYTES)
+        finally:
+            os.close(fd)
+        self._sent, self._taken = (ctypes.c_uint32.from_buffer(memory, at * _LINE_BYTES) for at in (0, 1))
+        self._headers = torch.frombuffer(memory, dtype=torch.int64, count=2 * _RING, offset=2 * _LINE_BYTES).view(
+            _RING, 2
+        )
+        self._slots = torch.frombuffer(memory, dtype=torch.uint8, count=_RING * MESSAGE_BYTES, offset=slots_at).view(
+            _RING, MESSAGE_BYTES
+        )
+
+    def send(self, payload: torch.Tensor, code: int) -> None:
+        """`code`: what else both must agree on."""
+        size_bytes, number = payload.numel(), self._sent.value
+        if size_bytes > MESSAGE_BYTES:
+            raise ValueError(f"a message of {size_bytes} bytes: the virtual fabric supports at most {MESSAGE_BYTES}")
+        while (number - (taken := self._taken.value)) % 2**32 >= _RING:
+            _futex(self._taken, _FUTEX_WAIT, taken)
+        self._slots[number % _RING, :size_bytes].copy_(payload)
+        self._headers[number % _RING] = torch.tensor([size_bytes, code])
+        _advance(self._sent)
+
+    @property
+    def has_arrived(self) -> bool:
+        return self._sent.value != self._taken.value
+
+    def receive(self) -> tuple[torch.Tensor, int]:
+        """A copy of the next message, and its code. Waits until it was sent."""
+        number = self._taken.value
+        while (sent := self._sent.value) == number:
+            _futex(self._sent, _FUTEX_WAIT, sent)
+        _fence(self._sent)
+        size_bytes, code = self._headers[number % _RING].tolist()
+        payload = self._slots[number % _RING, :size_bytes].clone()
+        _advance(self._taken)
+        return payload, code
+
+
+def _advance(number: ctypes.c_uint32) -> None:
+    _fence(number)
+    number.value = (number.value + 1) % 2**32
+    _futex(number, _FUTEX_WAKE, 2**31 - 1)
+
+
 def _futex(number: ctypes.c_uint32, operation: int, value: int) -> None:
     _LIBC.syscall(_SYS_FUTEX, ctypes.byref(number), operation, ctypes.c_uint32(value), None, None, 0)
 
@@ -132,6 +199,9 @@ class Loopback:
 
     def __init__(self, *, rank: int, ranks: Sequence[int]) -> None:
         self.rank, self.size, self.ranks = rank, len(ranks), tuple(ranks)
+
+    def channel(self, source: int, target: int) -> Channel:
+        raise NotImplementedError("the warm-up sends nothing from rank to rank")
 
     def exchange(self, kind: str, payload: torch.Tensor, *, same_size: bool = True) -> list[torch.Tensor]:
         """`Group.exchange` as if all ranks sent the same payload."""
@@ -165,7 +235,9 @@ class Fabric:
 
     def buffers(self) -> list[torch.Tensor]:
         groups = [group for group in self._groups.values() if isinstance(group, Group)]
-        return [memory for group in groups for memory in (group._headers, group._slots)]
+        memories = [(group._headers, group._slots) for group in groups]
+        memories += [(each._headers, each._slots) for group in groups for each in group._channels.values()]
+        return [memory for pair in memories for memory in pair]
 
     def group(self, name: str, ranks: Callable[[], Sequence[int]], rank: Callable[[], int]) -> Group | Loopback:
         """The group called `name`, opened on first use: a collective call that all its ranks must make."""

@@ -11,6 +11,7 @@ from harness.bugs.report import read_report
 from harness.errors import HarnessError
 from harness.matrix.case import Case
 from harness.matrix.caseid import case_id
+from harness.matrix.rules import exclusions
 
 LLAMA3_8B = """
 [job]
@@ -158,7 +159,6 @@ def test_other_tools(text: str, where: str, expected: str) -> None:
 @pytest.mark.parametrize(
     ("given", "what"),
     [
-        ("--parallelism.pipeline_parallel_degree 2", "pipeline parallelism"),
         ("--parallelism.context_parallel_degree 2", "context parallelism"),
         ("--parallelism.expert_tensor_parallel_degree 2", "expert tensor parallelism"),
         ("--model.name deepseek_v3 --parallelism.tensor_parallel_degree 2", "a mixture of experts"),
@@ -179,6 +179,34 @@ def test_what_no_case_has_is_refused_by_name(given: str, what: str) -> None:
     with pytest.raises(HarnessError, match=what) as raised:
         configured(given)
     assert raised.value.fix
+
+
+TITAN_PIPELINE = """[model]
+name = "llama3"
+flavor = "debugmodel"
+converters = ["quantize.linear.float8"]
+[parallelism]
+data_parallel_shard_degree = 2
+pipeline_parallel_degree = 4
+pipeline_parallel_schedule = "Interleaved1F1B"
+"""
+
+
+@pytest.mark.parametrize(
+    ("given", "where", "expected"),
+    [
+        (TITAN_PIPELINE, "train.toml", "pp4-fsdp2-interleaved-tensorwise-ac.layer2-dim.256-layers.8-heads.16"),
+        (
+            "torchrun --nproc_per_node 4 pretrain_gpt.py --pipeline-model-parallel-size 2 --bf16",
+            "run.sh",
+            "pp2-fsdp2-bf16",
+        ),
+    ],
+)
+def test_a_pipeline_gets_the_blocks_and_microbatches_that_fill_it(given: str, where: str, expected: str) -> None:
+    case = configured(given, where=where)[0]
+    assert case_id(case).startswith(expected)
+    assert case.train.accumulation % case.layout.pp == 0 and not exclusions(case)
 
 
 TITAN_EXPERTS = """

@@ -181,7 +181,7 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("--world", "511"), "511 ranks are no multiple of tp x dp_replicate = 2."),
+        (("--world", "511"), "511 ranks are no multiple of tp x dp_replicate x pp = 2."),
         (("--world", "512", "--dp-shard", "4"), "--dp-shard: --world gives it."),
         (("--sweep", "--verify"), "a sweep is of many layouts."),
         (("--evaluate", "--verify"), "which has no evaluate of its own."),

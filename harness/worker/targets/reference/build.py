@@ -14,10 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
@@ -25,7 +28,15 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from harness.matrix.case import Case
 from harness.worker.targets.reference.expert_parallel import tokens_of_step
 from harness.worker.targets.reference.float8 import after_optimizer_step, convert, convert_experts
-from harness.worker.targets.reference.loss import Batch, global_loss, global_token_count, share_of_loss
+from harness.worker.targets.reference.loss import (
+    Batch,
+    global_loss,
+    global_token_count,
+    loss_of_logits,
+    sharded_logits,
+    share_of_loss,
+    whole,
+)
 from harness.worker.targets.reference.model import Llama
 from harness.worker.targets.reference.parallel import (
     Meshes,
@@ -35,20 +46,24 @@ from harness.worker.targets.reference.parallel import (
     apply_tp,
     build_meshes,
 )
+from harness.worker.targets.reference.pipeline import Pipeline, cut, keep_part
 from harness.worker.targets.target import StepResult, World
 
 
 @torch.no_grad()
-def clip_gradients(optimizer: torch.optim.Optimizer, max_norm: float) -> torch.Tensor:
+def clip_gradients(optimizer: torch.optim.Optimizer, max_norm: float, pp: DeviceMesh | None) -> torch.Tensor:
     """Scale all gradients of an optimizer down to the norm `max_norm`. Returns their norm before: a scalar.
 
     The optimizer has a group of parameters for every device mesh. The norm of a group is summed over the axes of its
-    mesh, the norms of groups are of other parameters and add up.
+    mesh, the norms of groups are of other parameters and add up, and so do those of the stages of a pipeline.
     """
     groups = [group["params"] for group in optimizer.param_groups]
     norms = [get_total_norm([param.grad for param in group if param.grad is not None]) for group in groups]
-    whole = [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]
-    total = torch.linalg.vector_norm(torch.stack(whole))
+    summed = [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]
+    total = torch.linalg.vector_norm(torch.stack(summed))
+    if pp is not None:  # a norm of no gradients is in float32
+        total = total.to(groups[0][0].dtype)
+        total = funcol.all_reduce(total.square(), "sum", pp.get_group()).sqrt()
     for group in groups:
         clip_grads_with_norm_(group, max_norm, total)
     return total
@@ -66,11 +81,17 @@ RESNET_SGD: dict[str, Any] = {"momentum": 0.9, "weight_decay": 1e-4}
 
 
 class ReferenceTarget:
-    def __init__(self, case: Case, model: Llama, optimizer: torch.optim.Optimizer, meshes: Meshes) -> None:
+    def __init__(
+        self, case: Case, model: Llama, optimizer: torch.optim.Optimizer, meshes: Meshes, parts: Sequence[Llama] = ()
+    ) -> None:
         self.model = model
         self.optimizer = optimizer
         self._case = case
         self._meshes = meshes
+        self._pipeline = (
+            None if meshes.pp is None else Pipeline(parts, case, meshes.pp, self.loss_of_stage, dist.get_rank())
+        )
+        self._tokens = 0  # over which the loss of this step is a mean
 
     @torch.no_grad()
     def evaluate(
@@ -86,14 +107,9 @@ class ReferenceTarget:
     def step(self, microbatches: Sequence[torch.Tensor], labels: Sequence[torch.Tensor] | None = None) -> StepResult:
         """Forward, backward, clipping where the case asks for it, and update."""
         batches, tokens = self._counted(microbatches, labels)
-        losses = []
-        for number, batch in enumerate(batches, start=1):
-            if isinstance(self.model, FSDPModule) and self._case.train.reduce_grads == "last_microbatch":
-                self.model.set_requires_gradient_sync(number == len(microbatches))
-            losses.append(share_of_loss(self.model, batch, self._case, tokens, backward=True))
-        loss = self._global_loss(losses)
+        loss = self._global_loss(self._backward(batches, tokens))
         max_norm = self._case.train.max_norm
-        norm = None if max_norm is None else clip_gradients(self.optimizer, max_norm)
+        norm = None if max_norm is None else clip_gradients(self.optimizer, max_norm, self._meshes.pp)
         for moe in self.model.mixtures():
             of_experts = tokens_of_step(moe.tokens_per_expert, self._meshes.dp, self._meshes.tp)
             if self._case.model.balance:
@@ -103,6 +119,22 @@ class ReferenceTarget:
         self.optimizer.zero_grad()
         after_optimizer_step(self.model, self._case.float8)
         return loss, norm
+
+    def _backward(self, batches: Sequence[Batch], tokens: int) -> Sequence[torch.Tensor]:
+        """The shares of the loss of all microbatches, whose gradients are added up."""
+        if self._pipeline is not None:
+            self._tokens = tokens
+            with sharded_logits(self._case):
+                return [whole(loss) for loss in self._pipeline.train(batches)]
+        losses = []
+        for number, batch in enumerate(batches, start=1):
+            if isinstance(self.model, FSDPModule) and self._case.train.reduce_grads == "last_microbatch":
+                self.model.set_requires_gradient_sync(number == len(batches))
+            losses.append(share_of_loss(self.model, batch, self._case, tokens, backward=True))
+        return losses
+
+    def loss_of_stage(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return loss_of_logits(logits, labels, self._case, self._tokens)
 
     def _counted(
         self, microbatches: Sequence[torch.Tensor], labels: Sequence[torch.Tensor] | None
@@ -134,23 +166,22 @@ class ReferenceTarget:
 
     def _global_loss(self, losses: Sequence[torch.Tensor]) -> torch.Tensor:
         tp = self._meshes.tp
-        return global_loss(torch.stack(tuple(losses)).sum(), tp=1 if tp is None else tp.size())
+        zero = torch.zeros((), device=next(self.model.parameters()).device)  # of a rank without the last stage
+        return global_loss(torch.stack(tuple(losses) or (zero,)).sum(), tp=1 if tp is None else tp.size())
 
 
 def build(case: Case, world: World) -> ReferenceTarget:
     meshes = build_meshes(case.layout, world)
-    model = distributed_model(case, meshes, world.device)
-    return ReferenceTarget(case, model, build_optimizer(model, case), meshes)
+    model, parts = distributed_model(case, meshes, world.device)
+    return ReferenceTarget(case, model, build_optimizer(model, case), meshes, parts)
 
 
-def distributed_model(case: Case, meshes: Meshes, device: torch.device) -> Llama:
-    """The model on a device, ready for its weights. The order matters: FP8, TP, checkpointing, compile, FSDP2."""
-    with torch.device(device):
-        model = Llama(case.model, seq_len=case.train.seq_len)
-    if case.train.dtype == "float64":
-        model.double()
-    for param in model.parameters():
-        param.data = param.data.to(getattr(torch, case.parameter_dtype))
+def distributed_model(case: Case, meshes: Meshes, device: torch.device) -> tuple[Llama, Sequence[Llama]]:
+    """The model on a device, ready for its weights, and its stages in a pipeline.
+
+    The order matters: stages, FP8, TP, checkpointing, compile, FSDP2.
+    """
+    model = _plain_model(case, device)
     if not case.float8.convert_after_tp:
         convert(model, case.float8)
     if meshes.tp is not None:
@@ -165,8 +196,23 @@ def distributed_model(case: Case, meshes: Meshes, device: torch.device) -> Llama
         from harness.worker.targets.reference.compiled import apply_compile
 
         apply_compile(model, meshes.tp, case)
-    if meshes.dp is not None:
-        apply_fsdp(model, meshes, case)
+    parts = [] if meshes.pp is None else cut(model, case, dist.get_rank())
+    for part in parts or [model]:
+        if meshes.dp is not None:
+            apply_fsdp(part, meshes, case)
+    return model, parts
+
+
+def _plain_model(case: Case, device: torch.device) -> Llama:
+    """What a rank holds of the model, in the dtype of its parameters."""
+    with torch.device(device):
+        model = Llama(case.model, seq_len=case.train.seq_len)
+    if case.layout.pp > 1:
+        keep_part(model, case, dist.get_rank())
+    if case.train.dtype == "float64":
+        model.double()
+    for param in model.parameters():
+        param.data = param.data.to(getattr(torch, case.parameter_dtype))
     return model
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import NamedTuple
 
 import torch
@@ -30,13 +31,26 @@ class Batch(NamedTuple):
 
 def share_of_loss(model: Llama, batch: Batch, case: Case, tokens: int, *, backward: bool = False) -> torch.Tensor:
     """The share of one batch of the loss, the mean over `tokens`, detached. `backward`: accumulate its gradients."""
-    sharded = case.layout.tp > 1 and case.layout.loss_parallel
-    with loss_parallel() if sharded else contextlib.nullcontext():
+    with sharded_logits(case):
         logits = mask_padded_vocab(model(batch.inputs), case)
         loss = summed_loss(logits, batch.labels) / tokens
         if backward:
             loss.backward()
-    loss = loss.detach()
+    return whole(loss.detach())
+
+
+def sharded_logits(case: Case) -> AbstractContextManager[None]:
+    """In it the loss of logits that TP ranks share is computed, and its gradients."""
+    sharded: AbstractContextManager[None] = loss_parallel()
+    return sharded if case.layout.tp > 1 and case.layout.loss_parallel else contextlib.nullcontext()
+
+
+def loss_of_logits(logits: torch.Tensor, labels: torch.Tensor, case: Case, tokens: int) -> torch.Tensor:
+    """The share of the loss of what the last stage of a pipeline computes."""
+    return summed_loss(mask_padded_vocab(logits, case), labels) / tokens
+
+
+def whole(loss: torch.Tensor) -> torch.Tensor:
     return loss.full_tensor() if isinstance(loss, DTensor) else loss
 
 

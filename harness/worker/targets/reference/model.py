@@ -6,7 +6,7 @@ parallelism attention infers its number of heads from the width of its input.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 import torch
 import torch.nn.functional as F
@@ -101,14 +101,25 @@ class Llama(nn.Module):
         self.register_buffer("rope_sin", sin, persistent=False)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Logits in the dtype of the output layer."""
-        x = self.tok_embeddings(tokens)
+        """Logits in the dtype of the output layer. A stage of a pipeline has a part of the modules."""
+        x = tokens if self.tok_embeddings is None else self.tok_embeddings(tokens)
         for block in self.layers.values():
             x = block(x, self.rope_cos, self.rope_sin)
         if self.training:
             for moe in self.mixtures():
                 moe.count()
-        return self.output(self.norm(x))
+        return x if self.output is None else self.output(self.norm(x))
+
+    def part(self, names: Collection[str]) -> Llama:
+        """A model of these modules alone, which are those of this one."""
+        part = object.__new__(Llama)
+        nn.Module.__init__(part)
+        for name in ("tok_embeddings", "norm", "output"):
+            setattr(part, name, getattr(self, name) if name in names else None)
+        part.layers = nn.ModuleDict({name: each for name, each in self.layers.items() if f"layers.{name}" in names})
+        for name, buffer in self.named_buffers(recurse=False):
+            part.register_buffer(name, buffer, persistent=False)
+        return part
 
     def mixtures(self) -> Iterator[MoE]:
         return (module for module in self.modules() if isinstance(module, MoE))

@@ -44,6 +44,7 @@ class Meshes(NamedTuple):
     """
 
     tp: DeviceMesh | None = None
+    pp: DeviceMesh | None = None
     dp: DeviceMesh | None = None
     ep: DeviceMesh | None = None
     of_experts: DeviceMesh | None = None
@@ -59,7 +60,8 @@ def build_meshes(layout: Layout, world: World) -> Meshes:
     mesh = init_device_mesh(world.device.type, tuple(axes.values()), mesh_dim_names=tuple(axes))
     dp_axes = tuple(name for name in axes if name in DP_AXES)
     dp = mesh[dp_axes] if dp_axes else None
-    return Meshes(tp=mesh["tp"] if "tp" in axes else None, dp=dp, of_experts=dp)
+    tp, pp = (mesh[name] if name in axes else None for name in ("tp", "pp"))
+    return Meshes(tp=tp, pp=pp, dp=dp, of_experts=dp)
 
 
 def _with_experts(layout: Layout, world: World) -> Meshes:
@@ -90,20 +92,16 @@ def apply_tp(model: Llama, mesh: DeviceMesh, case: Case) -> None:
     """Parallelize every module over the TP mesh, in place."""
     layout = case.layout
     between_blocks = Shard(1) if layout.sequence_parallel else Replicate()
-    norm: dict[str, ParallelStyle] = {"norm": SequenceParallel()} if layout.sequence_parallel else {}
-    parallelize_module(
-        model,
-        mesh,
-        {
-            "tok_embeddings": RowwiseParallel(input_layouts=Replicate(), output_layouts=between_blocks),
-            "output": ColwiseParallel(
-                input_layouts=between_blocks,
-                output_layouts=Shard(-1) if layout.loss_parallel else Replicate(),
-                use_local_output=not layout.loss_parallel,
-            ),
-            **norm,
-        },
-    )
+    plan: dict[str, ParallelStyle] = {
+        "tok_embeddings": RowwiseParallel(input_layouts=Replicate(), output_layouts=between_blocks),
+        "output": ColwiseParallel(
+            input_layouts=between_blocks,
+            output_layouts=Shard(-1) if layout.loss_parallel else Replicate(),
+            use_local_output=not layout.loss_parallel,
+        ),
+        **({"norm": SequenceParallel()} if layout.sequence_parallel else {}),
+    }
+    parallelize_module(model, mesh, {name: style for name, style in plan.items() if getattr(model, name) is not None})
     for block in model.layers.values():
         parallelize_module(block, mesh, block_plan(case, between_blocks, experts=hasattr(block, "moe")))
 
@@ -167,8 +165,10 @@ def apply_fsdp(model: Llama, meshes: Meshes, case: Case) -> None:
             shard_placement_fn=lambda _: Shard(1),
         )
     for unit in (model.tok_embeddings, *model.layers.values()):
-        fully_shard(unit, mesh=mesh, mp_policy=policy, reshard_after_forward=asked != "never")
-    fully_shard([model.norm, model.output], mesh=mesh, mp_policy=policy, reshard_after_forward=asked == "always")
+        if unit is not None:
+            fully_shard(unit, mesh=mesh, mp_policy=policy, reshard_after_forward=asked != "never")
+    if model.output is not None:
+        fully_shard([model.norm, model.output], mesh=mesh, mp_policy=policy, reshard_after_forward=asked == "always")
     fully_shard(model, mesh=mesh, mp_policy=policy)
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -199,11 +199,11 @@ def apply_checkpointing(layers: nn.ModuleDict, checkpointing: Checkpointing) -> 
     def selective_contexts() -> Any:
         return create_selective_checkpoint_contexts(_policy(defaultdict(int)))
 
-    for index, (name, block) in enumerate(list(layers.items()), start=1):
+    for name, block in list(layers.items()):
         if checkpointing.mode == "selective_op":
             layers[name] = checkpoint_wrapper(block, context_fn=selective_contexts)
         elif checkpointing.mode == "full" or (
-            checkpointing.mode == "selective_layer" and index % checkpointing.every == 0
+            checkpointing.mode == "selective_layer" and (int(name) + 1) % checkpointing.every == 0
         ):
             layers[name] = checkpoint_wrapper(block)
 

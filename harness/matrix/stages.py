@@ -1,0 +1,68 @@
+"""The stages of a pipeline: which blocks a rank holds.
+
+As torchtitan cuts a model: blocks in order, as evenly as they divide, the embedding in the first stage, the last norm
+and the output layer in the last. Stages go round over the ranks: with two a rank, rank 0 of two has the first and the
+third.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable
+
+from harness.matrix.case import Case
+from harness.matrix.layout import Layout, coordinates
+
+_PER_RANK = {"interleaved": 2}
+EMBEDDING = "tok_embeddings"
+_LAST = ("norm", "output")
+
+
+def stage_count(layout: Layout) -> int:
+    return layout.pp * _PER_RANK.get(layout.schedule, 1)
+
+
+def stages_of(case: Case, rank: int) -> tuple[int, ...]:
+    """The stages that a rank computes, in order."""
+    layout = case.layout
+    return tuple(range(coordinates(layout, rank)["pp"], stage_count(layout), layout.pp))
+
+
+@functools.lru_cache(maxsize=1024)
+def modules_of_stage(case: Case, stage: int) -> tuple[str, ...]:
+    """The FQNs of the modules directly in the model that a stage holds, in order of execution."""
+    layers, stages = case.model.shape.layers, stage_count(case.layout)
+    each, more = divmod(layers, stages)
+    first = stage * each + min(stage, more)
+    blocks = (f"layers.{layer}" for layer in range(first, first + each + (stage < more)))
+    return (*((EMBEDDING,) if stage == 0 else ()), *blocks, *(_LAST if stage == stages - 1 else ()))
+
+
+@functools.lru_cache(maxsize=1024)
+def _modules(case: Case, coordinate: int) -> frozenset[str]:
+    stages = range(coordinate, stage_count(case.layout), case.layout.pp)
+    return frozenset(name for stage in stages for name in modules_of_stage(case, stage))
+
+
+def holds(case: Case, rank: int, fqn: str) -> bool:
+    """True where a module, or a parameter of one, is in a stage of this rank."""
+    if case.layout.pp == 1:
+        return True
+    parts = fqn.split(".")
+    name = ".".join(parts[:2]) if parts[0] == "layers" else parts[0]
+    return name in _modules(case, coordinates(case.layout, rank)["pp"])
+
+
+def held(case: Case, rank: int, fqns: Iterable[str]) -> tuple[str, ...]:
+    return tuple(fqn for fqn in fqns if holds(case, rank, fqn))
+
+
+def neighbours(case: Case, rank: int) -> tuple[int, int]:
+    """How many stages of a rank have one behind them, and how many one before them."""
+    stages = stages_of(case, rank)
+    return sum(stage < stage_count(case.layout) - 1 for stage in stages), sum(stage > 0 for stage in stages)
+
+
+def blocks_of(case: Case, rank: int) -> tuple[int, ...]:
+    """The numbers of the blocks that a rank holds."""
+    return tuple(layer for layer in range(case.model.shape.layers) if holds(case, rank, f"layers.{layer}"))

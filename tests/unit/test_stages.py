@@ -1,0 +1,61 @@
+"""Which blocks the ranks of a pipeline hold."""
+
+from __future__ import annotations
+
+import pytest
+
+from harness.expect.expectations import Expectations
+from harness.expect.traffic import expected_transfers
+from harness.matrix.case import Case
+from harness.matrix.caseid import parse_case_id
+from harness.matrix.stages import blocks_of, holds, modules_of_stage, neighbours, stages_of
+
+TWO = parse_case_id("pp2-fsdp2-tensorwise-v2048-gb16-s2-accum4-reduce.last-f64")
+INTERLEAVED = parse_case_id("pp2-interleaved-bf16-layers.4-v2048-s3-accum4-f64")
+UNEVEN = parse_case_id("pp4-tensorwise-layers.6-v2048-s3-accum4-f64")
+
+
+def test_the_first_stages_have_one_block_more_where_blocks_do_not_divide() -> None:
+    assert [len(blocks_of(UNEVEN, rank)) for rank in range(4)] == [2, 2, 1, 1]
+    assert modules_of_stage(UNEVEN, 0) == ("tok_embeddings", "layers.0", "layers.1")
+    assert modules_of_stage(UNEVEN, 3) == ("layers.5", "norm", "output")
+
+
+def test_interleaved_stages_go_round_over_the_ranks() -> None:
+    assert [stages_of(INTERLEAVED, rank) for rank in (0, 1)] == [(0, 2), (1, 3)]
+    assert [blocks_of(INTERLEAVED, rank) for rank in (0, 1)] == [(0, 2), (1, 3)]
+    assert [neighbours(INTERLEAVED, rank) for rank in (0, 1)] == [(2, 1), (1, 2)]
+    assert [neighbours(TWO, rank) for rank in range(4)] == [(1, 0), (1, 0), (0, 1), (0, 1)]
+
+
+@pytest.mark.parametrize("case", [TWO, INTERLEAVED, UNEVEN])
+def test_every_linear_is_held_by_the_ranks_of_one_place_in_the_pipeline(case: Case) -> None:
+    whole = Expectations(case)
+    parts = [whole.of(rank) for rank in range(0, case.world_size, case.world_size // case.layout.pp)]
+    assert sorted(fqn for part in parts for fqn in part.converted_fqns) == sorted(whole.converted_fqns)
+    assert sum(part.scaled_mm_calls[0] for part in parts) == whole.scaled_mm_calls[0]
+    assert sum(part.cast_calls for part in parts) == whole.cast_calls
+    assert all(holds(case, rank, "layers.0.attention.wq.weight") is (0 in blocks_of(case, rank)) for rank in (0, 1))
+
+
+@pytest.mark.parametrize(
+    ("schedule", "resharding", "gathers"),
+    [("", "", (10, 6)), ("-gpipe", "", (10, 6)), ("", "-reshard.never", (2, 2)), ("", "-reshard.always", (10, 10))],
+)
+def test_weights_are_gathered_as_counted_on_ranks(schedule: str, resharding: str, gathers: tuple[int, int]) -> None:
+    """A backward pass keeps what it has gathered for the next forward: once more than there are microbatches."""
+    text = f"pp2-fsdp2{resharding}{schedule}-tensorwise-v2048-gb16-s2-accum4-reduce.last-f64"
+    case = parse_case_id(text)
+    of_ranks = (expected_transfers(case, step=2, rank=rank) for rank in (0, 2))
+    assert gathers == tuple(sum(each.times for each in of if each.kind == "all_gather") for of in of_ranks)
+
+
+def test_stages_send_every_microbatch_and_its_gradient() -> None:
+    first = [each for each in expected_transfers(TWO, step=1, rank=0) if each.axis == "pp"]
+    assert [(each.dtype, each.elements, each.times) for each in first] == [
+        ("float64", 2 * 32 * 128, 4),
+        ("int32", 1, 1),
+    ]
+    assert [each.purpose for each in expected_transfers(TWO, step=2, rank=2) if each.axis == "pp"] == [
+        "input gradients of stages"
+    ]
