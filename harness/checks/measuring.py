@@ -102,8 +102,7 @@ def _flops(traces: Iterable[RankTrace]) -> Mapping[str, Multiplied]:
 
 def _expected_flops(expect: Expectations, traces: Sequence[RankTrace]) -> Mapping[str, Multiplied]:
     """What the formula says that these ranks multiply; empty where it does not apply."""
-    unknown = expect.case.model.experts or expect.case.layout.pp > 1
-    if not _applies(expect) or unknown or any(trace.flops is None for trace in traces):
+    if not _applies(expect) or expect.case.model.experts or any(trace.flops is None for trace in traces):
         return {}  # how many rows experts multiply is found in the run
     steps, saves_attention = expect.case.train.steps, traces[0].device != "cpu"
     found = (executed(expect.case, rank=trace.rank, saves_attention=saves_attention) for trace in traces)
@@ -134,7 +133,7 @@ def _expected_wire(expect: Expectations, traces: Sequence[RankTrace]) -> Mapping
 
 def _expected_saved(expect: Expectations, traces: Sequence[RankTrace]) -> int | None:
     """What the formula says that these ranks save; None where it does not apply."""
-    if not _applies(expect) or expect.case.layout.pp > 1 or not expect.saves_exactly or _saved(traces) is None:
+    if not _applies(expect) or not expect.saves_exactly or _saved(traces) is None:
         return None
     return sum(
         sum(expect.saved_bytes(step=step, rank=rank, calls=trace.expert_calls(step)).values())

@@ -38,6 +38,7 @@ from harness.matrix.linears import (
     shard_sizes,
 )
 from harness.matrix.recipes import GROUP_MULTIPLE, ITEM_BYTES
+from harness.matrix.stages import blocks_of_stage, forwards_in_flight, modules_of_stage
 from harness.matrix.targets import OF_DTENSOR, computes_on_plain_shards, is_llama
 
 Elements = Counter[str]  # by dtype
@@ -56,8 +57,6 @@ def undescribed(case: Case, device: str, *, instead: str) -> str:
         return f"no formula for the model of {case.target}; {instead}"
     if computes_on_plain_shards(case.target):
         return f"{OF_DTENSOR}: {case.target} saves and keeps other tensors"
-    if case.layout.pp > 1:
-        return "a schedule keeps what several microbatches of a pipeline save; no formula for that"
     return "" if describes(device) else NOT_OF_THIS_DEVICE
 
 
@@ -80,13 +79,16 @@ def expected_saved(
     `rows`: that its experts got, of every block with experts. Without expert parallelism these are its own.
     """
     assert is_exact(case), "the partitioner chooses what some blocks save"
-    elements = head_elements(case, step, rank)
+    elements = Counter[str]()
     rows_of = dict(zip(case.model.expert_layers, rows, strict=True)) if rows else {}
-    for layer in range(case.model.shape.layers):
-        elements += block_elements(case, layer, step, rows_of.get(layer))
+    for stage, forwards in forwards_in_flight(case, rank).items():
+        parts = [block_elements(case, layer, step, rows_of.get(layer)) for layer in blocks_of_stage(case, stage)]
+        parts += [head_elements(case, step, rank)] if OUTPUT_FQN in modules_of_stage(case, stage) else []
         if case.compile != "none":
-            elements += _scales(case, layer, step, changes)
-    return {dtype: count * ITEM_BYTES[dtype] for dtype, count in sorted(elements.items())}
+            parts += [_scales(case, layer, step, changes) for layer in blocks_of_stage(case, stage)]
+        for part in parts:
+            elements.update({dtype: forwards * count for dtype, count in part.items()})
+    return {dtype: count * ITEM_BYTES[dtype] for dtype, count in sorted(elements.items()) if count}
 
 
 def head_elements(case: Case, step: int, rank: int) -> Elements:

@@ -42,7 +42,10 @@ from harness.matrix.stages import EMBEDDING, blocks_of, holds, neighbours
 
 @lru_cache(maxsize=256)  # checks ask for every rank and step
 def expected_transfers(case: Case, *, step: int, rank: int, changes: Changes = NONE) -> tuple[Transfer, ...]:
-    """All collectives of `rank` in `step` (1-based), with these upstream changes. Every later step equals step 2."""
+    """All collectives of `rank` in `step` (1-based) but `votes`, with these upstream changes.
+
+    Every later step equals step 2.
+    """
     of_microbatch = (
         *_activations(case, rank),
         *_between_stages(case, rank),
@@ -57,7 +60,6 @@ def expected_transfers(case: Case, *, step: int, rank: int, changes: Changes = N
         *repeated(of_microbatch, case.train.accumulation),
         *repeated(reduced, case.reductions if case.uses_fsdp else 1),
         *_precompute(case, rank),
-        *_votes(case, rank, step),
         *tokens_of_experts(case),
         *_global_norm(case, rank),
         *_token_count(case),
@@ -68,8 +70,9 @@ def expected_transfers(case: Case, *, step: int, rank: int, changes: Changes = N
 
 
 def transfers_if_balanced(case: Case, *, step: int, rank: int, changes: Changes = NONE) -> tuple[Transfer, ...]:
-    """The same, and what experts send back where tokens are spread evenly."""
-    return (*expected_transfers(case, step=step, rank=rank, changes=changes), *sent_back_if_balanced(case))
+    """The same with `votes`, and what experts send back where tokens are spread evenly."""
+    sent = expected_transfers(case, step=step, rank=rank, changes=changes)
+    return (*sent, *votes(case, rank, step), *sent_back_if_balanced(case))
 
 
 def _axes_of_several_ranks(case: Case) -> frozenset[str]:
@@ -297,9 +300,9 @@ def _between_stages(case: Case, rank: int) -> Iterator[Transfer]:
         yield Transfer("pp", "send", case.train.dtype, elements, purpose, times=times)
 
 
-def _votes(case: Case, rank: int, step: int) -> Iterator[Transfer]:
-    """Stages ask one another before the first step whether all know the shapes that are sent."""
-    if step == 1:
+def votes(case: Case, rank: int, step: int) -> Iterator[Transfer]:
+    """Stages that are new ask one another whether all know the shapes that are sent."""
+    if case.layout.pp > 1 and step in (1, (case.train.resumed_after or 0) + 1):
         yield Transfer("pp", "send", "int32", 1, "votes of stages", times=sum(neighbours(case, rank)))
 
 

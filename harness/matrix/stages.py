@@ -8,6 +8,7 @@ third.
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from collections.abc import Iterable
 
 from harness.matrix.case import Case
@@ -63,6 +64,28 @@ def neighbours(case: Case, rank: int) -> tuple[int, int]:
     return sum(stage < stage_count(case.layout) - 1 for stage in stages), sum(stage > 0 for stage in stages)
 
 
+def forwards_in_flight(case: Case, rank: int) -> dict[int, int]:
+    """By stage of a rank, how many microbatches are computed forward when its first backward begins.
+
+    GPipe computes all of them. The others begin to go back when the first microbatch has come back to the rank, or has
+    gone through its last stage; interleaved stages take turns of as many microbatches as the pipeline has ranks.
+    """
+    layout, stages = case.layout, stages_of(case, rank)
+    if layout.schedule == "gpipe" or layout.pp == 1:
+        return dict.fromkeys(stages, case.train.accumulation if layout.pp > 1 else 1)
+    behind = layout.pp - 1 - coordinates(layout, rank)["pp"]
+    forwards = (len(stages) - 1) * layout.pp + behind * len(stages) + 1
+    turns = Counter(
+        stages[step // layout.pp % len(stages)] for step in range(min(forwards, len(stages) * case.train.accumulation))
+    )
+    return {stage: turns[stage] for stage in stages}
+
+
+def blocks_of_stage(case: Case, stage: int) -> tuple[int, ...]:
+    names = modules_of_stage(case, stage)
+    return tuple(layer for layer in range(case.model.shape.layers) if f"layers.{layer}" in names)
+
+
 def blocks_of(case: Case, rank: int) -> tuple[int, ...]:
     """The numbers of the blocks that a rank holds."""
-    return tuple(layer for layer in range(case.model.shape.layers) if holds(case, rank, f"layers.{layer}"))
+    return tuple(sorted(layer for stage in stages_of(case, rank) for layer in blocks_of_stage(case, stage)))

@@ -19,10 +19,10 @@ from harness.expect.traffic import transfers_if_balanced
 from harness.matrix.case import Case
 from harness.matrix.caseid import case_id
 from harness.matrix.linears import active_parameter_count, parameter_count
+from harness.matrix.stages import stage_count
 from harness.matrix.targets import is_llama
 from harness.measured import Measured, Multiplied, Sent, sent_by
 from harness.performance.machine import Peak, peak_of_device
-from harness.performance.models import require_formulas
 from harness.performance.work import Work, executed, flops_per_token_by_precision, work
 from harness.result import CaseResult
 
@@ -43,11 +43,21 @@ class Metrics(msgspec.Struct, frozen=True, kw_only=True):
     executed: Mapping[str, Multiplied]  # by part and precision, as it is measured
     flops_per_token: Mapping[str, float]  # by precision, as torchtitan counts
     casts: int  # to float8, by linears
+    bubble: float  # the share of a step in which a stage waits, if all computed equally long and nothing was sent
     wire: Mapping[str, Sent]  # by kind, dtype and mesh axis
     wire_of_axis: Mapping[str, Sent]  # all of them, by mesh axis
     saved_bytes: int | None  # for backward; None where a compiler chooses
     parameters: int
     active_parameters: int  # by which one token is multiplied: fewer where it is sent to some experts
+
+
+def bubble(case: Case) -> float:
+    """By forwards, gradients of inputs and gradients of weights that take the same time (arXiv:2401.10241, table 2)."""
+    layout, microbatches = case.layout, case.train.accumulation
+    shares = stage_count(layout) // layout.pp * microbatches
+    if layout.schedule == "zero_bubble":  # gradients of weights fill what the other two leave
+        shares = 3 * microbatches
+    return (layout.pp - 1) / (shares + layout.pp - 1)
 
 
 def metrics(case: Case, *, rank: int = 0) -> Metrics:
@@ -56,7 +66,6 @@ def metrics(case: Case, *, rank: int = 0) -> Metrics:
     if not expect.has_formulas:
         what = f"there is no formula for the model of {case.target}."
         raise HarnessError(what, where=case_id(case), fix="give --run, which measures it.")
-    require_formulas(case)
     if not 0 <= rank < case.world_size:
         raise HarnessError(f"the case has ranks 0 to {case.world_size - 1}.", where=f"--rank {rank}")
     step = min(2, case.train.steps)
@@ -71,7 +80,8 @@ def metrics(case: Case, *, rank: int = 0) -> Metrics:
         work=work(case, rank=rank),
         executed=executed(case, rank=rank),
         flops_per_token=flops_per_token_by_precision(case),
-        casts=expect.cast_calls,
+        casts=expect.of(rank).cast_calls,
+        bubble=bubble(case),
         wire=sent_by((term.words, term.times, term.payload_bytes) for term in terms),
         wire_of_axis=sent_by((term.axis, term.times, term.payload_bytes) for term in terms),
         saved_bytes=(

@@ -9,7 +9,7 @@ where this counts 4.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -36,6 +36,7 @@ from harness.matrix.linears import (
     matmul_sizes,
 )
 from harness.matrix.recipes import TRAITS, RecipeTraits
+from harness.matrix.stages import blocks_of, held
 from harness.measured import Multiplied, multiplied_by
 from harness.performance.machine import FLOAT8
 from harness.trace.counts import multiplied_words
@@ -104,7 +105,8 @@ class Gemm(linears.Gemm, frozen=True, kw_only=True):
 @functools.lru_cache(maxsize=1024)
 def gemms(case: Case, *, rank: int = 0) -> tuple[Gemm, ...]:
     """The matmuls of linears, and of experts whose tokens are spread evenly, in order of execution."""
-    modules = (each for fqn in linear_fqns(case) for each in (*_routed(case, fqn), _linear(case, fqn, rank)))
+    fqns = held(case, rank, linear_fqns(case))
+    modules = (each for fqn in fqns for each in (*_routed(case, fqn), _linear(case, fqn, rank)))
     return in_order([_gemms_of(case, each) for each in modules])
 
 
@@ -202,7 +204,7 @@ def work(case: Case, *, rank: int = 0, saves_attention: bool = True) -> tuple[Wo
         )
         for (part, role, precision), of_part in found.items()
     )
-    return (*linears, *_attention(case, saves_attention=saves_attention))
+    return (*linears, *_attention(case, blocks_of(case, rank), saves_attention=saves_attention))
 
 
 def _part_of(gemm: Gemm) -> str:
@@ -211,15 +213,15 @@ def _part_of(gemm: Gemm) -> str:
     return ROUTED if linear_name(gemm.fqn).startswith((ROUTER, EXPERTS)) else BLOCKS
 
 
-def _attention(case: Case, *, saves_attention: bool) -> Iterator[Work]:
+def _attention(case: Case, blocks: Sequence[int], *, saves_attention: bool) -> Iterator[Work]:
     """Forward multiplies queries by keys and weights by values: 2 x 2 seq^2 head_dim for every head and sequence."""
     train, shape = case.train, case.model.shape
     heads = shape.heads // case.layout.tp
     once = 4 * train.seq_len**2 * shape.head_dim * heads * case.microbatch
     kept = case.checkpointing.mode == "selective_op" and saves_attention
-    recomputed = 0 if kept else sum(map(case.checkpointing.wraps, range(shape.layers)))
-    needed = shape.layers * train.accumulation
-    forwards = needed + (recomputed + shape.layers * train.evaluate) * train.accumulation
+    recomputed = 0 if kept else sum(map(case.checkpointing.wraps, blocks))
+    needed = len(blocks) * train.accumulation
+    forwards = needed + (recomputed + len(blocks) * train.evaluate) * train.accumulation
     for role, products, executions in (("forward", once, forwards), ("backward", 2 * once, needed)):
         yield Work(
             part=ATTENTION,

@@ -92,6 +92,7 @@ def _formula_sections(found: Metrics) -> Iterator[Block]:
         *((f"executed {words}", f"{each.calls} calls") for words, each in found.executed.items()),
         ("casts to float8", str(found.casts)),
         ("saved for backward", f"{saved}, with the attention of a CPU"),
+        *([("bubble", f"{found.bubble:.1%} of a step, if stages take equally long")] if found.bubble else []),
     )
     yield Facts(facts)
     named = (*found.wire.items(), *((f"all along {axis}", sent) for axis, sent in found.wire_of_axis.items()))

@@ -1,13 +1,14 @@
 """Resuming: the state of a target is saved, and loaded into others that are built anew. The last of them trains on.
 
-The whole state is digested before and after, so that it can be compared across layouts, bit for bit.
+The whole state is digested before and after, so that it can be compared across layouts, bit for bit. Of a pipeline that
+is the state of all stages, of which a rank has some.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -23,6 +24,8 @@ from harness.worker.probes.places import local_shard, part_at, place_of
 from harness.worker.probes.probe import optimizers_of
 from harness.worker.probes.sketches import clean_fqn
 from harness.worker.targets.target import Resumes, Target
+
+T = TypeVar("T")
 
 
 def hand_over(trained: Target, targets: Sequence[Target], folder: Path, *, step: int) -> Resumed:
@@ -41,6 +44,14 @@ def hand_over(trained: Target, targets: Sequence[Target], folder: Path, *, step:
 
 
 @unobserved()
+def _with_other_stages(mine: Mapping[str, T]) -> dict[str, T]:
+    """What this rank has by name, and of names that it lacks what others have. All ranks must call it."""
+    held: list[dict[str, T]] = [{}] * dist.get_world_size()
+    dist.all_gather_object(held, dict(mine))
+    return {name: value for each in reversed(held) for name, value in each.items()} | dict(mine)
+
+
+@unobserved()
 def _differing(saved: State, loaded: State, *, device: torch.device) -> tuple[str, ...]:
     """What both have and is not the same on some rank: only this is gathered again, by all ranks."""
     names = sorted(saved)
@@ -54,13 +65,14 @@ def _differing(saved: State, loaded: State, *, device: torch.device) -> tuple[st
 def _wrong_here(trained: nn.Module, fresh: nn.Module, names: Sequence[str]) -> tuple[str, ...]:
     """Of these names, what this rank holds of the state of `fresh` and is not that part of what `trained` has."""
     saved, loaded = dict(_values(trained)), dict(_values(fresh))
-    return tuple(name for name in names if name in loaded and not _has_its_part(saved[name], loaded[name]))
+    wholes = _with_other_stages({name: _whole(saved[name]) for name in names if name in saved}) if names else {}
+    return tuple(name for name in names if name in loaded and not _has_its_part(wholes[name], loaded[name]))
 
 
-def _has_its_part(saved: object, loaded: object) -> bool:
-    if not (isinstance(saved, torch.Tensor) and isinstance(loaded, torch.Tensor)):
-        return repr(saved) == repr(loaded)
-    whole, mine = _whole(saved), local_shard(loaded)
+def _has_its_part(whole: object, loaded: object) -> bool:
+    if not (isinstance(whole, torch.Tensor) and isinstance(loaded, torch.Tensor)):
+        return repr(whole) == repr(loaded)
+    mine = local_shard(loaded)
     expected = whole[part_at(place_of(loaded).offset, mine.shape)]
     return ordered_digest(expected.contiguous()) == ordered_digest(mine.contiguous())
 
@@ -73,7 +85,7 @@ def state_of(model: nn.Module) -> State:
     All ranks must call it.
     """
     values = dict(sorted(_values(model), key=lambda each: each[0]))
-    return {name: _written(value) for name, value in values.items()}
+    return dict(sorted(_with_other_stages({name: _written(value) for name, value in values.items()}).items()))
 
 
 def _values(model: nn.Module) -> Iterator[tuple[str, object]]:
@@ -91,17 +103,19 @@ def _values(model: nn.Module) -> Iterator[tuple[str, object]]:
 
 
 def _written(value: object) -> str:
-    if not isinstance(value, torch.Tensor):
-        return repr(value)
     whole = _whole(value)
+    if not isinstance(whole, torch.Tensor):
+        return repr(whole)
     return f"{dtype_name(whole.dtype)} {list(whole.shape)} {ordered_digest(whole)}"
 
 
-def _whole(tensor: torch.Tensor) -> torch.Tensor:
-    """The logical tensor, without the subclass that FSDP2 casts."""
+def _whole(tensor: object) -> object:
+    """The logical tensor, without the subclass that FSDP2 casts; what is none stays."""
+    if not isinstance(tensor, torch.Tensor):
+        return tensor
     local: Any = local_shard(tensor)
     if not isinstance(tensor, DTensor):
-        return cast("torch.Tensor", local)
+        return local
     return DTensor.from_local(
         local, tensor.device_mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
     ).full_tensor()

@@ -6,9 +6,9 @@ from harness.studies.mutation import MutationMatrix
 from tests.power.kills import assert_part, faults_of
 
 FAULTS = faults_of("pipelines")
-CHECKS = "parity divergence traffic clipping leaks model"
+CHECKS = "parity divergence traffic clipping leaks model resume"
 
 
 def test_every_fault_is_found_and_no_clean_run_fails(matrix: MutationMatrix) -> None:
-    assert len(FAULTS) >= 19
+    assert len(FAULTS) >= 30
     assert_part(matrix, FAULTS, groups="L", checks=CHECKS)

@@ -66,7 +66,6 @@ EXAMPLES: list[tuple[str, dict[str, object]]] = [
     ("pipeline_of_reference", {"pp": 2, "accumulation": 2, "target": "mine"}),
     ("pipeline_of_dense_blocks", {"pp": 2, "accumulation": 2, "experts": 4}),
     ("pipeline_trains", {"pp": 2, "accumulation": 2, "evaluate": True}),
-    ("pipeline_trains", {"pp": 2, "accumulation": 2, "resume": "same"}),
     ("batch_divides_dp", {"dp_shard": 3}),
     ("replicate_needs_shard", {"dp_replicate": 2}),
     ("heads_divide_tp", {"tp": 4, "kv_heads": 2}),

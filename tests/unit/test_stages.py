@@ -5,10 +5,12 @@ from __future__ import annotations
 import pytest
 
 from harness.expect.expectations import Expectations
-from harness.expect.traffic import expected_transfers
+from harness.expect.traffic import expected_transfers, votes
 from harness.matrix.case import Case
 from harness.matrix.caseid import parse_case_id
-from harness.matrix.stages import blocks_of, holds, modules_of_stage, neighbours, stages_of
+from harness.matrix.stages import blocks_of, forwards_in_flight, holds, modules_of_stage, neighbours, stages_of
+from harness.performance.cost import metrics
+from tests.builders import make_case
 
 TWO = parse_case_id("pp2-fsdp2-tensorwise-v2048-gb16-s2-accum4-reduce.last-f64")
 INTERLEAVED = parse_case_id("pp2-interleaved-bf16-layers.4-v2048-s3-accum4-f64")
@@ -50,12 +52,32 @@ def test_weights_are_gathered_as_counted_on_ranks(schedule: str, resharding: str
     assert gathers == tuple(sum(each.times for each in of if each.kind == "all_gather") for of in of_ranks)
 
 
+def test_microbatches_in_flight_are_those_whose_saved_bytes_were_measured() -> None:
+    assert [forwards_in_flight(TWO, rank) for rank in (0, 2)] == [{0: 2}, {1: 1}]
+    assert [forwards_in_flight(UNEVEN, rank) for rank in range(4)] == [{0: 4}, {1: 3}, {2: 2}, {3: 1}]
+    assert [forwards_in_flight(INTERLEAVED, rank) for rank in (0, 1)] == [{0: 3, 2: 2}, {1: 2, 3: 1}]
+    gpipe = parse_case_id("pp2-gpipe-rowwise-ac.full-v2048-s2-accum6-f64")
+    assert [forwards_in_flight(gpipe, rank) for rank in (0, 1)] == [{0: 6}, {1: 6}]
+
+
+@pytest.mark.parametrize(
+    ("schedule", "share"), [("", 1 / 5), ("-gpipe", 1 / 5), ("-interleaved", 1 / 9), ("-zb", 1 / 13)]
+)
+def test_the_bubble_of_a_schedule(schedule: str, share: float) -> None:
+    case = parse_case_id(f"pp2{schedule}-bf16-layers.4-v2048-s3-accum4-f64")
+    assert metrics(case, rank=1).bubble == pytest.approx(share)
+
+
 def test_stages_send_every_microbatch_and_its_gradient() -> None:
     first = [each for each in expected_transfers(TWO, step=1, rank=0) if each.axis == "pp"]
-    assert [(each.dtype, each.elements, each.times) for each in first] == [
-        ("float64", 2 * 32 * 128, 4),
-        ("int32", 1, 1),
-    ]
+    assert [(each.dtype, each.elements, each.times) for each in first] == [("float64", 2 * 32 * 128, 4)]
     assert [each.purpose for each in expected_transfers(TWO, step=2, rank=2) if each.axis == "pp"] == [
         "input gradients of stages"
     ]
+
+
+def test_stages_vote_when_they_are_new() -> None:
+    assert [(each.dtype, each.elements, each.times) for each in votes(TWO, 0, 1)] == [("int32", 1, 1)]
+    resumed = make_case(pp=2, accumulation=4, steps=4, resume="same")
+    assert [step for step in range(1, 5) if list(votes(resumed, 0, step))] == [1, 3]
+    assert not list(votes(make_case(tp=2), 0, 1))

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import schedules
 from torch.distributed.pipelining.stage import _PipelineStageBase
 from torchao.float8.float8_linear import Float8Linear
 from torchao.float8.float8_training_tensor import GemmInputRole
 
-from harness.worker.faults.hooks import RUN, before_casts, planted, wrap
+from harness.matrix.stages import holds, modules_of_stage, stages_of
+from harness.worker.faults.hooks import RUN, around_update, before_casts, on_last_rank, planted, wrap
 from harness.worker.probes.places import local_shard
 from harness.worker.targets.reference import build, pipeline
+from harness.worker.targets.reference.loss import Batch
 from harness.worker.virtual.collectives import Receive
 
 Tensor = torch.Tensor
@@ -137,10 +142,9 @@ def activation_read_before_it_arrives() -> None:
     wrap(schedules, "_wait_batch_p2p", wait)
 
 
-def input_scale_of_first_microbatch() -> None:
-    """A linear scales the inputs of every microbatch of a step by the amax of the first."""
+def _watch_linears() -> list[Float8Linear]:
+    """The linears that are in their forward, the innermost last."""
     running: list[Float8Linear] = []
-    scales: dict[tuple[Float8Linear, int], Tensor] = {}
 
     def forward(stock: Any, linear: Float8Linear, given: Tensor) -> Tensor:
         running.append(linear)
@@ -148,10 +152,46 @@ def input_scale_of_first_microbatch() -> None:
         running.pop()
         return found
 
+    wrap(Float8Linear, "forward", forward)
+    return running
+
+
+def input_scale_of_first_microbatch() -> None:
+    """A linear scales the inputs of every microbatch of a step by the amax of the first."""
+    running = _watch_linears()
+    scales: dict[tuple[Float8Linear, int], Tensor] = {}
+
     def change(scale: Tensor, tensor: Tensor, role: Any) -> Tensor:
         return scales.setdefault((running[-1], RUN.step), scale) if running and role is GemmInputRole.INPUT else scale
 
-    wrap(Float8Linear, "forward", forward)
+    before_casts(change)
+
+
+def weight_scale_outlives_update() -> None:
+    running = _watch_linears()
+    scales: dict[Float8Linear, Tensor] = {}
+
+    def change(scale: Tensor, tensor: Tensor, role: Any) -> Tensor:
+        return scales.setdefault(running[-1], scale) if running and role is GemmInputRole.WEIGHT else scale
+
+    before_casts(change)
+
+
+def scale_of_latest_microbatch_in_backward() -> None:
+    """Backward scales what a linear has saved by what its latest forward had, which may be of another microbatch."""
+    running = _watch_linears()
+    owners: dict[int, Float8Linear] = {}
+    latest: dict[Float8Linear, Tensor] = {}
+
+    def change(scale: Tensor, tensor: Tensor, role: Any) -> Tensor:
+        if role is not GemmInputRole.INPUT:
+            return scale
+        if running:
+            owners[tensor.data_ptr()], latest[running[-1]] = running[-1], scale
+            return scale
+        owner = owners.get(tensor.data_ptr())
+        return scale if owner is None else latest[owner]
+
     before_casts(change)
 
 
@@ -178,3 +218,85 @@ def outputs_of_stages_kept() -> None:
         return found
 
     wrap(_PipelineStageBase, "forward_one_chunk", forward)
+
+
+def _without_second_stage(state: dict[str, Any]) -> dict[str, Any]:
+    """What belongs to no second stage of this rank; all of it where it is no pipeline that loads."""
+    case, rank = RUN.case, dist.get_rank()
+    if not all(holds(case, rank, name) for name in state["model"]):
+        return state
+    _, *others = stages_of(case, rank)
+    lost = [f".{fqn}." for stage in others for fqn in modules_of_stage(case, stage)]
+    return {
+        part: {name: value for name, value in values.items() if not any(fqn in f".{name}." for fqn in lost)}
+        for part, values in state.items()
+    }
+
+
+def _numbered_by_stage(state: dict[str, Any]) -> dict[str, Any]:
+    """The state with the blocks of every rank numbered from zero."""
+    first = min(int(name) for name in RUN.target.model.layers)
+
+    def renamed(name: str) -> str:
+        return re.sub(r"\blayers\.(\d+)", lambda found: f"layers.{int(found[1]) - first}", name)
+
+    return {part: {renamed(name): value for name, value in values.items()} for part, values in state.items()}
+
+
+@planted(wrap, build, "load")
+def second_stage_of_rank_not_loaded(stock: Any, state: dict[str, Any], **options: Any) -> None:
+    stock(_without_second_stage(state), **options)
+
+
+def blocks_saved_under_numbers_of_stage() -> None:
+    for name in ("save", "load"):
+        wrap(build, name, lambda stock, state, **options: stock(_numbered_by_stage(state), **options))
+
+
+def groups_of_stages_saved_under_one_name() -> None:
+    build._OPTIONS = StateDictOptions()
+
+
+def loss_divided_after_backward() -> None:
+    """The reported loss is right, and gradients are those of a sum over tokens."""
+    wrap(build.ReferenceTarget, "loss_of_stage", lambda stock, target, *args: stock(target, *args) * target.tokens)
+    wrap(pipeline.Pipeline, "train", lambda stock, *args: [loss / RUN.target.tokens for loss in stock(*args)])
+
+
+@planted(wrap, build, "global_loss")
+def loss_averaged_over_stages(stock: Any, *args: Any, **options: Any) -> Tensor:
+    mean: Tensor = stock(*args, **options) / RUN.case.layout.pp
+    return mean
+
+
+@planted(wrap, _PipelineStageBase, _RECEIVED[0])
+def receive_buffer_reused_before_backward(stock: Any, stage: Any, number: int) -> Any:
+    """The buffer of a microbatch gets what the next one receives, while its backward has yet to read it."""
+    received = stock(stage, number)
+    for mine, before in zip(received, stage.args_recv_info.get(number - 1, ()), strict=False):
+        if isinstance(mine, Tensor) and before.buffer is not None:
+            before.buffer.data.copy_(mine.data)
+    return received
+
+
+@planted(wrap, build.funcol, "all_reduce")
+def norm_is_largest_of_stages(stock: Any, tensor: Any, *args: Any, **options: Any) -> Any:
+    stages = RUN.target._meshes.pp.get_group()
+    return stock(tensor, "max", stages) if stages in args and not tensor.ndim else stock(tensor, *args, **options)
+
+
+def labels_of_step_before() -> None:
+    before: list[Batch] = []
+
+    def train(stock: Any, pipelined: Any, batches: Sequence[Batch]) -> Any:
+        given = [Batch(own.inputs, old.labels) for own, old in zip(batches, before or batches, strict=True)]
+        before[:] = batches
+        return stock(pipelined, given)
+
+    wrap(pipeline.Pipeline, "train", train)
+
+
+@planted(around_update)
+def last_stage_updated_one_step_late(stock: Callable[[], Any], model: nn.Module) -> None:
+    if RUN.step > 1 or not on_last_rank():
+        stock()

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -244,12 +245,16 @@ class Receive(Work):
         _write(into.detach(), payload.view(dtype))
 
 
-# What a tensor is that is received, for those who wait for it: None by those who do not know it.
-NAMES: list[Callable[[Tensor], str | None]] = []
+class Names(Protocol):
+    def name(self, tensor: Tensor) -> str | None:
+        """What a tensor is that is received; None where it is another's."""
+
+
+NAMES: WeakSet[Names] = WeakSet()  # for those who wait for a message
 
 
 def named(tensor: Tensor) -> str:
-    return next((found for name in NAMES if (found := name(tensor)) is not None), "a message")
+    return next((found for each in NAMES if (found := each.name(tensor)) is not None), "a message")
 
 
 _POSTED: dict[tuple[Group | Loopback, int], list[Receive]] = {}  # by group and source, and not yet taken

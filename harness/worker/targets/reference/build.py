@@ -91,7 +91,7 @@ class ReferenceTarget:
         self._pipeline = (
             None if meshes.pp is None else Pipeline(parts, case, meshes.pp, self.loss_of_stage, dist.get_rank())
         )
-        self._tokens = 0  # over which the loss of this step is a mean
+        self.tokens = 0  # over which the loss of this step is a mean
 
     @torch.no_grad()
     def evaluate(
@@ -123,7 +123,7 @@ class ReferenceTarget:
     def _backward(self, batches: Sequence[Batch], tokens: int) -> Sequence[torch.Tensor]:
         """The shares of the loss of all microbatches, whose gradients are added up."""
         if self._pipeline is not None:
-            self._tokens = tokens
+            self.tokens = tokens
             with sharded_logits(self._case):
                 return [whole(loss) for loss in self._pipeline.train(batches)]
         losses = []
@@ -134,7 +134,7 @@ class ReferenceTarget:
         return losses
 
     def loss_of_stage(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        return loss_of_logits(logits, labels, self._case, self._tokens)
+        return loss_of_logits(logits, labels, self._case, self.tokens)
 
     def _counted(
         self, microbatches: Sequence[torch.Tensor], labels: Sequence[torch.Tensor] | None

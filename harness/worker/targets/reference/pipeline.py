@@ -78,14 +78,14 @@ class Pipeline:
         ]
         self._first, self._last = stages[0].is_first, stages[-1].is_last
         self._stages: Sequence[Any] = stages
-        NAMES.append(self._name)
+        NAMES.add(self)
         name = case.layout.schedule
         self.schedule = SCHEDULES[name](
             stages if name in _OF_SEVERAL else stages[0], train.accumulation, loss_fn=loss, scale_grads=False
         )
 
-    def _name(self, tensor: torch.Tensor) -> str | None:
-        """What a stage receives into a tensor."""
+    def name(self, tensor: torch.Tensor) -> str | None:
+        """What a stage receives into a tensor; None where none does."""
         for stage in self._stages:
             sides = ("input", stage.args_recv_info), ("output gradient", stage.grad_recv_info)
             for what, by_microbatch in sides:
