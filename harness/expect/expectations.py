@@ -147,7 +147,7 @@ class Expectations:
     def transfers(self, *, step: int, rank: int, calls: Iterable[ExpertCall] = ()) -> tuple[Transfer, ...]:
         """The collectives of `rank` in `step` (1-based). `calls`: of its experts, which decide what is sent back."""
         found = traffic.expected_transfers(self.case, step=min(step, 2), rank=rank, changes=self.changes)
-        return (*found, *traffic.votes(self.case, rank, step), *sent_back(self.case, calls))
+        return (*found, *traffic.votes(self.case, rank, step, self.changes), *sent_back(self.case, calls))
 
     def float8_weight_elements(self, rank: int) -> int:
         """Elements of converted weights that `rank` sends in float8 all-gathers of one step."""

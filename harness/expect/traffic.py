@@ -20,7 +20,7 @@ from harness.expect.expert_traffic import dispatched, sent_back_if_balanced, tok
 from harness.expect.fusion import fusion_candidates
 from harness.expect.model import traits_of
 from harness.expect.transfer import Transfer, forward_passes, repeated, residual_tokens
-from harness.expect.upstream import GRADIENTS_IN_REDUCE_DTYPE, NONE, Changes
+from harness.expect.upstream import GRADIENTS_IN_REDUCE_DTYPE, NONE, STAGES_VOTE_TOGETHER, Changes
 from harness.matrix.case import Case
 from harness.matrix.layout import DP_AXES, EXPERT_AXES, SHARD_AXES, coordinates, group_name, peers
 from harness.matrix.linears import (
@@ -37,7 +37,7 @@ from harness.matrix.linears import (
     shard_sizes,
 )
 from harness.matrix.recipes import ITEM_BYTES, Operand
-from harness.matrix.stages import EMBEDDING, blocks_of, holds, neighbours
+from harness.matrix.stages import EMBEDDING, blocks_of, connections, holds, neighbours
 
 
 @lru_cache(maxsize=256)  # checks ask for every rank and step
@@ -72,7 +72,7 @@ def expected_transfers(case: Case, *, step: int, rank: int, changes: Changes = N
 def transfers_if_balanced(case: Case, *, step: int, rank: int, changes: Changes = NONE) -> tuple[Transfer, ...]:
     """The same with `votes`, and what experts send back where tokens are spread evenly."""
     sent = expected_transfers(case, step=step, rank=rank, changes=changes)
-    return (*sent, *votes(case, rank, step), *sent_back_if_balanced(case))
+    return (*sent, *votes(case, rank, step, changes), *sent_back_if_balanced(case))
 
 
 def _axes_of_several_ranks(case: Case) -> frozenset[str]:
@@ -300,9 +300,17 @@ def _between_stages(case: Case, rank: int) -> Iterator[Transfer]:
         yield Transfer("pp", "send", case.train.dtype, elements, purpose, times=times)
 
 
-def votes(case: Case, rank: int, step: int) -> Iterator[Transfer]:
+def votes(case: Case, rank: int, step: int, changes: Changes = NONE) -> Iterator[Transfer]:
     """Stages that are new ask one another whether all know the shapes that are sent."""
-    if case.layout.pp > 1 and step in (1, (case.train.resumed_after or 0) + 1):
+    if case.layout.pp == 1 or step not in (1, (case.train.resumed_after or 0) + 1):
+        return
+    if STAGES_VOTE_TOGETHER in changes:
+        yield Transfer("pp", "all_reduce", "int32", 1, "votes of stages", op="min")
+        sends, rounds = connections(case, rank)
+        yield Transfer("pp", "all_reduce", "int32", 1, "neighbours that connect", op="sum", times=rounds)
+        if sends:
+            yield Transfer("pp", "send", "int32", 1, "neighbours that connect", times=sends)
+    else:
         yield Transfer("pp", "send", "int32", 1, "votes of stages", times=sum(neighbours(case, rank)))
 
 

@@ -57,8 +57,16 @@ GRADIENTS_IN_REDUCE_DTYPE = UpstreamChange(
     formulas=("traffic",),
     rounds="dtype=bfloat16 reduce_dtype=float32",
 )
+STAGES_VOTE_TOGETHER = UpstreamChange(
+    name="stages-vote-together",
+    since="2.15",
+    what="The ranks of a pipeline agree in an all-reduce whether all know the shapes that are sent. Then neighbours "
+    "connect: the lower one sends a number, and all meet in an all-reduce. Before, a stage sent its vote onwards.",
+    link="https://github.com/pytorch/pytorch/blob/v2.15.0/torch/distributed/pipelining/schedules.py",
+    formulas=("traffic",),
+)
 
-CHANGES = (SEPARATE_BACKWARD_CASTS, GRADIENTS_IN_REDUCE_DTYPE)
+CHANGES = (SEPARATE_BACKWARD_CASTS, GRADIENTS_IN_REDUCE_DTYPE, STAGES_VOTE_TOGETHER)
 
 
 def changes_in(software: Mapping[str, str]) -> Changes:

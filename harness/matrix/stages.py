@@ -64,6 +64,14 @@ def neighbours(case: Case, rank: int) -> tuple[int, int]:
     return sum(stage < stage_count(case.layout) - 1 for stage in stages), sum(stage > 0 for stage in stages)
 
 
+def connections(case: Case, rank: int) -> tuple[int, int]:
+    """To how many ranks behind it a rank is next, and in how many rounds of disjoint pairs such ranks connect."""
+    pp, mine = case.layout.pp, coordinates(case.layout, rank)["pp"]
+    pairs = {tuple(sorted((stage % pp, (stage + 1) % pp))) for stage in range(stage_count(case.layout) - 1)}
+    odd_ring = pp % 2 == 1 and len(pairs) == pp
+    return sum(lower == mine for lower, _ in pairs), min(len(pairs), 2) + odd_ring
+
+
 def forwards_in_flight(case: Case, rank: int) -> dict[int, int]:
     """By stage of a rank, how many microbatches are computed forward when its first backward begins.
 

@@ -12,7 +12,7 @@ import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from importlib import import_module
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -31,21 +31,48 @@ _OfSequence = nn.RMSNorm | nn.LayerNorm | nn.Linear
 _NORM_FORWARDS = {norm.forward for norm in NORMS}
 
 
+_ACCUMULATED = "unsharded_accumulated_grad"  # of what FSDP2 knows of a parameter: since torch 2.15 a property
+
+
 class PartsOfGradient:
     """What every rank has of the gradient of a parameter: over all microbatches, before the ranks add theirs up.
 
-    `managed`: what FSDP2 knows of the parameter. It adds microbatches up in the reduce dtype, apart from `grad`.
+    `managed`: what FSDP2 knows of the parameter. It adds microbatches up in the reduce dtype: apart from `grad`, and
+    since torch 2.15 in a `grad` that has that dtype from the first one on.
     """
 
     def __init__(self, param: Tensor, managed: ManagedParam | None) -> None:
         self._param = param
         self._managed = managed
+        self._dtype = None if managed is None or _ACCUMULATED in vars(managed) else managed.reduce_dtype
         self._parts = torch.empty(0)
+        self._found: dict[int, Tensor] = {}  # of this microbatch, by rank
         param.register_post_accumulate_grad_hook(self._sum)
 
     @property
     def _elsewhere(self) -> Tensor | None:
-        return None if self._managed is None else self._managed.unsharded_accumulated_grad
+        return None if self._managed is None else vars(self._managed).get(_ACCUMULATED)
+
+    def of_ranks(self, ranks: int) -> Sequence[Tensor]:
+        """The parameter as every rank has it: as a leaf where autograd keeps what comes to a leaf unrounded."""
+        if self._dtype is not None:
+            return [self._leaf(rank, ranks) for rank in range(ranks)]
+        return tuple(spread(self._param, ranks, self))
+
+    def _leaf(self, rank: int, ranks: int) -> Tensor:
+        leaf: Any = self._param.detach().requires_grad_()
+        leaf.grad_dtype = self._dtype
+
+        def keep(leaf: Tensor) -> None:
+            assert leaf.grad is not None, "it was just accumulated"
+            self._found[rank] = leaf.grad
+            if len(self._found) == ranks:
+                self.add(torch.stack([self._found[each] for each in range(ranks)]))
+                self._param.grad = summed(self._parts)
+                self._found.clear()
+
+        leaf.register_post_accumulate_grad_hook(keep)
+        return cast("Tensor", leaf)
 
     def add(self, parts: Tensor) -> None:
         grad, elsewhere = self._param.grad, self._elsewhere
@@ -122,7 +149,7 @@ def of_sequence(
 
     def forward(given: Tensor) -> Tensor:
         weights, biases = (
-            [None] * len(places) if each is None else spread(each, len(places), parts(each))
+            [None] * len(places) if each is None else parts(each).of_ranks(len(places))
             for each in (module.weight, getattr(module, "bias", None))
         )
         inputs = (given[place[:-1]].contiguous() for place in places)

@@ -6,9 +6,19 @@ import pytest
 
 from harness.expect.expectations import Expectations
 from harness.expect.traffic import expected_transfers, votes
+from harness.expect.upstream import changes_in
 from harness.matrix.case import Case
 from harness.matrix.caseid import parse_case_id
-from harness.matrix.stages import blocks_of, forwards_in_flight, holds, modules_of_stage, neighbours, stages_of
+from harness.matrix.layout import Schedule
+from harness.matrix.stages import (
+    blocks_of,
+    connections,
+    forwards_in_flight,
+    holds,
+    modules_of_stage,
+    neighbours,
+    stages_of,
+)
 from harness.performance.cost import metrics
 from tests.builders import make_case
 
@@ -81,3 +91,25 @@ def test_stages_vote_when_they_are_new() -> None:
     resumed = make_case(pp=2, accumulation=4, steps=4, resume="same")
     assert [step for step in range(1, 5) if list(votes(resumed, 0, step))] == [1, 3]
     assert not list(votes(make_case(tp=2), 0, 1))
+    together = votes(TWO, 0, 1, changes_in({"torch": "2.15.0"}))
+    assert [(each.kind, each.op) for each in together] == [
+        ("all_reduce", "min"),
+        ("all_reduce", "sum"),
+        ("send", ""),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("pp", "schedule", "sends", "rounds"),
+    [
+        (2, "1f1b", (1, 0), 1),
+        (2, "interleaved", (1, 0), 1),
+        (4, "1f1b", (1, 1, 1, 0), 2),
+        (4, "interleaved", (2, 1, 1, 0), 2),
+        (3, "1f1b", (1, 1, 0), 2),
+        (3, "interleaved", (2, 1, 0), 3),
+    ],
+)
+def test_neighbours_connect_in_rounds(pp: int, schedule: Schedule, sends: tuple[int, ...], rounds: int) -> None:
+    case = make_case(pp=pp, schedule=schedule, accumulation=pp, layers=2 * pp)
+    assert [connections(case, rank) for rank in range(pp)] == [(count, rounds) for count in sends]
