@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import datetime
 
+import msgspec
+
 from harness.bugs.facts import (
     CONVERTED_OUTPUT,
     FLOAT8_STYLES,
@@ -20,10 +22,11 @@ from harness.bugs.scaling import Sizes, made_smaller
 from harness.errors import HarnessError
 from harness.matrix.axes import AXES, axis_values, case_from_axes, checked_value
 from harness.matrix.case import MODEL_PRESETS, Case, ModelShape
-from harness.matrix.layout import DP_AXES, MESH_AXES, OTHERS, REST, left_over, ranks_of
+from harness.matrix.layout import DP_AXES, MESH_AXES, OTHERS, REST, Layout, left_over, ranks_of
 from harness.matrix.linears import BLOCK_LINEARS, OUTPUT_FQN
 from harness.matrix.recipes import TRAITS, block_recipe
 from harness.matrix.rules import exclusions
+from harness.matrix.stages import stage_count
 from harness.matrix.targets import REFERENCE
 
 _PLACEHOLDER = 2  # the degree assumed until somebody answers
@@ -400,18 +403,18 @@ class Draft:
 
     def _pipeline(self) -> None:
         """A block for every stage at least, and as many microbatches as fill it."""
-        stages = self._count("pp")
-        if stages == 1:
+        ranks = self._count("pp")
+        if ranks == 1:
             return
         if self.axes.get("compile", "none") != "none":
             self._drop("compile", "a pipeline trains microbatches, and compiled blocks whole batches")
-        if self._take("schedule") and self.axes["schedule"] == "interleaved":
-            stages *= 2
+        schedule = {"schedule": self.axes["schedule"]} if self._take("schedule") else {}
+        stages = stage_count(msgspec.convert({"pp": ranks, **schedule}, Layout))
         if int(str(self.axes.get("layers") or MODEL_PRESETS["tiny"].layers)) < stages:
             self._put("layers", stages, self.derived, f"a block for each of {stages} stages")
         count, dp = self._count("accumulation"), ranks_of(self.axes, DP_AXES)
-        if count % self._count("pp"):
-            count = self._count("pp") * max(2, count // self._count("pp"))
+        if count % ranks:
+            count = ranks * max(2, count // ranks)
             self._put("accumulation", count, self.derived, f"{count} microbatches fill the pipeline")
         if self._count("global_batch") % (dp * count):
             self._put("global_batch", dp * count, self.derived, f"a sequence for each of {count} microbatches")

@@ -120,10 +120,9 @@ class Expectations:
     @functools.cached_property
     def scaled_mm_calls(self) -> tuple[int, int]:
         """Fewest and most scaled matmuls of one rank in one step; every chunk of a fused matmul counts."""
-        if self.has_formulas:
-            most = model.calls_of_linears(self.case, self.linears) + self.recomputed_calls[1]
-            return (most + fusion.extra_matmul_calls(self.case, scaled=True),) * 2
         once = model.calls_of_linears(self.case, self.linears)
+        if self.has_formulas:
+            once += fusion.extra_matmul_calls(self.case, scaled=True)
         fewest, most = self.recomputed_calls
         return once + fewest, once + most
 

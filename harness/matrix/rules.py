@@ -39,7 +39,6 @@ class Rule(msgspec.Struct, frozen=True, kw_only=True):
     source: str
     axes: tuple[str, ...]
     when: Callable[[Case], bool]
-
     of_any_target: bool = False  # a rule that reads the target, but no shape of its model
 
     def applies(self, case: Case) -> bool:
@@ -234,8 +233,8 @@ def _exclusions() -> Iterator[Exclusion]:
     rows = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
     for name, row in rows.items():
         axes, when = _selected(row["where"]) if "where" in row else _CODED[name]
-        told = {key: row[key] for key in ("reason", "source")}
-        yield Exclusion(name=name, axes=axes, when=when, of_any_target=row.get("of_any_target", False), **told)
+        told = {"reason": row["reason"], "source": row["source"], "of_any_target": row.get("of_any_target", False)}
+        yield Exclusion(name=name, axes=axes, when=when, **told)
 
 
 def _selected(where: Iterable[str]) -> tuple[tuple[str, ...], Callable[[Case], bool]]:

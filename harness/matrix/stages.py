@@ -25,24 +25,35 @@ def stage_count(layout: Layout) -> int:
 
 def stages_of(case: Case, rank: int) -> tuple[int, ...]:
     """The stages that a rank computes, in order."""
-    layout = case.layout
-    return tuple(range(coordinates(layout, rank)["pp"], stage_count(layout), layout.pp))
+    return _stages(case.layout, _coordinate(case, rank))
+
+
+def _stages(layout: Layout, coordinate: int) -> tuple[int, ...]:
+    return tuple(range(coordinate, stage_count(layout), layout.pp))
+
+
+def _coordinate(case: Case, rank: int) -> int:
+    return coordinates(case.layout, rank)["pp"]
+
+
+def blocks_of_stage(case: Case, stage: int) -> range:
+    """The numbers of the blocks that a stage holds."""
+    each, more = divmod(case.model.shape.layers, stage_count(case.layout))
+    first = stage * each + min(stage, more)
+    return range(first, first + each + (stage < more))
 
 
 @functools.lru_cache(maxsize=1024)
 def modules_of_stage(case: Case, stage: int) -> tuple[str, ...]:
     """The FQNs of the modules directly in the model that a stage holds, in order of execution."""
-    layers, stages = case.model.shape.layers, stage_count(case.layout)
-    each, more = divmod(layers, stages)
-    first = stage * each + min(stage, more)
-    blocks = (f"layers.{layer}" for layer in range(first, first + each + (stage < more)))
-    return (*((EMBEDDING,) if stage == 0 else ()), *blocks, *(_LAST if stage == stages - 1 else ()))
+    blocks = (f"layers.{layer}" for layer in blocks_of_stage(case, stage))
+    is_last = stage == stage_count(case.layout) - 1
+    return (*((EMBEDDING,) if stage == 0 else ()), *blocks, *(_LAST if is_last else ()))
 
 
 @functools.lru_cache(maxsize=1024)
 def _modules(case: Case, coordinate: int) -> frozenset[str]:
-    stages = range(coordinate, stage_count(case.layout), case.layout.pp)
-    return frozenset(name for stage in stages for name in modules_of_stage(case, stage))
+    return frozenset(name for stage in _stages(case.layout, coordinate) for name in modules_of_stage(case, stage))
 
 
 def holds(case: Case, rank: int, fqn: str) -> bool:
@@ -51,7 +62,7 @@ def holds(case: Case, rank: int, fqn: str) -> bool:
         return True
     parts = fqn.split(".")
     name = ".".join(parts[:2]) if parts[0] == "layers" else parts[0]
-    return name in _modules(case, coordinates(case.layout, rank)["pp"])
+    return name in _modules(case, _coordinate(case, rank))
 
 
 def held(case: Case, rank: int, fqns: Iterable[str]) -> tuple[str, ...]:
@@ -66,7 +77,7 @@ def neighbours(case: Case, rank: int) -> tuple[int, int]:
 
 def connections(case: Case, rank: int) -> tuple[int, int]:
     """To how many ranks behind it a rank is next, and in how many rounds of disjoint pairs such ranks connect."""
-    pp, mine = case.layout.pp, coordinates(case.layout, rank)["pp"]
+    pp, mine = case.layout.pp, _coordinate(case, rank)
     pairs = {tuple(sorted((stage % pp, (stage + 1) % pp))) for stage in range(stage_count(case.layout) - 1)}
     odd_ring = pp % 2 == 1 and len(pairs) == pp
     return sum(lower == mine for lower, _ in pairs), min(len(pairs), 2) + odd_ring
@@ -81,17 +92,12 @@ def forwards_in_flight(case: Case, rank: int) -> dict[int, int]:
     layout, stages = case.layout, stages_of(case, rank)
     if layout.schedule == "gpipe" or layout.pp == 1:
         return dict.fromkeys(stages, case.train.accumulation if layout.pp > 1 else 1)
-    behind = layout.pp - 1 - coordinates(layout, rank)["pp"]
+    behind = layout.pp - 1 - _coordinate(case, rank)
     forwards = (len(stages) - 1) * layout.pp + behind * len(stages) + 1
     turns = Counter(
         stages[step // layout.pp % len(stages)] for step in range(min(forwards, len(stages) * case.train.accumulation))
     )
     return {stage: turns[stage] for stage in stages}
-
-
-def blocks_of_stage(case: Case, stage: int) -> tuple[int, ...]:
-    names = modules_of_stage(case, stage)
-    return tuple(layer for layer in range(case.model.shape.layers) if f"layers.{layer}" in names)
 
 
 def blocks_of(case: Case, rank: int) -> tuple[int, ...]:

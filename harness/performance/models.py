@@ -54,8 +54,8 @@ def require_formulas(case: Case) -> None:
         fix = "give --model NAME, or a case of the reference or of torchtitan."
         raise HarnessError(f"there is no formula for the model of {case.target}.", where=case_id(case), fix=fix)
     if case.layout.pp > 1:
-        what = "predictions are of ranks that hold the whole model: bubbles and stages are not predicted."
-        raise HarnessError(what, where=case_id(case), fix="leave pp out.")
+        what = "this prediction is of ranks that hold the whole model, and a stage of a pipeline holds a part."
+        raise HarnessError(what, where=case_id(case), fix="leave pp out, or see `predict cost`.")
 
 
 def training(model: KnownModel, *, tokens: int | None = None, **axes: object) -> Case:

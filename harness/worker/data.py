@@ -15,14 +15,13 @@ from collections import Counter
 import numpy as np
 import numpy.typing as npt
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from harness.matrix.case import Case, Model
 from harness.matrix.stages import EMBEDDING
-from harness.worker.dispatch_hooks.hook import unobserved
 from harness.worker.probes.places import local_shard, part_at, place_of
 from harness.worker.probes.sketches import clean_fqn
+from harness.worker.reduction import with_other_ranks
 
 Tokens = npt.NDArray[np.int64]
 Weights = npt.NDArray[np.float32]
@@ -154,14 +153,11 @@ def with_other_stages(weights: dict[str, Weights], case: Case) -> dict[str, Weig
     """The full weights of the whole model, of which this rank has those of its stages of a pipeline."""
     if case.layout.pp == 1:
         return weights
-    mine = {fqn: weight.shape for fqn, weight in weights.items()}
-    held: list[dict[str, tuple[int, ...]]] = [{}] * dist.get_world_size()
-    with unobserved():
-        dist.all_gather_object(held, mine)
-    others = {fqn: shape for each in held for fqn, shape in each.items() if fqn not in mine}
+    shapes = with_other_ranks({fqn: weight.shape for fqn, weight in weights.items()})
     return weights | {
         fqn: make_weight(fqn, shape, seed=case.train.seed, embedding=fqn == f"{EMBEDDING}.weight")
-        for fqn, shape in others.items()
+        for fqn, shape in shapes.items()
+        if fqn not in weights
     }
 
 

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import TypeVar
+
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from harness.worker.dispatch_hooks.hook import unobserved
+
+T = TypeVar("T")
 
 
 @unobserved()
@@ -19,6 +24,14 @@ def gathered_copies(tensor: torch.Tensor, group: dist.ProcessGroup | None = None
     ]
     dist.all_gather(copies, tensor.contiguous(), group)
     return copies
+
+
+@unobserved()
+def with_other_ranks(mine: Mapping[str, T]) -> dict[str, T]:
+    """What this rank has by name, and of names that it lacks what others have. All ranks must call it."""
+    held: list[dict[str, T]] = [{}] * dist.get_world_size()
+    dist.all_gather_object(held, dict(mine))
+    return {name: value for each in reversed(held) for name, value in each.items()} | dict(mine)
 
 
 def of_all_ranks(number: torch.Tensor) -> torch.Tensor:

@@ -6,9 +6,9 @@ is the state of all stages, of which a rank has some.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -23,9 +23,8 @@ from harness.worker.probes.digests import ordered_digest
 from harness.worker.probes.places import local_shard, part_at, place_of
 from harness.worker.probes.probe import optimizers_of
 from harness.worker.probes.sketches import clean_fqn
+from harness.worker.reduction import with_other_ranks
 from harness.worker.targets.target import Resumes, Target
-
-T = TypeVar("T")
 
 
 def hand_over(trained: Target, targets: Sequence[Target], folder: Path, *, step: int) -> Resumed:
@@ -44,14 +43,6 @@ def hand_over(trained: Target, targets: Sequence[Target], folder: Path, *, step:
 
 
 @unobserved()
-def _with_other_stages(mine: Mapping[str, T]) -> dict[str, T]:
-    """What this rank has by name, and of names that it lacks what others have. All ranks must call it."""
-    held: list[dict[str, T]] = [{}] * dist.get_world_size()
-    dist.all_gather_object(held, dict(mine))
-    return {name: value for each in reversed(held) for name, value in each.items()} | dict(mine)
-
-
-@unobserved()
 def _differing(saved: State, loaded: State, *, device: torch.device) -> tuple[str, ...]:
     """What both have and is not the same on some rank: only this is gathered again, by all ranks."""
     names = sorted(saved)
@@ -65,7 +56,7 @@ def _differing(saved: State, loaded: State, *, device: torch.device) -> tuple[st
 def _wrong_here(trained: nn.Module, fresh: nn.Module, names: Sequence[str]) -> tuple[str, ...]:
     """Of these names, what this rank holds of the state of `fresh` and is not that part of what `trained` has."""
     saved, loaded = dict(_values(trained)), dict(_values(fresh))
-    wholes = _with_other_stages({name: _whole(saved[name]) for name in names if name in saved}) if names else {}
+    wholes = with_other_ranks({name: _whole(saved[name]) for name in names if name in saved}) if names else {}
     return tuple(name for name in names if name in loaded and not _has_its_part(wholes[name], loaded[name]))
 
 
@@ -85,7 +76,7 @@ def state_of(model: nn.Module) -> State:
     All ranks must call it.
     """
     values = dict(sorted(_values(model), key=lambda each: each[0]))
-    return dict(sorted(_with_other_stages({name: _written(value) for name, value in values.items()}).items()))
+    return dict(sorted(with_other_ranks({name: _written(value) for name, value in values.items()}).items()))
 
 
 def _values(model: nn.Module) -> Iterator[tuple[str, object]]:

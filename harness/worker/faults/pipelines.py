@@ -18,7 +18,7 @@ from torchao.float8.float8_linear import Float8Linear
 from torchao.float8.float8_training_tensor import GemmInputRole
 
 from harness.matrix.stages import holds, modules_of_stage, stages_of
-from harness.worker.faults.hooks import RUN, around_update, before_casts, on_last_rank, planted, wrap
+from harness.worker.faults.hooks import RUN, around_update, before_casts, on_last_rank, planted, running_linear, wrap
 from harness.worker.probes.places import local_shard
 from harness.worker.targets.reference import build, pipeline
 from harness.worker.targets.reference.loss import Batch
@@ -119,12 +119,13 @@ def pipeline_reduces_every_microbatch(stock: Any, module: Any, asked: bool, **op
     stock(module, True, **options)
 
 
-@planted(wrap, build, "keep_part")
-def stages_hold_each_others_blocks(stock: Any, model: Any, case: Any, rank: int) -> None:
+@planted(wrap, build, "part_of_rank")
+def stages_hold_each_others_blocks(stock: Any, model: Any, case: Any, rank: int) -> Any:
     """The blocks of a stage are those of the stage on the other side of the pipeline."""
-    stock(model, case, rank)
+    part = stock(model, case, rank)
     last = case.model.shape.layers - 1
-    model.layers = nn.ModuleDict({f"{last - int(name)}": block for name, block in model.layers.items()})
+    part.layers = nn.ModuleDict({f"{last - int(name)}": block for name, block in part.layers.items()})
+    return part
 
 
 def activation_read_before_it_arrives() -> None:
@@ -142,52 +143,33 @@ def activation_read_before_it_arrives() -> None:
     wrap(schedules, "_wait_batch_p2p", wait)
 
 
-def _watch_linears() -> list[Float8Linear]:
-    """The linears that are in their forward, the innermost last."""
-    running: list[Float8Linear] = []
-
-    def forward(stock: Any, linear: Float8Linear, given: Tensor) -> Tensor:
-        running.append(linear)
-        found: Tensor = stock(linear, given)
-        running.pop()
-        return found
-
-    wrap(Float8Linear, "forward", forward)
-    return running
-
-
-def input_scale_of_first_microbatch() -> None:
-    """A linear scales the inputs of every microbatch of a step by the amax of the first."""
-    running = _watch_linears()
+def _first_scale(wanted: GemmInputRole, since: Callable[[], int]) -> None:
+    """A linear scales this operand as it did first, until `since()` is another number."""
+    running = running_linear()
     scales: dict[tuple[Float8Linear, int], Tensor] = {}
 
     def change(scale: Tensor, tensor: Tensor, role: Any) -> Tensor:
-        return scales.setdefault((running[-1], RUN.step), scale) if running and role is GemmInputRole.INPUT else scale
+        linear = running()
+        return scale if linear is None or role is not wanted else scales.setdefault((linear, since()), scale)
 
     before_casts(change)
 
 
-def weight_scale_outlives_update() -> None:
-    running = _watch_linears()
-    scales: dict[Float8Linear, Tensor] = {}
-
-    def change(scale: Tensor, tensor: Tensor, role: Any) -> Tensor:
-        return scales.setdefault(running[-1], scale) if running and role is GemmInputRole.WEIGHT else scale
-
-    before_casts(change)
+input_scale_of_first_microbatch = partial(_first_scale, GemmInputRole.INPUT, lambda: RUN.step)
+weight_scale_outlives_update = partial(_first_scale, GemmInputRole.WEIGHT, lambda: 1)
 
 
 def scale_of_latest_microbatch_in_backward() -> None:
     """Backward scales what a linear has saved by what its latest forward had, which may be of another microbatch."""
-    running = _watch_linears()
+    running = running_linear()
     owners: dict[int, Float8Linear] = {}
     latest: dict[Float8Linear, Tensor] = {}
 
     def change(scale: Tensor, tensor: Tensor, role: Any) -> Tensor:
         if role is not GemmInputRole.INPUT:
             return scale
-        if running:
-            owners[tensor.data_ptr()], latest[running[-1]] = running[-1], scale
+        if linear := running():
+            owners[tensor.data_ptr()], latest[linear] = linear, scale
             return scale
         owner = owners.get(tensor.data_ptr())
         return scale if owner is None else latest[owner]

@@ -232,8 +232,8 @@ class Receive(Work):
     def _take(self) -> None:
         into, fabric = self._into, self._fabric
         channel = fabric.channel(self._source, fabric.rank)
-        sends = f"where it waits for {named(into)} from rank {fabric.ranks[self._source]}"
-        with contextlib.nullcontext() if channel.has_arrived else PHASE.within(sends):
+        waiting = f"where it waits for {named(into)} from rank {fabric.ranks[self._source]}"
+        with contextlib.nullcontext() if channel.has_arrived else PHASE.within(waiting):
             payload, code = channel.receive()
         dtype = _DTYPES[code]
         if dtype != into.dtype or payload.numel() != into.numel() * into.itemsize:

@@ -46,7 +46,7 @@ from harness.worker.targets.reference.parallel import (
     apply_tp,
     build_meshes,
 )
-from harness.worker.targets.reference.pipeline import Pipeline, cut, keep_part
+from harness.worker.targets.reference.pipeline import Pipeline, cut, part_of_rank
 from harness.worker.targets.target import StepResult, World
 
 
@@ -208,7 +208,7 @@ def _plain_model(case: Case, device: torch.device) -> Llama:
     with torch.device(device):
         model = Llama(case.model, seq_len=case.train.seq_len)
     if case.layout.pp > 1:
-        keep_part(model, case, dist.get_rank())
+        model = part_of_rank(model, case, dist.get_rank())
     if case.train.dtype == "float64":
         model.double()
     for param in model.parameters():

@@ -114,9 +114,10 @@ class Llama(nn.Module):
         """A model of these modules alone, which are those of this one."""
         part = object.__new__(Llama)
         nn.Module.__init__(part)
-        for name in ("tok_embeddings", "norm", "output"):
-            setattr(part, name, getattr(self, name) if name in names else None)
-        part.layers = nn.ModuleDict({name: each for name, each in self.layers.items() if f"layers.{name}" in names})
+        layers = nn.ModuleDict({name: each for name, each in self.layers.items() if f"layers.{name}" in names})
+        for name in ("tok_embeddings", "layers", "norm", "output"):  # the order of parameters
+            own = getattr(self, name) if name in names else None
+            setattr(part, name, layers if name == "layers" else own)
         for name, buffer in self.named_buffers(recurse=False):
             part.register_buffer(name, buffer, persistent=False)
         return part

@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import (
     PipelineStage,
@@ -17,7 +16,7 @@ from torch.distributed.pipelining import (
 )
 
 from harness.matrix.case import Case
-from harness.matrix.stages import holds, modules_of_stage, stage_count, stages_of
+from harness.matrix.stages import modules_of_stage, stage_count, stages_of
 from harness.worker.targets.reference.loss import Batch
 from harness.worker.targets.reference.model import Llama
 from harness.worker.virtual.collectives import NAMES
@@ -33,14 +32,8 @@ _OF_SEVERAL = ("interleaved", "zero_bubble")  # schedules that get a list of sta
 Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
-def keep_part(model: Llama, case: Case, rank: int) -> None:
-    """Drop what other ranks of a pipeline hold, in place."""
-    model.layers = nn.ModuleDict(
-        {name: block for name, block in model.layers.items() if holds(case, rank, f"layers.{name}")}
-    )
-    for name in ("tok_embeddings", "norm", "output"):
-        if not holds(case, rank, name):
-            setattr(model, name, None)
+def part_of_rank(model: Llama, case: Case, rank: int) -> Llama:
+    return model.part([name for stage in stages_of(case, rank) for name in modules_of_stage(case, stage)])
 
 
 def cut(model: Llama, case: Case, rank: int) -> list[Llama]:
