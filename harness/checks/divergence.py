@@ -24,7 +24,7 @@ from msgspec.structs import replace
 from harness.checks.assembly import largest, same_number
 from harness.checks.factors import factor
 from harness.checks.findings import Mismatch, about_ranks, traces_by_rank
-from harness.checks.occurrences import GEMM_OPERANDS, CastKey, MatmulKey, casts_by_key, matmuls_by_key, on_ranks
+from harness.checks.occurrences import CastKey, MatmulKey, casts_by_key, matmuls_by_key, on_ranks
 from harness.checks.parity import FLOAT32_LOSS, GRADIENTS
 from harness.checks.rule import Rule, Rules, Stage
 from harness.checks.scale_rules import format_scale
@@ -35,7 +35,7 @@ from harness.matrix.numerics import VIRTUAL_DEVICE, Numerics, sums_in_order
 from harness.matrix.stages import holds
 from harness.matrix.targets import computes_on_plain_shards
 from harness.trace import RankTrace, Run
-from harness.trace.operands import CastRecord, MatmulRecord, ScaleSummary
+from harness.trace.operands import GEMM_OPERANDS, CastRecord, MatmulRecord, ScaleSummary
 from harness.verdict import Finding, Value
 
 RULES = _rule = Rules("divergence", Stage.OPERAND, located=True)

@@ -16,15 +16,6 @@ from harness.trace.operands import CastPhase, CastRecord, GemmRole, MatmulRecord
 Record = TypeVar("Record")
 Key = TypeVar("Key", bound=Hashable)
 
-# The operands a and b of a linear's matmuls.
-GEMM_OPERANDS: dict[GemmRole, tuple[Role, Role]] = {
-    "evaluation": ("input", "weight"),
-    "forward": ("input", "weight"),
-    "recompute": ("input", "weight"),
-    "dgrad": ("grad_output", "weight"),
-    "wgrad": ("grad_output", "input"),
-}
-
 
 class CastKey(NamedTuple):
     """Where a cast happens: one operand of one linear in one phase of one step."""

@@ -37,7 +37,7 @@ class Model(msgspec.Struct, frozen=True, kw_only=True):
 
     `input_sites`: the modules that cast the inputs of converted linears, by FQN. Of these linears `on_tp` have a weight
     that is distributed over TP ranks, `styled` a float8 TP style, which casts nothing again in backward, and `gathered`
-    a weight that FSDP2 gathers in float8.
+    a weight that FSDP2 gathers in float8, and `own_forward` a forward of the target, which may keep casts of weights.
     """
 
     converted: tuple[str, ...]  # sorted
@@ -47,6 +47,7 @@ class Model(msgspec.Struct, frozen=True, kw_only=True):
     styled: frozenset[str]
     gathered: frozenset[str]
     input_sites: Mapping[str, str]
+    own_forward: frozenset[str] = frozenset()
 
     def held(self, fqns: Collection[str]) -> Model:
         """Of these converted linears alone."""
@@ -101,6 +102,7 @@ def found_model(case: Case, reference: ModelRecord, run: ModelRecord, casts: Ite
         ),
         gathered=frozenset(fqn for fqn in fqns if case.gathers_float8 and fqn not in tied),
         input_sites={fqn: _input_site(fqn, in_forward) for fqn in fqns},
+        own_forward=frozenset(linear.fqn for linear in reference.linears if linear.own_forward),
     )
 
 

@@ -19,6 +19,7 @@ class Linear(Record, frozen=True, kw_only=True):
     out_features: int
     converted: bool  # it is a Float8Linear
     tied: bool = False  # a module that is no linear has the same weight, as an embedding may have
+    own_forward: bool = False  # it is a Float8Linear of the target, which may keep casts of its weight
 
 
 class Parameter(Record, frozen=True, kw_only=True):

@@ -16,6 +16,19 @@ Role = Literal["input", "weight", "grad_output"]
 CastPhase = Literal["evaluation", "forward", "recompute", "backward", "all_gather", "gathered"]
 GemmRole = Literal["evaluation", "forward", "dgrad", "wgrad", "recompute"]
 
+# The operands a and b of a linear's matmuls.
+GEMM_OPERANDS: dict[GemmRole, tuple[Role, Role]] = {
+    "evaluation": ("input", "weight"),
+    "forward": ("input", "weight"),
+    "recompute": ("input", "weight"),
+    "dgrad": ("grad_output", "weight"),
+    "wgrad": ("grad_output", "input"),
+}
+
+# What was used again: float8 data, a scale, the high-precision tensor that is cast. other_scale: a scale, for another
+# tensor than it was used for first.
+Aging = Literal["data", "scale", "source", "other_scale"]
+
 
 class ScaleSummary(Record, frozen=True, kw_only=True):
     """A scale tensor, summarized. As in torchao, the high-precision value times the scale is what is cast.
@@ -103,8 +116,34 @@ class MatmulRecord(Record, frozen=True, kw_only=True):
     b_digest: str
 
 
+class Aged(Record, frozen=True, kw_only=True):
+    """Memory that a cast or matmul used, and that another step had used before, of an activation another microbatch."""
+
+    index: int  # of the cast or matmul
+    what: Aging
+    step: int
+    fqn: str
+    role: Role
+    where: str  # phase of the cast, or which matmul it is
+    microbatch: int  # 1-based; 0 where it is not known
+    first_step: int
+    first_fqn: str
+    first_role: Role
+    first_phase: CastPhase
+    first_microbatch: int
+
+
+class KeptWeight(Record, frozen=True, kw_only=True):
+    """A weight that FSDP2 holds gathered when a step is over."""
+
+    step: int
+    fqn: str  # of the parameter
+
+
 class OperandTrace(Record, frozen=True, kw_only=True):
     """Everything that the operand probe recorded on one rank."""
 
     casts: tuple[CastRecord, ...]
     matmuls: tuple[MatmulRecord, ...]
+    aged: tuple[Aged, ...] = ()
+    kept: tuple[KeptWeight, ...] = ()

@@ -46,6 +46,11 @@ def is_converted(linear: nn.Module) -> bool:
     return is_wrapped(weight.data) or (isinstance(weight, DTensor) and is_wrapped(weight._local_tensor))
 
 
+def forward_owner(linear: Float8Linear) -> type:
+    """The class whose `forward` runs: `Float8Linear`, or a kind of it that a target defines."""
+    return next(kind for kind in type(linear).__mro__ if "forward" in vars(kind))
+
+
 Digests = dict[str, str]  # by FQN
 
 
@@ -96,6 +101,7 @@ class Discovery:
                     out_features=linear.out_features,
                     converted=is_converted(linear),
                     tied=linear.weight in others,
+                    own_forward=isinstance(linear, Float8Linear) and forward_owner(linear) is not Float8Linear,
                 )
                 for fqn, linear in linears(self._model).items()
             ),

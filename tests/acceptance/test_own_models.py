@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from harness.checks import scales, stated
+from harness.checks import lifetime, scales, stated
 from harness.checks.model import SETTING
 from harness.checks.parity import GRADIENTS
 from harness.checks.recorded import KNOWN as KNOWN_FAULT
@@ -34,6 +34,9 @@ RESUMED_ON_TWO_AXES = "target.variants-fsdp2-tp2-tensorwise-v2048-s2-resume.resh
 STATED = "target.variants-single-tensorwise-v2048-s2-lr0.004-seed3-f64-tol.0.004"
 WRONG = "target.variants-single-tensorwise-v2048-s2-lr0.004-seed3-b16-tol.0.004"
 SILENT = "target.variants-single-tensorwise-v2048-s2-lr0.004-f64-tol.0.004"
+# Linears of a user that cast their weight once in a step, and once for all steps.
+CACHED = "target.variants-single-tensorwise-v2048-s3-lr0.004-seed4-f32-tol.0.004"
+KEPT = "target.variants-single-tensorwise-v2048-s3-lr0.004-seed5-f32-tol.0.004"
 
 
 @pytest.fixture(scope="module")
@@ -124,3 +127,14 @@ def test_a_wrong_formula_is_told_with_the_number_to_return(project: Inside) -> N
     assert code == 1, out
     words = sentence(stated.MATMULS, what="number of scaled matmuls", target="variants")
     assert f"{words} on rank 0\n    expected: 8\n    found: 12\n" in out and "return it from expect()" in out
+
+
+def test_a_cache_of_casts_is_clean_within_a_step_and_found_behind_it_where_the_reference_has_it_too(
+    project: Inside,
+) -> None:
+    code, out = run(project, CACHED)
+    assert code == 0, out
+    code, out = run(project, KEPT)
+    assert code == 1 and "parity/" not in out, out
+    told = f"{lifetime.CAST.name}: {sentence(lifetime.CAST)}: first for weight in forward of blocks.0.up at step 2"
+    assert told in out, out

@@ -13,7 +13,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor.parallel import parallelize_module
 from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+from torchao.float8.float8_linear import Float8Linear, matmul_with_hp_or_float8_args
+from torchao.float8.float8_scaling_utils import hp_tensor_to_float8_dynamic
 from torchao.float8.float8_tensor_parallel import Float8ColwiseParallel, Float8RowwiseParallel
+from torchao.float8.float8_training_tensor import GemmInputRole
 
 
 class GatedBlock(nn.Module):
@@ -80,8 +83,50 @@ class Tied(toy.Toy):
         super().parallelize()
 
 
+class CachingLinear(Float8Linear):
+    """Casts its weight for the first microbatch, and keeps that until it is told to forget it."""
+
+    kept: Any = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.kept is None:
+            self.kept = hp_tensor_to_float8_dynamic(
+                self.weight.t(),
+                self.config.cast_config_weight.target_dtype,
+                self.linear_mm_config,
+                gemm_input_role=GemmInputRole.WEIGHT,
+            )
+        output = matmul_with_hp_or_float8_args.apply(x, self.kept, self.linear_mm_config, self.config)
+        return output if self.bias is None else output + self.bias.to(output.dtype)
+
+
+class Caching(Accumulating):
+    """Every weight is cast once in a step."""
+
+    forgets = True
+
+    def convert(self) -> None:
+        super().convert()
+        for module in self.model.modules():
+            if isinstance(module, Float8Linear):
+                module.__class__ = CachingLinear
+
+    def step(self, microbatches: Any) -> Any:
+        result = super().step(microbatches)
+        for module in self.model.modules():
+            if isinstance(module, CachingLinear) and self.forgets:
+                module.kept = None
+        return result
+
+
+class Forgetful(Caching):
+    """Casts of the first step are used in all."""
+
+    forgets = False
+
+
 # Variants with a model of their own, by the seed of their cases: what asks for them is not in the case of one rank.
-OWN_MODELS = {1: Styled, 2: Tied}
+OWN_MODELS = {1: Styled, 2: Tied, 4: Caching, 5: Forgetful}
 STATED = 3  # the seed of cases of which something is stated
 
 

@@ -168,7 +168,7 @@ BY_FORMULA = {
 @pytest.mark.parametrize(
     ("text", "record", "lost"),
     [
-        ("fsdp2-tensorwise-v2048-b16", "operands", {"scales", "underflow", "recompute"}),
+        ("fsdp2-tensorwise-v2048-b16", "operands", {"lifetime", "scales", "underflow", "recompute"}),
         ("fsdp2-tensorwise-v2048-b16", "saved_memory", {"memory", "live_memory", "leaks"}),
         ("fsdp2-tensorwise-v2048-b16", "graphs", set()),  # it compiles nothing
         ("tp2-tensorwise-tpstyle.fp8-graph-v2048-f64", "graphs", {"graph_scales", "recompute", "graphs"}),

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from harness.checks.occurrences import GEMM_OPERANDS
 from harness.checks.rule import Rule
 from harness.checks.scales import (
     DIFFERENT,
@@ -31,7 +30,7 @@ from harness.matrix.case import Case
 from harness.matrix.linears import converted_fqns
 from harness.matrix.recipes import E4M3, FLOAT8_MAX
 from harness.trace import Run
-from harness.trace.operands import CastRecord, GemmRole, MatmulRecord, OperandTrace
+from harness.trace.operands import GEMM_OPERANDS, CastRecord, GemmRole, MatmulRecord, OperandTrace
 from harness.verdict import Finding
 from tests.builders import (
     make_case,

@@ -157,6 +157,10 @@ SENTENCES: tuple[tuple[Finding, str], ...] = (
         "the state that tp2 loaded is not the one that was saved: step of 1 parameter; first step of gain",
     ),
     (
+        checks.lifetime.CAST.finding(module="wq", step=2),
+        "a matmul reads a weight that was cast before its last update",
+    ),
+    (
         checks.reported.NOT_CLIPPED.finding(max_norm=0.5, reported="it reports 2", norm=1 / 3),
         "gradients are not clipped to a norm of 0.5: it reports 2, the optimizer gets 0.333333",
     ),

@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torchao.float8 import fsdp_utils
+from torch.distributed.fsdp import FSDPModule
+from torchao.float8 import float8_scaling_utils, fsdp_utils
 from torchao.float8.float8_training_tensor import GemmInputRole
 from torchao.float8.fsdp_utils import WeightWithDynamicFloat8CastTensor
 
@@ -16,16 +17,19 @@ from harness.worker.discovery import converted_linears, linears
 from harness.worker.faults.hooks import (
     RUN,
     after_backward,
+    after_build,
     after_casts,
     after_load,
     around_evaluation,
     around_load,
     before_casts,
     first_weight,
+    follow_run,
     local,
     on_last_rank,
     on_odd_rank,
     planted,
+    running_linear,
     wrap_everywhere,
 )
 from harness.worker.probes.places import local_shard
@@ -203,6 +207,57 @@ def scale_buffer_shared_by_inputs() -> None:
             kept.setdefault(tuple(hp_tensor.shape), scale) if role is GemmInputRole.INPUT else scale
         )
     )
+
+
+def input_cast_of_first_microbatch() -> None:
+    """A linear casts its input once in a step, and reads that cast in every microbatch."""
+    running = running_linear()
+    casts: dict[tuple[Any, int, Any], tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def keep(part: Any, hp_tensor: torch.Tensor, role: Any) -> None:
+        linear = running()
+        if linear is not None and role is GemmInputRole.INPUT:
+            key = linear, RUN.step, part._axiswise_dim
+            part._data, part._scale = casts.setdefault(key, (part._data, part._scale))
+
+    follow_run()
+    after_casts(keep)
+
+
+def cast_from_copy_of_first_step() -> None:
+    """Weights are copied once, as autocast does in one context around all steps, and cast from these copies."""
+    copies: dict[tuple[Any, ...], torch.Tensor] = {}
+
+    def cast(stock: Any, hp_tensor: torch.Tensor, *rest: Any, **kwargs: Any) -> Any:
+        role = kwargs.get("gemm_input_role", rest[3] if len(rest) > 3 else None)
+        if role is GemmInputRole.WEIGHT:
+            key = local(hp_tensor).data_ptr(), hp_tensor.stride()
+            hp_tensor = copies.setdefault(key, mark_owned(hp_tensor.detach().clone()))
+        return stock(hp_tensor, *rest, **kwargs)
+
+    wrap_everywhere(float8_scaling_utils, "hp_tensor_to_float8_dynamic", cast)
+
+
+def cast_buffer_shared_by_operands() -> None:
+    """Inputs are cast into a buffer that the cast of the weight of the same linear has overwritten when it is read."""
+    latest: list[torch.Tensor] = []
+
+    def share(part: Any, hp_tensor: torch.Tensor, role: Any) -> None:
+        if role is GemmInputRole.INPUT:
+            latest[:] = [part._data]
+        elif role is GemmInputRole.WEIGHT and latest and not in_backward():
+            buffer = latest.pop()
+            flat = part._data.contiguous().reshape(-1)[: buffer.numel()]
+            buffer.view(torch.uint8).reshape(-1)[: flat.numel()].copy_(flat.view(torch.uint8))
+
+    after_casts(share)
+
+
+@planted(after_build)
+def weights_stay_gathered_behind_step(model: nn.Module) -> None:
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_reshard_after_backward(False)
 
 
 @planted(after_backward)

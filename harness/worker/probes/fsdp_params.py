@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState
 
 ManagedParam = Any  # torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam
 
@@ -18,3 +19,7 @@ def fsdp_params(model: nn.Module) -> list[ManagedParam]:
         for group in module._get_fsdp_state()._fsdp_param_groups
         for param in group.fsdp_params
     ]
+
+
+def is_gathered(param: ManagedParam) -> bool:
+    return param.sharded_state is ShardedState.UNSHARDED

@@ -41,7 +41,7 @@ def watch(probe: OperandProbe, traits: RecipeTraits) -> None:
 
 def _watch_forward(probe: OperandProbe, original: Callable[..., Any]) -> Callable[..., Any]:
     def forward(ctx: Any, source: torch.Tensor, weight: torch.Tensor, *args: Any) -> Any:
-        ctx.harness_fqn = probe.place.fqn
+        probe.remember(ctx)
         probe.place.operands = _storages(source, weight)
         return original(ctx, source, weight, *args)
 

@@ -23,13 +23,25 @@ from torchao.float8.float8_training_tensor import Float8TrainingTensor
 from torchao.float8.fsdp_utils import WeightWithDynamicFloat8CastTensor
 
 from harness.matrix.case import Case
-from harness.trace.operands import CastPhase, CastRecord, GemmRole, MatmulRecord, OperandTrace, Role
+from harness.trace.operands import (
+    GEMM_OPERANDS,
+    Aged,
+    CastPhase,
+    CastRecord,
+    GemmRole,
+    KeptWeight,
+    MatmulRecord,
+    OperandTrace,
+    Role,
+)
+from harness.worker.discovery import forward_owner
 from harness.worker.dispatch_hooks import scaled_mm
 from harness.worker.evaluation import evaluating
 from harness.worker.probes.cast_numbers import Cast, dtype_name, read_scale
 from harness.worker.probes.casts import CastMeter, PendingCast, PendingMatmul
 from harness.worker.probes.digests import Contents
-from harness.worker.probes.fsdp_params import ManagedParam, fsdp_params
+from harness.worker.probes.fsdp_params import ManagedParam, fsdp_params, is_gathered
+from harness.worker.probes.lifetimes import UNKNOWN, Lifetimes, Pass, Use
 from harness.worker.probes.places import local_part, local_tensor, mesh_axes
 from harness.worker.probes.probe import Probe, in_backward
 from harness.worker.probes.sketches import clean_fqn
@@ -60,8 +72,8 @@ def own_rows(module: nn.Module, param: ManagedParam) -> Cast | None:
     return Cast(local_part(param.sharded_param), bits, weight._scale, weight._axiswise_dim)
 
 
-UNKNOWN = "?"  # the FQN of a cast or matmul outside of every known module
 _CAST = "hp_tensor_and_scale_to_float8"
+_MATMULS = (torch.ops.aten.mm, torch.ops.aten.addmm)
 _CASTING_MODULES = (float8_training_tensor, float8_scaling_utils, fsdp_utils)  # they import it by name
 
 Phase = Literal["evaluation", "forward", "recompute", "backward", "all_gather"]
@@ -70,10 +82,10 @@ Phase = Literal["evaluation", "forward", "recompute", "backward", "all_gather"]
 class _Place:
     """Where the run is: in which module and phase, and how many matmuls that phase has seen there."""
 
-    __slots__ = ("fqn", "matmuls", "operands", "parameter", "phase")
+    __slots__ = ("by", "fqn", "matmuls", "operands", "parameter", "phase")
 
-    def __init__(self, fqn: str, phase: Phase, parameter: DTensor | None = None) -> None:
-        self.fqn, self.phase, self.matmuls = fqn, phase, 0
+    def __init__(self, by: Pass, phase: Phase, parameter: DTensor | None = None) -> None:
+        self.by, self.fqn, self.phase, self.matmuls = by, by.fqn, phase, 0
         self.operands: dict[int, Role] = {}  # of a linear in MXFP8: which is in which memory
         self.parameter = parameter  # the sharded parameter of which FSDP2 casts the local, plain tensor
 
@@ -98,8 +110,13 @@ class OperandProbe(Probe):
         self._index = 0
         self._contents = Contents()
         self._meter = CastMeter(self._contents)
-        self._places = [_Place(UNKNOWN, "forward")]
+        self._lifetimes = Lifetimes(case.train.accumulation, self._contents)
+        self._held: list[Float8TrainingTensor] = []  # the operands of the matmul that is about to run
+        self._aged: list[Aged] = []
+        self._kept: list[KeptWeight] = []
+        self._places = [_Place(Pass(0, UNKNOWN, "forward", 0), "forward")]
         self._fqns: dict[nn.Module, str] = {}
+        self._watched: set[type] = {float8_linear.Float8Linear}
         self._gathered: dict[str, tuple[nn.Module, Any]] = {}
 
     def install(self) -> None:
@@ -111,6 +128,9 @@ class OperandProbe(Probe):
             self.replace(function, "forward", staticmethod(self._remember_place(function.forward)))
             watched = self.watch_backward(function.backward, uses_weight=function is matmul)
             self.replace(function, "backward", staticmethod(watched))
+        if self._case.compile == "none":
+            dispatch: Any = vars(Float8TrainingTensor)["__torch_dispatch__"]
+            self.replace(Float8TrainingTensor, "__torch_dispatch__", self._watch_operators(dispatch))
         self.replace(FSDPParam, "all_gather_inputs", self._watch_all_gather(vars(FSDPParam)["all_gather_inputs"]))
         if self._case.float8.traits.in_blocks:
             from harness.worker.probes import mxfp8_operands
@@ -122,6 +142,9 @@ class OperandProbe(Probe):
         """Learn the names of modules, which weights are gathered in float8, and watch hooks that cast."""
         self._fqns = {module: clean_fqn(fqn) for fqn, module in model.named_modules()}
         self._gathered = {self._fqns[module]: (module, param) for module, param in gathered_weights(model).items()}
+        self._watch_subclasses()
+        managed = {self._fqns[param._module_info.module] for param in fsdp_params(model)}
+        self._lifetimes.attach(model, managed)
         if self._styles_cast:
             for module in self._fqns:
                 if any(isinstance(part, float8_linear.Float8Linear) for part in module.modules()):
@@ -131,10 +154,24 @@ class OperandProbe(Probe):
         """Remember which step it is. No cast of an earlier step repeats in it."""
         self._record_seen()
         super().begin_step(step)
+        self._places[0].by = Pass(step, UNKNOWN, "forward", 0)
+
+    def after_update(self, model: nn.Module) -> None:
+        """Note which weights FSDP2 still holds gathered."""
+        self._kept += [
+            KeptWeight(step=self._step, fqn=f"{self._fqns.get(param._module_info.module, UNKNOWN)}.{name}")
+            for param in fsdp_params(model)
+            if is_gathered(param) and (name := param._module_info.param_name)
+        ]
 
     def result(self) -> OperandTrace:
         self._record_seen()
-        return OperandTrace(casts=tuple(self._casts), matmuls=tuple(self._matmuls))
+        return OperandTrace(
+            casts=tuple(self._casts),
+            matmuls=tuple(self._matmuls),
+            aged=tuple(self._aged),
+            kept=tuple(self._kept),
+        )
 
     def _record_seen(self) -> None:
         """Make the records of a whole step after its end: in between, code and data would miss the cache every time."""
@@ -145,6 +182,7 @@ class OperandProbe(Probe):
         self._seen_matmuls.clear()
         self._meter.forget()
         self._contents.release()
+        self._aged += self._lifetimes.end_step()
 
     # Where the run is.
 
@@ -152,9 +190,15 @@ class OperandProbe(Probe):
     def place(self) -> _Place:
         return self._places[-1]
 
+    def _enter(self, fqn: str, phase: Phase, parameter: DTensor | None = None) -> None:
+        self._places.append(_Place(self._lifetimes.begin(self._step, fqn, phase), phase, parameter))
+
     def watch_linear(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            self._places.append(_Place(self._fqns.get(module, UNKNOWN), _forward_phase()))
+            fqn = self._fqns.get(module, UNKNOWN)
+            if fqn == self.place.fqn != UNKNOWN:  # it calls that of its base class
+                return original(module, *args, **kwargs)
+            self._enter(fqn, _forward_phase())
             try:
                 self._record_gathered()
                 return original(module, *args, **kwargs)
@@ -163,16 +207,27 @@ class OperandProbe(Probe):
 
         return forward
 
+    def remember(self, ctx: Any) -> None:
+        """Let the backward of `ctx` know where its forward ran."""
+        ctx.harness_pass = self.place.by
+
+    def _watch_subclasses(self) -> None:
+        """A user's own kind of `Float8Linear`, such as one that keeps casts, may have a forward of its own."""
+        kinds = {forward_owner(each) for each in self._fqns if isinstance(each, float8_linear.Float8Linear)}
+        for kind in kinds - self._watched:
+            self._watched.add(kind)
+            self.replace(kind, "forward", self.watch_linear(vars(kind)["forward"]))
+
     def _remember_place(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def forward(ctx: Any, *args: Any, **kwargs: Any) -> Any:
-            ctx.harness_fqn = self._places[-1].fqn
+            self.remember(ctx)
             return original(ctx, *args, **kwargs)
 
         return forward
 
     def watch_backward(self, original: Callable[..., Any], *, uses_weight: bool = False) -> Callable[..., Any]:
         def backward(ctx: Any, *args: Any) -> Any:
-            self._places.append(_Place(ctx.harness_fqn, "backward"))
+            self._places.append(_Place(ctx.harness_pass, "backward"))
             try:
                 if uses_weight:
                     self._record_gathered()
@@ -184,8 +239,7 @@ class OperandProbe(Probe):
 
     def _watch_all_gather(self, original: property) -> property:
         def all_gather_inputs(param: Any) -> Any:
-            fqn = self._fqns.get(param._module_info.module, UNKNOWN)
-            self._places.append(_Place(fqn, "all_gather", param.sharded_param))
+            self._enter(self._fqns.get(param._module_info.module, UNKNOWN), "all_gather", param.sharded_param)
             try:
                 return original.__get__(param)
             finally:
@@ -197,7 +251,7 @@ class OperandProbe(Probe):
         """torchao's tensor-parallel styles cast in the hooks of a module, before and after its forward."""
 
         def enter(module: nn.Module, _: Any) -> None:
-            self._places.append(_Place(self._fqns[module], _forward_phase()))
+            self._enter(self._fqns[module], _forward_phase())
 
         def leave(*_: Any) -> None:
             self._places.pop()
@@ -208,6 +262,19 @@ class OperandProbe(Probe):
         )
         for handle in handles:
             self._installed.callback(handle.remove)
+
+    def _watch_operators(self, original: Any) -> Any:
+        """The operands of a matmul as they were cast: what a scaled matmul is given may be a copy in another order."""
+
+        def dispatch(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func.overloadpacket in _MATMULS:
+                self._held = list(args[-2:])
+            try:
+                return original.__func__(cls, func, types, args, kwargs)
+            finally:
+                self._held = []
+
+        return classmethod(dispatch)
 
     # What is recorded.
 
@@ -249,6 +316,9 @@ class OperandProbe(Probe):
 
     def _add_cast(self, place: _Place, phase: CastPhase, cast: Cast, *, logical: torch.Tensor, role: Role) -> None:
         sharded = logical if isinstance(logical, DTensor) else None
+        measurement = self._meter.see(cast)
+        if phase != "gathered":
+            self._lifetimes.cast(Use(self._index, place.by, role, phase), cast, measurement.content)
         self._seen_casts.append(
             PendingCast(
                 partial(
@@ -267,12 +337,13 @@ class OperandProbe(Probe):
                     block=cast.block,
                 ),
                 () if sharded is None else sharded.placements,
-                self._meter.see(cast),
+                measurement,
             )
         )
 
     def _on_matmul(self, a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor, scale_b: torch.Tensor) -> None:
-        place = self._places[-1]
+        place, gemm = self._places[-1], self._places[-1].next_gemm()
+        self._look_at_age(gemm, [(a, scale_a), (b, scale_b)])
         if scale_a.dtype == torch.float8_e8m0fnu:
             scale_a, scale_b = unswizzled_scales(a, b, scale_a, scale_b)
         with _invisible():
@@ -283,7 +354,7 @@ class OperandProbe(Probe):
                         index=self._next_index(),
                         step=self._step,
                         fqn=place.fqn,
-                        gemm=place.next_gemm(),
+                        gemm=gemm,
                         m=a.shape[0],
                         k=a.shape[1],
                         n=b.shape[1],
@@ -296,6 +367,13 @@ class OperandProbe(Probe):
                     self._contents.read(b),
                 )
             )
+
+    def _look_at_age(self, gemm: GemmRole, given: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        place = self._places[-1]
+        operands = [(each._data, each._scale) for each in self._held] or given
+        for role, (data, scale) in zip(GEMM_OPERANDS[gemm], operands, strict=True):
+            if role != "weight" or place.fqn not in self._gathered:  # of what is gathered, memory is used again
+                self._lifetimes.multiply(Use(self._index, place.by, role, gemm), data=data, scale=scale)
 
     def _next_index(self) -> int:
         self._index += 1

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
+from torchao.float8.float8_training_tensor import Float8TrainingTensor
 
 from harness.matrix.case import Case
 from harness.trace.tensors import SKETCH_SIZE, SketchKind, TensorSketch
@@ -61,6 +62,8 @@ class SketchProbe(Probe):
 
     def _add(self, fqn: str, kind: SketchKind, tensor: torch.Tensor) -> None:
         name, place, local = clean_fqn(fqn), self._places(tensor), local_shard(tensor)
+        if isinstance(local, Float8TrainingTensor):
+            return  # FSDP2 holds it gathered although the step is over: the parameter itself is not in the model
         dim = _cut_dim(tensor)
         groups = self._groups if dim else 1
         for group in local.chunk(groups):
