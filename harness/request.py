@@ -33,11 +33,18 @@ class Noise(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     draw: int  # seed of the errors
     float8_fqns: tuple[str, ...]  # linears with the errors of float8; all others have those of bfloat16
     grad_output_dtype: str  # float8 dtype of their gradients
+    saturates: bool = False  # scales of blocks are rounded down, which cuts the largest values of some
 
 
 def noise_of(case: Case, draw: int, float8_fqns: tuple[str, ...]) -> Noise:
     """The errors of a BF16 run where the case casts these linears to float8."""
-    return Noise(draw=draw, float8_fqns=float8_fqns, grad_output_dtype=case.float8.traits.grad_output_dtype)
+    traits = case.float8.traits
+    return Noise(
+        draw=draw,
+        float8_fqns=float8_fqns,
+        grad_output_dtype=traits.grad_output_dtype,
+        saturates=traits.rounds_scales_down,
+    )
 
 
 class RunRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -386,9 +386,9 @@ def make_golden(
     return replace(golden, **changes)
 
 
-def make_tolerance(*per_step: float, name: str = "loss_vs_golden") -> Tolerance:
+def make_tolerance(*per_step: float, name: str = "loss_vs_golden", key: str = "tiny-bf16-float32") -> Tolerance:
     """A tolerance that allows these distances, one a step."""
-    return Tolerance(name=name, key="tiny-bf16-float32", per_step=per_step, margin=2.0, evidence="samples")
+    return Tolerance(name=name, key=key, per_step=per_step, margin=2.0, evidence="samples")
 
 
 def make_witnesses(case: Case, **given: Any) -> Witnesses:

@@ -12,7 +12,7 @@ import math
 from collections.abc import Sequence
 
 from harness.checks.assembly import largest, nan_as_inf
-from harness.checks.parity import ROUNDED, worst_distances
+from harness.checks.parity import IGNORED, worst_distances
 from harness.evidence.tolerance import LOSS_VS_GOLDEN, PARITY, SAME_ORDER, Tolerance, parity_key, tolerance_key
 from harness.matrix.case import Case
 from harness.matrix.numerics import VIRTUAL_DEVICE, Numerics, clips_by_a_rounded_norm, rounding_of_norm
@@ -53,8 +53,8 @@ def derived_parity_tolerance(
 
     With experts every draw counts: it is no accident there that a rounding sends a token to another expert.
     """
-    steps, ignored = range(1, case.train.steps + 1), ROUNDED["bfloat16"]
-    drawn = zip(*(worst_distances(draw, reference, steps=steps, ignored=ignored) for draw in draws), strict=True)
+    steps = range(1, case.train.steps + 1)
+    drawn = zip(*(worst_distances(draw, reference, steps=steps, ignored=IGNORED) for draw in draws), strict=True)
     counted = ([*distances] if case.model.experts else _without_farthest(distances) for distances in drawn)
     per_step = _never_less([PARITY_MARGIN * largest(distances) for distances in counted])
     if case.model.experts and case.layout.tp > 1:

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from harness.matrix.recipes import E4M3, MANTISSA_BITS
+from harness.matrix.recipes import BLOCK, E4M3, MANTISSA_BITS
 from harness.request import Noise
 from harness.worker.probes.sketches import clean_fqn
 
@@ -24,11 +24,19 @@ BFLOAT16_BITS = 7
 _MEAN_UNIT = 0.7355
 
 
+# The largest value of e4m3 in a block whose scale is rounded down, in units of the power of two below its amax.
+_LARGEST = 1.75
+
+
 class _Bits(NamedTuple):
-    """Bits of the mantissa to which a linear rounds its operands and the gradient of its output."""
+    """Bits of the mantissa to which a linear rounds its operands and the gradient of its output.
+
+    `saturates`: what is above the largest value of its block is cut to that, which is no random error.
+    """
 
     operand: int
     gradient: int
+    saturates: bool = False
 
 
 def add_noise(model: nn.Module, noise: Noise) -> None:
@@ -37,7 +45,7 @@ def add_noise(model: nn.Module, noise: Noise) -> None:
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear):
             converted = clean_fqn(name) in noise.float8_fqns
-            bits = _Bits(MANTISSA_BITS[E4M3], MANTISSA_BITS[noise.grad_output_dtype])
+            bits = _Bits(MANTISSA_BITS[E4M3], MANTISSA_BITS[noise.grad_output_dtype], noise.saturates)
             _make_noisy(module, bits if converted else _Bits(BFLOAT16_BITS, BFLOAT16_BITS), generator)
         elif isinstance(module, (nn.RMSNorm, nn.Embedding)):
             module.register_forward_hook(
@@ -47,11 +55,42 @@ def add_noise(model: nn.Module, noise: Noise) -> None:
 
 def _make_noisy(linear: nn.Linear, bits: _Bits, generator: torch.Generator) -> None:
     def forward(given: torch.Tensor) -> torch.Tensor:
-        operand, weight = (_with_errors(each, generator, forward=bits.operand) for each in (given, linear.weight))
+        cut = _Cut.apply if bits.saturates else torch.nn.Identity()
+        operands = (cut(each) for each in (given, linear.weight))
+        operand, weight = (_with_errors(each, generator, forward=bits.operand) for each in operands)
         output = _with_errors(F.linear(operand, weight), generator, forward=BFLOAT16_BITS, backward=bits.gradient)
+        output = _CutGradient.apply(output) if bits.saturates else output
         return output if linear.bias is None else output + linear.bias  # its gradient sums what no cast has rounded
 
     linear.forward = forward  # type: ignore[method-assign, assignment]
+
+
+class _Cut(torch.autograd.Function):
+    """What a cast with a scale that is rounded down leaves of a tensor; casts pass gradients on."""
+
+    @staticmethod
+    def forward(ctx: Any, given: torch.Tensor) -> torch.Tensor:
+        return _cut(given)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
+        return grads[0]
+
+
+class _CutGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, given: torch.Tensor) -> torch.Tensor:
+        return given.view_as(given)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
+        return _cut(grads[0])
+
+
+def _cut(given: torch.Tensor) -> torch.Tensor:
+    blocks = given.unflatten(-1, (-1, BLOCK))
+    largest = _LARGEST * torch.exp2(torch.floor(torch.log2(blocks.abs().amax(-1, keepdim=True))))
+    return blocks.clamp(-largest, largest).flatten(-2)
 
 
 def _with_errors(

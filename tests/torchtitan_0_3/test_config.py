@@ -45,6 +45,17 @@ def test_gradient_accumulation_of_the_single_rank_reference() -> None:
     assert (training.local_batch_size, training.global_batch_size) == (2, 8)
 
 
+@pytest.mark.parametrize(("schedule", "theirs"), [("1f1b", "1F1B"), ("gpipe", "GPipe")])
+def test_a_pipeline_has_the_stages_and_microbatches_of_the_case(schedule: str, theirs: str) -> None:
+    case = make_case(target="torchtitan_0_3", pp=2, schedule=schedule, accumulation=4, global_batch=8)
+    config = config_of(case, microbatches=4, local_batch=2)
+    parallelism = config.parallelism
+    assert (parallelism.pipeline_parallel_degree, parallelism.pipeline_parallel_schedule) == (2, theirs)
+    assert (config.training.local_batch_size, parallelism.pipeline_parallel_microbatch_size) == (8, 2)
+    first, last = parallelism.module_fqns_per_model_part
+    assert (first, last) == (["tok_embeddings", "layers.0"], ["layers.1", "norm", "lm_head"])
+
+
 @pytest.mark.parametrize(("mode", "theirs"), [("none", None), ("full", "FullAC"), ("selective_op", "SelectiveAC")])
 def test_checkpointing(mode: str, theirs: str | None) -> None:
     asked = config_of(make_case(checkpointing=mode)).activation_checkpoint

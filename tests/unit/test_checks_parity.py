@@ -16,6 +16,7 @@ from harness.checks.parity import (
     GRAD_NORM,
     GRADIENTS,
     INITIAL,
+    LAST_BIT,
     LOSS_SHARE,
     NO_REFERENCE,
     NO_TOLERANCE,
@@ -30,7 +31,7 @@ from harness.checks.parity import (
     worst_distances,
 )
 from harness.checks.rule import Rule
-from harness.evidence.tolerance import NONE_DERIVED
+from harness.evidence.tolerance import NONE_DERIVED, SAME_ORDER
 from harness.matrix.case import Dtype
 from harness.trace import Run
 from harness.trace.tensors import SKETCH_SIZE, TensorSketch
@@ -136,6 +137,26 @@ def test_parameters_are_compared_after_every_update(step: int) -> None:
     (finding,) = check(run(**{f"param_b_{step}": 1.01}), solo())
     assert (finding.rule, finding.step, finding.module) == (PARAMETERS.name, step, "b")
     assert (finding.values["count"], finding.values["compared"]) == (1, 2)
+
+
+@pytest.mark.parametrize(("key", "found"), [("tiny-bf16-replicas-bfloat16", []), (SAME_ORDER, [PARAMETERS.name])])
+def test_a_weight_may_be_a_last_bit_off_where_replicas_add_up_in_another_order(key: str, found: list[str]) -> None:
+    case = make_case(dp_shard=1, dp_replicate=2, steps=2, dtype="bfloat16")
+    given = make_witnesses(case, solo=solo(), parity_tolerance=make_tolerance(1e-8, 1e-8, name="parity", key=key))
+    for change, rules in ((1 + LAST_BIT / 2, found), (1 + 4 * LAST_BIT, [PARAMETERS.name])):
+        assert [each.rule for each in check_parity(case, run(param_b_2=change), given)] == rules
+
+
+@pytest.mark.parametrize(("recipe", "found"), [("tensorwise", []), ("bf16", [GRADIENTS.name])])
+def test_a_derived_tolerance_says_nothing_of_distances_that_its_own_runs_ignore(recipe: str, found: list[str]) -> None:
+    case = make_case(tp=2, steps=2, dtype="float32", recipe=recipe)
+    small = {"grad_a_1": 1.0, "grad_b_1": 2.0**-13}
+    expected = solo(**small)
+    tolerance = replace(make_tolerance(*ALLOWED, name="parity", key="tiny-tensorwise-float32"), derived=True)
+    for allowed, rules in ((tolerance, found), (replace(tolerance, derived=False), [GRADIENTS.name])):
+        witnesses = make_witnesses(case, solo=expected, parity_tolerance=allowed)
+        off = run(**{**small, "grad_b_1": 1.5 * 2.0**-13})
+        assert [each.rule for each in check_parity(case, off, witnesses)] == rules
 
 
 @pytest.mark.parametrize(

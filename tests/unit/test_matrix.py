@@ -123,7 +123,10 @@ def test_nothing_possible_is_an_empty_selection() -> None:
     assert not select(make_file({"tp": [1]})).empty
 
 
-@pytest.mark.parametrize("tier", ["smoke", "pr", "nightly"])
+NIGHTLY = pytest.param("nightly", marks=pytest.mark.sweep)  # choosing its cases takes as long as 40 tests
+
+
+@pytest.mark.parametrize("tier", ["smoke", "pr", NIGHTLY])
 def test_tiers(tier: str) -> None:
     selection = tier_selection(tier)
     ids = [case_id(case) for case in selection.cases]
@@ -137,16 +140,16 @@ def test_tiers(tier: str) -> None:
     assert len({family_id(case) for case in selection.cases}) <= 42
 
 
-def test_the_matrix_tiers_hold_every_layout_of_the_project() -> None:
+@pytest.mark.parametrize("tier", ["pr", NIGHTLY])
+def test_the_matrix_tiers_hold_every_layout_of_the_project(tier: str) -> None:
     layouts = {
         *((1, 1, tp) for tp in (1, 2, 4, 8)),
         *((1, shard, 1) for shard in (2, 3, 4, 5, 6, 8)),
         *((2, 2, 1), (2, 4, 1), (4, 2, 1)),
         *((1, 2, 2), (1, 2, 4), (1, 4, 2), (2, 2, 2)),
     }
-    for tier in ("pr", "nightly"):
-        cases = [case.layout for case in tier_selection(tier).cases]
-        assert {(layout.dp_replicate, layout.dp_shard, layout.tp) for layout in cases} == layouts
+    cases = [case.layout for case in tier_selection(tier).cases]
+    assert {(layout.dp_replicate, layout.dp_shard, layout.tp) for layout in cases} == layouts
 
 
 def test_the_selection_does_not_depend_on_the_hash_seed() -> None:

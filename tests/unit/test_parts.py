@@ -19,7 +19,7 @@ from harness.matrix.parts import Shard, cases_of_shard, parse_shard, shards, wit
 from harness.matrix.tier import Selection, select
 from harness.project import find_project
 from harness.running.cost import START_S, cases_within
-from harness.running.selection import NothingSelected, Query, select_cases, select_sources
+from harness.running.selection import NothingSelected, Query, in_shard, select_cases, select_sources
 from tests.builders import make_case
 
 ROOT = Path(__file__).parents[2]
@@ -124,9 +124,10 @@ def test_cases_that_share_a_dear_witness_go_to_one_shard() -> None:
 def test_a_tier_is_divided_evenly_and_by_stored_costs_alone() -> None:
     project = find_project(ROOT)
     price = read_costs(ROOT).price
-    parts = [select_cases(project, Query(sources=("pr",), shard=Shard(index=i, count=4))) for i in range(1, 5)]
+    chosen = select_cases(project, Query(sources=("pr",)))
+    parts = [in_shard(project, chosen, Shard(index=i, count=4)) for i in range(1, 5)]
     together = [case for part in parts for case in part]
-    assert sorted(map(case_id, together)) == sorted(map(case_id, select_cases(project, Query(sources=("pr",)))))
+    assert sorted(map(case_id, together)) == sorted(map(case_id, chosen))
     own_s = [sum(price(case).own_s for case in part) for part in parts]
     assert max(own_s) < 1.25 * min(own_s)
 

@@ -82,10 +82,11 @@ Phase = Literal["evaluation", "forward", "recompute", "backward", "all_gather"]
 class _Place:
     """Where the run is: in which module and phase, and how many matmuls that phase has seen there."""
 
-    __slots__ = ("by", "fqn", "matmuls", "operands", "parameter", "phase")
+    __slots__ = ("by", "fqn", "linear", "matmuls", "operands", "parameter", "phase")
 
     def __init__(self, by: Pass, phase: Phase, parameter: DTensor | None = None) -> None:
         self.by, self.fqn, self.phase, self.matmuls = by, by.fqn, phase, 0
+        self.linear: nn.Module | None = None  # whose forward runs
         self.operands: dict[int, Role] = {}  # of a linear in MXFP8: which is in which memory
         self.parameter = parameter  # the sharded parameter of which FSDP2 casts the local, plain tensor
 
@@ -143,7 +144,8 @@ class OperandProbe(Probe):
         self._fqns = {module: clean_fqn(fqn) for fqn, module in model.named_modules()}
         self._gathered = {self._fqns[module]: (module, param) for module, param in gathered_weights(model).items()}
         self._watch_subclasses()
-        managed = {self._fqns[param._module_info.module] for param in fsdp_params(model)}
+        shards = {param.sharded_param for param in fsdp_params(model)}
+        managed = {fqn for module, fqn in self._fqns.items() if shards.intersection(module.parameters(recurse=False))}
         self._lifetimes.attach(model, managed)
         if self._styles_cast:
             for module in self._fqns:
@@ -151,7 +153,10 @@ class OperandProbe(Probe):
                     self._watch_hooks(module)
 
     def begin_step(self, step: int) -> None:
-        """Remember which step it is. No cast of an earlier step repeats in it."""
+        """Remember which step it is. No cast of an earlier step repeats in it, and none of a target that is built."""
+        if self._step == 0:
+            self._seen_casts.clear()
+            self._seen_matmuls.clear()
         self._record_seen()
         super().begin_step(step)
         self._places[0].by = Pass(step, UNKNOWN, "forward", 0)
@@ -195,10 +200,11 @@ class OperandProbe(Probe):
 
     def watch_linear(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            fqn = self._fqns.get(module, UNKNOWN)
-            if fqn == self.place.fqn != UNKNOWN:  # it calls that of its base class
+            phase = _forward_phase()
+            if self.place.linear is module and self.place.phase == phase:  # it calls that of its base class
                 return original(module, *args, **kwargs)
-            self._enter(fqn, _forward_phase())
+            self._enter(self._fqns.get(module, UNKNOWN), phase)
+            self.place.linear = module
             try:
                 self._record_gathered()
                 return original(module, *args, **kwargs)

@@ -8,11 +8,13 @@ from typing import Any, NamedTuple
 
 import torch
 import torch._dynamo
+import torch.distributed as dist
 from torch import nn
 from torchtitan.tools.utils import NoColor
 from torchtitan.tools.utils import device_type as torchtitan_device
 
 from harness.matrix.case import Case
+from harness.worker.dispatch_hooks.hook import unobserved
 from harness.worker.targets.target import StepResult, World
 from harness.worker.targets.torchtitan.shims import garbage_collected, local_rank
 from harness.worker.virtual.graph_backend import graph_backend
@@ -37,7 +39,17 @@ class TrainedByTorchtitan:
         batches = [({"input": tokens[:, :-1]}, label) for tokens, label in zip(microbatches, labels, strict=True)]
         self._trainer.train_step(self._trainer.batch_generator(batches))
         logged: Logged = self._trainer.metrics_processor.logged
-        return logged.loss, logged.grad_norm
+        return self._of_last_stage(logged.loss), logged.grad_norm
+
+    def _of_last_stage(self, loss: float) -> float:
+        """The loss of a pipeline, which torchtitan logs on the ranks of its last stage alone."""
+        if self._trainer.parallel_dims.pp == 1:
+            return loss
+        group = self._trainer.parallel_dims.get_mesh("pp").get_group()
+        shared = torch.tensor(loss, dtype=torch.float64, device=torchtitan_device)
+        with unobserved():
+            dist.broadcast(shared, group=group, group_src=group.size() - 1)
+        return float(shared)
 
 
 def trained_by(make_trainer: Callable[[], Any], case: Case, world: World) -> TrainedByTorchtitan:

@@ -14,6 +14,7 @@ from torchtitan.components.quantization.mx import MXFP8LinearConverter
 from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
 from torchtitan.config.configs import DebugConfig
 from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
+from torchtitan.distributed.pipeline_parallel import pipeline_llm
 from torchtitan.models.common import ComplexRoPE, Embedding, Linear, RMSNorm
 from torchtitan.models.common.attention import ScaledDotProductAttention
 from torchtitan.models.common.config_utils import make_ffn_config, make_gqa_config
@@ -24,6 +25,7 @@ from torchtitan.trainer import Trainer
 
 from harness.matrix.linears import OUTPUT_FQN, converted_fqns, is_converted, linear_fqns
 from harness.matrix.spellings import torchtitan_degrees
+from harness.matrix.stages import modules_of_stage, stage_count
 from harness.worker.targets.torchtitan.step import GRAPH_BACKEND, MAX_NORM
 
 if TYPE_CHECKING:
@@ -36,6 +38,7 @@ _CONFIGURED_AS = {
     "attention.wk": "attention.qkv_linear.wkv",
     "attention.wv": "attention.qkv_linear.wkv",
 }
+_SCHEDULES = {"1f1b": "1F1B", "gpipe": "GPipe"}
 _ANY = {"weight": lambda weight: weight.zero_()}  # the harness writes the weights
 
 
@@ -50,7 +53,7 @@ def trainer_config(case: Case, world: World, loss: BaseLoss.Config, **parts: Any
         optimizer=_optimizer(case),
         lr_scheduler=LRSchedulersContainer.Config(warmup_steps=0, decay_ratio=0.0),  # a constant learning rate
         training=TrainingConfig(
-            local_batch_size=world.local_batch,
+            local_batch_size=world.local_batch * (world.microbatches if case.layout.pp > 1 else 1),
             global_batch_size=world.local_batch * case.layout.dp * world.microbatches,
             seq_len=case.train.seq_len,
             steps=case.train.steps,
@@ -64,6 +67,7 @@ def trainer_config(case: Case, world: World, loss: BaseLoss.Config, **parts: Any
             **torchtitan_degrees(case.layout.mesh),
             fsdp_reshard_after_forward=case.layout.reshard_after_forward,
             enable_sequence_parallel=case.layout.sequence_parallel,
+            **_pipeline(case, world),
         ),
         activation_checkpoint={"none": None, "full": FullAC.Config(), "selective_op": SelectiveAC.Config()}[
             case.checkpointing.mode
@@ -79,6 +83,18 @@ def trainer_config(case: Case, world: World, loss: BaseLoss.Config, **parts: Any
     )
 
 
+def _pipeline(case: Case, world: World) -> dict[str, Any]:
+    """The schedule and the stages of a pipeline, which hold what `matrix/stages.py` says."""
+    if case.layout.pp == 1:
+        return {}
+    stages = [modules_of_stage(case, stage) for stage in range(stage_count(case.layout))]
+    return {
+        "pipeline_parallel_schedule": _SCHEDULES[case.layout.schedule],
+        "pipeline_parallel_microbatch_size": world.local_batch,
+        "module_fqns_per_model_part": [["lm_head" if fqn == OUTPUT_FQN else fqn for fqn in each] for each in stages],
+    }
+
+
 def _optimizer(case: Case) -> Any:
     optimizer = default_adamw(lr=case.train.lr, eps=1e-5)
     # "fused" computes in another order than the reference target, and "foreach" cannot mix meshes.
@@ -87,7 +103,7 @@ def _optimizer(case: Case) -> Any:
 
 
 def _model_spec(case: Case) -> ModelSpec:
-    """torchtitan's llama3 in the sizes of the case, converted, without pipelining and without checkpoints on disk."""
+    """torchtitan's llama3 in the sizes of the case, converted, and without checkpoints on disk."""
     model = llama_config(case)
     if case.float8.enabled:
         model = (_mxfp8(case) if case.float8.traits.in_blocks else _float8(case)).build().convert(model)
@@ -96,7 +112,7 @@ def _model_spec(case: Case) -> ModelSpec:
         flavor="case",
         model=model,
         parallelize_fn=parallelize_llama,
-        pipelining_fn=None,
+        pipelining_fn=pipeline_llm,
         post_optimizer_build_fn=None,
         state_dict_adapter=None,
     )

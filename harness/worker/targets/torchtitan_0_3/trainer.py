@@ -26,9 +26,27 @@ def trained(case: Case, world: World) -> TrainedByTorchtitan:
     """The case as torchtitan trains it. Raises ValueError where torchtitan cannot do what it asks."""
     loss = _Loss.Config(global_vocab_size=case.model.padded_vocab_size, vocab_size=case.model.vocab_size)
     parts = {"tokenizer": _Nothing.Config(), "dataloader": _Nothing.Config(), "metrics": _KeptMetrics.Config()}
-    target = trained_by(lambda: Trainer(trainer_config(case, world, loss, **parts)), case, world)
+    target = trained_by(lambda: _trainer(case, world, trainer_config(case, world, loss, **parts)), case, world)
     add_names(target.model)
     return target
+
+
+def _trainer(case: Case, world: World, config: Trainer.Config) -> Trainer:
+    trainer = Trainer(config)
+    if case.layout.pp > 1:
+        infer_shapes(trainer, torch.zeros(world.local_batch, case.train.seq_len, dtype=torch.int64))
+    return trainer
+
+
+def infer_shapes(trainer: Any, tokens: torch.Tensor) -> None:
+    """Let stages learn the shapes that they send now: they compute one microbatch for it, as in no other step."""
+    counted = torch.tensor(tokens.numel(), device=trainer.device)
+    inputs, labels, options = trainer.post_dataloading_process({"input": tokens.to(trainer.device)}, tokens)
+    with trainer.train_context():
+        trainer.pp_schedule._initialize_stage(
+            (inputs,) if trainer.pp_has_first_stage else (), options, labels, {"global_valid_tokens": counted}
+        )
+    trainer.optimizers.zero_grad(set_to_none=True)
 
 
 class _Nothing(Configurable):  # type: ignore[misc]  # torchtitan is not installed where mypy runs
@@ -90,7 +108,8 @@ def add_names(model: Any) -> None:
 
     In 0.3.0 the projections of attention lie in a module `qkv_linear`, and the output layer is `lm_head`.
     """
-    _put_first(model, {OUTPUT_FQN: model.lm_head})
+    if model.lm_head is not None:  # a stage of a pipeline may have none
+        _put_first(model, {OUTPUT_FQN: model.lm_head})
     for block in model.layers.values():
         projections = block.attention.qkv_linear
         _put_first(block.attention, {name: getattr(projections, name) for name in ("wq", "wk", "wv")})
