@@ -21,7 +21,7 @@ that is missing.
     reason = "..."                # one sentence: the cause
     title = "..."                 # optional: of its page in docs/upstream, where no bug file has one
     tried = "..."                 # optional: what else was tried, for that page
-    may_show = "compile=inductor" # optional: a selector, of the affected cases those that may show it and need not
+    may_show = ["compile=inductor"] # optional: selectors, of the affected cases those that may show it and need not
     shown = {torchao = ["0.17.0", "0.18.0"]}  # optional: the releases with which `bug bisect` found it, for that page
 
 `rule` is that of a check (`fp8-harness explain --checks` lists them), or one of "engine/..." for how ranks ended.
@@ -108,7 +108,7 @@ class KnownFault(msgspec.Struct, frozen=True, kw_only=True):
     title: str = ""
     tried: str = ""
     shown: Mapping[str, tuple[str, ...]] = {}
-    may_show: str = ""
+    may_show: tuple[str, ...] = ()
     everywhere: bool = False
     torch: str = ""
     torchao: str = ""
@@ -131,7 +131,7 @@ class KnownFault(msgspec.Struct, frozen=True, kw_only=True):
 
     def must_show(self, case: Case) -> bool:
         """True when the case fails as recorded or the record is wrong; otherwise it explains what shows."""
-        if self.may_show and parse_selector(self.may_show).matches(case):
+        if any(parse_selector(each).matches(case) for each in self.may_show):
             return False
         return not self.everywhere or is_llama(case.target)
 
@@ -223,7 +223,7 @@ def _fault(toml: TomlFile, table: object, index: int) -> KnownFault:
         what = "'requires' must name at least one finding by which the fault is recognized."
         raise toml.error("fault", index, "requires", what=what, fix=_FIXES["requires"])
     try:
-        for selector in (fault.where, fault.may_show):
+        for selector in (fault.where, *fault.may_show):
             parse_selector(selector)
     except HarnessError as error:
         raise toml.error("fault", index, what=error.what, fix=error.fix) from error

@@ -171,6 +171,6 @@ def unpadded_rows(shape: tuple[int, ...], model: Model) -> tuple[int, ...]:
 
 def _embeddings(model: nn.Module) -> set[str]:
     owners = [name for name, module in model.named_modules() if isinstance(module, nn.Embedding)]
-    users = Counter(id(param) for _, param in model.named_parameters(remove_duplicate=False))
+    users = Counter(id(param) for module in model.modules() for param in module.parameters(recurse=False))
     alone = {name for name, param in model.named_parameters() if users[id(param)] == 1}
     return alone & {f"{owner}.weight".removeprefix(".") for owner in owners}

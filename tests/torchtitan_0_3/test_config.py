@@ -45,7 +45,9 @@ def test_gradient_accumulation_of_the_single_rank_reference() -> None:
     assert (training.local_batch_size, training.global_batch_size) == (2, 8)
 
 
-@pytest.mark.parametrize(("schedule", "theirs"), [("1f1b", "1F1B"), ("gpipe", "GPipe")])
+@pytest.mark.parametrize(
+    ("schedule", "theirs"), [("1f1b", "1F1B"), ("gpipe", "GPipe"), ("zero_bubble", "InterleavedZeroBubble")]
+)
 def test_a_pipeline_has_the_stages_and_microbatches_of_the_case(schedule: str, theirs: str) -> None:
     case = make_case(target="torchtitan_0_3", pp=2, schedule=schedule, accumulation=4, global_batch=8)
     config = config_of(case, microbatches=4, local_batch=2)

@@ -186,7 +186,7 @@ def test_a_fault_of_everywhere_explains_a_target_of_ones_own_where_it_shows_and_
 
 
 def test_a_fault_whose_cases_a_compiler_chooses_need_not_show_there() -> None:
-    compiled, fault = make_case(compile="inductor"), replace(FAULT, may_show="compile=inductor")
+    compiled, fault = make_case(compile="inductor"), replace(FAULT, may_show=("compile=inductor",))
     assert list(showing((fault,), compiled, ())) == []
     assert list(showing((fault,), compiled, (ROWS,))) == [fault]
     assert list(showing((fault,), make_case(), ())) == [fault]

@@ -29,7 +29,8 @@ class TrainedByTorchtitan:
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
-        self.model: nn.Module = trainer.model_parts[0]
+        parts = trainer.model_parts
+        self.model: nn.Module = parts[0] if len(parts) == 1 else StagesOfRank(parts)
 
     def step(self, microbatches: Sequence[torch.Tensor], labels: Sequence[torch.Tensor] | None = None) -> StepResult:
         """One `train_step`; returns the loss and the gradient norm that torchtitan logs."""
@@ -60,6 +61,21 @@ def trained_by(make_trainer: Callable[[], Any], case: Case, world: World) -> Tra
         torch._dynamo.register_backend(graph_backend, name=GRAPH_BACKEND)  # torchtitan takes backends by name alone
     with local_rank(world.device), garbage_collected():
         return TrainedByTorchtitan(make_trainer())
+
+
+class StagesOfRank(nn.Module):
+    """The stages that a rank trains as one model, with the names that modules have in the whole one."""
+
+    def __init__(self, stages: Sequence[nn.Module]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleDict()
+        for stage in stages:
+            for name, module in stage.named_children():
+                if name == "layers":
+                    self.layers.update(dict(module.named_children()))
+                else:
+                    setattr(self, name, module)
+        self.stages = nn.ModuleList(stages)  # last, so that other names come first
 
 
 class Logged(NamedTuple):

@@ -38,7 +38,12 @@ _CONFIGURED_AS = {
     "attention.wk": "attention.qkv_linear.wkv",
     "attention.wv": "attention.qkv_linear.wkv",
 }
-_SCHEDULES = {"1f1b": "1F1B", "gpipe": "GPipe"}
+_SCHEDULES = {
+    "1f1b": "1F1B",
+    "gpipe": "GPipe",
+    "interleaved": "Interleaved1F1B",
+    "zero_bubble": "InterleavedZeroBubble",
+}
 _ANY = {"weight": lambda weight: weight.zero_()}  # the harness writes the weights
 
 

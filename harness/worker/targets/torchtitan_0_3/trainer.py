@@ -42,10 +42,10 @@ def infer_shapes(trainer: Any, tokens: torch.Tensor) -> None:
     """Let stages learn the shapes that they send now: they compute one microbatch for it, as in no other step."""
     counted = torch.tensor(tokens.numel(), device=trainer.device)
     inputs, labels, options = trainer.post_dataloading_process({"input": tokens.to(trainer.device)}, tokens)
+    schedule = trainer.pp_schedule
+    initialize = getattr(schedule, "_initialize_stages", None) or schedule._initialize_stage
     with trainer.train_context():
-        trainer.pp_schedule._initialize_stage(
-            (inputs,) if trainer.pp_has_first_stage else (), options, labels, {"global_valid_tokens": counted}
-        )
+        initialize((inputs,) if trainer.pp_has_first_stage else (), options, labels, {"global_valid_tokens": counted})
     trainer.optimizers.zero_grad(set_to_none=True)
 
 
@@ -108,7 +108,7 @@ def add_names(model: Any) -> None:
 
     In 0.3.0 the projections of attention lie in a module `qkv_linear`, and the output layer is `lm_head`.
     """
-    if model.lm_head is not None:  # a stage of a pipeline may have none
+    if getattr(model, "lm_head", None) is not None:  # a stage of a pipeline may have none
         _put_first(model, {OUTPUT_FQN: model.lm_head})
     for block in model.layers.values():
         projections = block.attention.qkv_linear
