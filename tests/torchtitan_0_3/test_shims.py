@@ -99,10 +99,11 @@ def test_metrics_need_an_accelerator() -> None:
 @pytest.mark.skipif(not torch.backends.cuda.is_built() or torch.cuda.is_available(), reason="needs CUDA and no GPU")
 def test_fake_tensors_start_threads_without_the_virtual_device() -> None:
     trains = (
-        "import os, torch;"
+        "import os, time, torch;"
         "from torch._subclasses.fake_tensor import FakeTensorMode;"
         "FakeTensorMode().__enter__().__exit__(None, None, None);"
         "torch.ones(2, requires_grad=True).sum().backward();"
+        "time.sleep(1);"  # threads name themselves when they run
         "names = [open(f'/proc/self/task/{task}/comm').read() for task in os.listdir('/proc/self/task')];"
         "print(sum('pt_autograd' in name for name in names))"
     )

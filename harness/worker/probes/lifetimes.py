@@ -54,8 +54,7 @@ class _First(NamedTuple):
 
 
 class _Version(NamedTuple):
-    storage: int
-    offset: int
+    address: int
     version: int
 
 
@@ -71,7 +70,7 @@ class Lifetimes:
     def __init__(self, microbatches: int, contents: Contents) -> None:
         self._microbatches = microbatches
         self._contents = contents
-        self._first: dict[tuple[str, int, int], _First] = {}
+        self._first: dict[tuple[str, int], _First] = {}  # by address
         self._again: list[_Again] = []
         self._calls: Counter[tuple[str, CastPhase]] = Counter()  # in this step
         self._microbatch: dict[Pass, int] = {}  # of passes of steps that ended, while memory of theirs is in use
@@ -105,7 +104,10 @@ class Lifetimes:
         self._look("scale", use, cast.scale, lambda: _content(cast.scale), source=_version(cast.source))
 
     def multiply(self, use: Use, *, data: torch.Tensor, scale: torch.Tensor) -> None:
-        """A matmul reads an operand."""
+        """A matmul reads an operand. A scale is looked at where the data is not what this very call has cast."""
+        first = self._first.get(("data", data.data_ptr()))
+        if first is not None and first.by == use.by and not first.storage.expired():
+            return
         self._look("data", use, data, lambda: self._contents.read(data))
         self._look("scale", use, scale, lambda: _content(scale))
 
@@ -118,21 +120,20 @@ class Lifetimes:
         *,
         source: _Version | None = None,
     ) -> None:
-        mine = _version(tensor)
-        if mine.storage in self._of_model:
-            return
-        place = what, mine.storage, mine.offset
-        first = self._first.get(place)
-        if first is None or first.storage.expired() or mine.version > first.version:
+        address, version = _version(tensor)
+        if not address:
+            return  # it has no elements
+        first = self._first.get((what, address))
+        if first is None or first.storage.expired() or version > first.version:
             storage = StorageWeakRef(tensor.untyped_storage())
-            self._first[place] = _First(storage, mine.version, read(), use.by, use.role, source)
+            self._first[what, address] = _First(storage, version, read(), use.by, use.role, source)
             return
         is_other = source is not None and first.source is not None and _are_others(source, first.source, use.role)
-        if not is_other and use.by[2:] == first.by[2:] and use.by.step == first.by.step:
+        if (not is_other and first.by == use.by) or _storage(tensor) in self._of_model:
             return
         content = read()
         if content is not None and first.content is not None and content.digest != first.content.digest:
-            self._first[place] = _First(first.storage, mine.version, content, use.by, use.role, source)
+            self._first[what, address] = _First(first.storage, version, content, use.by, use.role, source)
         elif not _changes_nothing(tensor):
             self._again.append(_Again("other_scale" if is_other else what, use, first))
 
@@ -186,7 +187,7 @@ def _storage(tensor: torch.Tensor) -> int:
 
 
 def _version(tensor: torch.Tensor) -> _Version:
-    return _Version(_storage(tensor), int(tensor.storage_offset()), 0 if tensor.is_inference() else tensor._version)
+    return _Version(tensor.data_ptr(), 0 if tensor.is_inference() else tensor._version)
 
 
 def _content(scale: torch.Tensor) -> Content:
@@ -195,7 +196,7 @@ def _content(scale: torch.Tensor) -> Content:
 
 def _are_others(source: _Version, first: _Version, role: Role) -> bool:
     """Of a weight, another version is still the same tensor."""
-    return source[:2] != first[:2] if role == "weight" else source != first
+    return source.address != first.address if role == "weight" else source != first
 
 
 def _changes_nothing(scale: torch.Tensor) -> bool:
