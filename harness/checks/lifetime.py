@@ -25,7 +25,7 @@ COPY = _rule("copy", "a weight is cast from a copy that is older than its last u
 SCALE = _rule("scale", "the scale of a weight is older than its last update")
 MICROBATCH = _rule("microbatch", "a matmul reads what was cast in another microbatch or step")
 OTHER_SCALE = _rule("other-scale", "a scale is used that was made for another tensor")
-GATHERED = _rule("gathered", "FSDP2 holds a gathered weight when the step is over", stage=Stage.MODEL)
+GATHERED = _rule("gathered", "FSDP2 still holds the whole weight after the step", stage=Stage.MODEL)
 
 
 def _not_judged(expect: Expectations, device: str) -> str:
@@ -49,15 +49,14 @@ def check_lifetime(case: Case, run: Run, witnesses: Witnesses) -> list[Finding]:
 def _mismatches(trace: RankTrace) -> Iterator[Mismatch]:
     assert trace.operands is not None
     for kept in trace.operands.kept:
-        module, _, name = kept.fqn.rpartition(".")
-        yield Mismatch(kept.step, 0, trace.rank, module, GATHERED, "its shard alone", "the whole weight", name)
+        yield Mismatch(kept.step, 0, trace.rank, kept.fqn, GATHERED, "its shard alone", "the whole weight", kept.name)
     updated = {step.step for step in trace.steps if step.optimizer_steps != 0}
     for aged in trace.operands.aged:
         rule = _broken(aged, updated)
         if rule is not None:
             operand = f"{aged.role} in {aged.where}"
-            times = _time(aged, aged.step, aged.microbatch), _time(aged, aged.first_step, aged.first_microbatch)
-            expected, found = (f"of {time}" for time in times)
+            expected = _time(aged, aged.step, aged.microbatch, aged.where)
+            found = _time(aged, aged.first_step, aged.first_microbatch, aged.first_phase)
             if rule is OTHER_SCALE or aged.fqn != aged.first_fqn:
                 found += f", {aged.first_role} of {aged.first_fqn}"
             yield Mismatch(aged.step, aged.index, trace.rank, aged.fqn, rule, expected, found, operand)
@@ -74,5 +73,6 @@ def _broken(aged: Aged, updated: set[int]) -> Rule | None:
     return {"data": CAST, "source": COPY, "scale": SCALE}[aged.what]
 
 
-def _time(aged: Aged, step: int, microbatch: int) -> str:
-    return f"step {step}" + (f", microbatch {microbatch}" if microbatch and aged.role != "weight" else "")
+def _time(aged: Aged, step: int, microbatch: int, where: str) -> str:
+    of_step = f"of the evaluation of step {step}" if where == "evaluation" else f"of step {step}"
+    return of_step + (f", microbatch {microbatch}" if microbatch and aged.role != "weight" else "")

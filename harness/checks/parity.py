@@ -39,15 +39,13 @@ from harness.trace import Run
 from harness.trace.tensors import TensorSketch
 from harness.verdict import Finding, Value
 
-# Runs that a tolerance is derived from ignore distances below this share of the norm of all gradients.
-IGNORED = 2.0**-12
-
 # A loss is a mean over tokens and changes far less than the worst gradient: measured below 1/20 of it.
 LOSS_SHARE = 0.1
 
 # Rounding errors in a gradient whose terms cancel: at most this share of the norm of all gradients. That of the bias of
 # keys has 1.5e-5, 1e-9 and 2e-18 of it in bfloat16, float32 and float64.
 ROUNDED = {"bfloat16": 2.0**-12, "float32": 2.0**-28, "float64": 2.0**-57}
+IGNORED = ROUNDED["bfloat16"]  # in the BF16 runs that a tolerance is derived from
 
 # Losses around 8 are float32 tensors in every dtype but float64: one unit in the last place is 5e-7 nats.
 FLOAT32_LOSS = 5e-6

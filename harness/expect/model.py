@@ -26,8 +26,6 @@ from harness.matrix.targets import REFERENCE, TORCHTITAN, is_llama
 from harness.trace.model import ModelRecord
 from harness.trace.operands import CastRecord
 
-# Linears of the Llama that cast their own input with float8 TP styles too; the others share what their parent casts.
-
 # The names under which an output layer is left out unless a case converts it too.
 _HEADS = (OUTPUT_FQN, "lm_head")
 

@@ -137,7 +137,8 @@ class KeptWeight(Record, frozen=True, kw_only=True):
     """A weight that FSDP2 holds gathered when a step is over."""
 
     step: int
-    fqn: str  # of the parameter
+    fqn: str  # of its module
+    name: str
 
 
 class OperandTrace(Record, frozen=True, kw_only=True):

@@ -23,20 +23,21 @@ BFLOAT16_BITS = 7
 # the root mean square of 1/m over values of all magnitudes.
 _MEAN_UNIT = 0.7355
 
-
 # The largest value of e4m3 in a block whose scale is rounded down, in units of the power of two below its amax.
 _LARGEST = 1.75
 
 
-class _Bits(NamedTuple):
-    """Bits of the mantissa to which a linear rounds its operands and the gradient of its output.
+class _Rounding(NamedTuple):
+    """Bits of the mantissa that are left of a tensor.
 
     `saturates`: what is above the largest value of its block is cut to that, which is no random error.
     """
 
-    operand: int
-    gradient: int
+    bits: int
     saturates: bool = False
+
+
+_BFLOAT16 = _Rounding(BFLOAT16_BITS)
 
 
 def add_noise(model: nn.Module, noise: Noise) -> None:
@@ -45,56 +46,26 @@ def add_noise(model: nn.Module, noise: Noise) -> None:
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear):
             converted = clean_fqn(name) in noise.float8_fqns
-            bits = _Bits(MANTISSA_BITS[E4M3], MANTISSA_BITS[noise.grad_output_dtype], noise.saturates)
-            _make_noisy(module, bits if converted else _Bits(BFLOAT16_BITS, BFLOAT16_BITS), generator)
+            float8 = (_Rounding(MANTISSA_BITS[each], noise.saturates) for each in (E4M3, noise.grad_output_dtype))
+            operand, gradient = float8 if converted else (_BFLOAT16, _BFLOAT16)
+            _make_noisy(module, operand, gradient, generator)
         elif isinstance(module, (nn.RMSNorm, nn.Embedding)):
             module.register_forward_hook(
-                lambda _, __, output: _with_errors(output, generator, forward=BFLOAT16_BITS, backward=BFLOAT16_BITS)
+                lambda _, __, output: _with_errors(output, generator, forward=_BFLOAT16, backward=_BFLOAT16)
             )
 
 
-def _make_noisy(linear: nn.Linear, bits: _Bits, generator: torch.Generator) -> None:
+def _make_noisy(linear: nn.Linear, operand: _Rounding, gradient: _Rounding, generator: torch.Generator) -> None:
     def forward(given: torch.Tensor) -> torch.Tensor:
-        cut = _Cut.apply if bits.saturates else torch.nn.Identity()
-        operands = (cut(each) for each in (given, linear.weight))
-        operand, weight = (_with_errors(each, generator, forward=bits.operand) for each in operands)
-        output = _with_errors(F.linear(operand, weight), generator, forward=BFLOAT16_BITS, backward=bits.gradient)
-        output = _CutGradient.apply(output) if bits.saturates else output
+        operands = (_with_errors(each, generator, forward=operand) for each in (given, linear.weight))
+        output = _with_errors(F.linear(*operands), generator, forward=_BFLOAT16, backward=gradient)
         return output if linear.bias is None else output + linear.bias  # its gradient sums what no cast has rounded
 
     linear.forward = forward  # type: ignore[method-assign, assignment]
 
 
-class _Cut(torch.autograd.Function):
-    """What a cast with a scale that is rounded down leaves of a tensor; casts pass gradients on."""
-
-    @staticmethod
-    def forward(ctx: Any, given: torch.Tensor) -> torch.Tensor:
-        return _cut(given)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
-        return grads[0]
-
-
-class _CutGradient(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, given: torch.Tensor) -> torch.Tensor:
-        return given.view_as(given)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
-        return _cut(grads[0])
-
-
-def _cut(given: torch.Tensor) -> torch.Tensor:
-    blocks = given.unflatten(-1, (-1, BLOCK))
-    largest = _LARGEST * torch.exp2(torch.floor(torch.log2(blocks.abs().amax(-1, keepdim=True))))
-    return blocks.clamp(-largest, largest).flatten(-2)
-
-
 def _with_errors(
-    given: torch.Tensor, generator: torch.Generator, *, forward: int, backward: int | None = None
+    given: torch.Tensor, generator: torch.Generator, *, forward: _Rounding, backward: _Rounding | None = None
 ) -> torch.Tensor:
     noisy: torch.Tensor = _Errors.apply(given, generator, forward, backward)
     return noisy
@@ -103,19 +74,25 @@ def _with_errors(
 class _Errors(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, given: torch.Tensor, generator: torch.Generator, bits: int, backward: int | None
+        ctx: Any, given: torch.Tensor, generator: torch.Generator, rounding: _Rounding, backward: _Rounding | None
     ) -> torch.Tensor:
         ctx.backward_with = generator, backward
-        return _rounded_at_random(given, bits, generator)
+        return _rounded_at_random(given, rounding, generator)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        generator, bits = ctx.backward_with
-        return grads[0] if bits is None else _rounded_at_random(grads[0], bits, generator), None, None, None
+        generator, rounding = ctx.backward_with
+        return grads[0] if rounding is None else _rounded_at_random(grads[0], rounding, generator), None, None, None
 
 
-def _rounded_at_random(given: torch.Tensor, bits: int, generator: torch.Generator) -> torch.Tensor:
-    """The tensor with random errors as large as those of rounding to `bits` mantissa bits, in its dtype."""
-    wide = given.float()
+def _rounded_at_random(given: torch.Tensor, rounding: _Rounding, generator: torch.Generator) -> torch.Tensor:
+    """The tensor with random errors as large as those of a rounding, in its dtype."""
+    wide = (_cut(given) if rounding.saturates else given).float()
     errors = torch.rand(given.shape, generator=generator).sub_(0.5).to(given.device)
-    return torch.addcmul(wide, wide, errors, value=_MEAN_UNIT * 2.0**-bits).to(given.dtype)
+    return torch.addcmul(wide, wide, errors, value=_MEAN_UNIT * 2.0**-rounding.bits).to(given.dtype)
+
+
+def _cut(given: torch.Tensor) -> torch.Tensor:
+    blocks = given.unflatten(-1, (-1, BLOCK))
+    largest = _LARGEST * torch.exp2(torch.floor(torch.log2(blocks.abs().amax(-1, keepdim=True))))
+    return blocks.clamp(-largest, largest).flatten(-2)

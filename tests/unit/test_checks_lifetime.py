@@ -50,6 +50,12 @@ def check(*found: Aged, kept: tuple[KeptWeight, ...] = (), updates: int = 1) -> 
         ({"role": "input", "what": "scale"}, MICROBATCH, "of step 3, microbatch 2", "of step 2, microbatch 1"),
         ({"role": "grad_output", "microbatch": 0}, MICROBATCH, "of step 3", "of step 2, microbatch 1"),
         (
+            {"role": "input", "step": 2, "microbatch": 1, "first_phase": "evaluation"},
+            MICROBATCH,
+            "of step 2, microbatch 1",
+            "of the evaluation of step 2, microbatch 1",
+        ),
+        (
             {"what": "other_scale", "first_fqn": "wk", "first_role": "input"},
             OTHER_SCALE,
             "of step 3",
@@ -60,7 +66,7 @@ def check(*found: Aged, kept: tuple[KeptWeight, ...] = (), updates: int = 1) -> 
 def test_what_is_used_again_is_named_with_its_time(use: dict[str, Any], rule: Rule, expected: str, found: str) -> None:
     (finding,) = check(aged(**use))
     assert (finding.rule, finding.expected, finding.found) == (rule.name, expected, found)
-    assert (finding.step, finding.rank, finding.module) == (3, 0, "wq")
+    assert (finding.step, finding.rank, finding.module) == (use.get("step", 3), 0, "wq")
 
 
 def test_a_weight_that_no_optimizer_has_updated_since_has_no_age() -> None:
@@ -69,7 +75,7 @@ def test_a_weight_that_no_optimizer_has_updated_since_has_no_age() -> None:
 
 
 def test_a_weight_that_stays_gathered_is_named() -> None:
-    (finding,) = check(kept=(KeptWeight(step=1, fqn="wq.weight"), KeptWeight(step=2, fqn="wq.weight")))
+    (finding,) = check(kept=(KeptWeight(step=1, fqn="wq", name="weight"), KeptWeight(step=2, fqn="wq", name="weight")))
     assert (finding.rule, finding.step, finding.module, finding.operand) == (GATHERED.name, 1, "wq", "weight")
 
 

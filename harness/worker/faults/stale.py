@@ -229,8 +229,7 @@ def cast_from_copy_of_first_step() -> None:
     copies: dict[tuple[Any, ...], torch.Tensor] = {}
 
     def cast(stock: Any, hp_tensor: torch.Tensor, *rest: Any, **kwargs: Any) -> Any:
-        role = kwargs.get("gemm_input_role", rest[3] if len(rest) > 3 else None)
-        if role is GemmInputRole.WEIGHT:
+        if kwargs.get("gemm_input_role") is GemmInputRole.WEIGHT:
             key = local(hp_tensor).data_ptr(), hp_tensor.stride()
             hp_tensor = copies.setdefault(key, mark_owned(hp_tensor.detach().clone()))
         return stock(hp_tensor, *rest, **kwargs)

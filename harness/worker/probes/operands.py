@@ -115,7 +115,7 @@ class OperandProbe(Probe):
         self._held: list[Float8TrainingTensor] = []  # the operands of the matmul that is about to run
         self._aged: list[Aged] = []
         self._kept: list[KeptWeight] = []
-        self._places = [_Place(Pass(0, UNKNOWN, "forward", 0), "forward")]
+        self._places = [_Place(self._lifetimes.begin(0, UNKNOWN, "forward"), "forward")]
         self._fqns: dict[nn.Module, str] = {}
         self._watched: set[type] = {float8_linear.Float8Linear}
         self._gathered: dict[str, tuple[nn.Module, Any]] = {}
@@ -159,14 +159,14 @@ class OperandProbe(Probe):
             self._seen_matmuls.clear()
         self._record_seen()
         super().begin_step(step)
-        self._places[0].by = Pass(step, UNKNOWN, "forward", 0)
+        self._places[0].by = self._lifetimes.begin(step, UNKNOWN, "forward")
 
     def after_update(self, model: nn.Module) -> None:
         """Note which weights FSDP2 still holds gathered."""
+        gathered = (param._module_info for param in fsdp_params(model) if is_gathered(param))
         self._kept += [
-            KeptWeight(step=self._step, fqn=f"{self._fqns.get(param._module_info.module, UNKNOWN)}.{name}")
-            for param in fsdp_params(model)
-            if is_gathered(param) and (name := param._module_info.param_name)
+            KeptWeight(step=self._step, fqn=self._fqns.get(each.module, UNKNOWN), name=each.param_name)
+            for each in gathered
         ]
 
     def result(self) -> OperandTrace:
