@@ -32,6 +32,8 @@ from harness.matrix.targets import REFERENCE
 _PLACEHOLDER = 2  # the degree assumed until somebody answers
 _LARGEST = 4096  # degree
 _FEW_EXPERTS = 8  # more of them show no other faults
+_FEW_RANKS = 4  # that share sequences: the least with which the order of more than two shows
+_PIECE = 16  # positions of a rank of these: what every recipe can multiply
 _LONGEST = 20  # steps that are run to reach the first bad one
 _SIZES = (*ModelShape.__struct_fields__, "vocab_size")
 # What means nothing where a degree is 1, or there are no compiled blocks, and why.
@@ -85,6 +87,7 @@ class Draft:
         self._make_smaller()
         self._pipeline()
         self._experts()
+        self._context()
 
     def case(self) -> Case:
         """The case. What rules exclude is left out of it and becomes a question."""
@@ -418,6 +421,23 @@ class Draft:
             self._put("accumulation", count, self.derived, f"{count} microbatches fill the pipeline")
         if self._count("global_batch") % (dp * count):
             self._put("global_batch", dp * count, self.derived, f"a sequence for each of {count} microbatches")
+
+    def _context(self) -> None:
+        """As many ranks that share sequences as there are ranks of FSDP2, which torchtitan counts without them."""
+        if not self._take("cp") or self._count("cp") == 1:
+            return
+        self._take("sequence_order")
+        if self.axes.get("compile", "none") != "none":
+            self._drop("compile", "one rank stands for all pieces of a sequence, in eager mode")
+        stated, shards = self._count("cp"), self._count(REST)
+        ranks = min(stated, _FEW_RANKS)
+        if ranks < stated:
+            self.full_size["cp"] = stated
+            self._put("cp", ranks, self.derived, f"{stated} made smaller: {ranks}")
+        if REST in self.stated or shards % ranks:
+            self._put(REST, shards * ranks, self.derived, f"{shards} x {ranks} ranks that share parameters")
+        if self._count("seq_len") < _PIECE * ranks:
+            self._put("seq_len", _PIECE * ranks, self.derived, f"{_PIECE} positions for each of {ranks} ranks")
 
     def _experts(self) -> None:
         """As many experts and ranks that share them as the smaller run has room for."""

@@ -23,7 +23,7 @@ from harness.matrix.axes import AXES, DECLARED, axis_values, case_from_axes, sho
 from harness.matrix.axis import Changes
 from harness.matrix.case import Case
 from harness.matrix.caseid import case_id
-from harness.matrix.layout import DP_AXES, ranks_of
+from harness.matrix.layout import batches_of
 from harness.matrix.rules import exclusions, expected_refusal
 from harness.project import Project
 from harness.result import CaseResult
@@ -274,7 +274,7 @@ def _values(case: Case, name: str, steps: int) -> Sequence[object]:
 def _smallest(case: Case, name: str) -> int:
     """The least size with which the ranks of a case have what they need: 16 rows each, a head, a sequence."""
     tp = case.layout.tp
-    least = {"global_batch": case.layout.dp, "heads": tp, "kv_heads": tp}
+    least = {"global_batch": case.layout.batches, "heads": tp, "kv_heads": tp}
     rows = 16 * tp if name in ("dim", "ffn_dim", "vocab_size", "seq_len") else 1
     return max(_SMALLEST[name], least.get(name, 1), rows)
 
@@ -321,7 +321,7 @@ def _allowed(values: Mapping[str, object], fixed: frozenset[str]) -> Case | None
             return case
         now = axis_values(case)
         names = [each for each in rules[0].axes if each in OPTIONS and each not in fixed and now[each] != default[each]]
-        batch = ranks_of(now, DP_AXES)
+        batch = batches_of(now)
         if rules[0].name == "batch_divides_dp" and "global_batch" not in fixed:
             found["global_batch"] = max(batch, int(str(now["global_batch"])) // batch * batch)
         elif rules[0].name == "replicate_needs_shard" and "dp_replicate" not in fixed:

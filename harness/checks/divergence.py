@@ -31,7 +31,7 @@ from harness.checks.scale_rules import format_scale
 from harness.expect.casts import scaled_dim
 from harness.matrix.case import Case
 from harness.matrix.layout import dp_rank, peers
-from harness.matrix.numerics import VIRTUAL_DEVICE, Numerics, sums_in_order
+from harness.matrix.numerics import VIRTUAL_DEVICE, Numerics, activations_differ, sums_in_order
 from harness.matrix.stages import holds
 from harness.matrix.targets import computes_on_plain_shards
 from harness.trace import RankTrace, Run
@@ -86,7 +86,24 @@ def first_divergence(
         return None
     first = min(found, key=lambda each: each.place)
     ranks = [each.rank for each in found if each[:2] == first[:2]]
-    return comparison.start_of_backward(first, ranks) or first.finding()
+    return comparison.start_of_backward(first, ranks) or _at_attention(case, first.finding())
+
+
+_AT_ATTENTION = {
+    "input in forward": "wq, wk and wv got what they get on one rank: it is attention, or the positions, order, mask, "
+    "keys or values that ranks of context parallelism give it",
+    "grad_output in backward": "wo got the gradient that it gets on one rank: it is what backward of attention gives "
+    "for queries, keys and values, or the sum of the latter over ranks of context parallelism",
+}
+_BEHIND_ATTENTION = {"input in forward": ("wo",), "grad_output in backward": ("wq", "wk", "wv")}
+
+
+def _at_attention(case: Case, finding: Finding) -> Finding:
+    """The finding; of ranks that share sequences with what is between the linears of attention, if it begins there."""
+    name = (finding.module or "").rpartition(".")[2]
+    if case.layout.cp == 1 or name not in _BEHIND_ATTENTION.get(finding.operand, ()):
+        return finding
+    return replace(finding, notes=(*finding.notes, _AT_ATTENTION[finding.operand]))
 
 
 def with_equal_operands(
@@ -109,6 +126,7 @@ class _Comparison:
     def __init__(self, case: Case, run: Run, witness: RankTrace, numerics: Numerics, *, has_formulas: bool) -> None:
         self._case = case
         self._ordered = sums_in_order(case, numerics)
+        self._same_activations = not activations_differ(case, numerics)
         self._has_formulas = has_formulas
         self._run, self._witness = run, witness
         self._casts = {trace.rank: casts_by_key(trace) for trace in run.traces}
@@ -212,7 +230,9 @@ class _Comparison:
         microbatch, within = divmod(occurrence, max(1, count // microbatches))
         of_witness = self._witness_counts[key] // (self._case.layout.dp * microbatches)
         within = min(within, max(0, of_witness - 1))  # checkpointing gathers a weight once more
-        return (replay * microbatches + microbatch) * of_witness + within
+        slice_, piece = divmod(replay, self._case.layout.cp)  # pieces of a microbatch are computed one after the other
+        turn = (slice_ * microbatches + microbatch) * self._case.layout.cp + piece
+        return turn * of_witness + within
 
     def _missing_matmul(self, rank: int, key: MatmulKey, expected: MatmulRecord) -> Iterator[Mismatch]:
         found = "none: was the linear converted?"
@@ -232,7 +252,7 @@ class _Comparison:
 
     def _sums_in_order(self, step: int) -> bool:
         """True when the layout sums in the order of one rank, so that every bit is equal."""
-        return self._ordered or (self._case.layout.tp == 1 and step == 1)
+        return self._ordered or (self._same_activations and step == 1)
 
     def _same_data(self, cast: CastRecord) -> bool:
         """True when the float8 data must be the witness's: the tensor is replicated, and its rounding is the same."""

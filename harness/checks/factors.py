@@ -37,7 +37,8 @@ class Explanation(NamedTuple):
 
 
 _DP, _TP, _WORLD = "the data-parallel degree", "the tensor-parallel degree", "the number of ranks"
-_OF_RANKS = (_DP, _TP, _WORLD)
+_CP = "the context-parallel degree"
+_OF_RANKS = (_DP, _CP, _TP, _WORLD)
 _MICROBATCHES = "the microbatches of an update"
 
 
@@ -58,6 +59,7 @@ def _numbers(case: Case) -> Mapping[int, tuple[str, ...]]:
     numbers: dict[int, tuple[str, ...]] = {}
     for name, value in (
         (_DP, layout.dp),
+        (_CP, layout.cp),
         (_TP, layout.tp),
         (_WORLD, layout.world_size),
         (_MICROBATCHES, train.accumulation),

@@ -121,6 +121,7 @@ def _judged(
         same=same,
         summed=numerics.has_one_order(case.layout.tp),
         reduced=all(numerics.has_one_order(mesh[axis]) for axis in DP_AXES),
+        shared=numerics.has_one_order(case.layout.cp),
     )
     allowed = partial(allowed_distance, case, bits=bits, model=model)
     for step in replayed_steps(case, numerics):

@@ -31,7 +31,7 @@ from harness.checks.findings import about_ranks
 from harness.checks.rule import Rule, Rules, Stage
 from harness.evidence.tolerance import NONE_DERIVED, OF_EVERY_MODEL, Tolerance
 from harness.matrix.case import Case
-from harness.matrix.layout import coordinates, dp_rank
+from harness.matrix.layout import batch_of, coordinates
 from harness.matrix.numerics import clips_by_a_rounded_norm, norm_rounding, rounding_of_norm
 from harness.measured import WorstGradient
 from harness.sentence import format_ranks
@@ -323,7 +323,7 @@ def _missing(found: Tensors, expected: Tensors) -> list[Finding]:
 def _batches(case: Case, run: Run, solo: Run) -> list[Finding]:
     """Ranks that trained on other tokens than those of their data-parallel rank, which no global number shows."""
     expected = solo.traces[0].batch_digests
-    parts = {trace.rank: dp_rank(case.layout, trace.rank) for trace in run.traces}
+    parts = {trace.rank: batch_of(case.layout, trace.rank) for trace in run.traces}
     wrong = [trace for trace in run.traces if trace.batch_digests != expected[parts[trace.rank] :][:1]]
     if not wrong:
         return []

@@ -14,7 +14,7 @@ from harness.checks.check import Check, Witnesses, finished
 from harness.checks.findings import traces_by_rank
 from harness.checks.rule import Rule, Rules, Stage
 from harness.matrix.case import Case
-from harness.matrix.layout import dp_rank, peers
+from harness.matrix.layout import batch_of, peers
 from harness.sentence import format_ranks
 from harness.trace import RankTrace, Run
 from harness.trace.model import StepInputs
@@ -66,7 +66,7 @@ def check_tokens(case: Case, run: Run, witnesses: Witnesses) -> list[Finding]:
 
 
 def _part(case: Case, rank: int) -> range:
-    first = dp_rank(case.layout, rank) * case.local_batch
+    first = batch_of(case.layout, rank) * case.local_batch
     return range(first, first + case.local_batch)
 
 

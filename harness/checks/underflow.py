@@ -16,7 +16,7 @@ from msgspec.structs import replace
 from harness.checks.check import Check, Witnesses, finished, unfinished
 from harness.checks.rule import Rule, Rules, Stage
 from harness.matrix.case import Case
-from harness.matrix.numerics import Numerics, clips_by_a_rounded_norm, sums_in_order
+from harness.matrix.numerics import Numerics, activations_differ, clips_by_a_rounded_norm, sums_in_order
 from harness.trace import RankTrace, Run
 from harness.trace.operands import CastRecord, CastShare
 from harness.verdict import Finding
@@ -87,7 +87,9 @@ def allowed_share(case: Case, numerics: Numerics) -> float:
     """How far the share of an operand may be from the single-rank one."""
     if sums_in_order(case, numerics) or case.train.dtype == "float64":
         return EXACT
-    moves = case.layout.tp > 1 or clips_by_a_rounded_norm(case) or case.float8.traits.power_of_two_scales
+    moves = (
+        activations_differ(case, numerics) or clips_by_a_rounded_norm(case) or case.float8.traits.power_of_two_scales
+    )
     rounded = ROUNDED_DOWN if case.float8.traits.rounds_scales_down else ROUNDED
     return rounded if moves else REPLICAS
 

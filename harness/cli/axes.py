@@ -22,7 +22,7 @@ from harness.matrix.axes import (
 )
 from harness.matrix.case import Case
 from harness.matrix.caseid import case_id, parse_case_id
-from harness.matrix.layout import DP_AXES, REST, left_over, ranks_of
+from harness.matrix.layout import REST, batches_of, left_over
 from harness.matrix.rules import exclusions
 
 MAX_WORLD = 4096
@@ -126,7 +126,7 @@ def _placed(case: Case, where: str, world: int | None, axes: dict[str, object]) 
         values = axis_values(case)
         values[REST] = left_over(world, values, where="--world")
         if "global_batch" not in axes:
-            values["global_batch"] = max(1, case.local_batch) * ranks_of(values, DP_AXES)
+            values["global_batch"] = max(1, case.local_batch) * batches_of(values)
         case = case_from_axes(values)
     require_allowed(case, axes, where=where)
     return case

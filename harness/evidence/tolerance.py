@@ -26,7 +26,13 @@ from harness.matrix.axes import DECLARED, DEFAULTS, own_values
 from harness.matrix.case import Case
 from harness.matrix.caseid import parse_case_id
 from harness.matrix.linears import OUTPUT_FQN, is_converted
-from harness.matrix.numerics import VIRTUAL_DEVICE, Numerics, clips_by_a_rounded_norm, sums_in_order
+from harness.matrix.numerics import (
+    VIRTUAL_DEVICE,
+    Numerics,
+    activations_differ,
+    clips_by_a_rounded_norm,
+    sums_in_order,
+)
 from harness.matrix.targets import REFERENCE
 
 LOSS_VS_GOLDEN = "loss_vs_golden"  # |loss - golden| in nats
@@ -121,7 +127,8 @@ def parity_key(case: Case, numerics: Numerics = VIRTUAL_DEVICE) -> str:
     `exact`: every layout in float64. `ordered`: layouts that sum in the order of one rank. These two hold for any model
     and any number of steps, because no rounding differs. All others differ in the last bit, by model, learning rate,
     recipe and dtype: `replicas` in gradients alone, whose sum over ranks has another order; under TP activations
-    too, which changes the rounding of some float8 value in the first step. `clipped`: the norm that multiplies every
+    too, which changes the rounding of some float8 value in the first step; so do gradients of keys that more than two
+    ranks share, elsewhere than on the virtual device. `clipped`: the norm that multiplies every
     gradient has another order.
     """
     if case.train.dtype == "float64":
@@ -129,7 +136,7 @@ def parity_key(case: Case, numerics: Numerics = VIRTUAL_DEVICE) -> str:
     if sums_in_order(case, numerics) and case.compile != "inductor":  # generated code rounds elsewhere
         return SAME_ORDER
     form = "-clipped" if clips_by_a_rounded_norm(case) else "-replicas"
-    form = form if case.layout.tp == 1 and case.compile != "inductor" else ""
+    form = "" if activations_differ(case, numerics) or case.compile == "inductor" else form
     reduced = "" if case.train.reduce_dtype == "float32" else f"-reduce_{case.train.reduce_dtype}"
     return f"{_training(case)}-{_recipe(case)}{form}-{case.train.dtype}{reduced}"
 

@@ -48,13 +48,16 @@ class Bits(NamedTuple):
 
     `same`: equal operations on equal operands, and a scaled matmul whatever part of its result or of its sum a rank
     computes, as on the virtual device. `summed`: sums over TP ranks, because they are in rank order. `reduced`: sums of
-    gradients over data-parallel ranks.
+    gradients over data-parallel ranks. `shared`: those of keys and values over ranks that share a sequence.
     """
 
     same: bool = True
     summed: bool = True
     reduced: bool = True
+    shared: bool = True
 
+
+_READ_BY_OTHERS = ("attention.wk", "attention.wv")  # linears whose outputs other ranks of context parallelism read
 
 # How far a result is off where the last bit of some gradient decides between two neighbouring float8 values, which in
 # e5m2 are a quarter apart: 0.009 is the most that clean runs showed (5 of 60).
@@ -79,6 +82,8 @@ def allowed_distance(case: Case, found: ModuleDistance, *, bits: Bits, model: Mo
     if found.kind == "grad":
         return _gradient(case, found, bits) + clipped
     repeated = bits.same and (bits.summed or found.parts > 1 or _is_repeated_exactly(case, found))
+    if not bits.shared and _is_read_by_others(found):
+        repeated = False
     return _of_loss(case, found) if repeated else _of_module(case, found)
 
 
@@ -94,7 +99,13 @@ def _of_module(case: Case, found: ModuleDistance) -> float:
         dtype = "bfloat16"  # its matmuls round to bfloat16 what is summed afterwards
     if found.parts > 1:
         return _rounding(dtype, spread=found.spread, parts=found.parts)
-    return _rounding(dtype, spread=1.0, parts=case.layout.tp)  # what modules before it summed over TP ranks
+    summed = case.layout.cp if _is_read_by_others(found) else 1
+    return _rounding(dtype, spread=1.0, parts=case.layout.tp * summed)  # what modules before it summed over TP ranks
+
+
+def _is_read_by_others(found: ModuleDistance) -> bool:
+    """True for gradients of keys and values, which ranks of context parallelism add up."""
+    return found.kind == "grad_output" and found.fqn.endswith(_READ_BY_OTHERS)
 
 
 def _of_loss(case: Case, found: ModuleDistance) -> float:
@@ -139,6 +150,9 @@ def _is_scaled_matmul(found: ModuleDistance, model: Model, bits: Bits) -> bool:
 def _gradient(case: Case, found: ModuleDistance, bits: Bits) -> float:
     """Of a parameter: rounded to the dtype of the run on every TP rank, then summed over dp ranks."""
     layout, train, module = case.layout, case.train, found.fqn.removesuffix(".weight")
+    if layout.cp > 1 and layout.tp > 1 and train.reduce_grads == "last_microbatch" and module.endswith("norm"):
+        # TP ranks add up microbatches first, and the replay the TP ranks of every piece and microbatch
+        return _rounding(train.dtype, spread=max(1.0, found.spread), parts=layout.tp * train.accumulation)
     if bits.same and bits.summed and bits.reduced:
         return EXACT
     reduced = _rounding(train.reduce_dtype, spread=1.0, parts=layout.dp * layout.tp)

@@ -119,8 +119,10 @@ def _norm(case: Case) -> Elements:
 def block_elements(case: Case, layer: int, step: int, rows: int | None = None) -> Elements:
     saved: Elements = Counter()
     if case.train.dtype == "bfloat16" and traits_of(case).casts_rope:
-        # FSDP2 casts the inputs of a unit, so every block has its own copy of the RoPE cache
-        saved["bfloat16"] += case.train.seq_len * case.model.shape.head_dim
+        # FSDP2 casts the inputs of a unit, so every block has its own copy of the RoPE cache: whole as its input, and
+        # behind it the positions of this rank.
+        positions = case.train.seq_len if case.checkpointing.wraps(layer) else case.local_seq_len
+        saved["bfloat16"] += positions * case.model.shape.head_dim
     if not case.checkpointing.wraps(layer):
         if case.model.has_experts(layer):
             saved += _mixture(case, sent_rows(case) if rows is None else rows)
@@ -142,12 +144,26 @@ def _whole_block(case: Case, layer: int) -> Elements:
     saved = _norm(case) + _norm(case)
     saved[case.wide_dtype] += tokens * case.model.shape.heads // case.layout.tp  # logsumexp of attention
     saved[dtype] += tokens * (2 * query + 2 * key)  # query, key, value and output; the output is also the input of wo
+    if case.layout.cp > 1:
+        saved += _of_other_positions(case, key)
     saved[dtype] += 3 * tokens * hidden  # w1(x), silu(w1(x)), w3(x)
     if case.float8.tp_styles == "float8":
         saved["float8_e4m3fn"] += sum(inputs.values()) + tokens * query
         saved["float32"] += 4  # their scales: inputs of attention, wo, feed-forward, w2
     else:
         saved[dtype] += sum(inputs.values())
+    return saved
+
+
+def _of_other_positions(case: Case, key: int) -> Elements:
+    """Context parallelism: keys and values of the other ranks, and the causal mask of attention.
+
+    A block indexes the RoPE cache by the positions of the rank: a copy of its own. In bfloat16 it has one anyway.
+    """
+    mine, whole = case.local_seq_len, case.train.seq_len
+    saved: Elements = Counter({case.train.dtype: 2 * case.microbatch * (whole - mine) * key + mine * whole})
+    if case.train.dtype != "bfloat16":
+        saved[case.train.dtype] += mine * case.model.shape.head_dim
     return saved
 
 

@@ -48,6 +48,7 @@ def expected_transfers(case: Case, *, step: int, rank: int, changes: Changes = N
     """
     of_microbatch = (
         *_activations(case, rank),
+        *_keys_and_values(case, rank),
         *_between_stages(case, rank),
         *_tensor_parallel_amax(case, rank),
         *dispatched(case),
@@ -78,7 +79,8 @@ def transfers_if_balanced(case: Case, *, step: int, rank: int, changes: Changes 
 def _axes_of_several_ranks(case: Case) -> frozenset[str]:
     degrees = case.layout.expert_mesh | case.layout.mesh
     of_experts = (group_name(case.layout, axis) for axis in EXPERT_AXES if degrees[axis] > 1)
-    return frozenset((*(axis for axis, degree in degrees.items() if degree > 1), *of_experts))
+    of_sequences = ("cp",) if case.layout.cp > 1 else ()
+    return frozenset((*(axis for axis, degree in degrees.items() if degree > 1), *of_experts, *of_sequences))
 
 
 # Data parallel: FSDP2 and HSDP
@@ -298,6 +300,22 @@ def _between_stages(case: Case, rank: int) -> Iterator[Transfer]:
     elements = residual_tokens(case) * case.model.shape.dim
     for purpose, times in zip(("outputs of stages", "input gradients of stages"), neighbours(case, rank), strict=True):
         yield Transfer("pp", "send", case.train.dtype, elements, purpose, times=times)
+
+
+def _keys_and_values(case: Case, rank: int) -> Iterator[Transfer]:
+    """Context parallelism: every block gathers keys and values, and sums their gradients over the ranks that use them.
+
+    Recomputation gathers them again: `selective_op` saves no all-gather.
+    """
+    if case.layout.cp == 1:
+        return
+    blocks, axis = blocks_of(case, rank), group_name(case.layout, "cp")
+    elements = 2 * case.tokens_per_rank * local_features(case, "attention.wk")[1]
+    forwards = len(blocks) * forward_passes(case) + sum(map(case.checkpointing.wraps, blocks))
+    yield Transfer(axis, "all_gather", case.train.dtype, elements, "keys and values", times=forwards)
+    gathered = elements * case.layout.cp
+    purpose = "gradients of keys and values"
+    yield Transfer(axis, "reduce_scatter", case.train.dtype, gathered, purpose, op="sum", times=len(blocks))
 
 
 def votes(case: Case, rank: int, step: int, changes: Changes = NONE) -> Iterator[Transfer]:

@@ -46,4 +46,4 @@ def repeated(terms: Iterable[Transfer], times: int) -> Iterator[Transfer]:
 def residual_tokens(case: Case) -> int:
     """Tokens that a rank holds between blocks."""
     shares = case.layout.tp if case.layout.sequence_parallel else 1
-    return case.microbatch * -(-case.train.seq_len // shares)
+    return case.microbatch * -(-case.local_seq_len // shares)

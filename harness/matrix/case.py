@@ -184,7 +184,7 @@ class Case(CaseStruct, frozen=True, kw_only=True):
     @property
     def local_batch(self) -> int:
         """Sequences per data-parallel rank; `rules.py` excludes cases where the batch does not divide."""
-        return self.train.global_batch // self.layout.dp
+        return self.train.global_batch // self.layout.batches
 
     @property
     def microbatch(self) -> int:
@@ -199,7 +199,12 @@ class Case(CaseStruct, frozen=True, kw_only=True):
     @property
     def tokens_per_rank(self) -> int:
         """Tokens per linear and rank in a forward: the contraction size of its wgrad matmul."""
-        return self.microbatch * self.train.seq_len
+        return self.microbatch * self.local_seq_len
+
+    @property
+    def local_seq_len(self) -> int:
+        """Positions of a sequence per data-parallel rank: all, unless ranks of context parallelism share it."""
+        return self.train.seq_len // self.layout.cp
 
     @property
     def uses_fsdp(self) -> bool:

@@ -123,8 +123,9 @@ def family_case(family: str) -> Case | None:
 def solo_case(case: Case) -> Case:
     """The case whose solo witness is used for `case`: without all options that must not change a number.
 
-    These are checkpointing, compile, evaluation, resuming, and what ranks share but the batch and, of experts, the
-    tokens. Nor may the split of the batch into shards and replicas change one, unless both sums of it are rounded.
+    These are checkpointing, compile, evaluation, resuming, and what ranks share but the batch, its sequences and, of
+    experts, the tokens. Nor may the split of the batch into shards and replicas change one, unless both sums of it are
+    rounded.
     """
     layout = case.layout
     rounds_twice = case.train.reduce_dtype == "bfloat16"
@@ -132,7 +133,8 @@ def solo_case(case: Case) -> Case:
     alone = without(case, Changes.NOTHING, Changes.LAYOUT)
     shared = split if rounds_twice else Layout(dp_shard=layout.dp)
     sharing = max(1, layout.ep // layout.tp)  # data-parallel ranks that share experts
-    return msgspec.structs.replace(alone, layout=msgspec.structs.replace(shared, ep=sharing))
+    apart = {"ep": sharing, "cp": layout.cp, "sequence_order": layout.sequence_order}
+    return msgspec.structs.replace(alone, layout=msgspec.structs.replace(shared, **apart))
 
 
 def twin_case(case: Case) -> Case:

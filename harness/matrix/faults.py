@@ -25,7 +25,7 @@ from harness.matrix.selector import parse_selector
 from harness.matrix.targets import REFERENCE, is_llama
 from harness.verdict import Finding
 
-FaultClass = Literal["A", "B", "C", "D", "E", "F", "G", "H", "I", "J", "K", "L"]
+FaultClass = Literal["A", "B", "C", "D", "E", "F", "G", "H", "I", "J", "K", "L", "M"]
 FAULT_CLASSES: dict[FaultClass, str] = {
     "A": "scale or amax over the wrong data or group",
     "B": "stale scale or stale FP8 data",
@@ -39,6 +39,7 @@ FAULT_CLASSES: dict[FaultClass, str] = {
     "J": "blocks of MXFP8 and their scales",
     "K": "experts, and what is sent to them",
     "L": "pipelines: stages, microbatches, and what is sent between them",
+    "M": "context parallelism: positions, attention to other ranks' tokens, and what a loss is divided by",
 }
 
 # The first thing that a fault changes where it applies; tests verify it for every fault.
@@ -133,10 +134,10 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         """True if the fault can be planted in this case and has its effect there.
 
         Faults of class H need compiled blocks; all others patch code that compiled blocks do not call. Those of class L
-        need a pipeline, in which others were not measured.
+        need a pipeline, and those of class M context parallelism, in which others were not measured.
         """
-        alike = (case.compile != "none") == (self.group == "H") and (case.layout.pp > 1) == (self.group == "L")
-        if not alike or not self.fits(case.target):
+        needs = {"H": case.compile != "none", "L": case.layout.pp > 1, "M": case.layout.cp > 1}
+        if any(needed != (self.group == group) for group, needed in needs.items()) or not self.fits(case.target):
             return False
         return any(parse_selector(text).matches(case) for text in self.where)
 
@@ -222,6 +223,10 @@ HOST_IDS = (
     "pp2-fsdp2-rowwise-v2048-s3-accum4-reduce.last-clip0.25-f64",
     "pp2-tensorwise-v2048-s3-accum4-resume-f64",
     "pp2-interleaved-rowwise-layers.4-v2048-s3-accum4-resume.resharded-f64",
+    "fsdp2-cp2-tensorwise-v2048-s3-f64",
+    "fsdp2-cp2-contiguous-rowwise-v2048-s3-ignore.unequal-f64",
+    "fsdp4-cp2-tensorwise-ag.fp8-v2048-gb16-s3-ignore.half-f64",
+    "fsdp2-tp2-cp2-rowwise-v2048-s3-f64",
     "tp2-tensorwise-head.fp8-v2256-f64",
 )
 

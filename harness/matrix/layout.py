@@ -22,6 +22,7 @@ from harness.matrix.model import CaseStruct
 SymmMem = Literal["pipelined", "fallback"]
 Resharding = Literal["default", "always", "never"]
 Schedule = Literal["1f1b", "gpipe", "interleaved", "zero_bubble"]
+SequenceOrder = Literal["headtail", "contiguous"]
 Degree = Annotated[int, Meta(ge=1, le=4096)]
 
 _axis = functools.partial(axis, part="layout", changes=Changes.LAYOUT)
@@ -126,7 +127,7 @@ class Mesh(CaseStruct, frozen=True, kw_only=True):
 
     @property
     def dp(self) -> int:
-        """Data-parallel degree: the number of different slices of the batch."""
+        """Data-parallel ranks: how many train on different tokens. Those of `cp` share sequences."""
         return ranks_of(self.mesh, DP_AXES)
 
     @property
@@ -135,10 +136,11 @@ class Mesh(CaseStruct, frozen=True, kw_only=True):
 
 
 MESH_AXES = Mesh.__struct_fields__
-DP_AXES = ("dp_replicate", "dp_shard")  # those whose ranks train on different slices of the batch
+DP_AXES = ("dp_replicate", "dp_shard")  # those whose ranks train on different tokens
 SAME_BATCH_AXES = tuple(name for name in MESH_AXES if name not in DP_AXES)
 SHARD_AXES = ("dp_shard", "tp")  # those whose ranks share weights
 EXPERT_AXES = ("efsdp", "ep")  # those of the mesh of expert weights alone
+SEQUENCE_AXES = ("dp_sequence", "cp")  # of `dp_shard`, as context parallelism divides it
 REST = "dp_shard"  # has the ranks that the other axes leave, where its degree is not given
 OTHERS = tuple(name for name in MESH_AXES if name != REST)
 
@@ -146,6 +148,11 @@ OTHERS = tuple(name for name in MESH_AXES if name != REST)
 def ranks_of(degrees: Mapping[str, object], axes: Iterable[str] = MESH_AXES) -> int:
     """How many ranks these axes have together, by their degrees in a mesh or in values of axes; 1 if not given."""
     return math.prod(int(str(degrees.get(name, 1))) for name in axes)
+
+
+def batches_of(degrees: Mapping[str, object]) -> int:
+    """The number of different slices of the global batch, by the degrees of axes."""
+    return max(1, ranks_of(degrees, DP_AXES) // ranks_of(degrees, ("cp",)))
 
 
 class Layout(Mesh, frozen=True, kw_only=True):
@@ -268,10 +275,59 @@ class Layout(Mesh, frozen=True, kw_only=True):
         ),
     ] = 1
 
+    cp: Annotated[
+        Degree,
+        _axis(
+            "context parallelism: of the ranks of dp_shard, so many share every sequence",
+            number("cp{cp}", "cp2", "context parallelism over {0} of the ranks that share parameters"),
+            smallest=1,
+            needs=("dp_shard",),
+            exported=False,
+            spelled=(
+                keys(
+                    "parallelism.context_parallel_degree context_parallel_degree context_parallel_size cp_size =cp",
+                    said=r"\b(?:CP|context[- ]parallel(?:ism)?)\s*(?:degree|size)?\s*(?:of\s+|[=:]\s*)?"
+                    r"(\d{1,4})\b(?!\.)",
+                ),
+            ),
+        ),
+    ] = 1
+    sequence_order: Annotated[
+        SequenceOrder,
+        _axis(
+            "which positions a rank of context parallelism has: headtail balances causal attention",
+            flag("contiguous", "ranks of context parallelism have contiguous positions", sequence_order="contiguous"),
+            needs=("cp",),
+            exported=False,
+            spelled=(
+                keys(
+                    "parallelism.context_parallel_load_balancer context_parallel_load_balancer",
+                    values={"headtail": "headtail", "none": "contiguous"},
+                ),
+            ),
+        ),
+    ] = "headtail"
+
     @property
     def expert_mesh(self) -> dict[str, int]:
         """The mesh of expert weights over the same ranks: `ep` shares the experts, `efsdp` a part of each of them."""
         return {"dp_replicate": self.dp_replicate, "efsdp": self.dp_shard * self.tp // self.ep, "ep": self.ep}
+
+    @property
+    def sequence_mesh(self) -> dict[str, int]:
+        """The mesh with `dp_shard` divided: `cp` shares sequences, `dp_sequence` has different ones."""
+        return {
+            "pp": self.pp,
+            "dp_replicate": self.dp_replicate,
+            "dp_sequence": self.dp_shard // self.cp,
+            "cp": self.cp,
+            "tp": self.tp,
+        }
+
+    @property
+    def batches(self) -> int:
+        """The number of different slices of the global batch: ranks of `cp` share one, and those of `tp`."""
+        return batches_of({**self.mesh, "cp": self.cp})
 
     def __post_init__(self) -> None:
         if self.tp == 1:
@@ -279,6 +335,8 @@ class Layout(Mesh, frozen=True, kw_only=True):
                 msgspec.structs.force_setattr(self, name, True)
         if self.pp == 1:
             msgspec.structs.force_setattr(self, "schedule", "1f1b")
+        if self.cp == 1:
+            msgspec.structs.force_setattr(self, "sequence_order", "headtail")
         if not self.async_tp:
             msgspec.structs.force_setattr(self, "symm_mem", "pipelined")
 
@@ -301,15 +359,35 @@ def _coordinates(mesh: dict[str, int], rank: int) -> dict[str, int]:
 
 
 def dp_rank(layout: Layout, rank: int) -> int:
-    """Which part of the global batch `rank` trains on; ranks that differ on other axes alone share one."""
+    """Which part of the tokens of the global batch `rank` trains on; ranks that differ on other axes alone share one.
+
+    With context parallelism part n is of the slice n // cp of the sequences, and of it the n % cp-th positions.
+    """
     mine = coordinates(layout, rank)
     return _position((mine[axis], layout.mesh[axis]) for axis in DP_AXES)
+
+
+def batch_of(layout: Layout, rank: int) -> int:
+    """Which slice of the sequences of the global batch `rank` trains on."""
+    return dp_rank(layout, rank) // layout.cp
+
+
+def positions(layout: Layout, seq_len: int, part: int) -> tuple[int, ...]:
+    """The positions of every sequence that a data-parallel rank trains on, in the order in which it has them.
+
+    `headtail` cuts a sequence into twice as many pieces as ranks share it; a rank has the one that is as far from its
+    begin as the other is from its end, so that under a causal mask all ranks have as much to do.
+    """
+    ranks, number = layout.cp, part % layout.cp
+    pieces = (number, 2 * ranks - 1 - number) if ranks > 1 and layout.sequence_order == "headtail" else (number,)
+    length = seq_len // (len(pieces) * ranks)
+    return tuple(position for piece in pieces for position in range(piece * length, (piece + 1) * length))
 
 
 def peers(layout: Layout, rank: int, axes: Collection[str]) -> tuple[int, ...]:
     """The ranks that differ from `rank` only on these axes, including itself, ascending.
 
-    Of the mesh of the layout, or of that of expert weights where an axis is of it alone.
+    Of the mesh of the layout, or of that of expert weights or of sequences where an axis is of it alone.
     """
     return _peers(layout, rank, frozenset(axes))
 
@@ -317,10 +395,20 @@ def peers(layout: Layout, rank: int, axes: Collection[str]) -> tuple[int, ...]:
 @functools.lru_cache(maxsize=4096)
 def _peers(layout: Layout, rank: int, axes: frozenset[str]) -> tuple[int, ...]:
     """Checks ask for the same ranks once per cast."""
-    mesh = layout.expert_mesh if axes & set(EXPERT_AXES) else layout.mesh
+    mesh = _mesh_with(layout, axes)
     mine = _coordinates(mesh, rank)
     ranges = (range(degree) if axis in axes else (mine[axis],) for axis, degree in mesh.items())
     return tuple(_position(zip(place, mesh.values(), strict=True)) for place in itertools.product(*ranges))
+
+
+def positions_of_ranks(layout: Layout, seq_len: int) -> tuple[tuple[int, ...], ...]:
+    """The positions of every rank that shares sequences: all of them, of one rank, without context parallelism."""
+    return tuple(positions(layout, seq_len, part) for part in range(layout.cp))
+
+
+def _mesh_with(layout: Layout, axes: Collection[str]) -> dict[str, int]:
+    meshes = {EXPERT_AXES: layout.expert_mesh, SEQUENCE_AXES: layout.sequence_mesh}
+    return next((mesh for own, mesh in meshes.items() if set(own) & set(axes)), layout.mesh)
 
 
 def left_over(ranks: int, degrees: Mapping[str, object], *, where: str) -> int:
@@ -359,11 +447,11 @@ def axis_of_group(layout: Layout, rank: int, ranks: tuple[int, ...]) -> str:
         for chosen in itertools.combinations(used, count):
             if ranks == peers(layout, rank, chosen):
                 return "world" if 1 < count == len(used) else "+".join(chosen)
-    shared = EXPERT_AXES if layout.ep > 1 else ()
+    shared = (*(EXPERT_AXES if layout.ep > 1 else ()), *(SEQUENCE_AXES if layout.cp > 1 else ()))
     found = next((name for name in shared if ranks == peers(layout, rank, (name,))), None)
     return found or f"ranks {','.join(map(str, ranks))}"
 
 
 def group_name(layout: Layout, axis: str) -> str:
-    """The name of the groups along an axis, of the mesh of expert weights too: another axis may have the same ranks."""
+    """The name of the groups along an axis, of the other meshes too: another axis may have the same ranks."""
     return axis_of_group(layout, 0, peers(layout, 0, (axis,)))

@@ -48,6 +48,11 @@ def sums_in_order(case: Case, numerics: Numerics = VIRTUAL_DEVICE) -> bool:
     return all(numerics.has_one_order(layout.mesh[axis]) for axis in DP_AXES)
 
 
+def activations_differ(case: Case, numerics: Numerics = VIRTUAL_DEVICE) -> bool:
+    """True where ranks add up activations, or their gradients, in another order than one rank does: from step 1 on."""
+    return case.layout.tp > 1 or not numerics.has_one_order(case.layout.cp)
+
+
 def clips_by_a_rounded_norm(case: Case) -> bool:
     """True where ranks sum the norm in an order of their own, so that its rounding is in every gradient."""
     return case.train.max_norm is not None and case.world_size > 1 and case.train.dtype != "float64"

@@ -126,12 +126,12 @@ def _recomputes_unseen(case: Case) -> bool:
 # The conditions that are no selectors, by the name of the rule: the axes that they read, and when it applies.
 _CODED: Mapping[str, tuple[tuple[str, ...], Callable[[Case], bool]]] = {
     "batch_divides_dp": (
-        ("global_batch", *DP_AXES),
-        lambda case: case.train.global_batch % case.layout.dp != 0,
+        ("global_batch", *DP_AXES, "cp"),
+        lambda case: case.train.global_batch % case.layout.batches != 0,
     ),
     "accumulation_divides_batch": (
-        ("global_batch", *DP_AXES, "accumulation"),
-        lambda case: case.train.global_batch % (case.layout.dp * case.train.accumulation) != 0,
+        ("global_batch", *DP_AXES, "cp", "accumulation"),
+        lambda case: case.train.global_batch % (case.layout.batches * case.train.accumulation) != 0,
     ),
     "heads_divide_tp": (
         (*_MODEL_AXES, "tp"),
@@ -150,8 +150,16 @@ _CODED: Mapping[str, tuple[tuple[str, ...], Callable[[Case], bool]]] = {
         lambda case: case.model.pad_vocab_to_multiple_of > 1 and case.model.padded_vocab_size == case.model.vocab_size,
     ),
     "sequence_divides_tp": (
-        ("target", "seq_len", "tp", "sequence_parallel"),
-        lambda case: case.layout.sequence_parallel and case.train.seq_len % case.layout.tp != 0,
+        ("target", "seq_len", "cp", "tp", "sequence_parallel"),
+        lambda case: case.layout.sequence_parallel and case.local_seq_len % case.layout.tp != 0,
+    ),
+    "cp_divides_shards": (("dp_shard", "cp"), lambda case: case.layout.dp_shard % case.layout.cp != 0),
+    "sequence_divides_cp": (
+        ("seq_len", "cp", "sequence_order"),
+        lambda case: (
+            case.train.seq_len % (case.layout.cp * (1 + (case.layout.sequence_order == "headtail"))) != 0
+            and case.layout.cp > 1
+        ),
     ),
     "all_gather_needs_tensorwise": (
         ("fp8_all_gather", "recipe"),
@@ -286,7 +294,7 @@ REFUSALS: tuple[Refusal, ...] = (
         "(MXFP8: 32); pad_inner_dim or a recipe with the weight gradient in high precision (with_gw_hp) make the case "
         "valid",
         source=f"{_TORCHAO}/float8_linear.py",
-        axes=("target", "global_batch", "accumulation", "seq_len", *DP_AXES, "recipe", "casts", "pad_inner_dim"),
+        axes=("target", "global_batch", "accumulation", "seq_len", *DP_AXES, "cp", "recipe", "casts", "pad_inner_dim"),
         when=_misaligned_tokens,
         check="alignment",
         pattern=_ALIGNMENT_PATTERN,

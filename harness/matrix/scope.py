@@ -66,23 +66,23 @@ PIPELINES = OutOfScope(
     calls=r"PipelineStage|ScheduleGPipe|Schedule1F1B",
     said=r"\bPP(?![A-Za-z]| ?= ?1\b)|\b(?i:pipeline[- ]parallel|pp(?:_size)? ?(?:[>+]|=(?! ?1\b)))",
 )
+CONTEXT = OutOfScope(
+    name="context parallelism",
+    reason="the reference trains with it: write cp and sequence_order in a case",
+    words=r"context_parallel\w*\d*",
+    calls=r"context_parallel",
+    said=r"\bCP(?![A-Za-z]| ?= ?1\b)|\b(?i:context[- ]parallel)",
+)
 SCOPE = (
     EXPERTS,
     PIPELINES,
+    CONTEXT,
     OutOfScope(
         name="expert tensor parallelism",
         reason="each expert is whole on one rank of ep; tensor parallelism shards the other linears only",
         words=r"(etp|expert_tensor_parallel\w*)\d*",
         options=_options("expert_tensor_parallel_degree expert_tensor_parallel_size", _SEVERAL),
         said=r"\bETP(?![A-Za-z]| ?= ?1\b)|\b(?i:expert[- ]tensor[- ]parallel)",
-    ),
-    OutOfScope(
-        name="context parallelism",
-        reason="every rank computes attention over whole sequences",
-        words=r"(cp|context_parallel\w*)\d*",
-        options=_options("context_parallel_degree context_parallel_size cp_size", _SEVERAL),
-        calls=r"context_parallel",
-        said=r"\bCP(?![A-Za-z]| ?= ?1\b)|\b(?i:context[- ]parallel)",
     ),
     OutOfScope(
         name="MX formats other than MXFP8",

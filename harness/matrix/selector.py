@@ -65,7 +65,7 @@ class Selector(msgspec.Struct, frozen=True, kw_only=True):
 _DEPENDS_ON: dict[str, tuple[str, ...]] = {
     **{name: axis.needs for name, axis in DECLARED.items()},
     "world_size": MESH_AXES,
-    "local_batch": ("global_batch", *DP_AXES),
+    "local_batch": ("global_batch", *DP_AXES, "cp"),
     "mxfp8": ("recipe",),
 }
 

@@ -214,10 +214,13 @@ def _part_of(gemm: Gemm) -> str:
 
 
 def _attention(case: Case, blocks: Sequence[int], *, saves_attention: bool) -> Iterator[Work]:
-    """Forward multiplies queries by keys and weights by values: 2 x 2 seq^2 head_dim for every head and sequence."""
+    """Forward multiplies queries by keys and weights by values: 2 x 2 seq^2 head_dim for every head and sequence.
+
+    With context parallelism a rank has its part of the queries.
+    """
     train, shape = case.train, case.model.shape
     heads = shape.heads // case.layout.tp
-    once = 4 * train.seq_len**2 * shape.head_dim * heads * case.microbatch
+    once = 4 * case.local_seq_len * train.seq_len * shape.head_dim * heads * case.microbatch
     kept = case.checkpointing.mode == "selective_op" and saves_attention
     recomputed = 0 if kept else sum(map(case.checkpointing.wraps, blocks))
     needed = len(blocks) * train.accumulation

@@ -119,8 +119,9 @@ def ignored_labels(case: Case) -> npt.NDArray[np.bool_]:
 
 
 def batch_slice(case: Case, dp_rank: int) -> slice:
-    """The sequences of the global batch that a data-parallel rank trains on. TP ranks of one dp rank share them."""
-    return slice(dp_rank * case.local_batch, (dp_rank + 1) * case.local_batch)
+    """The sequences of the global batch that a data-parallel rank trains on. TP ranks share them, and those of CP."""
+    number = dp_rank // case.layout.cp
+    return slice(number * case.local_batch, (number + 1) * case.local_batch)
 
 
 def digest(arrays: dict[str, npt.NDArray[np.generic]]) -> str:

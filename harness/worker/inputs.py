@@ -6,8 +6,9 @@ number shows that where its single-rank reference does the same.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -28,12 +29,14 @@ _INTEGERS = (torch.int16, torch.int32, torch.int64)
 class InputRecorder:
     """The integer tensors of every forward of the whole model, but for evaluations.
 
-    `tokens`: of the whole run [steps, sequences, seq_len + 1]; `mine`: which sequences are meant for this rank.
+    `tokens`: of the whole run [steps, sequences, seq_len + 1]; `mine`: which sequences are meant for this rank;
+    `pieces`: the positions that it has of them, or those of every rank that it stands for.
     """
 
-    def __init__(self, model: nn.Module, tokens: Tokens, mine: slice) -> None:
+    def __init__(self, model: nn.Module, tokens: Tokens, mine: slice, pieces: Sequence[Sequence[int]]) -> None:
         self._tokens = tokens
         self._mine = mine
+        self._pieces = pieces
         self._now: list[Tokens] = []
         self._steps: list[StepInputs] = []
         self._called = self._whole = True
@@ -57,7 +60,9 @@ class InputRecorder:
     def end_step(self, step: int) -> None:
         self._called = self._called and bool(self._now)
         if self._called:
-            self._steps.append(_found(step, self._now, self._tokens[step - 1], self._mine))
+            tokens = self._tokens[step - 1]
+            rows = rows_of_pieces(self._pieces, tokens)
+            self._steps.append(_found(step, self._now, rows, len(tokens), self._mine))
         self._now = []
 
     def continue_from(self, before: InputRecorder) -> None:
@@ -70,31 +75,50 @@ class InputRecorder:
         return tuple(self._steps) if self._called and self._whole and self._steps else None
 
 
-def sequences_in(seen: Tokens, tokens: Tokens) -> bool:
-    """True where a tensor has the inputs or the labels of some sequence of `tokens` [sequences, seq_len + 1]."""
-    known = {row.tobytes() for part in (tokens[:, :-1], tokens[:, 1:]) for row in np.ascontiguousarray(part)}
-    return any(row in known for row in _rows(seen, tokens.shape[1] - 1, known))
+class Rows(NamedTuple):
+    """Inputs and labels of some sequences: [sequences, seq_len] each, or the pieces of them, one behind the other."""
+
+    inputs: Tokens
+    labels: Tokens
+
+    def are_in(self, seen: Tokens) -> bool:
+        """True where a tensor has the inputs or the labels of some of them."""
+        known = {row.tobytes() for part in self for row in np.ascontiguousarray(part)}
+        return any(row in known for row in _rows(seen, self.inputs.shape[1], known))
+
+    def last_is_in(self, seen: Tokens) -> bool:
+        return Rows(self.inputs[-1:], self.labels[-1:]).are_in(seen)
 
 
-def _found(step: int, seen: Sequence[Tokens], tokens: Tokens, mine: slice) -> StepInputs:
-    """The sequences of one step `tokens` [sequences, seq_len + 1] in the tensors that were seen."""
-    inputs, labels = (_numbers(part, range(*mine.indices(len(tokens)))) for part in (tokens[:, :-1], tokens[:, 1:]))
-    rows = [row for tensor in seen for row in _rows(tensor, tokens.shape[1] - 1, inputs.keys() | labels.keys())]
-    found = tuple(number for row in rows for number in inputs.get(row, ()))
-    complete = set(range(*mine.indices(len(tokens)))) <= set(found)
+def rows_of_pieces(pieces: Sequence[Sequence[int]], tokens: Tokens) -> Rows:
+    """What ranks that have one of these pieces each get of `tokens` [sequences, seq_len + 1]: the first rank first."""
+    parts = (tokens[:, :-1], tokens[:, 1:])
+    return Rows(*(np.concatenate([part[:, list(piece)] for piece in pieces]) for part in parts))
+
+
+def _found(step: int, seen: Sequence[Tokens], rows: Rows, sequences: int, mine: slice) -> StepInputs:
+    """Which of so many sequences are in the tensors that were seen in one step, whole or in pieces."""
+    meant = range(*mine.indices(sequences))
+    inputs, labels = (_numbers(part, sequences, meant) for part in rows)
+    found_rows = [row for tensor in seen for row in _rows(tensor, rows.inputs.shape[1], inputs.keys() | labels.keys())]
+    found = tuple(number for row in found_rows for number in inputs.get(row, ()))
+    complete = set(meant) <= set(found)
     return StepInputs(
         step=step,
         inputs=found,
-        labels=tuple(number for row in rows for number in labels.get(row, ())),
-        covered=1.0 if complete else _covered(tokens[mine, :-1], seen),
+        labels=tuple(number for row in found_rows for number in labels.get(row, ())),
+        covered=1.0 if complete else _covered(rows.inputs[mine], seen),
         shapes=tuple(tensor.shape for tensor in seen),
     )
 
 
-def _numbers(sequences: Tokens, mine: range) -> dict[bytes, tuple[int, ...]]:
-    """The numbers of sequences by their bytes. Short ones may occur twice: then those that are `mine`, if any are."""
+def _numbers(rows: Tokens, sequences: int, mine: range) -> dict[bytes, tuple[int, ...]]:
+    """The numbers of sequences by the bytes of their rows, which are those of all pieces.
+
+    Short ones may occur twice: then those that are `mine`, if any are.
+    """
     found: dict[bytes, tuple[int, ...]] = {}
-    for number, row in enumerate(np.ascontiguousarray(sequences)):
+    for row, number in zip(np.ascontiguousarray(rows), itertools.cycle(range(sequences)), strict=False):
         found[row.tobytes()] = (*found.get(row.tobytes(), ()), number)
     return {row: tuple(each for each in numbers if each in mine) or numbers for row, numbers in found.items()}
 

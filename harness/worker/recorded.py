@@ -13,17 +13,7 @@ from harness.matrix.case import Case
 from harness.matrix.layout import dp_rank
 from harness.trace.tensors import FLOAT8, ModuleShard, ModuleTensorKind, SumTerms
 from harness.worker.probes.digests import ordered_digest
-from harness.worker.sequential_ranks import WIDE
-
-
-def summed(parts: torch.Tensor) -> torch.Tensor:
-    """The sum of `parts` [ranks, ...] in rank order, rounded once, as the virtual device has it."""
-    first, *others = parts
-    total = first.to(WIDE.get(parts.dtype, parts.dtype), copy=True)
-    for part in others:
-        total += part
-    return total.to(parts.dtype)
-
+from harness.worker.summing import summed
 
 EXPLAINED = 0.1  # of a distance at most is left where terms of a sum explain it: below 0.02 in bfloat16
 

@@ -27,6 +27,7 @@ from harness.trace import RankTrace, StepTrace
 from harness.trace.tensors import ModuleDistance, ModuleTensorKind
 from harness.worker.discovery import converted_linears
 from harness.worker.distance import relative_distance
+from harness.worker.in_pieces import InPieces
 from harness.worker.probes.cast_numbers import dtype_name
 from harness.worker.probes.digests import ordered_digest
 from harness.worker.probes.fsdp_params import fsdp_params
@@ -35,13 +36,12 @@ from harness.worker.probes.places import local_shard
 from harness.worker.probes.sketches import clean_fqn
 from harness.worker.recorded import Key, Recorded, Values, assembled, terms_of_sum
 from harness.worker.sequential_experts import computes_for_all
+from harness.worker.summing import spread, summed
 from harness.worker.tensor_ranks import (
     FLOAT8,
     Matmul,
     Ranks,
     ScaledProducts,
-    spread,
-    summed,
 )
 from harness.worker.train import Prepared, prepare, software
 
@@ -59,7 +59,8 @@ _OF_PARAMETER = Call(None, 0)
 class Replay:
     """Compares as the solo witness trains, and replaces what it computed by what the run had."""
 
-    def __init__(self, recorded: dict[Key, Recorded | None], dp: int) -> None:
+    def __init__(self, recorded: dict[Key, Recorded | None], dp: int, sharing: int) -> None:
+        self.sharing = sharing  # data-parallel ranks that share sequences
         self._recorded = recorded
         self._dp = dp
         self._gradient_factor = 0.0  # not known before the first gradient
@@ -75,14 +76,18 @@ class Replay:
         """Hook every module that eager runs record; of a compiled run what it recorded, where blocks are modules."""
         calls = Counter(key.fqn for key in self._recorded if key[:2] == (1, 0) and key.kind == "output")
         outputs = {key.fqn: found for key, found in self._recorded.items() if key.kind == "output" and found}
-        managed = fsdp_params(model)
+        managed, in_pieces = fsdp_params(model), dict[str, InPieces]()
         for name, module in model.named_modules():
             fqn = clean_fqn(name)
+            if isinstance(module, InPieces):
+                in_pieces[fqn] = module
             if fqn in calls if compiled else is_recorded(module, case):
                 boundary = _ModuleBoundary(
                     fqn, self, Ranks(module, outputs.get(fqn), case, products, managed), max(1, calls[fqn])
                 )
                 self._boundaries.append(boundary)
+                if fqn in in_pieces and boundary.ranks.by_columns:
+                    in_pieces[fqn].register_forward_pre_hook(boundary.before_pieces)
                 if not is_mixture(module):
                     module.register_forward_pre_hook(boundary.before)
                 module.register_forward_hook(boundary.after)
@@ -226,7 +231,8 @@ def replay(request: RunRequest, device: torch.device) -> RankTrace:
     case = msgspec.structs.replace(request.case, checkpointing=Checkpointing(), compile="none")
     prepared = prepare(case, device, solo_witness=True)
     model = prepared.target.model
-    watching = Replay(assembled(case, request.replayed, device), 1 if is_llama(case.target) else case.layout.dp)
+    dp = 1 if is_llama(case.target) else case.layout.dp
+    watching = Replay(assembled(case, request.replayed, device), dp, case.layout.cp)
     products = ScaledProducts()
     watching.attach(model, case, products, compiled=request.case.compile != "none")
     products.watch(_matmul(request.case))
@@ -324,7 +330,13 @@ class _ModuleBoundary:
         self.watching = watching
         self.ranks = ranks
         self._calls_per_part = calls_per_part
+        self._spreads_pieces = False
         self.calls = 0  # in this step, those that are complete
+
+    def before_pieces(self, _: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """All pieces are spread at once: what several linears read is not the same tensor piece by piece."""
+        self._spreads_pieces = True
+        return (self.watching.spread(args[0], self.ranks.count), *args[1:])
 
     def before(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
         given = args[0]
@@ -334,7 +346,7 @@ class _ModuleBoundary:
             self.watching.stream = self.watching.replaced(self.fqn, self.call, "input", Values(given)).whole
             given.data.copy_(self.watching.stream)
             return None
-        if self.ranks.by_columns:
+        if self.ranks.by_columns and not self._spreads_pieces:
             given = self.watching.spread(given, self.ranks.count)
         placed = _ReplaceInput.apply(given, self, self.call)
         self.ranks.restart(placed)
@@ -349,7 +361,11 @@ class _ModuleBoundary:
 
     @property
     def call(self) -> Call:
-        return Call(*divmod(self.calls, self._calls_per_part))
+        """Of pieces of sequences that of every rank comes after one call, of other ranks after all calls."""
+        ranks = self.watching.sharing
+        first, rest = divmod(self.calls, self._calls_per_part * ranks)
+        number, piece = divmod(rest, ranks)
+        return Call(first * ranks + piece, number)
 
 
 class _ReplaceInput(torch.autograd.Function):

@@ -9,6 +9,9 @@ the reduce dtype, and the hooks of its sharded parameters name the parts of it, 
 
 Experts compute the weight gradients of all ranks that share them at once (`sequential_experts.py`).
 
+A forward pass is for all ranks of context parallelism that share its sequences, whose modules with weights compute one
+piece after the other (`in_pieces.py`).
+
 The tokens of a forward pass tell which rank it is for. Where the model is not called as a whole, all of them count
 as the first rank's, and gradients are summed in another order.
 """
@@ -18,6 +21,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,12 +31,13 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
 from harness.matrix.case import Case
+from harness.matrix.layout import positions_of_ranks
 from harness.worker.gradient_sync import GradientSync
-from harness.worker.inputs import sequences_in
+from harness.worker.in_pieces import grads_of_pieces
+from harness.worker.inputs import Rows, rows_of_pieces
 from harness.worker.sequential_experts import ExpertsOfRanks
+from harness.worker.summing import WIDE
 from harness.worker.targets.target import StepResult, Target
-
-WIDE = {torch.bfloat16: torch.float32, torch.float16: torch.float32}  # sums are rounded once, as by the virtual device
 
 
 class SequentialRanks:
@@ -43,8 +48,11 @@ class SequentialRanks:
         self._target = target
         self._shards = case.layout.dp_shard
         self._microbatches_per_rank = case.train.accumulation
-        self._rank = 0
-        self._batches: Sequence[Any] = ()  # the tokens of each rank
+        self._cp = case.layout.cp
+        self._rows = partial(rows_of_pieces, positions_of_ranks(case.layout, case.train.seq_len))
+        self._pieces = grads_of_pieces(target.model)
+        self._rank = 0  # the first of those that share the sequences
+        self._batches: Sequence[Rows] = ()  # of each rank, or of those that share sequences
         self._sums: dict[nn.Parameter, list[_Sum]] = {}  # one for every reduction of a step
         self._reduced: Counter[nn.Parameter] = Counter()  # how often in this turn
         self._flat = torch.empty(0)  # what FSDP2 has reduced and not yet added to gradients
@@ -64,7 +72,7 @@ class SequentialRanks:
             microbatches[at : at + self._microbatches_per_rank]
             for at in range(0, len(microbatches), self._microbatches_per_rank)
         )
-        self._batches = [torch.cat(tuple(batches)).cpu().numpy() for batches in ranks]
+        self._batches = [self._rows(torch.cat(tuple(batches)).cpu().numpy()) for batches in ranks]
         self._rank = 0
         self._sums.clear()
         self._reduced.clear()
@@ -79,15 +87,16 @@ class SequentialRanks:
         for leaf in tree_leaves((args, kwargs)):
             if isinstance(leaf, torch.Tensor) and not leaf.is_floating_point() and leaf.dim() > 0:
                 seen = leaf.detach().cpu().long().numpy()
-                ranks = [rank for rank, batch in enumerate(self._batches) if sequences_in(seen, batch)]
-                if len(ranks) == 1:
-                    if ranks[0] > self._rank:
+                found = [number for number, batch in enumerate(self._batches) if batch.are_in(seen)]
+                if len(found) == 1:
+                    rank = found[0] * self._cp
+                    if rank > self._rank:
                         self._reduced.clear()
-                        self._rank = ranks[0]
-                    last = sequences_in(seen, self._batches[ranks[0]][-1:])
+                        self._rank = rank
+                    last = self._batches[found[0]].last_is_in(seen)
                     self._syncing.apply(last=last)
                     if self._experts is not None:
-                        self._experts.begin_forward(rank=ranks[0], last=last)
+                        self._experts.begin_forward(rank=rank, last=last)
 
     def _take_reduced(self, reduced: torch.Tensor) -> None:
         self._flat = reduced.detach().clone()
@@ -106,7 +115,12 @@ class SequentialRanks:
         sums = self._sums.setdefault(param, [])
         if len(sums) == self._reduced[param]:
             sums.append(_Sum(part.dtype))
-        sums[self._reduced[param]].add(part.view(local.shape), self._rank // self._shards)
+        of_ranks = [part.view(local.shape)]
+        if id(param) in self._pieces:
+            wrapper, name = self._pieces[id(param)]
+            of_ranks = wrapper.take_grads(name, part.dtype)
+        for number, each in enumerate(of_ranks):
+            sums[self._reduced[param]].add(each, (self._rank + number) // self._shards)
         self._reduced[param] += 1
         first, *others = sums
         local.copy_(first.value)

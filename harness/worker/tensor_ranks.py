@@ -24,7 +24,8 @@ from harness.worker.discovery import is_converted
 from harness.worker.dispatch_hooks.hook import unobserved
 from harness.worker.probes.fsdp_params import ManagedParam
 from harness.worker.probes.module_tensors import NORMS
-from harness.worker.recorded import Recorded, summed
+from harness.worker.recorded import Recorded
+from harness.worker.summing import spread, summed
 
 Tensor = torch.Tensor
 _OfSequence = nn.RMSNorm | nn.LayerNorm | nn.Linear
@@ -88,26 +89,6 @@ class PartsOfGradient:
         (grad if elsewhere is None else elsewhere).copy_(summed(self._parts))
         if elsewhere is not None:
             grad.zero_()
-
-
-class Spread(torch.autograd.Function):
-    """The same tensor for every rank: [ranks, ...]. Its gradient is the sum of theirs, of each over readers first."""
-
-    @staticmethod
-    def forward(ctx: Any, whole: Tensor, ranks: int, kept: PartsOfGradient | None) -> Tensor:
-        ctx.kept = kept
-        return whole.expand(ranks, *whole.shape)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        if ctx.kept is not None:
-            ctx.kept.add(grads[0])
-        return summed(grads[0]), None, None
-
-
-def spread(whole: Tensor, ranks: int, kept: PartsOfGradient | None = None) -> Tensor:
-    found: Tensor = Spread.apply(whole, ranks, kept)
-    return found
 
 
 def of_columns(linear: nn.Linear, ranks: int) -> Callable[[Tensor], Tensor]:

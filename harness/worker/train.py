@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from harness.matrix.case import Case, Layout
-from harness.matrix.layout import dp_rank
+from harness.matrix.layout import dp_rank, positions_of_ranks
 from harness.matrix.resumed import resumed_in
 from harness.request import RunRequest
 from harness.trace import RankTrace, StepTrace
@@ -148,14 +148,15 @@ def prepare(case: Case, device: torch.device, *, solo_witness: bool = False, dig
 
     `solo_witness`: as the single-rank reference of the layout. `digests_built`: keep what the target had built.
     """
-    dp = case.layout.dp if solo_witness else 1
-    microbatches = dp * case.train.accumulation
+    pieces = positions_of_ranks(case.layout, case.train.seq_len)
+    microbatches = (case.layout.batches if solo_witness else 1) * case.train.accumulation
     world = World(
         device=device,
         fsdp=case.uses_fsdp,
         dp_rank=0 if solo_witness else dp_rank(case.layout, dist.get_rank()),
         microbatches=microbatches,
         local_batch=case.microbatch,
+        pieces=pieces if solo_witness and len(pieces) > 1 else (),
     )
     built = _as_built(case, solo_witness)
     target = build_target(built, world)
@@ -168,12 +169,14 @@ def prepare(case: Case, device: torch.device, *, solo_witness: bool = False, dig
     return Prepared(
         case=built,
         world=world,
-        target=SequentialRanks(target, case) if dp > 1 else target,
+        target=SequentialRanks(target, case) if solo_witness and case.layout.dp > 1 else target,
         tokens=given,
         labels=None if case.train.ignored_tokens == "none" else _labels(case, given, part),
         data_digest=data.digest({"tokens": tokens, **data.with_other_stages(weights, built)}),
         built=digests,
-        inputs=InputRecorder(target.model, tokens, part),
+        inputs=InputRecorder(
+            target.model, tokens, part, pieces if solo_witness else pieces[world.dp_rank % len(pieces) :][:1]
+        ),
     )
 
 
@@ -237,7 +240,7 @@ def _before_first_update(call: Callable[[], None]) -> Iterator[Counter[int]]:
 
 def _batch_digests(case: Case, tokens: torch.Tensor) -> tuple[str, ...]:
     """One digest per data-parallel rank in `tokens` [steps, microbatches, sequences, seq_len + 1]."""
-    of_ranks = tokens.flatten(1, 2).split(case.local_batch, dim=1)
+    of_ranks = tokens.flatten(1, 2).split(case.local_batch, dim=1)  # those that share sequences once
     return tuple(data.digest({"tokens": batch.cpu().numpy()}) for batch in of_ranks)
 
 

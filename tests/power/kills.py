@@ -45,6 +45,7 @@ OF_THE_REFERENCE = {
     "MXFP8": " ".join(name for name, fault in all_faults().items() if fault.group == "J"),
     "experts": " ".join(name for name, fault in all_faults().items() if fault.group == "K"),
     "pipelines": " ".join(name for name, fault in all_faults().items() if fault.group == "L"),
+    "context parallelism": " ".join(name for name, fault in all_faults().items() if fault.group == "M"),
 }
 # Its one host case has a recorded fault, and runs twice as often: planted in `test_known.py`, where that host case is.
 IN_A_KNOWN_CASE = ("weight_amax_over_world",)

@@ -135,8 +135,7 @@ def test_every_token_of_an_id_has_a_meaning(case: Case) -> None:
 @pytest.mark.parametrize(
     ("token", "fix"),
     [
-        ("cp2", "leave it out: context parallelism is out of scope: "),
-        ("cp4", "leave it out: context parallelism is out of scope: "),
+        ("context_parallel2", "leave it out: context parallelism is out of scope: "),
         ("mxfp4", "leave it out: MX formats other than MXFP8 is out of scope: "),
         ("nvfp4", "leave it out: NVFP4 is out of scope: "),
         ("delayed", "leave it out: delayed scaling is out of scope: "),
@@ -186,7 +185,7 @@ def test_no_axis_and_no_word_but_ddp_is_out_of_scope() -> None:
 
 
 def test_axes_and_values_that_are_out_of_scope_are_named() -> None:
-    with pytest.raises(HarnessError, match=r"unknown axis 'cp'\. Fix: leave it out: context parallelism"):
-        known_axis("cp")
+    with pytest.raises(HarnessError, match=r"unknown axis 'context_parallel'\. Fix: leave it out: context parallelism"):
+        known_axis("context_parallel")
     with pytest.raises(HarnessError, match="MX formats"):
         checked_value("recipe", "mxfp4")

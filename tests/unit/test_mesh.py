@@ -10,7 +10,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from harness.matrix.case import Layout
-from harness.matrix.layout import DP_AXES, MESH_AXES, axis_of_group, coordinates, peers
+from harness.matrix.layout import (
+    DP_AXES,
+    MESH_AXES,
+    axis_of_group,
+    batch_of,
+    coordinates,
+    dp_rank,
+    peers,
+    positions,
+    positions_of_ranks,
+)
 
 SIZES = st.integers(1, 3)
 LAYOUTS = st.builds(Layout, dp_replicate=SIZES, dp_shard=SIZES, tp=SIZES)
@@ -89,7 +99,35 @@ def test_data_parallel_axes_and_tp_are_the_whole_mesh(layout: Layout) -> None:
         (Layout(dp_replicate=2, dp_shard=2, tp=2), 0, (0, 3), "ranks 0,3"),
         (Layout(dp_replicate=2, dp_shard=2, tp=2), 5, (5,), "self"),
         (Layout(tp=2), 0, (0, 1), "tp"),  # all ranks, but of one axis
+        (Layout(dp_shard=4, cp=2, tp=2), 5, (5, 7), "cp"),
+        (Layout(dp_shard=4, cp=2, tp=2), 5, (1, 5), "dp_sequence"),
+        (Layout(dp_shard=2, cp=2, tp=2), 1, (1, 3), "dp_shard"),  # all of them share one sequence
     ],
 )
 def test_how_groups_are_called(layout: Layout, rank: int, group: tuple[int, ...], name: str) -> None:
     assert axis_of_group(layout, rank, group) == name
+
+
+ORDERS = st.sampled_from(["headtail", "contiguous"])
+
+
+@given(st.builds(Layout, dp_shard=st.just(8), cp=st.sampled_from([1, 2, 4, 8]), sequence_order=ORDERS))
+def test_ranks_that_share_a_sequence_have_every_position_once(layout: Layout) -> None:
+    pieces = positions_of_ranks(layout, 64)
+    assert sorted(position for piece in pieces for position in piece) == list(range(64))
+    assert {len(piece) for piece in pieces} == {64 // layout.cp}
+    assert all(list(piece) == sorted(piece) for piece in pieces)
+
+
+@given(st.sampled_from([2, 4, 8]))
+def test_under_a_causal_mask_head_and_tail_are_as_much_work_on_every_rank(ranks: int) -> None:
+    pieces = positions_of_ranks(Layout(dp_shard=ranks, cp=ranks), 64)
+    assert len({sum(position + 1 for position in piece) for piece in pieces}) == 1
+
+
+def test_ranks_of_other_slices_have_the_same_positions() -> None:
+    layout = Layout(dp_replicate=2, dp_shard=4, cp=2, tp=2)
+    of_ranks = [(batch_of(layout, rank), positions(layout, 8, dp_rank(layout, rank))) for rank in ranks(layout)]
+    assert layout.batches == 4 and {batch for batch, _ in of_ranks} == {0, 1, 2, 3}
+    for batch, mine in of_ranks:
+        assert [other for number, other in of_ranks if number == batch].count(mine) == layout.tp

@@ -208,7 +208,7 @@ def test_traffic_of_any_case(case: Case, data: st.DataObject) -> None:
     terms = expected_transfers(case, step=1, rank=rank)
     assert all(term.times > 0 and term.elements > 0 and term.payload_bytes > 0 for term in terms)
     assert {term.axis for term in terms} <= {
-        a for a in ("dp_replicate", "dp_shard", "tp") if getattr(case.layout, a) > 1
+        a for a in ("dp_replicate", "dp_shard", "cp", "tp") if getattr(case.layout, a) > 1
     }
     assert expected_transfers(case, step=2, rank=rank) == expected_transfers(case, step=7, rank=rank)
     assert bool(terms) == (case.world_size > 1)

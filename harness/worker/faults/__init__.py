@@ -15,6 +15,7 @@ from harness.worker.faults import (
     amax,
     communication,
     compiled,
+    context,
     conversion,
     execution,
     experts,
@@ -43,6 +44,7 @@ FAULT_MODULES: dict[FaultClass, tuple[ModuleType, ...]] = {
     "J": (mxfp8,),
     "K": (experts,),
     "L": (pipelines,),
+    "M": (context,),
 }
 
 

@@ -16,6 +16,7 @@ from torchao.float8.float8_training_tensor import Float8TrainingTensor
 from harness.matrix.case import Case
 from harness.trace.tensors import SKETCH_SIZE, SketchKind, TensorSketch
 from harness.worker.dispatch_hooks.hook import unobserved
+from harness.worker.in_pieces import IN_PIECES
 from harness.worker.probes.digests import bytes_of, ordered_digest
 from harness.worker.probes.places import Place, Places, local_shard, place_of, unwrapped
 from harness.worker.probes.probe import Probe, mark_owned
@@ -89,8 +90,9 @@ def _cut_dim(tensor: torch.Tensor) -> int:
 
 @functools.lru_cache(maxsize=1024)
 def clean_fqn(fqn: str) -> str:
-    """The FQN without what checkpointing wrappers and compilation add to it."""
-    return fqn.replace("_checkpoint_wrapped_module.", "").replace("_orig_mod.", "")
+    """The FQN without what checkpointing wrappers, compilation and pieces of sequences add to it."""
+    whole = fqn.removesuffix(f".{IN_PIECES}").replace(f"{IN_PIECES}.", "")
+    return whole.replace("_checkpoint_wrapped_module.", "").replace("_orig_mod.", "")
 
 
 def is_compiled(module: nn.Module) -> bool:

@@ -42,6 +42,7 @@ class World(NamedTuple):
     dp_rank: int  # which part of the global batch this rank trains on
     microbatches: int  # how many `step` gets: the `accumulation` of the case, times `dp` for the single-rank reference
     local_batch: int  # sequences of a microbatch
+    pieces: Sequence[Sequence[int]] = ()  # of that reference: the positions that each rank of `cp` has of a sequence
 
 
 class Target(Protocol):

@@ -159,7 +159,6 @@ def test_other_tools(text: str, where: str, expected: str) -> None:
 @pytest.mark.parametrize(
     ("given", "what"),
     [
-        ("--parallelism.context_parallel_degree 2", "context parallelism"),
         ("--parallelism.expert_tensor_parallel_degree 2", "expert tensor parallelism"),
         ("--model.name deepseek_v3 --parallelism.tensor_parallel_degree 2", "a mixture of experts"),
         ("--model.name qwen3", "trains its llama3"),
@@ -207,6 +206,32 @@ def test_a_pipeline_gets_the_blocks_and_microbatches_that_fill_it(given: str, wh
     case = configured(given, where=where)[0]
     assert case_id(case).startswith(expected)
     assert case.train.accumulation % case.layout.pp == 0 and not exclusions(case)
+
+
+TITAN_CONTEXT = """[parallelism]
+data_parallel_shard_degree = 2
+context_parallel_degree = 8
+context_parallel_load_balancer = "headtail"
+[compile]
+enable = true
+"""
+
+
+@pytest.mark.parametrize(
+    ("given", "where", "expected"),
+    [
+        (TITAN_CONTEXT, "train.toml", "fsdp8-cp4-bf16"),
+        (
+            "torchrun --nproc_per_node 8 pretrain_gpt.py --tensor-model-parallel-size 2 --context-parallel-size 2",
+            "run.sh",
+            "fsdp4-tp2-cp2-bf16",
+        ),
+    ],
+)
+def test_ranks_that_share_sequences_are_ranks_of_fsdp(given: str, where: str, expected: str) -> None:
+    case = configured(given, where=where)[0]
+    assert case_id(case).startswith(expected)
+    assert case.local_seq_len >= 16 and not exclusions(case)
 
 
 TITAN_EXPERTS = """

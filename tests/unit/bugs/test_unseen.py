@@ -38,7 +38,7 @@ def test_options_refuse_by_name(flags: str, name: str) -> None:
         ("Compile breaks if the layer (the delayed scaling one) is in a Sequential.", {"delayed scaling"}),
         ("`sync_float8_amax_and_scale_history` does not know these classes.", {"delayed scaling"}),
         ("It does not fail without MoE, nor with PP=1.", set()),
-        ("It trains with `cp_size=2` and `pp_size=1`.", {"context parallelism"}),
+        ("It trains with context parallelism and `pp_size=1`.", {"context parallelism"}),
         ("Unlike DDP, nothing is replicated.", set()),
     ],
 )

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -26,6 +26,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from harness.matrix.case import Case
+from harness.worker.targets.reference.context_parallel import Cut, apply_cp, stand_for_all
 from harness.worker.targets.reference.expert_parallel import tokens_of_step
 from harness.worker.targets.reference.float8 import after_optimizer_step, convert, convert_experts
 from harness.worker.targets.reference.loss import (
@@ -82,12 +83,19 @@ RESNET_SGD: dict[str, Any] = {"momentum": 0.9, "weight_decay": 1e-4}
 
 class ReferenceTarget:
     def __init__(
-        self, case: Case, model: Llama, optimizer: torch.optim.Optimizer, meshes: Meshes, parts: Sequence[Llama] = ()
+        self,
+        case: Case,
+        model: Llama,
+        optimizer: torch.optim.Optimizer,
+        meshes: Meshes,
+        parts: Sequence[Llama] = (),
+        context: Cut | None = None,
     ) -> None:
         self.model = model
         self.optimizer = optimizer
         self._case = case
         self._meshes = meshes
+        self.context = context
         self._pipeline = (
             None if meshes.pp is None else Pipeline(parts, case, meshes.pp, self.loss_of_stage, dist.get_rank())
         )
@@ -100,7 +108,7 @@ class ReferenceTarget:
         """The loss of one step, in evaluation mode and without gradients."""
         batches, tokens = self._counted(microbatches, labels)
         self.model.eval()
-        losses = [share_of_loss(self.model, batch, self._case, tokens) for batch in batches]
+        losses = [share_of_loss(self.model, self.cut(batch), self._case, tokens) for batch in batches]
         self.model.train()
         return self._global_loss(losses)
 
@@ -130,7 +138,7 @@ class ReferenceTarget:
         for number, batch in enumerate(batches, start=1):
             if isinstance(self.model, FSDPModule) and self._case.train.reduce_grads == "last_microbatch":
                 self.model.set_requires_gradient_sync(number == len(batches))
-            losses.append(share_of_loss(self.model, batch, self._case, tokens, backward=True))
+            losses.append(share_of_loss(self.model, self.cut(batch), self._case, tokens, backward=True))
         return losses
 
     def loss_of_stage(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -142,7 +150,11 @@ class ReferenceTarget:
         """The batches of one step, and over how many tokens of all ranks their loss is a mean."""
         labels = labels or [tokens[:, 1:] for tokens in microbatches]
         batches = [Batch(tokens[:, :-1], own) for tokens, own in zip(microbatches, labels, strict=True)]
-        return batches, global_token_count(batches, self._meshes.dp, self._case)
+        return batches, global_token_count([self.cut(batch) for batch in batches], self._meshes.dp, self._case)
+
+    def cut(self, batch: Batch) -> Batch:
+        """What this rank has of whole sequences."""
+        return batch if self.context is None else Batch(*map(self.context.cut, batch))
 
     def save(self, folder: Path) -> None:
         save(self._state(), checkpoint_id=folder)
@@ -172,16 +184,24 @@ class ReferenceTarget:
 
 def build(case: Case, world: World) -> ReferenceTarget:
     meshes = build_meshes(case.layout, world)
-    model, parts = distributed_model(case, meshes, world.device)
-    return ReferenceTarget(case, model, build_optimizer(model, case), meshes, parts)
+    model, parts, context = distributed_model(case, meshes, world)
+    return ReferenceTarget(case, model, build_optimizer(model, case), meshes, parts, context)
 
 
-def distributed_model(case: Case, meshes: Meshes, device: torch.device) -> tuple[Llama, Sequence[Llama]]:
-    """The model on a device, ready for its weights, and its stages in a pipeline.
+class Distributed(NamedTuple):
+    """A model that is ready for its weights, its stages in a pipeline, and what cuts its sequences."""
 
-    The order matters: stages, FP8, TP, checkpointing, compile, FSDP2.
+    model: Llama
+    parts: Sequence[Llama]
+    context: Cut | None
+
+
+def distributed_model(case: Case, meshes: Meshes, world: World, device: torch.device | None = None) -> Distributed:
+    """Built on the device of the world, or on another.
+
+    The order matters: stages, FP8, TP, context parallelism, checkpointing, compile, FSDP2.
     """
-    model = _plain_model(case, device)
+    model = _plain_model(case, device or world.device)
     if not case.float8.convert_after_tp:
         convert(model, case.float8)
     if meshes.tp is not None:
@@ -191,6 +211,7 @@ def distributed_model(case: Case, meshes: Meshes, device: torch.device) -> tuple
         apply_ep(model, meshes.ep)
     if case.float8.convert_after_tp:
         convert(model, case.float8)
+    context = _cut_sequences(model, case, meshes, world)
     apply_checkpointing(model.layers, case.checkpointing)
     if case.compile != "none":
         from harness.worker.targets.reference.compiled import apply_compile
@@ -200,7 +221,14 @@ def distributed_model(case: Case, meshes: Meshes, device: torch.device) -> tuple
     for part in parts or [model]:
         if meshes.dp is not None:
             apply_fsdp(part, meshes, case)
-    return model, parts
+    return Distributed(model, parts, context)
+
+
+def _cut_sequences(model: Llama, case: Case, meshes: Meshes, world: World) -> Cut | None:
+    """What the model is given of every sequence, where ranks of context parallelism share them."""
+    if meshes.cp is not None:
+        return apply_cp(model, case, meshes.cp)
+    return stand_for_all(model, world.pieces) if world.pieces else None
 
 
 def _plain_model(case: Case, device: torch.device) -> Llama:

@@ -7,6 +7,7 @@ parallelism attention infers its number of heads from the width of its input.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -33,12 +34,31 @@ def apply_rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.T
     return rotated.flatten(-2).to(x.dtype)
 
 
+def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+    """Attention of q, k and v [batch, seq, heads, head_dim]: causal, or where `mask` [queries, keys] is true."""
+    q, k, v = (tensor.transpose(1, 2) for tensor in (q, k, v))
+    out = F.scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=q.size(1) != k.size(1)
+    )
+    return out.transpose(1, 2)
+
+
+class Context(Protocol):
+    """Attention where the sequences of x are cut into pieces."""
+
+    def attend(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+    ) -> torch.Tensor:
+        """The same as `attend` of rotated q and k, of what a rank has of every sequence."""
+
+
 class Attention(nn.Module):
     """Causal self-attention with grouped key and value heads."""
 
     def __init__(self, shape: ModelShape, *, bias: bool) -> None:
         super().__init__()
         self.head_dim = shape.head_dim
+        self.context: Context | None = None
         self.wq = nn.Linear(shape.dim, shape.heads * shape.head_dim, bias=bias)
         self.wk = nn.Linear(shape.dim, shape.kv_heads * shape.head_dim, bias=bias)
         self.wv = nn.Linear(shape.dim, shape.kv_heads * shape.head_dim, bias=bias)
@@ -46,10 +66,9 @@ class Attention(nn.Module):
 
     def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         q, k, v = (proj(x).unflatten(-1, (-1, self.head_dim)) for proj in (self.wq, self.wk, self.wv))
-        q, k = apply_rope(q, cos, sin), apply_rope(k, cos, sin)
-        q, k, v = (tensor.transpose(1, 2) for tensor in (q, k, v))
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.size(1) != k.size(1))
-        return self.wo(out.transpose(1, 2).flatten(-2))
+        if self.context is not None:
+            return self.wo(self.context.attend(q, k, v, cos, sin).flatten(-2))
+        return self.wo(attend(apply_rope(q, cos, sin), apply_rope(k, cos, sin), v).flatten(-2))
 
 
 class FeedForward(nn.Module):

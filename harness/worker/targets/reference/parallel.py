@@ -46,6 +46,7 @@ class Meshes(NamedTuple):
     tp: DeviceMesh | None = None
     pp: DeviceMesh | None = None
     dp: DeviceMesh | None = None
+    cp: DeviceMesh | None = None
     ep: DeviceMesh | None = None
     of_experts: DeviceMesh | None = None
 
@@ -57,11 +58,23 @@ def build_meshes(layout: Layout, world: World) -> Meshes:
         return Meshes()
     if layout.ep > 1:
         return _with_experts(layout, world)
+    if layout.cp > 1:
+        return with_context(layout, world)
     mesh = init_device_mesh(world.device.type, tuple(axes.values()), mesh_dim_names=tuple(axes))
     dp_axes = tuple(name for name in axes if name in DP_AXES)
     dp = mesh[dp_axes] if dp_axes else None
     tp, pp = (mesh[name] if name in axes else None for name in ("tp", "pp"))
     return Meshes(tp=tp, pp=pp, dp=dp, of_experts=dp)
+
+
+def with_context(layout: Layout, world: World) -> Meshes:
+    """FSDP2 shards over ranks with the same sequences as well: they have other tokens of them."""
+    axes = layout.sequence_mesh
+    mesh = init_device_mesh(world.device.type, tuple(axes.values()), mesh_dim_names=tuple(axes))
+    shards = mesh["dp_sequence", "cp"]._flatten("dp_shard")
+    replicated = layout.dp_replicate > 1
+    dp = mesh["dp_replicate", "dp_shard"] if replicated else shards
+    return Meshes(tp=mesh["tp"] if layout.tp > 1 else None, dp=dp, cp=mesh["cp"], of_experts=dp)
 
 
 def _with_experts(layout: Layout, world: World) -> Meshes:

@@ -1,0 +1,88 @@
+"""Modules on one rank that stands for several, each of which has a piece of every sequence.
+
+What attention mixes is computed at once. Everything else belongs to the tokens of one rank: its tensorwise scales are
+of them alone, and so are its gradients of weights, which ranks reduce in an order and a dtype of their own. So every
+module with weights computes one piece after the other, forward and backward, and keeps the gradients of every piece.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+Tensor = torch.Tensor
+_BATCH = -3  # dim
+IN_PIECES = "_in_pieces"  # in names: the module itself in its wrapper
+
+
+class InPieces(nn.Module):
+    """Calls a module once for every piece of its input, which is cut along the batch.
+
+    An input is [batch, positions], of tokens, or [..., batch, positions, features].
+    """
+
+    def __init__(self, module: nn.Module, count: int) -> None:
+        super().__init__()
+        self._in_pieces = module
+        self.count = count
+        self.grads: defaultdict[str, list[Sequence[Tensor]]] = defaultdict(list)  # by name: of every call, each piece's
+
+    def take_grads(self, name: str, dtype: torch.dtype) -> list[Tensor]:
+        """The gradients of a weight since the last time, of every piece, added up as FSDP2 does: in this dtype."""
+        of_pieces = zip(*self.grads.pop(name), strict=True)
+        return [functools.reduce(torch.add, (grad.to(dtype) for grad in of_piece)) for of_piece in of_pieces]
+
+    def forward(self, given: Tensor) -> Tensor:
+        computed: Tensor = _Pieces.apply(given, self, *self._in_pieces.parameters(recurse=False))
+        return computed
+
+
+class _Pieces(torch.autograd.Function):
+    """Forward and backward of one piece after the other: autograd alone would begin backward with the last."""
+
+    @staticmethod
+    def forward(ctx: Any, given: Tensor, owner: InPieces, *weights: Tensor) -> Tensor:
+        ctx.owner, ctx.weights = owner, weights
+        with torch.set_grad_enabled(any(ctx.needs_input_grad)):
+            pieces = given.chunk(owner.count, _BATCH if given.is_floating_point() else 0)
+            ctx.inputs = [piece.detach().requires_grad_(given.requires_grad) for piece in pieces]
+            ctx.outputs = [owner._in_pieces(piece) for piece in ctx.inputs]
+        return torch.cat([output.detach() for output in ctx.outputs], _BATCH)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        wanted = ctx.inputs[0].requires_grad
+        pieces = zip(ctx.inputs, ctx.outputs, grads[0].chunk(ctx.owner.count, _BATCH), strict=True)
+        found = [
+            torch.autograd.grad(output, (*([given] if wanted else []), *ctx.weights), grad)
+            for given, output, grad in pieces
+        ]
+        of_input = torch.cat([each[0] for each in found], _BATCH) if wanted else None
+        of_weights = list(zip(*(each[wanted:] for each in found), strict=True))
+        names = (name for name, _ in ctx.owner._in_pieces.named_parameters(recurse=False))
+        for name, of_weight in zip(names, of_weights, strict=True):
+            ctx.owner.grads[name].append(of_weight)
+        return of_input, None, *(torch.stack(of_weight).sum(0) for of_weight in of_weights)
+
+
+def use_pieces(model: nn.Module, count: int) -> None:
+    """Wrap every module that has weights of its own, in place."""
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            if any(True for _ in child.parameters(recurse=False)):
+                parent.register_module(name, InPieces(child, count))
+
+
+def grads_of_pieces(model: nn.Module) -> dict[int, tuple[InPieces, str]]:
+    """By the id of every weight that is used in pieces: where the gradients of pieces are."""
+    wrappers = [module for module in model.modules() if isinstance(module, InPieces)]
+    return {
+        id(param): (wrapper, name)
+        for wrapper in wrappers
+        for name, param in wrapper._in_pieces.named_parameters(recurse=False)
+    }

@@ -1,0 +1,44 @@
+"""Sums of what several ranks have, as the virtual device adds them up, on one rank that computes it all."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+
+Tensor = torch.Tensor
+WIDE = {torch.bfloat16: torch.float32, torch.float16: torch.float32}  # sums are rounded once, as by the virtual device
+
+
+def summed(parts: torch.Tensor) -> torch.Tensor:
+    """The sum of `parts` [ranks, ...] in rank order, rounded once, as the virtual device has it."""
+    first, *others = parts
+    total = first.to(WIDE.get(parts.dtype, parts.dtype), copy=True)
+    for part in others:
+        total += part
+    return total.to(parts.dtype)
+
+
+class KeepsParts(Protocol):
+    def add(self, parts: Tensor) -> None:
+        """Keep what each rank has of a gradient: [ranks, ...]."""
+
+
+class Spread(torch.autograd.Function):
+    """The same tensor for every rank: [ranks, ...]. Its gradient is the sum of theirs, of each over readers first."""
+
+    @staticmethod
+    def forward(ctx: Any, whole: Tensor, ranks: int, kept: KeepsParts | None) -> Tensor:
+        ctx.kept = kept
+        return whole.expand(ranks, *whole.shape)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        if ctx.kept is not None:
+            ctx.kept.add(grads[0])
+        return summed(grads[0]), None, None
+
+
+def spread(whole: Tensor, ranks: int, kept: KeepsParts | None = None) -> Tensor:
+    found: Tensor = Spread.apply(whole, ranks, kept)
+    return found

@@ -1,0 +1,116 @@
+"""Context parallelism: ranks share the positions of every sequence, and gather keys and values for attention.
+
+torch's own context parallelism has no CPU kernel. Its all-gather form does the same: every rank gathers what all ranks
+of its sequences have of keys and values, and attends with its queries, under the causal mask of their positions.
+
+The single-rank reference has all pieces at once, one behind the other in the batch: [ranks * batch, positions].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+import torch.distributed._functional_collectives as funcol
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from harness.matrix.case import Case
+from harness.matrix.layout import positions_of_ranks
+from harness.worker.in_pieces import use_pieces
+from harness.worker.summing import spread
+from harness.worker.targets.reference.model import Attention, Context, Llama, apply_rope, attend
+
+Tensor = torch.Tensor
+_SEQUENCE = 1  # the dim of [batch, sequence, ...]
+
+
+class Cut(Context, Protocol):
+    def cut(self, tokens: Tensor) -> Tensor:
+        """What this rank has of inputs or labels [batch, seq]."""
+
+
+class OfRank(Cut):
+    """The positions `pieces[number]` of every sequence, of which the ranks of `mesh` have the others."""
+
+    def __init__(self, pieces: Sequence[Sequence[int]], mesh: DeviceMesh) -> None:
+        self.mesh = mesh
+        self.mine = torch.tensor(pieces[mesh.get_local_rank()])
+        self.order = _order(pieces)
+
+    def cut(self, tokens: Tensor) -> Tensor:
+        return tokens[:, self.mine]
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        tables = self.at_positions(cos), self.at_positions(sin)
+        k, v = self.gathered(torch.stack((apply_rope(k, *tables), v))).unbind()
+        return attend(apply_rope(q, *tables), k, v, causal(self.mine, len(self.order)))
+
+    def at_positions(self, table: Tensor) -> Tensor:
+        """The rows of the RoPE cache for the positions of this rank."""
+        return table[self.mine]
+
+    def gathered(self, keys_and_values: Tensor) -> Tensor:
+        """[2, batch, positions, ...] of whole sequences, in their order."""
+        found = funcol.all_gather_tensor_autograd(keys_and_values, _SEQUENCE + 1, self.mesh.get_group())
+        return found[:, :, self.order]
+
+
+class OfAllRanks(Cut):
+    """All pieces, as the ranks that have one each compute them: keys are rotated in the order of whole sequences."""
+
+    def __init__(self, pieces: Sequence[Sequence[int]]) -> None:
+        self._pieces = [torch.tensor(piece) for piece in pieces]
+        self._order = _order(pieces)
+
+    def cut(self, tokens: Tensor) -> Tensor:
+        return torch.cat([tokens[:, piece] for piece in self._pieces])
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ranks = len(self._pieces)
+        q, k, v = (torch.cat(each.chunk(ranks), _SEQUENCE)[:, self._order] for each in (q, k, v))
+        q, k = apply_rope(q, cos, sin), apply_rope(k, cos, sin)
+        k, v = spread(torch.stack((k, v)), ranks).transpose(0, 1)
+        each = zip(self._pieces, k, v, strict=True)
+        return torch.cat(
+            [attend(q[:, piece], keys, values, causal(piece, len(self._order))) for piece, keys, values in each]
+        )
+
+
+def causal(mine: Tensor, total: int) -> Tensor:
+    """Which of `total` positions a query at each of these may see: [len(mine), total]."""
+    return mine[:, None] >= torch.arange(total, device=mine.device)
+
+
+def _order(pieces: Sequence[Sequence[int]]) -> Tensor:
+    """Where every position of a sequence is in its pieces, one behind the other."""
+    return torch.tensor([position for piece in pieces for position in piece]).argsort()
+
+
+def apply_cp(model: Llama, case: Case, mesh: DeviceMesh) -> OfRank:
+    """Let every block attend with the keys and values of all ranks of the mesh.
+
+    A norm uses its input twice, and the residual stream a third time. Where a piece is computed by itself both
+    gradients of a norm are added up before the third, so here they are as well.
+    """
+    context = OfRank(positions_of_ranks(case.layout, case.train.seq_len), mesh)
+    _attend_with(model, context)
+    for module in model.modules():
+        if isinstance(module, nn.RMSNorm):
+            module.register_forward_pre_hook(lambda _, args: (args[0].view_as(args[0]),))
+    return context
+
+
+def stand_for_all(model: Llama, pieces: Sequence[Sequence[int]]) -> OfAllRanks:
+    """Let the model compute what all these ranks of context parallelism do."""
+    context = OfAllRanks(pieces)
+    _attend_with(model, context)
+    use_pieces(model, len(pieces))
+    return context
+
+
+def _attend_with(model: Llama, context: Context) -> None:
+    for module in model.modules():
+        if isinstance(module, Attention):
+            module.context = context

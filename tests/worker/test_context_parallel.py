@@ -1,0 +1,87 @@
+"""Pieces of sequences: which positions ranks have, and one rank that computes what all of them do."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor.experimental._context_parallel._load_balancer import _HeadTailLoadBalancer
+
+from harness.matrix.layout import Layout, positions_of_ranks
+from harness.worker.in_pieces import InPieces, grads_of_pieces, use_pieces
+from harness.worker.probes.sketches import clean_fqn
+from harness.worker.targets.reference.context_parallel import OfAllRanks
+from harness.worker.targets.reference.model import apply_rope, attend, rope_cache
+
+BATCH, SEQ, HEADS, KEYS, DIM = 2, 32, 4, 2, 8
+
+
+def random(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_ranks_have_the_positions_that_torch_gives_them(ranks: int) -> None:
+    layout = Layout(dp_shard=ranks, cp=ranks)
+    balancer = _HeadTailLoadBalancer(SEQ, ranks, torch.device("cpu"))
+    indices = balancer._generate_indices(restore=False)
+    assert indices is not None
+    assert [list(each) for each in positions_of_ranks(layout, SEQ)] == indices.view(ranks, -1).tolist()
+
+
+@pytest.mark.parametrize("order", ["headtail", "contiguous"])
+def test_attention_of_all_pieces_is_that_of_whole_sequences(order: str) -> None:
+    pieces = positions_of_ranks(Layout(dp_shard=4, cp=4, sequence_order=order), SEQ)
+    cos, sin = (table.double() for table in rope_cache(DIM, SEQ))
+    whole = [random(BATCH, SEQ, heads, DIM).requires_grad_() for heads in (HEADS, KEYS, KEYS)]
+    context = OfAllRanks(pieces)
+    q, k, v = whole
+    expected = attend(apply_rope(q, cos, sin), apply_rope(k, cos, sin), v)
+    found = context.attend(*(context.cut(each) for each in whole), cos, sin)
+    weights = random(*expected.shape)
+    for one, other in zip(
+        (found, *torch.autograd.grad(found, whole, context.cut(weights))),
+        (context.cut(expected), *torch.autograd.grad(expected, whole, weights)),
+        strict=True,
+    ):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+
+
+def test_a_module_in_pieces_has_the_gradients_of_every_piece() -> None:
+    linear = nn.Linear(DIM, 3).double()
+    model = nn.Sequential(linear)
+    use_pieces(model, 2)
+    assert isinstance(model[0], InPieces) and [clean_fqn(name) for name, _ in model.named_modules()][1:] == ["0", "0"]
+    given, grad = random(2 * BATCH, SEQ, DIM).requires_grad_(), random(2 * BATCH, SEQ, 3)
+    model(given).backward(grad)
+    wrapper, name = grads_of_pieces(model)[id(linear.weight)]
+    of_ranks = []
+    for piece, its_grad in zip(given.detach().chunk(2), grad.chunk(2), strict=True):
+        linear.zero_grad()
+        linear(piece).backward(its_grad)
+        of_ranks.append(linear.weight.grad)
+    assert all(map(torch.equal, wrapper.take_grads(name, torch.float64), of_ranks)) and not wrapper.grads
+    linear.zero_grad()
+    (alone,) = torch.autograd.grad(linear(plain := given.detach().requires_grad_()), plain, grad)
+    torch.testing.assert_close(given.grad, alone)
+
+
+def test_pieces_are_computed_first_rank_first_in_backward_too() -> None:
+    seen: list[float] = []
+
+    class Noted(nn.Linear):
+        def forward(self, given: torch.Tensor) -> torch.Tensor:
+            out = super().forward(given)
+            out.register_hook(lambda grad: seen.append(grad[0, 0, 0].item()))
+            return out
+
+    wrapped = InPieces(Noted(1, 1).double(), 3)
+    wrapped(random(3, 1, 1)).backward(torch.arange(3.0).double().view(3, 1, 1))
+    assert seen == [0, 1, 2]
+
+
+def test_nothing_is_kept_where_nothing_is_trained() -> None:
+    wrapped = InPieces(nn.Linear(2, 2), 2)
+    with torch.no_grad():
+        assert not wrapped(torch.zeros(2, 1, 2)).requires_grad
+    assert not wrapped.grads
