@@ -146,6 +146,6 @@ TRAINED_CASES = _cases((*EXCLUSIONS, *REFUSALS))
 EAGER_CASES = _cases((*EXCLUSIONS, *REFUSALS), "compile")
 # Of experts nothing is known of memory and of FLOPs before they run.
 _OF_EXPERTS = ("experts", "ep", "grouped_mm")
-DENSE_CASES = _cases(EXCLUSIONS, *_OF_EXPERTS)
-TRAINED_DENSE_CASES = _cases((*EXCLUSIONS, *REFUSALS), *_OF_EXPERTS)
+DENSE_CASES = _cases(EXCLUSIONS, "pp", *_OF_EXPERTS)
+TRAINED_DENSE_CASES = _cases((*EXCLUSIONS, *REFUSALS), "pp", *_OF_EXPERTS)
 EAGER_DENSE_CASES = _cases((*EXCLUSIONS, *REFUSALS), "compile", "pp", *_OF_EXPERTS)

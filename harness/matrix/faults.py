@@ -136,8 +136,9 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         Faults of class H need compiled blocks; all others patch code that compiled blocks do not call. Those of class L
         need a pipeline, and those of class M context parallelism, in which others were not measured.
         """
-        needs = {"H": case.compile != "none", "L": case.layout.pp > 1, "M": case.layout.cp > 1}
-        if any(needed != (self.group == group) for group, needed in needs.items()) or not self.fits(case.target):
+        group, layout = self.group, case.layout
+        alike = (case.compile != "none") == (group == "H") and (layout.pp > 1) == (group == "L")
+        if not (alike and (layout.cp > 1) == (group == "M") and self.fits(case.target)):
             return False
         return any(parse_selector(text).matches(case) for text in self.where)
 

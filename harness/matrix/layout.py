@@ -327,7 +327,7 @@ class Layout(Mesh, frozen=True, kw_only=True):
     @property
     def batches(self) -> int:
         """The number of different slices of the global batch: ranks of `cp` share one, and those of `tp`."""
-        return batches_of({**self.mesh, "cp": self.cp})
+        return max(1, self.dp_replicate * self.dp_shard // self.cp)
 
     def __post_init__(self) -> None:
         if self.tp == 1:
@@ -395,7 +395,7 @@ def peers(layout: Layout, rank: int, axes: Collection[str]) -> tuple[int, ...]:
 @functools.lru_cache(maxsize=4096)
 def _peers(layout: Layout, rank: int, axes: frozenset[str]) -> tuple[int, ...]:
     """Checks ask for the same ranks once per cast."""
-    mesh = _mesh_with(layout, axes)
+    mesh = mesh_with(layout, axes)
     mine = _coordinates(mesh, rank)
     ranges = (range(degree) if axis in axes else (mine[axis],) for axis, degree in mesh.items())
     return tuple(_position(zip(place, mesh.values(), strict=True)) for place in itertools.product(*ranges))
@@ -406,7 +406,8 @@ def positions_of_ranks(layout: Layout, seq_len: int) -> tuple[tuple[int, ...], .
     return tuple(positions(layout, seq_len, part) for part in range(layout.cp))
 
 
-def _mesh_with(layout: Layout, axes: Collection[str]) -> dict[str, int]:
+def mesh_with(layout: Layout, axes: Collection[str]) -> dict[str, int]:
+    """The mesh that has these axes: that of the layout, of expert weights, or of sequences."""
     meshes = {EXPERT_AXES: layout.expert_mesh, SEQUENCE_AXES: layout.sequence_mesh}
     return next((mesh for own, mesh in meshes.items() if set(own) & set(axes)), layout.mesh)
 

@@ -9,8 +9,10 @@ import msgspec
 from harness.expect.traffic import transfers_if_balanced
 from harness.expect.transfer import Transfer
 from harness.matrix.case import Case, Layout
-from harness.matrix.layout import EXPERT_AXES, MESH_AXES
+from harness.matrix.layout import EXPERT_AXES, MESH_AXES, SEQUENCE_AXES, mesh_with
 from harness.performance.machine import Machine
+
+_ORDER = (*MESH_AXES, *SEQUENCE_AXES, *EXPERT_AXES)
 
 
 class AxisTraffic(msgspec.Struct, frozen=True, kw_only=True):
@@ -46,7 +48,7 @@ def wire(case: Case, *, gpus_per_node: int) -> tuple[AxisTraffic, ...]:
             # of scales: the loss has maxima of its own
             amax_reductions=sum(term.times for term in found[axis] if term.op == "max" and "amax" in term.purpose),
         )
-        for axis in sorted(found, key=lambda axis: (*MESH_AXES, *EXPERT_AXES).index(_axes(layout, axis)[0]))
+        for axis in sorted(found, key=lambda axis: _ORDER.index(_axes(layout, axis)[0]))
     )
 
 
@@ -84,13 +86,14 @@ def crosses_nodes(layout: Layout, axis: str, gpus_per_node: int) -> bool:
 
 def group_size(layout: Layout, axis: str) -> int:
     """Ranks of a group along an axis, or along several that are joined by "+"."""
-    return math.prod((layout.expert_mesh | layout.mesh)[name] for name in _axes(layout, axis))
+    axes = _axes(layout, axis)
+    return math.prod(mesh_with(layout, axes)[name] for name in axes)
 
 
 def _stride(layout: Layout, axis: str) -> int:
     """How far apart the ranks of a group are: the product of the degrees of the axes that vary faster."""
     last = _axes(layout, axis)[-1]
-    mesh = layout.expert_mesh if last in EXPERT_AXES else layout.mesh
+    mesh = mesh_with(layout, (last,))
     names = list(mesh)
     return math.prod(mesh[name] for name in names[names.index(last) + 1 :])
 

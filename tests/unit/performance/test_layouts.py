@@ -13,7 +13,6 @@ from harness.errors import HarnessError
 from harness.expect.traffic import expected_transfers, fsdp_units
 from harness.matrix.case import Case, Layout
 from harness.matrix.caseid import parse_case_id
-from harness.matrix.layout import coordinates
 from harness.matrix.linears import parameter_count
 from harness.performance.layouts import Simulation, layouts, simulate, sweep
 from harness.performance.machine import machine
@@ -125,21 +124,16 @@ def test_no_byte_and_no_parameter_is_lost(case: Case) -> None:
     assert sum(each.amax_reductions for each in found) == sum(
         "amax" in term.purpose for term in terms for _ in [0] * term.times
     )
-    places = [coordinates(case.layout, rank) for rank in range(case.world_size)]
-    moments = [memory(case, rank=rank) for rank, place in enumerate(places) if place["dp_replicate"] == 0]
+    moments = [memory(case, rank=rank) for rank in range(case.layout.dp_shard * case.layout.tp)]
     item = 2 if case.train.parameter_dtype == "bfloat16" else 8 if case.train.dtype == "float64" else 4
-    first_of_stage = [
-        rank for rank, place in enumerate(places) if not any(place[axis] for axis in place if axis != "pp")
-    ]
-    units = [unit for rank in first_of_stage for unit in fsdp_units(case, rank)]
-    replicated = [weight for unit in units for weight in unit.weights if "norm" in weight.fqn]
+    replicated = [weight for unit in fsdp_units(case, 0) for weight in unit.weights if "norm" in weight.fqn]
     repeated = (case.layout.tp - 1) * sum(weight.rows for weight in replicated)
     if not case.model.bias:  # biases of rowwise linears are on every TP rank
         assert sum(each.optimizer for each in moments) == case.train.update.states * item * (
             parameter_count(case) + repeated
         )
     assert all(each.peak >= each.before_backward >= each.state for each in moments)
-    assert case.layout.pp > 1 or moments[0].optimizer == max(each.optimizer for each in moments)
+    assert moments[0].optimizer == max(each.optimizer for each in moments)
 
 
 def test_a_sweep_keeps_the_batch_and_ranks_what_is_refused_last() -> None:
