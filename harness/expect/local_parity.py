@@ -150,8 +150,8 @@ def _is_scaled_matmul(found: ModuleDistance, model: Model, bits: Bits) -> bool:
 def _gradient(case: Case, found: ModuleDistance, bits: Bits) -> float:
     """Of a parameter: rounded to the dtype of the run on every TP rank, then summed over dp ranks."""
     layout, train, module = case.layout, case.train, found.fqn.removesuffix(".weight")
-    if layout.cp > 1 and layout.tp > 1 and train.reduce_grads == "last_microbatch" and module.endswith("norm"):
-        # TP ranks add up microbatches first, and the replay the TP ranks of every piece and microbatch
+    if layout.cp > 1 and layout.tp > 1 and train.dtype == "bfloat16" and module.endswith("norm"):
+        # the replay rounds the sum over TP ranks of every piece; ranks add up microbatches, or the FSDP2 group, first
         return _rounding(train.dtype, spread=max(1.0, found.spread), parts=layout.tp * train.accumulation)
     if bits.same and bits.summed and bits.reduced:
         return EXACT

@@ -145,7 +145,7 @@ def fsdp_units(case: Case, rank: int) -> tuple[Unit, ...]:
 def _gathers_of_unit(case: Case, *, freed: bool) -> int:
     """Of a step. The stages of a pipeline keep what backward gathers: every forward frees it, if any does."""
     if case.layout.pp > 1:
-        return case.train.accumulation * freed + 1
+        return case.train.accumulation * forward_passes(case) * freed + (1 if freed else forward_passes(case))
     return case.train.accumulation * (forward_passes(case) + freed)
 
 
@@ -297,9 +297,10 @@ def _all_to_alls(case: Case) -> int:
 
 def _between_stages(case: Case, rank: int) -> Iterator[Transfer]:
     """Every microbatch is sent from stage to stage, and its gradient back: this rank's part of the sequence."""
-    elements = residual_tokens(case) * case.model.shape.dim
-    for purpose, times in zip(("outputs of stages", "input gradients of stages"), neighbours(case, rank), strict=True):
-        yield Transfer("pp", "send", case.train.dtype, elements, purpose, times=times)
+    elements, (behind, before) = residual_tokens(case) * case.model.shape.dim, neighbours(case, rank)
+    times = behind * forward_passes(case)
+    yield Transfer("pp", "send", case.train.dtype, elements, "outputs of stages", times=times)
+    yield Transfer("pp", "send", case.train.dtype, elements, "input gradients of stages", times=before)
 
 
 def _keys_and_values(case: Case, rank: int) -> Iterator[Transfer]:
@@ -319,17 +320,20 @@ def _keys_and_values(case: Case, rank: int) -> Iterator[Transfer]:
 
 
 def votes(case: Case, rank: int, step: int, changes: Changes = NONE) -> Iterator[Transfer]:
-    """Stages that are new ask one another whether all know the shapes that are sent."""
-    if case.layout.pp == 1 or step not in (1, (case.train.resumed_after or 0) + 1):
+    """Stages that are new ask one another whether all know the shapes that are sent; again behind an evaluation."""
+    is_new = step in (1, (case.train.resumed_after or 0) + 1)
+    if case.layout.pp == 1 or not (is_new or case.train.evaluate):
         return
     if STAGES_VOTE_TOGETHER in changes:
-        yield Transfer("pp", "all_reduce", "int32", 1, "votes of stages", op="min")
+        yield Transfer("pp", "all_reduce", "int32", 1, "votes of stages", op="min", times=forward_passes(case))
         sends, rounds = connections(case, rank)
-        yield Transfer("pp", "all_reduce", "int32", 1, "neighbours that connect", op="sum", times=rounds)
-        if sends:
+        if is_new:
+            yield Transfer("pp", "all_reduce", "int32", 1, "neighbours that connect", op="sum", times=rounds)
+        if is_new and sends:
             yield Transfer("pp", "send", "int32", 1, "neighbours that connect", times=sends)
     else:
-        yield Transfer("pp", "send", "int32", 1, "votes of stages", times=sum(neighbours(case, rank)))
+        times = sum(neighbours(case, rank)) * forward_passes(case)
+        yield Transfer("pp", "send", "int32", 1, "votes of stages", times=times)
 
 
 def _gathers(case: Case, rank: int, checkpointed: int) -> Iterator[Transfer]:

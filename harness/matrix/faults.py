@@ -223,6 +223,7 @@ HOST_IDS = (
     "pp2-fsdp2-interleaved-mxfp8-layers.4-v2048-s3-accum4-reduce.last-b16",
     "pp2-fsdp2-rowwise-v2048-s3-accum4-reduce.last-clip0.25-f64",
     "pp2-tensorwise-v2048-s3-accum4-resume-f64",
+    "pp2-tensorwise-v2048-s3-accum4-eval-f64",
     "pp2-interleaved-rowwise-layers.4-v2048-s3-accum4-resume.resharded-f64",
     "fsdp2-cp2-tensorwise-v2048-s3-f64",
     "fsdp2-cp2-contiguous-rowwise-v2048-s3-ignore.unequal-f64",

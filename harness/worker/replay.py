@@ -82,9 +82,8 @@ class Replay:
             if isinstance(module, InPieces):
                 in_pieces[fqn] = module
             if fqn in calls if compiled else is_recorded(module, case):
-                boundary = _ModuleBoundary(
-                    fqn, self, Ranks(module, outputs.get(fqn), case, products, managed), max(1, calls[fqn])
-                )
+                ranks = Ranks(module, outputs.get(fqn), case, products, () if fqn in in_pieces else managed)
+                boundary = _ModuleBoundary(fqn, self, ranks, max(1, calls[fqn]))
                 self._boundaries.append(boundary)
                 if fqn in in_pieces and boundary.ranks.by_columns:
                     in_pieces[fqn].register_forward_pre_hook(boundary.before_pieces)

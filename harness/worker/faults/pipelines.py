@@ -72,6 +72,22 @@ def gradients_divided_by_microbatches() -> None:
     wrap(pipeline.Pipeline, "train", train)
 
 
+@planted(wrap, pipeline.Pipeline, "evaluate")
+def evaluation_divided_by_microbatches(stock: Any, *args: Any) -> list[Tensor]:
+    return [loss / RUN.case.train.accumulation for loss in stock(*args)]
+
+
+def _as_if_initialized(stock: Any, schedule: Any, has_stage: Any, *args: Any, **options: Any) -> Any:
+    """Backward of stages that an evaluation initialized is never prepared."""
+    forward, backward = stock(schedule, has_stage, *args, **options)
+    return forward, backward or not schedule._has_backward
+
+
+backward_not_prepared_behind_evaluation = partial(
+    wrap, schedules._PipelineSchedule, "_initialize_pp_stages", _as_if_initialized
+)
+
+
 @planted(wrap, build.ReferenceTarget, "loss_of_stage")
 def loss_is_mean_of_microbatches(stock: Any, *args: Any) -> Tensor:
     loss: Tensor = stock(*args) / RUN.case.train.accumulation

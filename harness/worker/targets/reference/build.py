@@ -9,7 +9,7 @@ that of the logical tensor.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -108,7 +108,10 @@ class ReferenceTarget:
         """The loss of one step, in evaluation mode and without gradients."""
         batches, tokens = self._counted(microbatches, labels)
         self.model.eval()
-        losses = [share_of_loss(self.model, self.cut(batch), self._case, tokens) for batch in batches]
+        if self._pipeline is None:
+            losses = [share_of_loss(self.model, self.cut(batch), self._case, tokens) for batch in batches]
+        else:
+            losses = self._in_stages(self._pipeline.evaluate, batches, tokens)
         self.model.train()
         return self._global_loss(losses)
 
@@ -131,15 +134,20 @@ class ReferenceTarget:
     def _backward(self, batches: Sequence[Batch], tokens: int) -> Sequence[torch.Tensor]:
         """The shares of the loss of all microbatches, whose gradients are added up."""
         if self._pipeline is not None:
-            self.tokens = tokens
-            with sharded_logits(self._case):
-                return [whole(loss) for loss in self._pipeline.train(batches)]
+            return self._in_stages(self._pipeline.train, batches, tokens)
         losses = []
         for number, batch in enumerate(batches, start=1):
             if isinstance(self.model, FSDPModule) and self._case.train.reduce_grads == "last_microbatch":
                 self.model.set_requires_gradient_sync(number == len(batches))
             losses.append(share_of_loss(self.model, self.cut(batch), self._case, tokens, backward=True))
         return losses
+
+    def _in_stages(
+        self, run: Callable[[Sequence[Batch]], list[torch.Tensor]], batches: Sequence[Batch], tokens: int
+    ) -> list[torch.Tensor]:
+        self.tokens = tokens
+        with sharded_logits(self._case):
+            return [whole(loss) for loss in run(batches)]
 
     def loss_of_stage(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         return loss_of_logits(logits, labels, self._case, self.tokens)

@@ -90,11 +90,18 @@ class Pipeline:
 
     def train(self, batches: Sequence[Batch]) -> list[torch.Tensor]:
         """Forward and backward of all microbatches. Returns their losses where this rank has the last stage."""
+        return self._run(self.schedule.step, batches)
+
+    def evaluate(self, batches: Sequence[Batch]) -> list[torch.Tensor]:
+        """The same without backward."""
+        return self._run(self.schedule.eval, batches)
+
+    def _run(self, schedule: Callable[..., Any], batches: Sequence[Batch]) -> list[torch.Tensor]:
         losses: list[torch.Tensor] = []
         inputs = [torch.cat([batch.inputs for batch in batches])] if self._first else []
         labels = torch.cat([batch.labels for batch in batches]) if self._last else None
         try:
-            self.schedule.step(*inputs, target=labels, losses=losses if self._last else None, return_outputs=False)
+            schedule(*inputs, target=labels, losses=losses if self._last else None, return_outputs=False)
         except RuntimeError as error:
             if error.__cause__ is None:
                 raise
