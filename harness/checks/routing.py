@@ -16,9 +16,10 @@ from harness.checks.check import Check, Witnesses, finished
 from harness.checks.findings import Mismatch, findings_by_rule, traces_by_rank
 from harness.checks.rule import Rule, Rules, Stage
 from harness.matrix.case import Case
-from harness.matrix.layout import peers
+from harness.matrix.layout import dp_rank, peers
 from harness.matrix.linears import expert_fqns
 from harness.matrix.numerics import drifts
+from harness.matrix.stages import expert_layers_of, held
 from harness.trace import Run
 from harness.trace.experts import ExpertCall, Phase, Rows
 from harness.verdict import Finding
@@ -81,12 +82,12 @@ def _numbers(case: Case, run: Run) -> Iterator[Mismatch]:
     for trace in traces_by_rank(run):
         for step in range(1, case.train.steps + 1):
             found = Counter((call.fqn, call.phase) for call in trace.expert_calls(step))
-            for fqn in expert_fqns(case.model):
+            for fqn in held(case, trace.rank, expert_fqns(case.model)):
                 block, layer = fqn.rpartition(".")[0], int(fqn.split(".")[1])
                 expected: dict[Phase, int] = {
                     "forward": case.train.accumulation,
                     "recompute": case.train.accumulation * case.checkpointing.wraps(layer),
-                    "evaluation": int(case.train.evaluate),
+                    "evaluation": case.train.accumulation * case.train.evaluate,
                 }
                 for phase, times in expected.items():
                     if found[block, phase] != times:
@@ -100,23 +101,27 @@ _EACH = 3  # matmuls: gate, up and down projection
 
 def _matmuls(case: Case, run: Run) -> Iterator[Finding]:
     """How many grouped matmuls a step has, and in which precision; of the first step that is off."""
-    train, layers = case.train, [int(fqn.split(".")[1]) for fqn in expert_fqns(case.model)]
-    again = sum(map(case.checkpointing.wraps, layers)) * train.accumulation
-    trained = len(layers) * train.accumulation
-    times = {False: _EACH * (2 * trained + again + len(layers) * train.evaluate), True: _EACH * trained}
     wrong: dict[tuple[int, bool, str, str], list[int]] = {}
     for trace in traces_by_rank(run):
         records = trace.experts.matmuls if trace.experts is not None else ()
-        for step in range(1, train.steps + 1):
-            for wgrad, expected in times.items():
+        for step in range(1, case.train.steps + 1):
+            for wgrad, expected in _times(case, trace.rank).items():
                 scaled = case.float8.grouped_traits.multiplies("wgrad" if wgrad else "forward")
                 found = {each.scaled: each.times for each in records if (each.step, each.wgrad) == (step, wgrad)}
-                if found != {scaled: expected}:
+                if found != ({scaled: expected} if expected else {}):
                     key = (step, wgrad, _counted({scaled: expected}), _counted(found))
                     wrong.setdefault(key, []).append(trace.rank)
     for (step, wgrad, wanted, got), ranks in sorted(wrong.items()):
         what = "weight gradients" if wgrad else "forward and of gradients of tokens"
         yield MATMULS.finding(step=step, ranks=ranks, expected=wanted, found=got, what=what, at=step)
+
+
+def _times(case: Case, rank: int) -> dict[bool, int]:
+    """Of a step: of weight gradients, and of forward and gradients of tokens."""
+    layers, train = expert_layers_of(case, rank), case.train
+    again = sum(map(case.checkpointing.wraps, layers))
+    trained = _EACH * len(layers) * train.accumulation
+    return {False: 2 * trained + _EACH * (again + len(layers) * train.evaluate) * train.accumulation, True: trained}
 
 
 def _counted(found: Mapping[bool, int]) -> str:
@@ -147,8 +152,8 @@ def _otherwise(case: Case, run: Run, witnesses: Witnesses) -> Iterator[Mismatch]
         return
     calls = {_Place(*_key(call)): call for call in solo.traces[0].experts.calls if call.phase == "forward"}
     for trace in traces_by_rank(run):
-        for call in trace.experts.calls if trace.experts is not None and trace.rank < case.layout.dp else ():
-            number = trace.rank * case.train.accumulation + call.number
+        for call in trace.experts.calls if trace.experts is not None else ():
+            number = dp_rank(case.layout, trace.rank) * case.train.accumulation + call.number
             reference = calls.get(_Place(call.step, call.phase, number, call.fqn))
             rule = None if reference is None else _differs(call, reference)
             if rule is not None and reference is not None:

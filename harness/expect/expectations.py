@@ -6,6 +6,7 @@ Checks use this value only, so every formula has one place. Every step behind th
 from __future__ import annotations
 
 import functools
+from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from harness.expect import (
@@ -30,7 +31,7 @@ from harness.matrix.case import Case
 from harness.matrix.layout import coordinates, peers
 from harness.matrix.numerics import VIRTUAL_DEVICE, Numerics, drifts, replayed_steps
 from harness.matrix.rules import Refusal, expected_refusal
-from harness.matrix.stages import held
+from harness.matrix.stages import expert_layers_of, held
 from harness.matrix.targets import computes_on_plain_shards, is_llama
 from harness.trace.counts import Moment
 from harness.trace.experts import ExpertCall
@@ -155,11 +156,15 @@ class Expectations:
     def saved_bytes(self, *, step: int, rank: int, calls: Iterable[ExpertCall] = ()) -> dict[str, int]:
         """Bytes by dtype that `rank` saves for the backward pass of `step`, where `saves_exactly`.
 
-        `calls`: of its experts in this step, which `saves_by_tokens` needs. Of these the first forward is weighed.
+        `calls`: of its experts in this step, which `saves_by_tokens` needs. Of these the first forwards are weighed.
         """
-        rows = tuple(sum(call.local_counts) for call in calls if call.phase == "forward" and call.number == 0)
+        found = defaultdict[str, list[int]](list)
+        for call in calls:
+            if call.phase == "forward":
+                found[call.fqn].append(sum(call.local_counts))
+        rows = tuple(map(tuple, found.values()))
         if self.saves_by_tokens and not rows:
-            rows = (0,) * len(self.case.model.expert_layers)
+            rows = ((0,) * self.case.train.accumulation,) * len(expert_layers_of(self.case, rank))
         return saved_memory.expected_saved(self.case, step=min(step, 2), rank=rank, changes=self.changes, rows=rows)
 
     @functools.cached_property

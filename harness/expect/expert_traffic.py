@@ -8,20 +8,19 @@ import msgspec
 
 from harness.expect.transfer import Transfer, forward_passes, repeated, residual_tokens
 from harness.matrix.case import Case
-from harness.matrix.layout import MESH_AXES, group_name
-from harness.matrix.linears import expert_fqns
+from harness.matrix.layout import DP_AXES, group_name
+from harness.matrix.stages import expert_layers_of
 from harness.trace.experts import ExpertCall
 
 _COUNTS = "numbers of tokens of experts"
 
 
-def dispatched(case: Case) -> Iterator[Transfer]:
+def dispatched(case: Case, rank: int) -> Iterator[Transfer]:
     """What a rank sends to the ranks that hold the experts of its tokens: rows, how many, and gradients of results.
 
     What it sends back depends on how many came (`sent_back`).
     """
-    model = case.model
-    layers = model.expert_layers
+    model, layers = case.model, expert_layers_of(case, rank)
     again = sum(case.checkpointing.wraps(layer) for layer in layers)
     ep, calls = group_name(case.layout, "ep"), len(layers) * forward_passes(case) + again
     rows = sent_rows(case) * model.shape.dim
@@ -46,16 +45,16 @@ def sent_rows(case: Case) -> int:
     return residual_tokens(case) * case.model.top_k
 
 
-def sent_back_if_balanced(case: Case) -> Iterator[Transfer]:
+def sent_back_if_balanced(case: Case, rank: int) -> Iterator[Transfer]:
     """What a rank sends back in a step where tokens are spread evenly."""
-    sent = [term for term in dispatched(case) if term.purpose != _COUNTS]
+    sent = [term for term in dispatched(case, rank) if term.purpose != _COUNTS]
     if case.layout.ep > 1:
         for term in repeated(sent, case.train.accumulation):
             yield msgspec.structs.replace(term, purpose="what experts return, if tokens are spread evenly")
 
 
-def tokens_of_experts(case: Case) -> Iterator[Transfer]:
-    """The tokens of every expert in this step, of all ranks, by which the choice is balanced."""
-    for axis in MESH_AXES:
-        times = len(expert_fqns(case.model))
+def tokens_of_experts(case: Case, rank: int) -> Iterator[Transfer]:
+    """The tokens of every expert in this step, of all ranks of its stage, by which the choice is balanced."""
+    for axis in (*DP_AXES, "tp"):
+        times = len(expert_layers_of(case, rank))
         yield Transfer(axis, "all_reduce", "float32", case.model.experts, "tokens of experts", op="sum", times=times)

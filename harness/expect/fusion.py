@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 
 import msgspec
 
-from harness.expect.model import scaled_mm_calls
+from harness.expect.model import is_recomputed, scaled_mm_calls
 from harness.matrix.case import Case
 from harness.matrix.linears import BLOCK_LINEARS, is_converted
 from harness.trace.graphs import Collective, Phase
@@ -78,7 +78,8 @@ def _block(case: Case, layer: int) -> Iterator[FusionCandidate]:
         fuses, readers = _gather_fuses(case, not wide, bias=bias), wide or names
         yield candidate("forward", "all_gather", f"input of {_names(names)}", readers, fuses)
         if recomputed:
-            yield candidate("backward", "all_gather", f"recomputed input of {_names(names)}", readers, fuses)
+            again = [name for name in readers if is_recomputed(case, layer, name)] or readers
+            yield candidate("backward", "all_gather", f"recomputed input of {_names(names)}", again, fuses)
     for name in _WRITE_OUTPUT:
         fuses = _gather_fuses(case, scaled[name], bias=False)
         yield candidate("forward", "reduce_scatter", f"output of {name}", (name,), _scatter_fuses(case, scaled[name]))

@@ -38,7 +38,7 @@ from harness.matrix.linears import (
     shard_sizes,
 )
 from harness.matrix.recipes import GROUP_MULTIPLE, ITEM_BYTES
-from harness.matrix.stages import blocks_of_stage, forwards_in_flight, modules_of_stage
+from harness.matrix.stages import blocks_of_stage, expert_layers_of, forwards_in_flight, modules_of_stage
 from harness.matrix.targets import OF_DTENSOR, computes_on_plain_shards, is_llama
 
 Elements = Counter[str]  # by dtype
@@ -72,17 +72,21 @@ def depends_on_tokens(case: Case) -> bool:
 
 @functools.lru_cache(maxsize=256)  # checks ask for every rank and step
 def expected_saved(
-    case: Case, *, step: int, rank: int, changes: Changes = NONE, rows: tuple[int, ...] = ()
+    case: Case, *, step: int, rank: int, changes: Changes = NONE, rows: tuple[tuple[int, ...], ...] = ()
 ) -> dict[str, int]:
     """Bytes by dtype that `rank` saves between forward and backward of `step` (1-based), where `is_exact`.
 
-    `rows`: that its experts got, of every block with experts. Without expert parallelism these are its own.
+    `rows`: that its experts got in every forward, of every block with experts that it holds. Without expert parallelism
+    these are its own.
     """
     assert is_exact(case), "the partitioner chooses what some blocks save"
     elements = Counter[str]()
-    rows_of = dict(zip(case.model.expert_layers, rows, strict=True)) if rows else {}
+    rows_of = dict(zip(expert_layers_of(case, rank), rows, strict=True)) if rows else {}
     for stage, forwards in forwards_in_flight(case, rank).items():
-        parts = [block_elements(case, layer, step, rows_of.get(layer)) for layer in blocks_of_stage(case, stage)]
+        parts = [block_elements(case, layer, step) for layer in blocks_of_stage(case, stage) if layer not in rows_of]
+        for layer in rows_of.keys() & {*blocks_of_stage(case, stage)}:
+            for received in rows_of[layer][:forwards]:
+                elements.update(block_elements(case, layer, step, received))
         parts += [head_elements(case, step, rank)] if OUTPUT_FQN in modules_of_stage(case, stage) else []
         if case.compile != "none":
             parts += [_scales(case, layer, step, changes) for layer in blocks_of_stage(case, stage)]

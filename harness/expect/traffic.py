@@ -29,7 +29,6 @@ from harness.matrix.linears import (
     ROUTER,
     ROWWISE,
     block_linears,
-    expert_fqns,
     is_checkpointed,
     is_converted,
     linear_features,
@@ -37,7 +36,7 @@ from harness.matrix.linears import (
     shard_sizes,
 )
 from harness.matrix.recipes import ITEM_BYTES, Operand
-from harness.matrix.stages import EMBEDDING, blocks_of, connections, holds, neighbours
+from harness.matrix.stages import EMBEDDING, blocks_of, connections, expert_layers_of, holds, neighbours
 
 
 @lru_cache(maxsize=256)  # checks ask for every rank and step
@@ -51,7 +50,7 @@ def expected_transfers(case: Case, *, step: int, rank: int, changes: Changes = N
         *_keys_and_values(case, rank),
         *_between_stages(case, rank),
         *_tensor_parallel_amax(case, rank),
-        *dispatched(case),
+        *dispatched(case, rank),
         *_loss(case, rank),
     )
     reduced = (*_reductions(case, rank), *_norm_gradients(case, rank, changes))
@@ -61,7 +60,7 @@ def expected_transfers(case: Case, *, step: int, rank: int, changes: Changes = N
         *repeated(of_microbatch, case.train.accumulation),
         *repeated(reduced, case.reductions if case.uses_fsdp else 1),
         *_precompute(case, rank),
-        *tokens_of_experts(case),
+        *tokens_of_experts(case, rank),
         *_global_norm(case, rank),
         *_token_count(case),
     )
@@ -73,7 +72,7 @@ def expected_transfers(case: Case, *, step: int, rank: int, changes: Changes = N
 def transfers_if_balanced(case: Case, *, step: int, rank: int, changes: Changes = NONE) -> tuple[Transfer, ...]:
     """The same with `votes`, and what experts send back where tokens are spread evenly."""
     sent = expected_transfers(case, step=step, rank=rank, changes=changes)
-    return (*sent, *votes(case, rank, step, changes), *sent_back_if_balanced(case))
+    return (*sent, *votes(case, rank, step, changes), *sent_back_if_balanced(case, rank))
 
 
 def _axes_of_several_ranks(case: Case) -> frozenset[str]:
@@ -449,7 +448,7 @@ def _norm_gradients(case: Case, rank: int, changes: Changes) -> Iterator[Transfe
     if case.layout.sequence_parallel:
         dim = case.model.shape.dim
         yield Transfer("tp", "all_reduce", dtype, dim, "gradients of norms", op="sum", times=times)
-        routers, size = len(case.model.expert_layers) * reads, case.model.experts * dim
+        routers, size = len(expert_layers_of(case, rank)) * reads, case.model.experts * dim
         yield Transfer("tp", "all_reduce", dtype, size, "gradients of routers", op="sum", times=routers)
 
 
@@ -468,7 +467,8 @@ def _global_norm(case: Case, rank: int) -> Iterator[Transfer]:
         return
     blocks, embeds, heads = blocks_of(case, rank), holds(case, rank, EMBEDDING), holds(case, rank, OUTPUT_FQN)
     linears = sum(len(block_linears(case.model, layer)) for layer in blocks)
-    routers, experts = len(expert_fqns(case.model)), 3 * len(expert_fqns(case.model))
+    routers = len(expert_layers_of(case, rank))
+    experts = 3 * routers
     norms, others = 2 * len(blocks) + heads + routers, linears * (1 + case.model.bias) + embeds + heads
     send = partial(Transfer, kind="all_reduce", dtype=case.parameter_dtype, purpose="norms of gradients", op="sum")
     yield send("pp", elements=1)

@@ -311,7 +311,8 @@ class Layout(Mesh, frozen=True, kw_only=True):
     @property
     def expert_mesh(self) -> dict[str, int]:
         """The mesh of expert weights over the same ranks: `ep` shares the experts, `efsdp` a part of each of them."""
-        return {"dp_replicate": self.dp_replicate, "efsdp": self.dp_shard * self.tp // self.ep, "ep": self.ep}
+        efsdp = self.dp_shard * self.tp // self.ep
+        return {"pp": self.pp, "dp_replicate": self.dp_replicate, "efsdp": efsdp, "ep": self.ep}
 
     @property
     def sequence_mesh(self) -> dict[str, int]:

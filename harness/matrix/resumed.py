@@ -31,7 +31,7 @@ def other_layout(layout: Layout) -> Layout | None:
 
 def _only_built(case: Case, layout: Layout) -> Case:
     """The case in another layout, without the options of training: it loads and saves."""
-    train = without(case, Changes.SUMS).train
+    moved = msgspec.structs.replace(case, layout=layout, float8=msgspec.structs.replace(case.float8, tp_styles="plain"))
+    train = without(moved, Changes.SUMS).train  # a pipeline sets how gradients are summed
     train = msgspec.structs.replace(train, global_batch=layout.world_size, evaluate=False, resume="none")
-    float8 = msgspec.structs.replace(case.float8, tp_styles="plain")
-    return msgspec.structs.replace(case, layout=layout, float8=float8, train=train)
+    return msgspec.structs.replace(moved, train=train)

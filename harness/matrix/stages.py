@@ -100,6 +100,11 @@ def forwards_in_flight(case: Case, rank: int) -> dict[int, int]:
     return {stage: turns[stage] for stage in stages}
 
 
+def expert_layers_of(case: Case, rank: int) -> tuple[int, ...]:
+    """The numbers of the blocks with experts that a rank holds."""
+    return tuple(layer for layer in blocks_of(case, rank) if case.model.has_experts(layer))
+
+
 def blocks_of(case: Case, rank: int) -> tuple[int, ...]:
     """The numbers of the blocks that a rank holds."""
     return tuple(sorted(layer for stage in stages_of(case, rank) for layer in blocks_of_stage(case, stage)))

@@ -37,7 +37,7 @@ def routed(case: Case, machine: Machine) -> Routed:
     rows, blocks = sent_rows(case), len(case.model.expert_layers)
     grouped = [gemm for gemm in gemms(case) if EXPERTS in gemm.fqn]
     timed = machine.peak.tflops(case.train.dtype) is not None
-    saved = [_saved(case, (times * rows,) * blocks) for times in (1, IMBALANCE)] if is_exact(case) else []
+    saved = [_saved(case, ((times * rows,),) * blocks) for times in (1, IMBALANCE)] if is_exact(case) else []
     exchanged = (each for each in transfers_if_balanced(case, step=2, rank=0) if each.kind == "all_to_all")
     return Routed(
         parameters=parameter_count(case),
@@ -50,5 +50,5 @@ def routed(case: Case, machine: Machine) -> Routed:
     )
 
 
-def _saved(case: Case, rows: tuple[int, ...]) -> int:
+def _saved(case: Case, rows: tuple[tuple[int, ...], ...]) -> int:
     return sum(expected_saved(case, step=2, rank=0, rows=rows).values())

@@ -220,8 +220,8 @@ def test_blocks_with_experts_save_what_was_measured(text: str, found: int) -> No
 def test_what_a_rank_saves_follows_from_the_rows_that_it_got(rows: list[int]) -> None:
     """In two blocks: a row is saved as it came, and in a padded tile of 8 with what SwiGLU makes of it."""
     case = make_case(dp_shard=2, ep=2, experts=8, layers=3, dtype="bfloat16")
-    none = expected_saved(case, step=1, rank=0, rows=(0, 0))
-    some = expected_saved(case, step=1, rank=0, rows=tuple(rows))
+    none = expected_saved(case, step=1, rank=0, rows=((0,), (0,)))
+    some = expected_saved(case, step=1, rank=0, rows=tuple((each,) for each in rows))
     dim, hidden = case.model.shape.dim, case.model.expert_dim
     tiles = sum(-(-count // 8) for count in rows)
     assert some["bfloat16"] - none["bfloat16"] == 2 * (sum(rows) * dim + 8 * tiles * (dim + 4 * hidden))

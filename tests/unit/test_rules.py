@@ -64,7 +64,6 @@ EXAMPLES: list[tuple[str, dict[str, object]]] = [
     ("stages_have_blocks", {"pp": 4, "accumulation": 4}),
     ("stages_have_blocks", {"pp": 2, "accumulation": 2, "schedule": "interleaved"}),
     ("pipeline_of_reference", {"pp": 2, "accumulation": 2, "target": "mine"}),
-    ("pipeline_of_dense_blocks", {"pp": 2, "accumulation": 2, "experts": 4}),
     ("cp_divides_shards", {"dp_shard": 2, "cp": 4}),
     ("sequence_divides_cp", {"dp_shard": 4, "cp": 4, "seq_len": 36}),
     ("sequence_divides_cp", {"dp_shard": 3, "cp": 3, "seq_len": 32, "sequence_order": "contiguous"}),

@@ -100,7 +100,7 @@ class ExpertProbe(Probe):
 
     def attach(self, model: nn.Module) -> None:
         modules = {clean_fqn(name): module for name, module in model.named_modules()}
-        for fqn in expert_fqns(self._case.model):
+        for fqn in (each for each in expert_fqns(self._case.model) if each in modules):
             block = _Block(fqn.rpartition(".")[0])
             self._blocks.append(block)
             experts = modules[fqn]

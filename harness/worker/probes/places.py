@@ -66,7 +66,7 @@ class Places:
         joined = {axis for name in known for axis in (MESH_AXES if name == "world" else name.split("+"))}
         of_experts = joined & set(EXPERT_AXES)
         axes = self._layout.expert_mesh if of_experts and "dp_shard" in self._axes else self._axes
-        return [axis for axis in axes if axis not in joined]
+        return [axis for axis in axes if axis not in joined and axis != "pp"]
 
 
 @functools.lru_cache(maxsize=64)

@@ -73,7 +73,7 @@ def test_what_comes_back_is_what_calls_of_as_many_rows_send_back() -> None:
         for phase in PHASES
     ]
     wanted = sum(each.payload_bytes for each in sent_back(case, calls))
-    assert sum(each.payload_bytes for each in sent_back_if_balanced(case)) == wanted > 0
+    assert sum(each.payload_bytes for each in sent_back_if_balanced(case, 0)) == wanted > 0
 
 
 def test_traffic_along_every_axis_of_experts() -> None:

@@ -83,10 +83,17 @@ def _with_experts(layout: Layout, world: World) -> Meshes:
     Expert parallelism has all ranks of TP, and some of those that share the other parameters: `dp_in_ep`.
     """
     efsdp, dp_in_ep = layout.expert_mesh["efsdp"], layout.ep // layout.tp
-    axes = {"dp_replicate": layout.dp_replicate, "efsdp": efsdp, "dp_in_ep": dp_in_ep, "tp": layout.tp}
+    axes = {
+        "pp": layout.pp,
+        "dp_replicate": layout.dp_replicate,
+        "efsdp": efsdp,
+        "dp_in_ep": dp_in_ep,
+        "tp": layout.tp,
+    }
     mesh = init_device_mesh(world.device.type, tuple(axes.values()), mesh_dim_names=tuple(axes))
     shards = mesh["efsdp", "dp_in_ep"]._flatten("dp_shard")
-    meshes = Meshes(tp=mesh["tp"] if layout.tp > 1 else None, ep=mesh["dp_in_ep", "tp"]._flatten("ep"))
+    tp, pp = (mesh[axis] if layout.mesh[axis] > 1 else None for axis in ("tp", "pp"))
+    meshes = Meshes(tp=tp, pp=pp, ep=mesh["dp_in_ep", "tp"]._flatten("ep"))
     if layout.dp == 1 and not world.fsdp:
         return meshes
     replicated = layout.dp_replicate > 1
