@@ -34,7 +34,7 @@ def test_attention_of_all_pieces_is_that_of_whole_sequences(order: str) -> None:
     pieces = positions_of_ranks(Layout(dp_shard=4, cp=4, sequence_order=order), SEQ)
     cos, sin = (table.double() for table in rope_cache(DIM, SEQ))
     whole = [random(BATCH, SEQ, heads, DIM).requires_grad_() for heads in (HEADS, KEYS, KEYS)]
-    context = OfAllRanks(pieces)
+    context = OfAllRanks(pieces, torch.device("cpu"))
     q, k, v = whole
     expected = attend(apply_rope(q, cos, sin), apply_rope(k, cos, sin), v)
     found = context.attend(*(context.cut(each) for each in whole), cos, sin)

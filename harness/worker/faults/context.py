@@ -117,9 +117,9 @@ def labels_of_contiguous_pieces(context: OfRank, _: Tensor, labels: Tensor) -> T
     return mine
 
 
-def _first_piece(stock: Any, context: OfRank, pieces: Any, mesh: DeviceMesh) -> None:
-    stock(context, pieces, mesh)
-    context.mine = torch.tensor(pieces[0])
+def _first_piece(stock: Any, context: OfRank, pieces: Any, mesh: DeviceMesh, device: torch.device) -> None:
+    stock(context, pieces, mesh, device)
+    context.mine = torch.tensor(pieces[0], device=device)
 
 
 same_piece_on_every_rank = partial(wrap, OfRank, "__init__", _first_piece)

@@ -235,8 +235,8 @@ def distributed_model(case: Case, meshes: Meshes, world: World, device: torch.de
 def _cut_sequences(model: Llama, case: Case, meshes: Meshes, world: World) -> Cut | None:
     """What the model is given of every sequence, where ranks of context parallelism share them."""
     if meshes.cp is not None:
-        return apply_cp(model, case, meshes.cp)
-    return stand_for_all(model, world.pieces) if world.pieces else None
+        return apply_cp(model, case, meshes.cp, world.device)
+    return stand_for_all(model, world.pieces, world.device) if world.pieces else None
 
 
 def _plain_model(case: Case, device: torch.device) -> Llama:

@@ -34,10 +34,10 @@ class Cut(Context, Protocol):
 class OfRank(Cut):
     """The positions `pieces[number]` of every sequence, of which the ranks of `mesh` have the others."""
 
-    def __init__(self, pieces: Sequence[Sequence[int]], mesh: DeviceMesh) -> None:
+    def __init__(self, pieces: Sequence[Sequence[int]], mesh: DeviceMesh, device: torch.device) -> None:
         self.mesh = mesh
-        self.mine = torch.tensor(pieces[mesh.get_local_rank()])
-        self.order = _order(pieces)
+        self.mine = torch.tensor(pieces[mesh.get_local_rank()], device=device)
+        self.order = _order(pieces, device)
 
     def cut(self, tokens: Tensor) -> Tensor:
         return tokens[:, self.mine]
@@ -60,9 +60,9 @@ class OfRank(Cut):
 class OfAllRanks(Cut):
     """All pieces, as the ranks that have one each compute them: keys are rotated in the order of whole sequences."""
 
-    def __init__(self, pieces: Sequence[Sequence[int]]) -> None:
-        self._pieces = [torch.tensor(piece) for piece in pieces]
-        self._order = _order(pieces)
+    def __init__(self, pieces: Sequence[Sequence[int]], device: torch.device) -> None:
+        self._pieces = [torch.tensor(piece, device=device) for piece in pieces]
+        self._order = _order(pieces, device)
 
     def cut(self, tokens: Tensor) -> Tensor:
         return torch.cat([tokens[:, piece] for piece in self._pieces])
@@ -83,18 +83,18 @@ def causal(mine: Tensor, total: int) -> Tensor:
     return mine[:, None] >= torch.arange(total, device=mine.device)
 
 
-def _order(pieces: Sequence[Sequence[int]]) -> Tensor:
+def _order(pieces: Sequence[Sequence[int]], device: torch.device) -> Tensor:
     """Where every position of a sequence is in its pieces, one behind the other."""
-    return torch.tensor([position for piece in pieces for position in piece]).argsort()
+    return torch.tensor([position for piece in pieces for position in piece], device=device).argsort()
 
 
-def apply_cp(model: Llama, case: Case, mesh: DeviceMesh) -> OfRank:
+def apply_cp(model: Llama, case: Case, mesh: DeviceMesh, device: torch.device) -> OfRank:
     """Let every block attend with the keys and values of all ranks of the mesh.
 
     A norm uses its input twice, and the residual stream a third time. Where a piece is computed by itself both
     gradients of a norm are added up before the third, so here they are as well.
     """
-    context = OfRank(positions_of_ranks(case.layout, case.train.seq_len), mesh)
+    context = OfRank(positions_of_ranks(case.layout, case.train.seq_len), mesh, device)
     _attend_with(model, context)
     for module in model.modules():
         if isinstance(module, nn.RMSNorm):
@@ -102,9 +102,9 @@ def apply_cp(model: Llama, case: Case, mesh: DeviceMesh) -> OfRank:
     return context
 
 
-def stand_for_all(model: Llama, pieces: Sequence[Sequence[int]]) -> OfAllRanks:
+def stand_for_all(model: Llama, pieces: Sequence[Sequence[int]], device: torch.device) -> OfAllRanks:
     """Let the model compute what all these ranks of context parallelism do."""
-    context = OfAllRanks(pieces)
+    context = OfAllRanks(pieces, device)
     _attend_with(model, context)
     use_pieces(model, len(pieces))
     return context
