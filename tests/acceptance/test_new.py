@@ -63,7 +63,8 @@ def test_a_refusal_is_announced(project: Command) -> None:
         (("--pad-inner-dim",), "this case ignores --pad-inner-dim"),
         (("--dim", "100"), "dim 100 does not split into 8 heads"),
         (("--tp", "0"), "tp = 0"),
-        (("--cp", "2"), "no such option: --cp. context parallelism is out of scope"),
+        (("--cp", "2"), "rule cp_divides_shards excludes cp2-bf16-v2048-f32: "),
+        (("--etp", "2"), "no such option: --etp. expert tensor parallelism is out of scope"),
         (("--recipe", "rowwize"), "rowwise"),
     ],
 )
@@ -113,7 +114,7 @@ def test_flags_become_a_case_with_the_axes_that_are_given(shared: Command) -> No
     ("config", "expected"),
     [
         ("nope.toml", "cannot be read"),
-        ("--parallelism.context_parallel_degree 2", "no case has context parallelism"),
+        ("--parallelism.expert_tensor_parallel_degree 2", "no case has expert tensor parallelism"),
     ],
 )
 def test_a_configuration_that_no_case_has_is_an_error_of_one_line(shared: Command, config: str, expected: str) -> None:

@@ -97,7 +97,7 @@ BROKEN_BY = {
 }
 
 # What distinguishes a host case, and the file that plants its faults.
-Part = Literal["one rank", "training loop", "TP", "FSDP2 and HSDP", "experts", "pipelines"]
+Part = Literal["one rank", "training loop", "TP", "FSDP2 and HSDP", "experts", "pipelines", "context"]
 
 _FEWEST_STEPS = 2  # what the first update did is seen in the second step
 _PRECOMPUTED_STEPS = 3  # the first scales are precomputed after the first update, stale ones are of the second
@@ -119,6 +119,8 @@ def part_of(fault: Fault) -> Part:
         return "experts"
     if host.layout.pp > 1:
         return "pipelines"
+    if host.layout.cp > 1:
+        return "context"
     if kind.layout == "one rank":
         return "one rank"
     looped = train.evaluate or train.resume != "none" or train.accumulation > 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 from harness.studies.mutation import MutationMatrix
 from tests.power.kills import assert_part, faults_of
 
-FAULTS = faults_of("context parallelism")
+FAULTS = faults_of("context")
 CHECKS = "parity divergence traffic memory tokens"
 
 
