@@ -69,6 +69,7 @@ def test_pieces_of_fused_matmuls_are_counted_each() -> None:
     assert executed_scaled_mm_calls(parse_case_id("atp2-tensorwise-graph-v2048-b16")) == 46
     assert executed_scaled_mm_calls(parse_case_id("atp2-tensorwise-tpstyle.fp8-graph-v2048-b16")) == 60
     assert executed_scaled_mm_calls(parse_case_id("atp2-tensorwise-tpstyle.fp8-ac.full-graph-v2048-b16")) == 84
+    assert executed_scaled_mm_calls(parse_case_id("atp2-tensorwise-tpstyle.fp8-ac.op-graph-v2048-b16")) == 68
     assert executed_scaled_mm_calls(parse_case_id("atp2-fallback-tensorwise-tpstyle.fp8-graph-v2048-b16")) == 42
 
 
