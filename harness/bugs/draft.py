@@ -423,7 +423,7 @@ class Draft:
             self._put("global_batch", dp * count, self.derived, f"a sequence for each of {count} microbatches")
 
     def _context(self) -> None:
-        """As many ranks that share sequences as there are ranks of FSDP2, which torchtitan counts without them."""
+        """The ranks that share sequences are counted as ranks of FSDP2, as torchtitan does not count them."""
         if not self._take("cp") or self._count("cp") == 1:
             return
         self._take("sequence_order")

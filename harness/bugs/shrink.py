@@ -23,7 +23,6 @@ from harness.matrix.axes import AXES, DECLARED, axis_values, case_from_axes, sho
 from harness.matrix.axis import Changes
 from harness.matrix.case import Case
 from harness.matrix.caseid import case_id
-from harness.matrix.layout import batches_of
 from harness.matrix.rules import exclusions, expected_refusal
 from harness.project import Project
 from harness.result import CaseResult
@@ -321,7 +320,7 @@ def _allowed(values: Mapping[str, object], fixed: frozenset[str]) -> Case | None
             return case
         now = axis_values(case)
         names = [each for each in rules[0].axes if each in OPTIONS and each not in fixed and now[each] != default[each]]
-        batch = batches_of(now)
+        batch = case.layout.batches
         if rules[0].name == "batch_divides_dp" and "global_batch" not in fixed:
             found["global_batch"] = max(batch, int(str(now["global_batch"])) // batch * batch)
         elif rules[0].name == "replicate_needs_shard" and "dp_replicate" not in fixed:

@@ -22,7 +22,7 @@ from harness.matrix.axes import (
 )
 from harness.matrix.case import Case
 from harness.matrix.caseid import case_id, parse_case_id
-from harness.matrix.layout import REST, batches_of, left_over
+from harness.matrix.layout import REST, left_over
 from harness.matrix.rules import exclusions
 
 MAX_WORLD = 4096
@@ -125,9 +125,10 @@ def _placed(case: Case, where: str, world: int | None, axes: dict[str, object]) 
             raise HarnessError("--world gives it.", where=_options([REST]), fix="leave one of them out.")
         values = axis_values(case)
         values[REST] = left_over(world, values, where="--world")
+        placed = case_from_axes(values)
         if "global_batch" not in axes:
-            values["global_batch"] = max(1, case.local_batch) * batches_of(values)
-        case = case_from_axes(values)
+            placed = case_from_axes({**values, "global_batch": max(1, case.local_batch) * placed.layout.batches})
+        case = placed
     require_allowed(case, axes, where=where)
     return case
 

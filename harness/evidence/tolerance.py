@@ -128,8 +128,8 @@ def parity_key(case: Case, numerics: Numerics = VIRTUAL_DEVICE) -> str:
     and any number of steps, because no rounding differs. All others differ in the last bit, by model, learning rate,
     recipe and dtype: `replicas` in gradients alone, whose sum over ranks has another order; under TP activations
     too, which changes the rounding of some float8 value in the first step; so do gradients of keys that more than two
-    ranks share, elsewhere than on the virtual device. `clipped`: the norm that multiplies every
-    gradient has another order.
+    ranks share, elsewhere than on the virtual device. `clipped`: the norm that multiplies every gradient has another
+    order.
     """
     if case.train.dtype == "float64":
         return EVERY_LAYOUT

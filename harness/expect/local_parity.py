@@ -81,9 +81,8 @@ def allowed_distance(case: Case, found: ModuleDistance, *, bits: Bits, model: Mo
         return NEIGHBOUR
     if found.kind == "grad":
         return _gradient(case, found, bits) + clipped
-    repeated = bits.same and (bits.summed or found.parts > 1 or _is_repeated_exactly(case, found))
-    if not bits.shared and _is_read_by_others(found):
-        repeated = False
+    shared = bits.shared or not _is_read_by_others(found)
+    repeated = bits.same and shared and (bits.summed or found.parts > 1 or _is_repeated_exactly(case, found))
     return _of_loss(case, found) if repeated else _of_module(case, found)
 
 

@@ -76,10 +76,9 @@ def transfers_if_balanced(case: Case, *, step: int, rank: int, changes: Changes 
 
 
 def _axes_of_several_ranks(case: Case) -> frozenset[str]:
-    degrees = case.layout.expert_mesh | case.layout.mesh
+    degrees = case.layout.expert_mesh | case.layout.sequence_mesh | case.layout.mesh
     of_experts = (group_name(case.layout, axis) for axis in EXPERT_AXES if degrees[axis] > 1)
-    of_sequences = ("cp",) if case.layout.cp > 1 else ()
-    return frozenset((*(axis for axis, degree in degrees.items() if degree > 1), *of_experts, *of_sequences))
+    return frozenset((*(axis for axis, degree in degrees.items() if degree > 1), *of_experts))
 
 
 # Data parallel: FSDP2 and HSDP
@@ -142,7 +141,10 @@ def fsdp_units(case: Case, rank: int) -> tuple[Unit, ...]:
 
 
 def _gathers_of_unit(case: Case, *, freed: bool) -> int:
-    """Of a step. The stages of a pipeline keep what backward gathers: every forward frees it, if any does."""
+    """Of a step. The stages of a pipeline keep what backward gathers: every forward frees it, if any does.
+
+    What no forward frees is gathered once for the evaluation, and once for training.
+    """
     if case.layout.pp > 1:
         return case.train.accumulation * forward_passes(case) * freed + (1 if freed else forward_passes(case))
     return case.train.accumulation * (forward_passes(case) + freed)

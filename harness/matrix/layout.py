@@ -150,11 +150,6 @@ def ranks_of(degrees: Mapping[str, object], axes: Iterable[str] = MESH_AXES) -> 
     return math.prod(int(str(degrees.get(name, 1))) for name in axes)
 
 
-def batches_of(degrees: Mapping[str, object]) -> int:
-    """The number of different slices of the global batch, by the degrees of axes."""
-    return max(1, ranks_of(degrees, DP_AXES) // ranks_of(degrees, ("cp",)))
-
-
 class Layout(Mesh, frozen=True, kw_only=True):
     """How the run is parallelized. `sequence_parallel` and `loss_parallel` are options of TP: at `tp` = 1 they have no
     meaning and keep their defaults.

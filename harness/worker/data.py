@@ -118,9 +118,8 @@ def ignored_labels(case: Case) -> npt.NDArray[np.bool_]:
     return ignored
 
 
-def batch_slice(case: Case, dp_rank: int) -> slice:
-    """The sequences of the global batch that a data-parallel rank trains on. TP ranks share them, and those of CP."""
-    number = dp_rank // case.layout.cp
+def batch_slice(case: Case, number: int) -> slice:
+    """The sequences of a slice of the global batch: those that ranks of TP and of context parallelism share."""
     return slice(number * case.local_batch, (number + 1) * case.local_batch)
 
 

@@ -33,7 +33,7 @@ class InPieces(nn.Module):
         self.grads: defaultdict[str, list[Sequence[Tensor]]] = defaultdict(list)  # by name: of every call, each piece's
 
     def take_grads(self, name: str, dtype: torch.dtype) -> list[Tensor]:
-        """The gradients of a weight since the last time, of every piece, added up as FSDP2 does: in this dtype."""
+        """The gradients of a weight, one for each piece: of all calls since the last time, added up in this dtype."""
         of_pieces = zip(*self.grads.pop(name), strict=True)
         return [functools.reduce(torch.add, (grad.to(dtype) for grad in of_piece)) for of_piece in of_pieces]
 
@@ -74,7 +74,7 @@ def use_pieces(model: nn.Module, count: int) -> None:
     """Wrap every module that has weights of its own, in place."""
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
-            if any(True for _ in child.parameters(recurse=False)):
+            if next(child.parameters(recurse=False), None) is not None:
                 parent.register_module(name, InPieces(child, count))
 
 

@@ -83,7 +83,7 @@ class Replay:
                 in_pieces[fqn] = module
             if fqn in calls if compiled else is_recorded(module, case):
                 ranks = Ranks(module, outputs.get(fqn), case, products, () if fqn in in_pieces else managed)
-                boundary = _ModuleBoundary(fqn, self, ranks, max(1, calls[fqn]))
+                boundary = _ModuleBoundary(fqn, self, ranks, max(1, calls[fqn]), in_pieces=fqn in in_pieces)
                 self._boundaries.append(boundary)
                 if fqn in in_pieces and boundary.ranks.by_columns:
                     in_pieces[fqn].register_forward_pre_hook(boundary.before_pieces)
@@ -324,17 +324,16 @@ class _ModuleBoundary:
     they read what the run had as well, and so that gradients are summed in the order in which the run summed them.
     """
 
-    def __init__(self, fqn: str, watching: Replay, ranks: Ranks, calls_per_part: int) -> None:
+    def __init__(self, fqn: str, watching: Replay, ranks: Ranks, calls_per_part: int, *, in_pieces: bool) -> None:
         self.fqn = fqn
         self.watching = watching
         self.ranks = ranks
         self._calls_per_part = calls_per_part
-        self._spreads_pieces = False
+        self._in_pieces = in_pieces
         self.calls = 0  # in this step, those that are complete
 
     def before_pieces(self, _: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         """All pieces are spread at once: what several linears read is not the same tensor piece by piece."""
-        self._spreads_pieces = True
         return (self.watching.spread(args[0], self.ranks.count), *args[1:])
 
     def before(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
@@ -345,7 +344,7 @@ class _ModuleBoundary:
             self.watching.stream = self.watching.replaced(self.fqn, self.call, "input", Values(given)).whole
             given.data.copy_(self.watching.stream)
             return None
-        if self.ranks.by_columns and not self._spreads_pieces:
+        if self.ranks.by_columns and not self._in_pieces:
             given = self.watching.spread(given, self.ranks.count)
         placed = _ReplaceInput.apply(given, self, self.call)
         self.ranks.restart(placed)
@@ -360,7 +359,7 @@ class _ModuleBoundary:
 
     @property
     def call(self) -> Call:
-        """Of pieces of sequences that of every rank comes after one call, of other ranks after all calls."""
+        """Ranks that share sequences take turns at every call; other ranks follow when all calls of one are through."""
         ranks = self.watching.sharing
         first, rest = divmod(self.calls, self._calls_per_part * ranks)
         number, piece = divmod(rest, ranks)

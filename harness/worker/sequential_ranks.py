@@ -115,17 +115,20 @@ class SequentialRanks:
         sums = self._sums.setdefault(param, [])
         if len(sums) == self._reduced[param]:
             sums.append(_Sum(part.dtype))
-        of_ranks = [part.view(local.shape)]
-        if id(param) in self._pieces:
-            wrapper, name = self._pieces[id(param)]
-            of_ranks = wrapper.take_grads(name, part.dtype)
-        for number, each in enumerate(of_ranks):
+        for number, each in enumerate(self._of_ranks(param, part.view(local.shape))):
             sums[self._reduced[param]].add(each, (self._rank + number) // self._shards)
         self._reduced[param] += 1
         first, *others = sums
         local.copy_(first.value)
         for other in others:
             local += other.value.to(local.dtype)
+
+    def _of_ranks(self, param: nn.Parameter, reduced: torch.Tensor) -> Sequence[torch.Tensor]:
+        """What was reduced, or what each of the ranks has that share the sequences."""
+        if id(param) not in self._pieces:
+            return [reduced]
+        wrapper, name = self._pieces[id(param)]
+        return wrapper.take_grads(name, reduced.dtype)
 
 
 class _Sum:

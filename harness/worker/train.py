@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from harness.matrix.case import Case, Layout
-from harness.matrix.layout import dp_rank, positions_of_ranks
+from harness.matrix.layout import batch_of, dp_rank, positions_of_ranks
 from harness.matrix.resumed import resumed_in
 from harness.request import RunRequest
 from harness.trace import RankTrace, StepTrace
@@ -163,7 +163,7 @@ def prepare(case: Case, device: torch.device, *, solo_witness: bool = False, dig
     digests = parameter_digests(target.model) if digests_built else {}
     weights = write_weights(target.model, case)
     tokens = data.global_tokens(case)
-    part = slice(None) if solo_witness else data.batch_slice(case, world.dp_rank)
+    part = slice(None) if solo_witness else data.batch_slice(case, batch_of(case.layout, dist.get_rank()))
     mine = tokens[:, part].reshape(len(tokens), microbatches, case.microbatch, -1)
     given = tokens_of_rank(mine, device)
     return Prepared(

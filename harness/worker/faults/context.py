@@ -143,10 +143,8 @@ def loss_of_a_piece_times_ranks(stock: Any, model: Any, batch: Any, case: Any, t
 
 def _sharded_over_others(stock: Any, layout: Any, world: Any) -> Any:
     """FSDP2 over ranks with other sequences alone: those of a sequence hold the same shards."""
-    meshes = stock(layout, world)
-    axes = layout.sequence_mesh
-    mesh = parallel.init_device_mesh(world.device.type, tuple(axes.values()), mesh_dim_names=tuple(axes))
-    return meshes._replace(dp=mesh["dp_sequence"], of_experts=mesh["dp_sequence"])
+    shards = parallel.mesh_of(layout.sequence_mesh, world)["dp_sequence"]
+    return stock(layout, world)._replace(dp=shards, of_experts=shards)
 
 
 gradients_not_reduced_over_cp = partial(wrap, parallel, "with_context", _sharded_over_others)

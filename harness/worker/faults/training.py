@@ -125,7 +125,7 @@ loss_over_local_tokens = partial(
 
 
 def _batch(change: Callable[[slice, Case], slice]) -> None:
-    wrap(data, "batch_slice", lambda stock, case, dp_rank: change(stock(case, dp_rank), case))
+    wrap(data, "batch_slice", lambda stock, case, number: change(stock(case, number), case))
 
 
 same_batch_on_every_dp_rank = partial(_batch, lambda mine, case: slice(0, case.local_batch))

@@ -40,7 +40,7 @@ class World(NamedTuple):
     device: torch.device
     fsdp: bool  # apply FSDP2, on a mesh of one rank too: mixed precision and float8 all-gather are FSDP2's
     dp_rank: int  # which part of the global batch this rank trains on
-    microbatches: int  # how many `step` gets: the `accumulation` of the case, times `dp` for the single-rank reference
+    microbatches: int  # how many `step` gets: `accumulation`, for the reference times the slices of the batch
     local_batch: int  # sequences of a microbatch
     pieces: Sequence[Sequence[int]] = ()  # of that reference: the positions that each rank of `cp` has of a sequence
 

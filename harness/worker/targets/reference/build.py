@@ -158,7 +158,7 @@ class ReferenceTarget:
         """The batches of one step, and over how many tokens of all ranks their loss is a mean."""
         labels = labels or [tokens[:, 1:] for tokens in microbatches]
         batches = [Batch(tokens[:, :-1], own) for tokens, own in zip(microbatches, labels, strict=True)]
-        return batches, global_token_count([self.cut(batch) for batch in batches], self._meshes.dp, self._case)
+        return batches, global_token_count(map(self.cut, batches), self._meshes.dp, self._case)
 
     def cut(self, batch: Batch) -> Batch:
         """What this rank has of whole sequences."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from typing import NamedTuple
 
@@ -54,7 +54,7 @@ def whole(loss: torch.Tensor) -> torch.Tensor:
     return loss.full_tensor() if isinstance(loss, DTensor) else loss
 
 
-def global_token_count(batches: Sequence[Batch], dp: DeviceMesh | None, case: Case) -> int:
+def global_token_count(batches: Iterable[Batch], dp: DeviceMesh | None, case: Case) -> int:
     """Tokens over which the loss of one step is averaged, on all data-parallel ranks of the mesh `dp`.
 
     Ranks add up the labels that they have where a case ignores some.

@@ -6,7 +6,7 @@ The order that users need: convert to FP8, tensor parallel, checkpointing, FSDP2
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -60,20 +60,28 @@ def build_meshes(layout: Layout, world: World) -> Meshes:
         return _with_experts(layout, world)
     if layout.cp > 1:
         return with_context(layout, world)
-    mesh = init_device_mesh(world.device.type, tuple(axes.values()), mesh_dim_names=tuple(axes))
+    mesh = mesh_of(axes, world)
     dp_axes = tuple(name for name in axes if name in DP_AXES)
     dp = mesh[dp_axes] if dp_axes else None
     tp, pp = (mesh[name] if name in axes else None for name in ("tp", "pp"))
     return Meshes(tp=tp, pp=pp, dp=dp, of_experts=dp)
 
 
+def mesh_of(axes: Mapping[str, int], world: World) -> DeviceMesh:
+    return init_device_mesh(world.device.type, tuple(axes.values()), mesh_dim_names=tuple(axes))
+
+
+def _replicated(shards: DeviceMesh, mesh: DeviceMesh, layout: Layout, name: str) -> DeviceMesh:
+    """The mesh of FSDP2 over `shards`, an axis of this name: 2-D with replicas."""
+    return mesh["dp_replicate", name] if layout.dp_replicate > 1 else shards
+
+
 def with_context(layout: Layout, world: World) -> Meshes:
     """FSDP2 shards over ranks with the same sequences as well: they have other tokens of them."""
     axes = layout.sequence_mesh
-    mesh = init_device_mesh(world.device.type, tuple(axes.values()), mesh_dim_names=tuple(axes))
+    mesh = mesh_of(axes, world)
     shards = mesh["dp_sequence", "cp"]._flatten("dp_shard")
-    replicated = layout.dp_replicate > 1
-    dp = mesh["dp_replicate", "dp_shard"] if replicated else shards
+    dp = _replicated(shards, mesh, layout, "dp_shard")
     return Meshes(tp=mesh["tp"] if layout.tp > 1 else None, dp=dp, cp=mesh["cp"], of_experts=dp)
 
 
@@ -90,16 +98,15 @@ def _with_experts(layout: Layout, world: World) -> Meshes:
         "dp_in_ep": dp_in_ep,
         "tp": layout.tp,
     }
-    mesh = init_device_mesh(world.device.type, tuple(axes.values()), mesh_dim_names=tuple(axes))
+    mesh = mesh_of(axes, world)
     shards = mesh["efsdp", "dp_in_ep"]._flatten("dp_shard")
     tp, pp = (mesh[axis] if layout.mesh[axis] > 1 else None for axis in ("tp", "pp"))
     meshes = Meshes(tp=tp, pp=pp, ep=mesh["dp_in_ep", "tp"]._flatten("ep"))
     if layout.dp == 1 and not world.fsdp:
         return meshes
-    replicated = layout.dp_replicate > 1
     return meshes._replace(
-        dp=mesh["dp_replicate", "dp_shard"] if replicated else shards,
-        of_experts=mesh["dp_replicate", "efsdp"] if replicated else mesh["efsdp"],
+        dp=_replicated(shards, mesh, layout, "dp_shard"),
+        of_experts=_replicated(mesh["efsdp"], mesh, layout, "efsdp"),
     )
 
 
