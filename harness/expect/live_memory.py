@@ -18,6 +18,7 @@ from harness.expect.traffic import Unit, fsdp_units, ranks_of_unit
 from harness.matrix.case import Case
 from harness.matrix.linears import OUTPUT_FQN, is_converted, shard_sizes
 from harness.matrix.recipes import ITEM_BYTES
+from harness.matrix.stages import ends_are_one
 from harness.trace.counts import Moment
 
 RNG_STATE_BYTES = 5056  # of the CPU generator
@@ -97,7 +98,7 @@ def _gradient_storages(case: Case, unit: Unit) -> list[tuple[str, int]]:
     if case.uses_fsdp:
         return [(unit.name, sum(weight.shard_elements(ranks_of_unit(case, unit)) for weight in unit.weights))]
     # TP ranks all compute the gradient of the whole embedding, and use their rows of it
-    rows = {"tok_embeddings": case.model.padded_vocab_size}
+    rows = {} if ends_are_one(case) else {"tok_embeddings": case.model.padded_vocab_size}
     return [(weight.fqn, rows.get(weight.fqn, weight.rows) * weight.columns) for weight in unit.weights]
 
 

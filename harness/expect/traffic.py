@@ -11,7 +11,7 @@ are those of one rank; `residual_tokens` are the share of them that a TP rank ho
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache, partial
 
 import msgspec
@@ -33,10 +33,19 @@ from harness.matrix.linears import (
     is_converted,
     linear_features,
     local_features,
+    shard_size,
     shard_sizes,
 )
 from harness.matrix.recipes import ITEM_BYTES, Operand
-from harness.matrix.stages import EMBEDDING, blocks_of, connections, expert_layers_of, holds, neighbours
+from harness.matrix.stages import (
+    EMBEDDING,
+    blocks_of,
+    connections,
+    ends_are_one,
+    expert_layers_of,
+    holds,
+    neighbours,
+)
 
 
 @lru_cache(maxsize=256)  # checks ask for every rank and step
@@ -61,6 +70,7 @@ def expected_transfers(case: Case, *, step: int, rank: int, changes: Changes = N
         *repeated(reduced, case.reductions if case.uses_fsdp else 1),
         *_precompute(case, rank),
         *tokens_of_experts(case, rank),
+        *_gradients_of_ends(case, rank),
         *_global_norm(case, rank),
         *_token_count(case),
     )
@@ -108,36 +118,36 @@ class Unit(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def fsdp_units(case: Case, rank: int) -> tuple[Unit, ...]:
-    shape, resharding = case.model.shape, case.layout.reshard_after_forward
-    vocab = shard_sizes(case.model.padded_vocab_size, case.layout.tp)[coordinates(case.layout, rank)["tp"]]
-    freed, freed_last = resharding != "never", resharding == "always"
+    freed = case.layout.reshard_after_forward != "never"
     blocks = [
         Unit(name=name, weights=tuple(weights), axis=axis, gathers=_gathers_of_unit(case, freed=freed), freed=freed)
         for layer in blocks_of(case, rank)
         for name, weights, axis in _block_units(case, layer)
     ]
-    output = Weight(fqn=OUTPUT_FQN, rows=vocab, columns=shape.dim, gathered_in_float8=_cast_by_fsdp(case, OUTPUT_FQN))
-    embedding = Weight(fqn=EMBEDDING, rows=vocab, columns=shape.dim)
-    units = (
-        Unit(
-            name=EMBEDDING,
-            weights=(embedding,),
-            axis="dp_shard",
-            gathers=_gathers_of_unit(case, freed=freed),
-            freed=freed,
-        ),
-        *blocks,
-        # Backward starts with this unit, so by default its weights stay gathered. After an evaluation too; but FSDP2
-        # takes what ran before the first unit for what backward needs next, and gathers it at the end.
-        Unit(
-            name="norm, output",
-            weights=(Weight(fqn="norm", rows=shape.dim), output),
-            axis="dp_shard",
-            gathers=_gathers_of_unit(case, freed=freed_last),
-            freed=freed_last,
-        ),
-    )
-    return tuple(unit for unit in units if holds(case, rank, unit.weights[0].fqn))
+    first, last = _units_of_ends(case, coordinates(case.layout, rank)["tp"])
+    return tuple(unit for unit in (*first, *blocks, last) if holds(case, rank, unit.weights[0].fqn))
+
+
+def _units_of_ends(case: Case, tp_rank: int) -> tuple[Sequence[Unit], Unit]:
+    """The units around the blocks: the embedding, and the last norm with the output layer. One where they are tied.
+
+    Backward starts with the last unit, so by default its weights stay gathered. After an evaluation too; but FSDP2
+    takes what ran before the first unit for what backward needs next, and gathers it at the end. Tied ends are that
+    first unit: what an evaluation gathered is there for training.
+    """
+    dim, resharding = case.model.shape.dim, case.layout.reshard_after_forward
+    vocab = shard_sizes(case.model.padded_vocab_size, case.layout.tp)[tp_rank]
+    freed, freed_last = resharding != "never", resharding == "always"
+    unit = partial(Unit, axis="dp_shard")
+    embedding, norm = Weight(fqn=EMBEDDING, rows=vocab, columns=dim), Weight(fqn="norm", rows=dim)
+    if ends_are_one(case):
+        name, gathers = f"{EMBEDDING}, norm, output", _gathers_of_unit(case, freed=freed_last)
+        kept = 0 if freed_last else case.train.accumulation * case.train.evaluate
+        return [], unit(name=name, weights=(embedding, norm), gathers=gathers - kept, freed=freed_last)
+    output = Weight(fqn=OUTPUT_FQN, rows=vocab, columns=dim, gathered_in_float8=_cast_by_fsdp(case, OUTPUT_FQN))
+    first = unit(name=EMBEDDING, weights=(embedding,), gathers=_gathers_of_unit(case, freed=freed), freed=freed)
+    gathers = _gathers_of_unit(case, freed=freed_last)
+    return [first], unit(name="norm, output", weights=(norm, output), gathers=gathers, freed=freed_last)
 
 
 def _gathers_of_unit(case: Case, *, freed: bool) -> int:
@@ -302,6 +312,16 @@ def _between_stages(case: Case, rank: int) -> Iterator[Transfer]:
     times = behind * forward_passes(case)
     yield Transfer("pp", "send", case.train.dtype, elements, "outputs of stages", times=times)
     yield Transfer("pp", "send", case.train.dtype, elements, "input gradients of stages", times=before)
+
+
+def _gradients_of_ends(case: Case, rank: int) -> Iterator[Transfer]:
+    """The first and the last stage send one another the gradient of their copy of tied weights."""
+    if not case.model.tied or not (holds(case, rank, EMBEDDING) or holds(case, rank, OUTPUT_FQN)):
+        return
+    at = coordinates(case.layout, rank)
+    rows = shard_size(case.model.padded_vocab_size, case.layout.tp, at["tp"])
+    elements = shard_size(rows, case.layout.dp_shard, at["dp_shard"]) * case.model.shape.dim
+    yield Transfer("pp", "send", case.parameter_dtype, elements, "gradients of tied ends")
 
 
 def _keys_and_values(case: Case, rank: int) -> Iterator[Transfer]:
@@ -471,7 +491,8 @@ def _global_norm(case: Case, rank: int) -> Iterator[Transfer]:
     linears = sum(len(block_linears(case.model, layer)) for layer in blocks)
     routers = len(expert_layers_of(case, rank))
     experts = 3 * routers
-    norms, others = 2 * len(blocks) + heads + routers, linears * (1 + case.model.bias) + embeds + heads
+    ends = embeds if case.model.tied else embeds + heads
+    norms, others = 2 * len(blocks) + heads + routers, linears * (1 + case.model.bias) + ends
     send = partial(Transfer, kind="all_reduce", dtype=case.parameter_dtype, purpose="norms of gradients", op="sum")
     yield send("pp", elements=1)
     if case.layout.ep > 1:

@@ -123,9 +123,9 @@ def family_case(family: str) -> Case | None:
 def solo_case(case: Case) -> Case:
     """The case whose solo witness is used for `case`: without all options that must not change a number.
 
-    These are checkpointing, compile, evaluation, resuming, and what ranks share but the batch, its sequences and, of
-    experts, the tokens. Nor may the split of the batch into shards and replicas change one, unless both sums of it are
-    rounded.
+    These are checkpointing, compile, evaluation, resuming, and what ranks share but the batch, its sequences, of
+    experts the tokens, and of a pipeline tied ends. Nor may the split of the batch into shards and replicas change one,
+    unless both sums of it are rounded.
     """
     layout = case.layout
     rounds_twice = case.train.reduce_dtype == "bfloat16"
@@ -133,7 +133,8 @@ def solo_case(case: Case) -> Case:
     alone = without(case, Changes.NOTHING, Changes.LAYOUT)
     shared = split if rounds_twice else Layout(dp_shard=layout.dp)
     sharing = max(1, layout.ep // layout.tp)  # data-parallel ranks that share experts
-    apart = {"ep": sharing, "cp": layout.cp, "sequence_order": layout.sequence_order}
+    stages = 2 if case.model.tied and layout.pp > 1 else 1  # copies of tied weights, of any number of stages
+    apart = {"ep": sharing, "cp": layout.cp, "sequence_order": layout.sequence_order, "pp": stages}
     return msgspec.structs.replace(alone, layout=msgspec.structs.replace(shared, **apart))
 
 

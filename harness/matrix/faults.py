@@ -225,6 +225,8 @@ HOST_IDS = (
     "pp2-tensorwise-v2048-s3-accum4-resume-f64",
     "pp2-tensorwise-v2048-s3-accum4-eval-f64",
     "pp2-interleaved-rowwise-layers.4-v2048-s3-accum4-resume.resharded-f64",
+    "fsdp2-tensorwise-tied-v2048-f64",
+    "pp2-fsdp2-rowwise-tied-v2048-s3-accum4-reduce.last-clip0.25-f64",
     "fsdp2-cp2-tensorwise-v2048-s3-f64",
     "fsdp2-cp2-contiguous-rowwise-v2048-s3-ignore.unequal-f64",
     "fsdp4-cp2-tensorwise-ag.fp8-v2048-gb16-s3-ignore.half-f64",

@@ -175,7 +175,8 @@ def parameter_count(case: Case) -> int:
     biases = sum(outputs for _, outputs in features[:-1]) if case.model.bias else 0
     weights = sum(inputs * outputs for inputs, outputs in features)
     experts, routers = expert_parameters(case.model)
-    return shape.dim * case.model.padded_vocab_size + weights + biases + norms + experts + routers
+    embedding = 0 if case.model.tied else shape.dim * case.model.padded_vocab_size
+    return embedding + weights + biases + norms + experts + routers
 
 
 def expert_parameters(model: Model) -> tuple[int, int]:

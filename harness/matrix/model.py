@@ -68,7 +68,8 @@ class Model(CaseStruct, frozen=True, kw_only=True):
     `pad_vocab_to_multiple_of` adds rows to the embedding and to the output layer. Their logits are masked in the loss:
     the result is that of the unpadded vocabulary, the shapes are those that a GPU accepts.
 
-    With `bias` every linear of a block has one, colwise and rowwise ones; the output layer has none.
+    With `bias` every linear of a block has one, colwise and rowwise ones; the output layer has none. With `tied` the
+    output layer has no weights of its own: it multiplies by those of the embedding, as in Llama 3.2 1B.
 
     With `experts` every block but the first is a mixture of experts, as in DeepSeek-V3: a router in float32 sends each
     token to the `top_k` experts of the highest score, a shared expert gets all tokens, and each expert has half of
@@ -133,6 +134,22 @@ class Model(CaseStruct, frozen=True, kw_only=True):
             "the linears of blocks have a bias; the output layer has none",
             flag("bias", "the linears of blocks have a bias", bias=True),
             noise="_bias",
+        ),
+    ] = False
+    tied: Annotated[
+        bool,
+        _axis(
+            "the output layer multiplies by the weights of the embedding",
+            flag("tied", "embedding and output layer share their weights", tied=True),
+            noise="_tied",
+            exported=False,
+            spelled=(
+                keys(
+                    "enable_weight_tying tie_word_embeddings tie_embeddings weight_tying"
+                    " share_embeddings_and_output_weights"
+                ),
+                keys("untie_embeddings_and_output_weights", values={"true": False, "false": True}),
+            ),
         ),
     ] = False
     experts: Annotated[

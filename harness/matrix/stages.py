@@ -16,7 +16,18 @@ from harness.matrix.layout import Layout, coordinates
 
 _PER_RANK = {"interleaved": 2}
 EMBEDDING = "tok_embeddings"
-_LAST = ("norm", "output")
+OUTPUT = "output"
+_LAST = ("norm", OUTPUT)
+
+
+def ends_are_one(case: Case) -> bool:
+    """True where embedding and output layer have one parameter: tied ends of a pipeline are copies of one another."""
+    return case.model.tied and case.layout.pp == 1
+
+
+def copies_of_weights(case: Case) -> frozenset[str]:
+    """The parameters that a pipeline has besides those of the embedding, though they are the same weights."""
+    return frozenset({f"{OUTPUT}.weight"} if case.model.tied else ())
 
 
 def stage_count(layout: Layout) -> int:

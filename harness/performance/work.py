@@ -256,7 +256,8 @@ def flops_per_token(case: Case) -> int:
     The parameters of norms count too, though nothing multiplies by them: 2e-5 of Llama 3 8B.
     """
     shape = case.model.shape
-    parameters = active_parameter_count(case) - shape.dim * case.model.padded_vocab_size
+    looked_up = 0 if case.model.tied else shape.dim * case.model.padded_vocab_size
+    parameters = active_parameter_count(case) - looked_up
     attention = 12 * shape.layers * shape.heads * shape.head_dim * case.train.seq_len
     return FLOPS_PER_PARAMETER_AND_TOKEN * parameters + attention
 

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from harness.matrix.case import Case, Model
-from harness.matrix.stages import EMBEDDING
+from harness.matrix.stages import EMBEDDING, copies_of_weights
 from harness.worker.probes.places import local_shard, part_at, place_of
 from harness.worker.probes.sketches import clean_fqn
 from harness.worker.reduction import with_other_ranks
@@ -134,11 +134,14 @@ def digest(arrays: dict[str, npt.NDArray[np.generic]]) -> str:
 
 @torch.no_grad()
 def write_weights(model: nn.Module, case: Case) -> dict[str, Weights]:
-    """Write every parameter of a built model. Returns the full weights by FQN, without the padding of vocabularies."""
-    embeddings = _embeddings(model)
+    """Write every parameter of a built model. Returns the full weights by FQN, without the padding of vocabularies.
+
+    A copy of weights is written as they are, and not returned.
+    """
+    embeddings = set() if case.model.tied else _embeddings(model)
     written = {}
     for name, param in model.named_parameters():
-        fqn, place = clean_fqn(name), place_of(param)
+        fqn, place = _original(clean_fqn(name), case), place_of(param)
         rows = unpadded_rows(place.shape, case.model)
         full = make_weight(fqn, (*rows, *place.shape[1:]), seed=case.train.seed, embedding=name in embeddings)
         local = local_shard(param)
@@ -155,10 +158,17 @@ def with_other_stages(weights: dict[str, Weights], case: Case) -> dict[str, Weig
         return weights
     shapes = with_other_ranks({fqn: weight.shape for fqn, weight in weights.items()})
     return weights | {
-        fqn: make_weight(fqn, shape, seed=case.train.seed, embedding=fqn == f"{EMBEDDING}.weight")
+        fqn: make_weight(
+            fqn, shape, seed=case.train.seed, embedding=fqn == f"{EMBEDDING}.weight" and not case.model.tied
+        )
         for fqn, shape in shapes.items()
         if fqn not in weights
     }
+
+
+def _original(fqn: str, case: Case) -> str:
+    """The parameter that this one is a copy of, or itself."""
+    return f"{EMBEDDING}.weight" if fqn in copies_of_weights(case) else fqn
 
 
 def unpadded_rows(shape: tuple[int, ...], model: Model) -> tuple[int, ...]:

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import functools
 from collections import defaultdict
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -31,11 +31,6 @@ class InPieces(nn.Module):
         self._in_pieces = module
         self.count = count
         self.grads: defaultdict[str, list[Sequence[Tensor]]] = defaultdict(list)  # by name: of every call, each piece's
-
-    def take_grads(self, name: str, dtype: torch.dtype) -> list[Tensor]:
-        """The gradients of a weight, one for each piece: of all calls since the last time, added up in this dtype."""
-        of_pieces = zip(*self.grads.pop(name), strict=True)
-        return [functools.reduce(torch.add, (grad.to(dtype) for grad in of_piece)) for of_piece in of_pieces]
 
     def forward(self, given: Tensor) -> Tensor:
         computed: Tensor = _Pieces.apply(given, self, *self._in_pieces.parameters(recurse=False))
@@ -78,11 +73,32 @@ def use_pieces(model: nn.Module, count: int) -> None:
                 parent.register_module(name, InPieces(child, count))
 
 
-def grads_of_pieces(model: nn.Module) -> dict[int, tuple[InPieces, str]]:
-    """By the id of every weight that is used in pieces: where the gradients of pieces are."""
-    wrappers = [module for module in model.modules() if isinstance(module, InPieces)]
-    return {
-        id(param): (wrapper, name)
-        for wrapper in wrappers
-        for name, param in wrapper._in_pieces.named_parameters(recurse=False)
-    }
+class Use(NamedTuple):
+    """A weight of a module, by its name there."""
+
+    module: InPieces
+    name: str
+
+
+def uses_of_weights(model: nn.Module) -> dict[int, list[Use]]:
+    """By the id of every weight that is used in pieces: the modules that use it."""
+    uses: defaultdict[int, list[Use]] = defaultdict(list)
+    for module in model.modules():
+        if isinstance(module, InPieces):
+            for name, param in module._in_pieces.named_parameters(recurse=False):
+                uses[id(param)].append(Use(module, name))
+    return uses
+
+
+def take_grads(uses: Sequence[Use], dtype: torch.dtype) -> list[Tensor]:
+    """The gradients of a weight, one for each piece: of all calls since the last time, added up in this dtype.
+
+    What several modules have of one call is added up before, as autograd does.
+    """
+    by_call = zip(*(use.module.grads.pop(use.name) for use in uses), strict=True)
+    whole = [[_sum(of_piece) for of_piece in zip(*of_modules, strict=True)] for of_modules in by_call]
+    return [_sum([grad.to(dtype) for grad in of_piece]) for of_piece in zip(*whole, strict=True)]
+
+
+def _sum(grads: Iterable[Tensor]) -> Tensor:
+    return functools.reduce(torch.add, grads)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import TypeVar
 
 import torch
@@ -56,13 +56,16 @@ def reduced_gradient(param: nn.Parameter) -> torch.Tensor | None:
 
 @unobserved()
 @torch.no_grad()
-def squared_norm_share(model: nn.Module) -> torch.Tensor:
-    """This rank's share of the squared gradient norm, float64: what several ranks hold is divided among them."""
+def squared_norm_share(model: nn.Module, *, copies: Collection[str] = ()) -> torch.Tensor:
+    """This rank's share of the squared gradient norm, float64: what several ranks hold is divided among them.
+
+    `copies`: parameters that are counted by another name.
+    """
     world = dist.get_world_size()
     total = torch.zeros((), dtype=torch.float64, device=next(model.parameters()).device)
-    for param in model.parameters():
+    for name, param in model.named_parameters():
         grad = reduced_gradient(param)
-        if grad is None:
+        if grad is None or name in copies:
             continue
         shards = 1
         if isinstance(grad, DTensor):

@@ -21,6 +21,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, 
 
 from harness.matrix.case import Case, Checkpointing
 from harness.matrix.numerics import replayed_steps
+from harness.matrix.stages import copies_of_weights
 from harness.matrix.targets import is_llama
 from harness.request import RunRequest
 from harness.trace import RankTrace, StepTrace
@@ -286,7 +287,8 @@ def _replay_step(prepared: Prepared, watching: Replay, turn: _Turn) -> StepTrace
     def before(optimizer: Optimizer, *_: object) -> None:
         nonlocal squares
         for fqn, param in waiting(optimizer, "grad"):
-            squares += _replace(watching, fqn, "grad", param.grad)
+            square = _replace(watching, fqn, "grad", param.grad)
+            squares += 0.0 if fqn in copies_of_weights(prepared.case) else square
 
     def after(optimizer: Optimizer, *_: object) -> None:
         for fqn, param in waiting(optimizer, "param"):

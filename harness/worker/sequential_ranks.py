@@ -33,7 +33,7 @@ from torch.utils._pytree import tree_leaves
 from harness.matrix.case import Case
 from harness.matrix.layout import positions_of_ranks
 from harness.worker.gradient_sync import GradientSync
-from harness.worker.in_pieces import grads_of_pieces
+from harness.worker.in_pieces import take_grads, uses_of_weights
 from harness.worker.inputs import Rows, rows_of_pieces
 from harness.worker.sequential_experts import ExpertsOfRanks
 from harness.worker.summing import WIDE
@@ -50,7 +50,7 @@ class SequentialRanks:
         self._microbatches_per_rank = case.train.accumulation
         self._cp = case.layout.cp
         self._rows = partial(rows_of_pieces, positions_of_ranks(case.layout, case.train.seq_len))
-        self._pieces = grads_of_pieces(target.model)
+        self._in_pieces = uses_of_weights(target.model)
         self._rank = 0  # the first of those that share the sequences
         self._batches: Sequence[Rows] = ()  # of each rank, or of those that share sequences
         self._sums: dict[nn.Parameter, list[_Sum]] = {}  # one for every reduction of a step
@@ -125,10 +125,8 @@ class SequentialRanks:
 
     def _of_ranks(self, param: nn.Parameter, reduced: torch.Tensor) -> Sequence[torch.Tensor]:
         """What was reduced, or what each of the ranks has that share the sequences."""
-        if id(param) not in self._pieces:
-            return [reduced]
-        wrapper, name = self._pieces[id(param)]
-        return wrapper.take_grads(name, reduced.dtype)
+        uses = self._in_pieces.get(id(param))
+        return take_grads(uses, reduced.dtype) if uses else [reduced]
 
 
 class _Sum:

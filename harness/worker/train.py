@@ -23,6 +23,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from harness.matrix.case import Case, Layout
 from harness.matrix.layout import batch_of, dp_rank, positions_of_ranks
 from harness.matrix.resumed import resumed_in
+from harness.matrix.stages import copies_of_weights
 from harness.request import RunRequest
 from harness.trace import RankTrace, StepTrace
 from harness.trace.model import Resumed
@@ -157,6 +158,7 @@ def prepare(case: Case, device: torch.device, *, solo_witness: bool = False, dig
         microbatches=microbatches,
         local_batch=case.microbatch,
         pieces=pieces if solo_witness and len(pieces) > 1 else (),
+        stages=case.layout.pp if solo_witness else 1,
     )
     built = _as_built(case, solo_witness)
     target = build_target(built, world)
@@ -200,7 +202,8 @@ def train_step(prepared: Prepared, step: int, scaled_mm: ScaledMMCounter, watchi
 
     def see_gradients() -> None:
         watching.after_backward(target.model)
-        shares.append(mark_owned(squared_norm_share(target.model) * prepared.case.layout.pp))  # ranks hold one stage
+        share = squared_norm_share(target.model, copies=copies_of_weights(prepared.case))
+        shares.append(mark_owned(share * prepared.case.layout.pp))  # ranks hold one stage
 
     with _before_first_update(see_gradients) as updates:
         result = target.step(*batches)

@@ -232,6 +232,6 @@ def test_the_formula_fits_every_eager_case(case: Case, rank: int) -> None:
     live = expected_live(case, rank=rank, moment="forward")
     assert all(each.nbytes > 0 and each.purpose for each in live)
     wrapped = sum(case.checkpointing.wraps(layer) for layer in range(case.model.shape.layers))
-    tensors_of_blocks = (9 + 7 * case.model.bias) * case.model.shape.layers + 1  # and the embedding
+    tensors_of_blocks = (9 + 7 * case.model.bias) * case.model.shape.layers + (not case.model.tied)  # the embedding
     kept = {"always": 0, "default": 2, "never": 2 + tensors_of_blocks}[case.layout.reshard_after_forward]
     assert len(live) == 1 + wrapped + kept * case.uses_fsdp

@@ -59,6 +59,7 @@ def test_rules_have_different_names_reasons_and_sources() -> None:
         assert set(rule.axes) <= set(AXES)
 
 
+TIED_HEAD = {"tied": True, "output_layer": True}
 EXAMPLES: list[tuple[str, dict[str, object]]] = [
     ("microbatches_fill_pipeline", {"pp": 2, "accumulation": 1}),
     ("stages_have_blocks", {"pp": 4, "accumulation": 4}),
@@ -140,6 +141,17 @@ EXAMPLES: list[tuple[str, dict[str, object]]] = [
         {"recipe": "tensorwise", "tp_styles": "float8", "tp": 2, "filter_fqns": ["wq"]},
     ),
     ("tp_styles_round_bias_gradients", {"recipe": "tensorwise", "tp_styles": "float8", "tp": 2, "bias": True}),
+    ("torchtitan_ties_nothing", {"target": "torchtitan", "tied": True}),
+    ("torchtitan_ties_nothing", {"target": "torchtitan_0_3", "tied": True}),
+    (
+        "tied_ends_are_in_high_precision_where_they_are_stored",
+        {"recipe": "mxfp8", "conversion": "wrapper", **TIED_HEAD},
+    ),
+    (
+        "tied_ends_are_in_high_precision_where_they_are_stored",
+        {"recipe": "tensorwise", "fp8_all_gather": True, **TIED_HEAD},
+    ),
+    ("copies_of_ends_are_not_resharded", {"tied": True, "pp": 2, "accumulation": 2, "resume": "resharded"}),
     ("torchtitan_has_no_bias", {"target": "torchtitan", "bias": True}),
     ("torchtitan_has_no_bias", {"target": "torchtitan_0_3", "bias": True}),
     ("filter_matches", {"recipe": "rowwise", "filter_fqns": ["w9"]}),

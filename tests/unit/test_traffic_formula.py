@@ -75,6 +75,42 @@ def test_microbatches_repeat_everything_but_a_deferred_reduction(reduce_grads: s
     assert traffic(two).keys() == traffic(one).keys()
 
 
+def test_tied_ends_are_gathered_and_reduced_once() -> None:
+    untied, tied = (traffic(case_of("rowwise", dp_shard=2, tied=tied)) for tied in (False, True))
+    weights = 2048 * 128 * 4
+    gathered, reduced = (
+        CollectiveKey("dp_shard", kind, op, "float32") for kind, op in (("all_gather", ""), ("reduce_scatter", "sum"))
+    )
+    # of its own, the embedding is gathered in forward and in backward; the unit of the output layer is not freed
+    assert untied[gathered] == (tied[gathered][0] + 2, tied[gathered][1] + 2 * weights // 2)
+    assert untied[reduced] == (tied[reduced][0] + 1, tied[reduced][1] + weights)
+
+
+def test_the_ends_of_a_pipeline_send_one_another_the_gradient_of_their_copy() -> None:
+    sizes = {"layers": 4, "tied": True, "vocab_size": 2050, "global_batch": 24}
+    case = case_of("rowwise", pp=4, dp_shard=3, accumulation=4, **sizes)
+    sent = [
+        next((each for each in expected_transfers(case, step=1, rank=rank) if "tied ends" in each.purpose), None)
+        for rank in range(case.world_size)
+    ]
+    rows = [684, 684, 682]  # of each shard
+    assert [each and (each.axis, each.kind, each.elements, each.times) for each in sent] == [
+        *(("pp", "send", count * 128, 1) for count in rows),
+        *[None] * 6,
+        *(("pp", "send", count * 128, 1) for count in rows),
+    ]
+
+
+def test_a_copy_of_tied_weights_is_no_more_of_the_norm() -> None:
+    key = CollectiveKey("dp_shard", "all_reduce", "sum", "float64")
+    counts = [
+        traffic(case_of(dp_shard=2, tied=tied, max_norm=0.5, dtype="float64", **stages))[key]
+        for stages in ({}, {"pp": 2, "accumulation": 2})
+        for tied in (False, True)
+    ]
+    assert counts[0][1] - counts[1][1] == 8 and counts[2] == counts[3]  # rank 0 has the embedding
+
+
 @pytest.mark.parametrize(("tp", "features"), [(1, 5 * 128 + 2 * 256), (2, 3 * 64 + 2 * 128 + 2 * 128)])
 def test_biases_are_gathered_and_reduced_with_their_block(tp: int, features: int) -> None:
     """TP shards those of wq, wk, wv, w1 and w3 with the outputs; every rank holds those of wo and w2 whole."""

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from torch import nn
 from torch.distributed.tensor.experimental._context_parallel._load_balancer import _HeadTailLoadBalancer
 
 from harness.matrix.layout import Layout, positions_of_ranks
-from harness.worker.in_pieces import InPieces, grads_of_pieces, use_pieces
+from harness.worker.in_pieces import InPieces, take_grads, use_pieces, uses_of_weights
 from harness.worker.probes.sketches import clean_fqn
 from harness.worker.targets.reference.context_parallel import OfAllRanks
 from harness.worker.targets.reference.model import apply_rope, attend, rope_cache
@@ -54,16 +56,32 @@ def test_a_module_in_pieces_has_the_gradients_of_every_piece() -> None:
     assert isinstance(model[0], InPieces) and [clean_fqn(name) for name, _ in model.named_modules()][1:] == ["0", "0"]
     given, grad = random(2 * BATCH, SEQ, DIM).requires_grad_(), random(2 * BATCH, SEQ, 3)
     model(given).backward(grad)
-    wrapper, name = grads_of_pieces(model)[id(linear.weight)]
+    (use,) = uses = uses_of_weights(model)[id(linear.weight)]
     of_ranks = []
     for piece, its_grad in zip(given.detach().chunk(2), grad.chunk(2), strict=True):
         linear.zero_grad()
         linear(piece).backward(its_grad)
         of_ranks.append(linear.weight.grad)
-    assert all(map(torch.equal, wrapper.take_grads(name, torch.float64), of_ranks)) and name not in wrapper.grads
+    assert all(map(torch.equal, take_grads(uses, torch.float64), of_ranks)) and use.name not in use.module.grads
     linear.zero_grad()
     (alone,) = torch.autograd.grad(linear(plain := given.detach().requires_grad_()), plain, grad)
     torch.testing.assert_close(given.grad, alone)
+
+
+def test_modules_that_share_a_weight_have_one_gradient_of_every_piece() -> None:
+    first, last = nn.Linear(DIM, DIM, bias=False).bfloat16(), nn.Linear(DIM, DIM, bias=False).bfloat16()
+    last.weight = first.weight
+    model = nn.Sequential(first, nn.Tanh(), last)
+    plain = copy.deepcopy(model)
+    use_pieces(model, 2)
+    given, grad = (random(2 * BATCH, SEQ, DIM).bfloat16() for _ in range(2))
+    model(given).backward(grad)
+    found = take_grads(uses_of_weights(model)[id(first.weight)], torch.float32)
+    assert plain[0].weight is plain[2].weight and len(found) == 2
+    for mine, piece, its_grad in zip(found, given.chunk(2), grad.chunk(2), strict=True):
+        plain.zero_grad()
+        plain(piece).backward(its_grad)
+        assert torch.equal(mine, plain[0].weight.grad.float())
 
 
 def test_pieces_are_computed_first_rank_first_in_backward_too() -> None:

@@ -41,8 +41,9 @@ def held(engine: Cluster, case: Case) -> Verification:
         case_of("debugmodel", tp=4, dp_shard=16, recipe="rowwise", checkpointing="selective_op", vocab_size=2250),
         case_of("debugmodel", dp_shard=8, dp_replicate=8, recipe="tensorwise", fp8_all_gather=True, output_layer=True),
         case_of("debugmodel", tp=2, dp_shard=32, recipe="rowwise", optimizer="sgd"),
+        case_of("debugmodel", tp=2, dp_shard=32, recipe="rowwise", output_layer=True, tied=True),
     ],
-    ids=["8b", "rowwise", "hsdp", "sgd"],
+    ids=["8b", "rowwise", "hsdp", "sgd", "tied"],
 )
 def test_64_ranks(engine: Cluster, case: Case) -> None:
     found = held(engine, case)

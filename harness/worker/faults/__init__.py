@@ -27,6 +27,7 @@ from harness.worker.faults import (
     pipelines,
     shapes,
     stale,
+    tied,
     training,
 )
 
@@ -35,7 +36,7 @@ FAULT_MODULES: dict[FaultClass, tuple[ModuleType, ...]] = {
     "A": (amax,),
     "B": (stale,),
     "C": (conversion, parameters),
-    "D": (communication, parameters),
+    "D": (communication, parameters, tied),
     "E": (execution,),
     "F": (shapes,),
     "G": (training, loss, parameters),
@@ -43,7 +44,7 @@ FAULT_MODULES: dict[FaultClass, tuple[ModuleType, ...]] = {
     "I": (kept,),
     "J": (mxfp8,),
     "K": (experts,),
-    "L": (pipelines,),
+    "L": (pipelines, tied),
     "M": (context,),
 }
 

@@ -95,8 +95,10 @@ def loss_is_mean_of_microbatches(stock: Any, *args: Any) -> Tensor:
 
 
 @planted(wrap, build, "clip_gradients")
-def clipped_by_norm_of_own_stage(stock: Any, optimizer: torch.optim.Optimizer, max_norm: float, pp: Any) -> Any:
-    return stock(optimizer, max_norm, None)
+def clipped_by_norm_of_own_stage(
+    stock: Any, optimizer: torch.optim.Optimizer, max_norm: float, pp: Any, *copy: Any
+) -> Any:
+    return stock(optimizer, max_norm, None, *copy)
 
 
 def _sent(name: str, change: Callable[[Tensor], Tensor]) -> None:

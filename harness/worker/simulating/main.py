@@ -67,7 +67,8 @@ def simulate(case: Case, rank: int) -> SimulatedRank:
     """Two steps of the case as this rank takes them, the second of which is recorded."""
     world = World(_CPU, case.uses_fsdp, dp_rank(case.layout, rank), case.train.accumulation, case.microbatch)
     meshes = build_meshes(case.layout, world)
-    model, _, context = distributed_model(case, meshes, world, torch.device("meta"))
+    built = distributed_model(case, meshes, world, torch.device("meta"))
+    model = built.model
     storages = Storages()
     hooks = FakeTensorHooks(storages)
     traffic, flops, saved = TrafficProbe(case, _CPU), FlopsProbe(case, _CPU), _SimulatedMemoryProbe(case, storages)
@@ -81,7 +82,7 @@ def simulate(case: Case, rank: int) -> SimulatedRank:
             traffic.replace(_fsdp_param, name, _noting(getattr(_fsdp_param, name), storages))
         traffic.replace(WeightWithDynamicFloat8CastTensor, "__tensor_flatten__", _flattened)
         model.to_empty(device="cpu")
-        target = ReferenceTarget(case, model, build_optimizer(model, case), meshes, context=context)
+        target = ReferenceTarget(case, built, build_optimizer(model, case), meshes)
         saved.attach(model)
         target.optimizer.register_step_pre_hook(saved.before_update)
         for step in range(1, _STEPS + 1):

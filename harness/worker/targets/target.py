@@ -43,6 +43,7 @@ class World(NamedTuple):
     microbatches: int  # how many `step` gets: `accumulation`, for the reference times the slices of the batch
     local_batch: int  # sequences of a microbatch
     pieces: Sequence[Sequence[int]] = ()  # of that reference: the positions that each rank of `cp` has of a sequence
+    stages: int = 1  # of that reference: ranks of the pipeline that it stands for
 
 
 class Target(Protocol):

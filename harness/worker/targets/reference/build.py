@@ -48,18 +48,23 @@ from harness.worker.targets.reference.parallel import (
     build_meshes,
 )
 from harness.worker.targets.reference.pipeline import Pipeline, cut, part_of_rank
+from harness.worker.targets.reference.tied import CopiedEnds, in_copies
 from harness.worker.targets.target import StepResult, World
 
 
 @torch.no_grad()
-def clip_gradients(optimizer: torch.optim.Optimizer, max_norm: float, pp: DeviceMesh | None) -> torch.Tensor:
+def clip_gradients(
+    optimizer: torch.optim.Optimizer, max_norm: float, pp: DeviceMesh | None, copy: nn.Parameter | None = None
+) -> torch.Tensor:
     """Scale all gradients of an optimizer down to the norm `max_norm`. Returns their norm before: a scalar.
 
     The optimizer has a group of parameters for every device mesh. The norm of a group is summed over the axes of its
-    mesh, the norms of groups are of other parameters and add up, and so do those of the stages of a pipeline.
+    mesh, the norms of groups are of other parameters and add up, and so do those of the stages of a pipeline. A `copy`
+    of a parameter is clipped, but not counted.
     """
     groups = [group["params"] for group in optimizer.param_groups]
-    norms = [get_total_norm([param.grad for param in group if param.grad is not None]) for group in groups]
+    counted = ([param.grad for param in group if param is not copy and param.grad is not None] for group in groups)
+    norms = [get_total_norm(grads) for grads in counted]
     summed = [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]
     total = torch.linalg.vector_norm(torch.stack(summed))
     if pp is not None:  # a norm of no gradients is in float32
@@ -81,21 +86,21 @@ LLAMA_ADAMW: dict[str, Any] = {"betas": (0.9, 0.95), "eps": 1e-5, "weight_decay"
 RESNET_SGD: dict[str, Any] = {"momentum": 0.9, "weight_decay": 1e-4}
 
 
+class Distributed(NamedTuple):
+    """A model that is ready for its weights, its stages in a pipeline, what cuts its sequences, and its copied ends."""
+
+    model: Llama
+    parts: Sequence[Llama] = ()
+    context: Cut | None = None
+    ends: CopiedEnds | None = None
+
+
 class ReferenceTarget:
-    def __init__(
-        self,
-        case: Case,
-        model: Llama,
-        optimizer: torch.optim.Optimizer,
-        meshes: Meshes,
-        parts: Sequence[Llama] = (),
-        context: Cut | None = None,
-    ) -> None:
-        self.model = model
+    def __init__(self, case: Case, built: Distributed, optimizer: torch.optim.Optimizer, meshes: Meshes) -> None:
+        self.model, parts, self.context, self._ends = built
         self.optimizer = optimizer
         self._case = case
         self._meshes = meshes
-        self.context = context
         self._pipeline = (
             None if meshes.pp is None else Pipeline(parts, case, meshes.pp, self.loss_of_stage, dist.get_rank())
         )
@@ -120,7 +125,11 @@ class ReferenceTarget:
         batches, tokens = self._counted(microbatches, labels)
         loss = self._global_loss(self._backward(batches, tokens))
         max_norm = self._case.train.max_norm
-        norm = None if max_norm is None else clip_gradients(self.optimizer, max_norm, self._meshes.pp)
+        copy = None
+        if self._ends is not None:
+            self._ends.add_gradients()
+            copy = self._ends.copy
+        norm = None if max_norm is None else clip_gradients(self.optimizer, max_norm, self._meshes.pp, copy)
         for moe in self.model.mixtures():
             of_experts = tokens_of_step(moe.tokens_per_expert, self._meshes.dp, self._meshes.tp)
             if self._case.model.balance:
@@ -192,22 +201,15 @@ class ReferenceTarget:
 
 def build(case: Case, world: World) -> ReferenceTarget:
     meshes = build_meshes(case.layout, world)
-    model, parts, context = distributed_model(case, meshes, world)
-    return ReferenceTarget(case, model, build_optimizer(model, case), meshes, parts, context)
-
-
-class Distributed(NamedTuple):
-    """A model that is ready for its weights, its stages in a pipeline, and what cuts its sequences."""
-
-    model: Llama
-    parts: Sequence[Llama]
-    context: Cut | None
+    built = distributed_model(case, meshes, world)
+    return ReferenceTarget(case, built, build_optimizer(built.model, case), meshes)
 
 
 def distributed_model(case: Case, meshes: Meshes, world: World, device: torch.device | None = None) -> Distributed:
     """Built on the device of the world, or on another.
 
-    The order matters: stages, FP8, TP, context parallelism, checkpointing, compile, FSDP2.
+    The order matters: stages, FP8, TP, ties, context parallelism, checkpointing, compile, FSDP2. TP makes a parameter
+    of every module, and so does FP8 that FSDP2 gathers: what was tied before would not be behind them.
     """
     model = _plain_model(case, device or world.device)
     if not case.float8.convert_after_tp:
@@ -219,7 +221,10 @@ def distributed_model(case: Case, meshes: Meshes, world: World, device: torch.de
         apply_ep(model, meshes.ep)
     if case.float8.convert_after_tp:
         convert(model, case.float8)
-    context = _cut_sequences(model, case, meshes, world)
+    ends = CopiedEnds(model, meshes.pp) if in_copies(case, world) else None
+    if case.model.tied and ends is None:
+        model.output.weight = model.tok_embeddings.weight
+    context = cut_sequences(model, case, meshes, world)
     apply_checkpointing(model.layers, case.checkpointing)
     if case.compile != "none":
         from harness.worker.targets.reference.compiled import apply_compile
@@ -229,10 +234,10 @@ def distributed_model(case: Case, meshes: Meshes, world: World, device: torch.de
     for part in parts or [model]:
         if meshes.dp is not None:
             apply_fsdp(part, meshes, case)
-    return Distributed(model, parts, context)
+    return Distributed(model, parts, context, ends)
 
 
-def _cut_sequences(model: Llama, case: Case, meshes: Meshes, world: World) -> Cut | None:
+def cut_sequences(model: Llama, case: Case, meshes: Meshes, world: World) -> Cut | None:
     """What the model is given of every sequence, where ranks of context parallelism share them."""
     if meshes.cp is not None:
         return apply_cp(model, case, meshes.cp, world.device)

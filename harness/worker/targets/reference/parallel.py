@@ -174,7 +174,7 @@ def apply_fsdp(model: Llama, meshes: Meshes, case: Case) -> None:
     """Apply FSDP2 to every block, as torchtitan does. With a 2-D mesh (replicate, shard) this is HSDP.
 
     Experts are a unit of their own, on the ranks that hold the same ones, and every expert is sharded over its rows:
-    torchtitan does so where there are fewer experts than ranks.
+    torchtitan does so where there are fewer experts than ranks. Ends that are tied are one unit, as in torchtitan.
 
     Gradients are summed, not averaged: the loss is already divided by the number of tokens in the global batch.
     """
@@ -191,11 +191,14 @@ def apply_fsdp(model: Llama, meshes: Meshes, case: Case) -> None:
             reshard_after_forward=asked != "never",
             shard_placement_fn=lambda _: Shard(1),
         )
-    for unit in (model.tok_embeddings, *model.layers.values()):
+    embedding, output = model.tok_embeddings, model.output
+    are_one = embedding is not None and output is not None and embedding.weight is output.weight
+    for unit in (None if are_one else embedding, *model.layers.values()):
         if unit is not None:
             fully_shard(unit, mesh=mesh, mp_policy=policy, reshard_after_forward=asked != "never")
-    if model.output is not None:
-        fully_shard([model.norm, model.output], mesh=mesh, mp_policy=policy, reshard_after_forward=asked == "always")
+    if output is not None:
+        ends = [*([embedding] if are_one else []), model.norm, output]
+        fully_shard(ends, mesh=mesh, mp_policy=policy, reshard_after_forward=asked == "always")
     fully_shard(model, mesh=mesh, mp_policy=policy)
     for module in model.modules():
         if isinstance(module, FSDPModule):
