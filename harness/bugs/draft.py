@@ -324,7 +324,7 @@ class Draft:
                 self._put(axis, size, where, f"{words}: {known[0]}" if axis == "dim" else known[0])
         elif name and name != "llama3":
             self.derived["model"] = f"{clean_words(name)} becomes a small Llama: its linears are judged, not its layers"
-        for axis in (*_SIZES, "pad_vocab_to_multiple_of"):
+        for axis in (*_SIZES, "pad_vocab_to_multiple_of", "tied"):
             self._take(axis)
         self._linears()
         if not any(axis in self.axes for axis in _SIZES):

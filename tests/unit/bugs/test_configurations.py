@@ -70,6 +70,21 @@ def configured(text: str, ranks: int | None = None, where: str = "job", **axes: 
     return import_configuration(report, axes, today=datetime.date(2026, 11, 24), ranks=ranks)
 
 
+@pytest.mark.parametrize(
+    ("text", "tied"),
+    [
+        ("model:\n  tie_word_embeddings: true\n  hidden_size: 2048\n", True),
+        ("model:\n  tie_word_embeddings: false\n  hidden_size: 2048\n", False),
+        (MEGATRON.rstrip() + " --untie-embeddings-and-output-weights\n", False),
+        (MEGATRON, False),
+    ],
+)
+def test_shared_ends_are_read(text: str, tied: bool) -> None:
+    case, notes = configured(text)
+    assert case.model.tied is tied
+    assert not [note for note in notes if "untie" in note or "tie_word" in note]
+
+
 def test_a_file_becomes_a_small_case_with_the_same_traits() -> None:
     case, notes = configured(LLAMA3_8B, where="8b.toml")
     name = "target.torchtitan-fsdp2-atp2-nowait-tensorwise-ag.fp8pre-ac.op-graph-kvheads.4-v2048-gb2-b16"
