@@ -14,7 +14,7 @@ from collections.abc import Iterator
 import msgspec
 
 from harness.expect.model import traits_of
-from harness.expect.traffic import Unit, fsdp_units, ranks_of_unit
+from harness.expect.units import Unit, fsdp_units, ranks_of_unit
 from harness.matrix.case import Case
 from harness.matrix.linears import OUTPUT_FQN, is_converted, shard_sizes
 from harness.matrix.recipes import ITEM_BYTES

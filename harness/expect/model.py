@@ -11,6 +11,7 @@ from collections.abc import Collection, Iterable, Mapping
 import msgspec
 
 from harness.matrix.case import Case
+from harness.matrix.layout import Resharding
 from harness.matrix.linears import (
     BLOCK_LINEARS,
     OUTPUT_FQN,
@@ -216,11 +217,14 @@ class TrainerTraits(msgspec.Struct, frozen=True, kw_only=True):
     casts_rope: bool = True  # the RoPE cache is real, so that FSDP2 casts it; a complex one it does not
     keeps_logits: bool = True  # a name still holds the logits in backward
     keeps_gradients: bool = False  # until the next step begins
+    keeps_weights_in_pipelines: bool = False  # where nothing else is asked for
+    precomputes_by_stage: bool = False  # the scales of float8 weights; otherwise those of a rank at once
+    connects_when_built: bool = False  # the stages of a pipeline, which otherwise ask one another in the first step
     counts_tokens_in: str = ""  # dtype of the number of tokens where it is saved to divide by; "": a Python number
 
 
 # torchtitan 0.2.2: `train.py` (`train_step`, `forward_backward_step`), `config/job_config.py` (`early_stop`),
-# `models/llama3/model/model.py` (`precompute_freqs_cis`).
+# `models/llama3/model/model.py` (`precompute_freqs_cis`), `models/llama3/infra/parallelize.py` (`apply_fsdp`).
 _TRAITS: Mapping[str, TrainerTraits] = {
     REFERENCE: TrainerTraits(),
     TORCHTITAN: TrainerTraits(
@@ -230,6 +234,9 @@ _TRAITS: Mapping[str, TrainerTraits] = {
         casts_rope=False,
         keeps_logits=False,
         keeps_gradients=True,
+        keeps_weights_in_pipelines=True,
+        precomputes_by_stage=True,
+        connects_when_built=True,
         counts_tokens_in="float32",
     ),
 }
@@ -237,3 +244,10 @@ _TRAITS: Mapping[str, TrainerTraits] = {
 
 def traits_of(case: Case) -> TrainerTraits:
     return _TRAITS.get(case.target, TrainerTraits())
+
+
+def resharding_of(case: Case) -> Resharding:
+    """When FSDP2 frees weights: what the case asks for, or what the target does where it asks for nothing else."""
+    asked = case.layout.reshard_after_forward
+    keeps = asked == "default" and case.layout.pp > 1 and traits_of(case).keeps_weights_in_pipelines
+    return "never" if keeps else asked

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import msgspec
 from msgspec.structs import replace
 
-from harness.expect.traffic import Weight, fsdp_units, ranks_of_unit
+from harness.expect.units import Weight, fsdp_units, ranks_of_unit
 from harness.matrix.axes import axis_values, case_from_axes
 from harness.matrix.case import Case, Layout
 from harness.matrix.caseid import case_id

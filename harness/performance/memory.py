@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from harness.expect.expert_traffic import sent_rows
 from harness.expect.live_memory import expected_live, expected_scalars, gradients
 from harness.expect.saved_memory import block_elements, expected_saved
-from harness.expect.traffic import Unit, fsdp_units, ranks_of_unit
+from harness.expect.units import Unit, fsdp_units, ranks_of_unit
 from harness.matrix.case import Case, Checkpointing
 from harness.matrix.layout import coordinates, expert_coordinates
 from harness.matrix.linears import EXPERTS, block_linears, local_features, shard_size

@@ -14,7 +14,8 @@ from harness.checks.traffic import VOLUME
 from harness.engine.cluster import Cluster
 from harness.engine.messages import Job
 from harness.errors import HarnessError
-from harness.expect.traffic import expected_transfers, fsdp_units
+from harness.expect.traffic import expected_transfers
+from harness.expect.units import fsdp_units
 from harness.expect.upstream import changes_in
 from harness.matrix.case import Case
 from harness.matrix.caseid import case_id

@@ -35,6 +35,7 @@ OF_THE_REFERENCE = {
     "async TP": "symmetric_memory_not_enabled fusion_pass_off scatters_not_recognized operand_taken_before_its_reshape "
     "scatter_dim_of_the_flat_operand output_shape_forgotten scattered_dim_not_moved_back scatter_averages "
     "row_scales_of_the_first_chunk gathered_chunks_swapped produced_chunks_swapped",
+    "tied ends, the axis": "ends_untied_before_sharding gradient_of_tied_embedding_lost",
     "bias, the axis": "bias_lost_in_conversion bias_added_by_every_tp_rank bias_gradient_divided_by_tp "
     "bias_gradient_of_own_positions",
     "evaluation": "weight_rounded_by_evaluation old_weight_in_evaluation precomputed_scale_stale_in_evaluation "

@@ -50,6 +50,19 @@ def test_gradient_accumulation_of_the_single_rank_reference() -> None:
 
 
 @pytest.mark.parametrize(
+    ("schedule", "theirs", "stages"), [("gpipe", "GPipe", 2), ("interleaved", "Interleaved1F1B", 4)]
+)
+def test_a_pipeline_has_the_stages_and_microbatches_of_the_case(schedule: str, theirs: str, stages: int) -> None:
+    case = make_case(target="torchtitan", pp=2, schedule=schedule, layers=4, accumulation=4, global_batch=8)
+    config = _config(case, microbatches=4, local_batch=2)
+    parallelism = config.parallelism
+    assert (parallelism.pipeline_parallel_degree, parallelism.pipeline_parallel_schedule) == (2, theirs)
+    assert (config.training.local_batch_size, parallelism.pipeline_parallel_microbatch_size) == (8, 2)
+    first, *_, last = parts = parallelism.module_fqns_per_model_part
+    assert (len(parts), first[0], last[-2:]) == (stages, "tok_embeddings", ["norm", "output"])
+
+
+@pytest.mark.parametrize(
     ("recipe", "name"), [("tensorwise", None), ("rowwise", "rowwise"), ("rowwise_with_gw_hp", "rowwise_with_gw_hp")]
 )
 def test_recipes(recipe: str, name: str | None) -> None:

@@ -10,7 +10,8 @@ from hypothesis import given
 
 from harness.cli.main import main
 from harness.errors import HarnessError
-from harness.expect.traffic import expected_transfers, fsdp_units
+from harness.expect.traffic import expected_transfers
+from harness.expect.units import fsdp_units
 from harness.matrix.case import Case, Layout
 from harness.matrix.caseid import parse_case_id
 from harness.matrix.linears import parameter_count

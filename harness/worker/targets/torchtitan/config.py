@@ -12,7 +12,7 @@ from torchtitan.models.llama3.model.args import RoPEScalingArgs, TransformerMode
 
 from harness.matrix.linears import OUTPUT_FQN
 from harness.matrix.spellings import torchtitan_degrees
-from harness.worker.targets.torchtitan.step import GRAPH_BACKEND, MAX_NORM
+from harness.worker.targets.torchtitan.step import GRAPH_BACKEND, MAX_NORM, pipeline_options, sequences_of_step
 
 if TYPE_CHECKING:
     from harness.matrix.case import Case
@@ -28,7 +28,7 @@ def job_config(case: Case, world: World) -> JobConfig:
     config.debug.seed = case.train.seed  # without one, rank 0 draws a seed and broadcasts it
     _set_training(config, case, world)
     _set_optimizer(config, case)
-    _set_layout(config, case)
+    _set_layout(config, case, world)
     _set_float8(config, case)
     _set_checkpointing(config, case)
     config.compile.enable = case.compile != "none"
@@ -40,7 +40,7 @@ def job_config(case: Case, world: World) -> JobConfig:
 def _set_training(config: JobConfig, case: Case, world: World) -> None:
     training, dtype = config.training, case.train.dtype
     training.steps, training.seq_len = case.train.steps, case.train.seq_len
-    training.local_batch_size = world.local_batch
+    training.local_batch_size = sequences_of_step(case, world)
     training.global_batch_size = world.local_batch * case.layout.dp * world.microbatches
     training.max_norm = MAX_NORM if case.train.max_norm is None else case.train.max_norm
     training.dtype = case.wide_dtype
@@ -57,10 +57,12 @@ def _set_optimizer(config: JobConfig, case: Case) -> None:
     config.lr_scheduler.warmup_steps, config.lr_scheduler.decay_ratio = 0, 0.0  # a constant learning rate
 
 
-def _set_layout(config: JobConfig, case: Case) -> None:
+def _set_layout(config: JobConfig, case: Case, world: World) -> None:
     parallelism, layout = config.parallelism, case.layout
     for option, degree in torchtitan_degrees(layout.mesh).items():
         setattr(parallelism, option, degree)
+    for option, value in pipeline_options(case, world, output=OUTPUT_FQN).items():
+        setattr(parallelism, option, value)
     parallelism.fsdp_reshard_after_forward = layout.reshard_after_forward
     parallelism.disable_loss_parallel = not layout.loss_parallel
     parallelism.enable_async_tensor_parallel = layout.async_tp

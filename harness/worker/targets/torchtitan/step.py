@@ -14,6 +14,8 @@ from torchtitan.tools.utils import NoColor
 from torchtitan.tools.utils import device_type as torchtitan_device
 
 from harness.matrix.case import Case
+from harness.matrix.linears import OUTPUT_FQN
+from harness.matrix.stages import modules_of_stage, stage_count
 from harness.worker.dispatch_hooks.hook import unobserved
 from harness.worker.targets.target import StepResult, World
 from harness.worker.targets.torchtitan.shims import garbage_collected, local_rank
@@ -22,6 +24,46 @@ from harness.worker.virtual.graph_backend import graph_backend
 GRAPH_BACKEND = "fp8_harness_graph"  # the name under which dynamo knows the backend of `compile = "graph"`
 # Clipping multiplies by 1 below the limit, and is out of reach: active clipping amplifies rounding to percents.
 MAX_NORM = 1e30
+
+
+# The schedules of `torch.distributed.pipelining`, by those of a case.
+_SCHEDULES = {
+    "1f1b": "1F1B",
+    "gpipe": "GPipe",
+    "interleaved": "Interleaved1F1B",
+    "zero_bubble": "InterleavedZeroBubble",
+}
+
+
+def sequences_of_step(case: Case, world: World) -> int:
+    """The local batch size: a pipeline cuts it into microbatches, without one they are accumulated."""
+    return world.local_batch * (world.microbatches if case.layout.pp > 1 else 1)
+
+
+def pipeline_options(case: Case, world: World, *, output: str) -> dict[str, Any]:
+    """The options of a pipeline, with the stages of `matrix/stages.py`. `output`: the name of the output layer."""
+    if case.layout.pp == 1:
+        return {}
+    stages = [modules_of_stage(case, stage) for stage in range(stage_count(case.layout))]
+    return {
+        "pipeline_parallel_schedule": _SCHEDULES[case.layout.schedule],
+        "pipeline_parallel_microbatch_size": world.local_batch,
+        "module_fqns_per_model_part": [[output if fqn == OUTPUT_FQN else fqn for fqn in each] for each in stages],
+    }
+
+
+def infer_shapes(trainer: Any, tokens: torch.Tensor, **of_loss: object) -> None:
+    """Let stages learn the shapes that they send now: they compute one microbatch for it, as in no other step.
+
+    `tokens` [local_batch, seq_len]; `of_loss`: what the loss gets besides logits and labels.
+    """
+    inputs, labels, *options = trainer.post_dataloading_process({"input": tokens.to(trainer.device)}, tokens)
+    schedule = trainer.pp_schedule
+    initialize = getattr(schedule, "_initialize_stages", None) or schedule._initialize_stage
+    with trainer.train_context():
+        initialize((inputs,) if trainer.pp_has_first_stage else (), options[-1], labels, of_loss)
+    for part in trainer.model_parts:
+        part.zero_grad(set_to_none=True)
 
 
 class TrainedByTorchtitan:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,7 +15,7 @@ from torchtitan.train import Trainer
 
 from harness.worker.targets.reference.loss import mask_padded_vocab, summed_loss
 from harness.worker.targets.torchtitan.config import FLAVOR, job_config, model_args
-from harness.worker.targets.torchtitan.step import Metrics, TrainedByTorchtitan, trained_by
+from harness.worker.targets.torchtitan.step import Metrics, TrainedByTorchtitan, infer_shapes, trained_by
 
 if TYPE_CHECKING:
     from torchtitan.config import JobConfig
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from harness.matrix.case import Case
     from harness.worker.targets.target import World
 
+_Batch = tuple[dict[str, torch.Tensor], torch.Tensor]  # inputs, and labels
 _spec_numbers = itertools.count(1)
 
 
@@ -32,7 +33,10 @@ def trained(case: Case, world: World) -> TrainedByTorchtitan:
     def make_trainer() -> _StepTrainer:
         config = job_config(case, world)
         config.model.name = _registered_spec(case)
-        return _StepTrainer(config, one_rank_fsdp=world.fsdp and case.world_size == 1)
+        trainer = _StepTrainer(config, one_rank_fsdp=world.fsdp and case.world_size == 1)
+        if case.layout.pp > 1:
+            infer_shapes(trainer, torch.zeros(world.local_batch, case.train.seq_len, dtype=torch.int64))
+        return trainer
 
     return trained_by(make_trainer, case, world)
 
@@ -44,12 +48,21 @@ class _StepTrainer(Trainer):  # type: ignore[misc]  # torchtitan is not installe
         self._one_rank_fsdp = one_rank_fsdp
         super().__init__(config)
 
+    def batch_generator(self, batches: Iterable[_Batch]) -> Iterator[_Batch]:
+        """What a data loader gives: with a pipeline the microbatches of a step in one batch."""
+        return super().batch_generator([_joined(batches)] if self.parallel_dims.pp_enabled else batches)
+
     def init_distributed(self) -> ParallelDims:
         dims = super().init_distributed()
         if not self._one_rank_fsdp:
             return dims
         fields = (field.name for field in dataclasses.fields(dims))
         return _OneRankFsdp(**{name: getattr(dims, name) for name in fields if not name.startswith("_")})
+
+
+def _joined(batches: Iterable[_Batch]) -> _Batch:
+    inputs, labels = zip(*((batch["input"], its_labels) for batch, its_labels in batches), strict=True)
+    return {"input": torch.cat(inputs)}, torch.cat(labels)
 
 
 class _OneRankFsdp(ParallelDims):  # type: ignore[misc]

@@ -25,8 +25,7 @@ from torchtitan.trainer import Trainer
 
 from harness.matrix.linears import OUTPUT_FQN, converted_fqns, is_converted, linear_fqns
 from harness.matrix.spellings import torchtitan_degrees
-from harness.matrix.stages import modules_of_stage, stage_count
-from harness.worker.targets.torchtitan.step import GRAPH_BACKEND, MAX_NORM
+from harness.worker.targets.torchtitan.step import GRAPH_BACKEND, MAX_NORM, pipeline_options, sequences_of_step
 
 if TYPE_CHECKING:
     from harness.matrix.case import Case
@@ -37,12 +36,6 @@ _CONFIGURED_AS = {
     "attention.wq": "attention.qkv_linear.wq",
     "attention.wk": "attention.qkv_linear.wkv",
     "attention.wv": "attention.qkv_linear.wkv",
-}
-_SCHEDULES = {
-    "1f1b": "1F1B",
-    "gpipe": "GPipe",
-    "interleaved": "Interleaved1F1B",
-    "zero_bubble": "InterleavedZeroBubble",
 }
 _ANY = {"weight": lambda weight: weight.zero_()}  # the harness writes the weights
 
@@ -58,7 +51,7 @@ def trainer_config(case: Case, world: World, loss: BaseLoss.Config, **parts: Any
         optimizer=_optimizer(case),
         lr_scheduler=LRSchedulersContainer.Config(warmup_steps=0, decay_ratio=0.0),  # a constant learning rate
         training=TrainingConfig(
-            local_batch_size=world.local_batch * (world.microbatches if case.layout.pp > 1 else 1),
+            local_batch_size=sequences_of_step(case, world),
             global_batch_size=world.local_batch * case.layout.dp * world.microbatches,
             seq_len=case.train.seq_len,
             steps=case.train.steps,
@@ -72,7 +65,7 @@ def trainer_config(case: Case, world: World, loss: BaseLoss.Config, **parts: Any
             **torchtitan_degrees(case.layout.mesh),
             fsdp_reshard_after_forward=case.layout.reshard_after_forward,
             enable_sequence_parallel=case.layout.sequence_parallel,
-            **_pipeline(case, world),
+            **pipeline_options(case, world, output="lm_head"),
         ),
         activation_checkpoint={"none": None, "full": FullAC.Config(), "selective_op": SelectiveAC.Config()}[
             case.checkpointing.mode
@@ -86,18 +79,6 @@ def trainer_config(case: Case, world: World, loss: BaseLoss.Config, **parts: Any
         debug=DebugConfig(seed=case.train.seed, enable_structured_logging=False),
         **parts,
     )
-
-
-def _pipeline(case: Case, world: World) -> dict[str, Any]:
-    """The schedule and the stages of a pipeline, which hold what `matrix/stages.py` says."""
-    if case.layout.pp == 1:
-        return {}
-    stages = [modules_of_stage(case, stage) for stage in range(stage_count(case.layout))]
-    return {
-        "pipeline_parallel_schedule": _SCHEDULES[case.layout.schedule],
-        "pipeline_parallel_microbatch_size": world.local_batch,
-        "module_fqns_per_model_part": [["lm_head" if fqn == OUTPUT_FQN else fqn for fqn in each] for each in stages],
-    }
 
 
 def _optimizer(case: Case) -> Any:

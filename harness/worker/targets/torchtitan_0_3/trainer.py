@@ -14,7 +14,7 @@ from torchtitan.trainer import Trainer
 
 from harness.matrix.linears import OUTPUT_FQN
 from harness.worker.targets.torchtitan.shims import float64_kept
-from harness.worker.targets.torchtitan.step import Metrics, TrainedByTorchtitan, trained_by
+from harness.worker.targets.torchtitan.step import Metrics, TrainedByTorchtitan, infer_shapes, trained_by
 from harness.worker.targets.torchtitan_0_3.config import trainer_config
 
 if TYPE_CHECKING:
@@ -34,19 +34,9 @@ def trained(case: Case, world: World) -> TrainedByTorchtitan:
 def _trainer(case: Case, world: World, config: Trainer.Config) -> Trainer:
     trainer = Trainer(config)
     if case.layout.pp > 1:
-        infer_shapes(trainer, torch.zeros(world.local_batch, case.train.seq_len, dtype=torch.int64))
+        tokens = torch.zeros(world.local_batch, case.train.seq_len, dtype=torch.int64)
+        infer_shapes(trainer, tokens, global_valid_tokens=torch.tensor(tokens.numel(), device=trainer.device))
     return trainer
-
-
-def infer_shapes(trainer: Any, tokens: torch.Tensor) -> None:
-    """Let stages learn the shapes that they send now: they compute one microbatch for it, as in no other step."""
-    counted = torch.tensor(tokens.numel(), device=trainer.device)
-    inputs, labels, options = trainer.post_dataloading_process({"input": tokens.to(trainer.device)}, tokens)
-    schedule = trainer.pp_schedule
-    initialize = getattr(schedule, "_initialize_stages", None) or schedule._initialize_stage
-    with trainer.train_context():
-        initialize((inputs,) if trainer.pp_has_first_stage else (), options, labels, {"global_valid_tokens": counted})
-    trainer.optimizers.zero_grad(set_to_none=True)
 
 
 class _Nothing(Configurable):  # type: ignore[misc]  # torchtitan is not installed where mypy runs

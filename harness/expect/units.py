@@ -1,0 +1,128 @@
+"""The units of FSDP2: what it gathers and reduces at once, and the parameters of each as a rank holds them.
+
+A *unit* is the embedding, every block, and the final norm with the output layer; tied ends are one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
+
+import msgspec
+
+from harness.expect.model import resharding_of
+from harness.expect.transfer import forward_passes
+from harness.matrix.case import Case
+from harness.matrix.layout import coordinates, group_name, peers
+from harness.matrix.linears import (
+    EXPERTS,
+    OUTPUT_FQN,
+    ROUTER,
+    block_linears,
+    is_converted,
+    local_features,
+    shard_sizes,
+)
+from harness.matrix.stages import EMBEDDING, blocks_of, ends_are_one, holds
+
+
+class Weight(msgspec.Struct, frozen=True, kw_only=True):
+    """One parameter as a TP rank holds it. FSDP2 shards `rows`; `gathered_in_float8`: cast before the all-gather."""
+
+    fqn: str
+    rows: int
+    columns: int = 1
+    gathered_in_float8: bool = False
+
+    def shard_elements(self, ranks: int) -> int:
+        """Elements of a shard: rows are sharded as by torch.chunk, and padded to the largest shard."""
+        return -(-self.rows // ranks) * self.columns
+
+
+class Unit(msgspec.Struct, frozen=True, kw_only=True):
+    """What FSDP2 gathers and reduces at once."""
+
+    name: str
+    weights: tuple[Weight, ...]
+    axis: str  # of the ranks that share it
+    gathers: int  # of a step: in every forward, and once more in backward where the weights are freed after forward
+    freed: bool  # after forward
+
+
+def fsdp_units(case: Case, rank: int) -> tuple[Unit, ...]:
+    freed = resharding_of(case) != "never"
+    blocks = [
+        Unit(name=name, weights=tuple(weights), axis=axis, gathers=_gathers_of_unit(case, freed=freed), freed=freed)
+        for layer in blocks_of(case, rank)
+        for name, weights, axis in _block_units(case, layer)
+    ]
+    first, last = _units_of_ends(case, coordinates(case.layout, rank)["tp"])
+    return tuple(unit for unit in (*first, *blocks, last) if holds(case, rank, unit.weights[0].fqn))
+
+
+def _units_of_ends(case: Case, tp_rank: int) -> tuple[Sequence[Unit], Unit]:
+    """The units around the blocks: the embedding, and the last norm with the output layer. One where they are tied.
+
+    Backward starts with the last unit, so by default its weights stay gathered. After an evaluation too; but FSDP2
+    takes what ran before the first unit for what backward needs next, and gathers it at the end. Tied ends are that
+    first unit: what an evaluation gathered is there for training.
+    """
+    dim, resharding = case.model.shape.dim, resharding_of(case)
+    vocab = shard_sizes(case.model.padded_vocab_size, case.layout.tp)[tp_rank]
+    freed, freed_last = resharding != "never", resharding == "always"
+    unit = partial(Unit, axis="dp_shard")
+    embedding, norm = Weight(fqn=EMBEDDING, rows=vocab, columns=dim), Weight(fqn="norm", rows=dim)
+    if ends_are_one(case):
+        name, gathers = f"{EMBEDDING}, norm, output", _gathers_of_unit(case, freed=freed_last)
+        kept = 0 if freed_last else case.train.accumulation * case.train.evaluate
+        return [], unit(name=name, weights=(embedding, norm), gathers=gathers - kept, freed=freed_last)
+    output = Weight(fqn=OUTPUT_FQN, rows=vocab, columns=dim, gathered_in_float8=_cast_by_fsdp(case, OUTPUT_FQN))
+    first = unit(name=EMBEDDING, weights=(embedding,), gathers=_gathers_of_unit(case, freed=freed), freed=freed)
+    gathers = _gathers_of_unit(case, freed=freed_last)
+    return [first], unit(name="norm, output", weights=(norm, output), gathers=gathers, freed=freed_last)
+
+
+def _gathers_of_unit(case: Case, *, freed: bool) -> int:
+    """Of a step. The stages of a pipeline keep what backward gathers: every forward frees it, if any does.
+
+    What no forward frees is gathered once for the evaluation, and once for training.
+    """
+    if case.layout.pp > 1:
+        return case.train.accumulation * forward_passes(case) * freed + (1 if freed else forward_passes(case))
+    return case.train.accumulation * (forward_passes(case) + freed)
+
+
+def _block_units(case: Case, layer: int) -> Iterator[tuple[str, Iterable[Weight], str]]:
+    """The units of a block: its experts are one of their own, which the ranks that have the same ones share."""
+    yield f"layers.{layer}", _block_weights(case, layer), "dp_shard"
+    if case.model.has_experts(layer):
+        model, local = case.model, case.model.experts // case.layout.ep
+        sizes = {"w1": (model.expert_dim, model.shape.dim), "w2": (model.shape.dim, model.expert_dim)}
+        fqn = f"layers.{layer}.{EXPERTS}"
+        weights = [
+            Weight(fqn=f"{fqn}.{name}", rows=rows, columns=local * columns)
+            for name, (rows, columns) in (sizes | {"w3": sizes["w1"]}).items()
+        ]
+        yield fqn, weights, group_name(case.layout, "efsdp")
+
+
+def _block_weights(case: Case, layer: int) -> Iterator[Weight]:
+    for norm in ("attention_norm", "ffn_norm"):
+        yield Weight(fqn=f"layers.{layer}.{norm}", rows=case.model.shape.dim)
+    if case.model.has_experts(layer):
+        yield Weight(fqn=f"layers.{layer}.{ROUTER}", rows=case.model.experts, columns=case.model.shape.dim)
+    for name in block_linears(case.model, layer):
+        inputs, outputs = local_features(case, name)
+        fqn = f"layers.{layer}.{name}"
+        yield Weight(fqn=fqn, rows=outputs, columns=inputs, gathered_in_float8=_cast_by_fsdp(case, fqn))
+        if case.model.bias:  # sharded over TP like the outputs
+            yield Weight(fqn=f"{fqn}.bias", rows=outputs)
+
+
+def _cast_by_fsdp(case: Case, fqn: str) -> bool:
+    return case.float8.fp8_all_gather and is_converted(case, fqn)
+
+
+def ranks_of_unit(case: Case, unit: Unit) -> int:
+    """How many ranks FSDP2 shards the weights of a unit over."""
+    return len(peers(case.layout, 0, (unit.axis,)))
