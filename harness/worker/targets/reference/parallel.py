@@ -192,7 +192,7 @@ def apply_fsdp(model: Llama, meshes: Meshes, case: Case) -> None:
             shard_placement_fn=lambda _: Shard(1),
         )
     embedding, output = model.tok_embeddings, model.output
-    are_one = embedding is not None and output is not None and embedding.weight is output.weight
+    are_one = embedding is not None and output is not None and share_weights(embedding, output)
     for unit in (None if are_one else embedding, *model.layers.values()):
         if unit is not None:
             fully_shard(unit, mesh=mesh, mp_policy=policy, reshard_after_forward=asked != "never")
@@ -203,6 +203,11 @@ def apply_fsdp(model: Llama, meshes: Meshes, case: Case) -> None:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
+
+
+def share_weights(one: nn.Module, other: nn.Module) -> bool:
+    mine, theirs = ({id(param) for param in module.parameters()} for module in (one, other))
+    return bool(mine & theirs)
 
 
 _aten = torch.ops.aten
