@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping, Sequence
 from typing import TypeVar
 
 import torch
@@ -56,16 +56,13 @@ def reduced_gradient(param: nn.Parameter) -> torch.Tensor | None:
 
 @unobserved()
 @torch.no_grad()
-def squared_norm_share(model: nn.Module, *, copies: Collection[str] = ()) -> torch.Tensor:
-    """This rank's share of the squared gradient norm, float64: what several ranks hold is divided among them.
-
-    `copies`: parameters that are counted by another name.
-    """
+def squared_norm_share(parameters: Sequence[nn.Parameter]) -> torch.Tensor:
+    """This rank's share of the squared gradient norm, float64: what several ranks hold is divided among them."""
     world = dist.get_world_size()
-    total = torch.zeros((), dtype=torch.float64, device=next(model.parameters()).device)
-    for name, param in model.named_parameters():
+    total = torch.zeros((), dtype=torch.float64, device=parameters[0].device)
+    for param in parameters:
         grad = reduced_gradient(param)
-        if grad is None or name in copies:
+        if grad is None:
             continue
         shards = 1
         if isinstance(grad, DTensor):

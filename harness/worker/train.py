@@ -202,8 +202,9 @@ def train_step(prepared: Prepared, step: int, scaled_mm: ScaledMMCounter, watchi
 
     def see_gradients() -> None:
         watching.after_backward(target.model)
-        share = squared_norm_share(target.model, copies=copies_of_weights(prepared.case))
-        shares.append(mark_owned(share * prepared.case.layout.pp))  # ranks hold one stage
+        copies = copies_of_weights(prepared.case)
+        counted = [param for name, param in target.model.named_parameters() if name not in copies]
+        shares.append(mark_owned(squared_norm_share(counted) * prepared.case.layout.pp))  # ranks hold one stage
 
     with _before_first_update(see_gradients) as updates:
         result = target.step(*batches)

@@ -15,7 +15,7 @@ from typing import Literal
 
 import msgspec
 
-from harness.evidence.kills import read_kills
+from harness.evidence.kills import Kills, read_kills
 from harness.matrix.case import Case
 from harness.matrix.caseid import case_id
 from harness.matrix.faults import Fault, all_faults, host_kind, hosts_of
@@ -109,6 +109,7 @@ _SHOWN_LATE = ("leaks/", "finite/", "scales/nonfinite", "routing/weights")
 _PRECOMPUTED_STEPS = 3  # the first scales are precomputed after the first update, stale ones are of the second
 
 
+@functools.cache
 def short_host(fault: Fault) -> Case:
     """The first host case of a fault, with as few steps as let it show."""
     (host,) = hosts_of(fault, at_most=1)
@@ -158,12 +159,17 @@ def enough_of(faults: Sequence[Fault]) -> dict[Fault, Case]:
 
 
 @functools.cache
-def recorded_rules(fault: Fault) -> frozenset[str]:
-    """The rules that a fault broke in its first host case when the matrix was recorded."""
+def recorded_kills() -> Kills:
     recorded = read_kills(find_project().root)
     assert recorded is not None
+    return recorded
+
+
+@functools.cache
+def recorded_rules(fault: Fault) -> frozenset[str]:
+    """The rules that a fault broke in its first host case when the matrix was recorded."""
     (host,) = hosts_of(fault, at_most=1)
-    kill = recorded.found.get(fault.name, {}).get(case_id(host))
+    kill = recorded_kills().found.get(fault.name, {}).get(case_id(host))
     return frozenset() if kill is None else frozenset(kill.rules)
 
 
@@ -204,9 +210,7 @@ def assert_found_in(matrix: MutationMatrix, *, not_reached: set[str], not_plante
 
 def assert_named(matrix: MutationMatrix) -> None:
     """The headline names every fault but those that it misnamed when the matrix was recorded."""
-    recorded = read_kills(find_project().root)
-    assert recorded is not None
-    before = {name.partition(" ")[0] for name, wrong in recorded.misnamed.items() if wrong}
+    before = {name.partition(" ")[0] for name, wrong in recorded_kills().misnamed.items() if wrong}
     wrong = {trial.name: (trial.misnamed, trial.message) for trial in matrix.misnamed if trial.fault not in before}
     assert not wrong, wrong
 

@@ -89,10 +89,10 @@ def loss_reported_one_step_late() -> None:
 def norm_of_local_shards() -> None:
     shares: list[float] = []
 
-    def squared_norm_share(stock: Any, model: nn.Module, **options: Any) -> Any:
-        grads = [local(param.grad).double() for param in model.parameters() if param.grad is not None]
+    def squared_norm_share(stock: Any, parameters: Sequence[nn.Parameter]) -> Any:
+        grads = [local(param.grad).double() for param in parameters if param.grad is not None]
         shares.append(sum(grad.square().sum().item() for grad in grads))
-        return stock(model, **options)
+        return stock(parameters)
 
     def gradient_norm(stock: Any, squared_share: torch.Tensor) -> float:
         stock(squared_share)
@@ -103,15 +103,12 @@ def norm_of_local_shards() -> None:
 
 
 @planted(wrap, train, "squared_norm_share")
-def norm_leaves_out_a_parameter(stock: Any, model: nn.Module, **options: Any) -> Any:
-    left_out = norm_weights(model)[-2:][0]  # the last one of the blocks
-    others = [each for each in model.named_parameters() if each[1] is not left_out]
-    return stock(SimpleNamespace(named_parameters=lambda: iter(others)), **options)
+def norm_leaves_out_a_parameter(stock: Any, parameters: Sequence[nn.Parameter]) -> Any:
+    left_out = norm_weights(RUN.target.model)[-2:][0]  # the last one of the blocks
+    return stock([param for param in parameters if param is not left_out])
 
 
-norm_in_bfloat16 = partial(
-    wrap, train, "squared_norm_share", lambda stock, *args, **options: stock(*args, **options).bfloat16().double()
-)
+norm_in_bfloat16 = partial(wrap, train, "squared_norm_share", lambda stock, given: stock(given).bfloat16().double())
 gradients_not_clipped = partial(
     wrap_everywhere, clip_grad, "_clip_grads_with_norm_", lambda stock, *args, **kwargs: None
 )

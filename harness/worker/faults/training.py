@@ -117,10 +117,7 @@ def update_missing_for_one_group(optimizer: Optimizer, *_: Any) -> None:
 
 weight_decay_lost = partial(in_parameter_groups, lambda group: group.update(weight_decay=0.0))
 norm_counts_replicas = partial(
-    wrap,
-    train,
-    "squared_norm_share",
-    lambda stock, *args, **options: stock(*args, **options) * dist.get_world_size(),
+    wrap, train, "squared_norm_share", lambda stock, given: stock(given) * dist.get_world_size()
 )
 loss_over_local_tokens = partial(
     around_loss, lambda stock, *args, **options: stock(*args, **options) * RUN.case.layout.dp
