@@ -4,7 +4,7 @@
         --inject cases/fixes/torchtitan_pipeline_loss.py:apply
 
 `forward_backward_step` divides the loss by the tokens of the global batch and then computes backward. In a pipeline the
-schedule computes backward itself, of the sum, and only the loss that is logged is divided. With this fix the loss of
+schedule runs backward itself, on the sum, and only the loss that is logged is divided. With this fix the loss of
 the schedule is divided for as long as it runs, and what is logged is not divided again. torchtitan 0.3.0 hands the
 number of tokens to the loss of the schedule.
 """

@@ -144,11 +144,11 @@ EXAMPLES: list[tuple[str, dict[str, object]]] = [
     ("torchtitan_ties_nothing", {"target": "torchtitan", "tied": True}),
     ("torchtitan_ties_nothing", {"target": "torchtitan_0_3", "tied": True}),
     (
-        "tied_ends_are_in_high_precision_where_they_are_stored",
+        "tied_weights_are_plain",
         {"recipe": "mxfp8", "conversion": "wrapper", **TIED_HEAD},
     ),
     (
-        "tied_ends_are_in_high_precision_where_they_are_stored",
+        "tied_weights_are_plain",
         {"recipe": "tensorwise", "fp8_all_gather": True, **TIED_HEAD},
     ),
     ("copies_of_ends_are_not_resharded", {"tied": True, "pp": 2, "accumulation": 2, "resume": "resharded"}),
