@@ -119,13 +119,15 @@ def training_cases(names: list[str], case_ids: list[str]) -> tuple[Case, ...]:
 
 def summary(costs: list[Cost]) -> str:
     """One line. Cases are weighted by cost: their seconds are summed, round by round, before they are divided."""
-    rounds = zip(*(cost.pairs for cost in costs), strict=True)
-    weighted = [sum(pair[1] for pair in pairs) / sum(pair[0] for pair in pairs) - 1 for pairs in rounds]
+    by_round = zip(*(cost.pairs for cost in costs), strict=True)
+    rounds = [[sum(side) for side in zip(*pairs, strict=True)] for pairs in by_round]
+    shares = [1 - plain / watched for plain, watched in rounds]
+    added = statistics.median(watched / plain - 1 for plain, watched in rounds)
     worst = max(costs, key=lambda cost: statistics.median(cost.ratios))
     return (
-        f"probes: {statistics.median(weighted):.1%} of the ranks' CPU over {len(costs)} cases"
-        f" ({min(weighted):.1%} to {max(weighted):.1%} in {len(weighted)} rounds),"
-        f" worst {statistics.median(worst.ratios):.1%} ({case_id(worst.case)})"
+        f"probes: {statistics.median(shares):.1%} of the ranks' CPU over {len(costs)} cases"
+        f" ({min(shares):.1%} to {max(shares):.1%} in {len(shares)} rounds): they add {added:.1%},"
+        f" to one case up to {statistics.median(worst.ratios):.1%} ({case_id(worst.case)})"
     )
 
 

@@ -167,10 +167,15 @@ class ProtocolError(Exception):
     """The received bytes are not a message of this protocol."""
 
 
-def encode_frame(message: Message) -> bytes:
+_ENCODER = msgspec.msgpack.Encoder()
+
+
+def encode_frame(message: Message) -> bytearray:
     """Returns the message as it goes over the wire: length, then msgpack."""
-    body = msgspec.msgpack.encode(message)
-    return len(body).to_bytes(4, "big") + body
+    frame = bytearray(4)
+    _ENCODER.encode_into(message, frame, 4)
+    frame[:4] = (len(frame) - 4).to_bytes(4, "big")
+    return frame
 
 
 class FrameReader(Generic[M]):

@@ -98,6 +98,6 @@ class TensorSketch(Record, frozen=True, kw_only=True):
     owner: bool
     norm_squared: float
     sums: bytes  # SKETCH_SIZE little-endian float64
-    digest: str  # of the bytes of this rank's shard
+    digest: str  # of the bytes of this rank's shard, or of `parts`
     parts: tuple[str, ...] = ()  # with replicas: digests of as many equal parts of it, the shards of FSDP2 alone
     cut: int = 0  # the dim along which FSDP2 shards it, and parts are cut

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TypeVar
 
 import torch
@@ -44,14 +45,31 @@ def gradient_norm(squared_share: torch.Tensor) -> float:
     return of_all_ranks(squared_share).sum().sqrt().item()
 
 
+_KEPT: list[dict[nn.Parameter, torch.Tensor]] = []
+
+
+@contextlib.contextmanager
+def reducing_once() -> Iterator[None]:
+    """In here gradients stay as they are, so that each is reduced once, however often it is asked for."""
+    _KEPT.append({})
+    try:
+        yield
+    finally:
+        _KEPT.pop()
+
+
 def reduced_gradient(param: nn.Parameter) -> torch.Tensor | None:
     """The gradient, distributed as its parameter is: those of norms arrive as partial sums."""
     grad = param.grad
-    if isinstance(grad, DTensor):
-        assert isinstance(param, DTensor), "a distributed gradient belongs to a distributed parameter"
-        if grad.placements != param.placements:
-            return grad.redistribute(placements=param.placements)
-    return grad
+    if not isinstance(grad, DTensor):
+        return grad
+    assert isinstance(param, DTensor), "a distributed gradient belongs to a distributed parameter"
+    if grad.placements == param.placements:
+        return grad
+    kept = _KEPT[-1] if _KEPT else {}
+    if param not in kept:
+        kept[param] = grad.redistribute(placements=param.placements)
+    return kept[param]
 
 
 @unobserved()

@@ -35,7 +35,7 @@ from harness.worker.evaluation import evaluate
 from harness.worker.inputs import InputRecorder
 from harness.worker.noise import add_noise
 from harness.worker.probes.probe import ProbeSet, mark_owned
-from harness.worker.reduction import gradient_norm, squared_norm_share
+from harness.worker.reduction import gradient_norm, reducing_once, squared_norm_share
 from harness.worker.resuming import hand_over
 from harness.worker.sequential_ranks import SequentialRanks
 from harness.worker.state import STATE
@@ -200,6 +200,7 @@ def train_step(prepared: Prepared, step: int, scaled_mm: ScaledMMCounter, watchi
     evaluation_loss = _number(evaluate(target, batches, step)) if prepared.case.train.evaluate else None
     shares: list[torch.Tensor] = []
 
+    @reducing_once()
     def see_gradients() -> None:
         watching.after_backward(target.model)
         copies = copies_of_weights(prepared.case)

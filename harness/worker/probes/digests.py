@@ -90,6 +90,12 @@ class Content:
             self._digest = fingerprint(self.data)
         return self._digest
 
+    def is_same(self, other: Content) -> bool:
+        """True for the same bytes; told by digests, which take longer, where they are not there any more."""
+        if self.data and other.data:
+            return self.data == other.data
+        return self is other or self.digest == other.digest
+
     def release(self) -> None:
         self._digest, self.data = self.digest, b""
 

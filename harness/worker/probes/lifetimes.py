@@ -132,7 +132,7 @@ class Lifetimes:
         if (not is_other and first.by == use.by) or _storage(tensor) in self._of_model:
             return
         content = read()
-        if content is not None and first.content is not None and content.digest != first.content.digest:
+        if content is not None and first.content is not None and not content.is_same(first.content):
             self._first[what, address] = _First(first.storage, version, content, use.by, use.role, source)
         elif not _changes_nothing(tensor):
             self._again.append(_Again("other_scale" if is_other else what, use, first))

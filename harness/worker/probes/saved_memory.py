@@ -11,17 +11,22 @@ Saved-tensor hooks do not see what a module, a closure or a cache keeps. That is
 at the end of the step: Python lists every tensor object of this rank (`gc.get_objects`), and every storage that is not
 explained is recorded. It is explained by a parameter, a buffer, the optimizer, the data, the harness, or, before
 backward, by autograd. Of a parameter that FSDP2 manages only the shard explains: the gathered weight is recorded while
-it has memory. The census keeps no tensor alive, and never collects garbage: a tensor in a reference cycle takes memory
-too.
+it has memory. The census keeps no tensor alive, and within a step never collects garbage: a tensor in a reference
+cycle takes memory too.
+
+Most objects that exist after the first step stay: what compilers and DTensor keep. They are set aside then, and of
+them only tensors are searched again.
 """
 
 from __future__ import annotations
 
+import functools
 import gc
+import weakref
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator
 from contextlib import ExitStack
-from itertools import chain
+from itertools import chain, compress
 from typing import Any, NamedTuple
 
 import torch
@@ -31,6 +36,7 @@ from torch import nn
 from torch._library.fake_class_registry import FakeScriptObject
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from torchao.float8.float8_training_tensor import Float8TrainingTensor
@@ -47,6 +53,7 @@ from harness.worker.virtual.collectives import FABRIC
 _PLAIN = frozenset({torch.Tensor, nn.Parameter})
 # Hold the ranks of a mesh as a tensor. Compilation makes more of them, and keeps them with its guards and graphs.
 _MESHES = frozenset({DeviceMesh, FakeScriptObject})
+_SETTLED = 2  # the step from which on a run makes what it made in the step before
 
 
 class _Searched(dict[type, bool]):
@@ -71,6 +78,7 @@ class Census:
         self._model: nn.Module | None = None
         self._optimizers: list[Optimizer] = []
         self._data: list[StorageWeakRef] = []
+        self._set_aside: list[weakref.ref[Any]] = []  # tensors and meshes that Python no longer lists
 
     def install(self) -> Callable[[], None]:
         """Watch optimizers from here on. Returns a function that ends it."""
@@ -85,9 +93,21 @@ class Census:
         """The model is built. Tensors of integers that exist now are data: tokens, and the ranks of meshes."""
         self._model = model
         self._optimizers = optimizers_of(model)
-        tensors = [live.tensor for live in _alive(explained=())]
+        tensors = [live.tensor for live in self._alive(explained=())]
         integers = [each for each in tensors if not (each.is_floating_point() or each.is_complex())]
         self._data = [StorageWeakRef(each.untyped_storage()) for each in integers]
+
+    def set_aside(self) -> None:
+        """Let Python list no object again that is alive now. The tensors among them are remembered, but not kept."""
+        gc.collect()  # a cycle that is set aside would never be collected
+        self._set_aside = [weakref.ref(each) for each in self._searched() if not _is_fake(each)]
+        gc.freeze()
+
+    def _searched(self) -> list[Any]:
+        """The tensors and meshes that exist."""
+        listed = gc.get_objects()
+        known = (alive for each in self._set_aside if (alive := each()) is not None)
+        return [*known, *compress(listed, map(_Searched().__getitem__, map(type, listed)))]
 
     def take(self, moment: Moment, saved: Iterable[StorageWeakRef] = ()) -> LiveMemory:
         """What is alive now and not explained; `saved`: storages that autograd keeps at this moment."""
@@ -97,7 +117,7 @@ class Census:
         explained = {weak.cdata for weak in (*saved, *self._data) if not weak.expired()}
         explained -= _storages(gathered)  # backward reads some of them
         explained |= _storages(self._owned(self._model, managed, gathered))
-        found = _alive(explained)
+        found = self._alive(explained)
         large = [live for live in found if live.nbytes > live.tensor.element_size()]
         holders = _holders(self._model) if large else {}
         return LiveMemory(
@@ -105,6 +125,22 @@ class Census:
             scalars=len(found) - len(large),
             tensors=tuple(sorted((_record(live, holders) for live in large), key=_order)),
         )
+
+    def _alive(self, explained: Collection[int]) -> list[_Live]:
+        """Storages with memory that are unexplained. What a wrapper such as a DTensor holds is an object of its own."""
+        objects = self._searched()
+        tensors: list[torch.Tensor] = [each for each in objects if type(each) not in _MESHES]
+        hidden = {id(plain) for each in tensors if is_owned(each) for plain in plain_tensors(each)}
+        hidden |= {id(held) for each in objects if type(each) in _MESHES for held in vars(each).values()}
+        found: dict[int, _Live] = {}
+        for tensor in tensors:
+            if id(tensor) not in hidden and not _wraps(type(tensor)):
+                storage = tensor.untyped_storage()
+                if storage._cdata not in explained and storage.nbytes() and not _is_fake(tensor):
+                    known = found.get(storage._cdata)
+                    if known is None or _form(known.tensor) < _form(tensor):
+                        found[storage._cdata] = _Live(tensor, storage.nbytes())
+        return list(found.values())
 
     def _owned(self, model: nn.Module, managed: list[Any], gathered: list[torch.Tensor]) -> Iterator[torch.Tensor]:
         """The storages that may be alive at any moment: parameters, buffers, optimizer state and data."""
@@ -124,42 +160,31 @@ class Census:
 
 def plain_tensors(tensor: torch.Tensor) -> Collection[torch.Tensor]:
     """The tensors with storage inside `tensor`: of a DTensor its local one, of a float8 tensor its data and scale."""
-    if type(tensor) in _PLAIN or not _wraps(tensor):
+    if not _wraps(type(tensor)):
         return (tensor,)
+    if type(tensor) is DTensor:
+        return plain_tensors(tensor._local_tensor)
     wrapper: Any = tensor
     names, _ = wrapper.__tensor_flatten__()
-    inner = (getattr(tensor, name) for name in names)  # a DTensor also names its mesh
+    inner = (getattr(tensor, name) for name in names)
     return [plain for part in inner if isinstance(part, torch.Tensor) for plain in plain_tensors(part)]
 
 
-def _wraps(tensor: torch.Tensor) -> bool:
-    """True for a tensor that holds others, as torch asks it: DTensor, float8 tensors."""
-    return hasattr(tensor, "__tensor_flatten__")
+@functools.cache
+def _wraps(kind: Hashable) -> bool:
+    """True for a class of tensors that hold others, as torch asks them: DTensor, float8 tensors."""
+    return kind not in _PLAIN and hasattr(kind, "__tensor_flatten__")
+
+
+def _is_fake(found: object) -> bool:
+    """True for a tensor in a compiler's description of a graph, whose storage is of the device `meta`."""
+    if not isinstance(found, torch.Tensor) or _wraps(type(found)):
+        return False
+    return found.untyped_storage().device.type == "meta"
 
 
 def _storages(tensors: Iterable[torch.Tensor]) -> set[int]:
     return {plain.untyped_storage()._cdata for tensor in tensors for plain in plain_tensors(tensor)}
-
-
-def _alive(explained: Collection[int]) -> list[_Live]:
-    """Storages with memory that are not explained. What a wrapper such as a DTensor holds is an object of its own.
-
-    The tensors in a compiler's description of a graph are fake: their storages are of the device `meta`.
-    """
-    searched = _Searched()
-    objects = [each for each in gc.get_objects() if searched[type(each)]]
-    tensors = [each for each in objects if type(each) not in _MESHES]
-    hidden = {id(plain) for each in tensors if is_owned(each) for plain in plain_tensors(each)}
-    hidden |= {id(held) for each in objects if type(each) in _MESHES for held in vars(each).values()}
-    found: dict[int, _Live] = {}
-    for tensor in tensors:
-        if (type(tensor) in _PLAIN or not _wraps(tensor)) and id(tensor) not in hidden:
-            storage = tensor.untyped_storage()
-            if storage._cdata not in explained and storage.nbytes() and storage.device.type != "meta":
-                known = found.get(storage._cdata)
-                if known is None or _form(known.tensor) < _form(tensor):
-                    found[storage._cdata] = _Live(tensor, storage.nbytes())
-    return list(found.values())
 
 
 def _form(tensor: torch.Tensor) -> tuple[int, tuple[int, ...]]:
@@ -230,6 +255,8 @@ class SavedMemoryProbe(Probe):
 
     def begin_step(self, step: int) -> None:
         super().begin_step(step)
+        if step == _SETTLED and self._case.train.resumed_after is None:
+            self._census.set_aside()
         self._recording = True
         self._hooks.enter_context(saved_tensors_hooks(self._pack, self._unpack))
 

@@ -17,7 +17,7 @@ from harness.matrix.case import Case
 from harness.trace.tensors import SKETCH_SIZE, SketchKind, TensorSketch
 from harness.worker.dispatch_hooks.hook import unobserved
 from harness.worker.in_pieces import IN_PIECES
-from harness.worker.probes.digests import bytes_of, ordered_digest
+from harness.worker.probes.digests import bytes_of, fingerprint, ordered_digest
 from harness.worker.probes.places import Place, Places, local_shard, place_of, unwrapped
 from harness.worker.probes.probe import Probe, mark_owned
 from harness.worker.reduction import reduced_gradient
@@ -110,6 +110,7 @@ def _sketch(  # noqa: PLR0913  what a sketch says of itself
 ) -> TensorSketch:
     values = local.double()
     flat = values.reshape(-1)
+    parts = _parts(local, replicas, cut)
     return TensorSketch(
         fqn=fqn,
         kind=kind,
@@ -120,8 +121,8 @@ def _sketch(  # noqa: PLR0913  what a sketch says of itself
         owner=place.owner,
         norm_squared=torch.dot(flat, flat).item(),
         sums=bytes_of(_signed_sums(values, place.offset)),
-        digest=ordered_digest(local),
-        parts=_parts(local, replicas, cut),
+        digest=fingerprint("".join(parts).encode()) if parts else ordered_digest(local),
+        parts=parts,
         cut=cut,
     )
 
