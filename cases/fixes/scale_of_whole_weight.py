@@ -8,6 +8,7 @@ one tensor for everything that multiplies it. Here it is taken over both: the TP
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -15,7 +16,6 @@ from torch.distributed._functional_collectives import all_reduce
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 from torchao.float8 import fsdp_utils
-from torchao.float8.float8_training_tensor import GemmInputRole
 from torchao.float8.float8_utils import amax_to_scale
 
 
@@ -25,16 +25,18 @@ def apply() -> None:
     stock = weights.fsdp_pre_all_gather
     tp = _meshes_of_styles()
 
-    def with_one_scale(self: Any, mesh: Any) -> Any:
+    @functools.wraps(stock)  # FSDP2 passes as many arguments as the signature has, which another fix may have changed
+    def with_one_scale(self: Any, mesh: Any, *others: Any) -> Any:
         if self._precomputed_scale is not None or not tp:
-            return stock(self, mesh)
+            return stock(self, mesh, *others)
         amax = torch.max(torch.abs(self._tensor))
         for axis in (mesh, tp[-1]):
             amax = all_reduce(amax, "MAX", axis.get_group()).wait()
-        cast = fsdp_utils.hp_tensor_and_scale_to_float8(
-            self._tensor, amax_to_scale(amax, self._dtype), self._dtype, self._linear_mm_config, GemmInputRole.WEIGHT
-        )
-        return (cast._data,), (cast._scale,)
+        self._precomputed_scale = amax_to_scale(amax, self._dtype)
+        try:
+            return stock(self, mesh, *others)
+        finally:
+            self._precomputed_scale = None
 
     weights.fsdp_pre_all_gather = with_one_scale
 
