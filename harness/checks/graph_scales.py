@@ -184,9 +184,11 @@ def _slack(case: Case, cast: GraphCast) -> float:
     """How far the amax may be from the one that the scale was made for, relative to it.
 
     Generated code saves the scale of a cast for backward, which computes the source again: by other operators fused to
-    another kernel, so that the last bit may differ. The scale is judged where it is made. A few elements saturate then.
+    another kernel, so that the last bit may differ. The scale is judged where it is made. Under TP scales are made of
+    an amax of all ranks: that of the code, while the source is the graph's. A few elements saturate then.
     """
-    return rounding(case) if case.compile == "inductor" and cast.scale_is_given else 0.0
+    in_another_kernel = cast.scale_is_given or case.layout.tp > 1
+    return rounding(case) if case.compile == "inductor" and in_another_kernel else 0.0
 
 
 def _scale_shape_fits(cast: GraphCast) -> bool:

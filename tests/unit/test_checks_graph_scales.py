@@ -240,6 +240,17 @@ def test_a_scale_that_generated_code_saved_for_backward_may_be_off_by_its_roundi
 
 
 @pytest.mark.parametrize(
+    ("compiled", "off", "broken"),
+    [("inductor", 1.005, set()), ("inductor", 1.02, {RULES.amax.name}), ("graph", 1.005, {RULES.amax.name})],
+)
+def test_the_amax_that_generated_code_reduced_over_tp_may_be_off_by_its_rounding(
+    compiled: str, off: float, broken: set[str]
+) -> None:
+    case = parse_case_id(f"tp2-tensorwise-{compiled}-v2048-s2-b16")
+    assert rules(check(case, with_one(shared, amax=off * max(AMAX)))) == broken
+
+
+@pytest.mark.parametrize(
     ("case_id", "phase", "scale", "found"),
     [
         ("single-tensorwise-inductor-v2048-s1-b16", "forward", 1.0, False),
