@@ -15,8 +15,10 @@ from msgspec.structs import replace
 
 from harness.checks.check import Check, Witnesses, finished, unfinished
 from harness.checks.rule import Rule, Rules, Stage
+from harness.expect.expectations import Expectations
 from harness.matrix.case import Case
 from harness.matrix.numerics import Numerics, activations_differ, clips_by_a_rounded_norm, sums_in_order
+from harness.sentence import format_numbers
 from harness.trace import RankTrace, Run
 from harness.trace.operands import CastRecord, CastShare
 from harness.verdict import Finding
@@ -28,6 +30,8 @@ from harness.verdict import Finding
 # 2e-3 where scales moved. Scales that are rounded down let the largest values of a quarter of all blocks saturate, and
 # a block may come to that or leave it: 0.008 in 1 of 20 cases under TP.
 EXACT, REPLICAS, ROUNDED, ROUNDED_DOWN = 1e-12, 1e-4, 0.006, 0.016
+# What ROUNDED and ROUNDED_DOWN were measured over. Later, the weights of two runs are too far apart.
+MEASURED_STEPS = 5
 
 _rule = Rules("underflow", Stage.OPERAND, located=True)
 NO_REFERENCE = _rule.no_witness()
@@ -58,9 +62,16 @@ class Lost(NamedTuple):
         return abs(self.found - self.expected)
 
 
+def _partly(expect: Expectations, device: str) -> str:
+    steps, judged = expect.case.train.steps, judged_steps(expect.case, expect.numerics)
+    later = [*range(judged + 1, steps + 1)]
+    return f"{format_numbers('step', later)}: rounding moves runs apart, measured over {judged} steps" if later else ""
+
+
 @partial(
     Check,
     declares=_rule,
+    partly=_partly,
     blind="A recipe that loses as much on one rank; casts in compiled blocks, of which nobody records what they lose.",
     not_judged=lambda expect, device: "" if expect.case.float8.enabled else "nothing is cast to float8",
     records=("operands",),
@@ -73,7 +84,9 @@ def check_underflow(case: Case, run: Run, witnesses: Witnesses) -> Iterator[Find
         yield unfinished(NO_REFERENCE, "the single-rank reference (solo witness)", witnesses.solo, run)
         return
     of_solo = {each.operand: each for each in solo.traces[0].cast_shares or ()}
-    both = [(each, of_solo[each.operand]) for each in cast_shares(run.traces) if each.operand in of_solo]
+    judged = judged_steps(case, witnesses.expect.numerics)
+    mine = (each for each in cast_shares(run.traces) if each.step <= judged)
+    both = [(each, of_solo[each.operand]) for each in mine if each.operand in of_solo]
     if not both:
         yield NOTHING_COMPARED.finding(expected="casts of the same operands")
     allowed = allowed_share(case, witnesses.expect.numerics)
@@ -92,6 +105,12 @@ def allowed_share(case: Case, numerics: Numerics) -> float:
     )
     rounded = ROUNDED_DOWN if case.float8.traits.rounds_scales_down else ROUNDED
     return rounded if moves else REPLICAS
+
+
+def judged_steps(case: Case, numerics: Numerics) -> int:
+    """How many steps are judged: all, where no rounding accumulates."""
+    exact = allowed_share(case, numerics) in (EXACT, REPLICAS)
+    return case.train.steps if exact else min(case.train.steps, MEASURED_STEPS)
 
 
 def _moved(rule: Rule, become: str, lost: list[Lost], allowed: float) -> Iterator[Finding]:

@@ -10,6 +10,7 @@ from msgspec.structs import replace
 from harness.checks.underflow import (
     EXACT,
     FLUSHED,
+    MEASURED_STEPS,
     NO_REFERENCE,
     NOTHING_COMPARED,
     ROUNDED,
@@ -53,6 +54,18 @@ def test_shards_lose_together_what_one_rank_loses() -> None:
     assert check(of_ranks(casts(), casts())) == [], "replicas lose the same share each"
     recomputed = (*casts(), *casts(phase="recompute"))
     assert check(of_ranks(recomputed)) == [], "what is cast again loses the same share"
+
+
+@pytest.mark.parametrize(
+    ("case", "step", "found"),
+    [(ROUND, MEASURED_STEPS, True), (ROUND, MEASURED_STEPS + 1, False), (SHARP, MEASURED_STEPS + 1, True)],
+)
+def test_a_limit_of_rounding_holds_for_the_steps_that_it_was_measured_over(case: Case, step: int, found: bool) -> None:
+    long = replace(case, train=replace(case.train, steps=MEASURED_STEPS + 1))
+    steps = range(1, MEASURED_STEPS + 2)
+    alike = tuple(make_cast(index=each, step=each, flushed=8, elements=1000) for each in steps)
+    lost = tuple(replace(each, flushed=100) if each.step == step else each for each in alike)
+    assert bool(check(of_ranks(lost), long, with_cast_shares(of_ranks(alike)))) is found
 
 
 def test_the_shares_of_a_solo_witness_take_the_place_of_its_operands() -> None:
