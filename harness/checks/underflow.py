@@ -30,7 +30,7 @@ from harness.verdict import Finding
 # 2e-3 where scales moved. Scales that are rounded down let the largest values of a quarter of all blocks saturate, and
 # a block may come to that or leave it: 0.008 in 1 of 20 cases under TP.
 EXACT, REPLICAS, ROUNDED, ROUNDED_DOWN = 1e-12, 1e-4, 0.006, 0.016
-# What ROUNDED and ROUNDED_DOWN were measured over. Later, the weights of two runs are too far apart.
+# ROUNDED and ROUNDED_DOWN were measured over so many steps. Later, rounding has driven two runs too far apart.
 MEASURED_STEPS = 5
 
 _rule = Rules("underflow", Stage.OPERAND, located=True)
@@ -65,7 +65,7 @@ class Lost(NamedTuple):
 def _partly(expect: Expectations, device: str) -> str:
     steps, judged = expect.case.train.steps, judged_steps(expect.case, expect.numerics)
     later = [*range(judged + 1, steps + 1)]
-    return f"{format_numbers('step', later)}: rounding moves runs apart, measured over {judged} steps" if later else ""
+    return f"{format_numbers('step', later)}: the limit was measured over {judged} steps" if later else ""
 
 
 @partial(

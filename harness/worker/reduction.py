@@ -50,7 +50,7 @@ _KEPT: list[dict[nn.Parameter, torch.Tensor]] = []
 
 @contextlib.contextmanager
 def reducing_once() -> Iterator[None]:
-    """In here gradients stay as they are, so that each is reduced once, however often it is asked for."""
+    """Gradients must not change in here: each is reduced once, however often it is asked for."""
     _KEPT.append({})
     try:
         yield

@@ -111,7 +111,7 @@ def test_ranks_record_the_modules_of_any_model_and_find_out_whether_it_is_too_la
 def test_steps_and_models_that_are_not_replayed_have_a_reason() -> None:
     long, large = (parse_case_id(f"tp2-tensorwise-{each}-b16") for each in ("v2048-s50", "llama3.8b.layer-v2048"))
     left = "steps 6-19, 21-34, 36-49, and the updates of steps 20, 35, 50: modules are recorded in 8 steps"
-    moved = "steps 6-50: rounding moves runs apart, measured over 5 steps"
+    moved = "steps 6-50: the limit was measured over 5 steps"
     assert partly_judged(Expectations(long)) == {"local_parity": left, "underflow": moved}
     assert not partly_judged(Expectations(parse_case_id("tp2-tensorwise-v2048-b16")))
     assert "more than a replay can be given" in Expectations(large).not_recorded["module_tensors"]

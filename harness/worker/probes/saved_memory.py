@@ -14,8 +14,8 @@ backward, by autograd. Of a parameter that FSDP2 manages only the shard explains
 it has memory. The census keeps no tensor alive, and within a step never collects garbage: a tensor in a reference
 cycle takes memory too.
 
-Most objects that exist after the first step stay: what compilers and DTensor keep. They are set aside then, and of
-them only tensors are searched again.
+Most objects that exist after the first step belong to compilers and DTensor, and stay. They are set aside, and only
+their tensors are searched again.
 """
 
 from __future__ import annotations
@@ -50,10 +50,9 @@ from harness.worker.probes.probe import Probe, is_owned, optimizers_of
 from harness.worker.probes.sketches import clean_fqn
 from harness.worker.virtual.collectives import FABRIC
 
-_PLAIN = frozenset({torch.Tensor, nn.Parameter})
 # Hold the ranks of a mesh as a tensor. Compilation makes more of them, and keeps them with its guards and graphs.
 _MESHES = frozenset({DeviceMesh, FakeScriptObject})
-_SETTLED = 2  # the step from which on a run makes what it made in the step before
+_SETTLED = 2  # from this step on, every step creates the same objects
 
 
 class _Searched(dict[type, bool]):
@@ -173,7 +172,7 @@ def plain_tensors(tensor: torch.Tensor) -> Collection[torch.Tensor]:
 @functools.cache
 def _wraps(kind: Hashable) -> bool:
     """True for a class of tensors that hold others, as torch asks them: DTensor, float8 tensors."""
-    return kind not in _PLAIN and hasattr(kind, "__tensor_flatten__")
+    return hasattr(kind, "__tensor_flatten__")
 
 
 def _is_fake(found: object) -> bool:
