@@ -7,6 +7,7 @@ name. An attribute of an object whose class the source does not tell is known by
 from __future__ import annotations
 
 import ast
+import functools
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
@@ -176,28 +177,34 @@ def _of_scope(node: ast.AST) -> Iterator[ast.AST]:
     while found:
         each = found.pop()
         yield each
-        of_scope = {name: value for name, value in vars(each).items() if name != "body" or type(each) not in _SCOPES}
-        found += reversed([child for child in _children(of_scope) if not _is_docstring(child)])
+        children = _children(each, without="body" if type(each) in _SCOPES else "")
+        found += reversed([child for child in children if not _is_docstring(child)])
 
 
 _SCOPES = {ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda}
+_WITHOUT_NODES = {"ctx", "op", "ops", "id", "attr", "arg", "asname", "module", "level", "kind", "type_comment"}
 
 
-def everything(tree: ast.AST) -> Iterator[ast.AST]:
-    """Every node, several times as fast as by `ast.walk`."""
+@functools.cache  # one tree is read for several reasons
+def everything(tree: ast.AST) -> tuple[ast.AST, ...]:
+    """Every node, several times as fast as by `ast.walk`. Contexts and operators, which no name is in, are left out."""
     found = [tree]
-    while found:
-        node = found.pop()
-        yield node
-        found += _children(vars(node))
+    for node in found:  # it grows
+        found += _children(node)
+    return tuple(found)
 
 
-def _children(fields: Mapping[str, object]) -> Iterator[ast.AST]:
-    for value in fields.values():
-        if isinstance(value, list):
-            yield from (each for each in value if isinstance(each, ast.AST))
-        elif isinstance(value, ast.AST) and not isinstance(value, ast.expr_context):
-            yield value
+def _children(node: ast.AST, *, without: str = "") -> list[ast.AST]:
+    found = []
+    for name in node._fields:
+        if name in _WITHOUT_NODES or name == without:
+            continue
+        value = getattr(node, name)
+        if type(value) is list:
+            found += [each for each in value if isinstance(each, ast.AST)]
+        elif isinstance(value, ast.AST):
+            found.append(value)
+    return found
 
 
 def _is_docstring(node: ast.AST) -> bool:

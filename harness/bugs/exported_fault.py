@@ -54,15 +54,14 @@ def gather(
     """Add the text of a definition, behind those of what it needs, and the imports from elsewhere."""
     source = (read or _read)(module)
     node = source.definitions.get(name)
-    inside = {each.module or "" for each in ast.walk(node or ast.Pass()) if isinstance(each, ast.ImportFrom)}
-    inner = next((each for each in inside if each.startswith("harness.")), None)
+    words = _words(node or ast.Pass())
+    inner = next((each for each in words.imported if each.startswith("harness.")), None)
     if node is None or inner is not None or module.startswith(_LIMITS):
         raise _NeedsHarness(f"it needs {inner or module}, which is a part of the harness.")
     if (module, name) in texts:
         return
     texts[module, name] = ""  # it may need itself
-    for each in ast.walk(node):
-        used = each.id if isinstance(each, ast.Name) else ""
+    for used in words.used:
         if used in source.definitions:
             gather(module, used, imports, texts, read)
         for line in source.imports.get(used, ()):
@@ -72,6 +71,22 @@ def gather(
                 imports.add(line.text)
     del texts[module, name]
     texts[module, name] = source.text_of(node)  # behind what it needs
+
+
+class _Words(NamedTuple):
+    """The names that a definition uses, each once in their order, and the modules that it imports inside."""
+
+    used: tuple[str, ...]
+    imported: frozenset[str]
+
+
+@functools.cache  # most faults share their helpers
+def _words(node: ast.stmt) -> _Words:
+    nodes = list(ast.walk(node))
+    return _Words(
+        used=tuple(dict.fromkeys(each.id for each in nodes if isinstance(each, ast.Name))),
+        imported=frozenset(each.module or "" for each in nodes if isinstance(each, ast.ImportFrom)),
+    )
 
 
 class _Import(NamedTuple):

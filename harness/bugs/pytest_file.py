@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import ast
 import functools
-import importlib.util
 import os
 import re
+import shutil
 import subprocess
 import sys
+import sysconfig
 import tempfile
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
@@ -196,11 +197,11 @@ def _without_unused(text: str, values: Mapping[str, object]) -> str:
 
 def formatted(text: str) -> str:
     """The text as ruff writes it; as it is where ruff is not installed."""
-    if importlib.util.find_spec("ruff") is None:
+    ruff = shutil.which("ruff", path=sysconfig.get_path("scripts"))
+    if ruff is None:
         return text
-    ruff = [sys.executable, "-m", "ruff"]
     for words in (["check", "--quiet", "--isolated", "--select", "I,F401", "--fix"], ["format", "--isolated"]):
-        command = [*ruff, *words, "--line-length", "120", "--stdin-filename", "test_exported.py", "-"]
+        command = [ruff, *words, "--line-length", "120", "--stdin-filename", "test_exported.py", "-"]
         text = subprocess.run(command, input=text, capture_output=True, text=True, check=True).stdout
     return text
 

@@ -6,7 +6,7 @@ A *unit* is the embedding, every block, and the final norm with the output layer
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from functools import partial
+from functools import lru_cache, partial
 
 import msgspec
 
@@ -49,6 +49,7 @@ class Unit(msgspec.Struct, frozen=True, kw_only=True):
     freed: bool  # after forward
 
 
+@lru_cache(maxsize=256)  # every collective of them asks
 def fsdp_units(case: Case, rank: int) -> tuple[Unit, ...]:
     freed = resharding_of(case) != "never"
     blocks = [

@@ -33,6 +33,7 @@ from __future__ import annotations
 
 import datetime
 from collections.abc import Mapping
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -43,7 +44,7 @@ from harness.matrix.axes import AXES, own_axes
 from harness.matrix.case import Case
 from harness.matrix.casefile import CaseFile, case_of_table
 from harness.matrix.faults import fault_named
-from harness.matrix.tomlfile import TomlFile, read_toml_file
+from harness.matrix.tomlfile import TomlFile, parse_toml, read_toml_text
 from harness.verdict import FailureSignature
 
 FOLDER = "bugs"  # in cases/, and the name of the tier of all bugs that have a case
@@ -133,7 +134,12 @@ def read_bugs(folder: Path) -> tuple[BugFile, ...]:
 
 def read_bug_file(path: Path) -> BugFile:
     """The bug file at `path`. HarnessError with file and line for anything invalid."""
-    toml = read_toml_file(path)
+    return _bug_file(read_toml_text(path), path)
+
+
+@lru_cache(maxsize=256)  # one command reads all of them for several reasons
+def _bug_file(text: str, path: Path) -> BugFile:
+    toml = parse_toml(text, where=str(path))
     toml.check_keys(table=toml.data, known=("bug", "case", *_WORDS, "full_size"))
     if "bug" not in toml.data:
         raise toml.error(what="there is no [bug].", fix="add [bug] with title, link, status and symptom.")

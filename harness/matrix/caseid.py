@@ -45,6 +45,7 @@ def case_id(case: Case) -> str:
     return "-".join((*target, *layout, *spelled(values, _AFTER_LAYOUT)))
 
 
+@functools.lru_cache(maxsize=4096)
 def parse_case_id(text: str) -> Case:
     """The case of an id. Raises HarnessError with a suggestion for an unknown token or a non-canonical spelling."""
     values: dict[str, object] = {}

@@ -68,10 +68,14 @@ def _with_second_runs(pricing: Pricing, known: Sequence[KnownFault]) -> Pricing:
 
 def _hosts(cases: Sequence[Case], faults: Iterable[Fault], known: Sequence[KnownFault]) -> list[Case]:
     """The cheapest way to give every planted fault a case in which it can show: a host case of the catalogue."""
+    every = tuple(faults)
+    shown = {fault.name for case in cases for fault in carried(case, every, known)}
     added: list[Case] = []
-    for fault in faults:
-        if not any(carries(case, fault, known) for case in (*cases, *added)):
-            added += hosts_of(fault, at_most=1)
+    for fault in every:
+        if fault.name not in shown:
+            hosts = hosts_of(fault, at_most=1)
+            shown |= {each.name for case in hosts for each in carried(case, every, known)}
+            added += hosts
     return added
 
 

@@ -35,6 +35,7 @@ from __future__ import annotations
 import datetime
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
+from functools import lru_cache
 from pathlib import Path
 
 import msgspec
@@ -47,7 +48,7 @@ from harness.matrix.case import Case
 from harness.matrix.rules import Rule
 from harness.matrix.selector import axes_read, parse_selector
 from harness.matrix.targets import is_llama
-from harness.matrix.tomlfile import TomlFile, read_toml_file
+from harness.matrix.tomlfile import TomlFile, parse_toml, read_toml_file, read_toml_text
 from harness.verdict import Finding, Verdict, check_of
 
 _FAILURES = tuple(verdict.value for verdict in (Verdict.NUMERIC, Verdict.INVARIANT, Verdict.CRASH, Verdict.HANG))
@@ -145,7 +146,12 @@ class KnownFault(msgspec.Struct, frozen=True, kw_only=True):
 
 def read_known(path: Path) -> tuple[KnownFault, ...]:
     """The records of a file, in order. Raises HarnessError with the line for anything invalid."""
-    toml = read_toml_file(path)
+    return _records(read_toml_text(path), str(path))
+
+
+@lru_cache(maxsize=16)  # one command reads the same records for several reasons
+def _records(text: str, where: str) -> tuple[KnownFault, ...]:
+    toml = parse_toml(text, where=where)
     toml.check_keys(table=toml.data, known=("fault", "without"))
     faults = tuple(_fault(toml, table, index) for index, table in enumerate(toml.tables("fault")))
     toml.check_distinct([fault.name for fault in faults], "fault", "name", noun="faults")

@@ -404,8 +404,9 @@ def positions_of_ranks(layout: Layout, seq_len: int) -> tuple[tuple[int, ...], .
 
 def mesh_with(layout: Layout, axes: Collection[str]) -> dict[str, int]:
     """The mesh that has these axes: that of the layout, of expert weights, or of sequences."""
-    meshes = {EXPERT_AXES: layout.expert_mesh, SEQUENCE_AXES: layout.sequence_mesh}
-    return next((mesh for own, mesh in meshes.items() if set(own) & set(axes)), layout.mesh)
+    if not set(axes).isdisjoint(EXPERT_AXES):
+        return layout.expert_mesh
+    return layout.mesh if set(axes).isdisjoint(SEQUENCE_AXES) else layout.sequence_mesh
 
 
 def left_over(ranks: int, degrees: Mapping[str, object], *, where: str) -> int:

@@ -62,15 +62,15 @@ def shards(cases: Iterable[Case], count: int, price: Pricing) -> tuple[frozenset
 class _Part:
     def __init__(self) -> None:
         self.ids: set[str] = set()
-        self._cost_s = 0.0
+        self.cost_s = 0.0
         self._witnesses: set[str] = set()
 
     def cost_with(self, price: Price) -> float:
         """CPU seconds with one more case."""
-        return self._cost_s + price.extra_s(self._witnesses)
+        return self.cost_s + price.extra_s(self._witnesses)
 
     def add(self, name: str, price: Price) -> None:
-        self._cost_s = self.cost_with(price)
+        self.cost_s = self.cost_with(price)
         self._witnesses |= price.shared_s.keys()
         self.ids.add(name)
 
@@ -95,8 +95,13 @@ def within_budget(
 
     Greedy: the next case is the one that adds most per second to those before it, its witnesses included.
     """
-    worth = _worth(cases, list(selections), list(faults))
     prices = {case_id(case): pricing(case) for case in cases}
+    everything = _Part()
+    for name, price in prices.items():
+        everything.add(name, price)
+    if everything.cost_s <= budget_cpu_s:
+        return Budgeted(cases=tuple(cases), left_out=(), cost_cpu_s=everything.cost_s)
+    worth = _worth(cases, list(selections), list(faults))
     kept: dict[str, None] = {}
     covered: set[object] = set()
     needed: set[str] = set()

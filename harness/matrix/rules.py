@@ -66,6 +66,7 @@ class Explanation(msgspec.Struct, frozen=True, kw_only=True):
     refused_gemms: tuple[Gemm, ...]
 
 
+@functools.lru_cache(maxsize=4096)
 def exclusions(case: Case) -> tuple[Exclusion, ...]:
     """The rules that exclude this case, in the order of `EXCLUSIONS`."""
     return tuple(rule for rule in EXCLUSIONS if rule.applies(case))

@@ -58,7 +58,10 @@ class Selector(msgspec.Struct, frozen=True, kw_only=True):
     terms: tuple[Term, ...]
 
     def matches(self, case: Case) -> bool:
-        return all(term.matches(case) for term in self.terms)
+        for term in self.terms:  # noqa: SIM110  the rules of a matrix ask a million times, and `all` takes twice as long
+            if not term.matches(case):
+                return False
+        return True
 
 
 # By axis, the other axes without which its value means nothing.

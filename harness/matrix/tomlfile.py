@@ -6,6 +6,7 @@ string can mislead it) and is used only in error messages.
 
 from __future__ import annotations
 
+import functools
 import re
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
@@ -25,17 +26,18 @@ _KEY = re.compile(r"""^\s*([A-Za-z0-9_."' -]+?)\s*=""")
 
 
 class TomlFile(msgspec.Struct, frozen=True, kw_only=True):
-    """A parsed TOML file. `where` is its name in errors, `lines` the 1-based line of every key and table found."""
+    """A parsed TOML file, and the text it was parsed from. `where` is its name in errors."""
 
     where: str
     data: dict[str, Any]
-    lines: dict[KeyPath, int]
+    text: str
 
     def place(self, *path: str | int) -> str:
         """`file:line` of a key, or of the closest table that contains it."""
+        lines = _find_lines(self.text)
         for end in range(len(path), 0, -1):
-            if path[:end] in self.lines:
-                return f"{self.where}:{self.lines[path[:end]]}"
+            if path[:end] in lines:
+                return f"{self.where}:{lines[path[:end]]}"
         return self.where
 
     def error(self, *path: str | int, what: str, fix: str | None = None) -> HarnessError:
@@ -62,7 +64,7 @@ class TomlFile(msgspec.Struct, frozen=True, kw_only=True):
     def record(self, kind: type[T], table: object, *path: str | int, fixes: Mapping[str, str] = {}) -> T:
         """The struct of a table. `fixes`: by field, for what is no value of it. HarnessError with the line."""
         fields = self.check_keys(*path, table=table, known=kind.__struct_fields__)
-        for field in msgspec.structs.fields(kind):
+        for field in _fields_of(kind):
             text = fields.get(field.name)
             if field.required and field.type is str and not (isinstance(text, str) and text.strip()):
                 what = f"'{field.name}' must be a non-empty string."
@@ -87,17 +89,25 @@ class TomlFile(msgspec.Struct, frozen=True, kw_only=True):
                 raise self.error(table, index, *key, what=what, fix="rename one of them.")
 
 
+@functools.cache  # it evaluates the annotations again
+def _fields_of(kind: type[msgspec.Struct]) -> tuple[msgspec.structs.FieldInfo, ...]:
+    return msgspec.structs.fields(kind)
+
+
 def read_toml_file(path: Path) -> TomlFile:
     """The file at `path`. Raises HarnessError when it is missing, unreadable or not TOML."""
+    return parse_toml(read_toml_text(path), where=str(path))
+
+
+def read_toml_text(path: Path) -> str:
     try:
-        text = path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8")
     except FileNotFoundError as error:
         raise HarnessError("no such file.", where=str(path), fix="check the name and the directory.") from error
     except UnicodeDecodeError as error:
         raise HarnessError(f"not UTF-8 text: {error.reason}.", where=str(path), fix="save it as UTF-8.") from error
     except (OSError, ValueError) as error:
         raise HarnessError(f"cannot be read: {error}.", where=str(path)) from error
-    return parse_toml(text, where=str(path))
 
 
 def parse_toml(text: str, *, where: str) -> TomlFile:
@@ -111,10 +121,11 @@ def parse_toml(text: str, *, where: str) -> TomlFile:
         line = f":{found[1]}" if found else ""
         what = str(error)[: found.start()] if found else str(error)
         raise HarnessError(f"malformed TOML: {what}.", where=where + line) from error
-    return TomlFile(where=where, data=data, lines=_find_lines(text))
+    return TomlFile(where=where, data=data, text=text)
 
 
 def _find_lines(text: str) -> dict[KeyPath, int]:
+    """The 1-based line of every key and table."""
     lines: dict[KeyPath, int] = {}
     counts: dict[KeyPath, int] = {}
     table: KeyPath = ()

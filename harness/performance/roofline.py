@@ -229,8 +229,15 @@ class Cast(msgspec.Struct, frozen=True, kw_only=True):
 def casts(case: Case) -> tuple[Cast, ...]:
     """The casts of every converted linear; () without float8."""
     fqns = [fqn for fqn in linear_fqns(case) if is_converted(case, fqn)]
-    of_linears = (_of_matmuls(case, fqn, case.tokens_per_rank, local_features(case, linear_name(fqn))) for fqn in fqns)
-    return (*(cast for found in of_linears for cast in found), *_of_experts(case))
+    alike: dict[tuple[str, bool, int], tuple[Cast, ...]] = {}  # all blocks have the same few sizes
+    found: list[Cast] = []
+    for fqn in fqns:
+        name = linear_name(fqn)
+        kind = name, is_checkpointed(case, fqn), _with_the_same_input(case, fqn)
+        if kind not in alike:
+            alike[kind] = tuple(_of_matmuls(case, fqn, case.tokens_per_rank, local_features(case, name)))
+        found += (replace(cast, fqn=fqn) for cast in alike[kind])
+    return (*found, *_of_experts(case))
 
 
 def _of_experts(case: Case) -> Iterator[Cast]:
@@ -272,10 +279,13 @@ def _readers(case: Case, fqn: str, operand: Operand) -> int:
     leaving wk and wv in BF16 gains.
     """
     merged = case.compile != "none" and case.float8.traits.scaling[operand] == "ten"
+    return _with_the_same_input(case, fqn) if merged and operand in ("i", "i_gw") else 1
+
+
+def _with_the_same_input(case: Case, fqn: str) -> int:
+    """How many converted linears have the input of this one, itself included."""
     name = linear_name(fqn)
-    same = next((names for names in _SAME_INPUT if name in names), ())
-    if not (merged and same and operand in ("i", "i_gw")):
-        return 1
+    same = next((names for names in _SAME_INPUT if name in names), (name,))
     return sum(is_converted(case, f"{fqn.removesuffix(name)}{other}") for other in same)
 
 

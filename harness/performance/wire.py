@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 
 import msgspec
@@ -65,6 +66,7 @@ def transfer_s(transfer: Transfer, layout: Layout, machine: Machine) -> float:
     return sent_s + transfer.times * machine.rates.collective_us * 1e-6
 
 
+@functools.lru_cache(maxsize=1024)
 def axis_bytes_s(layout: Layout, axis: str, machine: Machine) -> float:
     """Bytes per second that a rank of a group along this axis can send.
 
@@ -84,6 +86,7 @@ def crosses_nodes(layout: Layout, axis: str, gpus_per_node: int) -> bool:
     return layout.world_size > gpus_per_node and gpus_per_node % span != 0
 
 
+@functools.lru_cache(maxsize=1024)
 def group_size(layout: Layout, axis: str) -> int:
     """Ranks of a group along an axis, or along several that are joined by "+"."""
     axes = _axes(layout, axis)

@@ -107,7 +107,14 @@ def gemms(case: Case, *, rank: int = 0) -> tuple[Gemm, ...]:
     """The matmuls of linears, and of experts whose tokens are spread evenly, in order of execution."""
     fqns = held(case, rank, linear_fqns(case))
     modules = (each for fqn in fqns for each in (*_routed(case, fqn), _linear(case, fqn, rank)))
-    return in_order([_gemms_of(case, each) for each in modules])
+    alike: dict[tuple[object, ...], list[Gemm]] = {}  # all blocks have the same few sizes
+    found = []
+    for each in modules:
+        kind = each.rows, each.features, id(each.traits), each.repeats, each.pads, each.groups
+        if kind not in alike:
+            alike[kind] = _gemms_of(case, each)
+        found.append([replace(gemm, fqn=each.fqn) for gemm in alike[kind]])
+    return in_order(found)
 
 
 class _Module(NamedTuple):

@@ -16,6 +16,7 @@ from harness.errors import HarnessError
 from harness.matrix.caseid import parse_case_id
 from harness.matrix.faults import all_faults
 from harness.verdict import FailureSignature
+from tests.privates import everything
 
 FSDP_TP = "fsdp2-tp2-tensorwise-ag.fp8-dim.32-layers.1-heads.2-kvheads.2-ffn.32-v64-gb2-s1-f64"
 SCALES = FailureSignature(kind="scales/amax", first_step=1)
@@ -31,7 +32,7 @@ def text_of(case: str, signature: FailureSignature) -> str:
 
 def unknown_names(text: str) -> set[str]:
     """Names that are read and that nothing in the file binds."""
-    nodes = list(ast.walk(ast.parse(text)))
+    nodes = everything(ast.parse(text))
     bound = {node.id for node in nodes if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load)}
     bound |= {node.arg for node in nodes if isinstance(node, ast.arg)}
     bound |= {node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.ClassDef)}

@@ -79,7 +79,7 @@ def test_what_a_failure_needs_is_kept_and_nothing_else(tmp_path: Path) -> None:
     assert found.signature == SIGNATURE
 
 
-@settings(max_examples=6)
+@settings(max_examples=3)
 @given(
     tp=st.sampled_from([1, 2, 4]),
     dp_shard=st.sampled_from([1, 2]),

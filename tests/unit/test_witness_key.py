@@ -44,12 +44,12 @@ def write_package(folder: Path, name: str) -> Path:
 
 @pytest.fixture(autouse=True)
 def small_packages(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A torch and a torchao of three files each, in place of the installed ones with their thousands.
+    """A torch, a torchao and a numpy of three files each, in place of the installed ones with their thousands.
 
     Not imported, as in the controller, whatever other tests of this process imported.
     """
     folder = tmp_path_factory.mktemp("installed")
-    for name in ("torch", "torchao"):
+    for name in ("torch", "torchao", "numpy"):
         monkeypatch.delitem(sys.modules, name, raising=False)
         write_package(folder, name)
     monkeypatch.syspath_prepend(folder)

@@ -150,13 +150,13 @@ HOSTILE = {
     "chain": "```python\nx" + ".f()" * 3_000 + "\n```",
     "product": "```python\nf(" + "9 * " * 3_000 + "9)\n```",
     "numbers": "```python\nx = " + "9" * 50_000 + "\n```",
-    "bomb": "a: &a [x, x]\nb: &b [*a, *a]\n" * 5_000,
+    "bomb": "a: &a [x, x]\nb: &b [*a, *a]\n" * 1_500,
     "flags": "--a.b " * 50_000,
     "degrees": "TP=2 FSDP=3 " * 30_000,
     "newlines": "\n" * 300_000 + "x",
     "spaces": "x" + " " * 300_000,
-    "indents": "".join(" " * (depth % 900) + "k:\n" for depth in range(2000)),
-    "fences": "```\n" * 20_000,
+    "indents": "".join(" " * (depth % 900) + "k:\n" for depth in range(1000)),
+    "fences": "```\n" * 7_000,
     "escapes": "\x1b]" * 100_000,
 }
 
