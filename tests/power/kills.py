@@ -2,8 +2,8 @@
 
 Slow for a test (every fault is a run on real ranks), and the reason to trust all others. Host cases take as few steps
 here as a fault needs; `fp8-harness dev mutate` plants every fault in host cases of five, and records which rules they
-break. Every run of the tests breaks each of these rules again in every part, with as few faults as that takes, so that
-no check loses its teeth unseen; the sweeps plant all faults.
+break. Every run of the tests breaks each of these rules again, and in every part each of their checks, with as few
+faults as that takes, so that no check loses its teeth unseen; the sweeps plant all faults.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import msgspec
 
@@ -25,6 +25,7 @@ from harness.running.plan import make_plan
 from harness.running.progress import SilentProgress
 from harness.running.selection import Query
 from harness.studies.mutation import MutationMatrix, hosts_among, run_mutations
+from harness.verdict import check_of
 
 # Faults of class H are planted in compiled blocks, which take ten times as long as eager ones.
 EAGER = tuple(fault for fault in all_faults().values() if fault.group != "H")
@@ -141,21 +142,39 @@ def faults_of(part: Part) -> tuple[Fault, ...]:
     return tuple(fault for fault in EAGER if part_of(fault) == part and fault.name not in IN_A_KNOWN_CASE)
 
 
-def enough_of(faults: Sequence[Fault]) -> dict[Fault, Case]:
-    """As few of these faults as break the rules that all of them break, as recorded, and stand for their classes.
+class Aim(NamedTuple):
+    """Why a fault is planted in every run: what it is the first to break, in which host case."""
 
-    Each with the host case that it needs for the rules that it is chosen for. Faults that nothing is recorded of are
-    among them. A fault in a host case that is used anyway is cheaper.
+    host: Case
+    rules: frozenset[str]
+
+
+@functools.cache
+def aims() -> Mapping[Fault, Aim]:
+    """As few eager faults as break every rule that they are recorded with, and in every part every check.
+
+    Every class of faults is among them, and those that nothing is recorded of yet. A fault in a host case that is used
+    anyway is cheaper. Faults without an effect are for the sweeps.
     """
-    aims = {fault: {*recorded_rules(fault), f"class {fault.group}"} for fault in faults}
-    chosen = {fault: short_host(fault) for fault in faults if not recorded_rules(fault)}
-    left = set[str]().union(*aims.values()).difference(*(aims[fault] for fault in chosen))
+    faults = [fault for fault in EAGER if fault.equivalent is None and fault.name not in IN_A_KNOWN_CASE]
+    chosen = {fault: Aim(short_host(fault), frozenset()) for fault in faults if not recorded_rules(fault)}
+    hosts = {aim.host for aim in chosen.values()}
+    goals = {fault: _goals(fault) for fault in faults if fault not in chosen}
+    left = set[str]().union(*goals.values())
     while left:
-        best = max(faults, key=lambda fault: (len(aims[fault] & left), short_host(fault) in chosen.values()))
-        late = any(rule.startswith(_SHOWN_LATE) for rule in aims[best] & left)
-        chosen[best] = hosts_of(best, at_most=1)[0] if late else short_host(best)
-        left -= aims[best]
+        best = max(goals, key=lambda fault: (len(goals[fault] & left), short_host(fault) in hosts))
+        rules = frozenset(goals[best] & left & recorded_rules(best))
+        late = any(rule.startswith(_SHOWN_LATE) for rule in rules)
+        chosen[best] = Aim(hosts_of(best, at_most=1)[0] if late else short_host(best), rules)
+        hosts.add(chosen[best].host)
+        left -= goals[best]
     return chosen
+
+
+def _goals(fault: Fault) -> set[str]:
+    """What a fault may be planted for: its class, its rules, and their checks in its part."""
+    rules = recorded_rules(fault)
+    return {f"class {fault.group}", *rules, *(f"{check_of(rule)} in {part_of(fault)}" for rule in rules)}
 
 
 @functools.cache

@@ -12,12 +12,12 @@ from tests.power.kills import (
     EAGER,
     IN_A_KNOWN_CASE,
     Part,
+    aims,
     assert_all_found,
     assert_rules,
-    enough_of,
     faults_of,
     matrix_of,
-    recorded_rules,
+    part_of,
     short_matrix,
 )
 
@@ -26,11 +26,11 @@ PARTS: tuple[Part, ...] = get_args(Part)
 
 @pytest.mark.parametrize("part", PARTS)
 def test_every_rule_that_a_fault_has_broken_is_broken_again(part: Part, executor: Executor) -> None:
-    faults = enough_of(faults_of(part))
-    matrix = matrix_of(faults, executor)
-    assert_found(matrix, len(faults))
-    recorded = frozenset[str]().union(*map(recorded_rules, faults))
-    assert recorded - {rule for trial in matrix.trials for rule in trial.rules} == frozenset()
+    planted = {fault: aim for fault, aim in aims().items() if part_of(fault) == part}
+    matrix = matrix_of({fault: aim.host for fault, aim in planted.items()}, executor)
+    assert_found(matrix, len(planted))
+    wanted = frozenset[str]().union(*(aim.rules for aim in planted.values()))
+    assert wanted - {rule for trial in matrix.trials for rule in trial.rules} == frozenset()
 
 
 @pytest.mark.sweep  # 300 runs
