@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -17,12 +13,12 @@ from harness.errors import HarnessError
 from harness.matrix.axes import axis_values
 from harness.matrix.case import Case
 from harness.matrix.casefile import AxisGroup, Block, CaseFile, Strength, parse_case_file, read_case_file
-from harness.matrix.caseid import case_id, family_id
+from harness.matrix.caseid import case_id
 from harness.matrix.cover import combinations_in
-from harness.matrix.coverage import FATES, Coverage, coverage
+from harness.matrix.coverage import Coverage, coverage
 from harness.matrix.rules import exclusions, expected_refusal
 from harness.matrix.space import Row, Space, spaces_of
-from harness.matrix.tier import Selection, select
+from harness.matrix.tier import select
 
 CASES = Path(__file__).parents[2] / "cases"
 
@@ -38,11 +34,6 @@ _VALUES: dict[str, list[object]] = {
     "compile": ["none", "graph"],
     "loss_parallel": [True, False],
 }
-
-
-@functools.cache
-def tier_selection(tier: str) -> Selection:
-    return select(read_case_file(CASES / f"{tier}.toml"))
 
 
 def make_file(axes: dict[str, list[object]], *, strength: Strength = 2, cases: tuple[Case, ...] = ()) -> CaseFile:
@@ -123,51 +114,6 @@ def test_nothing_possible_is_an_empty_selection() -> None:
     assert not select(make_file({"tp": [1]})).empty
 
 
-NIGHTLY = pytest.param("nightly", marks=pytest.mark.sweep)  # choosing its cases takes as long as 40 tests
-
-
-@pytest.mark.parametrize("tier", ["smoke", "pr", NIGHTLY])
-def test_tiers(tier: str) -> None:
-    selection = tier_selection(tier)
-    ids = [case_id(case) for case in selection.cases]
-    assert len(set(ids)) == len(ids)
-    assert selection.cases[: len(selection.file.cases)] == selection.file.cases
-    assert not any(exclusions(case) for case in selection.cases)
-    assert max(case.world_size for case in selection.cases) <= 8
-    sizes = {"smoke": (6, 10), "pr": (60, 150), "nightly": (400, 990)}
-    low, high = sizes[tier]
-    assert low <= len(ids) <= high
-    assert len({family_id(case) for case in selection.cases}) <= 48
-
-
-@pytest.mark.parametrize("tier", ["pr", NIGHTLY])
-def test_the_matrix_tiers_hold_every_layout_of_the_project(tier: str) -> None:
-    layouts = {
-        *((1, 1, tp) for tp in (1, 2, 4, 8)),
-        *((1, shard, 1) for shard in (2, 3, 4, 5, 6, 8)),
-        *((2, 2, 1), (2, 4, 1), (4, 2, 1)),
-        *((1, 2, 2), (1, 2, 4), (1, 4, 2), (2, 2, 2)),
-    }
-    cases = [case.layout for case in tier_selection(tier).cases]
-    assert {(layout.dp_replicate, layout.dp_shard, layout.tp) for layout in cases} == layouts
-
-
-def test_the_selection_does_not_depend_on_the_hash_seed() -> None:
-    code = (
-        "import sys, pathlib; from harness.matrix.casefile import read_case_file;"
-        "from harness.matrix.tier import select;"
-        "from harness.matrix.caseid import case_id; assert 'torch' not in sys.modules and 'numpy' not in sys.modules;"
-        "print(*map(case_id, select(read_case_file(pathlib.Path(sys.argv[1]))).cases))"
-    )
-    seed = "2" if os.environ.get("PYTHONHASHSEED") == "1" else "1"
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "PYTHONHASHSEED": seed}
-    command = [sys.executable, "-c", code, str(CASES / "pr.toml")]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
-    here = [case_id(case) for case in tier_selection("pr").cases]
-    assert done.stdout.split() == here
-    assert len(here) > 30
-
-
 def test_a_matrix_whose_sizes_do_not_fit_is_refused() -> None:
     file = parse_case_file('[[matrix]]\nname = "m"\naxes = {heads = [3, 4], tp = [1, 2]}\n', where="f.toml")
     with pytest.raises(HarnessError, match=r"f.toml: matrix 'm': .*does not split into 3 heads"):
@@ -218,11 +164,3 @@ def test_triples_beyond_the_strength_are_skipped() -> None:
     found = account('tp = [1, 2]\ndp_shard = [1, 2]\ndtype = ["float32", "bfloat16"]', 3)
     assert found.counts["skipped"] > 0
     assert found.counts["covered"] + found.counts["skipped"] == 8
-
-
-def test_the_pr_tier_covers_every_pair() -> None:
-    found = coverage(tier_selection("pr"), 2)
-    assert found.counts["skipped"] == 0
-    assert sum(found.counts[fate] for fate in FATES) == len(found.tuples)
-    assert all(combination.rules for combination in found.of("excluded"))
-    assert set(found.by_rule) == {name for combination in found.tuples for name in combination.rules}

@@ -10,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from harness.errors import HarnessError
-from harness.evidence.costs import read_costs
 from harness.matrix.case import Case
 from harness.matrix.casefile import parse_case_file
 from harness.matrix.caseid import case_id
@@ -18,8 +17,7 @@ from harness.matrix.cheap_cover import Price, Pricing
 from harness.matrix.parts import Shard, cases_of_shard, parse_shard, shards, within_budget
 from harness.matrix.tier import Selection, select
 from harness.project import find_project
-from harness.running.cost import START_S, cases_within
-from harness.running.selection import NothingSelected, Query, in_shard, select_cases, select_sources
+from harness.running.selection import Query, select_cases
 from tests.builders import make_case
 
 ROOT = Path(__file__).parents[2]
@@ -61,16 +59,6 @@ def test_the_first_case_covers_most_per_second() -> None:
 def test_a_large_budget_keeps_everything_in_order() -> None:
     found = within_budget(SELECTION.cases, [SELECTION], by_ranks, faults=(), budget_cpu_s=1e6)
     assert found.cases == SELECTION.cases and not found.left_out
-
-
-def test_seconds_of_this_machine_choose_from_the_pr_tier() -> None:
-    project, query = find_project(ROOT), Query(sources=("pr",))
-    cases, selections = select_cases(project, query), select_sources(project, query)
-    minute, hour = (cases_within(project, cases, selections, seconds) for seconds in (60, 3600 * 10))
-    assert 0 < len(minute.cases) < len(cases)
-    assert not hour.left_out
-    with pytest.raises(NothingSelected, match="no case fits"):
-        cases_within(project, cases, selections, START_S)
 
 
 WITNESSES = st.dictionaries(st.sampled_from("abc"), st.floats(0, 50), max_size=2)
@@ -119,17 +107,6 @@ def test_cases_that_share_a_dear_witness_go_to_one_shard() -> None:
         for index in (1, 2)
     )
     assert (even, odd) == ([0, 0, 0], [1, 1, 1])
-
-
-def test_a_tier_is_divided_evenly_and_by_stored_costs_alone() -> None:
-    project = find_project(ROOT)
-    price = read_costs(ROOT).price
-    chosen = select_cases(project, Query(sources=("pr",)))
-    parts = [in_shard(project, chosen, Shard(index=i, count=4)) for i in range(1, 5)]
-    together = [case for part in parts for case in part]
-    assert sorted(map(case_id, together)) == sorted(map(case_id, chosen))
-    own_s = [sum(price(case).own_s for case in part) for part in parts]
-    assert max(own_s) < 1.25 * min(own_s)
 
 
 def test_an_empty_shard_selects_nothing() -> None:

@@ -10,12 +10,10 @@ import pytest
 from harness.errors import HarnessError
 from harness.matrix.caseid import parse_case_id
 from harness.matrix.records import quarantine_of, read_quarantine, read_required
-from harness.project import find_project
 from harness.report.ci import junit_report
 from harness.report.run import run_sections, totals_line
 from harness.report.sections import text_of
 from harness.result import RunResult
-from harness.running.selection import Query, select_cases
 from harness.verdict import ExitCode, Verdict
 from tests.builders import a_finding, make_result
 
@@ -96,14 +94,6 @@ def test_required_cells_are_read(tmp_path: Path) -> None:
 def test_required_cells_that_make_no_sense_are_refused(tmp_path: Path, text: str, message: str) -> None:
     with pytest.raises(HarnessError, match=message):
         read_required(write(tmp_path, text))
-
-
-def test_tier_pr_has_what_our_releases_require() -> None:
-    project = find_project(Path(__file__).parents[2])
-    cases = select_cases(project, Query(sources=("pr",)))
-    entries = read_required(project.cases / "required.toml")
-    assert entries and [e.name for e in entries if sum(map(e.covers, cases)) < e.at_least] == []
-    assert read_quarantine(project.quarantine) == ()
 
 
 def test_a_quarantined_case_fails_no_run_and_is_still_told() -> None:
