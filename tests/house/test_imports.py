@@ -212,6 +212,14 @@ def test_front_ends_start_without_heavy_libraries() -> None:
     assert [line.split(maxsplit=1)[1] for line in run_script(code).splitlines()] == ["[]"] * 4
 
 
+def test_the_key_of_kept_witnesses_does_not_import_what_it_is_about() -> None:
+    code = (
+        "import sys; from harness.running.plan import Plan; from harness.running.identity import witness_key;"
+        "witness_key(Plan()); print(sorted({'torch', 'torchao', 'numpy', 'harness.worker'} & set(sys.modules)))"
+    )
+    assert run_script(code) == "[]"
+
+
 def test_pytest_plugin_is_cheap() -> None:
     code = (
         "import sys, pytest; before = set(sys.modules); import harness.pytest_plugin;"

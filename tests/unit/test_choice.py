@@ -8,7 +8,6 @@ import msgspec
 import pytest
 
 from harness.errors import HarnessError
-from harness.evidence.costs import read_costs
 from harness.matrix.case import Case
 from harness.matrix.casefile import CaseFile, parse_case_file
 from harness.matrix.caseid import case_id, parse_case_id
@@ -178,14 +177,3 @@ def test_a_block_may_ask_for_smaller_worlds() -> None:
 def test_bad_blocks_are_refused(line: str, message: str) -> None:
     with pytest.raises(HarnessError, match=message):
         parse_case_file(SMALL.replace("[matrix.axes]", f"{line}\n[matrix.axes]"), where="small.toml")
-
-
-def test_the_costs_of_the_project_are_plausible() -> None:
-    costs = read_costs(ROOT)
-    assert costs.typical_error < 0.15
-    small, large = (costs.case_s(parse_case_id(f"tp{tp}-rowwise-v2048-f64")) for tp in (2, 8))
-    assert 3 < large / small < 5, "a rank costs what a rank costs"
-    eager, compiled = (costs.case_s(parse_case_id(f"tp2-rowwise{word}-v2048-f64")) for word in ("", "-graph"))
-    assert compiled > 2 * eager
-    refused = costs.price(parse_case_id("tp2-tensorwise-head.fp8-v2256-f64"))
-    assert not refused.shared_s and refused.own_s < small

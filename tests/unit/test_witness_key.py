@@ -16,7 +16,6 @@ from harness.engine.hardware import Capacity, NodeCapacity
 from harness.running.identity import witness_key
 from harness.running.plan import Plan
 from harness.sources import installed_source
-from tests.programs import run_script
 
 PLAN = Plan(probed=True)
 CPUINFO = """\
@@ -208,14 +207,6 @@ def test_the_processor_changes_it_and_its_clock_does_not(tmp_path: Path) -> None
 
 def test_the_fabric_changes_it() -> None:
     assert witness_key(replace(PLAN, fabric="gloo")) != witness_key(PLAN)
-
-
-def test_it_does_not_import_torch() -> None:
-    code = (
-        "import sys; from harness.running.plan import Plan; from harness.running.identity import witness_key;"
-        "witness_key(Plan()); print(sorted({'torch', 'torchao', 'numpy', 'harness.worker'} & set(sys.modules)))"
-    )
-    assert run_script(code) == "[]"
 
 
 def test_the_source_of_a_package_is_its_python_files_wherever_they_are(
