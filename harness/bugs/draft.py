@@ -158,6 +158,8 @@ class Draft:
             self._take(axis)
         if "tp" not in self.axes and (self._says("tp_used") or self._says("async_tp")):
             self._ask("tp", _PLACEHOLDER, "how many TP ranks?")
+        if "dp_replicate" not in self.axes and self._says("hsdp") and not (self._file or self._configured):
+            self._ask("dp_replicate", _PLACEHOLDER, "how many replicas?")
         self._shards()
         for axis in ("sequence_parallel", "loss_parallel", "async_tp", "reshard_after_forward"):
             self._take(axis)

@@ -19,6 +19,7 @@ from harness.matrix.axes import AXES, case_from_axes
 from harness.matrix.bugfile import BugFile
 from harness.matrix.case import Case
 from harness.matrix.rules import exclusions
+from harness.matrix.scope import SCOPE
 from harness.matrix.targets import REFERENCE, TORCHTITAN
 
 _TOML = re.compile(
@@ -67,7 +68,7 @@ def import_report(report: Report, options: ImportOptions) -> ImportedBug:
     prose, passed = stated_by_prose(told)
     # With torchao's float8 in options or calls, prose about other software is no request for it.
     of_torchao = any(each.fact in ("float8", "recipe") for each in reading.statements)
-    named, asked = outside_by_prose(report, told[: 1 if of_torchao else None], day)
+    named, asked = outside_by_prose(report, told[: 1 if of_torchao else None], day, link or seen.link)
     for each in reading.in_scope:
         named.pop(each.name, None)
         asked.pop(each.name, None)
@@ -92,7 +93,12 @@ def import_report(report: Report, options: ImportOptions) -> ImportedBug:
         )
         lists = {name: getattr(draft, name) for name in ("stated", "derived", "assumed", "missing", "full_size")}
         found = replace(found, case=draft.case(), **lists)
-        questions = {name: f"was it run ({words})? No case has it" for name, words in asked.items()}
+        ours = {each.name: each for each in SCOPE if each.axis}
+        questions = {
+            name: f"was it run ({words})? {ours[name].reason if name in ours else 'No case has it'}"
+            for name, words in asked.items()
+            if name not in ours or ours[name].axis not in draft.stated
+        }
         if reading.differ:
             questions["command"] = f"which command fails? They differ in {', '.join(reading.differ)}"
         if not (draft.stated or draft.derived or draft.missing):

@@ -16,7 +16,7 @@ import msgspec
 from harness.bugs.reading import Source, Statement
 from harness.bugs.report import Report, clean_words
 from harness.matrix.bugfile import UNREPORTED, Bug, Symptom
-from harness.matrix.scope import FSDP1, SCOPE, OutOfScope, asked_by_call, asked_by_option
+from harness.matrix.scope import DDP, FSDP1, SCOPE, OutOfScope, asked_by_call, asked_by_option
 from harness.matrix.spellings import plain_key, read_as, spellings_in_prose
 
 _CLAUSE = re.compile(
@@ -36,6 +36,7 @@ _FAILED = re.compile(
     r"|\b(?:(?:do|does|did|can|could|will|would)(?: not|n't) (?:work|converge|train|run|compile|match|fuse|help|support"
     r"|fit|divide|scale|finish|give|get|improve|start|agree|return)"
     r"|(?:not|n't) (?:work|compil|converg|fus|convert|divisible|equal|the same|support|implement|found|giv|match)\w*"
+    r"|similar (?:issue|problem|error|bug|failure|behaviou?r)s?"
     r"|cannot|unable|no (?:longer|speed\w*|module|attribute|kernel|such|gain|improvement|error|warning))\b",
     re.IGNORECASE,
 )
@@ -61,9 +62,9 @@ _RAN = re.compile(
     re.IGNORECASE,
 )
 _SETTING = re.compile(r"\s*[-*+]\s+[\w./ -]{1,40}?\s*[=:]\s*\S{1,40}\s*$")
-_TRIVIAL = frozenset({"float8", "fsdp", "tp_used"})
+_TRIVIAL = frozenset({"float8", "fsdp", "tp_used", "hsdp"})
 _FEW = 5  # words of a clause that is no sentence
-_FLOAT8 = re.compile(r"(?i)\b(?:fp8|float8)")
+_FLOAT8 = re.compile(r"(?i)\b(?:mx)?(?:fp8|float8)")
 _FSDP, _SECOND = re.compile(r"(?i)\bFSDP\b"), re.compile(r"(?i)FSDP-?2|fully_shard|torchtitan")
 _OPTION = re.compile(r"`-{0,2}([\w.-]+)\s*[=: ]\s*([\w.-]+)`")
 _NAME = re.compile(r"\b(?=\w*[a-z_][A-Z_]|\w*[a-z]_)[A-Za-z_][\w.]{7,60}")
@@ -170,13 +171,13 @@ def stated_by_prose(told: Sequence[Clause]) -> tuple[list[Statement], list[str]]
 
 
 def outside_by_prose(
-    report: Report, told: Sequence[Clause], day: datetime.date
+    report: Report, told: Sequence[Clause], day: datetime.date, link: str
 ) -> tuple[dict[str, str], dict[str, str]]:
     """(refused, asked): what the title, the repository or "we run" name and no case has; what a sentence mentions."""
     refused: dict[str, str] = {}
     asked: dict[str, str] = {}
-    link = find_link(_head(report))[0].split("/")
-    repository, name = "/".join(link[3:5]), "".join(link[4:5])
+    parts = link.split("/")
+    repository, name = "/".join(parts[3:5]), "".join(parts[4:5])
     for each in SCOPE:
         others = bool(each.float8_of and re.match(each.float8_of, repository))
         if (each.said and re.search(each.said, name)) or (others and _FLOAT8.search(report.title)):
@@ -187,7 +188,8 @@ def outside_by_prose(
         for each, ran in _mentioned(clause, first=day < _FSDP2 and not _SECOND.search(report.text)):
             words = clean_words(clause.text)
             asked.setdefault(each.name, words)
-            if ran and (each is not FSDP1 or day < _PROTOTYPE or not _FSDP.search(words)):
+            may_be = (each is FSDP1 and day >= _PROTOTYPE and _FSDP.search(words)) or (each is DDP and "HSDP" in words)
+            if ran and not (may_be or each.axis):
                 refused.setdefault(each.name, f"{each.reason} ({words})")
     return refused, {name: words for name, words in asked.items() if name not in refused}
 
@@ -199,9 +201,9 @@ def _mentioned(clause: Clause, *, first: bool) -> Iterator[tuple[OutOfScope, boo
         match = match or (_FSDP.search(clause.text) if each is FSDP1 and first else None)
         if match and not (clause.control or _denied(clause.text, match, _NEGATED)):
             yield each, clause.title or bool(_RAN.match(clause.text) and not _denied(clause.text, match))
-    names = map(asked_by_call, _NAME.findall(clause.text))
-    options = (asked_by_option(plain_key(key), value) for key, value in _OPTION.findall(clause.text))
-    for each in filter(None, (*names, *options)):
+    for each in filter(None, map(asked_by_call, _NAME.findall(clause.text))):
+        yield each, clause.title
+    for each in filter(None, (asked_by_option(plain_key(key), value) for key, value in _OPTION.findall(clause.text))):
         yield each, False
 
 

@@ -155,7 +155,7 @@ class Reading:
         for line in text.split("\n"):
             before = len(self.statements)
             for found in list(_FLAG.finditer(line))[:_MOST]:
-                key, value = found[1], (found[2] or "").strip("\"'")
+                key, value = found[1].rstrip("."), (found[2] or "").strip("\"'")  # a sentence may end behind it
                 section, dot, last = key.rpartition(".")
                 if last.startswith(("no-", "no_")):
                     key, value = f"{section}{dot}{last[3:]}", "false"
@@ -187,6 +187,8 @@ class Reading:
             for found in re.finditer(rf"(?m)^\W*(?:rank\d|\[|\d{{4}}-).*{pattern}", text):
                 value = found[1] if found.re.groups else True
                 self._option(key, value, found[0].rpartition(" - ")[2], "config")
+        if "torch._dynamo.exc." in text:  # of what failed while it was compiled
+            self._option("torch.compile()", True, "torch._dynamo.exc", "config")
         for names, sizes in _MESH.findall(text):
             for name, size in zip(re.findall(r"\w+", names), re.findall(r"\d+", sizes), strict=False):
                 if name in (*MESH_AXES, "dp"):
@@ -227,6 +229,8 @@ class Reading:
                 used = [f"{getattr(each, 'module', None) or ''}.{name.name}" for name in each.names]
             for name in used:
                 self._refuse(asked_by_call(name), name.strip("."))
+                if name.endswith(".fully_shard"):  # of how many ranks is asked, where the rest of the code is not there
+                    self._option("fully_shard()", True, f"import of {name.strip('.')}", "config")
 
     def _conversion(self, calls: list[str]) -> None:
         """Whether linears are converted after they are parallelized, by the order of the first calls of both."""

@@ -33,6 +33,7 @@ _ESCAPE = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)?
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200b-\u200f\u202a-\u202e\u2060-\u2069\ufeff\u2028\u2029]")
 _FENCE = re.compile(r"^\s{0,3}(?:```+|~~~+)\s*([A-Za-z0-9+_-]*)\s*$")
 _POST = re.compile(r"^\W{0,4}([\w.-]{1,60})\W{0,4}(?:· (description|comment|review)\b|(opened|commented)\b)", re.ASCII)
+_TITLE = re.compile(r"\s*(?:#|title:|labels:|https?://\S+$)", re.IGNORECASE)
 _HEAD = re.compile(r" · (?:issue|pull request|discussion) #\d")
 _TRACE = re.compile(
     r'Traceback \(most recent|^[ \t]*(?:\[?rank\d+\]?:?)*\s*File ".*", line \d+|^\s*\[?rank\d+\]?:', re.MULTILINE
@@ -187,7 +188,7 @@ def _pieces(text: str, where: str) -> tuple[Piece, ...]:
     pieces: list[Piece] = []
     lines: list[str] = []
     language: str | None = None  # of the fence that is open
-    comment, reporter = False, ""
+    comment, reporter, told = False, "", False  # told: something before the first post, which then is an answer
 
     def end() -> None:
         content = "\n".join(lines)
@@ -204,10 +205,12 @@ def _pieces(text: str, where: str) -> tuple[Piece, ...]:
             language = mark[1].lower() if language is None else None
         elif post and language is None:
             end()
-            reporter = reporter or (post[1] if (post[2] or post[3]) in ("description", "opened") else "")
-            comment = post[1] != reporter
+            opens = (post[2] or post[3]) in ("description", "opened") or not told
+            reporter = reporter or (post[1] if opens else "")
+            comment, told = post[1] != reporter, True
         elif language is not None or not _HEAD.search(line):
             lines.append(line)
+            told = told or bool(line.strip() and not _TITLE.match(line))
     end()
     return tuple(pieces)
 

@@ -153,8 +153,8 @@ class Case(CaseStruct, frozen=True, kw_only=True):
             part="compile",
             spelled=(
                 keys(
-                    "compile.enable training.compile torch_compile use_torch_compile enable_compile torch.compile() "
-                    "model.compile() module.compile() block.compile() layer.compile() m.compile()",
+                    "compile.enable training.compile torch_compile use_torch_compile enable_compile =compile "
+                    "torch.compile() model.compile() module.compile() block.compile() layer.compile() m.compile()",
                     values={"true": "graph", "false": "none", "*": "graph"},
                     said=r"\btorch\.compile\b|\bcompile(?:d(?= \+)|(?= \+))|(?<=\+ )compile\b",
                 ),

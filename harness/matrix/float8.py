@@ -74,7 +74,11 @@ class Float8(CaseStruct, frozen=True, kw_only=True):
                 ),
                 keys("scale_calculation_mode", of="scale_calculation_mode", kind=str),
                 keys("wgrad_with_hp", of="wgrad_with_hp", kind=bool),
-                Spelling(said=r"\b(?:row-?wise|axis-?wise)\b", values={"*": "rowwise"}),
+                # Not the plan of a linear: "`wo`: rowwise", "colwise/rowwise", "row-wise parallel".
+                Spelling(
+                    said=r"(?<!`: )(?<!/)\b(?:row-?wise|axis-?wise)\b(?![ -]?(?:parallel|shard|linear))",
+                    values={"*": "rowwise"},
+                ),
                 Spelling(said=r"\btensor-?wise\b", values={"*": "tensorwise"}),
                 Spelling(said=r"\b\w+_with_gw_hp\b", values={"*": "rowwise_with_gw_hp"}),
                 keys(

@@ -63,6 +63,7 @@ class Mesh(CaseStruct, frozen=True, kw_only=True):
                     "data_parallel_replicate_dim dp_replicate_size dp_replicate",
                     said=r"\bHSDP\s*[=:(]?\s*(\d{1,4})\s*x\s*\d",
                 ),
+                Spelling(of="hsdp", kind=bool, said=r"\bHSDP\b"),
             ),
         ),
     ] = 1

@@ -19,7 +19,8 @@ class OutOfScope(msgspec.Struct, frozen=True, kw_only=True):
 
     `words`: a pattern of what people write for it in ids, axes and values. `options`: by the last part of an option's
     name, a pattern of the values that ask for it. `calls`: a pattern of names in Python. `said`: one of prose.
-    `float8_of`: one of repositories whose float8 it is.
+    `float8_of`: one of repositories whose float8 it is. `axis`: of the reference, which has its own, so that a
+    report that only mentions it is asked for more, not refused.
     """
 
     name: str
@@ -29,6 +30,7 @@ class OutOfScope(msgspec.Struct, frozen=True, kw_only=True):
     calls: str = ""
     said: str = ""
     float8_of: str = ""
+    axis: str = ""
 
     @property
     def text(self) -> str:
@@ -47,9 +49,18 @@ FSDP1 = OutOfScope(
     calls=r"FSDP|FullyShardedDataParallel",
     said=r"(?i)\b(?:FSDP ?v?1|fairscale)\b",
 )
+DDP = OutOfScope(
+    name="DDP",
+    reason="replicas come with shards, as HSDP (hsdp2x2); dp_replicate alone is excluded",
+    words=r"ddp\d*",
+    options={"distributed_type": r"multi_gpu", "strategy": r"ddp\w*"},
+    calls=r"DDP|DistributedDataParallel",
+    said=r"(?i)\b(?:DDP|DistributedDataParallel)\b",
+)
 EXPERTS = OutOfScope(
     name="a mixture of experts",
     reason="the reference has a small one of its own: write experts, top_k and ep in a case",
+    axis="experts",
     words=r"expert_parallel\w*\d*",
     options={
         **_options("name module config config_file", r"llama4.*|deepseek.*|.*_moe.*"),
@@ -62,6 +73,7 @@ EXPERTS = OutOfScope(
 PIPELINES = OutOfScope(
     name="pipeline parallelism",
     reason="the reference trains in one: write pp, schedule and accumulation in a case",
+    axis="pp",
     words=r"pipeline_parallel\w*\d*",
     calls=r"PipelineStage|ScheduleGPipe|Schedule1F1B",
     said=r"\bPP(?![A-Za-z]| ?= ?1\b)|\b(?i:pipeline[- ]parallel|pp(?:_size)? ?(?:[>+]|=(?! ?1\b)))",
@@ -69,6 +81,7 @@ PIPELINES = OutOfScope(
 CONTEXT = OutOfScope(
     name="context parallelism",
     reason="the reference trains with it: write cp and sequence_order in a case",
+    axis="cp",
     words=r"context_parallel\w*\d*",
     calls=r"context_parallel",
     said=r"\bCP(?![A-Za-z]| ?= ?1\b)|\b(?i:context[- ]parallel)",
@@ -137,34 +150,38 @@ SCOPE = (
             "transformer_impl": r"transformer_engine",
             "transformer_engine": r"true",
             **_options("fp8_format fp8_recipe", r"(?!none$).+"),
-            **_options("fp8_hybrid fp8_e4m3 fp8_param fp8_param_gather", r"true"),
+            **_options("fp8_hybrid fp8_e4m3 fp8_param fp8_param_gather first_last_layers_bf16", r"true"),
             "fp8": r"e4m3|hybrid",
         },
         calls=r"te|transformer_engine|fp8_autocast",
         said=r"(?i)\b(?:transformer[ _-]?engine|(?-i:TE)|MS-?AMP)\b",
         float8_of=r"(?i).*(?:megatron|nemo)(?!.*automodel).*",
     ),
+    OutOfScope(
+        name="FP8 of another library",
+        reason="its casts and kernels are not those of torchao",
+        calls=r"HybridParallelPlugin|linear_fp8",
+        float8_of=r"(?i)hpcaitech/.*|.*/(?:ColossalAI|DeepSpeed|optimum-(?:neuron|habana)|torch-spyre|MS-AMP)",
+    ),
     FSDP1,
     OutOfScope(
         name="ZeRO",
         reason="DeepSpeed shards the optimizer in its own way; cases have FSDP2 (fully_shard)",
-        options={"distributed_type": r"deepspeed", "deepspeed": r"true|.+\.json"},
+        options={
+            "distributed_type": r"deepspeed",
+            "deepspeed": r"true|.+\.json",
+            **_options("zero_1 zero_2 zero_3", r"true"),
+        },
         calls=r"deepspeed",
         said=r"(?i)\b(?:deepspeed|ZeRO-?[123])\b",
     ),
-    OutOfScope(
-        name="DDP",
-        reason="replicas come with shards, as HSDP (hsdp2x2); dp_replicate alone is excluded",
-        words=r"ddp\d*",
-        options={"distributed_type": r"multi_gpu", "strategy": r"ddp\w*"},
-        calls=r"DDP|DistributedDataParallel",
-        said=r"(?i)\b(?:DDP|DistributedDataParallel)\b",
-    ),
+    DDP,
     OutOfScope(
         name="float16",
         reason="float8 training is for models in bfloat16 or float32",
         words=r"f16|fp16|float16|half",
         options={"fp16": r"true", "mixed_precision_param": r"float16"},
+        said=r"(?i)\bfp16 (?:loss|gradient|scal|train)\w*|\bGradScaler\b",
     ),
     OutOfScope(
         name="LoRA",

@@ -344,10 +344,7 @@ REFUSED = {
     head("pytorch/torchtitan", 3817, "2026-07-06", "TP + MXFP4 crashes: mat2 must be col_major"): (
         "MX formats other than MXFP8"
     ),
-    head("pytorch/torchtitan", 2401, "2026-02-20", "a crash") + "We train a MoE with MXFP8.": "a mixture of experts",
     head("pytorch/torchtitan", 651, "2024-10-29", "loading a float8 checkpoint fails"): "checkpoint save and load",
-    head("pytorch/torchtitan", 771, "2025-01-03", "PP-related issues")
-    + "Found when debugging FSDP + CP + PP on the debug model.": "pipeline parallelism",
     head("pytorch/ao", 643, "2024-08-09", "Float8Linear does not work")
     + "```python\nconvert_to_float8_training(m)\nwith torch.inference_mode():\n    m(x)\n```": "inference",
     head("pytorch/ao", 1605, "2025-01-23", "an attribute is missing")

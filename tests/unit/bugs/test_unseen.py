@@ -24,6 +24,8 @@ def report(text: str, title: str = "", *, repository: str = "pytorch/ao", day: s
         ('--fsdp "full_shard auto_wrap"', "FSDP1"),
         ("--fp8-recipe tensorwise", "TransformerEngine"),
         ("--model_name openai/gpt-oss-20b", MOE),
+        ("--first-last-layers-bf16.", "TransformerEngine"),
+        ("--zero_1", "ZeRO"),
     ],
 )
 def test_options_refuse_by_name(flags: str, name: str) -> None:
@@ -44,7 +46,73 @@ def test_options_refuse_by_name(flags: str, name: str) -> None:
 )
 def test_what_a_sentence_mentions_is_a_question(text: str, names: set[str]) -> None:
     bug = report(f"FSDP=2\n{text}").bug
-    assert bug.refused == {} and {name for name, words in bug.missing.items() if "No case has it" in words} == names
+    assert (
+        bug.refused == {} and {name for name, words in bug.missing.items() if words.startswith("was it run")} == names
+    )
+
+
+@pytest.mark.parametrize(
+    ("title", "text", "question", "way"),
+    [
+        ("a question about PP", "FSDP=2", "pipeline parallelism", "write pp, schedule and accumulation"),
+        ("a crash", "We train a MoE with MXFP8.", MOE, "write experts, top_k and ep"),
+        ("FSDP + CP + PP", "", "context parallelism", "write cp and sequence_order"),
+        ("norms differ under HSDP", "It takes 8 GPUs.", "dp_replicate", "how many replicas? 2 until you say"),
+    ],
+)
+def test_what_the_reference_has_of_its_own_is_asked_for(title: str, text: str, question: str, way: str) -> None:
+    bug = report(text, title).bug
+    assert bug.refused == {} and bug.case is not None and way in bug.missing[question]
+
+
+def test_what_a_degree_answers_is_not_asked() -> None:
+    bug = report("FSDP2 + PP2", "PP-related issues").bug
+    assert bug.stated["pp"] and "pipeline parallelism" not in bug.missing
+
+
+def test_the_link_names_the_repository_that_a_pasted_text_does_not() -> None:
+    text, link = (
+        "# fp8 amax of another group\n\nIt diverges with TP=8.",
+        "https://github.com/NVIDIA/Megatron-LM/pull/1",
+    )
+    assert "TransformerEngine" in imported(text, link=link).bug.refused
+    assert not imported(text, link=link.replace("NVIDIA/Megatron-LM", "pytorch/ao")).bug.refused
+
+
+@pytest.mark.parametrize("before", ["", "# a crash\n", "pytorch/ao · issue #1 · open\n# a crash\nlabels: bug\n"])
+def test_whoever_posts_first_is_the_reporter(before: str) -> None:
+    posts = "one · comment · 2025-06-01\n--tensor_parallel_degree 2\n\ntwo · comment · 2025-06-02\n--compile.enable\n"
+    stated = imported(f"{before}{posts}", id="x").bug.stated
+    assert "tp" in stated and "compile" not in stated
+    answered = imported(f"# a crash\nIt fails with FSDP=2.\n{posts}", id="x").bug
+    assert "tp" not in answered.stated and "dp_shard" in answered.stated
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "I have a similar issue with fsdp2 enabled.",
+        "```python\nfrom torch.distributed.fsdp import fully_shard\nfrom torchao.float8 import Float8LinearConfig\n```",
+    ],
+)
+def test_fsdp2_without_a_degree_is_asked_for_one(text: str) -> None:
+    assert "how many FSDP2 ranks?" in report(text).bug.missing["dp_shard"]
+
+
+@pytest.mark.parametrize(
+    "text", ["[rank0]: torch._dynamo.exc.TorchRuntimeError: it failed", "compile: true\ntp_size: 2"]
+)
+def test_what_was_compiled_says_so(text: str) -> None:
+    assert report(f"```\n{text}\n```").bug.stated["compile"]
+
+
+@pytest.mark.parametrize("text", ["- `out_proj`: rowwise", "w1 is colwise/rowwise", "row-wise parallel styles"])
+def test_the_plan_of_a_linear_is_no_recipe(text: str) -> None:
+    assert "recipe" not in report(f"float8 with FSDP=2\n{text}").bug.stated
+
+
+def test_a_class_in_the_title_refuses_by_name() -> None:
+    assert "block-wise scaling" in report("FSDP=2", "tests for Float8BlockwiseLinear").bug.refused
 
 
 def test_without_any_option_it_is_asked_what_was_run() -> None:
