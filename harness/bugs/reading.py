@@ -24,6 +24,7 @@ ROUNDED = "round_scales_to_power_of_2"
 Source = Literal["flag", "config", "shape", "title", "prose"]
 
 _FLAG = re.compile(r"""(?<![\w-])--([A-Za-z][\w.-]*)(?:(?:=|[ \t]+)("[^"\n]*"|'[^'\n]*'|(?!-)[^\s`]+))?""")
+_OVERRIDE = re.compile(r"(?<![\w.\-])\+{0,2}([a-z]\w*(?:\.\w+)+)=([^\s\\\"'$]+)")  # of Hydra, behind a command
 _LAUNCH = re.compile(r"\b(?:torchrun|run_(?:llama_)?train\.sh|accelerate launch|python3? |srun )")
 _VARIABLE = re.compile(r"\b(NGPU|CONFIG_FILE|CONFIG|WORLD_SIZE)=[\"']?([\w./ -]*?)[\"']?(?=\s|$)")
 _LINE = re.compile(
@@ -160,6 +161,8 @@ class Reading:
                 if last.startswith(("no-", "no_")):
                     key, value = f"{section}{dot}{last[3:]}", "false"
                 self._known(key, value or True, found[0].strip(), "flag")
+            for key, value in _OVERRIDE.findall(line)[:_MOST] if _LAUNCH.search(line) else ():
+                self._option(key, value, f"{key}={value}", "flag")
             facts = {each.fact for each in self.statements[before:]}
             if facts and _LAUNCH.search(line):
                 self._commands.append(facts)

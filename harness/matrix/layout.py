@@ -116,7 +116,13 @@ class Mesh(CaseStruct, frozen=True, kw_only=True):
                     r"(\d{1,4})\b(?!\.)",
                 ),
                 keys("training.sequence_parallel_degree sequence_parallel_degree", until=datetime.date(2024, 7, 1)),
-                Spelling(of="tp_used", kind=bool, said=r"\b(?:TP|tensor[- ]parallel\w*)\b"),
+                keys(
+                    "parallelize_module()",
+                    of="tp_used",
+                    kind=bool,
+                    values={"*": True},
+                    said=r"\b(?:TP|tensor[- ]parallel\w*)\b",
+                ),
             ),
         ),
     ] = 1
