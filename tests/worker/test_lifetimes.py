@@ -116,6 +116,16 @@ def test_a_scale_of_another_tensor_is_named_with_that() -> None:
     assert (found.what, found.fqn, found.first_fqn) == ("other_scale", "wk", "wq")
 
 
+@pytest.mark.parametrize(("fqn", "what"), [("wq", "scale"), ("wk", "other_scale")])
+def test_a_copy_of_a_weight_is_the_same_tensor_and_that_of_another_module_is_not(fqn: str, what: str) -> None:
+    life, scale = new(), torch.full((), 2.0)
+    for step, by in ((1, "wq"), (2, fqn)):
+        copied = Cast(torch.ones(4, 4), bits(), scale, None)
+        life.cast(Use(0, life.begin(step, by, "forward"), "weight", "forward"), copied, Content(bytes_of(copied.bits)))
+        found = life.end_step()
+    assert [each.what for each in found] == [what]
+
+
 def test_a_constant_scale_of_one_may_be_kept() -> None:
     life, one = new(), torch.ones(())
     for step in (1, 2):

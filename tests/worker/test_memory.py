@@ -5,7 +5,10 @@ Clean runs, that recording changes no bit and that what other probes hold is not
 
 from __future__ import annotations
 
+import gc
+
 import pytest
+import torch
 
 from harness.checks.live_memory import GROWS, MORE_SCALARS, TOO_MUCH, check_leaks, check_live_memory
 from harness.checks.memory import OTHER_MODE, check_memory
@@ -13,6 +16,7 @@ from harness.matrix.caseid import parse_case_id
 from harness.trace import Run
 from harness.trace.counts import MOMENTS
 from harness.verdict import Finding
+from harness.worker.probes.probe import optimizers_of
 from tests.builders import make_witnesses, rules
 from tests.worker.runs import assert_named, sweep
 
@@ -173,3 +177,16 @@ def test_another_checkpointing_is_named(trained):
     text = "single-tensorwise-ac.full-v2048-gb4-s1-f32"
     run = trained(parse_case_id(text), probes=MEMORY, injections=("fault:checkpointing_lost",))
     assert_named(saved_findings(text, run), OTHER_MODE, mode="none")
+
+
+def test_an_optimizer_is_found_when_python_lists_it_no_more() -> None:
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters())
+    assert optimizers_of(model) == [optimizer]
+    gc.freeze()
+    try:
+        assert optimizers_of(model) == [optimizer]
+    finally:
+        gc.unfreeze()
+    del optimizer
+    assert optimizers_of(model) == []

@@ -128,7 +128,7 @@ class Lifetimes:
             storage = StorageWeakRef(tensor.untyped_storage())
             self._first[what, address] = _First(storage, version, read(), use.by, use.role, source)
             return
-        is_other = source is not None and first.source is not None and _are_others(source, first.source, use.role)
+        is_other = source is not None and first.source is not None and _are_others(use, source, first)
         if (not is_other and first.by == use.by) or _storage(tensor) in self._of_model:
             return
         content = read()
@@ -194,9 +194,11 @@ def _content(scale: torch.Tensor) -> Content:
     return Content(bytes_of(scale, transposed=False))
 
 
-def _are_others(source: _Version, first: _Version, role: Role) -> bool:
-    """Of a weight, another version is still the same tensor."""
-    return source.address != first.address if role == "weight" else source != first
+def _are_others(use: Use, source: _Version, first: _First) -> bool:
+    """Whether two tensors that were cast are others. Of a weight, another version or copy is still the same tensor."""
+    if use.role == first.role == "weight" and UNKNOWN not in (use.by.fqn, first.by.fqn):
+        return use.by.fqn != first.by.fqn
+    return source != first.source
 
 
 def _changes_nothing(scale: torch.Tensor) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import importlib
+import weakref
 from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any, Self
@@ -153,11 +154,20 @@ def is_owned(tensor: torch.Tensor) -> bool:
     return getattr(tensor, _MARK, False)
 
 
+_OPTIMIZERS: weakref.WeakKeyDictionary[nn.Module, list[weakref.ref[Optimizer]]] = weakref.WeakKeyDictionary()
+
+
 def optimizers_of(model: nn.Module) -> list[Optimizer]:
+    """Those that update parameters of the model. They are searched for once: later, Python may list them no more."""
+    known = [alive for each in _OPTIMIZERS.get(model, ()) if (alive := each()) is not None]
+    if known:
+        return known
     mine = {id(param) for param in model.parameters()}
-    return [
+    found = [
         each
         for each in gc.get_objects()
         if issubclass(type(each), Optimizer)
         and any(id(param) in mine for group in each.param_groups for param in group["params"])
     ]
+    _OPTIMIZERS[model] = [weakref.ref(each) for each in found]
+    return found
