@@ -62,13 +62,14 @@ def import_report(report: Report, options: ImportOptions) -> ImportedBug:
     """The bug file that a report describes. HarnessError where nothing says what to call it."""
     told = clauses(report)
     seen = observe(report, told)
-    link, bug_id = _name(report, options)
+    given_link, bug_id = _name(report, options)
+    link = given_link or seen.link
     day, day_from = _day(report, options)
     reading = Reading(report, day)
     prose, passed = stated_by_prose(told)
     # With torchao's float8 in options or calls, prose about other software is no request for it.
     of_torchao = any(each.fact in ("float8", "recipe") for each in reading.statements)
-    named, asked = outside_by_prose(report, told[: 1 if of_torchao else None], day, link or seen.link)
+    named, asked = outside_by_prose(report, told[: 1 if of_torchao else None], day, link)
     for each in reading.in_scope:
         named.pop(each.name, None)
         asked.pop(each.name, None)
@@ -76,7 +77,7 @@ def import_report(report: Report, options: ImportOptions) -> ImportedBug:
     bug = replace(
         seen,
         title=options.title or seen.title,
-        link=link or seen.link,
+        link=link,
         status="refused" if refused else "open",
         message=options.message or seen.message,
         versions={**seen.versions, **options.versions},
@@ -93,12 +94,9 @@ def import_report(report: Report, options: ImportOptions) -> ImportedBug:
         )
         lists = {name: getattr(draft, name) for name in ("stated", "derived", "assumed", "missing", "full_size")}
         found = replace(found, case=draft.case(), **lists)
-        ours = {each.name: each for each in SCOPE if each.axis}
-        questions = {
-            name: f"was it run ({words})? {ours[name].reason if name in ours else 'No case has it'}"
-            for name, words in asked.items()
-            if name not in ours or ours[name].axis not in draft.stated
-        }
+        scope = {each.name: each for each in SCOPE}
+        open_ones = {name: words for name, words in asked.items() if scope[name].axis not in draft.stated}
+        questions = {name: scope[name].question(words) for name, words in open_ones.items()}
         if reading.differ:
             questions["command"] = f"which command fails? They differ in {', '.join(reading.differ)}"
         if not (draft.stated or draft.derived or draft.missing):

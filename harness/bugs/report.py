@@ -188,7 +188,7 @@ def _pieces(text: str, where: str) -> tuple[Piece, ...]:
     pieces: list[Piece] = []
     lines: list[str] = []
     language: str | None = None  # of the fence that is open
-    comment, reporter, told = False, "", False  # told: something before the first post, which then is an answer
+    comment, reporter, told = False, "", False  # told: text precedes the first post, which is then an answer
 
     def end() -> None:
         content = "\n".join(lines)

@@ -49,7 +49,7 @@ class Unit(msgspec.Struct, frozen=True, kw_only=True):
     freed: bool  # after forward
 
 
-@lru_cache(maxsize=256)  # every collective of them asks
+@lru_cache(maxsize=256)  # every kind of collective asks
 def fsdp_units(case: Case, rank: int) -> tuple[Unit, ...]:
     freed = resharding_of(case) != "never"
     blocks = [

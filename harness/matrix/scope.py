@@ -19,8 +19,8 @@ class OutOfScope(msgspec.Struct, frozen=True, kw_only=True):
 
     `words`: a pattern of what people write for it in ids, axes and values. `options`: by the last part of an option's
     name, a pattern of the values that ask for it. `calls`: a pattern of names in Python. `said`: one of prose.
-    `float8_of`: one of repositories whose float8 it is. `axis`: of the reference, which has its own, so that a
-    report that only mentions it is asked for more, not refused.
+    `float8_of`: one of repositories whose float8 it is. `axis`: of a case of the reference,
+    which has it; a report that only mentions it is asked for details instead of refused.
     """
 
     name: str
@@ -31,6 +31,10 @@ class OutOfScope(msgspec.Struct, frozen=True, kw_only=True):
     said: str = ""
     float8_of: str = ""
     axis: str = ""
+
+    def question(self, words: str) -> str:
+        """What to ask of a report that has these words for it."""
+        return f"was it run ({words})? {self.reason if self.axis else 'No case has it'}"
 
     @property
     def text(self) -> str:

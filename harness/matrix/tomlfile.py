@@ -89,7 +89,7 @@ class TomlFile(msgspec.Struct, frozen=True, kw_only=True):
                 raise self.error(table, index, *key, what=what, fix="rename one of them.")
 
 
-@functools.cache  # it evaluates the annotations again
+@functools.cache  # msgspec evaluates the annotations at every call
 def _fields_of(kind: type[msgspec.Struct]) -> tuple[msgspec.structs.FieldInfo, ...]:
     return msgspec.structs.fields(kind)
 
@@ -100,6 +100,7 @@ def read_toml_file(path: Path) -> TomlFile:
 
 
 def read_toml_text(path: Path) -> str:
+    """The text of the file. Raises HarnessError when it is missing or unreadable."""
     try:
         return path.read_text(encoding="utf-8")
     except FileNotFoundError as error:

@@ -20,9 +20,6 @@ from harness.matrix.rules import exclusions, expected_refusal
 from harness.matrix.tier import select, tier_spaces
 from tests.builders import make_known
 
-ROOT = Path(__file__).parents[2]
-PR = ROOT / "cases" / "pr.toml"
-
 SMALL = """
 [select]
 strength = 2

@@ -20,8 +20,6 @@ from harness.matrix.rules import exclusions, expected_refusal
 from harness.matrix.space import Row, Space, spaces_of
 from harness.matrix.tier import select
 
-CASES = Path(__file__).parents[2] / "cases"
-
 _VALUES: dict[str, list[object]] = {
     "tp": [1, 2, 4, 3],
     "dp_shard": [1, 2, 8],

@@ -128,7 +128,7 @@ class Lifetimes:
             storage = StorageWeakRef(tensor.untyped_storage())
             self._first[what, address] = _First(storage, version, read(), use.by, use.role, source)
             return
-        is_other = source is not None and first.source is not None and _are_others(use, source, first)
+        is_other = source is not None and first.source is not None and _are_others(use, source, first, first.source)
         if (not is_other and first.by == use.by) or _storage(tensor) in self._of_model:
             return
         content = read()
@@ -194,11 +194,13 @@ def _content(scale: torch.Tensor) -> Content:
     return Content(bytes_of(scale, transposed=False))
 
 
-def _are_others(use: Use, source: _Version, first: _First) -> bool:
-    """Whether two tensors that were cast are others. Of a weight, another version or copy is still the same tensor."""
-    if use.role == first.role == "weight" and UNKNOWN not in (use.by.fqn, first.by.fqn):
-        return use.by.fqn != first.by.fqn
-    return source != first.source
+def _are_others(use: Use, source: _Version, first: _First, before: _Version) -> bool:
+    """Whether two different tensors were cast. Another version of a weight, or another copy, is still that weight."""
+    if use.role != "weight":
+        return source != before
+    if first.role != "weight" or UNKNOWN in (use.by.fqn, first.by.fqn):
+        return source.address != before.address
+    return use.by.fqn != first.by.fqn
 
 
 def _changes_nothing(scale: torch.Tensor) -> bool:

@@ -158,7 +158,7 @@ _OPTIMIZERS: weakref.WeakKeyDictionary[nn.Module, list[weakref.ref[Optimizer]]] 
 
 
 def optimizers_of(model: nn.Module) -> list[Optimizer]:
-    """Those that update parameters of the model. They are searched for once: later, Python may list them no more."""
+    """Those that update parameters of the model. They are searched for once: later, gc may no longer list them."""
     known = [alive for each in _OPTIMIZERS.get(model, ()) if (alive := each()) is not None]
     if known:
         return known
