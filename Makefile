@@ -31,8 +31,8 @@ sweep: $(READY)  ## run the sweeps, for every night: long tests of compiled runs
 	$(BIN)/python -m pytest -q -n 2 --dist loadfile -m sweep tests
 	HYPOTHESIS_PROFILE=nightly $(BIN)/python -m pytest -q -n 2 -m "not sweep" tests/unit
 
-unit: $(READY)  ## run the tests that need no torch
-	$(BIN)/python -m pytest -q -n 2 -m "not sweep" tests/unit
+unit: $(READY)  ## run the tests that need no torch and no other program
+	$(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder -m "not sweep and not programs" tests/unit
 
 gpu-evidence: $(READY)  ## what the visible GPUs can prove, stored under golden/<class>/; DEVICE=cpu rehearses
 	$(BIN)/fp8-harness dev evidence all --device $(DEVICE) $(EVIDENCE)

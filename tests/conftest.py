@@ -36,3 +36,8 @@ def pytest_collection_finish() -> None:
     gc.freeze()
     gc.set_threshold(50_000, 20, 20)
     gc.enable()
+
+
+def pytest_sessionfinish() -> None:
+    """What the tests leave is not looked through for exceptions that nobody raised: they are reported as tests run."""
+    gc.freeze()

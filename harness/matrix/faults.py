@@ -258,13 +258,17 @@ def hosts_of(fault: Fault, *, at_most: int) -> tuple[Case, ...]:
 
     The first is that of the catalogue, the second the same in bfloat16, and so on for every kind of layout.
     """
+    return _hosts_of(fault)[:at_most]
+
+
+@functools.cache
+def _hosts_of(fault: Fault) -> tuple[Case, ...]:
     refused = fault.shows == "trains"
     cases = [case for case in all_hosts() if fault.applies(case) and (expected_refusal(case) is not None) == refused]
     kinds: dict[HostKind, Case] = {}
     for case in cases:
         kinds.setdefault(host_kind(case), case)
-    by_layout = sorted(kinds.values(), key=lambda case: _rank_of_layout(case, cases[0]))
-    return tuple(by_layout[:at_most])
+    return tuple(sorted(kinds.values(), key=lambda case: _rank_of_layout(case, cases[0])))
 
 
 @functools.cache

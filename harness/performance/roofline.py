@@ -12,7 +12,7 @@ With plain TP styles a rank casts gathered activations whole: tensor parallelism
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 import msgspec
 from msgspec.structs import replace
@@ -38,7 +38,7 @@ from harness.matrix.linears import (
 from harness.matrix.recipes import BLOCK, ITEM_BYTES, Operand, Recipe
 from harness.performance.machine import FLOAT8, Machine
 from harness.performance.wire import transfer_s
-from harness.performance.work import ATTENTION, Gemm, gemms, work
+from harness.performance.work import ATTENTION, Gemm, alike_modules, work
 
 _CAUSAL = 0.5  # of the products of attention, which `work` counts whole
 _FLASH_BACKWARD = 5 / 4  # products that the flash kernel computes for each that `work` counts
@@ -102,10 +102,12 @@ def speed_up(case: Case, machine: Machine) -> float:
 
 @functools.lru_cache(maxsize=1024)
 def _parts(case: Case, machine: Machine) -> Step:
+    kinds = alike_modules(case)
     step = Step(
-        matmul_s=sum(gemm_s(gemm, machine) for gemm in gemms(case)),
-        cast_s=sum(cast_s(cast, machine) for cast in casts(case)),
-        padding_s=sum(gemm.padding_bytes for gemm in gemms(case)) / machine.memory_bytes_s,
+        matmul_s=sum(len(kind.fqns) * gemm_s(gemm, machine) for kind in kinds for gemm in kind.gemms),
+        cast_s=sum(len(fqns) * cast_s(cast, machine) for fqns, of_each in _alike_casts(case) for cast in of_each),
+        padding_s=sum(len(kind.fqns) * gemm.padding_bytes for kind in kinds for gemm in kind.gemms)
+        / machine.memory_bytes_s,
         attention_s=_attention_s(case, machine),
         memory_s=_memory_s(case, machine),
         tensor_parallel_s=0.0,
@@ -228,16 +230,19 @@ class Cast(msgspec.Struct, frozen=True, kw_only=True):
 
 def casts(case: Case) -> tuple[Cast, ...]:
     """The casts of every converted linear; () without float8."""
-    fqns = [fqn for fqn in linear_fqns(case) if is_converted(case, fqn)]
-    alike: dict[tuple[str, bool, int], tuple[Cast, ...]] = {}  # all blocks have the same few sizes
-    found: list[Cast] = []
-    for fqn in fqns:
-        name = linear_name(fqn)
-        kind = name, is_checkpointed(case, fqn), _with_the_same_input(case, fqn)
-        if kind not in alike:
-            alike[kind] = tuple(_of_matmuls(case, fqn, case.tokens_per_rank, local_features(case, name)))
-        found += (replace(cast, fqn=fqn) for cast in alike[kind])
-    return (*found, *_of_experts(case))
+    return tuple(replace(cast, fqn=fqn) for fqns, of_each in _alike_casts(case) for fqn in fqns for cast in of_each)
+
+
+def _alike_casts(case: Case) -> Iterator[tuple[Sequence[str], tuple[Cast, ...]]]:
+    """Linears with the same casts, and those of the first: all blocks have the same few sizes."""
+    kinds: dict[tuple[str, bool, int], list[str]] = {}
+    for fqn in linear_fqns(case):
+        if is_converted(case, fqn):
+            kind = linear_name(fqn), is_checkpointed(case, fqn), _with_the_same_input(case, fqn)
+            kinds.setdefault(kind, []).append(fqn)
+    for (name, *_), fqns in kinds.items():
+        yield fqns, tuple(_of_matmuls(case, fqns[0], case.tokens_per_rank, local_features(case, name)))
+    yield from (((cast.fqn,), (cast,)) for cast in _of_experts(case))
 
 
 def _of_experts(case: Case) -> Iterator[Cast]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, get_args
 
 import msgspec
 from msgspec.structs import replace
@@ -35,7 +35,7 @@ from harness.matrix.linears import (
     local_features,
     matmul_sizes,
 )
-from harness.matrix.recipes import TRAITS, RecipeTraits
+from harness.matrix.recipes import TRAITS, MatmulRole, RecipeTraits
 from harness.matrix.stages import blocks_of, held
 from harness.measured import Multiplied, multiplied_by
 from harness.performance.machine import FLOAT8
@@ -43,6 +43,7 @@ from harness.trace.counts import multiplied_words
 
 ALIGNMENT = 16  # of n and k, by `torch._scaled_mm`; MXFP8 asks for whole blocks
 HIGH_PRECISION = TRAITS["bf16"]
+_ROLES = get_args(MatmulRole)
 BLOCKS, OUTPUT, ATTENTION, ROUTED = "linears of blocks", "output layer", "attention", "routers, experts"
 
 
@@ -102,19 +103,28 @@ class Gemm(linears.Gemm, frozen=True, kw_only=True):
         return (self.m + self.n) * (self.k + self.executed_k) * self.executions if self.copied else 0
 
 
-@functools.lru_cache(maxsize=1024)
 def gemms(case: Case, *, rank: int = 0) -> tuple[Gemm, ...]:
     """The matmuls of linears, and of experts whose tokens are spread evenly, in order of execution."""
-    fqns = held(case, rank, linear_fqns(case))
-    modules = (each for fqn in fqns for each in (*_routed(case, fqn), _linear(case, fqn, rank)))
-    alike: dict[tuple[object, ...], list[Gemm]] = {}  # all blocks have the same few sizes
-    found = []
-    for each in modules:
-        kind = each.rows, each.features, id(each.traits), each.repeats, each.pads, each.groups
-        if kind not in alike:
-            alike[kind] = _gemms_of(case, each)
-        found.append([replace(gemm, fqn=each.fqn) for gemm in alike[kind]])
-    return in_order(found)
+    of_module = {fqn: alike.gemms for alike in alike_modules(case, rank=rank) for fqn in alike.fqns}
+    modules = (each.fqn for each in _modules(case, rank))
+    return in_order([[replace(gemm, fqn=fqn) for gemm in of_module[fqn]] for fqn in modules])
+
+
+class Alike(NamedTuple):
+    """Modules of one part with the same matmuls, `gemms` of the first: all blocks have the same few sizes."""
+
+    fqns: tuple[str, ...]
+    gemms: tuple[Gemm, ...]
+
+
+@functools.lru_cache(maxsize=1024)
+def alike_modules(case: Case, *, rank: int = 0) -> tuple[Alike, ...]:
+    """All modules that multiply, in the order of the first of each kind."""
+    kinds: dict[tuple[object, ...], list[_Module]] = {}
+    for each in _modules(case, rank):
+        kind = each.rows, each.features, id(each.traits), each.repeats, each.pads, each.groups, _part_of(each.fqn)
+        kinds.setdefault(kind, []).append(each)
+    return tuple(Alike(tuple(each.fqn for each in kind), _gemms_of(case, kind[0])) for kind in kinds.values())
 
 
 class _Module(NamedTuple):
@@ -127,6 +137,12 @@ class _Module(NamedTuple):
     repeats: int
     pads: bool = False
     groups: int = 1
+
+
+def _modules(case: Case, rank: int) -> Iterator[_Module]:
+    for fqn in held(case, rank, linear_fqns(case)):
+        yield from _routed(case, fqn)
+        yield _linear(case, fqn, rank)
 
 
 def _linear(case: Case, fqn: str, rank: int) -> _Module:
@@ -148,7 +164,7 @@ def _routed(case: Case, fqn: str) -> Iterator[_Module]:
         yield _Module(f"{block}.{EXPERTS}.{weight}", sent_rows(case), features, traits, again, groups=local)
 
 
-def _gemms_of(case: Case, module: _Module) -> list[Gemm]:
+def _gemms_of(case: Case, module: _Module) -> tuple[Gemm, ...]:
     found = []
     for role, (m, n, k) in matmul_sizes(module.rows, module.features).items():
         float8 = module.traits.multiplies(role)
@@ -170,7 +186,7 @@ def _gemms_of(case: Case, module: _Module) -> list[Gemm]:
             groups=module.groups,
         )
         found.append(gemm)
-    return found
+    return tuple(found)
 
 
 def _repeats(case: Case, fqn: str) -> int:
@@ -197,27 +213,28 @@ def work(case: Case, *, rank: int = 0, saves_attention: bool = True) -> tuple[Wo
 
     `saves_attention`: `selective_op` saves the output of attention, which is so for every kernel but the CPU's.
     """
-    found: dict[tuple[str, str, str], list[Gemm]] = {}
-    for gemm in sorted(gemms(case, rank=rank), key=lambda gemm: gemm.fqn == OUTPUT_FQN):
-        found.setdefault((_part_of(gemm), gemm.role, gemm.precision), []).append(gemm)
+    found: dict[tuple[str, str, str], list[tuple[Gemm, int]]] = {}
+    counted = [(gemm, len(kind.fqns)) for kind in alike_modules(case, rank=rank) for gemm in kind.gemms]
+    for gemm, times in sorted(counted, key=lambda each: (each[0].fqn == OUTPUT_FQN, _ROLES.index(each[0].role))):
+        found.setdefault((_part_of(gemm.fqn), gemm.role, gemm.precision), []).append((gemm, times))
     linears = (
         Work(
             part=part,
             role=role,
             precision=precision,
-            flops=sum(gemm.flops for gemm in of_part),
-            executions=sum(gemm.executions for gemm in of_part),
-            executed_flops=sum(gemm.executed_flops for gemm in of_part),
+            flops=sum(times * gemm.flops for gemm, times in of_part),
+            executions=sum(times * gemm.executions for gemm, times in of_part),
+            executed_flops=sum(times * gemm.executed_flops for gemm, times in of_part),
         )
         for (part, role, precision), of_part in found.items()
     )
     return (*linears, *_attention(case, blocks_of(case, rank), saves_attention=saves_attention))
 
 
-def _part_of(gemm: Gemm) -> str:
-    if gemm.fqn == OUTPUT_FQN:
+def _part_of(fqn: str) -> str:
+    if fqn == OUTPUT_FQN:
         return OUTPUT
-    return ROUTED if linear_name(gemm.fqn).startswith((ROUTER, EXPERTS)) else BLOCKS
+    return ROUTED if linear_name(fqn).startswith((ROUTER, EXPERTS)) else BLOCKS
 
 
 def _attention(case: Case, blocks: Sequence[int], *, saves_attention: bool) -> Iterator[Work]:

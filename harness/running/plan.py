@@ -59,6 +59,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     injections: tuple[Injection, ...] = ()
     probed: bool = False  # ranks record what checks read besides losses
     compiles: bool = False  # some case compiles its blocks: the zygote pays for the first compilation
+    warms: tuple[str, ...] = ("dp", "tp")  # the mesh axes of the cases: the zygote pays for the first use of each
     timeout_s: float | None = None  # of every case; None scales it with the case
     timeout_factor: float = 1.0  # multiplies the default, which a study may set in `timeout_s`
     max_failures: int | None = None  # stop after so many cases that are not good
@@ -98,7 +99,14 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     def serving(self, cases: Iterable[Case]) -> Plan:
         """The plan of a run of these cases: what only some cases need is prepared where one needs it."""
-        return msgspec.structs.replace(self, compiles=any(case.compile != "none" for case in cases))
+        served = tuple(cases)
+        several = {"dp": any(case.world_size > case.layout.tp for case in served)}
+        several["tp"] = any(case.layout.tp > 1 for case in served)
+        return msgspec.structs.replace(
+            self,
+            compiles=any(case.compile != "none" for case in served),
+            warms=tuple(axis for axis, is_used in several.items() if is_used),
+        )
 
     def deadline_s(self, case: Case) -> float:
         """Seconds that one attempt at this case may take."""

@@ -61,19 +61,23 @@ def require(*parts: str) -> None:
             raise RuntimeError(gap.line(read_parts()[part].without))
 
 
-def lost_records() -> dict[str, str]:
-    """The fields of `RankTrace` that cannot be recorded here, each with the reason."""
+def lost_records(asked: Collection[str]) -> dict[str, str]:
+    """The fields of `RankTrace`, of those that are asked for, that cannot be recorded here, each with the reason."""
     return {
         part.record: gaps(name)[0].line(part.without)
         for name, part in read_parts().items()
-        if part.record and gaps(name)
+        if part.record in asked and gaps(name)
     }
 
 
-def import_parts() -> None:
-    """Import the files of every part that ranks have before the fork, where nothing is missing."""
+def import_parts(*, compiled: bool) -> None:
+    """Import the files of every part that ranks have before the fork, where nothing is missing.
+
+    What only `compiled` runs use takes a second to import.
+    """
     for name, part in read_parts().items():
-        if part.preloaded and not gaps(name):
+        needless = not compiled and not {*_OF_COMPILED_RUNS}.isdisjoint(with_needed(name))
+        if part.preloaded and not needless and not gaps(name):
             for module in part.modules:
                 importlib.import_module(module)
 

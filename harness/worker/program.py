@@ -23,7 +23,7 @@ from harness.worker.process_group import join
 from harness.worker.state import STATE
 from harness.worker.train import train
 from harness.worker.virtual import device as virtual_device
-from harness.worker.warmup import warm_up, without_progress_thread
+from harness.worker.warmup import WARMUP_CASES, warm_up, without_progress_thread
 
 if TYPE_CHECKING:
     from harness.engine.program import RankContext
@@ -41,20 +41,22 @@ def preload(options: Mapping[str, str]) -> None:
     """
     torch.set_num_threads(1)
     without_progress_thread()
-    internals.import_parts()
+    compiled = options.get("compile", "off") == "on"
+    internals.import_parts(compiled=compiled)
     sys.path += [folder for folder in options.get("path", "").split(os.pathsep) if folder and folder not in sys.path]
     on_cpu = options.get("device", "cpu") == "cpu"
     if on_cpu:
-        virtual_device.install(arithmetic="kernel" if options.get("arithmetic") == "kernel" else "exact")
+        kernel = options.get("arithmetic") == "kernel"
+        virtual_device.install(arithmetic="kernel" if kernel else "exact", compiled=compiled)
     STATE.restart()
     name = module_of(options.get("target", REFERENCE))
     target = importlib.import_module(name)
     _check_source(name, options)
     FORK_BLOCKERS.record_new(f"the import of {name}")
     STATE.record_changes("import")
-    if on_cpu and options.get("warmup", "on") == "on":
+    if on_cpu:
         torch.set_num_threads(1)  # whatever the target has set: threads that have run stay until the fork
-        warm_up(compiled=options.get("compile", "off") == "on")
+        warm_up(options.get("warm", ",".join(WARMUP_CASES)).split(","), compiled=compiled)
     STATE.restart()
     FORK_BLOCKERS.record_new("the warm-up")
     if hasattr(target, "preload"):
@@ -82,7 +84,10 @@ def rank_main(context: RankContext) -> bytes:
     # The ranks of a job share generated code, and no other job does: a rank killed while writing a library would break
     # every later run that loads it.
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(context.folder / "inductor")
-    virtual = virtual_device.install(request.fabric, device=request.device, arithmetic=request.arithmetic)
+    compiled = request.case.compile != "none"
+    virtual = virtual_device.install(
+        request.fabric, device=request.device, arithmetic=request.arithmetic, compiled=compiled
+    )
     device = join(context, request.fabric)
     for patch in request.injections:
         PHASE.begin(f"injection {patch.text}")

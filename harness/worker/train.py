@@ -80,7 +80,7 @@ def train(
     report_phase("build")
     steps: list[StepTrace] = []
     resumed = None
-    lost = {record: reason for record, reason in internals.lost_records().items() if record in request.probes}
+    lost = internals.lost_records(request.probes)
     used = [name for name in request.probes if name not in lost]
     layout = case.layout if request.solo else None
     with (

@@ -11,6 +11,7 @@ import gc
 import importlib
 import importlib.util
 import warnings
+from collections.abc import Iterable, Mapping
 
 import torch
 import torch.distributed as dist
@@ -27,23 +28,25 @@ from harness.worker.virtual import collectives
 
 _TRAIN = Train(steps=1, global_batch=4, seq_len=16)
 
-# Together these cover the code paths of the matrix, in about two seconds.
-WARMUP_CASES = (
-    Case(
-        layout=Layout(dp_replicate=2, dp_shard=2),
-        float8=Float8(recipe="tensorwise", fp8_all_gather=True, precompute_scale=True),
-        train=_TRAIN,
+# By the axis of a mesh that they have. Together these cover the code paths of the matrix, in about two seconds.
+WARMUP_CASES: Mapping[str, tuple[Case, ...]] = {
+    "dp": (
+        Case(
+            layout=Layout(dp_replicate=2, dp_shard=2),
+            float8=Float8(recipe="tensorwise", fp8_all_gather=True, precompute_scale=True),
+            train=_TRAIN,
+        ),
     ),
-    Case(
-        layout=Layout(dp_shard=2, tp=2),
-        float8=Float8(recipe="rowwise"),
-        checkpointing=Checkpointing(mode="selective_op"),
-        train=Train(steps=1, global_batch=4, seq_len=16, dtype="bfloat16"),
+    "tp": (
+        Case(
+            layout=Layout(dp_shard=2, tp=2),
+            float8=Float8(recipe="rowwise"),
+            checkpointing=Checkpointing(mode="selective_op"),
+            train=Train(steps=1, global_batch=4, seq_len=16, dtype="bfloat16"),
+        ),
+        Case(layout=Layout(tp=2), float8=Float8(recipe="tensorwise", tp_styles="float8"), train=_TRAIN),
     ),
-    Case(layout=Layout(tp=2), float8=Float8(recipe="tensorwise", tp_styles="float8"), train=_TRAIN),
-)
-
-
+}
 COMPILED_CASE = Case(
     layout=Layout(tp=2, async_tp=True, symm_mem="fallback"),
     float8=Float8(recipe="tensorwise", tp_styles="float8"),
@@ -62,15 +65,16 @@ def without_progress_thread() -> None:
         importlib.import_module("tqdm").tqdm.monitor_interval = 0
 
 
-def warm_up(*, compiled: bool = False) -> None:
-    """Train every warm-up case with all probes, as rank 0 of a loopback group, then clear the caches.
+def warm_up(axes: Iterable[str], *, compiled: bool = False) -> None:
+    """Train the warm-up cases of these axes with all probes, as rank 0 of a loopback group, then clear the caches.
 
     A warm-up case that raises is left out: a rank that trains like it raises too, and then it is the result of a case.
     `compiled`: also a case with compiled blocks, which takes as long as all others together.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        for case in (*WARMUP_CASES, *([COMPILED_CASE] if compiled else [])):
+        eager = [case for axis in axes for case in WARMUP_CASES.get(axis, ())]
+        for case in (*eager, *([COMPILED_CASE] if compiled else [])):
             collectives.FABRIC.connect(None)
             dist.init_process_group(collectives.BACKEND, store=HashStore(), rank=0, world_size=case.world_size)
             probes = tuple(PROBES) if case.compile == "none" else ()  # the graph probe compares ranks
@@ -81,11 +85,11 @@ def warm_up(*, compiled: bool = False) -> None:
             finally:
                 dist.destroy_process_group()
                 collectives.FABRIC.disconnect()
-    if not internals.gaps(internals.COMPILED):
+    if compiled and not internals.gaps(internals.COMPILED):
         from harness.worker.targets.reference import compiled as compiled_blocks
 
         compiled_blocks.forget()
-    if not internals.gaps(internals.ASYNC_TP):
+    if compiled and not internals.gaps(internals.ASYNC_TP):
         from harness.worker.targets.reference import async_tp
 
         async_tp.forget()

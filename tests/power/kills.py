@@ -2,8 +2,8 @@
 
 Slow for a test (every fault is a run on real ranks), and the reason to trust all others. Host cases take as few steps
 here as a fault needs; `fp8-harness dev mutate` plants every fault in host cases of five, and records which rules they
-break. Every run of the tests breaks each of these rules again, and in every part each of their checks, with as few
-faults as that takes, so that no check loses its teeth unseen; the sweeps plant all faults.
+break. Every run of the tests breaks each of these rules again, with as few faults as that takes, so that no check loses
+its teeth unseen; the sweeps plant all faults.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ from harness.running.plan import make_plan
 from harness.running.progress import SilentProgress
 from harness.running.selection import Query
 from harness.studies.mutation import MutationMatrix, hosts_among, run_mutations
-from harness.verdict import check_of
 
 # Faults of class H are planted in compiled blocks, which take ten times as long as eager ones.
 EAGER = tuple(fault for fault in all_faults().values() if fault.group != "H")
@@ -151,7 +150,7 @@ class Aim(NamedTuple):
 
 @functools.cache
 def aims() -> Mapping[Fault, Aim]:
-    """As few eager faults as break every rule that they are recorded with, and in every part every check.
+    """As few eager faults as break every rule that they are recorded with.
 
     Every class of faults is among them, and those that nothing is recorded of yet. A fault in a host case that is used
     anyway is cheaper. Faults without an effect are for the sweeps.
@@ -172,9 +171,8 @@ def aims() -> Mapping[Fault, Aim]:
 
 
 def _goals(fault: Fault) -> set[str]:
-    """What a fault may be planted for: its class, its rules, and their checks in its part."""
-    rules = recorded_rules(fault)
-    return {f"class {fault.group}", *rules, *(f"{check_of(rule)} in {part_of(fault)}" for rule in rules)}
+    """What a fault may be planted for: its class and its rules."""
+    return {f"class {fault.group}", *recorded_rules(fault)}
 
 
 @functools.cache

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import builtins
 import contextlib
+import functools
 import re
 
 import pytest
@@ -30,9 +31,12 @@ def text_of(case: str, signature: FailureSignature) -> str:
     return script(exported_case(parse_case_id(case)), signature, title="it fails").text
 
 
+parsed = functools.lru_cache(maxsize=8)(ast.parse)
+
+
 def unknown_names(text: str) -> set[str]:
     """Names that are read and that nothing in the file binds."""
-    nodes = everything(ast.parse(text))
+    nodes = everything(parsed(text))
     bound = {node.id for node in nodes if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load)}
     bound |= {node.arg for node in nodes if isinstance(node, ast.arg)}
     bound |= {node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.ClassDef)}
@@ -47,7 +51,7 @@ def unknown_names(text: str) -> set[str]:
 def constants(text: str) -> dict[str, object]:
     """The values that are literals, by name, in their order."""
     found: dict[str, object] = {}
-    for node in ast.parse(text).body:
+    for node in parsed(text).body:
         if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
             with contextlib.suppress(ValueError):
                 found[node.targets[0].id] = ast.literal_eval(node.value)

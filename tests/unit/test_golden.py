@@ -265,6 +265,7 @@ def committed(folder: Path, *names: str) -> Callable[..., None]:
     return functools.partial(run_git, folder)
 
 
+@pytest.mark.programs
 @pytest.mark.skipif(shutil.which("git") is None, reason="git is not installed")
 def test_the_commit_says_when_files_differ_from_it(tmp_path: Path) -> None:
     committed(tmp_path)
@@ -276,6 +277,7 @@ def test_the_commit_says_when_files_differ_from_it(tmp_path: Path) -> None:
     assert tree_commit(tmp_path) == f"{clean}-dirty"
 
 
+@pytest.mark.programs
 @pytest.mark.skipif(shutil.which("git") is None, reason="git is not installed")
 def test_files_that_differ_from_the_commit_are_named(tmp_path: Path) -> None:
     assert changed_files(tmp_path / "nowhere") == ()
@@ -351,6 +353,7 @@ def test_a_provenance_that_cannot_be_is_refused(tmp_path: Path, hardware: str, c
         write_golden(tmp_path, golden(hardware=hardware, provenance=replace(golden().provenance, **changes)))
 
 
+@pytest.mark.programs
 @pytest.mark.skipif(shutil.which("git") is None, reason="git is not installed")
 def test_goldens_are_read_from_a_revision_and_from_a_folder(tmp_path: Path) -> None:
     root = tmp_path / "repository" / "project"

@@ -10,6 +10,8 @@ import pytest
 from harness.cli.main import main
 from harness.project import Project
 
+pytestmark = pytest.mark.programs
+
 CASE = "tp2-rowwise-v2048-f32"
 NEEDS_RANKS = (
     ("run", CASE),

@@ -19,6 +19,8 @@ from harness.report.ci import annotation
 from tests.builders import a_finding, make_failure, make_result, run_of
 from tests.forge import BOT, USER, Forge, forge_at
 
+pytestmark = pytest.mark.programs
+
 ROOT = Path(__file__).parents[2]
 COMMENT = ROOT / "ci/comment.py"
 MARKER = "<!-- fp8-harness my.target -->"

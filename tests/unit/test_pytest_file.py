@@ -16,6 +16,8 @@ from harness.matrix.caseid import parse_case_id
 from harness.verdict import FailureSignature
 from tests.unit.test_export import ATP, CRASH, FSDP_TP, MISMATCH, SCALES, SCATTERED, unknown_names
 
+pytestmark = pytest.mark.programs
+
 FILES = {
     "gradients": (FSDP_TP, SCALES),
     "row gradients": ("tp2-rowwise-v2048-s1-b16", SCALES),

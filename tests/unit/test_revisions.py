@@ -16,6 +16,8 @@ from harness.running.environments import HARNESS, origins
 from harness.running.revisions import Revision, checked_out, has_target, revision_environment, revision_of
 from tests.programs import make_commit, run_git
 
+pytestmark = pytest.mark.programs
+
 TARGET = "rev_target"
 
 

@@ -14,6 +14,8 @@ from harness.sources import installed_version
 from harness.verdict import Verdict
 from tests.builders import SOFTWARE, make_result, make_results
 
+pytestmark = pytest.mark.programs
+
 BOTH = Verified(torch=">=2.13,<2.14", torchao=">=0.18,<0.19")
 
 

@@ -87,6 +87,7 @@ def test_the_live_fault_is_located(trained):
     assert "row [1, 0] of this rank holds row [0, 0] of TP rank 1" in findings[0].found
 
 
+@pytest.mark.sweep  # the known case of tier pr is run with it
 def test_the_candidate_fix_mends_it_and_probes_change_no_bit(trained, mended: Run):
     """The unfused collectives compute the same bits, and nothing but sketches watches them."""
     case = parse_case_id(ASYNC)
@@ -115,7 +116,7 @@ def assert_as_stated(case: Case, run: Run) -> None:
     [
         SINGLE,
         EAGER_COLLECTIVES,
-        "atp2-fallback-tensorwise-tpstyle.fp8-graph-v2048-gb2-s2-f64",
+        sweep("atp2-fallback-tensorwise-tpstyle.fp8-graph-v2048-gb2-s2-f64"),
         sweep("single-bf16-graph-v2048-gb2-s3-f32"),
         sweep("single-rowwise-graph-v2048-gb1-s1-b16"),
         sweep("fsdp2-atp2-rowwise-ac.op-graph-v2048-gb2-s2-b16"),

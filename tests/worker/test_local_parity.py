@@ -14,7 +14,7 @@ from harness.matrix.numerics import replayed_steps
 from harness.trace import Run
 from harness.verdict import Finding
 from tests.builders import make_witnesses
-from tests.worker.runs import UNDER_TP
+from tests.worker.runs import UNDER_TP, sweep
 
 TP = "tp2-tensorwise-v2048-gb4-s1-b16"
 HSDP = "hsdp2x2-tensorwise-v2048-gb4-s1-b16"
@@ -109,17 +109,17 @@ OF_RANK_1 = ", partial of rank 1,"
     ("text", "fault", "place"),
     [
         (TP, "activation_off", (TENSOR, "input", "layers.0.feed_forward.w2", "")),
-        (TP, "attention_off", (TENSOR, "input", "layers.0.attention.wo", "")),
+        sweep(TP, "attention_off", (TENSOR, "input", "layers.0.attention.wo", "")),
         (TP, "norm_off", (TENSOR, "output", "layers.0.attention_norm", "")),
-        (TP, "residual_lost", (TENSOR, "input", "layers.1.attention_norm", "")),
+        sweep(TP, "residual_lost", (TENSOR, "input", "layers.1.attention_norm", "")),
         (TP, "fault:partial_output_of_one_rank_off", (TENSOR, "output", "layers.0.attention.wo", OF_RANK_1)),
         (TP, "fault:last_bit_of_partials_lost", (TENSOR, "input", "layers.0.ffn_norm", "")),
         (TP, "fault:gradient_of_logits_off", (TENSOR, "gradient of the output", "output", "")),
         (TP, "update_off", (TENSOR, "value after the optimizer step", "tok_embeddings.weight", "")),
-        (HSDP, "activation_off", (TENSOR, "input", "layers.0.feed_forward.w2", OF_DP_RANK)),
+        sweep(HSDP, "activation_off", (TENSOR, "input", "layers.0.feed_forward.w2", OF_DP_RANK)),
         (HSDP, "gradient_off", (TENSOR, "gradient", "layers.0.attention.wk.weight", "")),
-        (HSDP, "fault:gradient_cast_to_e4m3", (TENSOR, "gradient*", "*", "*")),
-        (HSDP, "fault:one_gradient_lost", (TENSOR, "gradient*", "*", "*")),
+        sweep(HSDP, "fault:gradient_cast_to_e4m3", (TENSOR, "gradient*", "*", "*")),
+        sweep(HSDP, "fault:one_gradient_lost", (TENSOR, "gradient*", "*", "*")),
         (HSDP, "fault:batches_rotated", (TENSOR, "output", "tok_embeddings", OF_DP_RANK)),
         (
             "tp2-tensorwise-v2048-gb4-s1-f32",

@@ -85,8 +85,8 @@ def styles_round_their_scales():
     [
         ("fault:recompute_scale_changed_by_a_power_of_two", "tp2-tensorwise-ac.full-v2048-gb4-s2-b16", 1),
         ("recompute_off_by_one_bit", "tp2-rowwise-ac.full-v2048-gb4-s1-b16", 1),
-        ("styles_round_their_scales", "tp2-tensorwise-tpstyle.fp8-v2048-gb4-s1-b16", 1),
-        ("fault:precomputed_scale_never_refreshed", "hsdp2x2-tensorwise-ag.fp8pre-v2048-gb4-s3-b16", 3),
+        sweep("styles_round_their_scales", "tp2-tensorwise-tpstyle.fp8-v2048-gb4-s1-b16", 1),
+        sweep("fault:precomputed_scale_never_refreshed", "hsdp2x2-tensorwise-ag.fp8pre-v2048-gb4-s3-b16", 3),
     ],
 )
 def test_a_fault_that_bfloat16_parity_is_blind_to_is_found(trained, plant, fault: str, text: str, step: int):

@@ -16,6 +16,7 @@ from harness.matrix.known import read_known
 from harness.performance import models
 from harness.request import SimulationRequest
 from harness.studies.simulation import PROGRAM, Verification, verify
+from tests.worker.runs import sweep
 
 KNOWN = read_known(Path(__file__).parents[2] / "cases" / "known.toml")
 
@@ -38,12 +39,14 @@ def held(engine: Cluster, case: Case) -> Verification:
     "case",
     [
         case_of("llama3-8b", tp=8, dp_shard=8, recipe="tensorwise", layers=1),
-        case_of("debugmodel", tp=4, dp_shard=16, recipe="rowwise", checkpointing="selective_op", vocab_size=2250),
         case_of("debugmodel", dp_shard=8, dp_replicate=8, recipe="tensorwise", fp8_all_gather=True, output_layer=True),
-        case_of("debugmodel", tp=2, dp_shard=32, recipe="rowwise", optimizer="sgd"),
         case_of("debugmodel", tp=2, dp_shard=32, recipe="rowwise", output_layer=True, tied=True),
+        sweep(
+            case_of("debugmodel", tp=4, dp_shard=16, recipe="rowwise", checkpointing="selective_op", vocab_size=2250)
+        ),
+        sweep(case_of("debugmodel", tp=2, dp_shard=32, recipe="rowwise", optimizer="sgd")),
     ],
-    ids=["8b", "rowwise", "hsdp", "sgd", "tied"],
+    ids=["8b", "hsdp", "tied", "rowwise", "sgd"],
 )
 def test_64_ranks(engine: Cluster, case: Case) -> None:
     found = held(engine, case)

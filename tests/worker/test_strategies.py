@@ -18,7 +18,7 @@ from tests.worker.conftest import make_request
 
 def answers(folder: Path, payload: bytes, world_size: int, options: dict[str, str]) -> list[bytes]:
     job = Job(job_id="strategies", world_size=world_size, payload=payload, deadline_s=300)
-    with ZygoteEngine(PROGRAM, {"device": "cpu", "warmup": "off", **options}) as engine:
+    with ZygoteEngine(PROGRAM, {"device": "cpu", "warm": "", **options}) as engine:
         share = Share(job=job, count=world_size, folder=str(folder))
         outcome = conclude(job, [engine.run(share, lambda _: None)])
     assert outcome.status == "ok", outcome.message

@@ -25,14 +25,19 @@ _transport: dict[str, torch.library.Library] = {}
 _installed: set[str] = set()
 
 
-def install(fabric: Fabric = "shared", *, device: str = "cpu", arithmetic: Arithmetic = "exact") -> tuple[str, ...]:
+def install(
+    fabric: Fabric = "shared", *, device: str = "cpu", arithmetic: Arithmetic = "exact", compiled: bool = True
+) -> tuple[str, ...]:
     """Install what ranks on this kind of device need, with collectives over this fabric from now on.
 
-    The exact matmul stays for the life of the process. Returns the names of all parts that are installed, sorted.
+    `compiled`: what only compiled runs need, too, which takes a second. The exact matmul stays for the life of the
+    process. Returns the names of all parts that are installed, sorted.
     """
     if arithmetic == "exact":
         _install_exact(device.upper())
     if device == "cpu":
+        if compiled:
+            _install_for_compiled()
         _install_device()
         _install_transport(fabric)
     return tuple(sorted(_installed | set(_transport)))
@@ -70,15 +75,19 @@ def _kernels(fabric: Fabric) -> Mapping[str, object]:
 
 
 @functools.cache
-def _install_device() -> None:
+def _install_for_compiled() -> None:
     if not internals.gaps(internals.ASYNC_TP):
         _install_async_tp()
-    if hasattr(torch.ops.torchao, "mxfp8_quantize"):  # `main.preload` has installed it before anything imports its stub
-        _installed.add("mxfp8")
     if not internals.gaps(internals.COMPILED):
         from harness.worker.virtual import graph_backend
 
         graph_backend.install()
+
+
+@functools.cache
+def _install_device() -> None:
+    if hasattr(torch.ops.torchao, "mxfp8_quantize"):  # `main.preload` has installed it before anything imports its stub
+        _installed.add("mxfp8")
     _without_pretended_gpus()
     dist.Backend.register_backend(collectives.BACKEND, collectives.create_backend, extended_api=True, devices=["cpu"])
     _scale_before_reductions()
