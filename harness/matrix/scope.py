@@ -67,7 +67,7 @@ EXPERTS = OutOfScope(
     axis="experts",
     words=r"expert_parallel\w*\d*",
     options={
-        **_options("name module config config_file", r"llama4.*|deepseek.*|.*_moe.*"),
+        **_options("name module config config_file", r"(?:.*/)?(?:llama4|deepseek).*|.*_moe.*"),
         **_options("base_model model model_name model_name_or_path", _MIXTURES),
     },
     calls=r"_?grouped_mm|_scaled_grouped_mm",
@@ -202,8 +202,10 @@ SCOPE = (
     OutOfScope(
         name="inference",
         reason="a case trains",
-        calls=r"inference_mode|Float8InferenceLinear|Float8DynamicActivationFloat8WeightConfig",
-        said=r"(?i)\b(?:inference|Float8InferenceLinear|vLLM|SGLang|gpt-fast|TensorRT-LLM)\b",
+        calls=r"inference_mode|Float8InferenceLinear|trtexec"
+        r"|(?i:float8_?(?:dynamic|static)_?activation_?float8_?weight\w*|float8_?weight_?only\w*)",
+        said=r"(?i)\b(?:inference|Float8InferenceLinear|vLLM|SGLang|gpt-fast|TensorRT(?:-LLM)?|trtexec|ONNX)\b",
+        float8_of=r"(?i)(?:vllm-project|sgl-project)/.*|.*/(?:AutoFP8|Model-Optimizer|auto-round|llm-compressor)",
     ),
     OutOfScope(
         name="checkpoint save and load",

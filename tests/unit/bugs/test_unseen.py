@@ -33,6 +33,28 @@ def test_options_refuse_by_name(flags: str, name: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("repository", "text", "name"),
+    [
+        ("pytorch/ao", "```python\nquantize_(vae, float8_dynamic_activation_float8_weight())\n```", "inference"),
+        ("pytorch/ao", "```python\nquantize_(model, Float8WeightOnlyConfig())\n```", "inference"),
+        ("neuralmagic/AutoFP8", "The output has another shape on H100.", "inference"),
+    ],
+)
+def test_quantizing_for_inference_is_refused(repository: str, text: str, name: str) -> None:
+    assert name in report(text, "fp8 gemm fails", repository=repository).bug.refused
+
+
+def test_the_folder_of_a_configuration_names_its_model() -> None:
+    bug = report("```\nCONFIG_FILE=./models/llama4/train_configs/debug_model.toml ./run_train.sh\n```").bug
+    assert MOE in bug.refused
+
+
+def test_a_degree_that_is_not_understood_is_told() -> None:
+    found = report("```\ntorchrun --nproc_per_node=8 train.py --zz_degree 2 --logdir x\n```")
+    assert [each for each in found.ignored if "not understood" in each] == ["--zz_degree 2: not understood"]
+
+
+@pytest.mark.parametrize(
     ("text", "names"),
     [
         ("The gap grows where blocks with Transformer Engine linears meet plain ones.", {"TransformerEngine"}),
