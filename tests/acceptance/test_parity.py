@@ -57,7 +57,7 @@ def test_a_planted_fault_is_wrong_where_it_is_and_nowhere_else(project: Inside) 
 
 def test_a_golden_file_is_judged_by_the_layouts_that_run(project: Inside) -> None:
     """A curve of clean ranks is not wrong, and one with a planted fault is."""
-    layouts = ("--layouts", "single,tp2", "--steps", "2", "-q")
+    layouts = ("--layouts", "single,fsdp2,fsdp4,tp2,fsdp2-tp2", "--steps", "2", "-q")
     bad = project.run("run", "tp2-rowwise-v2048-s2-b16", "--inject", "fault:norm_of_local_shards", "-q")
     assert bad.returncode == 1
     (project.folder / "bad.txt").write_text(project.run("baseline", "convert", "tp2-rowwise-v2048-s2-b16").stdout)
@@ -69,7 +69,7 @@ def test_a_golden_file_is_judged_by_the_layouts_that_run(project: Inside) -> Non
     assert {row["word"] for row in judged["rows"]} == {"equal", "rounding"}
     assert (judged["golden"]["first"]["kind"], judged["golden"]["first"]["step"]) == ("grad_norm", 1)
     files = []
-    for name in ("single", "tp2"):
+    for name in ("single", "fsdp2", "fsdp4", "tp2", "fsdp2-tp2"):
         text = project.run("baseline", "convert", f"{name}-rowwise-v2048-s2-b16").stdout
         (project.folder / f"{name}.txt").write_text(text)
         files += ["--golden", f"{name}.txt"]

@@ -24,7 +24,7 @@ OFFLINE = "python -m pip install --quiet --no-deps --no-index --no-build-isolati
 INPUTS = {
     "target": "fp8_target",
     "install": f"{OFFLINE} --config-settings editable_mode=compat -e .",
-    "layouts": "tp2",
+    "layouts": "fsdp2,tp2",
     "options": "--steps 2 --no-sequence-parallel --no-loss-parallel",
 }
 

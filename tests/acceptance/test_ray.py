@@ -153,6 +153,7 @@ def test_a_run_that_must_wait_says_so_and_for_how_much(connected: Any) -> None:
     ray_connection.place_group(ray, machines, bundles, pytest.fail).close()
 
 
+@pytest.mark.sweep  # 20 s in which Ray finds out; `test_a_node_that_dies_costs_its_cases_one_attempt` kills one, too
 def test_parts_of_a_job_on_several_nodes_fail_together(
     cluster: Any, connected: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -19,7 +19,7 @@ from tests.builders import run_of
 from tests.jobs import run_request, traces_of
 from tests.worker.conftest import Train
 
-CASE = parse_case_id("single-rowwise-v2048-gb1-s2-b16")  # small: torch's kernel of a CPU is slow
+CASE = parse_case_id("single-rowwise-layers.1-v2048-gb1-sl16-s1-b16")  # small: torch's kernel of a CPU is slow
 
 
 @pytest.fixture(scope="module")
