@@ -70,14 +70,15 @@ def lost_records(asked: Collection[str]) -> dict[str, str]:
     }
 
 
-def import_parts(*, compiled: bool) -> None:
-    """Import the files of every part that ranks have before the fork, where nothing is missing.
+def is_of_compiled_runs(part: str) -> bool:
+    """True for what only compiled runs use, which takes a second to import."""
+    return not {*_OF_COMPILED_RUNS}.isdisjoint(with_needed(part))
 
-    What only `compiled` runs use takes a second to import.
-    """
+
+def import_parts(*, compiled: bool) -> None:
+    """Import the files of every part that ranks have before the fork, where nothing is missing."""
     for name, part in read_parts().items():
-        needless = not compiled and not {*_OF_COMPILED_RUNS}.isdisjoint(with_needed(name))
-        if part.preloaded and not needless and not gaps(name):
+        if part.preloaded and (compiled or not is_of_compiled_runs(name)) and not gaps(name):
             for module in part.modules:
                 importlib.import_module(module)
 

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch.distributed import HashStore  # type: ignore[attr-defined]  # documented, but not listed as exported
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
+from harness.internals import read_parts
 from harness.matrix.case import Case, Checkpointing, Float8, Layout, Train
 from harness.request import RunRequest
 from harness.worker import internals
@@ -56,6 +57,10 @@ COMPILED_CASE = Case(
 )
 
 
+_OF_GRAPHS = {part.record for name, part in read_parts().items() if internals.is_of_compiled_runs(name)}
+_EAGER_PROBES = tuple(name for name in PROBES if name not in _OF_GRAPHS)
+
+
 def without_progress_thread() -> None:
     """Keep tqdm, where it is installed, from starting a thread with its first progress bar, which inductor shows.
 
@@ -77,7 +82,7 @@ def warm_up(axes: Iterable[str], *, compiled: bool = False) -> None:
         for case in (*eager, *([COMPILED_CASE] if compiled else [])):
             collectives.FABRIC.connect(None)
             dist.init_process_group(collectives.BACKEND, store=HashStore(), rank=0, world_size=case.world_size)
-            probes = tuple(PROBES) if case.compile == "none" else ()  # the graph probe compares ranks
+            probes = _EAGER_PROBES if case.compile == "none" else ()  # the graph probe compares ranks
             try:
                 train(RunRequest(case=case, probes=probes), torch.device("cpu"), lambda _: None)
             except Exception:
