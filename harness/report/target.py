@@ -28,9 +28,11 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def target_exit_code(report: TargetReport) -> ExitCode:
-    """0 when nothing has to be fixed."""
+    """0 when nothing has to be fixed, 3 when the target refused all layouts."""
     if report.interrupted:
         return ExitCode.INTERRUPTED
+    if report.nothing_ran:
+        return ExitCode.NOTHING_RAN
     return ExitCode.GOOD if report.good else ExitCode.FAILED
 
 
@@ -177,6 +179,8 @@ def _end(report: TargetReport) -> str:
     without = f" Not supported by it: {', '.join(refused)}." if refused else ""
     if report.interrupted:
         return f"interrupted after {report.seconds:.0f} s"
+    if report.nothing_ran:
+        return f"nothing ran: {report.target} supports none of these layouts. {report.seconds:.0f} s"
     if report.good:
         return f"{report.target} works under the harness.{without} {report.seconds:.0f} s"
     return f"{counted(causes, 'thing')} to fix in {report.target}.{without} {report.seconds:.0f} s"

@@ -114,8 +114,14 @@ class TargetReport(msgspec.Struct, frozen=True, kw_only=True):
     seconds: float
 
     @property
+    def nothing_ran(self) -> bool:
+        """True where the target refused every layout, so that nothing was judged."""
+        return not self.interrupted and all(run.refused is not None for run in self.runs)
+
+    @property
     def good(self) -> bool:
-        return not self.interrupted and all(run.refused is not None or not run.findings for run in self.runs)
+        sound = all(run.refused is not None or not run.findings for run in self.runs)
+        return sound and not self.interrupted and not self.nothing_ran
 
 
 def parse_layout(text: str, *, option: str = "--layout") -> Layout:

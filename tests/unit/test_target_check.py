@@ -148,6 +148,12 @@ def test_whatever_is_wrong_follows_from_a_reference_that_is_wrong() -> None:
     assert effect.likely_effect
 
 
+def test_a_target_that_refuses_every_layout_does_not_work() -> None:
+    found = report(*(ran(each, verdict=Verdict.CRASH, refused="not yet") for each in ("single", "tp2")))
+    assert problems_of(found) == () and target_exit_code(found) == 3
+    assert "nothing ran: mine supports none of these layouts. 9 s" in text_of(target_sections(found))
+
+
 def test_a_refusal_is_no_problem_and_lines_fit() -> None:
     refused = ran("tp2", a_finding(check="engine", message="x"), verdict=Verdict.CRASH, refused="no tp " * 20)
     found = report(ran(), refused)
