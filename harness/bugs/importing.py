@@ -95,7 +95,7 @@ def import_report(report: Report, options: ImportOptions) -> ImportedBug:
         lists = {name: getattr(draft, name) for name in ("stated", "derived", "assumed", "missing", "full_size")}
         found = replace(found, case=draft.case(), **lists)
         scope = {each.name: each for each in SCOPE}
-        open_ones = {name: words for name, words in asked.items() if scope[name].axis not in draft.stated}
+        open_ones = {name: words for name, words in asked.items() if draft.stated.keys().isdisjoint(scope[name].axes)}
         questions = {name: scope[name].question(words) for name, words in open_ones.items()}
         if reading.differ:
             questions["command"] = f"which command fails? They differ in {', '.join(reading.differ)}"

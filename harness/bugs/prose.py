@@ -189,7 +189,7 @@ def outside_by_prose(
             words = clean_words(clause.text)
             asked.setdefault(each.name, words)
             may_be = (each is FSDP1 and day >= _PROTOTYPE and _FSDP.search(words)) or (each is DDP and "HSDP" in words)
-            if ran and not (may_be or each.axis):
+            if ran and not (may_be or each.axes):
                 refused.setdefault(each.name, f"{each.reason} ({words})")
     return refused, {name: words for name, words in asked.items() if name not in refused}
 

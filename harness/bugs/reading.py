@@ -15,7 +15,7 @@ from harness.bugs.report import Piece, Report, clean_words, options_of_toml, pyt
 from harness.matrix.axes import AXES
 from harness.matrix.layout import MESH_AXES
 from harness.matrix.recipes import OPERAND_FIELDS, Operand
-from harness.matrix.scope import CONTEXT, EXPERTS, FSDP1, PIPELINES, OutOfScope, asked_by_call, asked_by_option
+from harness.matrix.scope import FSDP1, SIZED, OutOfScope, asked_by_call, asked_by_option
 from harness.matrix.spellings import Value, meaning, plain_key
 
 ROUNDED = "round_scales_to_power_of_2"
@@ -98,9 +98,8 @@ class Reading:
     @property
     def in_scope(self) -> tuple[OutOfScope, ...]:
         """What the reference alone trains, and an option says the size of: experts, pipelines, cp."""
-        least = {"experts": (1, EXPERTS), "ep": (2, EXPERTS), "pp": (2, PIPELINES), "cp": (2, CONTEXT)}
-        sized = [(int(str(each.value)), *least[each.fact]) for each in self.statements if each.fact in least]
-        return tuple(found for count, fewest, found in sized if count >= fewest)
+        sizes = [(each.fact, int(str(each.value))) for each in self.statements if each.fact in SIZED]
+        return tuple(SIZED[axis] for axis, size in sizes if size >= SIZED[axis].axes[axis])
 
     def _read(self, piece: Piece) -> None:
         text = re.sub(r"\\\n\s*", " ", piece.text)  # commands of several lines

@@ -19,8 +19,8 @@ class OutOfScope(msgspec.Struct, frozen=True, kw_only=True):
 
     `words`: a pattern of what people write for it in ids, axes and values. `options`: by the last part of an option's
     name, a pattern of the values that ask for it. `calls`: a pattern of names in Python. `said`: one of prose.
-    `float8_of`: one of repositories whose float8 it is. `axis`: of a case of the reference,
-    which has it; a report that only mentions it is asked for details instead of refused.
+    `float8_of`: one of repositories whose float8 it is. `axes`: of a case of the reference, which has it, each with the
+    smallest value that asks for it; a report that only mentions it is asked for details instead of refused.
     """
 
     name: str
@@ -30,11 +30,11 @@ class OutOfScope(msgspec.Struct, frozen=True, kw_only=True):
     calls: str = ""
     said: str = ""
     float8_of: str = ""
-    axis: str = ""
+    axes: Mapping[str, int] = {}
 
     def question(self, words: str) -> str:
         """What to ask of a report that has these words for it."""
-        return f"was it run ({words})? {self.reason if self.axis else 'No case has it'}"
+        return f"was it run ({words})? {self.reason if self.axes else 'No case has it'}"
 
     @property
     def text(self) -> str:
@@ -64,7 +64,7 @@ DDP = OutOfScope(
 EXPERTS = OutOfScope(
     name="a mixture of experts",
     reason="the reference has a small one of its own: write experts, top_k and ep in a case",
-    axis="experts",
+    axes={"experts": 1, "ep": 2},
     words=r"expert_parallel\w*\d*",
     options={
         **_options("name module config config_file", r"(?:.*/)?(?:llama4|deepseek).*|.*_moe.*"),
@@ -77,7 +77,7 @@ EXPERTS = OutOfScope(
 PIPELINES = OutOfScope(
     name="pipeline parallelism",
     reason="the reference trains in one: write pp, schedule and accumulation in a case",
-    axis="pp",
+    axes={"pp": 2},
     words=r"pipeline_parallel\w*\d*",
     calls=r"PipelineStage|ScheduleGPipe|Schedule1F1B",
     said=r"\bPP(?![A-Za-z]| ?= ?1\b)|\b(?i:pipeline[- ]parallel|pp(?:_size)? ?(?:[>+]|=(?! ?1\b)))",
@@ -85,7 +85,7 @@ PIPELINES = OutOfScope(
 CONTEXT = OutOfScope(
     name="context parallelism",
     reason="the reference trains with it: write cp and sequence_order in a case",
-    axis="cp",
+    axes={"cp": 2},
     words=r"context_parallel\w*\d*",
     calls=r"context_parallel",
     said=r"\bCP(?![A-Za-z]| ?= ?1\b)|\b(?i:context[- ]parallel)",
@@ -214,6 +214,7 @@ SCOPE = (
         said=r"(?i)\b(?:load|sav|resum|convert|export)\w*[^.\n]{0,40}checkpoints?\b|\bDCP\b|\bstate[_ ]dicts?\b",
     ),
 )
+SIZED: Mapping[str, OutOfScope] = {axis: each for each in SCOPE for axis in each.axes}  # by axis
 
 
 def out_of_scope(word: str) -> OutOfScope | None:
