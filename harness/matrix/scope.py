@@ -195,6 +195,11 @@ SCOPE = (
         said=r"(?i)\bQ?LoRA\b",
     ),
     OutOfScope(
+        name="another compiler",
+        reason="blocks are compiled by torch.compile, or not at all",
+        calls=r"thunder|torch_xla|torch_tensorrt",
+    ),
+    OutOfScope(
         name="a memory budget of the compiler",
         reason="the compiler chooses what is computed again",
         options={"mode": r"memory_budget"},

@@ -38,9 +38,10 @@ def test_options_refuse_by_name(flags: str, name: str) -> None:
         ("pytorch/ao", "```python\nquantize_(vae, float8_dynamic_activation_float8_weight())\n```", "inference"),
         ("pytorch/ao", "```python\nquantize_(model, Float8WeightOnlyConfig())\n```", "inference"),
         ("neuralmagic/AutoFP8", "The output has another shape on H100.", "inference"),
+        ("pytorch/ao", "```python\njitted = thunder.jit(convert_to_float8_training(m))\n```", "another compiler"),
     ],
 )
-def test_quantizing_for_inference_is_refused(repository: str, text: str, name: str) -> None:
+def test_code_that_no_case_trains_is_refused(repository: str, text: str, name: str) -> None:
     assert name in report(text, "fp8 gemm fails", repository=repository).bug.refused
 
 
