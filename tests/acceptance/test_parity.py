@@ -114,6 +114,7 @@ def test_against_a_revision_a_mistake_that_is_not_committed_is_wrong_now_and_its
     assert [row["change"] for row in rows.values()] == ["same bits", "same bits"]
 
 
+@pytest.mark.sweep  # `test_bugs.py` makes environments in every run
 def test_against_a_version_and_a_virtual_environment_what_their_package_changes_is_moved(
     tmp_path_factory: pytest.TempPathFactory, warm: Warm
 ) -> None:
