@@ -19,10 +19,9 @@ from tests.worker.runs import sweep
     ("host", "names"),
     [
         ("tp2-tensorwise-v2048-gb4-s2-f64", "sequence_shards_swapped"),
-        # float32 sums of more than two ranks have other bits here than in the reference of one rank
-        ("fsdp3-tensorwise-v2048-gb6-s2-f32", "gathered_shards_swapped"),
         sweep("tp2-tensorwise-v2048-gb4-s2-f64", "amax_not_reduced_over_tp nothing_converted"),
-        sweep("fsdp3-tensorwise-v2048-gb6-s2-f32", "one_gradient_lost"),
+        # float32 sums of more than two ranks have other bits here than in the reference of one rank
+        sweep("fsdp3-tensorwise-v2048-gb6-s2-f32", "gathered_shards_swapped one_gradient_lost"),
         sweep("fsdp4-tensorwise-ag.fp8pre-v2048-gb4-s2-f32", "gathered_shards_swapped one_gradient_lost"),
         sweep("fsdp4-tensorwise-ag.fp8pre-v2048-gb4-s2-b16", "gathered_shards_swapped one_gradient_lost"),
         sweep("tp4-rowwise-ac.full-v2048-gb4-s2-b16", "partial_output_not_reduced output_kept_on_module"),

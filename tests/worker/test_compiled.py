@@ -187,6 +187,13 @@ def test_planted_faults_are_found_and_named(trained, text: str, fault: str, brok
     assert {finding.check for finding in found} <= {"memory", "recompute"}
 
 
+def test_a_cast_that_clamps_at_another_maximum_is_found(trained):
+    case = parse_case_id(SINGLE)
+    run = trained(case, probes=PROBES, injections=("fault:compiled_cast_clamps_early",))
+    found = check_graph_scales(case, run, make_witnesses(case))
+    assert found and {finding.check for finding in found} == {"graph_scales"}
+
+
 @pytest.mark.parametrize("fault", ["compiled_checkpointing_lost", "compiled_matmul_outputs_kept"])
 def test_what_is_saved_changes_no_bit(trained, fault: str):
     case = parse_case_id(SINGLE)

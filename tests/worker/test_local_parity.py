@@ -110,7 +110,7 @@ OF_RANK_1 = ", partial of rank 1,"
     [
         (TP, "activation_off", (TENSOR, "input", "layers.0.feed_forward.w2", "")),
         sweep(TP, "attention_off", (TENSOR, "input", "layers.0.attention.wo", "")),
-        (TP, "norm_off", (TENSOR, "output", "layers.0.attention_norm", "")),
+        sweep(TP, "norm_off", (TENSOR, "output", "layers.0.attention_norm", "")),
         sweep(TP, "residual_lost", (TENSOR, "input", "layers.1.attention_norm", "")),
         (TP, "fault:partial_output_of_one_rank_off", (TENSOR, "output", "layers.0.attention.wo", OF_RANK_1)),
         (TP, "fault:last_bit_of_partials_lost", (TENSOR, "input", "layers.0.ffn_norm", "")),
@@ -141,7 +141,7 @@ def test_faults_are_located(judged, plant, text: str, fault: str, place: tuple[R
     ("fault", "ended"),
     [
         ("partial_output_not_reduced", "ranks go on with what they computed themselves"),
-        ("partial_output_averaged", "it is averaged instead of summed"),
+        sweep("partial_output_averaged", "it is averaged instead of summed"),
     ],
 )
 def test_a_sum_over_tp_that_is_not_formed_names_the_linear_and_not_the_norm_behind_it(judged, plant, fault, ended):
@@ -180,7 +180,7 @@ def test_a_reported_norm_of_other_gradients_is_found(judged, plant):
 SHARED = "fsdp2-tp2-ep4-{}-moe4-top3-v2048-gb4-s1-b16"
 
 
-@pytest.mark.parametrize("recipe", ["rowwise-gmm.fp8", "mxfp8-gmm.fp8"])
+@pytest.mark.parametrize("recipe", [sweep("rowwise-gmm.fp8"), "mxfp8-gmm.fp8"])
 def test_experts_beside_tp_have_the_bits_of_one_rank_module_by_module(train, trained, recipe: str) -> None:
     """In blocks of MXFP8 tokens share a scale, so that one rank needs them in the order of the ranks that send them."""
     case = parse_case_id(SHARED.format(recipe))

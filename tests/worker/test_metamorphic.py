@@ -26,7 +26,7 @@ def findings(case: Case, relation: Relation, run: Run, other: Run) -> list[Findi
         sweep("tp8-tensorwise-v2050-gb4-s1-f64"),
         sweep("atp2-fallback-rowwise-ac.op-graph-v2048-gb2-s2-b16"),
         sweep("fsdp2-atp2-tensorwise-tpstyle.fp8-ac.full-graph-v2048-gb2-s2-b16"),
-        "tp2-nosp-tensorwise-graph-v2048-gb2-s2-f32",
+        sweep("tp2-nosp-tensorwise-graph-v2048-gb2-s2-f32"),
         sweep("tp4-rowwise-ac.op-v2050-gb4-s1-f64"),
         sweep("tp2-nosp-nolp-tensorwise-tpstyle.fp8-head.fp8-pad-v2048-gb4-s2-f64"),
         "tp2-rowwise_with_gw_hp-ac.full-v2048-gb4-s2-b16",
@@ -83,7 +83,7 @@ def styles_round_their_scales():
 @pytest.mark.parametrize(
     ("fault", "text", "step"),
     [
-        ("fault:recompute_scale_changed_by_a_power_of_two", "tp2-tensorwise-ac.full-v2048-gb4-s2-b16", 1),
+        sweep("fault:recompute_scale_changed_by_a_power_of_two", "tp2-tensorwise-ac.full-v2048-gb4-s2-b16", 1),
         ("recompute_off_by_one_bit", "tp2-rowwise-ac.full-v2048-gb4-s1-b16", 1),
         sweep("styles_round_their_scales", "tp2-tensorwise-tpstyle.fp8-v2048-gb4-s1-b16", 1),
         sweep("fault:precomputed_scale_never_refreshed", "hsdp2x2-tensorwise-ag.fp8pre-v2048-gb4-s3-b16", 3),
