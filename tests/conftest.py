@@ -39,5 +39,5 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_sessionfinish() -> None:
-    """What the tests leave is not looked through for exceptions that nobody raised: they are reported as tests run."""
+    """The last collections of pytest have nothing to go through: what cannot be raised is reported as tests run."""
     gc.freeze()

@@ -53,8 +53,9 @@ _MOST = 5_000  # options of a piece
 _DEEPEST = 12  # parents of a line
 _LARGEST = 10**6  # features of a linear
 
-# Sections of torchtitan that change neither what is computed nor how, and what a case has numbers of its own for.
+# In the name of an option without a section that is about FP8 or layouts: told where it is not understood.
 _PARALLEL = re.compile(r"(?i)degree|parallel|shard|fsdp|fp8|float8")
+# Sections of torchtitan that change neither what is computed nor how, and what a case has numbers of its own for.
 _NEUTRAL = re.compile(
     r"(?:job|profiling|metrics|checkpoint|comm|memory_estimation|validation|debug|lr_scheduler|optimizer)\."
     r"|training\.(?:steps|dataset)|model\.(?:name|hf_assets_path|tokenizer_path)"
@@ -110,7 +111,7 @@ class Reading:
             for name, value in _VARIABLE.findall(text)[:_MOST]:
                 last = value.rpartition("/")[2]
                 self._option(name, last, f"{name} {last}", "flag")
-                self._refuse(asked_by_option(name.lower(), value), f"{name} {value}")
+                self._refuse(asked_by_option(plain_key(name), value), f"{name} {value}")
             self._settings(text)
         for tree in _trees(piece):
             with contextlib.suppress(RecursionError):  # nested too deeply for anybody's configuration
@@ -169,7 +170,7 @@ class Reading:
                 self._commands.append(facts)
 
     def _known(self, key: str, value: object, words: str, source: Source) -> None:
-        about = "." in key or _PARALLEL.search(key)  # an option of training, not of any other command
+        about = "." in key or _PARALLEL.search(key)
         if not self._option(key, value, words, source) and about and not _NEUTRAL.match(key):
             self.unknown[key] = words
 

@@ -46,7 +46,8 @@ FAULT_CLASSES: dict[FaultClass, str] = {
 #   numbers  losses or gradient norms      matmuls  conversion or the number of scaled matmuls    data  the data digest
 #   operands only casts                    traffic  only collectives                              memory  saved bytes
 #   graphs   what is compiled or fused     state  what the target leaves changed              resumed  what was loaded
-#   crash    a rank raises                 trains   a refused case trains                         nothing  equivalent
+#   experts  what experts record           crash  a rank raises                       trains   a refused case trains
+#   nothing  equivalent
 Shows = Literal[
     "numbers",
     "matmuls",
@@ -55,6 +56,7 @@ Shows = Literal[
     "traffic",
     "memory",
     "graphs",
+    "experts",
     "state",
     "resumed",
     "crash",

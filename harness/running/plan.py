@@ -100,12 +100,14 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     def serving(self, cases: Iterable[Case]) -> Plan:
         """The plan of a run of these cases: what only some cases need is prepared where one needs it."""
         served = tuple(cases)
-        several = {"dp": any(case.world_size > case.layout.tp for case in served)}
-        several["tp"] = any(case.layout.tp > 1 for case in served)
+        used = {
+            "dp": any(case.world_size > case.layout.tp for case in served),
+            "tp": any(case.layout.tp > 1 for case in served),
+        }
         return msgspec.structs.replace(
             self,
             compiles=any(case.compile != "none" for case in served),
-            warms=tuple(axis for axis, is_used in several.items() if is_used),
+            warms=tuple(axis for axis, is_used in used.items() if is_used),
         )
 
     def deadline_s(self, case: Case) -> float:

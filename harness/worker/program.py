@@ -56,7 +56,7 @@ def preload(options: Mapping[str, str]) -> None:
     STATE.record_changes("import")
     if on_cpu:
         torch.set_num_threads(1)  # whatever the target has set: threads that have run stay until the fork
-        warm_up(options.get("warm", ",".join(WARMUP_CASES)).split(","), compiled=compiled)
+        warm_up(options["warm"].split(",") if "warm" in options else WARMUP_CASES, compiled=compiled)
     STATE.restart()
     FORK_BLOCKERS.record_new("the warm-up")
     if hasattr(target, "preload"):

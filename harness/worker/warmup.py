@@ -29,7 +29,7 @@ from harness.worker.virtual import collectives
 
 _TRAIN = Train(steps=1, global_batch=4, seq_len=16)
 
-# By the axis of a mesh that they have. Together these cover the code paths of the matrix, in about two seconds.
+# By the mesh axis that they are there for. Together these cover the code paths of the matrix, in about two seconds.
 WARMUP_CASES: Mapping[str, tuple[Case, ...]] = {
     "dp": (
         Case(
@@ -48,6 +48,7 @@ WARMUP_CASES: Mapping[str, tuple[Case, ...]] = {
         Case(layout=Layout(tp=2), float8=Float8(recipe="tensorwise", tp_styles="float8"), train=_TRAIN),
     ),
 }
+
 COMPILED_CASE = Case(
     layout=Layout(tp=2, async_tp=True, symm_mem="fallback"),
     float8=Float8(recipe="tensorwise", tp_styles="float8"),
@@ -55,7 +56,6 @@ COMPILED_CASE = Case(
     compile="graph",
     train=Train(steps=1, global_batch=4, seq_len=16, dtype="bfloat16"),
 )
-
 
 _OF_GRAPHS = {part.record for name, part in read_parts().items() if internals.is_of_compiled_runs(name)}
 _EAGER_PROBES = tuple(name for name in PROBES if name not in _OF_GRAPHS)
@@ -90,16 +90,21 @@ def warm_up(axes: Iterable[str], *, compiled: bool = False) -> None:
             finally:
                 dist.destroy_process_group()
                 collectives.FABRIC.disconnect()
-    if compiled and not internals.gaps(internals.COMPILED):
+    if compiled:
+        _forget_compiled_blocks()
+    clear_mesh_caches()
+    mesh_axes.cache_clear()
+
+
+def _forget_compiled_blocks() -> None:
+    if not internals.gaps(internals.COMPILED):
         from harness.worker.targets.reference import compiled as compiled_blocks
 
         compiled_blocks.forget()
-    if compiled and not internals.gaps(internals.ASYNC_TP):
+    if not internals.gaps(internals.ASYNC_TP):
         from harness.worker.targets.reference import async_tp
 
         async_tp.forget()
-    clear_mesh_caches()
-    mesh_axes.cache_clear()
 
 
 def clear_mesh_caches() -> None:
