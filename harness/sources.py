@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 _CODE = re.compile(r"\.py$|\.so(\.[0-9.]+)?$")
+_LISTED = re.compile(r"\.py\b|\.so\b")  # in a line of a RECORD that is of such a file, and in few others
 
 
 # Everything that the numbers of a run depend on, by the name of its distribution: the module that is imported.
@@ -100,14 +101,15 @@ class _Recorded(NamedTuple):
 def _recorded(place: Path) -> dict[str, _Recorded]:
     """By full path, the files of a package, or of a module, that installers have recorded with their hash."""
     found = {}
+    folder, name = str(place.parent), place.name
     for record in place.parent.glob("*.dist-info/RECORD"):
         written_ns, content = record.stat().st_mtime_ns, record.read_bytes()
-        if b"\n" + place.name.encode() not in b"\n" + content:  # as of most packages, with thousands of lines each
+        if b"\n" + name.encode() not in b"\n" + content:  # as of most packages, with thousands of lines each
             continue
-        lines = content.decode().splitlines()
-        for path, digest, size in csv.reader(line for line in lines if line.startswith(place.name)):
+        lines = (line for line in content.decode().splitlines() if line.startswith(name) and _LISTED.search(line))
+        for path, digest, size in csv.reader(lines):
             if digest:
-                found[f"{place.parent}/{path}"] = _Recorded(digest, size, written_ns)
+                found[f"{folder}/{path}"] = _Recorded(digest, size, written_ns)
     return found
 
 

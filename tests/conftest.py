@@ -5,12 +5,18 @@ from __future__ import annotations
 import gc
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from shutil import disk_usage
+from typing import TYPE_CHECKING
 
+import pytest
 from hypothesis import settings
 
 from tests.examples import PROFILE, examples
+
+if TYPE_CHECKING:
+    from tests.zygotes import Zygotes
 
 # No deadline: the time of one example says nothing on a machine that other jobs use too. The examples of `ci` are the
 # same in every run, those of the others are not.
@@ -41,3 +47,12 @@ def pytest_collection_finish() -> None:
 def pytest_sessionfinish() -> None:
     """The last collections of pytest have nothing to go through: what cannot be raised is reported as tests run."""
     gc.freeze()
+
+
+@pytest.fixture(scope="session")
+def zygotes() -> Iterator[Zygotes]:
+    """The zygotes that all tests of this process share."""
+    from tests.zygotes import Zygotes
+
+    with Zygotes() as shared:
+        yield shared

@@ -20,6 +20,7 @@ from harness.matrix.axes import AXES, DECLARED, axis_type, checked_value, choice
 from harness.matrix.case import Case, ModelShape
 from harness.matrix.caseid import case_id
 from harness.matrix.layout import DP_AXES, MESH_AXES
+from harness.matrix.recipes import TRAITS
 
 _TERM = re.compile(r"([A-Za-z_0-9]+)(!=|>=|<=|=|>|<|~)(.*)", re.DOTALL)
 _BOOLS = {"true": True, "false": False, "yes": True, "no": False, "1": True, "0": False}
@@ -29,7 +30,7 @@ _BOOLS = {"true": True, "false": False, "yes": True, "no": False, "1": True, "0"
 DERIVED: dict[str, Callable[[Case], int]] = {
     "world_size": lambda case: case.world_size,
     "local_batch": lambda case: case.local_batch,
-    "mxfp8": lambda case: int(case.float8.traits.in_blocks),
+    "mxfp8": lambda case: int(TRAITS[case.float8.recipe].in_blocks),
 }
 _READERS: dict[str, Callable[[Case], object]] = {
     **{name: operator.attrgetter(".".join(path)) for name, path in AXES.items()},

@@ -19,7 +19,7 @@ import pytest
 from harness.cli.main import main
 
 if TYPE_CHECKING:
-    from tests.acceptance.inside import Warm
+    from tests.zygotes import Zygotes
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -180,9 +180,7 @@ def project(tmp_path: Path, template: Path) -> Command:
 
 
 @pytest.fixture(scope="module")
-def warm() -> Iterator[Warm]:
-    """The zygotes of a file whose runs are in this process."""
-    from tests.acceptance.inside import Warm
-
-    with Warm() as processes:
-        yield processes
+def warm(zygotes: Zygotes) -> Iterator[Zygotes]:
+    """The zygotes of runs in this process; those of a file's own targets end with it."""
+    yield zygotes
+    zygotes.forget_targets()

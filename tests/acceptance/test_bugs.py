@@ -17,7 +17,8 @@ from harness.matrix.axes import own_axes
 from harness.matrix.caseid import parse_case_id
 from harness.running.versions import NotInstalled, Source, Versions
 from tests.acceptance.conftest import Command
-from tests.acceptance.inside import Inside, Warm
+from tests.acceptance.inside import Inside
+from tests.zygotes import Zygotes
 
 REPORT = """# float8 crash with TP
 pytorch/ao#77 on 2025-06-03
@@ -99,7 +100,7 @@ FAR, GOOD = (f"fsdp2-tensorwise-v2048-s3-{seed}f32-tol.0.05" for seed in ("seed4
 
 
 @pytest.fixture
-def real(project: Command, warm: Warm) -> Inside:
+def real(project: Command, warm: Zygotes) -> Inside:
     """The project, with ranks that run torch."""
     return Inside(project.folder, {"FP8_HARNESS_PROGRAM": "harness.worker.main"}, warm=warm)
 

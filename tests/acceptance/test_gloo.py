@@ -2,29 +2,22 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
+from tests.acceptance.conftest import REPOSITORY
+from tests.acceptance.inside import Inside
 from tests.lines import read_run
+from tests.zygotes import REAL, Zygotes
 
-REPOSITORY = Path(__file__).parents[2]
 # The whole tier, with ranks whose sums have another order over gloo, is `make gloo`; two mesh axes and planted faults
 # are in `tests/worker/test_gloo.py` and `tests/power/test_gloo.py`.
 CASE = "tp2-rowwise-ac.full-v2048-f64"
 
 
-def test_a_case_of_the_smoke_tier_passes_over_gloo(tmp_path: Path) -> None:
+def test_a_case_of_the_smoke_tier_passes_over_gloo(tmp_path: Path, warm: Zygotes) -> None:
     out = tmp_path / "result.json"
-    words = ("run", CASE, "--device", "cpu", "--fabric", "gloo")
-    done = subprocess.run(
-        [sys.executable, "-m", "harness", *words, "--json", str(out)],
-        cwd=REPOSITORY,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=600,
-    )
+    here = Inside(REPOSITORY, {"FP8_HARNESS_PROGRAM": REAL, "FP8_HARNESS_STATE": str(tmp_path / "state")}, warm=warm)
+    done = here.run("run", CASE, "--device", "cpu", "--fabric", "gloo", "--json", str(out))
     assert done.returncode == 0, done.stdout
     report = read_run(out)
     assert [(case["id"], case["verdict"]) for case in report["cases"]] == [(CASE, "passed")]

@@ -17,9 +17,11 @@ from harness.checks.reported import OTHER_LOSS
 from harness.checks.resume import OTHER_STATE
 from harness.checks.rule import Rule
 from harness.checks.traffic import REDUCE_DTYPE
-from tests.acceptance.inside import Inside, Warm, with_targets
+from tests.acceptance.inside import Inside, with_targets
 from tests.builders import sentence
 from tests.lines import read_run
+from tests.worker.runs import sweep
+from tests.zygotes import Zygotes
 
 # `variants.py` says which model each of them is about.
 STYLED = "target.variants-tp2-tensorwise-tpstyle.fp8-v2048-s2-seed1-f64"
@@ -40,7 +42,7 @@ KEPT = "target.variants-single-tensorwise-v2048-s3-lr0.004-seed5-f32-tol.0.004"
 
 
 @pytest.fixture(scope="module")
-def project(tmp_path_factory: pytest.TempPathFactory, warm: Warm) -> Inside:
+def project(tmp_path_factory: pytest.TempPathFactory, warm: Zygotes) -> Inside:
     """A project with this target in it, run on the real ranks."""
     return with_targets(tmp_path_factory.mktemp("models"), warm, "toy.py", "variants.py")
 
@@ -73,10 +75,10 @@ def test_a_clean_run_on_two_axes_is_resumed(project: Inside) -> None:
     ("case", "fault", "rule", "what"),
     [
         (STYLED, "gathered_input_has_local_scale", scales.LOCAL, {"module": "blocks.0.up"}),
-        (STYLED, "fp8_tp_styles_lost", scales.NOT_STYLED, {}),
+        sweep(STYLED, "fp8_tp_styles_lost", scales.NOT_STYLED, {}),
         (REDUCED, "gradients_reduced_in_another_dtype", REDUCE_DTYPE, {"dtypes": "float32", "asked": "bfloat16"}),
         (ACCUMULATED, "one_row_of_a_gradient_scaled", GRADIENTS, {"expected": "distance <= 1e-08"}),
-        (EVALUATED, "old_weight_in_evaluation", OTHER_LOSS, {}),
+        sweep(EVALUATED, "old_weight_in_evaluation", OTHER_LOSS, {}),
         (
             EVALUATED,
             "evaluation_mode_left_on",
@@ -84,12 +86,11 @@ def test_a_clean_run_on_two_axes_is_resumed(project: Inside) -> None:
             {"setting": "training mode", "phase": "the evaluation of step 1"},
         ),
         (RESUMED, "optimizer_state_not_loaded", OTHER_STATE, {"layout": "fsdp2", "parts": "exp_avg of"}),
-        pytest.param(
+        sweep(
             RESUMED_ON_TWO_AXES,
             "optimizer_state_not_loaded",
             OTHER_STATE,
             {"layout": "fsdp4", "parts": "exp_avg of"},
-            marks=pytest.mark.sweep,
         ),
         (TIED, "fp8_all_gather_flag_lost", scales.RULES.number, {"module": "blocks.0.down"}),
     ],

@@ -10,15 +10,16 @@ from xml.etree import ElementTree
 import pytest
 
 from tests.acceptance.conftest import REPOSITORY
-from tests.acceptance.inside import Inside, Warm, with_targets
+from tests.acceptance.inside import Inside, with_targets
 from tests.acceptance.test_bugs import PACKAGE, environment, wheel
 from tests.programs import make_commit
+from tests.zygotes import Zygotes
 
 LAYOUTS = ("--layouts", "single,fsdp2,tp2", "--steps", "2", "-q")
 
 
 @pytest.fixture(scope="module")
-def project(tmp_path_factory: pytest.TempPathFactory, warm: Warm) -> Inside:
+def project(tmp_path_factory: pytest.TempPathFactory, warm: Zygotes) -> Inside:
     """A project without goldens, and with the tolerances that were measured."""
     found = with_targets(tmp_path_factory.mktemp("parity"), warm)
     shutil.copytree(REPOSITORY / "golden" / "evidence", found.folder / "golden" / "evidence", dirs_exist_ok=True)
@@ -82,7 +83,7 @@ def test_a_golden_file_is_judged_by_the_layouts_that_run(project: Inside) -> Non
 
 
 def test_against_a_revision_a_mistake_that_is_not_committed_is_wrong_now_and_its_base_runs_once(
-    tmp_path_factory: pytest.TempPathFactory, warm: Warm
+    tmp_path_factory: pytest.TempPathFactory, warm: Zygotes
 ) -> None:
     clone = with_targets(tmp_path_factory.mktemp("clone"), warm, "toy.py")
     make_commit(clone.folder, "toy.py")
@@ -116,7 +117,7 @@ def test_against_a_revision_a_mistake_that_is_not_committed_is_wrong_now_and_its
 
 @pytest.mark.sweep  # `test_bugs.py` makes environments in every run
 def test_against_a_version_and_a_virtual_environment_what_their_package_changes_is_moved(
-    tmp_path_factory: pytest.TempPathFactory, warm: Warm
+    tmp_path_factory: pytest.TempPathFactory, warm: Zygotes
 ) -> None:
     """The target trains faster where the package is there; here it is not."""
     project = with_targets(tmp_path_factory.mktemp("packages"), warm, "toy.py")

@@ -9,20 +9,21 @@ from xml.etree import ElementTree
 import pytest
 
 from tests.acceptance.fake_program import RAISES
-from tests.acceptance.inside import Inside, Warm
+from tests.acceptance.inside import Inside
 from tests.lines import lines_of, read_run, tree
+from tests.zygotes import Zygotes
 
 if TYPE_CHECKING:
     from tests.acceptance.conftest import Command
 
 
 @pytest.fixture
-def project(project: Command, warm: Warm) -> Inside:
+def project(project: Command, warm: Zygotes) -> Inside:
     return Inside(project.folder, warm=warm)
 
 
 @pytest.fixture(scope="module")
-def ran(shared: Command, warm: Warm) -> Inside:
+def ran(shared: Command, warm: Zygotes) -> Inside:
     """A project in which a tier ran under a name, and then a case that raises."""
     folder, shared = shared.folder, Inside(shared.folder, warm=warm)
     done = shared.run("run", "smoke", "--name", "release", "--html", str(folder / "run.html"), "--json", "run.json")

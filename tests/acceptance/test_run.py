@@ -15,8 +15,9 @@ import pytest
 from harness.checks.failures import STUCK
 from harness.checks.judge import CHECKS
 from tests.acceptance.fake_program import EXITS, FAR, HANGS, NAN, ONE_CALL, RAISES
-from tests.acceptance.inside import Inside, Warm
+from tests.acceptance.inside import Inside
 from tests.lines import read_run, tree
+from tests.zygotes import Zygotes
 
 if TYPE_CHECKING:
     from tests.acceptance.conftest import Command
@@ -25,13 +26,13 @@ CPU = ("--device", "cpu")
 
 
 @pytest.fixture(scope="module")
-def common(shared: Command, warm: Warm) -> Inside:
+def common(shared: Command, warm: Zygotes) -> Inside:
     """The project of tests that do not change it."""
     return Inside(shared.folder, warm=warm)
 
 
 @pytest.fixture
-def project(project: Command, warm: Warm) -> Inside:
+def project(project: Command, warm: Zygotes) -> Inside:
     return Inside(project.folder, warm=warm)
 
 

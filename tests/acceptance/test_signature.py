@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from harness.checks.stated import EXECUTED, MEMORY
-from tests.acceptance.inside import Inside, Warm
+from tests.acceptance.inside import Inside
 from tests.lines import read_run
+from tests.zygotes import Zygotes
 
 if TYPE_CHECKING:
     from tests.acceptance.conftest import Command
@@ -18,7 +19,7 @@ UPDATE = ("baseline", "update", "--signatures", "mine", "--device", "cpu", "--re
 
 
 @pytest.fixture
-def mine(project: Command, warm: Warm) -> Inside:
+def mine(project: Command, warm: Zygotes) -> Inside:
     """The project with a tier of one case that a module of the user trains."""
     (project.folder / "mine.py").write_text("from harness.worker.targets.reference.build import build as build\n")
     axes = 'recipe = "rowwise", dp_shard = 2, steps = 3, loss_tolerance = 0.05, target = "mine"'

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from tests.acceptance.inside import Inside, Warm, with_targets
+from tests.acceptance.inside import Inside, with_targets
+from tests.zygotes import Zygotes
 
 SHORT = "single-tensorwise-v2048-s2-lr0.004-f64-tol.0.004"  # what is wrong shows in two steps
 # Every rank reads the last line of this target anew: the zygote that it is forked from has imported it once.
@@ -24,7 +25,7 @@ def __getattr__(name):
 
 
 @pytest.fixture(scope="module")
-def project(tmp_path_factory: pytest.TempPathFactory, warm: Warm) -> Inside:
+def project(tmp_path_factory: pytest.TempPathFactory, warm: Zygotes) -> Inside:
     """A project with the sound target and its mistakes in it, run on the real ranks."""
     return with_targets(tmp_path_factory.mktemp("targets"), warm, "toy.py", "mistakes.py")
 

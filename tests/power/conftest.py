@@ -1,4 +1,4 @@
-"""One zygote for all eager runs of this folder."""
+"""One executor for the eager runs of this folder, on the zygotes that all tests share."""
 
 from __future__ import annotations
 
@@ -6,12 +6,20 @@ from collections.abc import Iterator
 
 import pytest
 
+from harness.engine.cluster import Cluster
+from harness.engine.hardware import open_leases
+from harness.engine.node import LocalNode
 from harness.project import find_project
-from harness.running.executor import Executor, open_executor
+from harness.running.executor import Executor
 from harness.running.plan import make_plan
+from tests.zygotes import REAL, Zygotes
 
 
 @pytest.fixture(scope="session")
-def executor() -> Iterator[Executor]:
-    with open_executor(make_plan(device="cpu"), find_project()) as opened:
+def executor(zygotes: Zygotes) -> Iterator[Executor]:
+    plan, project = make_plan(device="cpu"), find_project()
+    (here,) = plan.capacity.nodes
+    leases = open_leases(project.lease_folder(), "cpu", here.slots, print)
+    node = LocalNode(lambda options: zygotes.lend(REAL, options), leases, here, logs=plan.logs)
+    with Executor(plan, Cluster([node]), project.root) as opened:
         yield opened

@@ -1,8 +1,8 @@
-"""One zygote for all tests of this folder, and the shortest ways to train a case on real ranks."""
+"""The shortest ways to train a case on real ranks, from the zygotes that all tests share."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -17,6 +17,7 @@ from harness.trace import RankTrace, Run
 from harness.trace.record import Patch
 from tests.builders import run_of
 from tests.jobs import run_request, traces_of
+from tests.zygotes import COMPILED, EAGER, Zygotes
 
 Submit = Callable[..., JobOutcome]
 Train = Callable[..., tuple[RankTrace, ...]]
@@ -31,17 +32,19 @@ def make_request(case: Case, *, injections: Sequence[str | Patch] = (), **asked:
 
 
 @pytest.fixture(scope="session")
-def engine() -> Iterator[ZygoteEngine]:
-    with ZygoteEngine("harness.worker.main", {"device": "cpu", "compile": "on"}) as zygote:
-        yield zygote
+def engine(zygotes: Zygotes) -> ZygoteEngine:
+    return zygotes.engine(EAGER)
 
 
 @pytest.fixture(scope="session")
-def submit(engine: ZygoteEngine, tmp_path_factory: pytest.TempPathFactory) -> Submit:
+def submit(zygotes: Zygotes, tmp_path_factory: pytest.TempPathFactory) -> Submit:
     """Run a case as a job and return its outcome, whatever it is. The keywords are those of `make_request`."""
 
     def run(case: Case, **asked: Any) -> JobOutcome:
-        return run_request(engine, tmp_path_factory.mktemp("job"), make_request(case, **asked))
+        request = make_request(case, **asked)
+        compiles = case.compile != "none" or "graphs" in request.probes
+        engine = zygotes.engine(COMPILED if compiles else EAGER)
+        return run_request(engine, tmp_path_factory.mktemp("job"), request)
 
     return run
 

@@ -176,7 +176,7 @@ def saved_findings(text: str, run: Run) -> list[Finding]:
         ("compiled_checkpointing_lost", {NO_MARKS.name, NOTHING_REPEATED.name}, set()),
         ("compiled_matmul_outputs_kept", {KEPT.name}, set()),
         ("recomputed_cast_by_another_scale", {NODES.name}, {1}),
-        ("recomputed_norm_without_epsilon", {NODES.name}, {2}),
+        sweep("recomputed_norm_without_epsilon", {NODES.name}, {2}),
     ],
 )
 def test_planted_faults_are_found_and_named(trained, text: str, fault: str, broken: set[str], nodes: set[int]):

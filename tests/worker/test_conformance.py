@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -41,12 +42,12 @@ def kinds(conclusions: dict[str, Conclusion]) -> dict[str, set[str]]:
     return {name: {each.kind for each in found.problems} for name, found in conclusions.items() if not found.good}
 
 
-def test_every_fourth_check_of_the_fixed_list_holds(run: Run):
-    """Operators, placements and meshes follow each other by other periods, so each has its share."""
-    asked = select_checks()[::4]
-    assert {each.op for each in asked} == {each.op for each in select_checks()}
+def test_every_seventh_check_of_each_operator_holds(run: Run):
+    """Placements and meshes follow each other by other periods, so each has its share."""
+    checks = sorted(select_checks(), key=lambda check: check.op)  # stable
+    asked = [each for _, alike in itertools.groupby(checks, lambda check: check.op) for each in list(alike)[::7]]
     conclusions = run(asked)
-    assert len(conclusions) > 390
+    assert len(conclusions) > 230
     assert not bad(conclusions)
 
 

@@ -113,8 +113,8 @@ OF_RANK_1 = ", partial of rank 1,"
         sweep(TP, "norm_off", (TENSOR, "output", "layers.0.attention_norm", "")),
         sweep(TP, "residual_lost", (TENSOR, "input", "layers.1.attention_norm", "")),
         (TP, "fault:partial_output_of_one_rank_off", (TENSOR, "output", "layers.0.attention.wo", OF_RANK_1)),
-        (TP, "fault:last_bit_of_partials_lost", (TENSOR, "input", "layers.0.ffn_norm", "")),
-        (TP, "fault:gradient_of_logits_off", (TENSOR, "gradient of the output", "output", "")),
+        sweep(TP, "fault:last_bit_of_partials_lost", (TENSOR, "input", "layers.0.ffn_norm", "")),
+        sweep(TP, "fault:gradient_of_logits_off", (TENSOR, "gradient of the output", "output", "")),
         (TP, "update_off", (TENSOR, "value after the optimizer step", "tok_embeddings.weight", "")),
         sweep(HSDP, "activation_off", (TENSOR, "input", "layers.0.feed_forward.w2", OF_DP_RANK)),
         (HSDP, "gradient_off", (TENSOR, "gradient", "layers.0.attention.wk.weight", "")),
@@ -150,7 +150,7 @@ def test_a_sum_over_tp_that_is_not_formed_names_the_linear_and_not_the_norm_behi
     assert first.values["ended"] == ended and first.ranks == ()
 
 
-@pytest.mark.parametrize("dtype", ["f64", "b16"])
+@pytest.mark.parametrize("dtype", [sweep("f64"), "b16"])
 def test_a_sum_over_tp_that_one_rank_does_not_use_names_the_linear_and_the_rank(judged, plant, dtype):
     case = parse_case_id(f"tp2-nosp-tensorwise-v2048-gb4-s1-{dtype}")
     (first, *_) = judged(case, plant(FAULTS, "last_sum_lost_on_rank_1"))
@@ -163,6 +163,7 @@ def test_the_rank_whose_replica_alone_is_off_is_named_though_it_is_the_one_compa
     assert (first.rule, first.module, first.ranks) == (INCOMPARABLE.name, "norm.weight", (0,)), first
 
 
+@pytest.mark.sweep  # ten steps, twice
 def test_gradients_that_are_wrong_from_a_later_step_on_are_found(judged, plant):
     case = parse_case_id("tp2-tensorwise-v2048-gb2-sl16-s10-b16")
     assert replayed_steps(case) == (1, 2, 3, 4, 5, 6, 8, 10)

@@ -26,7 +26,7 @@ from harness.worker.probes.casts import CastMeter
 from harness.worker.probes.digests import Contents, digest, ordered_digest
 from harness.worker.probes.operands import OperandProbe
 from tests.builders import make_witnesses, rules
-from tests.worker.runs import WHOLE_WEIGHT
+from tests.worker.runs import WHOLE_WEIGHT, sweep
 
 SINGLE = "single-tensorwise-v2048-gb4-s2-f32"
 TP2 = "tp2-tensorwise-head.fp8-v2048-gb4-s1-f64"
@@ -73,10 +73,10 @@ def test_bf16_casts_nothing(trained):
 @pytest.mark.parametrize(
     ("fault", "text", "rule", "step"),
     [  # `tests/power` has one of every rule
-        ("amax_not_reduced_over_tp", TP2, DIFFERENT, 1),
+        sweep("amax_not_reduced_over_tp", TP2, DIFFERENT, 1),
         ("weight_data_stale", SINGLE, RULES.data, 2),
         ("precomputed_scale_one_step_late", PRECOMPUTED, RULES.amax, 3),
-        ("recompute_scale_changed", STYLED, RECOMPUTED_CAST, 1),
+        sweep("recompute_scale_changed", STYLED, RECOMPUTED_CAST, 1),
     ],
 )
 def test_a_planted_fault_is_found_at_its_first_step(trained, fault: str, text: str, rule: Rule, step: int):
@@ -93,7 +93,7 @@ def test_a_planted_fault_is_found_at_its_first_step(trained, fault: str, text: s
         ("one_tp_rank_reads_other_tokens", TP2, (1, "layers.0.attention.wq")),
         ("loss_over_local_tokens", FSDP2, (1, "loss")),
         ("weight_decay_lost", SINGLE, (2, "layers.0.attention.wq")),
-        ("partial_output_averaged", TP2, (1, "layers.0.feed_forward.w1")),
+        sweep("partial_output_averaged", TP2, (1, "layers.0.feed_forward.w1")),
         ("same_batch_on_every_dp_rank", CHECKPOINTED, (1, "layers.0.attention.wq")),
     ],
 )

@@ -11,22 +11,32 @@ from harness.engine.interpreter import child_environ
 from harness.sources import module_digest
 
 REPOSITORY = Path(__file__).parents[2]
+# Each target in a fork of a process that has imported everything else.
 PRELOAD = """
 import os, sys
 from harness.worker.main import preload
 from harness.worker.state import STATE
 
-called = set()
-sys.setprofile(lambda frame, event, _: called.add(frame.f_code.co_name))
-try:
-    preload({"target": "mine", "path": sys.argv[1], "source": sys.argv[2]})
-except ZeroDivisionError:
-    print("raises")
-except RuntimeError as error:
-    print(str(error).partition(" Fix: ")[0])
-sys.setprofile(None)
-print("warms up" if "warm_up" in called else "does not warm up", len(os.listdir("/proc/self/task")), "threads")
-print(*(f"{change.name} {change.phase}" for change in STATE.changes))
+def try_target(name, source):
+    called = set()
+    sys.setprofile(lambda frame, event, _: called.add(frame.f_code.co_name))
+    try:
+        preload({"target": name, "path": sys.argv[1], "source": source, "warm": "dp"})
+    except ZeroDivisionError:
+        print("raises")
+    except RuntimeError as error:
+        print(str(error).partition(" Fix: ")[0])
+    sys.setprofile(None)
+    print("warms up" if "warm_up" in called else "does not warm up", len(os.listdir("/proc/self/task")), "threads")
+    print(*(f"{change.name} {change.phase}" for change in STATE.changes), flush=True)
+
+preload({"warm": ""})
+for words in sys.argv[2:]:
+    if os.fork():
+        assert os.wait()[1] == 0
+    else:
+        try_target(*words.split())
+        os._exit(0)
 """
 
 # As on a machine with a GPU: what asks for it, and whether that would make a CUDA context.
@@ -48,12 +58,6 @@ print(*asked)
 """
 
 
-def preloaded(folder: Path, text: str, source: str | None = None) -> list[str]:
-    """What a process prints that preloads a target with this text, where one of this digest is asked for."""
-    (folder / "mine.py").write_text(text)
-    return printed(PRELOAD, str(folder), module_digest("mine", [str(folder)]) if source is None else source)
-
-
 def printed(*words: str) -> list[str]:
     """What a script prints in a process with the environment of a zygote."""
     command = [sys.executable, "-c", *words]
@@ -65,20 +69,23 @@ def printed(*words: str) -> list[str]:
     return done.stdout.splitlines()
 
 
-def test_a_target_that_cannot_be_imported_raises_before_the_warm_up(tmp_path: Path) -> None:
-    assert preloaded(tmp_path, "1 / 0\n") == ["raises", "does not warm up 1 threads", ""]
+TARGETS = {
+    "raising": "1 / 0\n",
+    "other": "",
+    "setting": "import torch\ntorch.set_num_threads(4)\ndef preload(): torch.set_default_dtype(torch.float64)\n",
+}
 
 
-def test_a_target_that_differs_between_nodes_raises_before_the_warm_up(tmp_path: Path) -> None:
-    told, warmed, _ = preloaded(tmp_path, "", source="0" * 16)
-    where = f"the source of mine on node {platform.node()}"
-    assert told == f"{where} differs from that on the machine that started the run."
-    assert warmed == "does not warm up 1 threads"
-
-
-def test_settings_of_a_target_are_told_and_the_process_can_still_be_forked(tmp_path: Path) -> None:
-    text = "import torch\ntorch.set_num_threads(4)\ndef preload(): torch.set_default_dtype(torch.float64)\n"
-    assert preloaded(tmp_path, text) == ["warms up 1 threads", "threads import default dtype import"]
+def test_a_target_raises_before_the_warm_up_or_is_told_and_the_process_can_be_forked(tmp_path: Path) -> None:
+    for name, text in TARGETS.items():
+        (tmp_path / f"{name}.py").write_text(text)
+    digests = {name: module_digest(name, [str(tmp_path)]) for name in TARGETS} | {"other": "0" * 16}
+    lines = printed(PRELOAD, str(tmp_path), *(f"{name} {digest}" for name, digest in digests.items()))
+    assert lines[:3] == ["raises", "does not warm up 1 threads", ""]
+    where = f"the source of other on node {platform.node()}"
+    differs = f"{where} differs from that on the machine that started the run."
+    assert lines[3:6] == [differs, "does not warm up 1 threads", ""]
+    assert lines[6:] == ["warms up 1 threads", "threads import default dtype import"]
 
 
 def test_on_a_gpu_nothing_makes_a_cuda_context_before_the_fork() -> None:

@@ -39,7 +39,11 @@ def held(engine: Cluster, case: Case) -> Verification:
     "case",
     [
         case_of("llama3-8b", tp=8, dp_shard=8, recipe="tensorwise", layers=1),
-        case_of("debugmodel", dp_shard=8, dp_replicate=8, recipe="tensorwise", fp8_all_gather=True, output_layer=True),
+        sweep(
+            case_of(
+                "debugmodel", dp_shard=8, dp_replicate=8, recipe="tensorwise", fp8_all_gather=True, output_layer=True
+            )
+        ),
         sweep(case_of("debugmodel", tp=2, dp_shard=32, recipe="rowwise", output_layer=True, tied=True)),
         sweep(
             case_of("debugmodel", tp=4, dp_shard=16, recipe="rowwise", checkpointing="selective_op", vocab_size=2250)

@@ -34,11 +34,11 @@ def losses(traces: tuple[RankTrace, ...]) -> list[float]:
 @pytest.mark.parametrize(
     ("recipe", "layout"),
     [
-        ("bf16", {"tp": 2}),
+        sweep("bf16", {"tp": 2}),
         ("tensorwise", {"tp": 2}),
         ("tensorwise", {"tp": 4}),
         ("tensorwise", {"tp": 2, "sequence_parallel": False, **NO_LP}),
-        ("bf16", {"tp": 2, **NO_LP}),
+        sweep("bf16", {"tp": 2, **NO_LP}),
     ],
     ids=["bf16-tp2", "tp2", "tp4", "tp2-no-sp", "bf16-tp2-no-loss-parallel"],
 )
@@ -69,7 +69,7 @@ def test_fp8_all_gather_changes_no_bit(traces, precompute_scale):
     "axes",
     [
         {"dp_shard": 2, "fp8_all_gather": True, "precompute_scale": True, "recipe": "tensorwise", "dtype": "bfloat16"},
-        {"tp": 2, "recipe": "rowwise", "checkpointing": "full", "dtype": "float64"},
+        sweep({"tp": 2, "recipe": "rowwise", "checkpointing": "full", "dtype": "float64"}),
     ],
     ids=["precomputed", "tp2-ac.full"],
 )
@@ -109,7 +109,7 @@ def test_the_expected_linears_are_converted_and_used(traces, recipe, output_laye
     assert {step.scaled_mm_calls for step in trace.steps} == {scaled_mm_calls(short(**axes))}
 
 
-@pytest.mark.parametrize("layout", [{}, {"tp": 2}, {"tp": 2, **NO_LP}])
+@pytest.mark.parametrize("layout", [{}, {"tp": 2}, sweep({"tp": 2, **NO_LP})])
 def test_padding_the_vocabulary_is_invisible_to_the_loss(traces, layout):
     """2250 is no multiple of 16; 2304 is one of 16 and of 16 x TP."""
     plain = traces(vocab_size=2250)
@@ -162,7 +162,7 @@ OFF = {"resume": "none"}
     "axes",
     [
         {"dp_shard": 2, **GATHERED, "resume": "same"},
-        {"tp": 2, "recipe": "rowwise", "resume": "resharded"},
+        sweep({"tp": 2, "recipe": "rowwise", "resume": "resharded"}),  # `test_own_models.py` reshards in every run
         sweep({"resume": "same"}),
         sweep({"dp_shard": 2, "tp": 2, **GATHERED, "resume": "resharded"}),
         sweep({"dp_replicate": 2, "dp_shard": 2, **GATHERED, "resume": "resharded"}),
