@@ -15,6 +15,7 @@ from harness.cli.options import (
     print_sections,
     project_parameter,
     query_parameter,
+    require_one,
     run_option,
     typed_command,
 )
@@ -88,12 +89,11 @@ def list_command(project: Project) -> None:
 @project_parameter
 def show_command(*, family: str | None, hardware_name: str, against: str | None, project: Project) -> None:
     """Show one golden with its provenance, or how the goldens differ from others."""
-    if against is not None and family is None:
+    require_one("give a FAMILY, or --against REV|ROOT.", family, against)
+    if against is not None:
         _show_changes(project, against)
-    elif family is not None and against is None:
+    elif family is not None:
         _show_golden(project, hardware_name, family)
-    else:
-        raise click.UsageError("give a FAMILY, or --against REV|ROOT.")
 
 
 def _show_golden(project: Project, hardware: str, family: str) -> None:

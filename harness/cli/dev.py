@@ -17,6 +17,7 @@ from harness.cli.options import (
     print_report,
     project_parameter,
     query_parameter,
+    require_one,
     typed_command,
 )
 from harness.durable import write_whole
@@ -180,12 +181,11 @@ def tier_command(*, name: str | None, rounds: int, fitted: Path | None, project:
     With --fit: fit the costs of cases to the CPU seconds of a run that made all of its witnesses, and store them.
     """
     project.check_writable()
-    if fitted is not None and name is None:
-        _fit_costs(project, fitted)
-    elif name is not None and fitted is None:
+    require_one("give a TIER, or --fit RESULT.json.", name, fitted)
+    if name is not None:
         _choose(project, name, rounds)
-    else:
-        raise click.UsageError("give a TIER, or --fit RESULT.json.")
+    if fitted is not None:
+        _fit_costs(project, fitted)
 
 
 def _choose(project: Project, name: str, rounds: int) -> None:

@@ -48,16 +48,11 @@ class Command:
     environment: dict[str, str] = field(default_factory=dict)
     repository: Path = REPOSITORY
 
-    def start(self, *arguments: str) -> subprocess.Popen[str]:
-        return subprocess.Popen(
-            [sys.executable, "-m", "harness", *arguments],
-            cwd=self.folder,
-            env=self.environment_of_runs(),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
+    def start(self, *arguments: str, **options: Any) -> subprocess.Popen[str]:
+        pipe = subprocess.PIPE
+        given = {"env": self.environment_of_runs(), "stdout": pipe, "stderr": pipe, "text": True, **options}
+        command = [sys.executable, "-m", "harness", *arguments]
+        return subprocess.Popen(command, cwd=self.folder, start_new_session=True, **given)
 
     def start_until(self, words: str, *arguments: str) -> subprocess.Popen[str]:
         """Start it, and wait until a line on stderr has these words."""

@@ -8,8 +8,6 @@ import pty
 import re
 import signal
 import struct
-import subprocess
-import sys
 import termios
 import time
 from typing import TYPE_CHECKING
@@ -42,15 +40,7 @@ class OnTerminal:
         fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, columns, 0, 0))
         environment = {**project.environment_of_runs(), "TERM": "xterm-256color"}
         environment.pop("COLUMNS", None)
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "harness", *arguments],
-            cwd=project.folder,
-            env=environment,
-            stdin=theirs,
-            stdout=theirs,
-            stderr=theirs,
-            start_new_session=True,
-        )
+        self.process = project.start(*arguments, env=environment, stdin=theirs, stdout=theirs, stderr=theirs)
         os.close(theirs)
 
     def read_until(self, words: str | None = None) -> str:

@@ -27,6 +27,13 @@ def project(tmp_path: Path) -> Project:
     return Project(root=tmp_path, state=tmp_path / "state")
 
 
+def written(folder: Path, text: str) -> Path:
+    """A new TOML file with this text."""
+    path = folder / "file.toml"
+    path.write_text(text)
+    return path
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _no_waiting_for_a_disk() -> Iterator[None]:
     """No test loses its power, which is all that fsync is for; `test_store.py` tests that it is called."""

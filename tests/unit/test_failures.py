@@ -17,47 +17,56 @@ from harness.verdict import Finding
 from tests.builders import make_failure, make_trace, run_of
 
 SITE = "/venv/lib/python3.11/site-packages"
-ENGINE = [("/src/harness/engine/rank.py", 92, "run_program"), ("/src/harness/engine/zygote.py", 108, "_start")]
-TRAIN = [
-    (f"{SITE}/torch/nn/modules/module.py", 1778, "_wrapped_call_impl"),
-    ("/src/harness/worker/targets/reference/model.py", 50, "forward"),
-    (f"{SITE}/torch/nn/modules/module.py", 1778, "_wrapped_call_impl"),
-    ("/src/harness/worker/train.py", 115, "forward_backward"),
-    ("/src/harness/worker/main.py", 57, "rank_main"),
-    *ENGINE,
-]
-FABRIC = [
-    ("/src/harness/worker/virtual/fabric.py", 121, "_futex"),
-    ("/src/harness/worker/virtual/collectives.py", 87, "_exchange"),
-    ("/src/harness/worker/virtual/collectives.py", 181, "_allreduce_"),
-    (f"{SITE}/torch/_ops.py", 882, "redispatch"),
-    ("/src/harness/worker/dispatch_hooks/hook.py", 45, "hook"),
-]
-REDUCES = [
-    *FABRIC,
-    (f"{SITE}/torch/_ops.py", 1279, "__call__"),
-    (f"{SITE}/torch/distributed/_functional_collectives.py", 179, "all_reduce"),
-    (f"{SITE}/torch/distributed/tensor/placement_types.py", 1534, "_reduce_value"),
-    (f"{SITE}/torchao/float8/float8_utils.py", 47, "amax_to_scale"),
-    ("/src/harness/worker/probes/operands.py", 134, "forward"),
-    *TRAIN,
-]
-BACKWARD = [
-    (f"{SITE}/torch/distributed/tensor/_redistribute.py", 1954, "backward"),
-    (f"{SITE}/torch/autograd/function.py", 325, "apply"),
-    (f"{SITE}/torch/autograd/graph.py", 979, "_engine_run_backward"),
-    (f"{SITE}/torch/_tensor.py", 623, "backward"),
-    *TRAIN[3:],
-]
+Frames = list[tuple[str, int, str]]
 
 
-def dump(frames: list[tuple[str, int, str]], head: str = "Current thread 0x00007f08 (most recent call first):") -> str:
+def frames(*places: str) -> Frames:
+    """Frames of "FILE LINE FUNCTION": files below the source of the harness, or below site-packages."""
+    found = [place.split() for place in places]
+    folders = [SITE if file.startswith("torch") else "/src/harness" for file, _, _ in found]
+    return [(f"{folder}/{file}", int(line), name) for folder, (file, line, name) in zip(folders, found, strict=True)]
+
+
+ENGINE = frames("engine/rank.py 92 run_program", "engine/zygote.py 108 _start")
+TRAIN = frames(
+    "torch/nn/modules/module.py 1778 _wrapped_call_impl",
+    "worker/targets/reference/model.py 50 forward",
+    "torch/nn/modules/module.py 1778 _wrapped_call_impl",
+    "worker/train.py 115 forward_backward",
+    "worker/main.py 57 rank_main",
+)
+TRAIN += ENGINE
+FABRIC = frames(
+    "worker/virtual/fabric.py 121 _futex",
+    "worker/virtual/collectives.py 87 _exchange",
+    "worker/virtual/collectives.py 181 _allreduce_",
+    "torch/_ops.py 882 redispatch",
+    "worker/dispatch_hooks/hook.py 45 hook",
+)
+CALLERS = frames(
+    "torch/_ops.py 1279 __call__",
+    "torch/distributed/_functional_collectives.py 179 all_reduce",
+    "torch/distributed/tensor/placement_types.py 1534 _reduce_value",
+    "torchao/float8/float8_utils.py 47 amax_to_scale",
+    "worker/probes/operands.py 134 forward",
+)
+REDUCES = [*FABRIC, *CALLERS, *TRAIN]
+AUTOGRAD = frames(
+    "torch/distributed/tensor/_redistribute.py 1954 backward",
+    "torch/autograd/function.py 325 apply",
+    "torch/autograd/graph.py 979 _engine_run_backward",
+    "torch/_tensor.py 623 backward",
+)
+BACKWARD = [*AUTOGRAD, *TRAIN[3:]]
+
+
+def dump(stack: Frames, head: str = "Current thread 0x00007f08 (most recent call first):") -> str:
     """As faulthandler writes it."""
-    return "\n".join([head, *(f'  File "{file}", line {line} in {function}' for file, line, function in frames)])
+    return "\n".join([head, *(f'  File "{file}", line {line} in {function}' for file, line, function in stack)])
 
 
-def place(frames: list[tuple[str, int, str]]) -> tuple[str, bool, list[str]]:
-    found = place_of(main_stack(dump(frames)))
+def place(stack: Frames) -> tuple[str, bool, list[str]]:
+    found = place_of(main_stack(dump(stack)))
     assert found is not None
     return found.collective, found.backward, [str(call) for call in found.calls]
 
@@ -116,10 +125,10 @@ def test_what_this_python_dumps_is_read() -> None:
     with tempfile.TemporaryFile() as file:
         faulthandler.dump_traceback(file, all_threads=True)
         file.seek(0)
-        frames = main_stack(file.read().decode())
+        found = main_stack(file.read().decode())
     done.set()
     thread.join()
-    assert frames[0].function == "test_what_this_python_dumps_is_read" and frames[0].file == __file__
+    assert found[0].function == "test_what_this_python_dumps_is_read" and found[0].file == __file__
 
 
 @given(st.text())
@@ -130,8 +139,8 @@ def test_any_text_is_read(text: str) -> None:
 SLEEPS = [("/home/me/patch.py", 12, "sleep"), *TRAIN]
 
 
-def stuck(rank: int, frames: list[tuple[str, int, str]] | None) -> RankFailure:
-    stacks = "" if frames is None else dump(frames)
+def stuck(rank: int, stack: Frames | None) -> RankFailure:
+    stacks = "" if stack is None else dump(stack)
     return make_failure(rank, "did not finish", kind="stuck", traceback=stacks)
 
 

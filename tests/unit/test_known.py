@@ -29,6 +29,7 @@ from harness.matrix.caseid import parse_case_id
 from harness.matrix.known import KnownFault, Symptom, known_rules, known_with_shipped, matching, read_known
 from harness.verdict import Finding, NotJudged, Verdict
 from tests.builders import a_finding, make_case, make_known
+from tests.unit.conftest import written
 
 RECORD = """\
 [[fault]]
@@ -43,18 +44,12 @@ reason = "An example."
 """
 
 
-def write(tmp_path: Path, text: str) -> Path:
-    path = tmp_path / "known.toml"
-    path.write_text(text)
-    return path
-
-
 def test_a_release_that_shows_a_fault_is_one_that_has_it(tmp_path: Path) -> None:
-    (fault,) = read_known(write(tmp_path, RECORD + 'shown = {torch = ["2.13.0"]}\n'))
+    (fault,) = read_known(written(tmp_path, RECORD + 'shown = {torch = ["2.13.0"]}\n'))
     assert fault.shown == {"torch": ("2.13.0",)}
     for shown in ('{torch = ["2.13.0", "2.14.1"]}', '{torchao = ["0.18.0"]}'):
         with pytest.raises(HarnessError, match="is not among the affected versions"):
-            read_known(write(tmp_path, f"{RECORD}shown = {shown}\n"))
+            read_known(written(tmp_path, f"{RECORD}shown = {shown}\n"))
 
 
 def test_records_of_the_package_apply_in_every_project(tmp_path: Path) -> None:
@@ -64,11 +59,11 @@ def test_records_of_the_package_apply_in_every_project(tmp_path: Path) -> None:
     (fault,) = known_with_shipped(tmp_path / "none.toml", shipped)
     assert fault.everywhere
     assert fault.fix == f"{tmp_path / 'package' / 'cases' / 'fixes' / 'a.py'}:apply"
-    own = write(tmp_path, RECORD)
+    own = written(tmp_path, RECORD)
     assert known_with_shipped(own, shipped) == read_known(own), "the project's record replaces the package's"
-    assert known_with_shipped(write(tmp_path, f'without = ["{fault.name}"]\n'), shipped) == ()
+    assert known_with_shipped(written(tmp_path, f'without = ["{fault.name}"]\n'), shipped) == ()
     with pytest.raises(HarnessError, match="did you mean nan-scale"):
-        known_with_shipped(write(tmp_path, f'without = ["{fault.name}s"]\n'), shipped)
+        known_with_shipped(written(tmp_path, f'without = ["{fault.name}s"]\n'), shipped)
     assert known_with_shipped(shipped, shipped) == read_known(shipped)
 
 
@@ -83,7 +78,7 @@ def test_a_target_of_ones_own_may_show_what_a_llama_must() -> None:
 
 
 def test_a_record_hits_its_cases(tmp_path: Path) -> None:
-    (fault,) = faults = read_known(write(tmp_path, RECORD))
+    (fault,) = faults = read_known(written(tmp_path, RECORD))
     assert fault.verdict is Verdict.CRASH
     assert matching((*faults, *faults), parse_case_id("tp2-rowwise-v2048-f32")) == (fault, fault)
     assert matching(faults, parse_case_id("tp2-tensorwise-v2048-f32")) == ()
@@ -103,41 +98,41 @@ def test_a_record_hits_its_cases(tmp_path: Path) -> None:
     ],
 )
 def test_a_record_hits_its_versions(tmp_path: Path, installed: dict[str, str | None], hit: bool) -> None:
-    (fault,) = read_known(write(tmp_path, RECORD + 'torchao = "==0.18.*"\n'))
+    (fault,) = read_known(written(tmp_path, RECORD + 'torchao = "==0.18.*"\n'))
     assert fault.affects(installed) is hit
 
 
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        ("nan-scale", "", "known.toml:2: 'name' must be a non-empty string"),
-        ('reason = "An example."', "", "known.toml:1: 'reason' must be a non-empty string"),
-        ("crash", "crahs", "known.toml:4: Invalid enum value 'crahs' - at `$.verdict`. Fix: did you mean crash"),
+        ("nan-scale", "", "file.toml:2: 'name' must be a non-empty string"),
+        ('reason = "An example."', "", "file.toml:1: 'reason' must be a non-empty string"),
+        ("crash", "crahs", "file.toml:4: Invalid enum value 'crahs' - at `$.verdict`. Fix: did you mean crash"),
         ("crash", "passed", "verdict 'passed' is not a failure"),
-        ('"*scale * nan*"', "1", "known.toml:5: Expected `str | array`, got `int`"),
-        ("rule = ", "ruel = ", "known.toml:5: Object contains unknown field `ruel`"),
+        ('"*scale * nan*"', "1", "file.toml:5: Expected `str | array`, got `int`"),
+        ("rule = ", "ruel = ", "file.toml:5: Object contains unknown field `ruel`"),
         (
             '[{rule = "engine/raised", values = {error = "*scale * nan*"}}]',
             "[]",
-            "known.toml:5: 'requires' must name at least one",
+            "file.toml:5: 'requires' must name at least one",
         ),
-        ("2027-03-01", '"soon"', "known.toml:8: "),
+        ("2027-03-01", '"soon"', "file.toml:8: "),
         ("review_by = 2027-03-01\n", "", "missing required field `review_by`. Fix: write review_by = 2027-03-01."),
         ('torch = ">=2.13,<2.14"\n', "", "no version is named"),
         ("tp>1", "tpp>1", "unknown axis 'tpp'"),
         (">=2.13,<2.14", "2.13", "'2.13' is not a version specifier"),
-        ("link =", "links =", "known.toml:6: unknown key 'links'"),
+        ("link =", "links =", "file.toml:6: unknown key 'links'"),
     ],
 )
 def test_mistakes_are_named(tmp_path: Path, old: str, new: str, message: str) -> None:
     with pytest.raises(HarnessError) as caught:
-        read_known(write(tmp_path, RECORD.replace(old, new, 1)))
+        read_known(written(tmp_path, RECORD.replace(old, new, 1)))
     assert message in caught.value.text
 
 
 def test_two_records_of_one_name_are_refused(tmp_path: Path) -> None:
     with pytest.raises(HarnessError, match="two faults are named 'nan-scale'"):
-        read_known(write(tmp_path, RECORD + RECORD))
+        read_known(written(tmp_path, RECORD + RECORD))
 
 
 def test_the_records_of_the_project_are_readable() -> None:

@@ -16,6 +16,7 @@ from harness.report.sections import text_of
 from harness.result import RunResult
 from harness.verdict import ExitCode, Verdict
 from tests.builders import a_finding, make_result
+from tests.unit.conftest import written
 
 CASE = "tp2-rowwise-v2048-b16"
 ENTRY = f"""\
@@ -36,14 +37,8 @@ reason = "users run it"
 """
 
 
-def write(tmp_path: Path, text: str) -> Path:
-    path = tmp_path / "file.toml"
-    path.write_text(text)
-    return path
-
-
 def test_a_quarantine_covers_its_cases_up_to_its_day(tmp_path: Path) -> None:
-    (entry,) = read_quarantine(write(tmp_path, ENTRY))
+    (entry,) = read_quarantine(written(tmp_path, ENTRY))
     link = "https://github.com/pytorch/ao/issues/1"
     assert entry.text == f"quarantined until 2027-03-01 by ana: differs once a week ({link})"
     assert entry.covers(parse_case_id(CASE)) and not entry.covers(parse_case_id("single-rowwise-v2048-b16"))
@@ -53,7 +48,7 @@ def test_a_quarantine_covers_its_cases_up_to_its_day(tmp_path: Path) -> None:
 
 def test_of_two_entries_the_one_that_holds_longer_counts(tmp_path: Path) -> None:
     later = ENTRY.replace(f'id = "{CASE}"', 'select = "tp=2"').replace("2027-03-01", "2027-04-01")
-    entries = read_quarantine(write(tmp_path, later + ENTRY))
+    entries = read_quarantine(written(tmp_path, later + ENTRY))
     found = quarantine_of(entries, parse_case_id(CASE))
     assert found is not None and found.expires == datetime.date(2027, 4, 1)
 
@@ -74,11 +69,11 @@ def test_of_two_entries_the_one_that_holds_longer_counts(tmp_path: Path) -> None
 )
 def test_a_quarantine_that_is_not_complete_is_refused(tmp_path: Path, old: str, new: str, message: str) -> None:
     with pytest.raises(HarnessError, match=message):
-        read_quarantine(write(tmp_path, ENTRY.replace(old, new)))
+        read_quarantine(written(tmp_path, ENTRY.replace(old, new)))
 
 
 def test_required_cells_are_read(tmp_path: Path) -> None:
-    (entry,) = read_required(write(tmp_path, REQUIRED))
+    (entry,) = read_required(written(tmp_path, REQUIRED))
     assert (entry.name, entry.which, entry.at_least, entry.max_age_days) == ("TP", "tp>1", 2, 7)
 
 
@@ -93,7 +88,7 @@ def test_required_cells_are_read(tmp_path: Path) -> None:
 )
 def test_required_cells_that_make_no_sense_are_refused(tmp_path: Path, text: str, message: str) -> None:
     with pytest.raises(HarnessError, match=message):
-        read_required(write(tmp_path, text))
+        read_required(written(tmp_path, text))
 
 
 def test_a_quarantined_case_fails_no_run_and_is_still_told() -> None:

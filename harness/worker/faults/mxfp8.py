@@ -194,6 +194,13 @@ def _copies(cast: _Cast) -> tuple[torch.Tensor, torch.Tensor]:
     return mark_owned(cast.data.clone()), mark_owned(cast.exponents.clone())
 
 
+def _weight_of_forward(cast: _Cast, kept: dict[Any, Any]) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """For the cast of a weight for backward, what that for forward gave, which is kept; None for all other casts."""
+    if cast.role == "weight" and cast.dim == -1:
+        kept[cast.linear] = _copies(cast)
+    return kept[cast.linear] if cast.role == "weight" and cast.dim != -1 else None
+
+
 def _place(cast: _Cast) -> tuple[nn.Module, str, int]:
     return cast.linear, cast.role, cast.dim
 
@@ -213,20 +220,15 @@ def mxfp8_weight_never_cast_again(cast: _Cast, kept: dict[Any, Any]) -> None:
 @planted(_kept)
 def transpose_keeps_block_scales(cast: _Cast, kept: dict[Any, Any]) -> None:
     """The cast along the first dim gets the scales of the cast along the last dim, in their order in memory."""
-    if cast.role == "weight" and cast.dim == -1:
-        kept[cast.linear] = _copies(cast)
-    elif cast.role == "weight":
-        _, exponents = kept[cast.linear]
-        cast.exponents.copy_(exponents.reshape(cast.exponents.shape))
+    if of_forward := _weight_of_forward(cast, kept):
+        cast.exponents.copy_(of_forward[1].reshape(cast.exponents.shape))
 
 
 @planted(_kept)
 def dgrad_transposes_weight_of_forward(cast: _Cast, kept: dict[Any, Any]) -> None:
     """The gradient of the input uses the weight of forward, transposed: its blocks are not along what is summed."""
-    if cast.role == "weight" and cast.dim == -1:
-        kept[cast.linear] = _copies(cast)
-    elif cast.role == "weight":
-        data, exponents = kept[cast.linear]
+    if of_forward := _weight_of_forward(cast, kept):
+        data, exponents = of_forward
         _replace(cast, data.t(), exponents[::BLOCK].t().repeat_interleave(BLOCK, 0))
 
 

@@ -10,6 +10,7 @@ import pytest
 from harness.bugs.importing import ImportedBug, ImportOptions, import_report
 from harness.bugs.report import read_report
 from harness.matrix.caseid import case_id
+from tests.unit.bugs.test_configurations import ACCELERATE as CONFIGURATION
 
 TODAY = datetime.date(2026, 11, 22)
 
@@ -209,17 +210,9 @@ ACCELERATE = (
 - System RAM: 2267.29 GB
 ```
 where the file is
-```
-distributed_type: FSDP
-fsdp_config:
-  fsdp_version: 2
-  fsdp_activation_checkpointing: true
-fp8_config:
-  backend: AO
-mixed_precision: fp8
-num_processes: 8
-```
-"""
+```"""
+    + CONFIGURATION.replace("  enable_fsdp_float8_all_gather: true\n", "").replace("processes: 4", "processes: 8")
+    + "```\n"
 )
 OLMO = (
     head("allenai/OLMo-core", 168, "2025-02-19", "float8 makes things crash: two mesh dims")
