@@ -28,12 +28,11 @@ class Zygotes:
         self, options: Mapping[str, str], program: str = REAL, environment: Mapping[str, str] | None = None
     ) -> ZygoteEngine:
         """The engine of a rank program with these options, whose ranks have this environment."""
-        preload = {name: value for name, value in options.items() if name != "warm"}  # for the cases of any run
         seen = {name: value for name, value in (environment or {}).items() if name not in _OF_THE_COMMAND}
-        key = (program, tuple(sorted(preload.items())), tuple(sorted(seen.items())))
+        key = (program, tuple(sorted(options.items())), tuple(sorted(seen.items())))
         with self._lock:
             if key not in self._engines:
-                self._engines[key] = ZygoteEngine(program, preload)
+                self._engines[key] = ZygoteEngine(program, options)
             return self._engines[key]
 
     def lend(

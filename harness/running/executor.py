@@ -128,7 +128,7 @@ def local_node(plan: Plan, project: Project, note: Callable[[str], None]) -> Loc
 
 def _preload(plan: Plan, target: str, root: Path) -> dict[str, str]:
     compiles = "on" if plan.compiles else "off"
-    options = {"device": plan.device, "arithmetic": plan.arithmetic, "compile": compiles, "warm": ",".join(plan.warms)}
+    options = {"device": plan.device, "arithmetic": plan.arithmetic, "compile": compiles}
     if target != REFERENCE:
         options |= {"target": target, "path": os.pathsep.join(search_path(root))}
         if plan.engine == "ray":

@@ -58,8 +58,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     program: str = DEFAULT_PROGRAM
     injections: tuple[Injection, ...] = ()
     probed: bool = False  # ranks record what checks read besides losses
-    compiles: bool = False  # some case compiles its blocks: the zygote pays for the first compilation
-    warms: tuple[str, ...] = ("dp", "tp")  # the mesh axes of the cases: the zygote pays for the first use of each
+    compiles: bool = False  # some case compiles its blocks: the zygote imports what that takes
     timeout_s: float | None = None  # of every case; None scales it with the case
     timeout_factor: float = 1.0  # multiplies the default, which a study may set in `timeout_s`
     max_failures: int | None = None  # stop after so many cases that are not good
@@ -99,16 +98,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     def serving(self, cases: Iterable[Case]) -> Plan:
         """The plan of a run of these cases: what only some cases need is prepared where one needs it."""
-        served = tuple(cases)
-        used = {
-            "dp": any(case.world_size > case.layout.tp for case in served),
-            "tp": any(case.layout.tp > 1 for case in served),
-        }
-        return msgspec.structs.replace(
-            self,
-            compiles=any(case.compile != "none" for case in served),
-            warms=tuple(axis for axis, is_used in used.items() if is_used),
-        )
+        return msgspec.structs.replace(self, compiles=any(case.compile != "none" for case in cases))
 
     def deadline_s(self, case: Case) -> float:
         """Seconds that one attempt at this case may take."""

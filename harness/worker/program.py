@@ -23,7 +23,7 @@ from harness.worker.process_group import join
 from harness.worker.state import STATE
 from harness.worker.train import train
 from harness.worker.virtual import device as virtual_device
-from harness.worker.warmup import WARMUP_CASES, warm_up, without_progress_thread
+from harness.worker.warmup import warm_up, without_progress_thread
 
 if TYPE_CHECKING:
     from harness.engine.program import RankContext
@@ -56,7 +56,7 @@ def preload(options: Mapping[str, str]) -> None:
     STATE.record_changes("import")
     if on_cpu:
         torch.set_num_threads(1)  # whatever the target has set: threads that have run stay until the fork
-        warm_up(options["warm"].split(",") if "warm" in options else WARMUP_CASES, compiled=compiled)
+        warm_up()
     STATE.restart()
     FORK_BLOCKERS.record_new("the warm-up")
     if hasattr(target, "preload"):

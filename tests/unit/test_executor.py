@@ -57,11 +57,9 @@ def test_jobs_have_the_name_of_their_request() -> None:
 def test_what_ranks_are_forked_from_follows_the_target_and_the_cases(tmp_path: Path) -> None:
     plan = Plan()
     here = {"device": "cpu", "arithmetic": "exact"}
-    assert asked(plan, make_case()).preload == {**here, "compile": "off", "warm": "dp,tp"}
+    assert asked(plan, make_case()).preload == {**here, "compile": "off"}
     compiled = plan.serving([make_case(), make_case(compile="graph")])
-    assert asked(compiled, make_case()).preload == {**here, "compile": "on", "warm": ""}
-    for axes, warm in (({"tp": 2}, "tp"), ({"dp_shard": 2}, "dp"), ({"tp": 2, "dp_replicate": 2}, "dp,tp")):
-        assert asked(plan.serving([make_case(**axes)]), make_case()).preload["warm"] == warm
+    assert asked(compiled, make_case()).preload == {**here, "compile": "on"}
     mine = asked(plan, make_case(target="mine"), tmp_path).preload
     assert mine["target"] == "mine" and str(tmp_path) in mine["path"] and "source" not in mine
 

@@ -25,7 +25,7 @@ CASE = parse_case_id("single-rowwise-layers.1-v2048-gb1-sl16-s1-b16")  # small: 
 @pytest.fixture(scope="module")
 def by_kernel(tmp_path_factory: pytest.TempPathFactory) -> RankTrace:
     """The case on ranks whose zygote left torch's kernel where it is."""
-    options = {"device": "cpu", "arithmetic": "kernel", "warm": ""}
+    options = {"device": "cpu", "arithmetic": "kernel"}
     with ZygoteEngine("harness.worker.main", options) as engine:
         request = RunRequest(case=CASE, arithmetic="kernel")
         (trace,) = traces_of(run_request(engine, tmp_path_factory.mktemp("job"), request))

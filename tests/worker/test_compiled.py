@@ -145,8 +145,8 @@ def test_the_gradient_of_an_async_input_is_lost_and_waiting_keeps_it(train):
     assert norm(kept) > 0
 
 
-def test_nothing_of_async_tp_is_left_in_other_runs(trained, train):
-    """The zygote compiled a case with async TP before it forked these ranks."""
+def test_nothing_of_async_tp_is_in_other_runs(trained, train):
+    """The zygote has imported what it takes."""
     for trace in trained(parse_case_id(EAGER_COLLECTIVES), probes=PROBES).traces:
         assert trace.graphs.calls == ()
         assert {left.reason for graph in trace.graphs.graphs for left in graph.unfused} == {"the fusion pass is off"}

@@ -48,7 +48,7 @@ def line(name: str, lost: str) -> str:
 def without(names: str, *cases: object, folder: Path) -> tuple[list[str], list[JobOutcome]]:
     """What is said at the start, and how these cases end, with a torch that lacks these names."""
     notes: list[str] = []
-    options = {"device": "cpu", "compile": "on", "warm": "", "without": names}
+    options = {"device": "cpu", "compile": "on", "without": names}
     with ZygoteEngine("tests.worker.brokenprogram", options, note=notes.append) as engine:
         outcomes = []
         for number, case in enumerate(cases):

@@ -21,7 +21,7 @@ def try_target(name, source):
     called = set()
     sys.setprofile(lambda frame, event, _: called.add(frame.f_code.co_name))
     try:
-        preload({"target": name, "path": sys.argv[1], "source": source, "warm": "dp"})
+        preload({"target": name, "path": sys.argv[1], "source": source})
     except ZeroDivisionError:
         print("raises")
     except RuntimeError as error:
@@ -30,7 +30,7 @@ def try_target(name, source):
     print("warms up" if "warm_up" in called else "does not warm up", len(os.listdir("/proc/self/task")), "threads")
     print(*(f"{change.name} {change.phase}" for change in STATE.changes), flush=True)
 
-preload({"warm": ""})
+preload({})
 for words in sys.argv[2:]:
     if os.fork():
         assert os.wait()[1] == 0

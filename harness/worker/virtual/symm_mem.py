@@ -89,13 +89,6 @@ def use_reference(group_name: str) -> None:
     symm_mem._mocked_group_names = {group_name}
 
 
-def reset() -> None:
-    """Undo `use_reference`, and disable symmetric memory for all groups."""
-    symm_mem._is_test_mode = False
-    symm_mem._mocked_group_names = None
-    symm_mem._group_name_to_store.clear()
-
-
 def _with_nccl(fuse: Callable[[torch.fx.Graph], None]) -> Callable[[torch.fx.Graph], None]:
     """Wrap the fusion pass to run without NCCL, where it would silently do nothing."""
 

@@ -18,9 +18,3 @@ def enable_async_tp(tp: DeviceMesh, case: Case) -> None:
         virtual_symm_mem.use_reference(group_name)
     else:
         symm_mem.enable_symm_mem_for_group(group_name)
-
-
-def forget() -> None:
-    """Undo what `enable_async_tp` enabled in this process."""
-    torch._inductor.config._micro_pipeline_tp = False
-    virtual_symm_mem.reset()

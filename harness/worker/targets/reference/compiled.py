@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from harness.matrix.case import Case
 from harness.worker.targets.reference.model import Llama
-from harness.worker.virtual.graph_backend import graph_backend, workarounds
+from harness.worker.virtual.graph_backend import graph_backend
 
 
 def apply_compile(model: Llama, tp: DeviceMesh | None, case: Case) -> None:
@@ -33,11 +33,6 @@ def apply_compile(model: Llama, tp: DeviceMesh | None, case: Case) -> None:
     for name, block in list(model.layers.items()):
         compiled: Any = torch.compile(block, backend=backend, fullgraph=True)
         model.layers[name] = compiled
-
-
-def forget() -> None:
-    torch.compiler.reset()
-    workarounds.clear()
 
 
 def _configure(case: Case) -> None:
