@@ -14,7 +14,7 @@ def _command(*words: str) -> str:
 LIST_WORDS = _command("explain", "--ids")
 LIST_FAULTS = _command("dev", "mutate", "--list")
 LIST_CHECKS = _command("dev", "conformance", "--list")
-LIST_BASELINES = _command("baseline", "list")
+LIST_BASELINES = _command("baseline", "show")
 LIST_RUNS = _command("runs", "list")
 MEASURE_TOLERANCES = _command("baseline", "tolerance", "--measure")
 WRITE_PAGES = _command("bug", "list", "--pages", "docs/upstream")

@@ -1,4 +1,4 @@
-"""`fp8-harness baseline list | show | check | update | convert | tolerance`: what later runs are judged by."""
+"""`fp8-harness baseline show | check | update | convert | tolerance`: what later runs are judged by."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from harness.cli.options import (
     print_sections,
     project_parameter,
     query_parameter,
-    require_one,
     run_option,
     typed_command,
 )
@@ -46,6 +45,7 @@ Found = TypeVar("Found")
 
 _SHOW_EPILOG = """\b
 Examples:
+  fp8-harness baseline show                          goldens and signatures
   fp8-harness baseline show tiny-v2048-s5-gb8-sl32-lr0.001-seed0
   fp8-harness baseline show --against origin/main    what a branch changes
 """
@@ -57,7 +57,7 @@ Examples:
 """
 
 
-@click.group(epilog="\b\nExamples:\n  fp8-harness baseline list\n  fp8-harness baseline check pr")
+@click.group(epilog="\b\nExamples:\n  fp8-harness baseline show\n  fp8-harness baseline check pr")
 def baseline() -> None:
     """Manage goldens, signatures and tolerances.
 
@@ -70,30 +70,31 @@ baseline.add_command(update_command)
 baseline.add_command(convert_command)
 
 
-@baseline.command("list", epilog="\b\nExample:\n  fp8-harness baseline list")
-@project_parameter
-def list_command(project: Project) -> None:
-    """List the stored goldens by hardware class and family, then the signatures by case."""
-    sound, errors = _sound(list_signatures(project.root), lambda name: load_signature(project.root, name))
-    facts = [(key.hardware, key.family) for key in list_goldens(project.root)]
-    for name, signature in sound.items():
-        made = signature.provenance
-        facts.append(("signature", f"{name}  {made.created[:10]}  torch {made.software.get('torch')}  {made.reason}"))
-    print_sections([Facts((*facts, *(("damaged", error) for error in errors)))])
-
-
 @baseline.command("show", epilog=_SHOW_EPILOG)
 @click.argument("family", required=False)
 @click.option("--hardware", "hardware_name", default="cpu", show_default=True, help="Hardware class of the golden.")
 @click.option("--against", metavar="REV|ROOT", help="Show how the goldens differ from a git revision or project root.")
 @project_parameter
 def show_command(*, family: str | None, hardware_name: str, against: str | None, project: Project) -> None:
-    """Show one golden with its provenance, or how the goldens differ from others."""
-    require_one("give a FAMILY, or --against REV|ROOT.", family, against)
+    """List the stored goldens and signatures; or show one golden, or how the goldens differ from others."""
+    if family is not None and against is not None:
+        raise click.UsageError("give a FAMILY or --against, not both.")
     if against is not None:
         _show_changes(project, against)
     elif family is not None:
         _show_golden(project, hardware_name, family)
+    else:
+        _list(project)
+
+
+def _list(project: Project) -> None:
+    """Goldens by hardware class and family, then signatures by case."""
+    sound, errors = _sound(list_signatures(project.root), lambda name: load_signature(project.root, name))
+    facts = [(key.hardware, key.family) for key in list_goldens(project.root)]
+    for name, signature in sound.items():
+        made = signature.provenance
+        facts.append(("signature", f"{name}  {made.created[:10]}  torch {made.software.get('torch')}  {made.reason}"))
+    print_sections([Facts((*facts, *(("damaged", error) for error in errors)))])
 
 
 def _show_golden(project: Project, hardware: str, family: str) -> None:

@@ -17,7 +17,6 @@ from harness.cli.options import (
     print_report,
     project_parameter,
     query_parameter,
-    require_one,
     typed_command,
 )
 from harness.durable import write_whole
@@ -181,7 +180,8 @@ def tier_command(*, name: str | None, rounds: int, fitted: Path | None, project:
     With --fit: fit the costs of cases to the CPU seconds of a run that made all of its witnesses, and store them.
     """
     project.check_writable()
-    require_one("give a TIER, or --fit RESULT.json.", name, fitted)
+    if (name is None) == (fitted is None):
+        raise click.UsageError("give a TIER, or --fit RESULT.json.")
     if name is not None:
         _choose(project, name, rounds)
     if fitted is not None:

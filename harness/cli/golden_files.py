@@ -78,7 +78,7 @@ def _store(project: Project, path: Path) -> None:
 def _curve_of_run(project: Project, name: str) -> TextCurve:
     found = [each for each in results_of(project, "last").results if each.case_id == name and each.losses]
     if not found:
-        fix = "give a file that is there, a family of `baseline list`, or a case that the last run trained."
+        fix = "give a file that is there, a family of `baseline show`, or a case that the last run trained."
         raise HarnessError(
             "neither a file, a stored golden, nor a case of the last run with losses.", where=name, fix=fix
         )

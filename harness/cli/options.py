@@ -169,12 +169,6 @@ def given_run_options() -> RunOptions:
     return RunOptions(**{name: context.params[name] for name in names})
 
 
-def require_one(fix: str, *given: object) -> None:
-    """Raises UsageError, which says `fix`, where none or several of these are given."""
-    if sum(each is not None for each in given) != 1:
-        raise click.UsageError(fix)
-
-
 def print_sections(sections: Iterable[Block], *, file: TextIO | None = None, err: bool = False) -> None:
     """As wide as the terminal and in colours; in a pipe or a file, one line for every row."""
     from harness.report.sections import terminal, text_of

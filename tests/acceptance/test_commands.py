@@ -95,7 +95,7 @@ def test_golden_update_shows_old_and_new(project: Command) -> None:
     assert "unchanged" in done.stdout
     assert "old loss" in done.stdout
     assert project.call("baseline", "update", "smoke", "--missing", "--reason", "more").returncode == 3
-    family = project.call("baseline", "list").stdout.split()[1]
+    family = project.call("baseline", "show").stdout.split()[1]
     shown = project.call("baseline", "show", family)
     assert "reason    again" in shown.stdout
     assert "7.5" in shown.stdout

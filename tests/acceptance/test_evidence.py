@@ -40,7 +40,7 @@ def test_the_kernel_of_this_machine(tmp_path: Path) -> None:
     assert len(stored["items"]) == len(told["items"]) > 250 and stored["environment"]["device"] == "cpu"
     summary = (tmp_path / "golden" / "cpu" / "evidence-kernel.md").read_text()
     assert "nothing about a GPU" in summary and summary in done.stdout and "none is compared" in summary
-    assert project.call("baseline", "list").stdout == "", "evidence is no golden"
+    assert project.call("baseline", "show").stdout == "", "evidence is no golden"
     shown = project.call("dev", "evidence", "--list")
     assert shown.returncode == 0 and "rehearsal of kernel on cpu: good; 305 passed" in shown.stdout
 

@@ -50,7 +50,7 @@ def test_what_is_recorded_is_what_later_runs_are_compared_with(mine: Inside) -> 
     assert f"{CASE}: new\n  stored in " in first.stdout and "1 signature stored, 0 cases failed" in first.stdout
     last = mine.run("baseline", "check", "mine").stdout.splitlines()[-1]
     assert last == "1 signature, 0 damaged, 0 missing, 0 of other versions"
-    *_, listed = mine.run("baseline", "list").stdout.splitlines()
+    *_, listed = mine.run("baseline", "show").stdout.splitlines()
     assert listed.startswith(f"signature  {CASE}  20") and listed.endswith("  torch 2.13.0+cpu  first")
     code, good = result(mine)
     assert (code, good["verdict"]) == (0, "passed") and "signature" in good["checks"]
@@ -84,7 +84,7 @@ def test_what_fails_another_check_is_not_recorded(mine: Inside) -> None:
     done = mine.run(*UPDATE, "first")
     assert done.returncode == 1
     assert "loss_vs_golden" in done.stdout and "0 signatures stored, 1 case failed" in done.stdout
-    assert "signature" not in mine.run("baseline", "list").stdout
+    assert "signature" not in mine.run("baseline", "show").stdout
 
 
 def test_errors_are_one_line_with_a_fix(mine: Inside) -> None:
