@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import chdir, redirect_stderr, redirect_stdout
+from contextlib import ExitStack, chdir, redirect_stderr, redirect_stdout
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import TYPE_CHECKING, Any
@@ -17,6 +19,7 @@ from unittest.mock import patch
 import pytest
 
 from harness.cli.main import main
+from harness.running.identity import target_digest
 
 if TYPE_CHECKING:
     from tests.zygotes import Zygotes
@@ -42,11 +45,11 @@ axes = {recipe = "bf16", steps = 3, loss_tolerance = 0.05}
 
 @dataclass
 class Command:
-    """Runs `fp8-harness` in a project folder of its own."""
+    """Runs `fp8-harness` in a project folder of its own. `zygotes`: of runs in this process, where they are shared."""
 
     folder: Path
     environment: dict[str, str] = field(default_factory=dict)
-    repository: Path = REPOSITORY
+    zygotes: Zygotes | None = None
 
     def start(self, *arguments: str, **options: Any) -> subprocess.Popen[str]:
         pipe = subprocess.PIPE
@@ -68,9 +71,17 @@ class Command:
         return subprocess.CompletedProcess(arguments, process.returncode, out, err)
 
     def call(self, *arguments: str) -> subprocess.CompletedProcess[str]:
-        """The same in this process, which saves most of a run: a new process only imports what this one has."""
-        environment = patch.dict(os.environ, self.environment_of_runs(), clear=True)
-        with TemporaryFile("w+", 1) as out, TemporaryFile("w+", 1) as err, environment:
+        """The same in this process, which saves most of a run: a new process only imports what this one has.
+
+        Ranks are forked from shared zygotes, if there are any.
+        """
+        importlib.invalidate_caches()
+        target_digest.cache_clear()  # a test may change its target between two runs
+        with TemporaryFile("w+", 1) as out, TemporaryFile("w+", 1) as err, ExitStack() as here:
+            here.enter_context(patch.dict(os.environ, self.environment_of_runs(), clear=True))
+            if self.zygotes is not None:
+                borrowed = partial(self.zygotes.lend, environment=self.environment)
+                here.enter_context(patch("harness.running.executor.ZygoteEngine", borrowed))
             with chdir(self.folder), redirect_stdout(out), redirect_stderr(err):
                 code = main(arguments)
             out.seek(0)
@@ -147,31 +158,31 @@ def empty_project(folder: Path) -> Path:
 
 
 @pytest.fixture(scope="session")
-def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def template(tmp_path_factory: pytest.TempPathFactory, zygotes: Zygotes) -> Path:
     """The folder of a project with one tier `smoke` and its goldens."""
-    command = Command(empty_project(tmp_path_factory.mktemp("template")))
+    command = Command(empty_project(tmp_path_factory.mktemp("template")), zygotes=zygotes)
     command.tier("smoke", CASES)
     done = command.call("baseline", "update", "smoke", "--device", "cpu", "--reason", "first")
     assert done.returncode == 0, done.stdout + done.stderr
     return command.folder
 
 
-def copied(template: Path, folder: Path) -> Command:
+def copied(template: Path, folder: Path, zygotes: Zygotes) -> Command:
     for name in ("cases", "golden"):
         shutil.copytree(template / name, folder / name)
-    return Command(folder)
+    return Command(folder, zygotes=zygotes)
 
 
 @pytest.fixture(scope="module")
-def shared(tmp_path_factory: pytest.TempPathFactory, template: Path) -> Command:
+def shared(tmp_path_factory: pytest.TempPathFactory, template: Path, zygotes: Zygotes) -> Command:
     """One project for the tests of a file that do not change it."""
-    return copied(template, tmp_path_factory.mktemp("shared"))
+    return copied(template, tmp_path_factory.mktemp("shared"), zygotes)
 
 
 @pytest.fixture
-def project(tmp_path: Path, template: Path) -> Command:
+def project(tmp_path: Path, template: Path, zygotes: Zygotes) -> Command:
     """A project of the test's own."""
-    return copied(template, tmp_path)
+    return copied(template, tmp_path, zygotes)
 
 
 @pytest.fixture(scope="module")

@@ -1,21 +1,17 @@
-"""The command line in this process, with ranks that are forked from the zygotes which tests share.
+"""The command line in this process: for what a run says and leaves behind.
 
-For what a run says and leaves behind. Signals, terminals and what is left of processes need the real command. Only who
-starts the zygotes is replaced: ranks are real, or those of `fake_program.py`.
+Signals, terminals and what is left of processes need the real command. Only who starts the zygotes is replaced: ranks
+are real, or those of `fake_program.py`.
 """
 
 from __future__ import annotations
 
-import importlib
 import subprocess
-from dataclasses import dataclass, field, replace
-from functools import partial
+from dataclasses import dataclass, replace
 from pathlib import Path
-from unittest import mock
 
-from harness.running.identity import target_digest
 from tests.acceptance.conftest import Command, empty_project
-from tests.zygotes import Zygotes
+from tests.zygotes import REAL, Zygotes
 
 TARGETS = Path(__file__).parents[1] / "targets"
 
@@ -23,8 +19,6 @@ TARGETS = Path(__file__).parents[1] / "targets"
 @dataclass
 class Inside(Command):
     """`fp8-harness` in this process; `start`, `shell` and `apart` run the real command in the same folder."""
-
-    warm: Zygotes = field(default_factory=Zygotes)
 
     @property
     def apart(self) -> Command:
@@ -36,16 +30,12 @@ class Inside(Command):
 
     def run(self, *arguments: str, timeout_s: float = 0) -> subprocess.CompletedProcess[str]:
         """Run the command line to its end. `timeout_s` is for the real command: cases have limits of their own."""
-        importlib.invalidate_caches()
-        target_digest.cache_clear()  # a test may change its target between two runs
-        borrowed = partial(self.warm.lend, environment=self.environment)
-        with mock.patch("harness.running.executor.ZygoteEngine", borrowed):
-            return self.call(*arguments)
+        return self.call(*arguments)
 
 
-def with_targets(folder: Path, warm: Zygotes, *names: str) -> Inside:
+def with_targets(folder: Path, zygotes: Zygotes, *names: str) -> Inside:
     """A project with these files of `tests/targets` in it, run on the real ranks."""
     empty_project(folder)
     for name in names:
         (folder / name).write_text((TARGETS / name).read_text())
-    return Inside(folder, {"FP8_HARNESS_PROGRAM": "harness.worker.main"}, warm=warm)
+    return Inside(folder, {"FP8_HARNESS_PROGRAM": REAL}, zygotes=zygotes)

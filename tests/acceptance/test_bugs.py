@@ -102,7 +102,7 @@ FAR, GOOD = (f"fsdp2-tensorwise-v2048-s3-{seed}f32-tol.0.05" for seed in ("seed4
 @pytest.fixture
 def real(project: Command, warm: Zygotes) -> Inside:
     """The project, with ranks that run torch."""
-    return Inside(project.folder, {"FP8_HARNESS_PROGRAM": "harness.worker.main"}, warm=warm)
+    return Inside(project.folder, {"FP8_HARNESS_PROGRAM": "harness.worker.main"}, zygotes=warm)
 
 
 def write_bug(project: Command, text: str) -> None:

@@ -7,7 +7,6 @@ import re
 import shutil
 import sys
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 import click
 import pytest
@@ -16,11 +15,9 @@ from msgspec.structs import replace
 from harness.cli.main import app
 from harness.evidence.golden import load_golden, write_golden
 from harness.tables import save_tables
+from tests.acceptance.conftest import REPOSITORY, Command
 from tests.builders import make_trace, run_of
 from tests.programs import make_commit
-
-if TYPE_CHECKING:
-    from tests.acceptance.conftest import Command
 
 
 def commands(command: click.Command, *words: str) -> Iterator[tuple[str, ...]]:
@@ -45,7 +42,7 @@ def test_list_imports_nothing_heavy(shared: Command) -> None:
         "import sys; from harness.cli.main import main; code = main(['list', 'smoke']);"
         "print(code, sorted({'torch', 'numpy', 'rich', 'jsonschema', 'pytest'} & set(sys.modules)), file=sys.stderr)"
     )
-    environment = {"PYTHONPATH": str(shared.repository), "HOME": str(shared.folder)}
+    environment = {"PYTHONPATH": str(REPOSITORY), "HOME": str(shared.folder)}
     done = shared.process(sys.executable, "-c", code, env=environment)
     assert done.stderr.splitlines()[-1] == "0 []"
 
@@ -164,7 +161,7 @@ def test_a_changed_golden_is_compared_with_noise_and_its_cpu_is_named(project: C
     for name in ("tolerances.toml", "evidence/loss_vs_golden.json"):
         to = project.folder / "golden" / name
         to.parent.mkdir(exist_ok=True)
-        shutil.copy(project.repository / "golden" / name, to)
+        shutil.copy(REPOSITORY / "golden" / name, to)
     family = "tiny-v2048-s3-gb8-sl32-lr0.001-seed0"
     assert "cpu  " in project.call("baseline", "show", family).stdout
     stored = load_golden(project.folder, "cpu", family)
@@ -233,7 +230,7 @@ def test_tolerance_measure_leaves_out_cases_with_recorded_faults_by_name(project
 def test_version(shared: Command) -> None:
     assert "fp8-harness" in shared.call("--version").stdout
     lines = {line.split()[0]: line.split() for line in shared.call("--version").stdout.splitlines()}
-    assert lines["fp8-harness"][-1] == str(shared.repository / "harness")
+    assert lines["fp8-harness"][-1] == str(REPOSITORY / "harness")
     assert len(lines["torch"][2]) == 12 and lines["torch"][-1].endswith("/torch")
     assert "cpu" in lines
 
@@ -258,7 +255,7 @@ def test_explain_lists_the_words_of_ids_and_what_is_out_of_scope(shared: Command
 
 
 def test_explain_takes_an_id_apart_and_says_what_a_case_costs(shared: Command) -> None:
-    done = shared.call("explain", "tp2-rowwise-v2048-f32", "--root", str(shared.repository))
+    done = shared.call("explain", "tp2-rowwise-v2048-f32", "--root", str(REPOSITORY))
     assert re.search("^  tp2 +tensor parallelism over 2 ranks$", done.stdout, re.MULTILINE)
     assert "estimated: from " in done.stdout and " GB in one process" in done.stdout
     own = shared.call("explain", "tp2-rowwise-v2048-f32")

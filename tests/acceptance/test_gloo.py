@@ -16,7 +16,7 @@ CASE = "tp2-rowwise-ac.full-v2048-f64"
 
 def test_a_case_of_the_smoke_tier_passes_over_gloo(tmp_path: Path, warm: Zygotes) -> None:
     out = tmp_path / "result.json"
-    here = Inside(REPOSITORY, {"FP8_HARNESS_PROGRAM": REAL, "FP8_HARNESS_STATE": str(tmp_path / "state")}, warm=warm)
+    here = Inside(REPOSITORY, {"FP8_HARNESS_PROGRAM": REAL, "FP8_HARNESS_STATE": str(tmp_path / "state")}, zygotes=warm)
     done = here.run("run", CASE, "--device", "cpu", "--fabric", "gloo", "--json", str(out))
     assert done.returncode == 0, done.stdout
     report = read_run(out)

@@ -19,13 +19,13 @@ if TYPE_CHECKING:
 
 @pytest.fixture
 def project(project: Command, warm: Zygotes) -> Inside:
-    return Inside(project.folder, warm=warm)
+    return Inside(project.folder, zygotes=warm)
 
 
 @pytest.fixture(scope="module")
 def ran(shared: Command, warm: Zygotes) -> Inside:
     """A project in which a tier ran under a name, and then a case that raises."""
-    folder, shared = shared.folder, Inside(shared.folder, warm=warm)
+    folder, shared = shared.folder, Inside(shared.folder, zygotes=warm)
     done = shared.run("run", "smoke", "--name", "release", "--html", str(folder / "run.html"), "--json", "run.json")
     assert done.returncode == 0, done.stderr
     shared.planted("raises", RAISES)

@@ -11,7 +11,7 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.acceptance.conftest import Command
+from tests.acceptance.conftest import REPOSITORY, Command
 from tests.lines import lines_of, read_run
 
 CPU = ("--device", "cpu")
@@ -86,7 +86,7 @@ def test_a_resumed_run_fails_for_what_failed_before(project: Command) -> None:
 
 def test_the_seconds_and_the_budget_are_those_of_the_whole_run(project: Command) -> None:
     (project.folder / "golden" / "evidence").mkdir(exist_ok=True)
-    costs = project.repository / "golden" / "evidence" / "costs.json"
+    costs = REPOSITORY / "golden" / "evidence" / "costs.json"
     shutil.copy(costs, project.folder / "golden" / "evidence")
     waiting_tier(project, 1, 5)
     stop_after(project, 1, "--budget-s", "19")

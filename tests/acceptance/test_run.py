@@ -28,12 +28,12 @@ CPU = ("--device", "cpu")
 @pytest.fixture(scope="module")
 def common(shared: Command, warm: Zygotes) -> Inside:
     """The project of tests that do not change it."""
-    return Inside(shared.folder, warm=warm)
+    return Inside(shared.folder, zygotes=warm)
 
 
 @pytest.fixture
 def project(project: Command, warm: Zygotes) -> Inside:
-    return Inside(project.folder, warm=warm)
+    return Inside(project.folder, zygotes=warm)
 
 
 def test_good_run(common: Inside, tmp_path: Path) -> None:
@@ -172,7 +172,7 @@ def test_rerun_failed_runs_what_a_killed_run_never_reached_in_the_same_way(proje
     process.communicate(timeout=30)
     elsewhere = project.folder / "cases" / "deep"
     elsewhere.mkdir()
-    again = Inside(elsewhere, {"FP8_HARNESS_STATE": str(project.folder / "state")}, warm=project.warm)
+    again = Inside(elsewhere, {"FP8_HARNESS_STATE": str(project.folder / "state")}, zygotes=project.zygotes)
     done = again.run("run", "--lf", "-x")
     patch = project.folder.resolve() / "patch.py"
     assert f"note: repeats --device cpu --timeout-s 77 --inject {patch}:apply of the last run." in done.stderr

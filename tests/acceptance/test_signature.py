@@ -24,7 +24,7 @@ def mine(project: Command, warm: Zygotes) -> Inside:
     (project.folder / "mine.py").write_text("from harness.worker.targets.reference.build import build as build\n")
     axes = 'recipe = "rowwise", dp_shard = 2, steps = 3, loss_tolerance = 0.05, target = "mine"'
     project.cases("mine", axes)
-    return Inside(project.folder, warm=warm)
+    return Inside(project.folder, zygotes=warm)
 
 
 def result(project: Inside, *options: str) -> tuple[int, dict[str, Any]]:
