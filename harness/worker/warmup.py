@@ -11,6 +11,7 @@ import gc
 import importlib
 import importlib.util
 import warnings
+from contextlib import suppress
 
 import torch
 import torch.distributed as dist
@@ -57,9 +58,8 @@ def warm_up() -> None:
         collectives.FABRIC.connect(None)
         dist.init_process_group(collectives.BACKEND, store=HashStore(), rank=0, world_size=WARMUP_CASE.world_size)
         try:
-            train(RunRequest(case=WARMUP_CASE, probes=_EAGER_PROBES), torch.device("cpu"), lambda _: None)
-        except Exception:
-            pass
+            with suppress(Exception):
+                train(RunRequest(case=WARMUP_CASE, probes=_EAGER_PROBES), torch.device("cpu"), lambda _: None)
         finally:
             dist.destroy_process_group()
             collectives.FABRIC.disconnect()
