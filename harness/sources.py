@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 _CODE = re.compile(r"\.py$|\.so(\.[0-9.]+)?$")
-_LISTED = re.compile(r"\.py\b|\.so\b")  # in a line of a RECORD that is of such a file, and in few others
+_LISTED = re.compile(r"\.py\b|\.so\b")  # matches every line of a RECORD about such a file
 
 
 # Everything that the numbers of a run depend on, by the name of its distribution: the module that is imported.

@@ -8,8 +8,8 @@ from typing import Self
 
 from harness.engine.messages import Share, ShareEvent, ShareOutcome
 from harness.engine.zygote_engine import ZygoteEngine
+from harness.running.plan import DEFAULT_PROGRAM
 
-REAL = "harness.worker.main"
 EAGER = {"device": "cpu", "arithmetic": "exact", "compile": "off"}
 COMPILED = {**EAGER, "compile": "on"}
 
@@ -25,7 +25,7 @@ class Zygotes:
         self._lock = threading.Lock()
 
     def engine(
-        self, options: Mapping[str, str], program: str = REAL, environment: Mapping[str, str] | None = None
+        self, options: Mapping[str, str], program: str = DEFAULT_PROGRAM, environment: Mapping[str, str] | None = None
     ) -> ZygoteEngine:
         """The engine of a rank program with these options, whose ranks have this environment."""
         seen = {name: value for name, value in (environment or {}).items() if name not in _OF_THE_COMMAND}

@@ -267,9 +267,9 @@ _ALIGNMENT_PATTERN = (
     r"|(?:rows|cols) must be a multiple of 32"
 )
 
-_misaligned = functools.partial(Refusal, check="alignment", pattern=_ALIGNMENT_PATTERN)
+_refused_alignment = functools.partial(Refusal, check="alignment", pattern=_ALIGNMENT_PATTERN)
 REFUSALS: tuple[Refusal, ...] = (
-    _misaligned(
+    _refused_alignment(
         name="block_alignment",
         reason="a weight dimension of a converted linear inside a block, as one TP rank holds it, is not a multiple of "
         "16 (MXFP8: 32); pad_inner_dim cannot help, because every weight dimension is an output dimension of a matmul",
@@ -277,7 +277,7 @@ REFUSALS: tuple[Refusal, ...] = (
         axes=(*_MODEL_AXES, "tp", *_CONVERSION_AXES),
         when=lambda case: _misaligned_weights(case, output=False),
     ),
-    _misaligned(
+    _refused_alignment(
         name="output_alignment",
         reason="the converted output layer holds a shard of the vocabulary that is not a multiple of 16 (MXFP8: 32); "
         "pad_inner_dim cannot help, because the shard is the output dimension of the forward matmul; padding the "
@@ -286,7 +286,7 @@ REFUSALS: tuple[Refusal, ...] = (
         axes=(*_VOCABULARY_AXES, *_MODEL_AXES, "tp", "output_layer", *_CONVERSION_AXES),
         when=lambda case: _misaligned_weights(case, output=True),
     ),
-    _misaligned(
+    _refused_alignment(
         name="token_alignment",
         reason="the tokens per rank are the inner dimension of the weight-gradient matmul and not a multiple of 16 "
         "(MXFP8: 32); pad_inner_dim or a recipe with the weight gradient in high precision (with_gw_hp) make the case "

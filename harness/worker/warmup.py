@@ -27,8 +27,8 @@ from harness.worker.probes.probe import PROBES
 from harness.worker.train import train
 from harness.worker.virtual import collectives
 
-# What every rank would do for the first time takes 0.4 s. TP, other recipes and compiled blocks share so much of that
-# that warming them up costs more than it saves: see docs/decisions/ranks.md.
+# It saves every rank 0.4 s. A second case, with TP, another recipe or compiled blocks, takes longer than ranks save by
+# it: see docs/decisions/ranks.md.
 WARMUP_CASE = Case(
     layout=Layout(dp_replicate=2, dp_shard=2),
     float8=Float8(recipe="tensorwise", fp8_all_gather=True, precompute_scale=True),

@@ -45,7 +45,7 @@ axes = {recipe = "bf16", steps = 3, loss_tolerance = 0.05}
 
 @dataclass
 class Command:
-    """Runs `fp8-harness` in a project folder of its own. `zygotes`: of runs in this process, where they are shared."""
+    """Runs `fp8-harness` in a project folder of its own. `zygotes`: what `call` forks ranks from; None: its own."""
 
     folder: Path
     environment: dict[str, str] = field(default_factory=dict)
@@ -71,10 +71,7 @@ class Command:
         return subprocess.CompletedProcess(arguments, process.returncode, out, err)
 
     def call(self, *arguments: str) -> subprocess.CompletedProcess[str]:
-        """The same in this process, which saves most of a run: a new process only imports what this one has.
-
-        Ranks are forked from shared zygotes, if there are any.
-        """
+        """The same in this process, which saves most of a run: a new process only imports what this one has."""
         importlib.invalidate_caches()
         target_digest.cache_clear()  # a test may change its target between two runs
         with TemporaryFile("w+", 1) as out, TemporaryFile("w+", 1) as err, ExitStack() as here:

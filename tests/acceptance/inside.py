@@ -10,8 +10,9 @@ import subprocess
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from harness.running.plan import DEFAULT_PROGRAM
 from tests.acceptance.conftest import Command, empty_project
-from tests.zygotes import REAL, Zygotes
+from tests.zygotes import Zygotes
 
 TARGETS = Path(__file__).parents[1] / "targets"
 
@@ -38,4 +39,4 @@ def with_targets(folder: Path, zygotes: Zygotes, *names: str) -> Inside:
     empty_project(folder)
     for name in names:
         (folder / name).write_text((TARGETS / name).read_text())
-    return Inside(folder, {"FP8_HARNESS_PROGRAM": REAL}, zygotes=zygotes)
+    return Inside(folder, {"FP8_HARNESS_PROGRAM": DEFAULT_PROGRAM}, zygotes=zygotes)

@@ -15,6 +15,7 @@ import pytest
 from harness.checks.scales import RULES
 from harness.matrix.axes import own_axes
 from harness.matrix.caseid import parse_case_id
+from harness.running.plan import DEFAULT_PROGRAM
 from harness.running.versions import NotInstalled, Source, Versions
 from tests.acceptance.conftest import Command
 from tests.acceptance.inside import Inside
@@ -102,7 +103,7 @@ FAR, GOOD = (f"fsdp2-tensorwise-v2048-s3-{seed}f32-tol.0.05" for seed in ("seed4
 @pytest.fixture
 def real(project: Command, warm: Zygotes) -> Inside:
     """The project, with ranks that run torch."""
-    return Inside(project.folder, {"FP8_HARNESS_PROGRAM": "harness.worker.main"}, zygotes=warm)
+    return Inside(project.folder, {"FP8_HARNESS_PROGRAM": DEFAULT_PROGRAM}, zygotes=warm)
 
 
 def write_bug(project: Command, text: str) -> None:

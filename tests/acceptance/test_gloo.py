@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from harness.running.plan import DEFAULT_PROGRAM
 from tests.acceptance.conftest import REPOSITORY
 from tests.acceptance.inside import Inside
 from tests.lines import read_run
-from tests.zygotes import REAL, Zygotes
+from tests.zygotes import Zygotes
 
 # The whole tier, with ranks whose sums have another order over gloo, is `make gloo`; two mesh axes and planted faults
 # are in `tests/worker/test_gloo.py` and `tests/power/test_gloo.py`.
@@ -16,7 +17,9 @@ CASE = "tp2-rowwise-ac.full-v2048-f64"
 
 def test_a_case_of_the_smoke_tier_passes_over_gloo(tmp_path: Path, warm: Zygotes) -> None:
     out = tmp_path / "result.json"
-    here = Inside(REPOSITORY, {"FP8_HARNESS_PROGRAM": REAL, "FP8_HARNESS_STATE": str(tmp_path / "state")}, zygotes=warm)
+    here = Inside(
+        REPOSITORY, {"FP8_HARNESS_PROGRAM": DEFAULT_PROGRAM, "FP8_HARNESS_STATE": str(tmp_path / "state")}, zygotes=warm
+    )
     done = here.run("run", CASE, "--device", "cpu", "--fabric", "gloo", "--json", str(out))
     assert done.returncode == 0, done.stdout
     report = read_run(out)

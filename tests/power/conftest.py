@@ -12,7 +12,7 @@ from harness.engine.node import LocalNode
 from harness.project import find_project
 from harness.running.executor import Executor
 from harness.running.plan import make_plan
-from tests.zygotes import REAL, Zygotes
+from tests.zygotes import Zygotes
 
 
 @pytest.fixture(scope="session")
@@ -20,6 +20,6 @@ def executor(zygotes: Zygotes) -> Iterator[Executor]:
     plan, project = make_plan(device="cpu"), find_project()
     (here,) = plan.capacity.nodes
     leases = open_leases(project.lease_folder(), "cpu", here.slots, print)
-    node = LocalNode(lambda options: zygotes.lend(REAL, options), leases, here, logs=plan.logs)
+    node = LocalNode(lambda options: zygotes.lend(plan.program, options), leases, here, logs=plan.logs)
     with Executor(plan, Cluster([node]), project.root) as opened:
         yield opened

@@ -24,6 +24,14 @@ def answers(engine: ZygoteEngine, folder: Path, payload: bytes, world_size: int)
     return [rank.payload or b"" for rank in outcome.ranks]
 
 
+def validation(engine: ZygoteEngine, folder: Path, module: str) -> Validation:
+    question = StrategyQuestion(module=module, operators=("abs", "no_such_operator"))
+    own = folder / module
+    own.mkdir()
+    [answer] = answers(engine, own, msgspec.msgpack.encode(question), 1)
+    return msgspec.msgpack.decode(answer, type=Validation)
+
+
 def test_a_layout_with_tp_names_the_operators_that_it_calls_on_dtensors(tmp_path: Path) -> None:
     request = msgspec.msgpack.encode(make_request(parse_case_id("tp2-rowwise-v2048-s1-b16")))
     with ZygoteEngine(PROGRAM, {"device": "cpu"}) as engine:
@@ -32,14 +40,8 @@ def test_a_layout_with_tp_names_the_operators_that_it_calls_on_dtensors(tmp_path
 
 
 def test_torch_validates_operators_that_it_has_samples_of_or_is_said_to_be_missing(tmp_path: Path) -> None:
-    def validation(module: str) -> Validation:
-        question = StrategyQuestion(module=module, operators=("abs", "no_such_operator"))
-        (folder := tmp_path / module).mkdir()
-        [answer] = answers(engine, folder, msgspec.msgpack.encode(question), 1)
-        return msgspec.msgpack.decode(answer, type=Validation)
-
     preload({"validation": "torch.no_such_judge"})
     with ZygoteEngine(PROGRAM, {"validation": VALIDATION}) as engine:
-        assert "No module named" in validation("torch.no_such_judge").unavailable
-        found = validation(VALIDATION)
+        missing, found = (validation(engine, tmp_path, module) for module in ("torch.no_such_judge", VALIDATION))
+    assert "No module named" in missing.unavailable
     assert list(found.operators) == ["abs"] and found.operators["abs"].right > 0 == found.operators["abs"].wrong

@@ -195,10 +195,13 @@ def _copies(cast: _Cast) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _weight_of_forward(cast: _Cast, kept: dict[Any, Any]) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """For the cast of a weight for backward, what that for forward gave, which is kept; None for all other casts."""
-    if cast.role == "weight" and cast.dim == -1:
+    """Keep what the cast of a weight for forward gave, and return it at the cast for backward; None at other casts."""
+    if cast.role != "weight":
+        return None
+    if cast.dim == -1:
         kept[cast.linear] = _copies(cast)
-    return kept[cast.linear] if cast.role == "weight" and cast.dim != -1 else None
+        return None
+    return kept[cast.linear]
 
 
 def _place(cast: _Cast) -> tuple[nn.Module, str, int]:
