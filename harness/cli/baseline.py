@@ -1,26 +1,29 @@
-"""`fp8-harness baseline show | check | update | convert | tolerance`: what later runs are judged by."""
+"""`fp8-harness baseline show | check | update | tolerance`: what later runs are judged by."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import TypeVar
 
 import click
 
 from harness.cli.baseline_update import asked_cases, ended, update_command
-from harness.cli.golden_files import convert_command
 from harness.cli.options import (
     AT_LEAST_1,
+    curve_option,
     plan_parameter,
     print_sections,
     project_parameter,
     query_parameter,
     run_option,
     typed_command,
+    write_output,
 )
 from harness.engine.hardware import Capacity, capacity_here
 from harness.errors import HarnessError
-from harness.evidence.golden import changes_between, list_goldens, load_golden, unsound
+from harness.evidence.curve import curve_of_golden, text_of_curve
+from harness.evidence.golden import Golden, changes_between, list_goldens, load_golden, unsound
 from harness.evidence.signature import Signature, list_signatures, load_signature, needs_signature
 from harness.evidence.tolerance import CHECKS, Sample, fit, measured_steps, noise, read_evidence, write_evidence
 from harness.evidence.tree import goldens_of
@@ -47,6 +50,7 @@ _SHOW_EPILOG = """\b
 Examples:
   fp8-harness baseline show                          goldens and signatures
   fp8-harness baseline show tiny-v2048-s5-gb8-sl32-lr0.001-seed0
+  fp8-harness baseline show tiny-v2048-s5-gb8-sl32-lr0.001-seed0 --curve golden.txt
   fp8-harness baseline show --against origin/main    what a branch changes
 """
 _TOLERANCE_EPILOG = """\b
@@ -67,22 +71,29 @@ def baseline() -> None:
 
 
 baseline.add_command(update_command)
-baseline.add_command(convert_command)
 
 
 @baseline.command("show", epilog=_SHOW_EPILOG)
 @click.argument("family", required=False)
 @click.option("--hardware", "hardware_name", default="cpu", show_default=True, help="Hardware class of the golden.")
 @click.option("--against", metavar="REV|ROOT", help="Show how the goldens differ from a git revision or project root.")
+@curve_option
 @project_parameter
-def show_command(*, family: str | None, hardware_name: str, against: str | None, project: Project) -> None:
+def show_command(
+    *, family: str | None, hardware_name: str, against: str | None, curve_file: Path | None, project: Project
+) -> None:
     """List the stored goldens and signatures; or show one golden, or how the goldens differ from others."""
     if family is not None and against is not None:
         raise click.UsageError("give a FAMILY or --against, not both.")
+    if family is None and curve_file is not None:
+        raise click.UsageError("--curve is of one golden: add its FAMILY.")
     if against is not None:
         _show_changes(project, against)
     elif family is not None:
-        _show_golden(project, hardware_name, family)
+        golden = load_golden(project.root, hardware_name, family)
+        if curve_file is None:
+            _show_golden(golden)
+        write_output(curve_file, lambda: text_of_curve(curve_of_golden(golden)).encode())
     else:
         _list(project)
 
@@ -97,8 +108,7 @@ def _list(project: Project) -> None:
     print_sections([Facts((*facts, *(("damaged", error) for error in errors)))])
 
 
-def _show_golden(project: Project, hardware: str, family: str) -> None:
-    shown = load_golden(project.root, hardware, family)
+def _show_golden(shown: Golden) -> None:
     source = shown.provenance
     facts = {
         "family": shown.family,

@@ -129,6 +129,13 @@ def json_option(what: str) -> Callable[[Command], Command]:
     return run_option("json_file", f"Write {what} as JSON.")
 
 
+def curve_option(command: Command) -> Command:
+    """`--curve FILE|-`: where to write losses and gradient norms as text."""
+    kind = click.Path(path_type=Path, dir_okay=False, allow_dash=True)
+    text = "Write losses and gradient norms as a golden file of torchtitan."
+    return click.option("--curve", "curve_file", metavar="FILE|-", type=kind, help=text)(command)
+
+
 def query_parameter(command: Command) -> Command:
     """The options that select cases, passed to the command as one parameter `query` (a `Query`)."""
 

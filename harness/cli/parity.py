@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,22 +11,24 @@ import click
 from harness.cli import options
 from harness.cli.axes import axis_options, given_axes
 from harness.cli.environments import given_words
-from harness.cli.golden_files import judge_files, refuse_a_run
 from harness.errors import HarnessError
 from harness.evidence.curve import read_curve
 from harness.matrix.axes import AXES, own_values
 from harness.matrix.layout import MESH_AXES
 from harness.project import Project
+from harness.report.curves import curve_sections
 from harness.report.parity import parity_junit, parity_markdown, parity_page, parity_sections
+from harness.report.sections import markdown
 from harness.run_options import CommandOptions
 from harness.running.plan import Plan, with_command
 from harness.running.progress import open_progress
 from harness.running.selection import one_case
 from harness.studies.against import Against
-from harness.studies.curves import check_job
+from harness.studies.curves import check_job, judge_each
 from harness.studies.judges import JUDGES
 from harness.studies.layouts import BUDGET_S, USUAL, cases_of, compare_layouts, usual_layouts, with_golden
 from harness.studies.target_check import parse_layout
+from harness.verdict import ExitCode
 
 _EPILOG = """\b
 Examples:
@@ -99,8 +101,11 @@ def parity_command(  # noqa: PLR0913  one parameter per option
     """
     given = given_axes(axes)
     if len(goldens) > 1:
-        refuse_a_run(named, asked, given, inject, html_file, junit_file)
-        return judge_files(goldens, json_file, markdown_file)
+        if any((named, asked, given, inject, html_file, junit_file)):
+            what = "several files are judged by one another, and nothing runs."
+            fix = "give one file with a case or layouts, or files alone."
+            raise HarnessError(what, where="--golden", fix=fix)
+        return _judge_files(goldens, json_file, markdown_file)
     golden = read_curve(goldens[0]) if goldens else None
     usual = USUAL if golden is None or golden.case is None else own_values(golden.case)
     base = {**(usual if named is None else own_values(one_case(project, named))), **given}
@@ -126,6 +131,13 @@ def parity_command(  # noqa: PLR0913  one parameter per option
     options.write_output(junit_file, lambda: parity_junit(found, result))
     options.write_output(html_file, lambda: parity_page(found, result))
     return found.exit_code
+
+
+def _judge_files(files: Sequence[Path], json_file: Path | None, markdown_file: Path | None) -> ExitCode:
+    rows = judge_each([read_curve(path) for path in files])
+    options.print_report(curve_sections(rows), json_file, rows)
+    options.write_output(markdown_file, lambda: markdown(curve_sections(rows)).encode())
+    return ExitCode.FAILED if any(row.word == "wrong" for row in rows) else ExitCode.GOOD
 
 
 def _judges(asked: str | None) -> tuple[str, ...]:

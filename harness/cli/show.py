@@ -15,6 +15,7 @@ import click
 
 from harness.cli import options
 from harness.errors import HarnessError
+from harness.evidence.curve import curve_of_case, text_of_curve
 from harness.hints import rerun_failed
 from harness.jsonform import compact, read_json
 from harness.matrix.coverage import coverage
@@ -42,6 +43,7 @@ Examples:
   fp8-harness show last~2 rowwise                 the only case of that run whose id contains it
   fp8-harness show --html out.html                the last run as a page that a browser opens from disk
   fp8-harness show result.json --junit out.xml    of what `run --json` wrote elsewhere
+  fp8-harness show tp2-rowwise-v2048-b16 --curve tp2.txt    as `parity --golden` reads it
   fp8-harness show --schema > result.schema.json  the JSON schema of what `run --json` writes
 """
 
@@ -64,6 +66,7 @@ _HISTORY_RUNS = 20  # that a page tells of, at most
 @click.option(
     "--conformance", metavar="FILE", type=options.EXISTING_FILE, help="Add the table of `dev conformance --json`."
 )
+@options.curve_option
 @click.option("--schema", is_flag=True, help="Print the JSON schema of the lines of --json; write nothing.")
 @options.root_option
 def show_command(  # noqa: PLR0913  one parameter an option
@@ -76,6 +79,7 @@ def show_command(  # noqa: PLR0913  one parameter an option
     github: bool,
     mutations: Path | None,
     conformance: Path | None,
+    curve_file: Path | None,
     schema: bool,
     root: str | None,
 ) -> None:
@@ -96,8 +100,13 @@ def show_command(  # noqa: PLR0913  one parameter an option
     if case is not None:
         if writes:
             raise click.UsageError(f"reports are of a whole run: leave out {case}.")
-        options.print_sections(shown_case(_case_of(result, case)))
+        found = _case_of(result, case)
+        if curve_file is None:
+            options.print_sections(shown_case(found))
+        options.write_output(curve_file, lambda: _curve(found))
         return
+    if curve_file is not None:
+        raise click.UsageError("--curve is of one case: add its id.")
     if github:
         report_to_github(result, sys.stdout)
     elif not writes:
@@ -129,6 +138,12 @@ def _case_of(run: RunResult, case: str) -> CaseResult:
         what = "several cases of the run have this." if found else "the run has no such case."
         raise HarnessError(what, where=case, fix=f"use one of {shown}.")
     return found[0]
+
+
+def _curve(case: CaseResult) -> bytes:
+    if not case.losses:
+        raise HarnessError("the run has no losses of it.", where=case.case_id, fix="give a case that trained.")
+    return text_of_curve(curve_of_case(case.case_id, case.losses, case.grad_norms)).encode()
 
 
 def page_of(

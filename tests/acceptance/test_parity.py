@@ -61,7 +61,7 @@ def test_a_golden_file_is_judged_by_the_layouts_that_run(project: Inside) -> Non
     layouts = ("--layouts", "single,fsdp2,fsdp4,tp2,fsdp2-tp2", "--steps", "2", "-q")
     bad = project.run("run", "tp2-rowwise-v2048-s2-b16", "--inject", "fault:norm_of_local_shards", "-q")
     assert bad.returncode == 1
-    (project.folder / "bad.txt").write_text(project.run("baseline", "convert", "tp2-rowwise-v2048-s2-b16").stdout)
+    assert project.run("show", "tp2-rowwise-v2048-s2-b16", "--curve", "bad.txt").returncode == 0
     done = project.run("parity", *layouts, "--golden", "bad.txt", "--json", "bad.json")
     judged = json.loads((project.folder / "bad.json").read_text())
     assert done.returncode == 1 and judged["golden"]["word"] == "wrong", done.stdout
@@ -71,7 +71,7 @@ def test_a_golden_file_is_judged_by_the_layouts_that_run(project: Inside) -> Non
     assert (judged["golden"]["first"]["kind"], judged["golden"]["first"]["step"]) == ("grad_norm", 1)
     files = []
     for name in ("single", "fsdp2", "fsdp4", "tp2", "fsdp2-tp2"):
-        text = project.run("baseline", "convert", f"{name}-rowwise-v2048-s2-b16").stdout
+        text = project.run("show", f"{name}-rowwise-v2048-s2-b16", "--curve", "-").stdout
         (project.folder / f"{name}.txt").write_text(text)
         files += ["--golden", f"{name}.txt"]
     assert project.run("parity", *files).returncode == 0
