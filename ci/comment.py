@@ -36,26 +36,26 @@ class Host:
     def put(self, text: str) -> str:
         """Edit the first own comment with the marker of this text, or add one. Returns what was done."""
         marker = text.partition("\n")[0]
-        for found in self._marked(marker):
+        for comment_id in self._marked(marker):
             try:
-                self._ask(self.edit, f"{self.each}/{found}", text)
+                self._ask(self.edit, f"{self.each}/{comment_id}", text)
             except urllib.error.HTTPError as error:
                 if error.code not in DENIED:
                     raise
                 continue  # somebody else's: it only has our marker
-            return f"edited comment {found}"
+            return f"edited comment {comment_id}"
         return f"added comment {self._ask('POST', self.comments, text)['id']}"
 
     def _marked(self, marker: str) -> Iterator[int]:
         page, full = 1, True
         while full:
-            found = self._ask("GET", f"{self.comments}?per_page={PAGE}&page={page}")
+            comments = self._ask("GET", f"{self.comments}?per_page={PAGE}&page={page}")
             yield from (
-                each["id"]
-                for each in found
-                if each["body"].startswith(marker) and each.get("user", {}).get("type", "Bot") == "Bot"
+                comment["id"]
+                for comment in comments
+                if comment["body"].startswith(marker) and comment.get("user", {}).get("type", "Bot") == "Bot"
             )
-            page, full = page + 1, len(found) == PAGE
+            page, full = page + 1, len(comments) == PAGE
 
     def _ask(self, method: str, address: str, text: str | None = None) -> Any:
         return ask(method, address, self.headers, None if text is None else {"body": text})
@@ -76,8 +76,8 @@ def github(variables: Mapping[str, str]) -> Host | None:
     if "workflow_run" in event:  # of a fork it does not name its pull requests
         run = event["workflow_run"]
         head = urllib.parse.quote(f"{run['head_repository']['owner']['login']}:{run['head_branch']}")
-        found = ask("GET", f"{repository}/pulls?state=open&head={head}", headers)
-        numbers = [each["number"] for each in found if each["head"]["sha"] == run["head_sha"]]
+        pulls = ask("GET", f"{repository}/pulls?state=open&head={head}", headers)
+        numbers = [pull["number"] for pull in pulls if pull["head"]["sha"] == run["head_sha"]]
     else:
         numbers = [event["pull_request"]["number"]] if "pull_request" in event else []
     issues = f"{repository}/issues"

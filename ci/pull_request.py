@@ -102,8 +102,8 @@ def merge_base(revision: str) -> str:
 
 def _asked(variables: Mapping[str, str]) -> list[str]:
     names = ("target", "layouts", "recipe", "dtype", "budget-s")
-    found = {name: variables.get(f"FP8_{name.upper().replace('-', '_')}") for name in names}
-    given = [word for name, value in found.items() if value for word in (f"--{name}", value)]
+    values = {name: variables.get(f"FP8_{name.upper().replace('-', '_')}") for name in names}
+    given = [word for name, value in values.items() if value for word in (f"--{name}", value)]
     return [*given, *shlex.split(variables.get("FP8_OPTIONS", ""))]
 
 
@@ -119,7 +119,7 @@ def parity(asked: Sequence[str], base: str) -> Outcome:
     _run("show", "last", "--no-github", "--json", str(results))
     rows = [row for row in json.loads(_OUTPUTS["--json"].read_text())["rows"] if row["word"] == "wrong"]
     rows.sort(key=lambda row: row.get("change") == "wrong in both")
-    cases = {each.case_id: each for each in read_results(results).results}
+    cases = {result.case_id: result for result in read_results(results).results}
     first = cases.get(rows[0]["case_id"]) if rows else None
     return Outcome(code, said, _OUTPUTS["--markdown"].read_text(), [row["layout"] for row in rows], first)
 
@@ -139,7 +139,7 @@ def comment(outcome: Outcome, base: str, variables: Mapping[str, str]) -> str:
     if len(table.encode()) > COMMENT_BYTES:
         table = f"{table.partition('<details')[0][:COMMENT_BYTES]}\n\nThe rest is too long: see the report."
     head = variables.get("FP8_HEAD") or _git("rev-parse", "HEAD")
-    page = f" · [report]({found})" if (found := _page(variables)) else ""
+    page = f" · [report]({address})" if (address := _page(variables)) else ""
     facts = f"fp8-harness · {target} · {head[:12]}{f' against {base[:12]}' if base else ''}{page}"
     return f"<!-- fp8-harness {target} -->\n{table}\n\n<sub>{facts}</sub>\n"
 
@@ -161,8 +161,8 @@ def tell(outcome: Outcome, text: str, variables: Mapping[str, str]) -> None:
         with Path(variables["GITHUB_STEP_SUMMARY"]).open("a") as summary:
             summary.write(text)
     if "GITLAB_CI" in variables:
-        found = [] if place is None else [_code_quality(outcome.message, place)]
-        (FOLDER / "code-quality.json").write_text(json.dumps(found))
+        issues = [] if place is None else [_code_quality(outcome.message, place)]
+        (FOLDER / "code-quality.json").write_text(json.dumps(issues))
     if "BUILDKITE" in variables:
         style = "success" if outcome.code == ExitCode.GOOD else "error" if outcome.wrong else "warning"
         command = ["buildkite-agent", "annotate", "--context", "fp8-harness", "--style", style]
@@ -172,10 +172,10 @@ def tell(outcome: Outcome, text: str, variables: Mapping[str, str]) -> None:
 def place_of(wrong: CaseResult, target: str) -> Place | None:
     """The line of the repository that raised, that makes the wrong module, or that builds the target."""
     files = sources()
-    raised = (raised_at(each.traceback, files) for each in wrong.failures)
+    raised = (raised_at(failure.traceback, files) for failure in wrong.failures)
     module = wrong.findings[0].module if wrong.findings else None
-    found = next(filter(None, raised), None) or made_at(module or "", files) or built_at(target, files)
-    return None if found is None else Place(_git("rev-parse", "--show-prefix") + found.file, found.line)
+    place = next(filter(None, raised), None) or made_at(module or "", files) or built_at(target, files)
+    return None if place is None else Place(_git("rev-parse", "--show-prefix") + place.file, place.line)
 
 
 def _code_quality(message: str, place: Place) -> Mapping[str, object]:

@@ -47,14 +47,16 @@ def raised_at(traceback: str, files: Sequence[str]) -> Place | None:
 
 def made_at(module: str, files: Sequence[str]) -> Place | None:
     """Where the module with this FQN is made, as far down as one class of the project does it: `self.NAME = …`."""
-    made = [each for file in files for each in _made(file)]
-    found: list[Made] = []
+    made = [attribute for file in files for attribute in _made(file)]
+    candidates: list[Made] = []
     for name in module.split("."):
-        named = [each for each in made if each.name == name]
-        mentioned = frozenset[str]().union(*(each.mentions for each in found))
-        inside = [each for each in named if each.owner in mentioned]
-        found = inside or ([] if name in _PARAMETERS else named) or found
-    return found[0].place if len({(each.place.file, each.owner) for each in found}) == 1 else None
+        named = [attribute for attribute in made if attribute.name == name]
+        mentioned = frozenset[str]().union(*(candidate.mentions for candidate in candidates))
+        inside = [attribute for attribute in named if attribute.owner in mentioned]
+        candidates = inside or ([] if name in _PARAMETERS else named) or candidates
+    return (
+        candidates[0].place if len({(candidate.place.file, candidate.owner) for candidate in candidates}) == 1 else None
+    )
 
 
 def built_at(target: str, files: Sequence[str]) -> Place | None:
@@ -63,8 +65,8 @@ def built_at(target: str, files: Sequence[str]) -> Place | None:
     for file in files:
         if file == path or file.endswith(f"/{path}"):
             tree = ast.parse(Path(file).read_bytes())
-            functions = (each for each in tree.body if isinstance(each, ast.FunctionDef) and each.name == "build")
-            return next((Place(file, each.lineno) for each in functions), None)
+            functions = (node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == "build")
+            return next((Place(file, function.lineno) for function in functions), None)
     return None
 
 
@@ -73,12 +75,12 @@ def _made(file: str) -> Iterator[Made]:
         tree = ast.parse(Path(file).read_bytes())
     except SyntaxError:
         return
-    for owner in (each for each in ast.walk(tree) if isinstance(each, ast.ClassDef)):
+    for owner in (definition for definition in ast.walk(tree) if isinstance(definition, ast.ClassDef)):
         for node in ast.walk(owner):
             if not isinstance(node, ast.Assign):
                 continue
-            words = [each.id for each in ast.walk(node.value) if isinstance(each, ast.Name)]
-            words += [each.attr for each in ast.walk(node.value) if isinstance(each, ast.Attribute)]
+            words = [part.id for part in ast.walk(node.value) if isinstance(part, ast.Name)]
+            words += [part.attr for part in ast.walk(node.value) if isinstance(part, ast.Attribute)]
             for to in node.targets:
                 held = to.value if isinstance(to, ast.Subscript) else to
                 if isinstance(held, ast.Attribute) and isinstance(held.value, ast.Name) and held.value.id == "self":

@@ -42,8 +42,8 @@ class Part(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     preloaded: bool = False  # ranks are forked from a process that has imported the files
 
     def use(self, name: str) -> Use:
-        found = self.uses[name]
-        return Use(why=found) if isinstance(found, str) else found
+        use = self.uses[name]
+        return Use(why=use) if isinstance(use, str) else use
 
     @property
     def modules(self) -> tuple[str, ...]:
@@ -58,10 +58,10 @@ def read_parts() -> Mapping[str, Part]:
 
 
 def with_needed(name: str) -> tuple[str, ...]:
-    found: dict[str, None] = {}
+    names: dict[str, None] = {}
     for needed in read_parts()[name].needs:
-        found |= dict.fromkeys(with_needed(needed))
-    return (*found, name)
+        names |= dict.fromkeys(with_needed(needed))
+    return (*names, name)
 
 
 class State(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -83,7 +83,7 @@ class Speedup(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 class WorstGradient(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The gradient that is furthest from that of one rank, relative to its norm, and how far it may be."""
+    """The gradient that is furthest from one rank's, relative to its norm, and how far it may be."""
 
     fqn: str
     step: int  # 1-based

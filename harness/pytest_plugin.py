@@ -40,7 +40,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
     group = parser.getgroup("fp8-harness", "FP8 parallel training cases")
     group.addoption("--fp8-tier", action="append", default=[], metavar="TIER", help="Collect this tier. Repeatable.")
-    for option in (each for part in PARTS for each in options_of(part).values() if each.pytest_flag):
+    for option in (option for part in PARTS for option in options_of(part).values() if option.pytest_flag):
         form: dict[str, Any] = {"action": "append"} if option.repeatable else {"type": _reader(option)}
         if option.choices:
             form["choices"] = option.choices
@@ -215,8 +215,8 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, exitstatu
 
     bare = config.args_source is not pytest.Config.ArgsSource.ARGS
     if bare and exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED and is_project(config.invocation_params.dir):
-        told = "cases are collected by name: pytest cases/, or pytest --fp8-tier TIER."
-        terminalreporter.write_line(f"fp8-harness: {told}")
+        hint = "cases are collected by name: pytest cases/, or pytest --fp8-tier TIER."
+        terminalreporter.write_line(f"fp8-harness: {hint}")
 
 
 class _StoredRun:
@@ -234,7 +234,7 @@ class _StoredRun:
     @pytest.hookimpl(optionalhook=True)
     def pytest_xdist_node_collection_finished(self, ids: Sequence[str]) -> None:
         """A worker has collected, the same as every other: its items are known here by their node ids alone."""
-        self._begin([each for each in ids if each.partition("::")[0].endswith(".toml")])
+        self._begin([node_id for node_id in ids if node_id.partition("::")[0].endswith(".toml")])
 
     def _begin(self, ids: Sequence[str]) -> None:
         if not ids or self._store is not None:
@@ -246,7 +246,7 @@ class _StoredRun:
         from harness.workflow import run_start
 
         project, plan = _project(self._config), _plan(self._config)
-        names = tuple(dict.fromkeys(each.partition("::")[2] for each in ids))
+        names = tuple(dict.fromkeys(node_id.partition("::")[2] for node_id in ids))
         with _usage_errors():
             self._store = RunStore(project.new_run(), lambda text: warnings.warn(text, stacklevel=2))
             lock = contextlib.ExitStack()

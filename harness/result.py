@@ -157,7 +157,7 @@ class RunResult(msgspec.Struct, frozen=True, kw_only=True):
             return ExitCode.INTERRUPTED
         if self.start.shard and not self.results:  # more shards than cases
             return ExitCode.GOOD
-        return exit_code([Verdict.PASSED if each.excused else each.verdict for each in self.results])
+        return exit_code([Verdict.PASSED if result.excused else result.verdict for result in self.results])
 
     @property
     def cpu_s(self) -> float:

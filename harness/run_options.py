@@ -184,7 +184,7 @@ class RunOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     def besides(self, given: RunOptions) -> RunOptions:
         """These options without those that are given anew, and those that they are given instead of."""
-        anew = {each for name in given.as_given for each in (name, option_named(name).instead_of)}
+        anew = {field_name for name in given.as_given for field_name in (name, option_named(name).instead_of)}
         return RunOptions(**{name: value for name, value in self.as_given.items() if name not in anew})
 
 
@@ -323,10 +323,10 @@ def words_of(values: Mapping[str, object]) -> tuple[str, ...]:
     """The words of a command line that give these values to the options of these fields, in this order."""
     words: list[str] = []
     for name, value in values.items():
-        for each in value if isinstance(value, tuple) else (value,):
-            if each not in _NOT_GIVEN:
-                text = str(each)
-                words += (option_named(name).flag, text.removesuffix(".0") if isinstance(each, float) else text)
+        for element in value if isinstance(value, tuple) else (value,):
+            if element not in _NOT_GIVEN:
+                text = str(element)
+                words += (option_named(name).flag, text.removesuffix(".0") if isinstance(element, float) else text)
     return tuple(words)
 
 
@@ -335,7 +335,7 @@ def _filled(name: str, hint: Any, default: object) -> Option:
     option: Option = hint.__metadata__[-1]
     kind = hint.__origin__ if len(hint.__metadata__) == 1 else hint
     if get_origin(kind) in (Union, types.UnionType):
-        (kind,) = (each for each in get_args(kind) if each is not types.NoneType)
+        (kind,) = (member for member in get_args(kind) if member is not types.NoneType)
     flag = option.flag or f"--{name.replace('_', '-')}"
     return msgspec.structs.replace(
         option, flag=flag, type=kind, default=default if option.default is None else option.default

@@ -46,9 +46,9 @@ def installed_version(distribution: str) -> str | None:
         return None
 
 
-def is_editable(found: Distribution) -> bool:
+def is_editable(distribution: Distribution) -> bool:
     """True when pip installed it from a folder whose files may change under the same version."""
-    direct = found.read_text("direct_url.json")
+    direct = distribution.read_text("direct_url.json")
     try:
         return direct is not None and bool(json.loads(direct).get("dir_info", {}).get("editable"))
     except (ValueError, AttributeError):
@@ -56,8 +56,8 @@ def is_editable(found: Distribution) -> bool:
 
 
 def installed_versions(distributions: Iterable[str]) -> dict[str, str]:
-    found = {name: installed_version(name) for name in distributions}
-    return {name: version for name, version in found.items() if version is not None}
+    versions = {name: installed_version(name) for name in distributions}
+    return {name: version for name, version in versions.items() if version is not None}
 
 
 class InstalledSource(NamedTuple):
@@ -69,10 +69,10 @@ class InstalledSource(NamedTuple):
 
 def installed_source(package: str) -> InstalledSource | None:
     """The source of an installed package, without importing it; None when there is none. Reads every Python file."""
-    found = package_paths(package)
-    if not found:
+    paths = package_paths(package)
+    if not paths:
         return None
-    return InstalledSource(found[0], source_digest(found[0], found[0].rglob("*.py")))
+    return InstalledSource(paths[0], source_digest(paths[0], paths[0].rglob("*.py")))
 
 
 def files_digest(package: str, folders: Sequence[str] = ()) -> str:
@@ -81,17 +81,17 @@ def files_digest(package: str, folders: Sequence[str] = ()) -> str:
     What an installer wrote in RECORD and nobody touched since counts by the hash there, the rest is read. Only a shared
     library that no RECORD lists, a build of one's own, counts by size and time of change: torch's have 2 GB.
     """
-    found = [
+    files = [
         (path[len(str(place)) :], _content(path, status, recorded))
         for place in package_paths(package, folders)
         for recorded in (_recorded(place),)
         for path, status in _code_files(str(place))
     ]
-    return hashlib.sha256(repr(sorted(found)).encode()).hexdigest() if found else ""
+    return hashlib.sha256(repr(sorted(files)).encode()).hexdigest() if files else ""
 
 
 class _Recorded(NamedTuple):
-    """What a RECORD says of a file, and when it was written: after all files of its package."""
+    """What a RECORD says about a file, and when it was written: after all files of its package."""
 
     digest: str  # "sha256=" and base64
     size: str
@@ -100,7 +100,7 @@ class _Recorded(NamedTuple):
 
 def _recorded(place: Path) -> dict[str, _Recorded]:
     """By full path, the files of a package, or of a module, that installers have recorded with their hash."""
-    found = {}
+    recorded = {}
     folder, name = str(place.parent), place.name
     for record in place.parent.glob("*.dist-info/RECORD"):
         written_ns, content = record.stat().st_mtime_ns, record.read_bytes()
@@ -109,8 +109,8 @@ def _recorded(place: Path) -> dict[str, _Recorded]:
         lines = (line for line in content.decode().splitlines() if line.startswith(name) and _LISTED.search(line))
         for path, digest, size in csv.reader(lines):
             if digest:
-                found[f"{folder}/{path}"] = _Recorded(digest, size, written_ns)
-    return found
+                recorded[f"{folder}/{path}"] = _Recorded(digest, size, written_ns)
+    return recorded
 
 
 def _content(path: str, status: os.stat_result, recorded: Mapping[str, _Recorded]) -> str:

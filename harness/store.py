@@ -78,14 +78,14 @@ class RunStore:
     def finish(self, run: RunResult) -> None:
         self._append("end of the run", _end_line(run))
 
-    def _append(self, what: str, line: bytes) -> None:
+    def _append(self, part: str, line: bytes) -> None:
         try:
             with self._lock:
                 append_line(self.path, line)
         except WriteFailed as error:
             if self._note is None:
                 raise
-            self._note(f"{what} not stored: {error.text}")
+            self._note(f"{part} not stored: {error.text}")
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[bool]:
@@ -130,18 +130,18 @@ class RunStore:
         damaged: dict[str, str | None] = {}
         for number, line in enumerate(self._lines(), 1):
             try:
-                found = _decoded(line)
+                record = _decoded(line)
             except _UNREADABLE as error:
                 damaged[f"{self.path}:{number}: not a line of results: {error}"] = _named_case(line)
                 if _other_schema(line):  # what follows cannot be read either
                     break
                 continue
-            if isinstance(found, RunStart):
-                start = found
-            elif isinstance(found, CaseResult):
-                results[found.case_id] = found
+            if isinstance(record, RunStart):
+                start = record
+            elif isinstance(record, CaseResult):
+                results[record.case_id] = record
             else:
-                end = found
+                end = record
         ids = dict.fromkeys((*start.cases, *results, *filter(None, damaged.values())))
         wall_s = sum(result.seconds for result in results.values())
         return RunResult(
@@ -154,8 +154,8 @@ class RunStore:
     def read_start(self) -> RunStart | None:
         """The first line; None where it cannot be read. Cheap: no other line is read."""
         with contextlib.suppress(OSError, *_UNREADABLE), self.path.open("rb") as file:
-            found = _decoded(file.readline())
-            return found if isinstance(found, RunStart) else None
+            record = _decoded(file.readline())
+            return record if isinstance(record, RunStart) else None
         return None
 
     def read_end(self) -> RunEnd | None:
@@ -177,13 +177,13 @@ class RunStore:
 
     def numbers(self, wanted: Callable[[str], bool]) -> dict[str, CaseNumbers]:
         """The last readable line of every wanted case that was run, by id, as far as `history` follows it."""
-        found: dict[str, CaseNumbers] = {}
+        cases: dict[str, CaseNumbers] = {}
         for line in self._lines():
             named = _CASE.match(line)
             if named and wanted(name := named[1].decode()):
                 with contextlib.suppress(*_UNREADABLE):
-                    found[name] = _NUMBERS.decode(line)
-        return {name: case for name, case in found.items() if case.verdict is not Verdict.NOT_RUN}
+                    cases[name] = _NUMBERS.decode(line)
+        return {name: case for name, case in cases.items() if case.verdict is not Verdict.NOT_RUN}
 
     def _lines(self) -> list[bytes]:
         """The lines that are not empty; none where there is no file."""
@@ -203,17 +203,17 @@ def _decoded(line: bytes) -> RunStart | CaseResult | RunEnd:
 
 
 def _other_schema(line: bytes) -> int | None:
-    found = _START.match(line)
-    return int(found[1]) if found and int(found[1]) != SCHEMA else None
+    match = _START.match(line)
+    return int(match[1]) if match and int(match[1]) != SCHEMA else None
 
 
 def _named_case(line: bytes) -> str | None:
     """The id that a damaged line names; None where it names none."""
-    found = _CASE.match(line)
-    if found is None:
+    match = _CASE.match(line)
+    if match is None:
         return None
     try:
-        return case_id(parse_case_id(found[1].decode()))
+        return case_id(parse_case_id(match[1].decode()))
     except (HarnessError, UnicodeDecodeError):
         return None
 
@@ -249,10 +249,10 @@ def line_schema() -> dict[str, Any]:
 
 
 def _written(kind: type[msgspec.Struct], facts_of: type, facts: tuple[str, ...]) -> type[msgspec.Struct]:
-    fields: list[Any] = [(each.name, each.type) for each in msgspec.structs.fields(kind) if each.name != "run"]
+    fields: list[Any] = [(field.name, field.type) for field in msgspec.structs.fields(kind) if field.name != "run"]
     fields += [(name, get_type_hints(getattr(facts_of, name).fget)["return"]) for name in facts]
     config = kind.__struct_config__
-    rename = {each.name: each.encode_name for each in msgspec.structs.fields(kind)}
+    rename = {field.name: field.encode_name for field in msgspec.structs.fields(kind)}
     made = msgspec.defstruct(kind.__name__, fields, tag_field=config.tag_field, tag=config.tag, rename=rename.get)
     made.__doc__ = kind.__doc__
     return made
@@ -261,7 +261,7 @@ def _written(kind: type[msgspec.Struct], facts_of: type, facts: tuple[str, ...])
 def _with_nan(schema: Any) -> Any:
     """The schema with floats as they are written, and without defaults: everything is written."""
     if isinstance(schema, list):
-        return [_with_nan(each) for each in schema]
+        return [_with_nan(part) for part in schema]
     if not isinstance(schema, dict):
         return schema
     if schema.get("type") == "number" and schema.keys() <= {"type", "default"}:
@@ -275,15 +275,17 @@ def _with_nan(schema: Any) -> Any:
 
 def _meanings(hint: Any) -> dict[str, dict[str, str]]:
     """What the fields of every struct in a type mean: their comments, and the help of options."""
-    found: dict[str, dict[str, str]] = {}
-    for each in get_args(hint):
-        found |= _meanings(each)
+    meanings: dict[str, dict[str, str]] = {}
+    for argument in get_args(hint):
+        meanings |= _meanings(argument)
     if isinstance(hint, type) and issubclass(hint, msgspec.Struct):
-        properties = inspect.getmembers(RunResult if hint is RunEnd else hint, lambda each: isinstance(each, property))
-        found[hint.__name__] = {name: each.__doc__ for name, each in properties if each.__doc__}
-        found[hint.__name__] |= dict(_COMMENT.findall(inspect.getsource(hint)))
+        properties = inspect.getmembers(
+            RunResult if hint is RunEnd else hint, lambda member: isinstance(member, property)
+        )
+        meanings[hint.__name__] = {name: member.__doc__ for name, member in properties if member.__doc__}
+        meanings[hint.__name__] |= dict(_COMMENT.findall(inspect.getsource(hint)))
         if hint is RunOptions:
-            found[hint.__name__] = {name: option.help for name, option in options_of(hint).items()}
+            meanings[hint.__name__] = {name: option.help for name, option in options_of(hint).items()}
         for of_field in get_type_hints(hint).values():
-            found |= _meanings(of_field)
-    return found
+            meanings |= _meanings(of_field)
+    return meanings

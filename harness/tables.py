@@ -62,23 +62,23 @@ def rows_of(run: Run) -> dict[str, Rows]:
     operands = [(trace.rank, trace.operands) for trace in traces if trace.operands is not None]
     return {
         CASTS.name: [
-            _row(CASTS, each, rank=rank, scale_min=each.scale.minimum, scale_max=each.scale.maximum)
-            for rank, found in operands
-            for each in found.casts
+            _row(CASTS, cast, rank=rank, scale_min=cast.scale.minimum, scale_max=cast.scale.maximum)
+            for rank, recorded in operands
+            for cast in recorded.casts
         ],
         MATMULS.name: [
-            _row(MATMULS, each, rank=rank, a_scale=each.a_scale.maximum, b_scale=each.b_scale.maximum)
-            for rank, found in operands
-            for each in found.matmuls
+            _row(MATMULS, matmul, rank=rank, a_scale=matmul.a_scale.maximum, b_scale=matmul.b_scale.maximum)
+            for rank, recorded in operands
+            for matmul in recorded.matmuls
         ],
         TRAFFIC.name: [
-            _row(TRAFFIC, each, rank=trace.rank, calls=sum(each.sizes.values()))
+            _row(TRAFFIC, record, rank=trace.rank, calls=sum(record.sizes.values()))
             for trace in traces
-            for each in trace.traffic or ()
+            for record in trace.traffic or ()
         ],
-        MEMORY.name: [_row(MEMORY, each, rank=trace.rank) for trace in traces for each in trace.saved_memory or ()],
+        MEMORY.name: [_row(MEMORY, record, rank=trace.rank) for trace in traces for record in trace.saved_memory or ()],
         TENSORS.name: [_row(TENSORS, key, norm=tensor.norm) for key, tensor in assemble(traces).items()],
-        STEPS.name: [_row(STEPS, each, rank=trace.rank) for trace in traces for each in trace.steps],
+        STEPS.name: [_row(STEPS, record, rank=trace.rank) for trace in traces for record in trace.steps],
     }
 
 
@@ -92,9 +92,9 @@ def save_tables(path: Path, run: Run) -> None:
     """Write the tables of a run as npz. Raises `WriteFailed`."""
     import numpy as np
 
-    found = rows_of(run)
+    rows = rows_of(run)
     columns = {
-        f"{table.name}.{name}": np.array([row[name] for row in found[table.name]])
+        f"{table.name}.{name}": np.array([row[name] for row in rows[table.name]])
         for table in TABLES
         for name in (*table.keys, *table.values)
     }

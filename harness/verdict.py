@@ -112,8 +112,10 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         """Where it is, as far as the sentence does not say it: "step 3, rank 1"."""
         rank = None if "{ranks}" in self.says else self.rank
         parts = (("step", self.step), ("rank", rank), ("module", self.module), ("operand", self.operand or None))
-        told = (f"{name} {value}" for name, value in parts if value is not None and f"{{{name}}}" not in self.says)
-        return ", ".join(told)
+        named_parts = (
+            f"{name} {value}" for name, value in parts if value is not None and f"{{{name}}}" not in self.says
+        )
+        return ", ".join(named_parts)
 
     @property
     def message(self) -> str:

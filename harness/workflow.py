@@ -103,10 +103,10 @@ def resume(project: Project, stopped: Stored, plan: Plan, progress: Progress) ->
 
 def _joined(earlier: RunResult, rest: RunResult) -> RunResult:
     """The results of a run that was resumed, with the seconds and witnesses of both parts."""
-    found = {result.case_id: result for result in rest.results}
+    later = {result.case_id: result for result in rest.results}
     return msgspec.structs.replace(
         earlier,
-        results=tuple(found.get(result.case_id, result) for result in earlier.results),
+        results=tuple(later.get(result.case_id, result) for result in earlier.results),
         end=msgspec.structs.replace(
             rest.end,
             wall_s=earlier.end.wall_s + rest.end.wall_s,
@@ -132,15 +132,15 @@ def _in_budget(project: Project, query: Query, progress: Progress) -> tuple[tupl
     cases, excluded = select_for_target(project, query)
     for reason, count in excluded.items():
         progress.note(f"left out, {count} of the cases: {reason}.")
-    if told := excluded_cells(project, query):
-        progress.note(f"{told}.")
+    if remark := excluded_cells(project, query):
+        progress.note(f"{remark}.")
     if query.shard is not None and not cases:
         progress.note(f"shard {query.shard.text} has no case: fewer cases than shards are selected.")
     if query.budget_s is None or not cases:
         return cases, ()
-    found = cases_within(project, cases, select_sources(project, query), query.budget_s)
-    progress.note(f"budget of {query.budget_s:g} s: {len(found.cases)} of {len(cases)} cases.")
-    return found.cases, tuple(case_id(case) for case in found.left_out)
+    budgeted = cases_within(project, cases, select_sources(project, query), query.budget_s)
+    progress.note(f"budget of {query.budget_s:g} s: {len(budgeted.cases)} of {len(cases)} cases.")
+    return budgeted.cases, tuple(case_id(case) for case in budgeted.left_out)
 
 
 def run_cases(
@@ -169,7 +169,7 @@ def run_cases(
             started=lambda case: progress.started(case_id(case), case.world_size),
             finished=_teller(progress, keep, plan.max_failures),
         )
-    results = [found or runner.not_run(case) for case, found in zip(cases, ended.results, strict=True)]
+    results = [result or runner.not_run(case) for case, result in zip(cases, ended.results, strict=True)]
     return RunResult(
         results=tuple(results),
         end=RunEnd(
@@ -226,8 +226,8 @@ def _announce(judge: CaseJudge, progress: Progress, query: Query, plan: Plan, *,
     device = () if plan.given.device is None else ("--device", plan.given.device)
     asked = (*root, *query.words, *device)
     for node in plan.capacity.nodes:
-        for told in node.in_use:
-            progress.note(told if len(plan.capacity.nodes) == 1 else f"{node.host}: {told}")
+        for sentence in node.in_use:
+            progress.note(sentence if len(plan.capacity.nodes) == 1 else f"{node.host}: {sentence}")
     families, signatures = judge.missing_goldens, judge.missing_signatures
     if families:
         fix = f" To store them: `{update_missing('goldens', asked)}`." if store else ""

@@ -480,7 +480,7 @@ def make_cast_range(step: int = 1, fqn: str = WQ, **changes: Any) -> CastRange:
 
 def make_measured(**changes: Any) -> Measured:
     """The numbers of a case of two steps that may be 0.01 nats from its golden."""
-    found = Measured(
+    unchanged = Measured(
         curves={"case": Curve(losses=(8.0, 7.5), grad_norms=(1.0, 0.9))},
         allowed_loss=(0.01, 0.01),
         scaled_mm_calls=42,
@@ -490,7 +490,7 @@ def make_measured(**changes: Any) -> Measured:
         digests={"casts": "c1", "gradients": "g1"},
         casts=(make_cast_range(1), make_cast_range(2)),
     )
-    return replace(found, **changes)
+    return replace(unchanged, **changes)
 
 
 def make_results(*results: CaseResult, **facts: Any) -> RunResult:

@@ -16,9 +16,9 @@ def understood(line: str) -> None:
     context = click.Context(app, info_name="fp8-harness")
     while isinstance(command, click.Group):
         name = words.pop(0)
-        found = command.get_command(context, name)
-        if found is None:
+        subcommand = command.get_command(context, name)
+        if subcommand is None:
             raise click.UsageError(f"no such command: {name}")
-        command = found
+        command = subcommand
         context = click.Context(command, parent=context, info_name=name)
     command.make_context(command.name, words, parent=context.parent)

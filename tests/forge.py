@@ -35,7 +35,7 @@ class Forge:
         if method in self.denies or (last.isdigit() and int(last) in self.others):
             return 403, {"message": "Resource not accessible by integration"}
         if last == "pulls":
-            return 200, [each for each in self.pulls if each["head"]["label"] == query["head"][0]]
+            return 200, [pull for pull in self.pulls if pull["head"]["label"] == query["head"][0]]
         if method == "GET":
             size, page = int(query["per_page"][0]), int(query["page"][0])
             return 200, self.comments[size * (page - 1) : size * page]
@@ -53,10 +53,10 @@ def forge_at(forge: Forge) -> Iterator[Forge]:
     class Handler(BaseHTTPRequestHandler):
         def _answer(self) -> None:
             length = int(self.headers.get("Content-Length") or 0)
-            code, found = forge.answer(self.command, self.path, json.loads(self.rfile.read(length) or "null"))
+            code, answer = forge.answer(self.command, self.path, json.loads(self.rfile.read(length) or "null"))
             self.send_response(code)
             self.end_headers()
-            self.wfile.write(json.dumps(found).encode())
+            self.wfile.write(json.dumps(answer).encode())
 
         do_GET = do_POST = do_PATCH = do_PUT = _answer  # noqa: N815  names of http.server
 

@@ -62,7 +62,7 @@ def _cases() -> Iterator[Case]:
 def _stored() -> Iterator[Case]:
     for tier in TIERS:
         yield from read_case_file(ROOT / "cases" / f"{tier}.toml").cases
-    yield from (each.case for each in read_chosen(ROOT / "cases" / "chosen" / "pr.toml"))
+    yield from (chosen.case for chosen in read_chosen(ROOT / "cases" / "chosen" / "pr.toml"))
     yield from (bug.case for bug in read_bugs(ROOT / "cases" / "bugs") if bug.case is not None)
     for fault in all_faults().values():
         yield from hosts_of(fault, at_most=2)
@@ -87,7 +87,7 @@ def _derived(case: Case) -> Iterable[object]:
     yield family_id(case)
     yield from (case_id(other(case)) for other in (solo_case, twin_case, reference_case))
     yield sorted(own_axes(case).items())
-    yield from (case_id(each) for each in resumed_in(case))
+    yield from (case_id(resumed) for resumed in resumed_in(case))
     refusal = expected_refusal(case)
     yield refusal.name if refusal is not None else None
     excluded = [rule.name for rule in exclusions(case)]
@@ -95,8 +95,12 @@ def _derived(case: Case) -> Iterable[object]:
     yield tolerance_key(case), parity_key(case)
     if not excluded:
         yield sorted(case_features(case).items())
-        found = (partner(case), *relations(case))
-        yield [(each.name, each.promise, each.steps, case_id(each.partner)) for each in found if each is not None]
+        related = (partner(case), *relations(case))
+        yield [
+            (relation.name, relation.promise, relation.steps, case_id(relation.partner))
+            for relation in related
+            if relation is not None
+        ]
 
 
 if __name__ == "__main__":

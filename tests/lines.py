@@ -23,8 +23,8 @@ def read_run(path: Path) -> Any:
     return tree(path.read_text())
 
 
-def lines_of(found: Any) -> str:
+def lines_of(document: Any) -> str:
     """The inverse of `tree`: what belongs to neither line is ignored by readers."""
-    rest = {name: value for name, value in found.items() if name not in ("line", "cases")}
-    start = {"line": "start", "schema": found["schema"], "cases": [case["id"] for case in found["cases"]], **rest}
-    return "".join(json.dumps(line) + "\n" for line in (start, *found["cases"], {"line": "end", **rest}))
+    rest = {name: value for name, value in document.items() if name not in ("line", "cases")}
+    start = {"line": "start", "schema": document["schema"], "cases": [case["id"] for case in document["cases"]], **rest}
+    return "".join(json.dumps(line) + "\n" for line in (start, *document["cases"], {"line": "end", **rest}))

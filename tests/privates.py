@@ -42,9 +42,9 @@ def private_uses(tree: ast.Module, inherited: frozenset[str] = frozenset()) -> f
 
     `inherited`: attributes that classes of other files give to `self`.
     """
-    found = frozenset(_Scan(tree, inherited).uses)
-    names = {use.name for use in found}
-    return frozenset(use for use in found if not any(name.startswith(f"{use.name}.") for name in names))
+    uses = frozenset(_Scan(tree, inherited).uses)
+    names = {use.name for use in uses}
+    return frozenset(use for use in uses if not any(name.startswith(f"{use.name}.") for name in names))
 
 
 class _Scan:
@@ -86,16 +86,16 @@ class _Scan:
             for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
                 self._assign(target, node.value, bindings)
         elif isinstance(node, ast.For):
-            self._assign(node.target, node.iter, bindings, each=True)
+            self._assign(node.target, node.iter, bindings, iterated=True)
 
-    def _assign(self, target: ast.expr, value: ast.expr, bindings: Bindings, *, each: bool = False) -> None:
+    def _assign(self, target: ast.expr, value: ast.expr, bindings: Bindings, *, iterated: bool = False) -> None:
         if isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple) and len(target.elts) == len(value.elts):
             for one, given in zip(target.elts, value.elts, strict=True):
                 self._assign(one, given, bindings)
-        elif isinstance(target, ast.Name) and (each or target.id not in bindings):
-            found = self._resolve(value, bindings)
-            if found or target.id in bindings:
-                bindings[target.id] = found
+        elif isinstance(target, ast.Name) and (iterated or target.id not in bindings):
+            names = self._resolve(value, bindings)
+            if names or target.id in bindings:
+                bindings[target.id] = names
 
     def _import(self, name: str, line: int) -> None:
         if _belongs(name) and any(map(is_private, name.split("."))):
@@ -136,10 +136,10 @@ class _Scan:
             self._visit_string(node.value, node.lineno)
 
     def _visit_attribute(self, node: ast.Attribute, bindings: Bindings) -> None:
-        found = self._resolve(node, bindings)
-        self._note(found, node.lineno, patched=isinstance(node.ctx, ast.Store))
+        names = self._resolve(node, bindings)
+        self._note(names, node.lineno, patched=isinstance(node.ctx, ast.Store))
         own = self._own | (self._inherited if getattr(node.value, "id", "") == "self" else OF_STDLIB)
-        if not found and is_private(node.attr) and node.attr not in own:
+        if not names and is_private(node.attr) and node.attr not in own:
             self.uses.add(Use(f".{node.attr}", node.lineno))
 
     def _visit_call(self, node: ast.Call, bindings: Bindings) -> None:
@@ -173,12 +173,12 @@ def _belongs(name: str) -> bool:
 
 def _of_scope(node: ast.AST) -> Iterator[ast.AST]:
     """The node and what is inside of it, up to where the next scope begins, whose own parts are evaluated outside."""
-    found = [node]
-    while found:
-        each = found.pop()
-        yield each
-        children = _children(each, without="body" if type(each) in _SCOPES else "")
-        found += reversed([child for child in children if not _is_docstring(child)])
+    pending = [node]
+    while pending:
+        current = pending.pop()
+        yield current
+        children = _children(current, without="body" if type(current) in _SCOPES else "")
+        pending += reversed([child for child in children if not _is_docstring(child)])
 
 
 _SCOPES = {ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda}
@@ -188,23 +188,23 @@ _WITHOUT_NODES = {"ctx", "op", "ops", "id", "attr", "arg", "asname", "module", "
 @functools.cache  # one tree is read for several reasons
 def everything(tree: ast.AST) -> tuple[ast.AST, ...]:
     """Every node, several times as fast as by `ast.walk`. Contexts and operators, which no name is in, are left out."""
-    found = [tree]
-    for node in found:  # it grows
-        found += _children(node)
-    return tuple(found)
+    nodes = [tree]
+    for node in nodes:  # it grows
+        nodes += _children(node)
+    return tuple(nodes)
 
 
 def _children(node: ast.AST, *, without: str = "") -> list[ast.AST]:
-    found = []
+    children = []
     for name in node._fields:
         if name in _WITHOUT_NODES or name == without:
             continue
         value = getattr(node, name)
         if type(value) is list:
-            found += [each for each in value if isinstance(each, ast.AST)]
+            children += [child for child in value if isinstance(child, ast.AST)]
         elif isinstance(value, ast.AST):
-            found.append(value)
-    return found
+            children.append(value)
+    return children
 
 
 def _is_docstring(node: ast.AST) -> bool:
@@ -214,7 +214,7 @@ def _is_docstring(node: ast.AST) -> bool:
 def _parameters(node: ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda) -> frozenset[str]:
     given = node.args
     names = [*given.posonlyargs, *given.args, *given.kwonlyargs, *filter(None, (given.vararg, given.kwarg))]
-    return frozenset(each.arg for each in names)
+    return frozenset(parameter.arg for parameter in names)
 
 
 def attributes_of_self(tree: ast.Module) -> Iterator[str]:
@@ -251,11 +251,11 @@ def _defined(tree: ast.Module) -> Iterator[str]:
         elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
             if getattr(node.value, "id", "") in ("self", "cls"):
                 yield node.attr
-        elif isinstance(node, ast.Assign) and any(getattr(each, "id", "") == "__slots__" for each in node.targets):
-            yield from (each.value for each in ast.walk(node.value) if isinstance(each, ast.Constant))
+        elif isinstance(node, ast.Assign) and any(getattr(target, "id", "") == "__slots__" for target in node.targets):
+            yield from (element.value for element in ast.walk(node.value) if isinstance(element, ast.Constant))
 
 
 def _constants(tree: ast.Module) -> Iterator[tuple[str, str]]:
     for node in tree.body:
         if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
-            yield from ((each.id, node.value.value) for each in node.targets if isinstance(each, ast.Name))
+            yield from ((target.id, node.value.value) for target in node.targets if isinstance(target, ast.Name))

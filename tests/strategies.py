@@ -114,7 +114,7 @@ def _mended(values: Values, rules: Sequence[Rule]) -> Case:
     case = _case(values)
     while broken := next((rule for rule in rules if rule.applies(case)), None):
         fewer = (_without(values, names) for names in (*((name,) for name in broken.axes), broken.axes))
-        values = next(found for found in fewer if not broken.applies(_case(found)))
+        values = next(candidate for candidate in fewer if not broken.applies(_case(candidate)))
         case = _case(values)
     return case
 
@@ -123,11 +123,11 @@ def _together(axes: Choices) -> st.SearchStrategy[Values]:
     """A value of each of these axes by one draw, which is most of the time of an example."""
 
     def values(number: int) -> Values:
-        found = {}
+        drawn = {}
         for name, known in axes.items():
             number, at = divmod(number, len(known))
-            found[name] = known[at]
-        return found
+            drawn[name] = known[at]
+        return drawn
 
     return st.integers(0, math.prod(map(len, axes.values())) - 1).map(values)
 
@@ -135,7 +135,7 @@ def _together(axes: Choices) -> st.SearchStrategy[Values]:
 def _cases(rules: Sequence[Rule], *but: str) -> st.SearchStrategy[Case]:
     """Cases to which none of these rules applies; the axes `but` have their defaults."""
     known = {name: choices(name) or _FITTING.get(name) for name in AXES if name not in but}
-    axes = [(name, found) for name, found in known.items() if found]
+    axes = [(name, options) for name, options in known.items() if options]
     parts = [_together(dict(axes[at : at + _AT_ONCE])) for at in range(0, len(axes), _AT_ONCE)]
     return st.tuples(*parts).map(lambda drawn: _mended(dict(ChainMap(*drawn)), rules))
 

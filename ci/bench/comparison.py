@@ -80,9 +80,9 @@ def tables(record: Comparison) -> str:
         lost = {judge: sum(row.says(judge) is None for row in asked) for judge in names}
         lines.append(_line("of it: cannot watch", *(f"{count} of {len(asked)}" for count in lost.values())))
     lines += ["", _line("clean runs called wrong", *names.values()), rule]
-    for what, by in record.alarms.items():
+    for row_title, by in record.alarms.items():
         counted = (f"{len(by[name].wrong)} of {by[name].of}" if name in by else "-" for name in names)
-        lines.append(_line(what, *counted))
+        lines.append(_line(row_title, *counted))
     if record.cpu_s:
         lines += ["", _line("who watches", "CPU s a case", "beside nobody"), _line("---", "---:", "---:")]
     for judge, spent in record.cpu_s.items():

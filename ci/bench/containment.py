@@ -83,7 +83,7 @@ def run_alone(engine: ZygoteEngine, name: str, payload: bytes, folder: str, opti
     return conclude(job, [engine.run(Share(job=job, count=options.ranks, folder=folder), lambda _: None)])
 
 
-def one_way(engine: ZygoteEngine, way: str, expected: str, what: str, options: argparse.Namespace) -> Row:
+def one_way(engine: ZygoteEngine, way: str, expected: str, description: str, options: argparse.Namespace) -> Row:
     """Let rank 1 end in this way while the others block."""
     ways = {} if way == "return" else {"1": way, "*": "sleep"}
     with tempfile.TemporaryDirectory() as folder:
@@ -94,7 +94,7 @@ def one_way(engine: ZygoteEngine, way: str, expected: str, what: str, options: a
         left = len(things() - before)
     seen_ms = None if outcome.detected_s is None else outcome.detected_s * 1e3
     good = outcome.status == expected and left == 0 and explained(outcome)
-    return Row(f"rank 1: {what}", outcome.status, seen_ms, over_s * 1e3, left, good)
+    return Row(f"rank 1: {description}", outcome.status, seen_ms, over_s * 1e3, left, good)
 
 
 def explained(outcome: JobOutcome) -> bool:
@@ -133,7 +133,7 @@ def main() -> int:
     sys.path.insert(0, str(TOY_FOLDER))
     with tempfile.TemporaryDirectory() as folder, ZygoteEngine("toyprogram") as engine:
         run_alone(engine, "start", b"{}", folder, options)
-        rows = [one_way(engine, way, expected, what, options) for way, expected, what in WAYS]
+        rows = [one_way(engine, way, expected, description, options) for way, expected, description in WAYS]
     rows += [killed_parent(victim, options) for victim in ("controller", "zygote")]
     print(f"{options.ranks} ranks, deadline {options.deadline_s:g} s\n")
     print("| what | verdict | seen, ms | over, ms | left |\n|---|---|---:|---:|---:|")

@@ -90,8 +90,12 @@ def of_matrix(matrix: MutationMatrix, before: Comparison) -> Comparison:
 def found_by(trial: Trial, clean: Trial) -> tuple[str, ...]:
     """Who found the fault of a trial; nobody finds anything who calls the clean run wrong."""
     both = [
-        [name for name, found in (("loss", each.baseline.by_loss), ("sqnr", each.baseline.by_sqnr)) if found]
-        for each in (trial, clean)
+        [
+            name
+            for name, calls_wrong in (("loss", judged.baseline.by_loss), ("sqnr", judged.baseline.by_sqnr))
+            if calls_wrong
+        ]
+        for judged in (trial, clean)
     ]
     return *(name for name in both[0] if name not in both[1]), *(["checks"] * trial.detected)
 
@@ -138,9 +142,9 @@ class Asking:
         self._record = msgspec.structs.replace(self._record, **changes)
         write(self._record, self._path)
 
-    def _answer(self, fault: str, judge: str, found: bool | None) -> None:
+    def _answer(self, fault: str, judge: str, answer: bool | None) -> None:
         rows = (
-            msgspec.structs.replace(row, asked={**row.asked, judge: found}) if row.fault == fault else row
+            msgspec.structs.replace(row, asked={**row.asked, judge: answer}) if row.fault == fault else row
             for row in self._record.rows
         )
         self._keep(rows=tuple(rows))
@@ -157,7 +161,7 @@ class Asking:
             if judge not in self._open(fault)
         ]
         clean = dict.fromkeys(work._replace(fault="") for work in asked)
-        works = [each for first in clean for each in (first, *(w for w in asked if w._replace(fault="") == first))]
+        works = [work for first in clean for work in (first, *(w for w in asked if w._replace(fault="") == first))]
         seen: dict[Work, Ranks] = {}
         for work, ranks in zip(works, self._watched(works), strict=True):
             seen[work] = ranks
@@ -181,8 +185,8 @@ class Asking:
         works = [Work(judge, case) for case in self._repeated for judge in WATCHERS]
         first = dict(zip(works, self._watched(works), strict=True))
         again = dict(zip(works, self._watched(works, name), strict=True))
-        found = {work: differs(work.judge, again[work], first[work]) for work in works}
-        by = {judge: {work.case_id: found[work] for work in works if work.judge == judge} for judge in WATCHERS}
+        answers = {work: differs(work.judge, again[work], first[work]) for work in works}
+        by = {judge: {work.case_id: answers[work] for work in works if work.judge == judge} for judge in WATCHERS}
         alarms = {
             judge: Alarms(
                 wrong=tuple(case for case, wrong in said.items() if wrong),
@@ -199,7 +203,7 @@ class Asking:
         whole = [case for case in self._repeated if None not in [seen[Work(j, case)] for j in ("", *WATCHERS)]]
         self._keep(
             cpu_s={
-                judge: sum(each.cpu_s for case in whole for each in seen[Work(judge, case)] or ()) / len(whole)
+                judge: sum(rank.cpu_s for case in whole for rank in seen[Work(judge, case)] or ()) / len(whole)
                 for judge in (("", *WATCHERS) if whole else ())
             }
         )
@@ -249,7 +253,7 @@ def differs(judge: str, seen: Ranks, clean: Ranks) -> bool | None:
     """Whether the judge calls the run wrong; None if it could not watch one of both."""
     if seen is None or clean is None:
         return None
-    return [getattr(each, judge) for each in seen] != [getattr(each, judge) for each in clean]
+    return [getattr(rank, judge) for rank in seen] != [getattr(rank, judge) for rank in clean]
 
 
 def main() -> None:

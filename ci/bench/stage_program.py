@@ -82,8 +82,8 @@ class _Sampler:
     def _stage(self, file: str) -> str | None:
         if file not in self._stages:
             path = file.replace(os.sep, "/")
-            found = (stage for part, stage in STAGES.items() if part in path and _ENTRY not in path)
-            self._stages[file] = next(found, None)
+            stages = (stage for part, stage in STAGES.items() if part in path and _ENTRY not in path)
+            self._stages[file] = next(stages, None)
         return self._stages[file]
 
 

@@ -95,16 +95,18 @@ def bisect(
             answered[version] = run_version(version) if kept is None else msgspec.structs.replace(kept, cached=True)
             if kept is None and answered[version].answer != "skipped":  # the machine may have been to blame
                 answers.keep(answered[version])
-            found = answered[version]
-            note(f"{package} {version}: {found.answer}{' (kept)' * found.cached}: {found.why}")
+            version_answer = answered[version]
+            note(
+                f"{package} {version}: {version_answer.answer}{' (kept)' * version_answer.cached}: {version_answer.why}"
+            )
         return answered[version]
 
     other = versions[0] if versions[-1] == bad else versions[-1]
     for version, expected in ((bad, "bad"), (other, "good")):
-        found = answer_of(version)
-        if found.answer != expected:
+        end_answer = answer_of(version)
+        if end_answer.answer != expected:
             fix = f"give another --{expected} version."
-            what = f"{package} {version} is {found.answer}, not {expected}: {found.why}."
+            what = f"{package} {version} is {end_answer.answer}, not {expected}: {end_answer.why}."
             raise HarnessError(what, where=f"--{expected} {version}", fix=fix)
     low, high = 0, len(versions) - 1
     while free := [at for at in range(low + 1, high) if versions[at] not in answered]:
@@ -129,17 +131,23 @@ def versions_between(
     `given` are versions that need no release. Versions before a release count only where `good` or `bad` is one.
     """
     low, high = sorted(_version(text) for text in (good, bad))
-    found = set(_in_folder(package, source.find_links) if source.find_links is not None else _in_index(package, source))
-    found |= set(map(_version, given))
-    for each in (low, high):
-        if each not in found:
-            known = ", ".join(map(str, sorted(found, reverse=True)[:8])) or "none"
-            fix = f"the newest are {known}." if found else "check its name and the index."
-            raise HarnessError(f"{package} {each} is not released there.", where=f"--package {package}", fix=fix)
+    available = set(
+        _in_folder(package, source.find_links) if source.find_links is not None else _in_index(package, source)
+    )
+    available |= set(map(_version, given))
+    for end in (low, high):
+        if end not in available:
+            known = ", ".join(map(str, sorted(available, reverse=True)[:8])) or "none"
+            fix = f"the newest are {known}." if available else "check its name and the index."
+            raise HarnessError(f"{package} {end} is not released there.", where=f"--package {package}", fix=fix)
     early = low.is_prerelease or high.is_prerelease
-    between = (each for each in sorted(found) if low <= each <= high and (early or not each.is_prerelease))
-    builds = {each for each in found if each.local is not None and Version(each.public) in found}  # of one release
-    return tuple(str(each) for each in between if each in (low, high) or each not in builds)
+    between = (
+        version for version in sorted(available) if low <= version <= high and (early or not version.is_prerelease)
+    )
+    builds = {
+        version for version in available if version.local is not None and Version(version.public) in available
+    }  # of one release
+    return tuple(str(version) for version in between if version in (low, high) or version not in builds)
 
 
 def _in_index(package: str, source: Source) -> Iterable[Version]:
@@ -150,11 +158,11 @@ def _in_index(package: str, source: Source) -> Iterable[Version]:
     except subprocess.TimeoutExpired as error:
         what = f"pip named no versions in {_LIST_S:.0f} s."
         raise HarnessError(what, where=where, fix="give another --index-url, or --find-links.") from error
-    found = re.search(r"^Available versions: (.+)$", done.stdout, re.MULTILINE)
-    if found is None:
+    match = re.search(r"^Available versions: (.+)$", done.stdout, re.MULTILINE)
+    if match is None:
         what = f"pip names no versions: {last_line(done.stderr) or 'it says nothing'}."
         raise HarnessError(what, where=where, fix="check the name, or give --index-url or --find-links.")
-    return [_version(text) for text in found[1].split(", ")]
+    return [_version(text) for text in match[1].split(", ")]
 
 
 def _in_folder(package: str, folder: Path) -> Iterable[Version]:
@@ -209,10 +217,10 @@ class VersionTrial:
         if not result.exists():
             why = last_line(done.stderr) or f"it ended with {done.returncode}"
             return VersionAnswer(version=version, answer="skipped", why=why)
-        found = msgspec.json.decode(result.read_bytes(), type=Reproduced).found
-        if found.signature is not None and _NOT_IMPORTED.match(found.signature.what):
-            why = f"not imported: {found.signature.what}"
+        trial_result = msgspec.json.decode(result.read_bytes(), type=Reproduced).found
+        if trial_result.signature is not None and _NOT_IMPORTED.match(trial_result.signature.what):
+            why = f"not imported: {trial_result.signature.what}"
             return VersionAnswer(version=version, answer="skipped", why=why)
         if answer == "bad" and not like:
             first.write_bytes(result.read_bytes())
-        return VersionAnswer(version=version, answer=answer, why=found.text, says=found.message)
+        return VersionAnswer(version=version, answer=answer, why=trial_result.text, says=trial_result.message)

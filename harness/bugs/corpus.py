@@ -101,8 +101,8 @@ def check_corpus(project: Project, bugs: Sequence[BugFile], plan: Plan, progress
 
 def proofs(bugs: Sequence[BugFile], matrix: MutationMatrix, known: Sequence[KnownFault]) -> Corpus:
     trials = {(trial.fault, trial.case_id): trial for trial in (*matrix.trials, *matrix.clean)}
-    found = tuple(_live(bug, trials) if bug.bug.status == "live" else _fixed(bug, trials, known) for bug in bugs)
-    return Corpus(proofs=found, wall_s=matrix.wall_s, interrupted=matrix.interrupted)
+    bug_proofs = tuple(_live(bug, trials) if bug.bug.status == "live" else _fixed(bug, trials, known) for bug in bugs)
+    return Corpus(proofs=bug_proofs, wall_s=matrix.wall_s, interrupted=matrix.interrupted)
 
 
 def _live(bug: BugFile, trials: Trials) -> Proof:
@@ -129,7 +129,9 @@ def _fixed(bug: BugFile, trials: Trials, known: Sequence[KnownFault]) -> Proof:
     wrong = _unprovable(bug, planted)
     if None in ended:
         wrong += _unclean(bug, ended[None], matching(known, case))
-    wrong += [told for fault, trial in ended.items() if fault is not None for told in _unfound(bug, fault, trial)]
+    wrong += [
+        mismatch for fault, trial in ended.items() if fault is not None for mismatch in _unfound(bug, fault, trial)
+    ]
     if not wrong and len(ended) == len(runs):
         wrong += _not_among(bug, seen)
     return _proof(bug, runs, seen, wrong)

@@ -77,7 +77,7 @@ class Draft:
         self._of_file = f"{named.value} of torchtitan in {day:%Y-%m}" if named else ""
         self._file = facts_of_file(str(named.value), day) if named else {}
         # True where options of torchtitan are given, so that its defaults hold for the others.
-        options = any(each.source in ("flag", "config") for each in self._facts.values())
+        options = any(statement.source in ("flag", "config") for statement in self._facts.values())
         self._configured = options and program == "torchtitan"
         for find in (self._layout, self._float8, self._compile, self._checkpointing, self._model, self._training):
             find()
@@ -98,7 +98,7 @@ class Draft:
                 return case
             given = [name for name in rule.axes if name in self.axes]
             assert given, rule.name
-            name = next((each for each in given if each in self.stated), given[0])
+            name = next((axis for axis in given if axis in self.stated), given[0])
             self.missing.setdefault(name, f"{shown(self.axes[name])} is no case: {rule.reason}. What was run?")
             del self.axes[name]
 
@@ -108,13 +108,13 @@ class Draft:
         """The statement about a fact; None without one. A contradiction becomes a question about the axis."""
         contradiction = self._contradictions.get(fact, ())
         if contradiction:
-            words = " or ".join(f"{shown(each.value)} ({each.words})" for each in contradiction)
+            words = " or ".join(f"{shown(statement.value)} ({statement.words})" for statement in contradiction)
             self.missing[axis or fact] = f"which is it: {words}?"
         return self._facts.get(fact)
 
     def _says(self, fact: str) -> bool:
-        found = self._facts.get(fact)
-        return found is not None and found.value not in (False, "none")
+        statement = self._facts.get(fact)
+        return statement is not None and statement.value not in (False, "none")
 
     def _put(self, axis: str, value: object, where: dict[str, str], words: str) -> None:
         """Set an axis and record its origin; an earlier derivation is kept in front."""
@@ -128,16 +128,16 @@ class Draft:
 
     def _take(self, axis: str) -> bool:
         """Set an axis to the stated value, else to the named file's. Returns True if there is one."""
-        found = self._fact(axis)
+        statement = self._fact(axis)
         try:
-            if found is not None:
+            if statement is not None:
                 self.derived.pop(axis, None)
-                where = self.derived if found.source == "shape" else self.stated
-                self._put(axis, checked_value(axis, found.value), where, found.words)
+                where = self.derived if statement.source == "shape" else self.stated
+                self._put(axis, checked_value(axis, statement.value), where, statement.words)
             elif axis in self._file:
                 self._put(axis, self._file[axis], self.assumed, self._of_file)
         except HarnessError as error:
-            self.missing[axis] = f"{found.words if found else ''}: {error.what} What was run?"
+            self.missing[axis] = f"{statement.words if statement else ''}: {error.what} What was run?"
         return axis in self.axes
 
     def _default(self, fact: str) -> tuple[object, str] | None:
@@ -228,7 +228,7 @@ class Draft:
         floor = mode is not None and "floor" in str(mode.value).lower()
         in_high = bool(rest) or (high is not None and high.value is True)
         recipe = block_recipe(rounds_scales_down=floor, wgrad=not in_high)
-        words = "; ".join(dict.fromkeys(each.words for each in (block, mode, high) if each is not None))
+        words = "; ".join(dict.fromkeys(statement.words for statement in (block, mode, high) if statement is not None))
         self._put("recipe", recipe or block_recipe(rounds_scales_down=floor, wgrad=True), self.stated, words)
         if recipe is None:
             self.missing["recipe"] = "no case has FLOOR with weight gradients in high precision: which of both was run?"
@@ -238,12 +238,12 @@ class Draft:
             self._take("convert_after_tp")
 
     def _casts(self) -> None:
-        found = self._facts.get("casts")
-        if found is None:
+        statement = self._facts.get("casts")
+        if statement is None:
             return
-        casts = case_from_axes({"recipe": self.axes["recipe"], "casts": found.value}).float8.casts
+        casts = case_from_axes({"recipe": self.axes["recipe"], "casts": statement.value}).float8.casts
         if casts:
-            self._put("casts", casts, self.stated, found.words)
+            self._put("casts", casts, self.stated, statement.words)
         if ROUNDED in self._facts:
             self.missing["casts"] = "scales of rows are powers of two here: was round_scales_to_power_of_2 set?"
 
@@ -251,10 +251,12 @@ class Draft:
         filters = self._fact("filter_fqns")
         if filters is not None and isinstance(filters.value, tuple):
             known = [*(f"layers.0.{name}" for name in BLOCK_LINEARS), OUTPUT_FQN, "lm_head"]
-            output = [each for each in filters.value if each in OUTPUT_FQN or each in "lm_head"]
-            kept = tuple(each for each in filters.value if any(each in fqn for fqn in known[:-2]))
-            lost = [each for each in filters.value if not any(each in fqn for fqn in known)]
-            self.ignored += [f"filter_fqns {clean_words(each)}: matches no linear of the Llama" for each in lost]
+            output = [filter_fqn for filter_fqn in filters.value if filter_fqn in OUTPUT_FQN or filter_fqn in "lm_head"]
+            kept = tuple(filter_fqn for filter_fqn in filters.value if any(filter_fqn in fqn for fqn in known[:-2]))
+            lost = [filter_fqn for filter_fqn in filters.value if not any(filter_fqn in fqn for fqn in known)]
+            self.ignored += [
+                f"filter_fqns {clean_words(filter_fqn)}: matches no linear of the Llama" for filter_fqn in lost
+            ]
             if kept:
                 self._put("filter_fqns", kept, self.stated, filters.words)
             if not output:
@@ -266,17 +268,17 @@ class Draft:
 
     def _compile(self) -> None:
         components = self._facts.get("compile_components")
-        found = self._fact("compile")
+        statement = self._fact("compile")
         if components is not None and "model" not in shown(components.value):
             self.ignored.append(f"{components.words}: blocks are not compiled")
         elif self._take("compile") and self.axes["compile"] == "none":
             del self.axes["compile"]
         if "compile" not in self.axes and self.axes.get("async_tp"):
-            if found is None:
+            if statement is None:
                 self._put("compile", "graph", self.assumed, "async TP is a pass over compiled blocks")
             else:
                 self._drop("async_tp", "without compiled blocks it is plain TP")
-        elif "compile" not in self.axes and found is None:
+        elif "compile" not in self.axes and statement is None:
             self.assumed["compile"] = "none: nothing says that blocks were compiled"
         if "compile" in self.axes and self._count("tp") > 1 and self._program == "torchtitan":
             if self._target == REFERENCE:
@@ -344,7 +346,7 @@ class Draft:
         if "heads" in self.axes:
             self.axes.setdefault("kv_heads", heads)
         if dim % heads or dim // heads % 2 or heads % tp:
-            fitting = [each for each in range(tp, dim // 2 + 1, tp) if dim % each == 0 and dim // each % 2 == 0]
+            fitting = [count for count in range(tp, dim // 2 + 1, tp) if dim % count == 0 and dim // count % 2 == 0]
             if fitting:
                 for axis in ("heads", "kv_heads"):
                     self._put(axis, fitting[0], self.assumed, f"{fitting[0]} heads of {dim // fitting[0]} features")
@@ -381,7 +383,7 @@ class Draft:
         self._length()
 
     def _length(self) -> None:
-        """Steps up to the first bad one. A learning rate is told: a case has the one that its golden has."""
+        """Steps up to the first bad one. A learning rate is only stated: a case has the one of its golden."""
         rate, trained = self._facts.get("learning_rate"), self._facts.get("train_steps")
         if rate is not None:
             self.ignored.append(f"{rate.words}: goldens have the learning rate of their cases: set lr where it matters")
@@ -443,18 +445,18 @@ class Draft:
 
     def _experts(self) -> None:
         """As many experts and ranks that share them as the smaller run has room for."""
-        found = [axis for axis in ("experts", "top_k", "router", "balance", "ep") if self._take(axis)]
+        taken = [axis for axis in ("experts", "top_k", "router", "balance", "ep") if self._take(axis)]
         if self.axes.get("experts", 0) == 0 and self._count("ep") == 1:
-            for axis in found:
+            for axis in taken:
                 self._drop(axis, "means nothing without experts")
             return
-        if "experts" not in found:
+        if "experts" not in taken:
             self._ask("experts", _FEW_EXPERTS, "how many experts?")
         if "grouped_mm" in shown(getattr(self._facts.get("converters"), "value", "")):
             self._put("grouped_mm", True, self.stated, self._facts["converters"].words)
         ranks, tp = self._count(REST) * self._count("tp"), self._count("tp")
         stated = {axis: self._count(axis) for axis in ("experts", "ep")}
-        fitting = [each for each in range(tp, min(ranks, stated["ep"]) + 1, tp) if ranks % each == 0]
+        fitting = [degree for degree in range(tp, min(ranks, stated["ep"]) + 1, tp) if ranks % degree == 0]
         fits = {"ep": max(fitting, default=1)}
         if stated["experts"] > _FEW_EXPERTS and not self._as_reported:
             least = max(_FEW_EXPERTS, self._count("top_k"))
@@ -478,7 +480,7 @@ class Draft:
             every=int(str(values["checkpoint_every"])) if wraps else 1,
         )
         small, arithmetic = made_smaller(sizes)
-        for axis in [each for each in arithmetic if each in AXES]:
+        for axis in [name for name in arithmetic if name in AXES]:
             self.full_size[axis] = getattr(sizes, axis)
             self._put(axis, getattr(small, axis), self.derived, arithmetic[axis])
         batch, before = small.local_batch * small.dp, values["global_batch"]

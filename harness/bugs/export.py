@@ -124,12 +124,12 @@ def title_of(named: NamedCase, result: CaseResult) -> str:
     if named.bug is not None:
         return named.bug.bug.title
     signature = failure_of(result)
-    told = (each.first_line for each in result.findings if each.judged and signature.check)
-    return f"{_short(_error_of(result).partition(' (rank')[0] or next(told, signature.what))} ({setup_of(named.case)})"
+    lines = (finding.first_line for finding in result.findings if finding.judged and signature.check)
+    return f"{_short(_error_of(result).partition(' (rank')[0] or next(lines, signature.what))} ({setup_of(named.case)})"
 
 
 def failed_checks(result: CaseResult) -> set[str]:
-    return {each.check for each in result.findings if each.judged}
+    return {finding.check for finding in result.findings if finding.judged}
 
 
 def file_name(named: NamedCase) -> str:
@@ -137,9 +137,9 @@ def file_name(named: NamedCase) -> str:
     return named.bug.id if named.bug is not None else _name_of(named.case)
 
 
-def _short(what: str) -> str:
+def _short(sentence: str) -> str:
     """The first part of a sentence, in the length of a title."""
-    return textwrap.shorten(what.partition("; ")[0], _TITLE, placeholder=" …")
+    return textwrap.shorten(sentence.partition("; ")[0], _TITLE, placeholder=" …")
 
 
 def setup_of(case: Case) -> str:
@@ -161,13 +161,13 @@ def _name_of(case: Case) -> str:
 def _error_of(result: CaseResult) -> str:
     """What the first rank of a crash raised and when, with its numbers; of our fabric, what a maintainer calls it."""
     failures = () if result.run is None or failure_of(result).kind != "crash" else result.run.failures
-    found = next((each for each in failures if not each.consequence), None)
-    if found is None:
+    cause = next((failure for failure in failures if not failure.consequence), None)
+    if cause is None:
         return ""
-    line = " ".join(found.message.split())
-    head, mismatch, told = line.partition(f"{MISMATCH}: ranks of one process group disagree: ")
-    message = f"ranks of one group call different collectives: {told}" if mismatch else head
-    return f"{message} (rank {found.rank}, {found.phase})"
+    line = " ".join(cause.message.split())
+    head, mismatch, calls = line.partition(f"{MISMATCH}: ranks of one process group disagree: ")
+    message = f"ranks of one group call different collectives: {calls}" if mismatch else head
+    return f"{message} (rank {cause.rank}, {cause.phase})"
 
 
 def read_neighbours(path: Path) -> tuple[Attempt, ...]:
@@ -313,9 +313,9 @@ def _of_case(case: Case) -> dict[str, object]:
     }
 
 
-def error_pattern(what: str) -> str:
+def error_pattern(error: str) -> str:
     """A regular expression for an error whose numbers, places and ranks are N, … and RANKS."""
-    return re.sub(r"(?<![A-Za-z_])N(?![A-Za-z_])|…|RANKS", r".+?", re.escape(what)).replace(r"\ ", " ")
+    return re.sub(r"(?<![A-Za-z_])N(?![A-Za-z_])|…|RANKS", r".+?", re.escape(error)).replace(r"\ ", " ")
 
 
 def proof_of(exported: Exported) -> Proof:
@@ -339,9 +339,11 @@ def proof_of(exported: Exported) -> Proof:
 
 def script_outcome(output: str) -> Proof:
     """The verdict in the output of a script: a fault on any rank, else "cannot tell", else "fixed"."""
-    found = {each[1]: each[0].rstrip() for each in _OUTCOME.finditer(output)}
+    texts: dict[str, str] = {}
+    for match in _OUTCOME.finditer(output):
+        texts.setdefault(match[1], match[0].rstrip())
     outcomes: tuple[Outcome, ...] = ("FAULT", "cannot tell", "fixed")
     for outcome in outcomes:
-        if outcome in found:
-            return Proof(outcome, found[outcome])
+        if outcome in texts:
+            return Proof(outcome, texts[outcome])
     return Proof("cannot tell", output.strip()[-500:])

@@ -55,7 +55,7 @@ def gather(
     source = (read or _read)(module)
     node = source.definitions.get(name)
     words = _words(node or ast.Pass())
-    inner = next((each for each in words.imported if each.startswith("harness.")), None)
+    inner = next((imported for imported in words.imported if imported.startswith("harness.")), None)
     if node is None or inner is not None or module.startswith(_LIMITS):
         raise _NeedsHarness(f"it needs {inner or module}, which is a part of the harness.")
     if (module, name) in texts:
@@ -84,8 +84,8 @@ class _Words(NamedTuple):
 def _words(node: ast.stmt) -> _Words:
     nodes = list(ast.walk(node))
     return _Words(
-        used=tuple(dict.fromkeys(each.id for each in nodes if isinstance(each, ast.Name))),
-        imported=frozenset(each.module or "" for each in nodes if isinstance(each, ast.ImportFrom)),
+        used=tuple(dict.fromkeys(name.id for name in nodes if isinstance(name, ast.Name))),
+        imported=frozenset(statement.module or "" for statement in nodes if isinstance(statement, ast.ImportFrom)),
     )
 
 
@@ -113,11 +113,11 @@ class Source:
                 self.definitions[node.name] = node
             elif isinstance(node, ast.Assign | ast.AnnAssign):
                 targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-                names = [name for each in targets for name in ast.walk(each) if isinstance(name, ast.Name)]
-                self.definitions |= {each.id: node for each in names}
+                names = [name for target in targets for name in ast.walk(target) if isinstance(name, ast.Name)]
+                self.definitions |= {name.id: node for name in names}
 
     def text_of(self, node: ast.stmt) -> str:
-        first = min([node.lineno, *(each.lineno for each in getattr(node, "decorator_list", ()))])
+        first = min([node.lineno, *(decorator.lineno for decorator in getattr(node, "decorator_list", ()))])
         return "\n".join(self._lines[first - 1 : node.end_lineno])
 
 

@@ -79,14 +79,16 @@ def resolve(statements: Iterable[Statement]) -> Resolved:
     facts: dict[str, Statement] = {}
     contradictions: dict[str, tuple[Statement, ...]] = {}
     ignored: dict[str, None] = {}
-    for fact, found in by_fact.items():
-        kept, passed = _strongest(fact, found)
-        first = {each.value: each for each in reversed(kept)}
+    for fact, fact_statements in by_fact.items():
+        kept, passed = _strongest(fact, fact_statements)
+        first = {kept_statement.value: kept_statement for kept_statement in reversed(kept)}
         if len(first) > 1:
-            contradictions[fact] = tuple(each for each in kept if first[each.value] is each)
+            contradictions[fact] = tuple(
+                kept_statement for kept_statement in kept if first[kept_statement.value] is kept_statement
+            )
         facts[fact] = kept[0]
-        for each, why in {each.value: (each, why) for each, why in reversed(passed)}.values():
-            ignored[f"{fact} = {shown(each.value)}: {each.words}: {why}"] = None
+        for other, why in {other.value: (other, why) for other, why in reversed(passed)}.values():
+            ignored[f"{fact} = {shown(other.value)}: {other.words}: {why}"] = None
     return Resolved(facts=facts, contradictions=contradictions, ignored=tuple(ignored))
 
 
@@ -125,22 +127,22 @@ def sizes_of_model(name: str, day: datetime.date) -> tuple[str, Mapping[str, int
     return known, sizes
 
 
-def _strongest(fact: str, found: Sequence[Statement]) -> tuple[list[Statement], list[tuple[Statement, str]]]:
+def _strongest(fact: str, statements: Sequence[Statement]) -> tuple[list[Statement], list[tuple[Statement, str]]]:
     """The statements that count, and the others that say something else, each with the reason."""
-    kept, passed = list(found), list[tuple[Statement, str]]()
+    kept, passed = list(statements), list[tuple[Statement, str]]()
     for why, strong, weak, strict in _PRECEDENCE:
-        if (fact not in _DISTINCT or strict) and any(each.source in strong for each in kept):
-            kept, more = _split(kept, [each for each in kept if each.source in weak], why)
+        if (fact not in _DISTINCT or strict) and any(statement.source in strong for statement in kept):
+            kept, more = _split(kept, [statement for statement in kept if statement.source in weak], why)
             passed += more
     return kept, passed
 
 
 def _split(
-    found: Sequence[Statement], weak: Sequence[Statement], why: str
+    statements: Sequence[Statement], weak: Sequence[Statement], why: str
 ) -> tuple[list[Statement], list[tuple[Statement, str]]]:
     """Those that are not weak, or all where nothing else is left; and the weak that say something else."""
-    kept = [each for each in found if each not in weak]
+    kept = [statement for statement in statements if statement not in weak]
     if not kept:
-        return list(found), []
-    values = {each.value for each in kept}
-    return kept, [(each, why) for each in weak if each.value not in values]
+        return list(statements), []
+    values = {statement.value for statement in kept}
+    return kept, [(statement, why) for statement in weak if statement.value not in values]

@@ -60,19 +60,19 @@ class ImportedBug(msgspec.Struct, frozen=True, kw_only=True):
 
 def import_report(report: Report, options: ImportOptions) -> ImportedBug:
     """The bug file that a report describes. HarnessError where nothing says what to call it."""
-    told = clauses(report)
-    seen = observe(report, told)
+    prose_clauses = clauses(report)
+    seen = observe(report, prose_clauses)
     given_link, bug_id = _name(report, options)
     link = given_link or seen.link
     day, day_from = _day(report, options)
     reading = Reading(report, day)
-    prose, passed = stated_by_prose(told)
+    prose, passed = stated_by_prose(prose_clauses)
     # With torchao's float8 in options or calls, prose about other software is no request for it.
-    of_torchao = any(each.fact in ("float8", "recipe") for each in reading.statements)
-    named, asked = outside_by_prose(report, told[: 1 if of_torchao else None], day, link)
-    for each in reading.in_scope:
-        named.pop(each.name, None)
-        asked.pop(each.name, None)
+    of_torchao = any(statement.fact in ("float8", "recipe") for statement in reading.statements)
+    named, asked = outside_by_prose(report, prose_clauses[: 1 if of_torchao else None], day, link)
+    for supported in reading.in_scope:
+        named.pop(supported.name, None)
+        asked.pop(supported.name, None)
     refused = {**reading.outside, **named}
     bug = replace(
         seen,
@@ -82,7 +82,7 @@ def import_report(report: Report, options: ImportOptions) -> ImportedBug:
         message=options.message or seen.message,
         versions={**seen.versions, **options.versions},
     )
-    found = BugFile(id=bug_id, where=report.where, bug=bug, refused=refused)
+    bug_file = BugFile(id=bug_id, where=report.where, bug=bug, refused=refused)
     ignored = (*passed, *_unknown(reading))
     if not refused:
         draft = Draft(
@@ -93,17 +93,17 @@ def import_report(report: Report, options: ImportOptions) -> ImportedBug:
             full_size=options.full_size,
         )
         lists = {name: getattr(draft, name) for name in ("stated", "derived", "assumed", "missing", "full_size")}
-        found = replace(found, case=draft.case(), **lists)
-        scope = {each.name: each for each in SCOPE}
+        bug_file = replace(bug_file, case=draft.case(), **lists)
+        scope = {feature.name: feature for feature in SCOPE}
         open_ones = {name: words for name, words in asked.items() if draft.stated.keys().isdisjoint(scope[name].axes)}
         questions = {name: scope[name].question(words) for name, words in open_ones.items()}
         if reading.differ:
             questions["command"] = f"which command fails? They differ in {', '.join(reading.differ)}"
         if not (draft.stated or draft.derived or draft.missing):
             questions["run"] = "no option, command or degree is in the report: what was run?"
-        found = replace(found, missing={**found.missing, **questions})
+        bug_file = replace(bug_file, missing={**bug_file.missing, **questions})
         ignored = (*ignored, *draft.ignored)
-    return ImportedBug(bug=found, day=day, day_from=day_from, ignored=ignored)
+    return ImportedBug(bug=bug_file, day=day, day_from=day_from, ignored=ignored)
 
 
 def import_configuration(
@@ -126,14 +126,18 @@ def import_configuration(
     program = _program_of(report.text, "")
     asked = [Statement(fact="ranks", value=ranks, words=f"--ranks {ranks}", source="flag")] if ranks else []
     chosen = {name: value for name, value in given.items() if name in AXES}
-    kept = [each for each in reading.statements if each.fact not in chosen and not (asked and each.fact == "ranks")]
+    kept = [
+        statement
+        for statement in reading.statements
+        if statement.fact not in chosen and not (asked and statement.fact == "ranks")
+    ]
     kept += [
         Statement(fact=name, value=value, words=f"--{name.replace('_', '-')}", source="flag")  # type: ignore[arg-type]
         for name, value in chosen.items()
     ]
     target = TORCHTITAN if program == TORCHTITAN and not reading.in_scope else REFERENCE
     draft = Draft(resolve((*kept, *asked)), day=day, program=program, target=target)
-    models = {str(each.value) for each in kept if each.fact == "model_name"} - {"llama3"}
+    models = {str(statement.value) for statement in kept if statement.fact == "model_name"} - {"llama3"}
     if models and target == TORCHTITAN:
         fix = "write a target of your own for it: docs/your-own-trainer.md."
         what = f"model.name = {', '.join(models)}: a case of torchtitan trains its llama3."
@@ -182,9 +186,9 @@ def _day(report: Report, options: ImportOptions) -> tuple[datetime.date, str]:
     """The day that decides what spellings and defaults mean, and where it comes from."""
     if options.day is not None:
         return options.day, "--date"
-    told = day_of(report)
-    if told is not None:
-        return told, "the report"
+    report_day = day_of(report)
+    if report_day is not None:
+        return report_day, "the report"
     if _TOML.search(report.text):
         return LAST_TOML, "the last day of torchtitan's TOML files; --date YYYY-MM-DD says another"
     return options.today, "today: the report has no date, --date YYYY-MM-DD says one"

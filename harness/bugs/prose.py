@@ -2,7 +2,7 @@
 
 Read are only words that stand for a fact in nearly all reports: they are declared with the axes and in `scope.py`. A
 word without a value counts in the title, in a list, or beside another value: alone in a sentence it may be about
-anything. What a clause denies, doubts, or says of a run that works is no statement.
+anything. What a clause denies, doubts, or says about a run that works is no statement.
 """
 
 from __future__ import annotations
@@ -142,72 +142,80 @@ class Clause(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def clauses(report: Report) -> tuple[Clause, ...]:
-    found = [Clause(text=report.title, title=True)]
+    prose_clauses = [Clause(text=report.title, title=True)]
     for piece in report.pieces:
         for text in _CLAUSE.split(piece.text) if piece.kind == "prose" and not piece.comment else ():
             if text.strip() and clean_words(re.sub(r"^\s*#+\s*", "", text)) != report.title:
                 control = bool(_CONTROL.search(text)) and not _BROKEN.search(text)
-                found.append(Clause(text=text, control=control))
-    return tuple(found)
+                prose_clauses.append(Clause(text=text, control=control))
+    return tuple(prose_clauses)
 
 
-def stated_by_prose(told: Sequence[Clause]) -> tuple[list[Statement], list[str]]:
+def stated_by_prose(prose_clauses: Sequence[Clause]) -> tuple[list[Statement], list[str]]:
     """What prose states, and what was passed over: of a run that works, of what was not run, or not understood."""
     stated: list[Statement] = []
     passed: list[str] = []
-    for clause in told:
-        found = list(_statements(clause))
-        kept = [each for each, denied, _ in found if not (clause.control or denied)]
-        alone = len({each.fact for each in kept} - _TRIVIAL) == 1 and len(clause.text.split()) > _FEW
+    for clause in prose_clauses:
+        candidates = list(_statements(clause))
+        kept = [statement for statement, denied, _ in candidates if not (clause.control or denied)]
+        alone = len({statement.fact for statement in kept} - _TRIVIAL) == 1 and len(clause.text.split()) > _FEW
         if alone and not clause.title:
-            kept = [each for each, _, valued in found if each in kept and (valued or each.fact in _TRIVIAL)]
+            kept = [
+                statement
+                for statement, _, valued in candidates
+                if statement in kept and (valued or statement.fact in _TRIVIAL)
+            ]
         stated += kept
-        if any(each.fact not in _TRIVIAL and each not in kept for each, *_ in found):
+        if any(statement.fact not in _TRIVIAL and statement not in kept for statement, *_ in candidates):
             why = "what works, or is compared with" if clause.control else "it may say what was not run"
             passed.append(f"{clean_words(clause.text)}: {why}")
-        elif not found and _SETTING.match(clause.text):
+        elif not candidates and _SETTING.match(clause.text):
             passed.append(f"{clean_words(clause.text)}: not understood")
     return stated, passed
 
 
 def outside_by_prose(
-    report: Report, told: Sequence[Clause], day: datetime.date, link: str
+    report: Report, prose_clauses: Sequence[Clause], day: datetime.date, link: str
 ) -> tuple[dict[str, str], dict[str, str]]:
     """(refused, asked): what the title, the repository or "we run" name and no case has; what a sentence mentions."""
     refused: dict[str, str] = {}
     asked: dict[str, str] = {}
     parts = link.split("/")
     repository, name = "/".join(parts[3:5]), "".join(parts[4:5])
-    for each in SCOPE:
-        others = bool(each.float8_of and re.match(each.float8_of, repository))
-        if (each.said and re.search(each.said, name)) or (others and _FLOAT8.search(report.title)):
-            refused[each.name] = f"{each.reason} (an issue of {repository})"
+    for feature in SCOPE:
+        others = bool(feature.float8_of and re.match(feature.float8_of, repository))
+        if (feature.said and re.search(feature.said, name)) or (others and _FLOAT8.search(report.title)):
+            refused[feature.name] = f"{feature.reason} (an issue of {repository})"
         elif others and _FLOAT8.search(report.text):
-            asked[each.name] = f"an issue of {repository}"
-    for clause in told:
-        for each, ran in _mentioned(clause, first=day < _FSDP2 and not _SECOND.search(report.text)):
+            asked[feature.name] = f"an issue of {repository}"
+    for clause in prose_clauses:
+        for feature, ran in _mentioned(clause, first=day < _FSDP2 and not _SECOND.search(report.text)):
             words = clean_words(clause.text)
-            asked.setdefault(each.name, words)
-            may_be = (each is FSDP1 and day >= _PROTOTYPE and _FSDP.search(words)) or (each is DDP and "HSDP" in words)
-            if ran and not (may_be or each.axes):
-                refused.setdefault(each.name, f"{each.reason} ({words})")
+            asked.setdefault(feature.name, words)
+            may_be = (feature is FSDP1 and day >= _PROTOTYPE and _FSDP.search(words)) or (
+                feature is DDP and "HSDP" in words
+            )
+            if ran and not (may_be or feature.axes):
+                refused.setdefault(feature.name, f"{feature.reason} ({words})")
     return refused, {name: words for name, words in asked.items() if name not in refused}
 
 
 def _mentioned(clause: Clause, *, first: bool) -> Iterator[tuple[OutOfScope, bool]]:
     """What a clause mentions and no case has, and whether it was run. `first`: FSDP is FSDP1."""
-    for each in SCOPE:
-        match = re.search(each.said, clause.text) if each.said else None
-        match = match or (_FSDP.search(clause.text) if each is FSDP1 and first else None)
+    for feature in SCOPE:
+        match = re.search(feature.said, clause.text) if feature.said else None
+        match = match or (_FSDP.search(clause.text) if feature is FSDP1 and first else None)
         if match and not (clause.control or _denied(clause.text, match, _NEGATED)):
-            yield each, clause.title or bool(_RAN.match(clause.text) and not _denied(clause.text, match))
-    for each in filter(None, map(asked_by_call, _NAME.findall(clause.text))):
-        yield each, clause.title
-    for each in filter(None, (asked_by_option(plain_key(key), value) for key, value in _OPTION.findall(clause.text))):
-        yield each, False
+            yield feature, clause.title or bool(_RAN.match(clause.text) and not _denied(clause.text, match))
+    for feature in filter(None, map(asked_by_call, _NAME.findall(clause.text))):
+        yield feature, clause.title
+    for feature in filter(
+        None, (asked_by_option(plain_key(key), value) for key, value in _OPTION.findall(clause.text))
+    ):
+        yield feature, False
 
 
-def observe(report: Report, told: Sequence[Clause]) -> Bug:
+def observe(report: Report, prose_clauses: Sequence[Clause]) -> Bug:
     """The observations of a report as an open bug; fields that it does not state are empty."""
     message = _message(report)
     head = _head(report)
@@ -215,12 +223,12 @@ def observe(report: Report, told: Sequence[Clause]) -> Bug:
         title=report.title,
         link=find_link(head)[0] or UNREPORTED,
         status="open",
-        symptom=_symptom(told, message),
+        symptom=_symptom(prose_clauses, message),
         reported=_date(head, _DATES),
         message=message,
         first_bad_step=_first_bad_step(report),
         hardware=_hardware("\n".join(piece.text for piece in report.pieces if not piece.comment)),
-        versions=_versions(report, told),
+        versions=_versions(report, prose_clauses),
     )
 
 
@@ -236,10 +244,10 @@ def id_of(report: Report) -> str:
 
 def find_link(text: str) -> tuple[str, str]:
     """(link, id) of the first issue that is named, such as (…/issues/864, "torchtitan-864"); ("", "") for none."""
-    found = [each for each in (_LINK.search(text), _SHORT.search(text)) if each is not None]
-    if not found:
+    matches = [match for match in (_LINK.search(text), _SHORT.search(text)) if match is not None]
+    if not matches:
         return "", ""
-    first = min(found, key=re.Match.start)
+    first = min(matches, key=re.Match.start)
     owner, name, number = first.groups()
     link = first[0] if first.re is _LINK else f"https://github.com/{owner}/{name}/issues/{number}"
     return link, re.sub(r"[^a-z0-9]+", "-", f"{name}-{number}".lower()).strip("-")
@@ -276,8 +284,8 @@ def _denied(text: str, match: re.Match[str], before: re.Pattern[str] = _DENIED) 
 def _date(text: str, forms: Sequence[tuple[re.Pattern[str], str]]) -> datetime.date | None:
     """The first date in one of these forms, each of which is tried after the one before."""
     for pattern, form in forms:
-        found = pattern.search(text)
-        words = found[1].replace(",", "").replace(".", "") if found else ""
+        match = pattern.search(text)
+        words = match[1].replace(",", "").replace(".", "") if match else ""
         if form.startswith("%b"):
             month, _, rest = words.partition(" ")
             words = f"{month[:3]} {rest}"
@@ -292,18 +300,18 @@ def _message(report: Report) -> str:
     """The error that was raised first, on one line; "" for none."""
     for text in (report.texts("text"), report.texts("prose"), report.title):
         for line in text.split("\n"):
-            found = _ERROR.search(_PREFIX.sub("", line))
-            if found is None or found[1].rpartition(".")[2] in _CONSEQUENCES:
+            match = _ERROR.search(_PREFIX.sub("", line))
+            if match is None or match[1].rpartition(".")[2] in _CONSEQUENCES:
                 continue
-            inner = _ERROR.search(found[2])
-            kind, words = (inner[1], inner[2]) if inner else (found[1], found[2])
+            inner = _ERROR.search(match[2])
+            kind, words = (inner[1], inner[2]) if inner else (match[1], match[2])
             return clean_words(f"{kind.rpartition('.')[2]}: {words.strip(' `*')}", 300)
     return ""
 
 
-def _symptom(told: Sequence[Clause], message: str) -> Symptom:
+def _symptom(prose_clauses: Sequence[Clause], message: str) -> Symptom:
     """The symptom in the title, else a crash if there is an error."""
-    for text in (told[0].text, message and "crash"):
+    for text in (prose_clauses[0].text, message and "crash"):
         for symptom, pattern in _SYMPTOMS:
             if re.search(pattern, text, re.IGNORECASE):
                 return symptom
@@ -315,27 +323,27 @@ def _first_bad_step(report: Report) -> int | None:
     log = _BAD_LOG.search("\n".join(piece.text for piece in report.pieces if not piece.comment))
     if log is not None:
         return int(log[1]) or None
-    found = _STEP.search(report.title)
-    return int(found[1] or found[2]) or None if found else None
+    match = _STEP.search(report.title)
+    return int(match[1] or match[2]) or None if match else None
 
 
-def _versions(report: Report, told: Sequence[Clause]) -> dict[str, str]:
+def _versions(report: Report, prose_clauses: Sequence[Clause]) -> dict[str, str]:
     """Of what the reporter wrote outside of code, without clauses about runs that work."""
     text = "\n".join(piece.text for piece in report.pieces if not piece.comment and piece.kind != "python")
-    for clause in told:
+    for clause in prose_clauses:
         if clause.control:
             text = text.replace(clause.text, "")
-    found: dict[str, str] = {}
+    versions: dict[str, str] = {}
     for match in _VERSION.finditer(text):
-        found.setdefault((match[1] or match[2]).lower(), match[3].rstrip("."))
-    return found
+        versions.setdefault((match[1] or match[2]).lower(), match[3].rstrip("."))
+    return versions
 
 
 def _hardware(text: str) -> str:
-    found = sorted(_HARDWARE.finditer(text), key=lambda match: (match[1] is None, match.start()))
-    if not found:
+    matches = sorted(_HARDWARE.finditer(text), key=lambda match: (match[1] is None, match.start()))
+    if not matches:
         return ""
-    count, name, memory = found[0].groups()
-    line = text[text.rfind("\n", 0, found[0].start()) + 1 : found[0].end()]
+    count, name, memory = matches[0].groups()
+    line = text[text.rfind("\n", 0, matches[0].start()) + 1 : matches[0].end()]
     count = "" if re.search(r"\bnodes?\b", line) else count  # those of a node
     return f"{f'{count} x ' if count else ''}{name}{f' {memory} GB' if memory else ''}"

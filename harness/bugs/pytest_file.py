@@ -77,7 +77,7 @@ class ExportedTest(NamedTuple):
 
     @property
     def proven(self) -> bool:
-        return all(each.found == each.wanted for each in self.proofs)
+        return all(proof.found == proof.wanted for proof in self.proofs)
 
 
 def export_test(
@@ -94,10 +94,13 @@ def export_test(
     Without `proves` it is the first model whose test is short enough. `fixes`: FILE.py:FUNCTION with which it passes.
     """
     values = constants(named.case, failure_of(result), failed_checks(result))
-    patches = tuple(patch_of(each, folder) for each in injections)
+    patches = tuple(patch_of(injection, folder) for injection in injections)
     trials: list[Trial] = [("now", "red", ())]
     if patches:
-        trials = [("as it is", "green", ()), (f"with {' and '.join(each.text for each in injections)}", "red", patches)]
+        trials = [
+            ("as it is", "green", ()),
+            (f"with {' and '.join(injection.text for injection in injections)}", "red", patches),
+        ]
     elif fixes:
         trials.append(("with the fix", "green", tuple(fixes)))
     file = folder / f"test_{re.sub(r'[^a-z0-9]+', '_', file_name(named))}.py"
@@ -119,7 +122,7 @@ def export_test(
 
 def _head(named: NamedCase, result: CaseResult, injections: Sequence[Injection], detects: str) -> str:
     case = named.case
-    planted = [each.text.removeprefix(PREFIX) for each in injections if each.text.startswith(PREFIX)]
+    planted = [injection.text.removeprefix(PREFIX) for injection in injections if injection.text.startswith(PREFIX)]
     title = fault_named(planted[0]).title if planted else title_of(named, result)
     versions = " and ".join(f"{package} {installed_version(package)}" for package in OLDEST)
     link = f", {named.bug.bug.link}" if named.bug is not None and named.bug.bug.link != UNREPORTED else ""
@@ -159,8 +162,8 @@ def pytest_file(values: Mapping[str, object], *, head: str) -> str:
 
     imports: set[str] = set()
     texts: dict[tuple[str, str], str] = {}
-    for each in ("pytestmark", root):
-        gather(_TEST, each, imports, texts, read)
+    for definition_name in ("pytestmark", root):
+        gather(_TEST, definition_name, imports, texts, read)
     top: list[str] = []
     rest: list[str] = []
     for place in sorted(texts, key=lambda place: (place[0] == _TEST, read(place[0]).definitions[place[1]].lineno)):
@@ -177,8 +180,8 @@ def _mesh(values: Mapping[str, object]) -> Mapping[str, int]:
 
 
 def _imports(lines: set[str]) -> list[str]:
-    standard = sorted(each for each in lines if not re.search(r"\b(torch|torchao|pytest)\b", each))
-    others = sorted(each for each in lines if re.search(r"\b(torch|torchao)\b", each))
+    standard = sorted(line for line in lines if not re.search(r"\b(torch|torchao|pytest)\b", line))
+    others = sorted(line for line in lines if re.search(r"\b(torch|torchao)\b", line))
     skips = [f'pytest.importorskip("{package}", minversion="{version}")' for package, version in OLDEST.items()]
     return [*standard, "", "import pytest", "", *skips, "", *others]
 
@@ -211,7 +214,7 @@ def prove(text: str, trials: Sequence[Trial]) -> tuple[ColourSeen, ...]:
     proofs: list[ColourSeen] = []
     with tempfile.TemporaryDirectory() as folder:
         for number, (when, wanted, patches) in enumerate(trials):
-            split = [each.rpartition(":") for each in patches]
+            split = [patch.rpartition(":") for patch in patches]
             calls = [f"runpy.run_path({str(Path(file).resolve())!r})[{name!r}]()" for file, _, name in split]
             file = Path(folder) / f"test_proof_{number}.py"
             file.write_text("\n".join([text, "import runpy", *calls, ""]))  # ranks import it too

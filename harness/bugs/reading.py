@@ -92,14 +92,16 @@ class Reading:
             self._operands(self._casts)
         self._one_command()
         self._first_fsdp()
-        for each in self.in_scope:
-            self.outside.pop(each.name, None)
+        for feature in self.in_scope:
+            self.outside.pop(feature.name, None)
         self._tokens(report.text)
 
     @property
     def in_scope(self) -> tuple[OutOfScope, ...]:
         """What the reference alone trains, and an option says the size of: experts, pipelines, cp."""
-        sizes = [(each.fact, int(str(each.value))) for each in self.statements if each.fact in SIZED]
+        sizes = [
+            (statement.fact, int(str(statement.value))) for statement in self.statements if statement.fact in SIZED
+        ]
         return tuple(SIZED[axis] for axis, size in sizes if size >= SIZED[axis].axes[axis])
 
     def _read(self, piece: Piece) -> None:
@@ -123,12 +125,14 @@ class Reading:
             stated = set[str]().union(*self._commands)
             some = {fact for fact in stated if not all(fact in facts for facts in self._commands)}
             self.differ = tuple(sorted(some & {*AXES, "dp", "local_batch"}))
-            self.statements = [each for each in self.statements if each.source != "flag" or each.fact not in some]
+            self.statements = [
+                statement for statement in self.statements if statement.source != "flag" or statement.fact not in some
+            ]
 
     def _first_fsdp(self) -> None:
         """What asks for FSDP1: FSDP of accelerate where no version is given, and its class where FSDP2 is not there."""
-        second = any(each.fact == "fsdp" and each.value for each in self.statements)
-        default = next((each for each in self.statements if each.fact == "accelerate_fsdp"), None)
+        second = any(statement.fact == "fsdp" and statement.value for statement in self.statements)
+        default = next((statement for statement in self.statements if statement.fact == "accelerate_fsdp"), None)
         if second:
             self.outside.pop(FSDP1.name, None)
         elif default is not None:
@@ -143,10 +147,10 @@ class Reading:
             return True
         outside = asked_by_option(plain_key(key), value)
         self._refuse(outside, words)
-        found = meaning(key, value, self._day)
-        for fact, read in (found or {}).items():
+        facts = meaning(key, value, self._day)
+        for fact, read in (facts or {}).items():
             self._state(fact, read, words, source)
-        return found is not None or outside is not None
+        return facts is not None or outside is not None
 
     def _refuse(self, outside: OutOfScope | None, words: str) -> None:
         if outside is not None:
@@ -157,15 +161,15 @@ class Reading:
     def _flags(self, text: str) -> None:
         for line in text.split("\n"):
             before = len(self.statements)
-            for found in list(_FLAG.finditer(line))[:_MOST]:
-                key, value = found[1].rstrip("."), (found[2] or "").strip("\"'")  # a sentence may end behind it
+            for match in list(_FLAG.finditer(line))[:_MOST]:
+                key, value = match[1].rstrip("."), (match[2] or "").strip("\"'")  # a sentence may end behind it
                 section, dot, last = key.rpartition(".")
                 if last.startswith(("no-", "no_")):
                     key, value = f"{section}{dot}{last[3:]}", "false"
-                self._known(key, value or True, found[0].strip(), "flag")
+                self._known(key, value or True, match[0].strip(), "flag")
             for key, value in _OVERRIDE.findall(line)[:_MOST] if _LAUNCH.search(line) else ():
                 self._option(key, value, f"{key}={value}", "flag")
-            facts = {each.fact for each in self.statements[before:]}
+            facts = {statement.fact for statement in self.statements[before:]}
             if facts and _LAUNCH.search(line):
                 self._commands.append(facts)
 
@@ -186,28 +190,28 @@ class Reading:
                 self._option(key, value, line, "config")
 
     def _logged(self, text: str) -> None:
-        for found in _LOGGED.finditer(text):
-            for key, value in re.findall(r"(\w+)=([\w.]+)", found[1]):
+        for match in _LOGGED.finditer(text):
+            for key, value in re.findall(r"(\w+)=([\w.]+)", match[1]):
                 self._option(key, value, f"{key}={value}", "config")
         for key, pattern in _TOLD:
-            for found in re.finditer(rf"(?m)^\W*(?:rank\d|\[|\d{{4}}-).*{pattern}", text):
-                value = found[1] if found.re.groups else True
-                self._option(key, value, found[0].rpartition(" - ")[2], "config")
+            for match in re.finditer(rf"(?m)^\W*(?:rank\d|\[|\d{{4}}-).*{pattern}", text):
+                value = match[1] if match.re.groups else True
+                self._option(key, value, match[0].rpartition(" - ")[2], "config")
         if "torch._dynamo.exc." in text:  # of what failed while it was compiled
             self._option("torch.compile()", True, "torch._dynamo.exc", "config")
         for names, sizes in _MESH.findall(text):
             for name, size in zip(re.findall(r"\w+", names), re.findall(r"\d+", sizes), strict=False):
                 if name in (*MESH_AXES, "dp"):
                     self._state(name, int(size), f"device mesh with [{names}], [{sizes}]", "shape")
-        for found in _CASTS.finditer(text):
-            logged = dict(part.split(":") for part in found[1].strip(",").split(","))
+        for match in _CASTS.finditer(text):
+            logged = dict(part.split(":") for part in match[1].strip(",").split(","))
             own = {name: ("dis",) if cast.startswith("dis") else cast.split("_")[1:] for name, cast in logged.items()}
-            self._all_casts({operand: tuple(own.get(operand, ())) for operand in OPERAND_FIELDS}, found[0])
+            self._all_casts({operand: tuple(own.get(operand, ())) for operand in OPERAND_FIELDS}, match[0])
 
     def _tokens(self, text: str) -> None:
         """[batch, sequence, features] next to [batch * sequence, ...] in one line."""
         for line in text.split("\n")[: 4 * _MOST]:
-            shapes = [tuple(map(int, found.split(","))) for found in _SHAPE.findall(line)[:20]]
+            shapes = [tuple(map(int, shape_text.split(","))) for shape_text in _SHAPE.findall(line)[:20]]
             for batch, length, *rest in (shape for shape in shapes if len(shape) == 3):
                 flat = next((shape for shape in shapes if len(shape) == 2 and shape[0] == batch * length), None)
                 if flat is not None:
@@ -229,10 +233,10 @@ class Reading:
         for node in in_order:
             self._call(node, names, within.get(node, ""))
         self._conversion([_dotted(node.func).rpartition(".")[2] for node in in_order])
-        for each in ast.walk(tree):
-            used = [_dotted(each)] if isinstance(each, ast.Attribute) else []
-            if isinstance(each, ast.Import | ast.ImportFrom):
-                used = [f"{getattr(each, 'module', None) or ''}.{name.name}" for name in each.names]
+        for tree_node in ast.walk(tree):
+            used = [_dotted(tree_node)] if isinstance(tree_node, ast.Attribute) else []
+            if isinstance(tree_node, ast.Import | ast.ImportFrom):
+                used = [f"{getattr(tree_node, 'module', None) or ''}.{name.name}" for name in tree_node.names]
             for name in used:
                 self._refuse(asked_by_call(name), name.strip("."))
                 if name.endswith(".fully_shard"):  # of how many ranks is asked, where the rest of the code is not there
@@ -240,14 +244,16 @@ class Reading:
 
     def _conversion(self, calls: list[str]) -> None:
         """Whether linears are converted after they are parallelized, by the order of the first calls of both."""
-        found = [name for name in dict.fromkeys(calls) if name in ("quantize_", "parallelize_module")]
-        if len(found) == 2:
-            self._state("convert_after_tp", found[1] == "quantize_", f"{found[0]} before {found[1]}", "config")
+        first_calls = [name for name in dict.fromkeys(calls) if name in ("quantize_", "parallelize_module")]
+        if len(first_calls) == 2:
+            self._state(
+                "convert_after_tp", first_calls[1] == "quantize_", f"{first_calls[0]} before {first_calls[1]}", "config"
+            )
 
     def _call(self, node: ast.Call, names: Mapping[str, object], prefix: str) -> None:
         name = _dotted(node.func)
         words = " ".join(ast.unparse(node).split())
-        first, arguments = name.rpartition(".")[2], [_value(each, names) for each in node.args]
+        first, arguments = name.rpartition(".")[2], [_value(argument, names) for argument in node.args]
         self._refuse(asked_by_call(name), name)
         known = node.args and (
             isinstance(node.args[0], ast.Constant)
@@ -260,7 +266,7 @@ class Reading:
                 break
         match arguments:
             case [int(inputs), int(outputs), *_] if first == "Linear" and 1 <= min(inputs, outputs) <= _LARGEST:
-                if not any(each.fact == "linear" for each in self.statements):
+                if not any(statement.fact == "linear" for statement in self.statements):
                     self._state("linear", f"{inputs}x{outputs}", words, "shape")
         for word in node.keywords:
             value = _value(word.value, names)
@@ -275,18 +281,23 @@ class Reading:
     def _operands(self, stated: Mapping[str, object]) -> None:
         """The configs of operands of `Float8LinearConfig`."""
         own = {operand: _settings_of(stated, field) for operand, field in OPERAND_FIELDS.items()}
-        told = (f"{key}={str(each).rpartition('.')[2]}" for key, each in stated.items() if key != ROUNDED and each)
+        options = (
+            f"{key}={str(value).rpartition('.')[2]}" for key, value in stated.items() if key != ROUNDED and value
+        )
         if any(own.values()):
-            self._all_casts(own, ", ".join(told), rounded=stated.get(ROUNDED) is True)
+            self._all_casts(own, ", ".join(options), rounded=stated.get(ROUNDED) is True)
 
     def _all_casts(self, own: Mapping[Operand, tuple[str, ...]], words: str, *, rounded: bool = True) -> None:
         """A cast for every operand; settings that the recipe implies have no spelling in a case."""
         casts = {operand: own[operand] or own[_OWNERS.get(operand, operand)] for operand in own}
         rows = any("axs" in settings for settings in casts.values())
-        told = [f"{operand}:{next((each for each in casts[operand] if len(each) == 3), 'ten')}" for operand in casts]
-        told.append(f"go:{next((each for each in casts['go'] if len(each) == 4), 'e5m2')}")
+        spelled_casts = [
+            f"{operand}:{next((setting for setting in casts[operand] if len(setting) == 3), 'ten')}"
+            for operand in casts
+        ]
+        spelled_casts.append(f"go:{next((setting for setting in casts['go'] if len(setting) == 4), 'e5m2')}")
         self._state("recipe", "rowwise" if rows else "tensorwise", words, "config")
-        self._state("casts", tuple(told), words, "config")
+        self._state("casts", tuple(spelled_casts), words, "config")
         if rows and not rounded:
             self._state(ROUNDED, False, words, "config")
 
@@ -295,18 +306,18 @@ def _lines(text: str) -> Iterator[tuple[str, object, str]]:
     """`key = value`, `key: value` and `key .... value`, below `[section]` or an indented parent."""
     section, parents = "", [(-1, "")]
     for line in text.split("\n")[: 4 * _MOST]:
-        header, found = _SECTION.match(line), None if _FLAG.search(line) else _LINE.match(line)
+        header, setting = _SECTION.match(line), None if _FLAG.search(line) else _LINE.match(line)
         if header:
             section, parents = f"{header[1]}.", [(-1, "")]
-        elif found:
-            indent = len(found[1])
+        elif setting:
+            indent = len(setting[1])
             while parents[-1][0] >= indent:
                 parents.pop()
-            key = f"{parents[-1][1]}{found[2]}"
-            if not found[3] and len(parents) <= _DEEPEST:
+            key = f"{parents[-1][1]}{setting[2]}"
+            if not setting[3] and len(parents) <= _DEEPEST:
                 parents.append((indent, f"{key}."))
-            elif found[3]:
-                yield f"{section}{key}", found[3].strip("\"'"), line.strip()
+            elif setting[3]:
+                yield f"{section}{key}", setting[3].strip("\"'"), line.strip()
 
 
 def _trees(piece: Piece) -> Iterator[ast.Module]:
@@ -327,9 +338,9 @@ def _assignments(tree: ast.Module) -> Iterator[tuple[str, object]]:
         pairs = [(target, value)]
         if isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple):
             pairs = list(zip(target.elts, value.elts, strict=False))
-        for name, each in pairs:
-            if isinstance(name, ast.Name) and isinstance(each, ast.Constant):
-                yield name.id, each.value
+        for name, assigned in pairs:
+            if isinstance(name, ast.Name) and isinstance(assigned, ast.Constant):
+                yield name.id, assigned.value
 
 
 def _value(node: ast.expr, names: Mapping[str, object]) -> object:
@@ -341,7 +352,7 @@ def _value(node: ast.expr, names: Mapping[str, object]) -> object:
     if isinstance(node, ast.Attribute):
         return _dotted(node)
     if isinstance(node, ast.List | ast.Tuple):
-        return tuple(_value(each, names) for each in node.elts)
+        return tuple(_value(element, names) for element in node.elts)
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):
         left, right = _value(node.left, names), _value(node.right, names)
         return left * right if isinstance(left, int) and isinstance(right, int) and left * right < 10**9 else None

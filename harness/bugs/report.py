@@ -114,8 +114,8 @@ def read_report(content: bytes, *, where: str) -> Report:
     if not text.strip():
         raise HarnessError("there is no text.", where=where, fix="paste the text of the report.")
     pieces = _pieces(text, where)
-    told = any(piece.kind == "prose" for piece in pieces)
-    return Report(where=where, text=text, title=_title(text) if told else f"the job of {where}", pieces=pieces)
+    has_prose = any(piece.kind == "prose" for piece in pieces)
+    return Report(where=where, text=text, title=_title(text) if has_prose else f"the job of {where}", pieces=pieces)
 
 
 def clean_words(text: str, length: int = WORDS_LENGTH) -> str:
@@ -140,9 +140,9 @@ def python_tree(text: str) -> ast.Module | None:
     code = _PROMPT.sub("", text[:_MAX_CODE])
     lines = code.split("\n")
     indent = min((len(line) - len(line.lstrip()) for line in lines if line.strip()), default=0)
-    for each in dict.fromkeys((code, "\n".join(line[indent:] for line in lines))):
+    for candidate in dict.fromkeys((code, "\n".join(line[indent:] for line in lines))):
         with contextlib.suppress(SyntaxError, ValueError, RecursionError, MemoryError):
-            return ast.parse(each)
+            return ast.parse(candidate)
     return None
 
 
@@ -177,8 +177,8 @@ def _title(text: str) -> str:
     lines = [line.strip() for line in text.split("\n") if line.strip()]
     headings = [line for line in lines[:12] if re.match(r"#\s+\S|title:\s*\S", line, re.IGNORECASE)]
     first = next((line for line in lines if " · " not in line and "://" not in line), "") if lines else ""
-    found = headings[0] if headings else first
-    return clean_words(re.sub(r"^(?:#+|title:)\s*", "", found, flags=re.IGNORECASE)) or "a bug"
+    title = headings[0] if headings else first
+    return clean_words(re.sub(r"^(?:#+|title:)\s*", "", title, flags=re.IGNORECASE)) or "a bug"
 
 
 def _pieces(text: str, where: str) -> tuple[Piece, ...]:
@@ -188,7 +188,7 @@ def _pieces(text: str, where: str) -> tuple[Piece, ...]:
     pieces: list[Piece] = []
     lines: list[str] = []
     language: str | None = None  # of the fence that is open
-    comment, reporter, told = False, "", False  # told: text precedes the first post, which is then an answer
+    comment, reporter, begun = False, "", False  # begun: text precedes the first post, which is then an answer
 
     def end() -> None:
         content = "\n".join(lines)
@@ -205,12 +205,12 @@ def _pieces(text: str, where: str) -> tuple[Piece, ...]:
             language = mark[1].lower() if language is None else None
         elif post and language is None:
             end()
-            opens = (post[2] or post[3]) in ("description", "opened") or not told
+            opens = (post[2] or post[3]) in ("description", "opened") or not begun
             reporter = reporter or (post[1] if opens else "")
-            comment, told = post[1] != reporter, True
+            comment, begun = post[1] != reporter, True
         elif language is not None or not _HEAD.search(line):
             lines.append(line)
-            told = told or bool(line.strip() and not _TITLE.match(line))
+            begun = begun or bool(line.strip() and not _TITLE.match(line))
     end()
     return tuple(pieces)
 
@@ -237,8 +237,8 @@ def _kind(language: str, text: str) -> Kind:
     calls = sum(bool(_PYTHON.match(line)) for line in lines) * 3 > len(lines)
     if not _TRACE.search(text) and (calls or (language in ("py", "python") and python_tree(text) is not None)):
         return "python"
-    told = language in ("", "text", "diff") and len(lines) < 4 and not any(map(_SETTING.match, lines))
-    return "prose" if told and not any(map(_is_text, lines)) else "text"
+    may_be_prose = language in ("", "text", "diff") and len(lines) < 4 and not any(map(_SETTING.match, lines))
+    return "prose" if may_be_prose and not any(map(_is_text, lines)) else "text"
 
 
 def _of_prose(lines: list[str], *, comment: bool) -> list[Piece]:

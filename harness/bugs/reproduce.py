@@ -99,7 +99,7 @@ def _answer(found: TrialResult, expected: FailureSignature | None, bug: Bug | No
 def known_in(findings: Sequence[Finding], faults: Sequence[KnownFault]) -> Mapping[str, str]:
     """Those of the recorded faults that show, by name, with reason, link and what of the findings they leave open."""
     shown = [fault for fault in faults if fault.shows(findings)]
-    left = sum(not any(fault.explains(each) for fault in shown) for each in findings)
+    left = sum(not any(fault.explains(finding) for fault in shown) for finding in findings)
     rest = f"; {counted(left, 'finding')} of {len(findings)} not explained by it" if left else ""
     return {fault.name: f"{fault.reason} ({fault.link}){rest}" for fault in shown}
 
@@ -107,7 +107,7 @@ def known_in(findings: Sequence[Finding], faults: Sequence[KnownFault]) -> Mappi
 def alike(one: FailureSignature, other: FailureSignature) -> bool:
     """True for equal signatures, and for a crash with the same exception: its calls move between versions of torch."""
     if one.kind == "crash":
-        one, other = (msgspec.structs.replace(each, where=()) for each in (one, other))
+        one, other = (msgspec.structs.replace(signature, where=()) for signature in (one, other))
     return one == other
 
 

@@ -51,8 +51,8 @@ class Sizes(Mesh, frozen=True, kw_only=True):
 def made_smaller(sizes: Sizes) -> tuple[Sizes, Mapping[str, str]]:
     """The smaller run, and for every axis that changed the arithmetic, with what could not be kept."""
     smaller = [_on_mesh(sizes, mesh) for mesh in _meshes(sizes)]
-    found = min(smaller, key=lambda small: _rank_of(sizes, small))
-    return found, dict(_arithmetic(sizes, found))
+    best = min(smaller, key=lambda small: _rank_of(sizes, small))
+    return best, dict(_arithmetic(sizes, best))
 
 
 def traits(sizes: Sizes) -> dict[str, Traits]:
@@ -93,11 +93,11 @@ def _meshes(sizes: Sizes) -> Iterator[dict[str, int]]:
 def _products(sizes: Sizes, *, dividing: bool) -> Iterator[dict[str, int]]:
     """Meshes of smaller degrees above 1. `dividing`: of divisors, which divide whatever the degrees divide."""
     choices = [
-        [each for each in range(2, min(degree, MAX_RANKS) + 1) if not (dividing and degree % each)] or [1]
+        [choice for choice in range(2, min(degree, MAX_RANKS) + 1) if not (dividing and degree % choice)] or [1]
         for degree in sizes.mesh.values()
     ]
-    for degrees, whole in ((each, sizes.mesh.values()) for each in itertools.product(*choices)):
-        if all(degree > 1 or full == 1 for degree, full in zip(degrees, whole, strict=True)):
+    for degrees in itertools.product(*choices):
+        if all(degree > 1 or full == 1 for degree, full in zip(degrees, sizes.mesh.values(), strict=True)):
             yield dict(zip(MESH_AXES, degrees, strict=True))
 
 
@@ -123,7 +123,7 @@ def _smaller(sizes: Sizes, small: Sizes, name: str) -> int:
         *kept,
         *range(min(floor, size), min(size, floor + 32 * small.tp * small.dp_shard) + 1),
     )
-    return _closest(candidates, wanted, lambda each: _traits(each, small), _WEIGHTS)
+    return _closest(candidates, wanted, lambda candidate: _traits(candidate, small), _WEIGHTS)
 
 
 def _smaller_attention(sizes: Sizes, small: Sizes) -> Sizes:
@@ -138,9 +138,9 @@ def _smaller_attention(sizes: Sizes, small: Sizes) -> Sizes:
     )
     attention = (replace(small, dim=dim, heads=kv * ratio, kv_heads=kv) for dim, _, kv in widths)
 
-    def of(each: Sizes) -> Traits:
-        found = traits(each)
-        return (found["dim"], found["kv_dim"], found["heads"])
+    def of(candidate: Sizes) -> Traits:
+        candidate_traits = traits(candidate)
+        return (candidate_traits["dim"], candidate_traits["kv_dim"], candidate_traits["heads"])
 
     return _closest((*kept, *attention, small), of(sizes), of)
 
@@ -150,8 +150,8 @@ def _fewer_tokens(sizes: Sizes, small: Sizes) -> Sizes:
     kept = ((sizes.local_batch, sizes.seq_len),) if sizes.local_batch * sizes.seq_len <= _CHEAP_TOKENS else ()
     batches = range(2, min(sizes.local_batch, 16) + 1) if sizes.local_batch > 1 else (1,)
     lengths = range(min(_SEQUENCE, sizes.seq_len), min(sizes.seq_len, _SEQUENCE + 16 * small.tp) + 1)
-    fewer = sorted(itertools.product(batches, lengths), key=lambda each: (each[0] * each[1], each))
-    batch, seq_len = _closest((*kept, *fewer), wanted, lambda each: _token_traits(each[0], each[1], small.tp))
+    fewer = sorted(itertools.product(batches, lengths), key=lambda shape: (shape[0] * shape[1], shape))
+    batch, seq_len = _closest((*kept, *fewer), wanted, lambda shape: _token_traits(shape[0], shape[1], small.tp))
     return replace(small, local_batch=batch, seq_len=seq_len)
 
 
@@ -162,12 +162,12 @@ def _closest(
     weights: tuple[int, ...] = (1, 1, 1),
 ) -> _Candidate:
     scored = []
-    for each in candidates:
-        pairs = zip(traits_of(each), wanted, weights, strict=True)
+    for candidate in candidates:
+        pairs = zip(traits_of(candidate), wanted, weights, strict=True)
         same = sum(weight for left, right, weight in pairs if left == right)
         if same == sum(weights):
-            return each
-        scored.append((same, each))
+            return candidate
+        scored.append((same, candidate))
     return max(scored, key=lambda pair: pair[0])[1]
 
 

@@ -76,7 +76,7 @@ def open_journal(project: Project, case: Case, injections: Sequence[Injection], 
 
 
 def journal_in(path: Path) -> Journal[TrialResult]:
-    return Journal(path, TrialResult, lambda found: found.case_id)
+    return Journal(path, TrialResult, lambda result: result.case_id)
 
 
 def shrink(
@@ -153,67 +153,67 @@ class _Shrinking:
     def _pairs(self) -> Iterator[Smaller]:
         """Two axes together, each at the simplest value that was not possible alone."""
         simplest: dict[str, Smaller] = {}
-        for each in self._single():
-            simplest.setdefault(next(iter(each.changes)), each)
+        for candidate in self._single():
+            simplest.setdefault(next(iter(candidate.changes)), candidate)
         for one, other in itertools.combinations(simplest.values(), 2):
-            found = with_changes(self.case, {**one.changes, **other.changes})
-            if found is not None:
-                yield found
+            combined = with_changes(self.case, {**one.changes, **other.changes})
+            if combined is not None:
+                yield combined
 
     def _pass(self, smaller: Callable[[], Iterable[Smaller]]) -> bool:
         """Take the first case that fails alike, again and again until none does. True when one was taken."""
         taken = False
-        while (found := self._first_alike(smaller())) is not None:
-            self.note(f"smaller: {found.text} -> {case_id(found.case)}")
-            self.case, taken = found.case, True
+        while (first_alike := self._first_alike(smaller())) is not None:
+            self.note(f"smaller: {first_alike.text} -> {case_id(first_alike.case)}")
+            self.case, taken = first_alike.case, True
         return taken
 
     def _first_alike(self, smaller: Iterable[Smaller]) -> Smaller | None:
-        candidates = list({case_id(each.case): each for each in smaller}.values())
+        candidates = list({case_id(smaller_case.case): smaller_case for smaller_case in smaller}.values())
         for start in range(0, len(candidates), self.jobs):
             batch = candidates[start : start + self.jobs]
-            for each, attempt in zip(batch, self._attempted(batch), strict=True):
+            for candidate, attempt in zip(batch, self._attempted(batch), strict=True):
                 self.attempts.append(attempt)
                 if attempt.same:
-                    return each
+                    return candidate
         return None
 
     def _attempted(self, batch: Sequence[Smaller]) -> list[Attempt]:
         if self.budget_s is not None and time.monotonic() - self.started_s > self.budget_s:
             raise _OutOfTime
-        found = zip(batch, self._tried([each.case for each in batch]), strict=True)
+        tried = zip(batch, self._tried([candidate.case for candidate in batch]), strict=True)
         return [
-            Attempt(changes=each.changes, result=result, same=result.signature == self._signature)
-            for each, result in found
+            Attempt(changes=candidate.changes, result=result, same=result.signature == self._signature)
+            for candidate, result in tried
         ]
 
     def _larger(self) -> tuple[Attempt, ...]:
         """Of each number that the failure needs: the case with the next one, and with the next power of two."""
-        values, found = axis_values(self.case), list[Attempt]()
-        for name in dict.fromkeys(next(iter(each.changes)) for each in self._needed()):
+        values, attempts = axis_values(self.case), list[Attempt]()
+        for name in dict.fromkeys(next(iter(attempt.changes)) for attempt in self._needed()):
             for value in _above(values[name]):
                 larger = with_changes(self.case, {name: value})
                 with contextlib.suppress(HarnessError):  # more ranks than slots
-                    found += self._attempted([larger]) if larger is not None else []
-        return tuple(found)
+                    attempts += self._attempted([larger]) if larger is not None else []
+        return tuple(attempts)
 
     def _tried(self, cases: Sequence[Case]) -> list[TrialResult]:
         unknown = [case for case in cases if self.journal.get(case_id(case)) is None]
-        found = {each.case_id: each for each in map(trial_result, self.run(unknown))} if unknown else {}
-        for each in found.values():
-            if each.decided:
-                self.journal.keep(each)
-            self.ran, self.cpu_s = self.ran + 1, self.cpu_s + each.cpu_s
-        return [self.journal.get(case_id(case)) or found[case_id(case)] for case in cases]
+        new_results = {result.case_id: result for result in map(trial_result, self.run(unknown))} if unknown else {}
+        for new_result in new_results.values():
+            if new_result.decided:
+                self.journal.keep(new_result)
+            self.ran, self.cpu_s = self.ran + 1, self.cpu_s + new_result.cpu_s
+        return [self.journal.get(case_id(case)) or new_results[case_id(case)] for case in cases]
 
     def _needed(self) -> tuple[Attempt, ...]:
         """The attempts that change one axis of the smallest case and do not fail alike."""
-        tried_from = {case_id(each.case): each for each in self._single()}
-        last = {each.result.case_id: each for each in self.attempts if each.result.case_id in tried_from}
+        tried_from = {case_id(candidate.case): candidate for candidate in self._single()}
+        last = {attempt.result.case_id: attempt for attempt in self.attempts if attempt.result.case_id in tried_from}
         return tuple(
-            msgspec.structs.replace(each, changes=tried_from[name].changes)
-            for name, each in last.items()
-            if not each.same
+            msgspec.structs.replace(attempt, changes=tried_from[name].changes)
+            for name, attempt in last.items()
+            if not attempt.same
         )
 
 
@@ -233,18 +233,18 @@ def smaller_cases(case: Case, *, steps: int = 1) -> Iterator[Smaller]:
     """Every smaller case by one axis, the smallest value first. `steps`: the least that is needed."""
     for name in (*_SMALLEST, *OPTIONS):
         for value in _values(case, name, steps):
-            found = with_changes(case, {name: value})
-            if found is not None:
-                yield found
+            smaller = with_changes(case, {name: value})
+            if smaller is not None:
+                yield smaller
 
 
 def smaller_groups(case: Case, *, steps: int = 1) -> Iterator[Smaller]:
     """Cases with all axes of a group at their smallest values: where one shows the same, much is saved."""
     for group in ((*_SMALLEST, *OPTIONS), *GROUPS):
-        changes = {name: each[0] for name in group if (each := _values(case, name, steps))}
-        found = with_changes(case, changes) if len(changes) > 1 else None
-        if found is not None:
-            yield found
+        changes = {name: values[0] for name in group if (values := _values(case, name, steps))}
+        smaller = with_changes(case, changes) if len(changes) > 1 else None
+        if smaller is not None:
+            yield smaller
 
 
 def with_changes(case: Case, changes: Mapping[str, object]) -> Smaller | None:
@@ -253,11 +253,11 @@ def with_changes(case: Case, changes: Mapping[str, object]) -> Smaller | None:
     A case that torch must refuse is none either, unless the first must be refused too.
     """
     values = axis_values(case) | dict(changes)
-    found = _allowed(_with_heads(values), frozenset(changes))
-    if found is None or found == case or (expected_refusal(found) is None) != (expected_refusal(case) is None):
+    changed = _allowed(_with_heads(values), frozenset(changes))
+    if changed is None or changed == case or (expected_refusal(changed) is None) != (expected_refusal(case) is None):
         return None
-    now, before = axis_values(found), axis_values(case)
-    return Smaller(found, {name: now[name] for name in (*changes, *AXES) if now[name] != before[name]})
+    now, before = axis_values(changed), axis_values(case)
+    return Smaller(changed, {name: now[name] for name in (*changes, *AXES) if now[name] != before[name]})
 
 
 def _values(case: Case, name: str, steps: int) -> Sequence[object]:
@@ -296,37 +296,37 @@ def _above(value: object) -> Sequence[int]:
 
 def _with_heads(values: Mapping[str, object]) -> dict[str, object]:
     """The values with a number of heads that fits, where another dim, tp or number of heads needs one."""
-    found = dict(values)
-    dim, heads, tp = (int(str(found[name])) for name in ("dim", "heads", "tp"))
+    adjusted = dict(values)
+    dim, heads, tp = (int(str(adjusted[name])) for name in ("dim", "heads", "tp"))
     if dim % heads or (dim // heads) % 2 or heads % tp:
-        found["heads"] = heads = tp if dim % tp == 0 and (dim // tp) % 2 == 0 else heads
-    kv_heads = int(str(found["kv_heads"]))
+        adjusted["heads"] = heads = tp if dim % tp == 0 and (dim // tp) % 2 == 0 else heads
+    kv_heads = int(str(adjusted["kv_heads"]))
     if heads % kv_heads or kv_heads % tp:
-        found["kv_heads"] = heads
-    return found
+        adjusted["kv_heads"] = heads
+    return adjusted
 
 
 def _allowed(values: Mapping[str, object], fixed: frozenset[str]) -> Case | None:
     """The case of these values; options that rules name are set to their defaults until none excludes it."""
     default = axis_values(Case())
-    found = dict(values)
+    adjusted = dict(values)
     for _ in range(len(AXES)):
         try:
-            case = case_from_axes(found)
+            case = case_from_axes(adjusted)
         except HarnessError:
             return None
         rules = exclusions(case)
         if not rules:
             return case
         now = axis_values(case)
-        names = [each for each in rules[0].axes if each in OPTIONS and each not in fixed and now[each] != default[each]]
+        names = [name for name in rules[0].axes if name in OPTIONS and name not in fixed and now[name] != default[name]]
         batch = case.layout.batches
         if rules[0].name == "batch_divides_dp" and "global_batch" not in fixed:
-            found["global_batch"] = max(batch, int(str(now["global_batch"])) // batch * batch)
+            adjusted["global_batch"] = max(batch, int(str(now["global_batch"])) // batch * batch)
         elif rules[0].name == "replicate_needs_shard" and "dp_replicate" not in fixed:
-            found["dp_replicate"] = 1
+            adjusted["dp_replicate"] = 1
         elif names:
-            found[names[0]] = default[names[0]]
+            adjusted[names[0]] = default[names[0]]
         else:
             return None
     return None

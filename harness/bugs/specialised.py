@@ -135,11 +135,11 @@ class _Specialiser:
             return
         for _, field in ast.iter_fields(node):
             nodes = field if isinstance(field, list) else [field]
-            block = [each for each in nodes if isinstance(each, ast.stmt)]
+            block = [stmt for stmt in nodes if isinstance(stmt, ast.stmt)]
             if block:
                 yield from self._of_block(block, block[0].lineno - 1)
-            for each in nodes if not block else ():
-                yield from self._edits(each) if isinstance(each, ast.AST) else ()
+            for child in nodes if not block else ():
+                yield from self._edits(child) if isinstance(child, ast.AST) else ()
 
     # Expressions
 
@@ -156,7 +156,11 @@ class _Specialiser:
                 return self._chosen(table, key, default)
             case ast.Call(func=ast.Name(id="getattr"), args=[of, name]):
                 return f"{self._text(of)}.{self._value(name)}"
-        names = {each.id for each in ast.walk(node) if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Load)}
+        names = {
+            used_name.id
+            for used_name in ast.walk(node)
+            if isinstance(used_name, ast.Name) and isinstance(used_name.ctx, ast.Load)
+        }
         if names.isdisjoint(self._switches):
             return None
         try:
@@ -168,25 +172,25 @@ class _Specialiser:
         truth = self._truth(node)
         if truth is not None:
             return str(truth)
-        open_ = [each for each in node.values if self._truth(each) is None]
+        unknown = [operand for operand in node.values if self._truth(operand) is None]
         word = " and " if isinstance(node.op, ast.And) else " or "
-        return None if len(open_) == len(node.values) else word.join(map(self._text, open_))
+        return None if len(unknown) == len(node.values) else word.join(map(self._text, unknown))
 
     def _chosen(self, table: ast.Dict, key: ast.expr, default: ast.expr | None) -> str | None:
         try:
             wanted = self._value(key)
         except _Unknown:
             return None
-        values = dict(zip((self._value(each) for each in table.keys if each), table.values, strict=True))
+        values = dict(zip((self._value(table_key) for table_key in table.keys if table_key), table.values, strict=True))
         value = values.get(wanted, default)
         return None if value is None else self._text(value)
 
     def _truth(self, node: ast.expr) -> bool | None:
         """Whether a condition holds; None where that is unknown. One operand may decide for all."""
         if isinstance(node, ast.BoolOp):
-            found = [self._truth(each) for each in node.values]
+            truths = [self._truth(operand) for operand in node.values]
             decides = isinstance(node.op, ast.Or)
-            return decides if decides in found else None if None in found else not decides
+            return decides if decides in truths else None if None in truths else not decides
         try:
             return bool(self._value(node))
         except _Unknown:

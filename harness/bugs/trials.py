@@ -125,18 +125,18 @@ class Journal(Generic[Kept]):
         self._known: dict[str, Kept] = {}
         for line in path.read_bytes().splitlines() if path.exists() else ():
             with contextlib.suppress(msgspec.DecodeError):  # a crash cut it in two
-                found = msgspec.json.decode(line, type=kind)
-                self._known[name(found)] = found
+                value = msgspec.json.decode(line, type=kind)
+                self._known[name(value)] = value
 
     def get(self, name: str) -> Kept | None:
         """The stored value of this name; None if there is none."""
         return self._known.get(name)
 
-    def keep(self, found: Kept) -> None:
+    def keep(self, value: Kept) -> None:
         """Remember a value under its name."""
-        self._known[self._name(found)] = found
+        self._known[self._name(value)] = value
         with contextlib.suppress(WriteFailed):  # a full disk costs time, not correctness
-            append_line(self._path, msgspec.json.encode(found))
+            append_line(self._path, msgspec.json.encode(value))
 
 
 def key_of(parts: Sequence[str]) -> str:
@@ -154,8 +154,8 @@ def named_case(project: Project, text: str) -> NamedCase:
     if not path.is_file():
         path = project.bugs / f"{text}.toml"
     if path.is_file() and holds_bugs(path.resolve()):
-        found = read_bug_file(path)
-        return NamedCase(found.runnable(), found)
+        bug_file = read_bug_file(path)
+        return NamedCase(bug_file.runnable(), bug_file)
     return NamedCase(one_case(project, text), None)
 
 

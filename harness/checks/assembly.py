@@ -69,13 +69,13 @@ def relative_distances(
     """The relative distance of every tensor that both sides sketched.
 
     A distance of at most `ignored` of the norm of all tensors of that step and kind is none. Some gradients are sums
-    whose terms cancel, and consist of rounding errors alone: that of the bias of attention's keys, which softmax does
+    whose terms cancel, and consist of rounding errors alone: the bias of attention's keys, which softmax does
     not see.
     """
     norms: dict[tuple[int, str], list[float]] = defaultdict(list)
     for key, tensor in expected.items():
         norms[key.step, key.kind].append(tensor.norm)
-    totals = {of: math.hypot(*found) for of, found in norms.items()}
+    totals = {of: math.hypot(*tensor_norms) for of, tensor_norms in norms.items()}
     return {
         key: 0.0
         if _apart(found[key], expected[key]) <= ignored * totals[key.step, key.kind] < math.inf
@@ -116,8 +116,8 @@ def wrong_ranks(found: Sequence[RankTrace], expected: Sequence[RankTrace], key: 
     wrong = []
     for trace in found:
         for shard in _of((trace,), key):
-            same = [each for each in pieces if _is_inside(each, shard)]
-            if sum(math.prod(each.local_shape) for each in same) != math.prod(shard.local_shape):
+            same = [piece for piece in pieces if _is_inside(piece, shard)]
+            if sum(math.prod(piece.local_shape) for piece in same) != math.prod(shard.local_shape):
                 return []
             if same and not relative_distance(_sum([shard]), _sum(same)) <= allowed:  # NaN is wrong
                 wrong.append(trace.rank)

@@ -100,13 +100,13 @@ MEASURED = ("flops",)  # what no check reads: it is measured and kept (`measurin
 def probes_of(expect: Expectations, device: str) -> tuple[str, ...]:
     """What ranks must be asked to record of a case on a device: fields of `RankTrace`, in the order of the checks."""
     asked = (record for check in CHECKS if not check.not_judged(expect, device) for record in check.asks(expect))
-    return tuple(dict.fromkeys((*(each for each in asked if each not in expect.never_recorded), *MEASURED)))
+    return tuple(dict.fromkeys((*(record for record in asked if record not in expect.never_recorded), *MEASURED)))
 
 
 def by_cause(findings: Iterable[Finding]) -> tuple[Finding, ...]:
     """The findings in the order of causes. Those that could not be judged say nothing about a cause and come last."""
-    found = tuple(findings)
-    wrong_from = _first_wrong_number(found)
+    all_findings = tuple(findings)
+    wrong_from = _first_wrong_number(all_findings)
 
     def key(finding: Finding) -> tuple[int, ...]:
         stage, step = _stage_of(finding).place, finding.step or 1
@@ -115,7 +115,7 @@ def by_cause(findings: Iterable[Finding]) -> tuple[Finding, ...]:
             return (2,)
         return (0, stage, step, *rank) if _may_be_cause(finding, wrong_from) else (1, step, stage, *rank)
 
-    return tuple(sorted(found, key=key))
+    return tuple(sorted(all_findings, key=key))
 
 
 def first_effect(findings: Sequence[Finding]) -> int | None:
@@ -126,7 +126,7 @@ def first_effect(findings: Sequence[Finding]) -> int | None:
 
 
 def _stage_of(finding: Finding) -> Stage:
-    """The stage of rules from other packages or older versions: that of findings about the whole run."""
+    """The stage of rules from other packages or older versions: the same as for findings about the whole run."""
     return RULES[finding.rule].stage if finding.rule in RULES else Stage.RUN
 
 
@@ -135,6 +135,6 @@ def _may_be_cause(finding: Finding, wrong_from: float) -> bool:
 
 
 def _first_wrong_number(findings: Iterable[Finding]) -> float:
-    stages = ((_stage_of(each), each) for each in findings if each.judged)
-    numbers = (each for stage, each in stages if not stage.is_cause and stage is not Stage.MEMORY)
-    return min((each.step for each in numbers if each.step is not None), default=math.inf)
+    stages = ((_stage_of(finding), finding) for finding in findings if finding.judged)
+    numbers = (finding for stage, finding in stages if not stage.is_cause and stage is not Stage.MEMORY)
+    return min((finding.step for finding in numbers if finding.step is not None), default=math.inf)

@@ -49,7 +49,9 @@ def derived_tolerance(case: Case, reference: Run, draws: Sequence[Run]) -> Toler
     first = _root_mean_square([distance for distances in drawn for distance in distances[:FIRST_STEPS]])
     later = [_root_mean_square(_without_farthest(distances)) for distances in zip(*drawn, strict=True)]
     per_step = _never_less([first] * len(expected[:FIRST_STEPS]) + later[FIRST_STEPS:])
-    return _tolerance(LOSS_VS_GOLDEN, tolerance_key(case), [LOSS_MARGIN * each for each in per_step], LOSS_MARGIN)
+    return _tolerance(
+        LOSS_VS_GOLDEN, tolerance_key(case), [LOSS_MARGIN * distance for distance in per_step], LOSS_MARGIN
+    )
 
 
 def derived_parity_tolerance(
@@ -64,7 +66,7 @@ def derived_parity_tolerance(
     counted = ([*distances] if case.model.experts else _without_farthest(distances) for distances in drawn)
     per_step = _never_less([PARITY_MARGIN * largest(distances) for distances in counted])
     if case.model.experts and case.layout.tp > 1:
-        per_step = [max(each, SENT_ELSEWHERE) for each in per_step]
+        per_step = [max(allowed, SENT_ELSEWHERE) for allowed in per_step]
     key = parity_key(case, numerics)
     if key == SAME_ORDER:  # equal gradients, added up in the order that the target chose
         per_step[0] = ADDED

@@ -47,13 +47,13 @@ OPERAND = _rule(
 )
 COUNT = _rule(
     "count",
-    "forward is that of one rank, and backward starts from {times:.6g} times its gradient: the loss is divided by "
+    "forward equals one rank's, and backward starts from {times:.6g} times its gradient: the loss is divided by "
     "another count",
     numeric=True,
 )
 LOSS = _rule(
     "loss",
-    "forward is that of one rank up to {last}, and neither its loss nor the gradient that backward starts from is: it "
+    "forward equals one rank's up to {last}, but neither its loss nor the gradient that backward starts from does: it "
     "is what comes behind, the loss, its labels, their mask or their count",
     numeric=True,
 )
@@ -81,11 +81,11 @@ def first_divergence(
     if not (run.complete and witness.complete) or (case.layout.tp > 1 and computes_on_plain_shards(case.target)):
         return None
     comparison = _Comparison(case, run, witness.traces[0], numerics, has_formulas=has_formulas)
-    found = comparison.first_of_ranks(ROUNDING) or comparison.first_of_ranks(0.0)
-    if not found:
+    mismatches = comparison.first_of_ranks(ROUNDING) or comparison.first_of_ranks(0.0)
+    if not mismatches:
         return None
-    first = min(found, key=lambda each: each.place)
-    ranks = [each.rank for each in found if each[:2] == first[:2]]
+    first = min(mismatches, key=lambda mismatch: mismatch.place)
+    ranks = [mismatch.rank for mismatch in mismatches if mismatch[:2] == first[:2]]
     return comparison.start_of_backward(first, ranks) or _at_attention(case, first.finding())
 
 
@@ -111,12 +111,12 @@ def with_equal_operands(
 ) -> tuple[Finding, ...]:
     """The findings; those about gradients whose matmuls all had the right operands say what is left to be wrong."""
     before = math.inf if first is None else first.step or 0
-    note = "every operand of this step is that of one rank: gradients are added up, reduced or scaled in another way"
+    note = "every operand of this step equals one rank's: gradients are added up, reduced or scaled in another way"
     return tuple(
-        replace(each, notes=(*each.notes, note))
-        if each.rule == GRADIENTS.name and sums_in_order(case, numerics) and (each.step or 0) < before
-        else each
-        for each in findings
+        replace(finding, notes=(*finding.notes, note))
+        if finding.rule == GRADIENTS.name and sums_in_order(case, numerics) and (finding.step or 0) < before
+        else finding
+        for finding in findings
     )
 
 
@@ -145,16 +145,16 @@ class _Comparison:
             for key, cast in casts.items():
                 if key[0].phase in ("all_gather", "gathered"):
                     scales[key].add(cast.scale.digest)
-        return any(len(found) > 1 for found in scales.values())
+        return any(len(digests) > 1 for digests in scales.values())
 
     def start_of_backward(self, first: Mismatch, ranks: list[int]) -> Finding | None:
         """The finding about the loss where a run diverges at the first gradient of backward; None for any other."""
         of_step = ("grad_output", "backward", first.step)
         casts = self._casts[first.rank].items()
-        gradients = [each for each in casts if (each[0][0].role, each[0][0].phase, each[0][0].step) == of_step]
+        gradients = [entry for entry in casts if (entry[0][0].role, entry[0][0].phase, entry[0][0].step) == of_step]
         if not gradients or not (self._sharp or self._sums_in_order(first.step)):
             return None
-        key, cast = min(gradients, key=lambda each: each[1].index)
+        key, cast = min(gradients, key=lambda entry: entry[1].index)
         if cast.index != first.order:
             return None
         replay = dp_rank(self._case.layout, first.rank)
@@ -170,8 +170,10 @@ class _Comparison:
         return self._of_loss(LOSS, first, ranks, last=key[0].fqn) if differs else None
 
     def _of_loss(self, rule: Rule, first: Mismatch, ranks: list[int], **values: Value) -> Finding:
-        found = rule.finding(step=first.step, module="loss", expected=first.expected, found=first.found, values=values)
-        return about_ranks(found, ranks, self._run)
+        finding = rule.finding(
+            step=first.step, module="loss", expected=first.expected, found=first.found, values=values
+        )
+        return about_ranks(finding, ranks, self._run)
 
     def _gradient_factor(self) -> float:
         """By what gradients of outputs are larger than in the witness, which divides its loss by `dp` as well.
@@ -333,9 +335,9 @@ def _give(tolerance: float) -> str:
 
 
 def _mismatch(  # noqa: PLR0913, PLR0917  what differs, where, and from what
-    key: CastKey | MatmulKey, order: int, rank: int, what: str, operand: str, expected: str, found: str
+    key: CastKey | MatmulKey, order: int, rank: int, number: str, operand: str, expected: str, found: str
 ) -> Mismatch:
-    values = (("number", what), ("what", f"{what} of {operand}" if what else operand))
+    values = (("number", number), ("what", f"{number} of {operand}" if number else operand))
     return Mismatch(key.step, order, rank, key.fqn, OPERAND, expected, found, operand, values)
 
 

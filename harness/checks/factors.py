@@ -83,11 +83,11 @@ def explain_loss(case: Case, run: Run, solo: Run, step: int, golden: Sequence[fl
         return None
     if max(losses) - min(losses) > _CLOSE * 1e-3 * abs(expected):
         return _of_each_rank(losses, expected)
-    found = None if golden is None else factor(expected, golden[step - 1], case)
-    if found is not None:
-        return _of_reference("loss", found)
-    found = factor(losses[0], expected, case)
-    return None if found is None else Explanation(f"it is {found} of the reference", _loss_fix(found), found)
+    times = None if golden is None else factor(expected, golden[step - 1], case)
+    if times is not None:
+        return _of_reference("loss", times)
+    times = factor(losses[0], expected, case)
+    return None if times is None else Explanation(f"it is {times} of the reference", _loss_fix(times), times)
 
 
 def _of_each_rank(losses: Sequence[float], expected: float) -> Explanation | None:
@@ -101,24 +101,24 @@ def _of_each_rank(losses: Sequence[float], expected: float) -> Explanation | Non
     return None
 
 
-def _of_reference(noun: str, found: Factor) -> Explanation:
+def _of_reference(noun: str, times: Factor) -> Explanation:
     """The single-rank reference itself is off: it accumulates over the microbatches of all data-parallel ranks."""
-    what = f"the {noun} of the single-rank reference is {found} of BF16 on one rank, so the reference is wrong"
+    what = f"the {noun} of the single-rank reference is {times} of BF16 on one rank, so the reference is wrong"
     fix = (
         "step() gets the batches of all data-parallel ranks as several microbatches there: divide every loss by "
         "`len(microbatches)` before backward(), and return their mean."
-        if _DP in found.names
-        else _loss_fix(found)
+        if _DP in times.names
+        else _loss_fix(times)
     )
     return Explanation(what, fix)
 
 
-def _loss_fix(found: Factor) -> str:
-    if set(found.names) & set(_OF_RANKS):
-        if found.inverse:
+def _loss_fix(times: Factor) -> str:
+    if set(times.names) & set(_OF_RANKS):
+        if times.inverse:
             return "the loss is divided by the number of ranks once too often: average it once."
         return "the loss is summed over ranks: divide the sum by their number."
-    if found.inverse:
+    if times.inverse:
         return "the mean over tokens is divided by their number again: leave the division out."
     return "return the mean over tokens, not the sum: cross_entropy(…, reduction='mean')."
 
@@ -136,7 +136,7 @@ def explain_gradients(
         if (key.step, key.kind) == (step, "grad") and key in found and tensor.norm > 0
     }
     factors = {fqn: _factor_of_tensor(*pair, case) for fqn, pair in pairs.items()}
-    scaled = {fqn: each for fqn, each in factors.items() if each is not None}
+    scaled = {fqn: tensor_factor for fqn, tensor_factor in factors.items() if tensor_factor is not None}
     if not scaled or len(set(scaled.values())) > 1:
         return None
     times = next(iter(scaled.values()))
@@ -159,7 +159,7 @@ def _factor_of_tensor(found: Assembled, expected: Assembled, case: Case) -> Fact
     if times is None:
         return None
     size = found.norm / expected.norm
-    scaled = expected._replace(norm=expected.norm * size, sums=tuple(each * size for each in expected.sums))
+    scaled = expected._replace(norm=expected.norm * size, sums=tuple(signed_sum * size for signed_sum in expected.sums))
     return times if relative_distance(found, scaled) <= 2 * _CLOSE else None
 
 
@@ -198,8 +198,8 @@ def explain_scale(case: Case, loss: float) -> Explanation | None:
     blank = math.log(case.model.vocab_size)
     if not loss > 0 or blank / 4 < loss < blank * 4:
         return None
-    found = factor(loss, blank, case, within=0.6)
-    if found is None:
+    times = factor(loss, blank, case, within=0.6)
+    if times is None:
         return None
-    what = f"the loss of step 1 is {loss:.4g}, about {found} of ln(vocabulary) = {blank:.3g}"
-    return Explanation(what, _loss_fix(found))
+    what = f"the loss of step 1 is {loss:.4g}, about {times} of ln(vocabulary) = {blank:.3g}"
+    return Explanation(what, _loss_fix(times))

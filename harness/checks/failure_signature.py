@@ -31,7 +31,7 @@ def signature_of(verdict: Verdict, findings: Sequence[Finding], run: Run | None)
     if verdict in (Verdict.INFRA, Verdict.NOT_RUN):
         return None
     if run is not None and run.causes:
-        return Counter(map(_of_rank, run.causes)).most_common(1)[0][0]  # of equally many, that of the lowest rank
+        return Counter(map(_of_rank, run.causes)).most_common(1)[0][0]  # of equally many, the lowest rank's
     judged = [finding for finding in findings if finding.judged]
     return _of_finding(judged[0]) if judged else None
 
@@ -44,8 +44,8 @@ def normalized(message: str) -> str:
 
 
 def _of_rank(failure: RankFailure) -> FailureSignature:
-    found = _STEP.search(failure.phase)
-    step = int(found[1]) if found else None
+    match = _STEP.search(failure.phase)
+    step = int(match[1]) if match else None
     if failure.kind == "stuck":
         place = place_of(main_stack(failure.traceback))
         return FailureSignature(
@@ -63,8 +63,8 @@ def _of_rank(failure: RankFailure) -> FailureSignature:
 
 def _unordered(message: str) -> str:
     """Which of the ranks that disagree about a collective reports first is chance."""
-    head, found, told = message.partition("CollectiveMismatch: ranks of one process group disagree: ")
-    return f"{head}{found}{', '.join(sorted(told.split(', ')))}" if found else message
+    head, separator, reports = message.partition("CollectiveMismatch: ranks of one process group disagree: ")
+    return f"{head}{separator}{', '.join(sorted(reports.split(', ')))}" if separator else message
 
 
 def _of_finding(finding: Finding) -> FailureSignature:

@@ -36,8 +36,8 @@ class _Kind(NamedTuple):
     def __str__(self) -> str:
         backward = ", backward" if self.place is not None and self.place.backward else ""
         at = f", at {self.own}" if self.own is not None else ""
-        what = self.place or f"{advice(self.message).what}{at}"
-        return f"{self.kind}{f' in {self.phase}' if self.phase else ''}{backward}: {what}"
+        description = self.place or f"{advice(self.message).what}{at}"
+        return f"{self.kind}{f' in {self.phase}' if self.phase else ''}{backward}: {description}"
 
     @property
     def found(self) -> str:
@@ -87,7 +87,7 @@ def _others(run: Run, groups: list[tuple[_Kind, list[int]]]) -> str:
         if kind.place is not None and kind.place.collective
     ]
     returned = [trace.rank for trace in run.traces]
-    return "".join(f"; {each}" for each in (*does, *([f"{format_ranks(returned)} returned"] if returned else [])))
+    return "".join(f"; {clause}" for clause in (*does, *([f"{format_ranks(returned)} returned"] if returned else [])))
 
 
 # What to do about errors that targets often run into, recognized by their text
@@ -181,4 +181,4 @@ def advice(error: str) -> Advised:
     misfit = _MISFIT.search(error)
     if misfit:
         return Advised(what=f"{error[: misfit.start()]}{misfit['what']}", fix=misfit["fix"])
-    return Advised(what=error, fix=next((each.fix for each in _KNOWN if re.search(each.pattern, error)), None))
+    return Advised(what=error, fix=next((known.fix for known in _KNOWN if re.search(known.pattern, error)), None))

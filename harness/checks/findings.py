@@ -61,13 +61,13 @@ def findings_by_rule(
     `explain` may say of the first one how it came about.
     """
     by_rule: dict[tuple[object, ...], list[Mismatch]] = {}
-    for mismatch in sorted(mismatches, key=lambda each: each[:3]):
+    for mismatch in sorted(mismatches, key=lambda mismatch: mismatch[:3]):
         by_rule.setdefault((mismatch.rule.name, mismatch.values), []).append(mismatch)
-    return [_of_rule(found, explain(found[0])) for found in by_rule.values()]
+    return [_of_rule(group, explain(group[0])) for group in by_rule.values()]
 
 
 def _of_rule(mismatches: list[Mismatch], why: str) -> Finding:
-    first, ranks = mismatches[0], {each.rank for each in mismatches}
+    first, ranks = mismatches[0], {mismatch.rank for mismatch in mismatches}
     suffix, notes = f"{first_place(first)}; {{total}} in total on {{ranks}}", [why] if why else []
     return replace(first.finding(suffix, notes, total=len(mismatches)), ranks=tuple(sorted(ranks)))
 

@@ -145,18 +145,18 @@ def _counts(case: Case, casts: Casts, expected: CompiledCasts | None) -> Iterato
     for rank, by_place in casts.items():
         for step in range(1, case.train.steps + 1):
             mine = [cast for cast in by_place.values() if cast.step == step]
-            for what, wanted in zip(names, expected, strict=True):
-                found = sum(_is_counted(cast, what) for cast in mine)
-                early = what.startswith("weights") and not case.float8.traits.one_scale_per_tensor
-                if found < wanted or (found > wanted and not early):
-                    values = (("of", f" of {what}"),)
+            for name, wanted in zip(names, expected, strict=True):
+                count = sum(_is_counted(cast, name) for cast in mine)
+                early = name.startswith("weights") and not case.float8.traits.one_scale_per_tensor
+                if count < wanted or (count > wanted and not early):
+                    values = (("of", f" of {name}"),)
                     place = step, 0, rank, "the blocks"
-                    yield Mismatch(*place, RULES.number, str(wanted), str(found), values=values)
+                    yield Mismatch(*place, RULES.number, str(wanted), str(count), values=values)
 
 
-def _is_counted(cast: GraphCast, what: str) -> bool:
-    named = cast.is_weight if what.startswith("weights") else cast.target_dtype == E5M2
-    return named and what.endswith(cast.phase)
+def _is_counted(cast: GraphCast, name: str) -> bool:
+    is_operand = cast.is_weight if name.startswith("weights") else cast.target_dtype == E5M2
+    return is_operand and name.endswith(cast.phase)
 
 
 def _single_casts(case: Case, casts: Casts) -> Iterator[Mismatch]:
@@ -185,7 +185,7 @@ def _slack(case: Case, cast: GraphCast) -> float:
 
     Generated code saves the scale of a cast for backward, which computes the source again: by other operators fused to
     another kernel, so that the last bit may differ. The scale is judged where it is made. Under TP scales are made of
-    an amax of all ranks: that of the code, while the source is the graph's. A few elements saturate then.
+    an amax of all ranks: the code's, while the source is the graph's. A few elements saturate then.
     """
     in_another_kernel = cast.scale_is_given or case.layout.tp > 1
     return rounding(case) if case.compile == "inductor" and in_another_kernel else 0.0
@@ -233,7 +233,7 @@ def _matmuls(case: Case, run: Run, casts: Casts) -> Iterator[Mismatch]:
                 right = [inverse(cast.scale) for cast in known] + [(1.0, 1.0)] * (
                     of_rows and matmul.phase == "backward"
                 )
-                if known and not any(_fits(case, matmul, scale, each) for each in right):
+                if known and not any(_fits(case, matmul, scale, scale_range) for scale_range in right):
                     operand = f"operand {side} of a matmul in {matmul.phase}"
                     place = matmul.step, matmul.order, trace.rank, matmul.fqn
                     yield Mismatch(*place, MATMUL_SCALE, f"{right[0]}", format_scale(scale), operand)
@@ -256,7 +256,7 @@ def _fits(case: Case, matmul: GraphMatmul, scale: ScaleSummary, expected: tuple[
     saved = case.compile == "inductor" and matmul.phase == "backward"
     slack = rounding(case) if saved else 0.0
     pairs = zip((scale.minimum, scale.maximum), expected, strict=True)
-    return all(same_number(found, right) or abs(found - right) <= slack * abs(right) for found, right in pairs)
+    return all(same_number(given, right) or abs(given - right) <= slack * abs(right) for given, right in pairs)
 
 
 def _one_scale(case: Case, rank: int, group: dict[int, GraphCast]) -> Iterator[Mismatch]:
@@ -267,19 +267,19 @@ def _one_scale(case: Case, rank: int, group: dict[int, GraphCast]) -> Iterator[M
             expected, found = f"as on rank {rank}: {cast.scale.maximum!r}", f"{theirs.scale.maximum!r}"
             yield _mismatch(other, theirs, DIFFERENT, expected, found)
     if case.float8.traits.one_scale_per_tensor:
-        amax, slack = largest(each.amax for each in group.values()), _slack(case, cast)
+        amax, slack = largest(peer_cast.amax for peer_cast in group.values()), _slack(case, cast)
         off = abs(amax * cast.scale.maximum / FLOAT8_MAX.get(cast.target_dtype, math.nan) - 1)
         for broken in tensorwise_rule(RULES.amax, cast, amax) if not 0 < off <= slack else ():
             yield _mismatch(rank, cast, *broken)
     else:
-        highest = largest(each.scaled_amax_maximum for each in group.values())
+        highest = largest(peer_cast.scaled_amax_maximum for peer_cast in group.values())
         yield from _power_of_two(case, rank, cast, highest, highest)
 
 
 def _row_scales(case: Case, rank: int, group: dict[int, GraphCast]) -> Iterator[Mismatch]:
     """One scale per row. Ranks with equal scales hold shards of the same rows: only the largest can be judged then."""
-    if len({each.scale.digest for each in group.values()}) == 1 and len(group) > 1:
-        highest = largest(each.scaled_amax_maximum for each in group.values())
+    if len({cast.scale.digest for cast in group.values()}) == 1 and len(group) > 1:
+        highest = largest(cast.scaled_amax_maximum for cast in group.values())
         yield from _power_of_two(case, rank, group[rank], highest, highest)
         return
     yield from _each_alone(case, group)

@@ -91,7 +91,9 @@ def check_graphs(case: Case, run: Run, witnesses: Witnesses) -> list[Finding]:
 
 def expected_fusions(expect: Expectations) -> Counter[FusionKind]:
     """How many fused operators of each kind one rank executes in one step."""
-    return Counter(FusionKind(each.phase, each.collective) for each in expect.fusion_candidates if each.fuses)
+    return Counter(
+        FusionKind(candidate.phase, candidate.collective) for candidate in expect.fusion_candidates if candidate.fuses
+    )
 
 
 def _findings(expect: Expectations, trace: RankTrace) -> Iterator[Finding]:
@@ -146,8 +148,8 @@ def _fusions(expect: Expectations, recorded: GraphTrace) -> Iterator[Finding]:
         return
     if not expect.has_formulas:
         return  # how many there must be follows from the model
-    for kind in sorted({*expected, *(kind for found in by_step.values() for kind in found)}):
-        step = next((step for step, found in by_step.items() if found[kind] != expected[kind]), None)
+    for kind in sorted({*expected, *(kind for counts in by_step.values() for kind in counts)}):
+        step = next((step for step, counts in by_step.items() if counts[kind] != expected[kind]), None)
         if step is not None:
             found = by_step[step][kind]
             why = f"; not fused: {_reasons(recorded, kind)}" if found < expected[kind] else ""
@@ -209,11 +211,11 @@ def _example(call: FusedCall) -> str:
 def _generated(case: Case, recorded: GraphTrace) -> Iterator[Finding]:
     """The first tensor of generated code that is too far off, in the order of execution: no other is its reason."""
     wrong: list[tuple[GeneratedResult, float, float]] = []
-    for each in recorded.generated:
-        limit = allowed_distance(case, each, emulated=recorded.emulates_roundings)
-        for distance, allowed in ((each.distance, limit), (each.farthest_row, allowed_row(case, each, limit))):
+    for result in recorded.generated:
+        limit = allowed_distance(case, result, emulated=recorded.emulates_roundings)
+        for distance, allowed in ((result.distance, limit), (result.farthest_row, allowed_row(case, result, limit))):
             if not distance <= allowed:  # NaN is wrong
-                wrong.append((each, distance, allowed))
+                wrong.append((result, distance, allowed))
                 break
     if wrong:
         first, distance, allowed = wrong[0]
@@ -221,8 +223,8 @@ def _generated(case: Case, recorded: GraphTrace) -> Iterator[Finding]:
             tensor=first.tensor,
             distance=distance,
             allowed=allowed,
-            count=sum(each.step == first.step for each, *_ in wrong),
-            compared=sum(each.step == first.step for each in recorded.generated),
+            count=sum(tensor.step == first.step for tensor, *_ in wrong),
+            compared=sum(tensor.step == first.step for tensor in recorded.generated),
             step=first.step,
             module=first.fqn,
             operand=f"{first.tensor} in {first.phase}",
@@ -234,19 +236,23 @@ def _generated(case: Case, recorded: GraphTrace) -> Iterator[Finding]:
 
 def _gradients(case: Case, recorded: GraphTrace) -> Iterator[Finding]:
     """The gradient that changed most on the way from the code to the optimizer, in the first step where one did."""
-    wrong = [each for each in recorded.gradients if not each.distance <= reduced_distance(case, each)]  # NaN is wrong
+    wrong = [
+        gradient
+        for gradient in recorded.gradients
+        if not gradient.distance <= reduced_distance(case, gradient)  # NaN is wrong
+    ]
     if gradients_are_followed(case) and not recorded.gradients:
         yield GRADIENT.finding(module="the blocks", distance=math.nan, allowed=0.0, count=0, compared=0)
     if wrong:
         step = wrong[0].step
-        together = [each for each in wrong if each.step == step]
-        worst = max(together, key=lambda each: nan_as_inf(each.distance))
+        together = [gradient for gradient in wrong if gradient.step == step]
+        worst = max(together, key=lambda gradient: nan_as_inf(gradient.distance))
         allowed = reduced_distance(case, worst)
         yield GRADIENT.finding(
             distance=worst.distance,
             allowed=allowed,
             count=len(together),
-            compared=sum(each.step == step for each in recorded.gradients),
+            compared=sum(gradient.step == step for gradient in recorded.gradients),
             step=step,
             module=worst.fqn,
             expected=f"distance <= {allowed:.2g}",

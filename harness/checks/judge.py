@@ -62,14 +62,14 @@ def judge(case: Case, run: Run, status: JobStatus, witnesses: Witnesses, checks:
     names, golden = tuple(check.name for check in checks), witnesses.golden
     parts = ((check.name, check.partly(witnesses.expect, _device(run))) for check in checks)
     partly = [NotJudged(check=name, reason=reason) for name, reason in parts if reason]
-    tolerances = [each for each in (witnesses.tolerance, witnesses.parity_tolerance) if each is not None]
+    tolerances = [tolerance for tolerance in (witnesses.tolerance, witnesses.parity_tolerance) if tolerance is not None]
     return Judgement(
         verdict=verdict,
         findings=findings,
         checks=names,
         not_judged=(*skipped, *partly),
         golden_losses=() if golden is None or "loss_vs_golden" not in names else golden.losses,
-        derived=tuple(each.name for each in tolerances if each.derived and each.name in names),
+        derived=tuple(tolerance.name for tolerance in tolerances if tolerance.derived and tolerance.name in names),
     )
 
 
@@ -92,7 +92,7 @@ def _applicable(
         return [check for check in checks if check.explains_failures], ()
     skipped = {check.name: _skipped(check, run, witnesses) for check in checks}
     applicable = [check for check in checks if skipped[check.name] is None]
-    return applicable, tuple(each for each in skipped.values() if each is not None)
+    return applicable, tuple(not_judged for not_judged in skipped.values() if not_judged is not None)
 
 
 def _skipped(check: Check, run: Run, witnesses: Witnesses) -> NotJudged | None:
@@ -102,7 +102,7 @@ def _skipped(check: Check, run: Run, witnesses: Witnesses) -> NotJudged | None:
     expect = witnesses.expect
     lost = {record: why for trace in run.traces for record, why in trace.not_recorded.items()}
     reason = next(
-        (lost[each] for each in check.reads(expect) if each in lost and each not in expect.not_recorded), None
+        (lost[record] for record in check.reads(expect) if record in lost and record not in expect.not_recorded), None
     )
     if reason is None and run.traces and check.needs_signature:
         reason = _unrecorded(run.traces[0].software, witnesses)
@@ -132,7 +132,7 @@ def _inapplicable(check: Check, run: Run, witnesses: Witnesses) -> str | None:
 def _unrecorded_by_design(check: Check, run: Run, witnesses: Witnesses) -> str:
     """Why no rank has what the check reads, where none had to; empty where it is there or missing."""
     expect = witnesses.expect
-    for record in filter(lambda each: _is_nowhere(each, run), check.records_of(expect)):
+    for record in filter(lambda record: _is_nowhere(record, run), check.records_of(expect)):
         if record in expect.not_recorded:
             return expect.not_recorded[record]
         if record not in witnesses.records:

@@ -56,11 +56,11 @@ def _unexpected(expect: Expectations, trace: RankTrace) -> Iterator[Finding]:
     for moment, when in MOMENTS.items():
         expected = expect.live_storages(rank=trace.rank, moment=moment)
         for step in range(1, expect.case.train.steps + 1):
-            found = alive.get((moment, step))
-            if found is None:
+            live = alive.get((moment, step))
+            if live is None:
                 yield NO_CENSUS.finding(when=when, step=step, expected="one", found="none")
                 break
-            finding = _difference(found, expected, expect.live_scalars(moment, step=step), step, when)
+            finding = _difference(live, expected, expect.live_scalars(moment, step=step), step, when)
             if finding is not None:
                 yield finding
                 break
@@ -108,21 +108,21 @@ def _changes(trace: RankTrace, *, steps: int) -> Iterator[Finding]:
     for moment, when in MOMENTS.items():
         first = alive.get((moment, SETTLED))
         for step in range(SETTLED, steps + 1):
-            found = alive.get((moment, step))
-            if first is None or found is None:
+            live = alive.get((moment, step))
+            if first is None or live is None:
                 yield NO_CENSUS_OF_LEAKS.finding(when=when, step=step, expected="one", found="none")
                 break
-            if _contents(found) != _contents(first):
-                yield _change(first, found, step, when)
+            if _contents(live) != _contents(first):
+                yield _change(first, live, step, when)
                 break
 
 
-def _change(first: LiveMemory, found: LiveMemory, step: int, when: str) -> Finding:
+def _change(first: LiveMemory, live: LiveMemory, step: int, when: str) -> Finding:
     expected = f"{_amount(first.tensors, first.scalars)}, as in step {SETTLED}"
-    got = _amount(found.tensors, found.scalars)
-    extra = _beyond(found.tensors, first.tensors)
+    got = _amount(live.tensors, live.scalars)
+    extra = _beyond(live.tensors, first.tensors)
     if not extra:
-        rule = MORE_SCALARS if found.scalars > first.scalars else SHRINKS
+        rule = MORE_SCALARS if live.scalars > first.scalars else SHRINKS
         return rule.finding(step=step, when=when, expected=expected, found=got)
     tensors, holder = _largest_of(extra)
     return GROWS.finding(
@@ -144,22 +144,22 @@ def _contents(live: LiveMemory) -> tuple[int, list[tuple[str, int]]]:
 
 def _beyond(storages: Iterable[S], others: Iterable[LiveTensor | LiveStorage]) -> list[S]:
     """What is left when every storage is paired with another of its dtype and size."""
-    unpaired = Counter((each.dtype, each.nbytes) for each in others)
+    unpaired = Counter((other.dtype, other.nbytes) for other in others)
     left = []
-    for each in storages:
-        unpaired[each.dtype, each.nbytes] -= 1
-        if unpaired[each.dtype, each.nbytes] < 0:
-            left.append(each)
+    for storage in storages:
+        unpaired[storage.dtype, storage.nbytes] -= 1
+        if unpaired[storage.dtype, storage.nbytes] < 0:
+            left.append(storage)
     return left
 
 
 def _largest_of(tensors: list[LiveTensor]) -> tuple[str, str]:
     """The largest tensor in words, and the module that holds it; of equal ones one that a module holds."""
-    most = max(tensors, key=lambda each: (each.nbytes, bool(each.holder)))
+    most = max(tensors, key=lambda tensor: (tensor.nbytes, bool(tensor.holder)))
     others = f" and {len(tensors) - 1} more" if len(tensors) > 1 else ""
     holder = most.holder or "no module"
     return f"{most.dtype}{list(most.shape)} of {holder}{others}", holder
 
 
 def _amount(storages: Iterable[LiveTensor | LiveStorage], scalars: int) -> str:
-    return f"{sum(each.nbytes for each in storages)} bytes, and {counted(scalars, 'scalar')}"
+    return f"{sum(storage.nbytes for storage in storages)} bytes, and {counted(scalars, 'scalar')}"

@@ -78,7 +78,7 @@ def _partly(expect: Expectations, device: str) -> str:
     left = sorted({*range(1, expect.case.train.steps + 1)} - {*replayed}) if replayed else []
     if not left:
         return ""
-    later = [step for step in replayed if step - 1 in left]  # the state of the optimizer is that of another step
+    later = [step for step in replayed if step - 1 in left]  # the optimizer has the state of another step
     updates = f", and the update{'s' * (len(later) > 1)} of {format_numbers('step', later)}" if later else ""
     return f"{format_numbers('step', left)}{updates}: modules are recorded in {len(replayed)} steps"
 
@@ -96,8 +96,8 @@ def check_local_parity(case: Case, run: Run, witnesses: Witnesses) -> list[Findi
     expect = witnesses.expect
     relation = expect.relation
     if relation is not None and expect.stands_for_modules:
-        found = _judged(relation.partner, run, witnesses.partner, expect.numerics)
-        return [replace(each, within=f"in {case_id(relation.partner)}") for each in found]
+        findings = _judged(relation.partner, run, witnesses.partner, expect.numerics)
+        return [replace(finding, within=f"in {case_id(relation.partner)}") for finding in findings]
     model = None if expect.has_formulas else expect.model
     return _judged(case, run, witnesses.replay, expect.numerics, with_numbers=True, model=model)
 
@@ -125,18 +125,18 @@ def _judged(
     )
     allowed = partial(allowed_distance, case, bits=bits, model=model)
     for step in replayed_steps(case, numerics):
-        found = [each for each in distances if each.step == step]
+        tensors = [tensor for tensor in distances if tensor.step == step]
         numbers = _numbers(run, replay, step) if with_numbers else []
-        findings = [*_not_compared(run, found, step, allowed), *_too_far(run, found, allowed), *numbers]
+        findings = [*_not_compared(run, tensors, step, allowed), *_too_far(run, tensors, allowed), *numbers]
         if findings:
             return findings
     return []
 
 
-def _not_compared(run: Run, found: Sequence[ModuleDistance], step: int, allowed: Allowed) -> Iterator[Finding]:
-    if not found:
+def _not_compared(run: Run, tensors: Sequence[ModuleDistance], step: int, allowed: Allowed) -> Iterator[Finding]:
+    if not tensors:
         yield NOTHING_COMPARED.finding(step=step, expected="distances")
-    broken = [each for each in found if each.problem is not None]
+    broken = [tensor for tensor in tensors if tensor.problem is not None]
     if broken:
         first = broken[0]
         off = [rank for rank, distance in first.of_ranks.items() if distance > allowed(first)]
@@ -153,20 +153,20 @@ def _not_compared(run: Run, found: Sequence[ModuleDistance], step: int, allowed:
         yield about_ranks(finding, ranks, run) if first.terms is None else _not_summed(run, first, [first])
 
 
-def _too_far(run: Run, found: Sequence[ModuleDistance], allowed: Allowed) -> Iterator[Finding]:
+def _too_far(run: Run, tensors: Sequence[ModuleDistance], allowed: Allowed) -> Iterator[Finding]:
     """The first tensor that is too far off, in the order of execution: no other can be the reason for it."""
-    compared = [each for each in found if each.problem is None]
-    limits = [allowed(each) for each in compared]
+    compared = [tensor for tensor in tensors if tensor.problem is None]
+    limits = [allowed(tensor) for tensor in compared]
     wrong = [pair for pair in zip(compared, limits, strict=True) if not pair[0].distance <= pair[1]]  # NaN is wrong
     if not wrong:
         return
     first, limit = wrong[0]
     if first.terms is not None:
-        yield _not_summed(run, first, [each for each, _ in wrong])
+        yield _not_summed(run, first, [tensor for tensor, _ in wrong])
         return
     ranks = [rank for rank, distance in first.of_ranks.items() if not distance <= limit]
     is_whole = len(ranks) == len(first.of_ranks)
-    is_part = len({each.part for each in compared} - {None}) > 1
+    is_part = len({tensor.part for tensor in compared} - {None}) > 1
     part = "" if first.part is None or not is_part else f" on data-parallel rank {first.part}"
     if ranks and not is_whole:
         part += f", {'partial' if first.parts > 1 else 'shard'} of {format_ranks(ranks)},"
@@ -182,7 +182,7 @@ def _too_far(run: Run, found: Sequence[ModuleDistance], allowed: Allowed) -> Ite
         module=first.fqn,
         expected=f"distance <= {limit:.2g}",
         found=f"{first.distance:.2g}",
-        size=max(nan_as_inf(each.distance) for each, _ in wrong),
+        size=max(nan_as_inf(tensor.distance) for tensor, _ in wrong),
     )
     yield about_ranks(finding, ranks, run) if is_whole and len(ranks) == len(run.traces) else finding
 
@@ -192,8 +192,10 @@ def _not_summed(run: Run, first: ModuleDistance, wrong: Sequence[ModuleDistance]
     terms = first.terms
     assert terms is not None, "it is about a sum"
     place = (first.fqn, first.call, first.kind)
-    alike = [each.terms for each in wrong if (each.fqn, each.call, each.kind) == place and each.terms is not None]
-    ranks = {rank for each in alike for rank, times in each.weights.items() if any(one != 1 for one in times)}
+    alike = [
+        tensor.terms for tensor in wrong if (tensor.fqn, tensor.call, tensor.kind) == place and tensor.terms is not None
+    ]
+    ranks = {rank for sum_terms in alike for rank, times in sum_terms.weights.items() if any(one != 1 for one in times)}
     ended = _sum_instead(terms)
     finding = SUM.finding(
         ended=ended,
@@ -209,22 +211,22 @@ def _not_summed(run: Run, first: ModuleDistance, wrong: Sequence[ModuleDistance]
 
 
 def _sum_instead(terms: SumTerms) -> str:
-    times = {one for each in terms.weights.values() for one in each}
+    times = {one for multiples in terms.weights.values() for one in multiples}
     (first, *_), count = times, len(terms.ranks)
     if len(times) == 1:
         is_mean = abs(first * count - 1) <= TERMS
         return "it is averaged instead of summed" if is_mean else f"it is {first:g} times the sum"
-    own = {rank: tuple(float(rank == each) for each in terms.ranks) for rank in terms.weights}
-    if all(own[rank] == each for rank, each in terms.weights.items()):
+    own = {rank: tuple(float(rank == other) for other in terms.ranks) for rank in terms.weights}
+    if all(own[rank] == multiples for rank, multiples in terms.weights.items()):
         return "ranks go on with what they computed themselves"
-    rank, weights = next((rank, each) for rank, each in terms.weights.items() if set(each) != {1.0})
+    rank, weights = next((rank, multiples) for rank, multiples in terms.weights.items() if set(multiples) != {1.0})
     shown = " + ".join(f"{one:g} x rank {of}" for of, one in zip(terms.ranks, weights, strict=True))
     return f"rank {rank} goes on with {shown}"
 
 
 def _numbers(run: Run, replay: Run, step: int) -> list[Finding]:
     """What ranks report, against the loss of the recorded logits and the norm of the recorded gradients."""
-    expected = next(each for each in replay.traces[0].steps if each.step == step)
+    expected = next(replayed for replayed in replay.traces[0].steps if replayed.step == step)
     norm = expected.grad_norm
     return [
         *wrong_numbers(LOSS, run, step, "loss", expected=expected.loss, allowed=FLOAT32_LOSS, source="logits"),

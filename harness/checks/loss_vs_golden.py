@@ -241,11 +241,11 @@ def _gap(run: Run, golden: Golden) -> float:
     return largest(gaps, empty=0.0)
 
 
-def _diagnosis(found: float, twin: float | None) -> str:
+def _diagnosis(gap: float, twin: float | None) -> str:
     if twin is None:
         return "BF16 with the same layout could not be run: the layout or the environment may be at fault."
     if not math.isfinite(twin):
         return "The loss of BF16 with the same layout is not finite: not FP8, look at layout and environment."
-    if math.isfinite(found) and twin >= found / 2:
+    if math.isfinite(gap) and twin >= gap / 2:
         return f"BF16 with the same layout is {twin:.2g} nats away too: not FP8, look at layout and environment."
     return f"BF16 with the same layout is within {twin:.2g} nats of the golden: look at FP8."

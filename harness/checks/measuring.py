@@ -33,16 +33,16 @@ def measured(case: Case, run: Run, witnesses: Witnesses, *, twin: Run | None = N
     curves = {"case": _curve(run), "solo": _curve(solo), "twin": _curve(twin)}
     if golden is not None:
         curves["golden"] = Curve(losses=golden.losses, grad_norms=golden.grad_norms)
-    found = {name: curve for name, curve in curves.items() if curve is not None}
+    available = {name: curve for name, curve in curves.items() if curve is not None}
     replayed = () if replay is None or not replay.complete else replay.traces[0].module_distances or ()
     return Measured(
-        curves=found,
+        curves=available,
         allowed_loss=() if golden is None or witnesses.tolerance is None else witnesses.tolerance.per_step,
         worst_gradient=worst_gradient(case, run, solo, witnesses.parity_tolerance) if solo is not None else None,
         same_bits=same_bits(run, solo) if solo is not None else None,
-        loss_distance=_largest_gap(found["case"], found["golden"]) if golden is not None else None,
+        loss_distance=_largest_gap(available["case"], available["golden"]) if golden is not None else None,
         parity=_parity(case, run, solo) if solo is not None else None,
-        local_parity=_worst([each.distance for each in replayed if each.problem is None]),
+        local_parity=_worst([tensor.distance for tensor in replayed if tensor.problem is None]),
         flushed=_flushed(traces),
         scaled_mm_calls=sum(step.scaled_mm_calls for trace in traces for step in trace.steps),
         flops=_flops(traces),
@@ -68,8 +68,8 @@ def _curve(run: Run | None) -> Curve | None:
     return Curve(losses=tuple(step.loss for step in steps), grad_norms=tuple(step.grad_norm for step in steps))
 
 
-def _largest_gap(found: Curve, golden: Curve) -> float | None:
-    return _worst([abs(loss - reference) for loss, reference in zip(found.losses, golden.losses, strict=False)])
+def _largest_gap(curve: Curve, golden: Curve) -> float | None:
+    return _worst([abs(loss - reference) for loss, reference in zip(curve.losses, golden.losses, strict=False)])
 
 
 def _parity(case: Case, run: Run, solo: Run) -> float | None:
@@ -96,8 +96,8 @@ def _slowest(traces: Sequence[RankTrace]) -> tuple[float, ...]:
 
 def _flops(traces: Iterable[RankTrace]) -> Mapping[str, Multiplied]:
     records = (record for trace in traces for record in trace.flops or ())
-    words = ((multiplied_words(part=each.part, precision=each.precision), each) for each in records)
-    return multiplied_by((name, each.calls, each.flops) for name, each in words)
+    words = ((multiplied_words(part=record.part, precision=record.precision), record) for record in records)
+    return multiplied_by((name, record.calls, record.flops) for name, record in words)
 
 
 def _expected_flops(expect: Expectations, traces: Sequence[RankTrace]) -> Mapping[str, Multiplied]:
@@ -105,15 +105,17 @@ def _expected_flops(expect: Expectations, traces: Sequence[RankTrace]) -> Mappin
     if not _applies(expect) or expect.case.model.experts or any(trace.flops is None for trace in traces):
         return {}  # how many rows experts multiply is found in the run
     steps, saves_attention = expect.case.train.steps, traces[0].device != "cpu"
-    found = (executed(expect.case, rank=trace.rank, saves_attention=saves_attention) for trace in traces)
+    of_ranks = (executed(expect.case, rank=trace.rank, saves_attention=saves_attention) for trace in traces)
     return multiplied_by(
-        (words, steps * each.calls, steps * each.flops) for of_rank in found for words, each in of_rank.items()
+        (words, steps * multiplied.calls, steps * multiplied.flops)
+        for of_rank in of_ranks
+        for words, multiplied in of_rank.items()
     )
 
 
 def _wire(traces: Iterable[RankTrace]) -> Mapping[str, Sent]:
     records = (record for trace in traces for record in trace.traffic or ())
-    return sent_by((each.words, sum(each.sizes.values()), each.payload_bytes) for each in records)
+    return sent_by((record.words, sum(record.sizes.values()), record.payload_bytes) for record in records)
 
 
 def _expected_wire(expect: Expectations, traces: Sequence[RankTrace]) -> Mapping[str, Sent]:
@@ -126,9 +128,9 @@ def _expected_wire(expect: Expectations, traces: Sequence[RankTrace]) -> Mapping
         for step, rank in _turns(expect, [trace])
         for term in expect.transfers(step=step, rank=rank, calls=trace.expert_calls(step))
     ]
-    found = sent_by((term.words, term.times, term.payload_bytes) for term in terms)
+    wire = sent_by((term.words, term.times, term.payload_bytes) for term in terms)
     limited = {term.words for term in terms if term.least is not None and expect.case.compile != "none"}
-    return {words: sent for words, sent in found.items() if words not in limited}
+    return {words: sent for words, sent in wire.items() if words not in limited}
 
 
 def _expected_saved(expect: Expectations, traces: Sequence[RankTrace]) -> int | None:
@@ -154,14 +156,14 @@ def _turns(expect: Expectations, traces: Iterable[RankTrace]) -> Iterator[tuple[
 def _saved(traces: Sequence[RankTrace]) -> int | None:
     if any(trace.saved_memory is None for trace in traces):
         return None
-    return sum(each.saved_bytes for trace in traces for each in trace.saved_memory or ())
+    return sum(record.saved_bytes for trace in traces for record in trace.saved_memory or ())
 
 
 def _fused(traces: Iterable[RankTrace]) -> Mapping[str, int]:
-    found: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
     for call in (call for trace in traces if trace.graphs is not None for call in trace.graphs.calls):
-        found[f"{call.operator} in {call.phase}"] += call.times
-    return dict(sorted(found.items()))
+        counts[f"{call.operator} in {call.phase}"] += call.times
+    return dict(sorted(counts.items()))
 
 
 def _digests(traces: Sequence[RankTrace]) -> Mapping[str, str]:
@@ -180,7 +182,7 @@ def _digests(traces: Sequence[RankTrace]) -> Mapping[str, str]:
         for sketch in trace.sketches or ():
             kind = "gradients" if sketch.kind == "grad" else "parameters"
             parts[kind].append(repr((sketch.step, trace.rank, sketch.fqn, sketch.digest)))
-    return {kind: hashlib.sha256("\n".join(sorted(found)).encode()).hexdigest()[:16] for kind, found in parts.items()}
+    return {kind: hashlib.sha256("\n".join(sorted(lines)).encode()).hexdigest()[:16] for kind, lines in parts.items()}
 
 
 def _casts(traces: Iterable[RankTrace]) -> tuple[CastRange, ...]:
@@ -225,7 +227,9 @@ def moved(before: Numbers | None, now: Numbers | None, *, counts_only: bool = Fa
     """The names of the exact numbers that differ, of those that both runs have; only counts repeat on a GPU."""
     if before is None or now is None:
         return ()
-    one, other = (_counts(each) if counts_only else {**_values(each), **_counts(each)} for each in (before, now))
+    one, other = (
+        _counts(numbers) if counts_only else {**_values(numbers), **_counts(numbers)} for numbers in (before, now)
+    )
     return tuple(
         name
         for name, value in one.items()

@@ -91,9 +91,9 @@ def _against_marks(case: Case, trace: RankTrace) -> Iterator[Finding]:
         yield KEPT.finding(count=len(kept), expected="none of them is saved", found=largest)
 
 
-def _marks(found: set[bool]) -> str:
+def _marks(marked: set[bool]) -> str:
     words = {True: "graphs with operators to compute again", False: "graphs without"}
-    return " and ".join(words[each] for each in sorted(found, reverse=True)) or "no graphs"
+    return " and ".join(words[is_marked] for is_marked in sorted(marked, reverse=True)) or "no graphs"
 
 
 def _steps(expect: Expectations, trace: RankTrace) -> list[int]:
@@ -104,26 +104,26 @@ def _beyond_limits(expect: Expectations, trace: RankTrace) -> Iterator[Finding]:
     """The first step in which more or less is saved than any choice of the partitioner explains."""
     recorded = {record.step: record.saved_bytes for record in trace.saved_memory or ()}
     for step in _steps(expect, trace):
-        limits, found = expect.saved_limits(step=step, rank=trace.rank), recorded.get(step, 0)
-        if not limits.least <= found <= limits.most:
-            much = "too few" if found < limits.least else "too many"
+        limits, saved = expect.saved_limits(step=step, rank=trace.rank), recorded.get(step, 0)
+        if not limits.least <= saved <= limits.most:
+            much = "too few" if saved < limits.least else "too many"
             yield LIMITS.finding(
-                much=much, step=step, expected=f"{limits.least} to {limits.most} bytes", found=f"{found} bytes"
+                much=much, step=step, expected=f"{limits.least} to {limits.most} bytes", found=f"{saved} bytes"
             )
             return
 
 
 def _wrong_bytes(expect: Expectations, trace: RankTrace) -> Iterator[Finding]:
     """For every dtype the first step with wrong bytes, by the likely cause when the bytes show one."""
-    told: set[str] = set()
+    reported: set[str] = set()
     recorded = {record.step: record.by_dtype for record in trace.saved_memory or ()}
     for step in _steps(expect, trace):
         expected = expect.saved_bytes(step=step, rank=trace.rank, calls=trace.expert_calls(step))
         found = recorded.get(step, {})
-        for dtype in sorted((expected.keys() | found.keys()) - told):
+        for dtype in sorted((expected.keys() | found.keys()) - reported):
             wanted, got = expected.get(dtype, 0), found.get(dtype, 0)
             if wanted != got:
-                told.add(dtype)
+                reported.add(dtype)
                 mode = _mode_of(expect, step, trace, found)
                 outlives = dtype.startswith("float8") and got > wanted
                 rule = OTHER_MODE if mode else OUTLIVES if outlives else BYTES
@@ -132,11 +132,11 @@ def _wrong_bytes(expect: Expectations, trace: RankTrace) -> Iterator[Finding]:
                 yield rule.finding(step=step, expected=texts[0], found=texts[1], dtype=dtype, values=values)
 
 
-def _mode_of(expect: Expectations, step: int, trace: RankTrace, found: dict[str, int]) -> str:
+def _mode_of(expect: Expectations, step: int, trace: RankTrace, saved: dict[str, int]) -> str:
     """The other checkpointing that saves exactly these bytes; empty where none does."""
     for mode in MODES:
         other = Expectations(replace(expect.case, checkpointing=Checkpointing(mode=mode)))
         is_other = mode != expect.case.checkpointing.mode and other.saves_exactly
-        if is_other and other.saved_bytes(step=step, rank=trace.rank, calls=trace.expert_calls(step)) == found:
+        if is_other and other.saved_bytes(step=step, rank=trace.rank, calls=trace.expert_calls(step)) == saved:
             return mode
     return ""

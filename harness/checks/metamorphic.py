@@ -75,7 +75,7 @@ def _reported_numbers(relation: Relation, run: Run, partner: Run) -> Iterator[Fi
             for step in trace.steps
             if step.step in expected and _is_promised(relation, step.step)
         ]
-        wrong = [each for each in compared if not _is_equal(relation, each[2], each[3])]
+        wrong = [comparison for comparison in compared if not _is_equal(relation, comparison[2], comparison[3])]
         if wrong:
             step, _, found, wanted = min(wrong)
             finding = rule.finding(
@@ -86,7 +86,7 @@ def _reported_numbers(relation: Relation, run: Run, partner: Run) -> Iterator[Fi
                 found=repr(found),
                 size=size_of_error(name, found, wanted),
             )
-            yield about_ranks(finding, [each[1] for each in wrong if each[0] == step], run)
+            yield about_ranks(finding, [comparison[1] for comparison in wrong if comparison[0] == step], run)
 
 
 def _fused(relation: Relation, run: Run) -> str:
@@ -121,22 +121,22 @@ def _tensors(relation: Relation, run: Run, partner: Run) -> Iterator[Finding]:
             step=key.step,
             module=key.fqn,
         )
-    differences = [each for each in compare(run, partner) if each.key in found & expected]
+    differences = [difference for difference in compare(run, partner) if difference.key in found & expected]
     if differences:
-        first = min((each.key.step, each.key.kind) for each in differences)
-        together = [each for each in differences if each.key[:2] == first]
+        first = min((difference.key.step, difference.key.kind) for difference in differences)
+        together = [difference for difference in differences if difference.key[:2] == first]
         compared = len({key for key in found & expected if key[:2] == first})
         yield _first_difference(relation, together, compared)
 
 
 def _first_difference(relation: Relation, differences: list[_Difference], compared: int) -> Finding:
-    worst = max(differences, key=lambda each: nan_as_inf(each.distance))
+    worst = max(differences, key=lambda difference: nan_as_inf(difference.distance))
     rule = GRADIENTS if worst.key.kind == "grad" else PARAMETERS
     noun = {"initial": "initial weights", "grad": "gradients", "param": "final parameters"}[worst.key.kind]
     return rule.finding(
         noun=noun,
         partner=_promise(relation),
-        count=len({each.key for each in differences}),
+        count=len({difference.key for difference in differences}),
         compared=compared,
         distance=worst.distance,
         step=worst.key.step,

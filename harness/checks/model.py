@@ -170,25 +170,25 @@ def _record(trace: RankTrace) -> ModelRecord:
 def _built(case: Case, traces: list[RankTrace], solo: RankTrace | None) -> list[Finding]:
     """The first difference between a rank and the single-rank reference, or else the first rank."""
     kinds: tuple[_Difference, ...] = (_parameters, _linears, _constants)
-    found = (
+    findings = (
         finding
         for kind in kinds
         for trace in traces
         for finding in kind(_record(trace), *_partner(case, trace, traces, solo))
     )
-    return [*itertools.islice(found, 1), *_calls(case, traces, solo)]
+    return [*itertools.islice(findings, 1), *_calls(case, traces, solo)]
 
 
 def _partner(case: Case, trace: RankTrace, traces: list[RankTrace], solo: RankTrace | None) -> tuple[ModelRecord, str]:
     """What a rank is compared with, of which it has what its stages of a pipeline hold, and who that is."""
     if solo is None or solo.model is None:
         first = peers(case.layout, trace.rank, [axis for axis in MESH_AXES if axis != "pp"])[0]
-        return next(_record(each) for each in traces if each.rank == first), f"rank {first}"
+        return next(_record(other) for other in traces if other.rank == first), f"rank {first}"
     whole = solo.model
     mine = msgspec.structs.replace(
         whole,
-        parameters=tuple(each for each in whole.parameters if holds(case, trace.rank, each.fqn)),
-        linears=tuple(each for each in whole.linears if holds(case, trace.rank, each.fqn)),
+        parameters=tuple(parameter for parameter in whole.parameters if holds(case, trace.rank, parameter.fqn)),
+        linears=tuple(linear for linear in whole.linears if holds(case, trace.rank, linear.fqn)),
     )
     return mine, "one rank"
 
@@ -198,8 +198,10 @@ def _dtypes(case: Case, traces: list[RankTrace]) -> list[Finding]:
     asked = case.parameter_dtype
     if case.train.dtype == "bfloat16" and asked != "bfloat16":
         return []
-    records = [(trace.rank, each) for trace in traces for each in _record(trace).parameters if each.trained]
-    wrong = {each.fqn: (rank, each.dtype) for rank, each in records if each.dtype != asked}
+    records = [
+        (trace.rank, parameter) for trace in traces for parameter in _record(trace).parameters if parameter.trained
+    ]
+    wrong = {parameter.fqn: (rank, parameter.dtype) for rank, parameter in records if parameter.dtype != asked}
     return [
         DTYPE.finding(rank=rank, module=fqn, expected=asked, found=dtype, dtype=dtype, asked=asked, count=len(wrong))
         for fqn, (rank, dtype) in list(wrong.items())[:1]
@@ -207,7 +209,7 @@ def _dtypes(case: Case, traces: list[RankTrace]) -> list[Finding]:
 
 
 def _parameters(mine: ModelRecord, other: ModelRecord, who: str) -> Iterable[Finding]:
-    ours, theirs = ({each.fqn: each for each in record.parameters} for record in (mine, other))
+    ours, theirs = ({parameter.fqn: parameter for parameter in record.parameters} for record in (mine, other))
     for fqn in sorted(ours.keys() ^ theirs.keys()):
         here = fqn in ours
         yield PARAMETER.finding(
@@ -232,7 +234,7 @@ def _parameters(mine: ModelRecord, other: ModelRecord, who: str) -> Iterable[Fin
 
 
 def _linears(mine: ModelRecord, other: ModelRecord, who: str) -> Iterable[Finding]:
-    ours, theirs = ({each.fqn: each for each in record.linears} for record in (mine, other))
+    ours, theirs = ({linear.fqn: linear for linear in record.linears} for record in (mine, other))
     for fqn in sorted(ours.keys() ^ theirs.keys()):
         here = fqn in ours
         yield LINEAR.finding(here="a" if here else "no", there="none" if here else "one", who=who, module=fqn)
@@ -280,8 +282,8 @@ def reference_without_fsdp(case: Case, run: Run, solo: Run) -> list[Finding]:
     records = [trace.model for trace in (*run.traces, *solo.traces)]
     if not case.uses_fsdp or case.layout.dp == 1 or None in records:
         return []
-    *ours, reference = ([each.axes for each in record.parameters] for record in records if record is not None)
-    sharded = all(any(axis in DP_AXES for axes in each for axis in axes) for each in ours)
+    *ours, reference = ([parameter.axes for parameter in record.parameters] for record in records if record is not None)
+    sharded = all(any(axis in DP_AXES for axes in of_rank for axis in axes) for of_rank in ours)
     if not sharded or any(reference):
         return []
     return [NO_FSDP.finding(expected="parameters of fully_shard", found="plain tensors")]
@@ -292,15 +294,15 @@ def reference_without_fsdp(case: Case, run: Run, solo: Run) -> list[Finding]:
 
 def _buffers(case: Case, traces: list[RankTrace], solo: RankTrace | None) -> list[Finding]:
     """Buffers that ranks with the same tensor-parallel coordinate hold differently, or that one rank has otherwise."""
-    by_rank = {trace.rank: {each.fqn: each for each in _record(trace).buffers} for trace in traces}
-    reference = {} if solo is None or solo.model is None else {each.fqn: each for each in solo.model.buffers}
-    found = []
+    by_rank = {trace.rank: {buffer.fqn: buffer for buffer in _record(trace).buffers} for trace in traces}
+    reference = {} if solo is None or solo.model is None else {buffer.fqn: buffer for buffer in solo.model.buffers}
+    wrong = []
     for fqn in sorted({fqn for buffers in by_rank.values() for fqn in buffers}):
         held = {rank: buffers[fqn] for rank, buffers in by_rank.items() if fqn in buffers}
         unequal = _unequal_pair(case, held, reference.get(fqn))
         if unequal:
-            found.append((fqn, unequal))
-    return [BUFFER.finding(pair=pair, count=len(found), module=fqn) for fqn, pair in found[:1]]
+            wrong.append((fqn, unequal))
+    return [BUFFER.finding(pair=pair, count=len(wrong), module=fqn) for fqn, pair in wrong[:1]]
 
 
 def _unequal_pair(case: Case, held: Mapping[int, Buffer], reference: Buffer | None) -> str:
@@ -321,7 +323,7 @@ def _gradients(case: Case, traces: list[RankTrace]) -> list[Finding]:
     if not traces or any(trace.sketches is None for trace in traces):
         return []
     graded = {sketch.fqn for trace in traces for sketch in trace.sketches or () if sketch.kind == "grad"}
-    trained = [each.fqn for each in _trained(case, traces)]
+    trained = [parameter.fqn for parameter in _trained(case, traces)]
     idle = [fqn for fqn in trained if fqn not in graded]
     if not idle:
         return []
@@ -357,7 +359,7 @@ def _stepped(traces: list[RankTrace]) -> bool:
 
 def _unseen_gradients(traces: list[RankTrace]) -> list[Finding]:
     """Findings about an optimizer that is none of torch's; `_updates` reports one that does nothing."""
-    if not any(each.updated for trace in traces for each in _record(trace).parameters):
+    if not any(parameter.updated for trace in traces for parameter in _record(trace).parameters):
         return []
     return [UNSEEN_GRADIENTS.finding(expected="gradients when an optimizer steps", found="none after step()")]
 
@@ -366,12 +368,12 @@ def _steps(traces: list[RankTrace], solo: RankTrace | None) -> list[Finding]:
     """Optimizers that step more than once in a step, here or in the reference with its many microbatches."""
     runs = [("an optimizer steps", trace) for trace in traces[:1]]
     runs += [] if solo is None else [("for all microbatches, an optimizer of the single-rank reference steps", solo)]
-    for what, trace in runs:
+    for who, trace in runs:
         several = [step for step in trace.steps if (step.optimizer_steps or 0) > 1]
         if several:
             return [
                 SEVERAL_STEPS.finding(
-                    who=what,
+                    who=who,
                     count=several[0].optimizer_steps or 0,
                     step=several[0].step,
                     expected="1 step",
@@ -385,14 +387,14 @@ def _updates(case: Case, traces: list[RankTrace]) -> list[Finding]:
     """Parameters with a gradient that training did not change on any rank."""
     if not traces or not traces[0].steps:
         return []
-    changed = {each.fqn for trace in traces for each in _record(trace).parameters if each.updated}
+    changed = {parameter.fqn for trace in traces for parameter in _record(trace).parameters if parameter.updated}
     trained = _trained(case, traces)
     norms = _gradient_norms(traces)
     worth = _WORTH_AN_UPDATE * max(norms.values(), default=0.0)
     still = [
-        each.fqn
-        for each in trained
-        if each.fqn not in changed and each.dtype in _WIDE and norms.get(each.fqn, 0.0) > worth
+        parameter.fqn
+        for parameter in trained
+        if parameter.fqn not in changed and parameter.dtype in _WIDE and norms.get(parameter.fqn, 0.0) > worth
     ]
     if not trained or not (still or not changed):
         return []
@@ -407,7 +409,13 @@ def _updates(case: Case, traces: list[RankTrace]) -> list[Finding]:
 def _trained(case: Case, traces: list[RankTrace]) -> list[Parameter]:
     """The parameters that the first rank trains, and the others of its pipeline."""
     ranks = peers(case.layout, traces[0].rank, ("pp",))
-    return [each for trace in traces if trace.rank in ranks for each in _record(trace).parameters if each.trained]
+    return [
+        parameter
+        for trace in traces
+        if trace.rank in ranks
+        for parameter in _record(trace).parameters
+        if parameter.trained
+    ]
 
 
 def _gradient_norms(traces: list[RankTrace]) -> dict[str, float]:
@@ -445,9 +453,9 @@ def unequal_initial_weights(run: Run) -> list[Finding]:
     """
     holders: dict[tuple[str, tuple[int, ...], int], dict[str, int]] = {}
     for trace in traces_by_rank(run):
-        for each in trace.model.parameters if trace.model is not None else ():
-            place = (each.fqn, each.offset, each.local_elements)
-            holders.setdefault(place, {}).setdefault(each.built, trace.rank)
+        for parameter in trace.model.parameters if trace.model is not None else ():
+            place = (parameter.fqn, parameter.offset, parameter.local_elements)
+            holders.setdefault(place, {}).setdefault(parameter.built, trace.rank)
     unequal = {fqn: sorted(built.values()) for (fqn, _, _), built in holders.items() if len(built) > 1}
     return [
         INITIAL.finding(

@@ -123,7 +123,7 @@ def check_parity(case: Case, run: Run, witnesses: Witnesses) -> list[Finding]:
         ]
         if findings:
             gradients, loss = _factors(case, run, witnesses, step)
-            return every_step + [_with_factor(each, gradients if each.module else loss) for each in findings]
+            return every_step + [_with_factor(finding, gradients if finding.module else loss) for finding in findings]
         updated = _tensors(found, expected, step, "param", _allowed_of_weights(case, tolerance), 0.0)
         if updated:
             return [*every_step, *_on_ranks(run, solo, updated)]
@@ -131,12 +131,12 @@ def check_parity(case: Case, run: Run, witnesses: Witnesses) -> list[Finding]:
 
 
 def allowed_distance(case: Case, tolerance: Tolerance, step: int) -> float:
-    """How far a gradient of this step may be from that of one rank, relative to its norm."""
+    """How far a gradient of this step may be from one rank's, relative to its norm."""
     return max(tolerance.per_step[step - 1], norm_rounding(case))
 
 
 def _allowed_of_weights(case: Case, tolerance: Tolerance) -> float:
-    """How far an updated parameter may be from that of one rank, relative to its norm."""
+    """How far an updated parameter may be from one rank's, relative to its norm."""
     is_rounded = tolerance.key not in OF_EVERY_MODEL and case.parameter_dtype == "float32"
     return max(tolerance.per_step[-1], LAST_BIT if is_rounded else 0.0)
 
@@ -152,10 +152,10 @@ def _factors(case: Case, run: Run, witnesses: Witnesses, step: int) -> tuple[Exp
     return gradients, loss
 
 
-def _with_factor(finding: Finding, found: Explanation | None) -> Finding:
-    if found is None or not (finding.module or finding.rule == LOSS.name):
+def _with_factor(finding: Finding, explanation: Explanation | None) -> Finding:
+    if explanation is None or not (finding.module or finding.rule == LOSS.name):
         return finding
-    return msgspec.structs.replace(finding, notes=(*finding.notes, found.what), fix=found.fix)
+    return msgspec.structs.replace(finding, notes=(*finding.notes, explanation.what), fix=explanation.fix)
 
 
 def worst_distances(run: Run, solo: Run, *, steps: Iterable[int], ignored: float = 0.0) -> tuple[float, ...]:
@@ -165,7 +165,7 @@ def worst_distances(run: Run, solo: Run, *, steps: Iterable[int], ignored: float
 
 
 def worst_gradient(case: Case, run: Run, solo: Run, tolerance: Tolerance | None) -> WorstGradient | None:
-    """The gradient of any step that is furthest from that of one rank; None where none was compared."""
+    """The gradient of any step that is furthest from one rank's; None where none was compared."""
     expected = {key: tensor for key, tensor in assemble(solo.traces).items() if key.kind == "grad"}
     distances = relative_distances(assemble(run.traces), expected, ignored=rounding_floor(case, tolerance))
     if not distances:
@@ -187,8 +187,8 @@ def same_bits(run: Run, solo: Run) -> bool | None:
 
 def _bits(run: Run) -> set[tuple[SketchKey, tuple[int, ...], tuple[int, ...], str]]:
     """The digest of every shard that is not empty, with the place of it."""
-    sketches = (each for trace in run.traces for each in trace.sketches or () if math.prod(each.local_shape))
-    return {piece for each in sketches for piece in _pieces(each)}
+    sketches = (sketch for trace in run.traces for sketch in trace.sketches or () if math.prod(sketch.local_shape))
+    return {piece for sketch in sketches for piece in _pieces(sketch)}
 
 
 def _pieces(sketch: TensorSketch) -> Iterator[tuple[SketchKey, tuple[int, ...], tuple[int, ...], str]]:
@@ -286,8 +286,8 @@ def wrong_numbers(
     rule: Rule, run: Run, step: int, name: str, *, expected: float, allowed: float, **values: Value
 ) -> list[Finding]:
     """A finding by `rule` about the ranks that report this number of a step further off than allowed."""
-    found = {trace.rank: getattr(trace.steps[step - 1], name) for trace in run.traces if len(trace.steps) >= step}
-    numbers = {rank: math.nan if value is None else value for rank, value in found.items()}
+    reported = {trace.rank: getattr(trace.steps[step - 1], name) for trace in run.traces if len(trace.steps) >= step}
+    numbers = {rank: math.nan if value is None else value for rank, value in reported.items()}
     wrong = {rank: value for rank, value in numbers.items() if not abs(value - expected) <= allowed}  # NaN is wrong
     if not wrong:
         return []
@@ -365,12 +365,12 @@ def _not_reduced(
 ) -> Iterator[str]:
     """That these ranks, which hold the same part of a gradient, hold terms of its sum or mean instead."""
     where = [coordinates(case.layout, rank) for rank in ranks]
-    axes = " and ".join(axis for axis in where[0] if len({each[axis] for each in where}) > 1)
+    axes = " and ".join(axis for axis in where[0] if len({of_rank[axis] for of_rank in where}) > 1)
     if reference is None or key.kind != "grad" or not axes:
         return
     total = sum_of(run.traces, key)
     for word, times in (("sum", 1), ("mean", len(ranks))):
-        scaled = total._replace(norm=reference.norm, sums=tuple(each / times for each in total.sums))
+        scaled = total._replace(norm=reference.norm, sums=tuple(signed_sum / times for signed_sum in total.sums))
         if relative_distance(scaled, reference) <= TERMS:
             yield f"the {word} over {axes} of {format_ranks(ranks)} is the reference: not reduced over {axes}"
             return

@@ -75,7 +75,9 @@ def check_recompute(case: Case, run: Run, witnesses: Witnesses) -> list[Finding]
     of_ranks = (
         [*_unequal(expect, trace), *_not_recomputed(expect.of(trace.rank), trace)] for trace in traces_by_rank(run)
     )
-    firsts = ((min(found, key=lambda each: each.place), len(found)) for found in of_ranks if found)
+    firsts = (
+        (min(mismatches, key=lambda mismatch: mismatch.place), len(mismatches)) for mismatches in of_ranks if mismatches
+    )
     return [first.finding(f"{first_place(first)}; {{total}} in total", total=total) for first, total in firsts]
 
 
@@ -90,18 +92,22 @@ def _of_graphs(expect: Expectations, trace: RankTrace) -> Iterator[Finding]:
     wrapped = [case.checkpointing.wraps(layer) for layer in range(case.model.shape.layers)]
     if not expect.has_formulas:
         wrapped = [case.checkpointing.mode != "none"]
-    repeated = [min(each.repeated, each.repeated_in_passes) for each in trace.graphs.partitions if each.marked]
+    repeated = [
+        min(partition.repeated, partition.repeated_in_passes)
+        for partition in trace.graphs.partitions
+        if partition.marked
+    ]
     if any(wrapped) and not (repeated and all(repeated)):
         yield NOTHING_REPEATED.finding(expected="repeated nodes in every such graph", found="none")
 
 
 def _unequal(expect: Expectations, trace: RankTrace) -> Iterator[Mismatch]:
-    for each in (*_repeated_casts(expect, trace), *_recomputed_matmuls(trace)):
-        for name, expected in each.first.items():
-            found = f"{each.second[name]}"
+    for repetition in (*_repeated_casts(expect, trace), *_recomputed_matmuls(trace)):
+        for name, expected in repetition.first.items():
+            found = f"{repetition.second[name]}"
             if found != f"{expected}":  # as texts: NaN equals NaN, and other numbers are written to the last bit
-                place = each.step, each.order, trace.rank, each.fqn
-                yield Mismatch(*place, each.rule, f"{expected}", found, each.operand, (("property", name),))
+                place = repetition.step, repetition.order, trace.rank, repetition.fqn
+                yield Mismatch(*place, repetition.rule, f"{expected}", found, repetition.operand, (("property", name),))
 
 
 def _repeated_casts(expect: Expectations, trace: RankTrace) -> Iterator[_Repetition]:

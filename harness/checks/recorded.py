@@ -44,25 +44,25 @@ def showing(faults: Iterable[KnownFault], case: Case, findings: Sequence[Finding
     return (fault for fault in faults if fault.must_show(case) or fault.shows(findings))
 
 
-def with_known_faults(found: Judgement, faults: Sequence[KnownFault], today: datetime.date) -> Judgement:
+def with_known_faults(judgement: Judgement, faults: Sequence[KnownFault], today: datetime.date) -> Judgement:
     """The judgement in the light of the records that affect the case; an infrastructure failure stays what it is."""
-    if not faults or found.verdict is Verdict.INFRA:
-        return found
-    if found.verdict is Verdict.PASSED:
-        return replace(found, verdict=Verdict.UNEXPECTED_PASS, findings=tuple(map(_gone, faults)))
-    unexplained = [each for each in found.findings if not any(fault.explains(each) for fault in faults)]
-    notes = (*_notes(found, faults, today), *_beyond(unexplained, faults))
-    if found.findings and not notes:
-        told = tuple(map(_known_everywhere, (fault for fault in faults if fault.everywhere)))
-        return replace(found, verdict=Verdict.KNOWN, findings=(*told, *found.findings))
-    explained = [each for each in found.findings if each not in unexplained]
-    return replace(found, findings=(*unexplained, *explained, *notes))
+    if not faults or judgement.verdict is Verdict.INFRA:
+        return judgement
+    if judgement.verdict is Verdict.PASSED:
+        return replace(judgement, verdict=Verdict.UNEXPECTED_PASS, findings=tuple(map(_gone, faults)))
+    unexplained = [finding for finding in judgement.findings if not any(fault.explains(finding) for fault in faults)]
+    notes = (*_notes(judgement, faults, today), *_beyond(unexplained, faults))
+    if judgement.findings and not notes:
+        known = tuple(map(_known_everywhere, (fault for fault in faults if fault.everywhere)))
+        return replace(judgement, verdict=Verdict.KNOWN, findings=(*known, *judgement.findings))
+    explained = [finding for finding in judgement.findings if finding not in unexplained]
+    return replace(judgement, findings=(*unexplained, *explained, *notes))
 
 
 def _known_everywhere(fault: KnownFault) -> Finding:
     """The finding that names a fault recorded by the package: users of the project did not write the record."""
-    told = KNOWN.finding(fault=fault.name, reason=fault.reason, link=fault.link)
-    return replace(told, verdict=fault.verdict)
+    finding = KNOWN.finding(fault=fault.name, reason=fault.reason, link=fault.link)
+    return replace(finding, verdict=fault.verdict)
 
 
 def _gone(fault: KnownFault) -> Finding:
@@ -76,26 +76,28 @@ def _beyond(unexplained: Sequence[Finding], faults: Sequence[KnownFault]) -> Ite
         yield UNEXPLAINED.finding(count=len(unexplained), faults=names, rules=rules)
 
 
-def _notes(found: Judgement, faults: Sequence[KnownFault], today: datetime.date) -> Iterator[Finding]:
+def _notes(judgement: Judgement, faults: Sequence[KnownFault], today: datetime.date) -> Iterator[Finding]:
     """Why the failure is not the recorded one, apart from findings that no record explains."""
-    skipped = {each.check for each in found.not_judged} - set(found.checks)
-    stopped = any(fault.verdict in _STOPS and fault.shows(found.findings) for fault in faults)
+    skipped = {not_judged.check for not_judged in judgement.not_judged} - set(judgement.checks)
+    stopped = any(fault.verdict in _STOPS and fault.shows(judgement.findings) for fault in faults)
     for fault in faults:
         if stopped and fault.verdict not in _STOPS:
             continue  # a run that was stopped by a recorded fault shows no other
         for symptom in fault.requires:
-            if symptom.check not in skipped and not any(symptom.explains(finding) for finding in found.findings):
+            if symptom.check not in skipped and not any(symptom.explains(finding) for finding in judgement.findings):
                 yield MISSING.finding(fault=fault.name, expected=str(symptom), found="none")
         if fault.review_by < today:
             day = str(fault.review_by)
             yield OUTDATED.finding(fault=fault.name, day=day, expected="a later review_by, or no record", found=day)
     recorded = sorted({fault.verdict.value for fault in faults})
-    if found.verdict.value not in recorded:
-        yield OTHER_END.finding(expected=" or ".join(recorded), found=found.verdict.value)
+    if judgement.verdict.value not in recorded:
+        yield OTHER_END.finding(expected=" or ".join(recorded), found=judgement.verdict.value)
 
 
-def with_doubts(found: Judgement, doubts: Mapping[str, str]) -> Judgement:
+def with_doubts(judgement: Judgement, doubts: Mapping[str, str]) -> Judgement:
     """The judgement with a note at every finding by a formula in `doubts`: the formulas not verified here, and why."""
-    findings = tuple(replace(each, differs=doubts.get(each.formula, each.differs)) for each in found.findings)
-    only_doubted = found.verdict is Verdict.INVARIANT and all(each.differs for each in findings)
-    return replace(found, verdict=Verdict.CHANGED if only_doubted else found.verdict, findings=findings)
+    findings = tuple(
+        replace(finding, differs=doubts.get(finding.formula, finding.differs)) for finding in judgement.findings
+    )
+    only_doubted = judgement.verdict is Verdict.INVARIANT and all(finding.differs for finding in findings)
+    return replace(judgement, verdict=Verdict.CHANGED if only_doubted else judgement.verdict, findings=findings)

@@ -37,9 +37,9 @@ def check_finite(case: Case, run: Run, witnesses: Witnesses) -> Iterator[Finding
     """Did every rank train to the last step with finite numbers?"""
     yield from _ranks(case, run)
     yield from _steps(case, run)
-    found = [(step, trace.rank) for trace in traces_by_rank(run) for step in trace.steps]
-    losses = [(step.step, rank, step.loss) for step, rank in found if not math.isfinite(step.loss)]
-    norms = [(step.step, rank, step.grad_norm) for step, rank in found if not 0 < step.grad_norm < math.inf]
+    steps = [(step, trace.rank) for trace in traces_by_rank(run) for step in trace.steps]
+    losses = [(step.step, rank, step.loss) for step, rank in steps if not math.isfinite(step.loss)]
+    norms = [(step.step, rank, step.grad_norm) for step, rank in steps if not 0 < step.grad_norm < math.inf]
     yield from _first(LOSS, losses, "loss", "a finite number")
     yield from _first(GRAD_NORM, norms, "grad_norm", "a finite number above 0")
 
@@ -115,7 +115,7 @@ def check_clipping(case: Case, run: Run, witnesses: Witnesses) -> Iterator[Findi
     steps = [(step, trace.rank) for trace in traces_by_rank(run) for step in trace.steps]
     wrong = [(step, rank) for step, rank in steps if not _is_clipped(step, max_norm, rounding_of_norm(case))]
     if wrong:
-        step, _ = min(wrong, key=lambda each: each[0].step)
+        step, _ = min(wrong, key=lambda pair: pair[0].step)
         expected, reported = _clipped_norm(step, max_norm), step.reported_grad_norm
         finding = NOT_CLIPPED.finding(
             step=step.step,
@@ -125,7 +125,7 @@ def check_clipping(case: Case, run: Run, witnesses: Witnesses) -> Iterator[Findi
             reported="no norm is reported" if reported is None else f"the reported norm is {reported:.6g}",
             norm=step.grad_norm,
         )
-        yield about_ranks(finding, [rank for each, rank in wrong if each.step == step.step], run)
+        yield about_ranks(finding, [rank for other, rank in wrong if other.step == step.step], run)
 
 
 def _clipped_norm(step: StepTrace, max_norm: float) -> float | None:
@@ -164,11 +164,11 @@ def check_evaluation(case: Case, run: Run, witnesses: Witnesses) -> Iterator[Fin
     steps = [(step, trace.rank) for trace in traces_by_rank(run) for step in trace.steps]
     wrong = [(step, rank) for step, rank in steps if not _is_evaluated(step)]
     if wrong:
-        step, _ = min(wrong, key=lambda each: each[0].step)
-        found = step.evaluation_loss
-        size = None if found is None else size_of_error("loss", found, step.loss)
-        finding = OTHER_LOSS.finding(step=step.step, expected=repr(step.loss), found=repr(found), size=size)
-        yield about_ranks(finding, [rank for each, rank in wrong if each.step == step.step], run)
+        step, _ = min(wrong, key=lambda pair: pair[0].step)
+        evaluation_loss = step.evaluation_loss
+        size = None if evaluation_loss is None else size_of_error("loss", evaluation_loss, step.loss)
+        finding = OTHER_LOSS.finding(step=step.step, expected=repr(step.loss), found=repr(evaluation_loss), size=size)
+        yield about_ranks(finding, [rank for other, rank in wrong if other.step == step.step], run)
 
 
 def _is_evaluated(step: StepTrace) -> bool:

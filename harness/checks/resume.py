@@ -40,22 +40,24 @@ def check_resume(case: Case, run: Run, witnesses: Witnesses) -> list[Finding]:
     """Is the state that was loaded the one that was saved, every bit of it, in every layout that loaded it?"""
     layouts = [layout_id(other.layout) for other in resumed_in(case)]
     traces = traces_by_rank(run)
-    found = (finding for number, layout in enumerate(layouts) for finding in _differences(run, traces, number, layout))
-    return list(itertools.islice(found, 1))
+    findings = (
+        finding for number, layout in enumerate(layouts) for finding in _differences(run, traces, number, layout)
+    )
+    return list(itertools.islice(findings, 1))
 
 
 def _differences(run: Run, traces: list[RankTrace], number: int, layout: str) -> Iterator[Finding]:
     resumed = {trace.rank: trace.resumed for trace in traces}
-    loaded = {rank: each for rank, each in resumed.items() if each is not None and len(each.loaded) > number}
+    loaded = {rank: record for rank, record in resumed.items() if record is not None and len(record.loaded) > number}
     if len(loaded) < len(traces):
         without = NOT_LOADED.finding(layout=layout, expected="the state that was saved", found="none")
         yield about_ranks(without, resumed.keys() - loaded.keys(), run)
         return
-    wrong = {rank: names for rank, each in loaded.items() if (names := _other_names(each, number))}
+    wrong = {rank: names for rank, record in loaded.items() if (names := _other_names(record, number))}
     if wrong:
         rank = min(wrong)
         first = wrong[rank][0]
-        of_ranks = [rank for rank, each in loaded.items() if first in {*itertools.chain(*each.wrong[number:][:1])}]
+        of_ranks = [rank for rank, record in loaded.items() if first in {*itertools.chain(*record.wrong[number:][:1])}]
         yield about_ranks(_finding(loaded[rank], number, layout, wrong[rank]), of_ranks or wrong, run)
 
 
@@ -67,16 +69,16 @@ def _other_names(resumed: Resumed, number: int) -> list[str]:
 
 def _finding(resumed: Resumed, number: int, layout: str, wrong: list[str]) -> Finding:
     first = wrong[0]
-    whats = Counter(name.partition(" ")[2] for name in wrong)
+    parts = Counter(name.partition(" ")[2] for name in wrong)
     words = ", ".join(
-        f"{what} of {counted(count, 'parameter')}" if what else f"the values of {counted(count, 'parameter')}"
-        for what, count in whats.items()
+        f"{part} of {counted(count, 'parameter')}" if part else f"the values of {counted(count, 'parameter')}"
+        for part, count in parts.items()
     )
-    fqn, _, what = first.partition(" ")
+    fqn, _, part = first.partition(" ")
     return OTHER_STATE.finding(
         layout=layout,
         parts=words,
-        what=what or "the values",
+        what=part or "the values",
         step=resumed.after_step + 1,
         module=fqn,
         expected=resumed.saved.get(first, "nothing"),

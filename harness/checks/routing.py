@@ -43,9 +43,7 @@ GRADIENT_ARRIVED = _rule("gradient-of-results", "the gradients that experts get 
 GRADIENT_RETURNED = _rule(
     "gradient-of-tokens", "the gradients that come back for tokens are not those of their experts"
 )
-ROUTER = _rule(
-    "router", "the router weighs experts otherwise than that of one rank does for the same tokens", stage=_MODULE
-)
+ROUTER = _rule("router", "the router weighs experts otherwise than on one rank for the same tokens", stage=_MODULE)
 EXPERTS = _rule("experts", "experts return something else than those of one rank for the same tokens", stage=_MODULE)
 BIAS = _rule("bias", "the bias of the choice did not move by what the tokens of the step ask for", stage=Stage.STEP)
 
@@ -72,9 +70,9 @@ def check_routing(case: Case, run: Run, witnesses: Witnesses) -> list[Finding]:
     for trace in traces_by_rank(run):
         for call in trace.experts.calls if trace.experts is not None else ():
             calls[_Place(*_key(call))][trace.rank] = call
-    wrong = [each for order, place in enumerate(calls) for each in _of_calls(case, place, order, calls[place])]
-    found = [*_numbers(case, run), *wrong, *_otherwise(case, run, witnesses), *_biases(case, run)]
-    return [*_matmuls(case, run), *findings_by_rule(found)]
+    wrong = [mismatch for order, place in enumerate(calls) for mismatch in _of_calls(case, place, order, calls[place])]
+    mismatches = [*_numbers(case, run), *wrong, *_otherwise(case, run, witnesses), *_biases(case, run)]
+    return [*_matmuls(case, run), *findings_by_rule(mismatches)]
 
 
 def _numbers(case: Case, run: Run) -> Iterator[Mismatch]:
@@ -96,7 +94,7 @@ def _numbers(case: Case, run: Run) -> Iterator[Mismatch]:
                         )
 
 
-_EACH = 3  # matmuls: gate, up and down projection
+_PRODUCTS = 3  # grouped matmuls: gate, up and down projection
 
 
 def _matmuls(case: Case, run: Run) -> Iterator[Finding]:
@@ -107,25 +105,27 @@ def _matmuls(case: Case, run: Run) -> Iterator[Finding]:
         for step in range(1, case.train.steps + 1):
             for wgrad, expected in _times(case, trace.rank).items():
                 scaled = case.float8.grouped_traits.multiplies("wgrad" if wgrad else "forward")
-                found = {each.scaled: each.times for each in records if (each.step, each.wgrad) == (step, wgrad)}
+                found = {
+                    record.scaled: record.times for record in records if (record.step, record.wgrad) == (step, wgrad)
+                }
                 if found != ({scaled: expected} if expected else {}):
                     key = (step, wgrad, _counted({scaled: expected}), _counted(found))
                     wrong.setdefault(key, []).append(trace.rank)
     for (step, wgrad, wanted, got), ranks in sorted(wrong.items()):
-        what = "weight gradients" if wgrad else "forward and of gradients of tokens"
-        yield MATMULS.finding(step=step, ranks=ranks, expected=wanted, found=got, what=what, at=step)
+        purpose = "weight gradients" if wgrad else "forward and of gradients of tokens"
+        yield MATMULS.finding(step=step, ranks=ranks, expected=wanted, found=got, what=purpose, at=step)
 
 
 def _times(case: Case, rank: int) -> dict[bool, int]:
     """Of a step: of weight gradients, and of forward and gradients of tokens."""
     layers, train = expert_layers_of(case, rank), case.train
     again = sum(map(case.checkpointing.wraps, layers))
-    trained = _EACH * len(layers) * train.accumulation
-    return {False: 2 * trained + _EACH * (again + len(layers) * train.evaluate) * train.accumulation, True: trained}
+    trained = _PRODUCTS * len(layers) * train.accumulation
+    return {False: 2 * trained + _PRODUCTS * (again + len(layers) * train.evaluate) * train.accumulation, True: trained}
 
 
-def _counted(found: Mapping[bool, int]) -> str:
-    return ", ".join(f"{found[scaled]} {_PRECISION[scaled]}" for scaled in sorted(found)) or "none"
+def _counted(times: Mapping[bool, int]) -> str:
+    return ", ".join(f"{times[scaled]} {_PRECISION[scaled]}" for scaled in sorted(times)) or "none"
 
 
 _PRECISION = {False: "in high precision", True: "in float8"}
@@ -142,7 +142,7 @@ def _of_calls(case: Case, place: _Place, order: int, calls: Mapping[int, ExpertC
             yield mismatch(rank, *wrong)
     for group in {peers(case.layout, rank, ("ep",)) for rank in calls}:
         if group[0] in calls and set(group) <= calls.keys():
-            yield from (mismatch(*each) for each in _exchanges([calls[rank] for rank in group], group))
+            yield from (mismatch(*broken) for broken in _exchanges([calls[rank] for rank in group], group))
 
 
 def _otherwise(case: Case, run: Run, witnesses: Witnesses) -> Iterator[Mismatch]:
@@ -234,7 +234,7 @@ def _pairs(
     """Rows at their sources against those at the owner of the experts. Digests that nobody has are not compared."""
     rules = (GRADIENT_RETURNED, GRADIENT_ARRIVED) if gradient else (ARRIVED, RETURNED)
     for rule, outside, inside in ((rules[0], "sent", "arrived"), (rules[1], "returned", "computed")):
-        at_sources = [_integers(getattr(each, outside)) for each in of_ranks]
+        at_sources = [_integers(getattr(rows, outside)) for rows in of_ranks]
         at_owner = _integers(getattr(of_ranks[owner], inside))
         if not len(at_owner) or not all(map(len, at_sources)):
             continue
@@ -257,7 +257,7 @@ def _difference(expected: Sequence[int], found: Sequence[int]) -> _Wrong | None:
     rows = [row for row, (one, other) in enumerate(zip(expected, found, strict=True)) if one != other]
     if not rows:
         return None
-    place = next((row for row, each in enumerate(expected) if each == found[rows[0]]), None)
+    place = next((row for row, digest in enumerate(expected) if digest == found[rows[0]]), None)
     other = "that is none of them" if place is None else f"that is row {place}"
     moved = "the same rows in another order" if sorted(expected) == sorted(found) else f"{len(rows)} rows differ"
     return _Wrong(rows[0], f"{other}; {moved}")
@@ -276,7 +276,7 @@ _LAST_BIT = 1e-7  # of a bias of float32, which a step moves by a ten thousand t
 
 
 def _biases(case: Case, run: Run) -> Iterator[Mismatch]:
-    """The bias of every step follows from that of the step before and from the tokens of all ranks."""
+    """The bias of every step follows from the bias of the step before and the tokens of all ranks."""
     tokens: defaultdict[tuple[int, str, int], int] = defaultdict(int)
     for trace in run.traces:
         for call in trace.experts.calls if trace.experts is not None else ():
@@ -285,21 +285,21 @@ def _biases(case: Case, run: Run) -> Iterator[Mismatch]:
     experts = range(case.model.experts)
     for trace in traces_by_rank(run):
         before: dict[str, Sequence[float]] = {}
-        for found in trace.experts.biases if trace.experts is not None else ():
-            of_step = [tokens[found.step, found.fqn, expert] for expert in experts]
-            old = before.get(found.fqn, [0.0] * len(experts))
+        for record in trace.experts.biases if trace.experts is not None else ():
+            of_step = [tokens[record.step, record.fqn, expert] for expert in experts]
+            old = before.get(record.fqn, [0.0] * len(experts))
             expected = [was + move for was, move in zip(old, _moves(of_step, case), strict=True)]
-            before[found.fqn] = found.bias
-            off = [abs(one - other) for one, other in zip(expected, found.bias, strict=True)]
+            before[record.fqn] = record.bias
+            off = [abs(one - other) for one, other in zip(expected, record.bias, strict=True)]
             worst = max(experts, key=off.__getitem__)
             if not off[worst] <= _LAST_BIT:
-                wanted, got = f"{expected[worst]:.6g} of expert {worst}", f"{found.bias[worst]:.6g}"
-                yield Mismatch(found.step, 0, trace.rank, found.fqn, BIAS, wanted, got)
+                wanted, got = f"{expected[worst]:.6g} of expert {worst}", f"{record.bias[worst]:.6g}"
+                yield Mismatch(record.step, 0, trace.rank, record.fqn, BIAS, wanted, got)
 
 
 def _moves(tokens: Sequence[int], case: Case) -> list[float]:
     """Towards experts with fewer tokens than the mean, by one coefficient; all moves add up to zero."""
     mean = sum(tokens) / len(tokens)
-    signs = [(mean > each) - (mean < each) for each in tokens]
+    signs = [(mean > count) - (mean < count) for count in tokens]
     centre = sum(signs) / len(signs)
     return [_COEFFICIENT * (sign - centre) * case.model.balance for sign in signs]

@@ -139,8 +139,8 @@ class Rules:
 
 
 def by_name(rules: Iterable[Rule]) -> Mapping[str, Rule]:
-    found: dict[str, Rule] = {}
+    named: dict[str, Rule] = {}
     for rule in rules:
-        assert rule.name not in found, f"two rules are named {rule.name}"
-        found[rule.name] = rule
-    return found
+        assert rule.name not in named, f"two rules are named {rule.name}"
+        named[rule.name] = rule
+    return named

@@ -147,8 +147,8 @@ def _forms(expect: Expectations, casts: Casts) -> Iterator[Mismatch]:
 
 def _form_rules(expect: Expectations, cast: CastRecord, form: CastForm | None) -> Iterator[Broken]:
     if form is not None:
-        found = CastForm(cast.axiswise_dim, cast.source_dtype, cast.target_dtype)
-        for rule, right, wrong in zip((DIM, SOURCE_DTYPE, RULES.target_dtype), form, found, strict=True):
+        cast_form = CastForm(cast.axiswise_dim, cast.source_dtype, cast.target_dtype)
+        for rule, right, wrong in zip((DIM, SOURCE_DTYPE, RULES.target_dtype), form, cast_form, strict=True):
             if right != wrong:
                 yield rule, f"{right}", f"{wrong}"
     if _is_on_tp(expect, cast.fqn) and "tp" not in cast.mesh_axes:
@@ -196,7 +196,7 @@ def _shared_scales(case: Case, casts: Casts) -> Iterator[Mismatch]:
                 expected = f"the data of rank {replica}: {group[replica].data_digest}"
                 yield _mismatch(rank, cast, REPLICAS, expected, cast.data_digest)
             if rank == first:
-                yield from (_mismatch(rank, cast, *each) for each in broken)
+                yield from (_mismatch(rank, cast, *violation) for violation in broken)
 
 
 def _group(case: Case, casts: Casts, rank: int, place: tuple[CastKey, int]) -> dict[int, CastRecord]:

@@ -77,38 +77,39 @@ def main_stack(dump: str) -> tuple[Frame, ...]:
     faulthandler goes from the newest thread to the oldest: the main thread is the last one.
     """
     threads: list[list[Frame]] = [[]]
-    for line in takewhile(lambda each: each != LAST_OUTPUT, dump.splitlines()):
+    for line in takewhile(lambda line: line != LAST_OUTPUT, dump.splitlines()):
         if line.endswith("(most recent call first):"):
             threads.append([])
-        elif found := _FRAME.fullmatch(line):
-            threads[-1].append(Frame(found[1], int(found[2]), found[3]))
+        elif match := _FRAME.fullmatch(line):
+            threads[-1].append(Frame(match[1], int(match[2]), match[3]))
     return tuple(next((frames for frames in reversed(threads) if frames), ()))
 
 
 def own_frame(traceback: str) -> OwnFrame | None:
     """The innermost call of a Python traceback that is neither of the harness nor of an installed package."""
     lines = traceback.partition(LAST_OUTPUT)[0].splitlines()
-    calls = [(index, found) for index, line in enumerate(lines) if (found := _RAISED_AT.fullmatch(line))]
-    own = [(index, found) for index, found in calls if not _FOREIGN.search(found[1])]
+    calls = [(index, match) for index, line in enumerate(lines) if (match := _RAISED_AT.fullmatch(line))]
+    own = [(index, match) for index, match in calls if not _FOREIGN.search(match[1])]
     if not own:
         return None
-    index, found = own[-1]
+    index, match = own[-1]
     code = lines[index + 1].strip() if lines[index + 1 : index + 2] and lines[index + 1].startswith("    ") else ""
-    return OwnFrame(file=found[1], line=int(found[2]), function=found[3], code=code)
+    return OwnFrame(file=match[1], line=int(match[2]), function=match[3], code=code)
 
 
 def raised_frames(traceback: str) -> tuple[Frame, ...]:
     """The calls of torch and torchao in a Python traceback, innermost last, without wrappers and dispatch."""
-    lines = traceback.partition(LAST_OUTPUT)[0].splitlines()
-    calls = [Frame(found[1], int(found[2]), found[3]) for line in lines if (found := _RAISED_AT.fullmatch(line))]
-    return tuple(call for call in calls if _FIELD.search(call.file) and not _PLUMBING.search(call.file))
+    return tuple(call for call in _calls(traceback) if _FIELD.search(call.file) and not _PLUMBING.search(call.file))
 
 
 def innermost_calls(traceback: str, number: int) -> tuple[Frame, ...]:
     """The last calls of a Python traceback, of whatever file, innermost first."""
+    return tuple(_calls(traceback)[::-1][:number])
+
+
+def _calls(traceback: str) -> list[Frame]:
     lines = traceback.partition(LAST_OUTPUT)[0].splitlines()
-    calls = [Frame(found[1], int(found[2]), found[3]) for line in lines if (found := _RAISED_AT.fullmatch(line))]
-    return tuple(calls[::-1][:number])
+    return [Frame(match[1], int(match[2]), match[3]) for line in lines if (match := _RAISED_AT.fullmatch(line))]
 
 
 def place_of(stack: Sequence[Frame]) -> StackLocation | None:

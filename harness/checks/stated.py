@@ -50,9 +50,9 @@ def check_stated(case: Case, run: Run, witnesses: Witnesses) -> list[Finding]:
 
 def _other_than_stated(case: Case, trace: RankTrace) -> Iterator[Finding]:
     for stated in trace.stated or ():
-        for rule, what, expected, found in _compared(stated, trace):
+        for rule, quantity, expected, found in _compared(stated, trace):
             if expected != found:
-                yield rule.finding(what=what, target=case.target, step=stated.step, expected=expected, found=found)
+                yield rule.finding(what=quantity, target=case.target, step=stated.step, expected=expected, found=found)
 
 
 def _compared(stated: Stated, trace: RankTrace) -> Iterator[tuple[Rule, str, str, str]]:
@@ -66,9 +66,9 @@ def _compared(stated: Stated, trace: RankTrace) -> Iterator[tuple[Rule, str, str
     for dtype, count in stated.saved_bytes.items():
         yield SAVED, f"number of {dtype} bytes saved for backward", str(count), str(saved[dtype])
     sent = _sent(trace, stated.step)
-    for words, each in stated.traffic.items():
+    for words, wanted in stated.traffic.items():
         found = _text(sent.get(words, _NOTHING)) + _instead(words, sent)
-        yield TRAFFIC, f"number or size of {words}", _text(each), found
+        yield TRAFFIC, f"number or size of {words}", _text(wanted), found
 
 
 def _sent(trace: RankTrace, step: int) -> Mapping[str, Sent]:
@@ -123,17 +123,17 @@ def check_signature(case: Case, run: Run, witnesses: Witnesses) -> list[Finding]
     """
     signature = witnesses.signature
     assert signature is not None, "without a signature the check is not executed"
-    found = merge_ranks(run, lambda trace: first_of_each(_other_than_recorded(case, signature, trace)))
+    findings = merge_ranks(run, lambda trace: first_of_each(_other_than_recorded(case, signature, trace)))
     note = f"if it is intended, `{witnesses.update_signature}` records it"
-    return [*(replace(first, notes=(note,)) for first in found[:1]), *found[1:]]
+    return [*(replace(first, notes=(note,)) for first in findings[:1]), *findings[1:]]
 
 
 def _other_than_recorded(case: Case, signature: Signature, trace: RankTrace) -> Iterator[Finding]:
     recorded = {record.step for records in (trace.traffic, trace.saved_memory) for record in records or ()}
     for step in sorted({*range(1, case.train.steps + 1), *recorded}):
         expected, found = signature.seen(step=step, rank=trace.rank), seen_in(trace, step)
-        for what in dict.fromkeys((*expected, *found)):
-            wanted, got = expected.get(what, "none"), found.get(what, "none")
+        for kind in dict.fromkeys((*expected, *found)):
+            wanted, got = expected.get(kind, "none"), found.get(kind, "none")
             if wanted != got:
-                rule = MEMORY if is_memory(what) else EXECUTED
-                yield rule.finding(what=what, step=step, expected=f"{wanted}, as recorded", found=got)
+                rule = MEMORY if is_memory(kind) else EXECUTED
+                yield rule.finding(what=kind, step=step, expected=f"{wanted}, as recorded", found=got)

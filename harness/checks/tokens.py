@@ -72,7 +72,11 @@ def _part(case: Case, rank: int) -> range:
 
 def _covered(case: Case, run: Run) -> dict[tuple[int, int], float]:
     """By rank and step: how much of its tokens a rank gets together with its tensor-parallel peers."""
-    own = {(trace.rank, each.step): each.covered for trace in run.traces for each in trace.inputs or ()}
+    own = {
+        (trace.rank, step_inputs.step): step_inputs.covered
+        for trace in run.traces
+        for step_inputs in trace.inputs or ()
+    }
     return {
         (rank, step): sum(own.get((peer, step), 0.0) for peer in peers(case.layout, rank, ("tp",)))
         for rank, step in own
@@ -84,10 +88,10 @@ def _of_ranks(
 ) -> list[Finding]:
     wrong: dict[tuple[int, _Wrong], list[int]] = {}
     for trace, part in parts:
-        for each in trace.inputs or ():
-            found = _wrong(each, part, covered.get((trace.rank, each.step), each.covered))
-            if found is not None:
-                wrong.setdefault((each.step, found), []).append(trace.rank)
+        for step_inputs in trace.inputs or ():
+            problem = _wrong(step_inputs, part, covered.get((trace.rank, step_inputs.step), step_inputs.covered))
+            if problem is not None:
+                wrong.setdefault((step_inputs.step, problem), []).append(trace.rank)
     if not wrong:
         return []
     first = min(step for step, _ in wrong)
@@ -106,19 +110,19 @@ def _of_ranks(
     ]
 
 
-def _wrong(found: StepInputs, part: range, covered: float) -> _Wrong | None:
+def _wrong(step_inputs: StepInputs, part: range, covered: float) -> _Wrong | None:
     """What is wrong with the inputs of one rank in one step; None for a form that is not recognised, too."""
-    missing, foreign = set(part) - set(found.inputs), sorted(set(found.inputs) - set(part))
+    missing, foreign = set(part) - set(step_inputs.inputs), sorted(set(step_inputs.inputs) - set(part))
     expected = f"sequences {_spelled(part)} of the global batch"
     counts = len(part) - len(missing), len(part)
-    if missing and missing <= set(found.labels):
+    if missing and missing <= set(step_inputs.labels):
         return _Wrong(LABELS, expected, "labels", *counts)
     if foreign:
-        return _Wrong(OTHER_RANK, expected, f"sequences {_spelled(found.inputs)}", *counts)
+        return _Wrong(OTHER_RANK, expected, f"sequences {_spelled(step_inputs.inputs)}", *counts)
     if missing and len(missing) < len(part):
-        return _Wrong(SOME, expected, f"sequences {_spelled(found.inputs)}", *counts)
+        return _Wrong(SOME, expected, f"sequences {_spelled(step_inputs.inputs)}", *counts)
     if missing and covered < _COVERED:
-        shapes = ", ".join(f"{list(shape)}" for shape in dict.fromkeys(found.shapes))
+        shapes = ", ".join(f"{list(shape)}" for shape in dict.fromkeys(step_inputs.shapes))
         return _Wrong(FOREIGN, expected, f"tokens of none of them, in tensors {shapes}", *counts)
     return None
 

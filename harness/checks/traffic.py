@@ -118,10 +118,10 @@ class _Step(NamedTuple):
     allowed: dict[CollectiveKey, Limits]
 
     def fits(self, key: CollectiveKey) -> bool:
-        found = self.found.get(key, Volume())
-        if found == self.expected.get(key, Volume()):
+        volume = self.found.get(key, Volume())
+        if volume == self.expected.get(key, Volume()):
             return True
-        return key in self.allowed and self.allowed[key].allow(found)
+        return key in self.allowed and self.allowed[key].allow(volume)
 
 
 def _not_judged(expect: Expectations, device: str) -> str:
@@ -241,7 +241,7 @@ def _causes(expect: Expectations, trace: RankTrace) -> Iterator[Finding]:
     for step in _steps(expect, trace):
         # A weight is cast before every gather, and one that is not cast needs no amax: that is one fault, not three.
         kinds = (_number_of_gathers(step), _high_precision_gathers(expect, step), _amax_reductions(step))
-        yield from next((found for found in map(list, kinds) if found), [])
+        yield from next((findings for findings in map(list, kinds) if findings), [])
 
 
 def _number_of_gathers(step: _Step) -> Iterator[Finding]:
@@ -264,8 +264,8 @@ def _high_precision_gathers(expect: Expectations, step: _Step) -> Iterator[Findi
 
 def _gathers(traffic: Traffic) -> Volume:
     volumes = [volume for key, volume in traffic.items() if (key.axis, key.kind) == ("dp_shard", "all_gather")]
-    sizes = sum((Counter(each.sizes) for each in volumes), Counter[int]())
-    return Volume(sum(each.payload_bytes for each in volumes), sizes)
+    sizes = sum((Counter(volume.sizes) for volume in volumes), Counter[int]())
+    return Volume(sum(volume.payload_bytes for volume in volumes), sizes)
 
 
 def _amax_reductions(step: _Step) -> Iterator[Finding]:
@@ -325,13 +325,13 @@ def _gradients(
             for parameter in _parameters(traces.get(rank))
             if parameter.trained and axis in parameter.axes
         )
-        found = sum(_elements(record) for record in records if (record.axis, record.kind) == (axis, kind))
-        if found < wanted:
+        elements = sum(_elements(record) for record in records if (record.axis, record.kind) == (axis, kind))
+        if elements < wanted:
             yield NOT_SUMMED.finding(
                 axis=axis,
                 step=step,
                 expected=f"{kind} of at least {wanted} elements, as many as there are parameters",
-                found=f"{found} elements",
+                found=f"{elements} elements",
             )
     asked = expect.case.reduce_dtype
     dtypes = {record.dtype for record in records if (record.axis, record.kind) == ("dp_shard", "reduce_scatter")}
@@ -363,10 +363,10 @@ def _gathered_bytes(
     wide = sum(parameter.local_elements for parameter in sharded if parameter.fqn not in gathered)
     casts = _casts(trace, step)
     gathers = max(_times(casts, "all_gather").values(), default=2)
-    found = sum(record.payload_bytes for record in records if (record.axis, record.kind) == ("dp_shard", "all_gather"))
+    sent = sum(record.payload_bytes for record in records if (record.axis, record.kind) == ("dp_shard", "all_gather"))
     most = _PADDING * gathers * (narrow + wide * ITEM_BYTES[expect.case.train.dtype])
-    if found > most:
-        yield HIGH_PRECISION.finding(step=step, expected=f"at most {most:.0f} bytes", found=f"{found} bytes")
+    if sent > most:
+        yield HIGH_PRECISION.finding(step=step, expected=f"at most {most:.0f} bytes", found=f"{sent} bytes")
 
 
 def _amax_of_shards(
@@ -376,20 +376,20 @@ def _amax_of_shards(
     casts = [cast for cast in _casts(trace, step) if cast.phase not in ("all_gather", "gathered")]
     scalar = expect.case.float8.traits.one_scale_per_tensor
     wanted = sum(_is_sharded(cast, "tp") for cast in casts)
-    found = sum(
+    reductions = sum(
         times
         for record in records
         if (record.axis, record.op) == ("tp", "max")
         for size, times in record.sizes.items()
         if size == 1 or not scalar
     )
-    if found < wanted:
+    if reductions < wanted:
         yield AMAX_MISSING.finding(
             axis="tp",
-            missing=wanted - found,
+            missing=wanted - reductions,
             step=step,
             expected=f"{counted(wanted, 'reduction')} by max along tp, one for every cast of a shard",
-            found=str(found),
+            found=str(reductions),
         )
 
 
@@ -400,20 +400,22 @@ def _not_precomputed(expect: Expectations, trace: RankTrace, step: int) -> Itera
     """
     if not (expect.case.gathers_float8 and expect.case.float8.precompute_scale) or trace.operands is None or step == 1:
         return
-    first, found = (_lone_maxima(trace, each) for each in (1, step))
+    first, later = (_lone_maxima(trace, number) for number in (1, step))
     of_weights = _times(_casts(trace, 1), "all_gather").total()
     allowed = first - of_weights if first >= of_weights else first
-    if found > allowed:
+    if later > allowed:
         yield NOT_PRECOMPUTED.finding(
             step=step,
             expected=f"at most {counted(allowed, 'reduction')} of one number by max along dp_shard",
-            found=str(found),
+            found=str(later),
         )
 
 
 def _lone_maxima(trace: RankTrace, step: int) -> int:
     """The reductions of one number by max over shards in a step."""
-    records = [each for each in trace.traffic or () if (each.step, each.axis, each.op) == (step, "dp_shard", "max")]
+    records = [
+        record for record in trace.traffic or () if (record.step, record.axis, record.op) == (step, "dp_shard", "max")
+    ]
     return sum(record.sizes.get(1, 0) for record in records)
 
 

@@ -83,10 +83,10 @@ def check_underflow(case: Case, run: Run, witnesses: Witnesses) -> Iterator[Find
     if solo is None:
         yield unfinished(NO_REFERENCE, "the single-rank reference (solo witness)", witnesses.solo, run)
         return
-    of_solo = {each.operand: each for each in solo.traces[0].cast_shares or ()}
+    of_solo = {share.operand: share for share in solo.traces[0].cast_shares or ()}
     judged = judged_steps(case, witnesses.expect.numerics)
-    mine = (each for each in cast_shares(run.traces) if each.step <= judged)
-    both = [(each, of_solo[each.operand]) for each in mine if each.operand in of_solo]
+    mine = (share for share in cast_shares(run.traces) if share.step <= judged)
+    both = [(share, of_solo[share.operand]) for share in mine if share.operand in of_solo]
     if not both:
         yield NOTHING_COMPARED.finding(expected="casts of the same operands")
     allowed = allowed_share(case, witnesses.expect.numerics)
@@ -115,16 +115,16 @@ def judged_steps(case: Case, numerics: Numerics) -> int:
 
 def _moved(rule: Rule, become: str, lost: list[Lost], allowed: float) -> Iterator[Finding]:
     """The first operand that loses another share."""
-    wrong = [each for each in lost if not each.distance <= allowed]
+    wrong = [share for share in lost if not share.distance <= allowed]
     if wrong:
-        first = min(wrong, key=lambda each: each.cast.step)
+        first = min(wrong, key=lambda share: share.cast.step)
         yield rule.finding(
             step=first.cast.step,
             module=first.cast.fqn,
             operand=first.cast.role,
             expected=f"{first.expected:.6g} of the values",
             found=f"{first.found:.6g}",
-            size=max(each.distance for each in wrong),
+            size=max(share.distance for share in wrong),
             become=become,
             distance=first.distance,
             allowed=allowed,

@@ -44,7 +44,7 @@ def _axis_option(name: str, *, defaults: bool) -> Callable[[Command], Command]:
     text = f"{meaning}. Default: {shown_value(axis_values(Case())[name])}." if defaults else f"{meaning}."
     if kind is bool:
         return click.option(f"{option}/--no-{option[2:]}", name, default=None, help=text)
-    known = [str(each) for each in choices(name)]
+    known = [str(choice) for choice in choices(name)]
     words = (option, *_SHORT.get(name, ()), name)
     return click.option(*words, type=click.Choice(known) if known else kind, help=text)
 
@@ -98,12 +98,12 @@ def configured_cases(command: Command, *, metavar: str = "[CASE-ID]...", nargs: 
             raise HarnessError(what, fix="give CASE-ID, or --model NAME.")
         if ids and tokens is not None:
             raise HarnessError("a case has its own.", where="--tokens", fix="give --global-batch and --seq-len.")
-        found = {name: case_from_axes({**axis_values(parse_case_id(name)), **axes}) for name in ids}
+        cases = {name: case_from_axes({**axis_values(parse_case_id(name)), **axes}) for name in ids}
         if model is not None:
             from harness.performance.models import named_model, training
 
-            found[f"--model {model}"] = training(named_model(model), tokens=tokens, **axes)
-        return command(cases=tuple(_placed(case, where, world, axes) for where, case in found.items()), **given)
+            cases[f"--model {model}"] = training(named_model(model), tokens=tokens, **axes)
+        return command(cases=tuple(_placed(case, where, world, axes) for where, case in cases.items()), **given)
 
     return compose_options(
         click.argument("named", metavar=metavar, nargs=nargs, required=False),

@@ -169,10 +169,10 @@ def check_command(*, query: Query, device: str, project: Project) -> int:
 
 def _commit(project: Project, hardware: str, family: str) -> str:
     """The commit that a golden was made from. HarnessError for one that is not sound."""
-    found = load_golden(project.root, hardware, family)
-    if problem := unsound(found):
+    golden = load_golden(project.root, hardware, family)
+    if problem := unsound(golden):
         raise HarnessError(f"{family} on {hardware}: {problem}")
-    return found.provenance.commit
+    return golden.provenance.commit
 
 
 def _check_signatures(
@@ -192,13 +192,13 @@ def _check_signatures(
 
 
 def _sound(names: Iterable[Name], load: Callable[[Name], Found]) -> tuple[dict[Name, Found], list[str]]:
-    found, errors = {}, []
+    sound, errors = {}, []
     for name in names:
         try:
-            found[name] = load(name)
+            sound[name] = load(name)
         except HarnessError as error:
             errors.append(error.text)
-    return found, errors
+    return sound, errors
 
 
 @baseline.command("tolerance", epilog=_TOLERANCE_EPILOG)
@@ -249,7 +249,7 @@ def tolerance_command(  # noqa: PLR0913  one parameter per option
 def _measure(
     project: Project, query: Query, plan_for: Callable[..., Plan], seeds: int | None, layouts: int
 ) -> ExitCode:
-    """Measure, store and print the noise; without `seeds` that of the stored goldens."""
+    """Measure, store and print the noise; without `seeds`, the noise of the stored goldens."""
     project.check_writable()
     plan = plan_for()
     selected, known = select_cases(project, query), known_here(project)
@@ -292,7 +292,7 @@ def _noise_section(
         counts = ((len(own), "sample"), (len(seeds), "seed"), (len(layouts), "layout"), (measured_steps(own), "step"))
         allowed = () if margin is None else (f"allowed  {_numbers(fit(check, own, margin))}",)
         lines = (f"noise    {_numbers(noise(check, own))}", *allowed)
-        entries.append(Entry(title=f"{key}: {', '.join(counted(*each) for each in counts)}", lines=lines))
+        entries.append(Entry(title=f"{key}: {', '.join(counted(*count) for count in counts)}", lines=lines))
     return Section(title=f"{check}{stored}", blocks=tuple(entries))
 
 

@@ -96,13 +96,13 @@ def update_command(  # noqa: PLR0913  one parameter per option
     if file is not None:
         _store(project, file, dry_run=dry_run)
         return ExitCode.GOOD
-    what = "signatures" if signatures else "goldens"
-    reason = require_reason(reason, "baseline update", what)
+    baselines = "signatures" if signatures else "goldens"
+    reason = require_reason(reason, "baseline update", baselines)
     if signatures and (families or only_failing or hardware_name):
         raise click.UsageError("--family, --only-failing and --hardware are for goldens.")
     if not dry_run:
         project.check_writable()
-        check_committed(project, what, allowed=allow_dirty)
+        check_committed(project, baselines, allowed=allow_dirty)
     plan = plan_for()
     if signatures:
         return _update_signatures(project, query, plan, reason, missing=missing, dry_run=dry_run)
@@ -115,7 +115,7 @@ def update_command(  # noqa: PLR0913  one parameter per option
     with open_progress() as progress:
         made = make_goldens(project, references, plan, progress, reason=reason, command=typed_command())
     as_named = {} if hardware_name is None else {"hardware": hardware_name}
-    changes = [replaced(project.root, msgspec.structs.replace(each, **as_named)) for each in made.goldens]
+    changes = [replaced(project.root, msgspec.structs.replace(golden, **as_named)) for golden in made.goldens]
     for change in changes:
         click.echo()
         print_sections([golden_section(change, project.root)])
@@ -206,9 +206,9 @@ def _show_change(change: SignatureChange) -> None:
     click.echo(f"\n{change.new.case_id}: {summary}")
     if change.old_error:
         click.echo(f"  replaces a damaged signature: {change.old_error}")
-    for each in changed[:_SHOWN_CHANGES]:
-        values = f"{each.old or 'none'} -> {each.new or 'none'}"
-        click.echo(f"  {each.step}, {format_ranks(each.ranks)}: {each.what}: {values}")
+    for difference in changed[:_SHOWN_CHANGES]:
+        values = f"{difference.old or 'none'} -> {difference.new or 'none'}"
+        click.echo(f"  {difference.step}, {format_ranks(difference.ranks)}: {difference.what}: {values}")
     if len(changed) > _SHOWN_CHANGES:
         click.echo(f"  and {len(changed) - _SHOWN_CHANGES} more")
 

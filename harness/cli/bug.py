@@ -124,7 +124,7 @@ def list_command(*, pages: Path | None, json_file: Path | None, project: Project
     if pages is not None:
         for name, text in upstream_pages(recorded_faults(project), bugs, project.root).items():
             write_whole(pages / f"{name}.md", text.encode())
-    options.print_or_write(bugs_sections(bugs), json_file, [bug_document(each) for each in bugs])
+    options.print_or_write(bugs_sections(bugs), json_file, [bug_document(bug_file) for bug_file in bugs])
 
 
 # What commands that run a case of a bug share.
@@ -171,13 +171,13 @@ def _with_trial(command: options.Command) -> options.Command:
 def repro_command(*, bisect: bool, **given: Any) -> int:
     """Say whether CASE shows the reported bug, another failure, or none."""
     try:
-        found: Reproduced = _reproduced(**given)
+        reproduction: Reproduced = _reproduced(**given)
     except HarnessError as error:
         if not bisect:
             raise
         click.echo(f"fp8-harness: {error}", err=True)
         return CANNOT_TELL
-    return int(found.bisect_code if bisect else found.exit_code)
+    return int(reproduction.bisect_code if bisect else reproduction.exit_code)
 
 
 @_with_trial
@@ -199,18 +199,20 @@ def _reproduced(  # noqa: PLR0913  one parameter per option
     device = "the virtual FP8 device" if plan.device == "cpu" else plan.hardware[0]
     earlier = None if like is None else read_json(like, Reproduced, command="bug repro --json").found.signature
     known = known_in(result.findings, matching(known_here(project), named.case))
-    found = reproduced(named, trial_result(result), installed=installed, device=device, like=earlier, known=known)
-    options.print_report(reproduced_sections(found), json_file, found)
-    return found
+    reproduction = reproduced(
+        named, trial_result(result), installed=installed, device=device, like=earlier, known=known
+    )
+    options.print_report(reproduced_sections(reproduction), json_file, reproduction)
+    return reproduction
 
 
-def tell_other_failure(named: NamedCase, found: TrialResult) -> None:
+def tell_other_failure(named: NamedCase, result: TrialResult) -> None:
     """Warn that what follows is about another failure than the one of the bug file."""
-    told = reproduced(named, found, installed={}, device="")
-    if told.answer == "another failure":
+    reproduction = reproduced(named, result, installed={}, device="")
+    if reproduction.answer == "another failure":
         click.echo(
-            f"fp8-harness: warning: {found.case_id}: another failure than the reported one: "
-            f"expected {told.expected}, found {found.text}.",
+            f"fp8-harness: warning: {result.case_id}: another failure than the reported one: "
+            f"expected {reproduction.expected}, found {result.text}.",
             err=True,
         )
 
@@ -241,15 +243,15 @@ def shrink_command(  # noqa: PLR0913  one parameter per option
         open_progress(quiet=quiet) as progress,
         open_trials(project, plan, progress, named.case, injections) as trials,
     ):
-        found = shrink(named.case, trials.run, journal, jobs=plan.jobs, budget_s=budget_s, note=progress.note)
+        shrunk = shrink(named.case, trials.run, journal, jobs=plan.jobs, budget_s=budget_s, note=progress.note)
     first = journal.get(case_id(named.case))
     assert first is not None, "the given case is tried first"
     tell_other_failure(named, first)
-    again = msgspec.structs.replace(plan, injections=injections).command(case_id(found.case))
-    options.print_report(shrunk_sections(found, command=again), json_file, shrunk_document(found))
+    again = msgspec.structs.replace(plan, injections=injections).command(case_id(shrunk.case))
+    options.print_report(shrunk_sections(shrunk, command=again), json_file, shrunk_document(shrunk))
     if output is not None:
-        write_new_case(output, found.case, force=force)
-    return 0 if found.complete else 1
+        write_new_case(output, shrunk.case, force=force)
+    return 0 if shrunk.complete else 1
 
 
 @bug.command("export", epilog=_EXPORT_EPILOG)
@@ -284,15 +286,15 @@ def export_command(  # noqa: PLR0913  one parameter per option
     records = matching(known_here(project), named.case)
     if as_test:
         either = (*records, *matching(known_here(project), given))  # a record may name the dtype that a script changes
-        shown = [each.fix for each in either if each.shows(result.findings) and each.fix is not None]
-        fixes = [parse_injection(each, folder=project.root).target for each in dict.fromkeys(shown)]
+        shown = [record.fix for record in either if record.shows(result.findings) and record.fix is not None]
+        fixes = [parse_injection(fix, folder=project.root).target for fix in dict.fromkeys(shown)]
         test = export_test(named, result, injections, output, fixes=fixes, proves=not skip_proof)
         options.print_sections(exported_test_sections(test))
         return int(not test.proven)
     known = known_in(result.findings, records)
     exported = export(named, result, injections, output, known)
     proof = None if skip_proof else proof_of(exported)
-    versions = {each: installed_version(each) or "not installed" for each in ("torch", "torchao")}
+    versions = {package: installed_version(package) or "not installed" for package in ("torch", "torchao")}
     device = "CPU ranks" if plan.device == "cpu" else plan.hardware[0]
     text = issue_markdown(exported, proof, versions=versions, device=device, neighbours=neighbours)
     write_whole(exported.file.with_suffix(".md"), text.encode())
@@ -328,15 +330,18 @@ def bisect_command(  # noqa: PLR0913  one parameter per option
     """
     project = find_project(root)
     named = named_case(project, case)
-    words = (*(("--root", root) if root is not None else ()), *(word for each in inject for word in ("--inject", each)))
+    words = (
+        *(("--root", root) if root is not None else ()),
+        *(word for injection in inject for word in ("--inject", injection)),
+    )
     with open_progress(quiet=quiet) as progress:
         environments = versions_for(project, package, progress.note)
         versions = versions_between(package, good, bad, environments.source, given=environments.given)
-        as_listed = next(each for each in versions if Version(each) == Version(bad))
+        as_listed = next(version for version in versions if Version(version) == Version(bad))
         trial = VersionTrial(project, case, named.case, environments, words=words)
         answers = open_answers(project, trial.depends_on)
-        found = bisect(versions, as_listed, trial.run, answers, package=package, note=progress.note)
-    options.print_report(bisected_sections(found), json_file, found)
+        bisected = bisect(versions, as_listed, trial.run, answers, package=package, note=progress.note)
+    options.print_report(bisected_sections(bisected), json_file, bisected)
 
 
 @bug.command("check", epilog=_CHECK_EPILOG)

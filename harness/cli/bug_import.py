@@ -40,7 +40,7 @@ Nothing in it is executed. Of prose only few words are read: check the lists.
     "--date",
     "day",
     type=click.DateTime(["%Y-%m-%d"]),
-    help="The date that decides what spellings and defaults mean. Default: that of the report, else today.",
+    help="The date that decides what spellings and defaults mean. Default: the report's, else today.",
 )
 @click.option("--full-size", is_flag=True, help="Keep sizes and ranks as reported.")
 @click.option(
@@ -70,7 +70,7 @@ def import_command(  # noqa: PLR0913  one parameter per option
     root: str | None,
 ) -> None:
     """Turn a bug report into a bug file: the case that it describes, and where every value comes from."""
-    pairs = [each.partition("=") for each in versions]
+    pairs = [pair.partition("=") for pair in versions]
     if not all(name and version for name, _, version in pairs):
         raise HarnessError("no version of a package.", where="--version", fix="write it as --version torch=2.13.0.")
     options = ImportOptions(
@@ -84,16 +84,16 @@ def import_command(  # noqa: PLR0913  one parameter per option
         full_size=full_size,
     )
     content = sys.stdin.buffer.read(MAX_BYTES + 1) if file == "-" else read_file(file)
-    found = import_report(read_report(content, where="stdin" if file == "-" else Path(file).name), options)
-    text = write_bug_file(found.bug)
-    path = None if dry_run else _path(found.bug.id, output, root, force=force)
+    imported = import_report(read_report(content, where="stdin" if file == "-" else Path(file).name), options)
+    text = write_bug_file(imported.bug)
+    path = None if dry_run else _path(imported.bug.id, output, root, force=force)
     if path is not None:
         write_whole(path, text.encode())
     shown = None if path is None else str(path)
     to_stderr = dry_run or str(json_file) == "-"
-    print_sections(imported_sections(found, file=shown), err=to_stderr)
+    print_sections(imported_sections(imported, file=shown), err=to_stderr)
     if json_file is not None:
-        write_json(json_file, imported_document(found, file=shown))
+        write_json(json_file, imported_document(imported, file=shown))
     elif dry_run:
         click.echo(text, nl=False)
 

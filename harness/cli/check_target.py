@@ -34,8 +34,8 @@ Exit codes: 0 it works, 1 something to fix, 3 it refuses every layout.
 @click.argument("given", metavar="[CASE-ID|FILE]", required=False)
 @click.option(
     "--recipe",
-    type=click.Choice([str(each) for each in choices("recipe") if each != "bf16"]),
-    help="The FP8 recipe. Default: that of the case, or tensorwise.",
+    type=click.Choice([str(recipe) for recipe in choices("recipe") if recipe != "bf16"]),
+    help="The FP8 recipe. Default: the case's, or tensorwise.",
 )
 @click.option(
     "--layout",
@@ -71,6 +71,6 @@ def check_target_command(  # noqa: PLR0913  one parameter per option
     base = None if given is None else one_case(project, given)
     options = CheckOptions(target=module, recipe=recipe, layouts=tuple(map(parse_layout, layouts)), base=base)
     with open_progress(quiet=quiet) as progress:
-        found = check_target(project, options, plan_for(), progress)
-    print_report(target_sections(found), json_file, target_document(found))
-    return target_exit_code(found)
+        report = check_target(project, options, plan_for(), progress)
+    print_report(target_sections(report), json_file, target_document(report))
+    return target_exit_code(report)

@@ -111,11 +111,11 @@ def compare_command(  # noqa: PLR0913  one parameter an option
         _stored(project, sources) if versions is None else _of_versions(project, versions, versions_for, root)
     )
     words = given_words(_OF_THE_VERSIONS)
-    found = gate(before, after, terms, names=names, goldens=_goldens(project, after), words=words)
-    options.print_report(gate_sections(found), json_file, found)
-    options.write_output(markdown_file, lambda: gate_markdown(found).encode())
-    options.write_output(html_file, lambda: page_of(project, after, front=gate_front(found, after)))
-    return ExitCode.GOOD if found.go else ExitCode.FAILED
+    decision = gate(before, after, terms, names=names, goldens=_goldens(project, after), words=words)
+    options.print_report(gate_sections(decision), json_file, decision)
+    options.write_output(markdown_file, lambda: gate_markdown(decision).encode())
+    options.write_output(html_file, lambda: page_of(project, after, front=gate_front(decision, after)))
+    return ExitCode.GOOD if decision.go else ExitCode.FAILED
 
 
 def _stored(project: Project, sources: tuple[str, ...]) -> _Sides:
@@ -138,7 +138,7 @@ def _of_versions(project: Project, versions: str, versions_for: Callable[..., Ve
 
 def _allowance(text: str) -> Allowance:
     kind, _, reason = text.partition("=")
-    kinds = {each.value: each for each in Kind if each.can_be_allowed}
+    kinds = {member.value: member for member in Kind if member.can_be_allowed}
     if kind not in kinds:
         fix = f"use one of {', '.join(kinds)}; a case that fails is excused in cases/quarantine.toml."
         raise HarnessError(f"'{kind}' is no kind of change that can be allowed.", where="--allow", fix=fix)
@@ -168,10 +168,10 @@ def _compare_records(sources: tuple[str, ...]) -> int:
     first, second, *case_ids = sources
     code = ExitCode.GOOD
     for name, (left, right) in _pairs(Path(first), Path(second), case_ids).items():
-        found = difference(load_tables(left), load_tables(right))
-        equal = all(each.equal for each in found)
+        differences = difference(load_tables(left), load_tables(right))
+        equal = all(table.equal for table in differences)
         options.print_sections(
-            [Section(title=f"{name}: {'equal' if equal else 'different'}", blocks=difference_blocks(found))]
+            [Section(title=f"{name}: {'equal' if equal else 'different'}", blocks=difference_blocks(differences))]
         )
         click.echo()
         code = code if equal else ExitCode.FAILED

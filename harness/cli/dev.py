@@ -116,13 +116,13 @@ def mutate_command(  # noqa: PLR0913  one parameter per option
     if record and query != Query():
         what = "the record is of faults in their own cases."
         raise HarnessError(what, where="--record", fix="select faults only, or give it alone.")
-    found = hosts_among(project, faults, query, at_most=cases_per_fault)
+    hosts = hosts_among(project, faults, query, at_most=cases_per_fault)
     if listed:
         for fault in faults:
-            click.echo(_line(fault, found[fault.name]))
+            click.echo(_line(fault, hosts[fault.name]))
         return ExitCode.GOOD
     with open_progress() as progress:
-        matrix = run_mutations(project, faults, found, plan_for(), progress)
+        matrix = run_mutations(project, faults, hosts, plan_for(), progress)
     print_report(mutation_sections(matrix), json_file, matrix)
     if record and not matrix.interrupted:
         click.echo(f"stored in {write_kills(project.root, recorded_kills(matrix, read_kills(project.root)))}", err=True)
@@ -166,7 +166,7 @@ def conformance_command(
     software = {name: installed_version(name) for name in ("torch", "torchao")}
     document = conformance_document(conclusions, software=software, seconds=seconds)
     print_report([conformance_section(document, verbose=verbose)], json_file, document)
-    return ExitCode.GOOD if all(each.good for each in conclusions) else ExitCode.FAILED
+    return ExitCode.GOOD if all(conclusion.good for conclusion in conclusions) else ExitCode.FAILED
 
 
 @dev.command("tier", epilog=_TIER_EPILOG)
@@ -194,8 +194,8 @@ def _choose(project: Project, name: str, rounds: int) -> None:
     known = recorded_faults(project)
     chosen = choose(file, costs.price, known=known, faults=all_faults().values(), rounds=rounds)
     write_whole(chosen_path(path), chosen_file(file.name, chosen))
-    own_s = sum(each.cost_cpu_s for each in chosen)
-    shared = {name: cost_s for each in chosen for name, cost_s in costs.price(each.case).shared_s.items()}
+    own_s = sum(chosen_case.cost_cpu_s for chosen_case in chosen)
+    shared = {name: cost_s for chosen_case in chosen for name, cost_s in costs.price(chosen_case.case).shared_s.items()}
     click.echo(
         f"{chosen_path(path)}: {counted(len(chosen), 'case')}, {own_s:.0f} CPU s and {sum(shared.values()):.0f} for "
         f"{counted(len(shared), 'witness', 'witnesses')}"

@@ -92,14 +92,14 @@ def evidence_command(  # noqa: PLR0913  one parameter per option
         raise HarnessError("each level has its own.", where="--arithmetic", fix="leave it out.")
     project.check_writable()
     check_committed(project, "goldens", allowed=allow_dirty)
-    levels = LEVELS if level == "all" else tuple(each for each in LEVELS if each == level)
+    levels = LEVELS if level == "all" else tuple(name for name in LEVELS if name == level)
     plan = plan_for()
     facts = ask_torch() if plan.device == "cuda" else None
     possible = possible_levels(levels, facts, plan.capacity.largest)
     with open_progress() as progress:
         work = Work(project, plan, progress, facts, tuple(map(fault_named, faults)), seeds, options.typed_command())
         reports, code = _collect(possible, work, query, to_stderr=str(json_file) == "-")
-    options.write_json(json_file, {"schema": 1, "good": all(each.good for each in reports), "levels": reports})
+    options.write_json(json_file, {"schema": 1, "good": all(report.good for report in reports), "levels": reports})
     left = [level for level in levels if level not in [report.level for report in reports]]
     if left:
         click.echo(f"left: {', '.join(left)}", err=str(json_file) == "-")
@@ -109,13 +109,13 @@ def evidence_command(  # noqa: PLR0913  one parameter per option
 def possible_levels(levels: tuple[Level, ...], facts: TorchFacts | None, visible: int) -> list[Level]:
     """The levels that the devices can prove. Of several the others are named; HarnessError where none is left."""
     against = {level: None if facts is None else obstacle(level, facts, visible) for level in levels}
-    found = [level for level, error in against.items() if error is None]
+    possible = [level for level, error in against.items() if error is None]
     errors = [error for error in against.values() if error is not None]
-    if not found:
+    if not possible:
         raise errors[0]
     for error in errors:
         click.echo(f"fp8-harness: note: {error.text}", err=True)
-    return found
+    return possible
 
 
 def _collect(levels: list[Level], work: Work, query: Query, *, to_stderr: bool) -> tuple[list[LevelReport], int]:
@@ -158,23 +158,23 @@ def _verify_formulas(
         check_committed(project, "records", allowed=allow_dirty)
     with open_progress() as progress:
         result, _ = run(project, query, plan, progress)
-    found = verification(result)
-    options.print_sections(formulas_sections(found))
+    agreement = verification(result)
+    options.print_sections(formulas_sections(agreement))
     if result.end.interrupted:
         return ExitCode.INTERRUPTED
-    if found.verified and not dry_run:
+    if agreement.verified and not dry_run:
         new = verified_with(project, result, reason=reason, command=options.typed_command())
         click.echo(f"stored in {add_verified(project.root, new)}")
-    return ExitCode.GOOD if found.complete else ExitCode.FAILED
+    return ExitCode.GOOD if agreement.complete else ExitCode.FAILED
 
 
 def _list(project: Project) -> int:
     """Print the stored evidence: versions with verified formulas, and the GPU levels by hardware class."""
     reports = [read_level(project.root, hardware, level) for hardware, level in list_levels(project.root)]
     lines = [
-        f"{level_line(each)}; torch {each.environment.packages.get('torch', 'unknown')}, {each.created}"
-        for each in reports
-        if each is not None
+        f"{level_line(report)}; torch {report.environment.packages.get('torch', 'unknown')}, {report.created}"
+        for report in reports
+        if report is not None
     ]
     lines += map(verified_line, read_verified((project.shipped, project.root)))
     options.print_sections([Items(tuple(lines or ["no evidence is stored."]))])

@@ -73,16 +73,16 @@ def versions_of(project: Project, text: str, versions_for: Callable[..., Version
     for name in versions.given:
         if name not in names:
             raise HarnessError(f"--versions {text} has no {name}.", where="--env", fix="name one of its versions.")
-    found = []
+    environments = []
     for name in names:
         try:
-            found.append(versions.environment(name))
+            environments.append(versions.environment(name))
         except (NotInstalled, subprocess.TimeoutExpired) as error:
             fix = "check the version and the index, or give an environment that has it by --env."
             raise HarnessError(
                 f"{package} {name} cannot be installed: {error}.", where="--versions", fix=fix
             ) from error
-    return found
+    return environments
 
 
 def given_environments(given: Sequence[str]) -> dict[str, Path]:
@@ -135,11 +135,11 @@ def given_words(wanted: Collection[str]) -> list[str]:
 
 
 def _words(parameter: click.Parameter, value: object) -> list[str]:
-    values = [str(each) for each in value] if isinstance(value, tuple) else [str(value)]
+    values = [str(element) for element in value] if isinstance(value, tuple) else [str(value)]
     if isinstance(parameter, click.Option) and parameter.is_flag:
         return [parameter.opts[-1]]
     if isinstance(parameter, click.Option):
-        return [word for each in values for word in (parameter.opts[-1], each)]
+        return [word for text in values for word in (parameter.opts[-1], text)]
     return values
 
 

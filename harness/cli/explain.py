@@ -110,8 +110,10 @@ def _words_sections() -> Iterator[Block]:
         blocks=("an id has these words, joined by -, in this order; numbers can be others, such as tp2 for tp4",)
     )
     for part, words in itertools.groupby(WORDS, key=lambda word: word.part):
-        yield Section(title=part, blocks=(Facts(tuple((each.example, meaning_of(each.example)) for each in words)),))
-    yield Section(title="out of scope", blocks=(Items(tuple(f"{each.name}: {each.reason}" for each in SCOPE)),))
+        yield Section(title=part, blocks=(Facts(tuple((word.example, meaning_of(word.example)) for word in words)),))
+    yield Section(
+        title="out of scope", blocks=(Items(tuple(f"{feature.name}: {feature.reason}" for feature in SCOPE)),)
+    )
 
 
 def _case_sections(project: Project, case: Case) -> Iterator[Block]:
@@ -158,11 +160,14 @@ def _cost(project: Project, case: Case) -> tuple[Block, ...]:
 
 def _fusion_section(case: Case) -> Section:
     """The collectives that async TP must fuse, and those that it cannot."""
-    found = fusion_candidates(case)
-    fused = sum(candidate.fuses for candidate in found)
-    rows = (("fused" if each.fuses else "plain", each.phase, each.collective, each.purpose) for each in found)
+    candidates = fusion_candidates(case)
+    fused = sum(candidate.fuses for candidate in candidates)
+    rows = (
+        ("fused" if candidate.fuses else "plain", candidate.phase, candidate.collective, candidate.purpose)
+        for candidate in candidates
+    )
     return Section(
-        title=f"async TP: {fused} of {len(found)} collectives fused with matmuls per rank and step",
+        title=f"async TP: {fused} of {len(candidates)} collectives fused with matmuls per rank and step",
         blocks=(Table(rows=tuple(dict.fromkeys(rows))),),
     )
 
@@ -170,10 +175,10 @@ def _fusion_section(case: Case) -> Section:
 def _unverified_section(project: Project) -> Section:
     """The formulas that were not verified with the installed versions: what they disagree with is `changed`."""
     installed = installed_versions(PACKAGES)
-    found = doubts(read_verified((project.shipped, project.root)), installed)
+    doubted = doubts(read_verified((project.shipped, project.root)), installed)
     versions = " and ".join(f"{name} {installed[name]}" for name in PACKAGES)
-    told = f"A case that differs from them alone is `changed`. `{VERIFY_FORMULAS}` verifies them."
-    return Section(title=f"not verified with {versions}: {', '.join(found)}", blocks=(told,) if found else ())
+    hint = f"A case that differs from them alone is `changed`. `{VERIFY_FORMULAS}` verifies them."
+    return Section(title=f"not verified with {versions}: {', '.join(doubted)}", blocks=(hint,) if doubted else ())
 
 
 def _of_matmuls(case: Case) -> str:
@@ -181,11 +186,11 @@ def _of_matmuls(case: Case) -> str:
 
 
 def _rules(project: Project, case: Case) -> Iterator[Block]:
-    found, faults = explain_rules(case), matching(known_here(project), case)
-    yield from (_rule("excluded:", rule) for rule in found.exclusions)
-    if found.refusal is not None:
-        yield _rule("must be refused:", found.refusal)
-        gemms = (f"{gemm.fqn} {gemm.role}: m {gemm.m}, n {gemm.n}, k {gemm.k}" for gemm in found.refused_gemms)
+    explanation, faults = explain_rules(case), matching(known_here(project), case)
+    yield from (_rule("excluded:", rule) for rule in explanation.exclusions)
+    if explanation.refusal is not None:
+        yield _rule("must be refused:", explanation.refusal)
+        gemms = (f"{gemm.fqn} {gemm.role}: m {gemm.m}, n {gemm.n}, k {gemm.k}" for gemm in explanation.refused_gemms)
         yield Items(tuple(f"  {gemm}" for gemm in gemms))
     for fault in faults:
         shows = "must show" if fault.must_show(case) else "is recognized by"
@@ -193,7 +198,7 @@ def _rules(project: Project, case: Case) -> Iterator[Block]:
         lines += [f"may cause {symptom}" for symptom in fault.may_cause]
         lines += [f"runs again with {fault.fix}: every check must pass"] if fault.fix is not None else []
         yield Entry(title=f"known fault: {fault.name}: {fault.reason} ({fault.link})", lines=tuple(lines))
-    if not (found.exclusions or found.refusal or faults):
+    if not (explanation.exclusions or explanation.refusal or faults):
         yield "none: the case must train and pass all checks"
 
 
@@ -235,10 +240,10 @@ def _internals_sections(state: State) -> Iterator[Block]:
     parts = read_parts()
     names = sum(len(part.uses) for part in parts.values())
     wrong = sum(map(len, state.gaps.values()))
-    what = f"{wrong} of {names} private names are not" if wrong else f"all {names} private names are"
+    subject = f"{wrong} of {names} private names are not" if wrong else f"all {names} private names are"
     versions = " and ".join(f"{library} {version}" for library, version in state.versions.items())
     took = f"a run checks what it uses in {state.milliseconds:.0f} ms"
-    yield f"{what} as declared with {versions}; {took}"
+    yield f"{subject} as declared with {versions}; {took}"
     for name, part in parts.items():
         uses = tuple(_use(part, use, state.gaps[name].get(use)) for use in part.uses)
         yield Section(title=f"{name}: {_loss(name)}", blocks=uses)
@@ -257,7 +262,7 @@ def _loss(name: str) -> str:
     parts = read_parts()
     if parts[name].without:
         return f"without it, {parts[name].without}"
-    users = [each for each, part in parts.items() if each != name and part.without and name in with_needed(each)]
+    users = [user for user, part in parts.items() if user != name and part.without and name in with_needed(user)]
     return f"used by {', '.join(users)}"
 
 
@@ -289,7 +294,7 @@ def _options_table(title: str, part: type[msgspec.Struct]) -> Table:
         words = (option.short, option.flag.split("/")[0] + (f" {option.metavar}" if option.metavar else ""))
         values = f" One of {', '.join(option.choices)}." if option.choices else ""
         default = f" Default: {option.shown_default}." if option.shown_default else ""
-        flags = ", ".join(f"`{each}`" for each in words if each)
+        flags = ", ".join(f"`{word}`" for word in words if word)
         repeated = "yes" if name in RunOptions.__struct_fields__ else ""
         rows.append((flags, option.pytest or f"`{option.pytest_flag}`", repeated, option.help + values + default))
     return Table(title=title, columns=("option", "with pytest", "repeated", "meaning"), rows=tuple(rows))

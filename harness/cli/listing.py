@@ -65,8 +65,8 @@ def list_command(  # noqa: PLR0913  one parameter per option
     for case in cases:
         click.echo(f"{case.world_size:>3}  {case_id(case)}")
         if case_id(case) in reasons:
-            found = reasons[case_id(case)]
-            click.echo(f"     {found['cost_cpu_s']:.1f} CPU s; {found['reason']}")
+            facts = reasons[case_id(case)]
+            click.echo(f"     {facts['cost_cpu_s']:.1f} CPU s; {facts['reason']}")
     click.echo("\n".join(filter(None, (counted(len(cases), "case"), excluded_cells(project, query)))), err=True)
 
 
@@ -78,10 +78,10 @@ def _reasons(project: Project, query: Query) -> dict[str, dict[str, object]]:
 
     paths = [chosen_path(path) for path in case_files(project, query)]
     return {
-        case_id(each.case): {"cost_cpu_s": each.cost_cpu_s, "reason": each.reason}
+        case_id(chosen_case.case): {"cost_cpu_s": chosen_case.cost_cpu_s, "reason": chosen_case.reason}
         for path in paths
         if path.exists()
-        for each in read_chosen(path)
+        for chosen_case in read_chosen(path)
     }
 
 

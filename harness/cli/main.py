@@ -75,7 +75,9 @@ class _LazyGroup(click.Group):
         for title, section in _SECTIONS.items():
             commands = {name: self.get_command(ctx, name) for name in section}
             with formatter.section(title):
-                formatter.write_dl([(name, each.get_short_help_str(60)) for name, each in commands.items() if each])
+                formatter.write_dl(
+                    [(name, command.get_short_help_str(60)) for name, command in commands.items() if command]
+                )
 
 
 def _print_versions(ctx: click.Context, _: click.Parameter, value: bool) -> None:

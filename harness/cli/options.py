@@ -88,7 +88,9 @@ def _click_type(option: Option) -> click.ParamType[Any] | None:
 
 def run_options(part: type[msgspec.Struct], *, of_run: bool = True) -> Callable[[Command], Command]:
     """The options of a part of `harness/run_options.py`; without `of_run`, those that other commands have too."""
-    return compose_options(*(run_option(name) for name, each in options_of(part).items() if of_run or not each.of_run))
+    return compose_options(
+        *(run_option(name) for name, option in options_of(part).items() if of_run or not option.of_run)
+    )
 
 
 class RunCommand(click.Command):
@@ -99,7 +101,7 @@ class RunCommand(click.Command):
         for title, part in PARTS_BY_TITLE.items():
             own = [left.pop(name) for name in options_of(part)]
             with formatter.section(title):
-                formatter.write_dl([record for each in own if (record := each.get_help_record(ctx))])
+                formatter.write_dl([record for parameter in own if (record := parameter.get_help_record(ctx))])
 
 
 root_option = run_option("root")
@@ -124,9 +126,9 @@ allow_dirty_option = click.option(
 quiet_option = click.option("-q", "--quiet", is_flag=True, help="No progress.")
 
 
-def json_option(what: str) -> Callable[[Command], Command]:
+def json_option(content: str) -> Callable[[Command], Command]:
     """`--json FILE|-`: where to write something. What people read goes to stderr with "-"."""
-    return run_option("json_file", f"Write {what} as JSON.")
+    return run_option("json_file", f"Write {content} as JSON.")
 
 
 def curve_option(command: Command) -> Command:

@@ -123,14 +123,16 @@ def parity_command(  # noqa: PLR0913  one parameter per option
         place = None
         if against is not None:
             place = Against(against, project, plan, progress.note, words=tuple(given_words(_OF_THE_BASE)))
-        found, result = compare_layouts(project, cases, plan, progress, budget_s=budget_s, against=place, judges=judges)
+        parity, result = compare_layouts(
+            project, cases, plan, progress, budget_s=budget_s, against=place, judges=judges
+        )
     if golden is not None:
-        found = with_golden(found, golden)
-    options.print_report(parity_sections(found, result), json_file, found)
-    options.write_output(markdown_file, lambda: parity_markdown(found, result).encode())
-    options.write_output(junit_file, lambda: parity_junit(found, result))
-    options.write_output(html_file, lambda: parity_page(found, result))
-    return found.exit_code
+        parity = with_golden(parity, golden)
+    options.print_report(parity_sections(parity, result), json_file, parity)
+    options.write_output(markdown_file, lambda: parity_markdown(parity, result).encode())
+    options.write_output(junit_file, lambda: parity_junit(parity, result))
+    options.write_output(html_file, lambda: parity_page(parity, result))
+    return parity.exit_code
 
 
 def _judge_files(files: Sequence[Path], json_file: Path | None, markdown_file: Path | None) -> ExitCode:

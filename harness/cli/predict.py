@@ -91,7 +91,7 @@ Examples:
 
 \b
 On a CPU the virtual device computes float8: its seconds are simulated, and do not gate.
-Jobs run one at a time. The result is stored like that of `run`, and is then the last run.
+Jobs run one at a time. The result is stored as a run, and is then the last one.
 Exit codes: 0 every case was timed, 1 a job failed.
 """
 
@@ -149,8 +149,8 @@ def cost_command(  # noqa: PLR0913  one parameter an option
         report, code = run_report(case, result.results[0]), result.exit_code
     else:
         device = None if machine is None else peak(machine)
-        found = None if tokens_per_s is None else speed(case, tokens_per_s, device)
-        report = CostReport(formula=metrics(case, rank=rank), peak=device, speed=found)
+        device_speed = None if tokens_per_s is None else speed(case, tokens_per_s, device)
+        report = CostReport(formula=metrics(case, rank=rank), peak=device, speed=device_speed)
     print_report(cost_sections(report), json_file, report)
     return ExitCode.FAILED if report.differing else code
 
@@ -173,8 +173,8 @@ def layouts_command(*, case: Case, on: Machine, sweep_it: bool, verify_it: bool,
     if sweep_it:
         ranked = sweep(case, on, known=known)
         print_report(sweep_sections(ranked), json_file, ranked)
-        return ExitCode.FAILED if all(each.refused for each in ranked) else ExitCode.GOOD
-    found = simulate(case, on, known=known)
+        return ExitCode.FAILED if all(layout.refused for layout in ranked) else ExitCode.GOOD
+    simulation = simulate(case, on, known=known)
     verification = None
     if verify_it:
         require_simulable(case)
@@ -182,10 +182,10 @@ def layouts_command(*, case: Case, on: Machine, sweep_it: bool, verify_it: bool,
         ranks = tuple(dict.fromkeys((0, case.world_size - 1)))
         with unleased_cluster(PROGRAM, len(ranks)) as cluster:
             verification = verify(cluster, case, ranks, known)
-    report = {"simulation": found, "verification": verification}
-    print_report(layout_sections(found, verification), json_file, report)
+    report = {"simulation": simulation, "verification": verification}
+    print_report(layout_sections(simulation, verification), json_file, report)
     differs = verification is not None and verification.differing
-    return ExitCode.FAILED if found.refused or differs else ExitCode.GOOD
+    return ExitCode.FAILED if simulation.refused or differs else ExitCode.GOOD
 
 
 @predict.command("speedup", epilog=_SPEEDUP_EPILOG)
@@ -196,9 +196,9 @@ def layouts_command(*, case: Case, on: Machine, sweep_it: bool, verify_it: bool,
 @click.option("--html", "html_file", metavar="FILE", type=OUTPUT, help="Write one HTML file with plots.")
 def speedup_command(*, case: Case, on: Machine, eager: bool, json_file: Path | None, html_file: Path | None) -> None:
     """Predict whether FP8 makes a case or model faster, with which recipe and linears. Runs nothing."""
-    found = advise(case, on, eager=eager, known=known_here(find_project()))
-    print_report(speedup_sections(found), json_file, found)
-    write_output(html_file, lambda: speedup_page(found, plots(case, on)))
+    advice = advise(case, on, eager=eager, known=known_here(find_project()))
+    print_report(speedup_sections(advice), json_file, advice)
+    write_output(html_file, lambda: speedup_page(advice, plots(case, on)))
 
 
 @predict.command("measure", epilog=_MEASURE_EPILOG)
@@ -230,12 +230,12 @@ def measure_command(  # noqa: PLR0913  one parameter an option
     """Time FP8 cases against their BF16 twins of the same layout, alternately."""
     if len(set(cases)) < len(cases):
         raise HarnessError("a case is given twice.", where="predict measure", fix="give every case once.")
-    timed = [timed_case(each, warmup=warmup, steps=steps) for each in cases]
+    timed = [timed_case(case, warmup=warmup, steps=steps) for case in cases]
     plan = msgspec.structs.replace(plan_for(), name=name)
     with open_progress() as progress:
-        found, result = measure_speed(project, timed, plan, progress, pairs=pairs, warmup=warmup)
+        speeds, result = measure_speed(project, timed, plan, progress, pairs=pairs, warmup=warmup)
     _tell_failures(result, plan.root_option)
-    report = SpeedReport(gated=plan.device != "cpu", warmup=warmup, cases=found)
+    report = SpeedReport(gated=plan.device != "cpu", warmup=warmup, cases=speeds)
     print_report(speed_sections(report), json_file, report)
     return result.exit_code
 

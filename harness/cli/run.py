@@ -97,10 +97,10 @@ def _run_and_report(project: Project, query: Query, plan: Plan, stopped: Stored 
         sections = run_sections(result, rerun=rerun, quiet=asked.quiet)
         options.print_sections([*more, *sections], file=text_file)
     if asked.durations is not None:
-        slowest = sorted(result.results, key=lambda each: each.seconds, reverse=True)[: asked.durations or None]
+        slowest = sorted(result.results, key=lambda case: case.seconds, reverse=True)[: asked.durations or None]
         click.echo(f"\nslowest {counted(len(slowest), 'case')}", file=text_file)
-        for each in slowest:
-            click.echo(f"{each.seconds:>8.1f} s  {each.case_id}", file=text_file)
+        for case in slowest:
+            click.echo(f"{case.seconds:>8.1f} s  {case.case_id}", file=text_file)
     if asked.github:
         report_to_github(result, text_file)
     return _write(result, outputs, stored=stored)

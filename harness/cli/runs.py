@@ -64,8 +64,8 @@ def runs() -> None:
 @project_parameter
 def list_command(*, json_file: Path | None, project: Project) -> None:
     """List the stored runs, the latest first: number 2 is `last~2` for other commands. Then the space they take."""
-    found = list(runs_of(project))
-    print_or_write(runs_sections(found), json_file, [run_document(number, each) for number, each in enumerate(found)])
+    stored = list(runs_of(project))
+    print_or_write(runs_sections(stored), json_file, [run_document(number, run) for number, run in enumerate(stored)])
     if json_file is not None:
         return
     for name, folder in (("runs", project.runs), ("witnesses", project.witness_folder())):
@@ -81,7 +81,7 @@ def list_command(*, json_file: Path | None, project: Project) -> None:
 @click.argument("out", metavar="OUT.json", type=OUTPUT)
 @click.argument("sources", metavar="FILE|FOLDER|RUN...", nargs=-1, required=True)
 @project_parameter
-@click.option("--latest", is_flag=True, help="If results of a case differ, keep that of the run that started last.")
+@click.option("--latest", is_flag=True, help="If results of a case differ, keep the one of the run that started last.")
 @click.option("--mixed", is_flag=True, help="Merge results of different environments.")
 def merge_command(*, out: Path, sources: tuple[str, ...], project: Project, latest: bool, mixed: bool) -> None:
     """Write the results of several shards of one run as `run --json` writes those of one.
@@ -109,7 +109,7 @@ def import_command(*, files: tuple[str, ...], project: Project, name: str) -> No
     for file in files:
         run = results_of(project, file)
         start = replace(run.start, name=name or run.start.name)
-        alike = (each.names[0] for each in runs_of(project) if each.start.started == run.start.started)
+        alike = (stored.names[0] for stored in runs_of(project) if stored.start.started == run.start.started)
         there = f"is there already as {next(alike, 'another run')}"
         done = "imported" if import_results(project, replace(run, start=start)) else there
         click.echo(f"{file}: {done}: {counted(len(run.results), 'case')}, started {start.started or 'unknown'}")
@@ -144,13 +144,13 @@ def history_command(*, query: Query, most: int | None, project: Project, json_fi
     On a CPU numbers repeat exactly: NONDETERMINISTIC is a case whose numbers changed in one environment, FLAKY one that
     ended differently in one environment. One case is shown whole; several are summarized, by default all that ran.
     """
-    found = histories(list(runs_of(project))[::-1], _wanted(project, query), most=most)
-    if not found:
+    case_histories = histories(list(runs_of(project))[::-1], _wanted(project, query), most=most)
+    if not case_histories:
         asked = shlex.join(query.words) if query != Query() else "any case"
         raise NothingSelected("no run of it is stored.", where=asked, fix="run it, or import results of it.")
-    single = len(found) == 1 and len(query.sources) == 1
-    sections = history_sections(found[0]) if single else histories_sections(found)
-    print_or_write(sections, json_file, list(map(history_document, found)))
+    single = len(case_histories) == 1 and len(query.sources) == 1
+    sections = history_sections(case_histories[0]) if single else histories_sections(case_histories)
+    print_or_write(sections, json_file, list(map(history_document, case_histories)))
 
 
 def _wanted(project: Project, query: Query) -> Callable[[str], bool]:
@@ -158,9 +158,9 @@ def _wanted(project: Project, query: Query) -> Callable[[str], bool]:
     kept = wanted(query)
 
     @functools.cache
-    def matches(found: str) -> bool:
+    def matches(name: str) -> bool:
         try:
-            return (not named or found in named) and kept(parse_case_id(found))
+            return (not named or name in named) and kept(parse_case_id(name))
         except HarnessError:  # an id of another version
             return query == Query()
 

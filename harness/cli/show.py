@@ -100,10 +100,10 @@ def show_command(  # noqa: PLR0913  one parameter an option
     if case is not None:
         if writes:
             raise click.UsageError(f"reports are of a whole run: leave out {case}.")
-        found = _case_of(result, case)
+        case_result = _case_of(result, case)
         if curve_file is None:
-            options.print_sections(shown_case(found))
-        options.write_output(curve_file, lambda: _curve(found))
+            options.print_sections(shown_case(case_result))
+        options.write_output(curve_file, lambda: _curve(case_result))
         return
     if curve_file is not None:
         raise click.UsageError("--curve is of one case: add its id.")
@@ -130,14 +130,14 @@ def _named(project: Project, words: tuple[str, ...]) -> tuple[str, str | None]:
 
 
 def _case_of(run: RunResult, case: str) -> CaseResult:
-    found = [each for each in run.results if each.case_id == case]
-    found = found or [each for each in run.results if case in each.case_id]
-    if len(found) != 1:
-        ids = [each.case_id for each in found or run.results]
+    matches = [result for result in run.results if result.case_id == case]
+    matches = matches or [result for result in run.results if case in result.case_id]
+    if len(matches) != 1:
+        ids = [result.case_id for result in matches or run.results]
         shown = ", ".join(ids[:5]) + (f", … ({len(ids)})" if len(ids) > 5 else "")
-        what = "several cases of the run have this." if found else "the run has no such case."
+        what = "several cases of the run have this." if matches else "the run has no such case."
         raise HarnessError(what, where=case, fix=f"use one of {shown}.")
-    return found[0]
+    return matches[0]
 
 
 def _curve(case: CaseResult) -> bytes:
@@ -157,8 +157,12 @@ def page_of(
     """The page of a run, with the coverage of the tiers that it ran whole, and earlier results where it is stored."""
     sections = tuple(_sections(project, run, mutations, conformance))
     ids = {result.case_id for result in run.results}
-    found = histories(runs_before(project, run, most=_HISTORY_RUNS), ids.__contains__)
-    history = {each.case_id: history_table(each) for each in found if len(each.moments) > 1}
+    case_histories = histories(runs_before(project, run, most=_HISTORY_RUNS), ids.__contains__)
+    history = {
+        case_history.case_id: history_table(case_history)
+        for case_history in case_histories
+        if len(case_history.moments) > 1
+    }
     return html_report(run, front=front, sections=sections, history=history)
 
 

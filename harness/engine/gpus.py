@@ -36,11 +36,11 @@ def installed_gpus(environ: Mapping[str, str], *, proc: Path = _PROC) -> tuple[G
     """All GPUs of this machine in the order of nvidia-smi; none without a driver."""
     gpus: list[Gpu] = []
     for line in ask_driver(environ, "-L").splitlines():
-        if found := _GPU.match(line):
-            gpus.append(Gpu(uuid=found[3], index=int(found[1]), name=found[2]))
-        elif gpus and (found := _PART.match(line)):
+        if match := _GPU.match(line):
+            gpus.append(Gpu(uuid=match[3], index=int(match[1]), name=match[2]))
+        elif gpus and (match := _PART.match(line)):
             whole = gpus[-1]
-            part = Gpu(uuid=found[2], index=whole.index, name=f"{whole.name} MIG {found[1]}")
+            part = Gpu(uuid=match[2], index=whole.index, name=f"{whole.name} MIG {match[1]}")
             gpus[-1] = msgspec.structs.replace(whole, parts=(*whole.parts, part))
     return tuple(gpus) or tuple(_from_proc(proc))
 
@@ -80,10 +80,10 @@ def _named(visible: str, gpus: Sequence[Gpu]) -> Iterator[Gpu]:
         if not (entry.isdecimal() or entry.startswith(("GPU-", "MIG-"))):
             return
         name = str(int(entry)) if entry.isdecimal() else entry
-        found = [gpu for whole in gpus for gpu in (whole, *whole.parts) if _is_called(gpu, name)]
-        if gpus and len(found) != 1:  # no such GPU, or the start of several UUIDs
+        matches = [gpu for whole in gpus for gpu in (whole, *whole.parts) if _is_called(gpu, name)]
+        if gpus and len(matches) != 1:  # no such GPU, or the start of several UUIDs
             return
-        yield found[0] if gpus else Gpu(uuid=name)
+        yield matches[0] if gpus else Gpu(uuid=name)
 
 
 def _is_called(gpu: Gpu, name: str) -> bool:
@@ -114,23 +114,25 @@ def kind_of(gpus: Sequence[Gpu]) -> str:
 def architecture_of(gpus: Sequence[Gpu], environ: Mapping[str, str]) -> str:
     """The architecture of the first of these GPUs, such as "sm90"; empty where nvidia-smi does not tell."""
     listed = "" if not gpus else ask_driver(environ, "--query-gpu=index,compute_cap", "--format=csv,noheader")
-    told = {int(index): f"sm{major}{minor}" for index, major, minor in re.findall(r"(?m)^(\d+), (\d+)\.(\d+)", listed)}
-    return told.get(gpus[0].index or 0, "") if gpus else ""
+    architectures = {
+        int(index): f"sm{major}{minor}" for index, major, minor in re.findall(r"(?m)^(\d+), (\d+)\.(\d+)", listed)
+    }
+    return architectures.get(gpus[0].index or 0, "") if gpus else ""
 
 
 def in_use(gpus: Sequence[Gpu], environ: Mapping[str, str]) -> tuple[str, ...]:
     """A sentence for each of these GPUs that other processes compute on."""
     query = ("--query-compute-apps=gpu_uuid,pid,process_name,used_memory", "--format=csv,noheader,nounits")
-    found: dict[str, list[str]] = {}
+    processes: dict[str, list[str]] = {}
     for line in ask_driver(environ, *query).splitlines() if gpus else ():
         uuid, pid, name, used_mib = (line.strip().split(", ") + [""] * 4)[:4]
         held = f", {binary_bytes(int(used_mib) << 20)}" if used_mib.isdecimal() else ""
-        found.setdefault(uuid, []).append(f"{Path(name).name} (pid {pid}{held})")
+        processes.setdefault(uuid, []).append(f"{Path(name).name} (pid {pid}{held})")
     return tuple(
-        f"GPU {gpu.index} ({gpu.name}) is in use by {counted(len(found[gpu.uuid]), 'process', 'processes')}: "
-        f"{', '.join(found[gpu.uuid])}. Cases may find too little memory there, and their seconds say little."
+        f"GPU {gpu.index} ({gpu.name}) is in use by {counted(len(processes[gpu.uuid]), 'process', 'processes')}: "
+        f"{', '.join(processes[gpu.uuid])}. Cases may find too little memory there, and their seconds say little."
         for gpu in gpus
-        if gpu.uuid in found
+        if gpu.uuid in processes
     )
 
 

@@ -34,8 +34,8 @@ def host_name() -> str:
 
 def driver_version() -> str:
     """The version of the NVIDIA driver; empty where the kernel names none."""
-    found = re.search(r"Kernel Module\s+(?:for \S+\s+)?(\d+(?:\.\d+)+)", read_text(_DRIVER_VERSION))
-    return found[1] if found else ""
+    match = re.search(r"Kernel Module\s+(?:for \S+\s+)?(\d+(?:\.\d+)+)", read_text(_DRIVER_VERSION))
+    return match[1] if match else ""
 
 
 def cpu_kind(cpuinfo: Path = CPUINFO) -> str:
@@ -55,8 +55,8 @@ def cpu_extensions(cpuinfo: Path = CPUINFO) -> str:
 
 def cpu_name() -> str:
     """Model name of the CPU and how many of its threads this process may use."""
-    found = re.search(r"^model name\s*:\s*(.+)$", read_text(CPUINFO), flags=re.MULTILINE)
-    return f"{found[1] if found else 'unknown CPU'}, {len(os.sched_getaffinity(0))} threads"
+    match = re.search(r"^model name\s*:\s*(.+)$", read_text(CPUINFO), flags=re.MULTILINE)
+    return f"{match[1] if match else 'unknown CPU'}, {len(os.sched_getaffinity(0))} threads"
 
 
 # What makes the same machine compute differently.

@@ -85,7 +85,7 @@ class Leases:
             next(pauses)
 
     def _pauses(self) -> Iterator[None]:
-        """Pauses between attempts. After some seconds the user is told, once, who holds the slots."""
+        """Pauses between attempts. After some seconds a message says, once, who holds the slots."""
         notice_s = time.monotonic() + _NOTICE_AFTER_S
         while time.monotonic() < notice_s:
             time.sleep(POLL_S)

@@ -202,8 +202,8 @@ def _is_marked(pid: int, variable: str, value: str) -> bool:
 
 def oom_kills() -> int:
     """How many processes the kernel's OOM killer has ended since boot; 0 where the kernel does not count them."""
-    found = re.search(r"^oom_kill (\d+)$", read_text(_PROC / "vmstat"), flags=re.MULTILINE)
-    return int(found[1]) if found else 0
+    match = re.search(r"^oom_kill (\d+)$", read_text(_PROC / "vmstat"), flags=re.MULTILINE)
+    return int(match[1]) if match else 0
 
 
 _SHM = Path("/dev/shm")

@@ -153,7 +153,7 @@ _LOCK = "owner.lock"
 
 
 class Scratch:
-    """A new folder below `parent` (default: that of temporary files), until `close`. Removes those of killed runs.
+    """A new folder below `parent` (default: that of tempfile), until `close`. Removes those of killed runs.
 
     Its owner holds a lock on a file in it, which the kernel frees with the process. So a folder whose lock is free is
     nobody's, whatever became of pids since, also between containers that share a disk.

@@ -54,10 +54,10 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def with_reading(self) -> RankOutcome:
         """The rank, with what its output or its error means appended to its message."""
-        what = self.reading.what
-        if what in self.rank.message:
+        cause = self.reading.what
+        if cause in self.rank.message:
             return self.rank
-        return msgspec.structs.replace(self.rank, message=f"{self.rank.message}: {what}")
+        return msgspec.structs.replace(self.rank, message=f"{self.rank.message}: {cause}")
 
 
 def failures_of(ranks: tuple[RankOutcome, ...], *, on_gpus: bool) -> tuple[Failure, ...]:
@@ -110,9 +110,11 @@ def _causes(failures: tuple[Failure, ...]) -> tuple[Failure, ...]:
         return ()
     first = failures[0]
     if first.reading.kind == "timeout":
-        return tuple(each for each in failures if each.reading.kind == "timeout" or each.rank.status == "stuck")
+        return tuple(
+            failure for failure in failures if failure.reading.kind == "timeout" or failure.rank.status == "stuck"
+        )
     together = first.reading.kind == "machine" or first.rank.status in ("stuck", "stopped")
-    return tuple(each for each in failures if each.order == first.order) if together else (first,)
+    return tuple(failure for failure in failures if failure.order == first.order) if together else (first,)
 
 
 def _status(failures: tuple[Failure, ...], *, hung: bool) -> JobStatus:
@@ -146,12 +148,12 @@ def _message(job: Job, ranks: Sequence[RankOutcome], failures: tuple[Failure, ..
 def _timeout_message(causes: tuple[Failure, ...]) -> str:
     """Who waited in which collective, and who did not arrive."""
     waited: dict[str, list[int]] = {}
-    for each in sorted(causes, key=lambda each: each.rank.rank):
-        does = each.reading.what if each.reading.kind == "timeout" else f"{each.rank.status} elsewhere"
-        waited.setdefault(does, []).append(each.rank.rank)
+    for failure in sorted(causes, key=lambda failure: failure.rank.rank):
+        does = failure.reading.what if failure.reading.kind == "timeout" else f"{failure.rank.status} elsewhere"
+        waited.setdefault(does, []).append(failure.rank.rank)
     return "; ".join(
-        f"{'ranks' if len(ranks) > 1 else 'rank'} {', '.join(map(str, ranks))}: {what}"
-        for what, ranks in waited.items()
+        f"{'ranks' if len(ranks) > 1 else 'rank'} {', '.join(map(str, ranks))}: {state}"
+        for state, ranks in waited.items()
     )
 
 

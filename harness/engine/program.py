@@ -132,11 +132,13 @@ class ForkBlockers:
 
     def reason(self) -> str:
         """Why this process must not be forked now; empty when it may be."""
-        told = (
+        demands = (
             ("be single-threaded to fork, but it also has", linux.other_threads()),
             ("use no device before it forks, but it has open", linux.open_devices()),
         )
-        return "; ".join(f"the zygote must {what}: {_listed(names, self._seen)}" for what, names in told if names)
+        return "; ".join(
+            f"the zygote must {demand}: {_listed(names, self._seen)}" for demand, names in demands if names
+        )
 
 
 def _listed(names: tuple[str, ...], seen: Mapping[str, str]) -> str:

@@ -80,20 +80,20 @@ class NodeActor(LocalNode):
 
     def stream(self, share: bytes) -> Iterator[bytes]:
         """`run` a `Share`; yields every `ShareEvent` when it happens, and last the `ShareOutcome`."""
-        told: queue.SimpleQueue[ShareEvent | ShareOutcome] = queue.SimpleQueue()
+        messages: queue.SimpleQueue[ShareEvent | ShareOutcome] = queue.SimpleQueue()
         asked = SHARES.decode(share)
 
         def work() -> None:
             outcome = ShareOutcome(infra="the actor of the node failed")
             try:
-                outcome = self.run(asked, told.put)
+                outcome = self.run(asked, messages.put)
             finally:
-                told.put(outcome)
+                messages.put(outcome)
 
         threading.Thread(target=work, daemon=True).start()
-        while isinstance(each := told.get(), str):
-            yield msgspec.msgpack.encode(each)
-        yield msgspec.msgpack.encode(each)
+        while isinstance(message := messages.get(), str):
+            yield msgspec.msgpack.encode(message)
+        yield msgspec.msgpack.encode(message)
 
     def close(self) -> None:
         super().close()

@@ -80,11 +80,11 @@ class RayNode:
 
     def run(self, share: Share, report: Callable[[ShareEvent], None]) -> ShareOutcome:
         with self._answering():
-            for told in self._actor.stream.remote(msgspec.msgpack.encode(share)):
-                each = TOLD.decode(self._ray.get(told))
-                if isinstance(each, ShareOutcome):
-                    return each
-                report(each)
+            for reference in self._actor.stream.remote(msgspec.msgpack.encode(share)):
+                message = TOLD.decode(self._ray.get(reference))
+                if isinstance(message, ShareOutcome):
+                    return message
+                report(message)
         raise NodeLost(f"node {self.name} ended {share.job.job_id} without an outcome")
 
     def end(self, job_id: str) -> None:
@@ -165,8 +165,10 @@ def cluster_capacity(address: str, device: Device, slots: int | None) -> Capacit
     check_alike(software(), facts)
     return Capacity(
         nodes=tuple(
-            msgspec.structs.replace(facts[each.name].capacity, host=each.name, slots=slots_of(each, device, slots))
-            for each in machines
+            msgspec.structs.replace(
+                facts[machine.name].capacity, host=machine.name, slots=slots_of(machine, device, slots)
+            )
+            for machine in machines
         )
     )
 
@@ -192,8 +194,8 @@ def open_nodes(
         spec = NodeSpec(program=program, capacity=node, logs=own_logs, environ=environ)
         nodes.append(RayNode(ray, group, index, spec))
     try:
-        for each in nodes:
-            each.check_started()
+        for ray_node in nodes:
+            ray_node.check_started()
     except BaseException:
         group.close()
         raise
@@ -210,15 +212,16 @@ def own_address(address: str) -> str:
 def check_alike(here: Mapping[str, str], nodes: Mapping[str, NodeFacts]) -> None:
     """Raises HarnessError where a node has other packages than this machine, or another device than the first node."""
     first = next(iter(nodes.values())).capacity
-    told = []
+    differing = []
     for name, facts in nodes.items():
         differs = changed_facts(here, facts.software, sorted({*here, *facts.software}))
         differs += changed_facts(_device(first), _device(facts.capacity), _device(first))
         if differs:
-            told.append(f"{name}: {', '.join(differs)}")
-    if told:
+            differing.append(f"{name}: {', '.join(differs)}")
+    if differing:
         raise HarnessError(
-            f"{len(told)} of {len(nodes)} nodes differ from this machine, or from the first node: {'; '.join(told)}.",
+            f"{len(differing)} of {len(nodes)} nodes differ from this machine, or from the first node: "
+            f"{'; '.join(differing)}.",
             where="--engine ray",
             fix="install the same on all, such as one image, or take these nodes out of the cluster.",
         )

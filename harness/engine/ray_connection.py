@@ -172,16 +172,16 @@ def place_group(
     Raises HarnessError where they are not free in time, or where a machine leaves the cluster.
     """
     handle = ray.util.placement_group(
-        bundles=[dict(each) for each in bundles],
+        bundles=[dict(resources) for resources in bundles],
         strategy="STRICT_SPREAD",
         bundle_label_selector=[{_NODE_LABEL: machine.node_id} for machine in machines],
     )
     group = Group(ray, handle, bundles)
     until_s = time.monotonic() + wait_s
-    told = False
+    noted = False
     while not handle.wait(min(_POLL_S, wait_s)):
-        if not told:
-            told = True
+        if not noted:
+            noted = True
             note(f"waits for other runs: it needs {_amount(bundles)}; {_free(ray, bundles)}.")
         left = {machine.name for machine in machines} - {machine.name for machine in alive_machines(ray)}
         if not left and time.monotonic() <= until_s:
@@ -198,14 +198,14 @@ def place_group(
 
 def _amount(bundles: Sequence[Mapping[str, float]]) -> str:
     name = _scarce(bundles)
-    counts = sorted({int(each[name]) for each in bundles})
-    each = str(counts[0]) if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
-    return f"{each} {name} on each of {counted(len(bundles), 'node')}"
+    counts = sorted({int(resources[name]) for resources in bundles})
+    amount = str(counts[0]) if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
+    return f"{amount} {name} on each of {counted(len(bundles), 'node')}"
 
 
 def _free(ray: Any, bundles: Sequence[Mapping[str, float]]) -> str:
     name = _scarce(bundles)
-    has, free = (int(found.get(name, 0)) for found in (ray.cluster_resources(), ray.available_resources()))
+    has, free = (int(resources.get(name, 0)) for resources in (ray.cluster_resources(), ray.available_resources()))
     return f"of {has} {name} in the cluster {free} are free"
 
 

@@ -106,8 +106,10 @@ def read(rank: RankOutcome, *, on_gpus: bool) -> Reading:
     machine only. Without GPUs nothing is a fault of a GPU, whatever a target prints.
     """
     text = rank.message if rank.status == "raised" else f"{rank.message}\n{rank.log_tail}"
-    found = sorted(_found(text, rank, on_gpus=on_gpus), key=lambda each: each[0])
-    return next((reading for _, reading in found if reading.kind == "machine"), found[0][1] if found else Reading())
+    readings = sorted(_found(text, rank, on_gpus=on_gpus), key=lambda pair: pair[0])
+    return next(
+        (reading for _, reading in readings if reading.kind == "machine"), readings[0][1] if readings else Reading()
+    )
 
 
 def _found(text: str, rank: RankOutcome, *, on_gpus: bool) -> Iterator[tuple[int, Reading]]:
@@ -131,25 +133,25 @@ def _reading(kind: Kind, match: re.Match[str], text: str) -> Reading:
 
 def _timeout(match: re.Match[str], text: str) -> str:
     named = match.groupdict()
-    what = f"{named['name']} #{named['number']} timed out after {int(named['ms']) / 1000:g} s" if named else match[0]
-    absent = list(dict.fromkeys(each[0] for each in _ABSENT.finditer(text)))
-    return f"{what} ({'; '.join(absent)})" if absent else what
+    cause = f"{named['name']} #{named['number']} timed out after {int(named['ms']) / 1000:g} s" if named else match[0]
+    absent = list(dict.fromkeys(absence[0] for absence in _ABSENT.finditer(text)))
+    return f"{cause} ({'; '.join(absent)})" if absent else cause
 
 
 def _memory(text: str) -> Reading:
     """Whose memory filled the GPU: other processes', if the case alone would fit."""
-    told = _MEMORY.search(text)
-    if told is None:
+    match = _MEMORY.search(text)
+    if match is None:
         return Reading("case", "the GPU is out of memory; the error does not say who holds it")
-    asked, total, free = (_bytes(told[name]) for name in ("asked", "total", "free"))
+    asked, total, free = (_bytes(match[name]) for name in ("asked", "total", "free"))
     own = _own_memory(text)
     others = total - free - own
     if asked <= free or own + asked > total * (1 - _CONTEXTS):
-        return Reading("case", f"the case needs more than the {told['total']} of the GPU")
+        return Reading("case", f"the case needs more than the {match['total']} of the GPU")
     pids = ", ".join(pid for pid, size in _OTHER.findall(text) if _bytes(size) != own)
     of = f" ({pids})" if pids else ""
     return Reading(
-        "machine", f"other processes{of} hold {binary_bytes(int(others))} of {told['total']}: this {MACHINE}"
+        "machine", f"other processes{of} hold {binary_bytes(int(others))} of {match['total']}: this {MACHINE}"
     )
 
 
@@ -160,7 +162,7 @@ def _own_memory(text: str) -> float:
         return _bytes(own[1])
     by_torch = _BY_TORCH.search(text)
     held = sum(_bytes(size) for size in by_torch.groups()) if by_torch else 0.0
-    return min((size for _, told in _OTHER.findall(text) if (size := _bytes(told)) >= held), default=held)
+    return min((size for _, amount in _OTHER.findall(text) if (size := _bytes(amount)) >= held), default=held)
 
 
 def _bytes(text: str) -> float:
@@ -170,7 +172,7 @@ def _bytes(text: str) -> float:
 
 def names_a_cause(line: str) -> bool:
     """True for a line of a log that names a cause; the log tail keeps such lines whatever follows them."""
-    return any(pattern.search(line) for pattern in (*(each for _, each in _COMPILED), _ABSENT))
+    return any(pattern.search(line) for pattern in (*(pattern for _, pattern in _COMPILED), _ABSENT))
 
 
 def order_of(rank: RankOutcome, reading: Reading) -> int:

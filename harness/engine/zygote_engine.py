@@ -175,8 +175,8 @@ class ZygoteClient:
         with self._lock:
             self._failure = self._failure or self._close_reason or reason
             pending, self._pending = self._pending, {}
-        for each in pending.values():
-            each.outcome.set_exception(ZygoteFailure(self._failure))
+        for pending_share in pending.values():
+            pending_share.outcome.set_exception(ZygoteFailure(self._failure))
 
     def _end_process(self) -> str:
         """Wait for the zygote or kill it, and kill everything it started; returns how it ended."""
@@ -190,9 +190,9 @@ class ZygoteClient:
         linux.kill_marked(MARK, self._mark, CLOSE_S)  # ranks die with the zygote, but their children do not
         return ended
 
-    def _describe(self, what: str) -> str:
+    def _describe(self, failure: str) -> str:
         output = tail(Path(f"/proc/self/fd/{self._output.fileno()}")) if not self._output.closed else ""
-        return f"the zygote {what}" + (f"\nits last output:\n{output}" if output else "")
+        return f"the zygote {failure}" + (f"\nits last output:\n{output}" if output else "")
 
     def close(self, reason: str) -> None:
         """Shut down the zygote and everything it started, and wait for that; pending shares fail with `reason`."""
@@ -244,8 +244,8 @@ class ZygoteEngine:
     def run(self, share: Share, report: Callable[[ShareEvent], None]) -> ShareOutcome:
         """Run one share and return its outcome; by then all its processes have ended. Callable from any thread.
 
-        Of a share that is not the whole job, `report` is told in another thread when all its ranks have returned (they
-        wait for `release`) and when the first has failed. Failures are part of the outcome, never raised.
+        Of a share that is not the whole job, `report` is called in another thread when all its ranks have returned
+        (they wait for `release`) and when the first has failed. Failures are part of the outcome, never raised.
         KeyboardInterrupt kills the share.
         """
         assert not share.devices or len(share.devices) == share.count, "one device per rank, or none"

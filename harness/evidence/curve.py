@@ -98,15 +98,15 @@ def read_curve(path: Path) -> TextCurve:
     if not points:
         what = "has no step: neither lines of a golden (`1 8.02 1.59`) nor of a log (`step: 1 loss: 8.02`)."
         raise HarnessError(what, where=str(path), fix="give a golden file or a log.")
-    said = {found[1]: found[2].strip() for line in lines if (found := _SAID.fullmatch(line.strip()))}
+    said = {match[1]: match[2].strip() for line in lines if (match := _SAID.fullmatch(line.strip()))}
     return TextCurve(name=str(path), points=tuple(points[step] for step in sorted(points)), said=said)
 
 
 def _point(line: str) -> Point | None:
-    found = _ROW.fullmatch(line.strip()) or _LOGGED.search(line)
-    if found is None:
+    match = _ROW.fullmatch(line.strip()) or _LOGGED.search(line)
+    if match is None:
         return None
-    return Point(step=int(found[1]), loss=_number(found[2]), grad_norm=_number(found[3]) if found[3] else None)
+    return Point(step=int(match[1]), loss=_number(match[2]), grad_norm=_number(match[3]) if match[3] else None)
 
 
 def _number(text: str) -> Number:
@@ -135,8 +135,8 @@ def curve_of_case(name: str, losses: Sequence[float], grad_norms: Sequence[float
 
 def curve_of_golden(golden: Golden) -> TextCurve:
     rest = msgspec.structs.replace(golden, losses=(), grad_norms=(), digest="")
-    found = curve_of_case(golden.case_id, golden.losses, golden.grad_norms)
-    return msgspec.structs.replace(found, said={**found.said, _GOLDEN: msgspec.json.encode(rest).decode()})
+    curve = curve_of_case(golden.case_id, golden.losses, golden.grad_norms)
+    return msgspec.structs.replace(curve, said={**curve.said, _GOLDEN: msgspec.json.encode(rest).decode()})
 
 
 def golden_of(curve: TextCurve, *, where: str) -> Golden:

@@ -46,14 +46,14 @@ def formulas_path(root: Path) -> Path:
 
 def read_verified(roots: Iterable[Path]) -> tuple[VerifiedWith, ...]:
     """What the records of these projects say, in order. Raises `Damaged`."""
-    return tuple(each for root in dict.fromkeys(roots) for each in _read(formulas_path(root)))
+    return tuple(entry for root in dict.fromkeys(roots) for entry in _read(formulas_path(root)))
 
 
 def add_verified(root: Path, new: VerifiedWith) -> Path:
     """Store what was verified, in place of what was known of these versions, and return the path of the record."""
     path = formulas_path(root)
-    others = [each for each in _read(path) if each.versions != new.versions]
-    in_order = sorted((*others, new), key=lambda each: tuple(map(Version, each.versions)))
+    others = [entry for entry in _read(path) if entry.versions != new.versions]
+    in_order = sorted((*others, new), key=lambda entry: tuple(map(Version, entry.versions)))
     return write_sealed(path, FormulaEvidence(verified=tuple(in_order)))
 
 
@@ -65,8 +65,10 @@ def doubts(verified: Iterable[VerifiedWith], software: Mapping[str, str]) -> dic
     if any(name not in software for name in PACKAGES):
         return {}
     here = tuple(base_version(software[name]) for name in PACKAGES)
-    found = {formula: [each.versions for each in verified if each.cases.get(formula)] for formula in FORMULAS}
-    return {formula: _differs(here, pairs) for formula, pairs in found.items() if here not in pairs}
+    verified_pairs = {
+        formula: [entry.versions for entry in verified if entry.cases.get(formula)] for formula in FORMULAS
+    }
+    return {formula: _differs(here, pairs) for formula, pairs in verified_pairs.items() if here not in pairs}
 
 
 def _differs(here: tuple[str, ...], pairs: list[tuple[str, str]]) -> str:

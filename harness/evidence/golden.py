@@ -160,8 +160,8 @@ def write_golden(root: Path, golden: Golden) -> Path:
 def list_goldens(root: Path) -> tuple[GoldenKey, ...]:
     """The goldens that are stored under the project root, sorted, without evidence and signatures."""
     files = (path for path in (root / "golden").glob("*/*.json") if path.parent.name not in ("evidence", "signatures"))
-    found = (path for path in files if not path.name.startswith(EVIDENCE_OF_A_DEVICE))
-    return tuple(sorted(GoldenKey(hardware=path.parent.name, family=path.stem) for path in found))
+    golden_files = (path for path in files if not path.name.startswith(EVIDENCE_OF_A_DEVICE))
+    return tuple(sorted(GoldenKey(hardware=path.parent.name, family=path.stem) for path in golden_files))
 
 
 def compare_goldens(old: Golden | None, new: Golden) -> tuple[GoldenRow, ...]:
@@ -206,9 +206,9 @@ def hardware_classes(device_name: str, architecture: str = "") -> tuple[str, ...
     own = hardware_class(device_name)
     if own == "cpu":
         return (own,)
-    found = re.match(r"(sm|gfx)[0-9a-f]+", architecture)
-    vendor = _VENDORS[found[1]] if found else next((name for name in _VENDORS.values() if own.startswith(name)), "")
-    return tuple(dict.fromkeys(filter(None, (own, found[0] if found else "", vendor))))
+    match = re.match(r"(sm|gfx)[0-9a-f]+", architecture)
+    vendor = _VENDORS[match[1]] if match else next((name for name in _VENDORS.values() if own.startswith(name)), "")
+    return tuple(dict.fromkeys(filter(None, (own, match[0] if match else "", vendor))))
 
 
 class GoldenChange(msgspec.Struct, frozen=True, kw_only=True):
@@ -223,7 +223,7 @@ class GoldenChange(msgspec.Struct, frozen=True, kw_only=True):
         """Whether a number or the data changed; who made the golden and why does not count."""
         if self.old is None:
             return "new"
-        old, new = ((each.losses, each.grad_norms, each.data_digest) for each in (self.old, self.new))
+        old, new = ((golden.losses, golden.grad_norms, golden.data_digest) for golden in (self.old, self.new))
         return "unchanged" if old == new else "changed"
 
     @property
@@ -253,11 +253,11 @@ def largest_change(change: GoldenChange, root: Path) -> LargestChange | None:
     except (Damaged, ToleranceMissing, ToleranceUnfounded):
         return None
     rows = [row for row in compare_goldens(change.old, change.new) if row.loss_change is not None]
-    found = [
+    candidates = [
         LargestChange(step=row.step, change=abs(row.loss_change or 0.0), allowed=limit)
         for row, limit in zip(rows, allowed, strict=False)
     ]
-    return max(found, key=lambda each: each.change / each.allowed, default=None)
+    return max(candidates, key=lambda candidate: candidate.change / candidate.allowed, default=None)
 
 
 def replaced(root: Path, new: Golden) -> GoldenChange:

@@ -80,8 +80,8 @@ def write_level(root: Path, report: LevelReport) -> Path:
 
 def list_levels(root: Path) -> tuple[tuple[str, Level], ...]:
     """The hardware class and the level of all stored evidence, sorted."""
-    found = [(path.parent.name, level) for level in LEVELS for path in root.glob(str(level_path(Path(), "*", level)))]
-    return tuple(sorted(found))
+    levels = [(path.parent.name, level) for level in LEVELS for path in root.glob(str(level_path(Path(), "*", level)))]
+    return tuple(sorted(levels))
 
 
 def changes(before: LevelReport, now: LevelReport) -> tuple[str, ...]:
@@ -97,10 +97,10 @@ def changes(before: LevelReport, now: LevelReport) -> tuple[str, ...]:
     )
 
 
-def _counted(what: str, names: list[str]) -> Iterator[str]:
+def _counted(label: str, names: list[str]) -> Iterator[str]:
     if names:
         more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
-        yield f"{what}: {', '.join(names[:_NAMED])}{more}"
+        yield f"{label}: {', '.join(names[:_NAMED])}{more}"
 
 
 def _changed_item(before: LevelItem, now: LevelItem) -> Iterator[str]:

@@ -52,9 +52,9 @@ def read_sealed(path: Path, kind: type[Document], *, remake: str, missing: str =
 
     try:
         text = path.read_bytes()
-        found = msgspec.json.decode(text, type=_Header).schema
-        if found != SCHEMA:
-            raise broken(f"has schema {found}, this version reads schema {SCHEMA}.")
+        schema = msgspec.json.decode(text, type=_Header).schema
+        if schema != SCHEMA:
+            raise broken(f"has schema {schema}, this version reads schema {SCHEMA}.")
         document = msgspec.json.decode(text, type=kind)
     except FileNotFoundError as error:
         raise Missing(missing, where=str(path), fix=remake) from error

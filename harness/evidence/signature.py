@@ -73,7 +73,7 @@ def needs_signature(case: Case) -> bool:
 def seen_in(trace: RankTrace, step: int) -> Seen:
     """What one rank did in one step (1-based), one entry for every kind."""
     kinds = (_matmuls, _casts, _collectives, _memory, _graphs)
-    return {what: value for kind in kinds for what, value in sorted(kind(trace, step))}
+    return {name: value for kind in kinds for name, value in sorted(kind(trace, step))}
 
 
 def make_signature(run: Run, *, case_id: str, command: str, reason: str, commit: str) -> Signature:
@@ -91,7 +91,7 @@ def make_signature(run: Run, *, case_id: str, command: str, reason: str, commit:
     if lost is not None:
         raise refused(lost, "run it with versions that every record can be had with.")
     traces = sorted(run.traces, key=lambda trace: trace.rank)
-    unsettled = next((found for trace in traces for found in _unlike_settled(trace)), None)
+    unsettled = next((difference for trace in traces for difference in _unlike_settled(trace)), None)
     if unsettled is not None:
         raise refused(unsettled, "give the case fewer steps, or do the same in every step after the first.")
     return Signature(
@@ -110,11 +110,11 @@ def load_signature(root: Path, case_id: str) -> Signature:
     """The recorded signature. Raises `Missing` or `Damaged` with the file and the fix."""
     path = signature_path(root, case_id)
     remake = f"run `{update_signature(case_id, root=root)}`." if _can_record(case_id) else "remove it."
-    found = read_sealed(path, Signature, remake=remake, missing="no signature is recorded of this case.")
-    if found.case_id != case_id:
-        what = f"holds the signature of {found.case_id}: it was copied or renamed by hand."
+    signature = read_sealed(path, Signature, remake=remake, missing="no signature is recorded of this case.")
+    if signature.case_id != case_id:
+        what = f"holds the signature of {signature.case_id}: it was copied or renamed by hand."
         raise Damaged(what, where=str(path), fix=f"restore it or {remake}")
-    return found
+    return signature
 
 
 def write_signature(root: Path, signature: Signature) -> Path:
@@ -134,19 +134,23 @@ def compare_signatures(old: Signature, new: Signature) -> tuple[Change, ...]:
     ranks: defaultdict[tuple[str, str, str | None, str | None], list[int]] = defaultdict(list)
     for title, step, rank in _places(old, new):
         before, now = old.seen(step=step, rank=rank), new.seen(step=step, rank=rank)
-        for what in dict.fromkeys((*before, *now)):
-            if before.get(what) != now.get(what):
-                ranks[title, what, before.get(what), now.get(what)].append(rank)
+        for kind in dict.fromkeys((*before, *now)):
+            if before.get(kind) != now.get(kind):
+                ranks[title, kind, before.get(kind), now.get(kind)].append(rank)
     return tuple(
-        Change(step=title, ranks=tuple(found), what=what, old=before, new=now)
-        for (title, what, before, now), found in ranks.items()
+        Change(step=title, ranks=tuple(differing_ranks), what=kind, old=before, new=now)
+        for (title, kind, before, now), differing_ranks in ranks.items()
     )
 
 
 def _places(*signatures: Signature) -> Iterator[tuple[str, int, int]]:
     """("later steps", step, rank) for everything that one of the signatures has seen."""
     for title, step in (("step 1", 1), ("later steps", SETTLED)):
-        groups = (group for each in signatures for group in (each.first_step if step == 1 else each.later_steps))
+        groups = (
+            group
+            for signature in signatures
+            for group in (signature.first_step if step == 1 else signature.later_steps)
+        )
         for rank in sorted({int(rank) for group in groups for rank in group.ranks.split()}):
             yield title, step, rank
 
@@ -163,10 +167,10 @@ def _unlike_settled(trace: RankTrace) -> Iterator[str]:
     expected = seen_in(trace, SETTLED)
     for step in trace.steps[SETTLED:]:
         found = seen_in(trace, step.step)
-        for what in dict.fromkeys((*expected, *found)):
-            if expected.get(what) != found.get(what):
-                values = f"{found.get(what, 'none')} instead of {expected.get(what, 'none')}"
-                yield f"step {step.step} of rank {trace.rank} is not like step {SETTLED}: {what}: {values}"
+        for kind in dict.fromkeys((*expected, *found)):
+            if expected.get(kind) != found.get(kind):
+                values = f"{found.get(kind, 'none')} instead of {expected.get(kind, 'none')}"
+                yield f"step {step.step} of rank {trace.rank} is not like step {SETTLED}: {kind}: {values}"
 
 
 def _grouped(traces: Iterable[RankTrace], step: int) -> tuple[RanksSeen, ...]:
@@ -177,18 +181,18 @@ def _grouped(traces: Iterable[RankTrace], step: int) -> tuple[RanksSeen, ...]:
 
 
 def _matmuls(trace: RankTrace, step: int) -> Iterator[tuple[str, str]]:
-    yield from (("scaled matmuls", str(each.scaled_mm_calls)) for each in trace.steps if each.step == step)
+    yield from (("scaled matmuls", str(record.scaled_mm_calls)) for record in trace.steps if record.step == step)
 
 
 def _casts(trace: RankTrace, step: int) -> Iterator[tuple[str, str]]:
     """Of eager runs the casts of operands, of compiled ones those in graphs; generated code shows none."""
     eager = trace.operands.casts if trace.operands is not None else ()
     compiled = (trace.graphs.casts or ()) if trace.graphs is not None else ()
-    yield from _counted(f"casts of {_form(each, each.role)}" for each in eager if each.step == step)
+    yield from _counted(f"casts of {_form(cast, cast.role)}" for cast in eager if cast.step == step)
     yield from _counted(
-        f"casts of {_form(each, 'weight' if each.is_weight else 'input or grad_output')}"
-        for each in compiled
-        if each.step == step
+        f"casts of {_form(cast, 'weight' if cast.is_weight else 'input or grad_output')}"
+        for cast in compiled
+        if cast.step == step
     )
 
 
@@ -199,17 +203,17 @@ def _form(cast: CastRecord | GraphCast, role: str) -> str:
 def _collectives(trace: RankTrace, step: int) -> Iterator[tuple[str, str]]:
     payload: Counter[str] = Counter()
     sizes: defaultdict[str, Counter[int]] = defaultdict(Counter)
-    for each in trace.traffic or ():
-        if each.step == step:
-            payload[each.words] += each.payload_bytes
-            sizes[each.words].update(each.sizes)
+    for record in trace.traffic or ():
+        if record.step == step:
+            payload[record.words] += record.payload_bytes
+            sizes[record.words].update(record.sizes)
     for kind, counts in sizes.items():
         elements = ", ".join(f"{times} of {size}" for size, times in sorted(counts.items()))
         yield kind, f"{counts.total()} with {payload[kind]} bytes ({elements} elements)"
 
 
-def is_memory(what: str) -> bool:
-    return what.endswith(_SAVED) or _ALIVE in what
+def is_memory(kind: str) -> bool:
+    return kind.endswith(_SAVED) or _ALIVE in kind
 
 
 _SAVED, _ALIVE = " bytes saved for backward", " alive "
@@ -222,7 +226,9 @@ def _memory(trace: RankTrace, step: int) -> Iterator[tuple[str, str]]:
             for live in record.live:
                 when = f"alive {MOMENTS[live.moment]}"
                 yield f"scalars {when}", str(live.scalars)
-                yield from _counted(f"{each.dtype} tensors of {each.nbytes} bytes {when}" for each in live.tensors)
+                yield from _counted(
+                    f"{tensor.dtype} tensors of {tensor.nbytes} bytes {when}" for tensor in live.tensors
+                )
 
 
 def _graphs(trace: RankTrace, step: int) -> Iterator[tuple[str, str]]:
@@ -230,14 +236,16 @@ def _graphs(trace: RankTrace, step: int) -> Iterator[tuple[str, str]]:
     if trace.graphs is None:
         return
     graphs = trace.graphs.graphs
-    yield from _counted(f"graphs of {each.phase}" for each in graphs)
+    yield from _counted(f"graphs of {graph.phase}" for graph in graphs)
     yield from _counted(
-        f"{each.collective} along {each.axis} not fused in {graph.phase}" for graph in graphs for each in graph.unfused
+        f"{unfused.collective} along {unfused.axis} not fused in {graph.phase}"
+        for graph in graphs
+        for unfused in graph.unfused
     )
     calls = [
-        (f"{each.operator} executed in {each.phase}", each.times) for each in trace.graphs.calls if each.step == step
+        (f"{call.operator} executed in {call.phase}", call.times) for call in trace.graphs.calls if call.step == step
     ]
-    yield from _counted(what for what, times in calls for _ in range(times))
+    yield from _counted(kind for kind, times in calls for _ in range(times))
 
 
 def _counted(kinds: Iterable[str]) -> Iterator[tuple[str, str]]:

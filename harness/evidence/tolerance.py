@@ -195,9 +195,9 @@ def _tolerance(check: str, key: str, steps: int, root: Path) -> tuple[Tolerance,
     if entry is None:
         raise ToleranceMissing(f"there is no {check} tolerance for {key}.", where=TABLE_FILE, fix=fix)
     samples = [sample for sample in read_evidence(root, check).samples if sample.key == key]
-    found = problems(check, key, entry, samples)
-    if found:
-        raise ToleranceUnfounded("; ".join(found) + ".", where=TABLE_FILE, fix=f"{MEASURE} and adapt the number.")
+    reasons = problems(check, key, entry, samples)
+    if reasons:
+        raise ToleranceUnfounded("; ".join(reasons) + ".", where=TABLE_FILE, fix=f"{MEASURE} and adapt the number.")
     per_step = _per_step(entry, measured_steps(samples))
     if key in OF_EVERY_MODEL:
         per_step += per_step[-1:] * (steps - len(per_step))
@@ -239,8 +239,10 @@ def _as_if_flipped_at_once(measured: Sequence[tuple[float, ...]]) -> list[tuple[
     steps later is not: 0.01 in the same step, 0.1 two later.
     """
     begun = MAX_SPREAD * max((distances[0] for distances in measured), default=EXACT)
-    first = [next((at for at, distance in enumerate(each) if at and distance > begun), 0) for each in measured]
-    return [(each[0], *each[at:]) for each, at in zip(measured, first, strict=True) if at]
+    first = [
+        next((at for at, distance in enumerate(distances) if at and distance > begun), 0) for distances in measured
+    ]
+    return [(distances[0], *distances[at:]) for distances, at in zip(measured, first, strict=True) if at]
 
 
 def fit(check: str, samples: Sequence[Sample], margin: float) -> tuple[float, ...]:
@@ -314,7 +316,7 @@ def _spread_problem(key: str, samples: Sequence[Sample]) -> list[str]:
     """Kinds of runs that share a key although one is far noisier: the key would hide faults of the quieter one.
 
     They are compared in the first step: later ones amplify a single rounding, or do not, by chance. Of parity alone:
-    the noise of a loss is that of its golden, which may come from another machine.
+    a loss has the noise of its golden, which may come from another machine.
     """
     first: dict[str, float] = {}
     for sample in samples:

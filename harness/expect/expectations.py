@@ -45,15 +45,15 @@ FORMULAS = (MATMULS, CASTS, TRAFFIC, SAVED_MEMORY, LIVE_MEMORY, FUSION)
 class Expectations:
     """What a run of one case must contain.
 
-    `found`: the linears of a model that is not a Llama; None before its single-rank reference has run. `stated`: what
-    its target itself states numbers of (`Stated.topics`). `numerics`: which bits the run promises. `changes`: what the
-    versions of torch and torchao that it runs with do otherwise than the first that the formulas hold for.
+    `linears`: of a model that is not a Llama; None before its single-rank reference has run. `stated`: what its target
+    itself states numbers of (`Stated.topics`). `numerics`: which bits the run promises. `changes`: what the versions of
+    torch and torchao that it runs with do otherwise than the first that the formulas hold for.
     """
 
     def __init__(
         self,
         case: Case,
-        found: Model | None = None,
+        linears: Model | None = None,
         stated: Collection[str] = (),
         *,
         numerics: Numerics = VIRTUAL_DEVICE,
@@ -65,7 +65,7 @@ class Expectations:
         self.stated = stated
         # True where all that must be seen follows from the case; of any other model it is found out.
         self.has_formulas = is_llama(case.target)
-        self.model = model.llama_model(case) if self.has_formulas else found
+        self.model = model.llama_model(case) if self.has_formulas else linears
 
     def of(self, rank: int) -> Expectations:
         """What this rank must do: of its stages, where the case has a pipeline."""
@@ -73,12 +73,12 @@ class Expectations:
 
     @functools.cached_property
     def _of_stages(self) -> Sequence[Expectations]:
-        found = []
+        parts = []
         for rank in peers(self.case.layout, 0, ("pp",)):
             part = Expectations(self.case, stated=self.stated, numerics=self.numerics, changes=self.changes)
             part.model = self.linears.held(held(self.case, rank, self.linears.converted))
-            found.append(part)
-        return found
+            parts.append(part)
+        return parts
 
     @functools.cached_property
     def not_recorded(self) -> Mapping[str, str]:
@@ -146,8 +146,8 @@ class Expectations:
 
     def transfers(self, *, step: int, rank: int, calls: Iterable[ExpertCall] = ()) -> tuple[Transfer, ...]:
         """The collectives of `rank` in `step` (1-based). `calls`: of its experts, which decide what is sent back."""
-        found = traffic.expected_transfers(self.case, step=min(step, 2), rank=rank, changes=self.changes)
-        return (*found, *traffic.votes(self.case, rank, step, self.changes), *sent_back(self.case, calls))
+        transfers = traffic.expected_transfers(self.case, step=min(step, 2), rank=rank, changes=self.changes)
+        return (*transfers, *traffic.votes(self.case, rank, step, self.changes), *sent_back(self.case, calls))
 
     def float8_weight_elements(self, rank: int) -> int:
         """Elements of converted weights that `rank` sends in float8 all-gathers of one step."""
@@ -158,11 +158,11 @@ class Expectations:
 
         `calls`: of its experts in this step, which `saves_by_tokens` needs. Of these the first forwards are weighed.
         """
-        found = defaultdict[str, list[int]](list)
+        rows_by_fqn = defaultdict[str, list[int]](list)
         for call in calls:
             if call.phase == "forward":
-                found[call.fqn].append(sum(call.local_counts))
-        rows = tuple(map(tuple, found.values()))
+                rows_by_fqn[call.fqn].append(sum(call.local_counts))
+        rows = tuple(map(tuple, rows_by_fqn.values()))
         if self.saves_by_tokens and not rows:
             rows = ((0,) * self.case.train.accumulation,) * len(expert_layers_of(self.case, rank))
         return saved_memory.expected_saved(self.case, step=min(step, 2), rank=rank, changes=self.changes, rows=rows)

@@ -64,26 +64,26 @@ _READ_BY_OTHERS = ("attention.wk", "attention.wv")  # linears whose outputs othe
 NEIGHBOUR = 0.05
 
 
-def allowed_distance(case: Case, found: ModuleDistance, *, bits: Bits, model: Model | None = None) -> float:
+def allowed_distance(case: Case, distance: ModuleDistance, *, bits: Bits, model: Model | None = None) -> float:
     """The largest relative distance of this tensor to its replay, which rounding explains.
 
     `model`: of one that is not known. Between its linears, whatever it consists of, roundings of all sums over TP
     ranks may come together, because no tensor is replaced there.
     """
-    if case.train.dtype == "float64" or found.kind == "param":
+    if case.train.dtype == "float64" or distance.kind == "param":
         return FLOAT64 if case.train.dtype == "float64" else _of_update(case, bits)
-    if case.compile == "inductor" and found.kind in GENERATED and _is_of_block(found):
-        return GENERATED[found.kind]
-    clipped = norm_rounding(case) if found.kind == "grad" else 0.0
+    if case.compile == "inductor" and distance.kind in GENERATED and _is_of_block(distance):
+        return GENERATED[distance.kind]
+    clipped = norm_rounding(case) if distance.kind == "grad" else 0.0
     if model is not None:
-        return _of_unknown_model(case, found, model, bits) + clipped
-    if not bits.same and _is_behind_unrecorded_cast(case, found):
+        return _of_unknown_model(case, distance, model, bits) + clipped
+    if not bits.same and _is_behind_unrecorded_cast(case, distance):
         return NEIGHBOUR
-    if found.kind == "grad":
-        return _gradient(case, found, bits) + clipped
-    shared = bits.shared or not _is_read_by_others(found)
-    repeated = bits.same and shared and (bits.summed or found.parts > 1 or _is_repeated_exactly(case, found))
-    return _of_loss(case, found) if repeated else _of_module(case, found)
+    if distance.kind == "grad":
+        return _gradient(case, distance, bits) + clipped
+    shared = bits.shared or not _is_read_by_others(distance)
+    repeated = bits.same and shared and (bits.summed or distance.parts > 1 or _is_repeated_exactly(case, distance))
+    return _of_loss(case, distance) if repeated else _of_module(case, distance)
 
 
 def _of_update(case: Case, bits: Bits) -> float:
@@ -92,106 +92,106 @@ def _of_update(case: Case, bits: Bits) -> float:
     return EXACT if exact else LAST_BIT
 
 
-def _of_module(case: Case, found: ModuleDistance) -> float:
-    dtype = found.dtype
-    if _is_converted(case, found.fqn) and found.parts > 1 and case.float8.traits.writes_bfloat16:
+def _of_module(case: Case, distance: ModuleDistance) -> float:
+    dtype = distance.dtype
+    if _is_converted(case, distance.fqn) and distance.parts > 1 and case.float8.traits.writes_bfloat16:
         dtype = "bfloat16"  # its matmuls round to bfloat16 what is summed afterwards
-    if found.parts > 1:
-        return _rounding(dtype, spread=found.spread, parts=found.parts)
-    summed = case.layout.cp if _is_read_by_others(found) else 1
+    if distance.parts > 1:
+        return _rounding(dtype, spread=distance.spread, parts=distance.parts)
+    summed = case.layout.cp if _is_read_by_others(distance) else 1
     return _rounding(dtype, spread=1.0, parts=case.layout.tp * summed)  # what modules before it summed over TP ranks
 
 
-def _is_read_by_others(found: ModuleDistance) -> bool:
+def _is_read_by_others(distance: ModuleDistance) -> bool:
     """True for gradients of keys and values, which ranks of context parallelism add up."""
-    return found.kind == "grad_output" and found.fqn.endswith(_READ_BY_OTHERS)
+    return distance.kind == "grad_output" and distance.fqn.endswith(_READ_BY_OTHERS)
 
 
-def _of_loss(case: Case, found: ModuleDistance) -> float:
+def _of_loss(case: Case, distance: ModuleDistance) -> float:
     """Of what is repeated exactly, but for a loss whose sums over a sharded vocabulary are in float32.
 
     They move the logarithm of every probability by its last bits, and so each of them, and the gradient of each logit
     but that of the label (`tail`), by that share of itself. In bfloat16 few are rounded to a neighbour, a share `s`
     away, with probability LOG_BITS * LOG / s: that adds LOG_BITS * LOG * s to the square of the distance.
     """
-    is_loss = found.fqn == OUTPUT_FQN and found.kind == "grad_output"
+    is_loss = distance.fqn == OUTPUT_FQN and distance.kind == "grad_output"
     if not is_loss or case.layout.tp == 1 or not case.layout.loss_parallel:
         return EXACT
-    if found.dtype == "float32":
-        return LOG_BITS * LOG * math.sqrt(found.tail)
-    return MARGIN * math.sqrt(LOG_BITS * LOG * 2 * UNIT[found.dtype] * found.tail)
+    if distance.dtype == "float32":
+        return LOG_BITS * LOG * math.sqrt(distance.tail)
+    return MARGIN * math.sqrt(LOG_BITS * LOG * 2 * UNIT[distance.dtype] * distance.tail)
 
 
-def _of_unknown_model(case: Case, found: ModuleDistance, model: Model, bits: Bits) -> float:
+def _of_unknown_model(case: Case, distance: ModuleDistance, model: Model, bits: Bits) -> float:
     tp, dp = case.layout.tp, case.layout.dp
     divides_exactly = dp & (dp - 1) == 0  # where the loss is divided by it on one side and gradients on the other
-    same, by_itself = bits.same and divides_exactly, _is_scaled_matmul(found, model, bits)
-    if same and by_itself and (found.kind != "grad" or dp == 1):
+    same, by_itself = bits.same and divides_exactly, _is_scaled_matmul(distance, model, bits)
+    if same and by_itself and (distance.kind != "grad" or dp == 1):
         return EXACT
     if tp == 1 or (same and by_itself):
-        reduced = _rounding(case.train.reduce_dtype, spread=max(1.0, found.spread), parts=dp)
+        reduced = _rounding(case.train.reduce_dtype, spread=max(1.0, distance.spread), parts=dp)
         summed = max(reduced, _rounding(case.parameter_dtype))
-        return summed if found.kind == "grad" else EXACT if same else _rounding(case.train.dtype)
-    rounded = found.parts > 1 and found.fqn in model.converted and case.float8.traits.writes_bfloat16
+        return summed if distance.kind == "grad" else EXACT if same else _rounding(case.train.dtype)
+    rounded = distance.parts > 1 and distance.fqn in model.converted and case.float8.traits.writes_bfloat16
     sums = tp * max(1, sum(model.calls.values()))
     dtype = "bfloat16" if rounded else case.train.dtype
-    return _rounding(dtype, spread=max(1.0, found.spread), parts=found.parts + sums)
+    return _rounding(dtype, spread=max(1.0, distance.spread), parts=distance.parts + sums)
 
 
-def _is_scaled_matmul(found: ModuleDistance, model: Model, bits: Bits) -> bool:
+def _is_scaled_matmul(distance: ModuleDistance, model: Model, bits: Bits) -> bool:
     """True for what a converted linear computes from its recorded operands alone, but for the sum over dp ranks."""
-    if found.kind in ("output", "grad_input"):
-        return found.fqn in model.converted
-    linear = found.fqn.removesuffix(".weight")
-    return found.kind == "grad" and bits.summed and linear != found.fqn and linear in model.converted
+    if distance.kind in ("output", "grad_input"):
+        return distance.fqn in model.converted
+    linear = distance.fqn.removesuffix(".weight")
+    return distance.kind == "grad" and bits.summed and linear != distance.fqn and linear in model.converted
 
 
-def _gradient(case: Case, found: ModuleDistance, bits: Bits) -> float:
+def _gradient(case: Case, distance: ModuleDistance, bits: Bits) -> float:
     """Of a parameter: rounded to the dtype of the run on every TP rank, then summed over dp ranks."""
-    layout, train, module = case.layout, case.train, found.fqn.removesuffix(".weight")
+    layout, train, module = case.layout, case.train, distance.fqn.removesuffix(".weight")
     if layout.cp > 1 and layout.tp > 1 and train.dtype == "bfloat16" and module.endswith("norm"):
         # the replay rounds the sum over TP ranks of every piece; ranks add up microbatches, or the FSDP2 group, first
-        return _rounding(train.dtype, spread=max(1.0, found.spread), parts=layout.tp * train.accumulation)
+        return _rounding(train.dtype, spread=max(1.0, distance.spread), parts=layout.tp * train.accumulation)
     if bits.same and bits.summed and bits.reduced:
         return EXACT
     reduced = _rounding(train.reduce_dtype, spread=1.0, parts=layout.dp * layout.tp)
     summed = max(reduced, _rounding(case.parameter_dtype))
     if (bits.same and bits.summed) or train.dtype == "float32" or layout.tp == 1 or _is_converted(case, module):
         return summed
-    return _rounding(train.dtype, spread=max(1.0, found.spread), parts=layout.tp)
+    return _rounding(train.dtype, spread=max(1.0, distance.spread), parts=layout.tp)
 
 
-def _is_of_block(found: ModuleDistance) -> bool:
+def _is_of_block(distance: ModuleDistance) -> bool:
     """True for what a block computes: its output, the gradient of its input, gradients of its parameters."""
-    return found.fqn.startswith("layers.") or (found.fqn == "tok_embeddings" and found.kind == "grad_output")
+    return distance.fqn.startswith("layers.") or (distance.fqn == "tok_embeddings" and distance.kind == "grad_output")
 
 
-def _is_behind_unrecorded_cast(case: Case, found: ModuleDistance) -> bool:
+def _is_behind_unrecorded_cast(case: Case, distance: ModuleDistance) -> bool:
     """True in float32 with float8 TP styles, for what is computed from gradients that are cast between modules.
 
     These gradients are sums that the replay repeats up to their last bit. In bfloat16 that bit is rounded away.
     """
     if case.float8.tp_styles != "float8" or case.train.dtype != "float32":
         return False
-    if found.kind == "grad":
-        return _is_converted(case, found.fqn.removesuffix(".weight"))
-    return found.kind == "grad_output" and found.fqn.endswith("_norm")
+    if distance.kind == "grad":
+        return _is_converted(case, distance.fqn.removesuffix(".weight"))
+    return distance.kind == "grad_output" and distance.fqn.endswith("_norm")
 
 
-def _is_repeated_exactly(case: Case, found: ModuleDistance) -> bool:
+def _is_repeated_exactly(case: Case, distance: ModuleDistance) -> bool:
     """True for what depends on nothing that was summed over ranks, and on no matmul that sums as its shape decides.
 
     That is one scaled matmul; a norm or an embedding; what lies between two modules without the residual stream
     (attention, which computes every head by itself, and the activation), in forward and in backward.
     """
-    if found.parts > 1:
+    if distance.parts > 1:
         return False
-    is_linear = found.fqn in linear_fqns(case)
-    if found.kind in ("output", "grad_input"):
-        return not is_linear or _is_converted(case, found.fqn)
-    if found.kind == "input":
+    is_linear = distance.fqn in linear_fqns(case)
+    if distance.kind in ("output", "grad_input"):
+        return not is_linear or _is_converted(case, distance.fqn)
+    if distance.kind == "input":
         return is_linear
-    return is_linear and found.fqn != OUTPUT_FQN and linear_name(found.fqn) not in ROWWISE
+    return is_linear and distance.fqn != OUTPUT_FQN and linear_name(distance.fqn) not in ROWWISE
 
 
 def _is_converted(case: Case, fqn: str) -> bool:

@@ -51,7 +51,7 @@ class Model(msgspec.Struct, frozen=True, kw_only=True):
     def held(self, fqns: Collection[str]) -> Model:
         """Of these converted linears alone."""
         kept = frozenset(fqns)
-        calls, recomputed = ({fqn: each[fqn] for fqn in fqns} for each in (self.calls, self.recomputed))
+        calls, recomputed = ({fqn: counts[fqn] for fqn in fqns} for counts in (self.calls, self.recomputed))
         return msgspec.structs.replace(
             self,
             converted=tuple(fqns),
@@ -80,7 +80,7 @@ def llama_model(case: Case) -> Model:
 
 
 def found_model(case: Case, reference: ModelRecord, run: ModelRecord, casts: Iterable[CastRecord] = ()) -> Model:
-    """The linears of a model that is not known: `reference` is that of the single-rank reference of `case`.
+    """The linears of a model that is not known: `reference` is the record of its single-rank reference.
 
     `run` and `casts` are of one rank: which modules have a float8 TP style, and cast, is the choice of the target.
     """
@@ -178,7 +178,9 @@ def is_recomputed(case: Case, layer: int, name: str) -> bool:
     """
     if case.checkpointing.mode != "selective_op":
         return case.checkpointing.wraps(layer)
-    counted = [each for each in BLOCK_LINEARS if not case.model.bias or is_converted(case, f"layers.{layer}.{each}")]
+    counted = [
+        linear for linear in BLOCK_LINEARS if not case.model.bias or is_converted(case, f"layers.{layer}.{linear}")
+    ]
     return name not in counted or counted.index(name) % 2 == 1
 
 

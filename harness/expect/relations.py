@@ -42,8 +42,8 @@ class Relation(msgspec.Struct, frozen=True, kw_only=True):
 
 def relations(case: Case) -> tuple[Relation, ...]:
     """Every relation of a case to a partner that differs in one option; none for a case that must not train."""
-    found = (_relation(option, case) for option in _OPTIONS) if _trains(case) else ()
-    return tuple(relation for relation in found if relation is not None)
+    candidates = (_relation(option, case) for option in _OPTIONS) if _trains(case) else ()
+    return tuple(relation for relation in candidates if relation is not None)
 
 
 def partner(case: Case, numerics: Numerics = VIRTUAL_DEVICE) -> Relation | None:
@@ -72,7 +72,7 @@ def partner(case: Case, numerics: Numerics = VIRTUAL_DEVICE) -> Relation | None:
 def stands_for_modules(case: Case, relation: Relation | None, numerics: Numerics = VIRTUAL_DEVICE) -> bool:
     """True when local parity judges the partner in place of a compiled case, whose modules cannot be recorded.
 
-    Every bit of the partner is promised to be that of the case. `relation`: the one to this partner.
+    Every bit of the partner is promised to equal the case's. `relation`: the one to this partner.
     """
     if case.compile == "none" or relation is None or not is_llama(case.target):
         return False
@@ -153,7 +153,7 @@ _ORDER = ("async_tp", "compile", "checkpointing", "evaluate", "resume", "tp_styl
 
 
 def _at_default(name: str, promise: Promise, reason: str) -> _Option:
-    applies, defaults = _APPLIES.get(name), {each: DEFAULTS[each] for each in (name, *_ALSO_RESET.get(name, ()))}
+    applies, defaults = _APPLIES.get(name), {axis: DEFAULTS[axis] for axis in (name, *_ALSO_RESET.get(name, ()))}
     differs = operator.attrgetter(".".join(AXES[name]))
     return _Option(
         name=name,
@@ -165,7 +165,7 @@ def _at_default(name: str, promise: Promise, reason: str) -> _Option:
 
 
 _NEUTRAL = sorted(
-    (name for name, axis in DECLARED.items() if axis.same_bits), key=lambda each: (*_ORDER, each).index(each)
+    (name for name, axis in DECLARED.items() if axis.same_bits), key=lambda name: (*_ORDER, name).index(name)
 )
 _BITWISE = tuple(_at_default(name, "bitwise", DECLARED[name].same_bits) for name in _NEUTRAL)
 _OPTIONS = (

@@ -43,7 +43,7 @@ from harness.matrix.targets import OF_DTENSOR, computes_on_plain_shards, is_llam
 
 Elements = Counter[str]  # by dtype
 
-NOT_OF_THIS_DEVICE = "the formula is that of a CPU: what attention and random states keep on a GPU differs; see `leaks`"
+NOT_OF_THIS_DEVICE = "the formula holds on a CPU: what attention and random states keep on a GPU differs; see `leaks`"
 
 
 def describes(device: str) -> bool:

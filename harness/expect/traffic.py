@@ -147,7 +147,7 @@ def _weight_amax(case: Case, rank: int, step: int) -> Iterator[Transfer]:
 def _precompute(case: Case, rank: int) -> Iterator[Transfer]:
     """`precompute_float8_dynamic_scale_for_fsdp`: one vector of all amaxes, along every axis that shards a weight.
 
-    It is called for a model: that of a rank, or every stage.
+    It is called for a model: the part of a rank, or every stage.
     """
     if case.float8.precompute_scale:
         weights = [weight for unit in fsdp_units(case, rank) for weight in unit.weights if weight.gathered_in_float8]

@@ -33,7 +33,7 @@ class Transfer(msgspec.Struct, frozen=True):
 
 
 def forward_passes(case: Case) -> int:
-    """Forward passes of one step: that of its evaluation, and the one that is trained."""
+    """Forward passes of one step: its evaluation, and the one that is trained."""
     return 1 + case.train.evaluate
 
 

@@ -87,18 +87,18 @@ class Verified(msgspec.Struct, frozen=True, kw_only=True):
 
         `software` maps package names to versions. A package that it lacks is not judged.
         """
-        found = [
+        gaps = [
             f"{name} {software[name]} is installed, verified with {name}{limits}"
             for name, limits in (("torch", self.torch), ("torchao", self.torchao))
             if limits and name in software and not is_within(software[name], limits)
         ]
-        return "; ".join(found) or None
+        return "; ".join(gaps) or None
 
 
 def exactly(software: Mapping[str, str]) -> Verified:
     """A `Verified` for exactly these versions of torch and torchao, without pre-release and build tags."""
-    found = {name: Version(software[name]).base_version for name in ("torch", "torchao") if name in software}
-    return Verified(**{name: f"=={version}" for name, version in found.items()})
+    versions = {name: Version(software[name]).base_version for name in ("torch", "torchao") if name in software}
+    return Verified(**{name: f"=={version}" for name, version in versions.items()})
 
 
 def is_within(version: str, limits: str) -> bool:

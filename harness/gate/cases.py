@@ -98,7 +98,7 @@ def _details(before: CaseResult | None, after: CaseResult) -> Iterable[str]:
     was = None if before is None else before.failure_signature
     if was is not None and after.failure_signature is not None and was != after.failure_signature:
         yield f"before: {was.text}"
-    diverged = next((each for each in after.findings if each.check == divergence.OPERAND.check), None)
+    diverged = next((finding for finding in after.findings if finding.check == divergence.OPERAND.check), None)
     if diverged is not None:
         yield diverged.first_line
 
@@ -161,7 +161,7 @@ def lost_checks(sides: Sides) -> Iterable[Reason]:
     for pair in sides.compared:
         before, after = pair.baseline, pair.candidate
         gone = [name for name in before.checks if name not in after.checks]
-        reasons = {each.check: each.reason for each in after.not_judged}
+        reasons = {skipped.check: skipped.reason for skipped in after.not_judged}
         details = tuple(f"{name}: {reasons.get(name, 'not judged, without a reason')}" for name in gone)
         what, size = f"no longer judged: {', '.join(gone)}", len(gone)
         refused = _refused(after)
@@ -188,8 +188,8 @@ def _refused(case: CaseResult) -> str:
 def required_cells(sides: Sides, entries: Sequence[Required], now: datetime.datetime) -> Iterable[Reason]:
     """Every entry of what a release must show that the candidate does not meet, or not recently. Nothing waives it."""
     for entry in entries:
-        found = _covered(entry, sides.candidate)
-        good = [case for case in found if case.good and case.checks]
+        covered = _covered(entry, sides.candidate)
+        good = [case for case in covered if case.good and case.checks]
         stale = _too_old(entry, sides.candidate.start.started, now)
         if stale or len(good) < entry.at_least:
             before = sum(case.good for case in _covered(entry, sides.baseline))
@@ -201,8 +201,8 @@ def required_cells(sides: Sides, entries: Sequence[Required], now: datetime.date
                 baseline=f"{before} good",
                 candidate=f"{len(good)} good",
                 size=entry.at_least - len(good),
-                command=next((case.command for case in found if case not in good), ""),
-                details=(f"required: {entry.reason}", f"cases: {entry.which}", *_why_missing(found, good)),
+                command=next((case.command for case in covered if case not in good), ""),
+                details=(f"required: {entry.reason}", f"cases: {entry.which}", *_why_missing(covered, good)),
             )
 
 
@@ -220,10 +220,10 @@ def _too_old(entry: Required, started: str, now: datetime.datetime) -> str:
     return f"run {days:.1f} days ago, at most {entry.max_age_days:g} allowed" if days > entry.max_age_days else ""
 
 
-def _why_missing(found: Sequence[CaseResult], good: Sequence[CaseResult]) -> Iterable[str]:
-    if not found:
+def _why_missing(covered: Sequence[CaseResult], good: Sequence[CaseResult]) -> Iterable[str]:
+    if not covered:
         yield "none of them was selected"
-    for case in found:
+    for case in covered:
         if case not in good:
             yield f"{case.case_id}: {'judged by no check' if case.good else case.verdict.value}"
 
@@ -280,13 +280,13 @@ def other_references(sides: Sides) -> Iterable[Reason]:
     for pair in sides.pairs.values():
         before, after = pair.baseline, pair.candidate
         derived = [name for name in after.derived if name not in before.derived and name in before.checks]
-        found: list[tuple[str, str, str]] = []
+        changes: list[tuple[str, str, str]] = []
         if before.golden == "stored" and after.golden == "run here":
-            found.append(("golden is now computed in this run; it used to be stored", before.golden, after.golden))
+            changes.append(("golden is now computed in this run; it used to be stored", before.golden, after.golden))
         if derived:
             what = f"tolerance is now derived; it used to be measured: {', '.join(derived)}"
-            found.append((what, "measured", "derived"))
-        for what, old, new in found:
+            changes.append((what, "measured", "derived"))
+        for what, old, new in changes:
             yield Reason(
                 kind=Kind.REFERENCES,
                 case=pair.id,
@@ -314,7 +314,7 @@ def _unknown(sides: Sides, golden: Golden | None) -> str:
 
 
 def _changed(before: tuple[float, ...], after: tuple[float, ...]) -> Iterable[tuple[float, float]]:
-    return (each for each in zip(before, after, strict=False) if not same_number(*each))
+    return (numbers for numbers in zip(before, after, strict=False) if not same_number(*numbers))
 
 
 def _losses(values: tuple[float, ...]) -> str:

@@ -78,8 +78,8 @@ def grouped(
     for reason in sorted(reasons, key=lambda reason: order[reason.case]):
         if reason.case is not None and reason.kind not in (Kind.STILL_FAILING, Kind.REQUIRED):
             by_cause.setdefault(attribution.cause(reason, reason.case), []).append(reason)
-    groups = [_group(cause, found, sides, faults, words) for cause, found in by_cause.items()]
-    return tuple(sorted(groups, key=lambda each: (list(Origin).index(each.origin), -len(each.cases), each.name)))
+    groups = [_group(cause, cause_reasons, sides, faults, words) for cause, cause_reasons in by_cause.items()]
+    return tuple(sorted(groups, key=lambda group: (list(Origin).index(group.origin), -len(group.cases), group.name)))
 
 
 _OURS = (
@@ -96,8 +96,8 @@ class _Attribution:
 
     def __init__(self, sides: Sides, faults: Sequence[KnownFault]) -> None:
         before, after = (
-            {name: version for name, version in each.packages.items() if is_version(version)}
-            for each in sides.environments
+            {name: version for name, version in environment.packages.items() if is_version(version)}
+            for environment in sides.environments
         )
         self._sides, self._packages = sides, after
         self._before, self._after = changes_in(before), changes_in(after)
@@ -124,24 +124,26 @@ class _Attribution:
         """The recorded fault of one side alone that the reason names, or that its numbers follow."""
         if reason.kind not in (*_OF_FAULTS, *_NUMBERS):
             return None
-        found = matching(self._faults, case)
-        return next((fault for fault in found if not reason.faults or fault.name in reason.faults), None)
+        matching_faults = matching(self._faults, case)
+        return next((fault for fault in matching_faults if not reason.faults or fault.name in reason.faults), None)
 
     def _change(self, reason: Reason, case: Case) -> UpstreamChange | None:
         """The named change that accounts for all that moved: by formulas, or because ranks round differently."""
         formulas = frozenset(_OF_FORMULAS.get(topic, "") for topic in reason.topics)
-        explaining = (each for each in self._differing if formulas <= self._moved(case, each))
-        rounding = (each for each in self._differing if each.rounds and parse_selector(each.rounds).matches(case))
+        explaining = (change for change in self._differing if formulas <= self._moved(case, change))
+        rounding = (
+            change for change in self._differing if change.rounds and parse_selector(change.rounds).matches(case)
+        )
         return next(explaining, None) or (next(rounding, None) if reason.kind in _NUMBERS else None)
 
     def _moved(self, case: Case, change: UpstreamChange) -> frozenset[str]:
         """The formulas that this one change makes different, beside the changes that both sides have."""
         both = self._before & self._after
         without, with_it = Expectations(case, changes=both), Expectations(case, changes=both | {change})
-        found = frozenset(
+        formulas = frozenset(
             name for name in change.formulas if list(_claims(name, without)) != list(_claims(name, with_it))
         )
-        return found | frozenset(change.within_limits if found else ())
+        return formulas | frozenset(change.within_limits if formulas else ())
 
 
 def _claims(formula: str, expect: Expectations) -> Iterator[object]:
@@ -185,12 +187,12 @@ def _group(
         # The first finding of a recorded fault, on the side that shows it.
         recorded = [fault for fault in faults if fault.name == cause.name]
         findings = (*pair.candidate.findings, *pair.baseline.findings)
-        shown = (each.first_line for each in findings if any(fault.explains(each) for fault in recorded))
+        shown = (finding.first_line for finding in findings if any(fault.explains(finding) for fault in recorded))
         first, command = next(shown, first), _bisection(pair, sides, words) or command
     return Group(
         **cause._asdict(),
         moved={
-            topic: tuple(cases) for topic, cases in sorted(moved.items(), key=lambda each: list(Topic).index(each[0]))
+            topic: tuple(cases) for topic, cases in sorted(moved.items(), key=lambda entry: list(Topic).index(entry[0]))
         },
         example=example.case or "",
         verdicts=sides.verdicts(example.case or ""),
@@ -208,12 +210,12 @@ def _order_of_examples(reason: Reason, sides: Sides) -> tuple[bool, bool, float]
 
 def _bisection(pair: Pair, sides: Sides, words: Sequence[str]) -> str:
     """Finds the version with which a case starts or stops to fail; empty where not exactly one package differs."""
-    before, after = (each.packages for each in sides.environments)
+    before, after = (environment.packages for environment in sides.environments)
     differ = [name for name in PACKAGES if name in before and name in after and before[name] != after[name]]
     verdicts = pair.baseline.verdict, pair.candidate.verdict
     failed, fails = (verdict is not Verdict.PASSED for verdict in verdicts)
     if len(differ) != 1 or failed == fails or Verdict.INFRA in verdicts:
         return ""
-    old, new = (each[differ[0]].partition("+")[0] for each in (before, after))
+    old, new = (packages[differ[0]].partition("+")[0] for packages in (before, after))
     good, bad = (old, new) if fails else (new, old)
     return bisect_versions(pair.id, differ[0], good=good, bad=bad, words=words)

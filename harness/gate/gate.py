@@ -109,7 +109,7 @@ def gate(
         fix = "run the same cases in both."
         raise NothingCompared("no case was run in both results.", where=" and ".join(names), fix=fix)
     found_times = times(sides)
-    found = [
+    raw_reasons = [
         *failures(sides, strict=terms.strict),
         *required_cells(sides, terms.required, terms.now),
         *unfinished(sides),
@@ -123,7 +123,7 @@ def gate(
         *changed_speedups(sides),
         *changed_times(found_times, gates=terms.gate_times or sides.environments[1].device not in ("", "cpu")),
     ]
-    reasons = sorted((_judged(reason, terms) for reason in found), key=lambda reason: reason.order)
+    reasons = sorted((_judged(reason, terms) for reason in raw_reasons), key=lambda reason: reason.order)
     return Gate(
         go=not any(reason.gates for reason in reasons),
         baseline=_side(names[0], baseline),
@@ -133,7 +133,7 @@ def gate(
         inexact=sides.inexact_reasons,
         reasons=tuple(reasons),
         times=found_times,
-        notes=tuple(_notes(sides, found, terms)),
+        notes=tuple(_notes(sides, raw_reasons, terms)),
         groups=grouped(sides, reasons, terms.faults, words=words),
     )
 
@@ -144,7 +144,7 @@ def _judged(reason: Reason, terms: GatePolicy) -> Reason:
         reason = msgspec.structs.replace(reason, topics=(reason.kind.topic,))
     if not reason.gates:
         return reason
-    allowed = next((each for each in terms.allowed if each.kind is reason.kind), None)
+    allowed = next((allowance for allowance in terms.allowed if allowance.kind is reason.kind), None)
     if allowed is not None:
         return msgspec.structs.replace(reason, gates=False, waiver=f"allowed: {allowed.reason}")
     if reason.case is None or reason.kind is Kind.REQUIRED:  # which nothing waives
@@ -168,7 +168,7 @@ def _side(name: str, run: RunResult) -> Side:
     )
 
 
-def _notes(sides: Sides, found: Iterable[Reason], terms: GatePolicy) -> Iterator[Note]:
+def _notes(sides: Sides, raw_reasons: Iterable[Reason], terms: GatePolicy) -> Iterator[Note]:
     """What else is worth knowing: what was not compared, and why."""
     if (sides.before, sides.baseline.start.started) == (sides.after, sides.candidate.start.started):
         yield Note(text="both sides are the same results")
@@ -186,12 +186,14 @@ def _notes(sides: Sides, found: Iterable[Reason], terms: GatePolicy) -> Iterator
         yield Note(text=f"no numbers were kept of {cases}: only verdicts and checks are compared")
     if not sides.same_device:
         yield Note(text="matmuls, collectives, bytes and fused operators are not compared: the devices differ")
-    missing = sorted({twins(parse_case_id(each.case))[0] for each in found if each.case and each.kind is Kind.MOVED})
+    missing = sorted(
+        {twins(parse_case_id(reason.case))[0] for reason in raw_reasons if reason.case and reason.kind is Kind.MOVED}
+    )
     if missing:
         more = f" (the first {_SHOWN_TWINS} of {len(missing)})" if len(missing) > _SHOWN_TWINS else ""
         text = f"to tell FP8 from the environment, run BF16 twins on both sides{more}"
         yield Note(text=text, command=run_cases(*missing[:_SHOWN_TWINS]))
-    kinds = {reason.kind for reason in found if reason.gates}
+    kinds = {reason.kind for reason in raw_reasons if reason.gates}
     for allowed in terms.allowed:
         if allowed.kind not in kinds:
             yield Note(text=f"allowed for nothing: {allowed.kind.value}")

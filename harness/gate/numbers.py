@@ -38,19 +38,19 @@ def changed_counts(sides: Sides) -> Iterable[Reason]:
                 yield _changed_count(kind, pair, names, old, new)
 
 
-def _counts(found: Measured) -> tuple[tuple[Kind, Mapping[str, int]], ...]:
+def _counts(measured: Measured) -> tuple[tuple[Kind, Mapping[str, int]], ...]:
     wire = {
         f"{unit} of {name}": value
-        for name, sent in found.wire.items()
+        for name, sent in measured.wire.items()
         for unit, value in (("bytes", sent.payload_bytes), ("calls", sent.calls))
     }
     matmuls = {
-        **({} if found.scaled_mm_calls is None else {"scaled_mm calls": found.scaled_mm_calls}),
-        **{f"FLOPs of {name}": multiplied.flops for name, multiplied in found.flops.items()},
-        **{f"calls of {name}": multiplied.calls for name, multiplied in found.flops.items()},
+        **({} if measured.scaled_mm_calls is None else {"scaled_mm calls": measured.scaled_mm_calls}),
+        **{f"FLOPs of {name}": multiplied.flops for name, multiplied in measured.flops.items()},
+        **{f"calls of {name}": multiplied.calls for name, multiplied in measured.flops.items()},
     }
-    saved = {} if found.saved_bytes is None else {"bytes saved for backward": found.saved_bytes}
-    return (Kind.MATMULS, matmuls), (Kind.WIRE, wire), (Kind.SAVED_BYTES, saved), (Kind.FUSED, found.fused)
+    saved = {} if measured.saved_bytes is None else {"bytes saved for backward": measured.saved_bytes}
+    return (Kind.MATMULS, matmuls), (Kind.WIRE, wire), (Kind.SAVED_BYTES, saved), (Kind.FUSED, measured.fused)
 
 
 def _changed_count(kind: Kind, pair: Pair, names: list[str], old: Mapping[str, int], new: Mapping[str, int]) -> Reason:
@@ -83,11 +83,11 @@ def _changed_count(kind: Kind, pair: Pair, names: list[str], old: Mapping[str, i
 def moved_numbers(sides: Sides) -> Iterable[Reason]:
     """A reason for every case whose numbers moved. It gates where a loss moved by more than its tolerance."""
     exact = not sides.inexact_reasons
-    found = {pair.id: moves for pair in sides.compared if (moves := _movements(pair, exact=exact))[0]}
-    for name, (texts, topics) in found.items():
+    moved_cases = {pair.id: moves for pair in sides.compared if (moves := _movements(pair, exact=exact))[0]}
+    for name, (texts, topics) in moved_cases.items():
         pair = sides.pairs[name]
         share = _loss_share(pair)
-        kind, why = _whose_change(pair, sides, found)
+        kind, why = _whose_change(pair, sides, moved_cases)
         yield Reason(
             kind=kind,
             case=name,
@@ -155,7 +155,7 @@ def _first_change(old: tuple[float, ...], new: tuple[float, ...]) -> int:
     """The first step (1-based) with another value, or that only one has."""
     pairs = zip(old, new, strict=False)
     shorter = min(len(old), len(new))
-    return next((step for step, each in enumerate(pairs, 1) if not same_number(*each)), shorter + 1)
+    return next((step for step, pair in enumerate(pairs, 1) if not same_number(*pair)), shorter + 1)
 
 
 def _loss_text(before: Measured, after: Measured, share: float) -> str:
@@ -173,7 +173,7 @@ def _norm_text(old: Curve, new: Curve) -> str:
 
 def _change(before: float | None, after: float | None) -> str:
     for digits in (6, 9, 12, 17):
-        shown = ["none" if each is None else f"{each:.{digits}g}" for each in (before, after)]
+        shown = ["none" if number is None else f"{number:.{digits}g}" for number in (before, after)]
         if shown[0] != shown[1]:
             break
     return " -> ".join(shown)
@@ -190,7 +190,7 @@ def _cast_texts(before: tuple[CastRange, ...], after: tuple[CastRange, ...]) -> 
     only = len(new.keys() ^ old.keys())
     texts = [f"casts that only one run has: {only}"] if only else []
     if others:
-        was, cast, name = min(others, key=lambda each: each[1].step)
+        was, cast, name = min(others, key=lambda other: other[1].step)
         change = _change(getattr(was, name), getattr(cast, name))
         texts.append(
             f"{len(others)} of {len(after)} casts; first {name} of {cast.fqn} {cast.role}, step {cast.step}: {change}"
@@ -198,8 +198,8 @@ def _cast_texts(before: tuple[CastRange, ...], after: tuple[CastRange, ...]) -> 
     return texts
 
 
-def _last_loss(found: Measured | None) -> str:
-    curve = None if found is None else found.curves.get("case")
+def _last_loss(measured: Measured | None) -> str:
+    curve = None if measured is None else measured.curves.get("case")
     return f"loss {curve.losses[-1]!r}" if curve is not None and curve.losses else ""
 
 
@@ -211,7 +211,7 @@ def _whose_change(pair: Pair, sides: Sides, moved_cases: Iterable[str]) -> tuple
     case = parse_case_id(pair.id)
     if not case.float8.enabled:
         return Kind.BF16_MOVED, "the case is BF16 itself: the environment changed"
-    others = [each.id for each in sides.compared if not parse_case_id(each.id).float8.enabled]
+    others = [other.id for other in sides.compared if not parse_case_id(other.id).float8.enabled]
     twin = next((name for name in twins(case) if name in others), None)
     if twin is not None:
         return _told_by(f"its BF16 twin {twin}", moved=twin in moved_cases)

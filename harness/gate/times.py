@@ -64,16 +64,16 @@ def times(sides: Sides) -> Times | None:
     )
 
 
-def changed_times(found: Times | None, *, gates: bool) -> Iterable[Reason]:
+def changed_times(case_times: Times | None, *, gates: bool) -> Iterable[Reason]:
     """A reason where the candidate is slower or faster. A faster one never gates."""
-    if found is not None and found.p < LEVEL and max(found.ratio, 1 / found.ratio) >= EFFECT:
+    if case_times is not None and case_times.p < LEVEL and max(case_times.ratio, 1 / case_times.ratio) >= EFFECT:
         yield Reason(
             kind=Kind.TIMES,
-            what=found.text,
+            what=case_times.text,
             baseline="1",
-            candidate=f"{found.ratio:.3g}",
-            gates=gates and found.ratio > 1,
-            size=abs(math.log(found.ratio)),
+            candidate=f"{case_times.ratio:.3g}",
+            gates=gates and case_times.ratio > 1,
+            size=abs(math.log(case_times.ratio)),
             details=("one run of each: load on the machine looks the same; run both again, alternately",),
         )
 

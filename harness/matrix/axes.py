@@ -33,7 +33,8 @@ def _fields(owner: type[CaseStruct]) -> Iterator[tuple[tuple[str, ...], object]]
 
 _HINTS = dict(_fields(Case))  # by path, in the order of the words of ids
 _DECLARATIONS = {
-    path: next(each for each in typing.get_args(hint) if isinstance(each, Axis)) for path, hint in _HINTS.items()
+    path: next(argument for argument in typing.get_args(hint) if isinstance(argument, Axis))
+    for path, hint in _HINTS.items()
 }
 AXES: dict[str, tuple[str, ...]] = {axis.name or path[-1]: path for path, axis in _DECLARATIONS.items()}
 DECLARED: dict[str, Axis] = {name: _DECLARATIONS[path] for name, path in AXES.items()}
@@ -91,8 +92,8 @@ def without(case: Case, *changes: Changes) -> Case:
 
 @functools.cache
 def _resets(changes: frozenset[Changes]) -> dict[str, object]:
-    found = {name: axis.reference for name, axis in DECLARED.items() if axis.changes in changes}
-    return {name: DEFAULTS[name] if reference is None else reference for name, reference in found.items()}
+    references = {name: axis.reference for name, axis in DECLARED.items() if axis.changes in changes}
+    return {name: DEFAULTS[name] if reference is None else reference for name, reference in references.items()}
 
 
 def changed(case: Case, values: Mapping[str, object]) -> Case:
@@ -145,7 +146,7 @@ def axis_schema(name: str) -> dict[str, typing.Any]:
     """The JSON schema of the values of an axis: type, limits, choices, meaning and default."""
     schema = msgspec.json.schema(_type_of(name))
     if "anyOf" in schema:  # TOML has no null: an axis is left out instead
-        schema = next(each for each in schema["anyOf"] if each != {"type": "null"})
+        schema = next(subschema for subschema in schema["anyOf"] if subschema != {"type": "null"})
     default = axis_values(Case())[name]
     return {**schema, "description": DECLARED[name].meaning, **({} if default is None else {"default": default})}
 
@@ -207,7 +208,7 @@ def _invalid_case(error: msgspec.ValidationError, values: Mapping[str, object]) 
 
 def _invalid_value(name: str, value: object, what: str) -> HarnessError:
     like = DECLARED[name].example if DEFAULTS[name] is None else DEFAULTS[name]
-    allowed = [_format_value(each) for each in choices(name)]
+    allowed = [_format_value(choice) for choice in choices(name)]
     fix = suggestion(_format_value(value), allowed) if allowed else f"write a value like {_format_value(like)}."
     return HarnessError(f"{name} = {_format_value(value)}: {what}.", fix=fix)
 

@@ -58,7 +58,7 @@ class Checkpointing(CaseStruct, frozen=True, kw_only=True):
             same_bits="recomputation repeats the same arithmetic on the same bits",
             part="checkpointing",
             spelled=(
-                keys("activation_checkpoint.mode"),  # selective: by which option is told by the key of checkpoint_every
+                keys("activation_checkpoint.mode"),  # selective: the key of checkpoint_every says by which option
                 keys(
                     "recompute_granularity fsdp_config.activation_checkpointing fsdp_activation_checkpointing "
                     "gradient_checkpointing enable_activation_checkpointing activation_checkpointing",

@@ -71,7 +71,7 @@ class Block(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     base: dict[str, object]
     groups: tuple[AxisGroup, ...]
-    max_world_size: int | None = None  # of its cells; that of the file holds as well
+    max_world_size: int | None = None  # of its cells; the file's limit holds as well
     pair_only: dict[str, tuple[str, ...]] = {}  # for some groups, by name, the only ones they are combined with
 
     def combines(self, names: Iterable[str]) -> bool:
@@ -150,13 +150,13 @@ def _case_file(toml: TomlFile, *, name: str) -> CaseFile:
 
 
 def _cases(toml: TomlFile, base: dict[str, object]) -> tuple[Case, ...]:
-    found: dict[str, Case] = {}
+    cases: dict[str, Case] = {}
     for index, table in enumerate(toml.tables("case")):
         case = case_of_table(toml, table, base, path=("case", index))
-        if case_id(case) in found:
+        if case_id(case) in cases:
             raise toml.error("case", index, what=f"{case_id(case)} is here twice.", fix="remove one of them.")
-        found[case_id(case)] = case
-    return tuple(found.values())
+        cases[case_id(case)] = case
+    return tuple(cases.values())
 
 
 def _select(toml: TomlFile, table: object) -> tuple[Strength, int | None]:

@@ -50,10 +50,10 @@ def parse_case_id(text: str) -> Case:
     """The case of an id. Raises HarnessError with a suggestion for an unknown token or a non-canonical spelling."""
     values: dict[str, object] = {}
     for token in id_words(text):
-        found = values_of(token)
-        if found is None:
+        token_values = values_of(token)
+        if token_values is None:
             raise HarnessError(f"unknown token '{token}'.", where=f"case id '{text}'", fix=hint(token))
-        values |= found
+        values |= token_values
     try:
         case = case_from_axes(values)
     except HarnessError as error:
@@ -70,11 +70,11 @@ def id_words(text: str) -> list[str]:
     tokens = []
     position = 0
     while position < len(text) <= _MAX_LENGTH:
-        found = _TOKEN.match(text, position)
-        if found is None:
+        match = _TOKEN.match(text, position)
+        if match is None:
             break
-        tokens.append(found.group())
-        position = found.end() + 1
+        tokens.append(match.group())
+        position = match.end() + 1
     if not tokens or "-".join(tokens) != text:
         raise HarnessError("not a case id: expected tokens joined by single '-'.", where=f"case id '{text}'")
     return tokens
@@ -146,7 +146,7 @@ def twin_case(case: Case) -> Case:
 
 def reference_case(case: Case) -> Case:
     """The case whose run is the golden: bf16 on one rank, without all options that must not change a loss."""
-    return without(case, *(each for each in Changes if each is not Changes.TRAINING))
+    return without(case, *(change for change in Changes if change is not Changes.TRAINING))
 
 
 def _layout_words(values: Mapping[str, object]) -> list[str]:

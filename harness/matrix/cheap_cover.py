@@ -169,12 +169,12 @@ class CheapCover:
         return self._covers[cell]
 
     def _goals_of(self, case: Case) -> frozenset[Goal]:
-        found: set[Goal] = set()
+        goals: set[Goal] = set()
         for index, space in enumerate(self._spaces):
             row = space.row_of(case)
             if row is not None and not is_hit(row, self._avoid[index]):
-                found |= {(index, combination) for combination in combinations_in([row], self._strength)}
-        return frozenset(found & self._goals)
+                goals |= {(index, combination) for combination in combinations_in([row], self._strength)}
+        return frozenset(goals & self._goals)
 
     def given(self) -> tuple[Counter[Goal], set[str]]:
         """How often the given cases cover each goal, and which witnesses they need."""

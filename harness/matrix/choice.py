@@ -74,7 +74,7 @@ def _hosts(cases: Sequence[Case], faults: Iterable[Fault], known: Sequence[Known
     for fault in every:
         if fault.name not in shown:
             hosts = hosts_of(fault, at_most=1)
-            shown |= {each.name for case in hosts for each in carried(case, every, known)}
+            shown |= {carried_fault.name for case in hosts for carried_fault in carried(case, every, known)}
             added += hosts
     return added
 
@@ -86,7 +86,7 @@ def carries(case: Case, fault: Fault, known: Sequence[KnownFault]) -> bool:
 
 def carried(case: Case, faults: Iterable[Fault], known: Sequence[KnownFault]) -> tuple[Fault, ...]:
     """Those of the faults that the case `carries`."""
-    if any(each.masks_new_findings(case) for each in matching(known, case)):
+    if any(known_fault.masks_new_findings(case) for known_fault in matching(known, case)):
         return ()
     refused = expected_refusal(case) is not None
     return tuple(
@@ -114,23 +114,23 @@ def _reasons(
         reasons[name] = "; ".join(words) or "carries planted faults"
     for case in others:
         refused = expected_refusal(case) is not None
-        what = "must be refused" if refused else "runs into a recorded fault"
-        reasons.setdefault(case_id(case), f"{what}: no other case can contain what it contains")
+        fate = "must be refused" if refused else "runs into a recorded fault"
+        reasons.setdefault(case_id(case), f"{fate}: no other case can contain what it contains")
     return reasons
 
 
 def contained(case: Case, spaces: Sequence[Space], strength: int) -> set[Goal]:
     """The combinations that a case covers: none when it is refused or runs into a recorded fault."""
-    found: set[Goal] = set()
+    goals: set[Goal] = set()
     for index, space in enumerate(spaces):
         row = space.row_of(case)
         if row is not None and not is_hit(row, tables_of(space, "excluded", "refused", "known")):
-            found |= {
+            goals |= {
                 (index, combination)
                 for combination in combinations_in([row], strength)
                 if space.block.combines(space.block.groups[factor].name for factor, _ in combination)
             }
-    return found
+    return goals
 
 
 FOLDER = "chosen"
@@ -161,7 +161,8 @@ def chosen_file(tier: str, chosen: Iterable[ChosenCase]) -> bytes:
         "# seconds that it was expected to cost and what it is there for.\n\n"
     )
     tables = [
-        {"id": case_id(each.case), "cost_cpu_s": round(each.cost_cpu_s, 1), "reason": each.reason} for each in chosen
+        {"id": case_id(choice.case), "cost_cpu_s": round(choice.cost_cpu_s, 1), "reason": choice.reason}
+        for choice in chosen
     ]
     return (head + tomli_w.dumps({"case": tables})).encode()
 

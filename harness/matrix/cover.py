@@ -28,10 +28,10 @@ def combinations(space: Space, strength: int) -> Iterator[Combination]:
 
 
 def combinations_in(rows: Iterable[Row], strength: int) -> set[Combination]:
-    found: set[Combination] = set()
+    contained: set[Combination] = set()
     for row in rows:
-        found.update(itertools.combinations(enumerate(row), min(strength, len(row))))
-    return found
+        contained.update(itertools.combinations(enumerate(row), min(strength, len(row))))
+    return contained
 
 
 def possible_combinations(

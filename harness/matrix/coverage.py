@@ -51,17 +51,17 @@ class Coverage(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def counts(self) -> dict[Fate, int]:
-        return {fate: sum(found.fate == fate for found in self.tuples) for fate in FATES}
+        return {fate: sum(entry.fate == fate for entry in self.tuples) for fate in FATES}
 
     @property
     def by_rule(self) -> dict[str, int]:
         """Number of impossible combinations by rule, sorted by name; one under several rules counts for each."""
-        names = [name for found in self.tuples for name in found.rules]
+        names = [name for entry in self.tuples for name in entry.rules]
         return {name: names.count(name) for name in sorted(set(names))}
 
     def of(self, fate: Fate) -> tuple[Tuple, ...]:
         """The combinations with this fate, in order."""
-        return tuple(found for found in self.tuples if found.fate == fate)
+        return tuple(entry for entry in self.tuples if entry.fate == fate)
 
 
 def coverage(selection: Selection, strength: int) -> Coverage:
@@ -69,7 +69,7 @@ def coverage(selection: Selection, strength: int) -> Coverage:
     return Coverage(
         name=selection.name,
         strength=strength,
-        tuples=tuple(found for space in selection.spaces for found in _account(space, selection, strength)),
+        tuples=tuple(entry for space in selection.spaces for entry in _account(space, selection, strength)),
         reasons={
             table.rule.name: table.rule.reason for space in selection.spaces for table in tables_of(space, "excluded")
         },
@@ -90,12 +90,12 @@ def _account(space: Space, selection: Selection, strength: int) -> Iterable[Tupl
     possible: set[Combination] = set()  # what a case of this or a better fate can contain
     for fate, kinds in _BARRED.items():
         barred = tables_of(space, *kinds)
-        found = combinations_in((row for row in rows if not is_hit(row, barred)), strength)
-        fates[fate] = found - possible
-        possible |= possible_combinations(space, strength, barred, witnessed=possible | found).keys()
+        seen = combinations_in((row for row in rows if not is_hit(row, barred)), strength)
+        fates[fate] = seen - possible
+        possible |= possible_combinations(space, strength, barred, witnessed=possible | seen).keys()
     blocking = _BlockingRules(space, tables_of(space, "excluded"))
     for combination in combinations(space, strength):
-        contained: Fate | None = next((fate for fate, found in fates.items() if combination in found), None)
+        contained: Fate | None = next((fate for fate, of_fate in fates.items() if combination in of_fate), None)
         fate = contained or ("skipped" if combination in possible else "excluded")
         rules = blocking.of(combination) if fate == "excluded" else ()
         values = tuple(space.block.groups[factor].label(value) for factor, value in combination)
@@ -153,16 +153,16 @@ class Census(msgspec.Struct, frozen=True, kw_only=True):
 
 def count_cells(file: CaseFile, values: Mapping[str, object]) -> Census:
     total = 0
-    found: dict[tuple[str, Kind], RuleCount] = {}
+    counts: dict[tuple[str, Kind], RuleCount] = {}
     for space in spaces_of(file.blocks, file.max_world_size):
         allowed = _allowed(space, values)
         total += math.prod(len(indices) for indices in allowed)
         for table in space.tables:
             key = (table.rule.name, table.kind)
-            earlier = found[key].cells if key in found else 0
+            earlier = counts[key].cells if key in counts else 0
             cells = earlier + _matching_cells(table, allowed)
-            found[key] = RuleCount(rule=table.rule, kind=table.kind, cells=cells)
-    return Census(cells=total, counts=tuple(count for count in found.values() if count.cells))
+            counts[key] = RuleCount(rule=table.rule, kind=table.kind, cells=cells)
+    return Census(cells=total, counts=tuple(count for count in counts.values() if count.cells))
 
 
 def _allowed(space: Space, values: Mapping[str, object]) -> list[frozenset[int]]:

@@ -103,7 +103,7 @@ class Headline(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 def _is_one_of(text: str, patterns: Texts) -> bool:
-    return any(fnmatchcase(text, each) for each in ((patterns,) if isinstance(patterns, str) else patterns))
+    return any(fnmatchcase(text, pattern) for pattern in ((patterns,) if isinstance(patterns, str) else patterns))
 
 
 class Fault(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -258,7 +258,7 @@ def host_kind(case: Case) -> HostKind:
 def hosts_of(fault: Fault, *, at_most: int) -> tuple[Case, ...]:
     """The first `at_most` host cases that a fault applies to, each of another kind; every fault has at least one.
 
-    The first is that of the catalogue, the second the same in bfloat16, and so on for every kind of layout.
+    The first is the catalogue's, the second the same in bfloat16, and so on for every kind of layout.
     """
     return _hosts_of(fault)[:at_most]
 
@@ -276,7 +276,7 @@ def _hosts_of(fault: Fault) -> tuple[Case, ...]:
 @functools.cache
 def all_hosts() -> tuple[Case, ...]:
     """The host cases of the catalogue, each followed by the same case in bfloat16."""
-    return tuple(each for case in map(parse_case_id, HOST_IDS) for each in (case, _in_bfloat16(case)))
+    return tuple(host for case in map(parse_case_id, HOST_IDS) for host in (case, _in_bfloat16(case)))
 
 
 def _rank_of_layout(case: Case, first: Case) -> tuple[bool, str, bool]:

@@ -233,7 +233,7 @@ class Float8(CaseStruct, frozen=True, kw_only=True):
 
     @property
     def grouped_traits(self) -> RecipeTraits:
-        """Those of grouped matmuls: torchao converts them by the recipe, whatever `casts` says of linears."""
+        """Those of grouped matmuls: torchao converts them by the recipe, whatever `casts` says about linears."""
         return TRAITS[self.recipe if self.grouped_mm else "bf16"]
 
     @property

@@ -24,7 +24,7 @@ that is missing.
     may_show = ["compile=inductor"] # optional: selectors, of the affected cases those that may show it and need not
     shown = {torchao = ["0.17.0", "0.18.0"]}  # optional: the releases with which `bug bisect` found it, for that page
 
-`rule` is that of a check (`fp8-harness explain --checks` lists them), or one of "engine/..." for how ranks ended.
+`rule` is the rule of a check (`fp8-harness explain --checks` lists them), or one of "engine/..." for how ranks ended.
 `module`, `operand` and `values` are compared with those of the finding. A list stands for any of its texts, and `*`, in
 the rule as well, for anything; what is not given may be anything. `at_most` is in the unit of the finding's size; a
 finding without a size is not explained by a symptom with `at_most`.
@@ -132,7 +132,7 @@ class KnownFault(msgspec.Struct, frozen=True, kw_only=True):
 
     def must_show(self, case: Case) -> bool:
         """True when the case fails as recorded or the record is wrong; otherwise it explains what shows."""
-        if any(parse_selector(each).matches(case) for each in self.may_show):
+        if any(parse_selector(selector).matches(case) for selector in self.may_show):
             return False
         return not self.everywhere or is_llama(case.target)
 
@@ -256,7 +256,9 @@ def _check_versions(toml: TomlFile, fault: KnownFault, index: int) -> None:
             what = f"'{text}' is not a version specifier."
             raise toml.error("fault", index, package, what=what, fix=f'write {package} = ">=2.13,<2.14".') from error
     for package, versions in fault.shown.items():
-        outside = [each for each in versions if package not in given or each not in SpecifierSet(given[package])]
+        outside = [
+            version for version in versions if package not in given or version not in SpecifierSet(given[package])
+        ]
         if outside:
             what = f"{package} {outside[0]} shows it and is not among the affected versions."
             raise toml.error("fault", index, "shown", what=what, fix=f"widen {package}, or leave the version out.")

@@ -355,10 +355,10 @@ def expert_coordinates(layout: Layout, rank: int) -> dict[str, int]:
 
 
 def _coordinates(mesh: dict[str, int], rank: int) -> dict[str, int]:
-    found = {}
+    by_axis = {}
     for name, degree in reversed(mesh.items()):
-        rank, found[name] = divmod(rank, degree)
-    return found
+        rank, by_axis[name] = divmod(rank, degree)
+    return by_axis
 
 
 def dp_rank(layout: Layout, rank: int) -> int:
@@ -390,7 +390,7 @@ def positions(layout: Layout, seq_len: int, part: int) -> tuple[int, ...]:
 def peers(layout: Layout, rank: int, axes: Collection[str]) -> tuple[int, ...]:
     """The ranks that differ from `rank` only on these axes, including itself, ascending.
 
-    Of the mesh of the layout, or of that of expert weights or of sequences where an axis is of it alone.
+    Of the mesh of the layout, or of the mesh of expert weights or of sequences where an axis is of it alone.
     """
     return _peers(layout, rank, frozenset(axes))
 
@@ -410,7 +410,7 @@ def positions_of_ranks(layout: Layout, seq_len: int) -> tuple[tuple[int, ...], .
 
 
 def mesh_with(layout: Layout, axes: Collection[str]) -> dict[str, int]:
-    """The mesh that has these axes: that of the layout, of expert weights, or of sequences."""
+    """The mesh that has these axes: of the layout, of expert weights, or of sequences."""
     if not set(axes).isdisjoint(EXPERT_AXES):
         return layout.expert_mesh
     return layout.mesh if set(axes).isdisjoint(SEQUENCE_AXES) else layout.sequence_mesh
@@ -421,15 +421,15 @@ def left_over(ranks: int, degrees: Mapping[str, object], *, where: str) -> int:
 
     `degrees`: of the other axes, by name. `where`: who gave them.
     """
-    found, odd = divmod(ranks, others := ranks_of(degrees, OTHERS))
+    degree, odd = divmod(ranks, others := ranks_of(degrees, OTHERS))
     if odd:
         what = f"{ranks} ranks are no multiple of {' x '.join(reversed(OTHERS))} = {others}."
         raise HarnessError(what, where=where, fix="give a multiple, or other degrees.")
-    return found
+    return degree
 
 
 def device_mesh(layout: Layout, *, fsdp: bool) -> dict[str, int]:
-    """The axes that a run has a mesh of: those of several ranks, and that of FSDP2 where it is applied to one rank."""
+    """The axes that a run has a mesh of: those of several ranks, and FSDP2's where it is applied to one rank."""
     return {axis: degree for axis, degree in layout.mesh.items() if degree > 1 or (fsdp and axis == REST)}
 
 
@@ -453,8 +453,8 @@ def axis_of_group(layout: Layout, rank: int, ranks: tuple[int, ...]) -> str:
             if ranks == peers(layout, rank, chosen):
                 return "world" if 1 < count == len(used) else "+".join(chosen)
     shared = (*(EXPERT_AXES if layout.ep > 1 else ()), *(SEQUENCE_AXES if layout.cp > 1 else ()))
-    found = next((name for name in shared if ranks == peers(layout, rank, (name,))), None)
-    return found or f"ranks {','.join(map(str, ranks))}"
+    shared_axis = next((name for name in shared if ranks == peers(layout, rank, (name,))), None)
+    return shared_axis or f"ranks {','.join(map(str, ranks))}"
 
 
 def group_name(layout: Layout, axis: str) -> str:

@@ -66,7 +66,7 @@ class Model(CaseStruct, frozen=True, kw_only=True):
     """Which model is trained: a preset, every size of which can be overridden, and the vocabulary size.
 
     `pad_vocab_to_multiple_of` adds rows to the embedding and to the output layer. Their logits are masked in the loss:
-    the result is that of the unpadded vocabulary, the shapes are those that a GPU accepts.
+    the result is the same as with the unpadded vocabulary, the shapes are those that a GPU accepts.
 
     With `bias` every linear of a block has one, colwise and rowwise ones; the output layer has none. With `tied` the
     output layer has no weights of its own: it multiplies by those of the embedding, as in Llama 3.2 1B.

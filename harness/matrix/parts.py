@@ -33,8 +33,8 @@ class Shard(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 def parse_shard(text: str) -> Shard:
     """The shard of "2/4". Raises `HarnessError` for anything else."""
-    found = re.fullmatch(r"([0-9]{1,6})/([0-9]{1,6})", text, flags=re.ASCII)
-    index, count = (int(found[1]), int(found[2])) if found else (0, 0)
+    match = re.fullmatch(r"([0-9]{1,6})/([0-9]{1,6})", text, flags=re.ASCII)
+    index, count = (int(match[1]), int(match[2])) if match else (0, 0)
     if not 1 <= index <= count:
         raise HarnessError("no shard.", where=f"--shard {text}", fix="write I/N with 1 <= I <= N, such as 1/4.")
     return Shard(index=index, count=count)
@@ -52,10 +52,12 @@ def shards(cases: Iterable[Case], count: int, price: Pricing) -> tuple[frozenset
     The dearest case comes first, each to the shard that then has least to do. A witness is paid for once in a shard.
     """
     parts = [_Part() for _ in range(count)]
-    prices = sorted(((price(case), case_id(case)) for case in cases), key=lambda each: (-each[0].extra_s(()), each[1]))
-    for each, name in prices:
-        least = min(parts, key=lambda part: (part.cost_with(each), len(part.ids)))
-        least.add(name, each)
+    prices = sorted(
+        ((price(case), case_id(case)) for case in cases), key=lambda priced: (-priced[0].extra_s(()), priced[1])
+    )
+    for case_price, name in prices:
+        least = min(parts, key=lambda part: (part.cost_with(case_price), len(part.ids)))
+        least.add(name, case_price)
     return tuple(frozenset(part.ids) for part in parts)
 
 

@@ -132,9 +132,9 @@ TRAITS: dict[Recipe, RecipeTraits] = {
 def block_recipe(*, rounds_scales_down: bool, wgrad: bool) -> Recipe | None:
     """The recipe of MXFP8 with this rounding of scales, whose weight gradients are in MXFP8 or in high precision."""
     wanted = (rounds_scales_down, wgrad)
-    found = (
+    recipes = (
         recipe
         for recipe, traits in TRAITS.items()
         if traits.in_blocks and (traits.rounds_scales_down, traits.multiplies("wgrad")) == wanted
     )
-    return next(found, None)
+    return next(recipes, None)

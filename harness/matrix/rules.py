@@ -242,8 +242,8 @@ def _exclusions() -> Iterator[Exclusion]:
     rows = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
     for name, row in rows.items():
         axes, when = _selected(row["where"]) if "where" in row else _CODED[name]
-        told = {"reason": row["reason"], "source": row["source"], "of_any_target": row.get("of_any_target", False)}
-        yield Exclusion(name=name, axes=axes, when=when, **told)
+        fields = {"reason": row["reason"], "source": row["source"], "of_any_target": row.get("of_any_target", False)}
+        yield Exclusion(name=name, axes=axes, when=when, **fields)
 
 
 def _selected(where: Iterable[str]) -> tuple[tuple[str, ...], Callable[[Case], bool]]:

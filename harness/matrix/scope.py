@@ -111,7 +111,7 @@ SCOPE = (
     ),
     OutOfScope(
         name="emulated MXFP8",
-        reason="MXFP8 runs as a GPU runs it, with kernels chosen by AUTO; an emulated matmul is that of bfloat16",
+        reason="MXFP8 runs as a GPU runs it, with kernels chosen by AUTO; an emulated matmul is a bfloat16 one",
         options={
             "kernel_preference": r"(?:\w+\.)*emulated",
             **_options("recipe_name from_recipe() MXFP8TrainingRecipe()", r"(?:\w+\.)*mxfp8_emulated\w*"),
@@ -219,26 +219,26 @@ SCOPE = (
         said=r"(?i)\b(?:load|sav|resum|convert|export)\w*[^.\n]{0,40}checkpoints?\b|\bDCP\b|\bstate[_ ]dicts?\b",
     ),
 )
-SIZED: Mapping[str, OutOfScope] = {axis: each for each in SCOPE for axis in each.axes}  # by axis
+SIZED: Mapping[str, OutOfScope] = {axis: feature for feature in SCOPE for axis in feature.axes}  # by axis
 
 
 def out_of_scope(word: str) -> OutOfScope | None:
     plain = re.sub(r"[.-]", "_", word.lower())
-    return next((each for each in SCOPE if each.words and re.fullmatch(each.words, plain)), None)
+    return next((feature for feature in SCOPE if feature.words and re.fullmatch(feature.words, plain)), None)
 
 
 def asked_by_option(key: str, value: object) -> OutOfScope | None:
     last = key.rpartition(".")[2]
     values = value if isinstance(value, list | tuple) else str(value).split(",")
-    for each in SCOPE:
-        pattern = each.options.get(last)
+    for feature in SCOPE:
+        pattern = feature.options.get(last)
         if pattern and any(re.fullmatch(pattern, str(item).strip().lower()) for item in values):
-            return each
+            return feature
     return None
 
 
 def asked_by_call(name: str) -> OutOfScope | None:
-    for each in SCOPE:
-        if each.calls and re.search(rf"(?:^|\.)(?:{each.calls})(?:\.|$)", name):
-            return each
+    for feature in SCOPE:
+        if feature.calls and re.search(rf"(?:^|\.)(?:{feature.calls})(?:\.|$)", name):
+            return feature
     return None

@@ -76,12 +76,12 @@ _DEPENDS_ON: dict[str, tuple[str, ...]] = {
 
 def axes_read(selector: Selector) -> tuple[str, ...]:
     """The axes that decide whether a selector matches. HarnessError when it asks for the id, which is all of them."""
-    found: dict[str, None] = {}
+    axes: dict[str, None] = {}
     for term in selector.terms:
         if term.axis is None:
             raise HarnessError("it asks for a part of the id.", where=selector.text, fix="ask for axis values only.")
-        found |= dict.fromkeys((*((term.axis,) if term.axis in AXES else ()), *_DEPENDS_ON[term.axis]))
-    return tuple(found)
+        axes |= dict.fromkeys((*((term.axis,) if term.axis in AXES else ()), *_DEPENDS_ON[term.axis]))
+    return tuple(axes)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -91,10 +91,10 @@ def parse_selector(text: str) -> Selector:
 
 
 def _term(word: str, text: str) -> Term:
-    found = _TERM.fullmatch(word)
-    if found is None:
+    match = _TERM.fullmatch(word)
+    if match is None:
         return _id_part(word, text)
-    axis, operator, value = found.groups()
+    axis, operator, value = match.groups()
     if axis == "id" and operator == "~":
         return Term(axis=None, operator="~", values=(value,))
     try:
@@ -157,14 +157,14 @@ def _value(axis: str, text: str) -> object:
 
 
 def _compare(operator: Callable[[float, float], bool]) -> Callable[[object, tuple[object, ...]], bool]:
-    return lambda found, values: isinstance(found, int | float) and operator(found, float(str(values[0])))
+    return lambda actual, values: isinstance(actual, int | float) and operator(actual, float(str(values[0])))
 
 
 _OPERATORS: dict[str, Callable[[object, tuple[object, ...]], bool]] = {
-    "=": lambda found, values: found in values,
-    "!=": lambda found, values: found not in values,
-    ">=": _compare(lambda found, limit: found >= limit),
-    "<=": _compare(lambda found, limit: found <= limit),
-    ">": _compare(lambda found, limit: found > limit),
-    "<": _compare(lambda found, limit: found < limit),
+    "=": lambda actual, values: actual in values,
+    "!=": lambda actual, values: actual not in values,
+    ">=": _compare(lambda actual, limit: actual >= limit),
+    "<=": _compare(lambda actual, limit: actual <= limit),
+    ">": _compare(lambda actual, limit: actual > limit),
+    "<": _compare(lambda actual, limit: actual < limit),
 }

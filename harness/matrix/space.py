@@ -62,11 +62,11 @@ class Space(msgspec.Struct, frozen=True, kw_only=True):
 
     def row_of(self, case: Case) -> Row | None:
         values = axis_values(case)
-        found = (  # several of a group where one value is part of another: {tp = 1} of the case of {dp_shard = 2}
+        indices = (  # several of a group where one value is part of another: {tp = 1} of the case of {dp_shard = 2}
             [i for i, value in enumerate(group.values) if value.items() <= values.items()]
             for group in self.block.groups
         )
-        return next((row for row in itertools.product(*found) if self.case(row) == case), None)
+        return next((row for row in itertools.product(*indices) if self.case(row) == case), None)
 
     def cells_hit(self, table: Table) -> int:
         """Number of cells that a rule applies to. Cells hit by several rules count for each of them."""
@@ -182,9 +182,9 @@ def _search(
     factor = min(open_factors, key=lambda i: len(pruned[i]))
     for value in pruned[factor]:
         narrowed = [*pruned[:factor], (value,), *pruned[factor + 1 :]]
-        found = _search(narrowed, avoid, frozenset((factor,)))
-        if found is not None:
-            return found
+        row = _search(narrowed, avoid, frozenset((factor,)))
+        if row is not None:
+            return row
     return None
 
 

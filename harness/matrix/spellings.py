@@ -64,10 +64,10 @@ def read_as(axis: str, spelling: Spelling, value: object) -> Mapping[str, Value]
     kind = spelling.kind or axis_type(axis)
     text = str(value).strip()
     plain = "true" if text.lower() in _TRUE[:3] else "false" if text.lower() in _FALSE[:3] else text.lower()
-    for each in (plain, plain.rpartition(".")[2], "*"):  # also ScalingType.DELAYED
-        if each in spelling.values:
-            found = spelling.values[each]
-            return {} if found is None else {fact: found}  # type: ignore[dict-item]
+    for form in (plain, plain.rpartition(".")[2], "*"):  # also ScalingType.DELAYED
+        if form in spelling.values:
+            meant = spelling.values[form]
+            return {} if meant is None else {fact: meant}  # type: ignore[dict-item]
     if kind is int:
         return {fact: int(text)} if re.fullmatch(r"-?\d{1,18}", text, re.ASCII) else {}
     if kind is float:

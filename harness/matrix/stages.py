@@ -49,9 +49,9 @@ def _coordinate(case: Case, rank: int) -> int:
 
 def blocks_of_stage(case: Case, stage: int) -> range:
     """The numbers of the blocks that a stage holds."""
-    each, more = divmod(case.model.shape.layers, stage_count(case.layout))
-    first = stage * each + min(stage, more)
-    return range(first, first + each + (stage < more))
+    per_stage, more = divmod(case.model.shape.layers, stage_count(case.layout))
+    first = stage * per_stage + min(stage, more)
+    return range(first, first + per_stage + (stage < more))
 
 
 @functools.lru_cache(maxsize=1024)

@@ -27,7 +27,7 @@ _LLAMAS = frozenset(MODULES)
 
 # Targets whose modules get plain tensors under TP: nothing tells which part of the logical tensor a rank has.
 _ON_PLAIN_SHARDS = frozenset({TORCHTITAN_0_3})
-OF_DTENSOR = "the formula is that of modules that compute with DTensor"  # and not of those
+OF_DTENSOR = "the formula is for modules that compute with DTensor"  # and not of those
 
 NAME = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*", re.ASCII)
 

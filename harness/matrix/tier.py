@@ -111,7 +111,7 @@ def _uncovered(
         return []
     barred = tables_of(space, *_NOT_JUDGED)
     seen = combinations_in((row for row in rows if not is_hit(row, barred)), strength)
-    return [found for found in judged if found not in seen]
+    return [combination for combination in judged if combination not in seen]
 
 
 def _covering_rows(space: Space, strength: Strength, seeds: Sequence[Row]) -> list[Row]:

@@ -56,10 +56,10 @@ class TomlFile(msgspec.Struct, frozen=True, kw_only=True):
 
     def tables(self, name: str) -> list[Any]:
         """The top-level `[[name]]` tables. Raises HarnessError when written as `[name]`."""
-        found = self.data.get(name, [])
-        if not isinstance(found, list):
+        tables = self.data.get(name, [])
+        if not isinstance(tables, list):
             raise self.error(name, what=f"'{name}' must be a list of tables.", fix=f"write [[{name}]].")
-        return found
+        return tables
 
     def record(self, kind: type[T], table: object, *path: str | int, fixes: Mapping[str, str] = {}) -> T:
         """The struct of a table. `fixes`: by field, for what is no value of it. HarnessError with the line."""
@@ -72,8 +72,8 @@ class TomlFile(msgspec.Struct, frozen=True, kw_only=True):
         try:
             return msgspec.convert(fields, kind)
         except msgspec.ValidationError as error:
-            found = re.search(r"missing required field `(\w+)`|at `\$\.(\w+)", str(error))
-            name = next(filter(None, found.groups()), "") if found else ""
+            match = re.search(r"missing required field `(\w+)`|at `\$\.(\w+)", str(error))
+            name = next(filter(None, match.groups()), "") if match else ""
             raise self.error(*path, name, what=f"{error}.", fix=fixes.get(name)) from error
 
     def records(self, name: str, kind: type[T], *, fixes: Mapping[str, str] = {}) -> tuple[T, ...]:
@@ -118,9 +118,9 @@ def parse_toml(text: str, *, where: str) -> TomlFile:
     except RecursionError as error:
         raise HarnessError("nested too deeply.", where=where) from error
     except ValueError as error:  # TOMLDecodeError, or a number with more digits than Python allows
-        found = re.search(r" \(at line (\d+), column \d+\)$", str(error))
-        line = f":{found[1]}" if found else ""
-        what = str(error)[: found.start()] if found else str(error)
+        match = re.search(r" \(at line (\d+), column \d+\)$", str(error))
+        line = f":{match[1]}" if match else ""
+        what = str(error)[: match.start()] if match else str(error)
         raise HarnessError(f"malformed TOML: {what}.", where=where + line) from error
     return TomlFile(where=where, data=data, text=text)
 

@@ -42,9 +42,9 @@ class Train(CaseStruct, frozen=True, kw_only=True):
     only rounding that matters, and two layouts agree to about 1e-15 at every step. In `float32` their difference of
     1e-7 changes the rounding of some FP8 value within a step or two, and gradients are then 2 % apart.
 
-    `parameter_dtype` of `bfloat16` runs is that of the weights that the optimizer updates: `bfloat16` means that there
-    are no float32 master weights, and that gradients and the states of the optimizer are bfloat16 too.
-    `reduce_dtype` is that of FSDP2's mixed precision: `bfloat16` rounds the gradients of every rank, and their sum.
+    `parameter_dtype` of `bfloat16` runs is the dtype of the weights that the optimizer updates: `bfloat16` means that
+    there are no float32 master weights, and that gradients and the states of the optimizer are bfloat16 too.
+    `reduce_dtype` is FSDP2's, of its mixed precision: `bfloat16` rounds the gradients of every rank, and their sum.
     `accumulation` is the number of microbatches that a data-parallel rank splits its sequences into, for one update.
     `reduce_grads` says after which of them FSDP2 reduces gradients; before the last it may accumulate them unreduced.
     `max_norm` is the global norm that gradients are clipped to before an update; None: they are not clipped.
@@ -53,7 +53,7 @@ class Train(CaseStruct, frozen=True, kw_only=True):
     so every data-parallel rank has fewer. `half`: the second half of the batch has none, so some ranks have none.
     `optimizer`: an update of AdamW is equally large whatever the scale of its gradients, so losses and parameters hide
     a wrong one. One of `sgd` is proportional to it: torch's SGD, with momentum and with weight decay that is added to
-    the gradient. `lr` is the learning rate of either; SGD needs about a hundred times that of AdamW, so cases set it.
+    the gradient. `lr` is the learning rate of either; SGD needs about a hundred times AdamW's, so cases set it.
     `resume`: in the middle of the run the state is saved and loaded into a target that is built anew, which trains the
     other steps; with `resharded` through another layout of the same ranks (`resumed.py`).
     """

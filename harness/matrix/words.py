@@ -43,9 +43,9 @@ class Word(msgspec.Struct, frozen=True, kw_only=True):
         numbers = self.inside and all(axis_type(name) in _PATTERNS for name in self.inside)
         return self.declared.template.partition("{")[0] if numbers else ""
 
-    def read(self, found: re.Match[str]) -> dict[str, object]:
+    def read(self, match: re.Match[str]) -> dict[str, object]:
         """The axis values that a token stands for, in a match of its pattern."""
-        inside = {name: self._value(name, found[at]) for at, name in enumerate(self.inside, start=1)}
+        inside = {name: self._value(name, match[at]) for at, name in enumerate(self.inside, start=1)}
         return {**self.declared.values, **inside}
 
     def applies(self, values: Mapping[str, object], *, with_defaults: bool = False) -> bool:
@@ -104,8 +104,8 @@ def spelled(values: Mapping[str, object], names: tuple[str, ...], *, with_defaul
 
     `names`: the axes that are spelled. `with_defaults`: numbers that are defaults too.
     """
-    found = [word for word in _words_for(names) if word.applies(values, with_defaults=with_defaults)]
-    return [word.spelled(values) for word in found if not any(word.sets < other.sets for other in found)]
+    words = [word for word in _words_for(names) if word.applies(values, with_defaults=with_defaults)]
+    return [word.spelled(values) for word in words if not any(word.sets < other.sets for other in words)]
 
 
 @functools.cache
@@ -115,15 +115,15 @@ def _words_for(names: tuple[str, ...]) -> tuple[Word, ...]:
 
 def values_of(token: str) -> dict[str, object] | None:
     """The axis values that a token stands for; None when it is no word of an id."""
-    found = _match(token)
-    return None if found is None else found[0].read(found[1])
+    matched = _match(token)
+    return None if matched is None else matched[0].read(matched[1])
 
 
 def meaning_of(token: str) -> str:
     """What a token means; it must be a word of an id."""
-    found = _match(token)
-    assert found is not None, f"'{token}' is no word of an id"
-    return found[0].declared.meaning.format(*found[1].groups())
+    matched = _match(token)
+    assert matched is not None, f"'{token}' is no word of an id"
+    return matched[0].declared.meaning.format(*matched[1].groups())
 
 
 def hint(token: str) -> str:
@@ -137,9 +137,9 @@ def hint(token: str) -> str:
 
 def _match(token: str) -> tuple[Word, re.Match[str]] | None:
     for word in WORDS:
-        found = word.pattern.fullmatch(token)
-        if found:
-            return word, found
+        match = word.pattern.fullmatch(token)
+        if match:
+            return word, match
     return None
 
 
@@ -170,9 +170,9 @@ def _suggested() -> Iterable[Word]:
 
 
 def _sample(word: Word) -> dict[str, object]:
-    found = word.pattern.fullmatch(word.example)
-    assert found is not None, f"{word.example} is no example of {word.pattern.pattern}"
-    return word.read(found)
+    match = word.pattern.fullmatch(word.example)
+    assert match is not None, f"{word.example} is no example of {word.pattern.pattern}"
+    return word.read(match)
 
 
 def _with_number(word: Word, number: str) -> str:
@@ -181,9 +181,9 @@ def _with_number(word: Word, number: str) -> str:
 
 
 def _cut(token: str) -> tuple[str, str]:
-    found = re.fullmatch(r"(.*?)(\d[\dx.]*)?", token, flags=re.DOTALL)
-    assert found is not None, "every text matches"
-    return found[1].rstrip("="), found[2] or ""
+    match = re.fullmatch(r"(.*?)(\d[\dx.]*)?", token, flags=re.DOTALL)
+    assert match is not None, "every text matches"
+    return match[1].rstrip("="), match[2] or ""
 
 
 def _dots(token: str) -> int:

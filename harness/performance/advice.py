@@ -66,9 +66,9 @@ def advise(case: Case, machine: Machine, *, eager: bool = False, known: Sequence
     case = replace(case, train=replace(case.train, dtype="bfloat16"))
     case = case if eager else compiled(case)
     candidates = variants(case, machine.peak)
-    faults = {name: matching(known, each) for name, each in candidates.items()}
-    found = tuple(costed(name, each, faults[name], machine) for name, each in candidates.items())
-    best = max(found, key=lambda each: (not each.fault, each.ratio))
+    faults = {name: matching(known, candidate) for name, candidate in candidates.items()}
+    predictions = tuple(costed(name, candidate, faults[name], machine) for name, candidate in candidates.items())
+    best = max(predictions, key=lambda variant: (not variant.fault, variant.ratio))
     case = case if case.float8.enabled else candidates[best.name]
     linears = conversions(case, machine)
     twin = replace(case, float8=Float8())
@@ -82,12 +82,12 @@ def advise(case: Case, machine: Machine, *, eager: bool = False, known: Sequence
         float8=steps[1],
         bf16_step_s=steps[0].total_s,
         float8_step_s=steps[1].total_s,
-        variants=found,
+        variants=predictions,
         linears=linears,
         vocabulary=vocabularies(case, machine),
         recommendations=(
-            *_about_recipes(found, best, faults),
-            *_gather_in_float8(found, candidates, machine),
+            *_about_recipes(predictions, best, faults),
+            *_gather_in_float8(predictions, candidates, machine),
             *_keep_linears(linears),
             *_output_layer(linears[-1], steps[1].total_s),
             *_pad(case, linears),
@@ -98,7 +98,7 @@ def advise(case: Case, machine: Machine, *, eager: bool = False, known: Sequence
 
 
 def _about_recipes(
-    found: Sequence[Variant], best: Variant, faults: Mapping[str, Sequence[KnownFault]]
+    predictions: Sequence[Variant], best: Variant, faults: Mapping[str, Sequence[KnownFault]]
 ) -> Iterator[str]:
     if best.refused:
         yield f"No recipe trains this, by rule {best.refused}: {best.reason}."
@@ -108,10 +108,13 @@ def _about_recipes(
     else:
         doubt = " That is within the error of predictions: measure it." if best.ratio < 1 + ERROR_H100 else ""
         yield f"Train with {best.name}: predicted {best.ratio:.2f} times as fast as BF16.{doubt}"
-    for each in found:
-        if each.fault and each.ratio > best.ratio:
-            fault = faults[each.name][0]
-            yield f"{each.name}, {each.ratio:.2f} times as fast, has a recorded fault: {fault.reason} ({fault.link})"
+    for variant in predictions:
+        if variant.fault and variant.ratio > best.ratio:
+            fault = faults[variant.name][0]
+            yield (
+                f"{variant.name}, {variant.ratio:.2f} times as fast, has a recorded fault: {fault.reason} "
+                f"({fault.link})"
+            )
     if best.eager is not None and best.eager < 0.98 * best.ratio:
         least, most = min(EAGER_KERNELS.values()), max(EAGER_KERNELS.values())
         yield (
@@ -120,8 +123,10 @@ def _about_recipes(
         )
 
 
-def _gather_in_float8(found: Sequence[Variant], candidates: Mapping[str, Case], machine: Machine) -> Iterator[str]:
-    ratios = {each.name: each.compiled for each in found}
+def _gather_in_float8(
+    predictions: Sequence[Variant], candidates: Mapping[str, Case], machine: Machine
+) -> Iterator[str]:
+    ratios = {variant.name: variant.compiled for variant in predictions}
     plain, gathering = ratios.get("tensorwise"), ratios.get("tensorwise, float8 all-gather")
     if plain is None or gathering is None:
         return
@@ -136,13 +141,13 @@ def _gather_in_float8(found: Sequence[Variant], candidates: Mapping[str, Case], 
 
 
 def _keep_linears(linears: Sequence[Conversion]) -> Iterator[str]:
-    converted = [each for each in linears[:-1] if each.converted]
-    slow = [each for each in converted if each.gain < 1]
+    converted = [linear for linear in linears[:-1] if linear.converted]
+    slow = [linear for linear in converted if linear.gain < 1]
     if slow and len(slow) == len(converted):
         yield "No linear of a block gains: with its casts each of them is slower in float8."
     elif slow:
-        names = " ".join(f"--filter-fqns {each.name}" for each in slow)
-        gains = ", ".join(f"{each.name} ({each.gain:.2f} times as fast)" for each in slow)
+        names = " ".join(f"--filter-fqns {linear.name}" for linear in slow)
+        gains = ", ".join(f"{linear.name} ({linear.gain:.2f} times as fast)" for linear in slow)
         yield f"Do not convert what becomes slower with its casts: {gains}. {names}"
 
 
@@ -166,8 +171,8 @@ def _pad(case: Case, linears: Sequence[Conversion]) -> Iterator[str]:
             fix = "" if case.float8.traits.in_blocks else "--pad-inner-dim, or "
             yield f"{wgrad.k} tokens of a rank are no multiple of {multiple}: {fix}another batch or length."
         return
-    padded = sum(each.padding_ms for each in linears if each.converted)
-    matmuls = sum(each.float8_ms for each in linears if each.converted)
+    padded = sum(linear.padding_ms for linear in linears if linear.converted)
+    matmuls = sum(linear.float8_ms for linear in linears if linear.converted)
     if not matmuls:
         return
     eager = ", aligned operands too" if case.compile == "none" else ""

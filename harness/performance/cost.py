@@ -167,43 +167,43 @@ class CostReport(msgspec.Struct, frozen=True, kw_only=True):
 
 def run_report(case: Case, result: CaseResult) -> CostReport:
     """What a run of the case measured. HarnessError where no rank finished."""
-    found, traces = result.measured, () if result.run is None else result.run.traces
-    if found is None or not traces:
+    measured, traces = result.measured, () if result.run is None else result.run.traces
+    if measured is None or not traces:
         raise HarnessError("nothing was measured: no rank finished.", where=result.case_id)
     device = traces[0].device
     peak = peak_of_device(device)
-    timed = found.step_s[1:] or found.step_s  # the first step warms up, where there are others
+    timed = measured.step_s[1:] or measured.step_s  # the first step warms up, where there are others
     rate = tokens_per_device(case, median(timed)) if is_llama(case.target) else None  # FLOPs of others are not known
     return CostReport(
         formula=None,
-        rows=_measured_rows(found),
-        peak_memory_bytes=found.peak_memory_bytes,
-        step_s=found.step_s,
+        rows=_measured_rows(measured),
+        peak_memory_bytes=measured.peak_memory_bytes,
+        step_s=measured.step_s,
         device=device,
         peak=peak,
         speed=None if rate is None else speed(case, rate, peak),
     )
 
 
-def _measured_rows(found: Measured) -> tuple[Row, ...]:
+def _measured_rows(measured: Measured) -> tuple[Row, ...]:
     return (
-        *_counts(found.flops, found.expected_flops, unit="FLOPs", field="flops"),
-        *_counts(found.flops, found.expected_flops, unit="calls", field="calls"),
-        Row(what="casts to float8", measured=found.cast_calls, formula=found.expected_cast_calls),
-        *_counts(found.wire, found.expected_wire, unit="bytes", field="payload_bytes"),
-        *_counts(found.wire, found.expected_wire, unit="calls", field="calls"),
-        Row(what="bytes saved for backward", measured=found.saved_bytes, formula=found.expected_saved_bytes),
+        *_counts(measured.flops, measured.expected_flops, unit="FLOPs", field="flops"),
+        *_counts(measured.flops, measured.expected_flops, unit="calls", field="calls"),
+        Row(what="casts to float8", measured=measured.cast_calls, formula=measured.expected_cast_calls),
+        *_counts(measured.wire, measured.expected_wire, unit="bytes", field="payload_bytes"),
+        *_counts(measured.wire, measured.expected_wire, unit="calls", field="calls"),
+        Row(what="bytes saved for backward", measured=measured.saved_bytes, formula=measured.expected_saved_bytes),
     )
 
 
 def _counts(
-    found: Mapping[str, Multiplied | Sent], wanted: Mapping[str, Multiplied | Sent], *, unit: str, field: str
+    measured: Mapping[str, Multiplied | Sent], wanted: Mapping[str, Multiplied | Sent], *, unit: str, field: str
 ) -> Iterator[Row]:
-    for words in sorted({*found, *wanted}):
+    for words in sorted({*measured, *wanted}):
         # what a run lacks is 0 where something of its kind was recorded; a formula may leave kinds out
-        missing = 0 if found else None
+        missing = 0 if measured else None
         yield Row(
             what=f"{unit} of {words}",
-            measured=getattr(found[words], field) if words in found else missing,
+            measured=getattr(measured[words], field) if words in measured else missing,
             formula=getattr(wanted[words], field) if words in wanted else None,
         )

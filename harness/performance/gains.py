@@ -97,19 +97,19 @@ def variants(case: Case, device: Peak) -> dict[str, Case]:
     base = replace(case.float8, casts=(), fp8_all_gather=False, precompute_scale=False, tp_styles="plain")
     tensorwise = replace(base, recipe="tensorwise", tp_styles="float8" if case.layout.tp > 1 else "plain")
     rowwise = replace(base, recipe="rowwise")
-    found = {"tensorwise": tensorwise}
+    settings = {"tensorwise": tensorwise}
     if case.layout.dp_shard > 1:
-        found["tensorwise, float8 all-gather"] = replace(tensorwise, fp8_all_gather=True, precompute_scale=True)
-    found["rowwise"] = rowwise
+        settings["tensorwise, float8 all-gather"] = replace(tensorwise, fp8_all_gather=True, precompute_scale=True)
+    settings["rowwise"] = rowwise
     small = too_small_for_rowwise(case)
     if 0 < len(small) < len(BLOCK_LINEARS):
         names = ", ".join(name.rpartition(".")[2] for name in small)
-        found[f"rowwise, {names} in BF16"] = replace(rowwise, filter_fqns=(*rowwise.filter_fqns, *small))
-    found["rowwise_with_gw_hp"] = replace(base, recipe="rowwise_with_gw_hp")
+        settings[f"rowwise, {names} in BF16"] = replace(rowwise, filter_fqns=(*rowwise.filter_fqns, *small))
+    settings["rowwise_with_gw_hp"] = replace(base, recipe="rowwise_with_gw_hp")
     for wgrad in (True, False) if device.mxfp8 else ():
         if recipe := block_recipe(rounds_scales_down=False, wgrad=wgrad):
-            found[recipe] = replace(base, recipe=recipe, pad_inner_dim=False)
-    return {name: replace(case, float8=float8) for name, float8 in found.items()}
+            settings[recipe] = replace(base, recipe=recipe, pad_inner_dim=False)
+    return {name: replace(case, float8=float8) for name, float8 in settings.items()}
 
 
 def too_small_for_rowwise(case: Case) -> tuple[str, ...]:
@@ -196,17 +196,17 @@ def vocabularies(case: Case, machine: Machine) -> tuple[Vocabulary, ...]:
     """The ways to train the vocabulary of a case: as it is and padded, with the output layer in float8 and not."""
     own, multiple = case.model.vocab_size, case.float8.traits.multiple * case.layout.tp
     multiples = (1,) if own % multiple == 0 else (1, multiple)
-    return tuple(_vocabulary(case, each, float8, machine) for each in multiples for float8 in (True, False))
+    return tuple(_vocabulary(case, pad_to, float8, machine) for pad_to in multiples for float8 in (True, False))
 
 
 def _vocabulary(case: Case, multiple: int, float8: bool, machine: Machine) -> Vocabulary:
     tp, own = case.layout.tp, case.model.vocab_size
     model = replace(case.model, pad_vocab_to_multiple_of=multiple, layers=1)
-    found = replace(case, model=model, float8=replace(case.float8, output_layer=float8))
+    candidate = replace(case, model=model, float8=replace(case.float8, output_layer=float8))
     rows = model.padded_vocab_size
     shards = tuple(dict.fromkeys(shard_sizes(rows, tp)))
-    output_s = sum(gemm_s(gemm, machine) for gemm in gemms(found) if gemm.fqn == OUTPUT_FQN)
-    output_s += sum(cast_s(cast, machine) for cast in casts(found) if cast.fqn == OUTPUT_FQN)
+    output_s = sum(gemm_s(gemm, machine) for gemm in gemms(candidate) if gemm.fqn == OUTPUT_FQN)
+    output_s += sum(cast_s(cast, machine) for cast in casts(candidate) if cast.fqn == OUTPUT_FQN)
     return Vocabulary(
         name=f"{rows} rows, output layer in {'float8' if float8 else case.train.dtype}",
         shards=shards,
@@ -260,7 +260,7 @@ def _over_size(case: Case, machine: Machine) -> Plot:
         across="dim of the model, with heads of 128 and ffn_dim of 4 dim",
         places=_DIMS,
         lines={
-            recipe: tuple(speed_up(found[recipe], machine) for found in ways)
+            recipe: tuple(speed_up(by_recipe[recipe], machine) for by_recipe in ways)
             for recipe in EAGER_KERNELS
             if recipe in ways[0]
         },
@@ -285,11 +285,13 @@ def _over_world(case: Case) -> Plot:
     sharded = [replace(case, layout=replace(case.layout, dp_shard=ranks)) for ranks in _RANKS]
     wide = replace(case.float8, fp8_all_gather=False, precompute_scale=False)
     narrow = replace(wide, recipe="tensorwise", casts=(), fp8_all_gather=True, precompute_scale=True)
-    in_bf16, in_float8 = ([_received_gb(replace(each, float8=float8)) for each in sharded] for float8 in (wide, narrow))
+    in_bf16, in_float8 = (
+        [_received_gb(replace(sharded_case, float8=float8)) for sharded_case in sharded] for float8 in (wide, narrow)
+    )
     return Plot(
         title="GB that FSDP brings to a rank in one step",
         across="world size",
-        places=tuple(each.layout.world_size for each in sharded),
+        places=tuple(sharded_case.layout.world_size for sharded_case in sharded),
         lines={
             "weights gathered in BF16": tuple(gathered for gathered, _ in in_bf16),
             "weights gathered in float8": tuple(gathered for gathered, _ in in_float8),

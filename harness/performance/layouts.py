@@ -130,7 +130,7 @@ def simulate(case: Case, machine: Machine, *, known: Sequence[KnownFault] = ()) 
         matmuls=multiplied,
         shards=sharded,
         wire=traffic,
-        amax_reductions=sum(each.amax_reductions for each in traffic),
+        amax_reductions=sum(axis.amax_reductions for axis in traffic),
         memory=memories,
         peak_bytes=memories[0].peak,
         device_bytes=machine.peak.memory_bytes,
@@ -145,12 +145,12 @@ def matmuls(case: Case) -> tuple[Matmul, ...]:
     """The matmuls of every TP rank, those of equal shape together, by linear in order of execution."""
     ranks: Counter[Matmul] = Counter()
     for rank, alike in _distinct_tp_ranks(case).items():
-        shapes = (msgspec.convert(each, Matmul, from_attributes=True) for each in gemms(case, rank=rank))
-        for each, layers in Counter(shapes).items():
-            ranks[replace(each, layers=layers)] += alike
-    linears = list(dict.fromkeys(each.linear for each in ranks))
-    found = (replace(each, tp_ranks=count) for each, count in ranks.items())
-    return tuple(sorted(found, key=lambda each: linears.index(each.linear)))
+        shapes = (msgspec.convert(gemm, Matmul, from_attributes=True) for gemm in gemms(case, rank=rank))
+        for shape, layers in Counter(shapes).items():
+            ranks[replace(shape, layers=layers)] += alike
+    linears = list(dict.fromkeys(matmul.linear for matmul in ranks))
+    counted = (replace(matmul, tp_ranks=count) for matmul, count in ranks.items())
+    return tuple(sorted(counted, key=lambda matmul: linears.index(matmul.linear)))
 
 
 def _distinct_tp_ranks(case: Case) -> Mapping[int, int]:
@@ -162,9 +162,9 @@ def _distinct_tp_ranks(case: Case) -> Mapping[int, int]:
 def shards(case: Case) -> tuple[Shard, ...]:
     """How every distinct weight is sharded; blocks are alike, but for the first where others have experts."""
     units = fsdp_units(case, 0)
-    distinct = [each for each in units if not each.name.startswith("layers.") or each.name.split(".")[1] in ("0", "1")]
-    found = (_shard(case, weight, ranks_of_unit(case, unit)) for unit in distinct for weight in unit.weights)
-    return tuple(dict.fromkeys(found))
+    distinct = [unit for unit in units if not unit.name.startswith("layers.") or unit.name.split(".")[1] in ("0", "1")]
+    sharded = (_shard(case, weight, ranks_of_unit(case, unit)) for unit in distinct for weight in unit.weights)
+    return tuple(dict.fromkeys(sharded))
 
 
 def _shard(case: Case, weight: Weight, ranks: int) -> Shard:
@@ -203,9 +203,9 @@ def _warnings(
     yield from (Reason(fault.name, fault.reason) for fault in matching(known, case) if fault.verdict not in _ENDS)
     if case.layout.tp > 1 and crosses_nodes(case.layout, "tp", machine.gpus_per_node):
         yield Reason("tp-between-nodes", "TP groups have ranks of several nodes, and nothing hides their waits")
-    if empty := [each for each in sharded if each.empty_ranks]:
-        most = max(each.empty_ranks for each in empty)
-        names = ", ".join(each.weight for each in empty[:_NAMES])
+    if empty := [shard for shard in sharded if shard.empty_ranks]:
+        most = max(shard.empty_ranks for shard in empty)
+        names = ", ".join(shard.weight for shard in empty[:_NAMES])
         more = f" and {len(empty) - _NAMES} more" if len(empty) > _NAMES else ""
         text = f"up to {most} of {case.layout.dp_shard} ranks of an FSDP group hold no row of {names}{more}"
         yield Reason("empty-shards", f"{text}, and gather and reduce padding")
@@ -235,10 +235,10 @@ class Ranked(msgspec.Struct, frozen=True, kw_only=True):
 def sweep(case: Case, machine: Machine, *, known: Sequence[KnownFault] = ()) -> tuple[Ranked, ...]:
     """Every layout of the ranks of a case for its global batch; what does not fit, then what is refused, comes last."""
 
-    def order(each: Ranked) -> tuple[object, ...]:
-        return bool(each.refused), not each.fits, each.step_s, each.peak_bytes, each.sent_bytes
+    def order(ranked: Ranked) -> tuple[object, ...]:
+        return bool(ranked.refused), not ranked.fits, ranked.step_s, ranked.peak_bytes, ranked.sent_bytes
 
-    return tuple(sorted((_ranked(each, machine, known) for each in layouts(case)), key=order))
+    return tuple(sorted((_ranked(candidate, machine, known) for candidate in layouts(case)), key=order))
 
 
 def layouts(case: Case) -> Iterator[Case]:
@@ -256,16 +256,16 @@ def _ranked(case: Case, machine: Machine, known: Sequence[KnownFault]) -> Ranked
     if rules := exclusions(case):
         reasons = tuple(Reason(rule.name, rule.reason) for rule in rules)
         return Ranked(case=case_id(case), layout=case.layout, refused=reasons)
-    found = simulate(case, machine, known=known)
+    simulation = simulate(case, machine, known=known)
     return Ranked(
         case=case_id(case),
         layout=case.layout,
-        refused=found.refused,
-        warnings=found.warnings,
-        fits=found.fits,
-        peak_bytes=found.peak_bytes,
-        sent_bytes=sum(each.sent_bytes for each in found.wire),
-        between_nodes_bytes=sum(each.sent_bytes for each in found.wire if each.crosses_nodes),
-        step_s=found.step_s or 0.0,
-        tokens_s=found.tokens_s or 0.0,
+        refused=simulation.refused,
+        warnings=simulation.warnings,
+        fits=simulation.fits,
+        peak_bytes=simulation.peak_bytes,
+        sent_bytes=sum(axis.sent_bytes for axis in simulation.wire),
+        between_nodes_bytes=sum(axis.sent_bytes for axis in simulation.wire if axis.crosses_nodes),
+        step_s=simulation.step_s or 0.0,
+        tokens_s=simulation.tokens_s or 0.0,
     )

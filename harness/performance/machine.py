@@ -128,30 +128,30 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True):
 
 def machine(name: str, *, gpus_per_node: int = 8, network_gb_s: float = 50.0) -> Machine:
     """The machine with this device. Raises `HarnessError` for one that is not known, or that has no float8 matmuls."""
-    found = peak(name)
-    if found.float8 is None:
-        known = ", ".join(each.name for each in PEAKS if each.float8)
+    device = peak(name)
+    if device.float8 is None:
+        known = ", ".join(other.name for other in PEAKS if other.float8)
         raise HarnessError(f"{name} has no float8 matmuls.", where="--machine", fix=f"give one of {known}.")
-    return Machine(peak=found, gpus_per_node=gpus_per_node, network_gb_s=network_gb_s)
+    return Machine(peak=device, gpus_per_node=gpus_per_node, network_gb_s=network_gb_s)
 
 
 def require_multiplies(machine: Machine, case: Case) -> None:
     """Raises HarnessError for a case in MXFP8 on a machine without its matmuls."""
     if case.float8.traits.in_blocks and not machine.peak.mxfp8:
-        known = ", ".join(each.name for each in PEAKS if each.mxfp8)
+        known = ", ".join(device.name for device in PEAKS if device.mxfp8)
         what = f"{machine.peak.name} has no matmuls in MXFP8, which SM 10.0 has."
         raise HarnessError(what, where="--machine", fix=f"give --machine {known}.")
 
 
 def peak(name: str) -> Peak:
     """The device of this short name. Raises `HarnessError` that lists all of them."""
-    found = {each.name: each for each in PEAKS}
-    if name not in found:
+    devices = {device.name: device for device in PEAKS}
+    if name not in devices:
         what = f"the peaks of machine {name!r} are not known."
-        raise HarnessError(what, where="--machine", fix=f"give one of {', '.join(found)}.")
-    return found[name]
+        raise HarnessError(what, where="--machine", fix=f"give one of {', '.join(devices)}.")
+    return devices[name]
 
 
 def peak_of_device(device_name: str) -> Peak | None:
     """The device with this name in torch; None for an unknown one or a MIG instance."""
-    return next((each for each in PEAKS if re.fullmatch(each.names, device_name)), None)
+    return next((device for device in PEAKS if re.fullmatch(device.names, device_name)), None)

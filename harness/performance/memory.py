@@ -78,10 +78,10 @@ def memory(case: Case, *, rank: int, saves_attention: bool = True) -> Memory:
         parameters=(padded if case.uses_fsdp else own) * item,
         buffers=case.train.seq_len * case.model.shape.head_dim * ITEM_BYTES[case.wide_dtype],
         optimizer=case.train.update.states * own * item,
-        gradients=sum(each.nbytes for each in gradients(case, rank)),
+        gradients=sum(gradient.nbytes for gradient in gradients(case, rank)),
         saved=saved + (_attention_bytes(case) if saves_attention else 0),
         kept=scalars
-        + sum(each.nbytes for each in live if each.dtype != "uint8"),  # the state of generators is on the host
+        + sum(storage.nbytes for storage in live if storage.dtype != "uint8"),  # the state of generators is on the host
         probabilities=(probabilities := _probability_bytes(case, rank)),
         loss=_loss_bytes(case, probabilities),
         block=_block_bytes(case, [unit for unit in units if unit.name.startswith(f"layers.{last}")]),
@@ -130,9 +130,9 @@ def _block_bytes(case: Case, units: Sequence[Unit]) -> int:
     the last block.
     """
     dtype, last = case.train.dtype, case.model.shape.layers - 1
-    ranks_of = [(each, ranks_of_unit(case, unit)) for unit in units for each in unit.weights]
-    sizes = [(each, each.shard_elements(ranks) * ranks) for each, ranks in ranks_of]
-    gathered = sum(size * (1 if each.gathered_in_float8 else ITEM_BYTES[dtype]) for each, size in sizes)
+    ranks_of = [(weight, ranks_of_unit(case, unit)) for unit in units for weight in unit.weights]
+    sizes = [(weight, weight.shard_elements(ranks) * ranks) for weight, ranks in ranks_of]
+    gathered = sum(size * (1 if weight.gathered_in_float8 else ITEM_BYTES[dtype]) for weight, size in sizes)
     whole = sum(size for _, size in sizes)
     unreduced = whole * (ITEM_BYTES[dtype] + ITEM_BYTES[case.reduce_dtype])
     hidden = next(name for name in block_linears(case.model, last) if name.endswith("w1"))
@@ -143,5 +143,7 @@ def _block_bytes(case: Case, units: Sequence[Unit]) -> int:
     activations = elements * ITEM_BYTES[dtype]
     if case.checkpointing.wraps(last):
         plain = replace(case, checkpointing=Checkpointing())
-        activations += sum(count * ITEM_BYTES[each] for each, count in block_elements(plain, last, step=2).items())
+        activations += sum(
+            count * ITEM_BYTES[saved_dtype] for saved_dtype, count in block_elements(plain, last, step=2).items()
+        )
     return (2 * gathered + unreduced if case.uses_fsdp else 0) + activations

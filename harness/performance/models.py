@@ -30,7 +30,7 @@ MODELS: Mapping[str, KnownModel] = {
     "llama3-8b": KnownModel(ModelShape(dim=4096, layers=32, heads=32, kv_heads=8, ffn_dim=14336), 128256, 8192),
     "llama3-70b": KnownModel(ModelShape(dim=8192, layers=80, heads=64, kv_heads=8, ffn_dim=28672), 128256, 8192),
     "llama3-405b": KnownModel(ModelShape(dim=16384, layers=126, heads=128, kv_heads=8, ffn_dim=53248), 128256, 8192),
-    # Sizes of arXiv:2412.19437: experts of 2048 hidden features. In place of its latent attention is that of a
+    # Sizes of arXiv:2412.19437: experts of 2048 hidden features. In place of its latent attention is the attention of a
     # Llama with as many heads; the first block, one for its three, is as wide as two experts.
     "deepseek-v3": KnownModel(
         ModelShape(dim=7168, layers=61, heads=128, kv_heads=128, ffn_dim=4096),

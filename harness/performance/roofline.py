@@ -148,8 +148,8 @@ def matmul_s(m: int, n: int, k: int, precision: str, machine: Machine, *, launch
 
 def _attention_s(case: Case, machine: Machine) -> float:
     rate = (machine.peak.tflops("bfloat16") or 0.0) * 1e12 * machine.rates.attention
-    parts = [each for each in work(case) if each.part == ATTENTION]
-    done = sum(each.executed_flops * (1 if each.role == "forward" else _FLASH_BACKWARD) for each in parts)
+    parts = [entry for entry in work(case) if entry.part == ATTENTION]
+    done = sum(entry.executed_flops * (1 if entry.role == "forward" else _FLASH_BACKWARD) for entry in parts)
     return _CAUSAL * done / rate
 
 
@@ -175,7 +175,7 @@ def _memory_s(case: Case, machine: Machine) -> float:
 
 def _tensor_parallel_s(case: Case, transfers: Iterable[Transfer], machine: Machine) -> float:
     """Seconds of the collectives of TP and experts, which nothing overlaps unless async TP fuses them with matmuls."""
-    waits = sum(transfer_s(each, case.layout, machine) for each in transfers if _is_waited_for(each))
+    waits = sum(transfer_s(transfer, case.layout, machine) for transfer in transfers if _is_waited_for(transfer))
     candidates = fusion_candidates(case)
     if not candidates:
         return waits
@@ -185,9 +185,13 @@ def _tensor_parallel_s(case: Case, transfers: Iterable[Transfer], machine: Machi
 
 def _data_parallel_s(case: Case, transfers: Iterable[Transfer], machine: Machine, *, behind_s: float) -> float:
     """Seconds that FSDP's collectives add: the first gather and last reduction, and what slows compute."""
-    sent = [each for each in transfers if not _is_waited_for(each)]
-    times = [transfer_s(each, case.layout, machine) for each in sent]
-    ends = sum(time / each.times for each, time in zip(sent, times, strict=True) if "tok_embeddings" in each.purpose)
+    sent = [transfer for transfer in transfers if not _is_waited_for(transfer)]
+    times = [transfer_s(transfer, case.layout, machine) for transfer in sent]
+    ends = sum(
+        time / transfer.times
+        for transfer, time in zip(sent, times, strict=True)
+        if "tok_embeddings" in transfer.purpose
+    )
     hidden = sum(times) - ends
     return ends + machine.rates.behind_compute * min(hidden, behind_s) + max(0.0, hidden - behind_s)
 
@@ -246,7 +250,7 @@ def _alike_casts(case: Case) -> Iterator[tuple[Sequence[str], tuple[Cast, ...]]]
 
 
 def _of_experts(case: Case) -> Iterator[Cast]:
-    """Of grouped matmuls, which the recipe converts whatever `casts` says of linears."""
+    """Of grouped matmuls, which the recipe converts whatever `casts` says about linears."""
     model, local = case.model, case.model.experts // case.layout.ep
     plain = replace(case, float8=replace(case.float8, casts=()))
     for fqn in expert_fqns(model) if case.float8.grouped_mm else ():

@@ -38,13 +38,13 @@ def routed(case: Case, machine: Machine) -> Routed:
     grouped = [gemm for gemm in gemms(case) if EXPERTS in gemm.fqn]
     timed = machine.peak.tflops(case.train.dtype) is not None
     saved = [_saved(case, ((times * rows,),) * blocks) for times in (1, IMBALANCE)] if is_exact(case) else []
-    exchanged = (each for each in transfers_if_balanced(case, step=2, rank=0) if each.kind == "all_to_all")
+    exchanged = (transfer for transfer in transfers_if_balanced(case, step=2, rank=0) if transfer.kind == "all_to_all")
     return Routed(
         parameters=parameter_count(case),
         active_parameters=active_parameter_count(case),
         rows=rows,
         local_experts=case.model.experts // case.layout.ep,
-        sent_bytes=sum(each.payload_bytes for each in exchanged),
+        sent_bytes=sum(transfer.payload_bytes for transfer in exchanged),
         more_s=(IMBALANCE - 1) * sum(gemm_s(gemm, machine) for gemm in grouped) if timed else None,
         more_bytes=saved[1] - saved[0] if saved else None,
     )

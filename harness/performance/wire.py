@@ -35,21 +35,21 @@ class AxisTraffic(msgspec.Struct, frozen=True, kw_only=True):
 def wire(case: Case, *, gpus_per_node: int) -> tuple[AxisTraffic, ...]:
     """The traffic of rank 0 in step 2, which all later steps repeat, by axis, outermost first. Experts are balanced."""
     layout = case.layout
-    found: dict[str, list[Transfer]] = {}
+    by_axis: dict[str, list[Transfer]] = {}
     for term in transfers_if_balanced(case, step=2, rank=0):
-        found.setdefault(term.axis, []).append(term)
+        by_axis.setdefault(term.axis, []).append(term)
     return tuple(
         AxisTraffic(
             axis=axis,
             ranks=group_size(layout, axis),
             crosses_nodes=crosses_nodes(layout, axis, gpus_per_node),
-            calls=sum(term.times for term in found[axis]),
-            payload_bytes=sum(term.payload_bytes for term in found[axis]),
-            sent_bytes=round(sum(sent_bytes(term, layout) for term in found[axis])),
+            calls=sum(term.times for term in by_axis[axis]),
+            payload_bytes=sum(term.payload_bytes for term in by_axis[axis]),
+            sent_bytes=round(sum(sent_bytes(term, layout) for term in by_axis[axis])),
             # of scales: the loss has maxima of its own
-            amax_reductions=sum(term.times for term in found[axis] if term.op == "max" and "amax" in term.purpose),
+            amax_reductions=sum(term.times for term in by_axis[axis] if term.op == "max" and "amax" in term.purpose),
         )
-        for axis in sorted(found, key=lambda axis: _ORDER.index(_axes(layout, axis)[0]))
+        for axis in sorted(by_axis, key=lambda axis: _ORDER.index(_axes(layout, axis)[0]))
     )
 
 

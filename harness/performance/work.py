@@ -106,7 +106,7 @@ class Gemm(linears.Gemm, frozen=True, kw_only=True):
 def gemms(case: Case, *, rank: int = 0) -> tuple[Gemm, ...]:
     """The matmuls of linears, and of experts whose tokens are spread evenly, in order of execution."""
     of_module = {fqn: alike.gemms for alike in alike_modules(case, rank=rank) for fqn in alike.fqns}
-    modules = (each.fqn for each in _modules(case, rank))
+    modules = (module.fqn for module in _modules(case, rank))
     return in_order([[replace(gemm, fqn=fqn) for gemm in of_module[fqn]] for fqn in modules])
 
 
@@ -121,10 +121,18 @@ class Alike(NamedTuple):
 def alike_modules(case: Case, *, rank: int = 0) -> tuple[Alike, ...]:
     """All modules that multiply, in the order of the first of each kind."""
     kinds: dict[tuple[object, ...], list[_Module]] = {}
-    for each in _modules(case, rank):
-        kind = each.rows, each.features, id(each.traits), each.repeats, each.pads, each.groups, _part_of(each.fqn)
-        kinds.setdefault(kind, []).append(each)
-    return tuple(Alike(tuple(each.fqn for each in kind), _gemms_of(case, kind[0])) for kind in kinds.values())
+    for module in _modules(case, rank):
+        kind = (
+            module.rows,
+            module.features,
+            id(module.traits),
+            module.repeats,
+            module.pads,
+            module.groups,
+            _part_of(module.fqn),
+        )
+        kinds.setdefault(kind, []).append(module)
+    return tuple(Alike(tuple(member.fqn for member in kind), _gemms_of(case, kind[0])) for kind in kinds.values())
 
 
 class _Module(NamedTuple):
@@ -165,7 +173,7 @@ def _routed(case: Case, fqn: str) -> Iterator[_Module]:
 
 
 def _gemms_of(case: Case, module: _Module) -> tuple[Gemm, ...]:
-    found = []
+    matmuls = []
     for role, (m, n, k) in matmul_sizes(module.rows, module.features).items():
         float8 = module.traits.multiplies(role)
         pads = float8 and module.pads
@@ -185,8 +193,8 @@ def _gemms_of(case: Case, module: _Module) -> tuple[Gemm, ...]:
             repeats=module.repeats if role == "forward" else 0,
             groups=module.groups,
         )
-        found.append(gemm)
-    return tuple(found)
+        matmuls.append(gemm)
+    return tuple(matmuls)
 
 
 def _repeats(case: Case, fqn: str) -> int:
@@ -213,10 +221,10 @@ def work(case: Case, *, rank: int = 0, saves_attention: bool = True) -> tuple[Wo
 
     `saves_attention`: `selective_op` saves the output of attention, which is so for every kernel but the CPU's.
     """
-    found: dict[tuple[str, str, str], list[tuple[Gemm, int]]] = {}
+    by_part: dict[tuple[str, str, str], list[tuple[Gemm, int]]] = {}
     counted = [(gemm, len(kind.fqns)) for kind in alike_modules(case, rank=rank) for gemm in kind.gemms]
-    for gemm, times in sorted(counted, key=lambda each: (each[0].fqn == OUTPUT_FQN, _ROLES.index(each[0].role))):
-        found.setdefault((_part_of(gemm.fqn), gemm.role, gemm.precision), []).append((gemm, times))
+    for gemm, times in sorted(counted, key=lambda pair: (pair[0].fqn == OUTPUT_FQN, _ROLES.index(pair[0].role))):
+        by_part.setdefault((_part_of(gemm.fqn), gemm.role, gemm.precision), []).append((gemm, times))
     linears = (
         Work(
             part=part,
@@ -226,7 +234,7 @@ def work(case: Case, *, rank: int = 0, saves_attention: bool = True) -> tuple[Wo
             executions=sum(times * gemm.executions for gemm, times in of_part),
             executed_flops=sum(times * gemm.executed_flops for gemm, times in of_part),
         )
-        for (part, role, precision), of_part in found.items()
+        for (part, role, precision), of_part in by_part.items()
     )
     return (*linears, *_attention(case, blocks_of(case, rank), saves_attention=saves_attention))
 
@@ -262,16 +270,16 @@ def _attention(case: Case, blocks: Sequence[int], *, saves_attention: bool) -> I
 
 def executed(case: Case, *, rank: int, saves_attention: bool = True) -> Mapping[str, Multiplied]:
     """What one rank executes in one step, by part and precision, as `FlopsRecord` counts it."""
-    found = [
-        ("attention" if each.part == ATTENTION else "matmuls", each.precision, each.executions, each.executed_flops)
-        for each in work(case, rank=rank, saves_attention=saves_attention)
+    products = [
+        ("attention" if entry.part == ATTENTION else "matmuls", entry.precision, entry.executions, entry.executed_flops)
+        for entry in work(case, rank=rank, saves_attention=saves_attention)
     ]
     for precision, scaled in ((FLOAT8, True), (case.train.dtype, False)):
-        found.append(("matmuls", precision, extra_matmul_calls(case, scaled=scaled), 0))
+        products.append(("matmuls", precision, extra_matmul_calls(case, scaled=scaled), 0))
     added = multiplied_by(
-        (multiplied_words(part=part, precision=precision), calls, flops) for part, precision, calls, flops in found
+        (multiplied_words(part=part, precision=precision), calls, flops) for part, precision, calls, flops in products
     )
-    return {words: each for words, each in added.items() if each.calls}
+    return {words: multiplied for words, multiplied in added.items() if multiplied.calls}
 
 
 def flops_per_token(case: Case) -> int:
@@ -289,6 +297,6 @@ def flops_per_token(case: Case) -> int:
 def flops_per_token_by_precision(case: Case) -> Mapping[str, float]:
     """`flops_per_token` by precision: what matmuls in float8 do not do counts in the dtype of the case."""
     alone = replace(case, layout=Layout(), train=replace(case.train, global_batch=1, accumulation=1))
-    float8 = sum(each.flops for each in work(alone) if each.precision == FLOAT8) / case.train.seq_len
+    float8 = sum(entry.flops for entry in work(alone) if entry.precision == FLOAT8) / case.train.seq_len
     total = flops_per_token(case)
     return {FLOAT8: float8, case.train.dtype: total - float8} if float8 else {case.train.dtype: float(total)}

@@ -29,11 +29,12 @@ from harness.report.sections import Block, Entry, Facts, Items, Section, Table, 
 def bugs_sections(bugs: Sequence[BugFile]) -> list[Block]:
     """A table of bug files: id, status, symptom, what detects them, title."""
     rows = tuple(
-        (each.id, each.bug.status, each.bug.symptom, ", ".join(each.bug.detected_by) or "-", each.bug.title)
-        for each in bugs
+        (bug.id, bug.bug.status, bug.bug.symptom, ", ".join(bug.bug.detected_by) or "-", bug.bug.title) for bug in bugs
     )
-    counts = Counter(each.bug.status for each in bugs)
-    totals = ", ".join(f"{counts[each]} {each}" for each in ("live", "fixed", "open", "refused") if counts[each])
+    counts = Counter(bug.bug.status for bug in bugs)
+    totals = ", ".join(
+        f"{counts[status]} {status}" for status in ("live", "fixed", "open", "refused") if counts[status]
+    )
     total = f"{counted(len(bugs), 'bug')}{f': {totals}' if totals else ''}"
     return [Section(blocks=(Table(rows=rows), total))]
 
@@ -51,15 +52,15 @@ def bug_document(bug: BugFile) -> dict[str, object]:
     }
 
 
-def imported_sections(found: ImportedBug, *, file: str | None) -> list[Block]:
+def imported_sections(imported: ImportedBug, *, file: str | None) -> list[Block]:
     """What was found in a report, list by list. `file`: where the bug file was written; None where nothing was."""
-    bug = found.bug
-    lists = {name: _sourced(found, name) for name in ("stated", "derived", "assumed", "missing", "refused")}
-    facts = (bug.bug.link, f"seen: {_seen(bug.bug)}", f"spellings of {found.day} ({found.day_from})")
+    bug = imported.bug
+    lists = {name: _sourced(imported, name) for name in ("stated", "derived", "assumed", "missing", "refused")}
+    facts = (bug.bug.link, f"seen: {_seen(bug.bug)}", f"spellings of {imported.day} ({imported.day_from})")
     return [
         Section(title=f"{bug.id}: {bug.bug.title}", blocks=facts),
         *(Section(title=name, blocks=(Items(lines),)) for name, lines in lists.items()),
-        Section(title="ignored", blocks=(Items(tuple(found.ignored)),)),
+        Section(title="ignored", blocks=(Items(tuple(imported.ignored)),)),
         Verbatim("\n".join(_next(bug, file))),
     ]
 
@@ -72,13 +73,13 @@ def _seen(bug: Bug) -> str:
     return f"{', '.join(parts)}{f'; {bug.message}' if bug.message else ''}"
 
 
-def _sourced(found: ImportedBug, name: str) -> tuple[str, ...]:
+def _sourced(imported: ImportedBug, name: str) -> tuple[str, ...]:
     """A list of axes with their values and where those come from; full sizes, except in `derived`."""
-    case, words = found.bug.case, getattr(found.bug, name)
+    case, words = imported.bug.case, getattr(imported.bug, name)
     values = {} if case is None or name in ("missing", "refused") else dict(axis_values(case))
-    values = {axis: value for axis, value in values.items() if axis not in found.bug.missing}
+    values = {axis: value for axis, value in values.items() if axis not in imported.bug.missing}
     if values and name != "derived":
-        values |= found.bug.full_size
+        values |= imported.bug.full_size
     return tuple(
         f"{axis}{f' = {quoted(values[axis])}' if axis in values else ''}: "
         + (f'"{why}"' if name == "stated" else why.removeprefix(f"{quoted(values.get(axis))}: "))
@@ -101,79 +102,84 @@ def _next(bug: BugFile, file: str | None) -> Iterator[str]:
             yield f"run it: {run_cases(file)}"
 
 
-def imported_document(found: ImportedBug, *, file: str | None) -> dict[str, object]:
-    bug = found.bug
+def imported_document(imported: ImportedBug, *, file: str | None) -> dict[str, object]:
+    bug = imported.bug
     lists = ("stated", "derived", "assumed", "missing", "refused", "full_size")
     return {
         "id": bug.id,
         "file": file,
         **msgspec.structs.asdict(bug.bug),
-        "date": found.day,
-        "date_from": found.day_from,
+        "date": imported.day,
+        "date_from": imported.day_from,
         "case": None if bug.case is None else case_id(bug.case),
         "axes": {} if bug.case is None else axis_values(bug.case),
         **{name: getattr(bug, name) for name in lists},
-        "ignored": found.ignored,
+        "ignored": imported.ignored,
     }
 
 
-def reproduced_sections(found: Reproduced) -> list[Block]:
+def reproduced_sections(reproduction: Reproduced) -> list[Block]:
     """The answer, with what was expected and found; then what differs from the report."""
-    message = found.found.message if found.answer != "not reproduced" else ""
-    known = (("known fault", f"{name}: {why}") for name, why in found.known.items())
-    facts = Facts((("expected", found.expected), ("found", found.found.text), ("message", message), *known))
+    message = reproduction.found.message if reproduction.answer != "not reproduced" else ""
+    known = (("known fault", f"{name}: {why}") for name, why in reproduction.known.items())
+    facts = Facts(
+        (("expected", reproduction.expected), ("found", reproduction.found.text), ("message", message), *known)
+    )
     return [
-        Section(title=f"{found.answer}: {found.found.case_id}", blocks=(facts,)),
-        Section(title="differs from the report", blocks=(Items(tuple(found.differs)),)),
+        Section(title=f"{reproduction.answer}: {reproduction.found.case_id}", blocks=(facts,)),
+        Section(title="differs from the report", blocks=(Items(tuple(reproduction.differs)),)),
     ]
 
 
-def bisected_sections(found: Bisected) -> list[Block]:
+def bisected_sections(bisected: Bisected) -> list[Block]:
     """The version with which the failure comes or goes beside the one before, what lies between, and what was tried."""
-    what = "that fails" if found.after.answer == "bad" else "without the failure"
-    versions = [each.version for each in (*found.unknown, found.after)]
+    qualifier = "that fails" if bisected.after.answer == "bad" else "without the failure"
+    versions = [answer.version for answer in (*bisected.unknown, bisected.after)]
     one_of = " or ".join(filter(None, (", ".join(versions[:-1]), versions[-1])))
     facts = [
-        (each.answer, "\n".join(filter(None, (f"{each.version}: {each.why}", each.says * (each.answer == "bad")))))
-        for each in (found.before, found.after)
+        (
+            answer.answer,
+            "\n".join(filter(None, (f"{answer.version}: {answer.why}", answer.says * (answer.answer == "bad")))),
+        )
+        for answer in (bisected.before, bisected.after)
     ]
-    facts += [("skipped", f"{each.version}: {each.why}") for each in found.unknown]
-    tried = ", ".join(f"{each.version} {each.answer}{' (kept)' * each.cached}" for each in found.tried)
-    title = f"the first version {what}: {found.package} {one_of}"
+    facts += [("skipped", f"{answer.version}: {answer.why}") for answer in bisected.unknown]
+    tried = ", ".join(f"{answer.version} {answer.answer}{' (kept)' * answer.cached}" for answer in bisected.tried)
+    title = f"the first version {qualifier}: {bisected.package} {one_of}"
     return [Section(title=title, blocks=(Facts((*facts, ("tried", tried))),))]
 
 
-def shrunk_sections(found: Shrunk, *, command: str = "") -> list[Block]:
+def shrunk_sections(shrunk: Shrunk, *, command: str = "") -> list[Block]:
     """The smallest case and the command that runs it, what the failure needs and does not depend on, with the runs."""
-    took = f"{found.wall_s:.0f} s wall, {found.cpu_s:.0f} s CPU"
-    ended = "" if found.complete else "; the budget ended it, so a smaller case may fail alike"
-    facts = Facts((("was", case_id(found.first)), ("failure", found.signature.text), ("message", found.message)))
-    first, last = axis_values(found.first), axis_values(found.case)
+    took = f"{shrunk.wall_s:.0f} s wall, {shrunk.cpu_s:.0f} s CPU"
+    ended = "" if shrunk.complete else "; the budget ended it, so a smaller case may fail alike"
+    facts = Facts((("was", case_id(shrunk.first)), ("failure", shrunk.signature.text), ("message", shrunk.message)))
+    first, last = axis_values(shrunk.first), axis_values(shrunk.case)
     changed = tuple(
         (name, f"{shown_value(first[name])} -> {shown_value(last[name])}") for name in AXES if first[name] != last[name]
     )
     return [
         Section(
-            title=f"smallest case: {case_id(found.case)}",
+            title=f"smallest case: {case_id(shrunk.case)}",
             blocks=(facts, *([Verbatim(f"$ {command}")] if command else [])),
         ),
-        Section(title="needs", blocks=tuple(_needs(found))),
+        Section(title="needs", blocks=tuple(_needs(shrunk))),
         Section(title="does not depend on", blocks=(Facts(changed),)),
-        f"{counted(len(found.attempts), 'smaller case')} tried, {found.ran} run now, {took}{ended}",
+        f"{counted(len(shrunk.attempts), 'smaller case')} tried, {shrunk.ran} run now, {took}{ended}",
     ]
 
 
-def _needs(found: Shrunk) -> Iterator[Entry]:
+def _needs(shrunk: Shrunk) -> Iterator[Entry]:
     """By axis, the other values that were tried, and what was seen with them."""
-    values = axis_values(found.case)
+    values = axis_values(shrunk.case)
     groups: dict[str, list[Attempt]] = {}
-    for each in found.needed:
-        groups.setdefault(next(iter(each.changes)), []).append(each)
+    for attempt in shrunk.needed:
+        groups.setdefault(next(iter(attempt.changes)), []).append(attempt)
     for name, attempts in groups.items():
         lines = (
-            f"with {', '.join(f'{axis} {shown_value(value)}' for axis, value in each.changes.items())}: "
-            f"{'the same' if each.same else each.result.text}  [{each.result.case_id}]"
-            for each in attempts
+            f"with {', '.join(f'{axis} {shown_value(value)}' for axis, value in attempt.changes.items())}: "
+            f"{'the same' if attempt.same else attempt.result.text}  [{attempt.result.case_id}]"
+            for attempt in attempts
         )
         bound = " or more" if _is_bound(name, values[name], attempts) else ""
         yield Entry(title=f"{name} {shown_value(values[name])}{bound}", lines=tuple(lines))
@@ -183,18 +189,18 @@ def _is_bound(name: str, value: object, attempts: Sequence[Attempt]) -> bool:
     """True when the number below alone takes the failure away, and every larger one that was tried keeps it."""
     if not isinstance(value, int) or isinstance(value, bool):
         return False
-    larger = [each.same for each in attempts if int(str(each.changes[name])) > value]
-    below = any(dict(each.changes) == {name: value - 1} and not each.same for each in attempts)
+    larger = [attempt.same for attempt in attempts if int(str(attempt.changes[name])) > value]
+    below = any(dict(attempt.changes) == {name: value - 1} and not attempt.same for attempt in attempts)
     return below and bool(larger) and all(larger)
 
 
-def shrunk_document(found: Shrunk) -> dict[str, object]:
+def shrunk_document(shrunk: Shrunk) -> dict[str, object]:
     same = ("signature", "message", "complete", "ran", "cpu_s", "wall_s", "needed", "attempts")
     return {
-        "first": case_id(found.first),
-        "case": case_id(found.case),
-        "axes": own_axes(found.case),
-        **{name: getattr(found, name) for name in same},
+        "first": case_id(shrunk.first),
+        "case": case_id(shrunk.case),
+        "axes": own_axes(shrunk.case),
+        **{name: getattr(shrunk, name) for name in same},
     }
 
 
@@ -215,8 +221,8 @@ def corpus_sections(corpus: Corpus) -> list[Block]:
 def _rows(proof: Proof) -> Iterator[tuple[str, ...]]:
     faults = [f"{name}: {verdict.value}" for name, verdict in proof.planted.items()] or ["-"]
     clean = "not run" if proof.clean is None else proof.clean.value
-    found = "MISMATCH" if proof.mismatches else ", ".join(proof.detected_by) or "-"
-    yield proof.bug, proof.case_id, clean, faults[0], found
+    detected_by = "MISMATCH" if proof.mismatches else ", ".join(proof.detected_by) or "-"
+    yield proof.bug, proof.case_id, clean, faults[0], detected_by
     yield from (("", "", "", fault, "") for fault in faults[1:])
 
 
@@ -250,9 +256,9 @@ def exported_test_sections(test: ExportedTest) -> list[Block]:
     """The test that was written, and which colour it had where it was run."""
     written = f"{test.file}: {test.lines} lines, {test.model}\nrun it by: python -m pytest {test.file}"
     sections: list[Block] = [Verbatim(written)]
-    for each in test.proofs:
-        wrong = "" if each.found == each.wanted else f", but must be {each.wanted}"
-        sections.append(Section(title=f"{each.when}: {each.found}{wrong}", blocks=(Verbatim(each.text),)))
+    for proof in test.proofs:
+        wrong = "" if proof.found == proof.wanted else f", but must be {proof.wanted}"
+        sections.append(Section(title=f"{proof.when}: {proof.found}{wrong}", blocks=(Verbatim(proof.text),)))
     return sections
 
 
@@ -266,7 +272,7 @@ def issue_markdown(
 ) -> str:
     """The draft: environment, what was run, expected and found, the script, what else fails and what does not."""
     name, axes = exported.file.name, own_axes(parse_case_id(exported.case_id))
-    command = _command(exported, [Path(each).name for each in (str(exported.file), *exported.patches)])
+    command = _command(exported, [Path(file).name for file in (str(exported.file), *exported.patches)])
     reproduce: list[Block] = [f"[{name}]({name}) needs torch and torchao only:", Verbatim(command)]
     if proof is not None:
         reproduce += ["One of the ranks prints:", Verbatim(proof.text)]
@@ -297,7 +303,7 @@ def _divergence(exported: Exported) -> Iterator[Block]:
     else:
         yield from _of_finding(exported)
     if exported.signature.kind == "crash" and exported.signature.where:
-        yield f"Raised in {', '.join(f'`{each}`' for each in exported.signature.where)}."
+        yield f"Raised in {', '.join(f'`{call}`' for call in exported.signature.where)}."
 
 
 def _of_finding(exported: Exported) -> Iterator[Block]:
@@ -311,8 +317,8 @@ def _of_finding(exported: Exported) -> Iterator[Block]:
 
 def _neighbours(exported: Exported, neighbours: Sequence[Attempt]) -> Table:
     rows = [("nothing", exported.signature.text)]
-    for each in neighbours:
-        changed = ", ".join(f"{name} = {shown_value(value)}" for name, value in each.changes.items())
-        signature = each.result.signature
+    for neighbour in neighbours:
+        changed = ", ".join(f"{name} = {shown_value(value)}" for name, value in neighbour.changes.items())
+        signature = neighbour.result.signature
         rows.append((changed, "none: it passes" if signature is None else signature.text))
     return Table(columns=("changed", "failure"), rows=tuple(rows))

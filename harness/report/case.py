@@ -39,8 +39,8 @@ def headline(result: CaseResult) -> str:
         more = f" (+{len(result.findings) - 1} more)" if len(result.findings) > 1 else ""
         known = f"{result.expectation}: " if result.verdict is Verdict.KNOWN and result.expectation else ""
         excused = f"{result.quarantined.partition(':')[0]}: " if result.excused else ""
-        found = result.findings[0].first_line
-        return f"{excused}{known}{found if len(found) <= _NOTE_CHARS else found[:_NOTE_CHARS] + ' …'}{more}"
+        line = result.findings[0].first_line
+        return f"{excused}{known}{line if len(line) <= _NOTE_CHARS else line[:_NOTE_CHARS] + ' …'}{more}"
     parts = (result.expectation and f"as expected: {result.expectation}", retried(result))
     return "; ".join(part for part in parts if part).replace("\n", " ")
 
@@ -99,8 +99,8 @@ def case_sections(results: Sequence[CaseResult]) -> list[Section]:
 
 def _failures(result: CaseResult, first: Mapping[str, str]) -> Iterator[Block]:
     """How ranks failed, each traceback once, without consequences."""
-    causes = [each for each in result.failures if not each.consequence] or result.failures
-    shown = [failure for failure in (_shortened(each, result.case_id, first) for each in causes) if failure.traceback]
+    causes = [failure for failure in result.failures if not failure.consequence] or result.failures
+    shown = [failure for failure in (_shortened(cause, result.case_id, first) for cause in causes) if failure.traceback]
     shown.sort(key=lambda failure: (failure.traceback, failure.rank))
     for _, group in groupby(shown, key=lambda failure: failure.traceback):
         yield from failure_blocks(next(group))
@@ -136,12 +136,12 @@ def shown_case(case: CaseResult) -> Iterator[Section]:
     took = f"{counted(case.world_size, 'rank')}, {case.seconds:.1f} s wall, {case.cpu_s:.1f} s CPU"
     yield Section(title=case.case_id, blocks=(f"{case.verdict.value}{expected}; {took}",))
     yield Section(title="findings", blocks=finding_blocks(case.findings))
-    causes = [each for each in case.failures if not each.consequence]
-    yield Section(title="stacks", blocks=tuple(block for each in causes for block in failure_blocks(each, most=12)))
+    causes = [failure for failure in case.failures if not failure.consequence]
+    yield Section(title="stacks", blocks=tuple(block for cause in causes for block in failure_blocks(cause, most=12)))
     if case.measured is not None:
         yield from _measured_sections(case.measured)
     yield Section(title="judged by", blocks=(", ".join(case.checks),) if case.checks else ())
-    skipped = tuple(f"{each.check}: {each.reason}" for each in case.not_judged)
+    skipped = tuple(f"{unjudged.check}: {unjudged.reason}" for unjudged in case.not_judged)
     yield Section(title="not judged", blocks=(Items(skipped),))
     yield Section(title="run it again", blocks=(Verbatim(case.command),) if case.command else ())
 
@@ -192,8 +192,8 @@ def distances(measured: Measured) -> tuple[tuple[str, str], ...]:
         ("modules, from their replay", shown(measured.local_parity, " relative")),
         ("scaled matmuls", "" if measured.scaled_mm_calls is None else str(measured.scaled_mm_calls)),
         *(
-            (f"FLOPs of {words}", _beside(found, measured.expected_flops.get(words), _multiplied))
-            for words, found in measured.flops.items()
+            (f"FLOPs of {words}", _beside(multiplied, measured.expected_flops.get(words), _multiplied))
+            for words, multiplied in measured.flops.items()
         ),
     )
 
@@ -205,8 +205,8 @@ def _beside(found: _T, expected: _T | None, words: Callable[[_T], str]) -> str:
     return f"{words(found)}{', as the formula' if found == expected else f', the formula: {words(expected)}'}"
 
 
-def _multiplied(found: Multiplied) -> str:
-    return f"{flop_words(found.flops)} in {found.calls} calls"
+def _multiplied(multiplied: Multiplied) -> str:
+    return f"{flop_words(multiplied.flops)} in {multiplied.calls} calls"
 
 
 def _sent(sent: Sent | None) -> str:
@@ -214,16 +214,16 @@ def _sent(sent: Sent | None) -> str:
 
 
 def _cast_entries(casts: Sequence[CastRange]) -> Iterator[Entry]:
-    for each in sorted(casts, key=lambda each: each.lost, reverse=True)[:3]:
-        if each.lost:
-            shares = f"flushed {each.flushed:.2%}, saturated {each.saturated:.2%}, amax {each.amax:.3g}"
-            yield Entry(title=f"step {each.step} {each.fqn} {each.role}", lines=(shares,))
+    for cast in sorted(casts, key=lambda cast: cast.lost, reverse=True)[:3]:
+        if cast.lost:
+            shares = f"flushed {cast.flushed:.2%}, saturated {cast.saturated:.2%}, amax {cast.amax:.3g}"
+            yield Entry(title=f"step {cast.step} {cast.fqn} {cast.role}", lines=(shares,))
 
 
-def speedup_words(found: Speedup) -> str:
+def speedup_words(speedup: Speedup) -> str:
     """How much faster than the twin, with the interval: "1.234 times as fast as ID: 1.21 to 1.25, 6 pairs"."""
-    pairs = counted(found.pairs, "pair")
-    return f"{found.ratio:.3f} times as fast as {found.twin}: {found.low:.3f} to {found.high:.3f}, {pairs}"
+    pairs = counted(speedup.pairs, "pair")
+    return f"{speedup.ratio:.3f} times as fast as {speedup.twin}: {speedup.low:.3f} to {speedup.high:.3f}, {pairs}"
 
 
 def flop_words(count: float) -> str:

@@ -39,10 +39,10 @@ def _blocks(check: Check, kills: Kills | None) -> Iterator[Block]:
         for rule in check.rules
     )
     yield Table(columns=("rule", "message", "stage"), rows=rows, code=(0,))
-    found = kills.by_check(check.name) if kills is not None else {}
-    if found:
-        yield f"Proven by {counted(len(found), 'planted fault')}:"
-        proofs = ((fault, ", ".join(rule.partition("/")[2] for rule in rules)) for fault, rules in found.items())
+    faults = kills.by_check(check.name) if kills is not None else {}
+    if faults:
+        yield f"Proven by {counted(len(faults), 'planted fault')}:"
+        proofs = ((fault, ", ".join(rule.partition("/")[2] for rule in rules)) for fault, rules in faults.items())
         yield Items(tuple(f"`{fault}` ({names}): {all_faults()[fault].title}" for fault, names in proofs))
     else:
         yield "No planted fault is recorded for it."

@@ -46,8 +46,8 @@ class Told(NamedTuple):
 
 def junit_report(run: RunResult, instead: Mapping[str, Told] = MappingProxyType({})) -> bytes:
     """The XML document in UTF-8. `instead`: by case id."""
-    told = [instead.get(result.case_id) or _told(result) for result in run.results]
-    elements = [each.element for each in told if each is not None]
+    answers = [instead.get(result.case_id) or _told(result) for result in run.results]
+    elements = [answer.element for answer in answers if answer is not None]
     counts = {
         "tests": str(len(run.results)),
         "failures": str(elements.count("failure")),
@@ -58,8 +58,8 @@ def junit_report(run: RunResult, instead: Mapping[str, Told] = MappingProxyType(
     root = ElementTree.Element("testsuites", {"name": _SUITE, **counts})
     group = ElementTree.SubElement(root, "testsuite", {"name": _SUITE, **counts})
     _add_properties(group, run.end.provenance)
-    for result, each in zip(run.results, told, strict=True):
-        _add_case(group, result, each)
+    for result, answer in zip(run.results, answers, strict=True):
+        _add_case(group, result, answer)
     ElementTree.indent(root)
     return bytes(ElementTree.tostring(root, encoding="utf-8", xml_declaration=True)) + b"\n"
 
@@ -69,15 +69,15 @@ def _told(result: CaseResult) -> Told | None:
     return None if element is None else Told(element, headline(result) or outcome(result))
 
 
-def _add_case(group: ElementTree.Element, result: CaseResult, told: Told | None) -> None:
+def _add_case(group: ElementTree.Element, result: CaseResult, answer: Told | None) -> None:
     names = {"classname": _SUITE, "name": printable(result.case_id), "time": f"{result.seconds:.3f}"}
     case = ElementTree.SubElement(group, "testcase", names)
     facts = {"verdict": result.verdict.value, "world_size": str(result.world_size), "command": result.command}
     _add_properties(case, facts)
     findings = _text(*(finding_blocks(result.findings) or (outcome(result),)), *_reproduce(result))
-    if told is not None:
-        attributes = {"type": result.verdict.value, "message": printable(told.why)}
-        ElementTree.SubElement(case, told.element, attributes).text = findings
+    if answer is not None:
+        attributes = {"type": result.verdict.value, "message": printable(answer.why)}
+        ElementTree.SubElement(case, answer.element, attributes).text = findings
     output = "\n\n".join(_output(result, findings))
     if output:
         ElementTree.SubElement(case, "system-out").text = output
@@ -86,7 +86,7 @@ def _add_case(group: ElementTree.Element, result: CaseResult, told: Told | None)
 def _output(result: CaseResult, findings: str) -> list[str]:
     if result.verdict is Verdict.PASSED:  # an expected refusal passes although ranks failed
         return [printable(headline(result))]
-    failures = [_text(*failure_blocks(each, most=None)) for each in result.failures]
+    failures = [_text(*failure_blocks(failure, most=None)) for failure in result.failures]
     return [findings, *failures] if result.verdict is Verdict.KNOWN else failures
 
 
@@ -103,8 +103,8 @@ def annotation_lines(run: RunResult) -> str:
     bad = [result for result in run.results if not result.verdict.good]
     shown = bad if len(bad) <= ANNOTATIONS else bad[: ANNOTATIONS - 1]
     lines = [
-        annotation(each.case_id, _text(outcome(each), *finding_blocks(each.findings), *_reproduce(each)))
-        for each in shown
+        annotation(result.case_id, _text(outcome(result), *finding_blocks(result.findings), *_reproduce(result)))
+        for result in shown
     ]
     if len(bad) > len(shown):
         names = "\n".join(result.case_id for result in bad[len(shown) :])

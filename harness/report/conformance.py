@@ -47,24 +47,24 @@ def conformance_document(
     """All checks with their problems."""
     checks = tuple(
         CheckDocument(
-            id=each.check.id,
-            op=each.check.row,
-            placement=column(each.check),
-            status=each.status,
-            wire_bytes=each.wire_bytes,
-            cheapest_bytes=each.cheapest_bytes,
-            deviations=each.deviations,
-            problems=tuple(map(str, each.problems)),
+            id=conclusion.check.id,
+            op=conclusion.check.row,
+            placement=column(conclusion.check),
+            status=conclusion.status,
+            wire_bytes=conclusion.wire_bytes,
+            cheapest_bytes=conclusion.cheapest_bytes,
+            deviations=conclusion.deviations,
+            problems=tuple(map(str, conclusion.problems)),
         )
-        for each in conclusions
+        for conclusion in conclusions
     )
-    counts: Counter[str] = Counter(each.status for each in checks)
+    counts: Counter[str] = Counter(check.status for check in checks)
     return ConformanceDocument(software=software, seconds=round(seconds, 1), counts=dict(counts), checks=checks)
 
 
 def column(check: OperatorCheck) -> str:
     """The column of a check: the most specific of `COLUMNS` that its inputs have."""
-    placements = [placement for each in check.inputs for placement in each]
+    placements = [placement for input_placements in check.inputs for placement in input_placements]
     if len(check.axes) > 1:
         return "strided" if any(placement[0] == "T" for placement in placements) else "2-D"
     kind = shard_kind(check)
@@ -75,7 +75,7 @@ def column(check: OperatorCheck) -> str:
 
 def conformance_section(document: ConformanceDocument, *, verbose: bool = False) -> Section:
     """The table, known deviations that occurred, and each check that is not as expected; `verbose`: or explained."""
-    shown = Counter(name for each in document.checks if each.status == "known" for name in each.deviations)
+    shown = Counter(name for check in document.checks if check.status == "known" for name in check.deviations)
     counts = ", ".join(f"{count} {status}" for status, count in sorted(document.counts.items()))
     software = ", ".join(f"{name} {version or 'missing'}" for name, version in document.software.items())
     return Section(
@@ -87,16 +87,16 @@ def conformance_section(document: ConformanceDocument, *, verbose: bool = False)
             Table(
                 title="known deviations, with the number of checks that show them",
                 rows=tuple(
-                    (str(shown[each.name]), f"{each.name}: {each.reason} ({each.link})")
-                    for each in KNOWN
-                    if shown[each.name]
+                    (str(shown[deviation.name]), f"{deviation.name}: {deviation.reason} ({deviation.link})")
+                    for deviation in KNOWN
+                    if shown[deviation.name]
                 ),
                 right=(0,),
             ),
             *(
-                Entry(title=f"{each.id}: {each.status} {' '.join(each.deviations)}", lines=each.problems)
-                for each in document.checks
-                if each.status in ("failed", "unexpected_pass") or (verbose and each.problems)
+                Entry(title=f"{check.id}: {check.status} {' '.join(check.deviations)}", lines=check.problems)
+                for check in document.checks
+                if check.status in ("failed", "unexpected_pass") or (verbose and check.problems)
             ),
             f"{counted(len(document.checks), 'check')} in {document.seconds:.1f} s ({software}): {counts}",
         ),
@@ -105,12 +105,14 @@ def conformance_section(document: ConformanceDocument, *, verbose: bool = False)
 
 def _grid(document: ConformanceDocument) -> Table:
     counts: dict[str, dict[str, Counter[str]]] = {}
-    for each in document.checks:
-        counts.setdefault(each.op, {}).setdefault(each.placement, Counter())[each.status] += 1
-    shown = [name for name in COLUMNS if any(name in found for found in counts.values())]
+    for check in document.checks:
+        counts.setdefault(check.op, {}).setdefault(check.placement, Counter())[check.status] += 1
+    shown = [name for name in COLUMNS if any(name in row for row in counts.values())]
     return Table(
         columns=("operator", *shown),
-        rows=tuple((name, *(_cell(found.get(each, Counter())) for each in shown)) for name, found in counts.items()),
+        rows=tuple(
+            (name, *(_cell(row.get(placement, Counter())) for placement in shown)) for name, row in counts.items()
+        ),
         right=tuple(range(1, len(shown) + 1)),
     )
 

@@ -42,11 +42,14 @@ def _tables(selection: Selection, account: Coverage, listed: Collection[Fate]) -
         ),
     )
     for fate in listed:
-        found = account.of(fate)
-        if found:
+        combinations = account.of(fate)
+        if combinations:
             yield Table(
-                title=f"{fate} in {account.name} ({len(found)})",
+                title=f"{fate} in {account.name} ({len(combinations)})",
                 columns=("block", "values", "rules"),
-                rows=tuple((each.block, " / ".join(each.values), ", ".join(each.rules)) for each in found),
+                rows=tuple(
+                    (combination.block, " / ".join(combination.values), ", ".join(combination.rules))
+                    for combination in combinations
+                ),
                 folded=True,
             )

@@ -43,7 +43,7 @@ def _place(first: Distance | None) -> str:
 
 def _spans(steps: Sequence[tuple[int, Word]]) -> str:
     """`1 equal, 2-3 rounding, 4-10 wrong`; of many changes the first, for the rest is chance."""
-    spans = [[step for step, _ in group] for _, group in groupby(steps, key=lambda each: each[1])]
+    spans = [[step for step, _ in group] for _, group in groupby(steps, key=lambda pair: pair[1])]
     words = dict(steps)
-    told = [f"{each[0] if len(each) == 1 else f'{each[0]}-{each[-1]}'} {words[each[0]]}" for each in spans[:_SHOWN]]
-    return ", ".join((*told, "…") if len(spans) > _SHOWN else told)
+    texts = [f"{span[0] if len(span) == 1 else f'{span[0]}-{span[-1]}'} {words[span[0]]}" for span in spans[:_SHOWN]]
+    return ", ".join((*texts, "…") if len(spans) > _SHOWN else texts)

@@ -80,31 +80,35 @@ def _equal(first: Value, second: Value) -> bool:
     return same_number(first, second)
 
 
-def difference_blocks(found: Sequence[TableDifference]) -> tuple[Block, ...]:
-    equal = [f"{each.table} ({counted(each.rows, 'row')})" for each in found if each.equal and each.rows]
-    missing = [each.table for each in found if each.equal and not each.rows]
+def difference_blocks(differences: Sequence[TableDifference]) -> tuple[Block, ...]:
+    equal = [
+        f"{compared.table} ({counted(compared.rows, 'row')})"
+        for compared in differences
+        if compared.equal and compared.rows
+    ]
+    missing = [compared.table for compared in differences if compared.equal and not compared.rows]
     return (
-        *(_section(each) for each in found if not each.equal),
+        *(_section(compared) for compared in differences if not compared.equal),
         *([f"equal: {', '.join(equal)}"] if equal else []),
         *([f"not recorded: {', '.join(missing)}"] if missing else []),
     )
 
 
-def _section(found: TableDifference) -> Section:
+def _section(compared: TableDifference) -> Section:
     alone = tuple(
         f"{counted(count, 'row')} only in the {which} run"
-        for count, which in ((found.only_first, "first"), (found.only_second, "second"))
+        for count, which in ((compared.only_first, "first"), (compared.only_second, "second"))
         if count
     )
-    place = ", ".join(f"{name} {value}" for name, value in found.where.items() if value != "")
-    first = Section(title=f"first: {place}", blocks=(Table(rows=tuple(map(_row, found.changes))),))
-    title = f"{found.table}: {found.different} of {counted(found.rows, 'row')} differ"
+    place = ", ".join(f"{name} {value}" for name, value in compared.where.items() if value != "")
+    first = Section(title=f"first: {place}", blocks=(Table(rows=tuple(map(_row, compared.changes))),))
+    title = f"{compared.table}: {compared.different} of {counted(compared.rows, 'row')} differ"
     return Section(title=title, blocks=(*alone, first))
 
 
 def _row(change: Change) -> tuple[str, ...]:
     first, second = change.first, change.second
-    values = " -> ".join(f"{each:.6g}" if isinstance(each, float) else str(each) for each in (first, second))
+    values = " -> ".join(f"{value:.6g}" if isinstance(value, float) else str(value) for value in (first, second))
     if isinstance(first, str) or isinstance(second, str):
         return change.column, values, ""
     relative = abs(second - first) / abs(first) if first else math.inf

@@ -58,7 +58,7 @@ def level_section(report: LevelReport, changed: Sequence[str] | None) -> Section
 
 def _largest(items: Sequence[LevelItem]) -> Iterator[str]:
     for name in dict.fromkeys(name for item in items for name in item.numbers if name != "allowed"):
-        item = max((each for each in items if name in each.numbers), key=lambda each: each.numbers[name])
+        item = max((item for item in items if name in item.numbers), key=lambda item: item.numbers[name])
         allowed = f" of {item.numbers['allowed']:.3g}" if "allowed" in item.numbers else ""
         yield f"{name}: {item.numbers[name]:.3g}{allowed}, {item.name}"
 
@@ -74,14 +74,14 @@ def _origin(report: LevelReport) -> Iterator[tuple[str, str]]:
     yield "variables", ", ".join(f"{name}={value}" for name, value in report.variables.items())
 
 
-def formulas_sections(found: Verification) -> list[Block]:
+def formulas_sections(verification: Verification) -> list[Block]:
     """A line for every formula, and then the cases that failed in another way."""
-    lines = tuple((formula, "; ".join(_agreement(found, formula))) for formula in FORMULAS)
-    return [Facts(lines), *map(case_section, found.failed)]
+    lines = tuple((formula, "; ".join(_agreement(verification, formula))) for formula in FORMULAS)
+    return [Facts(lines), *map(case_section, verification.failed)]
 
 
-def _agreement(found: Verification, formula: str) -> Iterator[str]:
-    against, number = found.contradicted[formula], found.compared[formula]
+def _agreement(verification: Verification, formula: str) -> Iterator[str]:
+    against, number = verification.contradicted[formula], verification.compared[formula]
     if not number:
         yield "not verified: no clean run was compared with it"
         return
@@ -91,14 +91,14 @@ def _agreement(found: Verification, formula: str) -> Iterator[str]:
         yield f"disagrees in {len(against)}: {', '.join(against[:_NAMED])}{more}"
 
 
-def verified_line(each: VerifiedWith) -> str:
+def verified_line(verified: VerifiedWith) -> str:
     """The versions, in how many cases the formulas were compared, why and when."""
-    missing = [formula for formula in FORMULAS if not each.cases.get(formula)]
+    missing = [formula for formula in FORMULAS if not verified.cases.get(formula)]
     without = f", not {', '.join(missing)}" if missing else ""
-    made = each.provenance
+    made = verified.provenance
     return (
-        f"formulas with torch {each.torch} and torchao {each.torchao}{without}: "
-        f"{counted(max(each.cases.values(), default=0), 'case')}, {made.created[:10]}: {made.reason}"
+        f"formulas with torch {verified.torch} and torchao {verified.torchao}{without}: "
+        f"{counted(max(verified.cases.values(), default=0), 'case')}, {made.created[:10]}: {made.reason}"
     )
 
 
@@ -131,7 +131,7 @@ def review_sections(changes: Sequence[GoldenChange], root: Path, *, gone: Sequen
     reasons = list(dict.fromkeys(change.new.provenance.reason for change in changed)) or ["goldens are removed"]
     rows = [(change.new.family, change.new.hardware, _summary(change, root)) for change in changed]
     rows += [(key.family, key.hardware, "removed") for key in gone]
-    old_and_new = [(each.old.provenance.software, each.new.provenance.software) for each in changed if each.old]
+    old_and_new = [(change.old.provenance.software, change.new.provenance.software) for change in changed if change.old]
     software = dict.fromkeys(line for old, new in old_and_new for line in changed_facts(old, new, sorted({*old, *new})))
     return [
         f"{counted(len(rows), 'golden')} changed: {'; '.join(reasons)}",
@@ -145,11 +145,11 @@ def _summary(change: GoldenChange, root: Path) -> str:
         return change.kind
     if change.other_data:
         return "changed, other data"
-    found = largest_change(change, root)
-    if found is None:
+    largest = largest_change(change, root)
+    if largest is None:
         return "changed, and no noise was measured for it"
-    words = "within noise" if found.explains else "beyond noise"
-    return f"changed, {words}: {found.change:.1e} of {found.allowed:.1e} nats allowed at step {found.step}"
+    words = "within noise" if largest.explains else "beyond noise"
+    return f"changed, {words}: {largest.change:.1e} of {largest.allowed:.1e} nats allowed at step {largest.step}"
 
 
 def _machines(old: Provenance, new: Provenance) -> list[str]:

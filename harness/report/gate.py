@@ -25,76 +25,76 @@ _ORIGINS = {
 }
 
 
-def gate_sections(found: Gate) -> list[Block]:
+def gate_sections(gate: Gate) -> list[Block]:
     """The answer for a terminal: the first lines decide."""
-    return [Section(blocks=(f"{_answer(found)}: {_sides(found)}", Items(tuple(_facts(found))))), *_body(found)]
+    return [Section(blocks=(f"{_answer(gate)}: {_sides(gate)}", Items(tuple(_facts(gate))))), *_body(gate)]
 
 
-def gate_markdown(found: Gate) -> str:
+def gate_markdown(gate: Gate) -> str:
     """The answer for a pull request or a summary page of CI."""
-    blocks: tuple[Block, ...] = (Items(tuple(_facts(found))), *_body(found))
-    return markdown([Section(title=f"{_answer(found)}: {_sides(found)}", blocks=blocks)])
+    blocks: tuple[Block, ...] = (Items(tuple(_facts(gate))), *_body(gate))
+    return markdown([Section(title=f"{_answer(gate)}: {_sides(gate)}", blocks=blocks)])
 
 
-def gate_front(found: Gate, candidate: RunResult) -> Front:
+def gate_front(gate: Gate, candidate: RunResult) -> Front:
     """What the page of the candidate shows first. A reason leads to its case where the candidate has one."""
-    line, *more = _facts(found)
+    line, *more = _facts(gate)
     ids = {case.case_id for case in candidate.results}
     rows = tuple(
-        (name, *(str(getattr(side, name)) or "unknown" for side in (found.baseline, found.candidate)))
-        for name in found.baseline.__struct_fields__
+        (name, *(str(getattr(side, name)) or "unknown" for side in (gate.baseline, gate.candidate)))
+        for name in gate.baseline.__struct_fields__
     )
     blocks: tuple[Block, ...] = (
         *more,
         "All other parts of this page are about the candidate.",
-        *_reasons(found.reasons, ids, most=None),
-        *_notes(found),
-        *_causes(found, ids),
+        *_reasons(gate.reasons, ids, most=None),
+        *_notes(gate),
+        *_causes(gate, ids),
         Table(title="the two sides", columns=("", "baseline", "candidate"), rows=rows),
     )
     section = Section(name="gate", title="Gate", blocks=blocks)
-    return Front(title=_sides(found), state=_answer(found), good=found.go, line=line, section=section)
+    return Front(title=_sides(gate), state=_answer(gate), good=gate.go, line=line, section=section)
 
 
-def _answer(found: Gate) -> str:
-    return "GO" if found.go else "NO-GO"
+def _answer(gate: Gate) -> str:
+    return "GO" if gate.go else "NO-GO"
 
 
-def _sides(found: Gate) -> str:
-    return f"{found.candidate.name} against {found.baseline.name}"
+def _sides(gate: Gate) -> str:
+    return f"{gate.candidate.name} against {gate.baseline.name}"
 
 
-def _facts(found: Gate) -> Iterator[str]:
+def _facts(gate: Gate) -> Iterator[str]:
     """How many reasons there are, how much was compared and how exactly, what else differs, and the times."""
-    gating, others = len(found.gating), len(found.others)
+    gating, others = len(gate.gating), len(gate.others)
     gates = f"{counted(gating, 'reason')} {'gates' if gating == 1 else 'gate'}" if gating else "no reason gates"
     yield gates + (f", {others} {'does' if others == 1 else 'do'} not" if others else "")
     yield (
-        f"{found.candidate.good} of {counted(found.candidate.cases, 'case')} good, {found.candidate.checks} checks "
-        f"judged (baseline: {found.baseline.good} of {found.baseline.cases}, {found.baseline.checks}); numbers of "
-        f"{counted(found.compared, 'case')} compared"
+        f"{gate.candidate.good} of {counted(gate.candidate.cases, 'case')} good, {gate.candidate.checks} checks "
+        f"judged (baseline: {gate.baseline.good} of {gate.baseline.cases}, {gate.baseline.checks}); numbers of "
+        f"{counted(gate.compared, 'case')} compared"
     )
-    if found.inexact:
-        yield f"compared by tolerance only, not to the bit: {'; '.join(found.inexact)}"
-    if found.differences:
-        yield _DIGEST.sub(r"\1", f"differs: {', '.join(found.differences)}")
-    yield f"times: {_times(found)}"
+    if gate.inexact:
+        yield f"compared by tolerance only, not to the bit: {'; '.join(gate.inexact)}"
+    if gate.differences:
+        yield _DIGEST.sub(r"\1", f"differs: {', '.join(gate.differences)}")
+    yield f"times: {_times(gate)}"
 
 
-def _times(found: Gate) -> str:
-    if found.times is not None:
-        return found.times.text
-    if not found.compared:
+def _times(gate: Gate) -> str:
+    if gate.times is not None:
+        return gate.times.text
+    if not gate.compared:
         return "not compared, no case is good on both sides"
-    return f"not compared, {'other hardware' if found.inexact else 'no case was good at its first attempt'}"
+    return f"not compared, {'other hardware' if gate.inexact else 'no case was good at its first attempt'}"
 
 
-def _body(found: Gate) -> Iterator[Block]:
-    for title, reasons in (("gates", found.gating), ("does not gate", found.others)):
+def _body(gate: Gate) -> Iterator[Block]:
+    for title, reasons in (("gates", gate.gating), ("does not gate", gate.others)):
         yield Section(title=title, blocks=(Table(rows=tuple(_kinds(reasons)), right=(0,), code=(2,)),))
-    yield from _reasons(found.reasons, {reason.case for reason in found.reasons if reason.case}, most=SHOWN)
-    yield from _notes(found)
-    yield from _causes(found, ())
+    yield from _reasons(gate.reasons, {reason.case for reason in gate.reasons if reason.case}, most=SHOWN)
+    yield from _notes(gate)
+    yield from _causes(gate, ())
 
 
 def _kinds(reasons: Iterable[Reason]) -> Iterator[tuple[str, str, str]]:
@@ -113,9 +113,13 @@ def _reasons(reasons: Sequence[Reason], linked: Collection[str], *, most: int | 
             key = reason.case or reason.what if most is None else reason.signature or reason.case or reason.what
             alike.setdefault(key, []).append(reason)
         groups = list(alike.values())
-        rest = [reason.case or reason.what for each in groups[most:] for reason in each] if most is not None else []
+        rest = (
+            [reason.case or reason.what for subgroup in groups[most:] for reason in subgroup]
+            if most is not None
+            else []
+        )
         title = f"{'gates' if gates else 'does not gate'}: {kind.phrase} ({len(same)}) [{kind.value}]"
-        entries = [_entry(each, linked, SHOWN_DETAILS if most else None) for each in groups[:most]]
+        entries = [_entry(subgroup, linked, SHOWN_DETAILS if most else None) for subgroup in groups[:most]]
         yield Section(title=title, blocks=(*entries, *([Items(tuple(rest))] if rest else [])), folded=not gates)
 
 
@@ -127,7 +131,7 @@ def _entry(alike: Sequence[Reason], linked: Collection[str], details: int | None
     hidden = len(reason.details) - len(reason.details[:details])
     more = (
         f"and {hidden} more of this kind" if hidden else "",
-        f"the same in {', '.join(each.case or each.what for each in others)}" if others else "",
+        f"the same in {', '.join(other.case or other.what for other in others)}" if others else "",
     )
     return Entry(
         title=" ".join(filter(None, ("" if is_linked else name, "" if values in reason.what else values))),
@@ -137,34 +141,34 @@ def _entry(alike: Sequence[Reason], linked: Collection[str], details: int | None
     )
 
 
-def _notes(found: Gate) -> Iterator[Block]:
-    yield Section(title="notes", blocks=tuple(Entry(title=note.text, command=note.command) for note in found.notes))
+def _notes(gate: Gate) -> Iterator[Block]:
+    yield Section(title="notes", blocks=tuple(Entry(title=note.text, command=note.command) for note in gate.notes))
 
 
 # What moved, by cause
 
 
-def _causes(found: Gate, linked: Collection[str]) -> Iterator[Block]:
+def _causes(gate: Gate, linked: Collection[str]) -> Iterator[Block]:
     """In how many cases what moved by origin, then every cause under its origin."""
-    if not found.groups:
+    if not gate.groups:
         return
-    differ = ", ".join(each for each in found.differences if each.split(" ")[0] in _PACKAGES)
-    columns, *rows = _summary(found)
+    differ = ", ".join(difference for difference in gate.differences if difference.split(" ")[0] in _PACKAGES)
+    columns, *rows = _summary(gate)
     table = Table(columns=columns, rows=tuple(rows), right=tuple(range(1, len(columns))))
     yield Section(title=f"what moved, by cause ({differ})" if differ else "what moved, by cause", blocks=(table,))
-    for origin, same in groupby(found.groups, key=lambda group: group.origin):
+    for origin, same in groupby(gate.groups, key=lambda group: group.origin):
         entries = tuple(_cause(group, linked) for group in same)
         yield Section(title=f"moved, {_ORIGINS[origin]} ({len(entries)})", blocks=entries)
 
 
-def _summary(found: Gate) -> Iterator[tuple[str, ...]]:
+def _summary(gate: Gate) -> Iterator[tuple[str, ...]]:
     """The origins as columns; then in how many cases something moved, and what."""
-    groups = [[group for group in found.groups if group.origin is origin] for origin in Origin]
+    groups = [[group for group in gate.groups if group.origin is origin] for origin in Origin]
     yield ("", *(origin.value for origin in Origin))
-    yield ("causes", *(str(len(each)) for each in groups))
-    yield ("cases", *(str(len({case for group in each for case in group.cases})) for each in groups))
+    yield ("causes", *(str(len(of_origin)) for of_origin in groups))
+    yield ("cases", *(str(len({case for group in of_origin for case in group.cases})) for of_origin in groups))
     for topic in Topic:
-        counts = [len({case for group in each for case in group.moved.get(topic, ())}) for each in groups]
+        counts = [len({case for group in of_origin for case in group.moved.get(topic, ())}) for of_origin in groups]
         if any(counts):
             yield (topic.value, *map(str, counts))
 

@@ -106,8 +106,8 @@ def _by_kind(trials: Iterable[Trial]) -> Table:
         if trial.is_proof:
             kinds.setdefault(host_kind(parse_case_id(trial.case_id)), []).append(trial)
     rows = tuple(
-        (kind.dtype, kind.layout, _share(found, lambda trial: trial.detected))
-        for kind, found in sorted(kinds.items(), key=lambda item: (item[0].dtype != "float64", *item[0]))
+        (kind.dtype, kind.layout, _share(of_kind, lambda trial: trial.detected))
+        for kind, of_kind in sorted(kinds.items(), key=lambda item: (item[0].dtype != "float64", *item[0]))
     )
     return Table(rows=rows, right=(2,))
 

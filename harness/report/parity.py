@@ -42,29 +42,29 @@ _JUNIT: Mapping[tuple[Verdict, Word], Element] = {
 _Cell = Callable[[Row], str]
 
 
-def parity_table(found: Parity) -> Table:
+def parity_table(parity: Parity) -> Table:
     """A row for every layout; losses in nats, distances relative to the norm of the gradient.
 
     Of the base only what differs is shown, at the last step.
     """
-    count = max(len(row.losses) for row in found.rows)
+    count = max(len(row.losses) for row in parity.rows)
     steps = [*range(1, count + 1)] if count <= _EVERY else [1, count]
     columns: dict[str, _Cell] = {"layout": lambda row: row.layout, "verdict": lambda row: row.word}
-    if found.against:
+    if parity.against:
         steps = steps[-1:]
         columns |= {"base": _of_base(lambda row: row.word), "change": lambda row: row.change}
     for name, cell in (("loss", _loss), ("norm", _norm)):
         for step in steps:
             columns[f"{name} {step}"] = cell(step)
-            if found.against:
+            if parity.against:
                 columns[f"base {name}"] = _of_base(cell(step))
     columns["off"] = _off
-    if found.against:
+    if parity.against:
         columns["base off"] = _of_base(_off)
     columns |= {"allowed": _allowed, "worst gradient, or why": _why}
-    judges = tuple(dict.fromkeys(name for row in found.rows for name in row.judges))
+    judges = tuple(dict.fromkeys(name for row in parity.rows for name in row.judges))
     columns |= {name: _of_judge(name) for name in judges}
-    shown = {name: [cell(row) for row in found.rows] for name, cell in columns.items()}
+    shown = {name: [cell(row) for row in parity.rows] for name, cell in columns.items()}
     shown = {name: cells for name, cells in shown.items() if any(cells) or not name.startswith("base")}
     words = ("layout", "verdict", "base", "change", "worst gradient, or why", *judges)
     return Table(
@@ -106,111 +106,111 @@ def _why(row: Row) -> str:
     return row.why or row.moved or (f"{worst.fqn}, step {worst.step}" if worst is not None and worst.distance else "")
 
 
-def _answer(found: Parity) -> str:
+def _answer(parity: Parity) -> str:
     """The verdict on all layouts, on one line."""
-    wrong = [row.layout for row in found.rows if row.word == "wrong"]
+    wrong = [row.layout for row in parity.rows if row.word == "wrong"]
     said = f"{counted(len(wrong), 'layout')} {'is' if len(wrong) == 1 else 'are'} wrong: {', '.join(wrong)}"
-    open_words = [row.word for row in found.rows if row.word in ("not judged", "not run", "infra", "changed")]
-    curve = f"{found.golden.name} is {found.golden.word}" if found.golden is not None else ""
+    open_words = [row.word for row in parity.rows if row.word in ("not judged", "not run", "infra", "changed")]
+    curve = f"{parity.golden.name} is {parity.golden.word}" if parity.golden is not None else ""
     line = "; ".join(filter(None, (f"parity: {said if wrong else 'no layout is wrong'}", _counts(open_words), curve)))
-    changes = [row.change for row in found.rows if row.change]
-    return f"{line}; against {found.against}: {_counts(changes)}" if found.against else line
+    changes = [row.change for row in parity.rows if row.change]
+    return f"{line}; against {parity.against}: {_counts(changes)}" if parity.against else line
 
 
 def _counts(words: Sequence[str]) -> str:
     return ", ".join(f"{words.count(word)} {word}" for word in dict.fromkeys(words))
 
 
-def _line(found: Parity) -> str:
-    words = [row.word for row in found.rows]
-    return f"{counted(len(words), 'layout')}: {_counts(words)}; {found.seconds:.0f} s"
+def _line(parity: Parity) -> str:
+    words = [row.word for row in parity.rows]
+    return f"{counted(len(words), 'layout')}: {_counts(words)}; {parity.seconds:.0f} s"
 
 
-def _notes(found: Parity) -> Iterator[Block]:
-    words, changes = {row.word for row in found.rows}, {row.change for row in found.rows}
+def _notes(parity: Parity) -> Iterator[Block]:
+    words, changes = {row.word for row in parity.rows}, {row.change for row in parity.rows}
     yield Items(
         (
             *(f"{word}: {means}" for word, means in _MEANS.items() if word in words),
             *(f"change, {word}: {means}" for word, means in _CHANGED.items() if word in changes),
         )
     )
-    yield _without_refused(found)
-    yield f"left out, beyond the budget: {', '.join(found.left_out)}" if found.left_out else Section()
+    yield _without_refused(parity)
+    yield f"left out, beyond the budget: {', '.join(parity.left_out)}" if parity.left_out else Section()
 
 
-def _without_refused(found: Parity) -> Block:
+def _without_refused(parity: Parity) -> Block:
     """How a target trains that refuses what is usual of TP."""
-    axes = without_refused(found.rows)
+    axes = without_refused(parity.rows)
     options = " ".join(f"--no-{name.replace('_', '-')}" for name in axes)
     lacks = f"the target refuses every layout under TP with {' and '.join(axes)}: if it has none, add `{options}`"
     return lacks if axes else Section()
 
 
-def parity_sections(found: Parity, run: RunResult) -> list[Block]:
+def parity_sections(parity: Parity, run: RunResult) -> list[Block]:
     """The verdict, the table, what is wrong with its layouts, and the totals."""
-    return [_answer(found), _titled(found), *_golden(found), *_wrong(found, run), *_notes(found), _line(found)]
+    return [_answer(parity), _titled(parity), *_golden(parity), *_wrong(parity, run), *_notes(parity), _line(parity)]
 
 
-def _titled(found: Parity) -> Section:
-    return Section(title=f"{found.case_id}: layouts against one rank", blocks=(parity_table(found),))
+def _titled(parity: Parity) -> Section:
+    return Section(title=f"{parity.case_id}: layouts against one rank", blocks=(parity_table(parity),))
 
 
-def _golden(found: Parity) -> Sequence[Block]:
-    return () if found.golden is None else curve_sections([found.golden])
+def _golden(parity: Parity) -> Sequence[Block]:
+    return () if parity.golden is None else curve_sections([parity.golden])
 
 
-def _wrong(found: Parity, run: RunResult) -> Sequence[Block]:
-    wrong = {row.case_id for row in found.rows if row.word == "wrong"}
-    return case_sections([each for each in run.results if each.case_id in wrong])
+def _wrong(parity: Parity, run: RunResult) -> Sequence[Block]:
+    wrong = {row.case_id for row in parity.rows if row.word == "wrong"}
+    return case_sections([result for result in run.results if result.case_id in wrong])
 
 
-def _first(found: Parity) -> Iterator[Entry]:
+def _first(parity: Parity) -> Iterator[Entry]:
     """What is wrong first with every wrong layout, in the base too, and the command that runs it alone."""
-    for row in found.rows:
+    for row in parity.rows:
         if row.word == "wrong":
             both = row.base is not None and row.base.word == "wrong"
             before = (f"in the base too: {row.base.why}",) if both and row.base is not None else ()
             yield Entry(title=f"{row.layout}: {row.why}", lines=before, command=row.command)
 
 
-def _limits(found: Parity) -> Iterator[Block]:
-    if found.software.get("device") == "cpu":
+def _limits(parity: Parity) -> Iterator[Block]:
+    if parity.software.get("device") == "cpu":
         yield "no GPU was used; what that cannot see:"
         yield Items(_UNSEEN)
 
 
-def parity_markdown(found: Parity, run: RunResult) -> str:
+def parity_markdown(parity: Parity, run: RunResult) -> str:
     """What a bot posts: the verdict, the table, what is wrong, with the rest folded, and what was not looked at."""
-    details = _wrong(found, run)
+    details = _wrong(parity, run)
     folded = [Section(title="all findings", blocks=(Verbatim(text_of(details).rstrip(), "text"),), folded=True)]
     body = (
-        f"`{found.case_id}`: layouts against one rank",
-        parity_table(found),
-        *_golden(found),
-        *_first(found),
+        f"`{parity.case_id}`: layouts against one rank",
+        parity_table(parity),
+        *_golden(parity),
+        *_first(parity),
         *(folded if details else ()),
-        *_notes(found),
-        _line(found),
-        *_limits(found),
+        *_notes(parity),
+        _line(parity),
+        *_limits(parity),
     )
-    return markdown([Section(title=_answer(found), blocks=body)])
+    return markdown([Section(title=_answer(parity), blocks=body)])
 
 
-def parity_junit(found: Parity, run: RunResult) -> bytes:
+def parity_junit(parity: Parity, run: RunResult) -> bytes:
     """JUnit with the words of the table: a layout that the target itself refuses is skipped, and says why."""
-    rows = {row.case_id: row for row in found.rows}
-    told = {
-        each.case_id: Told(element, rows[each.case_id].why)
-        for each in run.results
-        if (element := _JUNIT.get((each.verdict, rows[each.case_id].word))) and not each.excused
+    rows = {row.case_id: row for row in parity.rows}
+    answers = {
+        result.case_id: Told(element, rows[result.case_id].why)
+        for result in run.results
+        if (element := _JUNIT.get((result.verdict, rows[result.case_id].word))) and not result.excused
     }
-    return junit_report(run, told)
+    return junit_report(run, answers)
 
 
-def parity_page(found: Parity, run: RunResult) -> bytes:
+def parity_page(parity: Parity, run: RunResult) -> bytes:
     """The page of the run, with the table above its cases."""
-    blocks = (parity_table(found), *_golden(found), *_first(found), *_notes(found), *_limits(found))
+    blocks = (parity_table(parity), *_golden(parity), *_first(parity), *_notes(parity), *_limits(parity))
     section = Section(name="parity", title="Layouts against one rank", blocks=blocks)
-    good = found.exit_code is ExitCode.GOOD
-    state, line = "good" if good else "not good", f"{_answer(found)}. {_line(found)}"
-    return html_report(run, front=Front(title=found.case_id, state=state, good=good, line=line, section=section))
+    good = parity.exit_code is ExitCode.GOOD
+    state, line = "good" if good else "not good", f"{_answer(parity)}. {_line(parity)}"
+    return html_report(run, front=Front(title=parity.case_id, state=state, good=good, line=line, section=section))

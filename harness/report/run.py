@@ -48,7 +48,7 @@ def case_table(results: Sequence[CaseResult]) -> Table:
 
 def totals(run: RunResult) -> Iterator[Section]:
     """What ends a report: what was not judged, not run or not stored, then the totals."""
-    skipped = [each for result in run.results for each in result.not_judged if each.unverified]
+    skipped = [unjudged for result in run.results for unjudged in result.not_judged if unjudged.unverified]
     yield _not_judged("not judged here", skipped)
     yield Section(title=f"left out, beyond the budget ({len(run.start.left_out)})", blocks=(Items(run.start.left_out),))
     yield Section(blocks=(*_references(run), totals_line(run)))
@@ -56,15 +56,15 @@ def totals(run: RunResult) -> Iterator[Section]:
 
 def not_judged_section(run: RunResult) -> Section:
     """Every check that was not judged somewhere, with its reason and the number of cases."""
-    return _not_judged("not judged", [each for result in run.results for each in result.not_judged])
+    return _not_judged("not judged", [unjudged for result in run.results for unjudged in result.not_judged])
 
 
 def _not_judged(title: str, skipped: Sequence[NotJudged]) -> Section:
     """Reasons that differ in what to do alone share a line."""
     reasons: dict[tuple[str, str], list[str]] = {}
-    for each in sorted(skipped, key=lambda each: (each.check, each.reason)):
-        reasons.setdefault((each.check, each.reason.partition("; `")[0]), []).append(each.reason)
-    lines = (f"{check} in {counted(len(found), 'case')}: {found[0]}" for (check, _), found in reasons.items())
+    for unjudged in sorted(skipped, key=lambda unjudged: (unjudged.check, unjudged.reason)):
+        reasons.setdefault((unjudged.check, unjudged.reason.partition("; `")[0]), []).append(unjudged.reason)
+    lines = (f"{check} in {counted(len(alike), 'case')}: {alike[0]}" for (check, _), alike in reasons.items())
     return Section(title=title, blocks=(Items(tuple(lines)),))
 
 
@@ -74,8 +74,8 @@ def _references(run: RunResult) -> Iterator[str]:
         yield f"{counted(run_here, 'case')} compared with BF16 references that were run here: no golden is stored"
     derived = sum(bool(result.derived) for result in run.results)
     if derived:
-        what = "judged by tolerances that were derived from BF16 runs with rounding errors: none was measured"
-        yield f"{counted(derived, 'case')} {what}"
+        judgement = "judged by tolerances that were derived from BF16 runs with rounding errors: none was measured"
+        yield f"{counted(derived, 'case')} {judgement}"
 
 
 def totals_words(verdicts: Sequence[Verdict]) -> str:

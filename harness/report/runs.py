@@ -27,9 +27,9 @@ _VERDICT = _COLUMNS.index("verdict")
 # The list of stored runs
 
 
-def runs_sections(found: Sequence[Stored]) -> list[Block]:
+def runs_sections(runs: Sequence[Stored]) -> list[Block]:
     """A row for every run: its number, as in `last~2`, when it started, how it ended, and where it comes from."""
-    if not found:
+    if not runs:
         return ["no runs are stored"]
     rows = [
         (
@@ -39,7 +39,7 @@ def runs_sections(found: Sequence[Stored]) -> list[Block]:
             f"{counted(len(verdicts), 'case')}: {totals_words(verdicts)}",
             _origin(run),
         )
-        for number, (run, verdicts) in enumerate((run, _verdicts(run)) for run in found)
+        for number, (run, verdicts) in enumerate((run, _verdicts(run)) for run in runs)
     ]
     return [Table(rows=tuple(rows), right=(0,))]
 
@@ -62,16 +62,18 @@ def run_document(number: int, run: Stored) -> dict[str, object]:
 
 def _verdicts(run: Stored) -> list[Verdict]:
     """How its cases ended; those without a result were not run."""
-    found = [case.verdict for case in RunStore(run.path).numbers(lambda _: True).values()]
-    return [*found, *[Verdict.NOT_RUN] * (len(run.start.cases) - len(found))]
+    verdicts = [case.verdict for case in RunStore(run.path).numbers(lambda _: True).values()]
+    return [*verdicts, *[Verdict.NOT_RUN] * (len(run.start.cases) - len(verdicts))]
 
 
 def _origin(run: Stored) -> str:
     """Its name and its environment: "v1; imported; torch 2.13.0, torchao 0.18.0, cpu, 1234abcde"."""
-    words, found = ["environment not recorded"], run.start.environment
-    if found is not None:
-        packages = [f"{name} {found.packages[name]}" for name in ("torch", "torchao") if name in found.packages]
-        words = [*packages, found.device, found.short_commit]
+    words, environment = ["environment not recorded"], run.start.environment
+    if environment is not None:
+        packages = [
+            f"{name} {environment.packages[name]}" for name in ("torch", "torchao") if name in environment.packages
+        ]
+        words = [*packages, environment.device, environment.short_commit]
     imported = "imported" if run.is_imported else ""
     return "; ".join(filter(None, [run.start.name, imported, ", ".join(filter(None, words))]))
 
@@ -101,9 +103,9 @@ def history_table(history: History) -> Table:
     return Table(columns=_COLUMNS, rows=tuple(map(_row, history.moments)), verdict=_VERDICT, right=numbers)
 
 
-def histories_sections(found: Sequence[History]) -> list[Block]:
+def histories_sections(histories: Sequence[History]) -> list[Block]:
     """A row for every case: how often it was run, how it ended, its last change."""
-    return [Table(rows=tuple(map(_summary, found)))]
+    return [Table(rows=tuple(map(_summary, histories)))]
 
 
 def history_document(history: History) -> dict[str, object]:
@@ -136,8 +138,8 @@ def _summary(history: History) -> tuple[str, ...]:
     change = history.last_change
     last = "no change"
     if change is not None:
-        what = "; ".join(filter(None, [change.case.verdict.value, ", ".join(change.moved), _changes(change)]))
-        last = f"last change {change.run.start.started[:10] or '?'}: {what}"
+        description = "; ".join(filter(None, [change.case.verdict.value, ", ".join(change.moved), _changes(change)]))
+        last = f"last change {change.run.start.started[:10] or '?'}: {description}"
     return (history.case_id, counted(len(history.moments), "run"), verdicts, " ".join(flags) or "-", last)
 
 
@@ -151,7 +153,7 @@ def _row(moment: Moment) -> tuple[str, ...]:
         moment.run.start.name or "-",
         (environment.short_commit if environment is not None else "") or "-",
         moment.case.verdict.value,
-        *("-" if each is None else f"{each:.3g}" for each in shares),
+        *("-" if share is None else f"{share:.3g}" for share in shares),
         f"{moment.case.seconds:.1f}",
         *("-" if size is None else binary_bytes(size) for size in sizes),
         "; ".join(_what_changed(moment)),
@@ -168,9 +170,9 @@ def _what_changed(moment: Moment) -> Iterator[str]:
 
 
 def _changes(moment: Moment) -> str:
-    shown = [each for each in moment.changes if not each.startswith(("commit ", "changes "))]
-    more = ["uncommitted changes"] if any(each.startswith("changes ") for each in moment.changes) else []
-    return ", ".join([*(each if len(each) <= _SHOWN else f"{each[: _SHOWN - 3]}..." for each in shown), *more])
+    shown = [change for change in moment.changes if not change.startswith(("commit ", "changes "))]
+    more = ["uncommitted changes"] if any(change.startswith("changes ") for change in moment.changes) else []
+    return ", ".join([*(change if len(change) <= _SHOWN else f"{change[: _SHOWN - 3]}..." for change in shown), *more])
 
 
 # The same cases in several environments
@@ -197,12 +199,12 @@ def environments_sections(runs: Mapping[str, RunResult], *, decide: bool = False
 def _differences(runs: Mapping[str, RunResult]) -> Block:
     ids = dict.fromkeys(case.case_id for run in runs.values() for case in run.results)
     verdicts = {name: {case.case_id: case.verdict.value for case in run.results} for name, run in runs.items()}
-    found = {case: {name: each.get(case, "not selected") for name, each in verdicts.items()} for case in ids}
-    differ = {case: each for case, each in found.items() if len(set(each.values())) > 1}
+    by_case = {case: {name: of_run.get(case, "not selected") for name, of_run in verdicts.items()} for case in ids}
+    differ = {case: by_run for case, by_run in by_case.items() if len(set(by_run.values())) > 1}
     if not differ:
         return f"{counted(len(ids), 'case')}: the same verdicts everywhere"
     entries = (
-        Entry(title=case, lines=tuple(f"{name}: {verdict}" for name, verdict in each.items()))
-        for case, each in differ.items()
+        Entry(title=case, lines=tuple(f"{name}: {verdict}" for name, verdict in by_run.items()))
+        for case, by_run in differ.items()
     )
     return Section(title=f"different verdicts in {counted(len(differ), 'case')} of {len(ids)}", blocks=tuple(entries))

@@ -86,7 +86,7 @@ Block: TypeAlias = "str | Items | Facts | Verbatim | Table | Entry | Section"
 
 def printable(text: str) -> str:
     """The text without ANSI escape sequences and control characters; those that turn its direction are spelled out."""
-    shown = _BIDI.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
+    shown = _BIDI.sub(lambda match: f"\\u{ord(match[0]):04x}", text)
     return _UNPRINTABLE.sub("", shown.replace("\r\n", "\n").replace("\r", "\n"))
 
 
@@ -102,7 +102,7 @@ def terminal(blocks: Iterable[Block], *, width: int | None = None) -> Text:
     """
     from rich.text import Text
 
-    parts = [Text("\n").join(lines) for each in blocks if (lines := list(_lines(each, "", width)))]
+    parts = [Text("\n").join(lines) for block in blocks if (lines := list(_lines(block, "", width)))]
     return Text("\n\n").join(parts).append("\n") if parts else Text()
 
 
@@ -116,8 +116,8 @@ def _lines(block: Block, indent: str, width: int | None) -> Iterator[Text]:
             yield from map(Text, wrapped(title, width, indent, indent + _INDENT) if inside else ())
             yield from inside
         case Section(blocks=blocks):
-            for each in blocks:
-                yield from _lines(each, indent, width)
+            for child in blocks:
+                yield from _lines(child, indent, width)
         case Table():
             yield from _table_lines(block, indent, width)
         case _:
@@ -152,10 +152,10 @@ def wrapped(text: str, width: int | None, first: str = "", later: str | None = N
     """
     lines, start, rest = [], first, first if later is None else later
     for is_table, group in groupby(printable(text).splitlines(), lambda line: len(_cells(line)) > 2):
-        found = list(group)
-        if width is not None and is_table and max(map(len, found)) + len(rest) > width:
-            found = _narrowed(found, width - len(rest)) or found
-        for line in found:
+        group_lines = list(group)
+        if width is not None and is_table and max(map(len, group_lines)) + len(rest) > width:
+            group_lines = _narrowed(group_lines, width - len(rest)) or group_lines
+        for line in group_lines:
             words = line.lstrip()
             own = line[: len(line) - len(words)]
             if width is None or len(start + line) <= width:
@@ -182,8 +182,8 @@ def _narrowed(lines: Sequence[str], room: int) -> list[str]:
     most = max(map(len, rows))
     table = Table(rows=tuple((*row, *[""] * (most - len(row))) for row in rows), right=tuple(range(most)))
     indent = min(len(line) - len(line.lstrip()) for line in lines)
-    found = [line.plain for line in _table_lines(table, " " * indent, None)]
-    return found if max(map(len, found)) <= room else []
+    narrowed = [line.plain for line in _table_lines(table, " " * indent, None)]
+    return narrowed if max(map(len, narrowed)) <= room else []
 
 
 def _table_lines(table: Table, indent: str, width: int | None) -> Iterator[Text]:
@@ -214,7 +214,7 @@ def _row_lines(table: Table, row: Sequence[str], indent: str, sizes: Sequence[in
     below = " " * len(line)
     line.append(first).rstrip()
     yield line
-    yield from (Text(below + each) for each in more)
+    yield from (Text(below + continuation) for continuation in more)
 
 
 def _row_block(table: Table, row: Sequence[str], indent: str, width: int | None) -> Iterator[Text]:
@@ -238,7 +238,7 @@ def _colour(table: Table, index: int, cell: str) -> str:
 
 def markdown(blocks: Iterable[Block], *, level: int = 2) -> str:
     """GitHub-flavoured Markdown: the titles are headings of this level, and those inside of them of the next."""
-    return "\n\n".join(part for each in blocks for part in _parts(each, level)) + "\n"
+    return "\n\n".join(part for block in blocks for part in _parts(block, level)) + "\n"
 
 
 def _parts(block: Block, level: int) -> Iterator[str]:
@@ -248,7 +248,7 @@ def _parts(block: Block, level: int) -> Iterator[str]:
             summary = html.escape(printable(title), quote=False)
             yield f"<details><summary>{summary}</summary>\n\n{body}\n\n</details>"
         case Section(title=title, blocks=blocks):
-            inside = [part for each in blocks for part in _parts(each, level + bool(title))]
+            inside = [part for child in blocks for part in _parts(child, level + bool(title))]
             yield from [f"{'#' * level} {_on_one_line(title)}"] if title and inside else []
             yield from inside
         case Table(title=title, rows=rows):
@@ -290,7 +290,7 @@ def _row(cells: Sequence[str], code: Sequence[int] = ()) -> str:
 
 def _escaped(text: str) -> str:
     """The text as Markdown in which no HTML begins; code spans stay."""
-    return _MARKUP.sub(lambda found: found[0] if found[0][0] == "`" else html.escape(found[0]), printable(text))
+    return _MARKUP.sub(lambda match: match[0] if match[0][0] == "`" else html.escape(match[0]), printable(text))
 
 
 def _on_one_line(text: str) -> str:

@@ -99,7 +99,7 @@ def _found(built: Sequence[Built]) -> Iterator[tuple[str, str]]:
             f"{first.checkpointed} checkpointed and {first.compiled} compiled modules",
         )
         yield "found", "; ".join(parts)
-    yield from ((each.layout, _distribution(each)) for each in built[1:])
+    yield from ((other.layout, _distribution(other)) for other in built[1:])
 
 
 def _distribution(built: Built) -> str:
@@ -114,7 +114,9 @@ def _checks(report: TargetReport) -> Iterator[Block]:
     runs = [run for run in report.runs if run.verdict not in _UNFINISHED]
     if not runs:
         return
-    names = dict.fromkeys(name for run in runs for name in (*run.checks, *(each.check for each in run.not_judged)))
+    names = dict.fromkeys(
+        name for run in runs for name in (*run.checks, *(unjudged.check for unjudged in run.not_judged))
+    )
     reasons = {name: _reasons(name, runs) for name in names}
     everywhere = [name for name in names if not reasons[name]]
     yield Section(
@@ -130,14 +132,14 @@ def _checks(report: TargetReport) -> Iterator[Block]:
 
 def _reasons(name: str, runs: Sequence[TargetRun]) -> list[str]:
     """Why a check did not judge some runs, or a part of them; each reason once, with the runs it is about."""
-    found: dict[str, list[TargetRun]] = {}
+    by_reason: dict[str, list[TargetRun]] = {}
     for run in runs:
-        for each in run.not_judged:
-            if each.check == name:
+        for unjudged in run.not_judged:
+            if unjudged.check == name:
                 part = "in part: " if name in run.checks else ""
-                reason = each.reason.partition("; `")[0]  # without the command, which is another one for every case
-                found.setdefault(f"{part}{reason}", []).append(run)
-    return [why if len(shown) == len(runs) else f"{_spelled(shown)}: {why}" for why, shown in found.items()]
+                reason = unjudged.reason.partition("; `")[0]  # without the command, which is another one for every case
+                by_reason.setdefault(f"{part}{reason}", []).append(run)
+    return [why if len(shown) == len(runs) else f"{_spelled(shown)}: {why}" for why, shown in by_reason.items()]
 
 
 def _spelled(runs: Iterable[TargetRun]) -> str:

@@ -23,15 +23,15 @@ _MADE = f"Written by `{WRITE_PAGES}` from `cases/known.toml` and `cases/bugs`."
 def upstream_pages(faults: Sequence[KnownFault], bugs: Sequence[BugFile], root: Path) -> Mapping[str, str]:
     """Markdown by the name of a page: a fault with all its records, or a bug that no case can have. And their index."""
     pages: dict[str, tuple[str, str]] = {}
-    told: set[str] = set()
+    covered: set[str] = set()
     for records in _by_cause(faults).values():
         named = [bug for bug in bugs if bug.bug.status == "live" and _is_of(bug, records)]
-        told |= {bug.id for bug in named}
+        covered |= {bug.id for bug in named}
         named.sort(key=lambda bug: not _is_of(bug, records[:1]))  # the first names the page
         title = named[0].bug.title if named else records[0].title or records[0].name
         pages[records[0].name] = title, _page(title, _of_records(records, named, root))
     for bug in bugs:
-        if bug.bug.link == UNREPORTED and bug.bug.status in ("live", "refused") and bug.id not in told:
+        if bug.bug.link == UNREPORTED and bug.bug.status in ("live", "refused") and bug.id not in covered:
             pages[bug.id] = bug.bug.title, _page(bug.bug.title, _of_bug(bug))
     lines = tuple(f"[{title}]({name}.md)" for name, (title, _) in sorted(pages.items()))
     index = [Section(title="Ready to file", blocks=(_MADE, Items(lines)))]
@@ -40,17 +40,17 @@ def upstream_pages(faults: Sequence[KnownFault], bugs: Sequence[BugFile], root: 
 
 def _by_cause(faults: Iterable[KnownFault]) -> Mapping[str, list[KnownFault]]:
     """Records of one report, or of one fix."""
-    found: dict[str, list[KnownFault]] = {}
+    groups: dict[str, list[KnownFault]] = {}
     for fault in faults:
         key = fault.link if fault.link != UNREPORTED else fault.fix or fault.name
-        found.setdefault(key, []).append(fault)
-    return found
+        groups.setdefault(key, []).append(fault)
+    return groups
 
 
 def _is_of(bug: BugFile, records: Sequence[KnownFault]) -> bool:
     """True when one of the records is what makes the case of a bug fail."""
     mine = () if bug.case is None else matching(records, bug.case)
-    rules = {symptom.rule for each in mine for symptom in each.requires}
+    rules = {symptom.rule for record in mine for symptom in record.requires}
     return bug.bug.link in (UNREPORTED, records[0].link) and not rules.isdisjoint(bug.bug.detected_by)
 
 
@@ -60,7 +60,7 @@ def _page(title: str, blocks: Iterator[Section]) -> str:
 
 def _of_records(records: Sequence[KnownFault], bugs: Sequence[BugFile], root: Path) -> Iterator[Section]:
     first = records[0]
-    reasons = {each.verdict: each.reason for each in reversed(records)}
+    reasons = {record.verdict: record.reason for record in reversed(records)}
     yield Section(title="Symptom", blocks=tuple(reversed(reasons.values())))
     facts = (
         ("affected", "; ".join(dict.fromkeys(map(_versions, records)))),
@@ -70,12 +70,12 @@ def _of_records(records: Sequence[KnownFault], bugs: Sequence[BugFile], root: Pa
         ("look again by", str(first.review_by)),
     )
     yield Section(title="Versions", blocks=(Facts(facts), _MEASURED))
-    shows = dict.fromkeys(str(symptom) for each in records for symptom in each.requires)
+    shows = dict.fromkeys(str(symptom) for record in records for symptom in record.requires)
     yield Section(title="How it shows", blocks=(Items(tuple(shows)),))
     yield Section(title="Reproduce", blocks=tuple(_reproduce(records, bugs, root)))
-    fixes = dict.fromkeys(each.fix for each in records if each.fix is not None)
+    fixes = dict.fromkeys(record.fix for record in records if record.fix is not None)
     tried: list[Block] = [text for fix in fixes for text in _fix(root / fix.partition(":")[0], fix)]
-    tried += [each.tried for each in records if each.tried]
+    tried += [record.tried for record in records if record.tried]
     yield Section(title="The fix we tried", blocks=tuple(tried) or ("None is recorded.",))
 
 
@@ -85,14 +85,16 @@ def _versions(fault: KnownFault) -> str:
 
 def _shown(records: Sequence[KnownFault]) -> Iterator[str]:
     for package in PACKAGES:
-        if versions := dict.fromkeys(version for each in records for version in each.shown.get(package, ())):
+        if versions := dict.fromkeys(version for record in records for version in record.shown.get(package, ())):
             yield f"{package} {', '.join(versions)}"
 
 
 def _fixed_in(records: Sequence[KnownFault]) -> str:
     """The record says up to which version, or that there is no end."""
-    given = [text for each in records for package in PACKAGES if (text := getattr(each, package))]
-    ends = [str(each) for text in given for each in SpecifierSet(text) if each.operator in ("==", "<", "<=")]
+    given = [text for record in records for package in PACKAGES if (text := getattr(record, package))]
+    ends = [
+        str(specifier) for text in given for specifier in SpecifierSet(text) if specifier.operator in ("==", "<", "<=")
+    ]
     return f"recorded for {', '.join(dict.fromkeys(ends))} only; others were not looked at" if ends else "none known"
 
 
@@ -104,8 +106,8 @@ def _reproduce(records: Sequence[KnownFault], bugs: Sequence[BugFile], root: Pat
             yield Verbatim(f"python -m pytest {test}\n{export_test(bug.id)}")
         else:
             yield Verbatim(repro_bug(bug.id))
-    for each in records if not bugs else ():
-        yield Verbatim(run_cases(_tier(parse_selector(each.where)), "--select", each.where))
+    for record in records if not bugs else ():
+        yield Verbatim(run_cases(_tier(parse_selector(record.where)), "--select", record.where))
 
 
 def _tier(selector: Selector) -> str:
@@ -116,16 +118,18 @@ def _tier(selector: Selector) -> str:
 
 def _fix(path: Path, fix: str) -> Iterator[Block]:
     """The docstring of the file, without its first line's command, and what it does."""
-    told = ast.get_docstring(ast.parse(path.read_text())) or ""
-    first, *rest = [" ".join(each.split()) for each in re.split(r"\n\n+", told) if not each.startswith("    ")]
+    docstring = ast.get_docstring(ast.parse(path.read_text())) or ""
+    first, *rest = [
+        " ".join(paragraph.split()) for paragraph in re.split(r"\n\n+", docstring) if not paragraph.startswith("    ")
+    ]
     yield f"`{fix}`. {first}"
     yield from rest
     yield "With it every check passes; every run of an affected case applies it and judges the case again."
 
 
 def _of_bug(bug: BugFile) -> Iterator[Section]:
-    told = bug.bug.cause or f"Seen as: {bug.bug.symptom.replace('_', ' ')}."
-    yield Section(title="Symptom", blocks=(told,))
+    symptom = bug.bug.cause or f"Seen as: {bug.bug.symptom.replace('_', ' ')}."
+    yield Section(title="Symptom", blocks=(symptom,))
     versions = ", ".join(f"{name} {version}" for name, version in bug.bug.versions.items())
     yield Section(title="Versions", blocks=(Facts((("seen with", versions), ("first version without it", "none"))),))
     why = tuple(f"{name}: {text}" for name, text in bug.refused.items())

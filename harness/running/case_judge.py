@@ -80,12 +80,12 @@ class CaseJudge:
     @property
     def missing_goldens(self) -> tuple[str, ...]:
         """Families that a case is compared with and that have no golden, sorted."""
-        return tuple(sorted({each.family for each in self._judged_by.values() if each.needs_golden}))
+        return tuple(sorted({basis.family for basis in self._judged_by.values() if basis.needs_golden}))
 
     @property
     def missing_signatures(self) -> tuple[str, ...]:
         """The ids of the cases that are compared with a signature and have none, sorted."""
-        return tuple(sorted(name for name, each in self._judged_by.items() if each.needs_signature))
+        return tuple(sorted(name for name, basis in self._judged_by.items() if basis.needs_signature))
 
     def expectation(self, case: Case) -> str | None:
         basis = self._judged_by[case_id(case)]
@@ -127,11 +127,13 @@ class CaseJudge:
             again = cache.replay(case, run) if recorded else None
             witnesses = msgspec.structs.replace(witnesses, solo=solo, partner=other, replay=again)
         judged = msgspec.structs.replace(judge(case, run, status, witnesses), golden=source)
-        found = _explained(run, judged, cache, witnesses)
-        found = msgspec.structs.replace(found, measured=measured(case, run, witnesses, twin=cache.kept_twin(case)))
+        explained = _explained(run, judged, cache, witnesses)
+        explained = msgspec.structs.replace(
+            explained, measured=measured(case, run, witnesses, twin=cache.kept_twin(case))
+        )
         mended = {fix.text for fix in fixes}
-        left = tuple(fault for fault in showing(basis.known, case, found.findings) if fault.fix not in mended)
-        return with_doubts(with_known_faults(found, left, datetime.date.today()), basis.doubts)
+        left = tuple(fault for fault in showing(basis.known, case, explained.findings) if fault.fix not in mended)
+        return with_doubts(with_known_faults(explained, left, datetime.date.today()), basis.doubts)
 
     def _golden(self, case: Case, run: Run, cache: WitnessCache) -> tuple[Golden | None, GoldenSource, Run | None]:
         """The stored golden; where there is none, one from a BF16 reference that is run now and kept as a witness.
@@ -152,9 +154,9 @@ class CaseJudge:
 _COMPARED = (parity.check_parity.name, local_parity.check_local_parity.name)  # with one rank
 
 
-def _explained(run: Run, found: Judgement, cache: WitnessCache, witnesses: Witnesses) -> Judgement:
+def _explained(run: Run, judgement: Judgement, cache: WitnessCache, witnesses: Witnesses) -> Judgement:
     """The judgement with the first operand that differs, and what explains a wrong gradient, reference or loss."""
-    expect, golden, findings = witnesses.expect, witnesses.golden, found.findings
+    expect, golden, findings = witnesses.expect, witnesses.golden, judgement.findings
     case = expect.case
     recorded = run.complete and all(trace.operands is not None for trace in run.traces)
     if recorded and any(finding.check == parity.check_parity.name for finding in findings):
@@ -168,7 +170,7 @@ def _explained(run: Run, found: Judgement, cache: WitnessCache, witnesses: Witne
         findings = findings if solo is None else by_cause((*findings, *reference_without_fsdp(case, run, solo)))
     if golden is not None and run.complete and needs_twin(findings):
         findings = with_twin_diagnosis(findings, run, golden, finished(cache.twin(case)))
-    return msgspec.structs.replace(found, findings=findings)
+    return msgspec.structs.replace(judgement, findings=findings)
 
 
 def _with_model(case: Case, run: Run, witnesses: Witnesses, cache: WitnessCache) -> Witnesses:
@@ -179,8 +181,8 @@ def _with_model(case: Case, run: Run, witnesses: Witnesses, cache: WitnessCache)
     if model is None or reference is None:
         return witnesses
     topics = {topic for trace in run.traces for stated in trace.stated or () for topic in stated.topics}
-    found = found_model(case, reference, model, () if operands is None else operands.casts)
-    expect = Expectations(case, found, topics, numerics=witnesses.expect.numerics, changes=witnesses.expect.changes)
+    linears = found_model(case, reference, model, () if operands is None else operands.casts)
+    expect = Expectations(case, linears, topics, numerics=witnesses.expect.numerics, changes=witnesses.expect.changes)
     return msgspec.structs.replace(witnesses, expect=expect)
 
 
@@ -200,10 +202,10 @@ def _with_derived_tolerances(case: Case, witnesses: Witnesses, cache: WitnessCac
     with ThreadPoolExecutor() as threads:  # of one rank each: a case of one's own leaves the machine idle otherwise
         draws = [threads.submit(cache.noisy, case, draw, converted) for draw in range(1, DRAWS + 1)]
         reference = cache.reference(case)
-    drawn = [each.result() for each in draws]
+    drawn = [future.result() for future in draws]
     complete = [draw for draw in drawn if draw is not None and draw.complete]
     if reference is None or not reference.complete or len(complete) < DRAWS:
-        failed = [each for each in (reference, *drawn) if each is not None and not each.complete]
+        failed = [run for run in (reference, *drawn) if run is not None and not run.complete]
         return msgspec.structs.replace(witnesses, underived=failed[0] if failed else None)
     return msgspec.structs.replace(
         witnesses,

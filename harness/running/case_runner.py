@@ -155,17 +155,17 @@ class CaseRunner:
         names = tuple(fix.text for fix in fixes)
         with_fix = WithFix(fixes=names, verdict=judgement.verdict, findings=judgement.findings, checks=judgement.checks)
         verdict = known.verdict if judgement.verdict.good else judgement.verdict
-        found = (
+        remaining = (
             ()
             if judgement.verdict.good
             else tuple(
-                msgspec.structs.replace(each, within=f"with {' and '.join(names)}") for each in judgement.findings
+                msgspec.structs.replace(finding, within=f"with {' and '.join(names)}") for finding in judgement.findings
             )
         )
         return msgspec.structs.replace(
             known,
             verdict=verdict,
-            findings=(*found, *known.findings),
+            findings=(*remaining, *known.findings),
             attempts=(*known.attempts[:-1], msgspec.structs.replace(last, verdict=verdict, **seconds)),
             with_fix=with_fix,
             failure_signature=signature_of(judgement.verdict, judgement.findings, run) or known.failure_signature,
@@ -209,5 +209,5 @@ def _explained(judgement: Judgement, run: Run, outcome: JobOutcome) -> Judgement
     """With the engine's own words when the job failed but no rank did: nothing else says why."""
     if outcome.status == "ok" or run.failures or not outcome.message:
         return judgement
-    told = advice(outcome.message)
-    return msgspec.structs.replace(judgement, findings=(REPORT.finding(report=told.what, fix=told.fix),))
+    advised = advice(outcome.message)
+    return msgspec.structs.replace(judgement, findings=(REPORT.finding(report=advised.what, fix=advised.fix),))

@@ -48,19 +48,19 @@ def conditions(device: Device) -> Conditions:
         lowest_sm_mhz=min(clocks, default=None),
         highest_sm_mhz=max(clocks, default=None),
         celsius=max((int(row[1]) for row in rows), default=None),
-        throttled=tuple(name for name, bits in _REASONS.items() if any(bits & each for each in active)),
+        throttled=tuple(name for name, bits in _REASONS.items() if any(bits & active_bits for active_bits in active)),
     )
 
 
 def worst(seen: Sequence[Conditions]) -> Conditions:
-    lowest = [each.lowest_sm_mhz for each in seen if each.lowest_sm_mhz is not None]
-    highest = [each.highest_sm_mhz for each in seen if each.highest_sm_mhz is not None]
+    lowest = [sample.lowest_sm_mhz for sample in seen if sample.lowest_sm_mhz is not None]
+    highest = [sample.highest_sm_mhz for sample in seen if sample.highest_sm_mhz is not None]
     return Conditions(
-        load=max(each.load for each in seen),
+        load=max(sample.load for sample in seen),
         lowest_sm_mhz=min(lowest, default=None),
         highest_sm_mhz=max(highest, default=None),
-        celsius=max((each.celsius for each in seen if each.celsius is not None), default=None),
-        throttled=tuple(name for name in _REASONS if any(name in each.throttled for each in seen)),
+        celsius=max((sample.celsius for sample in seen if sample.celsius is not None), default=None),
+        throttled=tuple(name for name in _REASONS if any(name in sample.throttled for sample in seen)),
     )
 
 

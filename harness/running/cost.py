@@ -46,11 +46,11 @@ class ExpectedCost(msgspec.Struct, frozen=True, kw_only=True):
 def expected_cost(project: Project, case: Case) -> ExpectedCost:
     """What the case will need here. Raises `Damaged` where the stored costs are."""
     costs, cpus = read_costs(project.root), len(os.sched_getaffinity(0))
-    found, speed = estimate(case, costs), relative_speed(project, costs)
+    estimated, speed = estimate(case, costs), relative_speed(project, costs)
     measured = _measured(project, case)
-    case_cpu_s = measured.cpu_s if measured is not None else found.case_cpu_s * speed
+    case_cpu_s = measured.cpu_s if measured is not None else estimated.case_cpu_s * speed
     derives = _derives_a_tolerance(project, case)
-    witness_cpu_s = found.witness_cpu_s * speed + derives * _DERIVING_SHARE * case_cpu_s
+    witness_cpu_s = estimated.witness_cpu_s * speed + derives * _DERIVING_SHARE * case_cpu_s
     busy = min(cpus, case.world_size)
     wall_s = START_S + (case_cpu_s / busy if measured is None else measured.seconds) + witness_cpu_s
     source = (
@@ -64,9 +64,9 @@ def expected_cost(project: Project, case: Case) -> ExpectedCost:
         cpus=cpus,
         case_cpu_s=case_cpu_s,
         witness_cpu_s=witness_cpu_s,
-        process_bytes=found.process_bytes,
-        all_bytes=found.all_bytes,
-        basis=(source, *_assumptions(case, found), *[_DERIVING] * derives),
+        process_bytes=estimated.process_bytes,
+        all_bytes=estimated.all_bytes,
+        basis=(source, *_assumptions(case, estimated), *[_DERIVING] * derives),
     )
 
 
@@ -81,9 +81,9 @@ def _derives_a_tolerance(project: Project, case: Case) -> bool:
     return False
 
 
-def _assumptions(case: Case, found: Estimate) -> tuple[str, ...]:
+def _assumptions(case: Case, estimated: Estimate) -> tuple[str, ...]:
     memory = "estimated: memory, from the sizes of parameters, optimizer, saved tensors and records"
-    if not found.rough:
+    if not estimated.rough:
         return (memory,)
     size, rate = f"{parameter_count(case) / 1e6:.0f} million parameters", f"{FLOPS_PER_CPU_S / 1e9:.0f} GFLOP"
     work = f"{rate} per CPU second, {FLOPS_PER_PARAMETER_AND_TOKEN} FLOP per parameter and token"
@@ -92,8 +92,8 @@ def _assumptions(case: Case, found: Estimate) -> tuple[str, ...]:
 
 def _measured(project: Project, case: Case) -> CaseResult | None:
     name = case_id(case)
-    found = (RunStore(path).result_of(name) for path in reversed(project.stored_runs()))
-    return next((result for result in found if result is not None and result.cpu_s), None)
+    results = (RunStore(path).result_of(name) for path in reversed(project.stored_runs()))
+    return next((result for result in results if result is not None and result.cpu_s), None)
 
 
 def cases_within(project: Project, cases: Sequence[Case], selections: Sequence[Selection], budget_s: float) -> Budgeted:
@@ -101,14 +101,14 @@ def cases_within(project: Project, cases: Sequence[Case], selections: Sequence[S
     costs = read_costs(project.root)
     cpus = len(os.sched_getaffinity(0))
     budget_cpu_s = max(0.0, budget_s - START_S) * cpus * _BUSY / relative_speed(project, costs)
-    found = within_budget(cases, selections, costs.price, faults=all_faults().values(), budget_cpu_s=budget_cpu_s)
-    if not found.cases:
+    budgeted = within_budget(cases, selections, costs.price, faults=all_faults().values(), budget_cpu_s=budget_cpu_s)
+    if not budgeted.cases:
         raise NothingSelected(
             f"no case fits into {budget_s:g} s, of which {START_S:g} s are for starting.",
             where="--budget-s",
             fix="give more seconds.",
         )
-    return found
+    return budgeted
 
 
 def relative_speed(project: Project, costs: Costs) -> float:

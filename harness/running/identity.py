@@ -146,8 +146,8 @@ def _program_digest(program: str) -> str:
     """
     if program == DEFAULT_PROGRAM:
         return ""
-    found = package_paths(program.partition(".")[0])
-    return " ".join(source_digest(place.parent, place.rglob("*.py") if place.is_dir() else [place]) for place in found)
+    paths = package_paths(program.partition(".")[0])
+    return " ".join(source_digest(place.parent, place.rglob("*.py") if place.is_dir() else [place]) for place in paths)
 
 
 def environment(plan: Plan, root: Path, targets: Iterable[str] = ()) -> Environment:
@@ -156,13 +156,16 @@ def environment(plan: Plan, root: Path, targets: Iterable[str] = ()) -> Environm
     Reads the sources of editable installs and of targets of the user's own.
     """
     first = plan.capacity.nodes[0]
-    found = {name: each for name in PACKAGES if (each := _installed(name)) is not None}
-    sources = {name: installed_source(PACKAGES[name]) for name, each in found.items() if is_editable(each)}
+    installed = {name: package for name in PACKAGES if (package := _installed(name)) is not None}
+    sources = {name: installed_source(PACKAGES[name]) for name, package in installed.items() if is_editable(package)}
     return Environment(
-        packages={**{name: each.version for name, each in found.items()}, "python": platform.python_version()},
+        packages={
+            **{name: package.version for name, package in installed.items()},
+            "python": platform.python_version(),
+        },
         contents={name: source.digest[:16] for name, source in sources.items() if source is not None},
         targets={name: digest for name in sorted(set(targets)) if (digest := own_source_digest(name, root))},
-        injected=tuple(Path(each.content).name for each in plan.injections),
+        injected=tuple(Path(injection.content).name for injection in plan.injections),
         device=first.device_name,
         architecture=first.architecture,
         driver=first.driver,

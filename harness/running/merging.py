@@ -52,8 +52,8 @@ def environment_differences(shards: Sequence[Named]) -> Iterable[str]:
     for other, run in others:
         mine = run.start.environment or Environment()
         shared = {name: mine.targets.get(name, digest) for name, digest in targets.items()}
-        if found := replace(first, targets=targets).differences(replace(mine, targets=shared)):
-            yield f"{name} and {other}: {', '.join(found)}"
+        if differences := replace(first, targets=targets).differences(replace(mine, targets=shared)):
+            yield f"{name} and {other}: {', '.join(differences)}"
         targets = {**mine.targets, **targets}
 
 
@@ -69,23 +69,25 @@ def _check_complete(shards: Sequence[Named]) -> None:
 
 def _environment(shards: Sequence[Named], *, mixed: bool) -> Environment | None:
     """The common environment of all shards, with all their targets; None where they differ."""
-    found = list(environment_differences(shards))
-    if found and not mixed:
+    differences = list(environment_differences(shards))
+    if differences and not mixed:
         fix = "give `runs merge` --mixed where that does not matter, or run them in one environment."
-        raise HarnessError(f"the environments differ: {'; '.join(found)}.", where=_names(shards), fix=fix)
+        raise HarnessError(f"the environments differ: {'; '.join(differences)}.", where=_names(shards), fix=fix)
     environments = [run.start.environment for _, run in shards]
-    if found or environments[0] is None:
+    if differences or environments[0] is None:
         return None
-    targets = {name: digest for each in environments if each for name, digest in each.targets.items()}
+    targets = {
+        name: digest for environment in environments if environment for name, digest in environment.targets.items()
+    }
     return replace(environments[0], targets=targets)
 
 
 def _cases(shards: Sequence[Named], *, latest: bool) -> dict[str, CaseResult]:
-    found: dict[str, CaseResult] = {}
+    cases: dict[str, CaseResult] = {}
     source: dict[str, str] = {}
     for name, run in sorted(shards, key=lambda shard: shard[1].start.started) if latest else shards:
         for case in run.results:
-            other = found.get(case.case_id)
+            other = cases.get(case.case_id)
             if other is not None and (not case.ran or (not latest and _but_for_times(case) == _but_for_times(other))):
                 continue
             if other is not None and not latest and other.ran:
@@ -95,8 +97,8 @@ def _cases(shards: Sequence[Named], *, latest: bool) -> dict[str, CaseResult]:
                     where=case.case_id,
                     fix="give `runs merge` --latest to keep the result of the run that started last.",
                 )
-            found[case.case_id], source[case.case_id] = case, name
-    return found
+            cases[case.case_id], source[case.case_id] = case, name
+    return cases
 
 
 def _names(shards: Sequence[Named]) -> str:
@@ -108,6 +110,6 @@ def _but_for_times(case: CaseResult) -> bytes:
 
 
 def _together(facts: Sequence[Mapping[str, str]]) -> dict[str, str]:
-    names = sorted({name for each in facts for name in each})
-    values = {name: dict.fromkeys(each[name] for each in facts if name in each) for name in names}
-    return {name: ", ".join(found) for name, found in values.items()}
+    names = sorted({name for shard_facts in facts for name in shard_facts})
+    values = {name: dict.fromkeys(shard_facts[name] for shard_facts in facts if name in shard_facts) for name in names}
+    return {name: ", ".join(distinct) for name, distinct in values.items()}

@@ -171,7 +171,9 @@ def with_command(plan: Plan, given: RunOptions, asked: CommandOptions) -> Plan:
             raise HarnessError(what, where=where, fix="name another one.") from error
     return msgspec.structs.replace(
         plan,
-        given=msgspec.structs.replace(given, inject=tuple(each.text_with_absolute_path for each in plan.injections)),
+        given=msgspec.structs.replace(
+            given, inject=tuple(injection.text_with_absolute_path for injection in plan.injections)
+        ),
         root_option=asked.root,
         logs=asked.keep_logs and asked.keep_logs.resolve(),
         max_failures=1 if asked.first_failure else asked.maxfail,

@@ -43,7 +43,7 @@ class Progress(Protocol):
 class SilentProgress:
     """Says nothing: `--quiet`, and callers that report in their own way."""
 
-    def _say_nothing(self, *told: object, **remarkable: object) -> None: ...
+    def _say_nothing(self, *ignored: object, **remarkable: object) -> None: ...
 
     begin = started = finished = note = _say_nothing
 

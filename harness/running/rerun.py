@@ -75,9 +75,9 @@ def run_to_resume(project: Project) -> Stored:
 
 def check_environment(start: RunStart, now: Environment, plan: Plan) -> None:
     """Raises HarnessError where the environment is not the one in which the run began."""
-    if found := (start.environment or Environment()).differences(now):
+    if differences := (start.environment or Environment()).differences(now):
         raise HarnessError(
-            f"since this run began ({start.started}), this changed: {', '.join(found)}. "
+            f"since this run began ({start.started}), this changed: {', '.join(differences)}. "
             "Its results would be of two environments.",
             where="--resume",
             fix=f"run it anew: `{run_cases(*start.argv, root=plan.root_option)}`.",

@@ -1,7 +1,7 @@
 """A git revision of the repository that a target is in, run beside the files that are there now.
 
 It is checked out into a worktree for as long as it runs. Its environment has every package of the one that runs, but
-what that one has from the repository, by `pip install -e` or by the working directory, is that of the worktree.
+what that one has from the repository, by `pip install -e` or by the working directory, comes from the worktree.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Revision(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def revision_of(text: str, target: str, root: Path) -> Revision:
-    """The revision that `text` means in the repository of the target; of torchtitan's, in that of this folder.
+    """The revision that `text` means in the repository of the target; of torchtitan's, in the one of this folder.
 
     Raises HarnessError where there is none, or where nothing that the target imports is in that repository.
     """
@@ -54,8 +54,8 @@ def revision_of(text: str, target: str, root: Path) -> Revision:
         fix = "install git, or give PACKAGE==VERSION or the folder of a virtual environment."
         raise HarnessError("git is not installed.", where=where, fix=fix)
     start = Path.cwd() if target in MODULES else Path(target_file(target, root)).parent
-    found = git(start, "rev-parse", "--show-toplevel").strip()
-    if not found:
+    toplevel = git(start, "rev-parse", "--show-toplevel").strip()
+    if not toplevel:
         what = f"{start} is in no git repository, and there is no such environment."
         fix = "give a folder with bin/python, PACKAGE==VERSION, or a revision of the repository that the target is in."
         raise HarnessError(what, where=where, fix=fix)
@@ -63,9 +63,9 @@ def revision_of(text: str, target: str, root: Path) -> Revision:
     if not commit.strip():
         shallow = git(start, "rev-parse", "--is-shallow-repository").strip() == "true"
         fix = "`git fetch --unshallow`, as this clone has not the whole history." if shallow else "see `git log`."
-        what = f"no revision of {found}, no PACKAGE==VERSION, and no folder with bin/python."
+        what = f"no revision of {toplevel}, no PACKAGE==VERSION, and no folder with bin/python."
         raise HarnessError(what, where=where, fix=fix)
-    repository = Path(found).resolve()
+    repository = Path(toplevel).resolve()
     imported = tuple(dict.fromkeys(_imported_from(repository, target, root)))
     if not imported:
         what = f"nothing that {target} trains is imported from {repository}."
@@ -77,8 +77,8 @@ def revision_of(text: str, target: str, root: Path) -> Revision:
 def _imported_from(repository: Path, target: str, root: Path) -> Iterator[str]:
     """Top-level names whose files are in the repository: the target's own, and those of packages installed with -e."""
     own = () if target in MODULES else (module_of(target).partition(".")[0],)
-    editable = (each for each in distributions() if is_editable(each))
-    names = (*own, *(name for each in editable for name in (each.read_text("top_level.txt") or "").split()))
+    editable = (package for package in distributions() if is_editable(package))
+    names = (*own, *(name for package in editable for name in (package.read_text("top_level.txt") or "").split()))
     for name in names:
         if name != "harness" and any(map(repository.__eq__, _parents(package_paths(name, search_path(root))))):
             yield name
@@ -147,13 +147,13 @@ def revision_environment(revision: Revision, worktree: Path, project: Project) -
             fix = "install it with `pip install -e . --config-settings editable_mode=compat`."
             raise HarnessError(what, where=f"--against {revision.text}", fix=fix)
     there, root = _moved(revision, worktree, Path.cwd()), _moved(revision, worktree, project.root)
-    others = [each for each in os.environ.get("PYTHONPATH", "").split(os.pathsep) if each]
+    others = [folder for folder in os.environ.get("PYTHONPATH", "").split(os.pathsep) if folder]
     return NamedEnvironment(
         name=f"base-{revision.name}",
         python=python,
         cwd=there if there is not None and there.is_dir() else worktree,
         root=root if root is not None and is_project(root) else project.root,
-        python_path=tuple(each for each in others if _moved(revision, worktree, Path(each)) is None),
+        python_path=tuple(folder for folder in others if _moved(revision, worktree, Path(folder)) is None),
     )
 
 

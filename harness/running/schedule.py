@@ -111,8 +111,8 @@ def _interrupts_to(events: _Events[Result]) -> Iterator[None]:
     previous = {number: signal.getsignal(number) for number in numbers}
 
     def first(number: int, frame: object) -> None:
-        for each in numbers:
-            signal.signal(each, signal.default_int_handler)
+        for signal_number in numbers:
+            signal.signal(signal_number, signal.default_int_handler)
         events.put(_Event(what="interrupted"))
 
     for number in numbers:

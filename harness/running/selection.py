@@ -97,7 +97,7 @@ def select_file(project: Project, path: Path) -> Selection:
     if holds_bugs(path):
         return select(cases_of_bugs(path), known=known)
     chosen = chosen_path(path)
-    cases = [each.case for each in read_chosen(chosen)] if chosen.exists() else None
+    cases = [chosen_case.case for chosen_case in read_chosen(chosen)] if chosen.exists() else None
     file = read_case_file(path)
     key = msgspec.msgpack.encode((file, known, cases))
     if key not in _SELECTION_CACHE:
@@ -124,7 +124,9 @@ def excluded_cells(project: Project, query: Query) -> str:
 def whole_tiers(project: Project, case_ids: Collection[str]) -> tuple[Selection, ...]:
     selections = (select_file(project, project.case_file(name)) for name in project.tiers)
     return tuple(
-        found for found in selections if found.file.blocks and all(case_id(case) in case_ids for case in found.cases)
+        selection
+        for selection in selections
+        if selection.file.blocks and all(case_id(case) in case_ids for case in selection.cases)
     )
 
 
@@ -216,18 +218,18 @@ def parse_keyword(text: str) -> Callable[[str], bool]:
     """Whether an id is one of `-k`: parts of ids with `and`, `or`, `not` and parentheses, as in pytest."""
     parts: list[str] = []
 
-    def named(found: re.Match[str]) -> str:
-        if found[0] in ("and", "or", "not"):
-            return found[0]
-        parts.append(found[0].lower())
+    def named(match: re.Match[str]) -> str:
+        if match[0] in ("and", "or", "not"):
+            return match[0]
+        parts.append(match[0].lower())
         return f"part{len(parts) - 1}"
 
     def holds(node: ast.AST, name: str) -> bool:
         match node:
             case ast.BoolOp(op=ast.And()):
-                return all(holds(each, name) for each in node.values)
+                return all(holds(operand, name) for operand in node.values)
             case ast.BoolOp():
-                return any(holds(each, name) for each in node.values)
+                return any(holds(operand, name) for operand in node.values)
             case ast.UnaryOp(op=ast.Not()):
                 return not holds(node.operand, name)
             case ast.Name():
@@ -263,10 +265,10 @@ def quarantined_cases(project: Project, cases: Iterable[Case], note: Callable[[s
     Raises HarnessError where the file of the project is invalid.
     """
     entries, today = read_quarantine(project.quarantine), datetime.date.today()
-    found = {case_id(case): entry for case in cases if (entry := quarantine_of(entries, case)) is not None}
-    for text in dict.fromkeys(entry.expired_text for entry in found.values() if not entry.holds(today)):
+    quarantines = {case_id(case): entry for case in cases if (entry := quarantine_of(entries, case)) is not None}
+    for text in dict.fromkeys(entry.expired_text for entry in quarantines.values() if not entry.holds(today)):
         note(f"{text}. Its cases count again.")
-    return {name: entry.text for name, entry in found.items() if entry.holds(today)}
+    return {name: entry.text for name, entry in quarantines.items() if entry.holds(today)}
 
 
 def _describe(query: Query) -> str:

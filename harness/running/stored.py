@@ -49,9 +49,9 @@ def results_of(project: Project, text: str) -> RunResult:
 
     Raises HarnessError where there are none, or they cannot be read or merged.
     """
-    found = shards_of(project, text)
-    (name, run), *_ = found
-    return run if name == text else merged(found)
+    shards = shards_of(project, text)
+    (name, run), *_ = shards
+    return run if name == text else merged(shards)
 
 
 def shards_of(project: Project, text: str) -> list[Named]:
@@ -70,8 +70,8 @@ def stored_run(project: Project, text: str) -> Stored:
     """The run of the store that "last", "last~2" or a name means. Raises HarnessError where there is none."""
     last = _LAST.fullmatch(text)
     back = int(last[1] or 0) if last else 0
-    found = (run for run in runs_of(project) if last or text in run.names)
-    for number, run in enumerate(found):
+    runs = (run for run in runs_of(project) if last or text in run.names)
+    for number, run in enumerate(runs):
         if number == back:
             return run
     raise HarnessError("there are no such results.", where=text, fix=f"`{LIST_RUNS}` shows the stored runs.")
@@ -80,16 +80,16 @@ def stored_run(project: Project, text: str) -> Stored:
 def runs_of(project: Project) -> Iterator[Stored]:
     here, elsewhere = reversed(project.stored_runs()), reversed(project.imported_runs())
     for path in heapq.merge(here, elsewhere, key=lambda path: path.name, reverse=True):
-        found = _stored(path, is_imported=path.parent == project.imported)
-        if found is not None:
-            yield found
+        stored = _stored(path, is_imported=path.parent == project.imported)
+        if stored is not None:
+            yield stored
 
 
 def runs_before(project: Project, run: RunResult, *, most: int) -> list[Stored]:
     """The last `most` stored runs of any of its cases up to this run, the oldest first; none where it is not stored."""
     ids = {result.case_id for result in run.results}
-    alike = (each for each in runs_of(project) if not ids.isdisjoint(each.start.cases))
-    here = dropwhile(lambda each: (each.start.started, set(each.start.cases)) != (run.start.started, ids), alike)
+    alike = (stored for stored in runs_of(project) if not ids.isdisjoint(stored.start.cases))
+    here = dropwhile(lambda stored: (stored.start.started, set(stored.start.cases)) != (run.start.started, ids), alike)
     return list(islice(here, most))[::-1]
 
 
@@ -111,7 +111,7 @@ def _stored(path: Path, *, is_imported: bool) -> Stored | None:
 def import_results(project: Project, run: RunResult) -> bool:
     """Add results that were made elsewhere to the store; False where they are there. Raises `WriteFailed`."""
     digest, started = _digest(run), run.start.started
-    here = (each.path for each in runs_of(project) if not each.is_imported and each.start.started == started)
+    here = (stored.path for stored in runs_of(project) if not stored.is_imported and stored.start.started == started)
     known = (*(_digest(read_stored(path)) for path in here), *(path.stem[-16:] for path in project.imported_runs()))
     if digest in known:
         return False

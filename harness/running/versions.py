@@ -90,9 +90,9 @@ class Versions(msgspec.Struct, frozen=True):
 
     def _python_of_user(self, version: str, path: Path) -> Path:
         python = python_over(path, self.folder)
-        found = installed_in(python, self.package)
-        if not found or (is_version(version) and not is_release(found, version)):
-            what = f"it has {self.package} {found}, not {version}." if found else f"it has no {self.package}."
+        installed = installed_in(python, self.package)
+        if not installed or (is_version(version) and not is_release(installed, version)):
+            what = f"it has {self.package} {installed}, not {version}." if installed else f"it has no {self.package}."
             raise HarnessError(what, where=f"--env {version}={path}", fix="give one that has this version.")
         return python
 
@@ -108,7 +108,7 @@ class Versions(msgspec.Struct, frozen=True):
             shutil.rmtree(home, ignore_errors=True)
             raise
         (home / ".ready").touch()
-        size = sum(each.lstat().st_size for each in home.rglob("*") if each.is_file())
+        size = sum(path.lstat().st_size for path in home.rglob("*") if path.is_file())
         self.note(f"{name}: {binary_bytes(size)} in {time.monotonic() - started:.0f} s")
 
 
@@ -121,7 +121,7 @@ def is_version(text: str) -> bool:
 
 
 def is_release(installed: str, version: str) -> bool:
-    """True where this is the version that is installed: "2.13.0" is that of "2.13.0+cpu", not of "2.13.0+git12"."""
+    """True where this is the version that is installed: "2.13.0" stands for "2.13.0+cpu", not for "2.13.0+git12"."""
     if not is_version(installed) or not is_version(version):
         return False
     here, asked = Version(installed), Version(version)
@@ -153,19 +153,19 @@ def _install_command(package: str, version: str, source: Source, home: Path) -> 
 
 def _held() -> list[str]:
     """Every package of the environment that runs with its version, without torch and the libraries of torch."""
-    found = {canonicalize_name(each.name): each.version for each in distributions() if each.name}
-    return sorted(f"{name}=={version}" for name, version in found.items() if not _LIBRARIES.fullmatch(name))
+    versions = {canonicalize_name(package.name): package.version for package in distributions() if package.name}
+    return sorted(f"{name}=={version}" for name, version in versions.items() if not _LIBRARIES.fullmatch(name))
 
 
 def _run(command: Sequence[str], home: Path, note: Note) -> None:
     """Run pip or uv, and tell its progress. Raises NotInstalled, or TimeoutExpired."""
     path = home / "install.log"
     deadline = time.monotonic() + _INSTALL_S
-    with path.open("w") as out, path.open() as told, subprocess.Popen(command, stdout=out, stderr=out) as process:
+    with path.open("w") as out, path.open() as log, subprocess.Popen(command, stdout=out, stderr=out) as process:
         try:
             while True:
                 ended = process.poll() is not None
-                for line in map(str.strip, told):  # what was added since the last time
+                for line in map(str.strip, log):  # what was added since the last time
                     if _PROGRESS.match(line):
                         note(line)
                 if ended:

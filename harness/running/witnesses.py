@@ -39,8 +39,8 @@ _RUNS = msgspec.msgpack.Decoder(Run)  # made before any thread decodes, like the
 class WitnessCache:
     """Hands out witnesses, running each at most once at a time. Thread-safe.
 
-    `content` stands for what computes those of a target: kept witnesses of another content are not used. `note` is told
-    of second attempts. `numerics`: which bits the runs promise.
+    `content` stands for what computes those of a target: kept witnesses of another content are not used. `note` prints
+    a line about a second attempt. `numerics`: which bits the runs promise.
 
     A run that did not finish is handed out without traces, with its failures, and is not kept; None when stopped.
     """

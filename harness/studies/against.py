@@ -75,12 +75,12 @@ class Against(msgspec.Struct, frozen=True):
 
     @property
     def _given(self) -> tuple[str, ...]:
-        return (*self.plan.given.words, *(each.content for each in self.plan.injections))
+        return (*self.plan.given.words, *(injection.content for injection in self.plan.injections))
 
     def _version(self, package: str, version: str, kept: Path, case_ids: Sequence[str]) -> Base:
         name = f"{package} {version}"
-        if (found := _stored(kept)) is not None:
-            return Base(name=name, results=found, kept=True)
+        if (results := _stored(kept)) is not None:
+            return Base(name=name, results=results, kept=True)
         try:
             place = Versions(package, self.project.state / "versions", note=self.note).environment(version)
         except (NotInstalled, subprocess.TimeoutExpired) as error:
@@ -95,8 +95,8 @@ class Against(msgspec.Struct, frozen=True):
         name = revision.name if revision.commit.startswith(self.text) else f"{revision.name} ({self.text})"
         given = msgspec.structs.replace(self.plan.given, inject=())
         kept = self._kept((revision.commit, str(root), *given.words), case_ids)
-        if (found := _stored(kept)) is not None:
-            return Base(name=name, results=found, kept=True)
+        if (results := _stored(kept)) is not None:
+            return Base(name=name, results=results, kept=True)
         with checked_out(revision, self.project.state) as worktree:
             if not has_target(revision, worktree, root):
                 return Base(name=name)
@@ -110,16 +110,16 @@ class Against(msgspec.Struct, frozen=True):
         words = (*case_ids, *root, *given.words, *self.words, "--no-github")
         folder = self.project.state / "environments"
         folder.mkdir(parents=True, exist_ok=True)
-        found = run_in_environment(place, words, folder, reports=False)
-        if found.end.interrupted:
+        run = run_in_environment(place, words, folder, reports=False)
+        if run.end.interrupted:
             raise KeyboardInterrupt
         if kept is not None:
-            write_whole(kept, run_lines(found))
-        return Base(name=name, results=_by_id(found))
+            write_whole(kept, run_lines(run))
+        return Base(name=name, results=_by_id(run))
 
     def _kept(self, depends: Sequence[str], case_ids: Sequence[str]) -> Path:
         """Where the results of these cases are kept: all that they depend on is in the name."""
-        packages = sorted(f"{each.name} {each.version}" for each in distributions())
+        packages = sorted(f"{package.name} {package.version}" for package in distributions())
         harness = source_digest(HARNESS / "harness", (HARNESS / "harness").rglob("*.py"))
         parts = (witness_key(self.plan), harness, *packages, *depends, *case_ids)
         key = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
@@ -128,19 +128,19 @@ class Against(msgspec.Struct, frozen=True):
 
 def _stored(file: Path) -> Mapping[str, CaseResult] | None:
     """The results in a file; None without it, and where the machine failed one of them."""
-    found = read_results(file) if file.is_file() else None
-    if found is None or any(each.verdict in (Verdict.INFRA, Verdict.NOT_RUN) for each in found.results):
+    run = read_results(file) if file.is_file() else None
+    if run is None or any(result.verdict in (Verdict.INFRA, Verdict.NOT_RUN) for result in run.results):
         return None
-    return _by_id(found)
+    return _by_id(run)
 
 
 def _by_id(run: RunResult) -> Mapping[str, CaseResult]:
-    return {each.case_id: each for each in run.results}
+    return {result.case_id: result for result in run.results}
 
 
 def change(word: str, before: str, now: CaseResult | None, then: CaseResult | None) -> tuple[Change, str]:
     """What became of a layout, by its words on both sides and its results there; and how much its numbers moved."""
-    sides = tuple("wrong" if each == "wrong" else _side(each) for each in (before, word))
+    sides = tuple("wrong" if side_word == "wrong" else _side(side_word) for side_word in (before, word))
     if sides == ("right", "right") and now is not None and then is not None:
         return _numbers(now, then)
     return _CHANGES.get(sides, "not compared"), ""

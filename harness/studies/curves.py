@@ -57,23 +57,25 @@ class CurveRow(msgspec.Struct, frozen=True, kw_only=True):
 
 def judge_curve(curve: TextCurve, others: Sequence[TextCurve]) -> CurveRow:
     """HarnessError where it is not equal and the others are too few, or where they have no step in common."""
-    sound = [other for other in others if all(number.finite for each in KINDS for _, number in _numbers(other, each))]
-    found = [each for kind in KINDS for each in _distances(curve, sound, kind)]
-    if not found:
+    sound = [other for other in others if all(number.finite for kind in KINDS for _, number in _numbers(other, kind))]
+    distances = [distance for kind in KINDS for distance in _distances(curve, sound, kind)]
+    if not distances:
         raise HarnessError("has no step in common with the others.", where=curve.name, fix="give runs of the same job.")
     different = len({other.points for other in sound})
-    if different < MIN_OTHERS and any(each.word != "equal" for each in found):
+    if different < MIN_OTHERS and any(distance.word != "equal" for distance in distances):
         what = f"{counted(different, 'other run')} of its job cannot show what rounding does to it."
         raise HarnessError(what, where=curve.name, fix=f"give at least {MIN_OTHERS} others, in layouts that differ.")
-    found.sort(key=lambda each: each.step)
-    steps = tuple((step, _worst_word(group)) for step, group in itertools.groupby(found, key=lambda each: each.step))
+    distances.sort(key=lambda distance: distance.step)
+    steps = tuple(
+        (step, _worst_word(group)) for step, group in itertools.groupby(distances, key=lambda distance: distance.step)
+    )
     return CurveRow(
         name=curve.name,
-        word=_worst_word(found),
+        word=_worst_word(distances),
         others=tuple(other.name for other in sound),
         steps=steps,
-        first=next((each for each in found if each.word == "wrong"), None),
-        worst=max(found, key=lambda each: each.off / each.allowed),
+        first=next((distance for distance in distances if distance.word == "wrong"), None),
+        worst=max(distances, key=lambda distance: distance.off / distance.allowed),
     )
 
 
@@ -99,20 +101,20 @@ def judge_each(curves: Sequence[TextCurve]) -> tuple[CurveRow, ...]:
     return tuple(judge_curve(curve, [*curves[:index], *curves[index + 1 :]]) for index, curve in enumerate(curves))
 
 
-def _worst_word(found: Iterable[Distance]) -> Word:
-    words = {each.word for each in found}
+def _worst_word(distances: Iterable[Distance]) -> Word:
+    words = {distance.word for distance in distances}
     return "wrong" if "wrong" in words else "rounding" if "rounding" in words else "equal"
 
 
 def _numbers(curve: TextCurve, kind: str) -> list[tuple[int, Number]]:
-    found = [(point.step, point.loss if kind == "loss" else point.grad_norm) for point in curve.points]
-    return [(step, number) for step, number in found if number is not None]
+    numbers = [(point.step, point.loss if kind == "loss" else point.grad_norm) for point in curve.points]
+    return [(step, number) for step, number in numbers if number is not None]
 
 
 def _distances(curve: TextCurve, others: Sequence[TextCurve], kind: str) -> list[Distance]:
     known = [dict(_numbers(other, kind)) for other in others]
-    own = [(step, number) for step, number in _numbers(curve, kind) if all(step in each for each in known)]
-    seen = [[each[step] for each in known] for step, _ in own]
+    own = [(step, number) for step, number in _numbers(curve, kind) if all(step in by_step for by_step in known)]
+    seen = [[by_step[step] for by_step in known] for step, _ in own]
     gaps = list(itertools.accumulate(map(_gap, seen), max))
     return [
         _distance(step, kind, number, nearby, gaps[max(index, min(FIRST_STEPS, len(own)) - 1)])
@@ -122,7 +124,7 @@ def _distances(curve: TextCurve, others: Sequence[TextCurve], kind: str) -> list
 
 def _gap(numbers: Sequence[Number]) -> float:
     """Between the smallest and the largest, relative."""
-    values = [each.value for each in numbers]
+    values = [number.value for number in numbers]
     return (max(values) - min(values)) / max(abs(min(values)), EXACT)
 
 

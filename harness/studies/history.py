@@ -65,12 +65,12 @@ class History(msgspec.Struct, frozen=True, kw_only=True):
 
 def histories(runs: Sequence[Stored], wanted: Callable[[str], bool], *, most: int | None = None) -> tuple[History, ...]:
     """The history of every wanted case in these runs, which come oldest first; of each case `most` of the last runs."""
-    found: dict[str, list[tuple[Stored, CaseNumbers]]] = defaultdict(list)
+    by_case: dict[str, list[tuple[Stored, CaseNumbers]]] = defaultdict(list)
     for run in runs:
         for case_id, case in RunStore(run.path).numbers(wanted).items():
-            found[case_id].append((run, case))
+            by_case[case_id].append((run, case))
     last = slice(None if most is None else -most, None)
-    return tuple(History(case_id=case_id, moments=tuple(_moments(pairs[last]))) for case_id, pairs in found.items())
+    return tuple(History(case_id=case_id, moments=tuple(_moments(pairs[last]))) for case_id, pairs in by_case.items())
 
 
 def _moments(pairs: Iterable[tuple[Stored, CaseNumbers]]) -> Iterable[Moment]:

@@ -75,13 +75,13 @@ def torch_says(project: Project, cases: Sequence[Case], plan: Plan) -> Iterator[
         for case in cases:
             once = msgspec.structs.replace(case, train=msgspec.structs.replace(case.train, steps=1, resume="none"))
             used.append(_payload(executor.serve(RunRequest(case=once, injections=patches))))
-    names = sorted({name for each in used if not isinstance(each, str) for name in each})
+    names = sorted({name for payload in used if not isinstance(payload, str) for name in payload})
     validation = Validation()
     if names:
         with open_validation(project, plan) as engine:
             validation = validate(engine, names, patches)
-    for each in used:
-        yield Judged(word="not available", why=each) if isinstance(each, str) else judged(each, validation)
+    for payload in used:
+        yield Judged(word="not available", why=payload) if isinstance(payload, str) else judged(payload, validation)
 
 
 def judged(used: Sequence[str], validation: Validation) -> Judged:
@@ -90,11 +90,13 @@ def judged(used: Sequence[str], validation: Validation) -> Judged:
         return Judged(word="nothing to judge", why="no operator takes a DTensor")
     if validation.unavailable:
         return Judged(word="not available", why=validation.unavailable)
-    found: dict[str, Validated] = {name: validation.operators[name] for name in used if name in validation.operators}
-    wrong = {name: each.wrong for name, each in found.items() if each.wrong}
-    if not found:
+    validated: dict[str, Validated] = {
+        name: validation.operators[name] for name in used if name in validation.operators
+    }
+    wrong = {name: operator.wrong for name, operator in validated.items() if operator.wrong}
+    if not validated:
         return Judged(word="nothing to judge", why=f"torch has no samples of {', '.join(used)}")
-    return Judged(word="objects" if wrong else "agrees", judged=len(found), operators=wrong)
+    return Judged(word="objects" if wrong else "agrees", judged=len(validated), operators=wrong)
 
 
 def _payload(outcome: JobOutcome | None) -> list[str] | str:

@@ -9,7 +9,7 @@ than the sum of magnitudes S. So the error is at most k * 2**-23 * S.
 tensor_core: Ada and Hopper add up 32 products and the accumulator in one instruction, all of them cut off at 13 bits
 below the largest (https://arxiv.org/abs/2412.19437, section 3.3.2; https://arxiv.org/abs/2411.10958). That is at most
 33 * 2**-13 * S an instruction. Without fast accumulation the accumulator is added to one in float32 every 128 products,
-so S is that of 128 products, and the shares of all blocks add up to 4 * 33 * 2**-13 of the whole S. With fast
+so S covers 128 products, and the shares of all blocks add up to 4 * 33 * 2**-13 of the whole S. With fast
 accumulation it is not: each of k / 32 instructions may lose 33 * 2**-13 * S. Later architectures lose less.
 
 These are the worst cases. What finds faults in long sums are integers: every accumulator with 13 bits below its largest
@@ -184,8 +184,8 @@ def conclude(check: KernelCheck, seen: KernelObservation, accumulator: Accumulat
     if seen.raised or seen.refusal:
         return KernelConclusion(check=check, problems=tuple(_refusal_problems(seen)))
     allowed = 0.0 if is_exact(check) else allowed_of_sum(check, accumulator)
-    found = tuple(_value_problems(check, seen, allowed))
-    return KernelConclusion(check=check, problems=found, error_of_sum=seen.error_of_sum, allowed=allowed)
+    problems = tuple(_value_problems(check, seen, allowed))
+    return KernelConclusion(check=check, problems=problems, error_of_sum=seen.error_of_sum, allowed=allowed)
 
 
 def conclude_lost(check: KernelCheck, message: str) -> KernelConclusion:
@@ -227,8 +227,8 @@ def run_checks(
     """Run and judge all checks, in order. Raises RanksFailed when the rank fails outside of any check."""
 
     def judge(pending: Sequence[KernelCheck], outcome: JobOutcome) -> list[KernelConclusion]:
-        found = msgspec.msgpack.decode(outcome.ranks[0].payload or b"", type=list[KernelObservation])
-        return [conclude(check, seen, accumulator) for check, seen in zip(pending, found, strict=True)]
+        observations = msgspec.msgpack.decode(outcome.ranks[0].payload or b"", type=list[KernelObservation])
+        return [conclude(check, seen, accumulator) for check, seen in zip(pending, observations, strict=True)]
 
     return run_surviving(
         cluster,

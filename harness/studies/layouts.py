@@ -107,8 +107,8 @@ def within(project: Project, cases: Sequence[Case], budget_s: float) -> tuple[tu
     """The cheapest cases that fit into so many seconds of wall clock here, cheapest first, and the others."""
     costs = read_costs(project.root)
     speed = relative_speed(project, costs)
-    found = {case: estimate(case, costs) for case in cases}
-    seconds = {case: speed * (each.case_cpu_s + each.witness_cpu_s) for case, each in found.items()}
+    estimates = {case: estimate(case, costs) for case in cases}
+    seconds = {case: speed * (estimated.case_cpu_s + estimated.witness_cpu_s) for case, estimated in estimates.items()}
     ordered = sorted(cases, key=lambda case: (seconds[case], case.world_size))
     left_s, count = (budget_s - START_S) * len(os.sched_getaffinity(0)), 0
     for case in ordered:
@@ -138,11 +138,11 @@ def compare_layouts(  # noqa: PLR0913  what runs, and what stands beside it
     chosen, others = (allowed, ()) if budget_s is None else within(project, allowed, budget_s)
     base = None if against is None else against.run(chosen[0].target, tuple(map(case_id, chosen)))
     result, _ = run(project, Query(sources=tuple(map(case_id, chosen))), plan, progress, hints=False)
-    rows = tuple(_beside(base, each) for each in result.results)
+    rows = tuple(_beside(base, case_result) for case_result in result.results)
     if judges:
         said = ask(judges, project, chosen, plan)
-        rows = tuple(msgspec.structs.replace(each, judges=said[each.case_id]) for each in rows)
-    found = Parity(
+        rows = tuple(msgspec.structs.replace(row, judges=said[row.case_id]) for row in rows)
+    parity = Parity(
         case_id=case_id(msgspec.structs.replace(chosen[0], layout=Layout())),
         against="" if base is None else base.name,
         rows=(*rows, *excluded),
@@ -151,15 +151,15 @@ def compare_layouts(  # noqa: PLR0913  what runs, and what stands beside it
         seconds=result.end.wall_s,
         software=result.end.provenance,
     )
-    return found, result
+    return parity, result
 
 
-def with_golden(found: Parity, golden: TextCurve) -> Parity:
+def with_golden(parity: Parity, golden: TextCurve) -> Parity:
     """The parity with this file judged by its sound layouts. HarnessError where they are too few."""
-    sound = [row for row in found.rows if row.word in ("equal", "rounding")]
+    sound = [row for row in parity.rows if row.word in ("equal", "rounding")]
     judged = judge_curve(golden, [curve_of_case(row.case_id, row.losses, row.grad_norms) for row in sound])
-    code = ExitCode.FAILED if judged.word == "wrong" and found.exit_code is ExitCode.GOOD else found.exit_code
-    return msgspec.structs.replace(found, golden=judged, exit_code=code)
+    code = ExitCode.FAILED if judged.word == "wrong" and parity.exit_code is ExitCode.GOOD else parity.exit_code
+    return msgspec.structs.replace(parity, golden=judged, exit_code=code)
 
 
 def without_refused(rows: Iterable[Row]) -> tuple[str, ...]:
@@ -170,13 +170,13 @@ def without_refused(rows: Iterable[Row]) -> tuple[str, ...]:
     cases = [(row.word == "refused", parse_case_id(row.case_id)) for row in rows if row.word != "excluded"]
     under_tp = [(refused, case) for refused, case in cases if case.layout.tp > 1 and expected_refusal(case) is None]
     refusals = [case for refused, case in under_tp if refused]
-    found = [
+    axes = [
         name
         for name in _USUAL_OF_TP
         if refusals and all(getattr(case.layout, name) is refused for refused, case in under_tp)
     ]
-    allowed = any(not exclusions(changed(case, dict.fromkeys(found, False))) for case in refusals)
-    return tuple(found) if allowed else ()
+    allowed = any(not exclusions(changed(case, dict.fromkeys(axes, False))) for case in refusals)
+    return tuple(axes) if allowed else ()
 
 
 def _excluded(case: Case) -> Row:
@@ -184,16 +184,16 @@ def _excluded(case: Case) -> Row:
 
 
 def _beside(base: Base | None, result: CaseResult) -> Row:
-    """The row of a case, with that of the base."""
-    found = row(result)
+    """The row of a case, with the row of the base."""
+    current = row(result)
     if base is None:
-        return found
+        return current
     then = base.results.get(result.case_id)
     if then is None:
-        return msgspec.structs.replace(found, change="new")
+        return msgspec.structs.replace(current, change="new")
     before = row(then)
-    became, by = change(found.word, before.word, result, then)
-    return msgspec.structs.replace(found, change=became, moved=by, base=before)
+    became, by = change(current.word, before.word, result, then)
+    return msgspec.structs.replace(current, change=became, moved=by, base=before)
 
 
 def row(result: CaseResult) -> Row:
@@ -219,7 +219,7 @@ def _word(case: Case, result: CaseResult) -> tuple[Word, str]:
     if result.verdict is Verdict.CRASH and (said := refusal_words(result.failures, any_error=False)):
         return "refused", said
     if result.verdict is not Verdict.PASSED:
-        unjudged = result.findings and not any(each.judged for each in result.findings)
+        unjudged = result.findings and not any(finding.judged for finding in result.findings)
         return "not judged" if unjudged else _WORDS.get(result.verdict, "wrong"), first
     if refusal is not None:
         return "refused", refusal.name
@@ -238,7 +238,7 @@ def _exit_code(rows: Sequence[Row], result: RunResult) -> ExitCode:
     instead = {"refused": Verdict.PASSED, "not judged": Verdict.NOT_RUN, "wrong": Verdict.NUMERIC}
     return exit_code(
         [
-            Verdict.PASSED if each.excused else instead.get(of.word, each.verdict)
-            for of, each in zip(rows, result.results, strict=True)
+            Verdict.PASSED if case_result.excused else instead.get(of.word, case_result.verdict)
+            for of, case_result in zip(rows, result.results, strict=True)
         ]
     )

@@ -116,15 +116,15 @@ def _obstacles(level: Level, facts: TorchFacts, visible: int) -> Iterator[Harnes
         yield HarnessError(f"torch {facts.torch} was built without CUDA.", where=where, fix=fix)
     if facts.error or not facts.devices:
         what = f"torch {facts.torch} for CUDA {facts.cuda} shows no device: {facts.error or 'it counts none'}."
-        fix = "compare the version of CUDA with that of the driver, which nvidia-smi shows, and CUDA_VISIBLE_DEVICES."
+        fix = "compare the version of CUDA with the driver's, which nvidia-smi shows, and CUDA_VISIBLE_DEVICES."
         yield HarnessError(what, where=where, fix=fix)
     least, there = LEAST_DEVICES[level], min(len(facts.devices), visible)
     if there < least:
         fix = "make more visible by CUDA_VISIBLE_DEVICES, or run the levels that need fewer."
         yield HarnessError(f"it needs {counted(least, 'GPU')}, and {there} can be used.", where=where, fix=fix)
-    old = [each for each in facts.devices if each.capability < FLOAT8_FROM]
+    old = [gpu for gpu in facts.devices if gpu.capability < FLOAT8_FROM]
     if old and level != "proof":
-        named = ", ".join("GPU {} ({}, {}.{})".format(each.index, each.name, *each.capability) for each in old)
+        named = ", ".join("GPU {} ({}, {}.{})".format(gpu.index, gpu.name, *gpu.capability) for gpu in old)
         what = "float8 matmuls need compute capability {}.{}; too old: {}.".format(*FLOAT8_FROM, named)
         fix = "leave these out of CUDA_VISIBLE_DEVICES; `dev evidence proof` multiplies exactly, on older ones too."
         yield HarnessError(what, where=where, fix=fix)
@@ -133,21 +133,21 @@ def _obstacles(level: Level, facts: TorchFacts, visible: int) -> Iterator[Harnes
 
 
 def memory_words(facts: TorchFacts) -> tuple[str, ...]:
-    return tuple(f"GPU {each.index} {each.name}, {binary_bytes(each.total_bytes)}" for each in facts.devices)
+    return tuple(f"GPU {gpu.index} {gpu.name}, {binary_bytes(gpu.total_bytes)}" for gpu in facts.devices)
 
 
 def doubts(facts: TorchFacts, held: Sequence[str]) -> tuple[str, ...]:
     """Caveats about numbers of these devices: memory in use by others, leases of other jobs, mixed GPUs."""
-    held_bytes = {each: each.total_bytes - each.free_bytes for each in facts.devices}
+    held_bytes = {gpu: gpu.total_bytes - gpu.free_bytes for gpu in facts.devices}
     used = [
-        f"GPU {each.index}: {binary_bytes(held_bytes[each])} of {binary_bytes(each.total_bytes)} are in use by others; "
+        f"GPU {gpu.index}: {binary_bytes(held_bytes[gpu])} of {binary_bytes(gpu.total_bytes)} are in use by others; "
         "cases may find too little memory, and their seconds say little"
-        for each in facts.devices
-        if held_bytes[each] > _IN_USE_BYTES
+        for gpu in facts.devices
+        if held_bytes[gpu] > _IN_USE_BYTES
     ]
     leased = [f"GPU {name} is leased by another job of the harness: cases wait for it" for name in held]
-    names = sorted({each.name for each in facts.devices})
-    mixed = [f"different GPUs side by side: {', '.join(names)}; the class is that of the first"]
+    names = sorted({gpu.name for gpu in facts.devices})
+    mixed = [f"different GPUs side by side: {', '.join(names)}; the first gives the class"]
     return (*used, *leased, *(mixed if len(names) > 1 else ()))
 
 
@@ -164,7 +164,7 @@ def collect(level: Level, work: Work, query: Query) -> LevelReport:
     uncertain = () if facts is None else doubts(facts, [devices[slot].uuid for slot in held])
     for note in (*uncertain, *left_out):
         work.progress.note(f"{note}.")
-    found = {
+    collected = {
         "kernel": lambda: kernel_level(work),
         "proof": lambda: proof_level(work, cases),
         "native": lambda: native_level(work, cases),
@@ -172,8 +172,8 @@ def collect(level: Level, work: Work, query: Query) -> LevelReport:
     return LevelReport(
         level=level,
         hardware=plan.hardware[0],
-        items=found.items,
-        notes=(*uncertain, *left_out, *found.notes),
+        items=collected.items,
+        notes=(*uncertain, *left_out, *collected.notes),
         environment=environment(plan, work.project.root, {case.target for case in cases}),
         devices=1 if level == "kernel" else work.slots,
         memory=() if facts is None else memory_words(facts),
@@ -196,7 +196,7 @@ def chosen_cases(level: Level, project: Project, query: Query, plan: Plan) -> tu
         query = msgspec.structs.replace(query, sources=tiers)
     of_dtype = [case for case in select_cases(project, query) if case.train.dtype == DTYPE[level]]
     fitting = [case for case in of_dtype if case.world_size <= plan.capacity.largest]
-    # torch's kernel of a CPU refuses less than that of a GPU.
+    # torch's kernel of a CPU refuses less than a GPU's.
     unrefused = level == "native" and plan.device == "cpu"
     cases = [case for case in fitting if not (unrefused and expected_refusal(case) is not None)]
     if not cases:
@@ -219,18 +219,18 @@ def kernel_level(work: Work) -> Found:
     plan = msgspec.structs.replace(plan, program=kernels.PROGRAM, engine="zygote")
     node = local_node(plan, work.project, work.progress.note)
     with Cluster([node]) as cluster:
-        found = kernels.run_checks(cluster, checks, device=plan.device, accumulator=accumulator)
-    return Found(tuple(map(_kernel_item, found)), () if refusals else (NO_REFUSALS,))
+        conclusions = kernels.run_checks(cluster, checks, device=plan.device, accumulator=accumulator)
+    return Found(tuple(map(_kernel_item, conclusions)), () if refusals else (NO_REFUSALS,))
 
 
-def _kernel_item(found: kernels.KernelConclusion) -> LevelItem:
-    compared = {"error_of_sum": found.error_of_sum, "allowed": found.allowed} if found.allowed else {}
+def _kernel_item(conclusion: kernels.KernelConclusion) -> LevelItem:
+    compared = {"error_of_sum": conclusion.error_of_sum, "allowed": conclusion.allowed} if conclusion.allowed else {}
     return LevelItem(
-        name=found.check.id,
-        verdict="passed" if found.good else "failed",
-        good=found.good,
+        name=conclusion.check.id,
+        verdict="passed" if conclusion.good else "failed",
+        good=conclusion.good,
         numbers=_finite(compared),
-        says=tuple(map(str, found.problems)),
+        says=tuple(map(str, conclusion.problems)),
     )
 
 
@@ -238,9 +238,13 @@ def proof_level(work: Work, cases: Sequence[Case]) -> Found:
     """What this level finds: the clean cases, and each fault in a case of the catalogue that fits on these devices."""
     slots, faults = work.slots, work.faults or default_faults(work.plan.device)
     of_catalogue = hosts_among(work.project, faults, Query(), at_most=_ALL)
-    fitting = {name: [case for case in found if case.world_size <= slots] for name, found in of_catalogue.items()}
+    fitting = {
+        name: [case for case in host_cases if case.world_size <= slots] for name, host_cases in of_catalogue.items()
+    }
     # The first that fits, one with several ranks before one with a single rank.
-    hosts = {name: sorted(found, key=lambda case: case.world_size == 1)[:1] for name, found in fitting.items()}
+    hosts = {
+        name: sorted(host_cases, key=lambda case: case.world_size == 1)[:1] for name, host_cases in fitting.items()
+    }
     plantable = [fault for fault in faults if hosts[fault.name]]
     matrix = run_mutations(work.project, plantable, hosts, work.plan, work.progress, others=cases)
     if matrix.interrupted:
@@ -280,10 +284,10 @@ def _finite(numbers: Mapping[str, float | None]) -> dict[str, float]:
 
 def _planted(trial: Trial) -> LevelItem:
     """A fault without an effect must not be found, and one that breaks when planted proves nothing."""
-    found = "detected" if trial.detected else "not reached" if trial.not_reached else "not detected"
+    verdict = "detected" if trial.detected else "not reached" if trial.not_reached else "not detected"
     says = tuple(filter(None, [trial.not_reached, ", ".join(trial.checks)]))
     good = trial.detected != trial.equivalent and not trial.not_reached
-    return LevelItem(name=f"{trial.fault} in {trial.case_id}", verdict=found, good=good, says=says)
+    return LevelItem(name=f"{trial.fault} in {trial.case_id}", verdict=verdict, good=good, says=says)
 
 
 def native_level(work: Work, cases: Sequence[Case]) -> Found:
@@ -299,15 +303,15 @@ def native_level(work: Work, cases: Sequence[Case]) -> Found:
 def _missing_goldens(work: Work, cases: Sequence[Case]) -> tuple[LevelItem, ...]:
     classes = work.plan.hardware
     stored = {key.family for key in list_goldens(work.project.root) if key.hardware in classes}
-    wanted = [each for each in needed_references(cases) if family_id(each) not in stored]
+    wanted = [reference for reference in needed_references(cases) if family_id(reference) not in stored]
     if not wanted:
         return ()
     made = make_goldens(work.project, wanted, work.plan, work.progress, reason=REASON, command=work.command)
     _unless(made.interrupted)
     for golden in made.goldens:
         write_golden(work.project.root, golden)
-    good = [LevelItem(name=f"golden {each.family}", verdict="made", good=True) for each in made.goldens]
-    return (*good, *(_case_item(each, prefix="golden of ") for each in made.failed))
+    good = [LevelItem(name=f"golden {golden.family}", verdict="made", good=True) for golden in made.goldens]
+    return (*good, *(_case_item(result, prefix="golden of ") for result in made.failed))
 
 
 def _noise(work: Work, cases: Sequence[Case]) -> Found:
@@ -320,25 +324,25 @@ def _noise(work: Work, cases: Sequence[Case]) -> Found:
     names, items = set(map(case_id, chosen)), []
     for check, evidence in done.evidence.items():
         here = noise.environment()  # samples of other machines stay where they are
-        samples = [each for each in evidence.samples if each.case_id in names and each.environment == here]
+        samples = [sample for sample in evidence.samples if sample.case_id in names and sample.environment == here]
         new = msgspec.structs.replace(evidence, samples=tuple(samples))
         write_evidence(work.project.root, new, check, work.plan.hardware[0])
         items += _noise_items(check, new)
-    return Found((*items, *(_case_item(each, prefix="noise of ") for each in done.failed)))
+    return Found((*items, *(_case_item(result, prefix="noise of ") for result in done.failed)))
 
 
 def _noise_items(check: str, evidence: Evidence) -> list[LevelItem]:
     keys = sorted({sample.key for sample in evidence.samples})
-    of = {key: [max(each.per_step) for each in evidence.samples if each.key == key] for key in keys}
+    of = {key: [max(sample.per_step) for sample in evidence.samples if sample.key == key] for key in keys}
     return [
         LevelItem(
             name=f"noise of {check}, {key}",
             verdict="measured",
             good=True,
-            numbers={"largest": max(found)},
-            says=(counted(len(found), "sample"),),
+            numbers={"largest": max(distances)},
+            says=(counted(len(distances), "sample"),),
         )
-        for key, found in of.items()
+        for key, distances in of.items()
     ]
 
 
@@ -378,7 +382,7 @@ def _same(name: str, one: Sequence[object], other: Sequence[object], *, must: bo
 
 def _case_item(result: CaseResult, prefix: str = "") -> LevelItem:
     numbers = {name: getattr(result.measured, name, None) for name in ("loss_distance", "parity", "local_parity")}
-    unjudged = [f"not judged: {each.check}: {each.reason}" for each in result.not_judged]
+    unjudged = [f"not judged: {skipped.check}: {skipped.reason}" for skipped in result.not_judged]
     return LevelItem(
         name=f"{prefix}{result.case_id}",
         verdict=result.verdict.value,

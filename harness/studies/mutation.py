@@ -50,7 +50,7 @@ from harness.workflow import check_fits
 LOSS_ONLY_NATS = 0.01  # what counts as a difference when loss curves are compared
 SQNR_DB = 20.0  # the usual threshold in unit tests of FP8 code
 _FAULTS = "harness/worker/faults/"
-NO_EFFECT = "every loss, gradient, operand, transfer and saved byte is that of the clean run"
+NO_EFFECT = "every loss, gradient, operand, transfer and saved byte is the same as in the clean run"
 
 Hosts = Mapping[str, Sequence[Case]]  # by the name of a fault
 
@@ -207,11 +207,13 @@ def run_mutations(  # noqa: PLR0913  what is planted where, and what runs it
             finished=work.tell,
         )
     tried = [outcome for outcome in ended.results if outcome is not None]
-    without = {each.result.case_id: each for each in tried if each.fault is None}
+    without = {outcome.result.case_id: outcome for outcome in tried if outcome.fault is None}
     targets = {case.target for case in used}
     return MutationMatrix(
-        trials=tuple(_trial(each, without.get(each.result.case_id)) for each in tried if each.fault is not None),
-        clean=tuple(_trial(each, None) for each in without.values()),
+        trials=tuple(
+            _trial(outcome, without.get(outcome.result.case_id)) for outcome in tried if outcome.fault is not None
+        ),
+        clean=tuple(_trial(outcome, None) for outcome in without.values()),
         not_planted={
             fault.name: NEEDS["any" if any(map(fault.fits, targets)) else fault.model]
             for fault in faults
@@ -288,8 +290,8 @@ class _TrialWork:
         """Say which checks detect it, in a line of its own where a clean run fails or a fault is not detected."""
         result = tried.result
         expected = result.verdict.good == (tried.fault is None or tried.fault.equivalent is not None)
-        found = ", ".join(sorted(_checks(result))) or "no finding"
-        line = f"{result.verdict.value:<15} {result.seconds:7.1f} s  {tried.planting.name}: {found}"
+        checks = ", ".join(sorted(_checks(result))) or "no finding"
+        line = f"{result.verdict.value:<15} {result.seconds:7.1f} s  {tried.planting.name}: {checks}"
         self._progress.finished(tried.planting.name, line, remarkable=not expected)
         return False
 
@@ -368,15 +370,15 @@ def _not_reached(tried: _PlantingResult, clean: _PlantingResult | None) -> str:
 
 def recorded_kills(matrix: MutationMatrix, before: Kills | None = None) -> Kills:
     """What this matrix found; of faults that it does not plant what was recorded `before`, with the same software."""
-    found: dict[str, dict[str, Kill]] = {}
+    kills: dict[str, dict[str, Kill]] = {}
     for trial in matrix.trials:
         if trial.fault is not None:
             kill = Kill(verdict=trial.verdict, rules=trial.rules, misnamed=trial.misnamed)
-            found.setdefault(trial.fault, {})[trial.case_id] = kill
+            kills.setdefault(trial.fault, {})[trial.case_id] = kill
     installed = installed_versions(("torch", "torchao"))
     software = {name: version for name, version in installed.items() if version is not None}
     kept = before.found if before is not None and before.software == software else {}
-    both = {**kept, **found}
+    both = {**kept, **kills}
     return Kills(found={name: both[name] for name in all_faults() if name in both}, software=software)
 
 

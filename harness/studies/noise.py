@@ -52,8 +52,8 @@ class Measurement(msgspec.Struct, frozen=True, kw_only=True):
 
 def recorded_cases(cases: Iterable[Case], known: Sequence[KnownFault]) -> dict[str, tuple[KnownFault, ...]]:
     """By case id, the recorded faults of the cases that must not be measured: their distance is no noise."""
-    found = {case_id(case): matching(known, case) for case in cases if _is_measurable(case)}
-    return {name: faults for name, faults in found.items() if faults}
+    faults_by_case = {case_id(case): matching(known, case) for case in cases if _is_measurable(case)}
+    return {name: faults for name, faults in faults_by_case.items() if faults}
 
 
 def measured_cases(cases: Iterable[Case], *, layouts: int, known: Sequence[KnownFault] = ()) -> tuple[Case, ...]:
@@ -65,7 +65,7 @@ def measured_cases(cases: Iterable[Case], *, layouts: int, known: Sequence[Known
     for case in cases:
         if _is_measurable(case) and not matching(known, case):
             by_key.setdefault(tolerance_key(case), {}).setdefault(case.layout, case)
-    return tuple(case for found in by_key.values() for case in _spread(list(found.values()), layouts))
+    return tuple(case for by_layout in by_key.values() for case in _spread(list(by_layout.values()), layouts))
 
 
 def _is_measurable(case: Case) -> bool:
@@ -93,9 +93,9 @@ def measure(
     unique = tuple({case_id(case): case for case in (*references, *cases)}.values())
     result = run_cases(project, unique, plan, judge, progress)
     traces = {
-        each.case_id: each.run.traces[0]
-        for each in result.results
-        if each.verdict is Verdict.PASSED and each.run is not None
+        case_result.case_id: case_result.run.traces[0]
+        for case_result in result.results
+        if case_result.verdict is Verdict.PASSED and case_result.run is not None
     }
     pairs = ((case, _reference_losses(project, case, traces, fresh=fresh)) for case in cases if case_id(case) in traces)
     samples = [
@@ -110,12 +110,12 @@ def measure(
     ]
     return Measurement(
         evidence={
-            check: _merged(project, check, found, list(traces.values()), command=command)
-            for check, found in ((LOSS_VS_GOLDEN, samples), (PARITY, parity))
-            if found
+            check: _merged(project, check, check_samples, list(traces.values()), command=command)
+            for check, check_samples in ((LOSS_VS_GOLDEN, samples), (PARITY, parity))
+            if check_samples
         },
         new_samples=len(samples) + len(parity),
-        failed=tuple(each for each in result.results if each.verdict is not Verdict.PASSED),
+        failed=tuple(case_result for case_result in result.results if case_result.verdict is not Verdict.PASSED),
         interrupted=result.end.interrupted,
     )
 

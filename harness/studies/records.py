@@ -94,11 +94,11 @@ def make_goldens(
     """Run the reference cases and return their goldens. Stores nothing."""
     result = run_cases(project, references, plan, SanityJudge(), progress)
     commit = source_commit(project.root)
-    passed = [each for each in result.results if each.verdict is Verdict.PASSED]
-    goldens = [_golden(each, reason=reason, command=command, commit=commit) for each in passed]
+    passed = [case_result for case_result in result.results if case_result.verdict is Verdict.PASSED]
+    goldens = [_golden(case_result, reason=reason, command=command, commit=commit) for case_result in passed]
     return References(
         goldens=tuple(goldens),
-        failed=tuple(each for each in result.results if each.verdict is not Verdict.PASSED),
+        failed=tuple(case_result for case_result in result.results if case_result.verdict is not Verdict.PASSED),
         interrupted=result.end.interrupted,
     )
 
@@ -154,8 +154,10 @@ def record_signatures(
     judge = Reviewed(prepare_judge(project, cases, plan, signatures=False), review)
     result = run_cases(project, cases, plan, judge, progress)
     return Signatures(
-        changes=tuple(_change(project, made[each.case_id]) for each in result.results if each.case_id in made),
-        failed=tuple(each for each in result.results if each.case_id not in made),
+        changes=tuple(
+            _change(project, made[case_result.case_id]) for case_result in result.results if case_result.case_id in made
+        ),
+        failed=tuple(case_result for case_result in result.results if case_result.case_id not in made),
         interrupted=result.end.interrupted,
     )
 
@@ -188,14 +190,16 @@ def verification(run: RunResult) -> Verification:
         formula: tuple(
             result.case_id
             for result in run.results
-            if result.verdict is not Verdict.KNOWN and any(each.formula == formula for each in result.findings)
+            if result.verdict is not Verdict.KNOWN and any(finding.formula == formula for finding in result.findings)
         )
         for formula in FORMULAS
     }
     return Verification(
         compared={formula: sum(_compares(result, formula) for result in run.results) for formula in FORMULAS},
         contradicted=contradicted,
-        failed=tuple(each for each in run.results if not each.verdict.good and each.verdict is not Verdict.CHANGED),
+        failed=tuple(
+            result for result in run.results if not result.verdict.good and result.verdict is not Verdict.CHANGED
+        ),
     )
 
 

@@ -61,7 +61,7 @@ class Verification(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def differing(self) -> tuple[Compared, ...]:
-        return tuple(each for each in self.compared if each.differs)
+        return tuple(row for row in self.compared if row.differs)
 
 
 def require_simulable(case: Case) -> None:
@@ -87,12 +87,12 @@ def verify(engine: Cluster, case: Case, ranks: Sequence[int], known: Sequence[Kn
     require_simulable(case)
     started = time.perf_counter()
     simulated = _simulated(engine, case, ranks)
-    found = [each for rank in simulated for each in _compared(case, rank)]
+    rows = [row for rank in simulated for row in _compared(case, rank)]
     bounds = [memory(case, rank=rank, saves_attention=False).peak for rank in ranks]
     return Verification(
         ranks=tuple(ranks),
-        compared=tuple(_explained(each, matching(known, case)) for each in found),
-        peaks=tuple(each.memory["peak"] / bound for each, bound in zip(simulated, bounds, strict=True) if each.memory),
+        compared=tuple(_explained(row, matching(known, case)) for row in rows),
+        peaks=tuple(rank.memory["peak"] / bound for rank, bound in zip(simulated, bounds, strict=True) if rank.memory),
         seconds=time.perf_counter() - started,
     )
 
@@ -106,16 +106,16 @@ def _simulated(engine: Cluster, case: Case, ranks: Sequence[int]) -> list[Simula
     return [msgspec.msgpack.decode(rank.payload or b"", type=SimulatedRank) for rank in outcome.ranks]
 
 
-def _compared(case: Case, found: SimulatedRank) -> Iterator[Compared]:
+def _compared(case: Case, simulated: SimulatedRank) -> Iterator[Compared]:
     refusal = expected_refusal(case)
-    if refusal is not None or found.refusal:
-        as_told = refusal is None or re.search(refusal.pattern, found.refusal) is not None
-        yield Compared(rank=found.rank, what="refusals", formula=int(refusal is not None), found=int(as_told))
+    if refusal is not None or simulated.refusal:
+        as_told = refusal is None or re.search(refusal.pattern, simulated.refusal) is not None
+        yield Compared(rank=simulated.rank, what="refusals", formula=int(refusal is not None), found=int(as_told))
         return
-    formula, seen = _formulas(case, found.rank), _seen(found)
-    for what in sorted({*formula, *seen}):
-        yield Compared(rank=found.rank, what=what, formula=formula[what], found=seen[what])
-    yield from _memory(case, found)
+    formula, seen = _formulas(case, simulated.rank), _seen(simulated)
+    for words in sorted({*formula, *seen}):
+        yield Compared(rank=simulated.rank, what=words, formula=formula[words], found=seen[words])
+    yield from _memory(case, simulated)
 
 
 def _formulas(case: Case, rank: int) -> Counter[str]:
@@ -126,19 +126,19 @@ def _formulas(case: Case, rank: int) -> Counter[str]:
         wanted[f"bytes of {term.words}"] += term.payload_bytes
     for gemm in gemms(case, rank=rank):
         wanted[_shape_words(gemm.precision, gemm.m, gemm.n, gemm.executed_k)] += gemm.executions
-    for words, each in executed(case, rank=rank, saves_attention=False).items():
-        wanted[f"FLOPs of {words}"] = each.flops
+    for words, multiplied in executed(case, rank=rank, saves_attention=False).items():
+        wanted[f"FLOPs of {words}"] = multiplied.flops
     return wanted
 
 
-def _seen(found: SimulatedRank) -> Counter[str]:
+def _seen(simulated: SimulatedRank) -> Counter[str]:
     seen: Counter[str] = Counter()
-    for record in found.traffic:
+    for record in simulated.traffic:
         seen[f"calls of {record.words}"] += sum(record.sizes.values())
         seen[f"bytes of {record.words}"] += record.payload_bytes
-    for matmul in found.matmuls:
+    for matmul in simulated.matmuls:
         seen[_shape_words(matmul.precision, matmul.m, matmul.n, matmul.k)] = matmul.calls
-    for part in found.flops:
+    for part in simulated.flops:
         seen[f"FLOPs of {multiplied_words(part=part.part, precision=part.precision)}"] = part.flops
     return seen
 
@@ -147,15 +147,15 @@ def _shape_words(precision: str, m: int, n: int, k: int) -> str:
     return f"matmuls [{m}, {k}] x [{k}, {n}] in {precision}"
 
 
-def _memory(case: Case, found: SimulatedRank) -> Iterator[Compared]:
-    wanted = memory(case, rank=found.rank, saves_attention=False)
-    weights = [weight for unit in fsdp_units(case, found.rank) for weight in unit.weights]
+def _memory(case: Case, simulated: SimulatedRank) -> Iterator[Compared]:
+    wanted = memory(case, rank=simulated.rank, saves_attention=False)
+    weights = [weight for unit in fsdp_units(case, simulated.rank) for weight in unit.weights]
     scalars = _SCALAR_BYTES * (2 + 2 * sum(weight.gathered_in_float8 for weight in weights))
     for name in _EXACT:
-        what = f"bytes of {'all between forward and backward, scalars apart' if name == 'before_backward' else name}"
+        words = f"bytes of {'all between forward and backward, scalars apart' if name == 'before_backward' else name}"
         slack = scalars if name == "before_backward" else 0
         formula = getattr(wanted, name)
-        yield Compared(rank=found.rank, what=what, formula=formula, found=found.memory[name], slack=slack)
+        yield Compared(rank=simulated.rank, what=words, formula=formula, found=simulated.memory[name], slack=slack)
 
 
 def _explained(row: Compared, faults: Sequence[KnownFault]) -> Compared:

@@ -91,11 +91,11 @@ def measure_speed(
     check_fits(cases, plan)
     twins = [replace(case, float8=Float8()) for case in cases]
     store = RunStore(project.new_run())
-    ids = tuple(case_id(each) for pair in zip(cases, twins, strict=True) for each in pair)
+    ids = tuple(case_id(member) for pair in zip(cases, twins, strict=True) for member in pair)
     start = run_start(project, plan, ids)
     started_s = time.monotonic()
     progress.begin(2 * pairs * len(cases))
-    found: list[CaseSpeed] = []
+    speeds: list[CaseSpeed] = []
     results: list[CaseResult] = []
     with store.locked(), open_executor(plan, project) as executor:
         store.begin(start)
@@ -103,14 +103,14 @@ def measure_speed(
         runner = CaseRunner(plan, executor, SanityJudge(), cache, progress.note)
         for case, twin in zip(cases, twins, strict=True):
             speed, ended = _timed(case, twin, runner, plan, progress, pairs=pairs, warmup=warmup)
-            found.append(speed)
+            speeds.append(speed)
             results += ended
             for result in ended:
                 store.append(result)
         end = RunEnd(wall_s=time.monotonic() - started_s, provenance=provenance(results, plan))
         whole = RunResult(results=tuple(results), start=start, end=end)
         store.finish(whole)
-    return tuple(found), whole
+    return tuple(speeds), whole
 
 
 def _timed(  # noqa: PLR0913  what the jobs need, and how many there are
@@ -121,29 +121,29 @@ def _timed(  # noqa: PLR0913  what the jobs need, and how many there are
     seconds: list[Timed] = []
     for number in range(pairs):
         with ConditionsMonitor(plan.device) as watch:
-            for each in (twin, case) if number % 2 == 0 else (case, twin):
-                name = case_id(each)
-                progress.started(name, each.world_size)
-                result = last[name] = runner.run(each) or runner.not_run(each)
+            for member in (twin, case) if number % 2 == 0 else (case, twin):
+                name = case_id(member)
+                progress.started(name, member.world_size)
+                result = last[name] = runner.run(member) or runner.not_run(member)
                 line = f"{result.verdict.value:<15} {result.seconds:7.1f} s  {name}"
                 progress.finished(name, line, remarkable=not result.verdict.good)
                 if not result.verdict.good:
                     return replace(speed, pairs=tuple(seconds), failed=result), tuple(last.values())
-        twin_s, case_s = (median(_numbers(each, last[case_id(each)]).step_s[warmup:]) for each in (twin, case))
+        twin_s, case_s = (median(_numbers(member, last[case_id(member)]).step_s[warmup:]) for member in (twin, case))
         seconds.append(Timed(twin_s=twin_s, case_s=case_s, conditions=watch.seen))
-    found = speedup(case, twin, seconds)
-    for each, own in ((case, found), (twin, None)):
-        result = last[case_id(each)]
-        last[case_id(each)] = replace(result, measured=replace(_numbers(each, result), speedup=own))
+    measured_speedup = speedup(case, twin, seconds)
+    for member, own in ((case, measured_speedup), (twin, None)):
+        result = last[case_id(member)]
+        last[case_id(member)] = replace(result, measured=replace(_numbers(member, result), speedup=own))
     device = result.run.traces[0].device if result.run is not None else ""
-    return replace(speed, device=device, pairs=tuple(seconds), speedup=found), tuple(last.values())
+    return replace(speed, device=device, pairs=tuple(seconds), speedup=measured_speedup), tuple(last.values())
 
 
 def _numbers(case: Case, result: CaseResult) -> Measured:
     assert result.run is not None, "a case that passed has a run"
-    found = measured(case, result.run, Witnesses(expect=Expectations(case)))
-    assert found is not None, "a case that passed has numbers"
-    return found
+    numbers = measured(case, result.run, Witnesses(expect=Expectations(case)))
+    assert numbers is not None, "a case that passed has numbers"
+    return numbers
 
 
 def speedup(case: Case, twin: Case, pairs: Sequence[Timed]) -> Speedup:

@@ -129,11 +129,11 @@ def parse_layout(text: str, *, option: str = "--layout") -> Layout:
     values: dict[str, object] = {}
     layouts = [word for word in WORDS if word.part == "layout"]
     for token in id_words(text):
-        found = values_of(token)
-        if found is None or not any(word.pattern.fullmatch(token) for word in layouts):
-            fix = hint(token) if found is None else "use words of a layout, such as fsdp2, tp2, fsdp2-tp2 or hsdp2x2."
+        axes = values_of(token)
+        if axes is None or not any(word.pattern.fullmatch(token) for word in layouts):
+            fix = hint(token) if axes is None else "use words of a layout, such as fsdp2, tp2, fsdp2-tp2 or hsdp2x2."
             raise HarnessError(f"'{token}' is no layout.", where=f"{option} {text}", fix=fix)
-        values |= found
+        values |= axes
     return case_from_axes(values).layout
 
 
@@ -154,8 +154,8 @@ def cases_of(options: CheckOptions, *, device: str) -> tuple[Case, ...]:
     plan += [(layout, float8, sharp) for layout in layouts]
     plan += [] if first is None else [(first, float8, "bfloat16")]
     cases = [
-        replace(base, target=options.target, layout=layout, float8=each, train=replace(base.train, dtype=dtype))
-        for layout, each, dtype in dict.fromkeys(plan)
+        replace(base, target=options.target, layout=layout, float8=conversion, train=replace(base.train, dtype=dtype))
+        for layout, conversion, dtype in dict.fromkeys(plan)
     ]
     for case in cases:
         for rule in exclusions(case):
@@ -183,13 +183,14 @@ def check_target(project: Project, options: CheckOptions, plan: Plan, progress: 
     plan = replace(plan, timeout_s=plan.timeout_s or TIMEOUT_S, digests_built=True)
     result = run_cases(project, cases, plan, judge, progress)
     runs = tuple(
-        _target_run(case, each, seen.get(each.case_id)) for case, each in zip(cases, result.results, strict=True)
+        _target_run(case, case_result, seen.get(case_result.case_id))
+        for case, case_result in zip(cases, result.results, strict=True)
     )
     return TargetReport(
         schema=1,
         target=options.target,
         file=target_file(options.target, project.root),
-        runs=_without_unsupported(runs, [each.run for each in result.results]),
+        runs=_without_unsupported(runs, [case_result.run for case_result in result.results]),
         built=_built(cases, seen),
         notes=_notes(result.results),
         software=result.end.provenance,
@@ -242,8 +243,8 @@ def _scale(case: Case, run: Run) -> list[Finding]:
     """A finding when the first loss of one rank looks like a sum over tokens: then every reference has the same."""
     if case.world_size > 1 or case.float8.enabled or not run.traces[0].steps:
         return []
-    found = explain_scale(case, run.traces[0].steps[0].loss)
-    return [] if found is None else [SCALE.finding(explanation=found.what, step=1, fix=found.fix)]
+    explanation = explain_scale(case, run.traces[0].steps[0].loss)
+    return [] if explanation is None else [SCALE.finding(explanation=explanation.what, step=1, fix=explanation.fix)]
 
 
 def _target_run(case: Case, result: CaseResult, seen: _Seen | None) -> TargetRun:
@@ -290,12 +291,12 @@ def _is_refusal(failure: RankFailure, *, any_error: bool) -> bool:
 
 def _built(cases: Sequence[Case], seen: Mapping[str, _Seen]) -> tuple[Built, ...]:
     """What was found in every layout with FP8."""
-    found: dict[str, Built] = {}
+    built: dict[str, Built] = {}
     for case in cases:
         looked = seen.get(case_id(case))
         if case.float8.enabled and looked is not None and looked.model is not None:
-            found.setdefault(layout_id(case.layout), _facts(layout_id(case.layout), looked.model))
-    return tuple(found.values())
+            built.setdefault(layout_id(case.layout), _facts(layout_id(case.layout), looked.model))
+    return tuple(built.values())
 
 
 def _facts(layout: str, model: ModelRecord) -> Built:
@@ -309,16 +310,16 @@ def _facts(layout: str, model: ModelRecord) -> Built:
         parameters=len(model.parameters),
         elements=sum(math.prod(parameter.shape) for parameter in model.parameters),
         buffers=len(model.buffers),
-        on_axes=Counter(" and ".join(each) or "none" for each in axes),
+        on_axes=Counter(" and ".join(parameter_axes) or "none" for parameter_axes in axes),
     )
 
 
 def _notes(results: Iterable[CaseResult]) -> tuple[str, ...]:
     """Settings of torch that a target changes and that change no number of this run."""
-    traces: list[RankTrace] = [trace for each in results if each.run is not None for trace in each.run.traces]
+    traces: list[RankTrace] = [trace for result in results if result.run is not None for trace in result.run.traces]
     changes: dict[StateChange, None] = {change: None for trace in traces for change in trace.state}
-    told = {change.name: change for change in changes if change.name in ("deterministic algorithms", "threads")}
+    harmless = {change.name: change for change in changes if change.name in ("deterministic algorithms", "threads")}
     return tuple(
         f"the target leaves torch's {name} at {change.after} instead of {change.before} after {change.phase}"
-        for name, change in told.items()
+        for name, change in harmless.items()
     )

@@ -42,8 +42,8 @@ _WORDS = re.compile(r"(?P<kind>\w+)(?: \((?P<op>\w+)\))? in (?P<dtype>\w+) along
 
 def collective_of(words: str) -> Mapping[str, str] | None:
     """The arguments of `collective_words` that give these words; None where none do."""
-    found = _WORDS.fullmatch(words)
-    return None if found is None else found.groupdict(default="")
+    match = _WORDS.fullmatch(words)
+    return None if match is None else match.groupdict(default="")
 
 
 class TrafficRecord(Record, frozen=True, kw_only=True):

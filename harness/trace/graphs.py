@@ -108,8 +108,8 @@ class GeneratedResult(Record, frozen=True, kw_only=True):
     tensor: GeneratedTensor
     dtype: str
     distance: float  # relative to the norm of the tensor; NaN where the code has no such tensor
-    farthest_row: float  # relative to the norm of its row, or to that of a mean row if this is larger
-    cancelled: float = 1.0  # of a sum: the norm of its terms, relative to that of the sum, where that is larger
+    farthest_row: float  # relative to the norm of its row, or of a mean row if this is larger
+    cancelled: float = 1.0  # of a sum: the norm of its terms relative to its own, where that is larger
 
 
 class GradientDistance(Record, frozen=True, kw_only=True):

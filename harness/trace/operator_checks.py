@@ -25,7 +25,7 @@ _SHORT = {"float32": "f32", "bfloat16": "bf16"}
 class OperatorCheck(Record, frozen=True, kw_only=True):
     """One operator on inputs with given placements. `dim`, `keepdim`, `sizes` and `target` are arguments of some.
 
-    `shape` is that of the first input; the operator determines the others. `sizes` is the new shape of a view, the size
+    `shape` is the first input's; the operator determines the others. `sizes` is the new shape of a view, the size
     of a split or the width of a matmul; `target` is the placements of a redistributed result.
     """
 
@@ -142,7 +142,7 @@ class StrategyQuestion(Record, frozen=True, kw_only=True):
 
 
 class Validated(Record, frozen=True, kw_only=True):
-    """What torch says of its rules for one operator: those that hold for its samples, and those that do not."""
+    """What torch reports about its rules for one operator: those that hold for its samples, and those that do not."""
 
     right: int
     wrong: int

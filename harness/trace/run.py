@@ -98,7 +98,9 @@ class Run(Record, frozen=True, kw_only=True):
 
     @property
     def causes(self) -> tuple[RankFailure, ...]:
-        return tuple(sorted((each for each in self.failures if not each.consequence), key=lambda each: each.rank))
+        return tuple(
+            sorted((failure for failure in self.failures if not failure.consequence), key=lambda failure: failure.rank)
+        )
 
     @property
     def complete(self) -> bool:

@@ -4,7 +4,7 @@ A shard is recorded by `worker/probes/module_tensors.py` on the ranks of a run; 
 single rank that repeats every module on the recorded operands.
 
 A sketch is SKETCH_SIZE signed sums of all elements of the logical tensor. The sign of an element depends only on its
-position. Sketches are linear: those of the shards add up to that of the tensor, and the distance between two sketches
+position. Sketches are linear: the shards' add up to the tensor's, and the distance between two sketches
 estimates the distance between their tensors within about a quarter. Recorded by `worker/probes/sketches.py`.
 """
 

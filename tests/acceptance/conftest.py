@@ -120,7 +120,7 @@ class Command:
 
     def cases(self, name: str, *axes: str) -> None:
         """A tier of cases with these axes."""
-        self.tier(name, "".join(f"[[case]]\naxes = {{{each}}}\n" for each in axes))
+        self.tier(name, "".join(f"[[case]]\naxes = {{{case_axes}}}\n" for case_axes in axes))
 
     def record(self, name: str, *, where: str, verdict: str, rule: str) -> None:
         """Record a fault, of any version of torch and for ever."""

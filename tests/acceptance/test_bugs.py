@@ -127,7 +127,7 @@ def test_the_answer_is_an_exit_code(project: Command) -> None:
     assert (there.returncode, there.stdout.splitlines()[0]) == (1, f"reproduced: {FAR}"), there.stderr
     assert project.call("bug", "repro", "megatron-442", "-q", "--exit-code").returncode == 1
     signature = json.loads((project.folder / "repro.json").read_text())["found"]["signature"]
-    where = ", ".join(f'"{each}"' for each in signature["where"])
+    where = ", ".join(f'"{place}"' for place in signature["where"])
     other = f'signature = {{kind = "parity", what = "{signature["what"]}", where = [{where}], first_step = 1}}\n'
     write_bug(project, bug.replace("[bug.versions]", f"{other}[bug.versions]"))
     answer = project.call("bug", "repro", "megatron-442", "-q", "--exit-code")
@@ -143,14 +143,14 @@ def test_a_failure_is_made_small_and_what_it_needs_is_told(real: Inside) -> None
     words = ("bug", "shrink", CASE, *FAULT)
     done = real.run(*words, "--json", "shrunk.json", "--output", "small.toml")
     assert done.returncode == 0, done.stderr
-    found = json.loads((real.folder / "shrunk.json").read_text())
-    axes = own_axes(parse_case_id(found["case"]))
+    shrunk = json.loads((real.folder / "shrunk.json").read_text())
+    axes = own_axes(parse_case_id(shrunk["case"]))
     assert (axes["tp"], axes["steps"], "checkpointing" in axes) == (2, 1, False)
     assert "needs\n  tp 2\n    with tp 1: no failure" in done.stdout  # 2 heads allow no other degree
     assert "does not depend on" in done.stdout and "checkpointing full -> none" in " ".join(done.stdout.split())
-    assert found["case"] in real.call("list", "small.toml").stdout
+    assert shrunk["case"] in real.call("list", "small.toml").stdout
     again = real.run(*words, "-q")
-    assert f"smallest case: {found['case']}" in again.stdout and " 0 run now" in again.stdout
+    assert f"smallest case: {shrunk['case']}" in again.stdout and " 0 run now" in again.stdout
 
 
 PACKAGE = "fp8_harness_toy"
@@ -179,15 +179,15 @@ def environment(folder: Path, version: str, text: str = "", package: str = PACKA
 
 def test_an_environment_has_its_version_and_everything_else(tmp_path: Path) -> None:
     wheel(tmp_path, "0.3")
-    told: list[str] = []
-    versions = Versions(PACKAGE, tmp_path / "versions", source=Source(find_links=tmp_path), note=told.append)
+    notes: list[str] = []
+    versions = Versions(PACKAGE, tmp_path / "versions", source=Source(find_links=tmp_path), note=notes.append)
     made = versions.environment("0.3")
     code = f"import {PACKAGE}, harness, msgspec; print({PACKAGE}.VERSION, harness.__file__)"
     done = subprocess.run([made.python, "-c", code], capture_output=True, text=True, check=True, cwd=tmp_path)
     assert done.stdout.split() == ["0.3", str(Path(sys.modules["harness"].__file__ or ""))]
-    assert told[0] == f"{PACKAGE} 0.3: installing it into {made.folder}, which is kept" and "KiB in" in told[-1]
+    assert notes[0] == f"{PACKAGE} 0.3: installing it into {made.folder}, which is kept" and "KiB in" in notes[-1]
     (tmp_path / f"{PACKAGE}-0.3-py3-none-any.whl").unlink()
-    assert versions.environment("0.3") == made and sum("installing it" in line for line in told) == 1
+    assert versions.environment("0.3") == made and sum("installing it" in line for line in notes) == 1
     with pytest.raises(NotInstalled, match=r"0\.4"):
         versions.environment("0.4")
     assert not (tmp_path / "versions" / f"{PACKAGE}-0.4").exists()

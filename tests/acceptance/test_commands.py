@@ -26,9 +26,9 @@ def commands(command: click.Command, *words: str) -> Iterator[tuple[str, ...]]:
     if isinstance(command, click.Group):
         context = click.Context(command)
         for name in command.list_commands(context):
-            found = command.get_command(context, name)
-            assert found is not None
-            yield from commands(found, *words, name)
+            subcommand = command.get_command(context, name)
+            assert subcommand is not None
+            yield from commands(subcommand, *words, name)
 
 
 @pytest.mark.parametrize("words", list(commands(app)), ids=" ".join)
@@ -206,7 +206,7 @@ def test_measuring_some_cases_again_keeps_the_samples_of_the_others(project: Com
     for arguments in (("--seeds", "2"), ("--seeds", "3", "--select", "dp_shard=2")):
         done = project.call("baseline", "tolerance", "--measure", "noise", "--device", "cpu", *arguments)
         assert done.returncode == 0, done.stdout + done.stderr
-        stored.append(sorted((each["layout"], each["seed"]) for each in json.loads(path.read_text())["samples"]))
+        stored.append(sorted((sample["layout"], sample["seed"]) for sample in json.loads(path.read_text())["samples"]))
     assert stored[0] == [("fsdp2", 0), ("fsdp2", 1), ("single", 0), ("single", 1)]
     assert stored[1] == sorted([*stored[0], ("fsdp2", 2)])
 

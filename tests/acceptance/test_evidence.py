@@ -36,8 +36,8 @@ def test_the_kernel_of_this_machine(tmp_path: Path) -> None:
     done = project.call("dev", "evidence", "kernel", "--device", "cpu", "--json", "found.json")
     assert done.returncode == 0, done.stdout + done.stderr
     stored = json.loads((tmp_path / "golden" / "cpu" / "evidence-kernel.json").read_text())
-    (told,) = json.loads((tmp_path / "found.json").read_text())["levels"]
-    assert len(stored["items"]) == len(told["items"]) > 250 and stored["environment"]["device"] == "cpu"
+    (level,) = json.loads((tmp_path / "found.json").read_text())["levels"]
+    assert len(stored["items"]) == len(level["items"]) > 250 and stored["environment"]["device"] == "cpu"
     summary = (tmp_path / "golden" / "cpu" / "evidence-kernel.md").read_text()
     assert "nothing about a GPU" in summary and summary in done.stdout and "none is compared" in summary
     assert project.call("baseline", "show").stdout == "", "evidence is no golden"
@@ -52,9 +52,9 @@ def test_a_planted_fault_is_found_over_gloo_with_the_exact_matmul(tmp_path: Path
     options = (*asked, "--device", "cpu", "--fabric", "gloo", "--json", "-")
     done = project.run("dev", "evidence", "proof", *options, timeout_s=300)
     assert done.returncode == 0, done.stdout + done.stderr
-    (told,) = json.loads(done.stdout)["levels"]
-    assert told["environment"]["fabric"] == "gloo" and told["environment"].get("arithmetic", "") == ""
-    assert {item["verdict"] for item in told["items"]} == {"passed", "detected"}
+    (level,) = json.loads(done.stdout)["levels"]
+    assert level["environment"]["fabric"] == "gloo" and level["environment"].get("arithmetic", "") == ""
+    assert {item["verdict"] for item in level["items"]} == {"passed", "detected"}
     assert "# The exact matmul" in done.stderr
 
 
@@ -64,13 +64,13 @@ def test_goldens_of_a_class_are_made_before_anything_is_judged(project: Command)
     done = project.call(*ran)
     assert done.returncode == 0, done.stdout + done.stderr
     folder = project.folder / "golden" / "cpu"
-    found = json.loads((folder / "evidence-native.json").read_text())
-    names = [item["name"] for item in found["items"]]
+    stored = json.loads((folder / "evidence-native.json").read_text())
+    names = [item["name"] for item in stored["items"]]
     assert sum(name.startswith("golden ") for name in names) == 1 and len(list(folder.glob("tiny-*-s4-*"))) == 1
-    assert {item["verdict"] for item in found["items"]} == {"made", "passed", "no bit differs"}
+    assert {item["verdict"] for item in stored["items"]} == {"made", "passed", "no bit differs"}
     assert not (project.folder / "golden" / "evidence").exists(), "no tolerance rests on what one class measured"
-    assert found["environment"]["arithmetic"] == "kernel"
-    assert found["notes"] == [
+    assert stored["environment"]["arithmetic"] == "kernel"
+    assert stored["notes"] == [
         "1 case left out that must be refused, which torch's kernel of a CPU does not do",
         "noise: not measured, without seeds or without a case to measure",
     ]
@@ -114,6 +114,6 @@ def test_the_document_goes_to_stdout_and_the_table_to_stderr(shared: Command) ->
     done = shared.call("dev", "conformance", "amax-8x16-f32-m4-R", "--json", "-")
     assert done.returncode == 0, done.stderr
     assert "1 check in " in done.stderr and "1 passed" in done.stderr
-    found = json.loads(done.stdout)
-    assert found["counts"] == {"passed": 1}
-    assert [(check["id"], check["status"]) for check in found["checks"]] == [("amax-8x16-f32-m4-R", "passed")]
+    document = json.loads(done.stdout)
+    assert document["counts"] == {"passed": 1}
+    assert [(check["id"], check["status"]) for check in document["checks"]] == [("amax-8x16-f32-m4-R", "passed")]

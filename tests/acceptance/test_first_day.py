@@ -95,7 +95,7 @@ def test_a_model_of_ones_own_is_judged_over_any_number_of_steps(project: Project
 def test_fifty_steps_of_a_larger_model_pass_clean_and_fail_with_a_fault(project: Project) -> None:
     code, (case,), _ = project.judged(LONG)
     assert (code, case["verdict"]) == (0, "passed"), case["findings"]
-    skipped = {each["check"]: each["reason"] for each in case["not_judged"]}
+    skipped = {not_judged["check"]: not_judged["reason"] for not_judged in case["not_judged"]}
     assert skipped["local_parity"] == "steps 3-49, and the update of step 50: modules are recorded in 3 steps"
     code, (case,), _ = project.judged(LONG, "--inject", "fault:one_row_of_a_gradient_scaled")
     assert (code, case["verdict"]) == (1, "numeric")

@@ -33,10 +33,10 @@ def test_two_runs_of_the_same_are_go_and_a_broken_one_is_not(project: Command) -
     assert gate(project, "v1", "v2")[1].startswith("GO: v2 against v1\nno reason gates\n")
     outputs = ("--json", "-", "--markdown", str(project.folder / "gate.md"), "--html", "gate.html")
     done = project.call("compare", "v1", "v3", *outputs)
-    found: dict[str, Any] = json.loads(done.stdout)
-    assert (done.returncode, found["go"], found["reasons"][0]["kind"]) == (1, False, "new-failure")
-    assert found["reasons"][0]["command"].endswith("--inject broken.py:apply")
-    (moved,) = found["groups"]
+    document: dict[str, Any] = json.loads(done.stdout)
+    assert (done.returncode, document["go"], document["reasons"][0]["kind"]) == (1, False, "new-failure")
+    assert document["reasons"][0]["command"].endswith("--inject broken.py:apply")
+    (moved,) = document["groups"]
     assert (moved["origin"], moved["moved"].keys()) == ("ours", {"verdict"}), "no frame of torch is in it"
     assert done.stderr.startswith("NO-GO: v3 against v1\n")
     assert (project.folder / "gate.md").read_text().startswith("## NO-GO: v3 against v1\n")
@@ -80,15 +80,15 @@ def test_quarantined_cases_run_and_fail_nothing_until_their_day(project: Command
     run(project, "v1")
     quarantine = project.folder / "cases" / "quarantine.toml"
     quarantine.write_text(QUARANTINE.format(day="2999-01-01"))
-    told = run(project, "v2", "--inject", "broken.py:apply")
-    assert "quarantined until 2999-01-01 by ana: known to break" in told and "of them quarantined)" in told
+    output = run(project, "v2", "--inject", "broken.py:apply")
+    assert "quarantined until 2999-01-01 by ana: known to break" in output and "of them quarantined)" in output
     code, text = gate(project, "v1", "v2")
     assert code == 0 and "quarantined until 2999-01-01 by ana: known to break" in text
     done = project.pytest("cases/smoke.toml", "--fp8-inject", "broken.py:apply", "--fp8-device", "cpu", "-q", "-rx")
     assert done.returncode == 0 and "quarantined until 2999-01-01" in done.stdout, done.stdout
     quarantine.write_text(QUARANTINE.format(day="2020-01-01"))
-    told = run(project, "v3", "--inject", "broken.py:apply", code=1)
-    assert "the quarantine by ana expired on 2020-01-01: known to break. Its cases count again." in told
+    output = run(project, "v3", "--inject", "broken.py:apply", code=1)
+    assert "the quarantine by ana expired on 2020-01-01: known to break. Its cases count again." in output
     code, text = gate(project, "v1", "v3")
     assert code == 1 and "the quarantine by ana expired on 2020-01-01: known to break" in text
     quarantine.write_text(QUARANTINE.replace("owner", "owners").format(day="2020-01-01"))
@@ -111,7 +111,7 @@ def test_the_same_cases_run_in_several_environments(project: Command) -> None:
     assert "different verdicts in 1 case of 1" in lines and "    old: passed" in lines and "    new: crash" in lines
     assert gate(project, "old", "new")[0] == 1
     stored = json.loads(project.call("runs", "list", "--json", "-").stdout)
-    assert {each["name"] for each in stored} == {"old", "new"}
+    assert {stored_run["name"] for stored_run in stored} == {"old", "new"}
     (project.folder / "other").mkdir()
     (project.folder / "other" / "pyvenv.cfg").touch()
     for option, message in (

@@ -36,9 +36,9 @@ def literals(tree: ast.AST) -> Iterator[str]:
             silent.add(id(body[0].value))
         named = isinstance(node, ast.Assign) and any("EPILOG" in ast.unparse(name) for name in node.targets)
         if isinstance(node, ast.keyword) and node.arg == "epilog":
-            silent |= {id(each) for each in ast.walk(node.value)}
+            silent |= {id(inner) for inner in ast.walk(node.value)}
         elif named:
-            silent |= {id(each) for each in ast.walk(node)}
+            silent |= {id(inner) for inner in ast.walk(node)}
     for node in ast.walk(tree):
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in silent:
             yield node.value
@@ -46,19 +46,19 @@ def literals(tree: ast.AST) -> Iterator[str]:
 
 def test_no_message_spells_a_command_without_its_function() -> None:
     files = [path for path in PACKAGE.rglob("*.py") if path.name != "hints.py"]
-    found = {
+    commands = {
         command: str(path.relative_to(PACKAGE))
         for path in files
         for text in literals(ast.parse(path.read_text()))
         for command in re.findall(r"fp8-harness (?:[a-z]+ )*[a-z]+(?: --?[a-z-]+)*", text)
     }
-    new = {command: file for command, file in found.items() if command not in NO_COMMANDS | REMARKS}
+    new = {command: file for command, file in commands.items() if command not in NO_COMMANDS | REMARKS}
     assert new == {}, "write a function in harness/hints.py, and its situation here"
 
 
 def only(text: str, start: str = "fp8-harness") -> str:
     """The one command between backticks."""
-    (command,) = {each for each in re.findall(r"`([^`]+)`", " ".join(text.split())) if start in each}
+    (command,) = {quoted for quoted in re.findall(r"`([^`]+)`", " ".join(text.split())) if start in quoted}
     return command
 
 
@@ -249,7 +249,7 @@ def test_every_hint_has_a_situation() -> None:
         understood(command)
 
 
-@pytest.mark.parametrize("situation", [each for found in SITUATIONS.values() for each in found])
+@pytest.mark.parametrize("situation", [situation for situations in SITUATIONS.values() for situation in situations])
 def test_the_command_works_as_printed(project: Command, situation: Callable[[Command], str]) -> None:
     command = only(situation(project))
     parts = command.split(" && ")

@@ -25,21 +25,21 @@ def judged(folder: Path, *arguments: str) -> tuple[int, dict[str, Any]]:
 
 @pytest.mark.sweep  # six compiled runs; `tests/worker/test_compiled.py` locates the fault and mends it in every run
 def test_known_and_right_with_its_fix(tmp_path: Path) -> None:
-    code, found = judged(tmp_path)
-    assert (code, found["verdict"], found["expectation"]) == (0, "known", "async-tp-scatters-rows-by-batch-rowwise")
-    (rows,) = [each for each in found["findings"] if each["rule"] == ROWS.name and each["rank"] == 0]
+    code, case = judged(tmp_path)
+    assert (code, case["verdict"], case["expectation"]) == (0, "known", "async-tp-scatters-rows-by-batch-rowwise")
+    (rows,) = [finding for finding in case["findings"] if finding["rule"] == ROWS.name and finding["rank"] == 0]
     assert rows["values"]["operator"] == "fused_scaled_matmul_reduce_scatter"
     assert "row [1, 0] of this rank holds row [0, 0] of TP rank 1" in rows["found"]
-    assert (found["with_fix"]["fixes"], found["with_fix"]["verdict"]) == (
+    assert (case["with_fix"]["fixes"], case["with_fix"]["verdict"]) == (
         ["cases/fixes/scattered_rows.py:apply"],
         "passed",
     )
-    assert {"parity", "graphs", "graph_scales", "traffic", "metamorphic"} <= set(found["with_fix"]["checks"])
+    assert {"parity", "graphs", "graph_scales", "traffic", "metamorphic"} <= set(case["with_fix"]["checks"])
 
 
 @pytest.mark.sweep  # four compiled runs; `tests/power` has eager known cases in every run
 def test_another_fault_does_not_hide_behind_it(tmp_path: Path) -> None:
     """A lost gradient is no larger than what the live fault does to gradients; the run with the fix shows it."""
-    code, found = judged(tmp_path, "--inject", "fault:one_gradient_lost")
+    code, case = judged(tmp_path, "--inject", "fault:one_gradient_lost")
     assert code == 1
-    assert found["verdict"] in ("numeric", "invariant")
+    assert case["verdict"] in ("numeric", "invariant")

@@ -53,9 +53,9 @@ def test_clean_runs_pass_and_a_fault_of_torchao_is_known_in_a_project_without_re
     done = project.run("run", *cases, "--json", str(result))
     assert done.returncode == 0, done.stdout + done.stderr
     assert "7 cases: 6 passed, 1 known" in done.stdout
-    told = sentence_of_record(read_run(result))
-    assert told.startswith("fp8-all-gather-scale-per-tp-rank: FSDP2 x TP with the float8 all-gather")
-    assert told in done.stdout
+    known_fault = sentence_of_record(read_run(result))
+    assert known_fault.startswith("fp8-all-gather-scale-per-tp-rank: FSDP2 x TP with the float8 all-gather")
+    assert known_fault in done.stdout
 
 
 def sentence_of_record(document: dict[str, Any]) -> str:
@@ -72,7 +72,7 @@ def test_a_clean_run_on_two_axes_is_resumed(project: Inside) -> None:
 
 
 @pytest.mark.parametrize(
-    ("case", "fault", "rule", "what"),
+    ("case", "fault", "rule", "starts"),
     [
         (STYLED, "gathered_input_has_local_scale", scales.LOCAL, {"module": "blocks.0.up"}),
         sweep(STYLED, "fp8_tp_styles_lost", scales.NOT_STYLED, {}),
@@ -95,14 +95,16 @@ def test_a_clean_run_on_two_axes_is_resumed(project: Inside) -> None:
         (TIED, "fp8_all_gather_flag_lost", scales.RULES.number, {"module": "blocks.0.down"}),
     ],
 )
-def test_a_planted_fault_is_found(project: Inside, case: str, fault: str, rule: Rule, what: dict[str, str]) -> None:
-    """`what`: how values and places of a finding by the rule begin."""
+def test_a_planted_fault_is_found(project: Inside, case: str, fault: str, rule: Rule, starts: dict[str, str]) -> None:
+    """`starts`: how values and places of a finding by the rule begin."""
     result = project.folder / "result.json"
     done = project.run("run", case, "--inject", f"fault:{fault}", "--json", str(result))
     assert done.returncode == 1, done.stdout + done.stderr
-    (found,) = read_run(result)["cases"]
-    told = [{**finding, **finding["values"]} for finding in found["findings"] if finding["rule"] == rule.name]
-    assert any(all(str(each[name]).startswith(text) for name, text in what.items()) for each in told), found["findings"]
+    (case_result,) = read_run(result)["cases"]
+    findings = [{**finding, **finding["values"]} for finding in case_result["findings"] if finding["rule"] == rule.name]
+    assert any(all(str(finding[name]).startswith(text) for name, text in starts.items()) for finding in findings), (
+        case_result["findings"]
+    )
 
 
 def run(project: Inside, case: str, *words: str) -> tuple[int, str]:
@@ -137,5 +139,5 @@ def test_a_cache_of_casts_is_clean_within_a_step_and_found_behind_it_where_the_r
     assert code == 0, out
     code, out = run(project, KEPT)
     assert code == 1 and "parity/" not in out, out
-    told = f"{lifetime.CAST.name}: {sentence(lifetime.CAST)}: first for weight in forward of blocks.0.up at step 2"
-    assert told in out, out
+    expected = f"{lifetime.CAST.name}: {sentence(lifetime.CAST)}: first for weight in forward of blocks.0.up at step 2"
+    assert expected in out, out

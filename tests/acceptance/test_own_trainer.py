@@ -104,8 +104,11 @@ def test_a_sound_trainer_passes_and_planted_faults_are_found(user: User) -> None
     assert done.returncode == 0, done.stdout + done.stderr
     assert "detected faults by dtype" in done.stderr
     power = json.loads(done.stdout)
-    assert {(each["case_id"], each["verdict"]) for each in power["clean"]} == {(TP, "passed"), (FSDP, "passed")}
-    assert [(each["case_id"], each["verdict"]) for each in power["trials"]] == [(TP, "invariant"), (FSDP, "invariant")]
+    assert {(trial["case_id"], trial["verdict"]) for trial in power["clean"]} == {(TP, "passed"), (FSDP, "passed")}
+    assert [(trial["case_id"], trial["verdict"]) for trial in power["trials"]] == [
+        (TP, "invariant"),
+        (FSDP, "invariant"),
+    ]
     first = power["trials"][0]
     assert first["message"].startswith(RULES.amax.says) and "blocks.0.attention.query" in first["message"]
     assert first["first_step"] == 1
@@ -189,7 +192,9 @@ def test_a_bug_of_the_user_is_found(user: User, tmp_path: Path, name: str) -> No
     done = changed.run("run", bug.case, "--json", str(tmp_path / "result.json"))
     assert done.returncode == 1, done.stdout + done.stderr
     (case,) = read_run(tmp_path / "result.json")["cases"]
-    assert any(bug.told.items() <= {**each, **each["values"]}.items() for each in case["findings"]), done.stdout
+    assert any(bug.told.items() <= {**finding, **finding["values"]}.items() for finding in case["findings"]), (
+        done.stdout
+    )
 
 
 @pytest.mark.sweep

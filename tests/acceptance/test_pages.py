@@ -74,9 +74,9 @@ def test_the_fault_of_the_first_page_is_found(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("page", (*ELSEWHERE, *BY_NIGHT))
 def test_the_commands_of_a_page_are_understood(page: str) -> None:
-    found = [text for text in commands(page) if text.startswith("fp8-harness")]
-    assert found
-    for text in found:
+    texts = [text for text in commands(page) if text.startswith("fp8-harness")]
+    assert texts
+    for text in texts:
         understood(text)
 
 
@@ -106,7 +106,7 @@ def test_the_site_has_no_broken_link_and_no_page_outside_of_it(tmp_path: Path) -
     assert done.returncode == 0, done.stderr
     pages = [path.read_text() for path in (tmp_path / "site").glob("*.html")]
     assert len(pages) > 8
-    assert not [each for page in pages for each in re.findall(r'(?:src|href)="(https?://[^"]*\.(?:js|css))', page)]
+    assert not [url for page in pages for url in re.findall(r'(?:src|href)="(https?://[^"]*\.(?:js|css))', page)]
 
 
 def test_make_docs_renders_the_site() -> None:
@@ -130,7 +130,7 @@ def page(name: str) -> str:
 
 def walk(document: str, here: Path, says: Says, run: Run, *, file: str = "") -> None:
     """Follow a page from a folder: its files, changes of the last file or of `file`, and commands."""
-    path, left = here / file, {text: list(told) for text, told in says.items()}
+    path, left = here / file, {text: list(answers) for text, answers in says.items()}
     for kind, text in steps(document):
         if kind == "python":
             path = here / text.splitlines()[0].removeprefix("# ")
@@ -234,5 +234,5 @@ def test_reading_a_report(project: Command) -> None:
     assert all((project.folder / name).stat().st_size for name in ("report.html", "summary.md", "junit.xml"))
     script = (REPOSITORY / "harness" / "report" / "html" / "assets" / "page.js").read_text()
     rows = re.findall(r"^\| (\S) \| (\w+) \| (.+) \|$", document, flags=re.MULTILINE)
-    assert {name: phrase for _, name, phrase in rows} == {each.value: each.phrase for each in Verdict}
+    assert {name: phrase for _, name, phrase in rows} == {verdict.value: verdict.phrase for verdict in Verdict}
     assert all(f'{name}: "{mark}"' in script for mark, name, _ in rows), "the marks are those of the page"

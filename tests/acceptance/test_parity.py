@@ -21,10 +21,10 @@ LAYOUTS = ("--layouts", "single,fsdp2,tp2", "--steps", "2", "-q")
 @pytest.fixture(scope="module")
 def project(tmp_path_factory: pytest.TempPathFactory, warm: Zygotes) -> Inside:
     """A project without goldens, and with the tolerances that were measured."""
-    found = with_targets(tmp_path_factory.mktemp("parity"), warm)
-    shutil.copytree(REPOSITORY / "golden" / "evidence", found.folder / "golden" / "evidence", dirs_exist_ok=True)
-    shutil.copy(REPOSITORY / "golden" / "tolerances.toml", found.folder / "golden")
-    return found
+    inside = with_targets(tmp_path_factory.mktemp("parity"), warm)
+    shutil.copytree(REPOSITORY / "golden" / "evidence", inside.folder / "golden" / "evidence", dirs_exist_ok=True)
+    shutil.copy(REPOSITORY / "golden" / "tolerances.toml", inside.folder / "golden")
+    return inside
 
 
 def test_sound_layouts_are_equal_or_rounded(project: Inside) -> None:

@@ -17,10 +17,10 @@ def test_mfu_of_a_published_speed(shared: Command) -> None:
     model = ("--model", "llama3-8b", "--recipe", "tensorwise", "--dp-shard", "8")
     done = shared.call("predict", "cost", *model, "--machine", "h100", "--tokens-per-s", "7773", "--json", "-")
     assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
-    assert found["formula"]["case_id"].startswith("fsdp8-tensorwise-dim.4096-layers.32-")
-    assert found["speed"]["tflops"] == pytest.approx(450.169, abs=1e-3)
-    assert found["speed"]["mfu_weighted"] == pytest.approx(0.2905, abs=1e-4)
+    prediction = json.loads(done.stdout)
+    assert prediction["formula"]["case_id"].startswith("fsdp8-tensorwise-dim.4096-layers.32-")
+    assert prediction["speed"]["tflops"] == pytest.approx(450.169, abs=1e-3)
+    assert prediction["speed"]["mfu_weighted"] == pytest.approx(0.2905, abs=1e-4)
 
 
 def test_a_case_with_another_layout(shared: Command) -> None:
@@ -59,8 +59,8 @@ def test_a_speed_is_stored_where_history_and_gate_read(project: Command) -> None
     assert "times as fast as fsdp2-bf16-v2048-s3-b16-tol.0.05" in done.stdout and "simulated, not gated" in done.stdout
     ran = [line.split()[-1].split("-")[1] for line in done.stderr.splitlines() if "passed" in line]
     assert ran == ["bf16", "rowwise", "rowwise", "bf16", "bf16", "rowwise"]  # in turns
-    found = json.loads((project.folder / "speed.json").read_text())
-    assert len(found["cases"][0]["pairs"]) == 3 and found["gated"] is False
+    measurement = json.loads((project.folder / "speed.json").read_text())
+    assert len(measurement["cases"][0]["pairs"]) == 3 and measurement["gated"] is False
     assert "speed" in project.call("history", CASE).stdout
     assert "times as fast as fsdp2-bf16" in project.call("show", CASE).stdout
     gate = project.call("compare", "speed", "speed")

@@ -98,15 +98,15 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Job]:
 def filled(text: str, values: Mapping[str, str]) -> str:
     """A text of a workflow with the values of its expressions, of which the first of `a || b` that is not empty."""
 
-    def value(found: re.Match[str]) -> str:
-        return next((values[name.strip()] for name in found[1].split("||") if values[name.strip()]), "")
+    def value(match: re.Match[str]) -> str:
+        return next((values[name.strip()] for name in match[1].split("||") if values[name.strip()]), "")
 
     return re.sub(r"\$\{\{(.*?)\}\}", value, text)
 
 
 def test_the_action_comments_once_and_shows_the_first_wrong_line(job: Job) -> None:
     action = yaml.safe_load((job.harness / "ci/github/parity/action.yml").read_text())
-    values = {f"inputs.{name}": str(each.get("default", "")) for name, each in action["inputs"].items()}
+    values = {f"inputs.{name}": str(declared.get("default", "")) for name, declared in action["inputs"].items()}
     values |= {f"inputs.{name}": value for name, value in INPUTS.items()} | {"inputs.token": "secret"}
     values |= {"runner.temp": str(job.folder), "github.event.pull_request.head.sha": job.head}
     values["github.event.pull_request.base.sha"] = job.base
@@ -124,7 +124,7 @@ def test_the_action_comments_once_and_shows_the_first_wrong_line(job: Job) -> No
         "STEP_SUMMARY": str(summary),
     }
     runner = {f"GITHUB_{name}": value for name, value in names.items()}
-    for step in (each for each in action["runs"]["steps"] if "run" in each):
+    for step in (action_step for action_step in action["runs"]["steps"] if "run" in action_step):
         given = {name: filled(value, values) for name, value in step.get("env", {}).items()}
         job.step(filled(step["run"], values), runner | given)
     assert job.outcomes == [0, 1, 0], job.log
@@ -133,8 +133,8 @@ def test_the_action_comments_once_and_shows_the_first_wrong_line(job: Job) -> No
     assert_told(job, summary.read_text(), job.forge.comments[0]["body"])
     line = next(line for line in job.log.splitlines() if line.startswith("::error "))
     source = (job.project / "tiny_gpt/model.py").read_text().splitlines()
-    found = re.match(r"::error file=tiny_gpt/model.py,line=(\d+),title=FP8 parity%3A tp2-nosp-nolp is wrong::", line)
-    assert found and "self.query = " in source[int(found[1]) - 1], line
+    match = re.match(r"::error file=tiny_gpt/model.py,line=(\d+),title=FP8 parity%3A tp2-nosp-nolp is wrong::", line)
+    assert match and "self.query = " in source[int(match[1]) - 1], line
     assert "1 now wrong" in job.forge.comments[0]["body"] and "runs/42" in job.forge.comments[0]["body"]
     page = (job.project / "fp8-parity/report.html").read_bytes()
     assert b"Layouts against one rank" in page
@@ -152,7 +152,7 @@ def assert_told(job: Job, *texts: str) -> None:
     suite = ElementTree.fromstring(job.left("junit.xml"))
     assert (suite.get("tests"), suite.get("failures")) == ("2", "1")
     left = git(job.project, "status", "--porcelain").splitlines()
-    assert all("cache__" in each or "egg-info" in each or ".fp8-harness" in each for each in left), left
+    assert all("cache__" in line or "egg-info" in line or ".fp8-harness" in line for line in left), left
 
 
 def test_gitlab_gets_the_same_as_a_note_and_a_quality_report(job: Job) -> None:

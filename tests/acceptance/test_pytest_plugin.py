@@ -63,7 +63,7 @@ def test_the_options_are_those_of_run_but_for_those_that_pytest_has() -> None:
     parser = FakeParser()
     pytest_addoption(parser)  # type: ignore[arg-type]
     of_run = {option.opts[-1]: option for option in run_command.params if option.param_type_name == "option"}
-    declared = {each.flag.split("/")[0]: each for part in PARTS for each in options_of(part).values()}
+    declared = {option.flag.split("/")[0]: option for part in PARTS for option in options_of(part).values()}
     assert declared.keys() == of_run.keys()
     del parser.added["--tier"]  # of pytest alone
     assert parser.added.keys() == {flag for flag, option in declared.items() if not option.pytest}
@@ -121,8 +121,8 @@ def test_recorded_faults_are_strict_xfails_and_quarantined_cases_may_fail(projec
     project.record("planted", where="recipe=tensorwise", verdict="crash", rule="engine/raised")
     done = project.pytest(*PLUGIN, "--fp8-tier", "bad", "-rx")
     assert done.returncode == 1 and "1 failed, 1 xfailed" in done.stdout, done.stdout + done.stderr
-    told = "planted: It is planted. (https://example.org/1)"
-    assert f"[XPASS(strict)] {told}" in done.stdout and f" - {told}" in done.stdout
+    reason = "planted: It is planted. (https://example.org/1)"
+    assert f"[XPASS(strict)] {reason}" in done.stdout and f" - {reason}" in done.stdout
     assert "close the record" in done.stdout
     assert "1 known, 1 unexpected_pass" in project.call("show").stdout
     quarantine = '[[quarantine]]\nselect = "seed=1"\nowner = "ana"\nreason = "breaks"\nexpires = 2999-01-01\n'

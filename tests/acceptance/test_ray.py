@@ -113,13 +113,13 @@ def test_sixteen_ranks_on_two_nodes_compute_what_one_rank_does(project: Command,
 
 def _of_program() -> list[psutil.Process]:
     """The processes that actors of a cluster started: the others of this machine are children of a command."""
-    found = []
+    processes = []
     for process in psutil.process_iter(["cmdline"]):
         if "tests.acceptance.fake_program" in (process.info["cmdline"] or ()):
-            above = [" ".join(each.cmdline()) for each in process.parents()]
+            above = [" ".join(parent.cmdline()) for parent in process.parents()]
             if any("NodeActor" in line or "default_worker.py" in line for line in above):
-                found.append(process)
-    return found
+                processes.append(process)
+    return processes
 
 
 @pytest.fixture

@@ -45,8 +45,8 @@ def stored_file(project: Command) -> Path:
 
 
 def listed(project: Command) -> list[Any]:
-    found: list[Any] = json.loads(project.call("runs", "list", "--json", "-").stdout)
-    return found
+    runs: list[Any] = json.loads(project.call("runs", "list", "--json", "-").stdout)
+    return runs
 
 
 @pytest.mark.parametrize("sign", [signal.SIGKILL, signal.SIGINT])
@@ -146,9 +146,9 @@ def test_nothing_else_is_selected_besides(shared: Command, more: tuple[str, ...]
 def test_a_run_that_goes_on_is_listed_and_not_resumed(project: Command) -> None:
     project.planted("hanging", 2)
     process = project.start("run", "hanging", *CPU)
-    while not (found := listed(project)):
+    while not (runs := listed(project)):
         assert process.poll() is None
-    assert [(run["state"], run["cases"], run["totals"]["not_run"]) for run in found] == [("running", 1, 1)]
+    assert [(run["state"], run["cases"], run["totals"]["not_run"]) for run in runs] == [("running", 1, 1)]
     assert project.call("run", "--resume").returncode == 3
     refused = project.call("runs", "remove", "last")
     assert refused.returncode == 2 and "has not ended yet" in refused.stderr
@@ -184,9 +184,9 @@ def test_shards_of_two_machines_become_one_run_and_are_imported(project: Command
     document = read_run(project.folder / "all.json")
     assert document["exit_code"] == 0 and document["environment"] is not None
     for words in (("compare", "shards", "all.json"), ("show", "shards/")):
-        told = project.call(*words)
-        assert told.returncode == 0 and ("GO" if words[0] == "compare" else "4 cases: 4 passed") in told.stdout, (
-            told.stderr
+        answer = project.call(*words)
+        assert answer.returncode == 0 and ("GO" if words[0] == "compare" else "4 cases: 4 passed") in answer.stdout, (
+            answer.stderr
         )
     first, again = (project.call("runs", "import", "all.json", "--name", "v1") for _ in range(2))
     assert "all.json: imported: 4 cases" in first.stdout and "all.json: is there already" in again.stdout
@@ -246,8 +246,8 @@ def test_history_of_a_flaky_case(project: Command) -> None:
     assert "FLAKY" in project.call("history", name).stdout
     summary = project.call("history", "--select", "dp_shard=2")
     assert summary.stdout.startswith(f"{name}  2 runs  1 ") and "  FLAKY  last change 20" in summary.stdout
-    (found,) = json.loads(project.call("history", "--json", "-").stdout)
-    assert found["flaky"] and len(found["runs"]) == 2
+    (history,) = json.loads(project.call("history", "--json", "-").stdout)
+    assert history["flaky"] and len(history["runs"]) == 2
     (last,) = json.loads(project.call("history", name, "--runs", "1", "--json", "-").stdout)
     assert len(last["runs"]) == 1 and not last["flaky"]
 

@@ -47,7 +47,7 @@ def test_good_run(common: Inside, tmp_path: Path) -> None:
     listed = json.loads(common.run("list", "smoke", "--json", "-").stdout)
     assert [case["id"] for case in document["cases"]] == [case["id"] for case in listed]
     for case in document["cases"]:
-        asked, left_out = set(case["checks"]), {each["check"]: each["reason"] for each in case["not_judged"]}
+        asked, left_out = set(case["checks"]), {skipped["check"]: skipped["reason"] for skipped in case["not_judged"]}
         if case["expectation"] is None:
             assert asked | left_out.keys() == {check.name for check in CHECKS} and "matmuls" in asked
             assert left_out["parity"] == "the ranks were not asked to record sketches"

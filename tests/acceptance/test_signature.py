@@ -130,8 +130,8 @@ def test_real_ranks_that_keep_gathered_weights_are_found_by_what_they_send_and_k
     done = real.run(*UPDATE, "first")
     assert done.returncode == 0, done.stdout + done.stderr
     assert result(real)[1]["verdict"] == "passed"
-    code, found = result(real, "--inject", "keeps.py:apply")
-    assert (code, {each["rule"] for each in found["findings"]}) == (1, {EXECUTED.name, MEMORY.name})
-    kinds = {each["values"]["what"] for each in found["findings"]}
+    code, case = result(real, "--inject", "keeps.py:apply")
+    assert (code, {finding["rule"] for finding in case["findings"]}) == (1, {EXECUTED.name, MEMORY.name})
+    kinds = {finding["values"]["what"] for finding in case["findings"]}
     assert "all_gather in float32 along dp_shard" in kinds
     assert any("alive between forward and backward" in kind for kind in kinds)

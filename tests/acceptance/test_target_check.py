@@ -111,7 +111,7 @@ def assert_told(project: Inside, target: str, layout: str, words: Sequence[str])
     """What is wrong, and how to fix it: once, with one thing to fix."""
     code, report = checked(project, target, "--layout", layout, SHORT)
     assert code == 1, report
-    assert [each for each in words if each not in report] == [], report
+    assert [word for word in words if word not in report] == [], report
     assert f"1 thing to fix in {target}." in report, report
 
 

@@ -57,7 +57,7 @@ class OnTerminal:
         return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown.decode())
 
 
-@pytest.mark.parametrize("columns", [60, *(pytest.param(each, marks=pytest.mark.sweep) for each in (80, 120))])
+@pytest.mark.parametrize("columns", [60, *(pytest.param(width, marks=pytest.mark.sweep) for width in (80, 120))])
 def test_progress_and_table_fit(project: Command, columns: int) -> None:
     slow_tier(project)
     terminal = OnTerminal(project, columns, "run", "slow", "--device", "cpu", "-j", "4")

@@ -20,7 +20,7 @@ _NAMES = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chr
 
 
 def _chromium() -> Path | None:
-    return next((Path(found) for name in _NAMES if (found := shutil.which(name)) is not None), None)
+    return next((Path(path) for name in _NAMES if (path := shutil.which(name)) is not None), None)
 
 
 @pytest.fixture(scope="module")  # not of the session: its event loop would be that of other tests

@@ -116,13 +116,13 @@ def context(browser: Browser) -> Iterator[BrowserContext]:
 def opened(context: BrowserContext, report: Path) -> Iterator[Opener]:
     """Opens the page at an address; at the end of the test nothing was asked for and nothing complained of."""
     asked: list[str] = []
-    told: list[str] = []
+    complaints: list[str] = []
 
     def at(address: str = "", path: Path = report, **media: Any) -> Page:
         page = context.new_page()
         page.on("request", lambda request: asked.append(request.url))
-        page.on("console", lambda message: told.append(message.text))
-        page.on("pageerror", lambda error: told.append(str(error)))
+        page.on("console", lambda message: complaints.append(message.text))
+        page.on("pageerror", lambda error: complaints.append(str(error)))
         if media:
             page.emulate_media(**media)
         page.goto(f"{path.as_uri()}{address}")
@@ -131,7 +131,7 @@ def opened(context: BrowserContext, report: Path) -> Iterator[Opener]:
 
     yield at
     assert asked and all(url.partition("#")[0].endswith("/report.html") for url in asked)
-    assert told == []
+    assert complaints == []
     assert not any(page.title() == "owned" for page in context.pages)
 
 
@@ -268,9 +268,9 @@ def decided(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The page of a gate: one case fails now, and one is gone."""
     good = [result(name, Verdict.PASSED) for name in IDS[:3]]
     before, after = make_results(*good), make_results(result(WRONG, Verdict.NUMERIC), good[0])
-    found = gate(before, after, GatePolicy(now=datetime.datetime.now(datetime.UTC)), names=(HOSTILE, "v2"))
+    decision = gate(before, after, GatePolicy(now=datetime.datetime.now(datetime.UTC)), names=(HOSTILE, "v2"))
     path = tmp_path_factory.mktemp("gate") / "report.html"
-    path.write_bytes(html_report(after, front=gate_front(found, after)))
+    path.write_bytes(html_report(after, front=gate_front(decision, after)))
     return path
 
 

@@ -104,13 +104,13 @@ def read(path: Path) -> Module:
 
 def statements(tree: ast.AST) -> Iterator[ast.AST]:
     """Every statement, and what holds some."""
-    found = [tree]
-    while found:
-        node = found.pop()
+    pending = [tree]
+    while pending:
+        node = pending.pop()
         yield node
         for name in ("body", "orelse", "finalbody", "handlers", "cases"):
             inside = getattr(node, name, ())
-            found += inside if isinstance(inside, list) else ()
+            pending += inside if isinstance(inside, list) else ()
 
 
 def imported(node: ast.AST) -> Iterator[str]:

@@ -34,9 +34,9 @@ def inherited() -> frozenset[str]:
 
 def part_of(file: str) -> str:
     """The part that a file belongs to: that of every run, where none says so."""
-    found = [name for name, part in read_parts().items() if any(_has(each, file) for each in part.files)]
-    assert len(found) <= 1, f"{file} is of several parts: {found}"
-    return found[0] if found else RUN
+    names = [name for name, part in read_parts().items() if any(_has(entry, file) for entry in part.files)]
+    assert len(names) <= 1, f"{file} is of several parts: {names}"
+    return names[0] if names else RUN
 
 
 def _has(listed: str, file: str) -> bool:
@@ -51,7 +51,7 @@ def files_of(name: str) -> list[str]:
 def declared_for(name: str) -> dict[str, Part]:
     """What the files of a part may use, each with the part that declares it."""
     parts = read_parts()
-    return {use: parts[each] for each in (RUN, *with_needed(name)) for use in parts[each].uses}
+    return {use: parts[part_name] for part_name in (RUN, *with_needed(name)) for use in parts[part_name].uses}
 
 
 def is_declared(use: Use, declared: Mapping[str, Part]) -> bool:
@@ -71,8 +71,8 @@ def undeclared(file: str, tree: ast.Module) -> Iterator[str]:
 
 
 def test_every_private_part_that_the_worker_uses_is_declared() -> None:
-    found = [line for file, tree in sources().items() for line in undeclared(file, tree)]
-    assert found == [], "declare them in harness/internals.toml, or use a public name"
+    lines = [line for file, tree in sources().items() for line in undeclared(file, tree)]
+    assert lines == [], "declare them in harness/internals.toml, or use a public name"
 
 
 def test_every_declared_part_is_used() -> None:
@@ -89,8 +89,8 @@ def test_a_part_is_declared_once() -> None:
 
 
 def test_every_file_of_the_list_is_there() -> None:
-    listed = [each for part in read_parts().values() for each in part.files]
-    assert [each for each in listed if not any(_has(each, file) for file in sources())] == []
+    listed = [entry for part in read_parts().values() for entry in part.files]
+    assert [entry for entry in listed if not any(_has(entry, file) for file in sources())] == []
 
 
 def test_every_part_says_what_is_lost() -> None:
@@ -123,7 +123,7 @@ HEAD = "import torch\nimport torch.distributed as dist\nfrom torch._inductor imp
 
 
 @pytest.mark.parametrize(
-    ("source", "found"),
+    ("source", "seen"),
     [
         ("from torch._x import y\ny()", "torch._x.y"),
         ("import torch._x\ntorch._x.y.z()", "torch._x.y.z"),
@@ -137,9 +137,9 @@ HEAD = "import torch\nimport torch.distributed as dist\nfrom torch._inductor imp
         ("torch.ops.aten._op.default()", "torch.ops.aten._op"),
     ],
 )
-def test_what_is_private_is_seen(source: str, found: str) -> None:
+def test_what_is_private_is_seen(source: str, seen: str) -> None:
     uses = private_uses(ast.parse(HEAD + source))
-    assert found in {use.name + "!" * use.patched for use in uses}
+    assert seen in {use.name + "!" * use.patched for use in uses}
 
 
 @pytest.mark.parametrize(

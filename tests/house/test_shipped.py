@@ -69,34 +69,34 @@ def texts(value: object) -> Iterator[str]:
     if isinstance(value, str):
         yield value
     elif isinstance(value, dict | list):
-        for each in value.values() if isinstance(value, dict) else value:
-            yield from texts(each)
+        for element in value.values() if isinstance(value, dict) else value:
+            yield from texts(element)
 
 
 def commands(path: Path) -> list[str]:
     """The commands of a pipeline, with a number for everything that the CI system or the shell fills in."""
     filled = re.compile(r"\$\{\{.*?\}\}|\$\$?\(\(.*?\)\)|\$\$?\w+")
     lines = (line for text in texts(yaml.safe_load(path.read_text())) for line in text.splitlines())
-    found = (re.search(r"fp8-harness .+", line) for line in lines if ".venv/bin/fp8-harness" in line)
-    return [filled.sub("1", each[0]) for each in found if each]
+    matches = (re.search(r"fp8-harness .+", line) for line in lines if ".venv/bin/fp8-harness" in line)
+    return [filled.sub("1", match[0]) for match in matches if match]
 
 
 def batch_commands(text: str) -> list[str]:
     """The commands of a batch script without words of its own; each variable stands for a number."""
     joined = text.replace("\\\n", " ")
     filled = re.sub(r"\$\w+", "1", re.sub(r'"\$\{@:-(\w+)\}"', r"\1", joined))
-    found = re.findall(r"^[^#\n]*?(fp8-harness (?:run|baseline|compare) .+)$", filled, flags=re.MULTILINE)
-    assert found
-    return found
+    lines = re.findall(r"^[^#\n]*?(fp8-harness (?:run|baseline|compare) .+)$", filled, flags=re.MULTILINE)
+    assert lines
+    return lines
 
 
 @pytest.mark.parametrize("path", PIPELINES, ids=lambda path: f"{path.parent.name}/{path.stem}")
 def test_a_pipeline_is_valid_and_its_commands_exist(path: Path) -> None:
     done = lint(path, SCHEMAS[path.parent.name])
     assert done.exit_code == 0, done.output
-    found = commands(path)
-    assert found or "parity" in path.name, "tests/acceptance/test_pull_request.py runs these"
-    for line in found:
+    lines = commands(path)
+    assert lines or "parity" in path.name, "tests/acceptance/test_pull_request.py runs these"
+    for line in lines:
         understood(line)
 
 
@@ -106,8 +106,8 @@ def test_the_workflow_passes_on_every_input_of_the_action() -> None:
     for path, schema in zip(CALLED, ("github-actions", "github-workflows"), strict=True):
         assert (done := lint(path, schema)).exit_code == 0, done.output
     inputs = workflow[True]["workflow_call"]["inputs"]  # YAML reads `on` as True
-    own = {name: each.get("default") for name, each in action["inputs"].items() if name != "token"}
-    assert {name: each.get("default") for name, each in inputs.items()} == own
+    own = {name: declared.get("default") for name, declared in action["inputs"].items() if name != "token"}
+    assert {name: declared.get("default") for name, declared in inputs.items()} == own
     *_, uses = workflow["jobs"]["parity"]["steps"]
     assert uses["uses"] == "$/ci/github/parity"
     assert uses["with"] == {name: f"${{{{ inputs.{name} }}}}" for name in inputs}
@@ -129,9 +129,9 @@ def test_the_commands_of_make_exist() -> None:
     text = (ROOT / "Makefile").read_text()
     for name, value in given.items():
         text = text.replace(f"$({name})", value)
-    found = re.findall(r"^\t\S+/(fp8-harness .+)$", text, flags=re.MULTILINE)
-    assert len(found) >= 5
-    for line in found:
+    lines = re.findall(r"^\t\S+/(fp8-harness .+)$", text, flags=re.MULTILINE)
+    assert len(lines) >= 5
+    for line in lines:
         understood(line)
 
 
@@ -140,10 +140,10 @@ def test_the_job_of_kuberay_has_one_image_and_a_command_that_exists(tmp_path: Pa
     assert (job["apiVersion"], job["kind"]) == ("ray.io/v1", "RayJob")
     understood(job["spec"]["entrypoint"].replace("/results/", f"{tmp_path}/"))  # a volume of its pods
     cluster = job["spec"]["rayClusterSpec"]
-    pods = [each["template"]["spec"] for each in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"])]
+    pods = [group["template"]["spec"] for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"])]
     assert len({container["image"] for pod in pods for container in pod["containers"]}) == 1
     for pod in pods:
-        mounted = {mount["name"] for each in pod["containers"] for mount in each["volumeMounts"]}
+        mounted = {mount["name"] for container in pod["containers"] for mount in container["volumeMounts"]}
         assert mounted == {volume["name"] for volume in pod["volumes"]}
     pinned = re.findall(r"^ray==(.*)$", (ROOT / "ci/constraints.txt").read_text(), flags=re.MULTILINE)
     assert pinned == [cluster["rayVersion"]]

@@ -89,15 +89,15 @@ def test_the_selection_does_not_depend_on_the_hash_seed() -> None:
 
 
 def test_the_pr_tier_covers_every_pair() -> None:
-    found = coverage(tier_selection("pr"), 2)
-    assert found.counts["skipped"] == 0
-    assert sum(found.counts[fate] for fate in FATES) == len(found.tuples)
-    assert all(combination.rules for combination in found.of("excluded"))
-    assert set(found.by_rule) == {name for combination in found.tuples for name in combination.rules}
+    account = coverage(tier_selection("pr"), 2)
+    assert account.counts["skipped"] == 0
+    assert sum(account.counts[fate] for fate in FATES) == len(account.tuples)
+    assert all(combination.rules for combination in account.of("excluded"))
+    assert set(account.by_rule) == {name for combination in account.tuples for name in combination.rules}
 
 
 def test_the_chosen_cases_of_pr_cover_its_pairs() -> None:
-    cases = [each.case for each in CHOSEN]
+    cases = [chosen.case for chosen in CHOSEN]
     account = coverage(select(read_case_file(PR), known=KNOWN, chosen=cases), 2)
     assert account.counts["skipped"] == 0
     assert account.counts["covered"] > 700
@@ -105,22 +105,22 @@ def test_the_chosen_cases_of_pr_cover_its_pairs() -> None:
 
 def test_every_planted_fault_can_show_in_a_case_of_pr() -> None:
     faults = list(all_faults().values())
-    carries = {fault.name for each in CHOSEN for fault in carried(each.case, faults, KNOWN)}
+    carries = {fault.name for chosen in CHOSEN for fault in carried(chosen.case, faults, KNOWN)}
     compiled = {fault.name for fault in faults if fault.where == ("compile=inductor",)}  # pr has none
     assert carries | compiled == set(all_faults())
 
 
 def test_every_chosen_case_of_pr_has_a_reason_and_is_needed() -> None:
     file = read_case_file(PR)
-    assert all(each.reason and each.cost_cpu_s > 0 for each in CHOSEN)
+    assert all(chosen.reason and chosen.cost_cpu_s > 0 for chosen in CHOSEN)
     must = {case_id(case) for case in file.cases}
     spaces = tier_spaces(file, KNOWN)
     assert file.strength != "full"
-    goals = {case_id(each.case): contained(each.case, spaces, file.strength) for each in CHOSEN}
-    for each in CHOSEN:
-        name = case_id(each.case)
-        others = set().union(*(found for other, found in goals.items() if other != name))
-        assert name in must or goals[name] - others or "fault" in each.reason or "refused" in each.reason, name
+    goals = {case_id(chosen.case): contained(chosen.case, spaces, file.strength) for chosen in CHOSEN}
+    for chosen in CHOSEN:
+        name = case_id(chosen.case)
+        others = set().union(*(other_goals for other, other_goals in goals.items() if other != name))
+        assert name in must or goals[name] - others or "fault" in chosen.reason or "refused" in chosen.reason, name
 
 
 def test_the_costs_of_the_project_are_plausible() -> None:

@@ -63,6 +63,6 @@ def test_a_test_is_that_of_its_case(path: Path) -> None:
     text = path.read_text()
     head = text[: text.index('"""', 3) + 3]
     signatures = SIGNATURES.get(bug.bug.detected_by[0], (SCALES,))
-    values = (constants(exported_case(bug.runnable()), each) for each in signatures)
-    made = (pytest_file(chosen, head=head) for each in values for _, chosen in models(each))
+    values = (constants(exported_case(bug.runnable()), signature) for signature in signatures)
+    made = (pytest_file(chosen, head=head) for of_signature in values for _, chosen in models(of_signature))
     assert text in made, f"run `fp8-harness bug export {bug.id} --pytest --output docs/upstream`"

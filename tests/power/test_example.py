@@ -60,7 +60,7 @@ def test_every_fault_that_reaches_it_is_found_and_no_clean_run_fails(matrix: Mut
 @pytest.mark.sweep
 def test_what_no_formula_describes_is_found_by_its_signature(matrix: MutationMatrix) -> None:
     checks = {trial.fault: set(trial.checks) for trial in matrix.trials}
-    assert {name for name, found in checks.items() if found == {"signature"}} == ONLY_SIGNED
+    assert {name for name, detecting in checks.items() if detecting == {"signature"}} == ONLY_SIGNED
     assert all("signature" in checks[name] for name in SIGNED)
     assert "stated" in checks["float8_weight_kept_for_backward"]
     assert "traffic" in checks["precompute_dead_branch"] and "traffic" in checks["precompute_for_one_part"]

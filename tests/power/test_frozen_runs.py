@@ -27,10 +27,10 @@ STORED = Path(__file__).parents[1] / "frozen_pr.txt"
 def test_the_verdicts_of_pr_are_those_that_were_stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(STATE_VARIABLE, str(tmp_path))
     run, _ = workflow.run(find_project(), Query(sources=("pr",)), make_plan(device="cpu"), SilentProgress())
-    found = {result.case_id: (result.verdict.value, len(result.checks)) for result in run.results}
+    judged = {result.case_id: (result.verdict.value, len(result.checks)) for result in run.results}
     for line in STORED.read_text().splitlines():
         name, verdict, checks = line.split()
-        assert found[name][0] == verdict and found[name][1] >= int(checks), name
+        assert judged[name][0] == verdict and judged[name][1] >= int(checks), name
 
 
 @pytest.mark.sweep

@@ -25,8 +25,8 @@ IN_A_CRASH = ("gradient_cast_to_e4m3",)
 
 
 def planted(faults: Mapping[Case, Sequence[str]], executor: Executor | None = None) -> MutationMatrix:
-    names = dict.fromkeys(name for each in faults.values() for name in each)
-    hosts = {name: [case for case, each in faults.items() if name in each] for name in names}
+    names = dict.fromkeys(name for of_case in faults.values() for name in of_case)
+    hosts = {name: [case for case, of_case in faults.items() if name in of_case] for name in names}
     plan = make_plan(device="cpu")
     chosen = tuple(map(fault_named, names))
     return run_mutations(find_project(), chosen, hosts, plan, SilentProgress(), executor=executor)

@@ -27,8 +27,8 @@ def matrix(executor: Executor) -> MutationMatrix:
 
 
 def trial_of(matrix: MutationMatrix, name: str) -> Trial:
-    (found,) = (trial for trial in matrix.trials if trial.fault == name)
-    return found
+    (trial,) = (trial for trial in matrix.trials if trial.fault == name)
+    return trial
 
 
 def test_a_run_like_the_clean_one_is_no_miss(matrix: MutationMatrix) -> None:

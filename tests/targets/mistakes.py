@@ -125,9 +125,9 @@ class OnlyFloat32(toy.Toy):
 
 class GroupGone(toy.Toy):
     def step(self, microbatches: Any) -> Any:
-        found = super().step(microbatches)
+        reported = super().step(microbatches)
         dist.destroy_process_group()
-        return found
+        return reported
 
 
 class Dropout(toy.Toy):

@@ -92,7 +92,7 @@ class Toy:
         groups: dict[Any, list[nn.Parameter]] = {}
         for parameter in self.model.parameters():
             groups.setdefault(parameter.device_mesh if isinstance(parameter, DTensor) else None, []).append(parameter)
-        return torch.optim.AdamW([{"params": each} for each in groups.values()], lr=self.case.train.lr, eps=1e-5)
+        return torch.optim.AdamW([{"params": group} for group in groups.values()], lr=self.case.train.lr, eps=1e-5)
 
     def loss(self, batch: torch.Tensor) -> torch.Tensor:
         """The loss of a microbatch: the mean over its tokens."""

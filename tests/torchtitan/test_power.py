@@ -12,7 +12,9 @@ from tests.power.kills import OF_THE_REFERENCE, assert_found_in, planted_matrix
 # recorded fault masks.
 _NO_CASE = {"activations_sent_in_float8", "microbatch_sent_twice"}
 PIPELINES = [
-    name for name, each in all_faults().items() if each.group == "L" and (each.model == "reference" or name in _NO_CASE)
+    name
+    for name, fault in all_faults().items()
+    if fault.group == "L" and (fault.model == "reference" or name in _NO_CASE)
 ]
 # What the faults that are not planted change, and torchtitan 0.2.2 does not do, or does in code of its own.
 LACKS = {

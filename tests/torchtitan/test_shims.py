@@ -41,10 +41,10 @@ def test_torchtitan_imports_triton_without_its_shim(script: Script) -> None:
 
 @pytest.mark.skipif(torch.backends.cuda.is_built(), reason="this build of torch has CUDA")
 def test_torchtitan_takes_cuda_without_its_shim(script: Script) -> None:
-    found = script(
+    device_type = script(
         SHIMS + "shims.without_triton('torchtitan'); import torchtitan.tools.utils as utils; print(utils.device_type)"
     )
-    assert found == "cuda", "torchtitan finds the CPU by itself: `device_named` can go"
+    assert device_type == "cuda", "torchtitan finds the CPU by itself: `device_named` can go"
 
 
 def test_import_is_for_the_virtual_device() -> None:

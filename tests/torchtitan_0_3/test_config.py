@@ -92,8 +92,8 @@ def test_sizes_and_conversions_are_those_of_the_case(axes: dict[str, Any]) -> No
     with torch.device("meta"):
         model = config_of(case).model_spec.model.build()
     add_names(model)
-    found = linears(model)
-    assert sorted(found) == sorted(linear_fqns(case))
+    by_fqn = linears(model)
+    assert sorted(by_fqn) == sorted(linear_fqns(case))
     assert tuple(sorted(converted_linears(model))) == converted_fqns(case)
-    for fqn, linear in found.items():
+    for fqn, linear in by_fqn.items():
         assert (linear.in_features, linear.out_features) == linear_features(case, fqn.split(".", 2)[-1])

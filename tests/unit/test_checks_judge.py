@@ -17,6 +17,7 @@ from harness.checks.loss_vs_golden import NO_GOLDEN
 from harness.engine.messages import JobOutcome, JobStatus, RankOutcome, RankStatus
 from harness.expect import relations
 from harness.expect.expectations import FORMULAS, Expectations, not_recorded
+from harness.expect.saved_memory import NOT_OF_THIS_DEVICE
 from harness.matrix.caseid import parse_case_id
 from harness.matrix.numerics import Numerics
 from harness.matrix.rules import Refusal
@@ -218,7 +219,7 @@ def test_a_gpu_loses_no_check_but_those_that_are_named_with_a_reason(text: str) 
     here, there = (judge(case, run, "ok", make_witnesses(case, golden=make_golden(case))) for run in (recorded, on_gpu))
     lost = set(here.checks) - set(there.checks)
     assert lost == ({"live_memory"} if case.compile != "none" else {"memory", "live_memory"})
-    assert all("the formula is that of a CPU" in left_out(there)[name] for name in {*lost, "memory"})
+    assert all(NOT_OF_THIS_DEVICE in left_out(there)[name] for name in {*lost, "memory"})
     assert not {memory.LIMITS.name, memory.OTHER_MODE.name, memory.OUTLIVES.name, memory.BYTES.name} & rules(
         there.findings
     )

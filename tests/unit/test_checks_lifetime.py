@@ -34,8 +34,8 @@ def aged(**fields: Any) -> Aged:
     return Aged(**{**known, **fields})
 
 
-def check(*found: Aged, kept: tuple[KeptWeight, ...] = (), updates: int = 1) -> list[Finding]:
-    trace = make_trace(CASE, operands=OperandTrace(casts=(), matmuls=(), aged=found, kept=kept))
+def check(*reused: Aged, kept: tuple[KeptWeight, ...] = (), updates: int = 1) -> list[Finding]:
+    trace = make_trace(CASE, operands=OperandTrace(casts=(), matmuls=(), aged=reused, kept=kept))
     steps = tuple(replace(step, optimizer_steps=updates) for step in trace.steps)
     return check_lifetime(CASE, run_of(replace(trace, steps=steps)), make_witnesses(CASE))
 

@@ -109,7 +109,7 @@ def test_ranks_record_the_modules_of_any_model_and_find_out_whether_it_is_too_la
 
 
 def test_steps_and_models_that_are_not_replayed_have_a_reason() -> None:
-    long, large = (parse_case_id(f"tp2-tensorwise-{each}-b16") for each in ("v2048-s50", "llama3.8b.layer-v2048"))
+    long, large = (parse_case_id(f"tp2-tensorwise-{part}-b16") for part in ("v2048-s50", "llama3.8b.layer-v2048"))
     left = "steps 6-19, 21-34, 36-49, and the updates of steps 20, 35, 50: modules are recorded in 8 steps"
     moved = "steps 6-50: the limit was measured over 5 steps"
     assert partly_judged(Expectations(long)) == {"local_parity": left, "underflow": moved}
@@ -240,35 +240,39 @@ KINDS = st.sampled_from(["input", "output", "grad_output", "grad_input", "grad",
 @given(kind=KINDS, parts=st.sampled_from([1, 2, 4, 8]), share=st.floats(0, 3, exclude_min=True), step=st.integers(1, 2))
 def test_what_is_too_far_is_found_and_nothing_else(kind: str, parts: int, share: float, step: int) -> None:
     limit = allowed(kind=kind, parts=parts)
-    found = check(distance(step=step, kind=kind, parts=parts, distance=limit * share))
-    assert [each.step for each in found] == ([step] if limit * share > limit else [])
+    findings = check(distance(step=step, kind=kind, parts=parts, distance=limit * share))
+    assert [finding.step for finding in findings] == ([step] if limit * share > limit else [])
 
 
 def test_a_finding_names_the_first_tensor_in_the_order_of_execution() -> None:
-    (found,) = check(
+    (finding,) = check(
         distance(distance=0.02),
         distance(fqn="layers.1.ffn_norm", kind="input", distance=0.5),
         distance(distance=0.001),
         distance(distance=0.0),
     )
-    assert (found.verdict, found.module, found.size) == (Verdict.NUMERIC, WQ, 0.5)
-    assert (found.rule, found.values["tensor"], found.values["part"]) == (TENSOR.name, "gradient of the input", "")
-    assert (found.values["count"], found.values["compared"], found.values["distance"]) == (3, 5, 0.02)
-    assert found.values["allowed"] == EXACT
+    assert (finding.verdict, finding.module, finding.size) == (Verdict.NUMERIC, WQ, 0.5)
+    assert (finding.rule, finding.values["tensor"], finding.values["part"]) == (
+        TENSOR.name,
+        "gradient of the input",
+        "",
+    )
+    assert (finding.values["count"], finding.values["compared"], finding.values["distance"]) == (3, 5, 0.02)
+    assert finding.values["allowed"] == EXACT
 
 
 def test_a_finding_names_the_rank_whose_part_is_off() -> None:
-    (found,) = check(distance(distance=0.004, of_ranks={0: 0.0, 1: 0.004}))
-    assert (found.rank, found.values["part"]) == (1, ", partial of rank 1,")
-    (found,) = check(distance(kind="grad", part=None, parts=1, distance=0.005, of_ranks={0: 0.0, 1: 0.005}))
-    assert (found.rank, found.values["part"]) == (1, ", shard of rank 1,")
+    (finding,) = check(distance(distance=0.004, of_ranks={0: 0.0, 1: 0.004}))
+    assert (finding.rank, finding.values["part"]) == (1, ", partial of rank 1,")
+    (finding,) = check(distance(kind="grad", part=None, parts=1, distance=0.005, of_ranks={0: 0.0, 1: 0.005}))
+    assert (finding.rank, finding.values["part"]) == (1, ", shard of rank 1,")
 
 
 def test_a_finding_about_every_rank_names_none() -> None:
-    (found,) = check(distance(kind="grad", part=None, parts=1, distance=0.5, of_ranks={0: 0.5, 1: 0.5}))
-    assert (found.rank, found.ranks, found.values["part"]) == (None, (), "") and "on all ranks" in found.message
-    (found,) = check(distance(kind="grad", part=None, parts=1, distance=0.5, of_ranks={0: 0.5}))
-    assert (found.rank, found.ranks) == (None, ()) and "shard of" not in found.message
+    (finding,) = check(distance(kind="grad", part=None, parts=1, distance=0.5, of_ranks={0: 0.5, 1: 0.5}))
+    assert (finding.rank, finding.ranks, finding.values["part"]) == (None, (), "") and "on all ranks" in finding.message
+    (finding,) = check(distance(kind="grad", part=None, parts=1, distance=0.5, of_ranks={0: 0.5}))
+    assert (finding.rank, finding.ranks) == (None, ()) and "shard of" not in finding.message
 
 
 @pytest.mark.parametrize(
@@ -283,8 +287,8 @@ def test_a_finding_about_every_rank_names_none() -> None:
 def test_of_unequal_replicas_the_one_that_is_off_is_named_if_others_are_not(
     of_ranks: dict[int, float], ranks: tuple[int, ...]
 ) -> None:
-    (found,) = check(distance(distance=math.nan, problem="ranks hold different values", of_ranks=of_ranks))
-    assert (found.rule, found.ranks) == (INCOMPARABLE.name, ranks)
+    (finding,) = check(distance(distance=math.nan, problem="ranks hold different values", of_ranks=of_ranks))
+    assert (finding.rule, finding.ranks) == (INCOMPARABLE.name, ranks)
 
 
 @pytest.mark.parametrize(
@@ -302,31 +306,31 @@ def test_a_sum_over_tp_that_is_not_formed_names_the_module_that_computed_its_par
 ) -> None:
     terms = SumTerms(fqn="layers.0.attention.wo", ranks=(0, 1), weights=weights)
     off = distance(fqn="layers.0.ffn_norm", kind="input", parts=1, distance=0.2, terms=terms, problem=problem)
-    (found,) = check(off)
-    assert (found.rule, found.module, found.operand) == (SUM.name, "layers.0.attention.wo", "output")
-    assert (found.ranks, found.step) == (ranks, 1) and found.message.endswith(ended)
+    (finding,) = check(off)
+    assert (finding.rule, finding.module, finding.operand) == (SUM.name, "layers.0.attention.wo", "output")
+    assert (finding.ranks, finding.step) == (ranks, 1) and finding.message.endswith(ended)
 
 
 def test_the_data_parallel_rank_is_named_where_there_are_several() -> None:
     case = parse_case_id("fsdp2-tp2-tensorwise-v2048-s2-b16")
-    (found,) = check(distance(part=1, distance=0.5), case=case)
-    assert (found.rule, found.module, found.values["part"]) == (TENSOR.name, WQ, " on data-parallel rank 1")
+    (finding,) = check(distance(part=1, distance=0.5), case=case)
+    assert (finding.rule, finding.module, finding.values["part"]) == (TENSOR.name, WQ, " on data-parallel rank 1")
 
 
 def test_nan_and_what_could_not_be_compared_never_pass() -> None:
-    (found,) = check(distance(distance=math.nan))
-    assert found.size == math.inf
-    (found,) = check(distance(distance=math.nan, problem="the run did not record it"))
-    assert found.verdict is Verdict.INVARIANT
-    assert (found.rule, found.values["problem"]) == (INCOMPARABLE.name, "the run did not record it")
+    (finding,) = check(distance(distance=math.nan))
+    assert finding.size == math.inf
+    (finding,) = check(distance(distance=math.nan, problem="the run did not record it"))
+    assert finding.verdict is Verdict.INVARIANT
+    assert (finding.rule, finding.values["problem"]) == (INCOMPARABLE.name, "the run did not record it")
 
 
 def test_without_a_replay_or_without_distances_nothing_is_judged_good() -> None:
     run = make_run(CASE, module_tensors=())
-    (found,) = check_local_parity(CASE, run, make_witnesses(CASE))
-    assert (found.rule, found.judged) == (NO_REPLAY.name, False)
-    (found, *_) = check_local_parity(CASE, run, make_witnesses(CASE, replay=run_of(make_trace(CASE))))
-    assert found.rule == NOTHING_COMPARED.name
+    (finding,) = check_local_parity(CASE, run, make_witnesses(CASE))
+    assert (finding.rule, finding.judged) == (NO_REPLAY.name, False)
+    (finding, *_) = check_local_parity(CASE, run, make_witnesses(CASE, replay=run_of(make_trace(CASE))))
+    assert finding.rule == NOTHING_COMPARED.name
 
 
 @pytest.mark.parametrize(("name", "off"), [("loss", 1e-5), ("grad_norm", 1e-8), ("loss", math.nan)])
@@ -335,10 +339,10 @@ def test_reported_numbers_are_those_of_the_recorded_tensors(name: str, off: floa
     again = run_of(make_trace(CASE, module_distances=everything))
     value = getattr(make_run(CASE).traces[1].steps[1], name) + off
     run = with_step(make_run(CASE, module_tensors=()), 1, 2, **{name: value})
-    (found,) = check_local_parity(CASE, run, make_witnesses(CASE, replay=again))
-    assert (found.step, found.rank) == (2, 1)
-    assert found.rule == {"loss": LOSS, "grad_norm": NORM}[name].name
-    assert found.values["number"] == name
+    (finding,) = check_local_parity(CASE, run, make_witnesses(CASE, replay=again))
+    assert (finding.step, finding.rank) == (2, 1)
+    assert finding.rule == {"loss": LOSS, "grad_norm": NORM}[name].name
+    assert finding.values["number"] == name
 
 
 def test_a_rank_without_all_steps_is_left_to_other_checks() -> None:
@@ -353,11 +357,13 @@ COMPILED = parse_case_id("tp2-tensorwise-graph-v2048-s2-b16")
 def test_the_partner_of_a_compiled_case_is_judged_in_its_place() -> None:
     run = make_run(COMPILED)
     of_partner = ("in tp2-tensorwise-v2048-s2-b16", TENSOR.name, "gradient of the input", WQ)
-    for far, told in ((0.0, []), (0.02, [of_partner])):
+    for far, expected in ((0.0, []), (0.02, [of_partner])):
         distances = (distance(distance=far), distance(step=2))
         other = run_of(make_trace(CASE, module_distances=distances))
         found = check_local_parity(COMPILED, run, make_witnesses(COMPILED, partner=other))
-        assert [(each.within, each.rule, each.values["tensor"], each.module) for each in found] == told
+        assert [
+            (finding.within, finding.rule, finding.values["tensor"], finding.module) for finding in found
+        ] == expected
     (found,) = check_local_parity(COMPILED, run, make_witnesses(COMPILED))
     assert (found.rule, found.judged) == (NO_REPLAY.name, False)
     found, *_ = check_local_parity(COMPILED, run, make_witnesses(COMPILED, partner=make_run(CASE)))

@@ -88,9 +88,9 @@ def test_exactly_the_bound_passes(step: int, sign: float) -> None:
 
 @given(steps, signs, st.floats(1.0001, 1e6))
 def test_a_deviation_above_the_bound_always_fails_and_is_located(step: int, sign: float, times: float) -> None:
-    (found,) = check(*both(moved(step, sign * times * ALLOWED[step - 1])))
-    assert (found.step, found.verdict) == (step, Verdict.NUMERIC)
-    assert (found.rank, found.ranks) == (None, ())  # the number of all ranks
+    (finding,) = check(*both(moved(step, sign * times * ALLOWED[step - 1])))
+    assert (finding.step, finding.verdict) == (step, Verdict.NUMERIC)
+    assert (finding.rank, finding.ranks) == (None, ())  # the number of all ranks
 
 
 @given(steps, signs, st.integers(0, 1), st.sampled_from([math.nan, math.inf, -math.inf]))
@@ -111,9 +111,9 @@ def test_a_golden_or_tolerance_that_is_not_finite_does_not_wave_nan_through(valu
 def test_ranks_that_differ_in_the_last_bit_fail(step: int, rank: int, sign: float) -> None:
     odd = list(GOLDEN)
     odd[step - 1] = math.nextafter(odd[step - 1], sign * math.inf)
-    (found,) = check(trace(rank, tuple(odd)), trace(1 - rank))
-    assert (found.rule, found.step, found.rank) == (DISAGREE.name, step, 1)
-    assert repr(odd[step - 1]) in (found.found or "")
+    (finding,) = check(trace(rank, tuple(odd)), trace(1 - rank))
+    assert (finding.rule, finding.step, finding.rank) == (DISAGREE.name, step, 1)
+    assert repr(odd[step - 1]) in (finding.found or "")
 
 
 def test_a_deviation_on_a_high_rank_alone_is_found() -> None:
@@ -131,9 +131,9 @@ def test_the_order_of_ranks_does_not_matter(order: list[int], noise: list[float]
 @given(steps, st.integers(0, 1))
 def test_dropping_any_step_on_any_rank_fails(step: int, rank: int) -> None:
     whole = trace(rank)
-    dropped = replace(whole, steps=tuple(each for each in whole.steps if each.step != step))
-    (found,) = check(dropped, trace(1 - rank))
-    assert (found.rule, found.ranks) == (STEPS_OF_RANKS.name, (rank,))
+    dropped = replace(whole, steps=tuple(record for record in whole.steps if record.step != step))
+    (finding,) = check(dropped, trace(1 - rank))
+    assert (finding.rule, finding.ranks) == (STEPS_OF_RANKS.name, (rank,))
 
 
 def test_steps_in_another_order_are_not_compared() -> None:
@@ -162,27 +162,27 @@ def test_an_empty_run_fails() -> None:
     ],
 )
 def test_witnesses_with_other_steps_fail(against: Golden, within: Tolerance, who: str) -> None:
-    (found,) = check(*both(GOLDEN), against=against, within=within)
-    assert (found.rule, found.values["who"]) == (OTHER_STEPS.name, who)
+    (finding,) = check(*both(GOLDEN), against=against, within=within)
+    assert (finding.rule, finding.values["who"]) == (OTHER_STEPS.name, who)
 
 
 def test_a_missing_golden_names_its_command() -> None:
-    (found,) = check(*both(GOLDEN), against=None)
-    assert (found.rule, found.judged, found.values["family"]) == (NO_GOLDEN.name, False, family_id(CASE))
-    assert f"fp8-harness baseline update {case_id(reference_case(CASE))} --reason" in str(found.values["command"])
+    (finding,) = check(*both(GOLDEN), against=None)
+    assert (finding.rule, finding.judged, finding.values["family"]) == (NO_GOLDEN.name, False, family_id(CASE))
+    assert f"fp8-harness baseline update {case_id(reference_case(CASE))} --reason" in str(finding.values["command"])
 
 
 def test_a_missing_tolerance_says_why_and_what_to_set() -> None:
-    (found,) = check(*both(GOLDEN), within=None)
-    assert (found.rule, found.judged, found.values["why"]) == (NO_TOLERANCE.name, False, NONE_DERIVED)
+    (finding,) = check(*both(GOLDEN), within=None)
+    assert (finding.rule, finding.judged, finding.values["why"]) == (NO_TOLERANCE.name, False, NONE_DERIVED)
 
 
 def test_a_golden_of_other_hardware_is_not_used() -> None:
-    (found,) = check(trace(0, device="NVIDIA H200"), trace(1, device="NVIDIA H200"))
-    assert (found.rule, found.ranks) == (HARDWARE.name, (0, 1))
-    assert (found.expected, found.found) == ("cpu", "nvidia-h200")
-    (found,) = check(trace(0), trace(1, device="NVIDIA H200"))
-    assert found.rank == 1
+    (finding,) = check(trace(0, device="NVIDIA H200"), trace(1, device="NVIDIA H200"))
+    assert (finding.rule, finding.ranks) == (HARDWARE.name, (0, 1))
+    assert (finding.expected, finding.found) == ("cpu", "nvidia-h200")
+    (finding,) = check(trace(0), trace(1, device="NVIDIA H200"))
+    assert finding.rank == 1
     assert check(trace(0, device=""), trace(1))
 
 
@@ -190,47 +190,47 @@ def test_a_golden_of_a_class_serves_its_devices_and_no_other() -> None:
     of_class = golden(hardware="sm90")
     h200, h100 = (trace(rank, device=name, architecture="sm90") for rank, name in enumerate(("NVIDIA H200", "H100")))
     assert check(h200, h100, against=of_class) == []
-    (found,) = check(h200, trace(1, device="AMD Instinct MI300X", architecture="gfx942"), against=of_class)
-    assert (found.rank, found.expected, found.found) == (1, "sm90", "amd-instinct-mi300x")
+    (finding,) = check(h200, trace(1, device="AMD Instinct MI300X", architecture="gfx942"), against=of_class)
+    assert (finding.rank, finding.expected, finding.found) == (1, "sm90", "amd-instinct-mi300x")
 
 
 def test_other_data_is_found() -> None:
-    (found,) = check(trace(0), trace(1, data_digest="d2"))
-    assert (found.rule, found.ranks) == (DATA.name, (1,))
+    (finding,) = check(trace(0), trace(1, data_digest="d2"))
+    assert (finding.rule, finding.ranks) == (DATA.name, (1,))
 
 
 def test_a_golden_of_another_family_is_not_used() -> None:
-    (found,) = check(*both(GOLDEN), against=golden(family="other"))
-    assert found.rule == FAMILY.name
+    (finding,) = check(*both(GOLDEN), against=golden(family="other"))
+    assert finding.rule == FAMILY.name
 
 
 def test_a_loss_that_stands_still_fails_even_within_the_tolerance() -> None:
-    (found,) = check(*both((7.75,) * STEPS), within=make_tolerance(*[0.75] * STEPS))
-    assert (found.rule, found.ranks) == (FROZEN.name, (0, 1))
+    (finding,) = check(*both((7.75,) * STEPS), within=make_tolerance(*[0.75] * STEPS))
+    assert (finding.rule, finding.ranks) == (FROZEN.name, (0, 1))
 
 
 def test_a_tolerance_as_wide_as_all_learning_proves_nothing() -> None:
     for width, good in ((1.0, False), (0.75, True)):
         findings = check(*both(GOLDEN), within=make_tolerance(*[width] * STEPS))
         assert (findings == []) is good
-    (found,) = check(*both(GOLDEN), within=make_tolerance(*[1.0] * STEPS))
-    assert (found.rule, found.judged) == (PROVES_NOTHING.name, False)
-    assert (found.expected, found.found) == ("allowed below 1", "1")
+    (finding,) = check(*both(GOLDEN), within=make_tolerance(*[1.0] * STEPS))
+    assert (finding.rule, finding.judged) == (PROVES_NOTHING.name, False)
+    assert (finding.expected, finding.found) == ("allowed below 1", "1")
 
 
 def test_a_loss_outside_of_the_tolerance_comes_before_what_the_tolerance_cannot_prove() -> None:
-    (found,) = check(*both((8.0, 7.5, 7.25, 10.0)), within=make_tolerance(*[1.0] * STEPS))
-    assert (found.rule, found.step) == (TOO_FAR.name, 4)
+    (finding,) = check(*both((8.0, 7.5, 7.25, 10.0)), within=make_tolerance(*[1.0] * STEPS))
+    assert (finding.rule, finding.step) == (TOO_FAR.name, 4)
 
 
 def test_two_steps_must_show_learning() -> None:
     two = make_case(tp=2, steps=2)
     against = make_golden(two, (8.0, 7.0))
-    (found,) = check(*both((7.5, 7.5)), of=two, against=against, within=make_tolerance(0.5, 0.5))
-    assert found.rule == FROZEN.name
-    (found,) = check(*both((8.0, 7.5)), of=two, against=against, within=make_tolerance(2.0, 1.0))
-    assert found.rule == PROVES_NOTHING.name
-    assert (found.expected, found.found) == ("allowed below 1", "2")
+    (finding,) = check(*both((7.5, 7.5)), of=two, against=against, within=make_tolerance(0.5, 0.5))
+    assert finding.rule == FROZEN.name
+    (finding,) = check(*both((8.0, 7.5)), of=two, against=against, within=make_tolerance(2.0, 1.0))
+    assert finding.rule == PROVES_NOTHING.name
+    assert (finding.expected, finding.found) == ("allowed below 1", "2")
 
 
 def test_one_step_cannot_show_learning_but_is_compared() -> None:
@@ -241,16 +241,16 @@ def test_one_step_cannot_show_learning_but_is_compared() -> None:
 
 
 def test_the_message_is_an_aligned_table() -> None:
-    (found,) = check(*both((8.0, 7.5, 8.25, 9.0)))
-    assert (found.rule, found.step) == (TOO_FAR.name, 3)
-    assert dict(found.values) == {"difference": 1.0, "distance": 1.0, "allowed": 0.25} and found.excess == 4
-    columns, *rows, basis = found.details.splitlines()
+    (finding,) = check(*both((8.0, 7.5, 8.25, 9.0)))
+    assert (finding.rule, finding.step) == (TOO_FAR.name, 3)
+    assert dict(finding.values) == {"difference": 1.0, "distance": 1.0, "allowed": 0.25} and finding.excess == 4
+    columns, *rows, basis = finding.details.splitlines()
     assert columns.split() == ["step", "golden", "found", "difference", "allowed"]
     assert rows[2].split() == ["3", "7.250000", "8.250000", "+1.000000", "0.250000", "<"]
     assert len({row.removesuffix("  <").rindex("0") for row in rows}) == 1
     assert [row.endswith("<") for row in rows] == [False, False, True, True]
     assert basis == "2 of 4 steps outside the tolerance tiny-bf16-float32: samples"
-    assert (found.expected, found.found) == ("7.25 ± 0.25", "8.25")
+    assert (finding.expected, finding.found) == ("7.25 ± 0.25", "8.25")
 
 
 def test_a_long_table_shows_the_first_bad_step() -> None:
@@ -258,18 +258,18 @@ def test_a_long_table_shows_the_first_bad_step() -> None:
     losses = tuple(8.0 - number / 16 for number in range(100))
     off = tuple(loss + 1 if number == 70 else loss for number, loss in enumerate(losses, 1))
     against = make_golden(long, losses)
-    (found,) = check(*both(off), of=long, against=against, within=make_tolerance(*[0.125] * 100))
-    assert found.step == 70
-    assert "(88 more steps)" in found.details
-    assert any(line.split()[0] == "70" and line.endswith("<") for line in found.details.splitlines())
+    (finding,) = check(*both(off), of=long, against=against, within=make_tolerance(*[0.125] * 100))
+    assert finding.step == 70
+    assert "(88 more steps)" in finding.details
+    assert any(line.split()[0] == "70" and line.endswith("<") for line in finding.details.splitlines())
 
 
 @pytest.mark.parametrize(("size", "fix"), [(1.0, COARSE), (1.001, "train more steps")])
 def test_a_golden_of_coarse_losses_says_so(size: float, fix: str) -> None:
     """A bfloat16 near 8 is a multiple of 1/16 or 1/32: the tolerance that is derived from it is wide as well."""
     losses = tuple(size * loss for loss in GOLDEN)
-    (found,) = check(*both(losses), against=golden(losses), within=make_tolerance(*(2.0 for _ in GOLDEN)))
-    assert (found.rule, found.values["remedy"]) == (PROVES_NOTHING.name, fix)
+    (finding,) = check(*both(losses), against=golden(losses), within=make_tolerance(*(2.0 for _ in GOLDEN)))
+    assert (finding.rule, finding.values["remedy"]) == (PROVES_NOTHING.name, fix)
 
 
 OF_TWIN = make_golden(losses=(8.0, 7.0))
@@ -299,11 +299,11 @@ def test_only_losses_ask_for_the_twin() -> None:
         (None, "could not be run"),
     ],
 )
-@pytest.mark.parametrize("found", [7.3, math.nan, math.inf])
-def test_the_twin_says_where_to_look(found: float, twin: Run | None, word: str) -> None:
-    if twin == losing(8.0, 7.2) and not math.isfinite(found):
+@pytest.mark.parametrize("case_loss", [7.3, math.nan, math.inf])
+def test_the_twin_says_where_to_look(case_loss: float, twin: Run | None, word: str) -> None:
+    if twin == losing(8.0, 7.2) and not math.isfinite(case_loss):
         word = "look at FP8"  # whatever the twin is off by, it does not explain a loss that is no number
-    loss, other = with_twin_diagnosis(OFF, losing(8.0, found), OF_TWIN, twin)
+    loss, other = with_twin_diagnosis(OFF, losing(8.0, case_loss), OF_TWIN, twin)
     assert word in loss.details and "nan" not in loss.details
     assert replace(loss, details="") == OFF[0] and other == OFF[1]
 

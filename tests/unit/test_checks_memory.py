@@ -37,7 +37,7 @@ def records(case: Case, rank: int = 0) -> Records:
 
 
 def check(case: Case, *saved: Records | None) -> list[Finding]:
-    run = run_of(*(make_trace(case, rank, saved_memory=each) for rank, each in enumerate(saved)))
+    run = run_of(*(make_trace(case, rank, saved_memory=recorded) for rank, recorded in enumerate(saved)))
     return check_memory(case, run, make_witnesses(case))
 
 
@@ -60,28 +60,28 @@ def test_one_byte_is_found_at_its_step_and_rank(rank: int, step: int, off: int, 
     right = records(CASE)
     by_dtype = dict(right[step - 1].by_dtype)
     by_dtype[dtype] = by_dtype.get(dtype, 0) + off
-    wrong = tuple(saved_as(step, by_dtype) if each.step == step else each for each in right)
-    (found,) = check(CASE, *((wrong, right) if rank == 0 else (right, wrong)))
-    assert (found.step, found.rank) == (step, rank)
-    assert found.values["dtype"] == dtype and found.expected and found.found
+    wrong = tuple(saved_as(step, by_dtype) if record.step == step else record for record in right)
+    (finding,) = check(CASE, *((wrong, right) if rank == 0 else (right, wrong)))
+    assert (finding.step, finding.rank) == (step, rank)
+    assert finding.values["dtype"] == dtype and finding.expected and finding.found
 
 
 def test_lost_checkpointing_is_told_in_plain_words() -> None:
-    (found,) = check(FULL, records(CASE), records(CASE))
-    assert found.rule == OTHER_MODE.name
-    assert (found.values["mode"], found.values["asked"]) == ("none", "full")
+    (finding,) = check(FULL, records(CASE), records(CASE))
+    assert finding.rule == OTHER_MODE.name
+    assert (finding.values["mode"], finding.values["asked"]) == ("none", "full")
 
 
 def test_float8_that_outlives_forward_is_told_in_plain_words() -> None:
     wrong = tuple(saved_as(step, {**records(CASE)[0].by_dtype, "float8_e4m3fn": 81920}) for step in (1, 2))
-    (found,) = check(CASE, wrong, wrong)
-    assert (found.rule, found.values["dtype"]) == (OUTLIVES.name, "float8_e4m3fn")
-    assert (found.expected, found.found) == ("0 bytes", "81920 bytes")
+    (finding,) = check(CASE, wrong, wrong)
+    assert (finding.rule, finding.values["dtype"]) == (OUTLIVES.name, "float8_e4m3fn")
+    assert (finding.expected, finding.found) == ("0 bytes", "81920 bytes")
 
 
 def test_a_step_that_was_not_recorded_is_found() -> None:
-    (found,) = check(CASE, records(CASE)[:1], records(CASE))
-    assert (found.step, found.rank, found.found) == (2, 0, "0 bytes")
+    (finding,) = check(CASE, records(CASE)[:1], records(CASE))
+    assert (finding.step, finding.rank, finding.found) == (2, 0, "0 bytes")
 
 
 STEPS = 4
@@ -109,12 +109,12 @@ def changed(saved: Records, step: int, moment: int, live: LiveMemory) -> Records
     """The records with another census at one moment of one step."""
     both = [*saved[step - 1].live]
     both[moment] = live
-    return tuple(replace(each, live=tuple(both)) if each.step == step else each for each in saved)
+    return tuple(replace(record, live=tuple(both)) if record.step == step else record for record in saved)
 
 
 def check_live(case: Case, *saved: Records | None) -> tuple[list[Finding], list[Finding]]:
     """The findings of both checks."""
-    run = run_of(*(make_trace(case, rank, saved_memory=each) for rank, each in enumerate(saved)))
+    run = run_of(*(make_trace(case, rank, saved_memory=recorded) for rank, recorded in enumerate(saved)))
     return check_live_memory(case, run, make_witnesses(case)), check_leaks(case, run, make_witnesses(case))
 
 
@@ -172,21 +172,21 @@ def test_the_message_names_the_holder() -> None:
     for step in range(1, STEPS + 1):
         kept = LiveMemory(moment="step", scalars=1, tensors=(KEPT,) * step)
         wrong = changed(wrong, step, 1, kept)
-    (found,), (leak,) = check_live(CENSUS, wrong, wrong)
-    assert (found.rule, found.step) == (TOO_MUCH.name, 1)
+    (too_much,), (leak,) = check_live(CENSUS, wrong, wrong)
+    assert (too_much.rule, too_much.step) == (TOO_MUCH.name, 1)
     kept = {"tensors": "float32[4, 32, 128] of layers.1.kept", "holder": "layers.1.kept", "when": MOMENTS["step"]}
-    assert dict(found.values) == kept
+    assert dict(too_much.values) == kept
     assert (leak.rule, leak.step, leak.found) == (GROWS.name, 3, "196608 bytes, and 1 scalar")
     assert dict(leak.values) == {**kept, "settled": 2}
 
 
 def test_a_step_without_a_census_is_found() -> None:
-    for found in check_live(CENSUS, censuses(CENSUS)[:2], censuses(CENSUS)):
-        assert places(found) == [(0, 3), (0, 3)]
+    for findings in check_live(CENSUS, censuses(CENSUS)[:2], censuses(CENSUS)):
+        assert places(findings) == [(0, 3), (0, 3)]
 
 
 @pytest.mark.parametrize(
-    ("text", "found"),
+    ("text", "measured"),
     [
         ("fsdp2-bf16-moe8-v2048-gb16-s2-b16", 1_573_184),
         ("fsdp4-reshard.never-ep2-mxfp8-gmm.fp8-moe8-v2048-gb16-s2-b16", 2_526_528),
@@ -194,26 +194,26 @@ def test_a_step_without_a_census_is_found() -> None:
         ("hsdp2x2-ep2-bf16-ac.full-moe4-v2048-s2-b16", 796_832),
     ],
 )
-def test_blocks_with_experts_keep_what_was_measured(text: str, found: int) -> None:
+def test_blocks_with_experts_keep_what_was_measured(text: str, measured: int) -> None:
     """Between forward and backward, torch 2.13."""
     case = parse_case_id(text)
-    assert sum(each.nbytes for each in expected_live(case, rank=0, moment="forward")) == found
+    assert sum(storage.nbytes for storage in expected_live(case, rank=0, moment="forward")) == measured
     (counts,) = expected_live(case, rank=0, moment="step")
     assert (counts.dtype, counts.nbytes) == ("int64", 8 * case.model.experts)
 
 
 @pytest.mark.parametrize(
-    ("text", "found"),
+    ("text", "measured"),
     [
         ("single-bf16-moe8-v2048-gb4-s2-b16", 6_163_464),
         ("single-bf16-moe8-sigmoid-balance-v2048-gb4-s2-b16", 6_166_536),
         ("single-mxfp8-gmm.fp8-moe8-v2048-s2-b16", 14_616_584),
     ],
 )
-def test_blocks_with_experts_save_what_was_measured(text: str, found: int) -> None:
+def test_blocks_with_experts_save_what_was_measured(text: str, measured: int) -> None:
     """In two steps, torch 2.13."""
     case = parse_case_id(text)
-    assert sum(sum(expected_saved(case, step=step, rank=0).values()) for step in (1, 2)) == found
+    assert sum(sum(expected_saved(case, step=step, rank=0).values()) for step in (1, 2)) == measured
 
 
 @given(st.lists(st.integers(0, 64), min_size=2, max_size=2))
@@ -221,7 +221,7 @@ def test_what_a_rank_saves_follows_from_the_rows_that_it_got(rows: list[int]) ->
     """In two blocks: a row is saved as it came, and in a padded tile of 8 with what SwiGLU makes of it."""
     case = make_case(dp_shard=2, ep=2, experts=8, layers=3, dtype="bfloat16")
     none = expected_saved(case, step=1, rank=0, rows=((0,), (0,)))
-    some = expected_saved(case, step=1, rank=0, rows=tuple((each,) for each in rows))
+    some = expected_saved(case, step=1, rank=0, rows=tuple((count,) for count in rows))
     dim, hidden = case.model.shape.dim, case.model.expert_dim
     tiles = sum(-(-count // 8) for count in rows)
     assert some["bfloat16"] - none["bfloat16"] == 2 * (sum(rows) * dim + 8 * tiles * (dim + 4 * hidden))
@@ -230,7 +230,7 @@ def test_what_a_rank_saves_follows_from_the_rows_that_it_got(rows: list[int]) ->
 @given(EAGER_DENSE_CASES, st.integers(0, 7))
 def test_the_formula_fits_every_eager_case(case: Case, rank: int) -> None:
     live = expected_live(case, rank=rank, moment="forward")
-    assert all(each.nbytes > 0 and each.purpose for each in live)
+    assert all(storage.nbytes > 0 and storage.purpose for storage in live)
     wrapped = sum(case.checkpointing.wraps(layer) for layer in range(case.model.shape.layers))
     tensors_of_blocks = (9 + 7 * case.model.bias) * case.model.shape.layers + (not case.model.tied)  # the embedding
     kept = {"always": 0, "default": 2, "never": 2 + tensors_of_blocks}[case.layout.reshard_after_forward]

@@ -70,8 +70,8 @@ def witnesses(relation: Relation | None, partner: Run | None) -> Witnesses:
     return make_witnesses(CASE, relation=relation, partner=partner)
 
 
-def check(found: Run, relation: Relation = BITWISE, partner: Run | None = None) -> list[Finding]:
-    return check_metamorphic(CASE, found, witnesses(relation, partner or run()))
+def check(checked_run: Run, relation: Relation = BITWISE, partner: Run | None = None) -> list[Finding]:
+    return check_metamorphic(CASE, checked_run, witnesses(relation, partner or run()))
 
 
 @pytest.mark.parametrize("relation", [BITWISE, SUMS])

@@ -74,13 +74,13 @@ def test_a_model_that_is_the_same_everywhere_has_no_findings() -> None:
     assert check_model(CASE, run_of(trace(0), trace(1)), make_witnesses(CASE)) == []
 
 
-@pytest.mark.parametrize(("asked", "found"), [("bfloat16", 1), ("float32", 0)])
-def test_bfloat16_parameters_are_those_that_the_case_asks_for(asked: str, found: int) -> None:
+@pytest.mark.parametrize(("asked", "count"), [("bfloat16", 1), ("float32", 0)])
+def test_bfloat16_parameters_are_those_that_the_case_asks_for(asked: str, count: int) -> None:
     """A run in bfloat16 that asks for float32 ones may have master weights of its own."""
     case = make_case(dp_shard=2, dtype="bfloat16", parameter_dtype=asked)
     one = make_witnesses(case, solo=solo())
     wrong = check_model(case, run_of(trace(0), trace(1)), one)
-    assert [(each.rule, each.values["asked"]) for each in wrong] == [(DTYPE.name, "bfloat16")] * found
+    assert [(finding.rule, finding.values["asked"]) for finding in wrong] == [(DTYPE.name, "bfloat16")] * count
 
 
 TILTED = model(buffers=(Buffer(fqn="tilt", shape=(4,), dtype="float32", digest="u"),))

@@ -107,8 +107,8 @@ def test_the_worst_gradient_is_named_and_nan_is_the_worst() -> None:
 
 @given(st.sampled_from([1, 2]), st.floats(0, 0.02))
 def test_each_step_has_its_own_tolerance(step: int, distance: float) -> None:
-    found = check(run(**{f"grad_a_{step}": 1 + distance}), solo())
-    assert bool(found) == (distance > ALLOWED[step - 1] + 1e-15) or distance == pytest.approx(ALLOWED[step - 1])
+    findings = check(run(**{f"grad_a_{step}": 1 + distance}), solo())
+    assert bool(findings) == (distance > ALLOWED[step - 1] + 1e-15) or distance == pytest.approx(ALLOWED[step - 1])
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
@@ -139,24 +139,24 @@ def test_parameters_are_compared_after_every_update(step: int) -> None:
     assert (finding.values["count"], finding.values["compared"]) == (1, 2)
 
 
-@pytest.mark.parametrize(("key", "found"), [("tiny-bf16-replicas-bfloat16", []), (SAME_ORDER, [PARAMETERS.name])])
-def test_a_weight_may_be_a_last_bit_off_where_replicas_add_up_in_another_order(key: str, found: list[str]) -> None:
+@pytest.mark.parametrize(("key", "broken"), [("tiny-bf16-replicas-bfloat16", []), (SAME_ORDER, [PARAMETERS.name])])
+def test_a_weight_may_be_a_last_bit_off_where_replicas_add_up_in_another_order(key: str, broken: list[str]) -> None:
     case = make_case(dp_shard=1, dp_replicate=2, steps=2, dtype="bfloat16")
     given = make_witnesses(case, solo=solo(), parity_tolerance=make_tolerance(1e-8, 1e-8, name="parity", key=key))
-    for change, rules in ((1 + LAST_BIT / 2, found), (1 + 4 * LAST_BIT, [PARAMETERS.name])):
-        assert [each.rule for each in check_parity(case, run(param_b_2=change), given)] == rules
+    for change, rules in ((1 + LAST_BIT / 2, broken), (1 + 4 * LAST_BIT, [PARAMETERS.name])):
+        assert [finding.rule for finding in check_parity(case, run(param_b_2=change), given)] == rules
 
 
-@pytest.mark.parametrize(("recipe", "found"), [("tensorwise", []), ("bf16", [GRADIENTS.name])])
-def test_a_derived_tolerance_says_nothing_of_distances_that_its_own_runs_ignore(recipe: str, found: list[str]) -> None:
+@pytest.mark.parametrize(("recipe", "broken"), [("tensorwise", []), ("bf16", [GRADIENTS.name])])
+def test_a_derived_tolerance_says_nothing_of_distances_that_its_own_runs_ignore(recipe: str, broken: list[str]) -> None:
     case = make_case(tp=2, steps=2, dtype="float32", recipe=recipe)
     small = {"grad_a_1": 1.0, "grad_b_1": 2.0**-13}
     expected = solo(**small)
     tolerance = replace(make_tolerance(*ALLOWED, name="parity", key="tiny-tensorwise-float32"), derived=True)
-    for allowed, rules in ((tolerance, found), (replace(tolerance, derived=False), [GRADIENTS.name])):
+    for allowed, rules in ((tolerance, broken), (replace(tolerance, derived=False), [GRADIENTS.name])):
         witnesses = make_witnesses(case, solo=expected, parity_tolerance=allowed)
         off = run(**{**small, "grad_b_1": 1.5 * 2.0**-13})
-        assert [each.rule for each in check_parity(case, off, witnesses)] == rules
+        assert [finding.rule for finding in check_parity(case, off, witnesses)] == rules
 
 
 @pytest.mark.parametrize(
@@ -194,8 +194,8 @@ def test_a_loss_is_compared_on_every_rank(step: int, rank: int) -> None:
 
 @pytest.mark.parametrize("number", ["loss", "grad_norm"])
 def test_a_number_of_all_ranks_names_none(number: str) -> None:
-    found = with_step(with_step(run(), 0, 1, **{number: 9.0}), 1, 1, **{number: 9.0})
-    (finding,) = check(found, solo())
+    wrong = with_step(with_step(run(), 0, 1, **{number: 9.0}), 1, 1, **{number: 9.0})
+    (finding,) = check(wrong, solo())
     assert (finding.rule, finding.step) == (f"parity/{number.replace('_', '-')}", 1)
     assert (finding.rank, finding.ranks) == (None, ())
 
@@ -208,16 +208,16 @@ def test_a_float32_loss_may_be_a_few_units_of_its_last_place_off() -> None:
 
 @pytest.mark.parametrize("lost", [("grad", 1), ("grad", 2), ("param", 2)])
 def test_a_lost_half_of_a_tensor_is_found(lost: tuple[str, int]) -> None:
-    found = check(with_sketches(run(), lambda s: None if is_lost(s, lost) else s, rank=1), solo())
-    (finding,) = [each for each in found if each.verdict is Verdict.INVARIANT]
+    findings = check(with_sketches(run(), lambda s: None if is_lost(s, lost) else s, rank=1), solo())
+    (finding,) = [finding for finding in findings if finding.verdict is Verdict.INVARIANT]
     assert (finding.rule, finding.step, finding.module) == (ELEMENTS.name, lost[1], "b")
     assert dict(finding.values) == {"elements": 8, "shape": "(4, 4)"}
 
 
 @pytest.mark.parametrize("lost", [("grad", 1), ("grad", 2), ("param", 2)])
 def test_a_tensor_on_one_side_alone_is_found(lost: tuple[str, int]) -> None:
-    def without(found: Run) -> Run:
-        return with_sketches(found, lambda s: None if is_lost(s, lost) else s)
+    def without(whole: Run) -> Run:
+        return with_sketches(whole, lambda s: None if is_lost(s, lost) else s)
 
     (missing,) = check(without(run()), solo())
     (unknown,) = check(run(), without(solo()))
@@ -228,8 +228,8 @@ def test_a_tensor_on_one_side_alone_is_found(lost: tuple[str, int]) -> None:
 
 @pytest.mark.parametrize("kind", ["grad", "param"])
 def test_comparing_nothing_never_passes(kind: str) -> None:
-    def without(found: Run) -> Run:
-        return with_sketches(found, lambda s: None if s.kind == kind else s)
+    def without(whole: Run) -> Run:
+        return with_sketches(whole, lambda s: None if s.kind == kind else s)
 
     for finding in check(without(run()), without(solo())):
         assert (finding.rule, finding.verdict) == (NOTHING_COMPARED.name, Verdict.INVARIANT)
@@ -263,7 +263,7 @@ def test_terms_of_a_gradient_that_was_not_reduced_are_told(parts: tuple[float, f
         replace(trace, sketches=(*(trace.sketches or ()), has(trace.rank, part)))
         for trace, part in zip(others, parts, strict=True)
     )
-    (finding,) = [each for each in check(run_of(*both), solo()) if each.rule == REPLICAS.name]
+    (finding,) = [finding for finding in check(run_of(*both), solo()) if finding.rule == REPLICAS.name]
     assert (finding.module, finding.step, finding.ranks) == ("a", 1, (0, 1))
     assert finding.notes == (() if note is None else (note,))
 
@@ -284,8 +284,8 @@ def test_the_worst_distance_of_a_step_is_what_tolerances_are_fitted_to() -> None
 
 def test_the_reported_gradient_norm_is_compared() -> None:
     """Sketches cannot see a norm that counts replicas twice: only what the ranks report does."""
-    found = with_step(with_step(run(), 0, 1, grad_norm=1.5), 0, 2, grad_norm=1.5)
-    (finding,) = check(found, solo())
+    wrong = with_step(with_step(run(), 0, 1, grad_norm=1.5), 0, 2, grad_norm=1.5)
+    (finding,) = check(wrong, solo())
     assert (finding.rule, finding.step, finding.rank) == (GRAD_NORM.name, 1, 0)
 
 
@@ -301,10 +301,10 @@ def test_tokens_of_another_data_parallel_rank_are_found(digests: tuple[str | Non
     case = make_case(dp_shard=2, steps=2, dtype="float64")
     witness = run_of(replace(solo().traces[0], batch_digests=("zero", "one")))
 
-    def trained(*each: str | None) -> list[Finding]:
+    def trained(*rank_digests: str | None) -> list[Finding]:
         traces = [
             replace(trace, batch_digests=() if mine is None else (mine,))
-            for trace, mine in zip(run().traces, each, strict=True)
+            for trace, mine in zip(run().traces, rank_digests, strict=True)
         ]
         tolerance = make_tolerance(*ALLOWED, name="parity")
         return check_parity(case, run_of(*traces), make_witnesses(case, solo=witness, parity_tolerance=tolerance))
@@ -322,11 +322,11 @@ def test_nan_is_the_worst_distance_whichever_gradient_has_it() -> None:
 
 @pytest.mark.parametrize("norm", [1.1, math.nan, None])
 def test_a_norm_that_a_target_reports_is_compared_with_the_one_on_one_rank(norm: float | None) -> None:
-    def reporting(found: Run, value: float | None) -> Run:
-        for rank in range(len(found.traces)):
+    def reporting(changed: Run, value: float | None) -> Run:
+        for rank in range(len(changed.traces)):
             for step in (1, 2):
-                found = with_step(found, rank, step, reported_grad_norm=1.0 if step == 1 else value)
-        return found
+                changed = with_step(changed, rank, step, reported_grad_norm=1.0 if step == 1 else value)
+        return changed
 
     expected = reporting(solo(), 1.0)
     assert check(reporting(run(), 1.001), expected) == []
@@ -337,12 +337,12 @@ def test_a_norm_that_a_target_reports_is_compared_with_the_one_on_one_rank(norm:
 
 def test_the_parts_of_a_replicated_shard_are_the_shards_of_one_rank() -> None:
     solo = [make_sketch("a", value=float(part), part=part, parts=4) for part in range(4)]
-    first, second, third, fourth = (each.digest for each in solo)
+    first, second, third, fourth = (sketch.digest for sketch in solo)
     reference = run_of(replace(make_trace(), sketches=tuple(solo)))
 
     def compared(*parts: tuple[str, ...]) -> bool | None:
         halves = (replace(make_sketch("a", part=rank, parts=2), parts=of) for rank, of in enumerate(parts))
-        traces = (replace(make_trace(), rank=rank, sketches=(each,)) for rank, each in enumerate(halves))
+        traces = (replace(make_trace(), rank=rank, sketches=(half,)) for rank, half in enumerate(halves))
         return same_bits(run_of(*traces), reference)
 
     assert compared((first, second), (third, fourth)) is True

@@ -85,10 +85,10 @@ def test_a_cast_that_differs_is_found(phase: str, role: str, change: dict[str, A
         replace(one, **change) if (one.phase, one.role) == (phase, role) and "wk" in one.fqn else one
         for one in recorded(FULL).casts
     )
-    (found,) = check(FULL, OperandTrace(casts=wrong, matmuls=recorded(FULL).matmuls))
-    assert (found.step, found.rank, found.module) == (1, 0, "layers.0.attention.wk")
-    assert (found.rule, found.operand, found.values["total"]) == (CAST.name, f"{role} in {phase}", 2)
-    assert found.expected != found.found
+    (finding,) = check(FULL, OperandTrace(casts=wrong, matmuls=recorded(FULL).matmuls))
+    assert (finding.step, finding.rank, finding.module) == (1, 0, "layers.0.attention.wk")
+    assert (finding.rule, finding.operand, finding.values["total"]) == (CAST.name, f"{role} in {phase}", 2)
+    assert finding.expected != finding.found
 
 
 def test_nan_that_is_computed_twice_does_not_differ() -> None:
@@ -107,22 +107,22 @@ def test_a_gathered_weight_that_changes_between_forward_and_backward_is_found() 
     last = mine.casts[-1]
     assert last.phase == "gathered"
     wrong = (*mine.casts[:-1], replace(last, data_digest="x"))
-    (found,) = check(GATHERED, OperandTrace(casts=wrong, matmuls=mine.matmuls))
-    assert found.module == last.fqn
+    (finding,) = check(GATHERED, OperandTrace(casts=wrong, matmuls=mine.matmuls))
+    assert finding.module == last.fqn
 
 
 @pytest.mark.parametrize("change", [{"a_scale": OTHER}, {"b_digest": "x"}, {"m": 8}, {"b_dtype": "float8_e5m2"}])
 def test_a_recomputed_matmul_that_differs_is_found(change: dict[str, Any]) -> None:
     mine = recorded(FULL)
     wrong = (*mine.matmuls[:-1], replace(mine.matmuls[-1], **change))
-    (found,) = check(FULL, OperandTrace(casts=mine.casts, matmuls=wrong))
-    assert (found.rule, found.operand) == (MATMUL.name, "matmul recompute")
+    (finding,) = check(FULL, OperandTrace(casts=mine.casts, matmuls=wrong))
+    assert (finding.rule, finding.operand) == (MATMUL.name, "matmul recompute")
 
 
 def test_checkpointing_that_recomputes_nothing_is_found() -> None:
     mine = recorded(FULL)
     casts = tuple(one for one in mine.casts if one.phase != "recompute")
-    (found,) = check(FULL, OperandTrace(casts=casts, matmuls=mine.matmuls))
-    assert (found.rule, found.expected) == (NOT_RECOMPUTED.name, "a recomputation")
-    (found,) = check(FULL, OperandTrace(casts=mine.casts, matmuls=mine.matmuls[:-1]))
-    assert found.rule == NUMBER.name
+    (finding,) = check(FULL, OperandTrace(casts=casts, matmuls=mine.matmuls))
+    assert (finding.rule, finding.expected) == (NOT_RECOMPUTED.name, "a recomputation")
+    (finding,) = check(FULL, OperandTrace(casts=mine.casts, matmuls=mine.matmuls[:-1]))
+    assert finding.rule == NUMBER.name

@@ -49,9 +49,9 @@ def run(world: int = 2, steps: int = 3) -> Run:
     return make_run(case(world), losses=(7.0,) * steps)
 
 
-def check(found: Run, of: Case | None = None) -> list[Finding]:
+def check(checked_run: Run, of: Case | None = None) -> list[Finding]:
     of = of or case()
-    return check_finite(of, found, make_witnesses(of))
+    return check_finite(of, checked_run, make_witnesses(of))
 
 
 @given(st.integers(1, 8), st.integers(1, 6))
@@ -66,10 +66,10 @@ def test_a_whole_run_has_no_findings(tp: int, steps: int) -> None:
 def test_no_number_that_is_not_finite_passes(number: int, rank: int, quantity: str, value: float) -> None:
     findings = check(with_step(run(), rank, number, **{quantity: value}))
     assert len(findings) == 1
-    found = findings[0]
-    assert (found.step, found.rank, found.verdict) == (number, rank, Verdict.NUMERIC)
-    assert found.rule == {"loss": LOSS, "grad_norm": GRAD_NORM}[quantity].name
-    assert dict(found.values) == {"quantity": quantity, "value": str(value), "count": 1}
+    finding = findings[0]
+    assert (finding.step, finding.rank, finding.verdict) == (number, rank, Verdict.NUMERIC)
+    assert finding.rule == {"loss": LOSS, "grad_norm": GRAD_NORM}[quantity].name
+    assert dict(finding.values) == {"quantity": quantity, "value": str(value), "count": 1}
 
 
 @pytest.mark.parametrize("norm", [0.0, -0.0, -1.0])
@@ -85,9 +85,9 @@ def test_the_first_step_wins_then_the_lowest_rank_and_all_are_counted() -> None:
     broken = run()
     for rank, number in ((0, 3), (1, 3), (1, 2)):
         broken = with_step(broken, rank, number, loss=math.nan)
-    (found,) = check(broken)
-    assert (found.step, found.rank) == (2, 1)
-    assert (found.rule, found.values["count"], found.ranks) == (LOSS.name, 3, (0, 1))
+    (finding,) = check(broken)
+    assert (finding.step, finding.rank) == (2, 1)
+    assert (finding.rule, finding.values["count"], finding.ranks) == (LOSS.name, 3, (0, 1))
 
 
 @given(st.permutations(range(4)), st.sets(st.tuples(st.integers(0, 3), st.integers(1, 3)), max_size=4))
@@ -102,20 +102,20 @@ def test_the_order_of_ranks_does_not_matter(order: list[int], bad: set[tuple[int
 @given(st.integers(0, 1), st.integers(1, 3))
 def test_dropping_any_step_on_any_rank_fails(rank: int, number: int) -> None:
     broken = with_rank(run(), rank, lambda t: replace(t, steps=tuple(s for s in t.steps if s.step != number)))
-    (found,) = check(broken)
-    assert found.rank == rank and found.verdict is Verdict.INVARIANT
+    (finding,) = check(broken)
+    assert finding.rank == rank and finding.verdict is Verdict.INVARIANT
 
 
 @pytest.mark.parametrize("numbers", [(), (1, 2), (1, 2, 3, 4), (0, 1, 2), (1, 3, 2), (1, 2, 2), (1, 1, 2, 3)])
 def test_only_steps_1_to_n_in_order_are_right(numbers: tuple[int, ...]) -> None:
     (one,) = make_steps([7.0])
-    (found,) = check(make_run(case(), steps=tuple(replace(one, step=number) for number in numbers)))
-    assert (found.rule, found.ranks, found.values["steps"]) == (STEPS.name, (0, 1), 3)
+    (finding,) = check(make_run(case(), steps=tuple(replace(one, step=number) for number in numbers)))
+    assert (finding.rule, finding.ranks, finding.values["steps"]) == (STEPS.name, (0, 1), 3)
 
 
 def test_an_empty_run_fails() -> None:
-    (found,) = check(run_of())
-    assert (found.rule, found.ranks) == (NO_TRACE.name, (0, 1))
+    (finding,) = check(run_of())
+    assert (finding.rule, finding.ranks) == (NO_TRACE.name, (0, 1))
 
 
 def test_every_rank_must_answer_exactly_once() -> None:
@@ -155,7 +155,7 @@ EVALUATED = make_case(evaluate=True, dtype="float64", steps=2)
 def findings_of_loss(evaluated: float | None, *, rank: int = 0) -> list[Finding]:
     fine = tuple(replace(step, evaluation_loss=step.loss) for step in make_steps([8.0, 7.9]))
     wrong = (fine[0], replace(fine[1], evaluation_loss=evaluated))
-    traces = [make_trace(rank=each, losses=[8.0, 7.9]) for each in (0, 1)]
+    traces = [make_trace(rank=trace_rank, losses=[8.0, 7.9]) for trace_rank in (0, 1)]
     traces = [replace(trace, steps=wrong if trace.rank == rank else fine) for trace in traces]
     return check_evaluation(EVALUATED, run_of(*traces), make_witnesses(EVALUATED))
 
@@ -192,7 +192,7 @@ def test_witnesses_and_goldens_evaluate_nothing() -> None:
 def test_an_evaluation_sends_no_gradient_and_every_weight_and_activation_once_more(text: str) -> None:
     def sent(text: str) -> dict[str, int]:
         transfers = expected_transfers(parse_case_id(text), step=2, rank=0)
-        return {f"{each.purpose} {each.kind} {each.axis}": each.times for each in transfers}
+        return {f"{transfer.purpose} {transfer.kind} {transfer.axis}": transfer.times for transfer in transfers}
 
     more, fewer = sent(text), sent(text.replace("-eval", ""))
     added = {purpose for purpose, times in more.items() if times > fewer[purpose]}

@@ -23,7 +23,7 @@ SAVED: State = {"norm.weight": "float32 [4] a", "norm.weight step": "2.0", "wq.w
 def check(*loaded: State, rank: int = 1) -> list[Finding]:
     fine = Resumed(after_step=2, saved=SAVED, loaded=(SAVED, SAVED))
     wrong = replace(fine, loaded=loaded)
-    traces = [make_trace(rank=each, losses=[8.0, 7.9]) for each in (0, 1)]
+    traces = [make_trace(rank=trace_rank, losses=[8.0, 7.9]) for trace_rank in (0, 1)]
     traces = [replace(trace, resumed=wrong if trace.rank == rank else fine) for trace in traces]
     return check_resume(CASE, run_of(*traces), make_witnesses(CASE))
 
@@ -106,8 +106,8 @@ def test_witnesses_and_goldens_are_not_resumed() -> None:
     ],
 )
 def test_the_other_layout(layout: Layout, other: str | None) -> None:
-    found = other_layout(layout)
-    assert (None if found is None else layout_id(found)) == other
+    resume_layout = other_layout(layout)
+    assert (None if resume_layout is None else layout_id(resume_layout)) == other
 
 
 @given(POSSIBLE_CASES)

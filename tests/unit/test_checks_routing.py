@@ -34,7 +34,7 @@ def exchanged(values: int) -> list[Rows]:
     """What ranks send and get: a digest says which values, rank, token and expert it is of."""
     sent = [[values + 100 * rank + token for _, token in rows_by_expert(rank)] for rank in (0, 1)]
     returned = [[values + 50 + 100 * r + 10 * e + t for e, t in rows_by_expert(r)] for r in (0, 1)]
-    found = []
+    rows_of_ranks = []
     for owner in (0, 1):
         origin = [
             (rank, row)
@@ -43,7 +43,7 @@ def exchanged(values: int) -> list[Rows]:
             for row, (chosen, _) in enumerate(rows_by_expert(rank))
             if chosen == expert
         ]
-        found.append(
+        rows_of_ranks.append(
             Rows(
                 sent=packed(sent[owner]),
                 arrived=packed([sent[rank][row] for rank, row in origin]),
@@ -51,7 +51,7 @@ def exchanged(values: int) -> list[Rows]:
                 returned=packed(returned[owner]),
             )
         )
-    return found
+    return rows_of_ranks
 
 
 def matmuls(*, wgrad: bool, times: int, scaled: bool = False) -> GroupedMatmuls:
@@ -60,7 +60,7 @@ def matmuls(*, wgrad: bool, times: int, scaled: bool = False) -> GroupedMatmuls:
 
 def call_of(rank: int) -> ExpertCall:
     experts = [expert for expert, _ in rows_by_expert(rank)]
-    everyone = [expert for each in (0, 1) for expert, _ in rows_by_expert(each)]
+    everyone = [expert for sender in (0, 1) for expert, _ in rows_by_expert(sender)]
     values = exchanged(1000)[rank]
     return ExpertCall(
         step=1,
@@ -68,7 +68,7 @@ def call_of(rank: int) -> ExpertCall:
         phase="forward",
         number=0,
         tokens=packed([1000 + 100 * rank + token for token in range(3)]),
-        chosen=packed([expert for each in CHOSEN[rank] for expert in each]),
+        chosen=packed([expert for experts_of_token in CHOSEN[rank] for expert in experts_of_token]),
         weights=packed([0.5, 0.25] * 3, "d"),
         counts=tuple(experts.count(expert) for expert in range(4)),
         local_counts=tuple(everyone.count(expert) for expert in (2 * rank, 2 * rank + 1)),
@@ -96,8 +96,8 @@ def found_with(
     return check_routing(case, run_of(*traces), make_witnesses(case))
 
 
-def rules(found: Sequence[Finding]) -> set[str]:
-    return {finding.rule.partition("/")[2] for finding in found}
+def rules(findings: Sequence[Finding]) -> set[str]:
+    return {finding.rule.partition("/")[2] for finding in findings}
 
 
 def test_a_sound_exchange_has_no_finding() -> None:
@@ -181,7 +181,7 @@ def test_experts_must_be_called_once_for_every_microbatch() -> None:
 def test_the_bias_moves_by_what_the_tokens_ask_for_and_by_nothing_else(biases: list[float]) -> None:
     balanced = replace(CASE, model=replace(CASE.model, balance=True))
     tokens = [call_of(0).counts[expert] + call_of(1).counts[expert] for expert in range(4)]
-    signs = [(each < 3) - (each > 3) for each in tokens]
+    signs = [(count < 3) - (count > 3) for count in tokens]
     moved = [1e-3 * (sign - sum(signs) / 4) for sign in signs]
     assert found_with(balanced, moved) == []
     is_right = all(abs(one - other) <= 1e-7 for one, other in zip(biases, moved, strict=True))

@@ -87,10 +87,10 @@ def cast(of: Case, site: CastSite, form: CastForm, *, index: int, step: int, ran
 def matmul(of: Case, fqn: str, gemm: GemmRole, casts: dict[tuple[str, str], CastRecord], *, index: int) -> MatmulRecord:
     """A matmul of the last casts of its operands; some take the scale of their parent's input."""
     a, b = (casts.get((fqn, role)) or casts[fqn.rpartition(".")[0], role] for role in GEMM_OPERANDS[gemm])
-    found = make_matmul(a, b, gemm, fqn=fqn, index=index)
+    record = make_matmul(a, b, gemm, fqn=fqn, index=index)
     if gemm in ("dgrad", "wgrad") and of.float8.traits.scales_rows(gemm):
-        return replace(found, a_scale=make_scale(1.0), b_scale=make_scale(1.0))
-    return found
+        return replace(record, a_scale=make_scale(1.0), b_scale=make_scale(1.0))
+    return record
 
 
 @functools.cache
@@ -177,8 +177,8 @@ def test_a_clean_run_has_no_findings(of: Case) -> None:
                 rank=rank,
                 where=lambda record: record.role != "weight",
             )
-    found = [one for one in check(of, run) if one.rule != MATMUL_SCALE.name]
-    assert found == []
+    findings = [one for one in check(of, run) if one.rule != MATMUL_SCALE.name]
+    assert findings == []
 
 
 def test_the_first_place_is_named_with_what_was_expected() -> None:
@@ -187,19 +187,19 @@ def test_the_first_place_is_named_with_what_was_expected() -> None:
         rescaled(1 + 2.0**-20),
         where=lambda record: record.step == 2 and record.role == "weight" and "w2" in record.fqn,
     )
-    found = [one for one in check(case(), stale) if one.rule == RULES.amax.name]
-    assert len(found) == 1 and (found[0].step, found[0].rank) == (2, 0)
-    assert found[0].module == "layers.0.feed_forward.w2"
-    assert "224.0 = 448 / amax 2.0" in (found[0].expected or "")
+    findings = [one for one in check(case(), stale) if one.rule == RULES.amax.name]
+    assert len(findings) == 1 and (findings[0].step, findings[0].rank) == (2, 0)
+    assert findings[0].module == "layers.0.feed_forward.w2"
+    assert "224.0 = 448 / amax 2.0" in (findings[0].expected or "")
 
 
 def test_a_wrong_scale_says_which_amax_it_implies_and_whose_it_is() -> None:
     of = case(tp=2)
     local = changed(clean(of), lambda record: {"amax": AMAX / 2}, rank=0, where=lambda record: record.role == "input")
     both = changed(local, rescaled(2.0), where=lambda record: record.role == "input")
-    found = next(one for one in check(of, both) if one.rule == RULES.amax.name)
-    assert (found.rank, found.notes) == (0, ("it is the scale for the amax on rank 0 alone",))
-    assert found.found == "448.0 = 448 / amax 1"
+    finding = next(one for one in check(of, both) if one.rule == RULES.amax.name)
+    assert (finding.rank, finding.notes) == (0, ("it is the scale for the amax on rank 0 alone",))
+    assert finding.found == "448.0 = 448 / amax 1"
     alone = changed(local, rescaled(2.0), rank=0, where=lambda record: record.role == "input")
     unequal = next(one for one in check(of, alone) if one.rule == DIFFERENT.name)
     assert (unequal.rank, unequal.notes) == (1, ())  # that of rank 1 is right
@@ -216,8 +216,8 @@ def test_the_block_whose_scale_is_furthest_off_is_named(lowest: float, highest: 
         lambda record: {**wrong, "scale": replace(record.scale, shape=(32, 4))},
         where=lambda record: record.role == "weight" and record.axiswise_dim == -1,
     )
-    found = next(one for one in check(of, run) if one.rule == RULES.amax.name)
-    assert found.notes == (f"furthest off is {said}",)
+    finding = next(one for one in check(of, run) if one.rule == RULES.amax.name)
+    assert finding.notes == (f"furthest off is {said}",)
 
 
 def test_a_stale_scale_of_rows_names_its_step() -> None:
@@ -232,9 +232,9 @@ def test_a_stale_scale_of_rows_names_its_step() -> None:
 
     run = changed(clean(of), fresh, where=lambda record: True)
     wrong = changed(run, stale, where=lambda record: (record.step, record.role) == (2, "weight"))
-    found = next(one for one in check(of, wrong) if one.rule == RULES.amax.name)
-    assert (found.step, found.notes) == (2, ("it is the scale of step 1",))
-    assert "for amaxes of 0.249 to 1.49 times the right ones" in (found.found or "")
+    finding = next(one for one in check(of, wrong) if one.rule == RULES.amax.name)
+    assert (finding.step, finding.notes) == (2, ("it is the scale of step 1",))
+    assert "for amaxes of 0.249 to 1.49 times the right ones" in (finding.found or "")
 
 
 @pytest.mark.parametrize(
@@ -278,8 +278,8 @@ def test_the_scale_of_nan_is_nan_and_no_rule_about_scales_is_broken(recipe: str)
     matmuls = tuple(
         one if one.gemm in gradients else replace(one, a_scale=nan, b_scale=nan) for one in trace.operands.matmuls
     )
-    found = check(of, run_of(replace(trace, operands=OperandTrace(casts=trace.operands.casts, matmuls=matmuls))))
-    assert [one.rule for one in found] == [RULES.nonfinite.name]
+    findings = check(of, run_of(replace(trace, operands=OperandTrace(casts=trace.operands.casts, matmuls=matmuls))))
+    assert [one.rule for one in findings] == [RULES.nonfinite.name]
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -329,8 +329,8 @@ def test_a_gathered_weight_has_one_scale_on_all_tp_ranks(precompute_scale: bool)
         where=lambda record: record.role == "weight",
     )
     mixed = run_of(*((right if rank % 2 else own).traces[rank] for rank in range(of.world_size)))
-    (found,) = [each for each in check(of, mixed) if each.rule == DIFFERENT.name]
-    assert found.step == 1
+    (finding,) = [finding for finding in check(of, mixed) if finding.rule == DIFFERENT.name]
+    assert finding.step == 1
 
 
 def test_data_parallel_ranks_must_not_share_all_scales() -> None:
@@ -370,10 +370,10 @@ def test_under_tp_a_local_tensor_is_found() -> None:
 def test_casts_that_are_missing_or_too_many_are_found() -> None:
     mine = operands(case(), 0)
     for casts in (mine.casts[:-1], (*mine.casts, mine.casts[-1]), ()):
-        found = check(case(), run_of(make_trace(case(), operands=OperandTrace(casts=casts, matmuls=()))))
-        assert RULES.number.name in rules(found)
-    found = check(case("bf16"), run_of(make_trace(case("bf16"), operands=mine)))
-    assert RULES.number.name in rules(found)
+        findings = check(case(), run_of(make_trace(case(), operands=OperandTrace(casts=casts, matmuls=()))))
+        assert RULES.number.name in rules(findings)
+    findings = check(case("bf16"), run_of(make_trace(case("bf16"), operands=mine)))
+    assert RULES.number.name in rules(findings)
 
 
 @pytest.mark.parametrize(
@@ -389,8 +389,8 @@ def test_casts_that_are_missing_or_too_many_are_found() -> None:
 def test_matmuls_use_what_was_cast(change: Change, rule: Rule) -> None:
     mine = operands(case(), 0)
     wrong = tuple(replace(one, **change) if one.gemm == "forward" else one for one in mine.matmuls)
-    found = check(case(), run_of(make_trace(case(), operands=OperandTrace(casts=mine.casts, matmuls=wrong))))
-    assert rule.name in rules(found)
+    findings = check(case(), run_of(make_trace(case(), operands=OperandTrace(casts=mine.casts, matmuls=wrong))))
+    assert rule.name in rules(findings)
 
 
 def test_tensors_of_zeros_are_exempt_by_their_eps() -> None:

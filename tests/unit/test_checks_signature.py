@@ -63,8 +63,8 @@ def _record(field: str, by: Callable[[Any], Any]) -> Change:
     """Changes the record of a step; None takes it out."""
 
     def change(trace: RankTrace, step: int) -> RankTrace:
-        records = [by(each) if each.step == step else each for each in getattr(trace, field)]
-        return replace(trace, **{field: tuple(each for each in records if each is not None)})
+        records = [by(record) if record.step == step else record for record in getattr(trace, field)]
+        return replace(trace, **{field: tuple(record for record in records if record is not None)})
 
     return change
 
@@ -99,10 +99,10 @@ OF_MEMORY = ("less saved", "kept too long")
 def test_every_change_is_found_at_its_step_and_rank(name: str, step: int, rank: int) -> None:
     change, kinds = CHANGES[name]
     rule = MEMORY if name in OF_MEMORY else EXECUTED
-    found = check(with_rank(RUN, rank, lambda trace: change(trace, step)))
-    assert {(each.rule, each.values["what"]) for each in found} == {(rule.name, kind) for kind in kinds}
-    assert {(each.step, each.ranks) for each in found} == {(step, (rank,))}
-    assert all((each.expected or "").endswith(", as recorded") for each in found)
+    findings = check(with_rank(RUN, rank, lambda trace: change(trace, step)))
+    assert {(finding.rule, finding.values["what"]) for finding in findings} == {(rule.name, kind) for kind in kinds}
+    assert {(finding.step, finding.ranks) for finding in findings} == {(step, (rank,))}
+    assert all((finding.expected or "").endswith(", as recorded") for finding in findings)
 
 
 @given(st.sampled_from(list(CHANGES)))
@@ -113,11 +113,11 @@ def test_ranks_and_steps_with_the_same_change_share_a_finding(name: str) -> None
         for step in (2, 3):
             changed = change if name != "another cast" else _cast_in_both
             run = with_rank(run, rank, lambda trace, step=step, changed=changed: changed(trace, step))  # type: ignore[misc]
-    found = check(run)
-    assert len(found) == len(kinds)
-    assert {(each.step, each.rank) for each in found} == {(2, 0)}
-    assert {each.ranks for each in found} == {(0, 1)}
-    assert [each.notes for each in found] == [(HINT,)] + [()] * (len(found) - 1)
+    findings = check(run)
+    assert len(findings) == len(kinds)
+    assert {(finding.step, finding.rank) for finding in findings} == {(2, 0)}
+    assert {finding.ranks for finding in findings} == {(0, 1)}
+    assert [finding.notes for finding in findings] == [(HINT,)] + [()] * (len(findings) - 1)
 
 
 def _cast_in_both(trace: RankTrace, step: int) -> RankTrace:
@@ -125,8 +125,8 @@ def _cast_in_both(trace: RankTrace, step: int) -> RankTrace:
 
 
 def test_a_step_too_much_and_a_step_too_few_are_found() -> None:
-    found = check(with_sent(RUN, 0, make_sent(STEPS + 1)))
-    assert found and {each.step for each in found} == {STEPS + 1}
+    findings = check(with_sent(RUN, 0, make_sent(STEPS + 1)))
+    assert findings and {finding.step for finding in findings} == {STEPS + 1}
     assert check(make_signed_run(steps=STEPS - 1))
 
 
@@ -149,16 +149,16 @@ def test_the_judge_executes_it_with_a_signature_of_these_versions() -> None:
 
 def test_a_llama_is_judged_by_formulas() -> None:
     llama = parse_case_id("fsdp2-tensorwise-v2048-s3-f32")
-    found = judge(llama, RUN, "ok", make_witnesses(llama))
-    assert check_signature.name not in found.checks
-    assert {each.reason for each in found.not_judged if each.check == check_signature.name} == {
+    judgement = judge(llama, RUN, "ok", make_witnesses(llama))
+    assert check_signature.name not in judgement.checks
+    assert {skipped.reason for skipped in judgement.not_judged if skipped.check == check_signature.name} == {
         "formulas say what the model sends, multiplies and keeps"
     }
 
 
 def test_memory_is_an_effect_and_collectives_are_a_cause() -> None:
     wrong = a_finding(rule="parity/gradients", step=1)
-    sent, kept = (rule.finding(what=what, step=1) for rule, what in ((EXECUTED, SENT), (MEMORY, SAVED)))
+    sent, kept = (rule.finding(what=kind, step=1) for rule, kind in ((EXECUTED, SENT), (MEMORY, SAVED)))
     late = replace(sent, step=2)
     assert by_cause((wrong, kept, sent)) == (sent, kept, wrong)
     assert by_cause((late, kept)) == (late, kept), "what is kept is no number that later steps compute with"

@@ -32,7 +32,7 @@ def statement(step: int, **stated: Any) -> Stated:
 
 def stating(step: int = 2, **stated: Any) -> Run:
     """A run of two ranks whose target states the truth, and this of one step."""
-    of_steps = tuple(statement(each, **(TRUE | stated if each == step else TRUE)) for each in (1, 2))
+    of_steps = tuple(statement(number, **(TRUE | stated if number == step else TRUE)) for number in (1, 2))
     return make_signed_run(steps=2, stated=of_steps)
 
 

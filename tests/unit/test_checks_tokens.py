@@ -30,9 +30,9 @@ def run(wrong: dict[int, StepInputs] | None = None) -> Run:
     return run_of(*(make_trace(rank=rank, inputs=(wrong.get(rank) or inputs(own(rank)),)) for rank in range(4)))
 
 
-def check(found: Run, reference: StepInputs | None = None) -> list[Finding]:
+def check(checked_run: Run, reference: StepInputs | None = None) -> list[Finding]:
     solo = run_of(make_trace(inputs=(reference or inputs(range(8)),)))
-    return check_tokens(CASE, found, make_witnesses(CASE, solo=solo))
+    return check_tokens(CASE, checked_run, make_witnesses(CASE, solo=solo))
 
 
 def test_every_rank_on_its_own_part_has_no_findings() -> None:

@@ -43,18 +43,18 @@ Records = tuple[TrafficRecord, ...]
 
 
 def check(case: Case, *traffic: Records | None) -> list[Finding]:
-    run = run_of(*(make_trace(case, rank, traffic=each) for rank, each in enumerate(traffic)))
+    run = run_of(*(make_trace(case, rank, traffic=recorded) for rank, recorded in enumerate(traffic)))
     return check_traffic(case, run, make_witnesses(case))
 
 
 def changed(case: Case, key: CollectiveKey, **changes: object) -> Records:
     """A correct record with one kind of traffic changed in every step."""
-    found = tuple(
+    records = tuple(
         replace(record, **changes) if (record.axis, record.kind, record.op, record.dtype) == key else record
         for record in traffic_of(case)
     )
-    assert found != traffic_of(case)
-    return found
+    assert records != traffic_of(case)
+    return records
 
 
 def without(case: Case, key: CollectiveKey) -> Records:
@@ -82,8 +82,8 @@ def test_every_change_of_every_record_is_found_at_its_step_and_rank(data: st.Dat
 
 def test_a_record_too_much_or_missing_is_found() -> None:
     extra = replace(traffic_of(TP)[0], kind="broadcast", step=2)
-    (found,) = check(TP, (*traffic_of(TP), extra), traffic_of(TP))
-    assert (found.step, found.rank, found.expected) == (2, 0, "none")
+    (finding,) = check(TP, (*traffic_of(TP), extra), traffic_of(TP))
+    assert (finding.step, finding.rank, finding.expected) == (2, 0, "none")
     late = replace(traffic_of(TP)[0], step=4)
     assert check(TP, (*traffic_of(TP), late), traffic_of(TP))[0].step == 4
 
@@ -101,12 +101,12 @@ def test_weights_that_travel_in_high_precision_are_told_in_plain_words() -> None
     first, *rest = check(GATHERED, wrong, wrong)
     assert (first.rule, first.ranks) == (HIGH_PRECISION.name, (0, 1))
     assert (first.step, first.expected, first.found) == (1, "at most 0.51 of the bytes of bfloat16", "2.00")
-    assert [each.rule for each in rest] == [VOLUME.name] * 2
+    assert [finding.rule for finding in rest] == [VOLUME.name] * 2
 
 
 @pytest.mark.parametrize(("asked", "done", "word"), [("reshard.never-", "", "often"), ("", "reshard.never-", "seldom")])
 def test_weights_that_are_gathered_another_number_of_times_are_told_in_plain_words(asked, done, word) -> None:
-    case, other = (parse_case_id(f"fsdp2-{each}tensorwise-ag.fp8-v2048-s3-f32") for each in (asked, done))
+    case, other = (parse_case_id(f"fsdp2-{option}tensorwise-ag.fp8-v2048-s3-f32") for option in (asked, done))
     first, *rest = check(case, traffic_of(other), traffic_of(other))
     assert (first.rule, first.ranks) == (GATHERS.name, (0, 1))
     assert dict(first.values) == {"often": word, "axis": "dp_shard"}
@@ -153,8 +153,8 @@ def test_in_a_compiled_run_every_amax_has_the_size_of_one_that_is_expected(recip
     first, *others = right.sizes
     longer = {first + 3: right.sizes[first]} | {size: right.sizes[size] for size in others}
     wrong = changed(case, key, sizes=longer)
-    (found,) = [each for each in check(case, wrong, wrong) if each.rule == VOLUME.name]
-    assert f"{right.sizes[first]} of {first + 3}" in (found.found or "") or "..." in (found.found or "")
+    (finding,) = [finding for finding in check(case, wrong, wrong) if finding.rule == VOLUME.name]
+    assert f"{right.sizes[first]} of {first + 3}" in (finding.found or "") or "..." in (finding.found or "")
 
 
 def the_limits(case: Case) -> tuple[CollectiveKey, Limits]:

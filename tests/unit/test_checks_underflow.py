@@ -38,8 +38,8 @@ def casts(*, flushed: int = 8, saturated: int = 0, elements: int = 1000, **chang
 
 
 def of_ranks(*ranks: tuple[CastRecord, ...]) -> Run:
-    operands = (OperandTrace(casts=found, matmuls=()) for found in ranks)
-    return run_of(*(make_trace(SHARP, rank, operands=each) for rank, each in enumerate(operands)))
+    operands = (OperandTrace(casts=recorded, matmuls=()) for recorded in ranks)
+    return run_of(*(make_trace(SHARP, rank, operands=operand_trace) for rank, operand_trace in enumerate(operands)))
 
 
 SOLO = with_cast_shares(of_ranks(casts()))
@@ -57,15 +57,17 @@ def test_shards_lose_together_what_one_rank_loses() -> None:
 
 
 @pytest.mark.parametrize(
-    ("case", "step", "found"),
+    ("case", "step", "is_found"),
     [(ROUND, MEASURED_STEPS, True), (ROUND, MEASURED_STEPS + 1, False), (SHARP, MEASURED_STEPS + 1, True)],
 )
-def test_a_limit_of_rounding_holds_for_the_steps_that_it_was_measured_over(case: Case, step: int, found: bool) -> None:
+def test_a_limit_of_rounding_holds_for_the_steps_that_it_was_measured_over(
+    case: Case, step: int, is_found: bool
+) -> None:
     long = replace(case, train=replace(case.train, steps=MEASURED_STEPS + 1))
     steps = range(1, MEASURED_STEPS + 2)
-    alike = tuple(make_cast(index=each, step=each, flushed=8, elements=1000) for each in steps)
-    lost = tuple(replace(each, flushed=100) if each.step == step else each for each in alike)
-    assert bool(check(of_ranks(lost), long, with_cast_shares(of_ranks(alike)))) is found
+    alike = tuple(make_cast(index=number, step=number, flushed=8, elements=1000) for number in steps)
+    lost = tuple(replace(cast, flushed=100) if cast.step == step else cast for cast in alike)
+    assert bool(check(of_ranks(lost), long, with_cast_shares(of_ranks(alike)))) is is_found
 
 
 def test_the_shares_of_a_solo_witness_take_the_place_of_its_operands() -> None:
@@ -96,11 +98,11 @@ def test_rounding_moves_values_over_the_edge_of_a_flush_only_where_there_is_any(
 def test_it_says_what_it_lacks() -> None:
     run = of_ranks(casts(), casts())
     other = with_cast_shares(of_ranks(casts(fqn="elsewhere")))
-    for found, rule in (
+    for findings, rule in (
         (check(run, solo=None), NO_REFERENCE),
         (check(run, solo=other), NOTHING_COMPARED),
     ):
-        assert [(finding.rule, finding.judged) for finding in found] == [(rule.name, False)]
+        assert [(finding.rule, finding.judged) for finding in findings] == [(rule.name, False)]
 
 
 def test_bf16_casts_nothing() -> None:

@@ -17,12 +17,12 @@ CASE_RUN = run_of(make_trace(software={"torch": "2.15.0", "torchao": "0.18.0", "
 
 
 def test_it_says_what_was_raised_where_and_with_which_versions() -> None:
-    found = unfinished(NO_REFERENCE, "the single-rank reference (solo witness)", run_of(RAISED), CASE_RUN)
-    assert (found.rule, found.judged) == (NO_REFERENCE.name, False)
+    finding = unfinished(NO_REFERENCE, "the single-rank reference (solo witness)", run_of(RAISED), CASE_RUN)
+    assert (finding.rule, finding.judged) == (NO_REFERENCE.name, False)
     who, why = "the single-rank reference (solo witness)", ": AttributeError: no setter"
-    assert dict(found.values) == {"who": who, "why": why}
-    assert found.found is not None
-    first, *calls = found.found.splitlines()
+    assert dict(finding.values) == {"who": who, "why": why}
+    assert finding.found is not None
+    first, *calls = finding.found.splitlines()
     assert first == "rank 0 raised in step 1, with torch 2.15.0, torchao 0.18.0"
     assert calls == ["  in reset (torch/distributed/fsdp/_fully_shard/_fsdp_param.py:12)"]
 
@@ -35,9 +35,9 @@ def test_the_rank_that_caused_it_is_named_and_not_the_one_that_waited_for_it() -
 
 def test_a_witness_of_which_nothing_is_known_could_not_be_run_either() -> None:
     for run in (None, Run(traces=(), failures=())):
-        found = unfinished(NO_REFERENCE, "the replay", run, CASE_RUN)
-        assert (found.rule, found.judged, found.found) == (NO_REFERENCE.name, False, None)
-        assert dict(found.values) == {"who": "the replay", "why": ""}
+        finding = unfinished(NO_REFERENCE, "the replay", run, CASE_RUN)
+        assert (finding.rule, finding.judged, finding.found) == (NO_REFERENCE.name, False, None)
+        assert dict(finding.values) == {"who": "the replay", "why": ""}
 
 
 def test_only_a_run_that_finished_is_compared_with() -> None:

@@ -60,7 +60,7 @@ def test_a_choice_covers_what_a_covering_array_covers_and_costs_less() -> None:
     file = small()
     array = select(file)
     chosen = choose(file, by_ranks, known=(), faults=(), rounds=100)
-    cases = [each.case for each in chosen]
+    cases = [chosen_case.case for chosen_case in chosen]
     selection = select(file, chosen=cases)
     assert coverage(selection, 2).counts == coverage(array, 2).counts
     assert cost_s(cases) < cost_s(list(array.cases))
@@ -68,7 +68,7 @@ def test_a_choice_covers_what_a_covering_array_covers_and_costs_less() -> None:
 
 def test_more_rounds_never_cost_more() -> None:
     costs = [
-        cost_s([each.case for each in choose(small(), by_ranks, known=(), faults=(), rounds=rounds)])
+        cost_s([chosen_case.case for chosen_case in choose(small(), by_ranks, known=(), faults=(), rounds=rounds)])
         for rounds in (0, 10, 100)
     ]
     assert costs == sorted(costs, reverse=True)
@@ -98,9 +98,12 @@ def _trains(case: Case) -> bool:
 def test_a_case_with_a_recorded_fault_that_has_a_fix_covers_and_costs_twice() -> None:
     file = small()
     fault = msgspec.structs.replace(recorded("tp=8 recipe=rowwise"), fix="x.py:apply")
-    chosen = [each.case for each in choose(file, by_ranks, known=[fault], faults=(), rounds=20)]
+    chosen = [chosen_case.case for chosen_case in choose(file, by_ranks, known=[fault], faults=(), rounds=20)]
     assert coverage(select(file, known=[fault], chosen=chosen), 2).counts["known"] == 0
-    costs = {case_id(each.case): each.cost_cpu_s for each in choose(file, by_ranks, known=[fault], faults=(), rounds=0)}
+    costs = {
+        case_id(chosen_case.case): chosen_case.cost_cpu_s
+        for chosen_case in choose(file, by_ranks, known=[fault], faults=(), rounds=0)
+    }
     for name, cost_cpu_s in costs.items():
         case = parse_case_id(name)
         twice = case.layout.tp == 8 and case.float8.recipe == "rowwise"
@@ -110,18 +113,18 @@ def test_a_case_with_a_recorded_fault_that_has_a_fix_covers_and_costs_twice() ->
 def test_a_case_with_a_recorded_fault_covers_nothing_that_another_can() -> None:
     file, fault = small(), recorded("tp=8 recipe=rowwise")
     chosen = choose(file, by_ranks, known=[fault], faults=(), rounds=20)
-    selection = select(file, known=[fault], chosen=[each.case for each in chosen])
+    selection = select(file, known=[fault], chosen=[chosen_case.case for chosen_case in chosen])
     account = coverage(selection, 2)
     assert account.counts["known"] == 1, "tp=8 with rowwise exists in no other case"
     assert account.counts["skipped"] == 0
-    assert [each.reason for each in chosen if case_id(each.case).startswith("tp8-rowwise")] == [
+    assert [chosen_case.reason for chosen_case in chosen if case_id(chosen_case.case).startswith("tp8-rowwise")] == [
         "runs into a recorded fault: no other case can contain what it contains"
     ]
 
 
 def test_a_choice_that_leaves_something_out_is_refused() -> None:
     file = small()
-    chosen = [each.case for each in choose(file, by_ranks, known=(), faults=(), rounds=0)]
+    chosen = [chosen_case.case for chosen_case in choose(file, by_ranks, known=(), faults=(), rounds=0)]
     expensive = max(chosen, key=lambda case: case.world_size)
     with pytest.raises(HarnessError, match=r"leave \d+ combinations of 'layouts' uncovered.*dev tier small"):
         select(file, chosen=[case for case in chosen if case != expensive])
@@ -130,14 +133,18 @@ def test_a_choice_that_leaves_something_out_is_refused() -> None:
 def test_every_fault_is_carried() -> None:
     chosen = choose(small(), by_ranks, known=(), faults=all_faults().values(), rounds=0)
     faults = list(all_faults().values())
-    assert {fault.name for each in chosen for fault in carried(each.case, faults, ())} == set(all_faults())
+    assert {fault.name for chosen_case in chosen for fault in carried(chosen_case.case, faults, ())} == set(
+        all_faults()
+    )
 
 
 def test_a_chosen_file_comes_back(tmp_path: Path) -> None:
     chosen = choose(small(), by_ranks, known=(), faults=(), rounds=0)
     path = tmp_path / "chosen.toml"
     path.write_bytes(chosen_file("small", chosen))
-    assert [(each.case, each.reason) for each in read_chosen(path)] == [(each.case, each.reason) for each in chosen]
+    assert [(chosen_case.case, chosen_case.reason) for chosen_case in read_chosen(path)] == [
+        (chosen_case.case, chosen_case.reason) for chosen_case in chosen
+    ]
 
 
 def test_a_damaged_chosen_file_names_its_line(tmp_path: Path) -> None:
@@ -152,9 +159,9 @@ def test_groups_that_are_not_combined_need_no_common_case() -> None:
     file = parse_case_file(text, where="small.toml")
     account = coverage(select(file), 2)
     assert not [
-        found for found in account.tuples if {word.partition("=")[0] for word in found.values} == {"tp", "dp_shard"}
+        entry for entry in account.tuples if {word.partition("=")[0] for word in entry.values} == {"tp", "dp_shard"}
     ]
-    assert [found for found in account.tuples if {word.partition("=")[0] for word in found.values} == {"tp", "recipe"}]
+    assert [entry for entry in account.tuples if {word.partition("=")[0] for word in entry.values} == {"tp", "recipe"}]
 
 
 def test_a_block_may_ask_for_smaller_worlds() -> None:

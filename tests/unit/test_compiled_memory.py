@@ -54,7 +54,7 @@ def test_ranks_agree_on_no_scale_of_a_block() -> None:
 
 # Measured on real ranks: bytes of rank 0 in step 1.
 @pytest.mark.parametrize(
-    ("text", "found"),
+    ("text", "measured"),
     [
         ("single-tensorwise-ac.full-graph-v2048-gb2-s2-b16", 641284),
         ("tp2-rowwise-ac.full-graph-v2048-gb4-s2-f64", 1447432),
@@ -64,12 +64,12 @@ def test_ranks_agree_on_no_scale_of_a_block() -> None:
         ("atp2-tensorwise-tpstyle.fp8-ac.full-graph-v2048-gb4-s2-b16", 657668),
     ],
 )
-def test_blocks_that_are_checkpointed_whole_have_an_exact_formula(text: str, found: int) -> None:
-    assert sum(Expectations(parse_case_id(text)).saved_bytes(step=1, rank=0).values()) == found
+def test_blocks_that_are_checkpointed_whole_have_an_exact_formula(text: str, measured: int) -> None:
+    assert sum(Expectations(parse_case_id(text)).saved_bytes(step=1, rank=0).values()) == measured
 
 
 @pytest.mark.parametrize(
-    ("text", "found"),
+    ("text", "measured"),
     [
         ("single-bf16-ac.op-graph-v2048-gb2-s2-f64", 1901064),
         ("single-rowwise-ac.op-graph-v2048-gb2-s2-b16", 773380),
@@ -77,13 +77,13 @@ def test_blocks_that_are_checkpointed_whole_have_an_exact_formula(text: str, fou
         ("fsdp2-atp2-tensorwise-ag.fp8-ac.op-graph-v2048-gb4-s2-b16", 411884),
     ],
 )
-def test_selective_op_is_known_up_to_its_scales(text: str, found: int) -> None:
+def test_selective_op_is_known_up_to_its_scales(text: str, measured: int) -> None:
     limits = Expectations(parse_case_id(text)).saved_limits(step=1, rank=0)
-    assert limits.least <= found <= limits.most < 1.02 * limits.least
+    assert limits.least <= measured <= limits.most < 1.02 * limits.least
 
 
 @pytest.mark.parametrize(
-    ("text", "found"),
+    ("text", "measured"),
     [
         ("single-tensorwise-graph-v2048-gb2-s2-b16", 957792),
         ("tp2-bf16-graph-v2048-gb4-s2-b16", 1154308),
@@ -92,9 +92,9 @@ def test_selective_op_is_known_up_to_its_scales(text: str, found: int) -> None:
         ("atp2-tensorwise-tpstyle.fp8-ac.layer2-graph-v2048-gb4-s2-b16", 946992),
     ],
 )
-def test_other_blocks_are_within_the_limits(text: str, found: int) -> None:
+def test_other_blocks_are_within_the_limits(text: str, measured: int) -> None:
     limits = Expectations(parse_case_id(text)).saved_limits(step=1, rank=0)
-    assert limits.least <= found <= limits.most
+    assert limits.least <= measured <= limits.most
 
 
 def saved(case: Case, nbytes: int | None = None, **changes: Any) -> tuple[SavedMemory, ...]:
@@ -133,24 +133,24 @@ def test_what_the_partitioner_may_do_is_good(case: Case) -> None:
 def test_one_byte_beyond_the_limits_is_found(off: int, words: str) -> None:
     limits = limits_of(FREE)
     nbytes = limits.most + 1 if off > 0 else limits.least - 1
-    (found,) = check(FREE, divided(FREE), saved(FREE, nbytes))
-    assert (found.rule, found.values["much"], found.ranks) == (LIMITS.name, words, (0,))
-    assert (found.step, found.found) == (1, f"{nbytes} bytes")
-    (found,) = check(FREE, divided(FREE), ())
-    assert (found.step, found.found) == (1, "0 bytes")
+    (finding,) = check(FREE, divided(FREE), saved(FREE, nbytes))
+    assert (finding.rule, finding.values["much"], finding.ranks) == (LIMITS.name, words, (0,))
+    assert (finding.step, finding.found) == (1, f"{nbytes} bytes")
+    (finding,) = check(FREE, divided(FREE), ())
+    assert (finding.step, finding.found) == (1, "0 bytes")
 
 
 def test_one_byte_is_found_where_every_block_is_checkpointed_whole() -> None:
     right = saved(FULL)
     wrong = {**right[0].by_dtype, "bfloat16": right[0].by_dtype["bfloat16"] + 1}
-    (found,) = check(FULL, divided(FULL), tuple(replace(each, by_dtype=wrong) for each in right))
-    assert (found.rule, found.values["dtype"], found.ranks) == (BYTES.name, "bfloat16", (0, 1))
+    (finding,) = check(FULL, divided(FULL), tuple(replace(record, by_dtype=wrong) for record in right))
+    assert (finding.rule, finding.values["dtype"], finding.ranks) == (BYTES.name, "bfloat16", (0, 1))
 
 
 def test_a_result_that_is_saved_against_its_mark_is_found() -> None:
-    (found,) = check(FULL, divided(FULL, kept=(KEPT, replace(KEPT, node="mm_4", nbytes=1))), saved(FULL))
-    assert (found.rule, found.values["count"], found.ranks) == (KEPT_RESULTS.name, 2, (0, 1))
-    assert found.found == "aten.mm.default mm_3, bfloat16[64, 128], is the largest"
+    (finding,) = check(FULL, divided(FULL, kept=(KEPT, replace(KEPT, node="mm_4", nbytes=1))), saved(FULL))
+    assert (finding.rule, finding.values["count"], finding.ranks) == (KEPT_RESULTS.name, 2, (0, 1))
+    assert finding.found == "aten.mm.default mm_3, bfloat16[64, 128], is the largest"
 
 
 def test_lost_marks_are_found() -> None:
@@ -163,14 +163,14 @@ def test_lost_marks_are_found() -> None:
 
 
 def test_a_node_that_backward_repeats_otherwise_is_found() -> None:
-    (found,) = check(FULL, divided(FULL, unequal=(UNEQUAL, UNEQUAL)), saved(FULL))
-    assert (found.rule, found.ranks) == (NODES.name, (0, 1))
-    assert dict(found.values) == {"count": 2, "node": "mul_3"}
-    assert (found.expected, found.found) == (UNEQUAL.forward, UNEQUAL.backward)
+    (finding,) = check(FULL, divided(FULL, unequal=(UNEQUAL, UNEQUAL)), saved(FULL))
+    assert (finding.rule, finding.ranks) == (NODES.name, (0, 1))
+    assert dict(finding.values) == {"count": 2, "node": "mul_3"}
+    assert (finding.expected, finding.found) == (UNEQUAL.forward, UNEQUAL.backward)
 
 
 @pytest.mark.parametrize("lost", ["repeated", "repeated_in_passes"])
 def test_a_checkpointed_block_that_repeats_nothing_does_not_pass(lost: str) -> None:
-    (found,) = check(FULL, divided(FULL, **{lost: 0}), saved(FULL))
-    assert found.rule == NOTHING_REPEATED.name
+    (finding,) = check(FULL, divided(FULL, **{lost: 0}), saved(FULL))
+    assert finding.rule == NOTHING_REPEATED.name
     assert check(FREE, divided(FREE, **{lost: 0}), saved(FREE)) == []

@@ -120,8 +120,8 @@ COSTS = [
 
 
 def test_the_cheapest_way():
-    found = [(*key, cheapest_bytes(make_check(key[0], key[1], **key[2]))) for *key, _ in COSTS]
-    assert found == COSTS
+    costs = [(*key, cheapest_bytes(make_check(key[0], key[1], **key[2]))) for *key, _ in COSTS]
+    assert costs == COSTS
 
 
 def test_the_cheapest_way_on_two_axes():
@@ -264,7 +264,7 @@ def test_a_check_that_kills_the_job_is_left_out_of_the_next():
     checks = [make_check(), make_check("max"), make_check("amax", "S1")]
     engine = FakeEngine({checks[1].id})
     conclusions = run_checks(engine, checks)
-    assert [each.status for each in conclusions] == ["passed", "failed", "passed"]
+    assert [conclusion.status for conclusion in conclusions] == ["passed", "failed", "passed"]
     assert kinds(conclusions[1]) == ["lost"]
     assert engine.asked == [3, 2]
 
@@ -272,7 +272,7 @@ def test_a_check_that_kills_the_job_is_left_out_of_the_next():
 def test_many_killers_abort_the_run():
     checks = [make_check(shape=(8, 16 + number)) for number in range(20)]
     conclusions = run_checks(FakeEngine({check.id for check in checks}), checks)
-    assert {each.status for each in conclusions} == {"failed"}
+    assert {conclusion.status for conclusion in conclusions} == {"failed"}
     assert "not run: more than 8" in str(conclusions[-1].problems[0])
 
 

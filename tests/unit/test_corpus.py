@@ -36,8 +36,8 @@ LIVE: dict[str, Any] = {"status": "live", "planted": ()}
 
 def bug(case: Case = TRAINS, **changes: Any) -> BugFile:
     fields: dict[str, Any] = {"title": "t", "link": "l", "status": "fixed", "symptom": "wrong_numbers"}
-    found = {"detected_by": ("scales/amax",), "planted": (FAULT,)}
-    return BugFile(id="ao-1", where="ao-1.toml", bug=Bug(**(fields | found | changes)), case=case)
+    detection = {"detected_by": ("scales/amax",), "planted": (FAULT,)}
+    return BugFile(id="ao-1", where="ao-1.toml", bug=Bug(**(fields | detection | changes)), case=case)
 
 
 def trial(verdict: Verdict, *rules: str, fault: str | None = None, not_reached: str = "") -> Trial:
@@ -47,10 +47,10 @@ def trial(verdict: Verdict, *rules: str, fault: str | None = None, not_reached: 
 
 def check(file: BugFile, *trials: Trial, known: tuple[KnownFault, ...] = (), interrupted: bool = False) -> Corpus:
     assert file.case is not None
-    ran = [replace(each, case_id=case_id(file.case)) for each in trials]
+    ran = [replace(given, case_id=case_id(file.case)) for given in trials]
     matrix = MutationMatrix(
-        trials=tuple(each for each in ran if each.fault),
-        clean=tuple(each for each in ran if not each.fault),
+        trials=tuple(planted for planted in ran if planted.fault),
+        clean=tuple(clean for clean in ran if not clean.fault),
         wall_s=1.0,
         interrupted=interrupted,
     )
@@ -90,8 +90,8 @@ def test_a_fixed_bug_passes_and_its_fault_is_found() -> None:
 )
 def test_a_fixed_bug_that_is_not_so(trials: tuple[Trial, ...], says: str) -> None:
     corpus = check(bug(), *trials)
-    (told,) = only(corpus).mismatches
-    assert says in told
+    (mismatch,) = only(corpus).mismatches
+    assert says in mismatch
     assert corpus.exit_code == ExitCode.FAILED
 
 
@@ -124,15 +124,15 @@ def test_another_recorded_bug_may_show_in_the_case_of_a_fixed_one() -> None:
     ],
 )
 def test_a_live_bug_fails_as_recorded(clean: Trial, says: str) -> None:
-    told = only(check(bug(**LIVE), clean)).mismatches
-    assert (says in told[0]) if says else not told
+    mismatches = only(check(bug(**LIVE), clean)).mismatches
+    assert (says in mismatches[0]) if says else not mismatches
 
 
 def test_a_refusal_is_live() -> None:
     file = bug(REFUSED, **LIVE | {"detected_by": ("alignment/trained",)})
     assert only(check(file, PASSED)).mismatches == ()
-    (told,) = only(check(file, trial(Verdict.INVARIANT, "alignment/trained"))).mismatches
-    assert told.startswith("it must be refused (")
+    (mismatch,) = only(check(file, trial(Verdict.INVARIANT, "alignment/trained"))).mismatches
+    assert mismatch.startswith("it must be refused (")
 
 
 def test_what_did_not_run_proves_nothing() -> None:
@@ -156,7 +156,7 @@ def test_the_report_has_a_line_for_every_fault_and_says_what_is_wrong() -> None:
 
 def test_bugs_are_asked_for_by_name(tmp_path: Path) -> None:
     project = find_project()
-    assert [each.id for each in provable_bugs(project, ["ao-1938", "ao-933"])] == ["ao-1938", "ao-933"]
+    assert [file.id for file in provable_bugs(project, ["ao-1938", "ao-933"])] == ["ao-1938", "ao-933"]
     with pytest.raises(HarnessError, match="no bug file is named 'ao-193'"):
         provable_bugs(project, ["ao-193"])
     with pytest.raises(HarnessError, match="a bug that is refused proves nothing"):
@@ -167,14 +167,14 @@ def test_bugs_are_asked_for_by_name(tmp_path: Path) -> None:
 
 def test_the_shipped_bugs_are_many_and_different_and_each_can_be_proved() -> None:
     shipped, records = read_bugs(find_project().bugs), recorded_faults(find_project())
-    assert sum(each.runs for each in shipped) >= 45
-    assert len({each.bug.title for each in shipped}) == len(shipped)
+    assert sum(file.runs for file in shipped) >= 45
+    assert len({file.bug.title for file in shipped}) == len(shipped)
     for file in shipped:
-        found = file.bug
-        assert found.link == "unreported" or found.link.startswith("https://github.com/"), file.id
-        assert set(found.detected_by) <= RULES.keys(), file.id
-        if found.status == "live":
+        shipped_bug = file.bug
+        assert shipped_bug.link == "unreported" or shipped_bug.link.startswith("https://github.com/"), file.id
+        assert set(shipped_bug.detected_by) <= RULES.keys(), file.id
+        if shipped_bug.status == "live":
             assert matching(records, file.runnable()) or expected_refusal(file.runnable()) is not None, file.id
-        elif found.status == "fixed":
-            lost = [name for name in found.planted if not carries(file.runnable(), fault_named(name), records)]
-            assert found.planted and not lost, file.id
+        elif shipped_bug.status == "fixed":
+            lost = [name for name in shipped_bug.planted if not carries(file.runnable(), fault_named(name), records)]
+            assert shipped_bug.planted and not lost, file.id

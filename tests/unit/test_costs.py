@@ -62,11 +62,11 @@ def stored(
 
 
 def test_the_weights_of_a_run_are_found_again(tmp_path: Path) -> None:
-    found = fit_costs(stored(tmp_path), command="fit")
+    fitted = fit_costs(stored(tmp_path), command="fit")
     for case in tier_pr():
-        assert found.case_s(case) == pytest.approx(COSTS.case_s(case), rel=0.01, abs=0.01)
-    assert found.typical_error < 0.001
-    assert found.software == {"torch": "2.13.0", "torchao": "0.18.0"}
+        assert fitted.case_s(case) == pytest.approx(COSTS.case_s(case), rel=0.01, abs=0.01)
+    assert fitted.typical_error < 0.001
+    assert fitted.software == {"torch": "2.13.0", "torchao": "0.18.0"}
 
 
 def test_runs_that_say_nothing_of_one_run_are_left_out(tmp_path: Path) -> None:
@@ -93,9 +93,9 @@ def test_the_parameters_of_the_tiny_model() -> None:
 
 
 def test_a_measured_model_is_not_rough() -> None:
-    found = estimate(make_case(tp=2, recipe="rowwise"), COSTS)
-    assert not found.rough
-    assert found.case_cpu_s == COSTS.case_s(make_case(tp=2, recipe="rowwise"))
+    estimated = estimate(make_case(tp=2, recipe="rowwise"), COSTS)
+    assert not estimated.rough
+    assert estimated.case_cpu_s == COSTS.case_s(make_case(tp=2, recipe="rowwise"))
 
 
 @pytest.mark.parametrize(
@@ -103,10 +103,10 @@ def test_a_measured_model_is_not_rough() -> None:
     [({"dim": 512, "layers": 4, "ffn_dim": 1408}, 12.9), ({"dim": 1024, "heads": 16, "ffn_dim": 2816}, 15.2)],
 )
 def test_a_larger_model_is_a_rough_estimate_within_a_factor_of_two(axes: dict[str, object], cpu_s: float) -> None:
-    found = estimate(make_case(tp=2, recipe="rowwise", steps=2, dtype="bfloat16", **axes), COSTS)
-    assert found.rough
-    assert cpu_s / 2 < found.case_cpu_s < 2 * cpu_s
-    assert RANK_BYTES < found.process_bytes < found.all_bytes < 10e9
+    estimated = estimate(make_case(tp=2, recipe="rowwise", steps=2, dtype="bfloat16", **axes), COSTS)
+    assert estimated.rough
+    assert cpu_s / 2 < estimated.case_cpu_s < 2 * cpu_s
+    assert RANK_BYTES < estimated.process_bytes < estimated.all_bytes < 10e9
 
 
 def test_records_of_more_steps_need_memory_up_to_what_a_replay_is_given() -> None:
@@ -117,8 +117,8 @@ def test_records_of_more_steps_need_memory_up_to_what_a_replay_is_given() -> Non
 
 @given(CASES)
 def test_every_case_has_an_estimate(case: Case) -> None:
-    found = estimate(case, COSTS)
-    assert found.case_cpu_s > 0 and found.witness_cpu_s >= 0 and found.process_bytes > RANK_BYTES
+    estimated = estimate(case, COSTS)
+    assert estimated.case_cpu_s > 0 and estimated.witness_cpu_s >= 0 and estimated.process_bytes > RANK_BYTES
 
 
 def test_a_case_that_ran_here_is_measured(tmp_path: Path) -> None:
@@ -127,6 +127,6 @@ def test_a_case_that_ran_here_is_measured(tmp_path: Path) -> None:
     attempt = make_attempt(wall_s=3.0, cpu_s=7.0)
     RunStore(project.new_run()).append(make_result(case_id(case), attempts=(attempt,)))
     RunStore(project.new_run()).append(make_result(case_id(Case())))
-    found = expected_cost(project, case)
-    assert found.case_cpu_s == 7.0
-    assert found.basis[0].startswith("measured: ")
+    expected = expected_cost(project, case)
+    assert expected.case_cpu_s == 7.0
+    assert expected.basis[0].startswith("measured: ")

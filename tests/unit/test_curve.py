@@ -61,18 +61,18 @@ def test_a_golden_goes_there_and_back_without_a_lost_bit(tmp_path: Path) -> None
 
 
 def test_a_golden_file_of_torchtitan_is_read_and_written_as_it_is(tmp_path: Path) -> None:
-    found = read(tmp_path, THEIRS)
-    assert text_of_curve(found) == THEIRS
-    assert found.job == "llama3_debugmodel" and found.case is None
-    assert found.points[0].loss.value == 8.023969650268555
+    their_curve = read(tmp_path, THEIRS)
+    assert text_of_curve(their_curve) == THEIRS
+    assert their_curve.job == "llama3_debugmodel" and their_curve.case is None
+    assert their_curve.points[0].loss.value == 8.023969650268555
     with pytest.raises(HarnessError, match="is no golden of fp8-harness"):
-        golden_of(found, where="curve.txt")
+        golden_of(their_curve, where="curve.txt")
 
 
 def test_older_files_have_losses_alone(tmp_path: Path) -> None:
-    found = read(tmp_path, "1 8.1309\n2 7.84\n")
-    assert [point.loss for point in found.points] == [Number(8.1309, 5e-5), Number(7.84, 0.005)]
-    assert found.points[0].grad_norm is None and found.job == ""
+    older = read(tmp_path, "1 8.1309\n2 7.84\n")
+    assert [point.loss for point in older.points] == [Number(8.1309, 5e-5), Number(7.84, 0.005)]
+    assert older.points[0].grad_norm is None and older.job == ""
 
 
 def test_a_log_has_its_printed_digits_and_no_validation(tmp_path: Path) -> None:
@@ -90,7 +90,7 @@ def test_two_runs_in_a_file_or_none_are_refused(tmp_path: Path, text: str) -> No
 
 def test_a_run_names_its_job_in_every_layout() -> None:
     curves = [curve_of_case(name, (7.0,), (1.0,)) for name in ("tp2-rowwise-v2048-b16", "single-rowwise-v2048-b16")]
-    assert {each.job for each in curves} == {"single-rowwise-v2048-b16"}
+    assert {text_curve.job for text_curve in curves} == {"single-rowwise-v2048-b16"}
     assert curves[0].said["parallelism"] == "TP=2"
     check_job(curves[0], parse_case_id("fsdp2-rowwise-v2048-b16"))
 
@@ -122,8 +122,8 @@ def test_nothing_is_allowed_where_no_number_differs() -> None:
     assert judge_curve(curve("same", 8.0, 7.5), same).word == "equal"
     with pytest.raises(HarnessError, match="give at least 4"):
         judge_curve(curve("off", 8.0, 7.5001), same)
-    found = judge_curve(curve("last bit", 8.0, 7.5 * (1 + EXACT / 2), 7.0), CLEAN)
-    assert found.word == "rounding"
+    row = judge_curve(curve("last bit", 8.0, 7.5 * (1 + EXACT / 2), 7.0), CLEAN)
+    assert row.word == "rounding"
 
 
 @pytest.mark.parametrize("number", [float("nan"), float("inf")])
@@ -136,8 +136,8 @@ def test_what_is_not_finite_is_wrong_and_shows_no_rounding(number: float) -> Non
 
 def test_norms_are_judged_by_themselves() -> None:
     clean = [curve(str(index), 8.0, norms=(1.0 + index * 1e-4,)) for index in range(5)]
-    found = judge_curve(curve("doubled", 8.0, norms=(2.0,)), clean)
-    assert found.word == "wrong" and found.first is not None and found.first.kind == "grad_norm"
+    row = judge_curve(curve("doubled", 8.0, norms=(2.0,)), clean)
+    assert row.word == "wrong" and row.first is not None and row.first.kind == "grad_norm"
 
 
 def test_files_of_two_jobs_are_refused(tmp_path: Path) -> None:

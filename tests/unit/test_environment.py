@@ -31,7 +31,7 @@ FIELDS = sorted(set(Environment.__struct_fields__) - {"packages", "contents", "t
 def test_the_fingerprint_does_not_depend_on_the_order_of_packages(packages: dict[str, str], random: object) -> None:
     shuffled = list(packages.items())
     random.shuffle(shuffled)  # type: ignore[attr-defined]
-    one, other = (replace(HERE, packages=found, contents=found) for found in (packages, dict(shuffled)))
+    one, other = (replace(HERE, packages=installed, contents=installed) for installed in (packages, dict(shuffled)))
     assert one.fingerprint == other.fingerprint and one.differences(other) == ()
 
 
@@ -68,12 +68,12 @@ def plan(monkeypatch: pytest.MonkeyPatch) -> Plan:
 
 
 def test_it_is_the_same_twice_and_names_what_is_there(plan: Plan, tmp_path: Path) -> None:
-    found = environment(plan, tmp_path)
-    assert found == environment(plan, tmp_path)
-    assert {"fp8-harness", "numpy", "python"} <= found.packages.keys()
-    assert (found.device, found.driver, found.engine, found.fabric) == ("cpu", "", "zygote", "shared")
-    assert found.threads > 0 and found.commit == "unknown"
-    assert str(tmp_path) not in repr(found)
+    current = environment(plan, tmp_path)
+    assert current == environment(plan, tmp_path)
+    assert {"fp8-harness", "numpy", "python"} <= current.packages.keys()
+    assert (current.device, current.driver, current.engine, current.fabric) == ("cpu", "", "zygote", "shared")
+    assert current.threads > 0 and current.commit == "unknown"
+    assert str(tmp_path) not in repr(current)
 
 
 def test_the_commit_and_every_change_of_it_count(plan: Plan, tmp_path: Path) -> None:
@@ -82,12 +82,12 @@ def test_the_commit_and_every_change_of_it_count(plan: Plan, tmp_path: Path) -> 
     make_commit(tmp_path, ".")
     clean = environment(plan, tmp_path)
     assert len(clean.commit) == 40 and clean.changes == ""
-    found = []
+    changed = []
     for text in ("b", "c"):
         file.write_text(text)
-        found.append(environment(plan, tmp_path))
-    assert all(each.commit == f"{clean.commit}-dirty" for each in found)
-    assert len({each.fingerprint for each in (clean, *found)}) == 3
+        changed.append(environment(plan, tmp_path))
+    assert all(variant.commit == f"{clean.commit}-dirty" for variant in changed)
+    assert len({variant.fingerprint for variant in (clean, *changed)}) == 3
 
 
 def test_a_target_of_the_users_own_counts_by_its_source(plan: Plan, tmp_path: Path) -> None:

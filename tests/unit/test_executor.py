@@ -108,7 +108,7 @@ def test_ranks_get_the_source_of_an_injection(tmp_path: Path) -> None:
     plan = Plan(injections=(parse_injection(f"{file}:apply"), parse_injection("fault:amax_without_abs")))
     file.unlink()
     patches = msgspec.msgpack.decode(asked(plan, make_case()).payload, type=RunRequest).injections
-    assert [(each.text, each.source) for each in patches] == [
+    assert [(patch.text, patch.source) for patch in patches] == [
         (f"{file}:apply", b"def apply(): ...\n"),
         ("fault:amax_without_abs", b""),
     ]

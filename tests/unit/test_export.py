@@ -50,12 +50,12 @@ def unknown_names(text: str) -> set[str]:
 
 def constants(text: str) -> dict[str, object]:
     """The values that are literals, by name, in their order."""
-    found: dict[str, object] = {}
+    literals: dict[str, object] = {}
     for node in parsed(text).body:
         if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
             with contextlib.suppress(ValueError):
-                found[node.targets[0].id] = ast.literal_eval(node.value)
-    return found
+                literals[node.targets[0].id] = ast.literal_eval(node.value)
+    return literals
 
 
 @pytest.mark.parametrize("signature", [SCALES, CRASH, MISMATCH], ids=["scales", "crash", "mismatch"])
@@ -78,30 +78,32 @@ def test_a_script_is_complete_and_is_the_template_with_other_values(case: str, s
     assert "harness" not in text
     assert list(constants(text)) == list(constants(TEMPLATE.read_text()))
     values = re.compile(r"^[A-Z0-9_, ]+ = .*$", flags=re.MULTILINE)
-    template, written = (values.sub("", each.split('"""', 2)[2]) for each in (TEMPLATE.read_text(), text))
+    template, written = (values.sub("", script.split('"""', 2)[2]) for script in (TEMPLATE.read_text(), text))
     assert template == written
 
 
 def test_a_script_has_the_values_of_the_case() -> None:
-    found = constants(text_of("hsdp2x2-tp2-rowwise-tpstyle.fp8-filter.wq-ac.layer2-bias-v2048-s2-b16", SCALES))
-    assert found["MESH"] == {"dp_replicate": 2, "dp_shard": 2, "tp": 2}
-    assert (found["RECIPE"], found["NOT_CONVERTED"], found["FLOAT8_STYLES"]) == ("rowwise", ("wq", "output"), True)
-    assert (found["CHECKPOINT"], found["CHECKPOINT_EVERY"], found["BIAS"]) == ("selective_layer", 2, True)
-    assert (found["DTYPE"], found["MIXED_PRECISION"], found["VOCAB"], found["BATCH"]) == ("float32", True, 2048, 2)
+    values = constants(text_of("hsdp2x2-tp2-rowwise-tpstyle.fp8-filter.wq-ac.layer2-bias-v2048-s2-b16", SCALES))
+    assert values["MESH"] == {"dp_replicate": 2, "dp_shard": 2, "tp": 2}
+    assert (values["RECIPE"], values["NOT_CONVERTED"], values["FLOAT8_STYLES"]) == ("rowwise", ("wq", "output"), True)
+    assert (values["CHECKPOINT"], values["CHECKPOINT_EVERY"], values["BIAS"]) == ("selective_layer", 2, True)
+    assert (values["DTYPE"], values["MIXED_PRECISION"], values["VOCAB"], values["BATCH"]) == ("float32", True, 2048, 2)
     gathers = constants(text_of("fsdp2-tensorwise-ag.fp8pre-pad-graph-v2048-f64", SCALES))
     assert gathers["FP8_ALL_GATHER"] and gathers["PRECOMPUTE"] and gathers["PAD_INNER_DIM"] and gathers["COMPILE"]
     plain = constants(text_of("tp2-nosp-nolp-tensorwise-v2048-f32", SCALES))
     assert not plain["SEQUENCE_PARALLEL"] and not plain["LOSS_PARALLEL"] and plain["MESH"] == {"tp": 2}
     assert constants(text_of("single-tensorwise-v2048-f32", SCALES))["MESH"] == {}
-    waits = [constants(text_of(f"tp2-{each}tensorwise-graph-v2048-f64", SCALES))["WAIT"] for each in ("", "nowait-")]
+    waits = [
+        constants(text_of(f"tp2-{option}tensorwise-graph-v2048-f64", SCALES))["WAIT"] for option in ("", "nowait-")
+    ]
     assert waits == [True, False]
 
 
 def test_a_script_has_the_values_of_the_failure() -> None:
     crash = FailureSignature(kind="crash", what='ValueError: "a" is not N', first_step=3)
-    found = constants(text_of(FSDP_TP, crash))
-    assert (found["DETECT"], found["STEPS"]) == ("crash", 3)
-    assert re.search(str(found["ERROR"]), 'ValueError: "a" is not 17')
+    values = constants(text_of(FSDP_TP, crash))
+    assert (values["DETECT"], values["STEPS"]) == ("crash", 3)
+    assert re.search(str(values["ERROR"]), 'ValueError: "a" is not 17')
     assert constants(text_of(ATP, SCATTERED))["MESH"] == {"tp": 2}
     assert constants(text_of(FSDP_TP, SCALES))["ERROR"] == ""
 

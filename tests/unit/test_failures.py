@@ -22,9 +22,9 @@ Frames = list[tuple[str, int, str]]
 
 def frames(*places: str) -> Frames:
     """Frames of "FILE LINE FUNCTION": files below the source of the harness, or below site-packages."""
-    found = [place.split() for place in places]
-    folders = [SITE if file.startswith("torch") else "/src/harness" for file, _, _ in found]
-    return [(f"{folder}/{file}", int(line), name) for folder, (file, line, name) in zip(folders, found, strict=True)]
+    fields = [place.split() for place in places]
+    folders = [SITE if file.startswith("torch") else "/src/harness" for file, _, _ in fields]
+    return [(f"{folder}/{file}", int(line), name) for folder, (file, line, name) in zip(folders, fields, strict=True)]
 
 
 ENGINE = frames("engine/rank.py 92 run_program", "engine/zygote.py 108 _start")
@@ -66,9 +66,9 @@ def dump(stack: Frames, head: str = "Current thread 0x00007f08 (most recent call
 
 
 def place(stack: Frames) -> tuple[str, bool, list[str]]:
-    found = place_of(main_stack(dump(stack)))
-    assert found is not None
-    return found.collective, found.backward, [str(call) for call in found.calls]
+    location = place_of(main_stack(dump(stack)))
+    assert location is not None
+    return location.collective, location.backward, [str(call) for call in location.calls]
 
 
 def test_a_rank_in_a_collective_has_its_name_and_what_called_it() -> None:
@@ -125,10 +125,10 @@ def test_what_this_python_dumps_is_read() -> None:
     with tempfile.TemporaryFile() as file:
         faulthandler.dump_traceback(file, all_threads=True)
         file.seek(0)
-        found = main_stack(file.read().decode())
+        stack = main_stack(file.read().decode())
     done.set()
     thread.join()
-    assert found[0].function == "test_what_this_python_dumps_is_read" and found[0].file == __file__
+    assert stack[0].function == "test_what_this_python_dumps_is_read" and stack[0].file == __file__
 
 
 @given(st.text())
@@ -185,7 +185,7 @@ def test_ranks_without_stacks_are_still_told() -> None:
     assert (finding.ranks, ends(finding)) == ((0, 1), "stuck in step 1: did not finish")
     assert finding.found == "stuck"
     stopped = make_failure(2, "stopped by a signal", kind="stopped")
-    assert [each.rank for each in told(stopped, stuck(0, REDUCES))] == [2, 0]
+    assert [reported.rank for reported in told(stopped, stuck(0, REDUCES))] == [2, 0]
 
 
 TRACEBACK = """Traceback (most recent call last):

@@ -90,8 +90,8 @@ def test_carriers_are_of_different_kinds_and_start_with_both_dtypes_of_one_layou
 
 def test_the_carriers_of_a_foreign_target_are_the_usual_ones_trained_by_it():
     faults = [fault_named(name) for name in ("amax_without_abs", "rope_base_of_another_model")]
-    found = hosts_among(find_project(), faults, Query(target="my_pkg.net"), at_most=2)
-    ids = {name: [case_id(case) for case in cases] for name, cases in found.items()}
+    hosts = hosts_among(find_project(), faults, Query(target="my_pkg.net"), at_most=2)
+    ids = {name: [case_id(case) for case in cases] for name, cases in hosts.items()}
     usual = [case_id(case) for case in hosts_of(faults[0], at_most=2)]
     assert ids["amax_without_abs"] == [f"target.my_pkg.net-{name}" for name in usual]
     assert ids["rope_base_of_another_model"] == []  # only the reference target has what it changes

@@ -69,9 +69,9 @@ def test_a_doubt_names_the_package_that_nobody_verified(torch: str, torchao: str
 
 
 def test_a_formula_without_cases_is_not_verified() -> None:
-    found = doubts((record("2.13.0", traffic=3, casts=0),), {"torch": "2.13.0", "torchao": "0.18.0"})
-    assert set(found) == set(FORMULAS) - {TRAFFIC}
-    assert found[CASTS] == "torch 2.13.0 with torchao 0.18.0 differs from a formula that was verified with no version"
+    reasons = doubts((record("2.13.0", traffic=3, casts=0),), {"torch": "2.13.0", "torchao": "0.18.0"})
+    assert set(reasons) == set(FORMULAS) - {TRAFFIC}
+    assert reasons[CASTS] == "torch 2.13.0 with torchao 0.18.0 differs from a formula that was verified with no version"
 
 
 @pytest.mark.parametrize("version", ["2.13", "x", "", "2.13.0.post1+cu"])
@@ -80,16 +80,18 @@ def test_what_is_no_version_stays_as_it_is(version: str) -> None:
 
 
 def test_a_case_that_only_differs_from_unverified_formulas_is_changed() -> None:
-    found = with_doubts(Judgement(verdict=Verdict.INVARIANT, findings=(SENT, CAST)), {TRAFFIC: DIFFERS, CASTS: DIFFERS})
-    assert found.verdict is Verdict.CHANGED
-    assert found.findings[0] == replace(SENT, differs=DIFFERS)  # what records of known faults read is the same
+    judgement = with_doubts(
+        Judgement(verdict=Verdict.INVARIANT, findings=(SENT, CAST)), {TRAFFIC: DIFFERS, CASTS: DIFFERS}
+    )
+    assert judgement.verdict is Verdict.CHANGED
+    assert judgement.findings[0] == replace(SENT, differs=DIFFERS)  # what records of known faults read is the same
 
 
 @pytest.mark.parametrize("others", [(BROKEN,), (CAST,), (replace(BROKEN, verdict=Verdict.NUMERIC),)])
 def test_what_breaks_a_rule_or_a_verified_formula_keeps_its_verdict(others: tuple[Finding, ...]) -> None:
-    found = with_doubts(Judgement(verdict=Verdict.INVARIANT, findings=(SENT, *others)), {TRAFFIC: DIFFERS})
-    assert found.verdict is Verdict.INVARIANT
-    assert [each.differs for each in found.findings] == [DIFFERS, ""]
+    judgement = with_doubts(Judgement(verdict=Verdict.INVARIANT, findings=(SENT, *others)), {TRAFFIC: DIFFERS})
+    assert judgement.verdict is Verdict.INVARIANT
+    assert [finding.differs for finding in judgement.findings] == [DIFFERS, ""]
 
 
 @pytest.mark.parametrize("verdict", [Verdict.PASSED, Verdict.KNOWN, Verdict.CRASH, Verdict.NUMERIC])
@@ -99,11 +101,15 @@ def test_no_other_verdict_becomes_changed(verdict: Verdict) -> None:
 
 
 def test_a_record_is_kept_by_versions_in_order(tmp_path: Path) -> None:
-    for each in (KNOWN[2], KNOWN[0], KNOWN[1], record("2.13.0", traffic=1)):
-        add_verified(tmp_path, each)
-    found = read_verified((tmp_path, tmp_path / "none", tmp_path))
-    assert [each.versions for each in found] == [("2.13.0", "0.17.0"), ("2.13.0", "0.18.0"), ("2.15.0", "0.18.0")]
-    assert found[1].cases == {"traffic": 1}
+    for new in (KNOWN[2], KNOWN[0], KNOWN[1], record("2.13.0", traffic=1)):
+        add_verified(tmp_path, new)
+    stored = read_verified((tmp_path, tmp_path / "none", tmp_path))
+    assert [verified.versions for verified in stored] == [
+        ("2.13.0", "0.17.0"),
+        ("2.13.0", "0.18.0"),
+        ("2.15.0", "0.18.0"),
+    ]
+    assert stored[1].cases == {"traffic": 1}
 
 
 def test_a_record_that_was_edited_says_so(tmp_path: Path) -> None:
@@ -119,9 +125,9 @@ def run(*results: object) -> RunResult:
 
 
 def test_clean_runs_verify_the_formulas_that_they_were_compared_with() -> None:
-    found = verification(run(make_result("a", checks=ALL_CHECKS), make_result("b", checks=("traffic",))))
-    assert found.verified == dict.fromkeys(FORMULAS, 1) | {TRAFFIC: 2}
-    assert found.complete
+    agreement = verification(run(make_result("a", checks=ALL_CHECKS), make_result("b", checks=("traffic",))))
+    assert agreement.verified == dict.fromkeys(FORMULAS, 1) | {TRAFFIC: 2}
+    assert agreement.complete
     part = verification(run(make_result("b", checks=("traffic",))))
     assert part.verified == {TRAFFIC: 1} and not part.complete
     assert "not verified: no clean run" in text_of(formulas_sections(part))
@@ -129,17 +135,17 @@ def test_clean_runs_verify_the_formulas_that_they_were_compared_with() -> None:
 
 def test_one_case_that_disagrees_keeps_a_formula_unverified() -> None:
     changed = make_result("b", Verdict.CHANGED, findings=(SENT,), checks=ALL_CHECKS)
-    found = verification(run(make_result("a", checks=ALL_CHECKS), changed))
-    assert TRAFFIC not in found.verified and found.contradicted[TRAFFIC] == ("b",)
-    assert set(found.verified) == set(FORMULAS) - {TRAFFIC} and not found.complete
-    assert "not verified: 2 cases compared; disagrees in 1: b" in text_of(formulas_sections(found))
+    agreement = verification(run(make_result("a", checks=ALL_CHECKS), changed))
+    assert TRAFFIC not in agreement.verified and agreement.contradicted[TRAFFIC] == ("b",)
+    assert set(agreement.verified) == set(FORMULAS) - {TRAFFIC} and not agreement.complete
+    assert "not verified: 2 cases compared; disagrees in 1: b" in text_of(formulas_sections(agreement))
 
 
 def test_what_failed_otherwise_says_nothing_and_is_shown() -> None:
     failed = make_result("b", Verdict.INVARIANT, findings=(BROKEN,), checks=ALL_CHECKS)
-    found = verification(run(make_result("a", checks=ALL_CHECKS), failed))
-    assert found.verified == dict.fromkeys(FORMULAS, 1)
-    assert not found.complete and BROKEN.message in text_of(formulas_sections(found))
+    agreement = verification(run(make_result("a", checks=ALL_CHECKS), failed))
+    assert agreement.verified == dict.fromkeys(FORMULAS, 1)
+    assert not agreement.complete and BROKEN.message in text_of(formulas_sections(agreement))
 
 
 def test_a_recorded_fault_is_compared_with_the_run_that_has_its_fix() -> None:

@@ -64,14 +64,14 @@ def held(before: Sequence[CaseResult], after: Sequence[CaseResult], terms: GateP
     return gate(make_results(*before), make_results(*after, **changes), terms)
 
 
-def only(found: Gate) -> Reason:
-    (reason,) = found.reasons
+def only(decision: Gate) -> Reason:
+    (reason,) = decision.reasons
     return reason
 
 
 def test_a_new_failure_says_what_where_and_how_to_see_it() -> None:
-    reason = only(found := held([result()], [failed()]))
-    assert (found.go, reason.kind, reason.case, reason.gates) == (False, Kind.NEW_FAILURE, CASE, True)
+    reason = only(decision := held([result()], [failed()]))
+    assert (decision.go, reason.kind, reason.case, reason.gates) == (False, Kind.NEW_FAILURE, CASE, True)
     assert reason.what == f"parity/test [step 1, module {WQ}]: gradients differ by 3 %"
     assert (reason.baseline, reason.candidate) == ("passed", "numeric")
     assert reason.details == (
@@ -93,8 +93,8 @@ def test_a_new_case_that_fails_gates() -> None:
 
 
 def test_what_failed_before_gates_when_it_fails_otherwise_or_when_asked() -> None:
-    found = held([failed()], [failed()])
-    assert (found.go, only(found).kind) == (True, Kind.STILL_FAILING)
+    decision = held([failed()], [failed()])
+    assert (decision.go, only(decision).kind) == (True, Kind.STILL_FAILING)
     assert not held([failed()], [failed()], replace(TERMS, strict=True)).go
     other = only(held([failed()], [failed(signature=replace(SIGNATURE, kind="scales"))]))
     assert (other.kind, other.gates) == (Kind.OTHER_FAILURE, True)
@@ -136,8 +136,8 @@ def test_a_case_that_is_lost_gates(after: list[CaseResult], changes: Mapping[str
 
 
 def test_an_interrupted_candidate_gates() -> None:
-    found = held([result()], [result()], interrupted=True)
-    assert (only(found).kind, found.go) == (Kind.INTERRUPTED, False)
+    decision = held([result()], [result()], interrupted=True)
+    assert (only(decision).kind, decision.go) == (Kind.INTERRUPTED, False)
 
 
 def test_a_check_that_judges_no_more_gates_with_its_reason() -> None:
@@ -176,8 +176,8 @@ def test_a_wider_tolerance_gates(allowed: tuple[float, ...], gates: bool) -> Non
 
 def test_weaker_references_gate_on_the_same_device() -> None:
     after = result(golden="run here", golden_losses=(8.0,), derived=("parity",))
-    found = held([judged_by(8.0)], [after])
-    assert not found.go and [reason.kind for reason in found.reasons] == [Kind.REFERENCES] * 2
+    decision = held([judged_by(8.0)], [after])
+    assert not decision.go and [reason.kind for reason in decision.reasons] == [Kind.REFERENCES] * 2
     elsewhere = held([judged_by(8.0)], [after], environment=Environment(device="NVIDIA H200"))
     assert elsewhere.go, "another device has goldens of its own, or none yet"
 
@@ -189,11 +189,16 @@ def test_required_cells_must_have_been_shown() -> None:
     terms = replace(TERMS, required=(REQUIRED,))
     both = [result(), result(TWIN)]
     assert held(both, both, terms).go
-    reason = next(each for each in held(both, [result(), failed(TWIN)], terms).reasons if each.kind is Kind.REQUIRED)
+    reason = next(
+        reason for reason in held(both, [result(), failed(TWIN)], terms).reasons if reason.kind is Kind.REQUIRED
+    )
     assert (reason.what, reason.baseline, reason.candidate) == ("TP: 1 of at least 2 cases good", "2 good", "1 good")
     assert reason.details == ("required: users run it", "cases: tp>1", f"{TWIN}: numeric")
     unjudged = held([result()], [result(checks=())], replace(terms, required=(replace(REQUIRED, at_least=1),)))
-    assert f"{CASE}: judged by no check" in next(each for each in unjudged.gating if each.kind is Kind.REQUIRED).details
+    assert (
+        f"{CASE}: judged by no check"
+        in next(gating_reason for gating_reason in unjudged.gating if gating_reason.kind is Kind.REQUIRED).details
+    )
     none = held([result(OTHER)], [result(OTHER)], terms)
     assert not none.go and "none of them was selected" in only(none).details
 
@@ -208,8 +213,8 @@ def test_required_cells_must_have_been_shown() -> None:
 )
 def test_required_cells_must_not_be_old(started: str, what: str) -> None:
     terms = replace(TERMS, required=(replace(REQUIRED, at_least=1, max_age_days=7),))
-    found = held([result()], [result()], terms, started=started)
-    assert [reason.what for reason in found.reasons] == [what] * bool(what)
+    decision = held([result()], [result()], terms, started=started)
+    assert [reason.what for reason in decision.reasons] == [what] * bool(what)
 
 
 def wire(calls: int, payload_bytes: int) -> Mapping[str, Sent]:
@@ -244,8 +249,8 @@ def test_counts_are_exact_on_any_cpu(changes: Mapping[str, Any], kind: Kind, wha
         reason = only(gate(before, candidate, TERMS))
         assert (reason.kind, reason.what, reason.gates) == (kind, what, True)
     allowed = replace(TERMS, allowed=(Allowance(kind=kind, reason="reviewed"),))
-    found = gate(before, after, allowed)
-    assert found.go and only(found).waiver == "allowed: reviewed"
+    decision = gate(before, after, allowed)
+    assert decision.go and only(decision).waiver == "allowed: reviewed"
     gpu = with_facts(after, environment=Environment(device="NVIDIA H200"))
     assert gate(before, gpu, TERMS).go, "other devices count other things"
 
@@ -262,30 +267,30 @@ def moved(case_id: str, by: float = 0.001, **changes: Any) -> CaseResult:
 def test_numbers_that_moved_are_named_and_gate_beyond_the_tolerance() -> None:
     casts = (make_cast_range(1), make_cast_range(2, scale_min=200.0))
     digests = {"casts": "c2", "gradients": "g1"}
-    found = held([result()], [moved(CASE, casts=casts, digests=digests)])
-    reason = only(found)
-    assert found.go and reason.kind is Kind.MOVED
+    decision = held([result()], [moved(CASE, casts=casts, digests=digests)])
+    reason = only(decision)
+    assert decision.go and reason.kind is Kind.MOVED
     assert reason.what == "loss by up to 0.001 nats, 0.1 of the tolerance, from step 2 on"
     assert reason.details[:3] == (
         "gradient norm, step 2: 0.9 -> 0.91",
         f"1 of 2 casts; first scale_min of {WQ} input, step 2: 224 -> 200",
         "other bits in casts",
     )
-    assert [note.command for note in found.notes] == [f"fp8-harness run {TWIN}"]
+    assert [note.command for note in decision.notes] == [f"fp8-harness run {TWIN}"]
     assert not held([result()], [moved(CASE, 0.02)]).go
     assert not held([result()], [moved(CASE, float("nan"))]).go
     unlimited = [
         replace(each, measured=replace(each.measured or GOOD, allowed_loss=()))
         for each in (result(), moved(CASE, 5.0), moved(CASE, float("nan")))
     ]
-    assert [held(unlimited[:1], [each]).go for each in unlimited] == [True, True, False]
+    assert [held(unlimited[:1], [case]).go for case in unlimited] == [True, True, False]
 
 
 def test_another_kind_of_cpu_is_compared_by_tolerance_alone() -> None:
     before, after = make_results(result()), make_results(moved(CASE))
     other = Environment(device="cpu", cpu="another CPU", threads=2, platform="Linux x86_64")
-    found = gate(before, with_facts(after, environment=other), TERMS)
-    assert found.reasons == () and found.inexact == ("cpu a CPU -> another CPU",)
+    decision = gate(before, with_facts(after, environment=other), TERMS)
+    assert decision.reasons == () and decision.inexact == ("cpu a CPU -> another CPU",)
     for name in ("device", "cpu", "threads", "limits", "platform"):
         value = 7 if name == "threads" else "other"
         changed = environment_of(after, **{name: value})
@@ -317,7 +322,7 @@ def with_twin(by: float) -> Mapping[str, Curve]:
 def times_of(*cpu_s: float) -> list[CaseResult]:
     ids = [f"tp2-rowwise-v2048-s2-seed{seed}-b16" for seed in range(1, len(cpu_s) + 1)]
     return [
-        result(name, attempts=(make_attempt(cpu_s=each),)) for name, each in zip(ids, cpu_s, strict=True)
+        result(name, attempts=(make_attempt(cpu_s=seconds),)) for name, seconds in zip(ids, cpu_s, strict=True)
     ]  # fmt: skip
 
 
@@ -337,13 +342,13 @@ QUARANTINE = Quarantine(id=CASE, owner="ana", reason="flaky", expires=datetime.d
 
 def test_quarantine_excuses_up_to_its_day() -> None:
     terms = replace(TERMS, quarantine=(QUARANTINE,))
-    found = held([result()], [failed()], terms)
-    assert found.go and only(found).waiver == "quarantined until 2026-11-22 by ana: flaky"
+    decision = held([result()], [failed()], terms)
+    assert decision.go and only(decision).waiver == "quarantined until 2026-11-22 by ana: flaky"
     over = held([result()], [failed()], replace(terms, now=NOW + datetime.timedelta(days=1)))
     assert not over.go and only(over).details[0] == "the quarantine by ana expired on 2026-11-22: flaky"
     assert not held([result(OTHER)], [failed(OTHER)], terms).go
     required = replace(terms, required=(replace(REQUIRED, at_least=1, id=CASE, select=""),))
-    assert [each.kind for each in held([result()], [failed()], required).gating] == [Kind.REQUIRED]
+    assert [reason.kind for reason in held([result()], [failed()], required).gating] == [Kind.REQUIRED]
 
 
 def test_the_heaviest_reason_is_first() -> None:
@@ -357,11 +362,11 @@ def test_the_heaviest_reason_is_first() -> None:
 
 def test_notes_say_what_was_not_compared() -> None:
     allowed = replace(TERMS, allowed=(Allowance(kind=Kind.WIRE, reason="x"),))
-    found = held([result()], [result(), result(OTHER)], allowed)
+    decision = held([result()], [result(), result(OTHER)], allowed)
     same = held([result()], [result()])
     assert [note.text for note in same.notes] == ["both sides are the same results"]
-    told = ["new in the candidate: 1 case, not compared with anything", "allowed for nothing: wire"]
-    assert [note.text for note in found.notes] == told
+    expected = ["new in the candidate: 1 case, not compared with anything", "allowed for nothing: wire"]
+    assert [note.text for note in decision.notes] == expected
 
 
 def test_without_a_common_case_there_is_no_answer() -> None:
@@ -396,7 +401,7 @@ case_lists = st.lists(
         expectation=st.none() | st.sampled_from(["a", "a, b"]),
     ),
     min_size=1,
-    unique_by=lambda each: each.case_id,
+    unique_by=lambda case: case.case_id,
 )
 
 
@@ -404,8 +409,8 @@ case_lists = st.lists(
 def test_what_is_equal_is_go_without_a_reason(cases: list[CaseResult], device: str | None) -> None:
     environment = None if device is None else Environment(device=device)
     document = make_results(*cases, environment=environment)
-    found = gate(document, document, TERMS)
-    assert found.go and found.reasons == ()
+    decision = gate(document, document, TERMS)
+    assert decision.go and decision.reasons == ()
 
 
 ANY = st.builds(
@@ -415,7 +420,7 @@ ANY = st.builds(
     measured=st.none() | measurements,
     checks=st.sampled_from([(), ("finite",), ("finite", "parity")]),
 )
-ANY_LISTS = st.lists(ANY, min_size=1, unique_by=lambda each: each.case_id)
+ANY_LISTS = st.lists(ANY, min_size=1, unique_by=lambda case: case.case_id)
 
 
 def answer(before: RunResult, after: RunResult) -> Gate | None:
@@ -430,7 +435,7 @@ def test_the_order_of_cases_changes_nothing(before: list[CaseResult], after: lis
     mixed = [random.sample(cases, len(cases)) for cases in (before, after)]
     usual, other = (
         answer(make_results(*before), make_results(*after)),
-        answer(*(make_results(*each) for each in mixed)),
+        answer(*(make_results(*cases) for cases in mixed)),
     )
     assert repr(usual) == repr(other), "as text, because a size may be nan"
 
@@ -438,7 +443,7 @@ def test_the_order_of_cases_changes_nothing(before: list[CaseResult], after: lis
 @given(ANY_LISTS, ANY_LISTS)
 def test_the_names_of_cases_change_nothing(before: list[CaseResult], after: list[CaseResult]) -> None:
     """Seeds are other names that keep which cases are FP8 and which are twins."""
-    named = [[replace(each, case_id=_other_seed(each.case_id)) for each in cases] for cases in (before, after)]
+    named = [[replace(case, case_id=_other_seed(case.case_id)) for case in cases] for cases in (before, after)]
     usual, other = (
         answer(make_results(*before), make_results(*after)),
         answer(*(make_results(*cases) for cases in named)),
@@ -451,8 +456,8 @@ def _other_seed(case_id: str) -> str:
     return "-".join([*head, "seed9", dtype])
 
 
-def _kinds(found: Gate | None) -> Counter[tuple[Kind, bool]] | None:
-    return None if found is None else Counter((reason.kind, reason.gates) for reason in found.reasons)
+def _kinds(decision: Gate | None) -> Counter[tuple[Kind, bool]] | None:
+    return None if decision is None else Counter((reason.kind, reason.gates) for reason in decision.reasons)
 
 
 small = st.lists(st.integers(-4, 4).map(float), max_size=7)
@@ -468,7 +473,7 @@ def counted(differences: list[float]) -> float:
         sum(rank for rank, sign in zip(ranks, signs, strict=True) if sign)
         for signs in itertools.product((0, 1), repeat=len(ranks))
     ]
-    return min(1.0, 2 * sum(each >= extreme for each in sums) / len(sums))
+    return min(1.0, 2 * sum(total >= extreme for total in sums) / len(sums))
 
 
 @given(small)

@@ -65,8 +65,8 @@ def compared(
     return gate(*sides, replace(TERMS, faults=faults), names=("torch-2.13.0", "torch-2.15.0"), words=words)
 
 
-def only(found: Gate) -> Group:
-    (group,) = found.groups
+def only(decision: Gate) -> Group:
+    (group,) = decision.groups
     return group
 
 
@@ -95,7 +95,9 @@ def test_a_change_is_gone_on_the_way_back() -> None:
         make_results(result(UNDER_TP)),
         make_results(result(UNDER_TP, measured=make_measured(wire=OTHER_WIRE))),
     )
-    sides = (with_facts(each, environment=replace(HERE, packages=of)) for each, of in ((before, NEW), (after, OLD)))
+    sides = (
+        with_facts(results, environment=replace(HERE, packages=of)) for results, of in ((before, NEW), (after, OLD))
+    )
     assert only(gate(*sides, TERMS)).side == "baseline"
 
 
@@ -177,8 +179,8 @@ def failed(verdict: Verdict, signature: FailureSignature | None, *, judged: bool
     ],
 )
 def test_whose_a_failure_is(after: CaseResult, origin: Origin, name: str) -> None:
-    found = compared([result(EXACT, golden="stored"), result(UNDER_TP)], [after, result(UNDER_TP)])
-    group = next(each for each in found.groups if each.name == name)
+    decision = compared([result(EXACT, golden="stored"), result(UNDER_TP)], [after, result(UNDER_TP)])
+    group = next(group for group in decision.groups if group.name == name)
     assert group.origin is origin
     assert ("bug bisect" in group.command) == (after.verdict not in (Verdict.INFRA, Verdict.PASSED))
 
@@ -208,7 +210,7 @@ def test_a_case_that_fails_for_another_cause_is_the_last_example() -> None:
         result(UNDER_TP, Verdict.KNOWN, expectation="else", **cheap),
         result(other, measured=make_measured(wire=OTHER_WIRE)),
     ]
-    group = next(each for each in compared(before, after).groups if each.origin is Origin.TORCH)
+    group = next(group for group in compared(before, after).groups if group.origin is Origin.TORCH)
     assert group.cases == (UNDER_TP, other) and group.example == other
     assert group.command == f"fp8-harness run {other}", "its verdict did not move"
 
@@ -245,19 +247,19 @@ def test_it_is_the_end_of_the_text_in_60_columns() -> None:
 
 
 def test_markdown_json_and_html_have_the_same() -> None:
-    found = several()
-    text = gate_markdown(found)
+    decision = several()
+    text = gate_markdown(decision)
     assert "### what moved, by cause (torch 2.13.0+cpu -&gt; 2.15.0)\n\n|  | torch | ours | unexplained |" in text
     assert "| traffic | 1 | 0 | 0 |" in text and "- rounds, new: 1 case\n" in text
-    plain = json.loads(to_json(found))
-    assert [(each["origin"], each["name"]) for each in plain["groups"]] == [
+    plain = json.loads(to_json(decision))
+    assert [(group["origin"], group["name"]) for group in plain["groups"]] == [
         ("torch", "gradients-in-reduce-dtype"),
         ("torch", "rounds"),
         ("ours", "lost-check"),
         ("unexplained", "saved-bytes"),
     ]
     assert plain["groups"][1]["moved"] == {"verdict": [GRAPH]}
-    section = gate_front(found, make_results(result(GRAPH))).section
+    section = gate_front(decision, make_results(result(GRAPH))).section
     assert section is not None
     moved = next(block for block in section.blocks if isinstance(block, Section) and block.title.startswith("what "))
     (table,) = moved.blocks
@@ -269,11 +271,13 @@ def test_markdown_json_and_html_have_the_same() -> None:
 
 
 def test_nothing_moved_says_nothing() -> None:
-    found = compared([result()], [result()])
-    assert found.groups == () and "what moved" not in text_of(gate_sections(found)) + gate_markdown(found)
+    decision = compared([result()], [result()])
+    assert decision.groups == () and "what moved" not in text_of(gate_sections(decision)) + gate_markdown(decision)
 
 
 def test_a_signature_does_not_say_which_version_differs() -> None:
     finding = a_finding(check="traffic", message="2 calls are missing", differs="torch 2.16.0 differs from what holds")
-    one, other = (signature_of(Verdict.CHANGED, (each,), None) for each in (finding, replace(finding, differs="")))
+    one, other = (
+        signature_of(Verdict.CHANGED, (variant,), None) for variant in (finding, replace(finding, differs=""))
+    )
     assert one == other is not None

@@ -25,8 +25,8 @@ def many() -> Gate:
     return gate(make_results(*before), make_results(*broken, *saved), TERMS, names=("v1", "v2"))
 
 
-def gate_text(found: Gate, *, width: int) -> str:
-    return text_of(gate_sections(found), width=width)
+def gate_text(decision: Gate, *, width: int) -> str:
+    return text_of(gate_sections(decision), width=width)
 
 
 def test_the_first_lines_decide() -> None:
@@ -47,8 +47,8 @@ def test_the_first_lines_decide() -> None:
 def test_failures_of_one_signature_are_told_once() -> None:
     before = make_results(*map(result, IDS[:3]))
     other = failed(IDS[2], replace(SIGNATURE, kind="finite/loss"))
-    found = gate(before, make_results(*map(failed, IDS[:2]), other), TERMS)
-    text, _, causes = gate_text(found, width=100).partition("what moved, by cause\n")
+    decision = gate(before, make_results(*map(failed, IDS[:2]), other), TERMS)
+    text, _, causes = gate_text(decision, width=100).partition("what moved, by cause\n")
     assert "  parity/gradients: 2 cases\n" in causes and "  finite/loss: 1 case\n" in causes
     assert text.count("signature: parity/gradients") == 1 and text.count("signature: finite/loss") == 1
     assert f"    the same in {IDS[1]}\n" in text and text.count("    $ fp8-harness run") == 2
@@ -57,8 +57,8 @@ def test_failures_of_one_signature_are_told_once() -> None:
 def test_go_says_what_was_compared() -> None:
     document = make_results(result())
     text = gate_text(gate(document, document, TERMS), width=200)
-    told = "1 of 1 case good, 3 checks judged (baseline: 1 of 1, 3); numbers of 1 case compared"
-    assert text.splitlines()[:3] == ["GO: candidate against baseline", "no reason gates", told]
+    compared = "1 of 1 case good, 3 checks judged (baseline: 1 of 1, 3); numbers of 1 case compared"
+    assert text.splitlines()[:3] == ["GO: candidate against baseline", "no reason gates", compared]
 
 
 def test_times_that_were_not_compared_say_why() -> None:
@@ -74,18 +74,18 @@ def test_times_that_were_not_compared_say_why() -> None:
 def test_markdown_has_a_table_and_no_markup_of_a_message() -> None:
     finding = a_finding(check="finite", message="``` <b>|</b>", verdict=Verdict.NUMERIC)
     bad = make_result(IDS[0], Verdict.NUMERIC, findings=(finding,))
-    found = gate(make_results(make_result(IDS[0])), make_results(bad), TERMS)
-    text = gate_markdown(found)
+    decision = gate(make_results(make_result(IDS[0])), make_results(bad), TERMS)
+    text = gate_markdown(decision)
     assert text.startswith("## NO-GO: candidate against baseline\n")
     assert "| 1x | fails, and did not in the baseline | `new-failure` |" in text
     assert f"- `{IDS[0]}` passed -&gt; numeric\n  - finite/test: ``` &lt;b&gt;|&lt;/b&gt;\n" in text
 
 
 def test_json_has_every_reason() -> None:
-    found = many()
-    plain = json.loads(to_json(found))
+    decision = many()
+    plain = json.loads(to_json(decision))
     assert (plain["go"], plain["schema"], len(plain["reasons"])) == (False, 1, 40)
     assert plain["reasons"][0]["kind"] == "new-failure" and plain["reasons"][0]["gates"] is True
-    waived = replace(found.reasons[0], gates=False, waiver="quarantined until 2027-03-01 by ana: flaky")
-    text = gate_text(replace(found, reasons=(waived,), go=True), width=80)
+    waived = replace(decision.reasons[0], gates=False, waiver="quarantined until 2027-03-01 by ana: flaky")
+    text = gate_text(replace(decision, reasons=(waived,), go=True), width=80)
     assert "(1 of them waived)" in text and "    quarantined until 2027-03-01 by ana: flaky\n" in text

@@ -61,9 +61,9 @@ def test_writing_and_reading_gives_the_same_bits(
     root = tmp_path_factory.mktemp("root")
     losses, norms = zip(*pairs, strict=True)
     write_golden(root, golden(losses, grad_norms=norms))
-    found = load_golden(root, "cpu", FAMILY)
-    assert [value.hex() for value in found.losses] == [value.hex() for value in losses]
-    assert [value.hex() for value in found.grad_norms] == [value.hex() for value in norms]
+    loaded = load_golden(root, "cpu", FAMILY)
+    assert [value.hex() for value in loaded.losses] == [value.hex() for value in losses]
+    assert [value.hex() for value in loaded.grad_norms] == [value.hex() for value in norms]
 
 
 def test_the_file_is_indented_json_with_keys_in_a_stable_order(tmp_path: Path) -> None:
@@ -211,8 +211,8 @@ def test_listing_is_sorted_and_leaves_evidence_out(tmp_path: Path) -> None:
         write_golden(tmp_path, golden(hardware=hardware, family=family, provenance=made_on))
     (tmp_path / "golden/evidence").mkdir()
     (tmp_path / "golden/evidence/loss.json").write_text("{}")
-    found = [(key.hardware, key.family) for key in list_goldens(tmp_path)]
-    assert found == [("cpu", "a"), ("cpu", "b"), ("nvidia-h200", "a")]
+    listed = [(key.hardware, key.family) for key in list_goldens(tmp_path)]
+    assert listed == [("cpu", "a"), ("cpu", "b"), ("nvidia-h200", "a")]
 
 
 def test_old_and_new_side_by_side() -> None:
@@ -228,10 +228,10 @@ def test_old_and_new_side_by_side() -> None:
 
 
 def test_a_golden_is_made_of_one_finished_bf16_rank() -> None:
-    found = made(run_of(trace(device="NVIDIA H200")))
-    assert (found.hardware, found.losses, found.grad_norms) == ("nvidia-h200", (7.0, 6.0), (1.0, 1.0))
-    assert list(found.provenance.software.items()) == [("numpy", "2.4"), ("torch", "2.13.0")]
-    assert (found.provenance.reason, found.provenance.commit) == ("why", "abc")
+    new_golden = made(run_of(trace(device="NVIDIA H200")))
+    assert (new_golden.hardware, new_golden.losses, new_golden.grad_norms) == ("nvidia-h200", (7.0, 6.0), (1.0, 1.0))
+    assert list(new_golden.provenance.software.items()) == [("numpy", "2.4"), ("torch", "2.13.0")]
+    assert (new_golden.provenance.reason, new_golden.provenance.commit) == ("why", "abc")
 
 
 @pytest.mark.parametrize(
@@ -391,8 +391,8 @@ STORED = sorted((Path(__file__).parents[2] / "golden" / "cpu").glob("*.json"))
 
 def test_goldens_of_earlier_versions_are_read_and_written_to_the_same_bytes(tmp_path: Path) -> None:
     for path in STORED:
-        found = load_golden(path.parents[2], "cpu", path.stem)
-        assert write_golden(tmp_path, found).read_bytes() == path.read_bytes(), path.stem
+        loaded = load_golden(path.parents[2], "cpu", path.stem)
+        assert write_golden(tmp_path, loaded).read_bytes() == path.read_bytes(), path.stem
 
 
 def test_the_cpu_is_kept_with_a_golden(tmp_path: Path) -> None:

@@ -51,15 +51,15 @@ def result(
 def add(project: Project, *results: CaseResult, environment: Environment | None = HERE) -> None:
     store = RunStore(project.new_run())
     minute = len(project.stored_runs()) + 1
-    ids = tuple(each.case_id for each in results)
+    ids = tuple(case.case_id for case in results)
     store.begin(RunStart(cases=ids, environment=environment, started=f"2026-01-01T00:{minute:02}:00+00:00"))
-    for each in results:
-        store.append(each)
+    for case in results:
+        store.append(case)
 
 
 def history(project: Project, case_id: str = CASE) -> History:
-    (found,) = histories(list(runs_of(project))[::-1], lambda name: name == case_id)
-    return found
+    (case_history,) = histories(list(runs_of(project))[::-1], lambda name: name == case_id)
+    return case_history
 
 
 def test_the_history_of_a_page_ends_with_its_run(project: Project) -> None:
@@ -83,9 +83,9 @@ def test_the_history_of_a_page_ends_with_its_run(project: Project) -> None:
 def test_equal_runs_have_nothing_to_tell(project: Project) -> None:
     add(project, result())
     add(project, result(seconds=3.0))
-    found = history(project)
-    assert [moment.moved for moment in found.moments] == [(), ()]
-    assert not found.is_flaky and not found.is_nondeterministic and found.last_change is None
+    case_history = history(project)
+    assert [moment.moved for moment in case_history.moments] == [(), ()]
+    assert not case_history.is_flaky and not case_history.is_nondeterministic and case_history.last_change is None
 
 
 def test_two_verdicts_in_one_environment_are_flaky(project: Project) -> None:
@@ -98,16 +98,16 @@ def test_two_verdicts_in_one_environment_are_flaky(project: Project) -> None:
 
 def test_retries_and_machines_that_fail_are_not_flaky(project: Project) -> None:
     twice = replace(result(), attempts=(make_attempt(Verdict.INFRA), make_attempt()))
-    for each in (result(), twice, result(Verdict.INFRA)):
-        add(project, each)
+    for case in (result(), twice, result(Verdict.INFRA)):
+        add(project, case)
     assert not history(project).is_flaky
 
 
 def test_runs_of_unknown_environments_are_never_compared(project: Project) -> None:
     add(project, result(), environment=None)
     add(project, result(Verdict.CRASH, digests={"casts": "2"}), environment=None)
-    found = history(project)
-    assert not found.is_flaky and not found.is_nondeterministic
+    case_history = history(project)
+    assert not case_history.is_flaky and not case_history.is_nondeterministic
 
 
 @pytest.mark.parametrize(
@@ -124,17 +124,17 @@ def test_runs_of_unknown_environments_are_never_compared(project: Project) -> No
 def test_an_exact_number_that_moves_is_named(project: Project, change: dict[str, object], name: str) -> None:
     add(project, result())
     add(project, result(**change))
-    found = history(project)
-    assert found.moments[1].moved == (name,) and found.is_nondeterministic
-    assert f"NONDETERMINISTIC, in the same environment: {name}" in text_of(history_sections(found))
+    case_history = history(project)
+    assert case_history.moments[1].moved == (name,) and case_history.is_nondeterministic
+    assert f"NONDETERMINISTIC, in the same environment: {name}" in text_of(history_sections(case_history))
 
 
 def test_what_moves_with_the_environment_is_told_with_it(project: Project) -> None:
     add(project, result())
     add(project, result(saved_bytes=4096), environment=NEXT)
-    found = history(project)
-    assert found.moments[1].moved == ("saved bytes",) and not found.is_nondeterministic
-    text = text_of(history_sections(found))
+    case_history = history(project)
+    assert case_history.moments[1].moved == ("saved bytes",) and not case_history.is_nondeterministic
+    text = text_of(history_sections(case_history))
     assert "now torch 2.12.0 -> 2.13.0, uncommitted changes; changed with it: saved bytes" in text
     assert "bbbbbbbbb+" in text
 
@@ -171,20 +171,20 @@ def test_what_a_run_did_not_measure_did_not_move(project: Project) -> None:
 def test_the_last_runs_alone_are_asked_for(project: Project) -> None:
     for number in range(4):
         add(project, result(saved_bytes=number))
-    (found,) = histories(list(runs_of(project))[::-1], lambda name: True, most=2)
-    assert [moment.case.measured and moment.case.measured.saved_bytes for moment in found.moments] == [2, 3]
-    assert found.moments[0].moved == ()
+    (case_history,) = histories(list(runs_of(project))[::-1], lambda name: True, most=2)
+    assert [moment.case.measured and moment.case.measured.saved_bytes for moment in case_history.moments] == [2, 3]
+    assert case_history.moments[0].moved == ()
 
 
 def test_imported_runs_are_part_of_the_history(project: Project) -> None:
     """And say the same as those of this machine."""
-    for number, each in enumerate((result(), result(Verdict.HANG, seconds=2.0))):
-        import_results(project, make_results(each, environment=HERE, started=f"2025-01-01T00:00:0{number}+00:00"))
+    for number, case in enumerate((result(), result(Verdict.HANG, seconds=2.0))):
+        import_results(project, make_results(case, environment=HERE, started=f"2025-01-01T00:00:0{number}+00:00"))
     add(project, result(), environment=NEXT)
-    found = history(project)
-    assert [moment.case.verdict for moment in found.moments] == [Verdict.PASSED, Verdict.HANG, Verdict.PASSED]
-    assert [moment.case.seconds for moment in found.moments] == [1.0, 2.0, 1.0]
-    assert found.moments[0].case.measured == found.moments[2].case.measured and found.is_flaky
+    case_history = history(project)
+    assert [moment.case.verdict for moment in case_history.moments] == [Verdict.PASSED, Verdict.HANG, Verdict.PASSED]
+    assert [moment.case.seconds for moment in case_history.moments] == [1.0, 2.0, 1.0]
+    assert case_history.moments[0].case.measured == case_history.moments[2].case.measured and case_history.is_flaky
 
 
 def test_a_damaged_line_and_a_case_that_was_not_run_are_left_out(project: Project) -> None:
@@ -218,12 +218,12 @@ def test_the_text_fits_the_terminal(project: Project, width: int) -> None:
 def test_a_summary_says_how_often_and_what_last(project: Project) -> None:
     add(project, result(), result(case_id=OTHER))
     add(project, result(Verdict.HANG, saved_bytes=1), result(case_id=OTHER))
-    found = histories(list(runs_of(project))[::-1], lambda name: True)
-    first, second = text_of(histories_sections(found)).splitlines()
+    all_histories = histories(list(runs_of(project))[::-1], lambda name: True)
+    first, second = text_of(histories_sections(all_histories)).splitlines()
     assert first.startswith(f"{CASE}  ") and "2 runs  1 passed, 1 hang  " in first
     assert first.endswith("FLAKY NONDETERMINISTIC  last change 2026-01-01: hang; saved bytes")
     assert second.split() == [OTHER, "2", "runs", "2", "passed", "-", "no", "change"]
-    narrow = text_of(histories_sections(found), width=60).splitlines()
+    narrow = text_of(histories_sections(all_histories), width=60).splitlines()
     assert narrow[0] == CASE and all(len(line) <= 60 for line in narrow)
     assert " ".join(" ".join(narrow[1:4]).split()).startswith(
         "2 runs, 1 passed, 1 hang, FLAKY NONDETERMINISTIC last change"
@@ -232,9 +232,9 @@ def test_a_summary_says_how_often_and_what_last(project: Project) -> None:
 
 def test_json_has_every_run(project: Project) -> None:
     add(project, result(loss_distance=math.nan))
-    found = json.loads(to_json(history_document(history(project))))
-    assert (found["case"], found["flaky"], found["verdicts"]) == (CASE, False, {"passed": 1})
-    assert found["runs"][0]["numbers"]["loss_distance"] == "NaN"
+    document = json.loads(to_json(history_document(history(project))))
+    assert (document["case"], document["flaky"], document["verdicts"]) == (CASE, False, {"passed": 1})
+    assert document["runs"][0]["numbers"]["loss_distance"] == "NaN"
 
 
 def test_bars_are_from_the_lowest_to_the_highest() -> None:
@@ -268,11 +268,13 @@ def large(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReque
 def test_many_runs_of_a_hundred_cases_are_read_quickly(large: Project) -> None:
     runs = len(large.stored_runs())
     started_s = time.process_time()
-    (found,) = histories(list(runs_of(large))[::-1], lambda name: name == "single-rowwise-v2064-f32")
+    (one_history,) = histories(list(runs_of(large))[::-1], lambda name: name == "single-rowwise-v2064-f32")
     one_s = time.process_time() - started_s
-    assert len(found.moments) == runs
+    assert len(one_history.moments) == runs
     started_s = time.process_time()
     every = histories(list(runs_of(large))[::-1], lambda name: True)
     all_s = time.process_time() - started_s
-    assert len(every) == 100 and not any(each.is_flaky or each.is_nondeterministic for each in every)
+    assert len(every) == 100 and not any(
+        case_history.is_flaky or case_history.is_nondeterministic for case_history in every
+    )
     assert one_s < 0.01 * runs and all_s < 0.02 * runs, "0.1 and 0.6 s for 100 runs on a busy core"

@@ -75,7 +75,7 @@ class Page(HTMLParser):
         """What the elements of data hold, by id."""
         held = [name for name in self.elements if name[0] in ("script", "style")]
         pairs = zip(held, self.inside, strict=True)
-        return {str(each["id"]): json.loads(text) for (_, each), text in pairs if "id" in each}
+        return {str(attributes["id"]): json.loads(text) for (_, attributes), text in pairs if "id" in attributes}
 
 
 def of_kind(kind: type[Kind], section: Section) -> list[Kind]:
@@ -113,16 +113,16 @@ def test_texts_of_a_run_are_never_markup(text: str) -> None:
     )
     listing = Table(columns=(text,), rows=((text,),), title=text)
     section = Section(name="other", title=text, blocks=(text, listing))
-    told = document(*results, name=text, environment=Environment(packages={text: text}))
-    content = html_report(told, sections=(section,), history={text or "x": listing})
+    run = document(*results, name=text, environment=Environment(packages={text: text}))
+    content = html_report(run, sections=(section,), history={text or "x": listing})
     harmless = html_report(document(bad(run=run_of(make_failure())), name="n"), sections=(section,), history={})
-    found = Page(content)
-    assert {tag for tag, _ in found.elements} <= {tag for tag, _ in Page(harmless).elements} | {"end"}
-    assert len(found.of("script")) == 3 and not found.of("img")
-    assert not any(name.startswith("on") for _, attributes in found.elements for name in attributes)
-    detail = found.data()["detail-0"]
+    html_page = Page(content)
+    assert {tag for tag, _ in html_page.elements} <= {tag for tag, _ in Page(harmless).elements} | {"end"}
+    assert len(html_page.of("script")) == 3 and not html_page.of("img")
+    assert not any(name.startswith("on") for _, attributes in html_page.elements for name in attributes)
+    detail = html_page.data()["detail-0"]
     assert detail["findings"][0]["message"] == printable(text)
-    assert found.data()["index"]["cases"][0]["id"] == printable(text or "x")
+    assert html_page.data()["index"]["cases"][0]["id"] == printable(text or "x")
 
 
 def test_data_cannot_end_its_element_or_a_line_of_script() -> None:
@@ -133,19 +133,21 @@ def test_data_cannot_end_its_element_or_a_line_of_script() -> None:
 
 
 def test_the_policy_allows_this_script_and_this_style_alone() -> None:
-    found = page(bad())
-    policy = next(each["content"] for each in found.of("meta") if each.get("http-equiv") == "Content-Security-Policy")
+    html_page = page(bad())
+    policy = next(
+        meta["content"] for meta in html_page.of("meta") if meta.get("http-equiv") == "Content-Security-Policy"
+    )
     assert policy is not None and policy.startswith("default-src 'none'; ") and "unsafe" not in policy
-    style, script = found.inside[0], found.inside[-1]
+    style, script = html_page.inside[0], html_page.inside[-1]
     for kind, text in (("style-src", style), ("script-src", script)):
         digest = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
         assert f"{kind} 'sha256-{digest}';" in policy
 
 
 def test_nothing_is_loaded() -> None:
-    found = page(bad())
-    style, script = found.inside[0], found.inside[-1]
-    assert not found.of("link") and not any("src" in attributes for _, attributes in found.elements)
+    html_page = page(bad())
+    style, script = html_page.inside[0], html_page.inside[-1]
+    assert not html_page.of("link") and not any("src" in attributes for _, attributes in html_page.elements)
     assert "@import" not in style and "url(" not in style
     assert not re.search(
         r"\b(fetch|XMLHttpRequest|WebSocket|importScripts|eval|innerHTML|insertAdjacentHTML)\b", script
@@ -177,7 +179,7 @@ def test_the_worst_come_first_and_axes_are_those_that_differ() -> None:
 
 def test_findings_tell_the_cause_from_its_effects() -> None:
     detail = page(bad()).data()["detail-0"]
-    assert [each.get("effect", False) for each in detail["findings"]] == [False, True]
+    assert [finding.get("effect", False) for finding in detail["findings"]] == [False, True]
     assert detail["findings"][0]["place"] == "step 1"
 
 
@@ -214,7 +216,7 @@ def test_ranks_that_failed_alike_share_a_stack() -> None:
     failures = [make_failure(rank, "boom", traceback="here") for rank in (2, 0)]
     failures.append(make_failure(1, "waits", consequence=True))
     stacks = page(bad(run=run_of(*failures))).data()["detail-0"]["stacks"]
-    assert [each["head"] for each in stacks] == [
+    assert [stack["head"] for stack in stacks] == [
         "ranks 0, 2 raised in step 1: boom",
         "rank 1 raised in step 1 after another rank failed: waits",
     ]
@@ -229,8 +231,8 @@ def test_numbers_that_are_not_finite_are_kept() -> None:
 
 def test_history_is_that_of_its_case() -> None:
     listing = Table(columns=("run", "verdict"), rows=(("first", "passed"),), verdict=1)
-    told = document(bad("a"), bad("b"))
-    data = Page(html_report(told, history={"b": listing})).data()
+    run = document(bad("a"), bad("b"))
+    data = Page(html_report(run, history={"b": listing})).data()
     assert "history" not in data["detail-0"]
     assert data["detail-1"]["history"] == {"columns": ["run", "verdict"], "rows": [["first", "passed"]], "verdict": 1}
 
@@ -249,8 +251,8 @@ def a_gate(reason: str = "far", *, names: tuple[str, str] = ("v1", "v2")) -> tup
 
 
 def test_the_front_of_a_gate_has_every_reason_in_order() -> None:
-    found, after = a_gate()
-    front = gate_front(found, after)
+    decision, after = a_gate()
+    front = gate_front(decision, after)
     assert (front.title, front.state, front.good) == ("v2 against v1", "NO-GO", False)
     assert front.line == "3 reasons gate" and front.section is not None
     *groups, _, moved, ours, unexplained = of_kind(Section, front.section)
@@ -275,9 +277,9 @@ def test_the_front_of_a_gate_has_every_reason_in_order() -> None:
 
 
 def test_what_does_not_gate_is_folded() -> None:
-    found, after = a_gate()
-    reasons = tuple(replace(reason, gates=False, waiver="allowed: why") for reason in found.reasons)
-    front = gate_front(replace(found, go=True, reasons=reasons), after)
+    decision, after = a_gate()
+    reasons = tuple(replace(reason, gates=False, waiver="allowed: why") for reason in decision.reasons)
+    front = gate_front(replace(decision, go=True, reasons=reasons), after)
     assert front.section is not None and front.state == "GO" and front.good
     groups = [group for group in of_kind(Section, front.section) if group.title.startswith("does not gate")]
     assert len(groups) == 3 and all(
@@ -288,9 +290,10 @@ def test_what_does_not_gate_is_folded() -> None:
 @given(st.text(max_size=20))
 @example(HOSTILE)
 def test_no_text_of_a_gate_is_markup(text: str) -> None:
-    found, after = a_gate(text, names=(text, text))
+    decision_of_text, after = a_gate(text, names=(text, text))
     shown, usual = (
-        Page(html_report(after, front=gate_front(each, after))) for each in (found, a_gate("x", names=("x", "x"))[0])
+        Page(html_report(after, front=gate_front(decision, after)))
+        for decision in (decision_of_text, a_gate("x", names=("x", "x"))[0])
     )
     assert [name for name, _ in shown.elements] == [name for name, _ in usual.elements]
 

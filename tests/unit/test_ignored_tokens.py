@@ -23,18 +23,18 @@ def test_of_half_a_batch_some_rank_of_every_layout_has_no_labels_and_the_first_h
     ranks: int, of_a_rank: int
 ) -> None:
     case = make_case(dp_shard=ranks, global_batch=ranks * of_a_rank, ignored_tokens="half")
-    found = labels_of_ranks(case)
-    assert found[-1] == 0
-    assert found[0] >= case.train.seq_len
-    assert sum(found) == case.train.valid_tokens
+    labels = labels_of_ranks(case)
+    assert labels[-1] == 0
+    assert labels[0] >= case.train.seq_len
+    assert sum(labels) == case.train.valid_tokens
 
 
 @given(ranks=st.integers(2, 9), of_a_rank=st.integers(1, 4))
 def test_every_rank_has_fewer_labels_than_the_one_before(ranks: int, of_a_rank: int) -> None:
     case = make_case(dp_shard=ranks, global_batch=ranks * of_a_rank, seq_len=64, ignored_tokens="unequal")
-    found = labels_of_ranks(case)
-    assert all(more > fewer > 0 for more, fewer in itertools.pairwise(found))
-    assert sum(found) == case.train.valid_tokens
+    labels = labels_of_ranks(case)
+    assert all(more > fewer > 0 for more, fewer in itertools.pairwise(labels))
+    assert sum(labels) == case.train.valid_tokens
 
 
 def test_all_labels_count_by_default() -> None:

@@ -75,13 +75,13 @@ NAMED = NamedCase(parse_case_id("fsdp2-tp2-rowwise-dim.64-layers.1-heads.4-kvhea
 
 def drafted(folder: Path, message: str, named: NamedCase = NAMED, known: dict[str, str] | None = None) -> str:
     """The draft for a case whose first rank raised this."""
-    what = normalized(message)
+    normal_message = normalized(message)
     failed = make_result(
         case_id(NAMED.case),
         Verdict.CRASH,
         findings=(a_finding(check="engine", message=message, expected="every rank returns", found="raised"),),
         run=run_of(make_failure(0, "Aborted", consequence=True), make_failure(1, message, phase="step 3")),
-        failure_signature=FailureSignature(kind="crash", what=what, first_step=3),
+        failure_signature=FailureSignature(kind="crash", what=normal_message, first_step=3),
     )
     exported = export(named, failed, (), folder, known or {})
     assert len(exported.file.name) <= 45

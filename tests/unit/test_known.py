@@ -173,11 +173,11 @@ def test_a_fault_of_everywhere_explains_a_target_of_ones_own_where_it_shows_and_
     assert list(showing((fault, FAULT), mine, (GRADIENTS,))) == [FAULT]
     assert list(showing((fault,), mine, (ROWS, GRADIENTS))) == [fault]
     assert list(showing((fault,), make_case(), ())) == [fault]
-    found = with_known_faults(judged(ROWS, GRADIENTS), (fault,), TODAY)
-    assert found.verdict is Verdict.KNOWN
-    assert found.findings[0].rule == KNOWN.name
-    told = {"fault": fault.name, "reason": fault.reason, "link": fault.link}
-    assert dict(found.findings[0].values) == told
+    judgement = with_known_faults(judged(ROWS, GRADIENTS), (fault,), TODAY)
+    assert judgement.verdict is Verdict.KNOWN
+    assert judgement.findings[0].rule == KNOWN.name
+    expected = {"fault": fault.name, "reason": fault.reason, "link": fault.link}
+    assert dict(judgement.findings[0].values) == expected
 
 
 def test_a_fault_whose_cases_a_compiler_chooses_need_not_show_there() -> None:
@@ -188,20 +188,20 @@ def test_a_fault_whose_cases_a_compiler_chooses_need_not_show_there() -> None:
 
 
 def test_a_required_finding_that_is_missing_is_named() -> None:
-    found = with_known_faults(judged(GRADIENTS), (FAULT,), TODAY)
-    assert found.verdict is Verdict.NUMERIC
-    assert found.findings[0] == GRADIENTS
-    assert (found.findings[1].rule, found.findings[1].values["fault"]) == (MISSING.name, "recorded")
-    assert len(found.findings) == 2
-    assert found.findings[1].expected == "graphs/rows"
+    judgement = with_known_faults(judged(GRADIENTS), (FAULT,), TODAY)
+    assert judgement.verdict is Verdict.NUMERIC
+    assert judgement.findings[0] == GRADIENTS
+    assert (judgement.findings[1].rule, judgement.findings[1].values["fault"]) == (MISSING.name, "recorded")
+    assert len(judgement.findings) == 2
+    assert judgement.findings[1].expected == "graphs/rows"
 
 
 def test_a_finding_of_a_check_that_was_not_executed_is_not_missing() -> None:
     other = make_known(name="other", requires=(Symptom(rule="metamorphic/loss"),))
     skipped = NotJudged(check="metamorphic", reason="judged in the second run")
-    found = replace(judged(ROWS), checks=("graphs",), not_judged=(skipped,))
-    assert with_known_faults(found, (FAULT, other), TODAY).verdict is Verdict.KNOWN
-    partly = replace(found, checks=("graphs", "metamorphic"))
+    judgement = replace(judged(ROWS), checks=("graphs",), not_judged=(skipped,))
+    assert with_known_faults(judgement, (FAULT, other), TODAY).verdict is Verdict.KNOWN
+    partly = replace(judgement, checks=("graphs", "metamorphic"))
     assert with_known_faults(partly, (FAULT, other), TODAY).verdict is Verdict.NUMERIC
 
 
@@ -219,10 +219,10 @@ def test_a_finding_of_a_check_that_was_not_executed_is_not_missing() -> None:
     ],
 )
 def test_what_no_record_explains_keeps_its_verdict_and_comes_first(other: Finding) -> None:
-    found = with_known_faults(judged(ROWS, GRADIENTS, other), (FAULT,), TODAY)
-    assert (found.verdict, found.findings[:3]) == (Verdict.NUMERIC, (other, ROWS, GRADIENTS))
-    assert found.findings[3].rule == UNEXPLAINED.name
-    assert dict(found.findings[3].values) == {"count": 1, "faults": "recorded", "rules": other.rule}
+    judgement = with_known_faults(judged(ROWS, GRADIENTS, other), (FAULT,), TODAY)
+    assert (judgement.verdict, judgement.findings[:3]) == (Verdict.NUMERIC, (other, ROWS, GRADIENTS))
+    assert judgement.findings[3].rule == UNEXPLAINED.name
+    assert dict(judgement.findings[3].values) == {"count": 1, "faults": "recorded", "rules": other.rule}
 
 
 def test_every_record_that_affects_a_case_must_show_and_all_of_them_explain() -> None:
@@ -235,23 +235,23 @@ def test_every_record_that_affects_a_case_must_show_and_all_of_them_explain() ->
 
 
 def test_another_end_than_recorded_is_not_known() -> None:
-    found = with_known_faults(judged(ROWS, verdict=Verdict.HANG), (FAULT,), TODAY)
-    assert found.verdict is Verdict.HANG
-    assert found.findings[-1].rule == OTHER_END.name
+    judgement = with_known_faults(judged(ROWS, verdict=Verdict.HANG), (FAULT,), TODAY)
+    assert judgement.verdict is Verdict.HANG
+    assert judgement.findings[-1].rule == OTHER_END.name
 
 
 def test_a_record_past_its_day_explains_nothing() -> None:
     old = replace(FAULT, review_by=TODAY - datetime.timedelta(days=1))
     assert verdict_of(ROWS, faults=(replace(FAULT, review_by=TODAY),)) is Verdict.KNOWN
-    found = with_known_faults(judged(ROWS), (old,), TODAY)
-    assert found.verdict is Verdict.NUMERIC
-    assert (found.findings[-1].rule, found.findings[-1].values["day"]) == (OUTDATED.name, "2026-11-21")
+    judgement = with_known_faults(judged(ROWS), (old,), TODAY)
+    assert judgement.verdict is Verdict.NUMERIC
+    assert (judgement.findings[-1].rule, judgement.findings[-1].values["day"]) == (OUTDATED.name, "2026-11-21")
 
 
 def test_a_recorded_fault_that_is_gone_must_be_closed() -> None:
-    found = with_known_faults(judged(verdict=Verdict.PASSED), (FAULT,), TODAY)
-    assert found.verdict is Verdict.UNEXPECTED_PASS
-    assert (found.findings[0].rule, found.findings[0].values["link"]) == (GONE.name, "https://example.org/1")
+    judgement = with_known_faults(judged(verdict=Verdict.PASSED), (FAULT,), TODAY)
+    assert judgement.verdict is Verdict.UNEXPECTED_PASS
+    assert (judgement.findings[0].rule, judgement.findings[0].values["link"]) == (GONE.name, "https://example.org/1")
 
 
 def test_an_infrastructure_failure_says_nothing_of_a_record() -> None:
@@ -271,11 +271,11 @@ FINDINGS = st.builds(
 
 @given(st.lists(FINDINGS, max_size=4), st.sampled_from([Verdict.NUMERIC, Verdict.INVARIANT, Verdict.CRASH]))
 def test_known_is_never_said_of_anything_unexplained(findings: list[Finding], verdict: Verdict) -> None:
-    found = with_known_faults(judged(*findings, verdict=verdict), (FAULT,), TODAY)
-    shows = any(FAULT.requires[0].explains(each) for each in findings)
-    known = shows and all(FAULT.explains(each) for each in findings) and verdict is FAULT.verdict
-    assert (found.verdict is Verdict.KNOWN) == known
-    assert set(map(str, findings)) <= set(map(str, found.findings))
+    judgement = with_known_faults(judged(*findings, verdict=verdict), (FAULT,), TODAY)
+    shows = any(FAULT.requires[0].explains(finding) for finding in findings)
+    known = shows and all(FAULT.explains(finding) for finding in findings) and verdict is FAULT.verdict
+    assert (judgement.verdict is Verdict.KNOWN) == known
+    assert set(map(str, findings)) <= set(map(str, judgement.findings))
 
 
 def test_a_record_that_names_a_rule_no_check_has_is_refused_and_not_silent() -> None:

@@ -32,8 +32,8 @@ def result(
     distance: float = 0.01, *, allowed: float | None = 0.1, name: str = NAME, same_bits: bool = False, **changes: Any
 ) -> CaseResult:
     worst = WorstGradient(fqn=f"{WQ}.weight", step=2, distance=distance, allowed=allowed)
-    found = make_measured(worst_gradient=worst, same_bits=same_bits)
-    numbers: dict[str, Any] = {"losses": (8.0, 7.5), "grad_norms": (1.0, 0.9), "measured": found}
+    measured = make_measured(worst_gradient=worst, same_bits=same_bits)
+    numbers: dict[str, Any] = {"losses": (8.0, 7.5), "grad_norms": (1.0, 0.9), "measured": measured}
     return make_result(name, **{**numbers, **changes})
 
 
@@ -63,7 +63,7 @@ def test_the_word_follows_from_the_verdict_and_the_distances(word: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("found", "word"),
+    ("case", "word"),
     [
         (result(math.nan), "wrong"),
         (result(math.inf), "wrong"),
@@ -74,9 +74,9 @@ def test_the_word_follows_from_the_verdict_and_the_distances(word: str) -> None:
         (result(math.nan, same_bits=True), "wrong"),
     ],
 )
-def test_what_is_no_number_or_not_compared_never_passes(found: CaseResult, word: str) -> None:
-    assert row(found).word == word
-    assert parity(found).exit_code is (ExitCode.FAILED if word == "wrong" else ExitCode.NOTHING_RAN)
+def test_what_is_no_number_or_not_compared_never_passes(case: CaseResult, word: str) -> None:
+    assert row(case).word == word
+    assert parity(case).exit_code is (ExitCode.FAILED if word == "wrong" else ExitCode.NOTHING_RAN)
 
 
 @pytest.mark.parametrize(
@@ -94,8 +94,8 @@ def test_only_wrong_fails(words: tuple[str, ...], code: ExitCode) -> None:
 
 
 def test_a_refusal_that_must_come_is_no_fault_and_names_its_rule() -> None:
-    found = row(result(name=REFUSED, measured=None, losses=(), grad_norms=()))
-    assert found.word == "refused" and found.why
+    refused_row = row(result(name=REFUSED, measured=None, losses=(), grad_norms=()))
+    assert refused_row.word == "refused" and refused_row.why
 
 
 @pytest.mark.parametrize(
@@ -123,19 +123,19 @@ def test_the_options_for_a_target_that_refuses_what_is_usual_of_tp(layouts: str,
         for name, is_sound in names
     )
     sound = row(ROWS["equal"])
-    found = replace(parity(), rows=(replace(sound, layout="single", case_id="single-rowwise-v2048-b16"), *rows))
+    study = replace(parity(), rows=(replace(sound, layout="single", case_id="single-rowwise-v2048-b16"), *rows))
     run = make_results(ROWS["equal"])
-    for text in (text_of(parity_sections(found, run)), parity_markdown(found, run)):
+    for text in (text_of(parity_sections(study, run)), parity_markdown(study, run)):
         assert (f", add `{note}`\n" in text) if note else ("add `" not in text)
         for option in note.split():
             understood(f"fp8-harness parity --layouts {','.join(name for name, _ in names)} {option}")
 
 
 def test_a_table_has_a_row_for_every_layout_in_a_narrow_terminal_too() -> None:
-    found = parity(*ROWS.values(), left_out=("fsdp8",))
+    study = parity(*ROWS.values(), left_out=("fsdp8",))
     excluded = Row(layout="ddp2", case_id="x", word="excluded", why="ddp")
-    found = replace(found, rows=(*found.rows, excluded))
-    sections = parity_sections(found, make_results(*ROWS.values()))
+    study = replace(study, rows=(*study.rows, excluded))
+    sections = parity_sections(study, make_results(*ROWS.values()))
     wide, narrow = text_of(sections), text_of(sections, width=60)
     (line,) = [line for line in wide.splitlines() if " rounding " in line and "tp2" in line]
     assert line.split()[:8] == ["tp2", "rounding", "8.00000", "7.50000", "1", "0.9", "0.01", "0.1"]
@@ -158,11 +158,11 @@ def test_junit_says_what_the_table_says() -> None:
     )
     wrong = replace(ROWS["wrong"], case_id="tp4-rowwise-v2048-s2-b16")
     results = (by_target, by_rule, loose, unjudged, wrong)
-    found = parity(*results)
-    root = ElementTree.fromstring(parity_junit(found, make_results(*results)))
+    study = parity(*results)
+    root = ElementTree.fromstring(parity_junit(study, make_results(*results)))
     children = {
-        each.get("name"): [(child.tag, child.get("message")) for child in each if child.get("message")]
-        for each in root.iter("testcase")
+        testcase.get("name"): [(child.tag, child.get("message")) for child in testcase if child.get("message")]
+        for testcase in root.iter("testcase")
     }
     assert children[by_target.case_id] == [("skipped", "no TP yet")]
     assert children[by_rule.case_id] == []
@@ -175,27 +175,27 @@ def test_junit_says_what_the_table_says() -> None:
 
 def test_markdown_is_one_table_and_the_page_has_it_too() -> None:
     results = (ROWS["equal"], ROWS["wrong"])
-    found, run = parity(*results), make_results(*results)
-    text = parity_markdown(found, run)
+    study, run = parity(*results), make_results(*results)
+    text = parity_markdown(study, run)
     assert "| layout | verdict | loss 1 | loss 2 | norm 1 | norm 2 | off | allowed |" in text
     verdict, _, rest = text.partition("\n")
     assert verdict == "## parity: 1 layout is wrong: tp2"
     assert "<details><summary>all findings</summary>" in rest and "| tp2 | equal | 8.00000 |" in rest
     assert rest.index("| tp2 | wrong |") < rest.index("- tp2: ") < rest.index("<details>")
     assert "no GPU was used" not in text  # of a run that does not say so
-    assert parity_markdown(replace(found, software={"device": "cpu"}), run).count("\n- ", rest.index("<details>")) >= 3
-    assert b"Layouts against one rank" in parity_page(found, run)
+    assert parity_markdown(replace(study, software={"device": "cpu"}), run).count("\n- ", rest.index("<details>")) >= 3
+    assert b"Layouts against one rank" in parity_page(study, run)
 
 
 def test_a_golden_file_is_judged_in_the_first_line_and_below_the_table() -> None:
     off = Distance(step=1, kind="grad_norm", value=1.2, nearest=1.0, off=0.2, allowed=0.01)
     others = tuple("abcd")
     golden = CurveRow(name="bad.txt", word="wrong", others=others, steps=((1, "wrong"),), first=off, worst=off)
-    found, run = replace(parity(ROWS["equal"]), golden=golden), make_results(ROWS["equal"])
-    for text in (text_of(parity_sections(found, run)), parity_markdown(found, run)):
+    study, run = replace(parity(ROWS["equal"]), golden=golden), make_results(ROWS["equal"])
+    for text in (text_of(parity_sections(study, run)), parity_markdown(study, run)):
         assert "parity: no layout is wrong; bad.txt is wrong\n" in text
         assert "Judged by 4 other runs" in text and "grad_norm, step 1" in text
-    assert b"Judged by 4 other runs" in parity_page(found, run)
+    assert b"Judged by 4 other runs" in parity_page(study, run)
 
 
 def test_layouts_are_meshes_of_powers_of_two_and_keep_the_axes_of_the_case() -> None:
@@ -210,12 +210,12 @@ def test_layouts_are_meshes_of_powers_of_two_and_keep_the_axes_of_the_case() -> 
 
 def numbers(digest: str = "a", *, solo: float = 8.0, **changes: Any) -> CaseResult:
     """A result with digests, and the curve of one rank."""
-    found = result(**changes)
-    assert found.measured is not None
-    curves = {"case": Curve(losses=found.losses, grad_norms=found.grad_norms)}
+    plain = result(**changes)
+    assert plain.measured is not None
+    curves = {"case": Curve(losses=plain.losses, grad_norms=plain.grad_norms)}
     curves["solo"] = Curve(losses=(solo, 7.5), grad_norms=(1.0, 0.9))
     digests = {"gradients": digest, "parameters": digest}
-    return replace(found, measured=replace(found.measured, digests=digests, curves=curves))
+    return replace(plain, measured=replace(plain.measured, digests=digests, curves=curves))
 
 
 @pytest.mark.parametrize(
@@ -256,8 +256,8 @@ def test_a_refusal_may_come_and_go(word: str, before: str, became: str) -> None:
 def test_a_table_shows_of_the_base_what_differs() -> None:
     base = Base(name="abc (main)", results={NAME: ROWS["wrong"]})
     now = replace(numbers("b"), losses=(8.0, 7.4))
-    found = replace(parity(now), against="abc (main)", rows=(_beside(base, now),))
-    text = parity_markdown(found, make_results(now))
+    study = replace(parity(now), against="abc (main)", rows=(_beside(base, now),))
+    text = parity_markdown(study, make_results(now))
     assert text.startswith("## parity: no layout is wrong; against abc (main): 1 now right\n")
     columns = "| layout | verdict | base | change | loss 2 | base loss | norm 2 | off | base off | allowed | worst"
     assert columns in text

@@ -93,8 +93,8 @@ def test_of_all_levels_those_that_can_be_are_tried_and_the_others_named(
     capsys: pytest.CaptureFixture[str], here: TorchFacts | None, visible: int, possible: list[Level], said: str
 ) -> None:
     assert possible_levels(LEVELS, here, visible) == possible
-    told = capsys.readouterr().err
-    assert said in told and told.count("note:") == 3 - len(possible)
+    printed = capsys.readouterr().err
+    assert said in printed and printed.count("note:") == 3 - len(possible)
     with pytest.raises(HarnessError, match="without CUDA"):
         possible_levels(LEVELS, TorchFacts(torch="2.13.0+cpu"), 1)
 
@@ -138,8 +138,8 @@ def test_what_is_stored_is_read_and_is_no_golden(tmp_path: Path) -> None:
     (tmp_path / "golden").mkdir()
     assert read_level(tmp_path, "nvidia-h100", "kernel") is None and list_levels(tmp_path) == ()
     path = write_level(tmp_path, REPORT)
-    found = read_level(tmp_path, "nvidia-h100", "kernel")
-    assert found is not None and changes(found, REPORT) == ()
+    stored = read_level(tmp_path, "nvidia-h100", "kernel")
+    assert stored is not None and changes(stored, REPORT) == ()
     assert list_levels(tmp_path) == (("nvidia-h100", "kernel"),) and list_goldens(tmp_path) == ()
     path.write_text(path.read_text().replace('"NCCL_ALGO": "Ring"', '"NCCL_ALGO": "Tree"'))
     with pytest.raises(Damaged, match="was changed after"):
@@ -207,8 +207,8 @@ def test_a_fault_must_be_found_where_it_can_be_and_clean_runs_must_pass() -> Non
         wall_s=1.0,
         interrupted=False,
     )
-    found = {item.name.partition(" in ")[0]: (item.verdict, item.good) for item in items_of(matrix)[2:]}
-    assert found == {
+    verdicts = {item.name.partition(" in ")[0]: (item.verdict, item.good) for item in items_of(matrix)[2:]}
+    assert verdicts == {
         "found": ("detected", True),
         "missed": ("not detected", False),
         "equal": ("not detected", True),

@@ -148,8 +148,8 @@ def test_the_architecture_is_that_of_the_gpu_that_is_used(tmp_path: Path) -> Non
 
 def test_who_computes_on_a_gpu_is_told(tmp_path: Path) -> None:
     environ = with_smi(tmp_path, compute_apps="GPU-bb, 71, /usr/bin/python3, 5120\nGPU-bb, 72, train, [N/A]\n")
-    (told,) = in_use(installed_gpus(environ), environ)
-    assert told.startswith("GPU 1 (NVIDIA L40S) is in use by 2 processes: python3 (pid 71, 5 GiB), train (pid 72).")
+    (sentence,) = in_use(installed_gpus(environ), environ)
+    assert sentence.startswith("GPU 1 (NVIDIA L40S) is in use by 2 processes: python3 (pid 71, 5 GiB), train (pid 72).")
     assert in_use(GPUS, environ) == () and in_use(GPUS, {"PATH": ""}) == ()
 
 

@@ -135,8 +135,8 @@ def test_a_case_is_found_where_a_value_of_its_group_is_part_of_another(tmp_path:
 
 
 def test_everything_possible_is_covered_at_the_strength_of_the_file() -> None:
-    found = account("tp = [1, 2]\nvocab_size = [2048, 2560]")
-    assert found.counts == {"covered": 4, "known": 0, "refused": 0, "skipped": 0, "excluded": 0}
+    file_coverage = account("tp = [1, 2]\nvocab_size = [2048, 2560]")
+    assert file_coverage.counts == {"covered": 4, "known": 0, "refused": 0, "skipped": 0, "excluded": 0}
 
 
 def test_a_single_rule_is_named() -> None:
@@ -145,8 +145,8 @@ def test_a_single_rule_is_named() -> None:
 
 
 def test_rules_that_only_together_forbid_are_all_named() -> None:
-    found = account('tp = [1, 2]\nrecipe = ["bf16", "rowwise", "tensorwise"]\ntp_styles = ["plain", "float8"]')
-    fates = {combination.values: combination for combination in found.tuples}
+    file_coverage = account('tp = [1, 2]\nrecipe = ["bf16", "rowwise", "tensorwise"]\ntp_styles = ["plain", "float8"]')
+    fates = {combination.values: combination for combination in file_coverage.tuples}
     at_tp_1 = fates["tp=1", "tp_styles=float8"]
     assert at_tp_1.fate == "excluded"
     assert set(at_tp_1.rules) == {"ignored_option", "tp_styles_need_tp"}
@@ -154,11 +154,13 @@ def test_rules_that_only_together_forbid_are_all_named() -> None:
 
 
 def test_refused_means_that_no_case_can_train() -> None:
-    found = account('recipe = ["tensorwise"]\noutput_layer = [false, true]\nvocab_size = [2048, 2050]')
-    assert [combination.values for combination in found.of("refused")] == [("output_layer=true", "vocab_size=2050")]
+    file_coverage = account('recipe = ["tensorwise"]\noutput_layer = [false, true]\nvocab_size = [2048, 2050]')
+    assert [combination.values for combination in file_coverage.of("refused")] == [
+        ("output_layer=true", "vocab_size=2050")
+    ]
 
 
 def test_triples_beyond_the_strength_are_skipped() -> None:
-    found = account('tp = [1, 2]\ndp_shard = [1, 2]\ndtype = ["float32", "bfloat16"]', 3)
-    assert found.counts["skipped"] > 0
-    assert found.counts["covered"] + found.counts["skipped"] == 8
+    file_coverage = account('tp = [1, 2]\ndp_shard = [1, 2]\ndtype = ["float32", "bfloat16"]', 3)
+    assert file_coverage.counts["skipped"] > 0
+    assert file_coverage.counts["covered"] + file_coverage.counts["skipped"] == 8

@@ -69,9 +69,9 @@ def recorded() -> Run:
 
 
 def numbers(run: Run, **witnesses: object) -> Measured:
-    found = measured(CASE, run, make_witnesses(CASE, **witnesses))
-    assert found is not None
-    return found
+    measurement = measured(CASE, run, make_witnesses(CASE, **witnesses))
+    assert measurement is not None
+    return measurement
 
 
 def changed(before: Mapping[str, str], after: Mapping[str, str]) -> set[str]:
@@ -132,11 +132,11 @@ def test_a_digest_does_not_depend_on_the_order_of_ranks() -> None:
 
 
 def test_counts_are_of_all_ranks_and_steps() -> None:
-    found = numbers(recorded())
-    assert found.scaled_mm_calls == 2 * 3 * 7
-    assert found.saved_bytes == 2 * 128
-    assert found.fused == {"fused_all_gather_matmul in forward": 10}
-    assert found.wire == {
+    measurement = numbers(recorded())
+    assert measurement.scaled_mm_calls == 2 * 3 * 7
+    assert measurement.saved_bytes == 2 * 128
+    assert measurement.fused == {"fused_all_gather_matmul in forward": 10}
+    assert measurement.wire == {
         "all_gather in uint8 along dp_shard": Sent(calls=16, payload_bytes=16 * 512),
         "all_reduce (sum) in uint8 along dp_shard": Sent(calls=2, payload_bytes=2 * 512),
     }
@@ -162,7 +162,7 @@ def test_nan_is_the_worst_of_all() -> None:
     run = with_step(recorded(), 0, 2, loss=math.nan)
     assert math.isnan(numbers(run, golden=golden).loss_distance or 0.0)
     quiet = with_casts(recorded(), lambda cast: replace(cast, amax=math.nan), rank=1)
-    assert all(math.isnan(each.amax) for each in numbers(quiet).casts)
+    assert all(math.isnan(cast.amax) for cast in numbers(quiet).casts)
     solo = make_run(CASE, sketches=(make_sketch(WQ, value=math.nan),))
     assert math.isnan(numbers(recorded(), solo=solo).parity or 0.0)
 
@@ -171,11 +171,11 @@ def test_what_was_compared_is_kept_with_its_distance() -> None:
     golden, tolerance = make_golden(CASE, [7.75, 7.75, 7.25]), make_tolerance(0.5, 0.5, 0.5)
     replay = make_run(CASE, module_distances=(make_distance(distance=0.25), make_distance(distance=9.0, problem="x")))
     run = with_sketches(recorded(), lambda sketch: replace(sketch, owner=False), rank=1)
-    found = numbers(run, golden=golden, tolerance=tolerance, solo=run_of(run.traces[0]), replay=replay)
-    assert (found.loss_distance, found.parity, found.local_parity) == (0.25, 0.0, 0.25)
-    assert found.allowed_loss == (0.5, 0.5, 0.5)
-    assert found.curves.keys() == {"case", "golden", "solo"}
-    assert found.curves["golden"].losses == (7.75, 7.75, 7.25)
+    measurement = numbers(run, golden=golden, tolerance=tolerance, solo=run_of(run.traces[0]), replay=replay)
+    assert (measurement.loss_distance, measurement.parity, measurement.local_parity) == (0.25, 0.0, 0.25)
+    assert measurement.allowed_loss == (0.5, 0.5, 0.5)
+    assert measurement.curves.keys() == {"case", "golden", "solo"}
+    assert measurement.curves["golden"].losses == (7.75, 7.75, 7.25)
 
 
 def test_gradients_that_only_round_do_not_count() -> None:
@@ -186,10 +186,15 @@ def test_gradients_that_only_round_do_not_count() -> None:
 
 
 def test_what_was_not_recorded_or_compared_is_none() -> None:
-    found = numbers(make_run(CASE), solo=make_run(CASE))
-    assert (found.loss_distance, found.parity, found.local_parity, found.saved_bytes) == (None, None, None, None)
-    assert (found.digests, found.casts, found.wire, found.fused) == ({}, (), {}, {})
-    assert found.curves.keys() == {"case", "solo"}
+    measurement = numbers(make_run(CASE), solo=make_run(CASE))
+    assert (measurement.loss_distance, measurement.parity, measurement.local_parity, measurement.saved_bytes) == (
+        None,
+        None,
+        None,
+        None,
+    )
+    assert (measurement.digests, measurement.casts, measurement.wire, measurement.fused) == ({}, (), {}, {})
+    assert measurement.curves.keys() == {"case", "solo"}
 
 
 def test_of_a_run_in_which_nothing_finished_nothing_is_kept() -> None:
@@ -210,10 +215,14 @@ def measured_of(case: Case, **changes: Any) -> Measured:
                 "traffic": traffic_of(case, rank),
                 "flops": tuple(
                     FlopsRecord(
-                        step=step, part=words.split()[0], precision=words.split()[2], calls=each.calls, flops=each.flops
+                        step=step,
+                        part=words.split()[0],
+                        precision=words.split()[2],
+                        calls=multiplied.calls,
+                        flops=multiplied.flops,
                     )
                     for step in steps
-                    for words, each in executed(case, rank=rank, saves_attention=False).items()
+                    for words, multiplied in executed(case, rank=rank, saves_attention=False).items()
                 ),
                 "saved_memory": tuple(saved_as(step, expect.saved_bytes(step=step, rank=rank)) for step in steps)
                 if expect.saves_exactly
@@ -223,17 +232,20 @@ def measured_of(case: Case, **changes: Any) -> Measured:
         )
         for rank in range(case.world_size)
     ]
-    found = measured(case, run_of(*traces), make_witnesses(case))
-    assert found is not None
-    return found
+    measurement = measured(case, run_of(*traces), make_witnesses(case))
+    assert measurement is not None
+    return measurement
 
 
 def test_a_run_as_the_formulas_say() -> None:
-    found = measured_of(FSDP)
-    assert found.expected_wire == found.wire and len(found.wire) > 1
-    assert found.expected_saved_bytes == found.saved_bytes and found.saved_bytes
+    measurement = measured_of(FSDP)
+    assert measurement.expected_wire == measurement.wire and len(measurement.wire) > 1
+    assert measurement.expected_saved_bytes == measurement.saved_bytes and measurement.saved_bytes
 
-    assert found.expected_flops == found.flops and found.flops.keys() >= {"matmuls in float8", "attention in float32"}
+    assert measurement.expected_flops == measurement.flops and measurement.flops.keys() >= {
+        "matmuls in float8",
+        "attention in float32",
+    }
 
 
 def test_what_was_not_recorded_has_no_expectation() -> None:
@@ -250,6 +262,6 @@ def test_attention_is_recomputed_where_the_kernel_of_a_cpu_computes_it() -> None
 
 
 def test_what_is_only_limited_is_left_out() -> None:
-    found = measured_of(make_case(recipe="tensorwise", tp=2, compile="graph", tp_styles="float8"))
-    assert found.expected_saved_bytes is None
-    assert found.wire.keys() - found.expected_wire.keys() == {"all_reduce (max) in float64 along tp"}
+    measurement = measured_of(make_case(recipe="tensorwise", tp=2, compile="graph", tp_styles="float8"))
+    assert measurement.expected_saved_bytes is None
+    assert measurement.wire.keys() - measurement.expected_wire.keys() == {"all_reduce (max) in float64 along tp"}

@@ -114,7 +114,10 @@ def test_environments_that_differ_are_an_error_unless_they_may() -> None:
 
 def test_a_shard_that_trains_other_targets_has_no_other_environment() -> None:
     one, two, three = (replace(HERE, targets=targets) for targets in ({"x": "1"}, {"y": "2"}, {"x": "9"}))
-    a, b, c = (shard(make_result(name), environment=each) for name, each in zip("abc", (one, two, three), strict=True))
+    a, b, c = (
+        shard(make_result(name), environment=environment)
+        for name, environment in zip("abc", (one, two, three), strict=True)
+    )
     assert merged([a, b]).start.environment == replace(HERE, targets={"x": "1", "y": "2"})
     for shards in ([a, c], [b, a, c]):
         with pytest.raises(HarnessError, match="x sources 1 -> 9"):
@@ -122,8 +125,8 @@ def test_a_shard_that_trains_other_targets_has_no_other_environment() -> None:
 
 
 @given(st.lists(st.sampled_from(list(Verdict)), min_size=1, max_size=6), st.data())
-def test_however_a_run_is_split_the_merge_is_the_run(found: list[Verdict], data: st.DataObject) -> None:
-    results = [make_result(f"c{number}", verdict) for number, verdict in enumerate(found)]
+def test_however_a_run_is_split_the_merge_is_the_run(case_verdicts: list[Verdict], data: st.DataObject) -> None:
+    results = [make_result(f"c{number}", verdict) for number, verdict in enumerate(case_verdicts)]
     at = data.draw(st.integers(0, len(results)))
     whole = merged([shard(*results[:at], called="1"), shard(*results[at:], called="2")])
     assert verdicts(whole) == {result.case_id: result.verdict.value for result in results}

@@ -47,13 +47,13 @@ def test_every_rank_is_in_exactly_one_group_of_some_axes(layout: Layout, axes: s
 @given(LAYOUTS, SOME_AXES, st.data())
 def test_peers_differ_on_these_axes_only(layout: Layout, axes: set[str], data: st.DataObject) -> None:
     rank = data.draw(st.sampled_from(ranks(layout)))
-    mine, found = coordinates(layout, rank), peers(layout, rank, axes)
-    assert rank in found and list(found) == sorted(found)
+    mine, peer_ranks = coordinates(layout, rank), peers(layout, rank, axes)
+    assert rank in peer_ranks and list(peer_ranks) == sorted(peer_ranks)
     for other in ranks(layout):
         theirs = coordinates(layout, other)
-        assert (other in found) is ({axis for axis in MESH_AXES if theirs[axis] != mine[axis]} <= axes)
-        if other in found:
-            assert peers(layout, other, axes) == found
+        assert (other in peer_ranks) is ({axis for axis in MESH_AXES if theirs[axis] != mine[axis]} <= axes)
+        if other in peer_ranks:
+            assert peers(layout, other, axes) == peer_ranks
 
 
 @given(LAYOUTS, SOME_AXES, st.data())

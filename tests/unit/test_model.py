@@ -181,11 +181,11 @@ def of_torchtitan(**axes: object) -> Case:
 
 
 def counts(case: Case) -> dict[tuple[str, str, str, str, int], int]:
-    found: dict[tuple[str, str, str, str, int], int] = {}
+    times: dict[tuple[str, str, str, str, int], int] = {}
     for term in expected_transfers(case, step=2, rank=0):
         key = term.axis, term.kind, term.op, term.dtype, term.elements
-        found[key] = found.get(key, 0) + term.times
-    return found
+        times[key] = times.get(key, 0) + term.times
+    return times
 
 
 def more_than_reference(**axes: object) -> dict[tuple[str, str, str, str, int], int]:
@@ -206,7 +206,9 @@ def test_other_targets_have_those_of_the_reference() -> None:
     ],
 )
 def test_torchtitan_sums_what_it_logs(layout: dict[str, int], axis: str) -> None:
-    norms = {(each, "all_reduce", "sum", "float64", 21): 1 for each in ("dp_shard", "tp") if each in layout}
+    norms = {
+        (mesh_axis, "all_reduce", "sum", "float64", 21): 1 for mesh_axis in ("dp_shard", "tp") if mesh_axis in layout
+    }
     assert more_than_reference(**layout) == norms | {
         (axis, "all_reduce", "sum", "int64", 1): 2,
         (axis, "all_reduce", "sum", "float64", 1): 1,
@@ -242,8 +244,8 @@ def test_torchtitan_keeps_its_gradients_and_not_its_logits(layout: dict[str, int
     case = of_torchtitan(**layout)
     kept = expected_live(case, rank=0, moment="step")
     assert len(kept) == storages
-    assert sum(each.nbytes for each in kept) == parameter_count(case) * 8 // case.world_size
-    assert "the logits" not in {each.purpose for each in expected_live(case, rank=0, moment="forward")}
+    assert sum(storage.nbytes for storage in kept) == parameter_count(case) * 8 // case.world_size
+    assert "the logits" not in {storage.purpose for storage in expected_live(case, rank=0, moment="forward")}
 
 
 @pytest.mark.parametrize(

@@ -158,17 +158,17 @@ def test_both_baselines_detect_a_run_that_does_not_finish():
 
 
 def test_a_run_is_compared_with_the_loss_of_the_golden_and_the_gradient_of_the_solo_witness():
-    found = baseline_detection(run([8.0, 7.5], 1.1), make_golden(losses=(8.0, 7.48)), run([8.0, 7.5], 1.0))
-    assert found.loss_gap == pytest.approx(0.02)
-    assert found.sqnr_db == pytest.approx(20.0)
+    detection = baseline_detection(run([8.0, 7.5], 1.1), make_golden(losses=(8.0, 7.48)), run([8.0, 7.5], 1.0))
+    assert detection.loss_gap == pytest.approx(0.02)
+    assert detection.sqnr_db == pytest.approx(20.0)
     same = baseline_detection(run([8.0, 7.5], 1.0), make_golden(losses=(8.0, 7.5)), run([8.0, 7.5], 1.0))
     assert (same.loss_gap, same.sqnr_db) == (0.0, math.inf)
 
 
 def test_both_baselines_detect_nan():
-    found = baseline_detection(run([math.nan], math.nan), make_golden(losses=(8.0,)), run([8.0], 1.0))
-    assert found.by_loss
-    assert found.by_sqnr
+    detection = baseline_detection(run([math.nan], math.nan), make_golden(losses=(8.0,)), run([8.0], 1.0))
+    assert detection.by_loss
+    assert detection.by_sqnr
 
 
 def test_the_report_names_what_is_not_detected_and_counts_a_fault_once():

@@ -84,7 +84,7 @@ def test_every_option_that_is_repeated_is_in_the_command_of_a_case() -> None:
         if name in Plan.__struct_fields__:
             kind = options_of(RunOptions)[name]
             other = next(
-                (each for each in kind.choices if each not in ("auto", getattr(Plan(), name))), VALUES.get(name)
+                (choice for choice in kind.choices if choice not in ("auto", getattr(Plan(), name))), VALUES.get(name)
             )
             words = Plan(**{name: other}).command("x").split()
             assert {kind.flag, *words_of({name: other})} <= set(words) - plain, name
@@ -232,9 +232,9 @@ def test_cuda_asked_for_where_there_is_none(monkeypatch: pytest.MonkeyPatch) -> 
     assert make_plan(device="auto").device == "cpu"
 
 
-@pytest.mark.parametrize(("asked", "found"), [("auto", "shared"), ("shared", "shared"), ("gloo", "gloo")])
-def test_fabrics_of_a_cpu(asked: str, found: str) -> None:
-    assert make_plan(device="cpu", fabric=asked).fabric == found
+@pytest.mark.parametrize(("asked", "chosen"), [("auto", "shared"), ("shared", "shared"), ("gloo", "gloo")])
+def test_fabrics_of_a_cpu(asked: str, chosen: str) -> None:
+    assert make_plan(device="cpu", fabric=asked).fabric == chosen
 
 
 @pytest.fixture
@@ -351,8 +351,10 @@ def test_census_parts_add_up(name: str) -> None:
     assert whole.cells == math.prod(spaces_of(file.blocks, None)[0].sizes)
     assert sum(part.cells for part in parts) == whole.cells
     for count in whole.counts:
-        found = [each.cells for part in parts for each in part.counts if each.rule.name == count.rule.name]
-        assert sum(found) == count.cells
+        cells = [
+            part_count.cells for part in parts for part_count in part.counts if part_count.rule.name == count.rule.name
+        ]
+        assert sum(cells) == count.cells
 
 
 def test_census_of_a_value_the_matrix_does_not_have() -> None:

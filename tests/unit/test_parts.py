@@ -43,22 +43,22 @@ def by_ranks(case: Case) -> Price:
 
 @given(st.floats(min_value=0, max_value=80))
 def test_everything_is_kept_or_named_and_the_budget_holds(budget_cpu_s: float) -> None:
-    found = within_budget(SELECTION.cases, [SELECTION], by_ranks, faults=(), budget_cpu_s=budget_cpu_s)
-    assert set(found.cases) | set(found.left_out) == set(SELECTION.cases)
-    assert not set(found.cases) & set(found.left_out)
-    shared = {name: cost_s for case in found.cases for name, cost_s in by_ranks(case).shared_s.items()}
-    assert found.cost_cpu_s == pytest.approx(sum(case.world_size for case in found.cases) + sum(shared.values()))
-    assert found.cost_cpu_s <= budget_cpu_s
+    budgeted = within_budget(SELECTION.cases, [SELECTION], by_ranks, faults=(), budget_cpu_s=budget_cpu_s)
+    assert set(budgeted.cases) | set(budgeted.left_out) == set(SELECTION.cases)
+    assert not set(budgeted.cases) & set(budgeted.left_out)
+    shared = {name: cost_s for case in budgeted.cases for name, cost_s in by_ranks(case).shared_s.items()}
+    assert budgeted.cost_cpu_s == pytest.approx(sum(case.world_size for case in budgeted.cases) + sum(shared.values()))
+    assert budgeted.cost_cpu_s <= budget_cpu_s
 
 
 def test_the_first_case_covers_most_per_second() -> None:
-    found = within_budget(SELECTION.cases, [SELECTION], by_ranks, faults=(), budget_cpu_s=2)
-    assert [case.world_size for case in found.cases] == [1]
+    budgeted = within_budget(SELECTION.cases, [SELECTION], by_ranks, faults=(), budget_cpu_s=2)
+    assert [case.world_size for case in budgeted.cases] == [1]
 
 
 def test_a_large_budget_keeps_everything_in_order() -> None:
-    found = within_budget(SELECTION.cases, [SELECTION], by_ranks, faults=(), budget_cpu_s=1e6)
-    assert found.cases == SELECTION.cases and not found.left_out
+    budgeted = within_budget(SELECTION.cases, [SELECTION], by_ranks, faults=(), budget_cpu_s=1e6)
+    assert budgeted.cases == SELECTION.cases and not budgeted.left_out
 
 
 WITNESSES = st.dictionaries(st.sampled_from("abc"), st.floats(0, 50), max_size=2)
@@ -89,10 +89,10 @@ def test_every_case_is_in_one_shard_whatever_the_order(prices: list[Price], coun
 @given(PRICES, st.integers(1, 6))
 def test_no_shard_has_more_to_do_than_its_share_and_one_case(prices: list[Price], count: int) -> None:
     price = pricing(prices)
-    total_s = sum(each.extra_s(()) for each in prices)
+    total_s = sum(case_price.extra_s(()) for case_price in prices)
     for part in shards(cases(len(prices)), count, price):
         own_s = sum(price(case).own_s for case in cases(len(prices)) if case_id(case) in part)
-        assert own_s <= total_s / count + max(each.extra_s(()) for each in prices) + 1e-9
+        assert own_s <= total_s / count + max(case_price.extra_s(()) for case_price in prices) + 1e-9
 
 
 def test_one_dear_case_has_a_shard_of_its_own() -> None:

@@ -29,8 +29,8 @@ MARKER = "<!-- fp8-harness my.target -->"
 @pytest.fixture
 def forge(monkeypatch: pytest.MonkeyPatch) -> Iterator[Forge]:
     monkeypatch.setenv("no_proxy", "*")
-    with forge_at(Forge()) as found:
-        yield found
+    with forge_at(Forge()) as running_forge:
+        yield running_forge
 
 
 @pytest.fixture
@@ -64,7 +64,7 @@ def test_a_pull_request_has_one_comment_which_is_edited(tmp_path: Path, forge: F
     assert "edited comment 152" in subprocess.check_output(command, env=kept | variables, text=True, timeout=60)
     assert forge.comments[151]["body"] == f"{MARKER}\nsecond" and len(forge.comments) == 152
     assert "added comment 153" in comment(tmp_path, "<!-- fp8-harness other -->\n", **variables), "another target"
-    assert {each.partition("?")[0] for each in forge.asked} == {
+    assert {request.partition("?")[0] for request in forge.asked} == {
         "GET /repos/a/b/issues/7/comments",
         "POST /repos/a/b/issues/7/comments",
         "PATCH /repos/a/b/issues/comments/152",

@@ -103,7 +103,7 @@ def test_what_switches_decide_against_is_gone() -> None:
 
 
 @pytest.mark.parametrize(
-    ("output", "colour", "told"),
+    ("output", "colour", "text"),
     [
         (".  [100%]\n1 passed in 3.21s\n", "green", "1 passed in 3.21s"),
         (
@@ -117,10 +117,10 @@ def test_what_switches_decide_against_is_gone() -> None:
         ("No module named pytest\n", "cannot tell", "No module named pytest"),
     ],
 )
-def test_the_colour_of_a_run(output: str, colour: str, told: str) -> None:
-    found = colour_of(output)
-    assert found[0] == colour
-    assert told in found[1]
+def test_the_colour_of_a_run(output: str, colour: str, text: str) -> None:
+    answer = colour_of(output)
+    assert answer[0] == colour
+    assert text in answer[1]
 
 
 def test_the_oldest_versions_are_those_of_this_project() -> None:

@@ -49,8 +49,8 @@ def test_a_quarantine_covers_its_cases_up_to_its_day(tmp_path: Path) -> None:
 def test_of_two_entries_the_one_that_holds_longer_counts(tmp_path: Path) -> None:
     later = ENTRY.replace(f'id = "{CASE}"', 'select = "tp=2"').replace("2027-03-01", "2027-04-01")
     entries = read_quarantine(written(tmp_path, later + ENTRY))
-    found = quarantine_of(entries, parse_case_id(CASE))
-    assert found is not None and found.expires == datetime.date(2027, 4, 1)
+    entry = quarantine_of(entries, parse_case_id(CASE))
+    assert entry is not None and entry.expires == datetime.date(2027, 4, 1)
 
 
 @pytest.mark.parametrize(

@@ -23,10 +23,10 @@ def changed(*by: float) -> GoldenChange:
 
 
 def test_the_step_that_changed_most_for_what_is_allowed_is_told() -> None:
-    found = largest_change(changed(1e-4, 0, 0, -3.6e-4, 3.5e-4), ROOT)
-    assert found is not None and found.explains
-    assert (found.step, found.change) == (4, pytest.approx(3.6e-4))
-    assert found.allowed == 0.00118
+    largest = largest_change(changed(1e-4, 0, 0, -3.6e-4, 3.5e-4), ROOT)
+    assert largest is not None and largest.explains
+    assert (largest.step, largest.change) == (4, pytest.approx(3.6e-4))
+    assert largest.allowed == 0.00118
     assert largest_change(changed(0, 0, 0, 0, 0.0012), ROOT).explains is False  # type: ignore[union-attr]
 
 

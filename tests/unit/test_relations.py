@@ -16,7 +16,10 @@ from tests.strategies import TRAINED_CASES
 
 
 def found(text: str) -> dict[str, tuple[str, str, int | None]]:
-    return {each.name: (case_id(each.partner), each.promise, each.steps) for each in relations(parse_case_id(text))}
+    return {
+        relation.name: (case_id(relation.partner), relation.promise, relation.steps)
+        for relation in relations(parse_case_id(text))
+    }
 
 
 def trains(case: Case) -> bool:

@@ -155,7 +155,7 @@ def test_a_case_has_its_facts() -> None:
     case = parsed(result(Verdict.CRASH)).find(".//testcase")
     assert case is not None
     assert (case.get("classname"), case.get("name"), case.get("time")) == ("fp8-harness", "a", "1.250")
-    facts = {each.get("name"): each.get("value") for each in case.findall("properties/property")}
+    facts = {element.get("name"): element.get("value") for element in case.findall("properties/property")}
     assert facts == {"command": "fp8-harness run a", "verdict": "crash", "world_size": "4"}
     assert "why" in (case.findtext("system-out") or "")
 
@@ -213,15 +213,15 @@ def run_of_texts(*texts: str) -> RunResult:
 
 def read(line: str) -> tuple[str, str]:
     """Title and message of an annotation, as the runner of GitHub reads them."""
-    found = re.fullmatch(r"::error title=([^,:]*)::(.*)", line)
-    assert found is not None, line
+    match = re.fullmatch(r"::error title=([^,:]*)::(.*)", line)
+    assert match is not None, line
 
     def unescaped(text: str) -> str:
         for code, character in (("%3A", ":"), ("%2C", ","), ("%0D", "\r"), ("%0A", "\n"), ("%25", "%")):
             text = text.replace(code, character)
         return text
 
-    return unescaped(found[1]), unescaped(found[2])
+    return unescaped(match[1]), unescaped(match[2])
 
 
 def test_a_bad_case_is_annotated_with_what_is_wrong_and_how_to_reproduce_it() -> None:
@@ -247,7 +247,7 @@ def test_any_text_is_one_line(text: str) -> None:
 def test_no_more_than_github_shows_and_every_case_named(count: int) -> None:
     lines = annotation_lines(run_of_texts(*["x"] * count)).splitlines()
     assert len(lines) == min(count, ANNOTATIONS)
-    named = "\n".join(line for each in lines for line in read(each))
+    named = "\n".join(line for annotation in lines for line in read(annotation))
     assert all(re.search(rf"^case{number}$", named, flags=re.MULTILINE) for number in range(count))
 
 

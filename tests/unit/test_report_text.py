@@ -40,8 +40,8 @@ FINDING = a_finding(
 )
 
 
-def text_report(found: RunResult) -> str:
-    return text_of(run_sections(found, rerun="fp8-harness run --lf"))
+def text_report(run_result: RunResult) -> str:
+    return text_of(run_sections(run_result, rerun="fp8-harness run --lf"))
 
 
 def case_block(result: CaseResult, first: Mapping[str, str] = MappingProxyType({})) -> str:
@@ -236,20 +236,20 @@ def test_markdown_stays_small() -> None:
 def test_checks_without_a_verified_formula_are_named_once() -> None:
     skipped = NotJudged(check="traffic", reason="the formula for traffic was not verified: torch 2.99", unverified=True)
     inapplicable = NotJudged(check="graphs", reason="no rank recorded graphs")
-    found = run(*(make_result(name, not_judged=(inapplicable, skipped)) for name in ("a", "b")))
+    run_result = run(*(make_result(name, not_judged=(inapplicable, skipped)) for name in ("a", "b")))
     line = "traffic in 2 cases: the formula for traffic was not verified: torch 2.99"
-    assert f"not judged here\n  {line}\n" in text_report(found)
-    assert line in run_markdown(found)
+    assert f"not judged here\n  {line}\n" in text_report(run_result)
+    assert line in run_markdown(run_result)
     assert "not judged" not in text_report(run(make_result("a", not_judged=(inapplicable,))))
 
 
 def test_every_check_that_was_not_judged_is_named_with_its_reason_and_counted() -> None:
     skipped = NotJudged(check="memory", reason="it is the partitioner's choice")
-    found = run(*(make_result(name, checks=("finite",), not_judged=(skipped,)) for name in ("a", "b")))
-    told = text_of([not_judged_section(found)])
-    assert told == "not judged\n  memory in 2 cases: it is the partitioner's choice\n"
+    run_result = run(*(make_result(name, checks=("finite",), not_judged=(skipped,)) for name in ("a", "b")))
+    text = text_of([not_judged_section(run_result)])
+    assert text == "not judged\n  memory in 2 cases: it is the partitioner's choice\n"
     assert text_of([not_judged_section(run(make_result("a")))]) == ""
-    assert "2 cases: 2 passed; 2 checks judged, 2 not; " in totals_line(found)
+    assert "2 cases: 2 passed; 2 checks judged, 2 not; " in totals_line(run_result)
 
 
 ROOT = Path(__file__).parents[2]

@@ -34,12 +34,12 @@ BUG: dict[str, Any] = {"title": "t", "link": "l", "status": "live", "symptom": "
 
 def ask(seen: FailureSignature | None, verdict: Verdict = Verdict.INVARIANT, /, **bug: Any) -> Reproduced:
     file = BugFile(id="ao-1", where="ao-1.toml", bug=Bug(**(BUG | bug)), case=CASE, full_size={"tp": 8})
-    found = TrialResult(case_id="tp2", verdict=verdict, signature=seen, message="it says so", cpu_s=1.0)
-    return reproduced(NamedCase(CASE, file), found, installed={"torch": "2.13.0"}, device="a GPU")
+    result = TrialResult(case_id="tp2", verdict=verdict, signature=seen, message="it says so", cpu_s=1.0)
+    return reproduced(NamedCase(CASE, file), result, installed={"torch": "2.13.0"}, device="a GPU")
 
 
 @pytest.mark.parametrize(
-    ("found", "bug", "answer"),
+    ("seen", "bug", "answer"),
     [
         (SCALES, {"signature": SCALES}, "reproduced"),
         (CRASH, {"signature": SCALES}, "another failure"),
@@ -58,12 +58,12 @@ def ask(seen: FailureSignature | None, verdict: Verdict = Verdict.INVARIANT, /, 
         (SCALES, {"symptom": "traffic"}, "another failure"),
     ],
 )
-def test_the_answer(found: FailureSignature | None, bug: dict[str, Any], answer: str) -> None:
-    assert ask(found, **bug).answer == answer
+def test_the_answer(seen: FailureSignature | None, bug: dict[str, Any], answer: str) -> None:
+    assert ask(seen, **bug).answer == answer
 
 
 @pytest.mark.parametrize(
-    ("found", "verdict", "code", "bisect"),
+    ("seen", "verdict", "code", "bisect"),
     [
         (CRASH, Verdict.CRASH, 1, 1),
         (SCALES, Verdict.INVARIANT, 1, 125),
@@ -71,15 +71,15 @@ def test_the_answer(found: FailureSignature | None, bug: dict[str, Any], answer:
         (None, Verdict.INFRA, 4, 125),
     ],
 )
-def test_exit_codes(found: FailureSignature | None, verdict: Verdict, code: int, bisect: int) -> None:
-    answer = ask(found, verdict)
+def test_exit_codes(seen: FailureSignature | None, verdict: Verdict, code: int, bisect: int) -> None:
+    answer = ask(seen, verdict)
     assert (answer.exit_code, answer.bisect_code) == (code, bisect)
 
 
 def test_without_a_bug_any_failure_is_one() -> None:
-    found = TrialResult(case_id="tp2", verdict=Verdict.CRASH, signature=CRASH, message="", cpu_s=1.0)
-    assert reproduced(NamedCase(CASE, None), found, installed={}, device="").answer == "reproduced"
-    other = reproduced(NamedCase(CASE, None), found, installed={}, device="", like=SCALES)
+    result = TrialResult(case_id="tp2", verdict=Verdict.CRASH, signature=CRASH, message="", cpu_s=1.0)
+    assert reproduced(NamedCase(CASE, None), result, installed={}, device="").answer == "reproduced"
+    other = reproduced(NamedCase(CASE, None), result, installed={}, device="", like=SCALES)
     assert other.answer == "another failure"
 
 
@@ -96,12 +96,12 @@ def test_a_recorded_fault_that_shows_is_named_whatever_the_answer_is() -> None:
 
 def test_shrink_and_export_say_that_a_failure_is_not_the_reported_one(capsys: pytest.CaptureFixture[str]) -> None:
     bug = BugFile(id="ao-1", where="ao-1.toml", bug=Bug(**BUG, signature=CRASH), case=CASE)
-    for found in (CRASH, SCALES):
-        result = TrialResult(case_id="tp2", verdict=Verdict.INVARIANT, signature=found, message="", cpu_s=1.0)
+    for signature in (CRASH, SCALES):
+        result = TrialResult(case_id="tp2", verdict=Verdict.INVARIANT, signature=signature, message="", cpu_s=1.0)
         tell_other_failure(NamedCase(CASE, bug), result)
-    (told,) = capsys.readouterr().err.splitlines()
-    assert told.startswith("fp8-harness: warning: tp2: another failure than the reported one: expected crash")
-    assert "found scales/amax" in told
+    (warning,) = capsys.readouterr().err.splitlines()
+    assert warning.startswith("fp8-harness: warning: tp2: another failure than the reported one: expected crash")
+    assert "found scales/amax" in warning
 
 
 def test_both_failures_and_what_differs_are_shown() -> None:

@@ -116,7 +116,7 @@ def test_a_run_in_which_all_is_good_has_nothing_to_run(project: Project) -> None
 def test_the_options_of_the_run_come_back(project: Project) -> None:
     options = RunOptions(device="cpu", fabric="gloo", timeout_s=3.0, inject=("/fix.py:apply", "fault:amax_without_abs"))
     RunStore(project.new_run()).begin(RunStart(cases=(GOOD,), options=options))
-    found = rerun_query(project).options
-    assert found == options
+    rerun_options = rerun_query(project).options
+    assert rerun_options == options
     words = "--device cpu --fabric gloo --timeout-s 3 --inject /fix.py:apply --inject fault:amax_without_abs"
-    assert found.words == tuple(words.split())
+    assert rerun_options.words == tuple(words.split())

@@ -51,10 +51,10 @@ def any_of(kind: Any) -> st.SearchStrategy[Any]:
     if kind in OF_TYPES:
         return OF_TYPES[kind]
     if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
-        fields = {each.name: any_of(each.type) for each in msgspec.structs.fields(kind) if each.name != "run"}
+        fields = {field.name: any_of(field.type) for field in msgspec.structs.fields(kind) if field.name != "run"}
         return st.builds(kind, **fields)
     origin = get_origin(kind)
-    inner = [each for each in get_args(kind) if each is not ...]
+    inner = [argument for argument in get_args(kind) if argument is not ...]
     if origin in (Union, UnionType):
         return st.one_of(map(any_of, inner))
     if origin is tuple:
@@ -116,8 +116,8 @@ some_runs = st.builds(
 
 @given(some_runs)
 def test_every_line_is_valid(run: RunResult) -> None:
-    start, *cases, end = found = lines(run)
-    for line in found:
+    start, *cases, end = all_lines = lines(run)
+    for line in all_lines:
         VALIDATOR.validate(line)
     assert start["cases"] == [case["id"] for case in cases]
     assert end["exit_code"] == run.exit_code and sum(end["totals"].values()) == len(cases)
@@ -127,8 +127,8 @@ def test_every_line_is_valid(run: RunResult) -> None:
 def test_what_is_read_is_what_was_written(tmp_path_factory: pytest.TempPathFactory, run: RunResult) -> None:
     path = tmp_path_factory.getbasetemp() / "run.jsonl"
     path.write_bytes(run_lines(run))
-    found = RunStore(path).read()
-    assert run_lines(found) == run_lines(run) and not found.damaged
+    stored = RunStore(path).read()
+    assert run_lines(stored) == run_lines(run) and not stored.damaged
 
 
 def test_the_values_are_those_of_the_lowest_rank_in_full() -> None:
@@ -144,10 +144,10 @@ def test_the_values_are_those_of_the_lowest_rank_in_full() -> None:
 
 
 def spoil(*path: str | int, value: object) -> Callable[[Any], None]:
-    def apply(found: Any) -> None:
+    def apply(part: Any) -> None:
         for key in path[:-1]:
-            found = found[key]
-        found[path[-1]] = value
+            part = part[key]
+        part[path[-1]] = value
 
     return apply
 
@@ -172,9 +172,9 @@ def spoil(*path: str | int, value: object) -> Callable[[Any], None]:
     ],
 )
 def test_the_schema_refuses_what_no_run_writes(change: Callable[[Any], None]) -> None:
-    found = copy.deepcopy(example())
-    change(found)
-    assert not all(VALIDATOR.is_valid(line) for line in found)
+    spoiled = copy.deepcopy(example())
+    change(spoiled)
+    assert not all(VALIDATOR.is_valid(line) for line in spoiled)
 
 
 def test_no_field_of_a_line_may_be_left_out() -> None:

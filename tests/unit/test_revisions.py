@@ -52,11 +52,11 @@ def revision(folder: Path, text: str = "HEAD") -> Revision:
 
 
 def test_everything_of_the_repository_comes_from_the_worktree(repository: Path, tmp_path: Path) -> None:
-    found = revision(repository)
+    head = revision(repository)
     project = project_in(repository, tmp_path / "state")
-    with checked_out(found, project.state) as worktree:
-        assert has_target(found, worktree, repository)
-        place = revision_environment(found, worktree, project)
+    with checked_out(head, project.state) as worktree:
+        assert has_target(head, worktree, repository)
+        place = revision_environment(head, worktree, project)
         where = origins(place.python, (TARGET, "rev_package", "harness"))
         assert where == {
             TARGET: str(worktree / f"{TARGET}.py"),
@@ -70,18 +70,18 @@ def test_everything_of_the_repository_comes_from_the_worktree(repository: Path, 
 
 
 def test_a_worktree_that_a_killed_run_left_is_no_obstacle(repository: Path, tmp_path: Path) -> None:
-    found, state = revision(repository), tmp_path / "state"
-    left = checked_out(found, state)
+    head, state = revision(repository), tmp_path / "state"
+    left = checked_out(head, state)
     left.__enter__()  # never left
-    with checked_out(found, state) as worktree:
+    with checked_out(head, state) as worktree:
         assert (worktree / f"{TARGET}.py").exists()
 
 
 def test_a_target_may_be_new(repository: Path, tmp_path: Path) -> None:
     (repository / "later.py").touch()
-    found = revision_of("HEAD", "later", repository)
-    with checked_out(found, tmp_path) as worktree:
-        assert not has_target(found, worktree, repository)
+    head = revision_of("HEAD", "later", repository)
+    with checked_out(head, tmp_path) as worktree:
+        assert not has_target(head, worktree, repository)
 
 
 def test_a_hook_of_an_editable_package_is_refused(
@@ -97,14 +97,14 @@ def test_a_hook_of_an_editable_package_is_refused(
     (packages / "hooked.pth").write_text(hook)
     monkeypatch.setattr(site, "getsitepackages", lambda: [str(packages)])
     monkeypatch.setattr(sys, "path", [*sys.path, str(packages)])
-    found = revision(repository)
-    assert found.imported == (TARGET, "rev_package")
+    head = revision(repository)
+    assert head.imported == (TARGET, "rev_package")
     project = project_in(repository, tmp_path / "state")
     with (
-        checked_out(found, project.state) as worktree,
+        checked_out(head, project.state) as worktree,
         pytest.raises(HarnessError, match=r"rev_package would be imported from .*clone"),
     ):
-        revision_environment(found, worktree, project)
+        revision_environment(head, worktree, project)
 
 
 @pytest.mark.parametrize("text", ["nowhere", "-x", "HEAD~7", "venv/of/nobody"])

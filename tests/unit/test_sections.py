@@ -35,7 +35,7 @@ def lines(*blocks: Block, width: int | None = None, title: str = "") -> list[str
 
 
 def test_blocks_stand_below_their_title_and_sections_apart() -> None:
-    found = text_of(
+    text = text_of(
         [
             Section(blocks=("2 cases",)),
             Section(
@@ -51,7 +51,7 @@ def test_blocks_stand_below_their_title_and_sections_apart() -> None:
         ]
     )
     assert (
-        found == "2 cases\n\nneeds\n  tp     2 or more\n  dtype  float64\n\nsays\n  rank 0\n    Traceback\n      boom\n"
+        text == "2 cases\n\nneeds\n  tp     2 or more\n  dtype  float64\n\nsays\n  rank 0\n    Traceback\n      boom\n"
     )
 
 
@@ -93,20 +93,20 @@ def test_rows_are_blocks_where_columns_do_not_fit() -> None:
 @pytest.mark.parametrize("width", [40, 100])
 def test_a_terminal_shows_verdicts_in_colours(width: int) -> None:
     text = terminal([Section(blocks=(TABLE,))], width=width)
-    found = {text.plain[span.start : span.end]: span.style for span in text.spans if span.style}
-    assert {word: colour for word, colour in found.items() if word.strip() in ("numeric", "passed")}
-    assert sorted(map(str, found.values())) == ["green", "red"]
+    colours = {text.plain[span.start : span.end]: span.style for span in text.spans if span.style}
+    assert {word: colour for word, colour in colours.items() if word.strip() in ("numeric", "passed")}
+    assert sorted(map(str, colours.values())) == ["green", "red"]
 
 
 def test_markdown() -> None:
-    found = markdown(
+    text = markdown(
         [
             Section(title="A < B", blocks=("of `<x>` & <y>", Items(("one\ntwo",)), Facts((("a", "1"), ("b", ""))))),
             Section(title="more", blocks=(Section(title="inside", blocks=(Verbatim("a\n```", "text"),)),)),
             Section(title="all", folded=True, blocks=(Entry(case="x|y", title="fails", lines=("<",), command="run"),)),
         ]
     )
-    assert found.split("\n\n") == [
+    assert text.split("\n\n") == [
         "## A &lt; B",
         "of `<x>` &amp; &lt;y&gt;",
         "- one two",
@@ -122,8 +122,8 @@ def test_markdown() -> None:
 
 def test_a_table_in_markdown() -> None:
     rows = (("a|b", "1", "<b>|"), ("", "2", "x\ny"))
-    found = markdown([Section(blocks=(Table(columns=("id", "n", ""), rows=rows, right=(1,), code=(0,)),))])
-    assert found.splitlines() == [
+    text = markdown([Section(blocks=(Table(columns=("id", "n", ""), rows=rows, right=(1,), code=(0,)),))])
+    assert text.splitlines() == [
         "| id | n |  |",
         "|---|---:|---|",
         r"| `a\|b` | 1 | &lt;b&gt;\| |",
@@ -143,6 +143,6 @@ def test_control_characters_do_not_reach_a_terminal() -> None:
 def test_no_line_is_wider_than_the_terminal_and_no_word_is_lost(text: str, width: int) -> None:
     short = " ".join(word[:20] for word in text.split(" "))
     assert all(len(line) <= width for line in wrapped(short, width, "  ", "    "))
-    found = lines(short, Items((short,)), Facts((("name", short),)), width=width)
-    assert all(len(line) <= width for line in found)
-    assert " ".join(found).split().count("a") == 3 * short.split().count("a")
+    shown = lines(short, Items((short,)), Facts((("name", short),)), width=width)
+    assert all(len(line) <= width for line in shown)
+    assert " ".join(shown).split().count("a") == 3 * short.split().count("a")

@@ -89,14 +89,14 @@ def test_a_template_can_be_shown_without_values() -> None:
 
 def wrong_scales() -> Finding:
     wrong = [Mismatch(1, 4, rank, WQ, checks.scales.RULES.amax, "224", "448", "input in forward") for rank in (0, 1)]
-    (found,) = findings_by_rule(wrong, lambda first: f"it is the scale of rank {first.rank}")
-    return found
+    (finding,) = findings_by_rule(wrong, lambda first: f"it is the scale of rank {first.rank}")
+    return finding
 
 
 def merged() -> Finding:
     run = run_of(make_trace(rank=0), make_trace(rank=1))
-    (found,) = merge_ranks(run, lambda trace: [checks.fp8_on.NUMBER.finding(step=1, calls=9, wanted="12")])
-    return found
+    (finding,) = merge_ranks(run, lambda trace: [checks.fp8_on.NUMBER.finding(step=1, calls=9, wanted="12")])
+    return finding
 
 
 SENTENCES: tuple[tuple[Finding, str], ...] = (
@@ -339,9 +339,9 @@ def test_another_wording_changes_nothing_that_a_record_explains(
     assert list(map(fault.explains, before)) == list(map(fault.explains, after))
     ends = [
         with_known_faults(
-            Judgement(verdict=Verdict.NUMERIC, findings=tuple(each)), (fault,), datetime.date(2026, 11, 22)
+            Judgement(verdict=Verdict.NUMERIC, findings=tuple(worded)), (fault,), datetime.date(2026, 11, 22)
         )
-        for each in (before, after)
+        for worded in (before, after)
     ]
     assert ends[0].verdict is ends[1].verdict
     assert [finding.rule for finding in ends[0].findings] == [finding.rule for finding in ends[1].findings]

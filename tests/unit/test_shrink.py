@@ -44,11 +44,11 @@ class ModelOfABug:
         return [self._result(case) for case in cases]
 
     def _result(self, case: Case) -> CaseResult:
-        found = self.fails(case)
-        verdict = Verdict.PASSED if found is None else Verdict.INVARIANT
+        signature = self.fails(case)
+        verdict = Verdict.PASSED if signature is None else Verdict.INVARIANT
         finding = a_finding(check="graphs", message=f"{case.tokens_per_rank} of 128 rows are wrong")
-        findings = () if found is None else (finding,)
-        return make_result(case_id(case), verdict, failure_signature=found, findings=findings)
+        findings = () if signature is None else (finding,)
+        return make_result(case_id(case), verdict, failure_signature=signature, findings=findings)
 
 
 def needs(**axes: int | str) -> Fails:
@@ -72,11 +72,11 @@ def shrunk(fails: Fails, folder: Path, *, case: Case = LARGE, jobs: int = 1) -> 
 
 
 def test_what_a_failure_needs_is_kept_and_nothing_else(tmp_path: Path) -> None:
-    found = shrunk(needs(tp=2, recipe="rowwise", global_batch=2), tmp_path)
-    assert case_id(found.case) == "tp2-rowwise-dim.32-layers.1-heads.2-kvheads.2-ffn.32-v64-gb2-s2-f32"
-    assert {next(iter(each.changes)) for each in found.needed} == {"tp", "recipe", "global_batch"}
-    assert found.complete
-    assert found.signature == SIGNATURE
+    smallest = shrunk(needs(tp=2, recipe="rowwise", global_batch=2), tmp_path)
+    assert case_id(smallest.case) == "tp2-rowwise-dim.32-layers.1-heads.2-kvheads.2-ffn.32-v64-gb2-s2-f32"
+    assert {next(iter(attempt.changes)) for attempt in smallest.needed} == {"tp", "recipe", "global_batch"}
+    assert smallest.complete
+    assert smallest.signature == SIGNATURE
 
 
 @settings(max_examples=3)
@@ -92,11 +92,11 @@ def test_nothing_smaller_fails_alike(
     wanted: dict[str, int | str] = {"tp": tp, "dp_shard": dp_shard, "layers": layers}
     fails = needs(**wanted, **({} if recipe is None else {"recipe": recipe}))
     folder = tmp_path_factory.mktemp("shrink")
-    found = shrunk(fails, folder)
-    assert fails(found.case) == SIGNATURE
-    assert all(fails(each.case) != SIGNATURE for each in smaller_cases(found.case, steps=2))
-    assert {name: axis_values(found.case)[name] for name in wanted} == wanted
-    assert shrunk(fails, folder / "again", jobs=3).case == found.case
+    smallest = shrunk(fails, folder)
+    assert fails(smallest.case) == SIGNATURE
+    assert all(fails(smaller.case) != SIGNATURE for smaller in smaller_cases(smallest.case, steps=2))
+    assert {name: axis_values(smallest.case)[name] for name in wanted} == wanted
+    assert shrunk(fails, folder / "again", jobs=3).case == smallest.case
 
 
 def test_two_axes_that_need_each_other_go_together(tmp_path: Path) -> None:
@@ -104,8 +104,8 @@ def test_two_axes_that_need_each_other_go_together(tmp_path: Path) -> None:
         same = (case.layout.tp > 1) == (case.layout.dp_shard > 1)
         return SIGNATURE if same and case.train.steps >= 2 else None
 
-    found = shrunk(fails, tmp_path)
-    assert (found.case.layout.tp, found.case.layout.dp_shard) == (1, 1)
+    smallest = shrunk(fails, tmp_path)
+    assert (smallest.case.layout.tp, smallest.case.layout.dp_shard) == (1, 1)
 
 
 def test_a_bound_is_claimed_only_where_the_neighbours_were_tried(tmp_path: Path) -> None:
@@ -133,21 +133,23 @@ def test_a_bound_is_claimed_only_where_the_neighbours_were_tried(tmp_path: Path)
             return super().run(cases)
 
     small = shrink(case, ThreeSlots(of_uneven_shards).run, journal_in(tmp_path / "j"))
-    assert small.complete and [each.changes["dp_shard"] for each in small.needed if "dp_shard" in each.changes] == [
+    assert small.complete and [
+        attempt.changes["dp_shard"] for attempt in small.needed if "dp_shard" in attempt.changes
+    ] == [
         1,
         2,
     ]
 
 
 def test_another_failure_is_not_taken(tmp_path: Path) -> None:
-    found = shrunk(lambda case: SIGNATURE if case.layout.tp >= 4 else OTHER, tmp_path)
-    assert found.case.layout.tp == 4
-    text = text_of(shrunk_sections(found))
+    smallest = shrunk(lambda case: SIGNATURE if case.layout.tp >= 4 else OTHER, tmp_path)
+    assert smallest.case.layout.tp == 4
+    text = text_of(shrunk_sections(smallest))
     assert "with tp 2: parity/gradients" in " ".join(text.split())
     assert "does not depend on" in text
-    assert shrunk_document(found)["case"] == case_id(found.case)
-    assert found.message.endswith("of 128 rows are wrong")
-    assert f"message  {found.message}" in text
+    assert shrunk_document(smallest)["case"] == case_id(smallest.case)
+    assert smallest.message.endswith("of 128 rows are wrong")
+    assert f"message  {smallest.message}" in text
 
 
 def test_a_shrink_that_was_killed_goes_on(tmp_path: Path) -> None:
@@ -159,18 +161,18 @@ def test_a_shrink_that_was_killed_goes_on(tmp_path: Path) -> None:
     with journal.open("a") as file:
         file.write('{"case_id": "cut in t')
     again = ModelOfABug(fails)
-    found = shrink(LARGE, again.run, journal_in(journal))
-    assert found.case == whole.case
+    smallest = shrink(LARGE, again.run, journal_in(journal))
+    assert smallest.case == whole.case
     assert not set(killed.ran) & set(again.ran)
     assert shrink(LARGE, ModelOfABug(fails).run, journal_in(journal)).ran == 0
 
 
 def test_the_budget_ends_it_with_the_smallest_so_far(tmp_path: Path) -> None:
     fails = needs(tp=2)
-    found = shrink(LARGE, ModelOfABug(fails).run, journal_in(tmp_path / "j"), budget_s=1e-9)
-    assert not found.complete
-    assert found.case == LARGE
-    assert "the budget ended it" in text_of(shrunk_sections(found))
+    smallest = shrink(LARGE, ModelOfABug(fails).run, journal_in(tmp_path / "j"), budget_s=1e-9)
+    assert not smallest.complete
+    assert smallest.case == LARGE
+    assert "the budget ended it" in text_of(shrunk_sections(smallest))
 
 
 def test_a_case_that_does_not_fail_is_refused(tmp_path: Path) -> None:
@@ -190,25 +192,25 @@ def test_what_the_machine_did_is_no_answer(tmp_path: Path) -> None:
 
 @given(POSSIBLE_CASES)
 def test_smaller_cases_are_cases_that_can_be_run(case: Case) -> None:
-    for each in (*smaller_cases(case), *smaller_groups(case)):
-        assert not exclusions(each.case)
-        assert (expected_refusal(each.case) is None) == (expected_refusal(case) is None)
-        assert each.case != case
-        assert each.case.world_size <= case.world_size
-        now, before = axis_values(each.case), axis_values(case)
-        assert {name for name in now if now[name] != before[name]} == set(each.changes)
+    for smaller in (*smaller_cases(case), *smaller_groups(case)):
+        assert not exclusions(smaller.case)
+        assert (expected_refusal(smaller.case) is None) == (expected_refusal(case) is None)
+        assert smaller.case != case
+        assert smaller.case.world_size <= case.world_size
+        now, before = axis_values(smaller.case), axis_values(case)
+        assert {name for name in now if now[name] != before[name]} == set(smaller.changes)
 
 
 def test_what_depends_on_an_axis_goes_with_it() -> None:
     case = make_case(tp=2, async_tp=True, compile="graph", recipe="tensorwise", tp_styles="float8")
-    found = with_changes(case, {"tp": 1})
-    assert found is not None
-    assert dict(found.changes) == {"tp": 1, "async_tp": False, "tp_styles": "plain"}
+    smaller = with_changes(case, {"tp": 1})
+    assert smaller is not None
+    assert dict(smaller.changes) == {"tp": 1, "async_tp": False, "tp_styles": "plain"}
     one_head = with_changes(make_case(tp=2), {"heads": 1})
     assert one_head is not None
     assert dict(one_head.changes) == {"heads": 2, "kv_heads": 2}  # one for each rank
 
 
 def test_sizes_keep_their_remainder() -> None:
-    values = {each.changes["vocab_size"] for each in smaller_cases(LARGE) if "vocab_size" in each.changes}
+    values = {smaller.changes["vocab_size"] for smaller in smaller_cases(LARGE) if "vocab_size" in smaller.changes}
     assert {64, 272, 528, 1104} <= values  # 2256 = 35 * 64 + 16

@@ -51,9 +51,9 @@ def signature(run: Run = RUN, reason: str = "first one") -> Signature:
 
 def seen(**records: object) -> dict[str, str]:
     """What a rank that left these records did in step 2, but for matmuls."""
-    found = dict(seen_in(make_trace(losses=(8.0, 7.0), calls=4, **records), 2))
-    assert found.pop("scaled matmuls") == "4"
-    return found
+    rank_seen = dict(seen_in(make_trace(losses=(8.0, 7.0), calls=4, **records), 2))
+    assert rank_seen.pop("scaled matmuls") == "4"
+    return rank_seen
 
 
 def test_every_kind_has_a_line() -> None:
@@ -93,13 +93,13 @@ def test_compiled_runs_have_lines_for_graphs_and_fused_operators() -> None:
 
 def test_equal_ranks_are_together_and_later_steps_are_one() -> None:
     more = with_sent(RUN, 1, make_sent(1, op="sum"))
-    found = signature(more)
-    assert [each.ranks for each in found.first_step] == ["0", "1"]
-    assert [each.ranks for each in found.later_steps] == ["0 1"]
+    run_signature = signature(more)
+    assert [group.ranks for group in run_signature.first_step] == ["0", "1"]
+    assert [group.ranks for group in run_signature.later_steps] == ["0 1"]
     for trace in more.traces:
         for step in (1, 2, 3):
-            assert found.seen(step=step, rank=trace.rank) == seen_in(trace, step)
-    assert found.seen(step=1, rank=2) == {} and found.seen(step=1, rank=10) == {}
+            assert run_signature.seen(step=step, rank=trace.rank) == seen_in(trace, step)
+    assert run_signature.seen(step=1, rank=2) == {} and run_signature.seen(step=1, rank=10) == {}
 
 
 def test_one_step_is_enough() -> None:
@@ -198,11 +198,13 @@ def test_old_and_new_are_compared_by_step_and_ranks() -> None:
     assert compare_signatures(signature(), signature()) == ()
     five = (make_sent(2, times=5), make_sent(3, times=5))
     changed = with_rank(RUN, 1, lambda trace: replace(trace, traffic=(make_sent(1), *five)))
-    (found,) = compare_signatures(signature(), signature(changed))
-    assert (found.step, found.ranks, found.what) == ("later steps", (1,), "all_gather in uint8 along dp_shard")
-    assert (found.old, found.new) == (
+    (change,) = compare_signatures(signature(), signature(changed))
+    assert (change.step, change.ranks, change.what) == ("later steps", (1,), "all_gather in uint8 along dp_shard")
+    assert (change.old, change.new) == (
         "4 with 2048 bytes (4 of 512 elements)",
         "5 with 2560 bytes (5 of 512 elements)",
     )
     every = with_rank(changed, 0, lambda trace: replace(trace, traffic=()))
-    assert {each.new for each in compare_signatures(signature(), signature(every)) if each.ranks == (0,)} == {None}
+    assert {change.new for change in compare_signatures(signature(), signature(every)) if change.ranks == (0,)} == {
+        None
+    }

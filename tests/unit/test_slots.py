@@ -168,7 +168,7 @@ def test_nodes_that_differ_are_named_with_what_differs() -> None:
 def test_cpus_may_differ_under_gpus_only() -> None:
     nodes = {name: NodeFacts(capacity=replace(GPU, cpu=name), software=HERE) for name in "ab"}
     check_alike(HERE, nodes)
-    on_cpus = {name: replace(each, capacity=replace(each.capacity, device="cpu")) for name, each in nodes.items()}
+    on_cpus = {name: replace(node, capacity=replace(node.capacity, device="cpu")) for name, node in nodes.items()}
     with pytest.raises(HarnessError, match="b: CPU a -> b"):
         check_alike(HERE, on_cpus)
 

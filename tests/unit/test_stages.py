@@ -59,7 +59,7 @@ def test_weights_are_gathered_as_counted_on_ranks(schedule: str, resharding: str
     text = f"pp2-fsdp2{resharding}{schedule}-tensorwise-v2048-gb16-s2-accum4-reduce.last-f64"
     case = parse_case_id(text)
     of_ranks = (expected_transfers(case, step=2, rank=rank) for rank in (0, 2))
-    assert gathers == tuple(sum(each.times for each in of if each.kind == "all_gather") for of in of_ranks)
+    assert gathers == tuple(sum(transfer.times for transfer in of if transfer.kind == "all_gather") for of in of_ranks)
 
 
 def test_microbatches_in_flight_are_those_whose_saved_bytes_were_measured() -> None:
@@ -79,20 +79,20 @@ def test_the_bubble_of_a_schedule(schedule: str, share: float) -> None:
 
 
 def test_stages_send_every_microbatch_and_its_gradient() -> None:
-    first = [each for each in expected_transfers(TWO, step=1, rank=0) if each.axis == "pp"]
-    assert [(each.dtype, each.elements, each.times) for each in first] == [("float64", 2 * 32 * 128, 4)]
-    assert [each.purpose for each in expected_transfers(TWO, step=2, rank=2) if each.axis == "pp"] == [
+    first = [transfer for transfer in expected_transfers(TWO, step=1, rank=0) if transfer.axis == "pp"]
+    assert [(transfer.dtype, transfer.elements, transfer.times) for transfer in first] == [("float64", 2 * 32 * 128, 4)]
+    assert [transfer.purpose for transfer in expected_transfers(TWO, step=2, rank=2) if transfer.axis == "pp"] == [
         "input gradients of stages"
     ]
 
 
 def test_stages_vote_when_they_are_new() -> None:
-    assert [(each.dtype, each.elements, each.times) for each in votes(TWO, 0, 1)] == [("int32", 1, 1)]
+    assert [(vote.dtype, vote.elements, vote.times) for vote in votes(TWO, 0, 1)] == [("int32", 1, 1)]
     resumed = make_case(pp=2, accumulation=4, steps=4, resume="same")
     assert [step for step in range(1, 5) if list(votes(resumed, 0, step))] == [1, 3]
     assert not list(votes(make_case(tp=2), 0, 1))
     together = votes(TWO, 0, 1, changes_in({"torch": "2.15.0"}))
-    assert [(each.kind, each.op) for each in together] == [
+    assert [(vote.kind, vote.op) for vote in together] == [
         ("all_reduce", "min"),
         ("all_reduce", "sum"),
         ("send", ""),

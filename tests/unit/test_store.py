@@ -38,9 +38,9 @@ def result(case_id: str = "a", verdict: Verdict = Verdict.PASSED, *, losses: tup
 def test_what_is_stored_is_read(tmp_path: Path) -> None:
     store = RunStore(tmp_path / "run.jsonl")
     stored = (result("a"), result("b", Verdict.CRASH))
-    for each in stored:
-        store.append(each)
-    assert store.read().results == tuple(replace(each, run=None) for each in stored)
+    for case in stored:
+        store.append(case)
+    assert store.read().results == tuple(replace(case, run=None) for case in stored)
     assert store.read().damaged == {}
     assert RunStore(tmp_path / "run.jsonl").read() == store.read()
 
@@ -63,10 +63,10 @@ def test_a_line_cut_short_anywhere_is_reported_and_costs_nothing_else(tmp_path: 
     both = store.path.read_bytes()
     for length in range(len(whole) + 1, len(both) - 1, 31):
         store.path.write_bytes(both[:length])
-        found = store.read()
-        assert [each.case_id for each in found.results] == ["a"]
-        (told,) = found.damaged
-        assert f"{store.path}:2: not a line of results" in told
+        run = store.read()
+        assert [case.case_id for case in run.results] == ["a"]
+        (damage,) = run.damaged
+        assert f"{store.path}:2: not a line of results" in damage
 
 
 def test_storing_goes_on_after_a_line_cut_short(tmp_path: Path) -> None:
@@ -74,9 +74,9 @@ def test_storing_goes_on_after_a_line_cut_short(tmp_path: Path) -> None:
     store.append(result("a"))
     store.path.write_bytes(store.path.read_bytes() + b'{"line":"case","i')
     store.append(result("c"))
-    found = store.read()
-    assert [each.case_id for each in found.results] == ["a", "c"]
-    assert len(found.damaged) == 1
+    run = store.read()
+    assert [case.case_id for case in run.results] == ["a", "c"]
+    assert len(run.damaged) == 1
 
 
 @pytest.mark.parametrize("line", [b"[]", b"\xff\xfe", b'{"line":"case"}', b"{}", b'{"line":"other"}'])
@@ -89,15 +89,15 @@ def test_a_line_that_is_no_result_is_reported(tmp_path: Path, line: bytes) -> No
 def test_another_schema_is_reported_as_such(tmp_path: Path) -> None:
     store = RunStore(tmp_path / "run.jsonl")
     store.path.write_bytes(run_lines(RunResult(results=(result(),))).replace(b'"schema":3', b'"schema":2'))
-    (told,) = store.read().damaged
-    assert "it has schema 2, this version reads schema 3" in told and store.read().results == ()
+    (damage,) = store.read().damaged
+    assert "it has schema 2, this version reads schema 3" in damage and store.read().results == ()
 
 
 def test_the_last_result_of_a_case_counts(tmp_path: Path) -> None:
     store = RunStore(tmp_path / "run.jsonl")
-    for each in (result("a", Verdict.CRASH), result("b"), result("a")):
-        store.append(each)
-    assert {each.case_id: each.verdict for each in store.read().results} == {
+    for case in (result("a", Verdict.CRASH), result("b"), result("a")):
+        store.append(case)
+    assert {case.case_id: case.verdict for case in store.read().results} == {
         "a": Verdict.PASSED,
         "b": Verdict.PASSED,
     }
@@ -224,8 +224,8 @@ def bits(value: object) -> object:
 
 @given(things, st.sampled_from([0, 2]))
 def test_what_is_written_is_read(thing: Thing, indent: int) -> None:
-    found = from_json(to_json(thing, indent=indent), Thing)
-    assert bits(msgspec.to_builtins(found)) == bits(msgspec.to_builtins(thing))
+    read_back = from_json(to_json(thing, indent=indent), Thing)
+    assert bits(msgspec.to_builtins(read_back)) == bits(msgspec.to_builtins(thing))
 
 
 scalars = st.text(max_size=99) | st.integers() | st.none()

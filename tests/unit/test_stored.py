@@ -113,8 +113,8 @@ def test_states_of_runs(project: Project) -> None:
 def test_a_damaged_line_is_a_case_that_was_not_run(project: Project) -> None:
     store = add(project, A, B)
     store.path.write_bytes(store.path.read_bytes()[:-30])
-    found = results_of(project, "last")
-    assert [(case.case_id, case.verdict) for case in found.results] == [(A, Verdict.PASSED), (B, Verdict.NOT_RUN)]
+    run = results_of(project, "last")
+    assert [(case.case_id, case.verdict) for case in run.results] == [(A, Verdict.PASSED), (B, Verdict.NOT_RUN)]
 
 
 @pytest.mark.parametrize("junk", [b"\xff\x00junk", b'{"line":"case","id":"' + B.encode() + b'","verdict":7}'])
@@ -180,13 +180,13 @@ def test_what_is_stored_is_the_run(project: Project) -> None:
 
 
 def test_of_a_killed_run_cases_without_a_result_were_not_run(project: Project) -> None:
-    found = add(project, B, planned=(A, B, C)).read()
-    assert [(each.case_id, each.verdict.value, each.world_size) for each in found.results] == [
+    run = add(project, B, planned=(A, B, C)).read()
+    assert [(case.case_id, case.verdict.value, case.world_size) for case in run.results] == [
         (A, "not_run", 1),
         (B, "passed", 4),
         (C, "not_run", 2),
     ]
-    assert found.end.interrupted and found.exit_code == 130 and found.end.wall_s == 1.25
+    assert run.end.interrupted and run.exit_code == 130 and run.end.wall_s == 1.25
 
 
 def test_an_end_that_cannot_be_read_is_none(project: Project) -> None:
@@ -233,8 +233,8 @@ def test_a_damaged_import_is_interrupted_or_no_run(project: Project) -> None:
     (file,) = project.imported_runs()
     start, first, second, _ = file.read_bytes().splitlines(keepends=True)
     file.write_bytes(start + first + second[:-30])
-    found = results_of(project, "v1")
-    assert [case.verdict for case in found.results] == [Verdict.PASSED, Verdict.NOT_RUN] and found.end.interrupted
+    run = results_of(project, "v1")
+    assert [case.verdict for case in run.results] == [Verdict.PASSED, Verdict.NOT_RUN] and run.end.interrupted
     file.write_bytes(b"x")
     assert list(runs_of(project)) == []
 
@@ -251,7 +251,7 @@ def append_hundred(file: Path, name: str) -> None:
 
 def at_once(work: Callable[..., None], *arguments: tuple[object, ...]) -> None:
     """Do it in several processes."""
-    processes = [get_context("fork").Process(target=work, args=each) for each in arguments]
+    processes = [get_context("fork").Process(target=work, args=process_arguments) for process_arguments in arguments]
     for process in processes:
         process.start()
     for process in processes:
@@ -271,8 +271,8 @@ def test_two_processes_import_the_same_files_at_once(project: Project, tmp_path:
 def test_two_processes_append_to_one_run_at_once(tmp_path: Path) -> None:
     file = tmp_path / "run.jsonl"
     at_once(append_hundred, (file, "a"), (file, "b"))
-    found = RunStore(file).read()
-    assert found.damaged == {} and len(found.results) == 200
+    run = RunStore(file).read()
+    assert run.damaged == {} and len(run.results) == 200
 
 
 def test_one_process_at_a_time_runs_into_a_file(tmp_path: Path) -> None:

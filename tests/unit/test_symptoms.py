@@ -114,8 +114,8 @@ def test_a_broken_gpu_or_driver_is_infra_with_advice(message: str) -> None:
     outcome = outcome_of(raised(0, message), stuck(1))
     assert (outcome.status, causes(outcome)) == ("infra", [0])
     assert outcome.message.endswith("this fails on this machine, not in the case")
-    told = advice(outcome.ranks[0].message)
-    assert told.fix is not None and "nvidia-smi" in told.fix
+    advised = advice(outcome.ranks[0].message)
+    assert advised.fix is not None and "nvidia-smi" in advised.fix
 
 
 @pytest.mark.parametrize("message", BROKEN)
@@ -210,8 +210,8 @@ def test_who_is_short_of_memory(total: float, own_part: float, others_part: floa
     own, asked = round(total * own_part, 2), round(total * asked_part, 2)
     others = round((total - own) * others_part, 2)
     free = max(0.0, total - own - others)  # rounded as torch prints it
-    told = out_of_memory(total=total, free=free, asked=asked, own=own, others={7: others})
-    kind = read(raised(0, told), on_gpus=True).kind
+    message = out_of_memory(total=total, free=free, asked=asked, own=own, others={7: others})
+    kind = read(raised(0, message), on_gpus=True).kind
     if kind == "machine":
         assert own + asked <= total and asked > free - 0.02
     elif asked > free + 0.02:

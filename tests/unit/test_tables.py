@@ -22,8 +22,8 @@ TRAFFIC = TrafficRecord(step=1, axis="tp", kind="all_reduce", op="max", dtype="f
 MEMORY = SavedMemory(step=1, saved_bytes=64, float8_bytes=16, by_dtype={})
 
 
-def difference_text(found: tuple[TableDifference, ...]) -> str:
-    return text_of([Section(blocks=difference_blocks(found))])
+def difference_text(differences: tuple[TableDifference, ...]) -> str:
+    return text_of([Section(blocks=difference_blocks(differences))])
 
 
 def recorded(*casts: object, losses: tuple[float, ...] = (2.0, 1.0)) -> Run:
@@ -46,8 +46,8 @@ def test_a_saved_trace_is_read_back_and_loads_with_numpy_alone(tmp_path: Path) -
 def test_what_was_not_recorded_is_an_empty_table(tmp_path: Path) -> None:
     path = tmp_path / "case.npz"
     save_tables(path, run_of(make_trace()))
-    found = load_tables(path)
-    assert [name for name, rows in found.items() if rows] == ["steps"]
+    tables = load_tables(path)
+    assert [name for name, rows in tables.items() if rows] == ["steps"]
 
 
 @pytest.mark.parametrize("content", [b"", b"not an archive", b"PK\x03\x04"])
@@ -60,17 +60,19 @@ def test_another_file_is_refused_with_the_command_that_writes_one(tmp_path: Path
 
 
 def test_equal_runs_are_equal_even_with_losses_that_are_no_numbers() -> None:
-    found = difference(rows_of(recorded(losses=(2.0, float("nan")))), rows_of(recorded(losses=(2.0, float("nan")))))
-    assert all(each.equal for each in found)
-    assert [each.table for each in found] == [table.name for table in TABLES]
+    differences = difference(
+        rows_of(recorded(losses=(2.0, float("nan")))), rows_of(recorded(losses=(2.0, float("nan"))))
+    )
+    assert all(table_difference.equal for table_difference in differences)
+    assert [table_difference.table for table_difference in differences] == [table.name for table in TABLES]
 
 
 def test_the_first_row_that_differs_is_named_in_every_table_causes_first() -> None:
     wrong = replace(CASTS[1], amax=1.5, data_digest="other")
-    found = difference(rows_of(recorded()), rows_of(recorded(CASTS[0], wrong, CASTS[2], losses=(2.0, 1.5))))
-    text = difference_text(found)
+    differences = difference(rows_of(recorded()), rows_of(recorded(CASTS[0], wrong, CASTS[2], losses=(2.0, 1.5))))
+    text = difference_text(differences)
     assert text.index("casts: 1 of 3 rows differ") < text.index("steps: 1 of 2 rows differ")
-    casts = found[0]
+    casts = differences[0]
     assert {change.column: change.second for change in casts.changes} == {"amax": 1.5, "data_digest": "other"}
     assert casts.where["step"] == 1
     assert "loss  1 -> 1.5  (0.5 of it)" in text

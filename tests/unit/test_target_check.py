@@ -34,15 +34,15 @@ def test_every_layout_in_float64_and_one_as_users_run_it() -> None:
 
 def test_recipe_and_layouts_are_those_that_are_asked_for() -> None:
     layouts = (parse_layout("fsdp2-tp2"),)
-    found = ids(recipe="rowwise", layouts=layouts)
-    assert found[2:] == ["fsdp2-tp2-bf16-b16", "fsdp2-tp2-rowwise-f64", "fsdp2-tp2-rowwise-b16"]
+    case_ids = ids(recipe="rowwise", layouts=layouts)
+    assert case_ids[2:] == ["fsdp2-tp2-bf16-b16", "fsdp2-tp2-rowwise-f64", "fsdp2-tp2-rowwise-b16"]
 
 
 def test_a_case_gives_model_and_options() -> None:
     base = make_case(tp=2, recipe="rowwise", checkpointing="full", steps=3)
-    found = ids(base=base)
-    assert "tp2-rowwise-ac.full-v2048-s3-f64" in found
-    assert len(found) == 5
+    case_ids = ids(base=base)
+    assert "tp2-rowwise-ac.full-v2048-s3-f64" in case_ids
+    assert len(case_ids) == 5
 
 
 def test_no_float64_on_a_gpu() -> None:
@@ -129,13 +129,13 @@ EFFECT = a_finding(check="loss_vs_golden", message="the loss is off")
 
 
 def test_one_mistake_in_many_runs_is_told_once_and_its_effects_by_name() -> None:
-    found = report(ran(), ran("fsdp2", CAUSE, EFFECT), ran("tp2", CAUSE))
-    cause, effect = problems_of(found)
+    target_report = report(ran(), ran("fsdp2", CAUSE, EFFECT), ran("tp2", CAUSE))
+    cause, effect = problems_of(target_report)
     assert (cause.cases, cause.likely_effect) == (("fsdp2-id", "tp2-id"), False)
     assert (effect.check, effect.likely_effect) == ("loss_vs_golden", True)
-    text = text_of(target_sections(found), width=60)
+    text = text_of(target_sections(target_report), width=60)
     assert "also failed, likely effects: loss_vs_golden" in text and "1 thing to fix in mine." in text
-    assert target_exit_code(found) == 1
+    assert target_exit_code(target_report) == 1
 
 
 def test_what_follows_from_nothing_that_is_known_is_told_in_full() -> None:
@@ -149,15 +149,15 @@ def test_whatever_is_wrong_follows_from_a_reference_that_is_wrong() -> None:
 
 
 def test_a_target_that_refuses_every_layout_does_not_work() -> None:
-    found = report(*(ran(each, verdict=Verdict.CRASH, refused="not yet") for each in ("single", "tp2")))
-    assert problems_of(found) == () and target_exit_code(found) == 3
-    assert "nothing ran: mine supports none of these layouts. 9 s" in text_of(target_sections(found))
+    target_report = report(*(ran(layout, verdict=Verdict.CRASH, refused="not yet") for layout in ("single", "tp2")))
+    assert problems_of(target_report) == () and target_exit_code(target_report) == 3
+    assert "nothing ran: mine supports none of these layouts. 9 s" in text_of(target_sections(target_report))
 
 
 def test_a_refusal_is_no_problem_and_lines_fit() -> None:
     refused = ran("tp2", a_finding(check="engine", message="x"), verdict=Verdict.CRASH, refused="no tp " * 20)
-    found = report(ran(), refused)
-    assert problems_of(found) == () and target_exit_code(found) == 0
-    text = text_of(target_sections(found), width=60)
+    target_report = report(ran(), refused)
+    assert problems_of(target_report) == () and target_exit_code(target_report) == 0
+    text = text_of(target_sections(target_report), width=60)
     assert "Not supported by it: tp2." in text and "not supported: no tp" in text
     assert max(map(len, text.splitlines())) <= 60

@@ -58,9 +58,9 @@ def samples(per_step: tuple[float, ...] = NOISE, *, seeds: int = MIN_SEEDS, layo
     return [sample(seed, layout, per_step) for seed in range(seeds) for layout in LAYOUTS[:layouts]]
 
 
-def store(root: Path, table: str, found: list[Sample] | None = None) -> Path:
+def store(root: Path, table: str, stored: list[Sample] | None = None) -> Path:
     evidence = Evidence(
-        samples=tuple(samples() if found is None else found),
+        samples=tuple(samples() if stored is None else stored),
         software={"torch": "2.13.0"},
         device="cpu",
         command="c",
@@ -77,23 +77,26 @@ def table(allowed: object = "[0.02, 0.04, 0.08]", margin: object = 3.0, key: str
 
 def validate_tolerances(root: Path) -> None:
     """Raises as the use of a number does, for every number of the table that its evidence does not support."""
-    found = [
+    all_problems = [
         problem
         for check, entries in read_table(root).items()
         for key, entry in entries.items()
         for problem in problems(
-            check, key, entry, [each for each in read_evidence(root, check).samples if each.key == key]
+            check,
+            key,
+            entry,
+            [stored_sample for stored_sample in read_evidence(root, check).samples if stored_sample.key == key],
         )
     ]
-    if found:
-        raise ToleranceUnfounded("; ".join(found))
+    if all_problems:
+        raise ToleranceUnfounded("; ".join(all_problems))
 
 
 def test_the_numbers_reach_the_case(tmp_path: Path) -> None:
     store(tmp_path, table())
-    found = tolerance_for(case(), tmp_path)
-    assert (found.key, found.per_step, found.margin) == (KEY, (0.02, 0.04, 0.08), 3.0)
-    assert found.evidence == f"{MIN_SEEDS * MIN_LAYOUTS} samples, {MIN_SEEDS} seeds"
+    tolerance = tolerance_for(case(), tmp_path)
+    assert (tolerance.key, tolerance.per_step, tolerance.margin) == (KEY, (0.02, 0.04, 0.08), 3.0)
+    assert tolerance.evidence == f"{MIN_SEEDS * MIN_LAYOUTS} samples, {MIN_SEEDS} seeds"
     assert tolerance_for(case(steps=2), tmp_path).per_step == (0.02, 0.04)
 
 
@@ -101,9 +104,9 @@ def test_the_numbers_reach_the_case(tmp_path: Path) -> None:
 def test_a_loss_over_fewer_tokens_is_a_mean_of_fewer_errors(tmp_path: Path, batch: int, factor: float) -> None:
     store(tmp_path, table())
     smaller = msgspec.structs.replace(case(), train=Train(steps=3, global_batch=batch))
-    found = tolerance_for(smaller, tmp_path)
-    assert found.per_step == pytest.approx((0.02 * factor, 0.04 * factor, 0.08 * factor))
-    assert found.evidence.endswith("seeds" if factor == 1 else f"times {factor:.3g} for {32 * batch} tokens")
+    tolerance = tolerance_for(smaller, tmp_path)
+    assert tolerance.per_step == pytest.approx((0.02 * factor, 0.04 * factor, 0.08 * factor))
+    assert tolerance.evidence.endswith("seeds" if factor == 1 else f"times {factor:.3g} for {32 * batch} tokens")
 
 
 def test_one_number_holds_for_every_measured_step(tmp_path: Path) -> None:
@@ -121,8 +124,8 @@ def test_steps_beyond_the_list_are_an_error_and_not_extrapolated(tmp_path: Path)
 
 
 def test_the_number_of_the_case_wins_and_needs_no_files(tmp_path: Path) -> None:
-    found = tolerance_for(case(steps=50, loss_tolerance=0.5), tmp_path)
-    assert (found.per_step, found.margin) == ((0.5,) * 50, None)
+    tolerance = tolerance_for(case(steps=50, loss_tolerance=0.5), tmp_path)
+    assert (tolerance.per_step, tolerance.margin) == ((0.5,) * 50, None)
 
 
 def test_a_kind_of_case_that_was_not_measured_is_an_error(tmp_path: Path) -> None:
@@ -201,7 +204,7 @@ def test_every_problem_is_told_at_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("found", "steps"),
+    ("all_samples", "steps"),
     [
         ([], 0),
         (samples(), 3),
@@ -212,21 +215,21 @@ def test_every_problem_is_told_at_once(tmp_path: Path) -> None:
         ([*samples((0.1,)), *samples((0.1,) * 5, seeds=MIN_SEEDS - 1)], 1),
     ],
 )
-def test_a_step_counts_as_measured_with_enough_seeds_and_layouts(found: list[Sample], steps: int) -> None:
-    assert measured_steps(found) == steps
-    assert len(noise(LOSS_VS_GOLDEN, found)) == steps
+def test_a_step_counts_as_measured_with_enough_seeds_and_layouts(all_samples: list[Sample], steps: int) -> None:
+    assert measured_steps(all_samples) == steps
+    assert len(noise(LOSS_VS_GOLDEN, all_samples)) == steps
 
 
 def test_noise_is_the_largest_sample_and_never_falls() -> None:
-    found = [*samples((0.01, 0.02, 0.005)), sample(3, "tp2", (0.001, 0.03, 0.001))]
-    assert noise(LOSS_VS_GOLDEN, found) == (0.01, 0.03, 0.03)
+    all_samples = [*samples((0.01, 0.02, 0.005)), sample(3, "tp2", (0.001, 0.03, 0.001))]
+    assert noise(LOSS_VS_GOLDEN, all_samples) == (0.01, 0.03, 0.03)
 
 
 def test_a_rounding_that_flips_late_may_flip_in_step_2() -> None:
-    found = [*samples((1e-8, 1e-8, 2e-8, 2e-8)), sample(0, "fsdp2", (1e-8, 2e-8, 1e-8, 0.02))]
-    found.append(sample(1, "fsdp2", (2e-8, 1e-8, 0.01, 0.05)))
-    assert noise(PARITY, found) == (2e-8, 0.02, 0.05, 0.05)
-    assert noise(LOSS_VS_GOLDEN, found) == (2e-8, 2e-8, 0.01, 0.05)
+    all_samples = [*samples((1e-8, 1e-8, 2e-8, 2e-8)), sample(0, "fsdp2", (1e-8, 2e-8, 1e-8, 0.02))]
+    all_samples.append(sample(1, "fsdp2", (2e-8, 1e-8, 0.01, 0.05)))
+    assert noise(PARITY, all_samples) == (2e-8, 0.02, 0.05, 0.05)
+    assert noise(LOSS_VS_GOLDEN, all_samples) == (2e-8, 2e-8, 0.01, 0.05)
 
 
 def test_where_roundings_differ_from_step_1_on_none_is_thought_earlier() -> None:
@@ -241,10 +244,12 @@ distances = st.floats(0, 10) | st.floats(1e-12, 1e-3)
     st.lists(st.tuples(distances, distances), min_size=MIN_SEEDS, max_size=MIN_SEEDS), st.floats(MIN_MARGIN, MAX_MARGIN)
 )
 def test_what_is_fitted_lies_between_noise_and_margin(measured: list[tuple[float, float]], margin: float) -> None:
-    found = [sample(seed, layout, pair) for seed, pair in enumerate(measured) for layout in LAYOUTS]
-    fitted = fit(LOSS_VS_GOLDEN, found, margin)
+    all_samples = [sample(seed, layout, pair) for seed, pair in enumerate(measured) for layout in LAYOUTS]
+    fitted = fit(LOSS_VS_GOLDEN, all_samples, margin)
     assert len(fitted) == 2
-    assert all(low <= value <= low * margin for low, value in zip(noise(LOSS_VS_GOLDEN, found), fitted, strict=True))
+    assert all(
+        low <= value <= low * margin for low, value in zip(noise(LOSS_VS_GOLDEN, all_samples), fitted, strict=True)
+    )
 
 
 def test_what_is_fitted_has_three_digits() -> None:
@@ -254,8 +259,8 @@ def test_what_is_fitted_has_three_digits() -> None:
 @pytest.mark.parametrize("measured", [(0.0, 0.0, 0.0), (1e-9, 0.001234567, 7.0), (0.5, 0.1, 0.3)])
 @pytest.mark.parametrize("margin", [MIN_MARGIN, 2.7182818, MAX_MARGIN])
 def test_what_is_fitted_is_carried_by_its_samples(tmp_path: Path, measured: tuple[float, ...], margin: float) -> None:
-    found = samples(measured)
-    validate_tolerances(store(tmp_path, table(list(fit(LOSS_VS_GOLDEN, found, margin)), margin), found))
+    all_samples = samples(measured)
+    validate_tolerances(store(tmp_path, table(list(fit(LOSS_VS_GOLDEN, all_samples, margin)), margin), all_samples))
 
 
 @pytest.mark.parametrize("per_step", [(), (math.nan,), (math.inf,), (-0.1,), (0.1, math.nan), (-0.1, 0.1)])
@@ -328,9 +333,9 @@ def test_hsdp_is_another_kind_than_tp(case: str, key: str) -> None:
 def test_layouts_of_one_key_must_be_of_one_kind(tmp_path: Path, quiet: float, founded: bool) -> None:
     """In the first step; what training makes of it is chance."""
     first = {LAYOUTS[0]: 0.1, LAYOUTS[1]: quiet}
-    found = [sample(seed, name, (off, 0.1, 0.1)) for seed in range(MIN_SEEDS) for name, off in first.items()]
+    all_samples = [sample(seed, name, (off, 0.1, 0.1)) for seed in range(MIN_SEEDS) for name, off in first.items()]
     root = store(tmp_path, f"[{PARITY}.{KEY}]\nallowed = 0.2\nmargin = 3.0\n")
-    write_evidence(root, msgspec.structs.replace(read_evidence(root), samples=tuple(found)), PARITY)
+    write_evidence(root, msgspec.structs.replace(read_evidence(root), samples=tuple(all_samples)), PARITY)
     if founded:
         validate_tolerances(root)
         return

@@ -26,8 +26,8 @@ def case_of(recipe: str = "bf16", **axes: object) -> Case:
 
 
 def traffic(case: Case, step: int = 1) -> dict[CollectiveKey, tuple[int, int]]:
-    found = expected_traffic(Expectations(case), step=step, rank=0)
-    return {key: (amount.times, amount.payload_bytes) for key, amount in found.items()}
+    expected = expected_traffic(Expectations(case), step=step, rank=0)
+    return {key: (amount.times, amount.payload_bytes) for key, amount in expected.items()}
 
 
 def test_one_rank_sends_nothing() -> None:
@@ -90,11 +90,14 @@ def test_the_ends_of_a_pipeline_send_one_another_the_gradient_of_their_copy() ->
     sizes = {"layers": 4, "tied": True, "vocab_size": 2050, "global_batch": 24}
     case = case_of("rowwise", pp=4, dp_shard=3, accumulation=4, **sizes)
     sent = [
-        next((each for each in expected_transfers(case, step=1, rank=rank) if "tied ends" in each.purpose), None)
+        next(
+            (transfer for transfer in expected_transfers(case, step=1, rank=rank) if "tied ends" in transfer.purpose),
+            None,
+        )
         for rank in range(case.world_size)
     ]
     rows = [684, 684, 682]  # of each shard
-    assert [each and (each.axis, each.kind, each.elements, each.times) for each in sent] == [
+    assert [transfer and (transfer.axis, transfer.kind, transfer.elements, transfer.times) for transfer in sent] == [
         *(("pp", "send", count * 128, 1) for count in rows),
         *[None] * 6,
         *(("pp", "send", count * 128, 1) for count in rows),
@@ -116,9 +119,9 @@ def test_biases_are_gathered_and_reduced_with_their_block(tp: int, features: int
     """TP shards those of wq, wk, wv, w1 and w3 with the outputs; every rank holds those of wo and w2 whole."""
     without, with_bias = (traffic(case_of(dp_shard=2, tp=tp, bias=bias)) for bias in (False, True))
     more = {
-        key: (found[0] - without[key][0], found[1] - without[key][1])
-        for key, found in with_bias.items()
-        if found != without[key]
+        key: (volume[0] - without[key][0], volume[1] - without[key][1])
+        for key, volume in with_bias.items()
+        if volume != without[key]
     }
     assert more == {
         CollectiveKey("dp_shard", "all_gather", "", "float32"): (0, 2 * 2 * features // 2 * 4),
@@ -169,9 +172,9 @@ def test_uneven_shards_are_padded_to_the_largest() -> None:
     case = case_of(dp_shard=3, global_batch=6)
     block = 4 * 43 * 128 + 2 * 86 * 128 + 43 * 256 + 2 * 43
     units = [683 * 128, block, block, 683 * 128 + 43]
-    found = traffic(case)
-    assert found[CollectiveKey("dp_shard", "all_gather", "", "float32")] == (7, 4 * (2 * sum(units[:3]) + units[3]))
-    assert found[CollectiveKey("dp_shard", "reduce_scatter", "sum", "float32")] == (4, 4 * 3 * sum(units))
+    sent = traffic(case)
+    assert sent[CollectiveKey("dp_shard", "all_gather", "", "float32")] == (7, 4 * (2 * sum(units[:3]) + units[3]))
+    assert sent[CollectiveKey("dp_shard", "reduce_scatter", "sum", "float32")] == (4, 4 * 3 * sum(units))
 
 
 def test_hsdp_sums_the_shards_over_replicas() -> None:
@@ -197,9 +200,9 @@ def test_precomputed_scales_replace_the_amax_of_every_gather_from_step_two_on() 
 
 
 def test_sequence_parallel_pairs_gathers_with_reduce_scatters() -> None:
-    found = traffic(case_of(tp=2))
-    assert found[CollectiveKey("tp", "all_gather", "", "float32")] == (10, 10 * RESIDUAL // 2 * 4)
-    assert found[CollectiveKey("tp", "reduce_scatter", "sum", "float32")] == (10, 10 * RESIDUAL * 4)
+    sent = traffic(case_of(tp=2))
+    assert sent[CollectiveKey("tp", "all_gather", "", "float32")] == (10, 10 * RESIDUAL // 2 * 4)
+    assert sent[CollectiveKey("tp", "reduce_scatter", "sum", "float32")] == (10, 10 * RESIDUAL * 4)
     without = traffic(case_of(tp=2, sequence_parallel=False))
     assert without[CollectiveKey("tp", "all_reduce", "sum", "float32")] == (12, 10 * RESIDUAL * 4 + 2 * 128 * 4)
 
@@ -218,12 +221,12 @@ def test_amax_over_tp_by_recipe(recipe, count, elements) -> None:
 
 
 def test_float8_styles_gather_activations_in_float8_and_cast_them_once() -> None:
-    found = traffic(case_of("tensorwise", tp=2, tp_styles="float8"))
+    sent = traffic(case_of("tensorwise", tp=2, tp_styles="float8"))
     shard = RESIDUAL // 2
-    assert found[CollectiveKey("tp", "all_gather", "", "float8_e4m3fn")] == (4, 4 * shard)
-    assert found[CollectiveKey("tp", "all_gather", "", "float8_e5m2")] == (4, 4 * shard)
-    assert found[CollectiveKey("tp", "all_gather", "", "float32")] == (2, 2 * shard * 4)
-    assert found[CollectiveKey("tp", "all_reduce", "max", "float64")] == (50, 50 * 8)
+    assert sent[CollectiveKey("tp", "all_gather", "", "float8_e4m3fn")] == (4, 4 * shard)
+    assert sent[CollectiveKey("tp", "all_gather", "", "float8_e5m2")] == (4, 4 * shard)
+    assert sent[CollectiveKey("tp", "all_gather", "", "float32")] == (2, 2 * shard * 4)
+    assert sent[CollectiveKey("tp", "all_reduce", "max", "float64")] == (50, 50 * 8)
 
 
 @pytest.mark.parametrize(
@@ -231,10 +234,10 @@ def test_float8_styles_gather_activations_in_float8_and_cast_them_once() -> None
     [("none", 10, 10, 56), ("full", 14, 12, 74), ("selective_op", 14, 10, 74), ("selective_layer", 12, 11, 65)],
 )
 def test_recomputing_repeats_the_collectives_of_forward_but_the_last(mode, gathers, scatters, amax) -> None:
-    found = traffic(case_of("tensorwise", tp=2, checkpointing=mode))
-    assert found[CollectiveKey("tp", "all_gather", "", "float32")][0] == gathers
-    assert found[CollectiveKey("tp", "reduce_scatter", "sum", "float32")][0] == scatters
-    assert found[CollectiveKey("tp", "all_reduce", "max", "float64")][0] == amax
+    sent = traffic(case_of("tensorwise", tp=2, checkpointing=mode))
+    assert sent[CollectiveKey("tp", "all_gather", "", "float32")][0] == gathers
+    assert sent[CollectiveKey("tp", "reduce_scatter", "sum", "float32")][0] == scatters
+    assert sent[CollectiveKey("tp", "all_reduce", "max", "float64")][0] == amax
 
 
 @given(EAGER_CASES, st.data())

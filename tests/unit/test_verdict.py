@@ -76,15 +76,15 @@ def raised(message: str, *, rank: int = 0, n: int = 1, phase: str = "step 2", co
 
 
 def crash(*failures: RankFailure) -> str:
-    found = signature_of(Verdict.CRASH, (), Run(traces=(), failures=failures))
-    assert found is not None
-    return found.text
+    signature = signature_of(Verdict.CRASH, (), Run(traces=(), failures=failures))
+    assert signature is not None
+    return signature.text
 
 
 def of_finding(finding: Finding) -> str:
-    found = signature_of(Verdict.INVARIANT, (finding,), run_of(make_trace()))
-    assert found is not None
-    return found.text
+    signature = signature_of(Verdict.INVARIANT, (finding,), run_of(make_trace()))
+    assert signature is not None
+    return signature.text
 
 
 def test_a_crash_is_its_exception_and_the_calls_of_the_field() -> None:
@@ -114,9 +114,9 @@ def test_consequences_and_single_ranks_do_not_decide() -> None:
 
 
 def test_the_order_in_which_ranks_are_told_does_not_matter() -> None:
-    told = "CollectiveMismatch: ranks of one process group disagree: group rank {} calls {}, group rank {} calls {}"
+    message = "CollectiveMismatch: ranks of one process group disagree: group rank {} calls {}, group rank {} calls {}"
     one, other = "all_gather of 55 bytes", "all_reduce of 4 bytes"
-    assert crash(raised(told.format(0, one, 1, other))) == crash(raised(told.format(0, other, 3, one)))
+    assert crash(raised(message.format(0, one, 1, other))) == crash(raised(message.format(0, other, 3, one)))
 
 
 def test_a_hang_is_where_ranks_wait() -> None:
@@ -124,9 +124,9 @@ def test_a_hang_is_where_ranks_wait() -> None:
         'Thread 0x7f (most recent call first):\n  File "/v/torch/distributed/distributed_c10d.py", line 9 in barrier'
     )
     stuck = RankFailure(rank=0, kind="stuck", message="", traceback=stack, phase="step 3", consequence=False)
-    found = signature_of(Verdict.HANG, (), Run(traces=(), failures=(stuck,)))
-    assert found is not None
-    assert (found.kind, found.what, found.first_step) == ("hang", "barrier", 3)
+    signature = signature_of(Verdict.HANG, (), Run(traces=(), failures=(stuck,)))
+    assert signature is not None
+    assert (signature.kind, signature.what, signature.first_step) == ("hang", "barrier", 3)
 
 
 @pytest.mark.parametrize(

@@ -106,23 +106,23 @@ def test_which_version_is_a_release(installed: str, version: str, same: bool) ->
 
 def test_the_version_that_runs_needs_no_environment(tmp_path: Path) -> None:
     version = installed_version("msgspec") or ""
-    found = Versions("msgspec", tmp_path / "versions").environment(version)
-    assert (found.name, found.python, found.folder) == (f"msgspec-{version}", Path(sys.executable), None)
+    place = Versions("msgspec", tmp_path / "versions").environment(version)
+    assert (place.name, place.python, place.folder) == (f"msgspec-{version}", Path(sys.executable), None)
     assert not (tmp_path / "versions").exists()
 
 
 def test_torch_comes_with_its_libraries_and_nothing_else_changes(tmp_path: Path, asked: Path) -> None:
-    told: list[str] = []
+    notes: list[str] = []
     source = Source(index_url="https://example.org/cpu")
-    made = Versions("torch", tmp_path / "versions", source=source, note=told.append).environment("2.99.0")
+    made = Versions("torch", tmp_path / "versions", source=source, note=notes.append).environment("2.99.0")
     words = asked.read_text().split()
     assert words[-3:] == ["--index-url", "https://example.org/cpu", "torch==2.99.0"] and "--no-deps" not in words
     held = Path(words[words.index("--constraint") + 1]).read_text().splitlines()
     assert f"msgspec=={installed_version('msgspec')}" in held
     assert not any(line.startswith(("torch==", "triton==", "nvidia-")) for line in held)
-    assert told[0] == f"torch 2.99.0: installing it into {made.folder}, which is kept"
-    assert told[1:3] == ["  Downloading torch (888.1MiB)", "  Installed 3 packages in 2s"]
-    assert told[3].startswith("torch 2.99.0: ") and told[3].endswith(" s") and len(told) == 4
+    assert notes[0] == f"torch 2.99.0: installing it into {made.folder}, which is kept"
+    assert notes[1:3] == ["  Downloading torch (888.1MiB)", "  Installed 3 packages in 2s"]
+    assert notes[3].startswith("torch 2.99.0: ") and notes[3].endswith(" s") and len(notes) == 4
 
 
 def test_any_other_package_comes_alone(tmp_path: Path, asked: Path) -> None:

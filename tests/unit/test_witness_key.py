@@ -90,8 +90,8 @@ def install(folder: Path, *, at_s: int) -> Path:
     info.mkdir()
     hashes = {path: base64.urlsafe_b64encode(sha256(path.read_bytes()).digest()) for path in (module, library)}
     lines = [
-        f"{path.relative_to(folder)},sha256={found.decode().rstrip('=')},{path.stat().st_size}\n"
-        for path, found in hashes.items()
+        f"{path.relative_to(folder)},sha256={digest.decode().rstrip('=')},{path.stat().st_size}\n"
+        for path, digest in hashes.items()
     ]
     (info / "RECORD").write_text(f"{''.join(lines)}torch/__init__.py,,\n")
     for path in (*module.parents[1].rglob("*"), info / "RECORD"):

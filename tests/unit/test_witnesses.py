@@ -51,7 +51,7 @@ class FakeExecutor:
         kind, noise = "solo" if request.solo else "plain", request.noise
         if noise is not None:
             kind = f"noise {noise.draw} in {len(noise.float8_fqns)} with {noise.grad_output_dtype}"
-        kind = " with ".join([kind, *(each.text for each in request.injections)])
+        kind = " with ".join([kind, *(injection.text for injection in request.injections)])
         if request.replayed:
             self.asked.append(("replay", case_id(request.case), ()))
             return self.replayed
@@ -72,8 +72,8 @@ def cache(
 
 def test_each_kind_of_witness_is_run_in_its_own_way(tmp_path: Path) -> None:
     executor = FakeExecutor(ok())
-    found = cache(executor, tmp_path)
-    assert found.solo(CASE) == found.twin(CASE) == found.partner(CASE) == run_of(make_trace())
+    witnesses = cache(executor, tmp_path)
+    assert witnesses.solo(CASE) == witnesses.twin(CASE) == witnesses.partner(CASE) == run_of(make_trace())
     assert executor.asked == [
         ("solo", "fsdp4-tensorwise-ag.fp8pre-v2048-b16", ("sketches", "operands")),
         ("plain", "hsdp2x2-bf16-v2048-b16", ()),
@@ -89,11 +89,11 @@ def test_the_reference_of_a_case_is_its_bf16_run_on_one_rank(tmp_path: Path) -> 
 
 def test_noisy_references_are_of_the_recipe_and_of_one_draw_each(tmp_path: Path) -> None:
     executor = FakeExecutor(ok())
-    found = cache(executor, tmp_path)
+    witnesses = cache(executor, tmp_path)
     others = ("fsdp2-tensorwise-v2048-b16", "tp2-tensorwise-head.fp8-v2048-b16", "single-rowwise-v2048-b16")
     for case in (CASE, *map(parse_case_id, others)):
-        assert found.noisy(case, 1, converted_fqns(case)) is not None
-    assert found.noisy(CASE, 2, converted_fqns(CASE)) is not None
+        assert witnesses.noisy(case, 1, converted_fqns(case)) is not None
+    assert witnesses.noisy(CASE, 2, converted_fqns(CASE)) is not None
     noises = [kind for kind, _, _ in executor.asked]
     assert noises == [  # the second case shares the errors of the first
         "noise 1 in 14 with float8_e5m2",
@@ -111,14 +111,14 @@ def test_a_partner_that_stands_for_the_modules_of_a_compiled_case_is_replayed(tm
     executor = FakeExecutor(ok_with(recorded))
     distance = make_distance()
     executor.replayed = ok_with(make_trace(module_distances=(distance,))) if finished else None
-    found = cache(executor, tmp_path).partner(compiled)
-    assert found == (run_of(make_trace(module_distances=(distance,))) if finished else None)
+    partner = cache(executor, tmp_path).partner(compiled)
+    assert partner == (run_of(make_trace(module_distances=(distance,))) if finished else None)
     assert executor.asked == [
         ("plain", eager, ("sketches", "module_tensors")),
         ("replay", eager, ()),
     ]
     again = FakeExecutor(ok_with(recorded))
-    assert cache(again, tmp_path).partner(compiled) == found
+    assert cache(again, tmp_path).partner(compiled) == partner
     assert (again.asked == []) is finished
 
 
@@ -134,13 +134,13 @@ def test_the_partner_of_a_run_with_a_fix_runs_with_it_and_is_kept_by_the_content
 def test_operands_of_a_solo_witness_are_read_again_and_not_kept_in_memory(tmp_path: Path) -> None:
     recorded = make_trace(operands=OperandTrace(casts=(make_cast(),), matmuls=()))
     executor = FakeExecutor(ok_with(recorded))
-    found = cache(executor, tmp_path)
-    light = found.solo(CASE)
+    witnesses = cache(executor, tmp_path)
+    light = witnesses.solo(CASE)
     assert light is not None and light.traces[0].operands is None and len(light.traces[0].cast_shares or ()) == 1
-    assert found.solo_with_operands(CASE) == run_of(recorded)
+    assert witnesses.solo_with_operands(CASE) == run_of(recorded)
     assert [probes for _, _, probes in executor.asked] == [("sketches", "operands")]
     next(tmp_path.iterdir()).unlink()
-    assert found.solo_with_operands(CASE) == run_of(recorded)
+    assert witnesses.solo_with_operands(CASE) == run_of(recorded)
     assert len(executor.asked) == 2, "where nothing could be stored it is run again"
 
 
@@ -152,9 +152,9 @@ def test_a_case_without_a_partner_runs_none(tmp_path: Path) -> None:
 
 def test_cases_with_the_same_witness_share_it(tmp_path: Path) -> None:
     executor = FakeExecutor(ok())
-    found = cache(executor, tmp_path)
+    witnesses = cache(executor, tmp_path)
     layouts = ("fsdp4", "hsdp2x2", "fsdp4-tp2", "hsdp2x2-tp2-nosp")
-    runs = [found.solo(parse_case_id(f"{layout}-tensorwise-v2048-b16")) for layout in layouts]
+    runs = [witnesses.solo(parse_case_id(f"{layout}-tensorwise-v2048-b16")) for layout in layouts]
     assert len(executor.asked) == 1 and all(run == runs[0] for run in runs)
 
 
@@ -210,46 +210,46 @@ def test_one_wrong_bit_is_damage_wherever_it_is(tmp_path: Path) -> None:
 )
 def test_a_witness_that_did_not_finish_says_why_and_is_not_kept(tmp_path: Path, outcome: JobOutcome, why: str) -> None:
     executor = FakeExecutor(outcome)
-    found = cache(executor, tmp_path)
-    ended = found.solo(CASE)
+    witnesses = cache(executor, tmp_path)
+    ended = witnesses.solo(CASE)
     assert ended is not None and ended.traces == () and why in ended.failures[0].message
     assert list(tmp_path.iterdir()) == []
     executor.outcome = ok()
-    again = found.solo(CASE)
+    again = witnesses.solo(CASE)
     assert again is not None and again.complete
     assert len(executor.asked) == 2 + (outcome.status == "infra")
 
 
 def test_a_witness_that_was_stopped_is_none_and_not_kept(tmp_path: Path) -> None:
     executor = FakeExecutor(None)
-    found = cache(executor, tmp_path)
-    assert found.solo(CASE) is None and list(tmp_path.iterdir()) == []
+    witnesses = cache(executor, tmp_path)
+    assert witnesses.solo(CASE) is None and list(tmp_path.iterdir()) == []
     executor.outcome = ok()
-    assert found.solo(CASE) is not None
+    assert witnesses.solo(CASE) is not None
 
 
 def test_threads_that_need_one_witness_run_it_once(tmp_path: Path) -> None:
     executor = FakeExecutor(ok(), before=lambda: threading.Event().wait(0.05))
-    found = cache(executor, tmp_path)
+    witnesses = cache(executor, tmp_path)
     with ThreadPoolExecutor(8) as threads:
-        runs = list(threads.map(found.solo, [CASE] * 16))
+        runs = list(threads.map(witnesses.solo, [CASE] * 16))
     assert len(executor.asked) == 1 and all(run is runs[0] and run is not None for run in runs)
 
 
 def test_threads_that_need_different_witnesses_do_not_wait_for_each_other(tmp_path: Path) -> None:
     rendezvous = threading.Barrier(2, timeout=20)
-    found = cache(FakeExecutor(ok(), before=rendezvous.wait), tmp_path)
+    witnesses = cache(FakeExecutor(ok(), before=rendezvous.wait), tmp_path)
     with ThreadPoolExecutor(2) as threads:
-        solo, twin = threads.submit(found.solo, CASE), threads.submit(found.twin, CASE)
+        solo, twin = threads.submit(witnesses.solo, CASE), threads.submit(witnesses.twin, CASE)
         assert solo.result() is not None and twin.result() is not None
 
 
 def test_a_folder_that_cannot_be_written_costs_nothing_but_time(tmp_path: Path) -> None:
     blocked = tmp_path / "file"
     blocked.write_text("not a folder")
-    found = cache(FakeExecutor(ok()), blocked / "witnesses")
-    assert found.solo(CASE) is not None
-    assert found.solo(CASE) is not None
+    witnesses = cache(FakeExecutor(ok()), blocked / "witnesses")
+    assert witnesses.solo(CASE) is not None
+    assert witnesses.solo(CASE) is not None
 
 
 def test_a_witness_that_a_lost_node_took_is_run_once_more(tmp_path: Path) -> None:
@@ -258,7 +258,7 @@ def test_a_witness_that_a_lost_node_took_is_run_once_more(tmp_path: Path) -> Non
 
     lost = JobOutcome(job_id="j", status="infra", ranks=(), message="node b is gone.")
     executor = FakeExecutor(before=found_a_node)
-    told: list[str] = []
-    assert cache(executor, tmp_path, note=told.append).solo(CASE) == run_of(make_trace())
+    notes: list[str] = []
+    assert cache(executor, tmp_path, note=notes.append).solo(CASE) == run_of(make_trace())
     assert len(executor.asked) == 2
-    assert told == ["infra, trying again: witness solo fsdp4-tensorwise-ag.fp8pre-v2048-b16: node b is gone."]
+    assert notes == ["infra, trying again: witness solo fsdp4-tensorwise-ag.fp8pre-v2048-b16: node b is gone."]

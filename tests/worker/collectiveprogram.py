@@ -146,7 +146,7 @@ def _messages() -> dict[str, bool]:
     rank, world = dist.get_rank(), dist.get_world_size()
     before, behind = (rank - 1) % world, (rank + 1) % world
     received = [torch.zeros(8, dtype=dtype) for dtype in MESSAGES for _ in range(2)]
-    posted = [dist.irecv(each, before) for each in received]
+    posted = [dist.irecv(tensor, before) for tensor in received]
     for number, dtype in enumerate(MESSAGES):
         dist.isend(values(rank, dtype), behind)
         dist.isend(values(rank + number + 1, dtype), behind)

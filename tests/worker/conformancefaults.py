@@ -121,12 +121,12 @@ def float8_gathered_in_float32() -> None:
     float8_ops.FLOAT8_OPS_TABLE[op] = gather
 
 
-def _around_clamp(what: Callable[[], None]) -> None:
+def _around_clamp(misbehave: Callable[[], None]) -> None:
     stock = torch.Tensor.clamp
 
     def clamp(x: torch.Tensor, **limits: Any) -> torch.Tensor:
         if isinstance(x, DTensor) and x.placements == (Shard(0),):
-            what()
+            misbehave()
         return stock(x, **limits)
 
     torch.Tensor.clamp = clamp  # type: ignore[method-assign]

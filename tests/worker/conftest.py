@@ -27,7 +27,9 @@ Plant = Callable[..., tuple[str, ...]]
 
 def make_request(case: Case, *, injections: Sequence[str | Patch] = (), **asked: Any) -> RunRequest:
     """The request; injections may be what a user writes."""
-    patches = (each if isinstance(each, Patch) else parse_injection(each).patch for each in injections)
+    patches = (
+        injection if isinstance(injection, Patch) else parse_injection(injection).patch for injection in injections
+    )
     return RunRequest(case=case, injections=tuple(patches), **asked)
 
 

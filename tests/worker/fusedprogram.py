@@ -48,31 +48,31 @@ def rank_main(context: RankContext) -> bytes:
 
 def _run(operator: str, given: dict[str, Any]) -> Any:
     """Runs the operator. What it sends by collectives must be what its hook reports on CUDA."""
-    told: list[fused.Sent] = []
+    sent: list[fused.Sent] = []
 
     def observe(seen: collectives.Exchange) -> None:
-        told.append(fused.Sent(seen.kind, seen.dtype, seen.elements))
+        sent.append(fused.Sent(seen.kind, seen.dtype, seen.elements))
 
     collectives.observers.append(observe)
     result = symm_mem.run(operator, given)
     collectives.observers.remove(observe)
     if not torch_symm_mem._is_test_mode:
-        assert told == list(fused.sent_by(given)), f"{operator} sends {told}"
+        assert sent == list(fused.sent_by(given)), f"{operator} sends {sent}"
     return result
 
 
 def check_transport_on_cuda(group: str) -> None:
     """There it is told of, but not where torch's reference runs, whose collectives are told of by themselves."""
-    told: list[collectives.Exchange] = []
-    collectives.observers.append(told.append)
+    exchanges: list[collectives.Exchange] = []
+    collectives.observers.append(exchanges.append)
     with FakeTensorMode():
         given = {"A": torch.empty(4, 8, INNER, device="cuda"), "gather_dim": 0, "group_name": group}
         fused.notify_of_transport(given | {"A": torch.empty(4, 8, INNER)})
         with symm_mem.reference():
             fused.notify_of_transport(given)
-        assert told == []
+        assert exchanges == []
         fused.notify_of_transport(given)
-    assert told == [collectives.Exchange("all_gather", "", torch.float32, 4 * 8 * INNER, (0, 1, 2, 3))]
+    assert exchanges == [collectives.Exchange("all_gather", "", torch.float32, 4 * 8 * INNER, (0, 1, 2, 3))]
     collectives.observers.clear()
 
 
@@ -111,7 +111,7 @@ def _gathered_mm(group: str, dim: int) -> float:
     whole, results = _run("fused_all_gather_matmul", given)
     expected = _gather(a, dim)
     assert torch.equal(whole, expected)
-    return max(_worst(found, expected @ b) for found, b in zip(results, columns, strict=True))
+    return max(_worst(product, expected @ b) for product, b in zip(results, columns, strict=True))
 
 
 def _gathered_scaled(group: str, dim: int, scales: Callable[[torch.Tensor], torch.Tensor]) -> float:
@@ -122,16 +122,16 @@ def _gathered_scaled(group: str, dim: int, scales: Callable[[torch.Tensor], torc
     given: dict[str, Any] = {"A": a, "Bs": [b], "A_scale": scale, "B_scales": [b_scale], "gather_dim": dim}
     given |= {"group_name": group, "biases": [None], "result_scales": [None]}
     given |= {"out_dtypes": [torch.bfloat16], "use_fast_accum": [False]}
-    _, (found,) = _run("fused_all_gather_scaled_matmul", given)
-    return _worst(found, _gather(a.float() * scale, dim) @ b.float() * 0.5)
+    _, (product,) = _run("fused_all_gather_scaled_matmul", given)
+    return _worst(product, _gather(a.float() * scale, dim) @ b.float() * 0.5)
 
 
 def _scattered_mm(group: str, dim: int) -> float:
     a = _random(dist.get_rank(), BATCH * 4, SEQUENCE, INNER).bfloat16()
     b = _random(99, INNER, COLUMNS).bfloat16()
     given = {"A": a, "B": b, "reduce_op": "sum", "scatter_dim": dim, "group_name": group}
-    found = _run("fused_matmul_reduce_scatter", given)
-    return _worst(found, _scatter(a.float() @ b.float(), dim))
+    scattered = _run("fused_matmul_reduce_scatter", given)
+    return _worst(scattered, _scatter(a.float() @ b.float(), dim))
 
 
 def _scattered_scaled(group: str, dim: int, *, rowwise: bool, collapsed: bool) -> float:

@@ -46,13 +46,13 @@ def _values(given: Any) -> Any:
 def _kernel(operator: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> Any:
     """Every operator, computed on the values. Only a copy may go from one device to another."""
     if operator is torch.ops.aten._copy_from.default:
-        source, target = (each.values_on_host if isinstance(each, Other) else each for each in args[:2])
+        source, target = (tensor.values_on_host if isinstance(tensor, Other) else tensor for tensor in args[:2])
         target.copy_(source)
         return args[1]
     args, kwargs = tree_map(_values, (args, kwargs))
     if "device" in kwargs:
         kwargs["device"] = torch.device("cpu")
-    return tree_map(lambda each: other(each) if isinstance(each, torch.Tensor) else each, operator(*args, **kwargs))
+    return tree_map(lambda leaf: other(leaf) if isinstance(leaf, torch.Tensor) else leaf, operator(*args, **kwargs))
 
 
 def _all_reduce(tensors: list[Other], *_: Any) -> Any:

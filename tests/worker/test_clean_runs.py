@@ -168,9 +168,9 @@ def test_wrong_scales_take_no_memory(watched):
 
 @each_of(ALL)
 def test_what_is_multiplied_and_cast_is_what_the_formula_says(watched, case: Case):
-    found = measured(case, watched(case), make_witnesses(case))
-    assert found.flops == found.expected_flops
-    assert found.cast_calls == found.expected_cast_calls
+    measurement = measured(case, watched(case), make_witnesses(case))
+    assert measurement.flops == measurement.expected_flops
+    assert measurement.cast_calls == measurement.expected_cast_calls
 
 
 @each_of([*COMPARED, *NIGHTLY_COMPARED])

@@ -29,8 +29,8 @@ def test_ranks_that_disagree_are_told_so_at_once(engine: ZygoteEngine, tmp_path:
 def test_a_message_that_does_not_fit_is_told_by_who_receives_it(engine: ZygoteEngine, tmp_path: Path):
     outcome = run_alone(engine, make_share(tmp_path, 2, b"misfit"))
     assert outcome.status == "crash"
-    told = "rank 0 sends 4 elements of bfloat16, and rank 1 receives 4 of float32"
-    assert told in f"{[rank.message for rank in outcome.ranks]}"
+    message = "rank 0 sends 4 elements of bfloat16, and rank 1 receives 4 of float32"
+    assert message in f"{[rank.message for rank in outcome.ranks]}"
 
 
 # gloo rounds at every hop, uses the tensors of other ranks for what only one rank gets, and takes no strides.

@@ -101,14 +101,14 @@ def assert_as_stated(case: Case, run: Run) -> None:
     """Fusions, scales, traffic, matmuls, casts, saved and repeated nodes are those of the formulas."""
     witnesses = make_witnesses(case)
     assert [finding for check in CHECKS for finding in check(case, run, witnesses)] == []
-    found = measured(case, run, witnesses)
-    assert found.flops == found.expected_flops
-    assert found.cast_calls == found.expected_cast_calls
+    measurement = measured(case, run, witnesses)
+    assert measurement.flops == measurement.expected_flops
+    assert measurement.cast_calls == measurement.expected_cast_calls
     checkpointed = case.checkpointing.mode != "none"
     for trace in run.traces:
         assert trace.graphs.workarounds == ((graph_backend.WORKAROUND,) if checkpointed else ())
         assert len(trace.graphs.partitions) == (2 if case.checkpointing.mode == "selective_layer" else 1)
-        assert all(0 < each.repeated_in_passes <= each.repeated for each in trace.graphs.partitions)
+        assert all(0 < partition.repeated_in_passes <= partition.repeated for partition in trace.graphs.partitions)
 
 
 @pytest.mark.parametrize(
@@ -138,7 +138,7 @@ def test_the_gradient_of_an_async_input_is_lost_and_waiting_keeps_it(train):
 
     def norm(case):
         sketches = train(case, probes=("sketches",))[0].sketches
-        (grad,) = [each for each in sketches if each.fqn == "tok_embeddings.weight" and each.kind == "grad"]
+        (grad,) = [sketch for sketch in sketches if sketch.fqn == "tok_embeddings.weight" and sketch.kind == "grad"]
         return grad.norm_squared
 
     assert norm(lost) == 0
@@ -181,17 +181,17 @@ def saved_findings(text: str, run: Run) -> list[Finding]:
 )
 def test_planted_faults_are_found_and_named(trained, text: str, fault: str, broken: set[str], nodes: set[int]):
     run = trained(parse_case_id(text), probes=PROBES, injections=(f"fault:{fault}",))
-    found = saved_findings(text, run)
-    assert broken <= rules(found), found
-    assert {finding.values["count"] for finding in found if finding.rule == NODES.name} == nodes
-    assert {finding.check for finding in found} <= {"memory", "recompute"}
+    findings = saved_findings(text, run)
+    assert broken <= rules(findings), findings
+    assert {finding.values["count"] for finding in findings if finding.rule == NODES.name} == nodes
+    assert {finding.check for finding in findings} <= {"memory", "recompute"}
 
 
 def test_a_cast_that_clamps_at_another_maximum_is_found(trained):
     case = parse_case_id(SINGLE)
     run = trained(case, probes=PROBES, injections=("fault:compiled_cast_clamps_early",))
-    found = check_graph_scales(case, run, make_witnesses(case))
-    assert found and {finding.check for finding in found} == {"graph_scales"}
+    findings = check_graph_scales(case, run, make_witnesses(case))
+    assert findings and {finding.check for finding in findings} == {"graph_scales"}
 
 
 @pytest.mark.parametrize("fault", ["compiled_checkpointing_lost", "compiled_matmul_outputs_kept"])

@@ -29,23 +29,31 @@ def run() -> Iterator[Run]:
 
         def ask(checks: Sequence[OperatorCheck], fault: str | None = None) -> dict[str, Conclusion]:
             injections = [parse_injection(f"{FAULTS}:{fault}").patch] if fault else []
-            return {each.check.id: each for each in run_checks(engine, checks, injections)}
+            return {conclusion.check.id: conclusion for conclusion in run_checks(engine, checks, injections)}
 
         yield ask
 
 
 def bad(conclusions: dict[str, Conclusion]) -> dict[str, list[str]]:
-    return {name: [str(each) for each in found.problems] for name, found in conclusions.items() if not found.good}
+    return {
+        name: [str(problem) for problem in conclusion.problems]
+        for name, conclusion in conclusions.items()
+        if not conclusion.good
+    }
 
 
 def kinds(conclusions: dict[str, Conclusion]) -> dict[str, set[str]]:
-    return {name: {each.kind for each in found.problems} for name, found in conclusions.items() if not found.good}
+    return {
+        name: {problem.kind for problem in conclusion.problems}
+        for name, conclusion in conclusions.items()
+        if not conclusion.good
+    }
 
 
 def test_every_seventh_check_of_each_operator_holds(run: Run):
     """Placements and meshes follow each other by other periods, so each has its share."""
     checks = sorted(select_checks(), key=lambda check: check.op)  # stable
-    asked = [each for _, alike in itertools.groupby(checks, lambda check: check.op) for each in list(alike)[::7]]
+    asked = [check for _, alike in itertools.groupby(checks, lambda check: check.op) for check in list(alike)[::7]]
     conclusions = run(asked)
     assert len(conclusions) > 230
     assert not bad(conclusions)
@@ -136,7 +144,7 @@ def checks(draw: st.DrawFn) -> OperatorCheck:
 
 
 def failures(conclusions: dict[str, Conclusion]) -> list[Conclusion]:
-    return [each for each in conclusions.values() if each.status == "failed"]
+    return [conclusion for conclusion in conclusions.values() if conclusion.status == "failed"]
 
 
 def smaller(check: OperatorCheck) -> Iterator[OperatorCheck]:
@@ -148,8 +156,8 @@ def smaller(check: OperatorCheck) -> Iterator[OperatorCheck]:
 
 def simplest(run: Run, failed: Conclusion) -> Conclusion:
     """The same failure with the fewest elements, found by asking all smaller shapes in one job at a time."""
-    while found := failures(run(list(smaller(failed.check)))):
-        failed = min(found, key=lambda each: math.prod(each.check.shape))
+    while smaller_failures := failures(run(list(smaller(failed.check)))):
+        failed = min(smaller_failures, key=lambda conclusion: math.prod(conclusion.check.shape))
     return failed
 
 
@@ -164,4 +172,4 @@ def test_generated_checks_hold(run: Run, batch: list[OperatorCheck]):
     failed = failures(run(batch))
     if failed:
         shown = simplest(run, failed[0])
-        pytest.fail(f"{shown.check.id}: {[str(each) for each in shown.problems]}")
+        pytest.fail(f"{shown.check.id}: {[str(problem) for problem in shown.problems]}")

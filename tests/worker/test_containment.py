@@ -280,11 +280,11 @@ def test_a_device_that_is_open_in_the_zygote_process_is_infra(tmp_path: Path) ->
     device.parent.mkdir()
     with own_engine(device=str(device)) as poisoned:
         outcome = Runner(poisoned, tmp_path)({})
-    what = "the zygote must use no device before it forks, but it has open"
+    reason = "the zygote must use no device before it forks, but it has open"
     assert (outcome.status, outcome.ranks) == ("infra", ())
-    assert outcome.message == f"{what}: {device} (since preload() of {TOY})"
-    told = advice(outcome.message)
-    assert told.fix is not None and "use no GPU at import" in told.fix
+    assert outcome.message == f"{reason}: {device} (since preload() of {TOY})"
+    advised = advice(outcome.message)
+    assert advised.fix is not None and "use no GPU at import" in advised.fix
 
 
 def test_files_that_asking_for_devices_leaves_open_are_no_obstacle(tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ def test_ranks_have_the_positions_that_torch_gives_them(ranks: int) -> None:
     balancer = _HeadTailLoadBalancer(SEQ, ranks, torch.device("cpu"))
     indices = balancer._generate_indices(restore=False)
     assert indices is not None
-    assert [list(each) for each in positions_of_ranks(layout, SEQ)] == indices.view(ranks, -1).tolist()
+    assert [list(positions) for positions in positions_of_ranks(layout, SEQ)] == indices.view(ranks, -1).tolist()
 
 
 @pytest.mark.parametrize("order", ["headtail", "contiguous"])
@@ -39,7 +39,7 @@ def test_attention_of_all_pieces_is_that_of_whole_sequences(order: str) -> None:
     context = OfAllRanks(pieces, torch.device("cpu"))
     q, k, v = whole
     expected = attend(apply_rope(q, cos, sin), apply_rope(k, cos, sin), v)
-    found = context.attend(*(context.cut(each) for each in whole), cos, sin)
+    found = context.attend(*(context.cut(tensor) for tensor in whole), cos, sin)
     weights = random(*expected.shape)
     for one, other in zip(
         (found, *torch.autograd.grad(found, whole, context.cut(weights))),
@@ -76,9 +76,9 @@ def test_modules_that_share_a_weight_have_one_gradient_of_every_piece() -> None:
     use_pieces(model, 2)
     given, grad = (random(2 * BATCH, SEQ, DIM).bfloat16() for _ in range(2))
     model(given).backward(grad)
-    found = take_grads(uses_of_weights(model)[id(first.weight)], torch.float32)
-    assert plain[0].weight is plain[2].weight and len(found) == 2
-    for mine, piece, its_grad in zip(found, given.chunk(2), grad.chunk(2), strict=True):
+    weight_grads = take_grads(uses_of_weights(model)[id(first.weight)], torch.float32)
+    assert plain[0].weight is plain[2].weight and len(weight_grads) == 2
+    for mine, piece, its_grad in zip(weight_grads, given.chunk(2), grad.chunk(2), strict=True):
         plain.zero_grad()
         plain(piece).backward(its_grad)
         assert torch.equal(mine, plain[0].weight.grad.float())

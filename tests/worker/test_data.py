@@ -79,5 +79,5 @@ def test_a_sequence_that_occurs_twice_is_that_of_the_rank() -> None:
     recorder = InputRecorder(model, tokens, slice(1, 3), [(0, 1)])
     model(torch.from_numpy(tokens[0, 1:, :-1]))
     recorder.end_step(1)
-    (found,) = recorder.record() or ()
-    assert found.inputs == (1, 2) and found.covered == 1
+    (step_inputs,) = recorder.record() or ()
+    assert step_inputs.inputs == (1, 2) and step_inputs.covered == 1

@@ -34,24 +34,24 @@ def small(case: Case, steps: int) -> Case:
     return msgspec.structs.replace(case, train=msgspec.structs.replace(case.train, steps=steps, global_batch=batch))
 
 
-def first_difference(found: Sequence[RankTrace], clean: Sequence[RankTrace]) -> int | None:
+def first_difference(planted: Sequence[RankTrace], clean: Sequence[RankTrace]) -> int | None:
     """The first step at which any number of any rank differs; NaN does not differ from NaN."""
-    sides = ([map(repr, steps) for steps in numbers(side)] for side in (found, clean))
+    sides = ([map(repr, steps) for steps in numbers(side)] for side in (planted, clean))
     by_step = zip(*(zip(*side, strict=True) for side in sides), strict=True)
     return next((step for step, (one, other) in enumerate(by_step, start=1) if one != other), None)
 
 
-def changes(found: Sequence[RankTrace], clean: Sequence[RankTrace]) -> set[str]:
+def changes(planted: Sequence[RankTrace], clean: Sequence[RankTrace]) -> set[str]:
     def differ(*names: str) -> bool:
         return any(
             getattr(one, name) != getattr(other, name)
-            for one, other in zip(found, clean, strict=True)
+            for one, other in zip(planted, clean, strict=True)
             for name in names
         )
 
-    calls = [[[step.scaled_mm_calls for step in rank.steps] for rank in side] for side in (found, clean)]
+    calls = [[[step.scaled_mm_calls for step in rank.steps] for rank in side] for side in (planted, clean)]
     seen = {
-        "numbers": first_difference(found, clean) is not None,
+        "numbers": first_difference(planted, clean) is not None,
         "matmuls": differ("converted_fqns") or calls[0] != calls[1],
         "data": differ("data_digest"),
         "operands": differ("operands"),

@@ -58,18 +58,18 @@ def numbers(train):
     def of(name: str, *injections: str) -> Measured:
         case = parse_case_id(name)
         run = run_of(*train(case, probes=("flops", "operands"), injections=injections))
-        found = measured(case, run, make_witnesses(case))
-        assert found is not None
-        return found
+        measurement = measured(case, run, make_witnesses(case))
+        assert measurement is not None
+        return measurement
 
     return of
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_flops_calls_and_casts_are_those_of_the_formula(numbers, name):
-    found = numbers(name)
-    assert found.flops == found.expected_flops
-    assert found.cast_calls == found.expected_cast_calls
+    measurement = numbers(name)
+    assert measurement.flops == measurement.expected_flops
+    assert measurement.cast_calls == measurement.expected_cast_calls
 
 
 @pytest.mark.parametrize(
@@ -82,10 +82,10 @@ def test_flops_calls_and_casts_are_those_of_the_formula(numbers, name):
 def test_planted_faults_move_flops(numbers, plant, name, planted, change):
     before, after = numbers(name), numbers(name, *plant(RECOMPUTES_MORE, planted))
     assert "FLOPs" in moved(before, after)
-    signs = {words: np.sign(each.flops - before.flops[words].flops) for words, each in after.flops.items()}
+    signs = {words: np.sign(multiplied.flops - before.flops[words].flops) for words, multiplied in after.flops.items()}
     assert {words: sign for words, sign in signs.items() if sign} == change
-    found = gate(*(make_results(make_result(name, measured=each)) for each in (before, after)), TERMS)
-    assert Kind.MATMULS in {reason.kind for reason in found.gating}
+    decision = gate(*(make_results(make_result(name, measured=measurement)) for measurement in (before, after)), TERMS)
+    assert Kind.MATMULS in {reason.kind for reason in decision.gating}
 
 
 def test_products_count_once_and_fake_ones_do_not():
@@ -99,7 +99,7 @@ def test_products_count_once_and_fake_ones_do_not():
         a.to("meta") @ b.to("meta")
     finally:
         products.observers.remove(seen.append)
-    assert [(each.part, each.flops) for each in seen] == [("matmuls", 128), ("matmuls", 128), ("matmuls", 384)]
+    assert [(product.part, product.flops) for product in seen] == [("matmuls", 128), ("matmuls", 128), ("matmuls", 384)]
 
 
 WATCHED = (f"{Path(__file__).parent / 'fabricwitness.py'}:apply",)

@@ -42,23 +42,27 @@ def recorded() -> GraphTrace:
     with torch.no_grad(), GraphProbe(CASE, torch.device("cpu")) as probe:
         probe.begin_step(1)
         torch.compile(Block(), fullgraph=True)(draw(64, 32).bfloat16(), draw(48, 32).bfloat16())
-        found = probe.result()
-    assert found is not None
-    return found
+        trace = probe.result()
+    assert trace is not None
+    return trace
 
 
-def too_far(found: GraphTrace) -> list[GeneratedResult]:
-    return [each for each in found.generated if not each.distance <= allowed_distance(CASE, each, emulated=False)]
+def too_far(trace: GraphTrace) -> list[GeneratedResult]:
+    return [
+        result for result in trace.generated if not result.distance <= allowed_distance(CASE, result, emulated=False)
+    ]
 
 
 def test_casts_matmuls_and_results_of_generated_code_are_recorded() -> None:
-    found = recorded()
-    assert [(each.target_dtype, each.mismatched) for each in found.casts] == 2 * [("float8_e4m3fn", 0)]
-    assert not found.unknown_casts
-    (matmul,) = found.matmuls
+    trace = recorded()
+    assert [(graph_cast.target_dtype, graph_cast.mismatched) for graph_cast in trace.casts] == 2 * [
+        ("float8_e4m3fn", 0)
+    ]
+    assert not trace.unknown_casts
+    (matmul,) = trace.matmuls
     assert sorted(matmul.a_casts + matmul.b_casts) == [1, 2]
-    assert {each.tensor for each in found.generated} == {"a", "b", "scale of a", "scale of b", "result"}
-    assert too_far(found) == []
+    assert {result.tensor for result in trace.generated} == {"a", "b", "scale of a", "scale of b", "result"}
+    assert too_far(trace) == []
 
 
 def test_code_that_computes_something_else_than_its_graph_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -70,18 +74,18 @@ def test_code_that_computes_something_else_than_its_graph_is_found(monkeypatch: 
         return stock(self, torch.ops.aten.mul.Tensor, (result, 1.2), {}) if wrong else result
 
     monkeypatch.setattr(GraphLowering, "call_function", call_function)
-    assert "a" in {each.tensor for each in too_far(recorded())}
+    assert "a" in {result.tensor for result in too_far(recorded())}
 
 
-@pytest.mark.parametrize("found", [torch.ones(4, 8), torch.full((4, 8), 2.0**-126)])
-def test_code_with_values_where_its_graph_has_zeros_is_infinitely_far_off(found: torch.Tensor) -> None:
+@pytest.mark.parametrize("values", [torch.ones(4, 8), torch.full((4, 8), 2.0**-126)])
+def test_code_with_values_where_its_graph_has_zeros_is_infinitely_far_off(values: torch.Tensor) -> None:
     zeros = torch.zeros(4, 8)
-    assert distances(found, zeros) == (math.inf, math.inf)
+    assert distances(values, zeros) == (math.inf, math.inf)
     assert distances(zeros, zeros) == (0.0, 0.0)
-    assert distances(zeros, found) == (1.0, 1.0)
+    assert distances(zeros, values) == (1.0, 1.0)
 
 
 def test_a_value_that_is_not_finite_has_no_distance() -> None:
-    found = torch.ones(4, 8)
-    found[1, 2] = math.nan
-    assert all(map(math.isnan, distances(found, torch.ones(4, 8))))
+    values = torch.ones(4, 8)
+    values[1, 2] = math.nan
+    assert all(map(math.isnan, distances(values, torch.ones(4, 8))))

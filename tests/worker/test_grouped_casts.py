@@ -41,7 +41,7 @@ def same(found: torch.Tensor, expected: torch.Tensor) -> bool:
     if found.dtype != expected.dtype or found.shape != expected.shape:
         return False
     nan = found.float().isnan()
-    numbers = [each.contiguous()[~nan].view(torch.uint8) for each in (found, expected)]
+    numbers = [tensor.contiguous()[~nan].view(torch.uint8) for tensor in (found, expected)]
     return torch.equal(nan, expected.float().isnan()) and torch.equal(*numbers)
 
 
@@ -88,8 +88,8 @@ def test_groups_have_the_bits_of_the_reference_and_empty_ones_the_scale_of_zeros
     from torchao.prototype.moe_training.utils import torch_to_float8_per_group_colwise
 
     ends = torch.tensor(sizes).cumsum(0).int()
-    found = cast("triton_fp8_per_group_colwise_scales_dual", grad, x, ends, E4M3, True)
-    for source, data, scale in ((grad, *found[:2]), (x, *found[2:])):
+    outputs = cast("triton_fp8_per_group_colwise_scales_dual", grad, x, ends, E4M3, True)
+    for source, data, scale in ((grad, *outputs[:2]), (x, *outputs[2:])):
         kept = torch.tensor([size > 0 for size in sizes])
         expected, expected_scale = torch_to_float8_per_group_colwise(
             source[:48], ends[kept], E4M3, round_scales_to_power_of_2=True
@@ -159,15 +159,15 @@ def test_mxfp8_has_the_bits_of_the_emulation_and_no_gradient_of_an_empty_group(w
     from torchao.quantization.quantize_.common import KernelPreference
 
     sizes = (128, 0, 256)
-    found, emulated = (
+    automatic, emulated = (
         trained(MXFP8TrainingOpConfig(kernel_preference=preference, wgrad_with_hp=wgrad_with_hp), sizes)
         for preference in (KernelPreference.AUTO, KernelPreference.EMULATED)
     )
-    for auto, reference in zip(found[:2], emulated[:2], strict=True):
+    for auto, reference in zip(automatic[:2], emulated[:2], strict=True):
         assert torch.equal(auto, reference)
     full = torch.tensor([0, 2])
-    assert torch.equal(found[2][full], emulated[2][full])
-    assert found[2][1].isnan().all() == (not wgrad_with_hp)
+    assert torch.equal(automatic[2][full], emulated[2][full])
+    assert automatic[2][1].isnan().all() == (not wgrad_with_hp)
 
 
 def test_float8_multiplies_what_its_reference_casts():

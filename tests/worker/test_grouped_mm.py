@@ -33,7 +33,7 @@ def operands(rows: int, groups: int, seed: int, dtype: torch.dtype = BF16):
     def wide(*shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=draw) * 2.0 ** torch.randint(-60, 61, shape, generator=draw)
 
-    x, w, grad = (each.to(dtype) for each in (wide(rows, 16), wide(groups, 24, 16), wide(rows, 24)))
+    x, w, grad = (tensor.to(dtype) for tensor in (wide(rows, 16), wide(groups, 24, 16), wide(rows, 24)))
     return x.requires_grad_(), w.requires_grad_(), grad
 
 
@@ -114,7 +114,7 @@ def refusal(a, b, offs=None, **others) -> str:
 
 
 def test_what_a_gpu_refuses_is_refused_with_its_words():
-    x, w, grad = (each.detach() for each in operands(32, 2, 0))
+    x, w, grad = (tensor.detach() for tensor in operands(32, 2, 0))
     w_t, offs = w.transpose(-2, -1), ends_of([16, 16])
     assert "Expected mat_a to be Float32, BFloat16" in refusal(x.double(), w_t, offs)
     assert "contraction dimension" in refusal(x, w, offs)

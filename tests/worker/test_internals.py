@@ -33,7 +33,7 @@ def state() -> State:
 
 def test_every_private_part_is_as_declared_with_the_installed_versions(state: State) -> None:
     assert set(state.gaps) == set(read_parts())
-    assert {part: found for part, found in state.gaps.items() if found} == {}
+    assert {part: gaps for part, gaps in state.gaps.items() if gaps} == {}
     assert state.versions == installed_versions(("torch", "torchao"))
 
 
@@ -67,10 +67,10 @@ def test_a_part_that_is_gone_costs_its_checks_and_the_cases_that_need_it(tmp_pat
     assert compiled.status == "crash" and compiled.message.endswith(f"RuntimeError: {of_compiled}")
     assert eager.status == "ok", eager.message
     run = run_from_outcome(eager)
-    found = judge(EAGER, run, eager.status, Witnesses(expect=Expectations(EAGER), records=probes_for(EAGER)))
-    reasons = {each.check: each.reason for each in found.not_judged if each.unverified}
+    judgement = judge(EAGER, run, eager.status, Witnesses(expect=Expectations(EAGER), records=probes_for(EAGER)))
+    reasons = {skipped.check: skipped.reason for skipped in judgement.not_judged if skipped.unverified}
     assert reasons == dict.fromkeys(("memory", "live_memory", "leaks"), of_memory)
-    assert {"scales", "traffic", "fp8_on"} <= set(found.checks)
+    assert {"scales", "traffic", "fp8_on"} <= set(judgement.checks)
     assert all(trace.saved_memory is None and trace.operands is not None for trace in run.traces)
 
 

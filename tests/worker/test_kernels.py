@@ -42,20 +42,23 @@ def run() -> Iterator[Run]:
             checks: tuple[KernelCheck, ...], accumulator: Accumulator = "tensor_core", *, fault: str = ""
         ) -> dict[str, KernelConclusion]:
             planted = [parse_injection(f"{FAULTS}:{fault}").patch] if fault else []
-            found = run_checks(cluster, checks, device="cpu", accumulator=accumulator, injections=planted)
-            return {each.check.id: each for each in found}
+            conclusions = run_checks(cluster, checks, device="cpu", accumulator=accumulator, injections=planted)
+            return {conclusion.check.id: conclusion for conclusion in conclusions}
 
         yield ask
 
 
-def kinds(found: dict[str, KernelConclusion]) -> set[str]:
-    return {problem.kind for each in found.values() for problem in each.problems}
+def kinds(conclusions: dict[str, KernelConclusion]) -> set[str]:
+    return {problem.kind for conclusion in conclusions.values() for problem in conclusion.problems}
 
 
 def test_the_kernel_of_a_cpu_adds_up_in_float32(run: Run) -> None:
-    found = run(FEW, "float32")
-    assert len(found) == len(FEW) > 100 and [name for name, each in found.items() if not each.good] == []
-    sharp = [each.error_of_sum / each.allowed for each in found.values() if each.allowed]
+    conclusions = run(FEW, "float32")
+    assert (
+        len(conclusions) == len(FEW) > 100
+        and [name for name, conclusion in conclusions.items() if not conclusion.good] == []
+    )
+    sharp = [conclusion.error_of_sum / conclusion.allowed for conclusion in conclusions.values() if conclusion.allowed]
     assert 0 < max(sharp) < 0.5, "the bound is no guess and no measurement"
 
 
@@ -91,7 +94,11 @@ def test_a_sharper_accumulator_is_told_from_one_in_bfloat16_by_normal_values_too
 
 def test_a_check_that_kills_its_rank_is_lost_alone(run: Run) -> None:
     checks = tuple(check for check in value_checks((10, 0)) if check.k == 96 and check.out == "float16")
-    bad = {name: found for name, found in run(checks, fault="dies_in_float16_with_a_bias").items() if not found.good}
+    bad = {
+        name: conclusion
+        for name, conclusion in run(checks, fault="dies_in_float16_with_a_bias").items()
+        if not conclusion.good
+    }
     assert kinds(bad) == {"lost"} and set(bad) == {check.id for check in checks if check.bias}
     assert "SIGABRT" in str(next(iter(bad.values())).problems[0])
 

@@ -89,8 +89,8 @@ def test_other_processes_count_and_death_frees(tmp_path: Path) -> None:
 
 def test_who_holds_slots_that_are_waited_for_is_told_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("harness.engine.leases._NOTICE_AFTER_S", 0.05)
-    told: list[str] = []
-    leases = Leases(tmp_path, 4, note=told.append)
+    notes: list[str] = []
+    leases = Leases(tmp_path, 4, note=notes.append)
 
     def hold_two() -> None:
         with leases.acquire(2):
@@ -100,13 +100,13 @@ def test_who_holds_slots_that_are_waited_for_is_told_once(tmp_path: Path, monkey
     try:
         with ThreadPoolExecutor(1) as threads, leases.acquire(1):
             waiting = threads.submit(hold_two)
-            wait_until(lambda: bool(told))
+            wait_until(lambda: bool(notes))
             time.sleep(0.3)
             holder.kill()
             waiting.result(5)
     finally:
         end(holder)
-    (text,) = told
+    (text,) = notes
     assert f"other runs hold some: pid {holder.pid} (" in text and text.endswith(") 3 of 4.")
 
 

@@ -17,9 +17,9 @@ FLOAT8 = torch.float8_e4m3fn
 
 
 def new(model: nn.Module | None = None, microbatches: int = 2, gathered: tuple[str, ...] = ()) -> Lifetimes:
-    found = Lifetimes(microbatches, Contents())
-    found.attach(model or nn.Identity(), gathered)
-    return found
+    lifetimes = Lifetimes(microbatches, Contents())
+    lifetimes.attach(model or nn.Identity(), gathered)
+    return lifetimes
 
 
 def cast(life: Lifetimes, by: Any, source: torch.Tensor, bits: torch.Tensor, *, role: Role = "weight") -> torch.Tensor:
@@ -33,8 +33,8 @@ def bits(value: float = 1.0) -> torch.Tensor:
     return torch.full((4, 4), value).to(FLOAT8)
 
 
-def ages(found: list[Aged]) -> list[tuple[str, int, int]]:
-    return [(each.what, each.first_step, each.first_microbatch) for each in found]
+def ages(aged_uses: list[Aged]) -> list[tuple[str, int, int]]:
+    return [(use.what, use.first_step, use.first_microbatch) for use in aged_uses]
 
 
 def test_a_cast_is_of_its_step_and_a_new_one_is_new() -> None:
@@ -94,8 +94,8 @@ def test_a_copy_of_a_weight_ages_and_the_weight_itself_does_not() -> None:
     life = new(linear)
     for step, source in ((1, linear.weight), (2, linear.weight), (3, copy), (4, copy)):
         cast(life, life.begin(step, "wq", "forward"), source.detach(), bits())
-        found = life.end_step()
-        assert ages(found) == ([("source", 3, 1)] if step == 4 else []), step
+        aged_uses = life.end_step()
+        assert ages(aged_uses) == ([("source", 3, 1)] if step == 4 else []), step
 
 
 def test_weights_that_fsdp_gathers_and_frozen_ones_have_no_age() -> None:
@@ -112,8 +112,8 @@ def test_a_scale_of_another_tensor_is_named_with_that() -> None:
         data = bits()
         use = Use(0, life.begin(1, fqn, "forward"), "input", "forward")
         life.cast(use, Cast(source, data, scale, None), Content(bytes_of(data)))
-    (found,) = life.end_step()
-    assert (found.what, found.fqn, found.first_fqn) == ("other_scale", "wk", "wq")
+    (aged_use,) = life.end_step()
+    assert (aged_use.what, aged_use.fqn, aged_use.first_fqn) == ("other_scale", "wk", "wq")
 
 
 @pytest.mark.parametrize(("fqn", "what"), [("wq", "scale"), ("wk", "other_scale")])
@@ -122,8 +122,8 @@ def test_a_copy_of_a_weight_is_the_same_tensor_and_that_of_another_module_is_not
     for step, by in ((1, "wq"), (2, fqn)):
         copied = Cast(torch.ones(4, 4), bits(), scale, None)
         life.cast(Use(0, life.begin(step, by, "forward"), "weight", "forward"), copied, Content(bytes_of(copied.bits)))
-        found = life.end_step()
-    assert [each.what for each in found] == [what]
+        aged_uses = life.end_step()
+    assert [use.what for use in aged_uses] == [what]
 
 
 def test_a_constant_scale_of_one_may_be_kept() -> None:
@@ -139,7 +139,7 @@ def test_outside_of_known_modules_steps_are_compared_alone_and_the_first_reader_
     life.multiply(Use(0, life.begin(1, UNKNOWN, "forward"), "input", "forward"), data=kept, scale=scale)
     assert life.end_step() == []
     life.multiply(Use(0, life.begin(2, UNKNOWN, "forward"), "input", "forward"), data=kept, scale=scale)
-    assert [(each.fqn, each.what) for each in life.end_step()] == [("wq", "data"), ("wq", "scale")]
+    assert [(use.fqn, use.what) for use in life.end_step()] == [("wq", "data"), ("wq", "scale")]
 
 
 def test_freed_memory_is_forgotten() -> None:

@@ -41,10 +41,10 @@ def test_no_limit_is_wide(train, trained):
     for case in map(parse_case_id, dict.fromkeys((*CASES, *COMPARED, *MORE))):
         recorded = trained(case, probes=("sketches", "module_tensors"))
         ranks = tuple(trace.module_tensors or () for trace in recorded.traces)
-        for each in train(case, replayed=ranks)[0].module_distances if any(ranks) else ():
-            key, limit = (each.kind, each.dtype), allowed_distance(case, each, bits=Bits())
-            assert each.distance <= limit, (case, each)
+        for tensor in train(case, replayed=ranks)[0].module_distances if any(ranks) else ():
+            key, limit = (tensor.kind, tensor.dtype), allowed_distance(case, tensor, bits=Bits())
+            assert tensor.distance <= limit, (case, tensor)
             if limit:
-                floors[key], limits[key] = max(floors[key], each.distance), max(limits[key], limit)
+                floors[key], limits[key] = max(floors[key], tensor.distance), max(limits[key], limit)
     wide = {key for key, limit in limits.items() if limit > WIDE * floors[key]}
     assert wide == REASONS.keys()

@@ -133,8 +133,8 @@ def test_faults_are_located(judged, plant, text: str, fault: str, place: tuple[R
     (first, *_) = judged(parse_case_id(text), plant(FAULTS, fault))
     rule, *patterns = place
     assert (first.rule, first.step) == (rule.name, 1), first
-    found = (first.values["tensor"], first.module, first.values.get("part", ""))
-    assert all(map(fnmatchcase, found, patterns)), first
+    located = (first.values["tensor"], first.module, first.values.get("part", ""))
+    assert all(map(fnmatchcase, located, patterns)), first
 
 
 @pytest.mark.parametrize(
@@ -188,7 +188,7 @@ def test_experts_beside_tp_have_the_bits_of_one_rank_module_by_module(train, tra
     fixes = (UNDER_TP,) if recipe.startswith("mxfp8") else ()
     recorded = trained(case, probes=("sketches", "module_tensors"), injections=fixes)
     (replayed,) = train(case, replayed=tuple(trace.module_tensors or () for trace in recorded.traces))
-    found = {f"{each.fqn} {each.kind}": each.distance for each in replayed.module_distances}
-    of_mixture = {name: distance for name, distance in found.items() if ".moe" in name}
+    distances = {f"{tensor.fqn} {tensor.kind}": tensor.distance for tensor in replayed.module_distances}
+    of_mixture = {name: distance for name, distance in distances.items() if ".moe" in name}
     assert len(of_mixture) > 20
     assert {name: distance for name, distance in of_mixture.items() if distance != 0} == {}

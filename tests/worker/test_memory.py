@@ -129,10 +129,14 @@ def test_what_is_kept_is_found_and_named(
     trained, plant, text: str, fault: str, tensors: str, where: tuple[str, tuple[int, ...]]
 ):
     run = trained(parse_case_id(text), probes=MEMORY, injections=plant(FAULTS, fault))
-    found = [finding for finding in findings(text, run) if finding.check == check_live_memory.name]
-    much = [each for each in found if each.rule == TOO_MUCH.name and (each.values["when"], each.ranks) == where]
-    assert any(str(each.values["tensors"]).endswith(tensors) for each in much), found
-    assert min(finding.step or 0 for finding in found) == 1
+    memory_findings = [finding for finding in findings(text, run) if finding.check == check_live_memory.name]
+    much = [
+        finding
+        for finding in memory_findings
+        if finding.rule == TOO_MUCH.name and (finding.values["when"], finding.ranks) == where
+    ]
+    assert any(str(finding.values["tensors"]).endswith(tensors) for finding in much), memory_findings
+    assert min(finding.step or 0 for finding in memory_findings) == 1
 
 
 @pytest.mark.parametrize(

@@ -98,9 +98,9 @@ def test_a_fault_that_bfloat16_parity_is_blind_to_is_found(trained, plant, fault
     relation = partner(case)
     assert relation is not None
     broken = trained(case, injections=plant(FAULTS, fault))
-    found = findings(case, relation, broken, trained(relation.partner))
-    assert found and min(finding.step for finding in found) == step
-    assert all(finding.module for finding in found if finding.rule == GRADIENTS.name)
+    violations = findings(case, relation, broken, trained(relation.partner))
+    assert violations and min(finding.step for finding in violations) == step
+    assert all(finding.module for finding in violations if finding.rule == GRADIENTS.name)
 
 
 INITIAL_PRECOMPUTE = """

@@ -74,9 +74,9 @@ def test_a_cast_has_the_bits_of_the_reference(mode, dim, source):
 def test_a_scale_is_the_power_of_two_of_its_block(mode, source):
     _, scale = cast(source, mode, -1)
     amaxes = source.double().reshape(-1, BLOCK).abs().amax(1).tolist()
-    for amax, found in zip(amaxes, scale.double().flatten().tolist(), strict=True):
+    for amax, block_scale in zip(amaxes, scale.double().flatten().tolist(), strict=True):
         if SMALLEST_BLOCK <= amax < math.inf:
-            product = amax / found
+            product = amax / block_scale
             assert 256 <= product < 512 if mode == "floor" else 224 < product <= 448
 
 
@@ -129,14 +129,14 @@ def measured(source: torch.Tensor, mode: str, dim: int, *, scale_by: float = 1.0
 @settings(max_examples=50)
 @given(source=sources())
 def test_no_right_cast_is_wrong(mode, dim, source):
-    found = measured(source, mode, dim)
-    assert found.mismatched == 0
-    assert found.nonfinite >= source.isnan().sum()
+    numbers = measured(source, mode, dim)
+    assert numbers.mismatched == 0
+    assert numbers.nonfinite >= source.isnan().sum()
     if not source.isfinite().all():
         return
-    assert found.saturated == 0 or mode == "floor"
-    if found.scaled_amax_maximum:
-        lowest, highest = found.scaled_amax_minimum, found.scaled_amax_maximum
+    assert numbers.saturated == 0 or mode == "floor"
+    if numbers.scaled_amax_maximum:
+        lowest, highest = numbers.scaled_amax_minimum, numbers.scaled_amax_maximum
         assert 256 <= lowest <= highest < 512 if mode == "floor" else 224 < lowest <= highest <= 448
 
 

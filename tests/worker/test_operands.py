@@ -48,7 +48,7 @@ def test_under_fsdp_and_tp_a_gathered_weight_has_a_scale_per_tp_rank_until_it_is
     broken = trained(case, probes=probes)
     assert rules(findings(case, broken)) == {DIFFERENT.name, RULES.amax.name}
     sent = check_traffic(case, broken, make_witnesses(case))
-    assert [each for each in sent if each.rule == AMAX_MISSING.name and each.values["axis"] == "tp"]
+    assert [finding for finding in sent if finding.rule == AMAX_MISSING.name and finding.values["axis"] == "tp"]
     fixed = trained(case, probes=probes, injections=(WHOLE_WEIGHT,))
     assert findings(case, fixed) == check_traffic(case, fixed, make_witnesses(case)) == []
     assert first_divergence(case, fixed, trained(case, probes=OPERANDS, solo=True)) is None
@@ -57,8 +57,8 @@ def test_under_fsdp_and_tp_a_gathered_weight_has_a_scale_per_tp_rank_until_it_is
 def test_the_shapes_and_order_of_matmuls_are_those_of_the_case(trained):
     case = parse_case_id(FSDP2)
     for trace in trained(case, probes=OPERANDS).traces:
-        found = [(one.fqn, one.gemm, one.m, one.n, one.k) for one in trace.operands.matmuls]
-        assert sorted(found) == sorted((gemm.fqn, gemm.role, gemm.m, gemm.n, gemm.k) for gemm in gemms(case))
+        matmuls = [(one.fqn, one.gemm, one.m, one.n, one.k) for one in trace.operands.matmuls]
+        assert sorted(matmuls) == sorted((gemm.fqn, gemm.role, gemm.m, gemm.n, gemm.k) for gemm in gemms(case))
         both = sorted([one.index for one in (*trace.operands.casts, *trace.operands.matmuls)])
         assert both == list(range(len(both)))
 
@@ -82,9 +82,9 @@ def test_bf16_casts_nothing(trained):
 def test_a_planted_fault_is_found_at_its_first_step(trained, fault: str, text: str, rule: Rule, step: int):
     case = parse_case_id(text)
     run = trained(case, probes=OPERANDS, injections=(f"fault:{fault}",))
-    found = [finding for finding in findings(case, run) if finding.rule == rule.name]
-    assert found and found[0].step == step
-    assert found[0].module and found[0].rank is not None and found[0].expected and found[0].found
+    of_rule = [finding for finding in findings(case, run) if finding.rule == rule.name]
+    assert of_rule and of_rule[0].step == step
+    assert of_rule[0].module and of_rule[0].rank is not None and of_rule[0].expected and of_rule[0].found
 
 
 @pytest.mark.parametrize(
@@ -100,9 +100,9 @@ def test_a_planted_fault_is_found_at_its_first_step(trained, fault: str, text: s
 def test_the_first_divergence_locates_what_no_scale_shows(trained, fault: str, text: str, place: tuple[int, str]):
     case = parse_case_id(text)
     broken = trained(case, probes=OPERANDS, injections=(f"fault:{fault}",))
-    found = first_divergence(case, broken, trained(solo_case(case), probes=OPERANDS, solo=True))
-    assert found is not None and (found.step, found.module) == place
-    assert "recompute" not in found.operand  # what forward does comes first
+    divergence = first_divergence(case, broken, trained(solo_case(case), probes=OPERANDS, solo=True))
+    assert divergence is not None and (divergence.step, divergence.module) == place
+    assert "recompute" not in divergence.operand  # what forward does comes first
 
 
 # The numbers of one cast, in this process.
@@ -209,8 +209,8 @@ def test_a_digest_sees_changes_that_add_up_to_little(dtype: torch.dtype, size: i
     values = some(1, size)[0].mul(100).to(dtype)
     first_and_last, ends = values.clone(), [0, size - 1]
     first_and_last[ends] = -first_and_last[ends] - 1
-    found = [values, -values, first_and_last, values.roll(1), values.flip(0)]
-    assert len({ordered_digest(each) for each in found}) == len(found)
+    tensors = [values, -values, first_and_last, values.roll(1), values.flip(0)]
+    assert len({ordered_digest(tensor) for tensor in tensors}) == len(tensors)
 
 
 def test_an_ordered_digest_is_that_of_the_indices():

@@ -27,7 +27,7 @@ def ends_of(sizes) -> torch.Tensor:
 
 def slices(sizes):
     ends = [0, *ends_of(sizes).tolist()]
-    return [slice(*each) for each in pairwise(ends)]
+    return [slice(*bounds) for bounds in pairwise(ends)]
 
 
 def float8(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -39,7 +39,7 @@ def scales(*shape: int) -> torch.Tensor:
 
 
 @settings(max_examples=25)
-@given(sizes=st.lists(st.integers(0, 3).map(lambda each: 16 * each), min_size=1, max_size=4), behind=st.booleans())
+@given(sizes=st.lists(st.integers(0, 3).map(lambda count: 16 * count), min_size=1, max_size=4), behind=st.booleans())
 def test_rows_and_columns_are_scaled_in_every_group(sizes, behind):
     count, rows = len(sizes), sum(sizes) + 16 * behind
     x, w = float8(rows, 32), float8(count, 48, 32, seed=1).transpose(-2, -1)
@@ -85,7 +85,7 @@ def test_blocks_are_scaled_in_every_group(sizes, behind):
     rows, count = sum(sizes) + 32 * behind, len(sizes)
     x, of_x, x_exact = in_blocks(rows, 64, 0)
     w, of_w, w_exact = (
-        torch.stack(each) for each in zip(*(in_blocks(48, 64, 1 + i) for i in range(count)), strict=True)
+        torch.stack(parts) for parts in zip(*(in_blocks(48, 64, 1 + i) for i in range(count)), strict=True)
     )
     of_x, _ = quant.torch_to_blocked_2d_M_groups(
         torch.nn.functional.pad(of_x.view(torch.uint8), (0, 2)), ends_of(sizes)
@@ -96,7 +96,7 @@ def test_blocks_are_scaled_in_every_group(sizes, behind):
     grad_t, of_grad, grad_exact = in_blocks(48, rows, 8)
     x_t, of_x_t, x_t_exact = in_blocks(64, rows, 9)
     if rows > 1:
-        in_groups = (quant.torch_to_blocked_2d_K_groups(each, ends_of(sizes) // 32)[0] for each in (of_grad, of_x_t))
+        in_groups = (quant.torch_to_blocked_2d_K_groups(scale, ends_of(sizes) // 32)[0] for scale in (of_grad, of_x_t))
         wgrad = torch._scaled_grouped_mm(grad_t, x_t.t(), *in_groups, ends_of(sizes))
     for group, part in enumerate(slices(sizes)):
         assert torch.equal(out[part], (x_exact[part] @ w_exact[group].t()).bfloat16())
@@ -111,8 +111,8 @@ def test_the_second_version_names_the_recipe():
     x, w, ends = float8(32, 32), float8(2, 48, 32).transpose(-2, -1), ends_of([16, 16])
     rows = ScalingType.RowWise
     grouped = torch.nn.functional.scaled_grouped_mm
-    found = grouped(x, w, scales(32), rows, scales(2, 48), rows, offs=ends)
-    assert torch.equal(found, torch._scaled_grouped_mm(x, w, scales(32), scales(2, 48), ends))
+    product = grouped(x, w, scales(32), rows, scales(2, 48), rows, offs=ends)
+    assert torch.equal(product, torch._scaled_grouped_mm(x, w, scales(32), scales(2, 48), ends))
     with pytest.raises(ValueError, match="No gemm implementation was found"):
         grouped(x, w, scales(32), ScalingType.TensorWise, scales(2, 48), rows, offs=ends)
     blocks, one = ScalingType.BlockWise1x32, torch.ones(1, dtype=E8M0)

@@ -148,10 +148,10 @@ def in_blocks(m: int, k: int, n: int, *, seed: int = 0):
     a, b = (torch.randint(-4, 5, (rows, k), generator=draw).to(E4M3) for rows in (m, n))
     exponents = [torch.randint(124, 131, (rows, k // 32), generator=draw, dtype=torch.uint8) for rows in (m, n)]
     whole = [
-        data.double() * each.view(torch.float8_e8m0fnu).double().repeat_interleave(32, dim=1)
-        for data, each in zip((a, b), exponents, strict=True)
+        data.double() * exponent.view(torch.float8_e8m0fnu).double().repeat_interleave(32, dim=1)
+        for data, exponent in zip((a, b), exponents, strict=True)
     ]
-    scales = [to_blocked(each).view(torch.float8_e8m0fnu) for each in exponents]
+    scales = [to_blocked(exponent).view(torch.float8_e8m0fnu) for exponent in exponents]
     return a, b.t(), *scales, whole[0] @ whole[1].t()
 
 
@@ -185,7 +185,7 @@ def test_the_second_version_is_the_first_one_and_is_counted():
         given = (*blocked[:2], blocked[2:3], *kinds, blocked[3:], *kinds, None, None)
         torch.ops.aten._scaled_mm_v2.out(*given, out=out)
     assert counted.calls == 4
-    assert all(torch.equal(found, exact) for found, exact in (*pairs, (out, pairs[2][1])))
+    assert all(torch.equal(product, exact) for product, exact in (*pairs, (out, pairs[2][1])))
 
 
 def test_the_second_version_refuses_as_a_gpu_does():

@@ -29,6 +29,6 @@ def test_only_folders_of_killed_runs_are_removed(tmp_path: Path) -> None:
         owner.kill()
     mine = Scratch(tmp_path)
     assert sorted(tmp_path.iterdir()) == sorted((others, alive.path, mine.path))
-    for each in (alive, mine, mine):
-        each.close()
+    for scratch in (alive, mine, mine):
+        scratch.close()
     assert list(tmp_path.iterdir()) == [others], "without a lock it may be anybody's"

@@ -53,22 +53,22 @@ def held(engine: Cluster, case: Case) -> Verification:
     ids=["8b", "hsdp", "tied", "rowwise", "sgd"],
 )
 def test_64_ranks(engine: Cluster, case: Case) -> None:
-    found = held(engine, case)
-    assert found.compared and not found.differing, found.differing
-    assert not any(each.known for each in found.compared)
-    assert all(0.99 < peak < 1.3 for peak in found.peaks)
+    verification = held(engine, case)
+    assert verification.compared and not verification.differing, verification.differing
+    assert not any(row.known for row in verification.compared)
+    assert all(0.99 < peak < 1.3 for peak in verification.peaks)
 
 
 def test_a_misaligned_matmul_is_refused_as_on_a_gpu(engine: Cluster) -> None:
-    found = held(engine, case_of("debugmodel", tp=2, dp_shard=4, recipe="tensorwise", seq_len=2056))
-    assert [(each.what, each.formula, each.found) for each in found.compared] == [("refusals", 1, 1)] * 2
+    verification = held(engine, case_of("debugmodel", tp=2, dp_shard=4, recipe="tensorwise", seq_len=2056))
+    assert [(row.what, row.formula, row.found) for row in verification.compared] == [("refusals", 1, 1)] * 2
 
 
 def test_a_recorded_fault_explains_its_difference(engine: Cluster) -> None:
     options = {"tp": 2, "dp_shard": 4, "recipe": "tensorwise", "fp8_all_gather": True}
-    found = verify(engine, case_of("debugmodel", **options), (0,), KNOWN)
-    assert not found.differing
-    assert {each.known for each in found.compared if each.known} == {"fp8-all-gather-scale-per-tp-rank-of-llama"}
+    verification = verify(engine, case_of("debugmodel", **options), (0,), KNOWN)
+    assert not verification.differing
+    assert {row.known for row in verification.compared if row.known} == {"fp8-all-gather-scale-per-tp-rank-of-llama"}
     assert verify(engine, case_of("debugmodel", **options), (0,)).differing
 
 
@@ -87,7 +87,7 @@ class _Filtering:
 
 def test_what_is_not_as_the_formulas_say_differs(engine: Cluster) -> None:
     case = case_of("debugmodel", tp=2, dp_shard=4, recipe="tensorwise")
-    differing = {each.what for each in verify(_Filtering(engine), case, (0,)).differing}
+    differing = {row.what for row in verify(_Filtering(engine), case, (0,)).differing}
     assert "calls of all_reduce (max) in float64 along tp" in differing
     assert "FLOPs of matmuls in float8" in differing
     assert "matmuls [2048, 128] x [128, 256] in bfloat16" in differing
@@ -97,5 +97,5 @@ def test_what_is_not_as_the_formulas_say_differs(engine: Cluster) -> None:
 @pytest.mark.parametrize("name", ["llama3-70b", "llama3-405b"])
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
 def test_4096_ranks(engine: Cluster, name: str, recipe: str) -> None:
-    found = held(engine, case_of(name, tp=8, dp_shard=512, recipe=recipe, checkpointing="full", layers=4))
-    assert found.compared and not found.differing, found.differing
+    verification = held(engine, case_of(name, tp=8, dp_shard=512, recipe=recipe, checkpointing="full", layers=4))
+    assert verification.compared and not verification.differing, verification.differing

@@ -93,8 +93,8 @@ def test_looking_changes_no_number(train, text: str):
     assert all(trace.sketches is None for trace in off) and all(trace.sketches for trace in on)
 
 
-def sums(found: TensorSketch) -> np.ndarray:
-    return np.array(struct.unpack(f"<{SKETCH_SIZE}d", found.sums))
+def sums(tensor_sketch: TensorSketch) -> np.ndarray:
+    return np.array(struct.unpack(f"<{SKETCH_SIZE}d", tensor_sketch.sums))
 
 
 def one_hot(row: int, column: int) -> np.ndarray:
@@ -105,8 +105,8 @@ def one_hot(row: int, column: int) -> np.ndarray:
 
 def test_a_sketch_is_sums_with_signs_of_the_position():
     signs = [one_hot(row, column) / 3 for row in range(0, 64, 9) for column in range(0, 48, 7)]
-    assert all(set(np.abs(each)) == {1.0} for each in signs)
-    assert len({each.tobytes() for each in signs}) == len(signs), "two positions look the same"
+    assert all(set(np.abs(pattern)) == {1.0} for pattern in signs)
+    assert len({pattern.tobytes() for pattern in signs}) == len(signs), "two positions look the same"
     values = torch.zeros(64, 48)
     values[9, 7], values[18, 14] = 2.0, -5.0
     assert np.array_equal(sums(sketch("w", "grad", 1, values)), (2 * one_hot(9, 7) - 5 * one_hot(18, 14)) / 3)
@@ -118,8 +118,8 @@ def test_rows_that_changed_places_and_a_transpose_are_seen():
     swapped = values.clone()
     swapped[[3, 4]] = values[[4, 3]]
     for wrong, far in ((swapped, 0.1), (values.t(), 1.0), (values.roll(1, 0), 1.0), (-values, 1.0)):
-        (found,) = assemble([whole(wrong)]).values()
-        assert relative_distance(found, right) > far
+        (assembled,) = assemble([whole(wrong)]).values()
+        assert relative_distance(assembled, right) > far
 
 
 def test_one_bit_changes_the_digest():
@@ -132,13 +132,13 @@ def test_one_bit_changes_the_digest():
 
 @pytest.mark.parametrize("shape", [(0,), (0, 8), (8, 0)])
 def test_an_empty_piece_is_nothing(shape: tuple[int, ...]):
-    found = sketch("w", "grad", 1, torch.empty(shape))
-    assert not sums(found).any() and found.norm_squared == 0.0 and found.local_shape == shape
+    piece = sketch("w", "grad", 1, torch.empty(shape))
+    assert not sums(piece).any() and piece.norm_squared == 0.0 and piece.local_shape == shape
 
 
 def test_nan_is_kept():
-    found = sketch("w", "grad", 1, torch.tensor([1.0, math.nan]))
-    assert np.isnan(sums(found)).all() and math.isnan(found.norm_squared)
+    with_nan = sketch("w", "grad", 1, torch.tensor([1.0, math.nan]))
+    assert np.isnan(sums(with_nan)).all() and math.isnan(with_nan.norm_squared)
 
 
 def test_wrappers_leave_no_trace_in_a_name():

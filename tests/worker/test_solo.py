@@ -123,9 +123,9 @@ def test_planted_faults_are_found_at_the_step_where_they_show(
 ):
     case = parse_case_id(text)
     broken = trained(case, injections=plant(FAULTS, fault))
-    found = findings(case, broken, witness(case), EXACT)
-    steps = [finding.step for finding in found if finding.step is not None]  # wrong tokens are those of all steps
-    assert min(steps) == step, found
+    deviations = findings(case, broken, witness(case), EXACT)
+    steps = [finding.step for finding in deviations if finding.step is not None]  # wrong tokens are those of all steps
+    assert min(steps) == step, deviations
 
 
 def test_gradients_show_what_the_loss_does_not(trained, witness):

@@ -45,9 +45,9 @@ def test_every_step_is_asked_for_with_case_and_world(module: ModuleType) -> None
 
 def test_the_whole_answer_is_read(module: ModuleType) -> None:
     saved = {"float8_e4m3fn": 0, "bfloat16": 64}
-    found = stated(module, {"matmuls": 0, "saved_bytes": saved, "traffic": {AMAX: (2, 8)}})
+    statements = stated(module, {"matmuls": 0, "saved_bytes": saved, "traffic": {AMAX: (2, 8)}})
     sent = Sent(calls=2, payload_bytes=8)
-    assert found == tuple(Stated(step=step, matmuls=0, saved_bytes=saved, traffic={AMAX: sent}) for step in (1, 2))
+    assert statements == tuple(Stated(step=step, matmuls=0, saved_bytes=saved, traffic={AMAX: sent}) for step in (1, 2))
 
 
 @pytest.mark.parametrize(

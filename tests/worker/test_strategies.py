@@ -35,13 +35,13 @@ def validation(engine: ZygoteEngine, folder: Path, module: str) -> Validation:
 def test_a_layout_with_tp_names_the_operators_that_it_calls_on_dtensors(tmp_path: Path) -> None:
     request = msgspec.msgpack.encode(make_request(parse_case_id("tp2-rowwise-v2048-s1-b16")))
     with ZygoteEngine(PROGRAM, {"device": "cpu"}) as engine:
-        used = [set(msgspec.msgpack.decode(each)) for each in answers(engine, tmp_path, request, 2)]
+        used = [set(msgspec.msgpack.decode(answer)) for answer in answers(engine, tmp_path, request, 2)]
     assert {"embedding", "embedding_dense_backward", "_log_softmax"} <= used[0] == used[1]
 
 
 def test_torch_validates_operators_that_it_has_samples_of_or_is_said_to_be_missing(tmp_path: Path) -> None:
     preload({"validation": "torch.no_such_judge"})
     with ZygoteEngine(PROGRAM, {"validation": VALIDATION}) as engine:
-        missing, found = (validation(engine, tmp_path, module) for module in ("torch.no_such_judge", VALIDATION))
+        missing, present = (validation(engine, tmp_path, module) for module in ("torch.no_such_judge", VALIDATION))
     assert "No module named" in missing.unavailable
-    assert list(found.operators) == ["abs"] and found.operators["abs"].right > 0 == found.operators["abs"].wrong
+    assert list(present.operators) == ["abs"] and present.operators["abs"].right > 0 == present.operators["abs"].wrong

@@ -30,7 +30,7 @@ def test_gradients_of_a_shared_tensor_are_summed_by_every_rank_first() -> None:
     given = torch.zeros(1, dtype=BF16, requires_grad=True)
     stack = spread(given, 2)
     readers = torch.tensor([[256.0, 1.0], [1.0, 1.0]], dtype=BF16)  # by reader and rank
-    sum((stack[:, 0] * each).sum() for each in readers).backward()
+    sum((stack[:, 0] * reader).sum() for reader in readers).backward()
     assert given.grad.item() == 258  # 256 + 1 is 256 on the first rank, 1 + 1 is 2 on the second
 
 
@@ -51,22 +51,22 @@ def test_the_weight_of_a_norm_has_the_gradients_of_all_ranks() -> None:
     norm, given = nn.RMSNorm(8).to(BF16), random(2, 6, 8)
     places = [(slice(0, 2), slice(0, 3), slice(0, 8)), (slice(0, 2), slice(3, 6), slice(0, 8))]
     forward = of_sequence(norm, places, ())
-    found = forward(given)
-    assert torch.equal(found, norm(given))
-    (of_all,) = torch.autograd.grad(found.sum(), norm.weight)
+    normed = forward(given)
+    assert torch.equal(normed, norm(given))
+    (of_all,) = torch.autograd.grad(normed.sum(), norm.weight)
     of_ranks = [torch.autograd.grad(norm(given[place]).sum(), norm.weight)[0] for place in places]
     assert torch.equal(of_all, summed(torch.stack(of_ranks)))
     for _ in range(2):  # microbatches: ranks add up theirs before they add up ranks
         forward(given).sum().backward()
-    assert torch.equal(norm.weight.grad, summed(torch.stack([each + each for each in of_ranks])))
+    assert torch.equal(norm.weight.grad, summed(torch.stack([grad + grad for grad in of_ranks])))
 
 
 def test_a_router_has_the_gradients_of_all_ranks_of_the_sequence() -> None:
     gate, given = nn.Linear(8, 4, bias=False).to(BF16), random(2, 6, 8)
     places = [(slice(0, 2), slice(0, 3), slice(0, 4)), (slice(0, 2), slice(3, 6), slice(0, 4))]  # of its output
-    found = of_sequence(gate, places, ())(given)
-    torch.testing.assert_close(found, gate(given))
-    (of_all,) = torch.autograd.grad(found.sum(), gate.weight)
+    scores = of_sequence(gate, places, ())(given)
+    torch.testing.assert_close(scores, gate(given))
+    (of_all,) = torch.autograd.grad(scores.sum(), gate.weight)
     of_ranks = [torch.autograd.grad(gate(given[place[:-1]]).sum(), gate.weight)[0] for place in places]
     assert torch.equal(of_all, summed(torch.stack(of_ranks)))
 

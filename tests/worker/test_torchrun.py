@@ -69,13 +69,13 @@ def test_torchrun_is_ended_at_the_deadline(tmp_path: Path, monkeypatch: pytest.M
 
 def marked_processes(name: str) -> list[int]:
     """Pids of the processes whose environment says that an engine started them for a job in the folder `name`."""
-    found = []
+    pids = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
             environ = process.environ()
             if "FP8_HARNESS_ENGINE" in environ and environ.get("TMPDIR", "").startswith(name):
-                found.append(process.pid)
-    return found
+                pids.append(process.pid)
+    return pids
 
 
 def close_while_it_runs(engine: TorchrunEngine, folder: Path, ready: Callable[[], bool]) -> JobOutcome:

@@ -30,8 +30,8 @@ def findings(text: str, run: Run) -> list[Finding]:
 )
 def test_under_fsdp_and_tp_the_amax_of_a_gathered_weight_is_reduced_over_both_once_it_is_fixed(trained, text: str):
     assert findings(text, trained(parse_case_id(text), probes=TRAFFIC, injections=(WHOLE_WEIGHT,))) == []
-    found = findings(text, trained(parse_case_id(text), probes=TRAFFIC))
-    assert [each for each in found if each.rule == AMAX_MISSING.name and each.values["axis"] == "tp"]
+    without_fix = findings(text, trained(parse_case_id(text), probes=TRAFFIC))
+    assert [finding for finding in without_fix if finding.rule == AMAX_MISSING.name and finding.values["axis"] == "tp"]
 
 
 @pytest.mark.parametrize(

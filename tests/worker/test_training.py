@@ -173,7 +173,7 @@ def test_a_resumed_run_is_the_uninterrupted_one_to_the_bit(trained, axes):
     case, plain = (
         make_case(**{"steps": 3, "global_batch": 4, "dtype": "bfloat16", **axes, **last}) for last in ({}, OFF)
     )
-    resumed, through = (trained(each, probes=("sketches", "saved_memory")).traces for each in (case, plain))
+    resumed, through = (trained(variant, probes=("sketches", "saved_memory")).traces for variant in (case, plain))
     assert numbers(resumed) == numbers(through)
     for one, other in zip(resumed, through, strict=True):
         assert one.sketches == other.sketches

@@ -92,11 +92,11 @@ def _surroundings(context: RankContext) -> bytes:
 
 def _open_files() -> dict[int, str]:
     """What each file descriptor is: a path, `socket:[...]`, `anon_inode:[...]`."""
-    found = {}
+    files = {}
     for entry in Path("/proc/self/fd").iterdir():
         with suppress(OSError):  # the listing's own is gone by now
-            found[int(entry.name)] = str(entry.readlink())
-    return found
+            files[int(entry.name)] = str(entry.readlink())
+    return files
 
 
 def _raise(context: RankContext) -> bytes:

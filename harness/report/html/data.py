@@ -48,16 +48,18 @@ class ParsedCase(NamedTuple):
 
 def index_and_details(run: RunResult, history: Mapping[str, Table]) -> tuple[Data, tuple[Data, ...]]:
     """The index of a run and the details of its cases, in the same order: the worst verdicts first."""
-    parsed = sorted(map(_parsed, run.results), key=lambda each: _WORST_FIRST.index(each.case.verdict))
-    axes = dict(_axes([each.axes for each in parsed if each.axes]))
+    parsed = sorted(map(_parsed, run.results), key=lambda parsed_case: _WORST_FIRST.index(parsed_case.case.verdict))
+    axes = dict(_axes([parsed_case.axes for parsed_case in parsed if parsed_case.axes]))
     index: Data = {
-        "verdicts": [{"name": each.value, "phrase": each.phrase, "good": each.good} for each in _WORST_FIRST],
+        "verdicts": [
+            {"name": verdict.value, "phrase": verdict.phrase, "good": verdict.good} for verdict in _WORST_FIRST
+        ],
         "axes": [{"name": name, "values": values} for name, values in axes.items()],
         "meanings": {_LAYOUT: "ranks of every mesh axis", **{name: axis.meaning for name, axis in DECLARED.items()}},
-        "cases": [_row(each, axes) for each in parsed],
+        "cases": [_row(parsed_case, axes) for parsed_case in parsed],
         "checks": {check.name: (check.question, check.sight) for check in CHECKS},
     }
-    return index, tuple(_detail(each, history.get(each.case.case_id)) for each in parsed)
+    return index, tuple(_detail(parsed_case, history.get(parsed_case.case.case_id)) for parsed_case in parsed)
 
 
 def _parsed(case: CaseResult) -> ParsedCase:
@@ -71,7 +73,7 @@ def _parsed(case: CaseResult) -> ParsedCase:
 def _axes(cases: Sequence[Mapping[str, object]]) -> Iterator[tuple[str, list[str]]]:
     """The axes on which the cases differ, with the values that they have, in order."""
     for name in (_LAYOUT, *AXES):
-        values = list(dict.fromkeys(each[name] for each in cases))
+        values = list(dict.fromkeys(case[name] for case in cases))
         if len(values) > 1:
             yield name, list(map(shown_value, sorted(values, key=lambda value: _order(name, value))))
 
@@ -90,25 +92,25 @@ def _filled(**values: object) -> Data:
     return {name: value for name, value in values.items() if value not in (None, "", (), {})}
 
 
-def _row(each: ParsedCase, axes: Mapping[str, Sequence[str]]) -> Data:
+def _row(parsed: ParsedCase, axes: Mapping[str, Sequence[str]]) -> Data:
     """A case in the list. `at`: the number of its value on every axis."""
-    case = each.case
+    case = parsed.case
     return _filled(
         id=case.case_id,
         verdict=case.verdict.value,
         ranks=case.world_size,
         seconds=round(case.seconds, 1),
         note=headline(case),
-        at=tuple(values.index(shown_value(each.axes[name])) for name, values in axes.items()) if each.axes else (),
+        at=tuple(values.index(shown_value(parsed.axes[name])) for name, values in axes.items()) if parsed.axes else (),
         found=tuple(dict.fromkeys(finding.check for finding in case.findings)),
         unjudged=tuple(dict.fromkeys(skipped.check for skipped in case.not_judged)),
     )
 
 
-def _detail(each: ParsedCase, history: Table | None) -> Data:
+def _detail(parsed: ParsedCase, history: Table | None) -> Data:
     """Everything else about a case. `axes`: those that are not at their default; `fixed`: with the candidate fix."""
-    case = each.case
-    own = own_axes(each.read) if each.read is not None else {}
+    case = parsed.case
+    own = own_axes(parsed.read) if parsed.read is not None else {}
     return _filled(
         outcome=outcome(case),
         command=case.command,
@@ -152,9 +154,9 @@ def _findings(findings: Sequence[Finding]) -> tuple[Data, ...]:
     """The findings. `effect`: likely an effect of those before it."""
     split = first_effect(findings)
     return tuple(
-        {"rule": each.rule, "message": each.headline, "effect": split is not None and number >= split}
-        | _filled(place=each.place, expected=each.expected, found=each.found, fix=each.fix)
-        for number, each in enumerate(findings)
+        {"rule": finding.rule, "message": finding.headline, "effect": split is not None and number >= split}
+        | _filled(place=finding.place, expected=finding.expected, found=finding.found, fix=finding.fix)
+        for number, finding in enumerate(findings)
     )
 
 
@@ -171,14 +173,14 @@ def _casts(casts: Sequence[CastRange]) -> Iterator[Data]:
 
     `low` and `high`: the smallest and largest scale; `high` is left out where they are the same.
     """
-    steps = sorted({each.step for each in casts})
+    steps = sorted({cast.step for cast in casts})
     rows: dict[tuple[str, str], dict[int, CastRange]] = {}
-    for each in casts:
-        rows.setdefault((each.fqn, each.role), {})[each.step] = each
-    for (fqn, role), found in sorted(rows.items(), key=lambda item: -max(each.lost for each in item[1].values())):
-        values = [found.get(step) for step in steps]
+    for cast in casts:
+        rows.setdefault((cast.fqn, cast.role), {})[cast.step] = cast
+    for (fqn, role), by_step in sorted(rows.items(), key=lambda item: -max(cast.lost for cast in item[1].values())):
+        values = [by_step.get(step) for step in steps]
         numbers = {
-            name: tuple(None if each is None else float(f"{getattr(each, name):.{_DIGITS}g}") for each in values)
+            name: tuple(None if cast is None else float(f"{getattr(cast, name):.{_DIGITS}g}") for cast in values)
             for name in ("amax", "scale_min", "scale_max", "saturated", "flushed")
         }
         low, high = numbers["scale_min"], numbers["scale_max"]
@@ -189,8 +191,10 @@ def _casts(casts: Sequence[CastRange]) -> Iterator[Data]:
 def _stacks(failures: Sequence[RankFailure]) -> Iterator[Data]:
     """How ranks failed, each way once: causes before consequences."""
     ways: dict[tuple[str, str, str, str, bool], list[int]] = {}
-    for each in sorted(failures, key=lambda failure: (failure.consequence, failure.rank)):
-        ways.setdefault((each.kind, each.phase, each.message, each.traceback, each.consequence), []).append(each.rank)
+    for failure in sorted(failures, key=lambda failure: (failure.consequence, failure.rank)):
+        ways.setdefault(
+            (failure.kind, failure.phase, failure.message, failure.traceback, failure.consequence), []
+        ).append(failure.rank)
     for (kind, phase, message, traceback, consequence), ranks in ways.items():
         who = f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
         when = f" in {phase}" if phase else ""

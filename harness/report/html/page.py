@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 _PACKAGE = "harness.report.html"
 _SCRIPTS = ("page.js", "matrix.js", "cases.js", "curves.js", "case.js", "start.js")  # parts of one function, in order
 # In JSON these are the same characters, and in HTML they end nothing.
-_ESCAPES = {ord(each): f"\\u{ord(each):04x}" for each in "<>&\N{LINE SEPARATOR}\N{PARAGRAPH SEPARATOR}"}
+_ESCAPES = {ord(character): f"\\u{ord(character):04x}" for character in "<>&\N{LINE SEPARATOR}\N{PARAGRAPH SEPARATOR}"}
 _POLICY = "base-uri 'none'; form-action 'none'; require-trusted-types-for 'script'"
 _STATES = {
     ExitCode.GOOD: "good",
@@ -68,7 +68,7 @@ def html_report(
     return rendered(
         "page.html",
         _SCRIPTS,
-        data={"index": index, **{f"detail-{number}": each for number, each in enumerate(details)}},
+        data={"index": index, **{f"detail-{number}": detail for number, detail in enumerate(details)}},
         front=front,
         sections=(*sections, _run_section(run)),
     )
@@ -82,7 +82,7 @@ def rendered(template: str, scripts: Sequence[str], *, data: Mapping[str, object
     licence = f"/* uPlot\n{_asset('uPlot.LICENSE', 'vendor')}*/"
     script = Markup("\n".join([licence, _asset("uPlot.iife.min.js", "vendor"), own]))
     style = Markup("\n".join([_asset("uPlot.min.css", "vendor"), _asset("page.css")]))
-    plain = {name: to_json(_printable(msgspec.to_builtins(each))).decode() for name, each in data.items()}
+    plain = {name: to_json(_printable(msgspec.to_builtins(value))).decode() for name, value in data.items()}
     page = _template(template).render(
         policy=f"default-src 'none'; script-src {_hash(script)}; style-src {_hash(style)}; {_POLICY}",
         style=style,
@@ -112,13 +112,13 @@ def _run_section(run: RunResult) -> Section:
     witnesses = Table(
         title=f"Witnesses that were run ({len(run.end.witnesses)})",
         columns=("witness", "CPU s"),
-        rows=tuple((each.name, f"{each.cpu_s:.1f}") for each in run.end.witnesses),
+        rows=tuple((witness.name, f"{witness.cpu_s:.1f}") for witness in run.end.witnesses),
         right=(1,),
         folded=True,
     )
-    facts, found = [("name", run.start.name), ("started", run.start.started)], run.start.environment
-    facts += [] if found is None else [("fingerprint", found.fingerprint)]
-    facts += (run.end.provenance if found is None else found.words).items()
+    facts, environment = [("name", run.start.name), ("started", run.start.started)], run.start.environment
+    facts += [] if environment is None else [("fingerprint", environment.fingerprint)]
+    facts += (run.end.provenance if environment is None else environment.words).items()
     *others, last = totals(run)
     shown = Section(title="Totals", blocks=(*last.blocks, *others))
     return Section(name="run", title="Run", blocks=(Facts(tuple(facts)), shown, witnesses))

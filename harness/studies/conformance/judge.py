@@ -95,7 +95,7 @@ def run_checks(engine: Cluster, checks: Sequence[OperatorCheck], injections: Seq
 
 def conclude(check: OperatorCheck, observed: Sequence[Observation], *, torch: str) -> Conclusion:
     budget = cheapest_bytes(check)
-    moved = max((each.wire_bytes for each in observed), default=0.0)
+    moved = max((observation.wire_bytes for observation in observed), default=0.0)
     return _conclusion(check, deviations_of(check, torch), tuple(_problems(check, observed, budget)), moved, budget)
 
 
@@ -106,20 +106,22 @@ def conclude_lost(check: OperatorCheck, message: str) -> Conclusion:
 
 
 def _conclusion(
-    check: OperatorCheck, known: Sequence[Deviation], found: tuple[Problem, ...], moved: float, budget: float
+    check: OperatorCheck, known: Sequence[Deviation], problems: tuple[Problem, ...], moved: float, budget: float
 ) -> Conclusion:
-    explanations = [next((each for each in known if each.explains(one.kind, one.found)), None) for one in found]
+    explanations = [
+        next((deviation for deviation in known if deviation.explains(one.kind, one.found)), None) for one in problems
+    ]
     status: Status = "passed"
-    shown = [each for each in explanations if each is not None]
-    if found:
+    shown = [explanation for explanation in explanations if explanation is not None]
+    if problems:
         status = "failed" if None in explanations else "known"
-    elif outdated := [each for each in known if each.always]:
+    elif outdated := [deviation for deviation in known if deviation.always]:
         status, shown = "unexpected_pass", outdated
     return Conclusion(
         check=check,
         status=status,
-        problems=found,
-        deviations=tuple(dict.fromkeys(each.name for each in shown)),
+        problems=problems,
+        deviations=tuple(dict.fromkeys(deviation.name for deviation in shown)),
         wire_bytes=moved,
         cheapest_bytes=budget,
     )
@@ -127,7 +129,9 @@ def _conclusion(
 
 def _problems(check: OperatorCheck, observed: Sequence[Observation], budget: float) -> Iterator[Problem]:
     """All problems of a check; of problems that several ranks share, the first."""
-    raised = sorted((each for each in observed if each.error), key=lambda each: each.consequence)
+    raised = sorted(
+        (observation for observation in observed if observation.error), key=lambda observation: observation.consequence
+    )
     if raised:
         first = raised[0]
         yield Problem(
@@ -138,11 +142,11 @@ def _problems(check: OperatorCheck, observed: Sequence[Observation], budget: flo
         )
     else:
         first_of_kind: dict[str, Problem] = {}
-        for problem in (problem for each in observed for problem in _output_problems(check, each)):
+        for problem in (problem for observation in observed for problem in _output_problems(check, observation)):
             first_of_kind.setdefault(problem.kind, problem)
         yield from first_of_kind.values()
-    finished = all(each.phase == "result" for each in observed)
-    over = max(observed, key=lambda each: each.wire_bytes, default=None)
+    finished = all(observation.phase == "result" for observation in observed)
+    over = max(observed, key=lambda observation: observation.wire_bytes, default=None)
     if finished and over is not None and over.wire_bytes > budget + _SLACK_BYTES:
         yield Problem(
             kind="bytes",

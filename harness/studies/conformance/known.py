@@ -72,7 +72,7 @@ def deviations_of(check: OperatorCheck, torch: str) -> tuple[Deviation, ...]:
 
 def _is_partial(check: OperatorCheck, *kinds: str) -> bool:
     """True if some input is Partial; with `kinds`, of one of these."""
-    placements = {placement for each in check.inputs for placement in each if placement[0] == "P"}
+    placements = {placement for operand in check.inputs for placement in operand if placement[0] == "P"}
     return bool(placements & set(kinds) if kinds else placements)
 
 
@@ -137,7 +137,7 @@ def short_dim_is_gathered_for_transpose(check: OperatorCheck) -> bool:
 def short_dim_is_gathered(check: OperatorCheck) -> bool:
     """A dim with fewer elements than ranks counts as not shardable, so a local operator gathers it."""
     shapes = [check.shape, (check.shape[-1], *check.sizes)] if check.op == "mm" else [check.shape] * 2
-    return any(_short_dims(check, *each) for each in zip(check.inputs, shapes, strict=False))
+    return any(_short_dims(check, *input_and_shape) for input_and_shape in zip(check.inputs, shapes, strict=False))
 
 
 @_deviation("wrong", ops="cast.bfloat16", pattern="elements differ", link=CASTS)

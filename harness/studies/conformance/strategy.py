@@ -160,7 +160,7 @@ def view_dim(shape: Sequence[int], sizes: Sequence[int], dim: int, parts: int) -
 
 
 def may_be_partial(check: OperatorCheck, axis: int, output: int, placement: str) -> bool:
-    """Whether an output may have this Partial placement on a mesh axis: that of an input, or its own.
+    """Whether an output may have this Partial placement on a mesh axis: an input's, or its own.
 
     An operator may shard a replicated input to save work; whether the whole result is right is judged by its values.
     """
