@@ -35,8 +35,8 @@ from harness.request import RunRequest
 from harness.running.executor import Executor, open_executor
 from harness.running.plan import Plan, make_plan
 from harness.sources import installed_versions
-from harness.studies.judges import open_validation, validate
 from harness.studies.mutation import MutationMatrix, Trial
+from harness.studies.strategies import open_validation, validate
 from harness.trace.record import Patch
 
 HERE = Path(__file__).parent

@@ -25,7 +25,6 @@ from harness.running.progress import open_progress
 from harness.running.selection import one_case
 from harness.studies.against import Against
 from harness.studies.curves import check_job, judge_each
-from harness.studies.judges import JUDGES
 from harness.studies.layouts import BUDGET_S, USUAL, cases_of, compare_layouts, usual_layouts, with_golden
 from harness.studies.target_check import parse_layout
 from harness.verdict import ExitCode
@@ -42,7 +41,7 @@ Without a case: the tiny model, rowwise, bfloat16. The run is stored: `show last
 Exit codes: 0 every layout is equal or within rounding, 1 one is wrong, 3 nothing ran, 4 infrastructure.
 """
 _AGAINST = "Run the same in another place, as base: a git revision of the target's repository, a release, or a venv."
-_JUDGES = ", ".join(JUDGES)
+_STRATEGIES = "Add what torch's own validation of sharding strategies reports about the operators of a layout."
 _OF_THE_BASE = ("jobs", "slots", "quiet")
 _AXES = tuple(name for name in AXES if name not in (*MESH_AXES, "async_tp"))
 
@@ -67,7 +66,7 @@ _AXES = tuple(name for name in AXES if name not in (*MESH_AXES, "async_tp"))
     "budget_s", f"The cheapest layouts that fit; the others are named. Default: {BUDGET_S:g} without --layouts."
 )
 @click.option("--against", metavar="REV|PACKAGE==VERSION|VENV", help=_AGAINST)
-@click.option("--judges", "asked_judges", metavar="NAME,…", help=f"Ask others as well, beside the verdict: {_JUDGES}.")
+@click.option("--strategies", is_flag=True, help=_STRATEGIES)
 @options.run_option("inject")
 @options.json_option("the table")
 @options.run_option("markdown_file", "Write the table as markdown.")
@@ -84,7 +83,7 @@ def parity_command(  # noqa: PLR0913  one parameter per option
     goldens: tuple[Path, ...],
     budget_s: float | None,
     against: str | None,
-    asked_judges: str | None,
+    strategies: bool,
     inject: tuple[str, ...],
     json_file: Path | None,
     markdown_file: Path | None,
@@ -109,7 +108,6 @@ def parity_command(  # noqa: PLR0913  one parameter per option
     golden = read_curve(goldens[0]) if goldens else None
     usual = USUAL if golden is None or golden.case is None else own_values(golden.case)
     base = {**(usual if named is None else own_values(one_case(project, named))), **given}
-    judges = _judges(asked_judges)
     plan = plan_for(inject=inject)
     plan = with_command(plan, options.given_run_options(), CommandOptions(root=plan.root_option))
     if asked is None:
@@ -124,7 +122,7 @@ def parity_command(  # noqa: PLR0913  one parameter per option
         if against is not None:
             place = Against(against, project, plan, progress.note, words=tuple(given_words(_OF_THE_BASE)))
         parity, result = compare_layouts(
-            project, cases, plan, progress, budget_s=budget_s, against=place, judges=judges
+            project, cases, plan, progress, budget_s=budget_s, against=place, strategies=strategies
         )
     if golden is not None:
         parity = with_golden(parity, golden)
@@ -140,12 +138,3 @@ def _judge_files(files: Sequence[Path], json_file: Path | None, markdown_file: P
     options.print_report(curve_sections(rows), json_file, rows)
     options.write_output(markdown_file, lambda: markdown(curve_sections(rows)).encode())
     return ExitCode.FAILED if any(row.word == "wrong" for row in rows) else ExitCode.GOOD
-
-
-def _judges(asked: str | None) -> tuple[str, ...]:
-    """The names, each once. HarnessError for one that nobody has."""
-    names = tuple(dict.fromkeys(asked.split(","))) if asked else ()
-    for name in names:
-        if name not in JUDGES:
-            raise HarnessError(f"no judge is named '{name}'.", where="--judges", fix=f"give some of {_JUDGES}.")
-    return names

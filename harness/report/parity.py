@@ -62,11 +62,11 @@ def parity_table(parity: Parity) -> Table:
     if parity.against:
         columns["base off"] = _of_base(_off)
     columns |= {"allowed": _allowed, "worst gradient, or why": _why}
-    judges = tuple(dict.fromkeys(name for row in parity.rows for name in row.judges))
-    columns |= {name: _of_judge(name) for name in judges}
+    if any(row.strategies for row in parity.rows):
+        columns["strategies"] = lambda row: "-" if row.strategies is None else row.strategies.text
     shown = {name: [cell(row) for row in parity.rows] for name, cell in columns.items()}
     shown = {name: cells for name, cells in shown.items() if any(cells) or not name.startswith("base")}
-    words = ("layout", "verdict", "base", "change", "worst gradient, or why", *judges)
+    words = ("layout", "verdict", "base", "change", "worst gradient, or why", "strategies")
     return Table(
         columns=tuple(shown),
         rows=tuple(zip(*shown.values(), strict=True)),
@@ -78,10 +78,6 @@ def parity_table(parity: Parity) -> Table:
 def _of_base(cell: _Cell) -> _Cell:
     """What the base shows, where that is something else."""
     return lambda row: "" if row.base is None or cell(row.base) == cell(row) else cell(row.base)
-
-
-def _of_judge(name: str) -> _Cell:
-    return lambda row: row.judges[name].text if name in row.judges else "-"
 
 
 def _loss(step: int) -> _Cell:

@@ -59,7 +59,7 @@ def explained(scale: float, source_dtype: str = "float32") -> str:
 
 
 @pytest.mark.parametrize(
-    ("found", "whose"),
+    ("used_amax", "whose"),
     [
         (amax(0, 3), "the amax on rank 0 alone"),
         (amax(2, 3), "the amax over ranks 0, 2"),
@@ -71,9 +71,9 @@ def explained(scale: float, source_dtype: str = "float32") -> str:
         (amax(0, 3, 1), "the amax of input of layers.0.attention.wo"),
     ],
 )
-def test_the_source_is_named(found: float, whose: str) -> None:
-    assert explained(tensorwise_scale(E4M3, found)) == f"it is the scale for {whose}"
-    in_float32 = as_float32(as_float32(1 / found) * 448)
+def test_the_source_is_named(used_amax: float, whose: str) -> None:
+    assert explained(tensorwise_scale(E4M3, used_amax)) == f"it is the scale for {whose}"
+    in_float32 = as_float32(as_float32(1 / used_amax) * 448)
     assert explained(in_float32) == f"it is the scale for {whose}"
 
 
@@ -120,8 +120,8 @@ def test_nothing_is_said_where_nothing_fits(scale: float) -> None:
 def test_a_right_scale_has_no_source_and_a_wrong_one_that_fits_has(right: float, other: float, dtype: str) -> None:
     sources = (Source("the other", other),)
     assert implied_source(dtype, tensorwise_scale(dtype, right), right, sources) == ""
-    found = implied_source(dtype, tensorwise_scale(dtype, other), right, sources)
-    assert "the other" in found or abs(other / right - 1) < 1e-6
+    source = implied_source(dtype, tensorwise_scale(dtype, other), right, sources)
+    assert "the other" in source or abs(other / right - 1) < 1e-6
 
 
 def power(value: float, step: int = 3, *, rows: bool = True) -> CastRecord:
@@ -149,4 +149,4 @@ def test_row_scales_of_an_earlier_step_are_named() -> None:
     assert implied_by_power(TRAITS["rowwise"], power(2.0), 90, 900, earlier) == ""
     assert implied_by_power(TRAITS["rowwise"], power(8.0, rows=False), 90, 900, earlier) == ""
     casts = {0: recorded(0, "float32")}
-    assert [each.step for each in earlier_casts(casts, 0, PLACE)] == [1, 2]
+    assert [cast.step for cast in earlier_casts(casts, 0, PLACE)] == [1, 2]

@@ -71,10 +71,10 @@ def test_pieces_add_up_to_the_tensor_however_it_is_cut(seed: int, cuts: list[int
     if replicated:  # as under HSDP: the second half of the world holds the same and owns nothing
         copies = [trace(rank, sketch(piece, row=row, owner=False)) for rank, (row, piece) in enumerate(pieces, 9)]
         traces += copies
-    (found,) = assemble(traces).values()
-    assert found.complete and found.elements == values.size
-    assert relative_distance(found, whole(values)) < 1e-15
-    assert found.norm == pytest.approx(np.linalg.norm(values), rel=1e-15)
+    (assembled,) = assemble(traces).values()
+    assert assembled.complete and assembled.elements == values.size
+    assert relative_distance(assembled, whole(values)) < 1e-15
+    assert assembled.norm == pytest.approx(np.linalg.norm(values), rel=1e-15)
 
 
 def test_a_lost_and_a_doubled_piece_are_not_complete() -> None:
@@ -133,8 +133,8 @@ def test_a_distance_below_a_share_of_all_norms_is_none() -> None:
 def test_no_share_of_what_is_not_finite_is_ignored() -> None:
     broken, noise, other = values_of(), 1e-9 * values_of(1), 1e-9 * values_of(2)
     broken[0, 0] = math.inf
-    found = distances({"a": broken, "b": other}, {"a": broken, "b": noise}, ignored=1e-8)
-    assert not any(distance <= 0.5 for distance in found)
+    all_distances = distances({"a": broken, "b": other}, {"a": broken, "b": noise}, ignored=1e-8)
+    assert not any(distance <= 0.5 for distance in all_distances)
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
@@ -172,8 +172,8 @@ def test_pieces_of_different_places_are_no_replicas() -> None:
 def test_replicas_that_are_cut_differently_do_not_escape() -> None:
     """A rank that holds more than its replica is not complete, which parity reports."""
     values = values_of()
-    (found,) = assemble([trace(0, sketch(values)), trace(1, sketch(values[:6]))]).values()
-    assert not found.complete
+    (assembled,) = assemble([trace(0, sketch(values)), trace(1, sketch(values[:6]))]).values()
+    assert not assembled.complete
 
 
 CASE = make_case(dp_shard=2, tp=4, global_batch=6, seq_len=32, steps=1)
@@ -199,8 +199,8 @@ def test_other_numbers_are_not(found: float) -> None:
 
 
 def explained(case: Case, run: Run, golden: float = 8.0, solo: float = 8.0) -> str:
-    found = explain_loss(case, run, run_of(make_trace(losses=[solo])), 1, [golden])
-    return "" if found is None else f"{found.what}: {found.fix}"
+    explanation = explain_loss(case, run, run_of(make_trace(losses=[solo])), 1, [golden])
+    return "" if explanation is None else f"{explanation.what}: {explanation.fix}"
 
 
 def test_losses_of_each_rank_are_told_from_a_wrong_mean() -> None:
@@ -235,16 +235,18 @@ def test_gradients_that_are_all_off_by_one_factor() -> None:
 
 def test_gradients_summed_over_microbatches() -> None:
     case = make_case(tp=2, accumulation=2, steps=1)
-    found = explain_gradients(case, assemble(gradients(2, 2).traces), assemble(gradients(1, 1).traces), 1, None)
-    assert found is not None and "the microbatches of an update" in found.what
-    assert found.fix.startswith("divide the loss of every microbatch")
+    explanation = explain_gradients(case, assemble(gradients(2, 2).traces), assemble(gradients(1, 1).traces), 1, None)
+    assert explanation is not None and "the microbatches of an update" in explanation.what
+    assert explanation.fix.startswith("divide the loss of every microbatch")
 
 
 def test_some_gradients_that_are_off_are_named() -> None:
     case = make_case(tp=2, steps=1)
-    found = explain_gradients(case, assemble(gradients(1, 2, 1).traces), assemble(gradients(1, 1, 1).traces), 1, None)
-    assert found is not None and found.what.startswith("1 of 3 are 2 times (the tensor-parallel degree")
-    assert "over tensor-parallel ranks" in found.fix
+    explanation = explain_gradients(
+        case, assemble(gradients(1, 2, 1).traces), assemble(gradients(1, 1, 1).traces), 1, None
+    )
+    assert explanation is not None and explanation.what.startswith("1 of 3 are 2 times (the tensor-parallel degree")
+    assert "over tensor-parallel ranks" in explanation.fix
 
 
 def test_gradients_of_another_direction_are_no_factor() -> None:
@@ -256,7 +258,7 @@ def test_gradients_of_another_direction_are_no_factor() -> None:
 
 def test_a_first_loss_that_looks_like_a_sum() -> None:
     case = make_case(global_batch=8, seq_len=32, vocab_size=2048)
-    found = explain_scale(case, 2000.0)
-    assert found is not None and "256 times" in found.what and "not the sum" in found.fix
+    explanation = explain_scale(case, 2000.0)
+    assert explanation is not None and "256 times" in explanation.what and "not the sum" in explanation.fix
     assert explain_scale(case, 8.3) is None
     assert explain_scale(case, float("nan")) is None

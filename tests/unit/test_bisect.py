@@ -50,17 +50,19 @@ def test_the_change_is_found_between_the_versions_that_tell(
     change = data.draw(st.integers(1, count - 1))
     mute = data.draw(st.frozensets(st.integers(1, max(1, count - 2)), max_size=3)) - {0, count - 1}
     versions = Versions(count, change, mute, fixed=data.draw(st.booleans()))
-    found = versions.found(tmp_path_factory.mktemp("bisect"))
-    before, after = (versions.names.index(told.version) for told in (found.before, found.after))
+    bisected = versions.found(tmp_path_factory.mktemp("bisect"))
+    before, after = (versions.names.index(answer.version) for answer in (bisected.before, bisected.after))
     assert before < change <= after
-    assert {versions.names.index(told.version) for told in found.unknown} == set(range(before + 1, after)) <= mute
+    assert (
+        {versions.names.index(answer.version) for answer in bisected.unknown} == set(range(before + 1, after)) <= mute
+    )
     assert len(versions.asked) == len(set(versions.asked))
 
 
 def test_what_is_known_is_not_asked_again(tmp_path: Path) -> None:
     first, again = Versions(9, 4, frozenset({3})), Versions(9, 4, frozenset({3}))
-    found = first.found(tmp_path)
-    assert again.found(tmp_path).after.version == found.after.version == "0.4"
+    bisected = first.found(tmp_path)
+    assert again.found(tmp_path).after.version == bisected.after.version == "0.4"
     assert again.asked == ["0.3"]  # what was skipped may have been the fault of the machine
     text = text_of(bisected_sections(again.found(tmp_path)))
     assert "the first version that fails: toy 0.3 or 0.4" in text

@@ -73,7 +73,7 @@ def judge(*cases: Case, known: tuple[KnownFault, ...] = (), **given: Any) -> Cas
                 family=family_id(case),
                 witnesses=make_witnesses(case, **{**sound, **given}),
                 known=known,
-                fixes=tuple(Injection(text=each.fix, target=each.fix) for each in known if each.fix),
+                fixes=tuple(Injection(text=fault.fix, target=fault.fix) for fault in known if fault.fix),
             )
             for case in cases or (CASE,)
         }
@@ -125,20 +125,20 @@ def test_witnesses_are_run_for_what_was_sketched_alone() -> None:
 def test_a_failed_parity_is_explained_by_the_first_operand_that_differs() -> None:
     run = make_run(CASE, sketches=(), operands=NOTHING)
     cache = FakeCache(solo_with_operands=run_of(make_trace(CASE, operands=SOMETHING)))
-    found = findings(run, cache)
+    all_findings = findings(run, cache)
     assert cache.asked == ["solo", "partner", "solo_with_operands"]
-    (first,) = [finding for finding in found if finding.check == "divergence"]
+    (first,) = [finding for finding in all_findings if finding.check == "divergence"]
     assert (first.step, first.rank, first.module) == (1, 0, CAST.fqn)
-    assert [finding.check for finding in found if finding.judged][-1] == "divergence"
+    assert [finding.check for finding in all_findings if finding.judged][-1] == "divergence"
 
 
 @pytest.mark.parametrize("solo", [None, make_run(CASE, operands=NOTHING)], ids=["no witness", "an equal witness"])
 def test_a_failed_parity_without_an_explanation_stays_as_it_is(solo: Run | None) -> None:
     cache = FakeCache(**({} if solo is None else {"solo_with_operands": solo}))
-    found = findings(make_run(CASE, sketches=(), operands=NOTHING), cache)
+    all_findings = findings(make_run(CASE, sketches=(), operands=NOTHING), cache)
     assert "solo_with_operands" in cache.asked
-    assert "parity" in {finding.check for finding in found}
-    assert "divergence" not in {finding.check for finding in found}
+    assert "parity" in {finding.check for finding in all_findings}
+    assert "divergence" not in {finding.check for finding in all_findings}
 
 
 def test_operands_are_not_compared_where_parity_holds_or_nothing_was_recorded() -> None:
@@ -164,8 +164,8 @@ def test_without_a_stored_golden_the_reference_is_run() -> None:
     for losses, verdict in ((None, Verdict.PASSED), ((8.0, 9.0), Verdict.NUMERIC)):
         run = make_run(CASE) if losses is None else make_run(CASE, losses=losses)
         cache = cast("WitnessCache", FakeCache(reference=reference))
-        found = judge(golden=None).judge(CASE, run, "ok", cache)
-        assert (found.verdict, found.golden) == (verdict, "run here")
+        judgement = judge(golden=None).judge(CASE, run, "ok", cache)
+        assert (judgement.verdict, judgement.golden) == (verdict, "run here")
     assert judge().judge(CASE, make_run(CASE), "ok", cast("WitnessCache", FakeCache())).golden == "stored"
 
 
@@ -175,8 +175,8 @@ def test_without_a_measured_tolerance_one_is_derived_from_noisy_references() -> 
     )
     cache = FakeCache(reference=reference, noisy=noisy)
     run = make_run(CASE, losses=(8.15, 7.8))
-    found = judge(tolerance=None).judge(CASE, run, "ok", cast("WitnessCache", cache))
-    assert found.verdict is Verdict.PASSED
+    judgement = judge(tolerance=None).judge(CASE, run, "ok", cast("WitnessCache", cache))
+    assert judgement.verdict is Verdict.PASSED
     assert sorted(cache.asked) == ["noisy"] * 4 + ["reference"]
     far = make_run(CASE, losses=(8.3, 7.8))
     (finding,) = judge(tolerance=None).judge(CASE, far, "ok", cast("WitnessCache", cache)).findings
@@ -189,9 +189,9 @@ def test_without_a_measured_tolerance_one_is_derived_from_noisy_references() -> 
 
 def test_a_recorded_fault_is_known_with_its_explanation() -> None:
     off = make_run(CASE, losses=(8.0, 9.0))
-    found = judge(known=(KNOWN,)).judge(CASE, off, "ok", cast("WitnessCache", FakeCache()))
-    assert found.verdict is Verdict.KNOWN
-    assert found.findings[0].rule == LOSS.name and "could not be run" in found.findings[0].details
+    judgement = judge(known=(KNOWN,)).judge(CASE, off, "ok", cast("WitnessCache", FakeCache()))
+    assert judgement.verdict is Verdict.KNOWN
+    assert judgement.findings[0].rule == LOSS.name and "could not be run" in judgement.findings[0].details
     other = replace(KNOWN, requires=(Symptom(rule="loss_vs_golden/frozen"),))
     assert judge(known=(other,)).judge(CASE, off, "ok", cast("WitnessCache", FakeCache())).verdict is Verdict.NUMERIC
 
@@ -218,9 +218,11 @@ def test_partners_are_compared_in_the_run_with_the_fix_alone() -> None:
     fixed = replace(KNOWN, fix="x.py:apply")
     run = make_run(RELATED, sketches=(), losses=(8.0, 9.0))
     plain, second = FakeCache(), FakeCache()
-    found = judge(RELATED, known=(fixed,)).judge(RELATED, run, "ok", cast("WitnessCache", plain))
-    assert "partner" not in plain.asked and "metamorphic" not in found.checks
-    assert {each.check: each.reason for each in found.not_judged}["metamorphic"].startswith("judged in the second run")
+    judgement = judge(RELATED, known=(fixed,)).judge(RELATED, run, "ok", cast("WitnessCache", plain))
+    assert "partner" not in plain.asked and "metamorphic" not in judgement.checks
+    assert {skipped.check: skipped.reason for skipped in judgement.not_judged}["metamorphic"].startswith(
+        "judged in the second run"
+    )
     judge(RELATED, known=(fixed,)).judge(
         RELATED, run, "ok", cast("WitnessCache", second), judge(RELATED, known=(fixed,)).fixes(RELATED)
     )

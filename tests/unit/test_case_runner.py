@@ -122,7 +122,9 @@ UNDERIVED = msgspec.structs.replace(a_finding(check="loss_vs_golden", message="n
 
 
 @pytest.mark.parametrize(
-    "plain", [Judgement(verdict=Verdict.INVARIANT, findings=(UNDERIVED,)), PASSED, KNOWN], ids=lambda each: each.verdict
+    "plain",
+    [Judgement(verdict=Verdict.INVARIANT, findings=(UNDERIVED,)), PASSED, KNOWN],
+    ids=lambda judgement: judgement.verdict,
 )
 def test_a_case_whose_references_were_interrupted_was_not_run(plain: Judgement) -> None:
     executor = FakeExecutor()

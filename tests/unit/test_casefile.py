@@ -238,5 +238,5 @@ def test_a_written_case_is_valid(case: Case) -> None:
     ],
 )
 def test_mistakes_are_rejected(text: str) -> None:
-    found: dict[str, Any] = tomllib.loads(text)
-    assert not VALIDATOR.is_valid(found)
+    document: dict[str, Any] = tomllib.loads(text)
+    assert not VALIDATOR.is_valid(document)

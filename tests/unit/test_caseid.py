@@ -123,7 +123,7 @@ def test_every_word_has_a_meaning_and_names_axes() -> None:
     for example in [word.example for word in WORDS]:
         assert set(values_of(example) or {}) <= AXES.keys(), example
         assert "{" not in meaning_of(example), example
-        assert sum(each.pattern.fullmatch(example) is not None for each in WORDS) == 1, example
+        assert sum(word.pattern.fullmatch(example) is not None for word in WORDS) == 1, example
 
 
 @given(st.from_type(Case))
@@ -170,7 +170,9 @@ def test_a_hint_for_a_damaged_word_names_words_of_its_kind(word: Word, data: st.
         return
     named = re.findall(r"[^ ]+", hint(damaged).removeprefix("did you mean ").rstrip("?").replace(" or ", " "))
     suggested = [token for token in named if values_of(token) is not None]
-    assert {each.part for token in suggested for each in WORDS if each.pattern.fullmatch(token)} <= {part}
+    assert {known_word.part for token in suggested for known_word in WORDS if known_word.pattern.fullmatch(token)} <= {
+        part
+    }
 
 
 def test_fsdp1_is_named_although_its_word_has_a_meaning() -> None:
@@ -181,7 +183,7 @@ def test_fsdp1_is_named_although_its_word_has_a_meaning() -> None:
 def test_no_axis_and_no_word_but_ddp_is_out_of_scope() -> None:
     assert [name for name in AXES if out_of_scope(name)] == []
     assert [word.example for word in WORDS if out_of_scope(word.example)] == ["ddp2"]
-    assert all(each.text.startswith(each.name) for each in SCOPE)
+    assert all(feature.text.startswith(feature.name) for feature in SCOPE)
 
 
 def test_axes_and_values_that_are_out_of_scope_are_named() -> None:

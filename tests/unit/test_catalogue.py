@@ -36,8 +36,8 @@ def diverges(step: int = 1) -> Finding:
     return finding("divergence/operand", step)
 
 
-def not_finite(step: int, what: str = "grad-norm") -> Finding:
-    return finding(f"finite/{what}", step)
+def not_finite(step: int, number: str = "grad-norm") -> Finding:
+    return finding(f"finite/{number}", step)
 
 
 def reduction(step: int = 1) -> Finding:
@@ -87,8 +87,8 @@ TOLD = {
 
 @pytest.mark.parametrize("fault", TOLD)
 def test_the_headline_is_nearest_to_the_cause(fault: str) -> None:
-    told = TOLD[fault]
-    assert by_cause(told) == by_cause(reversed(told)) == told
+    in_order = TOLD[fault]
+    assert by_cause(in_order) == by_cause(reversed(in_order)) == in_order
 
 
 @pytest.mark.parametrize(
@@ -108,12 +108,12 @@ def test_effects_begin_where_nothing_after_can_be_the_cause(fault: str, effects:
     assert first_effect(()) is None
 
 
-@given(st.lists(st.sampled_from([each for told in TOLD.values() for each in told]), max_size=8))
-def test_nothing_is_lost_and_the_order_is_stable(found: list[Finding]) -> None:
-    ordered = by_cause(found)
-    assert sorted(map(repr, ordered)) == sorted(map(repr, found))
+@given(st.lists(st.sampled_from([shown for findings in TOLD.values() for shown in findings]), max_size=8))
+def test_nothing_is_lost_and_the_order_is_stable(findings: list[Finding]) -> None:
+    ordered = by_cause(findings)
+    assert sorted(map(repr, ordered)) == sorted(map(repr, findings))
     assert by_cause(ordered) == ordered
-    judged = [each.judged for each in ordered]
+    judged = [ordered_finding.judged for ordered_finding in ordered]
     assert judged == sorted(judged, reverse=True)
 
 
@@ -149,8 +149,8 @@ def test_the_recorded_mutation_matrix_is_that_of_the_catalogue() -> None:
     assert kills is not None and kills.found.keys() == all_faults().keys()
     for name, cases in kills.found.items():
         assert all(kill.rules for kill in cases.values()) or all_faults()[name].equivalent, name
-    found = {rule for cases in kills.found.values() for kill in cases.values() for rule in kill.rules}
-    assert found <= RULES.keys() | {"judge/unexplained", "judge/other-end", "judge/missing"}
+    rules = {rule for cases in kills.found.values() for kill in cases.values() for rule in kill.rules}
+    assert rules <= RULES.keys() | {"judge/unexplained", "judge/other-end", "judge/missing"}
 
 
 def test_every_check_is_proven_by_a_planted_fault() -> None:

@@ -48,13 +48,13 @@ def test_a_rank_that_is_brought_down_by_a_refused_one_is_fine() -> None:
 
 
 def test_training_silently_is_found() -> None:
-    (found,) = check(trace(0), trace(1))
-    assert (found.rule, found.rank, found.ranks) == (TRAINED.name, 0, (0, 1))
+    (finding,) = check(trace(0), trace(1))
+    assert (finding.rule, finding.rank, finding.ranks) == (TRAINED.name, 0, (0, 1))
 
 
 def test_training_on_one_rank_is_found() -> None:
-    (found,) = check(failure(0), trace(1))
-    assert (found.rule, found.ranks) == (TRAINED.name, (1,))
+    (finding,) = check(failure(0), trace(1))
+    assert (finding.rule, finding.ranks) == (TRAINED.name, (1,))
 
 
 @pytest.mark.parametrize(
@@ -68,15 +68,15 @@ def test_training_on_one_rank_is_found() -> None:
     ],
 )
 def test_failing_differently_is_found_with_what_was_expected(other: RankFailure) -> None:
-    (found,) = check(failure(0), other)
-    assert (found.rule, found.rank, found.values["refusal"]) == (OTHER_ERROR.name, 1, REFUSAL.name)
-    assert REFUSAL.pattern in (found.expected or "")
-    assert found.found == f"{other.kind}: {other.message}"
+    (finding,) = check(failure(0), other)
+    assert (finding.rule, finding.rank, finding.values["refusal"]) == (OTHER_ERROR.name, 1, REFUSAL.name)
+    assert REFUSAL.pattern in (finding.expected or "")
+    assert finding.found == f"{other.kind}: {other.message}"
 
 
 def test_a_rank_that_is_silent_is_found() -> None:
-    (found,) = check(failure(0))
-    assert (found.rule, found.ranks) == (NO_END.name, (1,))
+    (finding,) = check(failure(0))
+    assert (finding.rule, finding.ranks) == (NO_END.name, (1,))
 
 
 def test_an_empty_run_fails() -> None:
@@ -84,8 +84,8 @@ def test_an_empty_run_fails() -> None:
 
 
 def test_a_run_that_nobody_failed_by_itself_fails() -> None:
-    (found,) = check(failure(0, consequence=True), failure(1, consequence=True))
-    assert found.rule == NONE_REFUSED.name
+    (finding,) = check(failure(0, consequence=True), failure(1, consequence=True))
+    assert finding.rule == NONE_REFUSED.name
 
 
 @pytest.mark.parametrize(
@@ -99,16 +99,16 @@ def test_a_run_that_nobody_failed_by_itself_fails() -> None:
     ],
 )
 def test_refusing_an_aligned_matmul_is_found(message: str) -> None:
-    (found,) = check(failure(1, message), failure(0, "x", consequence=True), refusal=None)
-    assert (found.rule, found.ranks) == (REFUSED_ALIGNED.name, (1,))
-    assert (found.rank, found.found) == (1, message)
+    (finding,) = check(failure(1, message), failure(0, "x", consequence=True), refusal=None)
+    assert (finding.rule, finding.ranks) == (REFUSED_ALIGNED.name, (1,))
+    assert (finding.rank, finding.found) == (1, message)
 
 
 def test_findings_name_the_lowest_rank() -> None:
-    (found,) = check(failure(1, MESSAGE), failure(0, MESSAGE), refusal=None)
-    assert (found.rule, found.rank, found.ranks) == (REFUSED_ALIGNED.name, 0, (0, 1))
-    (found,) = check(refusal=REFUSAL)
-    assert (found.rule, found.rank, found.ranks) == (NO_END.name, 0, (0, 1))
+    (finding,) = check(failure(1, MESSAGE), failure(0, MESSAGE), refusal=None)
+    assert (finding.rule, finding.rank, finding.ranks) == (REFUSED_ALIGNED.name, 0, (0, 1))
+    (finding,) = check(refusal=REFUSAL)
+    assert (finding.rule, finding.rank, finding.ranks) == (NO_END.name, 0, (0, 1))
 
 
 @pytest.mark.parametrize("message", ["ValueError: no", "RuntimeError: must be divisible by 160", ""])
@@ -128,5 +128,5 @@ def test_the_order_of_ranks_does_not_matter(ends: list[RankFailure | RankTrace])
 
 def test_of_a_model_that_is_not_known_nobody_says_that_it_is_aligned() -> None:
     case = replace(CASE, target="mine")
-    (found,) = check_alignment(case, run_of(failure(0)), make_witnesses(case, refusal=None))
-    assert (found.rule, found.ranks) == (REFUSED_SIZES.name, (0,))
+    (finding,) = check_alignment(case, run_of(failure(0)), make_witnesses(case, refusal=None))
+    assert (finding.rule, finding.ranks) == (REFUSED_SIZES.name, (0,))

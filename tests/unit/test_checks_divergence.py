@@ -95,11 +95,11 @@ def test_the_first_is_named_by_step_rank_and_module(layout: Layout) -> None:
     rank = of.world_size - 1
     later = changed(run, 0, step=2, fqn=FQNS[0], data_digest="y")
     both = changed(later, rank, step=1, fqn=FQNS[1], data_digest="x")
-    found = first_divergence(of, both, witness)
-    assert found is not None
-    assert (found.step, found.rank, found.module) == (1, rank, FQNS[1])
-    assert (found.rule, found.found, found.operand) == (OPERAND.name, "x", "input in forward")
-    assert found.values["number"] == "float8 data"
+    finding = first_divergence(of, both, witness)
+    assert finding is not None
+    assert (finding.step, finding.rank, finding.module) == (1, rank, FQNS[1])
+    assert (finding.rule, finding.found, finding.operand) == (OPERAND.name, "x", "input in forward")
+    assert finding.values["number"] == "float8 data"
 
 
 def test_plain_shards_are_not_compared_with_whole_tensors() -> None:
@@ -141,10 +141,10 @@ def test_of_bits_that_are_promised_the_one_above_a_rounding_is_named_and_no_tole
     of = case(Layout(dp_shard=2), dtype="float32")
     run, witness = runs(of)
     near = changed(run, 0, step=1, fqn=FQNS[0], amax=1 + 1e-7)
-    found = first_divergence(of, changed(near, 0, step=2, fqn=FQNS[1], **far), witness)
-    assert found is not None
-    assert (found.module, found.step) == ((FQNS[1], 2) if far else (FQNS[0], 1))
-    assert "±" not in (found.expected or "")
+    finding = first_divergence(of, changed(near, 0, step=2, fqn=FQNS[1], **far), witness)
+    assert finding is not None
+    assert (finding.module, finding.step) == ((FQNS[1], 2) if far else (FQNS[0], 1))
+    assert "±" not in (finding.expected or "")
 
 
 @pytest.mark.parametrize(("in_rank_order", "diverges"), [(True, True), (False, False)])
@@ -164,16 +164,16 @@ def test_nan_in_one_part_diverges_and_in_both_runs_it_does_not(rank: int) -> Non
     run, witness = runs(of, ("Shard(0)",))
     nan = {"step": 2, "fqn": FQNS[0], "amax": math.nan, "scale": make_scale(math.nan, digest="nan")}
     here, there = changed(run, rank, **nan), changed(witness, 0, **nan)
-    found = first_divergence(of, here, witness)
-    assert found is not None and (found.step, found.found) == (2, "nan")
+    finding = first_divergence(of, here, witness)
+    assert finding is not None and (finding.step, finding.found) == (2, "nan")
     assert first_divergence(of, changed(here, 1 - rank, **nan), there) is None
 
 
 def test_infinity_in_the_witness_alone_diverges() -> None:
     of = case(Layout(tp=2), dtype="float32")
     run, witness = runs(of, ("Shard(0)",))
-    found = first_divergence(of, run, changed(witness, 0, step=2, fqn=FQNS[0], amax=math.inf))
-    assert found is not None and found.step == 2
+    finding = first_divergence(of, run, changed(witness, 0, step=2, fqn=FQNS[0], amax=math.inf))
+    assert finding is not None and finding.step == 2
 
 
 def test_matmuls_of_the_same_nan_do_not_diverge() -> None:
@@ -182,10 +182,10 @@ def test_matmuls_of_the_same_nan_do_not_diverge() -> None:
     def nan(trace: RankTrace) -> RankTrace:
         assert trace.operands is not None
         scales = {"a_scale": make_scale(math.nan, digest="nan"), "b_scale": make_scale(math.nan, digest="nan")}
-        matmuls = tuple(replace(each, **scales) for each in trace.operands.matmuls)
+        matmuls = tuple(replace(matmul, **scales) for matmul in trace.operands.matmuls)
         return replace(trace, operands=OperandTrace(casts=trace.operands.casts, matmuls=matmuls))
 
-    run, witness = (run_of(*map(nan, each.traces)) for each in runs(of))
+    run, witness = (run_of(*map(nan, side.traces)) for side in runs(of))
     assert first_divergence(of, run, witness) is None
     assert first_divergence(of, run, runs(of)[1]) is not None
 
@@ -200,11 +200,11 @@ def test_operands_that_one_side_lacks() -> None:
     of = case(Layout())
     run, witness = runs(of)
     empty = run_of(make_trace(operands=OperandTrace(casts=(), matmuls=())))
-    found = first_divergence(of, empty, witness)
-    assert found is not None and (found.step, found.module) == (1, FQNS[0])
-    assert "was the linear converted" in (found.found or "")
-    found = first_divergence(of, run, empty)
-    assert found is not None and (found.step, found.module, found.found) == (1, FQNS[0], "a cast")
+    finding = first_divergence(of, empty, witness)
+    assert finding is not None and (finding.step, finding.module) == (1, FQNS[0])
+    assert "was the linear converted" in (finding.found or "")
+    finding = first_divergence(of, run, empty)
+    assert finding is not None and (finding.step, finding.module, finding.found) == (1, FQNS[0], "a cast")
 
 
 def test_rows_are_compared_by_their_mean_exponent() -> None:
@@ -249,13 +249,13 @@ def test_gradients_that_fsdp_averages_are_larger_by_the_number_of_ranks(
     for rank in range(2):
         run = with_casts(run, lambda one: backward(one, factor), rank=rank)
     witness = with_casts(witness, lambda one: backward(one, 1.0), rank=0)
-    run, witness = (replace(each, traces=tuple(map(_without_matmuls, each.traces))) for each in (run, witness))
-    found = first_divergence(of, run, witness, has_formulas=target == "reference")
-    assert (found is not None) is diverges
+    run, witness = (replace(side, traces=tuple(map(_without_matmuls, side.traces))) for side in (run, witness))
+    finding = first_divergence(of, run, witness, has_formulas=target == "reference")
+    assert (finding is not None) is diverges
     if factor == 2:  # the number of ranks
-        assert found is None or (found.rule, found.module, found.values["times"]) == (COUNT.name, "loss", 2)
+        assert finding is None or (finding.rule, finding.module, finding.values["times"]) == (COUNT.name, "loss", 2)
     else:
-        assert found is None or (found.values["number"], found.operand) == ("amax", "grad_output in backward")
+        assert finding is None or (finding.values["number"], finding.operand) == ("amax", "grad_output in backward")
 
 
 @pytest.mark.parametrize("ranks", [(1,), (0, 1)])
@@ -266,23 +266,27 @@ def test_where_backward_starts_from_another_gradient_and_the_loss_differs_it_is_
     of = case(Layout(dp_shard=2), dtype="float64")
     run, witness = runs(of)
     backward = {"role": "grad_output", "phase": "backward"}
-    run, witness = (with_casts(each, lambda one: replace(one, **backward)) for each in (run, witness))
-    run, witness = (replace(each, traces=tuple(map(_without_matmuls, each.traces))) for each in (run, witness))
+    run, witness = (with_casts(side, lambda one: replace(one, **backward)) for side in (run, witness))
+    run, witness = (replace(side, traces=tuple(map(_without_matmuls, side.traces))) for side in (run, witness))
     for rank in ranks:
         run = changed(run, rank, step=1, fqn=FQNS[0], data_digest="x")
         run = with_step(run, rank, 1, loss=loss)
-    found = first_divergence(of, run, with_step(witness, 0, 1, loss=8.0))
-    assert found is not None and (found.rule, found.step) == (rule.name, 1)
+    finding = first_divergence(of, run, with_step(witness, 0, 1, loss=8.0))
+    assert finding is not None and (finding.rule, finding.step) == (rule.name, 1)
     if rule is LOSS:
-        assert (found.module, found.values["last"], found.ranks) == ("loss", FQNS[0], ranks if len(ranks) == 1 else ())
+        assert (finding.module, finding.values["last"], finding.ranks) == (
+            "loss",
+            FQNS[0],
+            ranks if len(ranks) == 1 else (),
+        )
 
 
 @pytest.mark.parametrize(("step", "noted"), [(1, False), (2, True), (None, True)])
 def test_gradients_of_equal_operands_say_what_is_left(step: int | None, noted: bool) -> None:
     finding = a_finding(rule=GRADIENTS.name, step=1)
     first = None if step is None else OPERAND.finding(step=step, what="amax", module=FQNS[0], rank=0)
-    (found,) = with_equal_operands([finding], case(Layout(dp_shard=2)), Numerics(), first)
-    assert bool(found.notes) is noted
+    (returned,) = with_equal_operands([finding], case(Layout(dp_shard=2)), Numerics(), first)
+    assert bool(returned.notes) is noted
     assert with_equal_operands([finding], case(Layout(tp=2)), Numerics(), first) == (finding,)
 
 

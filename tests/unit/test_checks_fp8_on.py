@@ -48,9 +48,9 @@ def test_as_expected() -> None:
 
 
 @given(st.sets(st.sampled_from([*FQNS, "output", "layers.0.attention.wq"])), st.integers(0, 1))
-def test_any_other_set_of_linears_on_any_rank_fails_and_names_them(found: set[str], rank: int) -> None:
-    findings = check(trace(rank, converted_fqns=tuple(sorted(found))), trace(1 - rank))
-    assert {finding.module for finding in findings} == found ^ set(FQNS)
+def test_any_other_set_of_linears_on_any_rank_fails_and_names_them(converted: set[str], rank: int) -> None:
+    findings = check(trace(rank, converted_fqns=tuple(sorted(converted))), trace(1 - rank))
+    assert {finding.module for finding in findings} == converted ^ set(FQNS)
     assert {finding.rank for finding in findings} <= {rank}
 
 
@@ -63,16 +63,16 @@ def test_the_direction_is_told() -> None:
 
 
 def test_a_linear_recorded_twice_is_found() -> None:
-    (found,) = check(trace(0, converted_fqns=(*FQNS, FQNS[0])), trace(1))
-    assert (found.rule, found.module) == (TWICE.name, FQNS[0])
+    (finding,) = check(trace(0, converted_fqns=(*FQNS, FQNS[0])), trace(1))
+    assert (finding.rule, finding.module) == (TWICE.name, FQNS[0])
 
 
 @pytest.mark.parametrize("calls", [(0, 0), (0, 12), (12, 0)])
 def test_a_step_without_scaled_matmuls_is_found_on_its_rank(calls: tuple[int, int]) -> None:
-    (found,) = check(trace(0), trace(1, calls=calls))
-    assert (found.rule, found.ranks) == (NOT_SCALED.name, (1,))
-    (found,) = check(trace(0, calls=calls), trace(1, calls=calls))
-    assert (found.rule, found.rank, found.ranks) == (NOT_SCALED.name, 0, (0, 1))
+    (finding,) = check(trace(0), trace(1, calls=calls))
+    assert (finding.rule, finding.ranks) == (NOT_SCALED.name, (1,))
+    (finding,) = check(trace(0, calls=calls), trace(1, calls=calls))
+    assert (finding.rule, finding.rank, finding.ranks) == (NOT_SCALED.name, 0, (0, 1))
 
 
 def test_how_many_scaled_matmuls_is_not_its_business() -> None:
@@ -80,8 +80,8 @@ def test_how_many_scaled_matmuls_is_not_its_business() -> None:
 
 
 def test_a_filter_entry_that_matches_nothing_is_named() -> None:
-    (found,) = check(trace(0), trace(1, unmatched_filters=("wqq",)))
-    assert (found.rule, found.values["entries"], found.ranks) == (FILTERS.name, "wqq", (1,))
+    (finding,) = check(trace(0), trace(1, unmatched_filters=("wqq",)))
+    assert (finding.rule, finding.values["entries"], finding.ranks) == (FILTERS.name, "wqq", (1,))
 
 
 def test_the_order_of_ranks_does_not_matter() -> None:
@@ -106,8 +106,8 @@ def test_bf16_converts_nothing_and_runs_no_scaled_matmul() -> None:
     bf16 = make_case(tp=2, steps=2)
     good = make_trace(bf16)
     assert check(good, make_trace(bf16, 1), of=bf16) == []
-    (found,) = check(good, make_trace(bf16, 1, calls=(0, 1)), of=bf16)
-    assert (found.rule, found.ranks) == (SCALED.name, (1,))
+    (finding,) = check(good, make_trace(bf16, 1, calls=(0, 1)), of=bf16)
+    assert (finding.rule, finding.ranks) == (SCALED.name, (1,))
     assert len(check(trace(0), trace(1), of=bf16)) == len(FQNS) + 1
 
 
@@ -136,8 +136,8 @@ def test_the_cpu_needs_its_stand_ins(recipe: Recipe, tp: int, virtual: tuple[str
 def test_a_gpu_has_no_stand_ins() -> None:
     real = trace(0, device="NVIDIA H200", virtual=())
     assert check(real) == []
-    (found,) = check(replace(real, virtual=("scaled_mm",)))
-    assert (found.rule, found.values["device"]) == (FOREIGN_PARTS.name, "NVIDIA H200")
+    (finding,) = check(replace(real, virtual=("scaled_mm",)))
+    assert (finding.rule, finding.values["device"]) == (FOREIGN_PARTS.name, "NVIDIA H200")
 
 
 @pytest.mark.parametrize(
@@ -155,10 +155,10 @@ def test_a_gpu_has_no_stand_ins() -> None:
 def test_the_arithmetic_says_which_matmul_may_be_there(
     device: str, arithmetic: str, virtual: tuple[str, ...], wrong: tuple[Rule, str] | None
 ) -> None:
-    found = check(trace(0, device=device, arithmetic=arithmetic, virtual=virtual))
-    what = {LACKS_PARTS.name: "parts", FOREIGN_PARTS.name: "device"}
-    told = [(finding.rule, finding.values[what[finding.rule]]) for finding in found]
-    assert told == ([] if wrong is None else [(wrong[0].name, wrong[1])])
+    findings = check(trace(0, device=device, arithmetic=arithmetic, virtual=virtual))
+    key_of_rule = {LACKS_PARTS.name: "parts", FOREIGN_PARTS.name: "device"}
+    reported = [(finding.rule, finding.values[key_of_rule[finding.rule]]) for finding in findings]
+    assert reported == ([] if wrong is None else [(wrong[0].name, wrong[1])])
 
 
 def test_findings_come_in_one_order_whatever_the_order_of_the_records() -> None:
@@ -173,17 +173,17 @@ def test_findings_come_in_one_order_whatever_the_order_of_the_records() -> None:
 
 
 def test_the_words_about_the_virtual_device() -> None:
-    (found,) = check(trace(0, virtual=()), trace(1, virtual=()))
-    assert (found.rule, found.ranks) == (LACKS_PARTS.name, (0, 1))
-    assert found.values["parts"] == "collectives, scaled_mm"
-    assert (found.expected, found.found) == ("collectives, scaled_mm", "nothing")
-    (found,) = check(trace(0, virtual=("x", "a")), trace(1, virtual=("a", "x")))
-    assert found.found == "a, x"
+    (finding,) = check(trace(0, virtual=()), trace(1, virtual=()))
+    assert (finding.rule, finding.ranks) == (LACKS_PARTS.name, (0, 1))
+    assert finding.values["parts"] == "collectives, scaled_mm"
+    assert (finding.expected, finding.found) == ("collectives, scaled_mm", "nothing")
+    (finding,) = check(trace(0, virtual=("x", "a")), trace(1, virtual=("a", "x")))
+    assert finding.found == "a, x"
 
 
 def test_ranks_without_steps_are_named() -> None:
-    (found,) = check(trace(0, steps=()), trace(1, steps=()))
-    assert (found.rule, found.rank, found.ranks) == (NO_STEP.name, 0, (0, 1))
+    (finding,) = check(trace(0, steps=()), trace(1, steps=()))
+    assert (finding.rule, finding.rank, finding.ranks) == (NO_STEP.name, 0, (0, 1))
 
 
 CALLS = 12
@@ -221,9 +221,9 @@ def test_the_number_is_that_of_the_formula(axes: dict[str, object], calls: int) 
 @given(st.integers(0, 1), st.integers(0, 1), st.integers(0, 50).filter(lambda count: count != CALLS))
 def test_any_other_number_of_calls_at_any_step_and_rank_fails(rank: int, index: int, count: int) -> None:
     calls = [count if at == index else CALLS for at in range(2)]
-    (found,) = counted(calling(rank, *calls), calling(1 - rank))
-    assert (found.step, found.rank, found.verdict) == (index + 1, rank, Verdict.INVARIANT)
-    assert found.expected == f"{CALLS} calls a step" and found.found == f"{count} calls"
+    (finding,) = counted(calling(rank, *calls), calling(1 - rank))
+    assert (finding.step, finding.rank, finding.verdict) == (index + 1, rank, Verdict.INVARIANT)
+    assert finding.expected == f"{CALLS} calls a step" and finding.found == f"{count} calls"
 
 
 def test_calls_that_cancel_out_over_steps_or_ranks_are_found() -> None:
@@ -232,9 +232,9 @@ def test_calls_that_cancel_out_over_steps_or_ranks_are_found() -> None:
 
 
 def test_ranks_that_agree_share_a_finding_and_the_first_step_is_named() -> None:
-    (found,) = counted(calling(0, 9, 9), calling(1, 9, 3))
-    assert (found.rule, found.step, found.ranks) == (NUMBER.name, 1, (0, 1))
-    assert dict(found.values) == {"calls": 9, "wanted": "12"}
+    (finding,) = counted(calling(0, 9, 9), calling(1, 9, 3))
+    assert (finding.rule, finding.step, finding.ranks) == (NUMBER.name, 1, (0, 1))
+    assert dict(finding.values) == {"calls": 9, "wanted": "12"}
     first, second = counted(calling(0, 9, 9), calling(1, 12, 3))
     assert (first.step, first.rank, second.step, second.rank) == (1, 0, 2, 1)
 
@@ -248,5 +248,5 @@ def test_the_order_of_ranks_does_not_matter_to_counts() -> None:
 def test_bf16_runs_none() -> None:
     bf16 = make_case(tp=2, steps=2)
     assert counted(make_trace(bf16), make_trace(bf16, 1), of=bf16) == []
-    (found,) = counted(make_trace(bf16), make_trace(bf16, 1, calls=(0, 1)), of=bf16)
-    assert (found.step, found.rank, found.expected) == (2, 1, "0 calls a step")
+    (finding,) = counted(make_trace(bf16), make_trace(bf16, 1, calls=(0, 1)), of=bf16)
+    assert (finding.step, finding.rank, finding.expected) == (2, 1, "0 calls a step")

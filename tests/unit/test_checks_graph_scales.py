@@ -60,7 +60,7 @@ def of_gradient(weight: GraphCast) -> GraphCast:
 
 def trace(case: Case, rank: int, casts: list[GraphCast], *unknown: UnknownCast) -> RankTrace:
     """What a rank records: these casts of weights, and those of the gradients that belong to them."""
-    steps = {each.step for each in casts} if case.float8.recipe == "tensorwise" else ()
+    steps = {weight_cast.step for weight_cast in casts} if case.float8.recipe == "tensorwise" else ()
     gradients = [of_gradient(shared(rank, step)) for step in steps]
     recorded = (*casts, *gradients)
     return make_trace(
@@ -89,14 +89,14 @@ def test_correct_casts_have_no_finding() -> None:
 def test_a_wrong_scale_says_whose_amax_it_implies() -> None:
     own = make_scale(tensorwise_scale("float8_e4m3fn", AMAX[0]))
     casts = [[replace(shared(rank, step), scale=own) for step in (1, 2)] for rank in range(2)]
-    found = next(one for one in check(TENSORWISE, casts) if one.rule == RULES.amax.name)
-    assert found.notes == ("it is the scale for the amax on rank 0 alone",)
+    finding = next(one for one in check(TENSORWISE, casts) if one.rule == RULES.amax.name)
+    assert finding.notes == ("it is the scale for the amax on rank 0 alone",)
     stale = make_scale(tensorwise_scale("float8_e4m3fn", 4.0))
     casts = [
         [replace(shared(rank, 1), amax=4.0, scale=stale), replace(shared(rank, 2), scale=stale)] for rank in (0, 1)
     ]
-    found = next(one for one in check(TENSORWISE, casts) if one.rule == RULES.amax.name)
-    assert (found.step, found.notes) == (2, ("it is the scale for the amax of step 1",))
+    finding = next(one for one in check(TENSORWISE, casts) if one.rule == RULES.amax.name)
+    assert (finding.step, finding.notes) == (2, ("it is the scale for the amax of step 1",))
 
 
 @pytest.mark.parametrize(("dtype", "named"), [("f32", True), ("b16", False)])
@@ -104,8 +104,8 @@ def test_a_scale_of_another_cast_names_it_unless_it_may_be_chance(dtype: str, na
     case = parse_case_id(f"tp2-tensorwise-graph-v2048-s2-{dtype}")
     other = replace(shared(0, 1), order=4, amax=8.0, scale=make_scale(tensorwise_scale("float8_e4m3fn", 8.0)))
     casts = [[replace(shared(rank, 1), scale=other.scale), other, shared(rank, 2)] for rank in (0, 1)]
-    found = next(one for one in check(case, casts) if one.rule == RULES.amax.name)
-    assert (found.notes == ("it is the scale for the amax of cast 4 in forward",)) is named
+    finding = next(one for one in check(case, casts) if one.rule == RULES.amax.name)
+    assert (finding.notes == ("it is the scale for the amax of cast 4 in forward",)) is named
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -138,8 +138,8 @@ UNKNOWN = UnknownCast(
 def test_without_fp8_nothing_is_cast() -> None:
     plain = parse_case_id("tp2-bf16-graph-v2048-s2-b16")
     assert check(plain, [[], []]) == []
-    for found, ranks in ((check(plain, [[], [shared(1, 1)]]), (1,)), (check(plain, [[], []], UNKNOWN), (0, 1))):
-        assert (found[0].rule, found[0].ranks) == (UNASKED.name, ranks)
+    for findings, ranks in ((check(plain, [[], [shared(1, 1)]]), (1,)), (check(plain, [[], []], UNKNOWN), (0, 1))):
+        assert (findings[0].rule, findings[0].ranks) == (UNASKED.name, ranks)
 
 
 def test_a_conversion_that_is_not_torchaos_cast_is_found() -> None:
@@ -149,17 +149,17 @@ def test_a_conversion_that_is_not_torchaos_cast_is_found() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "what"),
+    ("changes", "tensors"),
     [
         ({"is_weight": False}, "weights in forward"),
         ({"target_dtype": "float8_e5m2"}, "tensors to float8_e5m2 in forward"),
         ({"target_dtype": "float8_e5m2", "phase": "backward"}, "tensors to float8_e5m2 in backward"),
     ],
 )
-def test_a_cast_to_another_dtype_or_of_another_tensor_is_counted(changes: dict[str, Any], what: str) -> None:
+def test_a_cast_to_another_dtype_or_of_another_tensor_is_counted(changes: dict[str, Any], tensors: str) -> None:
     findings = check(TENSORWISE, with_one(shared, **changes))
-    counted = {each.values["of"]: each for each in findings if each.rule == RULES.number.name}
-    finding = counted[f" of {what}"]
+    counted = {miscount.values["of"]: miscount for miscount in findings if miscount.rule == RULES.number.name}
+    finding = counted[f" of {tensors}"]
     assert (finding.step, finding.rank) == (2, 1)
 
 
@@ -181,7 +181,7 @@ def test_a_cast_on_the_last_rank_alone_is_found() -> None:
 )
 def test_what_a_cast_did_wrong_is_found(changes: dict[str, Any], rule: Rule) -> None:
     findings = check(TENSORWISE, with_one(shared, **changes))
-    (finding,) = [each for each in findings if each.rule == rule.name]
+    (finding,) = [finding for finding in findings if finding.rule == rule.name]
     assert (finding.step, finding.rank, finding.module) == (2, 1, "feed_forward.w1")
 
 
@@ -214,9 +214,9 @@ def test_a_stale_scale_is_found_to_the_last_bit() -> None:
 @pytest.mark.parametrize("factor", [0.5, 2.0])
 def test_rows_scaled_by_another_power_are_found(factor: float) -> None:
     right = own_rows(1, 2).scale.maximum * factor
-    found = cast(1, 2, make_scale(right, (16, 1)))
+    wrong = cast(1, 2, make_scale(right, (16, 1)))
     casts = with_one(own_rows)
-    casts[1][1] = found
+    casts[1][1] = wrong
     assert RULES.amax.name in rules(check(ROWWISE, casts))
 
 
@@ -251,7 +251,7 @@ def test_the_amax_that_generated_code_reduced_over_tp_may_be_off_by_its_rounding
 
 
 @pytest.mark.parametrize(
-    ("case_id", "phase", "scale", "found"),
+    ("case_id", "phase", "scale", "is_found"),
     [
         ("single-tensorwise-inductor-v2048-s1-b16", "forward", 1.0, False),
         ("single-tensorwise-inductor-v2048-s1-b16", "forward", 1.005, True),
@@ -260,7 +260,7 @@ def test_the_amax_that_generated_code_reduced_over_tp_may_be_off_by_its_rounding
         ("single-tensorwise-graph-v2048-s1-b16", "backward", 1.005, True),
     ],
 )
-def test_a_matmul_with_the_scale_of_another_is_found(case_id: str, phase: Any, scale: float, found: bool) -> None:
+def test_a_matmul_with_the_scale_of_another_is_found(case_id: str, phase: Any, scale: float, is_found: bool) -> None:
     case, made = parse_case_id(case_id), replace(shared(0, 1), amax=max(AMAX))
     matmul = GraphMatmul(
         step=1,
@@ -277,7 +277,7 @@ def test_a_matmul_with_the_scale_of_another_is_found(case_id: str, phase: Any, s
     graphs = replace(recorded.graphs, casts=(made, of_gradient(made)), matmuls=(matmul,))
     run = run_of(replace(recorded, graphs=graphs))
     expected = make_witnesses(case, compiled_casts=CompiledCasts(1, 0, 1))
-    assert rules(check_graph_scales(case, run, expected)) == ({MATMUL_SCALE.name} if found else set())
+    assert rules(check_graph_scales(case, run, expected)) == ({MATMUL_SCALE.name} if is_found else set())
 
 
 MXFP8 = parse_case_id("single-mxfp8-graph-v2048-s1-b16")

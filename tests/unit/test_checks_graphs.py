@@ -78,7 +78,7 @@ def correct(case: Case, **changes: Any) -> GraphTrace:
 
 
 def check(case: Case, *graphs: GraphTrace | None) -> list[Finding]:
-    run = run_of(*(make_trace(case, rank, graphs=each) for rank, each in enumerate(graphs)))
+    run = run_of(*(make_trace(case, rank, graphs=recorded) for rank, recorded in enumerate(graphs)))
     return check_graphs(case, run, make_witnesses(case))
 
 
@@ -145,8 +145,8 @@ def test_a_scale_belongs_to_the_shape_of_its_operand(
 ) -> None:
     node = replace(NODE, a_shape=a_shape, a_scale_shape=a_scale_shape)
     graph = replace(FORWARD, fused=(node,))
-    found = check(ASYNC, correct(ASYNC, graphs=(graph, BACKWARD)))
-    assert rules(found) == (set() if fits else {SCALE_SHAPE.name})
+    findings = check(ASYNC, correct(ASYNC, graphs=(graph, BACKWARD)))
+    assert rules(findings) == (set() if fits else {SCALE_SHAPE.name})
 
 
 def test_wrong_rows_say_where_they_belong() -> None:

@@ -68,32 +68,34 @@ OFF_AND_PLAIN = make_run(CASE, losses=(8.0, 9.0), converted_fqns=())
 REFUSED = run_of(make_failure(0, ALIGNED), make_failure(1, ALIGNED))
 
 
-def left_out(found: Judgement) -> dict[str, str]:
-    return {each.check: each.reason for each in found.not_judged}
+def left_out(judgement: Judgement) -> dict[str, str]:
+    return {skipped.check: skipped.reason for skipped in judgement.not_judged}
 
 
 def test_a_good_run_passes_after_every_check() -> None:
-    found = judge(CASE, GOOD, "ok", witnesses())
-    assert (found.verdict, found.findings, found.checks) == (Verdict.PASSED, (), UNPROBED)
+    judgement = judge(CASE, GOOD, "ok", witnesses())
+    assert (judgement.verdict, judgement.findings, judgement.checks) == (Verdict.PASSED, (), UNPROBED)
 
 
 def test_a_check_is_not_executed_on_runs_that_recorded_nothing_for_it() -> None:
     assert "parity" not in judge(CASE, GOOD, "ok", witnesses()).checks
-    found = judge(CASE, make_run(CASE, sketches=()), "ok", witnesses())
-    assert "parity" in found.checks
-    assert found.verdict is Verdict.INVARIANT  # recorded, but nothing to compare
+    judgement = judge(CASE, make_run(CASE, sketches=()), "ok", witnesses())
+    assert "parity" in judgement.checks
+    assert judgement.verdict is Verdict.INVARIANT  # recorded, but nothing to compare
 
 
 def test_one_rank_that_recorded_is_enough_to_ask() -> None:
-    found = judge(CASE, run_of(trace(0, traffic=()), trace(1)), "ok", witnesses())
-    assert "traffic" in found.checks
-    assert [each.ranks for each in found.findings if each.rule == traffic.check_traffic.no_record.name] == [(1,)]
+    judgement = judge(CASE, run_of(trace(0, traffic=()), trace(1)), "ok", witnesses())
+    assert "traffic" in judgement.checks
+    assert [
+        finding.ranks for finding in judgement.findings if finding.rule == traffic.check_traffic.no_record.name
+    ] == [(1,)]
 
 
 def test_what_was_not_judged_is_named_with_its_reason() -> None:
-    found = judge(CASE, GOOD, "ok", witnesses())
-    assert [each.check for each in found.not_judged] == [name for name in ALL if name not in UNPROBED]
-    reasons = left_out(found)
+    judgement = judge(CASE, GOOD, "ok", witnesses())
+    assert [skipped.check for skipped in judgement.not_judged] == [name for name in ALL if name not in UNPROBED]
+    reasons = left_out(judgement)
     assert reasons["memory"] == "the ranks were not asked to record saved memory"
     assert reasons["metamorphic"] == "the ranks were not asked to record sketches"
     sketched = left_out(judge(CASE, make_run(CASE, sketches=()), "ok", witnesses()))
@@ -106,9 +108,9 @@ def test_async_tp_promises_no_bits_where_sums_have_another_order(ranks: int, lef
     case = parse_case_id(f"atp{ranks}-tensorwise-graph-v2048-b16")
     over_gloo = Numerics(in_rank_order=False)
     asked = make_witnesses(case, golden=make_golden(case), tolerance=make_tolerance(9.0), numerics=over_gloo)
-    found = judge(case, make_run(case, sketches=()), "ok", asked)
-    assert ("sums in rank order" in left_out(found).get("metamorphic", "")) is left_out_there
-    assert ("metamorphic" in found.checks) is not left_out_there
+    judgement = judge(case, make_run(case, sketches=()), "ok", asked)
+    assert ("sums in rank order" in left_out(judgement).get("metamorphic", "")) is left_out_there
+    assert ("metamorphic" in judgement.checks) is not left_out_there
 
 
 RECORDS = tuple(sorted({record for check in CHECKS for record in check.records}))
@@ -127,14 +129,14 @@ RECORDS = tuple(sorted({record for check in CHECKS for record in check.records})
 def test_a_record_that_was_asked_for_and_is_nowhere_is_a_finding_of_every_check_that_reads_it(text: str) -> None:
     case = parse_case_id(text)
     asked = make_witnesses(case, golden=make_golden(case), tolerance=make_tolerance(9.0), records=RECORDS)
-    found = judge(case, make_run(case), "ok", asked)
-    silent = {each.check for each in found.findings if each.rule == f"{each.check}/no-record"}
+    judgement = judge(case, make_run(case), "ok", asked)
+    silent = {finding.check for finding in judgement.findings if finding.rule == f"{finding.check}/no-record"}
     reads = {check.name: check.records_of(Expectations(case)) for check in CHECKS if not check.unasked}
     expected = {name for name, records in reads.items() if records and not set(records) & set(not_recorded(case))}
     without_partner = set() if relations.partner(case) is not None else {"metamorphic"}
     assert silent == expected - without_partner - set(not_judged(case))
-    assert found.verdict is Verdict.INVARIANT
-    for name, reason in left_out(found).items():
+    assert judgement.verdict is Verdict.INVARIANT
+    for name, reason in left_out(judgement).items():
         assert reason.strip() and "asked" not in reason, name
 
 
@@ -146,9 +148,9 @@ def test_every_check_names_the_ranks_that_lack_a_record_which_it_reads(text: str
     for check in CHECKS:
         for run, ranks in ((one_lacks, (1,)), (run_of(), ())):
             read = [noun(record) for record in check.records_of(asked.expect)]
-            found = check(case, run, asked) if read else []
-            assert rules(found) == ({check.no_record.name} if read else set())
-            assert [(each.values["record"], each.ranks, each.judged) for each in found] == [
+            findings = check(case, run, asked) if read else []
+            assert rules(findings) == ({check.no_record.name} if read else set())
+            assert [(finding.values["record"], finding.ranks, finding.judged) for finding in findings] == [
                 (record, ranks, False) for record in read
             ]
 
@@ -180,18 +182,18 @@ def test_what_the_versions_do_not_let_ranks_record_is_not_judged_and_says_why(
 ) -> None:
     case, gone = parse_case_id(text), "torch 2.15.0: a.b._c is gone: this and that is not judged"
     run = make_run(case, not_recorded={record: gone})
-    found = judge(case, run, "ok", Witnesses(expect=Expectations(case), records=(record,)))
-    assert {each.check for each in found.not_judged if each.reason == gone and each.unverified} == lost
-    assert not rules(found.findings) & {f"{name}/no-record" for name in ALL}
+    judgement = judge(case, run, "ok", Witnesses(expect=Expectations(case), records=(record,)))
+    assert {skipped.check for skipped in judgement.not_judged if skipped.reason == gone and skipped.unverified} == lost
+    assert not rules(judgement.findings) & {f"{name}/no-record" for name in ALL}
 
 
 @pytest.mark.parametrize("software", [SOFTWARE, {"torch": "2.99.0"}, {"python": "3.12"}, {}])
 def test_a_formula_judges_with_every_version_and_its_findings_name_it(software: dict[str, str]) -> None:
-    found = judge(CASE, make_run(CASE, **RECORDED, software=software), "ok", witnesses())
-    assert found.verdict is Verdict.INVARIANT
-    judged = [finding for finding in found.findings if finding.judged]
+    judgement = judge(CASE, make_run(CASE, **RECORDED, software=software), "ok", witnesses())
+    assert judgement.verdict is Verdict.INVARIANT
+    judged = [finding for finding in judgement.findings if finding.judged]
     assert {finding.check for finding in judged} == set(BY_FORMULA)
-    assert not left_out(found).keys() & {*BY_FORMULA, "recompute"}
+    assert not left_out(judgement).keys() & {*BY_FORMULA, "recompute"}
     assert {finding.check: finding.formula for finding in judged} == BY_FORMULA
 
 
@@ -215,7 +217,7 @@ def test_a_gpu_loses_no_check_but_those_that_are_named_with_a_reason(text: str) 
         graphs=GraphTrace(graphs=(), calls=(), casts=(), workarounds=()),
         module_tensors=(),
     )
-    on_gpu = run_of(*(replace(each, device="NVIDIA H200", virtual=()) for each in recorded.traces))
+    on_gpu = run_of(*(replace(rank_trace, device="NVIDIA H200", virtual=()) for rank_trace in recorded.traces))
     here, there = (judge(case, run, "ok", make_witnesses(case, golden=make_golden(case))) for run in (recorded, on_gpu))
     lost = set(here.checks) - set(there.checks)
     assert lost == ({"live_memory"} if case.compile != "none" else {"memory", "live_memory"})
@@ -232,65 +234,65 @@ def test_names_of_checks_are_unique() -> None:
 def test_a_wrong_number_is_numeric_and_a_broken_rule_outranks_it() -> None:
     assert judge(CASE, OFF, "ok", witnesses()).verdict is Verdict.NUMERIC
     assert judge(CASE, make_run(CASE, converted_fqns=()), "ok", witnesses()).verdict is Verdict.INVARIANT
-    found = judge(CASE, OFF_AND_PLAIN, "ok", witnesses())
-    assert found.verdict is Verdict.INVARIANT
-    assert {finding.verdict for finding in found.findings} == {Verdict.INVARIANT, Verdict.NUMERIC}
+    judgement = judge(CASE, OFF_AND_PLAIN, "ok", witnesses())
+    assert judgement.verdict is Verdict.INVARIANT
+    assert {finding.verdict for finding in judgement.findings} == {Verdict.INVARIANT, Verdict.NUMERIC}
 
 
 def test_a_missing_golden_is_a_failure() -> None:
-    found = judge(CASE, GOOD, "ok", witnesses(golden=False))
-    assert found.verdict is Verdict.INVARIANT and rules(found.findings) == {NO_GOLDEN.name}
-    assert "fp8-harness baseline update" in str(found.findings[0].values["command"])
+    judgement = judge(CASE, GOOD, "ok", witnesses(golden=False))
+    assert judgement.verdict is Verdict.INVARIANT and rules(judgement.findings) == {NO_GOLDEN.name}
+    assert "fp8-harness baseline update" in str(judgement.findings[0].values["command"])
 
 
 @given(st.sampled_from(["ok", "crash", "hang", "infra"]), st.booleans())
 def test_an_empty_run_never_passes(status: JobStatus, refused: bool) -> None:
-    found = judge(CASE, run_of(), status, witnesses(refused=make_refusal() if refused else None))
-    assert found.verdict not in (Verdict.PASSED, Verdict.KNOWN) and found.findings
+    judgement = judge(CASE, run_of(), status, witnesses(refused=make_refusal() if refused else None))
+    assert judgement.verdict not in (Verdict.PASSED, Verdict.KNOWN) and judgement.findings
 
 
 @pytest.mark.parametrize("status", ["infra", "hang"])
 @pytest.mark.parametrize("run", [GOOD, REFUSED, run_of(make_failure(0))])
 @pytest.mark.parametrize("refused", [None, make_refusal()])
 def test_infra_and_hang_stand_whatever_came_back(status: JobStatus, run: Run, refused: Refusal | None) -> None:
-    found = judge(CASE, run, status, witnesses(refused=refused))
-    assert found.verdict is Verdict(status) and found.checks == () and found.findings
+    judgement = judge(CASE, run, status, witnesses(refused=refused))
+    assert judgement.verdict is Verdict(status) and judgement.checks == () and judgement.findings
 
 
 def test_a_crash_is_a_crash_and_names_who_began() -> None:
     run = run_of(make_failure(1, "peer gone", consequence=True), make_failure(0))
-    found = judge(CASE, run, "crash", witnesses())
-    assert found.verdict is Verdict.CRASH
-    (finding,) = found.findings
+    judgement = judge(CASE, run, "crash", witnesses())
+    assert judgement.verdict is Verdict.CRASH
+    (finding,) = judgement.findings
     assert (finding.rule, finding.ranks, finding.values["error"]) == (RAISED.name, (0,), "ValueError: x")
     assert finding.values["end"] == "raised in step 1: ValueError: x"
 
 
 def test_ranks_that_failed_alike_are_one_finding() -> None:
-    found = judge(CASE, run_of(make_failure(0), make_failure(1)), "crash", witnesses())
-    (finding,) = found.findings
+    judgement = judge(CASE, run_of(make_failure(0), make_failure(1)), "crash", witnesses())
+    (finding,) = judgement.findings
     assert (finding.rule, finding.ranks, finding.values["error"]) == (RAISED.name, (0, 1), "ValueError: x")
     assert finding.values["end"] == "raised in step 1: ValueError: x"
 
 
 def test_a_crash_status_stands_even_with_whole_traces() -> None:
-    found = judge(CASE, GOOD, "crash", witnesses())
-    assert (found.verdict, found.checks) == (Verdict.CRASH, ("alignment",))
+    judgement = judge(CASE, GOOD, "crash", witnesses())
+    assert (judgement.verdict, judgement.checks) == (Verdict.CRASH, ("alignment",))
 
 
 def test_a_failed_rank_is_a_crash_even_when_the_engine_says_ok() -> None:
-    found = judge(CASE, run_of(trace(0), make_failure(1)), "ok", witnesses())
-    assert (found.verdict, found.checks) == (Verdict.CRASH, ("alignment",))
+    judgement = judge(CASE, run_of(trace(0), make_failure(1)), "ok", witnesses())
+    assert (judgement.verdict, judgement.checks) == (Verdict.CRASH, ("alignment",))
 
 
 def test_an_uncalled_for_refusal_is_explained() -> None:
-    found = judge(CASE, REFUSED, "crash", witnesses())
-    assert found.verdict is Verdict.CRASH and alignment.REFUSED_ALIGNED.name in rules(found.findings)
+    judgement = judge(CASE, REFUSED, "crash", witnesses())
+    assert judgement.verdict is Verdict.CRASH and alignment.REFUSED_ALIGNED.name in rules(judgement.findings)
 
 
 def test_the_expected_refusal_passes() -> None:
-    found = judge(CASE, REFUSED, "crash", witnesses(refused=make_refusal()))
-    assert found == Judgement(verdict=Verdict.PASSED, findings=(), checks=("alignment",))
+    judgement = judge(CASE, REFUSED, "crash", witnesses(refused=make_refusal()))
+    assert judgement == Judgement(verdict=Verdict.PASSED, findings=(), checks=("alignment",))
 
 
 def test_the_expected_refusal_needs_no_golden() -> None:
@@ -298,21 +300,23 @@ def test_the_expected_refusal_needs_no_golden() -> None:
 
 
 def test_training_silently_breaks_a_rule() -> None:
-    found = judge(CASE, GOOD, "ok", witnesses(refused=make_refusal()))
-    assert found.verdict is Verdict.INVARIANT and rules(found.findings) == {alignment.TRAINED.name}
+    judgement = judge(CASE, GOOD, "ok", witnesses(refused=make_refusal()))
+    assert judgement.verdict is Verdict.INVARIANT and rules(judgement.findings) == {alignment.TRAINED.name}
 
 
 def test_failing_otherwise_than_refused_is_a_crash_with_both_stories() -> None:
-    found = judge(CASE, run_of(make_failure(0), make_failure(1, ALIGNED)), "crash", witnesses(refused=make_refusal()))
-    assert found.verdict is Verdict.CRASH
-    assert {alignment.OTHER_ERROR.name, RAISED.name} <= rules(found.findings)
-    assert "ValueError: x" in {finding.values.get("error") for finding in found.findings}
+    judgement = judge(
+        CASE, run_of(make_failure(0), make_failure(1, ALIGNED)), "crash", witnesses(refused=make_refusal())
+    )
+    assert judgement.verdict is Verdict.CRASH
+    assert {alignment.OTHER_ERROR.name, RAISED.name} <= rules(judgement.findings)
+    assert "ValueError: x" in {finding.values.get("error") for finding in judgement.findings}
 
 
 def test_no_executed_check_is_a_failure() -> None:
-    found = judge(CASE, GOOD, "ok", witnesses(refused=make_refusal(check="nobody")))
-    assert (found.verdict, found.checks) == (Verdict.INVARIANT, ())
-    assert rules(found.findings) == {NO_CHECK.name}
+    judgement = judge(CASE, GOOD, "ok", witnesses(refused=make_refusal(check="nobody")))
+    assert (judgement.verdict, judgement.checks) == (Verdict.INVARIANT, ())
+    assert rules(judgement.findings) == {NO_CHECK.name}
     assert judge(CASE, REFUSED, "crash", witnesses(refused=make_refusal(check="nobody"))).verdict is Verdict.CRASH
 
 
@@ -334,7 +338,9 @@ def returned(rank: int, payload: bytes | None) -> RankOutcome:
 
 def test_traces_come_back_as_they_were_recorded() -> None:
     sent = [trace(1), trace(0)]
-    run = run_from_outcome(outcome(*(returned(each.rank, msgspec.msgpack.encode(each)) for each in sent)))
+    run = run_from_outcome(
+        outcome(*(returned(sent_trace.rank, msgspec.msgpack.encode(sent_trace)) for sent_trace in sent))
+    )
     assert run == GOOD
 
 
@@ -348,9 +354,15 @@ def test_other_ends_are_failures_with_their_last_output(status: RankStatus) -> N
     rank = RankOutcome(
         rank=3, status=status, message="m", traceback="tb\n", phase="build", consequence=True, log_tail="last words\n"
     )
-    (found,) = run_from_outcome(outcome(rank)).failures
-    assert (found.rank, found.kind, found.message, found.phase, found.consequence) == (3, status, "m", "build", True)
-    assert found.traceback == "tb\nlast output:\nlast words\n"
+    (failure,) = run_from_outcome(outcome(rank)).failures
+    assert (failure.rank, failure.kind, failure.message, failure.phase, failure.consequence) == (
+        3,
+        status,
+        "m",
+        "build",
+        True,
+    )
+    assert failure.traceback == "tb\nlast output:\nlast words\n"
 
 
 @pytest.mark.parametrize(
@@ -358,10 +370,10 @@ def test_other_ends_are_failures_with_their_last_output(status: RankStatus) -> N
 )
 def test_a_result_that_cannot_be_read_is_a_crash(payload: bytes | None) -> None:
     run = run_from_outcome(outcome(returned(0, payload), returned(1, msgspec.msgpack.encode(trace(1)))))
-    assert [(each.rank, each.kind) for each in run.failures] == [(0, "garbled")]
-    found = judge(CASE, run, "ok", witnesses())
-    (finding,) = found.findings
-    assert found.verdict is Verdict.CRASH and (finding.rule, finding.ranks) == (LOST.name, (0,))
+    assert [(failure.rank, failure.kind) for failure in run.failures] == [(0, "garbled")]
+    judgement = judge(CASE, run, "ok", witnesses())
+    (finding,) = judgement.findings
+    assert judgement.verdict is Verdict.CRASH and (finding.rule, finding.ranks) == (LOST.name, (0,))
     assert str(finding.values["end"]).startswith("garbled: its result")
 
 

@@ -10,7 +10,7 @@ from harness.engine.messages import Job, Share
 from harness.engine.outcome import conclude
 from harness.engine.zygote_engine import ZygoteEngine
 from harness.matrix.caseid import parse_case_id
-from harness.studies.judges import PROGRAM, VALIDATION
+from harness.studies.strategies import PROGRAM, VALIDATION
 from harness.trace.operator_checks import StrategyQuestion, Validation
 from harness.worker.strategies import preload
 from tests.worker.conftest import make_request

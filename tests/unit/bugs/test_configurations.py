@@ -89,9 +89,9 @@ def test_a_file_becomes_a_small_case_with_the_same_traits() -> None:
     case, notes = configured(LLAMA3_8B, where="8b.toml")
     name = "target.torchtitan-fsdp2-atp2-nowait-tensorwise-ag.fp8pre-ac.op-graph-kvheads.4-v2048-gb2-b16"
     assert case_id(case) == name
-    told = " ".join(notes)
-    assert "how many FSDP2 ranks? 2" in told and "4096 made smaller: 128" in told
-    assert "dump_folder" not in told and "not understood" not in told
+    text = " ".join(notes)
+    assert "how many FSDP2 ranks? 2" in text and "4096 made smaller: 128" in text
+    assert "dump_folder" not in text and "not understood" not in text
 
 
 def test_the_ranks_of_the_job_tell_how_many_share_a_parameter() -> None:
@@ -172,7 +172,7 @@ def test_other_tools(text: str, where: str, expected: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "what"),
+    ("given", "message"),
     [
         ("--parallelism.expert_tensor_parallel_degree 2", "expert tensor parallelism"),
         ("--model.name deepseek_v3 --parallelism.tensor_parallel_degree 2", "a mixture of experts"),
@@ -189,8 +189,8 @@ def test_other_tools(text: str, where: str, expected: str) -> None:
         ("--tp", "holds no option"),
     ],
 )
-def test_what_no_case_has_is_refused_by_name(given: str, what: str) -> None:
-    with pytest.raises(HarnessError, match=what) as raised:
+def test_what_no_case_has_is_refused_by_name(given: str, message: str) -> None:
+    with pytest.raises(HarnessError, match=message) as raised:
         configured(given)
     assert raised.value.fix
 
@@ -314,15 +314,15 @@ def test_mxfp8(given: str, expected: tuple[str, str, bool]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "what"),
+    ("given", "message"),
     [
         (WRAPPED.format("kernel_preference=KernelPreference.EMULATED"), "emulated MXFP8"),
         (RECIPE.format("MXFP8_EMULATED_RCEIL"), "emulated MXFP8"),
         (WRAPPED.format("scale_calculation_mode=ScaleCalculationMode.FLOOR, wgrad_with_hp=True"), "which of both"),
     ],
 )
-def test_mxfp8_that_no_case_has(given: str, what: str) -> None:
-    with pytest.raises(HarnessError, match=what):
+def test_mxfp8_that_no_case_has(given: str, message: str) -> None:
+    with pytest.raises(HarnessError, match=message):
         configured(given, where="train.py")
 
 

@@ -69,24 +69,24 @@ def imported(text: str | bytes, where: str = "report.md", **asked: object) -> Im
     ],
 )
 def test_configurations_are_read(text: str, where: str, expected: str) -> None:
-    found = imported(text, where)
-    assert found.bug.case is not None
-    styles = "-tpstyle.fp8" if "tpstyle" in case_id(found.bug.case) else ""
-    assert case_id(found.bug.case).replace(styles, "") == expected
-    assert found.bug.bug.title == f"the job of {where}"
+    imported_bug = imported(text, where)
+    assert imported_bug.bug.case is not None
+    styles = "-tpstyle.fp8" if "tpstyle" in case_id(imported_bug.bug.case) else ""
+    assert case_id(imported_bug.bug.case).replace(styles, "") == expected
+    assert imported_bug.bug.bug.title == f"the job of {where}"
 
 
 def test_the_reduce_dtype_is_an_axis_and_clipping_is_told() -> None:
     flags = "--parallelism.data_parallel_shard_degree 2 --training.mixed_precision_reduce bfloat16"
-    found = imported(f"{flags} --training.max_norm 0.5")
-    assert found.bug.case is not None and found.bug.case.train.reduce_dtype == "bfloat16"
-    assert found.bug.missing == {} and any("clipping" in words for words in found.ignored)
+    imported_bug = imported(f"{flags} --training.max_norm 0.5")
+    assert imported_bug.bug.case is not None and imported_bug.bug.case.train.reduce_dtype == "bfloat16"
+    assert imported_bug.bug.missing == {} and any("clipping" in words for words in imported_bug.ignored)
 
 
 def test_microbatches_are_an_axis_and_have_a_sequence_each() -> None:
-    found = imported("--parallelism.data_parallel_shard_degree 2 --gradient_accumulation_steps 4")
-    assert found.bug.case is not None and found.bug.missing == {}
-    assert (found.bug.case.train.accumulation, found.bug.case.train.global_batch) == (4, 8)
+    imported_bug = imported("--parallelism.data_parallel_shard_degree 2 --gradient_accumulation_steps 4")
+    assert imported_bug.bug.case is not None and imported_bug.bug.missing == {}
+    assert (imported_bug.bug.case.train.accumulation, imported_bug.bug.case.train.global_batch) == (4, 8)
     compiled = imported("--parallelism.data_parallel_shard_degree 2 --gradient_accumulation_steps 4 --compile.enable")
     assert compiled.bug.case is not None and compiled.bug.case.train.accumulation == 1
     assert any("compiled blocks train whole batches" in words for words in compiled.ignored)
@@ -106,13 +106,16 @@ ValueError: cannot read /home/ann/private/model.bin with token: ghp_0123456789ab
 
 
 def test_secrets_folders_and_escapes_never_leave_a_report() -> None:
-    found = imported(SECRETS)
-    told = text_of(imported_sections(found, file=None)) + to_json(imported_document(found, file=None)).decode()
-    shown = write_bug_file(found.bug) + told
+    imported_bug = imported(SECRETS)
+    printed = (
+        text_of(imported_sections(imported_bug, file=None))
+        + to_json(imported_document(imported_bug, file=None)).decode()
+    )
+    shown = write_bug_file(imported_bug.bug) + printed
     for secret in ("hf_", "ghp_", "0123456789abcdef", "/home", "ann@", "WANDB", "HF_TOKEN", "\x1b", "\x07"):
         assert secret not in shown, secret
-    assert found.bug.stated["tp"] == "--tensor_parallel_degree 2"
-    assert "model.bin" in found.bug.bug.message
+    assert imported_bug.bug.stated["tp"] == "--tensor_parallel_degree 2"
+    assert "model.bin" in imported_bug.bug.bug.message
 
 
 def test_words_of_a_mesh_are_no_assignment() -> None:
@@ -120,7 +123,7 @@ def test_words_of_a_mesh_are_no_assignment() -> None:
 
 
 @pytest.mark.parametrize(
-    ("content", "what"),
+    ("content", "message"),
     [
         (b"x" * (MAX_BYTES + 1), "is no report"),
         (b"\xff\xfe\x00", "not UTF-8"),
@@ -128,8 +131,8 @@ def test_words_of_a_mesh_are_no_assignment() -> None:
         (b" \n", "there is no text"),
     ],
 )
-def test_what_is_no_report_is_told(content: bytes, what: str) -> None:
-    with pytest.raises(HarnessError, match=what) as raised:
+def test_what_is_no_report_is_told(content: bytes, message: str) -> None:
+    with pytest.raises(HarnessError, match=message) as raised:
         imported(content)
     assert raised.value.fix
 
@@ -164,15 +167,15 @@ HOSTILE = {
 @pytest.mark.parametrize("name", HOSTILE)
 def test_hostile_text_takes_bounded_time(name: str) -> None:
     start = time.monotonic()
-    found = imported("# crash\n" + HOSTILE[name])
+    imported_bug = imported("# crash\n" + HOSTILE[name])
     assert time.monotonic() - start < 10
-    assert len(write_bug_file(found.bug)) < 20_000
+    assert len(write_bug_file(imported_bug.bug)) < 20_000
 
 
 def test_a_bug_file_reads_back(tmp_path) -> None:  # type: ignore[no-untyped-def]
-    found = imported("# float8 crash\nrowwise, TP=2, 256 GPUs, FSDP2, full AC")
+    imported_bug = imported("# float8 crash\nrowwise, TP=2, 256 GPUs, FSDP2, full AC")
     path = tmp_path / "bugs" / "x.toml"
     path.parent.mkdir()
-    path.write_text(write_bug_file(found.bug))
-    assert read_bug_file(path).case == found.bug.case
-    assert read_bug_file(path).full_size == found.bug.full_size
+    path.write_text(write_bug_file(imported_bug.bug))
+    assert read_bug_file(path).case == imported_bug.bug.case
+    assert read_bug_file(path).full_size == imported_bug.bug.full_size

@@ -54,8 +54,8 @@ def test_other_software_is_refused_with_and_without_a_fence(text: str, names: st
 )
 def test_title_and_repository_refuse_by_name(repository: str, title: str, day: str, refused: str) -> None:
     """Issues of a repository are about its own software, and those before FSDP2 about FSDP1."""
-    found = imported(head(repository, 1, day, title)).bug.refused
-    assert refused in found if refused else not found
+    refusals = imported(head(repository, 1, day, title)).bug.refused
+    assert refused in refusals if refused else not refusals
 
 
 @pytest.mark.parametrize(
@@ -106,11 +106,15 @@ def test_a_fence_around_the_whole_report_hides_nothing(fence: str) -> None:
 def test_what_is_not_read_is_told() -> None:
     options = "--training.steps 1000 --optimizer.lr 3e-4 --parallelism.data_parallel_shard_degree 2"
     text = f"`run_train.sh {options}`\n- TP=2\n- warmup: 7\n- recipe of ours = none\nWe never enabled async TP.\n"
-    found = imported(head("pytorch/torchtitan", 1, "2025-01-01", "float8 crash") + text)
-    assert found.bug.stated["tp"] == "- TP=2" and found.bug.case is not None and found.bug.case.train.steps == 5
+    imported_bug = imported(head("pytorch/torchtitan", 1, "2025-01-01", "float8 crash") + text)
+    assert (
+        imported_bug.bug.stated["tp"] == "- TP=2"
+        and imported_bug.bug.case is not None
+        and imported_bug.bug.case.train.steps == 5
+    )
     for words in ("--training.steps 1000: ", "--optimizer.lr 3e-4: ", "- warmup: 7: not understood", "recipe of ours"):
-        assert any(words in each for each in found.ignored), words
-    assert any(each.startswith("We never enabled async TP: it may say") for each in found.ignored)
+        assert any(words in line for line in imported_bug.ignored), words
+    assert any(line.startswith("We never enabled async TP: it may say") for line in imported_bug.ignored)
 
 
 def test_few_steps_are_those_of_the_case() -> None:

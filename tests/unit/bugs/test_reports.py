@@ -301,20 +301,20 @@ RUNNABLE = {
 }
 
 
-@pytest.mark.parametrize(("text", "expected"), RUNNABLE.items(), ids=[each.id for each in RUNNABLE.values()])
+@pytest.mark.parametrize(("text", "expected"), RUNNABLE.items(), ids=[expected.id for expected in RUNNABLE.values()])
 def test_a_report_becomes_a_case(text: str, expected: Expected) -> None:
-    found = imported(text)
-    assert found.bug.case is not None
+    imported_bug = imported(text)
+    assert imported_bug.bug.case is not None
     seen = Expected(
-        found.bug.id,
-        case_id(found.bug.case),
-        found.bug.bug.symptom,
-        " ".join(name for name in expected.stated.split() if name in found.bug.stated),
-        " ".join(name for name in expected.derived.split() if name in found.bug.derived),
-        " ".join(found.bug.missing),
+        imported_bug.bug.id,
+        case_id(imported_bug.bug.case),
+        imported_bug.bug.bug.symptom,
+        " ".join(name for name in expected.stated.split() if name in imported_bug.bug.stated),
+        " ".join(name for name in expected.derived.split() if name in imported_bug.bug.derived),
+        " ".join(imported_bug.bug.missing),
     )
     assert seen == expected
-    assert found.bug.bug.status == "open" and found.bug.refused == {}
+    assert imported_bug.bug.bug.status == "open" and imported_bug.bug.refused == {}
 
 
 def test_words_arithmetic_and_dates_are_kept() -> None:

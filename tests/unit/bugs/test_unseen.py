@@ -51,8 +51,8 @@ def test_the_folder_of_a_configuration_names_its_model() -> None:
 
 
 def test_a_degree_that_is_not_understood_is_told() -> None:
-    found = report("```\ntorchrun --nproc_per_node=8 train.py --zz_degree 2 --logdir x\n```")
-    assert [each for each in found.ignored if "not understood" in each] == ["--zz_degree 2: not understood"]
+    imported_bug = report("```\ntorchrun --nproc_per_node=8 train.py --zz_degree 2 --logdir x\n```")
+    assert [line for line in imported_bug.ignored if "not understood" in line] == ["--zz_degree 2: not understood"]
 
 
 @pytest.mark.parametrize(

@@ -41,13 +41,13 @@ def test_formulas_of_a_case() -> None:
     assert "executed matmuls in float8      42 calls" in text
     assert "casts to float8                 84" in text
     assert "reduce_scatter (sum) in bfloat16 along tp" in text
-    found = metrics(parse_case_id("fsdp2-tp2-rowwise-v2048-b16"))
-    assert found.wire_of_axis.keys() == {"dp_shard", "tp"}
-    for axis, sent in found.wire_of_axis.items():
-        along = [each for words, each in found.wire.items() if words.endswith(f"along {axis}")]
+    formula = metrics(parse_case_id("fsdp2-tp2-rowwise-v2048-b16"))
+    assert formula.wire_of_axis.keys() == {"dp_shard", "tp"}
+    for axis, sent in formula.wire_of_axis.items():
+        along = [collective for words, collective in formula.wire.items() if words.endswith(f"along {axis}")]
         assert (sent.calls, sent.payload_bytes) == (
-            sum(each.calls for each in along),
-            sum(each.payload_bytes for each in along),
+            sum(collective.calls for collective in along),
+            sum(collective.payload_bytes for collective in along),
         )
 
 
@@ -95,9 +95,9 @@ def test_numbers_that_differ_are_named(changes: dict[str, Any], differing: list[
 def test_mfu_of_a_run_on_a_gpu_by_three_names() -> None:
     """8 x 8192 tokens of Llama 3 8B in 8 s on 8 devices: 1024 tokens/s a device; the first step warms up."""
     case = training(MODELS["llama3-8b"], recipe="tensorwise", dp_shard=8, steps=3)
-    found = result(case, device=H100)
-    assert found.measured is not None
-    report = run_report(case, replace(found, measured=replace(found.measured, step_s=(99.0, 8.0, 8.0))))
+    case_result = result(case, device=H100)
+    assert case_result.measured is not None
+    report = run_report(case, replace(case_result, measured=replace(case_result.measured, step_s=(99.0, 8.0, 8.0))))
     assert report.speed is not None and report.speed.tokens_per_s == 1024
     assert report.speed.tflops == pytest.approx(1024 * 57.91444992e9 / 1e12)
     document = json.loads(to_json(report))

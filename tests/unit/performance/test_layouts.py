@@ -34,24 +34,24 @@ def of(name: str, **axes: object) -> Simulation:
 
 
 def names(reasons: Any) -> list[str]:
-    return [each.name for each in reasons]
+    return [reason.name for reason in reasons]
 
 
 def test_8b_on_512_ranks() -> None:
-    found = of("llama3-8b", tp=8, dp_shard=64, recipe="tensorwise", checkpointing="full")
-    assert (found.world_size, found.nodes, found.refused, found.warnings) == (512, 64, (), ())
+    simulation = of("llama3-8b", tp=8, dp_shard=64, recipe="tensorwise", checkpointing="full")
+    assert (simulation.world_size, simulation.nodes, simulation.refused, simulation.warnings) == (512, 64, (), ())
     # Measured with a fake process group: gradients in float32, activations in bfloat16, and one amax a cast.
-    sent = {each.axis: (each.crosses_nodes, each.calls) for each in found.wire}
+    sent = {traffic.axis: (traffic.crosses_nodes, traffic.calls) for traffic in simulation.wire}
     assert sent == {"dp_shard": (True, 101), "tp": (False, 1608)}
-    assert found.amax_reductions == 1184
-    assert [(each.linear, each.m, each.n, each.k) for each in found.matmuls[:3]] == [
+    assert simulation.amax_reductions == 1184
+    assert [(matmul.linear, matmul.m, matmul.n, matmul.k) for matmul in simulation.matmuls[:3]] == [
         ("attention.wq", 8192, 512, 4096),
         ("attention.wq", 8192, 4096, 512),
         ("attention.wq", 512, 4096, 8192),
     ]
-    embedding = found.shards[0]
+    embedding = simulation.shards[0]
     assert (embedding.tp_rows, embedding.fsdp_rows) == ((16032,), (251, 219))
-    text = text_of(layout_sections(found))
+    text = text_of(layout_sections(simulation))
     assert "512 ranks on 64 nodes of 8 h100" in text and "between nodes" in text and "REFUSED" not in text
 
 
@@ -64,18 +64,18 @@ def test_8b_on_512_ranks() -> None:
 )
 def test_published_peaks_are_a_little_above_the_bound(axes: dict[str, Any], published_gib: float) -> None:
     """Both runs are compiled; their blocks save other tensors."""
-    found = simulate(training(MODELS[axes.pop("name")], **axes), H100)
-    assert 1.1 < published_gib * GIB / found.peak_bytes < 1.2
+    simulation = simulate(training(MODELS[axes.pop("name")], **axes), H100)
+    assert 1.1 < published_gib * GIB / simulation.peak_bytes < 1.2
 
 
 def test_refusals_have_reasons() -> None:
     vocabulary = of("llama3-8b", tp=4, dp_shard=64, recipe="tensorwise", vocab_size=2250, output_layer=True)
     assert names(vocabulary.refused) == ["output_alignment"]
-    bad = [(each.linear, each.role, each.tp_ranks) for each in vocabulary.matmuls if each.refused]
+    bad = [(matmul.linear, matmul.role, matmul.tp_ranks) for matmul in vocabulary.matmuls if matmul.refused]
     assert bad == [("output", role, ranks) for ranks in (3, 1) for role in ("forward", "dgrad")]
     tokens = of("llama3-8b", dp_shard=8, recipe="tensorwise", seq_len=8200)
     assert names(tokens.refused) == ["token_alignment"]
-    assert {each.role for each in tokens.matmuls if each.refused} == {"wgrad"}
+    assert {matmul.role for matmul in tokens.matmuls if matmul.refused} == {"wgrad"}
     too_large = of("llama3-405b", dp_shard=64, recipe="tensorwise", checkpointing="full")
     assert names(too_large.refused) == ["memory"] and not too_large.fits
     text = text_of(layout_sections(too_large))
@@ -96,8 +96,8 @@ def test_float8_gathers_need_even_shards() -> None:
 def test_tp_between_nodes_is_told() -> None:
     options = {"dp_shard": 4, "tp": 8, "recipe": "rowwise", "checkpointing": "full"}
     assert "tp-between-nodes" not in names(of("llama3-8b", **options).warnings)
-    found = simulate(training(MODELS["llama3-8b"], **options), machine("h100", gpus_per_node=4))
-    assert "tp-between-nodes" in names(found.warnings)
+    simulation = simulate(training(MODELS["llama3-8b"], **options), machine("h100", gpus_per_node=4))
+    assert "tp-between-nodes" in names(simulation.warnings)
 
 
 @pytest.mark.parametrize(
@@ -119,10 +119,10 @@ def test_groups_that_leave_a_node(layout: Layout, axis: str, crosses: bool) -> N
 @given(DENSE_CASES)
 def test_no_byte_and_no_parameter_is_lost(case: Case) -> None:
     terms = expected_transfers(case, step=2, rank=0)
-    found = wire(case, gpus_per_node=8)
-    assert sum(each.payload_bytes for each in found) == sum(term.payload_bytes for term in terms)
-    assert sum(each.calls for each in found) == sum(term.times for term in terms)
-    assert sum(each.amax_reductions for each in found) == sum(
+    by_axis = wire(case, gpus_per_node=8)
+    assert sum(traffic.payload_bytes for traffic in by_axis) == sum(term.payload_bytes for term in terms)
+    assert sum(traffic.calls for traffic in by_axis) == sum(term.times for term in terms)
+    assert sum(traffic.amax_reductions for traffic in by_axis) == sum(
         "amax" in term.purpose for term in terms for _ in [0] * term.times
     )
     moments = [memory(case, rank=rank) for rank in range(case.layout.dp_shard * case.layout.tp)]
@@ -130,49 +130,51 @@ def test_no_byte_and_no_parameter_is_lost(case: Case) -> None:
     replicated = [weight for unit in fsdp_units(case, 0) for weight in unit.weights if "norm" in weight.fqn]
     repeated = (case.layout.tp - 1) * sum(weight.rows for weight in replicated)
     if not case.model.bias:  # biases of rowwise linears are on every TP rank
-        assert sum(each.optimizer for each in moments) == case.train.update.states * item * (
+        assert sum(moment.optimizer for moment in moments) == case.train.update.states * item * (
             parameter_count(case) + repeated
         )
-    assert all(each.peak >= each.before_backward >= each.state for each in moments)
-    assert moments[0].optimizer == max(each.optimizer for each in moments)
+    assert all(moment.peak >= moment.before_backward >= moment.state for moment in moments)
+    assert moments[0].optimizer == max(moment.optimizer for moment in moments)
 
 
 def test_a_sweep_keeps_the_batch_and_ranks_what_is_refused_last() -> None:
     case = training(MODELS["llama3-70b"], layers=8, dp_shard=512, recipe="tensorwise", checkpointing="full")
-    found = sweep(case, H100)
-    assert {each.layout.world_size for each in found} == {512}
-    assert {each.train.global_batch for each in layouts(case)} == {512}
-    ended = [bool(each.refused) for each in found]
+    ranking = sweep(case, H100)
+    assert {ranked.layout.world_size for ranked in ranking} == {512}
+    assert {candidate.train.global_batch for candidate in layouts(case)} == {512}
+    ended = [bool(ranked.refused) for ranked in ranking]
     assert ended == sorted(ended) and True in ended
-    good = [each for each in found if not each.refused and each.fits]
-    assert [each.step_s for each in good] == sorted(each.step_s for each in good)
-    refused = {each.layout.tp for each in found if "heads_divide_tp" in names(each.refused)}
+    good = [ranked for ranked in ranking if not ranked.refused and ranked.fits]
+    assert [ranked.step_s for ranked in good] == sorted(ranked.step_s for ranked in good)
+    refused = {ranked.layout.tp for ranked in ranking if "heads_divide_tp" in names(ranked.refused)}
     assert refused == {16, 32, 64}  # 8 heads of keys
-    text = text_of(sweep_sections(found))
+    text = text_of(sweep_sections(ranking))
     assert "REFUSED TP 16 with replicas x FSDP 1 x 32, " in text and "heads_divide_tp: TP splits attention" in text
 
 
 def test_a_dtype_without_a_peak_has_no_time_and_all_other_numbers() -> None:
     case = parse_case_id("fsdp2-tp2-rowwise-v2048-s2-f32")
-    found, in_bfloat16 = simulate(case, H100), simulate(parse_case_id("fsdp2-tp2-rowwise-v2048-s2-b16"), H100)
-    assert (found.step_s, found.tokens_s) == (None, None) and len(found.matmuls) == len(in_bfloat16.matmuls)
-    text = text_of(layout_sections(found))
+    in_float32, in_bfloat16 = simulate(case, H100), simulate(parse_case_id("fsdp2-tp2-rowwise-v2048-s2-b16"), H100)
+    assert (in_float32.step_s, in_float32.tokens_s) == (None, None) and len(in_float32.matmuls) == len(
+        in_bfloat16.matmuls
+    )
+    text = text_of(layout_sections(in_float32))
     assert "no time is predicted: the data sheet of h100 has no peak in the dtype of this case" in text
     best = sweep(case, H100)[0]
     assert (best.refused, best.step_s, best.tokens_s) == ((), 0, 0) and best.peak_bytes > 0
 
 
 def test_405b_on_4096_ranks() -> None:
-    found = of("llama3-405b", tp=8, dp_shard=512, recipe="rowwise", checkpointing="full")
-    assert found.fits and found.nodes == 512 and not found.refused
-    assert names(found.warnings) == ["empty-shards"]
+    simulation = of("llama3-405b", tp=8, dp_shard=512, recipe="rowwise", checkpointing="full")
+    assert simulation.fits and simulation.nodes == 512 and not simulation.refused
+    assert names(simulation.warnings) == ["empty-shards"]
 
 
 def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     model = ("predict", "layouts", "--model", "llama3-8b", "--layers", "2", "--recipe", "tensorwise", "--tp", "8")
     assert main([*model, "--world", "64", "--json", "-"]) == 0
-    found = json.loads(capsys.readouterr().out)["simulation"]
-    assert (found["world_size"], found["nodes"], found["tokens"]) == (64, 8, 8192)
+    simulation = json.loads(capsys.readouterr().out)["simulation"]
+    assert (simulation["world_size"], simulation["nodes"], simulation["tokens"]) == (64, 8, 8192)
     assert main([*model, "--world", "64", "--seq-len", "8200", "--json", "-"]) == 1
     assert json.loads(capsys.readouterr().out)["simulation"]["refused"][0]["name"] == "token_alignment"
     assert main(["predict", "layouts", "fsdp2-tp2-rowwise-v2048-s2-b16", "--world", "16", "--sweep"]) == 0

@@ -59,7 +59,9 @@ def test_float8_all_gather_is_about_a_fifth_of_the_combined_gain() -> None:
     """20 % of it for 70B on 128 H100, as its authors say."""
     row = next(row for row in ROWS.values() if row.name == "70B, FSDP 128")
     gathering = replace(row.case.float8, fp8_all_gather=False, precompute_scale=False)
-    alone, together = (speed_up(replace(row.case, float8=each), row.machine) for each in (gathering, row.case.float8))
+    alone, together = (
+        speed_up(replace(row.case, float8=float8), row.machine) for float8 in (gathering, row.case.float8)
+    )
     assert (together - alone) / (together - 1) == pytest.approx(0.20, abs=0.05)
 
 
@@ -89,8 +91,8 @@ def test_single_linears() -> None:
 def cast_seconds(name: str) -> tuple[float, float]:
     """Of transposed and of column casts at full bandwidth."""
     row = ROWS[name]
-    found, rate = casts(row.case), row.machine.memory_bytes_s
-    return sum(each.transposed_bytes for each in found) / rate, sum(each.column_bytes for each in found) / rate
+    all_casts, rate = casts(row.case), row.machine.memory_bytes_s
+    return sum(cast.transposed_bytes for cast in all_casts) / rate, sum(cast.column_bytes for cast in all_casts) / rate
 
 
 def error(name: str, transposing: float, columns: float) -> float:

@@ -85,7 +85,7 @@ def test_gain_shrinks_with_the_linears(recipe: str, sixteens: int, times: int) -
 @pytest.mark.parametrize("recipe", RECIPES[1:])
 def test_small_linears_lose_and_large_ones_gain(recipe: str) -> None:
     small, large = (conversions(block(dim, recipe), H100) for dim in (256, 8192))
-    assert small[0].gain < 1 < min(each.gain for each in large)
+    assert small[0].gain < 1 < min(conversion.gain for conversion in large)
 
 
 def test_a_plain_layout_pays_nothing_for_wires() -> None:
@@ -146,13 +146,13 @@ def test_rings_send_all_but_what_a_rank_has(kind: str, sent: float) -> None:
 def test_vocabularies_of_2256_rows() -> None:
     """2256 / 8 = 282 is no multiple of 16: refused in float8, padded to 2304, or kept in BF16."""
     case = training(MODELS["debugmodel"], recipe="tensorwise", vocab_size=2256, tp=8)
-    found = {each.name: each for each in vocabularies(case, H100)}
-    assert [each.refused for each in found.values()] == [(282,), (), (), ()]
-    padded = found["2304 rows, output layer in float8"]
+    by_name = {vocabulary.name: vocabulary for vocabulary in vocabularies(case, H100)}
+    assert [vocabulary.refused for vocabulary in by_name.values()] == [(282,), (), (), ()]
+    padded = by_name["2304 rows, output layer in float8"]
     assert (padded.added_rows, padded.added_bytes) == (6, 2 * 6 * 256 * 16)
     assert padded_size(2256, 2) == 2272 and padded_size(2256, 4) == 2304 and padded_size(2560, 8) == 2560
     aligned = vocabularies(training(MODELS["debugmodel"], recipe="tensorwise", vocab_size=2560, tp=8), H100)
-    assert [(each.added_rows, each.refused) for each in aligned] == [(0, ()), (0, ())]
+    assert [(vocabulary.added_rows, vocabulary.refused) for vocabulary in aligned] == [(0, ()), (0, ())]
 
 
 @given(st.integers(1, 200_000), st.sampled_from([1, 2, 4, 8, 16]))
@@ -164,7 +164,7 @@ def test_padded_vocabularies_are_the_smallest_that_fit(vocab_size: int, tp: int)
 def test_unknown_device() -> None:
     with pytest.raises(HarnessError, match="'h99' are not known") as error:
         machine("h99")
-    assert all(each.name in error.value.text for each in PEAKS)
+    assert all(device.name in error.value.text for device in PEAKS)
 
 
 def test_device_without_float8() -> None:
@@ -173,6 +173,6 @@ def test_device_without_float8() -> None:
     assert error.value.fix is not None and "a100" not in error.value.fix and "h100" in error.value.fix
 
 
-@pytest.mark.parametrize("device", [each.name for each in PEAKS if each.float8])
+@pytest.mark.parametrize("device", [device.name for device in PEAKS if device.float8])
 def test_every_device_with_float8_is_predicted(device: str) -> None:
     assert predicted_step(block(1024), Machine(peak=machine(device).peak)).total_s > 0

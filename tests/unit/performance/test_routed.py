@@ -42,12 +42,12 @@ def test_deepseek_v3_has_the_published_sizes() -> None:
 def test_ranks_share_the_work_of_all_tokens(layout: dict[str, int], top_k: int) -> None:
     case = mixture(top_k=top_k, **layout)
     norms = 6 * (2 * case.model.shape.layers + 1) * case.model.shape.dim
-    total = sum(each.flops for rank in range(case.world_size) for each in work(case, rank=rank))
+    total = sum(entry.flops for rank in range(case.world_size) for entry in work(case, rank=rank))
     assert total == (flops_per_token(case) - norms) * case.train.tokens
 
 
 def test_a_token_meets_top_k_experts() -> None:
-    one, two, whole = (active_parameter_count(mixture(top_k=each)) for each in (1, 2, 8))
+    one, two, whole = (active_parameter_count(mixture(top_k=top_k)) for top_k in (1, 2, 8))
     model = mixture().model
     assert two - one == len(model.expert_layers) * 3 * model.shape.dim * model.expert_dim
     assert whole == parameter_count(mixture())
@@ -72,21 +72,21 @@ def test_what_comes_back_is_what_calls_of_as_many_rows_send_back() -> None:
         for layer in case.model.expert_layers
         for phase in PHASES
     ]
-    wanted = sum(each.payload_bytes for each in sent_back(case, calls))
-    assert sum(each.payload_bytes for each in sent_back_if_balanced(case, 0)) == wanted > 0
+    wanted = sum(transfer.payload_bytes for transfer in sent_back(case, calls))
+    assert sum(transfer.payload_bytes for transfer in sent_back_if_balanced(case, 0)) == wanted > 0
 
 
 def test_traffic_along_every_axis_of_experts() -> None:
-    found = {each.axis: each.ranks for each in wire(mixture(**SHARED), gpus_per_node=8)}
-    assert found == {"dp_shard": 4, "tp": 2, "efsdp": 2, "ep": 4}
+    ranks_by_axis = {traffic.axis: traffic.ranks for traffic in wire(mixture(**SHARED), gpus_per_node=8)}
+    assert ranks_by_axis == {"dp_shard": 4, "tp": 2, "efsdp": 2, "ep": 4}
 
 
 def test_an_imbalance_costs_time_and_memory() -> None:
-    found, case = simulate(mixture(**SHARED), B200).experts, mixture(**SHARED)
-    assert found is not None
-    assert found.rows == case.tokens_per_rank  # each of a half of them is sent to two experts
-    assert found.more_s
-    assert found.more_bytes
+    experts, case = simulate(mixture(**SHARED), B200).experts, mixture(**SHARED)
+    assert experts is not None
+    assert experts.rows == case.tokens_per_rank  # each of a half of them is sent to two experts
+    assert experts.more_s
+    assert experts.more_bytes
     whole = simulate(mixture(checkpointing="full", **SHARED), B200).experts
     assert whole is not None
     assert whole.more_bytes == 0  # a block that is recomputed whole saves its input alone

@@ -35,13 +35,13 @@ RATIOS = st.lists(st.floats(0.1, 10), min_size=3, max_size=12)
 
 
 def timed(pairs: Sequence[tuple[float, float]], device: str = "cpu") -> CaseSpeed:
-    found = tuple(Timed(twin_s=twin_s, case_s=case_s, conditions=QUIET) for twin_s, case_s in pairs)
+    timings = tuple(Timed(twin_s=twin_s, case_s=case_s, conditions=QUIET) for twin_s, case_s in pairs)
     return CaseSpeed(
         case_id=case_id(CASE),
         twin_id=case_id(TWIN),
         device=device,
-        pairs=found,
-        speedup=speedup(CASE, TWIN, found),
+        pairs=timings,
+        speedup=speedup(CASE, TWIN, timings),
     )
 
 
@@ -63,8 +63,10 @@ def test_an_interval_holds_its_ratio_and_scales_with_the_ratios(ratios: list[flo
     ratio, low, high = interval(ratios)
     assert low <= ratio * (1 + 1e-12) and ratio <= high * (1 + 1e-12)
     assert min(ratios) <= ratio * (1 + 1e-12) and ratio <= max(ratios) * (1 + 1e-12)
-    assert interval([each * factor for each in ratios]) == pytest.approx([each * factor for each in (ratio, low, high)])
-    swapped = interval([1 / each for each in ratios])
+    assert interval([number * factor for number in ratios]) == pytest.approx(
+        [number * factor for number in (ratio, low, high)]
+    )
+    swapped = interval([1 / number for number in ratios])
     assert swapped == pytest.approx((1 / ratio, 1 / high, 1 / low))
 
 
@@ -79,13 +81,13 @@ def test_what_cannot_be_timed() -> None:
 
 
 def test_speeds_of_both_with_mfu_on_a_gpu() -> None:
-    found = timed([(0.64, 0.5), (0.65, 0.5), (0.63, 0.5)], "NVIDIA H100 80GB HBM3")
-    text = text_of(speed_sections(SpeedReport(gated=True, warmup=3, cases=(found,))))
+    case_speed = timed([(0.64, 0.5), (0.65, 0.5), (0.63, 0.5)], "NVIDIA H100 80GB HBM3")
+    text = text_of(speed_sections(SpeedReport(gated=True, warmup=3, cases=(case_speed,))))
     assert "1.280 times as fast as fsdp2-bf16-v2048-b16: 1.2" in text and ", 3 pairs" in text
     assert "simulated" not in text and "mfu_weighted" in text and "Student's t" in text
     tokens = CASE.train.tokens / 2
-    assert found.speedup is not None
-    assert (found.speedup.tokens_per_s, found.speedup.twin_tokens_per_s) == (tokens / 0.5, tokens / 0.64)
+    assert case_speed.speedup is not None
+    assert (case_speed.speedup.tokens_per_s, case_speed.speedup.twin_tokens_per_s) == (tokens / 0.5, tokens / 0.64)
 
 
 def test_seconds_of_a_cpu_are_simulated() -> None:
@@ -97,8 +99,8 @@ def test_seconds_of_a_cpu_are_simulated() -> None:
 
 def test_a_job_that_failed_is_no_speed() -> None:
     failed = make_result(case_id(CASE), Verdict.CRASH)
-    found = CaseSpeed(case_id=case_id(CASE), twin_id=case_id(TWIN), failed=failed)
-    text = text_of(speed_sections(SpeedReport(gated=False, warmup=1, cases=(found,))))
+    case_speed = CaseSpeed(case_id=case_id(CASE), twin_id=case_id(TWIN), failed=failed)
+    text = text_of(speed_sections(SpeedReport(gated=False, warmup=1, cases=(case_speed,))))
     assert "not timed: fsdp2-tensorwise-v2048-b16 crashed" in text
 
 
@@ -117,12 +119,12 @@ def fast(ratio: float, low: float, high: float) -> Speedup:
 )
 def test_the_gate_compares_intervals_on_a_gpu_alone(device: str, after: Speedup, gates: bool | None) -> None:
     runs = []
-    for each in (fast(1.2, 1.19, 1.21), after):
-        measured = make_measured(speedup=each)
+    for measured_speedup in (fast(1.2, 1.19, 1.21), after):
+        measured = make_measured(speedup=measured_speedup)
         runs.append(make_results(make_result(case_id(CASE), measured=measured), environment=Environment(device=device)))
-    found = gate(*runs, TERMS)
-    assert [reason.gates for reason in found.reasons] == ([] if gates is None else [gates])
-    assert all(reason.kind is Kind.TIMES for reason in found.reasons)
+    decision = gate(*runs, TERMS)
+    assert [reason.gates for reason in decision.reasons] == ([] if gates is None else [gates])
+    assert all(reason.kind is Kind.TIMES for reason in decision.reasons)
 
 
 def pretend(monkeypatch: pytest.MonkeyPatch, folder: Path, *rows: str) -> None:
@@ -132,16 +134,18 @@ def pretend(monkeypatch: pytest.MonkeyPatch, folder: Path, *rows: str) -> None:
 
 def test_conditions_of_gpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     pretend(monkeypatch, tmp_path, "1980, 54, 0x0000000000000000", "1410, 71, 0x0000000000000024")
-    found = conditions("cuda")
-    assert (found.lowest_sm_mhz, found.highest_sm_mhz, found.celsius) == (1410, 1980, 71)
-    assert found.words.endswith("SM clocks 1410 to 1980 MHz, 71 °C, throttled by power and heat")
+    gpu_conditions = conditions("cuda")
+    assert (gpu_conditions.lowest_sm_mhz, gpu_conditions.highest_sm_mhz, gpu_conditions.celsius) == (1410, 1980, 71)
+    assert gpu_conditions.words.endswith("SM clocks 1410 to 1980 MHz, 71 °C, throttled by power and heat")
     assert conditions("cpu").lowest_sm_mhz is None
 
 
 def test_a_gpu_that_does_not_tell(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     pretend(monkeypatch, tmp_path, "[N/A], [N/A], [N/A]")
-    found = conditions("cuda")
-    assert (found.lowest_sm_mhz, found.throttled) == (None, ()) and found.words.startswith("load ")
+    gpu_conditions = conditions("cuda")
+    assert (gpu_conditions.lowest_sm_mhz, gpu_conditions.throttled) == (None, ()) and gpu_conditions.words.startswith(
+        "load "
+    )
 
 
 def test_the_worst_is_over_all_that_was_seen() -> None:

@@ -53,20 +53,20 @@ def test_flops_of_a_token_of_llama_3_8b() -> None:
 def test_speed_and_mfu_of_published_runs(
     case: Case, tokens_per_s: float, tflops: float, bf16_peak: float, fp8_peak: float, weighted: float
 ) -> None:
-    found = speed(case, tokens_per_s, peak("h100"))
-    assert found.tflops == pytest.approx(tflops, abs=0.005)
-    assert found.mfu_bf16_peak == pytest.approx(bf16_peak, abs=5e-5)
-    assert found.mfu_fp8_peak == pytest.approx(fp8_peak, abs=5e-5)
-    assert found.mfu_weighted == pytest.approx(weighted, abs=5e-5)
+    run_speed = speed(case, tokens_per_s, peak("h100"))
+    assert run_speed.tflops == pytest.approx(tflops, abs=0.005)
+    assert run_speed.mfu_bf16_peak == pytest.approx(bf16_peak, abs=5e-5)
+    assert run_speed.mfu_fp8_peak == pytest.approx(fp8_peak, abs=5e-5)
+    assert run_speed.mfu_weighted == pytest.approx(weighted, abs=5e-5)
 
 
 def test_only_the_weighted_mfu_reaches_one() -> None:
     parts = flops_per_token_by_precision(LLAMA_8B)
     ideal_s = parts["float8"] / 1979e12 + parts["bfloat16"] / 989e12
-    found = speed(LLAMA_8B, 1 / ideal_s, peak("h100"))
-    assert found.mfu_weighted == pytest.approx(1)
-    assert found.mfu_bf16_peak is not None and found.mfu_bf16_peak > 1.5
-    assert found.mfu_fp8_peak is not None and found.mfu_fp8_peak < 0.8
+    ideal = speed(LLAMA_8B, 1 / ideal_s, peak("h100"))
+    assert ideal.mfu_weighted == pytest.approx(1)
+    assert ideal.mfu_bf16_peak is not None and ideal.mfu_bf16_peak > 1.5
+    assert ideal.mfu_fp8_peak is not None and ideal.mfu_fp8_peak < 0.8
 
 
 def test_no_mfu_without_a_peak() -> None:
@@ -80,12 +80,12 @@ def test_no_mfu_without_a_peak() -> None:
 
 def test_devices_are_known_by_the_whole_name_of_torch() -> None:
     names = {"NVIDIA H100 80GB HBM3": "h100", "NVIDIA H100 PCIe": "h100-pcie", "NVIDIA H200": "h200"}
-    assert {name: found.name for name in names if (found := peak_of_device(name))} == names
+    assert {name: known_peak.name for name in names if (known_peak := peak_of_device(name))} == names
     for name in ("cpu", "", "NVIDIA H100", "NVIDIA H200 NVL", "NVIDIA H100 80GB HBM3 MIG 1g.10gb", "NVIDIA H20"):
         assert peak_of_device(name) is None
     with pytest.raises(HarnessError, match="give one of h100, h100-pcie"):
         peak("h20")
-    assert len({each.name for each in PEAKS}) == len(PEAKS)
+    assert len({device.name for device in PEAKS}) == len(PEAKS)
 
 
 def test_tokens_of_a_device_are_its_share() -> None:
@@ -112,18 +112,18 @@ def test_tokens_of_a_rank_are_whole_sequences() -> None:
 def test_shapes_after_tensor_parallelism() -> None:
     case = training(MODELS["llama3-8b"], recipe="tensorwise", output_layer=True, vocab_size=2256)
     by_rank = {rank: gemms(replace(case, layout=Layout(tp=8)), rank=rank) for rank in range(8)}
-    wo = next(each for each in by_rank[3] if each.fqn == "layers.0.attention.wo" and each.role == "dgrad")
+    wo = next(gemm for gemm in by_rank[3] if gemm.fqn == "layers.0.attention.wo" and gemm.role == "dgrad")
     assert (wo.m, wo.n, wo.k, wo.precision, wo.aligned) == (8192, 512, 4096, "float8", True)
-    heads = [next(each for each in found if each.fqn == "output") for found in by_rank.values()]
-    assert {(each.n, each.aligned) for each in heads} == {(282, False)}
+    heads = [next(gemm for gemm in rank_gemms if gemm.fqn == "output") for rank_gemms in by_rank.values()]
+    assert {(gemm.n, gemm.aligned) for gemm in heads} == {(282, False)}
 
 
 def test_high_precision_weight_gradients_and_filters() -> None:
     case = replace(LLAMA_8B, float8=Float8(recipe="rowwise_with_gw_hp", filter_fqns=("attention.wk",)))
-    found = {(each.fqn, each.role): each.precision for each in gemms(case)}
-    assert found["layers.3.attention.wq", "wgrad"] == "bfloat16"
-    assert found["layers.3.attention.wq", "dgrad"] == "float8"
-    assert found["layers.3.attention.wk", "forward"] == found["output", "forward"] == "bfloat16"
+    precisions = {(gemm.fqn, gemm.role): gemm.precision for gemm in gemms(case)}
+    assert precisions["layers.3.attention.wq", "wgrad"] == "bfloat16"
+    assert precisions["layers.3.attention.wq", "dgrad"] == "float8"
+    assert precisions["layers.3.attention.wk", "forward"] == precisions["output", "forward"] == "bfloat16"
 
 
 @pytest.mark.parametrize(
@@ -139,16 +139,16 @@ def test_high_precision_weight_gradients_and_filters() -> None:
 def test_recomputation_is_executed_and_not_needed(mode: str, recipe: str, factor: float) -> None:
     """Matmuls of a block: 7 in forward, 14 in backward, and those that checkpointing repeats."""
     case = training(MODELS["llama3-8b"], checkpointing=mode, recipe=recipe)
-    blocks = [each for each in gemms(case) if each.fqn != "output"]
-    executions = sum(each.executions for each in blocks)
+    blocks = [gemm for gemm in gemms(case) if gemm.fqn != "output"]
+    executions = sum(gemm.executions for gemm in blocks)
     assert executions / (7 * 32) == pytest.approx(factor)
-    assert sum(each.flops for each in blocks) == 6 * 8192 * 32 * (2 * 4096 * 5120 + 3 * 4096 * 14336)
+    assert sum(gemm.flops for gemm in blocks) == 6 * 8192 * 32 * (2 * 4096 * 5120 + 3 * 4096 * 14336)
 
 
 def test_attention_is_recomputed_where_its_output_is_not_saved() -> None:
     case = training(MODELS["llama3-8b"], checkpointing="selective_op")
     for saved, factor in ((True, 1), (False, 2)):
-        forward = next(each for each in work(case, saves_attention=saved) if each.part == ATTENTION)
+        forward = next(entry for entry in work(case, saves_attention=saved) if entry.part == ATTENTION)
         assert forward.executed_flops == factor * forward.flops == factor * 4 * 8192**2 * 4096 * 32
 
 
@@ -163,28 +163,28 @@ def test_ranks_share_the_work_of_one(tp: int, dp_shard: int, recipe: str, vocab_
     axes = {"recipe": recipe, "output_layer": True, "tp": tp, "dp_shard": dp_shard, "vocab_size": vocab_size}
     case = training(MODELS["debugmodel"], **axes)
     norms = 6 * (2 * case.model.shape.layers + 1) * case.model.shape.dim
-    total = sum(each.flops for rank in range(case.world_size) for each in work(case, rank=rank))
+    total = sum(entry.flops for rank in range(case.world_size) for entry in work(case, rank=rank))
     assert total == (flops_per_token(case) - norms) * case.train.tokens
 
 
 @given(TRAINED_DENSE_CASES)
 def test_matmuls_in_float8_are_those_that_rules_know(case: Case) -> None:
     """Of all ranks, every shape once."""
-    found = {
+    shapes = {
         (gemm.fqn, gemm.role, gemm.m, gemm.n, gemm.k)
         for rank in range(case.layout.tp)
         for gemm in gemms(case, rank=rank)
         if gemm.precision == FLOAT8
     }
-    assert found == {(gemm.fqn, gemm.role, gemm.m, gemm.n, gemm.k) for gemm in linears.gemms(case)}
+    assert shapes == {(gemm.fqn, gemm.role, gemm.m, gemm.n, gemm.k) for gemm in linears.gemms(case)}
 
 
 @given(TRAINED_DENSE_CASES)
 def test_calls_in_float8_are_those_that_checks_expect(case: Case) -> None:
     if not is_llama(case.target):
         return
-    found = executed(case, rank=0).get("matmuls in float8")
-    assert (0 if found is None else found.calls) == executed_scaled_mm_calls(case)
+    multiplied = executed(case, rank=0).get("matmuls in float8")
+    assert (0 if multiplied is None else multiplied.calls) == executed_scaled_mm_calls(case)
 
 
 @given(TRAINED_DENSE_CASES)

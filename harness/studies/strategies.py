@@ -1,12 +1,7 @@
-"""Torch's own judges beside the checks: what they say of the layouts of one case.
-
-`torch`: torch's validation of sharding strategies, for the operators that the layout calls on DTensors.
-`spmd_types`: the types of a target that carries them. A judge that cannot judge says why; none changes the verdict.
-"""
+"""Torch's own validation of sharding strategies, for the operators that layouts call on DTensors."""
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Literal
 
@@ -15,7 +10,6 @@ import msgspec
 from harness.engine.cluster import Cluster
 from harness.engine.messages import Job, JobOutcome
 from harness.matrix.case import Case
-from harness.matrix.caseid import case_id
 from harness.plural import counted
 from harness.project import Project
 from harness.request import RunRequest
@@ -26,48 +20,26 @@ from harness.trace.record import Patch
 
 PROGRAM = "harness.worker.strategies"
 VALIDATION = "torch.distributed.tensor._ops.strategy_validation"  # needs the package expecttest
-JUDGES = ("torch", "spmd_types")
 DEADLINE_S = 600.0
-TYPED = "torchtitan_0_3"  # the target whose trainer has types
 
-JudgeWord = Literal["agrees", "objects", "nothing to judge", "not available"]
+ValidationWord = Literal["agrees", "objects", "nothing to validate", "not available"]
 
 
-class Judged(msgspec.Struct, frozen=True, kw_only=True):
-    """What one judge says of one layout. `operators`: those with rules that it calls wrong, and how many."""
+class ValidatedLayout(msgspec.Struct, frozen=True, kw_only=True):
+    """What torch reports about one layout. `operators`: those with rules that it calls wrong, and how many."""
 
-    word: JudgeWord
+    word: ValidationWord
     why: str = ""
-    judged: int = 0  # operators
+    validated: int = 0  # operators
     operators: Mapping[str, int] = {}
 
     @property
     def text(self) -> str:
         wrong = ", ".join(f"{name}: {counted(count, 'rule')} wrong" for name, count in self.operators.items())
-        return f"{self.word}: {self.why or wrong or counted(self.judged, 'operator')}"
+        return f"{self.word}: {self.why or wrong or counted(self.validated, 'operator')}"
 
 
-def ask(
-    judges: Sequence[str], project: Project, cases: Sequence[Case], plan: Plan
-) -> Mapping[str, Mapping[str, Judged]]:
-    """What each judge says of each case, by case id and judge."""
-    said: dict[str, dict[str, Judged]] = {case_id(case): {} for case in cases}
-    for judge in judges:
-        answers = torch_says(project, cases, plan) if judge == "torch" else map(spmd_types_says, cases)
-        for case, answer in zip(cases, answers, strict=True):
-            said[case_id(case)][judge] = answer
-    return said
-
-
-def spmd_types_says(case: Case) -> Judged:
-    if TYPED not in case.target:
-        return Judged(word="nothing to judge", why=f"{case.target} carries no types")
-    if importlib.util.find_spec("spmd_types") is None:
-        return Judged(word="not available", why="spmd_types is not installed")
-    return Judged(word="not available", why="the target does not run its trainer with type checking")
-
-
-def torch_says(project: Project, cases: Sequence[Case], plan: Plan) -> Iterator[Judged]:
+def validate_layouts(project: Project, cases: Sequence[Case], plan: Plan) -> Iterator[ValidatedLayout]:
     """One step of every layout, to see its operators; then torch validates all of them at once."""
     used: list[list[str] | str] = []
     patches = tuple(injection.patch for injection in plan.injections)
@@ -81,22 +53,26 @@ def torch_says(project: Project, cases: Sequence[Case], plan: Plan) -> Iterator[
         with open_validation(project, plan) as engine:
             validation = validate(engine, names, patches)
     for payload in used:
-        yield Judged(word="not available", why=payload) if isinstance(payload, str) else judged(payload, validation)
+        yield (
+            ValidatedLayout(word="not available", why=payload)
+            if isinstance(payload, str)
+            else validated_layout(payload, validation)
+        )
 
 
-def judged(used: Sequence[str], validation: Validation) -> Judged:
+def validated_layout(used: Sequence[str], validation: Validation) -> ValidatedLayout:
     """The verdict on a layout that calls these operators on DTensors."""
     if not used:
-        return Judged(word="nothing to judge", why="no operator takes a DTensor")
+        return ValidatedLayout(word="nothing to validate", why="no operator takes a DTensor")
     if validation.unavailable:
-        return Judged(word="not available", why=validation.unavailable)
+        return ValidatedLayout(word="not available", why=validation.unavailable)
     validated: dict[str, Validated] = {
         name: validation.operators[name] for name in used if name in validation.operators
     }
     wrong = {name: operator.wrong for name, operator in validated.items() if operator.wrong}
     if not validated:
-        return Judged(word="nothing to judge", why=f"torch has no samples of {', '.join(used)}")
-    return Judged(word="objects" if wrong else "agrees", judged=len(validated), operators=wrong)
+        return ValidatedLayout(word="nothing to validate", why=f"torch has no samples of {', '.join(used)}")
+    return ValidatedLayout(word="objects" if wrong else "agrees", validated=len(validated), operators=wrong)
 
 
 def _payload(outcome: JobOutcome | None) -> list[str] | str:
@@ -115,7 +91,7 @@ def open_validation(project: Project, plan: Plan) -> Cluster:
 
 
 def validate(engine: Cluster, operators: Sequence[str], injections: Sequence[Patch]) -> Validation:
-    """What torch says of its rules for these operators, with what is injected."""
+    """What torch reports about its rules for these operators, with what is injected."""
     question = StrategyQuestion(module=VALIDATION, operators=tuple(operators), injections=tuple(injections))
     outcome = engine.run(
         Job(
