@@ -38,7 +38,7 @@ _ELEMENTS: Mapping[Verdict, Element] = {
 
 
 class Told(NamedTuple):
-    """What JUnit says of a case instead of its verdict, and why."""
+    """The word of JUnit for a case, in place of its verdict, and why."""
 
     element: Element
     why: str

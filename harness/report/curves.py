@@ -11,7 +11,7 @@ from harness.studies.curves import MARGIN, CurveRow, Distance, Word
 
 _SHOWN = 4  # changes of the word
 _MEANS = (
-    "equal: every printed digit is that of another run",
+    "equal: every printed digit agrees with another run",
     f"rounding: at most {MARGIN:g} times as far from them as they are from one another, up to this step",
 )
 

@@ -29,7 +29,7 @@ _CHANGED = {
 _UNSEEN = (
     "kernels of a GPU: fast accumulation, pointer alignment, how cuBLAS and Triton round",
     "streams: their order, overlap, races on symmetric memory, and the order in which NCCL sums",
-    "speed, and memory besides that of tensors",
+    "speed, and memory other than tensors",
 )
 
 # Where a word is not what the verdict alone says.

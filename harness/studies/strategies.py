@@ -53,11 +53,10 @@ def validate_layouts(project: Project, cases: Sequence[Case], plan: Plan) -> Ite
         with open_validation(project, plan) as engine:
             validation = validate(engine, names, patches)
     for payload in used:
-        yield (
-            ValidatedLayout(word="not available", why=payload)
-            if isinstance(payload, str)
-            else validated_layout(payload, validation)
-        )
+        if isinstance(payload, str):
+            yield ValidatedLayout(word="not available", why=payload)
+        else:
+            yield validated_layout(payload, validation)
 
 
 def validated_layout(used: Sequence[str], validation: Validation) -> ValidatedLayout:

@@ -170,9 +170,7 @@ def test_a_hint_for_a_damaged_word_names_words_of_its_kind(word: Word, data: st.
         return
     named = re.findall(r"[^ ]+", hint(damaged).removeprefix("did you mean ").rstrip("?").replace(" or ", " "))
     suggested = [token for token in named if values_of(token) is not None]
-    assert {known_word.part for token in suggested for known_word in WORDS if known_word.pattern.fullmatch(token)} <= {
-        part
-    }
+    assert {other.part for token in suggested for other in WORDS if other.pattern.fullmatch(token)} <= {part}
 
 
 def test_fsdp1_is_named_although_its_word_has_a_meaning() -> None:

@@ -271,14 +271,10 @@ def test_where_backward_starts_from_another_gradient_and_the_loss_differs_it_is_
     for rank in ranks:
         run = changed(run, rank, step=1, fqn=FQNS[0], data_digest="x")
         run = with_step(run, rank, 1, loss=loss)
-    finding = first_divergence(of, run, with_step(witness, 0, 1, loss=8.0))
-    assert finding is not None and (finding.rule, finding.step) == (rule.name, 1)
+    first = first_divergence(of, run, with_step(witness, 0, 1, loss=8.0))
+    assert first is not None and (first.rule, first.step) == (rule.name, 1)
     if rule is LOSS:
-        assert (finding.module, finding.values["last"], finding.ranks) == (
-            "loss",
-            FQNS[0],
-            ranks if len(ranks) == 1 else (),
-        )
+        assert (first.module, first.values["last"], first.ranks) == ("loss", FQNS[0], ranks if len(ranks) == 1 else ())
 
 
 @pytest.mark.parametrize(("step", "noted"), [(1, False), (2, True), (None, True)])

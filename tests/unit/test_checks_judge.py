@@ -354,15 +354,9 @@ def test_other_ends_are_failures_with_their_last_output(status: RankStatus) -> N
     rank = RankOutcome(
         rank=3, status=status, message="m", traceback="tb\n", phase="build", consequence=True, log_tail="last words\n"
     )
-    (failure,) = run_from_outcome(outcome(rank)).failures
-    assert (failure.rank, failure.kind, failure.message, failure.phase, failure.consequence) == (
-        3,
-        status,
-        "m",
-        "build",
-        True,
-    )
-    assert failure.traceback == "tb\nlast output:\nlast words\n"
+    (end,) = run_from_outcome(outcome(rank)).failures
+    assert (end.rank, end.kind, end.message, end.phase, end.consequence) == (3, status, "m", "build", True)
+    assert end.traceback == "tb\nlast output:\nlast words\n"
 
 
 @pytest.mark.parametrize(

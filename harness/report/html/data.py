@@ -128,7 +128,7 @@ def _detail(parsed: ParsedCase, history: Table | None) -> Data:
 
 
 def _measured(measured: Measured) -> Data:
-    """`wire` and `saved` have the measured value and that of the formula; `allowed` is of the loss, in nats."""
+    """`wire` and `saved` have the measured value and the formula's; `allowed` is of the loss, in nats."""
     return _filled(
         numbers=tuple((name, value) for name, value in distances(measured) if value),
         allowed=measured.allowed_loss,

@@ -154,11 +154,9 @@ def test_a_sweep_keeps_the_batch_and_ranks_what_is_refused_last() -> None:
 
 def test_a_dtype_without_a_peak_has_no_time_and_all_other_numbers() -> None:
     case = parse_case_id("fsdp2-tp2-rowwise-v2048-s2-f32")
-    in_float32, in_bfloat16 = simulate(case, H100), simulate(parse_case_id("fsdp2-tp2-rowwise-v2048-s2-b16"), H100)
-    assert (in_float32.step_s, in_float32.tokens_s) == (None, None) and len(in_float32.matmuls) == len(
-        in_bfloat16.matmuls
-    )
-    text = text_of(layout_sections(in_float32))
+    untimed, in_bfloat16 = simulate(case, H100), simulate(parse_case_id("fsdp2-tp2-rowwise-v2048-s2-b16"), H100)
+    assert (untimed.step_s, untimed.tokens_s) == (None, None) and len(untimed.matmuls) == len(in_bfloat16.matmuls)
+    text = text_of(layout_sections(untimed))
     assert "no time is predicted: the data sheet of h100 has no peak in the dtype of this case" in text
     best = sweep(case, H100)[0]
     assert (best.refused, best.step_s, best.tokens_s) == ((), 0, 0) and best.peak_bytes > 0

@@ -142,10 +142,8 @@ def test_conditions_of_gpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
 
 def test_a_gpu_that_does_not_tell(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     pretend(monkeypatch, tmp_path, "[N/A], [N/A], [N/A]")
-    gpu_conditions = conditions("cuda")
-    assert (gpu_conditions.lowest_sm_mhz, gpu_conditions.throttled) == (None, ()) and gpu_conditions.words.startswith(
-        "load "
-    )
+    unknown = conditions("cuda")
+    assert (unknown.lowest_sm_mhz, unknown.throttled) == (None, ()) and unknown.words.startswith("load ")
 
 
 def test_the_worst_is_over_all_that_was_seen() -> None:
