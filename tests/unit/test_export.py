@@ -207,3 +207,8 @@ def test_every_planted_fault_is_a_file_or_refused() -> None:
             files += 1
             assert unknown_names(text) == set(), name
     assert files >= 98
+
+
+def test_of_several_ranks_the_first_that_printed_its_outcome_is_reported() -> None:
+    output = "rank 1: FAULT: y\nrank 0: fixed\nrank 2: FAULT: z\n"
+    assert script_outcome(output) == ("FAULT", "rank 1: FAULT: y")
