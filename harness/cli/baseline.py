@@ -44,7 +44,7 @@ from harness.studies.noise import environment, measure, measured_cases, over_see
 from harness.verdict import ExitCode
 
 Name = TypeVar("Name", str, tuple[str, str])
-Found = TypeVar("Found")
+Loaded = TypeVar("Loaded")
 
 _SHOW_EPILOG = """\b
 Examples:
@@ -191,7 +191,7 @@ def _check_signatures(
     return not (errors or missing or old)
 
 
-def _sound(names: Iterable[Name], load: Callable[[Name], Found]) -> tuple[dict[Name, Found], list[str]]:
+def _sound(names: Iterable[Name], load: Callable[[Name], Loaded]) -> tuple[dict[Name, Loaded], list[str]]:
     sound, errors = {}, []
     for name in names:
         try:

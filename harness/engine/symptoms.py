@@ -106,13 +106,13 @@ def read(rank: RankOutcome, *, on_gpus: bool) -> Reading:
     machine only. Without GPUs nothing is a fault of a GPU, whatever a target prints.
     """
     text = rank.message if rank.status == "raised" else f"{rank.message}\n{rank.log_tail}"
-    readings = sorted(_found(text, rank, on_gpus=on_gpus), key=lambda pair: pair[0])
+    readings = sorted(_readings(text, rank, on_gpus=on_gpus), key=lambda pair: pair[0])
     return next(
         (reading for _, reading in readings if reading.kind == "machine"), readings[0][1] if readings else Reading()
     )
 
 
-def _found(text: str, rank: RankOutcome, *, on_gpus: bool) -> Iterator[tuple[int, Reading]]:
+def _readings(text: str, rank: RankOutcome, *, on_gpus: bool) -> Iterator[tuple[int, Reading]]:
     waits = rank.status in ("stuck", "stopped")
     for kind, pattern in _COMPILED:
         match = pattern.search(text)

@@ -214,11 +214,11 @@ def _whose_change(pair: Pair, sides: Sides, moved_cases: Iterable[str]) -> tuple
     others = [other.id for other in sides.compared if not parse_case_id(other.id).float8.enabled]
     twin = next((name for name in twins(case) if name in others), None)
     if twin is not None:
-        return _told_by(f"its BF16 twin {twin}", moved=twin in moved_cases)
+        return _moved_kind(f"its BF16 twin {twin}", moved=twin in moved_cases)
     for name, text in (("twin", "the BF16 twin that was run here"), ("golden", "the BF16 reference")):
         before, after = _bf16_curve(pair.baseline, name), _bf16_curve(pair.candidate, name)
         if before is not None and after is not None:
-            return _told_by(text, moved=not same_numbers(before, after))
+            return _moved_kind(text, moved=not same_numbers(before, after))
     if not others:
         return Kind.MOVED, "no BF16 case is in both runs: FP8 or the environment may have changed"
     count = sum(name in moved_cases for name in others)
@@ -230,7 +230,7 @@ def twins(case: Case) -> tuple[str, ...]:
     return case_id(replace(case, float8=Float8())), case_id(twin_case(case))
 
 
-def _told_by(bf16: str, *, moved: bool) -> tuple[Kind, str]:
+def _moved_kind(bf16: str, *, moved: bool) -> tuple[Kind, str]:
     if moved:
         return Kind.BF16_MOVED, f"{bf16} moved too: the environment changed"
     return Kind.FP8_MOVED, f"{bf16} did not move: FP8 changed"

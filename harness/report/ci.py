@@ -37,16 +37,16 @@ _ELEMENTS: Mapping[Verdict, Element] = {
 }
 
 
-class Told(NamedTuple):
+class JUnitElement(NamedTuple):
     """The word of JUnit for a case, in place of its verdict, and why."""
 
     element: Element
     why: str
 
 
-def junit_report(run: RunResult, instead: Mapping[str, Told] = MappingProxyType({})) -> bytes:
+def junit_report(run: RunResult, instead: Mapping[str, JUnitElement] = MappingProxyType({})) -> bytes:
     """The XML document in UTF-8. `instead`: by case id."""
-    answers = [instead.get(result.case_id) or _told(result) for result in run.results]
+    answers = [instead.get(result.case_id) or _junit_element(result) for result in run.results]
     elements = [answer.element for answer in answers if answer is not None]
     counts = {
         "tests": str(len(run.results)),
@@ -64,12 +64,12 @@ def junit_report(run: RunResult, instead: Mapping[str, Told] = MappingProxyType(
     return bytes(ElementTree.tostring(root, encoding="utf-8", xml_declaration=True)) + b"\n"
 
 
-def _told(result: CaseResult) -> Told | None:
+def _junit_element(result: CaseResult) -> JUnitElement | None:
     element = "skipped" if result.excused else _ELEMENTS.get(result.verdict)
-    return None if element is None else Told(element, headline(result) or outcome(result))
+    return None if element is None else JUnitElement(element, headline(result) or outcome(result))
 
 
-def _add_case(group: ElementTree.Element, result: CaseResult, answer: Told | None) -> None:
+def _add_case(group: ElementTree.Element, result: CaseResult, answer: JUnitElement | None) -> None:
     names = {"classname": _SUITE, "name": printable(result.case_id), "time": f"{result.seconds:.3f}"}
     case = ElementTree.SubElement(group, "testcase", names)
     facts = {"verdict": result.verdict.value, "world_size": str(result.world_size), "command": result.command}

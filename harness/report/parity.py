@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from harness.plural import counted
 from harness.report.case import case_sections
-from harness.report.ci import Element, Told, junit_report
+from harness.report.ci import Element, JUnitElement, junit_report
 from harness.report.curves import curve_sections
 from harness.report.html.page import Front, html_report
 from harness.report.sections import Block, Entry, Items, Section, Table, Verbatim, markdown, text_of
@@ -196,7 +196,7 @@ def parity_junit(parity: Parity, run: RunResult) -> bytes:
     """JUnit with the words of the table: a layout that the target itself refuses is skipped, and says why."""
     rows = {row.case_id: row for row in parity.rows}
     answers = {
-        result.case_id: Told(element, rows[result.case_id].why)
+        result.case_id: JUnitElement(element, rows[result.case_id].why)
         for result in run.results
         if (element := _JUNIT.get((result.verdict, rows[result.case_id].word))) and not result.excused
     }

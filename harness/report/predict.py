@@ -333,7 +333,7 @@ def speedup_page(advice: Advice, drawn: Sequence[Plot]) -> bytes:
     return rendered(
         "advice.html",
         ("plots.js",),
-        data={"told": drawn},
+        data={"drawings": drawn},
         title=f"fp8-harness: does FP8 pay on {advice.device}?",
         lines=head.blocks,
         sections=(*sections, Section(name="values", title="Values of the plots", blocks=values)),

@@ -73,7 +73,7 @@ def target_sections(report: TargetReport) -> list[Block]:
     return [
         Section(title=report.target, blocks=(report.file,)),
         Table(columns=("layout", "recipe", "dtype", ""), rows=runs),
-        Facts(tuple(_found(report.built))),
+        Facts(tuple(_built_facts(report.built))),
         *_checks(report),
         Section(blocks=tuple(_probes(report))),
         Section(blocks=tuple(f"note: {note}" for note in report.notes)),
@@ -90,7 +90,7 @@ def _ended(run: TargetRun) -> str:
     return run.verdict.value if not run.verdict.good else counted(len(run.findings), "problem")
 
 
-def _found(built: Sequence[Built]) -> Iterator[tuple[str, str]]:
+def _built_facts(built: Sequence[Built]) -> Iterator[tuple[str, str]]:
     for first in built[:1]:
         parts = (
             f"{counted(first.linears, 'linear')}, {first.converted} of them in float8",

@@ -84,7 +84,7 @@ class Work(NamedTuple):
         return open_leases(self.project.lease_folder(), self.plan.device, self.slots)
 
 
-class Found(NamedTuple):
+class LevelOutcome(NamedTuple):
     items: tuple[LevelItem, ...]
     notes: tuple[str, ...] = ()
 
@@ -209,7 +209,7 @@ def chosen_cases(level: Level, project: Project, query: Query, plan: Plan) -> tu
     return tuple(cases), tuple(f"{counted(count, 'case')} left out that {why}" for count, why in left if count)
 
 
-def kernel_level(work: Work) -> Found:
+def kernel_level(work: Work) -> LevelOutcome:
     """What this level finds on a device that is free. Raises RanksFailed where the rank fails outside of any check."""
     facts, plan = work.facts, work.plan
     capability = kernels.BLOCKS_FROM if facts is None else facts.devices[0].capability  # a CPU rehearses all of it
@@ -220,7 +220,7 @@ def kernel_level(work: Work) -> Found:
     node = local_node(plan, work.project, work.progress.note)
     with Cluster([node]) as cluster:
         conclusions = kernels.run_checks(cluster, checks, device=plan.device, accumulator=accumulator)
-    return Found(tuple(map(_kernel_item, conclusions)), () if refusals else (NO_REFUSALS,))
+    return LevelOutcome(tuple(map(_kernel_item, conclusions)), () if refusals else (NO_REFUSALS,))
 
 
 def _kernel_item(conclusion: kernels.KernelConclusion) -> LevelItem:
@@ -234,7 +234,7 @@ def _kernel_item(conclusion: kernels.KernelConclusion) -> LevelItem:
     )
 
 
-def proof_level(work: Work, cases: Sequence[Case]) -> Found:
+def proof_level(work: Work, cases: Sequence[Case]) -> LevelOutcome:
     """What this level finds: the clean cases, and each fault in a case of the catalogue that fits on these devices."""
     slots, faults = work.slots, work.faults or default_faults(work.plan.device)
     of_catalogue = hosts_among(work.project, faults, Query(), at_most=_ALL)
@@ -251,7 +251,7 @@ def proof_level(work: Work, cases: Sequence[Case]) -> Found:
         raise Interrupted
     left = [fault.name for fault in faults if not hosts[fault.name]]
     more = f"{counted(len(left), 'fault')} left out, whose cases need more than {counted(slots, 'device')}"
-    return Found(items_of(matrix), (f"{more}: {', '.join(left)}",) if left else ())
+    return LevelOutcome(items_of(matrix), (f"{more}: {', '.join(left)}",) if left else ())
 
 
 def default_faults(device: str) -> tuple[Fault, ...]:
@@ -290,14 +290,14 @@ def _planted(trial: Trial) -> LevelItem:
     return LevelItem(name=f"{trial.fault} in {trial.case_id}", verdict=verdict, good=good, says=says)
 
 
-def native_level(work: Work, cases: Sequence[Case]) -> Found:
+def native_level(work: Work, cases: Sequence[Case]) -> LevelOutcome:
     """What this level finds. Stores goldens, before the cases are judged by them, and the noise of this class."""
     made = _missing_goldens(work, cases)
     judged, _ = run(work.project, Query(sources=tuple(map(case_id, cases))), work.plan, work.progress)
     _unless(judged.end.interrupted)
     measured = _noise(work, cases)
     items = (*made, *map(_case_item, judged.results), *measured.items, *_bits(work, cases, judged.results))
-    return Found(items, measured.notes)
+    return LevelOutcome(items, measured.notes)
 
 
 def _missing_goldens(work: Work, cases: Sequence[Case]) -> tuple[LevelItem, ...]:
@@ -314,11 +314,11 @@ def _missing_goldens(work: Work, cases: Sequence[Case]) -> tuple[LevelItem, ...]
     return (*good, *(_case_item(result, prefix="golden of ") for result in made.failed))
 
 
-def _noise(work: Work, cases: Sequence[Case]) -> Found:
+def _noise(work: Work, cases: Sequence[Case]) -> LevelOutcome:
     """The distances to BF16 over seeds, of up to two layouts of every kind of case that has no recorded fault."""
     chosen = noise.over_seeds(noise.measured_cases(cases, layouts=2, known=known_here(work.project)), work.seeds)
     if not chosen:
-        return Found((), ("noise: not measured, without seeds or without a case to measure",))
+        return LevelOutcome((), ("noise: not measured, without seeds or without a case to measure",))
     done = noise.measure(work.project, chosen, work.plan, work.progress, command=work.command, fresh=True)
     _unless(done.interrupted)
     names, items = set(map(case_id, chosen)), []
@@ -328,7 +328,7 @@ def _noise(work: Work, cases: Sequence[Case]) -> Found:
         new = msgspec.structs.replace(evidence, samples=tuple(samples))
         write_evidence(work.project.root, new, check, work.plan.hardware[0])
         items += _noise_items(check, new)
-    return Found((*items, *(_case_item(result, prefix="noise of ") for result in done.failed)))
+    return LevelOutcome((*items, *(_case_item(result, prefix="noise of ") for result in done.failed)))
 
 
 def _noise_items(check: str, evidence: Evidence) -> list[LevelItem]:

@@ -41,15 +41,15 @@ function rule(name) {
   return index.checks[check] ? el("a", { href: `#check-${check}`, onclick: show }, name) : name;
 }
 
-function finding(each, number) {
-  const [message, ...more] = each.message.split("\n");
-  const told = [["expected", each.expected], ["found", each.found], ["fix", each.fix]].filter(([, value]) => value);
+function finding(record, number) {
+  const [message, ...more] = record.message.split("\n");
+  const rows = [["expected", record.expected], ["found", record.found], ["fix", record.fix]].filter(([, value]) => value);
   return el(
-    "li", { class: each.effect ? "effect" : "cause" },
-    el("p", {}, el("strong", {}, rule(each.rule)), each.place ? ` [${each.place}]` : "", ": ", message,
-      number === 0 ? el("span", { class: "tag" }, "first divergence") : each.effect ? el("span", { class: "tag" }, "likely an effect") : null),
+    "li", { class: record.effect ? "effect" : "cause" },
+    el("p", {}, el("strong", {}, rule(record.rule)), record.place ? ` [${record.place}]` : "", ": ", message,
+      number === 0 ? el("span", { class: "tag" }, "first divergence") : record.effect ? el("span", { class: "tag" }, "likely an effect") : null),
     more.length ? el("pre", {}, more.join("\n")) : null,
-    facts(told),
+    facts(rows),
   );
 }
 
@@ -102,8 +102,8 @@ function casts(rows) {
 function wire(detail) {
   const rows = (detail.wire || []).map(([name, found, expected]) => {
     const same = found && expected && found.calls === expected.calls && found.payload_bytes === expected.payload_bytes;
-    const told = (sent) => (sent ? `${sent.calls} calls, ${bytes(sent.payload_bytes)}` : "none");
-    return { name: !expected ? "" : same ? "" : "differs", cells: [name, told(found), expected ? told(expected) : "only limits, or no formula", !expected ? "" : same ? "equal" : "differs"] };
+    const sentText = (sent) => (sent ? `${sent.calls} calls, ${bytes(sent.payload_bytes)}` : "none");
+    return { name: !expected ? "" : same ? "" : "differs", cells: [name, sentText(found), expected ? sentText(expected) : "only limits, or no formula", !expected ? "" : same ? "equal" : "differs"] };
   });
   const [saved, formula] = detail.saved || [null, null];
   if (saved !== null) {
@@ -127,16 +127,16 @@ const precise = (value) => (value === undefined ? "–" : Number.isFinite(number
 function numbersOfSteps(detail) {
   const named = Object.entries(detail.curves || {});
   const columns = named.flatMap(([name]) => [`loss, ${name}`, `gradient norm, ${name}`]);
-  const steps = Math.max(0, ...named.map(([, each]) => each.losses.length));
+  const steps = Math.max(0, ...named.map(([, curve]) => curve.losses.length));
   const rows = Array.from({ length: steps }, (_, step) => ({
-    cells: [`${step + 1}`, ...named.flatMap(([, each]) => [precise(each.losses[step]), precise(each.grad_norms[step])])],
+    cells: [`${step + 1}`, ...named.flatMap(([, curve]) => [precise(curve.losses[step]), precise(curve.grad_norms[step])])],
   }));
   return steps ? el("details", {}, el("summary", {}, "numbers of every step"), plain(["step", ...columns], rows)) : null;
 }
 
 function judged(detail) {
-  const skipped = (detail.unjudged || []).map((each) => ({ cells: [each.check, each.reason], name: each.unverified ? "unverified" : "" }));
-  const shown = [...(detail.findings || []), ...(detail.fixed || [])].map((each) => each.rule.split("/")[0]);
+  const skipped = (detail.unjudged || []).map((skip) => ({ cells: [skip.check, skip.reason], name: skip.unverified ? "unverified" : "" }));
+  const shown = [...(detail.findings || []), ...(detail.fixed || [])].map((broken) => broken.rule.split("/")[0]);
   const asked = [...new Set(shown)].filter((name) => index.checks[name]);
   return [
     ...asked.map((name) => el("p", { id: `check-${name}` }, el("strong", {}, name), `: ${index.checks[name].join(" ")}`)),
@@ -146,7 +146,7 @@ function judged(detail) {
 }
 
 function steppers(row) {
-  const shown = sorted(lines).filter((each) => selected(each.row)).map((each) => each.row.id);
+  const shown = sorted(lines).filter((line) => selected(line.row)).map((line) => line.row.id);
   const at = shown.indexOf(row.id);
   const link = (id, text) => (id === undefined ? el("span", { class: "off" }, text) : el("a", { href: linkTo({ case: id }) }, text));
   return el("nav", { class: "steppers", "aria-label": "cases" },
@@ -170,9 +170,9 @@ function showCase(at) {
       part("Run it again", command(detail.command)),
       part("Findings", findings(detail.findings || []), detail.signature ? el("p", { class: "signature" }, "signature: ", el("code", {}, detail.signature)) : null),
       part("Findings with the candidate fix", findings(detail.fixed || [])),
-      part("Stacks", ...(detail.stacks || []).map((each) => (each.text
-        ? el("details", { class: "stack", open: true }, el("summary", {}, each.head), el("pre", {}, each.text)) : el("p", {}, each.head)))),
-      part("Curves", made.length ? el("div", { class: "curves" }, ...made.map((each) => each.figure)) : null, numbersOfSteps(detail)),
+      part("Stacks", ...(detail.stacks || []).map((stack) => (stack.text
+        ? el("details", { class: "stack", open: true }, el("summary", {}, stack.head), el("pre", {}, stack.text)) : el("p", {}, stack.head)))),
+      part("Curves", made.length ? el("div", { class: "curves" }, ...made.map((plot) => plot.figure)) : null, numbersOfSteps(detail)),
       part("Largest distances", facts(detail.numbers || [])),
       part("Casts to float8", casts(detail.casts || [])),
       part("Wire and saved bytes", wire(detail)),
@@ -181,6 +181,6 @@ function showCase(at) {
       part("History", detail.history ? el("div", { class: "history" }, listing(detail.history)) : null),
     ].filter(Boolean),
   );
-  made.forEach((each) => each.draw());
+  made.forEach((plot) => plot.draw());
   return title;
 }

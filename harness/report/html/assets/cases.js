@@ -79,12 +79,12 @@ function showChecks() {
   fill(byId("check"), el("option", { value: "" }, "any"), group("has findings", "found"), group("not judged", "unjudged"));
 }
 
-function sorted(found) {
+function sorted(entries) {
   const down = state.sort.startsWith("-");
   const key = COLUMNS.find(([name]) => name === state.sort.replace("-", ""))?.[2];
-  if (!key) return found;
+  if (!key) return entries;
   const compare = (one, other) => (key(one.row) < key(other.row) ? -1 : key(one.row) > key(other.row) ? 1 : 0);
-  return [...found].sort((one, other) => (down ? -1 : 1) * compare(one, other));
+  return [...entries].sort((one, other) => (down ? -1 : 1) * compare(one, other));
 }
 
 function showList() {
@@ -95,17 +95,17 @@ function showList() {
     }, text),
   )))];
   if (head) fill(byId("list").tHead, head);
-  for (const each of byId("list").tHead.rows[0].cells) {
-    const name = each.dataset.column;
-    each.setAttribute("aria-sort", state.sort === name ? "ascending" : state.sort === `-${name}` ? "descending" : "none");
+  for (const header of byId("list").tHead.rows[0].cells) {
+    const name = header.dataset.column;
+    header.setAttribute("aria-sort", state.sort === name ? "ascending" : state.sort === `-${name}` ? "descending" : "none");
   }
   let shown = 0;
-  for (const each of lines) {
-    each.line.hidden = !selected(each.row);
-    shown += !each.line.hidden;
+  for (const entry of lines) {
+    entry.line.hidden = !selected(entry.row);
+    shown += !entry.line.hidden;
   }
   if (state.sort !== order) {
-    fill(byId("list").tBodies[0], ...sorted(lines).map((each) => each.line));
+    fill(byId("list").tBodies[0], ...sorted(lines).map((entry) => entry.line));
     order = state.sort;
   }
   const links = visibleLinks();

@@ -30,7 +30,7 @@ function curve(title, lines, band, height = 230) {
   const place = el("div", { class: "plot" });
   const figure = el("figure", {}, el("figcaption", {}, title), place);
   const draw = () => {
-    const found = new uPlot(
+    const chart = new uPlot(
       {
         width: Math.max(place.clientWidth, 240),
         height,
@@ -46,7 +46,7 @@ function curve(title, lines, band, height = 230) {
       [x, ...lines.map(([, values]) => padded(values)), ...(band || []).map(padded)],
       place,
     );
-    plots.push({ found, place, height, draw });
+    plots.push({ chart, place, height, draw });
   };
   return { figure, draw };
 }
@@ -72,7 +72,7 @@ function curvesOf(detail) {
 }
 
 function forgetPlots() {
-  for (const { found } of plots) found.destroy();
+  for (const { chart } of plots) chart.destroy();
   plots = [];
 }
 
@@ -85,5 +85,5 @@ function redraw() {
 
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redraw);
 addEventListener("resize", () => plots.forEach(
-  ({ found, place, height }) => found.setSize({ width: Math.max(place.clientWidth, 240), height }),
+  ({ chart, place, height }) => chart.setSize({ width: Math.max(place.clientWidth, 240), height }),
 ));

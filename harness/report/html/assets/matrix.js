@@ -19,9 +19,9 @@ function valuesOf(axis, cells, at) {
 function heatCell(rows, wanted) {
   const counts = new Map();
   for (const row of rows) counts.set(row.verdict, (counts.get(row.verdict) || 0) + 1);
-  const worst = rows.reduce((found, row) => (rankOf.get(row.verdict) < rankOf.get(found) ? row.verdict : found), "passed");
-  const told = index.verdicts.filter((verdict) => counts.has(verdict.name));
-  const words = told.map((verdict) => `${counts.get(verdict.name)} ${verdict.name.replace("_", " ")}`).join(", ");
+  const worst = rows.reduce((least, row) => (rankOf.get(row.verdict) < rankOf.get(least) ? row.verdict : least), "passed");
+  const present = index.verdicts.filter((verdict) => counts.has(verdict.name));
+  const words = present.map((verdict) => `${counts.get(verdict.name)} ${verdict.name.replace("_", " ")}`).join(", ");
   const place = Object.entries(wanted).map(([axis, value]) => `${axis} ${value}`).join(", ");
   const pressed = Object.entries(wanted).every(([axis, value]) => state.where.get(axis) === value);
   const number = counts.get(worst) === rows.length ? `${rows.length}` : `${counts.get(worst)}/${rows.length}`;
@@ -66,8 +66,8 @@ function showHeat() {
   const body = el("tbody", {}, ...rows.map((row) => el(
     "tr", {}, el("th", { scope: "row" }, row),
     ...columns.map((column) => {
-      const found = cells.get(JSON.stringify([row, column]));
-      return el("td", {}, found ? heatCell(found, { [state.rows]: row, [state.columns]: column })
+      const cell = cells.get(JSON.stringify([row, column]));
+      return el("td", {}, cell ? heatCell(cell, { [state.rows]: row, [state.columns]: column })
         : el("span", { class: "none" }, "·"));
     }),
   )));

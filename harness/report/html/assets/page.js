@@ -72,14 +72,14 @@ function stateOf(address) {
 }
 
 function addressOf(state) {
-  const told = new URLSearchParams();
+  const params = new URLSearchParams();
   const first = firstAxes();
-  if (state.view !== homeOf(state.case)) told.set("view", state.view);
-  for (const name of ["rows", "columns"]) if (state[name] !== first[name]) told.set(name, state[name]);
-  if (state.verdicts.size) told.set("verdicts", [...state.verdicts].join(","));
-  for (const [axis, value] of state.where) told.append("where", `${axis}=${value}`);
-  for (const name of ["check", "text", "sort", "case"]) if (state[name]) told.set(name, state[name]);
-  return `#${told}`;
+  if (state.view !== homeOf(state.case)) params.set("view", state.view);
+  for (const name of ["rows", "columns"]) if (state[name] !== first[name]) params.set(name, state[name]);
+  if (state.verdicts.size) params.set("verdicts", [...state.verdicts].join(","));
+  for (const [axis, value] of state.where) params.append("where", `${axis}=${value}`);
+  for (const name of ["check", "text", "sort", "case"]) if (state[name]) params.set(name, state[name]);
+  return `#${params}`;
 }
 
 let state = stateOf(location.hash);
@@ -122,7 +122,7 @@ function roving(parent, selector, next) {
   parent.addEventListener("focusin", (event) => {
     const current = event.target.closest(selector);
     if (!current) return;
-    for (const each of parent.querySelectorAll(`${selector}[tabindex="0"]`)) each.tabIndex = -1;
+    for (const focusable of parent.querySelectorAll(`${selector}[tabindex="0"]`)) focusable.tabIndex = -1;
     current.tabIndex = 0;
   });
 }

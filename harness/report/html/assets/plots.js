@@ -6,11 +6,11 @@ const colour = (name) => getComputedStyle(document.documentElement).getPropertyV
 const digits = (value) => (Number.isInteger(value) ? value : Number(value.toPrecision(4)));
 const short = (value) => (value === null || value === undefined ? "–" : digits(value).toLocaleString("en"));
 
-function plot(told) {
+function plot(drawing) {
   const place = document.createElement("div");
   place.className = "plot";
   const caption = document.createElement("figcaption");
-  caption.append(told.title);
+  caption.append(drawing.title);
   const figure = document.createElement("figure");
   figure.append(caption, place);
   document.getElementById("plots").append(figure);
@@ -21,30 +21,30 @@ function plot(told) {
       width: width(),
       height: 260,
       series: [
-        { label: told.across, value: (_, value) => short(value) },
-        ...Object.keys(told.lines).map((name, number) => ({
+        { label: drawing.across, value: (_, value) => short(value) },
+        ...Object.keys(drawing.lines).map((name, number) => ({
           label: name,
           stroke: () => colour(COLOURS[number % COLOURS.length]),
           width: 2,
           dash: DASHES[number % DASHES.length],
-          points: { show: told.places.length < 30, size: 6 },
+          points: { show: drawing.places.length < 30, size: 6 },
           value: (_, value) => short(value),
         })),
       ],
-      scales: { x: { time: false, distr: told.logarithmic ? 3 : 1, log: 2 } },
+      scales: { x: { time: false, distr: drawing.logarithmic ? 3 : 1, log: 2 } },
       axes: [
-        { ...axis, size: 52, label: told.across, splits: told.logarithmic ? told.places : undefined,
+        { ...axis, size: 52, label: drawing.across, splits: drawing.logarithmic ? drawing.places : undefined,
           values: (_, ticks) => ticks.map(short) },
         { ...axis, size: 72, values: (_, ticks) => ticks.map(short) },
       ],
       cursor: { drag: { x: true, y: false } },
     },
-    [told.places, ...Object.values(told.lines)],
+    [drawing.places, ...Object.values(drawing.lines)],
     place,
   );
   addEventListener("resize", () => drawn.setSize({ width: width(), height: 260 }));
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => drawn.redraw());
 }
 
-JSON.parse(document.getElementById("told").textContent).forEach(plot);
+JSON.parse(document.getElementById("drawings").textContent).forEach(plot);
 document.documentElement.dataset.ready = "";

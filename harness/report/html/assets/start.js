@@ -7,7 +7,7 @@ function show() {
   const inCase = state.view === "cases" && at >= 0;
   byId("cases").hidden = state.view !== "cases" || inCase;
   byId("case").hidden = !inCase;
-  for (const name of sections.filter((each) => each !== "cases")) byId(`section-${name}`).hidden = state.view !== name;
+  for (const name of sections.filter((section) => section !== "cases")) byId(`section-${name}`).hidden = state.view !== name;
   for (const link of document.querySelectorAll("header nav a")) {
     link.href = linkTo({ view: link.dataset.view, case: "" });
     if (link.dataset.view === state.view) link.setAttribute("aria-current", "page");
@@ -55,12 +55,12 @@ let folded = [];
 addEventListener("beforeprint", () => {
   document.documentElement.dataset.printed = "";
   folded = [...document.querySelectorAll("main details:not([open])")];
-  folded.forEach((each) => { each.open = true; });
+  folded.forEach((details) => { details.open = true; });
   redraw();
 });
 addEventListener("afterprint", () => {
   delete document.documentElement.dataset.printed;
-  folded.forEach((each) => { each.open = false; });
+  folded.forEach((details) => { details.open = false; });
   redraw();
 });
 
