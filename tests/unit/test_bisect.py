@@ -38,7 +38,7 @@ class Versions:
         says = "4 gradients differ by 2 %" if answer == "bad" else ""
         return VersionAnswer(version=version, answer=answer, why=f"answer {at}", says=says)  # type: ignore[arg-type]
 
-    def found(self, folder: Path) -> Bisected:
+    def bisect_in(self, folder: Path) -> Bisected:
         return bisect(self.names, self.bad, self.ask, answers_in(folder / "answers.jsonl"), package="toy")
 
 
@@ -50,7 +50,7 @@ def test_the_change_is_found_between_the_versions_that_tell(
     change = data.draw(st.integers(1, count - 1))
     mute = data.draw(st.frozensets(st.integers(1, max(1, count - 2)), max_size=3)) - {0, count - 1}
     versions = Versions(count, change, mute, fixed=data.draw(st.booleans()))
-    bisected = versions.found(tmp_path_factory.mktemp("bisect"))
+    bisected = versions.bisect_in(tmp_path_factory.mktemp("bisect"))
     before, after = (versions.names.index(answer.version) for answer in (bisected.before, bisected.after))
     assert before < change <= after
     assert (
@@ -61,25 +61,25 @@ def test_the_change_is_found_between_the_versions_that_tell(
 
 def test_what_is_known_is_not_asked_again(tmp_path: Path) -> None:
     first, again = Versions(9, 4, frozenset({3})), Versions(9, 4, frozenset({3}))
-    bisected = first.found(tmp_path)
-    assert again.found(tmp_path).after.version == bisected.after.version == "0.4"
+    bisected = first.bisect_in(tmp_path)
+    assert again.bisect_in(tmp_path).after.version == bisected.after.version == "0.4"
     assert again.asked == ["0.3"]  # what was skipped may have been the fault of the machine
-    text = text_of(bisected_sections(again.found(tmp_path)))
+    text = text_of(bisected_sections(again.bisect_in(tmp_path)))
     assert "the first version that fails: toy 0.3 or 0.4" in text
     assert "skipped  0.3: not installed" in text and "0.8 bad (kept)" in text
 
 
 def test_the_first_version_without_the_failure_is_found_too(tmp_path: Path) -> None:
-    text = text_of(bisected_sections(Versions(6, 2, fixed=True).found(tmp_path)))
+    text = text_of(bisected_sections(Versions(6, 2, fixed=True).bisect_in(tmp_path)))
     says = "         4 gradients differ by 2 %"
     assert text.startswith(f"the first version without the failure: toy 0.2\n  bad    0.1: answer 1\n{says}\n  good")
 
 
 def test_ends_must_be_as_said(tmp_path: Path) -> None:
     with pytest.raises(HarnessError, match=r"toy 0\.2 is good, not bad: answer 2"):
-        Versions(3, 3).found(tmp_path)
+        Versions(3, 3).bisect_in(tmp_path)
     with pytest.raises(HarnessError, match="1 versions from the good to the bad one"):
-        Versions(1, 1).found(tmp_path)
+        Versions(1, 1).bisect_in(tmp_path)
 
 
 def test_versions_of_a_folder_are_in_order(tmp_path: Path) -> None:

@@ -144,7 +144,7 @@ def stuck(rank: int, stack: Frames | None) -> RankFailure:
     return make_failure(rank, "did not finish", kind="stuck", traceback=stacks)
 
 
-def told(*ends: RankFailure) -> list[Finding]:
+def failures_of(*ends: RankFailure) -> list[Finding]:
     return list(failures(run_of(*ends), "hang"))
 
 
@@ -153,7 +153,7 @@ def ends(finding: Finding) -> str:
 
 
 def test_the_rank_that_nobody_waits_with_comes_first_and_says_what_the_others_do() -> None:
-    first, others = told(stuck(0, REDUCES), stuck(1, SLEEPS), stuck(2, REDUCES), stuck(3, REDUCES))
+    first, others = failures_of(stuck(0, REDUCES), stuck(1, SLEEPS), stuck(2, REDUCES), stuck(3, REDUCES))
     assert ends(first) == (
         "stuck in step 1: in sleep (/home/me/patch.py:12), in no collective; ranks 0, 2-3 wait in all_reduce"
     )
@@ -168,7 +168,7 @@ def test_the_rank_that_nobody_waits_with_comes_first_and_says_what_the_others_do
 
 
 def test_ranks_in_different_collectives_are_told_apart_fewest_first() -> None:
-    first, second = told(stuck(0, REDUCES), stuck(1, REDUCES), stuck(2, [*FABRIC, *BACKWARD]))
+    first, second = failures_of(stuck(0, REDUCES), stuck(1, REDUCES), stuck(2, [*FABRIC, *BACKWARD]))
     assert ends(first).startswith("stuck in step 1, backward: waiting in allreduce")
     assert ends(first).endswith("; ranks 0-1 wait in all_reduce")
     assert (first.ranks, second.ranks) == ((2,), (0, 1))
@@ -181,11 +181,11 @@ def test_ranks_that_returned_are_named() -> None:
 
 
 def test_ranks_without_stacks_are_still_told() -> None:
-    (finding,) = told(stuck(0, None), stuck(1, None))
+    (finding,) = failures_of(stuck(0, None), stuck(1, None))
     assert (finding.ranks, ends(finding)) == ((0, 1), "stuck in step 1: did not finish")
     assert finding.found == "stuck"
     stopped = make_failure(2, "stopped by a signal", kind="stopped")
-    assert [reported.rank for reported in told(stopped, stuck(0, REDUCES))] == [2, 0]
+    assert [reported.rank for reported in failures_of(stopped, stuck(0, REDUCES))] == [2, 0]
 
 
 TRACEBACK = """Traceback (most recent call last):

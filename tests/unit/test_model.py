@@ -45,26 +45,26 @@ def record(*, calls: int = 1, recomputed: int = 0, axes: tuple[str, ...] = ("tp"
     )
 
 
-def found(text: str = "", *, run: ModelRecord | None = None, **of_reference: int) -> Model:
+def model_of(text: str = "", *, run: ModelRecord | None = None, **of_reference: int) -> Model:
     return found_model(parse_case_id(text) if text else CASE, record(**of_reference), run or record())
 
 
 def test_every_linear_is_converted_but_for_the_head_and_what_is_filtered() -> None:
-    assert found().converted == ("down", "up")
-    assert found("target.mine-single-tensorwise-head.fp8-v2048-f64").converted == ("down", "lm_head", "up")
-    assert found("target.mine-single-tensorwise-filter.dow-v2048-f64").converted == ("up",)
-    assert found("target.mine-single-bf16-v2048-f64").converted == ()
+    assert model_of().converted == ("down", "up")
+    assert model_of("target.mine-single-tensorwise-head.fp8-v2048-f64").converted == ("down", "lm_head", "up")
+    assert model_of("target.mine-single-tensorwise-filter.dow-v2048-f64").converted == ("up",)
+    assert model_of("target.mine-single-bf16-v2048-f64").converted == ()
 
 
 def test_the_reference_calls_a_linear_for_every_data_parallel_rank() -> None:
-    assert found(calls=4).calls == {"up": 2, "down": 2}
-    assert found("target.mine-tp2-tensorwise-v2048-f64", calls=4).calls == {"up": 4, "down": 4}
+    assert model_of(calls=4).calls == {"up": 2, "down": 2}
+    assert model_of("target.mine-tp2-tensorwise-v2048-f64", calls=4).calls == {"up": 4, "down": 4}
 
 
 def test_recomputation_and_distribution_are_found_in_the_run() -> None:
-    assert set(found(run=record(recomputed=2)).recomputed.values()) == {2}
-    assert found(run=record(axes=("dp_shard",))).on_tp == frozenset()
-    assert found().on_tp == {"up", "down"}
+    assert set(model_of(run=record(recomputed=2)).recomputed.values()) == {2}
+    assert model_of(run=record(axes=("dp_shard",))).on_tp == frozenset()
+    assert model_of().on_tp == {"up", "down"}
 
 
 def test_which_module_casts_is_found_in_the_run() -> None:
@@ -120,8 +120,8 @@ def test_casts_follow_from_calls() -> None:
 
 def test_before_the_reference_has_run_nothing_is_expected_of_linears() -> None:
     assert {"fp8_on", "matmuls", "scales", "recompute", "traffic"} <= not_judged(CASE).keys()
-    assert {"memory", "live_memory"} <= not_judged(Expectations(CASE, found())).keys()
-    assert "scales" not in not_judged(Expectations(CASE, found()))
+    assert {"memory", "live_memory"} <= not_judged(Expectations(CASE, model_of())).keys()
+    assert "scales" not in not_judged(Expectations(CASE, model_of()))
 
 
 def test_of_a_llama_all_follows_from_the_case() -> None:
@@ -135,9 +135,9 @@ def test_ranks_accumulate_where_a_linear_is_not_called_once() -> None:
     """Calls of compiled blocks are not counted: they may."""
     text = "target.mine-fsdp2-tensorwise-v2048-f32"
     fsdp = parse_case_id(text)
-    assert [accumulates(fsdp, found(text, calls=calls)) for calls in (2, 4, 0)] == [False, True, True]
-    assert not accumulates(parse_case_id("target.mine-tp2-tensorwise-v2048-f32"), found(calls=4))
-    assert not accumulates(parse_case_id("fsdp2-tensorwise-v2048-f32"), found(calls=4))
+    assert [accumulates(fsdp, model_of(text, calls=calls)) for calls in (2, 4, 0)] == [False, True, True]
+    assert not accumulates(parse_case_id("target.mine-tp2-tensorwise-v2048-f32"), model_of(calls=4))
+    assert not accumulates(parse_case_id("fsdp2-tensorwise-v2048-f32"), model_of(calls=4))
     assert not accumulates(fsdp, None)
 
 

@@ -15,7 +15,7 @@ from harness.matrix.rules import exclusions, expected_refusal
 from tests.strategies import TRAINED_CASES
 
 
-def found(text: str) -> dict[str, tuple[str, str, int | None]]:
+def promised(text: str) -> dict[str, tuple[str, str, int | None]]:
     return {
         relation.name: (case_id(relation.partner), relation.promise, relation.steps)
         for relation in relations(parse_case_id(text))
@@ -47,7 +47,7 @@ def partner_of(text: str) -> tuple[str, str] | None:
     ],
 )
 def test_an_option_that_is_neutral_changes_no_bit(case: str, name: str, other: str) -> None:
-    assert found(case)[name] == (other, "bitwise", None)
+    assert promised(case)[name] == (other, "bitwise", None)
 
 
 @pytest.mark.parametrize(
@@ -62,40 +62,40 @@ def test_an_option_that_is_neutral_changes_no_bit(case: str, name: str, other: s
     ],
 )
 def test_another_order_of_sums_is_exact_in_float64_and_promised_nowhere_else(case: str, name: str, other: str) -> None:
-    assert found(case)[name] == (other, "exact", None)
+    assert promised(case)[name] == (other, "exact", None)
     for dtype in ("f32", "b16"):
-        assert name not in found(case.removesuffix("f64") + dtype)
+        assert name not in promised(case.removesuffix("f64") + dtype)
 
 
 def test_bfloat16_gathers_another_number_in_float8() -> None:
     """The master weight is float32; without the float8 all-gather its bfloat16 copy is cast."""
-    assert "fp8_all_gather" not in found("fsdp2-tensorwise-ag.fp8-v2048-b16")
+    assert "fp8_all_gather" not in promised("fsdp2-tensorwise-ag.fp8-v2048-b16")
 
 
 @pytest.mark.parametrize("dtype", ["f64", "f32", "b16"])
 def test_where_fsdp_meets_tp_the_gathered_scale_is_promised_nothing(dtype: str) -> None:
     """A dynamic scale is per TP rank, a precomputed one is global: equal in the first step, which precomputes none."""
-    both = found(f"fsdp2-tp4-tensorwise-ag.fp8pre-v2048-{dtype}")
+    both = promised(f"fsdp2-tp4-tensorwise-ag.fp8pre-v2048-{dtype}")
     assert set(both) == {"precompute_scale"}
     assert both["precompute_scale"] == (f"fsdp2-tp4-tensorwise-ag.fp8-v2048-{dtype}", "bitwise", 1)
-    assert found(f"fsdp2-tp4-tensorwise-ag.fp8-v2048-{dtype}") == {}
+    assert promised(f"fsdp2-tp4-tensorwise-ag.fp8-v2048-{dtype}") == {}
 
 
 def test_padding_that_makes_a_case_legal_is_not_neutral() -> None:
-    assert "pad_inner_dim" not in found("fsdp8-tensorwise-pad-v2048-sl40-f64")
-    assert "pad_inner_dim" in found("fsdp4-tensorwise-pad-v2048-sl40-f64")
+    assert "pad_inner_dim" not in promised("fsdp8-tensorwise-pad-v2048-sl40-f64")
+    assert "pad_inner_dim" in promised("fsdp4-tensorwise-pad-v2048-sl40-f64")
 
 
 def test_uneven_shards_are_never_gathered_in_float8_by_a_partner() -> None:
     """A vocabulary of 2064 splits over 2 and 8 ranks, not over 32; blocks split over all of them."""
     text = "hsdp16x2-tensorwise-ag.fp8-head.fp8-v2064-gb32-f64"
-    assert "dp_replicate" not in found(text)
-    assert "dp_replicate" in found(text.replace("-head.fp8", ""))
+    assert "dp_replicate" not in promised(text)
+    assert "dp_replicate" in promised(text.replace("-head.fp8", ""))
 
 
 @pytest.mark.parametrize("case", ["tp2-tensorwise-head.fp8-ac.full-v2256-f64", "fsdp8-tensorwise-ac.op-v2048-sl40-b16"])
 def test_a_case_that_must_be_refused_has_no_relation(case: str) -> None:
-    assert found(case) == {}
+    assert promised(case) == {}
     assert partner_of(case) is None
 
 

@@ -114,16 +114,17 @@ def test_a_bound_is_claimed_only_where_the_neighbours_were_tried(tmp_path: Path)
     def of_uneven_shards(case: Case) -> FailureSignature | None:
         return SIGNATURE if case.layout.dp_shard == 3 else None
 
-    def told(fails: Fails, folder: str) -> str:
+    def report_on(fails: Fails, folder: str) -> str:
         return text_of(shrunk_sections(shrunk(fails, tmp_path / folder, case=case)))
 
-    uneven = told(of_uneven_shards, "uneven")
+    uneven = report_on(of_uneven_shards, "uneven")
     assert "  dp_shard 3\n    with dp_shard 1: no failure" in uneven
     assert "    with dp_shard 2, global_batch 2: no failure" in uneven
     assert "    with dp_shard 4, global_batch 4: no failure" in uneven
-    least = told(needs(layers=3), "least")
+    least = report_on(needs(layers=3), "least")
     assert "  layers 3 or more\n    with layers 1: no failure" in least and "    with layers 4: the same" in least
-    needs_both = told(needs(dp_shard=3), "both")  # 3 sequences are not for 2 ranks: no number of ranks alone shows it
+    # 3 sequences are not for 2 ranks: no number of ranks alone shows it.
+    needs_both = report_on(needs(dp_shard=3), "both")
     assert "  dp_shard 3\n" in needs_both and "    with dp_shard 4, global_batch 4: the same" in needs_both
 
     class ThreeSlots(ModelOfABug):

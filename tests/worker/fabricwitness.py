@@ -10,32 +10,37 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from harness.worker.dispatch_hooks import collectives, hook
 from harness.worker.virtual.fabric import Channel, Group
 
-Told = tuple[str, int, tuple[int, ...]]
+Exchange = tuple[str, int, tuple[int, ...]]
 
-_told: list[Told] = []
-_sent: list[Told] = []
+_reported: list[Exchange] = []
+_sent: list[Exchange] = []
 
 
 def _observe(seen: collectives.Exchange) -> None:
-    _told.append((seen.kind, seen.elements * seen.dtype.itemsize, seen.ranks))
+    _reported.append((seen.kind, seen.elements * seen.dtype.itemsize, seen.ranks))
+
+
+def _check_last() -> None:
+    rest = _reported[len(_sent) - 1 :]
+    assert rest[:1] == _sent[-1:], f"sent {_sent[-1]}, reported {rest}"
 
 
 def watch() -> None:
-    """From now on an exchange that was not told of is an error."""
+    """From now on an exchange that no hook reported is an error."""
     stock, stock_send = Group.exchange, Channel.send
 
     def exchange(group: Group, kind: str, payload: torch.Tensor, **given: Any) -> list[torch.Tensor]:
         if kind != "open" and not hook._paused[0]:
             table_bytes = 8 * group.size if kind == "all_to_all" else 0
             _sent.append((kind, payload.numel() - table_bytes, group.ranks))
-            assert _told[len(_sent) - 1 : len(_sent)] == _sent[-1:], f"sent {_sent[-1]}, told {_told[len(_sent) - 1 :]}"
+            _check_last()
         return stock(group, kind, payload, **given)
 
     def send(channel: Channel, payload: torch.Tensor, code: int) -> None:
         if not hook._paused[0]:
-            ranks = _told[len(_sent)][2] if len(_told) > len(_sent) else ()
+            ranks = _reported[len(_sent)][2] if len(_reported) > len(_sent) else ()
             _sent.append(("send", payload.numel(), ranks))
-            assert _told[len(_sent) - 1 : len(_sent)] == _sent[-1:], f"sent {_sent[-1]}, told {_told[len(_sent) - 1 :]}"
+            _check_last()
         stock_send(channel, payload, code)
 
     collectives.observers.append(_observe)
@@ -45,7 +50,7 @@ def watch() -> None:
 
 def compare(*_: Any) -> None:
     """Raises if more was told of than was sent, or nothing."""
-    assert _sent and len(_told) == len(_sent), f"told {_told[len(_sent) :]}, which was not sent"
+    assert _sent and len(_reported) == len(_sent), f"told {_reported[len(_sent) :]}, which was not sent"
 
 
 def apply() -> None:
