@@ -91,15 +91,15 @@ class Compare(TorchDispatchMode):
     EXPECTED = "ranks of a process group that call the same"
 
     def __torch_dispatch__(self, op, types, args=(), kwargs=None):
-        groups = [each for each in args if isinstance(each, torch.ScriptObject) and "ProcessGroup" in str(each._type())]
+        groups = [arg for arg in args if isinstance(arg, torch.ScriptObject) and "ProcessGroup" in str(arg._type())]
         if op.namespace == "c10d" and groups:
             group = dist.ProcessGroup.unbox(groups[0])
             outputs = torch.utils._pytree.tree_leaves(args[0])  # of a scatter, one rank alone has the inputs
-            sizes = [each.nbytes for each in outputs if isinstance(each, torch.Tensor)]
-            told = [None] * group.size()
-            dist.all_gather_object(told, f"{op} of {sizes} bytes", group)
-            if len(set(told)) > 1:
-                raise Mismatch(told)
+            sizes = [output.nbytes for output in outputs if isinstance(output, torch.Tensor)]
+            calls = [None] * group.size()
+            dist.all_gather_object(calls, f"{op} of {sizes} bytes", group)
+            if len(set(calls)) > 1:
+                raise Mismatch(calls)
         return op(*args, **(kwargs or {}))
 
 
@@ -110,7 +110,7 @@ def stand_in():
 
 
 def scaled_mm(a, b, scale_a, scale_b, bias=None, scale_result=None, out_dtype=None, use_fast_accum=False):
-    torch.ops.aten._scaled_mm(*(each.to("meta") for each in (a, b, scale_a, scale_b)), out_dtype=out_dtype)
+    torch.ops.aten._scaled_mm(*(tensor.to("meta") for tensor in (a, b, scale_a, scale_b)), out_dtype=out_dtype)
     return (a.double() @ b.double() * scale_a.double() * scale_b.double()).to(out_dtype)
 
 

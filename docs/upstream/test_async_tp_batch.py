@@ -53,7 +53,7 @@ def stand_in():
 
 
 def scaled_mm(a, b, scale_a, scale_b, bias=None, scale_result=None, out_dtype=None, use_fast_accum=False):
-    torch.ops.aten._scaled_mm(*(each.to("meta") for each in (a, b, scale_a, scale_b)), out_dtype=out_dtype)
+    torch.ops.aten._scaled_mm(*(tensor.to("meta") for tensor in (a, b, scale_a, scale_b)), out_dtype=out_dtype)
     return (a.double() @ b.double() * scale_a.double() * scale_b.double()).to(out_dtype)
 
 
@@ -69,8 +69,8 @@ def produce_and_exchange(produce, output, group_name, out_chunk_dim=0):
         produce(rank, chunk)
     received = [torch.empty_like(produced) for _ in chunks]
     dist.all_gather(received, produced)
-    for chunk, each in zip(chunks, received, strict=True):
-        chunk.copy_(each[dist.get_rank()])
+    for chunk, sent in zip(chunks, received, strict=True):
+        chunk.copy_(sent[dist.get_rank()])
 
 
 def run_rank(rank, store):

@@ -97,7 +97,7 @@ def stand_in():
 
 
 def scaled_mm(a, b, scale_a, scale_b, bias=None, scale_result=None, out_dtype=None, use_fast_accum=False):
-    torch.ops.aten._scaled_mm(*(each.to("meta") for each in (a, b, scale_a, scale_b)), out_dtype=out_dtype)
+    torch.ops.aten._scaled_mm(*(tensor.to("meta") for tensor in (a, b, scale_a, scale_b)), out_dtype=out_dtype)
     return (a.double() @ b.double() * scale_a.double() * scale_b.double()).to(out_dtype)
 
 

@@ -194,12 +194,12 @@ def received_bytes(kind: str, payload_bytes: int, size: int) -> float:
 
 
 def groups(mesh: DeviceMesh) -> list[Group | Loopback]:
-    found = []
+    axis_groups = []
     for axis in range(mesh.ndim):
         group = mesh.get_group(axis)
         ranks = functools.partial(dist.get_process_group_ranks, group)
-        found.append(FABRIC.group(group.group_name, ranks, group.rank))
-    return found
+        axis_groups.append(FABRIC.group(group.group_name, ranks, group.rank))
+    return axis_groups
 
 
 def resynchronize(mesh: DeviceMesh) -> None:

@@ -71,8 +71,10 @@ class Discovery:
         self._initial = parameter_digests(model)
         before = {} if resumed is None else {buffer.fqn: buffer for buffer in resumed.buffers}
         saved = {fqn for fqn, _ in saved_buffers(model)} & before.keys()
-        found = (_buffer(fqn, buffer) for fqn, buffer in model.named_buffers())
-        self.buffers: tuple[Buffer, ...] = tuple(before[each.fqn] if each.fqn in saved else each for each in found)
+        buffers = (_buffer(fqn, buffer) for fqn, buffer in model.named_buffers())
+        self.buffers: tuple[Buffer, ...] = tuple(
+            before[buffer.fqn] if buffer.fqn in saved else buffer for buffer in buffers
+        )
         self._layout = case.layout
         # By FQN, of forward and of recomputation: in the current step, and the maximum over finished steps.
         self._calls: list[Counter[str]] = [Counter(), Counter()]
@@ -136,12 +138,12 @@ def _parameters_of_others(model: nn.Module) -> set[nn.Parameter]:
 
 def _constants(model: nn.Module) -> dict[str, str]:
     """Sizes are left out: those that a module keeps may be of its shard."""
-    found = {
+    constants = {
         clean_fqn(f"{fqn}.{name}"): getattr(module, name)
         for fqn, module in model.named_modules()
         for name in getattr(module, "__constants__", ())
     }
-    return {fqn: repr(value) for fqn, value in found.items() if isinstance(value, float | str | None)}
+    return {fqn: repr(value) for fqn, value in constants.items() if isinstance(value, float | str | None)}
 
 
 def saved_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

@@ -270,7 +270,7 @@ def keep(name, module, args, output):
 def linears():
     """By name what a call in the last step computed, what one rank computes, and how far it may be."""
     compared, limits = {}, (LINEAR_LIMIT, LINEAR_ROUNDING)
-    for call in [each for each in CALLS if "grad_x" in each]:  # none that checkpointing repeats
+    for call in [call for call in CALLS if "grad_x" in call]:  # none that checkpointing repeats
         name, module = call["name"], call["module"]
         alone = nn.Linear(module.in_features, module.out_features, bias=False, device="meta")
         alone.weight = nn.Parameter(call["weight"])
@@ -293,13 +293,13 @@ def crash():
     try:
         train(parallel=True)
     except Exception as error:
-        found = f"{type(error).__name__}: {error}"
+        raised = f"{type(error).__name__}: {error}"
     else:
-        found = ""
-    same = bool(found) and re.search(ERROR, found) is not None
-    verdict = "FAULT: it raises" if same else "cannot tell: another error" if found else "fixed: it runs"
-    say(verdict, f"no error; as reported: {ERROR}", found or "no error")
-    return 1 if same else 2 if found else 0
+        raised = ""
+    same = bool(raised) and re.search(ERROR, raised) is not None
+    verdict = "FAULT: it raises" if same else "cannot tell: another error" if raised else "fixed: it runs"
+    say(verdict, f"no error; as reported: {ERROR}", raised or "no error")
+    return 1 if same else 2 if raised else 0
 
 
 # A mismatch: ranks call different collectives. With NCCL they hang, or get each other's bytes.
@@ -309,8 +309,8 @@ def mismatch():
     try:
         with Compare():
             train(parallel=True)
-    except Mismatch as told:
-        say("FAULT: with NCCL they hang, or get wrong bytes", Compare.EXPECTED, told)
+    except Mismatch as error:
+        say("FAULT: with NCCL they hang, or get wrong bytes", Compare.EXPECTED, error)
         return 1
     say("fixed", Compare.EXPECTED, "they do")
     return 0
@@ -326,15 +326,15 @@ class Compare(TorchDispatchMode):
     EXPECTED = "ranks of a process group that call the same"
 
     def __torch_dispatch__(self, op, types, args=(), kwargs=None):
-        groups = [each for each in args if isinstance(each, torch.ScriptObject) and "ProcessGroup" in str(each._type())]
+        groups = [arg for arg in args if isinstance(arg, torch.ScriptObject) and "ProcessGroup" in str(arg._type())]
         if op.namespace == "c10d" and groups:
             group = dist.ProcessGroup.unbox(groups[0])
             outputs = torch.utils._pytree.tree_leaves(args[0])  # of a scatter, one rank alone has the inputs
-            sizes = [each.nbytes for each in outputs if isinstance(each, torch.Tensor)]
-            told = [None] * group.size()
-            dist.all_gather_object(told, f"{op} of {sizes} bytes", group)
-            if len(set(told)) > 1:
-                raise Mismatch(told)
+            sizes = [output.nbytes for output in outputs if isinstance(output, torch.Tensor)]
+            calls = [None] * group.size()
+            dist.all_gather_object(calls, f"{op} of {sizes} bytes", group)
+            if len(set(calls)) > 1:
+                raise Mismatch(calls)
         return op(*args, **(kwargs or {}))
 
 
@@ -384,7 +384,7 @@ def stand_in():
 
 
 def scaled_mm(a, b, scale_a, scale_b, bias=None, scale_result=None, out_dtype=None, use_fast_accum=False):
-    torch.ops.aten._scaled_mm(*(each.to("meta") for each in (a, b, scale_a, scale_b)), out_dtype=out_dtype)
+    torch.ops.aten._scaled_mm(*(tensor.to("meta") for tensor in (a, b, scale_a, scale_b)), out_dtype=out_dtype)
     return (a.double() @ b.double() * scale_a.double() * scale_b.double()).to(out_dtype)
 
 
@@ -410,8 +410,8 @@ def produce_and_exchange(produce, output, group_name, out_chunk_dim=0):
         produce(rank, chunk)
     received = [torch.empty_like(produced) for _ in chunks]
     dist.all_gather(received, produced)
-    for chunk, each in zip(chunks, received, strict=True):
-        chunk.copy_(each[dist.get_rank()])
+    for chunk, sent in zip(chunks, received, strict=True):
+        chunk.copy_(sent[dist.get_rank()])
 
 
 if __name__ == "__main__":

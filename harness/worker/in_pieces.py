@@ -53,12 +53,12 @@ class _Pieces(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> Any:
         wanted = ctx.inputs[0].requires_grad
         pieces = zip(ctx.inputs, ctx.outputs, grads[0].chunk(ctx.owner.count, _BATCH), strict=True)
-        found = [
+        piece_grads = [
             torch.autograd.grad(output, (*([given] if wanted else []), *ctx.weights), grad)
             for given, output, grad in pieces
         ]
-        of_input = torch.cat([each[0] for each in found], _BATCH) if wanted else None
-        of_weights = list(zip(*(each[wanted:] for each in found), strict=True))
+        of_input = torch.cat([of_piece[0] for of_piece in piece_grads], _BATCH) if wanted else None
+        of_weights = list(zip(*(of_piece[wanted:] for of_piece in piece_grads), strict=True))
         names = (name for name, _ in ctx.owner._in_pieces.named_parameters(recurse=False))
         for name, of_weight in zip(names, of_weights, strict=True):
             ctx.owner.grads[name].append(of_weight)

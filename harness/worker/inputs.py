@@ -62,7 +62,7 @@ class InputRecorder:
         if self._called:
             tokens = self._tokens[step - 1]
             rows = rows_of_pieces(self._pieces, tokens)
-            self._steps.append(_found(step, self._now, rows, len(tokens), self._mine))
+            self._steps.append(_step_inputs(step, self._now, rows, len(tokens), self._mine))
         self._now = []
 
     def continue_from(self, before: InputRecorder) -> None:
@@ -96,17 +96,17 @@ def rows_of_pieces(pieces: Sequence[Sequence[int]], tokens: Tokens) -> Rows:
     return Rows(*(np.concatenate([part[:, list(piece)] for piece in pieces]) for part in parts))
 
 
-def _found(step: int, seen: Sequence[Tokens], rows: Rows, sequences: int, mine: slice) -> StepInputs:
+def _step_inputs(step: int, seen: Sequence[Tokens], rows: Rows, sequences: int, mine: slice) -> StepInputs:
     """Which of so many sequences are in the tensors that were seen in one step, whole or in pieces."""
     meant = range(*mine.indices(sequences))
     inputs, labels = (_numbers(part, sequences, meant) for part in rows)
-    found_rows = [row for tensor in seen for row in _rows(tensor, rows.inputs.shape[1], inputs.keys() | labels.keys())]
-    found = tuple(number for row in found_rows for number in inputs.get(row, ()))
-    complete = set(meant) <= set(found)
+    seen_rows = [row for tensor in seen for row in _rows(tensor, rows.inputs.shape[1], inputs.keys() | labels.keys())]
+    input_numbers = tuple(number for row in seen_rows for number in inputs.get(row, ()))
+    complete = set(meant) <= set(input_numbers)
     return StepInputs(
         step=step,
-        inputs=found,
-        labels=tuple(number for row in found_rows for number in labels.get(row, ())),
+        inputs=input_numbers,
+        labels=tuple(number for row in seen_rows for number in labels.get(row, ())),
         covered=1.0 if complete else _covered(rows.inputs[mine], seen),
         shapes=tuple(tensor.shape for tensor in seen),
     )
@@ -117,10 +117,10 @@ def _numbers(rows: Tokens, sequences: int, mine: range) -> dict[bytes, tuple[int
 
     Short ones may occur twice: then those that are `mine`, if any are.
     """
-    found: dict[bytes, tuple[int, ...]] = {}
+    by_row: dict[bytes, tuple[int, ...]] = {}
     for row, number in zip(np.ascontiguousarray(rows), itertools.cycle(range(sequences)), strict=False):
-        found[row.tobytes()] = (*found.get(row.tobytes(), ()), number)
-    return {row: tuple(each for each in numbers if each in mine) or numbers for row, numbers in found.items()}
+        by_row[row.tobytes()] = (*by_row.get(row.tobytes(), ()), number)
+    return {row: tuple(number for number in numbers if number in mine) or numbers for row, numbers in by_row.items()}
 
 
 def _rows(tensor: Tokens, length: int, known: set[bytes]) -> list[bytes]:
@@ -148,8 +148,8 @@ def _forms(tensor: Tokens, length: int) -> list[Tokens]:
 def _covered(given: Tokens, seen: Sequence[Tokens]) -> float:
     """The share of the neighbouring tokens of `given` that are neighbours along a dim of something that was seen."""
     wanted = set(_neighbours(given))
-    found = {pair for tensor in seen for form in (tensor, tensor.T) for pair in _neighbours(form)}
-    return len(wanted & found) / len(wanted) if wanted else 1.0
+    seen_pairs = {pair for tensor in seen for form in (tensor, tensor.T) for pair in _neighbours(form)}
+    return len(wanted & seen_pairs) / len(wanted) if wanted else 1.0
 
 
 def _neighbours(tensor: npt.NDArray[np.int64]) -> list[tuple[int, int]]:

@@ -85,26 +85,26 @@ def import_parts(*, compiled: bool) -> None:
 
 def lines(*, compiled: bool) -> list[str]:
     """One line for every gap of what runs use, with all that is lost by it; `compiled` runs too."""
-    told = [RUN, *(_OF_COMPILED_RUNS if compiled else ())]
-    told += [name for name, part in read_parts().items() if part.record and (compiled or COMPILED not in part.needs)]
+    used = [RUN, *(_OF_COMPILED_RUNS if compiled else ())]
+    used += [name for name, part in read_parts().items() if part.record and (compiled or COMPILED not in part.needs)]
     lost: dict[Gap, list[str]] = {}
-    for part in told:
+    for part in used:
         for gap in gaps(part):
             lost.setdefault(gap, []).append(read_parts()[part].without)
-    return [gap.line(*(each[:1] if gap in gaps(RUN) else each)) for gap, each in lost.items()]
+    return [gap.line(*(consequences[:1] if gap in gaps(RUN) else consequences)) for gap, consequences in lost.items()]
 
 
 def problem_of(name: str, use: Use) -> str:
     """What is wrong with one name here: "is gone", "is read-only", "no longer takes x". Empty where nothing is."""
     if use.since and _is_older(use.since):
         return ""
-    owner, found = _look_up(name)
-    if found is _MISSING:
+    owner, member = _look_up(name)
+    if member is _MISSING:
         return _GONE
-    if (use.set and _is_read_only(found)) or (use.patched and _is_immutable(owner)):
+    if (use.set and _is_read_only(member)) or (use.patched and _is_immutable(owner)):
         return _READ_ONLY
-    parameters = _parameters(found) if use.takes else ()
-    missing = [each for each in use.takes if each not in parameters]
+    parameters = _parameters(member) if use.takes else ()
+    missing = [parameter for parameter in use.takes if parameter not in parameters]
     return f"no longer takes {', '.join(missing)}" if missing else ""
 
 
@@ -122,12 +122,12 @@ def _numbers(version: str) -> tuple[int, ...]:
 def _look_up(name: str) -> tuple[Any, Any]:
     """The owner of a dotted name and what it has under the last one, imported as far as it is a module."""
     module, *rest = _module_of(name)
-    owner, found = None, module
+    owner, member = None, module
     for attribute in rest:
-        owner, found = found, _attribute(found, attribute)
-        if found is _MISSING:
+        owner, member = member, _attribute(member, attribute)
+        if member is _MISSING:
             break
-    return owner, found
+    return owner, member
 
 
 def _module_of(name: str) -> list[Any]:
@@ -157,7 +157,9 @@ def _attribute(owner: Any, name: str) -> Any:
 
 def _sets(kind: type, name: str) -> bool:
     """True where a class annotates an attribute, or a method of it assigns one of this name."""
-    return name in vars(kind).get("__annotations__", {}) or any(_assigns(each, name) for each in vars(kind).values())
+    return name in vars(kind).get("__annotations__", {}) or any(
+        _assigns(member, name) for member in vars(kind).values()
+    )
 
 
 def _assigns(function: object, name: str) -> bool:
@@ -165,12 +167,15 @@ def _assigns(function: object, name: str) -> bool:
     return (
         isinstance(function, types.FunctionType)
         and name in function.__code__.co_names
-        and any(each.opname == "STORE_ATTR" and each.argval == name for each in dis.get_instructions(function))
+        and any(
+            instruction.opname == "STORE_ATTR" and instruction.argval == name
+            for instruction in dis.get_instructions(function)
+        )
     )
 
 
-def _is_read_only(found: Any) -> bool:
-    return isinstance(found, property) and found.fset is None
+def _is_read_only(member: Any) -> bool:
+    return isinstance(member, property) and member.fset is None
 
 
 def _is_immutable(owner: Any) -> bool:
@@ -189,8 +194,8 @@ def state() -> State:
     started = time.perf_counter()
     for name, part in parts.items():
         if name == RUN or part.preloaded:
-            for each in part.uses:
-                problem_of(each, part.use(each))
+            for used_name in part.uses:
+                problem_of(used_name, part.use(used_name))
     milliseconds = 1000 * (time.perf_counter() - started)
     return State(
         versions=installed_versions(("torch", "torchao")),

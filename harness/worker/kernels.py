@@ -74,19 +74,19 @@ def observe(check: KernelCheck, device: torch.device) -> KernelObservation:
     """Run both kernels. What either raises becomes part of the observation."""
     given = arguments(check).on(device)
     exact, refusal = _attempt(lambda: _exact(given))
-    found, raised = _attempt(lambda: _of_device(given))
-    if exact is None or found is None:
+    result, raised = _attempt(lambda: _of_device(given))
+    if exact is None or result is None:
         return KernelObservation(raised=raised, refusal=refusal)
     rounded = exact.to(given.out_dtype)
     observation = KernelObservation(
-        shape=tuple(found.shape),
-        dtype=dtype_name(found.dtype),
+        shape=tuple(result.shape),
+        dtype=dtype_name(result.dtype),
         expected_shape=tuple(exact.shape),
         expected_dtype=dtype_name(given.out_dtype),
     )
-    if found.shape != exact.shape or found.dtype != rounded.dtype or not found.numel():
+    if result.shape != exact.shape or result.dtype != rounded.dtype or not result.numel():
         return observation
-    return _compared(observation, given, found, exact)
+    return _compared(observation, given, result, exact)
 
 
 def _of_device(given: Arguments) -> torch.Tensor:
@@ -129,12 +129,12 @@ def _attempt(call: Callable[[], torch.Tensor]) -> tuple[torch.Tensor | None, str
 
 
 def _compared(
-    observation: KernelObservation, given: Arguments, found: torch.Tensor, exact: torch.Tensor
+    observation: KernelObservation, given: Arguments, result: torch.Tensor, exact: torch.Tensor
 ) -> KernelObservation:
-    mine, right = found.double(), exact.to(found.dtype).double()
+    mine, right = result.double(), exact.to(result.dtype).double()
     same = (mine == right) | (mine.isnan() & right.isnan())
     finite = mine.isfinite() & right.isfinite()
-    beyond = ((mine - exact).abs() - _rounding(exact, found.dtype)).clamp(min=0.0)
+    beyond = ((mine - exact).abs() - _rounding(exact, result.dtype)).clamp(min=0.0)
     share = torch.where(finite & (beyond > 0), beyond / _sum_of_magnitudes(given), 0.0).nan_to_num(float("inf"))
     worst = (torch.where(finite, share, float("inf")) if (~finite & ~same).any() else share).masked_fill(same, -1.0)
     at = divmod(int(worst.argmax()), mine.shape[1])
@@ -175,7 +175,9 @@ class Arguments(NamedTuple):
     swizzle: SwizzleType | None = None  # of the second version of the operator, if that is called
 
     def on(self, device: torch.device) -> Arguments:
-        return Arguments._make(each.to(device) if isinstance(each, torch.Tensor) else each for each in self)
+        return Arguments._make(
+            argument.to(device) if isinstance(argument, torch.Tensor) else argument for argument in self
+        )
 
 
 def arguments(check: KernelCheck) -> Arguments:

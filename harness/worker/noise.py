@@ -46,7 +46,7 @@ def add_noise(model: nn.Module, noise: Noise) -> None:
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear):
             converted = clean_fqn(name) in noise.float8_fqns
-            float8 = (_Rounding(MANTISSA_BITS[each], noise.saturates) for each in (E4M3, noise.grad_output_dtype))
+            float8 = (_Rounding(MANTISSA_BITS[dtype], noise.saturates) for dtype in (E4M3, noise.grad_output_dtype))
             operand, gradient = float8 if converted else (_BFLOAT16, _BFLOAT16)
             _make_noisy(module, operand, gradient, generator)
         elif isinstance(module, (nn.RMSNorm, nn.Embedding)):
@@ -57,7 +57,7 @@ def add_noise(model: nn.Module, noise: Noise) -> None:
 
 def _make_noisy(linear: nn.Linear, operand: _Rounding, gradient: _Rounding, generator: torch.Generator) -> None:
     def forward(given: torch.Tensor) -> torch.Tensor:
-        operands = (_with_errors(each, generator, forward=operand) for each in (given, linear.weight))
+        operands = (_with_errors(tensor, generator, forward=operand) for tensor in (given, linear.weight))
         output = _with_errors(F.linear(*operands), generator, forward=_BFLOAT16, backward=gradient)
         return output if linear.bias is None else output + linear.bias  # its gradient sums what no cast has rounded
 

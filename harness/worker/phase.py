@@ -16,9 +16,9 @@ class Phase:
         self.report(phase)
 
     @contextlib.contextmanager
-    def within(self, what: str) -> Iterator[None]:
-        """While in it, `what` is done in the phase that began last. It is not left by an exception."""
-        self.report(f"{self._now}, {what}")
+    def within(self, activity: str) -> Iterator[None]:
+        """While in it, `activity` goes on in the phase that began last. It is not left by an exception."""
+        self.report(f"{self._now}, {activity}")
         yield
         self.report(self._now)
 

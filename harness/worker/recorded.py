@@ -75,7 +75,7 @@ def assembled(case: Case, ranks: Sequence[Sequence[ModuleShard]], device: torch.
         for shard in recorded:
             part = None if shard.kind in ("grad", "param") else dp_rank(case.layout, rank)
             shards[Key(shard.step, part, shard.fqn, shard.call, shard.kind)][rank] = shard
-    return {key: _recorded(found, device) for key, found in shards.items()}
+    return {key: _recorded(by_rank, device) for key, by_rank in shards.items()}
 
 
 def _recorded(shards: Mapping[int, ModuleShard], device: torch.device) -> Recorded | None:
@@ -85,34 +85,34 @@ def _recorded(shards: Mapping[int, ModuleShard], device: torch.device) -> Record
     owned = {rank: shard for rank, shard in shards.items() if shard.data is not None}
     pieces = tuple(Piece(rank, _spans(shard)) for rank, shard in owned.items())
     local = [_local(shard) for shard in owned.values()]
-    covered = sum(each.numel() for each in local)
+    covered = sum(tensor.numel() for tensor in local)
     if first.summed and all(shard.local_shape == first.shape for shard in owned.values()):
         parts = torch.stack(local)
         values, wanted = Values(summed(parts), parts), parts.numel()
     else:
         values = Values(torch.zeros(first.shape, dtype=getattr(torch, first.dtype)))
-        for piece, each in zip(pieces, local, strict=True):
-            values.whole[piece.place] += each
+        for piece, addend in zip(pieces, local, strict=True):
+            values.whole[piece.place] += addend
         wanted = values.whole.numel() * (max(1, round(covered / max(1, values.whole.numel()))) if first.summed else 1)
     holders = _holders(shards)
     norm = values.whole.double().norm().item()
-    squares = sum(each.double().square().sum().item() for each in local)
+    squares = sum(tensor.double().square().sum().item() for tensor in local)
     return Recorded(
-        values.map(lambda each: each.to(device)),
+        values.map(lambda tensor: tensor.to(device)),
         pieces,
         math.sqrt(squares) / norm if first.summed and norm else 0.0,
         _problem(tuple(shards.values()), covered, wanted),
         holders,
-        {rank: (Piece(rank, _spans(each)), each.digest) for rank, each in shards.items() if rank not in holders},
+        {rank: (Piece(rank, _spans(shard)), shard.digest) for rank, shard in shards.items() if rank not in holders},
     )
 
 
 def _holders(shards: Mapping[int, ModuleShard]) -> Mapping[int, int]:
-    owners = {(each.offset, each.digest): rank for rank, each in shards.items() if each.data is not None}
+    owners = {(shard.offset, shard.digest): rank for rank, shard in shards.items() if shard.data is not None}
     return {
-        rank: owners[each.offset, each.digest] if each.data is None else rank
-        for rank, each in shards.items()
-        if (each.offset, each.digest) in owners
+        rank: owners[shard.offset, shard.digest] if shard.data is None else rank
+        for rank, shard in shards.items()
+        if (shard.offset, shard.digest) in owners
     }
 
 
@@ -153,17 +153,19 @@ def terms_of_sum(
         terms = torch.stack([part[piece.place].double().flatten() for part in parts], 1)
         if not (off.isfinite().all() and terms.isfinite().all()):
             return None
-        found = torch.linalg.lstsq(terms, off[:, None]).solution[:, 0]
-        if (terms @ found - off).norm() > EXPLAINED * off.norm():
+        solution = torch.linalg.lstsq(terms, off[:, None]).solution[:, 0]
+        if (terms @ solution - off).norm() > EXPLAINED * off.norm():
             return None
-        weights[piece.rank] = tuple(round(1 + each, 2) for each in found.tolist())
+        weights[piece.rank] = tuple(round(1 + coefficient, 2) for coefficient in solution.tolist())
     for rank, (piece, digest) in given.unequal.items():
         values = (computed, *(part if stream is None else stream + part for part in parts))
-        times = ((1.0,) * len(ranks), *(tuple(float(each == of) for each in ranks) for of in ranks))
+        times = ((1.0,) * len(ranks), *(tuple(float(term_rank == of) for term_rank in ranks) for of in ranks))
         alike = (
-            each for each, value in zip(times, values, strict=True) if ordered_digest(value[piece.place]) == digest
+            candidate
+            for candidate, value in zip(times, values, strict=True)
+            if ordered_digest(value[piece.place]) == digest
         )
         weights[rank] = next(alike, ())
-    if not all(weights.values()) or all(each == 1 for times in weights.values() for each in times):
+    if not all(weights.values()) or all(weight == 1 for times in weights.values() for weight in times):
         return None  # what cannot be told from the bits of a replica, or a sum of other bits
     return SumTerms(fqn=fqn, ranks=ranks, weights=weights)

@@ -32,7 +32,7 @@ def with_other_ranks(mine: Mapping[str, T]) -> dict[str, T]:
     """What this rank has by name, and of names that it lacks what others have. All ranks must call it."""
     held: list[dict[str, T]] = [{}] * dist.get_world_size()
     dist.all_gather_object(held, dict(mine))
-    return {name: value for each in reversed(held) for name, value in each.items()} | dict(mine)
+    return {name: value for of_rank in reversed(held) for name, value in of_rank.items()} | dict(mine)
 
 
 def of_all_ranks(number: torch.Tensor) -> torch.Tensor:

@@ -76,7 +76,7 @@ class Replay:
     def attach(self, model: nn.Module, case: Case, products: ScaledProducts, *, compiled: bool) -> None:
         """Hook every module that eager runs record; of a compiled run what it recorded, where blocks are modules."""
         calls = Counter(key.fqn for key in self._recorded if key[:2] == (1, 0) and key.kind == "output")
-        outputs = {key.fqn: found for key, found in self._recorded.items() if key.kind == "output" and found}
+        outputs = {key.fqn: recorded for key, recorded in self._recorded.items() if key.kind == "output" and recorded}
         managed, in_pieces = fsdp_params(model), dict[str, InPieces]()
         for name, module in model.named_modules():
             fqn = clean_fqn(name)
@@ -124,15 +124,15 @@ class Replay:
             recorded = self._of_mean(recorded, computed.whole)
         if looked_up and recorded.values.parts is not None:
             computed = computed._replace(parts=computed.whole * (recorded.values.parts != 0))
-        found = recorded.values
-        forms = _form(found.whole), _form(computed.whole)
+        values = recorded.values
+        forms = _form(values.whole), _form(computed.whole)
         alike = forms[0] == forms[1]
-        if kind == "output" and found.parts is not None:
+        if kind == "output" and values.parts is not None:
             self._summed = fqn, recorded
         if first:
             form = None if alike else f"it is {forms[0]}, the replay's is {forms[1]}"
             self._note(key, computed, recorded, form or recorded.problem)
-        return found if alike else computed
+        return values if alike else computed
 
     @torch.no_grad()
     def load(self, fqn: str, param: torch.Tensor, step: int) -> None:
@@ -154,7 +154,7 @@ class Replay:
         if not self._gradient_factor:
             norms = recorded.values.whole.double().norm().item(), computed.double().norm().item()
             self._gradient_factor = min((1.0, float(self._dp)), key=lambda factor: abs(norms[0] - factor * norms[1]))
-        return recorded._replace(values=recorded.values.map(lambda each: each / self._gradient_factor))
+        return recorded._replace(values=recorded.values.map(lambda tensor: tensor / self._gradient_factor))
 
     def finish(self) -> None:
         """Note every tensor that the run recorded and the replay never computed."""
@@ -198,7 +198,7 @@ def _compared(recorded: Recorded, computed: Values) -> tuple[float, dict[int, fl
     if found.parts is not None and expected.parts is not None and len(found.parts) == len(expected.parts):
         pairs = zip(recorded.pieces, found.parts, expected.parts, strict=True)
         of_pieces = {piece.rank: relative_distance(one, other) for piece, one, other in pairs}
-        worst = max(of_pieces.values(), key=lambda each: math.inf if math.isnan(each) else each)
+        worst = max(of_pieces.values(), key=lambda distance: math.inf if math.isnan(distance) else distance)
         if worst == 0:
             return whole, {}
     elif found.parts is not None:
@@ -375,8 +375,8 @@ class _ReplaceInput(torch.autograd.Function):
     def forward(ctx: Any, computed: torch.Tensor, at: _ModuleBoundary, call: Call) -> torch.Tensor:
         ctx.at, ctx.call = at, call
         whole = computed[0] if at.ranks.by_columns else computed
-        found = at.watching.replaced(at.fqn, call, "input", Values(whole)).whole
-        return (found.expand(computed.shape) if at.ranks.spreads_input else found).clone()
+        given = at.watching.replaced(at.fqn, call, "input", Values(whole)).whole
+        return (given.expand(computed.shape) if at.ranks.spreads_input else given).clone()
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
@@ -386,8 +386,8 @@ class _ReplaceInput(torch.autograd.Function):
         else:
             parts = at.ranks.gradient_parts(grad)
             computed = Values(grad if parts is None else summed(parts), parts)
-        found = at.watching.replaced(at.fqn, ctx.call, "grad_input", computed)
-        return (found.stacked(at.ranks.count) if at.ranks.by_columns else found.whole).clone(), None, None
+        grad_input = at.watching.replaced(at.fqn, ctx.call, "grad_input", computed)
+        return (grad_input.stacked(at.ranks.count) if at.ranks.by_columns else grad_input.whole).clone(), None, None
 
 
 class _ReplaceOutput(torch.autograd.Function):
@@ -407,9 +407,9 @@ class _ReplaceOutput(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         at = ctx.at
-        found = at.watching.replaced(at.fqn, ctx.call, "grad_output", Values(grads[0])).whole
-        at.ranks.restart(found)
-        return (found.expand(at.ranks.count, *found.shape) if at.ranks.stacks_output else found).clone(), None, None
+        grad = at.watching.replaced(at.fqn, ctx.call, "grad_output", Values(grads[0])).whole
+        at.ranks.restart(grad)
+        return (grad.expand(at.ranks.count, *grad.shape) if at.ranks.stacks_output else grad).clone(), None, None
 
 
 def _tail(tensor: torch.Tensor) -> float:

@@ -75,7 +75,7 @@ def state_of(model: nn.Module) -> State:
 
     All ranks must call it.
     """
-    values = dict(sorted(_values(model), key=lambda each: each[0]))
+    values = dict(sorted(_values(model), key=lambda pair: pair[0]))
     return dict(sorted(with_other_ranks({name: _written(value) for name, value in values.items()}).items()))
 
 
@@ -87,7 +87,7 @@ def _values(model: nn.Module) -> Iterator[tuple[str, object]]:
         yield fqn, param
         for optimizer in optimizers:
             for group in optimizer.param_groups:
-                if any(param is each for each in group["params"]):
+                if any(param is grouped for grouped in group["params"]):
                     yield from ((f"{fqn} {option}", value) for option, value in group.items() if option != "params")
             for kept, value in optimizer.state.get(param, {}).items():
                 yield f"{fqn} {kept}", value

@@ -87,13 +87,13 @@ class SequentialRanks:
         for leaf in tree_leaves((args, kwargs)):
             if isinstance(leaf, torch.Tensor) and not leaf.is_floating_point() and leaf.dim() > 0:
                 seen = leaf.detach().cpu().long().numpy()
-                found = [number for number, batch in enumerate(self._batches) if batch.are_in(seen)]
-                if len(found) == 1:
-                    rank = found[0] * self._cp
+                batch_numbers = [number for number, batch in enumerate(self._batches) if batch.are_in(seen)]
+                if len(batch_numbers) == 1:
+                    rank = batch_numbers[0] * self._cp
                     if rank > self._rank:
                         self._reduced.clear()
                         self._rank = rank
-                    last = self._batches[found[0]].last_is_in(seen)
+                    last = self._batches[batch_numbers[0]].last_is_in(seen)
                     self._syncing.apply(last=last)
                     if self._experts is not None:
                         self._experts.begin_forward(rank=rank, last=last)
@@ -115,8 +115,8 @@ class SequentialRanks:
         sums = self._sums.setdefault(param, [])
         if len(sums) == self._reduced[param]:
             sums.append(_Sum(part.dtype))
-        for number, each in enumerate(self._of_ranks(param, part.view(local.shape))):
-            sums[self._reduced[param]].add(each, (self._rank + number) // self._shards)
+        for number, rank_grad in enumerate(self._of_ranks(param, part.view(local.shape))):
+            sums[self._reduced[param]].add(rank_grad, (self._rank + number) // self._shards)
         self._reduced[param] += 1
         first, *others = sums
         local.copy_(first.value)

@@ -59,7 +59,7 @@ class _Operators(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if any(issubclass(each, DTensor) for each in types):
+        if any(issubclass(kind, DTensor) for kind in types):
             self.names.add(func.__name__.partition(".")[0])
             return NotImplemented
         return func(*args, **kwargs or {})
@@ -75,10 +75,10 @@ def validate(question: StrategyQuestion) -> Validation:
     for info in judge.op_db:
         known.setdefault(info.aten_name.rpartition(".")[2], info.name)
     dist.init_process_group("fake", rank=0, world_size=RANKS)
-    found = {}
+    validated = {}
     for name in question.operators:
         sample = known.get(name.strip("_"))
         if sample is not None:
             said = judge.compare_operator(sample, world_size=RANKS, incorrect_only=True)
-            found[name] = Validated(right=said.true_positives, wrong=len(said.false_positives))
-    return Validation(operators=found)
+            validated[name] = Validated(right=said.true_positives, wrong=len(said.false_positives))
+    return Validation(operators=validated)

@@ -40,5 +40,5 @@ class Spread(torch.autograd.Function):
 
 
 def spread(whole: Tensor, ranks: int, kept: KeepsParts | None = None) -> Tensor:
-    found: Tensor = Spread.apply(whole, ranks, kept)
-    return found
+    copies: Tensor = Spread.apply(whole, ranks, kept)
+    return copies

@@ -47,7 +47,7 @@ class PartsOfGradient:
         self._managed = managed
         self._dtype = None if managed is None or _ACCUMULATED in vars(managed) else managed.reduce_dtype
         self._parts = torch.empty(0)
-        self._found: dict[int, Tensor] = {}  # of this microbatch, by rank
+        self._of_ranks: dict[int, Tensor] = {}  # of this microbatch, by rank
         param.register_post_accumulate_grad_hook(self._sum)
 
     @property
@@ -66,11 +66,11 @@ class PartsOfGradient:
 
         def keep(leaf: Tensor) -> None:
             assert leaf.grad is not None, "it was just accumulated"
-            self._found[rank] = leaf.grad
-            if len(self._found) == ranks:
-                self.add(torch.stack([self._found[each] for each in range(ranks)]))
+            self._of_ranks[rank] = leaf.grad
+            if len(self._of_ranks) == ranks:
+                self.add(torch.stack([self._of_ranks[rank_number] for rank_number in range(ranks)]))
                 self._param.grad = summed(self._parts)
-                self._found.clear()
+                self._of_ranks.clear()
 
         leaf.register_post_accumulate_grad_hook(keep)
         return cast("Tensor", leaf)
@@ -95,8 +95,8 @@ def of_columns(linear: nn.Linear, ranks: int) -> Callable[[Tensor], Tensor]:
     """The forward of a linear in high precision whose outputs are sharded. It gets a `Spread` input."""
 
     def forward(given: Tensor) -> Tensor:
-        weights, biases = (_chunks(each, ranks, 0) for each in (linear.weight, linear.bias))
-        return torch.cat([F.linear(*each) for each in zip(given, weights, biases, strict=True)], dim=-1)
+        weights, biases = (_chunks(param, ranks, 0) for param in (linear.weight, linear.bias))
+        return torch.cat([F.linear(*operands) for operands in zip(given, weights, biases, strict=True)], dim=-1)
 
     return forward
 
@@ -110,7 +110,7 @@ def of_rows(linear: nn.Linear, ranks: int) -> Callable[[Tensor], Tensor]:
     def forward(given: Tensor) -> Tensor:
         inputs, weights = _chunks(given, ranks, -1), _chunks(linear.weight, ranks, 1)
         bias = None if linear.bias is None else linear.bias / ranks
-        return torch.stack([F.linear(*each, bias) for each in zip(inputs, weights, strict=True)])
+        return torch.stack([F.linear(*operands, bias) for operands in zip(inputs, weights, strict=True)])
 
     return forward
 
@@ -126,15 +126,19 @@ def of_sequence(
 
     @functools.cache
     def parts(param: Tensor) -> PartsOfGradient:
-        return PartsOfGradient(param, next((each for each in managed if each._unsharded_param is param), None))
+        return PartsOfGradient(
+            param, next((candidate for candidate in managed if candidate._unsharded_param is param), None)
+        )
 
     def forward(given: Tensor) -> Tensor:
         weights, biases = (
-            [None] * len(places) if each is None else parts(each).of_ranks(len(places))
-            for each in (module.weight, getattr(module, "bias", None))
+            [None] * len(places) if param is None else parts(param).of_ranks(len(places))
+            for param in (module.weight, getattr(module, "bias", None))
         )
         inputs = (given[place[:-1]].contiguous() for place in places)
-        return torch.cat([_applied(module, *each) for each in zip(inputs, weights, biases, strict=True)], dim=dim)
+        return torch.cat(
+            [_applied(module, *operands) for operands in zip(inputs, weights, biases, strict=True)], dim=dim
+        )
 
     return forward
 
@@ -157,7 +161,7 @@ def _chunks(tensor: Tensor | None, ranks: int, dim: int) -> Sequence[Any]:
 
 def products_in_parts(a: Tensor, b: Tensor, ranks: int) -> Tensor:
     """What every rank multiplies of a [m, k] @ b [k, n] in high precision, of which it has a part of k."""
-    rows = _chunks(b, ranks, 0) if b.is_contiguous() else [each.t() for each in _chunks(b.t(), ranks, 1)]
+    rows = _chunks(b, ranks, 0) if b.is_contiguous() else [chunk.t() for chunk in _chunks(b.t(), ranks, 1)]
     return torch.stack([one @ other for one, other in zip(_chunks(a, ranks, 1), rows, strict=True)])
 
 

@@ -60,7 +60,7 @@ class Prepared(NamedTuple):
     def batches(self, step: int) -> tuple[Sequence[torch.Tensor], ...]:
         """The arguments of the target's step: microbatches, and their labels if the case ignores some."""
         given = (self.tokens,) if self.labels is None else (self.tokens, self.labels)
-        return tuple(tuple(each[step - 1]) for each in given)
+        return tuple(tuple(by_step[step - 1]) for by_step in given)
 
 
 def train(
@@ -106,12 +106,12 @@ def train(
                 discovery = _watch(prepared, watching, discovery)
                 gc.collect()  # what was trained before is gone, as in a new process
                 STATE.record_changes(f"resuming after step {step}")
-    found = discovery.record()
+    record = discovery.record()
     return RankTrace(
         rank=dist.get_rank(),
         steps=tuple(steps),
-        converted_fqns=tuple(sorted(linear.fqn for linear in found.linears if linear.converted)),
-        unmatched_filters=_unmatched(case.float8.filter_fqns, [linear.fqn for linear in found.linears]),
+        converted_fqns=tuple(sorted(linear.fqn for linear in record.linears if linear.converted)),
+        unmatched_filters=_unmatched(case.float8.filter_fqns, [linear.fqn for linear in record.linears]),
         peak_memory_bytes=_peak_memory_bytes(device) - base_memory,
         data_digest=prepared.data_digest,
         batch_digests=_batch_digests(case, prepared.tokens),
@@ -120,7 +120,7 @@ def train(
         architecture="" if device.type == "cpu" else _architecture(device),
         virtual=virtual,
         arithmetic=request.arithmetic,
-        model=found,
+        model=record,
         inputs=prepared.inputs.record(),
         state=tuple(STATE.changes),
         resumed=resumed,
@@ -138,8 +138,8 @@ def _watch(prepared: Prepared, watching: ProbeSet, resumed: Discovery | None = N
 def _resumed(prepared: Prepared, case: Case, step: int, folder: Path | None) -> tuple[Prepared, Resumed]:
     """A target that is built anew and has the state of the one that was trained, and what became of that state."""
     assert folder is not None, "a run that is resumed has a folder"
-    fresh = [prepare(each, prepared.world.device) for each in resumed_in(case)]
-    resumed = hand_over(prepared.target, [each.target for each in fresh], folder, step=step)
+    fresh = [prepare(resumed_case, prepared.world.device) for resumed_case in resumed_in(case)]
+    resumed = hand_over(prepared.target, [rebuilt.target for rebuilt in fresh], folder, step=step)
     fresh[-1].inputs.continue_from(prepared.inputs)
     return fresh[-1]._replace(built=prepared.built), resumed
 
@@ -281,5 +281,5 @@ def software() -> dict[str, str]:
 
 def _architecture(device: torch.device) -> str:
     """The architecture of a GPU: "sm90", "gfx942"."""
-    found = torch.cuda.get_device_properties(device)
-    return found.gcnArchName.partition(":")[0] if torch.version.hip else f"sm{found.major}{found.minor}"
+    properties = torch.cuda.get_device_properties(device)
+    return properties.gcnArchName.partition(":")[0] if torch.version.hip else f"sm{properties.major}{properties.minor}"

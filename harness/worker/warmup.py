@@ -70,9 +70,9 @@ def warm_up() -> None:
 def clear_mesh_caches() -> None:
     """Clear all caches of torch.distributed that may hold a mesh, a redistribution plan or a process group."""
     _clear_sharding_prop_cache()
-    for found in gc.get_objects():
-        if type(found) is _CACHED and (found.__module__ or "").startswith("torch.distributed"):
-            found.cache_clear()
+    for candidate in gc.get_objects():
+        if type(candidate) is _CACHED and (candidate.__module__ or "").startswith("torch.distributed"):
+            candidate.cache_clear()
     gc.collect()
 
 

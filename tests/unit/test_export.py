@@ -78,7 +78,7 @@ def test_a_script_is_complete_and_is_the_template_with_other_values(case: str, s
     assert "harness" not in text
     assert list(constants(text)) == list(constants(TEMPLATE.read_text()))
     values = re.compile(r"^[A-Z0-9_, ]+ = .*$", flags=re.MULTILINE)
-    template, written = (values.sub("", script.split('"""', 2)[2]) for script in (TEMPLATE.read_text(), text))
+    template, written = (values.sub("", source.split('"""', 2)[2]) for source in (TEMPLATE.read_text(), text))
     assert template == written
 
 

@@ -71,8 +71,8 @@ def _sending(kind: str, at: int) -> Callable[..., None]:
         if observers:
             sent, group = args[at : at + 2]
             op = _op_name(args[at + 2]) if kind in _REDUCTIONS else ""
-            for each in [sent] if isinstance(sent, Tensor) else sent:
-                parts = [each] if isinstance(each, Tensor) else each
+            for payload in [sent] if isinstance(sent, Tensor) else sent:
+                parts = [payload] if isinstance(payload, Tensor) else payload
                 _notify(kind, op, parts, parts[0].dtype, group)
 
     return before

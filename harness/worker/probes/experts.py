@@ -34,7 +34,7 @@ class _Block:
     def __init__(self, fqn: str) -> None:
         self.fqn = fqn
         self.step = 0
-        self.found: list[dict[str, Any]] = []
+        self.calls: list[dict[str, Any]] = []
         self._numbers: Counter[tuple[int, Phase]] = Counter()
         self._now: dict[str, Any] = {}
 
@@ -53,7 +53,7 @@ class _Block:
             "gradients": {},
         }
         self._numbers[self.step, phase] += 1
-        self.found.append(self._now)
+        self.calls.append(self._now)
 
     def sent(self, _: nn.Module, args: tuple[Tensor, Tensor]) -> None:
         self._rows("sent", args[0])
@@ -100,7 +100,7 @@ class ExpertProbe(Probe):
 
     def attach(self, model: nn.Module) -> None:
         modules = {clean_fqn(name): module for name, module in model.named_modules()}
-        for fqn in (each for each in expert_fqns(self._case.model) if each in modules):
+        for fqn in (expert_fqn for expert_fqn in expert_fqns(self._case.model) if expert_fqn in modules):
             block = _Block(fqn.rpartition(".")[0])
             self._blocks.append(block)
             experts = modules[fqn]
@@ -122,17 +122,17 @@ class ExpertProbe(Probe):
                 self._biases.append(ExpertBias(step=self._step, fqn=owner, bias=tuple(buffer.tolist())))
 
     def result(self) -> ExpertTrace:
-        found = (_call(block.fqn, each) for block in self._blocks for each in block.found)
+        calls = (_call(block.fqn, fields) for block in self._blocks for fields in block.calls)
         matmuls = (
             GroupedMatmuls(step=step, wgrad=wgrad, scaled=scaled, times=times)
             for (step, wgrad, scaled), times in sorted(self._matmuls.items())
         )
-        return ExpertTrace(calls=tuple(found), matmuls=tuple(matmuls), biases=tuple(self._biases))
+        return ExpertTrace(calls=tuple(calls), matmuls=tuple(matmuls), biases=tuple(self._biases))
 
 
-def _call(fqn: str, found: dict[str, Any]) -> ExpertCall:
-    values, gradients = (Rows(**found[kind]) for kind in ("values", "gradients"))
-    return ExpertCall(fqn=fqn, **{**found, "values": values, "gradients": gradients})
+def _call(fqn: str, fields: dict[str, Any]) -> ExpertCall:
+    values, gradients = (Rows(**fields[kind]) for kind in ("values", "gradients"))
+    return ExpertCall(fqn=fqn, **{**fields, "values": values, "gradients": gradients})
 
 
 @torch.no_grad()
@@ -140,8 +140,8 @@ def _call(fqn: str, found: dict[str, Any]) -> ExpertCall:
 def digests(rows: Tensor) -> bytes:
     """A digest of the bits of every row of a matrix: int64 each. Rows in another order have other digests."""
     bits = rows.detach().contiguous().view(_INTEGERS[rows.element_size()]).long()
-    found: bytes = (bits * _factors(rows.size(-1))).sum(-1).numpy(force=True).tobytes()
-    return found
+    row_digests: bytes = (bits * _factors(rows.size(-1))).sum(-1).numpy(force=True).tobytes()
+    return row_digests
 
 
 _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}

@@ -42,10 +42,10 @@ class FlopsProbe(Probe):
 
     def result(self) -> tuple[FlopsRecord, ...]:
         """What was counted; the two formats of float8 count as one precision."""
-        found: defaultdict[tuple[int, str, str], list[int]] = defaultdict(list)
+        by_precision: defaultdict[tuple[int, str, str], list[int]] = defaultdict(list)
         for (step, part, dtype), flops in self._flops.items():
-            found[step, part, precision_of(dtype)] += flops
+            by_precision[step, part, precision_of(dtype)] += flops
         return tuple(
             FlopsRecord(step=step, part=part, precision=precision, calls=len(flops), flops=sum(flops))
-            for (step, part, precision), flops in sorted(found.items())
+            for (step, part, precision), flops in sorted(by_precision.items())
         )

@@ -48,8 +48,8 @@ class _Called(NamedTuple):
     result: Any
 
     def fits(self, operator: str, operands: tuple[torch.Tensor, ...]) -> bool:
-        return self.operator == operator and [(each.shape, each.dtype) for each in self.operands] == [
-            (each.shape, each.dtype) for each in operands
+        return self.operator == operator and [(operand.shape, operand.dtype) for operand in self.operands] == [
+            (operand.shape, operand.dtype) for operand in operands
         ]
 
 
@@ -95,7 +95,7 @@ class GeneratedCodeWatcher:
             if module is None:
                 return stock(compiled, inputs)
             with torch.no_grad():
-                given = [each.clone() if isinstance(each, torch.Tensor) else each for each in inputs]
+                given = [argument.clone() if isinstance(argument, torch.Tensor) else argument for argument in inputs]
             self._called = []
             self._gradients.before_call(inputs)
             outputs = stock(compiled, inputs)
@@ -109,7 +109,7 @@ class GeneratedCodeWatcher:
 
     def _on_matmul(self, *tensors: torch.Tensor) -> None:
         if self._called is not None:
-            a, b, scale_a, scale_b, result = (each.clone() for each in tensors)
+            a, b, scale_a, scale_b, result = (tensor.clone() for tensor in tensors)
             self._called.append(_Called(_SCALED_MM.name(), (a, b), (scale_a, scale_b), result))
 
     def _on_fused(self, operator: str, given: dict[str, Any], result: Any) -> None:
@@ -150,8 +150,8 @@ class GeneratedCodeWatcher:
             )
         )
 
-    def take_for(self, found: torch.Tensor, repeated: torch.Tensor) -> None:
-        self._casts.alias(found, repeated)
+    def take_for(self, operand: torch.Tensor, repeated: torch.Tensor) -> None:
+        self._casts.alias(operand, repeated)
 
     def watch(self, node: torch.fx.Node, args: tuple[Any, ...], result: Any) -> None:
         self._casts(node, args, result)
@@ -187,11 +187,11 @@ class _Repetition(torch.fx.Interpreter):
 
     def _matmul(self, node: torch.fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         a, b, scale_a, scale_b = args[:4]
-        found = self._take(_SCALED_MM.name(), a, b)
-        if found is None:
+        call = self._take(_SCALED_MM.name(), a, b)
+        if call is None:
             self._watcher.note(node, "a", None, a)
             return _SCALED_MM(*args, **kwargs)
-        (found_a, found_b), (found_scale_a, found_scale_b) = found.operands, found.scales
+        (found_a, found_b), (found_scale_a, found_scale_b) = call.operands, call.scales
         self._watcher.take_for(found_a, a)
         self._watcher.take_for(found_b, b)
         self._watcher.note(node, "scale of a", found_scale_a, scale_a)
@@ -199,23 +199,23 @@ class _Repetition(torch.fx.Interpreter):
         moved = _moved_rows(found_a, a) if (scale_a == 1).all() else torch.ones((), device=a.device)
         self._watcher.note(node, "a", found_a.float() * found_scale_a * moved, a.float() * scale_a, a.dtype)
         self._watcher.note(node, "b", found_b.float() * found_scale_b, b.float() * scale_b, b.dtype)
-        return (found.result * moved).to(found.result.dtype)
+        return (call.result * moved).to(call.result.dtype)
 
     def _fused(self, node: torch.fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         assert isinstance(node.target, torch._ops.OpOverload)
         a = fused.naming(node.target)(args, kwargs)["A"]
-        found = self._take(_FUSED[node.target], a)
-        self._watcher.note(node, "a", found and found.operands[0], a)
-        return found.result if found else node.target(*args, **kwargs)
+        call = self._take(_FUSED[node.target], a)
+        self._watcher.note(node, "a", call and call.operands[0], a)
+        return call.result if call else node.target(*args, **kwargs)
 
     def _take(self, operator: str, *operands: torch.Tensor) -> _Called | None:
         """The call of the code with these operands: of those with such operands, the one with most equal bytes."""
-        fitting = [each for each in self._called if each.fits(operator, operands)]
+        fitting = [call for call in self._called if call.fits(operator, operands)]
         if not fitting:
             return None
-        found = max(fitting, key=lambda each: math.prod(map(_equal_bytes, each.operands, operands)))
-        self._called = [each for each in self._called if each is not found]
-        return found
+        closest = max(fitting, key=lambda call: math.prod(map(_equal_bytes, call.operands, operands)))
+        self._called = [call for call in self._called if call is not closest]
+        return closest
 
 
 def _moved_rows(found: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
@@ -243,7 +243,7 @@ def _norm(tensor: torch.Tensor) -> float:
 def _copied(result: Any) -> Any:
     if isinstance(result, torch.Tensor):
         return result.clone()
-    return result if result is None else type(result)(_copied(each) for each in result)
+    return result if result is None else type(result)(_copied(part) for part in result)
 
 
 class Distances(NamedTuple):
@@ -257,7 +257,9 @@ def distances(found: torch.Tensor | None, expected: torch.Tensor) -> Distances:
     """NaN where there is nothing to compare."""
     if found is None or found.shape != expected.shape:
         return Distances(math.nan, math.nan)
-    found, expected = (each.reshape(-1, each.shape[-1] if each.dim() else 1).double() for each in (found, expected))
+    found, expected = (
+        tensor.reshape(-1, tensor.shape[-1] if tensor.dim() else 1).double() for tensor in (found, expected)
+    )
     distance, norms = relative_distance(found, expected), expected.norm(dim=-1)
     if distance == 0 or not math.isfinite(distance):
         return Distances(distance, distance)

@@ -154,9 +154,9 @@ def _target_dtype(node: Any) -> torch.dtype | None:
     """What a conversion converts to; None of other operators."""
     if not isinstance(node, torch.fx.Node):
         return None
-    found = node.args[1] if node.target is _CONVERT else node.kwargs.get("dtype")
+    dtype = node.args[1] if node.target is _CONVERT else node.kwargs.get("dtype")
     is_conversion = node.target in {_CONVERT, _aten._to_copy.default}
-    return found if is_conversion and isinstance(found, torch.dtype) else None
+    return dtype if is_conversion and isinstance(dtype, torch.dtype) else None
 
 
 def phase_now() -> Phase:
@@ -206,8 +206,8 @@ def _origin(node: Any) -> torch.fx.Node:
     """The node whose elements `node` has."""
     while node.target in _VIEWS:
         node = node.all_input_nodes[0]
-    found: torch.fx.Node = node
-    return found
+    origin: torch.fx.Node = node
+    return origin
 
 
 _OF_COMPILER = r"L\['self'\]\.|(?:__dict__\['_modules'\]|_modules)\['_checkpoint_wrapped_module'\]\."

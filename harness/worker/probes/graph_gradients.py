@@ -57,7 +57,7 @@ class GradientWatcher:
         if self._model is None or in_backward() or evaluating():
             return
         parameters = {_place(param): clean_fqn(name) for name, param in self._model.named_parameters()}
-        self._forward.append([parameters.get(_place(each)) for each in inputs])
+        self._forward.append([parameters.get(_place(tensor)) for tensor in inputs])
 
     def after_call(self, outputs: Sequence[Any]) -> None:
         if not (self._forward and in_backward()):
@@ -71,14 +71,14 @@ class GradientWatcher:
     def after_backward(self, model: nn.Module, step: int) -> None:
         compiled = tuple(f"{clean_fqn(name)}." for name, part in model.named_modules() if is_compiled(part))
         grads = {clean_fqn(name): param.grad for name, param in model.named_parameters() if param.grad is not None}
-        found: Iterable[_Gradient] = (
+        gradients: Iterable[_Gradient] = (
             self._gradient(fqn, grad) for fqn, grad in grads.items() if fqn.startswith(compiled)
         )
         scale = 1.0
         if self._clips:
-            found = list(found)
-            scale = _common_scale(found)
-        self.distances += [self._distance(gradient, scale, step) for gradient in found]
+            gradients = list(gradients)
+            scale = _common_scale(gradients)
+        self.distances += [self._distance(gradient, scale, step) for gradient in gradients]
         self._returned.clear()
         self._forward.clear()
 
@@ -105,15 +105,15 @@ class GradientWatcher:
 def _common_scale(gradients: Iterable[_Gradient]) -> float:
     """The factor that most gradients show; 1 where none shows one."""
     shares = [
-        float((each.found * each.returned).sum() / each.returned.square().sum())
-        for each in gradients
-        if each.returned is not None
+        float((gradient.found * gradient.returned).sum() / gradient.returned.square().sum())
+        for gradient in gradients
+        if gradient.returned is not None
     ]
     return statistics.median([share for share in shares if math.isfinite(share)] or [1.0])
 
 
 def _nearest(distances: Sequence[float]) -> float:
-    return min(distances, key=lambda each: math.inf if math.isnan(each) else each)
+    return min(distances, key=lambda distance: math.inf if math.isnan(distance) else distance)
 
 
 def _summed_axes(grad: torch.Tensor) -> tuple[str, ...]:

@@ -219,7 +219,7 @@ class GraphProbe(Probe):
     def _record_call(self, operator: str, given: dict[str, Any], result: Any) -> None:
         with torch.no_grad():
             # In test mode the reference itself ran: there is nothing to hold it against.
-            found = _Comparison() if symm_mem._is_test_mode else _compared(operator, given, result)
+            comparison = _Comparison() if symm_mem._is_test_mode else _compared(operator, given, result)
         phase: Phase = "backward" if in_backward() else "forward"
         key = (self._step, phase, operator, given["A"].shape, len(given.get("Bs", [None])))
         before = self._calls.get(key)
@@ -229,9 +229,9 @@ class GraphProbe(Probe):
             operator=operator,
             collective="all_gather" if "gather_dim" in given else "reduce_scatter",
             times=1 + (before.times if before else 0),
-            rows=found.rows + (before.rows if before else 0),
-            wrong_rows=found.wrong_rows + (before.wrong_rows if before else 0),
-            example=before.example if before and before.example else found.example,
+            rows=comparison.rows + (before.rows if before else 0),
+            wrong_rows=comparison.wrong_rows + (before.wrong_rows if before else 0),
+            example=before.example if before and before.example else comparison.example,
         )
 
 
@@ -249,11 +249,13 @@ def _compared(operator: str, given: dict[str, Any], result: Any) -> _Comparison:
         scattered = "gather_dim" not in given
         pairs = list(zip(_tensors(result), _tensors(expected), strict=True))
         gathered = [gathered_copies(right, group) if scattered else [right] for _, right in pairs]
-    found = [_compare_rows(left, right, candidates) for (left, right), candidates in zip(pairs, gathered, strict=True)]
+    comparisons = [
+        _compare_rows(left, right, candidates) for (left, right), candidates in zip(pairs, gathered, strict=True)
+    ]
     return _Comparison(
-        rows=sum(each.rows for each in found),
-        wrong_rows=sum(each.wrong_rows for each in found),
-        example=next((each.example for each in found if each.example), None),
+        rows=sum(comparison.rows for comparison in comparisons),
+        wrong_rows=sum(comparison.wrong_rows for comparison in comparisons),
+        example=next((comparison.example for comparison in comparisons if comparison.example), None),
     )
 
 

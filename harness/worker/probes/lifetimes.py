@@ -85,7 +85,7 @@ class Lifetimes:
         """
         self._gathered = set(gathered)
         held = (*model.parameters(), *model.buffers())
-        self._of_model = {_storage(local_part(each)) for each in held}
+        self._of_model = {_storage(local_part(tensor)) for tensor in held}
         frozen = (name for name, param in model.named_parameters() if not param.requires_grad)
         self._frozen = {clean_fqn(name).rpartition(".")[0] for name in frozen}
 
@@ -113,7 +113,7 @@ class Lifetimes:
 
     def _look(
         self,
-        what: Literal["data", "scale", "source"],
+        kind: Literal["data", "scale", "source"],
         use: Use,
         tensor: torch.Tensor,
         read: Callable[[], Content | None],
@@ -123,36 +123,38 @@ class Lifetimes:
         address, version = _version(tensor)
         if not address:
             return  # it has no elements
-        first = self._first.get((what, address))
+        first = self._first.get((kind, address))
         if first is None or first.storage.expired() or version > first.version:
             storage = StorageWeakRef(tensor.untyped_storage())
-            self._first[what, address] = _First(storage, version, read(), use.by, use.role, source)
+            self._first[kind, address] = _First(storage, version, read(), use.by, use.role, source)
             return
         is_other = source is not None and first.source is not None and _are_others(use, source, first, first.source)
         if (not is_other and first.by == use.by) or _storage(tensor) in self._of_model:
             return
         content = read()
         if content is not None and first.content is not None and not content.is_same(first.content):
-            self._first[what, address] = _First(first.storage, version, content, use.by, use.role, source)
+            self._first[kind, address] = _First(first.storage, version, content, use.by, use.role, source)
         elif not _changes_nothing(tensor):
-            self._again.append(_Again("other_scale" if is_other else what, use, first))
+            self._again.append(_Again("other_scale" if is_other else kind, use, first))
 
     def end_step(self) -> list[Aged]:
         """What was used again that is of another step, or an activation of another microbatch."""
         self._first = {place: first for place, first in self._first.items() if not first.storage.expired()}
-        passes = {each for again in self._again for each in (again.use.by, again.first.by)}
+        passes = {module_pass for again in self._again for module_pass in (again.use.by, again.first.by)}
         passes |= {first.by for first in self._first.values()}
-        self._microbatch = {each: self._microbatch.get(each) or self._microbatch_of(each) for each in passes}
+        self._microbatch = {
+            module_pass: self._microbatch.get(module_pass) or self._microbatch_of(module_pass) for module_pass in passes
+        }
         self._calls.clear()
         aged = [self._aged(again) for again in self._again if self._is_aged(again)]
         self._again.clear()
         return aged
 
-    def _microbatch_of(self, each: Pass) -> int:
+    def _microbatch_of(self, module_pass: Pass) -> int:
         """Calls of a module are spread over microbatches evenly, in order; 0 where it is not known."""
-        if each.number == 0:
+        if module_pass.number == 0:
             return 0
-        return (each.number - 1) * self._microbatches // self._calls[each.fqn, each.phase] + 1
+        return (module_pass.number - 1) * self._microbatches // self._calls[module_pass.fqn, module_pass.phase] + 1
 
     def _is_aged(self, again: _Again) -> bool:
         use, first = again.use, again.first.by

@@ -78,7 +78,9 @@ def _storage(tensor: torch.Tensor) -> int:
 def _watch_cast(probe: OperandProbe, original: Callable[..., Any], dim: int, rounds_down: bool) -> Callable[..., Any]:
     def cast(source: torch.Tensor, *args: Any, **options: Any) -> Any:
         result = original(source, *args, **options)
-        bits, scale = (each.to_local() if isinstance(each, DTensor) else each for each in (result.qdata, result.scale))
+        bits, scale = (
+            tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in (result.qdata, result.scale)
+        )
         seen = Cast(local_part(source), bits if dim == -1 else bits.t(), scale, dim, BLOCK, rounds_down)
         probe.record_cast(seen, logical=source, role=_role(probe, source))
         return result

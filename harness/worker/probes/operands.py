@@ -165,8 +165,8 @@ class OperandProbe(Probe):
         """Note which weights FSDP2 still holds gathered."""
         gathered = (param._module_info for param in fsdp_params(model) if is_gathered(param))
         self._kept += [
-            KeptWeight(step=self._step, fqn=self._fqns.get(each.module, UNKNOWN), name=each.param_name)
-            for each in gathered
+            KeptWeight(step=self._step, fqn=self._fqns.get(module_info.module, UNKNOWN), name=module_info.param_name)
+            for module_info in gathered
         ]
 
     def result(self) -> OperandTrace:
@@ -219,7 +219,7 @@ class OperandProbe(Probe):
 
     def _watch_subclasses(self) -> None:
         """A user's own kind of `Float8Linear`, such as one that keeps casts, may have a forward of its own."""
-        kinds = {forward_owner(each) for each in self._fqns if isinstance(each, float8_linear.Float8Linear)}
+        kinds = {forward_owner(module) for module in self._fqns if isinstance(module, float8_linear.Float8Linear)}
         for kind in kinds - self._watched:
             self._watched.add(kind)
             self.replace(kind, "forward", self.watch_linear(vars(kind)["forward"]))
@@ -376,7 +376,7 @@ class OperandProbe(Probe):
 
     def _look_at_age(self, gemm: GemmRole, given: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
         place = self._places[-1]
-        operands = [(each._data, each._scale) for each in self._held] or given
+        operands = [(operand._data, operand._scale) for operand in self._held] or given
         for role, (data, scale) in zip(GEMM_OPERANDS[gemm], operands, strict=True):
             if role != "weight" or place.fqn not in self._gathered:  # of what is gathered, memory is used again
                 self._lifetimes.multiply(Use(self._index, place.by, role, gemm), data=data, scale=scale)

@@ -107,12 +107,12 @@ def _operators(graph: torch.fx.Graph) -> Nodes:
 
 
 def _unchanged(graph: torch.fx.Graph) -> dict[str, str]:
-    found: dict[str, str] = {}
+    sources: dict[str, str] = {}
     for node in graph.nodes:
         if node.target in _VIEWS and _same(node.meta["val"], node.all_input_nodes[0].meta["val"]):
             source = node.all_input_nodes[0].name
-            found[node.name] = found.get(source, source)
-    return found
+            sources[node.name] = sources.get(source, source)
+    return sources
 
 
 def _same(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -159,15 +159,15 @@ _OPTIMIZERS: weakref.WeakKeyDictionary[nn.Module, list[weakref.ref[Optimizer]]] 
 
 def optimizers_of(model: nn.Module) -> list[Optimizer]:
     """Those that update parameters of the model. They are searched for once: later, gc may no longer list them."""
-    known = [alive for each in _OPTIMIZERS.get(model, ()) if (alive := each()) is not None]
+    known = [alive for reference in _OPTIMIZERS.get(model, ()) if (alive := reference()) is not None]
     if known:
         return known
     mine = {id(param) for param in model.parameters()}
-    found = [
-        each
-        for each in gc.get_objects()
-        if issubclass(type(each), Optimizer)
-        and any(id(param) in mine for group in each.param_groups for param in group["params"])
+    optimizers = [
+        candidate
+        for candidate in gc.get_objects()
+        if issubclass(type(candidate), Optimizer)
+        and any(id(param) in mine for group in candidate.param_groups for param in group["params"])
     ]
-    _OPTIMIZERS[model] = [weakref.ref(each) for each in found]
-    return found
+    _OPTIMIZERS[model] = [weakref.ref(optimizer) for optimizer in optimizers]
+    return optimizers

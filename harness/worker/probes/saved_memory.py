@@ -93,19 +93,19 @@ class Census:
         self._model = model
         self._optimizers = optimizers_of(model)
         tensors = [live.tensor for live in self._alive(explained=())]
-        integers = [each for each in tensors if not (each.is_floating_point() or each.is_complex())]
-        self._data = [StorageWeakRef(each.untyped_storage()) for each in integers]
+        integers = [tensor for tensor in tensors if not (tensor.is_floating_point() or tensor.is_complex())]
+        self._data = [StorageWeakRef(tensor.untyped_storage()) for tensor in integers]
 
     def set_aside(self) -> None:
         """Let Python list no object again that is alive now. The tensors among them are remembered, but not kept."""
         gc.collect()  # a cycle that is set aside would never be collected
-        self._set_aside = [weakref.ref(each) for each in self._searched() if not _is_fake(each)]
+        self._set_aside = [weakref.ref(candidate) for candidate in self._searched() if not _is_fake(candidate)]
         gc.freeze()
 
     def _searched(self) -> list[Any]:
         """The tensors and meshes that exist."""
         listed = gc.get_objects()
-        known = (alive for each in self._set_aside if (alive := each()) is not None)
+        known = (alive for reference in self._set_aside if (alive := reference()) is not None)
         return [*known, *compress(listed, map(_Searched().__getitem__, map(type, listed)))]
 
     def take(self, moment: Moment, saved: Iterable[StorageWeakRef] = ()) -> LiveMemory:
@@ -116,30 +116,30 @@ class Census:
         explained = {weak.cdata for weak in (*saved, *self._data) if not weak.expired()}
         explained -= _storages(gathered)  # backward reads some of them
         explained |= _storages(self._owned(self._model, managed, gathered))
-        found = self._alive(explained)
-        large = [live for live in found if live.nbytes > live.tensor.element_size()]
+        unexplained = self._alive(explained)
+        large = [live for live in unexplained if live.nbytes > live.tensor.element_size()]
         holders = _holders(self._model) if large else {}
         return LiveMemory(
             moment=moment,
-            scalars=len(found) - len(large),
+            scalars=len(unexplained) - len(large),
             tensors=tuple(sorted((_record(live, holders) for live in large), key=_order)),
         )
 
     def _alive(self, explained: Collection[int]) -> list[_Live]:
         """Storages with memory that are unexplained. What a wrapper such as a DTensor holds is an object of its own."""
         objects = self._searched()
-        tensors: list[torch.Tensor] = [each for each in objects if type(each) not in _MESHES]
-        hidden = {id(plain) for each in tensors if is_owned(each) for plain in plain_tensors(each)}
-        hidden |= {id(held) for each in objects if type(each) in _MESHES for held in vars(each).values()}
-        found: dict[int, _Live] = {}
+        tensors: list[torch.Tensor] = [candidate for candidate in objects if type(candidate) not in _MESHES]
+        hidden = {id(plain) for owned in tensors if is_owned(owned) for plain in plain_tensors(owned)}
+        hidden |= {id(held) for mesh in objects if type(mesh) in _MESHES for held in vars(mesh).values()}
+        unexplained: dict[int, _Live] = {}
         for tensor in tensors:
             if id(tensor) not in hidden and not _wraps(type(tensor)):
                 storage = tensor.untyped_storage()
                 if storage._cdata not in explained and storage.nbytes() and not _is_fake(tensor):
-                    known = found.get(storage._cdata)
+                    known = unexplained.get(storage._cdata)
                     if known is None or _form(known.tensor) < _form(tensor):
-                        found[storage._cdata] = _Live(tensor, storage.nbytes())
-        return list(found.values())
+                        unexplained[storage._cdata] = _Live(tensor, storage.nbytes())
+        return list(unexplained.values())
 
     def _owned(self, model: nn.Module, managed: list[Any], gathered: list[torch.Tensor]) -> Iterator[torch.Tensor]:
         """The storages that may be alive at any moment: parameters, buffers, optimizer state and data."""
@@ -175,11 +175,11 @@ def _wraps(kind: Hashable) -> bool:
     return hasattr(kind, "__tensor_flatten__")
 
 
-def _is_fake(found: object) -> bool:
+def _is_fake(candidate: object) -> bool:
     """True for a tensor in a compiler's description of a graph, whose storage is of the device `meta`."""
-    if not isinstance(found, torch.Tensor) or _wraps(type(found)):
+    if not isinstance(candidate, torch.Tensor) or _wraps(type(candidate)):
         return False
-    return found.untyped_storage().device.type == "meta"
+    return candidate.untyped_storage().device.type == "meta"
 
 
 def _storages(tensors: Iterable[torch.Tensor]) -> set[int]:
@@ -209,9 +209,9 @@ def _tensors_in(value: Any) -> Collection[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         return (value,)
     if type(value) in (list, tuple, set):
-        return [each for each in value if isinstance(each, torch.Tensor)]
+        return [element for element in value if isinstance(element, torch.Tensor)]
     if type(value) is dict:
-        return [each for each in value.values() if isinstance(each, torch.Tensor)]
+        return [element for element in value.values() if isinstance(element, torch.Tensor)]
     return ()
 
 

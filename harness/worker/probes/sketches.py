@@ -70,9 +70,9 @@ class SketchProbe(Probe):
         for group in local.chunk(groups):
             at = list(place.offset)
             for piece in group.chunk(self._pieces // groups, dim):
-                found = place._replace(offset=tuple(at))
+                piece_place = place._replace(offset=tuple(at))
                 self._sketches.append(
-                    _sketch(name, kind, max(1, self._step), piece, found, replicas=self._replicas, cut=dim)
+                    _sketch(name, kind, max(1, self._step), piece, piece_place, replicas=self._replicas, cut=dim)
                 )
                 at[dim] += piece.shape[dim]
             place = place._replace(offset=(place.offset[0] + len(group), *place.offset[1:]))

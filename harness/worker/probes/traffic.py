@@ -51,8 +51,10 @@ class TrafficProbe(Probe):
 
     def result(self) -> tuple[TrafficRecord, ...]:
         """One record for every step, axis, kind, reduction and dtype that occurred, in that order."""
-        found = (self._record(key, elements) for key, elements in self._elements.items())
-        return tuple(sorted(found, key=lambda each: (each.step, each.axis, each.kind, each.op, each.dtype)))
+        records = (self._record(key, elements) for key, elements in self._elements.items())
+        return tuple(
+            sorted(records, key=lambda record: (record.step, record.axis, record.kind, record.op, record.dtype))
+        )
 
     def _record(self, key: _Key, elements: list[int]) -> TrafficRecord:
         return TrafficRecord(

@@ -157,5 +157,5 @@ def _memory(target: ReferenceTarget, probe: _SimulatedMemoryProbe, peak: int) ->
 
 
 def _bytes(tensors: Iterable[torch.Tensor]) -> int:
-    plain = (each.untyped_storage() for tensor in tensors for each in plain_tensors(tensor))
+    plain = (plain_tensor.untyped_storage() for tensor in tensors for plain_tensor in plain_tensors(tensor))
     return sum({storage._cdata: storage.nbytes() for storage in plain}.values())
