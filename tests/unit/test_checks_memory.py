@@ -94,8 +94,8 @@ PLACES = st.tuples(st.integers(0, 1), st.integers(1, STEPS), st.integers(0, 1)) 
 def censuses(case: Case, rank: int = 0) -> Records:
     """What a correct run records."""
     alive = tuple(
-        LiveTensor(dtype=each.dtype, shape=(each.nbytes,), nbytes=each.nbytes, holder="")
-        for each in expected_live(case, rank=rank, moment="forward")
+        LiveTensor(dtype=storage.dtype, shape=(storage.nbytes,), nbytes=storage.nbytes, holder="")
+        for storage in expected_live(case, rank=rank, moment="forward")
     )
     live = (
         LiveMemory(moment="forward", scalars=expected_scalars(case, moment="forward"), tensors=alive),

@@ -120,9 +120,9 @@ def swapped(held: bytes) -> bytes:
 def test_swapped_rows_are_found_where_they_got_lost(field: str, rule: str, rank: int) -> None:
     values = call_of(1).values
     (finding, *_) = [
-        each
-        for each in found_with(values=replace(values, **{field: swapped(getattr(values, field))}))
-        if each.rule == f"routing/{rule}"
+        finding
+        for finding in found_with(values=replace(values, **{field: swapped(getattr(values, field))}))
+        if finding.rule == f"routing/{rule}"
     ]
     assert (finding.module, finding.step, finding.rank) == (FQN, 1, rank)
     assert "row" in str(finding.expected) and "that is" in str(finding.found)

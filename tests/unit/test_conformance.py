@@ -209,10 +209,10 @@ def test_known_deviations_are_told_apart_and_none_is_left_over():
     names = [deviation.name for deviation in KNOWN]
     assert len(set(names)) == len(names)
     hit = Counter(
-        each.name
+        deviation.name
         for check in fixed_checks()
-        for each in KNOWN
-        if each.hits(check, "2.13.0") or each.hits(check, "2.15.0")
+        for deviation in KNOWN
+        if deviation.hits(check, "2.13.0") or deviation.hits(check, "2.15.0")
     )
     assert set(hit) == set(names)
 

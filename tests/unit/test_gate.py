@@ -280,8 +280,8 @@ def test_numbers_that_moved_are_named_and_gate_beyond_the_tolerance() -> None:
     assert not held([result()], [moved(CASE, 0.02)]).go
     assert not held([result()], [moved(CASE, float("nan"))]).go
     unlimited = [
-        replace(each, measured=replace(each.measured or GOOD, allowed_loss=()))
-        for each in (result(), moved(CASE, 5.0), moved(CASE, float("nan")))
+        replace(case, measured=replace(case.measured or GOOD, allowed_loss=()))
+        for case in (result(), moved(CASE, 5.0), moved(CASE, float("nan")))
     ]
     assert [held(unlimited[:1], [case]).go for case in unlimited] == [True, True, False]
 

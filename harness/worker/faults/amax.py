@@ -162,8 +162,8 @@ def one_linear_scaled_with_margin() -> None:
     chosen: list[nn.Linear | None] = [None]
 
     def choose(model: nn.Module) -> None:
-        found = converted_linears(model)
-        chosen[0] = found[narrowing_linear(found)]
+        linears = converted_linears(model)
+        chosen[0] = linears[narrowing_linear(linears)]
 
     after_build(choose)
     inside = in_forward_of(lambda linear: linear is chosen[0])

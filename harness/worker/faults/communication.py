@@ -120,7 +120,7 @@ def norm_gradients_not_reduced(model: nn.Module) -> None:
     for param in model.parameters():
         grad = param.grad
         if isinstance(grad, DTensor) and any(placement.is_partial() for placement in grad.placements):
-            placements = [Replicate() if each.is_partial() else each for each in grad.placements]
+            placements = [Replicate() if placement.is_partial() else placement for placement in grad.placements]
             param.grad = DTensor.from_local(grad._local_tensor, grad.device_mesh, placements, run_check=False)
 
 

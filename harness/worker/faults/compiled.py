@@ -109,7 +109,10 @@ def produced_chunks_swapped(stock: Any, produce: Any, output: Any, group_name: s
 
 
 blocks_not_compiled = partial(
-    wrap_everywhere, torch, "compile", lambda stock, block=None, **_: (lambda each: each) if block is None else block
+    wrap_everywhere,
+    torch,
+    "compile",
+    lambda stock, block=None, **_: (lambda module: module) if block is None else block,
 )
 
 
@@ -130,8 +133,8 @@ def _after_passes(change: Callable[[torch.fx.Graph], int]) -> None:
 def _clamps(graph: torch.fx.Graph) -> list[Any]:
     """The clamps of all casts to float8, in inductor to the minimum: of the product of a tensor and its scale."""
     targets = (_aten.clamp.default, _aten.clamp_min.default)
-    found = [node for target in targets for node in graph.find_nodes(op="call_function", target=target)]
-    return [clamp for clamp in found if clamp.args[0].target is _aten.mul.Tensor]
+    clamps = [node for target in targets for node in graph.find_nodes(op="call_function", target=target)]
+    return [clamp for clamp in clamps if clamp.args[0].target is _aten.mul.Tensor]
 
 
 def _insert_behind(node: torch.fx.Node, function: Callable[..., torch.Tensor], argument: Any) -> None:
@@ -239,7 +242,7 @@ def recomputed_cast_by_another_scale(graph: torch.fx.Graph, repeated: set[str]) 
         return 0
     last = products[-1]
     shape = last.meta["val"].shape
-    others = [each for each in products if each.meta["val"].shape != shape]  # weights of one shape start alike
+    others = [product for product in products if product.meta["val"].shape != shape]  # weights of one shape start alike
     for other in others[-1:]:
         last.args = (last.args[0], other.args[1])
     return len(others)
@@ -256,15 +259,15 @@ def recomputed_norm_without_epsilon(graph: torch.fx.Graph, repeated: set[str]) -
 
 @planted(_after_passes)
 def compiled_amax_of_half_the_rows(graph: torch.fx.Graph) -> int:
-    found = [node for node in graph.find_nodes(op="call_function", target=_aten.max.default) if len(node.args) == 1]
-    for amax in found:
+    maxima = [node for node in graph.find_nodes(op="call_function", target=_aten.max.default) if len(node.args) == 1]
+    for amax in maxima:
         magnitudes: Any = amax.args[0]
         rows = magnitudes.meta["val"].shape[0] // 2
         with graph.inserting_before(amax):
             half = graph.call_function(_aten.slice.Tensor, (magnitudes, 0, 0, rows))
         half.meta["val"] = magnitudes.meta["val"][:rows]
         amax.args = (half,)
-    return len(found)
+    return len(maxima)
 
 
 @planted(_after_passes)

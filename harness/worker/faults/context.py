@@ -36,9 +36,9 @@ def positions_of_contiguous_pieces(_: Any, context: OfRank, table: Tensor) -> Te
 
 def _without_order(stock: Any, context: OfRank, given: Tensor) -> Tensor:
     order, context.order = context.order, torch.arange(len(context.order))
-    found: Tensor = stock(context, given)
+    gathered: Tensor = stock(context, given)
     context.order = order
-    return found
+    return gathered
 
 
 keys_in_order_of_ranks = partial(wrap, OfRank, "gathered", _without_order)
@@ -73,10 +73,10 @@ def _with_gradient(change: Any) -> None:
     """Replace the gradient of gathered keys and values, before ranks add theirs up, by `change(gradient, context)`."""
 
     def gathered(stock: Any, context: OfRank, given: Tensor) -> Tensor:
-        found: Tensor = stock(context, given)
-        if found.requires_grad:
-            found.register_hook(lambda gradient: change(gradient, context))
-        return found
+        keys: Tensor = stock(context, given)
+        if keys.requires_grad:
+            keys.register_hook(lambda gradient: change(gradient, context))
+        return keys
 
     wrap(OfRank, "gathered", gathered)
 

@@ -65,31 +65,31 @@ def conversion_reverted(model: nn.Module) -> None:
 
 
 @planted(_filter)
-def filter_of_a_renamed_module(stock: Filter, found: dict[str, nn.Linear]) -> Filter:
-    left_out = [fqn for fqn, linear in found.items() if not stock(linear, fqn)][-1:]
+def filter_of_a_renamed_module(stock: Filter, by_fqn: dict[str, nn.Linear]) -> Filter:
+    left_out = [fqn for fqn, linear in by_fqn.items() if not stock(linear, fqn)][-1:]
     return lambda module, fqn: stock(module, fqn) or fqn in left_out
 
 
 filter_split_into_letters = partial(
-    _filter, lambda stock, found: lambda module, fqn: not any(letter in fqn for letter in "output")
+    _filter, lambda stock, by_fqn: lambda module, fqn: not any(letter in fqn for letter in "output")
 )
 
 
 @planted(_filter)
-def filter_of_another_predicate(stock: Filter, found: dict[str, nn.Linear]) -> Filter:
+def filter_of_another_predicate(stock: Filter, by_fqn: dict[str, nn.Linear]) -> Filter:
     """Another filter than the computed one is used: the second linear of every MLP stays in high precision."""
-    name = _module_name(narrowing_linear(found))
+    name = _module_name(narrowing_linear(by_fqn))
     return lambda module, fqn: stock(module, fqn) and _module_name(fqn) != name
 
 
-filter_sees_single_modules = partial(_filter, lambda stock, found: lambda module, fqn: stock(module, ""))
+filter_sees_single_modules = partial(_filter, lambda stock, by_fqn: lambda module, fqn: stock(module, ""))
 
 
 @planted(_filter)
-def one_rank_leaves_a_linear_out(stock: Filter, found: dict[str, nn.Linear]) -> Filter:
+def one_rank_leaves_a_linear_out(stock: Filter, by_fqn: dict[str, nn.Linear]) -> Filter:
     """One rank numbers layers differently and leaves the second linear of the first MLP in high precision."""
-    name = _module_name(narrowing_linear(found))
-    left_out = next(fqn for fqn in found if _module_name(fqn) == name)
+    name = _module_name(narrowing_linear(by_fqn))
+    left_out = next(fqn for fqn in by_fqn if _module_name(fqn) == name)
     return lambda module, fqn: stock(module, fqn) and not (on_odd_rank() and fqn == left_out)
 
 

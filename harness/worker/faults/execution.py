@@ -105,7 +105,9 @@ def kernel_reads_first_row_scale(
 
 
 def partial_output_of_one_rank_off() -> None:
-    adds_up = in_forward_of(lambda linear: any(each.is_shard(1) for each in getattr(linear.weight, "placements", ())))
+    adds_up = in_forward_of(
+        lambda linear: any(placement.is_shard(1) for placement in getattr(linear.weight, "placements", ()))
+    )
 
     def addmm(stock: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         product: torch.Tensor = stock(*args, **kwargs)
@@ -234,9 +236,9 @@ def attention_backward_scales_keys(
 
 def _norm_eps(eps: float) -> None:
     def change(model: nn.Module) -> None:
-        found = [norm for norm in norms(model) if hasattr(norm, "eps")]
-        assert found, "no norm of the model has an eps"
-        for norm in found:
+        with_eps = [norm for norm in norms(model) if hasattr(norm, "eps")]
+        assert with_eps, "no norm of the model has an eps"
+        for norm in with_eps:
             norm.eps = eps
 
     after_build(change)

@@ -220,8 +220,8 @@ def row_behind_the_last_group_read(stock: Any, counts: Tensor, multiple: int) ->
 def padding_not_initialised(stock: Any, module: GroupedExperts, rows: Tensor, counts: Tensor) -> Any:
     class _Empty(torch.utils._python_dispatch.TorchDispatchMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            found = func(*args, **(kwargs or {}))
-            return torch.full_like(found, torch.nan) if func is torch.ops.aten.new_zeros.default else found
+            output = func(*args, **(kwargs or {}))
+            return torch.full_like(output, torch.nan) if func is torch.ops.aten.new_zeros.default else output
 
     with _Empty():
         return stock(module, rows, counts)
@@ -324,9 +324,9 @@ def _norms(change: Callable[[Tensor], Tensor]) -> None:
     """Change the norm of the gradients of experts, before it is added to that of all others."""
 
     def total(stock: Any, tensors: Any, *args: Any, **kwargs: Any) -> Any:
-        found = stock(tensors, *args, **kwargs)
-        of_experts = [each for each in tensors if each.dim() == 3]
-        return change(found) if len(of_experts) == len(tensors) else found
+        norm = stock(tensors, *args, **kwargs)
+        of_experts = [tensor for tensor in tensors if tensor.dim() == 3]
+        return change(norm) if len(of_experts) == len(tensors) else norm
 
     wrap(build, "get_total_norm", total)
 

@@ -37,9 +37,9 @@ def planted(hook: Callable[..., object], *where: Any) -> Callable[[Change], Plan
 
 def wrap(owner: Any, name: str, change: Change) -> None:
     """Replace a function or method by `change(stock, *args, **kwargs)`; static and class methods stay what they are."""
-    found = vars(owner).get(name)
-    if isinstance(found, (staticmethod, classmethod)):
-        setattr(owner, name, type(found)(_around(found.__func__, change)))
+    attribute = vars(owner).get(name)
+    if isinstance(attribute, (staticmethod, classmethod)):
+        setattr(owner, name, type(attribute)(_around(attribute.__func__, change)))
     else:
         setattr(owner, name, _around(getattr(owner, name), change))
 
@@ -315,7 +315,9 @@ def blocks(model: nn.Module) -> list[nn.Module]:
     containers = [
         module for module in model.modules() if isinstance(module, (nn.ModuleList, nn.ModuleDict)) and len(module)
     ]
-    largest = max(containers, key=lambda each: sum(param.numel() for param in each.parameters()), default=None)
+    largest = max(
+        containers, key=lambda container: sum(param.numel() for param in container.parameters()), default=None
+    )
     return [model] if largest is None else list(largest.children())
 
 
@@ -329,14 +331,14 @@ def last_block(model: nn.Module) -> nn.Module:
 
 def first_weight(model: nn.Module) -> torch.Tensor:
     """The weight of the first linear that is trained."""
-    found = [linear.weight for linear in linears(model).values() if linear.weight.requires_grad]
-    assert found, "no linear of the model is trained"
-    return found[0]
+    weights = [linear.weight for linear in linears(model).values() if linear.weight.requires_grad]
+    assert weights, "no linear of the model is trained"
+    return weights[0]
 
 
-def narrowing_linear(found: Mapping[str, nn.Linear]) -> str:
+def narrowing_linear(by_fqn: Mapping[str, nn.Linear]) -> str:
     """The name of the last of these linears that has fewer outputs than inputs, as the second of an MLP has."""
-    names = [fqn for fqn, linear in found.items() if linear.out_features < linear.in_features]
+    names = [fqn for fqn, linear in by_fqn.items() if linear.out_features < linear.in_features]
     assert names, "no linear has fewer outputs than inputs"
     return names[-1]
 
@@ -344,9 +346,9 @@ def narrowing_linear(found: Mapping[str, nn.Linear]) -> str:
 def widening_weight(model: nn.Module) -> torch.Tensor:
     """The weight of the first linear of the last block with more outputs than inputs, as the first of an MLP has."""
     among = linears(last_block(model)).values()
-    found = [linear.weight for linear in among if linear.out_features > linear.in_features]
-    assert found, "no linear of the last block has more outputs than inputs"
-    return found[0]
+    weights = [linear.weight for linear in among if linear.out_features > linear.in_features]
+    assert weights, "no linear of the last block has more outputs than inputs"
+    return weights[0]
 
 
 def last_weight_like_the_first(model: nn.Module) -> torch.Tensor:
@@ -369,9 +371,9 @@ def two_alike(model: nn.Module) -> tuple[torch.Tensor, torch.Tensor]:
 
 def norms(model: nn.Module) -> list[Any]:
     """The modules with a vector of their own, but for linears: norms, of whatever class."""
-    found = [module for module in model.modules() if not isinstance(module, nn.Linear) and _vectors(module)]
-    assert found, "the model has no norm with a weight"
-    return found
+    norm_modules = [module for module in model.modules() if not isinstance(module, nn.Linear) and _vectors(module)]
+    assert norm_modules, "the model has no norm with a weight"
+    return norm_modules
 
 
 def norm_weights(model: nn.Module) -> list[nn.Parameter]:

@@ -73,8 +73,8 @@ class _Cast(NamedTuple):
 
 
 def _is_last_narrowing(linear: nn.Module) -> bool:
-    found = converted_linears(RUN.target.model)
-    return linear is found[narrowing_linear(found)]
+    linears = converted_linears(RUN.target.model)
+    return linear is linears[narrowing_linear(linears)]
 
 
 def _after_casts(change: Callable[[_Cast], object]) -> None:
@@ -352,8 +352,8 @@ def mxfp8_bias_dropped() -> None:
 
 @planted(after_build)
 def one_linear_not_in_mxfp8(model: nn.Module) -> None:
-    found = converted_linears(model)
-    found[narrowing_linear(found)].__class__ = nn.Linear
+    linears = converted_linears(model)
+    linears[narrowing_linear(linears)].__class__ = nn.Linear
 
 
 def wrapper_lost_in_all_gather() -> None:
@@ -362,8 +362,8 @@ def wrapper_lost_in_all_gather() -> None:
     kind = importlib.import_module(_WRAPPER).MXFP8TrainingWeightWrapperTensor
 
     def choose(model: nn.Module) -> None:
-        found = converted_linears(model)
-        chosen.append(local_part(found[narrowing_linear(found)].weight).data_ptr())
+        linears = converted_linears(model)
+        chosen.append(local_part(linears[narrowing_linear(linears)].weight).data_ptr())
 
     def post_all_gather(stock: Any, weight: Any, outputs: Any, *args: Any, out: Any = None) -> Any:
         if weight._data.data_ptr() not in chosen:

@@ -66,8 +66,8 @@ def bias_gradient_of_own_positions() -> None:
             linear.register_forward_hook(watch, prepend=True)
 
     def change(model: nn.Module) -> None:
-        for linear, found in sums.items():
-            _gradient(linear).copy_(torch.stack(found).sum(0))
+        for linear, gradients in sums.items():
+            _gradient(linear).copy_(torch.stack(gradients).sum(0))
         sums.clear()
 
     after_build(attach)

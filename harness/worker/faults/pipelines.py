@@ -50,12 +50,12 @@ def gradient_of_another_microbatch(stock: Any, stage: Any, number: int) -> Any:
 @planted(wrap, _PipelineStageBase, _RECEIVED[1])
 def gradient_of_last_microbatch_lost(stock: Any, stage: Any, number: int) -> Any:
     received = stock(stage, number)
-    return tuple(each * (number < RUN.case.train.accumulation - 1) for each in received)
+    return tuple(tensor * (number < RUN.case.train.accumulation - 1) for tensor in received)
 
 
 @planted(wrap, _PipelineStageBase, _RECEIVED[1])
 def gradient_of_first_microbatch_added_twice(stock: Any, stage: Any, number: int) -> Any:
-    return tuple(each * (2 if number == 0 else 1) for each in stock(stage, number))
+    return tuple(gradient * (2 if number == 0 else 1) for gradient in stock(stage, number))
 
 
 @planted(wrap, schedules._PipelineSchedule, "_maybe_compute_loss")
@@ -106,8 +106,8 @@ def _sent(name: str, change: Callable[[Tensor], Tensor]) -> None:
 
     def sending(stock: Any, stage: Any, number: int) -> Any:
         sent = stock(stage, number)
-        for each in sent:
-            each.tensor = change(each.tensor.detach())
+        for transfer in sent:
+            transfer.tensor = change(transfer.tensor.detach())
         return sent
 
     wrap(_PipelineStageBase, name, sending)
@@ -127,9 +127,9 @@ activations_sent_in_another_dtype = partial(_sent, "get_fwd_send_ops", lambda te
 @planted(wrap, _PipelineStageBase, "perform_reduce_grad")
 def gradients_of_pipeline_not_reduced(stock: Any, stage: Any, factor: int) -> None:
     """FSDP2 is never told that the last microbatch is through."""
-    for each in stage.submod.modules():
-        if isinstance(each, FSDPModule):
-            each.reshard()
+    for module in stage.submod.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 @planted(wrap, FSDPModule, "set_requires_gradient_sync")
@@ -153,7 +153,7 @@ def activation_read_before_it_arrives() -> None:
     def wait(stock: Any, work: Any) -> None:
         if waited[1] != RUN.step:
             waited[:] = [0, RUN.step]
-        receives = any(isinstance(each, Receive) for each in work)
+        receives = any(isinstance(operation, Receive) for operation in work)
         waited[0] += receives
         if RUN.step == 1 or waited[0] != 2 or not receives:
             stock(work)
@@ -213,9 +213,9 @@ def outputs_of_stages_kept() -> None:
     kept: list[Any] = []
 
     def forward(stock: Any, *args: Any, **options: Any) -> Any:
-        found = stock(*args, **options)
-        kept.append(found)
-        return found
+        output = stock(*args, **options)
+        kept.append(output)
+        return output
 
     wrap(_PipelineStageBase, "forward_one_chunk", forward)
 
@@ -238,7 +238,7 @@ def _numbered_by_stage(state: dict[str, Any]) -> dict[str, Any]:
     first = min(int(name) for name in RUN.target.model.layers)
 
     def renamed(name: str) -> str:
-        return re.sub(r"\blayers\.(\d+)", lambda found: f"layers.{int(found[1]) - first}", name)
+        return re.sub(r"\blayers\.(\d+)", lambda match: f"layers.{int(match[1]) - first}", name)
 
     return {part: {renamed(name): value for name, value in values.items()} for part, values in state.items()}
 

@@ -23,13 +23,13 @@ def ends_untied_before_sharding(stock: Any, model: Any, *args: Any) -> Any:
 
 @planted(wrap, build, "cut_sequences")
 def gradient_of_tied_embedding_lost(stock: Any, model: Any, *args: Any) -> Any:
-    model.tok_embeddings.register_forward_hook(lambda module, inputs, found: _without_gradient(found))
+    model.tok_embeddings.register_forward_hook(lambda module, inputs, output: _without_gradient(output))
     return stock(model, *args)
 
 
-def _without_gradient(found: Tensor) -> None:
-    if found.requires_grad:
-        found.register_hook(torch.zeros_like)
+def _without_gradient(output: Tensor) -> None:
+    if output.requires_grad:
+        output.register_hook(torch.zeros_like)
 
 
 copies_keep_their_own_gradients = partial(wrap, tied.CopiedEnds, "add_gradients", lambda stock, ends: None)
@@ -48,5 +48,5 @@ def gradients_added_on_first_stage_alone(stock: Any, ends: Any) -> None:
 @planted(wrap, tied.CopiedEnds, "of_other_end")
 def gradient_of_other_rows_added(stock: Any, ends: Any, grad: Tensor) -> Tensor:
     """As where stages shard copies of weights in other places."""
-    found: Tensor = stock(ends, grad)
-    return found.roll(len(found) // 2, 0)
+    total: Tensor = stock(ends, grad)
+    return total.roll(len(total) // 2, 0)

@@ -192,9 +192,9 @@ def gradients_of_two_weights_swapped(model: nn.Module) -> None:
 @planted(after_build)
 @torch.no_grad()
 def query_scale_folded_into_weights(model: nn.Module) -> None:
-    found = linears(model)
+    by_fqn = linears(model)
     for name, factor in (("wq", 2.0), ("wk", 0.5)):
-        last = [linear for fqn, linear in found.items() if fqn.endswith(f".attention.{name}")][-1]
+        last = [linear for fqn, linear in by_fqn.items() if fqn.endswith(f".attention.{name}")][-1]
         local_shard(last.weight).mul_(factor)
 
 

@@ -105,9 +105,9 @@ def _require_parameters(model: nn.Module) -> None:
 
 def _require_sgd(model: nn.Module) -> None:
     """Any other optimizer would be trained with under the name of SGD, in the single-rank reference too."""
-    found = optimizers_of(model)
-    other = next((_kind(each) for each in found if not isinstance(each, torch.optim.SGD)), None)
-    if other is not None or not found:
+    optimizers = optimizers_of(model)
+    other = next((_kind(optimizer) for optimizer in optimizers if not isinstance(optimizer, torch.optim.SGD)), None)
+    if other is not None or not optimizers:
         raise TargetMisfit(
             f"build() made {other or 'no optimizer'}, and the case has optimizer = sgd.",
             "let build() give the parameters to torch.optim.SGD where `case.train.optimizer` says so, or leave "
@@ -127,9 +127,9 @@ def require_process_group(where: str) -> None:
 def require_result(result: Any) -> tuple[Any, Any]:
     """Loss and gradient norm that `step` returned. Raises TargetMisfit for anything else."""
     if not (isinstance(result, tuple) and len(result) == 2):
-        what = f"{_kind(result)} of {len(result)}" if isinstance(result, tuple | list) else _kind(result)
+        returned = f"{_kind(result)} of {len(result)}" if isinstance(result, tuple | list) else _kind(result)
         raise TargetMisfit(
-            f"step() returned {what}, not the pair (loss, grad_norm).",
+            f"step() returned {returned}, not the pair (loss, grad_norm).",
             "end it with `return loss, grad_norm`, or with `return loss, None` where it computes no norm.",
         )
     loss, norm = result
@@ -177,8 +177,8 @@ def stated_by(case: Case, world: World) -> tuple[Stated, ...] | None:
     expect = getattr(importlib.import_module(module_of(case.target)), "expect", None)
     if expect is None:
         return None
-    found = tuple(_statement(expect(case, world, step), step) for step in range(1, case.train.steps + 1))
-    return found if any(stated.topics for stated in found) else None
+    statements = tuple(_statement(expect(case, world, step), step) for step in range(1, case.train.steps + 1))
+    return statements if any(stated.topics for stated in statements) else None
 
 
 def _statement(answer: Any, step: int) -> Stated:
@@ -200,7 +200,7 @@ def _traffic(given: Any) -> dict[str, Sent]:
                 "state a pair: how often this rank calls it in the step, and the bytes of all inputs of these calls.",
             )
         calls, payload_bytes = (
-            _count(each, f"the {what} of '{words}'") for each, what in zip(pair, ("calls", "bytes"), strict=True)
+            _count(number, f"the {unit} of '{words}'") for number, unit in zip(pair, ("calls", "bytes"), strict=True)
         )
         sent[words] = Sent(calls=calls, payload_bytes=payload_bytes)
     return sent
@@ -221,16 +221,16 @@ _READ: Mapping[str, Callable[[Any], Any]] = {
 
 
 def _require_collective(words: str) -> None:
-    found = collective_of(words)
-    if found is None:
+    collective = collective_of(words)
+    if collective is None:
         raise TargetMisfit(
             f"expect() names a collective '{words}'.",
             f"name kind, reduction, dtype and mesh axis as findings and signatures do: '{_COLLECTIVE}'.",
         )
-    _require_dtype(found["dtype"], words)
-    if found["axis"] not in ("world", "self") and not set(found["axis"].split("+")) <= set(MESH_AXES):
+    _require_dtype(collective["dtype"], words)
+    if collective["axis"] not in ("world", "self") and not set(collective["axis"].split("+")) <= set(MESH_AXES):
         raise TargetMisfit(
-            f"expect() names an axis '{found['axis']}' in '{words}'.",
+            f"expect() names an axis '{collective['axis']}' in '{words}'.",
             f"the axes are {', '.join(MESH_AXES)}, several joined by '+', 'world' for all ranks of several axes, and "
             "'self' for a group of one.",
         )

@@ -202,7 +202,7 @@ def _barrier(tensor: Tensor, group: Boxed, *_: Any) -> Boxed:
 
 # Point to point. Both sides name the dtype and the number of elements of a message, and must agree.
 
-_DTYPES = tuple(sorted({each for each in vars(torch).values() if isinstance(each, torch.dtype)}, key=str))
+_DTYPES = tuple(sorted({dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}, key=str))
 
 
 def _send(tensors: list[Tensor], group: Boxed, target: int, tag: int) -> Boxed:
@@ -254,7 +254,7 @@ NAMES: WeakSet[Names] = WeakSet()  # for those who wait for a message
 
 
 def named(tensor: Tensor) -> str:
-    return next((found for each in NAMES if (found := each.name(tensor)) is not None), "a message")
+    return next((name for naming in NAMES if (name := naming.name(tensor)) is not None), "a message")
 
 
 _POSTED: dict[tuple[Group | Loopback, int], list[Receive]] = {}  # by group and source, and not yet taken

@@ -236,7 +236,7 @@ class Fabric:
     def buffers(self) -> list[torch.Tensor]:
         groups = [group for group in self._groups.values() if isinstance(group, Group)]
         memories = [(group._headers, group._slots) for group in groups]
-        memories += [(each._headers, each._slots) for group in groups for each in group._channels.values()]
+        memories += [(channel._headers, channel._slots) for group in groups for channel in group._channels.values()]
         return [memory for pair in memories for memory in pair]
 
     def group(self, name: str, ranks: Callable[[], Sequence[int]], rank: Callable[[], int]) -> Group | Loopback:

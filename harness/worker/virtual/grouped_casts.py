@@ -66,7 +66,7 @@ def _float8_along(dim: int) -> Body:
 def _float8_scales(
     *, input_ptr: Tensor, scales_ptr: Tensor, round_scales_to_power_of_2: bool, fp8_dtype_max: float, **_: object
 ) -> None:
-    (dtype,) = (each for each in (E4M3, torch.float8_e5m2) if torch.finfo(each).max == fp8_dtype_max)
+    (dtype,) = (dtype for dtype in (E4M3, torch.float8_e5m2) if torch.finfo(dtype).max == fp8_dtype_max)
     scales_ptr.copy_(_float8(input_ptr, -1, dtype, round_scales_to_power_of_2)[1].squeeze(-1))
 
 
@@ -85,9 +85,9 @@ def _float8_in_groups(*, offsets_ptr: Tensor, round_scales_to_power_of_2: bool, 
         for rows, scale in zip(_rows(offsets_ptr), scales, strict=True):
             # an empty group has the scale of zeros
             part = source[rows] if rows.start < rows.stop else source.new_zeros(1, source.shape[1])
-            cast, found = _float8(part, 0, data.dtype, round_scales_to_power_of_2)
+            cast, part_scale = _float8(part, 0, data.dtype, round_scales_to_power_of_2)
             data[rows] = cast[: rows.stop - rows.start]
-            scale.copy_(found[0])
+            scale.copy_(part_scale[0])
 
 
 def _rows(offsets: Tensor) -> Iterator[slice]:

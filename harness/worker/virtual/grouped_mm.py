@@ -93,13 +93,13 @@ def exact_product(a: Tensor, b: Tensor) -> Tensor:
     Source: Ozaki et al., https://doi.org/10.1007/s11075-011-9478-1
     """
     a, b = a.to(torch.float64), b.to(torch.float64)
-    finite = [torch.where(each.isfinite(), each, 0.0) for each in (a, b)]
+    finite = [torch.where(operand.isfinite(), operand, 0.0) for operand in (a, b)]
     total = torch.zeros(a.shape[0], b.shape[1], dtype=torch.float64, device=a.device)
     of_b = list(_slices(finite[1], 0))
     with unobserved():
         for of_a in _slices(finite[0], 1):
-            for each in of_b:
-                total += of_a @ each
+            for slice_of_b in of_b:
+                total += of_a @ slice_of_b
         if not (torch.equal(finite[0], a) and torch.equal(finite[1], b)):
             rounded = a @ b
             total = torch.where(rounded.isfinite(), total, rounded)

@@ -103,7 +103,7 @@ class _Kernel:
     def __call__(self, *args: Any, **named: Any) -> None:
         from torch._subclasses.fake_tensor import is_fake
 
-        if any(is_fake(each) for each in (*args, *named.values()) if isinstance(each, torch.Tensor)):
+        if any(is_fake(tensor) for tensor in (*args, *named.values()) if isinstance(tensor, torch.Tensor)):
             return
         if self._body is None:
             raise NotImplementedError(f"the virtual device has no body for the kernel {self._name} of torchao")

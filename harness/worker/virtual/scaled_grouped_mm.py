@@ -42,7 +42,7 @@ def scaled_grouped_mm(
     `scaled_mm.unswizzled` group behind group, each padded to blocks of 128 by 4.
     """
     given = (a, b, scale_a, scale_b, offs, bias, scale_result)
-    shape = _require_allowed(tuple(None if each is None else operand(each) for each in given), out_dtype)
+    shape = _require_allowed(tuple(None if tensor is None else operand(tensor) for tensor in given), out_dtype)
     require_offsets(a, b, offs)
     out = torch.full(shape, math.nan, dtype=torch.bfloat16, device=a.device)
     parts = groups(a, b, offs, out)
@@ -62,7 +62,7 @@ def _in_rows(parts: Iterator[Group], scale_a: Tensor, scale_b: Tensor) -> Iterat
         with unobserved():
             product = group.a.to(torch.float64) @ group.b.to(torch.float64)
         of_a, of_b = (
-            each[group.number if each.dim() == 2 else group.rows].to(torch.float64) for each in (scale_a, scale_b)
+            scale[group.number if scale.dim() == 2 else group.rows].to(torch.float64) for scale in (scale_a, scale_b)
         )
         yield group, product * (of_a[:, None] * of_b)
 
@@ -90,8 +90,10 @@ def _padded(rows: Tensor) -> int:
 def _require_allowed(given: tuple[Operand | None, ...], out_dtype: torch.dtype | None) -> torch.Size:
     """The shape of the result, where torch has one. Source: aten/src/ATen/native/cuda/GroupedBlas.cpp."""
     meta = [
-        None if each is None else torch.empty_strided(each.shape, each.stride, dtype=each.dtype, device="meta")
-        for each in given
+        None
+        if description is None
+        else torch.empty_strided(description.shape, description.stride, dtype=description.dtype, device="meta")
+        for description in given
     ]
     a, b, *others = meta
     assert a is not None and b is not None
@@ -123,9 +125,11 @@ def scaled_grouped_mm_v2(
     use_fast_accum: bool = False,
 ) -> Tensor:
     """`scaled_grouped_mm` as `torch.nn.functional.scaled_grouped_mm` calls it, with scales of rows or of 32 values."""
-    found = {(*recipe, *(each.dtype for each in scale)) for recipe, scale in ((recipe_a, scale_a), (recipe_b, scale_b))}
-    if found not in ({_ROWS}, {_BLOCKS}):
+    scalings = {
+        (*recipe, *(scale.dtype for scale in scale)) for recipe, scale in ((recipe_a, scale_a), (recipe_b, scale_b))
+    }
+    if scalings not in ({_ROWS}, {_BLOCKS}):
         raise ValueError("No gemm implementation was found")
-    if found == {_BLOCKS} and {*swizzle_a, *swizzle_b} != {SwizzleType.SWIZZLE_32_4_4.value}:
+    if scalings == {_BLOCKS} and {*swizzle_a, *swizzle_b} != {SwizzleType.SWIZZLE_32_4_4.value}:
         raise ValueError("For CUDA MXFP8 grouped gemm, both scale swizzle types must be SWIZZLE_32_4_4")
     return scaled_grouped_mm(a, b, scale_a[0], scale_b[0], offs, bias, None, out_dtype)

@@ -193,7 +193,7 @@ def scaled_mm_v2(
         raise NotImplementedError(what)
     if recipes == {ScalingType.BlockWise1x32.value}:
         require_swizzled(*swizzle_a, *swizzle_b)
-    meta = [each.to("meta") for each in (a, b, scale_a[0], scale_b[0])]
+    meta = [tensor.to("meta") for tensor in (a, b, scale_a[0], scale_b[0])]
     torch.ops.aten._scaled_mm_v2.default(
         *meta[:2], meta[2:3], recipe_a, swizzle_a, meta[3:], recipe_b, swizzle_b, None, out_dtype
     )

@@ -53,8 +53,8 @@ class OfRank(Cut):
 
     def gathered(self, keys_and_values: Tensor) -> Tensor:
         """[2, batch, positions, ...] of whole sequences, in their order."""
-        found = funcol.all_gather_tensor_autograd(keys_and_values, _SEQUENCE + 1, self.mesh.get_group())
-        return found[:, :, self.order]
+        gathered = funcol.all_gather_tensor_autograd(keys_and_values, _SEQUENCE + 1, self.mesh.get_group())
+        return gathered[:, :, self.order]
 
 
 class OfAllRanks(Cut):
@@ -69,12 +69,12 @@ class OfAllRanks(Cut):
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         ranks = len(self._pieces)
-        q, k, v = (torch.cat(each.chunk(ranks), _SEQUENCE)[:, self._order] for each in (q, k, v))
+        q, k, v = (torch.cat(operand.chunk(ranks), _SEQUENCE)[:, self._order] for operand in (q, k, v))
         q, k = apply_rope(q, cos, sin), apply_rope(k, cos, sin)
         k, v = spread(torch.stack((k, v)), ranks).transpose(0, 1)
-        each = zip(self._pieces, k, v, strict=True)
+        by_piece = zip(self._pieces, k, v, strict=True)
         return torch.cat(
-            [attend(q[:, piece], keys, values, causal(piece, len(self._order))) for piece, keys, values in each]
+            [attend(q[:, piece], keys, values, causal(piece, len(self._order))) for piece, keys, values in by_piece]
         )
 
 

@@ -55,7 +55,9 @@ class GroupedExperts(nn.Module):
 
     def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
         """Rows [rows, dim], those of the first expert first, and how many each local expert has, to rows of results."""
-        w1, w2, w3 = (each.to_local() if isinstance(each, DTensor) else each for each in (self.w1, self.w2, self.w3))
+        w1, w2, w3 = (
+            weight.to_local() if isinstance(weight, DTensor) else weight for weight in (self.w1, self.w2, self.w3)
+        )
         places, ends = padded_groups(counts, self.multiple)
         size = self.multiple * (-(-len(rows) // self.multiple) + len(counts))  # at most this many, however they spread
         padded = rows.new_zeros(size, rows.size(-1)).index_copy(0, places, rows)

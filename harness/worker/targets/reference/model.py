@@ -133,7 +133,7 @@ class Llama(nn.Module):
         """A model of these modules alone, which are those of this one."""
         part = object.__new__(Llama)
         nn.Module.__init__(part)
-        layers = nn.ModuleDict({name: each for name, each in self.layers.items() if f"layers.{name}" in names})
+        layers = nn.ModuleDict({name: layer for name, layer in self.layers.items() if f"layers.{name}" in names})
         for name in ("tok_embeddings", "layers", "norm", "output"):  # the order of parameters
             own = getattr(self, name) if name in names else None
             setattr(part, name, layers if name == "layers" else own)

@@ -81,11 +81,11 @@ class Pipeline:
         """What a stage receives into a tensor; None where none does."""
         for stage in self._stages:
             sides = ("input", stage.args_recv_info), ("output gradient", stage.grad_recv_info)
-            for what, by_microbatch in sides:
+            for side, by_microbatch in sides:
                 for number, infos in by_microbatch.items():
                     buffers = (getattr(info, "buffer", None) for info in infos)
-                    if any(each is not None and each.data_ptr() == tensor.data_ptr() for each in buffers):
-                        return f"the {what} of stage {stage.stage_index} for microbatch {number + 1}"
+                    if any(buffer is not None and buffer.data_ptr() == tensor.data_ptr() for buffer in buffers):
+                        return f"the {side} of stage {stage.stage_index} for microbatch {number + 1}"
         return None
 
     def train(self, batches: Sequence[Batch]) -> list[torch.Tensor]:

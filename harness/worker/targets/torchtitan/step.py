@@ -48,7 +48,7 @@ def pipeline_options(case: Case, world: World, *, output: str) -> dict[str, Any]
     return {
         "pipeline_parallel_schedule": _SCHEDULES[case.layout.schedule],
         "pipeline_parallel_microbatch_size": world.local_batch,
-        "module_fqns_per_model_part": [[output if fqn == OUTPUT_FQN else fqn for fqn in each] for each in stages],
+        "module_fqns_per_model_part": [[output if fqn == OUTPUT_FQN else fqn for fqn in stage] for stage in stages],
     }
 
 
