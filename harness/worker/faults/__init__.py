@@ -41,5 +41,5 @@ def plant(name: str) -> None:
 def function_of(fault: Fault) -> hooks.Plant:
     """The function that plants a fault."""
     modules = (importlib.import_module(f"{__name__}.{name}") for name in FAULT_MODULES[fault.group])
-    planted = (getattr(module, fault.name, None) for module in modules)
-    return next(function for function in planted if function is not None)
+    candidates = (getattr(module, fault.name, None) for module in modules)
+    return next(function for function in candidates if function is not None)

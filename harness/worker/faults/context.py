@@ -73,10 +73,10 @@ def _with_gradient(change: Any) -> None:
     """Replace the gradient of gathered keys and values, before ranks add theirs up, by `change(gradient, context)`."""
 
     def gathered(stock: Any, context: OfRank, given: Tensor) -> Tensor:
-        keys: Tensor = stock(context, given)
-        if keys.requires_grad:
-            keys.register_hook(lambda gradient: change(gradient, context))
-        return keys
+        keys_and_values: Tensor = stock(context, given)
+        if keys_and_values.requires_grad:
+            keys_and_values.register_hook(lambda gradient: change(gradient, context))
+        return keys_and_values
 
     wrap(OfRank, "gathered", gathered)
 

@@ -50,7 +50,7 @@ def gradient_of_another_microbatch(stock: Any, stage: Any, number: int) -> Any:
 @planted(wrap, _PipelineStageBase, _RECEIVED[1])
 def gradient_of_last_microbatch_lost(stock: Any, stage: Any, number: int) -> Any:
     received = stock(stage, number)
-    return tuple(tensor * (number < RUN.case.train.accumulation - 1) for tensor in received)
+    return tuple(gradient * (number < RUN.case.train.accumulation - 1) for gradient in received)
 
 
 @planted(wrap, _PipelineStageBase, _RECEIVED[1])

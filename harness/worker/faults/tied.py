@@ -48,5 +48,5 @@ def gradients_added_on_first_stage_alone(stock: Any, ends: Any) -> None:
 @planted(wrap, tied.CopiedEnds, "of_other_end")
 def gradient_of_other_rows_added(stock: Any, ends: Any, grad: Tensor) -> Tensor:
     """As where stages shard copies of weights in other places."""
-    total: Tensor = stock(ends, grad)
-    return total.roll(len(total) // 2, 0)
+    other: Tensor = stock(ends, grad)
+    return other.roll(len(other) // 2, 0)

@@ -41,17 +41,17 @@ class Places:
     def __init__(self, layout: Layout, axes: Collection[str] = MESH_AXES) -> None:
         self._layout = layout
         self._axes = [axis for axis in axes if layout.mesh[axis] > 1 and axis != "pp"]
-        self._found: dict[Hashable, Place] = {}
+        self._places: dict[Hashable, Place] = {}
 
     def __call__(self, tensor: torch.Tensor) -> Place:
         tensor = unwrapped(tensor)
         distribution = (tensor.placements, tensor.device_mesh) if isinstance(tensor, DTensor) else None
         key = tensor.shape, distribution
-        place = self._found.get(key)
+        place = self._places.get(key)
         if place is None:
             place = place_of(tensor)
             counts = self._is_first_along(self._absent_axes(tensor))
-            place = self._found[key] = place._replace(owner=place.owner and counts)
+            place = self._places[key] = place._replace(owner=place.owner and counts)
         return place
 
     def _is_first_along(self, axes: Collection[str]) -> bool:

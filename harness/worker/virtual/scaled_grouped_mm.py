@@ -126,7 +126,7 @@ def scaled_grouped_mm_v2(
 ) -> Tensor:
     """`scaled_grouped_mm` as `torch.nn.functional.scaled_grouped_mm` calls it, with scales of rows or of 32 values."""
     scalings = {
-        (*recipe, *(scale.dtype for scale in scale)) for recipe, scale in ((recipe_a, scale_a), (recipe_b, scale_b))
+        (*recipe, *(tensor.dtype for tensor in scale)) for recipe, scale in ((recipe_a, scale_a), (recipe_b, scale_b))
     }
     if scalings not in ({_ROWS}, {_BLOCKS}):
         raise ValueError("No gemm implementation was found")

@@ -189,8 +189,8 @@ def scaled_mm_v2(
     """
     recipes = {*recipe_a, *recipe_b}
     if len(recipes) > 1 or not recipes <= _RECIPES or len(scale_a) != 1 or len(scale_b) != 1:
-        what = f"scaling {[*recipe_a]} x {[*recipe_b]}: the virtual device has TensorWise, RowWise and BlockWise1x32"
-        raise NotImplementedError(what)
+        message = f"scaling {[*recipe_a]} x {[*recipe_b]}: the virtual device has TensorWise, RowWise and BlockWise1x32"
+        raise NotImplementedError(message)
     if recipes == {ScalingType.BlockWise1x32.value}:
         require_swizzled(*swizzle_a, *swizzle_b)
     meta = [tensor.to("meta") for tensor in (a, b, scale_a[0], scale_b[0])]

@@ -148,7 +148,7 @@ def test_text_says_that_nothing_was_measured() -> None:
 def test_page() -> None:
     advice = advise(debug(tp=8), H100)
     page = Page(speedup_page(advice, plots(debug(tp=8), H100)))
-    drawn = page.data()["told"]
+    drawn = page.data()["drawings"]
     assert [len(plot["lines"]) for plot in drawn] == [3, 1, 3]
     assert all(len(line) == len(plot["places"]) for plot in drawn for line in plot["lines"].values())
     assert "default-src 'none'" in str(page.of("meta")) and "Permission is hereby granted" in page.inside[-1]
