@@ -144,9 +144,8 @@ def versions_between(
     between = (
         version for version in sorted(available) if low <= version <= high and (early or not version.is_prerelease)
     )
-    builds = {
-        version for version in available if version.local is not None and Version(version.public) in available
-    }  # of one release
+    # Local builds of a release that is listed itself, such as 2.13.0+cpu beside 2.13.0.
+    builds = {version for version in available if version.local is not None and Version(version.public) in available}
     return tuple(str(version) for version in between if version in (low, high) or version not in builds)
 
 

@@ -86,7 +86,7 @@ def show_command(
     if family is not None and against is not None:
         raise click.UsageError("give a FAMILY or --against, not both.")
     if family is None and curve_file is not None:
-        raise click.UsageError("--curve is of one golden: add its FAMILY.")
+        raise click.UsageError("--curve needs a golden: add its FAMILY.")
     if against is not None:
         _show_changes(project, against)
     elif family is not None:

@@ -21,7 +21,7 @@ from harness.cli.options import (
 )
 from harness.errors import HarnessError
 from harness.evidence.curve import golden_of, read_curve
-from harness.evidence.golden import list_goldens, replaced, write_golden
+from harness.evidence.golden import GoldenChange, list_goldens, replaced, write_golden
 from harness.evidence.signature import compare_signatures, list_signatures, needs_signature, write_signature
 from harness.evidence.tree import changed_files
 from harness.hints import LIST_BASELINES
@@ -94,7 +94,7 @@ def update_command(  # noqa: PLR0913  one parameter per option
     stored.
     """
     if file is not None:
-        _store(project, file, dry_run=dry_run)
+        _store_file(project, file, dry_run=dry_run)
         return ExitCode.GOOD
     baselines = "signatures" if signatures else "goldens"
     reason = require_reason(reason, "baseline update", baselines)
@@ -118,11 +118,7 @@ def update_command(  # noqa: PLR0913  one parameter per option
     changes = [replaced(project.root, msgspec.structs.replace(golden, **as_named)) for golden in made.goldens]
     for change in changes:
         click.echo()
-        print_sections([golden_section(change, project.root)])
-        if not dry_run:
-            kept = only_failing and change.kind == "unchanged"
-            done = "kept: this golden is not why a loss is off" if kept else None
-            click.echo(f"  {done or f'stored in {write_golden(project.root, change.new)}'}")
+        _store(project, change, dry_run=dry_run, kept=only_failing and change.kind == "unchanged")
     code = ended(made.failed, interrupted=made.interrupted)
     review = review_sections(changes, project.root)
     if review and not dry_run:
@@ -133,15 +129,21 @@ def update_command(  # noqa: PLR0913  one parameter per option
     return code
 
 
-def _store(project: Project, file: Path, *, dry_run: bool) -> None:
+def _store(project: Project, change: GoldenChange, *, dry_run: bool, kept: bool = False) -> None:
+    """Print how a golden changes, and store it."""
+    print_sections([golden_section(change, project.root)])
+    if not dry_run:
+        done = "kept: this golden is not why a loss is off" if kept else None
+        click.echo(f"  {done or f'stored in {write_golden(project.root, change.new)}'}")
+
+
+def _store_file(project: Project, file: Path, *, dry_run: bool) -> None:
     """Store the golden of a text file, with the provenance that it has."""
     if others := given_words(click.get_current_context().params.keys() - {"root", "file", "dry_run"}):
         raise click.UsageError(f"--from runs nothing: leave out {' '.join(others)}.")
-    change = replaced(project.root, golden_of(read_curve(file), where=str(file)))
-    print_sections([golden_section(change, project.root)])
     if not dry_run:
         project.check_writable()
-        click.echo(f"  stored in {write_golden(project.root, change.new)}")
+    _store(project, replaced(project.root, golden_of(read_curve(file), where=str(file))), dry_run=dry_run)
 
 
 def with_target_here(project: Project, references: Sequence[Case], *, named: bool) -> tuple[Case, ...]:

@@ -106,7 +106,7 @@ def show_command(  # noqa: PLR0913  one parameter an option
         options.write_output(curve_file, lambda: _curve(case_result))
         return
     if curve_file is not None:
-        raise click.UsageError("--curve is of one case: add its id.")
+        raise click.UsageError("--curve needs a case: add its id.")
     if github:
         report_to_github(result, sys.stdout)
     elif not writes:
@@ -142,7 +142,7 @@ def _case_of(run: RunResult, case: str) -> CaseResult:
 
 def _curve(case: CaseResult) -> bytes:
     if not case.losses:
-        raise HarnessError("the run has no losses of it.", where=case.case_id, fix="give a case that trained.")
+        raise HarnessError("this run has no losses for it.", where=case.case_id, fix="give a case that trained.")
     return text_of_curve(curve_of_case(case.case_id, case.losses, case.grad_norms)).encode()
 
 

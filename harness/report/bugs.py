@@ -29,9 +29,10 @@ from harness.report.sections import Block, Entry, Facts, Items, Section, Table, 
 def bugs_sections(bugs: Sequence[BugFile]) -> list[Block]:
     """A table of bug files: id, status, symptom, what detects them, title."""
     rows = tuple(
-        (bug.id, bug.bug.status, bug.bug.symptom, ", ".join(bug.bug.detected_by) or "-", bug.bug.title) for bug in bugs
+        (file.id, file.bug.status, file.bug.symptom, ", ".join(file.bug.detected_by) or "-", file.bug.title)
+        for file in bugs
     )
-    counts = Counter(bug.bug.status for bug in bugs)
+    counts = Counter(file.bug.status for file in bugs)
     totals = ", ".join(
         f"{counts[status]} {status}" for status in ("live", "fixed", "open", "refused") if counts[status]
     )
