@@ -18,6 +18,7 @@ from harness.matrix.known import KnownFault, matching
 from harness.matrix.rules import expected_refusal
 from harness.project import Project
 from harness.running.case_judge import known_here
+from harness.running.executor import Executor
 from harness.running.plan import Plan
 from harness.running.progress import Progress
 from harness.studies.mutation import MutationMatrix, Trial, run_mutations
@@ -79,7 +80,9 @@ def provable_bugs(project: Project, names: Sequence[str]) -> tuple[BugFile, ...]
     return tuple(bug for bug in chosen if bug.bug.status in ("live", "fixed"))
 
 
-def check_corpus(project: Project, bugs: Sequence[BugFile], plan: Plan, progress: Progress) -> Corpus:
+def check_corpus(
+    project: Project, bugs: Sequence[BugFile], plan: Plan, progress: Progress, executor: Executor | None = None
+) -> Corpus:
     """Run the case of every bug, and of fixed ones with each of their planted faults. Ctrl-C keeps what finished."""
     known = known_here(project)
     hosts: dict[str, dict[str, Case]] = {}
@@ -95,6 +98,7 @@ def check_corpus(project: Project, bugs: Sequence[BugFile], plan: Plan, progress
         plan,
         progress,
         others=[bug.runnable() for bug in bugs],
+        executor=executor,
     )
     return proofs(bugs, matrix, known)
 

@@ -19,6 +19,7 @@ from harness.bugs.pytest_file import models, pytest_file
 from harness.matrix.caseid import parse_case_id
 from harness.verdict import FailureSignature
 from tests.acceptance.conftest import REPOSITORY, Command
+from tests.zygotes import Zygotes
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
 SMALL = "dim.32-layers.1-heads.2-kvheads.2-ffn.32-v64-gb2-s1"
@@ -112,15 +113,23 @@ def run(python: Path) -> Iterator[Run]:
     assert process.wait(timeout=30) == 0
 
 
-def bug_export(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    words = ("bug", "export", *arguments, "--root", str(REPOSITORY), "--device", "cpu", "--quiet")
-    return Command(folder, {"FP8_HARNESS_PROGRAM": ""}).run(*words, timeout_s=400)
+@pytest.fixture
+def bug_export(tmp_path: Path, warm: Zygotes) -> Run:
+    """`bug export` of a case or bug of the harness, in a folder of the test's own."""
+
+    def exported(*arguments: str) -> subprocess.CompletedProcess[str]:
+        words = ("bug", "export", *arguments, "--root", str(REPOSITORY), "--device", "cpu", "--quiet")
+        return Command(tmp_path, {"FP8_HARNESS_PROGRAM": ""}, zygotes=warm).call(*words)
+
+    return exported
 
 
-def test_the_script_fails_without_this_project_and_passes_with_the_fix(python: Path, run: Run, tmp_path: Path) -> None:
+def test_the_script_fails_without_this_project_and_passes_with_the_fix(
+    python: Path, run: Run, bug_export: Run, tmp_path: Path
+) -> None:
     alone = subprocess.run([str(python), "-I", "-c", "import harness"], capture_output=True, text=True, check=False)
     assert "No module named 'harness'" in alone.stderr
-    done = bug_export(tmp_path, f"{CASE}-f64", "--skip-proof", "--output", "issue")
+    done = bug_export(f"{CASE}-f64", "--skip-proof", "--output", "issue")
     assert done.returncode == 0, done.stderr
     (script,) = (tmp_path / "issue").glob("*.py")
     assert len(script.name) <= 45
@@ -163,8 +172,10 @@ NO_REDUCTION = "amax_not_reduced_over_tp"
 
 @pytest.mark.parametrize(
     ("case", "colour", "patch"),
-    [(f"{CASE}-f64", "red", f"{FIX}:apply"), (f"tp2-tensorwise-{SMALL}-f32", "green", NO_REDUCTION)],
-    ids=["a live fault and its fix", "a planted fault"],
+    [
+        pytest.param(f"{CASE}-f64", "red", f"{FIX}:apply", id="a live fault and its fix", marks=pytest.mark.sweep),
+        pytest.param(f"tp2-tensorwise-{SMALL}-f32", "green", NO_REDUCTION, id="a planted fault"),
+    ],
 )
 def test_a_pytest_file_turns_with_its_patch(case: str, colour: str, patch: str, run: Run, tmp_path: Path) -> None:
     """Red and green with the ranks that scripts have here: `test_pytest_files_are_proven` has pytest start them."""
@@ -186,8 +197,8 @@ def test_a_pytest_file_turns_with_its_patch(case: str, colour: str, patch: str, 
 
 @pytest.mark.sweep  # every rank imports torch
 @pytest.mark.parametrize("bug", ["ao-1938", "ao-3982", "ao-571", "async-tp-batch", "fp8-all-gather-tp-scale"])
-def test_pytest_files_are_proven(bug: str, python: Path, tmp_path: Path) -> None:
-    done = bug_export(tmp_path, bug, "--pytest")
+def test_pytest_files_are_proven(bug: str, python: Path, bug_export: Run, tmp_path: Path) -> None:
+    done = bug_export(bug, "--pytest")
     assert done.returncode == 0, done.stdout + done.stderr
     (file,) = tmp_path.glob("test_*.py")
     assert "now: red" in done.stdout
@@ -197,8 +208,8 @@ def test_pytest_files_are_proven(bug: str, python: Path, tmp_path: Path) -> None
 
 
 @pytest.mark.sweep  # torchrun imports torch on every rank
-def test_a_script_is_proven_by_torchrun(tmp_path: Path) -> None:
-    done = bug_export(tmp_path, f"{CASE}-f64")
+def test_a_script_is_proven_by_torchrun(bug_export: Run, tmp_path: Path) -> None:
+    done = bug_export(f"{CASE}-f64")
     assert done.returncode == 0, done.stdout + done.stderr
     (draft,) = tmp_path.glob("*.md")
     assert ": FAULT: wrong numbers" in draft.read_text()

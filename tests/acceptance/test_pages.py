@@ -19,6 +19,7 @@ from tests.acceptance.conftest import CASES, REPOSITORY, Command
 from tests.acceptance.documents import changed, steps
 from tests.builders import sentence
 from tests.commands import understood
+from tests.zygotes import Zygotes
 
 DOCS = REPOSITORY / "docs"
 # Pages whose commands have a test of their own.
@@ -63,12 +64,14 @@ def test_the_commands_of_a_page_work(project: Command, page: str) -> None:
         assert done.returncode == 0, f"{text}\n{done.stdout}{done.stderr}"
 
 
-def test_the_fault_of_the_first_page_is_found(tmp_path: Path) -> None:
+def test_the_fault_of_the_first_page_is_found(tmp_path: Path, warm: Zygotes) -> None:
     """With torch, in a project without goldens: scales are judged all the same."""
     (tmp_path / "cases").mkdir()
     add_tolerances(tmp_path / "golden")
     (text,) = [text for text in commands("index.md") if "--inject" in text]
-    done = Command(tmp_path).shell(text)
+    program, *words = text.split()
+    assert program == "fp8-harness"
+    done = Command(tmp_path, {"FP8_HARNESS_PROGRAM": ""}, zygotes=warm).call(*words)
     assert done.returncode == 1 and "of layers.0.attention.wq at step 1 on rank 0" in done.stdout, done.stdout
 
 

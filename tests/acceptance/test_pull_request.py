@@ -10,6 +10,7 @@ import subprocess
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree
 
 import pytest
@@ -155,8 +156,9 @@ def assert_told(job: Job, *texts: str) -> None:
     assert all("cache__" in line or "egg-info" in line or ".fp8-harness" in line for line in left), left
 
 
-def test_gitlab_gets_the_same_as_a_note_and_a_quality_report(job: Job) -> None:
-    """After the action: the base is kept, and the harness is cloned as the template says."""
+@pytest.fixture(scope="module")
+def gitlab(job: Job) -> dict[str, Any]:
+    """The template with its variables. The harness is cloned as it says, into a folder that has an environment."""
     pipeline = yaml.safe_load((REPOSITORY / "ci/gitlab/parity.gitlab-ci.yml").read_text())["fp8-parity"]
     git(job.harness, "init", "--quiet")
     git(job.harness, "add", "--all", "ci", "pyproject.toml")
@@ -165,24 +167,37 @@ def test_gitlab_gets_the_same_as_a_note_and_a_quality_report(job: Job) -> None:
     code.mkdir(parents=True)
     make_environment(code / ".venv")
     shutil.copy(job.harness / "ci/constraints.txt", code / ".venv/pins.txt")
-    given = {name: str(value) for name, value in pipeline["variables"].items()}
-    given |= {"FP8_HARNESS": str(job.harness), "FP8_HARNESS_REF": "HEAD", "FP8_TARGET": "fp8_target"}
-    given |= {f"FP8_{name.upper()}": value for name, value in INPUTS.items()}
-    given |= {"CI_MERGE_REQUEST_DIFF_BASE_SHA": job.base, "FP8_BASE": job.base, "CI_PROJECT_DIR": str(job.project)}
-    given |= {"GITLAB_CI": "true", "CI_API_V4_URL": job.forge.address, "CI_PROJECT_ID": "1"}
-    given |= {
-        "CI_MERGE_REQUEST_IID": "1",
-        "FP8_GITLAB_TOKEN": "secret",
-        "FP8_HARNESS_STATE": str(job.folder / "fp8-harness"),
-    }
+    pipeline["variables"] |= {"FP8_HARNESS": str(job.harness), "FP8_HARNESS_REF": "HEAD", "FP8_BASE": job.base}
+    pipeline["variables"] |= {"CI_MERGE_REQUEST_DIFF_BASE_SHA": job.base, "CI_MERGE_REQUEST_IID": "1"}
+    pipeline["variables"] |= {"CI_PROJECT_DIR": str(job.project), "GITLAB_CI": "true", "CI_PROJECT_ID": "1"}
+    pipeline["variables"] |= {"CI_API_V4_URL": job.forge.address, "FP8_GITLAB_TOKEN": "secret"}
+    pipeline["variables"] |= {"FP8_HARNESS_STATE": str(job.folder / "fp8-harness")}
+    return pipeline
+
+
+def run_gitlab(job: Job, gitlab: Mapping[str, Any], **variables: str) -> None:
     job.forge.comments.clear()
     job.outcomes.clear()
+    given = {name: str(value) for name, value in gitlab["variables"].items()}
     for name in ("before_script", "script", "after_script"):
-        job.step("\n".join(pipeline[name]), given)
+        job.step("\n".join(gitlab[name]), given | variables)
+
+
+@pytest.mark.sweep  # the base is kept from the action; what decides is what the action runs
+def test_gitlab_gets_the_same_as_a_note_and_a_quality_report(job: Job, gitlab: Mapping[str, Any]) -> None:
+    variables = {f"FP8_{name.upper()}": value for name, value in INPUTS.items()}
+    run_gitlab(job, gitlab, **variables)
     assert job.outcomes == [0, 1, 0], job.log
     assert_told(job, job.forge.comments[0]["body"])
     (entry,) = json.loads(job.left("code-quality.json"))
     assert entry["location"]["path"] == "tiny_gpt/model.py" and "hold different values" in entry["description"]
+
+
+def test_gitlab_gets_a_note_when_the_target_raises(job: Job, gitlab: Mapping[str, Any]) -> None:
+    run_gitlab(job, gitlab, FP8_TARGET="no_such_target", FP8_INSTALL="true")
+    assert job.outcomes == [0, 2, 0], job.log
+    (note,) = job.forge.comments
+    assert note["body"].startswith("<!-- fp8-harness no_such_target -->") and "no table, exit code 2" in note["body"]
 
 
 def test_buildkite_gets_it_as_an_annotation(job: Job) -> None:

@@ -69,9 +69,9 @@ MODULES = {
 MISTAKES = {
     "def buidl(case, world): ...": ("has no function `build`", "fix: define `def build(case, world)`"),
     "OneLoss": ("step() returned a Tensor, not the pair (loss, grad_norm)", "`return loss, None`"),
-    "SummedLoss": ("it is 2 times (the data-parallel degree", "fix: the loss is summed over ranks: divide the sum"),
 }
 SWEPT = {
+    "SummedLoss": ("it is 2 times (the data-parallel degree", "fix: the loss is summed over ranks: divide the sum"),
     "OwnError": ("RuntimeError: disk quota", "in step: raise RuntimeError"),
     "OwnLoss": ("every rank reports a loss of its own batch", "loss /= dist.get_world_size()"),
     "NotAveraged": ("so the reference is wrong", "fix: step() gets the batches of all data-parallel ranks"),

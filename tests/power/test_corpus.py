@@ -6,6 +6,7 @@ import pytest
 
 from harness.bugs.corpus import Corpus, check_corpus, provable_bugs
 from harness.project import find_project
+from harness.running.executor import Executor
 from harness.running.plan import make_plan
 from harness.running.progress import SilentProgress
 from harness.verdict import ExitCode
@@ -14,9 +15,9 @@ from harness.verdict import ExitCode
 HANDFUL = ("torchtitan-461", "ao-1938", "te-534")
 
 
-def checked(*names: str) -> Corpus:
+def checked(executor: Executor, *names: str) -> Corpus:
     project = find_project()
-    return check_corpus(project, provable_bugs(project, names), make_plan(device="cpu"), SilentProgress())
+    return check_corpus(project, provable_bugs(project, names), make_plan(device="cpu"), SilentProgress(), executor)
 
 
 def assert_proved(corpus: Corpus) -> None:
@@ -24,14 +25,14 @@ def assert_proved(corpus: Corpus) -> None:
     assert corpus.exit_code == ExitCode.GOOD
 
 
-def test_a_handful_of_bugs_is_as_their_files_say() -> None:
-    corpus = checked(*HANDFUL)
+def test_a_handful_of_bugs_is_as_their_files_say(executor: Executor) -> None:
+    corpus = checked(executor, *HANDFUL)
     assert [proof.bug for proof in corpus.proofs] == list(HANDFUL)
     assert_proved(corpus)
 
 
 @pytest.mark.sweep
-def test_every_bug_is_as_its_file_says() -> None:
-    corpus = checked()
+def test_every_bug_is_as_its_file_says(executor: Executor) -> None:
+    corpus = checked(executor)
     assert len(corpus.proofs) >= 45
     assert_proved(corpus)

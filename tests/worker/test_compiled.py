@@ -115,7 +115,7 @@ def assert_as_stated(case: Case, run: Run) -> None:
     "text",
     [
         SINGLE,
-        EAGER_COLLECTIVES,
+        sweep(EAGER_COLLECTIVES),
         sweep("atp2-fallback-tensorwise-tpstyle.fp8-graph-v2048-gb2-s2-f64"),
         sweep("single-bf16-graph-v2048-gb2-s3-f32"),
         sweep("single-rowwise-graph-v2048-gb1-s1-b16"),

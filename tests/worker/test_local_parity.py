@@ -115,7 +115,7 @@ OF_RANK_1 = ", partial of rank 1,"
         (TP, "fault:partial_output_of_one_rank_off", (TENSOR, "output", "layers.0.attention.wo", OF_RANK_1)),
         sweep(TP, "fault:last_bit_of_partials_lost", (TENSOR, "input", "layers.0.ffn_norm", "")),
         sweep(TP, "fault:gradient_of_logits_off", (TENSOR, "gradient of the output", "output", "")),
-        (TP, "update_off", (TENSOR, "value after the optimizer step", "tok_embeddings.weight", "")),
+        sweep(TP, "update_off", (TENSOR, "value after the optimizer step", "tok_embeddings.weight", "")),
         sweep(HSDP, "activation_off", (TENSOR, "input", "layers.0.feed_forward.w2", OF_DP_RANK)),
         (HSDP, "gradient_off", (TENSOR, "gradient", "layers.0.attention.wk.weight", "")),
         sweep(HSDP, "fault:gradient_cast_to_e4m3", (TENSOR, "gradient*", "*", "*")),

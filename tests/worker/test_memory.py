@@ -115,7 +115,7 @@ FORWARD, STEP = MOMENTS["forward"], MOMENTS["step"]
     ("text", "fault", "tensors", "where"),
     [
         (SINGLE, "output_on_a_module", "float32[4, 32, 128] of layers.0.kept and 1 more", (STEP, (0,))),
-        (TP, "output_on_a_module", "of layers.0.kept and 1 more", (STEP, (0, 1))),
+        sweep(TP, "output_on_a_module", "of layers.0.kept and 1 more", (STEP, (0, 1))),
         (TP, "copy_freed_in_backward", "of layers.0.feed_forward.kept and 1 more", (FORWARD, (0, 1))),
         (TP, "input_on_the_last_rank", "of layers.0.attention.cached", (STEP, (1,))),
         (FSDP, "whole_weight_kept", "float32[256, 128] of no module and 1 more", (FORWARD, (0, 1))),
@@ -144,7 +144,7 @@ def test_what_is_kept_is_found_and_named(
     [
         (GROWING_SINGLE, "growing_cache"),
         (GROWING_SINGLE, "growing_scalars"),
-        (GROWING_TP, "growing_cache"),
+        sweep(GROWING_TP, "growing_cache"),
         (GROWING_FSDP, "growing_scalars"),
     ],
 )

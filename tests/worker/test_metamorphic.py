@@ -176,7 +176,7 @@ def weight_casts(trace: RankTrace, name: str) -> list[tuple[str, int, float, str
 @pytest.mark.parametrize(
     "text",
     [
-        RESCALED_TP,
+        sweep(RESCALED_TP),
         "fsdp2-tensorwise-ag.fp8-v2048-gb4-s1-b16",
         sweep("fsdp2-tp2-tensorwise-ac.full-v2048-gb4-s1-f64"),
     ],

@@ -43,7 +43,7 @@ def whole(tensor: torch.Tensor) -> RankTrace:
     [
         f"single-tensorwise-ac.op-v2050-gb4-s1-{STILL}-f32",
         sweep(f"tp2-tensorwise-v2050-gb4-s1-{STILL}-f64"),
-        f"tp4-rowwise-v2050-gb4-s1-{STILL}-f32",
+        sweep(f"tp4-rowwise-v2050-gb4-s1-{STILL}-f32"),
         f"tp2-nosp-nolp-bf16-v2050-vpad128-gb4-s1-{STILL}-f32",
         sweep(f"tp2-tensorwise-tpstyle.fp8-ac.full-v2048-gb4-s1-{STILL}-b16"),
         sweep(f"fsdp2-tensorwise-ag.fp8pre-v2050-gb4-s1-{STILL}-b16"),

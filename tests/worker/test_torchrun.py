@@ -32,6 +32,7 @@ def run_under_torchrun(folder: Path, ways: dict[str, str], deadline_s: float) ->
         return run_alone(engine, make_share(folder, 2, payload, deadline_s=deadline_s))
 
 
+@pytest.mark.sweep  # `test_torchrun_engine_is_chosen` compares losses that ranks return
 def test_torchrun_returns_the_same(tmp_path: Path) -> None:
     outcome = run_under_torchrun(tmp_path, {}, 60)
     assert (outcome.status, [rank.payload for rank in outcome.ranks]) == ("ok", [b"0/2/None", b"1/2/None"])
