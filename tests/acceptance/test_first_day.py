@@ -16,7 +16,7 @@ from tests.lines import read_run
 
 FP8, BF16 = "single-tensorwise-v2048-gb4-s2-f64", "single-bf16-v2048-gb4-s2-f64"
 UTILS = "float8/float8_utils.py"
-OWN = "tp2-tensorwise-dim.96-layers.1-ffn.160-v1280-gb4-s4-seed7-b16"  # no golden and no tolerance
+OWN = "tp2-tensorwise-dim.96-layers.1-ffn.160-v1280-gb4-s2-seed7-b16"  # no golden and no tolerance
 LONG = "tp2-tensorwise-dim.512-layers.4-ffn.1408-v4096-s50-seed7-b16"
 
 

@@ -145,11 +145,15 @@ def test_the_gradient_of_an_async_input_is_lost_and_waiting_keeps_it(train):
     assert norm(kept) > 0
 
 
-def test_nothing_of_async_tp_is_in_other_runs(trained, train):
-    """The zygote has imported what it takes."""
+@pytest.mark.sweep  # with the row above
+def test_without_async_tp_nothing_is_fused_and_the_reason_is_recorded(trained):
     for trace in trained(parse_case_id(EAGER_COLLECTIVES), probes=PROBES).traces:
         assert trace.graphs.calls == ()
         assert {left.reason for graph in trace.graphs.graphs for left in graph.unfused} == {"the fusion pass is off"}
+
+
+def test_an_eager_run_has_no_graphs(train):
+    """The zygote has imported what it takes."""
     (trace,) = train(parse_case_id("single-bf16-v2048-gb2-s1-b16"), probes=("graphs",))
     assert trace.graphs is None
 
