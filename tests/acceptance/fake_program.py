@@ -70,7 +70,7 @@ def _behave(case: Case, rank: int) -> None:
     if planted == EXITS:
         os._exit(7)
     if planted == SLOW:
-        time.sleep(1.0)
+        time.sleep(0.5)
     while planted == WAITS and not Path(os.environ["GO"]).exists():
         time.sleep(0.01)
 

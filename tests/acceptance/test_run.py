@@ -164,7 +164,7 @@ def test_rerun_failed(project: Inside) -> None:
 
 def test_rerun_failed_runs_what_a_killed_run_never_reached_in_the_same_way(project: Inside) -> None:
     """The patch raises in every rank that it is called in: what passes without it fails again with it."""
-    project.planted("slow", 6, 6, 6, 6)
+    project.planted("slow", *[10] * 4)
     (project.folder / "patch.py").write_text("import time\ndef apply():\n    time.sleep(1)\n    raise ValueError(1)\n")
     patched = ("--inject", "patch.py:apply", "--timeout-s", "77")
     process = project.start_until("[1/4]", "run", "slow", *CPU, "-j", "1", *patched)

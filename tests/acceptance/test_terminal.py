@@ -27,7 +27,7 @@ LAYOUTS = (
 
 
 def slow_tier(project: Command) -> None:
-    """Five cases that take a second each."""
+    """Five cases that take half a second each."""
     axes = 'recipe = "tensorwise", steps = 3, loss_tolerance = 0.05, seed = 6'
     project.cases("slow", *(f"{axes}, {layout}" for layout in LAYOUTS))
 
