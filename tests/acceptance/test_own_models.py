@@ -74,12 +74,12 @@ def test_a_clean_run_on_two_axes_is_resumed(project: Inside) -> None:
 @pytest.mark.parametrize(
     ("case", "fault", "rule", "starts"),
     [
-        (STYLED, "gathered_input_has_local_scale", scales.LOCAL, {"module": "blocks.0.up"}),
+        sweep(STYLED, "gathered_input_has_local_scale", scales.LOCAL, {"module": "blocks.0.up"}),
         sweep(STYLED, "fp8_tp_styles_lost", scales.NOT_STYLED, {}),
         (REDUCED, "gradients_reduced_in_another_dtype", REDUCE_DTYPE, {"dtypes": "float32", "asked": "bfloat16"}),
         (ACCUMULATED, "one_row_of_a_gradient_scaled", GRADIENTS, {"expected": "distance <= 1e-08"}),
         sweep(EVALUATED, "old_weight_in_evaluation", OTHER_LOSS, {}),
-        (
+        sweep(
             EVALUATED,
             "evaluation_mode_left_on",
             SETTING,

@@ -11,6 +11,7 @@ from harness.cli.run import run_command
 from harness.pytest_plugin import pytest_addoption
 from harness.run_options import PARTS, options_of
 from tests.lines import read_run
+from tests.worker.runs import sweep
 
 if TYPE_CHECKING:
     from tests.acceptance.conftest import Command
@@ -87,7 +88,7 @@ ALL_CASES = {
 }
 
 
-@pytest.mark.parametrize("asked", ALL_CASES.values(), ids=ALL_CASES)
+@pytest.mark.parametrize("asked", [sweep(ALL_CASES["the folder"]), ALL_CASES["tiers on two workers"]], ids=ALL_CASES)
 def test_findings_are_shown_and_a_session_is_one_stored_run(project: Command, asked: tuple[str, ...]) -> None:
     project.planted("bad", 1)
     done = project.pytest(*PLUGIN, *asked, "--fp8-name", "candidate", "--junitxml", "junit.xml")

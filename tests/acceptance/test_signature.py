@@ -121,6 +121,7 @@ def apply():
 """
 
 
+@pytest.mark.sweep  # the others have ranks without torch
 def test_real_ranks_that_keep_gathered_weights_are_found_by_what_they_send_and_keep(mine: Inside) -> None:
     """No number is wrong, and no rule that holds for every model is broken."""
     real = mine.having(FP8_HARNESS_PROGRAM="")

@@ -40,11 +40,10 @@ CASES = [
     "fsdp3-tensorwise-v2050-gb6-s2-b16",
     "fsdp2-reshard.never-rowwise-ac.full-v2050-gb4-s3-f32",
 ]
-# Of these, the same without probes, too: every layout, recipe and dtype, checkpointed or not.
+# Of these, the same without probes, too: TP, FSDP2 and blocks of MXFP8, checkpointed.
 COMPARED = [
     "tp2-tensorwise-tpstyle.fp8-ac.full-v2048-gb4-s2-f64",
     "fsdp2-tensorwise-ag.fp8pre-ac.layer2-v2048-gb4-s3-b16",
-    "hsdp2x2-rowwise-v2048-gb4-s2-ignore.half-param.b16-b16",
     "fsdp2-mxfp8-wrapper-ac.full-v2048-gb4-s2-accum2-b16",
 ]
 
@@ -90,6 +89,7 @@ NIGHTLY = [
     "hsdp2x2-tensorwise-ag.fp8pre-head.fp8-ac.full-v2048-gb4-s3-b16",
 ]
 NIGHTLY_COMPARED = [
+    "hsdp2x2-rowwise-v2048-gb4-s2-ignore.half-param.b16-b16",
     "fsdp2-tp2-rowwise-ac.op-v2048-gb4-s2-eval-ignore.unequal-f64",
     "tp2-rowwise_with_gw_hp-ac.full-v2048-gb4-s2-f32",
     "fsdp2-tp2-bf16-v2048-s2-accum2-reduce.last-b16",

@@ -39,7 +39,7 @@ def timeless(run: Run) -> list[RankTrace]:
     "text",
     [
         "tp2-rowwise-v2048-gb2-s1-b16",
-        "hsdp2x2-tensorwise-ag.fp8pre-v2048-gb4-s2-b16",
+        sweep("hsdp2x2-tensorwise-ag.fp8pre-v2048-gb4-s2-b16"),
         sweep("fsdp2-tp2-tensorwise-tpstyle.fp8-ac.op-v2048-gb4-s2-f64"),
         sweep("fsdp2-atp2-tensorwise-tpstyle.fp8-ac.full-graph-v2048-gb2-s2-b16"),
     ],
