@@ -110,6 +110,7 @@ def test_a_torch_without_cuda_proves_nothing_on_gpus(tmp_path: Path) -> None:
     assert re.search(r"evidence kernel: torch \S+ (was built without CUDA|for CUDA \S+ shows no device)", done.stderr)
 
 
+@pytest.mark.sweep  # `test_conformance.py` runs such checks
 def test_the_document_goes_to_stdout_and_the_table_to_stderr(shared: Command) -> None:
     done = shared.call("dev", "conformance", "amax-8x16-f32-m4-R", "--json", "-")
     assert done.returncode == 0, done.stderr

@@ -230,6 +230,7 @@ def test_torchrun_engine_is_chosen(project: Inside) -> None:
     assert len(list((project.folder / "logs").glob("*-fsdp2-rowwise-*/torchrun.log"))) == 1
 
 
+@pytest.mark.sweep  # `test_torchrun.py` closes the engine in every run
 def test_interrupt_ends_torchrun_and_its_ranks(project: Inside) -> None:
     project.planted("hanging", 2)
     process = project.start("run", "hanging", *CPU, "--engine", "torchrun")

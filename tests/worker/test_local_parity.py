@@ -181,7 +181,8 @@ def test_a_reported_norm_of_other_gradients_is_found(judged, plant):
 SHARED = "fsdp2-tp2-ep4-{}-moe4-top3-v2048-gb4-s1-b16"
 
 
-@pytest.mark.parametrize("recipe", [sweep("rowwise-gmm.fp8"), "mxfp8-gmm.fp8"])
+@pytest.mark.sweep
+@pytest.mark.parametrize("recipe", ["rowwise-gmm.fp8", "mxfp8-gmm.fp8"])
 def test_experts_beside_tp_have_the_bits_of_one_rank_module_by_module(train, trained, recipe: str) -> None:
     """In blocks of MXFP8 tokens share a scale, so that one rank needs them in the order of the ranks that send them."""
     case = parse_case_id(SHARED.format(recipe))

@@ -29,7 +29,7 @@ def findings(case: Case, relation: Relation, run: Run, other: Run) -> list[Findi
         sweep("tp2-nosp-tensorwise-graph-v2048-gb2-s2-f32"),
         sweep("tp4-rowwise-ac.op-v2050-gb4-s1-f64"),
         sweep("tp2-nosp-nolp-tensorwise-tpstyle.fp8-head.fp8-pad-v2048-gb4-s2-f64"),
-        "tp2-rowwise_with_gw_hp-ac.full-v2048-gb4-s2-b16",
+        sweep("tp2-rowwise_with_gw_hp-ac.full-v2048-gb4-s2-b16"),
         "fsdp2-tensorwise-ag.fp8pre-ac.layer2-v2048-gb4-s2-f32",
         sweep("fsdp2-tensorwise-ag.fp8pre-ac.op-v2048-gb4-s2-b16"),
         "fsdp3-bf16-ac.full-v2048-gb6-s2-f32",

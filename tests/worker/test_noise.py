@@ -14,21 +14,22 @@ from harness.matrix.linears import converted_fqns
 from harness.matrix.recipes import E5M2
 from harness.request import Noise, noise_of
 from harness.worker.noise import add_noise
-from tests.worker.runs import numbers, sweep
+from tests.worker.runs import numbers
 
 PROJECT = Path(__file__).parents[2]
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     "text",
     [
         "tp2-tensorwise-v2048-b16",
-        sweep("tp2-tensorwise-v2048-f32"),
-        sweep("tp2-rowwise-v2048-b16"),
-        sweep("tp2-rowwise_with_gw_hp-v2048-b16"),
-        sweep("tp2-tensorwise-head.fp8-v2048-b16"),
-        sweep("tp2-rowwise-head.fp8-v2048-b16"),
-        sweep("tp2-bf16-v2048-b16"),
+        "tp2-tensorwise-v2048-f32",
+        "tp2-rowwise-v2048-b16",
+        "tp2-rowwise_with_gw_hp-v2048-b16",
+        "tp2-tensorwise-head.fp8-v2048-b16",
+        "tp2-rowwise-head.fp8-v2048-b16",
+        "tp2-bf16-v2048-b16",
     ],
 )
 def test_derived_tolerances_are_above_the_measured_noise_and_not_far_above(trained, text: str):

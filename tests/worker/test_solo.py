@@ -43,7 +43,7 @@ def findings(case: Case, run: Run, solo: Run, allowed: float) -> list[Finding]:
         sweep("hsdp2x2-tensorwise-ag.fp8pre-v2048-gb4-s3-f64"),
         sweep("fsdp2-tp2-tensorwise-v2048-gb4-s3-f64"),
         sweep("fsdp2-tp2-bf16-v2050-gb4-s2-f64"),
-        "hsdp2x2-rowwise-v2048-gb4-s2-f64",
+        sweep("hsdp2x2-rowwise-v2048-gb4-s2-f64"),
         sweep("hsdp2x2-tp2-nosp-rowwise-v2048-gb4-s2-f64"),
         sweep("hsdp2x2-tensorwise-ag.fp8-v2048-gb4-s2-ignore.half-f64"),
     ],

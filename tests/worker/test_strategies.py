@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import msgspec
+import pytest
 
 from harness.engine.messages import Job, Share
 from harness.engine.outcome import conclude
@@ -39,6 +40,7 @@ def test_a_layout_with_tp_names_the_operators_that_it_calls_on_dtensors(tmp_path
     assert {"embedding", "embedding_dense_backward", "_log_softmax"} <= used[0] == used[1]
 
 
+@pytest.mark.sweep
 def test_torch_validates_operators_that_it_has_samples_of_or_is_said_to_be_missing(tmp_path: Path) -> None:
     preload({"validation": "torch.no_such_judge"})
     with ZygoteEngine(PROGRAM, {"validation": VALIDATION}) as engine:
