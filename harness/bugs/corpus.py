@@ -21,6 +21,7 @@ from harness.running.case_judge import known_here
 from harness.running.executor import Executor
 from harness.running.plan import Plan
 from harness.running.progress import Progress
+from harness.running.selection import recorded_faults
 from harness.studies.mutation import MutationMatrix, Trial, run_mutations
 from harness.verdict import ExitCode, Verdict
 
@@ -33,7 +34,8 @@ class Proof(msgspec.Struct, frozen=True, kw_only=True):
 
     `clean` and `planted`: how the case ended, by fault; without a run that was interrupted. `detected_by`: of the
     checks that the file names, those that found the bug. `mismatches`: what is not as the file says. `undecided`: runs
-    that say nothing, because the machine failed or they were interrupted.
+    that say nothing, because the machine failed or they were interrupted. `elsewhere`: the versions that have a live
+    bug, where the installed ones have not.
     """
 
     bug: str
@@ -45,6 +47,7 @@ class Proof(msgspec.Struct, frozen=True, kw_only=True):
     detected_by: tuple[str, ...]
     mismatches: tuple[str, ...]
     undecided: tuple[str, ...]
+    elsewhere: str = ""
 
 
 class Corpus(msgspec.Struct, frozen=True, kw_only=True):
@@ -84,7 +87,7 @@ def check_corpus(
     project: Project, bugs: Sequence[BugFile], plan: Plan, progress: Progress, executor: Executor | None = None
 ) -> Corpus:
     """Run the case of every bug, and of fixed ones with each of their planted faults. Ctrl-C keeps what finished."""
-    known = known_here(project)
+    records, known = recorded_faults(project), known_here(project)
     hosts: dict[str, dict[str, Case]] = {}
     for bug in bugs:
         case = bug.runnable()
@@ -100,22 +103,41 @@ def check_corpus(
         others=[bug.runnable() for bug in bugs],
         executor=executor,
     )
-    return proofs(bugs, matrix, known)
+    return proofs(bugs, matrix, known, records)
 
 
-def proofs(bugs: Sequence[BugFile], matrix: MutationMatrix, known: Sequence[KnownFault]) -> Corpus:
+def proofs(
+    bugs: Sequence[BugFile], matrix: MutationMatrix, known: Sequence[KnownFault], records: Sequence[KnownFault]
+) -> Corpus:
+    """The proofs of these bugs. `known`: those of the `records` that the installed versions have."""
     trials = {(trial.fault, trial.case_id): trial for trial in (*matrix.trials, *matrix.clean)}
-    bug_proofs = tuple(_live(bug, trials) if bug.bug.status == "live" else _fixed(bug, trials, known) for bug in bugs)
-    return Corpus(proofs=bug_proofs, wall_s=matrix.wall_s, interrupted=matrix.interrupted)
+    bug_proofs = [
+        _live(bug, trials, _elsewhere(bug, known, records)) if bug.bug.status == "live" else _fixed(bug, trials, known)
+        for bug in bugs
+    ]
+    return Corpus(proofs=tuple(bug_proofs), wall_s=matrix.wall_s, interrupted=matrix.interrupted)
 
 
-def _live(bug: BugFile, trials: Trials) -> Proof:
-    """Mismatches of a live bug: it must fail as recorded or be refused, by every rule that the file names."""
+def _elsewhere(bug: BugFile, known: Sequence[KnownFault], records: Sequence[KnownFault]) -> str:
+    """The versions for which the bug is recorded, where the installed ones are none of them; else empty."""
+    case = bug.runnable()
+    versions = dict.fromkeys(record.versions for record in matching(records, case))
+    return "" if matching(known, case) else " or ".join(versions)
+
+
+def _live(bug: BugFile, trials: Trials, elsewhere: str) -> Proof:
+    """Mismatches of a live bug: it must fail as recorded or be refused, by every rule that the file names.
+
+    With versions that do not have it, it must pass.
+    """
     case = bug.runnable()
     clean = trials.get((None, case_id(case)))
     refusal = expected_refusal(case)
     if clean is None or clean.verdict in _UNDECIDED:
         return _proof(bug, {None: clean}, (), ())
+    if elsewhere and refusal is None:
+        wrong = [] if clean.verdict is Verdict.PASSED else [f"only {elsewhere} has it, but it {_ended_how(clean)}"]
+        return msgspec.structs.replace(_proof(bug, {None: clean}, (), wrong), elsewhere=elsewhere)
     if clean.verdict is not (Verdict.KNOWN if refusal is None else Verdict.PASSED):
         words = "fail as recorded" if refusal is None else f"be refused ({refusal.name})"
         return _proof(bug, {None: clean}, (), [f"it must {words}, but it {_ended_how(clean)}"])

@@ -115,6 +115,11 @@ class KnownFault(msgspec.Struct, frozen=True, kw_only=True):
     torchao: str = ""
     torchtitan: str = ""
 
+    @property
+    def versions(self) -> str:
+        """The versions that have the fault: "torch >=2.15 and torchao <0.18"."""
+        return " and ".join(f"{package} {text}" for package in PACKAGES if (text := getattr(self, package)))
+
     def affects(self, installed: Mapping[str, str | None]) -> bool:
         """True when these versions have the fault. A source build `2.13.0a0+git12` counts as 2.13.0.
 

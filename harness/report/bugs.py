@@ -222,7 +222,8 @@ def corpus_sections(corpus: Corpus) -> list[Block]:
 def _rows(proof: Proof) -> Iterator[tuple[str, ...]]:
     faults = [f"{name}: {verdict.value}" for name, verdict in proof.planted.items()] or ["-"]
     clean = "not run" if proof.clean is None else proof.clean.value
-    detected_by = "MISMATCH" if proof.mismatches else ", ".join(proof.detected_by) or "-"
+    elsewhere = f"passes: only {proof.elsewhere} has it" if proof.elsewhere else "-"
+    detected_by = "MISMATCH" if proof.mismatches else ", ".join(proof.detected_by) or elsewhere
     yield proof.bug, proof.case_id, clean, faults[0], detected_by
     yield from (("", "", "", fault, "") for fault in faults[1:])
 

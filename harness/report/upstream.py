@@ -63,7 +63,7 @@ def _of_records(records: Sequence[KnownFault], bugs: Sequence[BugFile], root: Pa
     reasons = {record.verdict: record.reason for record in reversed(records)}
     yield Section(title="Symptom", blocks=tuple(reversed(reasons.values())))
     facts = (
-        ("affected", "; ".join(dict.fromkeys(map(_versions, records)))),
+        ("affected", "; ".join(dict.fromkeys(record.versions for record in records))),
         *(("found in", "; ".join(shown)) for shown in [list(_shown(records))] if shown),
         ("first version without it", _fixed_in(records)),
         ("reported", "not yet" if first.link == UNREPORTED else first.link),
@@ -77,10 +77,6 @@ def _of_records(records: Sequence[KnownFault], bugs: Sequence[BugFile], root: Pa
     tried: list[Block] = [text for fix in fixes for text in _fix(root / fix.partition(":")[0], fix)]
     tried += [record.tried for record in records if record.tried]
     yield Section(title="The fix we tried", blocks=tuple(tried) or ("None is recorded.",))
-
-
-def _versions(fault: KnownFault) -> str:
-    return " and ".join(f"{package} {text}" for package in PACKAGES if (text := getattr(fault, package)))
 
 
 def _shown(records: Sequence[KnownFault]) -> Iterator[str]:

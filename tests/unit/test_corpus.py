@@ -45,7 +45,13 @@ def trial(verdict: Verdict, *rules: str, fault: str | None = None, not_reached: 
     return make_trial(fault, verdict=verdict, rules=rules, message=message, not_reached=not_reached)
 
 
-def check(file: BugFile, *trials: Trial, known: tuple[KnownFault, ...] = (), interrupted: bool = False) -> Corpus:
+def check(
+    file: BugFile,
+    *trials: Trial,
+    known: tuple[KnownFault, ...] = (),
+    records: tuple[KnownFault, ...] = (),
+    interrupted: bool = False,
+) -> Corpus:
     assert file.case is not None
     ran = [replace(given, case_id=case_id(file.case)) for given in trials]
     matrix = MutationMatrix(
@@ -54,7 +60,7 @@ def check(file: BugFile, *trials: Trial, known: tuple[KnownFault, ...] = (), int
         wall_s=1.0,
         interrupted=interrupted,
     )
-    return proofs([file], matrix, known)
+    return proofs([file], matrix, known, records or known)
 
 
 def only(corpus: Corpus) -> Proof:
@@ -126,6 +132,14 @@ def test_another_recorded_bug_may_show_in_the_case_of_a_fixed_one() -> None:
 def test_a_live_bug_fails_as_recorded(clean: Trial, says: str) -> None:
     mismatches = only(check(bug(**LIVE), clean)).mismatches
     assert (says in mismatches[0]) if says else not mismatches
+
+
+@pytest.mark.parametrize(("clean", "good"), [(PASSED, True), (trial(Verdict.NUMERIC, "scales/amax"), False)])
+def test_a_live_bug_of_other_versions_passes_here(clean: Trial, good: bool) -> None:
+    newer = make_known(torch=">=2.15")
+    corpus = check(bug(**LIVE), clean, records=(newer, newer))
+    assert (only(corpus).elsewhere, not only(corpus).mismatches) == ("torch >=2.15", good)
+    assert ("passes: only torch >=2.15 has it" in text_of(corpus_sections(corpus))) == good
 
 
 def test_a_refusal_is_live() -> None:
