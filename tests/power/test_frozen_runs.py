@@ -1,6 +1,6 @@
-"""What runs find stays: the verdicts of tier pr, and the rules that find every planted fault.
+"""What runs find stays: the verdicts of cases, and the rules that find every planted fault.
 
-Both are long. `frozen_pr.txt` holds the cases of pr before findings had rules, with the number of checks that judged
+Both are long. `frozen_pr.txt` holds cases that pr had before findings had rules, with the number of checks that judged
 them; the mutation matrix is the one that `fp8-harness dev mutate --record` stored.
 """
 
@@ -24,12 +24,13 @@ STORED = Path(__file__).parents[1] / "frozen_pr.txt"
 
 
 @pytest.mark.sweep
-def test_the_verdicts_of_pr_are_those_that_were_stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_verdicts_of_cases_are_those_that_were_stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(STATE_VARIABLE, str(tmp_path))
-    run, _ = workflow.run(find_project(), Query(sources=("pr",)), make_plan(device="cpu"), SilentProgress())
+    stored = [line.split() for line in STORED.read_text().splitlines()]
+    query = Query(sources=tuple(name for name, _, _ in stored))
+    run, _ = workflow.run(find_project(), query, make_plan(device="cpu"), SilentProgress())
     judged = {result.case_id: (result.verdict.value, len(result.checks)) for result in run.results}
-    for line in STORED.read_text().splitlines():
-        name, verdict, checks = line.split()
+    for name, verdict, checks in stored:
         assert judged[name][0] == verdict and judged[name][1] >= int(checks), name
 
 
