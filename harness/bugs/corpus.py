@@ -35,7 +35,7 @@ class Proof(msgspec.Struct, frozen=True, kw_only=True):
     `clean` and `planted`: how the case ended, by fault; without a run that was interrupted. `detected_by`: of the
     checks that the file names, those that found the bug. `mismatches`: what is not as the file says. `undecided`: runs
     that say nothing, because the machine failed or they were interrupted. `elsewhere`: the versions that have a live
-    bug, where the installed ones have not.
+    bug; empty if the installed ones do.
     """
 
     bug: str
@@ -111,15 +111,15 @@ def proofs(
 ) -> Corpus:
     """The proofs of these bugs. `known`: those of the `records` that the installed versions have."""
     trials = {(trial.fault, trial.case_id): trial for trial in (*matrix.trials, *matrix.clean)}
-    bug_proofs = [
+    bug_proofs = tuple(
         _live(bug, trials, _elsewhere(bug, known, records)) if bug.bug.status == "live" else _fixed(bug, trials, known)
         for bug in bugs
-    ]
-    return Corpus(proofs=tuple(bug_proofs), wall_s=matrix.wall_s, interrupted=matrix.interrupted)
+    )
+    return Corpus(proofs=bug_proofs, wall_s=matrix.wall_s, interrupted=matrix.interrupted)
 
 
 def _elsewhere(bug: BugFile, known: Sequence[KnownFault], records: Sequence[KnownFault]) -> str:
-    """The versions for which the bug is recorded, where the installed ones are none of them; else empty."""
+    """The versions that the bug is recorded for; empty if they include the installed ones."""
     case = bug.runnable()
     versions = dict.fromkeys(record.versions for record in matching(records, case))
     return "" if matching(known, case) else " or ".join(versions)

@@ -216,12 +216,11 @@ def _line(row: Row) -> str:
     return f"{row.step:>6}  {row.golden:>12.6f}  {row.found:>12.6f}  {difference:>12}  {row.allowed:>10.6f}{mark}"
 
 
-# The BF16 twin: BF16 with the same layout, run on the same machine where a loss is too far off and no other finding
-# comes before it. It never changes a verdict; it says where to look.
+# The BF16 twin: BF16 with the same layout, run on the same machine. It never changes a verdict; it says where to look.
 
 
 def needs_twin(findings: tuple[Finding, ...]) -> bool:
-    """True where a loss is the first thing that is wrong: an earlier finding says more than the twin could."""
+    """True if the first finding is about a loss: an earlier finding says more than the twin could."""
     return bool(findings) and findings[0].rule == LOSS.name
 
 

@@ -116,9 +116,14 @@ class KnownFault(msgspec.Struct, frozen=True, kw_only=True):
     torchtitan: str = ""
 
     @property
+    def specifiers(self) -> dict[str, str]:
+        """The versions that have the fault, by package; of a package that is not in it any version."""
+        return {package: text for package in PACKAGES if (text := getattr(self, package))}
+
+    @property
     def versions(self) -> str:
-        """The versions that have the fault: "torch >=2.15 and torchao <0.18"."""
-        return " and ".join(f"{package} {text}" for package in PACKAGES if (text := getattr(self, package)))
+        """The same as text: "torch >=2.15 and torchao <0.18"."""
+        return " and ".join(f"{package} {text}" for package, text in self.specifiers.items())
 
     def affects(self, installed: Mapping[str, str | None]) -> bool:
         """True when these versions have the fault. A source build `2.13.0a0+git12` counts as 2.13.0.
@@ -250,7 +255,7 @@ _FIXES = {
 
 
 def _check_versions(toml: TomlFile, fault: KnownFault, index: int) -> None:
-    given = {package: text for package in PACKAGES if (text := getattr(fault, package))}
+    given = fault.specifiers
     if not given:
         what = "no version is named: a fault has a first and, one day, a last version."
         raise toml.error("fault", index, what=what, fix='write torch = ">=2.13,<2.14", or torchao.')

@@ -87,7 +87,7 @@ def _shown(records: Sequence[KnownFault]) -> Iterator[str]:
 
 def _fixed_in(records: Sequence[KnownFault]) -> str:
     """The record says up to which version, or that there is no end."""
-    given = [text for record in records for package in PACKAGES if (text := getattr(record, package))]
+    given = [text for record in records for text in record.specifiers.values()]
     ends = [
         str(specifier) for text in given for specifier in SpecifierSet(text) if specifier.operator in ("==", "<", "<=")
     ]

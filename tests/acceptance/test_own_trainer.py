@@ -36,6 +36,9 @@ loss_tolerance = 0.05
 
 [[case]]
 axes = {tp = 2}
+
+[[case]]
+axes = {dp_shard = 2, fp8_all_gather = true}
 """
 TP = "target.fp8_target-tp2-nosp-nolp-tensorwise-v2048-gb4-s2-f64-tol.0.05"
 FSDP = "target.fp8_target-fsdp2-tensorwise-ag.fp8-v2048-gb4-s2-f64-tol.0.05"
@@ -93,17 +96,20 @@ def make_environment(folder: Path) -> Path:
     return Path(sysconfig.get_path("scripts", scheme="venv", vars=paths)) / "python"
 
 
-def test_a_sound_trainer_passes_and_a_planted_fault_is_found(user: User) -> None:
+def test_a_sound_trainer_passes_and_planted_faults_are_found(user: User) -> None:
     where = user.execute("-c", "import tiny_gpt; print(tiny_gpt.__file__)").stdout
     assert str(user.python.parents[1]) in where, "the package is the installed one"
-    words = ("quick", "--fault", "amax_not_reduced_over_tp", "--cases-per-fault", "1", "--json", "-")
-    done = user.run("dev", "mutate", *words)
+    faults = ("--fault", "amax_not_reduced_over_tp", "--fault", "fp8_all_gather_flag_lost")
+    done = user.run("dev", "mutate", "quick", *faults, "--cases-per-fault", "1", "--json", "-")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "detected faults by dtype" in done.stderr
     power = json.loads(done.stdout)
-    assert [(trial["case_id"], trial["verdict"]) for trial in power["clean"]] == [(TP, "passed")]
-    (first,) = power["trials"]
-    assert (first["case_id"], first["verdict"]) == (TP, "invariant")
+    assert {(trial["case_id"], trial["verdict"]) for trial in power["clean"]} == {(TP, "passed"), (FSDP, "passed")}
+    assert [(trial["case_id"], trial["verdict"]) for trial in power["trials"]] == [
+        (TP, "invariant"),
+        (FSDP, "invariant"),
+    ]
+    first = power["trials"][0]
     assert first["message"].startswith(RULES.amax.says) and "blocks.0.attention.query" in first["message"]
     assert first["first_step"] == 1
 

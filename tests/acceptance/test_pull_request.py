@@ -167,11 +167,19 @@ def gitlab(job: Job) -> dict[str, Any]:
     code.mkdir(parents=True)
     make_environment(code / ".venv")
     shutil.copy(job.harness / "ci/constraints.txt", code / ".venv/pins.txt")
-    pipeline["variables"] |= {"FP8_HARNESS": str(job.harness), "FP8_HARNESS_REF": "HEAD", "FP8_BASE": job.base}
-    pipeline["variables"] |= {"CI_MERGE_REQUEST_DIFF_BASE_SHA": job.base, "CI_MERGE_REQUEST_IID": "1"}
-    pipeline["variables"] |= {"CI_PROJECT_DIR": str(job.project), "GITLAB_CI": "true", "CI_PROJECT_ID": "1"}
-    pipeline["variables"] |= {"CI_API_V4_URL": job.forge.address, "FP8_GITLAB_TOKEN": "secret"}
-    pipeline["variables"] |= {"FP8_HARNESS_STATE": str(job.folder / "fp8-harness")}
+    pipeline["variables"] |= {
+        "FP8_HARNESS": str(job.harness),
+        "FP8_HARNESS_REF": "HEAD",
+        "FP8_HARNESS_STATE": str(job.folder / "fp8-harness"),
+        "FP8_BASE": job.base,
+        "FP8_GITLAB_TOKEN": "secret",
+        "GITLAB_CI": "true",
+        "CI_API_V4_URL": job.forge.address,
+        "CI_PROJECT_DIR": str(job.project),
+        "CI_PROJECT_ID": "1",
+        "CI_MERGE_REQUEST_DIFF_BASE_SHA": job.base,
+        "CI_MERGE_REQUEST_IID": "1",
+    }
     return pipeline
 
 

@@ -11,7 +11,6 @@ from harness.cli.run import run_command
 from harness.pytest_plugin import pytest_addoption
 from harness.run_options import PARTS, options_of
 from tests.lines import read_run
-from tests.worker.runs import sweep
 
 if TYPE_CHECKING:
     from tests.acceptance.conftest import Command
@@ -82,13 +81,16 @@ def test_a_number_that_run_refuses_is_refused(project: Command, flag: str, text:
     assert f"argument {flag}: Expected `" in done.stderr
 
 
-ALL_CASES = {
-    "the folder": ("cases/",),
-    "tiers on two workers": ("--fp8-tier", "smoke", "--fp8-tier", "bad", "-n", "2", "--fp8-slots", "2"),
-}
+TIERS = ("--fp8-tier", "smoke", "--fp8-tier", "bad", "-n", "2", "--fp8-slots", "2")
 
 
-@pytest.mark.parametrize("asked", [sweep(ALL_CASES["the folder"]), ALL_CASES["tiers on two workers"]], ids=ALL_CASES)
+@pytest.mark.parametrize(
+    "asked",
+    [
+        pytest.param(("cases/",), id="the folder", marks=pytest.mark.sweep),
+        pytest.param(TIERS, id="tiers on two workers"),
+    ],
+)
 def test_findings_are_shown_and_a_session_is_one_stored_run(project: Command, asked: tuple[str, ...]) -> None:
     project.planted("bad", 1)
     done = project.pytest(*PLUGIN, *asked, "--fp8-name", "candidate", "--junitxml", "junit.xml")
