@@ -60,6 +60,8 @@ def check_targets(targets: Iterable[str], root: Path) -> None:
                 where=f"target {target}",
                 fix=f"install the package that it is in, or put its file into {folders}.",
             )
+        if target not in MODULES:
+            _check_build(target, Path(target_file(target, root)))
 
 
 def _check_torchtitan(target: str) -> None:
@@ -69,6 +71,37 @@ def _check_torchtitan(target: str) -> None:
     what = "torchtitan is not installed." if installed is None else f"it drives torchtitan {driven}, not {installed}."
     extra = target.replace("_", "-")
     raise HarnessError(what, where=f"target {target}", fix=f"pip install 'fp8-harness[{extra}]'")
+
+
+def _check_build(target: str, file: Path) -> None:
+    """Raises HarnessError for a module whose source binds no `build`: ranks would only say so one by one."""
+    try:
+        tree = ast.parse(file.read_bytes())
+    except (OSError, SyntaxError, ValueError):
+        return  # its own error is what ranks will report
+    if not any(_binds_build(node) for node in _outside_of_functions(tree)):
+        raise HarnessError(
+            f"module {target} has no function `build`, so there is nothing to train.",
+            where=str(file),
+            fix="add `def build(case, world)` that returns an object with `model` and `step(microbatches)`: "
+            "docs/your-own-trainer.md starts with one.",
+        )
+
+
+def _outside_of_functions(tree: ast.AST) -> Iterator[ast.AST]:
+    """Everything that runs when a module is imported, under `if` and `try` too, without the bodies of functions."""
+    for node in ast.iter_child_nodes(tree):
+        yield node
+        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            yield from _outside_of_functions(node)
+
+
+def _binds_build(node: ast.AST) -> bool:
+    if isinstance(node, ast.FunctionDef | ast.ClassDef):
+        return node.name in ("build", "__getattr__")
+    if isinstance(node, ast.alias):
+        return (node.asname or node.name) in ("build", "*")
+    return isinstance(node, ast.Name) and node.id == "build" and isinstance(node.ctx, ast.Store)
 
 
 def target_file(target: str, root: Path) -> str:

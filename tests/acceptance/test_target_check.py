@@ -57,17 +57,17 @@ def test_a_sound_target_works_and_what_it_refuses_is_not_supported(project: Insi
 # By the name of a module: its text, and words of the report.
 MODULES = {
     "lacking": (
-        "import nothing_like_this",
+        "from nothing_like_this import build",
         ("No module named 'nothing_like_this'", "py:1 in <module>", "fix: install it"),
     ),
     "threaded": (
-        "import threading\nthreading.Thread(target=threading.Event().wait, daemon=True, name='heartbeat').start()",
+        "import threading\nthreading.Thread(target=threading.Event().wait, daemon=True, name='heartbeat').start()\nbuild = None",
         ("it also has: heartbeat", "fix: start no thread at import or in preload()"),
     ),
 }
 # By the text of a target: words of the report.
 MISTAKES = {
-    "def buidl(case, world): ...": ("has no function `build`", "fix: define `def build(case, world)`"),
+    "build = None": ("has no function `build`", "fix: define `def build(case, world)`"),
     "OneLoss": ("step() returned a Tensor, not the pair (loss, grad_norm)", "`return loss, None`"),
 }
 SWEPT = {
@@ -123,9 +123,11 @@ def assert_told(project: Inside, target: str, layout: str, words: Sequence[str])
         (("toy", "--layout", "rowwise"), "'rowwise' is no layout"),
         (("toy", "--layout", "fsdp3"), "excludes"),
         (("toy", "nothing.toml"), "this case file does not exist"),
+        (("typing_error",), "module typing_error has no function `build`"),
     ],
 )
 def test_bad_input_is_one_line(project: Inside, arguments: tuple[str, ...], words: str) -> None:
+    (project.folder / "typing_error.py").write_text("def buidl(case, world): ...\n")
     done = project.run("check-target", *arguments)
     assert done.returncode == 2
     (line,) = done.stderr.splitlines()

@@ -24,7 +24,7 @@ def digest(target: str, root: Path) -> str:
     return target_digest(target, root)
 
 
-def write(path: Path, text: str = "raise AssertionError('imported')\n") -> Path:
+def write(path: Path, text: str = "def build(case, world): ...\nraise AssertionError('imported')\n") -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text)
     return path
@@ -48,6 +48,39 @@ def test_a_module_inside_of_a_package_is_found_by_its_dotted_name(tmp_path: Path
         with pytest.raises(HarnessError, match=f"there is no module {missing}") as raised:
             check_targets([missing], tmp_path)
         assert str(tmp_path) in (raised.value.fix or "")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "def train(): ...\nif __name__ == '__main__':\n    train()\n",
+        "class Builder:\n    def build(self): ...\n",
+        "print(build)\n",
+        "",
+    ],
+)
+def test_a_script_without_build_is_refused_before_ranks_start(tmp_path: Path, text: str) -> None:
+    file = write(tmp_path / "train.py", text)
+    with pytest.raises(HarnessError, match="module train has no function `build`") as raised:
+        check_targets(["train"], tmp_path)
+    assert raised.value.where == str(file)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "from mine import build\n",
+        "from mine import make as build\n",
+        "from mine import *\n",
+        "try:\n    import mine\nexcept ImportError:\n    build = None\nelse:\n    build = mine.build\n",
+        "if True:\n    def build(case, world): ...\n",
+        "def __getattr__(name): ...\n",
+        "def (",
+    ],
+)
+def test_a_module_that_may_have_build_is_left_to_the_ranks(tmp_path: Path, text: str) -> None:
+    write(tmp_path / "mine.py", text)
+    check_targets(["mine"], tmp_path)
 
 
 @pytest.mark.parametrize(
