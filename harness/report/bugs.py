@@ -155,17 +155,20 @@ def shrunk_sections(shrunk: Shrunk, *, command: str = "") -> list[Block]:
     took = f"{shrunk.wall_s:.0f} s wall, {shrunk.cpu_s:.0f} s CPU"
     ended = "" if shrunk.complete else "; the budget ended it, so a smaller case may fail alike"
     facts = Facts((("was", case_id(shrunk.first)), ("failure", shrunk.signature.text), ("message", shrunk.message)))
+    again = [Verbatim(f"$ {command}")] if command else []
+    if not shrunk.attempts:
+        title = "nothing smaller to try" if shrunk.complete else "not shrunk: the budget ended with the first run"
+        fix = () if shrunk.complete else (f"that run took {took}: give a larger --budget-s.",)
+        return [Section(title=title, blocks=(facts, *again)), *fix]
     first, last = axis_values(shrunk.first), axis_values(shrunk.case)
     changed = tuple(
         (name, f"{shown_value(first[name])} -> {shown_value(last[name])}") for name in AXES if first[name] != last[name]
     )
+    so_far = "" if shrunk.complete else " so far"
     return [
-        Section(
-            title=f"smallest case: {case_id(shrunk.case)}",
-            blocks=(facts, *([Verbatim(f"$ {command}")] if command else [])),
-        ),
+        Section(title=f"smallest case{so_far}: {case_id(shrunk.case)}", blocks=(facts, *again)),
         Section(title="needs", blocks=tuple(_needs(shrunk))),
-        Section(title="does not depend on", blocks=(Facts(changed),)),
+        *([Section(title="does not depend on", blocks=(Facts(changed),))] if changed else []),
         f"{counted(len(shrunk.attempts), 'smaller case')} tried, {shrunk.ran} run now, {took}{ended}",
     ]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -168,12 +169,20 @@ def test_a_shrink_that_was_killed_goes_on(tmp_path: Path) -> None:
     assert shrink(LARGE, ModelOfABug(fails).run, journal_in(journal)).ran == 0
 
 
-def test_the_budget_ends_it_with_the_smallest_so_far(tmp_path: Path) -> None:
+def test_a_budget_that_ends_with_the_first_run_names_no_smallest_case(tmp_path: Path) -> None:
     fails = needs(tp=2)
     smallest = shrink(LARGE, ModelOfABug(fails).run, journal_in(tmp_path / "j"), budget_s=1e-9)
     assert not smallest.complete
     assert smallest.case == LARGE
-    assert "the budget ended it" in text_of(shrunk_sections(smallest))
+    text = text_of(shrunk_sections(smallest))
+    assert "not shrunk: the budget ended with the first run" in text and "give a larger --budget-s" in text
+    assert "smallest case" not in text
+
+
+def test_the_budget_ends_it_with_the_smallest_so_far(tmp_path: Path) -> None:
+    whole = shrunk(needs(tp=2), tmp_path)
+    text = text_of(shrunk_sections(msgspec.structs.replace(whole, complete=False)))
+    assert "smallest case so far: " in text and "the budget ended it" in text
 
 
 def test_a_case_that_does_not_fail_is_refused(tmp_path: Path) -> None:
