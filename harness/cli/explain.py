@@ -17,7 +17,7 @@ from harness.evidence.sealed import Damaged, Missing
 from harness.expect.fusion import executed_scaled_mm_calls, fusion_candidates
 from harness.hints import VERIFY_FORMULAS
 from harness.internals import Part, State, read_parts, with_needed
-from harness.matrix.axes import axis_type, axis_values, case_from_axes, known_axis, shown_value
+from harness.matrix.axes import axis_type, axis_values, case_from_axes, known_axis, read_as, shown_value
 from harness.matrix.case import Case
 from harness.matrix.casefile import read_case_file
 from harness.matrix.caseid import case_id, family_id, id_words, reference_case
@@ -119,8 +119,11 @@ def _words_sections() -> Iterator[Block]:
 def _case_sections(project: Project, case: Case) -> Iterator[Block]:
     name, default = case_id(case), axis_values(Case())
     yield Section(title=name, blocks=(Facts(tuple((word, meaning_of(word)) for word in id_words(name))),))
-    axes = ((axis, shown_value(value) + "  *" * (value != default[axis])) for axis, value in axis_values(case).items())
-    yield Section(title="axes", blocks=(Facts(tuple(axes)),))
+    rows = (
+        (axis, shown_value(value), "*" if value != default[axis] else "", read_as(axis))
+        for axis, value in axis_values(case).items()
+    )
+    yield Section(title="axes, and where a target reads them (*: not the default)", blocks=(Table(rows=tuple(rows)),))
     facts = {
         "world size": str(case.world_size),
         "tokens per rank": str(case.tokens_per_rank),

@@ -56,6 +56,15 @@ def axis_values(case: Case) -> dict[str, object]:
     return own_values(case) | {name: getattr(shape, name) for name in ModelShape.__struct_fields__}
 
 
+def read_as(name: str) -> str:
+    """The expression with which a target reads the value of an axis that holds for its case, `case.layout.tp`."""
+    if name in ModelShape.__struct_fields__:
+        return f"case.model.shape.{name}"
+    if isinstance(getattr(Case, name, None), property):
+        return f"case.{name}"
+    return ".".join(("case", *AXES[name]))
+
+
 def own_axes(case: Case) -> dict[str, object]:
     """The axes of a case that are not at their defaults, in the order of `AXES`: what a case file must say."""
     values, default = axis_values(case), axis_values(Case(model=Model(preset=case.model.preset)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 import re
 
 import pytest
@@ -10,7 +11,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from harness.errors import HarnessError
-from harness.matrix.axes import AXES, axis_type, axis_values, case_from_axes, checked_value, choices, ignored_axes
+from harness.matrix.axes import (
+    AXES,
+    axis_type,
+    axis_values,
+    case_from_axes,
+    checked_value,
+    choices,
+    ignored_axes,
+    read_as,
+)
 from harness.matrix.case import Case, Float8, Layout, Model
 from harness.matrix.caseid import case_id, parse_case_id
 from harness.matrix.selector import parse_selector
@@ -24,6 +34,15 @@ def test_case_to_axes_and_back(case: Case) -> None:
 @given(st.from_type(Case))
 def test_a_case_ignores_none_of_its_own_values(case: Case) -> None:
     assert ignored_axes(axis_values(case)) == ()
+
+
+@given(st.from_type(Case))
+def test_a_target_reads_the_value_that_holds(case: Case) -> None:
+    read = {name: operator.attrgetter(read_as(name).removeprefix("case."))(case) for name in AXES}
+    wide = "float32" if case.train.dtype == "bfloat16" else case.train.dtype
+    for name in ("reduce_dtype", "parameter_dtype"):
+        assert read.pop(name) == ("bfloat16" if getattr(case.train, name) == "bfloat16" else wide)
+    assert read.items() <= axis_values(case).items()
 
 
 def test_every_field_of_a_case_has_an_axis() -> None:
