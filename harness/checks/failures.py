@@ -176,6 +176,11 @@ class Advised(NamedTuple):
     fix: str | None
 
 
+def is_misfit(error: str) -> bool:
+    """True for an error that the harness raised about a target: its text is whole, and its traceback all ours."""
+    return _MISFIT.search(error) is not None
+
+
 def advice(error: str) -> Advised:
     """What an error of a rank or of the engine says, and what to do about it."""
     misfit = _MISFIT.search(error)

@@ -58,6 +58,11 @@ AMAX_ELSEWHERE = _rule("amax-elsewhere", "amax is reduced over the wrong ranks: 
 UNKNOWN_RANKS = _rule("unknown-ranks", "a collective runs over ranks that no axis of the mesh joins")
 NOT_SUMMED = _rule("gradients-not-summed", "gradients are not summed over all ranks of {axis}", key=("axis",))
 REDUCE_DTYPE = _rule("reduce-dtype", "gradients are reduced in {dtypes} instead of {asked}", key=("dtypes", "asked"))
+SCATTERED = _rule(
+    "sequence-parallel",
+    "activations are scattered over tensor-parallel ranks, and the case has sequence_parallel = false",
+    fix="shard the sequence only where `case.layout.sequence_parallel` says so.",
+)
 NOT_PRECOMPUTED = _rule("not-precomputed", "scales are precomputed, and yet weights reduce an amax of their own")
 
 
@@ -301,6 +306,7 @@ def _of_any_model(expect: Expectations, traces: Mapping[int, RankTrace], trace: 
     for step in range(1, expect.case.train.steps + 1):
         records = [record for record in trace.traffic or () if record.step == step]
         yield from _unknown_groups(step, records)
+        yield from _scattered(expect, step, records)
         yield from _gradients(expect, traces, trace, step, records)
         yield from _gathered_bytes(expect, trace, step, records)
         yield from _amax_of_shards(expect, trace, step, records)
@@ -310,6 +316,16 @@ def _of_any_model(expect: Expectations, traces: Mapping[int, RankTrace], trace: 
 def _unknown_groups(step: int, records: list[TrafficRecord]) -> Iterator[Finding]:
     for axis in sorted({record.axis for record in records if record.axis.startswith("ranks")}):
         yield UNKNOWN_RANKS.finding(step=step, expected="the ranks of one or several mesh axes", found=axis)
+
+
+def _scattered(expect: Expectations, step: int, records: list[TrafficRecord]) -> Iterator[Finding]:
+    """Without sequence parallelism, TP sums activations and their gradients on every rank; it scatters none."""
+    layout = expect.case.layout
+    if layout.tp == 1 or layout.sequence_parallel:
+        return
+    scattered = [record for record in records if (record.axis, record.kind) == ("tp", "reduce_scatter")]
+    if calls := sum(sum(record.sizes.values()) for record in scattered):
+        yield SCATTERED.finding(step=step, expected="no reduce_scatter along tp", found=counted(calls, "call"))
 
 
 def _gradients(
@@ -346,7 +362,9 @@ def _gradients(
             step=step,
             expected=f"reduce_scatter in {asked}",
             found=", ".join(sorted(dtypes)),
-            fix=f"{fix}{other}" if kept == {expect.case.wide_dtype} else None,  # parameters of another dtype are mended first
+            fix=f"{fix}{other}"
+            if kept == {expect.case.wide_dtype}
+            else None,  # parameters of another dtype are mended first
         )
 
 

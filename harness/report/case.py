@@ -11,6 +11,7 @@ from typing import TypeVar
 from msgspec.structs import replace
 
 from harness.checks.catalogue import first_effect
+from harness.checks.failures import is_misfit
 from harness.checks.stacks import LAST_OUTPUT
 from harness.measured import CastRange, Curve, Measured, Multiplied, Sent, Speedup
 from harness.plural import binary_bytes, counted
@@ -107,9 +108,9 @@ def _failures(result: CaseResult, first: Mapping[str, str]) -> Iterator[Block]:
 
 
 def _shortened(failure: RankFailure, case_id: str, first: Mapping[str, str]) -> RankFailure:
-    """The failure without what stands elsewhere: where ranks are stuck, and the traceback of another case."""
+    """The failure without what its finding says: where ranks are stuck, a misfit; or the traceback of another case."""
     _, mark, output = failure.traceback.partition(LAST_OUTPUT)
-    if failure.kind == "stuck":
+    if failure.kind == "stuck" or is_misfit(failure.message):
         return replace(failure, traceback=mark + output)
     other = first.get(_raised(failure), case_id)
     return failure if other == case_id else replace(failure, traceback=f"same traceback as {other}")

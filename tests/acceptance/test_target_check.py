@@ -61,8 +61,8 @@ MODULES = {
         ("No module named 'nothing_like_this'", "py:1 in <module>", "fix: install it"),
     ),
     "threaded": (
-        "import threading\nthreading.Thread(target=threading.Event().wait, daemon=True, name='heartbeat').start()\nbuild = None",
-        ("it also has: heartbeat", "fix: start no thread at import or in preload()"),
+        "import threading\nbuild = threading.Thread(target=threading.Event().wait, daemon=True, name='beat').start()",
+        ("it also has: beat", "fix: start no thread at import or in preload()"),
     ),
 }
 # By the text of a target: words of the report.
@@ -88,6 +88,8 @@ SWEPT = {
     "DefaultDtype": ("torch's default dtype changed after build", "fix: set it only for the construction"),
     "OnlyFloat32": ("embed.weight is float32, and the case asks for float64", "fix: convert parameters to the dtype"),
     "GroupGone": ("step() destroyed the process group", "fix: leave out dist.destroy_process_group()"),
+    "SmallSum": ("reduced in float32 instead of float64", "fix: set reduce_dtype=getattr(torch, case.reduce_dtype) in"),
+    "ScattersTokens": ("activations are scattered over", "only where `case.layout.sequence_parallel` says so"),
     "Dropout": ("two equal runs differ", "fix: seed every source of randomness"),
 }
 
@@ -104,7 +106,8 @@ def test_a_module_that_is_no_target(project: Inside, name: str) -> None:
 def test_a_target_with_a_mistake(project: Inside, name: str) -> None:
     text = f"from mistakes import {name} as build" if name.isidentifier() else name
     (project.folder / "late.py").write_text(f"{LATE}{text}\n")
-    assert_told(project, "late", "tp2" if name == "RankWeights" else "fsdp2", (MISTAKES | SWEPT)[name])
+    layout = {"RankWeights": "tp2", "ScattersTokens": "tp2-nosp"}.get(name, "fsdp2")
+    assert_told(project, "late", layout, (MISTAKES | SWEPT)[name])
 
 
 def assert_told(project: Inside, target: str, layout: str, words: Sequence[str]) -> None:

@@ -9,6 +9,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 import toy
 from torch import nn
+from torch.distributed._functional_collectives import all_gather_tensor_autograd, reduce_scatter_tensor_autograd
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 
 class NoTensorParallelism(toy.Toy):
@@ -128,6 +130,28 @@ class GroupGone(toy.Toy):
         reported = super().step(microbatches)
         dist.destroy_process_group()
         return reported
+
+
+class SmallSum(toy.Toy):
+    def parallelize(self) -> None:
+        param_dtype = torch.bfloat16 if self.case.train.dtype == "bfloat16" else None
+        reduce_dtype = getattr(torch, self.case.train.reduce_dtype)
+        policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype)
+        for module in (*self.model.blocks, self.model):
+            fully_shard(module, mp_policy=policy)
+
+
+class ScattersTokens(toy.Toy):
+    def parallelize(self) -> None:
+        super().parallelize()
+        for block in self.model.blocks if self.case.layout.tp > 1 else ():
+            block.down.register_forward_hook(scattered_and_gathered)
+
+
+def scattered_and_gathered(module: nn.Module, given: Any, output: torch.Tensor) -> torch.Tensor:
+    mesh = module.weight.device_mesh
+    part = reduce_scatter_tensor_autograd(output / mesh.size(), "sum", 1, mesh)
+    return all_gather_tensor_autograd(part, 1, mesh)
 
 
 class Dropout(toy.Toy):

@@ -80,7 +80,7 @@ class Toy:
             for block in self.model.blocks:
                 parallelize_module(block, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
         if self.case.train.dtype == "bfloat16":
-            reduce_dtype = getattr(torch, self.case.train.reduce_dtype)
+            reduce_dtype = getattr(torch, self.case.reduce_dtype)
             policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=reduce_dtype)
         if self.world.fsdp:
             dp = mesh["replicate", "shard"] if layout.dp_replicate > 1 else mesh["shard"]

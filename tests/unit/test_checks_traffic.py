@@ -16,6 +16,7 @@ from harness.checks.traffic import (
     NOT_PRECOMPUTED,
     NOT_SUMMED,
     REDUCE_DTYPE,
+    SCATTERED,
     UNKNOWN_RANKS,
     VOLUME,
     CollectiveKey,
@@ -26,6 +27,7 @@ from harness.checks.traffic import (
 )
 from harness.expect.expectations import Expectations
 from harness.expect.model import found_model
+from harness.matrix.axes import axis_values, case_from_axes
 from harness.matrix.case import Case
 from harness.matrix.caseid import parse_case_id
 from harness.trace import RankTrace, Run
@@ -231,9 +233,9 @@ def run(*records: TrafficRecord, compiled: bool = False) -> Run:
     return run_of(*(trace(rank) for rank in range(8)))
 
 
-def check_rules(*records: TrafficRecord, compiled: bool = False) -> list[Finding]:
-    expect = Expectations(ANY_MODEL, found_model(ANY_MODEL, replace(MODEL, calls={"up": 8}), MODEL))
-    return check_traffic(ANY_MODEL, run(*records, compiled=compiled), Witnesses(expect=expect))
+def check_rules(*records: TrafficRecord, compiled: bool = False, case: Case = ANY_MODEL) -> list[Finding]:
+    expect = Expectations(case, found_model(case, replace(MODEL, calls={"up": 8}), MODEL))
+    return check_traffic(case, run(*records, compiled=compiled), Witnesses(expect=expect))
 
 
 def with_record(index: int, record: TrafficRecord) -> tuple[TrafficRecord, ...]:
@@ -250,6 +252,13 @@ def test_gradients_that_are_not_reduced_are_found() -> None:
     assert (finding.rule, finding.values["axis"]) == (NOT_SUMMED.name, "dp_shard")
     (finding,) = check_rules(*GOOD[:1], *GOOD[2:])
     assert (finding.rule, finding.values["axis"]) == (NOT_SUMMED.name, "dp_replicate")
+
+
+def test_activations_that_are_scattered_without_sequence_parallelism_are_found() -> None:
+    records = (*GOOD, traffic("tp", "reduce_scatter", 64, op="sum"))
+    assert check_rules(*records) == []
+    (finding,) = check_rules(*records, case=case_from_axes(axis_values(ANY_MODEL) | {"sequence_parallel": False}))
+    assert (finding.rule, finding.found) == (SCATTERED.name, "1 call")
 
 
 def test_gradients_reduced_in_another_dtype_are_found() -> None:

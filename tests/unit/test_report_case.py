@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from harness.checks.stacks import LAST_OUTPUT
 from harness.measured import Curve, Measured, Sent
 from harness.plural import binary_bytes
-from harness.report.case import shown_case, sparkline
+from harness.report.case import case_sections, shown_case, sparkline
 from harness.report.ci import ANNOTATIONS, SUMMARY_BYTES, annotation_lines, job_summary, junit_report
 from harness.report.sections import text_of
 from harness.result import CaseResult, RunResult
@@ -163,6 +163,13 @@ def test_a_case_has_its_facts() -> None:
 def test_a_refusal_that_passed_has_no_traceback() -> None:
     refused = make_result(run=run_of(make_failure(0, traceback="Traceback"), make_failure(1, traceback="Traceback")))
     assert parsed(refused).find(".//system-out") is None
+
+
+def test_an_error_of_the_harness_about_a_target_shows_the_output_of_ranks_alone() -> None:
+    text = "TargetMisfit: build() made an AdamW. Fix: make another."
+    failure = make_failure(0, text, traceback=f"Traceback in harness/worker\n{LAST_OUTPUT}\nloaded the model")
+    (section,) = case_sections([make_result("a", Verdict.CRASH, run=run_of(failure))])
+    assert "loaded the model" in text_of([section]) and "Traceback" not in text_of([section])
 
 
 def test_a_known_fault_is_skipped_with_its_text() -> None:

@@ -51,7 +51,7 @@ def test_a_target_that_cannot_be_resumed_is_told(monkeypatch, methods, missing):
         built(monkeypatch, methods=methods, resume="same")
 
 
-@pytest.mark.parametrize(("makes", "made"), [(torch.optim.AdamW, "a AdamW"), (None, "no optimizer")])
+@pytest.mark.parametrize(("makes", "made"), [(torch.optim.AdamW, "an AdamW"), (None, "no optimizer")])
 def test_another_optimizer_than_sgd_is_told(monkeypatch, makes, made):
     with pytest.raises(TargetMisfit, match=rf"build\(\) made {made}, and the case has optimizer = sgd"):
         built(monkeypatch, makes=makes, optimizer="sgd")

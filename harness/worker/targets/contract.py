@@ -163,7 +163,8 @@ def _require_number(method: str, name: str, value: Any) -> None:
 
 
 def _kind(value: object) -> str:
-    return "None" if value is None else f"a {type(value).__name__}"
+    name = type(value).__name__
+    return "None" if value is None else f"{'an' if name[0] in 'AEIOUaeiou' else 'a'} {name}"
 
 
 _COLLECTIVE = "all_reduce (max) in float32 along tp"
