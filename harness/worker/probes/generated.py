@@ -26,7 +26,7 @@ from harness.worker.probes.cast_numbers import dtype_name
 from harness.worker.probes.graph_casts import GraphCastWatcher, fqn_of, phase_now
 from harness.worker.probes.graph_gradients import GradientWatcher
 from harness.worker.probes.probe import Probe
-from harness.worker.virtual.collectives import FLOAT8
+from harness.worker.virtual.memory import FLOAT8
 
 _SCALED_MM = torch.ops.aten._scaled_mm.default
 _FUSED = {getattr(torch.ops.symm_mem, name).default: name for name in fused.OPERATORS}

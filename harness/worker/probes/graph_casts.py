@@ -20,7 +20,7 @@ from harness.trace.graphs import GraphCast, GraphMatmul, Phase, UnknownCast
 from harness.worker.probes.cast_numbers import Cast, dtype_name, measure_cast, summarize_scale
 from harness.worker.probes.digests import bytes_of, fingerprint
 from harness.worker.probes.probe import in_backward
-from harness.worker.virtual.collectives import FLOAT8
+from harness.worker.virtual.memory import FLOAT8
 from harness.worker.virtual.scaled_mm import unswizzled_scales
 
 _aten = torch.ops.aten

@@ -1,38 +1,54 @@
 """The collectives of the virtual device: what NCCL does, for CPU tensors, over the fabric.
 
-Replaces the CPU kernels of the c10d operators, so DeviceMesh, FSDP2, functional collectives and compiled graphs work
-unchanged. Reductions run in rank order, and sums of 16-bit floats accumulate in float32 with one rounding at the end,
-so every rank gets the same bits. All collectives are synchronous. A send ends at once; what is received is written when
-it is waited for, in the order in which receives were posted.
+Replaces the CPU kernels of the c10d operators, so DeviceMesh, DDP, FSDP2, functional collectives and compiled graphs
+work unchanged. Reductions run in rank order, and sums of 16-bit floats accumulate in float32 with one rounding at the
+end, so every rank gets the same bits. All collectives are synchronous. A send ends at once; what is received is written
+when it is waited for, in the order in which receives were posted.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import FakeProcessGroup, FakeWork
+from torch._C import _distributed_c10d as c10d
 from torch.distributed import ReduceOp, Work
 
 from harness.worker.phase import PHASE
 from harness.worker.probes.cast_numbers import dtype_name
 from harness.worker.virtual.fabric import CollectiveMismatch, Fabric, Group, Loopback
+from harness.worker.virtual.memory import (
+    FLOAT8,
+    Tensor,
+    memory,
+    read,
+    real,
+    require_count,
+    require_like,
+    require_times,
+    write,
+)
 
 BACKEND = "virtual"
 Boxed = Any  # a ScriptObject around a ProcessGroup, a Work or a ReduceOp
-Tensor = torch.Tensor
 
-FLOAT8 = frozenset({torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz})
 _ACCUMULATE_IN = {torch.bfloat16: torch.float32, torch.float16: torch.float32}
 
 
 def create_backend(common: Any, options: Any) -> Any:
-    """The process group behind the kernels, which only holds its rank and size."""
-    return FakeProcessGroup._create_internal(common.group_rank, common.group_size, options)  # type: ignore[call-arg]
+    """The process group behind the kernels, which only holds its rank and size. A collective of its own would do
+    nothing: it raises.
+    """
+    FABRIC.own(common.group_id)
+    group: Any = c10d.FakeProcessGroup  # torch annotates it otherwise
+    options = group.Options()
+    options.error_on_collective = True
+    return group._create_internal(common.group_rank, common.group_size, options)
 
 
 def _group(boxed: Boxed) -> Group | Loopback:
@@ -40,62 +56,94 @@ def _group(boxed: Boxed) -> Group | Loopback:
     return FABRIC.group(group.group_name, lambda: dist.get_process_group_ranks(group), group.rank)
 
 
-def _done() -> Boxed:
-    return Work.boxed(FakeWork())
-
-
-def _bytes(tensor: Tensor) -> Tensor:
-    return tensor.contiguous().reshape(-1).view(torch.uint8)
+def _done(written: Sequence[Tensor] = ()) -> Boxed:
+    """A work that has ended. Its future holds what was written: DDP reads it there."""
+    future: torch.futures.Future[list[Tensor]] = torch.futures.Future()
+    future.set_result(list(written))
+    return Work.boxed(c10d._create_work_from_future(future))  # type: ignore[attr-defined]
 
 
 def _exchange(group: Group | Loopback, kind: str, tensor: Tensor) -> list[Tensor]:
-    """The flattened `tensor` of every rank, in rank order."""
-    return [payload.view(tensor.dtype) for payload in group.exchange(kind, _bytes(tensor))]
-
-
-def _write(target: Tensor, flat: Tensor) -> None:
-    # copy_ between equal float8 dtypes is exact, and works for a strided target
-    target.copy_(flat.view(target.shape))
+    """The memory of `tensor` of every rank, [numel], in rank order."""
+    return [payload.view(tensor.dtype) for payload in group.exchange(kind, read(tensor))]
 
 
 # The kernels take the arguments of their c10d schema; `*_` are those without effect here, such as async_op and timeout.
 
 
 def _allgather_base_(output: Tensor, tensor: Tensor, group: Boxed, *_: Any) -> tuple[Tensor, Boxed]:
-    parts = [part.view(torch.uint8) for part in _exchange(_group(group), "all_gather", tensor)]
-    _write(output, torch.cat(parts).view(output.dtype))
-    return output, _done()
+    fabric = _group(group)
+    require_times(output, tensor, fabric.size)
+    into = read(output).view(fabric.size, -1)
+    for row, part in zip(into, fabric.exchange("all_gather", read(tensor)), strict=True):
+        write(row, part)
+    return output, _done([output])
 
 
 def _allgather_into_tensor_coalesced_(outputs: list[Tensor], tensors: list[Tensor], group: Boxed, *_: Any) -> Boxed:
     for output, tensor in zip(outputs, tensors, strict=True):
         _allgather_base_(output, tensor, group)
-    return _done()
+    return _done(outputs)
 
 
 def _allgather_(
     outputs: list[list[Tensor]], tensors: list[Tensor], group: Boxed, *_: Any
 ) -> tuple[list[list[Tensor]], Boxed]:
+    """NCCL gathers equal parts into memory of its own, and copies them as any other code would: autograd sees it."""
+    fabric = _group(group)
     for row, tensor in zip(outputs, tensors, strict=True):
-        for output, part in zip(row, _exchange(_group(group), "all_gather", tensor), strict=True):
-            _write(output, part)
-    return outputs, _done()
+        even = all(output.shape == row[0].shape for output in row)
+        require_count(row, fabric.size, like=tensor if even else None)
+        if not even:
+            require_times(row[fabric.rank], tensor, 1)
+        payloads = fabric.exchange("all_gather", read(tensor), same_size=even)
+        for source, (output, payload) in enumerate(zip(row, payloads, strict=True)):
+            if even:
+                output.copy_(payload.view(tensor.dtype).view(output.shape))
+            else:
+                _take(output, payload, fabric, source)
+    return outputs, _done([output for row in outputs for output in row])
 
 
-def _reduce(parts: Sequence[Tensor], op: Any) -> Tensor:
-    """Reduces in rank order; returns a new tensor of the dtype of `parts`."""
-    dtype = parts[0].dtype
-    if dtype in FLOAT8:
-        raise TypeError(f"{dtype} cannot be reduced, as with NCCL: cast it first")
-    total = parts[0].to(_ACCUMULATE_IN.get(dtype, dtype), copy=True)
+def _take(output: Tensor, payload: Tensor, fabric: Group | Loopback, source: int) -> None:
+    """Write what a rank has sent. Raises CollectiveMismatch where it is more or less than `output` holds."""
+    into = read(output, message=True)
+    if into.numel() != payload.numel():
+        raise CollectiveMismatch(
+            f"rank {fabric.ranks[source]} sends {payload.numel()} bytes, and rank {fabric.ranks[fabric.rank]} receives "
+            f"{into.numel()}"
+        )
+    write(into, payload)
+
+
+def _reduction(op: Any, tensors: Sequence[Tensor]) -> Callable[[Sequence[Tensor]], Tensor]:
+    """What reduces the parts of all ranks in rank order, to a new tensor of their dtype.
+
+    Raises for what cannot be reduced so before anything is sent: what NCCL refuses, and float8, whose sum would depend
+    on the order.
+    """
+    name = ReduceOp.RedOpType(op).name
+    for tensor in tensors:
+        if tensor.dtype in FLOAT8:
+            raise TypeError(f"{tensor.dtype} cannot be reduced: cast it first")
+        if tensor.is_complex() and op not in (ReduceOp.SUM, ReduceOp.AVG):
+            raise RuntimeError(f"{name} of complex tensors is not supported")
+        if tensor.dtype == torch.bool and op == ReduceOp.AVG:
+            raise TypeError("Cannot use ReduceOp.AVG with boolean inputs")
     combine = _COMBINE.get(op)
     if combine is None:
-        raise NotImplementedError(f"the virtual device does not support the reduction {op}")
-    for part in parts[1:]:
-        combine(total, part.to(total.dtype))
-    if op == ReduceOp.AVG:
-        total /= len(parts)
-    return total.to(dtype)
+        raise ValueError(f"Cannot use ReduceOp.{name} with NCCL")
+
+    def reduce(parts: Sequence[Tensor]) -> Tensor:
+        dtype = parts[0].dtype
+        total = parts[0].to(_ACCUMULATE_IN.get(dtype, dtype), copy=True)
+        for part in parts[1:]:
+            combine(total, part.to(total.dtype))
+        if op == ReduceOp.AVG:
+            total.div_(len(parts), rounding_mode=None if dtype.is_floating_point else "trunc")
+        return total.to(dtype)
+
+    return reduce
 
 
 _COMBINE: dict[Any, Callable[[Tensor, Tensor], object]] = {
@@ -108,25 +156,34 @@ _COMBINE: dict[Any, Callable[[Tensor, Tensor], object]] = {
 
 
 def _allreduce_(tensors: list[Tensor], group: Boxed, op: Boxed, *_: Any) -> tuple[list[Tensor], Boxed]:
-    for tensor in tensors:
-        _write(tensor, _reduce(_exchange(_group(group), "all_reduce", tensor), op.op()))
-    return tensors, _done()
+    fabric, reduce = _group(group), _reduction(op.op(), tensors)
+    for tensor in map(real, tensors):
+        write(tensor, reduce(_exchange(fabric, "all_reduce", tensor)))
+    return tensors, _done(tensors)
 
 
 def _reduce_(tensors: list[Tensor], group: Boxed, op: Boxed, root_rank: int, *_: Any) -> Boxed:
-    for tensor in tensors:
-        parts = _exchange(_group(group), "reduce", tensor)
-        if _group(group).rank == root_rank:
-            _write(tensor, _reduce(parts, op.op()))
-    return _done()
+    fabric, reduce = _group(group), _reduction(op.op(), tensors)
+    _require_root(fabric, root_rank)
+    for tensor in map(real, tensors):
+        parts = _exchange(fabric, "reduce", tensor)
+        if fabric.rank == root_rank:
+            write(tensor, reduce(parts))
+    return _done(tensors)
+
+
+def _require_root(fabric: Group | Loopback, root_rank: int) -> None:
+    if not 0 <= root_rank < fabric.size:
+        raise ValueError(f"invalid root rank: {root_rank} of {fabric.size}")
 
 
 def _reduce_scatter_base_(output: Tensor, tensor: Tensor, group: Boxed, op: Boxed, *_: Any) -> tuple[Tensor, Boxed]:
-    fabric = _group(group)
+    fabric, reduce = _group(group), _reduction(op.op(), [tensor])
+    require_times(tensor, output, fabric.size)
     mine = slice(fabric.rank * output.numel(), (fabric.rank + 1) * output.numel())
     parts = _exchange(fabric, "reduce_scatter", tensor)
-    _write(output, _reduce([part[mine] for part in parts], op.op()))
-    return output, _done()
+    write(output, reduce([part[mine] for part in parts]))
+    return output, _done([output])
 
 
 def _reduce_scatter_tensor_coalesced_(
@@ -134,65 +191,107 @@ def _reduce_scatter_tensor_coalesced_(
 ) -> Boxed:
     for output, tensor in zip(outputs, tensors, strict=True):
         _reduce_scatter_base_(output, tensor, group, op)
-    return _done()
+    return _done(outputs)
 
 
 def _reduce_scatter_(
     outputs: list[Tensor], rows: list[list[Tensor]], group: Boxed, op: Boxed, *_: Any
 ) -> tuple[list[Tensor], Boxed]:
-    _reduce_scatter_tensor_coalesced_(outputs, [torch.stack(list(row)) for row in rows], group, op)
-    return outputs, _done()
+    """NCCL copies equal parts to memory of its own, so that they need not be contiguous."""
+    fabric, reduce = _group(group), _reduction(op.op(), [tensor for row in rows for tensor in row])
+    for output, row in zip(outputs, rows, strict=True):
+        even = all(tensor.shape == row[0].shape for tensor in row)
+        require_count(row, fabric.size, like=output if even else None)
+        require_times(row[fabric.rank], output, 1)
+        flat = torch.cat([tensor.detach().reshape(-1) for tensor in row])
+        start = sum(tensor.numel() for tensor in row[: fabric.rank])
+        parts = _exchange(fabric, "reduce_scatter", flat)
+        write(output, reduce([part[start : start + output.numel()] for part in parts]))
+    return outputs, _done(outputs)
 
 
 def _broadcast_(tensors: list[Tensor], group: Boxed, root_rank: int, *_: Any) -> tuple[list[Tensor], Boxed]:
-    for tensor in tensors:
-        _write(tensor, _exchange(_group(group), "broadcast", tensor)[root_rank])
-    return tensors, _done()
+    fabric = _group(group)
+    _require_root(fabric, root_rank)
+    for tensor in map(real, tensors):
+        write(tensor, _exchange(fabric, "broadcast", tensor)[root_rank])
+    return tensors, _done(tensors)
 
 
 def _scatter_(
     outputs: list[Tensor], rows: list[list[Tensor]], group: Boxed, root_rank: int, *_: Any
 ) -> tuple[list[Tensor], Boxed]:
-    fabric = _group(group)
-    payload = torch.cat([_bytes(part) for part in rows[0]]) if rows else torch.empty(0, dtype=torch.uint8)
+    fabric, (output,) = _group(group), outputs
+    _require_root(fabric, root_rank)
+    parts, empty = rows[0] if rows else [], read(output, message=True)[:0]
+    if fabric.rank == root_rank:
+        require_count(parts, fabric.size, like=None)
+        require_like(parts, output, "scatter")
+    payload = torch.cat([empty, *(read(part, message=True) for part in parts)])
     sent = fabric.exchange("scatter", payload, same_size=False)[root_rank]
-    _write(outputs[0], sent.chunk(fabric.size)[fabric.rank].view(outputs[0].dtype))
-    return outputs, _done()
+    _take(output, sent.chunk(fabric.size)[fabric.rank] if sent.numel() else sent, fabric, root_rank)
+    return outputs, _done(outputs)
 
 
-def _gather_(outputs: list[list[Tensor]], tensors: list[Tensor], group: Boxed, *_: Any) -> Boxed:
-    parts = _exchange(_group(group), "gather", tensors[0])
-    for row in outputs:  # empty on every rank but the root
-        for output, part in zip(row, parts, strict=True):
-            _write(output, part)
-    return _done()
+def _gather_(outputs: list[list[Tensor]], tensors: list[Tensor], group: Boxed, root_rank: int, *_: Any) -> Boxed:
+    fabric, (tensor,) = _group(group), tensors
+    _require_root(fabric, root_rank)
+    into = outputs[0] if outputs else []  # empty on every rank but the root
+    if fabric.rank == root_rank:
+        require_count(into, fabric.size, like=None)
+        require_like(into, tensor, "gather")
+    payloads = fabric.exchange("gather", read(tensor, message=True))
+    for source, output in enumerate(into):
+        _take(output, payloads[source], fabric, source)
+    return _done(into)
+
+
+def _split_sizes(given: Sequence[int], tensor: Tensor, size: int) -> list[int]:
+    """The rows for every rank, or from it: `checkSplitSizes` of torch's Utils.hpp."""
+    rows = tensor.size(0) if tensor.dim() else 1
+    if not given:
+        if rows % size:
+            raise RuntimeError("Tensor's dim 0 does not divide equally across group size")
+        return [rows // size] * size
+    if len(given) != size:
+        raise RuntimeError("Number of tensor splits not equal to group size")
+    if sum(given) != rows:
+        raise RuntimeError("Split sizes doesn't match total dim 0 size")
+    return list(given)
 
 
 def _alltoall_base_(
     output: Tensor, tensor: Tensor, group: Boxed, output_split_sizes: list[int], input_split_sizes: list[int], *_: Any
 ) -> Boxed:
     fabric = _group(group)
-    rows = tensor.size(0) if tensor.dim() else 1
-    splits = list(input_split_sizes) or [rows // fabric.size] * fabric.size
-    row_bytes = tensor.numel() * tensor.itemsize // max(rows, 1)
-    table = torch.tensor([split * row_bytes for split in splits], dtype=torch.int64).view(torch.uint8)
-    received = []
-    for payload in fabric.exchange("all_to_all", torch.cat([table, _bytes(tensor)]), same_size=False):
-        counts = payload[: table.numel()].clone().view(torch.int64).tolist()
-        begin = table.numel() + sum(counts[: fabric.rank])
-        received.append(payload[begin : begin + counts[fabric.rank]])
-    _write(output, torch.cat(received).view(output.dtype))
-    return _done()
+    sent = read(tensor).split(_byte_counts(input_split_sizes, tensor, fabric.size))
+    into = read(output).split(_byte_counts(output_split_sizes, output, fabric.size))
+    _pass_on(fabric, into, sent)
+    return _done([output])
+
+
+def _byte_counts(splits: Sequence[int], tensor: Tensor, size: int) -> list[int]:
+    rows = max(tensor.size(0), 1) if tensor.dim() else 1
+    return [split * (tensor.numel() // rows * tensor.itemsize) for split in _split_sizes(splits, tensor, size)]
+
+
+def _pass_on(fabric: Group | Loopback, into: Sequence[Tensor], sent: Sequence[Tensor]) -> None:
+    """What this rank has for every rank, and gets from it, in bytes."""
+    table = torch.tensor([part.numel() for part in sent], dtype=torch.int64).view(torch.uint8)
+    payloads = fabric.exchange("all_to_all", torch.cat([table, *sent]), same_size=False)
+    for source, (output, payload) in enumerate(zip(into, payloads, strict=True)):
+        ends = list(itertools.accumulate(payload[: table.numel()].clone().view(torch.int64).tolist(), initial=0))
+        begin, end = ends[fabric.rank : fabric.rank + 2]
+        _take(output, payload[table.numel() :][begin:end], fabric, source)
 
 
 def _alltoall_(outputs: list[Tensor], tensors: list[Tensor], group: Boxed, *_: Any) -> tuple[list[Tensor], Boxed]:
-    flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
-    sizes = [output.numel() for output in outputs]
-    received = torch.empty(sum(sizes), dtype=flat.dtype)
-    _alltoall_base_(received, flat, group, sizes, [tensor.numel() for tensor in tensors])
-    for output, part in zip(outputs, received.split(sizes), strict=True):
-        _write(output, part)
-    return outputs, _done()
+    fabric = _group(group)
+    require_count(outputs, fabric.size, like=None)
+    require_count(tensors, fabric.size, like=None)
+    into, sent = ([read(tensor, message=True) for tensor in given] for given in (outputs, tensors))
+    _pass_on(fabric, into, sent)
+    return outputs, _done(outputs)
 
 
 def _barrier(tensor: Tensor, group: Boxed, *_: Any) -> Boxed:
@@ -208,7 +307,7 @@ _DTYPES = tuple(sorted({dtype for dtype in vars(torch).values() if isinstance(dt
 def _send(tensors: list[Tensor], group: Boxed, target: int, tag: int) -> Boxed:
     fabric = _group(group)
     for tensor in tensors:
-        fabric.channel(fabric.rank, target).send(_bytes(tensor), _DTYPES.index(tensor.dtype))
+        fabric.channel(fabric.rank, target).send(read(tensor, message=True), _DTYPES.index(tensor.dtype))
     return _done()
 
 
@@ -217,7 +316,7 @@ class Receive(Work):
 
     def __init__(self, into: Tensor, fabric: Group | Loopback, source: int) -> None:
         super().__init__()
-        self._into, self._fabric, self._source = into, fabric, source
+        self._into, self._memory, self._fabric, self._source = into, memory(into, message=True), fabric, source
         _POSTED.setdefault((fabric, source), []).append(self)
 
     def wait(self, timeout: Any = None) -> bool:
@@ -242,7 +341,7 @@ class Receive(Work):
                 f"rank {sender} sends {payload.numel() // dtype.itemsize} elements of {dtype_name(dtype)}, and rank "
                 f"{mine} receives {into.numel()} of {dtype_name(into.dtype)}"
             )
-        _write(into.detach(), payload.view(dtype))
+        write(self._memory, payload.view(dtype))
 
 
 class Names(Protocol):
@@ -267,7 +366,7 @@ def _recv_(tensors: list[Tensor], group: Boxed, source: int, tag: int) -> Boxed:
 
 def _unsupported(name: str) -> Callable[..., Any]:
     def kernel(*_: Any, **__: Any) -> Any:
-        raise NotImplementedError(f"the virtual device does not support c10d::{name}")
+        raise NotImplementedError(f"NCCL does not support c10d::{name}, nor does the virtual device")
 
     return kernel
 
@@ -276,7 +375,6 @@ CPU_KERNELS: dict[str, Callable[..., Any]] = {
     "_allgather_base_": _allgather_base_,
     "_reduce_scatter_base_": _reduce_scatter_base_,
     "allgather_": _allgather_,
-    "allgather_coalesced_": lambda *args: _allgather_(*args)[1],
     "allgather_into_tensor_coalesced_": _allgather_into_tensor_coalesced_,
     "allreduce_": _allreduce_,
     "allreduce_coalesced_": lambda *args: _allreduce_(*args)[1],
@@ -291,7 +389,7 @@ CPU_KERNELS: dict[str, Callable[..., Any]] = {
     "scatter_": _scatter_,
     "send": _send,
     "recv_": _recv_,
-    **{name: _unsupported(name) for name in ("monitored_barrier_", "recv_any_source_")},
+    **{name: _unsupported(name) for name in ("allgather_coalesced_", "monitored_barrier_", "recv_any_source_")},
 }
 
 _KINDS = "open all_gather all_reduce all_to_all barrier broadcast gather reduce reduce_scatter scatter"

@@ -18,6 +18,7 @@ from torch.distributed import ReduceOp
 from harness.request import Arithmetic, Fabric
 from harness.worker import internals
 from harness.worker.virtual import collectives, grouped_mm, scaled_grouped_mm, scaled_mm
+from harness.worker.virtual.memory import below_autograd, memory
 
 # torch.library drops an override when its Library object is collected.
 _LIBRARIES: list[torch.library.Library] = []
@@ -63,15 +64,32 @@ def _install_transport(fabric: Fabric) -> None:
         for library in _transport.values():
             library._destroy()  # restores the kernels that it had overridden
         _transport.clear()
-        _transport[name] = _override("c10d", _kernels(fabric))
+        _transport[name] = _override("c10d", _gloo_kernels()) if fabric == "gloo" else _over_fabric()
 
 
-def _kernels(fabric: Fabric) -> Mapping[str, object]:
-    if fabric == "gloo":
-        from harness.worker.virtual import gloo
+def _gloo_kernels() -> Mapping[str, object]:
+    from harness.worker.virtual import gloo
 
-        return gloo.CPU_KERNELS
-    return collectives.CPU_KERNELS
+    return gloo.CPU_KERNELS
+
+
+def _over_fabric() -> torch.library.Library:
+    """The groups of the shared fabric. Those of another backend keep the kernels of torch: a target may have gloo's."""
+    library = torch.library.Library("c10d", "IMPL")
+    for name, kernel in collectives.CPU_KERNELS.items():
+        stock = torch.library.get_kernel(f"c10d::{name}", "CPU")
+        library.impl(name, _of_fabric(kernel, stock), "CPU", with_keyset=True, allow_override=True)
+    return library
+
+
+def _of_fabric(kernel: Callable[..., Any], stock: Any) -> Callable[..., Any]:
+    def run(keyset: torch.DispatchKeySet, *args: Any) -> Any:
+        group = next(argument for argument in args if isinstance(argument, torch.ScriptObject))  # comes before the rest
+        if collectives.FABRIC.owns(dist.ProcessGroup.unbox(group).group_name):
+            return kernel(*args)
+        return stock.call_boxed(keyset, *args)
+
+    return run
 
 
 @functools.cache
@@ -143,7 +161,7 @@ def _scaled_reduce_scatter(stock: Callable[..., Any]) -> Callable[..., Any]:
     def method(group: Any, output: torch.Tensor, tensor: torch.Tensor, options: Any) -> Any:
         factor = _factor(options.reduceOp)
         if factor is not None:
-            tensor = tensor if factor == 1.0 else tensor * factor
+            tensor = tensor if factor == 1.0 else tensor.detach() * factor
             options.reduceOp = ReduceOp.SUM
         return stock(group, output, tensor, options)
 
@@ -157,7 +175,8 @@ def _scaled_allreduce(stock: Callable[..., Any]) -> Callable[..., Any]:
         factor = _factor(options.reduceOp)
         if factor is not None:
             for tensor in tensors:
-                tensor.mul_(factor)
+                with below_autograd():
+                    memory(tensor).mul_(factor)
             options.reduceOp = ReduceOp.SUM
         return stock(group, tensors, options)
 

@@ -215,6 +215,14 @@ class Fabric:
         self._kinds = kinds
         self._open: Callable[[str, Sequence[int], int], Group | Loopback] | None = None
         self._groups: dict[str, Group | Loopback] = {}
+        self._owned: set[str] = set()
+
+    def own(self, name: str) -> None:
+        self._owned.add(name)
+
+    def owns(self, name: str) -> bool:
+        """Whether the group of that name was made over this fabric."""
+        return name in self._owned
 
     def connect(self, folder: Path | None) -> None:
         """Open groups in `folder` from now on; without one, loopback groups."""
@@ -225,12 +233,13 @@ class Fabric:
             digest = hashlib.sha256(f"{name}/{list(ranks)}".encode()).hexdigest()[:16]
             return Group(folder / f"fabric-{digest}", rank=rank, ranks=ranks, kinds=self._kinds)
 
-        self._groups.clear()
+        self.disconnect()
         self._open = open_group
 
     def disconnect(self) -> None:
         """Drop all groups. Using one before the next `connect` is an error."""
         self._groups.clear()
+        self._owned.clear()
         self._open = None
 
     def buffers(self) -> list[torch.Tensor]:

@@ -26,7 +26,8 @@ from torch.distributed import (
 )
 
 from harness.worker.probes.probe import mark_owned
-from harness.worker.virtual.collectives import FLOAT8, Boxed, Tensor
+from harness.worker.virtual.collectives import Boxed
+from harness.worker.virtual.memory import FLOAT8, Tensor
 
 _CPU = torch.device("cpu")
 
