@@ -1,10 +1,20 @@
-"""Crash-safe writes: replace a file atomically, or append a line to it."""
+"""Files that survive a crash: replace one atomically, append a line to one, lock one until its holder ends.
+
+Not the filelock package: where flock is missing it falls back to lock files that outlive their holder.
+"""
 
 from __future__ import annotations
 
+import errno
 import os
 import tempfile
 from pathlib import Path
+from typing import IO, Any
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
 
 from harness.errors import HarnessError
 
@@ -42,21 +52,32 @@ def append_line(path: Path, line: bytes) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("a+b") as file:
-            _write_all(file.fileno(), (b"" if _ends_with_newline(file.fileno()) else b"\n") + line + b"\n")
+            _write_all(file.fileno(), (b"" if _ends_with_newline(file) else b"\n") + line + b"\n")
             os.fsync(file.fileno())
     except OSError as error:
         raise WriteFailed(path, error) from error
+
+
+def take_lock(file: IO[Any] | int, *, shared: bool = False, wait: bool = False) -> None:
+    """Lock an open file until it is closed; the kernel closes the files of a process that is killed.
+
+    Raises BlockingIOError when another process holds it and this one does not `wait`, and OSError on file systems and
+    operating systems without flock.
+    """
+    if fcntl is None:
+        raise OSError(errno.ENOTSUP, "this system has no flock")
+    fcntl.flock(file, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | (0 if wait else fcntl.LOCK_NB))
 
 
 def _replace(path: Path, content: bytes) -> None:
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".new")
     try:
         try:
-            os.fchmod(handle, 0o644)  # mkstemp creates 0600, which other users of a shared tree could not read
             _write_all(handle, content)
             os.fsync(handle)
         finally:
             os.close(handle)
+        Path(name).chmod(0o644)  # mkstemp creates 0600, which other users of a shared tree could not read
         Path(name).replace(path)
     except BaseException:
         Path(name).unlink(missing_ok=True)
@@ -69,6 +90,8 @@ def _write_all(handle: int, content: bytes) -> None:
         view = view[os.write(handle, view) :]
 
 
-def _ends_with_newline(handle: int) -> bool:
-    size = os.fstat(handle).st_size
-    return size == 0 or os.pread(handle, 1, size - 1) == b"\n"
+def _ends_with_newline(file: IO[bytes]) -> bool:
+    if file.seek(0, os.SEEK_END) == 0:
+        return True
+    file.seek(-1, os.SEEK_END)
+    return file.read(1) == b"\n"

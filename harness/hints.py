@@ -19,6 +19,9 @@ LIST_RUNS = _command("runs", "list")
 MEASURE_TOLERANCES = _command("baseline", "tolerance", "--measure")
 WRITE_PAGES = _command("bug", "list", "--pages", "docs/upstream")
 VERIFY_FORMULAS = _command("dev", "evidence", "formulas", "--reason", "new versions")
+# On systems where ranks cannot run. The volume keeps stored runs, which the container would take along.
+START_CONTAINER = 'docker run --rm -it -v "$PWD":/work -v fp8-harness:/root/.cache -w /work python:3.12 bash'
+INSTALL_FOR_CPU = "pip install --extra-index-url https://download.pytorch.org/whl/cpu 'fp8-harness[train]'"
 
 
 def explain_case(case_id: str) -> str:

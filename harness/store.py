@@ -11,7 +11,6 @@ Fields may be added; any other change increments `SCHEMA`. `show --schema` print
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import inspect
 import re
 import threading
@@ -23,7 +22,7 @@ from typing import Any, Union, get_args, get_type_hints
 import msgspec
 from msgspec.structs import replace
 
-from harness.durable import WriteFailed, append_line
+from harness.durable import WriteFailed, append_line, take_lock
 from harness.errors import HarnessError
 from harness.jsonform import from_json, to_json
 from harness.matrix.caseid import case_id, parse_case_id
@@ -101,7 +100,7 @@ class RunStore:
             file = until_end.enter_context(self.path.open("ab"))
             for _ in range(_TRIES):  # `is_running` of another process holds it for a moment
                 with contextlib.suppress(BlockingIOError):
-                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    take_lock(file)
                     return True
                 time.sleep(_PAUSE_S)
         except OSError:
@@ -112,7 +111,7 @@ class RunStore:
     def is_running(self) -> bool:
         try:
             with self.path.open("rb") as file:
-                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                take_lock(file, shared=True)
         except BlockingIOError:
             return True
         except OSError:

@@ -38,7 +38,7 @@ from harness.project import Project, leases_in, state_folder
 from harness.report.conformance import conformance_document, conformance_section
 from harness.report.mutation import mutation_sections
 from harness.running.injection import parse_injection
-from harness.running.machine import check_rank_packages
+from harness.running.machine import check_ranks
 from harness.running.plan import Plan
 from harness.running.progress import open_progress
 from harness.running.selection import NothingSelected, Query, recorded_faults
@@ -155,7 +155,7 @@ def conformance_command(
     if listed:
         click.echo("\n".join(check.id for check in checks))
         return ExitCode.GOOD
-    check_rank_packages()
+    check_ranks()
     injections = [parse_injection(text).patch for text in inject]
     leases = open_leases(leases_in(state_folder()), "cpu")
     node = LocalNode(lambda options: ZygoteEngine(PROGRAM, options), leases, capacity_here("cpu"))

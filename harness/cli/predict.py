@@ -48,7 +48,7 @@ from harness.report.predict import (
 from harness.report.run import run_sections
 from harness.result import RunResult
 from harness.running.case_judge import known_here
-from harness.running.machine import check_rank_packages
+from harness.running.machine import check_ranks
 from harness.running.plan import Plan, make_plan
 from harness.running.progress import open_progress
 from harness.running.selection import Query
@@ -178,7 +178,7 @@ def layouts_command(*, case: Case, on: Machine, sweep_it: bool, verify_it: bool,
     verification = None
     if verify_it:
         require_simulable(case)
-        check_rank_packages()
+        check_ranks()
         ranks = tuple(dict.fromkeys((0, case.world_size - 1)))
         with unleased_cluster(PROGRAM, len(ranks)) as cluster:
             verification = verify(cluster, case, ranks, known)

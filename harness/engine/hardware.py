@@ -6,7 +6,9 @@ Uses neither torch nor CUDA. Its GPUs are in `gpus.py`.
 from __future__ import annotations
 
 import functools
+import math
 import os
+import platform
 import re
 import socket
 from collections.abc import Callable
@@ -15,7 +17,7 @@ from typing import Literal
 
 from harness.engine.gpus import Gpu, architecture_of, in_use, installed_gpus, kind_of, visible_gpus
 from harness.engine.leases import Leases
-from harness.engine.linux import read_text
+from harness.engine.linux import cpu_quota, read_text
 from harness.engine.messages import Message
 
 Device = Literal["cpu", "cuda"]
@@ -47,16 +49,28 @@ def cpu_kind(cpuinfo: Path = CPUINFO) -> str:
 def cpu_extensions(cpuinfo: Path = CPUINFO) -> str:
     """Model name of the CPU and its extensions for vectors and matrices; empty where the kernel names none."""
     text = read_text(cpuinfo).partition("\n\n")[0]
-    name = re.search(r"^(?:model name|CPU part)\s*:\s*(.+)$", text, flags=re.MULTILINE)
     flags = re.search(r"^(?:flags|Features)\s*:\s*(.+)$", text, flags=re.MULTILINE)
     wide = [flag for flag in flags[1].split() if _VECTOR.fullmatch(flag)] if flags else []
-    return " ".join(filter(None, [name[1] if name else "", ", ".join(wide)]))
+    return " ".join(filter(None, [_model(text), ", ".join(wide)]))
 
 
 def cpu_name() -> str:
-    """Model name of the CPU and how many of its threads this process may use."""
-    match = re.search(r"^model name\s*:\s*(.+)$", read_text(CPUINFO), flags=re.MULTILINE)
-    return f"{match[1] if match else 'unknown CPU'}, {len(os.sched_getaffinity(0))} threads"
+    """Model of the CPU, or its architecture where nothing lists it, and how many of its threads processes may use."""
+    return f"{_model(read_text(CPUINFO)) or platform.machine() or 'unknown CPU'}, {usable_cpus()} threads"
+
+
+def _model(cpuinfo: str) -> str:
+    """The model name on x86. ARM has the numbers of a maker and of its part, such as 0x41 and 0xd4f for Neoverse V2."""
+    pairs = re.findall(r"^(model name|CPU implementer|CPU part)\s*:\s*(.+)$", cpuinfo, flags=re.MULTILINE)
+    named: dict[str, str] = dict(pairs)
+    part = f"ARM {named['CPU implementer']} {named['CPU part']}" if "CPU part" in named else ""
+    return named.get("model name", part)
+
+
+def usable_cpus() -> int:
+    """How many CPUs this process may use, by its affinity and by the quota of its control groups; at least 1."""
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, math.ceil(min(allowed, cpu_quota())))
 
 
 # What makes the same machine compute differently.
@@ -88,7 +102,7 @@ def open_leases(
 def count_slots(device: Device, slots: int | None = None) -> int:
     """The number of slots: `slots`, by default a CPU rank per usable core; or at most the CUDA devices."""
     if device == "cpu":
-        return slots or max(MIN_CPU_SLOTS, len(os.sched_getaffinity(0)))
+        return slots or max(MIN_CPU_SLOTS, usable_cpus())
     return len(cuda_devices(slots))
 
 
@@ -140,6 +154,6 @@ def capacity_here(device: Device, slots: int | None = None) -> NodeCapacity:
         architecture=architecture_of(gpus, os.environ),
         driver=driver_version() if device == "cuda" else "",
         cpu=cpu_extensions(),
-        threads=len(os.sched_getaffinity(0)),
+        threads=usable_cpus(),
         in_use=in_use(gpus, os.environ),
     )

@@ -2,13 +2,10 @@
 
 A slot is a file and a lease is an flock on it, so the kernel frees the slots of a killed holder and leftover files do
 no harm. Works across threads, pytest-xdist workers and all jobs that use the same folder.
-
-Not the filelock package: where flock is missing it falls back to lock files that outlive their holder.
 """
 
 from __future__ import annotations
 
-import fcntl
 import os
 import time
 from collections import Counter
@@ -16,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
+from harness.durable import take_lock
 from harness.engine.linux import command_of
 from harness.errors import HarnessError
 
@@ -113,7 +111,7 @@ class Leases:
         except OSError as error:
             raise self._unusable(error) from error
         try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            take_lock(fd)
         except BlockingIOError:
             os.close(fd)
             return False

@@ -8,7 +8,9 @@ from those of other users, and are kept.
 from __future__ import annotations
 
 import ctypes
+import math
 import os
+import platform
 import re
 import signal
 import sys
@@ -20,8 +22,9 @@ from contextlib import suppress
 from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1
-_PR_SET_CHILD_SUBREAPER = 36
+_PR_SET_CHILD_SUBREAPER, _PR_GET_CHILD_SUBREAPER = 36, 37
 _PROC = Path("/proc")
+_CGROUP = Path("/sys/fs/cgroup")
 # What the driver opens for CUDA, ROCm and WSL when a process computes. NVML opens /dev/nvidiactl and /dev/nvidia0 as
 # well, and is no obstacle to a fork: `torch.cuda.is_available()` asks it and leaves it open.
 _DEVICES = re.compile(r"/dev/(nvidia-uvm|kfd|dxg)$")
@@ -30,16 +33,58 @@ _DEVICES = re.compile(r"/dev/(nvidia-uvm|kfd|dxg)$")
 def read_text(path: Path) -> str:
     """The content of a file; empty where it cannot be read."""
     try:
-        return path.read_text(errors="replace")
+        return path.read_text(encoding="utf-8", errors="replace")
     except OSError:
         return ""
 
 
+MACHINES = ("x86_64", "aarch64")  # whose system calls `worker/virtual/fabric.py` knows
+
+
+def foreign_system() -> str:
+    """The system and machine where these are none that ranks can run on, such as "Darwin on arm64"; else empty."""
+    system, machine = platform.system(), platform.machine()
+    return "" if system == "Linux" and machine in MACHINES else f"{system or 'an unknown system'} on {machine}"
+
+
+def refused_call() -> str:
+    """The error of a system call that ranks need and this kernel, sandbox or emulator refuses; empty where none is."""
+    answer = ctypes.c_int()
+    try:
+        os.close(open_pidfd(os.getpid()))
+        _prctl(_PR_GET_CHILD_SUBREAPER, ctypes.addressof(answer))
+    except OSError as error:
+        return str(error)
+    return ""
+
+
 def _prctl(option: int, value: int) -> None:
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(option, value, 0, 0, 0) != 0:
+    _call(f"prctl({option})", "prctl", option, value, 0, 0, 0)
+
+
+def _call(name: str, function: str, *arguments: int) -> int:
+    """The result of a function of the C library. Raises OSError, with this name, where it fails."""
+    result = int(getattr(ctypes.CDLL(None, use_errno=True), function)(*map(ctypes.c_long, arguments)))
+    if result < 0:
         number = ctypes.get_errno()
-        raise OSError(number, f"prctl({option}): {os.strerror(number)}")
+        raise OSError(number, os.strerror(number), name)
+    return result
+
+
+# System calls, because the Pythons of uv and conda are built for kernels that have neither, so `os.pidfd_open` and
+# `signal.pidfd_send_signal` are missing: https://github.com/astral-sh/python-build-standalone/issues/193. The numbers
+# are the same on every machine.
+_SYS_PIDFD_SEND_SIGNAL, _SYS_PIDFD_OPEN = 424, 434
+
+
+def open_pidfd(pid: int) -> int:
+    """A file descriptor of a process, which is readable once it has exited; not inherited. Raises OSError."""
+    return _call("pidfd_open", "syscall", _SYS_PIDFD_OPEN, pid, 0)
+
+
+def signal_pidfd(pidfd: int, number: signal.Signals) -> None:
+    """Send a signal to the process of a pidfd, whatever became of its pid. Raises OSError: ProcessLookupError, …"""
+    _call("pidfd_send_signal", "syscall", _SYS_PIDFD_SEND_SIGNAL, pidfd, number, 0, 0)
 
 
 def die_with_parent(parent_pid: int) -> None:
@@ -178,14 +223,14 @@ def signal_marked(pid: int, number: signal.Signals, variable: str, value: str) -
     Returns True when it was signalled. `pid` may have been given to another process in the meantime.
     """
     try:
-        process = os.pidfd_open(pid)
-    except (OSError, OverflowError):  # gone, or not a pid
+        process = open_pidfd(pid)
+    except OSError:  # gone, or not a pid
         return False
     try:
         # Read after the pidfd was opened: the mark belongs to its process, or to one that came after its end.
         if not _is_marked(pid, variable, value):
             return False
-        signal.pidfd_send_signal(process, number)
+        signal_pidfd(process, number)
     except OSError:
         return False
     finally:
@@ -198,6 +243,28 @@ def _is_marked(pid: int, variable: str, value: str) -> bool:
         return f"{variable}={value}".encode() in (_PROC / str(pid) / "environ").read_bytes().split(b"\0")
     except OSError:
         return False
+
+
+def cpu_quota(root: Path = _CGROUP, groups: Path = _PROC / "self" / "cgroup") -> float:
+    """How many CPUs the control groups of this process may use, also a fraction; infinity where nothing limits them.
+
+    `docker run --cpus` and the CPU limit of a Kubernetes pod are such quotas, and no affinity shows them. Reads both
+    versions: https://docs.kernel.org/admin-guide/cgroup-v2.html#cpu-interface-files and
+    https://docs.kernel.org/scheduler/sched-bwc.html#management.
+    """
+    quotas = [math.inf]
+    for line in read_text(groups).splitlines():
+        _, controllers, group = line.split(":", maxsplit=2)
+        if controllers and "cpu" not in controllers.split(","):
+            continue
+        place = root / ("cpu" if controllers else "") / group.lstrip("/")
+        # In a container the mount often begins at its own group, which has a longer path outside of it.
+        for folder in (place, *place.parents):
+            names = ("cpu.cfs_quota_us", "cpu.cfs_period_us") if controllers else ("cpu.max",)
+            words = " ".join(read_text(folder / name) for name in names).split()
+            if len(words) == 2 and all(map(str.isdecimal, words)):  # neither "max" nor -1
+                quotas.append(int(words[0]) / int(words[1]))
+    return min(quotas)
 
 
 def oom_kills() -> int:

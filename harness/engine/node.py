@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import shutil
 import tempfile
@@ -15,6 +14,7 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Protocol
 
+from harness.durable import take_lock
 from harness.engine.hardware import NodeCapacity
 from harness.engine.leases import Leases
 from harness.engine.messages import Message, Share, ShareEvent, ShareOutcome
@@ -165,7 +165,7 @@ class Scratch:
         self.path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
         unseen = self.path / f"{_LOCK}.new"
         self._lock = os.open(unseen, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        fcntl.flock(self._lock, fcntl.LOCK_EX)
+        take_lock(self._lock, wait=True)
         unseen.rename(self.path / _LOCK)  # nobody sees it before it is locked
 
     def close(self) -> None:
@@ -180,7 +180,7 @@ def _remove_abandoned(parent: Path) -> None:
         with suppress(OSError):  # it is held, or another user's, or gone by now
             fd = os.open(lock, os.O_RDWR | os.O_CLOEXEC)
             try:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                take_lock(fd)
                 shutil.rmtree(lock.parent, ignore_errors=True)
             finally:
                 os.close(fd)

@@ -89,7 +89,7 @@ class RankProcess:
         self._socket = near
         near.setblocking(False)
         try:
-            self._pidfd = os.pidfd_open(self.pid)
+            self._pidfd = linux.open_pidfd(self.pid)
         except OSError:
             os.kill(self.pid, signal.SIGKILL)
             os.waitpid(self.pid, 0)
@@ -198,7 +198,7 @@ class RankProcess:
 
     def _signal(self, number: signal.Signals) -> None:
         with suppress(ProcessLookupError):
-            signal.pidfd_send_signal(self._pidfd, number)
+            linux.signal_pidfd(self._pidfd, number)
 
     def _kill_group(self) -> None:
         with suppress(ProcessLookupError, PermissionError):  # killed before it had created its group

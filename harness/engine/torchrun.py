@@ -138,7 +138,7 @@ class _Launch:
     def _ended_in_time(self, pid: int) -> bool:
         """Wait until torchrun has ended; False where its deadline has passed, or the engine was closed."""
         until_s = self._started_s + self._share.job.deadline_s
-        pidfd = os.pidfd_open(pid)
+        pidfd = linux.open_pidfd(pid)
         try:
             poll = select.poll()
             poll.register(pidfd, select.POLLIN)

@@ -50,7 +50,7 @@ class Zygote:
         self._selector = selectors.DefaultSelector()
         self._selector.register(control, selectors.EVENT_READ, self._receive)
         # A child of the controller may hold a copy of its socket and hide its death, so watch the process too.
-        self._controller = os.pidfd_open(controller_pid)
+        self._controller = linux.open_pidfd(controller_pid)
         self._selector.register(self._controller, selectors.EVENT_READ, self._disconnect)
 
     def serve(self, notes: tuple[str, ...]) -> str:

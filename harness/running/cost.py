@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import statistics
 from collections.abc import Sequence
 
 import msgspec
 
+from harness.engine.hardware import usable_cpus
 from harness.evidence.costs import FLOPS_PER_CPU_S, Costs, Estimate, estimate, read_costs
 from harness.evidence.tolerance import ToleranceMissing, parity_tolerance_for, tolerance_for
 from harness.matrix.case import Case
@@ -45,7 +45,7 @@ class ExpectedCost(msgspec.Struct, frozen=True, kw_only=True):
 
 def expected_cost(project: Project, case: Case) -> ExpectedCost:
     """What the case will need here. Raises `Damaged` where the stored costs are."""
-    costs, cpus = read_costs(project.root), len(os.sched_getaffinity(0))
+    costs, cpus = read_costs(project.root), usable_cpus()
     estimated, speed = estimate(case, costs), relative_speed(project, costs)
     measured = _measured(project, case)
     case_cpu_s = measured.cpu_s if measured is not None else estimated.case_cpu_s * speed
@@ -99,7 +99,7 @@ def _measured(project: Project, case: Case) -> CaseResult | None:
 def cases_within(project: Project, cases: Sequence[Case], selections: Sequence[Selection], budget_s: float) -> Budgeted:
     """The cases to run in `budget_s` seconds of wall clock. Raises `NothingSelected` when not even one fits."""
     costs = read_costs(project.root)
-    cpus = len(os.sched_getaffinity(0))
+    cpus = usable_cpus()
     budget_cpu_s = max(0.0, budget_s - START_S) * cpus * _BUSY / relative_speed(project, costs)
     budgeted = within_budget(cases, selections, costs.price, faults=all_faults().values(), budget_cpu_s=budget_cpu_s)
     if not budgeted.cases:

@@ -6,13 +6,16 @@ Never imports torch. Owns the meaning of `--device auto`. Which devices may be u
 from __future__ import annotations
 
 import importlib.util
+import platform
 import subprocess
 
 import msgspec
 
 from harness.engine.hardware import Device, cuda_devices
 from harness.engine.interpreter import child_environ, module_command
+from harness.engine.linux import MACHINES, foreign_system, refused_call
 from harness.errors import HarnessError
+from harness.hints import INSTALL_FOR_CPU, START_CONTAINER
 from harness.internals import State
 from harness.running.environments import last_line
 
@@ -28,8 +31,27 @@ def resolve_device(asked: str) -> Device:
     return "cpu"
 
 
-def check_rank_packages() -> None:
-    """Raises HarnessError where a package that ranks import is not installed; imports none of them."""
+def check_ranks(*, packages: bool = True) -> None:
+    """Raises HarnessError where ranks cannot run: the system is another one, or a package that they import is missing.
+
+    Every command that starts ranks comes through here. `packages`: False for a rank program of the user's own.
+    """
+    if system := foreign_system():
+        raise HarnessError(
+            f"ranks need Linux on {' or '.join(MACHINES)}, and this is {system}.",
+            fix=f"run it in a container: `{START_CONTAINER}`; there `{INSTALL_FOR_CPU}`, and the same command again.",
+        )
+    if refusal := refused_call():
+        raise HarnessError(
+            f"ranks need Linux 5.3 or later, and this kernel ({platform.release()}) refuses a system call: {refusal}.",
+            fix="use a newer kernel, or a container or sandbox that allows pidfd_open and prctl.",
+        )
+    if packages:
+        _check_packages()
+
+
+def _check_packages() -> None:
+    """Imports none of them."""
     missing = [name for name in ("torch", "torchao") if importlib.util.find_spec(name) is None]
     if missing:
         raise HarnessError(
@@ -45,7 +67,7 @@ _STATES = msgspec.json.Decoder(State)
 
 def internals_here() -> State:
     """The state of every part. Raises HarnessError where torch or torchao cannot be imported."""
-    check_rank_packages()
+    _check_packages()
     try:
         done = subprocess.run(
             module_command("harness.worker.internals", []),

@@ -27,7 +27,7 @@ from harness.matrix.numerics import Numerics
 from harness.request import Arithmetic, Fabric, default_arithmetic, numerics_of
 from harness.run_options import CommandOptions, EngineKind, PlanOptions, RunOptions, words_of
 from harness.running.injection import Injection, parse_injection
-from harness.running.machine import check_rank_packages, resolve_device
+from harness.running.machine import check_ranks, resolve_device
 
 PROGRAM_VARIABLE = "FP8_HARNESS_PROGRAM"  # dotted module name of another rank program: `harness/engine/program.py`
 DEFAULT_PROGRAM = "harness.worker.main"
@@ -137,8 +137,7 @@ def make_plan(**given: Any) -> Plan:
     for where, what, fix in asked.contradictions:
         raise HarnessError(what, where=where, fix=fix)
     program = os.environ.get(PROGRAM_VARIABLE) or DEFAULT_PROGRAM
-    if program == DEFAULT_PROGRAM:
-        check_rank_packages()
+    check_ranks(packages=program == DEFAULT_PROGRAM)
     cluster = (asked.address or AUTO) if asked.engine == "ray" else ""
     if cluster:
         resolved = cluster_device(cluster, asked.device or "auto")

@@ -6,7 +6,6 @@ runs. torch is installed with all of its libraries, which are of one version wit
 
 from __future__ import annotations
 
-import fcntl
 import re
 import shutil
 import site
@@ -23,6 +22,7 @@ import msgspec
 from packaging.utils import canonicalize_name
 from packaging.version import InvalidVersion, Version
 
+from harness.durable import take_lock
 from harness.errors import HarnessError
 from harness.plural import binary_bytes
 from harness.running.environments import (
@@ -133,7 +133,7 @@ def _alone(home: Path) -> Iterator[None]:
     """Waits for other processes that make the same environment."""
     home.parent.mkdir(parents=True, exist_ok=True)
     with (home.parent / f"{home.name}.lock").open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+        take_lock(file, wait=True)
         yield
 
 

@@ -7,12 +7,12 @@ another order may differ by, `wrong` where the case failed.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Literal
 
 import msgspec
 
+from harness.engine.hardware import usable_cpus
 from harness.errors import HarnessError
 from harness.evidence.costs import estimate, read_costs
 from harness.evidence.curve import TextCurve, curve_of_case
@@ -110,7 +110,7 @@ def within(project: Project, cases: Sequence[Case], budget_s: float) -> tuple[tu
     estimates = {case: estimate(case, costs) for case in cases}
     seconds = {case: speed * (estimated.case_cpu_s + estimated.witness_cpu_s) for case, estimated in estimates.items()}
     ordered = sorted(cases, key=lambda case: (seconds[case], case.world_size))
-    left_s, count = (budget_s - START_S) * len(os.sched_getaffinity(0)), 0
+    left_s, count = (budget_s - START_S) * usable_cpus(), 0
     for case in ordered:
         left_s -= seconds[case]
         count += left_s >= 0
