@@ -54,7 +54,7 @@ class Part(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 def read_parts() -> Mapping[str, Part]:
     """Every part by its name, the one that every run needs first."""
     path = Path(__file__).with_name("internals.toml")
-    return msgspec.convert(tomllib.loads(path.read_text()), dict[str, Part])
+    return msgspec.convert(tomllib.loads(path.read_text(encoding="utf-8")), dict[str, Part])
 
 
 def with_needed(name: str) -> tuple[str, ...]:

@@ -63,7 +63,7 @@ def _model(cpuinfo: str) -> str:
     """The model name on x86. ARM has the numbers of a maker and of its part, such as 0x41 and 0xd4f for Neoverse V2."""
     pairs = re.findall(r"^(model name|CPU implementer|CPU part)\s*:\s*(.+)$", cpuinfo, flags=re.MULTILINE)
     named: dict[str, str] = dict(pairs)
-    part = f"ARM {named['CPU implementer']} {named['CPU part']}" if "CPU part" in named else ""
+    part = f"ARM {named.get('CPU implementer', '')} {named['CPU part']}" if "CPU part" in named else ""
     return named.get("model name", part)
 
 

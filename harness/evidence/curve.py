@@ -84,7 +84,7 @@ def job_of(case: Case) -> str:
 def read_curve(path: Path) -> TextCurve:
     """A golden file of torchtitan or the log of a run. HarnessError for anything else."""
     try:
-        lines = _COLOUR.sub("", path.read_text()).splitlines()
+        lines = _COLOUR.sub("", path.read_text(encoding="utf-8")).splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise HarnessError(f"cannot be read: {error}.", where=str(path), fix="give a golden file or a log.") from error
     points: dict[int, Point] = {}

@@ -114,7 +114,7 @@ def _tier(selector: Selector) -> str:
 
 def _fix(path: Path, fix: str) -> Iterator[Block]:
     """The docstring of the file, without its first line's command, and what it does."""
-    docstring = ast.get_docstring(ast.parse(path.read_text())) or ""
+    docstring = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
     first, *rest = [
         " ".join(paragraph.split()) for paragraph in re.split(r"\n\n+", docstring) if not paragraph.startswith("    ")
     ]

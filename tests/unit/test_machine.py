@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 from harness.engine.gpus import Gpu, architecture_of, in_use, installed_gpus, kind_of, visible_gpus
 from harness.engine.hardware import Capacity, capacity_here, open_leases
 from harness.engine.leases import Leases
+from harness.engine.linux import cpu_quota
 from harness.errors import HarnessError
 from harness.evidence.golden import hardware_classes
 from harness.running.machine import resolve_device
@@ -207,3 +209,28 @@ def test_slots_are_the_gpus_that_are_visible(monkeypatch: pytest.MonkeyPatch, tm
     assert resolve_device("auto") == "cpu"
     with pytest.raises(HarnessError, match="no CUDA device"):
         resolve_device("cuda")
+
+
+V1 = {"cpu.cfs_quota_us": "150000", "cpu.cfs_period_us": "100000"}
+
+
+@pytest.mark.parametrize(
+    ("groups", "files", "cpus"),
+    [
+        ("0::/\n", {"cpu.max": "200000 100000\n"}, 2),  # in a container
+        ("0::/pod/box\n", {"pod/cpu.max": "50000 100000", "pod/box/cpu.max": "max 100000"}, 0.5),  # of its parent
+        ("0::/pod/box\n", {"pod/cpu.max": "300000 100000", "pod/box/cpu.max": "200000 100000"}, 2),
+        ("0::/docker/4f\n", {"cpu.max": "400000 100000"}, 4),  # the mount begins at its own group
+        ("0::/box\n", {"cpu.max": "max 100000", "other/cpu.max": "100000 100000"}, math.inf),
+        ("4:memory:/\n3:cpu,cpuacct:/\n0::/\n", {f"cpu/{name}": text for name, text in V1.items()}, 1.5),
+        ("3:cpu:/\n", {"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, math.inf),
+        ("4:memory:/box\n", {f"cpu/box/{name}": text for name, text in V1.items()}, math.inf),  # not of this process
+        ("", {"cpu.max": "100000 100000"}, math.inf),
+    ],
+)
+def test_the_quota_of_a_container_counts(groups: str, files: Mapping[str, str], cpus: float, tmp_path: Path) -> None:
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    (tmp_path / "groups").write_text(groups)
+    assert cpu_quota(tmp_path, tmp_path / "groups") == cpus

@@ -42,6 +42,6 @@ def test_the_extensions_of_a_cpu(tmp_path: Path) -> None:
     info = tmp_path / "cpuinfo"
     info.write_text("model name\t: Xeon\nflags\t\t: fpu smep avx2 amx_tile bf16\n\nmodel name\t: Other\n")
     assert cpu_extensions(info) == "Xeon avx2, amx_tile, bf16"
-    info.write_text("CPU part\t: 0xd40\nFeatures\t: fp asimd sve2 i8mm\n")
-    assert cpu_extensions(info) == "0xd40 asimd, sve2, i8mm"
+    info.write_text("Features\t: fp asimd sve2 i8mm\nCPU implementer\t: 0x41\nCPU part\t: 0xd4f\n")
+    assert cpu_extensions(info) == "ARM 0x41 0xd4f asimd, sve2, i8mm"
     assert cpu_extensions(tmp_path / "none") == ""

@@ -244,6 +244,20 @@ def own_engine(**options: str) -> ZygoteEngine:
     return ZygoteEngine(TOY, options)
 
 
+def test_a_python_without_pidfds_watches_and_signals_its_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As those of uv and conda are: built for old kernels."""
+    (tmp_path / "sitecustomize.py").write_text("import os, signal\ndel os.pidfd_open, signal.pidfd_send_signal\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    with own_engine(ready=str(tmp_path / "ready")) as engine:
+        died = Runner(engine, tmp_path / "died")({"1": "exit7", "*": "sleep"})
+        hung = Runner(engine, tmp_path / "hung")({"*": "sleep"}, deadline_s=DEADLINE_S)
+    assert (died.status, "exited with code 7" in died.message) == ("crash", True)
+    assert hung.status == "hang"
+    assert all("toyprogram.py" in rank.traceback for rank in hung.ranks)
+
+
 def test_an_exception_in_the_preload_is_the_crash_of_every_job(tmp_path: Path) -> None:
     with own_engine(**{"raise": "no such library"}) as broken:
         outcomes = [Runner(broken, tmp_path)({}, world_size=2) for _ in range(2)]
