@@ -244,9 +244,7 @@ def own_engine(**options: str) -> ZygoteEngine:
     return ZygoteEngine(TOY, options)
 
 
-def test_a_python_without_pidfds_watches_and_signals_its_ranks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_python_without_pidfds_watches_and_signals_its_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As those of uv and conda are: built for old kernels."""
     (tmp_path / "sitecustomize.py").write_text("import os, signal\ndel os.pidfd_open, signal.pidfd_send_signal\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
