@@ -1,4 +1,6 @@
-"""Process control on Linux that the standard library lacks: prctl, /proc, and what ranks leave behind.
+"""Process control on Linux that the standard library lacks: prctl, pidfds, /proc, and what ranks leave behind.
+
+Can be imported on any system; `running/machine.py` asks it whether ranks can run.
 
 A rank that is killed or calls os._exit leaves processes, and files in /dev/shm. A file belongs to a job if it appeared
 during the job and one of its ranks still uses it when the job ends. Files of a rank that died earlier cannot be told

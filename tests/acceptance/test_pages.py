@@ -25,8 +25,8 @@ DOCS = REPOSITORY / "docs"
 # Pages whose commands have a test of their own.
 WALKED = {"on-your-gpus.md", "first-case.md", "your-own-trainer.md", "from-report-to-case.md", "reading-a-report.md"}
 HERE = ("index.md", "concepts.md", "tolerances.md", "ci.md", "release.md", "versions.md", "performance.md")
-# Commands that need a cluster, or real ranks: understood, and run by tests of their own.
-ELSEWHERE = ("on-a-cluster.md", "parity.md", "for-torchtitan.md", "for-torchao.md")
+# Commands that need a cluster, a container or real ranks: understood, and run by tests of their own.
+ELSEWHERE = ("platforms.md", "on-a-cluster.md", "parity.md", "for-torchtitan.md", "for-torchao.md")
 BY_NIGHT = ("first-case.md", "your-own-trainer.md", "from-report-to-case.md")  # walked by tests with the mark `sweep`
 
 # Commands that are understood only, and why they are not run here.

@@ -86,6 +86,11 @@ def test_only_what_starts_ranks_needs_linux_and_says_in_one_line_how_to_go_on(sy
         assert len(answer.err.splitlines()) == 1
 
 
+def test_the_page_has_the_commands_of_the_error() -> None:
+    page = (REPOSITORY / "docs" / "platforms.md").read_text()
+    assert f"```sh\n{START_CONTAINER}\n{INSTALL_FOR_CPU}\nfp8-harness run smoke\n```" in page
+
+
 def test_a_kernel_without_the_system_calls_is_named(tmp_path: Path) -> None:
     refused = answers("old", tmp_path, "run smoke")["run smoke"]
     assert (refused.code, refused.out) == (2, "")

@@ -189,7 +189,8 @@ def _futex(number: ctypes.c_uint32, operation: int, value: int) -> None:
 
 
 def _fence(number: ctypes.c_uint32) -> None:
-    # x86 does not reorder stores with stores or loads with loads; elsewhere any system call is a full barrier.
+    # x86 does not reorder stores with stores or loads with loads. Elsewhere FUTEX_WAKE is a full barrier, (B) of
+    # the comment at the top of https://github.com/torvalds/linux/blob/v6.12/kernel/futex/waitwake.c.
     if not _STRONGLY_ORDERED:
         _futex(number, _FUTEX_WAKE, 0)
 
