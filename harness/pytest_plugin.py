@@ -292,7 +292,7 @@ def _warm_engine(session: pytest.Session) -> Callable[[Case], CaseResult]:
     serving = _plan(session.config).serving(item.case for item in session.items if isinstance(item, CaseItem))
     executor = open_executor(serving, project)
     session.config.add_cleanup(executor.stop)
-    witnesses = open_witnesses(project, serving, executor, _ignore_note)
+    witnesses = open_witnesses(project, serving, executor)
 
     def run(case: Case) -> CaseResult:
         judge, plan = prepared(project, [case], serving, _ignore_note)

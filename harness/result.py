@@ -53,6 +53,7 @@ class WitnessMade(msgspec.Struct, frozen=True, kw_only=True):
 
     name: str
     cpu_s: float
+    retried: tuple[str, ...] = ()  # why earlier attempts ended, each a fault of the machine
 
 
 class RunStart(msgspec.Struct, frozen=True, kw_only=True, tag_field="line", tag="start"):

@@ -159,7 +159,7 @@ def run_cases(
     started_s = time.monotonic()
     progress.begin(len(cases))
     with open_executor(plan.serving(cases), project, progress.note) as executor:
-        cache = open_witnesses(project, plan, executor, progress.note)
+        cache = open_witnesses(project, plan, executor)
         runner = CaseRunner(plan, executor, judge, cache, progress.note)
         ended = run_schedule(
             cases,

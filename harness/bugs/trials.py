@@ -99,8 +99,8 @@ def open_trials(
 ) -> Iterator[Trials]:
     """Trials with these injections, whose ranks are warmed up for cases like the first."""
     plan = msgspec.structs.replace(plan.serving([first]), injections=tuple(injections))
-    with open_executor(plan, project) as executor:
-        cache = open_witnesses(project, plan, executor, progress.note)
+    with open_executor(plan, project, progress.note) as executor:
+        cache = open_witnesses(project, plan, executor)
         runner = CaseRunner(plan, executor, judge_of_any_case(project, plan), cache, progress.note)
         yield Trials(plan, runner, progress)
 

@@ -109,6 +109,15 @@ _KNOWN = (
         "CUDA_VISIBLE_DEVICES.",
     ),
     _Advice(
+        r"killed by SIGBUS[^:]*, not by the harness",
+        "see `df -h /dev/shm`: a container gets more of it by `docker run --shm-size=8g`.",
+    ),
+    _Advice(
+        r"killed by SIG[A-Z]+[^:]*, not by the harness|no memory or no disk space left",
+        "see `dmesg` for the OOM killer, `free -h`, `df -h` and the limits of the job or container; smaller values of "
+        "--slots and -j run fewer ranks at the same time.",
+    ),
+    _Advice(
         r"initialize the default process group twice",
         "the harness has initialized the process group before build(): leave out dist.init_process_group(), or guard "
         "it by `if not dist.is_initialized()`.",

@@ -24,8 +24,9 @@ import msgspec
 from harness.engine.hardware import capacity_here
 from harness.engine.leases import Leases
 from harness.engine.messages import IN_FOLDER, Job, JobOutcome, Share, ShareEvent, ShareOutcome
-from harness.engine.node import LocalNode, Node, NodeLost
+from harness.engine.node import ALONE, LocalNode, Node, NodeLost
 from harness.engine.outcome import conclude
+from harness.engine.retry import run_with_retries
 from harness.engine.storeprocess import StoreProcess
 from harness.engine.zygote_engine import ZygoteEngine
 from harness.errors import HarnessError
@@ -38,10 +39,17 @@ _ID_IN_FOLDER = 80  # characters; sockets in a job folder have at most 107 for t
 class Cluster:
     """Runs jobs on its nodes until closed. Thread-safe. Use as a context manager, or `close` it.
 
-    `store`: where the ranks of a job on several nodes meet. Without one, every job stays on one node.
+    `store`: where the ranks of a job on several nodes meet. Without one, every job stays on one node. `note` gets a
+    line about every job that is tried again.
     """
 
-    def __init__(self, nodes: Sequence[Node], store: StoreProcess | None = None) -> None:
+    def __init__(
+        self,
+        nodes: Sequence[Node],
+        store: StoreProcess | None = None,
+        note: Callable[[str], None] = lambda _: None,
+    ) -> None:
+        self._note = note
         self._nodes = {node.name: node for node in nodes}
         assert len(self._nodes) == len(nodes) > 0, "nodes have different names"
         self._has = {node.name: node.capacity for node in nodes}
@@ -62,11 +70,18 @@ class Cluster:
     def run(self, job: Job) -> JobOutcome:
         """Run one job and return its outcome; by then all its processes have ended. Callable from any thread.
 
-        Waits for free slots. What fails, ranks or nodes, is part of the outcome; only a job that is too large for the
-        nodes raises HarnessError, at once.
+        Waits for free slots. What the machine ended is tried again (`retry.py`). What fails, ranks or nodes, is part of
+        the outcome; only a job that is too large for the nodes raises HarnessError, at once.
         """
+        return run_with_retries(
+            lambda alone: self._run_once(job, alone=alone), closed=lambda: self._slots.closed, note=self._note
+        )
+
+    def _run_once(self, job: Job, *, alone: bool) -> JobOutcome:
         nodes: tuple[str, ...] = ()
-        named = msgspec.structs.replace(job, job_id=f"{next(self._numbers):04d}-{job.job_id[:_ID_IN_FOLDER]}")
+        job_id = f"{next(self._numbers):04d}-{job.job_id[:_ID_IN_FOLDER]}"
+        preload = {**job.preload, ALONE: job_id} if alone else job.preload
+        named = msgspec.structs.replace(job, job_id=job_id, preload=preload)
         try:
             with self._slots.taken(job.world_size, one_node=job.one_node or self._store is None) as placement:
                 nodes = tuple(sorted(placement)) if len(self._nodes) > 1 else ()
@@ -224,6 +239,10 @@ class SlotTable:
     @property
     def waiting(self) -> int:
         return len(self._waiting)
+
+    @property
+    def closed(self) -> bool:
+        return self._closed
 
     @contextmanager
     def taken(self, count: int, *, one_node: bool) -> Iterator[Mapping[str, int]]:

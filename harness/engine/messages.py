@@ -72,22 +72,31 @@ class RankOutcome(Message, frozen=True, kw_only=True):
     phase: str = ""  # the last phase that the program reported
     seconds: float = 0.0  # from start of the job to the end of this rank
     consequence: bool = False  # True when the failure of another rank brought this one down
+    signal: int = 0  # that ended its process; 0 where none did
     log_tail: str = ""  # last lines of its stdout and stderr
 
 
 class ShareOutcome(Message, frozen=True, kw_only=True):
-    """What a node recorded about its share of a job. `infra` says why the harness itself failed; else empty."""
+    """What a node recorded about its share of a job. `infra` says why the harness itself failed; else empty.
+
+    `zygote_lost`: because its zygote died or fell silent, for which any share that ran on it may be to blame.
+    """
 
     ranks: tuple[RankOutcome, ...] = ()
     hung: bool = False
     infra: str = ""
+    zygote_lost: bool = False
+    out_of_memory: bool = False  # the kernel's OOM killer was at work when the zygote was lost
     wall_s: float = 0.0
     cpu_s: float = 0.0  # user + system seconds of its ranks
     detected_s: float | None = None  # from start of the share to the detection of its first failure
 
 
 class JobOutcome(Message, frozen=True, kw_only=True):
-    """How a job ended: `ok` when every rank returned. `message` names the first failure in time."""
+    """How a job ended: `ok` when every rank returned. `message` names the first failure in time.
+
+    `earlier` are the attempts before this one, which the machine ended, without their ranks (`retry.py`).
+    """
 
     job_id: str
     status: JobStatus
@@ -97,6 +106,13 @@ class JobOutcome(Message, frozen=True, kw_only=True):
     cpu_s: float = 0.0  # user + system seconds of all ranks
     detected_s: float | None = None  # from start of the job to the detection of the first failure
     nodes: tuple[str, ...] = ()  # on which it ran, where there are several
+    zygote_lost: bool = False  # and `out_of_memory`: as in `ShareOutcome`
+    out_of_memory: bool = False
+    earlier: tuple[JobOutcome, ...] = ()
+
+    @property
+    def attempts(self) -> tuple[JobOutcome, ...]:
+        return (*self.earlier, self)
 
 
 class Hello(Message, frozen=True, tag="hello"):

@@ -21,6 +21,8 @@ from harness.engine.messages import Message, Share, ShareEvent, ShareOutcome
 from harness.errors import HarnessError
 from harness.plural import binary_bytes
 
+ALONE = "alone"  # option whose value is the id of a job: only that job uses ranks preloaded with it
+
 
 class NodeLost(Exception):
     """A node was lost; the text names it and says why."""
@@ -67,7 +69,7 @@ class Node(RunsShares, Protocol):
         """`Runner.warm`, for ranks with these options."""
 
     def free(self, job_id: str) -> None:
-        """Give back the slots of a job, and remove its folder unless logs are kept."""
+        """Give back the slots of a job, remove its folder unless logs are kept, and end what it has `ALONE`."""
 
 
 class LocalNode:
@@ -115,6 +117,9 @@ class LocalNode:
     def free(self, job_id: str) -> None:
         with self._lock:
             held = self._held.pop(job_id, None)
+            own = [self._runners.pop(key) for key in tuple(self._runners) if (ALONE, job_id) in key]
+        for runner in own:
+            runner.close()
         if held is not None:
             held.close()
 

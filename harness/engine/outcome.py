@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from harness.engine.messages import Job, JobOutcome, JobStatus, RankOutcome, RankStatus, ShareOutcome
-from harness.engine.symptoms import Reading, order_of, read
+from harness.engine.symptoms import MACHINE_SIGNALS, Reading, order_of, read
 
 # A dying rank closes its sockets before the kernel reports its death, so a peer may already have raised "connection
 # closed". A rank that raises keeps its sockets open and cannot bring a peer down. So a death counts as the cause of a
@@ -28,10 +28,13 @@ def describe_exit(returncode: int, *, returned: bool, oom_kills: int) -> tuple[R
     if returncode >= 0:
         return "exited", f"exited with code {returncode}{after or ' without a result'}"
     message = f"killed by {_signal_name(-returncode)}{after}"
+    if -returncode not in MACHINE_SIGNALS:
+        return "signalled", message
+    message = f"{message}, not by the harness: possibly {MACHINE_SIGNALS[signal.Signals(-returncode)]}"
     if -returncode != signal.SIGKILL:
         return "signalled", message
-    oom = f"it killed {oom_kills} during the job" if oom_kills else "it reports no kill during the job"
-    return "signalled", f"{message}, not by the harness: possibly the kernel's OOM killer ({oom}) or another user"
+    oom = f"killed {oom_kills} processes" if oom_kills else "reports no kill"
+    return "signalled", f"{message}. The OOM killer {oom} during the job"
 
 
 def _signal_name(number: int) -> str:
@@ -101,6 +104,8 @@ def conclude(job: Job, shares: Sequence[ShareOutcome], *, on_gpus: bool = False)
         wall_s=max(share.wall_s for share in shares),
         cpu_s=sum(share.cpu_s for share in shares),
         detected_s=min((share.detected_s for share in shares if share.detected_s is not None), default=None),
+        zygote_lost=any(share.zygote_lost for share in shares),
+        out_of_memory=any(share.out_of_memory for share in shares),
     )
 
 

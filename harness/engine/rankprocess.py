@@ -130,7 +130,14 @@ class RankProcess:
             self._finish("raised", message.at_s, message=message.message, traceback=message.traceback)
 
     def _finish(
-        self, status: RankStatus, at_s: float, *, payload: bytes | None = None, message: str = "", traceback: str = ""
+        self,
+        status: RankStatus,
+        at_s: float,
+        *,
+        payload: bytes | None = None,
+        message: str = "",
+        traceback: str = "",
+        signal_number: int = 0,
     ) -> None:
         self.outcome = RankOutcome(
             rank=self.rank,
@@ -141,6 +148,7 @@ class RankProcess:
             phase=self._phase,
             seconds=at_s - self._started_s,
             log_tail=self._folder.log_tail(self.rank),
+            signal=signal_number,
         )
 
     def _reap(self) -> None:
@@ -158,7 +166,8 @@ class RankProcess:
             return
         grown = linux.oom_kills() - self._oom_kills
         kind, message = describe_exit(returncode, returned=returned, oom_kills=grown)
-        self._finish(kind, time.monotonic(), message=message, traceback=self._folder.dump_text(self.rank))
+        stacks = self._folder.dump_text(self.rank)
+        self._finish(kind, time.monotonic(), message=message, traceback=stacks, signal_number=max(0, -returncode))
 
     def unwatch(self) -> None:
         """Stop watching the process: it was reaped, or nothing can kill it."""

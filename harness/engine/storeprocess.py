@@ -20,9 +20,9 @@ _START_S = 120.0  # it imports torch
 
 
 class StoreProcess:
-    """Started by the first `address`, ended by `close` or with this process; ranks reach it at `host`.
+    """Started by the first `address`, ended by `close` or with this process; ranks reach it at `host`, and only there.
 
-    `program` is a module: it gets the number of a socket, sends its port and serves until that is closed.
+    `program` is a module: it gets the number of a socket and `host`, sends its port and serves until that is closed.
     """
 
     def __init__(self, program: str, host: str = "127.0.0.1") -> None:
@@ -44,7 +44,7 @@ class StoreProcess:
         self._near, far = socket.socketpair()
         with tempfile.TemporaryFile() as output:
             with far:
-                command = module_command(self._program, [str(far.fileno())])
+                command = module_command(self._program, [str(far.fileno()), self._host])
                 self._process = start(command, output, environ={}, fds=[far.fileno()])
             self._near.settimeout(_START_S)
             port = b""

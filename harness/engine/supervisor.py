@@ -23,6 +23,7 @@ DUMP_S = 0.2  # from requesting stacks to SIGKILL; faulthandler needs millisecon
 RELEASE_S = 2.0  # a released rank only has to call os._exit
 DEATH_S = 20.0  # from SIGKILL to giving up on a process: only a broken driver keeps it alive that long
 SWEEP_POLL_S = 0.01
+LOG_POLL_S = 0.5  # how often the size of logs is read
 BARRIER_S = 10.0  # after the deadline, until a share whose ranks have all returned waits for no other node any more
 
 
@@ -53,6 +54,7 @@ class Supervisor:
     ) -> None:
         self.outcome: ShareOutcome | None = None
         self._share = share
+        self._folder = JobFolder(Path(share.folder))
         self._report = report
         self._rank_main = rank_main
         self._selector = selector
@@ -61,6 +63,7 @@ class Supervisor:
         self._stage = Stage.RUNNING
         self._started_s = time.monotonic()
         self._until_s = self._started_s + share.job.deadline_s
+        self._logs_due_s = self._started_s + LOG_POLL_S
         self._detected_s: float | None = None
         self._hung = False
         self._infra = ""
@@ -80,7 +83,9 @@ class Supervisor:
     @property
     def wakeup_s(self) -> float:
         """When to call `tick` next if no callback runs earlier, in time.monotonic() seconds."""
-        return time.monotonic() + SWEEP_POLL_S if self._stage is Stage.SWEEPING else self._until_s
+        if self._stage is Stage.SWEEPING:
+            return time.monotonic() + SWEEP_POLL_S
+        return min(self._until_s, self._logs_due_s)
 
     @property
     def pids(self) -> frozenset[int]:
@@ -93,7 +98,7 @@ class Supervisor:
             self.abort(obstacle)
             return
         try:
-            JobFolder(Path(self._share.folder)).prepare()
+            self._folder.prepare()
             for number in self._share.ranks:
                 rank = RankProcess(self._share, number, started_s=self._started_s, selector=self._selector)
                 rank.start(self._rank_main, keep_fds)
@@ -123,6 +128,9 @@ class Supervisor:
 
     def tick(self, now_s: float) -> None:
         """Advance as many stages as possible without waiting."""
+        if now_s >= self._logs_due_s:
+            self._folder.bound_logs(self._share.ranks)
+            self._logs_due_s = now_s + LOG_POLL_S
         while self._stage is not Stage.DONE:
             before = self._stage
             self._steps[before](now_s)
@@ -231,6 +239,7 @@ class Supervisor:
             if rank.alive:
                 rank.unwatch()
         linux.remove_shm_files(self._shm)
+        self._folder.bound_logs(self._share.ranks)
         self.outcome = ShareOutcome(
             ranks=tuple(rank.outcome for rank in self._ranks if rank.outcome is not None),
             hung=self._hung,

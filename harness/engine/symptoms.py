@@ -1,23 +1,39 @@
-"""Symptoms: what the texts of a failed rank say of the cause.
+"""Symptoms: what the signal and the texts of a failed rank say of the cause.
 
 Order in time misleads on GPUs: errors of a GPU are reported late, and NCCL's watchdog aborts ranks that only waited for
-another one. Texts are those of torch 2.13 (CUDA, NCCL and gloo), the CUDA runtime, the driver and ROCm. Pure functions.
+another one. Texts are those of torch 2.13 (CUDA, NCCL and gloo), the CUDA runtime, the driver and ROCm.
 """
 
 from __future__ import annotations
 
+import functools
+import os
 import re
+import signal
 from collections.abc import Iterator
 from typing import Literal, NamedTuple
 
 from harness.engine.messages import RankOutcome
 from harness.plural import binary_bytes
 
+# Signals that say nothing of what a rank computes, each with who or what sends it. Any other signal is what the code of
+# the rank did and does again: SIGSEGV, SIGABRT, SIGFPE and SIGILL, SIGTRAP, SIGSYS (signal(7)).
+MACHINE_SIGNALS = {
+    signal.SIGKILL: "the kernel's OOM killer, the limit of a container, a scheduler or another user",
+    signal.SIGTERM: "a scheduler, a container that is stopped, or another user",
+    signal.SIGHUP: "a session that ended, or another user",
+    signal.SIGINT: "another user",
+    signal.SIGQUIT: "another user",
+    signal.SIGXCPU: "the limit of CPU seconds of this session (`ulimit -t`)",
+    signal.SIGBUS: "/dev/shm or a disk that is full, or memory that fails",  # a mapped page that cannot be had
+}
+
 # "machine": the GPU or its driver fails, or other processes hold its memory: says nothing of the case. "case": a fault
 # of the rank itself. "timeout": it waited for others until a time-out. "peer": another process went away. "": unknown.
 Kind = Literal["machine", "case", "timeout", "peer", ""]
 
 MACHINE = "fails on this machine, not in the case"
+NO_ROOM = "this machine has no memory or no disk space left"
 _CUDA_TYPES = "https://docs.nvidia.com/cuda/cuda-runtime-api/group__CUDART__TYPES.html"
 _NVML = "https://docs.nvidia.com/deploy/nvml-api/group__nvmlDeviceEnumvs.html"
 _XID = "https://docs.nvidia.com/deploy/xid-errors/index.html"
@@ -33,6 +49,16 @@ _OTHER = re.compile(r"Process (\d+) has ([\d.]+ \w+) memory in use")
 _BY_TORCH = re.compile(r"Of the allocated memory ([\d.]+ \w+) is allocated by PyTorch.*?([\d.]+ \w+) is reserved", re.S)
 _BYTES = {"bytes": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 _CONTEXTS = 0.05  # of the memory of a GPU, at most, is taken by what no process is charged for
+
+
+# What a rank raises when the host refuses memory or disk space, or has killed a process that the rank had started. The
+# size is that of one tensor (c10/core/impl/alloc_cpu.cpp).
+_NO_ROOM = re.compile(
+    r"^_?(?:Array)?MemoryError\b|(?:you tried to allocate (?P<asked>\d+) bytes.*)?Cannot allocate memory|"
+    r"No space left on device|Disk quota exceeded|Input/output error|Stale file handle|"
+    r"DataLoader worker \(pid \d+\) is killed by signal: (?:Killed|Bus error|Terminated)"
+)
+_BAD_ALLOC = "what():  std::bad_alloc"  # from C++, before it aborts
 
 
 class Symptom(NamedTuple):
@@ -102,14 +128,31 @@ class Reading(NamedTuple):
 def read(rank: RankOutcome, *, on_gpus: bool) -> Reading:
     """What the texts of a rank that did not return say of the cause.
 
-    Where it raised, its exception counts; where it died, its output too. A rank that still waits is read for a broken
-    machine only. Without GPUs nothing is a fault of a GPU, whatever a target prints.
+    A signal that comes from outside explains any text. Where it raised, its exception counts; where it died, its output
+    too. A rank that still waits is read for a broken machine only. Without GPUs nothing is a fault of a GPU, whatever a
+    target prints.
     """
+    if rank.signal in MACHINE_SIGNALS:
+        return Reading("machine", f"killed by {signal.Signals(rank.signal).name}")
     text = rank.message if rank.status == "raised" else f"{rank.message}\n{rank.log_tail}"
     readings = sorted(_readings(text, rank, on_gpus=on_gpus), key=lambda pair: pair[0])
-    return next(
-        (reading for _, reading in readings if reading.kind == "machine"), readings[0][1] if readings else Reading()
-    )
+    if not readings:
+        return Reading("machine", NO_ROOM) if _lacks_room(rank) else Reading()
+    return next((reading for _, reading in readings if reading.kind == "machine"), readings[0][1])
+
+
+def _lacks_room(rank: RankOutcome) -> bool:
+    """True where the host had no room for what would fit into it."""
+    if rank.status != "raised":
+        return rank.status == "signalled" and _BAD_ALLOC in rank.log_tail
+    match = _NO_ROOM.search(rank.message)
+    return match is not None and int(match["asked"] or 0) <= _host_bytes()
+
+
+@functools.cache
+def _host_bytes() -> int:
+    """The memory of this machine; nodes of a cluster are alike."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def _readings(text: str, rank: RankOutcome, *, on_gpus: bool) -> Iterator[tuple[int, Reading]]:

@@ -6,6 +6,7 @@ The baseline for the results and the cost of the zygote engine. Does not import 
 from __future__ import annotations
 
 import os
+import re
 import select
 import signal
 import sys
@@ -20,12 +21,20 @@ from typing import Literal
 import msgspec
 
 from harness.engine import linux
-from harness.engine.folder import JobFolder, tail
+from harness.engine.folder import JobFolder, read_end, tail
 from harness.engine.interpreter import MARK, module_command, start
 from harness.engine.messages import RankOutcome, RankStatus, Share, ShareEvent, ShareOutcome
 from harness.engine.outcome import describe_exit, first_failure
 from harness.engine.supervisor import DUMP_S
+from harness.engine.symptoms import MACHINE_SIGNALS
 
+# What torchrun logs of the rank that failed first, and of a signal that it got itself.
+_FAILED = re.compile(r"failed \(exitcode: (?P<code>-?\d+)\) local_rank: (?P<rank>\d+) ")
+_GOT_SIGNAL = re.compile(r"SignalException: Process \d+ got signal: (?P<number>\d+)")
+_LOG_BYTES = 1 << 20
+# Ranks meet in a file of their folder, and so does the agent of torchrun, instead of --standalone. Its TCP stores would
+# listen at every address of the machine, and it unpickles what it reads there.
+_NO_TCP_STORE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 _OUTCOMES = msgspec.msgpack.Decoder(RankOutcome)  # made before any thread decodes: msgspec would crash
 _SWEEP_S = 5.0  # from SIGKILL to giving up on processes that survive it
 _CLOSE_S = 2 * _SWEEP_S  # until every running launch has ended, its sweep included
@@ -94,7 +103,9 @@ class TorchrunEngine:
         spec = LaunchSpec(program=self._program, options=self._options, share=share, started_s=started_s)
         spec_file(folder).write_bytes(msgspec.msgpack.encode(spec))
         one_rank = module_command("harness.engine.torchrun_rank", [str(folder.path)])
-        launch = ["--standalone", "--nproc-per-node", str(share.count), "--no-python", *one_rank]
+        agents = str(folder.path / "agents")
+        meet = ["--rdzv-backend=c10d", f"--rdzv-endpoint={agents}", "--rdzv-conf=store_type=file"]
+        launch = ["--nnodes", "1", *meet, "--nproc-per-node", str(share.count), "--no-python", *one_rank]
         command = [sys.executable, "-P", "-m", "torch.distributed.run", *launch]
         return _Launch(share, folder, started_s, self._closing).run(command)
 
@@ -116,11 +127,13 @@ class _Launch:
         self._closing = closing  # set when the engine was closed
         self._mark = uuid.uuid4().hex
         self._killed = False  # before torchrun had ended: its deadline has passed, or the engine was closed
+        self._oom_kills = linux.oom_kills()
 
     def run(self, command: list[str]) -> ShareOutcome:
         log_path = self._folder.path / "torchrun.log"
+        environ = {MARK: self._mark, "TMPDIR": str(self._folder.tmp), **_NO_TCP_STORE}
         with log_path.open("wb") as log:
-            process = start(command, log, environ={MARK: self._mark, "TMPDIR": str(self._folder.tmp)})
+            process = start(command, log, environ=environ)
         try:
             self._killed = not self._ended_in_time(process.pid)
             if self._killed and not self._closing.is_set():
@@ -133,7 +146,7 @@ class _Launch:
         process.returncode = os.waitstatus_to_exitcode(status)
         if self._killed and self._closing.is_set():
             return ShareOutcome(infra="the engine was closed")
-        return self._conclude(process.returncode, usage.ru_utime + usage.ru_stime, tail(log_path))
+        return self._conclude(process.returncode, usage.ru_utime + usage.ru_stime, log_path)
 
     def _ended_in_time(self, pid: int) -> bool:
         """Wait until torchrun has ended; False where its deadline has passed, or the engine was closed."""
@@ -143,6 +156,7 @@ class _Launch:
             poll = select.poll()
             poll.register(pidfd, select.POLLIN)
             while not self._closing.is_set() and (left_s := until_s - time.monotonic()) > 0:
+                self._folder.bound_logs(self._share.ranks)
                 if poll.poll(min(left_s, _POLL_S) * 1000):
                     return True
             return bool(poll.poll(0))
@@ -157,14 +171,22 @@ class _Launch:
                     pid = int(rank_file(self._folder, rank, "pid").read_text())
                     linux.signal_marked(pid, signal.SIGUSR1, MARK, self._mark)
 
-    def _conclude(self, returncode: int, cpu_s: float, log: str) -> ShareOutcome:
+    def _conclude(self, returncode: int, cpu_s: float, log_path: Path) -> ShareOutcome:
         now_s = time.monotonic() - self._started_s
-        ranks = tuple(self._rank_outcome(rank, now_s) for rank in self._share.ranks)
+        log = read_end(log_path, _LOG_BYTES)
+        failed = _FAILED.search(log)
+        codes = {int(failed["rank"]): int(failed["code"])} if failed else {}
+        ranks = tuple(self._rank_outcome(rank, now_s, codes.get(rank)) for rank in self._share.ranks)
         cause = first_failure(ranks, on_gpus=bool(self._share.devices))
+        got = _GOT_SIGNAL.search(log)
+        returncode = -int(got["number"]) if got else returncode
+        how = self._describe_exit(returncode)[1]
         infra = ""
-        if cause and not self._killed and cause.phase in ("", "preload") and cause.status != "raised":
-            how = describe_exit(returncode, returned=False, oom_kills=0)[1]
-            infra = f"rank {cause.rank} did not start: {cause.message}; torchrun {how}\n{cause.log_tail or log}"
+        if cause and not self._killed and -returncode in MACHINE_SIGNALS:
+            infra = f"torchrun was {how}"
+        elif cause and not self._killed and cause.phase in ("", "preload") and cause.status != "raised":
+            said = cause.log_tail or tail(log_path)
+            infra = f"rank {cause.rank} did not start: {cause.message}; torchrun {how}\n{said}"
         return ShareOutcome(
             ranks=ranks,
             hung=self._killed,
@@ -174,12 +196,16 @@ class _Launch:
             detected_s=cause.seconds if cause else None,
         )
 
-    def _rank_outcome(self, rank: int, now_s: float) -> RankOutcome:
+    def _describe_exit(self, returncode: int) -> tuple[RankStatus, str]:
+        return describe_exit(returncode, returned=False, oom_kills=linux.oom_kills() - self._oom_kills)
+
+    def _rank_outcome(self, rank: int, now_s: float, code: int | None) -> RankOutcome:
+        """`code`: with which it exited, where torchrun says so."""
         path = rank_file(self._folder, rank, "outcome")
         if path.exists():
             return _OUTCOMES.decode(path.read_bytes())
         stacks = self._folder.dump_text(rank)
-        status, message = self._guess(stacks)
+        status, message = self._guess(stacks) if code is None else self._describe_exit(code)
         return RankOutcome(
             rank=rank,
             status=status,
@@ -188,10 +214,11 @@ class _Launch:
             phase=tail(rank_file(self._folder, rank, "phase")),
             seconds=now_s,
             log_tail=self._folder.log_tail(rank),
+            signal=max(0, -(code or 0)),
         )
 
     def _guess(self, stacks: str) -> tuple[RankStatus, str]:
-        """Status and message of a rank that wrote no outcome; only torchrun's log has its exit code."""
+        """Status and message of a rank that wrote no outcome, and of which torchrun says nothing."""
         if stacks.startswith("Fatal Python error"):
             return "signalled", stacks.splitlines()[0]
         if self._killed:

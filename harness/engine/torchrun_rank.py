@@ -61,7 +61,7 @@ def _redirect(folder: JobFolder, rank: int) -> None:
     faulthandler.enable(file=(dump := folder.dump(rank).open("wb")))
     faulthandler.register(signal.SIGUSR1, file=dump, all_threads=True)
     faulthandler.register(signal.SIGTERM, file=dump, all_threads=True, chain=True)  # torchrun ends ranks with SIGTERM
-    with folder.log(rank).open("wb") as log:
+    with folder.log(rank).open("ab") as log:  # appending, so that it can be cut
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
 

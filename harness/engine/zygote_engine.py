@@ -44,6 +44,25 @@ class ZygoteFailure(Exception):
     """The zygote did not start, died or was closed; the text says why and quotes its last output."""
 
 
+class ZygoteLost(ZygoteFailure):
+    """The zygote died or fell silent with shares on it. `out_of_memory`: the OOM killer has ended processes since."""
+
+    def __init__(self, reason: str, *, out_of_memory: bool) -> None:
+        super().__init__(reason)
+        self.out_of_memory = out_of_memory
+
+
+class StartLimits(NamedTuple):
+    """How long a zygote may take to import and warm up its program, in seconds from its start.
+
+    10 to 60 s with torch on a busy machine; more where Python reads from a slow network.
+    """
+
+    told_s: float = 60.0  # then a note says who waits for what
+    stopped_s: float = 120.0  # then one that is stopped by a signal is given up
+    given_up_s: float = 600.0
+
+
 class _Pending(NamedTuple):
     """A running share: its job, the future of its outcome, and the callback for its events."""
 
@@ -59,6 +78,7 @@ class ZygoteClient:
     """
 
     def __init__(self, program: str, options: Mapping[str, str]) -> None:
+        self._program = program
         self._lock = threading.Lock()
         self._sending = threading.Lock()
         self._tickets = 0
@@ -89,15 +109,17 @@ class ZygoteClient:
     def serving(self) -> bool:
         return not (self._failure or self._close_reason)
 
-    def wait_until_ready(self, timeout_s: float) -> tuple[str, ...]:
-        """Wait until the program is preloaded; returns its notes.
+    def wait_until_ready(self, limits: StartLimits, note: Callable[[str], None]) -> tuple[str, ...]:
+        """Wait until the program is preloaded; returns its notes. `note` gets a line where that takes long.
 
         After a ZygoteFailure, the caller must `close` this client.
         """
+        began_s = time.monotonic()
         try:
-            hello = self._receive_hello(time.monotonic() + timeout_s)
+            hello = self._receive_hello_within(began_s, limits, note)
         except TimeoutError:
-            raise ZygoteFailure(self._describe(f"did not finish its preload within {timeout_s:g} s")) from None
+            waited = f"did not finish its preload within {time.monotonic() - began_s:.0f} s"
+            raise ZygoteFailure(self._describe(f"{waited}: {self._progress}")) from None
         except (OSError, ProtocolError) as error:
             raise ZygoteFailure(self._describe(f"sent no valid hello: {error}")) from error
         if hello is None:
@@ -106,6 +128,31 @@ class ZygoteClient:
         self._listener = threading.Thread(target=self._listen, name="fp8-harness-zygote", daemon=True)
         self._listener.start()
         return hello.notes
+
+    def _receive_hello_within(self, began_s: float, limits: StartLimits, note: Callable[[str], None]) -> Hello | None:
+        with suppress(TimeoutError):
+            return self._receive_hello(began_s + limits.told_s)
+        note(
+            f"ranks wait for the zygote, process {self.pid}, which has not imported {self._program} after "
+            f"{limits.told_s:g} s: {self._progress}."
+        )
+        try:
+            return self._receive_hello(began_s + limits.stopped_s)
+        except TimeoutError:
+            if self._stopped:
+                raise
+        return self._receive_hello(began_s + limits.given_up_s)
+
+    @property
+    def _stopped(self) -> bool:
+        return linux.state(self.pid) in ("T", "t")
+
+    @property
+    def _progress(self) -> str:
+        """What a zygote that does not come up does, and what to look at."""
+        if self._stopped:
+            return f"it is stopped by a signal, and `kill -CONT {self.pid}` continues it"
+        return f"it still runs, and `py-spy dump --pid {self.pid}` shows where it is"
 
     def _receive_hello(self, until_s: float) -> Hello | None:
         while True:
@@ -118,14 +165,14 @@ class ZygoteClient:
                     return message
 
     def submit(self, share: Share, report: Callable[[ShareEvent], None]) -> tuple[int, Future[ShareOutcome]]:
-        """Submit a share; returns its ticket and the future of its outcome. Either raises ZygoteFailure if it died.
+        """Submit a share; returns its ticket and the future of its outcome. Either raises ZygoteLost if it died.
 
         `report` is called in a thread of this client, which waits for it.
         """
         future: Future[ShareOutcome] = Future()
         with self._lock:
             if self._failure:
-                raise ZygoteFailure(self._failure)
+                raise self._loss(self._failure)
             self._tickets += 1
             ticket = self._tickets
             self._pending[ticket] = _Pending(share.job.job_id, future, report)
@@ -176,7 +223,15 @@ class ZygoteClient:
             self._failure = self._failure or self._close_reason or reason
             pending, self._pending = self._pending, {}
         for pending_share in pending.values():
-            pending_share.outcome.set_exception(ZygoteFailure(self._failure))
+            pending_share.outcome.set_exception(self._loss(self._failure))
+
+    def _loss(self, reason: str) -> ZygoteLost:
+        return ZygoteLost(reason, out_of_memory=linux.oom_kills() > self._oom_kills)
+
+    def give_up(self, reason: str) -> ZygoteLost:
+        """Close this client, which does not answer; returns the loss for the share that noticed."""
+        self.close(reason)
+        return self._loss(reason)
 
     def _end_process(self) -> str:
         """Wait for the zygote or kill it, and kill everything it started; returns how it ended."""
@@ -208,15 +263,14 @@ class ZygoteClient:
 
 
 START_ATTEMPTS = 2  # a program that failed to preload twice in a row will fail again
-START_TIMEOUT_S = 600.0  # importing and warming up torch takes 10-60 s on a busy machine
 REPLY_MARGIN_S = 60.0  # after the deadline of a job; stacks, kill and sweep take at most 41 s
 
 
 class ZygoteEngine:
     """Runs shares of jobs of the rank program `program`, a dotted module name, preloaded with `options`.
 
-    The first share starts the zygote, and `note` gets the program's remarks about its environment, in any thread. Use
-    as a context manager, or `close` it.
+    The first share starts the zygote, and `note` gets the program's remarks about its environment, in any thread, and
+    those about a start that takes longer than `limits` allow. Use as a context manager, or `close` it.
     """
 
     def __init__(
@@ -224,8 +278,10 @@ class ZygoteEngine:
         program: str,
         options: Mapping[str, str] | None = None,
         note: Callable[[str], None] = lambda _: None,
+        limits: StartLimits | None = None,
     ) -> None:
         self._note = note
+        self._limits = limits or StartLimits()
         self._given = program, dict(options or {})
         self._starting = threading.Lock()
         self._client: ZygoteClient | None = None
@@ -254,6 +310,8 @@ class ZygoteEngine:
         self._ended[share.job.job_id] = False
         try:
             return self._run_on(self._ready_client(), share, report)
+        except ZygoteLost as loss:
+            return ShareOutcome(infra=str(loss), zygote_lost=not self._closed, out_of_memory=loss.out_of_memory)
         except ZygoteFailure as failure:
             return ShareOutcome(infra=str(failure))
         finally:
@@ -287,8 +345,7 @@ class ZygoteEngine:
             raise
         except TimeoutError:
             reason = f"the zygote sent no outcome within {REPLY_MARGIN_S:g} s of the deadline of {job.job_id}"
-            client.close(reason)
-            raise ZygoteFailure(reason) from None
+            raise client.give_up(reason) from None
         except BaseException:
             client.cancel(ticket)
             raise
@@ -311,7 +368,7 @@ class ZygoteEngine:
         try:
             if self._closed:  # closed between the check above and the spawn
                 raise ZygoteFailure("the engine is closed")
-            notes = client.wait_until_ready(START_TIMEOUT_S)
+            notes = client.wait_until_ready(self._limits, self._note)
         except ZygoteFailure as failure:
             self._failed_starts += 1
             self._failure = str(failure)

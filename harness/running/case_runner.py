@@ -1,7 +1,7 @@
-"""The work on one case: attempts on ranks, then one verdict.
+"""The work on one case: a run on ranks, then one verdict.
 
-Owns the retry rule (only `infra`, once, visibly) and how a `CaseResult` is put together. Every front end runs cases
-through here, so that they cannot differ. What a case is judged by comes from a `Judge` (`case_judge.py`).
+Owns how a `CaseResult` is put together. Every front end runs cases through here, so that they cannot differ. What a
+case is judged by comes from a `Judge` (`case_judge.py`); what is tried again is decided in the engine (`retry.py`).
 """
 
 from __future__ import annotations
@@ -24,12 +24,10 @@ from harness.result import Attempt, CaseResult, WithFix
 from harness.running.executor import Executor
 from harness.running.injection import Injection
 from harness.running.plan import Plan
-from harness.running.witnesses import WitnessCache
+from harness.running.witnesses import WitnessCache, WitnessLost
 from harness.tables import save_tables
 from harness.trace import Run
-from harness.verdict import Verdict
-
-MAX_ATTEMPTS = 2  # the second one only after `infra`: what ranks did is never tried again until it passes
+from harness.verdict import Finding, Verdict
 
 
 class Judge(Protocol):
@@ -85,18 +83,12 @@ class CaseRunner:
 
     def run(self, case: Case, fixes: Sequence[Injection] = ()) -> CaseResult | None:
         """The result of a case; None when stopped. `fixes`: of recorded faults, if no run goes without."""
-        attempts: tuple[Attempt, ...] = ()
-        while True:
-            outcome = self._executor.execute(case, fixes)
-            result = None if outcome is None else self._result(case, outcome, attempts, fixes)
-            if result is not None and not fixes and _hides_others(result) and self._judge.fixes(case):
-                result = self._with_fix(case, result)
-            if result is None or self._executor.stopped:
-                return None  # a run to compare with may have been stopped too, and the case is as good as before
-            attempts = result.attempts
-            if result.verdict is not Verdict.INFRA or len(attempts) >= MAX_ATTEMPTS:
-                return result
-            self._note(f"infra, trying again: {result.case_id}: {attempts[-1].message}")
+        outcome = self._executor.execute(case, fixes)
+        result = None if outcome is None else self._result(case, outcome, fixes)
+        if result is not None and not fixes and _hides_others(result) and self._judge.fixes(case):
+            result = self._with_fix(case, result)
+        # A run to compare with may have been stopped too, and the case is as good as before.
+        return None if self._executor.stopped else result
 
     def stop(self) -> None:
         self._executor.stop()
@@ -105,19 +97,10 @@ class CaseRunner:
         judgement = Judgement(verdict=Verdict.NOT_RUN, findings=())
         return self._assembled(case, judgement, run=None, attempts=())
 
-    def _result(
-        self, case: Case, outcome: JobOutcome, earlier: tuple[Attempt, ...], fixes: Sequence[Injection]
-    ) -> CaseResult:
+    def _result(self, case: Case, outcome: JobOutcome, fixes: Sequence[Injection]) -> CaseResult:
         judgement, run = self._judged(case, outcome, fixes)
-        attempt = Attempt(
-            verdict=judgement.verdict,
-            message=outcome.message,
-            wall_s=outcome.wall_s,
-            cpu_s=outcome.cpu_s,
-            detected_s=outcome.detected_s,
-            nodes=outcome.nodes,
-        )
-        return self._assembled(case, judgement, run=run, attempts=(*earlier, attempt))
+        attempts = (*map(_lost, outcome.earlier), _attempt(outcome, judgement.verdict))
+        return self._assembled(case, judgement, run=run, attempts=attempts)
 
     def _judged(self, case: Case, outcome: JobOutcome, fixes: Sequence[Injection]) -> tuple[Judgement, Run | None]:
         run: Run | None = None
@@ -126,6 +109,8 @@ class CaseRunner:
             judgement = self._judge.judge(case, run, outcome.status, self._cache, fixes)
             self._save(case, run, fixes)
             return _explained(judgement, run, outcome), run
+        except WitnessLost as lost:
+            return Judgement(verdict=Verdict.INFRA, findings=(_report(str(lost)),)), run
         except Exception as error:  # a fault of the harness in one case must not lose the results of the others
             finding = BROKEN.finding(error=repr(error), details="".join(traceback.format_exception(error)))
             return Judgement(verdict=Verdict.INFRA, findings=(finding,)), run
@@ -150,7 +135,7 @@ class CaseRunner:
         if outcome is None:
             return None
         judgement, run = self._judged(case, outcome, fixes)
-        last = known.attempts[-1]
+        *earlier, last = known.attempts
         seconds = {"wall_s": last.wall_s + outcome.wall_s, "cpu_s": last.cpu_s + outcome.cpu_s}
         names = tuple(fix.text for fix in fixes)
         with_fix = WithFix(fixes=names, verdict=judgement.verdict, findings=judgement.findings, checks=judgement.checks)
@@ -166,7 +151,11 @@ class CaseRunner:
             known,
             verdict=verdict,
             findings=(*remaining, *known.findings),
-            attempts=(*known.attempts[:-1], msgspec.structs.replace(last, verdict=verdict, **seconds)),
+            attempts=(
+                *earlier,
+                *map(_lost, outcome.earlier),
+                msgspec.structs.replace(last, verdict=verdict, message=last.message or outcome.message, **seconds),
+            ),
             with_fix=with_fix,
             failure_signature=signature_of(judgement.verdict, judgement.findings, run) or known.failure_signature,
         )
@@ -199,6 +188,21 @@ class CaseRunner:
         )
 
 
+def _lost(outcome: JobOutcome) -> Attempt:
+    return _attempt(outcome, Verdict.INFRA)
+
+
+def _attempt(outcome: JobOutcome, verdict: Verdict) -> Attempt:
+    return Attempt(
+        verdict=verdict,
+        message=outcome.message,
+        wall_s=outcome.wall_s,
+        cpu_s=outcome.cpu_s,
+        detected_s=outcome.detected_s,
+        nodes=outcome.nodes,
+    )
+
+
 def _hides_others(result: CaseResult) -> bool:
     """True for a case that fails as recorded, or so and in another way besides."""
     unexplained = any(finding.rule == UNEXPLAINED.name for finding in result.findings)
@@ -209,5 +213,9 @@ def _explained(judgement: Judgement, run: Run, outcome: JobOutcome) -> Judgement
     """With the engine's own words when the job failed but no rank did: nothing else says why."""
     if outcome.status == "ok" or run.failures or not outcome.message:
         return judgement
-    advised = advice(outcome.message)
-    return msgspec.structs.replace(judgement, findings=(REPORT.finding(report=advised.what, fix=advised.fix),))
+    return msgspec.structs.replace(judgement, findings=(_report(outcome.message),))
+
+
+def _report(text: str) -> Finding:
+    advised = advice(text)
+    return REPORT.finding(report=advised.what, fix=advised.fix)

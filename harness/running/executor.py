@@ -63,7 +63,10 @@ class Executor:
         )
 
     def serve(self, request: RunRequest) -> JobOutcome | None:
-        """Answer a request on the device of the plan; None when stopped before its end. Waits for free slots."""
+        """Answer a request on the device of the plan; None when stopped before its end. Waits for free slots.
+
+        What the machine ended was tried again: an outcome that is `infra` is final.
+        """
         if self.stopped:
             return None
         plan = self._plan
@@ -93,7 +96,7 @@ class Executor:
 
 
 def _kind(request: RunRequest) -> str:
-    """What the name of a job starts with: whether it is the case itself or a witness."""
+    """What the name of a job starts with: whether it is the case itself or one of these references of it."""
     if request.noise is not None:
         return f"noise{request.noise.draw}-"
     return "solo-" if request.solo else "replay-" if request.replayed else ""
@@ -108,8 +111,8 @@ def open_executor(plan: Plan, project: Project, note: Callable[[str], None] = la
     if plan.engine == "ray":
         nodes = open_nodes(plan.address, plan.capacity, program=plan.program, logs=plan.logs, note=note)
         store = StoreProcess(RENDEZVOUS_PROGRAM, own_address(plan.address))
-        return Executor(plan, Cluster(nodes, store), project.root)
-    return Executor(plan, Cluster([local_node(plan, project, note)]), project.root)
+        return Executor(plan, Cluster(nodes, store, note), project.root)
+    return Executor(plan, Cluster([local_node(plan, project, note)], note=note), project.root)
 
 
 def local_node(plan: Plan, project: Project, note: Callable[[str], None]) -> LocalNode:

@@ -44,7 +44,7 @@ class Ended(msgspec.Struct, Generic[Result], frozen=True, kw_only=True):
 class _Event(msgspec.Struct, Generic[Result], frozen=True, kw_only=True):
     """What a thread did with the item at a position, or that it is idle: nothing is left to do.
 
-    `interrupted`: Ctrl-C, or SIGTERM from a CI system that cancels.
+    `interrupted`: Ctrl-C, SIGTERM from a CI system that cancels, or SIGHUP when the terminal is closed.
     """
 
     what: Literal["started", "finished", "failed", "idle", "interrupted"]
@@ -103,25 +103,28 @@ def run_schedule(
 
 @contextlib.contextmanager
 def _interrupts_to(events: _Events[Result]) -> Iterator[None]:
-    """Turn the first SIGINT or SIGTERM into an event, so that it never cuts a result in two; a second one raises."""
+    """Turn the first signal that ends a run into an event, so that it never cuts a result in two; a second one raises.
+
+    One that is ignored stays so: `nohup` ignores SIGHUP.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield  # only the main thread may handle signals; whoever owns it decides
         return
-    numbers = (signal.SIGINT, signal.SIGTERM)
-    previous = {number: signal.getsignal(number) for number in numbers}
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    previous = {number: handler for number in numbers if (handler := signal.getsignal(number)) != signal.SIG_IGN}
 
     def first(number: int, frame: object) -> None:
-        for signal_number in numbers:
+        for signal_number in previous:
             signal.signal(signal_number, signal.default_int_handler)
         events.put(_Event(what="interrupted"))
 
-    for number in numbers:
+    for number in previous:
         signal.signal(number, first)
     try:
         yield
     finally:
-        for number in numbers:
-            signal.signal(number, previous[number])
+        for number, handler in previous.items():
+            signal.signal(number, handler)
 
 
 def _serve(

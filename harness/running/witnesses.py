@@ -36,13 +36,18 @@ _SEAL_SIZE = hashlib.sha256().digest_size
 _RUNS = msgspec.msgpack.Decoder(Run)  # made before any thread decodes, like the one of `judge.py`
 
 
+class WitnessLost(Exception):
+    """The machine ended a witness, at every attempt: its case cannot be judged. The text says which, and why."""
+
+
 class WitnessCache:
     """Hands out witnesses, running each at most once at a time. Thread-safe.
 
-    `content` stands for what computes those of a target: kept witnesses of another content are not used. `note` prints
-    a line about a second attempt. `numerics`: which bits the runs promise.
+    `content` stands for what computes those of a target: kept witnesses of another content are not used. `numerics`:
+    which bits the runs promise.
 
-    A run that did not finish is handed out without traces, with its failures, and is not kept; None when stopped.
+    A run that did not finish is handed out without traces, with its failures, and is not kept; None when stopped. Each
+    method that runs one raises WitnessLost.
     """
 
     def __init__(
@@ -50,11 +55,9 @@ class WitnessCache:
         executor: Executor,
         folder: Path,
         content: Callable[[str], str],
-        note: Callable[[str], None],
         numerics: Numerics = VIRTUAL_DEVICE,
     ) -> None:
         self._executor = executor
-        self._note = note
         self._numerics = numerics
         self._folder = folder
         self._content = content
@@ -75,7 +78,7 @@ class WitnessCache:
         """The same with its operands, too large to be kept in memory: read from its file, or else run again."""
         name, request = _solo(case)
         path = self._path(name, request)
-        return self._stored(path) or self._made(name, path, self._retried(name, request))
+        return self._stored(path) or self._made(name, path, self._run(name, request))
 
     def twin(self, case: Case) -> Run | None:
         return self._witness(*_twin(case))
@@ -128,15 +131,12 @@ class WitnessCache:
         """The replay of this very run, module by module; never kept. Incomplete when it did not finish."""
         recorded = tuple(trace.module_tensors or () for trace in run.traces)
         name = f"replay {case_id(case)}"
-        outcome = self._retried(name, RunRequest(case=case, replayed=recorded))
-        if outcome is None:
-            return None
-        self._made_here.append(WitnessMade(name=name, cpu_s=outcome.cpu_s))
-        return _ended(outcome)
+        outcome = self._run(name, RunRequest(case=case, replayed=recorded))
+        return None if outcome is None else _ended(outcome)
 
     def unprobed(self, case: Case) -> Run | None:
         """The run of this case without probes; never kept. None when it did not finish."""
-        outcome = self._retried(f"unprobed {case_id(case)}", RunRequest(case=case))
+        outcome = self._run(f"unprobed {case_id(case)}", RunRequest(case=case))
         return None if outcome is None or outcome.status != "ok" else run_from_outcome(outcome)
 
     def _witness(
@@ -150,19 +150,23 @@ class WitnessCache:
         with self._locks[name]:
             if name not in self._kept:
                 path = self._path(name, request)
-                run = self._stored(path) or self._made(name, path, self._retried(name, request), finish)
+                run = self._stored(path) or self._made(name, path, self._run(name, request), finish)
                 if run is None or not run.complete:
                     return run
                 self._kept[name] = keep(run)
             return self._kept[name]
 
-    def _retried(self, name: str, request: RunRequest) -> JobOutcome | None:
-        """The outcome; of a second attempt if the first ended as `infra`, for example by a lost node."""
+    def _run(self, name: str, request: RunRequest) -> JobOutcome | None:
+        """What ranks did for this witness; None when stopped. Raises WitnessLost where the machine ended them."""
         outcome = self._executor.serve(request)
-        if outcome is None or outcome.status != "infra":
-            return outcome
-        self._note(f"infra, trying again: witness {name}: {outcome.message}")
-        return self._executor.serve(request)
+        if outcome is None:
+            return None
+        cpu_s = sum(attempt.cpu_s for attempt in outcome.attempts)
+        retried = tuple(attempt.message for attempt in outcome.earlier)
+        self._made_here.append(WitnessMade(name=name, cpu_s=cpu_s, retried=retried))
+        if outcome.status == "infra":
+            raise WitnessLost(f"{name}, with which this case is compared: {outcome.message}")
+        return outcome
 
     def _path(self, name: str, request: RunRequest) -> Path:
         key = f"{name} {self._content(request.case.target)}"
@@ -185,7 +189,6 @@ class WitnessCache:
     ) -> Run | None:
         if outcome is None:
             return None
-        self._made_here.append(WitnessMade(name=name, cpu_s=outcome.cpu_s))
         made = _ended(outcome)
         run = finish(made) if made.complete else made
         if run is None or not run.complete:
@@ -221,14 +224,14 @@ def _ended(outcome: JobOutcome) -> Run:
     return Run(traces=(), failures=run.failures or (ended,))
 
 
-def open_witnesses(project: Project, plan: Plan, executor: Executor, note: Callable[[str], None]) -> WitnessCache:
+def open_witnesses(project: Project, plan: Plan, executor: Executor) -> WitnessCache:
     """The witnesses of this machine, as what is installed now computes them for this plan."""
     key = witness_key(plan)
 
     def content(target: str) -> str:
         return f"{key}{target_digest(target, project.root)}"
 
-    return WitnessCache(executor, project.witness_folder(), content, note, plan.numerics)
+    return WitnessCache(executor, project.witness_folder(), content, plan.numerics)
 
 
 def _seal(content: bytes) -> bytes:

@@ -263,7 +263,7 @@ class _TrialWork:
         for case in cases:
             with suppress(Missing):
                 self._goldens[case_id(case)] = find_golden(project.root, plan.hardware, family_id(case))
-        self._cache = open_witnesses(project, plan, executor, progress.note)
+        self._cache = open_witnesses(project, plan, executor)
 
     def run(self, planting: _Planting) -> _PlantingResult | None:
         injections = () if planting.fault is None else (parse_injection(planting.fault.injection),)

@@ -97,9 +97,9 @@ def measure_speed(
     progress.begin(2 * pairs * len(cases))
     speeds: list[CaseSpeed] = []
     results: list[CaseResult] = []
-    with store.locked(), open_executor(plan, project) as executor:
+    with store.locked(), open_executor(plan, project, progress.note) as executor:
         store.begin(start)
-        cache = open_witnesses(project, plan, executor, progress.note)
+        cache = open_witnesses(project, plan, executor)
         runner = CaseRunner(plan, executor, SanityJudge(), cache, progress.note)
         for case, twin in zip(cases, twins, strict=True):
             speed, ended = _timed(case, twin, runner, plan, progress, pairs=pairs, warmup=warmup)

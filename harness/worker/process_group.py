@@ -1,7 +1,7 @@
 """The process group of a job, joined in the same way over every fabric, and the store where its ranks meet.
 
-`python -m harness.worker.process_group FD` serves a TCP store for jobs on several nodes: it sends its port to the
-socket FD, and exits when that is closed.
+`python -m harness.worker.process_group FD HOST` serves a TCP store for jobs on several nodes at this address of the
+machine: it sends its port to the socket FD, and exits when that is closed.
 """
 
 from __future__ import annotations
@@ -75,13 +75,17 @@ def open_store(context: RankContext) -> Store:
     return PrefixStore(url.path, TCPStore(url.hostname, url.port, is_master=False))
 
 
-def serve(fd: int) -> None:
-    """Serve until the controller closes its end or dies."""
+def serve(fd: int, host: str) -> None:
+    """Serve until the controller closes its end or dies.
+
+    On a socket of our own: torch's would listen at every address of the machine, whatever `host` it is given.
+    """
     controller = socket.socket(fileno=fd)
-    store = TCPStore("0.0.0.0", 0, is_master=True, wait_for_workers=False)
+    listening = socket.create_server((host, 0))
+    store = TCPStore(host, 0, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach())
     controller.sendall(str(store.port).encode())
     controller.recv(1)
 
 
 if __name__ == "__main__":
-    serve(int(sys.argv[1]))
+    serve(int(sys.argv[1]), sys.argv[2])

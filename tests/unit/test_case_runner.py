@@ -18,7 +18,7 @@ from harness.running.case_runner import CaseRunner
 from harness.running.executor import Executor
 from harness.running.injection import Injection
 from harness.running.plan import Plan
-from harness.running.witnesses import WitnessCache
+from harness.running.witnesses import WitnessCache, WitnessLost
 from harness.trace import Run
 from harness.verdict import Verdict
 from tests.builders import a_finding, make_case, make_trace
@@ -152,8 +152,30 @@ def test_only_what_is_known_runs_again(verdict: Verdict) -> None:
     assert executor.fixes == [()]
 
 
-def test_an_infrastructure_failure_of_the_second_run_is_tried_again() -> None:
+LOST = JobOutcome(job_id="j", status="infra", ranks=(), message="node b is gone.", wall_s=1.0, cpu_s=1.0)
+
+
+def test_every_attempt_of_both_runs_is_told() -> None:
+    class Retried(FakeExecutor):
+        def execute(self, case: Case, fixes: Sequence[Injection] = ()) -> JobOutcome:
+            return replace(super().execute(case, fixes), earlier=(LOST,))
+
+    result = runner(FakeJudge(KNOWN, PASSED), Retried()).run(CASE)
+    assert result is not None and result.with_fix is not None
+    assert [attempt.verdict for attempt in result.attempts] == [Verdict.INFRA, Verdict.INFRA, Verdict.KNOWN]
+    assert [attempt.message for attempt in result.attempts] == ["node b is gone.", "node b is gone.", ""]
+    assert (result.seconds, result.cpu_s) == (6.0, 8.0)
+
+
+def test_a_reference_that_the_machine_ended_makes_a_case_infra_with_the_reason() -> None:
+    class WithoutReference(FakeJudge):
+        def judge(
+            self, case: Case, run: Run, status: JobStatus, cache: WitnessCache, fixes: Sequence[Injection] = ()
+        ) -> Judgement:
+            raise WitnessLost("solo x: killed by SIGBUS, not by the harness")
+
     executor = FakeExecutor()
-    result = runner(FakeJudge(KNOWN, Judgement(verdict=Verdict.INFRA, findings=(SCALE,))), executor).run(CASE)
-    assert result is not None
-    assert (result.verdict, len(result.attempts), len(executor.fixes)) == (Verdict.INFRA, 2, 4)
+    result = runner(WithoutReference(KNOWN, PASSED), executor).run(CASE)
+    assert result is not None and result.verdict is Verdict.INFRA and executor.fixes == [()]
+    (finding,) = result.findings
+    assert finding.message == "solo x: killed by SIGBUS, not by the harness" and "/dev/shm" in str(finding.fix)

@@ -128,7 +128,10 @@ def test_every_failure_has_a_culprit_and_no_failure_has_a_payload(statuses: list
 def test_exits_are_described() -> None:
     assert describe_exit(0, returned=False, oom_kills=0) == ("exited", "exited with code 0 without a result")
     assert describe_exit(-11, returned=True, oom_kills=0)[1] == "killed by SIGSEGV after it had returned its result"
-    assert "it killed 2 during the job" in describe_exit(-9, returned=False, oom_kills=2)[1]
+    assert "The OOM killer killed 2 processes during" in describe_exit(-9, returned=False, oom_kills=2)[1]
+    assert describe_exit(-7, returned=False, oom_kills=2)[1] == (
+        "killed by SIGBUS, not by the harness: possibly /dev/shm or a disk that is full, or memory that fails"
+    )
     assert describe_exit(-40, returned=False, oom_kills=0)[1] == "killed by signal 40"
 
 

@@ -17,7 +17,7 @@ from harness.matrix.linears import converted_fqns
 from harness.request import RunRequest
 from harness.running.executor import Executor
 from harness.running.injection import Injection
-from harness.running.witnesses import WitnessCache
+from harness.running.witnesses import WitnessCache, WitnessLost
 from harness.trace import RankTrace
 from harness.trace.operands import OperandTrace
 from tests.builders import make_cast, make_distance, make_trace, run_of
@@ -60,14 +60,8 @@ class FakeExecutor:
         return self.outcome
 
 
-def cache(
-    executor: FakeExecutor,
-    folder: Path,
-    *,
-    content: str = "these packages",
-    note: Callable[[str], None] = lambda _: None,
-) -> WitnessCache:
-    return WitnessCache(cast("Executor", executor), folder, lambda _: content, note)
+def cache(executor: FakeExecutor, folder: Path, *, content: str = "these packages") -> WitnessCache:
+    return WitnessCache(cast("Executor", executor), folder, lambda _: content)
 
 
 def test_each_kind_of_witness_is_run_in_its_own_way(tmp_path: Path) -> None:
@@ -197,7 +191,6 @@ def test_one_wrong_bit_is_damage_wherever_it_is(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("outcome", "why"),
     [
-        (JobOutcome(job_id="j", status="infra", ranks=(), message="no room"), "no room"),
         (JobOutcome(job_id="j", status="crash", ranks=(RAISED,)), "KeyError: 1"),
         (JobOutcome(job_id="j", status="hang", ranks=ok().ranks), "it ended as hang and left no trace"),
         (
@@ -206,7 +199,7 @@ def test_one_wrong_bit_is_damage_wherever_it_is(tmp_path: Path) -> None:
         ),
         (JobOutcome(job_id="j", status="ok", ranks=()), "it ended as ok and left no trace"),
     ],
-    ids=["infra", "crash", "hang", "garbled", "empty"],
+    ids=["crash", "hang", "garbled", "empty"],
 )
 def test_a_witness_that_did_not_finish_says_why_and_is_not_kept(tmp_path: Path, outcome: JobOutcome, why: str) -> None:
     executor = FakeExecutor(outcome)
@@ -217,7 +210,7 @@ def test_a_witness_that_did_not_finish_says_why_and_is_not_kept(tmp_path: Path, 
     executor.outcome = ok()
     again = witnesses.solo(CASE)
     assert again is not None and again.complete
-    assert len(executor.asked) == 2 + (outcome.status == "infra")
+    assert len(executor.asked) == 2
 
 
 def test_a_witness_that_was_stopped_is_none_and_not_kept(tmp_path: Path) -> None:
@@ -252,13 +245,28 @@ def test_a_folder_that_cannot_be_written_costs_nothing_but_time(tmp_path: Path) 
     assert witnesses.solo(CASE) is not None
 
 
-def test_a_witness_that_a_lost_node_took_is_run_once_more(tmp_path: Path) -> None:
-    def found_a_node() -> None:
-        executor.outcome = lost if len(executor.asked) == 1 else ok()
+LOST = JobOutcome(job_id="j", status="infra", ranks=(), message="node b is gone.", cpu_s=2.0)
 
-    lost = JobOutcome(job_id="j", status="infra", ranks=(), message="node b is gone.")
-    executor = FakeExecutor(before=found_a_node)
-    notes: list[str] = []
-    assert cache(executor, tmp_path, note=notes.append).solo(CASE) == run_of(make_trace())
-    assert len(executor.asked) == 2
-    assert notes == ["infra, trying again: witness solo fsdp4-tensorwise-ag.fp8pre-v2048-b16: node b is gone."]
+
+def test_a_witness_that_the_machine_ended_is_no_witness_that_failed(tmp_path: Path) -> None:
+    witnesses = cache(FakeExecutor(LOST), tmp_path)
+    asks: tuple[Callable[[], object], ...] = (
+        lambda: witnesses.solo(CASE),
+        lambda: witnesses.solo_with_operands(CASE),
+        lambda: witnesses.twin(CASE),
+        lambda: witnesses.partner(CASE),
+        lambda: witnesses.reference(CASE),
+        lambda: witnesses.noisy(CASE, 1, ()),
+        lambda: witnesses.unprobed(CASE),
+    )
+    for ask in asks:
+        with pytest.raises(WitnessLost, match=r"with which this case is compared: node b is gone\."):
+            ask()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_the_machine_ended_before_a_witness_was_made_is_kept_with_it(tmp_path: Path) -> None:
+    witnesses = cache(FakeExecutor(msgspec.structs.replace(ok(), cpu_s=3.0, earlier=(LOST,))), tmp_path)
+    assert witnesses.twin(CASE) == run_of(make_trace())
+    (made,) = witnesses.made
+    assert (made.retried, made.cpu_s) == (("node b is gone.",), 5.0)

@@ -100,7 +100,7 @@ def job(ways: dict[str, str], *, ranks: int = 5, deadline_s: float = 20.0, one_n
     return Job(job_id="toy", world_size=ranks, payload=payload, deadline_s=deadline_s, one_node=one_node)
 
 
-def sleeping(cluster: Cluster, change: Callable[[], None], *, way: str = "sleep") -> JobOutcome:
+def sleeping(cluster: Cluster, change: Callable[[], None], *, way: str = "sleep", file: str = "") -> JobOutcome:
     """The outcome of a job of both nodes whose ranks sleep, and something changes when all of them run."""
 
     def change_later() -> None:
@@ -112,7 +112,7 @@ def sleeping(cluster: Cluster, change: Callable[[], None], *, way: str = "sleep"
 
     changing = threading.Thread(target=change_later, daemon=True)
     changing.start()
-    outcome = cluster.run(job({"*": way}))
+    outcome = cluster.run(job({"*": way, "file": file}))
     changing.join(5)
     return outcome
 
@@ -145,7 +145,8 @@ def test_ranks_live_until_all_have_returned_on_every_node(cluster: Cluster, tmp_
 @pytest.mark.parametrize("culprit", [0, 4])
 def test_a_death_on_one_node_ends_the_other_within_a_second(cluster: Cluster, culprit: int) -> None:
     outcome = cluster.run(job({str(culprit): "sigkill", "*": "sleep"}))
-    assert (outcome.status, outcome.message.split(":")[0]) == ("crash", f"rank {culprit} in 'doing sigkill'")
+    assert (outcome.status, outcome.message.split(":")[0]) == ("infra", f"rank {culprit} in 'doing sigkill'")
+    assert [attempt.message for attempt in outcome.earlier] == [outcome.message]
     assert outcome.detected_s is not None
     assert outcome.wall_s < outcome.detected_s + 1.0
     for rank in outcome.ranks:
@@ -170,15 +171,24 @@ def test_a_hang_shows_the_stacks_of_all_nodes(cluster: Cluster) -> None:
     assert outcome.wall_s < DEADLINE_S + 2
 
 
-def test_the_death_of_one_warm_process_is_infra_and_leaves_a_usable_cluster(tmp_path: Path) -> None:
+def test_a_job_whose_zygote_died_on_one_node_runs_again_on_others_of_its_own(tmp_path: Path) -> None:
+    def zygotes() -> list[psutil.Process]:
+        return sorted((child for child in psutil.Process().children() if TOY in child.cmdline()), key=lambda it: it.pid)
+
+    def kill_and_go_on() -> None:
+        zygotes()[-1].kill()
+        (tmp_path / "go on").touch()
+
     with open_cluster(tmp_path) as mine:
         assert mine.run(job({})).status == "ok"
-        victim = min((child for child in psutil.Process().children() if TOY in child.cmdline()), key=lambda it: -it.pid)
-        outcome = sleeping(mine, victim.kill)
-        assert outcome.status == "infra"
-        assert "the zygote died: killed by SIGKILL" in outcome.message
-        assert outcome.wall_s < 2
-        assert {rank.consequence for rank in outcome.ranks} == {True}
+        before = set(zygotes())
+        outcome = sleeping(mine, kill_and_go_on, way="wait_for_file", file=str(tmp_path / "go on"))
+        assert outcome.status == "ok"
+        (lost,) = outcome.earlier
+        assert (lost.status, lost.zygote_lost) == ("infra", True)
+        assert "the zygote died: killed by SIGKILL" in lost.message
+        assert lost.wall_s < 2
+        assert set(zygotes()) < before, "those of its own have ended with the job"
         assert mine.run(job({})).status == "ok"
 
 
@@ -233,8 +243,8 @@ def test_a_lost_node_costs_its_jobs_and_nothing_else(tmp_path: Path) -> None:
     nodes = [LosableNode(local_node(name, slots, tmp_path)) for name, slots in SLOTS.items()]
     with open_cluster(tmp_path, [*nodes]) as mine:
         outcome = sleeping(mine, nodes[1].lose)
-        assert (outcome.status, outcome.message) == ("infra", "node b is gone.")
-        assert [(rank.rank, rank.consequence) for rank in outcome.ranks] == [(0, True), (1, True), (2, True)]
+        assert (outcome.status, outcome.ranks) == ("infra", ())
+        assert [attempt.message for attempt in outcome.earlier] == ["node b is gone."]
         assert mine.run(job({}, ranks=3)).status == "ok"
         later = mine.run(job({}))
         assert later.status == "infra"

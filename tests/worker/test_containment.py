@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import threading
 import time
@@ -13,8 +14,9 @@ import psutil
 import pytest
 
 from harness.checks.failures import advice
+from harness.engine.folder import LOG_IS_CUT, MAX_LOG_BYTES
 from harness.engine.messages import JobOutcome
-from harness.engine.zygote_engine import ZygoteEngine
+from harness.engine.zygote_engine import StartLimits, ZygoteEngine
 from tests.jobs import make_share, run_alone
 from tests.worker.processes import nothing_is_left, start_python, wait_until
 
@@ -97,7 +99,7 @@ def test_output_is_kept_in_order(run: Runner) -> None:
 FAILURES = [
     ("raise", "raised", "ValueError: rank 1 has a problem"),
     ("exit0", "exited", "exited with code 0 without a result"),
-    ("sigkill", "signalled", "killed by SIGKILL, not by the harness: possibly the kernel's OOM killer"),
+    ("sigabrt", "signalled", "killed by SIGABRT"),
     ("garbage", "raised", "sent unreadable data to its supervisor"),
 ]
 # The same of a rank without peers, for whose end nobody waits.
@@ -109,10 +111,13 @@ ALONE = [
 ]
 
 
-@pytest.mark.parametrize(("way", "status", "message"), FAILURES)
+BY_MACHINE = ("sigkill", "signalled", "killed by SIGKILL, not by the harness: possibly the kernel's OOM killer")
+
+
+@pytest.mark.parametrize(("way", "status", "message"), [*FAILURES, BY_MACHINE])
 def test_failure_of_one_rank_ends_the_job(run: Runner, way: str, status: str, message: str) -> None:
     outcome = run({"1": way, "*": "sleep"})
-    assert outcome.status == "crash"
+    assert outcome.status == ("infra" if way == "sigkill" else "crash")
     assert outcome.message.startswith(f"rank 1 in 'doing {way}': {message}")
     assert outcome.detected_s is not None
     assert outcome.detected_s < 1.0
@@ -329,6 +334,37 @@ def test_death_of_the_zygote_process_is_infra_and_it_is_replaced(tmp_path: Path)
         assert "the zygote died: killed by SIGKILL" in outcome.message
         assert run({}).status == "ok"
         assert {child.pid for child in psutil.Process().children()} - before, "it is another process"
+
+
+def test_a_zygote_that_does_not_come_up_is_told_of_and_given_up_when_it_is_stopped(tmp_path: Path) -> None:
+    notes: list[str] = []
+    limits = StartLimits(told_s=0.2, stopped_s=0.6, given_up_s=1.0)
+    with ZygoteEngine(TOY, {"stop": "yes"}, note=notes.append, limits=limits) as stopped:
+        outcome = Runner(stopped, tmp_path)({})
+    with ZygoteEngine(TOY, {"sleep_s": "60"}, note=notes.append, limits=limits) as slow:
+        late = Runner(slow, tmp_path)({})
+    assert (outcome.status, late.status) == ("infra", "infra")
+    assert re.search(r"did not finish its preload within \d s: it is stopped by a signal", outcome.message)
+    assert "did not finish its preload within 1 s: it still runs" in late.message
+    waits = f"which has not imported {TOY} after 0.2 s: it"
+    assert [note.count(waits) for note in notes] == [1, 1]
+    assert re.search(r"and `kill -CONT \d+` continues it\.$", notes[0])
+    assert re.search(r"and `py-spy dump --pid \d+` shows where it is\.$", notes[1])
+
+
+def test_a_zygote_that_is_slow_to_start_serves_all_the_same(tmp_path: Path) -> None:
+    limits = StartLimits(told_s=0.01, stopped_s=0.02, given_up_s=60.0)
+    with ZygoteEngine(TOY, {"sleep_s": "0.3"}, limits=limits) as slow:
+        assert Runner(slow, tmp_path)({}).status == "ok"
+
+
+def test_the_log_of_a_rank_is_bounded(run: Runner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    outcome = run({"0": "print_much", "1": "print"}, world_size=2)
+    assert outcome.status == "ok"
+    log = (tmp_path / "rank0.log").read_text()
+    assert len(log) < MAX_LOG_BYTES and log.startswith("first\n") and log.endswith("last\n")
+    assert log.count(LOG_IS_CUT) == 1 and "is cut here" in LOG_IS_CUT
+    assert LOG_IS_CUT not in (tmp_path / "rank1.log").read_text()
 
 
 def test_close_ends_jobs_in_flight(tmp_path: Path) -> None:

@@ -31,6 +31,8 @@ def preload(options: Mapping[str, str]) -> None:
         _kept.append(os.open(options["device"], os.O_RDWR | os.O_CREAT))
     if "files" in options:
         resource.setrlimit(resource.RLIMIT_NOFILE, (int(options["files"]), int(options["files"])))
+    if "stop" in options:
+        os.kill(os.getpid(), signal.SIGSTOP)
     if "ready" in options:
         Path(options["ready"]).touch()
     if "sleep_s" in options:
@@ -75,6 +77,16 @@ def _print(context: RankContext) -> bytes:
     return b""
 
 
+def _print_much(context: RankContext) -> bytes:
+    """A little more than a log may have, then a moment in which its size is seen."""
+    os.write(1, b"first\n")
+    for _ in range(66):
+        os.write(1, (b"x" * 1023 + b"\n") * 1024)
+    time.sleep(0.7)
+    os.write(1, b"last\n")
+    return b""
+
+
 def _surroundings(context: RankContext) -> bytes:
     import tempfile
 
@@ -83,14 +95,14 @@ def _surroundings(context: RankContext) -> bytes:
         "tempdir": tempfile.gettempdir(),
         "pid": os.getpid(),
         "session": os.getsid(0),
-        "fds": sorted(target.partition(":")[0] for target in _open_files().values()),
+        "fds": sorted(target.partition(":")[0] for target in open_files().values()),
         "sigint": signal.getsignal(signal.SIGINT) == signal.SIG_IGN,
         "threads": os.environ["OMP_NUM_THREADS"],
     }
     return json.dumps(facts).encode()
 
 
-def _open_files() -> dict[int, str]:
+def open_files() -> dict[int, str]:
     """What each file descriptor is: a path, `socket:[...]`, `anon_inode:[...]`."""
     files = {}
     for entry in Path("/proc/self/fd").iterdir():
@@ -148,6 +160,13 @@ def _sleep(context: RankContext) -> bytes:
     return b""
 
 
+def _wait_for_file(context: RankContext) -> bytes:
+    file = Path(json.loads(context.payload)["file"])
+    while not file.exists():
+        time.sleep(0.01)
+    return b""
+
+
 def _lock(context: RankContext) -> bytes:
     lock = threading.Lock()
     lock.acquire()
@@ -201,7 +220,7 @@ def _shared_memory_then_sleep(context: RankContext) -> bytes:
 
 
 def _garbage(context: RankContext) -> bytes:
-    for fd, target in _open_files().items():
+    for fd, target in open_files().items():
         if target.startswith("socket"):
             os.write(fd, b"\x00\x00\x00\x04oops")
     return _sleep(context)
@@ -214,6 +233,7 @@ _WAYS: dict[str, Callable[[RankContext], bytes]] = {
     "is_peer_alive": _is_peer_alive,
     "return_big": _return_big,
     "print": _print,
+    "print_much": _print_much,
     "surroundings": _surroundings,
     "raise": _raise,
     "raise_later": _raise_later,
@@ -222,10 +242,12 @@ _WAYS: dict[str, Callable[[RankContext], bytes]] = {
     "exit7": _exit(7),
     "exit0": _exit(0),
     "sigkill": _signal_self(signal.SIGKILL),
+    "sigabrt": _signal_self(signal.SIGABRT),
     "sigstop": _signal_self(signal.SIGSTOP),
     "segfault": _segfault,
     "spin": _spin,
     "sleep": _sleep,
+    "wait_for_file": _wait_for_file,
     "lock": _lock,
     "block_with_gil": _block_with_gil,
     "children": _children,

@@ -1,0 +1,286 @@
+"""Whatever kills a rank, in whichever run and whenever: a fault of the machine is retried once and is never a verdict.
+
+Real processes and a rank program without torch. The judge stands for any: it compares a case with one reference, and
+calls it wrong where there is none.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+import signal
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple, get_args
+
+import msgspec
+import psutil
+import pytest
+
+from harness.checks.judge import Judgement, judge
+from harness.checks.parity import NO_REFERENCE
+from harness.engine import linux, retry
+from harness.engine.cluster import Cluster
+from harness.engine.hardware import NodeCapacity
+from harness.engine.leases import Leases
+from harness.engine.messages import JobOutcome, JobStatus
+from harness.engine.node import LocalNode
+from harness.engine.symptoms import MACHINE_SIGNALS
+from harness.engine.zygote_engine import ZygoteEngine
+from harness.expect.relations import partner
+from harness.matrix.case import Case
+from harness.matrix.caseid import case_id, parse_case_id, reference_case, twin_case
+from harness.matrix.numerics import VIRTUAL_DEVICE
+from harness.request import RunRequest
+from harness.result import CaseResult
+from harness.running.case_runner import CaseRunner
+from harness.running.executor import Executor
+from harness.running.injection import Injection
+from harness.running.plan import Plan
+from harness.running.witnesses import WitnessCache
+from harness.trace import Run
+from harness.verdict import Verdict
+from tests.builders import make_witnesses
+from tests.worker import killedprogram
+from tests.worker.killedprogram import Kind, Moment
+from tests.worker.processes import nothing_is_left, wait_until
+
+__all__ = ["nothing_is_left"]  # after every test
+
+PROGRAM = "tests.worker.killedprogram"
+CASE = parse_case_id("tp2-tensorwise-ac.full-v2048-s2-b16")
+FIX = Injection(text="fix.py:apply", target="/fix.py:apply")
+SLOTS = 12
+killed_ranks = sys.modules[__name__]
+PLAN = Plan(probed=True)
+
+KINDS: tuple[Kind, ...] = get_args(Kind)
+MOMENTS: tuple[Moment, ...] = get_args(Moment)
+ON_ONE_RANK = ("solo", "golden", "noise")
+BY_MACHINE = tuple(number.name for number in MACHINE_SIGNALS if number != signal.SIGINT)  # which ranks ignore
+BY_ITSELF = ("SIGSEGV", "SIGABRT", "SIGFPE", "SIGILL", "exit", "exception")
+
+
+class Killed(NamedTuple):
+    """A rank that is killed: in which run, when, how, and how often before it is left alone."""
+
+    kind: Kind
+    moment: Moment
+    how: str
+    times: int
+
+
+class Ending(NamedTuple):
+    """How the case ended, and how many attempts the run took of which a rank was killed."""
+
+    verdict: Verdict
+    attempts: int
+    text: str
+
+
+class Comparing:
+    """Compares a case with the reference of this kind."""
+
+    def __init__(self, kind: Kind) -> None:
+        self._kind = kind
+
+    def expectation(self, case: Case) -> str | None:
+        return None
+
+    def fixes(self, case: Case) -> tuple[Injection, ...]:
+        return (FIX,) if self._kind == "with fix" else ()
+
+    def judge(
+        self, case: Case, run: Run, status: JobStatus, cache: WitnessCache, fixes: Sequence[Injection] = ()
+    ) -> Judgement:
+        if status != "ok" or not run.complete:
+            return judge(case, run, status, make_witnesses(case))
+        if self._kind == "with fix" and not fixes:
+            return Judgement(verdict=Verdict.KNOWN, findings=())
+        other = _reference(self._kind, case, run, cache)
+        if other is None or not other.complete:
+            missing = NO_REFERENCE.finding(who=self._kind, why=": it did not finish")
+            return Judgement(verdict=Verdict.INVARIANT, findings=(missing,))
+        return Judgement(verdict=Verdict.PASSED, findings=())
+
+
+def _reference(kind: Kind, case: Case, run: Run, cache: WitnessCache) -> Run | None:
+    if kind == "replay":
+        return cache.replay(case, run)
+    if kind == "noise":
+        return cache.noisy(case, 1, ())
+    if kind == "golden":
+        return cache.reference(case)
+    return getattr(cache, kind)(case) if kind in ("solo", "partner", "twin", "unprobed") else run
+
+
+class Machine:
+    """A machine with one warm zygote, on which cases are run whose ranks are killed."""
+
+    def __init__(self, folder: Path) -> None:
+        self.notes: list[str] = []
+        self._folder = folder
+        self._plans = folder / "plans"
+        self._plans.mkdir()
+        self._seeds = itertools.count(1)
+        self.leases = Leases(folder / "leases", SLOTS)
+        capacity = NodeCapacity(host="here", slots=SLOTS, device="cpu", device_name="cpu")
+        given = {"plans": str(self._plans)}
+        node = LocalNode(lambda options: ZygoteEngine(PROGRAM, {**options, **given}), self.leases, capacity)
+        self.executor = Executor(PLAN, Cluster([node], note=self.notes.append), folder)
+
+    def run(self, killed: Killed | None, judge: Comparing | None = None) -> Ending:
+        case = self._planned(killed)
+        cache = WitnessCache(self.executor, self._folder / "witnesses" / str(case.train.seed), lambda _: "")
+        result = CaseRunner(
+            PLAN, self.executor, judge or Comparing(killed.kind if killed else "case"), cache, self.notes.append
+        ).run(case)
+        assert result is not None
+        made = [len(witness.retried) + 1 for witness in cache.made]
+        attempts = made[0] if made else len(result.attempts)
+        return Ending(result.verdict, attempts, _text(result))
+
+    def _planned(self, killed: Killed | None) -> Case:
+        seed = next(self._seeds)
+        case = msgspec.structs.replace(CASE, train=msgspec.structs.replace(CASE.train, seed=seed))
+        if killed is not None:
+            relation = partner(case, VIRTUAL_DEVICE)
+            assert relation is not None
+            ids: dict[str, Kind] = {
+                case_id(relation.partner): "partner",
+                case_id(twin_case(case)): "twin",
+                case_id(reference_case(case)): "golden",
+            }
+            plan = killedprogram.Plan(**killed._asdict(), ids=ids)
+            (self._plans / f"{seed}.json").write_bytes(msgspec.json.encode(plan))
+        return case
+
+
+def _text(result: CaseResult) -> str:
+    return " ".join(finding.message for finding in result.findings)
+
+
+def possible(killed: Killed) -> bool:
+    """A single rank is not waited for after it has returned, and nothing is raised by then."""
+    if killed.kind in ON_ONE_RANK and killed.moment in ("in a collective", "after returning"):
+        return False
+    return killed.how not in ("exception", "out of memory") or "returning" not in killed.moment
+
+
+def promised(killed: Killed) -> tuple[Verdict, int]:
+    """The verdict on the case, and how many attempts the killed run took."""
+    if killed.how in BY_ITSELF:
+        return _own_fault(killed.kind), 1
+    most = 3 if killed.how == "zygote killed" else 2
+    if killed.times < most:
+        return (Verdict.KNOWN if killed.kind == "with fix" else Verdict.PASSED), killed.times + 1
+    return (_own_fault(killed.kind) if most == 3 else Verdict.INFRA), most
+
+
+def _own_fault(kind: Kind) -> Verdict:
+    return Verdict.CRASH if kind in ("case", "with fix") else Verdict.INVARIANT
+
+
+def wrong(machine: Machine, rows: Iterable[Killed], *, threads: int = 6) -> list[str]:
+    """What did not end as promised."""
+    with ThreadPoolExecutor(threads) as pool:
+        endings = list(pool.map(lambda row: (row, machine.run(row)), rows))
+    assert len(endings) > 0
+    return [f"{row} ended as {ending}" for row, ending in endings if promised(row) != ending[:2]]
+
+
+def left(machine: Machine) -> tuple[object, ...]:
+    """Slots that are held, and processes but idle zygotes."""
+    running = [child.pid for zygote in psutil.Process().children() for child in zygote.children()]
+    return machine.leases.held_slots(), running
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> Iterator[Machine]:
+    machine = Machine(tmp_path)
+    with machine.executor:
+        yield machine
+        assert left(machine) == ((), [])
+
+
+ROWS = [
+    row
+    for row in (
+        *itertools.starmap(Killed, itertools.product(KINDS, MOMENTS, (*BY_MACHINE, "out of memory"), (1, 2))),
+        *itertools.starmap(Killed, itertools.product(KINDS, MOMENTS, BY_ITSELF, (1,))),
+    )
+    if possible(row)
+]
+OF_ZYGOTES = [Killed(kind, "before training", "zygote killed", times) for kind in KINDS for times in (1, 2, 3)]
+
+
+def some(rows: Sequence[Killed]) -> list[Killed]:
+    """Few of them, in which every kind, moment, signal and number of times is."""
+    chosen: list[Killed] = []
+    for row in random.Random(0).sample(rows, len(rows)):
+        if {*row} - {value for other in chosen for value in other}:
+            chosen.append(row)
+    return chosen
+
+
+def test_a_killed_rank_is_retried_once_and_never_a_verdict(machine: Machine) -> None:
+    assert wrong(machine, some(ROWS)) == []
+    assert len([note for note in machine.notes if note.startswith("infra, trying again: ")]) > 5
+
+
+@pytest.mark.sweep
+def test_every_kind_of_run_signal_and_moment(machine: Machine) -> None:
+    assert wrong(machine, ROWS) == []
+    assert wrong(machine, OF_ZYGOTES, threads=1) == []
+
+
+@pytest.mark.parametrize("row", [OF_ZYGOTES[2], OF_ZYGOTES[4]], ids=str)
+def test_a_zygote_that_a_rank_kills_is_replaced_and_the_third_time_is_a_crash(machine: Machine, row: Killed) -> None:
+    assert wrong(machine, [row], threads=1) == []
+
+
+def test_a_neighbour_on_the_zygote_that_a_rank_kills_gets_its_own_verdict(machine: Machine) -> None:
+    neighbours = [Killed("case", "before training", "takes a second", times=1)] * 3
+    with ThreadPoolExecutor(len(neighbours)) as pool:
+        running = [pool.submit(machine.run, row) for row in neighbours]
+        wait_until(lambda: len(left(machine)[1]) == 2 * len(neighbours), 30)
+        culprit = machine.run(Killed("case", "in a collective", "zygote killed", times=3))
+        endings = [future.result()[:2] for future in running]
+    assert culprit[:2] == (Verdict.CRASH, 3) and "its zygote was lost 3 times" in culprit.text
+    assert endings == [(Verdict.PASSED, 2)] * len(neighbours)
+
+
+def test_out_of_memory_is_no_crash_however_often_it_takes_the_zygote(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kills = itertools.count()
+    monkeypatch.setattr(linux, "oom_kills", lambda: next(kills))  # here: ranks do not see it
+    assert machine.run(OF_ZYGOTES[2])[:2] == (Verdict.INFRA, 3)
+
+
+def test_a_zygote_that_dies_while_a_case_is_judged_costs_nothing(machine: Machine) -> None:
+    class Killing(Comparing):
+        def judge(self, *args: Any, **given: Any) -> Judgement:
+            (zygote,) = psutil.Process().children()
+            zygote.kill()
+            return super().judge(*args, **given)
+
+    assert machine.run(None, Killing("solo")).verdict is Verdict.PASSED
+
+
+class AsBefore(WitnessCache):
+    """Hands a witness that the machine ended to the judge, as one that did not finish."""
+
+    def _run(self, name: str, request: RunRequest) -> JobOutcome | None:
+        return self._executor.serve(request)
+
+
+def test_the_rows_tell_a_machine_that_does_not_retry(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    of_references = [Killed(kind, "before training", "SIGKILL", times=1) for kind in KINDS]
+    monkeypatch.setattr(retry, "MACHINE_ATTEMPTS", 1)
+    assert len(wrong(machine, of_references)) == len(KINDS)
+    monkeypatch.setattr(killed_ranks, "WitnessCache", AsBefore)
+    ending = machine.run(Killed("solo", "before training", "SIGKILL", times=1))
+    assert ending.verdict is Verdict.INVARIANT, "what a judge says of a reference that is not there"
