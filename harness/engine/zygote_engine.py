@@ -235,6 +235,8 @@ class ZygoteClient:
 
     def _end_process(self) -> str:
         """Wait for the zygote or kill it, and kill everything it started; returns how it ended."""
+        if self._stopped:
+            self._process.kill()  # it would not notice that its connection is closed
         try:
             returncode = self._process.wait(CLOSE_S)
             ended = describe_exit(returncode, returned=False, oom_kills=linux.oom_kills() - self._oom_kills)[1]

@@ -7,6 +7,7 @@ judged and told of.
 from __future__ import annotations
 
 import contextlib
+import os
 import queue
 import signal
 import threading
@@ -116,6 +117,8 @@ def _interrupts_to(events: _Events[Result]) -> Iterator[None]:
     def first(number: int, frame: object) -> None:
         for signal_number in previous:
             signal.signal(signal_number, signal.default_int_handler)
+        if number == signal.SIGHUP:
+            _drop_lost_outputs()
         events.put(_Event(what="interrupted"))
 
     for number in previous:
@@ -125,6 +128,17 @@ def _interrupts_to(events: _Events[Result]) -> Iterator[None]:
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
+
+
+def _drop_lost_outputs() -> None:
+    """Write to nowhere what would go to a terminal that is gone: an error there would cut the results in two."""
+    for fd in (1, 2):
+        try:
+            os.write(fd, b"")
+        except OSError:
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, fd)
+            os.close(nowhere)
 
 
 def _serve(

@@ -54,11 +54,12 @@ def run_surviving(  # noqa: PLR0913  what two studies do differently
         if outcome.status == "ok":
             judged = dict(zip((check.id for check in pending), judge(pending, outcome), strict=True))
             return [lost[check.id] if check.id in lost else judged[check.id] for check in checks]
-        # The first failed rank was running it, unless the machine ended that rank.
-        failed = [] if outcome.status == "infra" else sorted(outcome.ranks, key=lambda rank: rank.consequence)
-        phases = [rank.phase for rank in failed]
-        culprit = next((check for phase in phases for check in pending if check.id == phase), None)
         ranks = "rank" if job.world_size == 1 else "ranks"
+        if outcome.status == "infra":
+            raise RanksFailed(f"the machine ended the {ranks}: {outcome.message}", where=where, fix=fix)
+        # The first failed rank was running it.
+        phases = [rank.phase for rank in sorted(outcome.ranks, key=lambda rank: rank.consequence)]
+        culprit = next((check for phase in phases for check in pending if check.id == phase), None)
         if culprit is None:
             raise RanksFailed(f"the {ranks} failed outside of any check: {outcome.message}", where=where, fix=fix)
         lost[culprit.id] = conclude_lost(culprit, f"{outcome.status}: {outcome.message}")

@@ -12,7 +12,10 @@ import termios
 import time
 from typing import TYPE_CHECKING
 
+import psutil
 import pytest
+
+from tests.lines import read_run
 
 if TYPE_CHECKING:
     from tests.acceptance.conftest import Command
@@ -42,6 +45,9 @@ class OnTerminal:
         environment.pop("COLUMNS", None)
         self.process = project.start(*arguments, env=environment, stdin=theirs, stdout=theirs, stderr=theirs)
         os.close(theirs)
+
+    def close(self) -> None:
+        os.close(self._ours)
 
     def read_until(self, words: str | None = None) -> str:
         """What is shown, without escape sequences, up to these words or the end."""
@@ -85,3 +91,20 @@ def test_an_interrupt_leaves_one_line_for_what_was_not_run(project: Command) -> 
     (line,) = [line.strip() for line in text.splitlines() if "not run" in line]
     assert re.fullmatch(r"not run: [34] cases \(`fp8-harness run --resume` runs them\)", line)
     assert "was not run" not in text
+
+
+def test_a_closed_terminal_ends_a_run_as_an_interrupt_does(project: Command) -> None:
+    """SIGHUP, and nobody reads any more what it prints: the results are written all the same."""
+    slow_tier(project)
+    out = project.folder / "partial.json"
+    terminal = OnTerminal(project, 80, "run", "slow", "--device", "cpu", "-j", "1", "--json", str(out))
+    terminal.read_until("1/5")
+    family = psutil.Process(terminal.process.pid).children(recursive=True)
+    terminal.close()
+    terminal.process.send_signal(signal.SIGHUP)
+    assert terminal.process.wait(timeout=30) == 130
+    assert psutil.wait_procs(family, timeout=5)[1] == []
+    document = read_run(out)
+    assert document["interrupted"] is True
+    assert {case["verdict"] for case in document["cases"]} == {"passed", "not_run"}
+    assert "5 cases: " in project.call("show").stdout

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import signal
 import threading
 import time
@@ -95,6 +96,25 @@ def test_interrupt_keeps_what_is_finished_and_starts_nothing() -> None:
     assert [result is not None for result in ended.results] == [True, True, False, False, False, False]
     assert len(work.order) == 3
     assert signal.getsignal(signal.SIGINT) is before
+
+
+@pytest.mark.parametrize("ignored", [False, True])
+def test_a_hangup_interrupts_unless_it_is_ignored(ignored: bool) -> None:
+    """`nohup` ignores it, and so does the run then."""
+
+    class HungUp(FakeWork):
+        def run(self, case: Case) -> CaseResult | None:
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert self.stopped.wait(0.5) is not ignored
+            return super().run(case)
+
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN if ignored else signal.SIG_DFL)
+    try:
+        ended, _ = scheduled([make_case()], HungUp())
+        assert ended.interrupted is not ignored
+        assert signal.getsignal(signal.SIGHUP) is (signal.SIG_IGN if ignored else signal.SIG_DFL)
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_an_error_in_a_thread_stops_the_run_and_is_raised() -> None:

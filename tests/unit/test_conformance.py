@@ -281,5 +281,5 @@ def test_a_machine_that_cannot_run_is_no_verdict():
         def run(self, job: Job) -> JobOutcome:
             return JobOutcome(job_id="", status="infra", ranks=(), message="no memory")
 
-    with pytest.raises(RanksFailed, match="no memory"):
+    with pytest.raises(RanksFailed, match="the machine ended the ranks: no memory"):
         run_checks(Broken(), [make_check()])

@@ -6,6 +6,7 @@ The texts have the form of torch's and the driver's; no GPU is needed.
 from __future__ import annotations
 
 import re
+import signal
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ from harness.checks.failures import advice
 from harness.engine.folder import JobFolder
 from harness.engine.messages import Job, JobOutcome, RankOutcome, ShareOutcome
 from harness.engine.outcome import conclude
-from harness.engine.symptoms import SYMPTOMS, read
+from harness.engine.symptoms import MACHINE_SIGNALS, SYMPTOMS, read
 
 CUDA = (
     "AcceleratorError: CUDA error: {} Search for `cudaError' in https://docs.nvidia.com for more information. CUDA "
@@ -127,6 +128,51 @@ def test_without_gpus_such_a_text_is_that_of_the_target(message: str) -> None:
 def test_an_error_of_a_kernel_is_a_crash_of_the_case(message: str) -> None:
     outcome = outcome_of(raised(0, message), raised(1, REMOTE, 0.5), stuck(2))
     assert (outcome.status, causes(outcome), outcome.message) == ("crash", [0], f"rank 0 in 'step 3': {message}")
+
+
+def killed(rank: int, number: signal.Signals, seconds: float = 1.0, log: str = "") -> RankOutcome:
+    message = f"killed by {number.name}"
+    return RankOutcome(rank=rank, status="signalled", message=message, seconds=seconds, log_tail=log, signal=number)
+
+
+def test_a_signal_from_outside_is_infra_and_the_cause_whatever_was_told_first() -> None:
+    for number in MACHINE_SIGNALS:
+        outcome = outcome_of(raised(0, "ValueError: lost a peer", 0.5), killed(1, number), stuck(2), gpus=False)
+        assert (outcome.status, causes(outcome)) == ("infra", [1])
+        assert advice(f"killed by {number.name}, not by the harness: possibly").fix
+    for number in set(signal.Signals) - MACHINE_SIGNALS.keys():
+        assert outcome_of(killed(0, number), gpus=False).status == "crash"
+
+
+ALLOCATOR = (
+    "RuntimeError: [enforce fail at alloc_cpu.cpp:121] err == 0. DefaultCPUAllocator: can't allocate memory: you tried "
+    "to allocate {} bytes. Error code 12 (Cannot allocate memory)"
+)
+NO_ROOM_HERE = [
+    "MemoryError",
+    "_ArrayMemoryError: Unable to allocate 7.45 GiB for an array with shape (1000000000,) and data type float64",
+    ALLOCATOR.format(4000000),
+    "OSError: [Errno 28] No space left on device: '/tmp/x'",
+    "RuntimeError: unable to write to file </torch_1_2_0>: No space left on device (28)",
+    "RuntimeError: DataLoader worker (pid 71) is killed by signal: Killed. ",
+]
+
+
+@pytest.mark.parametrize("message", NO_ROOM_HERE)
+def test_a_host_without_memory_or_disk_is_infra(message: str) -> None:
+    outcome = outcome_of(raised(0, message), raised(1, GLOO_LOST, 0.9), gpus=False)
+    assert (outcome.status, causes(outcome)) == ("infra", [0])
+    assert outcome.message.endswith(": this machine has no memory or no disk space left")
+    assert "df -h" in str(advice(outcome.message).fix)
+
+
+def test_what_no_host_could_hold_or_a_rank_only_prints_is_a_crash() -> None:
+    assert outcome_of(raised(0, ALLOCATOR.format(1 << 60)), gpus=False).status == "crash"
+    assert outcome_of(raised(0, "OutOfMemoryError: XPU out of memory"), gpus=False).status == "crash"
+    assert outcome_of(raised(0, "ValueError: no MemoryError here"), gpus=False).status == "crash"
+    assert outcome_of(killed(0, signal.SIGSEGV, log="\n".join(NO_ROOM_HERE)), gpus=False).status == "crash"
+    bad = "terminate called after throwing an instance of 'std::bad_alloc'\n  what():  std::bad_alloc"
+    assert outcome_of(killed(0, signal.SIGABRT, log=bad), gpus=False).status == "infra"
 
 
 def test_the_output_of_a_dead_rank_names_the_cause() -> None:

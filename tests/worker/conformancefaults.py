@@ -146,6 +146,6 @@ def one_rank_raises() -> None:
 def one_rank_dies() -> None:
     def die() -> None:
         if dist.get_rank() == 2:
-            os.kill(os.getpid(), signal.SIGKILL)
+            os.kill(os.getpid(), signal.SIGSEGV)
 
     _around_clamp(die)

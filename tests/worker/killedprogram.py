@@ -73,18 +73,16 @@ def _meet_fate(context: RankContext, plan: Plan, result: bytes, file: Path) -> N
     if plan.how == "takes a second":
         time.sleep(1)
         return
-    victim = context.rank == context.world_size - 1
-    arrived = context.folder / "arrived"
-    if not victim and plan.moment == "after returning":
-        time.sleep(0.5)  # so that the other one returns first
-    elif not victim:
+    arrived, pid = context.folder / "arrived", context.folder / "pid"
+    if context.rank < context.world_size - 1:
         _add_one(arrived)
-        time.sleep(60)
-    if not victim:
+        while plan.moment != "after returning" or not pid.exists() or _is_alive(pid.read_text()):
+            time.sleep(0.01)
         return
-    while plan.moment == "in a collective" and _count(arrived) < context.world_size - 1:
+    while plan.moment != "before training" and _count(arrived) < context.world_size - 1:
         time.sleep(0.001)
     _add_one(done)
+    pid.write_text(str(os.getpid()))
     if plan.moment == "while returning":
         _send_half(result)
     if plan.moment == "after returning":
@@ -100,6 +98,10 @@ def _add_one(path: Path) -> None:
 
 def _count(path: Path) -> int:
     return path.stat().st_size if path.exists() else 0
+
+
+def _is_alive(pid: str) -> bool:
+    return not pid or Path(f"/proc/{pid}/exe").exists()
 
 
 def _send_half(result: bytes) -> None:

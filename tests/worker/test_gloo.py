@@ -74,8 +74,8 @@ def _after(fails):
         fails()
     dist.all_reduce(torch.ones(8))
 
-def killed():
-    _after(lambda: os.kill(os.getpid(), signal.SIGKILL))
+def faulted():
+    _after(lambda: os.kill(os.getpid(), signal.SIGSEGV))
 
 def exited():
     _after(lambda: os._exit(7))
@@ -107,7 +107,7 @@ def failing(engine: ZygoteEngine, plant, tmp_path: Path):
 @pytest.mark.parametrize(
     ("way", "status", "message"),
     [
-        ("killed", "signalled", "killed by SIGKILL"),
+        ("faulted", "signalled", "killed by SIGSEGV"),
         ("exited", "exited", "exited with code 7"),
         ("raised", "raised", "ZeroDivisionError"),
     ],

@@ -58,7 +58,7 @@ PLAN = Plan(probed=True)
 
 KINDS: tuple[Kind, ...] = get_args(Kind)
 MOMENTS: tuple[Moment, ...] = get_args(Moment)
-ON_ONE_RANK = ("solo", "golden", "noise")
+ON_ONE_RANK = ("solo", "golden", "noise", "replay")
 BY_MACHINE = tuple(number.name for number in MACHINE_SIGNALS if number != signal.SIGINT)  # which ranks ignore
 BY_ITSELF = ("SIGSEGV", "SIGABRT", "SIGFPE", "SIGILL", "exit", "exception")
 
