@@ -21,9 +21,9 @@ class Verdict(enum.Enum):
     NUMERIC = "numeric"  # a number is outside its tolerance: loss, gradient, parameter
     INVARIANT = "invariant"  # another check failed: shapes, scales, conversion, traffic, graphs, missing references
     CHANGED = "changed"  # differs from a formula, with versions of torch or torchao that nobody verified it with
-    CRASH = "crash"  # a rank raised, exited or was killed
+    CRASH = "crash"  # a rank raised, exited or died of what it did
     HANG = "hang"  # the deadline passed
-    INFRA = "infra"  # the harness or the machine failed, not the case; the only verdict that is retried
+    INFRA = "infra"  # the harness or the machine failed, not the case; what the machine ended was run twice
     KNOWN = "known"  # failed exactly as recorded for an upstream fault
     UNEXPECTED_PASS = "unexpected_pass"  # passed although an upstream fault is recorded: the record must be closed
     NOT_RUN = "not_run"  # selected but never started

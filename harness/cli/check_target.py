@@ -25,7 +25,7 @@ Examples:
   fp8-harness check-target my_target --layout fsdp2 --layout tp4
 
 \b
-Exit codes: 0 it works, 1 something to fix, 3 it refuses every layout.
+Exit codes: 0 it works, 1 something to fix, 3 it refuses every layout, 4 the machine failed.
 """
 
 

@@ -14,6 +14,7 @@ from harness.cli.options import (
     EXISTING_FILE,
     json_option,
     plan_parameter,
+    print_note,
     print_report,
     project_parameter,
     query_parameter,
@@ -158,8 +159,8 @@ def conformance_command(
     check_ranks()
     injections = [parse_injection(text).patch for text in inject]
     leases = open_leases(leases_in(state_folder()), "cpu")
-    node = LocalNode(lambda options: ZygoteEngine(PROGRAM, options), leases, capacity_here("cpu"))
-    with Cluster([node]) as engine:
+    node = LocalNode(lambda options: ZygoteEngine(PROGRAM, options, print_note), leases, capacity_here("cpu"))
+    with Cluster([node], note=print_note) as engine:
         started = time.perf_counter()
         conclusions = run_checks(engine, checks, injections)
         seconds = time.perf_counter() - started

@@ -192,6 +192,11 @@ def print_sections(sections: Iterable[Block], *, file: TextIO | None = None, err
     console.print(terminal(sections, width=console.width), end="", soft_wrap=True)
 
 
+def print_note(text: str) -> None:
+    """Print a remark about the work, beside its results."""
+    click.echo(f"fp8-harness: note: {text}", err=True)
+
+
 def write_output(path: Path | None, content: Callable[[], bytes]) -> None:
     """Write what an option asks for: to a file, with "-" to stdout, and nothing without a path."""
     if str(path) == "-":

@@ -19,6 +19,7 @@ from harness.cli.options import (
     compose_options,
     json_option,
     plan_parameter,
+    print_note,
     print_report,
     print_sections,
     project_parameter,
@@ -180,7 +181,7 @@ def layouts_command(*, case: Case, on: Machine, sweep_it: bool, verify_it: bool,
         require_simulable(case)
         check_ranks()
         ranks = tuple(dict.fromkeys((0, case.world_size - 1)))
-        with unleased_cluster(PROGRAM, len(ranks)) as cluster:
+        with unleased_cluster(PROGRAM, len(ranks), print_note) as cluster:
             verification = verify(cluster, case, ranks, known)
     report = {"simulation": simulation, "verification": verification}
     print_report(layout_sections(simulation, verification), json_file, report)

@@ -327,10 +327,13 @@ def place(
 
 
 @contextlib.contextmanager
-def unleased_cluster(program: str, ranks: int) -> Iterator[Cluster]:
-    """Yield a cluster of `ranks` CPU slots of its own, whose ranks run `program`, a dotted module name."""
+def unleased_cluster(program: str, ranks: int, note: Callable[[str], None] = lambda _: None) -> Iterator[Cluster]:
+    """Yield a cluster of `ranks` CPU slots of its own, whose ranks run `program`, a dotted module name.
+
+    `note` gets a line about a slow start and about every job that is tried again.
+    """
     with tempfile.TemporaryDirectory(prefix="fp8-apart-") as folder:
         slots = Leases(Path(folder), ranks)
-        node = LocalNode(lambda options: ZygoteEngine(program, options), slots, capacity_here("cpu", ranks))
-        with Cluster([node]) as cluster:
+        node = LocalNode(lambda options: ZygoteEngine(program, options, note), slots, capacity_here("cpu", ranks))
+        with Cluster([node], note=note) as cluster:
             yield cluster

@@ -28,11 +28,13 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def target_exit_code(report: TargetReport) -> ExitCode:
-    """0 when nothing has to be fixed, 3 when the target refused all layouts."""
+    """0 when nothing has to be fixed, 3 when the target refused all layouts, 4 when only the machine failed."""
     if report.interrupted:
         return ExitCode.INTERRUPTED
     if report.nothing_ran:
         return ExitCode.NOTHING_RAN
+    if report.only_machine_failed:
+        return ExitCode.INFRA
     return ExitCode.GOOD if report.good else ExitCode.FAILED
 
 
@@ -185,4 +187,6 @@ def _end(report: TargetReport) -> str:
         return f"nothing ran: {report.target} supports none of these layouts. {report.seconds:.0f} s"
     if report.good:
         return f"{report.target} works under the harness.{without} {report.seconds:.0f} s"
+    if report.only_machine_failed:
+        return f"the machine ended runs, which say nothing of {report.target}.{without} {report.seconds:.0f} s"
     return f"{counted(causes, 'thing')} to fix in {report.target}.{without} {report.seconds:.0f} s"

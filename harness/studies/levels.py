@@ -218,7 +218,7 @@ def kernel_level(work: Work) -> LevelOutcome:
     accumulator: kernels.Accumulator = "float32" if plan.device == "cpu" else "tensor_core"
     plan = msgspec.structs.replace(plan, program=kernels.PROGRAM, engine="zygote")
     node = local_node(plan, work.project, work.progress.note)
-    with Cluster([node]) as cluster:
+    with Cluster([node], note=work.progress.note) as cluster:
         conclusions = kernels.run_checks(cluster, checks, device=plan.device, accumulator=accumulator)
     return LevelOutcome(tuple(map(_kernel_item, conclusions)), () if refusals else (NO_REFUSALS,))
 

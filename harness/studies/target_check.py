@@ -119,9 +119,17 @@ class TargetReport(msgspec.Struct, frozen=True, kw_only=True):
         return not self.interrupted and all(run.refused is not None for run in self.runs)
 
     @property
+    def _unsound(self) -> list[TargetRun]:
+        return [run for run in self.runs if run.refused is None and run.findings]
+
+    @property
     def good(self) -> bool:
-        sound = all(run.refused is not None or not run.findings for run in self.runs)
-        return sound and not self.interrupted and not self.nothing_ran
+        return not self._unsound and not self.interrupted and not self.nothing_ran
+
+    @property
+    def only_machine_failed(self) -> bool:
+        """True where nothing is wrong but runs that the machine ended: they say nothing of the target."""
+        return bool(self._unsound) and all(run.verdict is Verdict.INFRA for run in self._unsound)
 
 
 def parse_layout(text: str, *, option: str = "--layout") -> Layout:

@@ -154,6 +154,14 @@ def test_a_target_that_refuses_every_layout_does_not_work() -> None:
     assert "nothing ran: mine supports none of these layouts. 9 s" in text_of(target_sections(target_report))
 
 
+def test_a_run_that_the_machine_ended_says_nothing_of_the_target() -> None:
+    killed = ran("tp2", a_finding(check="engine", message="killed by SIGKILL"), verdict=Verdict.INFRA)
+    target_report = report(ran(), killed)
+    assert target_exit_code(target_report) == 4
+    assert "the machine ended runs, which say nothing of mine. 9 s" in text_of(target_sections(target_report), width=80)
+    assert target_exit_code(report(ran("fsdp2", CAUSE), killed)) == 1
+
+
 def test_a_refusal_is_no_problem_and_lines_fit() -> None:
     refused = ran("tp2", a_finding(check="engine", message="x"), verdict=Verdict.CRASH, refused="no tp " * 20)
     target_report = report(ran(), refused)

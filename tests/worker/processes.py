@@ -6,7 +6,8 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,19 @@ def wait_until(true: Callable[[], bool], timeout_s: float = 5.0) -> None:
     while not true():
         assert time.monotonic() < until_s, "did not happen in time"
         time.sleep(0.001)
+
+
+def listening(processes: Iterable[psutil.Process]) -> set[tuple[str, int]]:
+    """The addresses and ports at which these processes accept connections."""
+    found = set()
+    for process in processes:
+        with suppress(psutil.Error):
+            found |= {
+                (connection.laddr.ip, connection.laddr.port)
+                for connection in process.net_connections("inet")
+                if connection.status == psutil.CONN_LISTEN
+            }
+    return found
 
 
 @pytest.fixture(autouse=True)

@@ -19,7 +19,7 @@ from harness.engine.program import RankContext, rank_context
 from harness.engine.storeprocess import StoreProcess
 from harness.worker.process_group import join, open_store
 from tests.jobs import make_share
-from tests.worker.processes import start_python, wait_until
+from tests.worker.processes import listening, start_python, wait_until
 
 PROGRAM = "harness.worker.process_group"
 
@@ -43,6 +43,12 @@ def test_jobs_share_a_port_and_no_key(store: StoreProcess, tmp_path: Path) -> No
     one.set("key", "value")
     assert same.get("key") == b"value"
     assert not other.check(["key"])
+
+
+def test_the_store_listens_at_its_own_address_alone(store: StoreProcess) -> None:
+    port = int(store.address("x").split(":")[2].partition("/")[0])
+    children = psutil.Process().children(recursive=True)
+    assert {where for where in listening(children) if where[1] == port} == {("127.0.0.1", port)}
 
 
 def test_ranks_of_one_node_meet_in_their_folder(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import signal
 import subprocess
 import sys
 import time
@@ -18,7 +19,7 @@ from harness.engine import torchrun
 from harness.engine.messages import JobOutcome
 from harness.engine.torchrun import TorchrunEngine
 from tests.jobs import make_share, run_alone
-from tests.worker.processes import nothing_is_left, wait_until
+from tests.worker.processes import listening, nothing_is_left, wait_until
 
 TOY = "tests.worker.toyprogram"
 DEADLINE_S = 0.6
@@ -43,6 +44,21 @@ def test_torchrun_names_the_rank_that_raised(tmp_path: Path) -> None:
     outcome = run_under_torchrun(tmp_path, {"0": "sleep", "1": "raise"}, 60)
     assert (outcome.status, outcome.message) == ("crash", "rank 1 in 'doing raise': ValueError: rank 1 has a problem")
     assert [rank.consequence for rank in outcome.ranks] == [True, False]
+
+
+def test_a_rank_that_is_killed_is_infra_and_nothing_listens_meanwhile(tmp_path: Path) -> None:
+    """Only the log of torchrun says how such a rank ended."""
+    seen: set[tuple[str, int]] = set()
+    with ThreadPoolExecutor(1) as threads:
+        running = threads.submit(run_under_torchrun, tmp_path, {"1": "sigkill", "*": "sleep"}, 60)
+        while not running.done():
+            seen |= listening(psutil.Process().children(recursive=True))
+            time.sleep(0.05)
+    outcome = running.result()
+    assert outcome.status == "infra"
+    assert outcome.message.startswith("rank 1 in 'doing sigkill': killed by SIGKILL, not by the harness")
+    assert [rank.consequence for rank in outcome.ranks] == [True, False]
+    assert seen == set()
 
 
 class Clock:
@@ -121,6 +137,15 @@ def fake_torchrun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeTorchr
         return TorchrunEngine(TOY)
 
     return started
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_torchrun_that_is_killed_is_infra(tmp_path: Path, fake_torchrun: FakeTorchrun, number: signal.Signals) -> None:
+    says = (
+        'echo "torch.SignalException: Process 7 got signal: 15"; exit 1' if number == signal.SIGTERM else "kill -9 $$"
+    )
+    outcome = run_alone(fake_torchrun(says), make_share(tmp_path / "job", 2))
+    assert outcome.status == "infra" and outcome.message.startswith(f"torchrun was killed by {number.name}, not by")
 
 
 def test_close_reaches_what_has_left_the_group_of_torchrun(tmp_path: Path, fake_torchrun: FakeTorchrun) -> None:

@@ -111,8 +111,8 @@ def _template(name: str) -> Template:
 def _run_section(run: RunResult) -> Section:
     witnesses = Table(
         title=f"Witnesses that were run ({len(run.end.witnesses)})",
-        columns=("witness", "CPU s"),
-        rows=tuple((witness.name, f"{witness.cpu_s:.1f}") for witness in run.end.witnesses),
+        columns=("witness", "CPU s", "retried after"),
+        rows=tuple((witness.name, f"{witness.cpu_s:.1f}", "; ".join(witness.retried)) for witness in run.end.witnesses),
         right=(1,),
         folded=True,
     )
