@@ -14,6 +14,7 @@ import psutil
 import pytest
 
 from harness.checks.failures import advice
+from harness.engine import zygote_engine
 from harness.engine.folder import LOG_IS_CUT, MAX_LOG_BYTES
 from harness.engine.messages import JobOutcome
 from harness.engine.zygote_engine import StartLimits, ZygoteEngine
@@ -338,15 +339,25 @@ def test_death_of_the_zygote_process_is_infra_and_it_is_replaced(tmp_path: Path)
 
 def test_a_zygote_that_does_not_come_up_is_told_of_and_given_up_when_it_is_stopped(tmp_path: Path) -> None:
     notes: list[str] = []
-    limits = StartLimits(told_s=0.2, stopped_s=0.6, given_up_s=1.0)
-    with ZygoteEngine(TOY, {"stop": "yes"}, note=notes.append, limits=limits) as stopped:
+    limits = StartLimits(told_s=0.4, stopped_s=0.6, given_up_s=1.0)
+
+    def stop_at_once() -> None:
+        wait_until(lambda: any("stopped=yes" in child.cmdline() for child in psutil.Process().children()))
+        for child in psutil.Process().children():
+            if "stopped=yes" in child.cmdline():
+                child.suspend()
+
+    with ZygoteEngine(TOY, {"stopped": "yes", "sleep_s": "60"}, note=notes.append, limits=limits) as stopped:
+        stopping = threading.Thread(target=stop_at_once)
+        stopping.start()
         outcome = Runner(stopped, tmp_path)({})
+        stopping.join()
     with ZygoteEngine(TOY, {"sleep_s": "60"}, note=notes.append, limits=limits) as slow:
         late = Runner(slow, tmp_path)({})
     assert (outcome.status, late.status) == ("infra", "infra")
     assert re.search(r"did not finish its preload within \d s: it is stopped by a signal", outcome.message)
     assert "did not finish its preload within 1 s: it still runs" in late.message
-    waits = f"which has not imported {TOY} after 0.2 s: it"
+    waits = f"which has not imported {TOY} after 0.4 s: it"
     assert [note.count(waits) for note in notes] == [1, 1]
     assert re.search(r"and `kill -CONT \d+` continues it\.$", notes[0])
     assert re.search(r"and `py-spy dump --pid \d+` shows where it is\.$", notes[1])
@@ -365,6 +376,18 @@ def test_the_log_of_a_rank_is_bounded(run: Runner, tmp_path: Path, monkeypatch: 
     assert len(log) < MAX_LOG_BYTES and log.startswith("first\n") and log.endswith("last\n")
     assert log.count(LOG_IS_CUT) == 1 and "is cut here" in LOG_IS_CUT
     assert LOG_IS_CUT not in (tmp_path / "rank1.log").read_text()
+
+
+def test_a_zygote_that_falls_silent_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(zygote_engine, "REPLY_MARGIN_S", 0.2)
+    with own_engine(silent="yes") as mine:
+        mine.warm()
+        (zygote,) = (child for child in psutil.Process().children() if "silent=yes" in child.cmdline())
+        zygote.suspend()
+        outcome = Runner(mine, tmp_path)({}, deadline_s=0.3)
+        assert (outcome.status, outcome.zygote_lost) == ("infra", True)
+        assert "the zygote sent no outcome within 0.2 s of the deadline" in outcome.message
+        assert Runner(mine, tmp_path)({}).status == "ok"
 
 
 def test_close_ends_jobs_in_flight(tmp_path: Path) -> None:

@@ -31,8 +31,6 @@ def preload(options: Mapping[str, str]) -> None:
         _kept.append(os.open(options["device"], os.O_RDWR | os.O_CREAT))
     if "files" in options:
         resource.setrlimit(resource.RLIMIT_NOFILE, (int(options["files"]), int(options["files"])))
-    if "stop" in options:
-        os.kill(os.getpid(), signal.SIGSTOP)
     if "ready" in options:
         Path(options["ready"]).touch()
     if "sleep_s" in options:
