@@ -392,6 +392,7 @@ def test_a_zygote_that_falls_silent_is_lost(tmp_path: Path, monkeypatch: pytest.
 
 def test_close_ends_jobs_in_flight(tmp_path: Path) -> None:
     mine = own_engine()
+    mine.warm()
     threading.Timer(0.5, mine.close).start()
     outcome = Runner(mine, tmp_path)({"*": "sleep"}, deadline_s=30)
     assert (outcome.status, outcome.message) == ("infra", "the engine was closed")
