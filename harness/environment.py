@@ -28,6 +28,7 @@ class Environment(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     program: str = ""  # of the ranks
     commit: str = ""  # of the project with the cases; ends in "-dirty" where tracked files differ from it
     changes: str = ""  # digest of these differences
+    upstream: tuple[str, ...] | None = None  # changes of torch by name that its packages have; None: it does not say
 
     @property
     def fingerprint(self) -> str:
@@ -47,7 +48,7 @@ class Environment(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     @property
     def words(self) -> Mapping[str, str]:
-        """Every fact under one name: packages by theirs, sources as "torchao sources"."""
+        """Every fact under one name: packages by theirs, sources as "torchao sources". `upstream` follows from them."""
         facts = {name: str(getattr(self, name)) for name in self.__struct_fields__ if name not in _SEVERAL}
         sources = {f"{name} sources": digest for name, digest in (*self.contents.items(), *self.targets.items())}
         injected = {"injected": "; ".join(self.injected)}
@@ -64,4 +65,4 @@ def changed_facts(before: Mapping[str, str], now: Mapping[str, str], names: Iter
     )
 
 
-_SEVERAL = ("packages", "contents", "targets", "injected")
+_SEVERAL = ("packages", "contents", "targets", "injected", "upstream")

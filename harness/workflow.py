@@ -231,8 +231,10 @@ def _announce(judge: CaseJudge, progress: Progress, query: Query, plan: Plan, *,
     families, signatures = judge.missing_goldens, judge.missing_signatures
     if families:
         fix = f" To store them: `{update_missing('goldens', asked)}`." if store else ""
+        of_others = len(judge.goldens_of_other_builds)
+        why = f" for this build ({of_others} of an unreleased one, for which alone it holds)" if of_others else ""
         progress.note(
-            f"{counted(len(families), 'golden')} not stored: "
+            f"{counted(len(families), 'golden')} not stored{why}: "
             f"BF16 references are run on this machine in their place and kept.{fix}"
         )
     if signatures and plan.device == "cpu":

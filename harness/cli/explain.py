@@ -9,9 +9,10 @@ from pathlib import Path
 import click
 import msgspec
 
+from harness.builds import PACKAGES
 from harness.cli.options import PARTS_BY_TITLE, json_option, print_or_write, print_sections, root_option
 from harness.errors import HarnessError
-from harness.evidence.formulas import PACKAGES, doubts, read_verified
+from harness.evidence.formulas import doubts, read_verified
 from harness.evidence.kills import read_kills
 from harness.evidence.sealed import Damaged, Missing
 from harness.expect.fusion import executed_scaled_mm_calls, fusion_candidates

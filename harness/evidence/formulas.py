@@ -11,20 +11,19 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import msgspec
-from packaging.version import InvalidVersion, Version
+from packaging.version import Version
 
+from harness.builds import PACKAGES, evidence_key, read_version
 from harness.evidence.golden import Provenance
 from harness.evidence.sealed import Missing, Sealed, read_sealed, write_sealed
 from harness.expect.expectations import FORMULAS
 from harness.hints import VERIFY_FORMULAS
 
-PACKAGES = ("torch", "torchao")
-
 
 class VerifiedWith(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One pair of versions. `cases`: in how many each formula was compared with clean runs and never disagreed."""
 
-    torch: str  # without pre-release and build tags, as `torchao`
+    torch: str  # the `evidence_key` of its version, as `torchao`
     torchao: str
     cases: dict[str, int]
     provenance: Provenance
@@ -64,7 +63,7 @@ def doubts(verified: Iterable[VerifiedWith], software: Mapping[str, str]) -> dic
     """
     if any(name not in software for name in PACKAGES):
         return {}
-    here = tuple(base_version(software[name]) for name in PACKAGES)
+    here = tuple(evidence_key(software[name]) for name in PACKAGES)
     verified_pairs = {
         formula: [entry.versions for entry in verified if entry.cases.get(formula)] for formula in FORMULAS
     }
@@ -89,18 +88,8 @@ def _pair(versions: Iterable[str]) -> str:
 
 
 def _is_newer(version: str, other: str) -> bool:
-    try:
-        return Version(version) > Version(other)
-    except InvalidVersion:
-        return False
-
-
-def base_version(version: str) -> str:
-    """Without pre-release and build tags: "2.13.0" of "2.13.0a0+git12". What is no version stays as it is."""
-    try:
-        return Version(version).base_version
-    except InvalidVersion:
-        return version
+    parsed = read_version(version)
+    return parsed is not None and parsed > Version(other)
 
 
 def _read(path: Path) -> tuple[VerifiedWith, ...]:

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import msgspec
 
+from harness.builds import PACKAGES, evidence_key
 from harness.errors import HarnessError
 from harness.evidence.golden import Provenance, missing_reason, provenance_of
 from harness.evidence.sealed import Damaged, Sealed, read_sealed, write_sealed
-from harness.expect.upstream import exactly
 from harness.hints import update_signature
 from harness.matrix.case import Case
 from harness.matrix.caseid import parse_case_id
@@ -51,8 +51,13 @@ class Signature(Sealed, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     def version_gap(self, software: Mapping[str, str]) -> str | None:
         """Why it says nothing of these package versions; None when it was recorded with them."""
-        gap = exactly(self.provenance.software).gap(software)
-        return None if gap is None else f"the signature was recorded with other versions: {gap}"
+        made_with = self.provenance.software
+        others = [
+            f"{name} {software[name]} is installed, recorded with {made_with[name]}"
+            for name in PACKAGES
+            if name in made_with and name in software and evidence_key(software[name]) != evidence_key(made_with[name])
+        ]
+        return f"the signature was recorded with other versions: {'; '.join(others)}" if others else None
 
 
 class Change(msgspec.Struct, frozen=True, kw_only=True):

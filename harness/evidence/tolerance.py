@@ -19,6 +19,7 @@ from pathlib import Path
 
 import msgspec
 
+from harness.builds import PACKAGES, holds_for
 from harness.errors import HarnessError
 from harness.evidence.sealed import Missing, Sealed, own_root, read_sealed, write_sealed
 from harness.hints import MEASURE_TOLERANCES
@@ -34,6 +35,7 @@ from harness.matrix.numerics import (
     sums_in_order,
 )
 from harness.matrix.targets import REFERENCE
+from harness.sources import installed_versions
 
 LOSS_VS_GOLDEN = "loss_vs_golden"  # |loss - golden| in nats
 PARITY = "parity"  # largest relative distance of a gradient to that of the single-rank reference
@@ -194,7 +196,11 @@ def _tolerance(check: str, key: str, steps: int, root: Path) -> tuple[Tolerance,
     fix = f"{MEASURE} with such cases{', or set `loss_tolerance` in the case' if check == LOSS_VS_GOLDEN else ''}."
     if entry is None:
         raise ToleranceMissing(f"there is no {check} tolerance for {key}.", where=TABLE_FILE, fix=fix)
-    samples = [sample for sample in read_evidence(root, check).samples if sample.key == key]
+    measured = read_evidence(root, check)
+    if not holds_for(installed_versions(PACKAGES), measured.software):
+        what = f"the {check} tolerances were measured with an unreleased build, and hold for no other one."
+        raise ToleranceMissing(what, where=TABLE_FILE, fix=fix)
+    samples = [sample for sample in measured.samples if sample.key == key]
     reasons = problems(check, key, entry, samples)
     if reasons:
         raise ToleranceUnfounded("; ".join(reasons) + ".", where=TABLE_FILE, fix=f"{MEASURE} and adapt the number.")

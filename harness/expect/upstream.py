@@ -1,16 +1,35 @@
 """What new versions of torch and torchao do otherwise than the first ones that the formulas were verified with.
 
 A formula that depends on such a change asks for it by name. Each was found by a formula that disagreed, was understood,
-and holds from `since` on; faults are records in `cases/known.toml` instead.
+and holds from `since` on; faults are records in `cases/known.toml` instead. A nightly may have a change before the
+release or not, so the source of the installed package is asked first, and its version only where that does not tell.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from pathlib import Path
 
 import msgspec
-from packaging.specifiers import SpecifierSet
-from packaging.version import InvalidVersion, Version
+
+from harness.builds import is_since
+from harness.sources import installed_version, package_paths
+
+
+class Probe(msgspec.Struct, frozen=True, kw_only=True):
+    """A file of the package that tells: it contains `now` with the change, and `before` without."""
+
+    file: str
+    now: str
+    before: str
+
+    def ask(self, folders: Iterable[Path]) -> bool | None:
+        """True with the change in the package in these folders, False without; None where the file does not tell."""
+        for path in (folder / self.file for folder in folders):
+            if path.is_file():
+                text = path.read_text(errors="replace")
+                return True if self.now in text else False if self.before in text else None
+        return None
 
 
 class UpstreamChange(msgspec.Struct, frozen=True, kw_only=True):
@@ -22,6 +41,7 @@ class UpstreamChange(msgspec.Struct, frozen=True, kw_only=True):
 
     name: str
     since: str
+    probe: Probe
     what: str  # one sentence
     link: str
     formulas: tuple[str, ...]  # those that depend on it
@@ -30,9 +50,14 @@ class UpstreamChange(msgspec.Struct, frozen=True, kw_only=True):
     rounds: str = ""
 
     def is_in(self, software: Mapping[str, str]) -> bool:
-        """True for these versions, by package. A source build "2.15.0a0+git12" counts as 2.15.0."""
-        version = software.get(self.package)
-        return version is not None and Version(Version(version).base_version) >= Version(self.since)
+        """True for these versions, by package. A nightly of 2.15 is older than 2.15."""
+        return is_since(software.get(self.package, ""), self.since)
+
+    @property
+    def is_installed(self) -> bool:
+        """Whether the package of this environment has it. Nothing is imported."""
+        asked = self.probe.ask(package_paths(self.package))
+        return self.is_in({self.package: installed_version(self.package) or ""}) if asked is None else asked
 
 
 Changes = frozenset[UpstreamChange]
@@ -41,6 +66,12 @@ NONE: Changes = frozenset()
 SEPARATE_BACKWARD_CASTS = UpstreamChange(
     name="separate-backward-casts",
     since="2.14",
+    probe=Probe(
+        file="_functorch/compile_utils.py",
+        now="or n.is_impure()",
+        before="""or n.op == "get_attr"
+            or get_aten_target(n) in rand_ops""",
+    ),
     what="In a compiled block, equal results of forward and backward are not merged any more where they wait for a "
     "collective, so under TP a weight with one scale is cast once for forward and once for backward, the gradient of a "
     "column-parallel output once for each of its matmuls, and the scales of backward are saved.",
@@ -51,6 +82,11 @@ SEPARATE_BACKWARD_CASTS = UpstreamChange(
 GRADIENTS_IN_REDUCE_DTYPE = UpstreamChange(
     name="gradients-in-reduce-dtype",
     since="2.15",
+    probe=Probe(
+        file="distributed/fsdp/_fully_shard/_fsdp_param.py",
+        now="def unsharded_grad_dtype(",
+        before="unsharded_grad.to(self.reduce_dtype)",
+    ),
     what="FSDP2 keeps unsharded gradients in the reduce dtype; before, in the dtype of the computation. They are "
     "rounded once less, and those of norms under TP are reduced over TP in it.",
     link="https://github.com/pytorch/pytorch/issues/190626",
@@ -60,6 +96,11 @@ GRADIENTS_IN_REDUCE_DTYPE = UpstreamChange(
 STAGES_VOTE_TOGETHER = UpstreamChange(
     name="stages-vote-together",
     since="2.15",
+    probe=Probe(
+        file="distributed/pipelining/schedules.py",
+        now="def _initialize_pipeline_distributed_state(",
+        before="stage._warmup_forward_vote(",
+    ),
     what="The ranks of a pipeline agree in an all-reduce whether all know the shapes that are sent. Then neighbours "
     "connect: the lower one sends a number, and all meet in an all-reduce. Before, a stage sent its vote onwards.",
     link="https://github.com/pytorch/pytorch/blob/v2.15.0/torch/distributed/pipelining/schedules.py",
@@ -70,40 +111,10 @@ CHANGES = (SEPARATE_BACKWARD_CASTS, GRADIENTS_IN_REDUCE_DTYPE, STAGES_VOTE_TOGET
 
 
 def changes_in(software: Mapping[str, str]) -> Changes:
+    """The changes of these versions, by package: of a run elsewhere that does not say what it found."""
     return frozenset(change for change in CHANGES if change.is_in(software))
 
 
-# Which versions something was verified with, as specifiers
-
-
-class Verified(msgspec.Struct, frozen=True, kw_only=True):
-    """Version specifiers as for pip, such as ">=2.13,<2.14". Empty: it does not depend on that package."""
-
-    torch: str = ""
-    torchao: str = ""
-
-    def gap(self, software: Mapping[str, str]) -> str | None:
-        """The packages whose version is outside of the limits, as text; None when there is none.
-
-        `software` maps package names to versions. A package that it lacks is not judged.
-        """
-        gaps = [
-            f"{name} {software[name]} is installed, verified with {name}{limits}"
-            for name, limits in (("torch", self.torch), ("torchao", self.torchao))
-            if limits and name in software and not is_within(software[name], limits)
-        ]
-        return "; ".join(gaps) or None
-
-
-def exactly(software: Mapping[str, str]) -> Verified:
-    """A `Verified` for exactly these versions of torch and torchao, without pre-release and build tags."""
-    versions = {name: Version(software[name]).base_version for name in ("torch", "torchao") if name in software}
-    return Verified(**{name: f"=={version}" for name, version in versions.items()})
-
-
-def is_within(version: str, limits: str) -> bool:
-    """True when a version is within the limits. A source build "2.13.0a0+git12" counts as 2.13.0."""
-    try:
-        return SpecifierSet(limits).contains(Version(version).base_version)
-    except InvalidVersion:
-        return False
+def installed_changes() -> Changes:
+    """The changes of the installed packages, by their sources."""
+    return frozenset(change for change in CHANGES if change.is_installed)

@@ -12,8 +12,9 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
+from harness.environment import Environment
 from harness.expect.expectations import CASTS, SAVED_MEMORY, TRAFFIC, Expectations
-from harness.expect.upstream import UpstreamChange, changes_in
+from harness.expect.upstream import CHANGES, Changes, UpstreamChange, changes_in
 from harness.gate.reason import Kind, Reason, Topic
 from harness.gate.sides import Pair, Sides
 from harness.hints import bisect_versions
@@ -99,16 +100,15 @@ class _Attribution:
             {name: version for name, version in environment.packages.items() if is_version(version)}
             for environment in sides.environments
         )
-        self._sides, self._packages = sides, after
-        self._before, self._after = changes_in(before), changes_in(after)
+        self._sides, self._packages = sides, (before, after)
+        self._before, self._after = map(_changes_of, sides.environments)
         self._differing = sorted(self._before ^ self._after, key=lambda change: change.name)
-        known = bool(before and after)
-        self._faults = [fault for fault in faults if known and fault.affects(before) != fault.affects(after)]
+        self._faults = faults if before and after else ()
 
     def cause(self, reason: Reason, case_id: str) -> _Cause:
         case, after = parse_case_id(case_id), self._sides.after.get(case_id)
         if fault := self._fault(reason, case):
-            side: Side = "candidate" if fault.affects(self._packages) else "baseline"
+            side: Side = "baseline" if fault.affects(self._packages[1]) is False else "candidate"
             return _Cause(Origin.TORCH, fault.name, fault.reason, fault.link, side)
         if change := self._change(reason, case):
             side = "candidate" if change in self._after else "baseline"
@@ -121,11 +121,18 @@ class _Attribution:
         return _Cause(Origin.UNEXPLAINED, reason.kind.value, reason.kind.phrase)
 
     def _fault(self, reason: Reason, case: Case) -> KnownFault | None:
-        """The recorded fault of one side alone that the reason names, or that its numbers follow."""
+        """The recorded fault of one side alone that the reason names, or that its numbers follow.
+
+        Of two pre-releases that may have it, the one that shows it has it.
+        """
         if reason.kind not in (*_OF_FAULTS, *_NUMBERS):
             return None
-        matching_faults = matching(self._faults, case)
-        return next((fault for fault in matching_faults if not reason.faults or fault.name in reason.faults), None)
+        for fault in matching(self._faults, case):
+            before, after = map(fault.affects, self._packages)
+            named = fault.name in reason.faults
+            if (before is not after and (named or not reason.faults)) or (before is after is None and named):
+                return fault
+        return None
 
     def _change(self, reason: Reason, case: Case) -> UpstreamChange | None:
         """The named change that accounts for all that moved: by formulas, or because ranks round differently."""
@@ -144,6 +151,13 @@ class _Attribution:
             name for name in change.formulas if list(_claims(name, without)) != list(_claims(name, with_it))
         )
         return formulas | frozenset(change.within_limits if formulas else ())
+
+
+def _changes_of(environment: Environment) -> Changes:
+    """What the run found in the packages themselves; what their versions say where it does not tell."""
+    if environment.upstream is None:
+        return changes_in({name: text for name, text in environment.packages.items() if is_version(text)})
+    return frozenset(change for change in CHANGES if change.name in environment.upstream)
 
 
 def _claims(formula: str, expect: Expectations) -> Iterator[object]:

@@ -15,7 +15,8 @@ that is missing.
       {rule = "parity/gradients", at_most = 0.4},
     ]
     link = "https://..."          # the report
-    torch = ">=2.13,<2.14"        # the affected versions; `torchao` and `torchtitan` likewise, at least one of them
+    torch = ">=2.13,<2.14"        # the affected versions; `torchao` and `torchtitan` likewise, at least one of them.
+                                  # `harness/builds.py` says what that means for nightlies and builds of a commit
     review_by = 2027-03-01        # after this day the record explains nothing: look whether it is still true
     fix = "cases/fixes/x.py:apply"  # optional: with it, every check must pass
     reason = "..."                # one sentence: the cause
@@ -40,8 +41,8 @@ from pathlib import Path
 
 import msgspec
 from packaging.specifiers import InvalidSpecifier, SpecifierSet
-from packaging.version import Version
 
+from harness.builds import is_among
 from harness.errors import HarnessError
 from harness.matrix.axes import suggestion
 from harness.matrix.case import Case
@@ -125,16 +126,27 @@ class KnownFault(msgspec.Struct, frozen=True, kw_only=True):
         """The same as text: "torch >=2.15 and torchao <0.18"."""
         return " and ".join(f"{package} {text}" for package, text in self.specifiers.items())
 
-    def affects(self, installed: Mapping[str, str | None]) -> bool:
-        """True when these versions have the fault. A source build `2.13.0a0+git12` counts as 2.13.0.
+    def affects(self, installed: Mapping[str, str | None]) -> bool | None:
+        """True when these versions have the fault; None for a pre-release that may have it.
 
         A package that is not installed is taken to be affected.
         """
-        versions = {package: installed.get(package) for package in PACKAGES}
-        return all(
-            version is None or SpecifierSet(getattr(self, package)).contains(Version(version).base_version)
-            for package, version in versions.items()
-        )
+        answers = {
+            version is None or is_among(version, text)
+            for package, text in self.specifiers.items()
+            for version in (installed.get(package),)
+        }
+        return False if False in answers else None if None in answers else True
+
+    def here(self, installed: Mapping[str, str | None]) -> KnownFault | None:
+        """The record as it holds for these versions; None where they do not have the fault.
+
+        With a pre-release that may have it, each case that it selects may show it and need not.
+        """
+        affects = self.affects(installed)
+        if affects is None:
+            return msgspec.structs.replace(self, may_show=(self.where,))
+        return self if affects else None
 
     def masks_new_findings(self, case: Case) -> bool:
         """True when the fault hides new findings in a case it affects: there is no fix to run it again with."""

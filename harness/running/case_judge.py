@@ -13,6 +13,7 @@ from typing import TypeVar
 
 import msgspec
 
+from harness.builds import holds_for
 from harness.checks import local_parity, metamorphic, parity
 from harness.checks.catalogue import by_cause
 from harness.checks.check import Witnesses, finished
@@ -39,7 +40,7 @@ from harness.evidence.tolerance import (
 )
 from harness.expect.expectations import Expectations
 from harness.expect.model import accumulates, found_model
-from harness.expect.upstream import changes_in
+from harness.expect.upstream import installed_changes
 from harness.hints import update_signature
 from harness.matrix.case import Case
 from harness.matrix.caseid import case_id, family_id, parse_case_id, reference_case
@@ -60,6 +61,7 @@ class JudgedBy(msgspec.Struct, frozen=True, kw_only=True):
     known: tuple[KnownFault, ...] = ()  # the recorded faults that affect the case
     fixes: tuple[Injection, ...] = ()  # their candidate fixes
     partner_fixes: tuple[Injection, ...] = ()  # those that its partner needs as well
+    golden_of_other_build: bool = False  # one is stored that was made with an unreleased build, which is not this one
     doubts: Mapping[str, str] = {}  # the formulas that were not verified with the installed versions, each with a note
 
     @property
@@ -81,6 +83,11 @@ class CaseJudge:
     def missing_goldens(self) -> tuple[str, ...]:
         """Families that a case is compared with and that have no golden, sorted."""
         return tuple(sorted({basis.family for basis in self._judged_by.values() if basis.needs_golden}))
+
+    @property
+    def goldens_of_other_builds(self) -> tuple[str, ...]:
+        """Those of the `missing_goldens` that are stored, but of an unreleased build that is not this one."""
+        return tuple(sorted({basis.family for basis in self._judged_by.values() if basis.golden_of_other_build}))
 
     @property
     def missing_signatures(self) -> tuple[str, ...]:
@@ -225,9 +232,9 @@ class _EvidenceReader:
         self.root = project.root
         self.plan = plan
         self._signatures = signatures
-        installed = installed_versions(PACKAGES)
-        self.changes = changes_in(installed)
-        self.doubts = doubts(read_verified((project.shipped, project.root)), installed)
+        self.installed = installed_versions(PACKAGES)
+        self.changes = installed_changes()
+        self.doubts = doubts(read_verified((project.shipped, project.root)), self.installed)
         self._goldens: dict[object, Golden | None] = {}
         self._tolerances: dict[object, Tolerance | None] = {}  # of the loss and of parity
 
@@ -299,7 +306,7 @@ def known_here(project: Project) -> tuple[KnownFault, ...]:
     installed = installed_versions(PACKAGES)
     faults = recorded_faults(project)
     require_rules(faults)
-    return tuple(fault for fault in faults if fault.affects(installed))
+    return tuple(held for fault in faults if (held := fault.here(installed)) is not None)
 
 
 def _judged_by(
@@ -310,10 +317,12 @@ def _judged_by(
 ) -> JudgedBy:
     expect = Expectations(case, numerics=evidence.plan.numerics, changes=evidence.changes)
     trains = expect.refusal is None
+    stored = evidence.golden(case) if trains else None
+    golden = stored if stored is not None and holds_for(evidence.installed, stored.provenance.software) else None
     witnesses = Witnesses(
         expect=expect,
         records=evidence.plan.records_of(case),
-        golden=evidence.golden(case) if trains else None,
+        golden=golden,
         signature=evidence.signature(case),
         update_signature=update_signature(case_id(case), root=evidence.root),
         tolerance=evidence.tolerance(case) if trains else None,
@@ -327,6 +336,7 @@ def _judged_by(
         known=faults,
         fixes=_fixes_of(faults, fixes),
         partner_fixes=() if other is None else _fixes_of(matching(known, other), fixes),
+        golden_of_other_build=golden is not stored,
         doubts=evidence.doubts,
     )
 

@@ -22,6 +22,7 @@ from harness.engine.hardware import CPUINFO, arithmetic_limits, cpu_kind
 from harness.environment import Environment
 from harness.errors import HarnessError
 from harness.evidence.tree import tree_commit, tree_difference
+from harness.expect.upstream import installed_changes
 from harness.matrix.targets import MODULES, REFERENCE, VERSIONS, module_of
 from harness.request import default_arithmetic
 from harness.running.plan import DEFAULT_PROGRAM, Plan
@@ -212,6 +213,7 @@ def environment(plan: Plan, root: Path, targets: Iterable[str] = ()) -> Environm
         program=plan.program,
         commit=tree_commit(root),
         changes=hashlib.sha256(difference.encode()).hexdigest()[:16] if (difference := tree_difference(root)) else "",
+        upstream=tuple(sorted(change.name for change in installed_changes())),
     )
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 
+from harness.builds import evidence_key
 from harness.checks.alignment import check_alignment
 from harness.checks.catalogue import CHECKS
 from harness.checks.check import Witnesses
@@ -23,7 +24,7 @@ from harness.engine.hardware import arithmetic_limits, cpu_extensions, cpu_name
 from harness.engine.messages import JobStatus
 from harness.errors import HarnessError
 from harness.evidence.costs import Costs, case_features, solo_features
-from harness.evidence.formulas import VerifiedWith, base_version
+from harness.evidence.formulas import VerifiedWith
 from harness.evidence.golden import Golden, make_golden, provenance_of
 from harness.evidence.sealed import stored_or_why
 from harness.evidence.signature import (
@@ -216,8 +217,8 @@ def verified_with(project: Project, run: RunResult, *, reason: str, command: str
     traces = (trace for result in run.results if result.run is not None for trace in result.run.traces)
     provenance = provenance_of(next(traces), command=command, reason=reason, commit=source_commit(project.root))
     return VerifiedWith(
-        torch=base_version(provenance.software["torch"]),
-        torchao=base_version(provenance.software["torchao"]),
+        torch=evidence_key(provenance.software["torch"]),
+        torchao=evidence_key(provenance.software["torchao"]),
         cases=verification(run).verified,
         provenance=provenance,
     )

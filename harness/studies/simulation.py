@@ -16,16 +16,15 @@ from harness.engine.messages import Job
 from harness.errors import HarnessError
 from harness.expect.traffic import expected_transfers
 from harness.expect.units import fsdp_units
-from harness.expect.upstream import changes_in
+from harness.expect.upstream import installed_changes
 from harness.matrix.case import Case
 from harness.matrix.caseid import case_id
-from harness.matrix.known import PACKAGES, KnownFault, matching
+from harness.matrix.known import KnownFault, matching
 from harness.matrix.rules import expected_refusal
 from harness.matrix.targets import REFERENCE
 from harness.performance.memory import memory
 from harness.performance.work import executed, gemms
 from harness.request import SimulationRequest
-from harness.sources import installed_versions
 from harness.studies.surviving import RanksFailed
 from harness.trace.counts import SimulatedRank, collective_of, multiplied_words
 
@@ -121,7 +120,7 @@ def _compared(case: Case, simulated: SimulatedRank) -> Iterator[Compared]:
 def _formulas(case: Case, rank: int) -> Counter[str]:
     """Calls and bytes of collectives, matmuls by shape, and FLOPs, in words."""
     wanted: Counter[str] = Counter()
-    for term in expected_transfers(case, step=2, rank=rank, changes=changes_in(installed_versions(PACKAGES))):
+    for term in expected_transfers(case, step=2, rank=rank, changes=installed_changes()):
         wanted[f"calls of {term.words}"] += term.times
         wanted[f"bytes of {term.words}"] += term.payload_bytes
     for gemm in gemms(case, rank=rank):

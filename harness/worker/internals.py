@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from harness.builds import is_since
 from harness.internals import RUN, State, Use, read_parts, with_needed
 from harness.sources import installed_versions
 
@@ -109,14 +110,9 @@ def problem_of(name: str, use: Use) -> str:
 
 
 def _is_older(since: str) -> bool:
-    """True where the library is older than this release, as "torch 2.15"."""
+    """True where the library is older than this release, as "torch 2.15". Nightlies of 2.15 are."""
     library, _, release = since.partition(" ")
-    installed = installed_versions([library]).get(library, "0").partition("+")[0]
-    return _numbers(installed)[:2] < _numbers(release)[:2]
-
-
-def _numbers(version: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in version.split(".") if part.isdecimal())
+    return not is_since(installed_versions([library]).get(library, "0"), release)
 
 
 def _look_up(name: str) -> tuple[Any, Any]:

@@ -33,7 +33,7 @@ LEVELS = [
     ["request", "result", "jsonform"],
     ["engine", "matrix", "run_options"],
     ["durable"],
-    ["environment", "errors", "hints", "internals", "measured", "sources", "timestamp", "trace", "verdict"],
+    ["builds", "environment", "errors", "hints", "internals", "measured", "sources", "timestamp", "trace", "verdict"],
     ["sentence"],
     ["plural"],
 ]
@@ -46,6 +46,7 @@ WORKER_MAY_READ = {
     "verdict",
     "errors",
     "sources",
+    "builds",
     "internals",
 }  # values, and files
 # What a rank program is, and what it must not do before the fork.

@@ -12,7 +12,6 @@ from harness.checks.recorded import with_doubts
 from harness.evidence.formulas import (
     VerifiedWith,
     add_verified,
-    base_version,
     doubts,
     formulas_path,
     read_verified,
@@ -49,7 +48,7 @@ def doubted(torch: str, torchao: str = "0.18.0") -> set[str]:
 
 
 def test_what_was_verified_is_not_doubted() -> None:
-    for versions in (("2.13.0", "0.18.0"), ("2.13.0+cpu", "0.17.0"), ("2.15.0a0+git12", "0.18.0+cu132")):
+    for versions in (("2.13.0", "0.18.0"), ("2.13.0+cpu", "0.17.0"), ("2.15.0+cu130", "0.18.0+cu132")):
         assert doubted(*versions) == set()
     assert doubts(KNOWN, {"torch": "2.16.0"}) == {}  # a package that is not known
 
@@ -74,9 +73,13 @@ def test_a_formula_without_cases_is_not_verified() -> None:
     assert reasons[CASTS] == "torch 2.13.0 with torchao 0.18.0 differs from a formula that was verified with no version"
 
 
-@pytest.mark.parametrize("version", ["2.13", "x", "", "2.13.0.post1+cu"])
-def test_what_is_no_version_stays_as_it_is(version: str) -> None:
-    assert base_version(version) in (version, "2.13.0")
+def test_evidence_of_a_nightly_is_of_that_night_alone() -> None:
+    night = "2.16.0.dev20261120+cpu"
+    verified = (*KNOWN, record(night))
+    assert doubts(verified, {"torch": night, "torchao": "0.18.0"}) == {}
+    for other in ("2.16.0.dev20261121+cpu", "2.16.0.dev20261120+cu132", "2.16.0rc1", "2.16.0", "2.16.0a0+git12"):
+        assert set(doubts(verified, {"torch": other, "torchao": "0.18.0"})) == set(FORMULAS)
+    assert set(doubts(KNOWN, {"torch": "2.15.0.dev20260801", "torchao": "0.18.0"})) == set(FORMULAS)
 
 
 def test_a_case_that_only_differs_from_unverified_formulas_is_changed() -> None:

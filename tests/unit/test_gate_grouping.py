@@ -101,6 +101,32 @@ def test_a_change_is_gone_on_the_way_back() -> None:
     assert only(gate(*sides, TERMS)).side == "baseline"
 
 
+def between_nights(before: CaseResult, after: CaseResult, *faults: KnownFault, found: Sequence[str] = ()) -> Group:
+    """The one group of a nightly against the one before, in which these named changes were found."""
+    sides = (
+        make_results(
+            case, environment=replace(HERE, packages={"torch": f"2.15.0.dev202608{day}+cpu"}, upstream=tuple(changes))
+        )
+        for case, day, changes in ((before, "01", ()), (after, "02", found))
+    )
+    return only(gate(*sides, replace(TERMS, faults=faults)))
+
+
+def test_a_change_that_came_overnight_is_named_by_what_the_runs_found() -> None:
+    sent = result(UNDER_TP, measured=make_measured(wire=OTHER_WIRE))
+    group = between_nights(result(UNDER_TP), sent, found=["gradients-in-reduce-dtype"])
+    assert (group.origin, group.name, group.side) == (Origin.TORCH, "gradients-in-reduce-dtype", "candidate")
+    assert between_nights(result(UNDER_TP), sent).origin is Origin.UNEXPLAINED
+
+
+def test_a_fault_that_came_overnight_is_the_one_on_record_that_shows() -> None:
+    group = between_nights(result(GRAPH), known(ROUNDS), ROUNDS, LOSES)
+    assert (group.origin, group.name, group.side) == (Origin.TORCH, "rounds", "candidate")
+    assert "--good 2.15.0.dev20260801 --bad 2.15.0.dev20260802" in group.command
+    moved_alone = result(GRAPH, measured=make_measured(curves=OTHER_NORM))
+    assert between_nights(result(GRAPH), moved_alone, ROUNDS).name != "rounds"  # nothing shows it
+
+
 def test_traffic_without_a_formula_that_says_so_is_unexplained() -> None:
     group = moved(EXACT, wire=OTHER_WIRE)
     assert (group.origin, group.name, group.side) == (Origin.UNEXPLAINED, Kind.WIRE.value, "")

@@ -6,15 +6,17 @@ from pathlib import Path
 
 import pytest
 
+from harness.builds import is_since, is_unreleased
 from harness.checks.check import Witnesses
 from harness.checks.judge import judge, run_from_outcome
 from harness.engine.messages import JobOutcome
 from harness.engine.zygote_engine import ZygoteEngine
 from harness.expect.expectations import Expectations
+from harness.expect.upstream import CHANGES, UpstreamChange
 from harness.internals import State, read_parts
 from harness.matrix.caseid import parse_case_id
 from harness.running.machine import internals_here
-from harness.sources import installed_versions
+from harness.sources import installed_versions, package_paths
 from tests.builders import probes_for
 from tests.jobs import run_request
 from tests.worker.conftest import make_request
@@ -35,6 +37,14 @@ def test_every_private_part_is_as_declared_with_the_installed_versions(state: St
     assert set(state.gaps) == set(read_parts())
     assert {part: gaps for part, gaps in state.gaps.items() if gaps} == {}
     assert state.versions == installed_versions(("torch", "torchao"))
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.name)
+def test_the_sources_of_the_installed_torch_tell_its_changes(change: UpstreamChange) -> None:
+    found = change.probe.ask(package_paths(change.package))
+    assert found is not None, "look how torch does it now, and what tells it"
+    version = installed_versions([change.package])[change.package]
+    assert is_unreleased(version) or found is is_since(version, change.since)
 
 
 def test_the_check_takes_milliseconds(state: State) -> None:

@@ -13,9 +13,7 @@ from collections.abc import Callable
 from itertools import product
 from typing import NamedTuple
 
-from packaging.specifiers import SpecifierSet
-from packaging.version import Version
-
+from harness.builds import is_among
 from harness.studies.conformance.strategy import LINEAR, is_local_matmul, reduced_dims, view_dim
 from harness.trace.operator_checks import OperatorCheck, Placements, local_shape, shard_dim
 
@@ -40,12 +38,12 @@ class Deviation(NamedTuple):
     reason: str
     link: str
     always: bool
-    torch: SpecifierSet  # the affected versions
+    torch: str  # a specifier of the affected versions
 
-    def hits(self, check: OperatorCheck, torch: str) -> bool:
-        """True if a check is affected with this version of torch. A nightly build counts as its release."""
+    def hits(self, check: OperatorCheck, torch: str) -> bool | None:
+        """True if a check is affected with this version of torch; None for a pre-release that may have it."""
         affected = (not self.ops or check.op in self.ops) and self.affects(check)
-        return affected and self.torch.contains(Version(torch).base_version)
+        return affected and is_among(torch, self.torch)
 
     def explains(self, kind: str, found: str) -> bool:
         return kind in self.kinds and re.search(self.pattern, found) is not None
@@ -59,15 +57,18 @@ def _deviation(
 ) -> Callable[[Predicate], Predicate]:
     def register(affects: Predicate) -> Predicate:
         name, reason = affects.__name__.replace("_", "-"), " ".join((affects.__doc__ or "").split())
-        versions = SpecifierSet(torch)
-        KNOWN.append(Deviation(name, frozenset(ops.split()), affects, kinds, pattern, reason, link, always, versions))
+        KNOWN.append(Deviation(name, frozenset(ops.split()), affects, kinds, pattern, reason, link, always, torch))
         return affects
 
     return register
 
 
 def deviations_of(check: OperatorCheck, torch: str) -> tuple[Deviation, ...]:
-    return tuple(deviation for deviation in KNOWN if deviation.hits(check, torch))
+    """The deviations that affect a check. What a pre-release may have or not, the check need not show."""
+    answers = ((deviation, deviation.hits(check, torch)) for deviation in KNOWN)
+    return tuple(
+        deviation if hit else deviation._replace(always=False) for deviation, hit in answers if hit is not False
+    )
 
 
 def _is_partial(check: OperatorCheck, *kinds: str) -> bool:
