@@ -28,6 +28,11 @@ def is_unreleased(version: str) -> bool:
     return parsed is not None and (parsed.is_prerelease or (parsed.local or "").startswith("git"))
 
 
+def unreleased_of(software: Mapping[str, str]) -> str:
+    """The unreleased builds among these, which no later build can be held against: "torch 2.16.0.dev20261120"."""
+    return " and ".join(f"{name} {software[name]}" for name in PACKAGES if is_unreleased(software.get(name, "")))
+
+
 def evidence_key(version: str) -> str:
     """The builds that evidence from this one holds for: of a release all its builds, else exactly this one.
 

@@ -17,6 +17,7 @@ LIST_CHECKS = _command("dev", "conformance", "--list")
 LIST_BASELINES = _command("baseline", "show")
 LIST_RUNS = _command("runs", "list")
 MEASURE_TOLERANCES = _command("baseline", "tolerance", "--measure")
+COMPARE_HELP = _command("compare", "--help")
 WRITE_PAGES = _command("bug", "list", "--pages", "docs/upstream")
 VERIFY_FORMULAS = _command("dev", "evidence", "formulas", "--reason", "new versions")
 # On systems where ranks cannot run. The volume keeps stored runs, which the container would take along.
@@ -58,7 +59,7 @@ def save_trace(case_id: str, folder: Path) -> str:
 
 
 def bisect_versions(case_id: str, package: str, *, good: str, bad: str, words: Sequence[str] = ()) -> str:
-    """Finds the released version of a package with which a case starts or stops to fail."""
+    """Finds the version of a package with which a case starts or stops to fail."""
     return _command("bug", "bisect", case_id, "--package", package, "--good", good, "--bad", bad, *words)
 
 

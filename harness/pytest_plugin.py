@@ -155,6 +155,8 @@ class CaseItem(pytest.Item):
             raise FailedAsRecorded(result)
         if result.verdict is Verdict.UNEXPECTED_PASS:
             self.add_report_section("call", "findings", _findings(result))
+        elif result.excused and not result.quarantined:
+            pytest.xfail(_headline(result))
         elif not result.verdict.good:
             raise CaseFailed(result)
 
@@ -184,12 +186,16 @@ class FailedAsRecorded(CaseFailed):
     """A case shows the upstream fault that is recorded for it, and nothing else."""
 
 
-def _failure(path: Path, result: CaseResult) -> ReprExceptionInfo:
-    """The findings, with the headline as what pytest tells of a failure on one line."""
+def _headline(result: CaseResult) -> str:
     from harness.report.case import headline
 
+    return headline(result)
+
+
+def _failure(path: Path, result: CaseResult) -> ReprExceptionInfo:
+    """The findings, with the headline as what pytest tells of a failure on one line."""
     findings = ReprTraceback([ReprEntryNative([f"{_findings(result)}\n"])], None, "native")
-    return ReprExceptionInfo(findings, ReprFileLocation(str(path), 1, headline(result)))
+    return ReprExceptionInfo(findings, ReprFileLocation(str(path), 1, _headline(result)))
 
 
 def _findings(result: CaseResult) -> str:

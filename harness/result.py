@@ -95,6 +95,7 @@ class CaseResult(msgspec.Struct, frozen=True, kw_only=True, tag_field="line", ta
     measured: Measured | None = None  # None where no rank finished
     with_fix: WithFix | None = None  # None: no fault with a candidate fix is recorded for it, or it does not show
     quarantined: str = ""  # until when, by whom and why it fails no run; empty where it counts
+    unreleased: str = ""  # the unreleased builds it ran with, "torch 2.16.0.dev20261120"; empty with releases
     run: Run | None = None  # what ranks reported, until it is stored: no line has it
 
     @property
@@ -108,8 +109,12 @@ class CaseResult(msgspec.Struct, frozen=True, kw_only=True, tag_field="line", ta
 
     @property
     def excused(self) -> bool:
-        """True when it is not good and counts against no run, because it is quarantined."""
-        return bool(self.quarantined) and self.ran and not self.good
+        """True when it is not good and counts against no run: it is quarantined, or only differs from a formula.
+
+        The latter with an unreleased build alone: a release can be verified, once for all who use it.
+        """
+        differs = bool(self.unreleased) and self.verdict is Verdict.CHANGED
+        return self.ran and not self.good and (bool(self.quarantined) or differs)
 
     @property
     def headline(self) -> str:

@@ -1,4 +1,4 @@
-"""Bisects released versions of a package: finds the first one with a failure, or without it.
+"""Bisects versions of a package, nightlies too: finds the first one with a failure, or without it.
 
 Every version gets an environment of its own that has this version and sees all other packages of the one that runs.
 `bug repro` runs there, and looks for the failure that the bad version shows. Versions that cannot be installed, or that
@@ -8,12 +8,13 @@ show something else, are skipped and named. Answers are kept, so that a search t
 from __future__ import annotations
 
 import contextlib
+import datetime
 import re
 import subprocess
 import sys
 from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import msgspec
 from packaging.utils import InvalidWheelFilename, canonicalize_name, parse_wheel_filename
@@ -123,30 +124,69 @@ def bisect(
     )
 
 
-def versions_between(
-    package: str, good: str, bad: str, source: Source, *, given: Collection[str] = ()
-) -> tuple[str, ...]:
-    """The released versions between `good` and `bad`, both included, oldest first. HarnessError for one not released.
+class Range(NamedTuple):
+    """The versions to search, oldest first. One end is good, the other is `bad`."""
 
-    `given` are versions that need no release. Versions before a release count only where `good` or `bad` is one.
+    versions: tuple[str, ...]
+    bad: str
+
+
+def versions_between(package: str, good: str, bad: str, source: Source, *, given: Collection[str] = ()) -> Range:
+    """The versions that are listed between `good` and `bad`, both included. HarnessError for one that is not.
+
+    A version without a build tag stands for a build of it, and a date such as 2026-11-20 for the newest nightly of that
+    day or before. `given` are versions that need not be listed. Between two nightlies only nightlies count, and other
+    versions before a release only where `good` or `bad` is one.
     """
-    low, high = sorted(_version(text) for text in (good, bad))
-    available = set(
+    listed = set(
         _in_folder(package, source.find_links) if source.find_links is not None else _in_index(package, source)
     )
-    available |= set(map(_version, given))
-    for end in (low, high):
-        if end not in available:
-            known = ", ".join(map(str, sorted(available, reverse=True)[:8])) or "none"
-            fix = f"the newest are {known}." if available else "check its name and the index."
-            raise HarnessError(f"{package} {end} is not released there.", where=f"--package {package}", fix=fix)
-    early = low.is_prerelease or high.is_prerelease
-    between = (
-        version for version in sorted(available) if low <= version <= high and (early or not version.is_prerelease)
-    )
-    # Local builds of a release that is listed itself, such as 2.13.0+cpu beside 2.13.0.
-    builds = {version for version in available if version.local is not None and Version(version.public) in available}
-    return tuple(str(version) for version in between if version in (low, high) or version not in builds)
+    listed |= set(map(_version, given))
+    ends = [_end(text, listed, package) for text in (good, bad)]
+    low, high = sorted(ends)
+    between = [version for version in sorted(listed) if low <= version <= high]
+    if low.is_devrelease and high.is_devrelease:
+        between = [version for version in between if version.is_devrelease]
+    elif not any(end.is_prerelease for end in ends):
+        between = [version for version in between if not version.is_prerelease]
+    # One build of each version: of those at the ends the one that is asked for, else one without a tag if there is any.
+    others = {version.public: version for version in reversed(between)}
+    for end in ends:
+        others.pop(end.public, None)
+    return Range(tuple(map(str, sorted({*ends, *others.values()}))), str(ends[1]))
+
+
+def _end(text: str, listed: Collection[Version], package: str) -> Version:
+    """The version that one end of a search stands for."""
+    where = f"--package {package}"
+    try:
+        day = datetime.date.fromisoformat(text)
+    except ValueError:
+        day = None
+    if day is not None:
+        nightlies = {version: date for version in listed if (date := _night(version)) is not None}
+        until = [version for version, date in nightlies.items() if date <= day]
+        if until:
+            return max(until, key=lambda version: (nightlies[version], version))
+        first = (
+            f"the first is of {min(nightlies.values())}." if nightlies else "give versions, or an index of nightlies."
+        )
+        raise HarnessError(f"no nightly of {package} is listed until {day}.", where=where, fix=first)
+    wanted = _version(text)
+    found = [wanted] if wanted in listed else sorted(version for version in listed if Version(version.public) == wanted)
+    if found:
+        return found[0]
+    known = ", ".join(map(str, sorted(listed, reverse=True)[:8])) or "none"
+    fix = f"the newest are {known}." if listed else "check its name and the index."
+    raise HarnessError(f"{package} {wanted} is not released there.", where=where, fix=fix)
+
+
+def _night(version: Version) -> datetime.date | None:
+    """The date in the version of a nightly: 2.16.0.dev20261120."""
+    try:
+        return datetime.datetime.strptime(str(version.dev), "%Y%m%d").date()
+    except ValueError:
+        return None
 
 
 def _in_index(package: str, source: Source) -> Iterable[Version]:

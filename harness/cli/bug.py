@@ -9,7 +9,6 @@ from typing import Any
 
 import click
 import msgspec
-from packaging.version import Version
 
 from harness.bugs.bisect import VersionTrial, bisect, open_answers, versions_between
 from harness.bugs.corpus import check_corpus, provable_bugs
@@ -75,6 +74,7 @@ Examples:
   fp8-harness bug bisect tp2-tensorwise-tpstyle.fp8-v2048-s2-f64 --package torchao --bad 0.13.0 --good 0.18.0
   fp8-harness bug bisect my.toml --package torchao --good 0.14.1 --bad 0.18.0 --find-links wheels/
   fp8-harness bug bisect CASE --package torch --good 2.13.0 --bad 2.15.0 --env 2.15.0=.venv-new
+  fp8-harness bug bisect CASE --package torch --good 2026-11-01 --bad 2026-11-20 --index-url NIGHTLIES
 
 \b
 Every version is installed once, into an environment in the state folder that
@@ -305,8 +305,8 @@ def export_command(  # noqa: PLR0913  one parameter per option
 @bug.command("bisect", epilog=_BISECT_EPILOG)
 @click.argument("case", metavar="CASE")
 @click.option("--package", required=True, help="The package to bisect, such as torchao.")
-@click.option("--good", metavar="VERSION", required=True, help="A version with which CASE does not fail.")
-@click.option("--bad", metavar="VERSION", required=True, help="A version with which it fails.")
+@click.option("--good", metavar="VERSION|DATE", required=True, help="A version with which CASE does not fail.")
+@click.option("--bad", metavar="VERSION|DATE", required=True, help="A version with which it fails.")
 @versions_parameter
 @_inject_option
 @options.json_option("what was tried")
@@ -324,9 +324,10 @@ def bisect_command(  # noqa: PLR0913  one parameter per option
     quiet: bool,
     root: str | None,
 ) -> None:
-    """Find the released version of a package with which CASE starts or stops to fail.
+    """Find the version of a package with which CASE starts or stops to fail.
 
-    Where --good is older than --bad, the first version that fails; otherwise the first one without the failure.
+    Where --good is older than --bad, the first version that fails; otherwise the first one without the failure. A date
+    stands for the newest nightly of that day or before.
     """
     project = find_project(root)
     named = named_case(project, case)
@@ -336,11 +337,10 @@ def bisect_command(  # noqa: PLR0913  one parameter per option
     )
     with open_progress(quiet=quiet) as progress:
         environments = versions_for(project, package, progress.note)
-        versions = versions_between(package, good, bad, environments.source, given=environments.given)
-        as_listed = next(version for version in versions if Version(version) == Version(bad))
+        searched = versions_between(package, good, bad, environments.source, given=environments.given)
         trial = VersionTrial(project, case, named.case, environments, words=words)
         answers = open_answers(project, trial.depends_on)
-        bisected = bisect(versions, as_listed, trial.run, answers, package=package, note=progress.note)
+        bisected = bisect(*searched, trial.run, answers, package=package, note=progress.note)
     options.print_report(bisected_sections(bisected), json_file, bisected)
 
 

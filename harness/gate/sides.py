@@ -8,6 +8,7 @@ import msgspec
 
 from harness.environment import Environment, changed_facts
 from harness.result import CaseResult, RunResult
+from harness.verdict import Verdict
 
 _SAME_ARITHMETIC = ("device", "cpu", "threads", "limits", "platform")
 
@@ -19,6 +20,10 @@ class Pair(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def id(self) -> str:
         return self.candidate.case_id
+
+
+def _is_sound(case: CaseResult) -> bool:
+    return case.good or case.verdict is Verdict.CHANGED
 
 
 class Sides(msgspec.Struct, frozen=True, kw_only=True, dict=True):
@@ -44,8 +49,8 @@ class Sides(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     @cached_property
     def compared(self) -> tuple[Pair, ...]:
-        """The cases that are good on both sides: their numbers are compared."""
-        return tuple(pair for pair in self.pairs.values() if pair.baseline.good and pair.candidate.good)
+        """The cases that are good, or only differ from a formula, on both sides: their numbers are compared."""
+        return tuple(pair for pair in self.pairs.values() if _is_sound(pair.baseline) and _is_sound(pair.candidate))
 
     @property
     def environments(self) -> tuple[Environment, Environment]:

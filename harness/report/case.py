@@ -39,8 +39,11 @@ def headline(result: CaseResult) -> str:
     if result.findings:
         more = f" (+{len(result.findings) - 1} more)" if len(result.findings) > 1 else ""
         known = f"{result.expectation}: " if result.verdict is Verdict.KNOWN and result.expectation else ""
-        excused = f"{result.quarantined.partition(':')[0]}: " if result.excused else ""
+        excused = f"{result.quarantined.partition(':')[0]}: " if result.quarantined else ""
         line = result.findings[0].first_line
+        if result.verdict is Verdict.CHANGED:  # the summary has the rest, once for each formula
+            formulas = dict.fromkeys(finding.formula for finding in result.findings)
+            line, more = f"differs from what the formula says of {', '.join(formulas)}", ""
         return f"{excused}{known}{line if len(line) <= _NOTE_CHARS else line[:_NOTE_CHARS] + ' …'}{more}"
     parts = (result.expectation and f"as expected: {result.expectation}", retried(result))
     return "; ".join(part for part in parts if part).replace("\n", " ")

@@ -1,9 +1,9 @@
 """What CI systems read: JUnit XML, and the annotations and the job summary of GitHub Actions.
 
 JUnit has a testcase for every case. `failure`: it was judged and is not good. `error`: it could not be judged.
-`skipped`: it failed as recorded for an upstream fault, or is quarantined. A command with another answer about a case
-gives its own. `system-out` has how ranks failed; of a known fault also the findings, because few viewers show the text
-of a skipped test.
+`skipped`: it failed as recorded for an upstream fault, is quarantined, or only differs from a formula with a build that
+is no release. A command with another answer about a case gives its own. `system-out` has how ranks failed; of a known
+fault also the findings, because few viewers show the text of a skipped test.
 """
 
 from __future__ import annotations
@@ -99,8 +99,11 @@ def _add_properties(parent: ElementTree.Element, values: dict[str, str]) -> None
 
 
 def annotation_lines(run: RunResult) -> str:
-    """Workflow commands, one a line: an error for every bad case, the last one for all that GitHub would not show."""
-    bad = [result for result in run.results if not result.verdict.good]
+    """Workflow commands, one a line: an error for every bad case, the last one for all that GitHub would not show.
+
+    The summary has what only differs from formulas, once for each.
+    """
+    bad = [result for result in run.results if not result.verdict.good and result.verdict is not Verdict.CHANGED]
     shown = bad if len(bad) <= ANNOTATIONS else bad[: ANNOTATIONS - 1]
     lines = [
         annotation(result.case_id, _text(outcome(result), *finding_blocks(result.findings), *_reproduce(result)))

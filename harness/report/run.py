@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from harness.hints import COMPARE_HELP
 from harness.plural import counted
 from harness.report.case import case_sections, headline
 from harness.report.sections import Block, Items, Section, Table, Verbatim, markdown, text_of
 from harness.result import CaseResult, RunResult, verdict_totals
-from harness.verdict import NotJudged, Verdict
+from harness.verdict import Finding, NotJudged, Verdict
 
 SHOWN_CASES = 200  # CI summary pages are truncated at about 1 MB
 
@@ -20,7 +21,7 @@ def run_sections(run: RunResult, *, rerun: str, quiet: bool = False) -> list[Blo
     waiting = f"not run: {counted(missing, 'case')} (`{rerun}` runs {'it' if missing == 1 else 'them'})"
     return [
         *([] if quiet else [case_table(ran)]),
-        *case_sections(ran),
+        *case_sections([result for result in ran if result.verdict is not Verdict.CHANGED]),
         *([waiting] if missing else []),
         *totals(run),
     ]
@@ -47,11 +48,30 @@ def case_table(results: Sequence[CaseResult]) -> Table:
 
 
 def totals(run: RunResult) -> Iterator[Section]:
-    """What ends a report: what was not judged, not run or not stored, then the totals."""
+    """What ends a report: what differs from formulas, was not judged, not run or not stored, then the totals."""
+    yield differing_formulas(run)
     skipped = [unjudged for result in run.results for unjudged in result.not_judged if unjudged.unverified]
     yield _not_judged("not judged here", skipped)
     yield Section(title=f"left out, beyond the budget ({len(run.start.left_out)})", blocks=(Items(run.start.left_out),))
     yield Section(blocks=(*_references(run), totals_line(run)))
+
+
+def differing_formulas(run: RunResult) -> Section:
+    """Each formula that cases differ from and that nobody verified with these versions, with its first case."""
+    changed = [result for result in run.results if result.verdict is Verdict.CHANGED]
+    by_formula: dict[str, dict[str, Finding]] = {}
+    for result in changed:
+        for finding in result.findings:
+            by_formula.setdefault(finding.formula, {}).setdefault(result.case_id, finding)
+    lines = []
+    for formula, findings in by_formula.items():
+        name, first = next(iter(findings.items()))
+        lines.append(f"{formula} in {counted(len(findings), 'case')}, first in {name}: {first.first_line}")
+    unreleased = next((result.unreleased for result in changed if result.unreleased), "")
+    counts = f"{unreleased} is no release: the exit code does not count this. " if unreleased else ""
+    lines.append(f"{counts}A comparison with a run of another build tells what is new: `{COMPARE_HELP}`")
+    title = "formulas that nobody verified with these versions disagree"
+    return Section(title=title, blocks=(Items(tuple(lines)),) if changed else ())
 
 
 def not_judged_section(run: RunResult) -> Section:
@@ -87,8 +107,8 @@ def totals_line(run: RunResult) -> str:
     """The run on one line: cases by verdict, checks that were judged and that were not, and the seconds it took."""
     counts = totals_words([result.verdict for result in run.results])
     stopped = " - interrupted" if run.end.interrupted else ""
-    excused = sum(result.excused for result in run.results)
-    counts += f" ({excused} of them quarantined)" if excused else ""
+    quarantined = sum(result.excused and bool(result.quarantined) for result in run.results)
+    counts += f" ({quarantined} of them quarantined)" if quarantined else ""
     checks = run.check_totals
     judged = f"{counted(checks['judged'], 'check')} judged, {checks['not_judged']} not; " if run.results else ""
     seconds = f"{run.end.wall_s:.1f} s wall, {run.cpu_s:.1f} s CPU"
@@ -97,7 +117,7 @@ def totals_line(run: RunResult) -> str:
 
 def run_markdown(run: RunResult) -> str:
     """The report for pull requests and CI summary pages: totals, the cases that are not good, and collapsed details."""
-    bad = [result for result in run.results if not result.verdict.good]
+    bad = [result for result in run.results if not result.verdict.good and result.verdict is not Verdict.CHANGED]
     *notes, last = totals(run)
     blocks: list[Section | Table | str] = []
     if bad:

@@ -12,6 +12,7 @@ from typing import NamedTuple, Protocol
 
 import msgspec
 
+from harness.builds import PACKAGES, unreleased_of
 from harness.checks.catalogue import BROKEN, UNEXPLAINED
 from harness.checks.failure_signature import signature_of
 from harness.checks.failures import REPORT, advice
@@ -25,6 +26,7 @@ from harness.running.executor import Executor
 from harness.running.injection import Injection
 from harness.running.plan import Plan
 from harness.running.witnesses import WitnessCache, WitnessLost
+from harness.sources import installed_versions
 from harness.tables import save_tables
 from harness.trace import Run
 from harness.verdict import Finding, Verdict
@@ -185,6 +187,7 @@ class CaseRunner:
             failure_signature=signature_of(judgement.verdict, judgement.findings, run),
             measured=judgement.measured,
             quarantined=self._plan.quarantined.get(name, ""),
+            unreleased=unreleased_of(installed_versions(PACKAGES)),
         )
 
 

@@ -35,8 +35,8 @@ from harness.verdict import Verdict
 
 Note = Callable[[str], None]
 Change = Literal[
-    "same bits", "rounding", "moved", "now wrong", "now right", "wrong in both", "now runs", "now refused", "new",
-    "not compared", "",
+    "same bits", "rounding", "moved", "now wrong", "now right", "wrong in both", "now differs", "now runs",
+    "now refused", "new", "not compared", "",
 ]  # fmt: skip
 _RIGHT, _REFUSED = ("equal", "rounding", "known", "changed"), ("refused", "excluded")
 _DIGESTS = {"gradients", "parameters"}
@@ -142,8 +142,17 @@ def change(word: str, before: str, now: CaseResult | None, then: CaseResult | No
     """What became of a layout, by its words on both sides and its results there; and how much its numbers moved."""
     sides = tuple("wrong" if side_word == "wrong" else _side(side_word) for side_word in (before, word))
     if sides == ("right", "right") and now is not None and then is not None:
-        return _numbers(now, then)
+        return ("now differs", "") if _differences(now) - _differences(then) else _numbers(now, then)
     return _CHANGES.get(sides, "not compared"), ""
+
+
+def _differences(case: CaseResult) -> set[tuple[object, ...]]:
+    """What a case says that a formula does not, where nobody verified the formula with its versions."""
+    findings = [finding for finding in case.findings if finding.differs]
+    return {
+        (of.formula, of.rule, of.step, of.rank, of.module, of.operand, of.expected, of.found, *of.values.items())
+        for of in findings
+    }
 
 
 def _side(word: str) -> str:

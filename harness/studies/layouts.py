@@ -232,13 +232,18 @@ def _word(case: Case, result: CaseResult) -> tuple[Word, str]:
 
 
 def _exit_code(rows: Sequence[Row], result: RunResult) -> ExitCode:
-    """As of `run`, but for what a target refuses by itself, and for what a passed case did not compare."""
+    """As of `run`, but for what a target refuses by itself, and for what a passed case did not compare.
+
+    With an unreleased build a difference from a formula counts where the base does not have it.
+    """
     if result.end.interrupted:
         return ExitCode.INTERRUPTED
     instead = {"refused": Verdict.PASSED, "not judged": Verdict.NOT_RUN, "wrong": Verdict.NUMERIC}
     return exit_code(
         [
-            Verdict.PASSED if case_result.excused else instead.get(of.word, case_result.verdict)
+            Verdict.PASSED
+            if case_result.excused and of.change != "now differs"
+            else instead.get(of.word, case_result.verdict)
             for of, case_result in zip(rows, result.results, strict=True)
         ]
     )

@@ -88,11 +88,50 @@ def test_versions_of_a_folder_are_in_order(tmp_path: Path) -> None:
     (tmp_path / "other-1.0-py3-none-any.whl").touch()
     (tmp_path / "broken.whl").touch()
     source = Source(find_links=tmp_path)
-    assert versions_between(PACKAGE, "0.9", "0.11", source) == ("0.9", "0.10", "0.11")
-    assert versions_between(PACKAGE, "0.11", "0.10rc1", source) == ("0.10rc1", "0.10", "0.11")
-    assert versions_between(PACKAGE, "0.10", "0.11+cpu", source) == ("0.10", "0.11", "0.11+cpu")
-    assert versions_between(PACKAGE, "0.11", "0.12.dev3", source, given=("0.12.dev3",)) == ("0.11", "0.12.dev3")
+    assert versions_between(PACKAGE, "0.9", "0.11", source) == (("0.9", "0.10", "0.11"), "0.11")
+    assert versions_between(PACKAGE, "0.11", "0.10rc1", source) == (("0.10rc1", "0.10", "0.11"), "0.10rc1")
+    assert versions_between(PACKAGE, "0.10", "0.11+cpu", source) == (("0.10", "0.11+cpu"), "0.11+cpu")
+    assert versions_between(PACKAGE, "0.11", "0.11+cpu", source) == (("0.11", "0.11+cpu"), "0.11+cpu")
+    assert versions_between(PACKAGE, "0.11", "0.12.dev3", source, given=("0.12.dev3",)).versions == (
+        "0.11",
+        "0.12.dev3",
+    )
     with pytest.raises(HarnessError, match=r"0\.12 is not released there\. Fix: the newest are 0\.11\+cpu, 0"):
         versions_between(PACKAGE, "0.9", "0.12", source)
     with pytest.raises(HarnessError, match="'new' is no version"):
         versions_between(PACKAGE, "0.9", "new", source)
+
+
+NIGHTS = ("0.15.0.dev20260801", "0.15.0.dev20260803", "0.15.0", "0.16.0.dev20260804", "0.16.0.dev20260806")
+
+
+@pytest.fixture
+def nightlies(tmp_path: Path) -> Source:
+    for version in NIGHTS:
+        (tmp_path / f"{PACKAGE}-{version}+cpu-py3-none-any.whl").touch()
+    return Source(find_links=tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("good", "bad", "at"),
+    [
+        ("2026-08-01", "2026-08-06", (0, 1, 3, 4)),  # the release was made of another branch
+        ("2026-08-02", "2026-08-05", (0, 1, 3)),  # of days without a nightly, the one before
+        ("2026-08-28", "2026-08-03", (1, 3, 4)),
+        ("0.15.0.dev20260803", "0.16.0.dev20260804+cpu", (1, 3)),
+        ("0.15.0", "2026-08-06", (2, 3, 4)),
+        ("2026-08-03", "0.15.0", (1, 2)),
+    ],
+)
+def test_a_date_stands_for_a_nightly(nightlies: Source, good: str, bad: str, at: tuple[int, ...]) -> None:
+    searched = versions_between(PACKAGE, good, bad, nightlies)
+    assert searched.versions == tuple(f"{NIGHTS[place]}+cpu" for place in at)
+    assert searched.bad == searched.versions[0 if good == "2026-08-28" else -1]
+
+
+def test_a_date_before_the_first_nightly_says_which_is_the_first(nightlies: Source, tmp_path: Path) -> None:
+    with pytest.raises(HarnessError, match=r"no nightly of .* until 2026-07-31\. Fix: the first is of 2026-08-01\."):
+        versions_between(PACKAGE, "2026-07-31", "2026-08-06", nightlies)
+    empty = Source(find_links=tmp_path / "none")
+    with pytest.raises(HarnessError, match="give versions, or an index of nightlies"):
+        versions_between(PACKAGE, "2026-08-01", "2026-08-06", empty)
