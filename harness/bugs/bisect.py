@@ -157,28 +157,24 @@ def versions_between(package: str, good: str, bad: str, source: Source, *, given
 
 
 def _end(text: str, listed: Collection[Version], package: str) -> Version:
-    """The version that one end of a search stands for."""
+    """The listed version that one end of a search stands for."""
     where = f"--package {package}"
     try:
         day = datetime.date.fromisoformat(text)
     except ValueError:
-        day = None
-    if day is not None:
-        nightlies = {version: date for version in listed if (date := _night(version)) is not None}
-        until = [version for version, date in nightlies.items() if date <= day]
-        if until:
-            return max(until, key=lambda version: (nightlies[version], version))
-        first = (
-            f"the first is of {min(nightlies.values())}." if nightlies else "give versions, or an index of nightlies."
-        )
-        raise HarnessError(f"no nightly of {package} is listed until {day}.", where=where, fix=first)
-    wanted = _version(text)
-    found = [wanted] if wanted in listed else sorted(version for version in listed if Version(version.public) == wanted)
-    if found:
-        return found[0]
-    known = ", ".join(map(str, sorted(listed, reverse=True)[:8])) or "none"
-    fix = f"the newest are {known}." if listed else "check its name and the index."
-    raise HarnessError(f"{package} {wanted} is not released there.", where=where, fix=fix)
+        wanted = _version(text)
+        builds = sorted(version for version in listed if wanted in (version, Version(version.public)))
+        if builds:
+            return wanted if wanted in builds else builds[0]
+        known = ", ".join(map(str, sorted(listed, reverse=True)[:8])) or "none"
+        fix = f"the newest are {known}." if listed else "check its name and the index."
+        raise HarnessError(f"{package} {wanted} is not released there.", where=where, fix=fix) from None
+    nightlies = {night: version for version in sorted(listed) if (night := _night(version)) is not None}
+    until = [night for night in nightlies if night <= day]
+    if until:
+        return nightlies[max(until)]
+    fix = f"the first is of {min(nightlies)}." if nightlies else "give versions, or an index of nightlies."
+    raise HarnessError(f"no nightly of {package} is listed until {day}.", where=where, fix=fix)
 
 
 def _night(version: Version) -> datetime.date | None:

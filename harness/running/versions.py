@@ -80,13 +80,23 @@ class Versions(msgspec.Struct, frozen=True):
             return NamedEnvironment(name=name, python=self._python_of_user(version, path), folder=path)
         if is_release(installed_version(self.package) or "", version):
             return NamedEnvironment(name=name, python=Path(sys.executable))
-        home = self.folder / f"{canonicalize_name(self.package)}-{version}"
+        home = self._home(version)
         with _alone(home):
             if not (home / ".ready").exists():
                 self._make(home, version)
             # Again, because another checkout may have made it.
             add_paths(home, [str(HARNESS), *map(site_line, site.getsitepackages())])
         return NamedEnvironment(name=name, python=home / "bin" / "python", folder=home)
+
+    def _home(self, version: str) -> Path:
+        """The folder of the environment: a kept one in which any build of this version is, else one of its own."""
+        own = self.folder / f"{canonicalize_name(self.package)}-{version}"
+        kept = sorted(self.folder.glob(f"{own.name.partition('+')[0]}*/.ready"))
+        builds = [ready.parent for ready in kept if self._has(ready.parent, version)]
+        return own if own in builds or not builds else builds[0]
+
+    def _has(self, home: Path, version: str) -> bool:
+        return is_release(installed_in(home / "bin" / "python", self.package), version)
 
     def _python_of_user(self, version: str, path: Path) -> Path:
         python = python_over(path, self.folder)

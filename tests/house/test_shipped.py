@@ -177,10 +177,38 @@ def test_scripts_of_pipelines_are_there_and_can_be_run() -> None:
         subprocess.run(["bash", "-n", name], cwd=ROOT, check=True, timeout=10)
 
 
-@pytest.mark.parametrize(("code", "left"), [(0, 0), (1, 0), (2, 2), (3, 3), (4, 4), (5, 0), (130, 130)])
-def test_failed_cases_are_left_to_the_gate_and_nothing_else(code: int, left: int) -> None:
-    done = subprocess.run([ROOT / "ci/judged-later.sh", "sh", "-c", f"exit {code}"], timeout=10, check=False)
-    assert done.returncode == left
+@pytest.mark.parametrize(
+    ("given", "good"),
+    [
+        ("2.16.0.dev20261119+cpu", "2.16.0.dev20261119+cpu"),
+        ("", "2.13.0+cpu"),  # the first night
+        ("2.15.0.dev20260701+cpu", "2.13.0+cpu"),  # which the index has dropped
+        ("2.16.0", "2.13.0+cpu"),
+    ],
+)
+def test_a_nightly_is_compared_with_the_last_good_one_that_there_still_is(
+    tmp_path: Path, given: str, good: str
+) -> None:
+    """With a stub of the interpreter, which answers as pip does."""
+    python = tmp_path / ".venv/bin/python"
+    python.parent.mkdir(parents=True)
+    listed = "Available versions: 2.16.0.dev20261120+cpu, 2.16.0.dev20261119+cpu, 2.16.0.dev20261118+cpu"
+    says = (
+        f'case "$*" in *"pip index versions --pre --index-url URL torch") echo "{listed}";; *) echo 2.13.0+cpu;; esac'
+    )
+    python.write_text(f"#!/bin/sh\n{says}\n")
+    python.chmod(0o755)
+    command = [ROOT / "ci/nightly-versions.sh", "torch", "URL", given]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=10, check=True)
+    assert done.stdout.split() == ["newest=2.16.0.dev20261120+cpu", f"good={good}"]
+    python.write_text("#!/bin/sh\nexit 0\n")
+    assert subprocess.run(command, cwd=tmp_path, capture_output=True, timeout=10, check=False).returncode == 1
+
+
+@pytest.mark.parametrize("name", ["nightly-torch", "release-gate"])
+def test_a_gate_of_versions_names_none(name: str) -> None:
+    """A version in the file is yesterday's tomorrow."""
+    assert re.findall(r"torch\w*[=, ]+v?\d+\.\d+", (ROOT / f"ci/github/{name}.yml").read_text()) == []
 
 
 CODE = "# käse\nimport os\ndef apply():\n    os.environ['FP8_TEST_PATCH'] = __file__\ndef fails():\n    int('x')\n"

@@ -10,6 +10,7 @@ from msgspec.structs import replace
 
 from harness.checks.loss_vs_golden import LOSS, NO_GOLDEN, NO_TOLERANCE
 from harness.checks.parity import NO_REFERENCE
+from harness.evidence.golden import write_golden
 from harness.evidence.tolerance import tolerance_for
 from harness.matrix.case import Case
 from harness.matrix.caseid import case_id, family_id, parse_case_id, reference_case
@@ -19,6 +20,7 @@ from harness.running.case_judge import CaseJudge, JudgedBy, prepare_judge
 from harness.running.injection import Injection
 from harness.running.plan import Plan
 from harness.running.witnesses import WitnessCache
+from harness.sources import installed_versions
 from harness.trace import Run
 from harness.trace.operands import OperandTrace
 from harness.verdict import Finding, Verdict
@@ -110,6 +112,19 @@ def test_each_case_has_the_tolerance_of_its_own_number_of_tokens() -> None:
 def test_goldens_are_missing_of_cases_that_train_alone() -> None:
     assert judge(CASE, REFUSED).missing_goldens == ()
     assert judge(CASE, REFUSED, golden=None).missing_goldens == (family_id(CASE),)
+
+
+def test_the_golden_of_a_nightly_is_the_golden_of_no_other_build(tmp_path: Path) -> None:
+    for folder in ("cases", "golden"):
+        (tmp_path / folder).mkdir()
+    project, plan = find_project(str(tmp_path)), Plan(capacity=make_capacity(2))
+    golden = replace(make_golden(CASE), family=family_id(CASE), hardware=plan.hardware[0])
+    here = installed_versions(["torch", "torchao"])
+    for torch, held in (("2.16.0.dev20261120", False), ("2.12.0", True), (here.get("torch", "2.13.0"), True)):
+        provenance = replace(golden.provenance, software=here | {"torch": torch})
+        write_golden(tmp_path, replace(golden, provenance=provenance))
+        judged = prepare_judge(project, [CASE], plan)
+        assert judged.missing_goldens == judged.goldens_of_other_builds == (() if held else (family_id(CASE),))
 
 
 def test_witnesses_are_run_for_what_was_sketched_alone() -> None:

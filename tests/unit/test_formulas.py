@@ -19,11 +19,13 @@ from harness.evidence.formulas import (
 from harness.evidence.golden import Provenance
 from harness.evidence.sealed import Damaged
 from harness.expect.expectations import CASTS, FORMULAS, FUSION, TRAFFIC
+from harness.report.ci import annotation_lines, junit_report
 from harness.report.evidence import formulas_sections, verified_line
+from harness.report.run import run_markdown, run_sections
 from harness.report.sections import text_of
-from harness.result import RunResult, WithFix
+from harness.result import CaseResult, RunResult, WithFix
 from harness.studies.records import verification
-from harness.verdict import Finding, Verdict
+from harness.verdict import ExitCode, Finding, Verdict
 from tests.builders import a_finding, make_result
 
 SENT = a_finding(check="traffic", message="wrong number of all_reduce", formula=TRAFFIC, expected="14", found="28")
@@ -88,6 +90,48 @@ def test_a_case_that_only_differs_from_unverified_formulas_is_changed() -> None:
     )
     assert judgement.verdict is Verdict.CHANGED
     assert judgement.findings[0] == replace(SENT, differs=DIFFERS)  # what records of known faults read is the same
+
+
+NIGHT = "torch 2.16.0.dev20261120"
+
+
+def differing(name: str, *formulas: str, unreleased: str = NIGHT) -> CaseResult:
+    findings = tuple(
+        a_finding(check="traffic", message=f"28 of {formula}", formula=formula, differs=f"{NIGHT} differs")
+        for formula in formulas
+    )
+    return make_result(name, Verdict.CHANGED, findings=findings, unreleased=unreleased)
+
+
+def test_with_a_nightly_a_difference_is_said_once_and_fails_no_run() -> None:
+    night = run(make_result("a"), differing("b", TRAFFIC), differing("c", TRAFFIC, CASTS))
+    assert night.exit_code is ExitCode.GOOD
+    text = text_of(run_sections(night, rerun=""))
+    assert text.count("28 of traffic") == text.count("28 of casts") == 1
+    assert f"  traffic in 2 cases, first in b: {NIGHT} differs: 28 of traffic\n" in text
+    assert f"  casts in 1 case, first in c: {NIGHT} differs: 28 of casts\n" in text
+    assert f"{NIGHT} is no release: the exit code does not count this." in text
+    markdown = run_markdown(night)
+    assert markdown.startswith("## fp8-harness: good\n") and markdown.count("28 of traffic") == 1
+    assert annotation_lines(night) == ""
+    assert b'failures="0" errors="0" skipped="2"' in junit_report(night)
+
+
+def test_with_a_release_it_keeps_its_exit_code() -> None:
+    release = run(make_result("a"), differing("b", TRAFFIC, unreleased=""))
+    assert release.exit_code is ExitCode.CHANGED
+    text = text_of(run_sections(release, rerun=""))
+    assert text.count("28 of traffic") == 1 and "no release" not in text
+    assert b'failures="1"' in junit_report(release)
+
+
+@pytest.mark.parametrize("verdict", [Verdict.INVARIANT, Verdict.NUMERIC, Verdict.CRASH, Verdict.UNEXPECTED_PASS])
+def test_a_nightly_excuses_nothing_else(verdict: Verdict) -> None:
+    bad = make_result("a", verdict, findings=(BROKEN,), unreleased=NIGHT)
+    night = run(bad, differing("b", TRAFFIC))
+    assert night.exit_code is ExitCode.FAILED and not bad.excused
+    assert BROKEN.message in text_of(run_sections(night, rerun=""))
+    assert annotation_lines(night).count("::error") == 1
 
 
 @pytest.mark.parametrize("others", [(BROKEN,), (CAST,), (replace(BROKEN, verdict=Verdict.NUMERIC),)])

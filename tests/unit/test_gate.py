@@ -225,6 +225,17 @@ def multiplied(calls: int, flops: int) -> Mapping[str, Multiplied]:
     return {"matmuls in float8": Multiplied(calls=calls, flops=flops)}
 
 
+def test_of_cases_that_only_differ_from_formulas_on_both_sides_numbers_are_compared() -> None:
+    finding = a_finding(check="traffic", message="28 all-reduces", formula="traffic", differs="torch nightly differs")
+    before = result(verdict=Verdict.CHANGED, findings=(finding,), failure_signature=SIGNATURE)
+    same = held([before], [before])
+    assert same.go and only(same).kind is Kind.STILL_FAILING
+    more = make_measured(wire={"all_reduce (sum) in float32 along tp": Sent(calls=42, payload_bytes=42)})
+    decision = held([before], [replace(before, measured=more)])
+    assert not decision.go and Kind.WIRE in {reason.kind for reason in decision.reasons if reason.gates}
+    assert not held([result()], [before]).go, "new since the baseline"
+
+
 def test_flops_that_an_older_version_did_not_count_are_no_change() -> None:
     assert held([result(measured=replace(GOOD, flops={}))], [result()]).reasons == ()
 

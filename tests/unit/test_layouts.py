@@ -240,6 +240,31 @@ def test_what_became_of_a_layout_since_the_base(now: CaseResult, then: CaseResul
     assert _beside(base, now).change == word
 
 
+def other(found: str, build: str = "20261120", unreleased: str = "torch nightly") -> CaseResult:
+    """A layout that only differs from a formula, with a build that is no release."""
+    finding = replace(WRONG, formula="traffic", found=found, differs=f"torch 2.16.0.dev{build} differs")
+    return replace(numbers(), verdict=Verdict.CHANGED, findings=(finding,), unreleased=unreleased)
+
+
+@pytest.mark.parametrize(
+    ("now", "then", "word", "code"),
+    [
+        (other("28"), numbers(), "now differs", ExitCode.CHANGED),
+        (other("42"), other("28", "20261119"), "now differs", ExitCode.CHANGED),
+        (other("28"), other("28", "20261119"), "same bits", ExitCode.GOOD),
+        (numbers(), other("28", "20261119"), "same bits", ExitCode.GOOD),
+        (other("28", unreleased=""), other("28", unreleased=""), "same bits", ExitCode.CHANGED),
+        (other("28"), None, "new", ExitCode.GOOD),
+    ],
+)
+def test_with_a_nightly_a_new_difference_from_a_formula_counts(
+    now: CaseResult, then: CaseResult | None, word: str, code: ExitCode
+) -> None:
+    beside = _beside(Base(name="yesterday", results={} if then is None else {NAME: then}), now)
+    assert beside.change == word
+    assert _exit_code((beside,), make_results(now)) is code
+
+
 @pytest.mark.parametrize(
     ("word", "before", "became"),
     [

@@ -39,6 +39,7 @@ from harness.evidence.tolerance import (
 )
 from harness.matrix.case import Case, Checks, Float8, Model, Train
 from harness.matrix.caseid import parse_case_id
+from harness.sources import installed_versions
 
 KEY = "tiny-tensorwise-float32"
 NOISE = (0.01, 0.02, 0.04)
@@ -98,6 +99,18 @@ def test_the_numbers_reach_the_case(tmp_path: Path) -> None:
     assert (tolerance.key, tolerance.per_step, tolerance.margin) == (KEY, (0.02, 0.04, 0.08), 3.0)
     assert tolerance.evidence == f"{MIN_SEEDS * MIN_LAYOUTS} samples, {MIN_SEEDS} seeds"
     assert tolerance_for(case(steps=2), tmp_path).per_step == (0.02, 0.04)
+
+
+def test_what_a_nightly_measured_holds_for_no_other_build(tmp_path: Path) -> None:
+    store(tmp_path, table())
+    measured = read_evidence(tmp_path)
+    here = installed_versions(["torch", "torchao"])
+    for software in ({"torch": "2.16.0.dev20261120"}, here | {"torchao": "0.19.0+git12"}):
+        write_evidence(tmp_path, msgspec.structs.replace(measured, software=software))
+        with pytest.raises(ToleranceMissing, match="measured with an unreleased build, and hold for no other one"):
+            tolerance_for(case(), tmp_path)
+    write_evidence(tmp_path, msgspec.structs.replace(measured, software={"torch": "1.0.0"}))
+    assert tolerance_for(case(), tmp_path).key == KEY
 
 
 @pytest.mark.parametrize(("batch", "factor"), [(8, 1), (16, 1), (2, 2), (1, math.sqrt(8))])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import venv
 from pathlib import Path
 
 import pytest
@@ -77,6 +78,30 @@ def test_torch_comes_with_its_libraries_and_nothing_else_changes(tmp_path: Path,
     assert notes[0] == f"torch 2.99.0: installing it into {made.folder}, which is kept"
     assert notes[1:3] == ["  Downloading torch (888.1MiB)", "  Installed 3 packages in 2s"]
     assert notes[3].startswith("torch 2.99.0: ") and notes[3].endswith(" s") and len(notes) == 4
+
+
+def test_an_environment_with_a_build_of_the_version_is_used_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A date names the build, a person leaves its tag out: torch alone takes gigabytes."""
+    made: list[str] = []
+
+    def make(versions: Versions, home: Path, version: str) -> None:
+        made.append(version)
+        build = version if "+" in version else f"{version}+cpu"
+        info = home / "lib" / f"python{sys.version_info.major}.{sys.version_info.minor}" / "site-packages"
+        venv.create(home, with_pip=False, symlinks=True)
+        (info / "toy-1.dist-info").mkdir()
+        (info / "toy-1.dist-info" / "METADATA").write_text(f"Metadata-Version: 2.1\nName: toy\nVersion: {build}\n")
+        (home / ".ready").touch()
+
+    monkeypatch.setattr(Versions, "_make", make)
+    versions = Versions("toy", tmp_path / "versions")
+    first = versions.environment("2.16.0.dev1").folder
+    assert versions.environment("2.16.0.dev1+cpu").folder == first and made == ["2.16.0.dev1"]
+    for other in ("2.16.0.dev1+cu132", "2.16.0.dev12", "2.16.0"):
+        assert versions.environment(other).folder == tmp_path / "versions" / f"toy-{other}"
+    assert made == ["2.16.0.dev1", "2.16.0.dev1+cu132", "2.16.0.dev12", "2.16.0"]
 
 
 def test_any_other_package_comes_alone(tmp_path: Path, asked: Path) -> None:
