@@ -61,4 +61,4 @@ HALF_SCALES: Edits = {  # a fault in every scale, which the replay and one rank 
 
 if __name__ == "__main__":  # python -m tests.wheels PACKAGE VERSION FOLDER [SENT_TWICE|HALF_SCALES]
     name, as_version, into, *change = sys.argv[1:]
-    print(repacked(name, as_version, Path(into), globals()[change[0]] if change else None))
+    repacked(name, as_version, Path(into), globals()[change[0]] if change else None)

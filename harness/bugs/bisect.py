@@ -220,12 +220,14 @@ class VersionTrial:
     """Runs one case with versions of one package by `bug repro CASE_WORD WORDS`."""
 
     def __init__(
-        self, project: Project, case_word: str, case: Case, versions: Versions, *, words: Sequence[str] = ()
+        self, project: Project, case_word: str, case: Case, versions: Versions, *, bad: str, words: Sequence[str] = ()
     ) -> None:
         self._case_word, self._versions, self._words = case_word, versions, tuple(words)
         self._folder = project.state / "versions"
-        # What the answers depend on besides the version: the case, the injections, and the harness itself.
-        self.depends_on = (case_id(case), versions.package, *words, source_digest(_HARNESS, _HARNESS.rglob("*.py")))
+        # What the answers depend on besides the version: the case, the failure to look for, which is that of the bad
+        # version, the injections, and the harness itself.
+        sources = source_digest(_HARNESS, _HARNESS.rglob("*.py"))
+        self.depends_on = (case_id(case), versions.package, bad, *words, sources)
 
     def run(self, version: str) -> VersionAnswer:
         """Install the version and run the case with it. An inconclusive version is skipped, with the reason."""

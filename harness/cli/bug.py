@@ -338,7 +338,7 @@ def bisect_command(  # noqa: PLR0913  one parameter per option
     with open_progress(quiet=quiet) as progress:
         environments = versions_for(project, package, progress.note)
         searched = versions_between(package, good, bad, environments.source, given=environments.given)
-        trial = VersionTrial(project, case, named.case, environments, words=words)
+        trial = VersionTrial(project, case, named.case, environments, bad=searched.bad, words=words)
         answers = open_answers(project, trial.depends_on)
         bisected = bisect(*searched, trial.run, answers, package=package, note=progress.note)
     options.print_report(bisected_sections(bisected), json_file, bisected)

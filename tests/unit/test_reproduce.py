@@ -38,6 +38,13 @@ def ask(seen: FailureSignature | None, verdict: Verdict = Verdict.INVARIANT, /, 
     return reproduced(NamedCase(CASE, file), result, installed={"torch": "2.13.0"}, device="a GPU")
 
 
+def test_a_difference_from_a_formula_is_no_other_failure() -> None:
+    other = FailureSignature(kind="traffic/volume", what="all_reduce")
+    assert ask(other, Verdict.CHANGED, signature=SCALES).answer == "not reproduced"
+    assert ask(other, Verdict.INVARIANT, signature=SCALES).answer == "another failure"
+    assert ask(other, Verdict.CHANGED, signature=other).answer == "reproduced"
+
+
 @pytest.mark.parametrize(
     ("seen", "bug", "answer"),
     [
