@@ -35,7 +35,7 @@ NOT_RUN = {
     "fp8-harness baseline tolerance --measure pr --seeds 8": "takes minutes",
     "fp8-harness compare --versions torchao=0.17.0,0.18.0 pr": "makes environments from a package index",
     "fp8-harness compare --versions torch=2.13.0,2.15.0 pr": "makes environments from a package index",
-    "fp8-harness compare --versions torch=2.13.0,nightly --env nightly=.venv-nightly pr": "needs an environment",
+    "fp8-harness compare --versions torch=2.13.0,mine --env mine=.venv-mine pr": "needs an environment",
     "fp8-harness compare --versions torch=2.13.0,2.15.0 --env 2.15.0=.venv-torch-2.15 pr": "needs an environment",
     'fp8-harness baseline update --only-failing --reason "torch 2.14 changed AdamW"': "run where a loss is off",
     "fp8-harness baseline show --against HEAD": "run in a git repository",

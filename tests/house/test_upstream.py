@@ -1,7 +1,8 @@
-"""docs/upstream: every page and every test there is what the tool makes of the records today."""
+"""docs/upstream is what the tool makes of the records today, and docs/versions.md has the changes that are declared."""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ from msgspec.structs import replace
 
 from harness.bugs.export import constants, exported_case
 from harness.bugs.pytest_file import models, pytest_file
+from harness.expect.upstream import CHANGES
 from harness.matrix.bugfile import BugFile, read_bugs
 from harness.matrix.known import read_known
 from harness.report.upstream import upstream_pages
@@ -22,6 +24,12 @@ SIGNATURES = {"engine/raised": (MISMATCH, CRASH), "graphs/rows": (SCATTERED,)}  
 
 def pages() -> dict[str, str]:
     return dict(upstream_pages(read_known(ROOT / "cases" / "known.toml"), tuple(BUGS.values()), ROOT))
+
+
+def test_the_page_of_versions_has_every_named_change_of_torch() -> None:
+    text = (ROOT / "docs" / "versions.md").read_text()
+    rows = re.findall(r"^\| `([\w-]+)` \| ([\d.]+) \| `([\w/.]+)` \|", text, flags=re.MULTILINE)
+    assert rows == [(change.name, change.since, change.probe.file) for change in CHANGES]
 
 
 def test_the_pages_are_those_of_the_records() -> None:
