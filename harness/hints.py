@@ -17,7 +17,6 @@ LIST_CHECKS = _command("dev", "conformance", "--list")
 LIST_BASELINES = _command("baseline", "show")
 LIST_RUNS = _command("runs", "list")
 MEASURE_TOLERANCES = _command("baseline", "tolerance", "--measure")
-COMPARE_HELP = _command("compare", "--help")
 WRITE_PAGES = _command("bug", "list", "--pages", "docs/upstream")
 VERIFY_FORMULAS = _command("dev", "evidence", "formulas", "--reason", "new versions")
 # On systems where ranks cannot run. The volume keeps stored runs, which the container would take along.

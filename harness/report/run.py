@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from harness.hints import COMPARE_HELP
 from harness.plural import counted
 from harness.report.case import case_sections, headline
 from harness.report.sections import Block, Items, Section, Table, Verbatim, markdown, text_of
@@ -69,7 +68,7 @@ def differing_formulas(run: RunResult) -> Section:
         lines.append(f"{formula} in {counted(len(findings), 'case')}, first in {name}: {first.first_line}")
     unreleased = next((result.unreleased for result in changed if result.unreleased), "")
     counts = f"{unreleased} is no release: the exit code does not count this. " if unreleased else ""
-    lines.append(f"{counts}A comparison with a run of another build tells what is new: `{COMPARE_HELP}`")
+    lines.append(f"{counts}`compare` and `parity --against` tell what is new since another build")
     title = "formulas that nobody verified with these versions disagree"
     return Section(title=title, blocks=(Items(tuple(lines)),) if changed else ())
 
