@@ -43,8 +43,8 @@ def check_ranks(*, packages: bool = True) -> None:
         )
     if refusal := refused_call():
         raise HarnessError(
-            f"ranks need Linux 5.3 or later, and this kernel ({platform.release()}) refuses a system call: {refusal}.",
-            fix="use a newer kernel, or a container or sandbox that allows pidfd_open and prctl.",
+            f"ranks need Linux 5.3 or later, and this one ({platform.release()}) refuses a system call: {refusal}.",
+            fix="use a newer kernel, or a sandbox or emulator that allows pidfd_open and prctl.",
         )
     if packages:
         _check_packages()
