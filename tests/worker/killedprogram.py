@@ -31,7 +31,7 @@ _options: dict[str, str] = {}
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """What happens to the last rank of a run of this kind. `how`: a signal that it gets, or what it does.
 
-    "takes a second" is what all ranks do, and then end well.
+    "waits" is for a neighbour of what is killed: it is not killed itself, and waits so often for its end.
     """
 
     kind: Kind
@@ -70,9 +70,9 @@ def _meet_fate(context: RankContext, plan: Plan, result: bytes, file: Path) -> N
     done = file.with_suffix(".done")
     if _count(done) >= plan.times:
         return
-    if plan.how == "takes a second":
-        time.sleep(1)
-        return
+    if plan.how == "waits":
+        _add_one(done)
+        time.sleep(60)
     arrived, pid = context.folder / "arrived", context.folder / "pid"
     if context.rank < context.world_size - 1:
         _add_one(arrived)
