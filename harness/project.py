@@ -1,6 +1,7 @@
 """The project: the folder of cases and goldens, and the state folder of this machine.
 
 Defines their layout; `matrix/` and `evidence/` read the files. Cheap to import, because `fp8-harness list` needs it.
+The tiers of the package belong to every project; a file of the same name in the project comes first.
 """
 
 from __future__ import annotations
@@ -32,11 +33,12 @@ class Project(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     root: Path
     state: Path
+    own: bool = True  # False: the package's, because no project is at or above the working directory
 
     @property
     def is_shipped(self) -> bool:
-        """True for the project inside of an installed package, in which nobody stores anything."""
-        return self.root == _SHIPPED
+        """True where nothing is stored: in an installed package, and without a project at or above the folder."""
+        return not self.own or self.root == _SHIPPED
 
     def check_writable(self) -> None:
         """Raises HarnessError where goldens, evidence and chosen cases cannot be stored: in an installed package."""
@@ -83,8 +85,14 @@ class Project(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         return self.state / "imported" / self.runs.name
 
     @property
+    def own_tiers(self) -> tuple[str, ...]:
+        """The names of the tiers in `cases/` of the project, sorted."""
+        return _tiers_in(self.cases)
+
+    @property
     def tiers(self) -> tuple[str, ...]:
-        return tuple(sorted(path.stem for path in self.cases.glob("*.toml") if path.name not in _RECORD_FILES))
+        """The names of all tiers that can be run here, sorted: the project's and the package's."""
+        return tuple(sorted({*self.own_tiers, *_tiers_in(self.shipped / "cases")}))
 
     @property
     def bugs(self) -> Path:
@@ -92,21 +100,42 @@ class Project(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         return self.cases / "bugs"
 
     def case_file(self, name_or_path: str) -> Path:
-        """The path of a tier (`pr`), of a case file, or of the folder of bugs. HarnessError if it does not exist."""
+        """The path of a tier (`pr`), of a case file, or of a folder of bugs. HarnessError if it does not exist.
+
+        Of a name that both the project and the package have, the project's.
+        """
         if name_or_path.endswith(".toml") or os.sep in name_or_path:
             path = Path(name_or_path)
-            if not path.is_file() and path.resolve() != self.bugs:
+            if not path.is_file() and path.resolve() not in (self.bugs, self.shipped / "cases" / "bugs"):
                 raise HarnessError("this case file does not exist.", where=name_or_path, fix="check the path.")
             return path
-        if name_or_path == self.bugs.name and self.bugs.is_dir():
-            return self.bugs
-        if name_or_path not in self.tiers:
+        found = self._named(name_or_path)
+        if not found:
             raise HarnessError(
-                f"no tier of {self.cases}, no case id and no FILE.toml.",
+                f"no tier of {self.cases} or of the package, no case id and no FILE.toml.",
                 where=name_or_path,
                 fix=suggestion(name_or_path, self.tiers) if self.tiers else "add a tier file to cases/.",
             )
-        return self.cases / f"{name_or_path}.toml"
+        return found[0]
+
+    def of_package(self, path: Path) -> bool:
+        """True for a case file or folder of bugs of the package that this project uses but does not hold."""
+        return self.root != self.shipped and path.resolve().is_relative_to(self.shipped / "cases")
+
+    def replaced_tiers(self, names: Iterable[str]) -> tuple[str, ...]:
+        """A sentence for each of these names that means a file of the project although the package has it too."""
+        both = {name: found[0] for name in names if len(found := self._named(name)) > 1}
+        return tuple(
+            f"{name} is {path.relative_to(self.root)} of this project, not the tier of the package."
+            for name, path in both.items()
+        )
+
+    def _named(self, name: str) -> list[Path]:
+        """The tier files or folders of bugs of this name: the project's, then the package's."""
+        folders = dict.fromkeys((self.cases, self.shipped / "cases"))
+        if name == self.bugs.name:
+            return [folder / name for folder in folders if (folder / name).is_dir()]
+        return [folder / f"{name}.toml" for folder in folders if name in _tiers_in(folder)]
 
     def new_run(self) -> Path:
         return self._made(self.runs) / f"{time.time_ns():020d}-{os.getpid()}.jsonl"
@@ -138,7 +167,7 @@ class Project(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 def find_project(root: str | Path | None = None, files: Iterable[str] = ()) -> Project:
-    """The project at `root`, else at or above the working directory or one of `files`, else the one of the wheel."""
+    """The project at `root`, else at or above the working directory or one of `files`, else the package's."""
     if root is not None:
         given = Path(root).resolve()
         if not _is_root(given):
@@ -150,7 +179,7 @@ def find_project(root: str | Path | None = None, files: Iterable[str] = ()) -> P
         return Project(root=given, state=state_folder())
     here = [Path.cwd(), *(Path(file).resolve() for file in files if file.endswith(".toml"))]
     nearest = next((folder for start in here for folder in (start, *start.parents) if is_project(folder)), None)
-    return Project(root=nearest or _shipped_root(), state=state_folder())
+    return Project(root=nearest or own_root(), state=state_folder(), own=nearest is not None)
 
 
 def leases_in(state: Path) -> Path:
@@ -183,11 +212,5 @@ def is_project(folder: Path) -> bool:
     return _is_root(folder) and (folder / "golden").is_dir()
 
 
-def _shipped_root() -> Path:
-    if _is_root(_SHIPPED):
-        return _SHIPPED
-    raise HarnessError(
-        "no folder with cases/ and golden/ is here or above.",
-        where=str(Path.cwd()),
-        fix="run inside a project, or use --root DIR.",
-    )
+def _tiers_in(cases: Path) -> tuple[str, ...]:
+    return tuple(sorted(path.stem for path in cases.glob("*.toml") if path.name not in _RECORD_FILES))

@@ -58,6 +58,8 @@ def run(
         argv=(*query.words_with_absolute_paths, *plan.given.words, *(("--name", plan.name) if plan.name else ())),
     )
     store = RunStore(project.new_run(), progress.note)
+    for sentence in project.replaced_tiers(query.effective_sources):
+        progress.note(sentence)
     with store.locked():
         store.begin(start)
         remove_old_runs(project)

@@ -21,7 +21,7 @@ from harness.cli.options import (
 )
 from harness.errors import HarnessError
 from harness.evidence.curve import golden_of, read_curve
-from harness.evidence.golden import GoldenChange, list_goldens, replaced, write_golden
+from harness.evidence.golden import GoldenChange, replaced, stored_families, write_golden
 from harness.evidence.signature import compare_signatures, list_signatures, needs_signature, write_signature
 from harness.evidence.tree import changed_files
 from harness.hints import LIST_BASELINES
@@ -173,7 +173,7 @@ def _update_signatures(
     if not cases:
         fix = "select cases with a target of your own, or add --target my_pkg.my_target."
         raise NothingSelected("formulas describe the models of all these cases.", where="baseline update", fix=fix)
-    stored = list_signatures(project.root) if missing else ()
+    stored = {*list_signatures(project.root), *list_signatures(project.shipped)} if missing else set()
     cases = [case for case in cases if case_id(case) not in stored]
     if not cases:
         raise NothingSelected("no signature is missing.", where="baseline update --missing")
@@ -255,7 +255,7 @@ def failing_losses(project: Project, query: Query) -> Query:
 
 
 def asked_cases(project: Project, query: Query) -> tuple[Case, ...]:
-    return select_cases(project, query if query.sources else msgspec.structs.replace(query, sources=project.tiers))
+    return select_cases(project, query if query.sources else msgspec.structs.replace(query, sources=project.own_tiers))
 
 
 def _classes(plan: Plan, name: str | None) -> tuple[str, ...]:
@@ -280,7 +280,7 @@ def _chosen(
         if family not in by_family:
             fix = f"add the tier or file of its cases; `{LIST_BASELINES}` shows the stored families."
             raise HarnessError("no selected case belongs to this family.", where=f"--family {family}", fix=fix)
-    stored = {key.family for key in list_goldens(project.root) if key.hardware in classes} if missing else set()
+    stored = stored_families(project.root, classes) if missing else set()
     chosen = [case for name, case in by_family.items() if name in (families or by_family) and name not in stored]
     if not chosen:
         raise NothingSelected("no golden is missing.", where="baseline update --missing")

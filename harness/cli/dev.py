@@ -191,6 +191,9 @@ def tier_command(*, name: str | None, rounds: int, fitted: Path | None, project:
 
 def _choose(project: Project, name: str, rounds: int) -> None:
     path = project.case_file(name)
+    if project.of_package(path):
+        fix = f"copy {path} to {project.cases}, and change it there."
+        raise HarnessError("this tier is the package's, and its cases are chosen there.", where=name, fix=fix)
     file, costs = read_case_file(path), read_costs(project.root)
     known = recorded_faults(project)
     chosen = choose(file, costs.price, known=known, faults=all_faults().values(), rounds=rounds)

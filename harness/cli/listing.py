@@ -67,7 +67,8 @@ def list_command(  # noqa: PLR0913  one parameter per option
         if case_id(case) in reasons:
             facts = reasons[case_id(case)]
             click.echo(f"     {facts['cost_cpu_s']:.1f} CPU s; {facts['reason']}")
-    click.echo("\n".join(filter(None, (counted(len(cases), "case"), excluded_cells(project, query)))), err=True)
+    remarks = (counted(len(cases), "case"), excluded_cells(project, query), *project.replaced_tiers(query.sources))
+    click.echo("\n".join(filter(None, remarks)), err=True)
 
 
 def _reasons(project: Project, query: Query) -> dict[str, dict[str, object]]:

@@ -167,7 +167,7 @@ def page_of(
 
 
 def _sections(project: Project, run: RunResult, mutations: Path | None, conformance: Path | None) -> Iterator[Section]:
-    tiers = whole_tiers(project, {result.case_id for result in run.results})
+    tiers = whole_tiers(project, {result.case_id for result in run.results}, run.start.argv)
     if tiers:
         yield coverage_section([(tier, coverage(tier, 2)) for tier in tiers])
     if mutations is not None:

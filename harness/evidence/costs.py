@@ -15,7 +15,7 @@ from pathlib import Path
 
 import msgspec
 
-from harness.evidence.sealed import Sealed, own_root, read_sealed, write_sealed
+from harness.evidence.sealed import Sealed, holder, read_sealed, write_sealed
 from harness.expect.relations import partner
 from harness.expect.saved_memory import expected_saved
 from harness.hints import fit_costs
@@ -73,8 +73,7 @@ def costs_path(root: Path) -> Path:
 
 def read_costs(root: Path) -> Costs:
     """The costs of a project, else those that the harness measured. Raises `Missing` and `Damaged`."""
-    path = costs_path(root)
-    return read_sealed(path if path.exists() else costs_path(own_root()), Costs, remake=f"run `{fit_costs()}`.")
+    return read_sealed(costs_path(holder(root, costs_path)), Costs, remake=f"run `{fit_costs()}`.")
 
 
 def write_costs(root: Path, costs: Costs) -> Path:

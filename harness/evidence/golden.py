@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from itertools import zip_longest
 from pathlib import Path
 from typing import Literal
@@ -17,7 +17,7 @@ from typing import Literal
 import msgspec
 
 from harness.errors import HarnessError
-from harness.evidence.sealed import Damaged, Sealed, read_sealed, stored_or_why, write_sealed
+from harness.evidence.sealed import Damaged, Sealed, own_root, read_sealed, stored_or_why, write_sealed
 from harness.evidence.tolerance import ToleranceMissing, ToleranceUnfounded, tolerance_for
 from harness.hints import LIST_BASELINES, update_golden
 from harness.matrix.caseid import case_id as id_of_case
@@ -143,9 +143,13 @@ def load_golden(root: Path, hardware: str, family: str) -> Golden:
 
 
 def find_golden(root: Path, classes: Sequence[str], family: str) -> Golden:
-    """The golden for the first of these hardware classes that has one. Raises as `load_golden`."""
-    stored = (name for name in classes if golden_path(root, name, family).exists())
-    return load_golden(root, next(stored, classes[0]), family)
+    """The golden for the first of these hardware classes that has one: the project's, else the package's.
+
+    Raises as `load_golden`.
+    """
+    places = ((place, name) for place in (root, own_root()) for name in classes)
+    stored = ((place, name) for place, name in places if golden_path(place, name, family).exists())
+    return load_golden(*next(stored, (root, classes[0])), family)
 
 
 def write_golden(root: Path, golden: Golden) -> Path:
@@ -162,6 +166,12 @@ def list_goldens(root: Path) -> tuple[GoldenKey, ...]:
     files = (path for path in (root / "golden").glob("*/*.json") if path.parent.name not in ("evidence", "signatures"))
     golden_files = (path for path in files if not path.name.startswith(EVIDENCE_OF_A_DEVICE))
     return tuple(sorted(GoldenKey(hardware=path.parent.name, family=path.stem) for path in golden_files))
+
+
+def stored_families(root: Path, classes: Collection[str]) -> set[str]:
+    """The families with a golden for one of these hardware classes, in the project or in the package."""
+    keys = (key for place in (root, own_root()) for key in list_goldens(place))
+    return {key.family for key in keys if key.hardware in classes}
 
 
 def compare_goldens(old: Golden | None, new: Golden) -> tuple[GoldenRow, ...]:

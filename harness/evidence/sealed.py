@@ -90,3 +90,8 @@ def own_root() -> Path:
     """The project of the harness itself, in an installed package or in a checkout."""
     package = Path(__file__).parents[1]
     return package / "_project" if (package / "_project").is_dir() else package.parent
+
+
+def holder(root: Path, path_of: Callable[[Path], Path]) -> Path:
+    """The root whose file `path_of(root)` is read: the project's where it is there, else the package's if that is."""
+    return next((place for place in (root, own_root()) if path_of(place).exists()), root)

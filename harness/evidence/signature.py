@@ -15,7 +15,7 @@ import msgspec
 from harness.builds import PACKAGES, evidence_key
 from harness.errors import HarnessError
 from harness.evidence.golden import Provenance, missing_reason, provenance_of
-from harness.evidence.sealed import Damaged, Sealed, read_sealed, write_sealed
+from harness.evidence.sealed import Damaged, Sealed, holder, read_sealed, write_sealed
 from harness.hints import update_signature
 from harness.matrix.case import Case
 from harness.matrix.caseid import parse_case_id
@@ -120,6 +120,11 @@ def load_signature(root: Path, case_id: str) -> Signature:
         what = f"holds the signature of {signature.case_id}: it was copied or renamed by hand."
         raise Damaged(what, where=str(path), fix=f"restore it or {remake}")
     return signature
+
+
+def find_signature(root: Path, case_id: str) -> Signature:
+    """The recorded signature of the project, else the package's. Raises as `load_signature`."""
+    return load_signature(holder(root, lambda place: signature_path(place, case_id)), case_id)
 
 
 def write_signature(root: Path, signature: Signature) -> Path:

@@ -28,7 +28,7 @@ from harness.engine.messages import JobStatus
 from harness.evidence.formulas import doubts, read_verified
 from harness.evidence.golden import Golden, find_golden, make_golden
 from harness.evidence.sealed import Missing
-from harness.evidence.signature import Signature, load_signature, needs_signature
+from harness.evidence.signature import Signature, find_signature, needs_signature
 from harness.evidence.tolerance import (
     SAME_ORDER,
     Tolerance,
@@ -246,7 +246,7 @@ class _EvidenceReader:
         if not self._signatures or not needs_signature(case):
             return None
         try:
-            return load_signature(self.root, case_id(case))
+            return find_signature(self.root, case_id(case))
         except Missing:
             return None
 

@@ -91,9 +91,11 @@ def _is_case_id(project: Project, source: str) -> bool:
 def select_file(project: Project, path: Path) -> Selection:
     """The selection of one case file of a project: the chosen cases where there is a choice, else a covering array.
 
-    Of a bug file or a folder of them: their cases.
+    Of a bug file or a folder of them: their cases. A tier of the package is the same in every project: the records of
+    the project choose no other cases.
     """
-    known = recorded_faults(project)
+    own = project.shipped_known if project.of_package(path) else project.known
+    known = known_with_shipped(own, project.shipped_known)
     if holds_bugs(path):
         return select(cases_of_bugs(path), known=known)
     chosen = chosen_path(path)
@@ -121,8 +123,10 @@ def excluded_cells(project: Project, query: Query) -> str:
     return "; ".join(f"{counted(count, 'cell')} excluded: {name}" for name, count in counts.items())
 
 
-def whole_tiers(project: Project, case_ids: Collection[str]) -> tuple[Selection, ...]:
-    selections = (select_file(project, project.case_file(name)) for name in project.tiers)
+def whole_tiers(project: Project, case_ids: Collection[str], words: Collection[str]) -> tuple[Selection, ...]:
+    """The tiers of the project, and those of the package among the `words` of a run, all of whose cases are here."""
+    names = [name for name in project.tiers if name in project.own_tiers or name in words]
+    selections = (select_file(project, project.case_file(name)) for name in names)
     return tuple(
         selection
         for selection in selections

@@ -22,7 +22,7 @@ from harness.engine.hardware import cuda_devices, open_leases
 from harness.engine.leases import Leases
 from harness.engine.messages import Job
 from harness.errors import HarnessError
-from harness.evidence.golden import list_goldens, write_golden
+from harness.evidence.golden import stored_families, write_golden
 from harness.evidence.level import Level, LevelItem, LevelReport
 from harness.evidence.tolerance import Evidence, write_evidence
 from harness.matrix.case import Case
@@ -158,12 +158,12 @@ def collect(level: Level, work: Work, query: Query) -> LevelReport:
     """
     started_s = time.monotonic()
     work = work._replace(plan=msgspec.structs.replace(work.plan, arithmetic=ARITHMETIC[level]))
-    plan, facts = work.plan, work.facts
-    cases, left_out = chosen_cases(level, work.project, query, plan)
+    plan, facts, project = work.plan, work.facts, work.project
+    cases, left_out = chosen_cases(level, project, query, plan)
     devices, held = cuda_devices(work.slots), work.leases.held_slots()  # by other jobs of the harness
     uncertain = () if facts is None else doubts(facts, [devices[slot].uuid for slot in held])
-    for note in (*uncertain, *left_out):
-        work.progress.note(f"{note}.")
+    for sentence in (*project.replaced_tiers(query.sources), *(f"{note}." for note in (*uncertain, *left_out))):
+        work.progress.note(sentence)
     collected = {
         "kernel": lambda: kernel_level(work),
         "proof": lambda: proof_level(work, cases),
@@ -174,7 +174,7 @@ def collect(level: Level, work: Work, query: Query) -> LevelReport:
         hardware=plan.hardware[0],
         items=collected.items,
         notes=(*uncertain, *left_out, *collected.notes),
-        environment=environment(plan, work.project.root, {case.target for case in cases}),
+        environment=environment(plan, project.root, {case.target for case in cases}),
         devices=1 if level == "kernel" else work.slots,
         memory=() if facts is None else memory_words(facts),
         variables={name: value for name, value in sorted(os.environ.items()) if name.startswith(_READ_BY_DEVICES)},
@@ -192,8 +192,7 @@ def chosen_cases(level: Level, project: Project, query: Query, plan: Plan) -> tu
     if level == "kernel":
         return (), ()
     if not query.sources:
-        tiers = tuple(name for name in _TIERS[plan.device] if name in project.tiers)
-        query = msgspec.structs.replace(query, sources=tiers)
+        query = msgspec.structs.replace(query, sources=_TIERS[plan.device])
     of_dtype = [case for case in select_cases(project, query) if case.train.dtype == DTYPE[level]]
     fitting = [case for case in of_dtype if case.world_size <= plan.capacity.largest]
     # torch's kernel of a CPU refuses less than a GPU's.
@@ -301,8 +300,7 @@ def native_level(work: Work, cases: Sequence[Case]) -> LevelOutcome:
 
 
 def _missing_goldens(work: Work, cases: Sequence[Case]) -> tuple[LevelItem, ...]:
-    classes = work.plan.hardware
-    stored = {key.family for key in list_goldens(work.project.root) if key.hardware in classes}
+    stored = stored_families(work.project.root, work.plan.hardware)
     wanted = [reference for reference in needed_references(cases) if family_id(reference) not in stored]
     if not wanted:
         return ()

@@ -180,7 +180,9 @@ def imported_bug(project: Command) -> str:
     )
     done = project.call("bug", "import", "report.md")
     file = project.folder / "cases" / "bugs" / "ao-77.toml"
-    file.write_text(file.read_text().replace("[case.axes]", "[case.axes]\nloss_tolerance = 0.05\nsteps = 3"))
+    file.write_text(
+        file.read_text().replace("[case.axes]", "[case.axes]\nloss_tolerance = 0.05\nsteps = 3\nlr = 0.002")
+    )
     line = next(line for line in done.stdout.splitlines() if line.startswith("run it: "))
     return f"`{line.removeprefix('run it: ')}`"
 

@@ -131,7 +131,8 @@ def test_root_without_cases(tmp_path: Path) -> None:
 def test_tiers_leave_out_records(project: Project, tmp_path: Path) -> None:
     for name in ("pr", "smoke", "known", "required"):
         (project.cases / f"{name}.toml").write_text("")
-    assert project.tiers == ("pr", "smoke")
+    assert project.own_tiers == ("pr", "smoke")
+    assert set(project.own_tiers) < set(project.tiers) and not {"known", "required"} & set(project.tiers)
     assert is_case_file(project.cases / "pr.toml")
     assert not is_case_file(project.cases / "known.toml")
     assert not is_case_file(tmp_path / "pr.toml")

@@ -46,6 +46,10 @@ NOISE = (0.01, 0.02, 0.04)
 LAYOUTS = ("single", "tp2", "fsdp2")
 
 
+PROJECT = Path(__file__).parents[2]
+OTHER = Model(layers=3)  # which the package measured nothing of
+
+
 def case(steps: int = 3, **checks: float) -> Case:
     return Case(float8=Float8(recipe="tensorwise"), train=Train(steps=steps), checks=Checks(**checks))
 
@@ -142,11 +146,16 @@ def test_the_number_of_the_case_wins_and_needs_no_files(tmp_path: Path) -> None:
 
 
 def test_a_kind_of_case_that_was_not_measured_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(ToleranceMissing, match=KEY):
-        tolerance_for(case(), tmp_path)
     store(tmp_path, table())
-    with pytest.raises(ToleranceMissing, match="tiny-bf16-float32"):
-        tolerance_for(Case(), tmp_path)
+    with pytest.raises(ToleranceMissing, match="tiny_layers3-bf16-float32"):
+        tolerance_for(Case(model=OTHER), tmp_path)
+
+
+def test_what_a_project_did_not_measure_is_as_far_off_as_the_package_measured(tmp_path: Path) -> None:
+    assert tolerance_for(case(), tmp_path) == tolerance_for(case(), PROJECT)
+    store(tmp_path, table())
+    assert tolerance_for(case(), tmp_path).per_step == (0.02, 0.04, 0.08) != tolerance_for(case(), PROJECT).per_step
+    assert tolerance_for(Case(), tmp_path) == tolerance_for(Case(), PROJECT)
 
 
 def test_keys_tell_models_recipes_and_dtypes_apart() -> None:
@@ -164,8 +173,9 @@ def test_an_output_layer_in_fp8_is_a_kind_of_its_own() -> None:
 
 def test_a_number_for_the_kind_without_an_output_layer_is_none_for_that_with_one(tmp_path: Path) -> None:
     store(tmp_path, table())
-    with pytest.raises(ToleranceMissing, match="tiny-tensorwise-head-float32"):
-        tolerance_for(Case(float8=Float8(recipe="tensorwise", output_layer=True), train=Train(steps=3)), tmp_path)
+    float8 = Float8(recipe="tensorwise", output_layer=True)
+    with pytest.raises(ToleranceMissing, match="tiny_layers3-tensorwise-head-float32"):
+        tolerance_for(Case(model=OTHER, float8=float8, train=Train(steps=3)), tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -312,10 +322,7 @@ def test_any_table_reads_or_is_refused(tmp_path_factory: pytest.TempPathFactory,
     (root / TABLE_FILE).parent.mkdir()
     (root / TABLE_FILE).write_bytes(content)
     with pytest.raises(HarnessError):
-        tolerance_for(case(), root)
-
-
-PROJECT = Path(__file__).parents[2]
+        tolerance_for(Case(model=OTHER), root)
 
 
 @pytest.mark.skipif(not (PROJECT / TABLE_FILE).exists(), reason="no tolerance is written yet")
