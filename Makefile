@@ -3,7 +3,12 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 DEVICE := cuda
+# What runs cases, and what tests and documents need besides: `make smoke` does not wait for the second.
 READY := $(VENV)/.ready
+DEV := $(VENV)/.dev
+# Where torch comes from if not from PyPI: TORCH_INDEX=https://download.pytorch.org/whl/cpu has the build for CPUs.
+TORCH_INDEX :=
+INSTALL = -m pip install --quiet --disable-pip-version-check
 # torchtitan and what it imports stay out of .venv
 TITAN_VENV := .venv-torchtitan
 TITAN_READY := $(TITAN_VENV)/.ready
@@ -16,7 +21,7 @@ TRANSFORMERS_READY := $(TRANSFORMERS_VENV)/.ready
 # The suite starts hundreds of interpreters: bytecode is kept, whatever the environment says.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: smoke gloo test sweep unit gpu-evidence browser torchtitan torchtitan-sweep torchtitan-0.3 transformers versions lint format docs clean
+.PHONY: smoke gloo test sweep unit pythons gpu-evidence browser torchtitan torchtitan-sweep torchtitan-0.3 transformers versions lint format docs clean
 
 smoke: $(READY)  ## run the smoke tier end to end and print the verdict table
 	$(BIN)/fp8-harness run smoke
@@ -24,14 +29,14 @@ smoke: $(READY)  ## run the smoke tier end to end and print the verdict table
 gloo: $(READY)  ## run the tiers smoke and gloo over torch's gloo, for every night
 	$(BIN)/fp8-harness run smoke gloo --fabric gloo
 
-test: $(READY)  ## run the test suite, without the sweeps
+test: $(DEV)  ## run the test suite, without the sweeps
 	$(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder -m "not sweep" --durations 40 --durations-min 5 tests
 
-sweep: $(READY)  ## run the sweeps, for every night: long tests of compiled runs, mutation testing, properties on many examples
+sweep: $(DEV)  ## run the sweeps, for every night: long tests of compiled runs, mutation testing, properties on many examples
 	$(BIN)/python -m pytest -q -n 2 --dist loadfile -m sweep tests
 	HYPOTHESIS_PROFILE=nightly $(BIN)/python -m pytest -q -n 2 -m "not sweep" tests/unit
 
-unit: $(READY)  ## run the tests that need no torch and no other program
+unit: $(DEV)  ## run the tests that need no torch and no other program
 	$(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder -m "not sweep and not programs" tests/unit
 
 gpu-evidence: $(READY)  ## what the visible GPUs can prove, stored under golden/<class>/; DEVICE=cpu rehearses
@@ -55,8 +60,8 @@ torchtitan-0.3: $(TITAN_0_3_READY)  ## the same for torchtitan 0.3.0, which need
 transformers: $(TRANSFORMERS_READY)  ## run the cases of examples/hf_llama, in an environment of its own, for every night
 	$(TRANSFORMERS_VENV)/bin/python -m pytest -q -m sweep tests/acceptance/test_hf_llama.py
 
-# Other versions of torch and torchao, each in an environment of its own: ci/constraints-torch-*.txt replace the lines of
-# ci/constraints.txt. PyPI has CUDA builds of torch 2.14 and later only, of 5 GB each, which run on a CPU.
+# Other versions of torch and torchao, each in an environment of its own, pinned by `fp8-harness constraints --for`. PyPI has
+# CUDA builds of torch 2.14 and later only, of 5 GB each, which run on a CPU.
 TIER_2.15 := pr
 VERSIONS := $(patsubst ci/constraints-torch-%.txt,torch-%,$(wildcard ci/constraints-torch-*.txt))
 
@@ -69,45 +74,63 @@ $(VERSIONS): torch-%: .venv-torch-%/.ready  ## as `make torch-2.15`
 
 .venv-torch-%/.ready: pyproject.toml ci/constraints.txt ci/constraints-torch-%.txt
 	$(PYTHON) -m venv .venv-torch-$*
-	awk -F== 'NR == FNR {own[$$1]} NR == FNR || !($$1 in own)' ci/constraints-torch-$*.txt ci/constraints.txt \
-		> .venv-torch-$*/constraints.txt
-	.venv-torch-$*/bin/python -m pip install --quiet --disable-pip-version-check \
-		-c .venv-torch-$*/constraints.txt -e '.[dev]'
+	.venv-torch-$*/bin/python $(INSTALL) -c ci/constraints.txt -e .
+	.venv-torch-$*/bin/fp8-harness constraints --for torch-$* > .venv-torch-$*/constraints.txt
+	.venv-torch-$*/bin/python $(INSTALL) -c .venv-torch-$*/constraints.txt -e '.[dev]'
 	touch $@
 
-lint: $(READY)  ## ruff and mypy, as CI runs them
+# The versions of Python of pyproject.toml that are here, by pyenv or on PATH.
+MINORS := 11 12 13 14
+python_of = $(firstword $(wildcard $(HOME)/.pyenv/versions/3.$(1).*/bin/python) $(shell command -v python3.$(1)))
+
+pythons: $(foreach minor,$(MINORS),python-3.$(minor))  ## tests/unit, which need no torch, with every Python, for every night
+
+python-3.%:
+	$(if $(call python_of,$*),$(MAKE) --no-print-directory .venv-python-3.$*/.ready,@echo "not run: no Python 3.$* is here")
+	$(if $(call python_of,$*),.venv-python-3.$*/bin/python -m pytest -q -n 2 -m "not sweep and not programs" tests/unit)
+
+.venv-python-3.%/.ready: pyproject.toml ci/constraints.txt
+	$(call python_of,$*) -m venv .venv-python-3.$*
+	.venv-python-3.$*/bin/python $(INSTALL) -c ci/constraints.txt -e '.[unit]'
+	touch $@
+
+lint: $(DEV)  ## ruff and mypy, as CI runs them
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-format: $(READY)  ## let ruff rewrite the files
+format: $(DEV)  ## let ruff rewrite the files
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-docs: $(READY)  ## render docs/ as a site into site/
+docs: $(DEV)  ## render docs/ as a site into site/
 	$(BIN)/python -m mkdocs build --strict --quiet
 
 $(READY): pyproject.toml ci/constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c ci/constraints.txt -e '.[dev]'
+	$(if $(TORCH_INDEX),$(BIN)/python $(INSTALL) -c ci/constraints.txt --index-url $(TORCH_INDEX) torch)
+	$(BIN)/python $(INSTALL) -c ci/constraints.txt -e '.[train]'
+	touch $@
+
+$(DEV): $(READY)
+	$(BIN)/python $(INSTALL) -c ci/constraints.txt -e '.[dev]'
 	touch $@
 
 $(TITAN_READY): pyproject.toml ci/constraints.txt
 	$(PYTHON) -m venv $(TITAN_VENV)
-	$(TITAN_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c ci/constraints.txt -e '.[torchtitan,dev]'
+	$(TITAN_VENV)/bin/python $(INSTALL) -c ci/constraints.txt -e '.[torchtitan,dev]'
 	touch $@
 
 $(TRANSFORMERS_READY): pyproject.toml ci/constraints.txt ci/constraints-transformers.txt
 	$(PYTHON) -m venv $(TRANSFORMERS_VENV)
-	$(TRANSFORMERS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check \
+	$(TRANSFORMERS_VENV)/bin/python $(INSTALL) \
 		-c ci/constraints.txt -c ci/constraints-transformers.txt -e '.[transformers,dev]'
 	touch $@
 
 $(TITAN_0_3_READY): pyproject.toml ci/constraints-torchtitan-0.3.txt
 	$(PYTHON) -m venv $(TITAN_0_3_VENV)
-	$(TITAN_0_3_VENV)/bin/python -m pip install --quiet --disable-pip-version-check \
-		-c ci/constraints-torchtitan-0.3.txt -e '.[torchtitan-0-3,dev]'
+	$(TITAN_0_3_VENV)/bin/python $(INSTALL) -c ci/constraints-torchtitan-0.3.txt -e '.[torchtitan-0-3,dev]'
 	touch $@
 
 clean:
-	rm -rf site $(VENV) $(TITAN_VENV) $(TITAN_0_3_VENV) $(TRANSFORMERS_VENV) .venv-torch-* .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf site $(VENV) $(TITAN_VENV) $(TITAN_0_3_VENV) $(TRANSFORMERS_VENV) .venv-torch-* .venv-python-* .pytest_cache .mypy_cache .ruff_cache .hypothesis

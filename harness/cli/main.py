@@ -26,7 +26,6 @@ _SECTIONS = {
         "explain": "harness.cli.explain:explain",
         "new": "harness.cli.new:new_command",
         "show": "harness.cli.show:show_command",
-        "history": "harness.cli.runs:history_command",
     },
     "Compare": {
         "compare": "harness.cli.compare:compare_command",
@@ -37,6 +36,7 @@ _SECTIONS = {
         "check-target": "harness.cli.check_target:check_target_command",
     },
     "Predict": {"predict": "harness.cli.predict:predict"},
+    "Install": {"constraints": "harness.cli.constraints:constraints_command"},
     "Maintain": {
         "baseline": "harness.cli.baseline:baseline",
         "runs": "harness.cli.runs:runs",

@@ -1,4 +1,4 @@
-"""`fp8-harness runs list | import | merge | remove`, and `history`: what stored runs say of cases."""
+"""`fp8-harness runs list | history | import | merge | remove`."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ Examples:
 """
 _HISTORY_EPILOG = """\b
 Examples:
-  fp8-harness history tp2-rowwise-v2048-s2-b16            every run of a case
-  fp8-harness history --select 'recipe=rowwise tp=2'      a summary of each of these cases
+  fp8-harness runs history tp2-rowwise-v2048-s2-b16            every run of a case
+  fp8-harness runs history --select 'recipe=rowwise tp=2'      a summary of each of these cases
 
 \b
 Exit codes: 0 there is a history, 3 no run of such a case is stored.
@@ -53,7 +53,7 @@ Exit codes: 0 there is a history, 3 no run of such a case is stored.
 
 @click.group(epilog="\b\nExamples:\n  fp8-harness runs list\n  fp8-harness runs import shard.json --name v2")
 def runs() -> None:
-    """List, import, merge and remove stored runs.
+    """List, import, merge and remove stored runs; history of a case.
 
     The last 100 runs of a project are kept, and all that have a name or were imported.
     """
@@ -133,7 +133,7 @@ def remove_command(*, names: tuple[str, ...], witnesses: bool, project: Project)
         click.echo(f"witnesses removed: {count}, from {folder}")
 
 
-@click.command("history", epilog=_HISTORY_EPILOG)
+@runs.command("history", epilog=_HISTORY_EPILOG)
 @query_parameter
 @click.option("--runs", "most", type=click.IntRange(min=1), metavar="N", help="Show only the last N runs of each case.")
 @project_parameter

@@ -153,9 +153,16 @@ def _attribute(owner: Any, name: str) -> Any:
 
 def _sets(kind: type, name: str) -> bool:
     """True where a class annotates an attribute, or a method of it assigns one of this name."""
-    return name in vars(kind).get("__annotations__", {}) or any(
-        _assigns(member, name) for member in vars(kind).values()
-    )
+    return name in _annotations(kind) or any(_assigns(member, name) for member in vars(kind).values())
+
+
+def _annotations(kind: type) -> Collection[str]:
+    """The attributes that a class annotates itself: from Python 3.14 on, `vars` of the class does not have them."""
+    if sys.version_info >= (3, 14):
+        import annotationlib
+
+        return annotationlib.get_annotations(kind, format=annotationlib.Format.FORWARDREF)
+    return vars(kind).get("__annotations__", {})
 
 
 def _assigns(function: object, name: str) -> bool:

@@ -61,7 +61,7 @@ def test_a_speed_is_stored_where_history_and_gate_read(project: Command) -> None
     assert ran == ["bf16", "rowwise", "rowwise", "bf16", "bf16", "rowwise"]  # in turns
     measurement = json.loads((project.folder / "speed.json").read_text())
     assert len(measurement["cases"][0]["pairs"]) == 3 and measurement["gated"] is False
-    assert "speed" in project.call("history", CASE).stdout
+    assert "speed" in project.call("runs", "history", CASE).stdout
     assert "times as fast as fsdp2-bf16" in project.call("show", CASE).stdout
     gate = project.call("compare", "speed", "speed")
     assert gate.returncode == 0 and gate.stdout.startswith("GO"), gate.stdout + gate.stderr

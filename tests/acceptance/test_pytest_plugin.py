@@ -107,7 +107,7 @@ def test_findings_are_shown_and_a_session_is_one_stored_run(project: Command, as
     assert (document["name"], document["exit_code"], document["interrupted"]) == ("candidate", 1, False)
     assert document["environment"]["device"] == "cpu" and all(case["command"] for case in document["cases"])
     (bad,) = (case["id"] for case in document["cases"] if not case["good"])
-    assert "crash" in project.call("history", bad).stdout
+    assert "crash" in project.call("runs", "history", bad).stdout
     again = project.call("run", "--lf", "-q")
     assert again.returncode == 1 and "1 case: 1 crash" in again.stdout and "repeats --device cpu" in again.stderr
     assert "last against candidate" in project.call("compare", "candidate", "last").stdout

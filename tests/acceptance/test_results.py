@@ -195,7 +195,7 @@ def test_shards_of_two_machines_become_one_run_and_are_imported(project: Command
     assert (run["name"], run["imported"], run["totals"]["passed"]) == ("v1", True, 4)
     case = document["cases"][0]["id"]
     assert project.call("run", *CPU, case).returncode == 0
-    shown = project.call("history", case)
+    shown = project.call("runs", "history", case)
     assert shown.returncode == 0 and len([line for line in shown.stdout.splitlines() if line.startswith("20")]) == 2
     assert "FLAKY" not in shown.stdout and "NONDETERMINISTIC" not in shown.stdout
     assert project.call("runs", "remove", "v1").returncode == 0 and len(listed(project)) == 1
@@ -243,16 +243,16 @@ def test_what_cannot_be_merged_or_imported_is_one_clear_error(project: Command) 
 def test_history_of_a_flaky_case(project: Command) -> None:
     name = contradiction(project)["cases"][0]["id"]
     assert project.call("runs", "import", "bad.json").returncode == 0
-    assert "FLAKY" in project.call("history", name).stdout
-    summary = project.call("history", "--select", "dp_shard=2")
+    assert "FLAKY" in project.call("runs", "history", name).stdout
+    summary = project.call("runs", "history", "--select", "dp_shard=2")
     assert summary.stdout.startswith(f"{name}  2 runs  1 ") and "  FLAKY  last change 20" in summary.stdout
-    (history,) = json.loads(project.call("history", "--json", "-").stdout)
+    (history,) = json.loads(project.call("runs", "history", "--json", "-").stdout)
     assert history["flaky"] and len(history["runs"]) == 2
-    (last,) = json.loads(project.call("history", name, "--runs", "1", "--json", "-").stdout)
+    (last,) = json.loads(project.call("runs", "history", name, "--runs", "1", "--json", "-").stdout)
     assert len(last["runs"]) == 1 and not last["flaky"]
 
 
 def test_history_of_what_never_ran(shared: Command) -> None:
-    done = shared.call("history", "tp8-rowwise-v2048-f32")
+    done = shared.call("runs", "history", "tp8-rowwise-v2048-f32")
     assert done.returncode == 3 and "no run of it is stored" in done.stderr
-    assert shared.call("history", "no-case").returncode == 2
+    assert shared.call("runs", "history", "no-case").returncode == 2
