@@ -87,8 +87,8 @@ def write_new_case(file: Path, case: Case, *, force: bool) -> str:
     if file.exists() and not force:
         raise HarnessError("this file exists.", where=str(file), fix="name another one, or give --force.")
     command = run_cases(str(file))
-    # Where an editor finds the schema: relative to a file of this checkout, by its place on this machine elsewhere.
+    # An editor finds the schema by a path that is right on every machine, which only a file of the checkout can have.
     folder, checkout = file.resolve().parent, _SCHEMA.parents[2]
-    schema = os.path.relpath(_SCHEMA, folder) if folder.is_relative_to(checkout) else _SCHEMA.as_uri()
+    schema = os.path.relpath(_SCHEMA, folder) if folder.is_relative_to(checkout) else None
     write_whole(file, write_case(case, schema=schema, command=command).encode())
     return command

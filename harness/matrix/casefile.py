@@ -102,15 +102,16 @@ def parse_case_file(text: str, *, where: str) -> CaseFile:
     return _case_file(parse_toml(text, where=where), name=Path(where).stem)
 
 
-def write_case(case: Case, *, schema: str, command: str) -> str:
+def write_case(case: Case, *, schema: str | None, command: str) -> str:
     """The text of a case file with this case: its own axes, and all others as comments with their defaults.
 
-    `schema` is where editors find the schema, `command` what runs the file.
+    `schema` is where editors find the schema, if they can; `command` runs the file.
     """
     values, own = axis_values(case), own_axes(case)
     chosen = [_assignment(name, value) for name, value in own.items()]
     others = [f"# {_assignment(name, _example(name, values[name]))}" for name in AXES if name not in own]
-    head = [f"#:schema {schema}", f"# Run it by `{command}`.", f"description = {_toml(case_id(case))}"]
+    head = [f"#:schema {schema}"] if schema is not None else []
+    head += [f"# Run it by `{command}`.", f"description = {_toml(case_id(case))}"]
     rest = "# Every other axis has its default. To change one, remove the # before it."
     return "\n".join([*head, "", "[[case]]", "[case.axes]", *chosen, "", rest, *others, ""])
 

@@ -19,7 +19,7 @@ def test_a_case_from_options_is_written_and_its_command_runs_it(project: Command
     done = project.call("new", "my cases.toml", *OWN, "--dtype", "bfloat16", "--loss-tolerance", "0.05")
     assert done.returncode == 0, done.stderr
     text = (project.folder / "my cases.toml").read_text()
-    assert text.startswith("#:schema file://") and text.splitlines()[0].endswith("/harness/schemas/case.schema.json")
+    assert "schema" not in text and str(project.folder) not in text, "it is right on another machine"
     assert "tp = 2  " in text and "# seq_len = 32  " in text
     command = next(line for line in done.stdout.splitlines() if line.startswith("run it: ")).split(maxsplit=2)[2]
     assert command == "fp8-harness run 'my cases.toml'"
