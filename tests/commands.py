@@ -12,6 +12,7 @@ from harness.cli.main import app
 def understood(line: str) -> None:
     """Parse a command that begins with `fp8-harness` and run nothing. Raises click's error for one that is wrong."""
     _, *words = shlex.split(line, comments=True)
+    words = words[: words.index(">")] if ">" in words else words
     command: click.Command = app
     context = click.Context(app, info_name="fp8-harness")
     while isinstance(command, click.Group):

@@ -55,6 +55,8 @@ def add_tolerances(folder: Path) -> None:
 def test_the_commands_of_a_page_work(project: Command, page: str) -> None:
     project.tier("pr", CASES)
     add_tolerances(project.folder / "golden")
+    # Its ranks compute nothing, so the golden of the package is not theirs.
+    project.call("baseline", "update", "tp2-rowwise-v2048-s2-b16", "--device", "cpu", "--reason", "of the page")
     for text in commands(page):
         if text.startswith("fp8-harness"):
             understood(text)

@@ -129,7 +129,7 @@ def test_the_commands_of_make_exist() -> None:
     text = (ROOT / "Makefile").read_text()
     for name, value in given.items():
         text = text.replace(f"$({name})", value)
-    lines = re.findall(r"^\t\S+/(fp8-harness [^>\n]+)", text, flags=re.MULTILINE)
+    lines = re.findall(r"^\t\S+/(fp8-harness .+)$", text, flags=re.MULTILINE)
     assert len(lines) >= 5
     for line in lines:
         understood(line)
