@@ -41,10 +41,10 @@ class Project(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         return not self.own or self.root == _SHIPPED
 
     def check_writable(self) -> None:
-        """Raises HarnessError where goldens, evidence and chosen cases cannot be stored: in an installed package."""
+        """Raises HarnessError where goldens, evidence and chosen cases cannot be stored: in the package."""
         if self.is_shipped:
             raise HarnessError(
-                "no project is here or above, and nothing is stored in an installed package.",
+                "no project is here or above, and nothing is stored in the package.",
                 where=str(Path.cwd()),
                 fix="make one here by `mkdir cases golden`, or give --root DIR.",
             )

@@ -79,6 +79,12 @@ def pytest_configure(config: pytest.Config) -> None:
     config.args = [*(arg for arg in config.args if named and arg not in paths), *paths]
 
 
+def pytest_report_header(config: pytest.Config) -> list[str]:
+    """The tiers of `--fp8-tier` that the project has in place of the package's."""
+    tiers: list[str] = config.getoption("--fp8-tier")
+    return [f"fp8-harness: {sentence}" for sentence in _project(config).replaced_tiers(tiers)] if tiers else []
+
+
 def pytest_collect_file(file_path: Path, parent: pytest.Collector) -> pytest.Collector | None:
     """A tier file is collected when it is named, or a `cases/` folder at or above it is."""
     if file_path.suffix != ".toml" or not _is_asked_for(file_path, parent.config):

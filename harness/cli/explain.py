@@ -89,6 +89,8 @@ def explain(  # noqa: PLR0913  one parameter per option
         click.echo(checks_markdown(read_kills(project.root) or read_kills(project.shipped)), nl=False)
         return
     print_sections(_explained(project, words))
+    for sentence in project.replaced_tiers(words):
+        click.echo(f"fp8-harness: note: {sentence}", err=True)
 
 
 def _explained(project: Project, words: Sequence[str]) -> list[Block]:

@@ -56,7 +56,7 @@ def test_what_is_stored_needs_a_project(installed: Command) -> None:
     for command in commands:
         done = installed.run(*command)
         assert done.returncode == 2 and len(done.stderr.splitlines()) == 1, done.stderr
-        assert "nothing is stored in an installed package" in done.stderr and str(installed.folder) in done.stderr
+        assert "nothing is stored in the package" in done.stderr and str(installed.folder) in done.stderr
     assert files(shipped) == before
     assert installed.run(*GOLDEN, "--dry-run").returncode == 0
     assert files(shipped) == before
@@ -96,7 +96,7 @@ def test_the_tiers_of_the_package_are_those_of_every_project(own: Command) -> No
 def test_a_tier_of_the_project_comes_before_the_one_of_the_package(own: Command) -> None:
     own.cases("smoke", 'recipe = "rowwise", steps = 4, loss_tolerance = 0.1')
     said = "smoke is cases/smoke.toml of this project, not the tier of the package."
-    for command in (("list", "smoke"), ("run", "--device", "cpu")):
+    for command in (("list", "smoke"), ("explain", "smoke"), ("run", "--device", "cpu")):
         done = own.run(*command)
         assert done.returncode == 0 and done.stderr.count(said) == 1, done.stderr
         assert "single-rowwise-v2048-s4-f32-tol.0.1" in done.stdout

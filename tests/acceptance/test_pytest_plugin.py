@@ -24,6 +24,7 @@ def test_tier_alone(project: Command) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     assert "cases/smoke.toml::single-tensorwise" in done.stdout
     assert "1 passed" in done.stdout
+    assert done.stdout.count("smoke is cases/smoke.toml of this project, not the tier of the package.") == 1
 
 
 def test_not_asked_for(project: Command) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,9 +27,11 @@ from harness.evidence.level import (
 )
 from harness.evidence.sealed import Damaged
 from harness.matrix.faults import all_faults
+from harness.project import Project
 from harness.report.evidence import level_line, level_section
 from harness.report.sections import markdown
-from harness.studies.levels import default_faults, doubts, items_of, memory_words, obstacle
+from harness.running.selection import Query
+from harness.studies.levels import chosen_cases, default_faults, doubts, items_of, memory_words, obstacle
 from harness.studies.mutation import MutationMatrix
 from harness.trace.device import DeviceFacts, TorchFacts
 from harness.verdict import Verdict
@@ -48,6 +51,14 @@ def facts(*devices: DeviceFacts, cuda: str = "13.0", nccl: str = "2.28.9", error
 
 TWO = facts(device(0), device(1))
 OLD = facts(device(0, capability=(8, 0), name="A100"), device(1, capability=(8, 0), name="A100"))
+
+
+@pytest.mark.parametrize("words", [(), ("smoke",)])
+def test_a_project_without_tiers_is_proven_by_those_of_the_package(project: Project, words: tuple[str, ...]) -> None:
+    plan: Any = SimpleNamespace(device="cpu", capacity=SimpleNamespace(largest=2))
+    cases, left_out = chosen_cases("proof", project, Query(sources=words), plan)
+    assert cases and all(case.train.dtype == "float64" and case.world_size <= 2 for case in cases)
+    assert left_out and "need more than 2 devices" in left_out[0]
 
 
 @pytest.mark.parametrize(

@@ -309,8 +309,10 @@ def test_a_file_decides_which_project_it_is_of_where_no_other_is_here(
     monkeypatch.chdir(tmp_path_factory.mktemp("away"))
     file = str(project.cases / "mine.toml")
     assert find_project(files=(file,)).root == project.root
-    with contextlib.suppress(HarnessError):
-        assert find_project(files=("mine",)).root != project.root
+    elsewhere = find_project(files=("mine",))
+    assert elsewhere.root == PAGE.parents[1] and elsewhere.is_shipped and not project.is_shipped
+    with pytest.raises(HarnessError, match="no project is here or above"):
+        elsewhere.check_writable()
 
 
 def test_cells_that_rules_exclude_are_told(project: Project) -> None:
