@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import datetime
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 
 import msgspec
+from packaging.version import InvalidVersion, Version
 
-from harness.bugs.reading import Source, Statement
-from harness.matrix.layout import MESH_AXES
-from harness.matrix.spellings import Value
+from harness.bugs.reading import Statement
+from harness.bugs.spellings import Value
 from harness.performance.models import MODELS
 
 FLOAT8_STYLES = datetime.date(2025, 9, 30)  # until then torchtitan used float8 TP styles
 LAST_TOML = datetime.date(2026, 2, 22)  # the last day of torchtitan's TOML files
+_PYTHON = datetime.date(2026, 2, 23)  # since then it is configured in Python
 CONVERTED_OUTPUT = datetime.date(2024, 7, 19)  # until then torchtitan converted the output layer, without a filter
+FILTERS = datetime.date(2025, 4, 7)  # since then it converts the output layer where no filter names it
 
 _SELECTIVE: Mapping[str, Value] = {"checkpointing": "selective", "ac_option": "2"}
 _FULL: Mapping[str, Value] = {"tp": 8, "checkpointing": "full"}
@@ -23,11 +25,15 @@ _FLOAT8_405B: Mapping[str, Value] = {
     **dict.fromkeys(("float8", "fp8_all_gather", "precompute_scale", "async_tp"), True),
     "compile": "graph",
 }
+_FLOAT8_405B_PYTHON: Mapping[str, Value] = {"float8": True, "async_tp": True, "compile": "graph"}
 # What torchtitan's configuration files set, by a pattern of their names, with the day that each holds from.
 _FILES: tuple[tuple[str, datetime.date, Mapping[str, Value]], ...] = (
+    (r"debug_?model", _PYTHON, {"model_size": "debugmodel", "local_batch": 8, "checkpointing": "selective_op"}),
+    (r"llama3_8b", _PYTHON, {"model_size": "8B", "local_batch": 1, "checkpointing": "selective_op"}),
     (r"debug_?model", datetime.date.min, {"model_size": "debugmodel", "local_batch": 8, **_SELECTIVE}),
     (r"llama3_8b", datetime.date.min, {"model_size": "8B", "local_batch": 1, **_SELECTIVE, "ac_option": "op"}),
     (r"llama3_70b", datetime.date.min, {"model_size": "70B", "local_batch": 8, **_FULL}),
+    (r"llama3_405b", _PYTHON, {"model_size": "405B", "local_batch": 2, **_FULL, **_FLOAT8_405B_PYTHON}),
     (r"llama3_405b", datetime.date(2024, 12, 1), {"model_size": "405B", "local_batch": 2, **_FULL, **_FLOAT8_405B}),
     (r"llama3_405b", datetime.date.min, {"model_size": "405B", "local_batch": 1, **_FULL}),
 )
@@ -37,6 +43,7 @@ _DEFAULTS: tuple[tuple[str, str, datetime.date, Value, str], ...] = (
     ("torchtitan", "recipe", datetime.date.min, "tensorwise", "an unnamed recipe of torchtitan until 2026-04-27"),
     ("", "recipe", datetime.date.min, "tensorwise", "an unnamed recipe of torchao"),
     ("torchtitan", "ranks", datetime.date.min, 8, "NGPU of run_train.sh and run_llama_train.sh"),
+    ("torchtitan", "checkpointing", _PYTHON, "selective_op", "activation_checkpoint of torchtitan's Trainer.Config"),
     ("torchtitan", "checkpointing", datetime.date.min, "selective", "activation_checkpoint.mode of torchtitan"),
     ("torchtitan", "ac_option", datetime.date.min, "2", "selective_ac_option of torchtitan"),
     (
@@ -46,7 +53,19 @@ _DEFAULTS: tuple[tuple[str, str, datetime.date, Value, str], ...] = (
         True,
         "fp8_config of accelerate with backend AO since 2025-11",
     ),
+    *(
+        (tool, "sequence_parallel", datetime.date.min, False, f"{tool} shards no positions unless it is asked to")
+        for tool in ("megatron", "automodel", "accelerate", "transformers", "axolotl")
+    ),
 )
+# When versions of torchtitan came out: its options and defaults are of that day.
+_RELEASES: Mapping[str, datetime.date] = {
+    "0.1.0": datetime.date(2025, 6, 17),
+    "0.2.0": datetime.date(2025, 10, 17),
+    "0.2.1": datetime.date(2025, 12, 26),
+    "0.2.2": datetime.date(2026, 2, 20),
+    "0.3.0": datetime.date(2026, 8, 18),
+}
 _MODELS = {
     r"(?i)debug_?\s*model": "debugmodel",
     r"(?i)(llama.*|^|_)8b": "llama3-8b",
@@ -55,13 +74,26 @@ _MODELS = {
 }
 _LARGER_DEBUG_MODEL = datetime.date(2025, 6, 1)  # until then it had 8 layers and a vocabulary of 2256
 
-_DISTINCT = frozenset({*MESH_AXES, "dp", "recipe", "checkpointing", "ac_option"})
-# The reason, the sources that count, those that they beat, and whether it holds despite a contradiction.
-_PRECEDENCE: tuple[tuple[str, frozenset[Source], frozenset[Source], bool], ...] = (
-    ("a flag overrides the configuration", frozenset({"flag"}), frozenset({"config"}), True),
-    ("the title names another", frozenset({"title"}), frozenset({"prose"}), True),
-    ("the configuration says otherwise", frozenset({"flag", "config", "shape"}), frozenset({"title", "prose"}), False),
-)
+
+class Era(msgspec.Struct, frozen=True, kw_only=True):
+    """The day that decides what options and defaults mean, and where it comes from.
+
+    `sure`: a version, a format that ended, or the user says so; not the date of a report, whose version may be older.
+    """
+
+    day: datetime.date
+    source: str
+    sure: bool = False
+
+
+def era_of_version(version: str) -> Era | None:
+    """The era of a version of torchtitan; None for one before the first that is known, or for no version."""
+    try:
+        wanted = Version(version)
+    except InvalidVersion:
+        return None
+    known = [(name, day) for name, day in _RELEASES.items() if Version(name) <= wanted or wanted.base_version == name]
+    return Era(day=known[-1][1], source=f"torchtitan {version}", sure=True) if known else None
 
 
 class Resolved(msgspec.Struct, frozen=True, kw_only=True):
@@ -73,22 +105,23 @@ class Resolved(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def resolve(statements: Iterable[Statement]) -> Resolved:
+    """What statements agree on: flags override a configuration, and two values of the same rank contradict."""
     by_fact: dict[str, list[Statement]] = {}
     for statement in statements:
         by_fact.setdefault(statement.fact, []).append(statement)
     facts: dict[str, Statement] = {}
     contradictions: dict[str, tuple[Statement, ...]] = {}
     ignored: dict[str, None] = {}
-    for fact, fact_statements in by_fact.items():
-        kept, passed = _strongest(fact, fact_statements)
-        first = {kept_statement.value: kept_statement for kept_statement in reversed(kept)}
+    for fact, stated in by_fact.items():
+        kept = [statement for statement in stated if statement.source == "flag"] or stated
+        first = {statement.value: statement for statement in reversed(kept)}
         if len(first) > 1:
-            contradictions[fact] = tuple(
-                kept_statement for kept_statement in kept if first[kept_statement.value] is kept_statement
-            )
+            contradictions[fact] = tuple(statement for statement in kept if first[statement.value] is statement)
         facts[fact] = kept[0]
-        for other, why in {other.value: (other, why) for other, why in reversed(passed)}.values():
-            ignored[f"{fact} = {shown(other.value)}: {other.words}: {why}"] = None
+        for other in stated:
+            if other.value not in first:
+                why = "a flag overrides the configuration"
+                ignored[f"{fact} = {shown(other.value)}: {other.words}: {why}"] = None
     return Resolved(facts=facts, contradictions=contradictions, ignored=tuple(ignored))
 
 
@@ -125,24 +158,3 @@ def sizes_of_model(name: str, day: datetime.date) -> tuple[str, Mapping[str, int
     if known == "debugmodel" and day < _LARGER_DEBUG_MODEL:
         sizes |= {"layers": 8, "vocab_size": 2256}
     return known, sizes
-
-
-def _strongest(fact: str, statements: Sequence[Statement]) -> tuple[list[Statement], list[tuple[Statement, str]]]:
-    """The statements that count, and the others that say something else, each with the reason."""
-    kept, passed = list(statements), list[tuple[Statement, str]]()
-    for why, strong, weak, strict in _PRECEDENCE:
-        if (fact not in _DISTINCT or strict) and any(statement.source in strong for statement in kept):
-            kept, more = _split(kept, [statement for statement in kept if statement.source in weak], why)
-            passed += more
-    return kept, passed
-
-
-def _split(
-    statements: Sequence[Statement], weak: Sequence[Statement], why: str
-) -> tuple[list[Statement], list[tuple[Statement, str]]]:
-    """Those that are not weak, or all where nothing else is left; and the weak that say something else."""
-    kept = [statement for statement in statements if statement not in weak]
-    if not kept:
-        return list(statements), []
-    values = {statement.value for statement in kept}
-    return kept, [(statement, why) for statement in weak if statement.value not in values]

@@ -1,169 +1,219 @@
-"""From a report to a bug file, and from a configuration to a case: what is stated, derived, assumed and missing."""
+"""From a report or a configuration to a case, in one way: what is stated, derived, assumed and missing."""
 
 from __future__ import annotations
 
 import datetime
 import re
-from collections.abc import Mapping
+import shlex
+from collections.abc import Collection, Mapping
 
 import msgspec
 from msgspec.structs import replace
 
 from harness.bugs.draft import Draft
-from harness.bugs.facts import LAST_TOML, resolve
-from harness.bugs.prose import clauses, day_of, find_link, id_of, observe, outside_by_prose, stated_by_prose
-from harness.bugs.reading import Reading, Statement
-from harness.bugs.report import Report, clean_words
+from harness.bugs.facts import LAST_TOML, Era, era_of_version, resolve
+from harness.bugs.fitting import fit
+from harness.bugs.observed import find_link, id_of, observe
+from harness.bugs.reading import Account, Reading, Statement
+from harness.bugs.report import Report
 from harness.errors import HarnessError
-from harness.matrix.axes import AXES, case_from_axes
-from harness.matrix.bugfile import BugFile
+from harness.matrix.axes import AXES
+from harness.matrix.bugfile import Bug, BugFile, Symptom
 from harness.matrix.case import Case
-from harness.matrix.rules import exclusions
-from harness.matrix.scope import SCOPE
 from harness.matrix.targets import REFERENCE, TORCHTITAN
 
-_TOML = re.compile(
-    r"(?m)^[ \t]*\[(?:parallelism|activation_checkpoint|float8|quantize[\w.]*)\]"
-    r"|--(?:job\.config_file|model\.converters|float8\.|quantize\.)"
-)
-_TORCHTITAN = re.compile(
-    r"run_(?:llama_)?train\.sh|-m torchtitan|torchtitan/train|Trainer\.Config"
-    r"|--(?:training|parallelism|float8|job|activation_checkpoint|compile|model|metrics)\.[a-z]"
-    r"|^[ \t]*\[(?:parallelism|activation_checkpoint|quantize[\w.]*|float8)\]",
-    re.MULTILINE,
-)
-_ACCELERATE = re.compile(r"fp8_config:|accelerate launch")
+# What is asked of a report that holds no configuration.
+_OF_PROSE = {
+    "recipe": "which one? Prose is not read, and no configuration and no command is in it",
+    "dp_shard": "how many FSDP2 ranks?",
+    "tp": "how many TP ranks?",
+    "cp": "how many ranks share a sequence?",
+    "run": "what else was run? docs/describe-a-case.md has the questions",
+}
 _ID = re.compile(r"[a-z0-9](?:[a-z0-9.-]{0,78}[a-z0-9])?", re.ASCII)
 
 
 class ImportOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """What the user states about a report. `day`: its date, where it gives none; `today`: the day of the import."""
+    """What the user states about a report or a configuration. `day`: of what was run; `today`: the day of the import.
+
+    `axes`: in place of what the report says; `ranks`: of the whole job; `ignore`: names of lines that mean nothing.
+    """
 
     today: datetime.date
     id: str = ""
     link: str = ""
     title: str = ""
     message: str = ""
+    symptom: Symptom | None = None
     versions: Mapping[str, str] = {}
     day: datetime.date | None = None
     full_size: bool = False
+    axes: Mapping[str, object] = {}
+    ranks: int | None = None
+    ignore: tuple[str, ...] = ()
+
+
+class Job(msgspec.Struct, frozen=True, kw_only=True):
+    """The case of a report or a configuration, and where its values come from, by axis.
+
+    `missing`: questions, by axis or by the line that nobody understands; they must be answered before it runs.
+    `refused`: what it asks for and no case has. `account`: every line. `ignored`: what changes no case, with reasons.
+    """
+
+    case: Case | None
+    era: Era
+    account: Account
+    stated: Mapping[str, str] = {}
+    derived: Mapping[str, str] = {}
+    assumed: Mapping[str, str] = {}
+    missing: Mapping[str, str] = {}
+    refused: Mapping[str, str] = {}
+    full_size: Mapping[str, object] = {}
+    ignored: tuple[str, ...] = ()
 
 
 class ImportedBug(msgspec.Struct, frozen=True, kw_only=True):
-    """The bug file of a report, the day that decided what spellings mean, and what was passed over, with reasons."""
+    """The bug file of a report, and the job that was read."""
 
     bug: BugFile
-    day: datetime.date
-    day_from: str
-    ignored: tuple[str, ...]
+    job: Job
 
 
 def import_report(report: Report, options: ImportOptions) -> ImportedBug:
     """The bug file that a report describes. HarnessError where nothing says what to call it."""
-    prose_clauses = clauses(report)
-    seen = observe(report, prose_clauses)
     given_link, bug_id = _name(report, options)
-    link = given_link or seen.link
-    day, day_from = _day(report, options)
-    reading = Reading(report, day)
-    prose, passed = stated_by_prose(prose_clauses)
-    # With torchao's float8 in options or calls, prose about other software is no request for it.
-    of_torchao = any(statement.fact in ("float8", "recipe") for statement in reading.statements)
-    named, asked = outside_by_prose(report, prose_clauses[: 1 if of_torchao else None], day, link)
-    for supported in reading.in_scope:
-        named.pop(supported.name, None)
-        asked.pop(supported.name, None)
-    refused = {**reading.outside, **named}
+    seen = _seen(report, options)
+    job = read_job(report, options)
     bug = replace(
         seen,
         title=options.title or seen.title,
-        link=link,
-        status="refused" if refused else "open",
+        link=given_link or seen.link,
+        status="refused" if job.refused else "open",
         message=options.message or seen.message,
-        versions={**seen.versions, **options.versions},
+        symptom="crash" if options.message and seen.symptom == "unknown" else seen.symptom,
     )
-    bug_file = BugFile(id=bug_id, where=report.where, bug=bug, refused=refused)
-    ignored = (*passed, *_unknown(reading))
-    if not refused:
-        draft = Draft(
-            resolve((*reading.statements, *prose)),
-            day=day,
-            program=_program_of(report.text, bug_id),
-            first_bad_step=seen.first_bad_step,
-            full_size=options.full_size,
-        )
-        lists = {name: getattr(draft, name) for name in ("stated", "derived", "assumed", "missing", "full_size")}
-        bug_file = replace(bug_file, case=draft.case(), **lists)
-        scope = {feature.name: feature for feature in SCOPE}
-        open_ones = {name: words for name, words in asked.items() if draft.stated.keys().isdisjoint(scope[name].axes)}
-        questions = {name: scope[name].question(words) for name, words in open_ones.items()}
-        if reading.differ:
-            questions["command"] = f"which command fails? They differ in {', '.join(reading.differ)}"
-        if not (draft.stated or draft.derived or draft.missing):
-            questions["run"] = "no option, command or degree is in the report: what was run?"
-        bug_file = replace(bug_file, missing={**bug_file.missing, **questions})
-        ignored = (*ignored, *draft.ignored)
-    return ImportedBug(bug=bug_file, day=day, day_from=day_from, ignored=ignored)
+    lists = {name: getattr(job, name) for name in ("stated", "derived", "assumed", "missing", "refused", "full_size")}
+    return ImportedBug(bug=BugFile(id=bug_id, where=report.where, bug=bug, case=job.case, **lists), job=job)
 
 
-def import_configuration(
-    report: Report, given: Mapping[str, object], *, today: datetime.date, ranks: int | None = None
-) -> tuple[Case, tuple[str, ...]]:
-    """The case of a configuration, with these axes in place of its own, and how it differs. `ranks`: of the whole job.
-
-    HarnessError for what no case has, and where nothing of it is known.
-    """
-    day, _ = _day(report, ImportOptions(today=today))
-    reading = Reading(report, day)
-    for name, reason in reading.outside.items():
+def import_configuration(report: Report, options: ImportOptions) -> Job:
+    """The job of a configuration, which has a case. HarnessError for what no case has, and for open questions."""
+    job = read_job(report, options)
+    for name, reason in job.refused.items():
         raise HarnessError(f"no case has {name}: {reason}.", where=report.where, fix="leave it out.")
-    if reading.differ:
-        what = f"has several commands, which differ in {', '.join(reading.differ)}."
-        raise HarnessError(what, where=report.where, fix="keep one of them.")
-    if not reading.statements:
-        fix = "give a file of torchtitan, accelerate or Megatron-LM, or its flags: --section.option value …"
+    if not (job.account.used or job.account.not_understood):
+        fix = "give a configuration, or flags: --section.option value …; for prose see docs/describe-a-case.md."
         raise HarnessError("holds no option that is known.", where=report.where, fix=fix)
-    program = _program_of(report.text, "")
-    asked = [Statement(fact="ranks", value=ranks, words=f"--ranks {ranks}", source="flag")] if ranks else []
-    chosen = {name: value for name, value in given.items() if name in AXES}
-    kept = [
-        statement
-        for statement in reading.statements
-        if statement.fact not in chosen and not (asked and statement.fact == "ranks")
-    ]
-    kept += [
+    if job.missing:
+        questions = "; ".join(f"{name}: {text}" for name, text in job.missing.items())
+        raise HarnessError(f"{questions}.", where=report.where, fix=_answers(job.missing))
+    return job
+
+
+def read_job(report: Report, options: ImportOptions) -> Job:
+    """The job that the configurations of a report describe."""
+    seen = _seen(report, options)
+    era = _era(options, seen)
+    reading = Reading(report, era.day)
+    if reading.is_toml and not era.sure:  # read again as its versions meant it
+        era = Era(day=min(era.day, LAST_TOML), source="torchtitan was configured so up to 0.2.2", sure=True)
+        reading = Reading(report, era.day)
+    account, dropped = _without(reading.account, options.ignore)
+    if reading.outside:
+        return Job(case=None, era=era, account=account, refused=reading.outside, ignored=dropped)
+    target = str(options.axes.get("target", REFERENCE))
+    draft = Draft(resolve(_with_given(reading.statements, options)), era=era, tool=reading.tool, target=target)
+    fit(draft, first_bad_step=seen.first_bad_step, full_size=options.full_size)
+    draft.axes |= {name: value for name, value in options.axes.items() if name in AXES}
+    case = draft.case()
+    missing = {**draft.missing, **_questions(reading, account, target)}
+    silent = _OF_PROSE if not (account.used or account.not_understood) else {}
+    return Job(
+        case=case,
+        era=era,
+        account=account,
+        stated=draft.stated,
+        derived=draft.derived,
+        assumed={name: words for name, words in draft.assumed.items() if name not in silent},
+        missing={name: text for name, text in missing.items() if name not in options.axes},
+        full_size=draft.full_size,
+        ignored=(*draft.ignored, *dropped),
+    )
+
+
+def _seen(report: Report, options: ImportOptions) -> Bug:
+    seen = observe(report, symptom=options.symptom)
+    return replace(seen, versions={**seen.versions, **options.versions})
+
+
+def _with_given(statements: list[Statement], options: ImportOptions) -> tuple[Statement, ...]:
+    """The statements, with those of the user in place of others about the same."""
+    stated = {name: value for name, value in options.axes.items() if name in AXES and name != "target"}
+    replaced = {*stated}
+    if options.ranks:
+        stated["ranks"] = options.ranks
+        replaced |= {"ranks", "ranks_per_node", "nodes"}
+    if "global_batch" in stated and "accumulation" not in stated:
+        replaced |= {"local_batch", "local_tokens"}
+    own = [
         Statement(fact=name, value=value, words=f"--{name.replace('_', '-')}", source="flag")  # type: ignore[arg-type]
-        for name, value in chosen.items()
+        for name, value in stated.items()
     ]
-    target = TORCHTITAN if program == TORCHTITAN and not reading.in_scope else REFERENCE
-    draft = Draft(resolve((*kept, *asked)), day=day, program=program, target=target)
-    models = {str(statement.value) for statement in kept if statement.fact == "model_name"} - {"llama3"}
-    if models and target == TORCHTITAN:
-        fix = "write a target of your own for it: docs/your-own-trainer.md."
-        what = f"model.name = {', '.join(models)}: a case of torchtitan trains its llama3."
-        raise HarnessError(what, where=report.where, fix=fix)
-    for name, question in draft.missing.items():
-        if name not in draft.asked:
-            fix = f"give --{name.replace('_', '-')}."
-            raise HarnessError(f"{name}: {question}", where=report.where, fix=fix)
-    case = case_from_axes({**draft.axes, **chosen})
-    for rule in exclusions(case):
-        fix = f"change {' or '.join(rule.axes)}."
-        raise HarnessError(f"no case has it: {rule.reason}.", where=report.where, fix=fix)
-    lists = (("", draft.missing), ("", draft.derived), ("assumed: ", draft.assumed))
-    notes = [f"{name}: {head}{words}" for head, table in lists for name, words in table.items()]
-    return case, (*notes, *draft.ignored, *_unknown(reading))
+    return (*(statement for statement in statements if statement.fact not in replaced), *own)
 
 
-def _unknown(reading: Reading) -> list[str]:
-    return [f"{clean_words(words)}: not understood" for words in reading.unknown.values()]
+def _questions(reading: Reading, account: Account, target: str) -> dict[str, str]:
+    """What must be answered although the draft has a value for every axis."""
+    questions: dict[str, str] = {}
+    if reading.differ:
+        questions["command"] = f"which command fails? They differ in {', '.join(reading.differ)}"
+    if reading.configurations:
+        questions["configuration"] = f"which one was run? Keep it: {', '.join(reading.configurations)}"
+    if not (account.used or account.not_understood):
+        questions |= _OF_PROSE
+    models = {str(statement.value) for statement in reading.statements if statement.fact == "model_name"} - {"llama3"}
+    if models and target.startswith(TORCHTITAN):
+        questions["target"] = f"model.name = {', '.join(models)}: a case of torchtitan trains its llama3"
+    for line in account.not_understood:
+        if line.about:
+            why = f" {line.why}" if line.why else ""
+            questions[line.name] = (
+                f"`{line.words}` is not understood, and is about {line.about}:{why} what does it change?"
+            )
+    return questions
 
 
-def _program_of(text: str, bug_id: str) -> str:
-    """Whose configuration a report has: torchtitan, accelerate, or "" for any other."""
-    if bug_id.startswith("torchtitan-") or _TORCHTITAN.search(text):
-        return TORCHTITAN
-    return "accelerate" if _ACCELERATE.search(text) else ""
+def _without(account: Account, ignore: Collection[str]) -> tuple[Account, tuple[str, ...]]:
+    """The account without lines that the user says mean nothing. HarnessError for a name of none."""
+    for name in ignore:
+        if not any(name == line.name for line in account.not_understood):
+            names = ", ".join(line.name for line in account.not_understood) or "none"
+            raise HarnessError("no line of this name is open.", where=f"--ignore {name}", fix=f"open are: {names}.")
+    kept = tuple(line for line in account.not_understood if line.name not in ignore)
+    return replace(account, not_understood=kept), tuple(f"{name}: --ignore" for name in ignore)
+
+
+def _answers(missing: Mapping[str, str]) -> str:
+    """The options that answer questions."""
+    single = {"command", "configuration"} & missing.keys()
+    options = [
+        f"--{name.replace('_', '-')}" if name in AXES else f"--ignore {shlex.quote(name)}"
+        for name in missing
+        if name not in single
+    ]
+    return f"give {', '.join([*options, *(['one of them alone'] if single else [])])}."
+
+
+def _era(options: ImportOptions, seen: Bug) -> Era:
+    """The day that decides what options and defaults mean."""
+    if options.day is not None:
+        return Era(day=options.day, source="--date", sure=True)
+    of_version = era_of_version(seen.versions.get("torchtitan", ""))
+    if of_version is not None:
+        return of_version
+    if seen.reported is not None:
+        return Era(day=seen.reported, source="the day of the report")
+    return Era(day=options.today, source="today: --date YYYY-MM-DD says another")
 
 
 def _name(report: Report, options: ImportOptions) -> tuple[str, str]:
@@ -180,15 +230,3 @@ def _name(report: Report, options: ImportOptions) -> tuple[str, str]:
         fix = "use small letters, digits, dots and dashes."
         raise HarnessError("not an id of a bug.", where=f"--id {bug_id[:100]}", fix=fix)
     return given_link, bug_id
-
-
-def _day(report: Report, options: ImportOptions) -> tuple[datetime.date, str]:
-    """The day that decides what spellings and defaults mean, and where it comes from."""
-    if options.day is not None:
-        return options.day, "--date"
-    report_day = day_of(report)
-    if report_day is not None:
-        return report_day, "the report"
-    if _TOML.search(report.text):
-        return LAST_TOML, "the last day of torchtitan's TOML files; --date YYYY-MM-DD says another"
-    return options.today, "today: the report has no date, --date YYYY-MM-DD says one"

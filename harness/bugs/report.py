@@ -1,4 +1,4 @@
-"""A report as text: cleaned, without secrets, and split into pieces by what they are.
+"""A report as text: cleaned, without secrets, and split into its blocks of code; prose is not read.
 
 A report is hostile until it is clean: control characters and terminal escapes are dropped, environment assignments,
 tokens and paths never leave `clean_words`, and the size is limited, so that every later step takes bounded time.
@@ -7,54 +7,40 @@ tokens and paths never leave `clean_words`, and the size is limited, so that eve
 from __future__ import annotations
 
 import ast
-import contextlib
+import json
 import re
+import textwrap
 import tomllib
-from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Literal
 
 import msgspec
+import yaml
 
 from harness.errors import HarnessError
 
 MAX_BYTES = 1_000_000
 _MAX_LINE = 1_000
-_MAX_PROSE = 100_000  # characters that are searched for words
-_MAX_CODE = 200_000  # characters of one piece that are parsed
+_MAX_CODE = 200_000  # characters of a block that are parsed
 WORDS_LENGTH = 160  # characters of quoted words
-_PROMPT = re.compile(r"^(?:>>> |\.\.\. |In \[\d+\]: )", re.MULTILINE)
-_MARKDOWN_LINK = re.compile(r"\[([^\]\n]{0,200})\]\([^)\s]{0,600}\)")
-_SPAN = re.compile(r"`([^`\n]+)`")
 
-Kind = Literal["prose", "python", "text"]  # text: commands, settings, logs, traces, dumps
+Kind = Literal["toml", "yaml", "json", "python", "shell"]  # shell: commands, and any text that is none of the others
 
 _ESCAPE = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)?|[@-_])")
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200b-\u200f\u202a-\u202e\u2060-\u2069\ufeff\u2028\u2029]")
-_FENCE = re.compile(r"^\s{0,3}(?:```+|~~~+)\s*([A-Za-z0-9+_-]*)\s*$")
-_POST = re.compile(r"^\W{0,4}([\w.-]{1,60})\W{0,4}(?:· (description|comment|review)\b|(opened|commented)\b)", re.ASCII)
-_TITLE = re.compile(r"\s*(?:#|title:|labels:|https?://\S+$)", re.IGNORECASE)
-_HEAD = re.compile(r" · (?:issue|pull request|discussion) #\d")
-_TRACE = re.compile(
-    r'Traceback \(most recent|^[ \t]*(?:\[?rank\d+\]?:?)*\s*File ".*", line \d+|^\s*\[?rank\d+\]?:', re.MULTILINE
-)
-_COMMAND = re.compile(
-    r"(?:^|[\s/`])(?:torchrun|run_(?:llama_)?train\.sh|accelerate launch|python3? )|(?:^|\s)--[a-z][\w-]*"
-)
-_PYTHON = re.compile(
-    r"^\s*(?:>>> )?(?:import \w|from [\w.]+ import|def \w|class \w|@\w|[\w.]+\s*=\s*[\w.]+\(|[\w.]+\()"
-)
-_SETTING = re.compile(r"^\s*(?:\[[\w.]+\]|[\w.-]+\s*=\s*[^=\s]|[\w.-]+:(?:\s|$))")
-_ASSIGNED = re.compile(r"\s*(?:\[[\w.]+\]\s*$|[\w.]+_[\w.]+\s*[=:]\s*\S|[a-z]\w*\.[\w.]+\s*=\s*\S)")
-# In a list, only where nothing but a remark follows: `- steps = 400 (a shorter run)`.
-_LISTED = re.compile(r"\s*[-*+]\s+\w+[._][\w.]+\s*[=:]\s*(?:[\w./-]+|\"[^\"]*\"|'[^']*')\s*(?:\(.*\))?\s*$")
-_YAML = re.compile(r"\s*(?:- )?[a-z][\w.-]*:(?:\s+(?:[\w./+-]+|\"[^\"]*\"|'[^']*'|\[.*\]))?\s*(?:#.*)?$")
-_DUMP = re.compile(
-    r"^\W{0,4}(?:\[?(?:pip3?|conda)\]|Collecting environment|(?:Is |CUDA |GCC |Clang |CMake |Libc |OS\b|ROCM|Platform"
-    r"|Python |Numpy |PyTorch |GPU |Nvidia |cuDNN |Versions of|CPU|System RAM|`?Accelerate`? )[^:]{0,40}:"
-    r"|[A-Za-z][\w.-]{1,40}\s*==\s*\d)",
-    re.IGNORECASE,
-)
+_FENCE = re.compile(r"^\s*(?:[-*+]\s+)?(```+|~~~+)\s*([A-Za-z0-9+_-]*)[^`]*$")
+_MARKDOWN_LINK = re.compile(r"\[([^\]\n]{0,200})\]\([^)\s]{0,600}\)")
+_PROMPT = re.compile(r"^(?:>>> |\.\.\. |In \[\d+\]: )", re.MULTILINE)
+_FLAG = re.compile(r"(?:^|\s)--[A-Za-z]")
+_SUFFIXES: dict[str, Kind] = {
+    ".py": "python", ".toml": "toml", ".yaml": "yaml", ".yml": "yaml", ".json": "json", ".sh": "shell", ".conf": "yaml",
+}  # fmt: skip
+_LANGUAGES: dict[str, Kind] = {
+    "python": "python", "py": "python", "toml": "toml", "yaml": "yaml", "yml": "yaml", "json": "json",
+    "bash": "shell", "sh": "shell", "shell": "shell", "console": "shell", "zsh": "shell",
+}  # fmt: skip
+_YAML_LINE = re.compile(r"\s*(?:- .*|[\w.\"'-]+:(?:\s.*)?|[\]\[{}\"'].*)$")
+YAML_LOADER = yaml.CBaseLoader if yaml.__with_libyaml__ else yaml.BaseLoader  # every scalar is a text
 _MESH = r"(?:FSDP|HSDP|TP|DP|CP|PP|EP|AC|SP|NGPU)\b"
 _SECRETS = (
     (re.compile(rf"\b(?:export\s+)?(?!{_MESH})[A-Z][A-Z0-9_]{{1,60}}=(?:\"[^\"]*\"|'[^']*'|\S*)"), "…"),
@@ -68,25 +54,26 @@ _SECRETS = (
 )
 
 
-class Piece(msgspec.Struct, frozen=True, kw_only=True):
-    """A part of a report of one kind. `comment`: it is of somebody who answered."""
+class Block(msgspec.Struct, frozen=True, kw_only=True):
+    """A configuration, a command or a log. `broken`: why it is not what it is called."""
 
     kind: Kind
     text: str
-    comment: bool = False
+    broken: str = ""
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):
-    """A clean report. `where` is its name in errors."""
+    """A clean report. `where` is its name in errors; a configuration is a report of one block, without prose."""
 
     where: str
     text: str
     title: str
-    pieces: tuple[Piece, ...]
+    blocks: tuple[Block, ...]
 
-    def texts(self, *kinds: Kind) -> str:
-        """All pieces of these kinds, one below the other."""
-        return "\n".join(piece.text for piece in self.pieces if piece.kind in kinds)
+    @property
+    def code(self) -> str:
+        """All blocks, one below the other."""
+        return "\n".join(block.text for block in self.blocks)
 
 
 def read_file(path: str) -> bytes:
@@ -113,151 +100,119 @@ def read_report(content: bytes, *, where: str) -> Report:
     text = _unwrapped(_cleaned(text))
     if not text.strip():
         raise HarnessError("there is no text.", where=where, fix="paste the text of the report.")
-    pieces = _pieces(text, where)
-    has_prose = any(piece.kind == "prose" for piece in pieces)
-    return Report(where=where, text=text, title=_title(text) if has_prose else f"the job of {where}", pieces=pieces)
+    whole = _whole(text, where)
+    if whole is None:
+        return Report(where=where, text=text, title=_title(text), blocks=tuple(_blocks(text)))
+    return Report(where=where, text=text, title=f"the job of {where}", blocks=(_block(whole, text),))
 
 
 def clean_words(text: str, length: int = WORDS_LENGTH) -> str:
     """Words of a report, fit to be printed and stored: one line, without secrets, assignments and folders."""
-    line = _MARKDOWN_LINK.sub(r"\1", " ".join(text.split())[: 4 * length])
+    line = _MARKDOWN_LINK.sub(r"\1", " ".join(text[: 40 * length].split())[: 4 * length])
     for pattern, instead in _SECRETS:
         line = pattern.sub(instead, line)
     line = " ".join(line.split())
     return line if len(line) <= length else f"{line[: length - 1]}…"
 
 
-def options_of_toml(text: str) -> dict[str, object]:
-    """The values of a TOML text by dotted name. ValueError for what is no TOML."""
+def python_tree(text: str) -> ast.Module:
+    """The syntax tree of Python code, which may be indented or have prompts. SyntaxError for anything else."""
     try:
-        return dict(_flat(tomllib.loads(text)))
-    except RecursionError as error:
-        raise ValueError("nested too deeply") from error
-
-
-def python_tree(text: str) -> ast.Module | None:
-    """The syntax tree of Python code, which may be indented or have prompts; None for what is no Python."""
-    code = _PROMPT.sub("", text[:_MAX_CODE])
-    lines = code.split("\n")
-    indent = min((len(line) - len(line.lstrip()) for line in lines if line.strip()), default=0)
-    for candidate in dict.fromkeys((code, "\n".join(line[indent:] for line in lines))):
-        with contextlib.suppress(SyntaxError, ValueError, RecursionError, MemoryError):
-            return ast.parse(candidate)
-    return None
-
-
-def _flat(tree: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, object]]:
-    for name, value in tree.items():
-        if isinstance(value, dict):
-            yield from _flat(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", value
+        return ast.parse(textwrap.dedent(_PROMPT.sub("", text)))
+    except (ValueError, RecursionError, MemoryError) as error:
+        raise SyntaxError(str(error) or "nested too deeply") from error
 
 
 def _cleaned(text: str) -> str:
     text = _CONTROL.sub("", _ESCAPE.sub("", text.replace("\r\n", "\n").replace("\r", "\n")))
-    text = text.replace(chr(0x2019), "'").replace(chr(0xD7), "x")  # the apostrophe and the times sign of prose
-    text = re.sub(r"[ \t]{65,}", " " * 64, re.sub(r"\n{4,}", "\n\n\n", text))
+    text = re.sub(r"(?<=[ \t]{64})[ \t]+", "", re.sub(r"\n{4,}", "\n\n\n", text))
     return "\n".join(line[:_MAX_LINE] for line in text.split("\n"))
 
 
 def _unwrapped(text: str) -> str:
-    """A report without the fence that somebody put around all of it."""
+    """A report without the fence that somebody put around all of it: one around headings, or around other fences."""
     lines = text.strip("\n").split("\n")
-    marks = [_FENCE.match(line) for line in lines]
-    if len(lines) < 3 or not (marks[0] and marks[-1] and not marks[-1][1]):
+    if len(lines) < 3 or not (_FENCE.match(lines[0]) and _FENCE.match(lines[-1])):
         return text
-    inner = [mark for mark in marks[1:-1] if mark]
-    report = any(_POST.match(line) or _HEAD.search(line) or re.match(r"#{1,4} \S", line) for line in lines[1:4])
-    wraps = marks[0][1].lower() in ("md", "markdown") or report or (inner and inner[0][1])
-    return "\n".join(lines[1:-1]) if wraps and len(inner) % 2 == 0 else text
+    inner = sum(bool(_FENCE.match(line)) for line in lines[1:-1])
+    headed = any(re.match(r"#{1,4} \S", line) for line in lines[1:4])
+    return "\n".join(lines[1:-1]) if (headed or inner) and inner % 2 == 0 else text
 
 
 def _title(text: str) -> str:
     lines = [line.strip() for line in text.split("\n") if line.strip()]
     headings = [line for line in lines[:12] if re.match(r"#\s+\S|title:\s*\S", line, re.IGNORECASE)]
-    first = next((line for line in lines if " · " not in line and "://" not in line), "") if lines else ""
+    first = next((line for line in lines if "://" not in line), "")
     title = headings[0] if headings else first
     return clean_words(re.sub(r"^(?:#+|title:)\s*", "", title, flags=re.IGNORECASE)) or "a bug"
 
 
-def _pieces(text: str, where: str) -> tuple[Piece, ...]:
-    whole = _whole(text, where)
-    if whole is not None:
-        return (Piece(kind=whole, text=text),)
-    pieces: list[Piece] = []
+def _blocks(text: str) -> list[Block]:
+    """What stands between fences. A fence that is not closed ends with the report."""
+    blocks: list[Block] = []
     lines: list[str] = []
-    language: str | None = None  # of the fence that is open
-    comment, reporter, begun = False, "", False  # begun: text precedes the first post, which is then an answer
-
-    def end() -> None:
-        content = "\n".join(lines)
-        if language is not None:
-            pieces.append(Piece(kind=_kind(language, content), text=content, comment=comment))
-        else:
-            pieces.extend(_of_prose(lines, comment=comment))
-        lines.clear()
-
-    for line in text.split("\n"):
-        mark, post = _FENCE.match(line), _POST.match(line)
-        if mark and (language is None or not mark[1]):
-            end()
-            language = mark[1].lower() if language is None else None
-        elif post and language is None:
-            end()
-            opens = (post[2] or post[3]) in ("description", "opened") or not begun
-            reporter = reporter or (post[1] if opens else "")
-            comment, begun = post[1] != reporter, True
-        elif language is not None or not _HEAD.search(line):
+    fence, language = "", ""  # of the block that is open
+    for line in [*text.split("\n"), None]:
+        mark = None if line is None else _FENCE.match(line)
+        if line is None or (mark and fence and mark[1].startswith(fence) and not mark[2]):
+            if fence and lines:
+                content = textwrap.dedent("\n".join(lines))
+                blocks.append(_block(_LANGUAGES.get(language) or _guessed(content), content))
+            fence, lines = "", []
+        elif mark and not fence:
+            fence, language = mark[1][:3], mark[2].lower()
+        elif fence:
             lines.append(line)
-            begun = begun or bool(line.strip() and not _TITLE.match(line))
-    end()
-    return tuple(pieces)
+    return blocks
+
+
+def _block(kind: Kind, text: str) -> Block:
+    if len(text) > _MAX_CODE:
+        return Block(kind=kind, text=text, broken=f"longer than {_MAX_CODE // 1000} kB")
+    return Block(kind=kind, text=text, broken=_fault_of(kind, text))
 
 
 def _whole(text: str, where: str) -> Kind | None:
     """What a file is that is no report but a configuration; None for a report."""
-    tree = python_tree(text)
-    if where.endswith(".py") or (tree is not None and any(isinstance(node, ast.Call) for node in ast.walk(tree))):
-        return "python"
-    if where.endswith((".yaml", ".yml", ".conf")):
-        return "text"
-    if "```" in text or "~~~" in text or re.search(r"(?:^|\s)--[a-z]", text):
+    suffix = Path(where).suffix.lower()
+    if suffix in _SUFFIXES:
+        return _SUFFIXES[suffix]
+    if suffix in (".md", ".rst") or re.search(r"(?m)^\s*(?:```|~~~)", text) or re.match(r"\s*#+ ", text):
         return None
+    kind = _guessed(text)
+    return None if kind == "shell" and not _FLAG.search(text) else kind
+
+
+def _guessed(text: str) -> Kind:
+    """The first language that a text without a name is in: only what nothing else can be."""
+    if len(text) > _MAX_CODE:
+        return "shell"
+    for kind in ("json", "toml", "python", "yaml"):
+        if not _fault_of(kind, text) and _is_meant(kind, text):
+            return kind
+    return "shell"
+
+
+def _is_meant(kind: Kind, text: str) -> bool:
+    """Whether a text that can be read as this kind is likely to be it."""
+    if kind == "python":
+        return any(isinstance(node, ast.Call) for node in ast.walk(python_tree(text)))
+    lines = [line for line in text.split("\n") if line.strip() and not line.lstrip().startswith("#")]
+    return kind != "yaml" or (bool(lines) and not _FLAG.search(text) and all(_YAML_LINE.match(line) for line in lines))
+
+
+def _fault_of(kind: Kind, text: str) -> str:
+    """Why a text is no such configuration; "" where it is one."""
     try:
-        return "text" if options_of_toml(text) else None
-    except ValueError:
-        lines = [line for line in text.split("\n") if line.strip() and not line.lstrip().startswith("#")]
-        settings = lines and all(_SETTING.match(line) or line[0] in " -" for line in lines)
-        return "text" if where.endswith(".toml") or settings else None
-
-
-def _kind(language: str, text: str) -> Kind:
-    lines = [line for line in text.split("\n") if line.strip()]
-    calls = sum(bool(_PYTHON.match(line)) for line in lines) * 3 > len(lines)
-    if not _TRACE.search(text) and (calls or (language in ("py", "python") and python_tree(text) is not None)):
-        return "python"
-    may_be_prose = language in ("", "text", "diff") and len(lines) < 4 and not any(map(_SETTING.match, lines))
-    return "prose" if may_be_prose and not any(map(_is_text, lines)) else "text"
-
-
-def _of_prose(lines: list[str], *, comment: bool) -> list[Piece]:
-    """The pieces of what stands outside of fences: commands, settings, traces and dumps by line, the rest is prose."""
-    prose: list[str] = []
-    texts: list[str] = []
-    yaml = [bool(_YAML.match(line)) for line in lines]
-    for at, line in enumerate(lines):
-        if yaml[at] and any(yaml[max(0, at - 1) : at] + yaml[at + 1 : at + 2]):  # two in a row
-            texts.append(line)
-            continue
-        commands = [span for span in _SPAN.findall(line) if _COMMAND.search(span)]
-        rest = _SPAN.sub(lambda span: "" if _COMMAND.search(span[1]) else span[0], line)
-        texts += commands
-        (texts if _is_text(rest) else prose).append(rest)
-    pieces: tuple[tuple[Kind, str], ...] = (("text", "\n".join(texts)), ("prose", "\n".join(prose)[:_MAX_PROSE]))
-    return [Piece(kind=kind, text=text, comment=comment) for kind, text in pieces if text.strip()]
-
-
-def _is_text(line: str) -> bool:
-    patterns = (_TRACE.search, _DUMP.match, _COMMAND.search, _ASSIGNED.match, _LISTED.match)
-    return any(matches(line) for matches in patterns)
+        if kind == "toml":
+            return "" if tomllib.loads(text) else "empty"
+        if kind == "json":
+            return "" if isinstance(json.loads(text), dict) else "no object"
+        if kind == "yaml":
+            node = next(yaml.compose_all(text, Loader=YAML_LOADER), None)
+            return "" if isinstance(node, yaml.MappingNode) else "no mapping"
+        if kind == "python":
+            python_tree(text)
+    except (ValueError, SyntaxError, RecursionError, yaml.YAMLError) as error:
+        return clean_words(str(error), 100) or "nested too deeply"
+    return ""

@@ -1,9 +1,10 @@
 """A smaller run with the same fault: sizes and degrees made smaller so that what faults depend on stays.
 
 What stays of every size that is sharded: its remainder modulo 16, whether TP ranks and FSDP2 ranks divide it, and the
-remainder modulo 16 of the part that a TP rank holds, which is what `torch._scaled_mm` sees. Of degrees: which are above
-1. Of tokens: their number per rank modulo 16, whether there are several sequences, and whether TP divides them. Of
-layers: as many as the checkpointing pattern needs to wrap one and leave out one.
+remainder modulo 16 of the part that a TP rank holds, which is what `torch._scaled_mm` sees; of a vocabulary, where the
+TP ranks stay, its remainder modulo 16 times these. Of degrees: which are above 1. Of tokens: their number per rank modulo
+16, whether there are several sequences, and whether TP divides them. Of layers: as many as the checkpointing pattern
+needs to wrap one and leave out one.
 """
 
 from __future__ import annotations
@@ -86,18 +87,21 @@ def _meshes(sizes: Sizes) -> Iterator[dict[str, int]]:
     if sizes.world_size <= MAX_RANKS:
         yield sizes.mesh
         return
-    fitting = [mesh for mesh in _products(sizes, dividing=True) if ranks_of(mesh) <= MAX_RANKS]
-    yield from fitting or [mesh for mesh in _products(sizes, dividing=False) if ranks_of(mesh) <= MAX_RANKS]
+    for dividing, least in ((True, 2), (False, 2), (True, 1)):  # at last without some of the axes
+        fitting = [mesh for mesh in _products(sizes, dividing=dividing, least=least) if ranks_of(mesh) <= MAX_RANKS]
+        if fitting:
+            yield from fitting
+            return
 
 
-def _products(sizes: Sizes, *, dividing: bool) -> Iterator[dict[str, int]]:
-    """Meshes of smaller degrees above 1. `dividing`: of divisors, which divide whatever the degrees divide."""
+def _products(sizes: Sizes, *, dividing: bool, least: int) -> Iterator[dict[str, int]]:
+    """Meshes of smaller degrees, `least` of each. `dividing`: of divisors, which divide whatever the degrees divide."""
     choices = [
-        [choice for choice in range(2, min(degree, MAX_RANKS) + 1) if not (dividing and degree % choice)] or [1]
+        [choice for choice in range(least, min(degree, MAX_RANKS) + 1) if not (dividing and degree % choice)] or [1]
         for degree in sizes.mesh.values()
     ]
     for degrees in itertools.product(*choices):
-        if all(degree > 1 or full == 1 for degree, full in zip(degrees, sizes.mesh.values(), strict=True)):
+        if all(degree >= min(least, full) for degree, full in zip(degrees, sizes.mesh.values(), strict=True)):
             yield dict(zip(MESH_AXES, degrees, strict=True))
 
 
@@ -123,6 +127,9 @@ def _smaller(sizes: Sizes, small: Sizes, name: str) -> int:
         *kept,
         *range(min(floor, size), min(size, floor + 32 * small.tp * small.dp_shard) + 1),
     )
+    if name == "vocab_size" and small.tp == sizes.tp:  # whatever rows the last rank has
+        whole = 16 * sizes.tp
+        candidates = tuple(candidate for candidate in candidates if (candidate - size) % whole == 0) or candidates
     return _closest(candidates, wanted, lambda candidate: _traits(candidate, small), _WEIGHTS)
 
 

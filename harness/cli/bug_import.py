@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import sys
 from pathlib import Path
+from typing import get_args
 
 import click
 
@@ -13,7 +14,7 @@ from harness.bugs.report import MAX_BYTES, read_file, read_report
 from harness.cli.options import FILE, json_option, print_sections, root_option, write_json
 from harness.durable import write_whole
 from harness.errors import HarnessError
-from harness.matrix.bugfile import FOLDER, write_bug_file
+from harness.matrix.bugfile import FOLDER, Symptom, write_bug_file
 from harness.project import find_project
 from harness.report.bugs import imported_document, imported_sections
 
@@ -23,9 +24,11 @@ Examples:
   fp8-harness bug import llama3_8b.toml --id ours --date 2025-06-01
 
 \b
-FILE is a pasted report, a TOML file, Python configuration or a command
-of torchtitan, a YAML file of accelerate or axolotl, or flags of Megatron-LM.
-Nothing in it is executed. Of prose only few words are read: check the lists.
+FILE is a report with its configuration or command in fenced blocks, or a
+configuration alone: TOML, YAML, JSON, Python or flags of torchtitan, torchao,
+accelerate, transformers, axolotl, AutoModel, torchtune or Megatron-LM. Nothing
+in it is executed. Every line of it is used, has no effect, or is asked about.
+Prose is not read: docs/describe-a-case.md says how to write a case from it.
 """
 
 
@@ -35,12 +38,15 @@ Nothing in it is executed. Of prose only few words are read: check the lists.
 @click.option("--link", metavar="URL", default="", help="The report on GitHub. Default: from its first lines.")
 @click.option("--title", metavar="TEXT", default="", help="What it is about. Default: the first heading.")
 @click.option("--message", metavar="TEXT", default="", help="The error as reported. Default: the first that is found.")
+@click.option(
+    "--symptom", type=click.Choice(get_args(Symptom)), help="What was seen. Default: an error or NaN in a log."
+)
 @click.option("--version", "versions", metavar="PACKAGE=VERSION", multiple=True, help="What was run. Repeatable.")
 @click.option(
     "--date",
     "day",
     type=click.DateTime(["%Y-%m-%d"]),
-    help="The date that decides what spellings and defaults mean. Default: the report's, else today.",
+    help="The date that decides what options and defaults mean. Default: a version's, else the report's, else today.",
 )
 @click.option("--full-size", is_flag=True, help="Keep sizes and ranks as reported.")
 @click.option(
@@ -60,6 +66,7 @@ def import_command(  # noqa: PLR0913  one parameter per option
     link: str,
     title: str,
     message: str,
+    symptom: Symptom | None,
     versions: tuple[str, ...],
     day: datetime.datetime | None,
     full_size: bool,
@@ -79,6 +86,7 @@ def import_command(  # noqa: PLR0913  one parameter per option
         link=link,
         title=title,
         message=message,
+        symptom=symptom,
         versions={name: version for name, _, version in pairs},
         day=None if day is None else day.date(),
         full_size=full_size,

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import datetime
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import click
 
-from harness.bugs.importing import import_configuration
+from harness.bugs.importing import ImportOptions, import_configuration
 from harness.bugs.report import read_file, read_report
 from harness.cli.axes import axis_options, checked_case, given_axes
 from harness.cli.options import AT_LEAST_1, FILE
@@ -21,6 +22,7 @@ from harness.matrix.case import Case
 from harness.matrix.casefile import FILE_NAME, case_file_schema, write_case
 from harness.matrix.caseid import case_id
 from harness.matrix.rules import expected_refusal
+from harness.report.bugs import job_notes
 
 _EPILOG = """\b
 Examples:
@@ -29,10 +31,11 @@ Examples:
   fp8-harness new ours.toml --from "--parallelism.tensor_parallel_degree 2 --compile.enable" --recipe rowwise
 
 \b
---from reads a TOML file, Python configuration or flags of torchtitan, YAML of
-accelerate or axolotl, flags of Megatron-LM, and calls of torchao. Degrees and
-sizes are made smaller so that what FP8 faults depend on stays; what differs
-from the job is listed. Nothing is executed.
+--from reads what `bug import` reads, with the same result: TOML, YAML, JSON,
+Python or flags of torchtitan, torchao, accelerate, transformers, axolotl,
+AutoModel, torchtune or Megatron-LM. Degrees and sizes are made smaller so that
+what FP8 faults depend on stays; what differs from the job is listed. Nothing is
+executed. Questions are answered by options.
 """
 _SCHEMA = Path(__file__).parents[1] / "schemas" / FILE_NAME
 
@@ -41,12 +44,21 @@ _SCHEMA = Path(__file__).parents[1] / "schemas" / FILE_NAME
 @click.argument("file", metavar="[FILE.toml]", required=False, type=FILE)
 @click.option("--from", "config", metavar="CONFIG", help="Take the job of a configuration file, or of these flags.")
 @click.option("--ranks", type=AT_LEAST_1, help="Ranks of the job of --from, if FSDP2 takes all that remain.")
+@click.option("--ignore", metavar="NAME", multiple=True, help="A line of --from that means nothing. Repeatable.")
 @axis_options()
 @click.option("--id", "as_id", is_flag=True, help="Print the id of the case; write nothing.")
 @click.option("--schema", is_flag=True, help="Print the JSON schema of case files; write nothing.")
 @click.option("--force", is_flag=True, help="Replace a file that exists.")
-def new_command(
-    *, file: Path | None, config: str | None, ranks: int | None, as_id: bool, schema: bool, force: bool, **axes: Any
+def new_command(  # noqa: PLR0913  one parameter per option
+    *,
+    file: Path | None,
+    config: str | None,
+    ranks: int | None,
+    ignore: tuple[str, ...],
+    as_id: bool,
+    schema: bool,
+    force: bool,
+    **axes: Any,
 ) -> None:
     """Write a case file; options have the names of the axes.
 
@@ -59,11 +71,7 @@ def new_command(
     if config is None:
         case = checked_case(given_axes(axes), where="new")
     else:
-        flags = config.lstrip().startswith("--")
-        content = config.encode() if flags else read_file(config)
-        report = read_report(content, where="--from" if flags else config)
-        today = datetime.datetime.now(tz=datetime.UTC).date()
-        case, notes = import_configuration(report, given_axes(axes), today=today, ranks=ranks)
+        case, notes = _case_of(config, given_axes(axes), ranks=ranks, ignore=ignore)
     if as_id:
         click.echo(case_id(case))
         return
@@ -78,6 +86,19 @@ def new_command(
         click.echo(f"it must be refused: {refusal.reason}")
     click.echo(f"what it needs: {explain_case(case_id(case))}")
     click.echo(f"run it:        {command}")
+
+
+def _case_of(
+    config: str, given: Mapping[str, object], *, ranks: int | None, ignore: tuple[str, ...]
+) -> tuple[Case, tuple[str, ...]]:
+    """The case of a configuration, and how it differs from the job."""
+    flags = config.lstrip().startswith("--")
+    content = config.encode() if flags else read_file(config)
+    report = read_report(content, where="--from" if flags else config)
+    today = datetime.datetime.now(tz=datetime.UTC).date()
+    job = import_configuration(report, ImportOptions(today=today, axes=given, ranks=ranks, ignore=ignore))
+    assert job.case is not None, "a job without a refusal has a case"
+    return job.case, job_notes(job)
 
 
 def write_new_case(file: Path, case: Case, *, force: bool) -> str:

@@ -5,7 +5,6 @@ Ids and their parser, options, case files, families, witnesses, selectors, `shri
 
 from __future__ import annotations
 
-import datetime
 import enum
 from collections.abc import Mapping
 from typing import Any
@@ -39,24 +38,6 @@ class Word(msgspec.Struct, frozen=True, kw_only=True):
     dotted: bool = False
 
 
-class Spelling(msgspec.Struct, frozen=True, kw_only=True):
-    """How other tools and people write an axis, between the days `since` and `until`.
-
-    `keys`: options by dotted name, torchtitan's first, with `=` where the last part alone says nothing; calls in Python
-    as `name()`, whose value is their first argument. `of`: what they state instead, of this `kind`, from which the axis
-    follows. `values`: what a value means, by its text in small letters; "*" is any other, None says nothing. `said`: a
-    pattern of prose; its group is the value, "true" without one.
-    """
-
-    keys: tuple[str, ...] = ()
-    of: str = ""
-    kind: type[bool | int | str | tuple[str, ...]] | None = None
-    values: Mapping[str, object] = {}
-    said: str = ""
-    since: datetime.date = datetime.date.min
-    until: datetime.date = datetime.date.max
-
-
 class Axis(msgspec.Struct, frozen=True, kw_only=True):
     """The declaration of an axis.
 
@@ -68,7 +49,6 @@ class Axis(msgspec.Struct, frozen=True, kw_only=True):
     `smallest`: the least that `shrink` tries of a size. `simplest`: the value that it tries of an option, where that is
     not the default. `shrinks`: False where another value runs no other code. `same_bits`: why a run has the bits of one
     with the default; `same_sums`: why they differ by the order of sums alone. When they do not is in `relations.py`.
-    `spelled`: how other tools write it.
     """
 
     meaning: str
@@ -88,7 +68,6 @@ class Axis(msgspec.Struct, frozen=True, kw_only=True):
     noise: str = ""
     same_bits: str = ""
     same_sums: str = ""
-    spelled: tuple[Spelling, ...] = ()
 
 
 def axis(meaning: str, *words: Word, changes: Changes, part: str, **rest: Any) -> Axis:
@@ -104,8 +83,3 @@ def flag(word: str, meaning: str, **values: object) -> Word:
 def number(template: str, example: str, meaning: str, **values: object) -> Word:
     """A word with numbers in it, which may stand for further values of axes."""
     return Word(template=template, meaning=meaning, example=example, values=values)
-
-
-def keys(names: str, **rest: Any) -> Spelling:
-    """A spelling by these keys, separated by blanks; `rest` are the other fields of `Spelling`."""
-    return Spelling(keys=tuple(names.split()), **rest)

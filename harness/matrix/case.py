@@ -12,7 +12,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from harness.matrix.axis import Changes, Spelling, Word, axis, flag, keys, number
+from harness.matrix.axis import Changes, Word, axis, flag, number
 from harness.matrix.float8 import Float8
 from harness.matrix.layout import Layout
 from harness.matrix.model import MODEL_PRESETS, CaseStruct, Model, ModelShape, PositiveInt
@@ -57,18 +57,6 @@ class Checkpointing(CaseStruct, frozen=True, kw_only=True):
             changes=Changes.NOTHING,
             same_bits="recomputation repeats the same arithmetic on the same bits",
             part="checkpointing",
-            spelled=(
-                keys("activation_checkpoint.mode"),  # selective: the key of checkpoint_every says by which option
-                keys(
-                    "recompute_granularity fsdp_config.activation_checkpointing fsdp_activation_checkpointing "
-                    "gradient_checkpointing enable_activation_checkpointing activation_checkpointing",
-                    values={"true": "full", "false": "none", "full": "full", "*": None},
-                ),
-                keys("FullAC.Config() checkpoint_wrapper() gradient_checkpointing_enable()", values={"*": "full"}),
-                keys("SelectiveAC.Config()", values={"*": "selective"}),
-                Spelling(said=r"""['"]?\bfull\b['"]?\s+(?:AC|(?:activation )?checkpointing)\b""", values={"*": "full"}),
-                Spelling(said=r"\b(?:selective[- ]op AC|per[- ]op S?AC|op SAC)\b", values={"*": "selective_op"}),
-            ),
         ),
     ] = "none"
     every: Annotated[
@@ -79,7 +67,6 @@ class Checkpointing(CaseStruct, frozen=True, kw_only=True):
             changes=Changes.NOTHING,
             part="checkpointing",
             needs=("checkpointing",),
-            spelled=(keys("activation_checkpoint.selective_ac_option selective_ac_option", of="ac_option", kind=str),),
         ),
     ] = 2
 
@@ -151,15 +138,6 @@ class Case(CaseStruct, frozen=True, kw_only=True):
             changes=Changes.NOTHING,
             same_bits="the graph is executed operator by operator, undecomposed",
             part="compile",
-            spelled=(
-                keys(
-                    "compile.enable training.compile torch_compile use_torch_compile enable_compile =compile "
-                    "torch.compile() model.compile() module.compile() block.compile() layer.compile() m.compile()",
-                    values={"true": "graph", "false": "none", "*": "graph"},
-                    said=r"\btorch\.compile\b|\bcompile(?:d(?= \+)|(?= \+))|(?<=\+ )compile\b",
-                ),
-                keys("compile.components", of="compile_components", kind=tuple),
-            ),
         ),
     ] = "none"
     model: Model = Model()

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from harness.matrix.axis import Changes, Spelling, Word, axis, flag, keys
+from harness.matrix.axis import Changes, Word, axis, flag
 from harness.matrix.model import CaseStruct
 from harness.matrix.recipes import TRAITS, Recipe, RecipeTraits
 
@@ -47,54 +47,6 @@ class Float8(CaseStruct, frozen=True, kw_only=True):
             part="recipe",
             needs=(),
             simplest="tensorwise",
-            spelled=(
-                keys(
-                    "quantize.linear.float8.recipe_name quantize.dense.float8.recipe_name recipe_name fp8_recipe_name "
-                    "float8_recipe_name fp8_recipe float8_recipe Float8LinearConfig.from_recipe_name()",
-                    values={
-                        **dict.fromkeys(("all_rowwise", "all_axiswise", "axiswise"), "rowwise"),
-                        "lw_axiswise_with_gw_hp": "rowwise_with_gw_hp",
-                        **dict.fromkeys(("mxfp8_rceil", "mxfp8_cublas_rceil"), "mxfp8"),
-                        "mxfp8_cublas": "mxfp8_floor",
-                        "mxfp8_rceil_wgrad_with_hp": "mxfp8_with_gw_hp",
-                    },
-                ),
-                keys(
-                    "MXFP8Linear() MXFP8Linear.Config() MXFP8LinearConverter() MXFP8LinearConverter.Config()",
-                    of="mxfp8",
-                    kind=str,
-                    values={"*": "module"},
-                    said=r"\bMXFP8(?:Linear)?\b",
-                ),
-                keys(
-                    "MXFP8TrainingOpConfig() MXFP8TrainingOpConfig.from_recipe()",
-                    of="mxfp8",
-                    kind=str,
-                    values={"mxfp8_rceil_wgrad_with_hp": "wrapper_with_gw_hp", "*": "wrapper"},
-                ),
-                keys("scale_calculation_mode", of="scale_calculation_mode", kind=str),
-                keys("wgrad_with_hp", of="wgrad_with_hp", kind=bool),
-                # Not the plan of a linear: "`wo`: rowwise", "colwise/rowwise", "row-wise parallel".
-                Spelling(
-                    said=r"(?<!`: )(?<!/)\b(?:row-?wise|axis-?wise)\b(?![ -]?(?:parallel|shard|linear))",
-                    values={"*": "rowwise"},
-                ),
-                Spelling(said=r"\btensor-?wise\b", values={"*": "tensorwise"}),
-                Spelling(said=r"\b\w+_with_gw_hp\b", values={"*": "rowwise_with_gw_hp"}),
-                keys(
-                    "quantize.linear.float8.enable_float8_linear enable_float8_linear enable_fp8_linear "
-                    "enable_fp8_training =fp8 use_torchao_fp8_linear convert_to_float8_training() "
-                    "swap_linear_with_float8_linear() Float8LinearConfig() Float8LinearConverter.Config() "
-                    "Float8Config()",
-                    of="float8",
-                    kind=bool,
-                    values={"true": True, "false": False, "*": None},
-                    said=r"\b(?:float8\w*|fp8)\b",
-                ),
-                keys("mixed_precision", of="float8", kind=bool, values={"fp8": True, "*": None}),
-                keys("model.converters", of="converters", kind=tuple),
-                keys("quantize.linear.float8.emulate float8.emulate", of="emulate", kind=bool),
-            ),
         ),
     ] = "bf16"
     fp8_all_gather: Annotated[
@@ -103,13 +55,6 @@ class Float8(CaseStruct, frozen=True, kw_only=True):
             "FSDP2 gathers weights in float8",
             flag("ag.fp8", "FSDP2 gathers weights in float8", fp8_all_gather=True),
             flag("ag.fp8pre", "ag.fp8 with precomputed weight scales", fp8_all_gather=True, precompute_scale=True),
-            spelled=(
-                keys(
-                    "quantize.linear.float8.enable_fsdp_float8_all_gather enable_fsdp_float8_all_gather "
-                    "enable_fsdp_fp8_all_gather fp8_enable_fsdp_float8_all_gather use_torchao_fp8_allgather",
-                    said=r"\benable_fsdp_float8_all_gather\s*[=:]\s*(true|false)\b",
-                ),
-            ),
             same_bits="the gathered shards carry the scale of the full weight, so it does not matter where they are "
             "cast",
         ),
@@ -119,13 +64,6 @@ class Float8(CaseStruct, frozen=True, kw_only=True):
         _axis(
             "compute the scales of all gathered weights at once",
             flag("ag.pre", "precomputed weight scales without ag.fp8: excluded", precompute_scale=True),
-            spelled=(
-                keys(
-                    "quantize.linear.float8.precompute_float8_dynamic_scale_for_fsdp "
-                    "precompute_float8_dynamic_scale_for_fsdp use_torchao_fp8_precompute_scale_for_fsdp "
-                    "precompute_float8_dynamic_scale_for_fsdp()"
-                ),
-            ),
             same_bits="the amax of a weight is the same right after its update and right before its use; in the first "
             "step no scale is precomputed",
         ),
@@ -155,12 +93,6 @@ class Float8(CaseStruct, frozen=True, kw_only=True):
             flag("tpstyle.fp8", "TP gathers activations in float8 (Float8ColwiseParallel)", tp_styles="float8"),
             changes=Changes.NOTHING,
             same_bits="a cast with the scale of the logical tensor is the same before and after an all-gather",
-            spelled=(
-                keys(
-                    "Float8ColwiseParallel() Float8RowwiseParallel() PrepareFloat8ModuleInput()",
-                    values={"*": "float8"},
-                ),
-            ),
         ),
     ] = "plain"
     grouped_mm: Annotated[
@@ -182,7 +114,6 @@ class Float8(CaseStruct, frozen=True, kw_only=True):
             "pad inner dimensions of matmuls to multiples of 16",
             flag("pad", "inner dimensions are padded to multiples of 16", pad_inner_dim=True),
             same_bits="where every matmul is aligned there is nothing to pad",
-            spelled=(keys("pad_inner_dim"),),
         ),
     ] = False
     filter_fqns: Annotated[
@@ -195,7 +126,6 @@ class Float8(CaseStruct, frozen=True, kw_only=True):
                 meaning="linears with one of {0} in their names are not converted",
                 pattern=r"[a-z0-9_.+]+",
             ),
-            spelled=(keys("quantize.linear.float8.filter_fqns filter_fqns"),),
         ),
     ] = ()
     casts: Annotated[

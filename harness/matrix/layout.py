@@ -5,7 +5,6 @@ Ranks are numbered as in torch's DeviceMesh: the last axis varies fastest.
 
 from __future__ import annotations
 
-import datetime
 import functools
 import itertools
 import math
@@ -16,7 +15,7 @@ import msgspec
 from msgspec import Meta
 
 from harness.errors import HarnessError
-from harness.matrix.axis import Changes, Spelling, axis, flag, keys, number
+from harness.matrix.axis import Changes, axis, flag, number
 from harness.matrix.model import CaseStruct
 
 SymmMem = Literal["pipelined", "fallback"]
@@ -38,14 +37,6 @@ class Mesh(CaseStruct, frozen=True, kw_only=True):
             number("pp{pp}", "pp2", "pipeline parallelism over {0} ranks"),
             smallest=1,
             exported=False,
-            spelled=(
-                keys(
-                    "parallelism.pipeline_parallel_degree pipeline_parallel_degree pipeline_model_parallel_size "
-                    "pp_size =pp",
-                    said=r"\b(?:PP|pipeline[- ]parallel(?:ism)?)\s*(?:degree|size)?\s*(?:of\s+|[=:]\s*)?"
-                    r"(\d{1,4})\b(?!\.)",
-                ),
-            ),
         ),
     ] = 1
     dp_replicate: Annotated[
@@ -57,14 +48,6 @@ class Mesh(CaseStruct, frozen=True, kw_only=True):
             number("hsdp{dp_replicate}x{dp_shard}", "hsdp2x4", "HSDP: {0} replicas of {1} shards each"),
             number("ddp{dp_replicate}", "ddp2", "{0} replicas without shards: DDP, which is excluded"),
             smallest=1,
-            spelled=(
-                keys(
-                    "parallelism.data_parallel_replicate_degree data_parallel_replicate_degree "
-                    "data_parallel_replicate_dim dp_replicate_size dp_replicate",
-                    said=r"\bHSDP\s*[=:(]?\s*(\d{1,4})\s*x\s*\d",
-                ),
-                Spelling(of="hsdp", kind=bool, said=r"\bHSDP\b"),
-            ),
         ),
     ] = 1
     dp_shard: Annotated[
@@ -72,34 +55,6 @@ class Mesh(CaseStruct, frozen=True, kw_only=True):
         _axis(
             "FSDP2: ranks that share every parameter",
             smallest=1,
-            spelled=(
-                keys(
-                    "parallelism.data_parallel_shard_degree data_parallel_shard_degree data_parallel_shard_dim "
-                    "dp_shard_size dp_shard =fsdp",
-                    said=r"\b(?:FSDP2?\s*[=:]\s*|FSDP\s*(?=[3-9]|\d\d)|HSDP\s*[=:(]?\s*\d{1,4}\s*x\s*)(\d{1,4})\b",
-                ),
-                keys(
-                    "parallelism.data_parallel_degree data_parallel_degree =dp",
-                    of="dp",
-                    kind=int,
-                    said=r"\bDP\s*=?\s*(\d{1,4})\b",
-                ),
-                keys(
-                    "nproc_per_node num_processes ngpu world_size n_gpus num_gpus =gpus",
-                    of="ranks",
-                    kind=int,
-                    said=r"\b(?:(?:on|with|at|using|across|over)\s+(?=\d+\s*x?\s*(?:GPU|rank|process|[AHBL]\d\d|scale))"
-                    r"|world[_ ]size\s*=\s*)(\d{1,5})\b|\b(\d{1,4})\s*x\s*(?:NVIDIA\s+)?[AHB]\d00s?\b",
-                ),
-                keys("distributed_type", of="accelerate_fsdp", kind=bool, values={"fsdp": True, "*": None}),
-                keys(
-                    "fsdp_config.fsdp_version fsdp_version fully_shard()",
-                    of="fsdp",
-                    kind=bool,
-                    values={"2": True, "true": True, "*": None},
-                    said=r"\b(?:FSDP2?|HSDP|fully_shard)\b",
-                ),
-            ),
         ),
     ] = 1
     tp: Annotated[
@@ -108,22 +63,6 @@ class Mesh(CaseStruct, frozen=True, kw_only=True):
             "tensor parallelism: ranks that share every linear",
             number("tp{tp}", "tp4", "tensor parallelism over {0} ranks"),
             smallest=1,
-            spelled=(
-                keys(
-                    "parallelism.tensor_parallel_degree tensor_parallel_degree tensor_parallel_dim "
-                    "tensor_model_parallel_size tp_size tp_degree =tp",
-                    said=r"\b(?:TP|tensor[- ]parallel(?:ism)?)\s*(?:degree|size)?\s*(?:of\s+|[=:]\s*)?"
-                    r"(\d{1,4})\b(?!\.)",
-                ),
-                keys("training.sequence_parallel_degree sequence_parallel_degree", until=datetime.date(2024, 7, 1)),
-                keys(
-                    "parallelize_module()",
-                    of="tp_used",
-                    kind=bool,
-                    values={"*": True},
-                    said=r"\b(?:TP|tensor[- ]parallel\w*)\b",
-                ),
-            ),
         ),
     ] = 1
 
@@ -174,12 +113,6 @@ class Layout(Mesh, frozen=True, kw_only=True):
         _axis(
             "fuse the collectives of TP with matmuls; needs compile",
             number("atp{tp}", "atp4", "async tensor parallelism over {0} ranks", async_tp=True),
-            spelled=(
-                keys(
-                    "parallelism.enable_async_tensor_parallel enable_async_tensor_parallel",
-                    said=r"\basync(?:hronous)?[- ]?(?:TP|tensor[- ]parallel\w*)\b",
-                ),
-            ),
             same_bits="a fused operator multiplies the same rows and sums the same partial results in rank order",
         ),
     ] = False
@@ -208,10 +141,6 @@ class Layout(Mesh, frozen=True, kw_only=True):
             flag("nosp", "TP without sequence parallelism", sequence_parallel=False),
             needs=("tp",),
             same_sums="it shards what is computed between TP blocks and changes no scale",
-            spelled=(
-                keys("parallelism.enable_sequence_parallel enable_sequence_parallel", since=datetime.date(2026, 3, 29)),
-                keys("sequence_parallel"),
-            ),
         ),
     ] = True
     loss_parallel: Annotated[
@@ -221,10 +150,6 @@ class Layout(Mesh, frozen=True, kw_only=True):
             flag("nolp", "TP without loss parallelism", loss_parallel=False),
             needs=("tp",),
             same_sums="it shards the softmax over the vocabulary",
-            spelled=(
-                keys("parallelism.enable_loss_parallel enable_loss_parallel"),
-                keys("parallelism.disable_loss_parallel disable_loss_parallel", values={"true": False, "false": True}),
-            ),
         ),
     ] = True
     reshard_after_forward: Annotated[
@@ -235,7 +160,6 @@ class Layout(Mesh, frozen=True, kw_only=True):
             flag("reshard.never", "FSDP2 keeps gathered weights until backward", reshard_after_forward="never"),
             exported=False,
             same_bits="a weight that is gathered again has the same bits",
-            spelled=(keys("parallelism.fsdp_reshard_after_forward"),),
         ),
     ] = "default"
 
@@ -248,17 +172,6 @@ class Layout(Mesh, frozen=True, kw_only=True):
             flag("zb", "a pipeline that computes gradients of weights in its bubbles", schedule="zero_bubble"),
             needs=("pp",),
             exported=False,
-            spelled=(
-                keys(
-                    "parallelism.pipeline_parallel_schedule pipeline_parallel_schedule",
-                    values={
-                        "1f1b": "1f1b",
-                        "gpipe": "gpipe",
-                        "interleaved1f1b": "interleaved",
-                        "interleavedzerobubble": "zero_bubble",
-                    },
-                ),
-            ),
         ),
     ] = "1f1b"
     ep: Annotated[
@@ -269,11 +182,6 @@ class Layout(Mesh, frozen=True, kw_only=True):
             smallest=1,
             needs=("experts",),
             exported=False,
-            spelled=(
-                keys(
-                    "parallelism.expert_parallel_degree expert_parallel_degree expert_model_parallel_size ep_size =ep"
-                ),
-            ),
         ),
     ] = 1
 
@@ -285,13 +193,6 @@ class Layout(Mesh, frozen=True, kw_only=True):
             smallest=1,
             needs=("dp_shard",),
             exported=False,
-            spelled=(
-                keys(
-                    "parallelism.context_parallel_degree context_parallel_degree context_parallel_size cp_size =cp",
-                    said=r"\b(?:CP|context[- ]parallel(?:ism)?)\s*(?:degree|size)?\s*(?:of\s+|[=:]\s*)?"
-                    r"(\d{1,4})\b(?!\.)",
-                ),
-            ),
         ),
     ] = 1
     sequence_order: Annotated[
@@ -301,12 +202,6 @@ class Layout(Mesh, frozen=True, kw_only=True):
             flag("contiguous", "ranks of context parallelism have contiguous positions", sequence_order="contiguous"),
             needs=("cp",),
             exported=False,
-            spelled=(
-                keys(
-                    "parallelism.context_parallel_load_balancer context_parallel_load_balancer",
-                    values={"headtail": "headtail", "none": "contiguous"},
-                ),
-            ),
         ),
     ] = "headtail"
 

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from harness.matrix.axis import Axis, Changes, axis, flag, keys, number
+from harness.matrix.axis import Axis, Changes, axis, flag, number
 
 Preset = Literal["tiny", "debug", "llama3-8b-layer"]
 PRESET_WORDS = {"tiny": "tiny", "debug": "debug", "llama3-8b-layer": "llama3.8b.layer"}  # `-` separates words of ids
@@ -52,13 +52,12 @@ _PRESETS = tuple(
 )
 
 
-def _size(name: str, example: str, meaning: str, spelled: str, *, smallest: int = 1) -> Axis:
+def _size(name: str, example: str, meaning: str, *, smallest: int = 1) -> Axis:
     return _axis(
         meaning,
         number(f"{example.partition('.')[0]}.{{{name}}}", example, f"{name} {{0}}"),
         smallest=smallest,
         noise=f"_{name}{{}}",
-        spelled=(keys(spelled),),
     )
 
 
@@ -86,47 +85,14 @@ class Model(CaseStruct, frozen=True, kw_only=True):
             name="model",
             shrinks=False,
             costs=False,
-            spelled=(
-                keys(
-                    "model.flavor =flavor base_model model_name_or_path model_name model_registry() from_pretrained()",
-                    of="model_size",
-                    kind=str,
-                    said=r"\b(Llama[- ]?(?:3(?:\.\d)?)?[- ]?(?:8|70|405)b|debug ?model"
-                    r"|(?:Qwen|Mistral|Gemma|Phi|GPT|OLMo|Falcon|SmolLM)[-\w.]{0,20}?\d+(?:\.\d+)?B)\b",
-                ),
-                keys("model.name", of="model_name", kind=str),
-                keys("job.config_file config_file =config", of="config_file", kind=str),
-            ),
         ),
     ] = "tiny"
-    dim: Annotated[
-        PositiveInt | None,
-        _size("dim", "dim.512", "features of the residual stream", "=dim hidden_size model_dim d_model", smallest=32),
-    ] = None
-    layers: Annotated[
-        PositiveInt | None, _size("layers", "layers.4", "blocks", "n_layers num_layers num_hidden_layers")
-    ] = None
-    heads: Annotated[
-        PositiveInt | None, _size("heads", "heads.4", "attention heads", "n_heads num_heads num_attention_heads")
-    ] = None
-    kv_heads: Annotated[
-        PositiveInt | None,
-        _size(
-            "kv_heads",
-            "kvheads.4",
-            "heads of keys and values",
-            "n_kv_heads num_kv_heads num_key_value_heads num_query_groups",
-        ),
-    ] = None
+    dim: Annotated[PositiveInt | None, _size("dim", "dim.512", "features of the residual stream", smallest=32)] = None
+    layers: Annotated[PositiveInt | None, _size("layers", "layers.4", "blocks")] = None
+    heads: Annotated[PositiveInt | None, _size("heads", "heads.4", "attention heads")] = None
+    kv_heads: Annotated[PositiveInt | None, _size("kv_heads", "kvheads.4", "heads of keys and values")] = None
     ffn_dim: Annotated[
-        PositiveInt | None,
-        _size(
-            "ffn_dim",
-            "ffn.512",
-            "hidden features of the feed-forward",
-            "ffn_dim intermediate_size ffn_hidden_size hidden_dim",
-            smallest=32,
-        ),
+        PositiveInt | None, _size("ffn_dim", "ffn.512", "hidden features of the feed-forward", smallest=32)
     ] = None
     bias: Annotated[
         bool,
@@ -143,13 +109,6 @@ class Model(CaseStruct, frozen=True, kw_only=True):
             flag("tied", "embedding and output layer share their weights", tied=True),
             noise="_tied",
             exported=False,
-            spelled=(
-                keys(
-                    "enable_weight_tying tie_word_embeddings tie_embeddings weight_tying"
-                    " share_embeddings_and_output_weights"
-                ),
-                keys("untie_embeddings_and_output_weights", values={"true": False, "false": True}),
-            ),
         ),
     ] = False
     experts: Annotated[
@@ -160,7 +119,6 @@ class Model(CaseStruct, frozen=True, kw_only=True):
             noise="_moe{}",
             exported=False,
             example=4,
-            spelled=(keys("num_experts n_routed_experts num_local_experts num_moe_experts"),),
         ),
     ] = 0
     top_k: Annotated[
@@ -172,7 +130,6 @@ class Model(CaseStruct, frozen=True, kw_only=True):
             smallest=1,
             noise="_top{}",
             exported=False,
-            spelled=(keys("num_experts_per_tok moe_router_topk moe_args.top_k moeargs.top_k"),),
         ),
     ] = 2
     router: Annotated[
@@ -186,7 +143,6 @@ class Model(CaseStruct, frozen=True, kw_only=True):
             noise="_{}",
             costs=False,
             exported=False,
-            spelled=(keys("moe_router_score_function scoring_func score_func"),),
         ),
     ] = "softmax"
     balance: Annotated[
@@ -198,10 +154,6 @@ class Model(CaseStruct, frozen=True, kw_only=True):
             noise="_balance",
             costs=False,
             exported=False,
-            spelled=(
-                keys("moe_router_enable_expert_bias"),
-                keys("load_balance_coeff", values={"0": False, "0.0": False, "none": False, "*": True}),
-            ),
         ),
     ] = False
     vocab_size: Annotated[
@@ -212,7 +164,6 @@ class Model(CaseStruct, frozen=True, kw_only=True):
             part="vocabulary",
             always=True,
             smallest=64,
-            spelled=(keys("vocab_size"),),
         ),
     ] = 2048
     pad_vocab_to_multiple_of: Annotated[
@@ -220,7 +171,6 @@ class Model(CaseStruct, frozen=True, kw_only=True):
         _axis(
             "add rows to embedding and output layer up to a multiple of this",
             number("vpad{pad_vocab_to_multiple_of}", "vpad128", "padded to a multiple of {0}"),
-            spelled=(keys("make_vocab_size_divisible_by"),),
             changes=Changes.PADDING,
             part="vocabulary",
         ),

@@ -22,6 +22,14 @@ MODULES: Mapping[str, str] = {
 # The version of torchtitan that a target drives. Each has a name, so that a case means the same wherever it is read.
 VERSIONS: Mapping[str, str] = {TORCHTITAN: "0.2.2", TORCHTITAN_0_3: "0.3.0"}
 
+# The options of torchtitan's section `parallelism`, of either version, for the degrees of a mesh.
+_DEGREES: Mapping[str, str] = {
+    "pp": "pipeline_parallel_degree",
+    "dp_replicate": "data_parallel_replicate_degree",
+    "dp_shard": "data_parallel_shard_degree",
+    "tp": "tensor_parallel_degree",
+}
+
 # Targets that train the Llama of `linears.py`. Of any other model, what must be seen is found out.
 _LLAMAS = frozenset(MODULES)
 
@@ -44,3 +52,8 @@ def is_llama(target: str) -> bool:
 def computes_on_plain_shards(target: str) -> bool:
     """True when the operands of modules under TP cannot be put together, or compared with those of one rank."""
     return target in _ON_PLAIN_SHARDS
+
+
+def torchtitan_degrees(mesh: Mapping[str, int]) -> dict[str, int]:
+    """The degrees of a mesh by torchtitan's options, in its section `parallelism`."""
+    return {_DEGREES[axis]: degree for axis, degree in mesh.items()}

@@ -9,7 +9,7 @@ from typing import Annotated, Literal, NamedTuple
 
 from msgspec import Meta
 
-from harness.matrix.axis import Changes, axis, flag, keys, number
+from harness.matrix.axis import Changes, axis, flag, number
 from harness.matrix.model import CaseStruct, PositiveInt
 
 Dtype = Literal["float64", "float32", "bfloat16"]
@@ -64,16 +64,6 @@ class Train(CaseStruct, frozen=True, kw_only=True):
             "sequences per step, over all ranks",
             number("gb{global_batch}", "gb8", "{0} sequences per step, over all ranks"),
             smallest=1,
-            spelled=(
-                keys("training.global_batch_size global_batch_size", values={"-1": None}),
-                keys(
-                    "training.local_batch_size training.batch_size per_device_train_batch_size micro_batch_size "
-                    "local_batch_size",
-                    of="local_batch",
-                    kind=int,
-                    said=r"\b(?:local|per[- ]device|micro) ?batch[ _]size\s*(?:=|of|is)?\s*(\d{1,5})\b",
-                ),
-            ),
         ),
     ] = 8
     seq_len: Annotated[
@@ -82,12 +72,6 @@ class Train(CaseStruct, frozen=True, kw_only=True):
             "tokens of a sequence",
             number("sl{seq_len}", "sl32", "sequences of {0} tokens"),
             smallest=16,
-            spelled=(
-                keys(
-                    "training.seq_len seq_len seq_length sequence_len max_seq_length max_length max_context_length",
-                    said=r"\b(?:seq_len|sequence length|context length|seqlen)\s*(?:=|of|is)?\s*(\d{1,7})\b",
-                ),
-            ),
         ),
     ] = 32
     steps: Annotated[
@@ -97,7 +81,6 @@ class Train(CaseStruct, frozen=True, kw_only=True):
             number("s{steps}", "s5", "{0} steps"),
             smallest=1,
             costs=False,
-            spelled=(keys("training.steps max_steps train_iters train_steps =steps", of="train_steps", kind=int),),
         ),
     ] = 5
     accumulation: Annotated[
@@ -105,7 +88,6 @@ class Train(CaseStruct, frozen=True, kw_only=True):
         _axis(
             "microbatches per optimizer step",
             number("accum{accumulation}", "accum2", "{0} microbatches per rank and optimizer step"),
-            spelled=(keys("gradient_accumulation_steps"),),
             changes=Changes.SUMS,
             exported=False,
         ),
@@ -126,7 +108,6 @@ class Train(CaseStruct, frozen=True, kw_only=True):
         _axis(
             "clip gradients to this global norm; without it there is no clipping",
             number("clip{max_norm}", "clip0.5", "gradients are clipped to a global norm of {0}"),
-            spelled=(keys("training.max_norm max_grad_norm clip_grad_norm clip_grad"),),
             example=1.0,
             costs=False,
             exported=False,
@@ -182,7 +163,6 @@ class Train(CaseStruct, frozen=True, kw_only=True):
             shrinks=False,
             costs=False,
             noise="_lr{:g}",
-            spelled=(keys("optimizer.lr learning_rate =lr", of="learning_rate", kind=float),),
         ),
     ] = 1e-3
     seed: Annotated[
@@ -194,7 +174,6 @@ class Train(CaseStruct, frozen=True, kw_only=True):
         _axis(
             "dtype of the parameters that the optimizer updates, where activations are bfloat16",
             flag("param.b16", "parameters are updated in bfloat16", parameter_dtype="bfloat16"),
-            spelled=(keys("training.dtype"),),
             exported=False,
             noise="_param_{}",
         ),
@@ -204,10 +183,6 @@ class Train(CaseStruct, frozen=True, kw_only=True):
         _axis(
             "dtype in which FSDP2 sums gradients over ranks",
             flag("reduce.b16", "gradients are summed over ranks in bfloat16", reduce_dtype="bfloat16"),
-            spelled=(
-                keys("training.mixed_precision_reduce"),
-                keys("grad_reduce_in_bf16", values={"true": "bfloat16", "*": None}),
-            ),
             changes=Changes.SUMS,
             exported=False,
         ),
@@ -219,10 +194,6 @@ class Train(CaseStruct, frozen=True, kw_only=True):
             flag("f64", "float64, for sharp comparisons", dtype="float64"),
             flag("f32", "float32", dtype="float32"),
             flag("b16", "bfloat16, with float32 master weights but for param.b16", dtype="bfloat16"),
-            spelled=(
-                keys("training.mixed_precision_param"),
-                keys("bf16", values={"true": "bfloat16", "auto": "bfloat16", "*": None}),
-            ),
             changes=Changes.ROUNDING,
             part="dtype",
             reference="bfloat16",

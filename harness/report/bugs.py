@@ -13,8 +13,9 @@ from harness.bugs.corpus import Corpus, Proof
 from harness.bugs.export import MISMATCH, Exported
 from harness.bugs.export import Proof as ScriptProof
 from harness.bugs.facts import shown as quoted
-from harness.bugs.importing import ImportedBug
+from harness.bugs.importing import ImportedBug, Job
 from harness.bugs.pytest_file import ExportedTest
+from harness.bugs.reading import Account
 from harness.bugs.reproduce import Reproduced
 from harness.bugs.shrink import Attempt, Shrunk
 from harness.hints import run_cases
@@ -57,13 +58,35 @@ def imported_sections(imported: ImportedBug, *, file: str | None) -> list[Block]
     """What was found in a report, list by list. `file`: where the bug file was written; None where nothing was."""
     bug = imported.bug
     lists = {name: _sourced(imported, name) for name in ("stated", "derived", "assumed", "missing", "refused")}
-    facts = (bug.bug.link, f"seen: {_seen(bug.bug)}", f"spellings of {imported.day} ({imported.day_from})")
+    job = imported.job
+    facts = (
+        bug.bug.link,
+        f"seen: {_seen(bug.bug)}",
+        f"options as of {job.era.day} ({job.era.source})",
+        _counts(job.account),
+    )
     return [
         Section(title=f"{bug.id}: {bug.bug.title}", blocks=facts),
         *(Section(title=name, blocks=(Items(lines),)) for name, lines in lists.items()),
-        Section(title="ignored", blocks=(Items(tuple(imported.ignored)),)),
+        Section(title="changes no case", blocks=(Items(job.ignored),)),
+        Section(title="not understood", blocks=(Items(tuple(line.text for line in job.account.not_understood)),)),
         Verbatim("\n".join(_next(bug, file))),
     ]
+
+
+def _counts(account: Account) -> str:
+    """How many lines were used, are without effect, and were not understood."""
+    counts = {name.replace("_", " "): len(getattr(account, name)) for name in account.__struct_fields__}
+    lines = counted(sum(counts.values()), "line")
+    return f"{lines} of configurations: {', '.join(f'{count} {name}' for name, count in counts.items())}"
+
+
+def job_notes(job: Job) -> tuple[str, ...]:
+    """How a case differs from its job, and the account of the lines, a line each."""
+    lists = (("", job.derived), ("assumed: ", job.assumed))
+    notes = [f"{name}: {head}{words}" for head, table in lists for name, words in table.items()]
+    not_understood = (f"not understood: {line.text}" for line in job.account.not_understood)
+    return (*notes, *job.ignored, _counts(job.account), *not_understood)
 
 
 def _seen(bug: Bug) -> str:
@@ -110,12 +133,13 @@ def imported_document(imported: ImportedBug, *, file: str | None) -> dict[str, o
         "id": bug.id,
         "file": file,
         **msgspec.structs.asdict(bug.bug),
-        "date": imported.day,
-        "date_from": imported.day_from,
+        "date": imported.job.era.day,
+        "date_from": imported.job.era.source,
         "case": None if bug.case is None else case_id(bug.case),
         "axes": {} if bug.case is None else axis_values(bug.case),
         **{name: getattr(bug, name) for name in lists},
-        "ignored": imported.ignored,
+        "ignored": imported.job.ignored,
+        "lines": imported.job.account,
     }
 
 

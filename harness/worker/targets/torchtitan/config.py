@@ -11,7 +11,7 @@ from torchtitan.config import JobConfig
 from torchtitan.models.llama3.model.args import RoPEScalingArgs, TransformerModelArgs
 
 from harness.matrix.linears import OUTPUT_FQN
-from harness.matrix.spellings import torchtitan_degrees
+from harness.matrix.targets import torchtitan_degrees
 from harness.worker.targets.torchtitan.step import GRAPH_BACKEND, MAX_NORM, pipeline_options, sequences_of_step
 
 if TYPE_CHECKING:

@@ -24,7 +24,7 @@ from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.trainer import Trainer
 
 from harness.matrix.linears import OUTPUT_FQN, converted_fqns, is_converted, linear_fqns
-from harness.matrix.spellings import torchtitan_degrees
+from harness.matrix.targets import torchtitan_degrees
 from harness.worker.targets.torchtitan.step import GRAPH_BACKEND, MAX_NORM, pipeline_options, sequences_of_step
 
 if TYPE_CHECKING:

@@ -1,0 +1,279 @@
+"""What options of other tools mean: the table `spellings.toml`, and how a dotted name is looked up in it."""
+
+from __future__ import annotations
+
+import datetime
+import fnmatch
+import functools
+import re
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from harness.matrix.axes import AXES, axis_type, choices
+from harness.matrix.scope import SCOPE, OutOfScope
+
+Value = bool | int | float | str | tuple[str, ...]
+
+_TRUE, _FALSE = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
+_KINDS: Mapping[str, type] = {"bool": bool, "int": int, "float": float, "str": str, "tuple": tuple}
+_NOT_TOOLS = frozenset({"kind", "values", "silent", "since", "until"})
+_SCOPE = {feature.name: feature for feature in SCOPE}
+
+
+class Spelling(msgspec.Struct, frozen=True, kw_only=True):
+    """A row of the table: what the keys of these tools state, between two days."""
+
+    fact: str
+    kind: type
+    tools: Mapping[str, tuple[str, ...]]
+    values: Mapping[str, Value] = {}
+    silent: tuple[str, ...] = ()
+    since: datetime.date = datetime.date.min
+    until: datetime.date = datetime.date.max
+
+    def read(self, value: object) -> Mapping[str, Value] | None:
+        """The fact that this value states; {} for one that says nothing, None for an unknown one."""
+        text = str(value).strip()
+        plain = text.lower()
+        forms = (
+            plain,
+            plain.rpartition(".")[2],
+            "true" if plain in _TRUE[:3] else "false" if plain in _FALSE[:3] else "",
+        )
+        if any(form in self.silent for form in forms[:2]):
+            return {}
+        for form in forms:
+            if form in self.values:
+                return {self.fact: self.values[form]}
+        for pattern, meant in self.values.items():
+            if "*" in pattern and fnmatch.fnmatchcase(plain, pattern):
+                return {self.fact: meant}
+        read = None if self.values and self.fact not in _OPEN else self._converted(value, text)
+        return None if read is None else {self.fact: read}
+
+    def _converted(self, value: object, text: str) -> Value | None:
+        if self.kind is int:
+            return int(text) if re.fullmatch(r"-?\d{1,18}", text, re.ASCII) else None
+        if self.kind is float:
+            return float(text) if re.fullmatch(r"\d*\.?\d+(?:\.\d*)?(?:e-?\d+)?", text, re.ASCII | re.I) else None
+        if self.kind is bool:
+            known = text.lower() in (*_TRUE, *_FALSE)
+            return text.lower() in _TRUE if known else None
+        if self.kind is tuple:
+            items = value if isinstance(value, list | tuple) else text.strip("[]").split(",")
+            return tuple(word for item in items if (word := str(item).strip(" \"'")))
+        last = text.lower().rpartition(".")[2]
+        return last if self.fact in AXES and last in choices(self.fact) else text
+
+
+class Refusal(msgspec.Struct, frozen=True, kw_only=True):
+    """Keys whose values, by a pattern, ask for what no case has, and names in Python that do."""
+
+    feature: str
+    keys: tuple[str, ...] = ()
+    values: str = ""
+    calls: str = ""
+
+
+class WithoutEffect(msgspec.Struct, frozen=True, kw_only=True):
+    """Options that no case needs, and why."""
+
+    why: str
+    keys: tuple[str, ...] = ()
+    apart: tuple[str, ...] = ()
+    sections: tuple[str, ...] = ()
+    names: str = ""
+    variables: str = ""
+
+
+class Known(msgspec.Struct, frozen=True, kw_only=True):
+    """What the table has for a name. `length`: how many parts of the name it knows."""
+
+    length: int = 0
+    spellings: tuple[tuple[str, Spelling], ...] = ()  # each with the tool whose key it is
+    why: str = ""  # it has no effect
+
+
+_LAST_DAY = datetime.date.max - datetime.timedelta(days=1)
+_OPEN = frozenset({"recipe", "dtype", "reduce_dtype", "parameter_dtype"})  # whose `values` are only other names
+
+
+@functools.cache
+def table() -> Mapping[str, Any]:
+    return tomllib.loads((Path(__file__).parent / "spellings.toml").read_text())
+
+
+def plain_key(key: str) -> str:
+    """A name as the table has it: without `-` in front or inside, in small letters except for calls and variables."""
+    if key.endswith("()") or key.startswith("$"):
+        return key
+    return key.lstrip("-").replace("-", "_").lower()
+
+
+def known(path: str, day: datetime.date) -> Known:
+    """What the longest known end of a dotted name means on this day; a section that has no effect covers its inside."""
+    parts = path.split(".")
+    best = Known()
+    for at in range(len(parts)):
+        end, length = ".".join(parts[at:]), len(parts) - at
+        keys = (f"={end}", end) if at == 0 else (end,)
+        rows = [row for key in keys for row in _spellings().get(key, ())]
+        holding = tuple((tool, row) for tool, row in rows if row.since <= day < row.until)
+        if holding:
+            best = Known(length=length, spellings=holding)
+            break
+    for length, why in _no_effect(parts):
+        if length > best.length:
+            best = Known(length=length, why=why)
+    return best
+
+
+def is_known_call(name: str) -> bool:
+    return bool(name) and bool(known(f"{name}()", _LAST_DAY).length)
+
+
+def is_known_variable(name: str) -> bool:
+    return bool(known(f"${name}", _LAST_DAY).spellings)
+
+
+def has_no_effect(path: str, value: object) -> str:
+    """Why this value of an option has no effect in a case; "" where it may have one."""
+    text = str(value).strip().lower()
+    parts = path.split(".")
+    for at in range(len(parts)):
+        for wanted, why in _limited().get(".".join(parts[at:]), ()):
+            if fnmatch.fnmatchcase(text, wanted):
+                return why
+    return ""
+
+
+def subject(name: str) -> str:
+    """What a name is about that must not be passed over, such as "precision"; "" for nothing of the kind."""
+    words = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", " ", name)
+    words = f"{words.replace('_', ' ')} {name}".lower()
+    return next((about for about, pattern in _matters() if pattern.search(words)), "")
+
+
+def asked_by_option(paths: Sequence[str], value: object) -> OutOfScope | None:
+    values = value if isinstance(value, list | tuple) else str(value).split(",")
+    for refusal in _refusals():
+        ends = any(path == key or path.endswith(f".{key}") for path in paths for key in refusal.keys)
+        if ends and any(re.fullmatch(refusal.values, str(item).strip().lower()) for item in values):
+            return _SCOPE[refusal.feature]
+    return None
+
+
+def asked_by_call(name: str) -> OutOfScope | None:
+    for refusal in _refusals():
+        if refusal.calls and re.search(rf"(?:^|\.)(?:{refusal.calls})(?:\.|$)", name):
+            return _SCOPE[refusal.feature]
+    return None
+
+
+def names_experts(model: str) -> bool:
+    return bool(re.fullmatch(table()["experts"]["names"], model))
+
+
+def tool_started_by(word: str) -> str:
+    """The tool that this word of a command starts; "" for none."""
+    plain = word.rpartition("/")[2]
+    started = ((tool, names.split()) for tool, names in table()["launchers"].items())
+    return next(
+        (
+            tool
+            for tool, names in started
+            if plain in names or word in names or word.endswith(tuple(f"/{name}" for name in names))
+        ),
+        "",
+    )
+
+
+def is_toml_of_torchtitan(path: str) -> bool:
+    return any(path == key or path.endswith(f".{key}") for key in _toml_keys())
+
+
+@functools.cache
+def printed_lines() -> tuple[tuple[re.Pattern[str], str], ...]:
+    """Lines that tools print word for word, each with the option whose value it has."""
+    return tuple((re.compile(re.escape(line).replace(r"\{\}", r"(\w+)")), key) for line, key in table()["log"].items())
+
+
+@functools.cache
+def _toml_keys() -> tuple[str, ...]:
+    return tuple(table()["toml_of_torchtitan"]["keys"].split())
+
+
+@functools.cache
+def _matters() -> tuple[tuple[str, re.Pattern[str]], ...]:
+    return tuple((about, re.compile(pattern)) for about, pattern in table()["matters"].items())
+
+
+@functools.cache
+def _spellings() -> Mapping[str, list[tuple[str, Spelling]]]:
+    by_key: dict[str, list[tuple[str, Spelling]]] = {}
+    for row in _rows():
+        for tool, keys in row.tools.items():
+            for key in keys:
+                by_key.setdefault(key, []).append((tool, row))
+    return by_key
+
+
+def _rows() -> Iterator[Spelling]:
+    for fact, rows in table()["fact"].items():
+        for row in rows:
+            kind = _KINDS[row["kind"]] if "kind" in row else axis_type(fact)
+            tools = {tool: tuple(keys.split()) for tool, keys in row.items() if tool not in _NOT_TOOLS}
+            rest = {name: row[name] for name in ("values", "since", "until") if name in row}
+            yield Spelling(fact=fact, kind=kind, tools=tools, silent=tuple(row.get("silent", "").split()), **rest)
+
+
+@functools.cache
+def _refusals() -> tuple[Refusal, ...]:
+    return tuple(Refusal(**{**row, "keys": tuple(row.get("keys", "").split())}) for row in table()["refused"])
+
+
+@functools.cache
+def _without_effect() -> tuple[WithoutEffect, ...]:
+    lists = ("keys", "apart", "sections")
+    rows = table()["without_effect"]
+    return tuple(
+        msgspec.convert({**row, **{name: row.get(name, "").split() for name in lists}}, WithoutEffect) for row in rows
+    )
+
+
+@functools.cache
+def _limited() -> Mapping[str, tuple[tuple[str, str], ...]]:
+    """By key, the values that have no effect, and why."""
+    by_key: dict[str, tuple[tuple[str, str], ...]] = {}
+    for row in _without_effect():
+        for key, _, wanted in (key.partition("=") for key in row.keys if "=" in key):
+            by_key[key] = (*by_key.get(key, ()), (wanted, row.why))
+    return by_key
+
+
+@functools.cache
+def _reasons(field: str) -> Mapping[str, str]:
+    """Why by key, or by section."""
+    return {word: row.why for row in _without_effect() for word in getattr(row, field) if "=" not in word}
+
+
+def _no_effect(parts: Sequence[str]) -> Iterator[tuple[int, str]]:
+    """(length, why) of what has no effect and these parts end with, or lie in."""
+    keys, apart, sections = _reasons("keys"), _reasons("apart"), _reasons("sections")
+    last = parts[-1]
+    for at, part in enumerate(parts):
+        end = ".".join(parts[at:])
+        if end in keys:
+            yield len(parts) - at, keys[end]
+        if at < len(parts) - 1 and part in apart:
+            yield len(parts) - at, apart[part]
+        if at < len(parts) - 1 and part in sections and not subject(last):
+            yield 1, sections[part]
+    for row in _without_effect():
+        pattern = row.variables if last.startswith("$") else row.names
+        if pattern and re.fullmatch(pattern, last.lstrip("$")) and (last.startswith("$") or not subject(last)):
+            yield 1, row.why
