@@ -57,6 +57,8 @@ class _Reader:
                 assigned.setdefault(name, []).append(value)
         self._values = {name: values[0] for name, values in assigned.items() if len(values) == 1}
         self._defined = {node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+        targets = [node.targets[0] for node in nodes if isinstance(node, ast.Assign)]
+        self._changed = {dotted(target).partition(".")[0] for target in targets if isinstance(target, ast.Attribute)}
         self._known_by: dict[ast.expr, str] = {}
         self._stacked = False  # the first linear was read
         for node in nodes:
@@ -83,8 +85,10 @@ class _Reader:
             path, root = _path(node.targets[0]), dotted(node.targets[0]).partition(".")[0]
             if path:
                 yield from self._one((path,), node.value, counted=root != "self")
+            elif root in self._changed and isinstance(node.value, ast.Call):  # a configuration that is changed below
+                yield from self._one((root,), node.value, counted=True)
             elif isinstance(node.targets[0], ast.Name) and isinstance(node.value, ast.Constant):
-                yield from self._one((node.targets[0].id,), node.value, counted=False)
+                yield from self._one((root,), node.value, counted=False)
         elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and node.value is not None:
             yield from self._one((node.target.id,), node.value, counted=False)
 
@@ -99,8 +103,10 @@ class _Reader:
             given: object = True if node.args else last
             if node.args and not _is_object(node.args[0], self._values):
                 given = self.value(node.args[0])
-            own = not (node.keywords and _is_config(name))
-            yield Setting(names=(f"{name}()",), value=given, words=words, counted=False, by_its_own=own)
+            by = self._known_by.get(node)
+            names = (f"{name}()", f"{by}.{name}()") if by else (f"{name}()",)
+            # A method of a class makes a configuration or a model, and a class is known by its keywords.
+            yield Setting(names=names, value=given, words=words, counted=last[:1].islower() and _says_itself(name))
         if last == "Linear" and not self._stacked:
             self._stacked = True
             yield from self._linear(node, words)
@@ -133,7 +139,7 @@ class _Reader:
         if isinstance(found, ast.List | ast.Tuple) and any(isinstance(item, ast.Call) for item in found.elts):
             return
         shown = ", ".join(map(str, value)) if isinstance(value, tuple) else value
-        shown = " ".join(ast.unparse(node).split())[:120] if value == UNREAD else shown
+        shown = " ".join(ast.unparse(found).split())[:120] if value == UNREAD else shown
         yield Setting(names=names, value=value, words=f"{names[0].rpartition('.')[2]}={shown}", counted=counted)
 
     def _mesh(self, node: ast.Call, words: str) -> Iterator[Setting]:

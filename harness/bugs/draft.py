@@ -151,7 +151,12 @@ class Draft:
             self.ask("cp", _PLACEHOLDER, "how many ranks share a sequence?")
         self._shards()
         for axis in ("sequence_parallel", "loss_parallel", "async_tp", "reshard_after_forward"):
-            if not self.take(axis) and self.count("tp") > 1 and (default := self.default(axis)):
+            if (
+                not self.take(axis)
+                and self.count("tp") > 1
+                and not self.says("tp_used")
+                and (default := self.default(axis))
+            ):
                 self.put(axis, default[0], self.assumed, default[1])
 
     def _shards(self) -> None:
@@ -243,12 +248,14 @@ class Draft:
         self._casts()
         self.take("fp8_all_gather")
         self.take("precompute_scale")
-        if not self.take("pad_inner_dim") and (default := self.default("pad_inner_dim")):
+        if not self.take("pad_inner_dim") and self.says("pads") and (default := self.default("pad_inner_dim")):
             self.put("pad_inner_dim", default[0], self.assumed, default[1])
         self._output_layer()
-        styles = self.axes["recipe"] == "tensorwise" and self.count("tp") > 1 and self._day < FLOAT8_STYLES
-        if not self.take("tp_styles") and styles and self.tool == TORCHTITAN:
+        styles = self.axes["recipe"] == "tensorwise" and self.count("tp") > 1
+        if not self.take("tp_styles") and styles and self.tool == TORCHTITAN and self._day < FLOAT8_STYLES:
             self.put("tp_styles", "float8", self.assumed, f"torchtitan's TP of tensorwise until {FLOAT8_STYLES}")
+        elif styles and self.tool == "torchtune":
+            self.put("tp_styles", "float8", self.assumed, "torchtune's TP of tensorwise")
 
     def _mxfp8(self, block: Statement) -> None:
         """MXFP8, whose way of conversion `block` states."""
@@ -364,7 +371,7 @@ class Draft:
         for axis in (*SIZES, "pad_vocab_to_multiple_of", "tied", "bias"):
             self.take(axis)
         self._linears()
-        if not any(axis in self.axes for axis in SIZES):
+        if not any(axis in self.axes for axis in SIZES) and "model" not in self.derived:
             self.assumed["model"] = "tiny: it states no size"
 
     def _linears(self) -> None:

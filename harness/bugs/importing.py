@@ -20,7 +20,7 @@ from harness.errors import HarnessError
 from harness.matrix.axes import AXES
 from harness.matrix.bugfile import Bug, BugFile, Symptom
 from harness.matrix.case import Case
-from harness.matrix.targets import REFERENCE, TORCHTITAN
+from harness.matrix.targets import REFERENCE, TORCHTITAN, TORCHTITAN_0_3
 
 # What is asked of a report that holds no configuration.
 _OF_PROSE = {
@@ -119,14 +119,15 @@ def read_job(report: Report, options: ImportOptions) -> Job:
         era = Era(day=min(era.day, LAST_TOML), source="torchtitan was configured so up to 0.2.2", sure=True)
         reading = Reading(report, era.day)
     account, dropped = _without(reading.account, options.ignore)
-    if reading.outside:
-        return Job(case=None, era=era, account=account, refused=reading.outside, ignored=dropped)
     target = str(options.axes.get("target", REFERENCE))
+    refused = {**reading.outside, **_other_models(reading, target)}
+    if refused:
+        return Job(case=None, era=era, account=account, refused=refused, ignored=dropped)
     draft = Draft(resolve(_with_given(reading.statements, options)), era=era, tool=reading.tool, target=target)
     fit(draft, first_bad_step=seen.first_bad_step, full_size=options.full_size)
     draft.axes |= {name: value for name, value in options.axes.items() if name in AXES}
     case = draft.case()
-    missing = {**draft.missing, **_questions(reading, account, target)}
+    missing = {**draft.missing, **_questions(reading, account)}
     silent = _OF_PROSE if not (account.used or account.not_understood) else {}
     return Job(
         case=case,
@@ -162,7 +163,7 @@ def _with_given(statements: list[Statement], options: ImportOptions) -> tuple[St
     return (*(statement for statement in statements if statement.fact not in replaced), *own)
 
 
-def _questions(reading: Reading, account: Account, target: str) -> dict[str, str]:
+def _questions(reading: Reading, account: Account) -> dict[str, str]:
     """What must be answered although the draft has a value for every axis."""
     questions: dict[str, str] = {}
     if reading.differ:
@@ -171,9 +172,6 @@ def _questions(reading: Reading, account: Account, target: str) -> dict[str, str
         questions["configuration"] = f"which one was run? Keep it: {', '.join(reading.configurations)}"
     if not (account.used or account.not_understood):
         questions |= _OF_PROSE
-    models = {str(statement.value) for statement in reading.statements if statement.fact == "model_name"} - {"llama3"}
-    if models and target.startswith(TORCHTITAN):
-        questions["target"] = f"model.name = {', '.join(models)}: a case of torchtitan trains its llama3"
     for line in account.not_understood:
         if line.about:
             why = f" {line.why}" if line.why else ""
@@ -181,6 +179,13 @@ def _questions(reading: Reading, account: Account, target: str) -> dict[str, str
                 f"`{line.words}` is not understood, and is about {line.about}:{why} what does it change?"
             )
     return questions
+
+
+def _other_models(reading: Reading, target: str) -> dict[str, str]:
+    """Models that the target torchtitan does not train."""
+    named = {str(statement.value) for statement in reading.statements if statement.fact == "model_name"}
+    others = named - {"llama3"} if target in (TORCHTITAN, TORCHTITAN_0_3) else ()
+    return {f"model.name = {name}": "a case of torchtitan trains its llama3" for name in others}
 
 
 def _without(account: Account, ignore: Collection[str]) -> tuple[Account, tuple[str, ...]]:

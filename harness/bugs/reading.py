@@ -196,15 +196,18 @@ class Reading:
             self._used[words] = Line(name=setting.names[0], words=words, why=", ".join(facts))
 
     def _no_effect(self, setting: Setting, words: str, why: str, *, is_known: bool = True) -> None:
+        name = setting.names[0]
+        if name.startswith("$"):  # it may be about a secret
+            name = words = "a variable of the shell"
         if setting.counted or is_known:
-            shown = f"{setting.names[0].lstrip('$')}=…" if setting.names[0].startswith("$") else words
-            self._without.setdefault(shown, Line(name=setting.names[0], words=shown, why=why))
+            self._without.setdefault(words, Line(name=name, words=words, why=why))
 
     def _not_understood(
         self, setting: Setting, names: tuple[str, ...], words: str, why: str = "", *, about: str = ""
     ) -> None:
-        about = about or next(filter(None, map(subject, names)), "")
-        if (setting.counted or about) and setting.by_its_own:
+        texts = (*names, setting.value) if setting.counted else names
+        about = about or next(filter(None, (subject(text) for text in texts if isinstance(text, str))), "")
+        if setting.counted or about:
             shown = f"{setting.names[0].lstrip('$')}=…" if setting.names[0].startswith("$") else words
             self._unknown.setdefault(shown, Line(name=setting.names[0], words=shown, why=why.lstrip(": "), about=about))
 

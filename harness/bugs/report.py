@@ -7,6 +7,7 @@ tokens and paths never leave `clean_words`, and the size is limited, so that eve
 from __future__ import annotations
 
 import ast
+import functools
 import json
 import re
 import textwrap
@@ -41,6 +42,8 @@ _LANGUAGES: dict[str, Kind] = {
 }  # fmt: skip
 _YAML_LINE = re.compile(r"\s*(?:- .*|[\w.\"'-]+:(?:\s.*)?|[\]\[{}\"'].*)$")
 YAML_LOADER = yaml.CBaseLoader if yaml.__with_libyaml__ else yaml.BaseLoader  # every scalar is a text
+# The languages that are guessed, in their order, each with what it cannot do without.
+_SIGNS: tuple[tuple[Kind, str], ...] = (("json", "{"), ("toml", "="), ("python", "("), ("yaml", ":"))
 _MESH = r"(?:FSDP|HSDP|TP|DP|CP|PP|EP|AC|SP|NGPU)\b"
 _SECRETS = (
     (re.compile(rf"\b(?:export\s+)?(?!{_MESH})[A-Z][A-Z0-9_]{{1,60}}=(?:\"[^\"]*\"|'[^']*'|\S*)"), "…"),
@@ -106,6 +109,7 @@ def read_report(content: bytes, *, where: str) -> Report:
     return Report(where=where, text=text, title=f"the job of {where}", blocks=(_block(whole, text),))
 
 
+@functools.lru_cache(maxsize=4096)
 def clean_words(text: str, length: int = WORDS_LENGTH) -> str:
     """Words of a report, fit to be printed and stored: one line, without secrets, assignments and folders."""
     line = _MARKDOWN_LINK.sub(r"\1", " ".join(text[: 40 * length].split())[: 4 * length])
@@ -167,7 +171,7 @@ def _blocks(text: str) -> list[Block]:
 
 
 def _block(kind: Kind, text: str) -> Block:
-    if len(text) > _MAX_CODE:
+    if len(text) > _MAX_CODE and kind != "shell":
         return Block(kind=kind, text=text, broken=f"longer than {_MAX_CODE // 1000} kB")
     return Block(kind=kind, text=text, broken=_fault_of(kind, text))
 
@@ -187,8 +191,8 @@ def _guessed(text: str) -> Kind:
     """The first language that a text without a name is in: only what nothing else can be."""
     if len(text) > _MAX_CODE:
         return "shell"
-    for kind in ("json", "toml", "python", "yaml"):
-        if not _fault_of(kind, text) and _is_meant(kind, text):
+    for kind, sign in _SIGNS:
+        if sign in text and not _fault_of(kind, text) and _is_meant(kind, text):
             return kind
     return "shell"
 

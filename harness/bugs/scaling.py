@@ -1,8 +1,8 @@
 """A smaller run with the same fault: sizes and degrees made smaller so that what faults depend on stays.
 
 What stays of every size that is sharded: its remainder modulo 16, whether TP ranks and FSDP2 ranks divide it, and the
-remainder modulo 16 of the part that a TP rank holds, which is what `torch._scaled_mm` sees; of a vocabulary, where the
-TP ranks stay, its remainder modulo 16 times these. Of degrees: which are above 1. Of tokens: their number per rank modulo
+remainder modulo 16 of the part that a TP rank holds, which is what `torch._scaled_mm` sees; of a vocabulary, where TP
+ranks stay, its remainder modulo 16 times these. Of degrees: which are above 1. Of tokens: their number per rank modulo
 16, whether there are several sequences, and whether TP divides them. Of layers: as many as the checkpointing pattern
 needs to wrap one and leave out one.
 """

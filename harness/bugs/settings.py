@@ -40,8 +40,7 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
     """A line of a configuration. `names`: what it may be known by, dotted. `words`: the line as it is shown.
 
     `counted`: a line of a configuration, whether anybody knows it or not; code is one only where its name is known, or
-    matters. `by_its_own`: False for a call whose keywords are settings: it is one only where it is known. `broken`: why
-    it cannot be read.
+    matters. `broken`: why it cannot be read.
     """
 
     names: tuple[str, ...]
@@ -49,7 +48,6 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
     words: str
     source: Source = "config"
     counted: bool = True
-    by_its_own: bool = True
     broken: str = ""
 
 
@@ -93,7 +91,7 @@ def settings_of_block(block: Block) -> Iterator[Setting]:
 def commands_of(text: str) -> Iterator[Command]:
     """The commands of a shell, or of a log that shows them: a line, or several that `\\` joins, with options in it."""
     joined = re.sub(r"[ \t]*\\\n\s*", " ", text)
-    used = {match[1] or match[3] for match in _NAMED.finditer(joined)}
+    used = set(re.findall(r"\$\{?(\w+)", joined))
     variables: dict[str, str] = {}
     for line in joined.split("\n"):
         yield from _command(line, variables, used)
@@ -182,11 +180,7 @@ def _variable(name: str, value: str, *, used: bool) -> list[Setting]:
     """An assignment, whose value may be a secret: only known ones are shown. One that is `used` says nothing itself."""
     if used and not is_known_variable(name):
         return []
-    return [
-        Setting(
-            names=(f"${name}",), value=value, words=f"{name} {value.rpartition('/')[2]}", source="flag", counted=False
-        )
-    ]
+    return [Setting(names=(f"${name}",), value=value, words=f"{name} {value.rpartition('/')[2]}", source="flag")]
 
 
 def _resolved(value: str, variables: Mapping[str, str]) -> str:

@@ -114,6 +114,7 @@ def plain_key(key: str) -> str:
     return key.lstrip("-").replace("-", "_").lower()
 
 
+@functools.lru_cache(maxsize=4096)
 def known(path: str, day: datetime.date) -> Known:
     """What the longest known end of a dotted name means on this day; a section that has no effect covers its inside."""
     parts = path.split(".")
@@ -151,6 +152,7 @@ def has_no_effect(path: str, value: object) -> str:
     return ""
 
 
+@functools.lru_cache(maxsize=4096)
 def subject(name: str) -> str:
     """What a name is about that must not be passed over, such as "precision"; "" for nothing of the kind."""
     words = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", " ", name)
@@ -178,6 +180,7 @@ def names_experts(model: str) -> bool:
     return bool(re.fullmatch(table()["experts"]["names"], model))
 
 
+@functools.lru_cache(maxsize=4096)
 def tool_started_by(word: str) -> str:
     """The tool that this word of a command starts; "" for none."""
     plain = word.rpartition("/")[2]
@@ -264,16 +267,16 @@ def _reasons(field: str) -> Mapping[str, str]:
 def _no_effect(parts: Sequence[str]) -> Iterator[tuple[int, str]]:
     """(length, why) of what has no effect and these parts end with, or lie in."""
     keys, apart, sections = _reasons("keys"), _reasons("apart"), _reasons("sections")
-    last = parts[-1]
+    last, matters = parts[-1], bool(subject(".".join(parts)))
     for at, part in enumerate(parts):
         end = ".".join(parts[at:])
         if end in keys:
             yield len(parts) - at, keys[end]
         if at < len(parts) - 1 and part in apart:
             yield len(parts) - at, apart[part]
-        if at < len(parts) - 1 and part in sections and not subject(last):
+        if at < len(parts) - 1 and part in sections and not matters:
             yield 1, sections[part]
     for row in _without_effect():
         pattern = row.variables if last.startswith("$") else row.names
-        if pattern and re.fullmatch(pattern, last.lstrip("$")) and (last.startswith("$") or not subject(last)):
+        if pattern and re.fullmatch(pattern, last.lstrip("$")) and (last.startswith("$") or not matters):
             yield 1, row.why

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import datetime
-
 import pytest
 
-from harness.bugs.importing import import_configuration
-from harness.bugs.report import read_report
 from harness.errors import HarnessError
-from harness.matrix.case import Case
 from harness.matrix.caseid import case_id
 from harness.matrix.rules import exclusions
+from harness.report.bugs import job_notes
+from tests.unit.bugs.readers import configured, configured_case
 
 LLAMA3_8B = """
 [job]
@@ -65,11 +62,6 @@ num_processes: 4
 """
 
 
-def configured(text: str, ranks: int | None = None, where: str = "job", **axes: object) -> tuple[Case, tuple[str, ...]]:
-    report = read_report(text.encode(), where=where)
-    return import_configuration(report, axes, today=datetime.date(2026, 11, 24), ranks=ranks)
-
-
 @pytest.mark.parametrize(
     ("text", "tied"),
     [
@@ -80,30 +72,33 @@ def configured(text: str, ranks: int | None = None, where: str = "job", **axes: 
     ],
 )
 def test_shared_ends_are_read(text: str, tied: bool) -> None:
-    case, notes = configured(text)
-    assert case.model.tied is tied
-    assert not [note for note in notes if "untie" in note or "tie_word" in note]
+    job = configured(text, where="job.yaml" if "model:" in text else "run.sh")
+    assert job.case is not None and job.case.model.tied is tied
+    assert job.account.not_understood == ()
 
 
 def test_a_file_becomes_a_small_case_with_the_same_traits() -> None:
-    case, notes = configured(LLAMA3_8B, where="8b.toml")
-    name = "target.torchtitan-fsdp2-atp2-nowait-tensorwise-ag.fp8pre-ac.op-graph-kvheads.4-v2048-gb2-b16"
-    assert case_id(case) == name
-    text = " ".join(notes)
-    assert "how many FSDP2 ranks? 2" in text and "4096 made smaller: 128" in text
-    assert "dump_folder" not in text and "not understood" not in text
+    job = configured(LLAMA3_8B, 4, where="8b.toml")
+    assert job.case is not None
+    assert case_id(job.case) == "fsdp2-atp2-tensorwise-ag.fp8pre-ac.op-graph-kvheads.4-v2048-gb2-b16"
+    text = " ".join(job_notes(job))
+    assert "4096 made smaller: 128" in text and "0 not understood" in text
+    torchtitan = configured_case(LLAMA3_8B, 4, where="8b.toml", target="torchtitan")
+    assert case_id(torchtitan) == f"target.torchtitan-{case_id(job.case).replace('atp2', 'atp2-nowait')}"
 
 
 def test_the_ranks_of_the_job_tell_how_many_share_a_parameter() -> None:
-    assert configured(LLAMA3_8B, ranks=8)[0].layout.dp_shard == 4
-    case, notes = configured(LLAMA3_8B, ranks=64)
-    assert case.world_size <= 8 and any("32 made smaller" in note for note in notes)
+    assert configured_case(LLAMA3_8B, 8).layout.dp_shard == 4
+    job = configured(LLAMA3_8B, 64)
+    assert job.case is not None and job.case.world_size <= 8 and "32 made smaller" in job.derived["dp_shard"]
     with pytest.raises(HarnessError, match="7 ranks are no multiple"):
-        configured(LLAMA3_8B, ranks=7)
+        configured(LLAMA3_8B, 7)
+    with pytest.raises(HarnessError, match=r"how many FSDP2 ranks\? 2 until you say.*give --dp-shard"):
+        configured(LLAMA3_8B)
 
 
 def test_axes_replace_what_the_configuration_says() -> None:
-    case, _ = configured(LLAMA3_8B, ranks=8, recipe="rowwise", fp8_all_gather=False, precompute_scale=False, tp=1)
+    case = configured_case(LLAMA3_8B, 8, recipe="rowwise", fp8_all_gather=False, precompute_scale=False, tp=1)
     assert (case.float8.recipe, case.float8.fp8_all_gather) == ("rowwise", False)
     assert (case.layout.tp, case.layout.dp_shard, case.layout.async_tp) == (1, 8, False)
 
@@ -135,7 +130,7 @@ def test_axes_replace_what_the_configuration_says() -> None:
                 "--parallelism.tensor_parallel_degree 2 --parallelism.disable_loss_parallel --compile.enable "
                 "--activation_checkpoint.mode none"
             ),
-            "fsdp2-tp2-nowait-nolp-bf16-graph-v2048-gb4-b16",
+            "fsdp2-tp2-nolp-bf16-graph-v2048-gb4-b16",
         ),
         (
             "--parallelism.fsdp_reshard_after_forward never --activation_checkpoint.mode none",
@@ -151,12 +146,13 @@ def test_axes_replace_what_the_configuration_says() -> None:
                 "--float8.enable_float8_linear --float8.recipe_name all_axiswise "
                 "--training.enable_loss_parallel false --activation_checkpoint.mode none"
             ),
-            "fsdp2-tp2-nowait-nolp-rowwise-head.fp8-graph-v2048-gb4-b16",
+            "fsdp2-tp2-nolp-rowwise-head.fp8-graph-v2048-gb4-b16",
         ),
     ],
 )
 def test_flags_of_torchtitan(given: str, expected: str) -> None:
-    assert case_id(configured(given)[0]) == f"target.torchtitan-{expected}"
+    shards = {} if "parallel_shard" in given or "data_parallel_degree" in given else {"dp_shard": 2}
+    assert case_id(configured_case(given, where="flags", **shards)) == expected
 
 
 @pytest.mark.parametrize(
@@ -168,16 +164,16 @@ def test_flags_of_torchtitan(given: str, expected: str) -> None:
     ],
 )
 def test_other_tools(text: str, where: str, expected: str) -> None:
-    assert case_id(configured(text, where=where)[0]) == expected
+    shards = {"dp_shard": 2} if text == TORCHAO else {}
+    assert case_id(configured_case(text, where=where, **shards)) == expected
 
 
 @pytest.mark.parametrize(
     ("given", "message"),
     [
         ("--parallelism.expert_tensor_parallel_degree 2", "expert tensor parallelism"),
-        ("--model.name deepseek_v3 --parallelism.tensor_parallel_degree 2", "a mixture of experts"),
-        ("--model.name qwen3", "trains its llama3"),
-        ("--model.converters quantize.linear.mx", "MX formats"),
+        ("--model.name deepseek_v3 --parallelism.tensor_parallel_degree 2", "how many experts"),
+        ("--model.converters quantize.linear.mx --mx.recipe_name mxfp4", "MX formats"),
         ("--activation_checkpoint.mode memory_budget", "the compiler chooses"),
         ("--fp8-format hybrid --tensor-model-parallel-size 2", "TransformerEngine"),
         (
@@ -186,13 +182,21 @@ def test_other_tools(text: str, where: str, expected: str) -> None:
         ),
         ("--float8.recipe_name rowwise --float8.recipe_name tensorwise", "which is it"),
         ("tensor_parallel_degree", "holds no option"),
-        ("--tp", "holds no option"),
+        ("--tp", "which tp is it"),
     ],
 )
 def test_what_no_case_has_is_refused_by_name(given: str, message: str) -> None:
     with pytest.raises(HarnessError, match=message) as raised:
-        configured(given)
+        configured(given, where="flags")
     assert raised.value.fix
+
+
+def test_torchtitan_trains_its_llama_alone() -> None:
+    with pytest.raises(HarnessError, match="trains its llama3"):
+        configured("--model.name qwen3 --parallelism.data_parallel_shard_degree 2", target="torchtitan", where="flags")
+
+
+ANSWERS = {"compile": "none"}  # to what a pipeline and shared sequences do without
 
 
 TITAN_PIPELINE = """[model]
@@ -209,7 +213,7 @@ pipeline_parallel_schedule = "Interleaved1F1B"
 @pytest.mark.parametrize(
     ("given", "where", "expected"),
     [
-        (TITAN_PIPELINE, "train.toml", "pp4-fsdp2-interleaved-tensorwise-ac.layer2-dim.256-layers.8-heads.16"),
+        (TITAN_PIPELINE, "train.toml", "pp4-fsdp2-interleaved-tensorwise-head.fp8-ac.layer2-dim.256-layers.8-heads.16"),
         (
             "torchrun --nproc_per_node 4 pretrain_gpt.py --pipeline-model-parallel-size 2 --bf16",
             "run.sh",
@@ -218,7 +222,7 @@ pipeline_parallel_schedule = "Interleaved1F1B"
     ],
 )
 def test_a_pipeline_gets_the_blocks_and_microbatches_that_fill_it(given: str, where: str, expected: str) -> None:
-    case = configured(given, where=where)[0]
+    case = configured_case(given, where=where, **ANSWERS)
     assert case_id(case).startswith(expected)
     assert case.train.accumulation % case.layout.pp == 0 and not exclusions(case)
 
@@ -239,12 +243,12 @@ enable = true
         (
             "torchrun --nproc_per_node 8 pretrain_gpt.py --tensor-model-parallel-size 2 --context-parallel-size 2",
             "run.sh",
-            "fsdp4-tp2-cp2-bf16",
+            "fsdp4-tp2-nosp-cp2-bf16",
         ),
     ],
 )
 def test_ranks_that_share_sequences_are_ranks_of_fsdp(given: str, where: str, expected: str) -> None:
-    case = configured(given, where=where)[0]
+    case = configured_case(given, where=where, **ANSWERS)
     assert case_id(case).startswith(expected)
     assert case.local_seq_len >= 16 and not exclusions(case)
 
@@ -272,19 +276,18 @@ MEGATRON_EXPERTS = """torchrun --nproc_per_node 8 pretrain_gpt.py --tensor-model
     ("given", "where", "expected"),
     [
         (MEGATRON_EXPERTS, "run.sh", "fsdp4-tp2-ep4-bf16-moe8-top6-sigmoid-balance-v2048-b16"),
-        (TITAN_EXPERTS, "train.toml", "fsdp4-tp2-ep8-rowwise-gmm.fp8-ac.layer2-moe8-v2048-b16"),
+        (TITAN_EXPERTS, "train.toml", "fsdp4-tp2-ep8-rowwise-gmm.fp8-head.fp8-ac.layer2-moe8-v2048-b16"),
         ("torchrun --nproc_per_node 4 train.py --ep-size 2 --num-experts 4", "run.sh", "fsdp4-ep2-bf16-moe4-v2048-b16"),
         ("torchrun --nproc_per_node 2 train.py --expert-parallel-degree 1 --tp 2", "run.sh", "tp2-bf16-v2048-gb2-b16"),
     ],
 )
 def test_experts_of_other_tools(given: str, where: str, expected: str) -> None:
-    assert case_id(configured(given, where=where)[0]) == expected
+    assert case_id(configured_case(given, where=where, **({"experts": 8} if "deepseek" in given else {}))) == expected
 
 
 def test_how_many_experts_is_asked_where_only_their_ranks_are_given() -> None:
-    case, notes = configured("torchrun --nproc_per_node 4 train.py --ep-size 2", where="run.sh")
-    assert case.model.experts == 8
-    assert any("how many experts?" in note for note in notes)
+    with pytest.raises(HarnessError, match=r"how many experts\? 8 until you say.*give --experts"):
+        configured("torchrun --nproc_per_node 4 train.py --ep-size 2", where="run.sh")
 
 
 TITAN_MXFP8 = """
@@ -309,7 +312,7 @@ RECIPE = "quantize_(model, MXFP8TrainingOpConfig.from_recipe(MXFP8TrainingRecipe
     ],
 )
 def test_mxfp8(given: str, expected: tuple[str, str, bool]) -> None:
-    float8 = configured(given, where="train.py")[0].float8
+    float8 = configured_case(given, where="train.py").float8
     assert (float8.recipe, float8.conversion, float8.convert_after_tp) == expected
 
 
@@ -327,7 +330,78 @@ def test_mxfp8_that_no_case_has(given: str, message: str) -> None:
 
 
 def test_what_changes_no_number_is_noted() -> None:
-    _, notes = configured("--training.enable_cpu_offload --metrics.log_freq 1 --float8.emulate")
-    assert "--training.enable_cpu_offload: not understood" in notes
-    assert any("never emulated" in note for note in notes)
-    assert not any("log_freq" in note for note in notes)
+    flags = (
+        "--parallelism.data_parallel_shard_degree 2 --training.enable_cpu_offload --metrics.log_freq 1 --float8.emulate"
+    )
+    with pytest.raises(
+        HarnessError, match=r"enable_cpu_offload.* is about checkpointing.*--ignore training.enable_cpu_offload"
+    ):
+        configured(flags, where="flags")
+    job = configured(flags, where="flags", ignore=("training.enable_cpu_offload",))
+    assert "training.enable_cpu_offload: --ignore" in job.ignored
+    assert any("never emulated" in note for note in job.ignored)
+    assert [line.words for line in job.account.without_effect] == ["--metrics.log_freq 1"]
+    with pytest.raises(HarnessError, match=r"no line of this name is open. Fix: open are: training.enable_cpu_offload"):
+        configured(flags, where="flags", ignore=("metrics",))
+
+
+@pytest.mark.parametrize(
+    ("version", "recipe"), [("", None), ("torchtitan==0.2.2", "tensorwise"), ("torchtitan==0.3.0", "rowwise")]
+)
+def test_an_unnamed_recipe_is_of_the_version(version: str, recipe: str | None) -> None:
+    text = f"# {version}\nParallelismConfig(data_parallel_shard_degree=2)\nFloat8LinearConverter.Config()"
+    if recipe:
+        assert configured_case(text, where="ours.py").float8.recipe == recipe
+    else:
+        with pytest.raises(HarnessError, match=r"tensorwise before 0.3 and rowwise since: which was run"):
+            configured(text, where="ours.py")
+
+
+@pytest.mark.parametrize(
+    ("stage", "expected"),
+    [
+        ("zero_optimization:\n  stage: 3\nworld_size: 4\n", "fsdp4"),
+        ("deepspeed: ds/zero3_bf16.json\nworld_size: 4\n", "fsdp4"),
+        ("deepspeed: ds/zero2.json\nworld_size: 4\n", "ZeRO stage 1 or 2"),
+        ("zero_optimization:\n  stage: 1\n", "ZeRO stage 1 or 2"),
+        ("deepspeed: ours.json\nworld_size: 4\n", "which zero is it"),
+    ],
+)
+def test_fsdp2_stands_for_stage_3_of_zero(stage: str, expected: str) -> None:
+    if expected.startswith("fsdp"):
+        job = configured(stage, where="job.yaml")
+        assert job.case is not None and case_id(job.case).startswith(expected)
+        assert "FSDP2 stands for stage 3" in job.assumed["ZeRO"]
+    else:
+        with pytest.raises(HarnessError, match=expected):
+            configured(stage, where="job.yaml")
+
+
+@pytest.mark.parametrize("vocabulary", [32001, 50257, 151937])
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_an_odd_vocabulary_is_kept_whatever_the_file_has(vocabulary: int, ranks: int) -> None:
+    flags = f"NGPU={ranks} CONFIG_FILE=llama3_8b.toml run_train.sh --vocab_size {vocabulary} --tp {ranks}"
+    vocab_size = configured_case(flags, where="run.sh").model.vocab_size
+    assert (vocab_size - vocabulary) % (16 * ranks) == 0
+
+
+@pytest.mark.parametrize(
+    ("flags", "kept"),
+    [
+        ("--num-experts 64 --moe-router-topk 64 --expert-model-parallel-size 4", (64, 64, 4)),
+        ("--num-experts 64 --moe-router-topk 2 --expert-model-parallel-size 64 --nnodes 8", (8, 2, 8)),
+        ("--num-experts 256 --moe-router-topk 8 --expert-model-parallel-size 8", (16, 8, 8)),
+    ],
+)
+def test_experts_that_a_token_meets_stay_among_more(flags: str, kept: tuple[int, int, int]) -> None:
+    case = configured_case(f"torchrun --nproc_per_node 8 pretrain_gpt.py {flags}", where="run.sh")
+    assert (case.model.experts, case.model.top_k, case.layout.ep) == kept
+
+
+def test_what_cannot_be_kept_is_asked() -> None:
+    with pytest.raises(HarnessError, match=r"8 experts on 8 ranks become 4 on 4, and a token meets 6"):
+        flags = "--num-experts 8 --moe-router-topk 6 --expert-model-parallel-size 8"
+        configured(f"torchrun --nproc_per_node 4 pretrain_gpt.py {flags}", where="run.sh")
+    four = "--pp 2 --dp_replicate 2 --dp_shard 2 --tp 2"
+    with pytest.raises(HarnessError, match=r"dp_shard: .*what must stay of it"):
+        configured(four, where="flags")

@@ -7,14 +7,14 @@ import time
 
 import pytest
 
-from harness.bugs.importing import ImportedBug, ImportOptions, import_report
-from harness.bugs.report import MAX_BYTES, clean_words, read_report
+from harness.bugs.report import MAX_BYTES, clean_words
 from harness.errors import HarnessError
 from harness.jsonform import to_json
 from harness.matrix.bugfile import read_bug_file, write_bug_file
 from harness.matrix.caseid import case_id
 from harness.report.bugs import imported_document, imported_sections
 from harness.report.sections import text_of
+from tests.unit.bugs.readers import case_of, fenced, imported
 
 TOML = """
 [model]
@@ -49,59 +49,56 @@ sequence_len: 4096
 fsdp_version: 2
 num_processes: 2
 """
+JSON = '{"distributed": {"tp_size": 2, "strategy": "fsdp2"}, "fp8": {"enabled": true}, "step_scheduler": null}'
 FLAGS = "torchrun --nproc_per_node=8 -m torchtitan.train --parallelism.tensor-parallel-degree=4 --compile.no-enable"
-
-
-def imported(text: str | bytes, where: str = "report.md", **asked: object) -> ImportedBug:
-    content = text if isinstance(text, bytes) else text.encode()
-    today = datetime.date(2026, 11, 22)
-    return import_report(read_report(content, where=where), ImportOptions(**{"today": today, "id": "x", **asked}))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
     ("text", "where", "expected"),
     [
         (TOML, "8b.toml", "fsdp4-tp2-tensorwise-ag.fp8-ac.full-kvheads.4-v2048-b16"),
-        (TOML.replace('"full"', "full"), "8b.toml", "fsdp4-tp2-tensorwise-ag.fp8-ac.full-kvheads.4-v2048-b16"),
-        (PYTHON, "config.py", "fsdp2-tp2-rowwise-ac.full-graph-kvheads.4-v2048-gb4-b16"),
+        (PYTHON, "config.py", "fsdp2-tp2-rowwise-head.fp8-ac.full-graph-kvheads.4-v2048-gb4-b16"),
         (YAML, "axolotl.yaml", "fsdp2-tensorwise-ag.fp8-ac.full-kvheads.4-v2048-gb4-b16"),
-        (FLAGS, "command.txt", "fsdp2-tp4-bf16-ac.layer2-v2048-gb4-b16"),
+        (FLAGS, "command.txt", "fsdp2-tp4-bf16-ac.op-v2048-gb4-b16"),
+        (JSON, "job.json", "fsdp2-tp2-nosp-tensorwise-v2048-gb4-b16"),
     ],
 )
 def test_configurations_are_read(text: str, where: str, expected: str) -> None:
-    imported_bug = imported(text, where)
-    assert imported_bug.bug.case is not None
-    styles = "-tpstyle.fp8" if "tpstyle" in case_id(imported_bug.bug.case) else ""
-    assert case_id(imported_bug.bug.case).replace(styles, "") == expected
-    assert imported_bug.bug.bug.title == f"the job of {where}"
+    assert case_id(case_of(imported(text, where))) == expected
+    assert imported(text, where).bug.bug.title == f"the job of {where}"
 
 
 def test_the_reduce_dtype_is_an_axis_and_clipping_is_told() -> None:
     flags = "--parallelism.data_parallel_shard_degree 2 --training.mixed_precision_reduce bfloat16"
-    imported_bug = imported(f"{flags} --training.max_norm 0.5")
+    imported_bug = imported(f"{flags} --training.max_norm 0.5", "flags")
     assert imported_bug.bug.case is not None and imported_bug.bug.case.train.reduce_dtype == "bfloat16"
-    assert imported_bug.bug.missing == {} and any("clipping" in words for words in imported_bug.ignored)
+    assert imported_bug.bug.missing == {} and any("clipping" in words for words in imported_bug.job.ignored)
 
 
-def test_microbatches_are_an_axis_and_have_a_sequence_each() -> None:
-    imported_bug = imported("--parallelism.data_parallel_shard_degree 2 --gradient_accumulation_steps 4")
-    assert imported_bug.bug.case is not None and imported_bug.bug.missing == {}
-    assert (imported_bug.bug.case.train.accumulation, imported_bug.bug.case.train.global_batch) == (4, 8)
-    compiled = imported("--parallelism.data_parallel_shard_degree 2 --gradient_accumulation_steps 4 --compile.enable")
-    assert compiled.bug.case is not None and compiled.bug.case.train.accumulation == 1
-    assert any("compiled blocks train whole batches" in words for words in compiled.ignored)
+def test_microbatches_are_an_axis_and_have_the_batch_of_the_job() -> None:
+    flags = "--parallelism.data_parallel_shard_degree 2 --gradient_accumulation_steps 4 --micro_batch_size 3"
+    train = case_of(imported(flags, "flags")).train
+    assert (train.accumulation, train.global_batch) == (4, 24)
+    compiled = imported(f"{flags} --compile.enable", "flags")
+    assert case_of(compiled).train.accumulation == 1
+    assert "compiled blocks train whole batches" in compiled.bug.missing["accumulation"]
 
 
-def test_toml_without_a_date_is_of_the_last_torchtitan_with_toml() -> None:
-    assert imported(TOML).day == datetime.date(2026, 2, 22)
-    assert imported(PYTHON).day == datetime.date(2026, 11, 22)
-    assert imported(TOML, day=datetime.date(2025, 1, 1)).day == datetime.date(2025, 1, 1)
+def test_toml_is_of_a_torchtitan_that_had_it_whatever_the_day_of_the_report() -> None:
+    dated = f"# a crash\nopened on Oct 3, 2026\n{fenced(TOML, 'toml')}"
+    for text, where in ((TOML, "8b.toml"), (dated, "report.md")):
+        assert imported(text, where).job.era.day == datetime.date(2026, 2, 22)
+    assert imported(PYTHON, "a.py").job.era.day == datetime.date(2026, 11, 28)
+    assert imported(TOML, "8b.toml", day=datetime.date(2025, 1, 1)).job.era.day == datetime.date(2025, 1, 1)
 
 
 SECRETS = """# float8 crash on TP=2 by ann@example.com HF_TOKEN=hf_abcdefghijklmnop
+```
+MY_HOST=0123456789abcdef0123456789abcdef01234567
 export WANDB_API_KEY=0123456789abcdef0123456789abcdef01234567
 HF_TOKEN="hf_qrstuvwxyz0" torchrun /home/ann/private/t.py --tensor_parallel_degree 2 --float8.recipe_name rowwise
 ValueError: cannot read /home/ann/private/model.bin with token: ghp_0123456789abcdefghijkl \x1b[31mred\x1b[0m\x07 %s {0}
+```
 """
 
 
@@ -116,6 +113,7 @@ def test_secrets_folders_and_escapes_never_leave_a_report() -> None:
         assert secret not in shown, secret
     assert imported_bug.bug.stated["tp"] == "--tensor_parallel_degree 2"
     assert "model.bin" in imported_bug.bug.bug.message
+    assert [line.words for line in imported_bug.job.account.not_understood] == ["MY_HOST=…"]
 
 
 def test_words_of_a_mesh_are_no_assignment() -> None:
@@ -153,7 +151,9 @@ HOSTILE = {
     "chain": "```python\nx" + ".f()" * 3_000 + "\n```",
     "product": "```python\nf(" + "9 * " * 3_000 + "9)\n```",
     "numbers": "```python\nx = " + "9" * 50_000 + "\n```",
-    "bomb": "a: &a [x, x]\nb: &b [*a, *a]\n" * 1_500,
+    "bomb": "```yaml\na0: &a0 [x, {k: v}]\n"
+    + "".join(f"a{at}: &a{at} [*a{at - 1}, *a{at - 1}, {{k: *a{at - 1}}}]\n" for at in range(1, 200))
+    + "```",
     "flags": "--a.b " * 50_000,
     "degrees": "TP=2 FSDP=3 " * 30_000,
     "newlines": "\n" * 300_000 + "x",
@@ -173,7 +173,8 @@ def test_hostile_text_takes_bounded_time(name: str) -> None:
 
 
 def test_a_bug_file_reads_back(tmp_path) -> None:  # type: ignore[no-untyped-def]
-    imported_bug = imported("# float8 crash\nrowwise, TP=2, 256 GPUs, FSDP2, full AC")
+    flags = "NGPU=256 run_train.sh --float8.recipe_name rowwise --tp 2 --activation_checkpoint.mode full"
+    imported_bug = imported(f"# float8 crash\n{fenced(flags)}")
     path = tmp_path / "bugs" / "x.toml"
     path.parent.mkdir()
     path.write_text(write_bug_file(imported_bug.bug))
