@@ -299,12 +299,12 @@ class Draft:
                 self.put("output_layer", True, self.derived, f"{filters.words}: the output layer is not filtered")
         elif self.tool == TORCHTITAN and self._day < CONVERTED_OUTPUT:
             self.put("output_layer", True, self.assumed, f"torchtitan converted it until {CONVERTED_OUTPUT}")
-        elif self.tool == TORCHTITAN and self._day >= FILTERS and not self.file and not self._in_blocks():
+        elif self.tool == TORCHTITAN and self._day >= FILTERS and not (self.file or self._is_chosen_here()):
             self.put("output_layer", True, self.assumed, "torchtitan converts it where no filter names it")
 
-    def _in_blocks(self) -> bool:
-        """MXFP8, which torchtitan does not convert the output layer to, and no named file, which has a filter."""
-        return str(self.axes["recipe"]).startswith("mxfp8")
+    def _is_chosen_here(self) -> bool:
+        """MXFP8, which torchtitan does not convert the output layer to, and a recipe that the user chose now."""
+        return str(self.axes["recipe"]).startswith("mxfp8") or self.words_of("recipe") == "--recipe"
 
     def _compile(self) -> None:
         components = self._facts.get("compile_components")

@@ -23,8 +23,11 @@ from tests.zygotes import Zygotes
 
 REPORT = """# float8 crash with TP
 pytorch/ao#77 on 2025-06-03
-rowwise, TP=2. `RuntimeError: boom`
-- torch 2.8.0
+It fails with torch==2.8.0:
+```
+torchrun --nproc_per_node 2 train.py --float8_recipe rowwise --tp_size 2
+RuntimeError: boom
+```
 """
 FILE = "cases/bugs/ao-77.toml"
 
@@ -34,7 +37,8 @@ def test_a_report_becomes_a_bug_file_that_is_listed(project: Command) -> None:
     done = project.call("bug", "import", "report.md")
     assert done.returncode == 0, done.stderr
     assert f"wrote {FILE}\nrun it: fp8-harness run {FILE}\n" in done.stdout
-    assert '  tp = 2: "rowwise, TP=2"' in done.stdout
+    assert '  tp = 2: "--tp_size 2"' in done.stdout
+    assert "3 lines of configurations: 3 used, 0 without effect, 0 not understood" in done.stdout
     assert "seen: crash, torch 2.8.0; RuntimeError: boom" in done.stdout
     assert "tp2-rowwise-v2048-gb2-b16" in project.call("list", FILE).stdout
     assert "ao-77" in project.call("bug", "list").stdout
@@ -53,7 +57,17 @@ def test_json_has_every_list(project: Command) -> None:
     assert (
         tree["stated"]["tp"] and tree["assumed"]["dtype"] and tree["missing"] == {} and tree["reported"] == "2025-06-03"
     )
+    assert [line["why"] for line in tree["lines"]["used"]] == ["ranks_per_node", "recipe", "tp"]
     assert not (project.folder / FILE).exists()
+
+
+def test_open_questions_stop_the_run(project: Command) -> None:
+    (project.folder / "report.md").write_text(REPORT.replace("--tp_size 2", "--tp_size 2 --parallel-rings 3"))
+    done = project.call("bug", "import", "report.md", "--symptom", "hang")
+    assert "not understood\n  --parallel-rings 3\n" in done.stdout and "run it" not in done.stdout
+    assert "seen: hang" in done.stdout
+    ran = project.call("run", FILE)
+    assert ran.returncode == 2 and "`--parallel-rings 3` is not understood, and is about parallelism" in ran.stderr
 
 
 def test_stdin_is_read(project: Command) -> None:

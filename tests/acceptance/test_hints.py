@@ -176,7 +176,7 @@ def add_costs(project: Command) -> None:
 
 def imported_bug(project: Command) -> str:
     (project.folder / "report.md").write_text(
-        "# Crash\npytorch/ao#77 on 2025-06-03: rowwise, TP=2, `RuntimeError: boom`\n"
+        "# Crash\npytorch/ao#77\n```\ntorchrun --nproc_per_node 2 t.py --tp_size 2\nRuntimeError: boom\n```\n"
     )
     done = project.call("bug", "import", "report.md")
     file = project.folder / "cases" / "bugs" / "ao-77.toml"

@@ -94,7 +94,7 @@ filter_fqns = ["output"]
 
 def test_a_configuration_becomes_a_case_and_says_what_differs(project: Command) -> None:
     (project.folder / "8b.toml").write_text(CONFIG)
-    name = "target.torchtitan-fsdp4-tp2-tensorwise-ac.layer2-kvheads.4-v2048-b16"
+    name = "fsdp4-tp2-tensorwise-ac.layer2-kvheads.4-v2048-b16"
     done = project.call("new", "ours.toml", "--from", "8b.toml", "--ranks", "64")
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
@@ -107,7 +107,18 @@ def test_flags_become_a_case_with_the_axes_that_are_given(shared: Command) -> No
     flags = "--parallelism.tensor_parallel_degree 2 --activation_checkpoint.mode=none"
     done = shared.call("new", "--id", "--from", flags, "--ranks", "2", "--recipe", "rowwise", "--seq-len", "64")
     assert done.returncode == 0, done.stderr
-    assert done.stdout == "target.torchtitan-tp2-rowwise-v2048-gb2-sl64-b16\n"
+    assert done.stdout == "tp2-rowwise-v2048-gb2-sl64-b16\n"
+    done = shared.call("new", "--id", "--from", flags, "--ranks", "2", "--target", "torchtitan")
+    assert done.stdout == "target.torchtitan-tp2-bf16-v2048-gb2-b16\n"
+
+
+def test_questions_come_before_a_file(project: Command) -> None:
+    flags = "--parallelism.tensor_parallel_degree 2 --parallelism.rings 3"
+    done = project.call("new", "ours.toml", "--from", flags)
+    assert done.returncode == 2 and "fix: give --dp-shard, --ignore parallelism.rings." in done.stderr.lower()
+    assert not (project.folder / "ours.toml").exists()
+    done = project.call("new", "ours.toml", "--from", flags, "--dp-shard", "2", "--ignore", "parallelism.rings")
+    assert done.returncode == 0 and "parallelism.rings: --ignore" in done.stdout, done.stderr
 
 
 @pytest.mark.parametrize(
