@@ -36,6 +36,14 @@ _MEANINGLESS = {
     "reshard_after_forward": (REST, "without shards nothing is gathered"),
     "reduce_dtype": (REST, "without shards no gradient is reduced"),
 }
+# The axis that a question about a fact is asked of.
+_ASKED_AS = {
+    **dict.fromkeys(("dp", "ranks", "ranks_per_node", "nodes", "fsdp", "zero"), REST),
+    **dict.fromkeys(("local_batch", "local_tokens"), "global_batch"),
+    **dict.fromkeys(("float8", "mxfp8", "converters"), "recipe"),
+    **dict.fromkeys(("compile_components",), "compile"),
+    "ac_option": "checkpointing",
+}
 # Facts of which a contradiction changes no case.
 _IDLE = frozenset({"train_steps", "learning_rate", "max_norm", "emulate", "config_file", "model_name", "linear"})
 
@@ -89,7 +97,7 @@ class Draft:
         contradiction = self._contradictions.get(fact, ())
         if contradiction:
             words = " or ".join(f"{shown(statement.value)} ({statement.words})" for statement in contradiction)
-            self.missing[axis or fact] = f"which is it: {words}?"
+            self.missing[axis or _ASKED_AS.get(fact, fact)] = f"which is it: {words}?"
         return self._facts.get(fact)
 
     def says(self, fact: str) -> bool:
@@ -160,7 +168,7 @@ class Draft:
                 self.put(axis, default[0], self.assumed, default[1])
 
     def _shards(self) -> None:
-        shard, dp = self.fact(REST), self.fact("dp", REST)
+        shard, dp = self.fact(REST), self.fact("dp")
         if shard is not None and shard.value != -1:
             self.take(REST)
         elif dp is not None and isinstance(dp.value, int) and 1 <= dp.value <= _LARGEST:
@@ -174,7 +182,7 @@ class Draft:
 
     def _ranks(self) -> Statement | None:
         """How many ranks the job has, by their number or by those of a node."""
-        ranks, node, nodes = self.fact("ranks", REST), self.fact("ranks_per_node", REST), self.fact("nodes", REST)
+        ranks, node, nodes = self.fact("ranks"), self.fact("ranks_per_node"), self.fact("nodes")
         if ranks is not None or node is None:
             return ranks
         count = int(str(node.value)) * int(str(nodes.value if nodes else 1))
@@ -347,7 +355,7 @@ class Draft:
         self.put("checkpointing", named, where, words)
 
     def _selective(self) -> tuple[str, str]:
-        option = self.fact("ac_option", "checkpointing")
+        option = self.fact("ac_option")
         if option is not None:
             return str(option.value), option.words
         if "ac_option" in self.file:

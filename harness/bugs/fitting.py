@@ -35,7 +35,7 @@ def fit(draft: Draft, *, first_bad_step: int | None, full_size: bool) -> None:
 
 
 def _number(draft: Draft, fact: str) -> int | None:
-    statement = draft.fact(fact, "global_batch" if fact in ("local_batch", "local_tokens") else "")
+    statement = draft.fact(fact)
     value = statement.value if statement is not None else draft.file.get(fact)
     return int(str(value)) if value is not None and str(value).isdigit() and int(str(value)) else None
 

@@ -121,7 +121,7 @@ def read_job(report: Report, options: ImportOptions) -> Job:
     account, dropped = _without(reading.account, options.ignore)
     target = str(options.axes.get("target", REFERENCE))
     refused = {**reading.outside, **_other_models(reading, target)}
-    if refused:
+    if refused and not reading.configurations:  # of several, others may be what is refused
         return Job(case=None, era=era, account=account, refused=refused, ignored=dropped)
     draft = Draft(resolve(_with_given(reading.statements, options)), era=era, tool=reading.tool, target=target)
     fit(draft, first_bad_step=seen.first_bad_step, full_size=options.full_size)

@@ -346,7 +346,7 @@ def test_what_changes_no_number_is_noted() -> None:
 
 
 @pytest.mark.parametrize(
-    ("version", "recipe"), [("", None), ("torchtitan==0.2.2", "tensorwise"), ("torchtitan==0.3.0", "rowwise")]
+    ("version", "recipe"), [("", None), ("torchtitan==0.2.2", "tensorwise"), ("torchtitan==0.3.0rc1", "rowwise")]
 )
 def test_an_unnamed_recipe_is_of_the_version(version: str, recipe: str | None) -> None:
     text = f"# {version}\nParallelismConfig(data_parallel_shard_degree=2)\nFloat8LinearConverter.Config()"

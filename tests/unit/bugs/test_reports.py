@@ -1,4 +1,4 @@
-"""Reports: code in fences is read, prose is not; title, link and what tools print are kept; what no case has is refused."""
+"""Reports: fences are read, prose is not; title, link and what tools print are kept; what no case has is refused."""
 
 from __future__ import annotations
 
