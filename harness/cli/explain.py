@@ -291,7 +291,7 @@ def _internals_document(state: State) -> dict[str, object]:
 def options_markdown() -> str:
     """What `docs/options.md` is."""
     tables = tuple(_options_table(title, part) for title, part in PARTS_BY_TITLE.items())
-    return markdown([Section(title="Options of `run`", blocks=(_OPTIONS, *tables))], level=1)
+    return markdown([Section(title="Options of `run`", blocks=(_OPTIONS, *tables))], level=1, own=True)
 
 
 def _options_table(title: str, part: type[msgspec.Struct]) -> Table:

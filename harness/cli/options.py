@@ -179,10 +179,12 @@ def given_run_options() -> RunOptions:
 
 
 def print_sections(sections: Iterable[Block], *, file: TextIO | None = None, err: bool = False) -> None:
-    """As wide as the terminal and in colours; in a pipe or a file, one line for every row."""
+    """As wide as the terminal and in colours; in a pipe or a file, one line for every row. Never without a bound."""
+    from harness.report.bounded import bounded
     from harness.report.sections import terminal, text_of
 
     file = file or (sys.stderr if err else sys.stdout)
+    sections = bounded(list(sections), where=_options_that_write())
     if not file.isatty():
         click.echo(text_of(sections), nl=False, file=file)
         return
@@ -195,6 +197,13 @@ def print_sections(sections: Iterable[Block], *, file: TextIO | None = None, err
 def print_note(text: str) -> None:
     """Print a remark about the work, beside its results."""
     click.echo(f"fp8-harness: note: {text}", err=True)
+
+
+def _options_that_write() -> str:
+    """How to see a report whole, of the options that this command has."""
+    command = click.get_current_context().command
+    flags = [parameter.opts[0] for parameter in command.params if parameter.name in ("json_file", "html_file")]
+    return " or ".join(f"{flag} FILE" for flag in flags) or "A narrower selection"
 
 
 def write_output(path: Path | None, content: Callable[[], bytes]) -> None:

@@ -106,11 +106,11 @@ class _Attribution:
         self._faults = faults if before and after else ()
 
     def cause(self, reason: Reason, case_id: str) -> _Cause:
-        case, after = parse_case_id(case_id), self._sides.after.get(case_id)
-        if fault := self._fault(reason, case):
+        after = self._sides.after.get(case_id)
+        if fault := self._fault(reason, case_id):
             side: Side = "baseline" if fault.affects(self._packages[1]) is False else "candidate"
             return _Cause(Origin.TORCH, fault.name, fault.reason, fault.link, side)
-        if change := self._change(reason, case):
+        if change := self._change(reason, case_id):
             side = "candidate" if change in self._after else "baseline"
             return _Cause(Origin.TORCH, change.name, change.what, change.link, side)
         if reason.kind in _OURS or (after is not None and _is_ours(reason, after)):
@@ -120,22 +120,25 @@ class _Attribution:
             return _Cause(Origin.UNEXPLAINED, after.failure_signature.kind, after.failure_signature.text)
         return _Cause(Origin.UNEXPLAINED, reason.kind.value, reason.kind.phrase)
 
-    def _fault(self, reason: Reason, case: Case) -> KnownFault | None:
+    def _fault(self, reason: Reason, case_id: str) -> KnownFault | None:
         """The recorded fault of one side alone that the reason names, or that its numbers follow.
 
         Of two pre-releases that may have it, the one that shows it has it.
         """
-        if reason.kind not in (*_OF_FAULTS, *_NUMBERS):
+        if not self._faults or reason.kind not in (*_OF_FAULTS, *_NUMBERS):
             return None
-        for fault in matching(self._faults, case):
+        for fault in matching(self._faults, parse_case_id(case_id)):
             before, after = map(fault.affects, self._packages)
             named = fault.name in reason.faults
             if (before is not after and (named or not reason.faults)) or (before is after is None and named):
                 return fault
         return None
 
-    def _change(self, reason: Reason, case: Case) -> UpstreamChange | None:
+    def _change(self, reason: Reason, case_id: str) -> UpstreamChange | None:
         """The named change that accounts for all that moved: by formulas, or because ranks round differently."""
+        if not self._differing:
+            return None
+        case = parse_case_id(case_id)
         formulas = frozenset(_OF_FORMULAS.get(topic, "") for topic in reason.topics)
         explaining = (change for change in self._differing if formulas <= self._moved(case, change))
         rounding = (

@@ -147,7 +147,7 @@ def _judged(reason: Reason, terms: GatePolicy) -> Reason:
     allowed = next((allowance for allowance in terms.allowed if allowance.kind is reason.kind), None)
     if allowed is not None:
         return msgspec.structs.replace(reason, gates=False, waiver=f"allowed: {allowed.reason}")
-    if reason.case is None or reason.kind is Kind.REQUIRED:  # which nothing waives
+    if reason.case is None or reason.kind is Kind.REQUIRED or not terms.quarantine:  # nothing waives what is required
         return reason
     entry = quarantine_of(terms.quarantine, parse_case_id(reason.case))
     if entry is None:

@@ -317,7 +317,7 @@ def issue_markdown(
         "What fails, and what does not": [_neighbours(exported, neighbours)] if neighbours else [],
     }
     inside = tuple(Section(title=title, blocks=tuple(blocks)) for title, blocks in parts.items())
-    return markdown([Section(title=exported.title, blocks=inside)], level=1)
+    return markdown([Section(title=exported.title, blocks=inside)], level=1, own=True)
 
 
 def _command(exported: Exported, files: Sequence[str]) -> str:

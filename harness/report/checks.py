@@ -24,7 +24,7 @@ Findings are sorted by how near they are to the cause:"""
 def checks_markdown(kills: Kills | None) -> str:
     stages = "\n".join(f"{number}. **{stage_name(stage)}**: {stage.value}." for number, stage in enumerate(Stage, 1))
     sections = tuple(Section(title=check.name, blocks=tuple(_blocks(check, kills))) for check in CHECKS)
-    return markdown([Section(title="Checks", blocks=(_INTRODUCTION, stages, *sections))], level=1)
+    return markdown([Section(title="Checks", blocks=(_INTRODUCTION, stages, *sections))], level=1, own=True)
 
 
 def stage_name(stage: Stage) -> str:

@@ -13,9 +13,10 @@ from types import MappingProxyType
 from typing import Literal, NamedTuple
 from xml.etree import ElementTree
 
+from harness.printable import printable
 from harness.report.case import failure_blocks, finding_blocks, headline, outcome
 from harness.report.run import run_markdown
-from harness.report.sections import Block, Section, printable, text_of
+from harness.report.sections import Block, Section, text_of
 from harness.result import CaseResult, RunResult
 from harness.verdict import Verdict
 

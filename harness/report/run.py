@@ -11,16 +11,19 @@ from harness.result import CaseResult, RunResult, verdict_totals
 from harness.verdict import Finding, NotJudged, Verdict
 
 SHOWN_CASES = 200  # CI summary pages are truncated at about 1 MB
+_EXPLAINED = 1000  # cases that a terminal gets a section of
 
 
 def run_sections(run: RunResult, *, rerun: str, quiet: bool = False) -> list[Block]:
     """The report for people; `rerun` is the command that runs what was not run. `quiet`: without the table."""
     ran = [result for result in run.results if result.ran]
+    bad = [result for result in ran if not result.good and result.verdict is not Verdict.CHANGED]
     missing = len(run.results) - len(ran)
     waiting = f"not run: {counted(missing, 'case')} (`{rerun}` runs {'it' if missing == 1 else 'them'})"
     return [
         *([] if quiet else [case_table(ran)]),
-        *case_sections([result for result in ran if result.verdict is not Verdict.CHANGED]),
+        *case_sections(bad[:_EXPLAINED]),
+        *([f"… and {len(bad) - _EXPLAINED} more that are not good."] if len(bad) > _EXPLAINED else []),
         *([waiting] if missing else []),
         *totals(run),
     ]

@@ -1,21 +1,22 @@
 """What a report consists of, and how a terminal and Markdown show it. A page shows the same (`html/assets/parts.html`).
 
 A report is a list of blocks: paragraphs, lists, facts, tables, entries, verbatim text, and sections, which are a title
-over further blocks. Builders pass texts as they are: the renderers remove or escape what would break a terminal or a
-page, wrap what is too long, and leave out sections, tables and facts without content.
+over further blocks. Builders pass texts as they are: the renderers make them safe to show (`printable.py`), wrap what
+is too long, and leave out sections, tables and facts without content.
 """
 
 from __future__ import annotations
 
-import html
 import re
 import textwrap
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING, TypeAlias
 
 import msgspec
 from msgspec.structs import replace
+
+from harness.printable import code_span, in_html, in_markdown, own_markdown, printable
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -28,12 +29,6 @@ _COLOURS = {
     **dict.fromkeys(("known", "refused", "excluded"), "cyan"),
     "infra": "yellow",
 }
-# ANSI escape sequences, and all characters that XML 1.0 does not allow.
-_UNPRINTABLE = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|[^\t\n\x20-\x7e\x85\xa0-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
-# What makes a terminal or a browser write from right to left, or hides: shown as `\\u202e`.
-_BIDI = re.compile("[\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]")
-_PIPE = r"\|"  # in a cell
-_MARKUP = re.compile(r"(?<!`)`[^`\n]+`(?!`)|[&<>]")  # code spans, in which nothing is markup, and what may begin it
 
 
 class Items(msgspec.Struct, frozen=True):
@@ -81,13 +76,8 @@ class Section(msgspec.Struct, frozen=True, kw_only=True):
     folded: bool = False  # the reader of a page, or of Markdown on GitHub, opens it
 
 
+_Shown: TypeAlias = Callable[[str], str]  # text as Markdown
 Block: TypeAlias = "str | Items | Facts | Verbatim | Table | Entry | Section"
-
-
-def printable(text: str) -> str:
-    """The text without ANSI escape sequences and control characters; those that turn its direction are spelled out."""
-    shown = _BIDI.sub(lambda match: f"\\u{ord(match[0]):04x}", text)
-    return _UNPRINTABLE.sub("", shown.replace("\r\n", "\n").replace("\r", "\n"))
 
 
 def text_of(blocks: Iterable[Block], *, width: int | None = None) -> str:
@@ -236,62 +226,66 @@ def _colour(table: Table, index: int, cell: str) -> str:
     return _COLOURS.get(cell, "red") if index == table.verdict and cell not in table.columns else ""
 
 
-def markdown(blocks: Iterable[Block], *, level: int = 2) -> str:
-    """GitHub-flavoured Markdown: the titles are headings of this level, and those inside of them of the next."""
-    return "\n\n".join(part for block in blocks for part in _parts(block, level)) + "\n"
+def markdown(blocks: Iterable[Block], *, level: int = 2, own: bool = False) -> str:
+    """GitHub-flavoured Markdown: the titles are headings of this level, and those inside of them of the next.
+
+    `own`: all text is the project's, from its code or records, and its links stay links.
+    """
+    shown = own_markdown if own else in_markdown
+    return "\n\n".join(part for block in blocks for part in _parts(block, level, shown)) + "\n"
 
 
-def _parts(block: Block, level: int) -> Iterator[str]:
+def _parts(block: Block, level: int, shown: _Shown) -> Iterator[str]:
     match block:
         case Section(title=title, folded=True) | Table(title=title, folded=True):
-            body = "\n\n".join(_parts(replace(block, title="", folded=False), level))
-            summary = html.escape(printable(title), quote=False)
-            yield f"<details><summary>{summary}</summary>\n\n{body}\n\n</details>"
+            body = "\n\n".join(_parts(replace(block, title="", folded=False), level, shown))
+            yield f"<details><summary>{in_html(title)}</summary>\n\n{body}\n\n</details>"
         case Section(title=title, blocks=blocks):
-            inside = [part for child in blocks for part in _parts(child, level + bool(title))]
-            yield from [f"{'#' * level} {_on_one_line(title)}"] if title and inside else []
+            inside = [part for child in blocks for part in _parts(child, level + bool(title), shown)]
+            yield from [f"{'#' * level} {_on_one_line(title, shown)}"] if title and inside else []
             yield from inside
         case Table(title=title, rows=rows):
-            yield from [f"**{_on_one_line(title)}**"] if title and rows else []
-            yield from [_markdown_table(block)] if rows else []
+            yield from [f"**{_on_one_line(title, shown)}**"] if title and rows else []
+            yield from [_markdown_table(block, shown)] if rows else []
         case Verbatim(text, language):
             fence = "`" * max([2, *map(len, re.findall("`+", text))]) + "`"
             yield f"{fence}{language}\n{printable(text)}\n{fence}"
         case str():
-            yield _escaped(block)
+            yield shown(block)
         case _:
-            yield "\n".join(_bullets(block))
+            yield "\n".join(_bullets(block, shown))
 
 
-def _bullets(block: Items | Facts | Entry) -> Iterator[str]:
+def _bullets(block: Items | Facts | Entry, shown: _Shown) -> Iterator[str]:
     match block:
         case Items(lines):
-            yield from (f"- {_on_one_line(line)}" for line in lines)
+            yield from (f"- {_on_one_line(line, shown)}" for line in lines)
         case Facts(pairs):
-            yield from (f"- {name}: {_on_one_line(value)}" for name, value in pairs if value)
+            for name, value in pairs:
+                yield from [f"- {_on_one_line(name, shown)}: {_on_one_line(value, shown)}"] if value else []
         case Entry():
-            yield f"- {f'`{printable(block.case)}` ' if block.case else ''}{_on_one_line(block.title)}".rstrip()
-            yield from (f"  {line}" for line in _bullets(Items(block.lines)))
-            yield from [f"  - `{printable(block.command)}`"] if block.command else []
+            case_id = f"{code_span(block.case)} " if block.case else ""
+            yield f"- {case_id}{_on_one_line(block.title, shown)}".rstrip()
+            yield from (f"  {line}" for line in _bullets(Items(block.lines), shown))
+            yield from [f"  - {code_span(block.command)}"] if block.command else []
 
 
-def _markdown_table(table: Table) -> str:
+def _markdown_table(table: Table, shown: _Shown) -> str:
     columns = table.columns or ("",) * len(table.rows[0])
     rules = ["---:" if index in table.right else "---" for index in range(len(columns))]
-    return "\n".join([_row(columns), f"|{'|'.join(rules)}|", *(_row(row, table.code) for row in table.rows)])
+    rows = (_row(row, shown, table.code) for row in table.rows)
+    return "\n".join([_row(columns, shown), f"|{'|'.join(rules)}|", *rows])
 
 
-def _row(cells: Sequence[str], code: Sequence[int] = ()) -> str:
-    shown = (
-        f"`{printable(cell)}`" if index in code and cell else _on_one_line(cell) for index, cell in enumerate(cells)
-    )
-    return f"| {' | '.join(cell.replace('|', _PIPE) for cell in shown)} |"
+def _row(cells: Sequence[str], shown: _Shown, code: Sequence[int] = ()) -> str:
+    texts = (code_span(cell) if at in code and cell else _on_one_line(cell, shown) for at, cell in enumerate(cells))
+    return f"| {' | '.join(map(_in_cell, texts))} |"
 
 
-def _escaped(text: str) -> str:
-    """The text as Markdown in which no HTML begins; code spans stay."""
-    return _MARKUP.sub(lambda match: match[0] if match[0][0] == "`" else html.escape(match[0]), printable(text))
+def _in_cell(text: str) -> str:
+    """The text with its pipes escaped. A backslash before one would escape the backslash that does it."""
+    return re.sub(r"\\(?=\|)", r"\\ ", text).replace("|", r"\|")
 
 
-def _on_one_line(text: str) -> str:
-    return " ".join(_escaped(text).split())
+def _on_one_line(text: str, shown: _Shown) -> str:
+    return " ".join(shown(text).split())

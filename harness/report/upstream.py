@@ -35,7 +35,7 @@ def upstream_pages(faults: Sequence[KnownFault], bugs: Sequence[BugFile], root: 
             pages[bug.id] = bug.bug.title, _page(bug.bug.title, _of_bug(bug))
     lines = tuple(f"[{title}]({name}.md)" for name, (title, _) in sorted(pages.items()))
     index = [Section(title="Ready to file", blocks=(_MADE, Items(lines)))]
-    return {"index": markdown(index, level=1), **{name: text for name, (_, text) in pages.items()}}
+    return {"index": markdown(index, level=1, own=True), **{name: text for name, (_, text) in pages.items()}}
 
 
 def _by_cause(faults: Iterable[KnownFault]) -> Mapping[str, list[KnownFault]]:
@@ -55,7 +55,7 @@ def _is_of(bug: BugFile, records: Sequence[KnownFault]) -> bool:
 
 
 def _page(title: str, blocks: Iterator[Section]) -> str:
-    return markdown([Section(title=title, blocks=tuple(blocks))], level=1)
+    return markdown([Section(title=title, blocks=tuple(blocks))], level=1, own=True)
 
 
 def _of_records(records: Sequence[KnownFault], bugs: Sequence[BugFile], root: Path) -> Iterator[Section]:

@@ -78,7 +78,7 @@ def test_markdown_has_a_table_and_no_markup_of_a_message() -> None:
     text = gate_markdown(decision)
     assert text.startswith("## NO-GO: candidate against baseline\n")
     assert "| 1x | fails, and did not in the baseline | `new-failure` |" in text
-    assert f"- `{IDS[0]}` passed -&gt; numeric\n  - finite/test: ``` &lt;b&gt;|&lt;/b&gt;\n" in text
+    assert f"- `{IDS[0]}` passed -&gt; numeric\n  - finite/test: \\`\\`\\` &lt;b&gt;|&lt;/b&gt;\n" in text
 
 
 def test_json_has_every_reason() -> None:

@@ -241,7 +241,7 @@ def test_a_bad_case_is_annotated_with_what_is_wrong_and_how_to_reproduce_it() ->
 def test_hostile_text_is_one_annotation_and_reads_as_it_was() -> None:
     text = annotation_lines(run_of_texts(HOSTILE))
     assert text.count("\n") == 1
-    assert "c/test: 50 %\n  ::error::forged\n  ::set-output name=a::b, %0A" in read(text.rstrip("\n"))[1]
+    assert "c/test: 50 %\n  \\::error::forged\n  \\::set-output name=a::b, %0A" in read(text.rstrip("\n"))[1]
 
 
 @given(st.text(st.characters(codec=None)))

@@ -216,7 +216,7 @@ def test_markdown_lists_what_is_not_good_and_folds_the_rest() -> None:
     finding = a_finding(check="c", message="a | b <x> & ```")
     text = run_markdown(run(result(), result("bad", Verdict.NUMERIC, finding)))
     assert text.startswith("## fp8-harness: not good\n")
-    assert "| `bad` | numeric | 4 | 1.2 | 2.5 | a \\| b &lt;x&gt; &amp; ``` |" in text
+    assert "| `bad` | numeric | 4 | 1.2 | 2.5 | a \\| b &lt;x&gt; &amp; \\`\\`\\` |" in text
     assert "````text\nbad computed wrong numbers" in text
     assert text.count("<details>") == text.count("</details>") == 2
     assert text.index("`bad`") < text.index("`single-bf16`")

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from harness.printable import printable
 from harness.report.sections import (
     Block,
     Entry,
@@ -15,7 +16,6 @@ from harness.report.sections import (
     Table,
     Verbatim,
     markdown,
-    printable,
     terminal,
     text_of,
     wrapped,

@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from harness.jsonform import to_json
+from harness.printable import printable
 from harness.report.html.data import index_and_details
 from harness.report.run import totals, totals_line
-from harness.report.sections import Facts, Section, Table, printable
+from harness.report.sections import Facts, Section, Table
 from harness.result import RunResult
 from harness.verdict import ExitCode
 
