@@ -5,9 +5,11 @@ Not the filelock package: where flock is missing it falls back to lock files tha
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
@@ -67,6 +69,15 @@ def take_lock(file: IO[Any] | int, *, shared: bool = False, wait: bool = False) 
     if fcntl is None:
         raise OSError(errno.ENOTSUP, "this system has no flock")
     fcntl.flock(file, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | (0 if wait else fcntl.LOCK_NB))
+
+
+@contextlib.contextmanager
+def alone_in(folder: Path) -> Iterator[None]:
+    """Wait until no other process is in this context with the folder. Where nothing can be locked, all may be."""
+    with contextlib.ExitStack() as until_end:
+        with contextlib.suppress(OSError):
+            take_lock(until_end.enter_context((folder / ".lock").open("ab")), wait=True)
+        yield
 
 
 def _replace(path: Path, content: bytes) -> None:

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import os
-import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import msgspec
 
+from harness.durable import alone_in
 from harness.engine.hardware import host_name
 from harness.errors import HarnessError
 from harness.evidence.sealed import own_root
@@ -75,7 +76,7 @@ class Project(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     @property
     def runs(self) -> Path:
-        """The folder of the stored runs of this project: one file per run, whose names sort by time."""
+        """The folder of the stored runs of this project: one file per run, numbered in the order of storing."""
         key = hashlib.sha256(str(self.root).encode()).hexdigest()[:16]
         return self.state / "runs" / key
 
@@ -138,14 +139,41 @@ class Project(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         return [folder / f"{name}.toml" for folder in folders if name in _tiers_in(folder)]
 
     def new_run(self) -> Path:
-        return self._made(self.runs) / f"{time.time_ns():020d}-{os.getpid()}.jsonl"
+        """A new, empty file for a run of this machine, which is the last one now: no clock decides that.
+
+        It is not there on a full disk, which must not end the run.
+        """
+        with self.alone():
+            for number in itertools.count(self._next_number()):
+                path = self.runs / f"{number:08d}.jsonl"
+                with contextlib.suppress(OSError):
+                    path.touch(exist_ok=False)
+                    break
+                if not path.exists():
+                    break
+        return path
+
+    @contextlib.contextmanager
+    def alone(self) -> Iterator[None]:
+        """Wait until no other process adds a run to this project."""
+        with alone_in(self._made(self.runs)):
+            yield
+
+    def new_import(self, digest: str) -> Path | None:
+        """The file for imported results of this digest; None where they are there. Ask `alone`."""
+        if any(path.stem.endswith(f"-{digest}") for path in self.imported_runs()):
+            return None
+        return self._made(self.imported) / f"{self._next_number():08d}-{digest}.jsonl"
+
+    def _next_number(self) -> int:
+        return 1 + max(map(number_of_run, (*self.stored_runs()[-1:], *self.imported_runs()[-1:])), default=0)
 
     def stored_runs(self) -> tuple[Path, ...]:
-        """The files of the stored runs of this machine, oldest first."""
-        return tuple(sorted(self.runs.glob("*.jsonl")))
+        """The files of the stored runs of this machine, in the order of storing."""
+        return _numbered(self.runs)
 
     def imported_runs(self) -> tuple[Path, ...]:
-        return tuple(sorted(self.imported.glob("*.jsonl")))
+        return _numbered(self.imported)
 
     def witness_folder(self) -> Path:
         """The folder of stored witness runs; created with the first one."""
@@ -164,6 +192,16 @@ class Project(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             fix = f"set {STATE_VARIABLE} to a writable folder."
             raise HarnessError(what, where=str(self.state), fix=fix) from error
         return folder
+
+
+def number_of_run(path: Path) -> int:
+    """The number by which the file of a run is in order; 0 for a file that has none, which nobody stored."""
+    digits = path.stem.partition("-")[0]
+    return int(digits) if digits.isascii() and digits.isdecimal() else 0
+
+
+def _numbered(folder: Path) -> tuple[Path, ...]:
+    return tuple(sorted(folder.glob("*.jsonl"), key=lambda path: (number_of_run(path), path.name)))
 
 
 def find_project(root: str | Path | None = None, files: Iterable[str] = ()) -> Project:

@@ -25,7 +25,7 @@ from harness.verdict import (
     exit_code,
 )
 
-SCHEMA: Literal[3] = 3
+SCHEMA: Literal[4] = 4
 
 
 class Attempt(msgspec.Struct, frozen=True, kw_only=True):
@@ -59,7 +59,7 @@ class WitnessMade(msgspec.Struct, frozen=True, kw_only=True):
 class RunStart(msgspec.Struct, frozen=True, kw_only=True, tag_field="line", tag="start"):
     """What is known of a run before its first rank starts."""
 
-    schema: Literal[3] = SCHEMA
+    schema: Literal[4] = SCHEMA
     cases: tuple[str, ...] = ()  # ids of all cases, in the order of selection
     options: RunOptions = RunOptions()
     environment: Environment | None = None  # None: of several environments, or not known

@@ -3,7 +3,8 @@
 It is what is stored while a run goes on, and what `run --json` writes. Every line is on disk before the next case is
 reported, so an interrupted run keeps the results of all finished cases. The first line, which lists the cases, is there
 before the first rank starts: a case in it without a result was never reached by a run that was killed, or its line is
-damaged. Numbers that are not finite are the strings "NaN", "Infinity" and "-Infinity".
+damaged. Numbers that are not finite are the strings "NaN", "Infinity" and "-Infinity". Every line ends with a checksum
+(`checksum.py`); one that is damaged is never read as results.
 
 Fields may be added; any other change increments `SCHEMA`. `show --schema` prints `schemas/result.schema.json`.
 """
@@ -22,6 +23,8 @@ from typing import Any, Union, get_args, get_type_hints
 import msgspec
 from msgspec.structs import replace
 
+from harness import checksum
+from harness.checksum import check_line, with_checksum
 from harness.durable import WriteFailed, append_line, take_lock
 from harness.errors import HarnessError
 from harness.jsonform import from_json, to_json
@@ -47,17 +50,21 @@ _NUMBERS = msgspec.json.Decoder(CaseNumbers, strict=False)
 
 def run_lines(run: RunResult) -> bytes:
     start = replace(run.start, cases=tuple(result.case_id for result in run.results))
-    return b"".join(line + b"\n" for line in (to_json(start), *map(_case_line, run.results), _end_line(run)))
+    return b"".join(line + b"\n" for line in (_start_line(start), *map(_case_line, run.results), _end_line(run)))
+
+
+def _start_line(start: RunStart) -> bytes:
+    return with_checksum(to_json(start))
 
 
 def _case_line(result: CaseResult) -> bytes:
     line = msgspec.to_builtins(replace(result, run=None))
     del line["run"]
-    return to_json({**line, **{name: getattr(result, name) for name in CASE_FACTS}})
+    return with_checksum(to_json({**line, **{name: getattr(result, name) for name in CASE_FACTS}}))
 
 
 def _end_line(run: RunResult) -> bytes:
-    return to_json({**msgspec.to_builtins(run.end), **{name: getattr(run, name) for name in RUN_FACTS}})
+    return with_checksum(to_json({**msgspec.to_builtins(run.end), **{name: getattr(run, name) for name in RUN_FACTS}}))
 
 
 class RunStore:
@@ -69,7 +76,7 @@ class RunStore:
         self._lock = threading.Lock()
 
     def begin(self, start: RunStart) -> None:
-        self._append("list of cases", to_json(start))
+        self._append("list of cases", _start_line(start))
 
     def append(self, result: CaseResult) -> None:
         self._append("result", _case_line(result))
@@ -127,11 +134,11 @@ class RunStore:
         start, end = RunStart(), None
         results: dict[str, CaseResult] = {}
         damaged: dict[str, str | None] = {}
-        for number, line in enumerate(self._lines(), 1):
+        for number, line in self._lines():
             try:
                 record = _decoded(line)
             except _UNREADABLE as error:
-                damaged[f"{self.path}:{number}: not a line of results: {error}"] = _named_case(line)
+                damaged[self._damage(number, error)] = _named_case(line)
                 if _other_schema(line):  # what follows cannot be read either
                     break
                 continue
@@ -150,44 +157,62 @@ class RunStore:
             damaged=damaged,
         )
 
+    def read_damage(self) -> tuple[str, ...]:
+        """The lines that are not as they were written, each with its number. Cheap: no line is decoded."""
+        found = []
+        for number, line in self._lines():
+            try:
+                _check(line)
+            except _UNREADABLE as error:
+                found.append(self._damage(number, error))
+                if _other_schema(line):
+                    break
+        return tuple(found)
+
     def read_start(self) -> RunStart | None:
         """The first line; None where it cannot be read. Cheap: no other line is read."""
         with contextlib.suppress(OSError, *_UNREADABLE), self.path.open("rb") as file:
-            record = _decoded(file.readline())
+            record = _decoded(file.readline().removesuffix(b"\n"))
             return record if isinstance(record, RunStart) else None
         return None
 
     def read_end(self) -> RunEnd | None:
         """How the run ended; None where it was killed or still runs. Cheap: no result is decoded."""
-        for line in reversed(self._lines()):
+        for _, line in reversed(self._lines()):
             if line.startswith(_END):
                 with contextlib.suppress(*_UNREADABLE):
+                    check_line(line)
                     return from_json(line, RunEnd)
         return None
 
     def result_of(self, case_id: str) -> CaseResult | None:
         """The last result of one case; None where none can be read. Cheap: other lines are not decoded."""
-        for line in reversed(self._lines()):
+        for _, line in reversed(self._lines()):
             named = _CASE.match(line)
             if named and named[1] == case_id.encode():
                 with contextlib.suppress(*_UNREADABLE):
+                    check_line(line)
                     return from_json(line, CaseResult)
         return None
 
     def numbers(self, wanted: Callable[[str], bool]) -> dict[str, CaseNumbers]:
         """The last readable line of every wanted case that was run, by id, as far as `history` follows it."""
         cases: dict[str, CaseNumbers] = {}
-        for line in self._lines():
+        for _, line in self._lines():
             named = _CASE.match(line)
             if named and wanted(name := named[1].decode()):
                 with contextlib.suppress(*_UNREADABLE):
+                    check_line(line)
                     cases[name] = _NUMBERS.decode(line)
         return {name: case for name, case in cases.items() if case.verdict is not Verdict.NOT_RUN}
 
-    def _lines(self) -> list[bytes]:
-        """The lines that are not empty; none where there is no file."""
+    def _damage(self, number: int, error: Exception) -> str:
+        return f"{self.path}:{number}: not a line of results: {error}"
+
+    def _lines(self) -> list[tuple[int, bytes]]:
+        """The lines that are not empty, with their numbers; none where there is no file."""
         try:
-            return list(filter(None, self.path.read_bytes().split(b"\n")))
+            return [(number, line) for number, line in enumerate(self.path.read_bytes().split(b"\n"), 1) if line]
         except FileNotFoundError:
             return []
         except OSError as error:
@@ -196,9 +221,15 @@ class RunStore:
 
 
 def _decoded(line: bytes) -> RunStart | CaseResult | RunEnd:
+    _check(line)
+    return _LINE.decode(line)
+
+
+def _check(line: bytes) -> None:
+    """Raises one of `_UNREADABLE` for a line of another schema, and one that is not as it was written."""
     if other := _other_schema(line):
         raise msgspec.ValidationError(f"it has schema {other}, this version reads schema {SCHEMA}")
-    return _LINE.decode(line)
+    check_line(line)
 
 
 def _other_schema(line: bytes) -> int | None:
@@ -235,6 +266,8 @@ def line_schema() -> dict[str, Any]:
     )
     schema = _with_nan(msgspec.json.schema(Union[kinds]))  # noqa: UP007  the types are known at run time only
     meanings = _meanings(RunStart | CaseResult | RunEnd)
+    for kind in kinds:
+        meanings[kind.__name__][checksum.NAME] = checksum.MEANING
     for name, part in schema["$defs"].items():
         for field, of_field in part.get("properties", {}).items():
             if meaning := meanings[name].get(field):
@@ -250,6 +283,7 @@ def line_schema() -> dict[str, Any]:
 def _written(kind: type[msgspec.Struct], facts_of: type, facts: tuple[str, ...]) -> type[msgspec.Struct]:
     fields: list[Any] = [(field.name, field.type) for field in msgspec.structs.fields(kind) if field.name != "run"]
     fields += [(name, get_type_hints(getattr(facts_of, name).fget)["return"]) for name in facts]
+    fields.append((checksum.NAME, str))
     config = kind.__struct_config__
     rename = {field.name: field.encode_name for field in msgspec.structs.fields(kind)}
     made = msgspec.defstruct(kind.__name__, fields, tag_field=config.tag_field, tag=config.tag, rename=rename.get)

@@ -96,6 +96,8 @@ def resume(project: Project, stopped: Stored, plan: Plan, progress: Progress) ->
         cases = [parse_case_id(result.case_id) for result in stored.results if not result.ran]
         judge, plan = prepared(project, cases, plan, progress.note)
         called = f"{stored.start.name}, started {stored.start.started}" if stored.start.name else stored.start.started
+        for text in stored.damaged:
+            progress.note(f"{text}. Its case runs again.")
         progress.note(f"resumes the run {called}: {len(cases)} of {len(stored.results)} cases are left.")
         rest = run_cases(project, cases, plan, judge, progress, keep=store.append)
         whole = _joined(stored, rest)

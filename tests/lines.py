@@ -8,6 +8,8 @@ from typing import Any
 
 import jsonschema
 
+from harness.checksum import with_checksum
+
 SCHEMA = json.loads((Path(__file__).parents[1] / "harness/schemas/result.schema.json").read_text())
 
 
@@ -24,7 +26,12 @@ def read_run(path: Path) -> Any:
 
 
 def lines_of(document: Any) -> str:
-    """The inverse of `tree`: what belongs to neither line is ignored by readers."""
+    """The inverse of `tree`, with checksums of its own: what belongs to neither line is ignored by readers."""
+    document = {name: value for name, value in document.items() if name != "crc32"}
+    document["cases"] = [{name: value for name, value in case.items() if name != "crc32"} for case in document["cases"]]
     rest = {name: value for name, value in document.items() if name not in ("line", "cases")}
     start = {"line": "start", "schema": document["schema"], "cases": [case["id"] for case in document["cases"]], **rest}
-    return "".join(json.dumps(line) + "\n" for line in (start, *document["cases"], {"line": "end", **rest}))
+    return "".join(
+        with_checksum(json.dumps(line).encode()).decode() + "\n"
+        for line in (start, *document["cases"], {"line": "end", **rest})
+    )

@@ -12,14 +12,14 @@ from pathlib import Path
 import click
 from msgspec.structs import replace
 
-from harness.cli.options import OUTPUT, json_option, print_or_write, project_parameter, query_parameter
+from harness.cli.options import OUTPUT, json_option, print_or_write, print_sections, project_parameter, query_parameter
 from harness.durable import write_whole
 from harness.errors import HarnessError
 from harness.matrix.caseid import case_id, parse_case_id
 from harness.plural import counted
 from harness.project import Project
-from harness.report.run import totals_words
-from harness.report.runs import histories_sections, history_document, history_sections, run_document, runs_sections
+from harness.report.run import damage_section, totals_words
+from harness.report.runs import histories_sections, history_document, history_sections, run_documents, runs_sections
 from harness.running.merging import environment_differences, merged
 from harness.running.selection import NothingSelected, Query, cases_to_explain, wanted
 from harness.running.stored import import_results, remove_run, results_of, runs_of, shards_of, stored_run
@@ -63,9 +63,12 @@ def runs() -> None:
 @json_option("the runs")
 @project_parameter
 def list_command(*, json_file: Path | None, project: Project) -> None:
-    """List the stored runs, the latest first: number 2 is `last~2` for other commands. Then the space they take."""
+    """List the stored runs, the last one first: number 2 is `last~2` for other commands. Then the space they take.
+
+    Imported runs have no number: they are found by their name.
+    """
     stored = list(runs_of(project))
-    print_or_write(runs_sections(stored), json_file, [run_document(number, run) for number, run in enumerate(stored)])
+    print_or_write(runs_sections(stored), json_file, run_documents(stored))
     if json_file is not None:
         return
     for name, folder in (("runs", project.runs), ("witnesses", project.witness_folder())):
@@ -92,6 +95,7 @@ def merge_command(*, out: Path, sources: tuple[str, ...], project: Project, late
     run = merged(shards, latest=latest, mixed=mixed)
     for difference in environment_differences(shards):
         click.echo(f"fp8-harness: note: the environments differ: {difference}.", err=True)
+    print_sections([damage_section(tuple(run.damaged))], err=True)
     write_whole(out, run_lines(run))
     totals = totals_words([result.verdict for result in run.results])
     click.echo(f"{out}: {counted(len(shards), 'shard')}, {counted(len(run.results), 'case')}: {totals}")
@@ -144,13 +148,15 @@ def history_command(*, query: Query, most: int | None, project: Project, json_fi
     On a CPU numbers repeat exactly: NONDETERMINISTIC is a case whose numbers changed in one environment, FLAKY one that
     ended differently in one environment. One case is shown whole; several are summarized, by default all that ran.
     """
-    case_histories = histories(list(runs_of(project))[::-1], _wanted(project, query), most=most)
+    stored = list(runs_of(project))[::-1]
+    case_histories = histories(stored, _wanted(project, query), most=most)
     if not case_histories:
         asked = shlex.join(query.words) if query != Query() else "any case"
         raise NothingSelected("no run of it is stored.", where=asked, fix="run it, or import results of it.")
     single = len(case_histories) == 1 and len(query.sources) == 1
     sections = history_sections(case_histories[0]) if single else histories_sections(case_histories)
     print_or_write(sections, json_file, list(map(history_document, case_histories)))
+    print_sections([damage_section([line for run in stored for line in run.damaged])], err=True)
 
 
 def _wanted(project: Project, query: Query) -> Callable[[str], bool]:

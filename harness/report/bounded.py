@@ -43,7 +43,7 @@ class _Bound:
             case Items(lines):
                 shown = Items(self._texts(lines))
             case Facts(pairs):
-                shown = Facts(tuple((name, text) for name, value in pairs if (text := self._text(value)) is not None))
+                shown = Facts(tuple((name, part) for name, value in pairs if (part := self._text(value)) is not None))
             case Table(rows=rows):
                 shown = replace(block, rows=tuple(filter(None, map(self._row, rows))))
             case Entry(title=title, lines=lines):

@@ -54,6 +54,7 @@ def totals(run: RunResult) -> Iterator[Section]:
     yield differing_formulas(run)
     skipped = [unjudged for result in run.results for unjudged in result.not_judged if unjudged.unverified]
     yield _not_judged("not judged here", skipped)
+    yield damage_section(tuple(run.damaged))
     yield Section(title=f"left out, beyond the budget ({len(run.start.left_out)})", blocks=(Items(run.start.left_out),))
     yield Section(blocks=(*_references(run), totals_line(run)))
 
@@ -74,6 +75,13 @@ def differing_formulas(run: RunResult) -> Section:
     lines.append(f"{counts}`compare` and `parity --against` tell what is new since another build")
     title = "formulas that nobody verified with these versions disagree"
     return Section(title=title, blocks=(Items(tuple(lines)),) if changed else ())
+
+
+def damage_section(lines: Sequence[str]) -> Section:
+    """The lines of stored runs that were not read, because they are not as they were written."""
+    return Section(
+        title=f"damaged lines ({len(lines)}), not read: run their cases again", blocks=(Items(tuple(lines)),)
+    )
 
 
 def not_judged_section(run: RunResult) -> Section:

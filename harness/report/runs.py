@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 
 from harness.hints import compare_runs
 from harness.plural import binary_bytes, counted
 from harness.report.case import sparkline
-from harness.report.run import totals_words
+from harness.report.run import damage_section, totals_words
 from harness.report.sections import Block, Entry, Facts, Section, Table, Verbatim
 from harness.result import RunResult, verdict_totals
 from harness.running.stored import Stored
@@ -28,23 +29,36 @@ _VERDICT = _COLUMNS.index("verdict")
 
 
 def runs_sections(runs: Sequence[Stored]) -> list[Block]:
-    """A row for every run: its number, as in `last~2`, when it started, how it ended, and where it comes from."""
+    """A row for every run: its number, as in `last~2`, when it started, how it ended, and where it comes from.
+
+    An imported run has no number.
+    """
     if not runs:
         return ["no runs are stored"]
     rows = [
         (
-            str(number),
+            "-" if number is None else str(number),
             to_the_minute(run.start.started),
             run.state,
             f"{counted(len(verdicts), 'case')}: {totals_words(verdicts)}",
             _origin(run),
         )
-        for number, (run, verdicts) in enumerate((run, _verdicts(run)) for run in runs)
+        for number, run, verdicts in ((number, run, _verdicts(run)) for number, run in _with_number(runs))
     ]
-    return [Table(rows=tuple(rows), right=(0,))]
+    return [Table(rows=tuple(rows), right=(0,)), damage_section([line for run in runs for line in run.damaged])]
 
 
-def run_document(number: int, run: Stored) -> dict[str, object]:
+def _with_number(runs: Sequence[Stored]) -> Iterator[tuple[int | None, Stored]]:
+    numbers = itertools.count()
+    yield from ((None if run.is_imported else next(numbers), run) for run in runs)
+
+
+def run_documents(runs: Sequence[Stored]) -> list[dict[str, object]]:
+    """The same for programs."""
+    return [_document(number, run) for number, run in _with_number(runs)]
+
+
+def _document(number: int | None, run: Stored) -> dict[str, object]:
     verdicts = _verdicts(run)
     return {
         "number": number,
@@ -53,6 +67,7 @@ def run_document(number: int, run: Stored) -> dict[str, object]:
         "started": run.start.started,
         "state": run.state,
         "imported": run.is_imported,
+        "damaged": run.damaged,
         "cases": len(verdicts),
         "totals": verdict_totals(verdicts),
         "argv": run.start.argv,

@@ -41,6 +41,7 @@ def merged(shards: Sequence[Named], *, latest: bool = False, mixed: bool = False
             provenance=_together([end.provenance for end in ends]),
             witnesses=tuple(made for end in ends for made in end.witnesses),
         ),
+        damaged={text: name for _, run in shards for text, name in run.damaged.items()},
     )
 
 

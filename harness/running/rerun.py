@@ -51,7 +51,10 @@ def rerun_query(project: Project) -> Rerun:
         if nameless:
             raise NothingSelected(f"{nameless[0]}. No other case failed.", where="--lf", fix=_RUN_AGAIN)
         raise NothingSelected("nothing failed in the last run.", where="--lf")
-    lost = [f"{text}. It does not say which case it was. Fix: {_RUN_AGAIN}" for text in nameless]
+    lost = [
+        f"{text}. It does not say which case it was. Fix: {_RUN_AGAIN}" if text in nameless else f"{text}."
+        for text in last.damaged
+    ]
     notes = [*([_missing_text(missing, last.start.cases)] if missing and last.start.cases else []), *lost]
     return Rerun(query=Query(sources=(*failed, *missing)), options=last.start.options, notes=tuple(notes))
 

@@ -6,9 +6,7 @@ Runs of this machine and imported ones are files of one format (`store.py`) in t
 
 from __future__ import annotations
 
-import datetime
 import hashlib
-import heapq
 import re
 from collections.abc import Iterator
 from itertools import dropwhile, islice
@@ -18,16 +16,18 @@ from typing import Literal
 import msgspec
 from msgspec.structs import replace
 
+from harness.checks.assembly import same_numbers
 from harness.durable import write_whole
 from harness.errors import HarnessError
-from harness.hints import LIST_RUNS
-from harness.project import Project
+from harness.hints import LIST_RUNS, run_cases
+from harness.project import Project, number_of_run
 from harness.result import RunResult, RunStart
 from harness.running.merging import Named, merged
 from harness.store import RunStore, run_lines
 
 KEPT_RUNS = 100  # a new run removes older ones of the same project, but for those with a name
 
+_ID = re.compile(r"(?!.*\.toml)[a-zA-Z0-9][\w.+-]*")
 _LAST = re.compile(r"last(?:~(\d+))?")
 
 
@@ -38,6 +38,7 @@ class Stored(msgspec.Struct, frozen=True, kw_only=True):
     start: RunStart
     state: Literal["finished", "interrupted", "killed", "running"]
     is_imported: bool = False
+    damaged: tuple[str, ...] = ()  # its lines that are not as they were written
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -62,24 +63,44 @@ def shards_of(project: Project, text: str) -> list[Named]:
     """
     path = Path(text)
     if text and (files := sorted(file for file in path.glob("*.json*") if file.suffix in (".json", ".jsonl"))):
-        return [(str(file), read_results(file)) for file in files]
-    return [(text, read_results(path) if path.is_file() else read_stored(stored_run(project, text).path))]
+        return [(str(file), _of_others(read_results(file))) for file in files]
+    if path.is_file():
+        return [(text, _of_others(read_results(path)))]
+    stored = stored_run(project, text)
+    run = read_stored(stored.path)
+    return [(text, _of_others(run) if stored.is_imported else run)]
+
+
+def _of_others(run: RunResult) -> RunResult:
+    """The run with commands of ours: a file that somebody else wrote must not say what to type in."""
+    words = run.start.options.words
+    return replace(
+        run,
+        results=tuple(
+            replace(case, command=run_cases(case.case_id, *words) if _ID.fullmatch(case.case_id) else "")
+            for case in run.results
+        ),
+    )
 
 
 def stored_run(project: Project, text: str) -> Stored:
-    """The run of the store that "last", "last~2" or a name means. Raises HarnessError where there is none."""
+    """The run of the store that "last", "last~2" or a name means. Raises HarnessError where there is none.
+
+    "last" is the run of this machine that was stored last. An imported one is found by its name alone.
+    """
     last = _LAST.fullmatch(text)
     back = int(last[1] or 0) if last else 0
-    runs = (run for run in runs_of(project) if last or text in run.names)
+    runs = (run for run in runs_of(project, imported=not last) if last or text in run.names)
     for number, run in enumerate(runs):
         if number == back:
             return run
     raise HarnessError("there are no such results.", where=text, fix=f"`{LIST_RUNS}` shows the stored runs.")
 
 
-def runs_of(project: Project) -> Iterator[Stored]:
-    here, elsewhere = reversed(project.stored_runs()), reversed(project.imported_runs())
-    for path in heapq.merge(here, elsewhere, key=lambda path: path.name, reverse=True):
+def runs_of(project: Project, *, imported: bool = True) -> Iterator[Stored]:
+    """The stored runs, the one that was stored last first; without those that were imported where that is asked."""
+    paths = (*project.stored_runs(), *(project.imported_runs() if imported else ()))
+    for path in sorted(paths, key=number_of_run, reverse=True):
         stored = _stored(path, is_imported=path.parent == project.imported)
         if stored is not None:
             yield stored
@@ -94,10 +115,9 @@ def runs_before(project: Project, run: RunResult, *, most: int) -> list[Stored]:
 
 
 def _stored(path: Path, *, is_imported: bool) -> Stored | None:
-    """None for a run that never began, and for an imported one that cannot be read."""
+    """None for a run that never began, or that another process removed meanwhile."""
     store = RunStore(path)
-    start = store.read_start()
-    if start is None and (is_imported or not path.stat().st_size):
+    if not path.exists() or not path.stat().st_size:
         return None
     end = store.read_end()
     state: Literal["finished", "interrupted", "killed", "running"] = "killed"
@@ -105,31 +125,27 @@ def _stored(path: Path, *, is_imported: bool) -> Stored | None:
         state = "running"
     elif end is not None:
         state = "interrupted" if end.interrupted else "finished"
-    return Stored(path=path, start=start or RunStart(), state=state, is_imported=is_imported)
+    start = store.read_start() or RunStart()
+    return Stored(path=path, start=start, state=state, is_imported=is_imported, damaged=store.read_damage())
 
 
 def import_results(project: Project, run: RunResult) -> bool:
     """Add results that were made elsewhere to the store; False where they are there. Raises `WriteFailed`."""
     digest, started = _digest(run), run.start.started
-    here = (stored.path for stored in runs_of(project) if not stored.is_imported and stored.start.started == started)
-    known = (*(_digest(read_stored(path)) for path in here), *(path.stem[-16:] for path in project.imported_runs()))
-    if digest in known:
+    here = (stored.path for stored in runs_of(project, imported=False) if stored.start.started == started)
+    if any(_digest(read_stored(path)) == digest for path in here):
         return False
-    write_whole(project.imported / f"{_started_ns(run):020d}-{digest}.jsonl", run_lines(run))
-    return True
+    with project.alone():
+        path = project.new_import(digest)
+        if path is not None:
+            write_whole(path, run_lines(run))
+    return path is not None
 
 
 def _digest(run: RunResult) -> str:
-    return hashlib.sha256(run_lines(replace(run, start=replace(run.start, name="")))).hexdigest()[:16]
-
-
-def _started_ns(run: RunResult) -> int:
-    """When the run started; 0 where it does not say: before all others."""
-    try:
-        started = datetime.datetime.fromisoformat(run.start.started)
-    except ValueError:
-        return 0
-    return int(started.timestamp()) * 10**9
+    """Equal for the same results, under whatever name they were stored."""
+    results = tuple(replace(case, command="") for case in run.results)
+    return hashlib.sha256(run_lines(replace(run, results=results, start=replace(run.start, name="")))).hexdigest()[:16]
 
 
 def remove_run(run: Stored) -> None:
@@ -151,13 +167,13 @@ def remove_old_runs(project: Project, *, kept: int = KEPT_RUNS) -> None:
 def read_stored(path: Path) -> RunResult:
     """The results of a stored run. Raises HarnessError where damage cost it results, or hides which ones.
 
-    What a killed run wrote last may be cut short: it has cases without a result anyway.
+    What a killed run wrote last may be cut short: it has cases without a result anyway, and `damaged` names the line.
     """
-    run = RunStore(path).read()
+    run, fix = RunStore(path).read(), "run its cases again, or import it again."
     complete = run.end.interrupted or all(case.ran for case in run.results)
     if run.damaged and not (run.start.cases and complete):
-        raise HarnessError(f"{next(iter(run.damaged))}.", fix="run its cases again.")
-    return run
+        raise HarnessError(f"{next(iter(run.damaged))}.", fix=fix)
+    return _consistent(run, path, fix)
 
 
 def read_results(path: Path) -> RunResult:
@@ -167,4 +183,13 @@ def read_results(path: Path) -> RunResult:
         raise HarnessError(f"{next(iter(run.damaged))}.", fix=fix)
     if run.start == RunStart() and not run.results:
         raise HarnessError("holds no results.", where=str(path), fix=fix)
+    return _consistent(run, path, fix)
+
+
+def _consistent(run: RunResult, path: Path, fix: str) -> RunResult:
+    """The run. HarnessError where the losses of a case are not those of its curve: it was put together by hand."""
+    for case in run.results:
+        curve = None if case.measured is None else case.measured.curves.get("case")
+        if curve is not None and case.losses and not same_numbers(case.losses, curve.losses):
+            raise HarnessError("its losses are not those of its own curve.", where=f"{path}: {case.case_id}", fix=fix)
     return run

@@ -35,7 +35,7 @@ LEVELS = [
     ["durable"],
     ["builds", "environment", "errors", "hints", "internals", "measured", "sources", "timestamp", "trace", "verdict"],
     ["sentence"],
-    ["plural", "printable"],
+    ["checksum", "plural", "printable"],
 ]
 LEVEL_OF = {room: level for level, rooms in enumerate(LEVELS) for room in rooms}
 WORKER_MAY_READ = {

@@ -50,7 +50,7 @@ def result(
 
 def add(project: Project, *results: CaseResult, environment: Environment | None = HERE) -> None:
     store = RunStore(project.new_run())
-    minute = len(project.stored_runs()) + 1
+    minute = len(project.stored_runs())
     ids = tuple(case.case_id for case in results)
     store.begin(RunStart(cases=ids, environment=environment, started=f"2026-01-01T00:{minute:02}:00+00:00"))
     for case in results:
@@ -261,7 +261,9 @@ def large(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReque
     add(project, *cases)
     (first,) = project.stored_runs()
     for _ in range(request.param - 1):
-        project.new_run().hardlink_to(first)
+        path = project.new_run()
+        path.unlink()
+        path.hardlink_to(first)
     return project
 
 

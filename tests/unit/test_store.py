@@ -7,11 +7,12 @@ import math
 import os
 import stat
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
@@ -21,7 +22,7 @@ from harness.jsonform import compact, from_json, to_json
 from harness.result import CaseResult, RunResult
 from harness.store import RunStore, run_lines
 from harness.verdict import NotJudged, Verdict
-from tests.builders import a_finding, make_result, make_trace, run_of
+from tests.builders import a_finding, make_measured, make_result, make_results, make_trace, run_of
 
 
 def result(case_id: str = "a", verdict: Verdict = Verdict.PASSED, *, losses: tuple[float, ...] = (7.0,)) -> CaseResult:
@@ -88,9 +89,56 @@ def test_a_line_that_is_no_result_is_reported(tmp_path: Path, line: bytes) -> No
 
 def test_another_schema_is_reported_as_such(tmp_path: Path) -> None:
     store = RunStore(tmp_path / "run.jsonl")
-    store.path.write_bytes(run_lines(RunResult(results=(result(),))).replace(b'"schema":3', b'"schema":2'))
+    store.path.write_bytes(run_lines(RunResult(results=(result(),))).replace(b'"schema":4', b'"schema":2'))
     (damage,) = store.read().damaged
-    assert "it has schema 2, this version reads schema 3" in damage and store.read().results == ()
+    assert "it has schema 2, this version reads schema 4" in damage and store.read().results == ()
+
+
+A_RUN = make_results(
+    make_result("single-rowwise-v2048-f32", measured=make_measured(), run=run_of(make_trace(losses=(8.0, 7.5)))),
+    make_result("tp2-rowwise-v2048-f32", Verdict.CRASH, findings=(a_finding(check="finite", message="x"),)),
+    started="2026-01-01T00:00:00+00:00",
+)
+LINES = run_lines(A_RUN)
+
+
+@pytest.fixture(scope="module")
+def changing(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("changing") / "run.jsonl"
+
+
+@given(st.integers(0, len(LINES) - 1), st.binary(min_size=1, max_size=4))
+def test_bytes_that_change_are_never_read_silently(changing: Path, at: int, new: bytes) -> None:
+    changed = LINES[:at] + new + LINES[at + len(new) :]
+    assume(changed != LINES)
+    changing.write_bytes(LINES)
+    before = RunStore(changing).read()
+    changing.write_bytes(changed)
+    store = RunStore(changing)
+    run = store.read()
+    assert run.damaged and all(text.startswith(f"{changing}:") for text in run.damaged)
+    assert store.read_damage() == tuple(run.damaged)
+    assert store.read_start() in (None, before.start) and store.read_end() in (None, before.end)
+    whole = {case.case_id: case for case in before.results}
+    for case in run.results:
+        assert not case.ran or case == whole[case.case_id]
+        assert store.result_of(case.case_id) in (None, whole.get(case.case_id))
+    assert store.numbers(lambda _: True).keys() <= whole.keys()
+
+
+@pytest.mark.parametrize("rewritten", [json.dumps, lambda value: json.dumps(value, separators=(",", ":")) + " "])
+def test_a_line_that_was_rewritten_is_not_read(tmp_path: Path, rewritten: Callable[[object], str]) -> None:
+    path = tmp_path / "run.jsonl"
+    path.write_text("".join(rewritten(json.loads(line)) + "\n" for line in LINES.splitlines()))
+    run = RunStore(path).read()
+    assert len(run.damaged) == 4 and not any(case.ran for case in run.results)
+
+
+def test_whole_lines_may_be_dropped(tmp_path: Path) -> None:
+    start, first, *_ = LINES.splitlines(keepends=True)
+    (tmp_path / "run.jsonl").write_bytes(start + first)
+    run = RunStore(tmp_path / "run.jsonl").read()
+    assert not run.damaged and [case.ran for case in run.results] == [True, False]
 
 
 def test_the_last_result_of_a_case_counts(tmp_path: Path) -> None:

