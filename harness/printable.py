@@ -20,7 +20,7 @@ _ESCAPES = re.compile(
 _BLANK = re.compile("[\u034f\u115f\u1160\u17b4\u17b5\u180b-\u180f\u2800\u3164\ufe00-\ufe0f\uffa0\U000e0100-\U000e01ef]")
 # What runners of GitHub, Azure and GitLab read as a command. They look for `::` behind the spaces that begin a line;
 # where text is wrapped any word may begin one. They find the others anywhere.
-_COMMAND = re.compile(r"(?<!\S)(?=::\S)|(?<=##)(?=\[|vso\[)|(?<=section_start)(?=:)|(?<=section_end)(?=:)")
+_COMMAND = re.compile(r"(?<!\S)(?=::)|(?<=##)(?=\[|vso\[)|(?<=section_start)(?=:)|(?<=section_end)(?=:)")
 
 _CODE = re.compile(r"(?<![`\\])(`[^`\n]+`)(?!`)")
 _WORD = re.compile(r"\S+")
