@@ -62,6 +62,7 @@ class ExitCode(enum.IntEnum):
     NOTHING_RAN = 3
     INFRA = 4
     CHANGED = 5  # nothing is worse than a difference from what holds with verified versions
+    NOT_COMPARED = 6  # of `compare`: there was nothing to decide by
     INTERRUPTED = 130
 
 

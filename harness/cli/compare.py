@@ -1,4 +1,4 @@
-"""`fp8-harness compare`: GO or NO-GO of two runs, or what their ranks recorded differently."""
+"""`fp8-harness compare`: GO, NO-GO or NOT COMPARED of two runs, or what their ranks recorded differently."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ from harness.cli import options
 from harness.cli.environments import given_words, run_in_each, versions_of, versions_parameter
 from harness.cli.show import page_of
 from harness.environment import Environment
-from harness.errors import HarnessError
+from harness.errors import HarnessError, NotCompared
 from harness.evidence.golden import Golden, find_golden, hardware_classes
 from harness.evidence.sealed import Missing
 from harness.gate.cases import Goldens
-from harness.gate.gate import GatePolicy, gate
+from harness.gate.gate import Answer, GatePolicy, gate
 from harness.gate.reason import Allowance, Kind
 from harness.matrix.caseid import family_id, parse_case_id
 from harness.matrix.records import read_quarantine, read_required
+from harness.printable import printable
 from harness.project import Project, find_project
 from harness.report.difference import difference, difference_blocks
 from harness.report.gate import gate_front, gate_markdown, gate_sections
@@ -45,11 +46,18 @@ or a folder of such files, the shards of one run;
 with --records two folders or files that `run --save-trace` wrote.
 Cases in cases/quarantine.toml do not gate. Environments of --versions are made
 in the state folder and kept; torch comes with its libraries, 5 GB with CUDA.
-Exit codes: 0 GO or equal records, 1 NO-GO or other records, 3 nothing to compare.
+Exit codes: 0 GO or equal records, 1 NO-GO or other records, 6 nothing was compared.
 """
 
 _OF_THE_RUNS = ("sources", "expressions", "jobs", "timeout_s")
 _OF_THE_VERSIONS = ("environments", "index_url", "find_links")
+_CODES = {
+    Answer.GO: ExitCode.GOOD,
+    Answer.NO_GO: ExitCode.FAILED,
+    Answer.NOT_COMPARED: ExitCode.NOT_COMPARED,
+}
+_WORDS = {"equal": ExitCode.GOOD, "different": ExitCode.FAILED, "NOT COMPARED": ExitCode.NOT_COMPARED}
+_WORST_FIRST = (ExitCode.FAILED, ExitCode.NOT_COMPARED, ExitCode.GOOD)
 _Sides = tuple[tuple[str, str], "tuple[RunResult, RunResult]"]  # names and results
 
 
@@ -92,6 +100,8 @@ def compare_command(  # noqa: PLR0913  one parameter an option
 ) -> int:
     """Decide GO or NO-GO: is run B as good as run A? Lists every reason, most severe first.
 
+    NOT COMPARED where no case is good in both, both ran none of the same cases, or no check judged them.
+
     With --records: what the ranks of two runs recorded differently: scales, matmuls, collectives, memory, gradients,
     losses, causes first. With --versions the cases are run, and --select, -j and --timeout-s are as in `run`.
     """
@@ -115,7 +125,7 @@ def compare_command(  # noqa: PLR0913  one parameter an option
     options.print_report(gate_sections(decision), json_file, decision)
     options.write_output(markdown_file, lambda: gate_markdown(decision).encode())
     options.write_output(html_file, lambda: page_of(project, after, front=gate_front(decision, after)))
-    return ExitCode.GOOD if decision.go else ExitCode.FAILED
+    return _CODES[decision.answer]
 
 
 def _stored(project: Project, sources: tuple[str, ...]) -> _Sides:
@@ -166,16 +176,15 @@ def _compare_records(sources: tuple[str, ...]) -> int:
     if others := given_words(click.get_current_context().params.keys() - {"sources", "records"}):
         raise click.UsageError(f"{others[0]} is no option of --records.")
     first, second, *case_ids = sources
-    code = ExitCode.GOOD
+    codes = set()
     for name, (left, right) in _pairs(Path(first), Path(second), case_ids).items():
         differences = difference(load_tables(left), load_tables(right))
         equal = all(table.equal for table in differences)
-        options.print_sections(
-            [Section(title=f"{name}: {'equal' if equal else 'different'}", blocks=difference_blocks(differences))]
-        )
+        word = "different" if not equal else "equal" if any(table.rows for table in differences) else "NOT COMPARED"
+        options.print_sections([Section(title=f"{name}: {word}", blocks=difference_blocks(differences))])
         click.echo()
-        code = code if equal else ExitCode.FAILED
-    return code
+        codes.add(_WORDS[word])
+    return next(code for code in _WORST_FIRST if code in codes)
 
 
 def _pairs(first: Path, second: Path, case_ids: Collection[str]) -> dict[str, tuple[Path, Path]]:
@@ -190,7 +199,7 @@ def _pairs(first: Path, second: Path, case_ids: Collection[str]) -> dict[str, tu
     both = {name: (left[name], right[name]) for name in left if name in right and name in (case_ids or left)}
     if not both:
         fix = "name two folders that --save-trace wrote, or two files of them."
-        raise HarnessError("no case has a saved trace in both folders.", where=f"{first}, {second}", fix=fix)
+        raise NotCompared("no case has a saved trace in both folders.", where=f"{first}, {second}", fix=fix)
     for name in sorted(left.keys() ^ right.keys()):
-        click.echo(f"only in {first if name in left else second}: {name}", err=True)
+        click.echo(printable(f"only in {first if name in left else second}: {name}"), err=True)
     return both

@@ -13,8 +13,9 @@ from collections.abc import Sequence
 import click
 
 from harness.engine.hardware import cpu_name
-from harness.errors import HarnessError
+from harness.errors import HarnessError, NotCompared
 from harness.matrix.scope import out_of_scope
+from harness.printable import printable
 from harness.sources import installed_source, installed_version
 from harness.verdict import ExitCode
 
@@ -55,7 +56,7 @@ Examples:
 
 \b
 Exit codes: 0 good, 1 a case failed, 2 usage error or bad input, 3 nothing to run,
-4 infrastructure, 5 nothing worse than `changed`, 130 interrupted.
+4 infrastructure, 5 nothing worse than `changed`, 6 nothing compared, 130 interrupted.
 """
 
 
@@ -113,7 +114,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return ExitCode.FAILED
     except (click.ClickException, click.Abort, HarnessError, KeyboardInterrupt, OSError) as error:
         text, failure = _describe(error)
-        click.echo(f"fp8-harness: error: {' '.join(text.split())}", err=True)
+        click.echo(printable(f"fp8-harness: error: {' '.join(text.split())}"), err=True)
         return failure
     return code if isinstance(code, int) else ExitCode.GOOD
 
@@ -128,13 +129,16 @@ def _describe(error: BaseException) -> tuple[str, ExitCode]:
         case click.ClickException():
             return error.format_message(), ExitCode.USAGE
         case HarnessError():
-            from harness.gate.gate import NothingCompared
             from harness.running.selection import NothingSelected
             from harness.studies.surviving import RanksFailed
 
-            nothing = isinstance(error, NothingSelected | NothingCompared)
-            code = ExitCode.INFRA if isinstance(error, RanksFailed) else ExitCode.USAGE
-            return error.text, ExitCode.NOTHING_RAN if nothing else code
+            codes = {
+                NothingSelected: ExitCode.NOTHING_RAN,
+                NotCompared: ExitCode.NOT_COMPARED,
+                RanksFailed: ExitCode.INFRA,
+            }
+            code = next((code for kind, code in codes.items() if isinstance(error, kind)), ExitCode.USAGE)
+            return error.text, code
         case OSError():
             return str(error), ExitCode.INFRA
         case _:

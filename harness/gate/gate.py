@@ -1,13 +1,13 @@
-"""The gate: GO or NO-GO for a candidate, with every reason in order of weight."""
+"""The gate: GO or NO-GO for a candidate, with every reason in order of weight, or that nothing could be compared."""
 
 from __future__ import annotations
 
 import datetime
+import enum
 from collections.abc import Iterable, Iterator, Sequence
 
 import msgspec
 
-from harness.errors import HarnessError
 from harness.gate.cases import (
     Goldens,
     changed_goldens,
@@ -62,14 +62,26 @@ class Note(msgspec.Struct, frozen=True, kw_only=True):
     command: str = ""
 
 
+class Answer(enum.Enum):
+    """The value is the word in reports."""
+
+    GO = "GO"
+    NO_GO = "NO-GO"
+    NOT_COMPARED = "NOT COMPARED"
+
+
 class Gate(msgspec.Struct, frozen=True, kw_only=True):
     """The answer. `reasons` are in order: what gates first, each part by weight and size."""
 
-    schema: int = 1
-    go: bool
+    schema: int = 2
+    answer: Answer
+    not_compared: str = ""  # why; empty for another answer
+    fix: str = ""  # what to do then
     baseline: Side
     candidate: Side
     compared: int  # cases that are good on both sides
+    cases: int  # of either side
+    left_out: tuple[str, ...] = ()  # how many of them are not compared, by reason: "3 only in the baseline"
     differences: tuple[str, ...]  # of the environments
     inexact: tuple[str, ...]  # why numbers are compared by tolerance only; empty: to the last bit
     reasons: tuple[Reason, ...]
@@ -78,16 +90,16 @@ class Gate(msgspec.Struct, frozen=True, kw_only=True):
     groups: tuple[Group, ...] = ()  # what moved, by origin and cause
 
     @property
+    def go(self) -> bool:
+        return self.answer is Answer.GO
+
+    @property
     def gating(self) -> tuple[Reason, ...]:
         return tuple(reason for reason in self.reasons if reason.gates)
 
     @property
     def others(self) -> tuple[Reason, ...]:
         return tuple(reason for reason in self.reasons if not reason.gates)
-
-
-class NothingCompared(HarnessError):
-    """The two results have no case in common that both ran."""
 
 
 def gate(
@@ -102,12 +114,8 @@ def gate(
     """The answer. `names` are those of the two sides, `goldens` finds the golden that the project has for a case.
 
     `words` are the options by which `bug bisect` finds the environments of the two sides.
-    Raises NothingCompared where no case was run on both sides.
     """
     sides = Sides(baseline=baseline, candidate=candidate)
-    if not sides.pairs:
-        fix = "run the same cases in both."
-        raise NothingCompared("no case was run in both results.", where=" and ".join(names), fix=fix)
     found_times = times(sides)
     raw_reasons = [
         *failures(sides, strict=terms.strict),
@@ -124,11 +132,18 @@ def gate(
         *changed_times(found_times, gates=terms.gate_times or sides.environments[1].device not in ("", "cpu")),
     ]
     reasons = sorted((_judged(reason, terms) for reason in raw_reasons), key=lambda reason: reason.order)
+    gates = any(reason.gates for reason in reasons)
+    undecided = sides.undecidable or (None if gates else sides.nothing_good)
+    why, fix = undecided or ("", "")
     return Gate(
-        go=not any(reason.gates for reason in reasons),
+        answer=Answer.NOT_COMPARED if undecided else Answer.NO_GO if gates else Answer.GO,
+        not_compared=why,
+        fix=fix,
         baseline=_side(names[0], baseline),
         candidate=_side(names[1], candidate),
         compared=len(sides.compared),
+        cases=len({*sides.before, *sides.after}),
+        left_out=sides.left_out,
         differences=sides.environments[0].differences(sides.environments[1]),
         inexact=sides.inexact_reasons,
         reasons=tuple(reasons),
@@ -153,7 +168,7 @@ def _judged(reason: Reason, terms: GatePolicy) -> Reason:
     if entry is None:
         return reason
     if entry.holds(terms.now.date()):
-        return msgspec.structs.replace(reason, gates=False, waiver=entry.text)
+        return msgspec.structs.replace(reason, gates=False, waiver=entry.text(terms.now.date()))
     return msgspec.structs.replace(reason, details=(entry.expired_text, *reason.details))
 
 
@@ -172,6 +187,8 @@ def _notes(sides: Sides, raw_reasons: Iterable[Reason], terms: GatePolicy) -> It
     """What else is worth knowing: what was not compared, and why."""
     if (sides.before, sides.baseline.start.started) == (sides.after, sides.candidate.start.started):
         yield Note(text="both sides are the same results")
+    for run in (sides.baseline, sides.candidate):
+        yield from (Note(text=f"{line}: run its cases again") for line in run.damaged)
     if sides.baseline.end.interrupted:
         yield Note(text="the baseline was interrupted: what it did not run is not compared")
     new = [name for name in sides.after if name not in sides.before]

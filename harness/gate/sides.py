@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from functools import cached_property
 
 import msgspec
 
 from harness.environment import Environment, changed_facts
+from harness.plural import counted
 from harness.result import CaseResult, RunResult
 from harness.verdict import Verdict
 
@@ -51,6 +53,53 @@ class Sides(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     def compared(self) -> tuple[Pair, ...]:
         """The cases that are good, or only differ from a formula, on both sides: their numbers are compared."""
         return tuple(pair for pair in self.pairs.values() if _is_sound(pair.baseline) and _is_sound(pair.candidate))
+
+    @property
+    def undecidable(self) -> tuple[str, str] | None:
+        """Why these results decide nothing, whatever else differs between them, and what to do; None where they do.
+
+        A case decides where both ran it, and the machine failed on neither side.
+        """
+        if not self.pairs:
+            return "no case was run in both results", "run the same cases for both"
+        if not any(
+            Verdict.INFRA not in (pair.baseline.verdict, pair.candidate.verdict) for pair in self.pairs.values()
+        ):
+            cases = counted(len(self.pairs), "case")
+            return f"the machine or the harness failed in each of {cases} that both ran", "run them again"
+        return None
+
+    @property
+    def nothing_good(self) -> tuple[str, str] | None:
+        """Why not even equal results would be good ones, and what to do; None where a good case was judged twice."""
+        if not self.compared:
+            goods = (f"{sum(case.good for case in run.results)} good" for run in (self.baseline, self.candidate))
+            baseline, candidate = goods
+            what = f"no case is good in both results (baseline {baseline}, candidate {candidate})"
+            return what, "make the failing cases pass, or compare with a run in which they do"
+        if not any(pair.baseline.checks and pair.candidate.checks for pair in self.compared):
+            return "no case that is good in both results was judged by a check in both", "run the cases for both again"
+        return None
+
+    @property
+    def left_out(self) -> tuple[str, ...]:
+        """Which cases of either side are not compared: how many, for each reason that there is."""
+        ids = {*self.before, *self.after} - {pair.id for pair in self.compared}
+        reasons = Counter(map(self._why_left_out, ids))
+        return tuple(
+            f"{count} {reason}" for reason, count in sorted(reasons.items(), key=lambda item: (-item[1], item[0]))
+        )
+
+    def _why_left_out(self, case_id: str) -> str:
+        before, after = self.before.get(case_id), self.after.get(case_id)
+        if before is None or after is None:
+            return f"only in the {'candidate' if before is None else 'baseline'}"
+        if not (before.ran and after.ran):
+            return "not run"
+        good = (before.good, after.good)
+        return "not good" + {(True, False): " in the candidate", (False, True): " in the baseline"}.get(
+            good, " in both"
+        )
 
     @property
     def environments(self) -> tuple[Environment, Environment]:

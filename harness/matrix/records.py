@@ -35,6 +35,9 @@ from harness.matrix.selector import parse_selector
 from harness.matrix.tomlfile import TomlFile, read_toml_file
 
 
+_LONG_DAYS = 366  # until the end of a quarantine; more is remarked on, because nobody will look again
+
+
 class Entry(msgspec.Struct, frozen=True, kw_only=True):
     id: str = ""
     select: str = ""
@@ -61,11 +64,12 @@ class Quarantine(Entry, frozen=True, kw_only=True):
     def holds(self, today: datetime.date) -> bool:
         return today <= self.expires
 
-    @property
-    def text(self) -> str:
-        """Why cases are excused, as the end of a sentence."""
+    def text(self, today: datetime.date) -> str:
+        """Why cases are excused, as the end of a sentence, with a remark where that lasts too long."""
         link = f" ({self.link})" if self.link else ""
-        return f"quarantined until {self.expires} by {self.owner}: {self.reason}{link}"
+        days = (self.expires - today).days
+        remark = f". That is {days / 365.25:.1f} years away: set a date within a year" if days > _LONG_DAYS else ""
+        return f"quarantined until {self.expires} by {self.owner}: {self.reason}{link}{remark}"
 
     @property
     def expired_text(self) -> str:

@@ -57,7 +57,7 @@ def gate_front(gate: Gate, candidate: RunResult) -> Front:
 
 
 def _answer(gate: Gate) -> str:
-    return "GO" if gate.go else "NO-GO"
+    return gate.answer.value
 
 
 def _sides(gate: Gate) -> str:
@@ -65,15 +65,19 @@ def _sides(gate: Gate) -> str:
 
 
 def _facts(gate: Gate) -> Iterator[str]:
-    """How many reasons there are, how much was compared and how exactly, what else differs, and the times."""
+    """Why nothing was compared, how many reasons there are, how much was compared and how exactly, and the times."""
+    if gate.not_compared:
+        yield f"{gate.not_compared}: {gate.fix}"
     gating, others = len(gate.gating), len(gate.others)
     gates = f"{counted(gating, 'reason')} {'gates' if gating == 1 else 'gate'}" if gating else "no reason gates"
     yield gates + (f", {others} {'does' if others == 1 else 'do'} not" if others else "")
     yield (
         f"{gate.candidate.good} of {counted(gate.candidate.cases, 'case')} good, {gate.candidate.checks} checks "
         f"judged (baseline: {gate.baseline.good} of {gate.baseline.cases}, {gate.baseline.checks}); numbers of "
-        f"{counted(gate.compared, 'case')} compared"
+        f"{gate.compared} of {counted(gate.cases, 'case')} compared"
     )
+    if gate.left_out:
+        yield f"not compared: {', '.join(gate.left_out)}"
     if gate.inexact:
         yield f"compared by tolerance only, not to the bit: {'; '.join(gate.inexact)}"
     if gate.differences:

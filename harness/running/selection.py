@@ -272,7 +272,7 @@ def quarantined_cases(project: Project, cases: Iterable[Case], note: Callable[[s
     quarantines = {case_id(case): entry for case in cases if (entry := quarantine_of(entries, case)) is not None}
     for text in dict.fromkeys(entry.expired_text for entry in quarantines.values() if not entry.holds(today)):
         note(f"{text}. Its cases count again.")
-    return {name: entry.text for name, entry in quarantines.items() if entry.holds(today)}
+    return {name: entry.text(today) for name, entry in quarantines.items() if entry.holds(today)}
 
 
 def _describe(query: Query) -> str:

@@ -15,7 +15,7 @@ from msgspec.structs import replace
 
 from harness.checks.divergence import OPERAND
 from harness.environment import Environment
-from harness.gate.gate import Gate, GatePolicy, NothingCompared, gate
+from harness.gate.gate import Answer, Gate, GatePolicy, gate
 from harness.gate.reason import Allowance, Kind, Reason
 from harness.gate.times import signed_rank_p
 from harness.matrix.records import Quarantine, Required
@@ -94,8 +94,8 @@ def test_a_new_case_that_fails_gates() -> None:
 
 def test_what_failed_before_gates_when_it_fails_otherwise_or_when_asked() -> None:
     decision = held([failed()], [failed()])
-    assert (decision.go, only(decision).kind) == (True, Kind.STILL_FAILING)
-    assert not held([failed()], [failed()], replace(TERMS, strict=True)).go
+    assert (decision.answer, only(decision).kind) == (Answer.NOT_COMPARED, Kind.STILL_FAILING)
+    assert held([failed()], [failed()], replace(TERMS, strict=True)).answer is Answer.NO_GO
     other = only(held([failed()], [failed(signature=replace(SIGNATURE, kind="scales"))]))
     assert (other.kind, other.gates) == (Kind.OTHER_FAILURE, True)
     assert "before: parity/gradients in wq, from step 1 on" in other.details
@@ -353,7 +353,7 @@ QUARANTINE = Quarantine(id=CASE, owner="ana", reason="flaky", expires=datetime.d
 
 def test_quarantine_excuses_up_to_its_day() -> None:
     terms = replace(TERMS, quarantine=(QUARANTINE,))
-    decision = held([result()], [failed()], terms)
+    decision = held([result(), result(OTHER)], [failed(), result(OTHER)], terms)
     assert decision.go and only(decision).waiver == "quarantined until 2026-11-22 by ana: flaky"
     over = held([result()], [failed()], replace(terms, now=NOW + datetime.timedelta(days=1)))
     assert not over.go and only(over).details[0] == "the quarantine by ana expired on 2026-11-22: flaky"
@@ -380,10 +380,56 @@ def test_notes_say_what_was_not_compared() -> None:
     assert [note.text for note in decision.notes] == expected
 
 
-def test_without_a_common_case_there_is_no_answer() -> None:
-    for before, after in (([], []), ([result()], [result(OTHER)]), ([result()], [not_run()])):
-        with pytest.raises(NothingCompared):
-            held(before, after)
+def infra(case_id: str = CASE) -> CaseResult:
+    return result(case_id, Verdict.INFRA)
+
+
+UNJUDGED = result(checks=())
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "why"),
+    [
+        ([], [], "no case was run in both results"),
+        ([result()], [result(OTHER)], "no case was run in both results"),
+        ([result()], [not_run()], "no case was run in both results"),
+        ([infra()], [infra()], "the machine or the harness failed in each of 1 case"),
+        ([result(), result(OTHER)], [infra(), infra(OTHER)], "the machine or the harness failed in each of 2 cases"),
+        ([infra()], [failed()], "the machine or the harness failed in each of 1 case"),
+        ([failed()], [failed()], "no case is good in both results (baseline 0 good, candidate 0 good)"),
+        ([failed()], [result()], "no case is good in both results (baseline 0 good, candidate 1 good)"),
+        ([failed(), result(OTHER)], [failed(), infra(OTHER)], None),
+        ([result()], [failed()], None),
+        ([UNJUDGED], [UNJUDGED], "no case that is good in both results was judged by a check in both"),
+        ([UNJUDGED], [result()], "no case that is good in both results was judged by a check in both"),
+        ([result()], [UNJUDGED], None),
+    ],
+)
+def test_where_nothing_is_compared_the_answer_is_not_go(
+    before: list[CaseResult], after: list[CaseResult], why: str | None
+) -> None:
+    decision = held(before, after)
+    assert decision.answer is (Answer.NO_GO if why is None else Answer.NOT_COMPARED)
+    assert decision.not_compared.startswith(why or "") and bool(decision.fix) == bool(why)
+
+
+def test_it_says_which_cases_are_not_compared() -> None:
+    before = [result(), failed(OTHER), result(TWIN), result(IDS[3])]
+    after = [result(), result(OTHER), failed(TWIN), result(IDS[4])]
+    decision = held(before, after)
+    assert (decision.compared, decision.cases) == (1, 5)
+    assert decision.left_out == (
+        "1 not good in the baseline",
+        "1 not good in the candidate",
+        "1 only in the baseline",
+        "1 only in the candidate",
+    )
+
+
+def test_a_damaged_line_of_either_side_is_a_note() -> None:
+    damaged = replace(make_results(result()), damaged={"x.jsonl:3: not a line of results: why": CASE})
+    notes = gate(damaged, make_results(result()), TERMS).notes
+    assert "x.jsonl:3: not a line of results: why: run its cases again" in [note.text for note in notes]
 
 
 def _step(cast: CastRange) -> int:
@@ -434,11 +480,16 @@ ANY = st.builds(
 ANY_LISTS = st.lists(ANY, min_size=1, unique_by=lambda case: case.case_id)
 
 
-def answer(before: RunResult, after: RunResult) -> Gate | None:
-    try:
-        return gate(before, after, TERMS)
-    except NothingCompared:
-        return None
+def answer(before: RunResult, after: RunResult) -> Gate:
+    return gate(before, after, TERMS)
+
+
+@given(ANY_LISTS, ANY_LISTS)
+def test_go_needs_a_good_case_that_was_judged_in_both(before: list[CaseResult], after: list[CaseResult]) -> None:
+    decision = held(before, after)
+    judged = [{case.case_id for case in cases if case.good and case.checks} for cases in (before, after)]
+    assert not decision.go or judged[0] & judged[1]
+    assert decision.go or decision.gating or decision.not_compared
 
 
 @given(ANY_LISTS, ANY_LISTS, st.randoms(use_true_random=False))
@@ -467,8 +518,8 @@ def _other_seed(case_id: str) -> str:
     return "-".join([*head, "seed9", dtype])
 
 
-def _kinds(decision: Gate | None) -> Counter[tuple[Kind, bool]] | None:
-    return None if decision is None else Counter((reason.kind, reason.gates) for reason in decision.reasons)
+def _kinds(decision: Gate) -> Counter[tuple[Kind, bool]]:
+    return Counter((reason.kind, reason.gates) for reason in decision.reasons)
 
 
 small = st.lists(st.integers(-4, 4).map(float), max_size=7)

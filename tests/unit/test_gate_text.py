@@ -6,9 +6,9 @@ import json
 
 from msgspec.structs import replace
 
-from harness.gate.gate import Gate, gate
+from harness.gate.gate import Answer, Gate, gate
 from harness.jsonform import to_json
-from harness.report.gate import gate_markdown, gate_sections
+from harness.report.gate import gate_front, gate_markdown, gate_sections
 from harness.report.sections import text_of
 from harness.verdict import Verdict
 from tests.builders import a_finding, make_measured, make_result, make_results, with_facts
@@ -57,8 +57,23 @@ def test_failures_of_one_signature_are_told_once() -> None:
 def test_go_says_what_was_compared() -> None:
     document = make_results(result())
     text = gate_text(gate(document, document, TERMS), width=200)
-    compared = "1 of 1 case good, 3 checks judged (baseline: 1 of 1, 3); numbers of 1 case compared"
+    compared = "1 of 1 case good, 3 checks judged (baseline: 1 of 1, 3); numbers of 1 of 1 case compared"
     assert text.splitlines()[:3] == ["GO: candidate against baseline", "no reason gates", compared]
+
+
+def test_nothing_compared_is_said_everywhere() -> None:
+    document = make_results(failed())
+    decision = gate(document, document, TERMS)
+    why = "no case is good in both results (baseline 0 good, candidate 0 good)"
+    lines = [*gate_text(decision, width=200).splitlines(), *gate_markdown(decision).splitlines()]
+    assert lines[0] == "NOT COMPARED: candidate against baseline" and lines[1].startswith(f"{why}: make the failing")
+    assert "## NOT COMPARED: candidate against baseline" in lines
+    assert any(line.startswith(f"- {why}: make the failing") for line in lines)
+    assert "not compared: 1 not good in both" in lines and "- not compared: 1 not good in both" in lines
+    front = gate_front(decision, document)
+    assert (front.state, front.good) == ("NOT COMPARED", False) and front.line.startswith(why)
+    plain = json.loads(to_json(decision))
+    assert (plain["answer"], plain["not_compared"]) == ("NOT COMPARED", why) and plain["fix"].startswith("make the")
 
 
 def test_times_that_were_not_compared_say_why() -> None:
@@ -84,8 +99,8 @@ def test_markdown_has_a_table_and_no_markup_of_a_message() -> None:
 def test_json_has_every_reason() -> None:
     decision = many()
     plain = json.loads(to_json(decision))
-    assert (plain["go"], plain["schema"], len(plain["reasons"])) == (False, 1, 40)
+    assert (plain["answer"], plain["schema"], len(plain["reasons"])) == ("NO-GO", 2, 40)
     assert plain["reasons"][0]["kind"] == "new-failure" and plain["reasons"][0]["gates"] is True
     waived = replace(decision.reasons[0], gates=False, waiver="quarantined until 2027-03-01 by ana: flaky")
-    text = gate_text(replace(decision, reasons=(waived,), go=True), width=80)
+    text = gate_text(replace(decision, reasons=(waived,), answer=Answer.GO), width=80)
     assert "(1 of them waived)" in text and "    quarantined until 2027-03-01 by ana: flaky\n" in text

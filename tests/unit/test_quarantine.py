@@ -40,10 +40,17 @@ reason = "users run it"
 def test_a_quarantine_covers_its_cases_up_to_its_day(tmp_path: Path) -> None:
     (entry,) = read_quarantine(written(tmp_path, ENTRY))
     link = "https://github.com/pytorch/ao/issues/1"
-    assert entry.text == f"quarantined until 2027-03-01 by ana: differs once a week ({link})"
+    text = f"quarantined until 2027-03-01 by ana: differs once a week ({link})"
+    assert entry.text(datetime.date(2026, 3, 1)) == text, "a year before"
+    assert entry.text(datetime.date(2025, 3, 1)) == f"{text}. That is 2.0 years away: set a date within a year"
     assert entry.covers(parse_case_id(CASE)) and not entry.covers(parse_case_id("single-rowwise-v2048-b16"))
     assert entry.holds(datetime.date(2027, 3, 1)) and not entry.holds(datetime.date(2027, 3, 2))
     assert read_quarantine(tmp_path / "none.toml") == ()
+
+
+def test_a_quarantine_for_ever_is_remarked_on(tmp_path: Path) -> None:
+    (entry,) = read_quarantine(written(tmp_path, ENTRY.replace("2027-03-01", "9999-12-31")))
+    assert entry.text(datetime.date(2026, 1, 1)).endswith("That is 7974.0 years away: set a date within a year")
 
 
 def test_of_two_entries_the_one_that_holds_longer_counts(tmp_path: Path) -> None:
