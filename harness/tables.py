@@ -7,7 +7,6 @@ and nothing is pickled. Rows of `casts` and `matmuls` are in execution order on 
 from __future__ import annotations
 
 import io
-import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -51,6 +50,10 @@ TENSORS = Table(
     name="tensors", keys=("step", "kind", "fqn"), values=("norm",)
 )  # initial weights, gradients, and parameters at the end
 STEPS = Table(name="steps", keys=("step", "rank"), values=("loss", "grad_norm"))
+
+_TEXTS = frozenset(
+    ("fqn", "role", "phase", "gemm", "axis", "kind", "op", "dtype", "data_digest", "a_digest", "b_digest")
+)
 
 # In the order of causes: a wrong scale comes before the gradient that it makes wrong.
 TABLES = (CASTS, MATMULS, TRAFFIC, MEMORY, TENSORS, STEPS)
@@ -110,7 +113,7 @@ def load_tables(path: Path) -> dict[str, Rows]:
     try:
         with np.load(io.BytesIO(path.read_bytes()), allow_pickle=False) as columns:
             return {table.name: _rows(table, columns) for table in TABLES}
-    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
+    except Exception as error:  # whatever zipfile, zlib and numpy raise for bytes that are none of theirs
         again = f"write it again by `{save_trace(path.stem, path.parent)}`."
         fix = again if path.suffix == ".npz" else "give a folder of saved traces."
         raise HarnessError("is no trace that `run --save-trace DIR` wrote.", where=str(path), fix=fix) from error
@@ -118,5 +121,13 @@ def load_tables(path: Path) -> dict[str, Rows]:
 
 def _rows(table: Table, columns: Mapping[str, np.ndarray]) -> Rows:
     names = (*table.keys, *table.values)
-    rows = zip(*(columns[f"{table.name}.{name}"].tolist() for name in names), strict=True)
+    rows = zip(*(_column(name, columns[f"{table.name}.{name}"]) for name in names), strict=True)
     return [dict(zip(names, values, strict=True)) for values in rows]
+
+
+def _column(name: str, values: np.ndarray) -> list[Value]:
+    """Raises ValueError for what is no column of this name."""
+    if values.ndim != 1 or (values.size and values.dtype.kind not in ("U" if name in _TEXTS else "biuf")):
+        raise ValueError(f"{name} is no column of {'texts' if name in _TEXTS else 'numbers'}")
+    column: list[Value] = values.tolist()
+    return column

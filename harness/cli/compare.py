@@ -20,7 +20,6 @@ from harness.gate.gate import Answer, GatePolicy, gate
 from harness.gate.reason import Allowance, Kind
 from harness.matrix.caseid import family_id, parse_case_id
 from harness.matrix.records import read_quarantine, read_required
-from harness.printable import printable
 from harness.project import Project, find_project
 from harness.report.difference import difference, difference_blocks
 from harness.report.gate import gate_front, gate_markdown, gate_sections
@@ -201,5 +200,5 @@ def _pairs(first: Path, second: Path, case_ids: Collection[str]) -> dict[str, tu
         fix = "name two folders that --save-trace wrote, or two files of them."
         raise NotCompared("no case has a saved trace in both folders.", where=f"{first}, {second}", fix=fix)
     for name in sorted(left.keys() ^ right.keys()):
-        click.echo(printable(f"only in {first if name in left else second}: {name}"), err=True)
+        options.say(f"only in {first if name in left else second}: {name}", err=True)
     return both

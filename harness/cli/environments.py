@@ -11,7 +11,7 @@ from typing import Any
 
 import click
 
-from harness.cli.options import Command, compose_options, print_sections
+from harness.cli.options import Command, compose_options, print_sections, say
 from harness.errors import HarnessError
 from harness.project import Project
 from harness.report.runs import environments_sections
@@ -114,7 +114,7 @@ def run_in_each(
 
 
 def _note(text: str) -> None:
-    click.echo(f"fp8-harness: note: {text}", err=True)
+    say(f"fp8-harness: note: {text}", err=True)
 
 
 def exit_code_of(runs: Mapping[str, RunResult]) -> int:

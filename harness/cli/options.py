@@ -16,6 +16,7 @@ from click.core import ParameterSource
 from harness.durable import write_whole
 from harness.errors import HarnessError
 from harness.jsonform import to_json
+from harness.printable import printable
 from harness.project import find_project
 from harness.run_options import PARTS, Option, PlanOptions, QueryOptions, RunOptions, option_named, options_of
 
@@ -204,6 +205,11 @@ def _options_that_write() -> str:
     command = click.get_current_context().command
     flags = [parameter.opts[0] for parameter in command.params if parameter.name in ("json_file", "html_file")]
     return " or ".join(f"{flag} FILE" for flag in flags) or "A narrower selection"
+
+
+def say(text: str, *, err: bool = False) -> None:
+    """A line for people, of which some words are of a file or of a rank."""
+    click.echo(printable(text), err=err)
 
 
 def write_output(path: Path | None, content: Callable[[], bytes]) -> None:

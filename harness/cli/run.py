@@ -129,7 +129,7 @@ def _failed(project: Project, asked: Query, given: RunOptions) -> tuple[Query, R
     repeated = rerun.options.besides(given)
     notes = [f"repeats {shlex.join(repeated.words)} of the last run."] if repeated.words else []
     for note in (*rerun.notes, *notes):
-        click.echo(f"fp8-harness: note: {note}", err=True)
+        options.say(f"fp8-harness: note: {note}", err=True)
     query = msgspec.structs.replace(asked, sources=failed)
     return query, msgspec.structs.replace(repeated, **given.as_given)
 
@@ -145,6 +145,6 @@ def _write(result: RunResult, outputs: list[tuple[Path, Callable[[RunResult], by
             write_whole(path, render(result))
         except WriteFailed as error:
             text = f"fp8-harness: error: {error.text} Every result is kept in {stored}."
-            click.echo(text, err=True)
+            options.say(text, err=True)
             code = ExitCode.USAGE
     return code

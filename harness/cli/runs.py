@@ -12,7 +12,15 @@ from pathlib import Path
 import click
 from msgspec.structs import replace
 
-from harness.cli.options import OUTPUT, json_option, print_or_write, print_sections, project_parameter, query_parameter
+from harness.cli.options import (
+    OUTPUT,
+    json_option,
+    print_or_write,
+    print_sections,
+    project_parameter,
+    query_parameter,
+    say,
+)
 from harness.durable import write_whole
 from harness.errors import HarnessError
 from harness.matrix.caseid import case_id, parse_case_id
@@ -94,11 +102,11 @@ def merge_command(*, out: Path, sources: tuple[str, ...], project: Project, late
     shards = [shard for source in sources for shard in shards_of(project, source)]
     run = merged(shards, latest=latest, mixed=mixed)
     for difference in environment_differences(shards):
-        click.echo(f"fp8-harness: note: the environments differ: {difference}.", err=True)
+        say(f"fp8-harness: note: the environments differ: {difference}.", err=True)
     print_sections([damage_section(tuple(run.damaged))], err=True)
     write_whole(out, run_lines(run))
     totals = totals_words([result.verdict for result in run.results])
-    click.echo(f"{out}: {counted(len(shards), 'shard')}, {counted(len(run.results), 'case')}: {totals}")
+    say(f"{out}: {counted(len(shards), 'shard')}, {counted(len(run.results), 'case')}: {totals}")
 
 
 @runs.command("import", epilog=_IMPORT_EPILOG)
@@ -116,7 +124,7 @@ def import_command(*, files: tuple[str, ...], project: Project, name: str) -> No
         alike = (stored.names[0] for stored in runs_of(project) if stored.start.started == run.start.started)
         there = f"is there already as {next(alike, 'another run')}"
         done = "imported" if import_results(project, replace(run, start=start)) else there
-        click.echo(f"{file}: {done}: {counted(len(run.results), 'case')}, started {start.started or 'unknown'}")
+        say(f"{file}: {done}: {counted(len(run.results), 'case')}, started {start.started or 'unknown'}")
 
 
 @runs.command("remove", epilog=_REMOVE_EPILOG)
@@ -129,7 +137,7 @@ def remove_command(*, names: tuple[str, ...], witnesses: bool, project: Project)
         raise click.UsageError("name a run, or give --witnesses.")
     for run in {run.path: run for run in [stored_run(project, name) for name in names]}.values():
         remove_run(run)
-        click.echo(f"removed: {run.start.name or run.path.stem}, started {run.start.started or 'unknown'}")
+        say(f"removed: {run.start.name or run.path.stem}, started {run.start.started or 'unknown'}")
     if witnesses:
         folder = project.witness_folder()
         count = sum(1 for _ in folder.glob("*.msgpack")) if folder.is_dir() else 0

@@ -34,7 +34,6 @@ from harness.matrix.caseid import case_id, parse_case_id
 from harness.matrix.selector import parse_selector
 from harness.matrix.tomlfile import TomlFile, read_toml_file
 
-
 _LONG_DAYS = 366  # until the end of a quarantine; more is remarked on, because nobody will look again
 
 

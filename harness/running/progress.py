@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol, Self, TextIO
 
 from harness.plural import counted
+from harness.printable import printable
 
 _WIDE = 100  # columns from which the bar is long
 _TIME_WIDTH = 7  # 0:00:12
@@ -74,7 +75,7 @@ class PlainProgress:
 
     def _write(self, text: str) -> None:
         with self._lock:
-            self._stream.write(f"{text}\n")
+            self._stream.write(f"{printable(text)}\n")
             self._stream.flush()
 
 
@@ -121,7 +122,7 @@ class LiveProgress:
         self._describe()
 
     def note(self, text: str) -> None:
-        self._rich.console.print(text, markup=False, highlight=False, soft_wrap=True)
+        self._rich.console.print(printable(text), markup=False, highlight=False, soft_wrap=True)
 
     def __enter__(self) -> Self:
         self._rich.start()

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from harness.errors import HarnessError
@@ -57,6 +60,44 @@ def test_another_file_is_refused_with_the_command_that_writes_one(tmp_path: Path
     with pytest.raises(HarnessError) as raised:
         load_tables(path)
     assert "--save-trace" in raised.value.text
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, bytes]:
+    path = tmp_path_factory.mktemp("saved") / "case.npz"
+    save_tables(path, recorded())
+    return path, path.read_bytes()
+
+
+@given(st.data())
+def test_a_damaged_file_is_one_error_or_the_same_rows(saved: tuple[Path, bytes], data: st.DataObject) -> None:
+    path, whole = saved
+    at = data.draw(st.integers(0, len(whole) - 1))
+    length = data.draw(st.sampled_from([0, 1, 2, 40]))
+    path.write_bytes(whole[:at] + data.draw(st.binary(max_size=8)) + whole[at + length :])
+    try:
+        assert repr(load_tables(path)) == repr(rows_of(recorded()))
+    except HarnessError as error:
+        assert "--save-trace" in error.text
+
+
+@pytest.mark.parametrize(
+    ("name", "column"),
+    [
+        ("casts.step", np.array(["a", "b", "c"])),
+        ("casts.fqn", np.array([1, 2, 3])),
+        ("casts.amax", np.ones((3, 2))),
+        ("casts.amax", np.ones(2)),
+        ("casts.amax", np.ones(3, dtype=complex)),
+    ],
+)
+def test_columns_of_another_kind_are_refused(tmp_path: Path, name: str, column: Any) -> None:
+    path = tmp_path / "case.npz"
+    save_tables(path, recorded())
+    with np.load(path) as columns:
+        np.savez(path, **{**columns, name: column})
+    with pytest.raises(HarnessError, match="is no trace"):
+        load_tables(path)
 
 
 def test_equal_runs_are_equal_even_with_losses_that_are_no_numbers() -> None:
