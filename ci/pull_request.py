@@ -1,8 +1,9 @@
 """Compares the layouts of a pull request with those of its base, and tells the CI system where this runs.
 
-`ci/pull-request.sh` calls it in the folder of the project. It writes `fp8-parity/`: comment.md for `ci/comment.py`,
-table.md, table.json, report.html, junit.xml, and code-quality.json for GitLab; GitHub gets a job summary and an
-annotation, Buildkite an annotation of the build. It ends with the exit code of `parity`. Variables:
+`ci/pull-request.sh` calls it in the folder of the project. It writes `fp8-parity/`: outcome.json, table.json and
+run.json, of which `ci/comment.py` makes the comment in another job; report.html, junit.xml, and code-quality.json for
+GitLab. GitHub gets a job summary and an annotation, Buildkite an annotation of the build. It ends with the exit code of
+`parity`. Variables:
 
 FP8_TARGET, FP8_LAYOUTS, FP8_RECIPE, FP8_DTYPE, FP8_BUDGET_S: options of `parity`, of which only the target is needed
 FP8_OPTIONS: other options of `parity`
@@ -21,24 +22,22 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from comment import OUTCOME, RUN, TABLE, comment, title_of
+from comment import Outcome as Ended
 from source_lines import Place, built_at, made_at, raised_at, sources
 
 from harness.errors import HarnessError
+from harness.jsonform import to_json
 from harness.project import is_project
 from harness.report.case import headline
 from harness.report.ci import annotation
+from harness.report.sections import Verbatim, markdown
 from harness.result import CaseResult
 from harness.running.stored import read_results
 from harness.verdict import ExitCode
 
 FOLDER = Path("fp8-parity")
-COMMENT_BYTES = 60_000  # GitHub takes 65,536 characters
-_CODES: Mapping[int, str] = {
-    ExitCode.GOOD: "no layout is wrong",
-    ExitCode.INFRA: "infrastructure failed, not this change: run it again",
-    ExitCode.CHANGED: "layouts differ from what holds with verified versions",
-}
-_FILES = {"markdown": "table.md", "json": "table.json", "html": "report.html", "junit": "junit.xml"}
+_FILES = {"json": TABLE, "html": "report.html", "junit": "junit.xml"}
 _OUTPUTS = {f"--{name}": FOLDER / file for name, file in _FILES.items()}
 
 
@@ -48,7 +47,6 @@ class Outcome:
 
     code: int
     said: str
-    table: str  # markdown
     wrong: Sequence[str] = ()
     case: CaseResult | None = None
 
@@ -57,7 +55,7 @@ class Outcome:
         """What reviewers read first."""
         if self.wrong:
             return f"{', '.join(self.wrong)} {'are' if len(self.wrong) > 1 else 'is'} wrong"
-        return _CODES.get(self.code, f"no table, exit code {self.code}")
+        return title_of(self.code)
 
     @property
     def message(self) -> str:
@@ -71,13 +69,17 @@ def main(variables: Mapping[str, str]) -> int:
     """Write the files, tell, and return the exit code."""
     FOLDER.mkdir(exist_ok=True)
     (FOLDER / ".gitignore").write_text("*\n")
-    for path in _OUTPUTS.values():
+    for path in (*_OUTPUTS.values(), FOLDER / RUN):
         path.unlink(missing_ok=True)
     _make_project()
     base = merge_base(variables.get("FP8_BASE", ""))
     outcome = parity(_asked(variables), base)
-    text = comment(outcome, base, variables)
-    (FOLDER / "comment.md").write_text(text)
+    ended = Ended(target=variables["FP8_TARGET"], exit_code=outcome.code, base=base)
+    (FOLDER / OUTCOME).write_bytes(to_json(ended))
+    head = variables.get("FP8_HEAD") or _git("rev-parse", "HEAD")
+    text = comment(FOLDER, head=head, page=_page(variables))
+    if not (FOLDER / TABLE).exists():
+        text += markdown([Verbatim("\n".join(outcome.said.splitlines()[-20:]), "text")])
     tell(outcome, text, variables)
     return outcome.code
 
@@ -113,42 +115,30 @@ def parity(asked: Sequence[str], base: str) -> Outcome:
     words = [word for name, path in _OUTPUTS.items() for word in (name, str(path))]
     code, said = _run("parity", "-q", *asked, *against, *words)
     if not _OUTPUTS["--json"].exists():
-        lines = ("```text", *said.splitlines()[-20:], "```")
-        return Outcome(code, said, "\n".join((f"## parity: {Outcome(code, said, '').title}\n", *lines)))
-    results = FOLDER / "run.json"
+        return Outcome(code, said)
+    results = FOLDER / RUN
     _run("show", "last", "--no-github", "--json", str(results))
     rows = [row for row in json.loads(_OUTPUTS["--json"].read_text())["rows"] if row["word"] == "wrong"]
     rows.sort(key=lambda row: row.get("change") == "wrong in both")
     cases = {result.case_id: result for result in read_results(results).results}
     first = cases.get(rows[0]["case_id"]) if rows else None
-    return Outcome(code, said, _OUTPUTS["--markdown"].read_text(), [row["layout"] for row in rows], first)
+    return Outcome(code, said, [row["layout"] for row in rows], first)
 
 
 def _run(*words: str) -> tuple[int, str]:
     """The exit code of a command of `fp8-harness`, and what it printed, which goes to the log of the job as well."""
     print(shlex.join(("fp8-harness", *words)), flush=True)
-    command = [sys.executable, "-m", "harness", *words]
+    command = [sys.executable, "-P", "-m", "harness", *words]  # -P: a folder harness/ of the project is not ours
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
     print(done.stdout, flush=True)
     return done.returncode, done.stdout
-
-
-def comment(outcome: Outcome, base: str, variables: Mapping[str, str]) -> str:
-    """What the pull request shows, with the marker by which it is found again."""
-    target, table = variables["FP8_TARGET"], outcome.table.strip()
-    if len(table.encode()) > COMMENT_BYTES:
-        table = f"{table.partition('<details')[0][:COMMENT_BYTES]}\n\nThe rest is too long: see the report."
-    head = variables.get("FP8_HEAD") or _git("rev-parse", "HEAD")
-    page = f" · [report]({address})" if (address := _page(variables)) else ""
-    facts = f"fp8-harness · {target} · {head[:12]}{f' against {base[:12]}' if base else ''}{page}"
-    return f"<!-- fp8-harness {target} -->\n{table}\n\n<sub>{facts}</sub>\n"
 
 
 def _page(variables: Mapping[str, str]) -> str:
     if "GITHUB_RUN_ID" in variables:
         names = ("GITHUB_SERVER_URL", "GITHUB_REPOSITORY", "GITHUB_RUN_ID")
         return "{}/{}/actions/runs/{}".format(*(variables[name] for name in names))
-    return variables.get("CI_JOB_URL") or variables.get("BUILDKITE_BUILD_URL") or ""
+    return variables.get("CI_PIPELINE_URL") or variables.get("BUILDKITE_BUILD_URL") or ""
 
 
 def tell(outcome: Outcome, text: str, variables: Mapping[str, str]) -> None:

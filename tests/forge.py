@@ -20,6 +20,7 @@ class Forge:
 
     comments: list[dict[str, Any]] = field(default_factory=list)
     pulls: list[dict[str, Any]] = field(default_factory=list)
+    files: list[dict[str, str]] = field(default_factory=list)  # of every pull request
     denies: tuple[str, ...] = ()
     others: tuple[int, ...] = ()
     asked: list[str] = field(default_factory=list)
@@ -38,7 +39,7 @@ class Forge:
             return 200, [pull for pull in self.pulls if pull["head"]["label"] == query["head"][0]]
         if method == "GET":
             size, page = int(query["per_page"][0]), int(query["page"][0])
-            return 200, self.comments[size * (page - 1) : size * page]
+            return 200, (self.files if last == "files" else self.comments)[size * (page - 1) : size * page]
         if method == "POST":
             self.add(body["body"], user=BOT)
             return 201, self.comments[-1]

@@ -147,7 +147,7 @@ def compare_layouts(  # noqa: PLR0913  what runs, and what stands beside it
         against="" if base is None else base.name,
         rows=(*rows, *excluded),
         left_out=tuple(layout_id(case.layout) for case in others),
-        exit_code=_exit_code(rows, result),
+        exit_code=exit_code_of(rows, result),
         seconds=result.end.wall_s,
         software=result.end.provenance,
     )
@@ -231,7 +231,7 @@ def _word(case: Case, result: CaseResult) -> tuple[Word, str]:
     return ("equal" if measured.same_bits else "rounding"), ""
 
 
-def _exit_code(rows: Sequence[Row], result: RunResult) -> ExitCode:
+def exit_code_of(rows: Sequence[Row], result: RunResult) -> ExitCode:
     """As of `run`, but for what a target refuses by itself, and for what a passed case did not compare.
 
     With an unreleased build a difference from a formula counts where the base does not have it.

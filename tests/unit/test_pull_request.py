@@ -9,14 +9,19 @@ import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from runpy import run_path
 from types import ModuleType
+from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from harness.errors import HarnessError
+from harness.jsonform import to_json
 from harness.report.ci import annotation
-from tests.builders import a_finding, make_failure, make_result, run_of
+from harness.store import run_lines
+from harness.studies.layouts import Parity, Row, Word, exit_code_of
+from harness.verdict import ExitCode, Verdict
+from tests.builders import a_finding, make_failure, make_result, make_results, run_of
 from tests.forge import BOT, USER, Forge, forge_at
 
 pytestmark = pytest.mark.programs
@@ -33,37 +38,72 @@ def forge(monkeypatch: pytest.MonkeyPatch) -> Iterator[Forge]:
         yield running_forge
 
 
-@pytest.fixture
-def script(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+@pytest.fixture(autouse=True)
+def _of_ci(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "ci"))
+
+
+@pytest.fixture
+def script() -> ModuleType:
     return importlib.import_module("pull_request")
 
 
-def comment(folder: Path, text: str, **variables: str) -> str:
-    """What `ci/comment.py` says of this comment."""
-    (folder / "comment.md").write_text(text)
-    return run_path(str(COMMENT))["post"](folder, variables)
+def left(folder: Path, *words: Word, target: str = "my.target", code: int | None = None, **changes: Any) -> Path:
+    """A folder that the job of a pull request left, in which layouts have these words."""
+    verdicts: dict[Word, Verdict] = {"wrong": Verdict.NUMERIC, "infra": Verdict.INFRA}
+    named = {f"tp{2 ** (at + 1)}-rowwise-v2048-f32": word for at, word in enumerate(words)}
+    run = make_results(*(make_result(name, verdicts.get(word, Verdict.PASSED)) for name, word in named.items()))
+    rows = tuple(Row(layout=name.partition("-")[0], case_id=name, word=word) for name, word in named.items())
+    right = exit_code_of(rows, run)
+    table = Parity(case_id=next(iter(named)), rows=rows, left_out=(), exit_code=right, seconds=1.0, software={})
+    folder.mkdir(exist_ok=True)
+    (folder / "table.json").write_bytes(to_json(replace(table, **changes)))
+    (folder / "run.json").write_bytes(run_lines(run))
+    outcome = {"target": target, "exit_code": int(right) if code is None else code, "base": "ba5e" * 10}
+    (folder / "outcome.json").write_text(json.dumps(outcome))
+    return folder
+
+
+def posted(*folders: Path, **variables: str) -> list[str]:
+    """What `ci/comment.py` says of these folders."""
+    return list(importlib.import_module("comment").post(folders, variables))
 
 
 def github(folder: Path, forge: Forge, event: Mapping[str, object]) -> dict[str, str]:
     file = folder / "event.json"
     file.write_text(json.dumps(event))
     names = {"EVENT_PATH": str(file), "API_URL": forge.address, "REPOSITORY": "a/b", "TOKEN": "secret"}
+    names |= {"SERVER_URL": "https://github.com", "RUN_ID": "42"}
     return {f"GITHUB_{name}": value for name, value in names.items()}
+
+
+PULL = {"pull_request": {"number": 7, "head": {"sha": "c0ffee" * 6}}}
+FORK = {
+    "workflow_run": {
+        "id": 43,
+        "head_sha": "c0ffee" * 6,
+        "head_branch": "fix",
+        "head_repository": {"owner": {"login": "fork"}},
+    }
+}
+OF_FORK = {"number": 8, "head": {"label": "fork:fix", "sha": "c0ffee" * 6}}
 
 
 def test_a_pull_request_has_one_comment_which_is_edited(tmp_path: Path, forge: Forge) -> None:
     forge.add(f"{MARKER}\nby somebody who wants it to be edited", user=USER)
     for number in range(150):  # more than one page
         forge.add(f"comment {number}, not on its first line: {MARKER}", user=BOT)
-    variables = github(tmp_path, forge, {"pull_request": {"number": 7}})
-    assert "added comment 152" in comment(tmp_path, f"{MARKER}\nfirst", **variables)
-    (tmp_path / "comment.md").write_text(f"{MARKER}\nsecond")
+    variables = github(tmp_path, forge, PULL)
+    assert posted(left(tmp_path / "a", "wrong"), **variables) == ["added comment 152"]
+    left(tmp_path / "a", "equal")
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("GITHUB", "GITLAB", "CI"))}
-    command = [sys.executable, "-I", str(COMMENT), str(tmp_path)]  # as a job runs it
+    command = [sys.executable, "-P", "-s", str(COMMENT), str(tmp_path / "a")]  # as a job runs it
     assert "edited comment 152" in subprocess.check_output(command, env=kept | variables, text=True, timeout=60)
-    assert forge.comments[151]["body"] == f"{MARKER}\nsecond" and len(forge.comments) == 152
-    assert "added comment 153" in comment(tmp_path, "<!-- fp8-harness other -->\n", **variables), "another target"
+    body = forge.comments[151]["body"]
+    assert body.startswith(f"{MARKER}\n## parity: no layout is wrong\n") and "| tp2 | equal |" in body
+    assert "`my.target` · c0ffeec0ffee against ba5eba5eba5e · [report](https://github.com/a/b/actions/runs/42)" in body
+    assert len(forge.comments) == 152
+    assert posted(left(tmp_path / "b", "equal", target="other"), **variables) == ["added comment 153"]
     assert {request.partition("?")[0] for request in forge.asked} == {
         "GET /repos/a/b/issues/7/comments",
         "POST /repos/a/b/issues/7/comments",
@@ -74,38 +114,102 @@ def test_a_pull_request_has_one_comment_which_is_edited(tmp_path: Path, forge: F
 @pytest.mark.parametrize("denied", ["POST", "GET"])
 def test_a_token_that_may_only_read_leaves_the_summary(tmp_path: Path, forge: Forge, denied: str) -> None:
     forge.denies = (denied,)
-    said = comment(tmp_path, f"{MARKER}\n", **github(tmp_path, forge, {"pull_request": {"number": 7}}))
+    (said,) = posted(left(tmp_path / "a", "equal"), **github(tmp_path, forge, PULL))
     assert "HTTP 403" in said and "job summary" in said and not forge.comments
 
 
 def test_after_a_fork_the_pull_request_is_that_of_its_branch_and_commit(tmp_path: Path, forge: Forge) -> None:
-    run = {"head_sha": "c0ffee", "head_branch": "fix", "head_repository": {"owner": {"login": "fork"}}}
-    variables = github(tmp_path, forge, {"workflow_run": run})
+    variables = github(tmp_path, forge, FORK)
     forge.pulls = [{"number": 9, "head": {"label": "fork:fix", "sha": "older"}}]
-    assert "no pull request" in comment(tmp_path, f"{MARKER}\n", **variables)
-    forge.pulls.append({"number": 8, "head": {"label": "fork:fix", "sha": "c0ffee"}})
-    assert "added comment 1" in comment(tmp_path, f"{MARKER}\n", **variables)
-    assert "POST /repos/a/b/issues/8/comments" in forge.asked
+    assert "no pull request" in posted(left(tmp_path / "a", "equal"), **variables)[0]
+    forge.pulls.append(OF_FORK)
+    assert posted(tmp_path / "a", **variables) == ["added comment 1"]
+    assert "POST /repos/a/b/issues/8/comments" in forge.asked and "runs/43" in forge.comments[0]["body"]
+
+
+@pytest.mark.parametrize(
+    "name", [".github/workflows/fp8.yml", ".github/actions/x/action.yml", ".gitlab-ci.yml", "ci/.gitlab-ci-x.yml"]
+)
+@pytest.mark.parametrize("before", [0, 250])
+def test_a_fork_that_changes_what_runs_in_jobs_gets_no_comment(
+    tmp_path: Path, forge: Forge, name: str, before: int
+) -> None:
+    forge.pulls = [OF_FORK]
+    others = [{"filename": f"net/{number}.py"} for number in range(before)]
+    for file in ({"filename": name}, {"filename": "x", "previous_filename": name}):
+        forge.files = [*others, file]
+        (said,) = posted(left(tmp_path / "a", "equal"), **github(tmp_path, forge, FORK))
+        assert "comes from a fork and changes what runs in jobs" in said and not forge.comments
+    forge.files = [{"filename": "net/.github/x"}]
+    assert posted(tmp_path / "a", **github(tmp_path, forge, FORK)) == ["added comment 1"]
+
+
+def test_more_files_than_github_lists_are_no_proof(tmp_path: Path, forge: Forge) -> None:
+    forge.pulls, forge.files = [OF_FORK], [{"filename": "a"}] * 3000
+    assert "comes from a fork" in posted(left(tmp_path / "a", "equal"), **github(tmp_path, forge, FORK))[0]
+
+
+@pytest.mark.parametrize(
+    ("made", "result", "why"),
+    [
+        ({"code": 0}, "", "exit code 0 is not that of the results"),
+        ({"exit_code": ExitCode.GOOD, "code": 0}, "", "exit code 0 is not that of the results"),
+        ({}, "success", "says exit code 1, and the job ended with success"),
+        ({"rows": ()}, "", "the table and the results are of other cases"),
+        ({"target": "a -->\n# GO"}, "", "not written by `ci/pull_request.py`"),
+    ],
+)
+def test_a_folder_that_contradicts_itself_or_its_job_is_not_posted(
+    tmp_path: Path, forge: Forge, made: Mapping[str, Any], result: str, why: str
+) -> None:
+    variables = github(tmp_path, forge, PULL) | {"FP8_RESULT": result}
+    (said,) = posted(left(tmp_path / "a", "wrong", **made), **variables)
+    assert why in said and not forge.comments
+
+
+def test_a_green_table_over_bad_results_is_not_posted(tmp_path: Path, forge: Forge) -> None:
+    folder = left(tmp_path / "a", "equal")
+    bad = make_results(make_result("tp2-rowwise-v2048-f32", Verdict.CRASH))
+    (folder / "run.json").write_bytes(run_lines(bad))
+    assert "is not that of the results" in posted(folder, **github(tmp_path, forge, PULL))[0]
+    (folder / "run.json").write_bytes(run_lines(bad).replace(b"crash", b"passed", 1))
+    assert "its checksum is another one" in posted(folder, **github(tmp_path, forge, PULL))[0]
+    (folder / "comment.md").write_text(f"{MARKER}\n## parity: no layout is wrong\n")
+    assert not forge.comments, "text that the job wrote is never posted"
+
+
+def test_what_a_fork_writes_is_inert_in_the_comment(tmp_path: Path, forge: Forge) -> None:
+    evil = Row(layout="@user", case_id="tp2-rowwise-v2048-f32", word="equal", why="![x](//e.vil) </sub> #12")
+    assert posted(left(tmp_path / "a", "equal", rows=(evil,)), **github(tmp_path, forge, PULL)) == ["added comment 1"]
+    body = forge.comments[0]["body"]
+    assert "| `@user` | equal |" in body and "!\\[x\\](//e.vil) &lt;/sub&gt; `#12`" in body
 
 
 def test_a_note_of_gitlab_is_edited_where_it_is_ours(tmp_path: Path, forge: Forge) -> None:
     forge.add(f"{MARKER}\nby somebody else")
     forge.others = (1,)
     api = {"CI_API_V4_URL": forge.address, "CI_PROJECT_ID": "5", "CI_MERGE_REQUEST_IID": "3", "GITLAB_CI": "true"}
-    assert "no pull request" in comment(tmp_path, f"{MARKER}\n", **api), "without a token"
+    api |= {"CI_COMMIT_SHA": "c0ffee" * 6, "CI_PIPELINE_URL": "https://gitlab.com/a/b/-/pipelines/1"}
+    folder = left(tmp_path / "a", "equal")
+    assert "no pull request" in posted(folder, **api)[0], "without a token"
     api["FP8_GITLAB_TOKEN"] = "secret"
-    assert "added comment 2" in comment(tmp_path, f"{MARKER}\nfirst", **api)
-    assert "edited comment 2" in comment(tmp_path, f"{MARKER}\nsecond", **api)
+    assert posted(folder, **api) == ["added comment 2"] and posted(folder, **api) == ["edited comment 2"]
     assert "PUT /projects/5/merge_requests/3/notes/2" in forge.asked
 
 
-def test_what_is_no_comment_of_the_harness_is_not_posted(tmp_path: Path, forge: Forge) -> None:
-    variables = github(tmp_path, forge, {"pull_request": {"number": 7}})
-    assert "no comment of fp8-harness" in comment(tmp_path, "buy this\n", **variables)
+def test_what_is_nothing_of_the_harness_is_not_posted(tmp_path: Path, forge: Forge) -> None:
+    variables = github(tmp_path, forge, PULL)
+    assert "nothing of fp8-harness to post" in posted(tmp_path, **variables)[0]
     gone = variables | {"GITHUB_API_URL": "http://127.0.0.1:9"}
-    assert "no comment: " in comment(tmp_path, f"{MARKER}\n", **gone)
-    assert "no pull request" in comment(tmp_path, f"{MARKER}\n", **github(tmp_path, forge, {"pusher": {}}))
+    assert "no comment: " in posted(left(tmp_path / "a", "equal"), **gone)[0]
+    assert "no pull request" in posted(tmp_path / "a", **github(tmp_path, forge, {"pusher": {}}))[0]
     assert not forge.asked
+
+
+def test_without_a_table_the_comment_says_why(tmp_path: Path, forge: Forge) -> None:
+    (tmp_path / "outcome.json").write_text('{"target": "my.target", "exit_code": 4}')
+    assert posted(tmp_path, **github(tmp_path, forge, PULL)) == ["added comment 1"]
+    assert "## parity: infrastructure failed, not this change: run it again\n" in forge.comments[0]["body"]
 
 
 SOURCES = {
@@ -173,20 +277,21 @@ def test_an_annotation_has_a_line_where_one_is_known() -> None:
     assert annotation("t", "m") == "::error title=t::m"
 
 
-def test_what_is_too_long_for_a_comment_loses_what_is_folded(repository: Path, script: ModuleType) -> None:
-    table = f"## parity: 1 layout is wrong\n\n<details><summary>all</summary>{'x' * 70_000}</details>"
-    variables = {"FP8_TARGET": "my.target", "FP8_HEAD": "c0ffee"}
-    text = script.comment(script.Outcome(1, "", table), "", variables)
-    assert (
-        text.startswith(f"{MARKER}\n## parity: 1 layout is wrong\n") and len(text) < 1000 and "see the report" in text
-    )
+def test_what_is_too_long_for_a_comment_loses_what_is_folded(tmp_path: Path, script: ModuleType) -> None:
+    folder = left(tmp_path / "a", "wrong")
+    finding = a_finding(message="x" * 70_000)
+    run = make_results(make_result("tp2-rowwise-v2048-f32", Verdict.NUMERIC, findings=(finding,)))
+    (folder / "run.json").write_bytes(run_lines(run))
+    text = script.comment(folder, head="c0ffee", page="")
+    assert text.startswith(f"{MARKER}\n## parity: 1 layout is wrong: tp2\n") and "see the report" in text
+    assert len(text) < 1000
 
 
 @pytest.mark.parametrize(
     ("code", "says"), [(4, "infrastructure failed, not this change"), (2, "no table, exit code 2")]
 )
 def test_without_a_table_the_code_says_why(script: ModuleType, code: int, says: str) -> None:
-    outcome = script.Outcome(code, "Traceback\nfp8-harness: error: no such layout\n", "")
+    outcome = script.Outcome(code, "Traceback\nfp8-harness: error: no such layout\n")
     assert outcome.title.startswith(says) and outcome.message == "fp8-harness: error: no such layout"
 
 
