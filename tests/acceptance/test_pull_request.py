@@ -21,6 +21,7 @@ from tests.acceptance.test_own_trainer import EXAMPLE, make_environment
 from tests.forge import Forge, forge_at
 
 SHARDED, FORGOTTEN = '"mlp.down": RowwiseParallel(),', '"mlp.down": RowwiseParallel(output_layouts=Partial()),'
+ACTIONS = ("parity", "parity-comment")
 OFFLINE = "python -m pip install --quiet --no-deps --no-index --no-build-isolation"
 INPUTS = {
     "target": "fp8_target",
@@ -67,6 +68,11 @@ class Job:
         self.outcomes.append(done.returncode)
         self.log += done.stdout
 
+    @property
+    def comments(self) -> dict[str, str]:
+        """The variables of the job that comments: the environment that it makes is there."""
+        return {"PATH": f"{self.harness / '.venv/bin'}:{os.environ['PATH']}"}
+
     def left(self, name: str) -> str:
         return (self.project / "fp8-parity" / name).read_text()
 
@@ -106,13 +112,16 @@ def filled(text: str, values: Mapping[str, str]) -> str:
 
 
 def test_the_action_comments_once_and_shows_the_first_wrong_line(job: Job) -> None:
-    action = yaml.safe_load((job.harness / "ci/github/parity/action.yml").read_text())
-    values = {f"inputs.{name}": str(declared.get("default", "")) for name, declared in action["inputs"].items()}
-    values |= {f"inputs.{name}": value for name, value in INPUTS.items()} | {"inputs.token": "secret"}
+    folder = job.harness / "ci/github"
+    measures, comments = (yaml.safe_load((folder / name / "action.yml").read_text()) for name in ACTIONS)
+    inputs = measures["inputs"] | comments["inputs"]
+    values = {f"inputs.{name}": str(declared.get("default", "")) for name, declared in inputs.items()}
+    values |= {f"inputs.{name}": value for name, value in INPUTS.items()}
+    values |= {"inputs.token": "secret", "inputs.result": "failure"}
     values |= {"runner.temp": str(job.folder), "github.event.pull_request.head.sha": job.head}
     values["github.event.pull_request.base.sha"] = job.base
     event, summary = job.folder / "event.json", job.folder / "summary.md"
-    event.write_text(json.dumps({"pull_request": {"number": 1}}))
+    event.write_text(json.dumps({"pull_request": {"number": 1, "head": {"sha": job.head}}}))
     names = {
         "ACTIONS": "true",
         "ACTION_PATH": str(job.harness / "ci/github/parity"),
@@ -125,10 +134,13 @@ def test_the_action_comments_once_and_shows_the_first_wrong_line(job: Job) -> No
         "STEP_SUMMARY": str(summary),
     }
     runner = {f"GITHUB_{name}": value for name, value in names.items()}
-    for step in (action_step for action_step in action["runs"]["steps"] if "run" in action_step):
+    steps = [step for action in (measures, comments) for step in action["runs"]["steps"] if "run" in step]
+    for step in steps:
         given = {name: filled(value, values) for name, value in step.get("env", {}).items()}
-        job.step(filled(step["run"], values), runner | given)
+        if "pip install" not in step["run"]:  # the comment is made in an environment that has the harness
+            job.step(filled(step["run"], values), runner | job.comments | given)
     assert job.outcomes == [0, 1, 0], job.log
+    assert not [step for step in measures["runs"]["steps"] if "TOKEN" in str(step)], "where the project's code runs"
     root = (job.folder / "output").read_text().partition("=")[2].strip()
     assert Path(root) == job.harness.resolve(), "what is cached"
     assert_told(job, summary.read_text(), job.forge.comments[0]["body"])
@@ -158,8 +170,11 @@ def assert_told(job: Job, *texts: str) -> None:
 
 @pytest.fixture(scope="module")
 def gitlab(job: Job) -> dict[str, Any]:
-    """The template with its variables. The harness is cloned as it says, into a folder that has an environment."""
-    pipeline = yaml.safe_load((REPOSITORY / "ci/gitlab/parity.gitlab-ci.yml").read_text())["fp8-parity"]
+    """The jobs of the template with their variables.
+
+    The harness is cloned as they say, into a folder that has an environment; the commenting job has one too.
+    """
+    jobs: dict[str, Any] = yaml.safe_load((REPOSITORY / "ci/gitlab/parity.gitlab-ci.yml").read_text())
     git(job.harness, "init", "--quiet")
     git(job.harness, "add", "--all", "ci", "pyproject.toml")
     git(job.harness, "commit", "--quiet", "--message", "harness")
@@ -167,28 +182,38 @@ def gitlab(job: Job) -> dict[str, Any]:
     code.mkdir(parents=True)
     make_environment(code / ".venv")
     shutil.copy(job.harness / "ci/constraints.txt", code / ".venv/pins.txt")
-    pipeline["variables"] |= {
-        "FP8_HARNESS": str(job.harness),
-        "FP8_HARNESS_REF": "HEAD",
-        "FP8_HARNESS_STATE": str(job.folder / "fp8-harness"),
-        "FP8_BASE": job.base,
-        "FP8_GITLAB_TOKEN": "secret",
-        "GITLAB_CI": "true",
-        "CI_API_V4_URL": job.forge.address,
-        "CI_PROJECT_DIR": str(job.project),
-        "CI_PROJECT_ID": "1",
-        "CI_MERGE_REQUEST_DIFF_BASE_SHA": job.base,
-        "CI_MERGE_REQUEST_IID": "1",
-    }
-    return pipeline
+    for pipeline in jobs.values():
+        pipeline["variables"] |= {
+            "FP8_HARNESS": str(job.harness),
+            "FP8_HARNESS_REF": "HEAD",
+            "FP8_HARNESS_STATE": str(job.folder / "fp8-harness"),
+            "FP8_BASE": job.base,
+            "GITLAB_CI": "true",
+            "CI_API_V4_URL": job.forge.address,
+            "CI_PROJECT_DIR": str(job.project),
+            "CI_PROJECT_ID": "1",
+            "CI_COMMIT_SHA": job.head,
+            "CI_PIPELINE_URL": "https://gitlab.com/you/tiny-gpt/-/pipelines/1",
+            "CI_MERGE_REQUEST_DIFF_BASE_SHA": job.base,
+            "CI_MERGE_REQUEST_IID": "1",
+        }
+    return jobs
 
 
 def run_gitlab(job: Job, gitlab: Mapping[str, Any], **variables: str) -> None:
     job.forge.comments.clear()
     job.outcomes.clear()
-    given = {name: str(value) for name, value in gitlab["variables"].items()}
-    for name in ("before_script", "script", "after_script"):
-        job.step("\n".join(gitlab[name]), given | variables)
+    measures, comments = gitlab["fp8-parity"], gitlab["fp8-parity-comment"]
+    assert comments["environment"]["name"] == "fp8-comment" and "environment" not in measures, "who gets the token"
+    for name in ("before_script", "script"):
+        job.step(
+            "\n".join(measures[name]), {name: str(value) for name, value in measures["variables"].items()} | variables
+        )
+    job.step(
+        "\n".join(line for name in ("before_script", "script") for line in comments[name] if "pip install" not in line),
+        comments["variables"] | job.comments | {"FP8_GITLAB_TOKEN": "secret"},
+    )
+    shutil.rmtree(job.project / "fp8-harness")
 
 
 @pytest.mark.sweep  # the base is kept from the action; what decides is what the action runs
