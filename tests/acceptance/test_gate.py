@@ -34,7 +34,7 @@ def test_two_runs_of_the_same_are_go_and_a_broken_one_is_not(project: Command) -
     outputs = ("--json", "-", "--markdown", str(project.folder / "gate.md"), "--html", "gate.html")
     done = project.call("compare", "v1", "v3", *outputs)
     document: dict[str, Any] = json.loads(done.stdout)
-    assert (done.returncode, document["go"], document["reasons"][0]["kind"]) == (1, False, "new-failure")
+    assert (done.returncode, document["answer"], document["reasons"][0]["kind"]) == (1, "NO-GO", "new-failure")
     assert document["reasons"][0]["command"].endswith("--inject broken.py:apply")
     (moved,) = document["groups"]
     assert (moved["origin"], moved["moved"].keys()) == ("ours", {"verdict"}), "no frame of torch is in it"

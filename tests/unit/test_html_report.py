@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from harness.environment import Environment
-from harness.gate.gate import Gate, GatePolicy, gate
+from harness.gate.gate import Answer, Gate, GatePolicy, gate
 from harness.matrix.coverage import coverage
 from harness.measured import Curve, Measured, Sent
 from harness.printable import printable
@@ -280,7 +280,7 @@ def test_the_front_of_a_gate_has_every_reason_in_order() -> None:
 def test_what_does_not_gate_is_folded() -> None:
     decision, after = a_gate()
     reasons = tuple(replace(reason, gates=False, waiver="allowed: why") for reason in decision.reasons)
-    front = gate_front(replace(decision, go=True, reasons=reasons), after)
+    front = gate_front(replace(decision, answer=Answer.GO, reasons=reasons), after)
     assert front.section is not None and front.state == "GO" and front.good
     groups = [group for group in of_kind(Section, front.section) if group.title.startswith("does not gate")]
     assert len(groups) == 3 and all(

@@ -19,7 +19,7 @@ from harness.report.sections import text_of
 from harness.result import CaseResult
 from harness.studies.against import Base, change
 from harness.studies.curves import CurveRow, Distance
-from harness.studies.layouts import Parity, Row, _beside, _exit_code, cases_of, row, usual_layouts
+from harness.studies.layouts import Parity, Row, _beside, cases_of, exit_code_of, row, usual_layouts
 from harness.studies.target_check import parse_layout
 from harness.verdict import ExitCode, Verdict
 from tests.builders import WQ, a_finding, make_failure, make_measured, make_result, make_results
@@ -53,7 +53,7 @@ ROWS = {
 
 def parity(*results: CaseResult, left_out: tuple[str, ...] = ()) -> Parity:
     run, rows = make_results(*results), tuple(map(row, results))
-    code = _exit_code(rows, run)
+    code = exit_code_of(rows, run)
     return Parity(case_id="single", rows=rows, left_out=left_out, exit_code=code, seconds=5.0, software={})
 
 

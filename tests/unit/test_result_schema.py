@@ -166,7 +166,7 @@ def spoil(*path: str | int, value: object) -> Callable[[Any], None]:
         spoil(1, "not_judged", value=["traffic"]),
         spoil(1, "not_judged", 0, "check", value=None),
         spoil(1, "not_judged", 0, "extra", value=1),
-        spoil(2, "exit_code", value=6),
+        spoil(2, "exit_code", value=7),
         spoil(2, "extra", value=1),
         spoil(2, "totals", value=[]),
     ],
