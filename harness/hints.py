@@ -18,6 +18,7 @@ LIST_BASELINES = _command("baseline", "show")
 LIST_RUNS = _command("runs", "list")
 MEASURE_TOLERANCES = _command("baseline", "tolerance", "--measure")
 WRITE_PAGES = _command("bug", "list", "--pages", "docs/upstream")
+VERIFY_GPUS = _command("dev", "evidence", "all", "--device", "cuda")
 VERIFY_FORMULAS = _command("dev", "evidence", "formulas", "--reason", "new versions")
 # On systems where ranks cannot run. The volume keeps stored runs, which the container would take along.
 START_CONTAINER = 'docker run --rm -it -v "$PWD":/work -v fp8-harness:/root/.cache -w /work python:3.12 bash'

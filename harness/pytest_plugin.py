@@ -25,7 +25,9 @@ if TYPE_CHECKING:
     from harness.project import Project
     from harness.result import CaseResult
     from harness.run_options import Option
+    from harness.running.executor import Executor
     from harness.running.plan import Plan
+    from harness.running.witnesses import WitnessCache
     from harness.store import RunStore
 
 Part = TypeVar("Part", bound="msgspec.Struct")
@@ -302,12 +304,16 @@ def _warm_engine(session: pytest.Session) -> Callable[[Case], CaseResult]:
 
     project = _project(session.config)
     serving = _plan(session.config).serving(item.case for item in session.items if isinstance(item, CaseItem))
-    executor = open_executor(serving, project)
-    session.config.add_cleanup(executor.stop)
-    witnesses = open_witnesses(project, serving, executor)
+    engines: dict[tuple[str, str], tuple[Executor, WitnessCache]] = {}  # by device and arithmetic
 
     def run(case: Case) -> CaseResult:
-        judge, plan = prepared(project, [case], serving, _ignore_note)
+        judge, plan = prepared(project, [case], serving.of(case), _ignore_note)
+        where = (plan.device, plan.arithmetic)
+        if where not in engines:
+            opened = open_executor(plan, project)
+            session.config.add_cleanup(opened.stop)
+            engines[where] = opened, open_witnesses(project, plan, opened)
+        executor, witnesses = engines[where]
         work = CaseRunner(plan, executor, judge, witnesses, _ignore_note)
         return work.run(case) or work.not_run(case)
 

@@ -70,6 +70,16 @@ class RunStart(msgspec.Struct, frozen=True, kw_only=True, tag_field="line", tag=
     argv: tuple[str, ...] = ()  # of a command line that runs these cases in this way
 
 
+class Place(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a case ran on a machine with GPUs, and why not on these. `idle`: GPUs that `dev evidence` could verify."""
+
+    device: str  # "cpu" or the name of the GPUs
+    gpus: int = 0  # that the run had
+    exact: bool = False  # with the exact matmul, which nobody asked for
+    why: str = ""
+    idle: str = ""
+
+
 class CaseResult(msgspec.Struct, frozen=True, kw_only=True, tag_field="line", tag="case"):
     """The result of one case.
 
@@ -96,6 +106,7 @@ class CaseResult(msgspec.Struct, frozen=True, kw_only=True, tag_field="line", ta
     with_fix: WithFix | None = None  # None: no fault with a candidate fix is recorded for it, or it does not show
     quarantined: str = ""  # until when, by whom and why it fails no run; empty where it counts
     unreleased: str = ""  # the unreleased builds it ran with, "torch 2.16.0.dev20261120"; empty with releases
+    place: Place | None = None  # None without GPUs, and where a run of GPUs alone was asked for
     run: Run | None = None  # what ranks reported, until it is stored: no line has it
 
     @property

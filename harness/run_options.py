@@ -108,7 +108,10 @@ class RunOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     device: Annotated[
         Literal["auto", "cpu", "cuda"] | None,
-        Option("Where ranks train. auto: cuda where there is a GPU.", default="auto"),
+        Option(
+            "Where ranks train. auto: each case on the GPUs where they have all that it needs, else on the CPU.",
+            default="auto",
+        ),
     ] = None
     fabric: Annotated[
         Literal["auto", "shared", "gloo", "nccl"] | None,
@@ -138,7 +141,7 @@ class RunOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         Literal["kernel", "exact"] | None,
         Option(
             "What multiplies float8: torch's kernel of the device, or the exact one, which gives the same "
-            "results on every device. Default: exact on CPU, kernel on CUDA."
+            "results on every device. Default: exact on CPU; kernel on CUDA, but exact for float64 with --device auto."
         ),
     ] = None
     timeout_s: Annotated[

@@ -16,13 +16,14 @@ from pathlib import Path
 
 import msgspec
 
+from harness.engine.hardware import Device
 from harness.errors import HarnessError
 from harness.hints import update_missing
 from harness.matrix.case import Case
-from harness.matrix.caseid import case_id, parse_case_id
+from harness.matrix.caseid import case_id, family_id, parse_case_id
 from harness.plural import counted
 from harness.project import Project
-from harness.result import CaseResult, RunEnd, RunResult, RunStart
+from harness.result import CaseResult, RunEnd, RunResult, RunStart, WitnessMade
 from harness.running.case_judge import CaseJudge, prepare_judge
 from harness.running.case_runner import CaseRunner, Judge
 from harness.running.cost import cases_within
@@ -162,66 +163,80 @@ def run_cases(
     """
     started_s = time.monotonic()
     progress.begin(len(cases))
-    with open_executor(plan.serving(cases), project, progress.note) as executor:
-        cache = open_witnesses(project, plan, executor)
-        runner = CaseRunner(plan, executor, judge, cache, progress.note)
-        ended = run_schedule(
-            cases,
-            runner.run,
-            executor.stop,
-            jobs=plan.jobs,
-            started=lambda case: progress.started(case_id(case), case.world_size),
-            finished=_teller(progress, keep, plan.max_failures),
-        )
-    results = [result or runner.not_run(case) for case, result in zip(cases, ended.results, strict=True)]
+    teller = _Teller(progress, keep, plan.max_failures)
+    results: dict[int, CaseResult] = {}
+    witnesses: list[WitnessMade] = []
+    interrupted = False
+    for own, positions in plan.parts(cases):
+        part = [cases[position] for position in positions]
+        with open_executor(own.serving(part), project, progress.note) as executor:
+            cache = open_witnesses(project, own, executor)
+            runner = CaseRunner(own, executor, judge, cache, progress.note)
+            ended = run_schedule(
+                part,
+                runner.run,
+                executor.stop,
+                jobs=own.jobs,
+                started=lambda case: progress.started(case_id(case), case.world_size),
+                finished=teller.finished,
+            )
+        ran = zip(positions, ended.results, strict=True)
+        results |= {position: result for position, result in ran if result is not None}
+        witnesses += cache.made
+        interrupted = ended.interrupted
+        if interrupted or teller.enough:
+            break
+    every = [results.get(position) or runner.not_run(case) for position, case in enumerate(cases)]
     return RunResult(
-        results=tuple(results),
+        results=tuple(every),
         end=RunEnd(
             wall_s=time.monotonic() - started_s,
-            interrupted=ended.interrupted,
-            provenance=provenance(results, plan),
-            witnesses=cache.made,
+            interrupted=interrupted,
+            provenance=provenance(every, plan),
+            witnesses=tuple(witnesses),
         ),
     )
 
 
 def check_fits(cases: Sequence[Case], plan: Plan) -> None:
-    """Raise `HarnessError` when a case cannot run: it needs more ranks than there are slots, or what no kernel does."""
-    large = [case for case in cases if case.world_size > plan.most_ranks(case)]
-    if large:
-        raise HarnessError(
-            f"{len(large)} of {len(cases)} cases need more than the {plan.most_ranks(large[0])} slots there are.",
-            where=case_id(large[0]),
-            fix="give --slots N on CPU, or leave such cases out by --select.",
-        )
-    in_float64 = [case for case in cases if case.float8.enabled and case.train.dtype == "float64"]
-    if in_float64 and plan.device == "cuda" and plan.arithmetic == "kernel":
-        raise HarnessError(
-            f"{len(in_float64)} of {len(cases)} cases multiply float8 into float64, which no kernel of a GPU does.",
-            where=case_id(in_float64[0]),
-            fix="give --arithmetic exact, or leave such cases out by --select 'dtype!=float64'.",
-        )
+    """Raise `HarnessError` when a case cannot run: it needs more ranks than there are slots, or what GPUs have not."""
+    placed = [(cases[position], own) for own, positions in plan.parts(cases) for position in positions]
+    blocked = [(case, own, obstacle) for case, own in placed if (obstacle := own.obstacle(case)).why]
+    if not blocked:
+        return
+    case, own, first = blocked[0]
+    some = sum(obstacle.why == first.why for _, _, obstacle in blocked)
+    if case.world_size > own.most_ranks(case):
+        what = f"{some} of {len(cases)} cases need more than the {own.most_ranks(case)} slots there are."
+    else:
+        what = f"{some} of {len(cases)} cases cannot run on {own.capacity.words}: {first.why}."
+    exact = "--arithmetic exact, or " if first.exact else ""
+    on_cuda = f"give {exact}--device auto, which runs on the CPU what the GPUs cannot run."
+    fix = on_cuda if own.device == "cuda" else "give --slots N, or leave such cases out by --select."
+    raise HarnessError(what, where=case_id(case), fix=fix)
 
 
-def _teller(
-    progress: Progress, keep: Callable[[CaseResult], None] | None, max_failures: int | None
-) -> Callable[[CaseResult], bool]:
-    """What keeps a result and tells of it; it returns True once so many cases failed that no other is wanted."""
-    left = math.inf if max_failures is None else max_failures
+class _Teller:
+    """Keeps results and tells of them. `enough`: so many cases failed that no other is wanted."""
 
-    def finished(result: CaseResult) -> bool:
-        nonlocal left
-        if keep is not None:
-            keep(result)
+    def __init__(self, progress: Progress, keep: Callable[[CaseResult], None] | None, max_failures: int | None) -> None:
+        self.enough = False
+        self._progress = progress
+        self._keep = keep
+        self._left = math.inf if max_failures is None else max_failures
+
+    def finished(self, result: CaseResult) -> bool:
+        """Returns `enough`."""
+        if self._keep is not None:
+            self._keep(result)
         if not result.verdict.good and not result.excused:
-            left -= 1
-            if left == 0:
-                progress.note("enough cases failed: stopping.")
+            self._left -= 1
+            if self._left == 0:
+                self._progress.note("enough cases failed: stopping.")
         line = f"{result.verdict.value:<15} {result.seconds:7.1f} s  {result.case_id}"
-        progress.finished(result.case_id, line, remarkable=not result.verdict.good)
-        return left <= 0
-
-    return finished
+        self._progress.finished(result.case_id, line, remarkable=not result.verdict.good)
+        self.enough = self._left <= 0
+        return self.enough
 
 
 def _announce(judge: CaseJudge, progress: Progress, query: Query, plan: Plan, *, store: bool) -> None:
@@ -232,16 +247,20 @@ def _announce(judge: CaseJudge, progress: Progress, query: Query, plan: Plan, *,
     for node in plan.capacity.nodes:
         for sentence in node.in_use:
             progress.note(sentence if len(plan.capacity.nodes) == 1 else f"{node.host}: {sentence}")
-    families, signatures = judge.missing_goldens, judge.missing_signatures
-    if families:
-        fix = f" To store them: `{update_missing('goldens', asked)}`." if store else ""
-        of_others = len(judge.goldens_of_other_builds)
+    families: dict[Device, set[str]] = {}
+    for case in map(parse_case_id, judge.without_golden):
+        families.setdefault(plan.choice(case).device, set()).add(family_id(case))
+    for where, missing in families.items():
+        there = (*asked, "--device", where) if plan.sides is not None else asked
+        fix = f" To store them: `{update_missing('goldens', there)}`." if store else ""
+        of_others = len(missing.intersection(judge.goldens_of_other_builds))
         why = f" for this build ({of_others} of an unreleased one, for which alone it holds)" if of_others else ""
         progress.note(
-            f"{counted(len(families), 'golden')} not stored{why}: "
+            f"{counted(len(missing), 'golden')} not stored{why}: "
             f"BF16 references are run on this machine in their place and kept.{fix}"
         )
-    if signatures and plan.device == "cpu":
+    signatures = [name for name in judge.missing_signatures if plan.choice(parse_case_id(name)).device == "cpu"]
+    if signatures:
         fix = f" To record them: `{update_missing('signatures', asked)}`." if store else ""
         progress.note(
             f"{counted(len(signatures), 'signature')} not recorded: what these cases send and keep is not judged.{fix}"
@@ -250,13 +269,12 @@ def _announce(judge: CaseJudge, progress: Progress, query: Query, plan: Plan, *,
 
 def provenance(results: Sequence[CaseResult], plan: Plan) -> dict[str, str]:
     """What the run was made with: versions, device, engine, rank program."""
-    traces = (trace for result in results if result.run is not None for trace in result.run.traces)
-    first = next(traces, None)
-    software = first.software if first is not None else {"python": platform.python_version()}
+    firsts = [result.run.traces[0] for result in results if result.run is not None and result.run.traces]
+    software = firsts[0].software if firsts else {"python": platform.python_version()}
     return {
         "fp8-harness": installed_version("fp8-harness") or "not installed",
         **dict(sorted(software.items())),
-        "device": first.device if first is not None else plan.device,
+        "device": ", ".join(dict.fromkeys(trace.device for trace in firsts)) or plan.device,
         "engine": plan.engine,
         "fabric": plan.fabric,
         "program": plan.program,

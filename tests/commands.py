@@ -9,8 +9,8 @@ import click
 from harness.cli.main import app
 
 
-def understood(line: str) -> None:
-    """Parse a command that begins with `fp8-harness` and run nothing. Raises click's error for one that is wrong."""
+def understood(line: str) -> click.Context:
+    """A command that begins with `fp8-harness`, parsed and not run. Raises click's error for one that is wrong."""
     _, *words = shlex.split(line, comments=True)
     words = words[: words.index(">")] if ">" in words else words
     command: click.Command = app
@@ -22,4 +22,4 @@ def understood(line: str) -> None:
             raise click.UsageError(f"no such command: {name}")
         command = subcommand
         context = click.Context(command, parent=context, info_name=name)
-    command.make_context(command.name, words, parent=context.parent)
+    return command.make_context(command.name, words, parent=context.parent)

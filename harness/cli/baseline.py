@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TypeVar
 
 import click
+import msgspec
 
 from harness.cli.baseline_update import asked_cases, ended, update_command
 from harness.cli.options import (
@@ -20,7 +21,6 @@ from harness.cli.options import (
     typed_command,
     write_output,
 )
-from harness.engine.hardware import Capacity, capacity_here
 from harness.errors import HarnessError
 from harness.evidence.curve import curve_of_golden, text_of_curve
 from harness.evidence.golden import Golden, changes_between, list_goldens, load_golden, unsound
@@ -34,9 +34,9 @@ from harness.plural import counted
 from harness.project import Project
 from harness.report.evidence import golden_section, review_sections
 from harness.report.sections import Entry, Facts, Section, Table
+from harness.run_options import PlanOptions
 from harness.running.case_judge import known_here, prepare_judge
-from harness.running.machine import resolve_device
-from harness.running.plan import Plan
+from harness.running.plan import Plan, plan_without_ranks
 from harness.running.progress import open_progress
 from harness.running.selection import NothingSelected, Query, select_cases
 from harness.sources import installed_version
@@ -156,7 +156,7 @@ def check_command(*, query: Query, device: str, project: Project) -> int:
     names = [(key.hardware, key.family) for key in list_goldens(project.root)]
     commits, errors = _sound(names, lambda name: _commit(project, *name))
     signatures, damaged = _sound(list_signatures(project.root), lambda name: load_signature(project.root, name))
-    here = Plan(capacity=Capacity(nodes=(capacity_here(resolve_device(device)),)))
+    here = plan_without_ranks(msgspec.convert({"device": device}, PlanOptions))
     missing = () if errors or damaged else prepare_judge(project, cases, here).missing_goldens
     for line in (*errors, *(f"missing: {family}" for family in missing)):
         click.echo(line)

@@ -38,7 +38,13 @@ from harness.running.progress import open_progress
 from harness.running.selection import NothingSelected, Query, select_cases
 from harness.running.stored import results_of
 from harness.sentence import format_ranks
-from harness.studies.records import SignatureChange, make_goldens, needed_references, record_signatures
+from harness.studies.records import (
+    References,
+    SignatureChange,
+    make_goldens,
+    needed_references,
+    record_signatures,
+)
 from harness.verdict import ExitCode
 
 _NAMED_FILES = 5  # of those that differ from the commit
@@ -106,14 +112,18 @@ def update_command(  # noqa: PLR0913  one parameter per option
     plan = plan_for()
     if signatures:
         return _update_signatures(project, query, plan, reason, missing=missing, dry_run=dry_run)
-    classes = _classes(plan, hardware_name)
     if only_failing:
         query = failing_losses(project, query)
-    references = needed_references(asked_cases(project, query))
-    references = _chosen(project, references, families, classes, missing=missing)
-    references = with_target_here(project, references, named=bool(query.sources or families))
+    wanted = _wanted(project, plan, asked_cases(project, query), families, hardware_name, missing=missing)
+    every = [reference for _, references in wanted for reference in references]
+    here = with_target_here(project, every, named=bool(query.sources or families))
+    made = References()
     with open_progress() as progress:
-        made = make_goldens(project, references, plan, progress, reason=reason, command=typed_command())
+        for own, references in wanted:
+            able = [reference for reference in references if reference in here]
+            if able and not made.interrupted:
+                more = make_goldens(project, able, own, progress, reason=reason, command=typed_command())
+                made = made.and_also(more)
     as_named = {} if hardware_name is None else {"hardware": hardware_name}
     changes = [replaced(project.root, msgspec.structs.replace(golden, **as_named)) for golden in made.goldens]
     for change in changes:
@@ -166,6 +176,7 @@ def with_target_here(project: Project, references: Sequence[Case], *, named: boo
 def _update_signatures(
     project: Project, query: Query, plan: Plan, reason: str, *, missing: bool, dry_run: bool
 ) -> ExitCode:
+    plan = plan.on_cpu
     if plan.device != "cpu":
         fix = "add --device cpu."
         raise HarnessError("signatures are recorded on the virtual device.", where=f"device {plan.device}", fix=fix)
@@ -266,22 +277,29 @@ def _classes(plan: Plan, name: str | None) -> tuple[str, ...]:
     return classes if name is None else classes[classes.index(name) :]
 
 
-def _chosen(
+def _wanted(
     project: Project,
-    references: Sequence[Case],
+    plan: Plan,
+    cases: Sequence[Case],
     families: Collection[str],
-    classes: Collection[str],
+    hardware_name: str | None,
     *,
     missing: bool,
-) -> tuple[Case, ...]:
-    """The references of the given families, or of all; with `missing`, only those without a golden in these classes."""
-    by_family = {family_id(case): case for case in references}
+) -> list[tuple[Plan, list[Case]]]:
+    """The references of the given families, or of all, on every device that their cases run on.
+
+    With `missing`, those without a golden of its class. A class by name is one of the GPUs where there are two devices.
+    """
+    known = {family_id(case) for case in needed_references(cases)}
     for family in families:
-        if family not in by_family:
+        if family not in known:
             fix = f"add the tier or file of its cases; `{LIST_BASELINES}` shows the stored families."
             raise HarnessError("no selected case belongs to this family.", where=f"--family {family}", fix=fix)
-    stored = stored_families(project.root, classes) if missing else set()
-    chosen = [case for name, case in by_family.items() if name in (families or by_family) and name not in stored]
-    if not chosen:
+    wanted: list[tuple[Plan, list[Case]]] = []
+    for own, its in plan.by_device(cases) if hardware_name is None else [(plan.on_gpus, cases)]:
+        stored = stored_families(project.root, _classes(own, hardware_name)) if missing else set()
+        by_family = {family_id(case): case for case in needed_references(its)}
+        wanted.append((own, [by_family[name] for name in by_family if name in ({*families} or known) - stored]))
+    if not any(references for _, references in wanted):
         raise NothingSelected("no golden is missing.", where="baseline update --missing")
-    return tuple(chosen)
+    return wanted

@@ -191,7 +191,7 @@ def _reproduced(  # noqa: PLR0913  one parameter per option
     plan_for: Callable[..., Plan],
     project: Project,
 ) -> Reproduced:
-    plan = plan_for()
+    plan = plan_for().of(named.case)
     with open_progress(quiet=quiet) as progress:
         result = run_once(project, plan, progress, named.case, injections)
     packages = named.bug.bug.versions if named.bug is not None else ()
@@ -237,7 +237,7 @@ def shrink_command(  # noqa: PLR0913  one parameter per option
     project: Project,
 ) -> int:
     """Find the smallest case that fails like CASE, and what the failure needs."""
-    plan = plan_for()
+    plan = plan_for().of(named.case)
     journal = open_journal(project, named.case, injections, witness_key(plan))
     with (
         open_progress(quiet=quiet) as progress,
@@ -279,7 +279,7 @@ def export_command(  # noqa: PLR0913  one parameter per option
     """
     given, named = named.case, named._replace(case=exported_case(named.case))
     neighbours = read_neighbours(shrunk) if shrunk is not None else ()
-    plan = plan_for()
+    plan = plan_for().of(named.case)
     with open_progress(quiet=quiet) as progress:
         result = run_once(project, plan, progress, named.case, injections)
     tell_other_failure(named, trial_result(result))

@@ -158,9 +158,11 @@ def _allowance(text: str) -> Allowance:
 
 def _goldens(project: Project, candidate: RunResult) -> Goldens:
     environment = candidate.start.environment or Environment()
-    classes = hardware_classes(environment.device or "cpu", environment.architecture)
+    devices = {case.case_id: case.place.device for case in candidate.results if case.place is not None}
 
     def find(case_id: str) -> Golden | None:
+        device = devices.get(case_id, environment.device or "cpu")
+        classes = hardware_classes(device, environment.architecture)
         try:
             return find_golden(project.root, classes, family_id(parse_case_id(case_id)))
         except Missing:

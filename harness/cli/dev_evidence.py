@@ -85,7 +85,7 @@ def evidence_command(  # noqa: PLR0913  one parameter per option
     if level is None:
         return _list(project)
     if level == "formulas":
-        return _verify_formulas(project, query, plan_for(), reason, dry_run=dry_run, allow_dirty=allow_dirty)
+        return _verify_formulas(project, query, plan_for().on_cpu, reason, dry_run=dry_run, allow_dirty=allow_dirty)
     if reason or dry_run:
         raise click.UsageError("--reason and --dry-run are for formulas.")
     if given_words(["arithmetic"]):
@@ -93,7 +93,9 @@ def evidence_command(  # noqa: PLR0913  one parameter per option
     project.check_writable()
     check_committed(project, "goldens", allowed=allow_dirty)
     levels = LEVELS if level == "all" else tuple(name for name in LEVELS if name == level)
-    plan = plan_for()
+    plan = plan_for().on_gpus
+    if plan.unused and not plan.idle:
+        click.echo(f"fp8-harness: note: a rehearsal on the CPU: {plan.unused}.", err=True)
     facts = ask_torch() if plan.device == "cuda" else None
     possible = possible_levels(levels, facts, plan.capacity.largest)
     with open_progress() as progress:

@@ -110,11 +110,14 @@ def parity_command(  # noqa: PLR0913  one parameter per option
     base = {**(usual if named is None else own_values(one_case(project, named))), **given}
     plan = plan_for(inject=inject)
     plan = with_command(plan, options.given_run_options(), CommandOptions(root=plan.root_option))
+    if asked is None and plan.capacity.total == 1:  # one GPU has one layout
+        plan = plan.on_cpu
     if asked is None:
         layouts, budget_s = tuple(usual_layouts(plan.capacity.largest)), budget_s or BUDGET_S
     else:
         layouts = tuple(parse_layout(text, option="--layouts") for text in asked.split(","))
     cases = cases_of(base, layouts, given)
+    plan = plan.common(cases)
     if golden is not None:
         check_job(golden, cases[0])
     with open_progress(quiet=quiet) as progress:

@@ -232,7 +232,7 @@ def measure_command(  # noqa: PLR0913  one parameter an option
     if len(set(cases)) < len(cases):
         raise HarnessError("a case is given twice.", where="predict measure", fix="give every case once.")
     timed = [timed_case(case, warmup=warmup, steps=steps) for case in cases]
-    plan = msgspec.structs.replace(plan_for(), name=name)
+    plan = msgspec.structs.replace(plan_for().common(timed), name=name)
     with open_progress() as progress:
         speeds, result = measure_speed(project, timed, plan, progress, pairs=pairs, warmup=warmup)
     _tell_failures(result, plan.root_option)

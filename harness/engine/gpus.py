@@ -18,8 +18,11 @@ from harness.errors import HarnessError
 from harness.plural import binary_bytes, counted
 
 _PROC = Path("/proc/driver/nvidia/gpus")
+_DRIVER_VERSION = Path("/proc/driver/nvidia/version")
 _ASK_TIMEOUT_S = 30.0
 _GPU = re.compile(r"^GPU (\d+): (.+?) \(UUID: (\S+)\)")
+_COLUMN = re.compile(r"GPU\d+")
+_TERMINAL_CODE = re.compile(r"\x1b\[[0-9;]*m")
 _PART = re.compile(r"^\s+MIG (\S+)\s+Device\s+\d+: \(UUID: (\S+)\)")
 
 
@@ -118,6 +121,27 @@ def architecture_of(gpus: Sequence[Gpu], environ: Mapping[str, str]) -> str:
         int(index): f"sm{major}{minor}" for index, major, minor in re.findall(r"(?m)^(\d+), (\d+)\.(\d+)", listed)
     }
     return architectures.get(gpus[0].index or 0, "") if gpus else ""
+
+
+def driver_version(environ: Mapping[str, str], *, proc: Path = _DRIVER_VERSION) -> str:
+    """The version of the NVIDIA driver; empty where neither nvidia-smi nor the kernel names one."""
+    told = re.match(r"(\d+(?:\.\d+)+)", ask_driver(environ, "--query-gpu=driver_version", "--format=csv,noheader"))
+    match = told or re.search(r"Kernel Module\s+(?:for \S+\s+)?(\d+(?:\.\d+)+)", read_text(proc))
+    return match[1] if match else ""
+
+
+def read_each_other(gpus: Sequence[Gpu], environ: Mapping[str, str]) -> bool | None:
+    """Whether each of these GPUs can read the memory of the others; None where `nvidia-smi topo` does not say so."""
+    if len(gpus) < 2:
+        return None
+    printed = _TERMINAL_CODE.sub("", ask_driver(environ, "topo", "-p2p", "r"))
+    table = [words for words in map(str.split, printed.splitlines()) if words and _COLUMN.fullmatch(words[0])]
+    if not table:
+        return None
+    header, *rows = table
+    cells = {(row[0], other): cell for row in rows for other, cell in zip(header, row[1:], strict=False)}
+    names = [f"GPU{gpu.index}" for gpu in gpus]
+    return all(cells.get((name, other)) == "OK" for name in names for other in names if name != other)
 
 
 def in_use(gpus: Sequence[Gpu], environ: Mapping[str, str]) -> tuple[str, ...]:

@@ -15,14 +15,21 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
 
-from harness.engine.gpus import Gpu, architecture_of, in_use, installed_gpus, kind_of, visible_gpus
+from harness.engine.gpus import (
+    Gpu,
+    architecture_of,
+    driver_version,
+    in_use,
+    installed_gpus,
+    kind_of,
+    read_each_other,
+    visible_gpus,
+)
 from harness.engine.leases import Leases
 from harness.engine.linux import cpu_quota, read_text
 from harness.engine.messages import Message
 
 Device = Literal["cpu", "cuda"]
-
-_DRIVER_VERSION = Path("/proc/driver/nvidia/version")
 
 CPUINFO = Path("/proc/cpuinfo")
 # x86 has a model name and flags; ARM has numbers of its maker and part, and features.
@@ -32,12 +39,6 @@ _VECTOR = re.compile(r"(avx|amx|sve)\w*|sme\d*|fma|asimd|bf16|i8mm")
 
 def host_name() -> str:
     return socket.gethostname() or "localhost"
-
-
-def driver_version() -> str:
-    """The version of the NVIDIA driver; empty where the kernel names none."""
-    match = re.search(r"Kernel Module\s+(?:for \S+\s+)?(\d+(?:\.\d+)+)", read_text(_DRIVER_VERSION))
-    return match[1] if match else ""
 
 
 def cpu_kind(cpuinfo: Path = CPUINFO) -> str:
@@ -126,9 +127,16 @@ class NodeCapacity(Message, frozen=True, kw_only=True):
     device_name: str  # as ranks report it: "cpu", or such as "NVIDIA H200"
     architecture: str = ""  # such as "sm90"; empty on a CPU
     driver: str = ""  # version of the NVIDIA driver; empty on a CPU
+    peers: bool | None = None  # each of its GPUs can read the memory of the others; None: nothing says so
     cpu: str = ""  # model and extensions
     threads: int = 0  # of the CPU, that its processes may use
     in_use: tuple[str, ...] = ()  # a sentence for each GPU that other processes computed on before the first case
+
+    @property
+    def capability(self) -> tuple[int, int] | None:
+        """The compute capability of its GPUs, (9, 0) for "sm90"; None where it is not known."""
+        match = re.fullmatch(r"sm(\d+)(\d)", self.architecture)
+        return (int(match[1]), int(match[2])) if match else None
 
 
 class Capacity(Message, frozen=True, kw_only=True):
@@ -142,6 +150,12 @@ class Capacity(Message, frozen=True, kw_only=True):
     def largest(self) -> int:
         return max((node.slots for node in self.nodes), default=0)
 
+    @property
+    def words(self) -> str:
+        """ "8 x NVIDIA H100 80GB HBM3", or "cpu": its slots are no devices."""
+        first = self.nodes[0]
+        return first.device_name if first.device == "cpu" else f"{self.total} x {first.device_name}"
+
 
 def capacity_here(device: Device, slots: int | None = None) -> NodeCapacity:
     """The capacity of this machine with `slots`, or as many as fit. Raises HarnessError for unnamed or mixed GPUs."""
@@ -152,7 +166,8 @@ def capacity_here(device: Device, slots: int | None = None) -> NodeCapacity:
         device=device,
         device_name=kind_of(gpus) if device == "cuda" else "cpu",
         architecture=architecture_of(gpus, os.environ),
-        driver=driver_version() if device == "cuda" else "",
+        driver=driver_version(os.environ) if device == "cuda" else "",
+        peers=read_each_other(gpus, os.environ),
         cpu=cpu_extensions(),
         threads=usable_cpus(),
         in_use=in_use(gpus, os.environ),

@@ -17,6 +17,8 @@ from harness.evidence.sealed import Missing, Sealed, read_sealed, write_sealed
 
 Level = Literal["kernel", "proof", "native"]
 LEVELS: tuple[Level, ...] = ("kernel", "proof", "native")
+FLOAT8_FROM = (8, 9)  # compute capability with float8 matmuls
+LEAST_DEVICES: Mapping[Level, int] = {"kernel": 1, "proof": 2, "native": 1}
 # Changes of a number by more than this factor are reported; smaller ones come from other schedules and algorithms.
 REPORTED_FROM = 2.0
 _NAMED = 8  # of many items of one kind
@@ -59,6 +61,12 @@ class LevelReport(Sealed, frozen=True, kw_only=True, forbid_unknown_fields=True)
     def rehearsed(self) -> bool:
         """True for a rehearsal on a CPU, which proves the command and nothing about a GPU."""
         return self.environment.device == "cpu"
+
+
+def provable_levels(capability: tuple[int, int], devices: int) -> tuple[Level, ...]:
+    """The levels that so many GPUs of this compute capability can prove."""
+    able = [level for level in LEVELS if level == "proof" or capability >= FLOAT8_FROM]
+    return tuple(level for level in able if devices >= LEAST_DEVICES[level])
 
 
 def level_path(root: Path, hardware: str, level: Level) -> Path:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 
+from harness.hints import VERIFY_GPUS
 from harness.plural import counted
 from harness.report.case import case_sections, headline
 from harness.report.sections import Block, Items, Section, Table, Verbatim, markdown, text_of
@@ -56,7 +58,7 @@ def totals(run: RunResult) -> Iterator[Section]:
     yield _not_judged("not judged here", skipped)
     yield damage_section(tuple(run.damaged))
     yield Section(title=f"left out, beyond the budget ({len(run.start.left_out)})", blocks=(Items(run.start.left_out),))
-    yield Section(blocks=(*_references(run), totals_line(run)))
+    yield Section(blocks=(*_references(run), *filter(None, [devices_line(run.results)]), totals_line(run)))
 
 
 def differing_formulas(run: RunResult) -> Section:
@@ -106,6 +108,24 @@ def _references(run: RunResult) -> Iterator[str]:
     if derived:
         judgement = "judged by tolerances that were derived from BF16 runs with rounding errors: none was measured"
         yield f"{counted(derived, 'case')} {judgement}"
+
+
+def devices_line(results: Iterable[CaseResult]) -> str:
+    """Which cases ran on GPUs, which on the CPU and why; empty without a GPU, and where all ran there alike."""
+    places = [result.place for result in results if result.place is not None]
+    on_gpus = [place for place in places if place.device != "cpu"]
+    exact, others = sum(place.exact for place in on_gpus), [place for place in places if place.device == "cpu"]
+    if not others and not exact:
+        return ""
+    words = []
+    for (device, gpus), count in Counter((place.device, place.gpus) for place in on_gpus).items():
+        words.append(f"{count} on {gpus} x {device}{f', {exact} of them with the exact matmul' if exact else ''}")
+    if others:
+        reasons = Counter(place.why for place in others).most_common()
+        every = ", ".join(f"{why} ({count})" for why, count in reasons) if len(reasons) > 1 else reasons[0][0]
+        words.append(f"{len(others)} on the CPU: {every}")
+    idle = "" if on_gpus else next((place.idle for place in others if place.idle), "")
+    return "; ".join([*words, *([f"`{VERIFY_GPUS}` verifies {idle}"] if idle else [])])
 
 
 def totals_words(verdicts: Sequence[Verdict]) -> str:

@@ -90,6 +90,11 @@ class CaseJudge:
         return tuple(sorted({basis.family for basis in self._judged_by.values() if basis.golden_of_other_build}))
 
     @property
+    def without_golden(self) -> tuple[str, ...]:
+        """The ids of the cases that are compared with a golden and have none."""
+        return tuple(name for name, basis in self._judged_by.items() if basis.needs_golden)
+
+    @property
     def missing_signatures(self) -> tuple[str, ...]:
         """The ids of the cases that are compared with a signature and have none, sorted."""
         return tuple(sorted(name for name, basis in self._judged_by.items() if basis.needs_signature))
@@ -275,10 +280,13 @@ def prepare_judge(project: Project, cases: Iterable[Case], plan: Plan, *, signat
     `signatures`: it compares with those that are recorded. Raises `HarnessError` for a damaged golden or signature, an
     unfounded tolerance or an unreadable record of known faults.
     """
-    evidence = _EvidenceReader(project, plan, signatures=signatures)
-    known = known_here(project)
+    cases, known = list(cases), known_here(project)
     fixes = {fault.fix: parse_injection(fault.fix, folder=project.root) for fault in known if fault.fix is not None}
-    return CaseJudge({case_id(case): _judged_by(case, evidence, known, fixes) for case in cases})
+    judged_by: dict[str, JudgedBy] = {}
+    for own, positions in plan.parts(cases):
+        evidence = _EvidenceReader(project, own, signatures=signatures)
+        judged_by |= {case_id(cases[at]): _judged_by(cases[at], evidence, known, fixes) for at in positions}
+    return CaseJudge(judged_by)
 
 
 def judge_of_any_case(project: Project, plan: Plan) -> CaseJudge:

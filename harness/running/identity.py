@@ -190,6 +190,7 @@ def environment(plan: Plan, root: Path, targets: Iterable[str] = ()) -> Environm
     Reads the sources of editable installs and of targets of the user's own.
     """
     first = plan.capacity.nodes[0]
+    both = plan.sides if plan.decides else None  # equal where every case gets the same device
     installed = {name: package for name in PACKAGES if (package := _installed(name)) is not None}
     sources = {name: installed_source(PACKAGES[name]) for name, package in installed.items() if is_editable(package)}
     return Environment(
@@ -200,7 +201,7 @@ def environment(plan: Plan, root: Path, targets: Iterable[str] = ()) -> Environm
         contents={name: source.digest[:16] for name, source in sources.items() if source is not None},
         targets={name: digest for name in sorted(set(targets)) if (digest := own_source_digest(name, root))},
         injected=tuple(Path(injection.content).name for injection in plan.injections),
-        device=first.device_name,
+        device=first.device_name if both is None else f"{plan.capacity.words}, cpu",
         architecture=first.architecture,
         driver=first.driver,
         cpu=first.cpu,
@@ -208,7 +209,7 @@ def environment(plan: Plan, root: Path, targets: Iterable[str] = ()) -> Environm
         limits=arithmetic_limits(),
         platform=f"{platform.system()} {platform.machine()}",
         engine=plan.engine,
-        fabric=plan.fabric,
+        fabric=plan.fabric if both is None else f"{both.gpus.fabric}, {both.cpu.fabric}",
         arithmetic="" if plan.arithmetic == default_arithmetic(plan.device) else plan.arithmetic,
         program=plan.program,
         commit=tree_commit(root),

@@ -1,34 +1,90 @@
-"""The machine that a command runs on: its device, whether ranks can train there, and the private parts of torch there.
+"""The machine that a command runs on: whether ranks can train on its GPUs, and the private parts of torch there.
 
-Never imports torch. Owns the meaning of `--device auto`. Which devices may be used is `engine/hardware.py`'s.
+Never imports torch. Which devices may be used is `engine/hardware.py`'s, which cases run on them `device_choice.py`'s.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import platform
+import re
 import subprocess
+from collections.abc import Iterator
+from typing import NamedTuple
 
 import msgspec
 
-from harness.engine.hardware import Device, cuda_devices
+from harness.engine.hardware import NodeCapacity
 from harness.engine.interpreter import child_environ, module_command
-from harness.engine.linux import MACHINES, foreign_system, refused_call
+from harness.engine.linux import MACHINES, foreign_system, read_text, refused_call
 from harness.errors import HarnessError
 from harness.hints import INSTALL_FOR_CPU, START_CONTAINER
 from harness.internals import State
+from harness.matrix.gpu_needs import Capability
 from harness.running.environments import last_line
+from harness.sources import package_paths
 
 
-def resolve_device(asked: str) -> Device:
-    """The device that `auto`, `cpu` or `cuda` means here; HarnessError for `cuda` on a machine without one."""
-    if asked == "cpu":
-        return "cpu"
-    if cuda_devices():
-        return "cuda"
-    if asked == "cuda":
-        raise HarnessError("there is no CUDA device here.", where="--device cuda", fix="use --device cpu.")
-    return "cpu"
+class TorchBuild(NamedTuple):
+    """What the installed torch was built for: versions of CUDA and ROCm, each empty without it."""
+
+    version: str
+    cuda: str = ""
+    hip: str = ""
+
+
+def torch_build() -> TorchBuild | None:
+    """The installed torch, by its file version.py, which is not imported; None where there is none."""
+    for folder in package_paths("torch"):
+        text = read_text(folder / "version.py")
+        values = dict(re.findall(r"(?m)^(__version__|cuda|hip)\b[^=\n]*= '([^']+)'", text))
+        return TorchBuild(values.get("__version__", "unknown"), values.get("cuda", ""), values.get("hip", ""))
+    return None
+
+
+class _Cuda(NamedTuple):
+    """What a build of torch for a version of CUDA runs on. `since`, `below`: compute capability."""
+
+    driver: tuple[int, ...]
+    since: Capability
+    below: Capability = (1000, 0)
+
+
+# By version of CUDA, the longest first. The oldest drivers:
+# https://docs.nvidia.com/deploy/cuda-compatibility/minor-version-compatibility.html. The GPUs whose code is in torch's
+# wheels: torch/cuda/__init__.py, PYTORCH_RELEASES_CODE_CC, of torch 2.13.0.
+_CUDA = {"12.6": _Cuda((525,), (5, 0), (10, 0)), "12.": _Cuda((525,), (7, 5)), "13.": _Cuda((580,), (7, 5))}
+
+
+def unusable(node: NodeCapacity, build: TorchBuild | None) -> str:
+    """Why ranks with this build of torch cannot train on the GPUs of a node; empty where they can."""
+    return next(_unusable(node, build), "")
+
+
+def _unusable(node: NodeCapacity, build: TorchBuild | None) -> Iterator[str]:
+    if build is None:
+        yield "torch is not installed"
+        return
+    if build.hip:
+        yield not_nvidia(build)
+    if not build.cuda:
+        yield f"torch {build.version} was built without CUDA"
+    needs = next((needs for version, needs in _CUDA.items() if build.cuda.startswith(version)), None)
+    if needs is None:
+        yield f"which driver CUDA {build.cuda} of torch {build.version} needs is not known here"
+        return
+    if tuple(map(int, re.findall(r"\d+", node.driver))) < needs.driver:
+        have, least = node.driver or "of an unknown version", ".".join(map(str, needs.driver))
+        yield f"the driver is {have}, and CUDA {build.cuda} of torch {build.version} needs {least} or newer"
+    if node.capability is None:
+        yield "nvidia-smi does not show their compute capability"
+    elif not needs.since <= node.capability < needs.below:
+        yield "torch {} for CUDA {} has no code for compute capability {}.{}".format(*build[:2], *node.capability)
+
+
+def not_nvidia(build: TorchBuild) -> str:
+    """Why GPUs of a build for ROCm are not used."""
+    return f"torch {build.version} is for ROCm {build.hip}, and AMD GPUs, with their float8_e4m3fnuz, are not supported"
 
 
 def check_ranks(*, packages: bool = True) -> None:

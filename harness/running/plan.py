@@ -7,15 +7,14 @@ from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from harness.checks.catalogue import probes_of
-from harness.engine.hardware import Capacity, Device, capacity_here
-from harness.engine.ray_cluster import cluster_capacity, cluster_device
+from harness.engine.hardware import Capacity, Device
 from harness.engine.ray_connection import AUTO
 from harness.errors import HarnessError
 from harness.evidence.golden import hardware_classes
@@ -25,16 +24,15 @@ from harness.matrix.case import Case
 from harness.matrix.linears import FLOPS_PER_PARAMETER_AND_TOKEN, parameter_count
 from harness.matrix.numerics import Numerics
 from harness.request import Arithmetic, Fabric, default_arithmetic, numerics_of
+from harness.result import Place
 from harness.run_options import CommandOptions, EngineKind, PlanOptions, RunOptions, words_of
+from harness.running.device_choice import Choice, Obstacle, Side, Sides, obstacle
 from harness.running.injection import Injection, parse_injection
-from harness.running.machine import check_ranks, resolve_device
+from harness.running.location import FABRICS, locate
+from harness.running.machine import check_ranks
 
 PROGRAM_VARIABLE = "FP8_HARNESS_PROGRAM"  # dotted module name of another rank program: `harness/engine/program.py`
 DEFAULT_PROGRAM = "harness.worker.main"
-
-
-# What collectives of a device can run on, the default first.
-FABRICS: Mapping[Device, tuple[Fabric, ...]] = {"cpu": ("shared", "gloo"), "cuda": ("nccl",)}
 
 # A tiny case of 8 ranks takes below 20 s on two busy cores; the rest is room for slower machines. Every rank-step adds
 # its own second because long cases (many steps) must not be called hangs.
@@ -56,6 +54,11 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     arithmetic: Arithmetic = "exact"
     address: str = ""  # of the Ray cluster of engine `ray`
     program: str = DEFAULT_PROGRAM
+    sides: Sides | None = None  # as in `Location`, like the next three
+    usual: Choice | None = None
+    unused: str = ""
+    idle: str = ""
+    chosen: bool = False  # the device is the one that was chosen from the sides
     injections: tuple[Injection, ...] = ()
     probed: bool = False  # ranks record what checks read besides losses
     compiles: bool = False  # some case compiles its blocks: the zygote imports what that takes
@@ -96,6 +99,83 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         first = self.capacity.nodes[0]
         return hardware_classes(first.device_name, first.architecture)
 
+    @property
+    def decides(self) -> bool:
+        """True for a plan of --device auto that still chooses a device for every case."""
+        return self.sides is not None and not self.chosen
+
+    def choice(self, case: Case) -> Choice:
+        """Where this case trains."""
+        if self.sides is None or self.chosen:
+            return Choice(self.device, self.arithmetic)
+        return self.sides.choice(case)
+
+    def of(self, case: Case) -> Plan:
+        """The plan of this case, on the device that is chosen for it."""
+        return self.parts([case])[0][0]
+
+    def parts(self, cases: Sequence[Case]) -> list[tuple[Plan, tuple[int, ...]]]:
+        """A plan for every device and arithmetic that is chosen, with the positions of its cases; at least one."""
+        positions: dict[tuple[Device, Arithmetic], list[int]] = {}
+        for position, case in enumerate(cases):
+            choice = self.choice(case)
+            positions.setdefault((choice.device, choice.arithmetic), []).append(position)
+        return [(self._on(*place, own=True), tuple(own)) for place, own in positions.items()] or [(self.on_gpus, ())]
+
+    def by_device(self, cases: Iterable[Case]) -> list[tuple[Plan, list[Case]]]:
+        """A plan for every device that is chosen, with its cases."""
+        chosen: dict[Device, list[Case]] = {}
+        for case in cases:
+            chosen.setdefault(self.choice(case).device, []).append(case)
+        return [(self.on_cpu if device == "cpu" else self.on_gpus, own) for device, own in chosen.items()]
+
+    def common(self, cases: Sequence[Case]) -> Plan:
+        """The plan of a study that stays on one device: the GPUs where these can run all of its cases."""
+        parts = self.parts(cases)
+        if len(parts) == 1:
+            return parts[0][0]
+        return self.on_cpu if any(plan.device == "cpu" for plan, _ in parts) else self._on("cuda", "exact")
+
+    @property
+    def on_cpu(self) -> Plan:
+        """The plan with the CPU in the place of what --device auto would choose."""
+        return self if self.sides is None else self._on("cpu", self.sides.cpu.arithmetic)
+
+    @property
+    def on_gpus(self) -> Plan:
+        """The plan with the GPUs, where --device auto would choose between them and the CPU."""
+        return self if self.sides is None else self._on("cuda", self.sides.gpus.arithmetic)
+
+    def _on(self, device: Device, arithmetic: Arithmetic, *, own: bool = False) -> Plan:
+        """The plan on one of its sides. `own`: --device auto chooses that for its cases, and the arithmetic too."""
+        if self.sides is None or self.chosen:
+            return self
+        default = default_arithmetic(device)
+        if own:
+            usual = Choice(device, arithmetic if self.sides.may_be_exact else default)
+        else:
+            usual = Choice("cpu" if device == "cuda" else "cuda", default)
+        side = msgspec.structs.replace(self.sides.of(device), arithmetic=arithmetic)
+        return msgspec.structs.replace(self, **msgspec.structs.asdict(side), chosen=True, usual=usual)
+
+    def place(self, case: Case) -> Place | None:
+        """Where the case runs, for the end of the run; None on a machine without GPUs."""
+        if self.sides is None:
+            return Place(device="cpu", why=self.unused, idle=self.idle) if self.unused else None
+        if self.device == "cuda":
+            return Place(
+                device=self.capacity.nodes[0].device_name,
+                gpus=self.capacity.total,
+                exact=self.arithmetic != self.sides.gpus.arithmetic,
+            )
+        why = self.sides.choice(case).why or "all of these run on one device"
+        return Place(device="cpu", why=why, idle=self.idle)
+
+    def obstacle(self, case: Case) -> Obstacle:
+        """What stands in the way of a case on the device of this plan."""
+        side = Side(**{name: getattr(self, name) for name in Side.__struct_fields__})
+        return obstacle(case, side, one_node=self.one_node(case))
+
     def serving(self, cases: Iterable[Case]) -> Plan:
         """The plan of a run of these cases: what only some cases need is prepared where one needs it."""
         return msgspec.structs.replace(self, compiles=any(case.compile != "none" for case in cases))
@@ -117,9 +197,11 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     @property
     def _unusual(self) -> RunOptions:
+        device, arithmetic, _ = self.usual or Choice("cpu", default_arithmetic(self.device))
         usual = Plan(
+            device=device,
             fabric=FABRICS[self.device][0],
-            arithmetic=default_arithmetic(self.device),
+            arithmetic=arithmetic,
             address=AUTO if self.engine == "ray" else "",
         )
         both = [name for name in RunOptions.__struct_fields__ if hasattr(usual, name)]
@@ -138,22 +220,20 @@ def make_plan(**given: Any) -> Plan:
         raise HarnessError(what, where=where, fix=fix)
     program = os.environ.get(PROGRAM_VARIABLE) or DEFAULT_PROGRAM
     check_ranks(packages=program == DEFAULT_PROGRAM)
+    return plan_without_ranks(asked, program)
+
+
+def plan_without_ranks(asked: PlanOptions, program: str = DEFAULT_PROGRAM) -> Plan:
+    """The plan of these options, where no package that ranks import need be installed."""
     cluster = (asked.address or AUTO) if asked.engine == "ray" else ""
-    if cluster:
-        resolved = cluster_device(cluster, asked.device or "auto")
-        capacity = cluster_capacity(cluster, resolved, asked.slots)
-    else:
-        resolved = resolve_device(asked.device or "auto")
-        capacity = Capacity(nodes=(capacity_here(resolved, asked.slots),))
+    location = msgspec.structs.asdict(locate(asked, cluster))
+    side = msgspec.structs.asdict(location.pop("side"))
     as_asked = Plan(**{name: value for name, value in asked.as_given.items() if name in Plan.__struct_fields__})
     return msgspec.structs.replace(
         as_asked,
-        device=resolved,
-        fabric=_resolve_fabric(asked.fabric or "auto", resolved),
-        capacity=capacity,
-        jobs=asked.jobs * len(capacity.nodes),
+        **side,
+        **location,
         address=cluster,
-        arithmetic=asked.arithmetic or default_arithmetic(resolved),
         program=program,
         injections=tuple(parse_injection(text) for text in asked.inject),
         probed=True,
@@ -179,23 +259,3 @@ def with_command(plan: Plan, given: RunOptions, asked: CommandOptions) -> Plan:
         traces=asked.save_trace,
         name=asked.name,
     )
-
-
-def _resolve_fabric(asked: str, device: Device) -> Fabric:
-    """The fabric that `auto`, `shared`, `gloo` or `nccl` means here; HarnessError for one of another device."""
-    offered = FABRICS[device]
-    for fabric in offered:
-        if asked in ("auto", fabric):
-            return fabric
-    raise HarnessError(
-        f"ranks on {device} cannot use it: {_WHY_NOT[asked]}.",
-        where=f"--fabric {asked}",
-        fix=f"use --fabric {' or '.join(offered)}{'' if device == 'cuda' else ', or --device cuda'}.",
-    )
-
-
-_WHY_NOT = {
-    "shared": "it passes tensors of a CPU through shared memory",
-    "gloo": "it has no float8 collectives on a GPU",
-    "nccl": "it needs a GPU for every rank",
-}

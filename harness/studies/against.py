@@ -107,6 +107,8 @@ class Against(msgspec.Struct, frozen=True):
     ) -> Base:
         self.note(f"base {name}: {counted(len(case_ids), 'case')}")
         root = () if self.plan.root_option is None or place.root is not None else ("--root", self.plan.root_option)
+        if self.plan.chosen:
+            given = msgspec.structs.replace(given, device=self.plan.device, arithmetic=self.plan.arithmetic)
         words = (*case_ids, *root, *given.words, *self.words, "--no-github")
         folder = self.project.state / "environments"
         folder.mkdir(parents=True, exist_ok=True)

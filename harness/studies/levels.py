@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 import os
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
@@ -23,7 +24,7 @@ from harness.engine.leases import Leases
 from harness.engine.messages import Job
 from harness.errors import HarnessError
 from harness.evidence.golden import stored_families, write_golden
-from harness.evidence.level import Level, LevelItem, LevelReport
+from harness.evidence.level import FLOAT8_FROM, LEAST_DEVICES, Level, LevelItem, LevelReport
 from harness.evidence.tolerance import Evidence, write_evidence
 from harness.matrix.case import Case
 from harness.matrix.caseid import case_id, family_id
@@ -48,8 +49,6 @@ from harness.workflow import run, run_cases
 
 _FACTS_PROGRAM = "harness.worker.facts"
 _FACTS_DEADLINE_S = 120.0
-FLOAT8_FROM = (8, 9)  # compute capability with float8 matmuls
-LEAST_DEVICES: Mapping[Level, int] = {"kernel": 1, "proof": 2, "native": 1}
 _IN_USE_BYTES = 1 << 30  # what a driver and an idle context hold is less
 ARITHMETIC: Mapping[Level, Arithmetic] = {"kernel": "kernel", "proof": "exact", "native": "kernel"}
 DTYPE: Mapping[Level, str] = {"proof": "float64", "native": "bfloat16"}
@@ -194,7 +193,8 @@ def chosen_cases(level: Level, project: Project, query: Query, plan: Plan) -> tu
     if not query.sources:
         query = msgspec.structs.replace(query, sources=_TIERS[plan.device])
     of_dtype = [case for case in select_cases(project, query) if case.train.dtype == DTYPE[level]]
-    fitting = [case for case in of_dtype if case.world_size <= plan.capacity.largest]
+    small = [case for case in of_dtype if case.world_size <= plan.capacity.largest]
+    fitting, blocked = without_obstacles(small, plan)
     # torch's kernel of a CPU refuses less than a GPU's.
     unrefused = level == "native" and plan.device == "cpu"
     cases = [case for case in fitting if not (unrefused and expected_refusal(case) is not None)]
@@ -202,10 +202,17 @@ def chosen_cases(level: Level, project: Project, query: Query, plan: Plan) -> tu
         what = f"no selected case is in {DTYPE[level]} and has at most {counted(plan.capacity.largest, 'rank')}."
         raise NothingSelected(what, where=f"evidence {level}", fix="select others, or leave the selection out.")
     left = (
-        (len(of_dtype) - len(fitting), f"need more than {counted(plan.capacity.largest, 'device')}"),
+        (len(of_dtype) - len(small), f"need more than {counted(plan.capacity.largest, 'device')}"),
         (len(fitting) - len(cases), "must be refused, which torch's kernel of a CPU does not do"),
     )
-    return tuple(cases), tuple(f"{counted(count, 'case')} left out that {why}" for count, why in left if count)
+    notes = tuple(f"{counted(count, 'case')} left out that {why}" for count, why in left if count)
+    return tuple(cases), (*notes, *(f"{counted(count, 'case')} left out: {why}" for why, count in blocked.items()))
+
+
+def without_obstacles(cases: Sequence[Case], plan: Plan) -> tuple[list[Case], Mapping[str, int]]:
+    """The cases that the devices of a plan can run, and by reason how many others."""
+    against = [plan.obstacle(case).why for case in cases]
+    return [case for case, why in zip(cases, against, strict=True) if not why], Counter(filter(None, against))
 
 
 def kernel_level(work: Work) -> LevelOutcome:
@@ -238,7 +245,8 @@ def proof_level(work: Work, cases: Sequence[Case]) -> LevelOutcome:
     slots, faults = work.slots, work.faults or default_faults(work.plan.device)
     of_catalogue = hosts_among(work.project, faults, Query(), at_most=_ALL)
     fitting = {
-        name: [case for case in host_cases if case.world_size <= slots] for name, host_cases in of_catalogue.items()
+        name: [case for case in host_cases if case.world_size <= slots and not work.plan.obstacle(case).why]
+        for name, host_cases in of_catalogue.items()
     }
     # The first that fits, one with several ranks before one with a single rank.
     hosts = {
@@ -249,7 +257,7 @@ def proof_level(work: Work, cases: Sequence[Case]) -> LevelOutcome:
     if matrix.interrupted:
         raise Interrupted
     left = [fault.name for fault in faults if not hosts[fault.name]]
-    more = f"{counted(len(left), 'fault')} left out, whose cases need more than {counted(slots, 'device')}"
+    more = f"{counted(len(left), 'fault')} left out, whose cases {counted(slots, 'such device')} cannot run"
     return LevelOutcome(items_of(matrix), (f"{more}: {', '.join(left)}",) if left else ())
 
 

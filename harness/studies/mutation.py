@@ -186,8 +186,8 @@ def run_mutations(  # noqa: PLR0913  what is planted where, and what runs it
     started_s = time.monotonic()
     hosting = [case for fault in faults for case in hosts[fault.name]]
     used = tuple({case_id(case): case for case in (*hosting, *others)}.values())
+    plan = plan.common(used).serving(used)
     check_fits(used, plan)
-    plan = plan.serving(used)
     as_recorded = set(map(case_id, others))
     clean = [_Planting(case=case, mended=case_id(case) not in as_recorded) for case in used]
     plantings = (*clean, *(_Planting(case=case, fault=fault) for fault in faults for case in hosts[fault.name]))

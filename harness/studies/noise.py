@@ -86,6 +86,7 @@ def measure(
     `fresh` measures against BF16 references that run now; otherwise against the stored goldens, which shows the spread
     over machines.
     """
+    plan = plan.common(cases)
     references = needed_references(cases) if fresh else ()
     wanted = {case_id(case) for case in cases}
     distances: dict[str, tuple[float, ...]] = {}

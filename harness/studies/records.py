@@ -61,9 +61,17 @@ _SOLO = "solo "
 class References(msgspec.Struct, frozen=True, kw_only=True):
     """The new goldens, and the results of the references that failed."""
 
-    goldens: tuple[Golden, ...]
-    failed: tuple[CaseResult, ...]
-    interrupted: bool
+    goldens: tuple[Golden, ...] = ()
+    failed: tuple[CaseResult, ...] = ()
+    interrupted: bool = False
+
+    def and_also(self, later: References) -> References:
+        """These and those of another device."""
+        return References(
+            goldens=(*self.goldens, *later.goldens),
+            failed=(*self.failed, *later.failed),
+            interrupted=later.interrupted,
+        )
 
 
 class SanityJudge:
@@ -136,6 +144,7 @@ def record_signatures(
     The verdict is invariant for a run that passes every other check and of which no signature can be made. Of a case
     with a recorded fault its run with the fix is recorded.
     """
+    plan = plan.on_cpu
     check_fits(cases, plan)
     check_targets((case.target for case in cases), project.root)
     provenance = {"command": command, "reason": reason, "commit": source_commit(project.root)}

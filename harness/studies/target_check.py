@@ -175,10 +175,17 @@ def cases_of(options: CheckOptions, *, device: str) -> tuple[Case, ...]:
     return tuple({case_id(case): case for case in cases}.values())
 
 
+def cases_there(options: CheckOptions, plan: Plan) -> tuple[tuple[Case, ...], Plan]:
+    """The cases that are run on the device of a plan, and the plan on one device that can run all of them."""
+    cases = cases_of(options, device=plan.device)
+    plan = plan.common(cases)
+    return cases if plan.device == "cuda" else cases_of(options, device="cpu"), plan
+
+
 def check_target(project: Project, options: CheckOptions, plan: Plan, progress: Progress) -> TargetReport:
     """Run the cases and gather what they say. Raises HarnessError when the module is not there."""
     check_targets([options.target], project.root)
-    cases = cases_of(options, device=plan.device)
+    cases, plan = cases_there(options, plan)
     check_fits(cases, plan)
     seen: dict[str, _Seen] = {}
 

@@ -5,6 +5,7 @@ Nothing that uses them is imported before: a part that is gone is one line, not 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
@@ -19,6 +20,7 @@ _told: list[str] = []
 def preload(options: Mapping[str, str]) -> None:
     """Do once what every rank needs: see `program.preload`. Without what every run needs, nothing is done."""
     if options.get("device", "cpu") == "cpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # torchao takes other paths where it sees a GPU, and so may a target
         from harness.worker.virtual import mxfp8
 
         mxfp8.install_if_possible()

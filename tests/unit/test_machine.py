@@ -16,8 +16,8 @@ from harness.engine.leases import Leases
 from harness.engine.linux import cpu_quota
 from harness.errors import HarnessError
 from harness.evidence.golden import hardware_classes
-from harness.running.machine import resolve_device
-from harness.running.plan import Plan
+from harness.run_options import PlanOptions
+from harness.running.plan import Plan, plan_without_ranks
 from tests.nvidia import put_nvidia_smi
 
 H100 = "NVIDIA H100 80GB HBM3"
@@ -206,9 +206,9 @@ def test_slots_are_the_gpus_that_are_visible(monkeypatch: pytest.MonkeyPatch, tm
     with open_leases(tmp_path, "cuda", 4).acquire(1):
         assert (tmp_path / "cuda" / "slot-GPU-a0.lock").exists()
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
-    assert resolve_device("auto") == "cpu"
+    assert plan_without_ranks(PlanOptions()).device == "cpu"
     with pytest.raises(HarnessError, match="no CUDA device"):
-        resolve_device("cuda")
+        plan_without_ranks(PlanOptions(device="cuda"))
 
 
 V1 = {"cpu.cfs_quota_us": "150000", "cpu.cfs_period_us": "100000"}
