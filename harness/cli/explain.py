@@ -32,11 +32,13 @@ from harness.matrix.targets import is_llama
 from harness.matrix.words import WORDS, meaning_of
 from harness.project import Project, find_project
 from harness.report.checks import checks_markdown
+from harness.report.run import place_words
 from harness.report.sections import Block, Entry, Facts, Items, Section, Table, markdown
-from harness.run_options import RunOptions, options_of
+from harness.run_options import PlanOptions, RunOptions, options_of
 from harness.running.case_judge import known_here
 from harness.running.cost import expected_cost
 from harness.running.machine import internals_here
+from harness.running.plan import Plan, plan_without_ranks
 from harness.running.selection import cases_to_explain
 from harness.sources import installed_versions
 
@@ -101,7 +103,8 @@ def _explained(project: Project, words: Sequence[str]) -> list[Block]:
         raise HarnessError("got no case id.", where="explain", fix="give an id, or AXIS=VALUE words, or --ids.")
     if not values:
         cases = [case for word in words for case in cases_to_explain(project, word)]
-        return [section for case in cases for section in _case_sections(project, case)]
+        plan = plan_without_ranks(PlanOptions())
+        return [section for case in cases for section in _case_sections(project, case, plan)]
     if len(tiers) > 1:
         raise HarnessError("values are searched in one tier or file.", where=" ".join(tiers), fix="leave one.")
     return [_values_section(project, values, *tiers)]
@@ -119,7 +122,7 @@ def _words_sections() -> Iterator[Block]:
     )
 
 
-def _case_sections(project: Project, case: Case) -> Iterator[Block]:
+def _case_sections(project: Project, case: Case, plan: Plan) -> Iterator[Block]:
     name, default = case_id(case), axis_values(Case())
     yield Section(title=name, blocks=(Facts(tuple((word, meaning_of(word)) for word in id_words(name))),))
     rows = (
@@ -128,6 +131,7 @@ def _case_sections(project: Project, case: Case) -> Iterator[Block]:
     )
     yield Section(title="axes, and where a target reads them (*: not the default)", blocks=(Table(rows=tuple(rows)),))
     facts = {
+        **_device(case, plan),
         "world size": str(case.world_size),
         "tokens per rank": str(case.tokens_per_rank),
         "golden family": family_id(case),
@@ -162,6 +166,15 @@ def _cost(project: Project, case: Case) -> tuple[Block, ...]:
         ("memory", f"{expected.process_bytes / 1e9:.1f} GB in one process, {expected.all_bytes / 1e9:.1f} GB in all"),
     )
     return (Facts(facts), Items(tuple(expected.basis)))
+
+
+def _device(case: Case, plan: Plan) -> dict[str, str]:
+    """Where the case would run; nothing on a machine without GPUs."""
+    place = plan.of(case).place(case)
+    if place is None:
+        return {}
+    more = f": {place.why}" if place.why else ", with the exact matmul" if place.exact else ""
+    return {"device": f"{place_words(place)}{more}"}
 
 
 def _fusion_section(case: Case) -> Section:

@@ -9,7 +9,7 @@ from harness.hints import VERIFY_GPUS
 from harness.plural import counted
 from harness.report.case import case_sections, headline
 from harness.report.sections import Block, Items, Section, Table, Verbatim, markdown, text_of
-from harness.result import CaseResult, RunResult, verdict_totals
+from harness.result import CaseResult, Place, RunResult, verdict_totals
 from harness.verdict import Finding, NotJudged, Verdict
 
 SHOWN_CASES = 200  # CI summary pages are truncated at about 1 MB
@@ -113,19 +113,26 @@ def _references(run: RunResult) -> Iterator[str]:
 def devices_line(results: Iterable[CaseResult]) -> str:
     """Which cases ran on GPUs, which on the CPU and why; empty without a GPU, and where all ran there alike."""
     places = [result.place for result in results if result.place is not None]
+    on_cpu = [place for place in places if place.device == "cpu"]
     on_gpus = [place for place in places if place.device != "cpu"]
-    exact, others = sum(place.exact for place in on_gpus), [place for place in places if place.device == "cpu"]
-    if not others and not exact:
+    if not on_cpu and not any(place.exact for place in on_gpus):
         return ""
-    words = []
-    for (device, gpus), count in Counter((place.device, place.gpus) for place in on_gpus).items():
-        words.append(f"{count} on {gpus} x {device}{f', {exact} of them with the exact matmul' if exact else ''}")
-    if others:
-        reasons = Counter(place.why for place in others).most_common()
-        every = ", ".join(f"{why} ({count})" for why, count in reasons) if len(reasons) > 1 else reasons[0][0]
-        words.append(f"{len(others)} on the CPU: {every}")
-    idle = "" if on_gpus else next((place.idle for place in others if place.idle), "")
+    exact = Counter(place_words(place) for place in on_gpus if place.exact)
+    words = [
+        f"{count} on {where}{f', {exact[where]} of them with the exact matmul' if exact[where] else ''}"
+        for where, count in Counter(map(place_words, on_gpus)).items()
+    ]
+    if on_cpu:
+        reasons = Counter(place.why for place in on_cpu).most_common()
+        why = ", ".join(f"{why} ({count})" for why, count in reasons) if len(reasons) > 1 else reasons[0][0]
+        words.append(f"{len(on_cpu)} on the CPU: {why}")
+    idle = "" if on_gpus else next((place.idle for place in on_cpu if place.idle), "")
     return "; ".join([*words, *([f"`{VERIFY_GPUS}` verifies {idle}"] if idle else [])])
+
+
+def place_words(place: Place) -> str:
+    """ "8 x NVIDIA H200", or "the CPU"."""
+    return "the CPU" if place.device == "cpu" else f"{place.gpus} x {place.device}"
 
 
 def totals_words(verdicts: Sequence[Verdict]) -> str:

@@ -29,6 +29,8 @@ def on_gpus(project: Command, tmp_path_factory: pytest.TempPathFactory, monkeypa
 def test_a_run_on_two_devices_is_one_run(on_gpus: Command) -> None:
     done = on_gpus.call("run", "mixed", "--json", "a.json", "--name", "a")
     assert done.returncode == 0 and LINE in done.stdout.splitlines(), done.stdout + done.stderr
+    explained = on_gpus.call("explain", "tp2-rowwise-v2048-s3-f64-tol.0.05").stdout
+    assert f"device  2 x {RTX}, with the exact matmul" in " ".join(explained.split()).replace("device ", "device  ")
     start, *cases, end = map(json.loads, (on_gpus.folder / "a.json").read_text().splitlines())
     assert [(case["place"]["device"], case["place"]["exact"]) for case in cases] == [
         (RTX, False),

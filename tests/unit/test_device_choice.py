@@ -143,6 +143,13 @@ def test_no_row_is_without_a_test_a_reason_or_a_source() -> None:
     assert all(need.reason and need.source and "{" not in need.reason for need in gpu_needs())
 
 
+def test_the_page_has_the_numbers_of_the_table() -> None:
+    page = (REPOSITORY / "docs" / "on-your-gpus.md").read_text()
+    section = page.partition("## Which cases run on GPUs")[2].partition("\n## ")[0]
+    numbers = {need.reason.rpartition(" ")[2] for need in gpu_needs() if need.since is not None}
+    assert numbers == set(re.findall(r"(?<=[| ])\d+\.[\dx]+", section.partition("|---|")[2].partition("\n\n")[0]))
+
+
 @pytest.mark.parametrize("name", ["triton/backends", "torchao/", "torch/"])
 def test_what_the_table_cites_of_installed_packages_is_there(name: str) -> None:
     """C++ sources and Triton are not in this environment; a name that is gone would make a row baseless."""

@@ -262,7 +262,7 @@ def test_with_a_nightly_a_new_difference_from_a_formula_counts(
 ) -> None:
     beside = _beside(Base(name="yesterday", results={} if then is None else {NAME: then}), now)
     assert beside.change == word
-    assert _exit_code((beside,), make_results(now)) is code
+    assert exit_code_of((beside,), make_results(now)) is code
 
 
 @pytest.mark.parametrize(
