@@ -63,8 +63,9 @@ def bisect_versions(case_id: str, package: str, *, good: str, bad: str, words: S
     return _command("bug", "bisect", case_id, "--package", package, "--good", good, "--bad", bad, *words)
 
 
-def update_golden(case_id: str, *, root: Path) -> str:
-    return _command("baseline", "update", *_root(root), case_id, "--reason", "why it changes")
+def update_golden(case_id: str, *, device: str, root: Path) -> str:
+    """Makes the golden of a case anew on a device."""
+    return _command("baseline", "update", *_root(root), case_id, "--device", device, "--reason", "why it changes")
 
 
 def update_signature(case_id: str, *, root: Path) -> str:

@@ -242,7 +242,7 @@ class _Teller:
 def _announce(judge: CaseJudge, progress: Progress, query: Query, plan: Plan, *, store: bool) -> None:
     """Say before the run, not after it, who else uses the GPUs, and what cases are compared with that is not stored."""
     root = () if plan.root_option is None else ("--root", plan.root_option)
-    device = () if plan.given.device is None else ("--device", plan.given.device)
+    device = () if plan.given.device is None or plan.sides is not None else ("--device", plan.given.device)
     asked = (*root, *query.words, *device)
     for node in plan.capacity.nodes:
         for sentence in node.in_use:

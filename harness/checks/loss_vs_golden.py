@@ -86,8 +86,8 @@ def check_loss_vs_golden(case: Case, run: Run, witnesses: Witnesses) -> Iterator
     """Does the run learn what BF16 learns?"""
     golden, tolerance = witnesses.golden, witnesses.tolerance
     if golden is None:
-        family = family_id(case)
-        why, command = why_unfinished(witnesses.reference), update_command(family)
+        family, device = family_id(case), next((trace.device for trace in run.traces), "cpu")
+        why, command = why_unfinished(witnesses.reference), update_command(family, device)
         yield NO_GOLDEN.finding(family=family, why=why, command=command, expected="a golden")
     elif tolerance is None:
         why = f"{NONE_DERIVED}{why_unfinished(witnesses.underived)}"

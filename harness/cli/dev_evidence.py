@@ -94,7 +94,7 @@ def evidence_command(  # noqa: PLR0913  one parameter per option
     check_committed(project, "goldens", allowed=allow_dirty)
     levels = LEVELS if level == "all" else tuple(name for name in LEVELS if name == level)
     plan = plan_for().on_gpus
-    if plan.unused and not plan.idle:
+    if plan.unused and plan.usual is None:
         click.echo(f"fp8-harness: note: a rehearsal on the CPU: {plan.unused}.", err=True)
     facts = ask_torch() if plan.device == "cuda" else None
     possible = possible_levels(levels, facts, plan.capacity.largest)

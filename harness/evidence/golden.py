@@ -78,11 +78,12 @@ class GoldenKey(msgspec.Struct, frozen=True, kw_only=True, order=True):
     family: str
 
 
-def update_command(family: str, root: Path | None = None) -> str:
-    """The command that makes the golden of a family, by its reference case, in the project at `root`."""
+def update_command(family: str, hardware: str, root: Path | None = None) -> str:
+    """The command that makes the golden of a family for this hardware, by its reference case, in this project."""
     case = family_case(family)
     assert case is not None, f"'{family}' is no family"
-    return update_golden(id_of_case(case), root=root or Path.cwd())
+    device = "cpu" if hardware == "cpu" else "cuda"
+    return update_golden(id_of_case(case), device=device, root=root or Path.cwd())
 
 
 def make_golden(run: Run, *, family: str, case_id: str, command: str, reason: str, commit: str) -> Golden:
@@ -134,7 +135,11 @@ def load_golden(root: Path, hardware: str, family: str) -> Golden:
     """The stored golden. Raises `Missing` or `Damaged` with the file and the fix."""
     path = golden_path(root, hardware, family)
     known = family_case(family) is not None
-    remake = f"run `{update_command(family, root)}`." if known else f"remove it; `{LIST_BASELINES}` shows the others."
+    remake = (
+        f"run `{update_command(family, hardware, root)}`."
+        if known
+        else f"remove it; `{LIST_BASELINES}` shows the others."
+    )
     golden = read_sealed(path, Golden, remake=remake, missing="no golden is stored for this family.")
     if (golden.hardware, golden.family) != (hardware, family):
         what = f"holds the golden of {golden.family} on {golden.hardware}: it was copied or renamed by hand."

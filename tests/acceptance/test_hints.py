@@ -225,6 +225,7 @@ SITUATIONS: dict[str, tuple[Callable[[Command], str], ...]] = {
     "LIST_RUNS": (no_such_results,),
     "MEASURE_TOLERANCES": (),  # has a test below
     "VERIFY_FORMULAS": (),  # runs tier pr
+    "VERIFY_GPUS": (),  # needs GPUs
     "explain_case": (excluded_case,),
     "list_cases": (nothing_selected,),
     "run_cases": (imported_bug, moved_numbers, other_environment),
@@ -247,7 +248,8 @@ SITUATIONS: dict[str, tuple[Callable[[Command], str], ...]] = {
 def test_every_hint_has_a_situation() -> None:
     functions = re.findall(r"^def ([a-z]\w+)", Path(hints.__file__).read_text(), flags=re.MULTILINE)
     assert {*functions, *(name for name in vars(hints) if name.isupper())} == SITUATIONS.keys()
-    for command in (hints.VERIFY_FORMULAS, hints.WRITE_PAGES, hints.repro_bug("ao-1938"), hints.export_test("ao-1938")):
+    constants = (hints.VERIFY_FORMULAS, hints.VERIFY_GPUS, hints.WRITE_PAGES)
+    for command in (*constants, hints.repro_bug("ao-1938"), hints.export_test("ao-1938")):
         understood(command)
 
 

@@ -169,7 +169,9 @@ def test_witnesses_with_other_steps_fail(against: Golden, within: Tolerance, who
 def test_a_missing_golden_names_its_command() -> None:
     (finding,) = check(*both(GOLDEN), against=None)
     assert (finding.rule, finding.judged, finding.values["family"]) == (NO_GOLDEN.name, False, family_id(CASE))
-    assert f"fp8-harness baseline update {case_id(reference_case(CASE))} --reason" in str(finding.values["command"])
+    assert f"fp8-harness baseline update {case_id(reference_case(CASE))} --device cpu --reason" in str(
+        finding.values["command"]
+    )
 
 
 def test_a_missing_tolerance_says_why_and_what_to_set() -> None:

@@ -151,10 +151,12 @@ def test_a_renamed_golden_is_damaged(tmp_path: Path) -> None:
 
 
 def test_a_missing_golden_names_the_file_and_the_command(tmp_path: Path) -> None:
-    with pytest.raises(Missing) as caught:
-        load_golden(tmp_path, "cpu", FAMILY)
-    assert f"{FAMILY}.json" in caught.value.text
-    assert f"fp8-harness baseline update --root {tmp_path} single-bf16-v2048-s3-b16 --reason" in caught.value.text
+    for hardware, device in (("cpu", "cpu"), ("sm90", "cuda")):
+        with pytest.raises(Missing) as caught:
+            load_golden(tmp_path, hardware, FAMILY)
+        assert f"{FAMILY}.json" in caught.value.text
+        command = f"fp8-harness baseline update --root {tmp_path} single-bf16-v2048-s3-b16 --device {device} --reason"
+        assert command in caught.value.text
 
 
 def test_a_folder_in_place_of_a_golden_is_damaged(tmp_path: Path) -> None:
