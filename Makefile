@@ -23,7 +23,7 @@ export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: smoke gloo test sweep unit pythons gpu-evidence browser torchtitan torchtitan-sweep torchtitan-0.3 transformers versions lint format docs clean
 
-smoke: $(READY)  ## run the smoke tier end to end and print the verdict table
+smoke: $(READY)  ## run the smoke tier end to end on the CPU and print the verdict table
 	$(BIN)/fp8-harness run smoke --device cpu
 
 gloo: $(READY)  ## run the tiers smoke and gloo over torch's gloo, for every night

@@ -279,6 +279,14 @@ class _StoredRun:
             self._results.append(from_json(text.encode(), CaseResult))
             self._store.append(self._results[-1])
 
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        """Say on which devices cases ran, as the end of `fp8-harness run` does."""
+        if self._results:
+            from harness.report.run import devices_line
+
+            if line := devices_line(self._results):
+                terminalreporter.write_line(f"fp8-harness: {line}")
+
     def pytest_sessionfinish(self, exitstatus: int) -> None:
         if self._store is None:
             return

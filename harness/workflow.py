@@ -199,7 +199,7 @@ def run_cases(
 
 
 def check_fits(cases: Sequence[Case], plan: Plan) -> None:
-    """Raise `HarnessError` when a case cannot run: it needs more ranks than there are slots, or what GPUs have not."""
+    """Raise `HarnessError` when a case cannot run: it needs more ranks than there are slots, or what the GPUs lack."""
     placed = [(cases[position], own) for own, positions in plan.parts(cases) for position in positions]
     blocked = [(case, own, obstacle) for case, own in placed if (obstacle := own.obstacle(case)).why]
     if not blocked:

@@ -45,7 +45,7 @@ class Machine(NamedTuple):
     parts: tuple[str, ...] = ()  # MIG instances of the first GPU
 
     def pretend(self, folder: Path, patch: pytest.MonkeyPatch) -> None:
-        """Let this process find these GPUs and this build of torch, which cannot be imported."""
+        """Let this process and its children find these GPUs and this build of torch, which cannot be imported."""
         patch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
         listing = [f"GPU {index}: {name} (UUID: GPU-{index})" for index, name in enumerate(self.gpus)]
         listing[1:1] = [f"  MIG {part}     Device  {at}: (UUID: MIG-{at})" for at, part in enumerate(self.parts)]
@@ -64,6 +64,7 @@ class Machine(NamedTuple):
         (folder / "torch" / "__init__.py").write_text("raise RuntimeError('this torch is pretended')\n")
         (folder / "torch" / "version.py").write_text(f"__version__ = '{version}'\ndebug = False\n{build}\n")
         patch.syspath_prepend(folder)
+        patch.setenv("PYTHONPATH", str(folder))
 
     def _matrix(self) -> str:
         """What `nvidia-smi topo -p2p r` prints: a heading that is underlined, a row for every GPU and a legend."""

@@ -89,3 +89,4 @@ def test_missing_goldens_are_asked_for_on_both_devices(on_gpus: Command) -> None
 def test_pytest_runs_cases_on_both_devices(on_gpus: Command) -> None:
     done = on_gpus.pytest("cases/mixed.toml", "-q")
     assert done.returncode == 0 and "3 passed" in done.stdout, done.stdout + done.stderr
+    assert f"fp8-harness: {LINE}" in done.stdout.splitlines()

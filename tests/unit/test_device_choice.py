@@ -28,12 +28,13 @@ from harness.project import find_project
 from harness.report.run import devices_line
 from harness.request import Arithmetic
 from harness.run_options import PlanOptions, options_of
-from harness.running.identity import environment
+from harness.running.identity import environment, witness_key
 from harness.running.machine import TorchBuild, torch_build, unusable
 from harness.running.plan import Plan, plan_without_ranks
 from harness.running.selection import Query, select_cases
 from harness.studies.layouts import USUAL
 from harness.studies.layouts import cases_of as layouts_of
+from harness.studies.levels import without_obstacles
 from harness.studies.records import needed_references
 from harness.studies.target_check import CheckOptions, cases_there, parse_layout
 from harness.workflow import check_fits
@@ -346,6 +347,17 @@ def test_every_case_is_in_one_part_and_in_the_order_of_selection(pretend: Preten
         ("cpu", "exact", "shared"),
     }
     assert all(plan.capacity.nodes[0].device == plan.device for plan, _ in parts)
+    assert len({witness_key(plan) for plan, _ in parts}) == 3, "none is compared with a witness of another"
+    assert {plan.hardware[0] for plan, _ in parts} == {"nvidia-h100-80gb-hbm3", "cpu"}, "nor with its golden"
+
+
+def test_evidence_leaves_out_what_the_gpus_cannot_run(pretend: Pretend) -> None:
+    pretend("8 x H100")
+    cases = tier("pr")
+    able, left = without_obstacles(cases, planned(device="cuda", arithmetic="exact"))
+    assert left == {"MXFP8 needs compute capability 10.0": len(cases) - len(able)} and able
+    able, left = without_obstacles(cases, planned(device="cpu"))
+    assert (len(able), left) == (len(cases), {}), "a rehearsal"
 
 
 def test_the_environment_does_not_depend_on_the_cases(pretend: Pretend, tmp_path: Path) -> None:
