@@ -106,7 +106,7 @@ class CaseResult(msgspec.Struct, frozen=True, kw_only=True, tag_field="line", ta
     with_fix: WithFix | None = None  # None: no fault with a candidate fix is recorded for it, or it does not show
     quarantined: str = ""  # until when, by whom and why it fails no run; empty where it counts
     unreleased: str = ""  # the unreleased builds it ran with, "torch 2.16.0.dev20261120"; empty with releases
-    place: Place | None = None  # None without GPUs, and where a run of GPUs alone was asked for
+    place: Place | None = None  # None without GPUs, with --device cuda, and where the case did not run
     run: Run | None = None  # what ranks reported, until it is stored: no line has it
 
     @property

@@ -188,7 +188,7 @@ class CaseRunner:
             measured=judgement.measured,
             quarantined=self._plan.quarantined.get(name, ""),
             unreleased=unreleased_of(installed_versions(PACKAGES)),
-            place=self._plan.place(case),
+            place=self._plan.place(case) if attempts else None,
         )
 
 

@@ -70,12 +70,19 @@ class Against(msgspec.Struct, frozen=True):
         if (path / "bin" / "python").exists():  # what is in it may change: nothing is kept
             python = python_over(path, self.project.state / "environments")
             place = NamedEnvironment(name=f"base-{path.resolve().name}", python=python, folder=path)
-            return self._run(self.text, place, case_ids, self.plan.given, None)
+            return self._run(self.text, place, case_ids, self.given, None)
         return self._revision(target, case_ids)
 
     @property
+    def given(self) -> RunOptions:
+        """The options that the base is run with: on the device that was chosen here, whatever it would choose."""
+        if not self.plan.chosen:
+            return self.plan.given
+        return msgspec.structs.replace(self.plan.given, device=self.plan.device, arithmetic=self.plan.arithmetic)
+
+    @property
     def _given(self) -> tuple[str, ...]:
-        return (*self.plan.given.words, *(injection.content for injection in self.plan.injections))
+        return (*self.given.words, *(injection.content for injection in self.plan.injections))
 
     def _version(self, package: str, version: str, kept: Path, case_ids: Sequence[str]) -> Base:
         name = f"{package} {version}"
@@ -86,14 +93,14 @@ class Against(msgspec.Struct, frozen=True):
         except (NotInstalled, subprocess.TimeoutExpired) as error:
             what, fix = f"it cannot be installed: {error}.", f"see `pip index versions {package}`, or give a venv."
             raise HarnessError(what, where=f"--against {self.text}", fix=fix) from error
-        return self._run(name, place, case_ids, self.plan.given, kept)
+        return self._run(name, place, case_ids, self.given, kept)
 
     def _revision(self, target: str, case_ids: Sequence[str]) -> Base:
         """What is injected is a change of this side alone, like all that is not committed."""
         root = self.project.root
         revision = revision_of(self.text, target, root)
         name = revision.name if revision.commit.startswith(self.text) else f"{revision.name} ({self.text})"
-        given = msgspec.structs.replace(self.plan.given, inject=())
+        given = msgspec.structs.replace(self.given, inject=())
         kept = self._kept((revision.commit, str(root), *given.words), case_ids)
         if (results := _stored(kept)) is not None:
             return Base(name=name, results=results, kept=True)
@@ -107,8 +114,6 @@ class Against(msgspec.Struct, frozen=True):
     ) -> Base:
         self.note(f"base {name}: {counted(len(case_ids), 'case')}")
         root = () if self.plan.root_option is None or place.root is not None else ("--root", self.plan.root_option)
-        if self.plan.chosen:
-            given = msgspec.structs.replace(given, device=self.plan.device, arithmetic=self.plan.arithmetic)
         words = (*case_ids, *root, *given.words, *self.words, "--no-github")
         folder = self.project.state / "environments"
         folder.mkdir(parents=True, exist_ok=True)

@@ -52,6 +52,7 @@ def test_what_fails_on_a_gpu_stops_the_run_before_the_cpu_and_runs_again_there(o
     on_gpus.cases("mixed", RAISES, LARGE)
     done = on_gpus.call("run", "mixed", "-x")
     assert done.returncode == 1 and "not run: 1 case" in done.stdout, done.stdout
+    assert " on the CPU" not in done.stdout and RTX not in done.stdout, "what did not run was nowhere"
     (command,) = [line.strip() for line in done.stdout.splitlines() if line.strip().startswith("reproduce: ")]
     assert "--device" not in command
     again = on_gpus.call("run", "--lf")

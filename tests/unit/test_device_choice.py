@@ -32,6 +32,7 @@ from harness.running.identity import environment, witness_key
 from harness.running.machine import TorchBuild, torch_build, unusable
 from harness.running.plan import Plan, plan_without_ranks
 from harness.running.selection import Query, select_cases
+from harness.studies.against import Against
 from harness.studies.layouts import USUAL
 from harness.studies.layouts import cases_of as layouts_of
 from harness.studies.levels import without_obstacles
@@ -334,6 +335,8 @@ def test_a_study_is_on_one_device_and_its_commands_say_so(pretend: Pretend) -> N
     assert common(exact, kernel) == ("cuda", "exact", " --device cuda --arithmetic exact")
     assert common(exact, blocks) == ("cpu", "exact", " --device cpu")
     assert plan.on_cpu.device == "cpu" and plan.on_gpus.device == "cuda"
+    base = Against("v1", find_project(), plan.common([exact, blocks]), print)
+    assert base.given.words == ("--device", "cpu", "--arithmetic", "exact"), "another torch could choose otherwise"
 
 
 def test_every_case_is_in_one_part_and_in_the_order_of_selection(pretend: Pretend) -> None:
