@@ -118,10 +118,10 @@ def devices_line(results: Iterable[CaseResult]) -> str:
     if not on_cpu and not any(place.exact for place in on_gpus):
         return ""
     exact = Counter(place_words(place) for place in on_gpus if place.exact)
-    words = [
-        f"{count} on {where}{f', {exact[where]} of them with the exact matmul' if exact[where] else ''}"
-        for where, count in Counter(map(place_words, on_gpus)).items()
-    ]
+    words = []
+    for where, count in Counter(map(place_words, on_gpus)).items():
+        some = f"{exact[where]} of them " if exact[where] < count else ""
+        words.append(f"{count} on {where}{f', {some}with the exact matmul' if exact[where] else ''}")
     if on_cpu:
         reasons = Counter(place.why for place in on_cpu).most_common()
         why = ", ".join(f"{why} ({count})" for why, count in reasons) if len(reasons) > 1 else reasons[0][0]

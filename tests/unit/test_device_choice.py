@@ -85,14 +85,13 @@ KINDS = (
 SMOKE = {
     "none": "",
     "none, torch for CUDA": "",
-    "laptop": "1 on 1 x NVIDIA GeForce RTX 3050 Laptop GPU, 1 of them with the exact matmul; 7 on the CPU: "
+    "laptop": "1 on 1 x NVIDIA GeForce RTX 3050 Laptop GPU, with the exact matmul; 7 on the CPU: "
     "fewer GPUs than ranks (6), float8 matmuls need compute capability 8.9 (1)",
-    "1 x H100": f"1 on 1 x {H100}, 1 of them with the exact matmul; 7 on the CPU: fewer GPUs than ranks",
+    "1 x H100": f"1 on 1 x {H100}, with the exact matmul; 7 on the CPU: fewer GPUs than ranks",
     "8 x H100": f"8 on 8 x {H100}, 6 of them with the exact matmul",
-    "2 x 4090": "5 on 2 x NVIDIA GeForce RTX 4090, 5 of them with the exact matmul; "
-    "3 on the CPU: fewer GPUs than ranks",
+    "2 x 4090": "5 on 2 x NVIDIA GeForce RTX 4090, with the exact matmul; 3 on the CPU: fewer GPUs than ranks",
     "8 x B200": f"8 on 8 x {B200}, 6 of them with the exact matmul",
-    "MIG": f"1 on 1 x {H100} MIG 3g.40gb, 1 of them with the exact matmul; 7 on the CPU: fewer GPUs than ranks",
+    "MIG": f"1 on 1 x {H100} MIG 3g.40gb, with the exact matmul; 7 on the CPU: fewer GPUs than ranks",
     "ROCm": f"8 on the CPU: {AMD}",
     "old driver": f"8 on the CPU: {OLD}cannot be used",
     "torch without CUDA": f"8 on the CPU: {NO_CUDA}",
