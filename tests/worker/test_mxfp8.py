@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import sys
+from types import ModuleType
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from hypothesis import strategies as st
 from harness.matrix.recipes import BLOCK
 from harness.worker.probes.cast_numbers import SMALLEST_BLOCK, Cast, CastNumbers, measure_cast
 from harness.worker.virtual import device, mxfp8
+from harness.worker.virtual.pretended_gpu import pretended_gpu
 from harness.worker.virtual.scaled_mm import block_product, unswizzled
 
 E4M3, E8M0 = torch.float8_e4m3fn, torch.float8_e8m0fnu
@@ -23,6 +26,15 @@ EXTREMES = (0.0, -0.0, 2.0**-133, -(2.0**-127), 2.0**-119, 1.75 * 2.0**-119, 2.0
 def _installed() -> None:
     mxfp8.install()
     device.install()
+
+
+def test_what_torch_first_imports_meanwhile_does_not_pretend_later(monkeypatch: pytest.MonkeyPatch):
+    late = ModuleType("torch.late")
+    with pretended_gpu({}):
+        monkeypatch.setitem(sys.modules, late.__name__, late)
+        late.has_triton = torch.utils._triton.has_triton
+        assert late.has_triton()
+    assert not late.has_triton()
 
 
 @st.composite

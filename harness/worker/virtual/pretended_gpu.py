@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import inspect
+import pkgutil
 import sys
 import types
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -24,30 +24,34 @@ def pretended_gpu(bodies: Mapping[str, Body], *, available: Collection[str] = ()
     `available`: modules that only tell whether other compilers are installed; all of them seem to be. Raises
     RuntimeError at the end where a body has no kernel.
     """
-    yes = functools.partial(mock.patch, new=lambda *_: True)
     unused = dict(bodies)
-    with (
-        yes("torch.cuda.is_available"),
-        mock.patch("torch.cuda.get_device_capability", lambda *_: (10, 0)),
-        yes("torch.utils._triton.has_triton"),
-        yes("torchao.utils.is_sm_at_least_100"),
-        yes("torchao.utils.is_cuda_version_at_least"),
-        mock.patch("torch.library.triton_op", _operator),
-        mock.patch("torch.library.wrap_triton", lambda kernel: kernel),
-    ):
-        stand_in = _triton(unused) | {name: _Available(name) for name in available}
-        before = {name: sys.modules.get(name) for name in stand_in}
+    stock = {name: pkgutil.resolve_name(name) for name in _PRETENDED}
+    stand_in = _triton(unused) | {name: _Available(name) for name in available}
+    before = dict(sys.modules)
+    with contextlib.ExitStack() as pretending:
+        for name, value in _PRETENDED.items():
+            pretending.enter_context(mock.patch(name, value))
         sys.modules.update(stand_in)
         try:
             yield
         finally:
-            for name, module in before.items():
-                if module is None:
-                    del sys.modules[name]
+            for name in stand_in:
+                if name in before:
+                    sys.modules[name] = before[name]
                 else:
-                    sys.modules[name] = module
+                    del sys.modules[name]
+    _restore(sys.modules.keys() - before.keys(), stock)
     for name in unused:
         raise RuntimeError(f"torchao has no kernel {name}: the virtual device knows those of torchao 0.18.")
+
+
+def _restore(imported: Collection[str], stock: Mapping[str, object]) -> None:
+    """Take back what modules of torch have bound that were first imported meanwhile. Those of torchao need it."""
+    for module in (sys.modules[name] for name in imported if name.startswith("torch.")):
+        for name, value in stock.items():
+            word = name.rpartition(".")[2]
+            if vars(module).get(word) is _PRETENDED[name]:
+                setattr(module, word, value)
 
 
 class _Available(types.ModuleType):
@@ -108,3 +112,18 @@ class _Kernel:
         if self._body is None:
             raise NotImplementedError(f"the virtual device has no body for the kernel {self._name} of torchao")
         self._body(**self._signature.bind_partial(*args, **named).arguments)
+
+
+def _yes(*_: object) -> bool:
+    return True
+
+
+_PRETENDED: Mapping[str, object] = {
+    "torch.cuda.is_available": _yes,
+    "torch.cuda.get_device_capability": lambda *_: (10, 0),
+    "torch.utils._triton.has_triton": _yes,
+    "torchao.utils.is_sm_at_least_100": _yes,
+    "torchao.utils.is_cuda_version_at_least": _yes,
+    "torch.library.triton_op": _operator,
+    "torch.library.wrap_triton": lambda kernel: kernel,
+}
