@@ -15,6 +15,7 @@ from torch.distributed import ReduceOp
 
 from harness.engine.program import RankContext
 from harness.request import Fabric
+from harness.worker.dispatch_hooks.hook import unobserved
 from harness.worker.process_group import join
 from harness.worker.virtual import device
 from tests.worker import fabricwitness
@@ -125,12 +126,22 @@ def _reductions() -> dict[str, bool]:
     dist.all_reduce(halves)
     rounded_once = sum(torch.full((8,), 1.0 + 2**-8 * other).bfloat16().float() for other in range(world))
     results["bfloat16 sums are rounded once"] = same(halves, rounded_once.bfloat16())
+    results["float8 is not reduced"] = _is_refused(lambda: dist.all_reduce(values(rank, torch.float8_e4m3fn)))
     lists = [torch.empty(4) for _ in range(world)]
     dist.all_to_all(lists, [torch.full((4,), 10.0 * rank + other) for other in range(world)])
     results["all_to_all"] = all(same(got, torch.full((4,), 10.0 * other + rank)) for other, got in enumerate(lists))
     dist.barrier()
     results["PREMUL_SUM leaves its input alone"] = same(kept, mine)
     return results
+
+
+def _is_refused(call: Callable[[], object]) -> bool:
+    try:
+        with unobserved():  # hooks are told of a call before it is refused
+            call()
+    except TypeError as error:
+        return "cannot be reduced" in str(error)
+    return False
 
 
 def _mismatch() -> None:

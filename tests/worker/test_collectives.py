@@ -43,5 +43,5 @@ def test_every_collective_is_right_for_every_dtype(engine: ZygoteEngine, tmp_pat
     assert outcome.status == "ok", f"{outcome.message}\n{outcome.ranks[0].traceback}"
     reports = [json.loads(rank.payload or b"") for rank in outcome.ranks]
     assert len(reports) == 4
-    assert len(reports[0]) == 4 * 7 + 12 + 2 * (fabric == "shared")
+    assert len(reports[0]) == 4 * 7 + 13 + 2 * (fabric == "shared")
     assert {name for report in reports for name, right in report.items() if not right} == not_so

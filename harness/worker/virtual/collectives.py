@@ -116,7 +116,7 @@ def _take(output: Tensor, payload: Tensor, fabric: Group | Loopback, source: int
     write(into, payload)
 
 
-def _reduction(op: Any, tensors: Sequence[Tensor]) -> Callable[[Sequence[Tensor]], Tensor]:
+def reduction(op: Any, tensors: Sequence[Tensor]) -> Callable[[Sequence[Tensor]], Tensor]:
     """What reduces the parts of all ranks in rank order, to a new tensor of their dtype.
 
     Raises for what cannot be reduced so before anything is sent: what NCCL refuses, and float8, whose sum would depend
@@ -156,14 +156,14 @@ _COMBINE: dict[Any, Callable[[Tensor, Tensor], object]] = {
 
 
 def _allreduce_(tensors: list[Tensor], group: Boxed, op: Boxed, *_: Any) -> tuple[list[Tensor], Boxed]:
-    fabric, reduce = _group(group), _reduction(op.op(), tensors)
+    fabric, reduce = _group(group), reduction(op.op(), tensors)
     for tensor in map(real, tensors):
         write(tensor, reduce(_exchange(fabric, "all_reduce", tensor)))
     return tensors, _done(tensors)
 
 
 def _reduce_(tensors: list[Tensor], group: Boxed, op: Boxed, root_rank: int, *_: Any) -> Boxed:
-    fabric, reduce = _group(group), _reduction(op.op(), tensors)
+    fabric, reduce = _group(group), reduction(op.op(), tensors)
     _require_root(fabric, root_rank)
     for tensor in map(real, tensors):
         parts = _exchange(fabric, "reduce", tensor)
@@ -178,7 +178,7 @@ def _require_root(fabric: Group | Loopback, root_rank: int) -> None:
 
 
 def _reduce_scatter_base_(output: Tensor, tensor: Tensor, group: Boxed, op: Boxed, *_: Any) -> tuple[Tensor, Boxed]:
-    fabric, reduce = _group(group), _reduction(op.op(), [tensor])
+    fabric, reduce = _group(group), reduction(op.op(), [tensor])
     require_times(tensor, output, fabric.size)
     mine = slice(fabric.rank * output.numel(), (fabric.rank + 1) * output.numel())
     parts = _exchange(fabric, "reduce_scatter", tensor)
@@ -198,7 +198,7 @@ def _reduce_scatter_(
     outputs: list[Tensor], rows: list[list[Tensor]], group: Boxed, op: Boxed, *_: Any
 ) -> tuple[list[Tensor], Boxed]:
     """NCCL copies equal parts to memory of its own, so that they need not be contiguous."""
-    fabric, reduce = _group(group), _reduction(op.op(), [tensor for row in rows for tensor in row])
+    fabric, reduce = _group(group), reduction(op.op(), [tensor for row in rows for tensor in row])
     for output, row in zip(outputs, rows, strict=True):
         even = all(tensor.shape == row[0].shape for tensor in row)
         require_count(row, fabric.size, like=output if even else None)

@@ -26,7 +26,7 @@ from torch.distributed import (
 )
 
 from harness.worker.probes.probe import mark_owned
-from harness.worker.virtual.collectives import Boxed
+from harness.worker.virtual.collectives import Boxed, reduction
 from harness.worker.virtual.memory import FLOAT8, Tensor
 
 _CPU = torch.device("cpu")
@@ -36,7 +36,9 @@ def _gloo(group: Boxed) -> Any:  # torch annotates no collective of its Backend
     return dist.ProcessGroup.unbox(group)._get_backend(_CPU)
 
 
-def _reduce_op(boxed: Boxed) -> ReduceOp:
+def _reduce_op(boxed: Boxed, tensors: Sequence[Tensor]) -> ReduceOp:
+    """Raises for what the shared fabric refuses to reduce: of float8, gloo would add up the bytes."""
+    reduction(boxed.op(), tensors)
     return ReduceOp(ReduceOp.RedOpType(boxed.op()))
 
 
@@ -77,13 +79,13 @@ def _allgather_(
 
 def _allreduce_(tensors: list[Tensor], group: Boxed, op: Boxed, *_: Any) -> tuple[list[Tensor], Boxed]:
     options = AllreduceOptions()
-    options.reduceOp = _reduce_op(op)
+    options.reduceOp = _reduce_op(op, tensors)
     return tensors, Work.boxed(_gloo(group).allreduce(_alias_all(tensors), options))
 
 
 def _reduce_scatter_base_(output: Tensor, tensor: Tensor, group: Boxed, op: Boxed, *_: Any) -> tuple[Tensor, Boxed]:
     options = ReduceScatterOptions()
-    options.reduceOp = _reduce_op(op)
+    options.reduceOp = _reduce_op(op, [tensor])
     return output, Work.boxed(_gloo(group)._reduce_scatter_base(_alias(output), _alias(tensor), options))
 
 
