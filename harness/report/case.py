@@ -39,7 +39,7 @@ def headline(result: CaseResult) -> str:
     if result.findings:
         more = f" (+{len(result.findings) - 1} more)" if len(result.findings) > 1 else ""
         known = f"{result.expectation}: " if result.verdict is Verdict.KNOWN and result.expectation else ""
-        excused = f"{result.quarantined.partition(':')[0]}: " if result.quarantined else ""
+        excused = f"{result.quarantined.partition(':')[0]}: " if result.quarantined and result.excused else ""
         line = result.findings[0].first_line
         if result.verdict is Verdict.CHANGED:  # the summary has the rest, once for each formula
             formulas = dict.fromkeys(finding.formula for finding in result.findings)

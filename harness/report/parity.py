@@ -22,7 +22,7 @@ _MEANS = {
 _CHANGED = {
     "rounding": "other bits than the base, and both as close to the same one rank as rounding explains",
     "moved": "right on both sides, but one rank trains otherwise too: the model, its data or a package changed",
-    "now differs": "from a formula that nobody verified with this build; the base does not, or otherwise",
+    "now differs": "it differs from a formula that nobody verified with this build, and the base does not in this way",
     "wrong in both": "not new, and wrong all the same",
     "new": "the base has no such target",
     "not compared": "one side was not judged",

@@ -73,8 +73,8 @@ def differing_formulas(run: RunResult) -> Section:
         name, first = next(iter(findings.items()))
         lines.append(f"{formula} in {counted(len(findings), 'case')}, first in {name}: {first.first_line}")
     unreleased = next((result.unreleased for result in changed if result.unreleased), "")
-    counts = f"{unreleased} is no release: the exit code does not count this. " if unreleased else ""
-    lines.append(f"{counts}`compare` and `parity --against` tell what is new since another build")
+    counts = f"{unreleased} is not a release: this does not change the exit code. " if unreleased else ""
+    lines.append(f"{counts}`compare` and `parity --against` show what is new since another build")
     title = "formulas that nobody verified with these versions disagree"
     return Section(title=title, blocks=(Items(tuple(lines)),) if changed else ())
 

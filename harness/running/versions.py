@@ -89,11 +89,12 @@ class Versions(msgspec.Struct, frozen=True):
         return NamedEnvironment(name=name, python=home / "bin" / "python", folder=home)
 
     def _home(self, version: str) -> Path:
-        """The folder of the environment: a kept one in which any build of this version is, else one of its own."""
+        """The folder of the environment: one of its own, unless a kept one has a build of this version."""
         own = self.folder / f"{canonicalize_name(self.package)}-{version}"
-        kept = sorted(self.folder.glob(f"{own.name.partition('+')[0]}*/.ready"))
-        builds = [ready.parent for ready in kept if self._has(ready.parent, version)]
-        return own if own in builds or not builds else builds[0]
+        name = own.name.partition("+")[0]
+        others = (self.folder / name, *sorted(self.folder.glob(f"{name}+*")))
+        kept = (home for home in others if (home / ".ready").exists() and not (own / ".ready").exists())
+        return next((home for home in kept if self._has(home, version)), own)
 
     def _has(self, home: Path, version: str) -> bool:
         return is_release(installed_in(home / "bin" / "python", self.package), version)

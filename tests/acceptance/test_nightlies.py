@@ -63,7 +63,7 @@ def test_what_came_overnight_is_no_go_and_stays_told(nights: Command) -> None:
 def test_alone_a_nightly_says_it_once_and_a_fault_fails(nights: Command) -> None:
     differs = run_with(nights, "20261126", "run", CASE)
     assert differs.returncode == 0, differs.stderr
-    assert "  traffic in 1 case, first in" in differs.stdout and "is no release" in differs.stdout
+    assert "  traffic in 1 case, first in" in differs.stdout and "is not a release" in differs.stdout
     faulty = run_with(nights, "20261128", "run", CASE)
     assert faulty.returncode == 1 and "it is the right scale times 2**-1" in faulty.stdout
 

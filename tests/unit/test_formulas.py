@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from msgspec.structs import replace
 
+from harness import pytest_plugin
 from harness.checks.judge import Judgement
 from harness.checks.recorded import with_doubts
 from harness.evidence.formulas import (
@@ -110,7 +112,7 @@ def test_with_a_nightly_a_difference_is_said_once_and_fails_no_run() -> None:
     assert text.count("28 of traffic") == text.count("28 of casts") == 1
     assert f"  traffic in 2 cases, first in b: {NIGHT} differs: 28 of traffic\n" in text
     assert f"  casts in 1 case, first in c: {NIGHT} differs: 28 of casts\n" in text
-    assert f"{NIGHT} is no release: the exit code does not count this." in text
+    assert f"{NIGHT} is not a release: this does not change the exit code." in text
     markdown = run_markdown(night)
     assert markdown.startswith("## fp8-harness: good\n") and markdown.count("28 of traffic") == 1
     assert annotation_lines(night) == ""
@@ -121,8 +123,21 @@ def test_with_a_release_it_keeps_its_exit_code() -> None:
     release = run(make_result("a"), differing("b", TRAFFIC, unreleased=""))
     assert release.exit_code is ExitCode.CHANGED
     text = text_of(run_sections(release, rerun=""))
-    assert text.count("28 of traffic") == 1 and "no release" not in text
+    assert text.count("28 of traffic") == 1 and "not a release" not in text
     assert b'failures="1"' in junit_report(release)
+
+
+def test_pytest_fails_for_a_release_and_not_for_a_nightly() -> None:
+    def tested(result: CaseResult) -> None:
+        session = SimpleNamespace(stash={pytest_plugin._RUN: lambda case: result})
+        item = SimpleNamespace(session=session, case=None, user_properties=[])
+        pytest_plugin.CaseItem.runtest(item)  # type: ignore[arg-type]
+
+    with pytest.raises(pytest.xfail.Exception, match="differs from what the formula says of traffic"):
+        tested(differing("b", TRAFFIC))
+    for failing in (differing("b", TRAFFIC, unreleased=""), make_result("a", Verdict.INVARIANT, unreleased=NIGHT)):
+        with pytest.raises(pytest_plugin.CaseFailed):
+            tested(failing)
 
 
 @pytest.mark.parametrize("verdict", [Verdict.INVARIANT, Verdict.NUMERIC, Verdict.CRASH, Verdict.UNEXPECTED_PASS])
