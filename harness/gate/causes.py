@@ -234,5 +234,7 @@ def _bisection(pair: Pair, sides: Sides, words: Sequence[str]) -> str:
     if len(differ) != 1 or failed == fails or Verdict.INFRA in verdicts:
         return ""
     old, new = (packages[differ[0]].partition("+")[0] for packages in (before, after))
+    if old == new:  # two builds of one version have no other between them
+        return ""
     good, bad = (old, new) if fails else (new, old)
     return bisect_versions(pair.id, differ[0], good=good, bad=bad, words=words)

@@ -127,6 +127,14 @@ def test_a_fault_that_came_overnight_is_the_one_on_record_that_shows() -> None:
     assert between_nights(result(GRAPH), moved_alone, ROUNDS).name != "rounds"  # nothing shows it
 
 
+def test_between_two_builds_of_one_version_there_is_nothing_to_bisect() -> None:
+    sides = (
+        make_results(case, environment=replace(HERE, packages={"torch": f"2.15.0+{build}"}))
+        for case, build in ((result(EXACT), "cpu"), (failed(Verdict.NUMERIC, FAILED), "cu132"))
+    )
+    assert "bisect" not in only(gate(*sides, TERMS)).command
+
+
 def test_traffic_without_a_formula_that_says_so_is_unexplained() -> None:
     group = moved(EXACT, wire=OTHER_WIRE)
     assert (group.origin, group.name, group.side) == (Origin.UNEXPLAINED, Kind.WIRE.value, "")
