@@ -41,7 +41,7 @@ _ASKED_AS = {
     **dict.fromkeys(("dp", "ranks", "ranks_per_node", "nodes", "fsdp", "zero"), REST),
     **dict.fromkeys(("local_batch", "local_tokens"), "global_batch"),
     **dict.fromkeys(("float8", "mxfp8", "converters"), "recipe"),
-    **dict.fromkeys(("compile_components",), "compile"),
+    "compile_components": "compile",
     "ac_option": "checkpointing",
 }
 # Facts of which a contradiction changes no case.
@@ -92,12 +92,12 @@ class Draft:
 
     # What facts are known
 
-    def fact(self, fact: str, axis: str = "") -> Statement | None:
-        """The statement about a fact; None without one. A contradiction becomes a question about the axis."""
+    def fact(self, fact: str) -> Statement | None:
+        """The statement about a fact; None without one. A contradiction becomes a question about its axis."""
         contradiction = self._contradictions.get(fact, ())
         if contradiction:
             words = " or ".join(f"{shown(statement.value)} ({statement.words})" for statement in contradiction)
-            self.missing[axis or _ASKED_AS.get(fact, fact)] = f"which is it: {words}?"
+            self.missing[_ASKED_AS.get(fact, fact)] = f"which is it: {words}?"
         return self._facts.get(fact)
 
     def says(self, fact: str) -> bool:
@@ -159,12 +159,8 @@ class Draft:
             self.ask("cp", _PLACEHOLDER, "how many ranks share a sequence?")
         self._shards()
         for axis in ("sequence_parallel", "loss_parallel", "async_tp", "reshard_after_forward"):
-            if (
-                not self.take(axis)
-                and self.count("tp") > 1
-                and not self.says("tp_used")
-                and (default := self.default(axis))
-            ):
+            own_plan = self.says("tp_used")  # whose styles say it, or code that is not there
+            if not self.take(axis) and self.count("tp") > 1 and not own_plan and (default := self.default(axis)):
                 self.put(axis, default[0], self.assumed, default[1])
 
     def _shards(self) -> None:
@@ -396,6 +392,9 @@ class Draft:
         if dim % heads or dim // heads % 2 or heads % tp:
             fitting = [count for count in range(tp, dim // 2 + 1, tp) if dim % count == 0 and dim // count % 2 == 0]
             if fitting:
+                if "heads" in self.stated:
+                    question = f"{heads} heads do not fit {dim} features and {tp} TP ranks: how many were run?"
+                    self.missing["heads"] = f"{question} {fitting[0]} until you say"
                 for axis in ("heads", "kv_heads"):
                     self.put(axis, fitting[0], self.assumed, f"{fitting[0]} heads of {dim // fitting[0]} features")
             elif "dim" in self.axes:

@@ -127,7 +127,7 @@ def read_job(report: Report, options: ImportOptions) -> Job:
     fit(draft, first_bad_step=seen.first_bad_step, full_size=options.full_size)
     draft.axes |= {name: value for name, value in options.axes.items() if name in AXES}
     case = draft.case()
-    missing = {**draft.missing, **_questions(reading, account)}
+    missing = {**({} if reading.configurations else draft.missing), **_questions(reading, account)}
     silent = _OF_PROSE if not (account.used or account.not_understood) else {}
     return Job(
         case=case,
@@ -166,10 +166,10 @@ def _with_given(statements: list[Statement], options: ImportOptions) -> tuple[St
 def _questions(reading: Reading, account: Account) -> dict[str, str]:
     """What must be answered although the draft has a value for every axis."""
     questions: dict[str, str] = {}
+    if reading.configurations:
+        return {"configuration": f"which one was run? Keep it: {', '.join(reading.configurations)}"}
     if reading.differ:
         questions["command"] = f"which command fails? They differ in {', '.join(reading.differ)}"
-    if reading.configurations:
-        questions["configuration"] = f"which one was run? Keep it: {', '.join(reading.configurations)}"
     if not (account.used or account.not_understood):
         questions |= _OF_PROSE
     for line in account.not_understood:

@@ -58,7 +58,7 @@ PUBLIC = {
     ),
     "accelerate_nd.yaml": Read("hsdp2x2-tp2-nosp-tensorwise-ag.fp8-pad-ac.full-graph-v2048-b16", "", (13, 14, 0)),
     "automodel_fp8.yaml": Read(
-        "fsdp2-tensorwise-ag.fp8pre-graph-kvheads.4-v2048-gb2-b16", "dp_shard accumulation", (18, 14, 0)
+        "fsdp2-tensorwise-ag.fp8pre-graph-kvheads.4-v2048-gb2-param.b16-b16", "dp_shard accumulation", (18, 14, 0)
     ),
     "axolotl_experts.yaml": Read("fsdp2-ep2-bf16-ac.full-moe8-v2048-gb2-b16", "experts optimizer", (10, 6, 1)),
     "axolotl_fp8.yaml": Read("fsdp2-tensorwise-ag.fp8-ac.full-graph-v2048-gb4-b16", "dp_shard", (11, 20, 0)),
@@ -81,7 +81,7 @@ PUBLIC = {
         "fsdp2-atp4-tensorwise-ac.full-graph-kvheads.4-v2048-gb4-b16", "dp_shard recipe", (11, 19, 0)
     ),
     "torchtune_70b.yaml": Read(
-        "fsdp2-tp4-tensorwise-tpstyle.fp8-ac.full-graph-kvheads.4-v2048-gb4-b16", "", (12, 13, 0)
+        "fsdp2-tp4-tensorwise-tpstyle.fp8-ac.full-graph-kvheads.4-v2048-gb4-param.b16-b16", "", (12, 13, 0)
     ),
 }
 ALL = {

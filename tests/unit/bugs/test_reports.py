@@ -163,7 +163,7 @@ def test_what_only_some_commands_say_is_a_question() -> None:
 def test_one_of_several_configurations_is_asked_for() -> None:
     one = "def {}() -> Trainer.Config:\n    return Trainer.Config(parallelism=ParallelismConfig({}={}))\n"
     text = one.format("small", "tensor_parallel_degree", 2) + one.format("large", "tensor_parallel_degree", 8)
-    assert imported(text, "registry.py").bug.missing["configuration"] == "which one was run? Keep it: small, large"
+    assert imported(text, "registry.py").bug.missing == {"configuration": "which one was run? Keep it: small, large"}
 
 
 CASTS = """
