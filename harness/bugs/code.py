@@ -114,8 +114,8 @@ class _Reader:
         prefixes = dict.fromkeys(filter(None, (self._known_by.get(node, ""), _section(name))))
         for word in node.keywords:
             if word.arg is not None:
-                names = tuple(f"{prefix}.{word.arg}" for prefix in prefixes) or (word.arg,)
-                yield from self._one(names, word.value, counted=counted)
+                keys = tuple(f"{prefix}.{word.arg}" for prefix in prefixes) or (word.arg,)
+                yield from self._one(keys, word.value, counted=counted)
 
     def _linear(self, node: ast.Call, words: str) -> Iterator[Setting]:
         """The features of the first linear, of which a bare stack consists."""
