@@ -74,7 +74,7 @@ def test_what_a_file_brings_is_inert_in_what_commands_print(capfd: pytest.Captur
     Path(f"{TEXT.replace('/', '')}.json").write_bytes(b"{}")
     for words in (
         ["show", evil], ["show", evil, A], ["show", evil, TEXT], ["compare", good, evil], ["runs", "import", evil],
-        ["runs", "import", evil], ["runs", "list"], ["history"], ["history", TEXT],
+        ["runs", "import", evil], ["runs", "list"], ["runs", "history"], ["runs", "history", TEXT],
         ["runs", "merge", "out.json", good, evil],
         ["runs", "merge", "out.json", good, evil, "--mixed"], ["show", f"{TEXT}.json"], ["runs", "remove", TEXT],
     ):  # fmt: skip
@@ -96,7 +96,7 @@ def test_every_reader_names_a_damaged_line(capfd: pytest.CaptureFixture[str]) ->
         ["show"],
         ["compare", "last", "last"],
         ["runs", "list"],
-        ["history"],
+        ["runs", "history"],
         ["runs", "merge", "o.json", "last"],
     ):
         main(words)

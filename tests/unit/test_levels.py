@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from msgspec.structs import replace
 
 from harness.cli.dev_evidence import possible_levels
+from harness.engine.hardware import Capacity, NodeCapacity
 from harness.engine.leases import Leases
 from harness.environment import Environment
 from harness.errors import HarnessError
@@ -30,6 +30,7 @@ from harness.matrix.faults import all_faults
 from harness.project import Project
 from harness.report.evidence import level_line, level_section
 from harness.report.sections import markdown
+from harness.running.plan import Plan
 from harness.running.selection import Query
 from harness.studies.levels import chosen_cases, default_faults, doubts, items_of, memory_words, obstacle
 from harness.studies.mutation import MutationMatrix
@@ -55,7 +56,7 @@ OLD = facts(device(0, capability=(8, 0), name="A100"), device(1, capability=(8, 
 
 @pytest.mark.parametrize("words", [(), ("smoke",)])
 def test_a_project_without_tiers_is_proven_by_those_of_the_package(project: Project, words: tuple[str, ...]) -> None:
-    plan: Any = SimpleNamespace(device="cpu", capacity=SimpleNamespace(largest=2))
+    plan = Plan(capacity=Capacity(nodes=(NodeCapacity(host="here", slots=2, device="cpu", device_name="cpu"),)))
     cases, left_out = chosen_cases("proof", project, Query(sources=words), plan)
     assert cases and all(case.train.dtype == "float64" and case.world_size <= 2 for case in cases)
     assert left_out and "need more than 2 devices" in left_out[0]
