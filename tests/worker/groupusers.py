@@ -59,7 +59,7 @@ FUNCTIONAL: dict[str, Function] = {
         _all_to_all_rows,
         lambda t: funcol.all_to_all_single_autograd(t, *_uneven(), GROUP.WORLD),
     ),
-    "permute_tensor": (ONE, lambda t: funcol.permute_tensor(t, [*range(1, WORLD()), 0], GROUP.WORLD)),
+    "permute_tensor": (ONE, lambda t: funcol.permute_tensor(t.flatten(), [*range(1, WORLD()), 0], GROUP.WORLD)),
     "all_reduce_coalesced": (ONE, lambda t: funcol.all_reduce_coalesced([t, t[:1]], "sum", GROUP.WORLD)),
     "all_gather_into_tensor_coalesced": (
         ONE,

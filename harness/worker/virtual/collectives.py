@@ -74,9 +74,8 @@ def _exchange(group: Group | Loopback, kind: str, tensor: Tensor) -> list[Tensor
 def _allgather_base_(output: Tensor, tensor: Tensor, group: Boxed, *_: Any) -> tuple[Tensor, Boxed]:
     fabric = _group(group)
     require_times(output, tensor, fabric.size)
-    into = read(output).view(fabric.size, -1)
-    for row, part in zip(into, fabric.exchange("all_gather", read(tensor)), strict=True):
-        write(row, part)
+    into = read(output)
+    write(into, torch.cat(fabric.exchange("all_gather", read(tensor))))
     return output, _done([output])
 
 
