@@ -18,8 +18,6 @@ from harness.durable import take_lock
 from harness.engine.hardware import NodeCapacity
 from harness.engine.leases import Leases
 from harness.engine.messages import Message, Share, ShareEvent, ShareOutcome
-from harness.errors import HarnessError
-from harness.plural import binary_bytes
 
 ALONE = "alone"  # option whose value is the id of a job: only that job uses ranks preloaded with it
 
@@ -76,7 +74,6 @@ class LocalNode:
     """This machine. `make` starts a runner of the rank program with these options, one for each distinct value.
 
     `leases` have as many slots as `capacity`. `logs`: keep the folders of jobs here; None uses a temporary folder.
-    Raises HarnessError where ranks would not have the space to exchange anything.
     """
 
     def __init__(
@@ -92,11 +89,9 @@ class LocalNode:
         self._make = make
         self._leases = leases
         self._keeps = logs is not None
-        if logs is not None:
-            logs.mkdir(parents=True, exist_ok=True)
-        _check_space(logs or Path(tempfile.gettempdir()))
         self._scratch = Scratch()
         self._folder = logs or self._scratch.path
+        self._folder.mkdir(parents=True, exist_ok=True)
         self._lock = threading.Lock()
         self._runners: dict[tuple[tuple[str, str], ...], Runner] = {}
         self._held: dict[str, ExitStack] = {}
@@ -156,22 +151,6 @@ class LocalNode:
     def _all_runners(self) -> tuple[Runner, ...]:
         with self._lock:
             return tuple(self._runners.values())
-
-
-# Tier smoke with `-j 2` needs 40 MB, a case of 8 ranks of a tiny model 8 MB.
-_MIN_FREE_BYTES = 64 << 20
-
-
-def _check_space(folder: Path) -> None:
-    """Ranks share memory by files in the folders of jobs; on a full disk the kernel ends them with SIGBUS."""
-    free = shutil.disk_usage(folder).free
-    if free < _MIN_FREE_BYTES:
-        raise HarnessError(
-            f"only {binary_bytes(free)} are free, and ranks share memory by files there, which take up to "
-            f"{binary_bytes(_MIN_FREE_BYTES)}.",
-            where=str(folder),
-            fix="set TMPDIR to a folder with more space.",
-        )
 
 
 _PREFIX = "fp8-harness-jobs-"

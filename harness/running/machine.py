@@ -8,8 +8,11 @@ from __future__ import annotations
 import importlib.util
 import platform
 import re
+import shutil
 import subprocess
+import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
@@ -21,6 +24,7 @@ from harness.errors import HarnessError
 from harness.hints import INSTALL_FOR_CPU, START_CONTAINER
 from harness.internals import State
 from harness.matrix.gpu_needs import Capability
+from harness.plural import binary_bytes
 from harness.running.environments import last_line
 from harness.sources import package_paths
 
@@ -88,7 +92,7 @@ def not_nvidia(build: TorchBuild) -> str:
 
 
 def check_ranks(*, packages: bool = True) -> None:
-    """Raises HarnessError where ranks cannot run: the system is another one, or a package that they import is missing.
+    """Raises HarnessError where ranks cannot run: on another system, without disk space, or without what they import.
 
     Every command that starts ranks comes through here. `packages`: False for a rank program of the user's own.
     """
@@ -102,8 +106,25 @@ def check_ranks(*, packages: bool = True) -> None:
             f"ranks need Linux 5.3 or later, and this one ({platform.release()}) refuses a system call: {refusal}.",
             fix="use a newer kernel, or a sandbox or emulator that allows pidfd_open and prctl.",
         )
+    _check_space(Path(tempfile.gettempdir()))
     if packages:
         _check_packages()
+
+
+# Tier smoke with `-j 2` needs 40 MB, a case of 8 ranks of a tiny model 8 MB.
+_MIN_FREE_BYTES = 64 << 20
+
+
+def _check_space(folder: Path) -> None:
+    """Ranks share memory by files in the folders of jobs; on a full disk the kernel ends them with SIGBUS."""
+    free = shutil.disk_usage(folder).free
+    if free < _MIN_FREE_BYTES:
+        raise HarnessError(
+            f"only {binary_bytes(free)} are free, and ranks share memory by files there: a run needs at least "
+            f"{binary_bytes(_MIN_FREE_BYTES)}.",
+            where=str(folder),
+            fix="set TMPDIR to a folder with more space.",
+        )
 
 
 def _check_packages() -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
@@ -17,6 +19,7 @@ from harness.engine.linux import cpu_quota
 from harness.errors import HarnessError
 from harness.evidence.golden import hardware_classes
 from harness.run_options import PlanOptions
+from harness.running.machine import check_ranks
 from harness.running.plan import Plan, plan_without_ranks
 from tests.nvidia import put_nvidia_smi
 
@@ -234,3 +237,13 @@ def test_the_quota_of_a_container_counts(groups: str, files: Mapping[str, str], 
         (tmp_path / name).write_text(text)
     (tmp_path / "groups").write_text(groups)
     assert cpu_quota(tmp_path, tmp_path / "groups") == cpus
+
+
+def test_a_folder_without_space_is_named_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank that finds no space in a file that it shares would be killed by SIGBUS."""
+    monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=3 << 20))
+    with pytest.raises(HarnessError, match=r"only 3 MiB are free.*TMPDIR") as error:
+        check_ranks(packages=False)
+    assert error.value.where == tempfile.gettempdir()
+    monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=64 << 20))
+    check_ranks(packages=False)

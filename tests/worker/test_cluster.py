@@ -10,7 +10,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -298,13 +297,3 @@ def test_a_store_that_does_not_start_is_infra(monkeypatch: pytest.MonkeyPatch, t
         outcome = mine.run(job({}))
     assert (outcome.status, "no such port" in outcome.message) == ("infra", True)
     assert time.monotonic() - began_s < 10
-
-
-def test_a_folder_without_space_is_named_before_a_rank_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A rank that finds no space in a file that it shares would be killed by SIGBUS."""
-    monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=3 << 20))
-    with pytest.raises(HarnessError, match=r"only 3 MiB are free.*TMPDIR") as error:
-        local_node("full", 1, tmp_path)
-    assert tempfile.gettempdir() in error.value.text
-    monkeypatch.undo()
-    local_node("roomy", 1, tmp_path).close()
