@@ -121,7 +121,7 @@ class Project(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     def of_package(self, path: Path) -> bool:
         """True for a case file or folder of bugs of the package that this project uses but does not hold."""
-        return self.root != self.shipped and path.resolve().is_relative_to(self.shipped / "cases")
+        return self.root != self.shipped and path.resolve().is_relative_to((self.shipped / "cases").resolve())
 
     def replaced_tiers(self, names: Iterable[str]) -> tuple[str, ...]:
         """A sentence for each of these names that means a file of the project although the package has it too."""
