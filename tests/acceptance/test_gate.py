@@ -43,14 +43,14 @@ def test_two_runs_of_the_same_are_go_and_a_broken_one_is_not(project: Command) -
     page = (project.folder / "gate.html").read_text()
     assert "<title>v3 against v1: NO-GO</title>" in page and "--inject broken.py:apply" in page
     assert '"history":{"rows":[["20' in page, "v1 and v2 are earlier runs of these cases"
-    assert gate(project, "v3", "v3")[0] == 0 and gate(project, "v3", "v3", "--strict")[0] == 1
+    assert gate(project, "v3", "v3")[0] == 6 and gate(project, "v3", "v3", "--strict")[0] == 1
 
 
 def test_what_cannot_be_compared_has_codes_of_its_own(project: Command) -> None:
     run(project, "v1", "--select", "recipe=bf16")
     run(project, "v2", "--select", "recipe=rowwise tp=1")
     code, text = gate(project, "v1", "v2")
-    assert code == 3 and "no case was run in both" in text
+    assert code == 6 and text.startswith("NOT COMPARED: v2 against v1\nno case was run in both results: run the same")
     for words, message in (
         (("v1", "zzz"), "there are no such results"),
         (("v1",), "two runs A and B are needed"),
@@ -83,7 +83,7 @@ def test_quarantined_cases_run_and_fail_nothing_until_their_day(project: Command
     output = run(project, "v2", "--inject", "broken.py:apply")
     assert "quarantined until 2999-01-01 by ana: known to break" in output and "of them quarantined)" in output
     code, text = gate(project, "v1", "v2")
-    assert code == 0 and "quarantined until 2999-01-01 by ana: known to break" in text
+    assert code == 6 and "quarantined until 2999-01-01 by ana: known to break" in text, "no case is good in both"
     done = project.pytest("cases/smoke.toml", "--fp8-inject", "broken.py:apply", "--fp8-device", "cpu", "-q", "-rx")
     assert done.returncode == 0 and "quarantined until 2999-01-01" in done.stdout, done.stdout
     quarantine.write_text(QUARANTINE.format(day="2020-01-01"))
