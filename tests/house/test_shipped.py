@@ -54,7 +54,10 @@ SCHEMAS = {"github": "github-workflows", "gitlab": "gitlab-ci", "buildkite": "bu
 KUBERAY = ROOT / "ci/cluster/kuberay.yaml"
 BATCHES = sorted((ROOT / "ci/cluster").glob("*.sbatch"))
 PIPELINES = sorted(path for name in SCHEMAS for path in (ROOT / "ci" / name).glob("*.yml"))
-CALLED = (ROOT / "ci/github/parity/action.yml", ROOT / ".github/workflows/parity.yml")  # by other repositories
+CALLED = (  # by other repositories
+    *(ROOT / "ci/github" / name / "action.yml" for name in ("parity", "parity-comment")),
+    ROOT / ".github/workflows/parity.yml",
+)
 
 
 def lint(path: Path, schema: str) -> Result:
@@ -102,8 +105,8 @@ def test_a_pipeline_is_valid_and_its_commands_exist(path: Path) -> None:
 
 def test_the_workflow_passes_on_every_input_of_the_action() -> None:
     """What another repository calls is valid, and both have the same inputs with the same defaults."""
-    action, workflow = (yaml.safe_load(path.read_text()) for path in CALLED)
-    for path, schema in zip(CALLED, ("github-actions", "github-workflows"), strict=True):
+    action, comments, workflow = (yaml.safe_load(path.read_text()) for path in CALLED)
+    for path, schema in zip(CALLED, ("github-actions", "github-actions", "github-workflows"), strict=True):
         assert (done := lint(path, schema)).exit_code == 0, done.output
     inputs = workflow[True]["workflow_call"]["inputs"]  # YAML reads `on` as True
     own = {name: declared.get("default") for name, declared in action["inputs"].items() if name != "token"}
@@ -111,6 +114,17 @@ def test_the_workflow_passes_on_every_input_of_the_action() -> None:
     *_, uses = workflow["jobs"]["parity"]["steps"]
     assert uses["uses"] == "$/ci/github/parity"
     assert uses["with"] == {name: f"${{{{ inputs.{name} }}}}" for name in inputs}
+    (uses,) = workflow["jobs"]["comment"]["steps"]
+    assert uses["uses"] == "$/ci/github/parity-comment" and uses["with"].keys() == comments["inputs"].keys() - {"token"}
+
+
+def test_the_token_that_comments_is_in_a_job_without_the_code_of_the_pull_request() -> None:
+    measures, _, workflow = (yaml.safe_load(path.read_text()) for path in CALLED)
+    jobs = workflow["jobs"]
+    assert workflow["permissions"] == {} and jobs["parity"]["permissions"] == {"contents": "read"}
+    assert jobs["comment"]["permissions"] == {"pull-requests": "write"}
+    assert not any("checkout" in step["uses"] for step in jobs["comment"]["steps"])
+    assert "token" not in str(measures).lower()
 
 
 @pytest.mark.parametrize("path", BATCHES, ids=lambda path: path.name)
