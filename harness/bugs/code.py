@@ -104,9 +104,9 @@ class _Reader:
             if node.args and not _is_object(node.args[0], self._values):
                 given = self.value(node.args[0])
             by = self._known_by.get(node)
-            names = (f"{name}()", f"{by}.{name}()") if by else (f"{name}()",)
+            calls = (f"{name}()", *([f"{by}.{name}()"] if by else []))
             # A method of a class makes a configuration or a model, and a class is known by its keywords.
-            yield Setting(names=names, value=given, words=words, counted=last[:1].islower() and _says_itself(name))
+            yield Setting(names=calls, value=given, words=words, counted=last[:1].islower() and _says_itself(name))
         if last == "Linear" and not self._stacked:
             self._stacked = True
             yield from self._linear(node, words)

@@ -12,6 +12,7 @@ import json
 import re
 import textwrap
 import tomllib
+import warnings
 from pathlib import Path
 from typing import Literal
 
@@ -122,7 +123,9 @@ def clean_words(text: str, length: int = WORDS_LENGTH) -> str:
 def python_tree(text: str) -> ast.Module:
     """The syntax tree of Python code, which may be indented or have prompts. SyntaxError for anything else."""
     try:
-        return ast.parse(textwrap.dedent(_PROMPT.sub("", text)))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", SyntaxWarning)  # of literals that somebody else wrote
+            return ast.parse(textwrap.dedent(_PROMPT.sub("", text)))
     except (ValueError, RecursionError, MemoryError) as error:
         raise SyntaxError(str(error) or "nested too deeply") from error
 
@@ -213,8 +216,8 @@ def _fault_of(kind: Kind, text: str) -> str:
         if kind == "json":
             return "" if isinstance(json.loads(text), dict) else "no object"
         if kind == "yaml":
-            node = next(yaml.compose_all(text, Loader=YAML_LOADER), None)
-            return "" if isinstance(node, yaml.MappingNode) else "no mapping"
+            trees = [tree for tree in yaml.load_all(text, Loader=YAML_LOADER) if tree]
+            return "" if trees and all(isinstance(tree, dict) for tree in trees) else "no mapping"
         if kind == "python":
             python_tree(text)
     except (ValueError, SyntaxError, RecursionError, yaml.YAMLError) as error:

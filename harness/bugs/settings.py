@@ -142,16 +142,19 @@ def _words(line: str) -> list[str]:
     text = re.sub(r"^\s*(?:\$ |> |# (?=\S*--)|export )", "", line)
     if "--" not in text and not re.match(r"\s*[A-Za-z_]\w*=\S", text):
         return []
-    try:
-        words = shlex.split(text, comments=True)
-    except ValueError:  # a quotation that does not end
-        words = text.split()
-    inner = (
-        shlex.split(word) if word.startswith("--") and " " in word and "=" not in word else [word] for word in words
-    )
+    words = _split(text)
+    inner = (_split(word) if word.startswith("--") and " " in word and "=" not in word else [word] for word in words)
     return [
-        word.strip("`()[],") if word.startswith(("`", "(")) else word.rstrip("`") for word in itertools.chain(*inner)
+        word.strip("`()[],") if word.startswith(("`", "(")) else word.rstrip("`")
+        for word in itertools.chain.from_iterable(inner)
     ]
+
+
+def _split(text: str) -> list[str]:
+    try:
+        return shlex.split(text, comments=True)
+    except ValueError:  # a quotation that does not end
+        return text.split()
 
 
 def _value_of(flag: re.Match[str], words: list[str], at: int) -> tuple[object, int]:

@@ -59,7 +59,9 @@ class Spelling(msgspec.Struct, frozen=True, kw_only=True):
         if self.kind is int:
             return int(text) if re.fullmatch(r"-?\d{1,18}", text, re.ASCII) else None
         if self.kind is float:
-            return float(text) if re.fullmatch(r"\d*\.?\d+(?:\.\d*)?(?:e-?\d+)?", text, re.ASCII | re.I) else None
+            return (
+                float(text) if re.fullmatch(r"(?:\d+\.?\d*|\.\d+)(?:e[-+]?\d{1,3})?", text, re.ASCII | re.I) else None
+            )
         if self.kind is bool:
             known = text.lower() in (*_TRUE, *_FALSE)
             return text.lower() in _TRUE if known else None
