@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import random
 import re
 import time
 from pathlib import Path
@@ -11,6 +13,7 @@ import pytest
 
 from harness.bugs.importing import ImportOptions, Job, read_job
 from harness.bugs.report import read_report
+from harness.errors import HarnessError
 from harness.matrix.caseid import case_id
 from harness.report.bugs import imported_document, imported_sections
 from harness.report.sections import text_of
@@ -171,9 +174,25 @@ BIG = {
 }
 
 
-@pytest.mark.parametrize("kind", BIG)
+BY_NIGHT = {"python", "flags", "blocks"}
+
+
+@pytest.mark.parametrize("kind", [pytest.param(kind, marks=[pytest.mark.sweep] * (kind in BY_NIGHT)) for kind in BIG])
 def test_a_report_of_600_kb_takes_two_seconds(kind: str) -> None:
     text = head("pytorch/ao", 1, "a crash") + BIG[kind]
     start = time.process_time()
     imported(text[:620_000])
     assert time.process_time() - start < 2
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_damaged_configurations_end_in_a_case_or_an_error_of_ours(seed: int) -> None:
+    draw = random.Random(seed)
+    file = draw.choice(list(ALL))
+    text = list(text_of_file(file))
+    for where in (file, "report.md", "x.yaml", "x.py", "x.sh", "stdin"):
+        for _ in range(4):
+            at, length = draw.randrange(len(text)), draw.choice((0, 1, 1, 40))
+            text[at : at + length] = draw.choice(["", "\n", ":", "=", "[", '"', "'", "$", "#", *text[at : at + 30]])
+        with contextlib.suppress(HarnessError):
+            imported("".join(text), where)
