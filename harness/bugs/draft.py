@@ -189,7 +189,7 @@ class Draft:
         ranks = self._ranks()
         by_command = "config_file" in self._facts and self._facts["config_file"].source == "flag"
         default = self.default("ranks") if self.file and by_command else None
-        sharded = any(map(self.says, ("fsdp", "fsdp_of_accelerate", "zero", "cp", "ep")))
+        sharded = any(map(self.says, ("fsdp", "unversioned_fsdp", "zero", "cp", "ep")))
         if ranks is not None and isinstance(ranks.value, int) and 1 <= ranks.value <= _LARGEST:
             words, count, where = ranks.words, ranks.value, self.derived
         elif default is not None and not rest_is_stated:

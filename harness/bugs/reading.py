@@ -226,7 +226,7 @@ class Reading:
         if self._commands:
             stated = frozenset[str]().union(*self._commands)
             some = {fact for fact in stated if not all(fact in facts for facts in self._commands)}
-            self.differ = tuple(sorted(some - {"ranks", "ranks_per_node", "config_file"}))
+            self.differ = tuple(sorted(some))
             self.statements = [
                 statement for statement in self.statements if statement.source != "flag" or statement.fact not in some
             ]
@@ -234,7 +234,7 @@ class Reading:
     def _which_fsdp(self) -> None:
         """FSDP of accelerate and transformers is FSDP1 unless a version is given. FSDP2 stands for stage 3 of ZeRO."""
         facts = {statement.fact: statement for statement in self.statements}
-        unnamed, zero = facts.get("fsdp_of_accelerate"), facts.get("zero")
+        unnamed, zero = facts.get("unversioned_fsdp"), facts.get("zero")
         if "fsdp" in facts:
             self.outside.pop(_FSDP1.name, None)
         elif unnamed is not None:

@@ -37,7 +37,7 @@ class Spelling(msgspec.Struct, frozen=True, kw_only=True):
 
     def read(self, value: object) -> Mapping[str, Value] | None:
         """The fact that this value states; {} for one that says nothing, None for an unknown one."""
-        text = str(value).strip()
+        text = ", ".join(map(str, value)) if isinstance(value, list | tuple) else str(value).strip()
         plain = text.lower()
         forms = (
             plain,

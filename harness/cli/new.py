@@ -28,7 +28,7 @@ _EPILOG = """\b
 Examples:
   fp8-harness new my.toml --tp 2 --recipe rowwise --dtype bfloat16
   fp8-harness new ours.toml --from llama3_8b.toml --ranks 64
-  fp8-harness new ours.toml --from "--parallelism.tensor_parallel_degree 2 --compile.enable" --recipe rowwise
+  fp8-harness new ours.toml --from "--parallelism.tensor_parallel_degree 2 --compile.enable" --dp-shard 2
 
 \b
 --from reads what `bug import` reads, with the same result: TOML, YAML, JSON,

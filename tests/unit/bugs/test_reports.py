@@ -109,6 +109,7 @@ REFUSED = {
     "fsdp_config:\n  fsdp_version: 1\ndistributed_type: FSDP\n": "FSDP1",
     "from torch.distributed.fsdp import FullyShardedDataParallel as F\nm = F(m)\n": "FSDP1",
     'torchrun t.py --fsdp "full_shard auto_wrap"': "FSDP1",
+    "fsdp:\n- full_shard\n- auto_wrap\nbase_model: x\n": "FSDP1",
     "distributed_type: MULTI_GPU\nnum_processes: 8\n": "DDP",
     "zero_optimization:\n  stage: 2\n": "ZeRO stage 1 or 2",
     "adapter: qlora\nbase_model: x\n": "LoRA",
