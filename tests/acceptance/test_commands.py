@@ -251,7 +251,7 @@ def test_the_cache_is_listed_and_cleared(project: Command) -> None:
 def test_explain_lists_the_words_of_ids_and_what_is_out_of_scope(shared: Command) -> None:
     lines = [line.split(maxsplit=1) for line in shared.call("explain", "--ids").stdout.splitlines()]
     assert ["tp4", "tensor parallelism over 4 ranks"] in lines
-    assert any(line[:1] == ["ZeRO:"] and "DeepSpeed" in line[1] for line in lines)
+    assert any(line[:1] == ["ZeRO"] and "FSDP2 stands for stage 3" in line[1] for line in lines)
 
 
 def test_explain_takes_an_id_apart_and_says_what_a_case_costs(shared: Command) -> None:
