@@ -46,6 +46,7 @@ def observe(report: Report, *, symptom: Symptom | None) -> Bug:
         symptom=symptom or ("nan" if bad else "crash" if message else "unknown"),
         reported=_day(_head(report)),
         message=message,
+        report=report.prose,
         first_bad_step=int(bad[1]) or None if bad else None,
         hardware=_hardware(report.code),
         versions=versions_in(report),

@@ -24,6 +24,7 @@ from harness.errors import HarnessError
 MAX_BYTES = 1_000_000
 _MAX_LINE = 1_000
 _MAX_CODE = 200_000  # characters of a block that are parsed
+_MOST_LINES, _MOST_WORDS = 60, 3_000  # of prose that is kept
 WORDS_LENGTH = 160  # characters of quoted words
 
 Kind = Literal["toml", "yaml", "json", "python", "shell"]  # shell: commands, and any text that is none of the others
@@ -67,11 +68,15 @@ class Block(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):
-    """A clean report. `where` is its name in errors; a configuration is a report of one block, without prose."""
+    """A clean report. `where` is its name in errors; a configuration is a report of one block, without prose.
+
+    `prose`: what stands outside of fences, fit to be printed and stored; it is kept, and not read.
+    """
 
     where: str
     text: str
     title: str
+    prose: str = ""
     blocks: tuple[Block, ...]
 
     @property
@@ -106,7 +111,8 @@ def read_report(content: bytes, *, where: str) -> Report:
         raise HarnessError("there is no text.", where=where, fix="paste the text of the report.")
     whole = _whole(text, where)
     if whole is None:
-        return Report(where=where, text=text, title=_title(text), blocks=tuple(_blocks(text)))
+        blocks, prose = _parts(text)
+        return Report(where=where, text=text, title=_title(text), prose=_kept(prose), blocks=tuple(blocks))
     return Report(where=where, text=text, title=f"the job of {where}", blocks=(_block(whole, text),))
 
 
@@ -154,9 +160,10 @@ def _title(text: str) -> str:
     return clean_words(re.sub(r"^(?:#+|title:)\s*", "", title, flags=re.IGNORECASE)) or "a bug"
 
 
-def _blocks(text: str) -> list[Block]:
-    """What stands between fences. A fence that is not closed ends with the report."""
+def _parts(text: str) -> tuple[list[Block], list[str]]:
+    """What stands between fences, and the lines outside of them. A fence that is not closed ends with the report."""
     blocks: list[Block] = []
+    prose: list[str] = []
     lines: list[str] = []
     fence, language = "", ""  # of the block that is open
     for line in [*text.split("\n"), None]:
@@ -168,9 +175,16 @@ def _blocks(text: str) -> list[Block]:
             fence, lines = "", []
         elif mark and not fence:
             fence, language = mark[1][:3], mark[2].lower()
-        elif fence:
-            lines.append(line)
-    return blocks
+        else:
+            (lines if fence else prose).append(line)
+    return blocks, prose
+
+
+def _kept(prose: list[str]) -> str:
+    """The first words of prose, without its heading."""
+    lines = [line for line in prose if line.strip() and not re.match(r"\s*#\s", line)][:_MOST_LINES]
+    text = "\n".join(clean_words(line, 4 * WORDS_LENGTH) for line in lines)
+    return text if len(text) <= _MOST_WORDS else f"{text[: _MOST_WORDS - 1]}…"
 
 
 def _block(kind: Kind, text: str) -> Block:

@@ -7,6 +7,7 @@
     status = "fixed"                 # open, live, fixed or refused
     symptom = "crash"                # what the reporter saw
     message = "..."                  # the error as reported; optional
+    report = "..."                   # the words of the report, without its code; optional
     first_bad_step = 3               # optional
     hardware = "8 x H100"            # optional
     cause = "..."                    # optional, like `fix`: what is known today
@@ -75,6 +76,7 @@ class Bug(msgspec.Struct, frozen=True, kw_only=True):
     symptom: Symptom
     reported: datetime.date | None = None
     message: str = ""
+    report: str = ""
     first_bad_step: int | None = None
     hardware: str = ""
     versions: Mapping[str, str] = {}
@@ -160,7 +162,7 @@ def write_bug_file(bug: BugFile, *, heading: str = "") -> str:
         tree["case"] = {"axes": {name: _plain(value) for name, value in own_axes(bug.case).items()}}
     tree |= {name: dict(table) for name in (*_WORDS, "full_size") if (table := getattr(bug, name))}
     head = "".join(f"# {line}\n" for line in heading.splitlines())
-    return f"{head}{tomli_w.dumps(tree)}"
+    return f"{head}{tomli_w.dumps(tree, multiline_strings=True)}"
 
 
 def _table(value: Bug | FailureSignature) -> dict[str, Any]:

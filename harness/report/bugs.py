@@ -67,6 +67,9 @@ def imported_sections(imported: ImportedBug, *, file: str | None) -> list[Block]
     )
     return [
         Section(title=f"{bug.id}: {bug.bug.title}", blocks=facts),
+        Section(
+            title="in the words of the report, which are not read", blocks=(Items(tuple(bug.bug.report.splitlines())),)
+        ),
         *(Section(title=name, blocks=(Items(lines),)) for name, lines in lists.items()),
         Section(title="changes no case", blocks=(Items(job.ignored),)),
         Section(title="not understood", blocks=(Items(tuple(line.text for line in job.account.not_understood)),)),

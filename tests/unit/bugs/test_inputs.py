@@ -174,9 +174,10 @@ def test_hostile_text_takes_bounded_time(name: str) -> None:
 
 def test_a_bug_file_reads_back(tmp_path) -> None:  # type: ignore[no-untyped-def]
     flags = "NGPU=256 run_train.sh --float8.recipe_name rowwise --tp 2 --activation_checkpoint.mode full"
-    imported_bug = imported(f"# float8 crash\n{fenced(flags)}")
+    imported_bug = imported(f'# float8 crash\nIt said: "no".\n{fenced(flags)}Twice.\n')
     path = tmp_path / "bugs" / "x.toml"
     path.parent.mkdir()
     path.write_text(write_bug_file(imported_bug.bug))
     assert read_bug_file(path).case == imported_bug.bug.case
     assert read_bug_file(path).full_size == imported_bug.bug.full_size
+    assert read_bug_file(path).bug == imported_bug.bug.bug and imported_bug.bug.bug.report == 'It said: "no".\nTwice.'

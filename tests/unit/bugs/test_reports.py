@@ -70,7 +70,8 @@ def test_prose_states_nothing(prose: str) -> None:
     job = imported(head("pytorch/ao", 7, "rowwise TP=2: NaN") + prose).job
     assert job.account.used == job.account.not_understood == ()
     assert job.stated == job.derived == {} and "Prose is not read" in job.missing["recipe"]
-    assert imported(head("pytorch/ao", 7, "rowwise TP=2: NaN") + prose).bug.bug.title == "rowwise TP=2: NaN"
+    bug = imported(head("pytorch/ao", 7, "rowwise TP=2: NaN") + prose).bug.bug
+    assert bug.title == "rowwise TP=2: NaN" and bug.report.splitlines()[1:] == prose.splitlines()
 
 
 PRINTED = """[rank0]: Traceback (most recent call last):
