@@ -10,7 +10,7 @@ import functools
 import os
 import re
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Literal, NamedTuple
 
 from harness.engine.messages import RankOutcome
@@ -18,14 +18,18 @@ from harness.plural import binary_bytes
 
 # Signals that say nothing of what a rank computes, each with who or what sends it. Any other signal is what the code of
 # the rank did and does again: SIGSEGV, SIGABRT, SIGFPE and SIGILL, SIGTRAP, SIGSYS (signal(7)).
-MACHINE_SIGNALS = {
-    signal.SIGKILL: "the kernel's OOM killer, the limit of a container, a scheduler or another user",
-    signal.SIGTERM: "a scheduler, a container that is stopped, or another user",
-    signal.SIGHUP: "a session that ended, or another user",
-    signal.SIGINT: "another user",
-    signal.SIGQUIT: "another user",
-    signal.SIGXCPU: "the limit of CPU seconds of this session (`ulimit -t`)",
-    signal.SIGBUS: "/dev/shm or a disk that is full, or memory that fails",  # a mapped page that cannot be had
+_SENDERS = {
+    "SIGKILL": "the kernel's OOM killer, the limit of a container, a scheduler or another user",
+    "SIGTERM": "a scheduler, a container that is stopped, or another user",
+    "SIGHUP": "a session that ended, or another user",
+    "SIGINT": "another user",
+    "SIGQUIT": "another user",
+    "SIGXCPU": "the limit of CPU seconds of this session (`ulimit -t`)",
+    "SIGBUS": "a full disk, TMPDIR or /dev/shm, or memory that fails",  # a mapped page that cannot be had
+}
+# Windows, where results are read and nothing runs, lacks most of them.
+MACHINE_SIGNALS: Mapping[signal.Signals, str] = {
+    getattr(signal, name): sender for name, sender in _SENDERS.items() if hasattr(signal, name)
 }
 
 # "machine": the GPU or its driver fails, or other processes hold its memory: says nothing of the case. "case": a fault

@@ -134,7 +134,7 @@ def _check_packages() -> None:
         raise HarnessError(
             f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} not installed, and ranks cannot train "
             "without.",
-            fix="pip install 'fp8-harness[train]'",
+            fix=f"`{INSTALL_FOR_CPU}`; without the index, pip takes torch's build for CUDA, of several GB.",
         )
 
 

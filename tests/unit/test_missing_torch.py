@@ -36,7 +36,8 @@ def test_what_to_install_is_one_line(arguments: tuple[str, ...], capfd: pytest.C
     shown = capfd.readouterr()
     assert shown.err == (
         "fp8-harness: error: torch is not installed, and ranks cannot train without. "
-        "Fix: pip install 'fp8-harness[train]'\n"
+        "Fix: `pip install --extra-index-url https://download.pytorch.org/whl/cpu 'fp8-harness[train]'`; without the "
+        "index, pip takes torch's build for CUDA, of several GB.\n"
     )
     assert not Path("state").exists()
 
