@@ -24,7 +24,7 @@ from harness.matrix.targets import REFERENCE, TORCHTITAN, TORCHTITAN_0_3
 
 # What is asked of a report that holds no configuration.
 _OF_PROSE = {
-    "recipe": "which one? Prose is not read, and no configuration and no command is in it",
+    "recipe": "which one? Prose is not read, and no configuration or command stands between fences (```)",
     "dp_shard": "how many FSDP2 ranks?",
     "tp": "how many TP ranks?",
     "cp": "how many ranks share a sequence?",
