@@ -60,7 +60,7 @@ def answers(system: str, folder: Path, commands: str) -> Answers:
     project = Command(empty_project(folder))
     project.tier("smoke", CASES)
     for name in ("a", "b"):
-        run = make_results(make_result(CASE, measured=make_measured()), name=name)
+        run = make_results(make_result(CASE, checks=("finite",), measured=make_measured()), name=name)
         (folder / f"{name}.jsonl").write_bytes(run_lines(run))
     lines = [*filter(None, commands.splitlines())]
     words = json.dumps([[*line.split()] for line in lines])
