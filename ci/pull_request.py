@@ -24,7 +24,7 @@ from pathlib import Path
 
 from comment import OUTCOME, RUN, TABLE, comment, title_of
 from comment import Outcome as Ended
-from source_lines import Place, built_at, made_at, raised_at, sources
+from source_lines import Place, built_at, changed_at, made_at, raised_at, sources
 
 from harness.errors import HarnessError
 from harness.jsonform import to_json
@@ -43,12 +43,16 @@ _OUTPUTS = {f"--{name}": FOLDER / file for name, file in _FILES.items()}
 
 @dataclass(frozen=True)
 class Outcome:
-    """How `parity` ended. `wrong`: layouts, those that were right before first; `case`: the result of the first."""
+    """How `parity` ended. `wrong`: layouts, those that were right before first; `case`: the result of the first.
+
+    `since`: the commit in which that one was right.
+    """
 
     code: int
     said: str
     wrong: Sequence[str] = ()
     case: CaseResult | None = None
+    since: str = ""
 
     @property
     def title(self) -> str:
@@ -122,7 +126,8 @@ def parity(asked: Sequence[str], base: str) -> Outcome:
     rows.sort(key=lambda row: row.get("change") == "wrong in both")
     cases = {result.case_id: result for result in read_results(results).results}
     first = cases.get(rows[0]["case_id"]) if rows else None
-    return Outcome(code, said, [row["layout"] for row in rows], first)
+    since = base if rows and rows[0].get("change") != "wrong in both" else ""
+    return Outcome(code, said, [row["layout"] for row in rows], first, since)
 
 
 def _run(*words: str) -> tuple[int, str]:
@@ -143,7 +148,7 @@ def _page(variables: Mapping[str, str]) -> str:
 
 def tell(outcome: Outcome, text: str, variables: Mapping[str, str]) -> None:
     """What the CI system shows besides the comment and the files of the job."""
-    place = None if outcome.case is None else place_of(outcome.case, variables["FP8_TARGET"])
+    place = None if outcome.case is None else place_of(outcome.case, variables["FP8_TARGET"], outcome.since)
     if "GITHUB_ACTIONS" in variables:
         file, line = ("", 0) if place is None else (place.file, place.line)
         if outcome.code != ExitCode.GOOD:
@@ -159,12 +164,14 @@ def tell(outcome: Outcome, text: str, variables: Mapping[str, str]) -> None:
         subprocess.run(command, input=text, text=True, check=True)
 
 
-def place_of(wrong: CaseResult, target: str) -> Place | None:
-    """The line of the repository that raised, that makes the wrong module, or that builds the target."""
+def place_of(wrong: CaseResult, target: str, since: str = "") -> Place | None:
+    """The line that raised, changed since that commit, makes the wrong module, or builds the target."""
     files = sources()
     raised = (raised_at(failure.traceback, files) for failure in wrong.failures)
     module = wrong.findings[0].module if wrong.findings else None
-    place = next(filter(None, raised), None) or made_at(module or "", files) or built_at(target, files)
+    made = made_at(module or "", files) or built_at(target, files)
+    changed = changed_at(since, files, made.file if made else "") if since else None
+    place = next(filter(None, raised), None) or changed or made
     return None if place is None else Place(_git("rev-parse", "--show-prefix") + place.file, place.line)
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 FRAME = re.compile(r'^\s*File "([^"]+)", line (\d+)', flags=re.MULTILINE)
+_HUNK = re.compile(r"^\+\+\+ b/(.+)$|^@@ -\S+ \+(\d+)", flags=re.MULTILINE)
 _PARAMETERS = ("weight", "bias")  # every class has them: found only in the class that holds them
 
 
@@ -43,6 +44,20 @@ def raised_at(traceback: str, files: Sequence[str]) -> Place | None:
     frames = [(known.get(str(Path(path).resolve())), int(line)) for path, line in FRAME.findall(traceback)]
     ordered = frames if "most recent call first" in traceback else frames[::-1]
     return next((Place(name, line) for name, line in ordered if name), None)
+
+
+def changed_at(base: str, files: Sequence[str], nearest: str = "") -> Place | None:
+    """The first line of these files that differs from a commit, in `nearest` if that is one of them."""
+    command = ["git", "diff", "--unified=0", "--relative", "--no-ext-diff", "--no-color", base, "HEAD", "--", *files]
+    text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    changed: list[Place] = []
+    name = ""
+    for match in _HUNK.finditer(text):
+        if match[1]:
+            name = match[1]
+        else:
+            changed.append(Place(name, max(int(match[2]), 1)))
+    return next((place for place in changed if place.file == nearest), changed[0] if changed else None)
 
 
 def made_at(module: str, files: Sequence[str]) -> Place | None:

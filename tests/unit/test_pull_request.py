@@ -272,6 +272,27 @@ def test_without_a_module_it_is_where_the_target_raised_or_is_built(repository: 
     assert script.place_of(failed, "fp8_target") == script.Place("net/model.py", 4)
 
 
+def test_a_layout_that_was_right_in_the_base_is_wrong_at_a_line_of_the_difference(
+    repository: Path, script: ModuleType
+) -> None:
+    base = committed()
+    case = make_result("single-rowwise-v2048-f32", findings=(a_finding(module="layers.0.attention.wq"),))
+    assert script.place_of(case, "fp8_target", base) == script.Place("net/model.py", 4), "no Python file differs"
+    for name, line in (("aaa.py", 1), ("net/model.py", 17)):
+        with (repository / name).open("a") as file:
+            file.write("# changed\n")
+        committed()
+        assert script.place_of(case, "fp8_target", base) == script.Place(name, line)
+
+
+def committed() -> str:
+    """The commit of all that is in the current folder."""
+    subprocess.run(["git", "add", "."], check=True)
+    who = ["-c", "user.name=n", "-c", "user.email=e"]
+    subprocess.run(["git", *who, "commit", "--quiet", "--allow-empty", "-m", "m"], check=True)
+    return subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
+
+
 def test_an_annotation_has_a_line_where_one_is_known() -> None:
     assert annotation("a: b", "c\nd", file="x,y.py", line=3) == "::error file=x%2Cy.py,line=3,title=a%3A b::c%0Ad"
     assert annotation("t", "m") == "::error title=t::m"
