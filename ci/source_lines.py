@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 FRAME = re.compile(r'^\s*File "([^"]+)", line (\d+)', flags=re.MULTILINE)
-_HUNK = re.compile(r"^\+\+\+ b/(.+)$|^@@ -\S+ \+(\d+)", flags=re.MULTILINE)
+_HUNK = re.compile(r"^(?:\+\+\+ b/(?P<file>.+)|@@ -\S+ \+(?P<line>\d+).*\n(?P<text>(?:[-+].*\n)*))", flags=re.MULTILINE)
+_CODE = re.compile(r"^[-+](?!\s*(?:import|from|#|$))")  # a line that does something
 _PARAMETERS = ("weight", "bias")  # every class has them: found only in the class that holds them
 
 
@@ -47,16 +48,18 @@ def raised_at(traceback: str, files: Sequence[str]) -> Place | None:
 
 
 def changed_at(base: str, files: Sequence[str], nearest: str = "") -> Place | None:
-    """The first line of these files that differs from a commit, in `nearest` if that is one of them."""
+    """Where code of these files first differs from a commit, in `nearest` if it does there."""
     command = ["git", "diff", "--unified=0", "--relative", "--no-ext-diff", "--no-color", base, "HEAD", "--", *files]
     text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     changed: list[Place] = []
-    name = ""
+    file = ""
     for match in _HUNK.finditer(text):
-        if match[1]:
-            name = match[1]
-        else:
-            changed.append(Place(name, max(int(match[2]), 1)))
+        file = match["file"] or file
+        lines = (match["text"] or "").splitlines()
+        added = [line for line in lines if line.startswith("+")]
+        offsets = [offset for offset, line in enumerate(added) if _CODE.match(line)]
+        if offsets or any(map(_CODE.match, lines)):  # else only comments and imports, or the name of a file
+            changed.append(Place(file, max(int(match["line"]), 1) + (offsets[0] if offsets else 0)))
     return next((place for place in changed if place.file == nearest), changed[0] if changed else None)
 
 

@@ -297,7 +297,8 @@ def _wanted(
             raise HarnessError("no selected case belongs to this family.", where=f"--family {family}", fix=fix)
     wanted: list[tuple[Plan, list[Case]]] = []
     for own, its in plan.by_device(cases) if hardware_name is None else [(plan.on_gpus, cases)]:
-        stored = stored_families(project.root, _classes(own, hardware_name)) if missing else set()
+        classes = _classes(own, hardware_name)
+        stored = stored_families(project.root, classes) if missing else set()
         by_family = {family_id(case): case for case in needed_references(its)}
         wanted.append((own, [by_family[name] for name in by_family if name in ({*families} or known) - stored]))
     if not any(references for _, references in wanted):

@@ -24,7 +24,7 @@ OTHERS = 'recipe = "rowwise", dp_shard = 2, steps = 3'
 PASSES = f"{OTHERS}, loss_tolerance = 0.05"
 
 NO_COMMANDS = {"fp8-harness zygote", "fp8-harness on both sides"}
-REMARKS = {"fp8-harness dev tier", "fp8-harness explain --checks"}  # in the head of a file
+REMARKS = {"fp8-harness dev tier", "fp8-harness explain --checks", "fp8-harness constraints"}  # in the head of a file
 
 
 def literals(tree: ast.AST) -> Iterator[str]:
@@ -130,7 +130,7 @@ def no_goldens(project: Command) -> str:
 
 def with_target(project: Command) -> None:
     """A tier of one case that a module of the user trains."""
-    (project.folder / "mine.py").write_text("")
+    (project.folder / "mine.py").write_text("build = None\n")
     project.cases("mine", f'{PASSES}, target = "mine"')
 
 
@@ -239,6 +239,8 @@ SITUATIONS: dict[str, tuple[Callable[[Command], str], ...]] = {
     "update_missing": (no_goldens, no_signatures),
     "choose_tier": (stale_choice,),
     "fit_costs": (damaged_costs,),
+    "INSTALL_FOR_CPU": (),  # no command of ours, as the next
+    "START_CONTAINER": (),
     "WRITE_PAGES": (),  # these three are on the pages in docs/upstream, and run for minutes
     "repro_bug": (),
     "export_test": (),

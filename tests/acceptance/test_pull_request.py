@@ -145,9 +145,11 @@ def test_the_action_comments_once_and_shows_the_first_wrong_line(job: Job) -> No
     assert Path(root) == job.harness.resolve(), "what is cached"
     assert_told(job, summary.read_text(), job.forge.comments[0]["body"])
     line = next(line for line in job.log.splitlines() if line.startswith("::error "))
-    source = (job.project / "tiny_gpt/model.py").read_text().splitlines()
-    match = re.match(r"::error file=tiny_gpt/model.py,line=(\d+),title=FP8 parity%3A tp2-nosp-nolp is wrong::", line)
-    assert match and "self.query = " in source[int(match[1]) - 1], line
+    source = (job.project / "tiny_gpt/parallel.py").read_text()
+    changed = source[: source.index(FORGOTTEN)].count("\n") + 1
+    assert line.startswith(
+        f"::error file=tiny_gpt/parallel.py,line={changed},title=FP8 parity%3A tp2-nosp-nolp is wrong::"
+    )
     assert "1 now wrong" in job.forge.comments[0]["body"] and "runs/42" in job.forge.comments[0]["body"]
     page = (job.project / "fp8-parity/report.html").read_bytes()
     assert b"Layouts against one rank" in page
@@ -223,7 +225,7 @@ def test_gitlab_gets_the_same_as_a_note_and_a_quality_report(job: Job, gitlab: M
     assert job.outcomes == [0, 1, 0], job.log
     assert_told(job, job.forge.comments[0]["body"])
     (entry,) = json.loads(job.left("code-quality.json"))
-    assert entry["location"]["path"] == "tiny_gpt/model.py" and "hold different values" in entry["description"]
+    assert entry["location"]["path"] == "tiny_gpt/parallel.py" and "hold different values" in entry["description"]
 
 
 def test_gitlab_gets_a_note_when_the_target_raises(job: Job, gitlab: Mapping[str, Any]) -> None:

@@ -130,7 +130,7 @@ def test_exits_are_described() -> None:
     assert describe_exit(-11, returned=True, oom_kills=0)[1] == "killed by SIGSEGV after it had returned its result"
     assert "The OOM killer killed 2 processes during" in describe_exit(-9, returned=False, oom_kills=2)[1]
     assert describe_exit(-7, returned=False, oom_kills=2)[1] == (
-        "killed by SIGBUS, not by the harness: possibly /dev/shm or a disk that is full, or memory that fails"
+        "killed by SIGBUS, not by the harness: possibly a full disk, TMPDIR or /dev/shm, or memory that fails"
     )
     assert describe_exit(-40, returned=False, oom_kills=0)[1] == "killed by signal 40"
 

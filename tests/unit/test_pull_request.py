@@ -278,9 +278,12 @@ def test_a_layout_that_was_right_in_the_base_is_wrong_at_a_line_of_the_differenc
     base = committed()
     case = make_result("single-rowwise-v2048-f32", findings=(a_finding(module="layers.0.attention.wq"),))
     assert script.place_of(case, "fp8_target", base) == script.Place("net/model.py", 4), "no Python file differs"
-    for name, line in (("aaa.py", 1), ("net/model.py", 17)):
+    for name, line in (("aaa.py", 3), ("net/model.py", 19)):
         with (repository / name).open("a") as file:
-            file.write("# changed\n")
+            file.write("import os\n")
+        committed()
+        with (repository / name).open("a") as file:
+            file.write("# why\nos.nice(1)\n")
         committed()
         assert script.place_of(case, "fp8_target", base) == script.Place(name, line)
 
