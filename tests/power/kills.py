@@ -216,7 +216,8 @@ def assert_all_found(matrix: MutationMatrix) -> None:
 
 def assert_found_in(matrix: MutationMatrix, *, not_reached: set[str], not_planted: set[str]) -> None:
     """Every fault but these, and those without an effect, is found by a check; no check fails in a clean run."""
-    assert {trial.case_id: trial.message for trial in matrix.false_positives} == {}
+    found = {trial.case_id: trial.message for trial in matrix.false_positives}
+    assert found == {}, found
     missed = {trial.fault: trial.message for trial in matrix.undetected}
     assert not missed, missed
     assert {trial.fault for trial in matrix.not_reached} == not_reached
