@@ -21,6 +21,7 @@ from harness.matrix.axes import AXES
 from harness.matrix.bugfile import Bug, BugFile, Symptom
 from harness.matrix.case import Case
 from harness.matrix.targets import REFERENCE, TORCHTITAN, TORCHTITAN_0_3
+from harness.printable import printable
 
 # What is asked of a report that holds no configuration.
 _OF_PROSE = {
@@ -92,7 +93,13 @@ def import_report(report: Report, options: ImportOptions) -> ImportedBug:
         message=options.message or seen.message,
         symptom="crash" if options.message and seen.symptom == "unknown" else seen.symptom,
     )
-    lists = {name: getattr(job, name) for name in ("stated", "derived", "assumed", "missing", "refused", "full_size")}
+    words = {name: printable(value) for name, value in msgspec.structs.asdict(bug).items() if isinstance(value, str)}
+    bug = replace(bug, **words)  # a log of CI may show the file
+    tables = ("stated", "derived", "assumed", "missing", "refused", "full_size")
+    lists = {
+        name: {key: printable(value) if isinstance(value, str) else value for key, value in getattr(job, name).items()}
+        for name in tables
+    }
     return ImportedBug(bug=BugFile(id=bug_id, where=report.where, bug=bug, case=job.case, **lists), job=job)
 
 

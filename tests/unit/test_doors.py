@@ -116,3 +116,18 @@ def test_an_import_of_the_future_takes_over_nothing(project: Project, capfd: pyt
     import_results(project, read_results(Path(file("f.json", case(A, Verdict.CRASH), started="2099-01-01", name="f"))))
     assert main(["show"]) == 0 and B in capfd.readouterr().out
     assert main(["compare", "last~1", "last"]) == 6 and main(["show", "f"]) == 0
+
+
+def test_what_a_report_says_is_inert_in_what_bug_prints(capfd: pytest.CaptureFixture[str]) -> None:
+    flags = "torchrun --nproc_per_node 2 train.py --parallelism.tensor_parallel_degree=2 --quantize.linear.float8"
+    words = (
+        f"# {TEXT}\n\nhttps://github.com/pytorch/ao/issues/99999\n{TEXT}\n\n```\n{flags} --float8.{TEXT[1:]}=1\n```\n"
+    )
+    Path("report.md").write_text(words)
+    for line in (["import", "report.md", "--id", "evil", "--dry-run"], ["import", "report.md", "--id", "evil"]):
+        main(["bug", *line])
+        assert_inert("".join(capfd.readouterr()))
+    main(["bug", "list"])
+    said = "".join(capfd.readouterr())
+    assert "evil" in said
+    assert_inert(said)
