@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 from typing import NamedTuple
 
@@ -64,6 +65,7 @@ class Machine(NamedTuple):
         (folder / "torch" / "__init__.py").write_text("raise RuntimeError('this torch is pretended')\n")
         (folder / "torch" / "version.py").write_text(f"__version__ = '{version}'\ndebug = False\n{build}\n")
         patch.syspath_prepend(folder)
+        patch.delitem(sys.modules, "torch", raising=False)  # which is found before any folder
         patch.setenv("PYTHONPATH", str(folder))
 
     def _matrix(self) -> str:

@@ -65,4 +65,4 @@ def tokens_of_step(counts: Tensor, *meshes: DeviceMesh | None) -> Tensor:
         for axis in range(0 if mesh is None else mesh.ndim):
             if mesh is not None and mesh.size(axis) > 1:
                 counts = funcol.all_reduce(counts, "sum", (mesh, axis))
-    return funcol.wait_tensor(counts)  # what is never waited for stays alive in torch's registry of works
+    return counts.clone()  # which waits: torch keeps a result alive that nobody waits for
