@@ -18,7 +18,7 @@ from harness.bugs.reading import Account, Reading, Statement
 from harness.bugs.report import Report
 from harness.errors import HarnessError
 from harness.matrix.axes import AXES
-from harness.matrix.bugfile import Bug, BugFile, Symptom
+from harness.matrix.bugfile import Bug, BugFile, Origins, Symptom
 from harness.matrix.case import Case
 from harness.matrix.targets import REFERENCE, TORCHTITAN, TORCHTITAN_0_3
 from harness.printable import printable
@@ -54,22 +54,12 @@ class ImportOptions(msgspec.Struct, frozen=True, kw_only=True):
     ignore: tuple[str, ...] = ()
 
 
-class Job(msgspec.Struct, frozen=True, kw_only=True):
-    """The case of a report or a configuration, and where its values come from, by axis.
-
-    `missing`: questions, by axis or by the line that nobody understands; they must be answered before it runs.
-    `refused`: what it asks for and no case has. `account`: every line. `ignored`: what changes no case, with reasons.
-    """
+class Job(Origins, frozen=True, kw_only=True):
+    """The case of a report or a configuration. `account`: every line. `ignored`: what changes no case, with reasons."""
 
     case: Case | None
     era: Era
     account: Account
-    stated: Mapping[str, str] = {}
-    derived: Mapping[str, str] = {}
-    assumed: Mapping[str, str] = {}
-    missing: Mapping[str, str] = {}
-    refused: Mapping[str, str] = {}
-    full_size: Mapping[str, object] = {}
     ignored: tuple[str, ...] = ()
 
 
@@ -95,12 +85,11 @@ def import_report(report: Report, options: ImportOptions) -> ImportedBug:
     )
     words = {name: printable(value) for name, value in msgspec.structs.asdict(bug).items() if isinstance(value, str)}
     bug = replace(bug, **words)  # a log of CI may show the file
-    tables = ("stated", "derived", "assumed", "missing", "refused", "full_size")
-    lists = {
+    origins = {
         name: {key: printable(value) if isinstance(value, str) else value for key, value in getattr(job, name).items()}
-        for name in tables
+        for name in Origins.__struct_fields__
     }
-    return ImportedBug(bug=BugFile(id=bug_id, where=report.where, bug=bug, case=job.case, **lists), job=job)
+    return ImportedBug(bug=BugFile(id=bug_id, where=report.where, bug=bug, case=job.case, **origins), job=job)
 
 
 def import_configuration(report: Report, options: ImportOptions) -> Job:

@@ -87,19 +87,28 @@ class Bug(msgspec.Struct, frozen=True, kw_only=True):
     signature: FailureSignature | None = None
 
 
-class BugFile(msgspec.Struct, frozen=True, kw_only=True):
-    """A bug with its case, and where each value of the case comes from. `id` is the name of the file."""
+class Origins(msgspec.Struct, frozen=True, kw_only=True):
+    """Where the values of a case come from, by axis, and what was not made of the job.
 
-    id: str
-    where: str
-    bug: Bug
-    case: Case | None = None
+    `missing`: questions, by axis or by the line that nobody understands; they must be answered before it runs.
+    `refused`: what the job asks for and no case has. `full_size`: values that the case has smaller.
+    """
+
     stated: Mapping[str, str] = {}
     derived: Mapping[str, str] = {}
     assumed: Mapping[str, str] = {}
     missing: Mapping[str, str] = {}
     refused: Mapping[str, str] = {}
     full_size: Mapping[str, object] = {}
+
+
+class BugFile(Origins, frozen=True, kw_only=True):
+    """A bug with its case, and where each value of the case comes from. `id` is the name of the file."""
+
+    id: str
+    where: str
+    bug: Bug
+    case: Case | None = None
 
     @property
     def runs(self) -> bool:
@@ -142,7 +151,7 @@ def read_bug_file(path: Path) -> BugFile:
 @lru_cache(maxsize=256)  # one command reads all of them for several reasons
 def _bug_file(text: str, path: Path) -> BugFile:
     toml = parse_toml(text, where=str(path))
-    toml.check_keys(table=toml.data, known=("bug", "case", *_WORDS, "full_size"))
+    toml.check_keys(table=toml.data, known=("bug", "case", *Origins.__struct_fields__))
     if "bug" not in toml.data:
         raise toml.error(what="there is no [bug].", fix="add [bug] with title, link, status and symptom.")
     bug = _bug(toml)
@@ -160,9 +169,11 @@ def write_bug_file(bug: BugFile, *, heading: str = "") -> str:
     tree: dict[str, Any] = {"bug": _table(bug.bug)}
     if bug.case is not None:
         tree["case"] = {"axes": {name: _plain(value) for name, value in own_axes(bug.case).items()}}
-    tree |= {name: dict(table) for name in (*_WORDS, "full_size") if (table := getattr(bug, name))}
+    tree |= {name: dict(table) for name in Origins.__struct_fields__ if (table := getattr(bug, name))}
     head = "".join(f"# {line}\n" for line in heading.splitlines())
-    return f"{head}{tomli_w.dumps(tree, multiline_strings=True)}"
+    on_one_line = tomli_w.dumps(tree)
+    # A parser reads "\r\n" as "\n" in a string of several lines.
+    return head + (on_one_line if r"\r" in on_one_line else tomli_w.dumps(tree, multiline_strings=True))
 
 
 def _table(value: Bug | FailureSignature) -> dict[str, Any]:

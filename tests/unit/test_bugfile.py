@@ -6,7 +6,7 @@ import datetime
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from harness.errors import HarnessError
@@ -53,6 +53,7 @@ def test_a_written_bug_reads_back_as_the_same(tmp_path: Path) -> None:
     assert read_bug_file(path) == BugFile(id="ao-1", where=str(path), bug=BUG, case=CASE, **TABLES)
 
 
+@example(case=Case(), stated={}, missing={"tp": "\r\n"})
 @given(case=POSSIBLE_CASES, stated=texts, missing=texts)
 def test_every_case_and_text_is_kept(
     tmp_path_factory: pytest.TempPathFactory, case: Case, stated: dict[str, str], missing: dict[str, str]
