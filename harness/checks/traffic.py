@@ -353,6 +353,7 @@ def _gradients(
     dtypes = {record.dtype for record in records if (record.axis, record.kind) == ("dp_shard", "reduce_scatter")}
     if dtypes - {asked}:
         kept = {parameter.dtype for parameter in _parameters(trace) if parameter.trained}
+        kept_wide = kept == {expect.case.wide_dtype}  # else their dtype is mended first
         fix = "set reduce_dtype=getattr(torch, case.reduce_dtype) in MixedPrecisionPolicy"
         # `case.train.reduce_dtype` says float32 in float64 too, and the case has no value for less than float64 there.
         other = ", or `reduce_dtype` in the case to what you mean." if asked != "float64" else "."
@@ -362,9 +363,7 @@ def _gradients(
             step=step,
             expected=f"reduce_scatter in {asked}",
             found=", ".join(sorted(dtypes)),
-            fix=f"{fix}{other}"
-            if kept == {expect.case.wide_dtype}
-            else None,  # parameters of another dtype are mended first
+            fix=f"{fix}{other}" if kept_wide else None,
         )
 
 

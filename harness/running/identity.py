@@ -54,15 +54,18 @@ def check_targets(targets: Iterable[str], root: Path) -> None:
     for target in dict.fromkeys(targets):
         if target in VERSIONS:
             _check_torchtitan(target)
-        if target not in MODULES and not _files(target, search_path(root)):
+        if target in MODULES:
+            continue
+        files = _files(target, search_path(root))
+        if not files:
             folders = " or ".join(search_path(root))
             raise HarnessError(
                 f"there is no module {target}.",
                 where=f"target {target}",
                 fix=f"install the package that it is in, or put its file into {folders}.",
             )
-        if target not in MODULES:
-            _check_build(target, Path(target_file(target, root)))
+        if (file := _file_of(target, files)) is not None:
+            _check_build(target, file)
 
 
 def _check_torchtitan(target: str) -> None:
@@ -106,10 +109,14 @@ def _binds_build(node: ast.AST) -> bool:
 
 
 def target_file(target: str, root: Path) -> str:
-    names = module_of(target).split(".")
-    folders = search_path(root)
-    endings = ("/".join(names) + ".py", "/".join((*names, "__init__.py")))
-    return next((str(path) for path in _files(target, folders) if path.as_posix().endswith(endings)), target)
+    return str(_file_of(target, _files(target, search_path(root))) or target)
+
+
+def _file_of(target: str, files: Iterable[Path]) -> Path | None:
+    """The source of the module itself, of the files of its package; None for one that is no Python file."""
+    name = "/" + module_of(target).replace(".", "/")
+    endings = (f"{name}.py", f"{name}/__init__.py")
+    return next((path for path in files if path.as_posix().endswith(endings)), None)
 
 
 def own_source_digest(target: str, root: Path) -> str:

@@ -66,6 +66,12 @@ def test_a_script_without_build_is_refused_before_ranks_start(tmp_path: Path, te
     assert raised.value.where == str(file)
 
 
+def test_a_submodule_whose_name_ends_alike_is_another_file(tmp_path: Path) -> None:
+    write(tmp_path / "mine" / "Amine.py", "")
+    write(tmp_path / "mine" / "__init__.py")
+    check_targets(["mine"], tmp_path)
+
+
 @pytest.mark.parametrize(
     "text",
     [
