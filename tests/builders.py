@@ -30,9 +30,9 @@ from harness.matrix.known import KnownFault, Symptom
 from harness.matrix.numerics import VIRTUAL_DEVICE
 from harness.matrix.rules import Refusal
 from harness.measured import CastRange, Curve, Measured, Multiplied, Sent
+from harness.plugins.faults.mutation import BaselineDetection, Trial
 from harness.result import Attempt, CaseResult, RunEnd, RunResult, RunStart
 from harness.sentence import filled
-from harness.studies.mutation import BaselineDetection, Trial
 from harness.trace import RankFailure, RankTrace, Run, StepTrace
 from harness.trace.counts import LiveMemory, LiveTensor, SavedMemory, TrafficRecord
 from harness.trace.graphs import FusedCall, GraphTrace, PartitionRecord

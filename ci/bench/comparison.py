@@ -13,7 +13,7 @@ import msgspec
 from harness.durable import write_whole
 from harness.evidence.sealed import Sealed, read_sealed, write_sealed
 from harness.jsonform import compact
-from harness.matrix.faults import FAULT_CLASSES, fault_named
+from harness.plugins.faults.faults import FAULT_CLASSES, fault_named
 
 RECORD = Path(__file__).with_name("judges.json")
 OF_ALL = {"loss": "loss, 0.01 nats", "sqnr": "SQNR, 20 dB", "checks": "our checks"}  # known of every fault

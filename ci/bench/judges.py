@@ -28,14 +28,14 @@ from comparison import CLEAN, RECORD, Alarms, Comparison, Row, read, write
 from harness.jsonform import from_json
 from harness.matrix.case import Case
 from harness.matrix.caseid import parse_case_id
-from harness.matrix.faults import PREFIX, fault_named
 from harness.matrix.rules import expected_refusal
+from harness.plugins.faults.faults import PREFIX, fault_named
+from harness.plugins.faults.mutation import MutationMatrix, Trial
 from harness.project import Project, find_project
 from harness.request import RunRequest
 from harness.running.executor import Executor, open_executor
 from harness.running.plan import Plan, make_plan
 from harness.sources import installed_versions
-from harness.studies.mutation import MutationMatrix, Trial
 from harness.studies.strategies import open_validation, validate
 from harness.trace.record import Patch
 

@@ -15,7 +15,7 @@ from harness.expect.casts import OF_GATHERS
 from harness.expect.expectations import Expectations
 from harness.matrix.case import Case
 from harness.measured import CastRange, Curve, Measured, Multiplied, Numbers, Sent, multiplied_by, sent_by
-from harness.performance.work import executed
+from harness.plugins.predict.work import executed
 from harness.trace import RankTrace, Run
 from harness.trace.counts import multiplied_words
 from harness.trace.operands import CastRecord

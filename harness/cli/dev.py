@@ -27,26 +27,26 @@ from harness.engine.node import LocalNode
 from harness.engine.zygote_engine import ZygoteEngine
 from harness.errors import HarnessError
 from harness.evidence.costs import read_costs, write_costs
-from harness.evidence.kills import read_kills, write_kills
 from harness.hints import LIST_CHECKS
 from harness.matrix.case import Case
 from harness.matrix.casefile import read_case_file
 from harness.matrix.caseid import case_id
 from harness.matrix.choice import choose, chosen_file, chosen_path
-from harness.matrix.faults import FAULT_CLASSES, Fault, all_faults, fault_named
+from harness.plugins.conformance.checks import select_checks
+from harness.plugins.conformance.judge import PROGRAM, run_checks
+from harness.plugins.conformance.sections import conformance_document, conformance_section
+from harness.plugins.faults.faults import FAULT_CLASSES, Fault, all_faults, fault_named
+from harness.plugins.faults.kills import read_kills, write_kills
+from harness.plugins.faults.mutation import hosts_among, recorded_kills, run_mutations
+from harness.plugins.faults.sections import mutation_sections
 from harness.plural import counted
 from harness.project import Project, leases_in, state_folder
-from harness.report.conformance import conformance_document, conformance_section
-from harness.report.mutation import mutation_sections
 from harness.running.injection import parse_injection
 from harness.running.machine import check_ranks
 from harness.running.plan import Plan
 from harness.running.progress import open_progress
 from harness.running.selection import NothingSelected, Query, recorded_faults
 from harness.sources import installed_version
-from harness.studies.conformance.checks import select_checks
-from harness.studies.conformance.judge import PROGRAM, run_checks
-from harness.studies.mutation import hosts_among, recorded_kills, run_mutations
 from harness.studies.records import fit_costs
 from harness.verdict import ExitCode
 

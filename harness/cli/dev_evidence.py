@@ -15,14 +15,14 @@ from harness.durable import write_whole
 from harness.errors import HarnessError
 from harness.evidence.formulas import add_verified, read_verified
 from harness.evidence.level import LEVELS, Level, LevelReport, changes, list_levels, read_level, write_level
-from harness.matrix.faults import fault_named
+from harness.plugins.faults.faults import fault_named
+from harness.plugins.gpu.levels import Interrupted, Work, ask_torch, collect, obstacle
 from harness.project import Project
 from harness.report.evidence import formulas_sections, level_line, level_section, verified_line
 from harness.report.sections import Items, markdown
 from harness.running.plan import Plan
 from harness.running.progress import open_progress
 from harness.running.selection import NothingSelected, Query
-from harness.studies.levels import Interrupted, Work, ask_torch, collect, obstacle
 from harness.studies.records import verification, verified_with
 from harness.studies.surviving import RanksFailed
 from harness.trace.device import TorchFacts

@@ -13,7 +13,6 @@ from harness.builds import PACKAGES
 from harness.cli.options import PARTS_BY_TITLE, json_option, print_or_write, print_sections, root_option
 from harness.errors import HarnessError
 from harness.evidence.formulas import doubts, read_verified
-from harness.evidence.kills import read_kills
 from harness.evidence.sealed import Damaged, Missing
 from harness.expect.fusion import executed_scaled_mm_calls, fusion_candidates
 from harness.hints import VERIFY_FORMULAS
@@ -30,6 +29,7 @@ from harness.matrix.rules import explain as explain_rules
 from harness.matrix.scope import SCOPE
 from harness.matrix.targets import is_llama
 from harness.matrix.words import WORDS, meaning_of
+from harness.plugins.faults.kills import read_kills
 from harness.project import Project, find_project
 from harness.report.checks import checks_markdown
 from harness.report.run import place_words

@@ -33,10 +33,10 @@ _SECTIONS = {
         "parity": "harness.cli.parity:parity_command",
     },
     "Bugs and trainers": {
-        "bug": "harness.cli.bug:bug",
+        "bug": "harness.plugins.bugs.commands:bug",
         "check-target": "harness.cli.check_target:check_target_command",
     },
-    "Predict": {"predict": "harness.cli.predict:predict"},
+    "Predict": {"predict": "harness.plugins.predict.commands:predict"},
     "Install": {"constraints": "harness.cli.constraints:constraints_command"},
     "Maintain": {
         "baseline": "harness.cli.baseline:baseline",

@@ -10,8 +10,6 @@ from typing import Any
 
 import click
 
-from harness.bugs.importing import ImportOptions, import_configuration
-from harness.bugs.report import read_file, read_report
 from harness.cli.axes import axis_options, checked_case, given_axes
 from harness.cli.options import AT_LEAST_1, FILE
 from harness.durable import write_whole
@@ -22,7 +20,9 @@ from harness.matrix.case import Case
 from harness.matrix.casefile import FILE_NAME, case_file_schema, write_case
 from harness.matrix.caseid import case_id
 from harness.matrix.rules import expected_refusal
-from harness.report.bugs import job_notes
+from harness.plugins.bugs.importing import ImportOptions, import_configuration
+from harness.plugins.bugs.report import read_file, read_report
+from harness.plugins.bugs.sections import job_notes
 
 _EPILOG = """\b
 Examples:

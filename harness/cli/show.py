@@ -19,13 +19,14 @@ from harness.evidence.curve import curve_of_case, text_of_curve
 from harness.hints import rerun_failed
 from harness.jsonform import compact, read_json
 from harness.matrix.coverage import coverage
+from harness.plugins.conformance.sections import ConformanceDocument, conformance_section
+from harness.plugins.faults.mutation import MutationMatrix
+from harness.plugins.faults.sections import mutation_section
 from harness.project import Project, find_project
 from harness.report.case import shown_case
 from harness.report.ci import annotation_lines, job_summary, junit_report
-from harness.report.conformance import ConformanceDocument, conformance_section
 from harness.report.coverage import coverage_section
 from harness.report.html.page import Front, html_report
-from harness.report.mutation import mutation_section
 from harness.report.run import run_markdown, run_sections
 from harness.report.runs import history_table
 from harness.report.sections import Section
@@ -34,7 +35,6 @@ from harness.running.selection import whole_tiers
 from harness.running.stored import results_of, runs_before, stored_run
 from harness.store import line_schema, run_lines
 from harness.studies.history import histories
-from harness.studies.mutation import MutationMatrix
 
 _EPILOG = """\b
 Examples:

@@ -19,12 +19,12 @@ from harness.matrix.casefile import CaseFile
 from harness.matrix.caseid import case_id, parse_case_id
 from harness.matrix.cheap_cover import CheapCover, Goal, Price, Pricing
 from harness.matrix.cover import combinations_in
-from harness.matrix.faults import Fault, hosts_of
 from harness.matrix.known import KnownFault, matching
 from harness.matrix.rules import expected_refusal
 from harness.matrix.space import Space, is_hit
 from harness.matrix.tier import second_best_rows, tables_of, tier_spaces
 from harness.matrix.tomlfile import TomlFile, read_toml_file
+from harness.plugins.faults.faults import Fault, hosts_of
 
 
 def choose(

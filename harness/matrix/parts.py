@@ -15,8 +15,8 @@ from harness.matrix.case import Case
 from harness.matrix.caseid import case_id
 from harness.matrix.cheap_cover import Price, Pricing
 from harness.matrix.choice import carried, contained
-from harness.matrix.faults import Fault
 from harness.matrix.tier import Selection
+from harness.plugins.faults.faults import Fault
 
 
 class Shard(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

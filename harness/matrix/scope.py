@@ -1,6 +1,6 @@
 """The scope: what people know from FP8 training and look for here, and why it is not there.
 
-The one list. What asks for it in configurations of other tools is in `harness/bugs/spellings.toml`.
+The one list. What asks for it in configurations of other tools is in `harness/plugins/bugs/spellings.toml`.
 """
 
 from __future__ import annotations

@@ -15,8 +15,8 @@ TORCHTITAN_0_3 = "torchtitan_0_3"
 # The modules of the built-in targets.
 MODULES: Mapping[str, str] = {
     REFERENCE: "harness.worker.targets.reference.build",
-    TORCHTITAN: "harness.worker.targets.torchtitan",
-    TORCHTITAN_0_3: "harness.worker.targets.torchtitan_0_3",
+    TORCHTITAN: "harness.plugins.torchtitan.worker.v0_2",
+    TORCHTITAN_0_3: "harness.plugins.torchtitan.worker.v0_3",
 }
 
 # The version of torchtitan that a target drives. Each has a name, so that a case means the same wherever it is read.

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from harness.checks.catalogue import CHECKS
 from harness.checks.check import Check
 from harness.checks.rule import Stage
-from harness.evidence.kills import Kills
-from harness.matrix.faults import all_faults
+from harness.plugins.faults.faults import all_faults
+from harness.plugins.faults.kills import Kills
 from harness.plural import counted
 from harness.report.sections import Block, Items, Section, Table, markdown
 from harness.sentence import shown

@@ -10,10 +10,10 @@ from pathlib import Path
 from packaging.specifiers import SpecifierSet
 
 from harness.hints import WRITE_PAGES, export_test, repro_bug, run_cases
-from harness.matrix.bugfile import UNREPORTED, BugFile
 from harness.matrix.known import PACKAGES, KnownFault, matching
 from harness.matrix.selector import Selector, parse_selector
 from harness.matrix.targets import VERSIONS
+from harness.plugins.bugs.bugfile import UNREPORTED, BugFile
 from harness.report.sections import Block, Facts, Items, Section, Verbatim, markdown
 
 _MEASURED = "[Versions](../versions.md) says with which versions the tool runs every night."

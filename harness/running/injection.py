@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 
 from harness.errors import HarnessError
-from harness.matrix.faults import PREFIX, all_faults, fault_named
+from harness.plugins.faults.faults import PREFIX, all_faults, fault_named
 from harness.trace.record import Patch
 
 _FORM_FIX = "write --inject FILE.py:FUNCTION or fault:NAME."

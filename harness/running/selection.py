@@ -20,7 +20,6 @@ import msgspec
 from harness.errors import HarnessError
 from harness.evidence.costs import Costs, estimate, read_costs
 from harness.hints import explain_case, list_cases
-from harness.matrix.bugfile import cases_of_bugs, holds_bugs
 from harness.matrix.case import Case
 from harness.matrix.casefile import read_case_file
 from harness.matrix.caseid import case_id, parse_case_id
@@ -34,6 +33,7 @@ from harness.matrix.selector import parse_selector
 from harness.matrix.targets import MODULES, NAME
 from harness.matrix.tier import Selection, select
 from harness.matrix.words import values_of
+from harness.plugins.bugs.bugfile import cases_of_bugs, holds_bugs
 from harness.plural import counted
 from harness.project import Project
 from harness.run_options import words_of

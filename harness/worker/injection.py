@@ -7,7 +7,7 @@ from importlib.abc import SourceLoader
 from importlib.util import module_from_spec, spec_from_loader
 from pathlib import Path
 
-from harness.matrix.faults import PREFIX
+from harness.plugins.faults.faults import PREFIX
 from harness.trace.record import Patch
 
 
@@ -19,7 +19,7 @@ def inject(patch: Patch) -> None:
     """Apply a patch. Raises InjectionError, which names it."""
     try:
         if patch.text.startswith(PREFIX):
-            from harness.worker.faults import plant  # imported only where a fault is planted
+            from harness.plugins.faults.worker import plant  # imported only where a fault is planted
 
             plant(patch.text.removeprefix(PREFIX))
         else:

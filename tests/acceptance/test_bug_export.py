@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from harness.bugs.export import constants, exported_case, script
-from harness.bugs.exported_fault import exported_fault
-from harness.bugs.pytest_file import models, pytest_file
 from harness.matrix.caseid import parse_case_id
+from harness.plugins.bugs.export import constants, exported_case, script
+from harness.plugins.bugs.exported_fault import exported_fault
+from harness.plugins.bugs.pytest_file import models, pytest_file
 from harness.verdict import FailureSignature
 from tests.acceptance.conftest import REPOSITORY, Command
 from tests.zygotes import Zygotes

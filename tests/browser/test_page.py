@@ -13,14 +13,14 @@ import pytest
 from harness.gate.gate import GatePolicy, gate
 from harness.matrix.caseid import case_id
 from harness.measured import CastRange, Curve, Measured, Sent
-from harness.performance.advice import advise
-from harness.performance.gains import plots
-from harness.performance.machine import machine
-from harness.performance.models import MODELS, training
+from harness.plugins.predict.advice import advise
+from harness.plugins.predict.gains import plots
+from harness.plugins.predict.machine import machine
+from harness.plugins.predict.models import MODELS, training
+from harness.plugins.predict.sections import speedup_page
 from harness.printable import printable
 from harness.report.gate import gate_front
 from harness.report.html.page import html_report
-from harness.report.predict import speedup_page
 from harness.report.sections import Section, Table
 from harness.result import CaseResult
 from harness.verdict import NotJudged, Verdict

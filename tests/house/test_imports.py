@@ -19,16 +19,15 @@ PACKAGE = Path(__file__).parents[2] / "harness"
 # Rooms from the top down. A room may import rooms below it and files of its own. `worker` stands beside them all.
 LEVELS = [
     ["__main__", "pytest_plugin"],
-    ["cli"],
+    ["cli", "plugins"],
     ["report"],
-    ["bugs", "gate"],
+    ["gate"],
     ["studies"],
     ["workflow"],
     ["running"],
     ["store", "project", "tables"],
     ["checks"],
     ["evidence"],
-    ["performance"],
     ["expect"],
     ["request", "result", "jsonform"],
     ["engine", "matrix", "run_options"],
@@ -53,7 +52,12 @@ WORKER_MAY_READ = {
 WORKER_MAY_ALSO_READ = {"harness.engine.program", "harness.engine.messages"}
 FRONT_ENDS = {"cli", "pytest_plugin", "__main__"}
 # Processes of their own.
-PROGRAMS = {"harness.engine.zygote", "harness.engine.rank", "harness.engine.torchrun_rank", "harness.worker.exported"}
+PROGRAMS = {
+    "harness.engine.zygote",
+    "harness.engine.rank",
+    "harness.engine.torchrun_rank",
+    "harness.plugins.bugs.worker.exported",
+}
 TORCH = {"torch", "torchao", "torchtitan"}
 PICKLES = {"pickle", "marshal", "shelve", "dill"}
 TALKING = {"print", "click.echo", "exit", "quit"}

@@ -18,13 +18,16 @@ from harness.trace import RankTrace
 from harness.worker.internals import problem_of
 from tests.privates import Use, attributes_of_self, identifiers, private_uses
 
-WORKER = Path(__file__).parents[2] / "harness" / "worker"
+HARNESS = Path(__file__).parents[2] / "harness"
+WORKER = HARNESS / "worker"
 
 
 @functools.cache
 def sources() -> Mapping[str, ast.Module]:
-    """Every file of the worker, by its path in there."""
-    return {str(path.relative_to(WORKER)): ast.parse(path.read_text()) for path in sorted(WORKER.rglob("*.py"))}
+    """Every file that ranks run: of the worker by its path in there, of a plug-in by its path in the package."""
+    of_worker = {str(path.relative_to(WORKER)): path for path in sorted(WORKER.rglob("*.py"))}
+    of_plugins = {str(path.relative_to(HARNESS)): path for path in sorted(HARNESS.glob("plugins/*/worker/**/*.py"))}
+    return {file: ast.parse(path.read_text()) for file, path in (of_worker | of_plugins).items()}
 
 
 @functools.cache

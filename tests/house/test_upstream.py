@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from harness.bugs.export import constants, exported_case
-from harness.bugs.pytest_file import models, pytest_file
 from harness.expect.upstream import CHANGES
-from harness.matrix.bugfile import BugFile, read_bugs
 from harness.matrix.known import read_known
+from harness.plugins.bugs.bugfile import BugFile, read_bugs
+from harness.plugins.bugs.export import constants, exported_case
+from harness.plugins.bugs.pytest_file import models, pytest_file
 from harness.report.upstream import upstream_pages
 from tests.unit.test_export import CRASH, MISMATCH, SCALES, SCATTERED
 

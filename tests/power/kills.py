@@ -15,16 +15,16 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
-from harness.evidence.kills import Kills, read_kills
 from harness.matrix.case import Case
 from harness.matrix.caseid import case_id
-from harness.matrix.faults import Fault, all_faults, host_kind, hosts_of
+from harness.plugins.faults.faults import Fault, all_faults, host_kind, hosts_of
+from harness.plugins.faults.kills import Kills, read_kills
+from harness.plugins.faults.mutation import MutationMatrix, hosts_among, run_mutations
 from harness.project import find_project
 from harness.running.executor import Executor
 from harness.running.plan import make_plan
 from harness.running.progress import SilentProgress
 from harness.running.selection import Query
-from harness.studies.mutation import MutationMatrix, hosts_among, run_mutations
 
 # Faults of class H are planted in compiled blocks, which take ten times as long as eager ones.
 EAGER = tuple(fault for fault in all_faults().values() if fault.group != "H")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from harness.bugs.corpus import Corpus, check_corpus, provable_bugs
+from harness.plugins.bugs.corpus import Corpus, check_corpus, provable_bugs
 from harness.project import find_project
 from harness.running.executor import Executor
 from harness.running.plan import make_plan

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from harness.matrix.faults import all_faults
+from harness.plugins.faults.faults import all_faults
+from harness.plugins.faults.mutation import MutationMatrix
 from harness.running.selection import Query
-from harness.studies.mutation import MutationMatrix
 from tests.power.kills import OF_THE_REFERENCE, assert_found_in, planted_matrix
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "tiny_gpt"

@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 
 from harness import workflow
-from harness.evidence.kills import read_kills
-from harness.matrix.faults import all_faults
+from harness.plugins.faults.faults import all_faults
+from harness.plugins.faults.kills import read_kills
+from harness.plugins.faults.mutation import hosts_among, recorded_kills, run_mutations
 from harness.project import STATE_VARIABLE, find_project
 from harness.running.plan import make_plan
 from harness.running.progress import SilentProgress
 from harness.running.selection import Query
-from harness.studies.mutation import hosts_among, recorded_kills, run_mutations
 from tests.power.kills import assert_named
 
 STORED = Path(__file__).parents[1] / "frozen_pr.txt"

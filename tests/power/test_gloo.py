@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import pytest
 
-from harness.matrix.faults import all_faults
+from harness.plugins.faults.faults import all_faults
+from harness.plugins.faults.mutation import hosts_among, run_mutations
 from harness.project import find_project
 from harness.running.executor import Executor
 from harness.running.plan import make_plan
 from harness.running.progress import SilentProgress
 from harness.running.selection import Query
-from harness.studies.mutation import hosts_among, run_mutations
 from tests.power.kills import assert_all_found
 
 

@@ -8,12 +8,12 @@ import pytest
 
 from harness.matrix.case import Case
 from harness.matrix.caseid import case_id, parse_case_id
-from harness.matrix.faults import fault_named
+from harness.plugins.faults.faults import fault_named
+from harness.plugins.faults.mutation import MutationMatrix, run_mutations
 from harness.project import find_project
 from harness.running.executor import Executor
 from harness.running.plan import make_plan
 from harness.running.progress import SilentProgress
-from harness.studies.mutation import MutationMatrix, run_mutations
 from harness.verdict import Verdict
 from tests.power.kills import IN_A_KNOWN_CASE, short_host
 

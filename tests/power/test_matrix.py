@@ -6,8 +6,8 @@ from typing import get_args
 
 import pytest
 
+from harness.plugins.faults.mutation import MutationMatrix
 from harness.running.executor import Executor
-from harness.studies.mutation import MutationMatrix
 from tests.power.kills import (
     EAGER,
     IN_A_KNOWN_CASE,

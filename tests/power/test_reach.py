@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 
 from harness.matrix.caseid import parse_case_id
-from harness.matrix.faults import fault_named
+from harness.plugins.faults.faults import fault_named
+from harness.plugins.faults.mutation import NO_EFFECT, MutationMatrix, Trial, run_mutations
 from harness.project import find_project
 from harness.running.executor import Executor
 from harness.running.plan import make_plan
 from harness.running.progress import SilentProgress
-from harness.studies.mutation import NO_EFFECT, MutationMatrix, Trial, run_mutations
 
 CASE = parse_case_id("fsdp2-tensorwise-ag.fp8-v2048-s2-f64")
 IDLE = "precompute_dead_branch"  # the case precomputes no scales

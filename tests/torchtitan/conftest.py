@@ -17,7 +17,7 @@ Script = Callable[[str], str]
 def _torchtitan() -> None:
     if installed_version("torchtitan") != VERSIONS[TORCHTITAN]:
         pytest.skip("torchtitan 0.2.2 is not installed: `make torchtitan` installs it and runs these tests")
-    from harness.worker.targets.torchtitan import preload
+    from harness.plugins.torchtitan.worker.v0_2 import preload
     from harness.worker.virtual import device
 
     device.install()

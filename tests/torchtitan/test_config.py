@@ -18,7 +18,7 @@ def _world(case: Case, **changes: Any) -> World:
 
 
 def _config(case: Case, **changes: Any) -> Any:
-    from harness.worker.targets.torchtitan.config import job_config
+    from harness.plugins.torchtitan.worker.v0_2.config import job_config
 
     return job_config(case, _world(case, **changes))
 
@@ -125,7 +125,7 @@ def test_model_has_exactly_the_sizes_of_the_case(axes: dict[str, Any]) -> None:
     from torchtitan.models.llama3 import Transformer
 
     from harness.matrix.linears import linear_features, linear_fqns
-    from harness.worker.targets.torchtitan.config import model_args
+    from harness.plugins.torchtitan.worker.v0_2.config import model_args
 
     case = make_case(**axes)
     with torch.device("meta"):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from harness.matrix.faults import all_faults
+from harness.plugins.faults.faults import all_faults
 from harness.running.selection import Query
 from tests.power.kills import OF_THE_REFERENCE, assert_found_in, planted_matrix
 

@@ -12,7 +12,7 @@ import torch
 
 from tests.torchtitan.conftest import Script
 
-SHIMS = "from harness.worker.targets.torchtitan import shims;"
+SHIMS = "from harness.plugins.torchtitan.worker.v0_2 import shims;"
 THREADS = "len(os.listdir('/proc/self/task'))"
 
 
@@ -79,7 +79,7 @@ def test_trainer_needs_a_local_rank(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_local_rank_is_only_set_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
-    from harness.worker.targets.torchtitan.shims import local_rank
+    from harness.plugins.torchtitan.worker.v0_2.shims import local_rank
 
     monkeypatch.delenv("LOCAL_RANK", raising=False)
     with local_rank(torch.device("cuda", 3)):
@@ -90,7 +90,7 @@ def test_local_rank_is_only_set_for_a_while(monkeypatch: pytest.MonkeyPatch) -> 
 def test_trainer_turns_garbage_collection_off() -> None:
     from torchtitan.tools.utils import GarbageCollection
 
-    from harness.worker.targets.torchtitan.shims import garbage_collected
+    from harness.plugins.torchtitan.worker.v0_2.shims import garbage_collected
 
     with garbage_collected():
         GarbageCollection()

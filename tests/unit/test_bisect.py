@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from harness.bugs.bisect import Bisected, VersionAnswer, answers_in, bisect, versions_between
 from harness.errors import HarnessError
-from harness.report.bugs import bisected_sections
+from harness.plugins.bugs.bisect import Bisected, VersionAnswer, answers_in, bisect, versions_between
+from harness.plugins.bugs.sections import bisected_sections
 from harness.report.sections import text_of
 from harness.running.versions import Source
 

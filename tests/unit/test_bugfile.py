@@ -10,9 +10,9 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from harness.errors import HarnessError
-from harness.matrix.bugfile import Bug, BugFile, cases_of_bugs, read_bug_file, read_bugs, write_bug_file
 from harness.matrix.case import Case, Float8, Layout
 from harness.matrix.caseid import case_id
+from harness.plugins.bugs.bugfile import Bug, BugFile, cases_of_bugs, read_bug_file, read_bugs, write_bug_file
 from harness.project import Project
 from harness.running.selection import NothingSelected, Query, select_cases
 from harness.verdict import FailureSignature

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from harness.checks.catalogue import CHECKS, RULES, by_cause, first_effect
-from harness.evidence.kills import read_kills
-from harness.matrix.faults import all_faults
+from harness.plugins.faults.faults import all_faults
+from harness.plugins.faults.kills import read_kills
 from harness.report.checks import checks_markdown
 from harness.verdict import Finding, Verdict
 from tests.builders import a_finding

@@ -14,10 +14,10 @@ from harness.matrix.caseid import case_id, parse_case_id
 from harness.matrix.cheap_cover import CheapCover, Price
 from harness.matrix.choice import carried, choose, chosen_file, read_chosen
 from harness.matrix.coverage import coverage
-from harness.matrix.faults import all_faults
 from harness.matrix.known import KnownFault
 from harness.matrix.rules import exclusions, expected_refusal
 from harness.matrix.tier import select, tier_spaces
+from harness.plugins.faults.faults import all_faults
 from tests.builders import make_known
 
 SMALL = """

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.matrix.faults import all_faults
+from harness.plugins.faults.faults import all_faults
 
 ROOT = Path(__file__).parents[2]
 

@@ -11,13 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from harness.engine.messages import Job, JobOutcome, RankOutcome
-from harness.report.conformance import column, conformance_document, conformance_section
+from harness.plugins.conformance import judge
+from harness.plugins.conformance.checks import fixed_checks, select_checks
+from harness.plugins.conformance.judge import Conclusion, conclude_lost, run_checks
+from harness.plugins.conformance.known import KNOWN
+from harness.plugins.conformance.sections import column, conformance_document, conformance_section
+from harness.plugins.conformance.strategy import cheapest_bytes
 from harness.report.sections import text_of
-from harness.studies.conformance import judge
-from harness.studies.conformance.checks import fixed_checks, select_checks
-from harness.studies.conformance.judge import Conclusion, conclude_lost, run_checks
-from harness.studies.conformance.known import KNOWN
-from harness.studies.conformance.strategy import cheapest_bytes
 from harness.studies.surviving import RanksFailed
 from harness.trace.operator_checks import MESHES, Batch, Observation, OperatorCheck, Output, chunk_sizes, local_shape
 

@@ -8,22 +8,22 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from harness.bugs.corpus import Corpus, Proof, proofs, provable_bugs
 from harness.checks.catalogue import RULES
 from harness.errors import HarnessError
 from harness.jsonform import to_json
-from harness.matrix.bugfile import Bug, BugFile, read_bugs
 from harness.matrix.case import Case
 from harness.matrix.caseid import case_id, parse_case_id
 from harness.matrix.choice import carries
-from harness.matrix.faults import fault_named
 from harness.matrix.known import KnownFault, matching
 from harness.matrix.rules import expected_refusal
+from harness.plugins.bugs.bugfile import Bug, BugFile, read_bugs
+from harness.plugins.bugs.corpus import Corpus, Proof, proofs, provable_bugs
+from harness.plugins.bugs.sections import corpus_sections
+from harness.plugins.faults.faults import fault_named
+from harness.plugins.faults.mutation import MutationMatrix, Trial
 from harness.project import Project, find_project
-from harness.report.bugs import corpus_sections
 from harness.report.sections import text_of
 from harness.running.selection import recorded_faults
-from harness.studies.mutation import MutationMatrix, Trial
 from harness.verdict import ExitCode, Verdict
 from tests.builders import make_known, make_trial
 

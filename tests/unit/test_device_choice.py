@@ -24,6 +24,7 @@ from harness.evidence.level import provable_levels
 from harness.matrix.case import Case
 from harness.matrix.caseid import parse_case_id
 from harness.matrix.gpu_needs import GpuFacts, gpu_needs, unmet_needs
+from harness.plugins.gpu.levels import without_obstacles
 from harness.project import find_project
 from harness.report.run import devices_line
 from harness.request import Arithmetic
@@ -35,7 +36,6 @@ from harness.running.selection import Query, select_cases
 from harness.studies.against import Against
 from harness.studies.layouts import USUAL
 from harness.studies.layouts import cases_of as layouts_of
-from harness.studies.levels import without_obstacles
 from harness.studies.records import needed_references
 from harness.studies.target_check import CheckOptions, cases_there, parse_layout
 from harness.workflow import check_fits

@@ -7,7 +7,9 @@ from msgspec.structs import replace
 
 from harness.errors import HarnessError
 from harness.matrix.caseid import case_id, parse_case_id
-from harness.matrix.faults import (
+from harness.matrix.rules import exclusions, expected_refusal
+from harness.matrix.selector import parse_selector
+from harness.plugins.faults.faults import (
     FAULT_CLASSES,
     HOST_IDS,
     Headline,
@@ -17,12 +19,10 @@ from harness.matrix.faults import (
     host_kind,
     hosts_of,
 )
-from harness.matrix.rules import exclusions, expected_refusal
-from harness.matrix.selector import parse_selector
+from harness.plugins.faults.mutation import hosts_among
 from harness.project import find_project
 from harness.running.injection import parse_injection
 from harness.running.selection import Query
-from harness.studies.mutation import hosts_among
 from tests.builders import a_finding
 
 FAULTS = tuple(all_faults().values())

@@ -7,13 +7,13 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from harness.bugs.export import Exported, Proof, Script, export, read_neighbours
-from harness.bugs.trials import NamedCase
 from harness.checks.failure_signature import normalized
 from harness.errors import HarnessError
-from harness.matrix.bugfile import Bug, BugFile
 from harness.matrix.caseid import case_id, parse_case_id
-from harness.report.bugs import exported_sections, issue_markdown
+from harness.plugins.bugs.bugfile import Bug, BugFile
+from harness.plugins.bugs.export import Exported, Proof, Script, export, read_neighbours
+from harness.plugins.bugs.sections import exported_sections, issue_markdown
+from harness.plugins.bugs.trials import NamedCase
 from harness.report.sections import text_of
 from harness.verdict import FailureSignature, Verdict
 from tests.builders import a_finding, make_failure, make_result, run_of

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from harness.studies.kernels import allowed_of_sum, conclude, reason_of, refusal_checks, value_checks
+from harness.plugins.gpu.kernels import allowed_of_sum, conclude, reason_of, refusal_checks, value_checks
 from harness.trace.device import KernelCheck, KernelObservation
 
 LONG = KernelCheck(scaling="tensorwise", m=16, k=4096, n=16, out="float32")

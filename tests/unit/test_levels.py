@@ -26,14 +26,14 @@ from harness.evidence.level import (
     write_level,
 )
 from harness.evidence.sealed import Damaged
-from harness.matrix.faults import all_faults
+from harness.plugins.faults.faults import all_faults
+from harness.plugins.faults.mutation import MutationMatrix
+from harness.plugins.gpu.levels import chosen_cases, default_faults, doubts, items_of, memory_words, obstacle
 from harness.project import Project
 from harness.report.evidence import level_line, level_section
 from harness.report.sections import markdown
 from harness.running.plan import Plan
 from harness.running.selection import Query
-from harness.studies.levels import chosen_cases, default_faults, doubts, items_of, memory_words, obstacle
-from harness.studies.mutation import MutationMatrix
 from harness.trace.device import DeviceFacts, TorchFacts
 from harness.verdict import Verdict
 from tests.builders import make_trial

@@ -9,10 +9,8 @@ import pytest
 from msgspec.structs import replace
 
 from harness.jsonform import to_json
-from harness.matrix.faults import NEEDS
-from harness.report.mutation import mutation_sections
-from harness.report.sections import text_of
-from harness.studies.mutation import (
+from harness.plugins.faults.faults import NEEDS
+from harness.plugins.faults.mutation import (
     NO_EFFECT,
     UNFINISHED,
     BaselineDetection,
@@ -22,6 +20,8 @@ from harness.studies.mutation import (
     fault_effect,
     recorded_kills,
 )
+from harness.plugins.faults.sections import mutation_sections
+from harness.report.sections import text_of
 from harness.trace import Run
 from harness.verdict import Verdict
 from tests.builders import make_failure, make_golden, make_sketch, make_trace, make_trial, run_of
@@ -114,7 +114,7 @@ _OWN = """\
 Traceback (most recent call last):
   File "/x/harness/worker/train.py", line 1, in prepare
     built()
-  File "/x/harness/worker/faults/hooks.py", line 2, in norms
+  File "/x/harness/plugins/faults/worker/hooks.py", line 2, in norms
     assert found
 AssertionError: no module has an eps
 

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from harness.bugs.export import constants, exported_case
-from harness.bugs.pytest_file import MOST_LINES, OLDEST, colour_of, formatted, models, pytest_file
-from harness.bugs.specialised import specialised, with_values
 from harness.matrix.caseid import parse_case_id
+from harness.plugins.bugs.export import constants, exported_case
+from harness.plugins.bugs.pytest_file import MOST_LINES, OLDEST, colour_of, formatted, models, pytest_file
+from harness.plugins.bugs.specialised import specialised, with_values
 from harness.verdict import FailureSignature
 from tests.unit.test_export import ATP, CRASH, FSDP_TP, MISMATCH, SCALES, SCATTERED, unknown_names
 

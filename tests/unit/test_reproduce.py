@@ -9,15 +9,15 @@ from typing import Any
 import msgspec
 import pytest
 
-from harness.bugs import trials
-from harness.bugs.reproduce import Reproduced, known_in, reproduced
-from harness.bugs.trials import NamedCase, TrialResult
-from harness.cli import bug
-from harness.cli.bug import tell_other_failure
 from harness.cli.main import main
-from harness.matrix.bugfile import Bug, BugFile
 from harness.matrix.known import Symptom
-from harness.report.bugs import reproduced_sections
+from harness.plugins.bugs import commands as bug
+from harness.plugins.bugs import trials
+from harness.plugins.bugs.bugfile import Bug, BugFile
+from harness.plugins.bugs.commands import tell_other_failure
+from harness.plugins.bugs.reproduce import Reproduced, known_in, reproduced
+from harness.plugins.bugs.sections import reproduced_sections
+from harness.plugins.bugs.trials import NamedCase, TrialResult
 from harness.report.sections import text_of
 from harness.running.plan import Plan
 from harness.running.progress import SilentProgress

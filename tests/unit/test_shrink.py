@@ -10,13 +10,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from harness.bugs.shrink import Shrunk, journal_in, shrink, smaller_cases, smaller_groups, with_changes
 from harness.errors import HarnessError
 from harness.matrix.axes import axis_values
 from harness.matrix.case import Case
 from harness.matrix.caseid import case_id
 from harness.matrix.rules import exclusions, expected_refusal
-from harness.report.bugs import shrunk_document, shrunk_sections
+from harness.plugins.bugs.sections import shrunk_document, shrunk_sections
+from harness.plugins.bugs.shrink import Shrunk, journal_in, shrink, smaller_cases, smaller_groups, with_changes
 from harness.report.sections import text_of
 from harness.result import CaseResult
 from harness.verdict import FailureSignature, Verdict

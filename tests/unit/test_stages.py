@@ -19,7 +19,7 @@ from harness.matrix.stages import (
     neighbours,
     stages_of,
 )
-from harness.performance.cost import metrics
+from harness.plugins.predict.cost import metrics
 from tests.builders import make_case
 
 TWO = parse_case_id("pp2-fsdp2-tensorwise-v2048-gb16-s2-accum4-reduce.last-f64")

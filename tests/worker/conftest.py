@@ -10,7 +10,7 @@ import pytest
 from harness.engine.messages import JobOutcome
 from harness.engine.zygote_engine import ZygoteEngine
 from harness.matrix.case import Case
-from harness.matrix.faults import PREFIX
+from harness.plugins.faults.faults import PREFIX
 from harness.request import RunRequest
 from harness.running.injection import parse_injection
 from harness.trace import RankTrace, Run

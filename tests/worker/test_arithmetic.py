@@ -10,8 +10,8 @@ from harness.checks.fp8_on import FOREIGN_PARTS, check_fp8_on
 from harness.engine.zygote_engine import ZygoteEngine
 from harness.expect.expectations import Expectations
 from harness.matrix.caseid import parse_case_id
+from harness.plugins.gpu.levels import ask_torch
 from harness.request import RunRequest
-from harness.studies.levels import ask_torch
 from harness.trace import RankTrace
 from harness.verdict import Finding
 from harness.worker.virtual import device

@@ -13,9 +13,9 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from harness.engine.cluster import unleased_cluster
+from harness.plugins.conformance.checks import select_checks
+from harness.plugins.conformance.judge import PROGRAM, Conclusion, run_checks
 from harness.running.injection import parse_injection
-from harness.studies.conformance.checks import select_checks
-from harness.studies.conformance.judge import PROGRAM, Conclusion, run_checks
 from harness.trace.operator_checks import MESHES, PARTIALS, OperatorCheck
 
 FAULTS = Path(__file__).with_name("conformancefaults.py")

@@ -10,10 +10,10 @@ import msgspec
 import pytest
 
 from harness.matrix.case import Case
-from harness.matrix.faults import Fault, all_faults, fault_named, hosts_of
+from harness.plugins.faults.faults import Fault, all_faults, fault_named, hosts_of
+from harness.plugins.faults.worker import FAULT_MODULES, function_of
 from harness.trace import RankTrace
 from harness.trace.record import Patch
-from harness.worker.faults import FAULT_MODULES, function_of
 from tests.jobs import traces_of
 from tests.worker.runs import UNDER_TP, numbers
 
@@ -102,7 +102,7 @@ def test_every_fault_is_the_function_of_its_name_in_the_file_of_its_class():
         assert callable(function_of(fault))
     listed = set(all_faults())
     for name in sorted({name for names in FAULT_MODULES.values() for name in names}):
-        module = importlib.import_module(f"harness.worker.faults.{name}")
+        module = importlib.import_module(f"harness.plugins.faults.worker.{name}")
         own = {
             name
             for name, made in vars(module).items()

@@ -19,7 +19,7 @@ from harness.matrix.case import Float8
 from harness.matrix.caseid import parse_case_id
 from harness.matrix.recipes import Recipe
 from harness.measured import Measured
-from harness.performance.roofline import EAGER_KERNELS
+from harness.plugins.predict.roofline import EAGER_KERNELS
 from harness.worker.dispatch_hooks import collectives, products
 from harness.worker.dispatch_hooks.hook import install_hook, unobserved
 from harness.worker.dispatch_hooks.scaled_mm import ScaledMMCounter

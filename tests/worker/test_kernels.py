@@ -12,8 +12,7 @@ import pytest
 import torch
 
 from harness.engine.cluster import unleased_cluster
-from harness.running.injection import parse_injection
-from harness.studies.kernels import (
+from harness.plugins.gpu.kernels import (
     PROGRAM,
     Accumulator,
     KernelConclusion,
@@ -22,9 +21,10 @@ from harness.studies.kernels import (
     run_checks,
     value_checks,
 )
+from harness.plugins.gpu.worker.kernels import observe
+from harness.running.injection import parse_injection
 from harness.studies.surviving import RanksFailed
 from harness.trace.device import KernelCheck
-from harness.worker.kernels import observe
 
 FAULTS = Path(__file__).with_name("kernelfaults.py")
 # torch's kernel of a CPU takes 0.3 s for sums of 1024 products, 1.5 s for those of 4096.

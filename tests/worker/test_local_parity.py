@@ -69,7 +69,7 @@ def update_off():
 
 def last_sum_lost_on_rank_1():
     from torch.distributed.tensor import Partial
-    from harness.worker.faults.hooks import wrap
+    from harness.plugins.faults.worker.hooks import wrap
     sums = []
     def reduce(stock, self, tensor, mesh, mesh_dim):
         total = stock(self, tensor, mesh, mesh_dim)
@@ -79,15 +79,15 @@ def last_sum_lost_on_rank_1():
     wrap(Partial, "_reduce_value", reduce)
 
 def gradient_off():
-    from harness.worker.faults.hooks import after_backward
+    from harness.plugins.faults.worker.hooks import after_backward
     after_backward(lambda model: list(model.parameters())[3].grad.mul_(1.3))
 
 def gradient_off_on_rank_0():
-    from harness.worker.faults.hooks import after_backward, local
+    from harness.plugins.faults.worker.hooks import after_backward, local
     after_backward(lambda model: torch.distributed.get_rank() or local(model.norm.weight.grad).mul_(1.3))
 
 def gradients_off_from_step_seven():
-    from harness.worker.faults.hooks import RUN, after_backward
+    from harness.plugins.faults.worker.hooks import RUN, after_backward
     def change(model):
         if RUN.step >= 7:
             for param in model.parameters():

@@ -13,9 +13,9 @@ from harness.engine.cluster import Cluster, unleased_cluster
 from harness.engine.messages import Job, JobOutcome
 from harness.matrix.case import Case
 from harness.matrix.known import read_known
-from harness.performance import models
+from harness.plugins.predict import models
+from harness.plugins.predict.simulation import PROGRAM, Verification, verify
 from harness.request import SimulationRequest
-from harness.studies.simulation import PROGRAM, Verification, verify
 from tests.worker.runs import sweep
 
 KNOWN = read_known(Path(__file__).parents[2] / "cases" / "known.toml")

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import datetime
 
-from harness.bugs.importing import ImportedBug, ImportOptions, Job, import_configuration, import_report
-from harness.bugs.report import read_report
 from harness.matrix.case import Case
+from harness.plugins.bugs.importing import ImportedBug, ImportOptions, Job, import_configuration, import_report
+from harness.plugins.bugs.report import read_report
 
 TODAY = datetime.date(2026, 11, 28)
 

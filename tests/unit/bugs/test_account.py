@@ -11,11 +11,11 @@ from typing import NamedTuple
 
 import pytest
 
-from harness.bugs.importing import ImportOptions, Job, read_job
-from harness.bugs.report import read_report
 from harness.errors import HarnessError
 from harness.matrix.caseid import case_id
-from harness.report.bugs import imported_document, imported_sections
+from harness.plugins.bugs.importing import ImportOptions, Job, read_job
+from harness.plugins.bugs.report import read_report
+from harness.plugins.bugs.sections import imported_document, imported_sections
 from harness.report.sections import text_of
 from tests.unit.bugs.readers import TODAY, fenced, head, imported
 

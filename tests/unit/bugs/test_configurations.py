@@ -7,7 +7,7 @@ import pytest
 from harness.errors import HarnessError
 from harness.matrix.caseid import case_id
 from harness.matrix.rules import exclusions
-from harness.report.bugs import job_notes
+from harness.plugins.bugs.sections import job_notes
 from tests.unit.bugs.readers import configured, configured_case
 
 LLAMA3_8B = """

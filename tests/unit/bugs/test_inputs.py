@@ -7,12 +7,12 @@ import time
 
 import pytest
 
-from harness.bugs.report import MAX_BYTES, clean_words
 from harness.errors import HarnessError
 from harness.jsonform import to_json
-from harness.matrix.bugfile import read_bug_file, write_bug_file
 from harness.matrix.caseid import case_id
-from harness.report.bugs import imported_document, imported_sections
+from harness.plugins.bugs.bugfile import read_bug_file, write_bug_file
+from harness.plugins.bugs.report import MAX_BYTES, clean_words
+from harness.plugins.bugs.sections import imported_document, imported_sections
 from harness.report.sections import text_of
 from tests.unit.bugs.readers import case_of, fenced, imported
 

@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 
-import harness.bugs
-from harness.bugs.spellings import (
+import harness.plugins.bugs
+from harness.matrix.axes import AXES, checked_value
+from harness.matrix.scope import SCOPE
+from harness.plugins.bugs.spellings import (
     asked_by_call,
     asked_by_option,
     has_no_effect,
@@ -18,11 +20,9 @@ from harness.bugs.spellings import (
     subject,
     table,
 )
-from harness.matrix.axes import AXES, checked_value
-from harness.matrix.scope import SCOPE
 
 DAY = datetime.date(2026, 11, 28)
-FOLDER = Path(next(iter(harness.bugs.__path__)))
+FOLDER = Path(next(iter(harness.plugins.bugs.__path__)))
 ROWS = [(fact, row) for fact, rows in table()["fact"].items() for row in rows]
 TOOLS = {
     "torchtitan",

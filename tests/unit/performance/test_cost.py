@@ -13,9 +13,9 @@ from harness.jsonform import to_json
 from harness.matrix.case import Case
 from harness.matrix.caseid import case_id, parse_case_id
 from harness.measured import Measured, Multiplied, Sent
-from harness.performance.cost import CostReport, metrics, run_report
-from harness.performance.models import MODELS, training
-from harness.report.predict import cost_sections
+from harness.plugins.predict.cost import CostReport, metrics, run_report
+from harness.plugins.predict.models import MODELS, training
+from harness.plugins.predict.sections import cost_sections
 from harness.report.sections import text_of
 from harness.result import CaseResult
 from tests.builders import make_case, make_result, make_trace, run_of

@@ -11,9 +11,9 @@ import pytest
 from msgspec.structs import replace
 
 from harness.matrix.case import Float8
-from harness.performance.advice import ERROR_ELSEWHERE, ERROR_H100
-from harness.performance.machine import FLOAT8, Machine, Rates
-from harness.performance.roofline import casts, matmul_s, predicted_step, speed_up
+from harness.plugins.predict.advice import ERROR_ELSEWHERE, ERROR_H100
+from harness.plugins.predict.machine import FLOAT8, Machine, Rates
+from harness.plugins.predict.roofline import casts, matmul_s, predicted_step, speed_up
 from tests.published import GRAND_TETON, LINEARS, Published, PublishedLinear, published
 
 ROWS = {f"{row.name} {row.ratio:.3f}": row for row in published()}

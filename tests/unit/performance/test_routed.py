@@ -11,12 +11,12 @@ from harness.expect.expert_traffic import sent_back, sent_back_if_balanced, sent
 from harness.matrix.case import Case
 from harness.matrix.caseid import parse_case_id
 from harness.matrix.linears import active_parameter_count, parameter_count
-from harness.performance.advice import advise
-from harness.performance.layouts import simulate
-from harness.performance.machine import machine
-from harness.performance.models import MODELS, training
-from harness.performance.wire import wire
-from harness.performance.work import flops_per_token, work
+from harness.plugins.predict.advice import advise
+from harness.plugins.predict.layouts import simulate
+from harness.plugins.predict.machine import machine
+from harness.plugins.predict.models import MODELS, training
+from harness.plugins.predict.wire import wire
+from harness.plugins.predict.work import flops_per_token, work
 from harness.trace.experts import ExpertCall, Phase, Rows
 
 B200 = machine("b200")

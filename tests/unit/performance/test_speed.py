@@ -19,10 +19,10 @@ from harness.jsonform import to_json
 from harness.matrix.case import Float8
 from harness.matrix.caseid import case_id, parse_case_id
 from harness.measured import Speedup
-from harness.report.predict import speed_sections
+from harness.plugins.predict.sections import speed_sections
+from harness.plugins.predict.speed import CaseSpeed, SpeedReport, Timed, interval, speedup, t_quantile, timed_case
 from harness.report.sections import text_of
 from harness.running.conditions import Conditions, ConditionsMonitor, conditions, worst
-from harness.studies.speed import CaseSpeed, SpeedReport, Timed, interval, speedup, t_quantile, timed_case
 from harness.verdict import Verdict
 from tests.builders import make_measured, make_result, make_results
 from tests.nvidia import put_nvidia_smi

@@ -13,10 +13,10 @@ from harness.matrix import linears
 from harness.matrix.case import Case, Float8, Layout
 from harness.matrix.linears import is_misaligned, parameter_count
 from harness.matrix.targets import is_llama
-from harness.performance.cost import speed, tokens_per_device
-from harness.performance.machine import FLOAT8, PEAKS, peak, peak_of_device
-from harness.performance.models import MODELS, named_model, training
-from harness.performance.work import (
+from harness.plugins.predict.cost import speed, tokens_per_device
+from harness.plugins.predict.machine import FLOAT8, PEAKS, peak, peak_of_device
+from harness.plugins.predict.models import MODELS, named_model, training
+from harness.plugins.predict.work import (
     ATTENTION,
     executed,
     flops_per_token,

@@ -1,0 +1,372 @@
+"""`fp8-harness bug`: from a bug report to a case, and from a case to a report."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+import msgspec
+
+from harness.cli import options
+from harness.cli.environments import versions_parameter
+from harness.cli.new import write_new_case
+from harness.durable import write_whole
+from harness.errors import HarnessError
+from harness.jsonform import read_json
+from harness.matrix.caseid import case_id
+from harness.matrix.known import matching
+from harness.plugins.bugs.bisect import VersionTrial, bisect, open_answers, versions_between
+from harness.plugins.bugs.bugfile import read_bugs
+from harness.plugins.bugs.corpus import check_corpus, provable_bugs
+from harness.plugins.bugs.export import export, exported_case, proof_of, read_neighbours
+from harness.plugins.bugs.import_command import import_command
+from harness.plugins.bugs.pytest_file import export_test
+from harness.plugins.bugs.reproduce import CANNOT_TELL, Reproduced, known_in, reproduced
+from harness.plugins.bugs.sections import (
+    bisected_sections,
+    bug_document,
+    bugs_sections,
+    corpus_sections,
+    exported_sections,
+    exported_test_sections,
+    issue_markdown,
+    reproduced_sections,
+    shrunk_document,
+    shrunk_sections,
+)
+from harness.plugins.bugs.shrink import open_journal, shrink
+from harness.plugins.bugs.trials import (
+    NamedCase,
+    TrialResult,
+    injections_for,
+    named_case,
+    open_trials,
+    run_once,
+    trial_result,
+)
+from harness.project import Project, find_project
+from harness.report.upstream import upstream_pages
+from harness.running.case_judge import known_here
+from harness.running.identity import witness_key
+from harness.running.injection import Injection, parse_injection
+from harness.running.plan import Plan
+from harness.running.progress import open_progress
+from harness.running.selection import recorded_faults
+from harness.running.versions import Versions
+from harness.sources import installed_version
+
+_REPRO_EPILOG = """\b
+Examples:
+  fp8-harness bug repro ao-1938
+  fp8-harness bug repro tp2-rowwise-v2048-f32 --inject fault:amax_without_abs
+  git bisect run fp8-harness bug repro ao-1938 --exit-code
+
+\b
+Exit codes: 0 not reproduced, 1 reproduced or another failure; with --exit-code
+0 gone, 1 reproduced, 125 cannot tell, as `git bisect run` wants it.
+"""
+_SHRINK_EPILOG = """\b
+Examples:
+  fp8-harness bug shrink hsdp2x4-rowwise-v2048-b16 --inject fault:amax_without_abs
+  fp8-harness bug shrink ao-1938 --budget-s 300 --output smallest.toml
+
+\b
+An interrupted shrink continues where it stopped.
+Exit codes: 0 the smallest case was found, 1 the budget ended it.
+"""
+_BISECT_EPILOG = """\b
+Examples:
+  fp8-harness bug bisect tp2-tensorwise-tpstyle.fp8-v2048-s2-f64 --package torchao --bad 0.13.0 --good 0.18.0
+  fp8-harness bug bisect my.toml --package torchao --good 0.14.1 --bad 0.18.0 --find-links wheels/
+  fp8-harness bug bisect CASE --package torch --good 2.13.0 --bad 2.15.0 --env 2.15.0=.venv-new
+  fp8-harness bug bisect CASE --package torch --good 2026-11-01 --bad 2026-11-20 --index-url NIGHTLIES
+
+\b
+Every version is installed once, into an environment in the state folder that
+sees all other packages of this one, unless --env has it or it runs now; torch
+comes with its libraries, 5 GB with CUDA. Results are kept.
+Exit codes: 0 the version was found, 2 the good version is not good or the bad one not bad.
+"""
+_CHECK_EPILOG = """\b
+Examples:
+  fp8-harness bug check                    every bug file that is live or fixed
+  fp8-harness bug check ao-1086 ao-933     two of them
+
+\b
+Exit codes: 0 all as their files say, 1 a mismatch, 3 no bug to check.
+"""
+_EXPORT_EPILOG = """\b
+Examples:
+  fp8-harness bug export ao-1938
+  fp8-harness bug export CASE --shrunk shrunk.json --output for-the-issue
+  fp8-harness bug export ao-1938 --pytest --output tests
+
+\b
+The script needs torch and torchao only, and runs on GPUs or on a CPU. The test
+needs pytest too, and starts its ranks itself, on a CPU.
+Exit codes: 0 exported, 1 exported but it does not show the fault here.
+"""
+
+
+@click.group(epilog="\b\nExamples:\n  fp8-harness bug import report.md\n  fp8-harness bug repro ao-1938")
+def bug() -> None:
+    """Turn a bug report into a case: import, reproduce, shrink, export, bisect, check.
+
+    CASE is the id of a case, a file with one case, or the name of a bug file.
+    """
+
+
+bug.add_command(import_command)
+
+
+@bug.command("list", epilog="\b\nExamples:\n  fp8-harness bug list\n  fp8-harness bug list --json - | jq '.[].id'")
+@click.option("--pages", metavar="DIR", type=options.FOLDER, help="Write a page for every fault to report upstream.")
+@options.json_option("the bugs")
+@options.project_parameter
+def list_command(*, pages: Path | None, json_file: Path | None, project: Project) -> None:
+    """List the bug files of the project."""
+    bugs = read_bugs(project.bugs)
+    if pages is not None:
+        for name, text in upstream_pages(recorded_faults(project), bugs, project.root).items():
+            write_whole(pages / f"{name}.md", text.encode())
+    options.print_or_write(bugs_sections(bugs), json_file, [bug_document(bug_file) for bug_file in bugs])
+
+
+# What commands that run a case of a bug share.
+_inject_option = click.option(
+    "--inject",
+    metavar="FILE.py:FUNCTION",
+    multiple=True,
+    help="FILE.py:FUNCTION, or fault:NAME: what makes the case fail. Repeatable.",
+)
+_trial_options = options.compose_options(
+    click.argument("case", metavar="CASE"),
+    _inject_option,
+    click.option("--planted", is_flag=True, help="Plant the faults of the bug file, which bring it back."),
+    options.quiet_option,
+    options.plan_parameter,
+    options.project_parameter,
+)
+
+
+def _with_trial(command: options.Command) -> options.Command:
+    """A command with `_trial_options`, to which CASE and what makes it fail are `named` and `injections`."""
+
+    @functools.wraps(command)
+    def with_trial(*, case: str, inject: tuple[str, ...], planted: bool, project: Project, **given: Any) -> Any:
+        named = named_case(project, case)
+        injections = injections_for(named, inject, planted=planted)
+        return command(named=named, injections=injections, project=project, **given)
+
+    return with_trial
+
+
+@bug.command("repro", epilog=_REPRO_EPILOG)
+@_trial_options
+@options.json_option("the results")
+@click.option(
+    "--like",
+    metavar="FILE.json",
+    type=options.EXISTING_FILE,
+    help="Look for the failure of an earlier `--json FILE.json`.",
+)
+@click.option(
+    "--exit-code", "bisect", is_flag=True, help="Exit as `git bisect run` wants it: 0 gone, 1 there, 125 skip."
+)
+def repro_command(*, bisect: bool, **given: Any) -> int:
+    """Say whether CASE shows the reported bug, another failure, or none."""
+    try:
+        reproduction: Reproduced = _reproduced(**given)
+    except HarnessError as error:
+        if not bisect:
+            raise
+        click.echo(f"fp8-harness: {error}", err=True)
+        return CANNOT_TELL
+    return int(reproduction.bisect_code if bisect else reproduction.exit_code)
+
+
+@_with_trial
+def _reproduced(  # noqa: PLR0913  one parameter per option
+    *,
+    named: NamedCase,
+    injections: Sequence[Injection],
+    like: Path | None,
+    json_file: Path | None,
+    quiet: bool,
+    plan_for: Callable[..., Plan],
+    project: Project,
+) -> Reproduced:
+    plan = plan_for().of(named.case)
+    with open_progress(quiet=quiet) as progress:
+        result = run_once(project, plan, progress, named.case, injections)
+    packages = named.bug.bug.versions if named.bug is not None else ()
+    installed = {package: version for package in packages if (version := installed_version(package)) is not None}
+    device = "the virtual FP8 device" if plan.device == "cpu" else plan.hardware[0]
+    earlier = None if like is None else read_json(like, Reproduced, command="bug repro --json").found.signature
+    known = known_in(result.findings, matching(known_here(project), named.case))
+    reproduction = reproduced(
+        named, trial_result(result), installed=installed, device=device, like=earlier, known=known
+    )
+    options.print_report(reproduced_sections(reproduction), json_file, reproduction)
+    return reproduction
+
+
+def tell_other_failure(named: NamedCase, result: TrialResult) -> None:
+    """Warn that what follows is about another failure than the one of the bug file."""
+    reproduction = reproduced(named, result, installed={}, device="")
+    if reproduction.answer == "another failure":
+        click.echo(
+            f"fp8-harness: warning: {result.case_id}: another failure than the reported one: "
+            f"expected {reproduction.expected}, found {result.text}.",
+            err=True,
+        )
+
+
+@bug.command("shrink", epilog=_SHRINK_EPILOG)
+@_trial_options
+@options.json_option("the results")
+@click.option("--budget-s", type=options.ABOVE_0, help="Start no new case after this many seconds.")
+@click.option("--output", metavar="FILE.toml", type=options.OUTPUT, help="Write a case file.")
+@click.option("--force", is_flag=True, help="Replace a file that exists.")
+@_with_trial
+def shrink_command(  # noqa: PLR0913  one parameter per option
+    *,
+    named: NamedCase,
+    injections: Sequence[Injection],
+    budget_s: float | None,
+    output: Path | None,
+    force: bool,
+    json_file: Path | None,
+    quiet: bool,
+    plan_for: Callable[..., Plan],
+    project: Project,
+) -> int:
+    """Find the smallest case that fails like CASE, and what the failure needs."""
+    plan = plan_for().of(named.case)
+    journal = open_journal(project, named.case, injections, witness_key(plan))
+    with (
+        open_progress(quiet=quiet) as progress,
+        open_trials(project, plan, progress, named.case, injections) as trials,
+    ):
+        shrunk = shrink(named.case, trials.run, journal, jobs=plan.jobs, budget_s=budget_s, note=progress.note)
+    first = journal.get(case_id(named.case))
+    assert first is not None, "the given case is tried first"
+    tell_other_failure(named, first)
+    again = msgspec.structs.replace(plan, injections=injections).command(case_id(shrunk.case))
+    options.print_report(shrunk_sections(shrunk, command=again), json_file, shrunk_document(shrunk))
+    if output is not None:
+        write_new_case(output, shrunk.case, force=force)
+    return 0 if shrunk.complete else 1
+
+
+@bug.command("export", epilog=_EXPORT_EPILOG)
+@_trial_options
+@click.option("--shrunk", metavar="FILE.json", type=options.FILE, help="The JSON of `bug shrink`.")
+@click.option("--output", metavar="DIR", type=options.FOLDER, default=Path())
+@click.option("--pytest", "as_test", is_flag=True, help="Write a test for another repository instead.")
+@click.option("--skip-proof", is_flag=True, help="Do not run it once, to see that it shows the fault.")
+@_with_trial
+def export_command(  # noqa: PLR0913  one parameter per option
+    *,
+    named: NamedCase,
+    injections: Sequence[Injection],
+    shrunk: Path | None,
+    output: Path,
+    as_test: bool,
+    skip_proof: bool,
+    quiet: bool,
+    plan_for: Callable[..., Plan],
+    project: Project,
+) -> int:
+    """Write one Python file that shows how CASE fails, and a draft of an issue; or a test for pytest.
+
+    The test is red where CASE fails, and green with the recorded fix. With --inject it is green without the fault.
+    """
+    given, named = named.case, named._replace(case=exported_case(named.case))
+    neighbours = read_neighbours(shrunk) if shrunk is not None else ()
+    plan = plan_for().of(named.case)
+    with open_progress(quiet=quiet) as progress:
+        result = run_once(project, plan, progress, named.case, injections)
+    tell_other_failure(named, trial_result(result))
+    records = matching(known_here(project), named.case)
+    if as_test:
+        either = (*records, *matching(known_here(project), given))  # a record may name the dtype that a script changes
+        shown = [record.fix for record in either if record.shows(result.findings) and record.fix is not None]
+        fixes = [parse_injection(fix, folder=project.root).target for fix in dict.fromkeys(shown)]
+        test = export_test(named, result, injections, output, fixes=fixes, proves=not skip_proof)
+        options.print_sections(exported_test_sections(test))
+        return int(not test.proven)
+    known = known_in(result.findings, records)
+    exported = export(named, result, injections, output, known)
+    proof = None if skip_proof else proof_of(exported)
+    versions = {package: installed_version(package) or "not installed" for package in ("torch", "torchao")}
+    device = "CPU ranks" if plan.device == "cpu" else plan.hardware[0]
+    text = issue_markdown(exported, proof, versions=versions, device=device, neighbours=neighbours)
+    write_whole(exported.file.with_suffix(".md"), text.encode())
+    options.print_sections(exported_sections(exported, proof))
+    return int(proof is not None and proof.outcome != "FAULT")
+
+
+@bug.command("bisect", epilog=_BISECT_EPILOG)
+@click.argument("case", metavar="CASE")
+@click.option("--package", required=True, help="The package to bisect, such as torchao.")
+@click.option("--good", metavar="VERSION|DATE", required=True, help="A version with which CASE does not fail.")
+@click.option("--bad", metavar="VERSION|DATE", required=True, help="A version with which it fails.")
+@versions_parameter
+@_inject_option
+@options.json_option("what was tried")
+@options.quiet_option
+@options.root_option
+def bisect_command(  # noqa: PLR0913  one parameter per option
+    *,
+    case: str,
+    package: str,
+    good: str,
+    bad: str,
+    versions_for: Callable[..., Versions],
+    inject: tuple[str, ...],
+    json_file: Path | None,
+    quiet: bool,
+    root: str | None,
+) -> None:
+    """Find the version of a package with which CASE starts or stops to fail.
+
+    Where --good is older than --bad, the first version that fails; otherwise the first one without the failure. A date
+    stands for the newest nightly of that day or before.
+    """
+    project = find_project(root)
+    named = named_case(project, case)
+    words = (
+        *(("--root", root) if root is not None else ()),
+        *(word for injection in inject for word in ("--inject", injection)),
+    )
+    with open_progress(quiet=quiet) as progress:
+        environments = versions_for(project, package, progress.note)
+        searched = versions_between(package, good, bad, environments.source, given=environments.given)
+        trial = VersionTrial(project, case, named.case, environments, bad=searched.bad, words=words)
+        answers = open_answers(project, trial.depends_on)
+        bisected = bisect(*searched, trial.run, answers, package=package, note=progress.note)
+    options.print_report(bisected_sections(bisected), json_file, bisected)
+
+
+@bug.command("check", epilog=_CHECK_EPILOG)
+@click.argument("names", metavar="[ID]...", nargs=-1)
+@options.json_option("the proofs")
+@options.quiet_option
+@options.plan_parameter
+@options.project_parameter
+def check_command(
+    *, names: tuple[str, ...], json_file: Path | None, quiet: bool, plan_for: Callable[..., Plan], project: Project
+) -> int:
+    """Verify bug files: live bugs fail as recorded; fixed ones pass, and fail with their planted faults.
+
+    ID is the name of a bug file. Only findings of checks in its `detected_by` count.
+    """
+    bugs = provable_bugs(project, names)
+    with open_progress(quiet=quiet) as progress:
+        corpus = check_corpus(project, bugs, plan_for(), progress)
+    options.print_report(corpus_sections(corpus), json_file, corpus)
+    return corpus.exit_code

@@ -1,0 +1,260 @@
+"""A case that fails as a test for another repository: the parts of `worker/exported.py` that it uses, and pytest."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import os
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
+from math import prod
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+from harness.durable import write_whole
+from harness.errors import HarnessError
+from harness.matrix.caseid import case_id
+from harness.plugins.bugs.bugfile import UNREPORTED
+from harness.plugins.bugs.export import (
+    constants,
+    failed_checks,
+    failure_of,
+    file_name,
+    patch_of,
+    quoted,
+    setup_of,
+    title_of,
+)
+from harness.plugins.bugs.exported_fault import Source, gather
+from harness.plugins.bugs.specialised import specialised, with_values
+from harness.plugins.bugs.trials import NamedCase
+from harness.plugins.faults.faults import PREFIX, fault_named
+from harness.result import CaseResult
+from harness.running.injection import Injection
+from harness.sources import installed_version
+
+_WORKER = Path(__file__).parent / "worker"
+_SCRIPT, _TEST = "harness.plugins.bugs.worker.exported", "harness.plugins.bugs.worker.exported_test"
+_TESTS = {
+    "gradients": "test_gradients_are_those_of_one_rank",
+    "crash": "test_it_trains",
+    "mismatch": "test_ranks_call_the_same_collectives",
+    "scattered": "test_rows_are_scattered_along_the_sequence",
+}
+# What stays a constant on top; the others decide what is in the file.
+_SIZES = (
+    *("STEPS", "REPLICAS", "WORLD_SIZE", "DEVICE", "NOT_CONVERTED", "VOCAB", "DIM", "LAYERS", "HEAD_DIM", "KV_DIM"),
+    *("FFN", "BATCH", "TOKENS", "LR", "LIMIT, ROUNDING"),
+)
+_ASSERTS = {
+    "gradients": "Gradients must be those of one rank that gets the batches of all ranks.",
+    "crash": "It must train.",
+    "mismatch": "Ranks of a group must call the same collectives, of the same sizes.",
+    "scattered": "Rows of the fused matmul and reduce-scatter must be those of a matmul, then a reduce-scatter.",
+}
+MOST_LINES = 150
+OLDEST = {"torch": "2.11", "torchao": "0.17"}  # with all names that the template uses
+_TIMEOUT_S = 400.0
+_WIDTH = 118
+_ENDED = re.compile(r"^=*\s*1 (failed|passed|skipped)\b", flags=re.MULTILINE)
+_RAISED = re.compile(r"^E\s+((?:\w+\.)*\w*(?:Error|Exception|Mismatch): .+)", flags=re.MULTILINE)
+Colour = Literal["red", "green", "cannot tell"]
+Trial = tuple[str, Colour, tuple[str, ...]]  # where the test runs, what it must be there, and the patches of it
+
+
+class ColourSeen(NamedTuple):
+    """What the test said where it was run: `when`, such as "with the fix"; what it has to be there; what it was."""
+
+    when: str
+    wanted: Colour
+    found: Colour
+    text: str
+
+
+class ExportedTest(NamedTuple):
+    file: Path
+    lines: int
+    model: str
+    patches: tuple[str, ...]  # FILE.py:FUNCTION of what makes it fail
+    proofs: tuple[ColourSeen, ...]
+
+    @property
+    def proven(self) -> bool:
+        return all(proof.found == proof.wanted for proof in self.proofs)
+
+
+def export_test(
+    named: NamedCase,
+    result: CaseResult,
+    injections: Sequence[Injection],
+    folder: Path,
+    *,
+    fixes: Sequence[str] = (),
+    proves: bool = True,
+) -> ExportedTest:
+    """Write the test that fails as the case does, with the smallest model that shows it. HarnessError where none can.
+
+    Without `proves` it is the first model whose test is short enough. `fixes`: FILE.py:FUNCTION with which it passes.
+    """
+    values = constants(named.case, failure_of(result), failed_checks(result))
+    patches = tuple(patch_of(injection, folder) for injection in injections)
+    trials: list[Trial] = [("now", "red", ())]
+    if patches:
+        trials = [
+            ("as it is", "green", ()),
+            (f"with {' and '.join(injection.text for injection in injections)}", "red", patches),
+        ]
+    elif fixes:
+        trials.append(("with the fix", "green", tuple(fixes)))
+    file = folder / f"test_{re.sub(r'[^a-z0-9]+', '_', file_name(named))}.py"
+    best: ExportedTest | None = None
+    for model, chosen in models(values):
+        text = pytest_file(chosen, head=_head(named, result, injections, str(values["DETECT"])))
+        lines = len(text.splitlines())
+        if lines > MOST_LINES:
+            continue
+        best = ExportedTest(file, lines, model, patches, prove(text, trials) if proves else ())
+        write_whole(file, text.encode())
+        if best.proven:
+            break
+    if best is None:
+        what = f"its test has more than {MOST_LINES} lines."
+        raise HarnessError(what, where=case_id(named.case), fix="export a smaller case: `bug shrink` finds it.")
+    return best
+
+
+def _head(named: NamedCase, result: CaseResult, injections: Sequence[Injection], detects: str) -> str:
+    case = named.case
+    planted = [injection.text.removeprefix(PREFIX) for injection in injections if injection.text.startswith(PREFIX)]
+    title = fault_named(planted[0]).title if planted else title_of(named, result)
+    versions = " and ".join(f"{package} {installed_version(package)}" for package in OLDEST)
+    link = f", {named.bug.bug.link}" if named.bug is not None and named.bug.bug.link != UNREPORTED else ""
+    seen = f"It passes with {versions}." if injections else f"It fails with {versions}{link}."
+    about = textwrap.fill(f"{setup_of(case)[0].upper()}{setup_of(case)[1:]}. {_ASSERTS[detects]} {seen}", _WIDTH)
+    name = textwrap.shorten(quoted(title), _WIDTH - 14, placeholder=" …")
+    return f'"""{"A guard against: " if planted else ""}{name}.\n\n{quoted(about)}\n"""'
+
+
+def models(values: Mapping[str, object]) -> Iterator[tuple[str, Mapping[str, object]]]:
+    """Constants with models that may show the same, the smallest first, and what each is called."""
+    width = max(32, 16 * _mesh(values).get("tp", 1))  # a TP rank has multiples of 16
+    sizes = {"VOCAB": 2 * width, "LAYERS": 1, "HEAD_DIM": 16, "TOKENS": width}
+    if values["DETECT"] != "scattered":  # by sequences
+        sizes["BATCH"] = 1
+    small = {**values, **sizes, **dict.fromkeys(("DIM", "KV_DIM", "FFN"), width), "COMPARE_LINEARS": False}
+    yield "one small MLP", {**small, "ATTENTION": False, "LOSS_PARALLEL": False, "CHECKPOINT": "none"}
+    yield "one small block", small
+    yield "the model of the case", {**values, "COMPARE_LINEARS": False}
+    yield "the model of the case, and each of its linears", values
+
+
+def pytest_file(values: Mapping[str, object], *, head: str) -> str:
+    """The text of the file for these constants of the template. `head` is its docstring."""
+    mesh, root = _mesh(values), _TESTS[str(values["DETECT"])]
+    replicas = prod(ranks for axis, ranks in mesh.items() if axis != "tp")
+    given = {**values, "REPLICAS": replicas, "WORLD_SIZE": prod(mesh.values()), "DEVICE": "cpu"}
+    sizes = {name: given[name] for name in _SIZES if name in given and (name, given[name]) != ("STEPS", 1)}
+    switches = {name: value for name, value in values.items() if name not in sizes}
+    if values["DETECT"] != "gradients":
+        switches["parallel"] = True
+
+    @functools.cache
+    def read(module: str) -> Source:
+        template = with_values((_WORKER / f"{module.rpartition('.')[2]}.py").read_text(), sizes)
+        return Source(_without_unused(specialised(template, switches, sizes), values))
+
+    imports: set[str] = set()
+    texts: dict[tuple[str, str], str] = {}
+    for definition_name in ("pytestmark", root):
+        gather(_TEST, definition_name, imports, texts, read)
+    top: list[str] = []
+    rest: list[str] = []
+    for place in sorted(texts, key=lambda place: (place[0] == _TEST, read(place[0]).definitions[place[1]].lineno)):
+        constant = isinstance(read(place[0]).definitions[place[1]], ast.Assign | ast.AnnAssign)
+        (top if constant else rest).append(texts[place])
+    first = "\n".join([head, "", *_imports(imports), "", *dict.fromkeys(top)])
+    return formatted("\n\n\n".join([first, *rest]) + "\n")
+
+
+def _mesh(values: Mapping[str, object]) -> Mapping[str, int]:
+    mesh = values["MESH"]
+    assert isinstance(mesh, Mapping), "every template has a mesh"
+    return mesh
+
+
+def _imports(lines: set[str]) -> list[str]:
+    standard = sorted(line for line in lines if not re.search(r"\b(torch|torchao|pytest)\b", line))
+    others = sorted(line for line in lines if re.search(r"\b(torch|torchao)\b", line))
+    skips = [f'pytest.importorskip("{package}", minversion="{version}")' for package, version in OLDEST.items()]
+    return [*standard, "", "import pytest", "", *skips, "", *others]
+
+
+def _without_unused(text: str, values: Mapping[str, object]) -> str:
+    """The text without parameters of which the test needs one value only."""
+    used = [name for name, axis in (("dp", "dp_shard"), ("tp", "tp")) if axis in _mesh(values)]
+    unset = f"    {', '.join(used)} = {', '.join(['None'] * len(used))}\n" if used else ""
+    text = text.replace("    dp, tp = None, None\n", unset).replace("build(dp, tp)", f"build({', '.join(used)})")
+    for name in ("FFN", "KV_DIM"):  # one name is enough for one size
+        text = re.sub(rf"\b{name}\b", "DIM", text) if values[name] == values["DIM"] else text
+    if values["DETECT"] == "gradients":
+        return text
+    return text.replace("train(*, parallel)", "train()").replace("train(parallel=True)", "train()")
+
+
+def formatted(text: str) -> str:
+    """The text as ruff writes it; as it is where ruff is not installed."""
+    ruff = shutil.which("ruff", path=sysconfig.get_path("scripts"))
+    if ruff is None:
+        return text
+    for words in (["check", "--quiet", "--isolated", "--select", "I,F401", "--fix"], ["format", "--isolated"]):
+        command = [ruff, *words, "--line-length", "120", "--stdin-filename", "test_exported.py", "-"]
+        text = subprocess.run(command, input=text, capture_output=True, text=True, check=True).stdout
+    return text
+
+
+def prove(text: str, trials: Sequence[Trial]) -> tuple[ColourSeen, ...]:
+    """Run the test under each of these patches, FILE.py:FUNCTION, until one has another colour than it must have."""
+    proofs: list[ColourSeen] = []
+    with tempfile.TemporaryDirectory() as folder:
+        for number, (when, wanted, patches) in enumerate(trials):
+            split = [patch.rpartition(":") for patch in patches]
+            calls = [f"runpy.run_path({str(Path(file).resolve())!r})[{name!r}]()" for file, _, name in split]
+            file = Path(folder) / f"test_proof_{number}.py"
+            file.write_text("\n".join([text, "import runpy", *calls, ""]))  # ranks import it too
+            proofs.append(ColourSeen(when, wanted, *_colour(file)))
+            if proofs[-1].found != wanted:
+                break
+    return tuple(proofs)
+
+
+def _colour(file: Path) -> tuple[Colour, str]:
+    plain = ["-q", "-rs", "-p", "no:cacheprovider", "--noconftest", "-c", os.devnull, "--rootdir", str(file.parent)]
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "pytest", *plain, str(file)],
+            capture_output=True,
+            text=True,
+            timeout=_TIMEOUT_S,
+            check=False,
+            cwd=file.parent,
+            env={**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "OMP_NUM_THREADS": "1"},
+        )
+    except subprocess.TimeoutExpired:
+        return "cannot tell", f"it did not end within {_TIMEOUT_S:.0f} s"
+    return colour_of(done.stdout + done.stderr)
+
+
+def colour_of(output: str) -> tuple[Colour, str]:
+    """The colour in the output of pytest, and what a rank raised, else how the run ended."""
+    ended = _ENDED.search(output)
+    raised = _RAISED.findall(output)
+    last = output.strip().splitlines()[-1:] or ["it said nothing"]
+    if ended is None or ended[1] == "skipped":
+        return "cannot tell", "\n".join(output.strip().splitlines()[-5:])
+    return ("green" if ended[1] == "passed" else "red"), raised[-1] if raised else last[0]

@@ -1,0 +1,1 @@
+"""Planted faults, and mutation testing: which checks find which fault."""

@@ -1,0 +1,45 @@
+"""Planted faults: functions that patch torch, torchao or the target the way a real bug would change them.
+
+`plant` runs in every rank after the virtual device is installed and before the probes and the target are built, so that
+probes record the effect. `harness/plugins/faults/faults.toml` lists and describes the faults.
+
+A fault is a change and the hook that plants it: `@planted(hook, …)` above a function, or `partial(hook, …, change)`.
+"""
+
+from __future__ import annotations
+
+import importlib
+
+from harness.plugins.faults.faults import Fault, FaultClass, fault_named
+from harness.plugins.faults.worker import hooks
+
+# The modules of every fault class; a fault is planted by the function of its name. Each is imported where one of its
+# faults is planted: that of compiled blocks needs inductor, which takes longer than most ranks train.
+FAULT_MODULES: dict[FaultClass, tuple[str, ...]] = {
+    "A": ("amax",),
+    "B": ("stale",),
+    "C": ("conversion", "parameters"),
+    "D": ("communication", "parameters", "tied"),
+    "E": ("execution",),
+    "F": ("shapes",),
+    "G": ("training", "loss", "parameters"),
+    "H": ("compiled",),
+    "I": ("kept",),
+    "J": ("mxfp8",),
+    "K": ("experts",),
+    "L": ("pipelines", "tied"),
+    "M": ("context",),
+}
+
+
+def plant(name: str) -> None:
+    """Plant a fault in this process, for the rest of its life."""
+    hooks.follow_run()
+    function_of(fault_named(name))()
+
+
+def function_of(fault: Fault) -> hooks.Plant:
+    """The function that plants a fault."""
+    modules = (importlib.import_module(f"{__name__}.{name}") for name in FAULT_MODULES[fault.group])
+    candidates = (getattr(module, fault.name, None) for module in modules)
+    return next(function for function in candidates if function is not None)

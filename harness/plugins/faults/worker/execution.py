@@ -1,0 +1,255 @@
+"""Class E: recompute, kernels and saved memory."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+import torch.utils.checkpoint
+from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy
+from torchao.float8 import float8_ops, float8_utils
+from torchao.float8.float8_linear import Float8Linear
+from torchao.float8.float8_training_tensor import GemmInputRole
+
+from harness.plugins.faults.worker.hooks import (
+    after_build,
+    after_casts,
+    in_forward_of,
+    last_block,
+    local,
+    norms,
+    on_last_rank,
+    on_odd_rank,
+    planted,
+    wrap,
+    wrap_everywhere,
+)
+from harness.worker.probes.probe import in_backward
+
+_aten = torch.ops.aten
+
+
+def _scale_recomputed_times(factor: float) -> None:
+    recomputing = in_forward_of(lambda _: in_backward())
+    wrap(
+        float8_utils,
+        "amax_to_scale",
+        lambda stock, *args, **kwargs: stock(*args, **kwargs) * (factor if recomputing() else 1.0),
+    )
+
+
+recompute_scale_changed = partial(_scale_recomputed_times, 0.7)
+recompute_scale_changed_by_a_power_of_two = partial(_scale_recomputed_times, 0.5)
+
+
+@planted(after_build)
+def recompute_rounds_norms(model: nn.Module) -> None:
+    for norm in norms(model):
+        norm.register_forward_hook(lambda _, __, out: out.bfloat16().to(out.dtype) if in_backward() else None)
+
+
+@planted(wrap, Float8Linear, "forward")
+def recompute_in_high_precision(stock: Any, module: Float8Linear, x: torch.Tensor) -> Any:
+    return F.linear(x, module.weight, module.bias) if in_backward() else stock(module, x)
+
+
+def checkpointing_lost() -> None:
+    options = {*inspect.signature(torch.utils.checkpoint.checkpoint).parameters, "preserve_rng_state"}
+
+    def checkpoint(stock: Any, function: Any, *args: Any, **kwargs: Any) -> Any:
+        return function(*args, **{name: value for name, value in kwargs.items() if name not in options})
+
+    wrap_everywhere(torch.utils.checkpoint, "checkpoint", checkpoint)
+
+
+@planted(wrap_everywhere, torch.utils.checkpoint, "create_selective_checkpoint_contexts")
+def abs_saved_for_backward(stock: Any, saved: Any, *args: Any, **kwargs: Any) -> Any:
+    def policy(context: Any, operator: Any, *given: Any, **named: Any) -> Any:
+        if operator is _aten.abs.default:
+            return CheckpointPolicy.MUST_SAVE
+        return saved(context, operator, *given, **named)
+
+    return stock(policy if callable(saved) else [*saved, _aten.abs.default], *args, **kwargs)
+
+
+class _Keep(torch.autograd.Function):
+    """Returns the first tensor and saves the second for backward."""
+
+    @staticmethod
+    def forward(ctx: Any, out: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(kept)
+        return out.view_as(out)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return grads[0], None
+
+
+@planted(wrap, Float8Linear, "forward")
+def float8_weight_kept_for_backward(stock: Any, module: Float8Linear, x: torch.Tensor) -> Any:
+    return _Keep.apply(stock(module, x), local(module.weight).detach().float().to(torch.float8_e4m3fn))
+
+
+@planted(wrap, float8_ops, "addmm_float8_unwrapped")
+def kernel_reads_first_row_scale(
+    stock: Any, a: Any, a_scale: Any, b: Any, b_scale: torch.Tensor, *args: Any, **kwargs: Any
+) -> Any:
+    if b_scale.numel() > 1:
+        b_scale = b_scale.reshape(-1)[:1].expand(b_scale.numel()).reshape(b_scale.shape).contiguous()
+    return stock(a, a_scale, b, b_scale, *args, **kwargs)
+
+
+def partial_output_of_one_rank_off() -> None:
+    adds_up = in_forward_of(
+        lambda linear: any(placement.is_shard(1) for placement in getattr(linear.weight, "placements", ()))
+    )
+
+    def addmm(stock: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        product: torch.Tensor = stock(*args, **kwargs)
+        return product * 1.004 if adds_up() and on_odd_rank() else product
+
+    wrap(float8_ops, "addmm_float8_unwrapped", addmm)
+
+
+@planted(after_casts)
+def cast_breaks_one_lane(part: Any, *_: Any) -> None:
+    bits = part._data.view(torch.uint8).clone()
+    bits[..., 15::16] = bits[..., 14::16][..., : bits[..., 15::16].size(-1)]
+    part._data = bits.view(part._data.dtype)
+
+
+@planted(after_casts)
+def cast_flushes_small_values(part: Any, hp_tensor: torch.Tensor, role: Any) -> None:
+    if role is GemmInputRole.GRAD_OUTPUT:
+        tiny = torch.finfo(part._data.dtype).smallest_normal
+        values = part._data.float()
+        part._data = torch.where(values.abs() < tiny, 0.0, values).to(part._data.dtype)
+
+
+def axiswise_dim_compared_instead_of_assigned() -> None:
+    table = float8_ops.FLOAT8_OPS_TABLE
+    stock = table[_aten.t.default]
+
+    def transpose(operator: Any, args: Any, kwargs: Any = None) -> Any:
+        result = stock(operator, args, kwargs or {})
+        result._axiswise_dim = args[0]._axiswise_dim
+        return result
+
+    table[_aten.t.default] = transpose
+
+
+scale_result_ignored = partial(
+    wrap,
+    float8_ops,
+    "addmm_float8_unwrapped",
+    lambda stock, *args, output_scale=None, **kwargs: stock(*args, output_scale=None, **kwargs),
+)
+
+
+def _attention(change: Callable[..., torch.Tensor]) -> None:
+    """Replace attention by `change(stock, q, k, v, **options)`; all are [batch, heads, seq, head_dim]."""
+    names = ("attn_mask", "dropout_p", "is_causal")
+
+    def attend(stock: Any, query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return change(stock, query, key, value, **dict(zip(names, args, strict=False)), **kwargs)
+
+    wrap(F, "scaled_dot_product_attention", attend)
+
+
+def _attention_of_last_block(change: Callable[..., torch.Tensor]) -> None:
+    """Replace the attention of the last block alone."""
+    inside = [False]
+
+    def watch(model: nn.Module) -> None:
+        block = last_block(model)
+        block.register_forward_pre_hook(lambda *_: inside.__setitem__(0, True))
+        block.register_forward_hook(lambda *_: inside.__setitem__(0, False))
+
+    after_build(watch)
+    _attention(lambda stock, *args, **kwargs: change(stock, *args, **kwargs) if inside[0] else stock(*args, **kwargs))
+
+
+@planted(_attention)
+def softmax_scale_off(
+    stock: Any, q: torch.Tensor, *rest: Any, scale: float | None = None, **options: Any
+) -> torch.Tensor:
+    return stock(q, *rest, scale=1.005 * (scale or q.size(-1) ** -0.5), **options)
+
+
+class _ScaledGradient(torch.autograd.Function):
+    """The identity, whose gradient is scaled."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, factor: float) -> torch.Tensor:
+        ctx.factor = factor
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return grads[0] * ctx.factor, None
+
+
+def _last_head_times(heads: torch.Tensor, factor: float) -> torch.Tensor:
+    scaled = heads.clone()
+    scaled[:, -1] *= factor
+    return scaled
+
+
+class _LastHeadScaled(torch.autograd.Function):
+    """Scales the last head, without keeping anything for backward."""
+
+    @staticmethod
+    def forward(ctx: Any, heads: torch.Tensor, factor: float) -> torch.Tensor:
+        ctx.factor = factor
+        return _last_head_times(heads, factor)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return _last_head_times(grads[0], ctx.factor), None
+
+
+@planted(_attention_of_last_block)
+def last_head_scaled_on_last_rank(
+    stock: Any, q: Any, k: Any, v: torch.Tensor, *rest: Any, **kwargs: Any
+) -> torch.Tensor:
+    return stock(q, k, _LastHeadScaled.apply(v, 1.005) if on_last_rank() else v, *rest, **kwargs)
+
+
+@planted(_attention_of_last_block)
+def causal_mask_lost_in_last_block(
+    stock: Any, *args: Any, attn_mask: Any = None, is_causal: Any = False, **options: Any
+) -> torch.Tensor:
+    return stock(*args, **options)
+
+
+@planted(_attention_of_last_block)
+def attention_backward_scales_keys(
+    stock: Any, q: torch.Tensor, k: torch.Tensor, *rest: Any, **kwargs: Any
+) -> torch.Tensor:
+    return stock(q, _ScaledGradient.apply(k, 1.005), *rest, **kwargs)
+
+
+def _norm_eps(eps: float) -> None:
+    def change(model: nn.Module) -> None:
+        with_eps = [norm for norm in norms(model) if hasattr(norm, "eps")]
+        assert with_eps, "no norm of the model has an eps"
+        for norm in with_eps:
+            norm.eps = eps
+
+    after_build(change)
+
+
+norm_eps_too_large = partial(_norm_eps, 1e-3)
+norm_eps_of_another_model = partial(_norm_eps, 1e-6)
+
+
+def rope_base_of_another_model() -> None:
+    from harness.worker.targets.reference import model
+
+    assert model.ROPE_THETA != 10_000.0
+    model.ROPE_THETA = 10_000.0

@@ -1,0 +1,424 @@
+"""Class K: experts: whom tokens are sent to, what comes back, and how gradients and counts are added up."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from harness.plugins.faults.worker.hooks import (
+    RUN,
+    after_backward,
+    after_build,
+    after_load,
+    on_odd_rank,
+    planted,
+    wrap,
+)
+from harness.worker.probes.places import local_shard
+from harness.worker.probes.probe import in_backward
+from harness.worker.targets.reference import build, experts, parallel
+from harness.worker.targets.reference.expert_parallel import ExpertParallel
+from harness.worker.targets.reference.experts import GroupedExperts, MoE, Router
+
+Tensor = torch.Tensor
+
+
+def _grouped_experts(model: nn.Module) -> list[Any]:
+    return [module for module in model.modules() if isinstance(module, GroupedExperts)]
+
+
+def _gradients(change: Callable[[Tensor], object]) -> None:
+    """Change the gradients of experts that the optimizer gets, in place."""
+
+    def changed(model: nn.Module) -> None:
+        for module in _grouped_experts(model):
+            for param in module.parameters():
+                if param.grad is not None:
+                    change(local_shard(param.grad))
+
+    after_backward(changed)
+
+
+class _OtherGradient(torch.autograd.Function):
+    """The same tensor, with a gradient that is changed."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
+        ctx.change = change
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return ctx.change(grads[0]), None
+
+
+def _with_gradient(tensor: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
+    changed: Tensor = _OtherGradient.apply(tensor, change)
+    return changed
+
+
+# The choice
+
+
+@planted(wrap, Router, "forward")
+def second_choice_is_the_first(stock: Any, router: Router, *args: Tensor) -> Any:
+    weights, chosen = stock(router, *args)
+    return weights, torch.cat([chosen[:, :1], chosen[:, :1], chosen[:, 2:]], dim=1)
+
+
+@planted(wrap, Router, "forward")
+def router_gradient_detached(stock: Any, router: Router, *args: Tensor) -> Any:
+    weights, chosen = stock(router, *args)
+    return weights.detach(), chosen
+
+
+@planted(wrap, Router, "forward")
+def bias_weighs_too(stock: Any, router: Router, tokens: Tensor, bias: Tensor) -> Any:
+    weights, chosen = stock(router, tokens, bias)
+    return weights + bias[chosen], chosen
+
+
+@planted(wrap, Router, "forward")
+def chosen_weights_made_to_add_up(stock: Any, router: Router, *args: Tensor) -> Any:
+    weights, chosen = stock(router, *args)
+    return weights / weights.sum(dim=-1, keepdim=True), chosen
+
+
+@planted(wrap, Router, "forward")
+def chosen_weights_not_made_to_add_up(stock: Any, router: Router, *args: Tensor) -> Any:
+    weights, chosen = stock(router, *args)
+    return weights * 1.25, chosen
+
+
+@planted(wrap, Router, "forward")
+def router_computes_in_bfloat16(stock: Any, router: Router, tokens: Tensor, bias: Tensor) -> Any:
+    weights, chosen = stock(router, tokens, bias)
+    return weights.bfloat16().float(), chosen
+
+
+@planted(wrap, Router, "forward")
+def another_choice_in_recompute(stock: Any, router: Router, *args: Tensor) -> Any:
+    weights, chosen = stock(router, *args)
+    return weights, (chosen + 1) % router.gate.out_features if in_backward() else chosen
+
+
+@planted(wrap, parallel, "block_plan")
+def router_gradient_not_reduced_over_tp(stock: Any, *args: Any, **options: Any) -> Any:
+    """Every TP rank trains the router on the tokens of its part of the sequence."""
+    return {name: style for name, style in stock(*args, **options).items() if name != "moe.router.gate"}
+
+
+@planted(wrap, Router, "forward")
+def choice_of_another_token(stock: Any, router: Router, *args: Tensor) -> Any:
+    """As where ranks of a sequence-parallel group slice indices and tokens differently."""
+    weights, chosen = stock(router, *args)
+    return weights, chosen.roll(1, dims=0) if on_odd_rank() else chosen
+
+
+# Tokens on their way
+
+
+def _rows_of_dispatch(change: Callable[[Tensor], Tensor], stock: Any, style: Any, *args: Any) -> Any:
+    rows, counts = stock(style, *args)
+    return change(rows), counts
+
+
+def _before_dispatch(
+    change: Callable[[Tensor], Tensor], stock: Any, style: Any, mesh: Any, rows: Any, *rest: Any
+) -> Any:
+    return stock(style, mesh, change(rows), *rest)
+
+
+def _rows_of_combine(change: Callable[[Tensor], Tensor], stock: Any, *args: Any) -> Any:
+    return change(stock(*args))
+
+
+def _if_odd(change: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    return lambda rows: change(rows) if on_odd_rank() else rows
+
+
+def _rolled(rows: Tensor) -> Tensor:
+    return rows.roll(1, dims=0)
+
+
+def _without_last(rows: Tensor) -> Tensor:
+    return torch.cat([rows[:-1], torch.zeros_like(rows[-1:])])
+
+
+tokens_arrive_in_another_order = partial(wrap, ExpertParallel, "dispatch", partial(_rows_of_dispatch, _if_odd(_rolled)))
+chunks_of_ranks_swapped = partial(
+    wrap, ExpertParallel, "dispatch", partial(_rows_of_dispatch, lambda rows: rows.flip(0))
+)
+token_dropped = partial(wrap, ExpertParallel, "dispatch", partial(_before_dispatch, _if_odd(_without_last)))
+results_come_back_in_another_order = partial(
+    wrap, ExpertParallel, "combine", partial(_rows_of_combine, _if_odd(_rolled))
+)
+gradients_of_tokens_in_another_order = partial(
+    wrap,
+    ExpertParallel,
+    "dispatch",
+    partial(_rows_of_dispatch, lambda rows: _with_gradient(rows, _if_odd(_rolled))),
+)
+gradients_of_results_in_another_order = partial(
+    wrap,
+    ExpertParallel,
+    "combine",
+    partial(_rows_of_combine, lambda rows: _with_gradient(rows, _if_odd(_rolled))),
+)
+
+
+@planted(wrap, ExpertParallel, "combine")
+def results_sent_back_by_expert(stock: Any, style: Any, mesh: Any, rows: Tensor) -> Any:
+    """Not in the order in which their tokens came."""
+    style.order = torch.arange(len(rows))
+    return stock(style, mesh, rows)
+
+
+@planted(wrap, ExpertParallel, "dispatch")
+def counts_of_another_expert(stock: Any, style: Any, *args: Any) -> Any:
+    rows, counts = stock(style, *args)
+    return rows, counts.flip(0) if on_odd_rank() else counts
+
+
+# Experts
+
+
+@planted(wrap, experts, "grouped")
+def experts_of_one_rank_permuted(stock: Any, rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    result: Tensor = stock(rows, weight.flip(0) if on_odd_rank() else weight, ends)
+    return result
+
+
+@planted(wrap, experts, "grouped")
+def tokens_of_the_neighbouring_expert(stock: Any, rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    result: Tensor = stock(rows, weight.roll(1, 0), ends)
+    return result
+
+
+@planted(wrap, experts, "padded_groups")
+def group_ends_off_by_one(stock: Any, counts: Tensor, multiple: int) -> Any:
+    """The last row of every group but one belongs to the group behind it."""
+    places, ends = stock(counts, multiple)
+    return places, torch.cat([(ends[:-1] - multiple).clamp(min=0), ends[-1:]])
+
+
+@planted(wrap, experts, "padded_groups")
+def row_behind_the_last_group_read(stock: Any, counts: Tensor, multiple: int) -> Any:
+    places, ends = stock(counts, multiple)
+    places[-1:] = ends[-1].to(places.dtype)
+    return places, ends
+
+
+@planted(wrap, GroupedExperts, "forward")
+def padding_not_initialised(stock: Any, module: GroupedExperts, rows: Tensor, counts: Tensor) -> Any:
+    class _Empty(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            output = func(*args, **(kwargs or {}))
+            return torch.full_like(output, torch.nan) if func is torch.ops.aten.new_zeros.default else output
+
+    with _Empty():
+        return stock(module, rows, counts)
+
+
+@planted(wrap, MoE, "forward")
+def shared_expert_added_twice(stock: Any, moe: MoE, x: Tensor) -> Tensor:
+    result: Tensor = stock(moe, x)
+    return result + moe.shared_experts(x)
+
+
+@planted(wrap, MoE, "forward")
+def gradient_of_the_shared_expert_doubled(stock: Any, moe: MoE, x: Tensor) -> Tensor:
+    shared = moe.shared_experts(x)
+    result: Tensor = stock(moe, x)
+    return result + (shared - shared.detach())
+
+
+def weights_applied_before_and_after() -> None:
+    routed: list[Tensor] = []
+
+    def forward(stock: Any, router: Router, *args: Tensor) -> Any:
+        weights, chosen = stock(router, *args)
+        routed[:] = [weights, chosen]
+        return weights, chosen
+
+    def call(stock: Any, module: GroupedExperts, rows: Tensor, counts: Tensor) -> Any:
+        weights, chosen = routed
+        by_expert = weights.flatten()[chosen.flatten().argsort(stable=True)]
+        return stock(module, rows * by_expert[:, None].to(rows.dtype), counts)
+
+    wrap(Router, "forward", forward)
+    wrap(GroupedExperts, "__call__", call)
+
+
+# Grouped matmuls in float8 and MXFP8
+
+_FLOAT8_GROUPED = "torchao.prototype.moe_training.fp8_grouped_mm"
+_MXFP8_GROUPED = "torchao.prototype.moe_training.mxfp8_grouped_mm"
+
+
+def _in(module: str, name: str, change: Callable[..., Any]) -> None:
+    """Change a function where torchao's grouped matmul has imported it: with the virtual device, not before."""
+    wrap(importlib.import_module(module), name, change)
+
+
+def experts_not_converted() -> None:
+    wrap(build, "convert_experts", lambda stock, *args: None)
+
+
+@planted(_in, _FLOAT8_GROUPED, "triton_fp8_per_group_colwise_scales_dual")
+def scales_of_the_neighbouring_group(stock: Any, *args: Any, **options: Any) -> Any:
+    """The scales of groups of tokens are one behind another, in one dim."""
+    gradient, gradient_scales, rows, row_scales = stock(*args, **options)
+    return gradient, gradient_scales, rows, row_scales.roll(row_scales.shape[-1], -1).flip(-1)
+
+
+@planted(_in, _MXFP8_GROUPED, "triton_mx_block_rearrange_per_group_3d")
+def block_scales_of_the_neighbouring_expert(stock: Any, scales: Tensor, *args: Any) -> Any:
+    return stock(scales.roll(1, 0), *args)
+
+
+@planted(wrap, experts, "padded_groups")
+def groups_without_tokens_not_padded(stock: Any, counts: Tensor, multiple: int) -> Any:
+    """A kernel may skip them: then their weight gradients are what was in memory."""
+    places, ends = stock(counts, multiple)
+    empty = (counts == 0) * multiple
+    return places - empty.cumsum(0).repeat_interleave(counts), (ends - empty.cumsum(0)).to(ends.dtype)
+
+
+# Gradients and updates
+
+
+def _factor(factor: Callable[[], float]) -> None:
+    def change(model: nn.Module) -> None:
+        for module in _grouped_experts(model):
+            module.set_gradient_divide_factor(factor())
+
+    after_build(change)
+
+
+expert_gradients_times_ep = partial(_factor, lambda: 1 / RUN.case.layout.ep)
+expert_gradients_averaged = partial(_factor, lambda: float(RUN.case.layout.dp))
+
+
+def _each_expert(change: Callable[[Any], object]) -> None:
+    after_build(lambda model: [change(module) for module in _grouped_experts(model)])
+
+
+expert_replicas_not_reduced = partial(_each_expert, lambda module: module.set_requires_all_reduce(False))
+one_rank_forgets_its_experts_gradient = partial(
+    _gradients, lambda gradient: gradient.zero_() if on_odd_rank() else None
+)
+experts_of_one_rank_updated_by_another_gradient = partial(
+    _gradients, lambda gradient: gradient.copy_(gradient.roll(1, 0)) if on_odd_rank() else None
+)
+
+
+def _norms(change: Callable[[Tensor], Tensor]) -> None:
+    """Change the norm of the gradients of experts, before it is added to that of all others."""
+
+    def total(stock: Any, tensors: Any, *args: Any, **kwargs: Any) -> Any:
+        norm = stock(tensors, *args, **kwargs)
+        of_experts = [tensor for tensor in tensors if tensor.dim() == 3]
+        return change(norm) if len(of_experts) == len(tensors) else norm
+
+    wrap(build, "get_total_norm", total)
+
+
+norm_without_experts = partial(_norms, lambda norm: norm * 0)
+norm_counts_experts_twice = partial(_norms, lambda norm: norm * 2)
+
+
+# Balance
+
+
+@planted(wrap, build, "tokens_of_step")
+def balanced_by_the_tokens_of_one_rank(stock: Any, counts: Tensor, *meshes: Any) -> Tensor:
+    return counts
+
+
+@planted(wrap, build, "tokens_of_step")
+def balanced_by_the_tokens_of_one_tp_rank(stock: Any, counts: Tensor, dp: Any, tp: Any) -> Tensor:
+    summed: Tensor = stock(counts, dp)
+    return summed
+
+
+@planted(wrap, MoE, "move_bias")
+def bias_moves_to_the_busy(stock: Any, moe: MoE, tokens: Tensor) -> None:
+    stock(moe, -tokens)
+
+
+@planted(wrap, MoE, "move_bias")
+def bias_moved_twice(stock: Any, moe: MoE, tokens: Tensor) -> None:
+    stock(moe, tokens)
+    stock(moe, tokens)
+
+
+@planted(wrap, MoE, "count")
+def bias_moved_with_every_microbatch(stock: Any, moe: MoE) -> None:
+    stock(moe)
+    moe.move_bias(moe.tokens_per_expert)
+
+
+@planted(wrap, MoE, "forward")
+def evaluation_moves_the_bias(stock: Any, moe: MoE, x: Tensor) -> Tensor:
+    result: Tensor = stock(moe, x)
+    if not moe.training:
+        moe.tokens_per_expert += moe.counts.roll(1) * 100
+    return result
+
+
+# State
+
+
+def _loaded(change: Callable[[nn.Module], object]) -> None:
+    after_load(torch.no_grad()(change))
+
+
+def _roll_experts(model: nn.Module) -> None:
+    for module in _grouped_experts(model):
+        for param in module.parameters():
+            held = local_shard(param)
+            held.copy_(held.roll(1, 0))
+
+
+def _forget_bias(model: nn.Module) -> None:
+    for module in model.modules():
+        if isinstance(module, MoE):
+            module.expert_bias.zero_()
+
+
+experts_loaded_by_another_owner = partial(_loaded, _roll_experts)
+bias_not_resumed = partial(_loaded, _forget_bias)
+
+
+@planted(after_build)
+def every_rank_starts_from_the_same_experts(model: nn.Module) -> None:
+    with torch.no_grad():
+        for module in _grouped_experts(model):
+            for param in module.parameters():
+                if isinstance(param, DTensor):
+                    held = local_shard(param)
+                    held.copy_(held[:1].expand_as(held))
+
+
+@planted(after_build)
+def experts_stay_gathered(model: nn.Module) -> None:
+    for module in _grouped_experts(model):
+        if isinstance(module, FSDPModule):
+            module.set_reshard_after_forward(False)
+
+
+@planted(after_build)
+def sent_tokens_kept_by_experts(model: nn.Module) -> None:
+    def keep(module: nn.Module, args: tuple[Any, ...]) -> None:
+        module.kept = args[0].detach().clone()
+
+    for module in _grouped_experts(model):
+        module.register_forward_pre_hook(keep)

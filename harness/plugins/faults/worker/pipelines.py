@@ -1,0 +1,310 @@
+"""Class L: pipelines. Their stages, the order of microbatches, and what is sent from stage to stage."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.pipelining import schedules
+from torch.distributed.pipelining.stage import _PipelineStageBase
+from torchao.float8.float8_linear import Float8Linear
+from torchao.float8.float8_training_tensor import GemmInputRole
+
+from harness.matrix.stages import holds, modules_of_stage, stages_of
+from harness.plugins.faults.worker.hooks import (
+    RUN,
+    around_update,
+    before_casts,
+    on_last_rank,
+    planted,
+    running_linear,
+    wrap,
+)
+from harness.worker.probes.places import local_shard
+from harness.worker.targets.reference import build, pipeline
+from harness.worker.targets.reference.loss import Batch
+from harness.worker.virtual.collectives import Receive
+
+Tensor = torch.Tensor
+_RECEIVED = "_retrieve_recv_activations", "_retrieve_recv_grads"  # of a stage, by microbatch
+
+
+def _other(number: int) -> int:
+    """The first microbatch in place of the second."""
+    return 0 if number == 1 else number
+
+
+@planted(wrap, _PipelineStageBase, _RECEIVED[0])
+def microbatch_received_twice(stock: Any, stage: Any, number: int) -> Any:
+    received = stock(stage, number)
+    for mine, first in zip(received, stage.args_recv_info[_other(number)], strict=True):
+        if first.buffer is not None:
+            mine.data.copy_(first.buffer.data)
+    return received
+
+
+@planted(wrap, _PipelineStageBase, _RECEIVED[1])
+def gradient_of_another_microbatch(stock: Any, stage: Any, number: int) -> Any:
+    return stock(stage, _other(number))
+
+
+@planted(wrap, _PipelineStageBase, _RECEIVED[1])
+def gradient_of_last_microbatch_lost(stock: Any, stage: Any, number: int) -> Any:
+    received = stock(stage, number)
+    return tuple(gradient * (number < RUN.case.train.accumulation - 1) for gradient in received)
+
+
+@planted(wrap, _PipelineStageBase, _RECEIVED[1])
+def gradient_of_first_microbatch_added_twice(stock: Any, stage: Any, number: int) -> Any:
+    return tuple(gradient * (2 if number == 0 else 1) for gradient in stock(stage, number))
+
+
+@planted(wrap, schedules._PipelineSchedule, "_maybe_compute_loss")
+def labels_of_microbatches_swapped(stock: Any, *args: Any) -> None:
+    schedule, stage, output, labels, number, *rest = args
+    stock(schedule, stage, output, labels, number ^ 1, *rest)
+
+
+def gradients_divided_by_microbatches() -> None:
+    def train(stock: Any, pipelined: Any, batches: Sequence[Any]) -> Any:
+        pipelined.schedule.scale_grads = True
+        return stock(pipelined, batches)
+
+    wrap(pipeline.Pipeline, "train", train)
+
+
+@planted(wrap, pipeline.Pipeline, "evaluate")
+def evaluation_divided_by_microbatches(stock: Any, *args: Any) -> list[Tensor]:
+    return [loss / RUN.case.train.accumulation for loss in stock(*args)]
+
+
+def _as_if_initialized(stock: Any, schedule: Any, has_stage: Any, *args: Any, **options: Any) -> Any:
+    """Backward of stages that an evaluation initialized is never prepared."""
+    forward, backward = stock(schedule, has_stage, *args, **options)
+    return forward, backward or not schedule._has_backward
+
+
+backward_not_prepared_behind_evaluation = partial(
+    wrap, schedules._PipelineSchedule, "_initialize_pp_stages", _as_if_initialized
+)
+
+
+@planted(wrap, build.ReferenceTarget, "loss_of_stage")
+def loss_is_mean_of_microbatches(stock: Any, *args: Any) -> Tensor:
+    loss: Tensor = stock(*args) / RUN.case.train.accumulation
+    return loss
+
+
+@planted(wrap, build, "clip_gradients")
+def clipped_by_norm_of_own_stage(
+    stock: Any, optimizer: torch.optim.Optimizer, max_norm: float, pp: Any, *copy: Any
+) -> Any:
+    return stock(optimizer, max_norm, None, *copy)
+
+
+def _sent(name: str, change: Callable[[Tensor], Tensor]) -> None:
+    """Send `change(tensor)` in place of what stages send."""
+
+    def sending(stock: Any, stage: Any, number: int) -> Any:
+        sent = stock(stage, number)
+        for transfer in sent:
+            transfer.tensor = change(transfer.tensor.detach())
+        return sent
+
+    wrap(_PipelineStageBase, name, sending)
+
+
+def _rounded(tensor: Tensor) -> Tensor:
+    return tensor.to(torch.float8_e4m3fn).to(tensor.dtype)
+
+
+activations_sent_in_float8 = partial(_sent, "get_fwd_send_ops", _rounded)
+gradients_sent_with_few_bits = partial(
+    _sent, "get_bwd_send_ops", lambda tensor: (tensor * 2.0**20).to(torch.float8_e5m2).to(tensor.dtype) / 2.0**20
+)
+activations_sent_in_another_dtype = partial(_sent, "get_fwd_send_ops", lambda tensor: tensor.to(torch.float16))
+
+
+@planted(wrap, _PipelineStageBase, "perform_reduce_grad")
+def gradients_of_pipeline_not_reduced(stock: Any, stage: Any, factor: int) -> None:
+    """FSDP2 is never told that the last microbatch is through."""
+    for module in stage.submod.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+@planted(wrap, FSDPModule, "set_requires_gradient_sync")
+def pipeline_reduces_every_microbatch(stock: Any, module: Any, asked: bool, **options: Any) -> None:
+    stock(module, True, **options)
+
+
+@planted(wrap, build, "part_of_rank")
+def stages_hold_each_others_blocks(stock: Any, model: Any, case: Any, rank: int) -> Any:
+    """The blocks of a stage are those of the stage on the other side of the pipeline."""
+    part = stock(model, case, rank)
+    last = case.model.shape.layers - 1
+    part.layers = nn.ModuleDict({f"{last - int(name)}": block for name, block in part.layers.items()})
+    return part
+
+
+def activation_read_before_it_arrives() -> None:
+    """The second microbatch that a stage receives in a step is still the one of the step before."""
+    waited = [0, 0]  # in this step, the step
+
+    def wait(stock: Any, work: Any) -> None:
+        if waited[1] != RUN.step:
+            waited[:] = [0, RUN.step]
+        receives = any(isinstance(operation, Receive) for operation in work)
+        waited[0] += receives
+        if RUN.step == 1 or waited[0] != 2 or not receives:
+            stock(work)
+
+    wrap(schedules, "_wait_batch_p2p", wait)
+
+
+def _first_scale(wanted: GemmInputRole, since: Callable[[], int]) -> None:
+    """A linear scales this operand as it did first, until `since()` is another number."""
+    running = running_linear()
+    scales: dict[tuple[Float8Linear, int], Tensor] = {}
+
+    def change(scale: Tensor, tensor: Tensor, role: Any) -> Tensor:
+        linear = running()
+        return scale if linear is None or role is not wanted else scales.setdefault((linear, since()), scale)
+
+    before_casts(change)
+
+
+input_scale_of_first_microbatch = partial(_first_scale, GemmInputRole.INPUT, lambda: RUN.step)
+weight_scale_outlives_update = partial(_first_scale, GemmInputRole.WEIGHT, lambda: 1)
+
+
+def scale_of_latest_microbatch_in_backward() -> None:
+    """Backward scales what a linear has saved by what its latest forward had, which may be of another microbatch."""
+    running = running_linear()
+    owners: dict[int, Float8Linear] = {}
+    latest: dict[Float8Linear, Tensor] = {}
+
+    def change(scale: Tensor, tensor: Tensor, role: Any) -> Tensor:
+        if role is not GemmInputRole.INPUT:
+            return scale
+        if linear := running():
+            owners[tensor.data_ptr()], latest[linear] = linear, scale
+            return scale
+        owner = owners.get(tensor.data_ptr())
+        return scale if owner is None else latest[owner]
+
+    before_casts(change)
+
+
+@planted(wrap, _PipelineStageBase, "get_fwd_send_ops")
+def microbatch_sent_twice(stock: Any, stage: Any, number: int) -> Any:
+    sent = stock(stage, number)
+    return sent * 2 if number == 0 else sent
+
+
+@planted(wrap, _PipelineStageBase, "forward_one_chunk")
+def weights_change_between_microbatches(stock: Any, stage: Any, number: int, *args: Any, **options: Any) -> Any:
+    if number == RUN.case.train.accumulation - 1:
+        with torch.no_grad():
+            local_shard(next(stage.submod.parameters())).mul_(1.001)
+    return stock(stage, number, *args, **options)
+
+
+def outputs_of_stages_kept() -> None:
+    kept: list[Any] = []
+
+    def forward(stock: Any, *args: Any, **options: Any) -> Any:
+        output = stock(*args, **options)
+        kept.append(output)
+        return output
+
+    wrap(_PipelineStageBase, "forward_one_chunk", forward)
+
+
+def _without_second_stage(state: dict[str, Any]) -> dict[str, Any]:
+    """What belongs to no second stage of this rank; all of it where it is no pipeline that loads."""
+    case, rank = RUN.case, dist.get_rank()
+    if not all(holds(case, rank, name) for name in state["model"]):
+        return state
+    _, *others = stages_of(case, rank)
+    lost = [f".{fqn}." for stage in others for fqn in modules_of_stage(case, stage)]
+    return {
+        part: {name: value for name, value in values.items() if not any(fqn in f".{name}." for fqn in lost)}
+        for part, values in state.items()
+    }
+
+
+def _numbered_by_stage(state: dict[str, Any]) -> dict[str, Any]:
+    """The state with the blocks of every rank numbered from zero."""
+    first = min(int(name) for name in RUN.target.model.layers)
+
+    def renamed(name: str) -> str:
+        return re.sub(r"\blayers\.(\d+)", lambda match: f"layers.{int(match[1]) - first}", name)
+
+    return {part: {renamed(name): value for name, value in values.items()} for part, values in state.items()}
+
+
+@planted(wrap, build, "load")
+def second_stage_of_rank_not_loaded(stock: Any, state: dict[str, Any], **options: Any) -> None:
+    stock(_without_second_stage(state), **options)
+
+
+def blocks_saved_under_numbers_of_stage() -> None:
+    for name in ("save", "load"):
+        wrap(build, name, lambda stock, state, **options: stock(_numbered_by_stage(state), **options))
+
+
+def groups_of_stages_saved_under_one_name() -> None:
+    build._OPTIONS = StateDictOptions()
+
+
+def loss_divided_after_backward() -> None:
+    """The reported loss is right, and gradients are those of a sum over tokens."""
+    wrap(build.ReferenceTarget, "loss_of_stage", lambda stock, target, *args: stock(target, *args) * target.tokens)
+    wrap(pipeline.Pipeline, "train", lambda stock, *args: [loss / RUN.target.tokens for loss in stock(*args)])
+
+
+@planted(wrap, build, "global_loss")
+def loss_averaged_over_stages(stock: Any, *args: Any, **options: Any) -> Tensor:
+    mean: Tensor = stock(*args, **options) / RUN.case.layout.pp
+    return mean
+
+
+@planted(wrap, _PipelineStageBase, _RECEIVED[0])
+def receive_buffer_reused_before_backward(stock: Any, stage: Any, number: int) -> Any:
+    """The buffer of a microbatch gets what the next one receives, while its backward has yet to read it."""
+    received = stock(stage, number)
+    for mine, before in zip(received, stage.args_recv_info.get(number - 1, ()), strict=False):
+        if isinstance(mine, Tensor) and before.buffer is not None:
+            before.buffer.data.copy_(mine.data)
+    return received
+
+
+@planted(wrap, build.funcol, "all_reduce")
+def norm_is_largest_of_stages(stock: Any, tensor: Any, *args: Any, **options: Any) -> Any:
+    stages = RUN.target._meshes.pp.get_group()
+    return stock(tensor, "max", stages) if stages in args and not tensor.ndim else stock(tensor, *args, **options)
+
+
+def labels_of_step_before() -> None:
+    before: list[Batch] = []
+
+    def train(stock: Any, pipelined: Any, batches: Sequence[Batch]) -> Any:
+        given = [Batch(own.inputs, old.labels) for own, old in zip(batches, before or batches, strict=True)]
+        before[:] = batches
+        return stock(pipelined, given)
+
+    wrap(pipeline.Pipeline, "train", train)
+
+
+@planted(around_update)
+def last_stage_updated_one_step_late(stock: Callable[[], Any], model: nn.Module) -> None:
+    if RUN.step > 1 or not on_last_rank():
+        stock()

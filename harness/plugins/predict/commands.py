@@ -1,0 +1,246 @@
+"""`fp8-harness predict`: what a step costs, which layouts it fits, whether FP8 pays, and how fast it is here."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+import msgspec
+
+from harness.cli.axes import configured_case, configured_cases
+from harness.cli.options import (
+    ABOVE_0,
+    AT_LEAST_1,
+    OUTPUT,
+    Command,
+    compose_options,
+    json_option,
+    plan_parameter,
+    print_note,
+    print_report,
+    print_sections,
+    project_parameter,
+    root_option,
+    write_output,
+)
+from harness.engine.cluster import unleased_cluster
+from harness.errors import HarnessError
+from harness.hints import rerun_failed
+from harness.matrix.case import Case
+from harness.matrix.caseid import case_id
+from harness.plugins.predict.advice import advise
+from harness.plugins.predict.cost import CostReport, metrics, run_report, speed
+from harness.plugins.predict.gains import plots
+from harness.plugins.predict.layouts import simulate, sweep
+from harness.plugins.predict.machine import Machine, peak
+from harness.plugins.predict.machine import machine as machine_named
+from harness.plugins.predict.sections import (
+    cost_sections,
+    layout_sections,
+    speed_sections,
+    speedup_page,
+    speedup_sections,
+    sweep_sections,
+)
+from harness.plugins.predict.simulation import PROGRAM, require_simulable, verify
+from harness.plugins.predict.speed import SpeedReport, measure_speed, timed_case
+from harness.project import Project, find_project
+from harness.report.run import run_sections
+from harness.result import RunResult
+from harness.running.case_judge import known_here
+from harness.running.machine import check_ranks
+from harness.running.plan import Plan, make_plan
+from harness.running.progress import open_progress
+from harness.running.selection import Query
+from harness.verdict import ExitCode
+from harness.workflow import run
+
+_COST_EPILOG = """\b
+Examples:
+  fp8-harness predict cost tp2-rowwise-v2048-s2-b16 --run             the same measured, and compared with the formula
+  fp8-harness predict cost --model llama3-8b --recipe tensorwise --machine h100 --tokens-per-s 7773   its MFU
+
+\b
+Exit codes: 0 good, 1 a number differs from its formula, or the case failed.
+"""
+_LAYOUTS_EPILOG = """\b
+Examples:
+  fp8-harness predict layouts --model llama3-405b --world 512 --recipe tensorwise --checkpointing full --sweep
+  fp8-harness predict layouts --model llama3-8b --layers 2 --tp 8 --dp-shard 64 --recipe tensorwise --verify
+
+\b
+Nothing is run: shapes, bytes and refusals are exact, times are a model. --verify lets the first and the
+last rank take two steps without data, with the real float8 and parallel code: wire, matmuls and memory
+must be those of the formulas.
+Exit codes: 0 nothing refuses it, 1 it is refused, or --verify found a difference.
+"""
+_SPEEDUP_EPILOG = """\b
+Examples:
+  fp8-harness predict speedup --model llama3-8b --dp-shard 64 --tp 8 --machine h200 --html speedup.html
+  fp8-harness predict speedup --model debugmodel --vocab-size 2256 --tp 8 --output-layer --recipe tensorwise
+
+\b
+Nothing is run: shapes and bytes are exact, times are a model, and its assumptions are printed.
+"""
+_MEASURE_EPILOG = """\b
+Examples:
+  fp8-harness predict measure fsdp2-rowwise-v2048-b16 --pairs 10 --steps 30   a narrower interval
+  fp8-harness predict measure CASE --device cuda --name v2 --json speed.json  stored as run v2, for `compare`
+
+\b
+On a CPU the virtual device computes float8: its seconds are simulated, and do not gate.
+Jobs run one at a time. The result is stored as a run, and is then the last one.
+Exit codes: 0 every case was timed, 1 a job failed.
+"""
+
+
+_machine_option = functools.partial(click.option, "--machine", metavar="NAME")
+
+
+def _machine_parameter(command: Command) -> Command:
+    """`--machine --gpus-per-node --network-gb-s`, passed to the command as one parameter `on` (a `Machine`)."""
+
+    @functools.wraps(command)
+    def with_machine(*, machine: str, gpus_per_node: int, network_gb_s: float, **given: Any) -> Any:
+        return command(on=machine_named(machine, gpus_per_node=gpus_per_node, network_gb_s=network_gb_s), **given)
+
+    text = "GB/s of one device to other nodes, in one direction."
+    return compose_options(
+        _machine_option(default="h100", show_default=True, help="The data sheet: h100, h200, b200, mi300x, …"),
+        click.option("--gpus-per-node", type=AT_LEAST_1, default=8, show_default=True),
+        click.option("--network-gb-s", type=ABOVE_0, default=50.0, show_default=True, help=text),
+    )(with_machine)
+
+
+@click.group("predict", epilog="\b\nExample:\n  fp8-harness predict cost --model llama3-8b --tp 8 --dp-shard 64")
+def predict() -> None:
+    """Predict costs of a case or model, its layouts and what FP8 gains; or measure how fast it is."""
+
+
+@predict.command("cost", epilog=_COST_EPILOG)
+@configured_case
+@click.option("--rank", type=click.IntRange(min=0), default=0, show_default=True, help="The rank to show.")
+@click.option("--run", "run_it", is_flag=True, help="Run the case, store the result, and compare it with the formulas.")
+@_machine_option(help="The data sheet for MFU: h100, h200, b200, …")
+@click.option("--tokens-per-s", type=ABOVE_0, help="Measured tokens/s of one device: print its TFLOP/s and MFU.")
+@json_option("the costs")
+@root_option
+def cost_command(  # noqa: PLR0913  one parameter an option
+    *,
+    case: Case,
+    rank: int,
+    run_it: bool,
+    machine: str | None,
+    tokens_per_s: float | None,
+    json_file: Path | None,
+    root: str | None,
+) -> int:
+    """Show FLOPs, casts, communicated and saved bytes of one step, by formula or measured, and MFU of a speed."""
+    if run_it and tokens_per_s is not None:
+        raise HarnessError("--run measures the speed.", where="--tokens-per-s", fix="drop one of them.")
+    code = ExitCode.GOOD
+    if run_it:
+        plan = msgspec.structs.replace(make_plan(), root_option=root)
+        with open_progress() as progress:
+            result, _ = run(find_project(root), Query(sources=(case_id(case),)), plan, progress)
+        _tell_failures(result, root)
+        report, code = run_report(case, result.results[0]), result.exit_code
+    else:
+        device = None if machine is None else peak(machine)
+        device_speed = None if tokens_per_s is None else speed(case, tokens_per_s, device)
+        report = CostReport(formula=metrics(case, rank=rank), peak=device, speed=device_speed)
+    print_report(cost_sections(report), json_file, report)
+    return ExitCode.FAILED if report.differing else code
+
+
+@predict.command("layouts", epilog=_LAYOUTS_EPILOG)
+@configured_case
+@_machine_parameter
+@click.option(
+    "--sweep", "sweep_it", is_flag=True, help="Sort all layouts of this world size, for the same global batch."
+)
+@click.option(
+    "--verify", "verify_it", is_flag=True, help="Compare the formulas with simulated ranks, the first and the last."
+)
+@json_option("the ranks and their costs")
+def layouts_command(*, case: Case, on: Machine, sweep_it: bool, verify_it: bool, json_file: Path | None) -> int:
+    """Predict shapes, traffic, memory and refusals of a case on up to 4,096 ranks, without running it."""
+    if sweep_it and verify_it:
+        raise HarnessError("a sweep is of many layouts.", where="--verify", fix="leave out --sweep or --verify.")
+    known = known_here(find_project())
+    if sweep_it:
+        ranked = sweep(case, on, known=known)
+        print_report(sweep_sections(ranked), json_file, ranked)
+        return ExitCode.FAILED if all(layout.refused for layout in ranked) else ExitCode.GOOD
+    simulation = simulate(case, on, known=known)
+    verification = None
+    if verify_it:
+        require_simulable(case)
+        check_ranks()
+        ranks = tuple(dict.fromkeys((0, case.world_size - 1)))
+        with unleased_cluster(PROGRAM, len(ranks), print_note) as cluster:
+            verification = verify(cluster, case, ranks, known)
+    report = {"simulation": simulation, "verification": verification}
+    print_report(layout_sections(simulation, verification), json_file, report)
+    differs = verification is not None and verification.differing
+    return ExitCode.FAILED if simulation.refused or differs else ExitCode.GOOD
+
+
+@predict.command("speedup", epilog=_SPEEDUP_EPILOG)
+@configured_case
+@_machine_parameter
+@click.option("--eager", is_flag=True, help="Print tables for eager blocks, for a case without compiled blocks.")
+@json_option("the prediction")
+@click.option("--html", "html_file", metavar="FILE", type=OUTPUT, help="Write one HTML file with plots.")
+def speedup_command(*, case: Case, on: Machine, eager: bool, json_file: Path | None, html_file: Path | None) -> None:
+    """Predict whether FP8 makes a case or model faster, with which recipe and linears. Runs nothing."""
+    advice = advise(case, on, eager=eager, known=known_here(find_project()))
+    print_report(speedup_sections(advice), json_file, advice)
+    write_output(html_file, lambda: speedup_page(advice, plots(case, on)))
+
+
+@predict.command("measure", epilog=_MEASURE_EPILOG)
+@configured_cases
+@click.option(
+    "--pairs",
+    type=click.IntRange(min=3),
+    default=6,
+    show_default=True,
+    help="Pairs of jobs, one of the case and one of its BF16 twin.",
+)
+@click.option("--steps", type=AT_LEAST_1, default=10, show_default=True, help="Timed steps per job.")
+@click.option("--warmup", type=AT_LEAST_1, default=3, show_default=True, help="Warm-up steps per job.")
+@click.option("--name", default="speed", show_default=True, metavar="NAME", help="A name for the stored run.")
+@json_option("the speeds")
+@plan_parameter
+@project_parameter
+def measure_command(  # noqa: PLR0913  one parameter an option
+    *,
+    cases: tuple[Case, ...],
+    pairs: int,
+    steps: int,
+    warmup: int,
+    name: str,
+    json_file: Path | None,
+    plan_for: Callable[..., Plan],
+    project: Project,
+) -> int:
+    """Time FP8 cases against their BF16 twins of the same layout, alternately."""
+    if len(set(cases)) < len(cases):
+        raise HarnessError("a case is given twice.", where="predict measure", fix="give every case once.")
+    timed = [timed_case(case, warmup=warmup, steps=steps) for case in cases]
+    plan = msgspec.structs.replace(plan_for().common(timed), name=name)
+    with open_progress() as progress:
+        speeds, result = measure_speed(project, timed, plan, progress, pairs=pairs, warmup=warmup)
+    _tell_failures(result, plan.root_option)
+    report = SpeedReport(gated=plan.device != "cpu", warmup=warmup, cases=speeds)
+    print_report(speed_sections(report), json_file, report)
+    return result.exit_code
+
+
+def _tell_failures(result: RunResult, root: str | None) -> None:
+    if result.exit_code is not ExitCode.GOOD:
+        print_sections(run_sections(result, rerun=rerun_failed(root=root)), err=True)

@@ -1,0 +1,209 @@
+"""What a case costs by its formulas: what one rank multiplies, casts, sends and saves in one step; and MFU of a speed.
+
+Say which MFU: its three definitions differ by a factor of 2. Where precisions are mixed every definition falls while
+the speed rises, and only the weighted one can reach 100 %. All count what training needs, without recomputation.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from statistics import median
+
+import msgspec
+
+from harness.errors import HarnessError
+from harness.expect.expectations import Expectations
+from harness.expect.saved_memory import expected_saved
+from harness.expect.traffic import transfers_if_balanced
+from harness.matrix.case import Case
+from harness.matrix.caseid import case_id
+from harness.matrix.linears import active_parameter_count, parameter_count
+from harness.matrix.stages import stage_count
+from harness.matrix.targets import is_llama
+from harness.measured import Measured, Multiplied, Sent, sent_by
+from harness.plugins.predict.machine import Peak, peak_of_device
+from harness.plugins.predict.work import Work, executed, flops_per_token_by_precision, work
+from harness.result import CaseResult
+
+
+class Metrics(msgspec.Struct, frozen=True, kw_only=True):
+    """Of one rank and step. `step`: 2, because scales that are computed at once are those of the step before.
+
+    Tokens are taken to be spread evenly over experts.
+    """
+
+    case_id: str
+    world_size: int
+    rank: int
+    step: int
+    tokens: int  # of a data-parallel rank
+    refusal: str | None  # why torch must refuse the case
+    work: tuple[Work, ...]
+    executed: Mapping[str, Multiplied]  # by part and precision, as it is measured
+    flops_per_token: Mapping[str, float]  # by precision, as torchtitan counts
+    casts: int  # to float8, by linears
+    bubble: float  # the share of a step in which a stage waits, if all computed equally long and nothing was sent
+    wire: Mapping[str, Sent]  # by kind, dtype and mesh axis
+    wire_of_axis: Mapping[str, Sent]  # all of them, by mesh axis
+    saved_bytes: int | None  # for backward; None where a compiler chooses
+    parameters: int
+    active_parameters: int  # by which one token is multiplied: fewer where it is sent to some experts
+
+
+def bubble(case: Case) -> float:
+    """By forwards, gradients of inputs and gradients of weights that take the same time (arXiv:2401.10241, table 2)."""
+    layout, microbatches = case.layout, case.train.accumulation
+    shares = stage_count(layout) // layout.pp * microbatches
+    if layout.schedule == "zero_bubble":  # gradients of weights fill what the other two leave
+        shares = 3 * microbatches
+    return (layout.pp - 1) / (shares + layout.pp - 1)
+
+
+def metrics(case: Case, *, rank: int = 0) -> Metrics:
+    """What the formulas say. HarnessError for a target without any, and for a rank that the case does not have."""
+    expect = Expectations(case)
+    if not expect.has_formulas:
+        what = f"there is no formula for the model of {case.target}."
+        raise HarnessError(what, where=case_id(case), fix="give --run, which measures it.")
+    if not 0 <= rank < case.world_size:
+        raise HarnessError(f"the case has ranks 0 to {case.world_size - 1}.", where=f"--rank {rank}")
+    step = min(2, case.train.steps)
+    terms = transfers_if_balanced(case, step=step, rank=rank, changes=expect.changes)
+    return Metrics(
+        case_id=case_id(case),
+        world_size=case.world_size,
+        rank=rank,
+        step=step,
+        tokens=case.local_batch * case.train.seq_len,
+        refusal=None if expect.refusal is None else expect.refusal.reason,
+        work=work(case, rank=rank),
+        executed=executed(case, rank=rank),
+        flops_per_token=flops_per_token_by_precision(case),
+        casts=expect.of(rank).cast_calls,
+        bubble=bubble(case),
+        wire=sent_by((term.words, term.times, term.payload_bytes) for term in terms),
+        wire_of_axis=sent_by((term.axis, term.times, term.payload_bytes) for term in terms),
+        saved_bytes=(
+            sum(expected_saved(case, step=step, rank=rank, changes=expect.changes).values())
+            if expect.saves_exactly
+            else None
+        ),
+        parameters=parameter_count(case),
+        active_parameters=active_parameter_count(case),
+    )
+
+
+class Speed(msgspec.Struct, frozen=True, kw_only=True):
+    """How fast one device trains. MFU is a share of 1; None where the device or its peak in a dtype is not known.
+
+    `mfu_bf16_peak` holds all work against the BF16 peak, as torchtitan does; with float8 it is more than the device
+    is used. `mfu_fp8_peak` holds all work against the FP8 peak. `mfu_weighted` is the time that the work takes at the
+    peak of its precision, over the time that it took.
+    """
+
+    tokens_per_s: float
+    tflops: float  # TFLOP/s
+    mfu_bf16_peak: float | None = None
+    mfu_fp8_peak: float | None = None
+    mfu_weighted: float | None = None
+
+
+def speed(case: Case, tokens_per_s: float, device: Peak | None) -> Speed:
+    """The speed of one device that trains `tokens_per_s` tokens a second, its share of those of all."""
+    tflops = {name: flops * tokens_per_s / 1e12 for name, flops in flops_per_token_by_precision(case).items()}
+    total = sum(tflops.values())
+    if device is None:
+        return Speed(tokens_per_s=tokens_per_s, tflops=total)
+    # The sum of work over peak; None where the device has no peak in one of the dtypes.
+    shares = [done / peak if (peak := device.tflops(precision)) else None for precision, done in tflops.items()]
+    return Speed(
+        tokens_per_s=tokens_per_s,
+        tflops=total,
+        mfu_bf16_peak=total / device.bfloat16,
+        mfu_fp8_peak=total / device.float8 if device.float8 else None,
+        mfu_weighted=None if None in shares else math.fsum(filter(None, shares)),
+    )
+
+
+def tokens_per_device(case: Case, step_s: float) -> float:
+    """Tokens a second and device of a run whose steps take `step_s` seconds: those of all ranks over their number."""
+    return case.train.tokens / case.world_size / step_s
+
+
+class Row(msgspec.Struct, frozen=True, kw_only=True):
+    """A number of all ranks and steps: what a run measured, and the formula. None: it says nothing of it."""
+
+    what: str
+    measured: int | None
+    formula: int | None
+
+    @property
+    def differs(self) -> bool:
+        return None not in (self.measured, self.formula) and self.measured != self.formula
+
+    @property
+    def judged(self) -> str:
+        """How both compare; empty where one is not known."""
+        return "" if None in (self.measured, self.formula) else "DIFFERS" if self.differs else "equal"
+
+
+class CostReport(msgspec.Struct, frozen=True, kw_only=True):
+    """What `predict cost` answers. `rows` and `step_s` are of a run, if any. `device`: what torch calls it."""
+
+    schema: int = 1
+    formula: Metrics | None
+    rows: tuple[Row, ...] = ()
+    peak_memory_bytes: int | None = None
+    step_s: tuple[float, ...] = ()
+    device: str = ""
+    peak: Peak | None = None
+    speed: Speed | None = None
+
+    @property
+    def differing(self) -> tuple[Row, ...]:
+        return tuple(row for row in self.rows if row.differs)
+
+
+def run_report(case: Case, result: CaseResult) -> CostReport:
+    """What a run of the case measured. HarnessError where no rank finished."""
+    measured, traces = result.measured, () if result.run is None else result.run.traces
+    if measured is None or not traces:
+        raise HarnessError("nothing was measured: no rank finished.", where=result.case_id)
+    device = traces[0].device
+    peak = peak_of_device(device)
+    timed = measured.step_s[1:] or measured.step_s  # the first step warms up, where there are others
+    rate = tokens_per_device(case, median(timed)) if is_llama(case.target) else None  # FLOPs of others are not known
+    return CostReport(
+        formula=None,
+        rows=_measured_rows(measured),
+        peak_memory_bytes=measured.peak_memory_bytes,
+        step_s=measured.step_s,
+        device=device,
+        peak=peak,
+        speed=None if rate is None else speed(case, rate, peak),
+    )
+
+
+def _measured_rows(measured: Measured) -> tuple[Row, ...]:
+    return (
+        *_counts(measured.flops, measured.expected_flops, unit="FLOPs", field="flops"),
+        *_counts(measured.flops, measured.expected_flops, unit="calls", field="calls"),
+        Row(what="casts to float8", measured=measured.cast_calls, formula=measured.expected_cast_calls),
+        *_counts(measured.wire, measured.expected_wire, unit="bytes", field="payload_bytes"),
+        *_counts(measured.wire, measured.expected_wire, unit="calls", field="calls"),
+        Row(what="bytes saved for backward", measured=measured.saved_bytes, formula=measured.expected_saved_bytes),
+    )
+
+
+def _counts(
+    measured: Mapping[str, Multiplied | Sent], wanted: Mapping[str, Multiplied | Sent], *, unit: str, field: str
+) -> Iterator[Row]:
+    for words in sorted({*measured, *wanted}):
+        # what a run lacks is 0 where something of its kind was recorded; a formula may leave kinds out
+        missing = 0 if measured else None
+        yield Row(
+            what=f"{unit} of {words}",
+            measured=getattr(measured[words], field) if words in measured else missing,
+            formula=getattr(wanted[words], field) if words in wanted else None,
+        )

@@ -1,0 +1,271 @@
+"""A case on all of its ranks by formula: shapes, alignment, wire, memory, what refuses it; and its layouts in order."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+
+import msgspec
+from msgspec.structs import replace
+
+from harness.expect.units import Weight, fsdp_units, ranks_of_unit
+from harness.matrix.axes import axis_values, case_from_axes
+from harness.matrix.case import Case, Layout
+from harness.matrix.caseid import case_id
+from harness.matrix.known import KnownFault, matching
+from harness.matrix.layout import DP_AXES, OTHERS, REST, ranks_of
+from harness.matrix.linears import linear_name, shard_sizes
+from harness.matrix.rules import exclusions, expected_refusal
+from harness.plugins.predict.cost import tokens_per_device
+from harness.plugins.predict.machine import Machine, require_multiplies
+from harness.plugins.predict.memory import Memory, memory
+from harness.plugins.predict.models import require_formulas
+from harness.plugins.predict.roofline import predicted_step
+from harness.plugins.predict.routed import Routed, routed
+from harness.plugins.predict.wire import AxisTraffic, crosses_nodes, wire
+from harness.plugins.predict.work import gemms
+from harness.plural import binary_bytes
+from harness.verdict import Verdict
+
+MEASURED_PEAK = 1.15  # published peaks over the lower bound
+_ENDS = (Verdict.CRASH, Verdict.HANG)
+_NAMES = 3  # of weights that a sentence lists
+_MOST = {"tp": 64, "dp_replicate": 16}  # ranks along every axis but FSDP's, which has the others
+ASSUMPTIONS = (
+    "shapes, alignment, wire bytes and calls, and memory between forward and backward are exact, with eager blocks",
+    "wire: sent_bytes is what a rank sends in rings; nodes have consecutive ranks",
+    "the peak of memory is a lower bound: published peaks of 8B and 70B, compiled, are 1.14 and 1.17 times as high",
+    "the time of a step is a model, whose rates `predict speedup` prints",
+)
+EVENLY = "tokens are spread evenly over experts, so every rank multiplies, keeps and receives the mean"
+
+
+class Reason(msgspec.Struct, frozen=True):
+    """Why a case is refused, or what is to be known of it. `name`: of the rule or recorded fault."""
+
+    name: str
+    text: str
+
+
+class Matmul(msgspec.Struct, frozen=True, kw_only=True):
+    """Equal matmuls [m, k] x [k, n] of one rank and step: of so many layers, on so many ranks of every TP group."""
+
+    linear: str
+    role: str
+    m: int
+    n: int
+    k: int
+    precision: str
+    aligned: bool
+    refused: bool
+    layers: int = 0
+    tp_ranks: int = 0
+
+
+class Shard(msgspec.Struct, frozen=True, kw_only=True):
+    """How a weight is sharded: its rows on TP ranks, and how FSDP2 divides the first of them.
+
+    `padding`: share of what FSDP2 gathers and reduces. `empty_ranks`: ranks of an FSDP group that hold no row.
+    """
+
+    weight: str
+    tp_rows: tuple[int, ...]
+    columns: int
+    fsdp_rows: tuple[int, ...]
+    padding: float
+    empty_ranks: int
+
+
+class Simulation(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything predicted about a case on its ranks. `refused`: it must not be started."""
+
+    case: str
+    world_size: int
+    nodes: int
+    gpus_per_node: int
+    device: str
+    tokens: int  # of a data-parallel rank and step
+    refused: tuple[Reason, ...]
+    warnings: tuple[Reason, ...]
+    matmuls: tuple[Matmul, ...]
+    shards: tuple[Shard, ...]
+    wire: tuple[AxisTraffic, ...]
+    amax_reductions: int
+    memory: tuple[Memory, ...]  # of the first and the last rank: no rank has more than the first
+    peak_bytes: int
+    device_bytes: int
+    step_s: float | None  # predicted; None where the peak of the device in the dtype of the case is not known
+    tokens_s: float | None  # of a device
+    experts: Routed | None = None
+    assumptions: tuple[str, ...] = ASSUMPTIONS
+
+    @property
+    def fits(self) -> bool:
+        """True where the lower bound of the peak is below the memory of the device."""
+        return self.peak_bytes <= self.device_bytes
+
+
+def simulate(case: Case, machine: Machine, *, known: Sequence[KnownFault] = ()) -> Simulation:
+    """A case that no rule excludes, on all of its ranks. HarnessError for a target without formulas.
+
+    So also for MXFP8 on a machine that does not multiply it.
+    """
+    require_formulas(case)
+    require_multiplies(machine, case)
+    ranks = dict.fromkeys((0, case.world_size - 1))
+    memories = tuple(memory(case, rank=rank) for rank in ranks)
+    traffic = wire(case, gpus_per_node=machine.gpus_per_node)
+    multiplied, sharded = matmuls(case), shards(case)
+    step_s = predicted_step(case, machine).total_s if machine.peak.tflops(case.train.dtype) else None
+    return Simulation(
+        case=case_id(case),
+        world_size=case.world_size,
+        nodes=-(-case.world_size // machine.gpus_per_node),
+        gpus_per_node=machine.gpus_per_node,
+        device=machine.peak.name,
+        tokens=case.local_batch * case.train.seq_len,
+        refused=tuple(_refusals(case, machine, memories[0], known)),
+        warnings=tuple(_warnings(case, machine, memories[0], sharded, known)),
+        matmuls=multiplied,
+        shards=sharded,
+        wire=traffic,
+        amax_reductions=sum(axis.amax_reductions for axis in traffic),
+        memory=memories,
+        peak_bytes=memories[0].peak,
+        device_bytes=machine.peak.memory_bytes,
+        step_s=step_s,
+        tokens_s=None if step_s is None else tokens_per_device(case, step_s),
+        experts=routed(case, machine) if case.model.experts else None,
+        assumptions=(*ASSUMPTIONS, EVENLY) if case.model.experts else ASSUMPTIONS,
+    )
+
+
+def matmuls(case: Case) -> tuple[Matmul, ...]:
+    """The matmuls of every TP rank, those of equal shape together, by linear in order of execution."""
+    ranks: Counter[Matmul] = Counter()
+    for rank, alike in _distinct_tp_ranks(case).items():
+        shapes = (msgspec.convert(gemm, Matmul, from_attributes=True) for gemm in gemms(case, rank=rank))
+        for shape, layers in Counter(shapes).items():
+            ranks[replace(shape, layers=layers)] += alike
+    linears = list(dict.fromkeys(matmul.linear for matmul in ranks))
+    counted = (replace(matmul, tp_ranks=count) for matmul, count in ranks.items())
+    return tuple(sorted(counted, key=lambda matmul: linears.index(matmul.linear)))
+
+
+def _distinct_tp_ranks(case: Case) -> Mapping[int, int]:
+    """TP ranks with different shapes, and how many are like each: only shards of the vocabulary may be uneven."""
+    sizes = shard_sizes(case.model.padded_vocab_size, case.layout.tp)
+    return {sizes.index(size): count for size, count in Counter(sizes).items()}
+
+
+def shards(case: Case) -> tuple[Shard, ...]:
+    """How every distinct weight is sharded; blocks are alike, but for the first where others have experts."""
+    units = fsdp_units(case, 0)
+    distinct = [unit for unit in units if not unit.name.startswith("layers.") or unit.name.split(".")[1] in ("0", "1")]
+    sharded = (_shard(case, weight, ranks_of_unit(case, unit)) for unit in distinct for weight in unit.weights)
+    return tuple(dict.fromkeys(sharded))
+
+
+def _shard(case: Case, weight: Weight, ranks: int) -> Shard:
+    rows = shard_sizes(weight.rows, ranks)
+    whole_vocabulary = weight.fqn in ("tok_embeddings", "output")
+    sizes = shard_sizes(case.model.padded_vocab_size, case.layout.tp) if whole_vocabulary else (weight.rows,)
+    return Shard(
+        weight=linear_name(weight.fqn),
+        tp_rows=tuple(dict.fromkeys(sizes)),
+        columns=weight.columns,
+        fsdp_rows=tuple(dict.fromkeys(rows)),
+        padding=1 - weight.rows / (rows[0] * ranks),
+        empty_ranks=rows.count(0),
+    )
+
+
+def _refusals(case: Case, machine: Machine, largest: Memory, known: Sequence[KnownFault]) -> Iterator[Reason]:
+    ranks = case.layout.dp_shard
+    if (refusal := expected_refusal(case)) is not None:
+        yield Reason(refusal.name, refusal.reason)
+    units = (unit for rank in _distinct_tp_ranks(case) for unit in fsdp_units(case, rank))
+    gathered = [weight for unit in units for weight in unit.weights if weight.gathered_in_float8]
+    if uneven := [weight for weight in gathered if weight.rows % ranks]:
+        names = ", ".join(dict.fromkeys(linear_name(weight.fqn) for weight in uneven))
+        text = f"the float8 all-gather sends unpadded shards, and {ranks} ranks do not divide the rows of {names}"
+        yield Reason("fp8-all-gather-uneven-shards", f"{text}: https://github.com/pytorch/ao/issues/1938")
+    yield from (Reason(fault.name, fault.reason) for fault in matching(known, case) if fault.verdict in _ENDS)
+    if largest.certain > machine.peak.memory_bytes:
+        text = f"a rank keeps {binary_bytes(largest.certain)} between forward and backward, or behind it"
+        yield Reason("memory", f"{text}, more than {machine.peak.name} has")
+
+
+def _warnings(
+    case: Case, machine: Machine, largest: Memory, sharded: Sequence[Shard], known: Sequence[KnownFault]
+) -> Iterator[Reason]:
+    yield from (Reason(fault.name, fault.reason) for fault in matching(known, case) if fault.verdict not in _ENDS)
+    if case.layout.tp > 1 and crosses_nodes(case.layout, "tp", machine.gpus_per_node):
+        yield Reason("tp-between-nodes", "TP groups have ranks of several nodes, and nothing hides their waits")
+    if empty := [shard for shard in sharded if shard.empty_ranks]:
+        most = max(shard.empty_ranks for shard in empty)
+        names = ", ".join(shard.weight for shard in empty[:_NAMES])
+        more = f" and {len(empty) - _NAMES} more" if len(empty) > _NAMES else ""
+        text = f"up to {most} of {case.layout.dp_shard} ranks of an FSDP group hold no row of {names}{more}"
+        yield Reason("empty-shards", f"{text}, and gather and reduce padding")
+    if largest.certain <= machine.peak.memory_bytes < largest.peak * MEASURED_PEAK:
+        text = f"the device has less than {MEASURED_PEAK} times the peak, and published peaks are that high or higher"
+        yield Reason("peak-memory", text)
+
+
+class Ranked(msgspec.Struct, frozen=True, kw_only=True):
+    """One layout. Without numbers, 0, where a rule excludes it; times are 0 where they are not predicted too.
+
+    `sent_bytes`: of a rank and step; `between_nodes_bytes`: of them those along axes that leave a node.
+    """
+
+    case: str
+    layout: Layout
+    refused: tuple[Reason, ...]
+    warnings: tuple[Reason, ...] = ()
+    fits: bool = False
+    peak_bytes: int = 0
+    sent_bytes: int = 0
+    between_nodes_bytes: int = 0
+    step_s: float = 0.0
+    tokens_s: float = 0.0
+
+
+def sweep(case: Case, machine: Machine, *, known: Sequence[KnownFault] = ()) -> tuple[Ranked, ...]:
+    """Every layout of the ranks of a case for its global batch; what does not fit, then what is refused, comes last."""
+
+    def order(ranked: Ranked) -> tuple[object, ...]:
+        return bool(ranked.refused), not ranked.fits, ranked.step_s, ranked.peak_bytes, ranked.sent_bytes
+
+    return tuple(sorted((_ranked(candidate, machine, known) for candidate in layouts(case)), key=order))
+
+
+def layouts(case: Case) -> Iterator[Case]:
+    """The case with every combination of degrees that are powers of two; FSDP has the other ranks."""
+    powers = ([1 << power for power in range(most.bit_length())] for most in _MOST.values())
+    for chosen in itertools.product(*powers):
+        mesh = dict(zip(_MOST, chosen, strict=True))
+        mesh[REST], rest = divmod(case.world_size, ranks_of(mesh, OTHERS))
+        if not rest and (mesh[REST] > 1 or ranks_of(mesh, DP_AXES) == 1):
+            styles = case.float8.tp_styles if mesh["tp"] > 1 else "plain"
+            yield case_from_axes({**axis_values(case), **mesh, "tp_styles": styles})
+
+
+def _ranked(case: Case, machine: Machine, known: Sequence[KnownFault]) -> Ranked:
+    if rules := exclusions(case):
+        reasons = tuple(Reason(rule.name, rule.reason) for rule in rules)
+        return Ranked(case=case_id(case), layout=case.layout, refused=reasons)
+    simulation = simulate(case, machine, known=known)
+    return Ranked(
+        case=case_id(case),
+        layout=case.layout,
+        refused=simulation.refused,
+        warnings=simulation.warnings,
+        fits=simulation.fits,
+        peak_bytes=simulation.peak_bytes,
+        sent_bytes=sum(axis.sent_bytes for axis in simulation.wire),
+        between_nodes_bytes=sum(axis.sent_bytes for axis in simulation.wire if axis.crosses_nodes),
+        step_s=simulation.step_s or 0.0,
+        tokens_s=simulation.tokens_s or 0.0,
+    )

@@ -1,0 +1,460 @@
+"""What `predict` shows: costs, layouts, how fast it is here, and what FP8 gains, which is a page with plots too."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from harness.matrix.caseid import parse_case_id
+from harness.matrix.targets import is_llama
+from harness.plugins.predict.cost import CostReport, Metrics, Row, Speed, speed
+from harness.plugins.predict.machine import Peak, peak_of_device
+from harness.plugins.predict.routed import IMBALANCE, Routed
+from harness.plural import binary_bytes, counted
+from harness.report.case import flop_words, speedup_words
+from harness.report.sections import Block, Facts, Items, Section, Table
+
+if TYPE_CHECKING:
+    from harness.plugins.predict.advice import Advice
+    from harness.plugins.predict.gains import Conversion, Plot
+    from harness.plugins.predict.layouts import Ranked, Simulation
+    from harness.plugins.predict.simulation import Verification
+    from harness.plugins.predict.speed import CaseSpeed, SpeedReport
+
+SIMULATED = "simulated, not gated: a CPU computes float8 with the virtual device"
+_COUNTING = (
+    "a multiplication and an addition are 2 FLOPs; attention counts as not causal, its backward as twice its forward",
+    "FLOPs of a token are torchtitan's: 6 for every active parameter but the embedding's, and attention",
+)
+_AXES = {"dp_replicate": "replicas", "dp_shard": "FSDP", "tp": "TP"}  # of layouts with predictions
+_MEMORY = {
+    "parameters": ("parameters", "as FSDP2 pads them"),
+    "optimizer": ("optimizer", "its states"),
+    "saved": ("saved for backward", "eager blocks"),
+    "kept": ("logits, weights that stay gathered", ""),
+    "before_backward": ("between forward and backward", "exact"),
+    "gradients": ("gradients", "after backward"),
+    "peak": ("peak", "at least, of "),
+}
+_PARTS = {
+    "matmul_s": "matmuls",
+    "cast_s": "casts",
+    "padding_s": "padding of operands",
+    "attention_s": "attention",
+    "memory_s": "norms, activations, loss, optimizer, copies",
+    "tensor_parallel_s": "collectives of tensor parallelism",
+    "data_parallel_s": "what FSDP's collectives add",
+    "other_s": "other",
+    "dispatch_s": "dispatch, behind which kernels run",
+    "total_s": "step",
+}
+
+
+def cost_sections(report: CostReport) -> Iterator[Block]:
+    """What a step costs by formula, or what a run of it measured, and the speed of one device."""
+    if report.formula is not None:
+        yield from _formula_sections(report.formula)
+    if report.rows:
+        yield Section(blocks=(_measured_table(report.rows), *_most_memory(report)))
+    if report.speed is not None:
+        rows = tuple(_speed_rows(report.speed, report.peak, report.device))
+        yield Section(title=f"speed of one device{_simulated(report.device)}", blocks=(Table(rows=rows, right=(1,)),))
+    yield Section(title="assumed", blocks=(Items(_COUNTING),))
+
+
+def _formula_sections(metrics: Metrics) -> Iterator[Block]:
+    of = f"rank {metrics.rank} of {metrics.world_size}, step {metrics.step}, {counted(metrics.tokens, 'token')}"
+    refused = () if metrics.refusal is None else (f"torch refuses this case: {metrics.refusal}",)
+    yield Section(blocks=(metrics.case_id, f"{of}: by formula, nothing was run", *refused))
+    total = sum(work.flops for work in metrics.work)
+    rows = [
+        (
+            work.part,
+            work.role,
+            work.precision,
+            flop_words(work.flops),
+            flop_words(work.executed_flops),
+            str(work.executions),
+            f"{work.flops / total:.1%}",
+        )
+        for work in metrics.work
+    ]
+    executed = sum(work.executed_flops for work in metrics.work)
+    rows.append(("all", "", "", flop_words(total), flop_words(executed), "", "100.0%"))
+    multiplied = ("part", "role", "precision", "FLOPs", "executed", "calls", "share")
+    yield Table(columns=multiplied, rows=tuple(rows), right=(3, 4, 5, 6))
+    of_token = sum(metrics.flops_per_token.values())
+    shares = ", ".join(f"{flops / of_token:.1%} in {name}" for name, flops in metrics.flops_per_token.items())
+    saved = "as the compiler chooses" if metrics.saved_bytes is None else binary_bytes(metrics.saved_bytes)
+    facts = (
+        ("FLOPs of a token", f"{flop_words(of_token)}: {shares}"),
+        *_parameters(metrics),
+        *((f"executed {words}", f"{products.calls} calls") for words, products in metrics.executed.items()),
+        ("casts to float8", str(metrics.casts)),
+        ("saved for backward", f"{saved}, with the attention of a CPU"),
+        *([("bubble", f"{metrics.bubble:.1%} of a step, if stages take equally long")] if metrics.bubble else []),
+    )
+    yield Facts(facts)
+    named = (*metrics.wire.items(), *((f"all along {axis}", sent) for axis, sent in metrics.wire_of_axis.items()))
+    sent = tuple((words, str(traffic.calls), binary_bytes(traffic.payload_bytes)) for words, traffic in named)
+    columns = ("sent by this rank", "calls", "bytes")
+    yield Table(columns=columns, rows=sent, right=(1, 2)) if sent else "sent: nothing"
+
+
+def _parameters(metrics: Metrics) -> Iterator[tuple[str, str]]:
+    if metrics.active_parameters < metrics.parameters:
+        yield "parameters", f"{metrics.parameters:,}, of which a token meets {metrics.active_parameters:,}"
+        yield "experts", "as if tokens were spread evenly"
+
+
+def _measured_table(rows: Iterable[Row]) -> Table:
+    def shown(value: int | None) -> str:
+        return "-" if value is None else f"{value:,}"
+
+    return Table(
+        columns=("all ranks and steps", "measured", "formula", ""),
+        rows=tuple(
+            (row.what, shown(row.measured), shown(row.formula), row.judged)
+            for row in rows
+            if (row.measured, row.formula) != (None, None)
+        ),
+        right=(1, 2),
+    )
+
+
+def _most_memory(report: CostReport) -> Iterator[str]:
+    if report.peak_memory_bytes is not None:
+        memory = "of the allocator" if report.device != "cpu" else "growth of the resident set"
+        yield f"most memory of a rank: {binary_bytes(report.peak_memory_bytes)} ({memory}, not compared)"
+
+
+def _simulated(device: str) -> str:
+    return f"  ({SIMULATED})" if device == "cpu" else ""
+
+
+def _speed_rows(speeds: Speed, peak: Peak | None, device: str) -> Iterator[tuple[str, str, str]]:
+    """Tokens, FLOPs and MFU with the definition of each; why there is no MFU where there is none."""
+    yield "tokens/s", f"{speeds.tokens_per_s:,.0f}" if speeds.tokens_per_s >= 1000 else f"{speeds.tokens_per_s:.4g}", ""
+    yield "TFLOP/s", f"{speeds.tflops:,.2f}" if speeds.tflops >= 0.01 else f"{speeds.tflops:.2g}", ""
+    if peak is None:
+        yield "MFU", "-", f"the peaks of {device or 'the device'} are not known: none is guessed"
+        return
+    for name, definition in (
+        ("mfu_bf16_peak", f"all work over {peak.bfloat16:g} TFLOP/s, the BF16 peak of {peak.name}"),
+        ("mfu_fp8_peak", f"all work over {peak.float8 or 0:g} TFLOP/s, its FP8 peak"),
+        ("mfu_weighted", "time of the work at the peak of its precision, over its time"),
+    ):
+        share = getattr(speeds, name)
+        absent = "it has no peak in a precision of this case"
+        yield (name, "-", absent) if share is None else (name, f"{share:.2%}", definition)
+
+
+def layout_sections(simulation: Simulation, verification: Verification | None = None) -> Iterator[Block]:
+    """A case on its ranks, refusals first, and what simulated ranks were found to do."""
+    nodes = f"{counted(simulation.nodes, 'node')} of {simulation.gpus_per_node} {simulation.device}"
+    tokens = f"{counted(simulation.tokens, 'token')} of a data-parallel rank and step"
+    of = f"{counted(simulation.world_size, 'rank')} on {nodes}, {tokens}: by formula, nothing was run"
+    reasons = (
+        *(f"REFUSED {reason.name}: {reason.text}" for reason in simulation.refused),
+        *(f"warning {reason.name}: {reason.text}" for reason in simulation.warnings),
+    )
+    yield Section(blocks=(simulation.case, of, Items(reasons)))
+    for table in (
+        _matmul_table(simulation),
+        _shard_table(simulation),
+        _wire_table(simulation),
+        _memory_table(simulation),
+    ):
+        yield table if table.rows else "sent: nothing"
+    if simulation.experts is not None:
+        yield _experts(simulation.experts)
+    yield _time(simulation)
+    yield Section(title="assumed", blocks=(Items(simulation.assumptions),))
+    if verification is not None:
+        yield _verification(verification)
+
+
+def _experts(routed: Routed) -> Facts:
+    longer = "" if routed.more_s is None else f"{routed.more_s:.3g} s a step more"
+    larger = "" if not routed.more_bytes else f"{binary_bytes(routed.more_bytes)} more saved for backward"
+    more = ", ".join(filter(None, (longer, larger)))
+    return Facts(
+        (
+            ("parameters", f"{routed.parameters:,}, of which a token meets {routed.active_parameters:,}"),
+            ("experts of a rank", f"{routed.local_experts}, which get {routed.rows:,} rows in a forward of a block"),
+            ("sent to them and back", f"{binary_bytes(routed.sent_bytes)} in a step of this rank"),
+            (f"with {IMBALANCE} times as many rows", more or "nothing more"),
+        )
+    )
+
+
+def _time(simulation: Simulation) -> str:
+    if simulation.step_s is None or simulation.tokens_s is None:
+        return f"no time is predicted: the data sheet of {simulation.device} has no peak in the dtype of this case"
+    return f"predicted: {simulation.step_s:.3g} s a step, {simulation.tokens_s:,.0f} tokens/s and device"
+
+
+def _matmul_table(simulation: Simulation) -> Table:
+    return Table(
+        columns=("matmul", "role", "m", "n", "k", "precision", "16", "layers", "TP ranks"),
+        rows=tuple(
+            (
+                matmul.linear,
+                matmul.role,
+                *map(str, (matmul.m, matmul.n, matmul.k)),
+                matmul.precision,
+                "REFUSED" if matmul.refused else "yes" if matmul.aligned else "no",
+                str(matmul.layers),
+                str(matmul.tp_ranks),
+            )
+            for matmul in simulation.matmuls
+        ),
+        right=(2, 3, 4, 7, 8),
+    )
+
+
+def _shard_table(simulation: Simulation) -> Table:
+    def shown(sizes: Sequence[int]) -> str:
+        return str(sizes[0]) if len(sizes) == 1 else f"uneven: {', '.join(map(str, sizes))}"
+
+    return Table(
+        columns=("weight", "rows on TP ranks", "columns", "rows on FSDP ranks", "padding", "empty"),
+        rows=tuple(
+            (
+                shard.weight,
+                shown(shard.tp_rows),
+                str(shard.columns),
+                shown(shard.fsdp_rows),
+                f"{shard.padding:.1%}" if shard.padding else "",
+                str(shard.empty_ranks or ""),
+            )
+            for shard in simulation.shards
+        ),
+        right=(2, 4, 5),
+    )
+
+
+def _wire_table(simulation: Simulation) -> Table:
+    return Table(
+        columns=("sent along", "ranks", "calls", "of amax", "inputs", "sent in rings", ""),
+        rows=tuple(
+            (
+                traffic.axis,
+                str(traffic.ranks),
+                f"{traffic.calls:,}",
+                f"{traffic.amax_reductions:,}",
+                binary_bytes(traffic.payload_bytes),
+                binary_bytes(traffic.sent_bytes),
+                "between nodes" if traffic.crosses_nodes else "",
+            )
+            for traffic in simulation.wire
+        ),
+        right=(1, 2, 3, 4, 5),
+    )
+
+
+def _memory_table(simulation: Simulation) -> Table:
+    notes = {"peak": binary_bytes(simulation.device_bytes)}
+    return Table(
+        columns=("memory", *(f"rank {memory.rank}" for memory in simulation.memory), ""),
+        rows=tuple(
+            (name, *(binary_bytes(getattr(memory, field)) for memory in simulation.memory), note + notes.get(field, ""))
+            for field, (name, note) in _MEMORY.items()
+        ),
+        right=tuple(range(1, len(simulation.memory) + 1)),
+    )
+
+
+def _verification(verification: Verification) -> Section:
+    ranks = ", ".join(map(str, verification.ranks))
+    equal = f"{counted(len(verification.compared), 'number')} of ranks {ranks} compared in {verification.seconds:.0f} s"
+    rows = tuple(
+        f"{f'as recorded in {number.known}' if number.known else 'DIFFERS'}: rank {number.rank}, {number.what}: "
+        f"{number.found:,}, formula {number.formula:,}"
+        for number in verification.compared
+        if number.differs or number.known
+    )
+    shares = ", ".join(f"{peak:.2f}" for peak in verification.peaks)
+    peaks = (f"peak over its lower bound: {shares} (not compared)",) if verification.peaks else ()
+    return Section(blocks=(f"simulated: {equal}, {len(verification.differing) or 'none'} differ", Items(rows), *peaks))
+
+
+def sweep_sections(ranked: Sequence[Ranked]) -> Iterator[Block]:
+    """The layouts that nothing refuses as a table, those that are refused by their reasons, and all reasons."""
+    columns = (*_AXES.values(), "predicted s", "tokens/s", "peak at least", "sent", "between nodes", "")
+    rows = tuple(_layout_row(layout) for layout in ranked if not layout.refused)
+    reasons = {reason.name: reason.text for layout in ranked for reason in (*layout.refused, *layout.warnings)}
+    yield Table(columns=columns, rows=rows, right=tuple(range(len(columns) - 1)))
+    yield Items(tuple(_refused_lines(ranked)))
+    yield Items(tuple(f"{name}: {text}" for name, text in reasons.items()))
+
+
+def _layout_row(ranked: Ranked) -> tuple[str, ...]:
+    notes = [*(() if ranked.fits else ("does not fit",)), *(reason.name for reason in ranked.warnings)]
+    return (
+        *(str(ranked.layout.mesh[axis]) for axis in _AXES),
+        f"{ranked.step_s:.3g}" if ranked.step_s else "-",
+        f"{ranked.tokens_s:,.0f}" if ranked.tokens_s else "-",
+        *map(binary_bytes, (ranked.peak_bytes, ranked.sent_bytes, ranked.between_nodes_bytes)),
+        ", ".join(notes),
+    )
+
+
+def _refused_lines(ranked: Sequence[Ranked]) -> Iterator[str]:
+    """One line for equal reasons at one degree of the innermost axis."""
+    groups: dict[tuple[int, str], list[str]] = {}
+    for layout in ranked:
+        if layout.refused:
+            names = ", ".join(reason.name for reason in layout.refused)
+            *outer, inner = (layout.layout.mesh[axis] for axis in _AXES)
+            groups.setdefault((inner, names), []).append(" x ".join(map(str, outer)))
+    *outside, inside = _AXES.values()
+    for (degree, names), outer_degrees in groups.items():
+        yield f"REFUSED {inside} {degree} with {' x '.join(outside)} {', '.join(outer_degrees)}: {names}"
+
+
+def speedup_page(advice: Advice, drawn: Sequence[Plot]) -> bytes:
+    """The sections with plots and their values, in one HTML file that loads nothing."""
+    from harness.report.html.page import rendered
+
+    head, *sections = speedup_sections(advice)
+    values = tuple(
+        Table(
+            title=plot.title,
+            columns=(plot.across, *plot.lines),
+            rows=tuple(
+                (str(place), *(f"{values[at]:.4g}" for values in plot.lines.values()))
+                for at, place in enumerate(plot.places)
+            ),
+            folded=True,
+        )
+        for plot in drawn
+    )
+    return rendered(
+        "advice.html",
+        ("plots.js",),
+        data={"drawings": drawn},
+        title=f"fp8-harness: does FP8 pay on {advice.device}?",
+        lines=head.blocks,
+        sections=(*sections, Section(name="values", title="Values of the plots", blocks=values)),
+    )
+
+
+def speedup_sections(advice: Advice) -> Iterator[Section]:
+    """What was asked, recommendations, all tables, and what is assumed."""
+    of_bf16 = f"BF16 is predicted to train {advice.tokens_s:,.0f} tokens/s and device."
+    yield Section(blocks=(f"{advice.case} on {advice.device}: predicted, not measured", of_bf16))
+    yield Section(name="advice", title="Recommendations", blocks=(Items(advice.recommendations),))
+    yield _table_section("speed", "Times as fast as BF16", _VARIANTS, _variant_rows(advice))
+    yield _table_section("step", f"One step, {advice.recipe}", _STEP, _step_rows(advice))
+    title = f"Linears in one rank and step, {advice.recipe}; gain: of all matmuls with casts"
+    yield _table_section("linears", title, _LINEARS, map(linear_row, advice.linears))
+    rows = (row for linear in advice.linears for row in _matmul_rows(linear))
+    yield _table_section("matmuls", "Matmuls of these linears", _MATMULS, rows)
+    yield _table_section("vocabulary", "Vocabulary", _VOCABULARY, _vocabulary_rows(advice))
+    yield Section(name="assumptions", title="Assumptions", blocks=(Items(advice.assumptions),))
+
+
+_VARIANTS = ("recipe", "compiled", "eager", "tokens/s", "known fault, or rule that refuses it")
+_STEP = ("part of a step", "BF16 ms", "FP8 ms")
+_LINEARS = ("linear", "float8", "BF16 ms", "FP8 ms", "casts ms", "gain")
+_MATMULS = ("linear", "matmul", "m", "n", "k", "16", "BF16 us", "FP8 us")
+_VOCABULARY = ("vocabulary", "shards", "float8 takes it", "rows added", "memory added", "output ms")
+
+
+def _table_section(name: str, title: str, columns: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> Section:
+    return Section(name=name, title=title, blocks=(Table(columns=columns, rows=tuple(rows)),))
+
+
+def _variant_rows(advice: Advice) -> Iterator[tuple[str, ...]]:
+    for variant in advice.variants:
+        if variant.refused:
+            yield variant.name, "refused", "refused", "-", variant.refused
+        else:
+            yield (
+                variant.name,
+                f"{variant.compiled:.2f}",
+                f"{variant.eager:.2f}",
+                f"{variant.tokens_s:,.0f}",
+                variant.fault,
+            )
+
+
+def _step_rows(advice: Advice) -> Iterator[tuple[str, ...]]:
+    for field, name in _PARTS.items():
+        times_ms = [getattr(step, field) * 1e3 for step in (advice.bf16, advice.float8)]
+        if any(times_ms):
+            yield name, *map(_short, times_ms)
+
+
+def linear_row(linear: Conversion) -> tuple[str, ...]:
+    """A linear of all blocks: whether it is converted, its milliseconds and its gain."""
+    kept = "refused" if linear.converted and linear.refused else "yes" if linear.converted else "kept"
+    times = map(_short, (linear.bf16_ms, linear.float8_ms, linear.cast_ms + linear.padding_ms))
+    return f"{linear.name} x{linear.count}", kept, *times, f"{linear.gain:.2f}"
+
+
+def _matmul_rows(linear: Conversion) -> Iterator[tuple[str, ...]]:
+    for matmul in linear.matmuls:
+        taken = "yes" if matmul.aligned else "refused" if matmul.refused else "no"
+        sizes = map(str, (matmul.m, matmul.n, matmul.k))
+        yield linear.name, matmul.role, *sizes, taken, _short(matmul.bf16_us), _short(matmul.float8_us)
+
+
+def _vocabulary_rows(advice: Advice) -> Iterator[tuple[str, ...]]:
+    for vocabulary in advice.vocabulary:
+        yield (
+            vocabulary.name,
+            ", ".join(map(str, vocabulary.shards)),
+            f"no: {', '.join(map(str, vocabulary.refused))} is no multiple of {vocabulary.multiple}"
+            if vocabulary.refused
+            else "yes",
+            str(vocabulary.added_rows),
+            f"{_short(vocabulary.added_bytes / 1e6)} MB",
+            "-" if vocabulary.refused else _short(vocabulary.output_ms),
+        )
+
+
+def _short(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def speed_sections(report: SpeedReport) -> Iterator[Block]:
+    """A section for every case that was timed against its twin, and how the interval was made."""
+    yield from map(_case_section, report.cases)
+    yield f"{report.method}; {report.warmup} steps of every job warm up"
+
+
+def _case_section(case_speed: CaseSpeed) -> Section:
+    from harness.running.conditions import worst
+
+    if case_speed.speedup is None:
+        failed = case_speed.failed
+        why = "not timed" if failed is None else f"not timed: {failed.case_id} {failed.verdict.phrase}"
+        return Section(title=case_speed.case_id, blocks=(why,))
+    conditions = worst([pair.conditions for pair in case_speed.pairs]).words
+    return Section(
+        title=f"{case_speed.case_id}{_simulated(case_speed.device)}",
+        blocks=(speedup_words(case_speed.speedup), conditions, _rates(case_speed)),
+    )
+
+
+def _rates(case_speed: CaseSpeed) -> Table:
+    """Tokens, FLOPs and MFU of one device, of the case and of its twin."""
+    times = case_speed.speedup
+    assert times is not None, "the case was timed"
+    of_both = ((case_speed.case_id, times.tokens_per_s), (case_speed.twin_id, times.twin_tokens_per_s))
+    if not is_llama(parse_case_id(case_speed.case_id).target):  # FLOPs of another model are not known
+        return Table(rows=tuple((name, f"{rate:,.1f} tokens/s") for name, rate in of_both))
+    peak = peak_of_device(case_speed.device)
+    case, twin = (
+        _speed_rows(speed(parse_case_id(name), rate, peak), peak, case_speed.device) for name, rate in of_both
+    )
+    return Table(
+        columns=("of one device", "FP8", "BF16", ""),
+        rows=tuple(
+            (name, value, other, definition)
+            for (name, value, definition), (_, other, _) in zip(case, twin, strict=True)
+        ),
+        right=(1, 2),
+    )
