@@ -12,6 +12,8 @@ from pathlib import Path
 
 import msgspec
 
+from harness.registry import plugins
+
 RUN = "run"  # the part that every run needs
 
 
@@ -31,7 +33,8 @@ class Use(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 class Part(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What one thing that ranks do needs of torch and torchao, by dotted name.
 
-    `files`: those of `worker/` that use these names; a folder ends in "/". `needs`: parts whose files these import.
+    `files`: those of `worker/` that use these names; a folder ends in "/". A part of a plug-in has all of its `worker/`.
+    `needs`: parts whose files these import.
     """
 
     uses: Mapping[str, str | Use]
@@ -52,9 +55,15 @@ class Part(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 @functools.cache
 def read_parts() -> Mapping[str, Part]:
-    """Every part by its name, the one that every run needs first."""
-    path = Path(__file__).with_name("internals.toml")
-    return msgspec.convert(tomllib.loads(path.read_text(encoding="utf-8")), dict[str, Part])
+    """Every part by its name, the one that every run needs first, and those of plug-ins last."""
+    folders = (Path(__file__).parent, *(plugin.folder for plugin in plugins() if plugin.folder is not None))
+    parts: dict[str, Part] = {}
+    for path in (folder / "internals.toml" for folder in folders):
+        if path.is_file():
+            declared = msgspec.convert(tomllib.loads(path.read_text(encoding="utf-8")), dict[str, Part])
+            whole = () if path.parent == folders[0] else (f"plugins/{path.parent.name}/worker/",)
+            parts |= {name: msgspec.structs.replace(part, files=part.files or whole) for name, part in declared.items()}
+    return parts
 
 
 def with_needed(name: str) -> tuple[str, ...]:

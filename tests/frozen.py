@@ -23,7 +23,7 @@ from harness.matrix.choice import read_chosen
 from harness.matrix.resumed import resumed_in
 from harness.matrix.rules import exclusions, expected_refusal
 from harness.plugins.bugs.bugfile import read_bugs
-from harness.plugins.faults.faults import all_faults, hosts_of
+from harness.plugins.faults.faults import all_faults
 
 ROOT = Path(__file__).parents[1]
 STORED = Path(__file__).with_suffix(".txt")
@@ -65,7 +65,7 @@ def _stored() -> Iterator[Case]:
     yield from (chosen.case for chosen in read_chosen(ROOT / "cases" / "chosen" / "pr.toml"))
     yield from (bug.case for bug in read_bugs(ROOT / "cases" / "bugs") if bug.case is not None)
     for fault in all_faults().values():
-        yield from hosts_of(fault, at_most=2)
+        yield from fault.hosts(at_most=2)
 
 
 def _drawn() -> Iterator[Case]:

@@ -29,8 +29,8 @@ from harness.matrix.rules import explain as explain_rules
 from harness.matrix.scope import SCOPE
 from harness.matrix.targets import is_llama
 from harness.matrix.words import WORDS, meaning_of
-from harness.plugins.faults.kills import read_kills
 from harness.project import Project, find_project
+from harness.registry import answer
 from harness.report.checks import checks_markdown
 from harness.report.run import place_words
 from harness.report.sections import Block, Entry, Facts, Items, Section, Table, markdown
@@ -88,7 +88,7 @@ def explain(  # noqa: PLR0913  one parameter per option
         return
     project = find_project(root, words)
     if checks:
-        click.echo(checks_markdown(read_kills(project.root) or read_kills(project.shipped)), nl=False)
+        click.echo(checks_markdown(answer("proofs of checks", where="explain --checks")(project)), nl=False)
         return
     print_sections(_explained(project, words))
     for sentence in project.replaced_tiers(words):

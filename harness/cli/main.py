@@ -1,17 +1,17 @@
 """The `fp8-harness` command: its subcommands, error messages and exit codes.
 
-A subcommand is imported when it is called, so that `list` does not import what only `run` needs.
+Plug-ins add commands: see `harness/registry.py`.
 """
 
 from __future__ import annotations
 
-import importlib
 import os
 import sys
 from collections.abc import Sequence
 
 import click
 
+from harness.cli.groups import LazyGroup
 from harness.engine.hardware import cpu_name
 from harness.errors import HarnessError, NotCompared
 from harness.matrix.scope import out_of_scope
@@ -32,11 +32,8 @@ _SECTIONS = {
         "compare": "harness.cli.compare:compare_command",
         "parity": "harness.cli.parity:parity_command",
     },
-    "Bugs and trainers": {
-        "bug": "harness.plugins.bugs.commands:bug",
-        "check-target": "harness.cli.check_target:check_target_command",
-    },
-    "Predict": {"predict": "harness.plugins.predict.commands:predict"},
+    "Bugs and trainers": {"check-target": "harness.cli.check_target:check_target_command"},
+    "Predict": {},
     "Install": {"constraints": "harness.cli.constraints:constraints_command"},
     "Maintain": {
         "baseline": "harness.cli.baseline:baseline",
@@ -44,7 +41,6 @@ _SECTIONS = {
         "dev": "harness.cli.dev:dev",
     },
 }
-_COMMANDS = {name: place for section in _SECTIONS.values() for name, place in section.items()}
 
 _EPILOG = """\b
 Examples:
@@ -60,25 +56,7 @@ Exit codes: 0 good, 1 a case failed, 2 usage error or bad input, 3 nothing to ru
 """
 
 
-class _LazyGroup(click.Group):
-    def list_commands(self, ctx: click.Context) -> list[str]:
-        return list(_COMMANDS)
-
-    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        if cmd_name not in _COMMANDS:
-            return None
-        module, _, name = _COMMANDS[cmd_name].partition(":")
-        command = getattr(importlib.import_module(module), name)
-        assert isinstance(command, click.Command)
-        return command
-
-    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        for title, section in _SECTIONS.items():
-            commands = {name: self.get_command(ctx, name) for name in section}
-            with formatter.section(title):
-                formatter.write_dl(
-                    [(name, command.get_short_help_str(60)) for name, command in commands.items() if command]
-                )
+_HELP = {"help_option_names": ["-h", "--help"]}
 
 
 def _print_versions(ctx: click.Context, _: click.Parameter, value: bool) -> None:
@@ -92,7 +70,7 @@ def _print_versions(ctx: click.Context, _: click.Parameter, value: bool) -> None
     ctx.exit()
 
 
-@click.group(cls=_LazyGroup, epilog=_EPILOG, context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(cls=LazyGroup, sections=_SECTIONS, epilog=_EPILOG, context_settings=_HELP)
 @click.option(
     "--version", is_flag=True, is_eager=True, expose_value=False, callback=_print_versions, help="Print versions."
 )

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import datetime
 import os
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +18,7 @@ from harness.matrix.case import Case
 from harness.matrix.casefile import FILE_NAME, case_file_schema, write_case
 from harness.matrix.caseid import case_id
 from harness.matrix.rules import expected_refusal
-from harness.plugins.bugs.importing import ImportOptions, import_configuration
-from harness.plugins.bugs.report import read_file, read_report
-from harness.plugins.bugs.sections import job_notes
+from harness.registry import answer
 
 _EPILOG = """\b
 Examples:
@@ -71,7 +67,8 @@ def new_command(  # noqa: PLR0913  one parameter per option
     if config is None:
         case = checked_case(given_axes(axes), where="new")
     else:
-        case, notes = _case_of(config, given_axes(axes), ranks=ranks, ignore=ignore)
+        case_of = answer("configurations", where="new --from")
+        case, notes = case_of(config, given_axes(axes), ranks=ranks, ignore=ignore)
     if as_id:
         click.echo(case_id(case))
         return
@@ -86,19 +83,6 @@ def new_command(  # noqa: PLR0913  one parameter per option
         click.echo(f"it must be refused: {refusal.reason}")
     click.echo(f"what it needs: {explain_case(case_id(case))}")
     click.echo(f"run it:        {command}")
-
-
-def _case_of(
-    config: str, given: Mapping[str, object], *, ranks: int | None, ignore: tuple[str, ...]
-) -> tuple[Case, tuple[str, ...]]:
-    """The case of a configuration, and how it differs from the job."""
-    flags = config.lstrip().startswith("--")
-    content = config.encode() if flags else read_file(config)
-    report = read_report(content, where="--from" if flags else config)
-    today = datetime.datetime.now(tz=datetime.UTC).date()
-    job = import_configuration(report, ImportOptions(today=today, axes=given, ranks=ranks, ignore=ignore))
-    assert job.case is not None, "a job without a refusal has a case"
-    return job.case, job_notes(job)
 
 
 def write_new_case(file: Path, case: Case, *, force: bool) -> str:

@@ -7,21 +7,20 @@ import functools
 import os
 import secrets
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import TextIO
+from types import MappingProxyType
+from typing import Any, TextIO
 
 import click
 
+from harness import registry
 from harness.cli import options
 from harness.errors import HarnessError
 from harness.evidence.curve import curve_of_case, text_of_curve
 from harness.hints import rerun_failed
-from harness.jsonform import compact, read_json
+from harness.jsonform import compact
 from harness.matrix.coverage import coverage
-from harness.plugins.conformance.sections import ConformanceDocument, conformance_section
-from harness.plugins.faults.mutation import MutationMatrix
-from harness.plugins.faults.sections import mutation_section
 from harness.project import Project, find_project
 from harness.report.case import shown_case
 from harness.report.ci import annotation_lines, job_summary, junit_report
@@ -50,6 +49,13 @@ Examples:
 _HISTORY_RUNS = 20  # that a page tells of, at most
 
 
+def _section_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Add an option for each section that a plug-in adds to pages."""
+    for option, section in reversed(list(registry.sections().items())):
+        command = click.option(f"--{option}", metavar="FILE", type=options.EXISTING_FILE, help=section.help)(command)
+    return command
+
+
 @click.command("show", epilog=_EPILOG)
 @click.argument("words", metavar="[RUN|FILE.json] [CASE]", nargs=-1)
 @options.run_option("html_file")
@@ -57,15 +63,7 @@ _HISTORY_RUNS = 20  # that a page tells of, at most
 @options.run_option("junit_file")
 @options.run_option("markdown_file")
 @options.run_option("github")
-@click.option(
-    "--mutations",
-    metavar="FILE",
-    type=options.EXISTING_FILE,
-    help="Add the mutation matrix of `dev mutate --json` to the page.",
-)
-@click.option(
-    "--conformance", metavar="FILE", type=options.EXISTING_FILE, help="Add the table of `dev conformance --json`."
-)
+@_section_options
 @options.curve_option
 @click.option("--schema", is_flag=True, help="Print the JSON schema of the lines of --json; write nothing.")
 @options.root_option
@@ -77,11 +75,10 @@ def show_command(  # noqa: PLR0913  one parameter an option
     junit_file: Path | None,
     markdown_file: Path | None,
     github: bool,
-    mutations: Path | None,
-    conformance: Path | None,
     curve_file: Path | None,
     schema: bool,
     root: str | None,
+    **section_files: Path | None,
 ) -> None:
     """Show a run or one of its cases, or write reports; the last run by default.
 
@@ -91,8 +88,9 @@ def show_command(  # noqa: PLR0913  one parameter an option
     if schema:
         click.echo(compact(line_schema()))
         return
-    if html_file is None and (mutations or conformance):
-        raise click.UsageError("--mutations and --conformance add to --html.")
+    added = {option: file for option, file in section_files.items() if file is not None}
+    if html_file is None and added:
+        raise click.UsageError(f"--{next(iter(added))} adds to --html.")
     project = find_project(root)
     run, case = _named(project, words)
     result = results_of(project, run)
@@ -111,7 +109,7 @@ def show_command(  # noqa: PLR0913  one parameter an option
         report_to_github(result, sys.stdout)
     elif not writes:
         options.print_sections(run_sections(result, rerun=rerun_failed(root=root)))
-    page = functools.partial(page_of, project, result, mutations=mutations, conformance=conformance)
+    page = functools.partial(page_of, project, result, added=added)
     options.write_output(html_file, page)
     options.write_output(json_file, lambda: run_lines(result))
     options.write_output(junit_file, lambda: junit_report(result))
@@ -151,11 +149,13 @@ def page_of(
     run: RunResult,
     *,
     front: Front | None = None,
-    mutations: Path | None = None,
-    conformance: Path | None = None,
+    added: Mapping[str, Path] = MappingProxyType({}),
 ) -> bytes:
-    """The page of a run, with the coverage of the tiers that it ran whole, and earlier results where it is stored."""
-    sections = tuple(_sections(project, run, mutations, conformance))
+    """The page of a run, with the coverage of the tiers that it ran whole, and earlier results where it is stored.
+
+    `added`: files of sections that plug-ins add, by their option.
+    """
+    sections = tuple(_sections(project, run, added))
     ids = {result.case_id for result in run.results}
     case_histories = histories(runs_before(project, run, most=_HISTORY_RUNS), ids.__contains__)
     history = {
@@ -166,14 +166,12 @@ def page_of(
     return html_report(run, front=front, sections=sections, history=history)
 
 
-def _sections(project: Project, run: RunResult, mutations: Path | None, conformance: Path | None) -> Iterator[Section]:
+def _sections(project: Project, run: RunResult, added: Mapping[str, Path]) -> Iterator[Section]:
     tiers = whole_tiers(project, {result.case_id for result in run.results}, run.start.argv)
     if tiers:
         yield coverage_section([(tier, coverage(tier, 2)) for tier in tiers])
-    if mutations is not None:
-        yield mutation_section(read_json(mutations, MutationMatrix, command="dev mutate --json"))
-    if conformance is not None:
-        yield conformance_section(read_json(conformance, ConformanceDocument, command="dev conformance --json"))
+    for option, file in added.items():
+        yield registry.load(registry.sections()[option].read)(file)
 
 
 @contextlib.contextmanager

@@ -20,15 +20,15 @@ from harness.matrix.caseid import case_id, parse_case_id
 from harness.matrix.cheap_cover import CheapCover, Goal, Price, Pricing
 from harness.matrix.cover import combinations_in
 from harness.matrix.known import KnownFault, matching
+from harness.matrix.planted import PlantedFault
 from harness.matrix.rules import expected_refusal
 from harness.matrix.space import Space, is_hit
 from harness.matrix.tier import second_best_rows, tables_of, tier_spaces
 from harness.matrix.tomlfile import TomlFile, read_toml_file
-from harness.plugins.faults.faults import Fault, hosts_of
 
 
 def choose(
-    file: CaseFile, pricing: Pricing, *, known: Sequence[KnownFault], faults: Iterable[Fault], rounds: int
+    file: CaseFile, pricing: Pricing, *, known: Sequence[KnownFault], faults: Iterable[PlantedFault], rounds: int
 ) -> tuple[ChosenCase, ...]:
     """A cheap choice of cases that covers a file and carries every planted fault; see `cheap_cover.py`.
 
@@ -66,25 +66,25 @@ def _with_second_runs(pricing: Pricing, known: Sequence[KnownFault]) -> Pricing:
     return priced
 
 
-def _hosts(cases: Sequence[Case], faults: Iterable[Fault], known: Sequence[KnownFault]) -> list[Case]:
+def _hosts(cases: Sequence[Case], faults: Iterable[PlantedFault], known: Sequence[KnownFault]) -> list[Case]:
     """The cheapest way to give every planted fault a case in which it can show: a host case of the catalogue."""
     every = tuple(faults)
     shown = {fault.name for case in cases for fault in carried(case, every, known)}
     added: list[Case] = []
     for fault in every:
         if fault.name not in shown:
-            hosts = hosts_of(fault, at_most=1)
+            hosts = fault.hosts(at_most=1)
             shown |= {carried_fault.name for case in hosts for carried_fault in carried(case, every, known)}
             added += hosts
     return added
 
 
-def carries(case: Case, fault: Fault, known: Sequence[KnownFault]) -> bool:
+def carries(case: Case, fault: PlantedFault, known: Sequence[KnownFault]) -> bool:
     """True when a fault that is planted in this case must show, and no recorded fault could be taken for it."""
     return bool(carried(case, (fault,), known))
 
 
-def carried(case: Case, faults: Iterable[Fault], known: Sequence[KnownFault]) -> tuple[Fault, ...]:
+def carried(case: Case, faults: Iterable[PlantedFault], known: Sequence[KnownFault]) -> tuple[PlantedFault, ...]:
     """Those of the faults that the case `carries`."""
     if any(known_fault.masks_new_findings(case) for known_fault in matching(known, case)):
         return ()
@@ -92,7 +92,7 @@ def carried(case: Case, faults: Iterable[Fault], known: Sequence[KnownFault]) ->
     return tuple(
         fault
         for fault in faults
-        if case.train.steps >= fault.since_step and (fault.shows == "trains") == refused and fault.applies(case)
+        if case.train.steps >= fault.since_step and fault.unrefuses == refused and fault.applies(case)
     )
 
 

@@ -15,8 +15,8 @@ from harness.matrix.case import Case
 from harness.matrix.caseid import case_id
 from harness.matrix.cheap_cover import Price, Pricing
 from harness.matrix.choice import carried, contained
+from harness.matrix.planted import PlantedFault
 from harness.matrix.tier import Selection
-from harness.plugins.faults.faults import Fault
 
 
 class Shard(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -90,7 +90,7 @@ def within_budget(
     selections: Iterable[Selection],
     pricing: Pricing,
     *,
-    faults: Iterable[Fault],
+    faults: Iterable[PlantedFault],
     budget_cpu_s: float,
 ) -> Budgeted:
     """The cases that together cover most combinations of values and planted faults in so many CPU seconds.
@@ -128,7 +128,9 @@ def within_budget(
     )
 
 
-def _worth(cases: Sequence[Case], selections: Sequence[Selection], faults: Sequence[Fault]) -> dict[str, set[object]]:
+def _worth(
+    cases: Sequence[Case], selections: Sequence[Selection], faults: Sequence[PlantedFault]
+) -> dict[str, set[object]]:
     """What every case covers, by its id: combinations of the blocks of the selections, and planted faults."""
     known = [fault for selection in selections for fault in selection.known]
     worth: dict[str, set[object]] = {

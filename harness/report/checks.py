@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 from harness.checks.catalogue import CHECKS
 from harness.checks.check import Check
 from harness.checks.rule import Stage
-from harness.plugins.faults.faults import all_faults
-from harness.plugins.faults.kills import Kills
 from harness.plural import counted
 from harness.report.sections import Block, Items, Section, Table, markdown
 from harness.sentence import shown
@@ -21,9 +19,13 @@ sentences. `fp8-harness explain --checks` prints this page from the declarations
 Findings are sorted by how near they are to the cause:"""
 
 
-def checks_markdown(kills: Kills | None) -> str:
+# By the name of a check the planted faults that it finds: the title of each, and the rules that it breaks.
+Proofs = Callable[[str], Mapping[str, tuple[str, tuple[str, ...]]]]
+
+
+def checks_markdown(proofs: Proofs) -> str:
     stages = "\n".join(f"{number}. **{stage_name(stage)}**: {stage.value}." for number, stage in enumerate(Stage, 1))
-    sections = tuple(Section(title=check.name, blocks=tuple(_blocks(check, kills))) for check in CHECKS)
+    sections = tuple(Section(title=check.name, blocks=tuple(_blocks(check, proofs))) for check in CHECKS)
     return markdown([Section(title="Checks", blocks=(_INTRODUCTION, stages, *sections))], level=1, own=True)
 
 
@@ -31,7 +33,7 @@ def stage_name(stage: Stage) -> str:
     return stage.name.lower().replace("_", " ")
 
 
-def _blocks(check: Check, kills: Kills | None) -> Iterator[Block]:
+def _blocks(check: Check, proofs: Proofs) -> Iterator[Block]:
     yield check.question
     yield Items(tuple(_facts(check)))
     rows = tuple(
@@ -39,11 +41,10 @@ def _blocks(check: Check, kills: Kills | None) -> Iterator[Block]:
         for rule in check.rules
     )
     yield Table(columns=("rule", "message", "stage"), rows=rows, code=(0,))
-    faults = kills.by_check(check.name) if kills is not None else {}
-    if faults:
+    if faults := proofs(check.name):
         yield f"Proven by {counted(len(faults), 'planted fault')}:"
-        proofs = ((fault, ", ".join(rule.partition("/")[2] for rule in rules)) for fault, rules in faults.items())
-        yield Items(tuple(f"`{fault}` ({names}): {all_faults()[fault].title}" for fault, names in proofs))
+        broken = {fault: ", ".join(rule.partition("/")[2] for rule in rules) for fault, (_, rules) in faults.items()}
+        yield Items(tuple(f"`{fault}` ({broken[fault]}): {title}" for fault, (title, _) in faults.items()))
     else:
         yield "No planted fault is recorded for it."
     yield check.sight

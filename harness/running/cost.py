@@ -14,9 +14,9 @@ from harness.matrix.case import Case
 from harness.matrix.caseid import case_id, parse_case_id
 from harness.matrix.linears import FLOPS_PER_PARAMETER_AND_TOKEN, parameter_count
 from harness.matrix.parts import Budgeted, within_budget
+from harness.matrix.planted import planted_faults
 from harness.matrix.rules import expected_refusal
 from harness.matrix.tier import Selection
-from harness.plugins.faults.faults import all_faults
 from harness.project import Project
 from harness.result import CaseResult
 from harness.running.selection import NothingSelected
@@ -101,7 +101,7 @@ def cases_within(project: Project, cases: Sequence[Case], selections: Sequence[S
     costs = read_costs(project.root)
     cpus = usable_cpus()
     budget_cpu_s = max(0.0, budget_s - START_S) * cpus * _BUSY / relative_speed(project, costs)
-    budgeted = within_budget(cases, selections, costs.price, faults=all_faults().values(), budget_cpu_s=budget_cpu_s)
+    budgeted = within_budget(cases, selections, costs.price, faults=planted_faults(), budget_cpu_s=budget_cpu_s)
     if not budgeted.cases:
         raise NothingSelected(
             f"no case fits into {budget_s:g} s, of which {START_S:g} s are for starting.",

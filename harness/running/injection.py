@@ -1,19 +1,20 @@
 """Injections: a user's function that every rank calls before the target is built, to try a patch on the whole matrix.
 
-Owns the forms `FILE.py:FUNCTION` and `fault:NAME` (a planted fault) and checks them without running anything: a file is
-parsed, never imported here.
+Owns the form `FILE.py:FUNCTION`, and knows the prefixes of plug-ins, as in `fault:NAME` of a planted fault. Checks
+them without running anything: a file is parsed, never imported here.
 """
 
 from __future__ import annotations
 
 import ast
+import contextlib
 import hashlib
 from pathlib import Path
 
 import msgspec
 
 from harness.errors import HarnessError
-from harness.plugins.faults.faults import PREFIX, all_faults, fault_named
+from harness.registry import injections, is_offered, load, needed
 from harness.trace.record import Patch
 
 _FORM_FIX = "write --inject FILE.py:FUNCTION or fault:NAME."
@@ -36,12 +37,12 @@ class Injection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     @property
     def text_with_absolute_path(self) -> str:
         """`text` with an absolute path."""
-        return self.text if self.text.startswith(PREFIX) else self.target
+        return self.target
 
     @property
     def content(self) -> str:
         """Its name and the digest of its file: injections with equal content do the same."""
-        if self.text.startswith(PREFIX):  # a planted fault, which is part of the harness
+        if not self.source:  # of a plug-in
             return self.text
         return f"{self.text} {hashlib.sha256(self.source).hexdigest()[:16]}"
 
@@ -51,13 +52,17 @@ def parse_injection(text: str, *, folder: Path | None = None) -> Injection:
 
     A relative file is looked for in `folder`, by default the current one.
     """
-    if text.startswith(PREFIX):
-        return Injection(text=text, target=fault_named(text.removeprefix(PREFIX)).injection)
     where = f"--inject {text}"
+    prefix, separator, name = text.partition(":")
+    prefix += separator
+    if prefix in injections():
+        load(injections()[prefix].check)(name)
+        return Injection(text=text, target=text)
+    if is_offered(prefix):
+        raise needed(prefix, where=where)
     file_name, colon, function = text.rpartition(":")
     if not colon or not file_name.endswith(".py") or not function.isidentifier():
-        fix = f"write --inject {PREFIX}{text}." if text in all_faults() else _FORM_FIX
-        raise HarnessError("this is not FILE.py:FUNCTION.", where=where, fix=fix)
+        raise HarnessError("this is not FILE.py:FUNCTION.", where=where, fix=_form_fix(text))
     file = (folder or Path()).joinpath(file_name).resolve()
     source = _read(file, where=where)
     names = _top_level_names(file, source, where=where)
@@ -65,6 +70,15 @@ def parse_injection(text: str, *, folder: Path | None = None) -> Injection:
         offered = ", ".join(sorted(names)) or "nothing"
         raise HarnessError(f"{file_name} defines no {function}.", where=where, fix=f"it defines {offered}.")
     return Injection(text=text, target=f"{file}:{function}", source=source)
+
+
+def _form_fix(text: str) -> str:
+    """The prefix that is missing in front of a name that a plug-in knows, or the forms that there are."""
+    for prefix, kind in injections().items():
+        with contextlib.suppress(HarnessError):
+            load(kind.check)(text)
+            return f"write --inject {prefix}{text}."
+    return _FORM_FIX
 
 
 def _read(file: Path, *, where: str) -> bytes:

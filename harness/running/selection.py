@@ -33,9 +33,9 @@ from harness.matrix.selector import parse_selector
 from harness.matrix.targets import MODULES, NAME
 from harness.matrix.tier import Selection, select
 from harness.matrix.words import values_of
-from harness.plugins.bugs.bugfile import cases_of_bugs, holds_bugs
 from harness.plural import counted
 from harness.project import Project
+from harness.registry import answers, needed
 from harness.run_options import words_of
 
 DEFAULT_TIER = "smoke"
@@ -96,8 +96,11 @@ def select_file(project: Project, path: Path) -> Selection:
     """
     own = project.shipped_known if project.of_package(path) else project.known
     known = known_with_shipped(own, project.shipped_known)
-    if holds_bugs(path):
-        return select(cases_of_bugs(path), known=known)
+    for cases_of in answers("bug files"):
+        if (file := cases_of(path)) is not None:
+            return select(file, known=known)
+    if project.bugs in (path, path.parent) or path.is_dir():
+        raise needed("bug files", where=str(path))
     chosen = chosen_path(path)
     cases = [chosen_case.case for chosen_case in read_chosen(chosen)] if chosen.exists() else None
     file = read_case_file(path)

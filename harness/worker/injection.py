@@ -7,7 +7,7 @@ from importlib.abc import SourceLoader
 from importlib.util import module_from_spec, spec_from_loader
 from pathlib import Path
 
-from harness.plugins.faults.faults import PREFIX
+from harness.registry import injections, load
 from harness.trace.record import Patch
 
 
@@ -18,12 +18,11 @@ class InjectionError(Exception):
 def inject(patch: Patch) -> None:
     """Apply a patch. Raises InjectionError, which names it."""
     try:
-        if patch.text.startswith(PREFIX):
-            from harness.plugins.faults.worker import plant  # imported only where a fault is planted
-
-            plant(patch.text.removeprefix(PREFIX))
-        else:
+        if patch.source:
             _call(patch)
+        else:
+            prefix, separator, name = patch.text.partition(":")
+            load(injections()[prefix + separator].plant)(name)
     except Exception as error:
         raise InjectionError(f"injection {patch.text} raised {type(error).__name__}: {error}") from error
 

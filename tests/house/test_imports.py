@@ -16,10 +16,11 @@ from tests.programs import run_script
 
 PACKAGE = Path(__file__).parents[2] / "harness"
 
-# Rooms from the top down. A room may import rooms below it and files of its own. `worker` stands beside them all.
+# Rooms of the core from the top down. A room may import rooms below it and files of its own. `worker` stands beside them
+# all. Plug-ins stand above: one imports the core and itself, and nothing imports it.
 LEVELS = [
     ["__main__", "pytest_plugin"],
-    ["cli", "plugins"],
+    ["cli"],
     ["report"],
     ["gate"],
     ["studies"],
@@ -31,8 +32,9 @@ LEVELS = [
     ["expect"],
     ["request", "result", "jsonform"],
     ["engine", "matrix", "run_options"],
-    ["durable"],
-    ["builds", "environment", "errors", "hints", "internals", "measured", "sources", "timestamp", "trace", "verdict"],
+    ["internals"],
+    ["durable", "registry"],
+    ["builds", "environment", "errors", "hints", "measured", "sources", "timestamp", "trace", "verdict"],
     ["sentence"],
     ["checksum", "plural", "printable"],
 ]
@@ -47,10 +49,11 @@ WORKER_MAY_READ = {
     "sources",
     "builds",
     "internals",
+    "registry",
 }  # values, and files
 # What a rank program is, and what it must not do before the fork.
 WORKER_MAY_ALSO_READ = {"harness.engine.program", "harness.engine.messages"}
-FRONT_ENDS = {"cli", "pytest_plugin", "__main__"}
+FRONT_ENDS = {"cli", "pytest_plugin", "__main__"}  # and the commands of plug-ins
 # Processes of their own.
 PROGRAMS = {
     "harness.engine.zygote",
@@ -86,10 +89,27 @@ class Module(NamedTuple):
     def room(self) -> str:
         return room(self.name)
 
+    @property
+    def is_front_end(self) -> bool:
+        """True for what talks to people: the command line, and the commands of a plug-in."""
+        of_plugin = bool(plugin(self.name)) and self.name.endswith(("command", "commands"))
+        return self.room in FRONT_ENDS or of_plugin
+
+    @property
+    def runs_in_ranks(self) -> bool:
+        """True in `worker`, and in the folder `worker` of a plug-in."""
+        return self.room == "worker" or self.name.split(".")[3:4] == ["worker"]
+
 
 def room(module: str) -> str:
     """The first name below the package."""
     return "".join(module.split(".")[1:2])
+
+
+def plugin(module: str) -> str:
+    """The name of the plug-in that the module is of; empty for a module of the core."""
+    parts = module.split(".")
+    return parts[2] if parts[1:2] == ["plugins"] and len(parts) > 2 else ""
 
 
 def read(path: Path) -> Module:
@@ -146,11 +166,21 @@ def packages(module: Module) -> set[str]:
 def points_down(module: Module, target: str) -> bool:
     """True when this module may import that one."""
     here, there = module.room, room(target)
+    own, other = plugin(module.name), plugin(target)
+    if own or other:
+        return own == other or (bool(own) and not other and _core_for(module, target))
     if there == here or not here:
         return True
     if here == "worker":
         return there in WORKER_MAY_READ or target in WORKER_MAY_ALSO_READ
     return there != "worker" and LEVEL_OF[there] > LEVEL_OF[here]
+
+
+def _core_for(module: Module, target: str) -> bool:
+    """True for what a plug-in may import of the core: nothing above commands, and no torch but in ranks."""
+    if module.runs_in_ranks:
+        return room(target) in {"worker", *WORKER_MAY_READ} or target in WORKER_MAY_ALSO_READ
+    return room(target) not in {"worker", "__main__", "pytest_plugin"}
 
 
 def test_arrows_only_go_down() -> None:
@@ -166,6 +196,10 @@ def test_arrows_that_point_up_or_sideways_are_seen() -> None:
         ("harness.engine.rank", "harness.matrix.case"),
         ("harness.matrix.case", "harness.engine.rank"),
         ("harness.worker.train", "harness.checks.judge"),
+        ("harness.cli.show", "harness.plugins.faults.sections"),
+        ("harness.plugins.bugs.export", "harness.plugins.faults.faults"),
+        ("harness.plugins.bugs.export", "harness.worker.train"),
+        ("harness.plugins.gpu.worker.kernels", "harness.running.plan"),
     ):
         assert not points_down(Module(here, frozenset(), ()), there)
 
@@ -188,15 +222,16 @@ def test_imports_are_absolute() -> None:
 
 
 def test_every_room_has_a_level() -> None:
-    assert {module.room for module in modules()} - {"", "worker"} == set(LEVEL_OF)
+    assert {module.room for module in modules()} - {"", "worker", "plugins"} == set(LEVEL_OF)
 
 
 def test_torch_is_only_in_the_worker() -> None:
-    assert {module.room for module in modules() if packages(module) & TORCH} == {"worker"}
+    assert [module.name for module in modules() if packages(module) & TORCH and not module.runs_in_ranks] == []
+    assert {module.room for module in modules() if packages(module) & TORCH} == {"worker", "plugins"}
 
 
 def test_only_front_ends_talk_and_only_programs_exit() -> None:
-    quiet = [module for module in modules() if module.room not in FRONT_ENDS]
+    quiet = [module for module in modules() if not module.is_front_end]
     assert [call.place for module in quiet for call in module.calls if call.name in TALKING] == []
     assert {module.name for module in quiet for call in module.calls if call.name == "sys.exit"} <= PROGRAMS
 

@@ -13,7 +13,7 @@ from harness.matrix.known import read_known
 from harness.plugins.bugs.bugfile import BugFile, read_bugs
 from harness.plugins.bugs.export import constants, exported_case
 from harness.plugins.bugs.pytest_file import models, pytest_file
-from harness.report.upstream import upstream_pages
+from harness.plugins.bugs.upstream import upstream_pages
 from tests.unit.test_export import CRASH, MISMATCH, SCALES, SCATTERED
 
 ROOT = Path(__file__).parents[2]

@@ -17,7 +17,7 @@ import msgspec
 
 from harness.matrix.case import Case
 from harness.matrix.caseid import case_id
-from harness.plugins.faults.faults import Fault, all_faults, host_kind, hosts_of
+from harness.plugins.faults.faults import Fault, all_faults, host_kind
 from harness.plugins.faults.kills import Kills, read_kills
 from harness.plugins.faults.mutation import MutationMatrix, hosts_among, run_mutations
 from harness.project import find_project
@@ -112,7 +112,7 @@ _PRECOMPUTED_STEPS = 3  # the first scales are precomputed after the first updat
 @functools.cache
 def short_host(fault: Fault) -> Case:
     """The first host case of a fault, with as few steps as let it show."""
-    (host,) = hosts_of(fault, at_most=1)
+    (host,) = fault.hosts(at_most=1)
     fewest = _PRECOMPUTED_STEPS if host.float8.precompute_scale else _FEWEST_STEPS
     train = msgspec.structs.replace(host.train, steps=max(fewest, fault.since_step))
     return msgspec.structs.replace(host, train=train)
@@ -120,7 +120,7 @@ def short_host(fault: Fault) -> Case:
 
 def part_of(fault: Fault) -> Part:
     """Where the first host case of a fault belongs; a training loop does more than one batch and one update a step."""
-    (host,) = hosts_of(fault, at_most=1)
+    (host,) = fault.hosts(at_most=1)
     kind, train = host_kind(host), host.train
     if host.model.experts:
         return "experts"
@@ -164,7 +164,7 @@ def aims() -> Mapping[Fault, Aim]:
         best = max(goals, key=lambda fault: (len(goals[fault] & left), short_host(fault) in hosts))
         rules = frozenset(goals[best] & left & recorded_rules(best))
         late = any(rule.startswith(_SHOWN_LATE) for rule in rules)
-        chosen[best] = Aim(hosts_of(best, at_most=1)[0] if late else short_host(best), rules)
+        chosen[best] = Aim(best.hosts(at_most=1)[0] if late else short_host(best), rules)
         hosts.add(chosen[best].host)
         left -= goals[best]
     return chosen
@@ -185,7 +185,7 @@ def recorded_kills() -> Kills:
 @functools.cache
 def recorded_rules(fault: Fault) -> frozenset[str]:
     """The rules that a fault broke in its first host case when the matrix was recorded."""
-    (host,) = hosts_of(fault, at_most=1)
+    (host,) = fault.hosts(at_most=1)
     kill = recorded_kills().found.get(fault.name, {}).get(case_id(host))
     return frozenset() if kill is None else frozenset(kill.rules)
 

@@ -17,7 +17,6 @@ from harness.plugins.faults.faults import (
     all_hosts,
     fault_named,
     host_kind,
-    hosts_of,
 )
 from harness.plugins.faults.mutation import hosts_among
 from harness.project import find_project
@@ -47,7 +46,7 @@ def test_a_fault_is_well_formed_and_has_hosts():
         assert all(parse_selector(text).terms for text in fault.where), fault.name
         assert 1 <= fault.since_step <= 5, fault.name
         assert (fault.equivalent is not None) == (fault.shows == "nothing"), fault.name
-        hosts = hosts_of(fault, at_most=2)
+        hosts = fault.hosts(at_most=2)
         assert 1 <= len(hosts) <= 2, fault.name
         assert all(fault.applies(case) for case in hosts), fault.name
         assert all(fault.since_step <= case.train.steps for case in hosts), fault.name
@@ -67,20 +66,20 @@ def test_carriers_train_but_for_the_one_that_must_be_refused():
     refused = [name for name in HOST_IDS if expected_refusal(parse_case_id(name)) is not None]
     assert refused == [HOST_IDS[-1]]
     for fault in FAULTS:
-        refusals = {expected_refusal(case) is not None for case in hosts_of(fault, at_most=9)}
+        refusals = {expected_refusal(case) is not None for case in fault.hosts(at_most=9)}
         assert refusals == {fault.shows == "trains"}
 
 
 def test_every_carrier_carries_something():
-    used = {case_id(case) for fault in FAULTS for case in hosts_of(fault, at_most=9)}
+    used = {case_id(case) for fault in FAULTS for case in fault.hosts(at_most=9)}
     assert used >= set(HOST_IDS)
 
 
 def test_carriers_are_of_different_kinds_and_start_with_both_dtypes_of_one_layout():
     for fault in FAULTS:
-        kinds = [host_kind(case) for case in hosts_of(fault, at_most=9)]
+        kinds = [host_kind(case) for case in fault.hosts(at_most=9)]
         assert len(set(kinds)) == len(kinds)
-    first = hosts_of(fault_named("amax_without_abs"), at_most=3)
+    first = fault_named("amax_without_abs").hosts(at_most=3)
     assert [case_id(case) for case in first] == [
         "single-tensorwise-v2048-f64",
         "single-tensorwise-v2048-b16",
@@ -92,7 +91,7 @@ def test_the_carriers_of_a_foreign_target_are_the_usual_ones_trained_by_it():
     faults = [fault_named(name) for name in ("amax_without_abs", "rope_base_of_another_model")]
     hosts = hosts_among(find_project(), faults, Query(target="my_pkg.net"), at_most=2)
     ids = {name: [case_id(case) for case in cases] for name, cases in hosts.items()}
-    usual = [case_id(case) for case in hosts_of(faults[0], at_most=2)]
+    usual = [case_id(case) for case in faults[0].hosts(at_most=2)]
     assert ids["amax_without_abs"] == [f"target.my_pkg.net-{name}" for name in usual]
     assert ids["rope_base_of_another_model"] == []  # only the reference target has what it changes
 

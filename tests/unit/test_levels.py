@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from harness.cli.dev_evidence import possible_levels
 from harness.engine.hardware import Capacity, NodeCapacity
 from harness.engine.leases import Leases
 from harness.environment import Environment
@@ -28,6 +27,7 @@ from harness.evidence.level import (
 from harness.evidence.sealed import Damaged
 from harness.plugins.faults.faults import all_faults
 from harness.plugins.faults.mutation import MutationMatrix
+from harness.plugins.gpu.commands import possible_levels
 from harness.plugins.gpu.levels import chosen_cases, default_faults, doubts, items_of, memory_words, obstacle
 from harness.project import Project
 from harness.report.evidence import level_line, level_section

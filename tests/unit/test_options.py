@@ -13,7 +13,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from harness.cli.baseline_update import update_command, with_target_here
-from harness.cli.dev import mutate_command
 from harness.cli.explain import options_markdown
 from harness.cli.run import run_command
 from harness.engine.hardware import Device
@@ -24,6 +23,7 @@ from harness.matrix.casefile import parse_case_file
 from harness.matrix.caseid import case_id, parse_case_id
 from harness.matrix.coverage import count_cells
 from harness.matrix.space import spaces_of
+from harness.plugins.faults.commands import mutate_command
 from harness.plugins.predict.commands import measure_command
 from harness.project import Project, find_project, is_case_file
 from harness.request import Arithmetic, default_arithmetic

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from harness.matrix.case import Case
-from harness.plugins.faults.faults import Fault, all_faults, fault_named, hosts_of
+from harness.plugins.faults.faults import Fault, all_faults, fault_named
 from harness.plugins.faults.worker import FAULT_MODULES, function_of
 from harness.trace import RankTrace
 from harness.trace.record import Patch
@@ -75,7 +75,7 @@ def outcomes(submit):
 @pytest.mark.parametrize("name", all_faults())
 def test_a_fault_changes_what_it_says(submit, outcomes, name):
     fault: Fault = fault_named(name)
-    (host,) = hosts_of(fault, at_most=1)
+    (host,) = fault.hosts(at_most=1)
     case, probes = small(host, max(2, fault.since_step)), EVIDENCE.get(fault.shows, ())
     fixes = (UNDER_TP,) if case.float8.traits.in_blocks and case.layout.tp > 1 else ()
     clean = outcomes(case, probes, fixes)

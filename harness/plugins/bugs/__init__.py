@@ -1,1 +1,16 @@
-"""From a bug report to a case: import, reproduce, shrink, export and bisect it."""
+"""Bugs: from a report or a configuration to a case that fails, and from there to a script that upstream can run."""
+
+from __future__ import annotations
+
+from harness.registry import Plugin
+
+PLUGIN = Plugin(
+    name="bugs",
+    summary="reported bugs as cases, and cases as reports",
+    section="Bugs and trainers",
+    commands={"bug": "harness.plugins.bugs.commands:bug"},
+    answers={
+        "bug files": "harness.plugins.bugs.bugfile:cases_of_bugs",
+        "configurations": "harness.plugins.bugs.import_command:case_of_configuration",
+    },
+)

@@ -130,8 +130,13 @@ def holds_bugs(path: Path) -> bool:
     return path.name == FOLDER if path.is_dir() else path.parent.name == FOLDER
 
 
-def cases_of_bugs(path: Path) -> CaseFile:
-    """The cases of a bug file, or of all in a folder that run. HarnessError for one file whose case does not run."""
+def cases_of_bugs(path: Path) -> CaseFile | None:
+    """Returns the cases of a bug file, or of all in a folder that run; None for another file.
+
+    Raises HarnessError for one file whose case does not run.
+    """
+    if not holds_bugs(path):
+        return None
     if path.is_dir():
         cases = tuple(bug.case for bug in read_bugs(path) if bug.runs and bug.case is not None)
     else:

@@ -47,8 +47,8 @@ from harness.plugins.bugs.trials import (
     run_once,
     trial_result,
 )
+from harness.plugins.bugs.upstream import upstream_pages
 from harness.project import Project, find_project
-from harness.report.upstream import upstream_pages
 from harness.running.case_judge import known_here
 from harness.running.identity import witness_key
 from harness.running.injection import Injection, parse_injection

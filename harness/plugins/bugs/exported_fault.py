@@ -129,5 +129,7 @@ def _read(module: str) -> Source:
 
 @functools.cache
 def _modules() -> Mapping[str, str]:
-    paths = sorted((_PACKAGE / "plugins" / "faults" / "worker").glob("*.py"), reverse=True)  # of two with a name the first counts
+    paths = sorted(
+        (_PACKAGE / "plugins" / "faults" / "worker").glob("*.py"), reverse=True
+    )  # of two with a name the first counts
     return {name: path.stem for path in paths for name in _read(f"{_FAULTS}.{path.stem}").definitions}

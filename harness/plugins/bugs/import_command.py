@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import get_args
 
@@ -12,10 +13,11 @@ import click
 from harness.cli.options import FILE, json_option, print_sections, root_option, write_json
 from harness.durable import write_whole
 from harness.errors import HarnessError
+from harness.matrix.case import Case
 from harness.plugins.bugs.bugfile import FOLDER, Symptom, write_bug_file
-from harness.plugins.bugs.importing import ImportOptions, import_report
+from harness.plugins.bugs.importing import ImportOptions, import_configuration, import_report
 from harness.plugins.bugs.report import MAX_BYTES, read_file, read_report
-from harness.plugins.bugs.sections import imported_document, imported_sections
+from harness.plugins.bugs.sections import imported_document, imported_sections, job_notes
 from harness.project import find_project
 
 _EPILOG = """\b
@@ -122,3 +124,19 @@ def _path(bug_id: str, output: Path | None, root: str | None, *, force: bool) ->
     if path.exists() and not force:
         raise HarnessError("this file exists.", where=str(path), fix="name another by --output, or give --force.")
     return path
+
+
+def case_of_configuration(
+    config: str, given: Mapping[str, object], *, ranks: int | None, ignore: tuple[str, ...]
+) -> tuple[Case, tuple[str, ...]]:
+    """Returns the case of a configuration, a file or flags, and how it differs from the job.
+
+    `given`: axes that replace those of the configuration. `ignore`: its lines that mean nothing.
+    """
+    flags = config.lstrip().startswith("--")
+    content = config.encode() if flags else read_file(config)
+    report = read_report(content, where="--from" if flags else config)
+    today = datetime.datetime.now(tz=datetime.UTC).date()
+    job = import_configuration(report, ImportOptions(today=today, axes=given, ranks=ranks, ignore=ignore))
+    assert job.case is not None, "a job without a refusal has a case"
+    return job.case, job_notes(job)

@@ -1,4 +1,16 @@
-"""Conformance of DTensor's sharding strategies for the operators of the FP8 path.
+"""Conformance: DTensor's sharding strategies for the operators of FP8 training."""
 
-Torch-free: defines the checks and judges their results. Ranks run them in `harness/worker/conformance`.
-"""
+from __future__ import annotations
+
+from harness.registry import PageSection, Plugin
+
+PLUGIN = Plugin(
+    name="conformance",
+    summary="DTensor's sharding strategies for the operators of FP8 training",
+    commands={"dev conformance": "harness.plugins.conformance.commands:conformance_command"},
+    sections={
+        "conformance": PageSection(
+            help="Add the table of `dev conformance --json`.", read="harness.plugins.conformance.sections:read_section"
+        )
+    },
+)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from pathlib import Path
 
 import msgspec
 
+from harness.jsonform import read_json
 from harness.plugins.conformance.judge import Conclusion, Status
 from harness.plugins.conformance.known import KNOWN
 from harness.plural import counted
@@ -119,3 +121,8 @@ def _grid(document: ConformanceDocument) -> Table:
 
 def _cell(counts: Counter[str]) -> str:
     return " ".join(f"{counts[status]}{mark}" for status, mark in _MARKS.items() if counts[status]) or "-"
+
+
+def read_section(file: Path) -> Section:
+    """The section of a page, from what `dev conformance --json` wrote. HarnessError for another file."""
+    return conformance_section(read_json(file, ConformanceDocument, command="dev conformance --json"))

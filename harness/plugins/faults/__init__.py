@@ -1,1 +1,27 @@
 """Planted faults, and mutation testing: which checks find which fault."""
+
+from __future__ import annotations
+
+from harness.registry import Injections, PageSection, Plugin
+
+PLUGIN = Plugin(
+    name="faults",
+    summary="planted faults, and which checks find them",
+    commands={"dev mutate": "harness.plugins.faults.commands:mutate_command"},
+    injections={
+        "fault:": Injections(
+            check="harness.plugins.faults.faults:fault_named", plant="harness.plugins.faults.worker:plant"
+        )
+    },
+    sections={
+        "mutations": PageSection(
+            help="Add the mutation matrix of `dev mutate --json` to the page.",
+            read="harness.plugins.faults.sections:read_section",
+        )
+    },
+    answers={
+        "planted faults": "harness.plugins.faults.faults",
+        "mutation testing": "harness.plugins.faults.mutation",
+        "proofs of checks": "harness.plugins.faults.kills:proofs",
+    },
+)

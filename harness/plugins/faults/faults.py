@@ -132,6 +132,18 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     def fits(self, target: str) -> bool:
         return {"any": True, "llama": is_llama(target), "reference": target == REFERENCE}[self.model]
 
+    @property
+    def unrefuses(self) -> bool:
+        """True when a case that must be refused trains with it."""
+        return self.shows == "trains"
+
+    def hosts(self, *, at_most: int) -> tuple[Case, ...]:
+        """Returns the first `at_most` host cases that it applies to, each of another kind; it has at least one.
+
+        The first is the catalogue's, the second the same in bfloat16, and so on for every kind of layout.
+        """
+        return _hosts_of(self)[:at_most]
+
     def applies(self, case: Case) -> bool:
         """True if the fault can be planted in this case and has its effect there.
 
@@ -253,14 +265,6 @@ def host_kind(case: Case) -> HostKind:
     if layout.dp_replicate > 1:
         return HostKind("HSDP", case.train.dtype)
     return HostKind("FSDP2" if layout.dp_shard > 1 else "one rank", case.train.dtype)
-
-
-def hosts_of(fault: Fault, *, at_most: int) -> tuple[Case, ...]:
-    """The first `at_most` host cases that a fault applies to, each of another kind; every fault has at least one.
-
-    The first is the catalogue's, the second the same in bfloat16, and so on for every kind of layout.
-    """
-    return _hosts_of(fault)[:at_most]
 
 
 @functools.cache

@@ -11,6 +11,9 @@ from pathlib import Path
 import msgspec
 
 from harness.evidence.sealed import Missing, Sealed, read_sealed, write_sealed
+from harness.plugins.faults.faults import all_faults
+from harness.project import Project
+from harness.report.checks import Proofs
 from harness.verdict import Verdict, check_of
 
 
@@ -46,6 +49,17 @@ class Kills(Sealed, frozen=True, kw_only=True, forbid_unknown_fields=True):
             if broken:
                 faults[fault] = tuple(sorted(broken))
         return faults
+
+
+def proofs(project: Project) -> Proofs:
+    """The planted faults that a check finds, by its name: title and broken rules of each. Raises `Damaged`."""
+    kills = read_kills(project.root) or read_kills(project.shipped)
+
+    def found_by(check: str) -> dict[str, tuple[str, tuple[str, ...]]]:
+        faults = kills.by_check(check) if kills is not None else {}
+        return {name: (all_faults()[name].title, rules) for name, rules in faults.items()}
+
+    return found_by
 
 
 def kills_path(root: Path) -> Path:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 
+from harness.jsonform import read_json
 from harness.matrix.caseid import parse_case_id
 from harness.plugins.faults.faults import FAULT_CLASSES, FaultClass, HostKind, all_faults, host_kind
 from harness.plugins.faults.mutation import LOSS_ONLY_NATS, SQNR_DB, MutationMatrix, Trial
@@ -134,3 +136,8 @@ def _ended(trials: Sequence[Trial]) -> tuple[str, ...]:
 def _equivalents(trials: Iterable[Trial]) -> Iterable[str]:
     for name in sorted({trial.fault for trial in trials if trial.equivalent and trial.fault is not None}):
         yield f"{name}: {' '.join((all_faults()[name].equivalent or '').split())}"
+
+
+def read_section(file: Path) -> Section:
+    """The section of a page, from what `dev mutate --json` wrote. HarnessError for another file."""
+    return mutation_section(read_json(file, MutationMatrix, command="dev mutate --json"))

@@ -1,1 +1,11 @@
-"""Evidence that needs GPUs: which level of exactness they have, and how their kernels differ from the virtual ones."""
+"""Evidence that needs GPUs: what their kernels do, and what can be proven with them."""
+
+from __future__ import annotations
+
+from harness.registry import Plugin
+
+PLUGIN = Plugin(
+    name="gpu",
+    summary="what GPUs and the installed versions prove",
+    commands={"dev evidence": "harness.plugins.gpu.commands:evidence_command"},
+)

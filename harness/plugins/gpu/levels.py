@@ -14,7 +14,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -28,12 +28,12 @@ from harness.evidence.level import FLOAT8_FROM, LEAST_DEVICES, Level, LevelItem,
 from harness.evidence.tolerance import Evidence, write_evidence
 from harness.matrix.case import Case
 from harness.matrix.caseid import case_id, family_id
+from harness.matrix.planted import PlantedFault, catalogue_of_faults
 from harness.matrix.rules import expected_refusal
-from harness.plugins.faults.faults import Fault, all_faults, hosts_of
-from harness.plugins.faults.mutation import MutationMatrix, Trial, hosts_among, run_mutations
 from harness.plugins.gpu import kernels
 from harness.plural import binary_bytes, counted
 from harness.project import Project
+from harness.registry import answer
 from harness.request import Arithmetic
 from harness.result import CaseResult
 from harness.running.case_judge import known_here
@@ -56,6 +56,7 @@ DTYPE: Mapping[Level, str] = {"proof": "float64", "native": "bfloat16"}
 _TIERS = {"cpu": ("smoke",), "cuda": ("smoke", "pr")}
 _READ_BY_DEVICES = ("NCCL_", "CUBLAS", "NVIDIA_TF32", "TORCH_NCCL", "CUDA_DEVICE")
 NO_REFUSALS = "refusals: torch's CPU kernel refuses less than a GPU's, so none is compared"
+_PROOF = "evidence proof"
 _ALL = 99  # host cases of a fault
 _SMALL = 2  # ranks of the cases of a rehearsal
 REASON = "first goldens of this class of hardware"
@@ -69,7 +70,7 @@ class Work(NamedTuple):
     plan: Plan
     progress: Progress
     facts: TorchFacts | None
-    faults: tuple[Fault, ...]
+    faults: tuple[PlantedFault, ...]
     seeds: int
     command: str  # as it was given
 
@@ -244,7 +245,8 @@ def _kernel_item(conclusion: kernels.KernelConclusion) -> LevelItem:
 def proof_level(work: Work, cases: Sequence[Case]) -> LevelOutcome:
     """What this level finds: the clean cases, and each fault in a case of the catalogue that fits on these devices."""
     slots, faults = work.slots, work.faults or default_faults(work.plan.device)
-    of_catalogue = hosts_among(work.project, faults, Query(), at_most=_ALL)
+    mutation = answer("mutation testing", where=_PROOF)
+    of_catalogue = mutation.hosts_among(work.project, faults, Query(), at_most=_ALL)
     fitting = {
         name: [case for case in host_cases if case.world_size <= slots and not work.plan.obstacle(case).why]
         for name, host_cases in of_catalogue.items()
@@ -254,7 +256,7 @@ def proof_level(work: Work, cases: Sequence[Case]) -> LevelOutcome:
         name: sorted(host_cases, key=lambda case: case.world_size == 1)[:1] for name, host_cases in fitting.items()
     }
     plantable = [fault for fault in faults if hosts[fault.name]]
-    matrix = run_mutations(work.project, plantable, hosts, work.plan, work.progress, others=cases)
+    matrix = mutation.run_mutations(work.project, plantable, hosts, work.plan, work.progress, others=cases)
     if matrix.interrupted:
         raise Interrupted
     left = [fault.name for fault in faults if not hosts[fault.name]]
@@ -262,21 +264,21 @@ def proof_level(work: Work, cases: Sequence[Case]) -> LevelOutcome:
     return LevelOutcome(items_of(matrix), (f"{more}: {', '.join(left)}",) if left else ())
 
 
-def default_faults(device: str) -> tuple[Fault, ...]:
+def default_faults(device: str) -> tuple[PlantedFault, ...]:
     """All planted faults; in a rehearsal one of each class, in a small case."""
-    faults = tuple(all_faults().values())
+    faults = tuple(catalogue_of_faults(_PROOF).all_faults().values())
     if device != "cpu":
         return faults
-    small = [fault for fault in faults if any(case.world_size <= _SMALL for case in hosts_of(fault, at_most=_ALL))]
+    small = [fault for fault in faults if any(case.world_size <= _SMALL for case in fault.hosts(at_most=_ALL))]
     return tuple({fault.group: fault for fault in reversed(small)}.values())[::-1]
 
 
-def items_of(matrix: MutationMatrix) -> tuple[LevelItem, ...]:
+def items_of(matrix: Any) -> tuple[LevelItem, ...]:
     """The clean runs and the trials as items of a report."""
     return (*map(_clean, matrix.clean), *map(_planted, matrix.trials))
 
 
-def _clean(trial: Trial) -> LevelItem:
+def _clean(trial: Any) -> LevelItem:
     return LevelItem(
         name=trial.case_id,
         verdict=trial.verdict.value,
@@ -290,7 +292,7 @@ def _finite(numbers: Mapping[str, float | None]) -> dict[str, float]:
     return {name: value for name, value in numbers.items() if value is not None and math.isfinite(value)}
 
 
-def _planted(trial: Trial) -> LevelItem:
+def _planted(trial: Any) -> LevelItem:
     """A fault without an effect must not be found, and one that breaks when planted proves nothing."""
     verdict = "detected" if trial.detected else "not reached" if trial.not_reached else "not detected"
     says = tuple(filter(None, [trial.not_reached, ", ".join(trial.checks)]))

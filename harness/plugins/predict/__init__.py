@@ -1,1 +1,12 @@
-"""What a step costs by arithmetic: matmuls, FLOPs and MFU of a case, models by name, and what devices can do."""
+"""Predictions of what a step of a case costs: memory, traffic and time."""
+
+from __future__ import annotations
+
+from harness.registry import Plugin
+
+PLUGIN = Plugin(
+    name="predict",
+    summary="memory, traffic and time of a step, before it runs",
+    section="Predict",
+    commands={"predict": "harness.plugins.predict.commands:predict"},
+)

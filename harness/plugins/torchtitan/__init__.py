@@ -1,1 +1,7 @@
 """torchtitan as a target."""
+
+from __future__ import annotations
+
+from harness.registry import Plugin
+
+PLUGIN = Plugin(name="torchtitan", summary="torchtitan's own trainer as a target")

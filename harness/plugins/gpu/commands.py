@@ -15,7 +15,7 @@ from harness.durable import write_whole
 from harness.errors import HarnessError
 from harness.evidence.formulas import add_verified, read_verified
 from harness.evidence.level import LEVELS, Level, LevelReport, changes, list_levels, read_level, write_level
-from harness.plugins.faults.faults import fault_named
+from harness.matrix.planted import PlantedFault, catalogue_of_faults
 from harness.plugins.gpu.levels import Interrupted, Work, ask_torch, collect, obstacle
 from harness.project import Project
 from harness.report.evidence import formulas_sections, level_line, level_section, verified_line
@@ -99,13 +99,20 @@ def evidence_command(  # noqa: PLR0913  one parameter per option
     facts = ask_torch() if plan.device == "cuda" else None
     possible = possible_levels(levels, facts, plan.capacity.largest)
     with open_progress() as progress:
-        work = Work(project, plan, progress, facts, tuple(map(fault_named, faults)), seeds, options.typed_command())
+        work = Work(project, plan, progress, facts, _planted(faults), seeds, options.typed_command())
         reports, code = _collect(possible, work, query, to_stderr=str(json_file) == "-")
     options.write_json(json_file, {"schema": 1, "good": all(report.good for report in reports), "levels": reports})
     left = [level for level in levels if level not in [report.level for report in reports]]
     if left:
         click.echo(f"left: {', '.join(left)}", err=str(json_file) == "-")
     return code
+
+
+def _planted(names: tuple[str, ...]) -> tuple[PlantedFault, ...]:
+    if not names:
+        return ()
+    catalogue = catalogue_of_faults(f"--fault {names[0]}")
+    return tuple(map(catalogue.fault_named, names))
 
 
 def possible_levels(levels: tuple[Level, ...], facts: TorchFacts | None, visible: int) -> list[Level]:

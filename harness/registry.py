@@ -1,0 +1,175 @@
+"""What plug-ins add: commands, targets, checks, injections, and answers to what the core and other plug-ins ask.
+
+A plug-in is a package with an entry point of the group `fp8_harness`, whose object is a `Plugin`. Those of the harness
+are the folders of `harness/plugins/`, and a package of anybody else plugs in the same way. Nothing but this module
+looks for them: the core imports no plug-in, and none imports another.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+from collections.abc import Iterator, Mapping
+from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from harness.errors import HarnessError
+
+GROUP = "fp8_harness"  # of entry points
+
+# What plug-ins of the harness add, for the error where one was removed. A test compares it with what they declare.
+_HOMES: Mapping[str, str] = {
+    "bug": "bugs",
+    "predict": "predict",
+    "dev conformance": "conformance",
+    "dev evidence": "gpu",
+    "dev mutate": "faults",
+    "fault:": "faults",
+    "torchtitan": "torchtitan",
+    "torchtitan_0_3": "torchtitan",
+    "bug files": "bugs",
+    "configurations": "bugs",
+    "mutation testing": "faults",
+    "planted faults": "faults",
+    "proofs of checks": "faults",
+}
+
+
+class Target(msgspec.Struct, frozen=True, kw_only=True):
+    """What trains a case, under the name that cases call it by.
+
+    `module`: has `build`, as `worker/targets/target.py` says. `llama`: it trains the Llama of the cases, so shapes and
+    names of its modules follow from a case. `plain_shards`: its modules get plain tensors under TP. `package`: what
+    must be installed, and in which version; `extra`: of fp8-harness, which installs it.
+    """
+
+    module: str
+    llama: bool = False
+    plain_shards: bool = False
+    package: tuple[str, str] | None = None
+    extra: str = ""
+
+
+class Injections(msgspec.Struct, frozen=True, kw_only=True):
+    """Injections with a prefix of their own. `check` and `plant` are functions of what is behind the prefix.
+
+    `check` raises HarnessError for what is wrong, before anything runs. `plant` is called in every rank.
+    """
+
+    check: str
+    plant: str
+
+
+class PageSection(msgspec.Struct, frozen=True, kw_only=True):
+    """A section that `show --html` adds to a page. `read`: a function from the path of a file to a `Section`."""
+
+    help: str  # of the option that names the file
+    read: str
+
+
+class Plugin(msgspec.Struct, frozen=True, kw_only=True):
+    """What one plug-in adds. Objects are named as "module:object", and imported when they are used.
+
+    `commands`: by the words behind `fp8-harness`, "predict" or "dev mutate", click commands. `checks`: `Check`s, judged
+    behind those of the core. `injections`: by the prefix of what `--inject` is given, such as "fault:". `sections`: by
+    the option of `show`. `answers`: by the name of a question, what the core or another plug-in asks for.
+    """
+
+    name: str
+    summary: str
+    commands: Mapping[str, str] = {}
+    section: str = "Plug-ins"  # of `fp8-harness --help`
+    targets: Mapping[str, Target] = {}
+    checks: tuple[str, ...] = ()
+    injections: Mapping[str, Injections] = {}
+    sections: Mapping[str, PageSection] = {}
+    answers: Mapping[str, str] = {}
+    folder: Path | None = None  # of the package; filled in when it is found
+
+
+@functools.cache
+def plugins() -> tuple[Plugin, ...]:
+    """Every plug-in that is installed, by name. HarnessError for one that cannot be imported."""
+    found = sorted(entry_points(group=GROUP), key=lambda entry: entry.name)
+    return tuple(plugin for entry in found if (plugin := _loaded(entry)) is not None)
+
+
+def _loaded(entry: EntryPoint) -> Plugin | None:
+    """The plug-in of an entry point; None where its folder was removed."""
+    try:
+        plugin = entry.load()
+    except ModuleNotFoundError as error:
+        if error.name is not None and (entry.module == error.name or entry.module.startswith(f"{error.name}.")):
+            return None
+        raise _broken(entry, error) from error
+    except Exception as error:
+        raise _broken(entry, error) from error
+    if not isinstance(plugin, Plugin):
+        raise _broken(entry, TypeError(f"{entry.value} is no harness.registry.Plugin"))
+    spec = importlib.util.find_spec(entry.module)
+    folder = None if spec is None or spec.origin is None else Path(spec.origin).parent
+    return msgspec.structs.replace(plugin, folder=folder)
+
+
+def _broken(entry: EntryPoint, error: Exception) -> HarnessError:
+    package = entry.dist.name if entry.dist is not None else entry.module
+    what = f"it cannot be imported: {type(error).__name__}: {error}."
+    return HarnessError(what, where=f"plug-in {entry.name}", fix=f"correct the package {package}, or uninstall it.")
+
+
+def load(place: str) -> Any:
+    """The object that "module:object" names, or the module of "module"."""
+    module, _, name = place.partition(":")
+    loaded = importlib.import_module(module)
+    return getattr(loaded, name) if name else loaded
+
+
+def commands(group: str = "") -> Mapping[str, tuple[str, str]]:
+    """The commands that plug-ins add to a group, or to the top: by name, the section of the help, and the place."""
+    added: dict[str, tuple[str, str]] = {}
+    for plugin in plugins():
+        for words, place in plugin.commands.items():
+            *path, name = words.split()
+            if " ".join(path) == group:
+                added[name] = plugin.section, place
+    return added
+
+
+def injections() -> Mapping[str, Injections]:
+    """The injections of all plug-ins by their prefix."""
+    return {prefix: kind for plugin in plugins() for prefix, kind in plugin.injections.items()}
+
+
+def sections() -> Mapping[str, PageSection]:
+    """The sections that plug-ins add to pages, by the option of `show`."""
+    return {option: section for plugin in plugins() for option, section in plugin.sections.items()}
+
+
+def answers(question: str) -> Iterator[Any]:
+    """What the plug-ins that know about it answer to a question."""
+    for plugin in plugins():
+        if question in plugin.answers:
+            yield load(plugin.answers[question])
+
+
+def answer(question: str, *, where: str) -> Any:
+    """What the first plug-in answers. HarnessError, with the plug-in that is needed, where none knows about it."""
+    for found in answers(question):
+        return found
+    raise needed(question, where=where)
+
+
+def needed(name: str, *, where: str) -> HarnessError:
+    """The error for what a plug-in of the harness adds that was removed."""
+    home = _HOMES[name]
+    fix = f"install all of fp8-harness: harness/plugins/{home} is not here."
+    return HarnessError(f"it needs the plug-in {home}.", where=where, fix=fix)
+
+
+def is_offered(name: str) -> bool:
+    """True for what a plug-in of the harness adds, installed or not."""
+    return name in _HOMES
