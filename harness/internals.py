@@ -33,7 +33,7 @@ class Use(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 class Part(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What one thing that ranks do needs of torch and torchao, by dotted name.
 
-    `files`: those of `worker/` that use these names; a folder ends in "/". A part of a plug-in has all of its `worker/`.
+    `files`: those of `worker/` that use these names; a folder ends in "/". A part of a plug-in has its whole `worker/`.
     `needs`: parts whose files these import.
     """
 

@@ -16,8 +16,8 @@ from tests.programs import run_script
 
 PACKAGE = Path(__file__).parents[2] / "harness"
 
-# Rooms of the core from the top down. A room may import rooms below it and files of its own. `worker` stands beside them
-# all. Plug-ins stand above: one imports the core and itself, and nothing imports it.
+# Rooms of the core from the top down. A room may import rooms below it and files of its own. `worker` stands beside
+# them all. Plug-ins stand above: one imports the core and itself, and nothing imports it.
 LEVELS = [
     ["__main__", "pytest_plugin"],
     ["cli"],
