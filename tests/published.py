@@ -8,8 +8,8 @@ import msgspec
 from msgspec.structs import replace
 
 from harness.matrix.case import Case
+from harness.matrix.models import MODELS, training
 from harness.plugins.predict.machine import Machine, machine, peak
-from harness.plugins.predict.models import MODELS, training
 
 # Meta's H100: HBM2e with 2.4 TB/s, 500 W, and 400 Gb/s to other nodes.
 GRAND_TETON = Machine(peak=replace(peak("h100"), memory_tb_s=2.4))

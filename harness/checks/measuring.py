@@ -13,9 +13,9 @@ from harness.checks.findings import traces_by_rank
 from harness.checks.parity import rounding_floor, same_bits, worst_distances, worst_gradient
 from harness.expect.casts import OF_GATHERS
 from harness.expect.expectations import Expectations
+from harness.expect.work import executed
 from harness.matrix.case import Case
 from harness.measured import CastRange, Curve, Measured, Multiplied, Numbers, Sent, multiplied_by, sent_by
-from harness.plugins.predict.work import executed
 from harness.trace import RankTrace, Run
 from harness.trace.counts import multiplied_words
 from harness.trace.operands import CastRecord

@@ -100,7 +100,7 @@ def configured_cases(command: Command, *, metavar: str = "[CASE-ID]...", nargs: 
             raise HarnessError("a case has its own.", where="--tokens", fix="give --global-batch and --seq-len.")
         cases = {name: case_from_axes({**axis_values(parse_case_id(name)), **axes}) for name in ids}
         if model is not None:
-            from harness.plugins.predict.models import named_model, training
+            from harness.matrix.models import named_model, training
 
             cases[f"--model {model}"] = training(named_model(model), tokens=tokens, **axes)
         return command(cases=tuple(_placed(case, where, world, axes) for where, case in cases.items()), **given)

@@ -20,9 +20,9 @@ from harness.matrix.axes import case_from_axes, changed, ignored_axes, own_axes
 from harness.matrix.case import Case, Layout
 from harness.matrix.caseid import case_id, layout_id, parse_case_id
 from harness.matrix.layout import REST
+from harness.matrix.models import layouts
 from harness.matrix.rules import exclusions, expected_refusal
 from harness.measured import WorstGradient
-from harness.plugins.predict.layouts import layouts
 from harness.project import Project
 from harness.result import CaseResult, RunResult
 from harness.running.cost import START_S, relative_speed

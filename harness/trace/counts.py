@@ -13,6 +13,8 @@ from msgspec import field
 
 from harness.trace.record import Record
 
+FLOAT8 = "float8"  # a precision; the others are dtypes
+
 
 def multiplied_words(*, part: str, precision: str) -> str:
     """The key of products in words: "matmuls in float8", "attention in bfloat16"."""
@@ -136,7 +138,7 @@ class SimulatedMatmul(Record, frozen=True, kw_only=True):
 class SimulatedRank(Record, frozen=True, kw_only=True):
     """One rank in step 2. `refusal`: the error in which it ended instead, "" where it trained.
 
-    `memory` are bytes by the names of fields of `performance.memory.Memory`; `peak` is up to 1 % too low.
+    `memory` are bytes by the names of fields of `plugins.predict.memory.Memory`; `peak` is up to 1 % too low.
     """
 
     rank: int

@@ -12,11 +12,11 @@ import pytest
 
 from harness.gate.gate import GatePolicy, gate
 from harness.matrix.caseid import case_id
+from harness.matrix.models import MODELS, training
 from harness.measured import CastRange, Curve, Measured, Sent
 from harness.plugins.predict.advice import advise
 from harness.plugins.predict.gains import plots
 from harness.plugins.predict.machine import machine
-from harness.plugins.predict.models import MODELS, training
 from harness.plugins.predict.sections import speedup_page
 from harness.printable import printable
 from harness.report.gate import gate_front

@@ -11,9 +11,9 @@ from msgspec.structs import replace
 
 from harness.checks.measuring import measured
 from harness.expect.expectations import Expectations
+from harness.expect.work import executed
 from harness.matrix.case import Case
 from harness.measured import Measured, Sent
-from harness.plugins.predict.work import executed
 from harness.trace import RankTrace, Run
 from harness.trace.counts import FlopsRecord
 from harness.trace.graphs import GraphCast

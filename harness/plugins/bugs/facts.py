@@ -9,9 +9,9 @@ from collections.abc import Iterable, Mapping
 import msgspec
 from packaging.version import InvalidVersion, Version
 
+from harness.matrix.models import MODELS
 from harness.plugins.bugs.reading import Statement
 from harness.plugins.bugs.spellings import Value
-from harness.plugins.predict.models import MODELS
 
 FLOAT8_STYLES = datetime.date(2025, 9, 30)  # until then torchtitan used float8 TP styles
 LAST_TOML = datetime.date(2026, 2, 22)  # the last day of torchtitan's TOML files

@@ -8,6 +8,7 @@ import msgspec
 from msgspec.structs import replace
 
 from harness.errors import HarnessError
+from harness.expect.work import gemms
 from harness.matrix.case import Case, Float8
 from harness.matrix.caseid import case_id
 from harness.matrix.known import KnownFault, matching
@@ -24,11 +25,9 @@ from harness.plugins.predict.gains import (
     variants,
     vocabularies,
 )
-from harness.plugins.predict.machine import Machine, require_multiplies
-from harness.plugins.predict.models import require_formulas
+from harness.plugins.predict.machine import Machine, require_formulas, require_multiplies
 from harness.plugins.predict.roofline import EAGER_KERNELS, Step, predicted_step
 from harness.plugins.predict.wire import axis_bytes_s
-from harness.plugins.predict.work import gemms
 
 # How far predictions were from what was published (`tests/unit/performance/test_published.py`).
 ERROR_H100, ERROR_ELSEWHERE = 0.06, 0.16

@@ -11,20 +11,22 @@ from collections.abc import Iterator, Mapping
 from statistics import median
 
 import msgspec
+from msgspec.structs import replace
 
 from harness.errors import HarnessError
 from harness.expect.expectations import Expectations
 from harness.expect.saved_memory import expected_saved
 from harness.expect.traffic import transfers_if_balanced
-from harness.matrix.case import Case
+from harness.expect.work import Work, executed, work
+from harness.matrix.case import Case, Layout
 from harness.matrix.caseid import case_id
-from harness.matrix.linears import active_parameter_count, parameter_count
+from harness.matrix.linears import FLOPS_PER_PARAMETER_AND_TOKEN, active_parameter_count, parameter_count
 from harness.matrix.stages import stage_count
 from harness.matrix.targets import is_llama
 from harness.measured import Measured, Multiplied, Sent, sent_by
 from harness.plugins.predict.machine import Peak, peak_of_device
-from harness.plugins.predict.work import Work, executed, flops_per_token_by_precision, work
 from harness.result import CaseResult
+from harness.trace.counts import FLOAT8
 
 
 class Metrics(msgspec.Struct, frozen=True, kw_only=True):
@@ -207,3 +209,23 @@ def _counts(
             measured=getattr(measured[words], field) if words in measured else missing,
             formula=getattr(wanted[words], field) if words in wanted else None,
         )
+
+
+def flops_per_token(case: Case) -> int:
+    """Of forward and backward, as torchtitan counts: 6 for every active parameter but the embedding's, and attention.
+
+    The parameters of norms count too, though nothing multiplies by them: 2e-5 of Llama 3 8B.
+    """
+    shape = case.model.shape
+    looked_up = 0 if case.model.tied else shape.dim * case.model.padded_vocab_size
+    parameters = active_parameter_count(case) - looked_up
+    attention = 12 * shape.layers * shape.heads * shape.head_dim * case.train.seq_len
+    return FLOPS_PER_PARAMETER_AND_TOKEN * parameters + attention
+
+
+def flops_per_token_by_precision(case: Case) -> Mapping[str, float]:
+    """`flops_per_token` by precision: what matmuls in float8 do not do counts in the dtype of the case."""
+    alone = replace(case, layout=Layout(), train=replace(case.train, global_batch=1, accumulation=1))
+    float8 = sum(entry.flops for entry in work(alone) if entry.precision == FLOAT8) / case.train.seq_len
+    total = flops_per_token(case)
+    return {FLOAT8: float8, case.train.dtype: total - float8} if float8 else {case.train.dtype: float(total)}

@@ -9,6 +9,7 @@ import msgspec
 from msgspec.structs import replace
 
 from harness.expect.traffic import expected_transfers
+from harness.expect.work import ALIGNMENT, Gemm, gemms
 from harness.matrix.case import Case, Float8
 from harness.matrix.known import KnownFault
 from harness.matrix.linears import BLOCK_LINEARS, OUTPUT_FQN, is_converted, linear_features, linear_name, shard_sizes
@@ -17,7 +18,6 @@ from harness.matrix.rules import exclusions, expected_refusal
 from harness.plugins.predict.cost import tokens_per_device
 from harness.plugins.predict.machine import Machine, Peak
 from harness.plugins.predict.roofline import EAGER_KERNELS, cast_s, casts, gemm_s, once_s, predicted_step, speed_up
-from harness.plugins.predict.work import ALIGNMENT, Gemm, gemms
 
 _DIMS = (512, 1024, 2048, 4096, 8192, 16384)
 _RANKS = (2, 4, 8, 16, 32, 64, 128, 256, 512)

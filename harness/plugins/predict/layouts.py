@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -10,28 +9,25 @@ import msgspec
 from msgspec.structs import replace
 
 from harness.expect.units import Weight, fsdp_units, ranks_of_unit
-from harness.matrix.axes import axis_values, case_from_axes
+from harness.expect.work import gemms
 from harness.matrix.case import Case, Layout
 from harness.matrix.caseid import case_id
 from harness.matrix.known import KnownFault, matching
-from harness.matrix.layout import DP_AXES, OTHERS, REST, ranks_of
 from harness.matrix.linears import linear_name, shard_sizes
+from harness.matrix.models import layouts
 from harness.matrix.rules import exclusions, expected_refusal
 from harness.plugins.predict.cost import tokens_per_device
-from harness.plugins.predict.machine import Machine, require_multiplies
+from harness.plugins.predict.machine import Machine, require_formulas, require_multiplies
 from harness.plugins.predict.memory import Memory, memory
-from harness.plugins.predict.models import require_formulas
 from harness.plugins.predict.roofline import predicted_step
 from harness.plugins.predict.routed import Routed, routed
 from harness.plugins.predict.wire import AxisTraffic, crosses_nodes, wire
-from harness.plugins.predict.work import gemms
 from harness.plural import binary_bytes
 from harness.verdict import Verdict
 
 MEASURED_PEAK = 1.15  # published peaks over the lower bound
 _ENDS = (Verdict.CRASH, Verdict.HANG)
 _NAMES = 3  # of weights that a sentence lists
-_MOST = {"tp": 64, "dp_replicate": 16}  # ranks along every axis but FSDP's, which has the others
 ASSUMPTIONS = (
     "shapes, alignment, wire bytes and calls, and memory between forward and backward are exact, with eager blocks",
     "wire: sent_bytes is what a rank sends in rings; nodes have consecutive ranks",
@@ -239,17 +235,6 @@ def sweep(case: Case, machine: Machine, *, known: Sequence[KnownFault] = ()) -> 
         return bool(ranked.refused), not ranked.fits, ranked.step_s, ranked.peak_bytes, ranked.sent_bytes
 
     return tuple(sorted((_ranked(candidate, machine, known) for candidate in layouts(case)), key=order))
-
-
-def layouts(case: Case) -> Iterator[Case]:
-    """The case with every combination of degrees that are powers of two; FSDP has the other ranks."""
-    powers = ([1 << power for power in range(most.bit_length())] for most in _MOST.values())
-    for chosen in itertools.product(*powers):
-        mesh = dict(zip(_MOST, chosen, strict=True))
-        mesh[REST], rest = divmod(case.world_size, ranks_of(mesh, OTHERS))
-        if not rest and (mesh[REST] > 1 or ranks_of(mesh, DP_AXES) == 1):
-            styles = case.float8.tp_styles if mesh["tp"] > 1 else "plain"
-            yield case_from_axes({**axis_values(case), **mesh, "tp_styles": styles})
 
 
 def _ranked(case: Case, machine: Machine, known: Sequence[KnownFault]) -> Ranked:

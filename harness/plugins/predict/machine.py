@@ -13,8 +13,9 @@ import msgspec
 
 from harness.errors import HarnessError
 from harness.matrix.case import Case
-
-FLOAT8 = "float8"  # a precision; the others are dtypes
+from harness.matrix.caseid import case_id
+from harness.matrix.targets import is_llama
+from harness.trace.counts import FLOAT8
 
 
 class Peak(msgspec.Struct, frozen=True):
@@ -133,6 +134,16 @@ def machine(name: str, *, gpus_per_node: int = 8, network_gb_s: float = 50.0) ->
         known = ", ".join(other.name for other in PEAKS if other.float8)
         raise HarnessError(f"{name} has no float8 matmuls.", where="--machine", fix=f"give one of {known}.")
     return Machine(peak=device, gpus_per_node=gpus_per_node, network_gb_s=network_gb_s)
+
+
+def require_formulas(case: Case) -> None:
+    """HarnessError for a target whose model is not known before it is built, and for a pipeline."""
+    if not is_llama(case.target):
+        fix = "give --model NAME, or a case of the reference or of torchtitan."
+        raise HarnessError(f"there is no formula for the model of {case.target}.", where=case_id(case), fix=fix)
+    if case.layout.pp > 1:
+        what = "this prediction is of ranks that hold the whole model, and a stage of a pipeline holds a part."
+        raise HarnessError(what, where=case_id(case), fix="leave pp out, or see `predict cost`.")
 
 
 def require_multiplies(machine: Machine, case: Case) -> None:

@@ -21,6 +21,7 @@ from harness.expect.expert_traffic import sent_rows
 from harness.expect.fusion import fusion_candidates
 from harness.expect.traffic import transfers_if_balanced
 from harness.expect.transfer import Transfer
+from harness.expect.work import ATTENTION, Gemm, alike_modules, work
 from harness.matrix.case import Case, Float8
 from harness.matrix.layout import SAME_BATCH_AXES
 from harness.matrix.linears import (
@@ -36,9 +37,9 @@ from harness.matrix.linears import (
     parameter_count,
 )
 from harness.matrix.recipes import BLOCK, ITEM_BYTES, Operand, Recipe
-from harness.plugins.predict.machine import FLOAT8, Machine
+from harness.plugins.predict.machine import Machine
 from harness.plugins.predict.wire import transfer_s
-from harness.plugins.predict.work import ATTENTION, Gemm, alike_modules, work
+from harness.trace.counts import FLOAT8
 
 _CAUSAL = 0.5  # of the products of attention, which `work` counts whole
 _FLASH_BACKWARD = 5 / 4  # products that the flash kernel computes for each that `work` counts

@@ -7,11 +7,11 @@ import msgspec
 from harness.expect.expert_traffic import sent_rows
 from harness.expect.saved_memory import expected_saved, is_exact
 from harness.expect.traffic import transfers_if_balanced
+from harness.expect.work import gemms
 from harness.matrix.case import Case
 from harness.matrix.linears import EXPERTS, active_parameter_count, parameter_count
 from harness.plugins.predict.machine import Machine
 from harness.plugins.predict.roofline import gemm_s
-from harness.plugins.predict.work import gemms
 
 IMBALANCE = 2  # times as many rows as the mean
 

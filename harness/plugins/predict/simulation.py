@@ -17,18 +17,18 @@ from harness.errors import HarnessError
 from harness.expect.traffic import expected_transfers
 from harness.expect.units import fsdp_units
 from harness.expect.upstream import installed_changes
+from harness.expect.work import executed, gemms
 from harness.matrix.case import Case
 from harness.matrix.caseid import case_id
 from harness.matrix.known import KnownFault, matching
 from harness.matrix.rules import expected_refusal
 from harness.matrix.targets import REFERENCE
 from harness.plugins.predict.memory import memory
-from harness.plugins.predict.work import executed, gemms
 from harness.request import SimulationRequest
 from harness.studies.surviving import RanksFailed
 from harness.trace.counts import SimulatedRank, collective_of, multiplied_words
 
-PROGRAM = "harness.plugins.predict.worker.main"
+PROGRAM = "harness.expect.worker.main"
 _DEADLINE_S = 1800.0
 _EXACT = ("parameters", "buffers", "optimizer", "gradients", "saved", "before_backward")
 _SCALAR_BYTES = 8

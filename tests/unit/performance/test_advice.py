@@ -15,11 +15,11 @@ from harness.cli.main import main
 from harness.errors import HarnessError
 from harness.jsonform import to_json
 from harness.matrix.case import Case
+from harness.matrix.models import MODELS, training
 from harness.matrix.targets import is_llama
 from harness.plugins.predict.advice import Advice, advise
 from harness.plugins.predict.gains import plots, too_small_for_rowwise
 from harness.plugins.predict.machine import machine
-from harness.plugins.predict.models import MODELS, training
 from harness.plugins.predict.sections import linear_row, speedup_page, speedup_sections
 from harness.report.sections import text_of
 from tests.builders import make_known

@@ -12,9 +12,9 @@ from harness.errors import HarnessError
 from harness.jsonform import to_json
 from harness.matrix.case import Case
 from harness.matrix.caseid import case_id, parse_case_id
+from harness.matrix.models import MODELS, training
 from harness.measured import Measured, Multiplied, Sent
 from harness.plugins.predict.cost import CostReport, metrics, run_report
-from harness.plugins.predict.models import MODELS, training
 from harness.plugins.predict.sections import cost_sections
 from harness.report.sections import text_of
 from harness.result import CaseResult

@@ -12,8 +12,9 @@ from msgspec.structs import replace
 
 from harness.matrix.case import Float8
 from harness.plugins.predict.advice import ERROR_ELSEWHERE, ERROR_H100
-from harness.plugins.predict.machine import FLOAT8, Machine, Rates
+from harness.plugins.predict.machine import Machine, Rates
 from harness.plugins.predict.roofline import casts, matmul_s, predicted_step, speed_up
+from harness.trace.counts import FLOAT8
 from tests.published import GRAND_TETON, LINEARS, Published, PublishedLinear, published
 
 ROWS = {f"{row.name} {row.ratio:.3f}": row for row in published()}

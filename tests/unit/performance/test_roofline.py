@@ -9,14 +9,14 @@ from msgspec.structs import replace
 
 from harness.errors import HarnessError
 from harness.expect.transfer import Transfer
+from harness.expect.work import gemms
 from harness.matrix.axes import case_from_axes
 from harness.matrix.case import Case, Layout
+from harness.matrix.models import MODELS, training
 from harness.plugins.predict.gains import conversions, padded_size, vocabularies
 from harness.plugins.predict.machine import PEAKS, Machine, machine
-from harness.plugins.predict.models import MODELS, training
 from harness.plugins.predict.roofline import casts, predicted_step, speed_up
 from harness.plugins.predict.wire import axis_bytes_s, transfer_s
-from harness.plugins.predict.work import gemms
 
 H100 = machine("h100")
 RECIPES = ("bf16", "tensorwise", "rowwise", "rowwise_with_gw_hp")

@@ -8,15 +8,16 @@ from hypothesis import strategies as st
 
 from harness.errors import HarnessError
 from harness.expect.expert_traffic import sent_back, sent_back_if_balanced, sent_rows
+from harness.expect.work import work
 from harness.matrix.case import Case
 from harness.matrix.caseid import parse_case_id
 from harness.matrix.linears import active_parameter_count, parameter_count
+from harness.matrix.models import MODELS, training
 from harness.plugins.predict.advice import advise
+from harness.plugins.predict.cost import flops_per_token
 from harness.plugins.predict.layouts import simulate
 from harness.plugins.predict.machine import machine
-from harness.plugins.predict.models import MODELS, training
 from harness.plugins.predict.wire import wire
-from harness.plugins.predict.work import flops_per_token, work
 from harness.trace.experts import ExpertCall, Phase, Rows
 
 B200 = machine("b200")

@@ -9,21 +9,20 @@ from msgspec.structs import replace
 
 from harness.errors import HarnessError
 from harness.expect.fusion import executed_scaled_mm_calls
-from harness.matrix import linears
-from harness.matrix.case import Case, Float8, Layout
-from harness.matrix.linears import is_misaligned, parameter_count
-from harness.matrix.targets import is_llama
-from harness.plugins.predict.cost import speed, tokens_per_device
-from harness.plugins.predict.machine import FLOAT8, PEAKS, peak, peak_of_device
-from harness.plugins.predict.models import MODELS, named_model, training
-from harness.plugins.predict.work import (
+from harness.expect.work import (
     ATTENTION,
     executed,
-    flops_per_token,
-    flops_per_token_by_precision,
     gemms,
     work,
 )
+from harness.matrix import linears
+from harness.matrix.case import Case, Float8, Layout
+from harness.matrix.linears import is_misaligned, parameter_count
+from harness.matrix.models import MODELS, named_model, training
+from harness.matrix.targets import is_llama
+from harness.plugins.predict.cost import flops_per_token, flops_per_token_by_precision, speed, tokens_per_device
+from harness.plugins.predict.machine import PEAKS, peak, peak_of_device
+from harness.trace.counts import FLOAT8
 from tests.strategies import TRAINED_DENSE_CASES
 
 LLAMA_8B = training(MODELS["llama3-8b"], recipe="tensorwise")

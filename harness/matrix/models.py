@@ -1,17 +1,19 @@
-"""Models by name, and cases that train them: what people ask about before they have a case of their own."""
+"""Cases that people ask about before they have one of their own: models by name, and all layouts of so many ranks."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import itertools
+from collections.abc import Iterator, Mapping
 
 import msgspec
 
 from harness.errors import HarnessError
-from harness.matrix.axes import case_from_axes
+from harness.matrix.axes import axis_values, case_from_axes
 from harness.matrix.case import MODEL_PRESETS, Case, ModelShape
-from harness.matrix.caseid import case_id
-from harness.matrix.targets import is_llama
+from harness.matrix.layout import DP_AXES, OTHERS, REST, ranks_of
 from harness.plural import counted
+
+_MOST = {"tp": 64, "dp_replicate": 16}  # ranks along every axis but FSDP's, which has the others
 
 
 class KnownModel(msgspec.Struct, frozen=True):
@@ -48,16 +50,6 @@ def named_model(name: str) -> KnownModel:
     return MODELS[name]
 
 
-def require_formulas(case: Case) -> None:
-    """HarnessError for a target whose model is not known before it is built, and for a pipeline."""
-    if not is_llama(case.target):
-        fix = "give --model NAME, or a case of the reference or of torchtitan."
-        raise HarnessError(f"there is no formula for the model of {case.target}.", where=case_id(case), fix=fix)
-    if case.layout.pp > 1:
-        what = "this prediction is of ranks that hold the whole model, and a stage of a pipeline holds a part."
-        raise HarnessError(what, where=case_id(case), fix="leave pp out, or see `predict cost`.")
-
-
 def training(model: KnownModel, *, tokens: int | None = None, **axes: object) -> Case:
     """The case that trains a named model in bfloat16, with the values of other axes (`matrix/axes.py`) given.
 
@@ -77,3 +69,14 @@ def training(model: KnownModel, *, tokens: int | None = None, **axes: object) ->
             fix=f"give a multiple of {length}, or another --seq-len.",
         )
     return case_from_axes({"global_batch": sequences * case.layout.dp, **given})
+
+
+def layouts(case: Case) -> Iterator[Case]:
+    """The case with every combination of degrees that are powers of two; FSDP has the other ranks."""
+    powers = ([1 << power for power in range(most.bit_length())] for most in _MOST.values())
+    for chosen in itertools.product(*powers):
+        mesh = dict(zip(_MOST, chosen, strict=True))
+        mesh[REST], rest = divmod(case.world_size, ranks_of(mesh, OTHERS))
+        if not rest and (mesh[REST] > 1 or ranks_of(mesh, DP_AXES) == 1):
+            styles = case.float8.tp_styles if mesh["tp"] > 1 else "plain"
+            yield case_from_axes({**axis_values(case), **mesh, "tp_styles": styles})

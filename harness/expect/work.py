@@ -20,13 +20,11 @@ from harness.expect.fusion import extra_matmul_calls
 from harness.expect.model import is_multiplied_again
 from harness.expect.transfer import residual_tokens
 from harness.matrix import linears
-from harness.matrix.case import Case, Layout
+from harness.matrix.case import Case
 from harness.matrix.linears import (
     EXPERTS,
-    FLOPS_PER_PARAMETER_AND_TOKEN,
     OUTPUT_FQN,
     ROUTER,
-    active_parameter_count,
     in_order,
     is_checkpointed,
     is_converted,
@@ -38,8 +36,7 @@ from harness.matrix.linears import (
 from harness.matrix.recipes import TRAITS, MatmulRole, RecipeTraits
 from harness.matrix.stages import blocks_of, held
 from harness.measured import Multiplied, multiplied_by
-from harness.plugins.predict.machine import FLOAT8
-from harness.trace.counts import multiplied_words
+from harness.trace.counts import FLOAT8, multiplied_words
 
 ALIGNMENT = 16  # of n and k, by `torch._scaled_mm`; MXFP8 asks for whole blocks
 HIGH_PRECISION = TRAITS["bf16"]
@@ -280,23 +277,3 @@ def executed(case: Case, *, rank: int, saves_attention: bool = True) -> Mapping[
         (multiplied_words(part=part, precision=precision), calls, flops) for part, precision, calls, flops in products
     )
     return {words: multiplied for words, multiplied in added.items() if multiplied.calls}
-
-
-def flops_per_token(case: Case) -> int:
-    """Of forward and backward, as torchtitan counts: 6 for every active parameter but the embedding's, and attention.
-
-    The parameters of norms count too, though nothing multiplies by them: 2e-5 of Llama 3 8B.
-    """
-    shape = case.model.shape
-    looked_up = 0 if case.model.tied else shape.dim * case.model.padded_vocab_size
-    parameters = active_parameter_count(case) - looked_up
-    attention = 12 * shape.layers * shape.heads * shape.head_dim * case.train.seq_len
-    return FLOPS_PER_PARAMETER_AND_TOKEN * parameters + attention
-
-
-def flops_per_token_by_precision(case: Case) -> Mapping[str, float]:
-    """`flops_per_token` by precision: what matmuls in float8 do not do counts in the dtype of the case."""
-    alone = replace(case, layout=Layout(), train=replace(case.train, global_batch=1, accumulation=1))
-    float8 = sum(entry.flops for entry in work(alone) if entry.precision == FLOAT8) / case.train.seq_len
-    total = flops_per_token(case)
-    return {FLOAT8: float8, case.train.dtype: total - float8} if float8 else {case.train.dtype: float(total)}
