@@ -10,10 +10,8 @@ DEV := $(VENV)/.dev
 TORCH_INDEX :=
 INSTALL = -m pip install --quiet --disable-pip-version-check
 # torchtitan and what it imports stay out of .venv
-TITAN_VENV := .venv-torchtitan
+TITAN_VENV := .venv-torchtitan-0.3
 TITAN_READY := $(TITAN_VENV)/.ready
-TITAN_0_3_VENV := .venv-torchtitan-0.3
-TITAN_0_3_READY := $(TITAN_0_3_VENV)/.ready
 
 TRANSFORMERS_VENV := .venv-transformers
 TRANSFORMERS_READY := $(TRANSFORMERS_VENV)/.ready
@@ -21,7 +19,7 @@ TRANSFORMERS_READY := $(TRANSFORMERS_VENV)/.ready
 # The suite starts hundreds of interpreters: bytecode is kept, whatever the environment says.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: smoke gloo test sweep unit pythons gpu-evidence browser torchtitan torchtitan-sweep torchtitan-0.3 transformers versions lint format docs clean
+.PHONY: smoke gloo test sweep unit pythons gpu-evidence browser torchtitan-0.3 transformers versions lint format docs clean
 
 smoke: $(READY)  ## run the smoke tier end to end on the CPU and print the verdict table
 	$(BIN)/fp8-harness run smoke --device cpu
@@ -48,14 +46,8 @@ browser:  ## install the Chromium of tests/browser where none is, from Debian's 
 	done; \
 	apt-get update -q && apt-get install -qy --no-install-recommends chromium-headless-shell fonts-dejavu-core
 
-torchtitan: $(TITAN_READY)  ## run the tests of the torchtitan target, in an environment of its own
-	$(TITAN_VENV)/bin/python -m pytest -q -m "not sweep" tests/torchtitan
-
-torchtitan-sweep: $(TITAN_READY)  ## run mutation testing of the torchtitan target, for every night
-	$(TITAN_VENV)/bin/python -m pytest -q -m sweep tests/torchtitan
-
-torchtitan-0.3: $(TITAN_0_3_READY)  ## the same for torchtitan 0.3.0, which needs torch 2.14
-	$(TITAN_0_3_VENV)/bin/python -m pytest -q tests/torchtitan_0_3
+torchtitan-0.3: $(TITAN_READY)  ## run the tests of the torchtitan target, in an environment of its own with torch 2.14, for every night
+	$(TITAN_VENV)/bin/python -m pytest -q tests/torchtitan_0_3
 
 transformers: $(TRANSFORMERS_READY)  ## run the cases of examples/hf_llama, in an environment of its own, for every night
 	$(TRANSFORMERS_VENV)/bin/python -m pytest -q -m sweep tests/acceptance/test_hf_llama.py
@@ -116,21 +108,16 @@ $(DEV): $(READY)
 	$(BIN)/python $(INSTALL) -c ci/constraints.txt -e '.[dev]'
 	touch $@
 
-$(TITAN_READY): pyproject.toml ci/constraints.txt
-	$(PYTHON) -m venv $(TITAN_VENV)
-	$(TITAN_VENV)/bin/python $(INSTALL) -c ci/constraints.txt -e '.[torchtitan,dev]'
-	touch $@
-
 $(TRANSFORMERS_READY): pyproject.toml ci/constraints.txt ci/constraints-transformers.txt
 	$(PYTHON) -m venv $(TRANSFORMERS_VENV)
 	$(TRANSFORMERS_VENV)/bin/python $(INSTALL) \
 		-c ci/constraints.txt -c ci/constraints-transformers.txt -e '.[transformers,dev]'
 	touch $@
 
-$(TITAN_0_3_READY): pyproject.toml ci/constraints-torchtitan-0.3.txt
-	$(PYTHON) -m venv $(TITAN_0_3_VENV)
-	$(TITAN_0_3_VENV)/bin/python $(INSTALL) -c ci/constraints-torchtitan-0.3.txt -e '.[torchtitan-0-3,dev]'
+$(TITAN_READY): pyproject.toml ci/constraints-torchtitan-0.3.txt
+	$(PYTHON) -m venv $(TITAN_VENV)
+	$(TITAN_VENV)/bin/python $(INSTALL) -c ci/constraints-torchtitan-0.3.txt -e '.[torchtitan-0-3,dev]'
 	touch $@
 
 clean:
-	rm -rf site $(VENV) $(TITAN_VENV) $(TITAN_0_3_VENV) $(TRANSFORMERS_VENV) .venv-torch-* .venv-python-* .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf site $(VENV) $(TITAN_VENV) $(TRANSFORMERS_VENV) .venv-torch-* .venv-python-* .pytest_cache .mypy_cache .ruff_cache .hypothesis

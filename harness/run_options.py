@@ -94,7 +94,7 @@ class QueryOptions(msgspec.Struct, frozen=True, kw_only=True):
     target: Annotated[
         str | None,
         Option(
-            "Train every case with this target: torchtitan, or your own module such as my_pkg.my_target.",
+            "Train every case with this target: torchtitan_0_3, or your own module such as my_pkg.my_target.",
             metavar="NAME",
         ),
     ] = None

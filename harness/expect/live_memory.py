@@ -1,9 +1,9 @@
 """What is alive besides what the model, the optimizer, the data and autograd explain, under torch 2.13.
 
-At the end of a step: nothing, or the gradients where a target frees them when the next step begins. Between forward and
-backward: the logits where a name still holds them, the states of the random number generator that checkpointing
-restores before it computes again, and the weights that FSDP2 does not free after forward. And scalars of the loss. The
-terms hold for the CPU. A compiled block keeps no state of the generator: its graph draws no number.
+At the end of a step: nothing. Between forward and backward: the logits, which a name still holds, the states of the
+random number generator that checkpointing restores before it computes again, and the weights that FSDP2 does not free
+after forward. And scalars of the loss. The terms hold for the CPU. A compiled block keeps no state of the generator:
+its graph draws no number.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from collections.abc import Iterator
 
 import msgspec
 
-from harness.expect.model import traits_of
 from harness.expect.units import Unit, fsdp_units, ranks_of_unit
 from harness.matrix.case import Case
 from harness.matrix.linears import OUTPUT_FQN, is_converted, shard_sizes
@@ -38,16 +37,9 @@ def expected_scalars(case: Case, *, moment: Moment, step: int = 1) -> int:
     After a step that clips gradients also their norm, and after one with an evaluation the scale of the output layer,
     which FSDP2 casts and gathers once more than it is read.
     """
-    traits = traits_of(case)
     if moment == "step":
-        # what is logged is a Python number
-        return 0 if traits.logs else 1 + (case.train.max_norm is not None) + _keeps_unread_scale(case, step)
-    sharded = case.layout.tp > 1 and case.layout.loss_parallel
-    if traits.counts_tokens_in:
-        # loss, sum, the gradient that backward starts with and the number of tokens; a sharded sum that is divided by a
-        # Python number has a gradient of its own
-        return 4 + (sharded and case.layout.dp > 1)
-    return 2 + sharded
+        return 1 + (case.train.max_norm is not None) + _keeps_unread_scale(case, step)
+    return 2 + (case.layout.tp > 1 and case.layout.loss_parallel)
 
 
 def _keeps_unread_scale(case: Case, step: int) -> bool:
@@ -59,12 +51,11 @@ def _keeps_unread_scale(case: Case, step: int) -> bool:
 @functools.lru_cache(maxsize=256)  # checks ask for every rank and step
 def expected_live(case: Case, *, rank: int, moment: Moment) -> tuple[LiveStorage, ...]:
     """The storages that are alive on `rank` at this moment of every step."""
-    traits = traits_of(case)
     if moment == "step":
-        return (*(gradients(case, rank) if traits.keeps_gradients else ()), *_counts_of_tokens(case))
+        return tuple(_counts_of_tokens(case))
     return (
         *_counts_of_tokens(case),
-        *((_logits(case, rank),) if traits.keeps_logits else ()),
+        _logits(case, rank),
         *_generator_states(case),
         *(_gathered(case, rank) if case.uses_fsdp else ()),
     )

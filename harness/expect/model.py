@@ -1,7 +1,7 @@
 """The linears of a case: which are converted, how often each runs in a step of one rank, and the matmuls of it.
 
-Of a Llama they follow from the case, and from how its trainer goes about a step. Of any other model they are those that
-its single-rank reference was found to have, which runs without injections; what is recomputed is found in the run.
+Of a Llama they follow from the case. Of any other model they are those that its single-rank reference was found to
+have, which runs without injections; what is recomputed is found in the run.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from collections.abc import Collection, Iterable, Mapping
 import msgspec
 
 from harness.matrix.case import Case
-from harness.matrix.layout import Resharding
 from harness.matrix.linears import (
     BLOCK_LINEARS,
     OUTPUT_FQN,
@@ -23,7 +22,7 @@ from harness.matrix.linears import (
     linear_name,
 )
 from harness.matrix.recipes import OPERANDS
-from harness.matrix.targets import REFERENCE, TORCHTITAN, is_llama
+from harness.matrix.targets import is_llama
 from harness.trace.model import ModelRecord
 from harness.trace.operands import CastRecord
 
@@ -194,8 +193,7 @@ def is_multiplied_again(case: Case, layer: int, name: str) -> bool:
         return False
     if case.compile != "none":
         return not _is_unused_in_backward(case, name)
-    stops_before = name == BLOCK_LINEARS[-1] and not traits_of(case).recomputes_whole_blocks
-    return not stops_before or is_converted(case, f"layers.{layer}.{name}")
+    return name != BLOCK_LINEARS[-1] or is_converted(case, f"layers.{layer}.{name}")
 
 
 def _is_unused_in_backward(case: Case, name: str) -> bool:
@@ -204,52 +202,3 @@ def _is_unused_in_backward(case: Case, name: str) -> bool:
         return True
     scattered = case.layout.tp > 1 and case.layout.sequence_parallel
     return name == "attention.wo" and scattered and case.checkpointing.mode == "selective_op"
-
-
-# Traits of trainers: what those of the same Llama log, read, keep and save differently. A trait is neither right nor
-# wrong. What a target gets wrong is not here: the checks must keep finding it.
-
-
-class TrainerTraits(msgspec.Struct, frozen=True, kw_only=True):
-    """How a target goes about a step. The defaults are those of the reference target."""
-
-    logs: bool = False  # sums the tokens and the loss over data-parallel ranks, and the norm over all
-    clips: bool = False  # reads every gradient for its norm before the optimizer does
-    recomputes_whole_blocks: bool = False  # otherwise recomputing stops at the last tensor that backward needs
-    casts_rope: bool = True  # the RoPE cache is real, so that FSDP2 casts it; a complex one it does not
-    keeps_logits: bool = True  # a name still holds the logits in backward
-    keeps_gradients: bool = False  # until the next step begins
-    keeps_weights_in_pipelines: bool = False  # where nothing else is asked for
-    precomputes_by_stage: bool = False  # the scales of float8 weights; otherwise those of a rank at once
-    connects_when_built: bool = False  # the stages of a pipeline, which otherwise ask one another in the first step
-    counts_tokens_in: str = ""  # dtype of the number of tokens where it is saved to divide by; "": a Python number
-
-
-# torchtitan 0.2.2: `train.py` (`train_step`, `forward_backward_step`), `config/job_config.py` (`early_stop`),
-# `models/llama3/model/model.py` (`precompute_freqs_cis`), `models/llama3/infra/parallelize.py` (`apply_fsdp`).
-_TRAITS: Mapping[str, TrainerTraits] = {
-    REFERENCE: TrainerTraits(),
-    TORCHTITAN: TrainerTraits(
-        logs=True,
-        clips=True,
-        recomputes_whole_blocks=True,
-        casts_rope=False,
-        keeps_logits=False,
-        keeps_gradients=True,
-        keeps_weights_in_pipelines=True,
-        precomputes_by_stage=True,
-        connects_when_built=True,
-        counts_tokens_in="float32",
-    ),
-}
-
-
-def traits_of(case: Case) -> TrainerTraits:
-    return _TRAITS.get(case.target, TrainerTraits())
-
-
-def resharding_of(case: Case) -> Resharding:
-    """When FSDP2 frees weights: what the case asks for, or what the target does where it asks for nothing else."""
-    asked = case.layout.reshard_after_forward
-    keeps = asked == "default" and case.layout.pp > 1 and traits_of(case).keeps_weights_in_pipelines
-    return "never" if keeps else asked

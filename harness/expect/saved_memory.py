@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from harness.expect.expert_traffic import sent_rows
-from harness.expect.model import is_recomputed, resharding_of, traits_of
+from harness.expect.model import is_recomputed
 from harness.expect.transfer import residual_tokens
 from harness.expect.upstream import NONE, SEPARATE_BACKWARD_CASTS, Changes
 from harness.matrix.case import Case
@@ -38,7 +38,7 @@ from harness.matrix.linears import (
     shard_sizes,
 )
 from harness.matrix.recipes import GROUP_MULTIPLE, ITEM_BYTES
-from harness.matrix.stages import blocks_of_stage, expert_layers_of, forwards_in_flight, holds, modules_of_stage
+from harness.matrix.stages import blocks_of_stage, expert_layers_of, forwards_in_flight, modules_of_stage
 from harness.matrix.targets import OF_DTENSOR, computes_on_plain_shards, is_llama
 
 Elements = Counter[str]  # by dtype
@@ -92,8 +92,6 @@ def expected_saved(
             parts += [_scales(case, layer, step, changes) for layer in blocks_of_stage(case, stage)]
         for part in parts:
             elements.update({dtype: forwards * count for dtype, count in part.items()})
-    if holds(case, rank, OUTPUT_FQN):
-        elements += count_of_tokens(case)
     return {dtype: count * ITEM_BYTES[dtype] for dtype, count in sorted(elements.items()) if count}
 
 
@@ -113,12 +111,6 @@ def head_elements(case: Case, step: int, rank: int) -> Elements:
     return saved
 
 
-def count_of_tokens(case: Case) -> Elements:
-    """What a loss is divided by, one tensor for all microbatches. A sum over ranks makes it a Python number."""
-    dtype = traits_of(case).counts_tokens_in
-    return Counter({dtype: 1} if dtype and case.layout.dp == 1 else {})
-
-
 def _norm(case: Case) -> Elements:
     """RMSNorm computes in `case.wide_dtype`: input and normalized input, and one number per token."""
     tokens = residual_tokens(case)
@@ -127,7 +119,7 @@ def _norm(case: Case) -> Elements:
 
 def block_elements(case: Case, layer: int, step: int, rows: int | None = None) -> Elements:
     saved: Elements = Counter()
-    if case.train.dtype == "bfloat16" and traits_of(case).casts_rope:
+    if case.train.dtype == "bfloat16":
         # FSDP2 casts the inputs of a unit, so every block has its own copy of the RoPE cache: whole as its input, and
         # behind it the positions of this rank.
         positions = case.train.seq_len if case.checkpointing.wraps(layer) else case.local_seq_len
@@ -200,7 +192,7 @@ def gathered_scales(case: Case, layer: int, step: int) -> Elements:
 
     A weight that is kept has its scale, which does not count as saved.
     """
-    if resharding_of(case) == "never" or not _has_scale_of_gather(case, step):
+    if case.layout.reshard_after_forward == "never" or not _has_scale_of_gather(case, step):
         return Counter()
     return Counter({"float32": len(converted_linears(case, layer))})
 
@@ -255,7 +247,7 @@ class SavedLimits(NamedTuple):
 @functools.lru_cache(maxsize=256)  # checks ask for every rank and step
 def saved_limits(case: Case, *, step: int, rank: int, changes: Changes = NONE) -> SavedLimits:
     """The limits of all bytes that `rank` saves for the backward pass of `step` (1-based)."""
-    least = most = _bytes(head_elements(case, step, rank) + count_of_tokens(case))
+    least = most = _bytes(head_elements(case, step, rank))
     for layer in range(case.model.shape.layers):
         limits = _block_limits(case, layer, step, changes)
         least, most = least + limits.least, most + limits.most

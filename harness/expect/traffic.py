@@ -15,7 +15,6 @@ from functools import lru_cache, partial
 
 from harness.expect.expert_traffic import dispatched, sent_back_if_balanced, tokens_of_experts
 from harness.expect.fusion import fusion_candidates
-from harness.expect.model import traits_of
 from harness.expect.transfer import Transfer, forward_passes, repeated, residual_tokens
 from harness.expect.units import Unit, fsdp_units, ranks_of_unit
 from harness.expect.upstream import GRADIENTS_IN_REDUCE_DTYPE, NONE, STAGES_VOTE_TOGETHER, Changes
@@ -32,15 +31,7 @@ from harness.matrix.linears import (
     shard_size,
 )
 from harness.matrix.recipes import ITEM_BYTES, Operand
-from harness.matrix.stages import (
-    EMBEDDING,
-    blocks_of,
-    connections,
-    expert_layers_of,
-    holds,
-    neighbours,
-    stage_of,
-)
+from harness.matrix.stages import EMBEDDING, blocks_of, connections, expert_layers_of, holds, neighbours
 
 
 @lru_cache(maxsize=256)  # checks ask for every rank and step
@@ -70,8 +61,7 @@ def expected_transfers(case: Case, *, step: int, rank: int, changes: Changes = N
         *_token_count(case),
     )
     used = _axes_of_several_ranks(case)
-    sent = tuple(term for term in terms if term.times and term.axis in used)
-    return (*sent, *reports(case)) if traits_of(case).logs else sent
+    return tuple(term for term in terms if term.times and term.axis in used)
 
 
 def transfers_if_balanced(case: Case, *, step: int, rank: int, changes: Changes = NONE) -> tuple[Transfer, ...]:
@@ -145,16 +135,10 @@ def _weight_amax(case: Case, rank: int, step: int) -> Iterator[Transfer]:
 
 
 def _precompute(case: Case, rank: int) -> Iterator[Transfer]:
-    """`precompute_float8_dynamic_scale_for_fsdp`: one vector of all amaxes, along every axis that shards a weight.
-
-    It is called for a model: the part of a rank, or every stage.
-    """
-    if case.float8.precompute_scale:
-        weights = [weight for unit in fsdp_units(case, rank) for weight in unit.weights if weight.gathered_in_float8]
-        by_stage = traits_of(case).precomputes_by_stage
-        models = Counter(stage_of(case, weight.fqn) if by_stage else 0 for weight in weights)
-        for count in models.values():
-            yield from _amax_of_shards(case, elements=count, times=1, purpose="precomputed amax of all float8 weights")
+    """`precompute_float8_dynamic_scale_for_fsdp`: one vector of all amaxes, along every axis that shards a weight."""
+    count = sum(weight.gathered_in_float8 for unit in fsdp_units(case, rank) for weight in unit.weights)
+    if case.float8.precompute_scale and count:
+        yield from _amax_of_shards(case, elements=count, times=1, purpose="precomputed amax of all float8 weights")
 
 
 def _amax_of_shards(case: Case, *, elements: int, times: int, purpose: str) -> Iterator[Transfer]:
@@ -181,8 +165,6 @@ def _activations(case: Case, rank: int) -> Iterator[Transfer]:
         yield from _gathers(case, rank, checkpointed)
         # w2 ends the block: recomputing may stop before its reduce-scatter. selective_op saves what that gives.
         again = 0 if case.checkpointing.mode == "selective_op" else checkpointed
-        if traits_of(case).recomputes_whole_blocks and case.compile == "none":
-            again *= 2
         fused, elements = _all_to_alls(case), case.tokens_per_rank * case.model.shape.dim
         times = outputs * forwards + again - fused
         yield _sum_of_partials(case, times, "outputs of wo, w2, embedding", "reduce_scatter")
@@ -241,7 +223,7 @@ def _keys_and_values(case: Case, rank: int) -> Iterator[Transfer]:
 
 def votes(case: Case, rank: int, step: int, changes: Changes = NONE) -> Iterator[Transfer]:
     """Stages that are new ask one another whether all know the shapes that are sent; again behind an evaluation."""
-    is_new = step in (1, (case.train.resumed_after or 0) + 1) and not traits_of(case).connects_when_built
+    is_new = step in (1, (case.train.resumed_after or 0) + 1)
     if case.layout.pp == 1 or not (is_new or case.train.evaluate):
         return
     if STAGES_VOTE_TOGETHER in changes:
@@ -349,8 +331,8 @@ def _loss(case: Case, rank: int) -> Iterator[Transfer]:
 
 
 def _token_count(case: Case) -> Iterator[Transfer]:
-    """The all-reduce of the label count if a case ignores some. A trainer that always counts has it in `reports`."""
-    if case.train.ignored_tokens != "none" and not traits_of(case).logs:
+    """The all-reduce of the label count if a case ignores some."""
+    if case.train.ignored_tokens != "none":
         for axis in DP_AXES:
             yield Transfer(axis, "all_reduce", "int64", 1, "number of labels", op="sum", times=forward_passes(case))
 
@@ -362,7 +344,7 @@ def _norm_gradients(case: Case, rank: int, changes: Changes) -> Iterator[Transfe
     microbatches (`FSDPParam.to_accumulated_grad_if_needed`). Without FSDP2 it stays Partial until the optimizer, where
     every operator that reads it reduces it. So does a norm of all gradients before.
     """
-    reads = 1 if case.uses_fsdp else case.train.update.reads + _reads_norms(case)
+    reads = 1 if case.uses_fsdp else case.train.update.reads + (case.train.max_norm is not None)
     times = (2 * len(blocks_of(case, rank)) + holds(case, rank, OUTPUT_FQN)) * reads
     in_reduce_dtype = GRADIENTS_IN_REDUCE_DTYPE in changes or case.reductions < case.train.accumulation
     dtype = case.reduce_dtype if case.uses_fsdp and in_reduce_dtype else case.train.dtype
@@ -373,10 +355,6 @@ def _norm_gradients(case: Case, rank: int, changes: Changes) -> Iterator[Transfe
         yield Transfer("tp", "all_reduce", dtype, size, "gradients of routers", op="sum", times=routers)
 
 
-def _reads_norms(case: Case) -> bool:
-    return case.train.max_norm is not None or traits_of(case).clips
-
-
 def _global_norm(case: Case, rank: int) -> Iterator[Transfer]:
     """The norm of every gradient, summed over the axes that shard it; gradients on one mesh are sent together.
 
@@ -384,7 +362,7 @@ def _global_norm(case: Case, rank: int) -> Iterator[Transfer]:
 
     Without sequence parallelism norms are not distributed over TP ranks.
     """
-    if not _reads_norms(case):
+    if case.train.max_norm is None:
         return
     blocks, embeds, heads = blocks_of(case, rank), holds(case, rank, EMBEDDING), holds(case, rank, OUTPUT_FQN)
     linears = sum(len(block_linears(case.model, layer)) for layer in blocks)
@@ -415,20 +393,3 @@ def _norm_beside_experts(case: Case, send: Callable[..., Transfer], dense: int, 
     whole = case.layout.tp > 1 and case.layout.expert_mesh["efsdp"] == 1
     for axis in [group_name(case.layout, "ep")] if whole else SHARD_AXES:
         yield send(axis, elements=dense)
-
-
-# What a target reports
-
-
-def reports(case: Case) -> Iterator[Transfer]:
-    """The all-reduces of logged numbers, over one group of all data-parallel ranks, however many axes they have."""
-    layout, wide = case.layout, case.wide_dtype
-    used = [axis for axis in DP_AXES if layout.mesh[axis] > 1]
-    joined = "world" if len(used) > 1 and layout.tp == 1 else "+".join(used)
-    for op, dtype, times, purpose in (
-        ("sum", "int64", 2, "tokens of this step, and of all steps"),
-        ("sum", wide, 1, "loss"),
-        ("max", wide, 1, "largest loss of a rank"),
-    ):
-        if used:
-            yield Transfer(joined, "all_reduce", dtype, 1, purpose, op=op, times=times)

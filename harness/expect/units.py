@@ -10,7 +10,6 @@ from functools import lru_cache, partial
 
 import msgspec
 
-from harness.expect.model import resharding_of
 from harness.expect.transfer import forward_passes
 from harness.matrix.case import Case
 from harness.matrix.layout import coordinates, group_name, peers
@@ -51,7 +50,7 @@ class Unit(msgspec.Struct, frozen=True, kw_only=True):
 
 @lru_cache(maxsize=256)  # every kind of collective asks
 def fsdp_units(case: Case, rank: int) -> tuple[Unit, ...]:
-    freed = resharding_of(case) != "never"
+    freed = case.layout.reshard_after_forward != "never"
     blocks = [
         Unit(name=name, weights=tuple(weights), axis=axis, gathers=_gathers_of_unit(case, freed=freed), freed=freed)
         for layer in blocks_of(case, rank)
@@ -68,7 +67,7 @@ def _units_of_ends(case: Case, tp_rank: int) -> tuple[Sequence[Unit], Unit]:
     takes what ran before the first unit for what backward needs next, and gathers it at the end. Tied ends are that
     first unit: what an evaluation gathered is there for training.
     """
-    dim, resharding = case.model.shape.dim, resharding_of(case)
+    dim, resharding = case.model.shape.dim, case.layout.reshard_after_forward
     vocab = shard_sizes(case.model.padded_vocab_size, case.layout.tp)[tp_rank]
     freed, freed_last = resharding != "never", resharding == "always"
     unit = partial(Unit, axis="dp_shard")

@@ -114,7 +114,7 @@ class Case(CaseStruct, frozen=True, kw_only=True):
     target: Annotated[
         TargetName,
         axis(
-            "what trains: reference, torchtitan, torchtitan_0_3, or the module of your own target",
+            "what trains: reference, torchtitan_0_3, or the module of your own target",
             Word(
                 template="target.{target}",
                 example="target.my_pkg.my_target",

@@ -72,12 +72,6 @@ def holds(case: Case, rank: int, fqn: str) -> bool:
     return case.layout.pp == 1 or _module_of(fqn) in _modules(case, _coordinate(case, rank))
 
 
-def stage_of(case: Case, fqn: str) -> int:
-    """The stage that has a module, or a parameter of one."""
-    name = _module_of(fqn)
-    return next(stage for stage in range(stage_count(case.layout)) if name in modules_of_stage(case, stage))
-
-
 def _module_of(fqn: str) -> str:
     parts = fqn.split(".")
     return ".".join(parts[:2]) if parts[0] == "layers" else parts[0]

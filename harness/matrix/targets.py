@@ -9,20 +9,18 @@ import re
 from collections.abc import Mapping
 
 REFERENCE = "reference"
-TORCHTITAN = "torchtitan"
 TORCHTITAN_0_3 = "torchtitan_0_3"
 
 # The modules of the built-in targets.
 MODULES: Mapping[str, str] = {
     REFERENCE: "harness.worker.targets.reference.build",
-    TORCHTITAN: "harness.plugins.torchtitan.worker.v0_2",
-    TORCHTITAN_0_3: "harness.plugins.torchtitan.worker.v0_3",
+    TORCHTITAN_0_3: "harness.plugins.torchtitan.worker",
 }
 
-# The version of torchtitan that a target drives. Each has a name, so that a case means the same wherever it is read.
-VERSIONS: Mapping[str, str] = {TORCHTITAN: "0.2.2", TORCHTITAN_0_3: "0.3.0"}
+# The version of torchtitan that a target drives, and is named for: so a case means the same wherever it is read.
+VERSIONS: Mapping[str, str] = {TORCHTITAN_0_3: "0.3.0"}
 
-# The options of torchtitan's section `parallelism`, of either version, for the degrees of a mesh.
+# The options of torchtitan's section `parallelism` for the degrees of a mesh.
 _DEGREES: Mapping[str, str] = {
     "pp": "pipeline_parallel_degree",
     "dp_replicate": "data_parallel_replicate_degree",

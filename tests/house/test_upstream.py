@@ -48,10 +48,9 @@ def test_a_page_has_all_its_parts_and_is_short() -> None:
 @pytest.mark.parametrize(
     ("where", "tier"),
     [
-        ("tp>1 target=torchtitan", "torchtitan"),
-        ("target=torchtitan_0_3", "torchtitan_0_3"),
-        ("target=reference,torchtitan tp>1", "nightly"),
-        ("target!=torchtitan tp>1", "nightly"),
+        ("tp>1 target=torchtitan_0_3", "torchtitan_0_3"),
+        ("target=reference,torchtitan_0_3 tp>1", "nightly"),
+        ("target!=torchtitan_0_3 tp>1", "nightly"),
     ],
 )
 def test_a_record_is_reproduced_in_a_tier_that_has_its_cases(where: str, tier: str) -> None:

@@ -12,7 +12,7 @@ from harness.sources import installed_version
 def _torchtitan() -> None:
     if installed_version("torchtitan") != VERSIONS[TORCHTITAN_0_3]:
         pytest.skip("torchtitan 0.3.0 is not installed: `make torchtitan-0.3` installs it and runs these tests")
-    from harness.plugins.torchtitan.worker.v0_3 import preload
+    from harness.plugins.torchtitan.worker import preload
     from harness.worker.virtual import device
 
     device.install()

@@ -16,7 +16,7 @@ from tests.builders import make_case
 def config_of(case: Case, **changes: Any) -> Any:
     from torchtitan.components.loss import CrossEntropyLoss
 
-    from harness.plugins.torchtitan.worker.v0_3.config import trainer_config
+    from harness.plugins.torchtitan.worker.config import trainer_config
 
     given = {"fsdp": case.uses_fsdp, "dp_rank": 0, "microbatches": 1, "local_batch": case.local_batch}
     return trainer_config(case, World(device=torch.device("cpu"), **(given | changes)), CrossEntropyLoss.Config())
@@ -85,7 +85,7 @@ def test_compile(mode: str, backend: str) -> None:
     ],
 )
 def test_sizes_and_conversions_are_those_of_the_case(axes: dict[str, Any]) -> None:
-    from harness.plugins.torchtitan.worker.v0_3.trainer import add_names
+    from harness.plugins.torchtitan.worker.trainer import add_names
     from harness.worker.discovery import converted_linears, linears
 
     case = make_case(**axes)

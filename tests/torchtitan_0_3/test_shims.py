@@ -69,7 +69,7 @@ def test_trainer_needs_a_local_rank(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_trainer_turns_garbage_collection_off() -> None:
     from torchtitan.tools.utils import GarbageCollection
 
-    from harness.plugins.torchtitan.worker.v0_2.shims import garbage_collected
+    from harness.plugins.torchtitan.worker.shims import garbage_collected
 
     with garbage_collected():
         GarbageCollection()
@@ -80,7 +80,7 @@ def test_trainer_turns_garbage_collection_off() -> None:
 def test_loss_rounds_to_float32_without_its_shim() -> None:
     from torchtitan.components.loss import cross_entropy_loss
 
-    from harness.plugins.torchtitan.worker.v0_2.shims import float64_kept
+    from harness.plugins.torchtitan.worker.shims import float64_kept
 
     logits, labels = torch.zeros(1, 2, 4, dtype=torch.float64), torch.zeros(1, 2, dtype=torch.int64)
     assert cross_entropy_loss(logits, labels).dtype is torch.float32, "`float64_kept` can go"

@@ -91,7 +91,7 @@ def check(*distances: ModuleDistance, case: Case = CASE) -> list[Finding]:
         ("tp2-tensorwise-graph-v2048-b16", ()),  # compared bit for bit with its eager partner
         ("single-tensorwise-inductor-v2048-s2-b16", (1, 2)),  # code rounds elsewhere
         ("tp2-tensorwise-inductor-v2048-f64", ()),
-        ("target.torchtitan-tp2-rowwise-inductor-v2048-b16", ()),
+        ("target.torchtitan_0_3-hsdp2x2-rowwise-inductor-v2048-b16", ()),
         ("tp2-tensorwise-v2048-s8-b16", (1, 2, 3, 4, 5, 6, 7, 8)),
         ("tp2-tensorwise-v2048-s50-b16", (1, 2, 3, 4, 5, 20, 35, 50)),
         ("tp2-tensorwise-dim.512-layers.4-ffn.1408-v4096-s50-b16", (1, 2, 50)),  # 150 MB a step

@@ -11,7 +11,7 @@ from harness.matrix.layout import DP_AXES, OTHERS, REST, left_over, ranks_of
 from harness.matrix.linears import BLOCK_LINEARS, OUTPUT_FQN
 from harness.matrix.recipes import TRAITS, block_recipe
 from harness.matrix.rules import exclusions
-from harness.matrix.targets import REFERENCE, TORCHTITAN
+from harness.matrix.targets import REFERENCE, TORCHTITAN_0_3
 from harness.plugins.bugs.facts import (
     CONVERTED_OUTPUT,
     FILTERS,
@@ -28,6 +28,7 @@ from harness.plugins.bugs.report import clean_words
 
 _PLACEHOLDER = 2  # the degree assumed until somebody answers
 _LARGEST = 4096  # degree
+TORCHTITAN = "torchtitan"  # the tool
 SIZES = (*ModelShape.__struct_fields__, "vocab_size")
 # What means nothing where a degree is 1, or there are no compiled blocks, and why.
 _MEANINGLESS = {
@@ -325,7 +326,7 @@ class Draft:
         elif "compile" not in self.axes and statement is None:
             self.assumed["compile"] = "none: nothing says that blocks were compiled"
         if "compile" in self.axes and self.count("tp") > 1 and self.tool == TORCHTITAN:
-            if self._target == REFERENCE:
+            if self._target in (REFERENCE, TORCHTITAN_0_3):
                 self.assumed["wait_for_embedding"] = "true: blocks that get an unfinished embedding are another bug"
             else:
                 self.put("wait_for_embedding", False, self.assumed, "torchtitan hands blocks an unfinished embedding")

@@ -128,14 +128,6 @@ def test_groups_between_nodes_share_the_network_of_their_devices() -> None:
     assert axis_bytes_s(Layout(tp=16), "tp", H100) == min(H100.link_bytes_s, 8 * H100.network_bytes_s)
 
 
-@pytest.mark.parametrize("tp", [1, 2])
-def test_a_trainer_that_reduces_over_two_axes_at_once_is_predicted(tp: int) -> None:
-    """torchtitan logs with all-reduces over all data-parallel ranks of HSDP."""
-    case = training(MODELS["llama3-8b"], dp_replicate=2, dp_shard=4, tp=tp, recipe="tensorwise")
-    logs = predicted_step(replace(case, target="torchtitan"), H100)
-    assert 0 < logs.data_parallel_s - predicted_step(case, H100).data_parallel_s < 1e-3
-
-
 @pytest.mark.parametrize(("kind", "sent"), [("all_gather", 3.0), ("reduce_scatter", 0.75), ("all_reduce", 1.5)])
 def test_rings_send_all_but_what_a_rank_has(kind: str, sent: float) -> None:
     transfer = Transfer(axis="tp", kind=kind, dtype="bfloat16", elements=10**9, purpose="")

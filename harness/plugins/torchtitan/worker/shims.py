@@ -1,7 +1,7 @@
-"""The shims: what stands in where torchtitan 0.2.2 or 0.3.0 expects a GPU, or a process that is never forked.
+"""The shims: what stands in where torchtitan 0.3.0 expects a GPU, or a process that is never forked.
 
-Each is one function that says why it is needed and when it can go; `tests/torchtitan/test_shims.py` fails when one can.
-None changes what is computed. Extension points of torchtitan (train spec, loss, metrics) are not shims: `trainer.py`.
+Each is one function that says why it is needed and when it can go; `tests/torchtitan_0_3/test_shims.py` fails when one
+can. None changes what is computed. Extension points of torchtitan (model spec, loss, metrics) are in `trainer.py`.
 """
 
 from __future__ import annotations
@@ -21,27 +21,23 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from harness.matrix.targets import TORCHTITAN, TORCHTITAN_0_3, VERSIONS
+from harness.matrix.targets import TORCHTITAN_0_3, VERSIONS
 from harness.worker.virtual import collectives
 
-_KERNELS = {
-    TORCHTITAN: "torchtitan.models.moe.kernels",
-    TORCHTITAN_0_3: "torchtitan.distributed.minimal_async_ep.kernels",
-}
-_CONVERTERS = {TORCHTITAN: ("float8",), TORCHTITAN_0_3: ("float8", "mx")}
+_KERNELS = "torchtitan.distributed.minimal_async_ep.kernels"
 
 
 @functools.cache
-def import_torchtitan(target: str) -> None:
-    """Import the torchtitan of a target with every shim that its import needs, once per process."""
-    require_version(target)
+def import_torchtitan() -> None:
+    """Import torchtitan with every shim that its import needs, once per process."""
+    require_version()
     without_arrow_thread()
-    without_triton(target)
+    without_triton()
     with device_named("cpu" if on_virtual_device() else "cuda"):
-        importlib.import_module("torchtitan.train" if target == TORCHTITAN else "torchtitan.trainer")
+        importlib.import_module("torchtitan.trainer")
         importlib.import_module("torchtitan.models.llama3")
     if on_virtual_device():
-        capability(target)
+        capability()
     float64_dtype()
     gc.enable()
 
@@ -51,11 +47,11 @@ def on_virtual_device() -> bool:
     return collectives.BACKEND in dist.Backend.backend_list
 
 
-def require_version(target: str) -> None:
+def require_version() -> None:
     """Raises ValueError when another version of torchtitan is installed than the target drives, or none."""
-    installed, driven = importlib.metadata.version("torchtitan"), VERSIONS[target]
+    installed, driven = importlib.metadata.version("torchtitan"), VERSIONS[TORCHTITAN_0_3]
     if installed != driven:
-        raise ValueError(f"the target {target} drives torchtitan {driven}, but {installed} is installed")
+        raise ValueError(f"the target {TORCHTITAN_0_3} drives torchtitan {driven}, but {installed} is installed")
 
 
 def without_arrow_thread() -> None:
@@ -67,14 +63,14 @@ def without_arrow_thread() -> None:
     os.environ.setdefault("JE_ARROW_MALLOC_CONF", "background_thread:false")
 
 
-def without_triton(target: str) -> None:
+def without_triton() -> None:
     """Stand in for torchtitan's Triton kernels of mixture-of-experts where Triton is missing (a CPU torch).
 
-    Importing torchtitan 0.2.2, or the Trainer of 0.3.0, imports them, and a Llama never calls them.
+    The Trainer imports them, and a Llama never calls them.
     Can go when these can be imported without Triton.
     """
     if importlib.util.find_spec("triton") is None:
-        kernels: Any = types.ModuleType(_KERNELS[target])
+        kernels: Any = types.ModuleType(_KERNELS)
         kernels.__getattr__ = _needs_triton
         sys.modules[kernels.__name__] = kernels
 
@@ -106,12 +102,12 @@ def device_named(kind: str) -> Iterator[None]:
         utils._get_available_device_type = asked
 
 
-def capability(target: str) -> None:
+def capability() -> None:
     """Answer the converters' question for the compute capability of FP8 and MXFP8: the virtual device has both matmuls.
 
     Can go when the converters do not ask for CUDA on a device that is not CUDA.
     """
-    for name in _CONVERTERS[target]:
+    for name in ("float8", "mx"):
         converter: Any = importlib.import_module(f"torchtitan.components.quantization.{name}")
         converter.has_cuda_capability = lambda *_: True
 

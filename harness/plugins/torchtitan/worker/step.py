@@ -1,4 +1,4 @@
-"""torchtitan's `train_step`, whatever its version: what it is given, and what it logs."""
+"""torchtitan's `train_step`: what it is given, and what it logs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torchtitan.tools.utils import device_type as torchtitan_device
 from harness.matrix.case import Case
 from harness.matrix.linears import OUTPUT_FQN
 from harness.matrix.stages import modules_of_stage, stage_count
-from harness.plugins.torchtitan.worker.v0_2.shims import garbage_collected, local_rank
+from harness.plugins.torchtitan.worker.shims import garbage_collected, local_rank
 from harness.worker.dispatch_hooks.hook import unobserved
 from harness.worker.targets.target import StepResult, World
 from harness.worker.virtual.graph_backend import graph_backend

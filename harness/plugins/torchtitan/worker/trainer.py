@@ -13,9 +13,9 @@ from torchtitan.distributed.spmd_types import current_spmd_mesh, spmd_mesh_size
 from torchtitan.trainer import Trainer
 
 from harness.matrix.linears import OUTPUT_FQN
-from harness.plugins.torchtitan.worker.v0_2.shims import float64_kept
-from harness.plugins.torchtitan.worker.v0_2.step import Metrics, TrainedByTorchtitan, infer_shapes, trained_by
-from harness.plugins.torchtitan.worker.v0_3.config import trainer_config
+from harness.plugins.torchtitan.worker.config import trainer_config
+from harness.plugins.torchtitan.worker.shims import float64_kept
+from harness.plugins.torchtitan.worker.step import Metrics, TrainedByTorchtitan, infer_shapes, trained_by
 
 if TYPE_CHECKING:
     from harness.matrix.case import Case

@@ -25,7 +25,7 @@ from torchtitan.trainer import Trainer
 
 from harness.matrix.linears import OUTPUT_FQN, converted_fqns, is_converted, linear_fqns
 from harness.matrix.targets import torchtitan_degrees
-from harness.plugins.torchtitan.worker.v0_2.step import GRAPH_BACKEND, MAX_NORM, pipeline_options, sequences_of_step
+from harness.plugins.torchtitan.worker.step import GRAPH_BACKEND, MAX_NORM, pipeline_options, sequences_of_step
 
 if TYPE_CHECKING:
     from harness.matrix.case import Case
