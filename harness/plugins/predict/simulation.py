@@ -28,7 +28,7 @@ from harness.request import SimulationRequest
 from harness.studies.surviving import RanksFailed
 from harness.trace.counts import SimulatedRank, collective_of, multiplied_words
 
-PROGRAM = "harness.expect.worker.main"
+PROGRAM = "harness.plugins.predict.worker.main"
 _DEADLINE_S = 1800.0
 _EXACT = ("parameters", "buffers", "optimizer", "gradients", "saved", "before_backward")
 _SCALAR_BYTES = 8

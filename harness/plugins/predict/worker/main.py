@@ -21,9 +21,9 @@ from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torchao.float8.fsdp_utils import WeightWithDynamicFloat8CastTensor
 
-from harness.expect.worker.fake_tensor_hooks import FakeTensorHooks, Storages, silent_propagation
 from harness.matrix.case import Case
 from harness.matrix.layout import dp_rank
+from harness.plugins.predict.worker.fake_tensor_hooks import FakeTensorHooks, Storages, silent_propagation
 from harness.request import SimulationRequest
 from harness.trace.counts import SimulatedRank
 from harness.worker.probes.flops import FlopsProbe
