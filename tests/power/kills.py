@@ -9,7 +9,7 @@ its teeth unseen; the sweeps plant all faults.
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -17,6 +17,7 @@ import msgspec
 
 from harness.matrix.case import Case
 from harness.matrix.caseid import case_id
+from harness.matrix.recipes import TRAITS
 from harness.plugins.faults.faults import Fault, all_faults, host_kind
 from harness.plugins.faults.kills import Kills, read_kills
 from harness.plugins.faults.mutation import MutationMatrix, hosts_among, run_mutations
@@ -26,9 +27,20 @@ from harness.running.plan import make_plan
 from harness.running.progress import SilentProgress
 from harness.running.selection import Query
 
-# Faults of class H are planted in compiled blocks, which take ten times as long as eager ones.
-EAGER = tuple(fault for fault in all_faults().values() if fault.group != "H")
-COMPILED = tuple(fault for fault in all_faults().values() if fault.group == "H")
+
+def first_host(fault: Fault) -> Case:
+    return fault.hosts(at_most=1)[0]
+
+
+def planted_in(kind: Callable[[Case], bool]) -> tuple[str, ...]:
+    """The names of the faults whose first host case is of this kind."""
+    return tuple(name for name, fault in all_faults().items() if kind(first_host(fault)))
+
+
+# Compiled blocks take ten times as long as eager ones.
+_IN_COMPILED = planted_in(lambda host: host.compile != "none")
+EAGER = tuple(fault for fault in all_faults().values() if fault.name not in _IN_COMPILED)
+COMPILED = tuple(fault for fault in all_faults().values() if fault.name in _IN_COMPILED)
 
 # Those of what only the reference target has.
 OF_THE_REFERENCE = {
@@ -46,10 +58,10 @@ OF_THE_REFERENCE = {
     "SGD": "momentum_lost momentum_of_another_weight weight_decay_decoupled",
     "casts": "config_of_grad_output_ignored granularities_swapped",
     "parameters in bfloat16": "parameters_kept_in_float32 gradients_a_little_too_large",
-    "MXFP8": " ".join(name for name, fault in all_faults().items() if fault.group == "J"),
-    "experts": " ".join(name for name, fault in all_faults().items() if fault.group == "K"),
-    "pipelines": " ".join(name for name, fault in all_faults().items() if fault.group == "L"),
-    "context parallelism": " ".join(name for name, fault in all_faults().items() if fault.group == "M"),
+    "MXFP8": " ".join(planted_in(lambda host: TRAITS[host.float8.recipe].in_blocks)),
+    "experts": " ".join(planted_in(lambda host: host.model.experts > 0)),
+    "pipelines": " ".join(planted_in(lambda host: host.layout.pp > 1)),
+    "context parallelism": " ".join(planted_in(lambda host: host.layout.cp > 1)),
 }
 # Its one host case has a recorded fault, and runs twice as often: planted in `test_known.py`, where that host case is.
 IN_A_KNOWN_CASE = ("weight_amax_over_world",)
@@ -112,7 +124,7 @@ _PRECOMPUTED_STEPS = 3  # the first scales are precomputed after the first updat
 @functools.cache
 def short_host(fault: Fault) -> Case:
     """The first host case of a fault, with as few steps as let it show."""
-    (host,) = fault.hosts(at_most=1)
+    host = first_host(fault)
     fewest = _PRECOMPUTED_STEPS if host.float8.precompute_scale else _FEWEST_STEPS
     train = msgspec.structs.replace(host.train, steps=max(fewest, fault.since_step))
     return msgspec.structs.replace(host, train=train)
@@ -120,7 +132,7 @@ def short_host(fault: Fault) -> Case:
 
 def part_of(fault: Fault) -> Part:
     """Where the first host case of a fault belongs; a training loop does more than one batch and one update a step."""
-    (host,) = fault.hosts(at_most=1)
+    host = first_host(fault)
     kind, train = host_kind(host), host.train
     if host.model.experts:
         return "experts"
@@ -185,7 +197,7 @@ def recorded_kills() -> Kills:
 @functools.cache
 def recorded_rules(fault: Fault) -> frozenset[str]:
     """The rules that a fault broke in its first host case when the matrix was recorded."""
-    (host,) = fault.hosts(at_most=1)
+    host = first_host(fault)
     kill = recorded_kills().found.get(fault.name, {}).get(case_id(host))
     return frozenset() if kill is None else frozenset(kill.rules)
 

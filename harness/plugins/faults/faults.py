@@ -109,9 +109,9 @@ def _is_one_of(text: str, patterns: Texts) -> bool:
 class Fault(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One planted fault.
 
-    `where`: selectors, one of which a case must match. `since_step`: the first step in which anything can differ.
-    `model`: which targets have what it changes. `equivalent`: why the fault has no observable effect (an equivalent
-    mutant); None if it must be detected. `headline`: where the fault is, as far as that can be said of any host case.
+    `where`: its scope, selectors one of which a case must match. `since_step`: the first step in which anything can
+    differ. `model`: which targets have what it changes. `equivalent`: why the fault has no observable effect (an
+    equivalent mutant); None if it must be detected. `headline`: where it is, as far as any host case can say that.
     """
 
     name: str
@@ -147,14 +147,16 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     def applies(self, case: Case) -> bool:
         """True if the fault can be planted in this case and has its effect there.
 
-        Faults of class H need compiled blocks; all others patch code that compiled blocks do not call. Those of class L
-        need a pipeline, and those of class M context parallelism, in which others were not measured.
+        In cases with compiled blocks, a pipeline or context parallelism alone a scope that names this axis applies:
+        compiled blocks do not call what others patch, and in the other two their effect was not measured.
         """
-        group, layout = self.group, case.layout
-        alike = (case.compile != "none") == (group == "H") and (layout.pp > 1) == (group == "L")
-        if not (alike and (layout.cp > 1) == (group == "M") and self.fits(case.target)):
-            return False
-        return any(parse_selector(text).matches(case) for text in self.where)
+        layout = case.layout
+        own = (("compile", case.compile != "none"), ("pp", layout.pp > 1), ("cp", layout.cp > 1))
+        to_name = {axis for axis, is_on in own if is_on}
+        scopes = map(parse_selector, self.where)
+        return self.fits(case.target) and any(
+            scope.matches(case) and to_name <= {term.axis for term in scope.terms} for scope in scopes
+        )
 
 
 # The cases that faults are planted in: small world sizes that together cover all code paths. The first that a fault
