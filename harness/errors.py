@@ -24,7 +24,3 @@ class HarnessError(Exception):
         head = f"{self.where}: " if self.where else ""
         tail = f" Fix: {self.fix}" if self.fix else ""
         return f"{head}{self.what}{tail}"
-
-
-class NotCompared(HarnessError):
-    """There is nothing to compare. It has an exit code of its own, as equal and different things have."""

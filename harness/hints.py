@@ -54,10 +54,6 @@ def compare_runs(first: str, second: str) -> str:
     return _command("compare", first, second)
 
 
-def save_trace(case_id: str, folder: Path) -> str:
-    return _command("run", case_id, "--save-trace", str(folder))
-
-
 def bisect_versions(case_id: str, package: str, *, good: str, bad: str, words: Sequence[str] = ()) -> str:
     """Finds the version of a package with which a case starts or stops to fail."""
     return _command("bug", "bisect", case_id, "--package", package, "--good", good, "--bad", bad, *words)

@@ -1,6 +1,6 @@
 """What one run of a case measured: the numbers that are kept with its result, which `compare` reads and reports draw.
 
-Small enough to keep for every case of every run; what the ranks recorded in full is only kept by `--save-trace`.
+Small enough to keep for every case of every run; what the ranks recorded in full is not kept.
 """
 
 from __future__ import annotations

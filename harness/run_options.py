@@ -287,13 +287,6 @@ class CommandOptions(msgspec.Struct, frozen=True, kw_only=True):
             pytest="none: its plugins annotate failures of all tests",
         ),
     ] = False
-    save_trace: Annotated[
-        Path | None,
-        Option(
-            "Write what ranks recorded of every case as DIR/ID.npz, for `compare --records` and numpy.",
-            metavar="DIR",
-        ),
-    ] = None
     keep_logs: Annotated[Path | None, Option("Keep output and stack dumps of ranks.", metavar="DIR")] = None
     durations: Annotated[
         Annotated[int, msgspec.Meta(ge=0)] | None,

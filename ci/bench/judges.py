@@ -36,12 +36,10 @@ from harness.request import RunRequest
 from harness.running.executor import Executor, open_executor
 from harness.running.plan import Plan, make_plan
 from harness.sources import installed_versions
-from harness.studies.strategies import open_validation, validate
 from harness.trace.record import Patch
 
 HERE = Path(__file__).parent
 WATCHERS = ("comm", "hashes")
-STRATEGIES = "strategies"
 # How a clean run is repeated: environment of its zygote
 REPEATS: Mapping[str, Mapping[str, str]] = {
     "the same again": {},
@@ -49,7 +47,6 @@ REPEATS: Mapping[str, Mapping[str, str]] = {
     "without AVX512": {"ATEN_CPU_CAPABILITY": "avx2"},
 }
 DEADLINE_S = 300.0
-OPERATORS = ("mm", "embedding", "amax", "abs", "_log_softmax", "t", "view", "cat")
 STEPS = 2
 REPEATED = 3  # every third clean case is repeated and timed
 
@@ -128,7 +125,6 @@ class Asking:
 
     def run(self) -> None:
         self._ask_watchers()
-        self._ask_for_strategies()
         for name in REPEATS:
             if name not in self._record.alarms:
                 self._repeat(name)
@@ -167,19 +163,6 @@ class Asking:
             seen[work] = ranks
             if work.fault:
                 self._answer(work.fault, work.judge, differs(work.judge, ranks, seen[work._replace(fault="")]))
-
-    def _ask_for_strategies(self) -> None:
-        """Torch's validation of the strategies that TP needs, with each fault and without."""
-        faults = [fault for fault in self._sample if STRATEGIES not in self._open(fault)]
-        if not faults:
-            return
-        with open_validation(self._project, self._plan) as engine:
-            clean = validate(engine, OPERATORS, ())
-            for number, fault in enumerate(faults, 1):
-                said = validate(engine, OPERATORS, (Patch(text=PREFIX + fault),))
-                known = not (said.unavailable or clean.unavailable)
-                self._answer(fault, STRATEGIES, said != clean if known else None)
-                print(f"{number}/{len(faults)} {STRATEGIES} {fault} {said.unavailable[:200]}", flush=True)
 
     def _repeat(self, name: str) -> None:
         works = [Work(judge, case) for case in self._repeated for judge in WATCHERS]

@@ -1,9 +1,9 @@
-"""`fp8-harness compare`: GO, NO-GO or NOT COMPARED of two runs, or what their ranks recorded differently."""
+"""`fp8-harness compare`: GO, NO-GO or NOT COMPARED of two runs."""
 
 from __future__ import annotations
 
 import datetime
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from pathlib import Path
 
 import click
@@ -12,7 +12,7 @@ from harness.cli import options
 from harness.cli.environments import given_words, run_in_each, versions_of, versions_parameter
 from harness.cli.show import page_of
 from harness.environment import Environment
-from harness.errors import HarnessError, NotCompared
+from harness.errors import HarnessError
 from harness.evidence.golden import Golden, find_golden, hardware_classes
 from harness.evidence.sealed import Missing
 from harness.gate.cases import Goldens
@@ -21,15 +21,12 @@ from harness.gate.reason import Allowance, Kind
 from harness.matrix.caseid import family_id, parse_case_id
 from harness.matrix.records import read_quarantine, read_required
 from harness.project import Project, find_project
-from harness.report.difference import difference, difference_blocks
 from harness.report.gate import gate_front, gate_markdown, gate_sections
 from harness.report.runs import environments_sections
-from harness.report.sections import Section
 from harness.result import RunResult
 from harness.running.selection import recorded_faults
 from harness.running.stored import results_of
 from harness.running.versions import Versions
-from harness.tables import load_tables
 from harness.verdict import ExitCode
 
 _EPILOG = """\b
@@ -37,15 +34,13 @@ Examples:
   fp8-harness compare last~1 last
   fp8-harness compare v1 v2 --allow 'wire=two gathers became one' --html gate.html
   fp8-harness compare --versions torch=2.15.0,nightly --env nightly=.venv-nightly pr --select tp=2
-  fp8-harness compare good bad --records            of two `run --save-trace`
 
 \b
 A and B are a name of `run --name`, "last", "last~2", a file of `run --json`,
-or a folder of such files, the shards of one run;
-with --records two folders or files that `run --save-trace` wrote.
+or a folder of such files, the shards of one run.
 Cases in cases/quarantine.toml do not gate. Environments of --versions are made
 in the state folder and kept; torch comes with its libraries, 5 GB with CUDA.
-Exit codes: 0 GO or equal records, 1 NO-GO or other records, 6 nothing was compared.
+Exit codes: 0 GO, 1 NO-GO, 6 nothing was compared.
 """
 
 _OF_THE_RUNS = ("sources", "expressions", "jobs", "timeout_s")
@@ -55,14 +50,11 @@ _CODES = {
     Answer.NO_GO: ExitCode.FAILED,
     Answer.NOT_COMPARED: ExitCode.NOT_COMPARED,
 }
-_WORDS = {"equal": ExitCode.GOOD, "different": ExitCode.FAILED, "NOT COMPARED": ExitCode.NOT_COMPARED}
-_WORST_FIRST = (ExitCode.FAILED, ExitCode.NOT_COMPARED, ExitCode.GOOD)
 _Sides = tuple[tuple[str, str], "tuple[RunResult, RunResult]"]  # names and results
 
 
 @click.command("compare", epilog=_EPILOG)
-@click.argument("sources", metavar="[A B [CASE-ID]... | TIER|FILE|CASE-ID...]", nargs=-1)
-@click.option("--records", is_flag=True, help="Show what ranks recorded differently in these cases; default: in all.")
+@click.argument("sources", metavar="[A B | TIER|FILE|CASE-ID...]", nargs=-1)
 @click.option("--versions", metavar="PACKAGE=V1,V2", help="Run these cases with each version; compare V1 and the last.")
 @click.option(
     "--required",
@@ -84,7 +76,6 @@ _Sides = tuple[tuple[str, str], "tuple[RunResult, RunResult]"]  # names and resu
 def compare_command(  # noqa: PLR0913  one parameter an option
     *,
     sources: tuple[str, ...],
-    records: bool,
     versions: str | None,
     required: Path | None,
     allowed: tuple[str, ...],
@@ -101,11 +92,8 @@ def compare_command(  # noqa: PLR0913  one parameter an option
 
     NOT COMPARED where no case is good in both, both ran none of the same cases, or no check judged them.
 
-    With --records: what the ranks of two runs recorded differently: scales, matmuls, collectives, memory, gradients,
-    losses, causes first. With --versions the cases are run, and --select, -j and --timeout-s are as in `run`.
+    With --versions the cases are run, and --select, -j and --timeout-s are as in `run`.
     """
-    if records:
-        return _compare_records(sources)
     project = find_project(root)
     terms = GatePolicy(
         now=datetime.datetime.now(datetime.UTC),
@@ -169,38 +157,3 @@ def _goldens(project: Project, candidate: RunResult) -> Goldens:
             return None
 
     return find
-
-
-def _compare_records(sources: tuple[str, ...]) -> int:
-    if len(sources) < 2:
-        raise click.UsageError("--records needs A and B, folders that `run --save-trace` wrote, or files of them.")
-    if others := given_words(click.get_current_context().params.keys() - {"sources", "records"}):
-        raise click.UsageError(f"{others[0]} is no option of --records.")
-    first, second, *case_ids = sources
-    codes = set()
-    for name, (left, right) in _pairs(Path(first), Path(second), case_ids).items():
-        differences = difference(load_tables(left), load_tables(right))
-        equal = all(table.equal for table in differences)
-        word = "different" if not equal else "equal" if any(table.rows for table in differences) else "NOT COMPARED"
-        options.print_sections([Section(title=f"{name}: {word}", blocks=difference_blocks(differences))])
-        click.echo()
-        codes.add(_WORDS[word])
-    return next(code for code in _WORST_FIRST if code in codes)
-
-
-def _pairs(first: Path, second: Path, case_ids: Collection[str]) -> dict[str, tuple[Path, Path]]:
-    for path in (first, second):
-        if not path.exists():
-            raise HarnessError("there is no such folder or file.", where=str(path), fix="run with --save-trace first.")
-    if first.is_file() and second.is_file():
-        return {first.stem if first.stem == second.stem else f"{first.stem} and {second.stem}": (first, second)}
-    if not (first.is_dir() and second.is_dir()):
-        raise HarnessError("a folder cannot be compared with a file.", where=str(second), fix="give two of one kind.")
-    left, right = ({path.stem: path for path in folder.glob("*.npz")} for folder in (first, second))
-    both = {name: (left[name], right[name]) for name in left if name in right and name in (case_ids or left)}
-    if not both:
-        fix = "name two folders that --save-trace wrote, or two files of them."
-        raise NotCompared("no case has a saved trace in both folders.", where=f"{first}, {second}", fix=fix)
-    for name in sorted(left.keys() ^ right.keys()):
-        options.say(f"only in {first if name in left else second}: {name}", err=True)
-    return both

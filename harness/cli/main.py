@@ -13,7 +13,7 @@ import click
 
 from harness.cli.groups import LazyGroup
 from harness.engine.hardware import cpu_name
-from harness.errors import HarnessError, NotCompared
+from harness.errors import HarnessError
 from harness.matrix.scope import out_of_scope
 from harness.printable import printable
 from harness.sources import installed_source, installed_version
@@ -112,7 +112,6 @@ def _describe(error: BaseException) -> tuple[str, ExitCode]:
 
             codes = {
                 NothingSelected: ExitCode.NOTHING_RAN,
-                NotCompared: ExitCode.NOT_COMPARED,
                 RanksFailed: ExitCode.INFRA,
             }
             code = next((code for kind, code in codes.items() if isinstance(error, kind)), ExitCode.USAGE)

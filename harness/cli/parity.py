@@ -41,7 +41,6 @@ Without a case: the tiny model, rowwise, bfloat16. The run is stored: `show last
 Exit codes: 0 every layout is equal or within rounding, 1 one is wrong, 3 nothing ran, 4 infrastructure.
 """
 _AGAINST = "Run the same in another place, as base: a git revision of the target's repository, a release, or a venv."
-_STRATEGIES = "Add what torch's own validation of sharding strategies reports about the operators of a layout."
 _OF_THE_BASE = ("jobs", "slots", "quiet")
 _AXES = tuple(name for name in AXES if name not in (*MESH_AXES, "async_tp"))
 
@@ -66,7 +65,6 @@ _AXES = tuple(name for name in AXES if name not in (*MESH_AXES, "async_tp"))
     "budget_s", f"The cheapest layouts that fit; the others are named. Default: {BUDGET_S:g} without --layouts."
 )
 @click.option("--against", metavar="REV|PACKAGE==VERSION|VENV", help=_AGAINST)
-@click.option("--strategies", is_flag=True, help=_STRATEGIES)
 @options.run_option("inject")
 @options.json_option("the table")
 @options.run_option("markdown_file", "Write the table as markdown.")
@@ -83,7 +81,6 @@ def parity_command(  # noqa: PLR0913  one parameter per option
     goldens: tuple[Path, ...],
     budget_s: float | None,
     against: str | None,
-    strategies: bool,
     inject: tuple[str, ...],
     json_file: Path | None,
     markdown_file: Path | None,
@@ -124,9 +121,7 @@ def parity_command(  # noqa: PLR0913  one parameter per option
         place = None
         if against is not None:
             place = Against(against, project, plan, progress.note, words=tuple(given_words(_OF_THE_BASE)))
-        parity, result = compare_layouts(
-            project, cases, plan, progress, budget_s=budget_s, against=place, strategies=strategies
-        )
+        parity, result = compare_layouts(project, cases, plan, progress, budget_s=budget_s, against=place)
     if golden is not None:
         parity = with_golden(parity, golden)
     options.print_report(parity_sections(parity, result), json_file, parity)

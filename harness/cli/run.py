@@ -48,7 +48,7 @@ Examples:
   fp8-harness run pr --inject fix.py:apply      with a patch of yours in every rank
 """
 
-_OF_ONE_RUN = ("name", "json_file", "junit_file", "markdown_file", "save_trace", "keep_logs", "last_failed")
+_OF_ONE_RUN = ("name", "json_file", "junit_file", "markdown_file", "keep_logs", "last_failed")
 _STDOUT = Path("-")  # of --json: the report for people goes to stderr then
 
 

@@ -63,11 +63,9 @@ def parity_table(parity: Parity) -> Table:
     if parity.against:
         columns["base off"] = _of_base(_off)
     columns |= {"allowed": _allowed, "worst gradient, or why": _why}
-    if any(row.strategies for row in parity.rows):
-        columns["strategies"] = lambda row: "-" if row.strategies is None else row.strategies.text
     shown = {name: [cell(row) for row in parity.rows] for name, cell in columns.items()}
     shown = {name: cells for name, cells in shown.items() if any(cells) or not name.startswith("base")}
-    words = ("layout", "verdict", "base", "change", "worst gradient, or why", "strategies")
+    words = ("layout", "verdict", "base", "change", "worst gradient, or why")
     return Table(
         columns=tuple(shown),
         rows=tuple(zip(*shown.values(), strict=True)),

@@ -17,7 +17,6 @@ from harness.checks.catalogue import BROKEN, UNEXPLAINED
 from harness.checks.failure_signature import signature_of
 from harness.checks.failures import REPORT, advice
 from harness.checks.judge import Judgement, run_from_outcome
-from harness.durable import WriteFailed
 from harness.engine.messages import JobOutcome, JobStatus
 from harness.matrix.case import Case
 from harness.matrix.caseid import case_id
@@ -27,7 +26,6 @@ from harness.running.injection import Injection
 from harness.running.plan import Plan
 from harness.running.witnesses import WitnessCache, WitnessLost
 from harness.sources import installed_versions
-from harness.tables import save_tables
 from harness.trace import Run
 from harness.verdict import Finding, Verdict
 
@@ -109,23 +107,12 @@ class CaseRunner:
         try:
             run = run_from_outcome(outcome)
             judgement = self._judge.judge(case, run, outcome.status, self._cache, fixes)
-            self._save(case, run, fixes)
             return _explained(judgement, run, outcome), run
         except WitnessLost as lost:
             return Judgement(verdict=Verdict.INFRA, findings=(_report(str(lost)),)), run
         except Exception as error:  # a fault of the harness in one case must not lose the results of the others
             finding = BROKEN.finding(error=repr(error), details="".join(traceback.format_exception(error)))
             return Judgement(verdict=Verdict.INFRA, findings=(finding,)), run
-
-    def _save(self, case: Case, run: Run, fixes: Sequence[Injection]) -> None:
-        """Write what ranks recorded where the plan says so; of a run with fixes under a name of its own."""
-        if self._plan.traces is None or not run.traces:
-            return
-        name = f"{case_id(case)}{'.with-fix' if fixes else ''}.npz"
-        try:
-            save_tables(self._plan.traces / name, run)
-        except WriteFailed as error:
-            self._note(f"trace not saved: {error.text}")
 
     def _with_fix(self, case: Case, known: CaseResult) -> CaseResult | None:
         """The result of a case with a recorded fault, after a run with the fixes, in which nothing may be hidden.

@@ -66,7 +66,6 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     timeout_factor: float = 1.0  # multiplies the default, which a study may set in `timeout_s`
     max_failures: int | None = None  # stop after so many cases that are not good
     digests_built: bool = False  # as `RunRequest`
-    traces: Path | None = None  # save what ranks recorded here (`tables.py`)
     logs: Path | None = None  # keep rank logs and dumps here; None removes them
     name: str = ""  # that the user gave the run
     quarantined: Mapping[str, str] = {}  # by case id: until when, by whom and why
@@ -256,6 +255,5 @@ def with_command(plan: Plan, given: RunOptions, asked: CommandOptions) -> Plan:
         root_option=asked.root,
         logs=asked.keep_logs and asked.keep_logs.resolve(),
         max_failures=1 if asked.first_failure else asked.maxfail,
-        traces=asked.save_trace,
         name=asked.name,
     )

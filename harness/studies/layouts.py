@@ -31,7 +31,6 @@ from harness.running.progress import Progress
 from harness.running.selection import NothingSelected, Query
 from harness.studies.against import Against, Base, Change, change
 from harness.studies.curves import CurveRow, judge_curve
-from harness.studies.strategies import ValidatedLayout, validate_layouts
 from harness.studies.target_check import refusal_words
 from harness.verdict import ExitCode, Finding, Verdict, exit_code
 from harness.workflow import run
@@ -65,7 +64,6 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     change: Change = ""  # what became of it since the base; empty without one
     moved: str = ""  # by how much its numbers differ from those of the base, where no rounding explains it
     base: Row | None = None  # the same layout there; None where the base has no such target
-    strategies: ValidatedLayout | None = None  # torch's validation, where asked
 
 
 class Parity(msgspec.Struct, frozen=True, kw_only=True):
@@ -119,7 +117,7 @@ def within(project: Project, cases: Sequence[Case], budget_s: float) -> tuple[tu
     return tuple(ordered[:count]), tuple(ordered[count:])
 
 
-def compare_layouts(  # noqa: PLR0913  what runs, and what stands beside it
+def compare_layouts(
     project: Project,
     cases: Sequence[Case],
     plan: Plan,
@@ -127,7 +125,6 @@ def compare_layouts(  # noqa: PLR0913  what runs, and what stands beside it
     *,
     budget_s: float | None,
     against: Against | None = None,
-    strategies: bool = False,
 ) -> tuple[Parity, RunResult]:
     """Run the case in all layouts that no rule excludes; the run is stored like any other. The base runs first."""
     excluded = [_excluded(case) for case in cases if exclusions(case)]
@@ -139,9 +136,6 @@ def compare_layouts(  # noqa: PLR0913  what runs, and what stands beside it
     base = None if against is None else against.run(chosen[0].target, tuple(map(case_id, chosen)))
     result, _ = run(project, Query(sources=tuple(map(case_id, chosen))), plan, progress, hints=False)
     rows = tuple(_beside(base, case_result) for case_result in result.results)
-    if strategies:
-        validated = dict(zip(map(case_id, chosen), validate_layouts(project, chosen, plan), strict=True))
-        rows = tuple(msgspec.structs.replace(row, strategies=validated[row.case_id]) for row in rows)
     parity = Parity(
         case_id=case_id(msgspec.structs.replace(chosen[0], layout=Layout())),
         against="" if base is None else base.name,

@@ -6,7 +6,7 @@ the axes to the right (FSDP over TP), `Psum`, `Pavg`, `Pmax` and `Pmin` are Part
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Literal
 
 from harness.trace.record import Patch, Record
@@ -131,25 +131,3 @@ def shard_kind(check: OperatorCheck) -> Literal["even", "uneven", "empty"]:
     if any(0 in sizes for sizes in shards):
         return "empty"
     return "uneven" if any(len(set(sizes)) > 1 for sizes in shards) else "even"
-
-
-class StrategyQuestion(Record, frozen=True, kw_only=True):
-    """Operators whose sharding strategies the module of torch is to validate, by their names in aten."""
-
-    module: str
-    operators: tuple[str, ...]
-    injections: tuple[Patch, ...] = ()
-
-
-class Validated(Record, frozen=True, kw_only=True):
-    """What torch reports about its rules for one operator: those that hold for its samples, and those that do not."""
-
-    right: int
-    wrong: int
-
-
-class Validation(Record, frozen=True, kw_only=True):
-    """Torch's verdict by operator; `unavailable`: why there is none. An operator without samples is left out."""
-
-    operators: Mapping[str, Validated] = {}
-    unavailable: str = ""

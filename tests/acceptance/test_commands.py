@@ -14,9 +14,7 @@ from msgspec.structs import replace
 
 from harness.cli.main import app
 from harness.evidence.golden import load_golden, write_golden
-from harness.tables import save_tables
 from tests.acceptance.conftest import REPOSITORY, Command
-from tests.builders import make_trace, run_of
 from tests.programs import make_commit
 
 
@@ -261,39 +259,3 @@ def test_explain_takes_an_id_apart_and_says_what_a_case_costs(shared: Command) -
     own = shared.call("explain", "tp2-rowwise-v2048-f32")
     assert own.returncode == 0 and "estimated: from " in own.stdout  # by the costs that the harness measured
     assert shared.call("explain").returncode == 2
-
-
-def test_diff_shows_what_two_saved_traces_have_in_common_and_what_not(project: Command) -> None:
-    for name, loss in (("good", 8.0), ("same", 8.0), ("bad", 8.5)):
-        save_tables(project.folder / name / "case.npz", run_of(make_trace(losses=(loss, 7.0))))
-    equal, other = (
-        project.call("compare", "good", "same", "--records"),
-        project.run("compare", "good", "bad", "--records"),
-    )
-    assert (equal.returncode, other.returncode) == (0, 1)
-    assert "case: equal" in equal.stdout and "equal: steps (2 rows)" in equal.stdout
-    assert "steps: 1 of 2 rows differ" in other.stdout and "loss  8 -> 8.5" in other.stdout
-    files = project.call("compare", "good/case.npz", "bad/case.npz", "--records")
-    assert (files.returncode, files.stdout) == (1, other.stdout)
-
-
-def test_diff_of_what_cannot_be_compared_says_so(project: Command) -> None:
-    save_tables(project.folder / "good" / "case.npz", run_of(make_trace()))
-    (project.folder / "empty").mkdir()
-    for second, code, words in (
-        ("empty", 6, "no case has a saved trace in both folders"),
-        ("good/case.npz", 2, "two of one kind"),
-    ):
-        done = project.call("compare", "good", second, "--records")
-        assert done.returncode == code and words in done.stderr
-    (project.folder / "r.json").write_text("{}")
-    done = project.call("compare", "r.json", "r.json", "--records")
-    assert "r.json: is no trace that `run --save-trace DIR` wrote. Fix: give a folder of saved traces." in done.stderr
-
-
-def test_a_run_saves_the_trace_of_every_case(project: Command) -> None:
-    done = project.call("run", "smoke", "--device", "cpu", "--save-trace", "good")
-    assert done.returncode == 0
-    saved = {path.stem for path in (project.folder / "good").iterdir()}
-    assert len(saved) == 3  # the fourth case must be refused: its ranks leave no trace
-    assert project.call("compare", "good", "good", "--records").returncode == 0

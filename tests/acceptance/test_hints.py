@@ -162,13 +162,6 @@ def damaged_costs(project: Command) -> str:
     return project.call("run", "smoke", *CPU, "--budget-s", "60").stderr
 
 
-def damaged_trace(project: Command) -> str:
-    trace = project.folder / "good" / "single-tensorwise-v2048-s3-f32-tol.0.05.npz"
-    trace.parent.mkdir()
-    trace.write_bytes(b"no archive")
-    return project.call("compare", str(trace), str(trace), "--records").stderr
-
-
 def add_costs(project: Command) -> None:
     (project.folder / "golden" / "evidence").mkdir(exist_ok=True)
     shutil.copy(REPOSITORY / "golden" / "evidence" / "costs.json", project.folder / "golden" / "evidence")
@@ -232,7 +225,6 @@ SITUATIONS: dict[str, tuple[Callable[[Command], str], ...]] = {
     "resume_run": (interrupted,),
     "rerun_failed": (stopped,),
     "compare_runs": (two_environments,),
-    "save_trace": (damaged_trace,),
     "bisect_versions": (broken_version,),
     "update_golden": (damaged_golden,),
     "update_signature": (no_signature,),

@@ -26,7 +26,7 @@ LEVELS = [
     ["studies"],
     ["workflow"],
     ["running"],
-    ["store", "project", "tables"],
+    ["store", "project"],
     ["checks"],
     ["evidence"],
     ["expect"],

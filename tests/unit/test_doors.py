@@ -12,9 +12,8 @@ from harness.project import Project, find_project
 from harness.result import CaseResult
 from harness.running.stored import import_results, read_results
 from harness.store import RunStore, run_lines
-from harness.tables import save_tables
 from harness.verdict import Verdict
-from tests.builders import a_finding, make_measured, make_result, make_results, make_trace, run_of
+from tests.builders import a_finding, make_measured, make_result, make_results
 from tests.unit.test_printable import assert_inert
 
 A, B = "tp2-rowwise-v2048-s2-b16", "fsdp2-tensorwise-v2048-s2-b16"
@@ -54,17 +53,6 @@ def test_compare_has_an_exit_code_for_nothing_compared(
     assert main(["compare", *files, "--html", "gate.html", "--markdown", "gate.md"]) == code
     assert capsys.readouterr().out.startswith(f"{word}: after.json against before.json\n")
     assert Path("gate.md").read_text().startswith(f"## {word}: ") and word in Path("gate.html").read_text()
-
-
-def test_records_without_a_row_are_not_equal(capsys: pytest.CaptureFixture[str]) -> None:
-    for folder in ("a", "b", "c"):
-        Path(folder).mkdir()
-        save_tables(Path(folder, f"{A}.npz"), run_of())
-    Path("c", f"{A}.npz").rename(Path("c", f"{B}.npz"))
-    assert main(["compare", "--records", "a", "b"]) == 6 and f"{A}: NOT COMPARED\n" in capsys.readouterr().out
-    assert main(["compare", "--records", "a", "c"]) == 6 and "no case has a saved trace" in capsys.readouterr().err
-    save_tables(Path("a", f"{A}.npz"), run_of(make_trace(losses=(1.0,))))
-    assert main(["compare", "--records", "a", "a"]) == 0 and main(["compare", "--records", "a", "b"]) == 1
 
 
 def test_what_a_file_brings_is_inert_in_what_commands_print(capfd: pytest.CaptureFixture[str]) -> None:
