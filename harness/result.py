@@ -57,17 +57,22 @@ class WitnessMade(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RunStart(msgspec.Struct, frozen=True, kw_only=True, tag_field="line", tag="start"):
-    """What is known of a run before its first rank starts."""
+    """What is known of a run before its first rank starts.
+
+    `cases` are ids in the order of selection; those in `left_out` did not fit into the budget. `environment` is null
+    for a run of several environments. `started` is UTC in ISO 8601. `shard` is "2/4" for a part of the selection.
+    `argv` is the command line that runs these cases in this way.
+    """
 
     schema: Literal[4] = SCHEMA
-    cases: tuple[str, ...] = ()  # ids of all cases, in the order of selection
+    cases: tuple[str, ...] = ()
     options: RunOptions = RunOptions()
-    environment: Environment | None = None  # None: of several environments, or not known
+    environment: Environment | None = None
     name: str = ""  # given by the user
-    started: str = ""  # UTC, ISO 8601, seconds
-    left_out: tuple[str, ...] = ()  # ids that were selected and did not fit into the budget
-    shard: str = ""  # "2/4": the part of the selection that this is; empty: all of it
-    argv: tuple[str, ...] = ()  # of a command line that runs these cases in this way
+    started: str = ""
+    left_out: tuple[str, ...] = ()
+    shard: str = ""
+    argv: tuple[str, ...] = ()
 
 
 class Place(msgspec.Struct, frozen=True, kw_only=True):
@@ -83,7 +88,10 @@ class Place(msgspec.Struct, frozen=True, kw_only=True):
 class CaseResult(msgspec.Struct, frozen=True, kw_only=True, tag_field="line", tag="case"):
     """The result of one case.
 
-    `losses` (nats) and `grad_norms` are those of the lowest rank that finished; empty if none did.
+    `losses` (nats) and `grad_norms` are those of the lowest rank that finished; empty if none did. `expectation` is the
+    refusal or known fault that it must show. `checks` ran, in this order; `not_judged` did not. The tolerance of those
+    in `derived` was derived, because none was measured for such cases. `command` runs only this case again. What is
+    null was not there: no rank finished, nothing failed, nothing is recorded, there are no GPUs.
     """
 
     case_id: str = msgspec.field(name="id")
@@ -91,16 +99,16 @@ class CaseResult(msgspec.Struct, frozen=True, kw_only=True, tag_field="line", ta
     findings: tuple[Finding, ...]
     attempts: tuple[Attempt, ...]
     world_size: int
-    expectation: str | None = None  # the refusal or known fault that the case must show
+    expectation: str | None = None
     losses: tuple[float, ...] = ()
     grad_norms: tuple[float, ...] = ()
     failures: tuple[RankFailure, ...] = ()
-    checks: tuple[str, ...] = ()  # names of the checks that ran, in order
-    not_judged: tuple[NotJudged, ...] = ()  # the other checks, with the reason
+    checks: tuple[str, ...] = ()
+    not_judged: tuple[NotJudged, ...] = ()
     golden: GoldenSource = ""  # what the losses were compared with
     golden_losses: tuple[float, ...] = ()  # nats; empty where nothing was compared
-    derived: tuple[str, ...] = ()  # checks whose tolerance was derived, because none was measured for such cases
-    command: str = ""  # runs only this case again
+    derived: tuple[str, ...] = ()
+    command: str = ""
     failure_signature: FailureSignature | None = None  # None where nothing failed, or nothing was found out
     measured: Measured | None = None  # None where no rank finished
     with_fix: WithFix | None = None  # None: no fault with a candidate fix is recorded for it, or it does not show

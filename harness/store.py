@@ -18,7 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Union, get_args, get_type_hints
+from typing import Annotated, Any, Union, get_type_hints
 
 import msgspec
 from msgspec.structs import replace
@@ -253,37 +253,39 @@ def _not_run(name: str) -> CaseResult:
     return CaseResult(case_id=name, verdict=Verdict.NOT_RUN, findings=(), attempts=(), world_size=ranks)
 
 
-_COMMENT = re.compile(r"^    (\w+): .*?  # (?!type:|noqa)(.+)$", re.MULTILINE)
 _FLOAT = {"anyOf": [{"type": "number"}, {"enum": ["NaN", "Infinity", "-Infinity"]}]}
 
 
 def line_schema() -> dict[str, Any]:
-    """The schema of a line: every field of the structs but live traces, and the facts that are added."""
+    """The schema of a line: every field of the structs but live traces, and the facts that are added.
+
+    Structs are described by their docstrings, facts by those of their properties, options by their help.
+    """
     kinds = (
         _written(RunStart, RunStart, ()),
         _written(CaseResult, CaseResult, CASE_FACTS),
         _written(RunEnd, RunResult, RUN_FACTS),
     )
     schema = _with_nan(msgspec.json.schema(Union[kinds]))  # noqa: UP007  the types are known at run time only
-    meanings = _meanings(RunStart | CaseResult | RunEnd)
-    for kind in kinds:
-        meanings[kind.__name__][checksum.NAME] = checksum.MEANING
     for name, part in schema["$defs"].items():
-        for field, of_field in part.get("properties", {}).items():
-            if meaning := meanings[name].get(field):
-                of_field["description"] = meaning
         part["description"] = inspect.cleandoc(part["description"])
         if "properties" in part:  # of the options, those that were given are listed alone
             required = [] if name == RunOptions.__name__ else list(part["properties"])
             part |= {"additionalProperties": False, "required": required}
+    of_options = schema["$defs"][RunOptions.__name__]["properties"]
+    for name, option in options_of(RunOptions).items():
+        of_options[name]["description"] = option.help
     title = "A line of a run as `run --json FILE` writes it. Times are seconds, losses are nats."
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": title, **schema}
 
 
 def _written(kind: type[msgspec.Struct], facts_of: type, facts: tuple[str, ...]) -> type[msgspec.Struct]:
     fields: list[Any] = [(field.name, field.type) for field in msgspec.structs.fields(kind) if field.name != "run"]
-    fields += [(name, get_type_hints(getattr(facts_of, name).fget)["return"]) for name in facts]
-    fields.append((checksum.NAME, str))
+    for name in facts:
+        fact = getattr(facts_of, name)
+        returned, described = get_type_hints(fact.fget)["return"], msgspec.Meta(description=inspect.getdoc(fact))
+        fields.append((name, Annotated[returned, described]))
+    fields.append((checksum.NAME, Annotated[str, msgspec.Meta(description=checksum.MEANING)]))
     config = kind.__struct_config__
     rename = {field.name: field.encode_name for field in msgspec.structs.fields(kind)}
     made = msgspec.defstruct(kind.__name__, fields, tag_field=config.tag_field, tag=config.tag, rename=rename.get)
@@ -297,28 +299,10 @@ def _with_nan(schema: Any) -> Any:
         return [_with_nan(part) for part in schema]
     if not isinstance(schema, dict):
         return schema
-    if schema.get("type") == "number" and schema.keys() <= {"type", "default"}:
-        return dict(_FLOAT)
+    if schema.get("type") == "number" and schema.keys() <= {"type", "default", "description"}:
+        return {**_FLOAT, **{name: text for name, text in schema.items() if name == "description"}}
     return {
         name: _with_nan(value)
         for name, value in schema.items()
         if name != "default" or (value and isinstance(value, dict))
     }
-
-
-def _meanings(hint: Any) -> dict[str, dict[str, str]]:
-    """What the fields of every struct in a type mean: their comments, and the help of options."""
-    meanings: dict[str, dict[str, str]] = {}
-    for argument in get_args(hint):
-        meanings |= _meanings(argument)
-    if isinstance(hint, type) and issubclass(hint, msgspec.Struct):
-        properties = inspect.getmembers(
-            RunResult if hint is RunEnd else hint, lambda member: isinstance(member, property)
-        )
-        meanings[hint.__name__] = {name: member.__doc__ for name, member in properties if member.__doc__}
-        meanings[hint.__name__] |= dict(_COMMENT.findall(inspect.getsource(hint)))
-        if hint is RunOptions:
-            meanings[hint.__name__] = {name: option.help for name, option in options_of(hint).items()}
-        for of_field in get_type_hints(hint).values():
-            meanings |= _meanings(of_field)
-    return meanings

@@ -77,13 +77,15 @@ Value = str | int | float  # of a finding; numbers where something is compared o
 class Finding(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One thing that is wrong: the rule that is broken, where, what was expected and what was found.
 
-    Everything that decides reads the rule, the place and the numbers. The sentence is for people.
+    Everything that decides reads the rule, the place and the numbers. The sentence, filled into `says`, is for people.
+    `size` is how far off it is: relative for gradients and parameters, nats for a loss. `judged` is false where a check
+    lacks something, such as a golden, and nothing was found wrong. `formula` is the one that it contradicts.
     """
 
     rule: str  # "scales/amax": the check and what is wrong, or "engine/..." for ranks that did not finish
     says: str  # the template of its sentence (`sentence.py`), filled in from `values` and the place
     values: Mapping[str, Value] = {}
-    judged: bool = True  # False: a check lacks something, such as a golden or a record; nothing was found wrong
+    judged: bool = True
     verdict: Verdict = Verdict.INVARIANT  # of the case, if this is its worst finding: NUMERIC or INVARIANT
     step: int | None = None
     rank: int | None = None
@@ -92,9 +94,9 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     operand: str = ""  # of the module: "weight in forward"
     expected: str | None = None
     found: str | None = None
-    size: float | None = None  # how far off: relative for gradients and parameters, nats for a loss; None: no distance
+    size: float | None = None  # None: no distance
     fix: str | None = None  # what to do about it, where that is known
-    formula: str = ""  # of `expect/`, which it contradicts; empty where it breaks a rule that no version may break
+    formula: str = ""  # of `expect/`; empty where it breaks a rule that no version may break
     differs: str = ""  # "torch 2.16.0 differs from what holds since 2.13.0", where that was not verified here
     within: str = ""  # the run that it is about, where that is not the run of the case: "with cases/fixes/a.py:apply"
     notes: tuple[str, ...] = ()  # what explains it
