@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from tiny_gpt.config import Config, Float8
@@ -61,29 +60,6 @@ def build(case: Case, world: World) -> Target:
         max_norm=math.inf,  # clipping makes every gradient depend on the rounding of all of them
     )
     return Target(Trainer(config, world.device))
-
-
-def expect(case: Case, world: World, step: int) -> dict[str, Any]:
-    """What a step of a rank must show, as far as the formulas are short. The harness checks every number exactly."""
-    if not case.float8.enabled or case.compile != "none":
-        return {}
-    linears = len(("query", "key", "value", "out", "up", "down")) * case.model.shape.layers
-    parts = min(ACCUMULATE, world.local_batch)
-    calls = linears * parts * world.microbatches
-    matmuls = 2 if case.float8.recipe == "rowwise_with_gw_hp" else 3  # a forward, and what float8 has of backward
-    again = 1 if case.checkpointing.mode == "full" else 0  # the forwards that are computed again
-    stated = {
-        "matmuls": calls * (matmuls + again),
-        "saved_bytes": {"float8_e4m3fn": 0, "float8_e5m2": 0},  # torchao casts again for backward
-    }
-    if case.gathers_float8 and case.layout.dp_shard > 1:
-        dtype, size = ("float64", 8) if case.train.dtype == "float64" else ("float32", 4)
-        precomputed = case.float8.precompute_scale
-        alone = 0 if precomputed and step > 1 else 2 * parts * linears  # before every gather, in both passes
-        together = 1 if precomputed else 0  # one collective with the amaxes of all weights, after the update
-        sent = (alone + together, size * (alone + together * linears))
-        stated["traffic"] = {f"all_reduce (max) in {dtype} along dp_shard": sent}
-    return stated
 
 
 def check_supported(case: Case) -> None:

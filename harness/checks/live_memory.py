@@ -34,7 +34,7 @@ SCALARS = _rule("scalars", "wrong number of scalars alive {when}", key=("when",)
 def _not_described(case: Case, device: str) -> str:
     if case.layout.pp > 1:
         return "stages keep what they receive and send; `leaks` judges that it does not grow"
-    return undescribed(case, device, instead="see `signature`")
+    return undescribed(case, device)
 
 
 @partial(

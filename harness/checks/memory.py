@@ -17,7 +17,6 @@ from harness.expect.expectations import SAVED_MEMORY, Expectations
 from harness.expect.saved_memory import NOT_OF_THIS_DEVICE, describes, undescribed
 from harness.matrix.case import Case, Checkpointing, CheckpointMode
 from harness.trace import RankTrace, Run
-from harness.trace.counts import SAVED_BYTES
 from harness.verdict import Finding
 
 MODES: tuple[CheckpointMode, ...] = ("none", "full", "selective_op", "selective_layer")
@@ -48,7 +47,7 @@ BYTES = _rule("bytes", "wrong number of {dtype} bytes saved for backward", key=(
 
 def _not_judged(expect: Expectations, device: str) -> str:
     judged_on = device if expect.case.compile == "none" else "cpu"  # elsewhere the marks are judged alone
-    return undescribed(expect.case, judged_on, instead=expect.judged_instead(SAVED_BYTES))
+    return undescribed(expect.case, judged_on)
 
 
 def _partly(expect: Expectations, device: str) -> str:

@@ -2,7 +2,7 @@
 
 Of a model that no formula describes, what holds for any: no collective along an unknown group, every gradient reduced
 over all data-parallel ranks, float8 weights gathered in float8, an amax reduction for every cast of a tensor that ranks
-hold shards of, and none for a weight whose scale is precomputed. `stated.py` counts the rest.
+hold shards of, and none for a weight whose scale is precomputed. `signature.py` counts the rest.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ from harness.matrix.recipes import ITEM_BYTES
 from harness.matrix.targets import OF_DTENSOR, computes_on_plain_shards
 from harness.plural import counted
 from harness.trace import RankTrace, Run
-from harness.trace.counts import TRAFFIC as STATED
 from harness.trace.counts import TrafficRecord, collective_words
 from harness.trace.experts import ExpertCall
 from harness.trace.model import Parameter
@@ -138,8 +137,7 @@ def _not_judged(expect: Expectations, device: str) -> str:
 def _partly(expect: Expectations, device: str) -> str:
     if expect.has_formulas:
         return ""
-    instead = expect.judged_instead(STATED)
-    return f"no formula for the model of {expect.case.target}: only what holds for any; {instead}"
+    return f"no formula for the model of {expect.case.target}: only what holds for any; see `signature`"
 
 
 @partial(

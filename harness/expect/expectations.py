@@ -45,16 +45,15 @@ FORMULAS = (MATMULS, CASTS, TRAFFIC, SAVED_MEMORY, LIVE_MEMORY, FUSION)
 class Expectations:
     """What a run of one case must contain.
 
-    `linears`: of a model that is not a Llama; None before its single-rank reference has run. `stated`: what its target
-    itself states numbers of (`Stated.topics`). `numerics`: which bits the run promises. `changes`: what the versions of
-    torch and torchao that it runs with do otherwise than the first that the formulas hold for.
+    `linears`: of a model that is not a Llama; None before its single-rank reference has run. `numerics`: which bits the
+    run promises. `changes`: what the versions of torch and torchao that it runs with do otherwise than the first that
+    the formulas hold for.
     """
 
     def __init__(
         self,
         case: Case,
         linears: Model | None = None,
-        stated: Collection[str] = (),
         *,
         numerics: Numerics = VIRTUAL_DEVICE,
         changes: Changes = NONE,
@@ -62,7 +61,6 @@ class Expectations:
         self.case = case
         self.changes = changes
         self.numerics = numerics
-        self.stated = stated
         # True where all that must be seen follows from the case; of any other model it is found out.
         self.has_formulas = is_llama(case.target)
         self.model = model.llama_model(case) if self.has_formulas else linears
@@ -75,7 +73,7 @@ class Expectations:
     def _of_stages(self) -> Sequence[Expectations]:
         parts = []
         for rank in peers(self.case.layout, 0, ("pp",)):
-            part = Expectations(self.case, stated=self.stated, numerics=self.numerics, changes=self.changes)
+            part = Expectations(self.case, numerics=self.numerics, changes=self.changes)
             part.model = self.linears.held(held(self.case, rank, self.linears.converted))
             parts.append(part)
         return parts
@@ -89,10 +87,6 @@ class Expectations:
         """Those of `not_recorded` that no rank is asked for. The size of a model that is not known shows in the run."""
         tried = {"module_tensors"} if replayed_steps(self.case, self.numerics) else set()
         return self.not_recorded.keys() - tried
-
-    def judged_instead(self, topic: str) -> str:
-        """The check that judges in place of a formula, where the target may state numbers of `topic`."""
-        return "see `stated`" if topic in self.stated else "see `signature`"
 
     @functools.cached_property
     def refusal(self) -> Refusal | None:

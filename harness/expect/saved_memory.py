@@ -51,10 +51,10 @@ def describes(device: str) -> bool:
     return device == "cpu"
 
 
-def undescribed(case: Case, device: str, *, instead: str) -> str:
-    """Why they say nothing of a case on a device, and what is judged `instead`; empty where they do."""
+def undescribed(case: Case, device: str) -> str:
+    """Why they say nothing of a case on a device; empty where they do."""
     if not is_llama(case.target):
-        return f"no formula for the model of {case.target}; {instead}"
+        return f"no formula for the model of {case.target}; see `signature`"
     if computes_on_plain_shards(case.target):
         return f"{OF_DTENSOR}: {case.target} saves and keeps other tensors"
     return "" if describes(device) else NOT_OF_THIS_DEVICE

@@ -192,9 +192,8 @@ def _with_model(case: Case, run: Run, witnesses: Witnesses, cache: WitnessCache)
     reference = None if solo is None else solo.traces[0].model
     if model is None or reference is None:
         return witnesses
-    topics = {topic for trace in run.traces for stated in trace.stated or () for topic in stated.topics}
     linears = found_model(case, reference, model, () if operands is None else operands.casts)
-    expect = Expectations(case, linears, topics, numerics=witnesses.expect.numerics, changes=witnesses.expect.changes)
+    expect = Expectations(case, linears, numerics=witnesses.expect.numerics, changes=witnesses.expect.changes)
     return msgspec.structs.replace(witnesses, expect=expect)
 
 

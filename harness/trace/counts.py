@@ -1,6 +1,6 @@
-"""What formulas predict of a rank: FLOPs, collectives, memory; the same as its target states it and as simulated.
+"""What formulas predict of a rank: FLOPs, collectives, memory; the same as simulated.
 
-Recorded by the probes `flops`, `traffic` and `saved_memory`, and by `worker/targets/contract.py`.
+Recorded by the probes `flops`, `traffic` and `saved_memory`.
 """
 
 from __future__ import annotations
@@ -8,8 +8,6 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from typing import Literal
-
-from msgspec import field
 
 from harness.trace.record import Record
 
@@ -100,29 +98,6 @@ class SavedMemory(Record, frozen=True, kw_only=True):
     float8_bytes: int  # of them in float8
     by_dtype: dict[str, int]
     live: tuple[LiveMemory, ...] = ()  # what is alive besides: at the end of forward and of the step
-
-
-MATMULS, SAVED_BYTES, TRAFFIC = "matmuls", "saved_bytes", "traffic"  # what can be stated: the keys of the answer
-
-
-class Sent(Record, frozen=True, kw_only=True):
-    """Collectives of one kind in one step of one rank. `payload_bytes`: as in `TrafficRecord`."""
-
-    calls: int
-    payload_bytes: int
-
-
-class Stated(Record, frozen=True, kw_only=True):
-    step: int
-    matmuls: int | None = None  # scaled matmuls
-    saved_bytes: dict[str, int] = field(default_factory=dict)  # by dtype, of what autograd saves for backward
-    traffic: dict[str, Sent] = field(default_factory=dict)  # by `collective_words`
-
-    @property
-    def topics(self) -> frozenset[str]:
-        """Which of MATMULS, SAVED_BYTES and TRAFFIC something is stated of."""
-        given = {MATMULS: self.matmuls is not None, SAVED_BYTES: self.saved_bytes, TRAFFIC: self.traffic}
-        return frozenset(topic for topic, is_stated in given.items() if is_stated)
 
 
 class SimulatedMatmul(Record, frozen=True, kw_only=True):

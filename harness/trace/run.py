@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 import msgspec
 
-from harness.trace.counts import FlopsRecord, SavedMemory, Stated, TrafficRecord
+from harness.trace.counts import FlopsRecord, SavedMemory, TrafficRecord
 from harness.trace.experts import ExpertCall, ExpertTrace
 from harness.trace.graphs import GraphTrace
 from harness.trace.model import ModelRecord, Resumed, StateChange, StepInputs
@@ -50,7 +50,6 @@ class RankTrace(Record, frozen=True, kw_only=True):
     state: tuple[StateChange, ...] = ()
     not_recorded: Mapping[str, str] = {}  # what was asked for in vain, and why
     resumed: Resumed | None = None  # None where the case is not
-    stated: tuple[Stated, ...] | None = None  # one for every step; None where the target states nothing
     sketches: tuple[TensorSketch, ...] | None = None  # gradients and parameters
     operands: OperandTrace | None = None
     cast_shares: tuple[CastShare, ...] | None = None  # of a solo witness alone, in place of its operands

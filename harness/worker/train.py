@@ -39,7 +39,7 @@ from harness.worker.reduction import gradient_norm, reducing_once, squared_norm_
 from harness.worker.resuming import hand_over
 from harness.worker.sequential_ranks import SequentialRanks
 from harness.worker.state import STATE
-from harness.worker.targets.contract import build_target, require_process_group, require_result, stated_by
+from harness.worker.targets.contract import build_target, require_process_group, require_result
 from harness.worker.targets.target import IGNORED, Target, World
 
 ReportPhase = Callable[[str], None]
@@ -88,7 +88,6 @@ def train(
         ScaledMMCounter() as scaled_mm,
     ):
         prepared = prepare(case, device, solo_witness=request.solo, digests_built=request.digests_built)
-        stated = stated_by(prepared.case, prepared.world) if "traffic" in request.probes else None
         if request.noise is not None:
             add_noise(prepared.target.model, request.noise)
         STATE.record_changes("build")
@@ -124,7 +123,6 @@ def train(
         inputs=prepared.inputs.record(),
         state=tuple(STATE.changes),
         resumed=resumed,
-        stated=stated,
         not_recorded=lost,
         **watching.results(),
     )

@@ -1,7 +1,4 @@
-"""Models of a user that are built in other ways than the Llama: clean runs are clean, and planted faults are found.
-
-Also by what a target states of itself in `expect`.
-"""
+"""Models of a user that are built in other ways than the Llama: clean runs are clean, and planted faults are found."""
 
 from __future__ import annotations
 
@@ -9,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from harness.checks import lifetime, scales, stated
+from harness.checks import lifetime, scales, signature
 from harness.checks.model import SETTING
 from harness.checks.parity import GRADIENTS
 from harness.checks.recorded import KNOWN as KNOWN_FAULT
@@ -32,10 +29,7 @@ REDUCED = "target.variants-hsdp2x2-tensorwise-v2048-s2-lr0.004-reduce.b16-b16"
 EVALUATED = "target.variants-fsdp2-tensorwise-v2048-s2-eval-lr0.004-f64"
 RESUMED = "target.variants-tp2-tensorwise-v2048-s2-resume.resharded-lr0.004-b16"
 RESUMED_ON_TWO_AXES = "target.variants-fsdp2-tp2-tensorwise-v2048-s2-resume.resharded-lr0.004-b16"
-# On one rank. The target states what is right of the first one, a wrong formula of the second, nothing of the third.
-STATED = "target.variants-single-tensorwise-v2048-s2-lr0.004-seed3-f64-tol.0.004"
-WRONG = "target.variants-single-tensorwise-v2048-s2-lr0.004-seed3-b16-tol.0.004"
-SILENT = "target.variants-single-tensorwise-v2048-s2-lr0.004-f64-tol.0.004"
+SIGNED = "target.variants-single-tensorwise-v2048-s2-lr0.004-f64-tol.0.004"
 # Linears of a user that cast their weight once in a step, and once for all steps.
 CACHED = "target.variants-single-tensorwise-v2048-s3-lr0.004-seed4-f32-tol.0.004"
 KEPT = "target.variants-single-tensorwise-v2048-s3-lr0.004-seed5-f32-tol.0.004"
@@ -112,24 +106,16 @@ def run(project: Inside, case: str, *words: str) -> tuple[int, str]:
     return done.returncode, done.stdout
 
 
-def test_a_fault_is_found_by_what_is_stated_and_by_nothing_else(project: Inside) -> None:
+def test_a_fault_is_found_by_the_recorded_signature_and_by_nothing_else(project: Inside) -> None:
     kept = ("--inject", "fault:float8_weight_kept_for_backward")
-    code, out = run(project, STATED)
-    assert code == 0 and "memory in 1 case: no formula for the model of variants; see `stated`" in out, out
-    code, out = run(project, STATED, *kept)
-    assert code == 1, out
-    words = sentence(stated.SAVED, what="number of float8_e4m3fn bytes saved for backward", target="variants")
-    assert f"{stated.SAVED.name} [step 1]: {words}" in out
-    assert "expected: 0\n" in out and "return it from expect(); otherwise the run is wrong" in out
-    code, out = run(project, SILENT, *kept)
-    assert code == 0 and "stated in 1 case: the target states nothing of the case" in out, out
-
-
-def test_a_wrong_formula_is_told_with_the_number_to_return(project: Inside) -> None:
-    code, out = run(project, WRONG)
-    assert code == 1, out
-    words = sentence(stated.MATMULS, what="number of scaled matmuls", target="variants")
-    assert f"{words} on rank 0\n    expected: 8\n    found: 12\n" in out and "return it from expect()" in out
+    code, out = run(project, SIGNED, *kept)
+    assert code == 0 and "memory in 1 case: no formula for the model of variants; see `signature`" in out, out
+    assert "signature in 1 case: no signature is recorded" in out, out
+    recorded = project.run("baseline", "update", "--signatures", SIGNED, "--reason", "first")
+    assert recorded.returncode == 0 and run(project, SIGNED)[0] == 0, recorded.stdout + recorded.stderr
+    code, out = run(project, SIGNED, *kept)
+    words = sentence(signature.MEMORY, what="float8_e4m3fn bytes saved for backward")
+    assert code == 1 and f"{signature.MEMORY.name} [step 1]: {words}" in out and "/gradients" not in out, out
 
 
 def test_a_cache_of_casts_is_clean_within_a_step_and_found_behind_it_where_the_reference_has_it_too(

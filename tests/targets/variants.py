@@ -127,7 +127,6 @@ class Forgetful(Caching):
 
 # Variants with a model of their own, by the seed of their cases: what asks for them is not in the case of one rank.
 OWN_MODELS = {1: Styled, 2: Tied, 4: Caching, 5: Forgetful}
-STATED = 3  # the seed of cases of which something is stated
 
 
 def build(case: Any, world: Any) -> toy.Toy:
@@ -137,12 +136,3 @@ def build(case: Any, world: Any) -> toy.Toy:
     if case.train.reduce_dtype == "bfloat16":
         return Synchronizing(case, world)
     return (Accumulating if case.train.dtype == "float32" else toy.Toy)(case, world)
-
-
-def expect(case: Any, world: Any, step: int) -> Any:
-    """Nothing but of cases with one seed, and a wrong number of matmuls in bfloat16."""
-    if case.train.seed != STATED:
-        return {}
-    linears = 4 * world.microbatches
-    of_each = 2 if case.train.dtype == "bfloat16" else 3
-    return {"matmuls": of_each * linears, "saved_bytes": {"float8_e4m3fn": 0}}

@@ -199,10 +199,6 @@ SENTENCES: tuple[tuple[Finding, str], ...] = (
         "cannot be judged: no record of traffic on rank 1",
     ),
     (
-        checks.stated.MATMULS.finding(what="number of scaled matmuls", target="mine"),
-        "not the number of scaled matmuls that expect() of mine states",
-    ),
-    (
         checks.memory.OTHER_MODE.finding(mode="none", asked="full", dtype="float32"),
         "saved memory fits checkpointing none, not full: wrong number of float32 bytes",
     ),
@@ -218,7 +214,7 @@ SENTENCES: tuple[tuple[Finding, str], ...] = (
         checks.routing.TOP_K.finding(top_k=2),
         "tokens are not sent to 2 different experts each",
     ),
-    (checks.stated.EXECUTED.finding(what="scaled matmuls"), "not the recorded number or size of scaled matmuls"),
+    (checks.signature.EXECUTED.finding(what="scaled matmuls"), "not the recorded number or size of scaled matmuls"),
     (
         replace(
             checks.local_parity.LOSS.finding(number="loss", source="logits", distance=0.02, allowed=5e-6), within="in a"

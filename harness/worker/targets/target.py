@@ -3,15 +3,6 @@
 A target is a module with `build(case, world) -> Target`, and optionally `preload()`, which is called once before ranks
 are forked: it may import and warm up, and must leave neither threads nor a process group. Weights and tokens come from
 the harness, the same in every layout. Everything else is found out by probes at the seams of torch and torchao.
-
-It may also have `expect(case, world, step)`: what this rank must do in this step, 1-based, as far as it can be said.
-It is called behind `build`, with the same case and world, and returns a dict with any of these keys:
-
-    {"matmuls": 24,                                                    scaled matmuls
-     "saved_bytes": {"float8_e4m3fn": 0},                              what autograd saves for backward, by dtype
-     "traffic": {"all_reduce (max) in float32 along tp": (12, 48)}}    collectives, and the bytes of their inputs
-
-What is stated must be found exactly, what is not is free. `contract.py` reads the answer.
 """
 
 from __future__ import annotations
