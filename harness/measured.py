@@ -94,8 +94,8 @@ class WorstGradient(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 class Numbers(msgspec.Struct, frozen=True, kw_only=True):
     """The numbers that are followed over runs. None, or empty: not recorded, or not compared.
 
-    `curves` are of "case" and of what it was compared with: "golden" and "twin" (BF16), "solo" (the same recipe on one
-    rank). `digests` are equal where every bit is: of "casts", "matmuls", "gradients" and "parameters".
+    `curves` are of "case" and of what it was compared with: "golden" (BF16) and "solo" (the same recipe on one rank).
+    `digests` are equal where every bit is: of "casts", "matmuls", "gradients" and "parameters".
     """
 
     curves: Mapping[str, Curve] = {}

@@ -40,7 +40,7 @@ from harness.store import RunStore
 
 BARE, AGAIN, WATCHED = "bare", "with fix", "probes"  # the steps of cases: alone, alone with a fix, and watched
 # What ranks run for, as columns: a case, and witnesses by the first words of their names.
-RUNS = (BARE, AGAIN, WATCHED, "solo", "partner", "replay", "reference", "noise", "twin")
+RUNS = (BARE, AGAIN, WATCHED, "solo", "partner", "replay", "reference", "noise")
 JUDGING, STORING = "decoding and judging", "storing"
 _ROW = "{:24} {:>5}" + " {:>9}" * len(RUNS) + " {:>7} {:>6}"
 

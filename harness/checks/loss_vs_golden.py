@@ -11,8 +11,6 @@ from collections.abc import Iterator
 from functools import partial
 from typing import NamedTuple
 
-from msgspec.structs import replace
-
 from harness.checks.assembly import largest
 from harness.checks.check import Check, Witnesses, why_unfinished
 from harness.checks.findings import about_ranks, group_ranks, traces_by_rank
@@ -214,38 +212,3 @@ def _line(row: Row) -> str:
     mark = "" if row.good else "  <"
     difference = f"{row.difference:+.6f}" if math.isfinite(row.difference) else str(row.difference)
     return f"{row.step:>6}  {row.golden:>12.6f}  {row.found:>12.6f}  {difference:>12}  {row.allowed:>10.6f}{mark}"
-
-
-# The BF16 twin: BF16 with the same layout, run on the same machine. It never changes a verdict; it says where to look.
-
-
-def needs_twin(findings: tuple[Finding, ...]) -> bool:
-    """True if the first finding is about a loss: an earlier finding says more than the twin could."""
-    return bool(findings) and findings[0].rule == LOSS.name
-
-
-def with_twin_diagnosis(
-    findings: tuple[Finding, ...], run: Run, golden: Golden, twin: Run | None
-) -> tuple[Finding, ...]:
-    """The findings; those about losses say whether FP8 is the cause, or the layout and the environment."""
-    diagnosis = _diagnosis(_gap(run, golden), None if twin is None else _gap(twin, golden))
-    return tuple(
-        replace(finding, details=f"{finding.details}\n{diagnosis}") if finding.rule == LOSS.name else finding
-        for finding in findings
-    )
-
-
-def _gap(run: Run, golden: Golden) -> float:
-    """Largest |loss - golden| in nats over the steps that both have; NaN stays NaN."""
-    gaps = [abs(step.loss - loss) for step, loss in zip(run.traces[0].steps, golden.losses, strict=False)]
-    return largest(gaps, empty=0.0)
-
-
-def _diagnosis(gap: float, twin: float | None) -> str:
-    if twin is None:
-        return "BF16 with the same layout could not be run: the layout or the environment may be at fault."
-    if not math.isfinite(twin):
-        return "The loss of BF16 with the same layout is not finite: not FP8, look at layout and environment."
-    if math.isfinite(gap) and twin >= gap / 2:
-        return f"BF16 with the same layout is {twin:.2g} nats away too: not FP8, look at layout and environment."
-    return f"BF16 with the same layout is within {twin:.2g} nats of the golden: look at FP8."

@@ -24,13 +24,13 @@ DIGESTS = ("casts", "matmuls", "gradients", "parameters")  # in the order of cau
 LOSSES, GRADIENT_NORMS, FLUSHED = "losses", "gradient norms", "flushed values"
 
 
-def measured(case: Case, run: Run, witnesses: Witnesses, *, twin: Run | None = None) -> Measured | None:
+def measured(case: Case, run: Run, witnesses: Witnesses) -> Measured | None:
     """The numbers of a run and of what it was compared with; None where no rank finished."""
     if not run.traces:
         return None
     traces = traces_by_rank(run)
     golden, solo, replay = witnesses.golden, finished(witnesses.solo), witnesses.replay
-    curves = {"case": _curve(run), "solo": _curve(solo), "twin": _curve(twin)}
+    curves = {"case": _curve(run), "solo": _curve(solo)}
     if golden is not None:
         curves["golden"] = Curve(losses=golden.losses, grad_norms=golden.grad_norms)
     available = {name: curve for name, curve in curves.items() if curve is not None}

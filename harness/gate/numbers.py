@@ -207,7 +207,7 @@ def _last_loss(measured: Measured | None) -> str:
 
 
 def _whose_change(pair: Pair, sides: Sides, moved_cases: Iterable[str]) -> tuple[Kind, str]:
-    """Whose change it is, from the nearest BF16 run that both sides have: the twin, its curve, or a reference."""
+    """Whose change it is, from the nearest BF16 run that both sides have: the twin, or the reference."""
     case = parse_case_id(pair.id)
     if not case.float8.enabled:
         return Kind.BF16_MOVED, "the case is BF16 itself: the environment changed"
@@ -215,10 +215,9 @@ def _whose_change(pair: Pair, sides: Sides, moved_cases: Iterable[str]) -> tuple
     twin = next((name for name in twins(case) if name in others), None)
     if twin is not None:
         return _moved_kind(f"its BF16 twin {twin}", moved=twin in moved_cases)
-    for name, text in (("twin", "the BF16 twin that was run here"), ("golden", "the BF16 reference")):
-        before, after = _bf16_curve(pair.baseline, name), _bf16_curve(pair.candidate, name)
-        if before is not None and after is not None:
-            return _moved_kind(text, moved=not same_numbers(before, after))
+    before, after = _reference_curve(pair.baseline), _reference_curve(pair.candidate)
+    if before is not None and after is not None:
+        return _moved_kind("the BF16 reference", moved=not same_numbers(before, after))
     if not others:
         return Kind.MOVED, "no BF16 case is in both runs: FP8 or the environment may have changed"
     count = sum(name in moved_cases for name in others)
@@ -236,9 +235,6 @@ def _moved_kind(bf16: str, *, moved: bool) -> tuple[Kind, str]:
     return Kind.FP8_MOVED, f"{bf16} did not move: FP8 changed"
 
 
-def _bf16_curve(case: CaseResult, name: str) -> tuple[float, ...] | None:
-    """The losses of a BF16 run of this very run; a stored golden is none."""
-    if name == "golden":
-        return case.golden_losses if case.golden == "run here" else None
-    curve = None if case.measured is None else case.measured.curves.get(name)
-    return None if curve is None else curve.losses
+def _reference_curve(case: CaseResult) -> tuple[float, ...] | None:
+    """The losses of the BF16 reference of this very run; a stored golden is none."""
+    return case.golden_losses if case.golden == "run here" else None

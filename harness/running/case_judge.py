@@ -20,7 +20,6 @@ from harness.checks.check import Witnesses, finished
 from harness.checks.derived_tolerance import DRAWS, derived_parity_tolerance, derived_tolerance
 from harness.checks.divergence import first_divergence, with_equal_operands
 from harness.checks.judge import Judgement, judge
-from harness.checks.loss_vs_golden import needs_twin, with_twin_diagnosis
 from harness.checks.measuring import measured
 from harness.checks.model import reference_without_fsdp
 from harness.checks.recorded import require_rules, showing, with_doubts, with_known_faults
@@ -140,9 +139,7 @@ class CaseJudge:
             witnesses = msgspec.structs.replace(witnesses, solo=solo, partner=other, replay=again)
         judged = msgspec.structs.replace(judge(case, run, status, witnesses), golden=source)
         explained = _explained(run, judged, cache, witnesses)
-        explained = msgspec.structs.replace(
-            explained, measured=measured(case, run, witnesses, twin=cache.kept_twin(case))
-        )
+        explained = msgspec.structs.replace(explained, measured=measured(case, run, witnesses))
         mended = {fix.text for fix in fixes}
         left = tuple(fault for fault in showing(basis.known, case, explained.findings) if fault.fix not in mended)
         return with_doubts(with_known_faults(explained, left, datetime.date.today()), basis.doubts)
@@ -167,8 +164,8 @@ _COMPARED = (parity.check_parity.name, local_parity.check_local_parity.name)  # 
 
 
 def _explained(run: Run, judgement: Judgement, cache: WitnessCache, witnesses: Witnesses) -> Judgement:
-    """The judgement with the first operand that differs, and what explains a wrong gradient, reference or loss."""
-    expect, golden, findings = witnesses.expect, witnesses.golden, judgement.findings
+    """The judgement with the first operand that differs, and what explains a wrong gradient or reference."""
+    expect, findings = witnesses.expect, judgement.findings
     case = expect.case
     recorded = run.complete and all(trace.operands is not None for trace in run.traces)
     if recorded and any(finding.check == parity.check_parity.name for finding in findings):
@@ -180,8 +177,6 @@ def _explained(run: Run, judgement: Judgement, cache: WitnessCache, witnesses: W
     solo = finished(witnesses.solo)
     if any(finding.check in _COMPARED for finding in findings):
         findings = findings if solo is None else by_cause((*findings, *reference_without_fsdp(case, run, solo)))
-    if golden is not None and run.complete and needs_twin(findings):
-        findings = with_twin_diagnosis(findings, run, golden, finished(cache.twin(case)))
     return msgspec.structs.replace(judgement, findings=findings)
 
 

@@ -1,4 +1,4 @@
-"""Witness runs: solo, twin and partner runs that cases are compared with, each run once and kept by content.
+"""Witness runs: solo, reference and partner runs that cases are compared with, each run once and kept by content.
 
 A witness depends on nothing but its own case and what computes it (`identity.py`). So it is kept on disk under a
 digest of these, and shared by all cases, runs and processes. Damaged or unreadable files count as absent.
@@ -21,7 +21,7 @@ from harness.durable import WriteFailed, write_whole
 from harness.engine.messages import JobOutcome
 from harness.expect.relations import partner, stands_for_modules
 from harness.matrix.case import Case, Float8
-from harness.matrix.caseid import case_id, reference_case, solo_case, twin_case
+from harness.matrix.caseid import case_id, reference_case, solo_case
 from harness.matrix.numerics import VIRTUAL_DEVICE, Numerics
 from harness.project import Project
 from harness.request import RunRequest, noise_of
@@ -79,14 +79,6 @@ class WitnessCache:
         name, request = _solo(case)
         path = self._path(name, request)
         return self._stored(path) or self._made(name, path, self._run(name, request))
-
-    def twin(self, case: Case) -> Run | None:
-        return self._witness(*_twin(case))
-
-    def kept_twin(self, case: Case) -> Run | None:
-        """The BF16 twin where it was run before for what is installed now, without running it."""
-        name, request = _twin(case)
-        return self._kept.get(name) or self._stored(self._path(name, request))
 
     def reference(self, case: Case) -> Run | None:
         """The BF16 reference of a case on one rank, for want of a stored golden."""
@@ -207,11 +199,6 @@ def _solo(case: Case) -> tuple[str, RunRequest]:
         *(["experts"] if witness.model.experts else []),
     )
     return f"solo {case_id(witness)}", RunRequest(case=witness, probes=probes, solo=True)
-
-
-def _twin(case: Case) -> tuple[str, RunRequest]:
-    witness = twin_case(case)
-    return f"twin {case_id(witness)}", RunRequest(case=witness)
 
 
 def _ended(outcome: JobOutcome) -> Run:

@@ -62,7 +62,7 @@ def measured() -> Measured:
     )
     sent = {"all_gather in uint8 along dp_shard": Sent(calls=24, payload_bytes=123456)}
     return Measured(
-        curves=dict.fromkeys(("case", "golden", "solo", "twin"), curve),
+        curves=dict.fromkeys(("case", "golden", "solo"), curve),
         allowed_loss=(0.01,) * STEPS,
         loss_distance=0.001,
         casts=casts,

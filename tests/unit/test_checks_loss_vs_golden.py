@@ -1,4 +1,4 @@
-"""The check `loss_vs_golden`, and what the twin says of a loss that is off."""
+"""The check `loss_vs_golden`."""
 
 from __future__ import annotations
 
@@ -21,8 +21,6 @@ from harness.checks.loss_vs_golden import (
     PROVES_NOTHING,
     STEPS_OF_RANKS,
     check_loss_vs_golden,
-    needs_twin,
-    with_twin_diagnosis,
 )
 from harness.checks.loss_vs_golden import LOSS as TOO_FAR
 from harness.checks.loss_vs_golden import STEPS as OTHER_STEPS
@@ -30,9 +28,9 @@ from harness.evidence.golden import Golden
 from harness.evidence.tolerance import NONE_DERIVED, Tolerance
 from harness.matrix.case import Case
 from harness.matrix.caseid import case_id, family_id, reference_case
-from harness.trace import RankTrace, Run
+from harness.trace import RankTrace
 from harness.verdict import Finding, Verdict
-from tests.builders import a_finding, make_case, make_golden, make_tolerance, make_trace, make_witnesses, run_of
+from tests.builders import make_case, make_golden, make_tolerance, make_trace, make_witnesses, run_of
 
 # Powers of two: sums and differences of these numbers are exact, so the bound itself can be tested.
 GOLDEN = (8.0, 7.5, 7.25, 7.0)
@@ -272,45 +270,3 @@ def test_a_golden_of_coarse_losses_says_so(size: float, fix: str) -> None:
     losses = tuple(size * loss for loss in GOLDEN)
     (finding,) = check(*both(losses), against=golden(losses), within=make_tolerance(*(2.0 for _ in GOLDEN)))
     assert (finding.rule, finding.values["remedy"]) == (PROVES_NOTHING.name, fix)
-
-
-OF_TWIN = make_golden(losses=(8.0, 7.0))
-OFF = (
-    a_finding(rule="loss_vs_golden/loss", verdict=Verdict.NUMERIC, message="off"),
-    a_finding(check="parity", verdict=Verdict.NUMERIC, message="too"),
-)
-UNJUDGED = a_finding(rule="loss_vs_golden/no-golden", judged=False)
-
-
-def losing(*losses: float) -> Run:
-    return run_of(make_trace(losses=losses))
-
-
-def test_only_losses_ask_for_the_twin() -> None:
-    assert needs_twin(OFF)
-    assert not needs_twin(OFF[::-1]) and not needs_twin((*OFF[1:], UNJUDGED)) and not needs_twin(())
-
-
-@pytest.mark.parametrize(
-    ("twin", "word"),
-    [
-        (losing(8.0, 7.001), "look at FP8"),
-        (losing(8.0, 7.2), "not FP8"),
-        (losing(8.0, math.nan), "not finite: not FP8"),
-        (losing(8.0, math.inf), "not finite: not FP8"),
-        (None, "could not be run"),
-    ],
-)
-@pytest.mark.parametrize("case_loss", [7.3, math.nan, math.inf])
-def test_the_twin_says_where_to_look(case_loss: float, twin: Run | None, word: str) -> None:
-    if twin == losing(8.0, 7.2) and not math.isfinite(case_loss):
-        word = "look at FP8"  # whatever the twin is off by, it does not explain a loss that is no number
-    loss, other = with_twin_diagnosis(OFF, losing(8.0, case_loss), OF_TWIN, twin)
-    assert word in loss.details and "nan" not in loss.details
-    assert replace(loss, details="") == OFF[0] and other == OFF[1]
-
-
-@pytest.mark.parametrize("losses", [(math.nan, 7.0), (8.0, math.nan)])
-def test_nan_in_any_step_is_the_largest_distance(losses: tuple[float, float]) -> None:
-    (loss,) = with_twin_diagnosis(OFF[:1], losing(8.0, 7.3), OF_TWIN, losing(*losses))
-    assert "not finite" in loss.details

@@ -18,7 +18,6 @@ from harness.checks.catalogue import CHECKS, RULES, by_cause, first_effect
 from harness.checks.failure_signature import signature_of
 from harness.checks.findings import Mismatch, findings_by_rule, merge_ranks
 from harness.checks.judge import Judgement
-from harness.checks.loss_vs_golden import needs_twin
 from harness.checks.recorded import with_known_faults
 from harness.checks.rule import Rule
 from harness.matrix.known import Symptom
@@ -316,7 +315,6 @@ def test_another_wording_changes_nothing_that_decides(findings: list[Finding], d
     assert first_effect(ordered) == first_effect(reordered)
     for verdict in (Verdict.NUMERIC, Verdict.INVARIANT, Verdict.KNOWN):
         assert signature_of(verdict, ordered, None) == signature_of(verdict, reordered, None)
-    assert needs_twin(tuple(before)) == needs_twin(tuple(after))
     for one, other in zip(before, after, strict=True):
         assert repr(one.excess) == repr(other.excess)  # NaN
         assert (one.judged, one.check) == (other.judged, other.check)

@@ -67,10 +67,9 @@ def cache(executor: FakeExecutor, folder: Path, *, content: str = "these package
 def test_each_kind_of_witness_is_run_in_its_own_way(tmp_path: Path) -> None:
     executor = FakeExecutor(ok())
     witnesses = cache(executor, tmp_path)
-    assert witnesses.solo(CASE) == witnesses.twin(CASE) == witnesses.partner(CASE) == run_of(make_trace())
+    assert witnesses.solo(CASE) == witnesses.partner(CASE) == run_of(make_trace())
     assert executor.asked == [
         ("solo", "fsdp4-tensorwise-ag.fp8pre-v2048-b16", ("sketches", "operands")),
-        ("plain", "hsdp2x2-bf16-v2048-b16", ()),
         ("plain", "hsdp2x2-tensorwise-ag.fp8-v2048-b16", ("sketches",)),
     ]
 
@@ -233,8 +232,8 @@ def test_threads_that_need_different_witnesses_do_not_wait_for_each_other(tmp_pa
     rendezvous = threading.Barrier(2, timeout=20)
     witnesses = cache(FakeExecutor(ok(), before=rendezvous.wait), tmp_path)
     with ThreadPoolExecutor(2) as threads:
-        solo, twin = threads.submit(witnesses.solo, CASE), threads.submit(witnesses.twin, CASE)
-        assert solo.result() is not None and twin.result() is not None
+        solo, other = threads.submit(witnesses.solo, CASE), threads.submit(witnesses.partner, CASE)
+        assert solo.result() is not None and other.result() is not None
 
 
 def test_a_folder_that_cannot_be_written_costs_nothing_but_time(tmp_path: Path) -> None:
@@ -253,7 +252,6 @@ def test_a_witness_that_the_machine_ended_is_no_witness_that_failed(tmp_path: Pa
     asks: tuple[Callable[[], object], ...] = (
         lambda: witnesses.solo(CASE),
         lambda: witnesses.solo_with_operands(CASE),
-        lambda: witnesses.twin(CASE),
         lambda: witnesses.partner(CASE),
         lambda: witnesses.reference(CASE),
         lambda: witnesses.noisy(CASE, 1, ()),
@@ -267,6 +265,6 @@ def test_a_witness_that_the_machine_ended_is_no_witness_that_failed(tmp_path: Pa
 
 def test_what_the_machine_ended_before_a_witness_was_made_is_kept_with_it(tmp_path: Path) -> None:
     witnesses = cache(FakeExecutor(msgspec.structs.replace(ok(), cpu_s=3.0, earlier=(LOST,))), tmp_path)
-    assert witnesses.twin(CASE) == run_of(make_trace())
+    assert witnesses.reference(CASE) == run_of(make_trace())
     (made,) = witnesses.made
     assert (made.retried, made.cpu_s) == (("node b is gone.",), 5.0)

@@ -22,7 +22,7 @@ from harness.request import RunRequest
 from tests.builders import make_trace
 from tests.worker.toyprogram import open_files
 
-Kind = Literal["case", "solo", "partner", "twin", "golden", "noise", "replay", "with fix", "unprobed"]
+Kind = Literal["case", "solo", "partner", "golden", "noise", "replay", "with fix", "unprobed"]
 Moment = Literal["before training", "in a collective", "while returning", "after returning"]
 
 _options: dict[str, str] = {}

@@ -32,7 +32,7 @@ from harness.engine.symptoms import MACHINE_SIGNALS
 from harness.engine.zygote_engine import ZygoteEngine
 from harness.expect.relations import partner
 from harness.matrix.case import Case
-from harness.matrix.caseid import case_id, parse_case_id, reference_case, twin_case
+from harness.matrix.caseid import case_id, parse_case_id, reference_case
 from harness.matrix.numerics import VIRTUAL_DEVICE
 from harness.request import RunRequest
 from harness.result import CaseResult
@@ -114,7 +114,7 @@ def _reference(kind: Kind, case: Case, run: Run, cache: WitnessCache) -> Run | N
         return cache.noisy(case, 1, ())
     if kind == "golden":
         return cache.reference(case)
-    return getattr(cache, kind)(case) if kind in ("solo", "partner", "twin", "unprobed") else run
+    return getattr(cache, kind)(case) if kind in ("solo", "partner", "unprobed") else run
 
 
 class Machine:
@@ -151,7 +151,6 @@ class Machine:
             assert relation is not None
             ids: dict[str, Kind] = {
                 case_id(relation.partner): "partner",
-                case_id(twin_case(case)): "twin",
                 case_id(reference_case(case)): "golden",
             }
             plan = killedprogram.Plan(**killed._asdict(), ids=ids)

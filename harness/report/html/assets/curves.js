@@ -2,9 +2,9 @@
 
 let plots = [];
 const CURVES = {  // colours of the style, and dashes for who cannot tell them apart
-  case: ["--case", []], golden: ["--golden", [8, 4]], twin: ["--twin", [2, 3]], solo: ["--solo", [10, 3, 2, 3]],
+  case: ["--case", []], golden: ["--golden", [8, 4]], solo: ["--solo", [10, 3, 2, 3]],
 };
-const TOLD = { case: "case", golden: "golden (BF16)", twin: "twin (BF16, same layout)", solo: "solo (one rank)" };
+const TOLD = { case: "case", golden: "golden (BF16)", solo: "solo (one rank)" };
 const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 const number = (value) => (value === null || value === undefined ? NaN : Number(value));
 const drawn = (values) => values.map((value) => (Number.isFinite(number(value)) ? number(value) : null));
