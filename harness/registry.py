@@ -29,7 +29,6 @@ _HOMES: Mapping[str, str] = {
     "dev evidence": "gpu",
     "dev mutate": "faults",
     "fault:": "faults",
-    "torchtitan": "torchtitan",
     "torchtitan_0_3": "torchtitan",
     "bug files": "bugs",
     "configurations": "bugs",

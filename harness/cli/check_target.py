@@ -11,7 +11,7 @@ import click
 from harness.cli.options import json_option, plan_parameter, print_report, project_parameter, quiet_option
 from harness.errors import HarnessError
 from harness.matrix.axes import choices
-from harness.matrix.targets import MODULES, NAME
+from harness.matrix.targets import NAME, targets
 from harness.project import Project
 from harness.report.target import target_document, target_exit_code, target_sections
 from harness.running.plan import Plan
@@ -66,7 +66,7 @@ def check_target_command(  # noqa: PLR0913  one parameter per option
     file, gives model, training and options.
     """
     if not NAME.fullmatch(module):
-        fix = f"give the dotted name of a module, not its path, or one of {', '.join(MODULES)}."
+        fix = f"give the dotted name of a module, not its path, or one of {', '.join(targets())}."
         raise HarnessError("not the name of a target.", where=module, fix=fix)
     base = None if given is None else one_case(project, given)
     options = CheckOptions(target=module, recipe=recipe, layouts=tuple(map(parse_layout, layouts)), base=base)

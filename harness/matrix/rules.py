@@ -12,6 +12,7 @@ import functools
 import tomllib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -22,7 +23,8 @@ from harness.matrix.recipes import OPERANDS
 from harness.matrix.resumed import other_layout
 from harness.matrix.selector import axes_read, parse_selector
 from harness.matrix.stages import stage_count
-from harness.matrix.targets import TORCHTITAN_0_3, is_llama
+from harness.matrix.targets import is_llama
+from harness.registry import load, plugins
 
 _TORCHAO = "https://github.com/pytorch/ao/blob/v0.18.0/torchao/float8"
 _META = "https://github.com/pytorch/pytorch/blob/v2.13.0/torch/_meta_registrations.py"
@@ -105,12 +107,6 @@ def _filter_misses(case: Case) -> bool:
 
 def _filters_a_block_linear(case: Case) -> bool:
     return any(entry in fqn for entry in case.float8.filter_fqns for fqn in linear_fqns(case) if fqn != OUTPUT_FQN)
-
-
-def _parts_keys_from_values(case: Case) -> bool:
-    converted = set(converted_fqns(case))
-    keys = {fqn for fqn in linear_fqns(case) if fqn.endswith(".wk")}
-    return any((fqn in converted) != (fqn.removesuffix("wk") + "wv" in converted) for fqn in keys)
 
 
 def _casts_disagree(case: Case) -> bool:
@@ -231,19 +227,27 @@ _CODED: Mapping[str, tuple[tuple[str, ...], Callable[[Case], bool]]] = {
             case.checkpointing.mode == "selective_layer" and case.checkpointing.every > case.model.shape.layers
         ),
     ),
-    "torchtitan_0_3_converts_keys_with_values": (
-        ("filter_fqns", "recipe", *_MODEL_AXES),
-        lambda case: case.target == TORCHTITAN_0_3 and _parts_keys_from_values(case),
-    ),
 }
 
 
 def _exclusions() -> Iterator[Exclusion]:
-    rows = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
-    for name, row in rows.items():
-        axes, when = _selected(row["where"]) if "where" in row else _CODED[name]
-        fields = {"reason": row["reason"], "source": row["source"], "of_any_target": row.get("of_any_target", False)}
-        yield Exclusion(name=name, axes=axes, when=when, **fields)
+    """Every exclusion, those of plug-ins last."""
+    own = Path(__file__).with_suffix(".toml")
+    of_plugins = (plugin.folder / own.name for plugin in plugins() if plugin.folder is not None)
+    for path in (own, *filter(Path.is_file, of_plugins)):
+        for name, row in tomllib.loads(path.read_text(encoding="utf-8")).items():
+            axes, when = _condition(name, row)
+            fields = {key: row[key] for key in ("reason", "source", "of_any_target") if key in row}
+            yield Exclusion(name=name, axes=axes, when=when, **fields)
+
+
+def _condition(name: str, row: Mapping[str, Any]) -> tuple[tuple[str, ...], Callable[[Case], bool]]:
+    """The axes that a rule reads, and its condition: selectors, or code of this file or of a plug-in."""
+    if "where" in row:
+        return _selected(row["where"])
+    if "when" in row:
+        return (*row["axes"], *_MODEL_AXES), load(row["when"])
+    return _CODED[name]
 
 
 def _selected(where: Iterable[str]) -> tuple[tuple[str, ...], Callable[[Case], bool]]:

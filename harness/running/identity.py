@@ -23,7 +23,8 @@ from harness.environment import Environment
 from harness.errors import HarnessError
 from harness.evidence.tree import tree_commit, tree_difference
 from harness.expect.upstream import installed_changes
-from harness.matrix.targets import MODULES, REFERENCE, VERSIONS, module_of
+from harness.matrix.targets import REFERENCE, module_of, targets
+from harness.registry import Target, is_offered, needed
 from harness.request import default_arithmetic
 from harness.running.plan import DEFAULT_PROGRAM, Plan
 from harness.sources import (
@@ -52,10 +53,11 @@ def search_path(root: Path) -> tuple[str, ...]:
 def check_targets(targets: Iterable[str], root: Path) -> None:
     """Raises HarnessError for a target whose module is not there, or whose training framework is not installed."""
     for target in dict.fromkeys(targets):
-        if target in VERSIONS:
-            _check_torchtitan(target)
-        if target in MODULES:
+        if target in targets():
+            _check_package(target, targets()[target])
             continue
+        if is_offered(target):
+            raise needed(target, where=f"target {target}")
         files = _files(target, search_path(root))
         if not files:
             folders = " or ".join(search_path(root))
@@ -68,13 +70,14 @@ def check_targets(targets: Iterable[str], root: Path) -> None:
             _check_build(target, file)
 
 
-def _check_torchtitan(target: str) -> None:
-    installed, driven = installed_version("torchtitan"), VERSIONS[target]
+def _check_package(name: str, target: Target) -> None:
+    """Raises HarnessError where the training framework that a target drives is not installed, or is another version."""
+    package, driven = target.package or ("", None)
+    installed = installed_version(package) if package else None
     if installed == driven:
         return
-    what = "torchtitan is not installed." if installed is None else f"it drives torchtitan {driven}, not {installed}."
-    extra = target.replace("_", "-")
-    raise HarnessError(what, where=f"target {target}", fix=f"pip install 'fp8-harness[{extra}]'")
+    what = f"{package} is not installed." if installed is None else f"it drives {package} {driven}, not {installed}."
+    raise HarnessError(what, where=f"target {name}", fix=f"pip install 'fp8-harness[{target.extra}]'")
 
 
 def _check_build(target: str, file: Path) -> None:
@@ -121,7 +124,7 @@ def _file_of(target: str, files: Iterable[Path]) -> Path | None:
 
 def own_source_digest(target: str, root: Path) -> str:
     """A digest of the package of a target of the user's own, equal on any machine; empty for targets of the harness."""
-    return "" if target in MODULES else module_digest(module_of(target), search_path(root))
+    return "" if target in targets() else module_digest(module_of(target), search_path(root))
 
 
 @functools.cache
@@ -129,8 +132,9 @@ def target_digest(target: str, root: Path) -> str:
     """A digest of what a target computes with, besides torch and the harness; empty for the reference target."""
     if target == REFERENCE:
         return ""
-    if target in MODULES:
-        return f"{target} {installed_version('torchtitan')} {files_digest('torchtitan')}"
+    if target in targets():
+        package, _ = targets()[target].package or ("", None)
+        return f"{target} {installed_version(package)} {files_digest(package)}" if package else target
     folders = search_path(root)
     files = _files(target, folders)
     imported = sorted(

@@ -21,7 +21,7 @@ import msgspec
 
 from harness.errors import HarnessError
 from harness.evidence.tree import git
-from harness.matrix.targets import MODULES, module_of
+from harness.matrix.targets import module_of, targets
 from harness.project import Project, is_project
 from harness.running.environments import HARNESS, NamedEnvironment, last_line, origins, python_with, site_line
 from harness.running.identity import search_path, target_file
@@ -53,7 +53,7 @@ def revision_of(text: str, target: str, root: Path) -> Revision:
     if shutil.which("git") is None:
         fix = "install git, or give PACKAGE==VERSION or the folder of a virtual environment."
         raise HarnessError("git is not installed.", where=where, fix=fix)
-    start = Path.cwd() if target in MODULES else Path(target_file(target, root)).parent
+    start = Path.cwd() if target in targets() else Path(target_file(target, root)).parent
     toplevel = git(start, "rev-parse", "--show-toplevel").strip()
     if not toplevel:
         what = f"{start} is in no git repository, and there is no such environment."
@@ -76,7 +76,7 @@ def revision_of(text: str, target: str, root: Path) -> Revision:
 
 def _imported_from(repository: Path, target: str, root: Path) -> Iterator[str]:
     """Top-level names whose files are in the repository: the target's own, and those of packages installed with -e."""
-    own = () if target in MODULES else (module_of(target).partition(".")[0],)
+    own = () if target in targets() else (module_of(target).partition(".")[0],)
     editable = (package for package in distributions() if is_editable(package))
     names = (*own, *(name for package in editable for name in (package.read_text("top_level.txt") or "").split()))
     for name in names:
@@ -117,7 +117,7 @@ def _remove(repository: Path, folder: Path) -> None:
 def has_target(revision: Revision, worktree: Path, root: Path) -> bool:
     """False for a target that the revision has not got yet."""
     folders = _folders(revision, worktree, root)
-    if revision.target in MODULES:
+    if revision.target in targets():
         return True
     for name in _prefixes(module_of(revision.target)):
         spec = PathFinder.find_spec(name, list(folders))

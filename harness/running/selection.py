@@ -30,7 +30,7 @@ from harness.matrix.parts import Shard, cases_of_shard
 from harness.matrix.records import quarantine_of, read_quarantine
 from harness.matrix.rules import exclusions
 from harness.matrix.selector import parse_selector
-from harness.matrix.targets import MODULES, NAME
+from harness.matrix.targets import NAME, targets
 from harness.matrix.tier import Selection, select
 from harness.matrix.words import values_of
 from harness.plural import counted
@@ -261,7 +261,7 @@ def trained_by(target: str | None, cases: Sequence[Case]) -> tuple[Case, ...]:
 
 def _with_target(target: str, cases: Sequence[Case]) -> tuple[Case, ...]:
     if not NAME.fullmatch(target):
-        fix = f"use one of {', '.join(MODULES)}, or the dotted name of a module."
+        fix = f"use one of {', '.join(targets())}, or the dotted name of a module."
         raise HarnessError("not the name of a target.", where=f"--target {target}", fix=fix)
     return tuple({replaced: None for case in cases if (replaced := msgspec.structs.replace(case, target=target))})
 

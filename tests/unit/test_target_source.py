@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from harness.errors import HarnessError
-from harness.matrix.targets import VERSIONS
+from harness.matrix.targets import targets
 from harness.running import identity
 from harness.running.identity import check_targets, search_path, target_digest
 
@@ -108,7 +108,7 @@ def test_a_built_in_target_needs_its_version_of_its_framework(
     with pytest.raises(HarnessError, match=what) as raised:
         check_targets([target], tmp_path)
     assert raised.value.fix == fix
-    monkeypatch.setattr(identity, "installed_version", lambda _: VERSIONS[target])
+    monkeypatch.setattr(identity, "installed_version", lambda _: (targets()[target].package or ("", ""))[1])
     check_targets([target], tmp_path)
 
 
@@ -116,8 +116,10 @@ def test_the_extra_of_a_target_has_its_version() -> None:
     extras = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"][
         "optional-dependencies"
     ]
-    for target, version in VERSIONS.items():
-        assert f"torchtitan=={version}" in extras[target.replace("_", "-")]
+    packages = [(target.extra, target.package) for target in targets().values() if target.package is not None]
+    assert packages
+    for extra, (package, version) in packages:
+        assert f"{package}=={version}" in extras[extra]
 
 
 def test_every_file_of_the_package_of_a_target_counts(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from harness.matrix.layout import DP_AXES, OTHERS, REST, left_over, ranks_of
 from harness.matrix.linears import BLOCK_LINEARS, OUTPUT_FQN
 from harness.matrix.recipes import TRAITS, block_recipe
 from harness.matrix.rules import exclusions
-from harness.matrix.targets import REFERENCE, TORCHTITAN_0_3
+from harness.matrix.targets import REFERENCE, is_llama
 from harness.plugins.bugs.facts import (
     CONVERTED_OUTPUT,
     FILTERS,
@@ -326,7 +326,7 @@ class Draft:
         elif "compile" not in self.axes and statement is None:
             self.assumed["compile"] = "none: nothing says that blocks were compiled"
         if "compile" in self.axes and self.count("tp") > 1 and self.tool == TORCHTITAN:
-            if self._target in (REFERENCE, TORCHTITAN_0_3):
+            if is_llama(self._target):
                 self.assumed["wait_for_embedding"] = "true: blocks that get an unfinished embedding are another bug"
             else:
                 self.put("wait_for_embedding", False, self.assumed, "torchtitan hands blocks an unfinished embedding")

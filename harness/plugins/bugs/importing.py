@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from harness.errors import HarnessError
 from harness.matrix.axes import AXES
 from harness.matrix.case import Case
-from harness.matrix.targets import REFERENCE, TORCHTITAN_0_3
+from harness.matrix.targets import REFERENCE
 from harness.plugins.bugs.bugfile import Bug, BugFile, Origins, Symptom
 from harness.plugins.bugs.draft import Draft
 from harness.plugins.bugs.facts import LAST_TOML, Era, era_of_version, resolve
@@ -180,7 +180,7 @@ def _questions(reading: Reading, account: Account) -> dict[str, str]:
 def _other_models(reading: Reading, target: str) -> dict[str, str]:
     """Models that the target torchtitan does not train."""
     named = {str(statement.value) for statement in reading.statements if statement.fact == "model_name"}
-    others = named - {"llama3"} if target == TORCHTITAN_0_3 else ()
+    others = named - {"llama3"} if target.startswith("torchtitan") else ()
     return {f"model.name = {name}": "a case of torchtitan trains its llama3" for name in others}
 
 

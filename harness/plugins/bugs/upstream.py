@@ -12,7 +12,7 @@ from packaging.specifiers import SpecifierSet
 from harness.hints import WRITE_PAGES, export_test, repro_bug, run_cases
 from harness.matrix.known import PACKAGES, KnownFault, matching
 from harness.matrix.selector import Selector, parse_selector
-from harness.matrix.targets import VERSIONS
+from harness.matrix.targets import targets
 from harness.plugins.bugs.bugfile import UNREPORTED, BugFile
 from harness.report.sections import Block, Facts, Items, Section, Verbatim, markdown
 
@@ -109,7 +109,14 @@ def _reproduce(records: Sequence[KnownFault], bugs: Sequence[BugFile], root: Pat
 def _tier(selector: Selector) -> str:
     """The tier with these cases: a target that needs a framework has one under its name."""
     asked = [term.values for term in selector.terms if (term.axis, term.operator) == ("target", "=")]
-    return next((str(values[0]) for values in asked if set(values) <= VERSIONS.keys()), "nightly")
+    return next(
+        (
+            str(values[0])
+            for values in asked
+            if set(values) <= {name for name, target in targets().items() if target.package}
+        ),
+        "nightly",
+    )
 
 
 def _fix(path: Path, fix: str) -> Iterator[Block]:

@@ -1,7 +1,23 @@
-"""torchtitan as a target."""
+"""torchtitan's own trainer as a target."""
 
 from __future__ import annotations
 
-from harness.registry import Plugin
+from harness.registry import Plugin, Target
 
-PLUGIN = Plugin(name="torchtitan", summary="torchtitan's own trainer as a target")
+# Named for the version of torchtitan that it drives: so a case means the same wherever it is read.
+NAME = "torchtitan_0_3"
+VERSION = "0.3.0"
+
+PLUGIN = Plugin(
+    name="torchtitan",
+    summary="torchtitan's own trainer as a target",
+    targets={
+        NAME: Target(
+            module="harness.plugins.torchtitan.worker",
+            llama=True,
+            plain_shards=True,
+            package=("torchtitan", VERSION),
+            extra="torchtitan-0-3",
+        )
+    },
+)

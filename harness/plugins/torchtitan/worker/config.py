@@ -5,6 +5,7 @@ What it cannot be asked for is a rule in `matrix/rules.toml`, never something si
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from torchtitan.components.loss import BaseLoss
@@ -24,7 +25,6 @@ from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.trainer import Trainer
 
 from harness.matrix.linears import OUTPUT_FQN, converted_fqns, is_converted, linear_fqns
-from harness.matrix.targets import torchtitan_degrees
 from harness.plugins.torchtitan.worker.step import GRAPH_BACKEND, MAX_NORM, pipeline_options, sequences_of_step
 
 if TYPE_CHECKING:
@@ -36,6 +36,13 @@ _CONFIGURED_AS = {
     "attention.wq": "attention.qkv_linear.wq",
     "attention.wk": "attention.qkv_linear.wkv",
     "attention.wv": "attention.qkv_linear.wkv",
+}
+# The options of the section `parallelism` for the degrees of a mesh.
+_DEGREES = {
+    "pp": "pipeline_parallel_degree",
+    "dp_replicate": "data_parallel_replicate_degree",
+    "dp_shard": "data_parallel_shard_degree",
+    "tp": "tensor_parallel_degree",
 }
 _ANY = {"weight": lambda weight: weight.zero_()}  # the harness writes the weights
 
@@ -62,7 +69,7 @@ def trainer_config(case: Case, world: World, loss: BaseLoss.Config, **parts: Any
             mixed_precision_reduce=case.wide_dtype,
         ),
         parallelism=ParallelismConfig(  # with the default SPMD backend: what users get who name none
-            **torchtitan_degrees(case.layout.mesh),
+            **_degrees(case.layout.mesh),
             fsdp_reshard_after_forward=case.layout.reshard_after_forward,
             enable_sequence_parallel=case.layout.sequence_parallel,
             **pipeline_options(case, world, output="lm_head"),
@@ -79,6 +86,11 @@ def trainer_config(case: Case, world: World, loss: BaseLoss.Config, **parts: Any
         debug=DebugConfig(seed=case.train.seed, enable_structured_logging=False),
         **parts,
     )
+
+
+def _degrees(mesh: Mapping[str, int]) -> dict[str, int]:
+    """The degrees of a mesh by torchtitan's options, in its section `parallelism`."""
+    return {_DEGREES[axis]: degree for axis, degree in mesh.items()}
 
 
 def _optimizer(case: Case) -> Any:

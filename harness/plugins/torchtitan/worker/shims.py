@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from harness.matrix.targets import TORCHTITAN_0_3, VERSIONS
+from harness.plugins.torchtitan import NAME, VERSION
 from harness.worker.virtual import collectives
 
 _KERNELS = "torchtitan.distributed.minimal_async_ep.kernels"
@@ -49,9 +49,9 @@ def on_virtual_device() -> bool:
 
 def require_version() -> None:
     """Raises ValueError when another version of torchtitan is installed than the target drives, or none."""
-    installed, driven = importlib.metadata.version("torchtitan"), VERSIONS[TORCHTITAN_0_3]
-    if installed != driven:
-        raise ValueError(f"the target {TORCHTITAN_0_3} drives torchtitan {driven}, but {installed} is installed")
+    installed = importlib.metadata.version("torchtitan")
+    if installed != VERSION:
+        raise ValueError(f"the target {NAME} drives torchtitan {VERSION}, but {installed} is installed")
 
 
 def without_arrow_thread() -> None:

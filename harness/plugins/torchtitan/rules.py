@@ -1,0 +1,14 @@
+"""What a rule of `rules.toml` asks that no selector can say."""
+
+from __future__ import annotations
+
+from harness.matrix.case import Case
+from harness.matrix.linears import converted_fqns, linear_fqns
+from harness.plugins.torchtitan import NAME
+
+
+def parts_keys_from_values(case: Case) -> bool:
+    """Returns True when a filter keeps the projection of keys of a block and not that of its values, or the other."""
+    converted = set(converted_fqns(case)) if case.target == NAME else set()
+    keys = {fqn for fqn in linear_fqns(case) if fqn.endswith(".wk")} if converted else set()
+    return any((fqn in converted) != (fqn.removesuffix("wk") + "wv" in converted) for fqn in keys)
