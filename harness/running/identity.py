@@ -50,9 +50,9 @@ def search_path(root: Path) -> tuple[str, ...]:
     return tuple(dict.fromkeys((str(Path.cwd()), str(root))))
 
 
-def check_targets(targets: Iterable[str], root: Path) -> None:
+def check_targets(names: Iterable[str], root: Path) -> None:
     """Raises HarnessError for a target whose module is not there, or whose training framework is not installed."""
-    for target in dict.fromkeys(targets):
+    for target in dict.fromkeys(names):
         if target in targets():
             _check_package(target, targets()[target])
             continue
