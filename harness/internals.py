@@ -1,6 +1,7 @@
 """The private parts of torch and torchao that ranks use: each declared once, in `internals.toml`.
 
-`worker/internals.py` checks them inside of a rank; `tests/house/test_internals.py` holds them against the source.
+`worker/process/internals.py` checks them inside of a rank; `tests/house/test_internals.py` holds them against the
+source.
 """
 
 from __future__ import annotations

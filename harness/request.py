@@ -28,7 +28,7 @@ def numerics_of(device: str, fabric: Fabric, arithmetic: Arithmetic) -> Numerics
 
 
 class Noise(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Random errors as large as those of float8, in a case without FP8 (`worker/noise.py`)."""
+    """Random errors as large as those of float8, in a case without FP8 (`worker/training/noise.py`)."""
 
     draw: int  # seed of the errors
     float8_fqns: tuple[str, ...]  # linears with the errors of float8; all others have those of bfloat16

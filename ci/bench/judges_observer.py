@@ -17,7 +17,7 @@ from torch._ops import OpOverload
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.utils._debug_mode import DebugMode
 
-from harness.worker import train
+from harness.worker.training import train
 
 FOLDER = ""
 JUDGE = ""  # "comm", "hashes", both or none

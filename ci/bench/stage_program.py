@@ -50,7 +50,7 @@ STAGES = {
     "torch/utils/checkpoint.py": "checkpointing",
     "torch/autograd/": "autograd",
     "harness/worker/targets/": "model and build",
-    "harness/worker/data.py": "model and build",
+    "harness/worker/targets/data.py": "model and build",
 }
 OTHER = "other"
 _ENTRY = "torch/_dynamo/eval_frame.py"  # calls compiled code as well: its callees decide

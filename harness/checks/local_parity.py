@@ -1,7 +1,8 @@
 """Local parity: does every module compute what one rank computes from the same operands?
 
 Parity follows whole trajectories, which FP8 rounding drives apart where ranks sum in another order. Here every module
-is judged by itself (`worker/replay.py`), so that the limits are those of rounding: bit for bit, or well below 2 %.
+is judged by itself (`worker/one_rank/replay.py`), so that the limits are those of rounding: bit for bit, or well
+below 2 %.
 """
 
 from __future__ import annotations

@@ -114,7 +114,8 @@ def _input_site(fqn: str, casting: Collection[str]) -> str:
 def accumulates(case: Case, model: Model | None) -> bool:
     """True where data-parallel ranks add up the gradients of several calls before they add up theirs, or may do so.
 
-    The single-rank reference does the same where it knows the rank of a forward pass (`worker/sequential_ranks.py`).
+    The single-rank reference does the same where it knows the rank of a forward pass
+    (`worker/one_rank/sequential_ranks.py`).
     """
     if is_llama(case.target) or model is None or case.layout.dp == 1:
         return False

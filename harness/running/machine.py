@@ -147,7 +147,7 @@ def internals_here() -> State:
     _check_packages()
     try:
         done = subprocess.run(
-            module_command("harness.worker.internals", []),
+            module_command("harness.worker.process.internals", []),
             env=child_environ({}),
             stdin=subprocess.DEVNULL,
             capture_output=True,

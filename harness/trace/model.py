@@ -1,7 +1,7 @@
 """What the harness found out about a target: its model, what that was called with, changed settings, loaded state.
 
-Recorded by `worker/discovery.py`, `worker/inputs.py` and `worker/resuming.py`. Names are FQNs without what
-checkpointing wrappers and compilation add. Sequences are numbered in the global batch of their step.
+Recorded by `discovery.py` and `inputs.py` of `worker/probes/` and by `worker/training/resuming.py`. Names are FQNs
+without what checkpointing wrappers and compilation add. Sequences are numbered in the global batch of their step.
 """
 
 from __future__ import annotations

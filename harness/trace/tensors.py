@@ -1,7 +1,7 @@
 """Tensors of a run: the operands and results of every module with their distance from a replay, and sketches.
 
-A shard is recorded by `worker/probes/module_tensors.py` on the ranks of a run; a distance by `worker/replay.py` on the
-single rank that repeats every module on the recorded operands.
+A shard is recorded by `worker/probes/module_tensors.py` on the ranks of a run; a distance by
+`worker/one_rank/replay.py` on the single rank that repeats every module on the recorded operands.
 
 A sketch is SKETCH_SIZE signed sums of all elements of the logical tensor. The sign of an element depends only on its
 position. Sketches are linear: the shards' add up to the tensor's, and the distance between two sketches

@@ -9,7 +9,7 @@ import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from harness.worker import internals
+from harness.worker.process import internals
 
 if TYPE_CHECKING:
     from harness.engine.program import RankContext

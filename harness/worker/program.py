@@ -16,14 +16,14 @@ from harness.engine.program import FORK_BLOCKERS
 from harness.matrix.targets import REFERENCE, module_of
 from harness.request import RunRequest
 from harness.sources import module_digest
-from harness.worker import internals
-from harness.worker.injection import inject
-from harness.worker.phase import PHASE
+from harness.worker.process import internals
+from harness.worker.process.phase import PHASE
+from harness.worker.process.settings import STATE
 from harness.worker.process_group import join
-from harness.worker.state import STATE
-from harness.worker.train import train
+from harness.worker.training.injection import inject
+from harness.worker.training.train import train
+from harness.worker.training.warmup import warm_up, without_progress_thread
 from harness.worker.virtual import device as virtual_device
-from harness.worker.warmup import warm_up, without_progress_thread
 
 if TYPE_CHECKING:
     from harness.engine.program import RankContext
@@ -93,7 +93,7 @@ def rank_main(context: RankContext) -> bytes:
         PHASE.begin(f"injection {patch.text}")
         inject(patch)
     if request.replayed:
-        from harness.worker.replay import replay
+        from harness.worker.one_rank.replay import replay
 
         return msgspec.msgpack.encode(replay(request, device))
     return msgspec.msgpack.encode(train(request, device, PHASE.begin, virtual, context.folder))

@@ -192,13 +192,13 @@ def test_arrows_only_go_down() -> None:
 def test_arrows_that_point_up_or_sideways_are_seen() -> None:
     for here, there in (
         ("harness.checks.judge", "harness.running.plan"),
-        ("harness.checks.judge", "harness.worker.train"),
+        ("harness.checks.judge", "harness.worker.training.train"),
         ("harness.engine.rank", "harness.matrix.case"),
         ("harness.matrix.case", "harness.engine.rank"),
-        ("harness.worker.train", "harness.checks.judge"),
+        ("harness.worker.training.train", "harness.checks.judge"),
         ("harness.cli.show", "harness.plugins.faults.sections"),
         ("harness.plugins.bugs.export", "harness.plugins.faults.faults"),
-        ("harness.plugins.bugs.export", "harness.worker.train"),
+        ("harness.plugins.bugs.export", "harness.worker.training.train"),
         ("harness.plugins.gpu.worker.kernels", "harness.running.plan"),
     ):
         assert not points_down(Module(here, frozenset(), ()), there)

@@ -15,7 +15,7 @@ import pytest
 from harness.internals import RUN, Part, read_parts, with_needed
 from harness.internals import Use as Declared
 from harness.trace import RankTrace
-from harness.worker.internals import problem_of
+from harness.worker.process.internals import problem_of
 from tests.privates import Use, attributes_of_self, identifiers, private_uses
 
 HARNESS = Path(__file__).parents[2] / "harness"

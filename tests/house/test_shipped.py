@@ -23,7 +23,7 @@ from harness.matrix.records import read_quarantine
 from harness.matrix.tier import select
 from harness.matrix.words import meaning_of
 from harness.running.injection import parse_injection
-from harness.worker.injection import InjectionError, inject
+from harness.worker.training.injection import InjectionError, inject
 from tests.commands import understood
 
 ROOT = Path(__file__).parents[2]

@@ -86,7 +86,7 @@ def test_compile(mode: str, backend: str) -> None:
 )
 def test_sizes_and_conversions_are_those_of_the_case(axes: dict[str, Any]) -> None:
     from harness.plugins.torchtitan.worker.trainer import add_names
-    from harness.worker.discovery import converted_linears, linears
+    from harness.worker.probes.discovery import converted_linears, linears
 
     case = make_case(**axes)
     with torch.device("meta"):

@@ -32,7 +32,7 @@ TRAIN = frames(
     "torch/nn/modules/module.py 1778 _wrapped_call_impl",
     "worker/targets/reference/model.py 50 forward",
     "torch/nn/modules/module.py 1778 _wrapped_call_impl",
-    "worker/train.py 115 forward_backward",
+    "worker/training/train.py 115 forward_backward",
     "worker/main.py 57 rank_main",
 )
 TRAIN += ENGINE
@@ -89,7 +89,7 @@ def test_a_rank_in_a_collective_has_its_name_and_what_called_it() -> None:
 def test_a_collective_that_c10d_calls_has_the_name_of_its_kernel() -> None:
     name, backward, calls = place([*FABRIC, *BACKWARD])
     assert (name, backward) == ("allreduce", True)
-    assert calls[1] == "forward_backward (harness/worker/train.py:115)"
+    assert calls[1] == "forward_backward (harness/worker/training/train.py:115)"
 
 
 def test_a_rank_in_no_collective_has_its_innermost_call() -> None:

@@ -18,7 +18,7 @@ from harness.worker.dispatch_hooks import collectives
 from harness.worker.dispatch_hooks.scaled_mm import ScaledMMCounter
 from harness.worker.probes.cast_numbers import Cast
 from harness.worker.probes.casts import CastMeter
-from harness.worker.probes.digests import Contents, digest, ordered_digest
+from harness.worker.tensors.digests import Contents, digest, ordered_digest
 from harness.worker.virtual import device
 
 _setup_privateuseone_for_python_backend("other")

@@ -8,8 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from harness.worker import data
-from harness.worker.inputs import InputRecorder
+from harness.worker.probes.inputs import InputRecorder
+from harness.worker.targets import data
 from tests.builders import make_case
 
 

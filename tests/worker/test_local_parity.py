@@ -95,7 +95,7 @@ def gradients_off_from_step_seven():
     after_backward(change)
 
 def reported_norm_off():
-    from harness.worker import train
+    from harness.worker.training import train
     right = train.gradient_norm
     train.gradient_norm = lambda share: right(share) * 1.001
 """

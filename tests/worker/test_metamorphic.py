@@ -105,7 +105,7 @@ def test_a_fault_that_bfloat16_parity_is_blind_to_is_found(trained, plant, fault
 
 INITIAL_PRECOMPUTE = """
 def apply():
-    import harness.worker.train as train
+    import harness.worker.training.train as train
     from harness.worker.targets.reference.float8 import after_optimizer_step
     right = train.prepare
     def prepare(case, device, **options):
@@ -131,7 +131,7 @@ def test_where_fsdp_meets_tp_a_dynamic_scale_belongs_to_a_tp_rank(trained, plant
 SWAPPED = """
 def apply():
     import numpy as np
-    from harness.worker import data
+    from harness.worker.targets import data
     right = data.global_tokens
     def swapped(case):
         tokens = right(case)
@@ -155,7 +155,7 @@ def test_the_order_of_sequences_within_a_rank_changes_nothing(trained, plant, te
 RESCALED_TP = "tp2-tensorwise-v2048-gb4-s1-f32"
 RESCALED = """
 def apply():
-    from harness.worker import data
+    from harness.worker.targets import data
     right = data.make_weight
     def rescaled(fqn, *args, **options):
         factors = {"attention.wq.weight": 2.0, "attention.wk.weight": 0.5}

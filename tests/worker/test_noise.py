@@ -13,7 +13,7 @@ from harness.matrix.caseid import parse_case_id, reference_case
 from harness.matrix.linears import converted_fqns
 from harness.matrix.recipes import E5M2
 from harness.request import Noise, noise_of
-from harness.worker.noise import add_noise
+from harness.worker.training.noise import add_noise
 from tests.worker.runs import numbers
 
 PROJECT = Path(__file__).parents[2]

@@ -23,8 +23,8 @@ from harness.verdict import Finding
 from harness.worker.dispatch_hooks import scaled_mm
 from harness.worker.probes.cast_numbers import Cast, measure_cast, summarize_scale
 from harness.worker.probes.casts import CastMeter
-from harness.worker.probes.digests import Contents, digest, ordered_digest
 from harness.worker.probes.operands import OperandProbe
+from harness.worker.tensors.digests import Contents, digest, ordered_digest
 from tests.builders import make_witnesses, rules
 from tests.worker.runs import WHOLE_WEIGHT, sweep
 

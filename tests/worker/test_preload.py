@@ -15,7 +15,7 @@ REPOSITORY = Path(__file__).parents[2]
 PRELOAD = """
 import os, sys
 from harness.worker.main import preload
-from harness.worker.state import STATE
+from harness.worker.process.settings import STATE
 
 def try_target(name, source):
     called = set()

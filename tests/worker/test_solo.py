@@ -98,7 +98,7 @@ def test_without_fp8_a_replay_is_the_whole_batch(trained, witness):
 
 FAULTS = """
 def the_first_batch_again():
-    from harness.worker import data
+    from harness.worker.targets import data
     right = data.global_tokens
     data.global_tokens = lambda case: right(case)[[0] * case.train.steps]
 
@@ -153,7 +153,7 @@ def test_losses_of_sgd_show_a_scaled_update_that_those_of_adamw_hide(trained, wo
 
 # A trainer that shards where `dp_shard > 1`, so that its single-rank reference has no FSDP module.
 WITHOUT_FSDP = """
-from harness.worker import train
+from harness.worker.training import train
 
 def apply():
     stock = train.build_target

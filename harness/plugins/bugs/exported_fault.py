@@ -17,9 +17,11 @@ _FAULTS = "harness.plugins.faults.worker"
 _LIMITS = (
     "harness.matrix",
     "harness.trace",
-    "harness.worker.discovery",
     "harness.worker.dispatch_hooks",
     "harness.worker.probes",
+    "harness.worker.process",
+    "harness.worker.tensors.digests",
+    "harness.worker.tensors.places",
     "harness.worker.targets",
     "harness.worker.virtual",
 )

@@ -15,7 +15,7 @@ import torch
 from torch.utils.dlpack import to_dlpack  # type: ignore[attr-defined]  # torch does not list it as exported
 
 from harness.trace.operands import ScaleSummary
-from harness.worker.probes.digests import Content, bytes_of, fingerprint, is_transposed, on_host
+from harness.worker.tensors.digests import Content, bytes_of, fingerprint, is_transposed, on_host
 
 Array = npt.NDArray[Any]
 

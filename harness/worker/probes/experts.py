@@ -19,10 +19,10 @@ from harness.matrix.linears import expert_fqns
 from harness.trace.experts import ExpertBias, ExpertCall, ExpertTrace, GroupedMatmuls, Phase, Rows
 from harness.worker.dispatch_hooks import grouped_mm
 from harness.worker.dispatch_hooks.hook import unobserved
-from harness.worker.evaluation import evaluating
+from harness.worker.one_rank.sequential_experts import computes_for_all
 from harness.worker.probes.probe import Probe, in_backward, mark_owned
 from harness.worker.probes.sketches import clean_fqn
-from harness.worker.sequential_experts import computes_for_all
+from harness.worker.training.evaluation import evaluating
 
 Tensor = torch.Tensor
 _SEED = 7

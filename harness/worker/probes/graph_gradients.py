@@ -18,11 +18,11 @@ from torch.distributed.tensor import DTensor, Partial, Shard
 
 from harness.matrix.case import Case
 from harness.trace.graphs import GradientDistance
-from harness.worker.distance import relative_distance
-from harness.worker.evaluation import evaluating
-from harness.worker.probes.places import local_tensor
 from harness.worker.probes.probe import in_backward
 from harness.worker.probes.sketches import clean_fqn, is_compiled
+from harness.worker.tensors.distance import relative_distance
+from harness.worker.tensors.places import local_tensor
+from harness.worker.training.evaluation import evaluating
 
 _TP = "tp"
 

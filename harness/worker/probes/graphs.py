@@ -29,7 +29,7 @@ from harness.worker.probes.graph_casts import GraphCastWatcher
 from harness.worker.probes.graph_gradients import GradientWatcher
 from harness.worker.probes.partitions import PartitionWatcher
 from harness.worker.probes.probe import Probe, in_backward
-from harness.worker.reduction import gathered_copies
+from harness.worker.tensors.reduction import gathered_copies
 from harness.worker.virtual import graph_backend
 from harness.worker.virtual import symm_mem as virtual_symm_mem
 

@@ -1,7 +1,7 @@
 """Records what every module really computed with: its operands, results and gradients, and every parameter's update.
 
-`worker/replay.py` repeats the modules on them on one rank. Only references are taken while a step runs; nothing is
-copied, gathered or waited for before its end, so that the run is the same with the probe and without.
+`worker/one_rank/replay.py` repeats the modules on them on one rank. Only references are taken while a step runs;
+nothing is copied, gathered or waited for before its end, so that the run is the same with the probe and without.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from harness.matrix.case import Case
 from harness.matrix.layout import SAME_BATCH_AXES
 from harness.matrix.numerics import RECORDED_BYTES, Numerics, replayed_steps
 from harness.trace.tensors import FLOAT8, ModuleShard, ModuleTensorKind
-from harness.worker.evaluation import evaluating
 from harness.worker.probes.cast_numbers import dtype_name
-from harness.worker.probes.digests import bytes_of, ordered_digest
-from harness.worker.probes.places import Places, local_shard, local_tensor
 from harness.worker.probes.probe import Probe, in_backward, mark_owned
 from harness.worker.probes.sketches import clean_fqn, is_compiled
+from harness.worker.tensors.digests import bytes_of, ordered_digest
+from harness.worker.tensors.places import Places, local_shard, local_tensor
+from harness.worker.training.evaluation import evaluating
 
 NORMS = (nn.RMSNorm, nn.LayerNorm)
 MODULES = (nn.Linear, *NORMS, nn.Embedding)  # everything between them is repeated from their results

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from harness.matrix.recipes import BLOCK, RecipeTraits
 from harness.trace.operands import Role
 from harness.worker.probes.cast_numbers import Cast
-from harness.worker.probes.places import local_part
+from harness.worker.tensors.places import local_part
 
 if TYPE_CHECKING:
     from harness.worker.probes.operands import OperandProbe

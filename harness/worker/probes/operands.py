@@ -34,17 +34,17 @@ from harness.trace.operands import (
     OperandTrace,
     Role,
 )
-from harness.worker.discovery import forward_owner
 from harness.worker.dispatch_hooks import scaled_mm
-from harness.worker.evaluation import evaluating
 from harness.worker.probes.cast_numbers import Cast, dtype_name, read_scale
 from harness.worker.probes.casts import CastMeter, PendingCast, PendingMatmul
-from harness.worker.probes.digests import Contents
+from harness.worker.probes.discovery import forward_owner
 from harness.worker.probes.fsdp_params import ManagedParam, fsdp_params, is_gathered
 from harness.worker.probes.lifetimes import UNKNOWN, Lifetimes, Pass, Use
-from harness.worker.probes.places import local_part, local_tensor, mesh_axes
 from harness.worker.probes.probe import Probe, in_backward
 from harness.worker.probes.sketches import clean_fqn
+from harness.worker.tensors.digests import Contents
+from harness.worker.tensors.places import local_part, local_tensor, mesh_axes
+from harness.worker.training.evaluation import evaluating
 from harness.worker.virtual.scaled_mm import unswizzled_scales
 
 

@@ -45,9 +45,9 @@ from harness.matrix.case import Case
 from harness.trace.counts import LiveMemory, LiveTensor, Moment, SavedMemory
 from harness.worker.probes.cast_numbers import dtype_name
 from harness.worker.probes.fsdp_params import fsdp_params
-from harness.worker.probes.places import local_part
 from harness.worker.probes.probe import Probe, is_owned, optimizers_of
 from harness.worker.probes.sketches import clean_fqn
+from harness.worker.tensors.places import local_part
 from harness.worker.virtual.collectives import FABRIC
 
 # Hold the ranks of a mesh as a tensor. Compilation makes more of them, and keeps them with its guards and graphs.

@@ -16,11 +16,11 @@ from torchao.float8.float8_training_tensor import Float8TrainingTensor
 from harness.matrix.case import Case
 from harness.trace.tensors import SKETCH_SIZE, SketchKind, TensorSketch
 from harness.worker.dispatch_hooks.hook import unobserved
-from harness.worker.in_pieces import IN_PIECES
-from harness.worker.probes.digests import bytes_of, fingerprint, ordered_digest
-from harness.worker.probes.places import Place, Places, local_shard, place_of, unwrapped
 from harness.worker.probes.probe import Probe, mark_owned
-from harness.worker.reduction import reduced_gradient
+from harness.worker.targets.in_pieces import IN_PIECES
+from harness.worker.tensors.digests import bytes_of, fingerprint, ordered_digest
+from harness.worker.tensors.places import Place, Places, local_shard, place_of, unwrapped
+from harness.worker.tensors.reduction import reduced_gradient
 
 _ROWS_SEED, _COLUMNS_SEED = 1, 2
 

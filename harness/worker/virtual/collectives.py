@@ -19,8 +19,8 @@ import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 from torch.distributed import ReduceOp, Work
 
-from harness.worker.phase import PHASE
 from harness.worker.probes.cast_numbers import dtype_name
+from harness.worker.process.phase import PHASE
 from harness.worker.virtual.fabric import CollectiveMismatch, Fabric, Group, Loopback
 from harness.worker.virtual.memory import (
     FLOAT8,

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.distributed import ReduceOp
 
 from harness.request import Arithmetic, Fabric
-from harness.worker import internals
+from harness.worker.process import internals
 from harness.worker.virtual import collectives, grouped_mm, scaled_grouped_mm, scaled_mm
 from harness.worker.virtual.memory import below_autograd, memory
 

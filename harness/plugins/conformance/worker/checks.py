@@ -19,9 +19,9 @@ from torch.distributed.tensor import DTensor
 
 from harness.plugins.conformance.worker import operators
 from harness.trace.operator_checks import Batch, Mesh, Observation, OperatorCheck, Output
-from harness.worker.injection import inject
 from harness.worker.probes.cast_numbers import dtype_name
 from harness.worker.process_group import join
+from harness.worker.training.injection import inject
 from harness.worker.virtual import device
 from harness.worker.virtual.collectives import FABRIC
 from harness.worker.virtual.fabric import CollectiveMismatch, Group, Loopback

@@ -36,8 +36,8 @@ from harness.plugins.faults.worker.hooks import (
     wrap,
     wrap_everywhere,
 )
-from harness.worker.discovery import converted_linears
-from harness.worker.reduction import gathered_copies
+from harness.worker.probes.discovery import converted_linears
+from harness.worker.tensors.reduction import gathered_copies
 
 Change = Callable[..., torch.Tensor]
 

@@ -22,7 +22,7 @@ from harness.plugins.faults.worker.hooks import (
     wrap,
     wrap_everywhere,
 )
-from harness.worker.discovery import converted_linears, linears
+from harness.worker.probes.discovery import converted_linears, linears
 
 Filter = Callable[[nn.Module, str], bool]
 

@@ -21,11 +21,11 @@ from harness.plugins.faults.worker.hooks import (
     planted,
     wrap,
 )
-from harness.worker.probes.places import local_shard
 from harness.worker.probes.probe import in_backward
 from harness.worker.targets.reference import build, experts, parallel
 from harness.worker.targets.reference.expert_parallel import ExpertParallel
 from harness.worker.targets.reference.experts import GroupedExperts, MoE, Router
+from harness.worker.tensors.places import local_shard
 
 Tensor = torch.Tensor
 

@@ -21,8 +21,8 @@ from torchao.float8.float8_linear import Float8Linear
 from torchao.float8.float8_training_tensor import Float8TrainingTensor
 
 from harness.matrix.case import Case
-from harness.worker import train
-from harness.worker.discovery import linears
+from harness.worker.probes.discovery import linears
+from harness.worker.training import train
 
 ODD_RANK = 1  # the rank of single-rank faults
 

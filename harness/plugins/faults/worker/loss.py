@@ -24,9 +24,9 @@ from harness.plugins.faults.worker.hooks import (
     wrap,
     wrap_everywhere,
 )
-from harness.worker import train
-from harness.worker.reduction import of_all_ranks
 from harness.worker.targets.target import IGNORED, StepResult
+from harness.worker.tensors.reduction import of_all_ranks
+from harness.worker.training import train
 
 
 def _reported(change: Callable[[torch.Tensor | float], torch.Tensor | float]) -> None:

@@ -24,10 +24,10 @@ from harness.plugins.faults.worker.hooks import (
     wrap,
     wrap_everywhere,
 )
-from harness.worker.discovery import converted_linears
-from harness.worker.probes.places import local_part
+from harness.worker.probes.discovery import converted_linears
 from harness.worker.probes.probe import in_backward, mark_owned
-from harness.worker.reduction import gathered_copies
+from harness.worker.tensors.places import local_part
+from harness.worker.tensors.reduction import gathered_copies
 
 _PACKAGE = "torchao.prototype"  # imported when a fault is planted: the virtual device stands in for its kernels
 _LINEAR = f"{_PACKAGE}.moe_training.mxfp8_linear"

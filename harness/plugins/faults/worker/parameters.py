@@ -21,7 +21,7 @@ from harness.plugins.faults.worker.hooks import (
     planted,
     wrap,
 )
-from harness.worker.discovery import linears
+from harness.worker.probes.discovery import linears
 
 
 def _sharded_as(dtype: torch.dtype) -> None:

@@ -27,9 +27,9 @@ from harness.plugins.faults.worker.hooks import (
     running_linear,
     wrap,
 )
-from harness.worker.probes.places import local_shard
 from harness.worker.targets.reference import build, pipeline
 from harness.worker.targets.reference.loss import Batch
+from harness.worker.tensors.places import local_shard
 from harness.worker.virtual.collectives import Receive
 
 Tensor = torch.Tensor

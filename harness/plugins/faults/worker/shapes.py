@@ -19,8 +19,8 @@ from harness.plugins.faults.worker.hooks import (
     planted,
     wrap,
 )
-from harness.worker.data import unpadded_rows
-from harness.worker.probes.places import local_shard, place_of
+from harness.worker.targets.data import unpadded_rows
+from harness.worker.tensors.places import local_shard, place_of
 from harness.worker.virtual import scaled_mm
 
 

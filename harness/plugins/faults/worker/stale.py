@@ -31,9 +31,9 @@ from harness.plugins.faults.worker.hooks import (
     running_linear,
     wrap_everywhere,
 )
-from harness.worker.discovery import converted_linears, linears
-from harness.worker.probes.places import local_shard
+from harness.worker.probes.discovery import converted_linears, linears
 from harness.worker.probes.probe import in_backward, mark_owned
+from harness.worker.tensors.places import local_shard
 
 
 def _precompute(change: Callable[[Any, nn.Module, int], None]) -> None:

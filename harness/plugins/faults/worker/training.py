@@ -39,10 +39,11 @@ from harness.plugins.faults.worker.hooks import (
     widening_weight,
     wrap,
 )
-from harness.worker import data, train
-from harness.worker.discovery import linears
-from harness.worker.probes.places import local_shard
+from harness.worker.probes.discovery import linears
 from harness.worker.probes.probe import optimizers_of
+from harness.worker.targets import data
+from harness.worker.tensors.places import local_shard
+from harness.worker.training import train
 
 gradients_doubled = partial(after_backward, lambda model: _scale_gradients(model, 2))
 

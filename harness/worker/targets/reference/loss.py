@@ -17,9 +17,9 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.distributed.tensor.parallel import loss_parallel
 
 from harness.matrix.case import Case
-from harness.worker.reduction import of_all_ranks
 from harness.worker.targets.reference.model import Llama
 from harness.worker.targets.target import IGNORED
+from harness.worker.tensors.reduction import of_all_ranks
 
 
 class Batch(NamedTuple):

@@ -8,10 +8,10 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from harness.matrix.case import Case
-from harness.worker.probes.places import local_shard
-from harness.worker.reduction import reduced_gradient
 from harness.worker.targets.reference.model import Llama
 from harness.worker.targets.target import World
+from harness.worker.tensors.places import local_shard
+from harness.worker.tensors.reduction import reduced_gradient
 
 
 def in_copies(case: Case, world: World) -> bool:

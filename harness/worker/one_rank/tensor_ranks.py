@@ -20,12 +20,12 @@ from torch import nn
 
 from harness.matrix.case import Case
 from harness.matrix.linears import shard_sizes
-from harness.worker.discovery import is_converted
 from harness.worker.dispatch_hooks.hook import unobserved
+from harness.worker.one_rank.recorded import Recorded
+from harness.worker.probes.discovery import is_converted
 from harness.worker.probes.fsdp_params import ManagedParam
 from harness.worker.probes.module_tensors import NORMS
-from harness.worker.recorded import Recorded
-from harness.worker.summing import spread, summed
+from harness.worker.tensors.summing import spread, summed
 
 Tensor = torch.Tensor
 _OfSequence = nn.RMSNorm | nn.LayerNorm | nn.Linear

@@ -26,25 +26,25 @@ from harness.matrix.targets import is_llama
 from harness.request import RunRequest
 from harness.trace import RankTrace, StepTrace
 from harness.trace.tensors import ModuleDistance, ModuleTensorKind
-from harness.worker.discovery import converted_linears
-from harness.worker.distance import relative_distance
-from harness.worker.in_pieces import InPieces
-from harness.worker.probes.cast_numbers import dtype_name
-from harness.worker.probes.digests import ordered_digest
-from harness.worker.probes.fsdp_params import fsdp_params
-from harness.worker.probes.module_tensors import is_mixture, is_recorded, is_wide, uses_input_once
-from harness.worker.probes.places import local_shard
-from harness.worker.probes.sketches import clean_fqn
-from harness.worker.recorded import Key, Recorded, Values, assembled, terms_of_sum
-from harness.worker.sequential_experts import computes_for_all
-from harness.worker.summing import spread, summed
-from harness.worker.tensor_ranks import (
+from harness.worker.one_rank.recorded import Key, Recorded, Values, assembled, terms_of_sum
+from harness.worker.one_rank.sequential_experts import computes_for_all
+from harness.worker.one_rank.tensor_ranks import (
     FLOAT8,
     Matmul,
     Ranks,
     ScaledProducts,
 )
-from harness.worker.train import Prepared, prepare, software
+from harness.worker.probes.cast_numbers import dtype_name
+from harness.worker.probes.discovery import converted_linears
+from harness.worker.probes.fsdp_params import fsdp_params
+from harness.worker.probes.module_tensors import is_mixture, is_recorded, is_wide, uses_input_once
+from harness.worker.probes.sketches import clean_fqn
+from harness.worker.targets.in_pieces import InPieces
+from harness.worker.tensors.digests import ordered_digest
+from harness.worker.tensors.distance import relative_distance
+from harness.worker.tensors.places import local_shard
+from harness.worker.tensors.summing import spread, summed
+from harness.worker.training.train import Prepared, prepare, software
 
 
 class Call(NamedTuple):
@@ -220,7 +220,7 @@ def _compared(recorded: Recorded, computed: Values) -> tuple[float, dict[int, fl
 def _matmul(case: Case) -> Matmul:
     if not case.float8.traits.in_blocks:
         return FLOAT8
-    from harness.worker.mxfp8_products import MXFP8
+    from harness.worker.one_rank.mxfp8_products import MXFP8
 
     return MXFP8
 

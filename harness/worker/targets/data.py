@@ -19,9 +19,9 @@ from torch import nn
 
 from harness.matrix.case import Case, Model
 from harness.matrix.stages import EMBEDDING, copies_of_weights
-from harness.worker.probes.places import local_shard, part_at, place_of
 from harness.worker.probes.sketches import clean_fqn
-from harness.worker.reduction import with_other_ranks
+from harness.worker.tensors.places import local_shard, part_at, place_of
+from harness.worker.tensors.reduction import with_other_ranks
 
 Tokens = npt.NDArray[np.int64]
 Weights = npt.NDArray[np.float32]

@@ -8,7 +8,7 @@ from typing import cast
 import torch
 
 from harness.trace.model import StateChange
-from harness.worker.state import STATE
+from harness.worker.process.settings import STATE
 from harness.worker.targets.contract import require_loss
 from harness.worker.targets.target import Evaluates, Target
 

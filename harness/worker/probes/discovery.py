@@ -16,12 +16,12 @@ from torchao.float8.float8_linear import Float8Linear
 
 from harness.matrix.case import Case
 from harness.trace.model import Buffer, Linear, ModelRecord, Parameter
-from harness.worker.evaluation import evaluating
 from harness.worker.probes.cast_numbers import dtype_name
-from harness.worker.probes.digests import ordered_digest
-from harness.worker.probes.places import is_wrapped, local_shard, mesh_axes, place_of, unwrapped
 from harness.worker.probes.probe import in_backward
 from harness.worker.probes.sketches import clean_fqn
+from harness.worker.tensors.digests import ordered_digest
+from harness.worker.tensors.places import is_wrapped, local_shard, mesh_axes, place_of, unwrapped
+from harness.worker.training.evaluation import evaluating
 
 
 def linears(model: nn.Module) -> dict[str, nn.Linear]:

@@ -27,20 +27,21 @@ from harness.matrix.stages import copies_of_weights
 from harness.request import RunRequest
 from harness.trace import RankTrace, StepTrace
 from harness.trace.model import Resumed
-from harness.worker import data, internals
-from harness.worker.data import write_weights
-from harness.worker.discovery import Digests, Discovery, parameter_digests
 from harness.worker.dispatch_hooks.scaled_mm import ScaledMMCounter
-from harness.worker.evaluation import evaluate
-from harness.worker.inputs import InputRecorder
-from harness.worker.noise import add_noise
+from harness.worker.one_rank.sequential_ranks import SequentialRanks
+from harness.worker.probes.discovery import Digests, Discovery, parameter_digests
+from harness.worker.probes.inputs import InputRecorder
 from harness.worker.probes.probe import ProbeSet, mark_owned
-from harness.worker.reduction import gradient_norm, reducing_once, squared_norm_share
-from harness.worker.resuming import hand_over
-from harness.worker.sequential_ranks import SequentialRanks
-from harness.worker.state import STATE
+from harness.worker.process import internals
+from harness.worker.process.settings import STATE
+from harness.worker.targets import data
 from harness.worker.targets.contract import build_target, require_process_group, require_result
+from harness.worker.targets.data import write_weights
 from harness.worker.targets.target import IGNORED, Target, World
+from harness.worker.tensors.reduction import gradient_norm, reducing_once, squared_norm_share
+from harness.worker.training.evaluation import evaluate
+from harness.worker.training.noise import add_noise
+from harness.worker.training.resuming import hand_over
 
 ReportPhase = Callable[[str], None]
 

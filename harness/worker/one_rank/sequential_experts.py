@@ -16,10 +16,10 @@ from torch import nn
 
 from harness.matrix.case import Case
 from harness.matrix.linears import expert_fqns
-from harness.worker.evaluation import evaluating
-from harness.worker.gradient_sync import GradientSync
+from harness.worker.one_rank.gradient_sync import GradientSync
 from harness.worker.probes.probe import in_backward
 from harness.worker.probes.sketches import clean_fqn
+from harness.worker.training.evaluation import evaluating
 
 Tensor = torch.Tensor
 

@@ -32,12 +32,12 @@ from torch.utils._pytree import tree_leaves
 
 from harness.matrix.case import Case
 from harness.matrix.layout import positions_of_ranks
-from harness.worker.gradient_sync import GradientSync
-from harness.worker.in_pieces import take_grads, uses_of_weights
-from harness.worker.inputs import Rows, rows_of_pieces
-from harness.worker.sequential_experts import ExpertsOfRanks
-from harness.worker.summing import WIDE
+from harness.worker.one_rank.gradient_sync import GradientSync
+from harness.worker.one_rank.sequential_experts import ExpertsOfRanks
+from harness.worker.probes.inputs import Rows, rows_of_pieces
+from harness.worker.targets.in_pieces import take_grads, uses_of_weights
 from harness.worker.targets.target import StepResult, Target
+from harness.worker.tensors.summing import WIDE
 
 
 class SequentialRanks:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from harness.matrix.recipes import BLOCK
-from harness.worker.tensor_ranks import Cut, Matmul
+from harness.worker.one_rank.tensor_ranks import Cut, Matmul
 
 Tensor = torch.Tensor
 

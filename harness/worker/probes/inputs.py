@@ -19,9 +19,9 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
 from harness.trace.model import StepInputs
-from harness.worker.data import Tokens
-from harness.worker.evaluation import evaluating
 from harness.worker.probes.probe import in_backward
+from harness.worker.targets.data import Tokens
+from harness.worker.training.evaluation import evaluating
 
 _INTEGERS = (torch.int16, torch.int32, torch.int64)
 

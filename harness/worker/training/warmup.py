@@ -21,10 +21,10 @@ from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from harness.internals import read_parts
 from harness.matrix.case import Case, Float8, Layout, Train
 from harness.request import RunRequest
-from harness.worker import internals
-from harness.worker.probes.places import mesh_axes
 from harness.worker.probes.probe import PROBES
-from harness.worker.train import train
+from harness.worker.process import internals
+from harness.worker.tensors.places import mesh_axes
+from harness.worker.training.train import train
 from harness.worker.virtual import collectives
 
 # It saves every rank 0.4 s. A second case, with TP, another recipe or compiled blocks, takes longer than ranks save by

@@ -1,7 +1,7 @@
 """Checks the private parts of torch and torchao against what `harness/internals.toml` declares.
 
 Only names are looked up: nothing is called, and of what no run imports only the parts in use are.
-`python -m harness.worker.internals` prints the state of all parts as JSON (`harness.internals.State`).
+`python -m harness.worker.process.internals` prints the state of all parts as JSON (`harness.internals.State`).
 """
 
 from __future__ import annotations
