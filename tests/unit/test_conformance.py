@@ -15,11 +15,19 @@ from harness.plugins.conformance import judge
 from harness.plugins.conformance.checks import fixed_checks, select_checks
 from harness.plugins.conformance.judge import Conclusion, conclude_lost, run_checks
 from harness.plugins.conformance.known import KNOWN
+from harness.plugins.conformance.operator_checks import (
+    MESHES,
+    Batch,
+    Observation,
+    OperatorCheck,
+    Output,
+    chunk_sizes,
+    local_shape,
+)
 from harness.plugins.conformance.sections import column, conformance_document, conformance_section
 from harness.plugins.conformance.strategy import cheapest_bytes
 from harness.report.sections import text_of
 from harness.studies.surviving import RanksFailed
-from harness.trace.operator_checks import MESHES, Batch, Observation, OperatorCheck, Output, chunk_sizes, local_shape
 
 
 def make_check(op: str = "amax", words: str = "S0", mesh: str = "m4", **fields: object) -> OperatorCheck:

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
+from harness.plugins.gpu.kernel_checks import KernelCheck, KernelObservation
 from harness.plugins.gpu.kernels import allowed_of_sum, conclude, reason_of, refusal_checks, value_checks
-from harness.trace.device import KernelCheck, KernelObservation
 
 LONG = KernelCheck(scaling="tensorwise", m=16, k=4096, n=16, out="float32")
 SAME = KernelObservation(shape=(16, 16), dtype="float32", expected_shape=(16, 16), expected_dtype="float32")

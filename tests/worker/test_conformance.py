@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from harness.engine.cluster import unleased_cluster
 from harness.plugins.conformance.checks import select_checks
 from harness.plugins.conformance.judge import PROGRAM, Conclusion, run_checks
+from harness.plugins.conformance.operator_checks import MESHES, PARTIALS, OperatorCheck
 from harness.running.injection import parse_injection
-from harness.trace.operator_checks import MESHES, PARTIALS, OperatorCheck
 
 FAULTS = Path(__file__).with_name("conformancefaults.py")
 Run = Callable[..., dict[str, Conclusion]]

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from harness.engine.cluster import unleased_cluster
+from harness.plugins.gpu.kernel_checks import KernelCheck
 from harness.plugins.gpu.kernels import (
     PROGRAM,
     Accumulator,
@@ -24,7 +25,6 @@ from harness.plugins.gpu.kernels import (
 from harness.plugins.gpu.worker.kernels import observe
 from harness.running.injection import parse_injection
 from harness.studies.surviving import RanksFailed
-from harness.trace.device import KernelCheck
 
 FAULTS = Path(__file__).with_name("kernelfaults.py")
 # torch's kernel of a CPU takes 0.3 s for sums of 1024 products, 1.5 s for those of 4096.

@@ -8,7 +8,7 @@ from itertools import product
 
 import msgspec
 
-from harness.trace.operator_checks import PARTIALS, OperatorCheck, Placements
+from harness.plugins.conformance.operator_checks import PARTIALS, OperatorCheck, Placements
 
 EVEN, UNEVEN, EMPTY, CUBE = (8, 16), (7, 10), (3, 5), (4, 8, 6)  # by their shards on 4 ranks; CUBE is 3-D
 

@@ -14,10 +14,7 @@ import msgspec
 from harness.engine.cluster import Cluster
 from harness.engine.messages import Job, JobOutcome
 from harness.plugins.conformance.known import Deviation, deviations_of
-from harness.plugins.conformance.strategy import cheapest_bytes, may_be_partial
-from harness.sources import installed_version
-from harness.studies.surviving import run_surviving
-from harness.trace.operator_checks import (
+from harness.plugins.conformance.operator_checks import (
     WORLD_SIZE,
     Batch,
     Observation,
@@ -26,6 +23,9 @@ from harness.trace.operator_checks import (
     local_shape,
     shard_dim,
 )
+from harness.plugins.conformance.strategy import cheapest_bytes, may_be_partial
+from harness.sources import installed_version
+from harness.studies.surviving import run_surviving
 from harness.trace.record import Patch, Record
 
 PROGRAM = "harness.plugins.conformance.worker.checks"

@@ -28,8 +28,8 @@ import msgspec
 
 from harness.engine.cluster import Cluster
 from harness.engine.messages import Job, JobOutcome
+from harness.plugins.gpu.kernel_checks import Float8Dtype, KernelBatch, KernelCheck, KernelObservation, OutDtype
 from harness.studies.surviving import run_surviving
-from harness.trace.device import Float8Dtype, KernelBatch, KernelCheck, KernelObservation, OutDtype
 from harness.trace.record import Patch, Record
 
 PROGRAM = "harness.plugins.gpu.worker.kernels"

@@ -17,8 +17,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
+from harness.plugins.conformance.operator_checks import Batch, Mesh, Observation, OperatorCheck, Output
 from harness.plugins.conformance.worker import operators
-from harness.trace.operator_checks import Batch, Mesh, Observation, OperatorCheck, Output
 from harness.worker.probes.cast_numbers import dtype_name
 from harness.worker.process_group import join
 from harness.worker.training.injection import inject

@@ -25,7 +25,7 @@ from torchao.float8.float8_training_tensor import (
 )
 
 from harness.matrix.recipes import BLOCK
-from harness.trace.operator_checks import MATMULS, OperatorCheck, Placements, axis_order, shard_dim
+from harness.plugins.conformance.operator_checks import MATMULS, OperatorCheck, Placements, axis_order, shard_dim
 
 Tensor = torch.Tensor
 _E4M3 = torch.float8_e4m3fn
