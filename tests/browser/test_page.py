@@ -12,12 +12,7 @@ import pytest
 
 from harness.gate.gate import GatePolicy, gate
 from harness.matrix.caseid import case_id
-from harness.matrix.models import MODELS, training
 from harness.measured import CastRange, Curve, Measured, Sent
-from harness.plugins.predict.advice import advise
-from harness.plugins.predict.gains import plots
-from harness.plugins.predict.machine import machine
-from harness.plugins.predict.sections import speedup_page
 from harness.printable import printable
 from harness.report.gate import gate_front
 from harness.report.html.page import html_report
@@ -297,15 +292,6 @@ def test_a_gate_opens_with_its_answer_and_leads_to_the_cases(
     page.set_viewport_size({"width": 360, "height": 740})
     page.get_by_role("link", name="Gate", exact=True).click()
     narrow_soon(page)
-
-
-def test_the_plots_of_an_advice_are_drawn(opened: Opener, tmp_path: Path) -> None:
-    case, path = training(MODELS["debugmodel"], tp=8, vocab_size=2256), tmp_path / "report.html"
-    path.write_bytes(speedup_page(advise(case, machine("h100")), plots(case, machine("h100"))))
-    page = opened(path=path)
-    assert page.locator("#plots canvas").count() == 3
-    assert "tensorwise" in page.locator("#plots .u-legend").first.inner_text()
-    assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
 
 
 def test_keys_move_in_the_heat_map_and_the_list(opened: Opener) -> None:

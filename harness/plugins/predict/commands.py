@@ -14,7 +14,6 @@ from harness.cli.axes import configured_case, configured_cases
 from harness.cli.options import (
     ABOVE_0,
     AT_LEAST_1,
-    OUTPUT,
     Command,
     compose_options,
     json_option,
@@ -24,16 +23,14 @@ from harness.cli.options import (
     print_sections,
     project_parameter,
     root_option,
-    write_output,
 )
 from harness.engine.cluster import unleased_cluster
 from harness.errors import HarnessError
 from harness.hints import rerun_failed
 from harness.matrix.case import Case
 from harness.matrix.caseid import case_id
-from harness.plugins.predict.advice import advise
 from harness.plugins.predict.cost import CostReport, metrics, run_report, speed
-from harness.plugins.predict.gains import plots
+from harness.plugins.predict.gains import predicted_gains
 from harness.plugins.predict.layouts import simulate, sweep
 from harness.plugins.predict.machine import Machine, peak
 from harness.plugins.predict.machine import machine as machine_named
@@ -41,7 +38,6 @@ from harness.plugins.predict.sections import (
     cost_sections,
     layout_sections,
     speed_sections,
-    speedup_page,
     speedup_sections,
     sweep_sections,
 )
@@ -79,7 +75,7 @@ Exit codes: 0 nothing refuses it, 1 it is refused, or --verify found a differenc
 """
 _SPEEDUP_EPILOG = """\b
 Examples:
-  fp8-harness predict speedup --model llama3-8b --dp-shard 64 --tp 8 --machine h200 --html speedup.html
+  fp8-harness predict speedup --model llama3-8b --dp-shard 64 --tp 8 --machine h200
   fp8-harness predict speedup --model debugmodel --vocab-size 2256 --tp 8 --output-layer --recipe tensorwise
 
 \b
@@ -194,12 +190,10 @@ def layouts_command(*, case: Case, on: Machine, sweep_it: bool, verify_it: bool,
 @_machine_parameter
 @click.option("--eager", is_flag=True, help="Print tables for eager blocks, for a case without compiled blocks.")
 @json_option("the prediction")
-@click.option("--html", "html_file", metavar="FILE", type=OUTPUT, help="Write one HTML file with plots.")
-def speedup_command(*, case: Case, on: Machine, eager: bool, json_file: Path | None, html_file: Path | None) -> None:
+def speedup_command(*, case: Case, on: Machine, eager: bool, json_file: Path | None) -> None:
     """Predict whether FP8 makes a case or model faster, with which recipe and linears. Runs nothing."""
-    advice = advise(case, on, eager=eager, known=known_here(find_project()))
-    print_report(speedup_sections(advice), json_file, advice)
-    write_output(html_file, lambda: speedup_page(advice, plots(case, on)))
+    gains = predicted_gains(case, on, eager=eager, known=known_here(find_project()))
+    print_report(speedup_sections(gains), json_file, gains)
 
 
 @predict.command("measure", epilog=_MEASURE_EPILOG)

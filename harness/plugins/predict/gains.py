@@ -1,28 +1,27 @@
-"""What FP8 gains: speed-ups by recipe and linear, what a vocabulary costs, and curves around a case."""
+"""What FP8 gains by prediction: speed-ups by recipe, the parts of a step, and every linear with its casts."""
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 
 import msgspec
 from msgspec.structs import replace
 
-from harness.expect.traffic import expected_transfers
-from harness.expect.work import ALIGNMENT, Gemm, gemms
+from harness.errors import HarnessError
+from harness.expect.work import Gemm, gemms
 from harness.matrix.case import Case, Float8
-from harness.matrix.known import KnownFault
-from harness.matrix.linears import BLOCK_LINEARS, OUTPUT_FQN, is_converted, linear_features, linear_name, shard_sizes
-from harness.matrix.recipes import MatmulRole, block_recipe
+from harness.matrix.caseid import case_id
+from harness.matrix.known import KnownFault, matching
+from harness.matrix.linears import BLOCK_LINEARS, OUTPUT_FQN, is_converted, linear_features, linear_name
+from harness.matrix.recipes import MatmulRole, Recipe, block_recipe
 from harness.matrix.rules import exclusions, expected_refusal
 from harness.plugins.predict.cost import tokens_per_device
-from harness.plugins.predict.machine import Machine, Peak
-from harness.plugins.predict.roofline import EAGER_KERNELS, cast_s, casts, gemm_s, once_s, predicted_step, speed_up
+from harness.plugins.predict.machine import Machine, Peak, require_formulas, require_multiplies
+from harness.plugins.predict.roofline import Step, cast_s, casts, gemm_s, once_s, predicted_step, speed_up
 
-_DIMS = (512, 1024, 2048, 4096, 8192, 16384)
-_RANKS = (2, 4, 8, 16, 32, 64, 128, 256, 512)
-_HEAD_DIM, _HEADS = 128, 8
-_PARAMETER_BYTES = 4 + 4 + 8  # the float32 weight, its gradient, and AdamW's two moments
+# How far predictions were from what was published (`tests/unit/performance/test_published.py`).
+ERROR_H100, ERROR_ELSEWHERE = 0.06, 0.16
 
 
 class Variant(msgspec.Struct, frozen=True, kw_only=True):
@@ -74,22 +73,56 @@ class Conversion(msgspec.Struct, frozen=True, kw_only=True):
     matmuls: tuple[Matmul, ...]
 
 
-class Vocabulary(msgspec.Struct, frozen=True, kw_only=True):
-    """A way to train a vocabulary under tensor parallelism, and what it costs one rank.
+class Gains(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything predicted for a case on a machine. Times are predicted, shapes and bytes are exact."""
 
-    `shards`: the rows of the output layer that ranks hold, each size once. `refused`: of them those that float8
-    matmuls refuse, as they are no `multiple`. `added_bytes`: what the rows that padding adds take for the embedding and
-    the output layer, with gradients and AdamW, if nothing else shards them. `output_ms`: matmuls and casts of the
-    output layer in a step.
+    case: str
+    device: str
+    recipe: Recipe
+    tokens_s: float  # of a device in BF16
+    bf16: Step
+    float8: Step
+    bf16_step_s: float
+    float8_step_s: float
+    variants: tuple[Variant, ...]
+    linears: tuple[Conversion, ...]
+    assumptions: tuple[str, ...]
+
+
+def predicted_gains(case: Case, machine: Machine, *, eager: bool = False, known: Sequence[KnownFault] = ()) -> Gains:
+    """The prediction for a case in bfloat16 with compiled blocks; without a recipe for the fastest that has no fault.
+
+    `known`: recorded faults. Raises `HarnessError` for a target whose model is not known, and for MXFP8 on a machine
+    that does not multiply it.
     """
-
-    name: str
-    shards: tuple[int, ...]
-    refused: tuple[int, ...]
-    multiple: int
-    added_rows: int
-    added_bytes: int
-    output_ms: float
+    require_formulas(case)
+    if case.model.experts:
+        what = "which grouped matmuls gain from FP8 was not measured."
+        raise HarnessError(what, where=case_id(case), fix="ask for a dense model, or for `predict layouts`.")
+    require_multiplies(machine, case)
+    case = replace(case, train=replace(case.train, dtype="bfloat16"))
+    case = case if eager else compiled(case)
+    candidates = variants(case, machine.peak)
+    predictions = tuple(
+        costed(name, candidate, matching(known, candidate), machine) for name, candidate in candidates.items()
+    )
+    best = max(predictions, key=lambda variant: (not variant.fault, variant.ratio))
+    case = case if case.float8.enabled else candidates[best.name]
+    twin = replace(case, float8=Float8())
+    steps = predicted_step(twin, machine), predicted_step(case, machine)
+    return Gains(
+        case=case_id(case),
+        device=machine.peak.name,
+        recipe=case.float8.recipe,
+        tokens_s=tokens_per_device(twin, steps[0].total_s),
+        bf16=steps[0],
+        float8=steps[1],
+        bf16_step_s=steps[0].total_s,
+        float8_step_s=steps[1].total_s,
+        variants=predictions,
+        linears=conversions(case, machine),
+        assumptions=tuple(_assumptions(machine)),
+    )
 
 
 def variants(case: Case, device: Peak) -> dict[str, Case]:
@@ -192,124 +225,15 @@ def _conversion(
     )
 
 
-def vocabularies(case: Case, machine: Machine) -> tuple[Vocabulary, ...]:
-    """The ways to train the vocabulary of a case: as it is and padded, with the output layer in float8 and not."""
-    own, multiple = case.model.vocab_size, case.float8.traits.multiple * case.layout.tp
-    multiples = (1,) if own % multiple == 0 else (1, multiple)
-    return tuple(_vocabulary(case, pad_to, float8, machine) for pad_to in multiples for float8 in (True, False))
-
-
-def _vocabulary(case: Case, multiple: int, float8: bool, machine: Machine) -> Vocabulary:
-    tp, own = case.layout.tp, case.model.vocab_size
-    model = replace(case.model, pad_vocab_to_multiple_of=multiple, layers=1)
-    candidate = replace(case, model=model, float8=replace(case.float8, output_layer=float8))
-    rows = model.padded_vocab_size
-    shards = tuple(dict.fromkeys(shard_sizes(rows, tp)))
-    output_s = sum(gemm_s(gemm, machine) for gemm in gemms(candidate) if gemm.fqn == OUTPUT_FQN)
-    output_s += sum(cast_s(cast, machine) for cast in casts(candidate) if cast.fqn == OUTPUT_FQN)
-    return Vocabulary(
-        name=f"{rows} rows, output layer in {'float8' if float8 else case.train.dtype}",
-        shards=shards,
-        refused=tuple(shard for shard in shards if float8 and shard % case.float8.traits.multiple),
-        multiple=case.float8.traits.multiple,
-        added_rows=_added_rows(own, rows, tp),
-        added_bytes=added_bytes(own, rows, tp, case.model.shape.dim),
-        output_ms=output_s * 1e3,
+def _assumptions(machine: Machine) -> Iterator[str]:
+    peak = machine.peak
+    h100 = peak.name == "h100"
+    error, devices = (ERROR_H100, "Meta's H100, with 2.4 TB/s") if h100 else (ERROR_ELSEWHERE, "B200 and MI300X")
+    yield (
+        f"times are a model of {peak.name}: {peak.bfloat16:g} and {peak.float8:g} TFLOP/s, {peak.memory_tb_s:g} TB/s, "
+        f"{machine.gpus_per_node} devices a node, {machine.network_gb_s:g} GB/s of network for each"
     )
-
-
-def padded_size(vocab_size: int, tp: int) -> int:
-    """The smallest vocabulary of at least this size whose shards on `tp` ranks are equal multiples of 16."""
-    multiple = ALIGNMENT * tp
-    return -(-vocab_size // multiple) * multiple
-
-
-def added_bytes(vocab_size: int, padded: int, tp: int, dim: int) -> int:
-    """What the rows that padding adds take on one of `tp` ranks: of the embedding and of the output layer."""
-    return 2 * _added_rows(vocab_size, padded, tp) * dim * _PARAMETER_BYTES
-
-
-def _added_rows(vocab_size: int, padded: int, tp: int) -> int:
-    return -(-padded // tp) - -(-vocab_size // tp)
-
-
-class Plot(msgspec.Struct, frozen=True, kw_only=True):
-    """Named lines over the same `places`, whose meaning is `across`; `logarithmic`: places are powers."""
-
-    title: str
-    across: str
-    places: tuple[int, ...]
-    lines: Mapping[str, tuple[float, ...]]
-    logarithmic: bool = False
-
-
-def plots(case: Case, machine: Machine) -> tuple[Plot, ...]:
-    case = replace(case, train=replace(case.train, dtype="bfloat16"))
-    return (_over_size(case, machine), _over_vocabulary(case), _over_world(case))
-
-
-def _over_size(case: Case, machine: Machine) -> Plot:
-    least = max(_HEADS, case.layout.tp)
-    models = (
-        replace(case.model, dim=dim, heads=max(least, dim // _HEAD_DIM), kv_heads=least, ffn_dim=4 * dim)
-        for dim in _DIMS
-    )
-    ways = [variants(replace(case, compile="inductor", model=model), machine.peak) for model in models]
-    return Plot(
-        title="predicted speed over BF16, compiled blocks",
-        across="dim of the model, with heads of 128 and ffn_dim of 4 dim",
-        places=_DIMS,
-        lines={
-            recipe: tuple(speed_up(by_recipe[recipe], machine) for by_recipe in ways)
-            for recipe in EAGER_KERNELS
-            if recipe in ways[0]
-        },
-        logarithmic=True,
-    )
-
-
-def _over_vocabulary(case: Case) -> Plot:
-    tp, own, dim = case.layout.tp, case.model.vocab_size, case.model.shape.dim
-    step = max(1, tp // 2) * 8
-    first = max(step, own - 16 * step)
-    places = tuple(sorted({own, *range(first - first % step, own + 16 * step, step)}))
-    return Plot(
-        title=f"MB that padding the vocabulary to a multiple of {16 * tp} adds to a rank",
-        across="vocabulary",
-        places=places,
-        lines={"MB": tuple(added_bytes(size, padded_size(size, tp), tp, dim) / 1e6 for size in places)},
-    )
-
-
-def _over_world(case: Case) -> Plot:
-    sharded = [replace(case, layout=replace(case.layout, dp_shard=ranks)) for ranks in _RANKS]
-    wide = replace(case.float8, fp8_all_gather=False, precompute_scale=False)
-    narrow = replace(wide, recipe="tensorwise", casts=(), fp8_all_gather=True, precompute_scale=True)
-    in_bf16, in_float8 = (
-        [_received_gb(replace(sharded_case, float8=float8)) for sharded_case in sharded] for float8 in (wide, narrow)
-    )
-    return Plot(
-        title="GB that FSDP brings to a rank in one step",
-        across="world size",
-        places=tuple(sharded_case.layout.world_size for sharded_case in sharded),
-        lines={
-            "weights gathered in BF16": tuple(gathered for gathered, _ in in_bf16),
-            "weights gathered in float8": tuple(gathered for gathered, _ in in_float8),
-            "gradients reduced in float32": tuple(reduced for _, reduced in in_bf16),
-        },
-        logarithmic=True,
-    )
-
-
-def _received_gb(case: Case) -> tuple[float, float]:
-    sent, others = fsdp_bytes(case), case.layout.dp_shard - 1
-    return sent["all_gather"] * others / 1e9, sent["reduce_scatter"] * others / (others + 1) / 1e9
-
-
-def fsdp_bytes(case: Case) -> Counter[str]:
-    """The inputs of FSDP's collectives on a rank in one step, by kind."""
-    sent: Counter[str] = Counter()
-    for transfer in expected_transfers(case, step=2, rank=0):
-        if transfer.axis == "dp_shard":
-            sent[transfer.kind] += transfer.payload_bytes
-    return sent
+    yield f"predicted speed-ups were within {error:.0%} of those published for {devices}"
+    yield "blocks are compiled where not said otherwise; under TP tensorwise has float8 TP styles, others plain ones"
+    yield "the host is modelled for eager blocks alone: compiled small models are slower than predicted"
+    yield from machine.rates.words

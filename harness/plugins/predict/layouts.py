@@ -8,24 +8,27 @@ from collections.abc import Iterator, Mapping, Sequence
 import msgspec
 from msgspec.structs import replace
 
+from harness.expect.expert_traffic import sent_rows
+from harness.expect.saved_memory import expected_saved, is_exact
+from harness.expect.traffic import transfers_if_balanced
 from harness.expect.units import Weight, fsdp_units, ranks_of_unit
 from harness.expect.work import gemms
 from harness.matrix.case import Case, Layout
 from harness.matrix.caseid import case_id
 from harness.matrix.known import KnownFault, matching
-from harness.matrix.linears import linear_name, shard_sizes
+from harness.matrix.linears import EXPERTS, active_parameter_count, linear_name, parameter_count, shard_sizes
 from harness.matrix.models import layouts
 from harness.matrix.rules import exclusions, expected_refusal
 from harness.plugins.predict.cost import tokens_per_device
 from harness.plugins.predict.machine import Machine, require_formulas, require_multiplies
 from harness.plugins.predict.memory import Memory, memory
-from harness.plugins.predict.roofline import predicted_step
-from harness.plugins.predict.routed import Routed, routed
+from harness.plugins.predict.roofline import gemm_s, predicted_step
 from harness.plugins.predict.wire import AxisTraffic, crosses_nodes, wire
 from harness.plural import binary_bytes
 from harness.verdict import Verdict
 
 MEASURED_PEAK = 1.15  # published peaks over the lower bound
+IMBALANCE = 2  # times as many rows as the mean
 _ENDS = (Verdict.CRASH, Verdict.HANG)
 _NAMES = 3  # of weights that a sentence lists
 ASSUMPTIONS = (
@@ -35,6 +38,23 @@ ASSUMPTIONS = (
     "the time of a step is a model, whose rates `predict speedup` prints",
 )
 EVENLY = "tokens are spread evenly over experts, so every rank multiplies, keeps and receives the mean"
+
+
+class Routed(msgspec.Struct, frozen=True, kw_only=True):
+    """Of one rank. `rows`: that its experts get in a forward of a block, where tokens are spread evenly.
+
+    `sent_bytes`: by all-to-all in a step, in forward, recomputation and backward. `more_s`, `more_bytes`: what a step
+    takes longer, and saves more for backward, on a rank whose experts get `IMBALANCE` times as many rows; None where no
+    time is predicted, or where a compiler chooses what is saved.
+    """
+
+    parameters: int
+    active_parameters: int
+    rows: int
+    local_experts: int
+    sent_bytes: int
+    more_s: float | None
+    more_bytes: int | None
 
 
 class Reason(msgspec.Struct, frozen=True):
@@ -175,6 +195,27 @@ def _shard(case: Case, weight: Weight, ranks: int) -> Shard:
         padding=1 - weight.rows / (rows[0] * ranks),
         empty_ranks=rows.count(0),
     )
+
+
+def routed(case: Case, machine: Machine) -> Routed:
+    rows, blocks = sent_rows(case), len(case.model.expert_layers)
+    grouped = [gemm for gemm in gemms(case) if EXPERTS in gemm.fqn]
+    timed = machine.peak.tflops(case.train.dtype) is not None
+    saved = [_saved(case, ((times * rows,),) * blocks) for times in (1, IMBALANCE)] if is_exact(case) else []
+    exchanged = (transfer for transfer in transfers_if_balanced(case, step=2, rank=0) if transfer.kind == "all_to_all")
+    return Routed(
+        parameters=parameter_count(case),
+        active_parameters=active_parameter_count(case),
+        rows=rows,
+        local_experts=case.model.experts // case.layout.ep,
+        sent_bytes=sum(transfer.payload_bytes for transfer in exchanged),
+        more_s=(IMBALANCE - 1) * sum(gemm_s(gemm, machine) for gemm in grouped) if timed else None,
+        more_bytes=saved[1] - saved[0] if saved else None,
+    )
+
+
+def _saved(case: Case, rows: tuple[tuple[int, ...], ...]) -> int:
+    return sum(expected_saved(case, step=2, rank=0, rows=rows).values())
 
 
 def _refusals(case: Case, machine: Machine, largest: Memory, known: Sequence[KnownFault]) -> Iterator[Reason]:

@@ -1,4 +1,4 @@
-"""What `predict` shows: costs, layouts, how fast it is here, and what FP8 gains, which is a page with plots too."""
+"""What `predict` shows: costs, layouts, how fast it is here, and what FP8 gains."""
 
 from __future__ import annotations
 
@@ -8,15 +8,14 @@ from typing import TYPE_CHECKING
 from harness.matrix.caseid import parse_case_id
 from harness.matrix.targets import is_llama
 from harness.plugins.predict.cost import CostReport, Metrics, Row, Speed, speed
+from harness.plugins.predict.layouts import IMBALANCE, Routed
 from harness.plugins.predict.machine import Peak, peak_of_device
-from harness.plugins.predict.routed import IMBALANCE, Routed
 from harness.plural import binary_bytes, counted
 from harness.report.case import flop_words, speedup_words
 from harness.report.sections import Block, Facts, Items, Section, Table
 
 if TYPE_CHECKING:
-    from harness.plugins.predict.advice import Advice
-    from harness.plugins.predict.gains import Conversion, Plot
+    from harness.plugins.predict.gains import Conversion, Gains
     from harness.plugins.predict.layouts import Ranked, Simulation
     from harness.plugins.predict.simulation import Verification
     from harness.plugins.predict.speed import CaseSpeed, SpeedReport
@@ -313,61 +312,31 @@ def _refused_lines(ranked: Sequence[Ranked]) -> Iterator[str]:
         yield f"REFUSED {inside} {degree} with {' x '.join(outside)} {', '.join(outer_degrees)}: {names}"
 
 
-def speedup_page(advice: Advice, drawn: Sequence[Plot]) -> bytes:
-    """The sections with plots and their values, in one HTML file that loads nothing."""
-    from harness.report.html.page import rendered
-
-    head, *sections = speedup_sections(advice)
-    values = tuple(
-        Table(
-            title=plot.title,
-            columns=(plot.across, *plot.lines),
-            rows=tuple(
-                (str(place), *(f"{values[at]:.4g}" for values in plot.lines.values()))
-                for at, place in enumerate(plot.places)
-            ),
-            folded=True,
-        )
-        for plot in drawn
-    )
-    return rendered(
-        "advice.html",
-        ("plots.js",),
-        data={"drawings": drawn},
-        title=f"fp8-harness: does FP8 pay on {advice.device}?",
-        lines=head.blocks,
-        sections=(*sections, Section(name="values", title="Values of the plots", blocks=values)),
-    )
-
-
-def speedup_sections(advice: Advice) -> Iterator[Section]:
-    """What was asked, recommendations, all tables, and what is assumed."""
-    of_bf16 = f"BF16 is predicted to train {advice.tokens_s:,.0f} tokens/s and device."
-    yield Section(blocks=(f"{advice.case} on {advice.device}: predicted, not measured", of_bf16))
-    yield Section(name="advice", title="Recommendations", blocks=(Items(advice.recommendations),))
-    yield _table_section("speed", "Times as fast as BF16", _VARIANTS, _variant_rows(advice))
-    yield _table_section("step", f"One step, {advice.recipe}", _STEP, _step_rows(advice))
-    title = f"Linears in one rank and step, {advice.recipe}; gain: of all matmuls with casts"
-    yield _table_section("linears", title, _LINEARS, map(linear_row, advice.linears))
-    rows = (row for linear in advice.linears for row in _matmul_rows(linear))
+def speedup_sections(gains: Gains) -> Iterator[Section]:
+    """What was asked, all tables, and what is assumed."""
+    of_bf16 = f"BF16 is predicted to train {gains.tokens_s:,.0f} tokens/s and device."
+    yield Section(blocks=(f"{gains.case} on {gains.device}: predicted, not measured", of_bf16))
+    yield _table_section("speed", "Times as fast as BF16", _VARIANTS, _variant_rows(gains))
+    yield _table_section("step", f"One step, {gains.recipe}", _STEP, _step_rows(gains))
+    title = f"Linears in one rank and step, {gains.recipe}; gain: of all matmuls with casts"
+    yield _table_section("linears", title, _LINEARS, map(linear_row, gains.linears))
+    rows = (row for linear in gains.linears for row in _matmul_rows(linear))
     yield _table_section("matmuls", "Matmuls of these linears", _MATMULS, rows)
-    yield _table_section("vocabulary", "Vocabulary", _VOCABULARY, _vocabulary_rows(advice))
-    yield Section(name="assumptions", title="Assumptions", blocks=(Items(advice.assumptions),))
+    yield Section(name="assumptions", title="Assumptions", blocks=(Items(gains.assumptions),))
 
 
 _VARIANTS = ("recipe", "compiled", "eager", "tokens/s", "known fault, or rule that refuses it")
 _STEP = ("part of a step", "BF16 ms", "FP8 ms")
 _LINEARS = ("linear", "float8", "BF16 ms", "FP8 ms", "casts ms", "gain")
 _MATMULS = ("linear", "matmul", "m", "n", "k", "16", "BF16 us", "FP8 us")
-_VOCABULARY = ("vocabulary", "shards", "float8 takes it", "rows added", "memory added", "output ms")
 
 
 def _table_section(name: str, title: str, columns: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> Section:
     return Section(name=name, title=title, blocks=(Table(columns=columns, rows=tuple(rows)),))
 
 
-def _variant_rows(advice: Advice) -> Iterator[tuple[str, ...]]:
-    for variant in advice.variants:
+def _variant_rows(gains: Gains) -> Iterator[tuple[str, ...]]:
+    for variant in gains.variants:
         if variant.refused:
             yield variant.name, "refused", "refused", "-", variant.refused
         else:
@@ -380,9 +349,9 @@ def _variant_rows(advice: Advice) -> Iterator[tuple[str, ...]]:
             )
 
 
-def _step_rows(advice: Advice) -> Iterator[tuple[str, ...]]:
+def _step_rows(gains: Gains) -> Iterator[tuple[str, ...]]:
     for field, name in _PARTS.items():
-        times_ms = [getattr(step, field) * 1e3 for step in (advice.bf16, advice.float8)]
+        times_ms = [getattr(step, field) * 1e3 for step in (gains.bf16, gains.float8)]
         if any(times_ms):
             yield name, *map(_short, times_ms)
 
@@ -399,20 +368,6 @@ def _matmul_rows(linear: Conversion) -> Iterator[tuple[str, ...]]:
         taken = "yes" if matmul.aligned else "refused" if matmul.refused else "no"
         sizes = map(str, (matmul.m, matmul.n, matmul.k))
         yield linear.name, matmul.role, *sizes, taken, _short(matmul.bf16_us), _short(matmul.float8_us)
-
-
-def _vocabulary_rows(advice: Advice) -> Iterator[tuple[str, ...]]:
-    for vocabulary in advice.vocabulary:
-        yield (
-            vocabulary.name,
-            ", ".join(map(str, vocabulary.shards)),
-            f"no: {', '.join(map(str, vocabulary.refused))} is no multiple of {vocabulary.multiple}"
-            if vocabulary.refused
-            else "yes",
-            str(vocabulary.added_rows),
-            f"{_short(vocabulary.added_bytes / 1e6)} MB",
-            "-" if vocabulary.refused else _short(vocabulary.output_ms),
-        )
 
 
 def _short(value: float) -> str:

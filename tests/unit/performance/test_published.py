@@ -11,7 +11,7 @@ import pytest
 from msgspec.structs import replace
 
 from harness.matrix.case import Float8
-from harness.plugins.predict.advice import ERROR_ELSEWHERE, ERROR_H100
+from harness.plugins.predict.gains import ERROR_ELSEWHERE, ERROR_H100
 from harness.plugins.predict.machine import Machine, Rates
 from harness.plugins.predict.roofline import casts, matmul_s, predicted_step, speed_up
 from harness.trace.counts import FLOAT8

@@ -13,7 +13,7 @@ from harness.expect.work import gemms
 from harness.matrix.axes import case_from_axes
 from harness.matrix.case import Case, Layout
 from harness.matrix.models import MODELS, training
-from harness.plugins.predict.gains import conversions, padded_size, vocabularies
+from harness.plugins.predict.gains import conversions
 from harness.plugins.predict.machine import PEAKS, Machine, machine
 from harness.plugins.predict.roofline import casts, predicted_step, speed_up
 from harness.plugins.predict.wire import axis_bytes_s, transfer_s
@@ -133,24 +133,6 @@ def test_rings_send_all_but_what_a_rank_has(kind: str, sent: float) -> None:
     transfer = Transfer(axis="tp", kind=kind, dtype="bfloat16", elements=10**9, purpose="")
     expected = sent * 2e9 / H100.link_bytes_s + 20e-6
     assert transfer_s(transfer, Layout(tp=4), H100) == pytest.approx(expected)
-
-
-def test_vocabularies_of_2256_rows() -> None:
-    """2256 / 8 = 282 is no multiple of 16: refused in float8, padded to 2304, or kept in BF16."""
-    case = training(MODELS["debugmodel"], recipe="tensorwise", vocab_size=2256, tp=8)
-    by_name = {vocabulary.name: vocabulary for vocabulary in vocabularies(case, H100)}
-    assert [vocabulary.refused for vocabulary in by_name.values()] == [(282,), (), (), ()]
-    padded = by_name["2304 rows, output layer in float8"]
-    assert (padded.added_rows, padded.added_bytes) == (6, 2 * 6 * 256 * 16)
-    assert padded_size(2256, 2) == 2272 and padded_size(2256, 4) == 2304 and padded_size(2560, 8) == 2560
-    aligned = vocabularies(training(MODELS["debugmodel"], recipe="tensorwise", vocab_size=2560, tp=8), H100)
-    assert [(vocabulary.added_rows, vocabulary.refused) for vocabulary in aligned] == [(0, ()), (0, ())]
-
-
-@given(st.integers(1, 200_000), st.sampled_from([1, 2, 4, 8, 16]))
-def test_padded_vocabularies_are_the_smallest_that_fit(vocab_size: int, tp: int) -> None:
-    size = padded_size(vocab_size, tp)
-    assert size % (16 * tp) == 0 and 0 <= size - vocab_size < 16 * tp
 
 
 def test_unknown_device() -> None:

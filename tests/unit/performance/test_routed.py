@@ -13,8 +13,8 @@ from harness.matrix.case import Case
 from harness.matrix.caseid import parse_case_id
 from harness.matrix.linears import active_parameter_count, parameter_count
 from harness.matrix.models import MODELS, training
-from harness.plugins.predict.advice import advise
 from harness.plugins.predict.cost import flops_per_token
+from harness.plugins.predict.gains import predicted_gains
 from harness.plugins.predict.layouts import simulate
 from harness.plugins.predict.machine import machine
 from harness.plugins.predict.wire import wire
@@ -95,4 +95,4 @@ def test_an_imbalance_costs_time_and_memory() -> None:
 
 def test_what_grouped_matmuls_gain_is_not_predicted() -> None:
     with pytest.raises(HarnessError, match="was not measured"):
-        advise(parse_case_id("fsdp2-ep2-rowwise-moe8-v2048-b16"), B200)
+        predicted_gains(parse_case_id("fsdp2-ep2-rowwise-moe8-v2048-b16"), B200)
