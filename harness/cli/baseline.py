@@ -22,7 +22,7 @@ from harness.cli.options import (
     write_output,
 )
 from harness.errors import HarnessError
-from harness.evidence.curve import curve_of_golden, text_of_curve
+from harness.evidence.curve import curve_of_case, text_of_curve
 from harness.evidence.golden import Golden, changes_between, list_goldens, load_golden, unsound
 from harness.evidence.signature import Signature, list_signatures, load_signature, needs_signature
 from harness.evidence.tolerance import CHECKS, Sample, fit, measured_steps, noise, read_evidence, write_evidence
@@ -93,7 +93,8 @@ def show_command(
         golden = load_golden(project.root, hardware_name, family)
         if curve_file is None:
             _show_golden(golden)
-        write_output(curve_file, lambda: text_of_curve(curve_of_golden(golden)).encode())
+        curve = curve_of_case(golden.case_id, golden.losses, golden.grad_norms)
+        write_output(curve_file, lambda: text_of_curve(curve).encode())
     else:
         _list(project)
 

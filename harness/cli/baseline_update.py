@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Callable, Collection, Sequence
-from pathlib import Path
 
 import click
 import msgspec
 
 from harness.checks.loss_vs_golden import check_loss_vs_golden
-from harness.cli.environments import given_words
 from harness.cli.options import (
     allow_dirty_option,
     plan_parameter,
@@ -20,7 +18,6 @@ from harness.cli.options import (
     typed_command,
 )
 from harness.errors import HarnessError
-from harness.evidence.curve import golden_of, read_curve
 from harness.evidence.golden import GoldenChange, replaced, stored_families, write_golden
 from harness.evidence.signature import compare_signatures, list_signatures, needs_signature, write_signature
 from harness.evidence.tree import changed_files
@@ -56,7 +53,6 @@ Examples:
   fp8-harness baseline update pr --family tiny-v2048-s5-gb8-sl32-lr0.001-seed0 --reason "torch 2.14 changed AdamW"
   fp8-harness baseline update --only-failing --reason "torch 2.14 changed AdamW"
   fp8-harness baseline update my.toml --signatures --missing --reason "first signatures"
-  fp8-harness baseline update --from golden.txt
 """
 
 
@@ -69,13 +65,6 @@ Examples:
 @click.option("--hardware", "hardware_name", metavar="CLASS", help="Store for this class of hardware, such as sm90.")
 @click.option("--reason", metavar="TEXT", help="Why they change; stored with them. Required.")
 @click.option("--dry-run", is_flag=True, help="Run and compare, but store nothing.")
-@click.option(
-    "--from",
-    "file",
-    metavar="FILE",
-    type=click.Path(path_type=Path, dir_okay=False),
-    help="Run nothing: store the golden that `baseline show --curve` wrote to this file.",
-)
 @allow_dirty_option
 @plan_parameter
 @project_parameter
@@ -89,7 +78,6 @@ def update_command(  # noqa: PLR0913  one parameter per option
     hardware_name: str | None,
     reason: str | None,
     dry_run: bool,
-    file: Path | None,
     allow_dirty: bool,
     plan_for: Callable[..., Plan],
     project: Project,
@@ -99,9 +87,6 @@ def update_command(  # noqa: PLR0913  one parameter per option
     With --signatures: run the cases, show what changed, and store their signatures. A case that fails a check is not
     stored.
     """
-    if file is not None:
-        _store_file(project, file, dry_run=dry_run)
-        return ExitCode.GOOD
     baselines = "signatures" if signatures else "goldens"
     reason = require_reason(reason, "baseline update", baselines)
     if signatures and (families or only_failing or hardware_name):
@@ -145,15 +130,6 @@ def _store(project: Project, change: GoldenChange, *, dry_run: bool, kept: bool 
     if not dry_run:
         done = "kept: this golden is not why a loss is off" if kept else None
         click.echo(f"  {done or f'stored in {write_golden(project.root, change.new)}'}")
-
-
-def _store_file(project: Project, file: Path, *, dry_run: bool) -> None:
-    """Store the golden of a text file, with the provenance that it has."""
-    if others := given_words(click.get_current_context().params.keys() - {"root", "file", "dry_run"}):
-        raise click.UsageError(f"--from runs nothing: leave out {' '.join(others)}.")
-    if not dry_run:
-        project.check_writable()
-    _store(project, replaced(project.root, golden_of(read_curve(file), where=str(file))), dry_run=dry_run)
 
 
 def with_target_here(project: Project, references: Sequence[Case], *, named: bool) -> tuple[Case, ...]:

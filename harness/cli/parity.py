@@ -16,8 +16,7 @@ from harness.evidence.curve import read_curve
 from harness.matrix.axes import AXES, own_values
 from harness.matrix.layout import MESH_AXES
 from harness.project import Project
-from harness.report.curves import curve_sections
-from harness.report.parity import parity_junit, parity_markdown, parity_page, parity_sections
+from harness.report.parity import curve_sections, parity_junit, parity_markdown, parity_page, parity_sections
 from harness.report.sections import markdown
 from harness.run_options import CommandOptions
 from harness.running.plan import Plan, with_command

@@ -7,7 +7,6 @@
     1 8.023969650268555 1.5995219945907593
 
 Read are also golden files without norms or comments, and the log of a run (`step:  1  loss:  8.02397  grad_norm: …`).
-A golden of ours goes there and back: a comment has what the columns have not.
 """
 
 from __future__ import annotations
@@ -21,7 +20,6 @@ from pathlib import Path
 import msgspec
 
 from harness.errors import HarnessError
-from harness.evidence.golden import Golden
 from harness.matrix.axes import case_from_axes, own_values
 from harness.matrix.case import Case, Layout
 from harness.matrix.caseid import case_id, layout_id, parse_case_id
@@ -32,7 +30,6 @@ _LOGGED = re.compile(rf"(?<!validate )\bstep:\s*(\d+)\s+loss:\s*({_NUMBER})(?:.*
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 _SAID = re.compile(r"#\s*([\w-]+):\s*(.+)")
 _MESH_WORD = re.compile(r"_(?:fsdp|hsdp|ddp|dp|tp|cp|pp|ep)\d+(?:x\d+)?(?=_|$)")
-_GOLDEN = "fp8-harness-golden"  # the comment that has the rest of a golden
 
 
 class Number(msgspec.Struct, frozen=True):
@@ -131,30 +128,6 @@ def curve_of_case(name: str, losses: Sequence[float], grad_norms: Sequence[float
     mesh = ", ".join(f"{axis}={degree}" for axis, degree in degrees.items() if degree > 1)
     said = {"config": name, "ngpu": str(case.world_size), "parallelism": mesh or "none"}
     return curve_of(layout_id(case.layout), losses, grad_norms, said)
-
-
-def curve_of_golden(golden: Golden) -> TextCurve:
-    rest = msgspec.structs.replace(golden, losses=(), grad_norms=(), digest="")
-    curve = curve_of_case(golden.case_id, golden.losses, golden.grad_norms)
-    return msgspec.structs.replace(curve, said={**curve.said, _GOLDEN: msgspec.json.encode(rest).decode()})
-
-
-def golden_of(curve: TextCurve, *, where: str) -> Golden:
-    """The golden that `curve_of_golden` wrote. HarnessError for a curve without its provenance."""
-    said = curve.said.get(_GOLDEN)
-    if said is None:
-        what = "is no golden of fp8-harness: it does not say its case, its data, and what made it."
-        fix = "judge it as it is: `parity --golden` takes it."
-        raise HarnessError(what, where=where, fix=fix)
-    try:
-        rest = msgspec.json.decode(said, type=Golden)
-    except msgspec.DecodeError as error:
-        raise HarnessError(
-            f"the line `# {_GOLDEN}` is damaged: {error}.", where=where, fix="write it again."
-        ) from error
-    losses = tuple(point.loss.value for point in curve.points)
-    norms = tuple(point.grad_norm.value for point in curve.points if point.grad_norm is not None)
-    return msgspec.structs.replace(rest, losses=losses, grad_norms=norms)
 
 
 def text_of_curve(curve: TextCurve) -> str:

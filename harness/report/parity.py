@@ -1,16 +1,18 @@
-"""The parity of layouts as a table: a row for each, for terminals, pull requests and pages."""
+"""The parity of layouts, and of curves of one job, as a table: for terminals, pull requests and pages."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import groupby
 
 from harness.plural import counted
 from harness.report.case import case_sections
 from harness.report.ci import Element, JUnitElement, junit_report
-from harness.report.curves import curve_sections
 from harness.report.html.page import Front, html_report
 from harness.report.sections import Block, Entry, Items, Section, Table, Verbatim, markdown, text_of
 from harness.result import RunResult
+from harness.studies.curves import MARGIN, CurveRow, Distance
+from harness.studies.curves import Word as CurveWord
 from harness.studies.layouts import Parity, Row, Word, without_refused
 from harness.verdict import ExitCode, Verdict
 
@@ -31,6 +33,11 @@ _UNSEEN = (
     "kernels of a GPU: fast accumulation, pointer alignment, how cuBLAS and Triton round",
     "streams: their order, overlap, races on symmetric memory, and the order in which NCCL sums",
     "speed, and memory other than tensors",
+)
+_SHOWN = 4  # changes of the word of a curve
+_MEANS_OF_CURVES = (
+    "equal: every printed digit agrees with another run",
+    f"rounding: at most {MARGIN:g} times as far from them as they are from one another, up to this step",
 )
 
 # Where a word is not what the verdict alone says.
@@ -209,3 +216,39 @@ def parity_page(parity: Parity, run: RunResult) -> bytes:
     good = parity.exit_code is ExitCode.GOOD
     state, line = "good" if good else "not good", f"{_answer(parity)}. {_line(parity)}"
     return html_report(run, front=Front(title=parity.case_id, state=state, good=good, line=line, section=section))
+
+
+# Curves of one job: a row for each, with the step that is wrong first
+
+
+def curve_sections(rows: Sequence[CurveRow]) -> list[Block]:
+    """Distances are relative, those of the step that is wrong first, or that is closest to its limit."""
+    table = Table(
+        columns=("curve", "verdict", "steps", "wrong first", "found", "nearest", "off", "allowed"),
+        rows=tuple(_curve_cells(row) for row in rows),
+        right=(4, 5, 6, 7),
+        verdict=1,
+    )
+    words = {row.word for row in rows}
+    return [
+        Section(title=f"Judged by {counted(len(rows[0].others), 'other run')} of the job", blocks=(table,)),
+        Items(tuple(text for text in _MEANS_OF_CURVES if text.partition(":")[0] in words)),
+    ]
+
+
+def _curve_cells(row: CurveRow) -> tuple[str, ...]:
+    shown = row.first or row.worst
+    numbers = (f"{shown.value:.6g}", f"{shown.nearest:.6g}", f"{shown.off:.2g}", f"{shown.allowed:.2g}")
+    return (row.name, row.word, _spans(row.steps), _first_wrong(row.first), *numbers)
+
+
+def _first_wrong(first: Distance | None) -> str:
+    return "-" if first is None else f"{first.kind}, step {first.step}"
+
+
+def _spans(steps: Sequence[tuple[int, CurveWord]]) -> str:
+    """`1 equal, 2-3 rounding, 4-10 wrong`; of many changes the first, for the rest is chance."""
+    spans = [[step for step, _ in group] for _, group in groupby(steps, key=lambda pair: pair[1])]
+    words = dict(steps)
+    texts = [f"{span[0] if len(span) == 1 else f'{span[0]}-{span[-1]}'} {words[span[0]]}" for span in spans[:_SHOWN]]
+    return ", ".join((*texts, "…") if len(spans) > _SHOWN else texts)
