@@ -4,8 +4,11 @@ Float8 tensorwise, FSDP2. Ranks of a group must call the same collectives, of th
 2.13.0+cpu and torchao 0.18.0, https://github.com/pytorch/ao/issues/1938.
 """
 
+import contextlib
+import dataclasses
 import datetime
 import sys
+from math import prod
 
 import pytest
 
@@ -14,23 +17,61 @@ pytest.importorskip("torchao", minversion="0.17")
 
 import torch
 import torch.distributed as dist
+import torch.distributed._symmetric_memory as symm_mem
 import torch.multiprocessing as mp
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed import Work
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    SequenceParallel,
+    loss_parallel,
+    parallelize_module,
+)
 from torch.utils._python_dispatch import TorchDispatchMode
-from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+from torchao.float8 import Float8LinearConfig, convert_to_float8_training, precompute_float8_dynamic_scale_for_fsdp
+from torchao.float8.float8_linear import Float8Linear
+from torchao.float8.float8_tensor_parallel import Float8ColwiseParallel, Float8RowwiseParallel
 
+DETECT = "mismatch"  # "gradients", "crash", "mismatch" of collectives, "scattered" rows of async TP
+STEPS = 1  # the last one fails
+MESH = {"dp_shard": 3}  # ranks along each axis; FSDP2 where it has dp_shard, HSDP where it has dp_replicate
+SEQUENCE_PARALLEL = True
+LOSS_PARALLEL = False
+MIXED_PRECISION = False  # FSDP2 gathers and computes in bfloat16
+CHECKPOINT = "none"  # "none", "full", "selective_op", "selective_layer" (every n-th block)
+CHECKPOINT_EVERY = 2
+COMPILE = ""  # the backend that blocks are compiled with: "inductor", or "aot_eager", which needs no compiler
+WAIT = True  # compiled blocks get an embedding that is no longer being reduced
+RECIPE = "tensorwise"  # of torchao, or "bf16"
 NOT_CONVERTED = ("output",)  # ends of the names of linears
+FP8_ALL_GATHER = True  # FSDP2 gathers weights in float8
+PRECOMPUTE = False  # their scales after each optimizer step
+FLOAT8_STYLES = False  # TP gathers activations in float8
+PAD_INNER_DIM = False
+ATTENTION = False
+DTYPE = "float32"
 VOCAB = 64
 DIM = 32
+LAYERS = 1
+HEAD_DIM = 16
+KV_DIM = 32
+FFN = 32
+BIAS = False
 BATCH = 1  # sequences of a data-parallel rank
 TOKENS = 32
+LR = 0.001
+COMPARE_LINEARS = False  # each linear by its own operands too: sharp where TP ranks add what is rounded to bfloat16
 DEVICE = "cpu"
-REPLICAS = 3  # data-parallel ranks
-WORLD_SIZE = 3
+REPLICAS = prod(ranks for axis, ranks in MESH.items() if axis != "tp")  # data-parallel ranks
+CALLS: list[dict[str, object]] = []  # of float8 linears
+WORLD_SIZE = prod(MESH.values())
 pytestmark = pytest.mark.skipif(sys.platform == "win32" or not dist.is_gloo_available(), reason="ranks need gloo")
 
 
@@ -39,46 +80,156 @@ class Block(nn.Module):
 
     def __init__(self):
         super().__init__()
+        if ATTENTION:
+            self.attention_norm = nn.RMSNorm(DIM)
+            self.wq, self.wo = (nn.Linear(DIM, DIM, bias=BIAS) for _ in range(2))
+            self.wk, self.wv = (nn.Linear(DIM, KV_DIM, bias=BIAS) for _ in range(2))
         self.ffn_norm = nn.RMSNorm(DIM)
-        self.w1, self.w3 = (nn.Linear(DIM, DIM, bias=False) for _ in range(2))
-        self.w2 = nn.Linear(DIM, DIM, bias=False)
+        self.w1, self.w3 = (nn.Linear(DIM, FFN, bias=BIAS) for _ in range(2))
+        self.w2 = nn.Linear(FFN, DIM, bias=BIAS)
 
     def forward(self, x):
+        if ATTENTION:
+            h = self.attention_norm(x)
+            q, k, v = (w(h).unflatten(-1, (-1, HEAD_DIM)).transpose(1, 2) for w in (self.wq, self.wk, self.wv))
+            h = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+            x = x + self.wo(h.transpose(1, 2).flatten(-2))
         h = self.ffn_norm(x)
         return x + self.w2(F.silu(self.w1(h)) * self.w3(h))
 
 
-def build(dp):
+def build(dp, tp):
     torch.manual_seed(0)
     model = nn.Sequential()
     model.embedding = nn.Embedding(VOCAB, DIM)
-    model.layers = nn.Sequential(Block())
+    model.layers = nn.Sequential(Block()) if LAYERS == 1 else nn.Sequential(*(Block() for _ in range(LAYERS)))
     model.norm = nn.RMSNorm(DIM)
     model.output = nn.Linear(DIM, VOCAB, bias=False)
-    model.to(DEVICE, torch.float32)
+    model.to(DEVICE, getattr(torch, DTYPE))
     for weight in model.parameters():  # larger from row to row, so that no two shards have the same amax
         weight.data.mul_(torch.linspace(1, 2, weight.numel(), device=DEVICE).view_as(weight))
-    config = Float8LinearConfig(enable_fsdp_float8_all_gather=True)
+    if RECIPE != "bf16":
+        convert(model)
+    distribute(model, dp, tp)
+    return model
+
+
+def convert(model):
+    if FP8_ALL_GATHER:
+        config = Float8LinearConfig(enable_fsdp_float8_all_gather=True)
+    else:
+        config = Float8LinearConfig.from_recipe_name(RECIPE)
+    if PAD_INNER_DIM:
+        config = dataclasses.replace(config, pad_inner_dim=True)
     convert_to_float8_training(model, config=config, module_filter_fn=lambda _, n: not n.endswith(NOT_CONVERTED))
+
+
+def distribute(model, dp, tp):
+    if tp is not None:
+        parallelize_module(model, tp, tp_plan())
+    if CHECKPOINT != "none":
+        checkpoint(model.layers)
+    if COMPILE:
+        for name, block in model.layers.named_children():
+            setattr(model.layers, name, torch.compile(block, backend=COMPILE, fullgraph=True))
+    if COMPILE and WAIT:
+        model.embedding.register_forward_hook(lambda *call: torch.clone(call[-1]))  # waits for its reduction over TP
     if dp is not None:
+        policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if MIXED_PRECISION else MixedPrecisionPolicy()
         for unit in (model.embedding, *model.layers, [model.norm, model.output], model):
-            fully_shard(unit, mesh=dp)
-    return model
+            fully_shard(unit, mesh=dp, mp_policy=policy)
 
 
-def train():
+def tp_plan():
+    stream = Shard(1) if SEQUENCE_PARALLEL else Replicate()
+    colwise, rowwise = ColwiseParallel, RowwiseParallel
+    if FLOAT8_STYLES:
+        colwise, rowwise = Float8ColwiseParallel, Float8RowwiseParallel
+    plan = {f"layers.*.{name}": colwise(input_layouts=stream) for name in ("w1", "w3")}
+    plan["layers.*.w2"] = rowwise(output_layouts=stream)
+    if ATTENTION:
+        plan |= {f"layers.*.{name}": colwise(input_layouts=stream) for name in ("wq", "wk", "wv")}
+        plan["layers.*.wo"] = rowwise(output_layouts=stream)
+    plan["embedding"] = RowwiseParallel(input_layouts=Replicate(), output_layouts=stream)
+    if LOSS_PARALLEL:
+        plan["output"] = ColwiseParallel(input_layouts=stream, output_layouts=Shard(-1), use_local_output=False)
+    else:
+        plan["output"] = ColwiseParallel(input_layouts=stream, output_layouts=Replicate())
+    if SEQUENCE_PARALLEL:
+        plan |= {name: SequenceParallel() for name in ("norm", "layers.*.ffn_norm")}
+    if SEQUENCE_PARALLEL and ATTENTION:
+        plan["layers.*.attention_norm"] = SequenceParallel()
+    return plan
+
+
+def checkpoint(layers):
+    every = {"none": LAYERS + 1, "selective_layer": CHECKPOINT_EVERY}.get(CHECKPOINT, 1)
+    options = {"context_fn": keep_attention} if CHECKPOINT == "selective_op" else {}
+    for name, block in list(layers.named_children())[every - 1 :: every]:
+        setattr(layers, name, checkpoint_wrapper(block, **options))
+
+
+def keep_attention():
+    kept = [torch.ops.aten._scaled_dot_product_flash_attention.default, torch.ops.aten.max.default]
+    policy = CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_RECOMPUTE
+    return create_selective_checkpoint_contexts(lambda _, op, *args, **kwargs: policy[op not in kept])
+
+
+def train(*, parallel):
     """In the layout that fails; or on one rank that gets the batches of all ranks one after the other."""
-    tokens = torch.randint(VOCAB, (1, REPLICAS, BATCH, TOKENS), generator=torch.Generator().manual_seed(1))
-    dp = None
-    mesh = init_device_mesh(DEVICE, (3,), mesh_dim_names=("dp_shard",))
-    dp = mesh["dp_shard"]
-    tokens = tokens.chunk(REPLICAS, dim=1)[dist.get_rank() * REPLICAS // dist.get_world_size()]
-    model = build(dp)
-    for batches in tokens.to(DEVICE):
+    tokens = torch.randint(VOCAB, (STEPS, REPLICAS, BATCH, TOKENS), generator=torch.Generator().manual_seed(1))
+    if parallel and REPLICAS > 1:
+        tokens = tokens.chunk(REPLICAS, dim=1)[dist.get_rank() * REPLICAS // dist.get_world_size()]
+    dp, tp = meshes() if parallel else (alone(), None)
+    model = build(dp, tp)
+    if COMPARE_LINEARS and parallel:
+        watch(model)
+    if STEPS > 1:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=LR, eps=1e-5, foreach=False)
+    for step, batches in enumerate(tokens.to(DEVICE)):
+        if step > 0:
+            optimizer.step()
+            optimizer.zero_grad()
+            if PRECOMPUTE:
+                precompute_float8_dynamic_scale_for_fsdp(model)
         for batch in batches:
-            logits = model(batch).float().flatten(0, 1)
-            (F.cross_entropy(logits, batch.roll(-1, 1).flatten()) / len(batches)).backward()
+            with loss_parallel() if LOSS_PARALLEL and tp is not None else contextlib.nullcontext():
+                logits = model(batch).float().flatten(0, 1)
+                (F.cross_entropy(logits, batch.roll(-1, 1).flatten()) / len(batches)).backward()
     return model
+
+
+def meshes():
+    """Those of data-parallel and of TP ranks; None where the layout has none."""
+    mesh = init_device_mesh(DEVICE, tuple(MESH.values()), mesh_dim_names=tuple(MESH)) if MESH else {}
+    dp = (
+        mesh["dp_replicate", "dp_shard"] if "dp_replicate" in MESH else mesh["dp_shard"] if "dp_shard" in MESH else None
+    )
+    return dp, mesh["tp"] if "tp" in MESH else None
+
+
+def alone():
+    """A mesh of this rank alone, where FSDP2 shards."""
+    if "dp_shard" not in MESH:
+        return None
+    return init_device_mesh(DEVICE, (dist.get_world_size(), 1), mesh_dim_names=("rank", "alone"))["alone"]
+
+
+def whole(tensor):
+    return tensor.detach().full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def watch(model):
+    for name, module in model.named_modules():
+        if isinstance(module, Float8Linear):  # what is between the hooks of its TP style
+            module.register_forward_hook(lambda *call, name=name: keep(name, *call), prepend=True)
+
+
+def keep(name, module, args, output):
+    kept = {"name": name, "module": module, "weight": whole(module.weight), "x": args[0], "y": output}
+    args[0].register_hook(lambda grad: kept.update(grad_x=grad))
+    output.register_hook(lambda grad: kept.update(grad_y=grad))
+    CALLS.append(kept)
 
 
 class Mismatch(AssertionError):
@@ -106,7 +257,15 @@ class Compare(TorchDispatchMode):
 def stand_in():
     """What a CPU lacks."""
     torch.library.impl("aten::_scaled_mm", "cpu", scaled_mm)  # with the rules of a GPU
-    torch.library.impl("c10d::_allgather_base_", "cpu", all_gather)  # of float8, which gloo does not know
+    if FP8_ALL_GATHER:
+        torch.library.impl("c10d::_allgather_base_", "cpu", all_gather)  # of float8, which gloo does not know
+    if FLOAT8_STYLES:
+        torch.library.impl("c10d::allgather_into_tensor_coalesced_", "cpu", all_gather_coalesced)
+    if DETECT == "scattered":
+        torch.library.impl("aten::_scaled_mm.out", "cpu", scaled_mm_out)
+        fused = symm_mem._fused_scaled_matmul_reduce_scatter
+        torch.library.impl("symm_mem::fused_scaled_matmul_reduce_scatter", "cpu", fused)
+        symm_mem._pipelined_produce_and_all2all = produce_and_exchange
 
 
 def scaled_mm(a, b, scale_a, scale_b, bias=None, scale_result=None, out_dtype=None, use_fast_accum=False):
@@ -114,20 +273,45 @@ def scaled_mm(a, b, scale_a, scale_b, bias=None, scale_result=None, out_dtype=No
     return (a.double() @ b.double() * scale_a.double() * scale_b.double()).to(out_dtype)
 
 
+def scaled_mm_out(*args, out, **kwargs):
+    return out.copy_(scaled_mm(*args, **kwargs))
+
+
 def all_gather(output, tensor, group, *_):
     gloo = dist.ProcessGroup.unbox(group)._get_backend(torch.device("cpu"))
     return output, Work.boxed(gloo._allgather_base(output.view(torch.uint8), tensor.view(torch.uint8)))
 
 
-def run_rank(rank, store):
+def all_gather_coalesced(outputs, tensors, group, *_):
+    gloo = dist.ProcessGroup.unbox(group)._get_backend(torch.device("cpu"))
+    return Work.boxed(gloo._allgather_base(outputs[0].view(torch.uint8), tensors[0].view(torch.uint8)))
+
+
+def produce_and_exchange(produce, output, group_name, out_chunk_dim=0):
+    """`_pipelined_produce_and_all2all`, whose chunks are exchanged by a collective."""
+    chunks = output.chunk(dist.get_world_size(), dim=out_chunk_dim)
+    produced = torch.empty(len(chunks), *chunks[0].shape, dtype=output.dtype)
+    for rank, chunk in enumerate(produced):
+        produce(rank, chunk)
+    received = [torch.empty_like(produced) for _ in chunks]
+    dist.all_gather(received, produced)
+    for chunk, sent in zip(chunks, received, strict=True):
+        chunk.copy_(sent[dist.get_rank()])
+
+
+def run_rank(rank, store, check):
     torch.set_num_threads(1)
     deadline = datetime.timedelta(minutes=2)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=WORLD_SIZE, timeout=deadline)
     stand_in()
-    with Compare():  # raises where with NCCL ranks hang, or get each other's bytes
-        train()
+    check()
     dist.destroy_process_group()
 
 
+def check_collectives():
+    with Compare():  # raises where with NCCL ranks hang, or get each other's bytes
+        train(parallel=True)
+
+
 def test_ranks_call_the_same_collectives(tmp_path):
-    mp.spawn(run_rank, args=(tmp_path / "store",), nprocs=WORLD_SIZE)
+    mp.spawn(run_rank, args=(tmp_path / "store", check_collectives), nprocs=WORLD_SIZE)

@@ -165,7 +165,7 @@ import os, runpy, sys
 names = runpy.run_path(sys.argv[1])
 for patch, _, function in (each.rpartition(":") for each in sys.argv[3:]):
     runpy.run_path(patch)[function]()
-names["run_rank"](int(os.environ["RANK"]), sys.argv[2])
+names["run_rank"](int(os.environ["RANK"]), sys.argv[2], names["check_gradients"])
 """
 NO_REDUCTION = "amax_not_reduced_over_tp"
 
@@ -202,7 +202,6 @@ def test_pytest_files_are_proven(bug: str, python: Path, bug_export: Run, tmp_pa
     assert done.returncode == 0, done.stdout + done.stderr
     (file,) = tmp_path.glob("test_*.py")
     assert "now: red" in done.stdout
-    assert len(file.read_text().splitlines()) <= 150
     words = [str(python), "-m", "pytest", "-q", "-p", "no:cacheprovider", file.name]
     assert "1 failed" in subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, check=False).stdout
 

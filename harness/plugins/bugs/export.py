@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import re
 import subprocess
@@ -27,7 +28,6 @@ from harness.matrix.targets import REFERENCE
 from harness.plugins.bugs.bugfile import UNREPORTED
 from harness.plugins.bugs.exported_fault import exported_fault
 from harness.plugins.bugs.shrink import Attempt
-from harness.plugins.bugs.specialised import with_values
 from harness.plugins.bugs.trials import NamedCase
 from harness.plugins.faults.faults import PREFIX
 from harness.result import CaseResult
@@ -53,6 +53,7 @@ MISMATCH = "CollectiveMismatch"  # ranks of the virtual fabric raise it where GP
 
 Detects = Literal["gradients", "crash", "mismatch", "scattered"]
 Outcome = Literal["FAULT", "fixed", "cannot tell"]
+_CONSTANT = re.compile(r"^([A-Z0-9_]+) = .+?(?=  #|$)", flags=re.MULTILINE)
 _OUTCOME = re.compile(
     r"^rank \d+: (FAULT|fixed|cannot tell)(?:.*\n)(?:  (?:expected|found) .*\n?)*", flags=re.MULTILINE
 )
@@ -227,6 +228,19 @@ def script(case: Case, signature: FailureSignature, *, title: str, checks: Colle
     return Script(text=head + with_values(TEMPLATE.read_text().split('"""', 2)[2], values), ranks=ranks)
 
 
+def with_values(source: str, values: Mapping[str, object]) -> str:
+    """The source with these values of its constants, whose names are written as there. Comments stay."""
+
+    def line(match: re.Match[str]) -> str:
+        return f"{match[1]} = {_literal(values[match[1]])}" if match[1] in values else match[0]
+
+    return _CONSTANT.sub(line, source)
+
+
+def _literal(value: object) -> str:
+    return json.dumps(value) if isinstance(value, str) else repr(value).replace("'", '"')
+
+
 def quoted(text: str) -> str:
     return text.replace("\\", "/").replace('"', "'")
 
@@ -269,12 +283,13 @@ def what_detects(signature: FailureSignature, checks: Collection[str] = ()) -> D
 def _of_failure(case: Case, signature: FailureSignature, detects: Detects) -> dict[str, object]:
     """Constants of the template: what fails, and how far from one rank is wrong."""
     in_bfloat16 = case.layout.tp > 1 and case.float8.traits.writes_bfloat16  # no limit on whole gradients is sharp then
-    limits = _EXACT if sums_in_order(case) else _BFLOAT16 if in_bfloat16 else _FLOAT32
+    limit, rounding = _EXACT if sums_in_order(case) else _BFLOAT16 if in_bfloat16 else _FLOAT32
     return {
         "DETECT": detects,
         "STEPS": signature.first_step or 1,
         "ERROR": error_pattern(signature.what) if detects == "crash" else "",
-        "LIMIT, ROUNDING": limits,
+        "LIMIT": limit,
+        "ROUNDING": rounding,
         # hooks would change graphs; the linear of one rank has no bias
         "COMPARE_LINEARS": in_bfloat16 and case.compile == "none" and not case.model.bias,
     }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import functools
 import os
 import re
@@ -13,13 +12,10 @@ import sysconfig
 import tempfile
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
-from math import prod
 from pathlib import Path
 from typing import Literal, NamedTuple
 
 from harness.durable import write_whole
-from harness.errors import HarnessError
-from harness.matrix.caseid import case_id
 from harness.plugins.bugs.bugfile import UNREPORTED
 from harness.plugins.bugs.export import (
     constants,
@@ -30,9 +26,9 @@ from harness.plugins.bugs.export import (
     quoted,
     setup_of,
     title_of,
+    with_values,
 )
 from harness.plugins.bugs.exported_fault import Source, gather
-from harness.plugins.bugs.specialised import specialised, with_values
 from harness.plugins.bugs.trials import NamedCase
 from harness.plugins.faults.faults import PREFIX, fault_named
 from harness.result import CaseResult
@@ -47,18 +43,12 @@ _TESTS = {
     "mismatch": "test_ranks_call_the_same_collectives",
     "scattered": "test_rows_are_scattered_along_the_sequence",
 }
-# What stays a constant on top; the others decide what is in the file.
-_SIZES = (
-    *("STEPS", "REPLICAS", "WORLD_SIZE", "DEVICE", "NOT_CONVERTED", "VOCAB", "DIM", "LAYERS", "HEAD_DIM", "KV_DIM"),
-    *("FFN", "BATCH", "TOKENS", "LR", "LIMIT, ROUNDING"),
-)
 _ASSERTS = {
     "gradients": "Gradients must be those of one rank that gets the batches of all ranks.",
     "crash": "It must train.",
     "mismatch": "Ranks of a group must call the same collectives, of the same sizes.",
     "scattered": "Rows of the fused matmul and reduce-scatter must be those of a matmul, then a reduce-scatter.",
 }
-MOST_LINES = 150
 OLDEST = {"torch": "2.11", "torchao": "0.17"}  # with all names that the template uses
 _TIMEOUT_S = 400.0
 _WIDTH = 118
@@ -100,7 +90,7 @@ def export_test(
 ) -> ExportedTest:
     """Write the test that fails as the case does, with the smallest model that shows it. HarnessError where none can.
 
-    Without `proves` it is the first model whose test is short enough. `fixes`: FILE.py:FUNCTION with which it passes.
+    Without `proves` it is the first model. `fixes`: FILE.py:FUNCTION with which it passes.
     """
     values = constants(named.case, failure_of(result), failed_checks(result))
     patches = tuple(patch_of(injection, folder) for injection in injections)
@@ -113,20 +103,14 @@ def export_test(
     elif fixes:
         trials.append(("with the fix", "green", tuple(fixes)))
     file = folder / f"test_{re.sub(r'[^a-z0-9]+', '_', file_name(named))}.py"
-    best: ExportedTest | None = None
+    head = _head(named, result, injections, str(values["DETECT"]))
     for model, chosen in models(values):
-        text = pytest_file(chosen, head=_head(named, result, injections, str(values["DETECT"])))
-        lines = len(text.splitlines())
-        if lines > MOST_LINES:
-            continue
-        best = ExportedTest(file, lines, model, patches, prove(text, trials) if proves else ())
+        text = pytest_file(chosen, head=head)
+        test = ExportedTest(file, len(text.splitlines()), model, patches, prove(text, trials) if proves else ())
         write_whole(file, text.encode())
-        if best.proven:
+        if test.proven:
             break
-    if best is None:
-        what = f"its test has more than {MOST_LINES} lines."
-        raise HarnessError(what, where=case_id(named.case), fix="export a smaller case: `bug shrink` finds it.")
-    return best
+    return test
 
 
 def _head(named: NamedCase, result: CaseResult, injections: Sequence[Injection], detects: str) -> str:
@@ -143,7 +127,9 @@ def _head(named: NamedCase, result: CaseResult, injections: Sequence[Injection],
 
 def models(values: Mapping[str, object]) -> Iterator[tuple[str, Mapping[str, object]]]:
     """Constants with models that may show the same, the smallest first, and what each is called."""
-    width = max(32, 16 * _mesh(values).get("tp", 1))  # a TP rank has multiples of 16
+    mesh = values["MESH"]
+    assert isinstance(mesh, Mapping), "every template has a mesh"
+    width = max(32, 16 * mesh.get("tp", 1))  # a TP rank has multiples of 16
     sizes = {"VOCAB": 2 * width, "LAYERS": 1, "HEAD_DIM": 16, "TOKENS": width}
     if values["DETECT"] != "scattered":  # by sequences
         sizes["BATCH"] = 1
@@ -151,41 +137,28 @@ def models(values: Mapping[str, object]) -> Iterator[tuple[str, Mapping[str, obj
     yield "one small MLP", {**small, "ATTENTION": False, "LOSS_PARALLEL": False, "CHECKPOINT": "none"}
     yield "one small block", small
     yield "the model of the case", {**values, "COMPARE_LINEARS": False}
-    yield "the model of the case, and each of its linears", values
+    if values["COMPARE_LINEARS"]:
+        yield "the model of the case, and each of its linears", values
 
 
 def pytest_file(values: Mapping[str, object], *, head: str) -> str:
     """The text of the file for these constants of the template. `head` is its docstring."""
-    mesh, root = _mesh(values), _TESTS[str(values["DETECT"])]
-    replicas = prod(ranks for axis, ranks in mesh.items() if axis != "tp")
-    given = {**values, "REPLICAS": replicas, "WORLD_SIZE": prod(mesh.values()), "DEVICE": "cpu"}
-    sizes = {name: given[name] for name in _SIZES if name in given and (name, given[name]) != ("STEPS", 1)}
-    switches = {name: value for name, value in values.items() if name not in sizes}
-    if values["DETECT"] != "gradients":
-        switches["parallel"] = True
 
     @functools.cache
     def read(module: str) -> Source:
-        template = with_values((_WORKER / f"{module.rpartition('.')[2]}.py").read_text(), sizes)
-        return Source(_without_unused(specialised(template, switches, sizes), values))
+        text = (_WORKER / f"{module.rpartition('.')[2]}.py").read_text()
+        return Source(with_values(text, {**values, "DEVICE": "cpu"}))
 
     imports: set[str] = set()
     texts: dict[tuple[str, str], str] = {}
-    for definition_name in ("pytestmark", root):
-        gather(_TEST, definition_name, imports, texts, read)
+    for name in ("pytestmark", _TESTS[str(values["DETECT"])]):
+        gather(_TEST, name, imports, texts, read)
     top: list[str] = []
     rest: list[str] = []
-    for place in sorted(texts, key=lambda place: (place[0] == _TEST, read(place[0]).definitions[place[1]].lineno)):
-        constant = isinstance(read(place[0]).definitions[place[1]], ast.Assign | ast.AnnAssign)
-        (top if constant else rest).append(texts[place])
+    for module, name in sorted(texts, key=lambda place: (place[0] == _TEST, read(place[0]).line_of(place[1]))):
+        (top if name.isupper() or name == "pytestmark" else rest).append(texts[module, name])
     first = "\n".join([head, "", *_imports(imports), "", *dict.fromkeys(top)])
     return formatted("\n\n\n".join([first, *rest]) + "\n")
-
-
-def _mesh(values: Mapping[str, object]) -> Mapping[str, int]:
-    mesh = values["MESH"]
-    assert isinstance(mesh, Mapping), "every template has a mesh"
-    return mesh
 
 
 def _imports(lines: set[str]) -> list[str]:
@@ -193,18 +166,6 @@ def _imports(lines: set[str]) -> list[str]:
     others = sorted(line for line in lines if re.search(r"\b(torch|torchao)\b", line))
     skips = [f'pytest.importorskip("{package}", minversion="{version}")' for package, version in OLDEST.items()]
     return [*standard, "", "import pytest", "", *skips, "", *others]
-
-
-def _without_unused(text: str, values: Mapping[str, object]) -> str:
-    """The text without parameters of which the test needs one value only."""
-    used = [name for name, axis in (("dp", "dp_shard"), ("tp", "tp")) if axis in _mesh(values)]
-    unset = f"    {', '.join(used)} = {', '.join(['None'] * len(used))}\n" if used else ""
-    text = text.replace("    dp, tp = None, None\n", unset).replace("build(dp, tp)", f"build({', '.join(used)})")
-    for name in ("FFN", "KV_DIM"):  # one name is enough for one size
-        text = re.sub(rf"\b{name}\b", "DIM", text) if values[name] == values["DIM"] else text
-    if values["DETECT"] == "gradients":
-        return text
-    return text.replace("train(*, parallel)", "train()").replace("train(parallel=True)", "train()")
 
 
 def formatted(text: str) -> str:

@@ -1,7 +1,7 @@
 """The script of `bug export`: it shows a failure with torch and torchao alone.
 
-The exporter writes another docstring and the values of a case, and copies the rest. A test for pytest has the parts
-that its case uses, and `exported_test.py`.
+The exporter writes another docstring and the values of a case over the constants, and copies the rest. A test for
+pytest has the functions that its check calls, and `exported_test.py`.
 """
 
 import contextlib
@@ -72,9 +72,11 @@ BATCH = 1  # sequences of a data-parallel rank
 TOKENS = 32
 LR = 1e-3
 # How far from one rank is wrong
-LIMIT, ROUNDING = 0.03, 0.007  # relative to the norm; clean runs are this far
+LIMIT = 0.03  # relative to the norm
+ROUNDING = 0.007  # by which clean runs are off
 COMPARE_LINEARS = False  # each linear by its own operands too: sharp where TP ranks add what is rounded to bfloat16
-LINEAR_LIMIT, LINEAR_ROUNDING = 0.012, 0.0044  # 0.0029 with 2 TP ranks
+LINEAR_LIMIT = 0.012
+LINEAR_ROUNDING = 0.0044  # 0.0029 with 2 TP ranks
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 REPLICAS = prod(ranks for axis, ranks in MESH.items() if axis != "tp")  # data-parallel ranks
@@ -130,14 +132,23 @@ def build(dp, tp):
     for weight in model.parameters():  # larger from row to row, so that no two shards have the same amax
         weight.data.mul_(torch.linspace(1, 2, weight.numel(), device=DEVICE).view_as(weight))
     if RECIPE != "bf16":
-        if FP8_ALL_GATHER:
-            config = Float8LinearConfig(enable_fsdp_float8_all_gather=True)
-        else:
-            config = Float8LinearConfig.from_recipe_name(RECIPE)
-        if PAD_INNER_DIM:
-            config = dataclasses.replace(config, pad_inner_dim=True)
-        convert_to_float8_training(model, config=config, module_filter_fn=lambda _, n: not n.endswith(NOT_CONVERTED))
-    if "tp" in MESH and tp is not None:
+        convert(model)
+    distribute(model, dp, tp)
+    return model
+
+
+def convert(model):
+    if FP8_ALL_GATHER:
+        config = Float8LinearConfig(enable_fsdp_float8_all_gather=True)
+    else:
+        config = Float8LinearConfig.from_recipe_name(RECIPE)
+    if PAD_INNER_DIM:
+        config = dataclasses.replace(config, pad_inner_dim=True)
+    convert_to_float8_training(model, config=config, module_filter_fn=lambda _, n: not n.endswith(NOT_CONVERTED))
+
+
+def distribute(model, dp, tp):
+    if tp is not None:
         parallelize_module(model, tp, tp_plan())
     if CHECKPOINT != "none":
         checkpoint(model.layers)
@@ -146,13 +157,10 @@ def build(dp, tp):
             setattr(model.layers, name, torch.compile(block, backend=COMPILE, fullgraph=True))
     if COMPILE and WAIT:
         model.embedding.register_forward_hook(lambda *call: torch.clone(call[-1]))  # waits for its reduction over TP
-    if "dp_shard" in MESH and dp is not None:
+    if dp is not None:
+        policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if MIXED_PRECISION else MixedPrecisionPolicy()
         for unit in (model.embedding, *model.layers, [model.norm, model.output], model):
-            if MIXED_PRECISION:
-                fully_shard(unit, mesh=dp, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))
-            else:
-                fully_shard(unit, mesh=dp)
-    return model
+            fully_shard(unit, mesh=dp, mp_policy=policy)
 
 
 def tp_plan():
@@ -193,33 +201,41 @@ def keep_attention():
 def train(*, parallel):
     """In the layout that fails; or on one rank that gets the batches of all ranks one after the other."""
     tokens = torch.randint(VOCAB, (STEPS, REPLICAS, BATCH, TOKENS), generator=torch.Generator().manual_seed(1))
-    dp, tp = None, None
-    if MESH and parallel:
-        mesh = init_device_mesh(DEVICE, tuple(MESH.values()), mesh_dim_names=tuple(MESH))
-        if "dp_shard" in MESH:
-            dp = mesh["dp_replicate", "dp_shard"] if "dp_replicate" in MESH else mesh["dp_shard"]
-        if "tp" in MESH:
-            tp = mesh["tp"]
-        if REPLICAS > 1:
-            tokens = tokens.chunk(REPLICAS, dim=1)[dist.get_rank() * REPLICAS // dist.get_world_size()]
-    elif "dp_shard" in MESH:
-        dp = init_device_mesh(DEVICE, (dist.get_world_size(), 1), mesh_dim_names=("rank", "alone"))["alone"]
+    if parallel and REPLICAS > 1:
+        tokens = tokens.chunk(REPLICAS, dim=1)[dist.get_rank() * REPLICAS // dist.get_world_size()]
+    dp, tp = meshes() if parallel else (alone(), None)
     model = build(dp, tp)
     if COMPARE_LINEARS and parallel:
         watch(model)
     if STEPS > 1:
         optimizer = torch.optim.AdamW(model.parameters(), lr=LR, eps=1e-5, foreach=False)
-    for batches in tokens.to(DEVICE):
-        if STEPS > 1 and model.output.weight.grad is not None:
+    for step, batches in enumerate(tokens.to(DEVICE)):
+        if step > 0:
             optimizer.step()
             optimizer.zero_grad()
             if PRECOMPUTE:
                 precompute_float8_dynamic_scale_for_fsdp(model)
         for batch in batches:
-            with loss_parallel() if LOSS_PARALLEL and "tp" in MESH and tp is not None else contextlib.nullcontext():
+            with loss_parallel() if LOSS_PARALLEL and tp is not None else contextlib.nullcontext():
                 logits = model(batch).float().flatten(0, 1)
                 (F.cross_entropy(logits, batch.roll(-1, 1).flatten()) / len(batches)).backward()
     return model
+
+
+def meshes():
+    """Those of data-parallel and of TP ranks; None where the layout has none."""
+    mesh = init_device_mesh(DEVICE, tuple(MESH.values()), mesh_dim_names=tuple(MESH)) if MESH else {}
+    dp = (
+        mesh["dp_replicate", "dp_shard"] if "dp_replicate" in MESH else mesh["dp_shard"] if "dp_shard" in MESH else None
+    )
+    return dp, mesh["tp"] if "tp" in MESH else None
+
+
+def alone():
+    """A mesh of this rank alone, where FSDP2 shards."""
+    if "dp_shard" not in MESH:
+        return None
+    return init_device_mesh(DEVICE, (dist.get_world_size(), 1), mesh_dim_names=("rank", "alone"))["alone"]
 
 
 def whole(tensor):
