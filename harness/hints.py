@@ -54,9 +54,9 @@ def compare_runs(first: str, second: str) -> str:
     return _command("compare", first, second)
 
 
-def bisect_versions(case_id: str, package: str, *, good: str, bad: str, words: Sequence[str] = ()) -> str:
-    """Finds the version of a package with which a case starts or stops to fail."""
-    return _command("bug", "bisect", case_id, "--package", package, "--good", good, "--bad", bad, *words)
+def repro_with(case_id: str, package: str, version: str, *words: str) -> str:
+    """Says whether a case fails with a version of a package."""
+    return _command("bug", "repro", case_id, "--with", f"{package}=={version}", *words)
 
 
 def update_golden(case_id: str, *, device: str, root: Path) -> str:

@@ -24,9 +24,9 @@ from harness.project import Project, find_project
 from harness.report.gate import gate_front, gate_markdown, gate_sections
 from harness.report.runs import environments_sections
 from harness.result import RunResult
+from harness.running.environments import Versions
 from harness.running.selection import recorded_faults
 from harness.running.stored import results_of
-from harness.running.versions import Versions
 from harness.verdict import ExitCode
 
 _EPILOG = """\b

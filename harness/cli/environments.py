@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import re
-import subprocess
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,8 +15,7 @@ from harness.errors import HarnessError
 from harness.project import Project
 from harness.report.runs import environments_sections
 from harness.result import RunResult
-from harness.running.environments import NamedEnvironment, python_over, run_in_environment
-from harness.running.versions import NotInstalled, Source, Versions
+from harness.running.environments import NamedEnvironment, Versions, python_over, run_in_environment
 from harness.verdict import ExitCode
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]*")
@@ -45,10 +43,9 @@ def versions_parameter(command: Command) -> Command:
     def with_versions(
         *, index_url: str | None, find_links: Path | None, environments: tuple[str, ...], **given: Any
     ) -> Any:
-        def versions_for(project: Project, package: str, note: Callable[[str], None]) -> Versions:
-            source = Source(index_url=index_url, find_links=find_links)
+        def versions_for(project: Project, package: str) -> Versions:
             folder, here = project.state / "versions", given_environments(environments)
-            return Versions(package, folder, source=source, given=here, note=note)
+            return Versions(package, folder, index_url, find_links, here, _note)
 
         return command(versions_for=versions_for, **given)
 
@@ -69,20 +66,11 @@ def versions_of(project: Project, text: str, versions_for: Callable[..., Version
     if not package or len(set(names)) < 2:
         fix = "write --versions torchao=0.17.0,0.18.0."
         raise HarnessError("it names no package with two versions.", where=f"--versions {text}", fix=fix)
-    versions = versions_for(project, package, _note)
+    versions = versions_for(project, package)
     for name in versions.given:
         if name not in names:
             raise HarnessError(f"--versions {text} has no {name}.", where="--env", fix="name one of its versions.")
-    environments = []
-    for name in names:
-        try:
-            environments.append(versions.environment(name))
-        except (NotInstalled, subprocess.TimeoutExpired) as error:
-            fix = "check the version and the index, or give an environment that has it by --env."
-            raise HarnessError(
-                f"{package} {name} cannot be installed: {error}.", where="--versions", fix=fix
-            ) from error
-    return environments
+    return [versions.environment(name) for name in names]
 
 
 def given_environments(given: Sequence[str]) -> dict[str, Path]:

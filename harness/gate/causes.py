@@ -17,13 +17,13 @@ from harness.expect.expectations import CASTS, SAVED_MEMORY, TRAFFIC, Expectatio
 from harness.expect.upstream import CHANGES, Changes, UpstreamChange, changes_in
 from harness.gate.reason import Kind, Reason, Topic
 from harness.gate.sides import Pair, Sides
-from harness.hints import bisect_versions
+from harness.hints import repro_with
 from harness.matrix.case import Case
 from harness.matrix.caseid import parse_case_id
 from harness.matrix.known import PACKAGES, KnownFault, matching
 from harness.matrix.selector import parse_selector
 from harness.result import CaseResult
-from harness.running.versions import is_version
+from harness.running.environments import is_version
 from harness.verdict import Verdict
 
 
@@ -50,7 +50,7 @@ class Group(msgspec.Struct, frozen=True, kw_only=True):
     example: str
     verdicts: tuple[str, str]  # of the example: in the baseline and in the candidate
     first: str  # the first finding, or the first number that moved
-    command: str  # reproduces or bisects it
+    command: str  # reproduces it
 
     @property
     def cases(self) -> tuple[str, ...]:
@@ -70,7 +70,7 @@ def grouped(
 ) -> tuple[Group, ...]:
     """Every reason of a case in a group, by origin, the largest group first.
 
-    `faults`: those on record, of all versions. `words` are options that a bisection needs besides its versions.
+    `faults`: those on record, of all versions. `words` are options by which a version is found.
     """
     attribution = _Attribution(sides, faults)
     by_cause: dict[_Cause, list[Reason]] = {}
@@ -205,7 +205,7 @@ def _group(
         recorded = [fault for fault in faults if fault.name == cause.name]
         findings = (*pair.candidate.findings, *pair.baseline.findings)
         shown = (finding.first_line for finding in findings if any(fault.explains(finding) for fault in recorded))
-        first, command = next(shown, first), _bisection(pair, sides, words) or command
+        first, command = next(shown, first), _with_bad_version(pair, sides, words) or command
     return Group(
         **cause._asdict(),
         moved={
@@ -225,8 +225,8 @@ def _order_of_examples(reason: Reason, sides: Sides) -> tuple[bool, bool, float]
     return not (is_moved and Topic.VERDICT in reason.topics), is_moved, sides.cost(reason.case or "")
 
 
-def _bisection(pair: Pair, sides: Sides, words: Sequence[str]) -> str:
-    """Finds the version with which a case starts or stops to fail; empty where not exactly one package differs."""
+def _with_bad_version(pair: Pair, sides: Sides, words: Sequence[str]) -> str:
+    """Reproduces a failure with the version that has it; empty where not exactly one package differs."""
     before, after = (environment.packages for environment in sides.environments)
     differ = [name for name in PACKAGES if name in before and name in after and before[name] != after[name]]
     verdicts = pair.baseline.verdict, pair.candidate.verdict
@@ -234,7 +234,6 @@ def _bisection(pair: Pair, sides: Sides, words: Sequence[str]) -> str:
     if len(differ) != 1 or failed == fails or Verdict.INFRA in verdicts:
         return ""
     old, new = (packages[differ[0]].partition("+")[0] for packages in (before, after))
-    if old == new:  # two builds of one version have no other between them
+    if old == new:  # two builds of one version have the same name
         return ""
-    good, bad = (old, new) if fails else (new, old)
-    return bisect_versions(pair.id, differ[0], good=good, bad=bad, words=words)
+    return repro_with(pair.id, differ[0], new if fails else old, *words)

@@ -113,7 +113,7 @@ def gate(
 ) -> Gate:
     """The answer. `names` are those of the two sides, `goldens` finds the golden that the project has for a case.
 
-    `words` are the options by which `bug bisect` finds the environments of the two sides.
+    `words` are the options by which `bug repro --with` finds the environments of the two sides.
     """
     sides = Sides(baseline=baseline, candidate=candidate)
     found_times = times(sides)

@@ -23,7 +23,7 @@ that is missing.
     title = "..."                 # optional: of its page in docs/upstream, where no bug file has one
     tried = "..."                 # optional: what else was tried, for that page
     may_show = ["compile=inductor"] # optional: selectors, of the affected cases those that may show it and need not
-    shown = {torchao = ["0.17.0", "0.18.0"]}  # optional: the releases with which `bug bisect` found it, for that page
+    shown = {torchao = ["0.17.0", "0.18.0"]}  # optional: the releases with which it was found, for that page
 
 `rule` is the rule of a check (`fp8-harness explain --checks` lists them), or one of "engine/..." for how ranks ended.
 `module`, `operand` and `values` are compared with those of the finding. A list stands for any of its texts, and `*`, in

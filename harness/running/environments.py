@@ -1,33 +1,46 @@
-"""Other Python environments that run the same cases: virtual environments of a user, as they are.
+"""Environments that run the same cases: a virtual environment of a user, or one with another version of a package.
 
-What they have comes first, then every other package of the environment that runs; the harness is always the one that
-runs. So they need not have it installed.
+What an environment has itself comes first, then every other package of the environment that runs; the harness is always
+the one that runs, so none needs to have it installed. torch is installed with all of its libraries, which are of one
+version with it.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import shlex
+import shutil
 import site
 import subprocess
 import sys
 import sysconfig
 import venv
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from hashlib import sha256
+from importlib.metadata import distributions
 from pathlib import Path
 from tempfile import TemporaryFile
 
 import msgspec
 from msgspec.structs import replace
+from packaging.utils import canonicalize_name
+from packaging.version import InvalidVersion, Version
 
+from harness.durable import take_lock
 from harness.errors import HarnessError
 from harness.jsonform import from_json
 from harness.result import RunResult
 from harness.running.stored import read_results
+from harness.sources import installed_version
 
 HARNESS = Path(__file__).parents[2]  # what the environments run is the harness that runs
+CHECKOUT = [str(HARNESS)] if (HARNESS / "pyproject.toml").is_file() else []  # has no package that hides others
 _PACKAGES = ("torch", "torchao", "torchtitan", "numpy")  # come from the environment of the user if it has them
+_LIBRARIES = re.compile(r"torch|triton|pytorch-triton|(nvidia|cuda|intel)-.*")  # which are not held at their versions
+
+Note = Callable[[str], None]
 
 
 class NamedEnvironment(msgspec.Struct, frozen=True, kw_only=True):
@@ -41,15 +54,105 @@ class NamedEnvironment(msgspec.Struct, frozen=True, kw_only=True):
     python_path: tuple[str, ...] | None = None  # None: the PYTHONPATH of this process
 
 
+class NotInstalled(HarnessError):
+    """A version cannot be installed."""
+
+
+class Versions(msgspec.Struct, frozen=True):
+    """The environments of the versions of one package."""
+
+    package: str
+    folder: Path  # of those that are made
+    index_url: str | None = None  # None: the index of uv or pip
+    find_links: Path | None = None  # a folder of wheels instead
+    given: Mapping[str, Path] = {}  # virtual environments of a user by version, or by any other name
+    note: Note = lambda text: None
+
+    def environment(self, version: str) -> NamedEnvironment:
+        """The environment with this version, made and kept where there is none.
+
+        Raises NotInstalled, or HarnessError where the environment of a user has another version.
+        """
+        name, path = f"{self.package}-{version}", self.given.get(version)
+        if path is not None:
+            python = python_over(path, self.folder)
+            self._check(version, path)
+            return NamedEnvironment(name=name, python=python, folder=path)
+        if is_release(installed_version(self.package) or "", version):
+            return NamedEnvironment(name=name, python=Path(sys.executable))
+        home = self.folder / f"{canonicalize_name(self.package)}-{version}"
+        # The paths again, because another checkout may have made it.
+        python = _environment(home, [str(HARNESS), *_our_packages()], lambda: self._install(home, version))
+        return NamedEnvironment(name=name, python=python, folder=home)
+
+    def _check(self, version: str, path: Path) -> None:
+        """Raise HarnessError where the environment of a user has not this version."""
+        folders = [str(_site_packages(path)), *site.getsitepackages()]
+        found = next(iter(distributions(name=self.package, path=folders)), None)
+        if found is None or (is_version(version) and not is_release(found.version, version)):
+            what = f"it has {self.package} {found.version}, not {version}." if found else f"it has no {self.package}."
+            raise HarnessError(what, where=f"--env {version}={path}", fix="give one that has this version.")
+
+    def _install(self, home: Path, version: str) -> None:
+        """Install a version with uv, or pip. The libraries of torch come along, everything else as it is here."""
+        self.note(f"{self.package} {version}: installing it into {home}, which is kept")
+        words = ["--no-deps"]
+        if self.package == "torch":  # its libraries change with every version
+            (home / "constraints.txt").write_text("".join(f"{line}\n" for line in _held()))
+            words = ["--constraint", str(home / "constraints.txt")]
+        words += ["--index-url", self.index_url] if self.index_url else []
+        words += ["--no-index", "--find-links", str(self.find_links)] if self.find_links else []
+        command = [*_installer(home / "bin" / "python"), *words, f"{self.package}=={version}"]
+        said: list[str] = []
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+            for line in process.stdout or ():
+                said.append(line)
+                self.note(f"  {line.strip()}")
+        if process.returncode != 0:
+            last = last_line("".join(said)) or f"{command[0]} ended with {process.returncode}"
+            fix = "check the version and the index, or give a virtual environment that has it."
+            raise NotInstalled(f"it cannot be installed: {last}.", where=f"{self.package}=={version}", fix=fix)
+
+
+def _installer(python: Path) -> list[str]:
+    """What installs packages for this Python: uv where it is, on PATH or installed here, else pip."""
+    uv = shutil.which("uv", path=os.pathsep.join((os.environ.get("PATH", ""), sysconfig.get_path("scripts"))))
+    if uv is not None:
+        return [uv, "pip", "install", "--python", str(python)]
+    pip = [sys.executable, "-m", "pip", "--python", str(python), "install"]
+    return [*pip, "--progress-bar", "off", "--only-binary", ":all:"]
+
+
+def _held() -> list[str]:
+    """Every package of the environment that runs with its version, without torch and the libraries of torch."""
+    versions = {canonicalize_name(package.name): package.version for package in distributions() if package.name}
+    return sorted(f"{name}=={version}" for name, version in versions.items() if not _LIBRARIES.fullmatch(name))
+
+
+def is_version(text: str) -> bool:
+    try:
+        Version(text)
+    except InvalidVersion:
+        return False
+    return True
+
+
+def is_release(installed: str, version: str) -> bool:
+    """True where this is the version that is installed: "2.13.0" stands for "2.13.0+cpu", not for "2.13.0+git12"."""
+    if not is_version(installed) or not is_version(version):
+        return False
+    here, asked = Version(installed), Version(version)
+    return here == asked or (Version(here.public) == asked and not (here.local or "").startswith("git"))
+
+
 def python_over(path: Path, folder: Path) -> Path:
     """The Python of an environment that has what the virtual environment at `path` has, and the harness.
 
     Raises HarnessError where `path` is none, is of another Python, or hides a package behind a hook of its own.
     """
-    where, packages = f"--env {path}", _site_packages(path)
-    checkout = [str(HARNESS)] if (HARNESS / "pyproject.toml").is_file() else []  # has no package that hides theirs
-    lines = [*checkout, site_line(str(packages)), str(HARNESS), *map(site_line, site.getsitepackages())]
-    python = python_with(lines, folder)
+    where = f"--env {path}"
+    lines = [*CHECKOUT, _site_line(str(_site_packages(path))), str(HARNESS), *_our_packages()]
+    python = _environment(folder / f"over-{sha256(repr(lines).encode()).hexdigest()[:16]}", lines)
     names = (*_PACKAGES, "harness")
     theirs, ours = origins(path.resolve() / "bin" / "python", names), origins(python, names)
     if ours.pop("harness") != str(HARNESS / "harness" / "__init__.py"):
@@ -63,19 +166,71 @@ def python_over(path: Path, folder: Path) -> Path:
     return python
 
 
-def python_with(lines: Sequence[str], folder: Path) -> Path:
-    """The Python of an environment with nothing of its own that imports from these, in this order."""
-    home = folder / f"over-{sha256(repr(lines).encode()).hexdigest()[:16]}"
-    if not (home / ".ready").exists():
-        venv.create(home, with_pip=False, symlinks=True, clear=True)
-        add_paths(home, lines)
-        (home / ".ready").touch()
+def _environment(home: Path, lines: Sequence[str], install: Callable[[], None] = lambda: None) -> Path:
+    """The Python of the environment at `home`, made where there is none.
+
+    It imports from its own packages first, then from these lines of a path file, in their order.
+    """
+    with _alone(home):
+        if not (home / ".ready").exists():
+            venv.create(home, with_pip=False, symlinks=True, clear=True)
+            try:
+                install()
+            except HarnessError:
+                shutil.rmtree(home)
+                raise
+            (home / ".ready").touch()
+        packages = Path(sysconfig.get_path("purelib", vars={"base": str(home), "platbase": str(home)}))
+        (packages / "of_the_harness.pth").write_text("".join(f"{line}\n" for line in lines))
     return home / "bin" / "python"
 
 
-def site_line(folder: str) -> str:
+@contextmanager
+def _alone(home: Path) -> Iterator[None]:
+    """Waits for other processes that make the same environment."""
+    home.parent.mkdir(parents=True, exist_ok=True)
+    with (home.parent / f"{home.name}.lock").open("w") as file:
+        take_lock(file, wait=True)
+        yield
+
+
+def _our_packages() -> Iterable[str]:
+    return map(_site_line, site.getsitepackages())
+
+
+def _site_line(folder: str) -> str:
     """The line of a path file that adds a folder of packages with what is installed there by `pip install -e`."""
     return f"import site; site.addsitedir({folder!r})"
+
+
+def _site_packages(path: Path) -> Path:
+    version = f"python{sys.version_info.major}.{sys.version_info.minor}"
+    packages = path.resolve() / "lib" / version / "site-packages"
+    if not (path / "pyvenv.cfg").is_file():
+        fix = "name a folder that `python -m venv` made."
+        raise HarnessError("this is no virtual environment.", where=f"--env {path}", fix=fix)
+    if not packages.is_dir():
+        raise HarnessError(
+            f"it has no packages of {version}, with which this harness runs.",
+            where=f"--env {path}",
+            fix=f"make it with {version}, or run there with --name, and gate what both stored.",
+        )
+    return packages
+
+
+def origins(python: Path, names: Sequence[str], python_path: Sequence[str] = ()) -> dict[str, str]:
+    """The file that each package would be imported from, without importing it; empty where there is none."""
+    code = (
+        "import importlib.util, json, sys; found = {name: importlib.util.find_spec(name) for name in sys.argv[1:]}; "
+        "print(json.dumps({name: spec.origin or '' if spec else '' for name, spec in found.items()}))"
+    )
+    command, paths = [str(python), "-P", "-c", code, *names], os.pathsep.join(python_path)
+    environ = {**os.environ, "PYTHONPATH": paths}
+    done = subprocess.run(command, capture_output=True, check=False, timeout=60, env=environ)
+    if done.returncode != 0:
+        what = f"its Python does not start: {last_line(done.stderr.decode(errors='replace'))}."
+        raise HarnessError(what, where=str(python), fix="make the environment again.")
+    return from_json(done.stdout, dict[str, str])
 
 
 def run_in_environment(
@@ -102,7 +257,7 @@ def run_in_environment(
         kept.seek(0)
         last = last_line(kept.read())
     if not file.exists():
-        what = f"the run there ended with {code}{': ' * bool(last)}{last}"
+        what = f"the run there ended with {code}{f': {last}' if last else ''}"
         fix = "look for what this environment lacks." if last else "see what it says above."
         raise HarnessError(f"{what.removesuffix('.')}.", where=place.name, fix=fix)
     run = read_results(file)
@@ -110,55 +265,6 @@ def run_in_environment(
         return run
     words = shlex.join(("--env", f"{place.name}={place.folder}"))
     return replace(run, results=tuple(replace(case, command=f"{case.command} {words}") for case in run.results))
-
-
-def add_paths(home: Path, lines: Sequence[str]) -> None:
-    """Write what else the environment at `home` imports from, in this order, after its own packages."""
-    packages = Path(sysconfig.get_path("purelib", vars={"base": str(home), "platbase": str(home)}))
-    (packages / "of_the_harness.pth").write_text("".join(f"{line}\n" for line in lines))
-
-
-def _site_packages(path: Path) -> Path:
-    version = f"python{sys.version_info.major}.{sys.version_info.minor}"
-    packages = path.resolve() / "lib" / version / "site-packages"
-    if not (path / "pyvenv.cfg").is_file():
-        fix = "name a folder that `python -m venv` made."
-        raise HarnessError("this is no virtual environment.", where=f"--env {path}", fix=fix)
-    if not packages.is_dir():
-        raise HarnessError(
-            f"it has no packages of {version}, with which this harness runs.",
-            where=f"--env {path}",
-            fix=f"make it with {version}, or run there with --name, and gate what both stored.",
-        )
-    return packages
-
-
-def origins(python: Path, names: Sequence[str]) -> dict[str, str]:
-    """The file that each package would be imported from, without importing it; empty where there is none."""
-    code = (
-        "import importlib.util, json, sys; found = {name: importlib.util.find_spec(name) for name in sys.argv[1:]}; "
-        "print(json.dumps({name: spec.origin or '' if spec else '' for name, spec in found.items()}))"
-    )
-    return from_json(_said_by(python, code, names), dict[str, str])
-
-
-def installed_in(python: Path, package: str) -> str:
-    """The version of a package that this Python would import; empty where it has none. Raises HarnessError."""
-    code = (
-        "import json, sys; from importlib import metadata\n"
-        "try: print(json.dumps(metadata.version(sys.argv[1])))\n"
-        "except metadata.PackageNotFoundError: print(json.dumps(''))"
-    )
-    return from_json(_said_by(python, code, (package,)), str)
-
-
-def _said_by(python: Path, code: str, words: Sequence[str]) -> bytes:
-    """What the code prints there. Raises HarnessError where it fails."""
-    done = subprocess.run([str(python), "-I", "-c", code, *words], capture_output=True, check=False, timeout=60)
-    if done.returncode != 0:
-        what = f"its Python does not start: {last_line(done.stderr.decode(errors='replace'))}."
-        raise HarnessError(what, where=str(python), fix="make the environment again.")
-    return done.stdout
 
 
 def last_line(text: str) -> str:

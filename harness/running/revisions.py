@@ -1,7 +1,7 @@
 """A git revision of the repository that a target is in, run beside the files that are there now.
 
-It is checked out into a worktree for as long as it runs. Its environment has every package of the one that runs, but
-what that one has from the repository, by `pip install -e` or by the working directory, comes from the worktree.
+It is checked out into a worktree for as long as it runs, in the environment that runs. But what this one has from the
+repository, by `pip install -e` or by the working directory, comes from the worktree, which is first on PYTHONPATH.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-import site
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Sequence
@@ -23,7 +22,7 @@ from harness.errors import HarnessError
 from harness.evidence.tree import git
 from harness.matrix.targets import module_of, targets
 from harness.project import Project, is_project
-from harness.running.environments import HARNESS, NamedEnvironment, last_line, origins, python_with, site_line
+from harness.running.environments import CHECKOUT, HARNESS, NamedEnvironment, last_line, origins
 from harness.running.identity import search_path, target_file
 from harness.sources import is_editable, package_paths
 
@@ -133,27 +132,26 @@ def _prefixes(module: str) -> Iterator[str]:
 
 
 def revision_environment(revision: Revision, worktree: Path, project: Project) -> NamedEnvironment:
-    """The environment that imports from the worktree what this process imports from the repository.
+    """This environment, importing from the worktree what this process imports from the repository.
 
     Raises HarnessError where a hook of an installed package imports from the repository all the same.
     """
-    folders = _folders(revision, worktree, project.root)
-    checkout = [str(HARNESS)] if (HARNESS / "pyproject.toml").is_file() else []
-    lines = [*checkout, *folders, *map(site_line, site.getsitepackages())]
-    python = python_with([*lines, str(HARNESS)], project.state / "environments")
-    for name, origin in origins(python, revision.imported).items():
+    others = [folder for folder in os.environ.get("PYTHONPATH", "").split(os.pathsep) if folder]
+    kept = (folder for folder in others if _moved(revision, worktree, Path(folder)) is None)
+    paths = (*CHECKOUT, *_folders(revision, worktree, project.root), *kept)
+    python = Path(sys.executable)
+    for name, origin in origins(python, revision.imported, paths).items():
         if origin and not Path(origin).resolve().is_relative_to(worktree.resolve()):
             what = f"{name} would be imported from {origin}, not from that revision."
             fix = "install it with `pip install -e . --config-settings editable_mode=compat`."
             raise HarnessError(what, where=f"--against {revision.text}", fix=fix)
     there, root = _moved(revision, worktree, Path.cwd()), _moved(revision, worktree, project.root)
-    others = [folder for folder in os.environ.get("PYTHONPATH", "").split(os.pathsep) if folder]
     return NamedEnvironment(
         name=f"base-{revision.name}",
         python=python,
         cwd=there if there is not None and there.is_dir() else worktree,
         root=root if root is not None and is_project(root) else project.root,
-        python_path=tuple(folder for folder in others if _moved(revision, worktree, Path(folder)) is None),
+        python_path=paths,
     )
 
 

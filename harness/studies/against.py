@@ -7,7 +7,6 @@ the words of both sides and from their numbers; nothing is judged here.
 from __future__ import annotations
 
 import hashlib
-import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import distributions
 from pathlib import Path
@@ -17,18 +16,16 @@ import msgspec
 
 from harness.checks.measuring import GRADIENT_NORMS, LOSSES, moved
 from harness.durable import write_whole
-from harness.errors import HarnessError
 from harness.measured import Curve
 from harness.plural import counted
 from harness.project import Project
 from harness.result import CaseResult, RunResult
 from harness.run_options import RunOptions
-from harness.running.environments import HARNESS, NamedEnvironment, python_over, run_in_environment
+from harness.running.environments import HARNESS, NamedEnvironment, Versions, python_over, run_in_environment
 from harness.running.identity import check_targets, target_digest, witness_key
 from harness.running.plan import Plan
 from harness.running.revisions import checked_out, has_target, revision_environment, revision_of
 from harness.running.stored import read_results
-from harness.running.versions import NotInstalled, Versions
 from harness.sources import source_digest
 from harness.store import run_lines
 from harness.verdict import Verdict
@@ -88,11 +85,7 @@ class Against(msgspec.Struct, frozen=True):
         name = f"{package} {version}"
         if (results := _stored(kept)) is not None:
             return Base(name=name, results=results, kept=True)
-        try:
-            place = Versions(package, self.project.state / "versions", note=self.note).environment(version)
-        except (NotInstalled, subprocess.TimeoutExpired) as error:
-            what, fix = f"it cannot be installed: {error}.", f"see `pip index versions {package}`, or give a venv."
-            raise HarnessError(what, where=f"--against {self.text}", fix=fix) from error
+        place = Versions(package, self.project.state / "versions", note=self.note).environment(version)
         return self._run(name, place, case_ids, self.given, kept)
 
     def _revision(self, target: str, case_ids: Sequence[str]) -> Base:

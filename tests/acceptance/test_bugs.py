@@ -1,4 +1,4 @@
-"""`bug` from a report to an answer: import, reproduce and shrink on real ranks, bisect over wheels of a folder."""
+"""`bug` from a report to an answer: import, reproduce and shrink on real ranks, and with wheels of a folder."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import subprocess
 import sys
 import venv
 import zipfile
-from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -15,10 +14,11 @@ import pytest
 from harness.checks.scales import RULES
 from harness.matrix.axes import own_axes
 from harness.matrix.caseid import parse_case_id
+from harness.running.environments import NotInstalled, Versions
 from harness.running.plan import DEFAULT_PROGRAM
-from harness.running.versions import NotInstalled, Source, Versions
 from tests.acceptance.conftest import Command
 from tests.acceptance.inside import Inside
+from tests.programs import run_git
 from tests.zygotes import Zygotes
 
 REPORT = """# float8 crash with TP
@@ -168,7 +168,7 @@ def test_a_failure_is_made_small_and_what_it_needs_is_told(real: Inside) -> None
 
 
 PACKAGE = "fp8_harness_toy"
-BISECTED = "single-tensorwise-v2048-s3-f32-tol.0.05"
+PLAIN = "single-tensorwise-v2048-s3-f32-tol.0.05"
 
 
 def wheel(folder: Path, version: str, text: str = "", package: str = PACKAGE) -> None:
@@ -194,12 +194,12 @@ def environment(folder: Path, version: str, text: str = "", package: str = PACKA
 def test_an_environment_has_its_version_and_everything_else(tmp_path: Path) -> None:
     wheel(tmp_path, "0.3")
     notes: list[str] = []
-    versions = Versions(PACKAGE, tmp_path / "versions", source=Source(find_links=tmp_path), note=notes.append)
+    versions = Versions(PACKAGE, tmp_path / "versions", find_links=tmp_path, note=notes.append)
     made = versions.environment("0.3")
     code = f"import {PACKAGE}, harness, msgspec; print({PACKAGE}.VERSION, harness.__file__)"
     done = subprocess.run([made.python, "-c", code], capture_output=True, text=True, check=True, cwd=tmp_path)
     assert done.stdout.split() == ["0.3", str(Path(sys.modules["harness"].__file__ or ""))]
-    assert notes[0] == f"{PACKAGE} 0.3: installing it into {made.folder}, which is kept" and "KiB in" in notes[-1]
+    assert notes[0] == f"{PACKAGE} 0.3: installing it into {made.folder}, which is kept"
     (tmp_path / f"{PACKAGE}-0.3-py3-none-any.whl").unlink()
     assert versions.environment("0.3") == made and sum("installing it" in line for line in notes) == 1
     with pytest.raises(NotInstalled, match=r"0\.4"):
@@ -207,7 +207,7 @@ def test_an_environment_has_its_version_and_everything_else(tmp_path: Path) -> N
     assert not (tmp_path / "versions" / f"{PACKAGE}-0.4").exists()
 
 
-def test_the_version_that_breaks_a_case_is_found(project: Command) -> None:
+def test_a_case_runs_with_another_version_and_its_failure_is_looked_for(project: Command) -> None:
     wheels = project.folder / "wheels"
     wheels.mkdir()
     for version in ("0.1", "0.2", "0.3"):
@@ -215,26 +215,35 @@ def test_the_version_that_breaks_a_case_is_found(project: Command) -> None:
     (project.folder / "broken.py").write_text(f"from {PACKAGE} import apply\n")
     (wheels / f"{PACKAGE}-0.2-py3-none-any.whl").write_text("not read: --env has this version")
     environment(project.folder / "mine", "0.2", "def apply(): assert VERSION < '0.3'\n")
-    words = ("bug", "bisect", BISECTED, "--package", PACKAGE, "--find-links", "wheels", "--inject", "broken.py:apply")
-    words = (*words, "--env", "0.2=mine")
-    done = project.call(*words, "--good", "0.1", "--bad", "0.3", "--json", "bisect.json")
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith(f"the first version that fails: {PACKAGE} 0.3\n  good   0.2: no failure\n")
-    wrong = project.call(*words, "--good", "0.2", "--bad", "0.1")
-    assert wrong.returncode == 2 and "0.1 is good, not bad: no failure" in wrong.stderr
+    words = ("bug", "repro", PLAIN, "-q", "--find-links", "wheels", "--inject", "broken.py:apply", "--env", "0.2=mine")
+    bad = project.call(*words, "--with", f"{PACKAGE}==0.3", "--json", "bad.json")
+    assert bad.returncode == 1, bad.stdout + bad.stderr
+    assert json.loads((project.folder / "bad.json").read_text())["answer"] == "reproduced"
+    looked_for = (*words, "--exit-code", "--like", "bad.json")
+    for version, code in (("0.1", 0), ("0.2", 0), ("0.3", 1), ("0.4", 125)):
+        done = project.call(*looked_for, "--with", f"{PACKAGE}=={version}")
+        assert done.returncode == code, done.stdout + done.stderr
+    assert project.call(*words, "--with", PACKAGE).returncode == 2
 
 
-def test_the_version_that_runs_is_used_as_it_is(project: Command) -> None:
-    here = metadata.version("iniconfig")
+def test_git_bisects_versions_and_revisions(project: Command) -> None:
+    """The two recipes of docs/from-report-to-case.md: a list of versions in git, and a repository of one's own."""
     wheels = project.folder / "wheels"
     wheels.mkdir()
-    wheel(wheels, "0.0", package="iniconfig")
-    (wheels / f"iniconfig-{here}-py3-none-any.whl").write_text("not read: this version runs")
-    (project.folder / "broken.py").write_text(
-        "def apply():\n    import iniconfig\n    assert hasattr(iniconfig, 'VERSION')\n"
-    )
-    words = ("--package", "iniconfig", "--find-links", "wheels", "--inject", "broken.py:apply")
-    done = project.call("bug", "bisect", BISECTED, *words, "--good", "0.0", "--bad", here)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith(f"the first version that fails: iniconfig {here}\n  good   0.0: no failure\n")
-    assert "broken.py:apply raised AssertionError" in " ".join(done.stdout.split())
+    repository = project.folder / "repository"
+    repository.mkdir()
+    run_git(repository, "init", "-q")
+    for version in ("0.1", "0.2", "0.3"):
+        wheel(wheels, version, f"def apply(): assert VERSION < '0.3', 'version is not below {version}'\n")
+        (repository / "version").write_text(version)
+        (repository / "mine.py").write_text(f"def apply(): assert {version} < 0.2\n")
+        run_git(repository, "add", ".")
+        run_git(repository, "commit", "-m", version)
+    (project.folder / "broken.py").write_text(f"from {PACKAGE} import apply\n")
+    repro = f"{sys.executable} -m harness bug repro {PLAIN} -q --exit-code --root {project.folder}"
+    versions = f"--with {PACKAGE}==$(cat version) --find-links {wheels} --inject {project.folder}/broken.py:apply"
+    for words, found in ((versions, "0.3"), ("--inject mine.py:apply", "0.2")):
+        run_git(repository, "bisect", "start", "HEAD", "HEAD~2")
+        done = project.process("git", "-C", str(repository), "bisect", "run", "sh", "-c", f"{repro} {words}")
+        assert f"\n    {found}\n" in done.stdout and "is the first bad commit" in done.stdout, done.stdout + done.stderr
+        run_git(repository, "bisect", "reset")

@@ -1,4 +1,4 @@
-"""Nightlies of torchao in a folder of wheels: compared with each other, run alone, and bisected by date."""
+"""Nightlies of torchao in a folder of wheels: compared with each other, and run alone."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from harness.running.environments import Versions
 from harness.running.plan import DEFAULT_PROGRAM
-from harness.running.versions import Source, Versions
 from tests.acceptance.conftest import Command, empty_project
 from tests.wheels import HALF_SCALES, SENT_TWICE, repacked
 
@@ -16,7 +16,7 @@ CASE = "fsdp2-tensorwise-ag.fp8-v2048-s2-f64"
 NIGHTS = {"20261124": None, "20261125": None, "20261126": SENT_TWICE, "20261127": SENT_TWICE, "20261128": HALF_SCALES}
 LINKS = ("--find-links", "wheels")
 
-pytestmark = pytest.mark.sweep  # 100 CPU seconds; `tests/unit` has every answer, `test_bugs.py` a bisection
+pytestmark = pytest.mark.sweep  # 100 CPU seconds; `tests/unit` has every answer
 
 
 @pytest.fixture(scope="module")
@@ -40,8 +40,8 @@ def compare(nights: Command, before: str, after: str) -> tuple[int, str]:
 
 def environment_of(nights: Command, night: str) -> Path:
     """The environment that the commands use too."""
-    source = Source(find_links=nights.folder / "wheels")
-    place = Versions("torchao", nights.folder / "state" / "versions", source=source).environment(version(night))
+    versions = Versions("torchao", nights.folder / "state" / "versions", find_links=nights.folder / "wheels")
+    place = versions.environment(version(night))
     assert place.folder is not None
     return place.folder
 
@@ -76,12 +76,8 @@ def test_layouts_are_held_against_the_night_before(nights: Command, head: str, b
     assert ("now differs" if code else "same bits") in done.stdout
 
 
-@pytest.mark.parametrize(
-    ("bad", "found"),
-    [("2026-11-27", f"torchao {version('20261126')}"), ("2026-12-24", f"torchao {version('20261128')}")],
-)
-def test_the_night_is_found_by_dates(nights: Command, bad: str, found: str) -> None:
-    dates = ("--good", "2026-11-24", "--bad", bad)
-    done = nights.run("bug", "bisect", CASE, "--package", "torchao", *dates, *LINKS, timeout_s=300)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith(f"the first version that fails: {found}\n"), done.stdout
+@pytest.mark.parametrize(("night", "code"), [("20261125", 0), ("20261126", 1)])
+def test_a_case_is_reproduced_with_a_night(nights: Command, night: str, code: int) -> None:
+    words = ("bug", "repro", CASE, "--exit-code", "--with", f"torchao=={version(night)}", *LINKS)
+    done = nights.run(*words, timeout_s=300)
+    assert done.returncode == code, done.stdout + done.stderr

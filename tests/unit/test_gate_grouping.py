@@ -122,17 +122,17 @@ def test_a_change_that_came_overnight_is_named_by_what_the_runs_found() -> None:
 def test_a_fault_that_came_overnight_is_the_one_on_record_that_shows() -> None:
     group = between_nights(result(GRAPH), known(ROUNDS), ROUNDS, LOSES)
     assert (group.origin, group.name, group.side) == (Origin.TORCH, "rounds", "candidate")
-    assert "--good 2.15.0.dev20260801 --bad 2.15.0.dev20260802" in group.command
+    assert "--with torch==2.15.0.dev20260802" in group.command
     moved_alone = result(GRAPH, measured=make_measured(curves=OTHER_NORM))
     assert between_nights(result(GRAPH), moved_alone, ROUNDS).name != "rounds"  # nothing shows it
 
 
-def test_between_two_builds_of_one_version_there_is_nothing_to_bisect() -> None:
+def test_of_two_builds_of_one_version_none_has_a_name() -> None:
     sides = (
         make_results(case, environment=replace(HERE, packages={"torch": f"2.15.0+{build}"}))
         for case, build in ((result(EXACT), "cpu"), (failed(Verdict.NUMERIC, FAILED), "cu132"))
     )
-    assert "bisect" not in only(gate(*sides, TERMS)).command
+    assert "--with" not in only(gate(*sides, TERMS)).command
 
 
 def test_traffic_without_a_formula_that_says_so_is_unexplained() -> None:
@@ -161,20 +161,19 @@ def test_numbers_follow_a_change_that_rounds_otherwise() -> None:
     assert (exact.origin, exact.name, exact.what) == (Origin.UNEXPLAINED, "moved", "numbers moved, no BF16 to tell why")
 
 
-def test_a_recorded_fault_of_one_side_is_named_and_bisected() -> None:
+def test_a_recorded_fault_of_one_side_is_named_and_reproduced() -> None:
     moved_too = make_measured(curves=OTHER_NORM)
     group = only(compared([result(GRAPH)], [known(ROUNDS, measured=moved_too)], ROUNDS, words=("--env", "2.15.0=new")))
     assert (group.origin, group.name, group.side) == (Origin.TORCH, "rounds", "candidate")
     assert group.moved == {Topic.VERDICT: (GRAPH,), Topic.GRADIENTS: (GRAPH,)}
     assert (group.verdicts, group.first, group.what) == (("passed", "known"), SHOWN[1].message, ROUNDS.reason)
-    versions = "--package torch --good 2.13.0 --bad 2.15.0 --env 2.15.0=new"
-    assert group.command == f"fp8-harness bug bisect {GRAPH} {versions}"
+    assert group.command == f"fp8-harness bug repro {GRAPH} --with torch==2.15.0 --env 2.15.0=new"
 
 
-def test_a_fault_that_is_gone_is_bisected_the_other_way() -> None:
+def test_a_fault_that_is_gone_is_reproduced_with_the_version_before() -> None:
     group = only(compared([known(LOSES)], [result(GRAPH)], LOSES))
     assert (group.name, group.side, group.verdicts) == ("loses", "baseline", ("known", "passed"))
-    assert group.first == SHOWN[1].message and "--good 2.15.0 --bad 2.13.0" in group.command
+    assert group.first == SHOWN[1].message and "--with torch==2.13.0" in group.command
 
 
 def test_a_fault_of_both_sides_that_shows_on_one_is_unexplained() -> None:
@@ -216,7 +215,7 @@ def test_whose_a_failure_is(after: CaseResult, origin: Origin, name: str) -> Non
     decision = compared([result(EXACT, golden="stored"), result(UNDER_TP)], [after, result(UNDER_TP)])
     group = next(group for group in decision.groups if group.name == name)
     assert group.origin is origin
-    assert ("bug bisect" in group.command) == (after.verdict not in (Verdict.INFRA, Verdict.PASSED))
+    assert ("--with" in group.command) == (after.verdict not in (Verdict.INFRA, Verdict.PASSED))
 
 
 def test_what_failed_before_and_fails_alike_did_not_move() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import site
 import sys
 from pathlib import Path
 
@@ -57,14 +56,16 @@ def test_everything_of_the_repository_comes_from_the_worktree(repository: Path, 
     with checked_out(head, project.state) as worktree:
         assert has_target(head, worktree, repository)
         place = revision_environment(head, worktree, project)
-        where = origins(place.python, (TARGET, "rev_package", "harness"))
+        assert place.python_path is not None and place.python_path[-1] == "/elsewhere"
+        where = origins(place.python, (TARGET, "rev_package", "harness"), place.python_path)
         assert where == {
             TARGET: str(worktree / f"{TARGET}.py"),
             "rev_package": str(worktree / "src" / "rev_package" / "__init__.py"),
             "harness": str(HARNESS / "harness" / "__init__.py"),
         }
         assert (worktree / f"{TARGET}.py").read_text() == "import rev_package\n"
-        assert (place.cwd, place.root, place.python_path) == (worktree, worktree, ("/elsewhere",))
+        assert (place.cwd, place.root) == (worktree, worktree)
+        assert not any(path.startswith(str(repository)) for path in place.python_path)
     assert not worktree.exists()
     assert (repository / f"{TARGET}.py").read_text().endswith("not committed\n")
 
@@ -93,10 +94,9 @@ def test_a_hook_of_an_editable_package_is_refused(
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: hooked\nVersion: 1\n")
     (info / "direct_url.json").write_text(json.dumps({"url": "file:///x", "dir_info": {"editable": True}}))
     (info / "top_level.txt").write_text("rev_package\n")
-    hook = f"import sys; sys.path.insert(0, {str(repository / 'src')!r})\n"
-    (packages / "hooked.pth").write_text(hook)
-    monkeypatch.setattr(site, "getsitepackages", lambda: [str(packages)])
     monkeypatch.setattr(sys, "path", [*sys.path, str(packages)])
+    (packages / "sitecustomize.py").write_text(f"import sys; sys.path.insert(0, {str(repository / 'src')!r})\n")
+    monkeypatch.setenv("PYTHONPATH", str(packages))
     head = revision(repository)
     assert head.imported == (TARGET, "rev_package")
     project = project_in(repository, tmp_path / "state")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import subprocess
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,14 +12,13 @@ import click
 import msgspec
 
 from harness.cli import options
-from harness.cli.environments import versions_parameter
+from harness.cli.environments import given_words, versions_parameter
 from harness.cli.new import write_new_case
 from harness.durable import write_whole
 from harness.errors import HarnessError
 from harness.jsonform import read_json
 from harness.matrix.caseid import case_id
 from harness.matrix.known import matching
-from harness.plugins.bugs.bisect import VersionTrial, bisect, open_answers, versions_between
 from harness.plugins.bugs.bugfile import read_bugs
 from harness.plugins.bugs.corpus import check_corpus, provable_bugs
 from harness.plugins.bugs.export import export, exported_case, proof_of, read_neighbours
@@ -26,7 +26,6 @@ from harness.plugins.bugs.import_command import import_command
 from harness.plugins.bugs.pytest_file import export_test
 from harness.plugins.bugs.reproduce import CANNOT_TELL, Reproduced, known_in, reproduced
 from harness.plugins.bugs.sections import (
-    bisected_sections,
     bug_document,
     bugs_sections,
     corpus_sections,
@@ -48,20 +47,21 @@ from harness.plugins.bugs.trials import (
     trial_result,
 )
 from harness.plugins.bugs.upstream import upstream_pages
-from harness.project import Project, find_project
+from harness.project import Project
 from harness.running.case_judge import known_here
+from harness.running.environments import Versions
 from harness.running.identity import witness_key
 from harness.running.injection import Injection, parse_injection
 from harness.running.plan import Plan
 from harness.running.progress import open_progress
 from harness.running.selection import recorded_faults
-from harness.running.versions import Versions
 from harness.sources import installed_version
 
 _REPRO_EPILOG = """\b
 Examples:
   fp8-harness bug repro ao-1938
   fp8-harness bug repro tp2-rowwise-v2048-f32 --inject fault:amax_without_abs
+  fp8-harness bug repro ao-1938 --with torchao==0.17.0
   git bisect run fp8-harness bug repro ao-1938 --exit-code
 
 \b
@@ -76,19 +76,6 @@ Examples:
 \b
 An interrupted shrink continues where it stopped.
 Exit codes: 0 the smallest case was found, 1 the budget ended it.
-"""
-_BISECT_EPILOG = """\b
-Examples:
-  fp8-harness bug bisect tp2-tensorwise-tpstyle.fp8-v2048-s2-f64 --package torchao --bad 0.13.0 --good 0.18.0
-  fp8-harness bug bisect my.toml --package torchao --good 0.14.1 --bad 0.18.0 --find-links wheels/
-  fp8-harness bug bisect CASE --package torch --good 2.13.0 --bad 2.15.0 --env 2.15.0=.venv-new
-  fp8-harness bug bisect CASE --package torch --good 2026-11-01 --bad 2026-11-20 --index-url NIGHTLIES
-
-\b
-Every version is installed once, into an environment in the state folder that
-sees all other packages of this one, unless --env has it or it runs now; torch
-comes with its libraries, 5 GB with CUDA. Results are kept.
-Exit codes: 0 the version was found, 2 the good version is not good or the bad one not bad.
 """
 _CHECK_EPILOG = """\b
 Examples:
@@ -113,7 +100,7 @@ Exit codes: 0 exported, 1 exported but it does not show the fault here.
 
 @click.group(epilog="\b\nExamples:\n  fp8-harness bug import report.md\n  fp8-harness bug repro ao-1938")
 def bug() -> None:
-    """Turn a bug report into a case: import, reproduce, shrink, export, bisect, check.
+    """Turn a bug report into a case: import, reproduce, shrink, export, check.
 
     CASE is the id of a case, a file with one case, or the name of a bug file.
     """
@@ -176,9 +163,13 @@ def _with_trial(command: options.Command) -> options.Command:
 @click.option(
     "--exit-code", "bisect", is_flag=True, help="Exit as `git bisect run` wants it: 0 gone, 1 there, 125 skip."
 )
-def repro_command(*, bisect: bool, **given: Any) -> int:
+@click.option("--with", "wanted", metavar="PACKAGE==VERSION", help="Run it with this version, which is installed once.")
+@versions_parameter
+def repro_command(*, bisect: bool, wanted: str | None, versions_for: Callable[..., Versions], **given: Any) -> int:
     """Say whether CASE shows the reported bug, another failure, or none."""
     try:
+        if wanted is not None:
+            return _reproduced_with(wanted, given["project"], versions_for)
         reproduction: Reproduced = _reproduced(**given)
     except HarnessError as error:
         if not bisect:
@@ -186,6 +177,17 @@ def repro_command(*, bisect: bool, **given: Any) -> int:
         click.echo(f"fp8-harness: {error}", err=True)
         return CANNOT_TELL
     return int(reproduction.bisect_code if bisect else reproduction.exit_code)
+
+
+def _reproduced_with(wanted: str, project: Project, versions_for: Callable[..., Versions]) -> int:
+    """The exit code of this command in the environment with a version of a package."""
+    package, _, version = wanted.partition("==")
+    if not version:
+        raise HarnessError("this is not PACKAGE==VERSION.", where=f"--with {wanted}", fix="write torchao==0.17.0.")
+    python = versions_for(project, package).environment(version).python
+    of_versions = {"wanted", "environments", "index_url", "find_links"}
+    words = given_words(click.get_current_context().params.keys() - of_versions)
+    return subprocess.call([str(python), "-P", "-m", "harness", "bug", "repro", *words])
 
 
 @_with_trial
@@ -308,48 +310,6 @@ def export_command(  # noqa: PLR0913  one parameter per option
     write_whole(exported.file.with_suffix(".md"), text.encode())
     options.print_sections(exported_sections(exported, proof))
     return int(proof is not None and proof.outcome != "FAULT")
-
-
-@bug.command("bisect", epilog=_BISECT_EPILOG)
-@click.argument("case", metavar="CASE")
-@click.option("--package", required=True, help="The package to bisect, such as torchao.")
-@click.option("--good", metavar="VERSION|DATE", required=True, help="A version with which CASE does not fail.")
-@click.option("--bad", metavar="VERSION|DATE", required=True, help="A version with which it fails.")
-@versions_parameter
-@_inject_option
-@options.json_option("what was tried")
-@options.quiet_option
-@options.root_option
-def bisect_command(  # noqa: PLR0913  one parameter per option
-    *,
-    case: str,
-    package: str,
-    good: str,
-    bad: str,
-    versions_for: Callable[..., Versions],
-    inject: tuple[str, ...],
-    json_file: Path | None,
-    quiet: bool,
-    root: str | None,
-) -> None:
-    """Find the version of a package with which CASE starts or stops to fail.
-
-    Where --good is older than --bad, the first version that fails; otherwise the first one without the failure. A date
-    stands for the newest nightly of that day or before.
-    """
-    project = find_project(root)
-    named = named_case(project, case)
-    words = (
-        *(("--root", root) if root is not None else ()),
-        *(word for injection in inject for word in ("--inject", injection)),
-    )
-    with open_progress(quiet=quiet) as progress:
-        environments = versions_for(project, package, progress.note)
-        searched = versions_between(package, good, bad, environments.source, given=environments.given)
-        trial = VersionTrial(project, case, named.case, environments, bad=searched.bad, words=words)
-        answers = open_answers(project, trial.depends_on)
-        bisected = bisect(*searched, trial.run, answers, package=package, note=progress.note)
-    options.print_report(bisected_sections(bisected), json_file, bisected)
 
 
 @bug.command("check", epilog=_CHECK_EPILOG)

@@ -12,7 +12,6 @@ from harness.hints import run_cases
 from harness.matrix.axes import AXES, axis_values, own_axes, shown_value
 from harness.matrix.caseid import case_id, parse_case_id
 from harness.matrix.rules import expected_refusal
-from harness.plugins.bugs.bisect import Bisected
 from harness.plugins.bugs.bugfile import Bug, BugFile
 from harness.plugins.bugs.corpus import Corpus, Proof
 from harness.plugins.bugs.export import MISMATCH, Exported
@@ -157,24 +156,6 @@ def reproduced_sections(reproduction: Reproduced) -> list[Block]:
         Section(title=f"{reproduction.answer}: {reproduction.found.case_id}", blocks=(facts,)),
         Section(title="differs from the report", blocks=(Items(tuple(reproduction.differs)),)),
     ]
-
-
-def bisected_sections(bisected: Bisected) -> list[Block]:
-    """The version with which the failure comes or goes beside the one before, what lies between, and what was tried."""
-    qualifier = "that fails" if bisected.after.answer == "bad" else "without the failure"
-    versions = [answer.version for answer in (*bisected.unknown, bisected.after)]
-    one_of = " or ".join(filter(None, (", ".join(versions[:-1]), versions[-1])))
-    facts = [
-        (
-            answer.answer,
-            "\n".join(filter(None, (f"{answer.version}: {answer.why}", answer.says * (answer.answer == "bad")))),
-        )
-        for answer in (bisected.before, bisected.after)
-    ]
-    facts += [("skipped", f"{answer.version}: {answer.why}") for answer in bisected.unknown]
-    tried = ", ".join(f"{answer.version} {answer.answer}{' (kept)' * answer.cached}" for answer in bisected.tried)
-    title = f"the first version {qualifier}: {bisected.package} {one_of}"
-    return [Section(title=title, blocks=(Facts((*facts, ("tried", tried))),))]
 
 
 def shrunk_sections(shrunk: Shrunk, *, command: str = "") -> list[Block]:
