@@ -17,7 +17,6 @@ LIST_CHECKS = _command("dev", "conformance", "--list")
 LIST_BASELINES = _command("baseline", "show")
 LIST_RUNS = _command("runs", "list")
 MEASURE_TOLERANCES = _command("baseline", "tolerance", "--measure")
-WRITE_PAGES = _command("bug", "list", "--pages", "docs/upstream")
 VERIFY_GPUS = _command("dev", "evidence", "all", "--device", "cuda")
 VERIFY_FORMULAS = _command("dev", "evidence", "formulas", "--reason", "new versions")
 # On systems where ranks cannot run. The volume keeps stored runs, which the container would take along.
@@ -89,13 +88,3 @@ def fit_costs() -> str:
 def _root(root: Path) -> tuple[str, ...]:
     """The --root option that leads from the current folder to a project; empty if none is needed."""
     return () if Path.cwd().is_relative_to(root) else ("--root", str(root))
-
-
-def repro_bug(name: str) -> str:
-    """Says whether a bug file's case still shows its bug."""
-    return _command("bug", "repro", name)
-
-
-def export_test(name: str) -> str:
-    """Writes the test of a bug for another repository again."""
-    return _command("bug", "export", name, "--pytest", "--output", "docs/upstream")

@@ -233,17 +233,13 @@ SITUATIONS: dict[str, tuple[Callable[[Command], str], ...]] = {
     "fit_costs": (damaged_costs,),
     "INSTALL_FOR_CPU": (),  # no command of ours, as the next
     "START_CONTAINER": (),
-    "WRITE_PAGES": (),  # these three are on the pages in docs/upstream, and run for minutes
-    "repro_bug": (),
-    "export_test": (),
 }
 
 
 def test_every_hint_has_a_situation() -> None:
     functions = re.findall(r"^def ([a-z]\w+)", Path(hints.__file__).read_text(), flags=re.MULTILINE)
     assert {*functions, *(name for name in vars(hints) if name.isupper())} == SITUATIONS.keys()
-    constants = (hints.VERIFY_FORMULAS, hints.VERIFY_GPUS, hints.WRITE_PAGES)
-    for command in (*constants, hints.repro_bug("ao-1938"), hints.export_test("ao-1938")):
+    for command in (hints.VERIFY_FORMULAS, hints.VERIFY_GPUS):
         understood(command)
 
 

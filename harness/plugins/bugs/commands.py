@@ -46,7 +46,6 @@ from harness.plugins.bugs.trials import (
     run_once,
     trial_result,
 )
-from harness.plugins.bugs.upstream import upstream_pages
 from harness.project import Project
 from harness.running.case_judge import known_here
 from harness.running.environments import Versions
@@ -54,7 +53,6 @@ from harness.running.identity import witness_key
 from harness.running.injection import Injection, parse_injection
 from harness.running.plan import Plan
 from harness.running.progress import open_progress
-from harness.running.selection import recorded_faults
 from harness.sources import installed_version
 
 _REPRO_EPILOG = """\b
@@ -110,15 +108,11 @@ bug.add_command(import_command)
 
 
 @bug.command("list", epilog="\b\nExamples:\n  fp8-harness bug list\n  fp8-harness bug list --json - | jq '.[].id'")
-@click.option("--pages", metavar="DIR", type=options.FOLDER, help="Write a page for every fault to report upstream.")
 @options.json_option("the bugs")
 @options.project_parameter
-def list_command(*, pages: Path | None, json_file: Path | None, project: Project) -> None:
+def list_command(*, json_file: Path | None, project: Project) -> None:
     """List the bug files of the project."""
     bugs = read_bugs(project.bugs)
-    if pages is not None:
-        for name, text in upstream_pages(recorded_faults(project), bugs, project.root).items():
-            write_whole(pages / f"{name}.md", text.encode())
     options.print_or_write(bugs_sections(bugs), json_file, [bug_document(bug_file) for bug_file in bugs])
 
 
