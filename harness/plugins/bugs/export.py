@@ -26,10 +26,9 @@ from harness.matrix.linears import BLOCK_LINEARS, OUTPUT_FQN
 from harness.matrix.numerics import sums_in_order
 from harness.matrix.targets import REFERENCE
 from harness.plugins.bugs.bugfile import UNREPORTED
-from harness.plugins.bugs.exported_fault import exported_fault
+from harness.plugins.bugs.exported_fault import patch_of
 from harness.plugins.bugs.shrink import Attempt
 from harness.plugins.bugs.trials import NamedCase
-from harness.plugins.faults.faults import PREFIX
 from harness.result import CaseResult
 from harness.running.injection import Injection
 from harness.verdict import FailureSignature, Finding
@@ -178,15 +177,6 @@ def read_neighbours(path: Path) -> tuple[Attempt, ...]:
     except (OSError, msgspec.DecodeError) as error:
         fix = "give what `bug shrink` wrote by --json FILE.json."
         raise HarnessError(f"cannot read: {error}.", where=f"--shrunk {path}", fix=fix) from error
-
-
-def patch_of(injection: Injection, folder: Path) -> str:
-    """FILE.py:FUNCTION that does the same as an injection; of a planted fault, a new file in `folder`."""
-    if not injection.text.startswith(PREFIX):
-        return injection.target
-    fault = injection.text.removeprefix(PREFIX)
-    write_whole(folder / f"{fault}.py", exported_fault(fault).encode())
-    return f"{folder / fault}.py:{fault}"
 
 
 def exported_case(case: Case) -> Case:

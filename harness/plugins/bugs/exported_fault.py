@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import ast
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from harness.durable import write_whole
 from harness.errors import HarnessError
-from harness.plugins.faults.faults import fault_named
+from harness.plugins.faults.faults import PREFIX, fault_named
+from harness.running.injection import Injection
 
 _PACKAGE = Path(__file__).parents[2]
 _FAULTS = "harness.plugins.faults.worker"
@@ -44,6 +46,21 @@ def exported_fault(name: str) -> str:
         ) from reached
     head = [f'"""Plants the fault {name}, a deliberate bug: {fault_named(name).title}."""', "\n".join(sorted(imports))]
     return "\n\n\n".join(["\n\n".join(head), *texts.values()]) + "\n"
+
+
+def patch_of(injection: Injection, folder: Path) -> str:
+    """FILE.py:FUNCTION that does the same as an injection; of a planted fault, a new file in `folder`."""
+    if not injection.text.startswith(PREFIX):
+        return injection.target
+    fault = injection.text.removeprefix(PREFIX)
+    write_whole(folder / f"{fault}.py", exported_fault(fault).encode())
+    return f"{folder / fault}.py:{fault}"
+
+
+def planted_title(injections: Sequence[Injection]) -> str:
+    """What the first planted fault among these injections is; "" without one."""
+    planted = (injection.text for injection in injections if injection.text.startswith(PREFIX))
+    return next((fault_named(text.removeprefix(PREFIX)).title for text in planted), "")
 
 
 def gather(

@@ -33,7 +33,7 @@ def _table() -> Mapping[str, Any]:
 class Era(msgspec.Struct, frozen=True, kw_only=True):
     """The day that decides what options and defaults mean, and where it comes from.
 
-    `sure`: a version, a format that ended, or the user says so; not the date of a report, whose version may be older.
+    `sure`: a version, a format that ended, or the user says so; not today, as the version may be older.
     """
 
     day: datetime.date

@@ -48,7 +48,7 @@ Prose is not read: docs/describe-a-case.md says how to write a case from it.
     "--date",
     "day",
     type=click.DateTime(["%Y-%m-%d"]),
-    help="The date that decides what options and defaults mean. Default: a version's, else the report's, else today.",
+    help="The date that decides what options and defaults mean. Default: a version's, else today.",
 )
 @click.option("--full-size", is_flag=True, help="Keep sizes and ranks as reported.")
 @click.option(

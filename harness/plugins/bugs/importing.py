@@ -18,9 +18,8 @@ from harness.plugins.bugs.bugfile import Bug, BugFile, Origins, Symptom
 from harness.plugins.bugs.draft import Draft
 from harness.plugins.bugs.facts import LAST_TOML, Era, era_of_version, resolve
 from harness.plugins.bugs.fitting import fit
-from harness.plugins.bugs.observed import find_link, id_of, observe
 from harness.plugins.bugs.reading import Account, Reading, Statement
-from harness.plugins.bugs.report import Report
+from harness.plugins.bugs.report import Report, find_link, id_of, observe
 from harness.printable import printable
 
 # What is asked of a report that holds no configuration.
@@ -212,8 +211,6 @@ def _era(options: ImportOptions, seen: Bug) -> Era:
     of_version = era_of_version(seen.versions.get("torchtitan", ""))
     if of_version is not None:
         return of_version
-    if seen.reported is not None:
-        return Era(day=seen.reported, source="the day of the report")
     return Era(day=options.today, source="today: --date YYYY-MM-DD says another")
 
 

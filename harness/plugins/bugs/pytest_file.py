@@ -22,15 +22,13 @@ from harness.plugins.bugs.export import (
     failed_checks,
     failure_of,
     file_name,
-    patch_of,
     quoted,
     setup_of,
     title_of,
     with_values,
 )
-from harness.plugins.bugs.exported_fault import Source, gather
+from harness.plugins.bugs.exported_fault import Source, gather, patch_of, planted_title
 from harness.plugins.bugs.trials import NamedCase
-from harness.plugins.faults.faults import PREFIX, fault_named
 from harness.result import CaseResult
 from harness.running.injection import Injection
 from harness.sources import installed_version
@@ -115,8 +113,8 @@ def export_test(
 
 def _head(named: NamedCase, result: CaseResult, injections: Sequence[Injection], detects: str) -> str:
     case = named.case
-    planted = [injection.text.removeprefix(PREFIX) for injection in injections if injection.text.startswith(PREFIX)]
-    title = fault_named(planted[0]).title if planted else title_of(named, result)
+    planted = planted_title(injections)
+    title = planted or title_of(named, result)
     versions = " and ".join(f"{package} {installed_version(package)}" for package in OLDEST)
     link = f", {named.bug.bug.link}" if named.bug is not None and named.bug.bug.link != UNREPORTED else ""
     seen = f"It passes with {versions}." if injections else f"It fails with {versions}{link}."
