@@ -11,6 +11,6 @@ PLUGIN = Plugin(
     commands={"bug": "harness.plugins.bugs.commands:bug"},
     answers={
         "bug files": "harness.plugins.bugs.bugfile:cases_of_bugs",
-        "configurations": "harness.plugins.bugs.import_command:case_of_configuration",
+        "configurations": "harness.plugins.bugs.commands:case_of_configuration",
     },
 )
