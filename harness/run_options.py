@@ -26,7 +26,7 @@ class Option(msgspec.Struct, frozen=True):
 
     `flag`: where it is not the name of the field with dashes. `short`: a second spelling. `default`: what holds where
     the field is None. `variable`: of the environment, which gives it too. `pytest`: what pytest has in its place; empty
-    where the plugin has `--fp8-…`. `of_run`: no other command that runs cases has it. `instead_of`: the field of
+    where the plugin has `--fp8-…`. `of_run`: other commands that run cases have it by `-o`. `instead_of`: the field of
     the option that it replaces, and is never given with. `needs`: the field of another option, and its value.
     """
 
@@ -119,6 +119,7 @@ class RunOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
             "Transport of collectives. CPU: shared memory, or gloo over TCP, which sums in another order, "
             "like NCCL. CUDA: nccl. auto: shared, nccl.",
             default="auto",
+            of_run=True,
         ),
     ] = None
     engine: Annotated[
@@ -127,6 +128,7 @@ class RunOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
             "zygote: new ranks forked from one process that has imported everything. torchrun: one torchrun "
             "per case, slower. ray: forked on every node of a Ray cluster.",
             default="zygote",
+            of_run=True,
         ),
     ] = None
     address: Annotated[
@@ -135,13 +137,15 @@ class RunOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
             "The cluster for --engine ray. Default: auto, the cluster of this machine.",
             metavar="auto|HOST:PORT",
             needs=("engine", "ray"),
+            of_run=True,
         ),
     ] = None
     arithmetic: Annotated[
         Literal["kernel", "exact"] | None,
         Option(
             "What multiplies float8: torch's kernel of the device, or the exact one, which gives the same "
-            "results on every device. Default: exact on CPU; kernel on CUDA, but exact for float64 with --device auto."
+            "results on every device. Default: exact on CPU; kernel on CUDA, but exact for float64 with --device auto.",
+            of_run=True,
         ),
     ] = None
     timeout_s: Annotated[
@@ -150,6 +154,7 @@ class RunOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
             "Seconds per attempt at a case. Default: 120, plus per rank 1 for each step and "
             "20 to compile a graph or 120 to generate code, and more for large models.",
             instead_of="timeout_factor",
+            of_run=True,
         ),
     ] = None
     timeout_factor: Annotated[
@@ -159,6 +164,7 @@ class RunOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
             metavar="FACTOR",
             default=1,
             instead_of="timeout_s",
+            of_run=True,
         ),
     ] = None
     inject: Annotated[  # paths are absolute in what is stored
@@ -206,7 +212,8 @@ class PlanOptions(RunOptions, frozen=True, kw_only=True):
         PositiveInt | None,
         Option(
             "Ranks at the same time on this machine, in all jobs that share it; on a cluster, per node. "
-            "Default on CPU: one per core, at least 10; on CUDA: the visible devices."
+            "Default on CPU: one per core, at least 10; on CUDA: the visible devices.",
+            of_run=True,
         ),
     ] = None
 
@@ -214,6 +221,15 @@ class PlanOptions(RunOptions, frozen=True, kw_only=True):
 class CommandOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Further options of `run`: which part, how long, and what to write."""
 
+    axes: Annotated[
+        tuple[str, ...],
+        Option(
+            "Run the case with this value of an axis, as `new` writes it, in place of a tier. Repeatable.",
+            flag="--set",
+            metavar="AXIS=VALUE",
+            pytest="none: it collects the cases of files",
+        ),
+    ] = ()
     shard: Annotated[
         str | None,
         Option("Part I of N of these cases, of nearly equal CPU seconds, the same on every machine.", metavar="I/N"),

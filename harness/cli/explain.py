@@ -17,7 +17,7 @@ from harness.evidence.sealed import Damaged, Missing
 from harness.expect.fusion import executed_scaled_mm_calls, fusion_candidates
 from harness.hints import VERIFY_FORMULAS
 from harness.internals import Part, State, read_parts, with_needed
-from harness.matrix.axes import axis_type, axis_values, case_from_axes, known_axis, read_as, shown_value
+from harness.matrix.axes import axis_values, case_from_axes, read_as, read_assignments, shown_value
 from harness.matrix.case import Case
 from harness.matrix.casefile import read_case_file
 from harness.matrix.caseid import case_id, family_id, id_words, reference_case
@@ -226,7 +226,8 @@ def _rule(title: str, rule: Rule) -> Entry:
 
 
 def _values_section(project: Project, words: Sequence[str], tier: str = "pr") -> Section:
-    values = _parse(words)
+    values = read_assignments(words)
+    case_from_axes(values)  # rejects values that no case can have
     census = count_cells(read_case_file(project.case_file(tier)), values)
     blocks: list[Block] = [
         _rule(f"{title}: {count.cells} by", count.rule)
@@ -236,22 +237,6 @@ def _values_section(project: Project, words: Sequence[str], tier: str = "pr") ->
     ]
     none = "no rule forbids any of them" if census.cells else "the matrix has no such cells"
     return Section(title=f"{' '.join(words)}: {census.cells} cells in {tier}", blocks=tuple(blocks or [none]))
-
-
-def _parse(words: Sequence[str]) -> dict[str, object]:
-    """The values of `axis=value` words, converted to the types of the axes."""
-    values: dict[str, object] = {}
-    for word in words:
-        name, _, text = word.partition("=")
-        kind = axis_type(known_axis(name))
-        try:
-            values[name] = (
-                tuple(filter(None, text.split("+"))) if kind is tuple else msgspec.convert(text, kind, strict=False)
-            )
-        except msgspec.ValidationError as error:
-            raise HarnessError(f"'{text}' is no value of {name}: {error}.", where=word) from error
-    case_from_axes(values)  # rejects values that no case can have
-    return values
 
 
 def _internals_sections(state: State) -> Iterator[Block]:

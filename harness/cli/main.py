@@ -14,6 +14,7 @@ import click
 from harness.cli.groups import LazyGroup
 from harness.engine.hardware import cpu_name
 from harness.errors import HarnessError
+from harness.matrix.axes import AXES, example, said
 from harness.matrix.scope import out_of_scope
 from harness.printable import printable
 from harness.sources import installed_source, installed_version
@@ -48,7 +49,7 @@ Examples:
   fp8-harness run pr -j 4 --junit junit.xml   the cases that gate pull requests
   fp8-harness explain tp4-rowwise-v2256-f32   describe a case and its rules
   fp8-harness compare v1 v2                   decide about a release
-  fp8-harness new my.toml --tp 2 --dim 512    write a case of your own
+  fp8-harness new my.toml --tp 2 --steps 3    write a case of your own
 
 \b
 Exit codes: 0 good, 1 a case failed, 2 usage error or bad input, 3 nothing to run,
@@ -97,10 +98,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return code if isinstance(code, int) else ExitCode.GOOD
 
 
+def _known_option(error: click.NoSuchOption) -> str:
+    """Return what to say of an option that a command has not: why it is out of scope, or how it is said; else ""."""
+    from harness.cli.options import OTHERS
+
+    word = error.option_name.lstrip("-")
+    if outside := out_of_scope(word):
+        return f"{outside.text}."
+    axis, command = word.removeprefix("no-").replace("-", "_"), error.ctx.command if error.ctx else app
+    flags = {flag for parameter in command.params for flag in parameter.opts}
+    if "--set" in flags and axis in AXES:
+        return f"Fix: give {said(axis, example(axis))}."
+    return f"Fix: give -o {word}=VALUE." if "-o" in flags and word in OTHERS else ""
+
+
 def _describe(error: BaseException) -> tuple[str, ExitCode]:
     match error:
-        case click.NoSuchOption(option_name=name) if outside := out_of_scope(name.lstrip("-")):
-            return f"no such option: {name}. {outside.text}.", ExitCode.USAGE
+        case click.NoSuchOption(option_name=name) if known := _known_option(error):
+            return f"no such option: {name}. {known}", ExitCode.USAGE
         case click.UsageError(ctx=context):
             path = context.command_path if context is not None else "fp8-harness"
             return f"{path}: {error.format_message()} Fix: see `{path} --help`.", ExitCode.USAGE

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any
 
 import click
 
-from harness.cli.axes import axis_options, checked_case, given_axes
+from harness.cli.axes import axes_parameter, checked_case
 from harness.cli.options import AT_LEAST_1, FILE
 from harness.durable import write_whole
 from harness.errors import HarnessError
@@ -22,7 +21,7 @@ from harness.registry import answer
 
 _EPILOG = """\b
 Examples:
-  fp8-harness new my.toml --tp 2 --recipe rowwise --dtype bfloat16
+  fp8-harness new my.toml --tp 2 --recipe rowwise --set dim=512 --set filter_fqns=wq,wk
   fp8-harness new ours.toml --from llama3_8b.toml --ranks 64
   fp8-harness new ours.toml --from "--parallelism.tensor_parallel_degree 2 --compile.enable" --dp-shard 2
 
@@ -41,7 +40,7 @@ _SCHEMA = Path(__file__).parents[1] / "schemas" / FILE_NAME
 @click.option("--from", "config", metavar="CONFIG", help="Take the job of a configuration file, or of these flags.")
 @click.option("--ranks", type=AT_LEAST_1, help="Ranks of the job of --from, if FSDP2 takes all that remain.")
 @click.option("--ignore", metavar="NAME", multiple=True, help="A line of --from that means nothing. Repeatable.")
-@axis_options()
+@axes_parameter()
 @click.option("--id", "as_id", is_flag=True, help="Print the id of the case; write nothing.")
 @click.option("--schema", is_flag=True, help="Print the JSON schema of case files; write nothing.")
 @click.option("--force", is_flag=True, help="Replace a file that exists.")
@@ -54,9 +53,9 @@ def new_command(  # noqa: PLR0913  one parameter per option
     as_id: bool,
     schema: bool,
     force: bool,
-    **axes: Any,
+    axes: dict[str, object],
 ) -> None:
-    """Write a case file; options have the names of the axes.
+    """Write a case file; `--set AXIS=VALUE` sets any axis.
 
     With --from, axes that are given replace those of the configuration.
     """
@@ -65,10 +64,10 @@ def new_command(  # noqa: PLR0913  one parameter per option
         return
     notes: tuple[str, ...] = ()
     if config is None:
-        case = checked_case(given_axes(axes), where="new")
+        case = checked_case(axes, where="new")
     else:
         case_of = answer("configurations", where="new --from")
-        case, notes = case_of(config, given_axes(axes), ranks=ranks, ignore=ignore)
+        case, notes = case_of(config, axes, ranks=ranks, ignore=ignore)
     if as_id:
         click.echo(case_id(case))
         return

@@ -16,6 +16,7 @@ from click.core import ParameterSource
 from harness.durable import write_whole
 from harness.errors import HarnessError
 from harness.jsonform import to_json
+from harness.matrix.axes import AXES, choices, example, shown_value, suggestion
 from harness.printable import printable
 from harness.project import find_project
 from harness.run_options import PARTS, Option, PlanOptions, QueryOptions, RunOptions, option_named, options_of
@@ -28,6 +29,12 @@ Command = Callable[..., Any]
 PARTS_BY_TITLE = dict(zip(("Which cases", "How they run", "Extent and output"), PARTS, strict=True))
 
 
+# How cases are run, and what only `run` spells as an option: other commands have `-o` for it.
+OTHERS = {
+    option.flag.removeprefix("--"): option
+    for option in options_of(PlanOptions).values()
+    if option.of_run and not option.repeatable
+}
 _BY_USER = (ParameterSource.COMMANDLINE, ParameterSource.ENVIRONMENT)
 
 
@@ -71,6 +78,7 @@ def run_option(name: str, text: str = "") -> Callable[[Command], Command]:
     else:
         form = {"type": _click_type(option), "multiple": option.repeatable, "metavar": option.metavar}
         form |= {"default": option.default, "show_default": bool(option.shown_default)}
+        form |= {"shell_complete": _complete_axis} if name == "axes" else {}
     if option.takes_dash:
         text = f"{text.removesuffix('.')}; -: to stdout."
     return click.option(*filter(None, (option.short, option.flag)), name, help=text, **form)
@@ -85,6 +93,19 @@ def _click_type(option: Option) -> click.ParamType[Any] | None:
     if option.number is float:
         return ABOVE_0
     return click.IntRange(min=option.least) if option.number is int else None
+
+
+def _complete_axis(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[str]:
+    """Return how AXIS=VALUE may go on: the names that begin so; of the only one, its values."""
+    names = [f"{name}=" for name in AXES if incomplete.startswith(f"{name}=") or f"{name}=".startswith(incomplete)]
+    if len(names) > 1:
+        return names
+    return [word for name in names for word in _assignments(name[:-1]) if word.startswith(incomplete)]
+
+
+def _assignments(name: str) -> list[str]:
+    """Return AXIS=VALUE for every value of an axis; of a number or a text, for an example."""
+    return [f"{name}={shown_value(value)}" for value in choices(name) or (example(name),)]
 
 
 def run_options(part: type[msgspec.Struct], *, of_run: bool = True) -> Callable[[Command], Command]:
@@ -154,29 +175,63 @@ def query_parameter(command: Command) -> Command:
 
 
 def plan_parameter(command: Command) -> Command:
-    """The options of how cases are run, passed to the command as `plan_for`: `make_plan` with them and --root."""
+    """The options of how cases are run, passed to the command as `plan_for`: `make_plan` with them and --root.
 
-    @functools.wraps(command)
-    def with_plan(**given: Any) -> Any:
-        from harness.running.plan import make_plan
+    `-o NAME=VALUE` is one of those that only `run` has under its own name.
+    """
 
-        names = [name for name, option in options_of(PlanOptions).items() if not option.of_run]
-        options = {name: given.pop(name) for name in names}
-        root = given.get("root")
+    def with_plan(*, others: tuple[str, ...], **given: Any) -> Any:
+        return _with_plan_for(command, **given, **_read_others(others))
 
-        def plan_for(**more: Any) -> Plan:
-            return msgspec.structs.replace(make_plan(**options | more), root_option=root)
+    functools.update_wrapper(with_plan, command)
+    text = f"Another option of `run`: {', '.join(OTHERS)}. Repeatable."
+    other = click.option("-o", "--option", "others", metavar="NAME=VALUE", multiple=True, help=text)
+    return compose_options(run_options(PlanOptions, of_run=False), other)(with_plan)
 
-        return command(plan_for=plan_for, **given)
 
-    return run_options(PlanOptions, of_run=False)(with_plan)
+def every_plan_option(command: Command) -> Command:
+    """Add every option of how cases are run under its own name, as `plan_parameter` passes them."""
+    return run_options(PlanOptions)(functools.wraps(command)(functools.partial(_with_plan_for, command)))
+
+
+def _with_plan_for(command: Command, **given: Any) -> Any:
+    from harness.running.plan import make_plan
+
+    options = {name: given.pop(name) for name in options_of(PlanOptions) if name in given and name != "inject"}
+    root = given.get("root")
+
+    def plan_for(**more: Any) -> Plan:
+        return msgspec.structs.replace(make_plan(**options | more), root_option=root)
+
+    return command(plan_for=plan_for, **given)
+
+
+def _read_others(words: Iterable[str]) -> dict[str, Any]:
+    """Return the values of `-o NAME=VALUE`, by field. HarnessError with the nearest name for another one."""
+    values: dict[str, Any] = {}
+    for word in words:
+        name, equals, text = word.partition("=")
+        option = OTHERS.get(name)
+        if option is None:
+            raise HarnessError(f"unknown option '{name}'.", where=f"-o {word}", fix=suggestion(name, OTHERS))
+        if not equals:
+            raise HarnessError(f"{name} has no value.", where=f"-o {word}", fix=f"write -o {name}=VALUE.")
+        try:
+            kind = _click_type(option)
+            values[name.replace("-", "_")] = text if kind is None else kind.convert(text, None, None)
+        except click.BadParameter as error:
+            raise HarnessError(
+                error.message, where=f"-o {word}", fix=f"see `{option.flag}` of `run --help`."
+            ) from error
+    return values
 
 
 def given_run_options() -> RunOptions:
     """The options that change what ranks do, as the user gave them: they are repeated in commands, defaults are not."""
-    context = click.get_current_context()
-    names = [name for name in RunOptions.__struct_fields__ if context.get_parameter_source(name) in _BY_USER]
-    return RunOptions(**{name: context.params[name] for name in names})
+    context, fields = click.get_current_context(), RunOptions.__struct_fields__
+    given = {name: context.params[name] for name in fields if context.get_parameter_source(name) in _BY_USER}
+    others = _read_others(context.params.get("others", ()))
+    return RunOptions(**given, **{name: value for name, value in others.items() if name in fields})
 
 
 def print_sections(sections: Iterable[Block], *, file: TextIO | None = None, err: bool = False) -> None:

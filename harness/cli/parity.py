@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import click
 
 from harness.cli import options
-from harness.cli.axes import axis_options, given_axes
+from harness.cli.axes import axes_parameter
 from harness.cli.environments import given_words
 from harness.errors import HarnessError
 from harness.evidence.curve import read_curve
-from harness.matrix.axes import AXES, own_values
+from harness.matrix.axes import own_values
 from harness.matrix.layout import MESH_AXES
 from harness.project import Project
 from harness.report.parity import curve_sections, parity_junit, parity_markdown, parity_page, parity_sections
@@ -41,7 +40,7 @@ Exit codes: 0 every layout is equal or within rounding, 1 one is wrong, 3 nothin
 """
 _AGAINST = "Run the same in another place, as base: a git revision of the target's repository, a release, or a venv."
 _OF_THE_BASE = ("jobs", "slots", "quiet")
-_AXES = tuple(name for name in AXES if name not in (*MESH_AXES, "async_tp"))
+_OF_LAYOUTS = dict.fromkeys((*MESH_AXES, "async_tp"), "--layouts says it")
 
 
 @click.command("parity", epilog=_EPILOG)
@@ -70,7 +69,7 @@ _AXES = tuple(name for name in AXES if name not in (*MESH_AXES, "async_tp"))
 @options.run_option("junit_file", "Write JUnit XML; a layout that the target itself refuses is skipped.")
 @options.run_option("html_file")
 @options.quiet_option
-@axis_options(_AXES, defaults=False)
+@axes_parameter(without=_OF_LAYOUTS, defaults=False)
 @options.plan_parameter
 @options.project_parameter
 def parity_command(  # noqa: PLR0913  one parameter per option
@@ -88,22 +87,21 @@ def parity_command(  # noqa: PLR0913  one parameter per option
     quiet: bool,
     plan_for: Callable[..., Plan],
     project: Project,
-    **axes: Any,
+    axes: dict[str, object],
 ) -> int:
     """Compare layouts with one rank: losses, gradient norms, and a word each.
 
     One table, a row per layout: `equal` bits, `rounding`, `wrong` and what is wrong first, `refused` or `excluded`.
     """
-    given = given_axes(axes)
     if len(goldens) > 1:
-        if any((named, asked, given, inject, html_file, junit_file)):
+        if any((named, asked, axes, inject, html_file, junit_file)):
             what = "several files are judged by one another, and nothing runs."
             fix = "give one file with a case or layouts, or files alone."
             raise HarnessError(what, where="--golden", fix=fix)
         return _judge_files(goldens, json_file, markdown_file)
     golden = read_curve(goldens[0]) if goldens else None
     usual = USUAL if golden is None or golden.case is None else own_values(golden.case)
-    base = {**(usual if named is None else own_values(one_case(project, named))), **given}
+    base = {**(usual if named is None else own_values(one_case(project, named))), **axes}
     plan = plan_for(inject=inject)
     plan = with_command(plan, options.given_run_options(), CommandOptions(root=plan.root_option))
     if asked is None and plan.capacity.total == 1:  # one GPU has one layout
@@ -112,7 +110,7 @@ def parity_command(  # noqa: PLR0913  one parameter per option
         layouts, budget_s = tuple(usual_layouts(plan.capacity.largest)), budget_s or BUDGET_S
     else:
         layouts = tuple(parse_layout(text, option="--layouts") for text in asked.split(","))
-    cases = cases_of(base, layouts, given)
+    cases = cases_of(base, layouts, axes)
     plan = plan.common(cases)
     if golden is not None:
         check_job(golden, cases[0])

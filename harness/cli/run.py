@@ -12,12 +12,14 @@ import click
 import msgspec
 
 from harness.cli import options
+from harness.cli.axes import checked_case
 from harness.cli.environments import given_words, refuse_with_env, run_in_environments
 from harness.cli.show import page_of, report_to_github, workflow_commands_off
 from harness.durable import WriteFailed, write_whole
 from harness.errors import HarnessError
 from harness.hints import rerun_failed as rerun_command
 from harness.hints import resume_run as resume_command
+from harness.matrix.axes import read_assignments
 from harness.matrix.caseid import case_id
 from harness.matrix.parts import parse_shard
 from harness.plural import counted
@@ -42,6 +44,7 @@ Examples:
   fp8-harness run pr -j 4 --json result.json    tier pr, results for a program
   fp8-harness run pr --select 'recipe=rowwise'  a part of it
   fp8-harness run tp4-rowwise-v2256-f32         one case
+  fp8-harness run --set tp=2 --set lr=0.1       one case, of these axes
   fp8-harness run pr --shard 1/4 --json 1.json  the first of four parts, for `runs merge`
   fp8-harness run pr --target my_pkg.my_target  with your own trainer
   fp8-harness run --lf                          what was not good in the last run
@@ -54,13 +57,14 @@ _STDOUT = Path("-")  # of --json: the report for people goes to stderr then
 
 @click.command("run", cls=options.RunCommand, epilog=_EPILOG)
 @options.query_parameter
-@options.plan_parameter
-@options.run_option("inject")
+@options.every_plan_option
 @options.run_options(CommandOptions)
 def run_command(*, query: Query, plan_for: Callable[..., Plan], **rest: Any) -> int:
     """Run cases on fresh ranks and judge them."""
     asked = CommandOptions(**{name: rest[name] for name in CommandOptions.__struct_fields__})
     shard = None if asked.shard is None else parse_shard(asked.shard)
+    if asked.axes:
+        query = _of_axes(query, asked.axes)
     project = find_project(asked.root, query.sources)
     if asked.environments:
         refuse_with_env({option_named(name).flag: getattr(asked, name) for name in _OF_ONE_RUN})
@@ -75,6 +79,15 @@ def run_command(*, query: Query, plan_for: Callable[..., Plan], **rest: Any) -> 
         query, given = _failed(project, query, given)
     plan = with_command(plan_for(**given.as_given), given, asked)
     return _run_and_report(project, query, plan, stopped, asked)
+
+
+def _of_axes(asked: Query, words: tuple[str, ...]) -> Query:
+    """Return the query for the case of `--set`. HarnessError where tiers, files or ids are named besides."""
+    if asked.sources:
+        fix = "leave one of them out; `--select` keeps cases of a tier."
+        raise HarnessError(f"{' '.join(asked.sources)} says which cases.", where=f"--set {words[0]}", fix=fix)
+    case = checked_case(read_assignments(words, option="--set"), where="run")
+    return msgspec.structs.replace(asked, sources=(case_id(case),))
 
 
 def _run_and_report(project: Project, query: Query, plan: Plan, stopped: Stored | None, asked: CommandOptions) -> int:

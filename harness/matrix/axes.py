@@ -39,6 +39,7 @@ _DECLARATIONS = {
 AXES: dict[str, tuple[str, ...]] = {axis.name or path[-1]: path for path, axis in _DECLARATIONS.items()}
 DECLARED: dict[str, Axis] = {name: _DECLARATIONS[path] for name, path in AXES.items()}
 _VALUES = operator.attrgetter(*(".".join(path) for path in AXES.values()))  # of a case, in the order of the axes
+_BOOLS = {"true": True, "false": False, "yes": True, "no": False, "1": True, "0": False}
 _AXIS_OF_PATH = {path: name for name, path in AXES.items()}
 
 
@@ -132,6 +133,51 @@ def checked_value(name: str, value: object) -> object:
         raise _invalid_value(name, value, str(error)) from error
 
 
+def read_value(name: str, text: str) -> object:
+    """Return the value of an axis that a word stands for; a list is written as `a+b` or `a,b`, an empty one as `none`.
+
+    Raises HarnessError with the nearest value when no case can have it.
+    """
+    kind = axis_type(known_axis(name))
+    try:
+        if kind is bool:
+            return _BOOLS[text.lower()]
+        if kind is tuple:
+            parts = [] if text in ("", "none") else re.split("[+,]", text)
+            return _as_tuple(checked_value(name, parts))
+        return checked_value(name, kind(text) if kind in (int, float) else text)
+    except (KeyError, ValueError) as error:
+        known = [str(choice).lower() for choice in choices(name)]
+        fix = suggestion(text, known) if known else f"write a number ({kind.__name__})."
+        raise HarnessError(f"axis '{name}' cannot be '{text}'.", fix=fix) from error
+
+
+def read_assignments(words: Iterable[str], *, option: str = "") -> dict[str, object]:
+    """Return the values of words AXIS=VALUE, by axis. Raises HarnessError that names the word, after `option`."""
+    values: dict[str, object] = {}
+    for word in words:
+        name, equals, text = word.partition("=")
+        try:
+            if known_axis(name) in values:
+                raise HarnessError(f"{name} is given twice.", fix="give it once; a list is written as a+b.")
+            if not equals:
+                raise HarnessError(f"{name} has no value.", fix=f"write {name}={shown_value(example(name))}.")
+            values[name] = read_value(name, text)
+        except HarnessError as error:
+            raise HarnessError(error.what, where=f"{option} {word}".strip(), fix=error.fix) from error
+    return values
+
+
+def option_of(name: str) -> str:
+    """Return the option that sets an axis: `--tp`, `--set lr`."""
+    return f"--{name.replace('_', '-')}" if DECLARED[name].everyday else f"--set {name}"
+
+
+def said(name: str, value: object) -> str:
+    """Return the words of a command line that set an axis to this value: `--tp 2`, `--set lr=0.1`."""
+    return f"{option_of(name)}{' ' if DECLARED[name].everyday else '='}{shown_value(value)}"
+
+
 def ignored_axes(values: Mapping[str, object]) -> tuple[str, ...]:
     """Names in `values` that have no effect next to the others, such as `pad_inner_dim` with recipe bf16."""
     kept = axis_values(case_from_axes(values))
@@ -216,10 +262,16 @@ def _invalid_case(error: msgspec.ValidationError, values: Mapping[str, object]) 
 
 
 def _invalid_value(name: str, value: object, what: str) -> HarnessError:
-    like = DECLARED[name].example if DEFAULTS[name] is None else DEFAULTS[name]
     allowed = [_format_value(choice) for choice in choices(name)]
-    fix = suggestion(_format_value(value), allowed) if allowed else f"write a value like {_format_value(like)}."
+    fix = (
+        suggestion(_format_value(value), allowed) if allowed else f"write a value like {_format_value(example(name))}."
+    )
     return HarnessError(f"{name} = {_format_value(value)}: {what}.", fix=fix)
+
+
+def example(name: str) -> object:
+    """Return a value of an axis: its default, where it has one."""
+    return DECLARED[name].example if DEFAULTS[name] is None else DEFAULTS[name]
 
 
 def _format_value(value: object) -> str:

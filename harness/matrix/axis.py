@@ -45,7 +45,7 @@ class Axis(msgspec.Struct, frozen=True, kw_only=True):
     `part`: of an id, under which its words are listed. `needs`: axes without which its values mean nothing.
     `always`: ids spell its default too. `example`: a value, of an axis without a default. `reference`: its value in
     BF16 references, where that is not the default. `noise`: how a tolerance key spells a value that rounds otherwise.
-    `costs`: whether a step takes longer, or sends or keeps more. `exported`: whether exported scripts have it.
+    `everyday`: commands have an option of its name, beside `--set`. `exported`: whether exported scripts have it.
     `smallest`: the least that `shrink` tries of a size. `simplest`: the value that it tries of an option, where that is
     not the default. `shrinks`: False where another value runs no other code. `same_bits`: why a run has the bits of one
     with the default; `same_sums`: why they differ by the order of sums alone. When they do not is in `relations.py`.
@@ -60,7 +60,7 @@ class Axis(msgspec.Struct, frozen=True, kw_only=True):
     reference: object = None
     always: bool = False
     example: object = None
-    costs: bool = True
+    everyday: bool = False
     smallest: int | None = None
     simplest: object = None
     shrinks: bool = True

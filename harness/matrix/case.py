@@ -57,6 +57,7 @@ class Checkpointing(CaseStruct, frozen=True, kw_only=True):
             changes=Changes.NOTHING,
             same_bits="recomputation repeats the same arithmetic on the same bits",
             part="checkpointing",
+            everyday=True,
         ),
     ] = "none"
     every: Annotated[
@@ -96,7 +97,6 @@ class Checks(CaseStruct, frozen=True, kw_only=True):
             part="checks",
             example=0.05,
             shrinks=False,
-            costs=False,
         ),
     ] = None
 
@@ -123,7 +123,7 @@ class Case(CaseStruct, frozen=True, kw_only=True):
             ),
             changes=Changes.TRAINING,
             part="target",
-            costs=False,
+            everyday=True,
         ),
     ] = REFERENCE
     layout: Layout = Layout()
@@ -138,6 +138,7 @@ class Case(CaseStruct, frozen=True, kw_only=True):
             changes=Changes.NOTHING,
             same_bits="the graph is executed operator by operator, undecomposed",
             part="compile",
+            everyday=True,
         ),
     ] = "none"
     model: Model = Model()

@@ -47,6 +47,7 @@ class Float8(CaseStruct, frozen=True, kw_only=True):
             part="recipe",
             needs=(),
             simplest="tensorwise",
+            everyday=True,
         ),
     ] = "bf16"
     fp8_all_gather: Annotated[

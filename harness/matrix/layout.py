@@ -55,6 +55,7 @@ class Mesh(CaseStruct, frozen=True, kw_only=True):
         _axis(
             "FSDP2: ranks that share every parameter",
             smallest=1,
+            everyday=True,
         ),
     ] = 1
     tp: Annotated[
@@ -63,6 +64,7 @@ class Mesh(CaseStruct, frozen=True, kw_only=True):
             "tensor parallelism: ranks that share every linear",
             number("tp{tp}", "tp4", "tensor parallelism over {0} ranks"),
             smallest=1,
+            everyday=True,
         ),
     ] = 1
 
@@ -122,7 +124,6 @@ class Layout(Mesh, frozen=True, kw_only=True):
             "form of the fused operators of async TP",
             flag("fallback", "async TP in torch's unfused reference form", symm_mem="fallback"),
             needs=("async_tp",),
-            costs=False,
         ),
     ] = "pipelined"
     wait_for_embedding: Annotated[
@@ -131,7 +132,6 @@ class Layout(Mesh, frozen=True, kw_only=True):
             "compiled blocks get the finished embedding",
             flag("nowait", "blocks get an embedding that is still being gathered", wait_for_embedding=False),
             needs=("tp", "compile"),
-            costs=False,
         ),
     ] = True
     sequence_parallel: Annotated[

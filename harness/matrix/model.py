@@ -84,7 +84,6 @@ class Model(CaseStruct, frozen=True, kw_only=True):
             *_PRESETS,
             name="model",
             shrinks=False,
-            costs=False,
         ),
     ] = "tiny"
     dim: Annotated[PositiveInt | None, _size("dim", "dim.512", "features of the residual stream", smallest=32)] = None
@@ -141,7 +140,6 @@ class Model(CaseStruct, frozen=True, kw_only=True):
             ),
             needs=("experts",),
             noise="_{}",
-            costs=False,
             exported=False,
         ),
     ] = "softmax"
@@ -152,7 +150,6 @@ class Model(CaseStruct, frozen=True, kw_only=True):
             flag("balance", "the choice of experts is balanced by a bias, without a loss", balance=True),
             needs=("experts",),
             noise="_balance",
-            costs=False,
             exported=False,
         ),
     ] = False
@@ -164,6 +161,7 @@ class Model(CaseStruct, frozen=True, kw_only=True):
             part="vocabulary",
             always=True,
             smallest=64,
+            everyday=True,
         ),
     ] = 2048
     pad_vocab_to_multiple_of: Annotated[

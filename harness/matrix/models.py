@@ -66,7 +66,7 @@ def training(model: KnownModel, *, tokens: int | None = None, **axes: object) ->
         raise HarnessError(
             f"{counted(tokens or 0, 'token')} of a rank are not whole sequences of {length}.",
             where="--tokens",
-            fix=f"give a multiple of {length}, or another --seq-len.",
+            fix=f"give a multiple of {length}, or another seq_len.",
         )
     return case_from_axes({"global_batch": sequences * case.layout.dp, **given})
 

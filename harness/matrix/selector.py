@@ -16,14 +16,13 @@ from collections.abc import Callable
 import msgspec
 
 from harness.errors import HarnessError
-from harness.matrix.axes import AXES, DECLARED, axis_type, checked_value, choices, suggestion
+from harness.matrix.axes import AXES, DECLARED, axis_type, read_value, suggestion
 from harness.matrix.case import Case, ModelShape
 from harness.matrix.caseid import case_id
 from harness.matrix.layout import DP_AXES, MESH_AXES
 from harness.matrix.recipes import TRAITS
 
 _TERM = re.compile(r"([A-Za-z_0-9]+)(!=|>=|<=|=|>|<|~)(.*)", re.DOTALL)
-_BOOLS = {"true": True, "false": False, "yes": True, "no": False, "1": True, "0": False}
 
 
 # Numbers, and answers, that follow from axes and can be used like one.
@@ -138,22 +137,13 @@ def _limit(axis: str, text: str) -> float:
 
 
 def _value(axis: str, text: str) -> object:
-    """The value of an axis that `text` stands for; a list of strings is written as `a+b`."""
-    kind = int if axis in DERIVED else axis_type(axis)
+    """The value of an axis that `text` stands for, or of what is derived from axes."""
+    if axis not in DERIVED:
+        return read_value(axis, text)
     try:
-        if axis in DERIVED:
-            return _BOOLS[text] if text in ("true", "false") else int(text)
-        if kind is bool:
-            return _BOOLS[text.lower()]
-        if kind is tuple:
-            parts = [] if text in ("", "none") else text.split("+")
-            return tuple(sorted(set(checked_value(axis, parts))))  # type: ignore[call-overload]
-        number = kind in (int, float)
-        return checked_value(axis, kind(text) if number else text)  # type: ignore[call-arg]
-    except (KeyError, ValueError) as error:
-        known = [] if axis in DERIVED else [str(choice).lower() for choice in choices(axis)]
-        fix = suggestion(text, known) if known else f"write a number ({kind.__name__})."
-        raise HarnessError(f"axis '{axis}' cannot be '{text}'.", fix=fix) from error
+        return text == "true" if text in ("true", "false") else int(text)
+    except ValueError as error:
+        raise HarnessError(f"axis '{axis}' cannot be '{text}'.", fix="write a number (int).") from error
 
 
 def _compare(operator: Callable[[float, float], bool]) -> Callable[[object, tuple[object, ...]], bool]:

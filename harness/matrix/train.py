@@ -80,7 +80,7 @@ class Train(CaseStruct, frozen=True, kw_only=True):
             "optimizer steps",
             number("s{steps}", "s5", "{0} steps"),
             smallest=1,
-            costs=False,
+            everyday=True,
         ),
     ] = 5
     accumulation: Annotated[
@@ -109,7 +109,6 @@ class Train(CaseStruct, frozen=True, kw_only=True):
             "clip gradients to this global norm; without it there is no clipping",
             number("clip{max_norm}", "clip0.5", "gradients are clipped to a global norm of {0}"),
             example=1.0,
-            costs=False,
             exported=False,
         ),
     ] = None
@@ -129,7 +128,6 @@ class Train(CaseStruct, frozen=True, kw_only=True):
             "labels that the loss ignores: a different number per rank, or half the batch",
             flag("ignore.unequal", "every sequence has fewer labels than the one before", ignored_tokens="unequal"),
             flag("ignore.half", "the second half of the batch has no labels", ignored_tokens="half"),
-            costs=False,
             exported=False,
         ),
     ] = "none"
@@ -141,7 +139,6 @@ class Train(CaseStruct, frozen=True, kw_only=True):
             flag("resume.resharded", "resumed through another layout, which loads and saves state", resume="resharded"),
             changes=Changes.NOTHING,
             same_bits="a state that is saved and loaded has the same bits",
-            costs=False,
             exported=False,
         ),
     ] = "none"
@@ -150,7 +147,6 @@ class Train(CaseStruct, frozen=True, kw_only=True):
         _axis(
             "what updates parameters: sgd in proportion to the gradient, with lr = 0.1 for instance",
             flag("sgd", "SGD with momentum updates the parameters, instead of AdamW", optimizer="sgd"),
-            costs=False,
             exported=False,
             noise="_{}",
         ),
@@ -161,13 +157,12 @@ class Train(CaseStruct, frozen=True, kw_only=True):
             "learning rate of the optimizer",
             number("lr{lr}", "lr0.001", "learning rate {0}"),
             shrinks=False,
-            costs=False,
             noise="_lr{:g}",
         ),
     ] = 1e-3
     seed: Annotated[
         Annotated[int, Meta(ge=0, lt=2**32)],
-        _axis("seed of weights and data", number("seed{seed}", "seed0", "seed {0}"), shrinks=False, costs=False),
+        _axis("seed of weights and data", number("seed{seed}", "seed0", "seed {0}"), shrinks=False),
     ] = 0
     parameter_dtype: Annotated[
         ParameterDtype,
@@ -198,6 +193,7 @@ class Train(CaseStruct, frozen=True, kw_only=True):
             part="dtype",
             reference="bfloat16",
             simplest="float32",
+            everyday=True,
         ),
     ] = "float32"
 

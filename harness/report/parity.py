@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import groupby
 
+from harness.matrix.axes import said
 from harness.plural import counted
 from harness.report.case import case_sections
 from harness.report.ci import Element, JUnitElement, junit_report
@@ -143,7 +144,7 @@ def _notes(parity: Parity) -> Iterator[Block]:
 def _without_refused(parity: Parity) -> Block:
     """How a target trains that refuses what is usual of TP."""
     axes = without_refused(parity.rows)
-    options = " ".join(f"--no-{name.replace('_', '-')}" for name in axes)
+    options = " ".join(said(name, False) for name in axes)
     lacks = f"the target refuses every layout under TP with {' and '.join(axes)}: if it has none, add `{options}`"
     return lacks if axes else Section()
 

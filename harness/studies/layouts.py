@@ -85,8 +85,7 @@ def cases_of(base: Mapping[str, object], asked: Sequence[Layout], given: Iterabl
     chosen = [_values(base, layout) for layout in asked]
     useless = [name for name in given if all(name in ignored_axes(values) for values in chosen)]
     if useless:
-        where = f"--{useless[0].replace('_', '-')}"
-        raise HarnessError("no layout of this case has a use for it.", where=where, fix="leave it out.")
+        raise HarnessError("no layout of this case has a use for it.", where=useless[0], fix="leave it out.")
     return tuple(dict.fromkeys(map(case_from_axes, chosen)))
 
 

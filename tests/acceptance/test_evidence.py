@@ -49,7 +49,7 @@ def test_the_kernel_of_this_machine(tmp_path: Path) -> None:
 def test_a_planted_fault_is_found_over_gloo_with_the_exact_matmul(tmp_path: Path) -> None:
     project = bare(tmp_path)
     asked = ("single-bf16-v2048-s2-f64", "--fault", "amax_not_reduced_over_tp")
-    options = (*asked, "--device", "cpu", "--fabric", "gloo", "--json", "-")
+    options = (*asked, "--device", "cpu", "-o", "fabric=gloo", "--json", "-")
     done = project.run("dev", "evidence", "proof", *options, timeout_s=300)
     assert done.returncode == 0, done.stdout + done.stderr
     (level,) = json.loads(done.stdout)["levels"]
@@ -90,7 +90,7 @@ def test_every_command_of_the_page_is_understood() -> None:
     ("words", "code", "said"),
     [
         (("kernel", "--device", "cuda"), 2, "there is no CUDA device here"),
-        (("proof", "--device", "cpu", "--arithmetic", "kernel"), 2, "each level has its own"),
+        (("proof", "--device", "cpu", "-o", "arithmetic=kernel"), 2, "each level has its own"),
         (("native", "smoke", "--device", "cpu", "--select", "dtype=float32"), 3, "no selected case is in bfloat16"),
         (("proof", "--device", "cpu", "--fault", "no_such_fault"), 2, "no_such_fault"),
     ],

@@ -113,7 +113,7 @@ def test_what_the_project_stores_of_a_tier_of_the_package_is_in_the_project(own:
 
 
 def test_the_command_that_new_prints_works_in_an_empty_folder(installed: Command) -> None:
-    words = ("--tp", "2", "--recipe", "rowwise", "--steps", "4", "--loss-tolerance", "0.1")
+    words = ("--tp", "2", "--recipe", "rowwise", "--steps", "4", "--set", "loss_tolerance=0.1")
     done = installed.run("new", "my.toml", *words)
     command = done.stdout.splitlines()[-1].removeprefix("run it: ").split(maxsplit=1)[1]
     ran = installed.run(*shlex.split(command), "--device", "cpu")

@@ -12,11 +12,12 @@ import pytest
 if TYPE_CHECKING:
     from tests.acceptance.conftest import Command
 
-OWN = ("--tp", "2", "--recipe", "rowwise", "--dim", "512", "--layers", "4", "--ffn-dim", "1408", "--steps", "3")
+SIZES = ("--set", "dim=512", "--set", "layers=4", "--set", "ffn_dim=1408")
+OWN = ("--tp", "2", "--recipe", "rowwise", *SIZES, "--steps", "3")
 
 
 def test_a_case_from_options_is_written_and_its_command_runs_it(project: Command) -> None:
-    done = project.call("new", "my cases.toml", *OWN, "--dtype", "bfloat16", "--loss-tolerance", "0.05")
+    done = project.call("new", "my cases.toml", *OWN, "--dtype", "bfloat16", "--set", "loss_tolerance=0.05")
     assert done.returncode == 0, done.stderr
     text = (project.folder / "my cases.toml").read_text()
     assert "schema" not in text and str(project.folder) not in text, "it is right on another machine"
@@ -39,9 +40,11 @@ def test_a_file_is_not_replaced_unasked(project: Command) -> None:
 
 
 def test_the_id_alone(shared: Command) -> None:
-    done = shared.call("new", "--id", *OWN, "--no-loss-parallel", "--filter-fqns", "wq", "--filter-fqns", "wk")
+    done = shared.call("new", "--id", *OWN, "--set", "loss_parallel=false", "--set", "filter_fqns=wq,wk")
     assert done.stdout == "tp2-nolp-rowwise-filter.wk+wq-dim.512-layers.4-ffn.1408-v2048-s3-f32\n"
-    assert shared.call("new", "--id", "--model", "llama3-8b-layer").stdout == "single-bf16-llama3.8b.layer-v2048-f32\n"
+    assert shared.call("new", "--id", "--set", "model=llama3-8b-layer").stdout == (
+        "single-bf16-llama3.8b.layer-v2048-f32\n"
+    )
 
 
 def test_the_schema_is_one(shared: Command) -> None:
@@ -49,7 +52,7 @@ def test_the_schema_is_one(shared: Command) -> None:
 
 
 def test_a_refusal_is_announced(project: Command) -> None:
-    options = ("--recipe", "tensorwise", "--tp", "2", "--output-layer", "--vocab-size", "2256")
+    options = ("--recipe", "tensorwise", "--tp", "2", "--set", "output_layer=true", "--vocab-size", "2256")
     done = project.call("new", "refused.toml", *options)
     assert done.returncode == 0
     assert "it must be refused: " in done.stdout and "not a multiple of 16" in done.stdout
@@ -59,13 +62,21 @@ def test_a_refusal_is_announced(project: Command) -> None:
     ("options", "words"),
     [
         (("--dp-shard", "3"), "rule batch_divides_dp excludes fsdp3-bf16-v2048-f32: "),
-        (("--dp-shard", "3"), "Fix: change --dp-shard."),
-        (("--pad-inner-dim",), "this case ignores --pad-inner-dim"),
-        (("--dim", "100"), "dim 100 does not split into 8 heads"),
+        (("--dp-shard", "3"), "Fix: change dp_shard."),
+        (("--set", "pad_inner_dim=true"), "this case ignores pad_inner_dim"),
+        (("--set", "dim=100"), "dim 100 does not split into 8 heads"),
         (("--tp", "0"), "tp = 0"),
-        (("--cp", "2"), "rule cp_divides_shards excludes cp2-bf16-v2048-f32: "),
+        (("--set", "cp=2"), "rule cp_divides_shards excludes cp2-bf16-v2048-f32: "),
         (("--etp", "2"), "no such option: --etp. expert tensor parallelism is out of scope"),
         (("--recipe", "rowwize"), "rowwise"),
+        (("--lr", "0.1"), "no such option: --lr. Fix: give --set lr=0.001."),
+        (("--set", "no_axis=1"), "--set no_axis=1: unknown axis 'no_axis'. Fix: "),
+        (("--set", "recipe=rowwize"), "--set recipe=rowwize: recipe = rowwize: "),
+        (("--set", "recipe=rowwize"), "Fix: did you mean rowwise"),
+        (("--set", "stpes=3"), "--set stpes=3: unknown axis 'stpes'. Fix: did you mean steps"),
+        (("--set", "lr"), "--set lr: lr has no value. Fix: write lr=0.001."),
+        (("--set", "seed=1", "--set", "seed=2"), "--set seed=2: seed is given twice."),
+        (("--tp", "2", "--set", "tp=4"), "--set tp: --tp 2 says it. Fix: leave it out."),
     ],
 )
 def test_impossible_options_are_explained_and_nothing_is_written(
@@ -105,7 +116,7 @@ def test_a_configuration_becomes_a_case_and_says_what_differs(project: Command) 
 
 def test_flags_become_a_case_with_the_axes_that_are_given(shared: Command) -> None:
     flags = "--parallelism.tensor_parallel_degree 2 --activation_checkpoint.mode=none"
-    done = shared.call("new", "--id", "--from", flags, "--ranks", "2", "--recipe", "rowwise", "--seq-len", "64")
+    done = shared.call("new", "--id", "--from", flags, "--ranks", "2", "--recipe", "rowwise", "--set", "seq_len=64")
     assert done.returncode == 0, done.stderr
     assert done.stdout == "tp2-rowwise-v2048-gb2-sl64-b16\n"
     done = shared.call("new", "--id", "--from", flags, "--ranks", "2", "--target", "torchtitan_0_3")

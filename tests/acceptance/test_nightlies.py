@@ -70,7 +70,7 @@ def test_alone_a_nightly_says_it_once_and_a_fault_fails(nights: Command) -> None
 
 @pytest.mark.parametrize(("head", "base", "code"), [("20261126", "20261125", 5), ("20261127", "20261126", 0)])
 def test_layouts_are_held_against_the_night_before(nights: Command, head: str, base: str, code: int) -> None:
-    words = ("parity", "--layouts", "fsdp2", "--recipe", "tensorwise", "--fp8-all-gather", "--steps", "2")
+    words = ("parity", "--layouts", "fsdp2", "--recipe", "tensorwise", "--set", "fp8_all_gather=true", "--steps", "2")
     done = run_with(nights, head, *words, "--against", str(environment_of(nights, base)))
     assert done.returncode == code, done.stdout + done.stderr
     assert ("now differs" if code else "same bits") in done.stdout

@@ -103,7 +103,7 @@ def test_against_a_revision_a_mistake_that_is_not_committed_is_wrong_now_and_its
     end = "/ len(parts)\n            loss.backward()"
     assert end in sound
     target.write_text(sound.replace(end, f"/ self.case.layout.dp {end}"))
-    words = ("--target", "toy", "--layouts", "single,fsdp2", "--steps", "2", "--lr", "0.004")
+    words = ("--target", "toy", "--layouts", "single,fsdp2", "--steps", "2", "--set", "lr=0.004")
     words = (*words, "--recipe", "tensorwise", "--dtype", "float32", "--against", "HEAD", "--json", "table.json")
     done = clone.run("parity", *words, "--markdown", "table.md")
     assert done.returncode == 1, done.stdout + done.stderr
@@ -143,7 +143,19 @@ def test_against_a_version_and_a_virtual_environment_what_their_package_changes_
     links = {"FIND_LINKS": str(wheels), "NO_INDEX": "1"}
     project = project.having(**{f"{tool}_{name}": value for tool in ("PIP", "UV") for name, value in links.items()})
     environment(project.folder / "same", "0.2", "FACTOR = 1\n")
-    words = ("parity", "--target", "toy", "--layouts", "single", "--steps", "2", "--lr", "0.004", "--dtype", "float32")
+    words = (
+        "parity",
+        "--target",
+        "toy",
+        "--layouts",
+        "single",
+        "--steps",
+        "2",
+        "--set",
+        "lr=0.004",
+        "--dtype",
+        "float32",
+    )
     for against, change in ((f"{PACKAGE}==0.1", "moved"), ("same", "same bits"), (f"{PACKAGE}==0.1", "moved")):
         done = project.run(*words, "--against", against, "--json", "table.json")
         assert done.returncode == 0, done.stdout + done.stderr

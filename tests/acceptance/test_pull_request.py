@@ -27,7 +27,7 @@ INPUTS = {
     "target": "fp8_target",
     "install": f"{OFFLINE} --config-settings editable_mode=compat -e .",
     "layouts": "fsdp2,tp2",
-    "options": "--steps 1 --no-sequence-parallel --no-loss-parallel",
+    "options": "--steps 1 --set sequence_parallel=false --set loss_parallel=false",
 }
 
 

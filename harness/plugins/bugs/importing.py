@@ -11,7 +11,7 @@ import msgspec
 from msgspec.structs import replace
 
 from harness.errors import HarnessError
-from harness.matrix.axes import AXES
+from harness.matrix.axes import AXES, option_of
 from harness.matrix.case import Case
 from harness.matrix.targets import REFERENCE
 from harness.plugins.bugs.bugfile import Bug, BugFile, Origins, Symptom
@@ -152,7 +152,7 @@ def _with_given(statements: list[Statement], options: ImportOptions) -> tuple[St
     if "global_batch" in stated and "accumulation" not in stated:
         replaced |= {"local_batch", "local_tokens"}
     own = [
-        Statement(fact=name, value=value, words=f"--{name.replace('_', '-')}", source="flag")  # type: ignore[arg-type]
+        Statement(fact=name, value=value, words=option_of(name) if name in AXES else f"--{name}", source="flag")  # type: ignore[arg-type]
         for name, value in stated.items()
     ]
     return (*(statement for statement in statements if statement.fact not in replaced), *own)
@@ -197,9 +197,7 @@ def _answers(missing: Mapping[str, str]) -> str:
     """The options that answer questions."""
     single = {"command", "configuration"} & missing.keys()
     options = [
-        f"--{name.replace('_', '-')}" if name in AXES else f"--ignore {shlex.quote(name)}"
-        for name in missing
-        if name not in single
+        option_of(name) if name in AXES else f"--ignore {shlex.quote(name)}" for name in missing if name not in single
     ]
     return f"give {', '.join([*options, *(['one of them alone'] if single else [])])}."
 

@@ -10,7 +10,6 @@ import msgspec
 
 from harness.cli import options
 from harness.cli.baseline_update import check_committed, require_reason
-from harness.cli.environments import given_words
 from harness.durable import write_whole
 from harness.errors import HarnessError
 from harness.evidence.formulas import add_verified, read_verified
@@ -32,7 +31,7 @@ from harness.workflow import run
 _EPILOG = """\b
 Examples:
   fp8-harness dev evidence formulas --reason "torch 2.15.0 is released"
-  fp8-harness dev evidence proof smoke --device cpu --fabric gloo --fault amax_without_abs
+  fp8-harness dev evidence proof smoke --device cpu -o fabric=gloo --fault amax_without_abs
   fp8-harness dev evidence all --device cuda         all that these GPUs support; lists the rest
 
 \b
@@ -88,8 +87,8 @@ def evidence_command(  # noqa: PLR0913  one parameter per option
         return _verify_formulas(project, query, plan_for().on_cpu, reason, dry_run=dry_run, allow_dirty=allow_dirty)
     if reason or dry_run:
         raise click.UsageError("--reason and --dry-run are for formulas.")
-    if given_words(["arithmetic"]):
-        raise HarnessError("each level has its own.", where="--arithmetic", fix="leave it out.")
+    if options.given_run_options().arithmetic:
+        raise HarnessError("each level has its own.", where="-o arithmetic", fix="leave it out.")
     project.check_writable()
     check_committed(project, "goldens", allowed=allow_dirty)
     levels = LEVELS if level == "all" else tuple(name for name in LEVELS if name == level)

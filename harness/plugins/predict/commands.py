@@ -65,7 +65,7 @@ Exit codes: 0 good, 1 a number differs from its formula, or the case failed.
 _LAYOUTS_EPILOG = """\b
 Examples:
   fp8-harness predict layouts --model llama3-405b --world 512 --recipe tensorwise --checkpointing full --sweep
-  fp8-harness predict layouts --model llama3-8b --layers 2 --tp 8 --dp-shard 64 --recipe tensorwise --verify
+  fp8-harness predict layouts --model llama3-8b --set layers=2 --tp 8 --dp-shard 64 --recipe tensorwise --verify
 
 \b
 Nothing is run: shapes, bytes and refusals are exact, times are a model. --verify lets the first and the
@@ -76,7 +76,7 @@ Exit codes: 0 nothing refuses it, 1 it is refused, or --verify found a differenc
 _SPEEDUP_EPILOG = """\b
 Examples:
   fp8-harness predict speedup --model llama3-8b --dp-shard 64 --tp 8 --machine h200
-  fp8-harness predict speedup --model debugmodel --vocab-size 2256 --tp 8 --output-layer --recipe tensorwise
+  fp8-harness predict speedup --model debugmodel --vocab-size 2256 --tp 8 --recipe tensorwise --set output_layer=true
 
 \b
 Nothing is run: shapes and bytes are exact, times are a model, and its assumptions are printed.

@@ -288,7 +288,7 @@ def test_experts_of_other_tools(given: str, where: str, expected: str) -> None:
 
 
 def test_how_many_experts_is_asked_where_only_their_ranks_are_given() -> None:
-    with pytest.raises(HarnessError, match=r"how many experts\? 8 until you say.*give --experts"):
+    with pytest.raises(HarnessError, match=r"how many experts\? 8 until you say.*give --set experts"):
         configured("torchrun --nproc_per_node 4 train.py --ep-size 2", where="run.sh")
 
 

@@ -169,11 +169,11 @@ def test_405b_on_4096_ranks() -> None:
 
 
 def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
-    model = ("predict", "layouts", "--model", "llama3-8b", "--layers", "2", "--recipe", "tensorwise", "--tp", "8")
+    model = ("predict", "layouts", "--model", "llama3-8b", "--set", "layers=2", "--recipe", "tensorwise", "--tp", "8")
     assert main([*model, "--world", "64", "--json", "-"]) == 0
     simulation = json.loads(capsys.readouterr().out)["simulation"]
     assert (simulation["world_size"], simulation["nodes"], simulation["tokens"]) == (64, 8, 8192)
-    assert main([*model, "--world", "64", "--seq-len", "8200", "--json", "-"]) == 1
+    assert main([*model, "--world", "64", "--set", "seq_len=8200", "--json", "-"]) == 1
     assert json.loads(capsys.readouterr().out)["simulation"]["refused"][0]["name"] == "token_alignment"
     assert main(["predict", "layouts", "fsdp2-tp2-rowwise-v2048-s2-b16", "--world", "16", "--sweep"]) == 0
     assert "predicted s" in capsys.readouterr().out
@@ -184,8 +184,9 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     [
         (("--world", "511"), "511 ranks are no multiple of tp x dp_replicate x pp = 2."),
         (("--world", "512", "--dp-shard", "4"), "--dp-shard: --world gives it."),
+        (("--set", "steps=3"), "--set steps: every step costs the same."),
         (("--sweep", "--verify"), "a sweep is of many layouts."),
-        (("--evaluate", "--verify"), "which has no evaluate of its own."),
+        (("--set", "evaluate=true", "--verify"), "which has no evaluate of its own."),
     ],
 )
 def test_what_the_command_refuses(words: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]) -> None:
