@@ -28,6 +28,7 @@ from harness.matrix.layout import REST, left_over
 from harness.matrix.rules import exclusions
 
 MAX_WORLD = 4096
+_WIDE = 50  # values that do not stand beside the name of their option
 
 # Why predictions and timings have no use for these axes.
 _OF_PREDICTIONS = {"steps": "every step costs the same", "target": "a Llama costs the same, whoever trains it"}
@@ -61,8 +62,11 @@ def axes_parameter(*, without: Mapping[str, str] | None = None, defaults: bool =
 def _axis_option(name: str, *, defaults: bool) -> Callable[[Command], Command]:
     known, meaning = [str(choice) for choice in choices(name)], DECLARED[name].meaning
     text = f"{meaning}. Default: {shown_value(axis_values(Case())[name])}." if defaults else f"{meaning}."
-    kind = click.Choice(known) if known else axis_type(name)
-    return click.option(f"--{name.replace('_', '-')}", name, type=kind, help=text)
+    form: dict[str, Any] = {"type": click.Choice(known) if known else axis_type(name)}
+    if len("|".join(known)) > _WIDE:
+        form |= {"metavar": name.upper()}
+        text += f" One of {', '.join(known)}."
+    return click.option(option_of(name), name, help=text, **form)
 
 
 def checked_case(axes: Mapping[str, object], *, where: str) -> Case:

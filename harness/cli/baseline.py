@@ -10,6 +10,7 @@ import click
 import msgspec
 
 from harness.cli.baseline_update import asked_cases, ended, update_command
+from harness.cli.groups import Group
 from harness.cli.options import (
     AT_LEAST_1,
     curve_option,
@@ -48,20 +49,23 @@ Loaded = TypeVar("Loaded")
 
 _SHOW_EPILOG = """\b
 Examples:
-  fp8-harness baseline show                          goldens and signatures
+  fp8-harness baseline show                        goldens and signatures
   fp8-harness baseline show tiny-v2048-s5-gb8-sl32-lr0.001-seed0
-  fp8-harness baseline show tiny-v2048-s5-gb8-sl32-lr0.001-seed0 --curve golden.txt
-  fp8-harness baseline show --against origin/main    what a branch changes
+  fp8-harness baseline show tiny-v2048-s5-gb8-sl32-lr0.001-seed0 \\
+      --curve golden.txt
+  fp8-harness baseline show --against origin/main  what a branch changes
 """
 _TOLERANCE_EPILOG = """\b
 Examples:
   fp8-harness baseline tolerance --margin 2
-  fp8-harness baseline tolerance --measure pr --seeds 8 --select 'recipe=rowwise'
-  ATEN_CPU_CAPABILITY=avx2 fp8-harness baseline tolerance --measure pr --references golden
+  fp8-harness baseline tolerance --measure pr --seeds 8 \\
+      --select 'recipe=rowwise'
+  ATEN_CPU_CAPABILITY=avx2 fp8-harness baseline tolerance --measure pr \\
+      --references golden
 """
 
 
-@click.group(epilog="\b\nExamples:\n  fp8-harness baseline show\n  fp8-harness baseline check pr")
+@click.group(cls=Group, epilog="\b\nExamples:\n  fp8-harness baseline show\n  fp8-harness baseline check pr")
 def baseline() -> None:
     """Manage goldens, signatures and tolerances.
 

@@ -50,9 +50,13 @@ _SHOWN_CHANGES = 40  # of one signature: more are in the file
 _EPILOG = """\b
 Examples:
   fp8-harness baseline update pr --missing --reason "first goldens of tier pr"
-  fp8-harness baseline update pr --family tiny-v2048-s5-gb8-sl32-lr0.001-seed0 --reason "torch 2.14 changed AdamW"
-  fp8-harness baseline update --only-failing --reason "torch 2.14 changed AdamW"
-  fp8-harness baseline update my.toml --signatures --missing --reason "first signatures"
+  fp8-harness baseline update pr \\
+      --family tiny-v2048-s5-gb8-sl32-lr0.001-seed0 \\
+      --reason "torch 2.14 changed AdamW"
+  fp8-harness baseline update --only-failing \\
+      --reason "torch 2.14 changed AdamW"
+  fp8-harness baseline update my.toml --signatures --missing \\
+      --reason "first signatures"
 """
 
 

@@ -25,8 +25,12 @@ Examples:
   fp8-harness check-target my_target --layout fsdp2 --layout tp4
 
 \b
-Exit codes: 0 it works, 1 something to fix, 3 it refuses every layout, 4 the machine failed.
+Exit codes: 0 it works, 1 something to fix, 3 it refuses every layout, 4 the
+machine failed.
 """
+
+
+_RECIPES = [str(recipe) for recipe in choices("recipe") if recipe != "bf16"]
 
 
 @click.command("check-target", epilog=_EPILOG)
@@ -34,8 +38,9 @@ Exit codes: 0 it works, 1 something to fix, 3 it refuses every layout, 4 the mac
 @click.argument("given", metavar="[CASE-ID|FILE]", required=False)
 @click.option(
     "--recipe",
-    type=click.Choice([str(recipe) for recipe in choices("recipe") if recipe != "bf16"]),
-    help="The FP8 recipe. Default: the case's, or tensorwise.",
+    metavar="RECIPE",
+    type=click.Choice(_RECIPES),
+    help=f"The FP8 recipe: {', '.join(_RECIPES)}. Default: the case's, or tensorwise.",
 )
 @click.option(
     "--layout",

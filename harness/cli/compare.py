@@ -32,8 +32,10 @@ from harness.verdict import ExitCode
 _EPILOG = """\b
 Examples:
   fp8-harness compare last~1 last
-  fp8-harness compare v1 v2 --allow 'wire=two gathers became one' --html gate.html
-  fp8-harness compare --versions torch=2.15.0,nightly --env nightly=.venv-nightly pr --select tp=2
+  fp8-harness compare v1 v2 --allow 'wire=two gathers became one' \\
+      --html gate.html
+  fp8-harness compare --versions torch=2.15.0,nightly \\
+      --env nightly=.venv-nightly pr --select tp=2
 
 \b
 A and B are a name of `run --name`, "last", "last~2", a file of `run --json`,

@@ -7,7 +7,11 @@ from pathlib import Path
 import click
 
 from harness.cli.groups import LazyGroup
-from harness.cli.options import EXISTING_FILE, project_parameter, typed_command
+from harness.cli.options import (
+    EXISTING_FILE,
+    project_parameter,
+    typed_command,
+)
 from harness.durable import write_whole
 from harness.errors import HarnessError
 from harness.evidence.costs import read_costs, write_costs
@@ -22,9 +26,10 @@ from harness.studies.records import fit_costs
 
 _TIER_EPILOG = """\b
 Examples:
-  fp8-harness dev tier pr                  write cases/chosen/pr.toml
+  fp8-harness dev tier pr  write cases/chosen/pr.toml
   FP8_HARNESS_STATE=$(mktemp -d) fp8-harness run pr --json result.json
-  fp8-harness dev tier --fit result.json   costs of cases, from a run that made all of its witnesses
+  fp8-harness dev tier --fit result.json
+      costs of cases, from a run that made all of its witnesses
 """
 
 

@@ -48,7 +48,8 @@ _OPTIONS = (
 _EPILOG = """\b
 Examples:
   fp8-harness explain tp4-rowwise-v2256-f32
-  fp8-harness explain output_layer=true nightly            the rules for these cells of a tier or file
+  fp8-harness explain output_layer=true nightly
+      the rules for these cells of a tier or file
 """
 
 

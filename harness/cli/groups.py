@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import click
@@ -10,7 +10,23 @@ import click
 from harness import registry
 
 
-class LazyGroup(click.Group):
+class Group(click.Group):
+    """A group whose help has the first sentence of every command, whole."""
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        for title, names in self.by_section(ctx).items():
+            commands = {name: self.get_command(ctx, name) for name in names}
+            lines = [(name, command.get_short_help_str(limit=1_000)) for name, command in commands.items() if command]
+            if lines:
+                with formatter.section(title):
+                    formatter.write_dl(lines)
+
+    def by_section(self, ctx: click.Context) -> Mapping[str, Iterable[str]]:
+        """Return the names of the commands by the title of a section of the help."""
+        return {"Commands": self.list_commands(ctx)}
+
+
+class LazyGroup(Group):
     """A group whose commands are named by their place, as "module:object", by the sections of its help.
 
     `path`: the words of the group behind `fp8-harness`, by which plug-ins add commands to it.
@@ -43,12 +59,5 @@ class LazyGroup(click.Group):
         assert isinstance(command, click.Command)
         return command
 
-    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        for title, places in self._sections().items():
-            if not places:
-                continue
-            commands = {name: self.get_command(ctx, name) for name in places}
-            with formatter.section(title):
-                formatter.write_dl(
-                    [(name, command.get_short_help_str(60)) for name, command in commands.items() if command]
-                )
+    def by_section(self, ctx: click.Context) -> Mapping[str, Iterable[str]]:
+        return self._sections()

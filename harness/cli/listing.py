@@ -18,8 +18,9 @@ if TYPE_CHECKING:
 
 _EPILOG = """\b
 Examples:
-  fp8-harness list pr --select 'tp=4,8'   cases of tier pr with TP 4 or 8
-  fp8-harness list pr --coverage --strength 3 --combinations excluded   every excluded triple with its rule
+  fp8-harness list pr --select 'tp=4,8'  cases of tier pr with TP 4 or 8
+  fp8-harness list pr --coverage --strength 3 --combinations excluded
+      every excluded triple with its rule
 """
 
 

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import click
 
 from harness.cli.groups import LazyGroup
+from harness.cli.options import OTHERS
 from harness.engine.hardware import cpu_name
 from harness.errors import HarnessError
 from harness.matrix.axes import AXES, example, said
@@ -45,15 +46,16 @@ _SECTIONS = {
 
 _EPILOG = """\b
 Examples:
-  fp8-harness run smoke                       a quick check of this machine
-  fp8-harness run pr -j 4 --junit junit.xml   the cases that gate pull requests
-  fp8-harness explain tp4-rowwise-v2256-f32   describe a case and its rules
-  fp8-harness compare v1 v2                   decide about a release
-  fp8-harness new my.toml --tp 2 --steps 3    write a case of your own
+  fp8-harness run smoke                      a quick check of this machine
+  fp8-harness run pr -j 4 --junit junit.xml  the cases that gate pull requests
+  fp8-harness explain tp4-rowwise-v2256-f32  describe a case and its rules
+  fp8-harness compare v1 v2                  decide about a release
+  fp8-harness new my.toml --tp 2 --steps 3   write a case of your own
 
 \b
-Exit codes: 0 good, 1 a case failed, 2 usage error or bad input, 3 nothing to run,
-4 infrastructure, 5 nothing worse than `changed`, 6 nothing compared, 130 interrupted.
+Exit codes: 0 good, 1 a case failed, 2 usage error or bad input, 3 nothing to
+run, 4 infrastructure, 5 nothing worse than `changed`, 6 nothing compared, 130
+interrupted.
 """
 
 
@@ -100,8 +102,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _known_option(error: click.NoSuchOption) -> str:
     """Return what to say of an option that a command has not: why it is out of scope, or how it is said; else ""."""
-    from harness.cli.options import OTHERS
-
     word = error.option_name.lstrip("-")
     if outside := out_of_scope(word):
         return f"{outside.text}."

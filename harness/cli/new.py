@@ -21,16 +21,19 @@ from harness.registry import answer
 
 _EPILOG = """\b
 Examples:
-  fp8-harness new my.toml --tp 2 --recipe rowwise --set dim=512 --set filter_fqns=wq,wk
+  fp8-harness new my.toml --tp 2 --recipe rowwise --set dim=512 \\
+      --set filter_fqns=wq,wk
   fp8-harness new ours.toml --from llama3_8b.toml --ranks 64
-  fp8-harness new ours.toml --from "--parallelism.tensor_parallel_degree 2 --compile.enable" --dp-shard 2
+  fp8-harness new ours.toml \\
+      --from "--parallelism.tensor_parallel_degree 2 --compile.enable" \\
+      --dp-shard 2
 
 \b
 --from reads what `bug import` reads, with the same result: TOML, YAML, JSON,
 Python or flags of torchtitan, torchao, accelerate, transformers, axolotl,
-AutoModel, torchtune or Megatron-LM. Degrees and sizes are made smaller so that
-what FP8 faults depend on stays; what differs from the job is listed. Nothing is
-executed. Questions are answered by options.
+AutoModel, torchtune or Megatron-LM. Degrees and sizes are made smaller so
+that what FP8 faults depend on stays; what differs from the job is listed.
+Nothing is executed. Questions are answered by options.
 """
 _SCHEMA = Path(__file__).parents[1] / "schemas" / FILE_NAME
 

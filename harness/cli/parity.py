@@ -30,13 +30,18 @@ from harness.verdict import ExitCode
 _EPILOG = """\b
 Examples:
   fp8-harness parity --layouts single,fsdp2,tp2
-  fp8-harness parity --target my_pkg.my_target --recipe tensorwise --markdown table.md
-  fp8-harness parity --target my_pkg.my_target --against "$(git merge-base origin/main HEAD)"
-  fp8-harness parity fsdp4-rowwise-v2048-b16 --layouts fsdp4,tp2,fsdp2-tp2,hsdp2x2 --inject fix.py:apply
+  fp8-harness parity --target my_pkg.my_target --recipe tensorwise \\
+      --markdown table.md
+  fp8-harness parity --target my_pkg.my_target \\
+      --against "$(git merge-base origin/main HEAD)"
+  fp8-harness parity fsdp4-rowwise-v2048-b16 \\
+      --layouts fsdp4,tp2,fsdp2-tp2,hsdp2x2 --inject fix.py:apply
 
 \b
-Without a case: the tiny model, rowwise, bfloat16. The run is stored: `show last` has its details.
-Exit codes: 0 every layout is equal or within rounding, 1 one is wrong, 3 nothing ran, 4 infrastructure.
+Without a case: the tiny model, rowwise, bfloat16. The run is stored: `show
+last` has its details.
+Exit codes: 0 every layout is equal or within rounding, 1 one is wrong, 3
+nothing ran, 4 infrastructure.
 """
 _AGAINST = "Run the same in another place, as base: a git revision of the target's repository, a release, or a venv."
 _OF_THE_BASE = ("jobs", "slots", "quiet")

@@ -44,11 +44,11 @@ Examples:
   fp8-harness run pr -j 4 --json result.json    tier pr, results for a program
   fp8-harness run pr --select 'recipe=rowwise'  a part of it
   fp8-harness run tp4-rowwise-v2256-f32         one case
-  fp8-harness run --set tp=2 --set lr=0.1       one case, of these axes
-  fp8-harness run pr --shard 1/4 --json 1.json  the first of four parts, for `runs merge`
+  fp8-harness run --set tp=2 --set lr=0.1       the case with these axes
+  fp8-harness run pr --shard 1/4 --json 1.json  the first of four parts
   fp8-harness run pr --target my_pkg.my_target  with your own trainer
-  fp8-harness run --lf                          what was not good in the last run
-  fp8-harness run pr --inject fix.py:apply      with a patch of yours in every rank
+  fp8-harness run --lf                          what was not good last time
+  fp8-harness run pr --inject fix.py:apply      with your patch in every rank
 """
 
 _OF_ONE_RUN = ("name", "json_file", "junit_file", "markdown_file", "keep_logs", "last_failed")

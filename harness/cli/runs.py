@@ -12,6 +12,7 @@ from pathlib import Path
 import click
 from msgspec.structs import replace
 
+from harness.cli.groups import Group
 from harness.cli.options import (
     OUTPUT,
     json_option,
@@ -41,25 +42,27 @@ Examples:
 """
 _IMPORT_EPILOG = """\b
 Examples:
-  fp8-harness runs import nightly/*.json --name nightly   runs, a file each
-  fp8-harness runs import shards/ --name v2               the shards of one run
+  fp8-harness runs import nightly/*.json --name nightly  runs, a file each
+  fp8-harness runs import shards/ --name v2              the shards of one run
 """
 _REMOVE_EPILOG = """\b
 Examples:
   fp8-harness runs remove last~3
-  fp8-harness runs remove --witnesses   cached witnesses: the next run makes those that it needs
+  fp8-harness runs remove --witnesses
+      cached witnesses: the next run makes those that it needs
 """
 _HISTORY_EPILOG = """\b
 Examples:
-  fp8-harness runs history tp2-rowwise-v2048-s2-b16            every run of a case
-  fp8-harness runs history --select 'recipe=rowwise tp=2'      a summary of each of these cases
+  fp8-harness runs history tp2-rowwise-v2048-s2-b16  every run of a case
+  fp8-harness runs history --select 'recipe=rowwise tp=2'
+      a summary of each of these cases
 
 \b
 Exit codes: 0 there is a history, 3 no run of such a case is stored.
 """
 
 
-@click.group(epilog="\b\nExamples:\n  fp8-harness runs list\n  fp8-harness runs import shard.json --name v2")
+@click.group(cls=Group, epilog="\b\nExamples:\n  fp8-harness runs list\n  fp8-harness runs import shard.json --name v2")
 def runs() -> None:
     """List, import, merge and remove stored runs; history of a case.
 

@@ -37,13 +37,13 @@ from harness.studies.history import histories
 
 _EPILOG = """\b
 Examples:
-  fp8-harness show                                print the report of the last run again
+  fp8-harness show                                the report of the last run
   fp8-harness show tp4-rowwise-v2256-f32          a case of the last run
-  fp8-harness show last~2 rowwise                 the only case of that run whose id contains it
-  fp8-harness show --html out.html                the last run as a page that a browser opens from disk
-  fp8-harness show result.json --junit out.xml    of what `run --json` wrote elsewhere
-  fp8-harness show tp2-rowwise-v2048-b16 --curve tp2.txt    as `parity --golden` reads it
-  fp8-harness show --schema > result.schema.json  the JSON schema of what `run --json` writes
+  fp8-harness show last~2 rowwise                 its rowwise case
+  fp8-harness show --html out.html                the last run as a page
+  fp8-harness show result.json --junit out.xml    of what `run --json` wrote
+  fp8-harness show --schema > result.schema.json  of what `run --json` writes
+  fp8-harness show tp2-rowwise-v2048-b16 --curve t.txt  for `parity --golden`
 """
 
 _HISTORY_RUNS = 20  # that a page tells of, at most

@@ -15,6 +15,7 @@ import msgspec
 
 from harness.cli import options
 from harness.cli.environments import given_words, versions_parameter
+from harness.cli.groups import Group
 from harness.cli.new import write_new_case
 from harness.durable import write_whole
 from harness.errors import HarnessError
@@ -82,12 +83,14 @@ Examples:
   git bisect run fp8-harness bug repro ao-1938 --exit-code
 
 \b
-Exit codes: 0 not reproduced, 1 reproduced or another failure; with --exit-code
-0 gone, 1 reproduced, 125 cannot tell, as `git bisect run` wants it.
+Exit codes: 0 not reproduced, 1 reproduced or another failure; with
+--exit-code 0 gone, 1 reproduced, 125 cannot tell, as `git bisect run` wants
+it.
 """
 _SHRINK_EPILOG = """\b
 Examples:
-  fp8-harness bug shrink hsdp2x4-rowwise-v2048-b16 --inject fault:amax_without_abs
+  fp8-harness bug shrink hsdp2x4-rowwise-v2048-b16 \\
+      --inject fault:amax_without_abs
   fp8-harness bug shrink ao-1938 --budget-s 300 --output smallest.toml
 
 \b
@@ -96,8 +99,8 @@ Exit codes: 0 the smallest case was found, 1 the budget ended it.
 """
 _CHECK_EPILOG = """\b
 Examples:
-  fp8-harness bug check                    every bug file that is live or fixed
-  fp8-harness bug check ao-1086 ao-933     two of them
+  fp8-harness bug check                 every bug file that is live or fixed
+  fp8-harness bug check ao-1086 ao-933  two of them
 
 \b
 Exit codes: 0 all as their files say, 1 a mismatch, 3 no bug to check.
@@ -109,13 +112,13 @@ Examples:
   fp8-harness bug export ao-1938 --pytest --output tests
 
 \b
-The script needs torch and torchao only, and runs on GPUs or on a CPU. The test
-needs pytest too, and starts its ranks itself, on a CPU.
+The script needs torch and torchao only, and runs on GPUs or on a CPU. The
+test needs pytest too, and starts its ranks itself, on a CPU.
 Exit codes: 0 exported, 1 exported but it does not show the fault here.
 """
 
 
-@click.group(epilog="\b\nExamples:\n  fp8-harness bug import report.md\n  fp8-harness bug repro ao-1938")
+@click.group(cls=Group, epilog="\b\nExamples:\n  fp8-harness bug import report.md\n  fp8-harness bug repro ao-1938")
 def bug() -> None:
     """Turn a bug report into a case: import, reproduce, shrink, export, check.
 

@@ -25,8 +25,9 @@ from harness.verdict import ExitCode
 
 _EPILOG = """\b
 Examples:
-  fp8-harness dev conformance '*-m2x2-*'               the checks on a 2 x 2 mesh
-  fp8-harness dev conformance --inject fix.py:apply    apply your patch in every rank first
+  fp8-harness dev conformance '*-m2x2-*'  the checks on a 2 x 2 mesh
+  fp8-harness dev conformance --inject fix.py:apply
+      apply your patch in every rank first
 
 \b
 Exit codes: 0 good, 1 a check failed or a known deviation no longer occurs.

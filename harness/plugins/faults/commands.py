@@ -30,14 +30,15 @@ from harness.verdict import ExitCode
 
 _EPILOG = """\b
 Examples:
-  fp8-harness dev mutate                               all faults, each in up to two cases
-  fp8-harness dev mutate --fault amax_without_abs      one fault
-  fp8-harness dev mutate pr --cases-per-fault 1        all faults, each in the cheapest case of tier pr
-  fp8-harness dev mutate --target my_pkg.my_target     which of them reach your own target
+  fp8-harness dev mutate                            each in up to two cases
+  fp8-harness dev mutate --fault amax_without_abs   one fault
+  fp8-harness dev mutate pr --cases-per-fault 1     each in the cheapest case
+  fp8-harness dev mutate --target my_pkg.my_target  which reach your target
 
 \b
-Exit codes: 0 all faults that reached the target were detected, 1 a fault was not detected, did not reach the reference
-target, or a clean run failed, 3 no fault applies to the cases or reaches the target.
+Exit codes: 0 all faults that reached the target were detected, 1 a fault was
+not detected, did not reach the reference target, or a clean run failed, 3 no
+fault applies to the cases or reaches the target.
 """
 
 

@@ -31,11 +31,14 @@ from harness.workflow import run
 _EPILOG = """\b
 Examples:
   fp8-harness dev evidence formulas --reason "torch 2.15.0 is released"
-  fp8-harness dev evidence proof smoke --device cpu -o fabric=gloo --fault amax_without_abs
-  fp8-harness dev evidence all --device cuda         all that these GPUs support; lists the rest
+  fp8-harness dev evidence proof smoke --device cpu -o fabric=gloo \\
+      --fault amax_without_abs
+  fp8-harness dev evidence all --device cuda
+      all that these GPUs support; lists the rest
 
 \b
-Exit codes: 0 all good, 1 something is not as it must be, 2 also devices that cannot prove this.
+Exit codes: 0 all good, 1 something is not as it must be, 2 also devices that
+cannot prove this.
 """
 _NAMES = ("formulas", *LEVELS, "all")
 

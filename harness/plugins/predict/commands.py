@@ -11,6 +11,7 @@ import click
 import msgspec
 
 from harness.cli.axes import configured_case, configured_cases
+from harness.cli.groups import Group
 from harness.cli.options import (
     ABOVE_0,
     AT_LEAST_1,
@@ -56,39 +57,52 @@ from harness.workflow import run
 
 _COST_EPILOG = """\b
 Examples:
-  fp8-harness predict cost tp2-rowwise-v2048-s2-b16 --run             the same measured, and compared with the formula
-  fp8-harness predict cost --model llama3-8b --recipe tensorwise --machine h100 --tokens-per-s 7773   its MFU
+  fp8-harness predict cost tp2-rowwise-v2048-s2-b16 --run
+      the same measured, and compared with the formula
+  fp8-harness predict cost --model llama3-8b --recipe tensorwise \\
+      --machine h100 --tokens-per-s 7773
+      its MFU
 
 \b
 Exit codes: 0 good, 1 a number differs from its formula, or the case failed.
 """
 _LAYOUTS_EPILOG = """\b
 Examples:
-  fp8-harness predict layouts --model llama3-405b --world 512 --recipe tensorwise --checkpointing full --sweep
-  fp8-harness predict layouts --model llama3-8b --set layers=2 --tp 8 --dp-shard 64 --recipe tensorwise --verify
+  fp8-harness predict layouts --model llama3-405b --world 512 \\
+      --recipe tensorwise --checkpointing full --sweep
+  fp8-harness predict layouts --model llama3-8b --set layers=2 --tp 8 \\
+      --dp-shard 64 --recipe tensorwise --verify
 
 \b
-Nothing is run: shapes, bytes and refusals are exact, times are a model. --verify lets the first and the
-last rank take two steps without data, with the real float8 and parallel code: wire, matmuls and memory
-must be those of the formulas.
-Exit codes: 0 nothing refuses it, 1 it is refused, or --verify found a difference.
+Nothing is run: shapes, bytes and refusals are exact, times are a model.
+--verify lets the first and the last rank take two steps without data, with
+the real float8 and parallel code: wire, matmuls and memory must be those of
+the formulas.
+Exit codes: 0 nothing refuses it, 1 it is refused, or --verify found a
+difference.
 """
 _SPEEDUP_EPILOG = """\b
 Examples:
-  fp8-harness predict speedup --model llama3-8b --dp-shard 64 --tp 8 --machine h200
-  fp8-harness predict speedup --model debugmodel --vocab-size 2256 --tp 8 --recipe tensorwise --set output_layer=true
+  fp8-harness predict speedup --model llama3-8b --dp-shard 64 --tp 8 \\
+      --machine h200
+  fp8-harness predict speedup --model debugmodel --vocab-size 2256 --tp 8 \\
+      --recipe tensorwise --set output_layer=true
 
 \b
-Nothing is run: shapes and bytes are exact, times are a model, and its assumptions are printed.
+Nothing is run: shapes and bytes are exact, times are a model, and its
+assumptions are printed.
 """
 _MEASURE_EPILOG = """\b
 Examples:
-  fp8-harness predict measure fsdp2-rowwise-v2048-b16 --pairs 10 --steps 30   a narrower interval
-  fp8-harness predict measure CASE --device cuda --name v2 --json speed.json  stored as run v2, for `compare`
+  fp8-harness predict measure fsdp2-rowwise-v2048-b16 --pairs 10 --steps 30
+      a narrower interval
+  fp8-harness predict measure CASE --device cuda --name v2 --json speed.json
+      stored as run v2, for `compare`
 
 \b
-On a CPU the virtual device computes float8: its seconds are simulated, and do not gate.
-Jobs run one at a time. The result is stored as a run, and is then the last one.
+On a CPU the virtual device computes float8: its seconds are simulated, and do
+not gate. Jobs run one at a time. The result is stored as a run, and is then
+the last one.
 Exit codes: 0 every case was timed, 1 a job failed.
 """
 
@@ -111,7 +125,9 @@ def _machine_parameter(command: Command) -> Command:
     )(with_machine)
 
 
-@click.group("predict", epilog="\b\nExample:\n  fp8-harness predict cost --model llama3-8b --tp 8 --dp-shard 64")
+@click.group(
+    "predict", cls=Group, epilog="\b\nExample:\n  fp8-harness predict cost --model llama3-8b --tp 8 --dp-shard 64"
+)
 def predict() -> None:
     """Predict costs of a case or model, its layouts and what FP8 gains; or measure how fast it is."""
 
