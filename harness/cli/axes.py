@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from harness.cli.options import AT_LEAST_1, Command, compose_options, run_option
+from harness.cli.options import Command, compose_options, run_option
 from harness.errors import HarnessError
 from harness.matrix.axes import (
     DECLARED,
@@ -23,15 +23,10 @@ from harness.matrix.axes import (
     shown_value,
 )
 from harness.matrix.case import Case
-from harness.matrix.caseid import case_id, parse_case_id
-from harness.matrix.layout import REST, left_over
+from harness.matrix.caseid import case_id
 from harness.matrix.rules import exclusions
 
-MAX_WORLD = 4096
 _WIDE = 50  # values that do not stand beside the name of their option
-
-# Why predictions and timings have no use for these axes.
-_OF_PREDICTIONS = {"steps": "every step costs the same", "target": "a Llama costs the same, whoever trains it"}
 
 
 def axes_parameter(*, without: Mapping[str, str] | None = None, defaults: bool = True) -> Callable[[Command], Command]:
@@ -85,70 +80,3 @@ def require_allowed(case: Case, axes: Collection[str], *, where: str) -> None:
         changed = [name for name in rule.axes if name in axes] or rule.axes
         what = f"rule {rule.name} excludes {case_id(case)}: {rule.reason}."
         raise HarnessError(what, where=where, fix=f"change {' or '.join(changed)}.")
-
-
-def configured_case(command: Command) -> Command:
-    """Apply `configured_cases` of one case, passed to the command as one parameter `case`."""
-
-    @functools.wraps(command)
-    def with_case(*, cases: tuple[Case, ...], **given: Any) -> Any:
-        return command(case=cases[0], **given)
-
-    return configured_cases(with_case, metavar="[CASE-ID]", nargs=1)
-
-
-def configured_cases(command: Command, *, metavar: str = "[CASE-ID]...", nargs: int = -1) -> Command:
-    """Add `[CASE-ID]... --model NAME --tokens N --world N` and axes, passed to the command as one parameter `cases`.
-
-    Cases, or a named model, with the given axes in the place of their own. No rule excludes them.
-    """
-
-    @functools.wraps(command)
-    def with_cases(
-        *,
-        named: str | tuple[str, ...] | None,
-        model: str | None,
-        tokens: int | None,
-        world: int | None,
-        axes: dict[str, object],
-        **given: Any,
-    ) -> Any:
-        ids = (named,) if isinstance(named, str) else named or ()
-        if bool(ids) == (model is not None):
-            what = f"there are both {', '.join(ids)} and --model {model}." if ids else "there is no case."
-            raise HarnessError(what, fix="give CASE-ID, or --model NAME.")
-        if ids and tokens is not None:
-            raise HarnessError("a case has its own.", where="--tokens", fix="set global_batch and seq_len.")
-        cases = {name: case_from_axes({**axis_values(parse_case_id(name)), **axes}) for name in ids}
-        if model is not None:
-            from harness.matrix.models import named_model, training
-
-            cases[f"--model {model}"] = training(named_model(model), tokens=tokens, **axes)
-        return command(cases=tuple(_placed(case, where, world, axes) for where, case in cases.items()), **given)
-
-    return compose_options(
-        click.argument("named", metavar=metavar, nargs=nargs, required=False),
-        click.option("--model", metavar="NAME", help="Instead of a case: llama3-8b, llama3-70b, llama3-405b, …"),
-        click.option("--tokens", type=AT_LEAST_1, help="Tokens per data-parallel rank and step."),
-        click.option(
-            "--world",
-            type=click.IntRange(min=1, max=MAX_WORLD),
-            help="Total ranks; FSDP takes those that TP and replicas leave.",
-        ),
-        axes_parameter(without=_OF_PREDICTIONS, defaults=False),
-    )(with_cases)
-
-
-def _placed(case: Case, where: str, world: int | None, axes: dict[str, object]) -> Case:
-    """Return the case on another number of ranks, if any: each keeps its sequences where no global batch is given."""
-    if world is not None:
-        if REST in axes:
-            raise HarnessError("--world gives it.", where=option_of(REST), fix="leave one of them out.")
-        values = axis_values(case)
-        values[REST] = left_over(world, values, where="--world")
-        placed = case_from_axes(values)
-        if "global_batch" not in axes:
-            placed = case_from_axes({**values, "global_batch": max(1, case.local_batch) * placed.layout.batches})
-        case = placed
-    require_allowed(case, axes, where=where)
-    return case

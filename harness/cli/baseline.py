@@ -9,19 +9,9 @@ from typing import TypeVar
 import click
 import msgspec
 
+from harness.cli import options
 from harness.cli.baseline_update import asked_cases, ended, update_command
 from harness.cli.groups import Group
-from harness.cli.options import (
-    AT_LEAST_1,
-    curve_option,
-    plan_parameter,
-    print_sections,
-    project_parameter,
-    query_parameter,
-    run_option,
-    typed_command,
-    write_output,
-)
 from harness.errors import HarnessError
 from harness.evidence.curve import curve_of_case, text_of_curve
 from harness.evidence.golden import Golden, changes_between, list_goldens, load_golden, unsound
@@ -81,8 +71,8 @@ baseline.add_command(update_command)
 @click.argument("family", required=False)
 @click.option("--hardware", "hardware_name", default="cpu", show_default=True, help="Hardware class of the golden.")
 @click.option("--against", metavar="REV|ROOT", help="Show how the goldens differ from a git revision or project root.")
-@curve_option
-@project_parameter
+@options.curve_option
+@options.project_parameter
 def show_command(
     *, family: str | None, hardware_name: str, against: str | None, curve_file: Path | None, project: Project
 ) -> None:
@@ -98,7 +88,7 @@ def show_command(
         if curve_file is None:
             _show_golden(golden)
         curve = curve_of_case(golden.case_id, golden.losses, golden.grad_norms)
-        write_output(curve_file, lambda: text_of_curve(curve).encode())
+        options.write_output(curve_file, lambda: text_of_curve(curve).encode())
     else:
         _list(project)
 
@@ -110,7 +100,7 @@ def _list(project: Project) -> None:
     for name, signature in sound.items():
         made = signature.provenance
         facts.append(("signature", f"{name}  {made.created[:10]}  torch {made.software.get('torch')}  {made.reason}"))
-    print_sections([Facts((*facts, *(("damaged", error) for error in errors)))])
+    options.print_sections([Facts((*facts, *(("damaged", error) for error in errors)))])
 
 
 def _show_golden(shown: Golden) -> None:
@@ -132,7 +122,7 @@ def _show_golden(shown: Golden) -> None:
     steps = enumerate(zip(shown.losses, shown.grad_norms, strict=True), 1)
     rows = tuple((str(step), repr(loss), repr(norm)) for step, (loss, norm) in steps)
     table = Table(columns=("step", "loss", "grad norm"), rows=rows, right=(0,))
-    print_sections([Facts(tuple(facts.items())), table])
+    options.print_sections([Facts(tuple(facts.items())), table])
 
 
 def _show_changes(project: Project, against: str) -> None:
@@ -140,17 +130,17 @@ def _show_changes(project: Project, against: str) -> None:
         changes, gone = changes_between(other, project.root)
     for change in changes:
         if change.kind != "unchanged":
-            print_sections([golden_section(change, project.root)])
+            options.print_sections([golden_section(change, project.root)])
             click.echo()
-    print_sections(review_sections(changes, project.root, gone=gone))
+    options.print_sections(review_sections(changes, project.root, gone=gone))
     same = sum(change.kind == "unchanged" for change in changes)
     click.echo(f"{counted(same, 'golden')} unchanged against {against}")
 
 
 @baseline.command("check", epilog="\b\nExample:\n  fp8-harness baseline check pr")
-@query_parameter
-@run_option("device")
-@project_parameter
+@options.query_parameter
+@options.run_option("device")
+@options.project_parameter
 def check_command(*, query: Query, device: str, project: Project) -> int:
     """Check that stored goldens and signatures are sound, and none is missing for these cases (default: all tiers).
 
@@ -207,13 +197,13 @@ def _sound(names: Iterable[Name], load: Callable[[Name], Loaded]) -> tuple[dict[
 
 
 @baseline.command("tolerance", epilog=_TOLERANCE_EPILOG)
-@query_parameter
+@options.query_parameter
 @click.option("--margin", type=click.FloatRange(min=1), default=3.0, show_default=True, help="Factor on the noise.")
 @click.option("--measure", "measure_it", is_flag=True, help="Run the cases, and store their distances to BF16.")
-@click.option("--seeds", type=AT_LEAST_1, default=8, show_default=True, help="Run with seeds 0 to N-1.")
+@click.option("--seeds", type=options.AT_LEAST_1, default=8, show_default=True, help="Run with seeds 0 to N-1.")
 @click.option(
     "--layouts",
-    type=AT_LEAST_1,
+    type=options.AT_LEAST_1,
     default=4,
     show_default=True,
     help="Layouts to measure per model, recipe and dtype, spread over world sizes.",
@@ -225,8 +215,8 @@ def _sound(names: Iterable[Name], load: Callable[[Name], Loaded]) -> tuple[dict[
     show_default=True,
     help="fresh: run BF16 references now, with every seed. golden: use the stored ones and the seeds of the cases.",
 )
-@plan_parameter
-@project_parameter
+@options.plan_parameter
+@options.project_parameter
 def tolerance_command(  # noqa: PLR0913  one parameter per option
     *,
     query: Query,
@@ -247,7 +237,7 @@ def tolerance_command(  # noqa: PLR0913  one parameter per option
     if query != Query():
         raise click.UsageError("cases are for --measure.")
     for check in CHECKS:
-        print_sections([_noise_section(check, read_evidence(project.root, check).samples, margin=margin)])
+        options.print_sections([_noise_section(check, read_evidence(project.root, check).samples, margin=margin)])
     return ExitCode.GOOD
 
 
@@ -271,7 +261,7 @@ def _measure(
     if seeds is not None:
         cases = over_seeds(cases, seeds)
     with open_progress() as progress:
-        done = measure(project, cases, plan, progress, command=typed_command(), fresh=seeds is not None)
+        done = measure(project, cases, plan, progress, command=options.typed_command(), fresh=seeds is not None)
     code = ended(done.failed, interrupted=done.interrupted)
     if done.interrupted:
         return code  # a partial measurement must not replace a complete one
@@ -280,7 +270,7 @@ def _measure(
     for check, evidence in done.evidence.items():
         click.echo()
         stored = write_evidence(project.root, evidence, check)
-        print_sections([_noise_section(check, evidence.samples, stored=f": {stored}")])
+        options.print_sections([_noise_section(check, evidence.samples, stored=f": {stored}")])
     samples, failed = counted(done.new_samples, "new sample"), counted(len(done.failed), "run")
     click.echo(f"\n{samples} ({environment()}), {failed} failed")
     return code

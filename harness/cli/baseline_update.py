@@ -9,14 +9,7 @@ import click
 import msgspec
 
 from harness.checks.loss_vs_golden import check_loss_vs_golden
-from harness.cli.options import (
-    allow_dirty_option,
-    plan_parameter,
-    print_sections,
-    project_parameter,
-    query_parameter,
-    typed_command,
-)
+from harness.cli import options
 from harness.errors import HarnessError
 from harness.evidence.golden import GoldenChange, replaced, stored_families, write_golden
 from harness.evidence.signature import compare_signatures, list_signatures, needs_signature, write_signature
@@ -61,7 +54,7 @@ Examples:
 
 
 @click.command("update", epilog=_EPILOG)
-@query_parameter
+@options.query_parameter
 @click.option("--signatures", is_flag=True, help="Record signatures of your own targets in place of goldens.")
 @click.option("--family", "families", metavar="FAMILY", multiple=True, help="Only this family. Repeatable.")
 @click.option("--missing", is_flag=True, help="Only what is not stored.")
@@ -69,9 +62,9 @@ Examples:
 @click.option("--hardware", "hardware_name", metavar="CLASS", help="Store for this class of hardware, such as sm90.")
 @click.option("--reason", metavar="TEXT", help="Why they change; stored with them. Required.")
 @click.option("--dry-run", is_flag=True, help="Run and compare, but store nothing.")
-@allow_dirty_option
-@plan_parameter
-@project_parameter
+@options.allow_dirty_option
+@options.plan_parameter
+@options.project_parameter
 def update_command(  # noqa: PLR0913  one parameter per option
     *,
     query: Query,
@@ -111,7 +104,7 @@ def update_command(  # noqa: PLR0913  one parameter per option
         for own, references in wanted:
             able = [reference for reference in references if reference in here]
             if able and not made.interrupted:
-                more = make_goldens(project, able, own, progress, reason=reason, command=typed_command())
+                more = make_goldens(project, able, own, progress, reason=reason, command=options.typed_command())
                 made = made.and_also(more)
     as_named = {} if hardware_name is None else {"hardware": hardware_name}
     changes = [replaced(project.root, msgspec.structs.replace(golden, **as_named)) for golden in made.goldens]
@@ -122,7 +115,7 @@ def update_command(  # noqa: PLR0913  one parameter per option
     review = review_sections(changes, project.root)
     if review and not dry_run:
         click.echo("\nFor the message of the commit:\n")
-        print_sections(review)
+        options.print_sections(review)
     failed = counted(len(made.failed), "reference")
     click.echo(f"\n{counted(len(changes), 'golden')} {_stored_or_not(dry_run=dry_run)}, {failed} failed")
     return code
@@ -130,7 +123,7 @@ def update_command(  # noqa: PLR0913  one parameter per option
 
 def _store(project: Project, change: GoldenChange, *, dry_run: bool, kept: bool = False) -> None:
     """Print how a golden changes, and store it."""
-    print_sections([golden_section(change, project.root)])
+    options.print_sections([golden_section(change, project.root)])
     if not dry_run:
         done = "kept: this golden is not why a loss is off" if kept else None
         click.echo(f"  {done or f'stored in {write_golden(project.root, change.new)}'}")
@@ -169,7 +162,7 @@ def _update_signatures(
     if not cases:
         raise NothingSelected("no signature is missing.", where="baseline update --missing")
     with open_progress() as progress:
-        made = record_signatures(project, tuple(cases), plan, progress, reason=reason, command=typed_command())
+        made = record_signatures(project, tuple(cases), plan, progress, reason=reason, command=options.typed_command())
     for change in made.changes:
         _show_change(change)
         if not dry_run:
@@ -184,7 +177,7 @@ def ended(failed: Sequence[CaseResult], *, interrupted: bool) -> ExitCode:
     """Print what failed. Returns the exit code."""
     for result in failed:
         click.echo()
-        print_sections([case_section(result)])
+        options.print_sections([case_section(result)])
     return ExitCode.INTERRUPTED if interrupted else ExitCode.FAILED if failed else ExitCode.GOOD
 
 

@@ -12,16 +12,8 @@ from pathlib import Path
 import click
 from msgspec.structs import replace
 
+from harness.cli import options
 from harness.cli.groups import Group
-from harness.cli.options import (
-    OUTPUT,
-    json_option,
-    print_or_write,
-    print_sections,
-    project_parameter,
-    query_parameter,
-    say,
-)
 from harness.durable import write_whole
 from harness.errors import HarnessError
 from harness.matrix.caseid import case_id, parse_case_id
@@ -71,15 +63,15 @@ def runs() -> None:
 
 
 @runs.command("list", epilog="\b\nExamples:\n  fp8-harness runs list\n  fp8-harness runs list --json -")
-@json_option("the runs")
-@project_parameter
+@options.json_option("the runs")
+@options.project_parameter
 def list_command(*, json_file: Path | None, project: Project) -> None:
     """List the stored runs, the last one first: number 2 is `last~2` for other commands. Then the space they take.
 
     Imported runs have no number: they are found by their name.
     """
     stored = list(runs_of(project))
-    print_or_write(runs_sections(stored), json_file, run_documents(stored))
+    options.print_or_write(runs_sections(stored), json_file, run_documents(stored))
     if json_file is not None:
         return
     for name, folder in (("runs", project.runs), ("witnesses", project.witness_folder())):
@@ -92,9 +84,9 @@ def list_command(*, json_file: Path | None, project: Project) -> None:
 
 
 @runs.command("merge", epilog=_MERGE_EPILOG)
-@click.argument("out", metavar="OUT.json", type=OUTPUT)
+@click.argument("out", metavar="OUT.json", type=options.OUTPUT)
 @click.argument("sources", metavar="FILE|FOLDER|RUN...", nargs=-1, required=True)
-@project_parameter
+@options.project_parameter
 @click.option("--latest", is_flag=True, help="If results of a case differ, keep the one of the run that started last.")
 @click.option("--mixed", is_flag=True, help="Merge results of different environments.")
 def merge_command(*, out: Path, sources: tuple[str, ...], project: Project, latest: bool, mixed: bool) -> None:
@@ -105,16 +97,16 @@ def merge_command(*, out: Path, sources: tuple[str, ...], project: Project, late
     shards = [shard for source in sources for shard in shards_of(project, source)]
     run = merged(shards, latest=latest, mixed=mixed)
     for difference in environment_differences(shards):
-        say(f"fp8-harness: note: the environments differ: {difference}.", err=True)
-    print_sections([damage_section(tuple(run.damaged))], err=True)
+        options.say(f"fp8-harness: note: the environments differ: {difference}.", err=True)
+    options.print_sections([damage_section(tuple(run.damaged))], err=True)
     write_whole(out, run_lines(run))
     totals = totals_words([result.verdict for result in run.results])
-    say(f"{out}: {counted(len(shards), 'shard')}, {counted(len(run.results), 'case')}: {totals}")
+    options.say(f"{out}: {counted(len(shards), 'shard')}, {counted(len(run.results), 'case')}: {totals}")
 
 
 @runs.command("import", epilog=_IMPORT_EPILOG)
 @click.argument("files", metavar="FILE|FOLDER...", nargs=-1, required=True)
-@project_parameter
+@options.project_parameter
 @click.option("--name", default="", metavar="NAME", help="A name for the runs, such as a release.")
 def import_command(*, files: tuple[str, ...], project: Project, name: str) -> None:
     """Add results that `run --json` wrote elsewhere to the stored runs. Results already stored are skipped.
@@ -127,20 +119,20 @@ def import_command(*, files: tuple[str, ...], project: Project, name: str) -> No
         alike = (stored.names[0] for stored in runs_of(project) if stored.start.started == run.start.started)
         there = f"is there already as {next(alike, 'another run')}"
         done = "imported" if import_results(project, replace(run, start=start)) else there
-        say(f"{file}: {done}: {counted(len(run.results), 'case')}, started {start.started or 'unknown'}")
+        options.say(f"{file}: {done}: {counted(len(run.results), 'case')}, started {start.started or 'unknown'}")
 
 
 @runs.command("remove", epilog=_REMOVE_EPILOG)
 @click.argument("names", metavar="[RUN]...", nargs=-1)
 @click.option("--witnesses", is_flag=True, help="Remove the cached witnesses.")
-@project_parameter
+@options.project_parameter
 def remove_command(*, names: tuple[str, ...], witnesses: bool, project: Project) -> None:
     """Remove stored runs: by name, by the name of their folder, or as `last~2`."""
     if not names and not witnesses:
         raise click.UsageError("name a run, or give --witnesses.")
     for run in {run.path: run for run in [stored_run(project, name) for name in names]}.values():
         remove_run(run)
-        say(f"removed: {run.start.name or run.path.stem}, started {run.start.started or 'unknown'}")
+        options.say(f"removed: {run.start.name or run.path.stem}, started {run.start.started or 'unknown'}")
     if witnesses:
         folder = project.witness_folder()
         count = sum(1 for _ in folder.glob("*.msgpack")) if folder.is_dir() else 0
@@ -149,10 +141,10 @@ def remove_command(*, names: tuple[str, ...], witnesses: bool, project: Project)
 
 
 @runs.command("history", epilog=_HISTORY_EPILOG)
-@query_parameter
+@options.query_parameter
 @click.option("--runs", "most", type=click.IntRange(min=1), metavar="N", help="Show only the last N runs of each case.")
-@project_parameter
-@json_option("the histories")
+@options.project_parameter
+@options.json_option("the histories")
 def history_command(*, query: Query, most: int | None, project: Project, json_file: Path | None) -> None:
     """Show how cases ended and what they measured in stored runs, and what changed together with what.
 
@@ -166,8 +158,8 @@ def history_command(*, query: Query, most: int | None, project: Project, json_fi
         raise NothingSelected("no run of it is stored.", where=asked, fix="run it, or import results of it.")
     single = len(case_histories) == 1 and len(query.sources) == 1
     sections = history_sections(case_histories[0]) if single else histories_sections(case_histories)
-    print_or_write(sections, json_file, list(map(history_document, case_histories)))
-    print_sections([damage_section([line for run in stored for line in run.damaged])], err=True)
+    options.print_or_write(sections, json_file, list(map(history_document, case_histories)))
+    options.print_sections([damage_section([line for run in stored for line in run.damaged])], err=True)
 
 
 def _wanted(project: Project, query: Query) -> Callable[[str], bool]:

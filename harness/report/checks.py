@@ -56,8 +56,10 @@ def _facts(check: Check) -> Iterator[str]:
     yield f"reads: {names or 'losses, gradient norms and counts of every step'}"
     if check.formula is not None:
         yield f"formula: {check.formula} (`harness/expect/`)"
-    compared = ["the recorded signature"] * check.needs_signature
-    compared += ["the partner without neutral options"] * check.needs_relation
-    compared += ["the partner, of a compiled case"] * check.judges_partner
-    if compared:
-        yield f"compares with: {', '.join(compared)}"
+    compared = (
+        (check.needs_signature, "the recorded signature"),
+        (check.needs_relation, "the partner without neutral options"),
+        (check.judges_partner, "the partner, of a compiled case"),
+    )
+    if any(needed for needed, _ in compared):
+        yield f"compares with: {', '.join(words for needed, words in compared if needed)}"

@@ -40,8 +40,9 @@ def level_section(report: LevelReport, changed: Sequence[str] | None) -> Section
     rehearsed = "**A rehearsal on a CPU.** It shows that the command works, and nothing about a GPU."
     bad = [item for item in report.items if not item.good]
     wrong = tuple(f"{item.name}: {item.verdict}{''.join(f'; {line}' for line in item.says[:2])}" for item in bad)
-    moved = list(changed or ())
-    shown = (*moved[:_MOST_CHANGES], *([f"and {len(moved) - _MOST_CHANGES} more"] * (len(moved) > _MOST_CHANGES)))
+    shown = tuple((changed or ["nothing"])[:_MOST_CHANGES])
+    if changed and len(changed) > _MOST_CHANGES:
+        shown += (f"and {len(changed) - _MOST_CHANGES} more",)
     return Section(
         title=_SHOWS[report.level],
         blocks=(
@@ -50,7 +51,7 @@ def level_section(report: LevelReport, changed: Sequence[str] | None) -> Section
             Section(title=counted(len(bad), "problem"), blocks=(Items(wrong),)),
             Section(title="Largest numbers", blocks=(Items(tuple(_largest(report.items))),)),
             Section(title="Left out, and doubts", blocks=(Items(report.notes),)),
-            Section(title="Changed", blocks=() if changed is None else (Items(shown or ("nothing",)),)),
+            Section(title="Changed", blocks=() if changed is None else (Items(shown),)),
             Section(title="Made by", blocks=(Facts(tuple(_origin(report))),)),
         ),
     )

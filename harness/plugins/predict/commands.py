@@ -10,26 +10,17 @@ from typing import Any
 import click
 import msgspec
 
-from harness.cli.axes import configured_case, configured_cases
+from harness.cli import options
+from harness.cli.axes import axes_parameter, require_allowed
 from harness.cli.groups import Group
-from harness.cli.options import (
-    ABOVE_0,
-    AT_LEAST_1,
-    Command,
-    compose_options,
-    json_option,
-    plan_parameter,
-    print_note,
-    print_report,
-    print_sections,
-    project_parameter,
-    root_option,
-)
 from harness.engine.cluster import unleased_cluster
 from harness.errors import HarnessError
 from harness.hints import rerun_failed
+from harness.matrix.axes import axis_values, case_from_axes, option_of
 from harness.matrix.case import Case
-from harness.matrix.caseid import case_id
+from harness.matrix.caseid import case_id, parse_case_id
+from harness.matrix.layout import REST, left_over
+from harness.matrix.models import named_model, training
 from harness.plugins.predict.cost import CostReport, metrics, run_report, speed
 from harness.plugins.predict.gains import predicted_gains
 from harness.plugins.predict.layouts import simulate, sweep
@@ -107,10 +98,14 @@ Exit codes: 0 every case was timed, 1 a job failed.
 """
 
 
+MAX_WORLD = 4096
+# Why predictions and timings have no use for these axes.
+_NO_AXES = {"steps": "every step costs the same", "target": "a Llama costs the same, whoever trains it"}
+
 _machine_option = functools.partial(click.option, "--machine", metavar="NAME")
 
 
-def _machine_parameter(command: Command) -> Command:
+def _machine_parameter(command: options.Command) -> options.Command:
     """`--machine --gpus-per-node --network-gb-s`, passed to the command as one parameter `on` (a `Machine`)."""
 
     @functools.wraps(command)
@@ -118,28 +113,97 @@ def _machine_parameter(command: Command) -> Command:
         return command(on=machine_named(machine, gpus_per_node=gpus_per_node, network_gb_s=network_gb_s), **given)
 
     text = "GB/s of one device to other nodes, in one direction."
-    return compose_options(
+    return options.compose_options(
         _machine_option(default="h100", show_default=True, help="The data sheet: h100, h200, b200, mi300x, …"),
-        click.option("--gpus-per-node", type=AT_LEAST_1, default=8, show_default=True),
-        click.option("--network-gb-s", type=ABOVE_0, default=50.0, show_default=True, help=text),
+        click.option("--gpus-per-node", type=options.AT_LEAST_1, default=8, show_default=True),
+        click.option("--network-gb-s", type=options.ABOVE_0, default=50.0, show_default=True, help=text),
     )(with_machine)
 
 
+def _configured_case(command: options.Command) -> options.Command:
+    """Apply `_configured_cases` of one case, passed to the command as one parameter `case`."""
+
+    @functools.wraps(command)
+    def with_case(*, cases: tuple[Case, ...], **given: Any) -> Any:
+        return command(case=cases[0], **given)
+
+    return _configured_cases(with_case, metavar="[CASE-ID]", nargs=1)
+
+
+def _configured_cases(command: options.Command, *, metavar: str = "[CASE-ID]...", nargs: int = -1) -> options.Command:
+    """Add `[CASE-ID]... --model NAME --tokens N --world N` and axes, passed to the command as one parameter `cases`.
+
+    Cases, or a named model, with the given axes in the place of their own. No rule excludes them.
+    """
+
+    @functools.wraps(command)
+    def with_cases(
+        *,
+        named: str | tuple[str, ...] | None,
+        model: str | None,
+        tokens: int | None,
+        world: int | None,
+        axes: dict[str, object],
+        **given: Any,
+    ) -> Any:
+        ids = (named,) if isinstance(named, str) else named or ()
+        if bool(ids) == (model is not None):
+            what = f"there are both {', '.join(ids)} and --model {model}." if ids else "there is no case."
+            raise HarnessError(what, fix="give CASE-ID, or --model NAME.")
+        if ids and tokens is not None:
+            raise HarnessError("a case has its own.", where="--tokens", fix="set global_batch and seq_len.")
+        cases = {name: case_from_axes({**axis_values(parse_case_id(name)), **axes}) for name in ids}
+        if model is not None:
+            cases[f"--model {model}"] = training(named_model(model), tokens=tokens, **axes)
+        return command(cases=tuple(_placed(case, where, world, axes) for where, case in cases.items()), **given)
+
+    return options.compose_options(
+        click.argument("named", metavar=metavar, nargs=nargs, required=False),
+        click.option("--model", metavar="NAME", help="Instead of a case: llama3-8b, llama3-70b, llama3-405b, …"),
+        click.option("--tokens", type=options.AT_LEAST_1, help="Tokens per data-parallel rank and step."),
+        click.option(
+            "--world",
+            type=click.IntRange(min=1, max=MAX_WORLD),
+            help="Total ranks; FSDP takes those that TP and replicas leave.",
+        ),
+        axes_parameter(without=_NO_AXES, defaults=False),
+    )(with_cases)
+
+
+def _placed(case: Case, where: str, world: int | None, axes: dict[str, object]) -> Case:
+    """Return the case on another number of ranks, if any: each keeps its sequences where no global batch is given."""
+    if world is not None:
+        if REST in axes:
+            raise HarnessError("--world gives it.", where=option_of(REST), fix="leave one of them out.")
+        values = axis_values(case)
+        values[REST] = left_over(world, values, where="--world")
+        placed = case_from_axes(values)
+        if "global_batch" not in axes:
+            placed = case_from_axes({**values, "global_batch": max(1, case.local_batch) * placed.layout.batches})
+        case = placed
+    require_allowed(case, axes, where=where)
+    return case
+
+
 @click.group(
-    "predict", cls=Group, epilog="\b\nExample:\n  fp8-harness predict cost --model llama3-8b --tp 8 --dp-shard 64"
+    "predict",
+    cls=Group,
+    epilog="\b\nExample:\n  fp8-harness predict cost --model llama3-8b --tp 8 --dp-shard 64",
 )
 def predict() -> None:
     """Predict costs of a case or model, its layouts and what FP8 gains; or measure how fast it is."""
 
 
 @predict.command("cost", epilog=_COST_EPILOG)
-@configured_case
+@_configured_case
 @click.option("--rank", type=click.IntRange(min=0), default=0, show_default=True, help="The rank to show.")
 @click.option("--run", "run_it", is_flag=True, help="Run the case, store the result, and compare it with the formulas.")
 @_machine_option(help="The data sheet for MFU: h100, h200, b200, …")
-@click.option("--tokens-per-s", type=ABOVE_0, help="Measured tokens/s of one device: print its TFLOP/s and MFU.")
-@json_option("the costs")
-@root_option
+@click.option(
+    "--tokens-per-s", type=options.ABOVE_0, help="Measured tokens/s of one device: print its TFLOP/s and MFU."
+)
+@options.json_option("the costs")
+@options.root_option
 def cost_command(  # noqa: PLR0913  one parameter an option
     *,
     case: Case,
@@ -164,12 +228,12 @@ def cost_command(  # noqa: PLR0913  one parameter an option
         device = None if machine is None else peak(machine)
         device_speed = None if tokens_per_s is None else speed(case, tokens_per_s, device)
         report = CostReport(formula=metrics(case, rank=rank), peak=device, speed=device_speed)
-    print_report(cost_sections(report), json_file, report)
+    options.print_report(cost_sections(report), json_file, report)
     return ExitCode.FAILED if report.differing else code
 
 
 @predict.command("layouts", epilog=_LAYOUTS_EPILOG)
-@configured_case
+@_configured_case
 @_machine_parameter
 @click.option(
     "--sweep", "sweep_it", is_flag=True, help="Sort all layouts of this world size, for the same global batch."
@@ -177,7 +241,7 @@ def cost_command(  # noqa: PLR0913  one parameter an option
 @click.option(
     "--verify", "verify_it", is_flag=True, help="Compare the formulas with simulated ranks, the first and the last."
 )
-@json_option("the ranks and their costs")
+@options.json_option("the ranks and their costs")
 def layouts_command(*, case: Case, on: Machine, sweep_it: bool, verify_it: bool, json_file: Path | None) -> int:
     """Predict shapes, traffic, memory and refusals of a case on up to 4,096 ranks, without running it."""
     if sweep_it and verify_it:
@@ -185,7 +249,7 @@ def layouts_command(*, case: Case, on: Machine, sweep_it: bool, verify_it: bool,
     known = known_here(find_project())
     if sweep_it:
         ranked = sweep(case, on, known=known)
-        print_report(sweep_sections(ranked), json_file, ranked)
+        options.print_report(sweep_sections(ranked), json_file, ranked)
         return ExitCode.FAILED if all(layout.refused for layout in ranked) else ExitCode.GOOD
     simulation = simulate(case, on, known=known)
     verification = None
@@ -193,27 +257,27 @@ def layouts_command(*, case: Case, on: Machine, sweep_it: bool, verify_it: bool,
         require_simulable(case)
         check_ranks()
         ranks = tuple(dict.fromkeys((0, case.world_size - 1)))
-        with unleased_cluster(PROGRAM, len(ranks), print_note) as cluster:
+        with unleased_cluster(PROGRAM, len(ranks), options.print_note) as cluster:
             verification = verify(cluster, case, ranks, known)
     report = {"simulation": simulation, "verification": verification}
-    print_report(layout_sections(simulation, verification), json_file, report)
+    options.print_report(layout_sections(simulation, verification), json_file, report)
     differs = verification is not None and verification.differing
     return ExitCode.FAILED if simulation.refused or differs else ExitCode.GOOD
 
 
 @predict.command("speedup", epilog=_SPEEDUP_EPILOG)
-@configured_case
+@_configured_case
 @_machine_parameter
 @click.option("--eager", is_flag=True, help="Print tables for eager blocks, for a case without compiled blocks.")
-@json_option("the prediction")
+@options.json_option("the prediction")
 def speedup_command(*, case: Case, on: Machine, eager: bool, json_file: Path | None) -> None:
     """Predict whether FP8 makes a case or model faster, with which recipe and linears. Runs nothing."""
     gains = predicted_gains(case, on, eager=eager, known=known_here(find_project()))
-    print_report(speedup_sections(gains), json_file, gains)
+    options.print_report(speedup_sections(gains), json_file, gains)
 
 
 @predict.command("measure", epilog=_MEASURE_EPILOG)
-@configured_cases
+@_configured_cases
 @click.option(
     "--pairs",
     type=click.IntRange(min=3),
@@ -221,12 +285,12 @@ def speedup_command(*, case: Case, on: Machine, eager: bool, json_file: Path | N
     show_default=True,
     help="Pairs of jobs, one of the case and one of its BF16 twin.",
 )
-@click.option("--steps", type=AT_LEAST_1, default=10, show_default=True, help="Timed steps per job.")
-@click.option("--warmup", type=AT_LEAST_1, default=3, show_default=True, help="Warm-up steps per job.")
+@click.option("--steps", type=options.AT_LEAST_1, default=10, show_default=True, help="Timed steps per job.")
+@click.option("--warmup", type=options.AT_LEAST_1, default=3, show_default=True, help="Warm-up steps per job.")
 @click.option("--name", default="speed", show_default=True, metavar="NAME", help="A name for the stored run.")
-@json_option("the speeds")
-@plan_parameter
-@project_parameter
+@options.json_option("the speeds")
+@options.plan_parameter
+@options.project_parameter
 def measure_command(  # noqa: PLR0913  one parameter an option
     *,
     cases: tuple[Case, ...],
@@ -247,10 +311,10 @@ def measure_command(  # noqa: PLR0913  one parameter an option
         speeds, result = measure_speed(project, timed, plan, progress, pairs=pairs, warmup=warmup)
     _tell_failures(result, plan.root_option)
     report = SpeedReport(gated=plan.device != "cpu", warmup=warmup, cases=speeds)
-    print_report(speed_sections(report), json_file, report)
+    options.print_report(speed_sections(report), json_file, report)
     return result.exit_code
 
 
 def _tell_failures(result: RunResult, root: str | None) -> None:
     if result.exit_code is not ExitCode.GOOD:
-        print_sections(run_sections(result, rerun=rerun_failed(root=root)), err=True)
+        options.print_sections(run_sections(result, rerun=rerun_failed(root=root)), err=True)
