@@ -327,7 +327,7 @@ def _gradients(case: Case, traces: list[RankTrace]) -> list[Finding]:
     idle = [fqn for fqn in trained if fqn not in graded]
     if not idle:
         return []
-    if len(idle) == len(trained) and not _stepped(traces):
+    if len(idle) == len(trained) and all(step.optimizer_steps == 0 for trace in traces for step in trace.steps):
         return _unseen_gradients(traces)
     if len(idle) == len(trained):
         fix = "call loss.backward() before optimizer.step(), and optimizer.zero_grad() only after it."
@@ -351,10 +351,6 @@ def _gradients(case: Case, traces: list[RankTrace]) -> list[Finding]:
 
 def _first_names(fqns: list[str]) -> str:
     return f"{', '.join(fqns[:3])}{', …' if len(fqns) > 3 else ''}"
-
-
-def _stepped(traces: list[RankTrace]) -> bool:
-    return any(step.optimizer_steps != 0 for trace in traces for step in trace.steps)
 
 
 def _unseen_gradients(traces: list[RankTrace]) -> list[Finding]:

@@ -49,7 +49,11 @@ def with_known_faults(judgement: Judgement, faults: Sequence[KnownFault], today:
     if not faults or judgement.verdict is Verdict.INFRA:
         return judgement
     if judgement.verdict is Verdict.PASSED:
-        return replace(judgement, verdict=Verdict.UNEXPECTED_PASS, findings=tuple(map(_gone, faults)))
+        gone = (
+            GONE.finding(fault=fault.name, link=fault.link, expected=fault.verdict.value, found="passed")
+            for fault in faults
+        )
+        return replace(judgement, verdict=Verdict.UNEXPECTED_PASS, findings=tuple(gone))
     unexplained = [finding for finding in judgement.findings if not any(fault.explains(finding) for fault in faults)]
     notes = (*_notes(judgement, faults, today), *_beyond(unexplained, faults))
     if judgement.findings and not notes:
@@ -63,10 +67,6 @@ def _known_everywhere(fault: KnownFault) -> Finding:
     """The finding that names a fault recorded by the package: users of the project did not write the record."""
     finding = KNOWN.finding(fault=fault.name, reason=fault.reason, link=fault.link)
     return replace(finding, verdict=fault.verdict)
-
-
-def _gone(fault: KnownFault) -> Finding:
-    return GONE.finding(fault=fault.name, link=fault.link, expected=fault.verdict.value, found="passed")
 
 
 def _beyond(unexplained: Sequence[Finding], faults: Sequence[KnownFault]) -> Iterator[Finding]:

@@ -303,17 +303,13 @@ def _max_reductions(traffic: Traffic, within: set[CollectiveKey]) -> defaultdict
 def _of_any_model(expect: Expectations, traces: Mapping[int, RankTrace], trace: RankTrace) -> Iterator[Finding]:
     for step in range(1, expect.case.train.steps + 1):
         records = [record for record in trace.traffic or () if record.step == step]
-        yield from _unknown_groups(step, records)
+        for axis in sorted({record.axis for record in records if record.axis.startswith("ranks")}):
+            yield UNKNOWN_RANKS.finding(step=step, expected="the ranks of one or several mesh axes", found=axis)
         yield from _scattered(expect, step, records)
         yield from _gradients(expect, traces, trace, step, records)
         yield from _gathered_bytes(expect, trace, step, records)
         yield from _amax_of_shards(expect, trace, step, records)
         yield from _not_precomputed(expect, trace, step)
-
-
-def _unknown_groups(step: int, records: list[TrafficRecord]) -> Iterator[Finding]:
-    for axis in sorted({record.axis for record in records if record.axis.startswith("ranks")}):
-        yield UNKNOWN_RANKS.finding(step=step, expected="the ranks of one or several mesh axes", found=axis)
 
 
 def _scattered(expect: Expectations, step: int, records: list[TrafficRecord]) -> Iterator[Finding]:
@@ -339,7 +335,8 @@ def _gradients(
             for parameter in _parameters(traces.get(rank))
             if parameter.trained and axis in parameter.axes
         )
-        elements = sum(_elements(record) for record in records if (record.axis, record.kind) == (axis, kind))
+        sent = (record.sizes for record in records if (record.axis, record.kind) == (axis, kind))
+        elements = sum(size * times for sizes in sent for size, times in sizes.items())
         if elements < wanted:
             yield NOT_SUMMED.finding(
                 axis=axis,
@@ -452,10 +449,6 @@ def _casts(trace: RankTrace, step: int) -> list[CastRecord]:
 
 def _times(casts: list[CastRecord], phase: str) -> Counter[str]:
     return Counter(cast.fqn for cast in casts if (cast.phase, cast.role) == (phase, "weight"))
-
-
-def _elements(record: TrafficRecord) -> int:
-    return sum(size * times for size, times in record.sizes.items())
 
 
 def _parameters(trace: RankTrace | None) -> tuple[Parameter, ...]:

@@ -147,8 +147,8 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     def applies(self, case: Case) -> bool:
         """True if the fault can be planted in this case and has its effect there.
 
-        In cases with compiled blocks, a pipeline or context parallelism alone a scope that names this axis applies:
-        compiled blocks do not call what others patch, and in the other two their effect was not measured.
+        A case with compiled blocks, a pipeline or context parallelism takes only scopes that name this axis: compiled
+        blocks do not call what other faults patch, and in the other two their effect was not measured.
         """
         layout = case.layout
         own = (("compile", case.compile != "none"), ("pp", layout.pp > 1), ("cp", layout.cp > 1))
