@@ -43,7 +43,8 @@ from harness.running.selection import cases_to_explain
 from harness.sources import installed_versions
 
 _OPTIONS = (
-    "Those that are repeated are stored with a run; `--lf` and the command that reproduces a case have them again."
+    "Those that are repeated are stored with a run; `--lf` and the command that reproduces a case have them again. "
+    "Other commands that run cases have `--device` and `-j`, and the rest of how they run as `-o fabric=gloo`."
 )
 _EPILOG = """\b
 Examples:

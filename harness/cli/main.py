@@ -108,7 +108,8 @@ def _known_option(error: click.NoSuchOption) -> str:
     axis, command = word.removeprefix("no-").replace("-", "_"), error.ctx.command if error.ctx else app
     flags = {flag for parameter in command.params for flag in parameter.opts}
     if "--set" in flags and axis in AXES:
-        return f"Fix: give {said(axis, example(axis))}."
+        value = example(axis)
+        return f"Fix: give {said(axis, axis == word.replace('-', '_') if isinstance(value, bool) else value)}."
     return f"Fix: give -o {word}=VALUE." if "-o" in flags and word in OTHERS else ""
 
 

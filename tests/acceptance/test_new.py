@@ -29,6 +29,13 @@ def test_a_case_from_options_is_written_and_its_command_runs_it(project: Command
     assert "tp2-rowwise-dim.512-layers.4-ffn.1408-v2048-s3-b16-tol.0.05  passed" in ran.stdout
 
 
+def test_a_case_from_axes_runs_without_a_file(project: Command) -> None:
+    axes = ("--set", "tp=2", "--set", "recipe=rowwise", *SIZES, "--set", "loss_tolerance=0.05")
+    ran = project.call("run", *axes, "--device", "cpu")
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    assert "tp2-rowwise-dim.512-layers.4-ffn.1408-v2048-f32-tol.0.05  passed" in ran.stdout
+
+
 def test_a_file_is_not_replaced_unasked(project: Command) -> None:
     file = project.folder / "my.toml"
     file.write_text("precious")

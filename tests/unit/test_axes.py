@@ -19,7 +19,11 @@ from harness.matrix.axes import (
     checked_value,
     choices,
     ignored_axes,
+    option_of,
     read_as,
+    read_assignments,
+    said,
+    shown_value,
 )
 from harness.matrix.case import Case, Float8, Layout, Model
 from harness.matrix.caseid import case_id, parse_case_id
@@ -197,3 +201,28 @@ def test_any_text_is_a_selector_or_a_clear_error(text: str) -> None:
     except HarnessError:
         return
     selector.matches(CASE)
+
+
+@pytest.mark.parametrize(
+    ("word", "value"),
+    [
+        ("tp=4", 4),
+        ("lr=0.1", 0.1),
+        ("async_tp=true", True),
+        ("recipe=rowwise", "rowwise"),
+        ("filter_fqns=wq,wk", ("wk", "wq")),
+        ("filter_fqns=wq+wk", ("wk", "wq")),
+        ("filter_fqns=none", ()),
+    ],
+)
+def test_a_word_gives_an_axis_the_value_that_a_file_gives_it(word: str, value: object) -> None:
+    name = word.partition("=")[0]
+    assert read_assignments([word]) == {name: value}
+    assert f"{option_of(name)}{'=' if 'set' in option_of(name) else ' '}{shown_value(value)}" == said(name, value)
+
+
+def test_a_word_without_a_value_and_two_for_one_axis_are_refused() -> None:
+    refused = ((["lr"], "lr has no value"), (["lr=1", "lr=2"], "lr is given twice"), (["lr=x"], "cannot be 'x'"))
+    for words, text in refused:
+        with pytest.raises(HarnessError, match=text):
+            read_assignments(words, option="--set")

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import math
+from collections.abc import Callable
 from pathlib import Path
 
 import click
 import msgspec
 import pytest
+from click.shell_completion import ShellComplete
 from hypothesis import given
 from hypothesis import strategies as st
 
 from harness.cli.baseline_update import update_command, with_target_here
 from harness.cli.explain import options_markdown
+from harness.cli.main import app, main
+from harness.cli.options import plan_parameter
 from harness.cli.run import run_command
 from harness.engine.hardware import Device
 from harness.errors import HarnessError
@@ -405,3 +409,66 @@ def test_environment_names_limits(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_a_model_of_ones_own_is_measured_under_keys_of_its_own_alone(case: str, shared: bool) -> None:
     assert shares_its_parity_key(parse_case_id(case)) is shared
+
+
+def plan_of(*words: str) -> Plan:
+    """The plan that a command other than `run` makes of these words."""
+    made: list[Plan] = []
+
+    @click.command()
+    @plan_parameter
+    def command(*, plan_for: Callable[..., Plan]) -> None:
+        made.append(plan_for())
+
+    command.main([*words, "--device", "cpu"], standalone_mode=False)
+    return made[0]
+
+
+def test_other_commands_have_rare_options_by_o() -> None:
+    plan = plan_of("-o", "fabric=gloo", "-o", "timeout-s=3", "-o", "slots=12")
+    assert (plan.fabric, plan.timeout_s, plan.capacity.total) == ("gloo", 3.0, 12)
+    assert plan_of().fabric == "shared"
+
+
+@pytest.mark.parametrize(
+    ("word", "text"),
+    [
+        ("fabrik=gloo", "-o fabrik=gloo: unknown option 'fabrik'. Fix: did you mean fabric?"),
+        ("fabric=glo", "-o fabric=glo: 'glo' is not one of 'auto', 'shared', 'gloo', 'nccl'. Fix: see `--fabric` of"),
+        ("slots", "-o slots: slots has no value. Fix: write -o slots=VALUE."),
+        ("inject=fix.py:apply", "unknown option 'inject'."),
+    ],
+)
+def test_a_rare_option_that_is_none_is_explained(word: str, text: str) -> None:
+    with pytest.raises(HarnessError) as raised:
+        plan_of("-o", word)
+    assert text in str(raised.value)
+
+
+def test_names_and_values_of_axes_are_completed() -> None:
+    def completed(*words: str) -> list[str]:
+        *before, last = words
+        return [item.value for item in ShellComplete(app, {}, "fp8-harness", "").get_completions(before, last)]
+
+    assert completed("new", "--set", "check") == ["checkpointing=", "checkpoint_every="]
+    assert completed("predict", "cost", "--set", "async") == ["async_tp=true", "async_tp=false"]
+    assert completed("run", "--set", "recipe=row") == ["recipe=rowwise", "recipe=rowwise_with_gw_hp"]
+    assert completed("parity", "--set", "lr=") == ["lr=0.001"]
+    assert completed("run", "--set", "nothing") == []
+
+
+def test_a_run_of_axes_has_no_other_selection(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", "smoke", "--set", "tp=2"]) == 2
+    assert "--set tp=2: smoke says which cases. Fix: leave one of them out" in capsys.readouterr().err
+
+
+def test_an_option_that_has_become_a_value_says_how_to_give_it(capsys: pytest.CaptureFixture[str]) -> None:
+    for words, fix in (
+        ("new --id --no-loss-parallel", "Fix: give --set loss_parallel=false."),
+        ("parity --output-layer", "Fix: give --set output_layer=true."),
+        ("dev mutate --fabric gloo", "Fix: give -o fabric=VALUE."),
+    ):
+        assert main(words.split()) == 2
+        assert fix in capsys.readouterr().err
+    assert main(["list", "--lr", "1"]) == 2
+    assert "--set" not in capsys.readouterr().err
