@@ -11,7 +11,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from importlib.machinery import PathFinder
 from importlib.metadata import distributions
 from pathlib import Path
@@ -79,12 +79,9 @@ def _imported_from(repository: Path, target: str, root: Path) -> Iterator[str]:
     editable = (package for package in distributions() if is_editable(package))
     names = (*own, *(name for package in editable for name in (package.read_text("top_level.txt") or "").split()))
     for name in names:
-        if name != "harness" and any(map(repository.__eq__, _parents(package_paths(name, search_path(root))))):
+        paths = package_paths(name, search_path(root))
+        if name != "harness" and any(repository in path.parents for path in paths):
             yield name
-
-
-def _parents(paths: Iterable[Path]) -> Iterator[Path]:
-    return (parent for path in paths for parent in path.parents)
 
 
 @contextlib.contextmanager
@@ -118,17 +115,13 @@ def has_target(revision: Revision, worktree: Path, root: Path) -> bool:
     folders = _folders(revision, worktree, root)
     if revision.target in targets():
         return True
-    for name in _prefixes(module_of(revision.target)):
-        spec = PathFinder.find_spec(name, list(folders))
+    names = module_of(revision.target).split(".")
+    for at in range(len(names)):
+        spec = PathFinder.find_spec(".".join(names[: at + 1]), list(folders))
         if spec is None:
             return False
         folders = tuple(spec.submodule_search_locations or ())
     return True
-
-
-def _prefixes(module: str) -> Iterator[str]:
-    names = module.split(".")
-    return (".".join(names[: at + 1]) for at in range(len(names)))
 
 
 def revision_environment(revision: Revision, worktree: Path, project: Project) -> NamedEnvironment:

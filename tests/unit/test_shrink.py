@@ -16,7 +16,8 @@ from harness.matrix.case import Case
 from harness.matrix.caseid import case_id
 from harness.matrix.rules import exclusions, expected_refusal
 from harness.plugins.bugs.sections import shrunk_document, shrunk_sections
-from harness.plugins.bugs.shrink import Shrunk, journal_in, shrink, smaller_cases, smaller_groups, with_changes
+from harness.plugins.bugs.shrink import Shrunk, shrink, smaller_cases, smaller_groups, with_changes
+from harness.plugins.bugs.trials import Journal
 from harness.report.sections import text_of
 from harness.result import CaseResult
 from harness.verdict import FailureSignature, Verdict
@@ -69,7 +70,7 @@ def needs(**axes: int | str) -> Fails:
 
 
 def shrunk(fails: Fails, folder: Path, *, case: Case = LARGE, jobs: int = 1) -> Shrunk:
-    return shrink(case, ModelOfABug(fails).run, journal_in(folder / "journal.jsonl"), jobs=jobs)
+    return shrink(case, ModelOfABug(fails).run, Journal(folder / "journal.jsonl"), jobs=jobs)
 
 
 def test_what_a_failure_needs_is_kept_and_nothing_else(tmp_path: Path) -> None:
@@ -134,7 +135,7 @@ def test_a_bound_is_claimed_only_where_the_neighbours_were_tried(tmp_path: Path)
                 raise HarnessError("more than the 3 slots there are.")
             return super().run(cases)
 
-    small = shrink(case, ThreeSlots(of_uneven_shards).run, journal_in(tmp_path / "j"))
+    small = shrink(case, ThreeSlots(of_uneven_shards).run, Journal(tmp_path / "j"))
     assert small.complete and [
         attempt.changes["dp_shard"] for attempt in small.needed if "dp_shard" in attempt.changes
     ] == [
@@ -159,19 +160,19 @@ def test_a_shrink_that_was_killed_goes_on(tmp_path: Path) -> None:
     whole = shrunk(fails, tmp_path / "whole")
     killed = ModelOfABug(fails, stop_after=5)
     with pytest.raises(KeyboardInterrupt):
-        shrink(LARGE, killed.run, journal_in(journal))
+        shrink(LARGE, killed.run, Journal(journal))
     with journal.open("a") as file:
         file.write('{"case_id": "cut in t')
     again = ModelOfABug(fails)
-    smallest = shrink(LARGE, again.run, journal_in(journal))
+    smallest = shrink(LARGE, again.run, Journal(journal))
     assert smallest.case == whole.case
     assert not set(killed.ran) & set(again.ran)
-    assert shrink(LARGE, ModelOfABug(fails).run, journal_in(journal)).ran == 0
+    assert shrink(LARGE, ModelOfABug(fails).run, Journal(journal)).ran == 0
 
 
 def test_a_budget_that_ends_with_the_first_run_names_no_smallest_case(tmp_path: Path) -> None:
     fails = needs(tp=2)
-    smallest = shrink(LARGE, ModelOfABug(fails).run, journal_in(tmp_path / "j"), budget_s=1e-9)
+    smallest = shrink(LARGE, ModelOfABug(fails).run, Journal(tmp_path / "j"), budget_s=1e-9)
     assert not smallest.complete
     assert smallest.case == LARGE
     text = text_of(shrunk_sections(smallest))
@@ -196,7 +197,7 @@ def test_what_the_machine_did_is_no_answer(tmp_path: Path) -> None:
             return make_result(case_id(case), Verdict.INFRA)
 
     with pytest.raises(HarnessError, match="could not be run"):
-        shrink(LARGE, Broken(needs()).run, journal_in(tmp_path / "j"))
+        shrink(LARGE, Broken(needs()).run, Journal(tmp_path / "j"))
     assert not (tmp_path / "j").exists()
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 import msgspec
 
 from harness.errors import HarnessError
@@ -20,11 +22,11 @@ from harness.plugins.bugs.facts import (
     Resolved,
     default_of,
     facts_of_file,
-    shown,
     sizes_of_model,
 )
 from harness.plugins.bugs.reading import ROUNDED, Statement
 from harness.plugins.bugs.report import clean_words
+from harness.plugins.bugs.spellings import shown
 
 _PLACEHOLDER = 2  # the degree assumed until somebody answers
 _LARGEST = 4096  # degree
@@ -215,31 +217,31 @@ class Draft:
             self.put(REST, shards, where, f"{words}: {count} ranks / {rest} of other axes{stands}")
 
     def _float8(self) -> None:
-        named, block = self._facts.get("recipe"), self._facts.get("mxfp8")
-        converters = shown(getattr(self._facts.get("converters"), "value", ""))
-        gathers = self._says_first("fp8_all_gather", "precompute_scale")
-        off = self._facts.get("float8")
-        if off is not None and off.value is False and "float8" not in self._contradictions:
-            self.put("recipe", "bf16", self.stated, off.words)
-        elif block is not None and named is None:
-            self._mxfp8(block)
-        elif named is not None and named.value not in TRAITS:
-            self.ask("recipe", "tensorwise", f"{shown(named.value)} is no recipe here: which is meant?")
-        elif self.take("recipe"):
-            pass
-        elif ".mx" in converters or converters == "mx":
-            self.put("recipe", "mxfp8", self.derived, self._facts["converters"].words)
-        elif gathers is not None:
-            self.put("recipe", "tensorwise", self.derived, f"{gathers.words}: the only recipe that gathers in float8")
-        elif off is not None or "float8" in self.file or "float8" in converters:
-            self._unnamed_recipe()
-        else:
-            self.put("recipe", "bf16", self.assumed, "nothing in it asks for FP8")
+        """The recipe by the first of these rules that holds, then its options."""
+        facts, words, converters = self._facts, self.words_of, shown(self.value_of("converters"))
+        off = self.value_of("float8") is False and "float8" not in self._contradictions
+        gathers = next((fact for fact in ("fp8_all_gather", "precompute_scale") if self.says(fact)), "")
+        question = f"{shown(self.value_of('recipe'))} is no recipe here: which is meant?"
+        only = f"{words(gathers)}: the only recipe that gathers in float8"
+        rules: Sequence[tuple[bool, Callable[[], object]]] = (
+            (off, lambda: self.put("recipe", "bf16", self.stated, words("float8"))),
+            ("mxfp8" in facts and "recipe" not in facts, lambda: self._mxfp8(facts["mxfp8"])),
+            (
+                "recipe" in facts and facts["recipe"].value not in TRAITS,
+                lambda: self.ask("recipe", "tensorwise", question),
+            ),
+            ("recipe" in facts, lambda: self.take("recipe")),
+            (
+                ".mx" in converters or converters == "mx",
+                lambda: self.put("recipe", "mxfp8", self.derived, words("converters")),
+            ),
+            (gathers != "", lambda: self.put("recipe", "tensorwise", self.derived, only)),
+            ("float8" in facts or "float8" in self.file or "float8" in converters, self._unnamed_recipe),
+            (True, lambda: self.put("recipe", "bf16", self.assumed, "nothing in it asks for FP8")),
+        )
+        next(state for holds, state in rules if holds)()
         if self.axes["recipe"] != "bf16":
             self._float8_options()
-
-    def _says_first(self, *facts: str) -> Statement | None:
-        return next((self._facts[fact] for fact in facts if self.says(fact)), None)
 
     def _unnamed_recipe(self) -> None:
         value, why = self.default("recipe") or ("tensorwise", "")

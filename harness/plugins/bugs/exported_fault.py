@@ -135,9 +135,6 @@ class Source:
                 names = [name for target in targets for name in ast.walk(target) if isinstance(name, ast.Name)]
                 self.definitions |= {name.id: node for name in names}
 
-    def line_of(self, name: str) -> int:
-        return self.definitions[name].lineno
-
     def text_of(self, node: ast.stmt) -> str:
         first = min([node.lineno, *(decorator.lineno for decorator in getattr(node, "decorator_list", ()))])
         return "\n".join(self._lines[first - 1 : node.end_lineno])

@@ -15,7 +15,7 @@ from packaging.version import InvalidVersion, Version
 
 from harness.matrix.models import MODELS
 from harness.plugins.bugs.reading import Statement
-from harness.plugins.bugs.spellings import Value
+from harness.plugins.bugs.spellings import Value, shown
 
 FLOAT8_STYLES = datetime.date(2025, 9, 30)  # until then torchtitan used float8 TP styles
 LAST_TOML = datetime.date(2026, 2, 22)  # the last day of torchtitan's TOML files
@@ -79,12 +79,6 @@ def resolve(statements: Iterable[Statement]) -> Resolved:
                 why = "a flag overrides the configuration"
                 ignored[f"{fact} = {shown(other.value)}: {other.words}: {why}"] = None
     return Resolved(facts=facts, contradictions=contradictions, ignored=tuple(ignored))
-
-
-def shown(value: object) -> str:
-    if isinstance(value, tuple | list):
-        return ", ".join(map(str, value)) or "none"
-    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def default_of(fact: str, tool: str, day: datetime.date) -> tuple[Value, str] | None:

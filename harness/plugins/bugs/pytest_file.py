@@ -151,12 +151,15 @@ def pytest_file(values: Mapping[str, object], *, head: str) -> str:
     texts: dict[tuple[str, str], str] = {}
     for name in ("pytestmark", _TESTS[str(values["DETECT"])]):
         gather(_TEST, name, imports, texts, read)
-    top: list[str] = []
-    rest: list[str] = []
-    for module, name in sorted(texts, key=lambda place: (place[0] == _TEST, read(place[0]).line_of(place[1]))):
-        (top if name.isupper() or name == "pytestmark" else rest).append(texts[module, name])
+    places = [(module, name) for module in (_SCRIPT, _TEST) for name in read(module).definitions]
+    top = [texts[place] for place in places if place in texts and _is_constant(place[1])]
+    rest = [texts[place] for place in places if place in texts and not _is_constant(place[1])]
     first = "\n".join([head, "", *_imports(imports), "", *dict.fromkeys(top)])
     return formatted("\n\n\n".join([first, *rest]) + "\n")
+
+
+def _is_constant(name: str) -> bool:
+    return name.isupper() or name == "pytestmark"
 
 
 def _imports(lines: set[str]) -> list[str]:

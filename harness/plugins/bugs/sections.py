@@ -16,12 +16,12 @@ from harness.plugins.bugs.bugfile import Bug, BugFile
 from harness.plugins.bugs.corpus import Corpus, Proof
 from harness.plugins.bugs.export import MISMATCH, Exported
 from harness.plugins.bugs.export import Proof as ScriptProof
-from harness.plugins.bugs.facts import shown as quoted
 from harness.plugins.bugs.importing import ImportedBug, Job
 from harness.plugins.bugs.pytest_file import ExportedTest
 from harness.plugins.bugs.reading import Account
 from harness.plugins.bugs.reproduce import Reproduced
 from harness.plugins.bugs.shrink import Attempt, Shrunk
+from harness.plugins.bugs.spellings import shown as quoted
 from harness.plural import counted
 from harness.report.sections import Block, Entry, Facts, Items, Section, Table, Verbatim, markdown
 

@@ -18,7 +18,7 @@ import msgspec
 import yaml
 
 from harness.plugins.bugs.report import YAML_LOADER, Block
-from harness.plugins.bugs.spellings import is_known_variable, printed_lines, tool_started_by
+from harness.plugins.bugs.spellings import is_known_variable, printed_lines, shown, tool_started_by
 
 # A flag overrides a configuration, as it does in torchtitan.
 Source = Literal["flag", "config"]
@@ -69,8 +69,7 @@ def settings_of_tree(tree: object, prefix: str = "", depth: int = 0) -> Iterator
             yield from settings_of_tree(item, prefix, depth + 1)
     else:
         value = "" if tree in (None, {}, []) else tuple(tree) if isinstance(tree, list) else tree
-        shown = ", ".join(map(str, value)) if isinstance(value, tuple) else _plain(value)
-        yield Setting(names=(prefix,), value=value, words=f"{prefix} = {shown}")
+        yield Setting(names=(prefix,), value=value, words=f"{prefix} = {shown(value)}")
 
 
 def settings_of_block(block: Block) -> Iterator[Setting]:
@@ -195,7 +194,3 @@ def _resolved(value: str, variables: Mapping[str, str]) -> str:
         value = value.replace(match[0], found)
     product = re.fullmatch(r"\$\(\((\d{1,6})\*(\d{1,6})\)\)", value)
     return str(int(product[1]) * int(product[2])) if product else UNREAD if "$" in value else value
-
-
-def _plain(value: object) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import hashlib
 import itertools
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
@@ -23,7 +23,7 @@ from harness.matrix.axis import Changes
 from harness.matrix.case import Case
 from harness.matrix.caseid import case_id
 from harness.matrix.rules import exclusions, expected_refusal
-from harness.plugins.bugs.trials import Journal, TrialResult, key_of, trial_result
+from harness.plugins.bugs.trials import Journal, TrialResult, trial_result
 from harness.project import Project
 from harness.result import CaseResult
 from harness.running.injection import Injection
@@ -69,20 +69,17 @@ class Shrunk(msgspec.Struct, frozen=True, kw_only=True):
     wall_s: float
 
 
-def open_journal(project: Project, case: Case, injections: Sequence[Injection], content: str) -> Journal[TrialResult]:
+def open_journal(project: Project, case: Case, injections: Sequence[Injection], content: str) -> Journal:
     """The journal of shrinking this case with these injections. `content` stands for what runs it (`witness_key`)."""
-    key = key_of([case_id(case), *(injection.content for injection in injections), content])
-    return journal_in(project.state / "shrinks" / f"{key}.jsonl")
-
-
-def journal_in(path: Path) -> Journal[TrialResult]:
-    return Journal(path, TrialResult, lambda result: result.case_id)
+    parts = [case_id(case), *(injection.content for injection in injections), content]
+    key = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:24]
+    return Journal(project.state / "shrinks" / f"{key}.jsonl")
 
 
 def shrink(
     case: Case,
     run: RunCases,
-    journal: Journal[TrialResult],
+    journal: Journal,
     *,
     jobs: int = 1,
     budget_s: float | None = None,
@@ -102,7 +99,7 @@ class _Shrinking:
 
     case: Case
     run: RunCases
-    journal: Journal[TrialResult]
+    journal: Journal
     jobs: int
     budget_s: float | None
     note: Callable[[str], None]

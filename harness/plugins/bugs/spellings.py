@@ -24,6 +24,13 @@ _NOT_TOOLS = frozenset({"kind", "values", "silent", "since", "until"})
 _SCOPE = {feature.name: feature for feature in SCOPE}
 
 
+def shown(value: object) -> str:
+    """A value as configurations write it."""
+    if isinstance(value, tuple | list):
+        return ", ".join(map(str, value)) or "none"
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
 class Spelling(msgspec.Struct, frozen=True, kw_only=True):
     """A row of the table: what the keys of these tools state, between two days."""
 

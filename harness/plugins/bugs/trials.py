@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Generic, NamedTuple, TypeVar
+from typing import NamedTuple
 
 import msgspec
 
@@ -113,34 +112,25 @@ def run_once(
     return result
 
 
-Kept = TypeVar("Kept")
+class Journal:
+    """Results of trials by the id of their case, a line of JSON each."""
 
-
-class Journal(Generic[Kept]):
-    """Values of a kind by name, a line of JSON each."""
-
-    def __init__(self, path: Path, kind: type[Kept], name: Callable[[Kept], str]) -> None:
+    def __init__(self, path: Path) -> None:
         self._path = path
-        self._name = name
-        self._known: dict[str, Kept] = {}
+        self._known: dict[str, TrialResult] = {}
         for line in path.read_bytes().splitlines() if path.exists() else ():
             with contextlib.suppress(msgspec.DecodeError):  # a crash cut it in two
-                value = msgspec.json.decode(line, type=kind)
-                self._known[name(value)] = value
+                result = msgspec.json.decode(line, type=TrialResult)
+                self._known[result.case_id] = result
 
-    def get(self, name: str) -> Kept | None:
-        """The stored value of this name; None if there is none."""
+    def get(self, name: str) -> TrialResult | None:
+        """The stored result of this case; None if there is none."""
         return self._known.get(name)
 
-    def keep(self, value: Kept) -> None:
-        """Remember a value under its name."""
-        self._known[self._name(value)] = value
+    def keep(self, result: TrialResult) -> None:
+        self._known[result.case_id] = result
         with contextlib.suppress(WriteFailed):  # a full disk costs time, not correctness
-            append_line(self._path, msgspec.json.encode(value))
-
-
-def key_of(parts: Sequence[str]) -> str:
-    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:24]
+            append_line(self._path, msgspec.json.encode(result))
 
 
 class NamedCase(NamedTuple):
