@@ -39,9 +39,10 @@ from harness.checks import (
 from harness.checks.check import Check
 from harness.checks.rule import Rule, Rules, Stage, by_name
 from harness.expect.expectations import Expectations
+from harness.registry import load, plugins
 from harness.verdict import Finding, Verdict
 
-# The order of findings that are equally near to a cause.
+# The order of findings that are equally near to a cause. Checks of plug-ins come last.
 CHECKS: tuple[Check, ...] = (
     reported.check_finite,
     loss_vs_golden.check_loss_vs_golden,
@@ -68,6 +69,7 @@ CHECKS: tuple[Check, ...] = (
     signature.check_signature,
     local_parity.check_local_parity,
     metamorphic.check_metamorphic,
+    *(load(place) for plugin in plugins() for place in plugin.checks),
 )
 _PLACES = {check.name: place for place, check in enumerate(CHECKS)}
 

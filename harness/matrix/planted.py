@@ -30,6 +30,9 @@ class PlantedFault(Protocol):
         """The cases of its catalogue that it applies to, the first with the fewest ranks."""
 
 
+PREFIX = "fault:"  # of the injection that plants a fault
+
+
 class Catalogue(Protocol):
     """What a plug-in answers about planted faults."""
 

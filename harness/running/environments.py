@@ -111,7 +111,9 @@ class Versions(msgspec.Struct, frozen=True):
         if process.returncode != 0:
             last = last_line("".join(said)) or f"{command[0]} ended with {process.returncode}"
             fix = "check the version and the index, or give a virtual environment that has it."
-            raise NotInstalled(f"it cannot be installed: {last.removesuffix('.')}.", where=f"{self.package}=={version}", fix=fix)
+            raise NotInstalled(
+                f"it cannot be installed: {last.removesuffix('.')}.", where=f"{self.package}=={version}", fix=fix
+            )
 
 
 def _installer(python: Path) -> list[str]:

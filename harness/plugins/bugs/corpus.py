@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from typing import Any
 
 import msgspec
 
@@ -13,11 +14,11 @@ from harness.matrix.case import Case
 from harness.matrix.caseid import case_id
 from harness.matrix.choice import carries
 from harness.matrix.known import KnownFault, matching
+from harness.matrix.planted import catalogue_of_faults
 from harness.matrix.rules import expected_refusal
 from harness.plugins.bugs.bugfile import BugFile, Status, read_bugs
-from harness.plugins.faults.faults import fault_named
-from harness.plugins.faults.mutation import MutationMatrix, Trial, run_mutations
 from harness.project import Project
+from harness.registry import answer
 from harness.running.case_judge import known_here
 from harness.running.executor import Executor
 from harness.running.plan import Plan
@@ -25,7 +26,8 @@ from harness.running.progress import Progress
 from harness.running.selection import recorded_faults
 from harness.verdict import ExitCode, Verdict
 
-Trials = Mapping[tuple[str | None, str], Trial]  # by the planted fault, None for a clean run, and the id of the case
+_WHERE = "bug check"
+Trials = Mapping[tuple[str | None, str], Any]  # by the planted fault, None for a clean run, and the id of the case
 _UNDECIDED = (Verdict.INFRA, Verdict.NOT_RUN)
 
 
@@ -83,6 +85,10 @@ def provable_bugs(project: Project, names: Sequence[str]) -> tuple[BugFile, ...]
     return tuple(bug for bug in chosen if bug.bug.status in ("live", "fixed"))
 
 
+def _fault_named(name: str) -> Any:
+    return catalogue_of_faults(_WHERE).fault_named(name)
+
+
 def check_corpus(
     project: Project, bugs: Sequence[BugFile], plan: Plan, progress: Progress, executor: Executor | None = None
 ) -> Corpus:
@@ -92,11 +98,11 @@ def check_corpus(
     for bug in bugs:
         case = bug.runnable()
         for name in bug.bug.planted:
-            if carries(case, fault_named(name), known):
+            if carries(case, _fault_named(name), known):
                 hosts.setdefault(name, {})[case_id(case)] = case
-    matrix = run_mutations(
+    matrix = answer("mutation testing", where=_WHERE).run_mutations(
         project,
-        [fault_named(name) for name in hosts],
+        [_fault_named(name) for name in hosts],
         {name: tuple(cases.values()) for name, cases in hosts.items()},
         plan,
         progress,
@@ -106,9 +112,7 @@ def check_corpus(
     return proofs(bugs, matrix, known, records)
 
 
-def proofs(
-    bugs: Sequence[BugFile], matrix: MutationMatrix, known: Sequence[KnownFault], records: Sequence[KnownFault]
-) -> Corpus:
+def proofs(bugs: Sequence[BugFile], matrix: Any, known: Sequence[KnownFault], records: Sequence[KnownFault]) -> Corpus:
     """The proofs of these bugs. `known`: those of the `records` that the installed versions have."""
     trials = {(trial.fault, trial.case_id): trial for trial in (*matrix.trials, *matrix.clean)}
     bug_proofs = tuple(
@@ -148,7 +152,7 @@ def _live(bug: BugFile, trials: Trials, elsewhere: str) -> Proof:
 def _fixed(bug: BugFile, trials: Trials, known: Sequence[KnownFault]) -> Proof:
     """Mismatches of a fixed bug: it must pass, and a rule that the file names must find each planted fault."""
     case = bug.runnable()
-    planted = [name for name in bug.bug.planted if carries(case, fault_named(name), known)]
+    planted = [name for name in bug.bug.planted if carries(case, _fault_named(name), known)]
     runs = {fault: trials.get((fault, case_id(case))) for fault in (None, *planted)}
     ended = {fault: trial for fault, trial in runs.items() if trial is not None and trial.verdict not in _UNDECIDED}
     seen = {rule for fault, trial in ended.items() if fault is not None for rule in trial.rules}
@@ -172,7 +176,7 @@ def _unprovable(bug: BugFile, planted: Sequence[str]) -> list[str]:
     return [f"{name} cannot be planted in it" for name in bug.bug.planted if name not in planted]
 
 
-def _unclean(bug: BugFile, clean: Trial, records: Sequence[KnownFault]) -> list[str]:
+def _unclean(bug: BugFile, clean: Any, records: Sequence[KnownFault]) -> list[str]:
     """Why the clean run contradicts `fixed`: only another, recorded bug may show in it."""
     if not clean.verdict.good:
         return [f"it must pass, but it {_ended_how(clean)}"]
@@ -181,7 +185,7 @@ def _unclean(bug: BugFile, clean: Trial, records: Sequence[KnownFault]) -> list[
     return []
 
 
-def _unfound(bug: BugFile, fault: str, trial: Trial) -> list[str]:
+def _unfound(bug: BugFile, fault: str, trial: Any) -> list[str]:
     if not trial.detected:
         return [f"with {fault} it {trial.verdict.phrase}: {trial.not_reached or 'no check found the fault'}"]
     if not set(trial.rules) & set(bug.bug.detected_by):
@@ -194,11 +198,11 @@ def _not_among(bug: BugFile, seen: Collection[str]) -> list[str]:
     return [f"{', '.join(lost)} found nothing; found by {', '.join(sorted(seen)) or 'nothing'}"] if lost else []
 
 
-def _ended_how(trial: Trial) -> str:
+def _ended_how(trial: Any) -> str:
     return f"{trial.verdict.phrase}: {trial.message}" if trial.message else trial.verdict.phrase
 
 
-def _proof(bug: BugFile, runs: Mapping[str | None, Trial | None], seen: Collection[str], wrong: Sequence[str]) -> Proof:
+def _proof(bug: BugFile, runs: Mapping[str | None, Any], seen: Collection[str], wrong: Sequence[str]) -> Proof:
     clean = runs[None]
     undecided = [
         f"{fault or 'the clean run'} {'was not run' if trial is None else trial.verdict.phrase}"

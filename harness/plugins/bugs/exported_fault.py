@@ -10,11 +10,11 @@ from typing import NamedTuple
 
 from harness.durable import write_whole
 from harness.errors import HarnessError
-from harness.plugins.faults.faults import PREFIX, fault_named
+from harness.matrix.planted import PREFIX, catalogue_of_faults
+from harness.registry import injections as kinds_of_injections
 from harness.running.injection import Injection
 
 _PACKAGE = Path(__file__).parents[2]
-_FAULTS = "harness.plugins.faults.worker"
 # Parts of the harness that do not run without it.
 _LIMITS = (
     "harness.matrix",
@@ -38,14 +38,22 @@ def exported_fault(name: str) -> str:
     imports: set[str] = set()
     texts: dict[tuple[str, str], str] = {}
     try:
-        gather(f"{_FAULTS}.{_modules()[name]}", name, imports, texts)
+        gather(_modules()[name], name, imports, texts)
     except _NeedsHarness as reached:
         raise HarnessError(
             f"planted fault {name} cannot be exported: {reached.what}",
             fix="write it as a function of a file, and give --inject FILE.py:FUNCTION.",
         ) from reached
-    head = [f'"""Plants the fault {name}, a deliberate bug: {fault_named(name).title}."""', "\n".join(sorted(imports))]
+    head = [
+        f'"""Plants the fault {name}, a deliberate bug: {_title(name)}."""',
+        "\n".join(sorted(imports)),
+    ]
     return "\n\n\n".join(["\n\n".join(head), *texts.values()]) + "\n"
+
+
+def _title(name: str) -> str:
+    title: str = catalogue_of_faults("bug export").fault_named(name).title
+    return title
 
 
 def patch_of(injection: Injection, folder: Path) -> str:
@@ -60,7 +68,7 @@ def patch_of(injection: Injection, folder: Path) -> str:
 def planted_title(injections: Sequence[Injection]) -> str:
     """What the first planted fault among these injections is; "" without one."""
     planted = (injection.text for injection in injections if injection.text.startswith(PREFIX))
-    return next((fault_named(text.removeprefix(PREFIX)).title for text in planted), "")
+    return next((_title(text.removeprefix(PREFIX)) for text in planted), "")
 
 
 def gather(
@@ -148,7 +156,8 @@ def _read(module: str) -> Source:
 
 @functools.cache
 def _modules() -> Mapping[str, str]:
-    paths = sorted(
-        (_PACKAGE / "plugins" / "faults" / "worker").glob("*.py"), reverse=True
-    )  # of two with a name the first counts
-    return {name: path.stem for path in paths for name in _read(f"{_FAULTS}.{path.stem}").definitions}
+    """The module of the function that plants each fault."""
+    package, _, _ = kinds_of_injections()[PREFIX].plant.partition(":")
+    folder = _PACKAGE.joinpath(*package.split(".")[1:])
+    modules = [f"{package}.{path.stem}" for path in sorted(folder.glob("*.py"), reverse=True)]
+    return {name: module for module in modules for name in _read(module).definitions}  # of two with a name the first
