@@ -10,12 +10,13 @@ needs to wrap one and leave out one.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TypeVar
 
 from msgspec.structs import replace
 
-from harness.matrix.layout import MESH_AXES, Mesh, ranks_of
+from harness.matrix.layout import MESH_AXES, Mesh
 
 MAX_RANKS = 8  # that fit on two cores
 _FLOORS = {"dim": 128, "ffn_dim": 256, "vocab_size": 2048}  # of sizes that are made smaller
@@ -83,26 +84,20 @@ def _token_traits(batch: int, seq_len: int, tp: int) -> Traits:
     return (batch * seq_len % 16, batch > 1, seq_len % tp == 0)
 
 
-def _meshes(sizes: Sizes) -> Iterator[dict[str, int]]:
+def _meshes(sizes: Sizes) -> list[dict[str, int]]:
+    """Those that fit, with the fewest axes that go, then with the fewest degrees that do not divide what they were."""
     if sizes.world_size <= MAX_RANKS:
-        yield sizes.mesh
-        return
-    for dividing, least in ((True, 2), (False, 2), (True, 1)):  # at last without some of the axes
-        fitting = [mesh for mesh in _products(sizes, dividing=dividing, least=least) if ranks_of(mesh) <= MAX_RANKS]
-        if fitting:
-            yield from fitting
-            return
+        return [sizes.mesh]
+    full = tuple(sizes.mesh.values())
+    all_degrees = itertools.product(*(range(1, min(degree, MAX_RANKS) + 1) for degree in full))
+    fitting = [degrees for degrees in all_degrees if math.prod(degrees) <= MAX_RANKS]
 
+    def unlike(degrees: tuple[int, ...]) -> tuple[int, int]:
+        pairs = tuple(zip(degrees, full, strict=True))
+        return sum(few == 1 < many for few, many in pairs), sum(many % few != 0 for few, many in pairs)
 
-def _products(sizes: Sizes, *, dividing: bool, least: int) -> Iterator[dict[str, int]]:
-    """Meshes of smaller degrees, `least` of each. `dividing`: of divisors, which divide whatever the degrees divide."""
-    choices = [
-        [choice for choice in range(least, min(degree, MAX_RANKS) + 1) if not (dividing and degree % choice)] or [1]
-        for degree in sizes.mesh.values()
-    ]
-    for degrees in itertools.product(*choices):
-        if all(degree >= min(least, full) for degree, full in zip(degrees, sizes.mesh.values(), strict=True)):
-            yield dict(zip(MESH_AXES, degrees, strict=True))
+    least = min(map(unlike, fitting))
+    return [dict(zip(MESH_AXES, degrees, strict=True)) for degrees in fitting if unlike(degrees) == least]
 
 
 def _rank_of(sizes: Sizes, small: Sizes) -> tuple[int, int, int, int]:
