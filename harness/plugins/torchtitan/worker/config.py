@@ -25,12 +25,22 @@ from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.trainer import Trainer
 
 from harness.matrix.linears import OUTPUT_FQN, converted_fqns, is_converted, linear_fqns
-from harness.plugins.torchtitan.worker.step import GRAPH_BACKEND, MAX_NORM, pipeline_options, sequences_of_step
+from harness.matrix.stages import modules_of_stage, stage_count
 
 if TYPE_CHECKING:
     from harness.matrix.case import Case
     from harness.worker.targets.target import World
 
+GRAPH_BACKEND = "fp8_harness_graph"  # the name under which dynamo knows the backend of `compile = "graph"`
+# Clipping multiplies by 1 below the limit, and is out of reach: active clipping amplifies rounding to percents.
+_MAX_NORM = 1e30
+# The schedules of `torch.distributed.pipelining`, by those of a case.
+_SCHEDULES = {
+    "1f1b": "1F1B",
+    "gpipe": "GPipe",
+    "interleaved": "Interleaved1F1B",
+    "zero_bubble": "InterleavedZeroBubble",
+}
 # torchtitan's own names, by those of `linears.py`. The keys and the values of attention share one configuration.
 _CONFIGURED_AS = {
     "attention.wq": "attention.qkv_linear.wq",
@@ -58,11 +68,11 @@ def trainer_config(case: Case, world: World, loss: BaseLoss.Config, **parts: Any
         optimizer=_optimizer(case),
         lr_scheduler=LRSchedulersContainer.Config(warmup_steps=0, decay_ratio=0.0),  # a constant learning rate
         training=TrainingConfig(
-            local_batch_size=sequences_of_step(case, world),
+            local_batch_size=_sequences_of_step(case, world),
             global_batch_size=world.local_batch * case.layout.dp * world.microbatches,
             seq_len=case.train.seq_len,
             steps=case.train.steps,
-            max_norm=MAX_NORM,
+            max_norm=_MAX_NORM,
             disable_cuda_graphs=True,  # on by default, and captured on CUDA only
             dtype=case.wide_dtype,
             mixed_precision_param=case.train.dtype,
@@ -72,7 +82,7 @@ def trainer_config(case: Case, world: World, loss: BaseLoss.Config, **parts: Any
             **_degrees(case.layout.mesh),
             fsdp_reshard_after_forward=case.layout.reshard_after_forward,
             enable_sequence_parallel=case.layout.sequence_parallel,
-            **pipeline_options(case, world, output="lm_head"),
+            **_pipeline_options(case, world),
         ),
         activation_checkpoint={"none": None, "full": FullAC.Config(), "selective_op": SelectiveAC.Config()}[
             case.checkpointing.mode
@@ -91,6 +101,23 @@ def trainer_config(case: Case, world: World, loss: BaseLoss.Config, **parts: Any
 def _degrees(mesh: Mapping[str, int]) -> dict[str, int]:
     """The degrees of a mesh by torchtitan's options, in its section `parallelism`."""
     return {_DEGREES[axis]: degree for axis, degree in mesh.items()}
+
+
+def _sequences_of_step(case: Case, world: World) -> int:
+    """The local batch size: a pipeline cuts it into microbatches, without one they are accumulated."""
+    return world.local_batch * (world.microbatches if case.layout.pp > 1 else 1)
+
+
+def _pipeline_options(case: Case, world: World) -> dict[str, Any]:
+    """The options of a pipeline, with the stages of `matrix/stages.py`."""
+    if case.layout.pp == 1:
+        return {}
+    stages = [modules_of_stage(case, stage) for stage in range(stage_count(case.layout))]
+    return {
+        "pipeline_parallel_schedule": _SCHEDULES[case.layout.schedule],
+        "pipeline_parallel_microbatch_size": world.local_batch,
+        "module_fqns_per_model_part": [["lm_head" if fqn == OUTPUT_FQN else fqn for fqn in stage] for stage in stages],
+    }
 
 
 def _optimizer(case: Case) -> Any:

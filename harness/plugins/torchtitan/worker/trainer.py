@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+import types
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+import torch._dynamo
+import torch.distributed as dist
 from torch import nn
 from torchtitan.components.loss import CrossEntropyLoss
 from torchtitan.config import Configurable
 from torchtitan.distributed.spmd_types import current_spmd_mesh, spmd_mesh_size
+from torchtitan.tools.utils import NoColor
+from torchtitan.tools.utils import device_type as torchtitan_device
 from torchtitan.trainer import Trainer
 
 from harness.matrix.linears import OUTPUT_FQN
-from harness.plugins.torchtitan.worker.config import trainer_config
-from harness.plugins.torchtitan.worker.shims import float64_kept
-from harness.plugins.torchtitan.worker.step import Metrics, TrainedByTorchtitan, infer_shapes, trained_by
+from harness.plugins.torchtitan.worker.config import GRAPH_BACKEND, trainer_config
+from harness.plugins.torchtitan.worker.shims import float64_kept, garbage_collected, local_rank
+from harness.worker.dispatch_hooks.hook import unobserved
+from harness.worker.targets.target import StepResult
+from harness.worker.virtual.graph_backend import graph_backend
 
 if TYPE_CHECKING:
     from harness.matrix.case import Case
@@ -23,20 +31,79 @@ if TYPE_CHECKING:
 
 
 def trained(case: Case, world: World) -> TrainedByTorchtitan:
-    """The case as torchtitan trains it. Raises ValueError where torchtitan cannot do what it asks."""
+    """Return the case as torchtitan trains it. ValueError where it cannot, or was imported for other devices."""
+    if world.device.type != torchtitan_device:
+        raise ValueError(f"torchtitan was imported for {torchtitan_device}, this rank runs on {world.device.type}")
+    if case.compile == "graph" and GRAPH_BACKEND not in torch.compiler.list_backends(exclude_tags=()):
+        torch._dynamo.register_backend(graph_backend, name=GRAPH_BACKEND)  # torchtitan takes backends by name alone
     loss = _Loss.Config(global_vocab_size=case.model.padded_vocab_size, vocab_size=case.model.vocab_size)
-    parts = {"tokenizer": _Nothing.Config(), "dataloader": _Nothing.Config(), "metrics": _KeptMetrics.Config()}
-    target = trained_by(lambda: _trainer(case, world, trainer_config(case, world, loss, **parts)), case, world)
+    parts = {"tokenizer": _Nothing.Config(), "dataloader": _Nothing.Config(), "metrics": _Metrics.Config()}
+    with local_rank(world.device), garbage_collected():
+        trainer = Trainer(trainer_config(case, world, loss, **parts))
+        if case.layout.pp > 1:
+            _infer_shapes(trainer, torch.zeros(world.local_batch, case.train.seq_len, dtype=torch.int64))
+        target = TrainedByTorchtitan(trainer)
     add_names(target.model)
     return target
 
 
-def _trainer(case: Case, world: World, config: Trainer.Config) -> Trainer:
-    trainer = Trainer(config)
-    if case.layout.pp > 1:
-        tokens = torch.zeros(world.local_batch, case.train.seq_len, dtype=torch.int64)
-        infer_shapes(trainer, tokens, global_valid_tokens=torch.tensor(tokens.numel(), device=trainer.device))
-    return trainer
+def _infer_shapes(trainer: Any, tokens: torch.Tensor) -> None:
+    """Let stages learn the shapes that they send now: they compute one microbatch for it, as in no other step.
+
+    `tokens`: [local_batch, seq_len].
+    """
+    inputs, labels, *options = trainer.post_dataloading_process({"input": tokens.to(trainer.device)}, tokens)
+    schedule = trainer.pp_schedule
+    initialize = getattr(schedule, "_initialize_stages", None) or schedule._initialize_stage
+    of_loss = {"global_valid_tokens": torch.tensor(tokens.numel(), device=trainer.device)}
+    with trainer.train_context():
+        initialize((inputs,) if trainer.pp_has_first_stage else (), options[-1], labels, of_loss)
+    for part in trainer.model_parts:
+        part.zero_grad(set_to_none=True)
+
+
+class TrainedByTorchtitan:
+    """What a Trainer of torchtitan trains: its model, and its `train_step` on the microbatches of the harness."""
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+        parts = trainer.model_parts
+        self.model: nn.Module = parts[0] if len(parts) == 1 else StagesOfRank(parts)
+
+    def step(self, microbatches: Sequence[torch.Tensor], labels: Sequence[torch.Tensor] | None = None) -> StepResult:
+        """One `train_step`; returns the loss and the gradient norm that torchtitan logs."""
+        self._trainer.step += 1
+        labels = labels or [tokens[:, 1:] for tokens in microbatches]
+        # A batch as torchtitan's data loaders give it: named inputs, and labels, each [local_batch, seq_len].
+        batches = [({"input": tokens[:, :-1]}, label) for tokens, label in zip(microbatches, labels, strict=True)]
+        self._trainer.train_step(self._trainer.batch_generator(batches))
+        logged: Logged = self._trainer.metrics_processor.logged
+        return self._of_last_stage(logged.loss), logged.grad_norm
+
+    def _of_last_stage(self, loss: float) -> float:
+        """The loss of a pipeline, which torchtitan logs on the ranks of its last stage alone."""
+        if self._trainer.parallel_dims.pp == 1:
+            return loss
+        group = self._trainer.parallel_dims.get_mesh("pp").get_group()
+        shared = torch.tensor(loss, dtype=torch.float64, device=torchtitan_device)
+        with unobserved():
+            dist.broadcast(shared, group=group, group_src=group.size() - 1)
+        return float(shared)
+
+
+class StagesOfRank(nn.Module):
+    """The stages that a rank trains as one model, with the names that modules have in the whole one."""
+
+    def __init__(self, stages: Sequence[nn.Module]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleDict()
+        for stage in stages:
+            for name, module in stage.named_children():
+                if name == "layers":
+                    self.layers.update(dict(module.named_children()))
+                else:
+                    setattr(self, name, module)
+        self.stages = nn.ModuleList(stages)  # last, so that other names come first
 
 
 class _Nothing(Configurable):  # type: ignore[misc]  # torchtitan is not installed where mypy runs
@@ -50,16 +117,41 @@ class _Nothing(Configurable):  # type: ignore[misc]  # torchtitan is not install
         self.config = config
 
 
-class _KeptMetrics(Metrics, Configurable):  # type: ignore[misc]
-    """The metrics processor of the harness, as a part that torchtitan builds."""
+class Logged(NamedTuple):
+    """What torchtitan logs of a step: the mean loss over the tokens of the global batch, the norm before clipping."""
+
+    loss: float
+    grad_norm: float
+
+
+class _Metrics(Configurable):  # type: ignore[misc]
+    """A metrics processor that keeps the last logged loss and gradient norm, and measures nothing.
+
+    torchtitan's own asks an accelerator for its memory and its name.
+    """
 
     @dataclass(kw_only=True, slots=True)
     class Config(Configurable.Config):  # type: ignore[misc]
         """Nothing to configure."""
 
+    color = NoColor()
+    device_memory_monitor = types.SimpleNamespace(
+        device_name="",
+        get_peak_stats=lambda: types.SimpleNamespace(max_reserved_gib=0.0, max_reserved_pct=0.0),
+    )
+
     def __init__(self, config: Config, **_: object) -> None:
-        super().__init__()
         self.config = config
+        self.ntokens_since_last_log = 0
+        self.data_loading_times: list[float] = []
+        self.logged = Logged(float("nan"), float("nan"))
+
+    def should_log(self, _: int) -> bool:
+        """Every step: the loss is only summed over ranks to be logged."""
+        return True
+
+    def log(self, _: int, loss: float, __: float, grad_norm: float, **___: object) -> None:
+        self.logged = Logged(loss, grad_norm)
 
 
 class _Loss(CrossEntropyLoss):  # type: ignore[misc]
