@@ -74,12 +74,12 @@ class TextCurve(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def job_of(case: Case) -> str:
-    """The case on one rank: what runs of one model, seed and recipe have in common."""
+    """Return the case on one rank: what runs of one model, seed and recipe have in common."""
     return case_id(case_from_axes({**own_values(case), **Layout().mesh, "tp_styles": "plain"}))
 
 
 def read_curve(path: Path) -> TextCurve:
-    """A golden file of torchtitan or the log of a run. HarnessError for anything else."""
+    """Read a golden file of torchtitan or the log of a run. HarnessError for anything else."""
     try:
         lines = _COLOUR.sub("", path.read_text(encoding="utf-8")).splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -122,7 +122,7 @@ def curve_of(name: str, losses: Sequence[float], grad_norms: Sequence[float], sa
 
 
 def curve_of_case(name: str, losses: Sequence[float], grad_norms: Sequence[float]) -> TextCurve:
-    """The curve of a run of the case with this id."""
+    """Return the curve of a run of the case with this id."""
     case = parse_case_id(name)
     degrees = {"DDP": case.layout.dp_replicate, "FSDP": case.layout.dp_shard, "TP": case.layout.tp}
     mesh = ", ".join(f"{axis}={degree}" for axis, degree in degrees.items() if degree > 1)
@@ -131,7 +131,7 @@ def curve_of_case(name: str, losses: Sequence[float], grad_norms: Sequence[float
 
 
 def text_of_curve(curve: TextCurve) -> str:
-    """Every digit, so that reading gives the same numbers."""
+    """Return the curve as text with every digit, so that reading gives the same numbers."""
     return "\n".join((*(f"# {name}: {value}" for name, value in curve.said.items()), *_rows(curve), ""))
 
 

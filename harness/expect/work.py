@@ -101,7 +101,7 @@ class Gemm(linears.Gemm, frozen=True, kw_only=True):
 
 
 def gemms(case: Case, *, rank: int = 0) -> tuple[Gemm, ...]:
-    """The matmuls of linears, and of experts whose tokens are spread evenly, in order of execution."""
+    """Return the matmuls of linears, and of experts whose tokens are spread evenly, in order of execution."""
     of_module = {fqn: alike.gemms for alike in alike_modules(case, rank=rank) for fqn in alike.fqns}
     modules = (module.fqn for module in _modules(case, rank))
     return in_order([[replace(gemm, fqn=fqn) for gemm in of_module[fqn]] for fqn in modules])
@@ -116,7 +116,7 @@ class Alike(NamedTuple):
 
 @functools.lru_cache(maxsize=1024)
 def alike_modules(case: Case, *, rank: int = 0) -> tuple[Alike, ...]:
-    """All modules that multiply, in the order of the first of each kind."""
+    """Return all modules that multiply, in the order of the first of each kind."""
     kinds: dict[tuple[object, ...], list[_Module]] = {}
     for module in _modules(case, rank):
         kind = (
@@ -214,7 +214,7 @@ class Work(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def work(case: Case, *, rank: int = 0, saves_attention: bool = True) -> tuple[Work, ...]:
-    """What one rank multiplies in one step, by part, role and precision.
+    """Return what one rank multiplies in one step, by part, role and precision.
 
     `saves_attention`: `selective_op` saves the output of attention, which is so for every kernel but the CPU's.
     """
@@ -266,7 +266,7 @@ def _attention(case: Case, blocks: Sequence[int], *, saves_attention: bool) -> I
 
 
 def executed(case: Case, *, rank: int, saves_attention: bool = True) -> Mapping[str, Multiplied]:
-    """What one rank executes in one step, by part and precision, as `FlopsRecord` counts it."""
+    """Return what one rank executes in one step, by part and precision, as `FlopsRecord` counts it."""
     products = [
         ("attention" if entry.part == ATTENTION else "matmuls", entry.precision, entry.executions, entry.executed_flops)
         for entry in work(case, rank=rank, saves_attention=saves_attention)

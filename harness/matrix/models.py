@@ -44,14 +44,14 @@ MODELS: Mapping[str, KnownModel] = {
 
 
 def named_model(name: str) -> KnownModel:
-    """The model of this name. Raises `HarnessError` that lists all names."""
+    """Return the model of this name. Raises `HarnessError` that lists all names."""
     if name not in MODELS:
         raise HarnessError(f"there is no model {name!r}.", where="--model", fix=f"give one of {', '.join(MODELS)}.")
     return MODELS[name]
 
 
 def training(model: KnownModel, *, tokens: int | None = None, **axes: object) -> Case:
-    """The case that trains a named model in bfloat16, with the values of other axes (`matrix/axes.py`) given.
+    """Return the case that trains a named model in bfloat16, with the values of other axes (`matrix/axes.py`) given.
 
     `tokens` are those of a data-parallel rank and step, one sequence where neither they nor `global_batch` are given.
     Raises `HarnessError` where the tokens are not whole sequences, and for values that no case can have.
@@ -72,7 +72,7 @@ def training(model: KnownModel, *, tokens: int | None = None, **axes: object) ->
 
 
 def layouts(case: Case) -> Iterator[Case]:
-    """The case with every combination of degrees that are powers of two; FSDP has the other ranks."""
+    """Return the case with every combination of degrees that are powers of two; FSDP has the other ranks."""
     powers = ([1 << power for power in range(most.bit_length())] for most in _MOST.values())
     for chosen in itertools.product(*powers):
         mesh = dict(zip(_MOST, chosen, strict=True))

@@ -48,7 +48,7 @@ _VIEWS = (
 
 
 def fixed_checks() -> tuple[OperatorCheck, ...]:
-    """All checks of the fixed list, in order. Ids are unique."""
+    """Return all checks of the fixed list, in order. Ids are unique."""
     return (
         *_unary_checks(),
         *_binary_checks(),
@@ -62,7 +62,7 @@ def fixed_checks() -> tuple[OperatorCheck, ...]:
 
 
 def select_checks(globs: Sequence[str] = ()) -> tuple[OperatorCheck, ...]:
-    """The checks of the fixed list whose id matches one of the globs; all of them without globs."""
+    """Return the checks of the fixed list whose id matches one of the globs; all of them without globs."""
     return tuple(
         check for check in fixed_checks() if not globs or any(fnmatch.fnmatchcase(check.id, glob) for glob in globs)
     )

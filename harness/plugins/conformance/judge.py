@@ -100,7 +100,7 @@ def conclude(check: OperatorCheck, observed: Sequence[Observation], *, torch: st
 
 
 def conclude_lost(check: OperatorCheck, message: str) -> Conclusion:
-    """The conclusion on a check that brought its ranks down or made them hang."""
+    """Return the conclusion on a check that brought its ranks down or made them hang."""
     problem = Problem(kind="lost", expected="a result from every rank", found=message)
     return _conclusion(check, (), (problem,), 0.0, cheapest_bytes(check))
 

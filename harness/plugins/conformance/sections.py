@@ -46,7 +46,7 @@ class ConformanceDocument(msgspec.Struct, frozen=True, kw_only=True):
 def conformance_document(
     conclusions: Sequence[Conclusion], *, software: dict[str, str | None], seconds: float
 ) -> ConformanceDocument:
-    """All checks with their problems."""
+    """Return all checks with their problems."""
     checks = tuple(
         CheckDocument(
             id=conclusion.check.id,
@@ -65,7 +65,7 @@ def conformance_document(
 
 
 def column(check: OperatorCheck) -> str:
-    """The column of a check: the most specific of `COLUMNS` that its inputs have."""
+    """Return the column of a check: the most specific of `COLUMNS` that its inputs have."""
     placements = [placement for input_placements in check.inputs for placement in input_placements]
     if len(check.axes) > 1:
         return "strided" if any(placement[0] == "T" for placement in placements) else "2-D"

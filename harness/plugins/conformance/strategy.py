@@ -52,7 +52,7 @@ SCALES = frozenset({"tensor_to_scale", "tensor_to_scale.pow2", "to_float8"})
 
 
 def local_placements(check: OperatorCheck, size: int, shapes: Sequence[tuple[int, ...]]) -> frozenset[AxisPlacements]:
-    """All placements of the inputs on an axis of `size` ranks on which the operator is local.
+    """Return all placements of the inputs on an axis of `size` ranks on which the operator is local.
 
     `shapes` are those of the inputs on that axis: of the whole tensors, or of their shards on the axes to the left.
     """
@@ -61,7 +61,7 @@ def local_placements(check: OperatorCheck, size: int, shapes: Sequence[tuple[int
 
 
 def placements_of(ndim: int) -> tuple[str, ...]:
-    """All placements of a tensor of `ndim` dims on one axis."""
+    """Return all placements of a tensor of `ndim` dims on one axis."""
     return ("R", *(f"S{dim}" for dim in range(ndim)), *PARTIALS)
 
 
@@ -91,7 +91,7 @@ def _is_local_with_equal_placements(check: OperatorCheck, placement: str, size: 
 
 
 def is_local_matmul(placements: AxisPlacements) -> bool:
-    """Whether a matmul of operands that are replicated or sharded like this is local."""
+    """Return whether a matmul of operands that are replicated or sharded like this is local."""
     plain = tuple(placement.replace("T", "S") for placement in placements)
     return plain in {("R", "R"), ("S0", "R"), ("R", "S1"), ("S1", "S0")}
 
@@ -106,7 +106,7 @@ def _is_local_scaling(op: str, placements: AxisPlacements) -> bool:
 
 
 def reduced_dims(check: OperatorCheck) -> tuple[int, ...]:
-    """The dims that the operator reduces, as non-negative numbers; empty for other operators."""
+    """Return the dims that the operator reduces, as non-negative numbers; empty for other operators."""
     if check.op not in REDUCTIONS | SCALES:
         return ()
     return tuple(range(len(check.shape))) if check.dim is None else (check.dim % len(check.shape),)
@@ -145,7 +145,7 @@ def _moves_locally(check: OperatorCheck, dim: int, size: int, shape: tuple[int, 
 
 
 def view_dim(shape: Sequence[int], sizes: Sequence[int], dim: int, parts: int) -> int | None:
-    """The dim of the view that is sharded the way `dim` of `shape` is, into `parts`; None if there is none.
+    """Return the dim of the view that is sharded the way `dim` of `shape` is, into `parts`; None if there is none.
 
     It has the same number of elements in front of it and in its first shard.
     """
@@ -160,7 +160,7 @@ def view_dim(shape: Sequence[int], sizes: Sequence[int], dim: int, parts: int) -
 
 
 def may_be_partial(check: OperatorCheck, axis: int, output: int, placement: str) -> bool:
-    """Whether an output may have this Partial placement on a mesh axis: an input's, or its own.
+    """Return whether an output may have this Partial placement on a mesh axis: an input's, or its own.
 
     An operator may shard a replicated input to save work; whether the whole result is right is judged by its values.
     """
@@ -168,7 +168,7 @@ def may_be_partial(check: OperatorCheck, axis: int, output: int, placement: str)
 
 
 def cheapest_bytes(check: OperatorCheck) -> float:
-    """The budget of a check: the bytes that one rank may receive."""
+    """Return the budget of a check: the bytes that one rank may receive."""
     shapes = _input_shapes(check)
     # strided shards as plain shards: their contents differ, their sizes do not
     inputs = [tuple(placement.replace("T", "S") for placement in placements) for placements in check.inputs]

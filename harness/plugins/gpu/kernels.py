@@ -139,7 +139,7 @@ def refusal_checks(capability: tuple[int, int]) -> tuple[KernelCheck, ...]:
 
 
 def allowed_of_sum(check: KernelCheck, accumulator: Accumulator) -> float:
-    """The largest error of an element beyond the rounding of its output, as a share of the sum of magnitudes."""
+    """Return the largest error of an element beyond the rounding of its output, as a share of the sum of magnitudes."""
     in_float32 = check.k * _FLOAT32 + _SCALES
     if accumulator == "float32":
         return in_float32
@@ -176,7 +176,7 @@ class KernelConclusion(Record, frozen=True, kw_only=True):
 
 
 def reason_of(message: str) -> str:
-    """What a refusal is about; "unknown" for words that no reason has."""
+    """Return what a refusal is about; "unknown" for words that no reason has."""
     return next((name for name, words in REASONS.items() if re.search(words, message)), "unknown")
 
 

@@ -95,7 +95,7 @@ class Interrupted(Exception):
 
 
 def ask_torch() -> TorchFacts:
-    """What torch reports about this machine. HarnessError where the process that asks it fails."""
+    """Ask torch about this machine. HarnessError where the process that asks it fails."""
     with unleased_cluster(_FACTS_PROGRAM, 1) as cluster:
         outcome = cluster.run(Job(job_id="facts", world_size=1, payload=b"", deadline_s=_FACTS_DEADLINE_S))
     if outcome.status != "ok":
@@ -153,7 +153,7 @@ def doubts(facts: TorchFacts, held: Sequence[str]) -> tuple[str, ...]:
 
 
 def collect(level: Level, work: Work, query: Query) -> LevelReport:
-    """The evidence of this level, not stored; goldens and noise of the level `native` are.
+    """Collect the evidence of this level, not stored; goldens and noise of the level `native` are.
 
     Raises `Interrupted` after Ctrl-C, RanksFailed, and HarnessError for bad input.
     """
@@ -212,7 +212,7 @@ def chosen_cases(level: Level, project: Project, query: Query, plan: Plan) -> tu
 
 
 def without_obstacles(cases: Sequence[Case], plan: Plan) -> tuple[list[Case], Mapping[str, int]]:
-    """The cases that the devices of a plan can run, and by reason how many others."""
+    """Return the cases that the devices of a plan can run, and by reason how many others."""
     against = [plan.obstacle(case).why for case in cases]
     return [case for case, why in zip(cases, against, strict=True) if not why], Counter(filter(None, against))
 

@@ -112,7 +112,7 @@ class Speed(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def speed(case: Case, tokens_per_s: float, device: Peak | None) -> Speed:
-    """The speed of one device that trains `tokens_per_s` tokens a second, its share of those of all."""
+    """Return the speed of one device that trains `tokens_per_s` tokens a second, its share of those of all."""
     tflops = {name: flops * tokens_per_s / 1e12 for name, flops in flops_per_token_by_precision(case).items()}
     total = sum(tflops.values())
     if device is None:
@@ -168,7 +168,7 @@ class CostReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def run_report(case: Case, result: CaseResult) -> CostReport:
-    """What a run of the case measured. HarnessError where no rank finished."""
+    """Return what a run of the case measured. HarnessError where no rank finished."""
     measured, traces = result.measured, () if result.run is None else result.run.traces
     if measured is None or not traces:
         raise HarnessError("nothing was measured: no rank finished.", where=result.case_id)

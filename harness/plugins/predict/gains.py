@@ -155,7 +155,7 @@ def too_small_for_rowwise(case: Case) -> tuple[str, ...]:
 
 
 def costed(name: str, case: Case, faults: Sequence[KnownFault], machine: Machine) -> Variant:
-    """What a way to train is predicted to bring."""
+    """Return what a way to train is predicted to bring."""
     judged = replace(case, compile="none") if case.float8.traits.in_blocks else case  # no CPU generates its casts
     in_bf16 = exclusions(replace(judged, float8=Float8()))  # rules that are about the harness, not about FP8
     rule = next((rule for rule in exclusions(judged) if rule not in in_bf16), expected_refusal(case))

@@ -123,7 +123,7 @@ class Simulation(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def simulate(case: Case, machine: Machine, *, known: Sequence[KnownFault] = ()) -> Simulation:
-    """A case that no rule excludes, on all of its ranks. HarnessError for a target without formulas.
+    """Predict a case that no rule excludes, on all of its ranks. HarnessError for a target without formulas.
 
     So also for MXFP8 on a machine that does not multiply it.
     """
@@ -158,7 +158,7 @@ def simulate(case: Case, machine: Machine, *, known: Sequence[KnownFault] = ()) 
 
 
 def matmuls(case: Case) -> tuple[Matmul, ...]:
-    """The matmuls of every TP rank, those of equal shape together, by linear in order of execution."""
+    """Return the matmuls of every TP rank, those of equal shape together, by linear in order of execution."""
     ranks: Counter[Matmul] = Counter()
     for rank, alike in _distinct_tp_ranks(case).items():
         shapes = (msgspec.convert(gemm, Matmul, from_attributes=True) for gemm in gemms(case, rank=rank))
@@ -176,7 +176,7 @@ def _distinct_tp_ranks(case: Case) -> Mapping[int, int]:
 
 
 def shards(case: Case) -> tuple[Shard, ...]:
-    """How every distinct weight is sharded; blocks are alike, but for the first where others have experts."""
+    """Return how every distinct weight is sharded; blocks are alike, but for the first where others have experts."""
     units = fsdp_units(case, 0)
     distinct = [unit for unit in units if not unit.name.startswith("layers.") or unit.name.split(".")[1] in ("0", "1")]
     sharded = (_shard(case, weight, ranks_of_unit(case, unit)) for unit in distinct for weight in unit.weights)

@@ -40,7 +40,7 @@ class Peak(msgspec.Struct, frozen=True):
         return self.memory_gb << 30
 
     def tflops(self, precision: str) -> float | None:
-        """The peak in "float8" or "bfloat16" in TFLOP/s; None where the device has none, or it is not known."""
+        """Return the peak in "float8" or "bfloat16" in TFLOP/s; None where the device has none, or it is not known."""
         return {FLOAT8: self.float8, "bfloat16": self.bfloat16}.get(precision)
 
 
@@ -155,7 +155,7 @@ def require_multiplies(machine: Machine, case: Case) -> None:
 
 
 def peak(name: str) -> Peak:
-    """The device of this short name. Raises `HarnessError` that lists all of them."""
+    """Return the device of this short name. Raises `HarnessError` that lists all of them."""
     devices = {device.name: device for device in PEAKS}
     if name not in devices:
         what = f"the peaks of machine {name!r} are not known."
@@ -164,5 +164,5 @@ def peak(name: str) -> Peak:
 
 
 def peak_of_device(device_name: str) -> Peak | None:
-    """The device with this name in torch; None for an unknown one or a MIG instance."""
+    """Return the device with this name in torch; None for an unknown one or a MIG instance."""
     return next((device for device in PEAKS if re.fullmatch(device.names, device_name)), None)

@@ -62,7 +62,7 @@ class Memory(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def memory(case: Case, *, rank: int, saves_attention: bool = True) -> Memory:
-    """What the formulas say of a rank in step 2, with eager blocks: a compiler chooses what compiled ones save.
+    """Return what the formulas say of a rank in step 2, with eager blocks: a compiler chooses what compiled ones save.
 
     `saves_attention`: `selective_op` saves the output of attention, which is so for every kernel but the CPU's.
     """

@@ -90,13 +90,13 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def predicted_step(case: Case, machine: Machine) -> Step:
-    """The time of a step of the case; what no part has is a share of the same step in BF16."""
+    """Return the time of a step of the case; what no part has is a share of the same step in BF16."""
     twin = _parts(replace(case, float8=Float8()), machine)
     return replace(_parts(case, machine) if case.float8.enabled else twin, other_s=machine.rates.other * twin.total_s)
 
 
 def speed_up(case: Case, machine: Machine) -> float:
-    """How many times as fast as in BF16 a case is predicted to train."""
+    """Return how many times as fast as in BF16 a case is predicted to train."""
     twin = replace(case, float8=Float8())
     return predicted_step(twin, machine).total_s / predicted_step(case, machine).total_s
 
@@ -234,7 +234,7 @@ class Cast(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def casts(case: Case) -> tuple[Cast, ...]:
-    """The casts of every converted linear; () without float8."""
+    """Return the casts of every converted linear; () without float8."""
     return tuple(replace(cast, fqn=fqn) for fqns, of_each in _alike_casts(case) for fqn in fqns for cast in of_each)
 
 

@@ -50,7 +50,7 @@ _PARTS = {
 
 
 def cost_sections(report: CostReport) -> Iterator[Block]:
-    """What a step costs by formula, or what a run of it measured, and the speed of one device."""
+    """Show what a step costs by formula, or what a run of it measured, and the speed of one device."""
     if report.formula is not None:
         yield from _formula_sections(report.formula)
     if report.rows:
@@ -149,7 +149,7 @@ def _speed_rows(speeds: Speed, peak: Peak | None, device: str) -> Iterator[tuple
 
 
 def layout_sections(simulation: Simulation, verification: Verification | None = None) -> Iterator[Block]:
-    """A case on its ranks, refusals first, and what simulated ranks were found to do."""
+    """Show a case on its ranks, refusals first, and what simulated ranks were found to do."""
     nodes = f"{counted(simulation.nodes, 'node')} of {simulation.gpus_per_node} {simulation.device}"
     tokens = f"{counted(simulation.tokens, 'token')} of a data-parallel rank and step"
     of = f"{counted(simulation.world_size, 'rank')} on {nodes}, {tokens}: by formula, nothing was run"
@@ -279,7 +279,7 @@ def _verification(verification: Verification) -> Section:
 
 
 def sweep_sections(ranked: Sequence[Ranked]) -> Iterator[Block]:
-    """The layouts that nothing refuses as a table, those that are refused by their reasons, and all reasons."""
+    """Return the layouts that nothing refuses as a table, those that are refused by their reasons, and all reasons."""
     columns = (*_AXES.values(), "predicted s", "tokens/s", "peak at least", "sent", "between nodes", "")
     rows = tuple(_layout_row(layout) for layout in ranked if not layout.refused)
     reasons = {reason.name: reason.text for layout in ranked for reason in (*layout.refused, *layout.warnings)}
@@ -313,7 +313,7 @@ def _refused_lines(ranked: Sequence[Ranked]) -> Iterator[str]:
 
 
 def speedup_sections(gains: Gains) -> Iterator[Section]:
-    """What was asked, all tables, and what is assumed."""
+    """Show what was asked, all tables, and what is assumed."""
     of_bf16 = f"BF16 is predicted to train {gains.tokens_s:,.0f} tokens/s and device."
     yield Section(blocks=(f"{gains.case} on {gains.device}: predicted, not measured", of_bf16))
     yield _table_section("speed", "Times as fast as BF16", _VARIANTS, _variant_rows(gains))
@@ -357,7 +357,7 @@ def _step_rows(gains: Gains) -> Iterator[tuple[str, ...]]:
 
 
 def linear_row(linear: Conversion) -> tuple[str, ...]:
-    """A linear of all blocks: whether it is converted, its milliseconds and its gain."""
+    """Return the row of a linear of all blocks: whether it is converted, its milliseconds and its gain."""
     kept = "refused" if linear.converted and linear.refused else "yes" if linear.converted else "kept"
     times = map(_short, (linear.bf16_ms, linear.float8_ms, linear.cast_ms + linear.padding_ms))
     return f"{linear.name} x{linear.count}", kept, *times, f"{linear.gain:.2f}"
@@ -375,7 +375,7 @@ def _short(value: float) -> str:
 
 
 def speed_sections(report: SpeedReport) -> Iterator[Block]:
-    """A section for every case that was timed against its twin, and how the interval was made."""
+    """Return a section for every case that was timed against its twin, and how the interval was made."""
     yield from map(_case_section, report.cases)
     yield f"{report.method}; {report.warmup} steps of every job warm up"
 

@@ -147,7 +147,7 @@ def _numbers(case: Case, result: CaseResult) -> Measured:
 
 
 def speedup(case: Case, twin: Case, pairs: Sequence[Timed]) -> Speedup:
-    """How much faster the case is than its twin: the mean of the logarithms of the ratios, with its interval."""
+    """Return how much faster the case is than its twin: the mean of the logarithms of the ratios, with its interval."""
     ratio, low, high = interval([pair.twin_s / pair.case_s for pair in pairs])
     return Speedup(
         twin=case_id(twin),
@@ -161,7 +161,7 @@ def speedup(case: Case, twin: Case, pairs: Sequence[Timed]) -> Speedup:
 
 
 def interval(ratios: Sequence[float]) -> tuple[float, float, float]:
-    """The geometric mean of the ratios and its 95 % interval, by Student's t on their logarithms."""
+    """Return the geometric mean of the ratios and its 95 % interval, by Student's t on their logarithms."""
     assert len(ratios) >= FEWEST_PAIRS, "two ratios have no useful interval"
     logarithms = [math.log(ratio) for ratio in ratios]
     middle = fmean(logarithms)

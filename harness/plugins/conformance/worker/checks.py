@@ -61,7 +61,7 @@ def rank_main(context: RankContext) -> bytes:
 
 
 def open_meshes(meter: Meter) -> dict[Mesh, DeviceMesh]:
-    """All meshes, watched by the meter. The mesh of two exists twice, on ranks 0-1 and 2-3."""
+    """Open all meshes, watched by the meter. The mesh of two exists twice, on ranks 0-1 and 2-3."""
     square = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
     meshes: dict[Mesh, DeviceMesh] = {
         "m4": init_device_mesh("cpu", (4,), mesh_dim_names=("line",)),
@@ -125,7 +125,7 @@ def _output(check: OperatorCheck, found: torch.Tensor, expected: torch.Tensor, f
 
 
 def allowed_error(check: OperatorCheck, full: list[torch.Tensor]) -> torch.Tensor | float:
-    """The allowed error of a result: 0, except for rowwise matmuls, which round every partial sum to bfloat16.
+    """Return the allowed error of a result: 0, except for rowwise matmuls, which round every partial sum to bfloat16.
 
     Half a unit in the last place (2**-9) for every partial sum, and the same for the reference.
     """

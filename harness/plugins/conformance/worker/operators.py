@@ -63,7 +63,7 @@ def apply(check: OperatorCheck, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
 
 
 def dequantized(result: Tensor) -> Tensor:
-    """A float8 result in high precision, from the local data of each rank; other results unchanged."""
+    """Return a float8 result in high precision, from the local data of each rank; other results unchanged."""
     local = result.to_local() if isinstance(result, DTensor) else result
     if not isinstance(local, Float8TrainingTensor):
         return result
@@ -173,7 +173,7 @@ OPERATORS |= {f"f8.{name}": OPERATORS[name] for name in ("t", "transpose", "view
 
 
 def values(shape: Sequence[int], dtype: torch.dtype, seed: int) -> torch.Tensor:
-    """A tensor with values from -97 to 24, mostly negative, with two large negative elements."""
+    """Return a tensor with values from -97 to 24, mostly negative, with two large negative elements."""
     step = _STEPS[dtype]
     random = torch.Generator().manual_seed(seed)
     flat = torch.randint(int(-40 / step), int(24 / step), (math.prod(shape),), generator=random) * step
@@ -183,7 +183,7 @@ def values(shape: Sequence[int], dtype: torch.dtype, seed: int) -> torch.Tensor:
 
 
 def small_integers(shape: Sequence[int], dtype: torch.dtype, seed: int) -> torch.Tensor:
-    """A tensor of integers from -2 to 2: matrix products of up to 64 terms are exact in bfloat16."""
+    """Return a tensor of integers from -2 to 2: matrix products of up to 64 terms are exact in bfloat16."""
     random = torch.Generator().manual_seed(seed)
     return torch.randint(-2, 3, tuple(shape), generator=random).to(dtype)
 
@@ -201,14 +201,14 @@ def distribute(full: torch.Tensor, mesh: DeviceMesh, placements: Placements) -> 
 
 
 def wrap(local: torch.Tensor, full: torch.Tensor, mesh: DeviceMesh, placements: Placements) -> DTensor:
-    """A DTensor with the shape of `full` and this local tensor."""
+    """Return a DTensor with the shape of `full` and this local tensor."""
     return DTensor.from_local(
         local, mesh, to_torch(placements, mesh), run_check=False, shape=full.shape, stride=full.stride()
     )
 
 
 def local_part(full: torch.Tensor, mesh: DeviceMesh, placements: Placements) -> torch.Tensor:
-    """The local tensor of this rank for `full` with these placements."""
+    """Return the local tensor of this rank for `full` with these placements."""
     local = full
     coordinates = mesh.get_coordinate()
     assert coordinates is not None
@@ -258,7 +258,7 @@ def _placement(placement: str, axis: int, mesh: DeviceMesh) -> Placement:
 
 
 def to_strings(placements: Sequence[Placement]) -> Placements:
-    """These torch placements as strings; any other kind by its repr."""
+    """Return these torch placements as strings; any other kind by its repr."""
     return tuple(_string(placement) for placement in placements)
 
 

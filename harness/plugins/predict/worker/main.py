@@ -64,7 +64,7 @@ def rank_main(context: RankContext) -> bytes:
 
 
 def simulate(case: Case, rank: int) -> SimulatedRank:
-    """Two steps of the case as this rank takes them, the second of which is recorded."""
+    """Take two steps of the case as this rank takes them, and record the second."""
     world = World(_CPU, case.uses_fsdp, dp_rank(case.layout, rank), case.train.accumulation, case.microbatch)
     meshes = build_meshes(case.layout, world)
     built = distributed_model(case, meshes, world, torch.device("meta"))

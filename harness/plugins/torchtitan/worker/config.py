@@ -161,7 +161,7 @@ def _mxfp8(case: Case) -> MXFP8LinearConverter.Config:
 
 
 def configured_name(fqn: str) -> str:
-    """The name by which torchtitan's filter knows a linear of `linears.py`."""
+    """Return the name by which torchtitan's filter knows a linear of `linears.py`."""
     if fqn == OUTPUT_FQN:
         return "lm_head"
     layer, name = fqn.split(".", 2)[1:]
@@ -169,7 +169,7 @@ def configured_name(fqn: str) -> str:
 
 
 def llama_config(case: Case) -> Llama3Model.Config:
-    """The Llama of a case, with a projection each for queries, keys and values, and without RoPE scaling.
+    """Return the Llama of a case, with a projection each for queries, keys and values, and without RoPE scaling.
 
     torchtitan's own flavors fuse the three, and attend with FlexAttention, whose backward runs on CUDA only.
     """

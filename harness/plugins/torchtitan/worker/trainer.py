@@ -147,7 +147,7 @@ class _Metrics(Configurable):  # type: ignore[misc]
         self.logged = Logged(float("nan"), float("nan"))
 
     def should_log(self, _: int) -> bool:
-        """Every step: the loss is only summed over ranks to be logged."""
+        """Return True: the loss is only summed over ranks to be logged."""
         return True
 
     def log(self, _: int, loss: float, __: float, grad_norm: float, **___: object) -> None:
