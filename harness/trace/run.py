@@ -44,6 +44,7 @@ class RankTrace(Record, frozen=True, kw_only=True):
     architecture: str = ""  # of the device: "sm90", "gfx942"; empty on a CPU
     batch_digests: tuple[str, ...] = ()  # of the tokens of every data-parallel rank that this rank stands for
     virtual: tuple[str, ...]  # parts of the virtual FP8 device that were installed, sorted
+    installed: tuple[str, ...] = ()  # all that the harness has put into torch for the life of this process, sorted
     arithmetic: str = ""  # "kernel" or "exact", as it was asked for; empty where the rank program does not know it
     model: ModelRecord | None = None
     inputs: tuple[StepInputs, ...] | None = None  # None where the model is not called as a whole, or compiled whole

@@ -13,8 +13,7 @@ from harness.worker.process import internals
 
 if TYPE_CHECKING:
     from harness.engine.program import RankContext
-
-_told: list[str] = []
+    from harness.worker.process.process import Process
 
 
 def preload(options: Mapping[str, str]) -> None:
@@ -25,7 +24,7 @@ def preload(options: Mapping[str, str]) -> None:
 
         mxfp8.install_if_possible()
     compiles = options.get("compile", "off") == "on"
-    _told[:] = internals.lines(compiled=compiles)
+    _process().remarks = tuple(internals.lines(compiled=compiles))
     if not internals.gaps(internals.RUN):
         from harness.worker import program
 
@@ -34,7 +33,13 @@ def preload(options: Mapping[str, str]) -> None:
 
 def notes() -> tuple[str, ...]:
     """The remarks at the start of a run: every private part that is not as declared, and what is lost by that."""
-    return tuple(_told)
+    return _process().remarks
+
+
+def _process() -> Process:
+    from harness.worker.process.process import PROCESS  # imports torch
+
+    return PROCESS
 
 
 def rank_main(context: RankContext) -> bytes:

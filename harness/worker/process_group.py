@@ -51,19 +51,16 @@ def join(context: RankContext, fabric: Fabric) -> torch.device:
     elif context.rendezvous == IN_FOLDER:
         # All ranks are on this node. gloo would take the interface that the name of the machine resolves to.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    timeout_s = context.deadline_s * NCCL_GIVES_UP_AFTER if fabric == "nccl" else context.deadline_s + AFTER_DEADLINE_S
     dist.init_process_group(
         _BACKENDS[fabric],
         store=open_store(context),
         rank=context.rank,
         world_size=context.world_size,
-        timeout=timedelta(seconds=_timeout_s(context.deadline_s, fabric)),
+        timeout=timedelta(seconds=timeout_s),
         device_id=device if fabric == "nccl" else None,
     )
     return device
-
-
-def _timeout_s(deadline_s: float, fabric: Fabric) -> float:
-    return deadline_s * NCCL_GIVES_UP_AFTER if fabric == "nccl" else deadline_s + AFTER_DEADLINE_S
 
 
 def open_store(context: RankContext) -> Store:

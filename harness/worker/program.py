@@ -17,8 +17,7 @@ from harness.matrix.targets import REFERENCE, module_of
 from harness.request import RunRequest
 from harness.sources import module_digest
 from harness.worker.process import internals
-from harness.worker.process.phase import PHASE
-from harness.worker.process.settings import STATE
+from harness.worker.process.process import PROCESS
 from harness.worker.process_group import join
 from harness.worker.training.injection import inject
 from harness.worker.training.train import train
@@ -48,21 +47,21 @@ def preload(options: Mapping[str, str]) -> None:
     if on_cpu:
         kernel = options.get("arithmetic") == "kernel"
         virtual_device.install(arithmetic="kernel" if kernel else "exact", compiled=compiled)
-    STATE.restart()
+    PROCESS.settings.restart()
     name = module_of(options.get("target", REFERENCE))
     target = importlib.import_module(name)
     _check_source(name, options)
     FORK_BLOCKERS.record_new(f"the import of {name}")
-    STATE.record_changes("import")
+    PROCESS.settings.record_changes("import")
     if on_cpu:
         torch.set_num_threads(1)  # whatever the target has set: threads that have run stay until the fork
         warm_up()
-    STATE.restart()
+    PROCESS.settings.restart()
     FORK_BLOCKERS.record_new("the warm-up")
     if hasattr(target, "preload"):
         target.preload()
         FORK_BLOCKERS.record_new(f"preload() of {name}")
-    STATE.record_changes("import")
+    PROCESS.settings.record_changes("import")
 
 
 def _check_source(name: str, options: Mapping[str, str]) -> None:
@@ -78,8 +77,8 @@ def _check_source(name: str, options: Mapping[str, str]) -> None:
 def rank_main(context: RankContext) -> bytes:
     request = msgspec.msgpack.decode(context.payload, type=RunRequest)
     torch.set_num_threads(int(os.environ.get(THREADS_VARIABLE, "1")))
-    PHASE.report = context.report_phase
-    PHASE.begin("start")
+    PROCESS.phase.report = context.report_phase
+    PROCESS.phase.begin("start")
     internals.require(*_parts_of(request))
     # The ranks of a job share generated code, and no other job does: a rank killed while writing a library would break
     # every later run that loads it.
@@ -90,13 +89,13 @@ def rank_main(context: RankContext) -> bytes:
     )
     device = join(context, request.fabric)
     for patch in request.injections:
-        PHASE.begin(f"injection {patch.text}")
+        PROCESS.phase.begin(f"injection {patch.text}")
         inject(patch)
     if request.replayed:
-        from harness.worker.one_rank.replay import replay
+        from harness.worker.training.replay import replay
 
         return msgspec.msgpack.encode(replay(request, device))
-    return msgspec.msgpack.encode(train(request, device, PHASE.begin, virtual, context.folder))
+    return msgspec.msgpack.encode(train(request, device, PROCESS.phase.begin, virtual, context.folder))
 
 
 def _parts_of(request: RunRequest) -> tuple[str, ...]:

@@ -275,3 +275,102 @@ def test_threads_decode_with_decoders_that_were_made_before() -> None:
     calls = [call for module in threaded if module.name not in PROGRAMS for call in module.calls]
     assert any(call.name == "msgspec.msgpack.Decoder" for call in calls)
     assert [call.place for call in calls if call.name in DECODING] == []
+
+
+# Rooms of the worker from the top down, as docs/architecture.md draws them; "" has the programs.
+WORKER_LEVELS = ["", "training", "one_rank", "probes", "targets", "virtual", "tensors", "dispatch_hooks", "process"]
+
+
+def worker_arrows() -> dict[str, set[str]]:
+    """By every file that ranks run, those that it imports: at its head, in functions, and for annotations alone."""
+    paths = [*(PACKAGE / "worker").rglob("*.py"), *PACKAGE.glob("plugins/*/worker/**/*.py")]
+    texts = {read(path).name: path.read_text() for path in paths}
+    return {name: set(imported_modules(ast.parse(text), set(texts))) - {name} for name, text in texts.items()}
+
+
+def imported_modules(tree: ast.AST, known: set[str]) -> Iterator[str]:
+    """The modules, of those that are known, that are imported by their name or out of their package."""
+    for node in statements(tree):
+        for name in imported(node):
+            names = [f"{name}.{alias.name}" for alias in node.names] if isinstance(node, ast.ImportFrom) else [name]
+            yield from (each if each in known else name for each in names if {each, name} & known)
+
+
+def worker_room(module: str) -> str:
+    """The room of a file of the worker, "" for a program."""
+    return ".".join(module.split(".")[2:-1]).partition(".")[0]
+
+
+def points_down_in_worker(here: str, there: str) -> bool:
+    """True when one file of the worker may import the other: of its own room, or of one below."""
+    return WORKER_LEVELS.index(worker_room(there)) >= WORKER_LEVELS.index(worker_room(here))
+
+
+def test_arrows_of_the_worker_only_go_down() -> None:
+    ours = "harness.worker."
+    packages_of_rooms = {f"{ours}{room}" for room in WORKER_LEVELS}
+    arrows = [
+        (here, there)
+        for here, imports in worker_arrows().items()
+        for there in imports
+        if here.startswith(ours) and there.startswith(ours) and there not in packages_of_rooms
+    ]
+    assert len(arrows) > 200
+    assert [f"{here} -> {there}" for here, there in arrows if not points_down_in_worker(here, there)] == []
+    assert not points_down_in_worker("harness.worker.probes.probe", "harness.worker.training.train")
+    assert not points_down_in_worker("harness.worker.targets.reference.loss", "harness.worker.probes.probe")
+
+
+def test_no_file_of_the_worker_imports_itself_through_others() -> None:
+    arrows = worker_arrows()
+    assert set(in_order(arrows)) == set(arrows) and len(arrows) > 100
+    with pytest.raises(CycleError):
+        in_order(arrows | {"harness.worker.process.process": {"harness.worker.training.train"}})
+
+
+def test_only_programs_are_outside_of_the_rooms_of_the_worker() -> None:
+    loose = [
+        module for module in modules() if module.name.startswith("harness.worker.") and module.name.count(".") == 2
+    ]
+    rooms = {f"harness.worker.{room}" for room in WORKER_LEVELS}
+    programs = {module.name for module in loose if module.name not in rooms}
+    texts = {name: PACKAGE.parent.joinpath(*name.split(".")).with_suffix(".py").read_text() for name in programs}
+    marks = ("def rank_main(", '__name__ == "__main__"')
+    assert programs and [name for name, text in texts.items() if not any(mark in text for mark in marks)] == []
+
+
+INSTALLING = {"install_hook", "impl", "register_backend", "setattr", "Library", "wrap", "install"}
+
+
+def at_import(tree: ast.AST) -> Iterator[ast.AST]:
+    """What runs when a module is imported: everything but the bodies of functions."""
+    pending = [tree]
+    while pending:
+        node = pending.pop()
+        yield node
+        decorators: list[ast.expr] = getattr(node, "decorator_list", [])
+        is_function = isinstance(node, (ast.FunctionDef, ast.Lambda))
+        pending += decorators if is_function else ast.iter_child_nodes(node)
+
+
+def installs_at_import(text: str) -> list[str]:
+    """What an import would put into another module: calls that install, and attributes that are set."""
+    nodes = list(at_import(ast.parse(text)))
+    called = [dotted(node.func) for node in nodes if isinstance(node, ast.Call)]
+    targets = [target for node in nodes if isinstance(node, ast.Assign) for target in node.targets]
+    set_attributes = [dotted(target) for target in targets if isinstance(target, ast.Attribute)]
+    return set_attributes + [name for name in called if name.rpartition(".")[2] in INSTALLING]
+
+
+def test_nothing_is_installed_by_an_import() -> None:
+    paths = [*(PACKAGE / "worker").rglob("*.py"), *PACKAGE.glob("plugins/*/worker/**/*.py")]
+    found = {path.name: installs_at_import(path.read_text()) for path in paths}
+    assert {name: installed for name, installed in found.items() if installed} == {}
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["torch.backward = mine", "for name in NAMES:\n    install_hook(name)", "@torch.library.impl('a')\ndef f(): ..."],
+)
+def test_what_an_import_installs_is_seen(text: str) -> None:
+    assert installs_at_import(text)

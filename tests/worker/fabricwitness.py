@@ -30,14 +30,14 @@ def watch() -> None:
     stock, stock_send = Group.exchange, Channel.send
 
     def exchange(group: Group, kind: str, payload: torch.Tensor, **given: Any) -> list[torch.Tensor]:
-        if kind != "open" and not hook._paused[0]:
+        if kind != "open" and hook.observed():
             table_bytes = 8 * group.size if kind == "all_to_all" else 0
             _sent.append((kind, payload.numel() - table_bytes, group.ranks))
             _check_last()
         return stock(group, kind, payload, **given)
 
     def send(channel: Channel, payload: torch.Tensor, code: int) -> None:
-        if not hook._paused[0]:
+        if hook.observed():
             ranks = _reported[len(_sent)][2] if len(_reported) > len(_sent) else ()
             _sent.append(("send", payload.numel(), ranks))
             _check_last()

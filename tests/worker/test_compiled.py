@@ -23,6 +23,7 @@ from harness.matrix.case import Case
 from harness.matrix.caseid import parse_case_id
 from harness.trace import Run
 from harness.verdict import Finding
+from harness.worker.process.process import PROCESS
 from harness.worker.virtual import graph_backend
 from tests.builders import make_witnesses, rules
 from tests.jobs import make_share, run_alone
@@ -212,8 +213,8 @@ def test_random_numbers_are_left_alone_only_where_none_are_drawn(monkeypatch, dr
     attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
     graph.output(graph.call_function(attention, (query, query, query, dropout)))
     module = torch.fx.GraphModule({}, graph)
-    monkeypatch.setattr(graph_backend, "workarounds", [])
+    monkeypatch.setattr(PROCESS, "workarounds", [])
     assert torch.Tag.nondeterministic_seeded in attention.tags
     assert graph_backend._only_if_any_op_draws(lambda _: True)(module) is saves_state
-    assert graph_backend.workarounds == ([] if saves_state else [graph_backend.WORKAROUND])
+    assert PROCESS.workarounds == ([] if saves_state else [graph_backend.WORKAROUND])
     assert graph_backend._only_if_any_op_draws(lambda _: False)(module) is False

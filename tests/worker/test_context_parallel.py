@@ -10,10 +10,10 @@ from torch import nn
 from torch.distributed.tensor.experimental._context_parallel._load_balancer import _HeadTailLoadBalancer
 
 from harness.matrix.layout import Layout, positions_of_ranks
-from harness.worker.probes.sketches import clean_fqn
 from harness.worker.targets.in_pieces import InPieces, take_grads, use_pieces, uses_of_weights
 from harness.worker.targets.reference.context_parallel import OfAllRanks
 from harness.worker.targets.reference.model import apply_rope, attend, rope_cache
+from harness.worker.tensors.names import clean_fqn
 
 BATCH, SEQ, HEADS, KEYS, DIM = 2, 32, 4, 2, 8
 

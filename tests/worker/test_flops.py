@@ -22,6 +22,7 @@ from harness.measured import Measured
 from harness.plugins.predict.roofline import EAGER_KERNELS
 from harness.worker.dispatch_hooks import collectives, products
 from harness.worker.dispatch_hooks.hook import install_hook, unobserved
+from harness.worker.dispatch_hooks.install import install_hooks
 from harness.worker.dispatch_hooks.scaled_mm import ScaledMMCounter
 from harness.worker.targets.reference.float8 import convert
 from harness.worker.virtual import device, mxfp8
@@ -31,6 +32,7 @@ from tests.unit.test_gate import TERMS
 from tests.worker.runs import sweep
 
 mxfp8.install()  # before anything imports torchao's stubs
+install_hooks()
 CASES = (  # more, compiled ones too, are in `test_clean_runs.py` and `test_compiled.py`
     "single-bf16-ac.op-bias-v2048-s1-f64",  # saves no matmul that adds a bias
     "single-tensorwise-v2048-s1-eval-f64",

@@ -15,7 +15,7 @@ REPOSITORY = Path(__file__).parents[2]
 PRELOAD = """
 import os, sys
 from harness.worker.main import preload
-from harness.worker.process.settings import STATE
+from harness.worker.process.process import PROCESS
 
 def try_target(name, source):
     called = set()
@@ -28,7 +28,7 @@ def try_target(name, source):
         print(str(error).partition(" Fix: ")[0])
     sys.setprofile(None)
     print("warms up" if "warm_up" in called else "does not warm up", len(os.listdir("/proc/self/task")), "threads")
-    print(*(f"{change.name} {change.phase}" for change in STATE.changes), flush=True)
+    print(*(f"{change.name} {change.phase}" for change in PROCESS.settings.changes), flush=True)
 
 preload({})
 print(os.environ["CUDA_VISIBLE_DEVICES"] or "no GPU", sys.modules["torch"].cuda._parse_visible_devices(), flush=True)

@@ -14,10 +14,11 @@ from harness.checks.assembly import SketchKey, assemble, relative_distance, uneq
 from harness.matrix.caseid import parse_case_id
 from harness.trace import RankTrace
 from harness.trace.tensors import SKETCH_SIZE, TensorSketch
-from harness.worker.probes.sketches import clean_fqn, sketch
+from harness.worker.probes.sketches import sketch
 from harness.worker.targets import data
 from harness.worker.targets.data import write_weights
 from harness.worker.targets.reference.model import Llama
+from harness.worker.tensors.names import clean_fqn
 from tests.builders import make_trace
 from tests.worker.runs import numbers, sweep
 

@@ -50,6 +50,13 @@ def test_tensor_parallel_computes_what_one_rank_computes(traces, layout, recipe)
     assert losses(parallel) == pytest.approx(losses(single), abs=2e-3)
 
 
+def test_a_trace_has_the_names_of_all_that_was_put_into_torch(traces):
+    (trace,) = traces()
+    hooks = {f"hooks of {name}" for name in ("collectives", "grouped_mm", "products", "scaled_mm")}
+    assert {"collectives", "mxfp8", "scaled_mm"} <= set(trace.virtual) < set(trace.installed) >= hooks
+    assert len(set(trace.installed)) == len(trace.installed)
+
+
 @pytest.mark.parametrize("layout", [{"dp_shard": 2}, {"dp_shard": 4}, HSDP], ids=["fsdp2", "fsdp4", "hsdp"])
 def test_data_parallel_without_fp8_computes_what_one_rank_computes(traces, layout):
     single, parallel = traces(), traces(**layout)

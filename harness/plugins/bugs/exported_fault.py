@@ -23,6 +23,8 @@ _LIMITS = (
     "harness.worker.probes",
     "harness.worker.process",
     "harness.worker.tensors.digests",
+    "harness.worker.tensors.names",
+    "harness.worker.tensors.ownership",
     "harness.worker.tensors.places",
     "harness.worker.targets",
     "harness.worker.virtual",

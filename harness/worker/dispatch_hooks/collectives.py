@@ -106,5 +106,6 @@ HOOKS: dict[str, Callable[..., None]] = {
     "barrier": _barrier,
 }
 
-for _name, _before in HOOKS.items():
-    install_hook(getattr(torch.ops.c10d, _name).default, before=_before)
+
+def install() -> list[torch.library.Library]:
+    return [install_hook(getattr(torch.ops.c10d, name).default, before=before) for name, before in HOOKS.items()]

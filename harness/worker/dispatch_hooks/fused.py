@@ -63,7 +63,7 @@ def naming(operator: torch._ops.OpOverload) -> Callable[[tuple[Any, ...], dict[s
     return lambda args, kwargs: dict(zip(names, args, strict=False)) | kwargs
 
 
-def _install(name: str) -> None:
+def _install(name: str) -> torch.library.Library:
     operator = getattr(torch.ops.symm_mem, name).default
     given = naming(operator)
 
@@ -71,8 +71,8 @@ def _install(name: str) -> None:
         for observe in observers:
             observe(name, given(args, kwargs), result)
 
-    install_hook(operator, before=lambda *args, **kwargs: notify_of_transport(given(args, kwargs)), after=after)
+    return install_hook(operator, before=lambda *args, **kwargs: notify_of_transport(given(args, kwargs)), after=after)
 
 
-for _name in OPERATORS:
-    _install(_name)
+def install() -> list[torch.library.Library]:
+    return [_install(name) for name in OPERATORS]

@@ -68,6 +68,9 @@ def _scaled_v2(
     _scaled(a, b, scale_a[0], scale_b[0], *others[2:3])
 
 
-install_hook(torch.ops.aten._grouped_mm.default, before=_plain)
-install_hook(torch.ops.aten._scaled_grouped_mm.default, before=_scaled)
-install_hook(torch.ops.aten._scaled_grouped_mm_v2.default, before=_scaled_v2)
+def install() -> list[torch.library.Library]:
+    return [
+        install_hook(torch.ops.aten._grouped_mm.default, before=_plain),
+        install_hook(torch.ops.aten._scaled_grouped_mm.default, before=_scaled),
+        install_hook(torch.ops.aten._scaled_grouped_mm_v2.default, before=_scaled_v2),
+    ]

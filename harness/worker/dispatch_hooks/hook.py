@@ -14,19 +14,19 @@ from typing import Any
 import torch
 from torch import DispatchKey, DispatchKeySet
 
+from harness.worker.process.process import PROCESS
+
 _KERNELS = torch._C._dispatch_keyset_full_after(DispatchKey.BackendSelect)
-_LIBRARIES: list[torch.library.Library] = []  # torch drops a registration when its Library object is collected
-_paused = [0]
 
 
 @contextlib.contextmanager
 def unobserved() -> Iterator[None]:
     """While active, hooks call no observer: what the harness itself sends and multiplies is not the target's."""
-    _paused[0] += 1
+    PROCESS.unobserved += 1
     try:
         yield
     finally:
-        _paused[0] -= 1
+        PROCESS.unobserved -= 1
 
 
 def _nothing(*_: Any, **__: Any) -> None:
@@ -38,27 +38,27 @@ HOOKS: dict[torch._ops.OpOverload, Callable[..., None]] = {}
 
 
 def observed() -> bool:
-    return not _paused[0]
+    return not PROCESS.unobserved
 
 
 def install_hook(
     operator: torch._ops.OpOverload, *, before: Callable[..., None], after: Callable[..., None] = _nothing
-) -> None:
+) -> torch.library.Library:
     """Call `before(arguments)` before and `after(result, arguments)` after every call of `operator` from now on.
 
     Arguments are positional unless the schema makes them keyword-only. Calls on meta tensors, such as those inside
-    fake tensors, execute nothing and are skipped.
+    fake tensors, execute nothing and are skipped. Returns what must be kept, or torch drops the hook.
     """
 
     def hook(keyset: DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
-        if _paused[0] or keyset.has(DispatchKey.Meta):
+        if PROCESS.unobserved or keyset.has(DispatchKey.Meta):
             return operator.redispatch(keyset & _KERNELS, *args, **kwargs)
         before(*args, **kwargs)
         result = operator.redispatch(keyset & _KERNELS, *args, **kwargs)
         after(result, *args, **kwargs)
         return result
 
-    HOOKS[operator] = before
     library = torch.library.Library(operator.namespace, "IMPL")
-    _LIBRARIES.append(library)
     library.impl(operator, hook, "BackendSelect", with_keyset=True, allow_override=False)
+    HOOKS[operator] = before
+    return library

@@ -77,13 +77,12 @@ def _attending(at: int, products: int) -> Callable[..., None]:
     return before
 
 
-def _install(name: str, before: Callable[..., None]) -> None:
-    packet = getattr(torch.ops.aten, name)
-    for overload in {"default", "out"} & set(packet.overloads()):
+def install() -> list[torch.library.Library]:
+    hooks = {name: _multiplying(at) for name, at in _MATMULS.items()}
+    hooks |= {name: _attending(at, products) for name, (at, products) in _ATTENTION.items()}
+    return [
         install_hook(getattr(packet, overload), before=before)
-
-
-for _name, _at in _MATMULS.items():
-    _install(_name, _multiplying(_at))
-for _name, (_at, _products) in _ATTENTION.items():
-    _install(_name, _attending(_at, _products))
+        for name, before in hooks.items()
+        for packet in [getattr(torch.ops.aten, name)]
+        for overload in {"default", "out"} & set(packet.overloads())
+    ]

@@ -49,14 +49,18 @@ def _first(
     return a, b, scale_a[0], scale_b[0]
 
 
-for _operator in (torch.ops.aten._scaled_mm.default, torch.ops.aten._scaled_mm.out):
-    install_hook(_operator, before=_before, after=_after)
-for _operator in (torch.ops.aten._scaled_mm_v2.default, torch.ops.aten._scaled_mm_v2.out):
-    install_hook(
-        _operator,
-        before=lambda *args, **_: _before(*_first(*args)),
-        after=lambda result, *args, **_: _after(result, *_first(*args)),
-    )
+def install() -> list[torch.library.Library]:
+    first, second = torch.ops.aten._scaled_mm, torch.ops.aten._scaled_mm_v2
+    hooks = [install_hook(operator, before=_before, after=_after) for operator in (first.default, first.out)]
+    hooks += [
+        install_hook(
+            operator,
+            before=lambda *args, **_: _before(*_first(*args)),
+            after=lambda result, *args, **_: _after(result, *_first(*args)),
+        )
+        for operator in (second.default, second.out)
+    ]
+    return hooks
 
 
 class ScaledMMCounter:

@@ -13,23 +13,44 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 from harness.matrix.case import Case
 from harness.matrix.linears import expert_fqns
-from harness.worker.one_rank.gradient_sync import GradientSync
-from harness.worker.probes.probe import in_backward
-from harness.worker.probes.sketches import clean_fqn
-from harness.worker.training.evaluation import evaluating
+from harness.worker.process.process import PROCESS, in_backward
+from harness.worker.tensors.names import clean_fqn
 
 Tensor = torch.Tensor
 
 
-_running: list[nn.Module] = []  # for all ranks of a group
+class GradientSync:
+    """Whether a backward pass reduces gradients: as the target asks, and always the last one of a rank.
 
+    While it is entered, it notes what the target asks of `FSDPModule.set_requires_gradient_sync`.
+    """
 
-def computes_for_all() -> bool:
-    """True while experts run once more, for the weight gradients of several ranks."""
-    return bool(_running)
+    def __init__(self) -> None:
+        self.asked: dict[tuple[FSDPModule, bool], bool] = {}
+        self._stock = FSDPModule.set_requires_gradient_sync
+
+    def __enter__(self) -> None:
+        stock, asked = self._stock, self.asked
+
+        def noted(module: FSDPModule, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
+            asked[module, recurse] = requires_gradient_sync
+            stock(module, requires_gradient_sync, recurse=recurse)
+
+        patched: Any = FSDPModule
+        patched.set_requires_gradient_sync = noted
+
+    def __exit__(self, *_: object) -> None:
+        patched: Any = FSDPModule
+        patched.set_requires_gradient_sync = self._stock
+
+    def apply(self, *, last: bool) -> None:
+        """Reduce in the next backward pass if it is the `last` one of a rank, otherwise as the target asked."""
+        for (module, recurse), sync in self.asked.items():
+            self._stock(module, sync or last, recurse=recurse)
 
 
 class _Call(NamedTuple):
@@ -72,11 +93,17 @@ class ExpertsOfRanks:
             self._calls.append([[] for _ in self._experts])
 
     def __enter__(self) -> None:
+        """Replace `torch.autograd.backward` by one that goes on with the experts when it is through.
+
+        Their gradients must be there when a target reads gradients, to clip them, right behind its last backward pass,
+        so a hook of the optimizer's step comes too late. What runs at the end of a pass, inside of it, comes too early:
+        FSDP2 reduces the gradients of that pass in a callback of its own there.
+        """
         self._calls, self._rank, self._last = [], 0, False
 
         def backward(*args: Any, **options: Any) -> None:
             self._stock(*args, **options)
-            if self._last and not computes_for_all():
+            if self._last and not PROCESS.computes_for_all:
                 self._add_weight_gradients()
 
         torch.autograd.backward = backward
@@ -94,12 +121,12 @@ class ExpertsOfRanks:
         return tokens % self._positions * self._tp // self._positions
 
     def _before(self, module: nn.Module, args: tuple[Tensor, Tensor]) -> None:
-        if not computes_for_all() and not evaluating():
+        if not PROCESS.computes_for_all and not PROCESS.evaluating:
             for param in module.parameters():
                 param.requires_grad_(False)
 
     def _after(self, module: nn.Module, args: tuple[Tensor, Tensor], results: Tensor) -> None:
-        if computes_for_all() or evaluating():
+        if PROCESS.computes_for_all or PROCESS.evaluating:
             return
         for param in module.parameters():
             param.requires_grad_(True)
@@ -123,7 +150,7 @@ class ExpertsOfRanks:
                 order = self._order(calls)
                 rows = torch.cat([call.rows for call in calls])[order].requires_grad_()
                 gradient = torch.cat([call.gradient[0] for call in calls])[order]
-                _running.append(module)
+                PROCESS.computes_for_all = True
                 self._stock(module(rows, torch.stack([call.counts for call in calls]).sum(0)), gradient)
-                _running.pop()
+                PROCESS.computes_for_all = False
         self._calls, self._last = [], False

@@ -32,12 +32,11 @@ from torch.utils._pytree import tree_leaves
 
 from harness.matrix.case import Case
 from harness.matrix.layout import positions_of_ranks
-from harness.worker.one_rank.gradient_sync import GradientSync
-from harness.worker.one_rank.sequential_experts import ExpertsOfRanks
+from harness.worker.one_rank.sequential_experts import ExpertsOfRanks, GradientSync
 from harness.worker.probes.inputs import Rows, rows_of_pieces
 from harness.worker.targets.in_pieces import take_grads, uses_of_weights
 from harness.worker.targets.target import StepResult, Target
-from harness.worker.tensors.summing import WIDE
+from harness.worker.tensors.sums import WIDE
 
 
 class SequentialRanks:
@@ -115,18 +114,15 @@ class SequentialRanks:
         sums = self._sums.setdefault(param, [])
         if len(sums) == self._reduced[param]:
             sums.append(_Sum(part.dtype))
-        for number, rank_grad in enumerate(self._of_ranks(param, part.view(local.shape))):
+        uses = self._in_pieces.get(id(param))  # one gradient for each of the ranks that share the sequences
+        rank_grads = take_grads(uses, part.dtype) if uses else [part.view(local.shape)]
+        for number, rank_grad in enumerate(rank_grads):
             sums[self._reduced[param]].add(rank_grad, (self._rank + number) // self._shards)
         self._reduced[param] += 1
         first, *others = sums
         local.copy_(first.value)
         for other in others:
             local += other.value.to(local.dtype)
-
-    def _of_ranks(self, param: nn.Parameter, reduced: torch.Tensor) -> Sequence[torch.Tensor]:
-        """What was reduced, or what each of the ranks has that share the sequences."""
-        uses = self._in_pieces.get(id(param))
-        return take_grads(uses, reduced.dtype) if uses else [reduced]
 
 
 class _Sum:

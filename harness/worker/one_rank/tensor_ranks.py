@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from typing import Any, Literal, NamedTuple, cast
 
@@ -25,7 +25,8 @@ from harness.worker.one_rank.recorded import Recorded
 from harness.worker.probes.discovery import is_converted
 from harness.worker.probes.fsdp_params import ManagedParam
 from harness.worker.probes.module_tensors import NORMS
-from harness.worker.tensors.summing import spread, summed
+from harness.worker.process.process import PROCESS
+from harness.worker.tensors.sums import spread, summed
 
 Tensor = torch.Tensor
 _OfSequence = nn.RMSNorm | nn.LayerNorm | nn.Linear
@@ -181,6 +182,7 @@ class ScaledProducts:
         """For the rest of the life of this process."""
         module: Any = import_module(matmul.module)
         setattr(module, matmul.name, self._watched(getattr(module, matmul.name), matmul.cutting))
+        PROCESS.keep(f"parts of {matmul.name}")
 
     def _watched(self, stock: Callable[..., Tensor], cutting: Callable[..., Cut]) -> Callable[..., Tensor]:
         def multiply(*args: Any, **options: Any) -> Tensor:
@@ -198,7 +200,8 @@ class ScaledProducts:
         if self._first is None:
             return None
         with unobserved():
-            return torch.stack([self._first(part) for part in _slices(k, ranks)])
+            ends = itertools.accumulate(shard_sizes(k, ranks), initial=0)
+            return torch.stack([self._first(slice(*part)) for part in itertools.pairwise(ends)])
 
 
 def _cutting_tensors(
@@ -217,11 +220,6 @@ class Matmul(NamedTuple):
 
 
 FLOAT8 = Matmul("torchao.float8.float8_ops", "addmm_float8_unwrapped", _cutting_tensors)
-
-
-def _slices(total: int, ranks: int) -> Iterator[slice]:
-    ends = list(itertools.accumulate(shard_sizes(total, ranks)))
-    return (slice(start, end) for start, end in zip([0, *ends], ends, strict=False))
 
 
 _ALIGNED = 16  # what a scaled matmul contracts must be a multiple of it

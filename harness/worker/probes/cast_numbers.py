@@ -16,17 +16,13 @@ from torch.utils.dlpack import to_dlpack  # type: ignore[attr-defined]  # torch 
 
 from harness.trace.operands import ScaleSummary
 from harness.worker.tensors.digests import Content, bytes_of, fingerprint, is_transposed, on_host
+from harness.worker.tensors.names import dtype_name
 
 Array = npt.NDArray[Any]
 
 _NUMPY: dict[torch.dtype, type[np.floating[Any]]] = {torch.float32: np.float32, torch.float64: np.float64}
 # A positive power of two in float32: an exponent, between zero's and infinity's, and nothing else.
 _NOT_EXPONENT, _EXPONENT_AT, _EXPONENT_BIAS, _INFINITY = np.uint32(0x807F_FFFF), 23, 127, 0x7F80_0000
-
-
-@functools.cache
-def dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 class Scale(NamedTuple):

@@ -25,8 +25,8 @@ from harness.worker.probes.cast_numbers import (
     read_scale,
     summary,
 )
-from harness.worker.probes.probe import mark_owned
 from harness.worker.tensors.digests import Content, Contents, bytes_of
+from harness.worker.tensors.ownership import mark_owned
 
 _COPIED_BYTES = 1 << 22  # of sources, at a time: some dozen casts of a tiny model, still in the cache
 

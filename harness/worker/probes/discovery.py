@@ -16,12 +16,10 @@ from torchao.float8.float8_linear import Float8Linear
 
 from harness.matrix.case import Case
 from harness.trace.model import Buffer, Linear, ModelRecord, Parameter
-from harness.worker.probes.cast_numbers import dtype_name
-from harness.worker.probes.probe import in_backward
-from harness.worker.probes.sketches import clean_fqn
+from harness.worker.process.process import PROCESS, in_backward
 from harness.worker.tensors.digests import ordered_digest
+from harness.worker.tensors.names import clean_fqn, dtype_name
 from harness.worker.tensors.places import is_wrapped, local_shard, mesh_axes, place_of, unwrapped
-from harness.worker.training.evaluation import evaluating
 
 
 def linears(model: nn.Module) -> dict[str, nn.Linear]:
@@ -84,7 +82,7 @@ class Discovery:
 
     def _counting(self, fqn: str) -> Any:
         def count(*_: Any) -> None:
-            if not evaluating():
+            if not PROCESS.evaluating:
                 self._calls[in_backward()][fqn] += 1
 
         return count
@@ -94,7 +92,8 @@ class Discovery:
         self._calls = [Counter(), Counter()]
 
     def record(self) -> ModelRecord:
-        others = _parameters_of_others(self._model)
+        modules = (module for module in self._model.modules() if not isinstance(module, nn.Linear))
+        others = {parameter for module in modules for parameter in module.parameters(recurse=False)}
         return ModelRecord(
             linears=tuple(
                 Linear(
@@ -129,11 +128,6 @@ class Discovery:
             built=self._built.get(name, ""),
             updated=ordered_digest(local) != self._initial.get(name),
         )
-
-
-def _parameters_of_others(model: nn.Module) -> set[nn.Parameter]:
-    modules = (module for module in model.modules() if not isinstance(module, nn.Linear))
-    return {parameter for module in modules for parameter in module.parameters(recurse=False)}
 
 
 def _constants(model: nn.Module) -> dict[str, str]:

@@ -19,10 +19,10 @@ from harness.matrix.linears import expert_fqns
 from harness.trace.experts import ExpertBias, ExpertCall, ExpertTrace, GroupedMatmuls, Phase, Rows
 from harness.worker.dispatch_hooks import grouped_mm
 from harness.worker.dispatch_hooks.hook import unobserved
-from harness.worker.one_rank.sequential_experts import computes_for_all
-from harness.worker.probes.probe import Probe, in_backward, mark_owned
-from harness.worker.probes.sketches import clean_fqn
-from harness.worker.training.evaluation import evaluating
+from harness.worker.probes.probe import Probe
+from harness.worker.process.process import PROCESS, in_backward
+from harness.worker.tensors.names import clean_fqn
+from harness.worker.tensors.ownership import mark_owned
 
 Tensor = torch.Tensor
 _SEED = 7
@@ -40,7 +40,7 @@ class _Block:
 
     @unobserved()
     def routed(self, _: nn.Module, args: tuple[Tensor, ...], output: tuple[Tensor, Tensor]) -> None:
-        phase: Phase = "evaluation" if evaluating() else "recompute" if in_backward() else "forward"
+        phase: Phase = "evaluation" if PROCESS.evaluating else "recompute" if in_backward() else "forward"
         weights, chosen = output
         self._now = {
             "step": self.step,
@@ -70,7 +70,7 @@ class _Block:
         self._rows("returned", rows)
 
     def _rows(self, name: str, rows: Tensor) -> None:
-        if computes_for_all():
+        if PROCESS.computes_for_all:
             return
         self._now["values"][name] = digests(rows)
         gradients = self._now["gradients"]
@@ -95,7 +95,7 @@ class ExpertProbe(Probe):
         self.observe(grouped_mm.observers, self._multiplied)
 
     def _multiplied(self, call: grouped_mm.GroupedMM) -> None:
-        if not computes_for_all():
+        if not PROCESS.computes_for_all:
             self._matmuls[self._step, call.is_wgrad, call.scale_a is not None] += 1
 
     def attach(self, model: nn.Module) -> None:

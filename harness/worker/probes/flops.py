@@ -10,7 +10,6 @@ from torch import nn
 from harness.matrix.case import Case
 from harness.trace.counts import FlopsRecord
 from harness.worker.dispatch_hooks import grouped_mm, products, scaled_mm
-from harness.worker.dispatch_hooks.grouped_mm import GroupedMM
 from harness.worker.dispatch_hooks.products import Product, matmul_flops, precision_of
 from harness.worker.probes.probe import Probe
 
@@ -24,14 +23,10 @@ class FlopsProbe(Probe):
 
     def install(self) -> None:
         self.observe(products.observers, self._observe)
-        self.observe(scaled_mm.observers, self._observe_scaled)
-        self.observe(grouped_mm.observers, self._observe_grouped)
-
-    def _observe_scaled(self, a: torch.Tensor, b: torch.Tensor, *_: torch.Tensor) -> None:
-        self._observe(Product("matmuls", a.dtype, matmul_flops(a, b)))
-
-    def _observe_grouped(self, call: GroupedMM) -> None:
-        self._observe(Product("matmuls", call.a.dtype, call.flops))
+        self.observe(
+            scaled_mm.observers, lambda a, b, *_: self._observe(Product("matmuls", a.dtype, matmul_flops(a, b)))
+        )
+        self.observe(grouped_mm.observers, lambda call: self._observe(Product("matmuls", call.a.dtype, call.flops)))
 
     def _observe(self, product: Product) -> None:
         if self._step:

@@ -17,9 +17,10 @@ import torch
 
 from harness.matrix.recipes import BLOCK, RecipeTraits
 from harness.trace.graphs import GraphCast, GraphMatmul, Phase, UnknownCast
-from harness.worker.probes.cast_numbers import Cast, dtype_name, measure_cast, summarize_scale
-from harness.worker.probes.probe import in_backward
+from harness.worker.probes.cast_numbers import Cast, measure_cast, summarize_scale
+from harness.worker.process.process import in_backward
 from harness.worker.tensors.digests import bytes_of, fingerprint
+from harness.worker.tensors.names import dtype_name
 from harness.worker.virtual.memory import FLOAT8
 from harness.worker.virtual.scaled_mm import unswizzled_scales
 

@@ -18,11 +18,10 @@ from torch.distributed.tensor import DTensor, Partial, Shard
 
 from harness.matrix.case import Case
 from harness.trace.graphs import GradientDistance
-from harness.worker.probes.probe import in_backward
-from harness.worker.probes.sketches import clean_fqn, is_compiled
-from harness.worker.tensors.distance import relative_distance
+from harness.worker.process.process import PROCESS, in_backward
+from harness.worker.tensors.names import clean_fqn, is_compiled
 from harness.worker.tensors.places import local_tensor
-from harness.worker.training.evaluation import evaluating
+from harness.worker.tensors.sums import relative_distance
 
 _TP = "tp"
 
@@ -54,7 +53,7 @@ class GradientWatcher:
         self._model = model
 
     def before_call(self, inputs: Sequence[Any]) -> None:
-        if self._model is None or in_backward() or evaluating():
+        if self._model is None or in_backward() or PROCESS.evaluating:
             return
         parameters = {_place(param): clean_fqn(name) for name, param in self._model.named_parameters()}
         self._forward.append([parameters.get(_place(tensor)) for tensor in inputs])

@@ -23,12 +23,13 @@ from harness.trace.graphs import Collective, FusedCall, FusedNode, GraphRecord, 
 from harness.worker.dispatch_hooks import fused
 from harness.worker.dispatch_hooks.collectives import resolve_group
 from harness.worker.dispatch_hooks.hook import unobserved
-from harness.worker.probes.cast_numbers import dtype_name
 from harness.worker.probes.generated import GeneratedCodeWatcher
 from harness.worker.probes.graph_casts import GraphCastWatcher
 from harness.worker.probes.graph_gradients import GradientWatcher
 from harness.worker.probes.partitions import PartitionWatcher
-from harness.worker.probes.probe import Probe, in_backward
+from harness.worker.probes.probe import Probe
+from harness.worker.process.process import PROCESS, in_backward
+from harness.worker.tensors.names import dtype_name
 from harness.worker.tensors.reduction import gathered_copies
 from harness.worker.virtual import graph_backend
 from harness.worker.virtual import symm_mem as virtual_symm_mem
@@ -172,7 +173,7 @@ class GraphProbe(Probe):
             gradients=tuple(self._gradients.distances),
             emulates_roundings=self._generated.emulates_roundings,
             partitions=tuple(self._partitions.records),
-            workarounds=tuple(sorted(graph_backend.workarounds)),
+            workarounds=tuple(sorted(PROCESS.workarounds)),
         )
 
     # Graphs.

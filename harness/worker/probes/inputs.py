@@ -19,9 +19,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
 from harness.trace.model import StepInputs
-from harness.worker.probes.probe import in_backward
+from harness.worker.process.process import PROCESS, in_backward
 from harness.worker.targets.data import Tokens
-from harness.worker.training.evaluation import evaluating
 
 _INTEGERS = (torch.int16, torch.int32, torch.int64)
 
@@ -45,7 +44,7 @@ class InputRecorder:
             model.register_forward_pre_hook(self._record_inputs, with_kwargs=True)
 
     def _record_inputs(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        if torch.compiler.is_compiling() or in_backward() or evaluating():
+        if torch.compiler.is_compiling() or in_backward() or PROCESS.evaluating:
             return
         for leaf in tree_leaves((args, kwargs)):
             if isinstance(leaf, torch.Tensor) and leaf.dtype in _INTEGERS and leaf.dim() > 0:

@@ -17,8 +17,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from harness.trace.operands import Aged, Aging, CastPhase, Role
 from harness.worker.probes.cast_numbers import Cast
-from harness.worker.probes.sketches import clean_fqn
 from harness.worker.tensors.digests import Content, Contents, bytes_of
+from harness.worker.tensors.names import clean_fqn
 from harness.worker.tensors.places import local_part
 
 UNKNOWN = "?"  # the FQN of a cast or matmul outside of every known module

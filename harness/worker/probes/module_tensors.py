@@ -19,12 +19,12 @@ from harness.matrix.case import Case
 from harness.matrix.layout import SAME_BATCH_AXES
 from harness.matrix.numerics import RECORDED_BYTES, Numerics, replayed_steps
 from harness.trace.tensors import FLOAT8, ModuleShard, ModuleTensorKind
-from harness.worker.probes.cast_numbers import dtype_name
-from harness.worker.probes.probe import Probe, in_backward, mark_owned
-from harness.worker.probes.sketches import clean_fqn, is_compiled
+from harness.worker.probes.probe import Probe
+from harness.worker.process.process import PROCESS, in_backward
 from harness.worker.tensors.digests import bytes_of, ordered_digest
+from harness.worker.tensors.names import clean_fqn, dtype_name, is_compiled
+from harness.worker.tensors.ownership import mark_owned
 from harness.worker.tensors.places import Places, local_shard, local_tensor
-from harness.worker.training.evaluation import evaluating
 
 NORMS = (nn.RMSNorm, nn.LayerNorm)
 MODULES = (nn.Linear, *NORMS, nn.Embedding)  # everything between them is repeated from their results
@@ -203,10 +203,10 @@ class _Hooks:
 
     def after(self, _: nn.Module, __: Any, output: torch.Tensor) -> None:
         self._keep("output", output, "grad_output")
-        self.calls += not (in_backward() or evaluating())
+        self.calls += not (in_backward() or PROCESS.evaluating)
 
     def _keep(self, kind: ModuleTensorKind, tensor: torch.Tensor, gradient: ModuleTensorKind | None = None) -> None:
-        if in_backward() or evaluating():
+        if in_backward() or PROCESS.evaluating:
             return
         call = self.calls
         self._seen.append(_Seen(self._fqn, call, kind, mark_owned(_detached(tensor)) if is_wide(tensor) else None))

@@ -7,7 +7,7 @@ Of its three matmuls every operand is cast anew: along its last dim by `MXTensor
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -18,11 +18,29 @@ from harness.trace.operands import Role
 from harness.worker.probes.cast_numbers import Cast
 from harness.worker.tensors.places import local_part
 
-if TYPE_CHECKING:
-    from harness.worker.probes.operands import OperandProbe
+
+class Place(Protocol):
+    """Where the run is."""
+
+    operands: dict[int, Role]  # of the linear that runs: which is in which memory
+
+    @property
+    def phase(self) -> str: ...
 
 
-def watch(probe: OperandProbe, traits: RecipeTraits) -> None:
+class Recorder(Protocol):
+    """What the probe of operands offers."""
+
+    @property
+    def place(self) -> Place: ...
+    def replace(self, owner: Any, name: str, value: Any) -> None: ...
+    def watch_linear(self, original: Callable[..., Any]) -> Callable[..., Any]: ...
+    def watch_backward(self, original: Callable[..., Any]) -> Callable[..., Any]: ...
+    def remember(self, ctx: Any) -> None: ...
+    def record_cast(self, cast: Cast, *, logical: torch.Tensor, role: Role) -> None: ...
+
+
+def watch(probe: Recorder, traits: RecipeTraits) -> None:
     """Record the casts and matmuls of MXFP8 linears of either conversion, until the probe is closed."""
     from torchao.prototype.moe_training import mxfp8_linear
     from torchao.prototype.mx_formats.mx_tensor import MXTensor
@@ -39,7 +57,7 @@ def watch(probe: OperandProbe, traits: RecipeTraits) -> None:
     probe.replace(mxfp8_linear, columns, _watch_cast(probe, getattr(mxfp8_linear, columns), 0, down))
 
 
-def _watch_forward(probe: OperandProbe, original: Callable[..., Any]) -> Callable[..., Any]:
+def _watch_forward(probe: Recorder, original: Callable[..., Any]) -> Callable[..., Any]:
     def forward(ctx: Any, source: torch.Tensor, weight: torch.Tensor, *args: Any) -> Any:
         probe.remember(ctx)
         probe.place.operands = _storages(source, weight)
@@ -48,7 +66,7 @@ def _watch_forward(probe: OperandProbe, original: Callable[..., Any]) -> Callabl
     return forward
 
 
-def _watch_backward(probe: OperandProbe, original: Callable[..., Any]) -> Callable[..., Any]:
+def _watch_backward(probe: Recorder, original: Callable[..., Any]) -> Callable[..., Any]:
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         unpacked = _Unpacked(ctx)
         probe.place.operands = _storages(*unpacked.saved_tensors)
@@ -75,7 +93,7 @@ def _storage(tensor: torch.Tensor) -> int:
     return int(local_part(tensor).untyped_storage().data_ptr())
 
 
-def _watch_cast(probe: OperandProbe, original: Callable[..., Any], dim: int, rounds_down: bool) -> Callable[..., Any]:
+def _watch_cast(probe: Recorder, original: Callable[..., Any], dim: int, rounds_down: bool) -> Callable[..., Any]:
     def cast(source: torch.Tensor, *args: Any, **options: Any) -> Any:
         result = original(source, *args, **options)
         bits, scale = (
@@ -88,7 +106,7 @@ def _watch_cast(probe: OperandProbe, original: Callable[..., Any], dim: int, rou
     return cast
 
 
-def _role(probe: OperandProbe, source: torch.Tensor) -> Role:
+def _role(probe: Recorder, source: torch.Tensor) -> Role:
     """By the memory of the source: a copy that a reshape has made is of an activation."""
     place = probe.place
     activation: Role = "grad_output" if place.phase == "backward" else "input"

@@ -35,16 +35,16 @@ from harness.trace.operands import (
     Role,
 )
 from harness.worker.dispatch_hooks import scaled_mm
-from harness.worker.probes.cast_numbers import Cast, dtype_name, read_scale
+from harness.worker.probes.cast_numbers import Cast, read_scale
 from harness.worker.probes.casts import CastMeter, PendingCast, PendingMatmul
 from harness.worker.probes.discovery import forward_owner
 from harness.worker.probes.fsdp_params import ManagedParam, fsdp_params, is_gathered
 from harness.worker.probes.lifetimes import UNKNOWN, Lifetimes, Pass, Use
-from harness.worker.probes.probe import Probe, in_backward
-from harness.worker.probes.sketches import clean_fqn
+from harness.worker.probes.probe import Probe
+from harness.worker.process.process import PROCESS, in_backward
 from harness.worker.tensors.digests import Contents
+from harness.worker.tensors.names import clean_fqn, dtype_name
 from harness.worker.tensors.places import local_part, local_tensor, mesh_axes
-from harness.worker.training.evaluation import evaluating
 from harness.worker.virtual.scaled_mm import unswizzled_scales
 
 
@@ -388,7 +388,7 @@ class OperandProbe(Probe):
 
 def _forward_phase() -> Phase:
     """A forward that runs inside of a backward pass is a recomputation."""
-    return "evaluation" if evaluating() else "recompute" if in_backward() else "forward"
+    return "evaluation" if PROCESS.evaluating else "recompute" if in_backward() else "forward"
 
 
 _NOTHING = contextlib.nullcontext()

@@ -17,7 +17,7 @@ from torch._functorch.partitioners import must_recompute
 from torch._inductor import compile_fx
 
 from harness.trace.graphs import KeptTensor, PartitionRecord, UnequalNode
-from harness.worker.probes.cast_numbers import dtype_name
+from harness.worker.tensors.names import dtype_name
 from harness.worker.virtual import graph_backend
 
 _PARTITION = "fp8_harness_partition"  # the key of node.meta that says which partition a graph is of
@@ -69,7 +69,8 @@ class PartitionWatcher:
             graph.find_nodes(op="placeholder")[0].meta[_PARTITION] = len(self._divided)
         self._divided.append((before, after))
         given: Any = forward.output_node().args[0]
-        saved: list[torch.fx.Node] = [node for node in given[outputs:] if _is_intermediate(node)]
+        tensors = [node for node in given[outputs:] if isinstance(node.meta.get("val"), torch.Tensor)]
+        saved: list[torch.fx.Node] = [node for node in tensors if node.op == "call_function"]
         kept = [node for node in saved if node.name in marked]
         self.records.append(
             PartitionRecord(
@@ -117,10 +118,6 @@ def _unchanged(graph: torch.fx.Graph) -> dict[str, str]:
 
 def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
     return one.shape == other.shape and one.dtype == other.dtype
-
-
-def _is_intermediate(node: Any) -> bool:
-    return node.op == "call_function" and isinstance(node.meta.get("val"), torch.Tensor)
 
 
 def _nbytes(node: torch.fx.Node) -> int:

@@ -1,17 +1,14 @@
-"""What a probe is, the probes that watch one run, and what several of them use. Probes never change a number."""
+"""What a probe is, the probes that watch one run. Probes never change a number."""
 
 from __future__ import annotations
 
-import gc
 import importlib
-import weakref
 from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any, Self
 
 import torch
 from torch import nn
-from torch.optim.optimizer import Optimizer
 
 from harness.matrix.case import Case, Layout
 from harness.matrix.numerics import Numerics
@@ -133,41 +130,3 @@ class ProbeSet:
 
     def results(self) -> dict[str, Any]:
         return {name: probe.result() for name, probe in self._probes.items()}
-
-
-def in_backward() -> bool:
-    """True while autograd runs backward, including the recomputation of a forward."""
-    return torch._C._current_graph_task_id() != -1
-
-
-# Tensors that only probes hold. The census of live memory leaves them out.
-_MARK = "held_by_a_probe"
-
-
-def mark_owned(tensor: torch.Tensor) -> torch.Tensor:
-    """Mark `tensor` as held by a probe alone, and return it. Its storage may be shared, the tensor object must not."""
-    setattr(tensor, _MARK, True)
-    return tensor
-
-
-def is_owned(tensor: torch.Tensor) -> bool:
-    return getattr(tensor, _MARK, False)
-
-
-_OPTIMIZERS: weakref.WeakKeyDictionary[nn.Module, list[weakref.ref[Optimizer]]] = weakref.WeakKeyDictionary()
-
-
-def optimizers_of(model: nn.Module) -> list[Optimizer]:
-    """Those that update parameters of the model. They are searched for once: later, gc may no longer list them."""
-    known = [alive for reference in _OPTIMIZERS.get(model, ()) if (alive := reference()) is not None]
-    if known:
-        return known
-    mine = {id(param) for param in model.parameters()}
-    optimizers = [
-        candidate
-        for candidate in gc.get_objects()
-        if issubclass(type(candidate), Optimizer)
-        and any(id(param) in mine for group in candidate.param_groups for param in group["params"])
-    ]
-    _OPTIMIZERS[model] = [weakref.ref(optimizer) for optimizer in optimizers]
-    return optimizers

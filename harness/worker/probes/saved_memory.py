@@ -43,10 +43,10 @@ from torchao.float8.float8_training_tensor import Float8TrainingTensor
 
 from harness.matrix.case import Case
 from harness.trace.counts import LiveMemory, LiveTensor, Moment, SavedMemory
-from harness.worker.probes.cast_numbers import dtype_name
 from harness.worker.probes.fsdp_params import fsdp_params
-from harness.worker.probes.probe import Probe, is_owned, optimizers_of
-from harness.worker.probes.sketches import clean_fqn
+from harness.worker.probes.probe import Probe
+from harness.worker.tensors.names import clean_fqn, dtype_name
+from harness.worker.tensors.ownership import is_owned, optimizers_of
 from harness.worker.tensors.places import local_part
 from harness.worker.virtual.collectives import FABRIC
 

@@ -16,9 +16,10 @@ from torchao.float8.float8_training_tensor import Float8TrainingTensor
 from harness.matrix.case import Case
 from harness.trace.tensors import SKETCH_SIZE, SketchKind, TensorSketch
 from harness.worker.dispatch_hooks.hook import unobserved
-from harness.worker.probes.probe import Probe, mark_owned
-from harness.worker.targets.in_pieces import IN_PIECES
+from harness.worker.probes.probe import Probe
 from harness.worker.tensors.digests import bytes_of, fingerprint, ordered_digest
+from harness.worker.tensors.names import clean_fqn
+from harness.worker.tensors.ownership import mark_owned
 from harness.worker.tensors.places import Place, Places, local_shard, place_of, unwrapped
 from harness.worker.tensors.reduction import reduced_gradient
 
@@ -86,18 +87,6 @@ def _cut_dim(tensor: torch.Tensor) -> int:
     tensor = unwrapped(tensor)
     placements = tensor.placements if isinstance(tensor, DTensor) else ()
     return next((placement.dim for placement in placements if isinstance(placement, Shard)), 0)
-
-
-@functools.lru_cache(maxsize=1024)
-def clean_fqn(fqn: str) -> str:
-    """The FQN without what checkpointing wrappers, compilation and pieces of sequences add to it."""
-    whole = fqn.removesuffix(f".{IN_PIECES}").replace(f"{IN_PIECES}.", "")
-    return whole.replace("_checkpoint_wrapped_module.", "").replace("_orig_mod.", "")
-
-
-def is_compiled(module: nn.Module) -> bool:
-    """True for what `torch.compile` made of a module, which has that module as its child."""
-    return any(name == "_orig_mod" for name, _ in module.named_children())
 
 
 def sketch(fqn: str, kind: SketchKind, step: int, tensor: torch.Tensor) -> TensorSketch:

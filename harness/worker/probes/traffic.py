@@ -17,8 +17,8 @@ from harness.matrix.layout import axis_of_group
 from harness.trace.counts import TrafficRecord
 from harness.worker.dispatch_hooks import collectives
 from harness.worker.dispatch_hooks.collectives import Exchange
-from harness.worker.probes.cast_numbers import dtype_name
 from harness.worker.probes.probe import Probe
+from harness.worker.tensors.names import dtype_name
 
 
 class _Key(NamedTuple):

@@ -102,7 +102,9 @@ def problem_of(name: str, use: Use) -> str:
     owner, member = _look_up(name)
     if member is _MISSING:
         return _GONE
-    if (use.set and _is_read_only(member)) or (use.patched and _is_immutable(owner)):
+    is_read_only = isinstance(member, property) and member.fset is None
+    is_immutable = isinstance(owner, type) and bool(owner.__flags__ & _IMMUTABLE_TYPE)
+    if (use.set and is_read_only) or (use.patched and is_immutable):
         return _READ_ONLY
     parameters = _parameters(member) if use.takes else ()
     missing = [parameter for parameter in use.takes if parameter not in parameters]
@@ -175,14 +177,6 @@ def _assigns(function: object, name: str) -> bool:
             for instruction in dis.get_instructions(function)
         )
     )
-
-
-def _is_read_only(member: Any) -> bool:
-    return isinstance(member, property) and member.fset is None
-
-
-def _is_immutable(owner: Any) -> bool:
-    return isinstance(owner, type) and bool(owner.__flags__ & _IMMUTABLE_TYPE)
 
 
 def _parameters(function: Any) -> Collection[str]:

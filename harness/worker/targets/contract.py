@@ -13,8 +13,8 @@ from torch import nn
 
 from harness.matrix.case import Case
 from harness.matrix.targets import module_of
-from harness.worker.probes.probe import optimizers_of
 from harness.worker.targets.target import Target, World
+from harness.worker.tensors.ownership import optimizers_of
 
 
 class TargetMisfit(Exception):

@@ -19,7 +19,7 @@ from torch import nn
 
 from harness.matrix.case import Case, Model
 from harness.matrix.stages import EMBEDDING, copies_of_weights
-from harness.worker.probes.sketches import clean_fqn
+from harness.worker.tensors.names import clean_fqn
 from harness.worker.tensors.places import local_shard, part_at, place_of
 from harness.worker.tensors.reduction import with_other_ranks
 
@@ -47,7 +47,7 @@ def make_tokens(*, steps: int, sequences: int, seq_len: int, vocab_size: int, se
     words = _stream(seed, "tokens").random_raw(2 * steps * sequences * (seq_len + 1)).reshape(2, -1)
     fresh = _zipf(words[0], vocab_size).reshape(steps, sequences, seq_len + 1)
     follow = (words[1] % np.uint64(100) < _FOLLOW_PERCENT).reshape(fresh.shape)
-    successor = _successors(vocab_size, seed)
+    successor = np.argsort(_stream(seed, "successors").random_raw(vocab_size), kind="stable").astype(np.int64)
     tokens = fresh.copy()
     for position in range(1, seq_len + 1):
         tokens[..., position] = np.where(
@@ -60,11 +60,6 @@ def _zipf(words: npt.NDArray[np.uint64], vocab_size: int) -> Tokens:
     ranks = np.arange(1, vocab_size + 1, dtype=np.uint64)
     cumulative = np.cumsum(np.uint64(2**40) // ranks)  # integers: exact on every machine
     return np.searchsorted(cumulative, words % cumulative[-1], side="right").astype(np.int64)
-
-
-def _successors(vocab_size: int, seed: int) -> Tokens:
-    keys = _stream(seed, "successors").random_raw(vocab_size)
-    return np.argsort(keys, kind="stable").astype(np.int64)
 
 
 def make_weight(fqn: str, shape: tuple[int, ...], *, seed: int, bound: float | None = None) -> Weights:
@@ -147,7 +142,8 @@ def write_weights(model: nn.Module, case: Case) -> dict[str, Weights]:
     embeddings = _embeddings(model)
     written = {}
     for name, param in model.named_parameters():
-        fqn, place = _original(clean_fqn(name), case), place_of(param)
+        fqn, place = clean_fqn(name), place_of(param)
+        fqn = _EMBEDDED if fqn in copies_of_weights(case) else fqn
         rows = unpadded_rows(place.shape, case.model)
         full = make_weight(
             fqn, (*rows, *place.shape[1:]), seed=case.train.seed, bound=_bound_of(fqn, case, name in embeddings)
@@ -170,11 +166,6 @@ def with_other_stages(weights: dict[str, Weights], case: Case) -> dict[str, Weig
         for fqn, shape in shapes.items()
         if fqn not in weights
     }
-
-
-def _original(fqn: str, case: Case) -> str:
-    """The parameter that this one is a copy of, or itself."""
-    return _EMBEDDED if fqn in copies_of_weights(case) else fqn
 
 
 def _bound_of(fqn: str, case: Case, is_embedding: bool) -> float | None:

@@ -17,7 +17,6 @@ from torch import nn
 
 Tensor = torch.Tensor
 _BATCH = -3  # dim
-IN_PIECES = "_in_pieces"  # in names: the module itself in its wrapper
 
 
 class InPieces(nn.Module):
@@ -28,12 +27,12 @@ class InPieces(nn.Module):
 
     def __init__(self, module: nn.Module, count: int) -> None:
         super().__init__()
-        self._in_pieces = module
+        self.harness_in_pieces = module
         self.count = count
         self.grads: defaultdict[str, list[Sequence[Tensor]]] = defaultdict(list)  # by name: of every call, each piece's
 
     def forward(self, given: Tensor) -> Tensor:
-        computed: Tensor = _Pieces.apply(given, self, *self._in_pieces.parameters(recurse=False))
+        computed: Tensor = _Pieces.apply(given, self, *self.harness_in_pieces.parameters(recurse=False))
         return computed
 
 
@@ -46,7 +45,7 @@ class _Pieces(torch.autograd.Function):
         with torch.set_grad_enabled(any(ctx.needs_input_grad)):
             pieces = given.chunk(owner.count, _BATCH if given.is_floating_point() else 0)
             ctx.inputs = [piece.detach().requires_grad_(given.requires_grad) for piece in pieces]
-            ctx.outputs = [owner._in_pieces(piece) for piece in ctx.inputs]
+            ctx.outputs = [owner.harness_in_pieces(piece) for piece in ctx.inputs]
         return torch.cat([output.detach() for output in ctx.outputs], _BATCH)
 
     @staticmethod
@@ -59,7 +58,7 @@ class _Pieces(torch.autograd.Function):
         ]
         of_input = torch.cat([of_piece[0] for of_piece in piece_grads], _BATCH) if wanted else None
         of_weights = list(zip(*(of_piece[wanted:] for of_piece in piece_grads), strict=True))
-        names = (name for name, _ in ctx.owner._in_pieces.named_parameters(recurse=False))
+        names = (name for name, _ in ctx.owner.harness_in_pieces.named_parameters(recurse=False))
         for name, of_weight in zip(names, of_weights, strict=True):
             ctx.owner.grads[name].append(of_weight)
         return of_input, None, *(torch.stack(of_weight).sum(0) for of_weight in of_weights)
@@ -85,7 +84,7 @@ def uses_of_weights(model: nn.Module) -> dict[int, list[Use]]:
     uses: defaultdict[int, list[Use]] = defaultdict(list)
     for module in model.modules():
         if isinstance(module, InPieces):
-            for name, param in module._in_pieces.named_parameters(recurse=False):
+            for name, param in module.harness_in_pieces.named_parameters(recurse=False):
                 uses[id(param)].append(Use(module, name))
     return uses
 

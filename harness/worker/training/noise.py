@@ -15,7 +15,7 @@ from torch import nn
 
 from harness.matrix.recipes import BLOCK, E4M3, MANTISSA_BITS
 from harness.request import Noise
-from harness.worker.probes.sketches import clean_fqn
+from harness.worker.tensors.names import clean_fqn
 
 BFLOAT16_BITS = 7
 

@@ -17,12 +17,11 @@ from torch.distributed.tensor import DTensor
 
 from harness.trace.model import Resumed, State
 from harness.worker.dispatch_hooks.hook import unobserved
-from harness.worker.probes.cast_numbers import dtype_name
 from harness.worker.probes.discovery import saved_buffers
-from harness.worker.probes.probe import optimizers_of
-from harness.worker.probes.sketches import clean_fqn
 from harness.worker.targets.target import Resumes, Target
 from harness.worker.tensors.digests import ordered_digest
+from harness.worker.tensors.names import clean_fqn, dtype_name
+from harness.worker.tensors.ownership import optimizers_of
 from harness.worker.tensors.places import local_shard, part_at, place_of
 from harness.worker.tensors.reduction import with_other_ranks
 

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import msgspec
 import numpy as np
@@ -26,20 +26,20 @@ from harness.matrix.resumed import resumed_in
 from harness.matrix.stages import copies_of_weights
 from harness.request import RunRequest
 from harness.trace import RankTrace, StepTrace
-from harness.trace.model import Resumed
+from harness.trace.model import Resumed, StateChange
 from harness.worker.dispatch_hooks.scaled_mm import ScaledMMCounter
 from harness.worker.one_rank.sequential_ranks import SequentialRanks
 from harness.worker.probes.discovery import Digests, Discovery, parameter_digests
 from harness.worker.probes.inputs import InputRecorder
-from harness.worker.probes.probe import ProbeSet, mark_owned
+from harness.worker.probes.probe import ProbeSet
 from harness.worker.process import internals
-from harness.worker.process.settings import STATE
+from harness.worker.process.process import PROCESS
 from harness.worker.targets import data
-from harness.worker.targets.contract import build_target, require_process_group, require_result
+from harness.worker.targets.contract import build_target, require_loss, require_process_group, require_result
 from harness.worker.targets.data import write_weights
-from harness.worker.targets.target import IGNORED, Target, World
+from harness.worker.targets.target import IGNORED, Evaluates, Target, World
+from harness.worker.tensors.ownership import mark_owned
 from harness.worker.tensors.reduction import gradient_norm, reducing_once, squared_norm_share
-from harness.worker.training.evaluation import evaluate
 from harness.worker.training.noise import add_noise
 from harness.worker.training.resuming import hand_over
 
@@ -77,7 +77,7 @@ def train(
     """
     case = request.case
     base_memory = _peak_memory_bytes(device)
-    STATE.restart()
+    PROCESS.settings.restart()
     report_phase("build")
     steps: list[StepTrace] = []
     resumed = None
@@ -91,13 +91,13 @@ def train(
         prepared = prepare(case, device, solo_witness=request.solo, digests_built=request.digests_built)
         if request.noise is not None:
             add_noise(prepared.target.model, request.noise)
-        STATE.record_changes("build")
+        PROCESS.settings.record_changes("build")
         discovery = _watch(prepared, watching)
         for step in range(1, len(prepared.tokens) + 1):
             report_phase(f"step {step}")
             watching.begin_step(step)
             steps.append(train_step(prepared, step, scaled_mm, watching))
-            STATE.record_changes(f"step {step}")
+            PROCESS.settings.record_changes(f"step {step}")
             discovery.end_step()
             prepared.inputs.end_step(step)
             if step == prepared.case.train.resumed_after:
@@ -105,13 +105,14 @@ def train(
                 prepared, resumed = _resumed(prepared, case, step, folder)
                 discovery = _watch(prepared, watching, discovery)
                 gc.collect()  # what was trained before is gone, as in a new process
-                STATE.record_changes(f"resuming after step {step}")
+                PROCESS.settings.record_changes(f"resuming after step {step}")
     record = discovery.record()
+    fqns, filters = [linear.fqn for linear in record.linears], sorted(case.float8.filter_fqns)
     return RankTrace(
         rank=dist.get_rank(),
         steps=tuple(steps),
         converted_fqns=tuple(sorted(linear.fqn for linear in record.linears if linear.converted)),
-        unmatched_filters=_unmatched(case.float8.filter_fqns, [linear.fqn for linear in record.linears]),
+        unmatched_filters=tuple(entry for entry in filters if not any(entry in fqn for fqn in fqns)),
         peak_memory_bytes=_peak_memory_bytes(device) - base_memory,
         data_digest=prepared.data_digest,
         batch_digests=_batch_digests(case, prepared.tokens),
@@ -119,10 +120,11 @@ def train(
         device="cpu" if device.type == "cpu" else torch.cuda.get_device_name(device),
         architecture="" if device.type == "cpu" else _architecture(device),
         virtual=virtual,
+        installed=PROCESS.installed,
         arithmetic=request.arithmetic,
         model=record,
         inputs=prepared.inputs.record(),
-        state=tuple(STATE.changes),
+        state=tuple(PROCESS.settings.changes),
         resumed=resumed,
         not_recorded=lost,
         **watching.results(),
@@ -225,6 +227,27 @@ def train_step(prepared: Prepared, step: int, scaled_mm: ScaledMMCounter, watchi
     )
 
 
+def evaluate(target: Target, batches: Sequence[Sequence[torch.Tensor]], step: int) -> torch.Tensor | float:
+    """The loss of a batch, given as to `step`, as the target evaluates it.
+
+    Keeps what of torch's state the target left changed by it.
+    """
+    modes = {fqn: module.training for fqn, module in target.model.named_modules()}
+    PROCESS.evaluating = True
+    try:
+        loss = require_loss(cast("Evaluates", target).evaluate(*batches))
+    finally:
+        PROCESS.evaluating = False
+    phase = f"the evaluation of step {step}"
+    PROCESS.settings.record_changes(phase)
+    changed = [fqn for fqn, module in target.model.named_modules() if module.training != modes.get(fqn)]
+    if changed:
+        before, after = ("on", "off") if modes[changed[0]] else ("off", "on")
+        after += f" in {len(changed)} of {len(modes)} modules"
+        PROCESS.settings.changes.append(StateChange(name="training mode", phase=phase, before=before, after=after))
+    return loss
+
+
 @contextmanager
 def _before_first_update(call: Callable[[], None]) -> Iterator[Counter[int]]:
     """Call a function when an optimizer takes its first step in here. Yields the number of steps of each, by its id."""
@@ -256,10 +279,6 @@ def _number(value: torch.Tensor | float) -> float:
     if isinstance(value, DTensor):
         value = value.full_tensor()
     return float(value)
-
-
-def _unmatched(filters: Sequence[str], fqns: Sequence[str]) -> tuple[str, ...]:
-    return tuple(sorted(entry for entry in filters if not any(entry in fqn for fqn in fqns)))
 
 
 def _peak_memory_bytes(device: torch.device) -> int:

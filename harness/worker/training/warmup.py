@@ -23,6 +23,7 @@ from harness.matrix.case import Case, Float8, Layout, Train
 from harness.request import RunRequest
 from harness.worker.probes.probe import PROBES
 from harness.worker.process import internals
+from harness.worker.process.process import PROCESS
 from harness.worker.tensors.places import mesh_axes
 from harness.worker.training.train import train
 from harness.worker.virtual import collectives
@@ -46,6 +47,7 @@ def without_progress_thread() -> None:
     """
     if importlib.util.find_spec("tqdm") is not None:
         importlib.import_module("tqdm").tqdm.monitor_interval = 0
+        PROCESS.keep("no progress thread")
 
 
 def warm_up() -> None:

@@ -19,8 +19,8 @@ import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 from torch.distributed import ReduceOp, Work
 
-from harness.worker.probes.cast_numbers import dtype_name
-from harness.worker.process.phase import PHASE
+from harness.worker.process.process import PROCESS
+from harness.worker.tensors.names import dtype_name
 from harness.worker.virtual.fabric import CollectiveMismatch, Fabric, Group, Loopback
 from harness.worker.virtual.memory import (
     FLOAT8,
@@ -331,7 +331,7 @@ class Receive(Work):
         into, fabric = self._into, self._fabric
         channel = fabric.channel(self._source, fabric.rank)
         waiting = f"where it waits for {named(into)} from rank {fabric.ranks[self._source]}"
-        with contextlib.nullcontext() if channel.has_arrived else PHASE.within(waiting):
+        with contextlib.nullcontext() if channel.has_arrived else PROCESS.phase.within(waiting):
             payload, code = channel.receive()
         dtype = _DTYPES[code]
         if dtype != into.dtype or payload.numel() != into.numel() * into.itemsize:

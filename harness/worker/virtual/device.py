@@ -16,24 +16,25 @@ import torch.distributed as dist
 from torch.distributed import ReduceOp
 
 from harness.request import Arithmetic, Fabric
+from harness.worker.dispatch_hooks.install import install_hooks
 from harness.worker.process import internals
+from harness.worker.process.process import PROCESS
 from harness.worker.virtual import collectives, grouped_mm, scaled_grouped_mm, scaled_mm
 from harness.worker.virtual.memory import below_autograd, memory
 
-# torch.library drops an override when its Library object is collected.
-_LIBRARIES: list[torch.library.Library] = []
-_transport: dict[str, torch.library.Library] = {}
-_installed: set[str] = set()
+# What of `PROCESS.installed` is a part of the virtual device.
+_PARTS = frozenset({"collectives", "gloo", "mxfp8", "scaled_mm", "symm_mem"})
 
 
 def install(
     fabric: Fabric = "shared", *, device: str = "cpu", arithmetic: Arithmetic = "exact", compiled: bool = True
 ) -> tuple[str, ...]:
-    """Install what ranks on this kind of device need, with collectives over this fabric from now on.
+    """Install what ranks on this kind of device need, with collectives over this fabric from now on, and all hooks.
 
     `compiled`: what only compiled runs need, too, which takes a second. The exact matmul stays for the life of the
     process. Returns the names of all parts that are installed, sorted.
     """
+    install_hooks(compiled=compiled)
     if arithmetic == "exact":
         _install_exact(device.upper())
     if device == "cpu":
@@ -41,7 +42,7 @@ def install(
             _install_for_compiled()
         _install_device()
         _install_transport(fabric)
-    return tuple(sorted(_installed | set(_transport)))
+    return tuple(name for name in PROCESS.installed if name in _PARTS)
 
 
 @functools.cache
@@ -54,17 +55,14 @@ def _install_exact(key: str) -> None:
         "_scaled_grouped_mm": scaled_grouped_mm.scaled_grouped_mm,
         "_scaled_grouped_mm_v2": scaled_grouped_mm.scaled_grouped_mm_v2,
     }
-    _LIBRARIES.append(_override("aten", kernels, key))
-    _installed.add("scaled_mm")
+    PROCESS.keep("scaled_mm", _override("aten", kernels, key))
 
 
 def _install_transport(fabric: Fabric) -> None:
-    name = "gloo" if fabric == "gloo" else "collectives"
-    if name not in _transport:
-        for library in _transport.values():
-            library._destroy()  # restores the kernels that it had overridden
-        _transport.clear()
-        _transport[name] = _override("c10d", _gloo_kernels()) if fabric == "gloo" else _over_fabric()
+    name, other = ("gloo", "collectives") if fabric == "gloo" else ("collectives", "gloo")
+    if not PROCESS.has(name):
+        PROCESS.take_back(other)
+        PROCESS.keep(name, _override("c10d", _gloo_kernels()) if fabric == "gloo" else _over_fabric())
 
 
 def _gloo_kernels() -> Mapping[str, object]:
@@ -100,23 +98,22 @@ def _install_for_compiled() -> None:
         from harness.worker.virtual import graph_backend
 
         graph_backend.install()
+        PROCESS.keep("graph_backend")
 
 
 @functools.cache
 def _install_device() -> None:
-    if hasattr(torch.ops.torchao, "mxfp8_quantize"):  # `main.preload` has installed it before anything imports its stub
-        _installed.add("mxfp8")
     _without_pretended_gpus()
     dist.Backend.register_backend(collectives.BACKEND, collectives.create_backend, extended_api=True, devices=["cpu"])
     _scale_before_reductions()
+    PROCESS.keep("process groups of the device")
 
 
 def _install_async_tp() -> None:
     from harness.worker.virtual import symm_mem
 
-    _LIBRARIES.append(_override("symm_mem", symm_mem.CPU_KERNELS))
     symm_mem.install()
-    _installed.add("symm_mem")
+    PROCESS.keep("symm_mem", _override("symm_mem", symm_mem.CPU_KERNELS))
 
 
 def _without_pretended_gpus() -> None:

@@ -25,7 +25,7 @@ from torch.distributed import (
     Work,
 )
 
-from harness.worker.probes.probe import mark_owned
+from harness.worker.tensors.ownership import mark_owned
 from harness.worker.virtual.collectives import Boxed, reduction
 from harness.worker.virtual.memory import FLOAT8, Tensor
 

@@ -26,6 +26,8 @@ from torch._inductor import compile_fx
 from torch._inductor.fx_passes import post_grad
 from torch._inductor.virtualized import V
 
+from harness.worker.process.process import PROCESS
+
 # Called with (node, arguments, result) after every operator of a graph that was compiled while there were observers.
 # Probes append themselves; they must not write to tensors.
 observers: list[Callable[[torch.fx.Node, tuple[Any, ...], Any], None]] = []
@@ -84,9 +86,6 @@ class _ObservedInterpreter(torch.fx.Interpreter):
 
 WORKAROUND = "no_rng_state_for_attention_without_dropout"
 
-# Names of the workarounds that this process has used.
-workarounds: list[str] = []
-
 _DROPOUT_ARGUMENT = "dropout_p"
 
 
@@ -99,21 +98,20 @@ def _only_if_any_op_draws(stock: Callable[[torch.fx.GraphModule], bool]) -> Call
     def has_recomputable_rng_ops(module: torch.fx.GraphModule) -> bool:
         if not stock(module):
             return False
-        if any(_draws(node) for node in module.graph.nodes if _may_draw(node)):
+        if any(_draws(node) for node in module.graph.nodes):
             return True
-        if WORKAROUND not in workarounds:
-            workarounds.append(WORKAROUND)
+        if WORKAROUND not in PROCESS.workarounds:
+            PROCESS.workarounds.append(WORKAROUND)
         return False
 
     return has_recomputable_rng_ops
 
 
-def _may_draw(node: torch.fx.Node) -> bool:
-    return isinstance(node.target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
-
-
 def _draws(node: torch.fx.Node) -> bool:
-    assert isinstance(node.target, torch._ops.OpOverload)
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return False
+    if torch.Tag.nondeterministic_seeded not in node.target.tags:
+        return False
     for position, argument in enumerate(node.target._schema.arguments):
         if argument.name == _DROPOUT_ARGUMENT:
             given = node.args[position] if position < len(node.args) else node.kwargs.get(argument.name)

@@ -14,27 +14,27 @@ from typing import Any
 
 import torch
 
-from harness.worker.virtual.mxfp8 import E4M3, reference_cast
-from harness.worker.virtual.pretended_gpu import Body, pretended_gpu
+from harness.worker.virtual.pretended_gpu import E4M3, Body, pretended_gpu, reference_cast
 
 Tensor = torch.Tensor
 _PACKAGE = "torchao.prototype.moe_training"
 _QUANT = f"{_PACKAGE}.kernels.mxfp8.quant"
 _PROBES = tuple(f"{_PACKAGE}.kernels.mxfp8.{name}" for name in ("cute_utils", "flydsl_utils"))
-_LIBRARY = torch.library.Library("torchao", "IMPL")
 
 
-def install() -> None:
+def install() -> torch.library.Library:
     """Import torchao's training of experts with all kernels of an SM 10.0 GPU, in MXFP8 and rowwise float8.
 
-    Raises RuntimeError where torchao has other kernels.
+    Returns what must be kept, or torch drops the kernels. Raises RuntimeError where torchao has other kernels.
     """
+    library = torch.library.Library("torchao", "IMPL")
     for key in ("CUDA", "CPU"):  # torchao asks for the kernel of CUDA before it defines what else is behind it
-        _LIBRARY.impl("mx_block_rearrange_2d_M_groups", _blocked_rows, key)
+        library.impl("mx_block_rearrange_2d_M_groups", _blocked_rows, key)
     with pretended_gpu(BODIES, available=_PROBES):
         importlib.import_module(_PACKAGE)
     for name, kernel in _KERNELS.items():
-        _LIBRARY.impl(name, kernel, "CPU")
+        library.impl(name, kernel, "CPU")
+    return library
 
 
 def _float8(source: Tensor, dim: int, dtype: torch.dtype, power_of_2: bool) -> tuple[Tensor, Tensor]:

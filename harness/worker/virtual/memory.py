@@ -29,17 +29,14 @@ def memory(tensor: Tensor, *, message: bool = False) -> Tensor:
     """
     if tensor.dtype not in _DTYPES:
         raise TypeError(f"Input tensor data type is not supported for NCCL process group: {tensor.dtype}")
-    if not tensor.is_contiguous() and not _in_format(tensor):
+    layout = _FORMATS.get(tensor.dim(), torch.contiguous_format)
+    if not tensor.is_contiguous() and not tensor.is_contiguous(memory_format=layout):
         if not message:
             raise ValueError("Tensors must be contiguous")
         if torch.empty_like(tensor, device="meta").stride() != tensor.stride():
             raise ValueError("Tensors for P2P must be non-overlapping and dense")
     with below_autograd():
         return tensor.as_strided((tensor.numel(),), (1,))
-
-
-def _in_format(tensor: Tensor) -> bool:
-    return tensor.dim() in _FORMATS and tensor.is_contiguous(memory_format=_FORMATS[tensor.dim()])
 
 
 def read(tensor: Tensor, *, message: bool = False) -> Tensor:

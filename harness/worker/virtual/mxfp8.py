@@ -8,7 +8,6 @@ reference cast, to which its tests hold them bit for bit.
 from __future__ import annotations
 
 import contextlib
-import functools
 import importlib
 import sys
 from collections.abc import Callable
@@ -16,10 +15,13 @@ from typing import Any
 
 import torch
 
-from harness.worker.virtual.pretended_gpu import pretended_gpu
+from harness.worker.process.process import PROCESS
+from harness.worker.virtual import grouped_casts
+from harness.worker.virtual.pretended_gpu import E4M3, pretended_gpu, reference_cast
 
 _KERNELS = "torchao.prototype.mx_formats.kernels"
-E4M3, E8M0 = torch.float8_e4m3fn, torch.float8_e8m0fnu
+E8M0 = torch.float8_e8m0fnu
+_EXPERTS = "grouped_casts"  # the last that is installed
 
 
 def install_if_possible() -> None:
@@ -28,30 +30,21 @@ def install_if_possible() -> None:
         install()
 
 
-@functools.cache
 def install() -> None:
     """Import torchao's MXFP8 with the operators `triton_to_mxfp8_dim0`, `triton_to_mxfp8_dim1` and `mxfp8_quantize`,
     and its training of experts (`grouped_casts`).
 
     Raises RuntimeError where something has imported its stubs before, or torchao has other kernels.
     """
+    if PROCESS.has(_EXPERTS):
+        return
     if _KERNELS in sys.modules:
         raise RuntimeError(f"{_KERNELS} was imported before the virtual device. Fix: import it in `build`, or later.")
     with pretended_gpu(_BODIES):
         importlib.import_module(_KERNELS)
     torch.library.impl("torchao::mxfp8_quantize", "CPU", _quantize)
-    from harness.worker.virtual import grouped_casts  # whose casts call `reference_cast`
-
-    grouped_casts.install()
-
-
-def reference_cast(source: torch.Tensor, mode: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Data and scales of torchao's reference cast, one scale for 32 values of the last dim."""
-    from torchao.prototype.mx_formats.config import ScaleCalculationMode
-    from torchao.prototype.mx_formats.mx_tensor import to_mx
-
-    scale, data = to_mx(source.contiguous(), E4M3, 32, ScaleCalculationMode(mode))
-    return data, scale
+    PROCESS.keep("mxfp8")
+    PROCESS.keep(_EXPERTS, grouped_casts.install())
 
 
 def _cast_rows(*, x_ptr: torch.Tensor, output_ptr: torch.Tensor, scale_ptr: torch.Tensor, **constants: Any) -> None:

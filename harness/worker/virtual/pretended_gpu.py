@@ -14,6 +14,16 @@ from unittest import mock
 import torch
 
 Body = Callable[..., None]
+E4M3 = torch.float8_e4m3fn
+
+
+def reference_cast(source: torch.Tensor, mode: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Data and scales of torchao's reference cast, one scale for 32 values of the last dim."""
+    from torchao.prototype.mx_formats.config import ScaleCalculationMode
+    from torchao.prototype.mx_formats.mx_tensor import to_mx
+
+    scale, data = to_mx(source.contiguous(), E4M3, 32, ScaleCalculationMode(mode))
+    return data, scale
 
 
 @contextlib.contextmanager

@@ -21,6 +21,7 @@ from harness.plugins.conformance.operator_checks import Batch, Mesh, Observation
 from harness.plugins.conformance.worker import operators
 from harness.worker.probes.cast_numbers import dtype_name
 from harness.worker.process_group import join
+from harness.worker.tensors.names import dtype_name
 from harness.worker.training.injection import inject
 from harness.worker.virtual import device
 from harness.worker.virtual.collectives import FABRIC

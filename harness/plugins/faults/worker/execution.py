@@ -29,7 +29,7 @@ from harness.plugins.faults.worker.hooks import (
     wrap,
     wrap_everywhere,
 )
-from harness.worker.probes.probe import in_backward
+from harness.worker.process.process import in_backward
 
 _aten = torch.ops.aten
 

@@ -21,7 +21,7 @@ from harness.plugins.faults.worker.hooks import (
     planted,
     wrap,
 )
-from harness.worker.probes.probe import in_backward
+from harness.worker.process.process import in_backward
 from harness.worker.targets.reference import build, experts, parallel
 from harness.worker.targets.reference.expert_parallel import ExpertParallel
 from harness.worker.targets.reference.experts import GroupedExperts, MoE, Router

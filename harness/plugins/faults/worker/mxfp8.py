@@ -25,7 +25,8 @@ from harness.plugins.faults.worker.hooks import (
     wrap_everywhere,
 )
 from harness.worker.probes.discovery import converted_linears
-from harness.worker.probes.probe import in_backward, mark_owned
+from harness.worker.process.process import in_backward
+from harness.worker.tensors.ownership import mark_owned
 from harness.worker.tensors.places import local_part
 from harness.worker.tensors.reduction import gathered_copies
 

@@ -40,8 +40,8 @@ from harness.plugins.faults.worker.hooks import (
     wrap,
 )
 from harness.worker.probes.discovery import linears
-from harness.worker.probes.probe import optimizers_of
 from harness.worker.targets import data
+from harness.worker.tensors.ownership import optimizers_of
 from harness.worker.tensors.places import local_shard
 from harness.worker.training import train
 

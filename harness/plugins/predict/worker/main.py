@@ -26,6 +26,7 @@ from harness.matrix.layout import dp_rank
 from harness.plugins.predict.worker.fake_tensor_hooks import FakeTensorHooks, Storages, silent_propagation
 from harness.request import SimulationRequest
 from harness.trace.counts import SimulatedRank
+from harness.worker.dispatch_hooks.install import install_hooks
 from harness.worker.probes.flops import FlopsProbe
 from harness.worker.probes.fsdp_params import fsdp_params
 from harness.worker.probes.saved_memory import SavedMemoryProbe, plain_tensors
@@ -47,6 +48,7 @@ def preload(options: Mapping[str, str]) -> None:
     from harness.worker.virtual import mxfp8
 
     mxfp8.install_if_possible()
+    install_hooks(compiled=False)
 
 
 def rank_main(context: RankContext) -> bytes:

@@ -1,7 +1,8 @@
-"""Sums of what several ranks have, as the virtual device adds them up, on one rank that computes it all."""
+"""Sums of what several ranks have, as the virtual device adds them up, and how far a tensor is from what it must be."""
 
 from __future__ import annotations
 
+import math
 from typing import Any, Protocol
 
 import torch
@@ -42,3 +43,12 @@ class Spread(torch.autograd.Function):
 def spread(whole: Tensor, ranks: int, kept: KeepsParts | None = None) -> Tensor:
     copies: Tensor = Spread.apply(whole, ranks, kept)
     return copies
+
+
+def relative_distance(found: torch.Tensor, expected: torch.Tensor) -> float:
+    """|found - expected| / |expected|: infinite where only `expected` is zero, NaN where a value is not finite."""
+    found, expected = found.double(), expected.double()
+    if not (found.isfinite().all() and expected.isfinite().all()):
+        return math.nan
+    far, norm = (found - expected).norm().item(), expected.norm().item()
+    return far / norm if norm else (math.inf if far else 0.0)
