@@ -40,8 +40,9 @@ Examples:
 \b
 A and B are a name of `run --name`, "last", "last~2", a file of `run --json`,
 or a folder of such files, the shards of one run.
-Cases in cases/quarantine.toml do not gate. Environments of --versions are made
-in the state folder and kept; torch comes with its libraries, 5 GB with CUDA.
+Cases in cases/quarantine.toml do not gate. Environments of --versions are
+made in the state folder and kept; torch comes with its libraries, 5 GB with
+CUDA.
 Exit codes: 0 GO, 1 NO-GO, 6 nothing was compared.
 """
 

@@ -20,8 +20,6 @@ NOT_YET = {
     "lines of all of harness/",
     "lines of tests",
     "percent of lines that import",
-    "circles of imports",
-    "arrows up",
     "option slots",
 }
 HELP_LINES = 100  # two screens

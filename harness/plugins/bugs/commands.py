@@ -65,15 +65,16 @@ from harness.sources import installed_version
 
 _IMPORT_EPILOG = """\b
 Examples:
-  fp8-harness bug import - --link https://github.com/pytorch/ao/issues/1 < report.md
+  fp8-harness bug import - --id ao-1 < report.md
   fp8-harness bug import llama3_8b.toml --id ours --date 2025-06-01
 
 \b
 FILE is a report with its configuration or command in fenced blocks, or a
 configuration alone: TOML, YAML, JSON, Python or flags of torchtitan, torchao,
-accelerate, transformers, axolotl, AutoModel, torchtune or Megatron-LM. Nothing
-in it is executed. Every line of it is used, has no effect, or is asked about.
-Prose is not read: docs/describe-a-case.md says how to write a case from it.
+accelerate, transformers, axolotl, AutoModel, torchtune or Megatron-LM.
+Nothing in it is executed. Every line of it is used, has no effect, or is
+asked about. Prose is not read: docs/describe-a-case.md says how to write a
+case from it.
 """
 _REPRO_EPILOG = """\b
 Examples:
@@ -133,7 +134,10 @@ def bug() -> None:
 @click.option("--title", metavar="TEXT", default="", help="What it is about. Default: the first heading.")
 @click.option("--message", metavar="TEXT", default="", help="The error as reported. Default: the first that is found.")
 @click.option(
-    "--symptom", type=click.Choice(get_args(Symptom)), help="What was seen. Default: an error or NaN in a log."
+    "--symptom",
+    metavar="SYMPTOM",
+    type=click.Choice(get_args(Symptom)),
+    help=f"What was seen: {', '.join(get_args(Symptom))}. Default: an error or NaN in a log.",
 )
 @click.option("--version", "versions", metavar="PACKAGE=VERSION", multiple=True, help="What was run. Repeatable.")
 @click.option(

@@ -19,7 +19,6 @@ from torch.distributed.tensor import DTensor
 
 from harness.plugins.conformance.operator_checks import Batch, Mesh, Observation, OperatorCheck, Output
 from harness.plugins.conformance.worker import operators
-from harness.worker.probes.cast_numbers import dtype_name
 from harness.worker.process_group import join
 from harness.worker.tensors.names import dtype_name
 from harness.worker.training.injection import inject
