@@ -24,10 +24,14 @@ GROUP = "fp8_harness"  # of entry points
 # What plug-ins of the harness add, for the error where one was removed. A test compares it with what they declare.
 _HOMES: Mapping[str, str] = {
     "bug": "bugs",
+    "check-target": "check_target",
+    "compare": "release",
+    "parity": "parity",
     "predict": "predict",
     "dev conformance": "conformance",
     "dev evidence": "gpu",
     "dev mutate": "faults",
+    "dev tier": "tiers",
     "fault:": "faults",
     "torchtitan_0_3": "torchtitan",
     "bug files": "bugs",

@@ -6,9 +6,11 @@ Reads what faulthandler writes, most recent call first.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import takewhile
 from typing import NamedTuple
+
+from harness.trace import RankFailure
 
 LAST_OUTPUT = "last output:"  # ends the stacks in the traceback of a failure; what the rank printed follows
 
@@ -130,3 +132,18 @@ def place_of(stack: Sequence[Frame]) -> StackLocation | None:
     calls = (*inner, *own[:1])
     backward = any(frame.function == "_engine_run_backward" for frame in program)
     return StackLocation(entered[0].function.strip("_") if entered else "", backward, calls) if calls else None
+
+
+def refusal_words(failures: Iterable[RankFailure], *, any_error: bool) -> str | None:
+    """What a target says that refuses a layout: every rank that failed first ran into a `raise` of its own in build."""
+    causes = [failure for failure in failures if not failure.consequence]
+    refused = bool(causes) and all(_is_refusal(failure, any_error=any_error) for failure in causes)
+    return causes[0].message.partition(": ")[2] if refused else None
+
+
+def _is_refusal(failure: RankFailure, *, any_error: bool) -> bool:
+    own = own_frame(failure.traceback)
+    calls = [line for line in failure.traceback.splitlines() if line.startswith('  File "')]
+    last = bool(calls) and own is not None and f'"{own.file}", line {own.line},' in calls[-1]
+    raised = last and own is not None and own.code.startswith(("raise ", "assert "))
+    return raised and failure.phase == "build" and (any_error or failure.message.startswith("NotImplementedError"))

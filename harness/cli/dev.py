@@ -1,89 +1,14 @@
-"""`fp8-harness dev`: what maintainers of the harness need, of the core and of plug-ins."""
+"""`fp8-harness dev`: what maintainers of the harness need. Plug-ins add its commands."""
 
 from __future__ import annotations
-
-from pathlib import Path
 
 import click
 
 from harness.cli.groups import LazyGroup
-from harness.cli.options import (
-    EXISTING_FILE,
-    project_parameter,
-    typed_command,
-)
-from harness.durable import write_whole
-from harness.errors import HarnessError
-from harness.evidence.costs import read_costs, write_costs
-from harness.matrix.casefile import read_case_file
-from harness.matrix.choice import choose, chosen_file, chosen_path
-from harness.matrix.planted import planted_faults
-from harness.plural import counted
-from harness.project import Project
-from harness.registry import needed
-from harness.running.selection import recorded_faults
-from harness.studies.records import fit_costs
-
-_TIER_EPILOG = """\b
-Examples:
-  fp8-harness dev tier pr  write cases/chosen/pr.toml
-  FP8_HARNESS_STATE=$(mktemp -d) fp8-harness run pr --json result.json
-  fp8-harness dev tier --fit result.json
-      costs of cases, from a run that made all of its witnesses
-"""
-
 
 _EPILOG = "\b\nExamples:\n  fp8-harness dev tier pr\n  fp8-harness dev mutate --list"
-_SECTIONS = {"Commands": {"tier": "harness.cli.dev:tier_command"}}
 
 
-@click.group(cls=LazyGroup, sections=_SECTIONS, path="dev", epilog=_EPILOG)
+@click.group(cls=LazyGroup, sections={"Commands": {}}, path="dev", epilog=_EPILOG)
 def dev() -> None:
     """Mutation testing, conformance, evidence, choice of tiers."""
-
-
-@click.command("tier", epilog=_TIER_EPILOG)
-@click.argument("name", metavar="[TIER|FILE]", required=False)
-@click.option("--rounds", type=click.IntRange(min=0), default=1500, show_default=True, help="Rounds of improvement.")
-@click.option("--fit", "fitted", metavar="RESULT.json", type=EXISTING_FILE, help="Fit the costs of cases to this run.")
-@project_parameter
-def tier_command(*, name: str | None, rounds: int, fitted: Path | None, project: Project) -> None:
-    """Choose a cheap set of cases that covers a tier and hosts every planted fault, and store it.
-
-    With --fit: fit the costs of cases to the CPU seconds of a run that made all of its witnesses, and store them.
-    """
-    project.check_writable()
-    if (name is None) == (fitted is None):
-        raise click.UsageError("give a TIER, or --fit RESULT.json.")
-    if name is not None:
-        _choose(project, name, rounds)
-    if fitted is not None:
-        _fit_costs(project, fitted)
-
-
-def _choose(project: Project, name: str, rounds: int) -> None:
-    path = project.case_file(name)
-    if project.of_package(path):
-        fix = f"copy {path} to {project.cases}, and change it there."
-        raise HarnessError("this tier is the package's, and its cases are chosen there.", where=name, fix=fix)
-    faults = planted_faults()
-    if not faults:
-        raise needed("planted faults", where=f"dev tier {name}")
-    file, costs = read_case_file(path), read_costs(project.root)
-    chosen = choose(file, costs.price, known=recorded_faults(project), faults=faults, rounds=rounds)
-    write_whole(chosen_path(path), chosen_file(file.name, chosen))
-    own_s = sum(chosen_case.cost_cpu_s for chosen_case in chosen)
-    shared = {name: cost_s for chosen_case in chosen for name, cost_s in costs.price(chosen_case.case).shared_s.items()}
-    click.echo(
-        f"{chosen_path(path)}: {counted(len(chosen), 'case')}, {own_s:.0f} CPU s and {sum(shared.values()):.0f} for "
-        f"{counted(len(shared), 'witness', 'witnesses')}"
-    )
-
-
-def _fit_costs(project: Project, file: Path) -> None:
-    costs = fit_costs(file, command=typed_command())
-    path = write_costs(project.root, costs)
-    click.echo(
-        f"{path}: {costs.cases_fitted} cases, {costs.witnesses_fitted} solo witnesses; "
-        f"typical error {costs.typical_error:.0%}"
-    )

@@ -30,11 +30,8 @@ _SECTIONS = {
         "new": "harness.cli.new:new_command",
         "show": "harness.cli.show:show_command",
     },
-    "Compare": {
-        "compare": "harness.cli.compare:compare_command",
-        "parity": "harness.cli.parity:parity_command",
-    },
-    "Bugs and trainers": {"check-target": "harness.cli.check_target:check_target_command"},
+    "Compare": {},
+    "Bugs and trainers": {},
     "Predict": {},
     "Install": {"constraints": "harness.cli.constraints:constraints_command"},
     "Maintain": {

@@ -19,7 +19,7 @@ from harness.matrix.case import Case, Layout
 from harness.matrix.layout import DP_AXES
 from harness.matrix.model import PRESET_WORDS
 from harness.matrix.scope import out_of_scope
-from harness.matrix.words import FLOAT_STEMS, NUMBER, hint, spelled, values_of
+from harness.matrix.words import FLOAT_STEMS, NUMBER, WORDS, hint, spelled, values_of
 
 _MAX_LENGTH = 1000  # far above any id that fits into a file name; limits the work on invalid input
 # A floating-point number may contain a minus (`lr1e-05`), and so may the preset that a file names.
@@ -151,3 +151,16 @@ def reference_case(case: Case) -> Case:
 
 def _layout_words(values: Mapping[str, object]) -> list[str]:
     return spelled(values, _OF_LAYOUT) or ["single"]
+
+
+def parse_layout(text: str, *, option: str = "--layout") -> Layout:
+    """The layout of words of case ids, `fsdp2-tp2`. Raises HarnessError for any other word."""
+    values: dict[str, object] = {}
+    layouts = [word for word in WORDS if word.part == "layout"]
+    for token in id_words(text):
+        axes = values_of(token)
+        if axes is None or not any(word.pattern.fullmatch(token) for word in layouts):
+            fix = hint(token) if axes is None else "use words of a layout, such as fsdp2, tp2, fsdp2-tp2 or hsdp2x2."
+            raise HarnessError(f"'{token}' is no layout.", where=f"{option} {text}", fix=fix)
+        values |= axes
+    return case_from_axes(values).layout

@@ -13,9 +13,9 @@ import msgspec
 from harness.errors import HarnessError
 from harness.matrix.case import Case
 from harness.matrix.caseid import case_id
-from harness.matrix.cheap_cover import Price, Pricing
 from harness.matrix.choice import carried, contained
 from harness.matrix.planted import PlantedFault
+from harness.matrix.pricing import Price, Pricing
 from harness.matrix.tier import Selection
 
 

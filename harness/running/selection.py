@@ -23,10 +23,10 @@ from harness.hints import explain_case, list_cases
 from harness.matrix.case import Case
 from harness.matrix.casefile import read_case_file
 from harness.matrix.caseid import case_id, parse_case_id
-from harness.matrix.cheap_cover import Price, Pricing
 from harness.matrix.choice import chosen_path, read_chosen
 from harness.matrix.known import KnownFault, known_with_shipped
 from harness.matrix.parts import Shard, cases_of_shard
+from harness.matrix.pricing import Price, Pricing
 from harness.matrix.records import quarantine_of, read_quarantine
 from harness.matrix.rules import exclusions
 from harness.matrix.selector import parse_selector

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from harness.gate.gate import GatePolicy, gate
 from harness.matrix.caseid import case_id
 from harness.measured import CastRange, Curve, Measured, Sent
+from harness.plugins.release.gate import GatePolicy, gate
+from harness.plugins.release.sections import gate_front
 from harness.printable import printable
-from harness.report.gate import gate_front
 from harness.report.html.page import html_report
 from harness.report.sections import Section, Table
 from harness.result import CaseResult

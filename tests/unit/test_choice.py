@@ -11,13 +11,15 @@ from harness.errors import HarnessError
 from harness.matrix.case import Case
 from harness.matrix.casefile import CaseFile, parse_case_file
 from harness.matrix.caseid import case_id, parse_case_id
-from harness.matrix.cheap_cover import CheapCover, Price
-from harness.matrix.choice import carried, choose, chosen_file, read_chosen
+from harness.matrix.choice import carried, chosen_file, read_chosen
 from harness.matrix.coverage import coverage
 from harness.matrix.known import KnownFault
+from harness.matrix.pricing import Price
 from harness.matrix.rules import exclusions, expected_refusal
 from harness.matrix.tier import select, tier_spaces
 from harness.plugins.faults.faults import all_faults
+from harness.plugins.tiers.cheap_cover import CheapCover
+from harness.plugins.tiers.choose import choose
 from tests.builders import make_known
 
 SMALL = """

@@ -18,9 +18,9 @@ from harness.evidence.curve import (
 )
 from harness.evidence.golden import load_golden
 from harness.matrix.caseid import parse_case_id
-from harness.report.parity import curve_sections
+from harness.plugins.parity.curves import EXACT, check_job, judge_curve, judge_each
+from harness.plugins.parity.sections import curve_sections
 from harness.report.sections import text_of
-from harness.studies.curves import EXACT, check_job, judge_curve, judge_each
 
 ROOT = Path(__file__).parents[2]
 FAMILY = "tiny-v2048-s5-gb8-sl32-lr0.001-seed0"

@@ -22,9 +22,13 @@ from harness.engine.hardware import Device, NodeCapacity
 from harness.errors import HarnessError
 from harness.evidence.level import provable_levels
 from harness.matrix.case import Case
-from harness.matrix.caseid import parse_case_id
+from harness.matrix.caseid import parse_case_id, parse_layout
 from harness.matrix.gpu_needs import GpuFacts, gpu_needs, unmet_needs
+from harness.plugins.check_target.target_check import CheckOptions, cases_there
 from harness.plugins.gpu.levels import without_obstacles
+from harness.plugins.parity.against import Against
+from harness.plugins.parity.layouts import USUAL
+from harness.plugins.parity.layouts import cases_of as layouts_of
 from harness.project import find_project
 from harness.report.run import devices_line
 from harness.request import Arithmetic
@@ -33,11 +37,7 @@ from harness.running.identity import environment, witness_key
 from harness.running.machine import TorchBuild, torch_build, unusable
 from harness.running.plan import Plan, plan_without_ranks
 from harness.running.selection import Query, select_cases
-from harness.studies.against import Against
-from harness.studies.layouts import USUAL
-from harness.studies.layouts import cases_of as layouts_of
 from harness.studies.records import needed_references
-from harness.studies.target_check import CheckOptions, cases_there, parse_layout
 from harness.workflow import check_fits
 from tests.builders import make_case, make_result
 from tests.commands import understood

@@ -15,11 +15,11 @@ from msgspec.structs import replace
 
 from harness.checks.divergence import OPERAND
 from harness.environment import Environment
-from harness.gate.gate import Answer, Gate, GatePolicy, gate
-from harness.gate.reason import Allowance, Kind, Reason
-from harness.gate.times import signed_rank_p
 from harness.matrix.records import Quarantine, Required
 from harness.measured import CastRange, Curve, Multiplied, Sent
+from harness.plugins.release.gate import Answer, Gate, GatePolicy, gate
+from harness.plugins.release.reason import Allowance, Kind, Reason
+from harness.plugins.release.times import signed_rank_p
 from harness.result import CaseResult, RunResult
 from harness.verdict import FailureSignature, NotJudged, Verdict
 from tests.builders import (

@@ -11,13 +11,13 @@ from msgspec.structs import replace
 
 from harness.checks.failure_signature import signature_of
 from harness.environment import Environment
-from harness.gate.causes import Group, Origin
-from harness.gate.gate import Gate, gate
-from harness.gate.reason import Kind, Topic
 from harness.jsonform import to_json
 from harness.matrix.known import KnownFault, Symptom
 from harness.measured import Curve, Sent
-from harness.report.gate import gate_front, gate_markdown, gate_sections
+from harness.plugins.release.causes import Group, Origin
+from harness.plugins.release.gate import Gate, gate
+from harness.plugins.release.reason import Kind, Topic
+from harness.plugins.release.sections import gate_front, gate_markdown, gate_sections
 from harness.report.sections import Entry, Section, Table, text_of
 from harness.result import CaseResult
 from harness.verdict import FailureSignature, Verdict

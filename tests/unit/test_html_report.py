@@ -18,14 +18,14 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from harness.environment import Environment
-from harness.gate.gate import Answer, Gate, GatePolicy, gate
 from harness.matrix.coverage import coverage
 from harness.measured import Curve, Measured, Sent
 from harness.plugins.faults.mutation import MutationMatrix
 from harness.plugins.faults.sections import mutation_section
+from harness.plugins.release.gate import Answer, Gate, GatePolicy, gate
+from harness.plugins.release.sections import gate_front
 from harness.printable import printable
 from harness.report.coverage import coverage_section
-from harness.report.gate import gate_front
 from harness.report.html.page import html_report
 from harness.report.sections import Entry, Section, Table
 from harness.result import CaseResult, RunResult

@@ -18,14 +18,14 @@ from markdown_it import MarkdownIt
 from markdown_it.token import Token
 
 from harness.environment import Environment
-from harness.gate.gate import gate
 from harness.jsonform import to_json
+from harness.plugins.release.gate import gate
+from harness.plugins.release.sections import gate_front, gate_markdown, gate_sections
 from harness.plural import counted
 from harness.printable import code_span, in_markdown, printable
 from harness.report.bounded import LONGEST, MOST, bounded
 from harness.report.case import shown_case
 from harness.report.ci import annotation_lines, junit_report
-from harness.report.gate import gate_front, gate_markdown, gate_sections
 from harness.report.html.page import html_report
 from harness.report.run import run_markdown, run_sections
 from harness.report.runs import runs_sections

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from harness.errors import HarnessError
+from harness.plugins.parity.revisions import Revision, checked_out, has_target, revision_environment, revision_of
 from harness.project import Project
 from harness.running.environments import HARNESS, origins
-from harness.running.revisions import Revision, checked_out, has_target, revision_environment, revision_of
 from tests.programs import make_commit, run_git
 
 pytestmark = pytest.mark.programs

@@ -6,11 +6,12 @@ from typing import Any
 
 import pytest
 
+from harness.checks.stacks import refusal_words
 from harness.errors import HarnessError
-from harness.matrix.caseid import case_id
+from harness.matrix.caseid import case_id, parse_layout
+from harness.plugins.check_target.sections import problems_of, target_exit_code, target_sections
+from harness.plugins.check_target.target_check import CheckOptions, TargetReport, TargetRun, cases_of
 from harness.report.sections import text_of
-from harness.report.target import problems_of, target_exit_code, target_sections
-from harness.studies.target_check import CheckOptions, TargetReport, TargetRun, cases_of, parse_layout, refusal_words
 from harness.verdict import Finding, NotJudged, Verdict
 from tests.builders import a_finding, make_case, make_failure
 

@@ -6,9 +6,9 @@ import re
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import groupby
 
-from harness.gate.causes import Group, Origin
-from harness.gate.gate import Gate
-from harness.gate.reason import Reason, Topic
+from harness.plugins.release.causes import Group, Origin
+from harness.plugins.release.gate import Gate
+from harness.plugins.release.reason import Reason, Topic
 from harness.plural import counted
 from harness.report.html.page import Front
 from harness.report.sections import Block, Entry, Items, Section, Table, markdown

@@ -12,6 +12,7 @@ from typing import Literal
 
 import msgspec
 
+from harness.checks.stacks import refusal_words
 from harness.engine.hardware import usable_cpus
 from harness.errors import HarnessError
 from harness.evidence.costs import estimate, read_costs
@@ -23,15 +24,14 @@ from harness.matrix.layout import REST
 from harness.matrix.models import layouts
 from harness.matrix.rules import exclusions, expected_refusal
 from harness.measured import WorstGradient
+from harness.plugins.parity.against import Against, Base, Change, change
+from harness.plugins.parity.curves import CurveRow, judge_curve
 from harness.project import Project
 from harness.result import CaseResult, RunResult
 from harness.running.cost import START_S, relative_speed
 from harness.running.plan import Plan
 from harness.running.progress import Progress
 from harness.running.selection import NothingSelected, Query
-from harness.studies.against import Against, Base, Change, change
-from harness.studies.curves import CurveRow, judge_curve
-from harness.studies.target_check import refusal_words
 from harness.verdict import ExitCode, Finding, Verdict, exit_code
 from harness.workflow import run
 

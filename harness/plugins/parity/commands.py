@@ -13,18 +13,18 @@ from harness.cli.environments import given_words
 from harness.errors import HarnessError
 from harness.evidence.curve import read_curve
 from harness.matrix.axes import own_values
+from harness.matrix.caseid import parse_layout
 from harness.matrix.layout import MESH_AXES
+from harness.plugins.parity.against import Against
+from harness.plugins.parity.curves import check_job, judge_each
+from harness.plugins.parity.layouts import BUDGET_S, USUAL, cases_of, compare_layouts, usual_layouts, with_golden
+from harness.plugins.parity.sections import curve_sections, parity_junit, parity_markdown, parity_page, parity_sections
 from harness.project import Project
-from harness.report.parity import curve_sections, parity_junit, parity_markdown, parity_page, parity_sections
 from harness.report.sections import markdown
 from harness.run_options import CommandOptions
 from harness.running.plan import Plan, with_command
 from harness.running.progress import open_progress
 from harness.running.selection import one_case
-from harness.studies.against import Against
-from harness.studies.curves import check_job, judge_each
-from harness.studies.layouts import BUDGET_S, USUAL, cases_of, compare_layouts, usual_layouts, with_golden
-from harness.studies.target_check import parse_layout
 from harness.verdict import ExitCode
 
 _EPILOG = """\b

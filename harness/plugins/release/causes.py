@@ -15,13 +15,13 @@ import msgspec
 from harness.environment import Environment
 from harness.expect.expectations import CASTS, SAVED_MEMORY, TRAFFIC, Expectations
 from harness.expect.upstream import CHANGES, Changes, UpstreamChange, changes_in
-from harness.gate.reason import Kind, Reason, Topic
-from harness.gate.sides import Pair, Sides
 from harness.hints import repro_with
 from harness.matrix.case import Case
 from harness.matrix.caseid import parse_case_id
 from harness.matrix.known import PACKAGES, KnownFault, matching
 from harness.matrix.selector import parse_selector
+from harness.plugins.release.reason import Kind, Reason, Topic
+from harness.plugins.release.sides import Pair, Sides
 from harness.result import CaseResult
 from harness.running.environments import is_version
 from harness.verdict import Verdict

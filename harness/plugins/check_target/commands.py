@@ -11,13 +11,14 @@ import click
 from harness.cli.options import json_option, plan_parameter, print_report, project_parameter, quiet_option
 from harness.errors import HarnessError
 from harness.matrix.axes import choices
+from harness.matrix.caseid import parse_layout
 from harness.matrix.targets import NAME, targets
+from harness.plugins.check_target.sections import target_document, target_exit_code, target_sections
+from harness.plugins.check_target.target_check import CheckOptions, check_target
 from harness.project import Project
-from harness.report.target import target_document, target_exit_code, target_sections
 from harness.running.plan import Plan
 from harness.running.progress import open_progress
 from harness.running.selection import one_case
-from harness.studies.target_check import CheckOptions, check_target, parse_layout
 
 _EPILOG = """\b
 Examples:

@@ -14,8 +14,8 @@ from statistics import NormalDist, median
 
 import msgspec
 
-from harness.gate.reason import Kind, Reason
-from harness.gate.sides import Sides
+from harness.plugins.release.reason import Kind, Reason
+from harness.plugins.release.sides import Sides
 from harness.plural import counted
 
 EFFECT = 1.1  # smaller effects are not reported

@@ -8,7 +8,11 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import msgspec
 
-from harness.gate.cases import (
+from harness.hints import run_cases
+from harness.matrix.caseid import parse_case_id
+from harness.matrix.known import KnownFault
+from harness.matrix.records import Quarantine, Required, quarantine_of
+from harness.plugins.release.cases import (
     Goldens,
     changed_goldens,
     changed_tolerances,
@@ -19,15 +23,11 @@ from harness.gate.cases import (
     required_cells,
     unfinished,
 )
-from harness.gate.causes import Group, grouped
-from harness.gate.numbers import changed_counts, moved_numbers, twins
-from harness.gate.reason import Allowance, Kind, Reason
-from harness.gate.sides import Sides
-from harness.gate.times import Times, changed_speedups, changed_times, times
-from harness.hints import run_cases
-from harness.matrix.caseid import parse_case_id
-from harness.matrix.known import KnownFault
-from harness.matrix.records import Quarantine, Required, quarantine_of
+from harness.plugins.release.causes import Group, grouped
+from harness.plugins.release.numbers import changed_counts, moved_numbers, twins
+from harness.plugins.release.reason import Allowance, Kind, Reason
+from harness.plugins.release.sides import Sides
+from harness.plugins.release.times import Times, changed_speedups, changed_times, times
 from harness.plural import counted
 from harness.result import RunResult
 

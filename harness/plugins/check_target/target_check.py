@@ -19,14 +19,12 @@ from harness.checks.factors import explain_scale
 from harness.checks.judge import Judgement
 from harness.checks.model import unequal_initial_weights
 from harness.checks.rule import Rule, Stage
-from harness.checks.stacks import own_frame
+from harness.checks.stacks import refusal_words
 from harness.errors import HarnessError
-from harness.matrix.axes import case_from_axes
 from harness.matrix.case import Case, Dtype, Float8, Layout, Train
-from harness.matrix.caseid import case_id, id_words, layout_id
+from harness.matrix.caseid import case_id, layout_id, parse_layout
 from harness.matrix.recipes import Recipe
 from harness.matrix.rules import exclusions
-from harness.matrix.words import WORDS, hint, values_of
 from harness.project import Project
 from harness.result import CaseResult
 from harness.running.case_judge import prepare_judge
@@ -35,7 +33,7 @@ from harness.running.identity import check_targets, target_file
 from harness.running.plan import Plan
 from harness.running.progress import Progress
 from harness.running.witnesses import WitnessCache
-from harness.trace import RankFailure, RankTrace, Run
+from harness.trace import RankTrace, Run
 from harness.trace.model import ModelRecord, StateChange
 from harness.verdict import Finding, NotJudged, Verdict
 from harness.workflow import check_fits, run_cases
@@ -130,19 +128,6 @@ class TargetReport(msgspec.Struct, frozen=True, kw_only=True):
     def only_machine_failed(self) -> bool:
         """True where nothing is wrong but runs that the machine ended: they say nothing of the target."""
         return bool(self._unsound) and all(run.verdict is Verdict.INFRA for run in self._unsound)
-
-
-def parse_layout(text: str, *, option: str = "--layout") -> Layout:
-    """The layout of words of case ids, `fsdp2-tp2`. Raises HarnessError for any other word."""
-    values: dict[str, object] = {}
-    layouts = [word for word in WORDS if word.part == "layout"]
-    for token in id_words(text):
-        axes = values_of(token)
-        if axes is None or not any(word.pattern.fullmatch(token) for word in layouts):
-            fix = hint(token) if axes is None else "use words of a layout, such as fsdp2, tp2, fsdp2-tp2 or hsdp2x2."
-            raise HarnessError(f"'{token}' is no layout.", where=f"{option} {text}", fix=fix)
-        values |= axes
-    return case_from_axes(values).layout
 
 
 def cases_of(options: CheckOptions, *, device: str) -> tuple[Case, ...]:
@@ -287,21 +272,6 @@ def _without_unsupported(runs: tuple[TargetRun, ...], recorded: Sequence[Run | N
     works = any(run.layout == "single" and run.verdict is not Verdict.CRASH for run in runs)
     words = [None if run is None else refusal_words(run.failures, any_error=works) for run in recorded]
     return tuple(replace(run, refused=said) for run, said in zip(runs, words, strict=True))
-
-
-def refusal_words(failures: Iterable[RankFailure], *, any_error: bool) -> str | None:
-    """What a target says that refuses a layout: every rank that failed first ran into a `raise` of its own in build."""
-    causes = [failure for failure in failures if not failure.consequence]
-    refused = bool(causes) and all(_is_refusal(failure, any_error=any_error) for failure in causes)
-    return causes[0].message.partition(": ")[2] if refused else None
-
-
-def _is_refusal(failure: RankFailure, *, any_error: bool) -> bool:
-    own = own_frame(failure.traceback)
-    calls = [line for line in failure.traceback.splitlines() if line.startswith('  File "')]
-    last = bool(calls) and own is not None and f'"{own.file}", line {own.line},' in calls[-1]
-    raised = last and own is not None and own.code.startswith(("raise ", "assert "))
-    return raised and failure.phase == "build" and (any_error or failure.message.startswith("NotImplementedError"))
 
 
 def _built(cases: Sequence[Case], seen: Mapping[str, _Seen]) -> tuple[Built, ...]:

@@ -15,13 +15,13 @@ from harness.environment import Environment
 from harness.errors import HarnessError
 from harness.evidence.golden import Golden, find_golden, hardware_classes
 from harness.evidence.sealed import Missing
-from harness.gate.cases import Goldens
-from harness.gate.gate import Answer, GatePolicy, gate
-from harness.gate.reason import Allowance, Kind
 from harness.matrix.caseid import family_id, parse_case_id
 from harness.matrix.records import read_quarantine, read_required
+from harness.plugins.release.cases import Goldens
+from harness.plugins.release.gate import Answer, GatePolicy, gate
+from harness.plugins.release.reason import Allowance, Kind
+from harness.plugins.release.sections import gate_front, gate_markdown, gate_sections
 from harness.project import Project, find_project
-from harness.report.gate import gate_front, gate_markdown, gate_sections
 from harness.report.runs import environments_sections
 from harness.result import RunResult
 from harness.running.environments import Versions

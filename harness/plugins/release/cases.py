@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterable, Sequence
 from harness.checks import divergence
 from harness.checks.assembly import largest, same_number, same_numbers
 from harness.evidence.golden import Golden
-from harness.gate.reason import Kind, Reason
-from harness.gate.sides import Sides
 from harness.matrix.caseid import parse_case_id
 from harness.matrix.records import Required
+from harness.plugins.release.reason import Kind, Reason
+from harness.plugins.release.sides import Sides
 from harness.plural import counted
 from harness.result import CaseResult, RunResult
 from harness.verdict import Verdict

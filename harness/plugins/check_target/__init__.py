@@ -1,0 +1,12 @@
+"""Whether a target does what the harness needs, and what to change where it does not."""
+
+from __future__ import annotations
+
+from harness.registry import Plugin
+
+PLUGIN = Plugin(
+    name="check_target",
+    summary="whether a target does what the harness needs",
+    section="Bugs and trainers",
+    commands={"check-target": "harness.plugins.check_target.commands:check_target_command"},
+)
