@@ -1,7 +1,5 @@
 """`python -m harness` and the `fp8-harness` console script."""
 
-from __future__ import annotations
-
 import sys
 
 from harness.cli.main import main

@@ -4,8 +4,6 @@ The order is that of PEP 440: 2.15.0.dev20260801 < 2.15.0a0 < 2.15.0rc1 < 2.15.0
 whose number it has, and no two nightlies are the same.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 from packaging.specifiers import SpecifierSet

@@ -6,8 +6,6 @@ wants to forge a line can compute it. What writes the line anew breaks it, as `j
 way; what keeps or drops whole lines does not.
 """
 
-from __future__ import annotations
-
 import re
 import zlib
 

@@ -3,8 +3,6 @@
 Not the filelock package: where flock is missing it falls back to lock files that outlive their holder.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import os

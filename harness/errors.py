@@ -4,8 +4,6 @@
 invariants use `assert` instead.
 """
 
-from __future__ import annotations
-
 
 class HarnessError(Exception):
     """Bad input, a missing file, an impossible layout.

@@ -1,7 +1,5 @@
 """The commands that messages suggest; each runs as printed."""
 
-from __future__ import annotations
-
 import shlex
 from collections.abc import Sequence
 from pathlib import Path

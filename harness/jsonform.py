@@ -3,8 +3,6 @@
 JSON has no such numbers, and msgspec encodes them as null, which would turn a loss of NaN into no loss.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

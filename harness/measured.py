@@ -3,8 +3,6 @@
 Small enough to keep for every case of every run; what the ranks recorded in full is not kept.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Mapping
 

@@ -1,7 +1,5 @@
 """Numbers in messages, with their nouns and units."""
 
-from __future__ import annotations
-
 _BINARY_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 

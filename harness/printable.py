@@ -4,8 +4,6 @@ Messages, names, times and commands in a file of results are whatever the author
 text through `printable`; Markdown passes it through `in_markdown` as well.
 """
 
-from __future__ import annotations
-
 import html
 import re
 import unicodedata

@@ -4,8 +4,6 @@ Defines their layout; `matrix/` and `evidence/` read the files. Cheap to import,
 The tiers of the package belong to every project; a file of the same name in the project comes first.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import itertools

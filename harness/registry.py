@@ -5,8 +5,6 @@ are the folders of `harness/plugins/`, and a package of anybody else plugs in th
 looks for them: the core imports no plug-in, and none imports another.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib
 import importlib.util

@@ -1,7 +1,5 @@
 """The input of a rank. The controller encodes it as the payload of a job, and the rank decodes it."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 import msgspec

@@ -4,8 +4,6 @@
 or merged is read from a `RunResult`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Literal
 

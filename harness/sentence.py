@@ -1,7 +1,5 @@
 """Sentences: the text of a finding, filled in from its template and values when a person reads it."""
 
-from __future__ import annotations
-
 import contextlib
 import re
 from collections.abc import Iterable, Mapping

@@ -1,7 +1,5 @@
 """Installed packages: their files, found without importing them, and digests over these."""
 
-from __future__ import annotations
-
 import base64
 import contextlib
 import csv

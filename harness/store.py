@@ -9,8 +9,6 @@ damaged. Numbers that are not finite are the strings "NaN", "Infinity" and "-Inf
 Fields may be added; any other change increments `SCHEMA`. `show --schema` prints `schemas/result.schema.json`.
 """
 
-from __future__ import annotations
-
 import contextlib
 import inspect
 import re

@@ -1,7 +1,5 @@
 """Times as results and references have them: UTC, ISO 8601, seconds."""
 
-from __future__ import annotations
-
 import datetime
 
 

@@ -1,7 +1,5 @@
 """Verdicts and findings: how a case ended, and what is wrong with it. And the exit code of a run of many cases."""
 
-from __future__ import annotations
-
 import enum
 from collections.abc import Mapping, Sequence
 from typing import Literal

@@ -6,8 +6,6 @@ Owns the order of the steps and nothing else: each step is a function or a class
 Making references (`studies/records.py`) is the same way with another judge.
 """
 
-from __future__ import annotations
-
 import math
 import platform
 import time

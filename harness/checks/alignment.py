@@ -4,8 +4,6 @@ A matmul whose sizes the hardware does not support must raise the named error. I
 (a fallback, an emulation, a wrong shard). Refusing an aligned matmul is just as wrong.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from functools import partial

@@ -1,7 +1,5 @@
 """Assembly: the sketches of all ranks summed into one per logical tensor, and how far apart two numbers are."""
 
-from __future__ import annotations
-
 import math
 import struct
 from collections import defaultdict

@@ -6,8 +6,6 @@ seen in an earlier step: gradients that are wrong in step 1 make scales wrong in
 are not later than the first wrong number, by stage and then by step; everything else by step and then by stage.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Mapping, Sequence
 

@@ -4,8 +4,6 @@ Each is declared in the file of its function, of which `Check` is the decorator.
 is not judged, the probes of a case and the reference of the checks are collected from there (`catalogue.py`).
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Iterable
 

@@ -5,8 +5,6 @@ float8 (`worker/training/noise.py`). No FP8 code runs in them, so a fault of it 
 by, and nothing is borrowed from another model. `tests/worker/test_noise.py` compares them with measured tolerances.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Sequence

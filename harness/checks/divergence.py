@@ -12,8 +12,6 @@ What must be equal, and how closely:
   the other side of a float8 rounding: scales and amaxes agree within TOLERANCES.
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence

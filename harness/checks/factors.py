@@ -3,8 +3,6 @@
 A mean that is taken twice, or a sum in its place, is off by exactly a degree, a batch or a number of tokens.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple

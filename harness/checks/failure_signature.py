@@ -5,8 +5,6 @@ values that tell failures of the rule apart, the kind of module, the operand and
 compared, and so can a case and a smaller one.
 """
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from collections.abc import Sequence

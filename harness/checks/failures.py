@@ -1,7 +1,5 @@
 """How ranks failed: a finding for ranks that failed alike, or that are stuck at the same place."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable
 from typing import NamedTuple

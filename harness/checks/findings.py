@@ -1,7 +1,5 @@
 """Findings of many places and ranks, made into few: one for a rule that is broken, or for ranks that find the same."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Hashable, Iterable
 from typing import NamedTuple, TypeVar
 

@@ -1,7 +1,5 @@
 """Is FP8 on, exactly where the case asks for it? Converted linears, executed matmuls, the virtual device."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from functools import partial
 

@@ -5,8 +5,6 @@ so their casts at the same place belong to one tensor: a tensorwise scale must b
 amax over them.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial

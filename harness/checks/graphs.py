@@ -5,8 +5,6 @@ fusions are counted against `expect/fusion.py`, and the probe compares every fus
 all that inductor generates code for with the operators of the graph (`expect/generated.py` has the limits).
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Iterator

@@ -13,8 +13,6 @@ The rules, in order:
 What recorded upstream faults explain of a failure is decided afterwards, in `recorded.py`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 import msgspec

@@ -5,8 +5,6 @@ their life. Those of activations and gradients are of one microbatch. Numbers ar
 long is wrong in the step in which a weight moves far enough to show it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from functools import partial
 

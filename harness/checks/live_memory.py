@@ -3,8 +3,6 @@
 Compared with `expect/live_memory.py`, and, which needs no formula, later steps with the second.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from functools import partial

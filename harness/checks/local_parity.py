@@ -5,8 +5,6 @@ is judged by itself (`worker/one_rank/replay.py`), so that the limits are those 
 below 2 %.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial

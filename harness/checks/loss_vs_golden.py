@@ -4,8 +4,6 @@ First come the conditions under which the comparison means nothing (no golden, o
 disagree, a loss that never changes), then the comparison.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from functools import partial

@@ -1,7 +1,5 @@
 """From what the ranks of a run recorded to the numbers that are kept of it (`harness/measured.py`), and which moved."""
 
-from __future__ import annotations
-
 import hashlib
 import math
 from collections import Counter, defaultdict

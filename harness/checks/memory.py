@@ -3,8 +3,6 @@
 In compiled runs also against the marks of checkpointing in the graphs: what is to be computed again must not be saved.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from functools import partial
 

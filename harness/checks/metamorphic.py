@@ -5,8 +5,6 @@ The partner has the same layout, so its results must match bit for bit. Which op
 `expect/relations.py`.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from functools import partial

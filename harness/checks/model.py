@@ -5,8 +5,6 @@ which linears run. Also finds what no comparison of numbers names: buffers that 
 get no gradient or that no optimizer changes, settings of torch that the target left changed.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial

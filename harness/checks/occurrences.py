@@ -4,8 +4,6 @@ A key says where an operand is cast or multiplied (`CastKey`, `MatmulKey`) and i
 from 0: a linear casts the same operand several times in a step when forward is recomputed or batches are replayed.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping
 from typing import NamedTuple, TypeVar

@@ -4,8 +4,6 @@ The reference is the solo witness, not BF16: FP8 rounding is then the same on bo
 directly, because AdamW hides a gradient of the wrong magnitude.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial

@@ -4,8 +4,6 @@ When recomputation differs from forward, the gradients belong to a function that
 correct. In compiled blocks backward graphs repeat nodes of forward graphs: they must be the same nodes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterator
 from functools import partial
 from typing import NamedTuple

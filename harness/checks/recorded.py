@@ -9,8 +9,6 @@ A formula is evaluated with every version. With versions that it was verified wi
 others a case with no other findings is `changed`: not good, and nothing proves that it is wrong.
 """
 
-from __future__ import annotations
-
 import datetime
 import difflib
 import fnmatch

@@ -3,8 +3,6 @@
 No check here needs another run, so a fault that the single-rank reference shares is seen too.
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Iterator

@@ -3,8 +3,6 @@
 Steps that follow are judged as those of any run: nothing but the state is handed on.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections import Counter
 from collections.abc import Iterator

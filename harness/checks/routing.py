@@ -4,8 +4,6 @@ Digests of rows tell which token each of them is, on the rank that sends it and 
 tokens that are lost, swapped, or sent to another expert are named, in forward and for gradients in backward.
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Rules: the ways in which a check can find something wrong. Each is declared in the file of its check."""
 
-from __future__ import annotations
-
 import enum
 from collections.abc import Iterable, Mapping
 from typing import Any

@@ -3,8 +3,6 @@
 Every rule yields (rule, expected, found) for what is broken and nothing otherwise.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 import math

@@ -4,8 +4,6 @@ A scale belongs to a logical tensor. Ranks that hold the same tensor, or shards 
 from the amax over all of them. Ranks that hold different tensors must not share one.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from functools import partial

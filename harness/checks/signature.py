@@ -1,7 +1,5 @@
 """Recorded signatures: what a run of a case sent, multiplied and kept, for models that no formula describes."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from functools import partial
 

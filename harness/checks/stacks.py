@@ -3,8 +3,6 @@
 Reads what faulthandler writes, most recent call first.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Sequence
 from itertools import takewhile

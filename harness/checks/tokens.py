@@ -4,8 +4,6 @@ Looks at the integer tensors of every forward of the whole model. A target that 
 wrong tokens too would show in no number.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from functools import partial
 from typing import NamedTuple

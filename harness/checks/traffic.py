@@ -5,8 +5,6 @@ over all data-parallel ranks, float8 weights gathered in float8, an amax reducti
 hold shards of, and none for a weight whose scale is precomputed. `signature.py` counts the rest.
 """
 
-from __future__ import annotations
-
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from functools import partial

@@ -5,8 +5,6 @@ shard of a tensor is cast with the scale of the tensor. So the shares over all r
 which replays the data-parallel ranks one after another. Results keep them for every operand, linear and step.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from functools import partial
 from typing import NamedTuple

@@ -1,7 +1,5 @@
 """Axes on a command line: the everyday ones as options, all by `--set`; and the case that they describe."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Collection, Mapping
 from typing import Any

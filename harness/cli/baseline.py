@@ -1,7 +1,5 @@
 """`fp8-harness baseline show | check | update | tolerance`: what later runs are judged by."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar

@@ -1,7 +1,5 @@
 """`fp8-harness baseline update`: goldens, or the signatures of runs of the user's own targets."""
 
-from __future__ import annotations
-
 import shlex
 from collections.abc import Callable, Collection, Sequence
 

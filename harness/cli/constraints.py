@@ -1,7 +1,5 @@
 """`fp8-harness constraints`."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import click

@@ -1,7 +1,5 @@
 """`fp8-harness dev`: what maintainers of the harness need. Plug-ins add its commands."""
 
-from __future__ import annotations
-
 import click
 
 from harness.cli.groups import LazyGroup

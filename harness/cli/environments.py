@@ -1,7 +1,5 @@
 """Runs of the same cases in several environments: `run --env` and `compare --versions`."""
 
-from __future__ import annotations
-
 import functools
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence

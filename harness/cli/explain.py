@@ -1,7 +1,5 @@
 """`fp8-harness explain`."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator, Sequence
 from pathlib import Path

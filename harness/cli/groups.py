@@ -1,7 +1,5 @@
 """Groups of commands: those of the core, and those that plug-ins add. Each is imported when it is called."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from typing import Any
 

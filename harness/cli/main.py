@@ -3,8 +3,6 @@
 Plug-ins add commands: see `harness/registry.py`.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """`fp8-harness new`."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """`fp8-harness run`."""
 
-from __future__ import annotations
-
 import shlex
 import sys
 from collections.abc import Callable

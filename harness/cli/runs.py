@@ -1,7 +1,5 @@
 """`fp8-harness runs list | history | import | merge | remove`."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import shlex

@@ -1,7 +1,5 @@
 """`fp8-harness show`: a stored run, or one case of it, in the terminal and as files."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import os

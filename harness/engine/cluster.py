@@ -4,8 +4,6 @@ One node or many: what is above asks for jobs and knows no host. The slots are t
 serves other processes.
 """
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import math

@@ -1,7 +1,5 @@
 """The folder of one job: the names of its files, and reading the end of a log."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterable
 from contextlib import suppress

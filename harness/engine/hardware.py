@@ -3,8 +3,6 @@
 Uses neither torch nor CUDA. Its GPUs are in `gpus.py`.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 import os

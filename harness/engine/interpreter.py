@@ -1,7 +1,5 @@
 """New processes of the engine: their command line, environment and start."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

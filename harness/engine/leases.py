@@ -4,8 +4,6 @@ A slot is a file and a lease is an flock on it, so the kernel frees the slots of
 no harm. Works across threads, pytest-xdist workers and all jobs that use the same folder.
 """
 
-from __future__ import annotations
-
 import os
 import time
 from collections import Counter

@@ -7,8 +7,6 @@ during the job and one of its ranks still uses it when the job ends. Files of a 
 from those of other users, and are kept.
 """
 
-from __future__ import annotations
-
 import ctypes
 import errno
 import math

@@ -3,8 +3,6 @@
 `LocalNode` is this machine. `cluster.py` decides which node runs what.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import tempfile

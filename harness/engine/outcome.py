@@ -3,8 +3,6 @@
 Pure functions on values: `supervisor.py` and `torchrun.py` watch the processes.
 """
 
-from __future__ import annotations
-
 import signal
 from collections.abc import Mapping, Sequence
 

@@ -6,8 +6,6 @@ locked there. A CUDA context does not work there either:
 https://docs.pytorch.org/docs/main/notes/multiprocessing.html#poison-fork-in-multiprocessing.
 """
 
-from __future__ import annotations
-
 import gc
 import importlib
 from collections.abc import Callable, Mapping

@@ -4,8 +4,6 @@ Runs only in the child and never returns to the code of the zygote that forked i
 the other ranks.
 """
 
-from __future__ import annotations
-
 import faulthandler
 import os
 import signal

@@ -3,8 +3,6 @@
 `supervisor.py` decides which failure matters and when to end ranks.
 """
 
-from __future__ import annotations
-
 import os
 import selectors
 import signal

@@ -3,8 +3,6 @@
 Whatever crosses the cluster is bytes of `messages.py`, or plain strings and numbers.
 """
 
-from __future__ import annotations
-
 import os
 import queue
 import sys

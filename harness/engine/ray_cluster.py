@@ -3,8 +3,6 @@
 A node is an actor in a bundle of the group of the run (`ray_actor.py`).
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress

@@ -4,8 +4,6 @@ The connection is made once per process and fails fast with a readable error. A 
 bundle for every node, from its begin to its end.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import signal

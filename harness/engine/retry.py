@@ -4,8 +4,6 @@ What ranks did themselves is never tried again until it passes. A zygote serves 
 them: each is tried again on a zygote of its own, so that one which kills its zygote does no harm to the others.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from msgspec.structs import replace

@@ -4,8 +4,6 @@ A process of its own: the server has threads, which neither the controller nor a
 for the whole run cannot be taken by another program between two jobs.
 """
 
-from __future__ import annotations
-
 import socket
 import subprocess
 import tempfile

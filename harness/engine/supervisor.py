@@ -4,8 +4,6 @@ A state machine driven by the selector loop of `zygote.py`: rank sockets and pid
 `tick` advances the state. Never blocks.
 """
 
-from __future__ import annotations
-
 import enum
 import selectors
 import time

@@ -4,8 +4,6 @@ Order in time misleads on GPUs: errors of a GPU are reported late, and NCCL's wa
 another one. Texts are those of torch 2.13 (CUDA, NCCL and gloo), the CUDA runtime, the driver and ROCm.
 """
 
-from __future__ import annotations
-
 import functools
 import os
 import re

@@ -3,8 +3,6 @@
 The baseline for the results and the cost of the zygote engine. Does not import torch: it runs torchrun as a command.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import select

@@ -3,8 +3,6 @@
 Reads the `LaunchSpec` that `torchrun.py` wrote to the folder, and writes its `RankOutcome` there.
 """
 
-from __future__ import annotations
-
 import faulthandler
 import os
 import signal

@@ -4,8 +4,6 @@
 One thread, one selector loop, several shares at a time. When the controller exits, it kills every rank and exits too.
 """
 
-from __future__ import annotations
-
 import fcntl
 import gc
 import os

@@ -3,8 +3,6 @@
 Neither imports the rank program nor forks, so any thread may call it.
 """
 
-from __future__ import annotations
-
 import socket
 import subprocess
 import tempfile

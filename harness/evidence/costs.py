@@ -8,8 +8,6 @@ They were fitted to the tiny model. The estimate for a larger one is rough: its 
 cost, and its matmuls take the time that the virtual device needs for them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 

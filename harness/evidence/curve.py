@@ -9,8 +9,6 @@
 Read are also golden files without norms or comments, and the log of a run (`step:  1  loss:  8.02397  grad_norm: …`).
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Iterator, Sequence

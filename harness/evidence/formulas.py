@@ -5,8 +5,6 @@ verified, that version may have changed. Owns the record of verified versions: s
 project of one's own.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 

@@ -5,8 +5,6 @@ and the comparison of an old one with a new one, and which classes of hardware a
 `checks/loss_vs_golden.py` compares runs with goldens.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Collection, Sequence

@@ -3,8 +3,6 @@
 Sealed JSON, `golden/<class>/evidence-<level>.json`, beside the goldens of that class. Also says what changed.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Literal

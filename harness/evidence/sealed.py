@@ -4,8 +4,6 @@ Reading detects edits by hand, truncation and bad merges. The digest protects ag
 against an attacker.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Callable
 from pathlib import Path

@@ -4,8 +4,6 @@ Owns their file format (sealed JSON under `golden/signatures/<case id>.json`, on
 a review) and the conditions for storing one. `checks/signature.py` compares runs with signatures.
 """
 
-from __future__ import annotations
-
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path

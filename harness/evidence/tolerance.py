@@ -9,8 +9,6 @@ it would pass bad ones.
     margin = 3.0                                     # `allowed` may be at most this factor above the measured noise
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """The git tree of a project: its commit, what differs from it, and the goldens of another one. Empty without git."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import subprocess

@@ -3,8 +3,6 @@
 Derived from torchao 0.18: `Float8Linear`, its tensor-parallel styles and its FSDP2 extension.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterator
 from typing import NamedTuple
 

@@ -1,7 +1,5 @@
 """The expected collectives of experts: tokens to the ranks that hold their experts, results and gradients back."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 
 import msgspec

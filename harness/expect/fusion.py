@@ -5,8 +5,6 @@ reduce-scatters the outputs of `wo` and `w2`; backward gathers the gradients of 
 the sums of input gradients. Verified with torch 2.13 for every recipe, checkpointing mode and local batch, TP 2 to 8.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 
 import msgspec

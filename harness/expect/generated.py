@@ -5,8 +5,6 @@ last bits, and what is cast from it to float8 now and then by one float8 value. 
 graph does (`emulate_precision_casts`, rowwise), only sums in float32 differ, by their order.
 """
 
-from __future__ import annotations
-
 import math
 
 from harness.matrix.case import Case

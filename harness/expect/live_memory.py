@@ -6,8 +6,6 @@ after forward. And scalars of the loss. The terms hold for the CPU. A compiled b
 its graph draws no number.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Iterator
 

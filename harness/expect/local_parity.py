@@ -7,8 +7,6 @@ before it was summed over ranks, the sum, and the replay's own result contribute
 up as independent ones do. `tests/worker/test_clean_runs.py` keeps clean runs within all limits.
 """
 
-from __future__ import annotations
-
 import math
 from typing import NamedTuple
 

@@ -6,8 +6,6 @@ the bfloat16 copy), that bits survive another order of summation, and anything a
 is combined with TP: torchao 0.18 computes dynamic scales per TP rank but precomputed scales over all ranks.
 """
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Callable, Mapping
 from typing import Literal, NamedTuple

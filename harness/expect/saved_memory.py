@@ -15,8 +15,6 @@ eager saves, and two kinds of scales. The min-cut partitioner chooses what anoth
 Verified for every recipe, checkpointing mode and dtype, on one rank and with TP, FSDP2 and HSDP, async TP or not.
 """
 
-from __future__ import annotations
-
 import functools
 from collections import Counter
 from collections.abc import Sequence

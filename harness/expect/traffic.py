@@ -7,8 +7,6 @@ The pipelined operators of async TP send reduce-scatters as all-to-all.
 `tokens` are those of one rank; `residual_tokens` are the share of them that a TP rank holds between blocks.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import lru_cache, partial

@@ -1,7 +1,5 @@
 """One kind of collective of a rank and step, and how often forwards and microbatches repeat it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 
 import msgspec

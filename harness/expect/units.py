@@ -3,8 +3,6 @@
 A *unit* is the embedding, every block, and the final norm with the output layer; tied ends are one.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache, partial
 

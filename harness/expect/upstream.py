@@ -5,8 +5,6 @@ and holds from `since` on; faults are records in `cases/known.toml` instead. A n
 release or not, so the source of the installed package is asked first, and its version only where that does not tell.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 

@@ -6,8 +6,6 @@ counts as if it were not causal, its backward as twice its forward; the flash ke
 where this counts 4.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple, get_args

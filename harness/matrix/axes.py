@@ -4,8 +4,6 @@ These are the names that users write in case files, selectors and on the command
 its field. Converts between flat values and cases.
 """
 
-from __future__ import annotations
-
 import difflib
 import functools
 import math

@@ -3,8 +3,6 @@
 Ids and their parser, options, case files, families, witnesses, selectors, `shrink` and `export` follow from it.
 """
 
-from __future__ import annotations
-
 import enum
 from collections.abc import Mapping
 from typing import Any

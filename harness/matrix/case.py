@@ -4,8 +4,6 @@ Every option is a field of a part of it, with its default, its limits and the de
 combinations make sense is in `rules.py`, how cases are written in files in `casefile.py`, ids are in `caseid.py`.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Annotated, Literal
 

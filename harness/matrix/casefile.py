@@ -20,8 +20,6 @@ Owns the format of `cases/*.toml` and its errors. `space.py` expands matrix bloc
     id = "tp2-rowwise-v2048-f32" # or: axes = {tp = 2, recipe = "rowwise"}
 """
 
-from __future__ import annotations
-
 import difflib
 import json
 from collections.abc import Iterable

@@ -4,8 +4,6 @@ An id is a list of tokens joined by `-`: layout, recipe, vocabulary and dtype al
 differs from its default. Ids consist of `A-Z a-z 0-9 . _ + -`. Numbers are spelled so that they round-trip exactly.
 """
 
-from __future__ import annotations
-
 import functools
 import re
 from collections.abc import Mapping

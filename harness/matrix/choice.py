@@ -3,8 +3,6 @@
 `dev tier` writes them to `cases/chosen/TIER.toml`. `tier.py` refuses a choice that does not cover its tier.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 

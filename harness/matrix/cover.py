@@ -4,8 +4,6 @@ A greedy generator of its own, one cell at a time, because most cells of our spa
 (covertable 3.2 was tried) lose their way there and give about ten times the cells in a hundred times the time.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Collection, Iterable, Iterator, Sequence
 

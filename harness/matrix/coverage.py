@@ -3,8 +3,6 @@
 And how many cells have given axis values, with the rules that apply to them (`explain axis=value`).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal

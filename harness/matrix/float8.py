@@ -1,7 +1,5 @@
 """The conversion of a case to float8: the recipe and its options."""
 
-from __future__ import annotations
-
 import functools
 from typing import Annotated, Literal
 

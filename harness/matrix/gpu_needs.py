@@ -1,7 +1,5 @@
 """What a case needs of a GPU: the rows of `gpu_needs.toml`, and which of them are not met."""
 
-from __future__ import annotations
-
 import functools
 import tomllib
 from collections.abc import Iterator

@@ -3,8 +3,6 @@
 Ranks are numbered as in torch's DeviceMesh: the last axis varies fastest.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 import math

@@ -3,8 +3,6 @@
 Shape arithmetic that follows from a case alone. `rules.py` uses it for alignment, `expect/` for what must run.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Mapping, Sequence
 from typing import TypeVar, get_args

@@ -1,7 +1,5 @@
 """The model of a case: a Llama by preset, every size of which can be overridden."""
 
-from __future__ import annotations
-
 import functools
 from typing import Annotated, Literal
 

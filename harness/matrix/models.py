@@ -1,7 +1,5 @@
 """Cases that people ask about before they have one of their own: models by name, and all layouts of so many ranks."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator, Mapping
 

@@ -5,8 +5,6 @@ goes around; of two addends there is one order only. A GPU chooses a kernel by t
 its own order of accumulation. Where bits are not promised, the modules of the first steps are replayed on one rank.
 """
 
-from __future__ import annotations
-
 import msgspec
 
 from harness.matrix.case import Case

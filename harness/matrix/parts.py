@@ -3,8 +3,6 @@
 Both depend on the cases and their stored costs alone, so every machine computes the same.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Sequence
 

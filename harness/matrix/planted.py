@@ -1,7 +1,5 @@
 """The planted faults that a plug-in knows, as far as cases are chosen for them."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any, Protocol
 

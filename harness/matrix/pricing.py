@@ -1,7 +1,5 @@
 """What cases cost: their own CPU seconds, and those of references that they share."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Mapping
 
 import msgspec

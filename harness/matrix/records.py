@@ -18,8 +18,6 @@ Owns the formats of `cases/quarantine.toml` and `cases/required.toml`:
     reason = "..."                    # one sentence: why it is required
 """
 
-from __future__ import annotations
-
 import datetime
 from collections.abc import Iterable
 from pathlib import Path

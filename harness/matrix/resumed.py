@@ -4,8 +4,6 @@ With `resume = "same"` that is the case itself. With `resharded` it is another l
 loads the state and saves it again: two reshardings, there and back. Every step is trained in the layout of the case.
 """
 
-from __future__ import annotations
-
 import msgspec
 
 from harness.matrix.axes import without

@@ -6,8 +6,6 @@ A rule declares the axes that it reads, so that the matrix can evaluate it on pa
 An excluded case is impossible or meaningless. A case with an expected refusal is run, and fails if it trains.
 """
 
-from __future__ import annotations
-
 import functools
 import tomllib
 from collections.abc import Callable, Iterable, Iterator, Mapping

@@ -3,8 +3,6 @@
 The one list. What asks for it in configurations of other tools is in `harness/plugins/bugs/spellings.toml`.
 """
 
-from __future__ import annotations
-
 import re
 
 import msgspec

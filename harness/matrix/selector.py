@@ -4,8 +4,6 @@ Terms are separated by spaces and all must hold: `axis=value[,value...]`, `axis!
 `>`, `<=`, `<`), `id~glob`, and a bare word, which is a part of the id. `DERIVED` values can be used like axes.
 """
 
-from __future__ import annotations
-
 import fnmatch
 import functools
 import math

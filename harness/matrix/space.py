@@ -4,8 +4,6 @@ A cell (`Row`) holds one value index per factor. Every rule is tabulated once ov
 that judging, counting and completing cells never builds a `Case`. It does not choose cells (`tier.py`).
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence

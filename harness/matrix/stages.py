@@ -5,8 +5,6 @@ and the output layer in the last. Stages go round over the ranks: with two a ran
 third.
 """
 
-from __future__ import annotations
-
 import functools
 from collections import Counter
 from collections.abc import Iterable

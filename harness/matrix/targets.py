@@ -3,8 +3,6 @@
 The interface of a target is in `worker/targets/target.py`. Here is what the controller knows without importing one.
 """
 
-from __future__ import annotations
-
 import functools
 import re
 from collections.abc import Mapping

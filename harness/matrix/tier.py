@@ -3,8 +3,6 @@
 How a covering array is made is `cover.py`'s, what a cell is and which rules forbid it is `space.py`'s.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Collection, Mapping, Sequence
 

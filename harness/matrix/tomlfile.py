@@ -4,8 +4,6 @@ tomllib does not report lines, so keys are searched in the text. The search is a
 string can mislead it) and is used only in error messages.
 """
 
-from __future__ import annotations
-
 import functools
 import re
 import tomllib

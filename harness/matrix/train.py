@@ -1,7 +1,5 @@
 """The training of a case: batch, steps, updates and dtypes."""
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Mapping

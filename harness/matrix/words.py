@@ -3,8 +3,6 @@
 Made from the declarations of the axes, in their order. Here are also the hints for a token that is no such word.
 """
 
-from __future__ import annotations
-
 import difflib
 import functools
 import re

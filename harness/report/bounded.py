@@ -1,7 +1,5 @@
 """Bounds what a terminal or a log shows: a result of 80 MB must not print 80 MB."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from msgspec.structs import replace

@@ -1,7 +1,5 @@
 """One case: what is wrong with it, how its ranks failed, what was measured, and the command that runs it again."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import groupby

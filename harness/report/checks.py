@@ -1,7 +1,5 @@
 """`docs/checks.md`: what each check asks, reads and cannot see, its rules, and the planted faults that prove it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 
 from harness.checks.catalogue import CHECKS

@@ -6,8 +6,6 @@ is no release. A command with another answer about a case gives its own. `system
 fault also the findings, because few viewers show the text of a skipped test.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Literal, NamedTuple

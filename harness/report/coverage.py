@@ -1,7 +1,5 @@
 """What became of the combinations of axis values in tiers, as a part of a page."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterable, Sequence
 
 from harness.matrix.coverage import FATES, Coverage, Fate

@@ -1,7 +1,5 @@
 """The evidence: what a level found on some hardware, what is known about the formulas, and which goldens change."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,5 @@
 """A run: a table of its cases, what is wrong with those that are not good, and the totals. Also as Markdown."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 

@@ -1,7 +1,5 @@
 """Stored runs: the list of them, the history of cases over them, and the same cases in several environments."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 

@@ -4,8 +4,6 @@ A damaged golden or an unfounded tolerance ends the run here, before anything wa
 of the case that needs it. Witnesses that have to be run come from a `WitnessCache`. The checks themselves are pure.
 """
 
-from __future__ import annotations
-
 import datetime
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor

@@ -4,8 +4,6 @@ Owns how a `CaseResult` is put together. Every front end runs cases through here
 case is judged by comes from a `Judge` (`case_judge.py`); what is tried again is decided in the engine (`retry.py`).
 """
 
-from __future__ import annotations
-
 import traceback
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol

@@ -1,7 +1,5 @@
 """Conditions: what may slow this machine down while something is timed. The load of a CPU, the clocks of GPUs."""
 
-from __future__ import annotations
-
 import os
 import re
 import threading

@@ -1,7 +1,5 @@
 """The cost of one case on this machine, before it runs: what was measured here, else what costs and formulas say."""
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Sequence
 

@@ -4,8 +4,6 @@ A case trains on the GPUs where its ranks fit them and they meet its needs (`mat
 virtual device of the CPU. Pure functions of what the nodes have.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import msgspec

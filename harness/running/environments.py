@@ -5,8 +5,6 @@ the one that runs, so none needs to have it installed. torch is installed with a
 version with it.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import shlex

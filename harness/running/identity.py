@@ -7,8 +7,6 @@ edited in place. So a fresh checkout, or an installation of the same wheels, has
 size and sets back the time is not seen.
 """
 
-from __future__ import annotations
-
 import ast
 import functools
 import hashlib

@@ -4,8 +4,6 @@ Owns the form `FILE.py:FUNCTION`, and knows the prefixes of plug-ins, as in `fau
 them without running anything: a file is parsed, never imported here.
 """
 
-from __future__ import annotations
-
 import ast
 import contextlib
 import hashlib

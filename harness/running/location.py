@@ -1,7 +1,5 @@
 """Where the ranks of a run may train: the meaning of --device, --fabric and --slots here, or on a Ray cluster."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import msgspec

@@ -3,8 +3,6 @@
 Never imports torch. Which devices may be used is `engine/hardware.py`'s, which cases run on them `device_choice.py`'s.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import platform
 import re

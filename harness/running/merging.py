@@ -1,7 +1,5 @@
 """The merge: results of the shards of one run, made on several machines, as those of one run."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 
 from msgspec.structs import replace

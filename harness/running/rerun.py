@@ -3,8 +3,6 @@
 A case without a readable result counts as not good: its run may have been killed before it got there.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import msgspec

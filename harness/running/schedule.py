@@ -4,8 +4,6 @@ Owns order, threads and interruption. It does not know what an item is (a case, 
 judged and told of.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import queue

@@ -3,8 +3,6 @@
 Owns how the sources combine. Reading files and expanding the matrix is `matrix/`'s.
 """
 
-from __future__ import annotations
-
 import ast
 import datetime
 import functools

@@ -4,8 +4,6 @@ Runs of this machine and imported ones are files of one format (`store.py`) in t
 `--lf` are about this machine, and do not look at imported ones.
 """
 
-from __future__ import annotations
-
 import hashlib
 import re
 from collections.abc import Iterator

@@ -4,8 +4,6 @@ A witness depends on nothing but its own case and what computes it (`identity.py
 digest of these, and shared by all cases, runs and processes. Damaged or unreadable files count as absent.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import threading

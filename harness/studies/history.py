@@ -4,8 +4,6 @@ On a CPU every number but the seconds repeats exactly, so a number that changes 
 is what ended differently in one environment: retries say nothing about that, so they are not looked at.
 """
 
-from __future__ import annotations
-
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 

@@ -1,7 +1,5 @@
 """The noise: samples of how far correct FP8 and BF16 runs are from their golden, over seeds, layouts and machines."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterable, Sequence
 
 import msgspec

@@ -1,7 +1,5 @@
 """Runs checks on ranks, all in one job. A check that brings its ranks down is left out of the next job."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Protocol, TypeVar
 

@@ -3,8 +3,6 @@
 Recorded by the probes `flops`, `traffic` and `saved_memory`.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from typing import Literal

@@ -1,7 +1,5 @@
 """What torch reports about a rank's device. A process of its own is asked."""
 
-from __future__ import annotations
-
 from harness.trace.record import Record
 
 

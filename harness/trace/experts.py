@@ -1,7 +1,5 @@
 """What became of tokens in blocks with experts: whom they were sent to, what arrived there, and what came back."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 from harness.trace.record import Record

@@ -3,8 +3,6 @@
 Recorded by `worker/probes/graphs.py`, for compiled runs only.
 """
 
-from __future__ import annotations
-
 from typing import Literal
 
 from harness.trace.operands import CastStatistics, ScaleSummary

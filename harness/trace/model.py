@@ -4,8 +4,6 @@ Recorded by `discovery.py` and `inputs.py` of `worker/probes/` and by `worker/tr
 without what checkpointing wrappers and compilation add. Sequences are numbered in the global batch of their step.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 from harness.trace.record import Record

@@ -3,8 +3,6 @@
 Recorded by `worker/probes/operands.py`. Numbers are of the local tensor of this rank unless they say otherwise.
 """
 
-from __future__ import annotations
-
 from typing import Literal
 
 from harness.trace.record import Record

@@ -1,7 +1,5 @@
 """The base of everything that ranks record, and what an injection asks of them."""
 
-from __future__ import annotations
-
 import msgspec
 
 

@@ -8,8 +8,6 @@ position. Sketches are linear: the shards' add up to the tensor's, and the dista
 estimates the distance between their tensors within about a quarter. Recorded by `worker/probes/sketches.py`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Literal
 

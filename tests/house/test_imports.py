@@ -22,7 +22,6 @@ LEVELS = [
     ["__main__", "pytest_plugin"],
     ["cli"],
     ["report"],
-    ["gate"],
     ["studies"],
     ["workflow"],
     ["running"],

@@ -1,7 +1,5 @@
 """Bugs: from a report or a configuration to a case that fails, and from there to a script that upstream can run."""
 
-from __future__ import annotations
-
 from harness.registry import Plugin
 
 PLUGIN = Plugin(

@@ -30,8 +30,6 @@ Of an `open` bug a field is missing. A `live` one still fails with a version tha
 passes and fails again with its planted faults. A `refused` one has no case: no case can have what it needs.
 """
 
-from __future__ import annotations
-
 import datetime
 import itertools
 from collections.abc import Mapping

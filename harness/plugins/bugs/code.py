@@ -4,8 +4,6 @@ A call or a dict that is assigned to a name, an attribute or a keyword is known 
 `config.compile = CompileConfig(…)` are both `compile`, and so is a name that is given later. Nothing is executed.
 """
 
-from __future__ import annotations
-
 import ast
 import re
 from collections.abc import Iterator, Mapping

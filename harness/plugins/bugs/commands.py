@@ -1,7 +1,5 @@
 """`fp8-harness bug`: from a bug report to a case, and from a case to a report."""
 
-from __future__ import annotations
-
 import datetime
 import functools
 import subprocess

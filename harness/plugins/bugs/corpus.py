@@ -1,7 +1,5 @@
 """Proves bug files: live bugs fail as recorded; fixed ones pass, and fail again with each of their planted faults."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 

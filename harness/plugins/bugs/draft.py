@@ -1,7 +1,5 @@
 """The case that a configuration describes, axis by axis, and where each value comes from."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import msgspec

@@ -1,7 +1,5 @@
 """A case that fails as one Python file that needs torch and torchao only: `worker/exported.py` with its values."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

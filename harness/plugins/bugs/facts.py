@@ -1,7 +1,5 @@
 """What statements agree on, and what programs do where nothing is stated: defaults, and files of torchtitan by name."""
 
-from __future__ import annotations
-
 import datetime
 import functools
 import re

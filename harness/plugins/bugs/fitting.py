@@ -1,7 +1,5 @@
 """The batch of a drafted case, and its smaller run: what made the case is kept, or asked where it cannot be kept."""
 
-from __future__ import annotations
-
 import msgspec
 
 from harness.errors import HarnessError

@@ -1,7 +1,5 @@
 """From a report or a configuration to a case, in one way: what is stated, derived, assumed and missing."""
 
-from __future__ import annotations
-
 import datetime
 import re
 import shlex

@@ -1,7 +1,5 @@
 """A case that fails as a test for another repository: the parts of `worker/exported.py` that it uses, and pytest."""
 
-from __future__ import annotations
-
 import functools
 import os
 import re

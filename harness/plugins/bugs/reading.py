@@ -1,7 +1,5 @@
 """The one reader of configurations: what their settings state, and an account of every line. Nothing is executed."""
 
-from __future__ import annotations
-
 import datetime
 import re
 from collections import Counter

@@ -6,8 +6,6 @@ A report is hostile until it is clean: control characters and terminal escapes a
 tokens and paths never leave `clean_words`, and the size is limited, so that every later step takes bounded time.
 """
 
-from __future__ import annotations
-
 import ast
 import functools
 import json

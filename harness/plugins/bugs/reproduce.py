@@ -4,8 +4,6 @@ Where the bug file has a signature, the failure must have the same. Where it has
 must be of the reported kind: a crash with the words of the reported error, a hang, NaN, wrong numbers.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence
 from typing import Literal

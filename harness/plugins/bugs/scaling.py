@@ -7,8 +7,6 @@ ranks stay, its remainder modulo 16 times these. Of degrees: which are above 1. 
 needs to wrap one and leave out one.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping

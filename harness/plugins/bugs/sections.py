@@ -1,7 +1,5 @@
 """What commands about bugs print, their JSON, and the draft of an issue."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path

@@ -4,8 +4,6 @@ TOML, YAML and JSON are parsed by their libraries, Python as a syntax tree (`cod
 Nothing is executed.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import re

@@ -1,7 +1,5 @@
 """What options of other tools mean: the table `spellings.toml`, and how a dotted name is looked up in it."""
 
-from __future__ import annotations
-
 import datetime
 import fnmatch
 import functools

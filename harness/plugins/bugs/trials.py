@@ -1,7 +1,5 @@
 """Trials of a named case on one engine, each to its signature: recorded faults and their fixes play no part here."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path

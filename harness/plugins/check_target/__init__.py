@@ -1,7 +1,5 @@
 """Whether a target does what the harness needs, and what to change where it does not."""
 
-from __future__ import annotations
-
 from harness.registry import Plugin
 
 PLUGIN = Plugin(

@@ -1,7 +1,5 @@
 """The report of a check of a target: what works, what is judged, what to fix."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
 
 import msgspec

@@ -5,8 +5,6 @@ bfloat16 as users run it, each also without probes. What is wrong is found by th
 questions here: do probes change a bit, do ranks start from different weights, is the loss a mean over tokens.
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Conformance: DTensor's sharding strategies for the operators of FP8 training."""
 
-from __future__ import annotations
-
 from harness.registry import PageSection, Plugin
 
 PLUGIN = Plugin(

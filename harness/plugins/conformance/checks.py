@@ -1,7 +1,5 @@
 """The fixed list of checks: small tensors, every kind of placement, every operator of the FP8 path."""
 
-from __future__ import annotations
-
 import fnmatch
 from collections.abc import Iterator, Sequence
 from itertools import product

@@ -1,7 +1,5 @@
 """`fp8-harness dev conformance`."""
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 

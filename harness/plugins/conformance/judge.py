@@ -4,8 +4,6 @@ Four questions: did it run, is the whole tensor right, are the placements valid,
 necessary? A problem that a known deviation explains is not a failure; a known deviation without its problem is one.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from typing import Literal
 

@@ -5,8 +5,6 @@ reason, its result whether a check is affected. The decorator says what the prob
 different is not excused.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Callable

@@ -4,8 +4,6 @@ Placements are written as one word per mesh axis: `R` is Replicate(), `S1` is Sh
 the axes to the right (FSDP over TP), `Psum`, `Pavg`, `Pmax` and `Pmin` are Partial() with that reduction.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Literal
 

@@ -1,7 +1,5 @@
 """The report of conformance: operators by placements, known deviations, and what failed. And its JSON document."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path

@@ -12,8 +12,6 @@ mesh axis at a time, until the operator is local, by DTensor's rules:
 - a tensor changes its sharded dim by an all-gather, as DTensor does on a CPU (on CUDA: by an all-to-all).
 """
 
-from __future__ import annotations
-
 import functools
 import heapq
 import math

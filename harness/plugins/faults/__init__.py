@@ -1,7 +1,5 @@
 """Planted faults, and mutation testing: which checks find which fault."""
 
-from __future__ import annotations
-
 from harness.registry import Injections, PageSection, Plugin
 
 PLUGIN = Plugin(

@@ -3,8 +3,6 @@
 `faults.toml` lists the name, scope and effect of each; `harness/plugins/faults/worker/` has the code that plants it.
 """
 
-from __future__ import annotations
-
 import difflib
 import functools
 import tomllib

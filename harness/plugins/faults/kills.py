@@ -3,8 +3,6 @@
 Sealed JSON in the package and in a project of one's own. The reference of the checks (`docs/checks.md`) is made of it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The mutation matrix: a table of its trials, totals by fault class and check, and the faults that went undetected."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Evidence that needs GPUs: what their kernels do, and what can be proven with them."""
 
-from __future__ import annotations
-
 from harness.registry import Plugin
 
 PLUGIN = Plugin(

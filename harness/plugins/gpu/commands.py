@@ -1,7 +1,5 @@
 """`fp8-harness dev evidence formulas | kernel | proof | native | all`."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The kernel check: one call of a device's `_scaled_mm` beside the exact one, asked of a process of its own."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 from harness.trace.record import Patch, Record

@@ -16,8 +16,6 @@ These are the worst cases. What finds faults in long sums are integers: every ac
 addend holds their sums exactly, so their results must have the bits of the exact ones.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Iterator, Sequence

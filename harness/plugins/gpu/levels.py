@@ -7,8 +7,6 @@
   or a second run change a bit.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import time

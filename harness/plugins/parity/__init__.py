@@ -1,7 +1,5 @@
 """Parity: one model in many layouts, with one rank, another revision or the curve of another run."""
 
-from __future__ import annotations
-
 from harness.registry import Plugin
 
 PLUGIN = Plugin(

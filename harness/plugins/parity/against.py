@@ -4,8 +4,6 @@ What it ran is kept: the same revision in the same environment is not run again.
 the words of both sides and from their numbers; nothing is judged here.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import distributions

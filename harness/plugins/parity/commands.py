@@ -1,7 +1,5 @@
 """`fp8-harness parity`."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from pathlib import Path
 

@@ -5,8 +5,6 @@ Llamas by 1e-4, of a mixture of experts by a quarter. So nothing is allowed that
 `MARGIN` times the widest gap between other layouts of it, up to this step.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterable, Sequence
 from typing import Literal

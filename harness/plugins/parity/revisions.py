@@ -4,8 +4,6 @@ It is checked out into a worktree for as long as it runs, in the environment tha
 repository, by `pip install -e` or by the working directory, comes from the worktree, which is first on PYTHONPATH.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import shutil

@@ -1,7 +1,5 @@
 """The parity of layouts, and of curves of one job, as a table: for terminals, pull requests and pages."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import groupby
 

@@ -1,7 +1,5 @@
 """Predictions of what a step of a case costs: memory, traffic and time."""
 
-from __future__ import annotations
-
 from harness.registry import Plugin
 
 PLUGIN = Plugin(

@@ -1,7 +1,5 @@
 """`fp8-harness predict`: what a step costs, which layouts it fits, whether FP8 pays, and how fast it is here."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from pathlib import Path

@@ -4,8 +4,6 @@ Say which MFU: its three definitions differ by a factor of 2. Where precisions a
 the speed rises, and only the weighted one can reach 100 %. All count what training needs, without recomputation.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping
 from statistics import median

@@ -1,7 +1,5 @@
 """What FP8 gains by prediction: speed-ups by recipe, the parts of a step, and every linear with its casts."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 

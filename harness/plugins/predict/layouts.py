@@ -1,7 +1,5 @@
 """A case on all of its ranks by formula: shapes, alignment, wire, memory, what refuses it; and its layouts in order."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 

@@ -4,8 +4,6 @@ A device that is not here has no MFU and no prediction; none is guessed from a s
 H100. For another device the same shares of its own peaks are taken, which is an assumption.
 """
 
-from __future__ import annotations
-
 import re
 from typing import Annotated, get_type_hints
 

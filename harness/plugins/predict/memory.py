@@ -1,7 +1,5 @@
 """The memory of one rank in a step: what is kept is exact in bytes of storages, what backward needs besides a model."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import msgspec

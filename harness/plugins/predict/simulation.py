@@ -1,7 +1,5 @@
 """Holds the formulas of a case against simulated ranks: real parallel and float8 code on fake tensors."""
 
-from __future__ import annotations
-
 import re
 import time
 from collections import Counter

@@ -5,8 +5,6 @@ machine cancels out. A job is timed by the median of its steps after the warm-up
 installed. A step includes the norm of all gradients, which the harness takes as trainers that clip do.
 """
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """What a rank sends along every mesh axis by ring algorithms, and the time over links in a node and between nodes."""
 
-from __future__ import annotations
-
 import functools
 import math
 

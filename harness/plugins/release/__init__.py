@@ -1,7 +1,5 @@
 """GO or NO-GO: is one run as good as another, case by case, and why not?"""
 
-from __future__ import annotations
-
 from harness.registry import Plugin
 
 PLUGIN = Plugin(

@@ -1,7 +1,5 @@
 """Gate reasons: how cases ended, what was not run or judged, and what cases were judged by."""
 
-from __future__ import annotations
-
 import datetime
 import math
 from collections.abc import Callable, Iterable, Sequence

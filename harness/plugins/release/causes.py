@@ -4,8 +4,6 @@ A group is all reasons with one cause. Kinds, verdicts, formulas and records dec
 on a named change follows from its formulas: they say something else with it than without it.
 """
 
-from __future__ import annotations
-
 import enum
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Literal, NamedTuple

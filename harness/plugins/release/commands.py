@@ -1,7 +1,5 @@
 """`fp8-harness compare`: GO, NO-GO or NOT COMPARED of two runs."""
 
-from __future__ import annotations
-
 import datetime
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The gate: GO or NO-GO for a candidate, with every reason in order of weight, or that nothing could be compared."""
 
-from __future__ import annotations
-
 import datetime
 import enum
 from collections.abc import Iterable, Iterator, Sequence

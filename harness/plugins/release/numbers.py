@@ -4,8 +4,6 @@ Counts (matmuls, collectives, saved bytes, fused operators) are equal on any mac
 numbers are too, so any change is named; elsewhere only a loss that moved by more than its tolerance.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Mapping
 

@@ -1,7 +1,5 @@
 """A reason: one thing that differs between the candidate and the baseline, and how much it weighs."""
 
-from __future__ import annotations
-
 import enum
 import math
 from typing import Self

@@ -1,7 +1,5 @@
 """The answer of a gate: the decision and the kinds of reasons first, then every reason, then what moved by cause."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import groupby

@@ -1,7 +1,5 @@
 """The two sides of a gate: which results can be compared, and how exactly."""
 
-from __future__ import annotations
-
 from collections import Counter
 from functools import cached_property
 

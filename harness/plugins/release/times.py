@@ -4,8 +4,6 @@ The median ratio is the effect; the signed-rank test of Wilcoxon on the logarith
 Its distribution is counted for few cases and normal for many, so the same results always give the same answer.
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Iterable, Sequence

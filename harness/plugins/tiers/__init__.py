@@ -1,7 +1,5 @@
 """The choice of the cases of a tier: a cheap set that covers it and hosts every planted fault."""
 
-from __future__ import annotations
-
 from harness.registry import Plugin
 
 PLUGIN = Plugin(

@@ -4,8 +4,6 @@
 `cases/chosen/TIER.toml`, where a change shows in review.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable, Sequence
 

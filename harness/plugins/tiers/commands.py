@@ -1,7 +1,5 @@
 """`fp8-harness dev tier`."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import click

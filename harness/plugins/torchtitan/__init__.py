@@ -1,7 +1,5 @@
 """torchtitan's own trainer as a target."""
 
-from __future__ import annotations
-
 from harness.registry import Plugin, Target
 
 # Named for the version of torchtitan that it drives: so a case means the same wherever it is read.

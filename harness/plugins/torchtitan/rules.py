@@ -1,7 +1,5 @@
 """What a rule of `rules.toml` asks that no selector can say."""
 
-from __future__ import annotations
-
 from harness.matrix.case import Case
 from harness.matrix.linears import converted_fqns, linear_fqns
 from harness.plugins.torchtitan import NAME

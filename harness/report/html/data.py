@@ -3,8 +3,6 @@
 Texts are those of the other reports; axes have their values in order; the casts of a case are one row an operand.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 

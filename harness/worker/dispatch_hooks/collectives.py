@@ -3,8 +3,6 @@
 What one rank sends to another counts where it is sent.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 

@@ -5,8 +5,6 @@ collective is called then, so the hook reports to the observers of collectives w
 that the transport of the virtual device sends by collectives.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 

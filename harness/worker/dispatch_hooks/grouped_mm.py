@@ -1,7 +1,5 @@
 """Hooks on the grouped matmuls of experts, in high precision and both versions of the scaled one."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from itertools import pairwise

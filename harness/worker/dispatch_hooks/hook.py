@@ -5,8 +5,6 @@ is seen once: eager or compiled, on a CPU, over gloo or on CUDA. A hook replaces
 unchanged. An operator has one hook: a second registration would override the first.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any

@@ -1,7 +1,5 @@
 """Installs all dispatcher hooks: the one place that does, once for a process."""
 
-from __future__ import annotations
-
 import importlib
 
 from harness.internals import RUN

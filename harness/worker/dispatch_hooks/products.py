@@ -4,8 +4,6 @@ Scaled matmuls have a hook of their own. A kernel of the virtual device that mul
 operators hides it (`unobserved`), so that a product counts once.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, NamedTuple
 

@@ -1,7 +1,5 @@
 """Hooks on both versions of `aten::_scaled_mm`: every scaled matmul, also in fused operators and generated code."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, Self
 

@@ -1,7 +1,5 @@
 """The matmuls of MXFP8 as TP ranks multiply them: for `tensor_ranks.ScaledProducts`."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -6,8 +6,6 @@ attention, residual sums and the loss are repeated from recorded results as well
 data-parallel ranks and the optimizer's step.
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from typing import Any, NamedTuple

@@ -6,8 +6,6 @@ the passes of single ranks leave it out, and when all ranks of a group are throu
 all of them were given, and on the gradients of what they returned.
 """
 
-from __future__ import annotations
-
 import functools
 from typing import Any, NamedTuple
 

@@ -16,8 +16,6 @@ The tokens of a forward pass tell which rank it is for. Where the model is not c
 as the first rank's, and gradients are summed in another order.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import nullcontext

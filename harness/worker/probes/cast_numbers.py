@@ -3,8 +3,6 @@
 Tensors are plain and local to this rank. They are read on the host: on a CPU without a copy, on a GPU with one.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from typing import Any, NamedTuple

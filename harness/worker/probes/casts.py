@@ -4,8 +4,6 @@ Training drives the code and the tables that measure out of the cache: measured 
 times as long.
 """
 
-from __future__ import annotations
-
 from collections.abc import Hashable
 from functools import partial
 from typing import NamedTuple

@@ -4,8 +4,6 @@ A style of expert parallelism exchanges tokens in hooks of the experts' module. 
 them, so it sees what a rank sends, what its experts get and return, and what comes back.
 """
 
-from __future__ import annotations
-
 import functools
 from collections import Counter
 from typing import Any

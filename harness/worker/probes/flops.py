@@ -1,7 +1,5 @@
 """Counts what this rank multiplies. See `harness/trace/counts.py`."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 
 import torch

@@ -1,7 +1,5 @@
 """What FSDP2 knows of the parameters that it manages."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from torch import nn

@@ -7,8 +7,6 @@ operands of the code's matmuls and its results are compared with those of the re
 results that the code's matmuls had.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple

@@ -5,8 +5,6 @@ torchao 0.18). The operands of the first two are kept until the last one ran, th
 Inductor decomposes them: a clamp is one to the minimum and one to the maximum. A cast to MXFP8 is one operator.
 """
 
-from __future__ import annotations
-
 import functools
 import re
 from collections import defaultdict

@@ -5,8 +5,6 @@ FSDP2's, and that of parameters that TP ranks hold alike and use for other token
 by one number, which most of them show; whether it is the right one is for check `clipping`.
 """
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections.abc import Iterable, Sequence

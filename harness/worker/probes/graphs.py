@@ -5,8 +5,6 @@ its reference form, unfused and on the same inputs: a row that is not the refere
 all ranks, so that a swap says where the row belongs.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 

@@ -4,8 +4,6 @@
 nothing is copied, gathered or waited for before its end, so that the run is the same with the probe and without.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 

@@ -4,8 +4,6 @@ Of its three matmuls every operand is cast anew: along its last dim by `MXTensor
 `_to_mxfp8_dim1_kernel_wrapper`. Scales are recorded as torchao keeps them: a value times its scale is the operand.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, Protocol
 

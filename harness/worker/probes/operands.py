@@ -6,8 +6,6 @@ is and look at what comes out; they are the outermost, so that they see what a p
 matmul are those that its dispatcher hook reports.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable
 from functools import partial

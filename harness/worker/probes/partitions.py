@@ -5,8 +5,6 @@ some. What it computes again it copies into the backward graph under the same na
 right after the partition, and after all passes except for what these put in.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Set as AbstractSet
 from typing import Any, Literal, NamedTuple

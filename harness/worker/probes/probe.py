@@ -1,7 +1,5 @@
 """What a probe is, the probes that watch one run. Probes never change a number."""
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Sequence
 from contextlib import ExitStack

@@ -18,8 +18,6 @@ Most objects that exist after the first step belong to compilers and DTensor, an
 their tensors are searched again.
 """
 
-from __future__ import annotations
-
 import functools
 import gc
 import weakref

@@ -3,8 +3,6 @@
 See `harness/trace/tensors.py`.
 """
 
-from __future__ import annotations
-
 import functools
 
 import numpy as np

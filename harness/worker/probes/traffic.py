@@ -3,8 +3,6 @@
 What the harness itself sends to measure a run is left out: it runs inside `unobserved()` (`dispatch_hooks/hook.py`).
 """
 
-from __future__ import annotations
-
 from collections import Counter, defaultdict
 from typing import NamedTuple
 

@@ -4,8 +4,6 @@ Only names are looked up: nothing is called, and of what no run imports only the
 `python -m harness.worker.process.internals` prints the state of all parts as JSON (`harness.internals.State`).
 """
 
-from __future__ import annotations
-
 import dis
 import functools
 import importlib

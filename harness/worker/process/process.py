@@ -3,8 +3,6 @@
 Whatever the worker keeps for a whole process is in `PROCESS`, but for what docs/architecture.md lists with its reason.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
 

@@ -1,7 +1,5 @@
 """The contract of a target: what its module, what it builds and what its step returns must be."""
 
-from __future__ import annotations
-
 import importlib
 import inspect
 from collections.abc import Callable

@@ -7,8 +7,6 @@ Weights are written into a built model by the harness. A rank writes the part of
 Rows that pad the vocabulary are zero.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections import Counter
 

@@ -5,8 +5,6 @@ of them alone, and so are its gradients of weights, which ranks reduce in an ord
 module with weights computes one piece after the other, forward and backward, and keeps the gradients of every piece.
 """
 
-from __future__ import annotations
-
 import functools
 from collections import defaultdict
 from collections.abc import Iterable, Sequence

@@ -5,8 +5,6 @@ are forked: it may import and warm up, and must leave neither threads nor a proc
 the harness, the same in every layout. Everything else is found out by probes at the seams of torch and torchao.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple, Protocol

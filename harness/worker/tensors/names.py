@@ -1,7 +1,5 @@
 """The names of modules and dtypes, as every record has them."""
 
-from __future__ import annotations
-
 import functools
 
 import torch

@@ -1,7 +1,5 @@
 """What belongs to whom: tensors that only probes hold, and the optimizers of a model."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 

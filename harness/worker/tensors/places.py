@@ -1,7 +1,5 @@
 """Places: the offset of a local shard in its logical tensor, and which of its replicas is the owner."""
 
-from __future__ import annotations
-
 import functools
 import sys
 from collections.abc import Collection, Hashable, Sequence

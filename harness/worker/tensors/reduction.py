@@ -1,7 +1,5 @@
 """The gradients of one step over all ranks, and their global norm, as the harness itself computes it."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TypeVar

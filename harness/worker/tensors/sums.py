@@ -1,7 +1,5 @@
 """Sums of what several ranks have, as the virtual device adds them up, and how far a tensor is from what it must be."""
 
-from __future__ import annotations
-
 import math
 from typing import Any, Protocol
 

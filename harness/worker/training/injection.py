@@ -1,7 +1,5 @@
 """Injections: a user's patch or a planted fault that every rank applies before the target is built."""
 
-from __future__ import annotations
-
 import sys
 from importlib.abc import SourceLoader
 from importlib.util import module_from_spec, spec_from_loader

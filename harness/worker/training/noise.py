@@ -5,8 +5,6 @@ unit in the last place, stands for the rounding of each cast. Whatever is not ca
 run in another dtype or another order of sums has against BF16.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import torch

@@ -4,8 +4,6 @@
 the gradients of the run.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from typing import NamedTuple

@@ -4,8 +4,6 @@ The whole state is digested before and after, so that it can be compared across 
 is the state of all stages, of which a rank has some.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, cast

@@ -1,7 +1,5 @@
 """Training: a few steps of a target, recorded by probes. `targets/target.py` defines what a target is."""
 
-from __future__ import annotations
-
 import gc
 import platform
 import resource

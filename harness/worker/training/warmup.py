@@ -4,8 +4,6 @@ Clears the caches that ranks must not inherit: DTensor's sharding and redistribu
 equality ignores process groups, so every rank would reuse the plans of rank 0.
 """
 
-from __future__ import annotations
-
 import functools
 import gc
 import importlib

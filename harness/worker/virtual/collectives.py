@@ -6,8 +6,6 @@ end, so every rank gets the same bits. All collectives are synchronous. A send e
 when it is waited for, in the order in which receives were posted.
 """
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 from collections.abc import Callable, Sequence

@@ -4,8 +4,6 @@
 On CUDA it installs the exact matmul where that is asked for, and nothing else.
 """
 
-from __future__ import annotations
-
 import functools
 import warnings
 from collections.abc import Callable, Mapping

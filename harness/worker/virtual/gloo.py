@@ -8,8 +8,6 @@ gloo gets aliases. Its threads hold a tensor for a moment longer than the collec
 interpreter's lock, and the census of live memory must not take this for a leak of the target.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

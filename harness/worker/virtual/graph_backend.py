@@ -12,8 +12,6 @@ operator even without dropout. Graphs that draw no random numbers need no RNG st
 only for them; the trace lists the workaround.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

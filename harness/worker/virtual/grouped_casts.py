@@ -4,8 +4,6 @@ What a kernel computes is the reference that torchao tests it against, and what 
 words. What it leaves as it was in memory is NaN.
 """
 
-from __future__ import annotations
-
 import importlib
 import math
 from collections.abc import Callable, Iterator

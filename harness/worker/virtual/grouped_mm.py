@@ -5,8 +5,6 @@ of the contraction. What the stock kernel refuses is refused by it; offsets are 
 in the CUDA kernel. Rows behind the last group are NaN: a GPU leaves them as they were in memory.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator
 from itertools import pairwise

@@ -4,8 +4,6 @@ What it refuses is refused here, before anything is sent and with its errors: `c
 `assertTypeAndSizesMatch` of torch's ProcessGroupNCCL.cpp and Utils.hpp, the dtypes of NCCLUtils.cpp.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -5,8 +5,6 @@ as if there were one: sizes, dtypes, strides, assertions and placements are torc
 reference cast, to which its tests hold them bit for bit.
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import sys

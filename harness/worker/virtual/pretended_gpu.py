@@ -1,7 +1,5 @@
 """Imports torchao as if an SM 10.0 GPU and Triton were there, with bodies in torch for kernels that it launches."""
 
-from __future__ import annotations
-
 import contextlib
 import inspect
 import pkgutil

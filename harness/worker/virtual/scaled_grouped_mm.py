@@ -5,8 +5,6 @@ refused with the words of torch, offsets with those of the assertions in the CUD
 as it was in memory is NaN: rows behind the last group and, in MXFP8, the weight gradient of an empty group.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Iterator, Sequence

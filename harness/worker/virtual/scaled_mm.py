@@ -5,8 +5,6 @@ result does not depend on the order of summation, the number of threads, the CPU
 rounded once, to the output dtype. A GPU accumulates in float32 (less with fast accumulation) and differs by rounding.
 """
 
-from __future__ import annotations
-
 import functools
 import inspect
 from collections.abc import Callable, Sequence

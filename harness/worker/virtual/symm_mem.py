@@ -8,8 +8,6 @@ of the group exchanges all chunks at once. Chunks are consumed and produced in t
 Not modelled: stream order, races on symmetric buffers, and the kernels for NVLink multicast and CUTLASS.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

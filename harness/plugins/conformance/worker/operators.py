@@ -5,8 +5,6 @@ averages are exact in any order: a right result is bit-equal. Shards differ in t
 of all is negative. Float8 operands are cast from high precision with scales that are powers of two.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -6,8 +6,6 @@ probes record the effect. `harness/plugins/faults/faults.toml` lists and describ
 A fault is a change and the hook that plants it: `@planted(hook, …)` above a function, or `partial(hook, …, change)`.
 """
 
-from __future__ import annotations
-
 import importlib
 
 from harness.plugins.faults.faults import Fault, FaultClass, fault_named

@@ -1,7 +1,5 @@
 """Class A: scale or amax computed over the wrong data or the wrong group."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Class D: communication, DTensor and FSDP plumbing."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable
 from functools import partial

@@ -1,7 +1,5 @@
 """Class H: compiled blocks and async TP. Most of these bugs were released once: see the links in `faults.toml`."""
 
-from __future__ import annotations
-
 import itertools
 from collections import Counter
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Class M: context parallelism. Which positions a rank has, what it attends to, and what its loss is divided by."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

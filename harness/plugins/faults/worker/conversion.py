@@ -1,7 +1,5 @@
 """Class C: the wrong modules are converted, or with the wrong configuration."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from collections.abc import Callable

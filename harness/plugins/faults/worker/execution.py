@@ -1,7 +1,5 @@
 """Class E: recompute, kernels and saved memory."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable
 from functools import partial

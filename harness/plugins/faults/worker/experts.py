@@ -1,7 +1,5 @@
 """Class K: experts: whom tokens are sent to, what comes back, and how gradients and counts are added up."""
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Callable
 from functools import partial

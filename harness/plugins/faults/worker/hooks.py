@@ -1,7 +1,5 @@
 """Hooks for planting faults: wrappers around torch, torchao and the harness, and what is trained at the moment."""
 
-from __future__ import annotations
-
 import functools
 import inspect
 import itertools

@@ -1,7 +1,5 @@
 """Class I: memory leaks. Something keeps tensors alive that nothing needs any more; no number changes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any

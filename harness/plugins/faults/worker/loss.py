@@ -1,7 +1,5 @@
 """Class G: labels, the loss that a step reports, and the gradient norm that it reports and clips by."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial

@@ -1,7 +1,5 @@
 """Class J: blocks of MXFP8 and their scales, and which cast a matmul uses."""
 
-from __future__ import annotations
-
 import importlib
 import pkgutil
 from collections.abc import Callable

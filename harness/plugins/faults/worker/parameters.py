@@ -1,7 +1,5 @@
 """Classes C, D and G: the dtype of sharded parameters, and biases, which TP shards with outputs or holds everywhere."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterator
 from functools import partial

@@ -1,7 +1,5 @@
 """Class L: pipelines. Their stages, the order of microbatches, and what is sent from stage to stage."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Sequence
 from functools import partial

@@ -1,7 +1,5 @@
 """Class F: shapes, padding and hardware rules."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

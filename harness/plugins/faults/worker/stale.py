@@ -1,7 +1,5 @@
 """Class B: stale scales and stale FP8 data. Most of them have no effect in the first step."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any

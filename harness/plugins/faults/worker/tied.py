@@ -1,7 +1,5 @@
 """Classes D and L: ends that share their weights, as one parameter or as copies in two stages of a pipeline."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Class G: gradients, data, weights and the optimizer, and what becomes of them where a run is resumed."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any

@@ -3,8 +3,6 @@
 It is below tensor subclasses and above fake tensors: it sees the operators of one rank, with the shapes of its shards.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable
 from typing import Any

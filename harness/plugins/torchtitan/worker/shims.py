@@ -4,8 +4,6 @@ Each is one function that says why it is needed and when it can go; `tests/torch
 can. None changes what is computed. Extension points of torchtitan (model spec, loss, metrics) are in `trainer.py`.
 """
 
-from __future__ import annotations
-
 import functools
 import gc
 import importlib

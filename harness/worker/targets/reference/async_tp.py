@@ -1,7 +1,5 @@
 """Async TP: inductor's pass that fuses collectives with matmuls, and the symmetric memory that it needs."""
 
-from __future__ import annotations
-
 import torch._inductor.config
 import torch.distributed._symmetric_memory as symm_mem
 from torch.distributed.device_mesh import DeviceMesh

@@ -7,8 +7,6 @@ because FSDP2 itself runs, on a mesh of one rank. Tensor parallelism needs no re
 that of the logical tensor.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple

@@ -3,8 +3,6 @@
 The order is torchtitan's: checkpointing, then compile, then FSDP2.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -6,8 +6,6 @@ of its sequences have of keys and values, and attends with its queries, under th
 The single-rank reference has all pieces at once, one behind the other in the batch: [ranks * batch, positions].
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Protocol
 

@@ -3,8 +3,6 @@
 Sent tokens arrive by source rank, then expert; an expert computes those of the first source first.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

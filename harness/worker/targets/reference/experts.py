@@ -4,8 +4,6 @@ It contains no FP8 and no parallelism: `float8.py` converts weights, `expert_par
 hold their experts. Every sum has an order that depends on a token alone, so layouts compute the same bits.
 """
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import nn

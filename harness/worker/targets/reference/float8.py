@@ -1,7 +1,5 @@
 """Applies the `float8` part of a case with torchao: converts linears, before parallelism is applied or after TP is."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import torch

@@ -1,7 +1,5 @@
 """The loss of the reference target: cross entropy over the tokens of the global batch, with a padded vocabulary."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterable
 from contextlib import AbstractContextManager

@@ -1,7 +1,5 @@
 """Applies torchao's conversions for training of its prototype, MXFP8 and experts: as GPUs run them, never emulated."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -3,8 +3,6 @@
 The order that users need: convert to FP8, tensor parallel, checkpointing, FSDP2.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple

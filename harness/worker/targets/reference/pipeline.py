@@ -1,7 +1,5 @@
 """Pipeline parallelism: the stages of this rank, and a schedule of torch that sends microbatches through them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

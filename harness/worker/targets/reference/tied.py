@@ -1,7 +1,5 @@
 """Tied ends of a pipeline: the first stage has the weights of the embedding, the last a copy for the output layer."""
 
-from __future__ import annotations
-
 import torch
 import torch.distributed as dist
 from torch import nn
