@@ -32,6 +32,9 @@ ARGUMENTS = {
     "golden without reason": (("baseline", "update", "smoke"), "--reason"),
     "unknown family": (("baseline", "update", "smoke", "--family", "x", "--reason", "y"), "--family x"),
     "too few slots": (("run", "smoke", "--device", "cpu", "--slots", "1"), "--slots"),
+    "inject function": (("run", "smoke", "--inject", "patch.py:aply"), "it defines apply"),
+    "inject syntax": (("run", "smoke", "--inject", "broken.py:apply"), "broken.py:1"),
+    "unknown axis": (("explain", "recip=rowwise"), "recipe"),
 }
 
 
@@ -53,8 +56,10 @@ def test_bad_case_file(project: Command, name: str) -> None:
     check_line(project, ("list", "bad"), words)
 
 
-@pytest.mark.parametrize("name", [name for name in ARGUMENTS if name != "rerun and tier"])
+@pytest.mark.parametrize("name", ARGUMENTS)
 def test_bad_arguments(shared: Command, name: str) -> None:
+    (shared.folder / "patch.py").write_text("def apply():\n    pass\n")
+    (shared.folder / "broken.py").write_text("def apply(:\n")
     check_line(shared, *ARGUMENTS[name])
 
 
@@ -77,16 +82,6 @@ def test_damaged_golden_is_named_before_anything_runs(project: Command) -> None:
     check = project.call("baseline", "check", "smoke")
     assert check.returncode == 1
     assert golden.name in check.stdout
-
-
-def test_inject_function_that_is_not_there(project: Command) -> None:
-    (project.folder / "patch.py").write_text("def apply():\n    pass\n")
-    check_line(project, ("run", "smoke", "--inject", "patch.py:aply"), "it defines apply")
-
-
-def test_inject_file_with_a_syntax_error(project: Command) -> None:
-    (project.folder / "patch.py").write_text("def apply(:\n")
-    check_line(project, ("run", "smoke", "--inject", "patch.py:apply"), "patch.py:1")
 
 
 def test_state_folder_that_cannot_be_made(project: Command) -> None:

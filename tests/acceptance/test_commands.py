@@ -53,38 +53,19 @@ def test_list_into_a_closed_pipe(shared: Command) -> None:
     assert "Traceback" not in process.stderr.read()
 
 
-def test_explain_case(shared: Command) -> None:
-    case = json.loads(shared.call("list", "--json", "-", "--select", "output_layer=true").stdout)[0]["id"]
-    done = shared.call("explain", case)
-    assert done.returncode == 0, done.stderr
-    assert "must be refused" in done.stdout
-    assert "golden family" in done.stdout
-    assert "https://" in done.stdout
-
-
-def test_explain_values(project: Command) -> None:
+def test_explain_values_and_coverage(project: Command) -> None:
     project.tier("grid", '[[matrix]]\nname = "m"\n[matrix.axes]\ntp = [1, 2, 3]\nrecipe = ["bf16", "rowwise"]\n')
     done = project.call("explain", "tp=3", "grid")
     assert done.returncode == 0, done.stderr
     assert "tp=3: 2 cells in grid" in done.stdout
     assert "excluded: 2 by" in done.stdout
-
-
-def test_explain_unknown_axis(shared: Command) -> None:
-    done = shared.call("explain", "recip=rowwise")
-    assert done.returncode == 2
-    assert "recipe" in done.stderr
-
-
-def test_coverage(project: Command) -> None:
-    project.tier("grid", '[[matrix]]\nname = "m"\n[matrix.axes]\ntp = [1, 2, 3]\nrecipe = ["bf16", "rowwise"]\n')
     done = project.call("list", "grid", "--coverage", "--json", "-")
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)
     assert project.call("list", "grid", "--coverage").returncode == 0
 
 
-def test_golden_update_shows_old_and_new(project: Command) -> None:
+def test_golden_update_shows_old_and_new_and_stores_nothing_that_it_must_not(project: Command) -> None:
     done = project.call("baseline", "update", "smoke", "--device", "cpu", "--reason", "again")
     assert done.returncode == 0
     assert "unchanged" in done.stdout
@@ -94,6 +75,15 @@ def test_golden_update_shows_old_and_new(project: Command) -> None:
     shown = project.call("baseline", "show", family)
     assert "reason    again" in shown.stdout
     assert "7.5" in shown.stdout
+    refused = project.call("baseline", "update", "smoke", "--device", "cpu", "--hardware", "sm90", "--reason", "x")
+    assert refused.returncode == 2 and "Fix: give one of cpu." in refused.stderr
+    project.cases("new", 'recipe = "rowwise", steps = 4')
+    done = project.call("baseline", "update", "new", "--device", "cpu", "--reason", "look", "--dry-run")
+    assert done.returncode == 0
+    assert "not stored" in done.stdout
+    check = project.call("baseline", "check", "new", "--device", "cpu")
+    assert check.returncode == 1
+    assert "missing" in check.stdout
 
 
 @pytest.mark.skipif(shutil.which("git") is None, reason="git is not installed")
@@ -150,11 +140,6 @@ def test_golden_update_of_what_failed_in_the_last_run(project: Command) -> None:
     assert project.call(*only, "--select", "tp=2").returncode == 3
 
 
-def test_a_golden_is_stored_for_a_class_of_this_device_alone(project: Command) -> None:
-    refused = project.call("baseline", "update", "smoke", "--device", "cpu", "--hardware", "sm90", "--reason", "x")
-    assert refused.returncode == 2 and "Fix: give one of cpu." in refused.stderr
-
-
 def test_a_changed_golden_is_compared_with_noise_and_its_cpu_is_named(project: Command) -> None:
     for name in ("tolerances.toml", "evidence/loss_vs_golden.json"):
         to = project.folder / "golden" / name
@@ -176,37 +161,19 @@ def test_a_changed_golden_is_compared_with_noise_and_its_cpu_is_named(project: C
         assert "  CPU: Other CPU avx2 -> " in shown
 
 
-def test_golden_dry_run_stores_nothing(project: Command) -> None:
-    project.cases("new", 'recipe = "rowwise", steps = 4')
-    done = project.call("baseline", "update", "new", "--device", "cpu", "--reason", "look", "--dry-run")
-    assert done.returncode == 0
-    assert "not stored" in done.stdout
-    check = project.call("baseline", "check", "new", "--device", "cpu")
-    assert check.returncode == 1
-    assert "missing" in check.stdout
-
-
-def test_tolerance_measure_writes_evidence(project: Command) -> None:
+def test_tolerance_measure_writes_evidence_and_keeps_the_samples_of_the_other_cases(project: Command) -> None:
     project.cases("noise", *(f'recipe = "rowwise", dp_shard = {size}, steps = 3' for size in (1, 2, 4)))
-    done = project.call("baseline", "tolerance", "--measure", "noise", "--device", "cpu", "--seeds", "8")
-    assert done.returncode == 0, done.stdout + done.stderr
-    evidence = json.loads((project.folder / "golden/evidence/loss_vs_golden.json").read_text())
-    assert len(evidence["samples"]) == 24
-    assert {sample["layout"] for sample in evidence["samples"]} == {"single", "fsdp2", "fsdp4"}
-    shown = project.call("baseline", "tolerance")
-    assert "tiny-rowwise-float32: 24 samples, 8 seeds, 3 layouts, 3 steps" in shown.stdout
-
-
-def test_measuring_some_cases_again_keeps_the_samples_of_the_others(project: Command) -> None:
-    project.cases("noise", *(f'recipe = "rowwise", dp_shard = {size}, steps = 3' for size in (1, 2)))
-    path = project.folder / "golden/evidence/loss_vs_golden.json"
+    measure = ("baseline", "tolerance", "--measure", "noise", "--device", "cpu", "--seeds")
     stored = []
-    for arguments in (("--seeds", "2"), ("--seeds", "3", "--select", "dp_shard=2")):
-        done = project.call("baseline", "tolerance", "--measure", "noise", "--device", "cpu", *arguments)
+    for words in (("8",), ("9", "--select", "dp_shard=2")):
+        done = project.call(*measure, *words)
         assert done.returncode == 0, done.stdout + done.stderr
-        stored.append(sorted((sample["layout"], sample["seed"]) for sample in json.loads(path.read_text())["samples"]))
-    assert stored[0] == [("fsdp2", 0), ("fsdp2", 1), ("single", 0), ("single", 1)]
-    assert stored[1] == sorted([*stored[0], ("fsdp2", 2)])
+        samples = json.loads((project.folder / "golden/evidence/loss_vs_golden.json").read_text())["samples"]
+        stored.append(sorted((sample["layout"], sample["seed"]) for sample in samples))
+    assert stored[0] == [(layout, seed) for layout in ("fsdp2", "fsdp4", "single") for seed in range(8)]
+    assert stored[1] == sorted([*stored[0], ("fsdp2", 8)])
+    shown = project.call("baseline", "tolerance")
+    assert "tiny-rowwise-float32: 25 samples, 9 seeds, 3 layouts, 3 steps" in shown.stdout
 
 
 def test_tolerance_measure_leaves_out_cases_with_recorded_faults_by_name(project: Command) -> None:
@@ -246,13 +213,10 @@ def test_the_cache_is_listed_and_cleared(project: Command) -> None:
     assert "0.0 MB" in project.call("runs", "list").stderr
 
 
-def test_explain_lists_the_words_of_ids_and_what_is_out_of_scope(shared: Command) -> None:
+def test_explain_lists_the_words_of_ids_and_takes_a_case_apart(shared: Command) -> None:
     lines = [line.split(maxsplit=1) for line in shared.call("explain", "--ids").stdout.splitlines()]
     assert ["tp4", "tensor parallelism over 4 ranks"] in lines
     assert any(line[:1] == ["ZeRO"] and "FSDP2 stands for stage 3" in line[1] for line in lines)
-
-
-def test_explain_takes_an_id_apart_and_says_what_a_case_costs(shared: Command) -> None:
     done = shared.call("explain", "tp2-rowwise-v2048-f32", "--root", str(REPOSITORY))
     assert re.search("^  tp2 +tensor parallelism over 2 ranks$", done.stdout, re.MULTILINE)
     assert "estimated: from " in done.stdout and " GB in one process" in done.stdout

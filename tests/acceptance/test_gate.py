@@ -25,7 +25,7 @@ def gate(project: Command, before: str, after: str, *words: str) -> tuple[int, s
     return done.returncode, done.stdout + done.stderr
 
 
-def test_two_runs_of_the_same_are_go_and_a_broken_one_is_not(project: Command) -> None:
+def test_two_runs_of_the_same_are_go_and_a_broken_one_or_too_few_required_cells_are_not(project: Command) -> None:
     (project.folder / "broken.py").write_text(BREAKS)
     run(project, "v1")
     run(project, "v2")
@@ -44,6 +44,10 @@ def test_two_runs_of_the_same_are_go_and_a_broken_one_is_not(project: Command) -
     assert "<title>v3 against v1: NO-GO</title>" in page and "--inject broken.py:apply" in page
     assert '"history":{"rows":[["20' in page, "v1 and v2 are earlier runs of these cases"
     assert gate(project, "v3", "v3")[0] == 6 and gate(project, "v3", "v3", "--strict")[0] == 1
+    required = project.folder / "cases" / "required.toml"
+    for count, code in ((2, 0), (3, 1)):
+        required.write_text(REQUIRED.format(count=count))
+        assert gate(project, "v1", "v1", "--required", "cases/required.toml")[0] == code
 
 
 def test_what_cannot_be_compared_has_codes_of_its_own(project: Command) -> None:
@@ -64,14 +68,6 @@ def test_what_cannot_be_compared_has_codes_of_its_own(project: Command) -> None:
     ):
         done = project.call("compare", *words)
         assert done.returncode == 2 and message in done.stderr, done.stderr
-
-
-def test_required_cells_gate(project: Command) -> None:
-    run(project, "v1")
-    required = project.folder / "cases" / "required.toml"
-    for count, code in ((2, 0), (3, 1)):
-        required.write_text(REQUIRED.format(count=count))
-        assert gate(project, "v1", "v1", "--required", "cases/required.toml")[0] == code
 
 
 def test_quarantined_cases_run_and_fail_nothing_until_their_day(project: Command) -> None:

@@ -44,27 +44,22 @@ def files(folder: Path) -> set[Path]:
     return {path for path in folder.rglob("*") if path.suffix in (".json", ".toml")}
 
 
-def test_what_is_stored_needs_a_project(installed: Command) -> None:
+def test_what_is_stored_needs_a_project_which_the_fix_makes(installed: Command) -> None:
     shipped = installed.folder.parent / "site" / "harness" / "_project"
     before = files(shipped)
     commands = (
-        GOLDEN,
         ("baseline", "tolerance", "--measure", "smoke"),
         ("dev", "tier", "smoke"),
         ("dev", "tier", "--fit", str(shipped / "cases" / "smoke.toml")),
+        GOLDEN,
     )
     for command in commands:
         done = installed.run(*command)
         assert done.returncode == 2 and len(done.stderr.splitlines()) == 1, done.stderr
         assert "nothing is stored in the package" in done.stderr and str(installed.folder) in done.stderr
-    assert files(shipped) == before
     assert installed.run(*GOLDEN, "--dry-run").returncode == 0
     assert files(shipped) == before
-
-
-def test_the_fix_makes_a_project_in_which_it_is_stored(installed: Command) -> None:
-    fix = installed.run(*GOLDEN).stderr.split("`")[1]
-    assert installed.shell(fix).returncode == 0
+    assert installed.shell(done.stderr.split("`")[1]).returncode == 0
     done = installed.run(*GOLDEN)
     assert done.returncode == 0, done.stdout + done.stderr
     (path,) = files(installed.folder)
@@ -122,8 +117,5 @@ def test_the_command_that_new_prints_works_in_an_empty_folder(installed: Command
     assert installed.run("new", "../site/my.toml", *words).returncode == 0  # beside the schema, as in a checkout
     relative = (installed.folder / "../site/my.toml").read_text()
     assert relative.startswith("#:schema harness/schemas/case.schema.json\n")
-
-
-def test_the_pins_are_in_the_package(installed: Command) -> None:
     done = installed.run("constraints", "--for", "torch-2.15")
     assert done.returncode == 0 and "\ntorch==2.15.0\n" in done.stdout and "\nclick==" in done.stdout

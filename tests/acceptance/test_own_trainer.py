@@ -132,11 +132,7 @@ BUGS = {
         "trainer.py", "    dist.all_reduce(total)\n", "", FSDP, {"rule": DISAGREE.name}
     ),
     "losses_of_microbatches_are_not_averaged": Bug(
-        "trainer.py",
-        "self._loss(batch) / len(microbatches)",
-        "self._loss(batch)",
-        FSDP,
-        {"rule": GRADIENTS.name},
+        "trainer.py", "self._loss(batch) / len(microbatches)", "self._loss(batch)", FSDP, {"rule": GRADIENTS.name}
     ),
     "norm_of_the_shards_of_one_rank": Bug(
         "trainer.py",

@@ -18,33 +18,20 @@ if TYPE_CHECKING:
 PLUGIN = ("--fp8-device", "cpu")  # loaded by its entry point, as for every user
 
 
-def test_tier_alone(project: Command) -> None:
+def test_cases_are_collected_where_they_are_asked_for_and_bad_files_are_errors(project: Command) -> None:
+    assert "fp8-harness: cases are collected by name: pytest cases/" in project.pytest(*PLUGIN).stdout
+    (project.folder / "test_other.py").write_text("def test_other():\n    assert True\n")
+    assert "1 passed" in project.pytest(*PLUGIN).stdout
     (project.folder / "test_other.py").write_text("def test_other():\n    assert False\n")
     done = project.pytest(*PLUGIN, "--fp8-tier", "smoke", "-k", "tensorwise", "-v")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "cases/smoke.toml::single-tensorwise" in done.stdout
     assert "1 passed" in done.stdout
     assert done.stdout.count("smoke is cases/smoke.toml of this project, not the tier of the package.") == 1
-
-
-def test_not_asked_for(project: Command) -> None:
-    assert "fp8-harness: cases are collected by name: pytest cases/" in project.pytest(*PLUGIN).stdout
-    (project.folder / "test_other.py").write_text("def test_other():\n    pass\n")
-    done = project.pytest(*PLUGIN)
-    assert "1 passed" in done.stdout
-
-
-def test_bad_file_is_a_collection_error(project: Command) -> None:
     project.tier("bad", "[base\n")
     done = project.pytest(*PLUGIN, "cases/")
     assert done.returncode == 2
     assert "bad.toml:1" in done.stdout
-
-
-def test_unknown_tier(project: Command) -> None:
-    done = project.pytest(*PLUGIN, "--fp8-tier", "smok")
-    assert done.returncode == pytest.ExitCode.USAGE_ERROR
-    assert "did you mean smoke" in done.stderr
 
 
 class FakeParser:
@@ -75,11 +62,19 @@ def test_the_options_are_those_of_run_but_for_those_that_pytest_has() -> None:
         assert choices is None or (list(given["choices"]), given["default"]) == (list(choices), option.default), name
 
 
-@pytest.mark.parametrize(("flag", "text"), [("--fp8-slots", "0"), ("--fp8-timeout-s", "-1"), ("--fp8-slots", "x")])
-def test_a_number_that_run_refuses_is_refused(project: Command, flag: str, text: str) -> None:
-    done = project.pytest(*PLUGIN, f"{flag}={text}", "--collect-only")
-    assert done.returncode == pytest.ExitCode.USAGE_ERROR
-    assert f"argument {flag}: Expected `" in done.stderr
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--fp8-tier", "smok"), "did you mean smoke"),
+        (("--fp8-slots=0", "--collect-only"), "argument --fp8-slots: Expected `"),
+        (("--fp8-timeout-s=-1", "--collect-only"), "argument --fp8-timeout-s: Expected `"),
+        (("--fp8-slots=x", "--collect-only"), "argument --fp8-slots: Expected `"),
+        (("--fp8-tier", "smoke", "--fp8-shard", "3/2"), "1/4"),
+    ],
+)
+def test_what_run_refuses_is_refused(shared: Command, words: tuple[str, ...], said: str) -> None:
+    done = shared.pytest(*PLUGIN, *words)
+    assert done.returncode == pytest.ExitCode.USAGE_ERROR and said in done.stderr
 
 
 TIERS = ("--fp8-tier", "smoke", "--fp8-tier", "bad", "-n", "2", "--fp8-slots", "2")
@@ -149,8 +144,6 @@ def test_shards_are_those_of_run(project: Command) -> None:
         assert ids == [line.split()[1] for line in listed] and document["shard"] == f"{index}/2"
         ran += ids
     assert len(set(ran)) == 4
-    wrong = project.pytest(*PLUGIN, "--fp8-tier", "smoke", "--fp8-shard", "3/2")
-    assert wrong.returncode == pytest.ExitCode.USAGE_ERROR and "1/4" in wrong.stderr
 
 
 def test_cases_are_selected_and_kept_as_by_run(project: Command) -> None:

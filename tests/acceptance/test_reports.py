@@ -33,7 +33,7 @@ def ran(shared: Command, warm: Zygotes) -> Inside:
     return shared
 
 
-def test_run_writes_the_page_that_report_writes(ran: Inside) -> None:
+def test_run_writes_the_page_that_report_writes_and_its_results_are_json_and_nothing_else(ran: Inside) -> None:
     assert ran.run("show", "release", "--html", "named.html").returncode == 0
     assert ran.run("show", "last~1", "--html", "before.html").returncode == 0
     assert ran.run("show", "run.json", "--html", "file.html").returncode == 0
@@ -41,6 +41,8 @@ def test_run_writes_the_page_that_report_writes(ran: Inside) -> None:
     assert pages[0].startswith("<!doctype html>") and "<title>fp8-harness release: good</title>" in pages[0]
     assert pages[0] == pages[1] == pages[2]
     assert "<title>fp8-harness release: good</title>" in (ran.folder / "file.html").read_text()
+    done = ran.run("show", "release", "--json", "-")
+    assert tree(done.stdout) == read_run(ran.folder / "run.json") and done.stderr == ""
 
 
 def test_the_coverage_is_that_of_the_tiers_that_ran_whole(project: Inside) -> None:
@@ -51,11 +53,6 @@ def test_the_coverage_is_that_of_the_tiers_that_ran_whole(project: Inside) -> No
     assert "combinations in grid" in (project.folder / "grid.html").read_text()
     assert project.run("run", "grid", "--select", "dp_shard=2", "--html", "part.html").returncode == 0
     assert "combinations in grid" not in (project.folder / "part.html").read_text()
-
-
-def test_the_results_of_a_run_that_ended_are_json_and_nothing_else(ran: Inside) -> None:
-    done = ran.run("show", "release", "--json", "-")
-    assert tree(done.stdout) == read_run(ran.folder / "run.json") and done.stderr == ""
 
 
 def test_a_page_has_the_history_of_a_run_that_is_stored(project: Inside) -> None:
@@ -78,16 +75,13 @@ def test_other_forms_of_a_run_that_ended(ran: Inside) -> None:
     assert done.returncode == 0 and "1 case: 1 crash" in done.stdout and "\n  reproduce: " in done.stdout
 
 
-def test_show_tells_one_case(ran: Inside) -> None:
+def test_show_tells_one_case_or_lists_what_it_may_mean(ran: Inside) -> None:
     done = ran.run("show", "tensorwise")
     assert done.returncode == 0, done.stderr
     first, second = done.stdout.splitlines()[:2]
     assert "-tensorwise-" in first and second.startswith("  crash; 2 ranks")
     assert f"fp8-harness run {first}" in done.stdout
     assert "█" in ran.run("show", "release", "single-tensorwise").stdout
-
-
-def test_show_lists_what_it_may_mean(ran: Inside) -> None:
     done = ran.run("show", "release", "rowwise")
     assert done.returncode == 2 and "several cases of the run have this" in done.stderr
     ids = [case["id"] for case in read_run(ran.folder / "run.json")["cases"] if "rowwise" in case["id"]]

@@ -106,42 +106,29 @@ def test_the_seconds_and_the_budget_are_those_of_the_whole_run(project: Command)
     assert 1000 + first["wall_s"] + max(case["seconds"] for case in document["cases"][1:]) < document["wall_s"] < 1100
 
 
-def test_a_run_of_another_environment_is_not_resumed(project: Command) -> None:
+def test_a_run_of_another_environment_or_with_an_edited_patch_is_not_resumed(project: Command) -> None:
     waiting_tier(project, 1, 2)
-    stop_after(project, 1, "--name", "v1")
+    patch = project.folder / "patch.py"
+    patch.write_text("def apply():\n    pass\n")
+    stop_after(project, 1, "--name", "v1", "--inject", "patch.py:apply")
     other = Command(project.folder, project.environment | {"FP8_HARNESS_RANK_THREADS": "2"})
     done = other.call("run", "--resume")
     assert done.returncode == 2
     assert "this changed: limits none -> FP8_HARNESS_RANK_THREADS=2" in done.stderr
-    assert "`fp8-harness run waiting --device cpu --name v1`" in done.stderr
-    assert len(stored_lines(project)) < 3
-
-
-def test_an_edited_patch_is_another_environment(project: Command) -> None:
-    waiting_tier(project, 1, 2)
-    patch = project.folder / "patch.py"
-    patch.write_text("def apply():\n    pass\n")
-    stop_after(project, 1, "--inject", "patch.py:apply")
+    assert f"`fp8-harness run waiting --device cpu --inject {patch}:apply --name v1`" in done.stderr, done.stderr
     patch.write_text("def apply():\n    return 1\n")
     done = project.call("run", "--resume")
     assert done.returncode == 2 and "injected patch.py:apply " in done.stderr
+    assert len(stored_lines(project)) < 3
     patch.write_text("def apply():\n    pass\n")
     assert project.call("run", "--resume").returncode == 0
 
 
 @pytest.mark.parametrize(
-    "more",
-    [
-        ("smoke",),
-        ("single-bf16-v2048-f32",),
-        ("--select", "tp=1"),
-        ("--lf",),
-        ("--name", "x"),
-        ("--timeout-s", "9"),
-    ],
+    "more", ["smoke", "single-bf16-v2048-f32", "--select tp=1", "--lf", "--name x", "--timeout-s 9"]
 )
-def test_nothing_else_is_selected_besides(shared: Command, more: tuple[str, ...]) -> None:
-    done = shared.call("run", "--resume", *more)
+def test_nothing_else_is_selected_besides(shared: Command, more: str) -> None:
+    done = shared.call("run", "--resume", *more.split())
     assert done.returncode == 2 and "none can be given besides" in done.stderr
 
 
@@ -215,18 +202,18 @@ def contradiction(project: Command, **changes: str) -> Any:
 
 def test_shards_that_contradict_are_refused(project: Command) -> None:
     document = contradiction(project, started="2999-01-01T00:00:00+00:00")
-    done = project.call("runs", "merge", "all.json", "good.json", "bad.json")
-    assert (
-        done.returncode == 2 and "good.json and bad.json have different results of it: passed and hang" in done.stderr
-    )
+    merge = ("runs", "merge", "all.json", "good.json", "bad.json")
+    done = project.call(*merge)
+    assert done.returncode == 2
+    assert "good.json and bad.json have different results of it: passed and hang" in done.stderr
     assert not (project.folder / "all.json").exists()
-    assert project.call("runs", "merge", "all.json", "good.json", "bad.json", "--latest").returncode == 0
+    assert project.call(*merge, "--latest").returncode == 0
     assert read_run(project.folder / "all.json")["exit_code"] == 1
     document["environment"]["cpu"] = "another"
     (project.folder / "bad.json").write_text(lines_of(document))
-    refused = project.call("runs", "merge", "all.json", "good.json", "bad.json", "--latest")
+    refused = project.call(*merge, "--latest")
     assert refused.returncode == 2 and "the environments differ: good.json and bad.json: cpu " in refused.stderr
-    mixed = project.call("runs", "merge", "all.json", "good.json", "bad.json", "--latest", "--mixed")
+    mixed = project.call(*merge, "--latest", "--mixed")
     assert mixed.returncode == 0 and "note: the environments differ: " in mixed.stderr
 
 
@@ -242,7 +229,7 @@ def test_what_cannot_be_merged_or_imported_is_one_clear_error(project: Command) 
         assert done.returncode == 2 and text in done.stderr and len(done.stderr.splitlines()) == 1
 
 
-def test_history_of_a_flaky_case(project: Command) -> None:
+def test_history_of_a_flaky_case_and_of_what_never_ran(project: Command, shared: Command) -> None:
     name = contradiction(project)["cases"][0]["id"]
     assert project.call("runs", "import", "bad.json").returncode == 0
     assert "FLAKY" in project.call("runs", "history", name).stdout
@@ -252,9 +239,6 @@ def test_history_of_a_flaky_case(project: Command) -> None:
     assert history["flaky"] and len(history["runs"]) == 2
     (last,) = json.loads(project.call("runs", "history", name, "--runs", "1", "--json", "-").stdout)
     assert len(last["runs"]) == 1 and not last["flaky"]
-
-
-def test_history_of_what_never_ran(shared: Command) -> None:
     done = shared.call("runs", "history", "tp8-rowwise-v2048-f32")
     assert done.returncode == 3 and "no run of it is stored" in done.stderr
     assert shared.call("runs", "history", "no-case").returncode == 2

@@ -36,35 +36,34 @@ def project(project: Command, warm: Zygotes) -> Inside:
     return Inside(project.folder, zygotes=warm)
 
 
-def test_good_run(common: Inside, tmp_path: Path) -> None:
-    out = tmp_path / "result.json"
-    done = common.apart.run("run", "smoke", *CPU, "--json", str(out), "--junit", str(tmp_path / "junit.xml"))
+def test_good_run(project: Inside, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """What one run says and leaves: results, a command for each, logs, times, and nothing in the temporary folder."""
+    left = tmp_path_factory.mktemp("tmp")
+    out, junit = project.folder / "result.json", project.folder / "junit.xml"
+    files = ("--json", str(out), "--junit", str(junit), "--keep-logs", "logs", "--durations", "1")
+    done = project.having(TMPDIR=str(left)).apart.run("run", "smoke", *CPU, "--timeout-s", "90", *files)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "4 cases: 4 passed" in done.stdout
     assert "[4/4]" in done.stderr
+    (slowest,) = done.stdout.partition("\nslowest 1 case\n")[2].splitlines()
+    assert " s  " in slowest
+    assert not list(left.iterdir()) and len(list((project.folder / "logs").iterdir())) == 4
     document = read_run(out)
     assert {case["verdict"] for case in document["cases"]} == {"passed"}
-    listed = json.loads(common.run("list", "smoke", "--json", "-").stdout)
+    listed = json.loads(project.run("list", "smoke", "--json", "-").stdout)
     assert [case["id"] for case in document["cases"]] == [case["id"] for case in listed]
     for case in document["cases"]:
+        program = "FP8_HARNESS_PROGRAM=tests.acceptance.fake_program"
+        assert case["command"] == f"{program} fp8-harness run {case['id']} --timeout-s 90"
         asked, left_out = set(case["checks"]), {skipped["check"]: skipped["reason"] for skipped in case["not_judged"]}
         if case["expectation"] is None:
             assert asked | left_out.keys() == {check.name for check in CHECKS} and "matmuls" in asked
             assert left_out["parity"] == "the ranks were not asked to record sketches"
         else:
             assert (asked, left_out) == ({"alignment"}, {})
-    assert len(ElementTree.parse(tmp_path / "junit.xml").findall(".//testcase")) == 4
-
-
-def test_every_result_has_a_command_that_reproduces_it(common: Inside, tmp_path: Path) -> None:
-    out = tmp_path / "result.json"
-    common.run("run", "smoke", *CPU, "--timeout-s", "90", "--json", str(out))
-    for case in read_run(out)["cases"]:
-        program = "FP8_HARNESS_PROGRAM=tests.acceptance.fake_program"
-        assert case["command"] == f"{program} fp8-harness run {case['id']} --timeout-s 90"
-    done = common.shell(case["command"])
-    assert done.returncode == 0, done.stderr
-    assert "1 case: 1 passed" in done.stdout
+    assert len(ElementTree.parse(junit).findall(".//testcase")) == 4
+    again = project.shell(case["command"])
+    assert again.returncode == 0 and "1 case: 1 passed" in again.stdout, again.stderr
 
 
 def failing(project: Inside, seed: int, *arguments: str) -> tuple[int, dict[str, Any], str]:
@@ -104,7 +103,11 @@ def test_rank_hangs(project: Inside) -> None:
     assert "in rank_main" in case["failures"][0]["traceback"]
 
 
-def test_what_disagrees_with_an_unverified_torch_is_changed(project: Inside, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_disagrees_with_a_formula_is_a_fault_with_a_verified_torch_and_changed_with_another(
+    project: Inside, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code, case, _ = failing(project, ONE_CALL)
+    assert (code, case["verdict"]) == (1, "invariant")
     metadata = project.folder / "torch-2.99.0.dist-info" / "METADATA"
     metadata.parent.mkdir()
     metadata.write_text("Metadata-Version: 2.1\nName: torch\nVersion: 2.99.0\n")
@@ -115,11 +118,6 @@ def test_what_disagrees_with_an_unverified_torch_is_changed(project: Inside, mon
     assert finding["formula"] == "matmuls"
     assert finding["differs"] == "torch 2.99.0 differs from what holds since 2.13.0"
     assert finding["differs"] in text
-
-
-def test_what_disagrees_with_a_verified_torch_is_a_fault(project: Inside) -> None:
-    code, case, _ = failing(project, ONE_CALL)
-    assert (code, case["verdict"]) == (1, "invariant")
 
 
 def test_without_a_golden_the_reference_is_run_and_named(project: Inside) -> None:
@@ -184,16 +182,15 @@ def test_rerun_failed_runs_what_a_killed_run_never_reached_in_the_same_way(proje
     assert mended.returncode == 0 and "4 cases: 4 passed" in mended.stdout
 
 
-def test_injection_that_raises_is_a_crash_that_names_it(project: Inside) -> None:
+def test_an_injection_that_raises_and_a_program_that_cannot_be_imported_are_crashes_that_name_them(
+    project: Inside,
+) -> None:
     patch = project.folder / "patch.py"
     patch.write_text("def apply():\n    raise RuntimeError('no such kernel')\n")
     done = project.run("run", "smoke", *CPU, "--select", "recipe=tensorwise", "--inject", "patch.py:apply")
     assert done.returncode == 1
     assert "patch.py:apply raised" in done.stdout
     assert "--inject patch.py:apply" in done.stdout
-
-
-def test_a_program_that_cannot_be_imported_is_a_crash_that_names_it(project: Inside) -> None:
     project.environment["FP8_HARNESS_PROGRAM"] = "no_such_program"
     out = project.folder / "result.json"
     done = project.run("run", "smoke", *CPU, "--select", "recipe=tensorwise", "--json", str(out))
@@ -211,12 +208,6 @@ def test_full_disk_for_json_loses_nothing(common: Inside) -> None:
     assert "/dev/full" in line
     stored = Path(line.split("kept in ")[1].rstrip("."))
     assert len(read_run(stored)["cases"]) == 4
-
-
-def test_kept_logs(project: Inside) -> None:
-    done = project.run("run", "smoke", *CPU, "--keep-logs", "logs")
-    assert done.returncode == 0
-    assert len(list((project.folder / "logs").iterdir())) == 4
 
 
 def test_torchrun_engine_is_chosen(project: Inside) -> None:
@@ -275,13 +266,6 @@ def test_two_runs_at_once_share_the_slots(project: Inside) -> None:
         assert process.returncode == 0, out + err
 
 
-def test_nothing_is_left_behind(project: Inside) -> None:
-    project.environment["TMPDIR"] = str(project.folder / "tmp")
-    (project.folder / "tmp").mkdir()
-    assert project.apart.run("run", "smoke", *CPU).returncode == 0
-    assert not list((project.folder / "tmp").iterdir())
-
-
 def test_the_first_failure_ends_the_run_and_json_goes_to_stdout(project: Inside) -> None:
     good = 'recipe = "tensorwise", dp_shard = 2, steps = 3, loss_tolerance = 0.05'
     raises = 'recipe = "tensorwise", dp_shard = 4, steps = 3, loss_tolerance = 0.05, seed = 1'  # largest worlds first
@@ -312,10 +296,3 @@ def test_github_is_told_what_failed_and_obeys_no_rank(project: Inside) -> None:
     assert "::" not in inside.run("run", "smoke", *CPU, "--no-github").stdout
     out = inside.run("run", "bad", *CPU, "--json", "-")
     assert tree(out.stdout)["exit_code"] == 1 and "::error" in out.stderr
-
-
-def test_durations_are_those_of_the_slowest_cases(project: Inside) -> None:
-    done = project.run("run", "smoke", *CPU, "--durations", "1")
-    assert done.returncode == 0, done.stderr
-    (line,) = done.stdout.partition("\nslowest 1 case\n")[2].splitlines()
-    assert " s  " in line

@@ -78,25 +78,16 @@ def test_every_private_part_that_the_worker_uses_is_declared() -> None:
     assert lines == [], "declare them in harness/internals.toml, or use a public name"
 
 
-def test_every_declared_part_is_used() -> None:
+def test_every_declared_part_is_used_declared_once_there_and_says_what_is_lost() -> None:
     unused, words = [], {file: set(identifiers(tree)) for file, tree in sources().items()}
     for name, part in read_parts().items():
         used = set().union(*(words[file] for file in files_of(name)))
         unused += [use for use in part.uses if not {use.rpartition(".")[2], use.rpartition("._")[2]} & used]
     assert unused == [], "remove them from harness/internals.toml"
-
-
-def test_a_part_is_declared_once() -> None:
     names = [use for part in read_parts().values() for use in part.uses]
     assert len(names) > 150 and len(names) == len(set(names))
-
-
-def test_every_file_of_the_list_is_there() -> None:
     listed = [entry for part in read_parts().values() for entry in part.files]
     assert [entry for entry in listed if not any(_has(entry, file) for file in sources())] == []
-
-
-def test_every_part_says_what_is_lost() -> None:
     parts = read_parts()
     assert [name for name, part in parts.items() if part.files and not part.without] == ["fsdp2"]
     assert {part.record for part in parts.values()} - {""} <= set(RankTrace.__struct_fields__)

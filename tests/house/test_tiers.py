@@ -88,15 +88,12 @@ def test_the_selection_does_not_depend_on_the_hash_seed() -> None:
     assert len(here) > 30
 
 
-def test_the_pr_tier_covers_every_pair() -> None:
+def test_the_pr_tier_and_its_chosen_cases_cover_every_pair() -> None:
     account = coverage(tier_selection("pr"), 2)
     assert account.counts["skipped"] == 0
     assert sum(account.counts[fate] for fate in FATES) == len(account.tuples)
     assert all(combination.rules for combination in account.of("excluded"))
     assert set(account.by_rule) == {name for combination in account.tuples for name in combination.rules}
-
-
-def test_the_chosen_cases_of_pr_cover_its_pairs() -> None:
     cases = [chosen.case for chosen in CHOSEN]
     account = coverage(select(read_case_file(PR), known=KNOWN, chosen=cases), 2)
     assert account.counts["skipped"] == 0

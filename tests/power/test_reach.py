@@ -31,18 +31,14 @@ def trial_of(matrix: MutationMatrix, name: str) -> Trial:
     return trial
 
 
-def test_a_run_like_the_clean_one_is_no_miss(matrix: MutationMatrix) -> None:
+def test_a_fault_without_an_effect_or_with_an_error_of_its_own_is_told_from_one_that_reaches_the_case(
+    matrix: MutationMatrix,
+) -> None:
     assert trial_of(matrix, IDLE).not_reached == NO_EFFECT
     assert matrix.undetected == ()
-
-
-def test_an_error_of_the_fault_itself_is_no_detection(matrix: MutationMatrix) -> None:
     broken = trial_of(matrix, BROKEN)
     assert broken.not_reached.startswith("ValueError: ")
     assert not broken.detected
-
-
-def test_a_fault_that_reaches_the_case_is_judged(matrix: MutationMatrix) -> None:
     assert trial_of(matrix, SOUND).detected
     assert {trial.fault for trial in matrix.not_reached} == {IDLE, BROKEN}
     assert matrix.unplantable == matrix.not_reached

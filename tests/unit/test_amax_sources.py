@@ -77,9 +77,10 @@ def test_the_source_is_named(used_amax: float, whose: str) -> None:
     assert explained(in_float32) == f"it is the scale for {whose}"
 
 
-def test_in_bfloat16_equal_amaxes_of_other_tensors_may_be_chance() -> None:
+def test_in_bfloat16_equal_amaxes_may_be_chance_and_one_before_rounding_is_recognized() -> None:
     assert explained(tensorwise_scale(E4M3, amax(0, 3, 1)), "bfloat16") == ""
     assert "step 2" in explained(tensorwise_scale(E4M3, amax(1, 2)), "bfloat16")
+    assert implied_source(E4M3, 448 / 3.3301, 3.328125, ()).endswith("bfloat16 rounds to the right one")
 
 
 def test_an_amax_of_several_steps_names_all_of_them() -> None:
@@ -104,10 +105,6 @@ def test_an_amax_of_several_steps_names_all_of_them() -> None:
 )
 def test_other_reasons_are_named(dtype: str, scale: float, words: str) -> None:
     assert words in implied_source(dtype, scale, RIGHT, ())
-
-
-def test_an_amax_before_rounding_to_bfloat16_is_recognized() -> None:
-    assert implied_source(E4M3, 448 / 3.3301, 3.328125, ()).endswith("bfloat16 rounds to the right one")
 
 
 @pytest.mark.parametrize("scale", [math.nan, math.inf, 0.0, -1.0, tensorwise_scale(E4M3, RIGHT), 123.456])

@@ -85,13 +85,10 @@ def test_a_lost_and_a_doubled_piece_are_not_complete() -> None:
     assert not doubled.complete and doubled.elements == values.size + 6 * COLUMNS
 
 
-def test_tensors_come_in_order_and_are_kept_apart() -> None:
+def test_tensors_come_in_order_and_are_kept_apart_and_without_sketches_there_is_none() -> None:
     values = values_of()
     made = [sketch(values, fqn=fqn, step=step) for step in (2, 1) for fqn in ("b", "a")]
     assert list(assemble([trace(0, *made)])) == [SketchKey(step, "grad", fqn) for step in (1, 2) for fqn in ("a", "b")]
-
-
-def test_a_run_without_sketches_has_no_tensor() -> None:
     assert assemble([]) == {}
     assert assemble([trace(0)]) == {}
 
@@ -104,13 +101,10 @@ def test_the_distance_is_estimated_within_a_factor_of_two(seed: int, size: float
     assert relative_distance(whole(values + size * noise), whole(values)) == pytest.approx(true, rel=0.6)
 
 
-def test_equal_tensors_are_at_no_distance() -> None:
+def test_equal_tensors_are_at_no_distance_and_nothing_is_close_to_zero_but_zero() -> None:
     values = values_of()
     assert relative_distance(whole(values), whole(values)) == 0.0
     assert relative_distance(whole(0 * values), whole(0 * values)) == 0.0
-
-
-def test_nothing_is_close_to_zero_but_zero() -> None:
     values = values_of()
     assert relative_distance(whole(values), whole(0 * values)) == math.inf
 
@@ -156,21 +150,15 @@ def test_numbers_too_large_to_be_squared_are_close_to_nothing_and_no_error(size:
     assert not relative_distance(whole(values_of()), huge) <= 1e30
 
 
-def test_replicas_that_differ_are_named() -> None:
+def test_replicas_that_differ_are_named_and_pieces_of_other_places_are_none() -> None:
     values = values_of()
     traces = [trace(rank, sketch(values, owner=rank == 0, digest="ab"[rank // 2])) for rank in range(3)]
     assert unequal_replicas(traces) == [(SketchKey(1, "grad", "w"), (0, 0), {0: "a", 1: "a", 2: "b"})]
     assert unequal_replicas(traces[:2]) == []
-
-
-def test_pieces_of_different_places_are_no_replicas() -> None:
     values = values_of()
     traces = [trace(rank, sketch(values[6 * rank :][:6], row=6 * rank, digest=str(rank))) for rank in range(2)]
     assert unequal_replicas(traces) == []
-
-
-def test_replicas_that_are_cut_differently_do_not_escape() -> None:
-    """A rank that holds more than its replica is not complete, which parity reports."""
+    # A rank that holds more than its replica is not complete, which parity reports.
     values = values_of()
     (assembled,) = assemble([trace(0, sketch(values)), trace(1, sketch(values[:6]))]).values()
     assert not assembled.complete
@@ -203,7 +191,7 @@ def explained(case: Case, run: Run, golden: float = 8.0, solo: float = 8.0) -> s
     return "" if explanation is None else f"{explanation.what}: {explanation.fix}"
 
 
-def test_losses_of_each_rank_are_told_from_a_wrong_mean() -> None:
+def test_losses_of_each_rank_are_told_from_a_wrong_mean_and_from_a_wrong_reference() -> None:
     case = make_case(dp_shard=2, steps=1)
     own = with_step(make_run(case, losses=[7.0]), 1, 1, loss=9.0)
     assert "a loss of its own batch; the mean over ranks is the reference's loss" in explained(case, own)
@@ -211,9 +199,6 @@ def test_losses_of_each_rank_are_told_from_a_wrong_mean() -> None:
     assert "the sum over ranks is the reference's loss" in explained(case, shares)
     assert "2 times (the data-parallel degree" in explained(case, make_run(case, losses=[16.0]))
     assert explained(case, make_run(case, losses=[8.3])) == ""
-
-
-def test_a_reference_that_is_wrong_itself_is_told_by_bf16() -> None:
     case = make_case(dp_shard=2, steps=1)
     text = explained(case, make_run(case, losses=[8.0]), solo=16.0)
     assert "the reference is wrong" in text and "len(microbatches)" in text
@@ -224,36 +209,27 @@ def gradients(*factors: float) -> Run:
     return run_of(make_trace(sketches=sketches))
 
 
-def test_gradients_that_are_all_off_by_one_factor() -> None:
+def test_gradients_that_are_off_by_one_factor_are_explained() -> None:
     case = make_case(dp_shard=2, steps=1)
     halved = explain_gradients(case, assemble(gradients(0.5, 0.5).traces), assemble(gradients(1, 1).traces), 1, None)
     assert halved is not None and halved.what.startswith("every gradient is 1/2 (the data-parallel degree")
     assert "averages gradients over data-parallel ranks already" in halved.fix
     off = explain_gradients(case, assemble(gradients(1.3, 1.2).traces), assemble(gradients(1, 1).traces), 1, None)
     assert off is None
-
-
-def test_gradients_summed_over_microbatches() -> None:
+    case = make_case(dp_shard=2, steps=1)
+    turned = replace(make_sketch("a", value=2.0), sums=make_sketch("a", value=-2.0).sums)
+    run = run_of(make_trace(sketches=(turned,)))
+    assert explain_gradients(case, assemble(run.traces), assemble(gradients(1).traces), 1, None) is None
     case = make_case(tp=2, accumulation=2, steps=1)
     explanation = explain_gradients(case, assemble(gradients(2, 2).traces), assemble(gradients(1, 1).traces), 1, None)
     assert explanation is not None and "the microbatches of an update" in explanation.what
     assert explanation.fix.startswith("divide the loss of every microbatch")
-
-
-def test_some_gradients_that_are_off_are_named() -> None:
     case = make_case(tp=2, steps=1)
     explanation = explain_gradients(
         case, assemble(gradients(1, 2, 1).traces), assemble(gradients(1, 1, 1).traces), 1, None
     )
     assert explanation is not None and explanation.what.startswith("1 of 3 are 2 times (the tensor-parallel degree")
     assert "over tensor-parallel ranks" in explanation.fix
-
-
-def test_gradients_of_another_direction_are_no_factor() -> None:
-    case = make_case(dp_shard=2, steps=1)
-    turned = replace(make_sketch("a", value=2.0), sums=make_sketch("a", value=-2.0).sums)
-    run = run_of(make_trace(sketches=(turned,)))
-    assert explain_gradients(case, assemble(run.traces), assemble(gradients(1).traces), 1, None) is None
 
 
 def test_a_first_loss_that_looks_like_a_sum() -> None:

@@ -31,17 +31,9 @@ from harness.matrix.selector import parse_selector
 
 
 @given(st.from_type(Case))
-def test_case_to_axes_and_back(case: Case) -> None:
+def test_a_case_goes_to_axes_and_back_ignores_none_and_a_target_reads_them(case: Case) -> None:
     assert case_from_axes(axis_values(case)) == case
-
-
-@given(st.from_type(Case))
-def test_a_case_ignores_none_of_its_own_values(case: Case) -> None:
     assert ignored_axes(axis_values(case)) == ()
-
-
-@given(st.from_type(Case))
-def test_a_target_reads_the_value_that_holds(case: Case) -> None:
     read = {name: operator.attrgetter(read_as(name).removeprefix("case."))(case) for name in AXES}
     wide = "float32" if case.train.dtype == "bfloat16" else case.train.dtype
     for name in ("reduce_dtype", "parameter_dtype"):
@@ -58,20 +50,16 @@ def test_every_field_of_a_case_has_an_axis() -> None:
     assert set(AXES.values()) == fields | {("compile",), ("target",)}
 
 
-def test_defaults_are_the_default_case() -> None:
+def test_values_reach_their_place_and_what_is_no_axis_or_does_not_fit_is_refused() -> None:
     assert case_from_axes({}) == Case()
-
-
-def test_values_reach_their_place() -> None:
     case = case_from_axes({"tp": 2, "recipe": "rowwise", "vocab_size": 2256, "filter_fqns": ["wk", "wq"]})
     assert case == Case(
         model=Model(vocab_size=2256), layout=Layout(tp=2), float8=Float8(recipe="rowwise", filter_fqns=("wk", "wq"))
     )
-
-
-def test_an_unknown_axis_is_named_with_a_suggestion() -> None:
     with pytest.raises(HarnessError, match=r"unknown axis 'vocabsize'\. Fix: did you mean vocab_size"):
         case_from_axes({"vocabsize": 3})
+    with pytest.raises(HarnessError, match="does not split into 3 heads"):
+        case_from_axes({"heads": 3, "kv_heads": 3})
 
 
 @pytest.mark.parametrize(
@@ -94,11 +82,6 @@ def test_an_impossible_value_is_refused_either_way(axis: str, value: object, mes
         checked_value(axis, value)
     with pytest.raises(HarnessError):
         case_from_axes({axis: value})
-
-
-def test_sizes_that_do_not_fit_together_are_refused() -> None:
-    with pytest.raises(HarnessError, match="does not split into 3 heads"):
-        case_from_axes({"heads": 3, "kv_heads": 3})
 
 
 def test_ignored_options_are_found() -> None:

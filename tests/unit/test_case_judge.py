@@ -83,18 +83,15 @@ def findings(run: Run, cache: FakeCache, **given: Any) -> list[Finding]:
     return list(judge(**given).judge(CASE, run, "ok", cast("WitnessCache", cache)).findings)
 
 
-def test_a_target_of_ones_own_need_not_show_a_fault_of_everywhere() -> None:
-    mine = make_case(target="mine", recipe="tensorwise", dp_shard=2, steps=2)
-    fault = replace(KNOWN, everywhere=True)
-    assert judge(mine, known=(fault,)).expectation(mine) is None
-    assert judge(CASE, known=(fault,)).expectation(CASE) == "recorded"
-
-
-def test_a_case_is_expected_to_show_its_recorded_fault_or_its_refusal() -> None:
+def test_a_case_is_expected_to_show_its_fault_or_its_refusal_and_a_target_of_ones_own_neither() -> None:
     assert judge().expectation(CASE) is None
     assert judge(known=(KNOWN,)).expectation(CASE) == "recorded"
     assert judge(REFUSED).expectation(REFUSED) == "output_alignment"
     assert judge(REFUSED, known=(KNOWN,)).expectation(REFUSED) == "recorded"
+    mine = make_case(target="mine", recipe="tensorwise", dp_shard=2, steps=2)
+    fault = replace(KNOWN, everywhere=True)
+    assert judge(mine, known=(fault,)).expectation(mine) is None
+    assert judge(CASE, known=(fault,)).expectation(CASE) == "recorded"
 
 
 def test_each_case_has_the_tolerance_of_its_own_number_of_tokens() -> None:
@@ -232,9 +229,6 @@ def test_partners_are_compared_in_the_run_with_the_fix_alone() -> None:
         RELATED, run, "ok", cast("WitnessCache", second), judge(RELATED, known=(fixed,)).fixes(RELATED)
     )
     assert "partner" in second.asked
-
-
-def test_a_fault_that_shows_by_the_partner_is_compared_with_it_at_once() -> None:
     fixed = replace(KNOWN, fix="x.py:apply", requires=(Symptom(rule="metamorphic/*"),))
     cache = FakeCache()
     judge(RELATED, known=(fixed,)).judge(RELATED, make_run(RELATED, sketches=()), "ok", cast("WitnessCache", cache))

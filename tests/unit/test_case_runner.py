@@ -72,7 +72,7 @@ def runner(judge: FakeJudge, executor: FakeExecutor) -> CaseRunner:
     return CaseRunner(plan, cast("Executor", executor), judge, cast("WitnessCache", None), lambda _: None)
 
 
-def test_a_recorded_fault_runs_again_with_its_fix_under_every_check() -> None:
+def test_a_recorded_fault_runs_again_with_its_fix_or_once_where_it_needs_it() -> None:
     executor = FakeExecutor()
     result = runner(FakeJudge(KNOWN, PASSED), executor).run(CASE)
     assert result is not None and result.with_fix is not None
@@ -80,9 +80,6 @@ def test_a_recorded_fault_runs_again_with_its_fix_under_every_check() -> None:
     assert (result.with_fix.fixes, result.with_fix.checks) == ((FIX.text,), ("scales",))
     assert executor.fixes == [(), (FIX,)]
     assert (result.seconds, result.cpu_s) == (4.0, 6.0)
-
-
-def test_a_case_that_needs_its_fix_runs_once_with_it() -> None:
     executor = FakeExecutor()
     result = runner(FakeJudge(KNOWN, PASSED), executor).run(CASE, (FIX,))
     assert result is not None and (result.verdict, result.with_fix) == (Verdict.PASSED, None)
@@ -96,6 +93,10 @@ def test_what_is_wrong_with_the_fix_decides_and_comes_first() -> None:
     assert result.verdict is Verdict.INVARIANT
     assert result.findings[0] == replace(SCALE, within="with cases/fixes/x.py:apply")
     assert result.findings[1] == ROWS
+    left = Judgement(verdict=Verdict.KNOWN, findings=(SCALE,))
+    result = runner(FakeJudge(KNOWN, left), FakeExecutor()).run(CASE)
+    assert result is not None and result.with_fix is not None
+    assert (result.verdict, result.with_fix.findings) == (Verdict.KNOWN, (SCALE,))
 
 
 @pytest.mark.parametrize("with_fix", [Judgement(verdict=Verdict.NUMERIC, findings=(SCALE,)), PASSED])
@@ -109,13 +110,6 @@ def test_a_fault_beside_a_recorded_one_is_seen_without_it(with_fix: Judgement) -
     leads = () if with_fix is PASSED else (replace(SCALE, within="with cases/fixes/x.py:apply"),)
     assert result.findings == (*leads, ROWS, other)
     assert result.verdict is (Verdict.INVARIANT if with_fix is PASSED else Verdict.NUMERIC)
-
-
-def test_a_fault_without_a_fix_that_is_left_keeps_the_case_known() -> None:
-    left = Judgement(verdict=Verdict.KNOWN, findings=(SCALE,))
-    result = runner(FakeJudge(KNOWN, left), FakeExecutor()).run(CASE)
-    assert result is not None and result.with_fix is not None
-    assert (result.verdict, result.with_fix.findings) == (Verdict.KNOWN, (SCALE,))
 
 
 UNDERIVED = msgspec.structs.replace(a_finding(check="loss_vs_golden", message="no tolerance"), judged=False)

@@ -17,13 +17,11 @@ from harness.matrix.words import WORDS, Word, hint, meaning_of, values_of
 
 
 @given(st.from_type(Case))
-def test_an_id_gives_its_case_back(case: Case) -> None:
+def test_an_id_gives_its_case_back_is_a_file_name_and_has_tokens_with_meanings(case: Case) -> None:
     assert parse_case_id(case_id(case)) == case
-
-
-@given(st.from_type(Case))
-def test_an_id_is_a_file_name(case: Case) -> None:
     assert re.fullmatch(r"[A-Za-z0-9._+-]+", case_id(case) + family_id(case))
+    tokens = re.findall(r"(?:(?:lr|clip|tol\.)[\d.]+e-\d+|[^-]+)", case_id(case))
+    assert all(meaning_of(token) for token in tokens)
 
 
 @given(st.text(max_size=60))
@@ -87,9 +85,6 @@ def test_how_ids_read(axes: dict[str, object], expected: str) -> None:
 def test_how_families_read() -> None:
     case = parse_case_id("tp4-rowwise-ac.full-v2256-vpad128-gb6-b16")
     assert family_id(case) == "tiny-v2256-s5-gb6-sl32-lr0.001-seed0"
-
-
-def test_a_family_forgets_layout_precision_and_checks() -> None:
     a = parse_case_id("fsdp2-tp2-tensorwise-ag.fp8-ac.op-v2048-b16-tol.0.5")
     assert family_id(a) == family_id(Case())
     assert family_id(Case(train=Train(seed=1))) != family_id(Case())
@@ -124,12 +119,6 @@ def test_every_word_has_a_meaning_and_names_axes() -> None:
         assert set(values_of(example) or {}) <= AXES.keys(), example
         assert "{" not in meaning_of(example), example
         assert sum(word.pattern.fullmatch(example) is not None for word in WORDS) == 1, example
-
-
-@given(st.from_type(Case))
-def test_every_token_of_an_id_has_a_meaning(case: Case) -> None:
-    tokens = re.findall(r"(?:(?:lr|clip|tol\.)[\d.]+e-\d+|[^-]+)", case_id(case))
-    assert all(meaning_of(token) for token in tokens)
 
 
 @pytest.mark.parametrize(
@@ -173,18 +162,12 @@ def test_a_hint_for_a_damaged_word_names_words_of_its_kind(word: Word, data: st.
     assert {other.part for token in suggested for other in WORDS if other.pattern.fullmatch(token)} <= {part}
 
 
-def test_fsdp1_is_named_although_its_word_has_a_meaning() -> None:
+def test_what_is_out_of_scope_is_named_and_no_axis_and_no_word_but_ddp_is() -> None:
     with pytest.raises(HarnessError, match=r"FSDP1 is out of scope: .* Fix: write single-bf16-v2048-f32"):
         parse_case_id("fsdp1-bf16-v2048-f32")
-
-
-def test_no_axis_and_no_word_but_ddp_is_out_of_scope() -> None:
     assert [name for name in AXES if out_of_scope(name)] == []
     assert [word.example for word in WORDS if out_of_scope(word.example)] == ["ddp2"]
     assert all(feature.text.startswith(feature.name) for feature in SCOPE)
-
-
-def test_axes_and_values_that_are_out_of_scope_are_named() -> None:
     with pytest.raises(HarnessError, match=r"unknown axis 'context_parallel'\. Fix: leave it out: context parallelism"):
         known_axis("context_parallel")
     with pytest.raises(HarnessError, match="MX formats"):

@@ -39,22 +39,22 @@ def check(*ends: RankFailure | RankTrace, refusal: Refusal | None = REFUSAL) -> 
     return check_alignment(CASE, run_of(*ends), make_witnesses(CASE, refusal=refusal))
 
 
-def test_refused_on_every_rank() -> None:
+def test_a_refusal_on_every_rank_and_a_run_that_trains_as_it_should_have_no_findings() -> None:
     assert check(failure(0), failure(1)) == []
-
-
-def test_a_rank_that_is_brought_down_by_a_refused_one_is_fine() -> None:
     assert check(failure(0, "SIGKILL", kind="signalled", consequence=True), failure(1)) == []
+    assert check(trace(0), trace(1), refusal=None) == []
 
 
-def test_training_silently_is_found() -> None:
+def test_ranks_that_train_or_end_without_a_refusal_are_found() -> None:
     (finding,) = check(trace(0), trace(1))
     assert (finding.rule, finding.rank, finding.ranks) == (TRAINED.name, 0, (0, 1))
-
-
-def test_training_on_one_rank_is_found() -> None:
     (finding,) = check(failure(0), trace(1))
     assert (finding.rule, finding.ranks) == (TRAINED.name, (1,))
+    (finding,) = check(failure(0))
+    assert (finding.rule, finding.ranks) == (NO_END.name, (1,))
+    assert check()
+    (finding,) = check(failure(0, consequence=True), failure(1, consequence=True))
+    assert finding.rule == NONE_REFUSED.name
 
 
 @pytest.mark.parametrize(
@@ -72,20 +72,6 @@ def test_failing_differently_is_found_with_what_was_expected(other: RankFailure)
     assert (finding.rule, finding.rank, finding.values["refusal"]) == (OTHER_ERROR.name, 1, REFUSAL.name)
     assert REFUSAL.pattern in (finding.expected or "")
     assert finding.found == f"{other.kind}: {other.message}"
-
-
-def test_a_rank_that_is_silent_is_found() -> None:
-    (finding,) = check(failure(0))
-    assert (finding.rule, finding.ranks) == (NO_END.name, (1,))
-
-
-def test_an_empty_run_fails() -> None:
-    assert check()
-
-
-def test_a_run_that_nobody_failed_by_itself_fails() -> None:
-    (finding,) = check(failure(0, consequence=True), failure(1, consequence=True))
-    assert finding.rule == NONE_REFUSED.name
 
 
 @pytest.mark.parametrize(
@@ -115,10 +101,6 @@ def test_findings_name_the_lowest_rank() -> None:
 def test_other_failures_are_not_its_business(message: str) -> None:
     assert check(failure(0, message), failure(1, message), refusal=None) == []
     assert check(failure(0, MESSAGE, consequence=True), refusal=None) == []
-
-
-def test_a_run_that_trains_as_it_should_has_no_findings() -> None:
-    assert check(trace(0), trace(1), refusal=None) == []
 
 
 @given(st.permutations([failure(0), failure(1, "SIGSEGV", kind="signalled"), trace(0), failure(0, "x")]))

@@ -49,6 +49,10 @@ def test_one_draw_that_runs_away_is_left_out() -> None:
     per_step = derived_tolerance(CASE, of_losses(LOSSES), draws(*away)).per_step
     assert per_step == pytest.approx([0, 0, 0, LOSS_MARGIN * math.sqrt((0.03**2 + 0.04**2) / 2)], abs=1e-9)
     assert derived_tolerance(CASE, of_losses(LOSSES), draws(*away[:2], (0, 0, 0, math.nan))).per_step == per_step
+    away = (0.1, 0.1, 0.1, math.nan)
+    assert math.isnan(derived_tolerance(CASE, of_losses(LOSSES), draws(away, away)).per_step[-1])
+    early = (math.nan, 0.1, 0.1, 0.1)
+    assert all(map(math.isnan, derived_tolerance(CASE, of_losses(LOSSES), draws(early, early)).per_step))
 
 
 @pytest.mark.parametrize("steps", [1, 2, 3])
@@ -65,13 +69,6 @@ def test_tolerances_of_losses_never_shrink_and_grow_with_the_distances(away: lis
     assert derived_tolerance(CASE, of_losses(LOSSES), wider).per_step == pytest.approx(
         [factor * allowed for allowed in per_step], rel=1e-6, abs=1e-9
     )
-
-
-def test_draws_that_are_not_finite_allow_nothing() -> None:
-    away = (0.1, 0.1, 0.1, math.nan)
-    assert math.isnan(derived_tolerance(CASE, of_losses(LOSSES), draws(away, away)).per_step[-1])
-    early = (math.nan, 0.1, 0.1, 0.1)
-    assert all(map(math.isnan, derived_tolerance(CASE, of_losses(LOSSES), draws(early, early)).per_step))
 
 
 def gradients(*values: float) -> Run:

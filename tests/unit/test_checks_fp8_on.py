@@ -42,9 +42,10 @@ def check(*traces: RankTrace, of: Case = CASE, **expected: object) -> list[Findi
     return check_fp8_on(of, run_of(*traces), make_witnesses(of, **expected))
 
 
-def test_as_expected() -> None:
+def test_as_expected_whatever_the_number_of_scaled_matmuls() -> None:
     assert len(FQNS) == 4
     assert check(trace(0), trace(1)) == []
+    assert check(trace(0, calls=(1, 99)), trace(1), scaled_mm_calls=7) == []
 
 
 @given(st.sets(st.sampled_from([*FQNS, "output", "layers.0.attention.wq"])), st.integers(0, 1))
@@ -54,17 +55,18 @@ def test_any_other_set_of_linears_on_any_rank_fails_and_names_them(converted: se
     assert {finding.rank for finding in findings} <= {rank}
 
 
-def test_the_direction_is_told() -> None:
+def test_what_is_converted_too_much_too_little_or_twice_is_named() -> None:
     (lacking,) = check(*(trace(rank, converted_fqns=FQNS[1:]) for rank in (0, 1)))
     assert (lacking.rule, lacking.module, lacking.ranks) == (NOT_CONVERTED.name, W1, (0, 1))
     (extra,) = check(trace(0), trace(1, converted_fqns=(*FQNS, "output")))
     assert (extra.rule, extra.module, extra.ranks) == (CONVERTED.name, "output", (1,))
     assert extra.verdict is Verdict.INVARIANT
-
-
-def test_a_linear_recorded_twice_is_found() -> None:
     (finding,) = check(trace(0, converted_fqns=(*FQNS, FQNS[0])), trace(1))
     assert (finding.rule, finding.module) == (TWICE.name, FQNS[0])
+    (finding,) = check(trace(0), trace(1, unmatched_filters=("wqq",)))
+    assert (finding.rule, finding.values["entries"], finding.ranks) == (FILTERS.name, "wqq", (1,))
+    (finding,) = check(trace(0, steps=()), trace(1, steps=()))
+    assert (finding.rule, finding.rank, finding.ranks) == (NO_STEP.name, 0, (0, 1))
 
 
 @pytest.mark.parametrize("calls", [(0, 0), (0, 12), (12, 0)])
@@ -73,15 +75,6 @@ def test_a_step_without_scaled_matmuls_is_found_on_its_rank(calls: tuple[int, in
     assert (finding.rule, finding.ranks) == (NOT_SCALED.name, (1,))
     (finding,) = check(trace(0, calls=calls), trace(1, calls=calls))
     assert (finding.rule, finding.rank, finding.ranks) == (NOT_SCALED.name, 0, (0, 1))
-
-
-def test_how_many_scaled_matmuls_is_not_its_business() -> None:
-    assert check(trace(0, calls=(1, 99)), trace(1), scaled_mm_calls=7) == []
-
-
-def test_a_filter_entry_that_matches_nothing_is_named() -> None:
-    (finding,) = check(trace(0), trace(1, unmatched_filters=("wqq",)))
-    assert (finding.rule, finding.values["entries"], finding.ranks) == (FILTERS.name, "wqq", (1,))
 
 
 def test_the_order_of_ranks_does_not_matter() -> None:
@@ -181,25 +174,25 @@ def test_the_words_about_the_virtual_device() -> None:
     assert finding.found == "a, x"
 
 
-def test_ranks_without_steps_are_named() -> None:
-    (finding,) = check(trace(0, steps=()), trace(1, steps=()))
-    assert (finding.rule, finding.rank, finding.ranks) == (NO_STEP.name, 0, (0, 1))
-
-
 CALLS = 12
-COUNTED = make_case(recipe="tensorwise", tp=2, steps=2, filter_fqns=("attention", "w3"))
 
 
 def calling(rank: int, *calls: int) -> RankTrace:
-    return make_trace(COUNTED, rank, calls=calls or CALLS)
+    return trace(rank, calls=calls or CALLS)
 
 
-def counted(*traces: RankTrace, of: Case = COUNTED) -> list[Finding]:
+def counted(*traces: RankTrace, of: Case = CASE) -> list[Finding]:
     return check_matmuls(of, run_of(*traces), make_witnesses(of))
 
 
-def test_as_many_as_the_case_asks_for() -> None:
+def test_as_many_as_the_case_asks_for_in_every_step_and_rank_and_none_in_bf16() -> None:
     assert counted(calling(0), calling(1)) == []
+    bf16 = make_case(tp=2, steps=2)
+    assert counted(make_trace(bf16), make_trace(bf16, 1), of=bf16) == []
+    (finding,) = counted(make_trace(bf16), make_trace(bf16, 1, calls=(0, 1)), of=bf16)
+    assert (finding.step, finding.rank, finding.expected) == (2, 1, "0 calls a step")
+    assert counted(calling(0, CALLS - 1, CALLS + 1), calling(1))
+    assert counted(calling(0, CALLS - 1, CALLS), calling(1, CALLS + 1, CALLS))
 
 
 @pytest.mark.parametrize(
@@ -226,11 +219,6 @@ def test_any_other_number_of_calls_at_any_step_and_rank_fails(rank: int, index: 
     assert finding.expected == f"{CALLS} calls a step" and finding.found == f"{count} calls"
 
 
-def test_calls_that_cancel_out_over_steps_or_ranks_are_found() -> None:
-    assert counted(calling(0, CALLS - 1, CALLS + 1), calling(1))
-    assert counted(calling(0, CALLS - 1, CALLS), calling(1, CALLS + 1, CALLS))
-
-
 def test_ranks_that_agree_share_a_finding_and_the_first_step_is_named() -> None:
     (finding,) = counted(calling(0, 9, 9), calling(1, 9, 3))
     assert (finding.rule, finding.step, finding.ranks) == (NUMBER.name, 1, (0, 1))
@@ -243,10 +231,3 @@ def test_the_order_of_ranks_does_not_matter_to_counts() -> None:
     ranks = [calling(0), calling(1, 1, 2), calling(2, 12, 2), calling(3, 1, 2)]
     assert counted(*ranks) == counted(*reversed(ranks))
     assert [finding.rank for finding in counted(*ranks)] == [1, 2]
-
-
-def test_bf16_runs_none() -> None:
-    bf16 = make_case(tp=2, steps=2)
-    assert counted(make_trace(bf16), make_trace(bf16, 1), of=bf16) == []
-    (finding,) = counted(make_trace(bf16), make_trace(bf16, 1, calls=(0, 1)), of=bf16)
-    assert (finding.step, finding.rank, finding.expected) == (2, 1, "0 calls a step")

@@ -117,13 +117,6 @@ def test_nan_on_one_rank_makes_the_scale_of_both_nan(rank: int) -> None:
     assert finding.rule == RULES.amax.name and "amax nan" in (finding.expected or "")
 
 
-def test_a_step_without_casts_is_found() -> None:
-    casts = with_one(shared)
-    casts[1].pop()
-    finding, *_ = check(TENSORWISE, casts)
-    assert (finding.rule, finding.values["where"]) == (NO_CAST.name, "rank 1")
-
-
 UNKNOWN = UnknownCast(
     step=2,
     order=7,
@@ -135,14 +128,11 @@ UNKNOWN = UnknownCast(
 )
 
 
-def test_without_fp8_nothing_is_cast() -> None:
+def test_what_is_cast_without_fp8_or_not_by_torchao_is_found() -> None:
     plain = parse_case_id("tp2-bf16-graph-v2048-s2-b16")
     assert check(plain, [[], []]) == []
     for findings, ranks in ((check(plain, [[], [shared(1, 1)]]), (1,)), (check(plain, [[], []], UNKNOWN), (0, 1))):
         assert (findings[0].rule, findings[0].ranks) == (UNASKED.name, ranks)
-
-
-def test_a_conversion_that_is_not_torchaos_cast_is_found() -> None:
     (finding,) = check(TENSORWISE, with_one(shared), UNKNOWN)
     assert (finding.rule, finding.module, finding.step) == (UNKNOWN_CAST.name, "feed_forward.w1", 2)
     assert (finding.expected, finding.found) == ("a clamp", "conversion 7 in forward, [4, 4] to float8_e4m3fn")
@@ -161,13 +151,6 @@ def test_a_cast_to_another_dtype_or_of_another_tensor_is_counted(changes: dict[s
     counted = {miscount.values["of"]: miscount for miscount in findings if miscount.rule == RULES.number.name}
     finding = counted[f" of {tensors}"]
     assert (finding.step, finding.rank) == (2, 1)
-
-
-def test_a_cast_on_the_last_rank_alone_is_found() -> None:
-    casts = with_one(shared)
-    casts[1].append(replace(casts[1][1], order=3, is_weight=False))
-    (finding,) = check(TENSORWISE, casts)
-    assert (finding.rank, finding.rule) == (1, OTHER_CASTS.name)
 
 
 @pytest.mark.parametrize(
@@ -198,13 +181,10 @@ def test_a_malformed_scale_is_found(summary: ScaleSummary, rule: Rule) -> None:
     assert rule.name in rules(check(TENSORWISE, with_one(shared, scale=summary)))
 
 
-def test_a_local_scale_is_found() -> None:
+def test_a_local_scale_and_a_stale_one_are_found_to_the_last_bit() -> None:
     own = make_scale(tensorwise_scale("float8_e4m3fn", AMAX[0]))
     casts = [[cast(rank, step, own if rank == 0 else shared(1, step).scale) for step in (1, 2)] for rank in range(2)]
     assert {DIFFERENT.name, RULES.amax.name} <= rules(check(TENSORWISE, casts))
-
-
-def test_a_stale_scale_is_found_to_the_last_bit() -> None:
     stale = make_scale(tensorwise_scale("float8_e4m3fn", math.nextafter(2.0, 3.0) * (1 + 1e-6)))
     casts = [[cast(rank, step, stale) for step in (1, 2)] for rank in range(2)]
     (finding,) = check(TENSORWISE, casts)
@@ -220,13 +200,18 @@ def test_rows_scaled_by_another_power_are_found(factor: float) -> None:
     assert RULES.amax.name in rules(check(ROWWISE, casts))
 
 
-def test_a_scale_that_is_no_power_of_two_is_found() -> None:
+def test_other_casts_of_ranks_and_scales_that_are_no_powers_of_two_are_found() -> None:
     casts = with_one(own_rows, scale=make_scale(200.0, (16, 1)))
     assert RULES.power_of_two.name in rules(check(ROWWISE, casts))
-
-
-def test_ranks_that_execute_different_casts_are_found() -> None:
     assert OTHER_CASTS.name in rules(check(TENSORWISE, with_one(shared, order=2)))
+    casts = with_one(shared)
+    casts[1].append(replace(casts[1][1], order=3, is_weight=False))
+    (finding,) = check(TENSORWISE, casts)
+    assert (finding.rank, finding.rule) == (1, OTHER_CASTS.name)
+    casts = with_one(shared)
+    casts[1].pop()
+    finding, *_ = check(TENSORWISE, casts)
+    assert (finding.rule, finding.values["where"]) == (NO_CAST.name, "rank 1")
 
 
 def test_a_scale_that_generated_code_saved_for_backward_may_be_off_by_its_rounding() -> None:
@@ -302,7 +287,7 @@ def check_blocks(
     return rules(check_graph_scales(case, run, make_witnesses(case, compiled_casts=CompiledCasts(1, 0, 0))))
 
 
-def test_blocks_have_scales_of_their_own() -> None:
+def test_blocks_have_scales_of_their_own_and_those_rounded_down_leave_values_below_512() -> None:
     assert check_blocks(of_blocks()) == set()
     assert check_blocks(of_blocks(scaled_amax_maximum=448.5)) == {RULES.amax.name}
     assert check_blocks(of_blocks(scaled_amax_minimum=224.0)) == {RULES.amax.name}
@@ -310,9 +295,6 @@ def test_blocks_have_scales_of_their_own() -> None:
     assert check_blocks(of_blocks(scale=replace(ONES, dtype="float32"))) == {RULES.scale_dtype.name}
     assert check_blocks(of_blocks(), used=replace(ONES, digest="others")) == {MATMUL_SCALE.name}
     assert check_blocks(of_blocks(), known=()) == {MATMUL_SCALE.name}
-
-
-def test_scales_that_are_rounded_down_leave_values_below_512() -> None:
     floor = parse_case_id("single-mxfp8_floor-graph-v2048-s1-b16")
     assert check_blocks(of_blocks(scaled_amax_minimum=256.0, scaled_amax_maximum=511.0), case=floor) == set()
     for changes in ({"scaled_amax_minimum": 255.0}, {"scaled_amax_minimum": 256.0, "scaled_amax_maximum": 512.0}):

@@ -88,22 +88,23 @@ def test_a_correct_run_has_no_finding() -> None:
     assert check(PLAIN, plain, plain) == []
 
 
-def test_nothing_compiled_is_found() -> None:
+def test_what_was_not_compiled_or_fused_or_over_the_wrong_ranks_is_found() -> None:
     (finding,) = check(ASYNC, correct(ASYNC), GraphTrace(graphs=(), calls=(), casts=(), workarounds=()))
     assert (finding.rule, finding.ranks) == (NO_GRAPH.name, (1,))
     assert finding.verdict is Verdict.INVARIANT
-
-
-def test_a_block_without_backward_is_found() -> None:
     (finding,) = check(ASYNC, correct(ASYNC, graphs=(FORWARD, BACKWARD, FORWARD)))
     assert finding.rule == UNPAIRED.name
-
-
-def test_nothing_fused_says_why() -> None:
     (finding,) = check(ASYNC, correct(ASYNC, calls=()))
     assert finding.rule == NOTHING_FUSED.name
     assert finding.found is not None
     assert "1 x reduce_scatter of bfloat16 [4, 16, 128]: it sums several matmuls" in finding.found
+    (finding,) = check(PLAIN, correct(PLAIN, calls=calls(ASYNC)[:1]))
+    assert finding.rule == NUMBER.name
+    assert finding.expected == "0 a step"
+    strayed = replace(FORWARD, fused=(replace(NODE, axis="dp_shard"),))
+    (finding,) = check(ASYNC, correct(ASYNC, graphs=(strayed, BACKWARD)))
+    assert (finding.rule, finding.values["operator"]) == (WRONG_RANKS.name, NODE.operator)
+    assert finding.found == "dp_shard"
 
 
 @given(st.integers(0, len(calls(ASYNC)) - 1), st.sampled_from([-1, 1]))
@@ -113,19 +114,6 @@ def test_one_fusion_more_or_less_is_found_in_its_step(place: int, more: int) -> 
     (finding,) = check(ASYNC, correct(ASYNC, calls=tuple(every)))
     assert (finding.rule, finding.step) == (NUMBER.name, every[place].step)
     assert finding.values["kind"] == str(FusionKind(every[place].phase, every[place].collective))
-
-
-def test_fusing_without_being_asked_is_found() -> None:
-    (finding,) = check(PLAIN, correct(PLAIN, calls=calls(ASYNC)[:1]))
-    assert finding.rule == NUMBER.name
-    assert finding.expected == "0 a step"
-
-
-def test_the_wrong_ranks_are_found() -> None:
-    strayed = replace(FORWARD, fused=(replace(NODE, axis="dp_shard"),))
-    (finding,) = check(ASYNC, correct(ASYNC, graphs=(strayed, BACKWARD)))
-    assert (finding.rule, finding.values["operator"]) == (WRONG_RANKS.name, NODE.operator)
-    assert finding.found == "dp_shard"
 
 
 @pytest.mark.parametrize(
@@ -149,7 +137,7 @@ def test_a_scale_belongs_to_the_shape_of_its_operand(
     assert rules(findings) == (set() if fits else {SCALE_SHAPE.name})
 
 
-def test_wrong_rows_say_where_they_belong() -> None:
+def test_wrong_rows_say_where_they_belong_if_anywhere() -> None:
     row = WrongRow(index=(1, 0), distance=0.8, holds_rank=1, holds_index=(0, 0))
     every = list(calls(ASYNC))
     every[1] = replace(every[1], wrong_rows=32, example=row)
@@ -159,9 +147,6 @@ def test_wrong_rows_say_where_they_belong() -> None:
     assert dict(finding.values) == {"operator": every[1].operator, "rows": 32, "total": 64}
     assert finding.found is not None
     assert "row [1, 0] of this rank holds row [0, 0] of TP rank 1" in finding.found
-
-
-def test_a_row_that_is_no_row_at_all_says_so() -> None:
     row = WrongRow(index=(3,), distance=float("nan"), holds_rank=None, holds_index=None)
     every = (replace(calls(ASYNC)[0], wrong_rows=1, example=row), *calls(ASYNC)[1:])
     (finding,) = check(ASYNC, correct(ASYNC, calls=every))

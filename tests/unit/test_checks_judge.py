@@ -19,7 +19,6 @@ from harness.expect import relations
 from harness.expect.expectations import FORMULAS, Expectations, not_recorded
 from harness.expect.saved_memory import NOT_OF_THIS_DEVICE
 from harness.matrix.caseid import parse_case_id
-from harness.matrix.numerics import Numerics
 from harness.matrix.rules import Refusal
 from harness.trace import RankTrace, Run
 from harness.trace.counts import LiveMemory, SavedMemory
@@ -72,19 +71,13 @@ def left_out(judgement: Judgement) -> dict[str, str]:
     return {skipped.check: skipped.reason for skipped in judgement.not_judged}
 
 
-def test_a_good_run_passes_after_every_check() -> None:
+def test_a_good_run_passes_after_every_check_that_a_rank_recorded_for() -> None:
     judgement = judge(CASE, GOOD, "ok", witnesses())
     assert (judgement.verdict, judgement.findings, judgement.checks) == (Verdict.PASSED, (), UNPROBED)
-
-
-def test_a_check_is_not_executed_on_runs_that_recorded_nothing_for_it() -> None:
     assert "parity" not in judge(CASE, GOOD, "ok", witnesses()).checks
     judgement = judge(CASE, make_run(CASE, sketches=()), "ok", witnesses())
     assert "parity" in judgement.checks
     assert judgement.verdict is Verdict.INVARIANT  # recorded, but nothing to compare
-
-
-def test_one_rank_that_recorded_is_enough_to_ask() -> None:
     judgement = judge(CASE, run_of(trace(0, traffic=()), trace(1)), "ok", witnesses())
     assert "traffic" in judgement.checks
     assert [
@@ -101,16 +94,6 @@ def test_what_was_not_judged_is_named_with_its_reason() -> None:
     sketched = left_out(judge(CASE, make_run(CASE, sketches=()), "ok", witnesses()))
     assert "parity" not in sketched
     assert "no option of this case must be neutral" in sketched["metamorphic"]
-
-
-@pytest.mark.parametrize(("ranks", "left_out_there"), [(2, False), (4, True)])
-def test_async_tp_promises_no_bits_where_sums_have_another_order(ranks: int, left_out_there: bool) -> None:
-    case = parse_case_id(f"atp{ranks}-tensorwise-graph-v2048-b16")
-    over_gloo = Numerics(in_rank_order=False)
-    asked = make_witnesses(case, golden=make_golden(case), tolerance=make_tolerance(9.0), numerics=over_gloo)
-    judgement = judge(case, make_run(case, sketches=()), "ok", asked)
-    assert ("sums in rank order" in left_out(judgement).get("metamorphic", "")) is left_out_there
-    assert ("metamorphic" in judgement.checks) is not left_out_there
 
 
 RECORDS = tuple(sorted({record for check in CHECKS for record in check.records}))
@@ -197,10 +180,6 @@ def test_a_formula_judges_with_every_version_and_its_findings_name_it(software: 
     assert {finding.check: finding.formula for finding in judged} == BY_FORMULA
 
 
-def test_every_formula_is_evaluated_by_a_check() -> None:
-    assert {check.formula for check in CHECKS} - {None} == set(FORMULAS)
-
-
 def test_what_needs_no_formula_is_judged_whatever_is_installed() -> None:
     unknown = {"torch": "2.99.0"}
     for wrong, verdict in (({"losses": (8.0, 9.0)}, Verdict.NUMERIC), ({"calls": 0}, Verdict.INVARIANT)):
@@ -227,8 +206,9 @@ def test_a_gpu_loses_no_check_but_those_that_are_named_with_a_reason(text: str) 
     )
 
 
-def test_names_of_checks_are_unique() -> None:
+def test_checks_have_names_of_their_own_and_evaluate_every_formula() -> None:
     assert len(set(ALL)) == len(ALL)
+    assert {check.formula for check in CHECKS} - {None} == set(FORMULAS)
 
 
 def test_a_wrong_number_is_numeric_and_a_broken_rule_outranks_it() -> None:
@@ -259,58 +239,43 @@ def test_infra_and_hang_stand_whatever_came_back(status: JobStatus, run: Run, re
     assert judgement.verdict is Verdict(status) and judgement.checks == () and judgement.findings
 
 
-def test_a_crash_is_a_crash_and_names_who_began() -> None:
+def test_a_crash_names_who_began_and_ranks_that_failed_alike() -> None:
     run = run_of(make_failure(1, "peer gone", consequence=True), make_failure(0))
     judgement = judge(CASE, run, "crash", witnesses())
     assert judgement.verdict is Verdict.CRASH
     (finding,) = judgement.findings
     assert (finding.rule, finding.ranks, finding.values["error"]) == (RAISED.name, (0,), "ValueError: x")
     assert finding.values["end"] == "raised in step 1: ValueError: x"
-
-
-def test_ranks_that_failed_alike_are_one_finding() -> None:
     judgement = judge(CASE, run_of(make_failure(0), make_failure(1)), "crash", witnesses())
     (finding,) = judgement.findings
     assert (finding.rule, finding.ranks, finding.values["error"]) == (RAISED.name, (0, 1), "ValueError: x")
     assert finding.values["end"] == "raised in step 1: ValueError: x"
 
 
-def test_a_crash_status_stands_even_with_whole_traces() -> None:
+def test_a_crash_that_the_engine_or_a_rank_alone_tells_is_one() -> None:
     judgement = judge(CASE, GOOD, "crash", witnesses())
     assert (judgement.verdict, judgement.checks) == (Verdict.CRASH, ("alignment",))
-
-
-def test_a_failed_rank_is_a_crash_even_when_the_engine_says_ok() -> None:
     judgement = judge(CASE, run_of(trace(0), make_failure(1)), "ok", witnesses())
     assert (judgement.verdict, judgement.checks) == (Verdict.CRASH, ("alignment",))
 
 
-def test_an_uncalled_for_refusal_is_explained() -> None:
+def test_what_is_not_the_expected_refusal_is_explained() -> None:
     judgement = judge(CASE, REFUSED, "crash", witnesses())
     assert judgement.verdict is Verdict.CRASH and alignment.REFUSED_ALIGNED.name in rules(judgement.findings)
-
-
-def test_the_expected_refusal_passes() -> None:
-    judgement = judge(CASE, REFUSED, "crash", witnesses(refused=make_refusal()))
-    assert judgement == Judgement(verdict=Verdict.PASSED, findings=(), checks=("alignment",))
-
-
-def test_the_expected_refusal_needs_no_golden() -> None:
-    assert judge(CASE, REFUSED, "crash", witnesses(refused=make_refusal(), golden=False)).verdict is Verdict.PASSED
-
-
-def test_training_silently_breaks_a_rule() -> None:
     judgement = judge(CASE, GOOD, "ok", witnesses(refused=make_refusal()))
     assert judgement.verdict is Verdict.INVARIANT and rules(judgement.findings) == {alignment.TRAINED.name}
-
-
-def test_failing_otherwise_than_refused_is_a_crash_with_both_stories() -> None:
     judgement = judge(
         CASE, run_of(make_failure(0), make_failure(1, ALIGNED)), "crash", witnesses(refused=make_refusal())
     )
     assert judgement.verdict is Verdict.CRASH
     assert {alignment.OTHER_ERROR.name, RAISED.name} <= rules(judgement.findings)
     assert "ValueError: x" in {finding.values.get("error") for finding in judgement.findings}
+
+
+def test_the_expected_refusal_passes_and_needs_no_golden() -> None:
+    judgement = judge(CASE, REFUSED, "crash", witnesses(refused=make_refusal()))
+    assert judgement == Judgement(verdict=Verdict.PASSED, findings=(), checks=("alignment",))
+    assert judge(CASE, REFUSED, "crash", witnesses(refused=make_refusal(), golden=False)).verdict is Verdict.PASSED
 
 
 def test_no_executed_check_is_a_failure() -> None:
@@ -336,15 +301,12 @@ def returned(rank: int, payload: bytes | None) -> RankOutcome:
     return RankOutcome(rank=rank, status="returned", payload=payload, traceback="tb", log_tail="said\n")
 
 
-def test_traces_come_back_as_they_were_recorded() -> None:
+def test_traces_come_back_as_they_were_recorded_and_nan_as_nan() -> None:
     sent = [trace(1), trace(0)]
     run = run_from_outcome(
         outcome(*(returned(sent_trace.rank, msgspec.msgpack.encode(sent_trace)) for sent_trace in sent))
     )
     assert run == GOOD
-
-
-def test_nan_comes_back_as_nan() -> None:
     run = run_from_outcome(outcome(returned(0, msgspec.msgpack.encode(trace(0, losses=(float("nan"), 1.0))))))
     assert repr(run.traces[0].steps[0].loss) == "nan"
 

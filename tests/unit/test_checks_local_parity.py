@@ -102,13 +102,10 @@ def test_steps_of_cases_whose_trajectory_drifts_are_replayed_up_to_the_last(text
     assert replayed_steps(parse_case_id(text)) == steps
 
 
-def test_ranks_record_the_modules_of_any_model_and_find_out_whether_it_is_too_large() -> None:
+def test_what_is_not_replayed_has_a_reason_and_of_any_model_ranks_find_out() -> None:
     of = {dtype: parse_case_id(f"target.mine-tp2-tensorwise-v2048-{dtype}") for dtype in ("b16", "f64")}
     assert "module_tensors" in probes_for(of["b16"]) and "module_tensors" in Expectations(of["b16"]).not_recorded
     assert "module_tensors" not in probes_for(of["f64"])
-
-
-def test_steps_and_models_that_are_not_replayed_have_a_reason() -> None:
     long, large = (parse_case_id(f"tp2-tensorwise-{part}-b16") for part in ("v2048-s50", "llama3.8b.layer-v2048"))
     left = "steps 6-19, 21-34, 36-49, and the updates of steps 20, 35, 50: modules are recorded in 8 steps"
     moved = "steps 6-50: the limit was measured over 5 steps"
@@ -119,58 +116,52 @@ def test_steps_and_models_that_are_not_replayed_have_a_reason() -> None:
     assert "torchtitan_0_3 computes with plain tensors" in Expectations(plain).not_recorded["module_tensors"]
 
 
-@pytest.mark.parametrize(
-    ("changes", "limit"),
-    [
-        ({"kind": "output", "parts": 1, "fqn": "output"}, EXACT),
-        ({"kind": "input", "parts": 1, "fqn": "norm"}, EXACT),  # the residual stream, behind sums over ranks
-        ({"kind": "grad_output", "parts": 1, "fqn": "norm"}, EXACT),
-        ({"parts": 2}, EXACT),  # every part is compared by itself
-        ({"parts": 8, "spread": 4.0}, EXACT),
-        ({"kind": "grad_output", "parts": 1, "fqn": "output", "tail": 1 / 1024}, 6.7e-6),  # the sums of the loss
-        ({"kind": "grad_output", "parts": 1, "fqn": "output", "tail": 1 / 1024, "dtype": "float32"}, 9e-8),
-        ({"kind": "param", "fqn": f"{WQ}.weight"}, EXACT),
-        ({"kind": "grad", "fqn": f"{WQ}.weight", "part": None}, EXACT),
-        ({"kind": "grad", "fqn": "norm.weight", "part": None}, EXACT),
-    ],
-)
-def test_limits_where_sums_are_in_rank_order(changes: dict[str, object], limit: float) -> None:
-    assert limit / 2 <= allowed(**changes) <= limit
-
-
-def test_a_loss_whose_vocabulary_is_whole_is_exact() -> None:
+def test_what_is_exact_with_a_whole_vocabulary_and_without_tensor_parallelism() -> None:
     whole = parse_case_id("tp2-nolp-tensorwise-v2048-s2-b16")
     assert allowed(whole, kind="grad_output", parts=1, fqn="output") == EXACT
+    case = parse_case_id("hsdp2x2-bf16-v2048-s2-b16")
+    assert allowed(case, kind="input", parts=1) == EXACT
+    assert allowed(case, bits=NONE, kind="input", parts=1) > EXACT
+    assert 0 < allowed(case, bits=Bits(reduced=False), kind="grad", part=None) < 1e-5
 
 
 @pytest.mark.parametrize(
-    ("changes", "limit"),
+    ("bits", "changes", "limit"),
     [
-        ({"kind": "output", "parts": 1}, EXACT),
-        ({"kind": "grad_input", "parts": 1}, EXACT),
-        ({"kind": "output", "parts": 1, "fqn": "output"}, 0.007),
-        ({"kind": "input", "parts": 1}, EXACT),  # attention and activation, from exact operands
-        ({"kind": "grad_output", "parts": 1}, EXACT),
-        ({"kind": "output", "parts": 1, "fqn": "norm"}, EXACT),
-        ({"kind": "input", "parts": 1, "fqn": "norm"}, 0.007),  # the residual stream, behind sums over ranks
-        ({"kind": "grad_output", "parts": 1, "fqn": "norm"}, 0.007),
-        ({"kind": "grad_output", "parts": 1, "fqn": "layers.1.feed_forward.w2"}, 0.007),
-        ({"kind": "grad_output", "parts": 1, "fqn": "output"}, 0.007),  # the sums of the loss
-        ({"parts": 4}, EXACT),
-        ({"kind": "param", "fqn": f"{WQ}.weight"}, EXACT),
-        ({"kind": "grad", "fqn": f"{WQ}.weight", "part": None}, 2e-6),
-        ({"kind": "grad", "fqn": "norm.weight", "part": None}, 0.007),
+        # sums in rank order
+        (SAME, {"kind": "output", "parts": 1, "fqn": "output"}, EXACT),
+        (SAME, {"kind": "input", "parts": 1, "fqn": "norm"}, EXACT),  # the residual stream, behind sums over ranks
+        (SAME, {"kind": "grad_output", "parts": 1, "fqn": "norm"}, EXACT),
+        (SAME, {"parts": 2}, EXACT),  # every part is compared by itself
+        (SAME, {"parts": 8, "spread": 4.0}, EXACT),
+        (SAME, {"kind": "grad_output", "parts": 1, "fqn": "output", "tail": 1 / 1024}, 6.7e-6),  # the sums of the loss
+        (SAME, {"kind": "grad_output", "parts": 1, "fqn": "output", "tail": 1 / 1024, "dtype": "float32"}, 9e-8),
+        (SAME, {"kind": "param", "fqn": f"{WQ}.weight"}, EXACT),
+        (SAME, {"kind": "grad", "fqn": f"{WQ}.weight", "part": None}, EXACT),
+        (SAME, {"kind": "grad", "fqn": "norm.weight", "part": None}, EXACT),
+        # sums in another order
+        (OTHER_SUMS, {"kind": "output", "parts": 1}, EXACT),
+        (OTHER_SUMS, {"kind": "grad_input", "parts": 1}, EXACT),
+        (OTHER_SUMS, {"kind": "output", "parts": 1, "fqn": "output"}, 0.007),
+        (OTHER_SUMS, {"kind": "input", "parts": 1}, EXACT),  # attention and activation, from exact operands
+        (OTHER_SUMS, {"kind": "grad_output", "parts": 1}, EXACT),
+        (OTHER_SUMS, {"kind": "output", "parts": 1, "fqn": "norm"}, EXACT),
+        (OTHER_SUMS, {"kind": "input", "parts": 1, "fqn": "norm"}, 0.007),  # the residual stream, behind sums
+        (OTHER_SUMS, {"kind": "grad_output", "parts": 1, "fqn": "norm"}, 0.007),
+        (OTHER_SUMS, {"kind": "grad_output", "parts": 1, "fqn": "layers.1.feed_forward.w2"}, 0.007),
+        (OTHER_SUMS, {"kind": "grad_output", "parts": 1, "fqn": "output"}, 0.007),  # the sums of the loss
+        (OTHER_SUMS, {"parts": 4}, EXACT),
+        (OTHER_SUMS, {"kind": "param", "fqn": f"{WQ}.weight"}, EXACT),
+        (OTHER_SUMS, {"kind": "grad", "fqn": f"{WQ}.weight", "part": None}, 2e-6),
+        (OTHER_SUMS, {"kind": "grad", "fqn": "norm.weight", "part": None}, 0.007),
+        # a kernel may sum otherwise
+        (NONE, {"parts": 2}, 0.007),
+        (NONE, {"parts": 8}, 0.012),
+        (NONE, {"parts": 2, "spread": 4.0}, 0.017),
     ],
 )
-def test_limits_where_sums_have_another_order(changes: dict[str, object], limit: float) -> None:
-    assert limit / 2 <= allowed(bits=OTHER_SUMS, **changes) <= limit
-
-
-@pytest.mark.parametrize(
-    ("changes", "limit"), [({"parts": 2}, 0.007), ({"parts": 8}, 0.012), ({"parts": 2, "spread": 4.0}, 0.017)]
-)
-def test_limits_where_a_kernel_may_sum_otherwise(changes: dict[str, object], limit: float) -> None:
-    assert limit / 2 <= allowed(bits=NONE, **changes) <= limit
+def test_limits_follow_from_the_bits_that_are_promised(bits: Bits, changes: dict[str, object], limit: float) -> None:
+    assert limit / 2 <= allowed(bits=bits, **changes) <= limit
 
 
 def test_in_float32_limits_are_those_of_float32_unless_matmuls_round_to_bfloat16() -> None:
@@ -207,13 +198,6 @@ def test_with_float8_tp_styles_gradients_are_cast_between_modules() -> None:
     assert allowed(narrow, bits=NONE, kind="grad", fqn=f"{WQ}.weight") < 2e-6
     for changes in ({"kind": "grad", "fqn": "layers.0.ffn_norm.weight"}, {"kind": "input", "fqn": "norm"}):
         assert allowed(styled, bits=NONE, dtype="float32", parts=1, **changes) < 2e-6
-
-
-def test_without_tensor_parallelism_everything_before_the_sum_of_gradients_is_exact() -> None:
-    case = parse_case_id("hsdp2x2-bf16-v2048-s2-b16")
-    assert allowed(case, kind="input", parts=1) == EXACT
-    assert allowed(case, bits=NONE, kind="input", parts=1) > EXACT
-    assert 0 < allowed(case, bits=Bits(reduced=False), kind="grad", part=None) < 1e-5
 
 
 @pytest.mark.parametrize("words", ["accum2-reduce.last-b16", "accum2-b16", "accum2-f32"])
@@ -261,18 +245,18 @@ def test_a_finding_names_the_first_tensor_in_the_order_of_execution() -> None:
     assert finding.values["allowed"] == EXACT
 
 
-def test_a_finding_names_the_rank_whose_part_is_off() -> None:
+def test_a_finding_names_the_rank_whose_part_is_off_and_none_where_all_are() -> None:
     (finding,) = check(distance(distance=0.004, of_ranks={0: 0.0, 1: 0.004}))
     assert (finding.rank, finding.values["part"]) == (1, ", partial of rank 1,")
     (finding,) = check(distance(kind="grad", part=None, parts=1, distance=0.005, of_ranks={0: 0.0, 1: 0.005}))
     assert (finding.rank, finding.values["part"]) == (1, ", shard of rank 1,")
-
-
-def test_a_finding_about_every_rank_names_none() -> None:
     (finding,) = check(distance(kind="grad", part=None, parts=1, distance=0.5, of_ranks={0: 0.5, 1: 0.5}))
     assert (finding.rank, finding.ranks, finding.values["part"]) == (None, (), "") and "on all ranks" in finding.message
     (finding,) = check(distance(kind="grad", part=None, parts=1, distance=0.5, of_ranks={0: 0.5}))
     assert (finding.rank, finding.ranks) == (None, ()) and "shard of" not in finding.message
+    case = parse_case_id("fsdp2-tp2-tensorwise-v2048-s2-b16")
+    (finding,) = check(distance(part=1, distance=0.5), case=case)
+    assert (finding.rule, finding.module, finding.values["part"]) == (TENSOR.name, WQ, " on data-parallel rank 1")
 
 
 @pytest.mark.parametrize(
@@ -311,21 +295,12 @@ def test_a_sum_over_tp_that_is_not_formed_names_the_module_that_computed_its_par
     assert (finding.ranks, finding.step) == (ranks, 1) and finding.message.endswith(ended)
 
 
-def test_the_data_parallel_rank_is_named_where_there_are_several() -> None:
-    case = parse_case_id("fsdp2-tp2-tensorwise-v2048-s2-b16")
-    (finding,) = check(distance(part=1, distance=0.5), case=case)
-    assert (finding.rule, finding.module, finding.values["part"]) == (TENSOR.name, WQ, " on data-parallel rank 1")
-
-
-def test_nan_and_what_could_not_be_compared_never_pass() -> None:
+def test_nan_and_what_was_not_compared_never_pass() -> None:
     (finding,) = check(distance(distance=math.nan))
     assert finding.size == math.inf
     (finding,) = check(distance(distance=math.nan, problem="the run did not record it"))
     assert finding.verdict is Verdict.INVARIANT
     assert (finding.rule, finding.values["problem"]) == (INCOMPARABLE.name, "the run did not record it")
-
-
-def test_without_a_replay_or_without_distances_nothing_is_judged_good() -> None:
     run = make_run(CASE, module_tensors=())
     (finding,) = check_local_parity(CASE, run, make_witnesses(CASE))
     assert (finding.rule, finding.judged) == (NO_REPLAY.name, False)

@@ -68,8 +68,11 @@ steps = st.integers(1, STEPS)
 signs = st.sampled_from([-1.0, 1.0])
 
 
-def test_the_golden_itself_passes() -> None:
+def test_the_golden_itself_passes_and_a_deviation_on_a_high_rank_alone_does_not() -> None:
     assert check(*both(GOLDEN)) == []
+    findings = check(trace(0), trace(1, moved(3, 1.0)))
+    assert {finding.verdict for finding in findings} == {Verdict.INVARIANT, Verdict.NUMERIC}
+    assert {finding.rank for finding in findings} == {1}
 
 
 @given(st.tuples(*(st.floats(-0.999 * allowed, 0.999 * allowed) for allowed in ALLOWED)))
@@ -114,12 +117,6 @@ def test_ranks_that_differ_in_the_last_bit_fail(step: int, rank: int, sign: floa
     assert repr(odd[step - 1]) in (finding.found or "")
 
 
-def test_a_deviation_on_a_high_rank_alone_is_found() -> None:
-    findings = check(trace(0), trace(1, moved(3, 1.0)))
-    assert {finding.verdict for finding in findings} == {Verdict.INVARIANT, Verdict.NUMERIC}
-    assert {finding.rank for finding in findings} == {1}
-
-
 @given(st.permutations(range(4)), st.lists(st.floats(-1, 1), min_size=4, max_size=4))
 def test_the_order_of_ranks_does_not_matter(order: list[int], noise: list[float]) -> None:
     traces = [trace(rank, moved(2, delta)) for rank, delta in enumerate(noise)]
@@ -132,21 +129,6 @@ def test_dropping_any_step_on_any_rank_fails(step: int, rank: int) -> None:
     dropped = replace(whole, steps=tuple(record for record in whole.steps if record.step != step))
     (finding,) = check(dropped, trace(1 - rank))
     assert (finding.rule, finding.ranks) == (STEPS_OF_RANKS.name, (rank,))
-
-
-def test_steps_in_another_order_are_not_compared() -> None:
-    whole = trace(0)
-    assert check(replace(whole, steps=tuple(reversed(whole.steps))))
-
-
-def test_a_step_too_many_fails() -> None:
-    assert check(*both((*GOLDEN, 6.9)))
-
-
-def test_an_empty_run_fails() -> None:
-    assert check()
-    assert check(*both(()))
-    assert check(*both(()), against=golden(()), within=make_tolerance())
 
 
 @pytest.mark.parametrize(
@@ -164,15 +146,12 @@ def test_witnesses_with_other_steps_fail(against: Golden, within: Tolerance, who
     assert (finding.rule, finding.values["who"]) == (OTHER_STEPS.name, who)
 
 
-def test_a_missing_golden_names_its_command() -> None:
+def test_a_missing_golden_names_its_command_and_a_missing_tolerance_says_why() -> None:
     (finding,) = check(*both(GOLDEN), against=None)
     assert (finding.rule, finding.judged, finding.values["family"]) == (NO_GOLDEN.name, False, family_id(CASE))
     assert f"fp8-harness baseline update {case_id(reference_case(CASE))} --device cpu --reason" in str(
         finding.values["command"]
     )
-
-
-def test_a_missing_tolerance_says_why_and_what_to_set() -> None:
     (finding,) = check(*both(GOLDEN), within=None)
     assert (finding.rule, finding.judged, finding.values["why"]) == (NO_TOLERANCE.name, False, NONE_DERIVED)
 
@@ -184,9 +163,6 @@ def test_a_golden_of_other_hardware_is_not_used() -> None:
     (finding,) = check(trace(0), trace(1, device="NVIDIA H200"))
     assert finding.rank == 1
     assert check(trace(0, device=""), trace(1))
-
-
-def test_a_golden_of_a_class_serves_its_devices_and_no_other() -> None:
     of_class = golden(hardware="sm90")
     h200, h100 = (trace(rank, device=name, architecture="sm90") for rank, name in enumerate(("NVIDIA H200", "H100")))
     assert check(h200, h100, against=of_class) == []
@@ -194,36 +170,22 @@ def test_a_golden_of_a_class_serves_its_devices_and_no_other() -> None:
     assert (finding.rank, finding.expected, finding.found) == (1, "sm90", "amd-instinct-mi300x")
 
 
-def test_other_data_is_found() -> None:
+def test_other_data_another_family_and_other_steps_fail() -> None:
     (finding,) = check(trace(0), trace(1, data_digest="d2"))
     assert (finding.rule, finding.ranks) == (DATA.name, (1,))
-
-
-def test_a_golden_of_another_family_is_not_used() -> None:
     (finding,) = check(*both(GOLDEN), against=golden(family="other"))
     assert finding.rule == FAMILY.name
+    whole = trace(0)
+    assert check(replace(whole, steps=tuple(reversed(whole.steps))))
+    assert check(*both((*GOLDEN, 6.9)))
+    assert check()
+    assert check(*both(()))
+    assert check(*both(()), against=golden(()), within=make_tolerance())
 
 
-def test_a_loss_that_stands_still_fails_even_within_the_tolerance() -> None:
+def test_a_loss_that_stands_still_fails_where_steps_can_show_learning() -> None:
     (finding,) = check(*both((7.75,) * STEPS), within=make_tolerance(*[0.75] * STEPS))
     assert (finding.rule, finding.ranks) == (FROZEN.name, (0, 1))
-
-
-def test_a_tolerance_as_wide_as_all_learning_proves_nothing() -> None:
-    for width, good in ((1.0, False), (0.75, True)):
-        findings = check(*both(GOLDEN), within=make_tolerance(*[width] * STEPS))
-        assert (findings == []) is good
-    (finding,) = check(*both(GOLDEN), within=make_tolerance(*[1.0] * STEPS))
-    assert (finding.rule, finding.judged) == (PROVES_NOTHING.name, False)
-    assert (finding.expected, finding.found) == ("allowed below 1", "1")
-
-
-def test_a_loss_outside_of_the_tolerance_comes_before_what_the_tolerance_cannot_prove() -> None:
-    (finding,) = check(*both((8.0, 7.5, 7.25, 10.0)), within=make_tolerance(*[1.0] * STEPS))
-    assert (finding.rule, finding.step) == (TOO_FAR.name, 4)
-
-
-def test_two_steps_must_show_learning() -> None:
     two = make_case(tp=2, steps=2)
     against = make_golden(two, (8.0, 7.0))
     (finding,) = check(*both((7.5, 7.5)), of=two, against=against, within=make_tolerance(0.5, 0.5))
@@ -231,13 +193,21 @@ def test_two_steps_must_show_learning() -> None:
     (finding,) = check(*both((8.0, 7.5)), of=two, against=against, within=make_tolerance(2.0, 1.0))
     assert finding.rule == PROVES_NOTHING.name
     assert (finding.expected, finding.found) == ("allowed below 1", "2")
-
-
-def test_one_step_cannot_show_learning_but_is_compared() -> None:
     one = make_case(tp=2, steps=1)
     single = make_golden(one, (8.0,))
     assert check(*both((8.0,)), of=one, against=single, within=make_tolerance(0.125)) == []
     assert check(*both((8.5,)), of=one, against=single, within=make_tolerance(0.125))
+
+
+def test_a_tolerance_as_wide_as_all_learning_proves_nothing_but_a_loss_outside_of_it_fails() -> None:
+    for width, good in ((1.0, False), (0.75, True)):
+        findings = check(*both(GOLDEN), within=make_tolerance(*[width] * STEPS))
+        assert (findings == []) is good
+    (finding,) = check(*both(GOLDEN), within=make_tolerance(*[1.0] * STEPS))
+    assert (finding.rule, finding.judged) == (PROVES_NOTHING.name, False)
+    assert (finding.expected, finding.found) == ("allowed below 1", "1")
+    (finding,) = check(*both((8.0, 7.5, 7.25, 10.0)), within=make_tolerance(*[1.0] * STEPS))
+    assert (finding.rule, finding.step) == (TOO_FAR.name, 4)
 
 
 def test_the_message_is_an_aligned_table() -> None:

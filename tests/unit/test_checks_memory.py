@@ -66,13 +66,10 @@ def test_one_byte_is_found_at_its_step_and_rank(rank: int, step: int, off: int, 
     assert finding.values["dtype"] == dtype and finding.expected and finding.found
 
 
-def test_lost_checkpointing_is_told_in_plain_words() -> None:
+def test_lost_checkpointing_and_float8_that_outlives_forward_are_told_in_plain_words() -> None:
     (finding,) = check(FULL, records(CASE), records(CASE))
     assert finding.rule == OTHER_MODE.name
     assert (finding.values["mode"], finding.values["asked"]) == ("none", "full")
-
-
-def test_float8_that_outlives_forward_is_told_in_plain_words() -> None:
     wrong = tuple(saved_as(step, {**records(CASE)[0].by_dtype, "float8_e4m3fn": 81920}) for step in (1, 2))
     (finding,) = check(CASE, wrong, wrong)
     assert (finding.rule, finding.values["dtype"]) == (OUTLIVES.name, "float8_e4m3fn")
@@ -82,6 +79,8 @@ def test_float8_that_outlives_forward_is_told_in_plain_words() -> None:
 def test_a_step_that_was_not_recorded_is_found() -> None:
     (finding,) = check(CASE, records(CASE)[:1], records(CASE))
     assert (finding.step, finding.rank, finding.found) == (2, 0, "0 bytes")
+    for findings in check_live(CENSUS, censuses(CENSUS)[:2], censuses(CENSUS)):
+        assert places(findings) == [(0, 3), (0, 3)]
 
 
 STEPS = 4
@@ -178,11 +177,6 @@ def test_the_message_names_the_holder() -> None:
     assert dict(too_much.values) == kept
     assert (leak.rule, leak.step, leak.found) == (GROWS.name, 3, "196608 bytes, and 1 scalar")
     assert dict(leak.values) == {**kept, "settled": 2}
-
-
-def test_a_step_without_a_census_is_found() -> None:
-    for findings in check_live(CENSUS, censuses(CENSUS)[:2], censuses(CENSUS)):
-        assert places(findings) == [(0, 3), (0, 3)]
 
 
 @pytest.mark.parametrize(

@@ -75,8 +75,16 @@ def check(checked_run: Run, relation: Relation = BITWISE, partner: Run | None = 
 
 
 @pytest.mark.parametrize("relation", [BITWISE, SUMS])
-def test_the_same_run_has_no_findings(relation: Relation) -> None:
+def test_the_same_run_has_no_findings_and_tensors_that_one_side_or_both_lack_have(relation: Relation) -> None:
     assert check(run(), relation) == []
+    lacking = with_sketches(run(), lambda s: s if s.fqn == "a" else None)
+    (here,) = check(run(), relation, lacking)
+    (there,) = check(lacking, relation)
+    for finding, side in ((here, "here only"), (there, "there only")):
+        assert (finding.rule, finding.module) == (ONE_SIDE.name, "b")
+        assert (finding.values["kind"], finding.values["side"], finding.values["count"]) == ("grad", side, 3)
+    empty = make_run(CASE, sketches=())
+    assert NOTHING_COMPARED.name in rules(check(empty, relation, empty))
 
 
 @pytest.mark.parametrize("number", ["loss", "grad_norm"])
@@ -138,9 +146,6 @@ def test_bits_are_compared_where_numbers_are_equal() -> None:
     assert (finding.rule, finding.values["count"], finding.values["compared"]) == (PARAMETERS.name, 1, 2)
     assert finding.values["distance"] == finding.size == 0
     assert check(off, SUMS) == []
-
-
-def test_equal_bits_that_are_not_numbers_are_not_equal() -> None:
     off = with_sketch(make_sketch("a", 2, "param", value=math.nan))
     assert check(off, BITWISE, off) and check(off, SUMS, off)
 
@@ -159,33 +164,14 @@ def test_only_the_promised_steps_are_compared() -> None:
     assert check(with_step(run(), 0, 1, loss=3.0), first_only)
 
 
-@pytest.mark.parametrize("relation", [BITWISE, SUMS])
-def test_a_tensor_on_one_side_alone_is_found(relation: Relation) -> None:
-    lacking = with_sketches(run(), lambda s: s if s.fqn == "a" else None)
-    (here,) = check(run(), relation, lacking)
-    (there,) = check(lacking, relation)
-    for finding, side in ((here, "here only"), (there, "there only")):
-        assert (finding.rule, finding.module) == (ONE_SIDE.name, "b")
-        assert (finding.values["kind"], finding.values["side"], finding.values["count"]) == ("grad", side, 3)
-
-
-@pytest.mark.parametrize("relation", [BITWISE, SUMS])
-def test_a_partner_that_recorded_nothing_proves_nothing(relation: Relation) -> None:
-    empty = make_run(CASE, sketches=())
-    assert NOTHING_COMPARED.name in rules(check(empty, relation, empty))
-
-
 def test_a_partner_that_could_not_be_run_is_a_finding() -> None:
     (finding,) = check_metamorphic(CASE, run(), witnesses(BITWISE, None))
     assert (finding.verdict, finding.rule, finding.judged) == (Verdict.INVARIANT, NO_PARTNER.name, False)
 
 
-def test_the_judge_claims_the_check_only_for_cases_with_a_relation() -> None:
+def test_the_judge_claims_the_check_only_for_sketched_cases_with_a_relation() -> None:
     asked = judge(CASE, run(), "ok", witnesses(BITWISE, run()))
     assert "metamorphic" in asked.checks and not any(f.check == "metamorphic" for f in asked.findings)
     assert "metamorphic" in judge(CASE, run(), "ok", witnesses(BITWISE, None)).checks
     assert "metamorphic" not in judge(CASE, run(), "ok", witnesses(None, None)).checks
-
-
-def test_the_judge_does_not_ask_runs_without_sketches() -> None:
     assert "metamorphic" not in judge(CASE, run().without_records, "ok", witnesses(BITWISE, run())).checks

@@ -154,15 +154,17 @@ def both(**changes: Any) -> list[Finding]:
     return check(trace(0, **changes), trace(1, **changes))
 
 
-def test_parameters_without_gradients_are_named() -> None:
+def test_parameters_without_gradients_are_named_but_not_those_lost_in_rounding() -> None:
     (finding,) = both(sketches=(make_sketch("up.weight"),))
     assert (finding.rule, finding.module) == (NO_GRADIENT.name, "gain")
     assert dict(finding.values) == {"count": 1, "all": 2, "names": "gain"}
     (finding,) = both(sketches=())
     assert finding.fix is not None and "loss.backward() before optimizer.step()" in finding.fix
+    small = (make_sketch("up.weight"), make_sketch("gain", value=1e-6))
+    assert both(built=model(parameter("up.weight"), parameter("gain", updated=False)), sketches=small) == []
 
 
-def test_optimizers_that_step_too_often_or_train_nothing() -> None:
+def test_optimizers_that_step_too_often_train_nothing_or_are_not_seen() -> None:
     often = tuple(replace(step, optimizer_steps=2) for step in make_steps([8.0]))
     (finding,) = check(reference=solo(steps=often))
     assert (finding.rule, finding.values["count"]) == (SEVERAL_STEPS.name, 2)
@@ -175,20 +177,12 @@ def test_optimizers_that_step_too_often_or_train_nothing() -> None:
     (finding,) = both(built=model(parameter("up.weight"), parameter("gain", updated=False)))
     assert (finding.rule, finding.module) == (NOT_UPDATED.name, "gain")
     assert dict(finding.values) == {"count": 1, "all": 2, "names": "gain"}
-
-
-def test_gradients_that_no_hook_of_torch_sees() -> None:
     never = tuple(replace(step, optimizer_steps=0) for step in make_steps([8.0]))
     (finding,) = both(sketches=(), steps=never)
     assert finding.rule == UNSEEN_GRADIENTS.name
     still = model(*(parameter(fqn, updated=False) for fqn in ("up.weight", "gain")))
     (finding,) = both(sketches=(), steps=never, built=still)
     assert finding.rule == NO_STEP.name, "told once"
-
-
-def test_a_parameter_whose_gradient_is_lost_in_rounding_is_no_finding() -> None:
-    small = (make_sketch("up.weight"), make_sketch("gain", value=1e-6))
-    assert both(built=model(parameter("up.weight"), parameter("gain", updated=False)), sketches=small) == []
 
 
 def test_weights_that_the_target_built_differently_on_ranks_that_hold_the_same() -> None:

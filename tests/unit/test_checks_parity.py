@@ -97,14 +97,6 @@ def test_one_gradient_of_one_step_is_found_and_named(fqn: str, step: int) -> Non
     assert (finding.expected, finding.found) == (f"distance <= {ALLOWED[step - 1]:.2g}", "0.01")
 
 
-def test_the_worst_gradient_is_named_and_nan_is_the_worst() -> None:
-    (finding,) = check(run(grad_a_1=1.01, grad_b_1=1.02), solo())
-    assert (finding.rule, finding.module) == (GRADIENTS.name, "b")
-    assert (finding.values["count"], finding.values["compared"]) == (2, 2)
-    (finding,) = check(run(grad_a_1=math.nan, grad_b_1=5.0), solo())
-    assert finding.module == "a"
-
-
 @given(st.sampled_from([1, 2]), st.floats(0, 0.02))
 def test_each_step_has_its_own_tolerance(step: int, distance: float) -> None:
     findings = check(run(**{f"grad_a_{step}": 1 + distance}), solo())
@@ -119,9 +111,14 @@ def test_what_is_not_finite_never_passes(bad: float) -> None:
         assert check(run(**{place: bad}), solo(**{place: bad})), place
 
 
-def test_a_gradient_must_not_be_where_one_rank_has_none() -> None:
+def test_the_worst_gradient_is_named_and_nan_and_one_that_must_not_be_are_the_worst() -> None:
     (finding,) = check(run(), solo(grad_a_1=0.0))
     assert finding.module == "a" and finding.found == "inf"
+    (finding,) = check(run(grad_a_1=1.01, grad_b_1=1.02), solo())
+    assert (finding.rule, finding.module) == (GRADIENTS.name, "b")
+    assert (finding.values["count"], finding.values["compared"]) == (2, 2)
+    (finding,) = check(run(grad_a_1=math.nan, grad_b_1=5.0), solo())
+    assert finding.module == "a"
 
 
 @pytest.mark.parametrize("factor", [2.0, 0.5, -1.0, 0.0])
@@ -207,15 +204,12 @@ def test_a_float32_loss_may_be_a_few_units_of_its_last_place_off() -> None:
 
 
 @pytest.mark.parametrize("lost", [("grad", 1), ("grad", 2), ("param", 2)])
-def test_a_lost_half_of_a_tensor_is_found(lost: tuple[str, int]) -> None:
+def test_a_lost_half_of_a_tensor_and_one_on_one_side_alone_are_found(lost: tuple[str, int]) -> None:
     findings = check(with_sketches(run(), lambda s: None if is_lost(s, lost) else s, rank=1), solo())
     (finding,) = [finding for finding in findings if finding.verdict is Verdict.INVARIANT]
     assert (finding.rule, finding.step, finding.module) == (ELEMENTS.name, lost[1], "b")
     assert dict(finding.values) == {"elements": 8, "shape": "(4, 4)"}
 
-
-@pytest.mark.parametrize("lost", [("grad", 1), ("grad", 2), ("param", 2)])
-def test_a_tensor_on_one_side_alone_is_found(lost: tuple[str, int]) -> None:
     def without(whole: Run) -> Run:
         return with_sketches(whole, lambda s: None if is_lost(s, lost) else s)
 
@@ -277,9 +271,11 @@ def test_without_a_witness_or_a_tolerance_nothing_passes() -> None:
     assert no_tolerance.values["why"] == NONE_DERIVED
 
 
-def test_the_worst_distance_of_a_step_is_what_tolerances_are_fitted_to() -> None:
+def test_the_worst_distance_of_a_step_is_what_tolerances_are_fitted_to_and_nan_is_the_worst() -> None:
     off = run(grad_a_1=1.25, grad_b_1=1.5, grad_a_2=1.125)
     assert worst_distances(off, solo(), steps=(1, 2, 3)) == pytest.approx((0.5, 0.125, math.nan), nan_ok=True)
+    for off in (run(grad_a_1=math.nan), run(grad_b_1=math.nan)):
+        assert math.isnan(*worst_distances(off, solo(), steps=(1,)))
 
 
 def test_the_reported_gradient_norm_is_compared() -> None:
@@ -313,11 +309,6 @@ def test_tokens_of_another_data_parallel_rank_are_found(digests: tuple[str | Non
     (finding,) = trained(*digests)
     assert (finding.rule, finding.rank) == (TOKENS.name, 0)
     assert (finding.expected, finding.found) == ("those of data-parallel rank 0", words)
-
-
-def test_nan_is_the_worst_distance_whichever_gradient_has_it() -> None:
-    for off in (run(grad_a_1=math.nan), run(grad_b_1=math.nan)):
-        assert math.isnan(*worst_distances(off, solo(), steps=(1,)))
 
 
 @pytest.mark.parametrize("norm", [1.1, math.nan, None])

@@ -28,8 +28,10 @@ def check(*loaded: State, rank: int = 1) -> list[Finding]:
     return check_resume(CASE, run_of(*traces), make_witnesses(CASE))
 
 
-def test_the_saved_state_has_no_findings() -> None:
+def test_the_saved_state_has_no_findings_and_without_resuming_nothing_is_judged() -> None:
     assert check(SAVED, SAVED) == []
+    assert "resume" in not_judged(make_case())
+    assert "resume" not in not_judged(CASE)
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -78,11 +80,6 @@ def test_a_state_that_is_not_loaded_everywhere_is_found() -> None:
     trace = make_trace(rank=0, losses=[8.0])
     (finding,) = check_resume(CASE, run_of(trace), make_witnesses(CASE))
     assert (finding.rule, finding.values["layout"]) == (NOT_LOADED.name, "fsdp2")
-
-
-def test_without_resuming_nothing_is_judged() -> None:
-    assert "resume" in not_judged(make_case())
-    assert "resume" not in not_judged(CASE)
 
 
 def test_witnesses_and_goldens_are_not_resumed() -> None:

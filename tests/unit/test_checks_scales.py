@@ -181,7 +181,7 @@ def test_a_clean_run_has_no_findings(of: Case) -> None:
     assert findings == []
 
 
-def test_the_first_place_is_named_with_what_was_expected() -> None:
+def test_a_wrong_scale_names_its_first_place_and_whose_amax_it_implies() -> None:
     stale = changed(
         clean(case()),
         rescaled(1 + 2.0**-20),
@@ -191,9 +191,6 @@ def test_the_first_place_is_named_with_what_was_expected() -> None:
     assert len(findings) == 1 and (findings[0].step, findings[0].rank) == (2, 0)
     assert findings[0].module == "layers.0.feed_forward.w2"
     assert "224.0 = 448 / amax 2.0" in (findings[0].expected or "")
-
-
-def test_a_wrong_scale_says_which_amax_it_implies_and_whose_it_is() -> None:
     of = case(tp=2)
     local = changed(clean(of), lambda record: {"amax": AMAX / 2}, rank=0, where=lambda record: record.role == "input")
     both = changed(local, rescaled(2.0), where=lambda record: record.role == "input")
@@ -333,22 +330,16 @@ def test_a_gathered_weight_has_one_scale_on_all_tp_ranks(precompute_scale: bool)
     assert finding.step == 1
 
 
-def test_data_parallel_ranks_must_not_share_all_scales() -> None:
+def test_data_parallel_ranks_share_their_data_and_not_all_scales() -> None:
     of = case(dp_shard=2)
     assert SHARED.name in rules(check(of, clean(of)))
     one_differs = changed(
         clean(of), rescaled(0.5), rank=1, where=lambda record: record.index == 0 and record.role == "input"
     )
     assert SHARED.name not in rules(check(of, one_differs))
-
-
-def test_replicas_must_hold_the_same_data() -> None:
     of = case(dp_shard=2)
     wrong = changed(clean(of), lambda _: {"data_digest": "x"}, rank=1, where=lambda record: record.role == "weight")
     assert REPLICAS.name in rules(check(of, wrong))
-
-
-def test_scales_of_replicas_that_differed_before_their_cast_are_right() -> None:
     of = case(dp_shard=2)
 
     def larger(record: CastRecord) -> Change:
@@ -360,14 +351,11 @@ def test_scales_of_replicas_that_differed_before_their_cast_are_right() -> None:
     assert DIFFERENT.name in rules(check(of, rescaled_only))
 
 
-def test_under_tp_a_local_tensor_is_found() -> None:
+def test_local_missing_and_extra_casts_are_found() -> None:
     wrong = changed(
         clean(case(tp=2)), lambda _: {"mesh_axes": (), "placements": ()}, where=lambda record: record.role == "input"
     )
     assert LOCAL.name in rules(check(case(tp=2), wrong))
-
-
-def test_casts_that_are_missing_or_too_many_are_found() -> None:
     mine = operands(case(), 0)
     for casts in (mine.casts[:-1], (*mine.casts, mine.casts[-1]), ()):
         findings = check(case(), run_of(make_trace(case(), operands=OperandTrace(casts=casts, matmuls=()))))

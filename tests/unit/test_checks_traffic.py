@@ -82,12 +82,14 @@ def test_every_change_of_every_record_is_found_at_its_step_and_rank(data: st.Dat
     assert all(finding.expected and finding.found for finding in findings)
 
 
-def test_a_record_too_much_or_missing_is_found() -> None:
+def test_a_record_too_much_or_missing_or_none_is_found() -> None:
     extra = replace(traffic_of(TP)[0], kind="broadcast", step=2)
     (finding,) = check(TP, (*traffic_of(TP), extra), traffic_of(TP))
     assert (finding.step, finding.rank, finding.expected) == (2, 0, "none")
     late = replace(traffic_of(TP)[0], step=4)
     assert check(TP, (*traffic_of(TP), late), traffic_of(TP))[0].step == 4
+    assert check(TP, (), ())
+    assert check(make_case(), ()) == []  # one rank sends nothing, and said so
 
 
 def test_weights_that_travel_in_high_precision_are_told_in_plain_words() -> None:
@@ -115,16 +117,13 @@ def test_weights_that_are_gathered_another_number_of_times_are_told_in_plain_wor
     assert not {AMAX_MISSING.name, HIGH_PRECISION.name} & rules(rest)
 
 
-def test_missing_amax_reductions_are_told_in_plain_words() -> None:
+def test_amax_reductions_that_are_missing_or_over_the_wrong_ranks_are_told_in_plain_words() -> None:
     wrong = without(TP, CollectiveKey("tp", "all_reduce", "max", "float64"))
     first, second = check(TP, wrong, wrong)
     assert (first.rule, second.rule) == (AMAX_MISSING.name, VOLUME.name)
     assert dict(first.values) == {"axis": "tp", "missing": 56}
     assert (first.expected, first.found) == ("57 reductions by max along tp", "1")
     assert "amax of weight of layers.0.attention.wq" in (second.expected or "")
-
-
-def test_amax_over_the_wrong_ranks_is_told_in_plain_words() -> None:
     key = CollectiveKey("dp_shard", "all_reduce", "max", "float32")
     wrong = changed(HSDP, key, axis="world")
     first, *_ = check(HSDP, *[wrong] * 4)
@@ -171,11 +170,6 @@ def test_a_stale_scale_shows_as_amax_of_step_one_repeated() -> None:
         replace(record, step=step) for step in (1, 2, 3) for record in traffic_of(PRECOMPUTED) if record.step == 1
     )
     assert {finding.step for finding in check(PRECOMPUTED, wrong, traffic_of(PRECOMPUTED))} == {2}
-
-
-def test_sending_nothing_is_a_finding_where_there_are_others() -> None:
-    assert check(TP, (), ())
-    assert check(make_case(), ()) == []  # one rank sends nothing, and said so
 
 
 ANY_MODEL = parse_case_id("target.mine-hsdp2x2-tp2-tensorwise-ag.fp8-v2048-s1-f32")
@@ -242,16 +236,22 @@ def with_record(index: int, record: TrafficRecord) -> tuple[TrafficRecord, ...]:
     return (*GOOD[:index], record, *GOOD[index + 1 :])
 
 
-def test_what_must_be_sent_is_enough() -> None:
+def test_what_must_be_sent_is_enough_and_ranks_that_no_axis_joins_are_found() -> None:
     assert check_rules() == []
     assert check_rules(*GOOD, traffic("dp_shard+tp", "broadcast", 3)) == []
+    (finding,) = check_rules(*GOOD, traffic("ranks 0,3", "all_reduce", 1, op="sum"))
+    assert (finding.rule, finding.found) == (UNKNOWN_RANKS.name, "ranks 0,3")
 
 
-def test_gradients_that_are_not_reduced_are_found() -> None:
+def test_gradients_that_are_not_reduced_or_in_another_dtype_are_found() -> None:
     (finding,) = check_rules(*with_record(0, traffic("dp_shard", "reduce_scatter", 2 * SHARD - 1, op="sum")))
     assert (finding.rule, finding.values["axis"]) == (NOT_SUMMED.name, "dp_shard")
     (finding,) = check_rules(*GOOD[:1], *GOOD[2:])
     assert (finding.rule, finding.values["axis"]) == (NOT_SUMMED.name, "dp_replicate")
+    record = traffic("dp_shard", "reduce_scatter", 2 * SHARD, dtype="bfloat16", op="sum")
+    (finding,) = check_rules(*with_record(0, record))
+    assert finding.rule == REDUCE_DTYPE.name
+    assert dict(finding.values) == {"dtypes": "bfloat16", "asked": "float32"}
 
 
 def test_activations_that_are_scattered_without_sequence_parallelism_are_found() -> None:
@@ -259,13 +259,6 @@ def test_activations_that_are_scattered_without_sequence_parallelism_are_found()
     assert check_rules(*records) == []
     (finding,) = check_rules(*records, case=case_from_axes(axis_values(ANY_MODEL) | {"sequence_parallel": False}))
     assert (finding.rule, finding.found) == (SCATTERED.name, "1 call")
-
-
-def test_gradients_reduced_in_another_dtype_are_found() -> None:
-    record = traffic("dp_shard", "reduce_scatter", 2 * SHARD, dtype="bfloat16", op="sum")
-    (finding,) = check_rules(*with_record(0, record))
-    assert finding.rule == REDUCE_DTYPE.name
-    assert dict(finding.values) == {"dtypes": "bfloat16", "asked": "float32"}
 
 
 def test_weights_gathered_in_high_precision_are_found() -> None:
@@ -281,11 +274,6 @@ def test_a_missing_amax_reduction_is_found() -> None:
     (finding,) = check_rules(*with_record(3, traffic("tp", "all_reduce", 256, op="max", dtype="float64")))
     assert finding.rule == AMAX_MISSING.name, "the largest logits of tokens are no amax"
     assert finding.values["axis"] == "tp"
-
-
-def test_ranks_that_no_axis_joins_are_found() -> None:
-    (finding,) = check_rules(*GOOD, traffic("ranks 0,3", "all_reduce", 1, op="sum"))
-    assert (finding.rule, finding.found) == (UNKNOWN_RANKS.name, "ranks 0,3")
 
 
 PRECOMPUTED_SCALES = parse_case_id("target.mine-hsdp2x2-tp2-tensorwise-ag.fp8pre-v2048-s2-f32")

@@ -95,7 +95,7 @@ def test_rounding_moves_values_over_the_edge_of_a_flush_only_where_there_is_any(
     assert [finding.rule for finding in check(slightly, hsdp)] == [FLUSHED.name]
 
 
-def test_it_says_what_it_lacks() -> None:
+def test_it_says_what_it_lacks_and_bf16_casts_nothing() -> None:
     run = of_ranks(casts(), casts())
     other = with_cast_shares(of_ranks(casts(fqn="elsewhere")))
     for findings, rule in (
@@ -103,7 +103,4 @@ def test_it_says_what_it_lacks() -> None:
         (check(run, solo=other), NOTHING_COMPARED),
     ):
         assert [(finding.rule, finding.judged) for finding in findings] == [(rule.name, False)]
-
-
-def test_bf16_casts_nothing() -> None:
     assert "underflow" in not_judged(make_case(recipe="bf16")) and "underflow" not in not_judged(SHARP)

@@ -27,10 +27,12 @@ def test_it_says_what_was_raised_where_and_with_which_versions() -> None:
     assert calls == ["  in reset (torch/distributed/fsdp/_fully_shard/_fsdp_param.py:12)"]
 
 
-def test_the_rank_that_caused_it_is_named_and_not_the_one_that_waited_for_it() -> None:
+def test_the_rank_that_caused_it_is_named_and_only_a_run_that_finished_is_compared_with() -> None:
     waited = make_failure(0, "RuntimeError: the other rank is gone", consequence=True)
     assert why_unfinished(run_of(waited, make_failure(1))) == ": ValueError: x"
     assert why_unfinished(run_of(waited)) == ": RuntimeError: the other rank is gone"
+    whole = run_of(make_trace())
+    assert finished(whole) is whole and finished(run_of(RAISED)) is None and finished(None) is None
 
 
 def test_a_witness_of_which_nothing_is_known_could_not_be_run_either() -> None:
@@ -38,8 +40,3 @@ def test_a_witness_of_which_nothing_is_known_could_not_be_run_either() -> None:
         finding = unfinished(NO_REFERENCE, "the replay", run, CASE_RUN)
         assert (finding.rule, finding.judged, finding.found) == (NO_REFERENCE.name, False, None)
         assert dict(finding.values) == {"who": "the replay", "why": ""}
-
-
-def test_only_a_run_that_finished_is_compared_with() -> None:
-    whole = run_of(make_trace())
-    assert finished(whole) is whole and finished(run_of(RAISED)) is None and finished(None) is None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 
 import msgspec
@@ -68,29 +69,22 @@ def test_a_choice_covers_what_a_covering_array_covers_and_costs_less() -> None:
     assert cost_s(cases) < cost_s(list(array.cases))
 
 
-def test_more_rounds_never_cost_more() -> None:
+def test_more_rounds_never_cost_more_and_a_choice_is_always_the_same() -> None:
     costs = [
         cost_s([chosen_case.case for chosen_case in choose(small(), by_ranks, known=(), faults=(), rounds=rounds)])
         for rounds in (0, 10, 100)
     ]
     assert costs == sorted(costs, reverse=True)
-
-
-def test_a_choice_is_always_the_same() -> None:
     first, second = (choose(small(), by_ranks, known=(), faults=(), rounds=30) for _ in range(2))
     assert chosen_file("small", first) == chosen_file("small", second)
 
 
 def test_what_is_given_is_not_paid_for_again() -> None:
     spaces = tier_spaces(small(), ())
-    everything = [spaces[0].case(row) for row in _rows(spaces[0].sizes) if _trains(spaces[0].case(row))]
+    everything = [
+        spaces[0].case(row) for row in itertools.product(*map(range, spaces[0].sizes)) if _trains(spaces[0].case(row))
+    ]
     assert CheapCover(spaces, 2, everything, by_ranks).choose(0) == []
-
-
-def _rows(sizes: tuple[int, ...]) -> list[tuple[int, ...]]:
-    import itertools
-
-    return list(itertools.product(*map(range, sizes)))
 
 
 def _trains(case: Case) -> bool:
@@ -140,23 +134,20 @@ def test_every_fault_is_carried() -> None:
     )
 
 
-def test_a_chosen_file_comes_back(tmp_path: Path) -> None:
+def test_a_chosen_file_comes_back_and_a_damaged_one_names_its_line(tmp_path: Path) -> None:
     chosen = choose(small(), by_ranks, known=(), faults=(), rounds=0)
     path = tmp_path / "chosen.toml"
     path.write_bytes(chosen_file("small", chosen))
     assert [(chosen_case.case, chosen_case.reason) for chosen_case in read_chosen(path)] == [
         (chosen_case.case, chosen_case.reason) for chosen_case in chosen
     ]
-
-
-def test_a_damaged_chosen_file_names_its_line(tmp_path: Path) -> None:
     path = tmp_path / "chosen.toml"
     path.write_text('[[case]]\nid = "tp2-nonsense-v2048-f64"\n')
     with pytest.raises(HarnessError, match=r"chosen.toml:1: unknown token 'nonsense'"):
         read_chosen(path)
 
 
-def test_groups_that_are_not_combined_need_no_common_case() -> None:
+def test_a_block_may_ask_for_smaller_worlds_and_for_pairs_that_are_not_combined() -> None:
     text = SMALL.replace("[matrix.axes]", 'pair_only = {tp = ["recipe"]}\n[matrix.axes]')
     file = parse_case_file(text, where="small.toml")
     account = coverage(select(file), 2)
@@ -164,9 +155,6 @@ def test_groups_that_are_not_combined_need_no_common_case() -> None:
         entry for entry in account.tuples if {word.partition("=")[0] for word in entry.values} == {"tp", "dp_shard"}
     ]
     assert [entry for entry in account.tuples if {word.partition("=")[0] for word in entry.values} == {"tp", "recipe"}]
-
-
-def test_a_block_may_ask_for_smaller_worlds() -> None:
     file = parse_case_file(SMALL.replace("[matrix.axes]", "max_world_size = 2\n[matrix.axes]"), where="small.toml")
     assert max(case.world_size for case in select(file).cases) == 2
 

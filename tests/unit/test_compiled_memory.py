@@ -140,17 +140,18 @@ def test_one_byte_beyond_the_limits_is_found(off: int, words: str) -> None:
     assert (finding.step, finding.found) == (1, "0 bytes")
 
 
-def test_one_byte_is_found_where_every_block_is_checkpointed_whole() -> None:
+def test_one_byte_one_result_and_one_node_are_found_where_every_block_is_checkpointed_whole() -> None:
     right = saved(FULL)
     wrong = {**right[0].by_dtype, "bfloat16": right[0].by_dtype["bfloat16"] + 1}
     (finding,) = check(FULL, divided(FULL), tuple(replace(record, by_dtype=wrong) for record in right))
     assert (finding.rule, finding.values["dtype"], finding.ranks) == (BYTES.name, "bfloat16", (0, 1))
-
-
-def test_a_result_that_is_saved_against_its_mark_is_found() -> None:
     (finding,) = check(FULL, divided(FULL, kept=(KEPT, replace(KEPT, node="mm_4", nbytes=1))), saved(FULL))
     assert (finding.rule, finding.values["count"], finding.ranks) == (KEPT_RESULTS.name, 2, (0, 1))
     assert finding.found == "aten.mm.default mm_3, bfloat16[64, 128], is the largest"
+    (finding,) = check(FULL, divided(FULL, unequal=(UNEQUAL, UNEQUAL)), saved(FULL))
+    assert (finding.rule, finding.ranks) == (NODES.name, (0, 1))
+    assert dict(finding.values) == {"count": 2, "node": "mul_3"}
+    assert (finding.expected, finding.found) == (UNEQUAL.forward, UNEQUAL.backward)
 
 
 def test_lost_marks_are_found() -> None:
@@ -160,13 +161,6 @@ def test_lost_marks_are_found() -> None:
     (lost,) = check(LAYER, make_graphs(make_partition(LAYER)), saved(LAYER))
     assert lost.expected == "graphs with operators to compute again and graphs without"
     assert check(FREE, make_graphs(), saved(FREE))[0].found == "no graphs"
-
-
-def test_a_node_that_backward_repeats_otherwise_is_found() -> None:
-    (finding,) = check(FULL, divided(FULL, unequal=(UNEQUAL, UNEQUAL)), saved(FULL))
-    assert (finding.rule, finding.ranks) == (NODES.name, (0, 1))
-    assert dict(finding.values) == {"count": 2, "node": "mul_3"}
-    assert (finding.expected, finding.found) == (UNEQUAL.forward, UNEQUAL.backward)
 
 
 @pytest.mark.parametrize("lost", ["repeated", "repeated_in_passes"])

@@ -61,12 +61,14 @@ def stored(
     return path
 
 
-def test_the_weights_of_a_run_are_found_again(tmp_path: Path) -> None:
+def test_the_weights_of_a_run_are_found_again_and_too_few_runs_are_refused(tmp_path: Path) -> None:
     fitted = fit_costs(stored(tmp_path), command="fit")
     for case in tier_pr():
         assert fitted.case_s(case) == pytest.approx(COSTS.case_s(case), rel=0.01, abs=0.01)
     assert fitted.typical_error < 0.001
     assert fitted.software == {"torch": "2.13.0", "torchao": "0.18.0"}
+    with pytest.raises(HarnessError, match="of each are needed"):
+        fit_costs(stored(tmp_path, first=12), command="fit")
 
 
 def test_runs_that_say_nothing_of_one_run_are_left_out(tmp_path: Path) -> None:
@@ -80,19 +82,11 @@ def test_runs_that_say_nothing_of_one_run_are_left_out(tmp_path: Path) -> None:
     assert (with_more.case, with_more.solo) == (without.case, without.solo)
 
 
-def test_too_few_runs_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(HarnessError, match="of each are needed"):
-        fit_costs(stored(tmp_path, first=12), command="fit")
-
-
 ROOT = Path(__file__).parents[2]
 
 
-def test_the_parameters_of_the_tiny_model() -> None:
+def test_a_measured_model_is_not_rough_and_has_its_parameters() -> None:
     assert parameter_count(Case()) == 2 * 2048 * 128 + 2 * (4 * 128 * 128 + 3 * 128 * 256) + 5 * 128
-
-
-def test_a_measured_model_is_not_rough() -> None:
     estimated = estimate(make_case(tp=2, recipe="rowwise"), COSTS)
     assert not estimated.rough
     assert estimated.case_cpu_s == COSTS.case_s(make_case(tp=2, recipe="rowwise"))

@@ -85,22 +85,21 @@ def test_two_runs_in_a_file_or_none_are_refused(tmp_path: Path, text: str) -> No
         read(tmp_path, text)
 
 
-def test_a_run_names_its_job_in_every_layout() -> None:
+def test_a_run_names_its_job_in_every_layout_and_files_of_two_jobs_are_refused(tmp_path: Path) -> None:
     curves = [curve_of_case(name, (7.0,), (1.0,)) for name in ("tp2-rowwise-v2048-b16", "single-rowwise-v2048-b16")]
     assert {text_curve.job for text_curve in curves} == {"single-rowwise-v2048-b16"}
     assert curves[0].said["parallelism"] == "TP=2"
     check_job(curves[0], parse_case_id("fsdp2-rowwise-v2048-b16"))
+    names = ("tp2-rowwise-v2048-b16", "fsdp2-tp2-rowwise-v2048-b16", "hsdp2x2-rowwise-v2048-b16")
+    assert {job_of(parse_case_id(name)) for name in names} == {"single-rowwise-v2048-b16"}
+    with pytest.raises(HarnessError, match="give files of one model, seed and data"):
+        judge_each([read(tmp_path, THEIRS), read(tmp_path, "1 8.0\n")])
 
 
 @pytest.mark.parametrize("text", [THEIRS, "# config: single-bf16-v2048-b16\n1 8.0\n"])
 def test_a_file_of_another_job_is_refused(tmp_path: Path, text: str) -> None:
     with pytest.raises(HarnessError, match=r"curve.txt: .*Fix: "):
         check_job(read(tmp_path, text), parse_case_id("single-rowwise-v2048-b16"))
-
-
-def test_job_names_do_not_depend_on_options_of_a_layout() -> None:
-    names = ("tp2-rowwise-v2048-b16", "fsdp2-tp2-rowwise-v2048-b16", "hsdp2x2-rowwise-v2048-b16")
-    assert {job_of(parse_case_id(name)) for name in names} == {"single-rowwise-v2048-b16"}
 
 
 def test_clean_layouts_are_rounding_and_one_that_leaves_their_gap_is_wrong() -> None:
@@ -135,8 +134,3 @@ def test_norms_are_judged_by_themselves() -> None:
     clean = [curve(str(index), 8.0, norms=(1.0 + index * 1e-4,)) for index in range(5)]
     row = judge_curve(curve("doubled", 8.0, norms=(2.0,)), clean)
     assert row.word == "wrong" and row.first is not None and row.first.kind == "grad_norm"
-
-
-def test_files_of_two_jobs_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(HarnessError, match="give files of one model, seed and data"):
-        judge_each([read(tmp_path, THEIRS), read(tmp_path, "1 8.0\n")])

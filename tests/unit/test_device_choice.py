@@ -139,12 +139,9 @@ def test_every_row_of_the_table_holds_where_it_says(
     assert not list(unmet_needs(plain, unmet_by, exact=False)), "it asks for nothing of it"
 
 
-def test_no_row_is_without_a_test_a_reason_or_a_source() -> None:
+def test_every_row_of_the_table_has_a_test_a_reason_a_source_and_a_place_on_the_page() -> None:
     assert [need.name for need in gpu_needs()] == [row[0] for row in NEEDED]
     assert all(need.reason and need.source and "{" not in need.reason for need in gpu_needs())
-
-
-def test_the_page_has_the_numbers_of_the_table() -> None:
     page = (REPOSITORY / "docs" / "on-your-gpus.md").read_text()
     section = page.partition("## Which cases run on GPUs")[2].partition("\n## ")[0]
     numbers = {need.reason.rpartition(" ")[2] for need in gpu_needs() if need.since is not None}
@@ -216,7 +213,7 @@ def test_why_a_build_of_torch_cannot_use_gpus(
     assert (said in why) if said else why == ""
 
 
-def test_gpus_that_read_each_other_are_found_in_the_table_of_nvidia_smi(pretend: Pretend, tmp_path: Path) -> None:
+def test_gpus_that_read_each_other_and_the_driver_are_found(pretend: Pretend, tmp_path: Path) -> None:
     pretend("8 x H100")
     environ = {"PATH": os.environ["PATH"]}
     gpus = installed_gpus(environ)
@@ -227,9 +224,6 @@ def test_gpus_that_read_each_other_are_found_in_the_table_of_nvidia_smi(pretend:
     (tmp_path / "machine" / "nvidia-smi").write_text(text.replace("OK\tX", "CNS\tX"))
     assert read_each_other(gpus, environ) is False and read_each_other(gpus[2:], environ) is False
     assert read_each_other((gpus[0], gpus[7]), environ) is True
-
-
-def test_the_driver_is_also_found_without_nvidia_smi(tmp_path: Path) -> None:
     (tmp_path / "version").write_text("NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.104.05  Sat Aug 19\n")
     assert driver_version({"PATH": ""}, proc=tmp_path / "version") == "535.104.05"
     assert driver_version({"PATH": ""}, proc=tmp_path / "missing") == ""

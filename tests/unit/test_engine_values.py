@@ -69,16 +69,20 @@ def test_messages_before_garbage_are_read() -> None:
         next(stream)
 
 
-def test_all_returned_is_ok() -> None:
+def test_first_in_time_is_the_cause_in_a_hang_nobody_and_infra_outranks_everything() -> None:
     outcome = judge(make_rank(1, "returned"), make_rank(0, "returned"))
     assert (outcome.status, outcome.message) == ("ok", "")
     assert [rank.rank for rank in outcome.ranks] == [0, 1]
-
-
-def test_first_in_time_is_the_cause() -> None:
     outcome = judge(make_rank(0, "raised", 2.0), make_rank(1, "raised", 1.0), make_rank(2, "stuck", 0.5))
     assert (outcome.status, outcome.message) == ("crash", "rank 1 in 'step 3': raised!")
     assert [rank.consequence for rank in outcome.ranks] == [True, False, True]
+    outcome = judge(make_rank(0, "stuck"), make_rank(1, "stuck"), make_rank(2, "returned"), hung=True)
+    assert outcome.status == "hang"
+    assert "rank 0 in 'step 3' stuck, rank 1 in 'step 3' stuck; 1 of 3 ranks had returned" in outcome.message
+    assert [rank.consequence for rank in outcome.ranks] == [False, False, False]
+    outcome = judge(make_rank(0, "raised"), make_rank(1, "stuck"), make_rank(2, "returned"), infra="could not fork")
+    assert (outcome.status, outcome.message) == ("infra", "could not fork")
+    assert [rank.consequence for rank in outcome.ranks] == [True, True, False]
 
 
 def test_a_death_outranks_a_raise_just_before_it() -> None:
@@ -88,29 +92,13 @@ def test_a_death_outranks_a_raise_just_before_it() -> None:
         assert first_failure((raised, make_rank(1, status, 1.0 + 1.1 * DEATH_LEAD_S))) == raised
 
 
-def test_in_a_hang_nobody_was_first() -> None:
-    outcome = judge(make_rank(0, "stuck"), make_rank(1, "stuck"), make_rank(2, "returned"), hung=True)
-    assert outcome.status == "hang"
-    assert "rank 0 in 'step 3' stuck, rank 1 in 'step 3' stuck; 1 of 3 ranks had returned" in outcome.message
-    assert [rank.consequence for rank in outcome.ranks] == [False, False, False]
-
-
-def test_infra_outranks_everything_and_no_rank_is_its_cause() -> None:
-    outcome = judge(make_rank(0, "raised"), make_rank(1, "stuck"), make_rank(2, "returned"), infra="could not fork")
-    assert (outcome.status, outcome.message) == ("infra", "could not fork")
-    assert [rank.consequence for rank in outcome.ranks] == [True, True, False]
-
-
-def test_shares_are_joined() -> None:
+def test_shares_are_joined_and_missing_ranks_are_never_ok() -> None:
     job = Job(job_id="job", world_size=3, payload=b"", deadline_s=5)
     first = ShareOutcome(ranks=(make_rank(1, "raised", 2.0), make_rank(0, "returned")), wall_s=3, cpu_s=1, detected_s=2)
     second = ShareOutcome(ranks=(make_rank(2, "signalled", 1.0),), wall_s=2, cpu_s=2, detected_s=1)
     outcome = conclude(job, [first, second])
     assert (outcome.status, outcome.wall_s, outcome.cpu_s, outcome.detected_s) == ("crash", 3, 3, 1)
     assert [(rank.rank, rank.consequence) for rank in outcome.ranks] == [(0, False), (1, True), (2, False)]
-
-
-def test_missing_ranks_are_never_ok() -> None:
     job = Job(job_id="job", world_size=3, payload=b"", deadline_s=5)
     outcome = conclude(job, [ShareOutcome(ranks=(make_rank(0, "returned"), make_rank(1, "returned"))), ShareOutcome()])
     assert (outcome.status, outcome.message) == ("infra", "only 2 of 3 ranks were started")

@@ -97,11 +97,6 @@ def test_nodes_divide_what_shares_neither_memory_nor_files(
             check_fits([make_case(tp=8)], plan)
 
 
-def test_the_bare_name_of_a_fault_is_shown_as_it_must_be_written() -> None:
-    with pytest.raises(HarnessError, match=r"Fix: write --inject fault:amax_without_abs\."):
-        parse_injection("amax_without_abs")
-
-
 def test_ranks_get_the_source_of_an_injection(tmp_path: Path) -> None:
     file = tmp_path / "patch.py"
     file.write_text("def apply(): ...\n")
@@ -112,6 +107,8 @@ def test_ranks_get_the_source_of_an_injection(tmp_path: Path) -> None:
         (f"{file}:apply", b"def apply(): ...\n"),
         ("fault:amax_without_abs", b""),
     ]
+    with pytest.raises(HarnessError, match=r"Fix: write --inject fault:amax_without_abs\."):
+        parse_injection("amax_without_abs")
 
 
 def test_a_stopped_executor_asks_for_nothing() -> None:

@@ -71,7 +71,7 @@ def place(stack: Frames) -> tuple[str, bool, list[str]]:
     return location.collective, location.backward, [str(call) for call in location.calls]
 
 
-def test_a_rank_in_a_collective_has_its_name_and_what_called_it() -> None:
+def test_a_rank_in_a_collective_has_its_name_or_that_of_its_kernel_and_what_called_it() -> None:
     assert place(REDUCES) == (
         "all_reduce",
         False,
@@ -84,15 +84,12 @@ def test_a_rank_in_a_collective_has_its_name_and_what_called_it() -> None:
     assert str(place_of(main_stack(dump(REDUCES)))) == (
         "waiting in all_reduce, called from amax_to_scale (torchao/float8/float8_utils.py:47)"
     )
-
-
-def test_a_collective_that_c10d_calls_has_the_name_of_its_kernel() -> None:
     name, backward, calls = place([*FABRIC, *BACKWARD])
     assert (name, backward) == ("allreduce", True)
     assert calls[1] == "forward_backward (harness/worker/training/train.py:115)"
 
 
-def test_a_rank_in_no_collective_has_its_innermost_call() -> None:
+def test_a_rank_in_no_collective_has_its_innermost_call_and_in_the_engine_no_place() -> None:
     assert place([("/home/me/patch.py", 12, "sleep"), *TRAIN]) == (
         "",
         False,
@@ -101,9 +98,6 @@ def test_a_rank_in_no_collective_has_its_innermost_call() -> None:
     _, _, calls = place([(f"{SITE}/torch/nn/functional.py", 7, "linear"), *TRAIN])
     assert calls[:2] == ["linear (torch/nn/functional.py:7)", "forward (harness/worker/targets/reference/model.py:50)"]
     assert "in no collective" in str(place_of(main_stack(dump(TRAIN))))
-
-
-def test_a_stack_of_the_engine_alone_is_no_place() -> None:
     assert place_of(main_stack(dump(ENGINE))) is None
     assert place_of(main_stack("")) is None
     assert place_of(main_stack("nothing")) is None
@@ -174,13 +168,10 @@ def test_ranks_in_different_collectives_are_told_apart_fewest_first() -> None:
     assert (first.ranks, second.ranks) == ((2,), (0, 1))
 
 
-def test_ranks_that_returned_are_named() -> None:
+def test_ranks_that_returned_are_named_and_those_without_stacks_are_still_told() -> None:
     ranks = (stuck(0, REDUCES), stuck(1, REDUCES), make_trace(rank=2), make_trace(rank=3))
     (finding,) = failures(run_of(*ranks), "hang")
     assert ends(finding).endswith("; ranks 2-3 returned")
-
-
-def test_ranks_without_stacks_are_still_told() -> None:
     (finding,) = failures_of(stuck(0, None), stuck(1, None))
     assert (finding.ranks, ends(finding)) == ((0, 1), "stuck in step 1: did not finish")
     assert finding.found == "stuck"
@@ -221,14 +212,11 @@ def test_known_errors_have_advice(error: str, words: str) -> None:
     assert fix is not None and words in fix
 
 
-def test_a_misfit_brings_its_own_advice() -> None:
+def test_a_misfit_brings_its_own_advice_and_other_errors_have_none() -> None:
     assert advice("TargetMisfit: module x has no function `build`. Fix: define it.") == (
         "module x has no function `build`.",
         "define it.",
     )
-
-
-def test_other_errors_have_none() -> None:
     assert advice("ValueError: 7") == ("ValueError: 7", None)
 
 

@@ -52,17 +52,16 @@ def test_a_fault_is_well_formed_and_has_hosts():
         assert all(fault.since_step <= case.train.steps for case in hosts), fault.name
 
 
-def test_an_equivalent_fault_is_argued():
+def test_faults_are_in_the_order_of_their_classes_argued_and_most_have_headlines():
     for fault in FAULTS:
         assert fault.equivalent is None or len(fault.equivalent.split()) > 8
-
-
-def test_the_list_is_in_the_order_of_the_classes():
     groups = [fault.group for fault in FAULTS]
     assert groups == sorted(groups)
+    assert sum(fault.headline is not None for fault in FAULTS) >= 110
+    assert all(fault.headline is None or fault.headline != Headline() for fault in FAULTS)
 
 
-def test_carriers_train_but_for_the_one_that_must_be_refused():
+def test_carriers_train_but_for_the_one_that_must_be_refused_and_carry_something():
     refused = [name for name in HOST_IDS if expected_refusal(parse_case_id(name)) is not None]
     assert refused == [HOST_IDS[-1]]
     for fault in FAULTS:
@@ -96,12 +95,9 @@ def test_the_carriers_of_a_foreign_target_are_the_usual_ones_trained_by_it():
     assert ids["rope_base_of_another_model"] == []  # only the reference target has what it changes
 
 
-def test_a_fault_can_be_injected_by_name():
+def test_a_fault_can_be_injected_by_name_and_a_mistyped_one_gets_a_suggestion():
     injection = parse_injection("fault:amax_without_abs")
     assert injection.text == injection.target == "fault:amax_without_abs"
-
-
-def test_a_mistyped_fault_gets_a_suggestion():
     with pytest.raises(HarnessError, match="amax_without_abs"):
         fault_named("amax_without_ab")
     with pytest.raises(HarnessError, match="amax_without_abs"):
@@ -134,8 +130,3 @@ def test_what_a_headline_misnames_is_told_by_field(wanted, misnamed):
 def test_a_number_of_all_ranks_names_none_or_every_one(named):
     assert Headline(rank="all").misnamed(replace(a_finding(rule="parity/loss"), **named), world_size=2) == ()
     assert Headline(rank="last").misnamed(replace(a_finding(rule="parity/loss"), **named), world_size=2) == ("rank",)
-
-
-def test_the_headlines_of_most_faults_are_listed():
-    assert sum(fault.headline is not None for fault in FAULTS) >= 110
-    assert all(fault.headline is None or fault.headline != Headline() for fault in FAULTS)

@@ -51,10 +51,13 @@ def doubted(torch: str, torchao: str = "0.18.0") -> set[str]:
     return set(doubts(KNOWN, {"torch": torch, "torchao": torchao}).values())
 
 
-def test_what_was_verified_is_not_doubted() -> None:
+def test_what_was_verified_is_not_doubted_and_a_formula_without_cases_is_not() -> None:
     for versions in (("2.13.0", "0.18.0"), ("2.13.0+cpu", "0.17.0"), ("2.15.0+cu130", "0.18.0+cu132")):
         assert doubted(*versions) == set()
     assert doubts(KNOWN, {"torch": "2.16.0"}) == {}  # a package that is not known
+    reasons = doubts((record("2.13.0", traffic=3, casts=0),), {"torch": "2.13.0", "torchao": "0.18.0"})
+    assert set(reasons) == set(FORMULAS) - {TRAFFIC}
+    assert reasons[CASTS] == "torch 2.13.0 with torchao 0.18.0 differs from a formula that was verified with no version"
 
 
 @pytest.mark.parametrize(
@@ -69,12 +72,6 @@ def test_what_was_verified_is_not_doubted() -> None:
 )
 def test_a_doubt_names_the_package_that_nobody_verified(torch: str, torchao: str, says: str) -> None:
     assert doubts(KNOWN, {"torch": torch, "torchao": torchao}) == dict.fromkeys(FORMULAS, says)
-
-
-def test_a_formula_without_cases_is_not_verified() -> None:
-    reasons = doubts((record("2.13.0", traffic=3, casts=0),), {"torch": "2.13.0", "torchao": "0.18.0"})
-    assert set(reasons) == set(FORMULAS) - {TRAFFIC}
-    assert reasons[CASTS] == "torch 2.13.0 with torchao 0.18.0 differs from a formula that was verified with no version"
 
 
 def test_evidence_of_a_nightly_is_of_that_night_alone() -> None:
@@ -105,7 +102,7 @@ def differing(name: str, *formulas: str, unreleased: str = NIGHT) -> CaseResult:
     return make_result(name, Verdict.CHANGED, findings=findings, unreleased=unreleased)
 
 
-def test_with_a_nightly_a_difference_is_said_once_and_fails_no_run() -> None:
+def test_with_a_nightly_a_difference_is_said_once_and_fails_no_run_and_with_a_release_it_does() -> None:
     night = run(make_result("a"), differing("b", TRAFFIC), differing("c", TRAFFIC, CASTS))
     assert night.exit_code is ExitCode.GOOD
     text = text_of(run_sections(night, rerun=""))
@@ -117,9 +114,6 @@ def test_with_a_nightly_a_difference_is_said_once_and_fails_no_run() -> None:
     assert markdown.startswith("## fp8-harness: good\n") and markdown.count("28 of traffic") == 1
     assert annotation_lines(night) == ""
     assert b'failures="0" errors="0" skipped="2"' in junit_report(night)
-
-
-def test_with_a_release_it_keeps_its_exit_code() -> None:
     release = run(make_result("a"), differing("b", TRAFFIC, unreleased=""))
     assert release.exit_code is ExitCode.CHANGED
     text = text_of(run_sections(release, rerun=""))
@@ -162,7 +156,7 @@ def test_no_other_verdict_becomes_changed(verdict: Verdict) -> None:
     assert with_doubts(Judgement(verdict=verdict, findings=findings), {TRAFFIC: DIFFERS}).verdict is verdict
 
 
-def test_a_record_is_kept_by_versions_in_order(tmp_path: Path) -> None:
+def test_a_record_is_kept_by_versions_in_order_and_says_that_it_was_edited(tmp_path: Path) -> None:
     for new in (KNOWN[2], KNOWN[0], KNOWN[1], record("2.13.0", traffic=1)):
         add_verified(tmp_path, new)
     stored = read_verified((tmp_path, tmp_path / "none", tmp_path))
@@ -172,9 +166,6 @@ def test_a_record_is_kept_by_versions_in_order(tmp_path: Path) -> None:
         ("2.15.0", "0.18.0"),
     ]
     assert stored[1].cases == {"traffic": 1}
-
-
-def test_a_record_that_was_edited_says_so(tmp_path: Path) -> None:
     path = add_verified(tmp_path, KNOWN[0])
     path.write_text(path.read_text().replace("2.13.0", "2.99.0"))
     with pytest.raises(Damaged, match="changed after the tool wrote it"):
@@ -186,31 +177,22 @@ def run(*results: object) -> RunResult:
     return RunResult(results=tuple(results))  # type: ignore[arg-type]
 
 
-def test_clean_runs_verify_the_formulas_that_they_were_compared_with() -> None:
+def test_runs_verify_the_formulas_that_they_were_compared_with_and_agree_with() -> None:
     agreement = verification(run(make_result("a", checks=ALL_CHECKS), make_result("b", checks=("traffic",))))
     assert agreement.verified == dict.fromkeys(FORMULAS, 1) | {TRAFFIC: 2}
     assert agreement.complete
     part = verification(run(make_result("b", checks=("traffic",))))
     assert part.verified == {TRAFFIC: 1} and not part.complete
     assert "not verified: no clean run" in text_of(formulas_sections(part))
-
-
-def test_one_case_that_disagrees_keeps_a_formula_unverified() -> None:
     changed = make_result("b", Verdict.CHANGED, findings=(SENT,), checks=ALL_CHECKS)
     agreement = verification(run(make_result("a", checks=ALL_CHECKS), changed))
     assert TRAFFIC not in agreement.verified and agreement.contradicted[TRAFFIC] == ("b",)
     assert set(agreement.verified) == set(FORMULAS) - {TRAFFIC} and not agreement.complete
     assert "not verified: 2 cases compared; disagrees in 1: b" in text_of(formulas_sections(agreement))
-
-
-def test_what_failed_otherwise_says_nothing_and_is_shown() -> None:
     failed = make_result("b", Verdict.INVARIANT, findings=(BROKEN,), checks=ALL_CHECKS)
     agreement = verification(run(make_result("a", checks=ALL_CHECKS), failed))
     assert agreement.verified == dict.fromkeys(FORMULAS, 1)
     assert not agreement.complete and BROKEN.message in text_of(formulas_sections(agreement))
-
-
-def test_a_recorded_fault_is_compared_with_the_run_that_has_its_fix() -> None:
     known = make_result("k", Verdict.KNOWN, findings=(SENT,), checks=ALL_CHECKS)
     assert verification(run(known)).verified == {}
     fixed = replace(known, with_fix=WithFix(fixes=("f",), verdict=Verdict.PASSED, findings=(), checks=("graphs",)))

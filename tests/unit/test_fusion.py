@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 
 import msgspec
 import pytest
@@ -44,19 +45,13 @@ def test_the_measured_table(recipe: str, ac: str, bw_ag: int, bw_rs: int) -> Non
     assert one == {"fw_ag": 0, "fw_rs": 2, "bw_ag": 0, "bw_rs": bw_rs}
 
 
-def test_axiswise_scaling_fuses_nothing_outside_bfloat16() -> None:
+def test_what_scaling_biases_and_filters_leave_to_be_fused() -> None:
     assert not expected_fusions(Expectations(parse_case_id("atp2-rowwise-graph-v2048-f32")))
     assert expected_fusions(Expectations(parse_case_id("atp2-tensorwise-graph-v2048-f32")))
-
-
-def test_a_bias_stands_between_a_matmul_and_its_collective() -> None:
     assert fused("atp2-bf16-ac.full-graph-bias-v2048-b16") == {"fw_ag": 0, "fw_rs": 0, "bw_ag": 2, "bw_rs": 0}
     assert not expected_fusions(Expectations(parse_case_id("atp2-tensorwise-graph-bias-v2048-b16")))
     filtered = fused("atp2-tensorwise-filter.wo-graph-bias-v2048-b16")
     assert filtered == {"fw_ag": 0, "fw_rs": 0, "bw_ag": 1, "bw_rs": 0}
-
-
-def test_filtered_linears_gather_and_fuse_in_high_precision() -> None:
     filtered = fused("atp2-tensorwise-filter.wk+wq+wv-graph-v2048-b16")
     assert (filtered["fw_ag"], filtered["fw_rs"]) == (1, 2)
     mixed = "atp2-tensorwise-filter.wq-graph-v2048-b16"  # counted on ranks: wq alone reads what is gathered
@@ -64,21 +59,26 @@ def test_filtered_linears_gather_and_fuse_in_high_precision() -> None:
     assert extra_matmul_calls(parse_case_id(mixed), scaled=False) == LAYERS
 
 
-def test_pieces_of_fused_matmuls_are_counted_each() -> None:
-    # counted on ranks: 42 plain calls, 46 with two scatters a block in two pieces, 60 with five gathered linears too
-    assert executed_scaled_mm_calls(parse_case_id("atp2-tensorwise-graph-v2048-b16")) == 46
-    assert executed_scaled_mm_calls(parse_case_id("atp2-tensorwise-tpstyle.fp8-graph-v2048-b16")) == 60
-    assert executed_scaled_mm_calls(parse_case_id("atp2-tensorwise-tpstyle.fp8-ac.full-graph-v2048-b16")) == 84
-    assert executed_scaled_mm_calls(parse_case_id("atp2-tensorwise-tpstyle.fp8-ac.op-graph-v2048-b16")) == 68
-    assert executed_scaled_mm_calls(parse_case_id("atp2-fallback-tensorwise-tpstyle.fp8-graph-v2048-b16")) == 42
-
-
-def test_compiled_recomputes_only_what_backward_reads() -> None:
-    assert scaled_mm_calls(parse_case_id("tp2-tensorwise-ac.full-v2048-f64")) == 56
-    assert scaled_mm_calls(parse_case_id("tp2-tensorwise-ac.full-graph-v2048-f64")) == 54
-    assert scaled_mm_calls(parse_case_id("tp2-tensorwise-ac.op-v2048-f64")) == 48
-    assert scaled_mm_calls(parse_case_id("tp2-tensorwise-ac.op-graph-v2048-f64")) == 46
-    assert scaled_mm_calls(parse_case_id("tp2-nosp-tensorwise-ac.op-graph-v2048-f64")) == 48
+# Counted on ranks: 42 plain calls, 46 with two scatters a block in two pieces, 60 with five gathered linears too.
+@pytest.mark.parametrize(
+    ("count", "text", "calls"),
+    [
+        (executed_scaled_mm_calls, "atp2-tensorwise-graph-v2048-b16", 46),
+        (executed_scaled_mm_calls, "atp2-tensorwise-tpstyle.fp8-graph-v2048-b16", 60),
+        (executed_scaled_mm_calls, "atp2-tensorwise-tpstyle.fp8-ac.full-graph-v2048-b16", 84),
+        (executed_scaled_mm_calls, "atp2-tensorwise-tpstyle.fp8-ac.op-graph-v2048-b16", 68),
+        (executed_scaled_mm_calls, "atp2-fallback-tensorwise-tpstyle.fp8-graph-v2048-b16", 42),
+        (scaled_mm_calls, "tp2-tensorwise-ac.full-v2048-f64", 56),
+        (scaled_mm_calls, "tp2-tensorwise-ac.full-graph-v2048-f64", 54),  # compiled, only what backward reads
+        (scaled_mm_calls, "tp2-tensorwise-ac.op-v2048-f64", 48),
+        (scaled_mm_calls, "tp2-tensorwise-ac.op-graph-v2048-f64", 46),
+        (scaled_mm_calls, "tp2-nosp-tensorwise-ac.op-graph-v2048-f64", 48),
+    ],
+)
+def test_pieces_of_fused_matmuls_and_what_is_recomputed_are_counted(
+    count: Callable[[Case], int], text: str, calls: int
+) -> None:
+    assert count(parse_case_id(text)) == calls
 
 
 CASES = st.builds(
@@ -90,10 +90,7 @@ CASES = st.builds(
         async_tp=st.just(True),
         symm_mem=st.sampled_from(["pipelined", "fallback"]),
     ),
-    float8=st.builds(
-        Float8,
-        recipe=st.sampled_from(["bf16", "tensorwise", "rowwise", "rowwise_with_gw_hp"]),
-    ),
+    float8=st.builds(Float8, recipe=st.sampled_from(["bf16", "tensorwise", "rowwise", "rowwise_with_gw_hp"])),
     checkpointing=st.builds(
         Checkpointing,
         mode=st.sampled_from(["none", "full", "selective_op", "selective_layer"]),
@@ -105,27 +102,17 @@ CASES = st.builds(
 
 
 @given(CASES)
-def test_fusions_do_not_depend_on_the_tp_degree(case: Case) -> None:
-    other = msgspec.structs.replace(case, layout=msgspec.structs.replace(case.layout, tp=2))
+def test_fusions_of_any_case(case: Case) -> None:
+    """A joint counts once at any TP degree, only pipelined operators cut matmuls, without async TP nothing is fused."""
+    other, fallback, plain = (
+        msgspec.structs.replace(case, layout=msgspec.structs.replace(case.layout, **changes))
+        for changes in ({"tp": 2}, {"symm_mem": "fallback"}, {"async_tp": False})
+    )
     assert fusion_candidates(case) == fusion_candidates(other)
-
-
-@given(CASES)
-def test_every_joint_is_counted_once(case: Case) -> None:
     kinds = Counter(FusionKind(candidate.phase, candidate.collective) for candidate in fusion_candidates(case))
     blocks = case.model.shape.layers
     assert kinds[FusionKind("forward", "all_gather")] == kinds[FusionKind("forward", "reduce_scatter")] == 2 * blocks
     assert expected_fusions(Expectations(case)) <= kinds
-
-
-@given(CASES)
-def test_only_pipelined_operators_cut_matmuls(case: Case) -> None:
-    reference = msgspec.structs.replace(case, layout=msgspec.structs.replace(case.layout, symm_mem="fallback"))
-    assert extra_matmul_calls(reference, scaled=True) == 0
+    assert extra_matmul_calls(fallback, scaled=True) == 0
     assert extra_matmul_calls(case, scaled=True) % (case.layout.tp - 1) == 0
-
-
-@given(CASES)
-def test_nothing_is_fused_without_async_tp(case: Case) -> None:
-    plain = msgspec.structs.replace(case, layout=msgspec.structs.replace(case.layout, async_tp=False))
     assert fusion_candidates(plain) == ()

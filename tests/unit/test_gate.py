@@ -39,6 +39,7 @@ NOW = datetime.datetime(2026, 11, 22, 12, tzinfo=datetime.UTC)
 TERMS = GatePolicy(now=NOW)
 SIGNATURE = FailureSignature(kind="parity/gradients", where=("wq",), first_step=1)
 GOOD = make_measured()
+DIVERGES = "first operand that diverges: scale of weight"
 
 
 def result(case_id: str = CASE, verdict: Verdict = Verdict.PASSED, **changes: Any) -> CaseResult:
@@ -49,9 +50,7 @@ def result(case_id: str = CASE, verdict: Verdict = Verdict.PASSED, **changes: An
 def failed(case_id: str = CASE, signature: FailureSignature = SIGNATURE, **changes: Any) -> CaseResult:
     findings = (
         a_finding(check="parity", message="gradients differ by 3 %\nmore", verdict=Verdict.NUMERIC, step=1, module=WQ),
-        a_finding(
-            check="divergence", message="first operand that diverges: scale of weight", step=1, rank=1, module=WQ
-        ),
+        a_finding(check="divergence", message=DIVERGES, step=1, rank=1, module=WQ),
     )
     return result(case_id, Verdict.NUMERIC, findings=findings, failure_signature=signature, **changes)
 
@@ -69,6 +68,10 @@ def only(decision: Gate) -> Reason:
     return reason
 
 
+def required_of(decision: Gate) -> Reason:
+    return next(reason for reason in decision.gating if reason.kind is Kind.REQUIRED)
+
+
 def test_a_new_failure_says_what_where_and_how_to_see_it() -> None:
     reason = only(decision := held([result()], [failed()]))
     assert (decision.go, reason.kind, reason.case, reason.gates) == (False, Kind.NEW_FAILURE, CASE, True)
@@ -76,18 +79,12 @@ def test_a_new_failure_says_what_where_and_how_to_see_it() -> None:
     assert (reason.baseline, reason.candidate) == ("passed", "numeric")
     assert reason.details == (
         "signature: parity/gradients in wq, from step 1 on",
-        "first operand that diverges: scale of weight",
+        DIVERGES,
     )
     assert reason.command == f"fp8-harness run {CASE}"
-
-
-def test_a_place_that_a_message_names_is_not_told_twice() -> None:
     finding = OPERAND.finding(what="scale of weight", module=WQ, step=1, rank=0)
     reason = only(held([result()], [result(verdict=Verdict.NUMERIC, findings=(finding,))]))
     assert reason.what == f"divergence/operand: {finding.message}" and reason.what.count(WQ) == 1
-
-
-def test_a_new_case_that_fails_gates() -> None:
     reason = only(held([result(OTHER)], [result(OTHER), failed()]))
     assert (reason.kind, reason.baseline, reason.gates) == (Kind.NEW_FAILURE, "not in the baseline", True)
 
@@ -189,16 +186,11 @@ def test_required_cells_must_have_been_shown() -> None:
     terms = replace(TERMS, required=(REQUIRED,))
     both = [result(), result(TWIN)]
     assert held(both, both, terms).go
-    reason = next(
-        reason for reason in held(both, [result(), failed(TWIN)], terms).reasons if reason.kind is Kind.REQUIRED
-    )
+    reason = required_of(held(both, [result(), failed(TWIN)], terms))
     assert (reason.what, reason.baseline, reason.candidate) == ("TP: 1 of at least 2 cases good", "2 good", "1 good")
     assert reason.details == ("required: users run it", "cases: tp>1", f"{TWIN}: numeric")
     unjudged = held([result()], [result(checks=())], replace(terms, required=(replace(REQUIRED, at_least=1),)))
-    assert (
-        f"{CASE}: judged by no check"
-        in next(gating_reason for gating_reason in unjudged.gating if gating_reason.kind is Kind.REQUIRED).details
-    )
+    assert f"{CASE}: judged by no check" in required_of(unjudged).details
     none = held([result(OTHER)], [result(OTHER)], terms)
     assert not none.go and "none of them was selected" in only(none).details
 
@@ -363,13 +355,26 @@ def test_the_heaviest_reason_is_first() -> None:
     assert [reason.kind for reason in waived.reasons] == [Kind.SAVED_BYTES, Kind.NEW_FAILURE, Kind.MOVED]
 
 
-def test_notes_say_what_was_not_compared() -> None:
+def test_what_was_not_compared_is_told() -> None:
     allowed = replace(TERMS, allowed=(Allowance(kind=Kind.WIRE, reason="x"),))
     decision = held([result()], [result(), result(OTHER)], allowed)
     same = held([result()], [result()])
     assert [note.text for note in same.notes] == ["both sides are the same results"]
     expected = ["new in the candidate: 1 case, not compared with anything", "allowed for nothing: wire"]
     assert [note.text for note in decision.notes] == expected
+    before = [result(), failed(OTHER), result(TWIN), result(IDS[3])]
+    after = [result(), result(OTHER), failed(TWIN), result(IDS[4])]
+    decision = held(before, after)
+    assert (decision.compared, decision.cases) == (1, 5)
+    assert decision.left_out == (
+        "1 not good in the baseline",
+        "1 not good in the candidate",
+        "1 only in the baseline",
+        "1 only in the candidate",
+    )
+    damaged = replace(make_results(result()), damaged={"x.jsonl:3: not a line of results: why": CASE})
+    notes = gate(damaged, make_results(result()), TERMS).notes
+    assert "x.jsonl:3: not a line of results: why: run its cases again" in [note.text for note in notes]
 
 
 def infra(case_id: str = CASE) -> CaseResult:
@@ -403,25 +408,6 @@ def test_where_nothing_is_compared_the_answer_is_not_go(
     decision = held(before, after)
     assert decision.answer is (Answer.NO_GO if why is None else Answer.NOT_COMPARED)
     assert decision.not_compared.startswith(why or "") and bool(decision.fix) == bool(why)
-
-
-def test_it_says_which_cases_are_not_compared() -> None:
-    before = [result(), failed(OTHER), result(TWIN), result(IDS[3])]
-    after = [result(), result(OTHER), failed(TWIN), result(IDS[4])]
-    decision = held(before, after)
-    assert (decision.compared, decision.cases) == (1, 5)
-    assert decision.left_out == (
-        "1 not good in the baseline",
-        "1 not good in the candidate",
-        "1 only in the baseline",
-        "1 only in the candidate",
-    )
-
-
-def test_a_damaged_line_of_either_side_is_a_note() -> None:
-    damaged = replace(make_results(result()), damaged={"x.jsonl:3: not a line of results: why": CASE})
-    notes = gate(damaged, make_results(result()), TERMS).notes
-    assert "x.jsonl:3: not a line of results: why: run its cases again" in [note.text for note in notes]
 
 
 def _step(cast: CastRange) -> int:
@@ -472,37 +458,20 @@ ANY = st.builds(
 ANY_LISTS = st.lists(ANY, min_size=1, unique_by=lambda case: case.case_id)
 
 
-def answer(before: RunResult, after: RunResult) -> Gate:
-    return gate(before, after, TERMS)
+@given(ANY_LISTS, ANY_LISTS, st.randoms(use_true_random=False))
+def test_of_any_two_results(before: list[CaseResult], after: list[CaseResult], random: Any) -> None:
+    """Go needs a case that is good and judged in both; neither the order nor the names of cases change the answer.
 
-
-@given(ANY_LISTS, ANY_LISTS)
-def test_go_needs_a_good_case_that_was_judged_in_both(before: list[CaseResult], after: list[CaseResult]) -> None:
+    Seeds are other names that keep which cases are FP8 and which are twins.
+    """
     decision = held(before, after)
     judged = [{case.case_id for case in cases if case.good and case.checks} for cases in (before, after)]
     assert not decision.go or judged[0] & judged[1]
     assert decision.go or decision.gating or decision.not_compared
-
-
-@given(ANY_LISTS, ANY_LISTS, st.randoms(use_true_random=False))
-def test_the_order_of_cases_changes_nothing(before: list[CaseResult], after: list[CaseResult], random: Any) -> None:
-    mixed = [random.sample(cases, len(cases)) for cases in (before, after)]
-    usual, other = (
-        answer(make_results(*before), make_results(*after)),
-        answer(*(make_results(*cases) for cases in mixed)),
-    )
-    assert repr(usual) == repr(other), "as text, because a size may be nan"
-
-
-@given(ANY_LISTS, ANY_LISTS)
-def test_the_names_of_cases_change_nothing(before: list[CaseResult], after: list[CaseResult]) -> None:
-    """Seeds are other names that keep which cases are FP8 and which are twins."""
-    named = [[replace(case, case_id=_other_seed(case.case_id)) for case in cases] for cases in (before, after)]
-    usual, other = (
-        answer(make_results(*before), make_results(*after)),
-        answer(*(make_results(*cases) for cases in named)),
-    )
-    assert _kinds(usual) == _kinds(other)
+    mixed = (random.sample(cases, len(cases)) for cases in (before, after))
+    assert repr(held(*mixed)) == repr(decision), "as text, because a size may be nan"
+    named = ([replace(case, case_id=_other_seed(case.case_id)) for case in cases] for cases in (before, after))
+    assert _kinds(held(*named)) == _kinds(decision)
 
 
 def _other_seed(case_id: str) -> str:
@@ -542,11 +511,8 @@ def test_slower_and_faster_are_the_same_question(differences: list[float]) -> No
     assert p == pytest.approx(signed_rank_p([-value for value in differences]))
 
 
-def test_all_of_ten_in_one_direction_is_two_in_1024() -> None:
+def test_p_of_ten_and_of_many_cases() -> None:
     assert signed_rank_p([0.1 * at for at in range(1, 11)]) == pytest.approx(2 / 1024)
     assert signed_rank_p([]) == signed_rank_p([0.0]) == 1.0
-
-
-def test_many_cases_are_close_to_what_counting_gives() -> None:
     mixed = [(-1) ** (at % 3 == 0) * (1 + at / 100) for at in range(40)]
     assert signed_rank_p(mixed) == pytest.approx(signed_rank_p([*mixed, 1e-9]), abs=0.02)

@@ -80,7 +80,7 @@ def known(*faults: KnownFault, **changes: Any) -> CaseResult:
     return result(GRAPH, Verdict.KNOWN, expectation=expectation, findings=SHOWN, **changes)
 
 
-def test_traffic_is_a_named_change_where_its_formula_says_so() -> None:
+def test_traffic_is_a_named_change_where_its_formula_says_so_and_gone_on_the_way_back() -> None:
     group = moved(UNDER_TP, wire=OTHER_WIRE)
     assert (group.origin, group.name, group.side) == (Origin.TORCH, "gradients-in-reduce-dtype", "candidate")
     assert group.moved == {Topic.TRAFFIC: (UNDER_TP,)} and group.link.startswith("https://")
@@ -88,9 +88,8 @@ def test_traffic_is_a_named_change_where_its_formula_says_so() -> None:
         group.first.startswith("bytes of all_gather in uint8 along dp_shard: 4,096 -> none")
         and group.command == f"fp8-harness run {UNDER_TP}"
     )
-
-
-def test_a_change_is_gone_on_the_way_back() -> None:
+    group = moved(EXACT, wire=OTHER_WIRE)
+    assert (group.origin, group.name, group.side) == (Origin.UNEXPLAINED, Kind.WIRE.value, "")
     before, after = (
         make_results(result(UNDER_TP)),
         make_results(result(UNDER_TP, measured=make_measured(wire=OTHER_WIRE))),
@@ -112,14 +111,11 @@ def between_nights(before: CaseResult, after: CaseResult, *faults: KnownFault, f
     return only(gate(*sides, replace(TERMS, faults=faults)))
 
 
-def test_a_change_that_came_overnight_is_named_by_what_the_runs_found() -> None:
+def test_what_came_overnight_is_named_by_what_the_runs_found_and_what_shows() -> None:
     sent = result(UNDER_TP, measured=make_measured(wire=OTHER_WIRE))
     group = between_nights(result(UNDER_TP), sent, found=["gradients-in-reduce-dtype"])
     assert (group.origin, group.name, group.side) == (Origin.TORCH, "gradients-in-reduce-dtype", "candidate")
     assert between_nights(result(UNDER_TP), sent).origin is Origin.UNEXPLAINED
-
-
-def test_a_fault_that_came_overnight_is_the_one_on_record_that_shows() -> None:
     group = between_nights(result(GRAPH), known(ROUNDS), ROUNDS, LOSES)
     assert (group.origin, group.name, group.side) == (Origin.TORCH, "rounds", "candidate")
     assert "--with torch==2.15.0.dev20260802" in group.command
@@ -133,11 +129,6 @@ def test_of_two_builds_of_one_version_none_has_a_name() -> None:
         for case, build in ((result(EXACT), "cpu"), (failed(Verdict.NUMERIC, FAILED), "cu132"))
     )
     assert "--with" not in only(gate(*sides, TERMS)).command
-
-
-def test_traffic_without_a_formula_that_says_so_is_unexplained() -> None:
-    group = moved(EXACT, wire=OTHER_WIRE)
-    assert (group.origin, group.name, group.side) == (Origin.UNEXPLAINED, Kind.WIRE.value, "")
 
 
 @pytest.mark.parametrize(
@@ -218,9 +209,11 @@ def test_whose_a_failure_is(after: CaseResult, origin: Origin, name: str) -> Non
     assert ("--with" in group.command) == (after.verdict not in (Verdict.INFRA, Verdict.PASSED))
 
 
-def test_what_failed_before_and_fails_alike_did_not_move() -> None:
+def test_what_fails_alike_and_what_is_equal_did_not_move() -> None:
     same = failed(Verdict.NUMERIC, FAILED)
     assert compared([same], [same]).groups == ()
+    decision = compared([result()], [result()])
+    assert decision.groups == () and "what moved" not in text_of(gate_sections(decision)) + gate_markdown(decision)
 
 
 def test_the_example_is_the_cheapest_case_with_another_verdict() -> None:
@@ -301,11 +294,6 @@ def test_markdown_json_and_html_have_the_same() -> None:
     assert first.title == "moved, torch: changed on purpose, or a fault on record (2)"
     entry = first.blocks[1]
     assert isinstance(entry, Entry) and (entry.case, entry.title) == (GRAPH, "rounds, new: 1 case")
-
-
-def test_nothing_moved_says_nothing() -> None:
-    decision = compared([result()], [result()])
-    assert decision.groups == () and "what moved" not in text_of(gate_sections(decision)) + gate_markdown(decision)
 
 
 def test_a_signature_does_not_say_which_version_differs() -> None:

@@ -54,11 +54,18 @@ def test_failures_of_one_signature_are_told_once() -> None:
     assert f"    the same in {IDS[1]}\n" in text and text.count("    $ fp8-harness run") == 2
 
 
-def test_go_says_what_was_compared() -> None:
+def test_go_says_what_was_compared_and_why_times_were_not() -> None:
     document = make_results(result())
     text = gate_text(gate(document, document, TERMS), width=200)
     compared = "1 of 1 case good, 3 checks judged (baseline: 1 of 1, 3); numbers of 1 of 1 case compared"
     assert text.splitlines()[:3] == ["GO: candidate against baseline", "no reason gates", compared]
+    document = make_results(result(measured=None, attempts=()))
+    for before, after, why in (
+        (document, make_results(failed()), "no case is good on both sides"),
+        (document, document, "no case was good at its first attempt"),
+        (document, with_facts(document, environment=None), "other hardware"),
+    ):
+        assert f"\ntimes: not compared, {why}\n" in gate_text(gate(before, after, TERMS), width=100)
 
 
 def test_nothing_compared_is_said_everywhere() -> None:
@@ -74,16 +81,6 @@ def test_nothing_compared_is_said_everywhere() -> None:
     assert (front.state, front.good) == ("NOT COMPARED", False) and front.line.startswith(why)
     plain = json.loads(to_json(decision))
     assert (plain["answer"], plain["not_compared"]) == ("NOT COMPARED", why) and plain["fix"].startswith("make the")
-
-
-def test_times_that_were_not_compared_say_why() -> None:
-    document = make_results(result(measured=None, attempts=()))
-    for before, after, why in (
-        (document, make_results(failed()), "no case is good on both sides"),
-        (document, document, "no case was good at its first attempt"),
-        (document, with_facts(document, environment=None), "other hardware"),
-    ):
-        assert f"\ntimes: not compared, {why}\n" in gate_text(gate(before, after, TERMS), width=100)
 
 
 def test_markdown_has_a_table_and_no_markup_of_a_message() -> None:

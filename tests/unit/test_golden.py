@@ -66,14 +66,11 @@ def test_writing_and_reading_gives_the_same_bits(
     assert [value.hex() for value in loaded.grad_norms] == [value.hex() for value in norms]
 
 
-def test_the_file_is_indented_json_with_keys_in_a_stable_order(tmp_path: Path) -> None:
+def test_the_file_is_indented_json_with_keys_in_a_stable_order_and_alone_in_its_folder(tmp_path: Path) -> None:
     text = write_golden(tmp_path, golden()).read_text()
     assert write_golden(tmp_path, golden()).read_text() == text
     assert text.startswith('{\n  "schema": 1,\n') and text.endswith("}\n")
     assert json.loads(text)["losses"] == [7.5, 7.25, 7.1]
-
-
-def test_nothing_but_the_golden_is_left_in_its_folder(tmp_path: Path) -> None:
     path = write_golden(tmp_path, golden())
     assert list(path.parent.iterdir()) == [path]
 
@@ -104,9 +101,20 @@ def test_an_edit_by_hand_is_found_and_named(tmp_path: Path, pattern: str, by: st
     assert "baseline update --root " in (caught.value.fix or "")
 
 
-def test_another_schema_is_named(tmp_path: Path) -> None:
+def test_goldens_of_another_schema_or_name_are_damaged(tmp_path: Path) -> None:
     write_sealed(golden_path(tmp_path, "cpu", FAMILY), golden(schema=2))
     with pytest.raises(Damaged, match="has schema 2, this version reads schema 1"):
+        load_golden(tmp_path, "cpu", FAMILY)
+    path = write_golden(tmp_path, golden())
+    path.rename(path.with_name("other.json"))
+    with pytest.raises(Damaged, match="copied or renamed"):
+        load_golden(tmp_path, "cpu", "other")
+    (tmp_path / "golden/nvidia-h200").mkdir()
+    write_golden(tmp_path, golden()).rename(tmp_path / f"golden/nvidia-h200/{FAMILY}.json")
+    with pytest.raises(Damaged, match="copied or renamed"):
+        load_golden(tmp_path, "nvidia-h200", FAMILY)
+    golden_path(tmp_path, "cpu", FAMILY).mkdir(parents=True)
+    with pytest.raises(Damaged, match="cannot be read"):
         load_golden(tmp_path, "cpu", FAMILY)
 
 
@@ -139,17 +147,6 @@ def test_other_white_space_is_no_damage(tmp_path: Path) -> None:
     assert load_golden(tmp_path, "cpu", FAMILY).losses == (7.5, 7.25, 7.1)
 
 
-def test_a_renamed_golden_is_damaged(tmp_path: Path) -> None:
-    path = write_golden(tmp_path, golden())
-    path.rename(path.with_name("other.json"))
-    with pytest.raises(Damaged, match="copied or renamed"):
-        load_golden(tmp_path, "cpu", "other")
-    (tmp_path / "golden/nvidia-h200").mkdir()
-    write_golden(tmp_path, golden()).rename(tmp_path / f"golden/nvidia-h200/{FAMILY}.json")
-    with pytest.raises(Damaged, match="copied or renamed"):
-        load_golden(tmp_path, "nvidia-h200", FAMILY)
-
-
 def test_a_missing_golden_names_the_file_and_the_command(tmp_path: Path) -> None:
     for hardware, device in (("cpu", "cpu"), ("sm90", "cuda")):
         with pytest.raises(Missing) as caught:
@@ -157,12 +154,6 @@ def test_a_missing_golden_names_the_file_and_the_command(tmp_path: Path) -> None
         assert f"{FAMILY}.json" in caught.value.text
         command = f"fp8-harness baseline update --root {tmp_path} single-bf16-v2048-s3-b16 --device {device} --reason"
         assert command in caught.value.text
-
-
-def test_a_folder_in_place_of_a_golden_is_damaged(tmp_path: Path) -> None:
-    golden_path(tmp_path, "cpu", FAMILY).mkdir(parents=True)
-    with pytest.raises(Damaged, match="cannot be read"):
-        load_golden(tmp_path, "cpu", FAMILY)
 
 
 @pytest.mark.parametrize(
@@ -192,17 +183,10 @@ def test_a_family_is_a_plain_file_name(tmp_path: Path, family: str) -> None:
         load_golden(tmp_path, "cpu", family)
 
 
-@pytest.mark.parametrize(
-    ("device", "expected"),
-    [("cpu", "cpu"), ("NVIDIA H200", "nvidia-h200"), ("NVIDIA A100-SXM4-80GB", "nvidia-a100-sxm4-80gb")],
-)
-def test_hardware_class(device: str, expected: str) -> None:
-    assert hardware_class(device) == expected
-
-
-def test_a_device_without_a_name_has_no_class() -> None:
+def test_a_device_without_a_name_has_no_class_and_no_two_vendors_share_one() -> None:
     with pytest.raises(HarnessError):
         hardware_class(" - ")
+    assert not {*hardware_classes("NVIDIA H200", "sm90")} & {*hardware_classes("AMD Instinct MI300X", "gfx942"), "cpu"}
 
 
 def test_listing_is_sorted_and_leaves_evidence_out(tmp_path: Path) -> None:
@@ -310,6 +294,9 @@ H200 = ("nvidia-h200", "sm90", "nvidia")
     [
         ("cpu", "", ("cpu",)),
         ("cpu", "sm90", ("cpu",)),
+        ("NVIDIA A100-SXM4-80GB", "sm80", ("nvidia-a100-sxm4-80gb", "sm80", "nvidia")),
+        ("NVIDIA H100 80GB HBM3 MIG 3g.40gb", "sm90", ("nvidia-h100-80gb-hbm3-mig-3g-40gb", "sm90", "nvidia")),
+        ("AMD Instinct MI355X", "", ("amd-instinct-mi355x", "amd")),
         ("NVIDIA H200", "sm90", H200),
         ("NVIDIA H200", "", ("nvidia-h200", "nvidia")),
         ("AMD Instinct MI300X", "gfx942", ("amd-instinct-mi300x", "gfx942", "amd")),
@@ -321,10 +308,6 @@ def test_the_classes_of_a_device_begin_with_the_most_specific(
     device: str, architecture: str, classes: tuple[str, ...]
 ) -> None:
     assert hardware_classes(device, architecture) == classes
-
-
-def test_no_two_vendors_share_a_class() -> None:
-    assert not {*hardware_classes("NVIDIA H200", "sm90")} & {*hardware_classes("AMD Instinct MI300X", "gfx942"), "cpu"}
 
 
 def test_the_most_specific_golden_is_found(tmp_path: Path) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import time
-from pathlib import Path
 
 import pytest
 from msgspec.structs import replace
@@ -34,11 +33,6 @@ NUMBERS = Measured(
     saved_bytes=2048,
     digests={"casts": "1"},
 )
-
-
-@pytest.fixture
-def project(tmp_path: Path) -> Project:
-    return Project(root=tmp_path, state=tmp_path / "state")
 
 
 def result(
@@ -94,6 +88,11 @@ def test_two_verdicts_in_one_environment_are_flaky(project: Project) -> None:
     assert not history(project).is_flaky
     add(project, result(Verdict.NUMERIC))
     assert history(project).is_flaky
+
+
+def test_the_last_result_of_a_case_in_a_run_counts(project: Project) -> None:
+    add(project, result(Verdict.CRASH), result())
+    assert [moment.case.verdict for moment in history(project).moments] == [Verdict.PASSED]
 
 
 def test_retries_and_machines_that_fail_are_not_flaky(project: Project) -> None:
@@ -197,11 +196,6 @@ def test_a_damaged_line_and_a_case_that_was_not_run_are_left_out(project: Projec
     assert not histories(list(runs_of(project)), lambda name: name == CASE)
 
 
-def test_the_last_result_of_a_case_in_a_run_counts(project: Project) -> None:
-    add(project, result(Verdict.CRASH), result())
-    assert [moment.case.verdict for moment in history(project).moments] == [Verdict.PASSED]
-
-
 # Text
 
 
@@ -215,7 +209,7 @@ def test_the_text_fits_the_terminal(project: Project, width: int) -> None:
     assert any(line.startswith("loss apart  ▁▁") for line in lines) and any("1.144 MiB" in line for line in lines)
 
 
-def test_a_summary_says_how_often_and_what_last(project: Project) -> None:
+def test_a_summary_says_how_often_and_what_last_and_bars_are_from_the_lowest_to_the_highest(project: Project) -> None:
     add(project, result(), result(case_id=OTHER))
     add(project, result(Verdict.HANG, saved_bytes=1), result(case_id=OTHER))
     all_histories = histories(list(runs_of(project))[::-1], lambda name: True)
@@ -228,6 +222,8 @@ def test_a_summary_says_how_often_and_what_last(project: Project) -> None:
     assert " ".join(" ".join(narrow[1:4]).split()).startswith(
         "2 runs, 1 passed, 1 hang, FLAKY NONDETERMINISTIC last change"
     )
+    assert sparkline([0.0, 3.5, 7.0, None, math.nan, math.inf]) == "▁▅█ !!"
+    assert (sparkline([2.0, 2.0]), sparkline([])) == ("▁▁", "")
 
 
 def test_json_has_every_run(project: Project) -> None:
@@ -235,11 +231,6 @@ def test_json_has_every_run(project: Project) -> None:
     document = json.loads(to_json(history_document(history(project))))
     assert (document["case"], document["flaky"], document["verdicts"]) == (CASE, False, {"passed": 1})
     assert document["runs"][0]["numbers"]["loss_distance"] == "NaN"
-
-
-def test_bars_are_from_the_lowest_to_the_highest() -> None:
-    assert sparkline([0.0, 3.5, 7.0, None, math.nan, math.inf]) == "▁▅█ !!"
-    assert (sparkline([2.0, 2.0]), sparkline([])) == ("▁▁", "")
 
 
 # Speed

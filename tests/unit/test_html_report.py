@@ -143,9 +143,6 @@ def test_the_policy_allows_this_script_and_this_style_alone() -> None:
     for kind, text in (("style-src", style), ("script-src", script)):
         digest = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
         assert f"{kind} 'sha256-{digest}';" in policy
-
-
-def test_nothing_is_loaded() -> None:
     html_page = page(bad())
     style, script = html_page.inside[0], html_page.inside[-1]
     assert not html_page.of("link") and not any("src" in attributes for _, attributes in html_page.elements)

@@ -19,7 +19,7 @@ def labels_of_ranks(case: Case) -> list[int]:
 
 
 @given(ranks=st.integers(2, 9), of_a_rank=st.integers(1, 4))
-def test_of_half_a_batch_some_rank_of_every_layout_has_no_labels_and_the_first_has_all(
+def test_of_half_a_batch_some_rank_has_no_labels_and_of_an_unequal_one_each_has_fewer_than_the_one_before(
     ranks: int, of_a_rank: int
 ) -> None:
     case = make_case(dp_shard=ranks, global_batch=ranks * of_a_rank, ignored_tokens="half")
@@ -27,23 +27,16 @@ def test_of_half_a_batch_some_rank_of_every_layout_has_no_labels_and_the_first_h
     assert labels[-1] == 0
     assert labels[0] >= case.train.seq_len
     assert sum(labels) == case.train.valid_tokens
-
-
-@given(ranks=st.integers(2, 9), of_a_rank=st.integers(1, 4))
-def test_every_rank_has_fewer_labels_than_the_one_before(ranks: int, of_a_rank: int) -> None:
     case = make_case(dp_shard=ranks, global_batch=ranks * of_a_rank, seq_len=64, ignored_tokens="unequal")
     labels = labels_of_ranks(case)
     assert all(more > fewer > 0 for more, fewer in itertools.pairwise(labels))
     assert sum(labels) == case.train.valid_tokens
 
 
-def test_all_labels_count_by_default() -> None:
-    assert make_case(dp_shard=2).train.valid_tokens == make_case(dp_shard=2).train.tokens == 256
-
-
-def test_references_ignore_the_same_labels() -> None:
+def test_references_ignore_the_same_labels_and_by_default_all_count() -> None:
     case = parse_case_id("hsdp2x2-tp2-rowwise-v2048-s2-ignore.half-f64")
     for other in (solo_case(case), reference_case(case)):
         assert other.train.ignored_tokens == "half"
         assert other.train.valid_tokens == case.train.valid_tokens
     assert family_id(case) == "tiny-v2048-s2-gb8-sl32-ignore.half-lr0.001-seed0"
+    assert make_case(dp_shard=2).train.valid_tokens == make_case(dp_shard=2).train.tokens == 256

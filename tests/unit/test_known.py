@@ -137,12 +137,9 @@ def test_mistakes_are_named(tmp_path: Path, old: str, new: str, message: str) ->
     assert message in caught.value.text
 
 
-def test_two_records_of_one_name_are_refused(tmp_path: Path) -> None:
+def test_two_records_of_one_name_are_refused_and_those_of_the_project_are_readable(tmp_path: Path) -> None:
     with pytest.raises(HarnessError, match="two faults are named 'nan-scale'"):
         read_known(written(tmp_path, RECORD + RECORD))
-
-
-def test_the_records_of_the_project_are_readable() -> None:
     read_known(Path(__file__).parents[2] / "cases" / "known.toml")
 
 
@@ -169,10 +166,16 @@ def verdict_of(*findings: Finding, faults: tuple[KnownFault, ...] = (FAULT,), **
     return with_known_faults(judged(*findings, **given), faults, TODAY).verdict
 
 
-def test_what_is_required_with_or_without_what_it_may_cause_is_known() -> None:
+def test_what_is_required_with_or_without_what_it_may_cause_is_known_and_missed() -> None:
     assert verdict_of(ROWS) is Verdict.KNOWN
     assert verdict_of(ROWS, GRADIENTS) is Verdict.KNOWN
     assert verdict_of(ROWS, faults=()) is Verdict.NUMERIC
+    judgement = with_known_faults(judged(GRADIENTS), (FAULT,), TODAY)
+    assert judgement.verdict is Verdict.NUMERIC
+    assert judgement.findings[0] == GRADIENTS
+    assert (judgement.findings[1].rule, judgement.findings[1].values["fault"]) == (MISSING.name, "recorded")
+    assert len(judgement.findings) == 2
+    assert judgement.findings[1].expected == "graphs/rows"
 
 
 def test_a_fault_of_everywhere_explains_a_target_of_ones_own_where_it_shows_and_is_told() -> None:
@@ -192,15 +195,6 @@ def test_a_fault_whose_cases_a_compiler_chooses_need_not_show_there() -> None:
     assert list(showing((fault,), compiled, ())) == []
     assert list(showing((fault,), compiled, (ROWS,))) == [fault]
     assert list(showing((fault,), make_case(), ())) == [fault]
-
-
-def test_a_required_finding_that_is_missing_is_named() -> None:
-    judgement = with_known_faults(judged(GRADIENTS), (FAULT,), TODAY)
-    assert judgement.verdict is Verdict.NUMERIC
-    assert judgement.findings[0] == GRADIENTS
-    assert (judgement.findings[1].rule, judgement.findings[1].values["fault"]) == (MISSING.name, "recorded")
-    assert len(judgement.findings) == 2
-    assert judgement.findings[1].expected == "graphs/rows"
 
 
 def test_a_finding_of_a_check_that_was_not_executed_is_not_missing() -> None:
@@ -241,27 +235,18 @@ def test_every_record_that_affects_a_case_must_show_and_all_of_them_explain() ->
     assert verdict_of(wrong_scale, ROWS, faults=(FAULT,), verdict=Verdict.INVARIANT) is Verdict.INVARIANT
 
 
-def test_another_end_than_recorded_is_not_known() -> None:
+def test_a_record_of_another_end_past_its_day_or_of_a_fault_that_is_gone_explains_nothing() -> None:
     judgement = with_known_faults(judged(ROWS, verdict=Verdict.HANG), (FAULT,), TODAY)
     assert judgement.verdict is Verdict.HANG
     assert judgement.findings[-1].rule == OTHER_END.name
-
-
-def test_a_record_past_its_day_explains_nothing() -> None:
     old = replace(FAULT, review_by=TODAY - datetime.timedelta(days=1))
     assert verdict_of(ROWS, faults=(replace(FAULT, review_by=TODAY),)) is Verdict.KNOWN
     judgement = with_known_faults(judged(ROWS), (old,), TODAY)
     assert judgement.verdict is Verdict.NUMERIC
     assert (judgement.findings[-1].rule, judgement.findings[-1].values["day"]) == (OUTDATED.name, "2026-11-21")
-
-
-def test_a_recorded_fault_that_is_gone_must_be_closed() -> None:
     judgement = with_known_faults(judged(verdict=Verdict.PASSED), (FAULT,), TODAY)
     assert judgement.verdict is Verdict.UNEXPECTED_PASS
     assert (judgement.findings[0].rule, judgement.findings[0].values["link"]) == (GONE.name, "https://example.org/1")
-
-
-def test_an_infrastructure_failure_says_nothing_of_a_record() -> None:
     failed = judged(ROWS, verdict=Verdict.INFRA)
     assert with_known_faults(failed, (FAULT,), TODAY) == failed
 

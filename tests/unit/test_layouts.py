@@ -113,12 +113,7 @@ def test_a_refusal_that_must_come_is_no_fault_and_names_its_rule() -> None:
 def test_the_options_for_a_target_that_refuses_what_is_usual_of_tp(layouts: str, note: str) -> None:
     names = [(layout.removesuffix("-rounding"), layout.endswith("-rounding")) for layout in layouts.split()]
     rows = tuple(
-        Row(
-            layout=name,
-            case_id=f"{name}-rowwise-v2048-b16",
-            word="rounding" if is_sound else "refused",
-            why="any words",
-        )
+        Row(layout=name, case_id=f"{name}-rowwise-v2048-b16", word="rounding" if is_sound else "refused", why="words")
         for name, is_sound in names
     )
     sound = row(ROWS["equal"])
@@ -171,7 +166,7 @@ def test_junit_says_what_the_table_says() -> None:
     assert counts == {"tests": "5", "failures": "2", "errors": "1", "skipped": "1"}
 
 
-def test_markdown_is_one_table_and_the_page_has_it_too() -> None:
+def test_markdown_is_one_table_the_page_has_it_too_and_a_golden_file_is_judged_below() -> None:
     results = (ROWS["equal"], ROWS["wrong"])
     study, run = parity(*results), make_results(*results)
     text = parity_markdown(study, run)
@@ -183,9 +178,6 @@ def test_markdown_is_one_table_and_the_page_has_it_too() -> None:
     assert "no GPU was used" not in text  # of a run that does not say so
     assert parity_markdown(replace(study, software={"device": "cpu"}), run).count("\n- ", rest.index("<details>")) >= 3
     assert b"Layouts against one rank" in parity_page(study, run)
-
-
-def test_a_golden_file_is_judged_in_the_first_line_and_below_the_table() -> None:
     off = Distance(step=1, kind="grad_norm", value=1.2, nearest=1.0, off=0.2, allowed=0.01)
     others = tuple("abcd")
     golden = CurveRow(name="bad.txt", word="wrong", others=others, steps=((1, "wrong"),), first=off, worst=off)

@@ -17,7 +17,6 @@ from harness.engine.hardware import Capacity, capacity_here, open_leases
 from harness.engine.leases import Leases
 from harness.engine.linux import cpu_quota
 from harness.errors import HarnessError
-from harness.evidence.golden import hardware_classes
 from harness.run_options import PlanOptions
 from harness.running.machine import check_ranks
 from harness.running.plan import Plan, plan_without_ranks
@@ -158,23 +157,6 @@ def test_who_computes_on_a_gpu_is_told(tmp_path: Path) -> None:
     assert in_use(GPUS, environ) == () and in_use(GPUS, {"PATH": ""}) == ()
 
 
-@pytest.mark.parametrize(
-    ("name", "architecture", "classes"),
-    [
-        (H100, "sm90", ("nvidia-h100-80gb-hbm3", "sm90", "nvidia")),
-        ("NVIDIA H200", "sm90", ("nvidia-h200", "sm90", "nvidia")),
-        ("NVIDIA B200", "sm100", ("nvidia-b200", "sm100", "nvidia")),
-        ("NVIDIA L40S", "sm89", ("nvidia-l40s", "sm89", "nvidia")),
-        ("NVIDIA A100-SXM4-80GB", "sm80", ("nvidia-a100-sxm4-80gb", "sm80", "nvidia")),
-        (f"{H100} MIG 3g.40gb", "sm90", ("nvidia-h100-80gb-hbm3-mig-3g-40gb", "sm90", "nvidia")),
-        ("AMD Instinct MI300X", "gfx942", ("amd-instinct-mi300x", "gfx942", "amd")),
-        ("AMD Instinct MI355X", "", ("amd-instinct-mi355x", "amd")),
-    ],
-)
-def test_the_hardware_classes_of_real_names(name: str, architecture: str, classes: tuple[str, ...]) -> None:
-    assert hardware_classes(name, architecture) == classes
-
-
 def pretend(monkeypatch: pytest.MonkeyPatch, folder: Path, **answers: str) -> None:
     """This machine has one H200, of the compute capability that is answered."""
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
@@ -197,13 +179,12 @@ def test_the_classes_of_a_gpu(
     assert Plan(capacity=Capacity(nodes=(capacity_here("cuda"),))).hardware == classes
 
 
-def test_a_cpu_has_no_architecture_and_borrows_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_cpu_borrows_nothing_and_slots_are_the_gpus_that_are_visible(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     pretend(monkeypatch, tmp_path, gpu="0, 9.0\n")
     here = capacity_here("cpu")
     assert Plan(capacity=Capacity(nodes=(here,))).hardware == ("cpu",) and here.architecture == ""
-
-
-def test_slots_are_the_gpus_that_are_visible(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     pretend(monkeypatch, tmp_path, gpu="0, 9.0\n")
     assert capacity_here("cuda", 4).slots == 1, "there are no four"
     with open_leases(tmp_path, "cuda", 4).acquire(1):

@@ -107,12 +107,9 @@ def test_a_combination_that_is_always_refused_is_still_run() -> None:
     assert len(cases) == 4
 
 
-def test_nothing_possible_is_an_empty_selection() -> None:
+def test_nothing_possible_is_an_empty_selection_and_sizes_that_do_not_fit_are_refused() -> None:
     assert select(make_file({"tp": [3]})).empty
     assert not select(make_file({"tp": [1]})).empty
-
-
-def test_a_matrix_whose_sizes_do_not_fit_is_refused() -> None:
     file = parse_case_file('[[matrix]]\nname = "m"\naxes = {heads = [3, 4], tp = [1, 2]}\n', where="f.toml")
     with pytest.raises(HarnessError, match=r"f.toml: matrix 'm': .*does not split into 3 heads"):
         select(file)
@@ -134,33 +131,24 @@ def test_a_case_is_found_where_a_value_of_its_group_is_part_of_another(tmp_path:
     assert file.blocks[0].groups[0].label(0) == "{}"
 
 
-def test_everything_possible_is_covered_at_the_strength_of_the_file() -> None:
+def test_what_is_covered_refused_and_beyond_the_strength() -> None:
     file_coverage = account("tp = [1, 2]\nvocab_size = [2048, 2560]")
     assert file_coverage.counts == {"covered": 4, "known": 0, "refused": 0, "skipped": 0, "excluded": 0}
-
-
-def test_a_single_rule_is_named() -> None:
-    (excluded,) = account('recipe = ["rowwise"]\ndp_shard = [1]\nfp8_all_gather = [true]').of("excluded")[:1]
-    assert excluded.rules == ("all_gather_needs_tensorwise",)
-
-
-def test_rules_that_only_together_forbid_are_all_named() -> None:
-    file_coverage = account('tp = [1, 2]\nrecipe = ["bf16", "rowwise", "tensorwise"]\ntp_styles = ["plain", "float8"]')
-    fates = {combination.values: combination for combination in file_coverage.tuples}
-    at_tp_1 = fates["tp=1", "tp_styles=float8"]
-    assert at_tp_1.fate == "excluded"
-    assert set(at_tp_1.rules) == {"ignored_option", "tp_styles_need_tp"}
-    assert fates["recipe=rowwise", "tp_styles=float8"].rules == ("tp_styles_need_tensorwise",)
-
-
-def test_refused_means_that_no_case_can_train() -> None:
+    file_coverage = account('tp = [1, 2]\ndp_shard = [1, 2]\ndtype = ["float32", "bfloat16"]', 3)
+    assert file_coverage.counts["skipped"] > 0
+    assert file_coverage.counts["covered"] + file_coverage.counts["skipped"] == 8
     file_coverage = account('recipe = ["tensorwise"]\noutput_layer = [false, true]\nvocab_size = [2048, 2050]')
     assert [combination.values for combination in file_coverage.of("refused")] == [
         ("output_layer=true", "vocab_size=2050")
     ]
 
 
-def test_triples_beyond_the_strength_are_skipped() -> None:
-    file_coverage = account('tp = [1, 2]\ndp_shard = [1, 2]\ndtype = ["float32", "bfloat16"]', 3)
-    assert file_coverage.counts["skipped"] > 0
-    assert file_coverage.counts["covered"] + file_coverage.counts["skipped"] == 8
+def test_rules_are_named_alone_and_where_they_only_together_forbid() -> None:
+    (excluded,) = account('recipe = ["rowwise"]\ndp_shard = [1]\nfp8_all_gather = [true]').of("excluded")[:1]
+    assert excluded.rules == ("all_gather_needs_tensorwise",)
+    file_coverage = account('tp = [1, 2]\nrecipe = ["bf16", "rowwise", "tensorwise"]\ntp_styles = ["plain", "float8"]')
+    fates = {combination.values: combination for combination in file_coverage.tuples}
+    at_tp_1 = fates["tp=1", "tp_styles=float8"]
+    assert at_tp_1.fate == "excluded"
+    assert set(at_tp_1.rules) == {"ignored_option", "tp_styles_need_tp"}
+    assert fates["recipe=rowwise", "tp_styles=float8"].rules == ("tp_styles_need_tensorwise",)

@@ -87,15 +87,12 @@ def test_the_latest_result_counts_where_that_is_asked_for() -> None:
     assert verdicts(merged([missing, old], latest=True)) == {"a": "passed"}
 
 
-def test_results_that_differ_in_times_alone_are_the_same() -> None:
+def test_results_that_differ_in_times_alone_are_the_same_and_nan_is_equal_to_itself() -> None:
     slow = make_result("a", attempts=(make_attempt(wall_s=9.0),))
     assert merged([shard(make_result("a")), shard(slow)]).results[0].seconds == 1.25
     moved = make_result("a", measured=Measured(digests={"casts": "x"}))
     with pytest.raises(HarnessError, match="different results"):
         merged([shard(make_result("a")), shard(moved)])
-
-
-def test_nan_is_equal_to_itself() -> None:
     result = make_result("a", measured=Measured(loss_distance=float("nan")))
     assert len(merged([shard(result), shard(result)]).results) == 1
 

@@ -43,19 +43,13 @@ def model_of(text: str = "", *, run: ModelRecord | None = None, **of_reference: 
     return found_model(parse_case_id(text) if text else CASE, record(**of_reference), run or record())
 
 
-def test_every_linear_is_converted_but_for_the_head_and_what_is_filtered() -> None:
+def test_conversion_calls_recomputation_and_distribution_are_found() -> None:
     assert model_of().converted == ("down", "up")
     assert model_of("target.mine-single-tensorwise-head.fp8-v2048-f64").converted == ("down", "lm_head", "up")
     assert model_of("target.mine-single-tensorwise-filter.dow-v2048-f64").converted == ("up",)
     assert model_of("target.mine-single-bf16-v2048-f64").converted == ()
-
-
-def test_the_reference_calls_a_linear_for_every_data_parallel_rank() -> None:
     assert model_of(calls=4).calls == {"up": 2, "down": 2}
     assert model_of("target.mine-tp2-tensorwise-v2048-f64", calls=4).calls == {"up": 4, "down": 4}
-
-
-def test_recomputation_and_distribution_are_found_in_the_run() -> None:
     assert set(model_of(run=record(recomputed=2)).recomputed.values()) == {2}
     assert model_of(run=record(axes=("dp_shard",))).on_tp == frozenset()
     assert model_of().on_tp == {"up", "down"}
@@ -112,13 +106,10 @@ def test_casts_follow_from_calls() -> None:
     assert CastSite("lm_head", "input", "forward") not in casts
 
 
-def test_before_the_reference_has_run_nothing_is_expected_of_linears() -> None:
+def test_before_the_reference_has_run_nothing_is_expected_of_linears_but_of_a_llama() -> None:
     assert {"fp8_on", "matmuls", "scales", "recompute", "traffic"} <= not_judged(CASE).keys()
     assert {"memory", "live_memory"} <= not_judged(Expectations(CASE, model_of())).keys()
     assert "scales" not in not_judged(Expectations(CASE, model_of()))
-
-
-def test_of_a_llama_all_follows_from_the_case() -> None:
     case = parse_case_id("tp2-tensorwise-ac.full-v2048-f64")
     model = llama_model(case)
     assert set(model.calls.values()) == set(model.recomputed.values()) == {1}

@@ -92,14 +92,6 @@ def test_detections_whose_headline_is_listed_are_scored():
     assert "amax_without_abs in single-tensorwise-v2048-f64: not the rank and step: rank 0" in text
 
 
-def test_a_fault_that_cannot_be_planted_is_named_with_what_it_needs():
-    text = text_of(
-        mutation_sections(matrix_of(make_trial(), not_planted={"rope_base_of_another_model": NEEDS["reference"]}))
-    )
-    assert "rope_base_of_another_model: base of RoPE" in text
-    assert "(needs the reference target" in text
-
-
 def test_only_what_a_run_records_tells_it_from_another():
     clean = run([8.0], 1.0)
     slower = run_of(
@@ -152,9 +144,12 @@ def test_gradients_differ_below_twenty_decibels(sqnr, seen):
     assert BaselineDetection(loss_gap=0.0, sqnr_db=sqnr).by_sqnr is seen
 
 
-def test_both_baselines_detect_a_run_that_does_not_finish():
+def test_both_baselines_detect_nan_and_a_run_that_does_not_finish():
     assert UNFINISHED.by_loss
     assert UNFINISHED.by_sqnr
+    detection = baseline_detection(run([math.nan], math.nan), make_golden(losses=(8.0,)), run([8.0], 1.0))
+    assert detection.by_loss
+    assert detection.by_sqnr
 
 
 def test_a_run_is_compared_with_the_loss_of_the_golden_and_the_gradient_of_the_solo_witness():
@@ -165,26 +160,22 @@ def test_a_run_is_compared_with_the_loss_of_the_golden_and_the_gradient_of_the_s
     assert (same.loss_gap, same.sqnr_db) == (0.0, math.inf)
 
 
-def test_both_baselines_detect_nan():
-    detection = baseline_detection(run([math.nan], math.nan), make_golden(losses=(8.0,)), run([8.0], 1.0))
-    assert detection.by_loss
-    assert detection.by_sqnr
-
-
-def test_the_report_names_what_is_not_detected_and_counts_a_fault_once():
+def test_the_report_names_what_is_not_detected_equivalent_or_not_planted_with_its_reason():
     missed = make_trial("scale_margin", verdict=Verdict.PASSED, rules=(), case_id="fsdp2-tensorwise-v2048-f64")
     text = text_of(mutation_sections(matrix_of(make_trial(), make_trial("scale_margin"), missed)))
     assert "undetected (1)\n  scale_margin in fsdp2-tensorwise-v2048-f64: passed" in text
     assert "all" in text
     (line,) = (line for line in text.splitlines() if line.startswith("  all"))
     assert line.split()[1] == "1/2"
-
-
-def test_the_report_gives_reasons_for_equivalents_and_names_carriers_that_fail_clean():
     quiet = make_trial("clamp_dropped", equivalent=True, verdict=Verdict.PASSED, rules=())
     text = text_of(mutation_sections(matrix_of(quiet, clean=(make_trial(None),))))
     assert "clamp_dropped: Under dynamic scaling" in text
     assert "prove nothing (1)" in text
+    text = text_of(
+        mutation_sections(matrix_of(make_trial(), not_planted={"rope_base_of_another_model": NEEDS["reference"]}))
+    )
+    assert "rope_base_of_another_model: base of RoPE" in text
+    assert "(needs the reference target" in text
 
 
 def test_the_json_keeps_infinity():

@@ -65,9 +65,6 @@ def test_wide_fsdp_over_gloo_is_judged_as_replicas_are() -> None:
     assert parity_key(case, GLOO) == "tiny-rowwise-replicas-float32"
     assert replayed_steps(case, GLOO) == (1, 2) and "module_tensors" not in here.not_recorded
     assert here.relation is not None and case_id(here.relation.partner) == "fsdp4-rowwise-v2048-s2-f32"
-
-
-def test_a_compiled_one_has_its_eager_partner_judged() -> None:
     case = parse_case_id("fsdp4-rowwise-graph-v2048-f32")
     assert not Expectations(case).stands_for_modules
     assert Expectations(case, numerics=GLOO).stands_for_modules

@@ -51,12 +51,9 @@ def test_everything_is_kept_or_named_and_the_budget_holds(budget_cpu_s: float) -
     assert budgeted.cost_cpu_s <= budget_cpu_s
 
 
-def test_the_first_case_covers_most_per_second() -> None:
+def test_the_first_case_covers_most_per_second_and_a_large_budget_keeps_all_in_order() -> None:
     budgeted = within_budget(SELECTION.cases, [SELECTION], by_ranks, faults=(), budget_cpu_s=2)
     assert [case.world_size for case in budgeted.cases] == [1]
-
-
-def test_a_large_budget_keeps_everything_in_order() -> None:
     budgeted = within_budget(SELECTION.cases, [SELECTION], by_ranks, faults=(), budget_cpu_s=1e6)
     assert budgeted.cases == SELECTION.cases and not budgeted.left_out
 
@@ -95,21 +92,15 @@ def test_no_shard_has_more_to_do_than_its_share_and_one_case(prices: list[Price]
         assert own_s <= total_s / count + max(case_price.extra_s(()) for case_price in prices) + 1e-9
 
 
-def test_one_dear_case_has_a_shard_of_its_own() -> None:
+def test_dear_cases_and_witnesses_have_shards_of_their_own_and_an_empty_one_selects_nothing() -> None:
     price = pricing([Price(own_s=1.0)] * 6 + [Price(own_s=6.0)])
     assert sorted(map(len, shards(cases(7), 2, price))) == [1, 6]
-
-
-def test_cases_that_share_a_dear_witness_go_to_one_shard() -> None:
     price = pricing([Price(own_s=1.0, shared_s={"ab"[seed % 2]: 50.0}) for seed in range(6)])
     even, odd = sorted(
         [case.train.seed % 2 for case in cases_of_shard(cases(6), Shard(index=index, count=2), price)]
         for index in (1, 2)
     )
     assert (even, odd) == ([0, 0, 0], [1, 1, 1])
-
-
-def test_an_empty_shard_selects_nothing() -> None:
     query = Query(sources=("single-bf16-v2048-b16",), shard=Shard(index=2, count=2))
     assert select_cases(find_project(ROOT), query) == ()
 

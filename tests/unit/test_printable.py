@@ -240,11 +240,8 @@ def test_a_report_that_is_too_long_says_how_much_is_left_out() -> None:
     assert f"left out here: {counted(40_006 - kept, 'line')}; --json FILE has all." in text
 
 
-def test_a_text_that_is_too_long_says_how_much_is_left_out() -> None:
+def test_a_text_that_is_too_long_says_how_much_is_left_out_and_no_other_is_changed() -> None:
     (text, end) = bounded(["x" * (LONGEST + 7), "end"], where="")
     assert text == "x" * LONGEST + " … (7 more characters)" and end == "end"
-
-
-def test_what_is_not_too_long_is_not_changed() -> None:
     blocks = [*run_sections(a_run(), rerun="x"), *shown_case(a_run().results[0])]
     assert text_of(bounded(blocks, where="")) == text_of(blocks)

@@ -144,9 +144,13 @@ def test_a_fork_that_changes_what_runs_in_jobs_gets_no_comment(
     assert posted(tmp_path / "a", **github(tmp_path, forge, FORK)) == ["added comment 1"]
 
 
-def test_more_files_than_github_lists_are_no_proof(tmp_path: Path, forge: Forge) -> None:
+def test_of_a_fork_too_many_files_are_no_proof_and_what_it_writes_is_inert(tmp_path: Path, forge: Forge) -> None:
     forge.pulls, forge.files = [OF_FORK], [{"filename": "a"}] * 3000
     assert "comes from a fork" in posted(left(tmp_path / "a", "equal"), **github(tmp_path, forge, FORK))[0]
+    evil = Row(layout="@user", case_id="tp2-rowwise-v2048-f32", word="equal", why="![x](//e.vil) </sub> #12")
+    assert posted(left(tmp_path / "a", "equal", rows=(evil,)), **github(tmp_path, forge, PULL)) == ["added comment 1"]
+    body = forge.comments[0]["body"]
+    assert "| `@user` | equal |" in body and "!\\[x\\](//e.vil) &lt;/sub&gt; `#12`" in body
 
 
 @pytest.mark.parametrize(
@@ -178,13 +182,6 @@ def test_a_green_table_over_bad_results_is_not_posted(tmp_path: Path, forge: For
     assert not forge.comments, "text that the job wrote is never posted"
 
 
-def test_what_a_fork_writes_is_inert_in_the_comment(tmp_path: Path, forge: Forge) -> None:
-    evil = Row(layout="@user", case_id="tp2-rowwise-v2048-f32", word="equal", why="![x](//e.vil) </sub> #12")
-    assert posted(left(tmp_path / "a", "equal", rows=(evil,)), **github(tmp_path, forge, PULL)) == ["added comment 1"]
-    body = forge.comments[0]["body"]
-    assert "| `@user` | equal |" in body and "!\\[x\\](//e.vil) &lt;/sub&gt; `#12`" in body
-
-
 def test_a_note_of_gitlab_is_edited_where_it_is_ours(tmp_path: Path, forge: Forge) -> None:
     forge.add(f"{MARKER}\nby somebody else")
     forge.others = (1,)
@@ -197,16 +194,13 @@ def test_a_note_of_gitlab_is_edited_where_it_is_ours(tmp_path: Path, forge: Forg
     assert "PUT /projects/5/merge_requests/3/notes/2" in forge.asked
 
 
-def test_what_is_nothing_of_the_harness_is_not_posted(tmp_path: Path, forge: Forge) -> None:
+def test_what_is_posted_without_a_table(tmp_path: Path, forge: Forge) -> None:
     variables = github(tmp_path, forge, PULL)
     assert "nothing of fp8-harness to post" in posted(tmp_path, **variables)[0]
     gone = variables | {"GITHUB_API_URL": "http://127.0.0.1:9"}
     assert "no comment: " in posted(left(tmp_path / "a", "equal"), **gone)[0]
     assert "no pull request" in posted(tmp_path / "a", **github(tmp_path, forge, {"pusher": {}}))[0]
     assert not forge.asked
-
-
-def test_without_a_table_the_comment_says_why(tmp_path: Path, forge: Forge) -> None:
     (tmp_path / "outcome.json").write_text('{"target": "my.target", "exit_code": 4}')
     assert posted(tmp_path, **github(tmp_path, forge, PULL)) == ["added comment 1"]
     assert "## parity: infrastructure failed, not this change: run it again\n" in forge.comments[0]["body"]
@@ -270,6 +264,8 @@ def test_without_a_module_it_is_where_the_target_raised_or_is_built(repository: 
     trace = f'  File "{repository}/net/model.py", line 4, in f\n  File "/site/torch/nn.py", line 9, in g\n'
     failed = make_result("single-rowwise-v2048-f32", run=run_of(make_failure(1, "boom", traceback=trace)))
     assert script.place_of(failed, "fp8_target") == script.Place("net/model.py", 4)
+    with pytest.raises(HarnessError, match="fetch-depth: 0"):
+        script.merge_base("0" * 40)
 
 
 def test_a_layout_that_was_right_in_the_base_is_wrong_at_a_line_of_the_difference(
@@ -317,8 +313,3 @@ def test_what_is_too_long_for_a_comment_loses_what_is_folded(tmp_path: Path, scr
 def test_without_a_table_the_code_says_why(script: ModuleType, code: int, says: str) -> None:
     outcome = script.Outcome(code, "Traceback\nfp8-harness: error: no such layout\n")
     assert outcome.title.startswith(says) and outcome.message == "fp8-harness: error: no such layout"
-
-
-def test_a_clone_without_the_base_says_what_to_do(repository: Path, script: ModuleType) -> None:
-    with pytest.raises(HarnessError, match="fetch-depth: 0"):
-        script.merge_base("0" * 40)

@@ -37,7 +37,7 @@ reason = "users run it"
 """
 
 
-def test_a_quarantine_covers_its_cases_up_to_its_day(tmp_path: Path) -> None:
+def test_a_quarantine_covers_its_cases_up_to_its_day_and_one_for_ever_is_remarked_on(tmp_path: Path) -> None:
     (entry,) = read_quarantine(written(tmp_path, ENTRY))
     link = "https://github.com/pytorch/ao/issues/1"
     text = f"quarantined until 2027-03-01 by ana: differs once a week ({link})"
@@ -46,9 +46,6 @@ def test_a_quarantine_covers_its_cases_up_to_its_day(tmp_path: Path) -> None:
     assert entry.covers(parse_case_id(CASE)) and not entry.covers(parse_case_id("single-rowwise-v2048-b16"))
     assert entry.holds(datetime.date(2027, 3, 1)) and not entry.holds(datetime.date(2027, 3, 2))
     assert read_quarantine(tmp_path / "none.toml") == ()
-
-
-def test_a_quarantine_for_ever_is_remarked_on(tmp_path: Path) -> None:
     (entry,) = read_quarantine(written(tmp_path, ENTRY.replace("2027-03-01", "9999-12-31")))
     assert entry.text(datetime.date(2026, 1, 1)).endswith("That is 7973.8 years away: set a date within a year")
 

@@ -68,14 +68,11 @@ def test_which_matmuls_are_float8_and_scale_rows(
     assert {matmul for matmul in OPERANDS if traits.scales_rows(matmul)} == rows
 
 
-def test_casts_that_the_recipe_has_anyway_have_no_spelling() -> None:
+def test_casts_that_the_recipe_has_anyway_have_no_spelling_and_none_is_set_twice() -> None:
     assert make_case(recipe="rowwise", casts=["w:axs", "go:e4m3", "i:ten"]).float8.casts == ("i:ten",)
     assert case_id(make_case(recipe="tensorwise", casts=["go:e4m3", "i:ten"])).startswith(
         "single-tensorwise-casts.go.e4m3-v"
     )
-
-
-def test_an_operand_that_is_set_twice_is_refused() -> None:
     with pytest.raises(HarnessError, match="set an operand twice"):
         make_case(recipe="rowwise", casts=["w:ten", "w:dis"])
 
@@ -87,14 +84,10 @@ def test_only_tensorwise_casts_gradients_to_the_wider_range() -> None:
 
 
 @pytest.mark.parametrize("recipe", TRAITS)
-def test_a_case_has_the_facts_of_its_recipe(recipe: Recipe) -> None:
+def test_a_case_has_the_facts_of_its_recipe_and_what_follows_from_them(recipe: Recipe) -> None:
     float8 = make_case(recipe=recipe).float8
     assert float8.traits is TRAITS[recipe]
     assert float8.enabled is (recipe != "bf16")
-
-
-@pytest.mark.parametrize("recipe", TRAITS)
-def test_conversion_matmuls_and_casts_follow_from_the_facts(recipe: Recipe) -> None:
     case, traits = make_case(recipe=recipe), TRAITS[recipe]
     linears, roles = len(converted_fqns(case)), {gemm.role for gemm in gemms(case)}
     assert (linears > 0) is traits.converts

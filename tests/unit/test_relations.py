@@ -67,9 +67,16 @@ def test_another_order_of_sums_is_exact_in_float64_and_promised_nowhere_else(cas
         assert name not in promised(case.removesuffix("f64") + dtype)
 
 
-def test_bfloat16_gathers_another_number_in_float8() -> None:
+def test_what_is_not_neutral_is_promised_nothing() -> None:
     """The master weight is float32; without the float8 all-gather its bfloat16 copy is cast."""
     assert "fp8_all_gather" not in promised("fsdp2-tensorwise-ag.fp8-v2048-b16")
+    assert "pad_inner_dim" not in promised("fsdp8-tensorwise-pad-v2048-sl40-f64")
+    assert "pad_inner_dim" in promised("fsdp4-tensorwise-pad-v2048-sl40-f64")
+    # A vocabulary of 2064 splits over 2 and 8 ranks, not over 32; blocks split over all of them.
+    text = "hsdp16x2-tensorwise-ag.fp8-head.fp8-v2064-gb32-f64"
+    assert "dp_replicate" not in promised(text)
+    assert "dp_replicate" in promised(text.replace("-head.fp8", ""))
+    assert partner_of("tp2-rowwise-ac.op-v2048-b16-tol.0.5") == ("checkpointing", "tp2-rowwise-v2048-b16")
 
 
 @pytest.mark.parametrize("dtype", ["f64", "f32", "b16"])
@@ -79,18 +86,6 @@ def test_where_fsdp_meets_tp_the_gathered_scale_is_promised_nothing(dtype: str) 
     assert set(both) == {"precompute_scale"}
     assert both["precompute_scale"] == (f"fsdp2-tp4-tensorwise-ag.fp8-v2048-{dtype}", "bitwise", 1)
     assert promised(f"fsdp2-tp4-tensorwise-ag.fp8-v2048-{dtype}") == {}
-
-
-def test_padding_that_makes_a_case_legal_is_not_neutral() -> None:
-    assert "pad_inner_dim" not in promised("fsdp8-tensorwise-pad-v2048-sl40-f64")
-    assert "pad_inner_dim" in promised("fsdp4-tensorwise-pad-v2048-sl40-f64")
-
-
-def test_uneven_shards_are_never_gathered_in_float8_by_a_partner() -> None:
-    """A vocabulary of 2064 splits over 2 and 8 ranks, not over 32; blocks split over all of them."""
-    text = "hsdp16x2-tensorwise-ag.fp8-head.fp8-v2064-gb32-f64"
-    assert "dp_replicate" not in promised(text)
-    assert "dp_replicate" in promised(text.replace("-head.fp8", ""))
 
 
 @pytest.mark.parametrize("case", ["tp2-tensorwise-head.fp8-ac.full-v2256-f64", "fsdp8-tensorwise-ac.op-v2048-sl40-b16"])
@@ -120,10 +115,6 @@ def test_a_case_that_must_be_refused_has_no_relation(case: str) -> None:
 )
 def test_the_partner_of_a_matrix_case(case: str, expected: tuple[str, str] | None) -> None:
     assert partner_of(case) == expected
-
-
-def test_the_partner_has_no_checks_of_its_own() -> None:
-    assert partner_of("tp2-rowwise-ac.op-v2048-b16-tol.0.5") == ("checkpointing", "tp2-rowwise-v2048-b16")
 
 
 def is_sound(relation: Relation, case: Case) -> bool:

@@ -151,18 +151,27 @@ def test_only_what_is_good_has_no_failure_and_no_error(verdict: Verdict) -> None
     assert int(root.get("failures", "0")) + int(root.get("errors", "0")) == len(bad)
 
 
-def test_a_case_has_its_facts() -> None:
+def test_a_case_has_its_facts_and_a_bad_one_its_command_and_the_end_of_the_output_of_ranks() -> None:
     case = parsed(result(Verdict.CRASH)).find(".//testcase")
     assert case is not None
     assert (case.get("classname"), case.get("name"), case.get("time")) == ("fp8-harness", "a", "1.250")
     facts = {element.get("name"): element.get("value") for element in case.findall("properties/property")}
     assert facts == {"command": "fp8-harness run a", "verdict": "crash", "world_size": "4"}
     assert "why" in (case.findtext("system-out") or "")
+    failure = make_failure(0, traceback=f"Traceback\n{LAST_OUTPUT}\nNCCL gave up")
+    case = parsed(make_result("a", Verdict.CRASH, run=run_of(failure)))
+    assert (case.findtext(".//error") or "").endswith("reproduce: fp8-harness run a")
+    assert (case.findtext(".//system-out") or "").endswith("NCCL gave up")
 
 
-def test_a_refusal_that_passed_has_no_traceback() -> None:
+def test_refusals_cases_without_findings_and_empty_runs_are_valid() -> None:
     refused = make_result(run=run_of(make_failure(0, traceback="Traceback"), make_failure(1, traceback="Traceback")))
     assert parsed(refused).find(".//system-out") is None
+    root = parsed(make_result(expectation="output_alignment"))
+    assert root.findtext(".//system-out") == "as expected: output_alignment"
+    (error,) = parsed(make_result(verdict=Verdict.NOT_RUN)).findall(".//error")
+    assert error.get("message") == "was not run" == (error.text or "").splitlines()[0]
+    assert parsed().get("tests") == "0"
 
 
 def test_an_error_of_the_harness_about_a_target_shows_the_output_of_ranks_alone() -> None:
@@ -180,31 +189,12 @@ def test_a_known_fault_is_skipped_with_its_text() -> None:
     assert "c/test [rank 2]: why" in output and "reproduce: fp8-harness run a" in output
 
 
-def test_a_bad_case_has_the_command_and_the_end_of_the_output_of_ranks() -> None:
-    failure = make_failure(0, traceback=f"Traceback\n{LAST_OUTPUT}\nNCCL gave up")
-    case = parsed(make_result("a", Verdict.CRASH, run=run_of(failure)))
-    assert (case.findtext(".//error") or "").endswith("reproduce: fp8-harness run a")
-    assert (case.findtext(".//system-out") or "").endswith("NCCL gave up")
-
-
-def test_a_case_that_passed_as_expected_says_so() -> None:
-    root = parsed(make_result(expectation="output_alignment"))
-    assert root.findtext(".//system-out") == "as expected: output_alignment"
-
-
-def test_a_bad_case_without_findings_still_says_what_it_is() -> None:
-    (error,) = parsed(make_result(verdict=Verdict.NOT_RUN)).findall(".//error")
-    assert error.get("message") == "was not run" == (error.text or "").splitlines()[0]
-
-
 @given(st.text(st.characters(codec=None)))
-def test_any_text_gives_valid_xml(text: str) -> None:
+def test_any_text_gives_valid_xml_and_one_line(text: str) -> None:
     case = parsed(result(Verdict.CRASH, text=text)).find(".//testcase")
     assert case is not None
-
-
-def test_an_empty_run_is_valid() -> None:
-    assert parsed().get("tests") == "0"
+    (line, *rest) = annotation_lines(run_of_texts(text)).split("\n")
+    assert rest == [""] and "\r" not in line and read(line)[0] == "case0"
 
 
 HOSTILE = "50 %\n::error::forged\r\n::set-output name=a::b\x1b[31m, %0A"
@@ -236,18 +226,9 @@ def test_a_bad_case_is_annotated_with_what_is_wrong_and_how_to_reproduce_it() ->
     title, message = read(line)
     assert title == "case0"
     assert message == "computed wrong numbers\nc/test: the loss is off\nreproduce: fp8-harness run case0"
-
-
-def test_hostile_text_is_one_annotation_and_reads_as_it_was() -> None:
     text = annotation_lines(run_of_texts(HOSTILE))
     assert text.count("\n") == 1
     assert "c/test: 50 %\n  \\::error::forged\n  \\::set-output name=a::b, %0A" in read(text.rstrip("\n"))[1]
-
-
-@given(st.text(st.characters(codec=None)))
-def test_any_text_is_one_line(text: str) -> None:
-    (line, *rest) = annotation_lines(run_of_texts(text)).split("\n")
-    assert rest == [""] and "\r" not in line and read(line)[0] == "case0"
 
 
 @given(st.integers(0, 3 * ANNOTATIONS))
@@ -258,11 +239,8 @@ def test_no_more_than_github_shows_and_every_case_named(count: int) -> None:
     assert all(re.search(rf"^case{number}$", named, flags=re.MULTILINE) for number in range(count))
 
 
-def test_a_summary_is_the_markdown_report() -> None:
+def test_a_summary_is_the_markdown_report_and_never_larger_than_github_shows() -> None:
     assert job_summary(run_of_texts("the loss is off")).startswith("## fp8-harness: not good")
-
-
-def test_a_summary_is_never_larger_than_github_shows() -> None:
     text = job_summary(run_of_texts(*["x\n" + "é" * 20_000] * 40))
     assert SUMMARY_BYTES * 0.9 < len(text.encode()) < SUMMARY_BYTES
     assert text.endswith("cut off here: the whole report is larger than GitHub shows.\n")

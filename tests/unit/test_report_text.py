@@ -83,7 +83,7 @@ def test_the_table() -> None:
     assert table_lines() == []
 
 
-def test_a_finding_says_where_what_expected_and_found() -> None:
+def test_a_finding_says_where_what_expected_and_found_or_that_it_could_not_be_judged() -> None:
     assert text_of([Section(blocks=(finding_entry(FINDING),))]).splitlines() == [
         "fp8_on/not-converted [step 3, rank 1, module layers.0.w1]: layers.0.w1 was not converted",
         "  second line",
@@ -92,6 +92,10 @@ def test_a_finding_says_where_what_expected_and_found() -> None:
     ]
     assert finding_entry(a_finding(check="judge", message="no check")).title == "judge/test: no check"
     assert "[step 0, rank 0]" in finding_entry(a_finding(check="c", message="m", step=0, rank=0)).title
+    lacks = a_finding(rule="loss_vs_golden/no-golden", message="no golden is stored", judged=False)
+    assert case_block(result("bad", Verdict.INVARIANT, lacks)).startswith("bad could not be judged\n")
+    both = case_block(result("bad", Verdict.INVARIANT, FINDING, lacks))
+    assert both.startswith("bad broke an invariant\n") and "cannot be judged: no golden is stored" in both
 
 
 def test_findings_are_divided_where_some_may_be_effects_of_others() -> None:
@@ -109,54 +113,35 @@ def test_findings_are_divided_where_some_may_be_effects_of_others() -> None:
     assert "cause" not in case_block(result("bad", Verdict.INVARIANT, FINDING, FINDING))
 
 
-def test_a_case_that_lacks_something_did_not_fail_a_check() -> None:
-    lacks = a_finding(rule="loss_vs_golden/no-golden", message="no golden is stored", judged=False)
-    assert case_block(result("bad", Verdict.INVARIANT, lacks)).startswith("bad could not be judged\n")
-    both = case_block(result("bad", Verdict.INVARIANT, FINDING, lacks))
-    assert both.startswith("bad broke an invariant\n") and "cannot be judged: no golden is stored" in both
-
-
-def test_the_report_has_a_block_for_what_is_not_good_only() -> None:
+def test_the_report_has_a_block_for_what_is_not_good_only_and_counts_every_verdict() -> None:
     text = text_report(run(result(), result("known", Verdict.KNOWN, FINDING), result("bad", Verdict.NUMERIC, FINDING)))
     assert "bad computed wrong numbers" in text
     assert "reproduce: fp8-harness run bad" in text
     assert "known failed as" not in text and "run --case single" not in text
     assert text.endswith("3 cases: 1 passed, 1 numeric, 1 known; 0 checks judged, 0 not; 12.3 s wall, 7.5 s CPU\n")
-
-
-def test_a_run_without_cases_says_so() -> None:
     assert text_report(run(interrupted=True)) == "0 cases: nothing; 12.3 s wall, 0.0 s CPU - interrupted\n"
-
-
-def test_every_verdict_that_occurred_is_counted() -> None:
     line = totals_line(run(*(result(verdict.value, verdict) for verdict in Verdict)))
     assert all(f"1 {verdict.value}" in line for verdict in Verdict)
 
 
-def test_a_long_error_is_cut_in_the_table_and_whole_below() -> None:
+def test_headlines_are_cut_in_the_table_and_retries_and_expectations_are_visible() -> None:
     words = "rank 0 raised: " + "Traceback " * 200 + "the cause"
     result = make_result("a", Verdict.CRASH, findings=(a_finding(message=words), a_finding()))
     assert headline(result).startswith(words[:400]) and headline(result).endswith("… (+1 more)")
     assert len(headline(result)) < 420
     assert "the cause" in case_block(result)
-
-
-def test_retries_and_expectations_are_visible() -> None:
     assert headline(crashed()) == "rank 1 raised"
     block = case_block(crashed())
     assert "2 attempts, earlier: infra: no fork" in block
     assert headline(make_result(expectation="alignment")) == "as expected: alignment"
 
 
-def test_equal_tracebacks_are_shown_once_and_consequences_are_not() -> None:
+def test_equal_tracebacks_are_shown_once_and_long_ones_by_their_end() -> None:
     block = case_block(crashed(failure(1), failure(2), failure(3, traceback="other\n", consequence=True)))
     assert block.count("boom") == 1
     assert "rank 1 raised in step 3: ValueError: x" in block
     assert "other" not in block
     assert "boom" in case_block(crashed(failure(1, consequence=True)))
-
-
-def test_a_traceback_of_several_cases_is_shown_with_the_first() -> None:
     one, two = (replace(crashed(failure(0), failure(1)), case_id=name) for name in ("one", "two"))
     printed = replace(two, run=run_of(failure(0, traceback="Traceback\n  boom\nlast output:\nother words")))
     unlike = replace(crashed(failure(0, traceback="Traceback\n  bang")), case_id="three")
@@ -164,6 +149,9 @@ def test_a_traceback_of_several_cases_is_shown_with_the_first() -> None:
         assert text.count("  boom") == 1 and text.count("  bang") == 1
         assert text.count("rank 0 raised in step 3: ValueError: x\n  same traceback as one") == 1
     assert "boom" in case_block(two)
+    long = "\n".join(f"line {number}" for number in range(100))
+    block = case_block(crashed(failure(1, traceback=long)))
+    assert "(75 earlier lines)" in block and "line 99" in block and "line 74\n" not in block
 
 
 def test_stacks_of_stuck_ranks_are_left_to_the_finding_and_the_json_report() -> None:
@@ -172,12 +160,6 @@ def test_stacks_of_stuck_ranks_are_left_to_the_finding_and_the_json_report() -> 
     assert "x.py" not in case_block(crashed(stuck))
     block = case_block(crashed(replace(stuck, traceback=f"{stuck.traceback}\nlast output:\nwarned")))
     assert "x.py" not in block and "last output:\n  warned" in block
-
-
-def test_a_long_traceback_shows_its_end() -> None:
-    long = "\n".join(f"line {number}" for number in range(100))
-    block = case_block(crashed(failure(1, traceback=long)))
-    assert "(75 earlier lines)" in block and "line 99" in block and "line 74\n" not in block
 
 
 IDS = [
@@ -212,7 +194,7 @@ def test_cases_that_were_not_run_are_one_line() -> None:
     assert "not run: 1 case (`fp8-harness run --lf` runs it)" in text_report(run(result(), waiting[0]))
 
 
-def test_markdown_lists_what_is_not_good_and_folds_the_rest() -> None:
+def test_markdown_lists_what_is_not_good_folds_the_rest_and_stays_small() -> None:
     finding = a_finding(check="c", message="a | b <x> & ```")
     text = run_markdown(run(result(), result("bad", Verdict.NUMERIC, finding)))
     assert text.startswith("## fp8-harness: not good\n")
@@ -220,20 +202,14 @@ def test_markdown_lists_what_is_not_good_and_folds_the_rest() -> None:
     assert "````text\nbad computed wrong numbers" in text
     assert text.count("<details>") == text.count("</details>") == 2
     assert text.index("`bad`") < text.index("`single-bf16`")
-
-
-def test_markdown_of_a_good_run_is_good() -> None:
     assert run_markdown(run(result())).startswith("## fp8-harness: good\n")
     assert run_markdown(run()).startswith("## fp8-harness: not good\n")
-
-
-def test_markdown_stays_small() -> None:
     text = run_markdown(run(*(result(f"case{number}", Verdict.CRASH) for number in range(250))))
     assert "… and 50 more that are not good." in text
     assert text.count("case249 crashed") == 0
 
 
-def test_checks_without_a_verified_formula_are_named_once() -> None:
+def test_checks_that_were_not_judged_are_named_once_with_their_reason_and_counted() -> None:
     skipped = NotJudged(check="traffic", reason="the formula for traffic was not verified: torch 2.99", unverified=True)
     inapplicable = NotJudged(check="graphs", reason="no rank recorded graphs")
     run_result = run(*(make_result(name, not_judged=(inapplicable, skipped)) for name in ("a", "b")))
@@ -241,9 +217,6 @@ def test_checks_without_a_verified_formula_are_named_once() -> None:
     assert f"not judged here\n  {line}\n" in text_report(run_result)
     assert line in run_markdown(run_result)
     assert "not judged" not in text_report(run(make_result("a", not_judged=(inapplicable,))))
-
-
-def test_every_check_that_was_not_judged_is_named_with_its_reason_and_counted() -> None:
     skipped = NotJudged(check="memory", reason="it is the partitioner's choice")
     run_result = run(*(make_result(name, checks=("finite",), not_judged=(skipped,)) for name in ("a", "b")))
     text = text_of([not_judged_section(run_result)])
@@ -287,7 +260,4 @@ def test_a_review_names_the_reason_the_goldens_and_the_versions() -> None:
     assert first.startswith(OLD.family) and "beyond noise: 5.0e-01" in first
     assert second.split() == ["old", "cpu", "removed"]
     assert rest == ["", "torch 2.13.0+cpu -> 2.14.0", "torchao 0.18.0 -> none"]
-
-
-def test_nothing_is_to_review_where_nothing_changed() -> None:
     assert review_text(GoldenChange(old=OLD, new=replace(OLD, provenance=moved(0).new.provenance))) == ""

@@ -46,9 +46,6 @@ def test_cases_that_a_killed_run_never_reached_run_again(project: Project) -> No
         "2 of 3 cases of the last run have no result: it was killed or still runs, or the result is damaged. "
         "They run now."
     )
-
-
-def test_a_run_that_was_killed_before_its_first_result_is_the_last_run(project: Project) -> None:
     new_run(project, GOOD).append(make_result(GOOD))
     new_run(project, BAD, THIRD)
     assert rerun_query(project).query.sources == (BAD, THIRD)
@@ -98,9 +95,6 @@ def test_a_damaged_list_of_cases_is_noted(project: Project) -> None:
     store.path.write_bytes(store.path.read_bytes().replace(b'{"line":"start","schema":4', b"["))
     (note,) = rerun_query(project).notes
     assert ".jsonl:1: not a line of results" in note
-
-
-def test_a_run_of_another_version_says_so(project: Project) -> None:
     store = new_run(project, GOOD)
     store.append(make_result(GOOD, Verdict.CRASH))
     store.path.write_bytes(store.path.read_bytes().replace(b'"schema":4', b'"schema":2'))

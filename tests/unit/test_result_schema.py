@@ -116,16 +116,14 @@ some_runs = st.builds(
 
 
 @given(some_runs)
-def test_every_line_is_valid(run: RunResult) -> None:
+def test_every_line_is_valid_and_what_is_read_is_what_was_written(
+    tmp_path_factory: pytest.TempPathFactory, run: RunResult
+) -> None:
     start, *cases, end = all_lines = lines(run)
     for line in all_lines:
         VALIDATOR.validate(line)
     assert start["cases"] == [case["id"] for case in cases]
     assert end["exit_code"] == run.exit_code and sum(end["totals"].values()) == len(cases)
-
-
-@given(some_runs)
-def test_what_is_read_is_what_was_written(tmp_path_factory: pytest.TempPathFactory, run: RunResult) -> None:
     path = tmp_path_factory.getbasetemp() / "run.jsonl"
     path.write_bytes(run_lines(run))
     stored = RunStore(path).read()

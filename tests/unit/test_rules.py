@@ -137,14 +137,8 @@ EXAMPLES: list[tuple[str, dict[str, object]]] = [
     ),
     ("tp_styles_round_bias_gradients", {"recipe": "tensorwise", "tp_styles": "float8", "tp": 2, "bias": True}),
     ("torchtitan_ties_nothing", {"target": "torchtitan_0_3", "tied": True}),
-    (
-        "tied_weights_are_plain",
-        {"recipe": "mxfp8", "conversion": "wrapper", **TIED_HEAD},
-    ),
-    (
-        "tied_weights_are_plain",
-        {"recipe": "tensorwise", "fp8_all_gather": True, **TIED_HEAD},
-    ),
+    ("tied_weights_are_plain", {"recipe": "mxfp8", "conversion": "wrapper", **TIED_HEAD}),
+    ("tied_weights_are_plain", {"recipe": "tensorwise", "fp8_all_gather": True, **TIED_HEAD}),
     ("copies_of_ends_are_not_resharded", {"tied": True, "pp": 2, "accumulation": 2, "resume": "resharded"}),
     ("torchtitan_has_no_bias", {"target": "torchtitan_0_3", "bias": True}),
     ("filter_matches", {"recipe": "rowwise", "filter_fqns": ["w9"]}),
@@ -205,7 +199,8 @@ def test_rules_of_shapes_say_nothing_of_a_model_that_is_not_known() -> None:
     assert "async_tp_needs_tp" in excluded_by(target="mine", async_tp=True, compile="graph")
 
 
-def test_every_exclusion_has_an_example() -> None:
+def test_every_exclusion_has_an_example_that_it_excludes() -> None:
+    assert [(name, axes) for name, axes in EXAMPLES if name not in excluded_by(**axes)] == []
     assert {name for name, _ in EXAMPLES} == {rule.name for rule in EXCLUSIONS}
 
 

@@ -40,11 +40,7 @@ def test_blocks_stand_below_their_title_and_sections_apart() -> None:
             Section(blocks=("2 cases",)),
             Section(
                 title="needs",
-                blocks=(
-                    Facts(
-                        (("tp", "2 or more"), ("dtype", "float64"), ("empty", "")),
-                    ),
-                ),
+                blocks=(Facts((("tp", "2 or more"), ("dtype", "float64"), ("empty", ""))),),
             ),
             Section(title="left out", blocks=(Items(()), Table(rows=()), Section(title="inside"))),
             Section(title="says", blocks=(Section(title="rank 0", blocks=(Verbatim("Traceback\n  boom"),)),)),
@@ -70,7 +66,7 @@ def test_long_lines_are_wrapped_and_ids_and_commands_are_not() -> None:
     assert lines("word " * 50) == [("word " * 50).strip()]
 
 
-def test_a_table_is_aligned_and_its_last_cell_wrapped() -> None:
+def test_a_table_is_aligned_and_rows_are_blocks_where_columns_do_not_fit() -> None:
     assert lines(TABLE, width=62, title="cases") == [
         "cases",
         "  case         verdict  ranks  note",
@@ -78,9 +74,6 @@ def test_a_table_is_aligned_and_its_last_cell_wrapped() -> None:
         "                               words than fit",
         "  x            passed      16",
     ]
-
-
-def test_rows_are_blocks_where_columns_do_not_fit() -> None:
     assert lines(TABLE, width=50) == [
         "tp2-rowwise",
         "  verdict numeric, ranks 2",

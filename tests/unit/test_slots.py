@@ -145,11 +145,8 @@ def test_a_node_without_cpus_or_gpus_has_no_ranks() -> None:
     assert slots_of(HEAD, "cpu", 4) == slots_of(CPUS, "cuda", None) == 0
 
 
-def test_nodes_that_are_alike_pass() -> None:
+def test_nodes_that_differ_are_named_with_what_differs_and_cpus_may_under_gpus() -> None:
     check_alike(HERE, {name: NodeFacts(capacity=replace(GPU, host=name), software=HERE) for name in "ab"})
-
-
-def test_nodes_that_differ_are_named_with_what_differs() -> None:
     nodes = {
         "a": NodeFacts(capacity=GPU, software=HERE),
         "b": NodeFacts(capacity=GPU, software=HERE | {"torch": "2.12.0", "torch sources": "cd34"}),
@@ -163,9 +160,6 @@ def test_nodes_that_differ_are_named_with_what_differs() -> None:
         "b: torch 2.13.0 -> 2.12.0, torch sources ab12 -> cd34; c: torch sources ab12 -> none; "
         "d: device NVIDIA H200 -> NVIDIA H100."
     )
-
-
-def test_cpus_may_differ_under_gpus_only() -> None:
     nodes = {name: NodeFacts(capacity=replace(GPU, cpu=name), software=HERE) for name in "ab"}
     check_alike(HERE, nodes)
     on_cpus = {name: replace(node, capacity=replace(node.capacity, device="cpu")) for name, node in nodes.items()}

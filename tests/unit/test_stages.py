@@ -27,13 +27,10 @@ INTERLEAVED = parse_case_id("pp2-interleaved-bf16-layers.4-v2048-s3-accum4-f64")
 UNEVEN = parse_case_id("pp4-tensorwise-layers.6-v2048-s3-accum4-f64")
 
 
-def test_the_first_stages_have_one_block_more_where_blocks_do_not_divide() -> None:
+def test_which_blocks_are_held_where_they_do_not_divide_or_stages_are_interleaved() -> None:
     assert [len(blocks_of(UNEVEN, rank)) for rank in range(4)] == [2, 2, 1, 1]
     assert modules_of_stage(UNEVEN, 0) == ("tok_embeddings", "layers.0", "layers.1")
     assert modules_of_stage(UNEVEN, 3) == ("layers.5", "norm", "output")
-
-
-def test_interleaved_stages_go_round_over_the_ranks() -> None:
     assert [stages_of(INTERLEAVED, rank) for rank in (0, 1)] == [(0, 2), (1, 3)]
     assert [blocks_of(INTERLEAVED, rank) for rank in (0, 1)] == [(0, 2), (1, 3)]
     assert [neighbours(INTERLEAVED, rank) for rank in (0, 1)] == [(2, 1), (1, 2)]
@@ -78,15 +75,12 @@ def test_the_bubble_of_a_schedule(schedule: str, share: float) -> None:
     assert metrics(case, rank=1).bubble == pytest.approx(share)
 
 
-def test_stages_send_every_microbatch_and_its_gradient() -> None:
+def test_stages_send_every_microbatch_and_its_gradient_and_vote_when_they_are_new() -> None:
     first = [transfer for transfer in expected_transfers(TWO, step=1, rank=0) if transfer.axis == "pp"]
     assert [(transfer.dtype, transfer.elements, transfer.times) for transfer in first] == [("float64", 2 * 32 * 128, 4)]
     assert [transfer.purpose for transfer in expected_transfers(TWO, step=2, rank=2) if transfer.axis == "pp"] == [
         "input gradients of stages"
     ]
-
-
-def test_stages_vote_when_they_are_new() -> None:
     assert [(vote.dtype, vote.elements, vote.times) for vote in votes(TWO, 0, 1)] == [("int32", 1, 1)]
     resumed = make_case(pp=2, accumulation=4, steps=4, resume="same")
     assert [step for step in range(1, 5) if list(votes(resumed, 0, step))] == [1, 3]

@@ -46,14 +46,27 @@ def test_what_is_stored_is_read(tmp_path: Path) -> None:
     assert RunStore(tmp_path / "run.jsonl").read() == store.read()
 
 
-def test_losses_that_are_no_numbers_come_back(tmp_path: Path) -> None:
+def test_losses_that_are_no_numbers_come_back_and_the_last_result_of_a_case_counts(tmp_path: Path) -> None:
     store = RunStore(tmp_path / "run.jsonl")
     store.append(result(losses=(math.nan, math.inf, -math.inf, 0.1)))
     assert [repr(loss) for loss in store.read().results[0].losses] == ["nan", "inf", "-inf", "0.1"]
+    store = RunStore(tmp_path / "run.jsonl")
+    for case in (result("a", Verdict.CRASH), result("b"), result("a")):
+        store.append(case)
+    assert {case.case_id: case.verdict for case in store.read().results} == {
+        "a": Verdict.PASSED,
+        "b": Verdict.PASSED,
+    }
 
 
-def test_a_file_that_is_not_there_is_an_empty_run(tmp_path: Path) -> None:
+def test_files_that_are_not_there_unreadable_or_of_another_schema(tmp_path: Path) -> None:
     assert RunStore(tmp_path / "nowhere").read().results == ()
+    with pytest.raises(HarnessError, match="cannot be read"):
+        RunStore(tmp_path).read()
+    store = RunStore(tmp_path / "run.jsonl")
+    store.path.write_bytes(run_lines(RunResult(results=(result(),))).replace(b'"schema":4', b'"schema":2'))
+    (damage,) = store.read().damaged
+    assert "it has schema 2, this version reads schema 4" in damage and store.read().results == ()
 
 
 def test_a_line_cut_short_anywhere_is_reported_and_costs_nothing_else(tmp_path: Path) -> None:
@@ -85,13 +98,6 @@ def test_a_line_that_is_no_result_is_reported(tmp_path: Path, line: bytes) -> No
     store = RunStore(tmp_path / "run.jsonl")
     store.path.write_bytes(line + b"\n")
     assert store.read().results == () and len(store.read().damaged) == 1
-
-
-def test_another_schema_is_reported_as_such(tmp_path: Path) -> None:
-    store = RunStore(tmp_path / "run.jsonl")
-    store.path.write_bytes(run_lines(RunResult(results=(result(),))).replace(b'"schema":4', b'"schema":2'))
-    (damage,) = store.read().damaged
-    assert "it has schema 2, this version reads schema 4" in damage and store.read().results == ()
 
 
 A_RUN = make_results(
@@ -141,16 +147,6 @@ def test_whole_lines_may_be_dropped(tmp_path: Path) -> None:
     assert not run.damaged and [case.ran for case in run.results] == [True, False]
 
 
-def test_the_last_result_of_a_case_counts(tmp_path: Path) -> None:
-    store = RunStore(tmp_path / "run.jsonl")
-    for case in (result("a", Verdict.CRASH), result("b"), result("a")):
-        store.append(case)
-    assert {case.case_id: case.verdict for case in store.read().results} == {
-        "a": Verdict.PASSED,
-        "b": Verdict.PASSED,
-    }
-
-
 def test_many_threads_store_at_once(tmp_path: Path) -> None:
     store = RunStore(tmp_path / "run.jsonl")
     threads = [threading.Thread(target=store.append, args=(result(f"case{number}"),)) for number in range(16)]
@@ -159,11 +155,6 @@ def test_many_threads_store_at_once(tmp_path: Path) -> None:
     for thread in threads:
         thread.join()
     assert len(store.read().results) == 16 and not store.read().damaged
-
-
-def test_an_unreadable_file_is_one_clear_error(tmp_path: Path) -> None:
-    with pytest.raises(HarnessError, match="cannot be read"):
-        RunStore(tmp_path).read()
 
 
 def test_what_cannot_be_written_is_noted_or_an_error(tmp_path: Path) -> None:
@@ -296,14 +287,11 @@ def test_it_is_strict_json_on_one_line(thing: Thing) -> None:
     json.loads(text, parse_constant=refuse)
 
 
-def test_not_a_number_is_never_null() -> None:
+def test_not_a_number_is_never_null_and_null_is_no_number() -> None:
     thing = Thing(math.nan, (math.inf, -math.inf), {}, math.nan, 1, None)
     plain = json.loads(to_json(thing))
     assert (plain["number"], plain["numbers"], plain["maybe"]) == ("NaN", ["Infinity", "-Infinity"], "NaN")
     assert plain["text"] is None
-
-
-def test_null_is_no_number() -> None:
     text = to_json(Thing(1.0, (), {}, None, 1, None)).replace(b'"number":1.0', b'"number":null')
     with pytest.raises(msgspec.ValidationError):
         from_json(text, Thing)

@@ -73,6 +73,9 @@ def test_runs_are_found_by_number_name_and_file(project: Project, tmp_path: Path
     assert ids(results_of(project, str(store.path))) == [B]
     (tmp_path / "result.jsonl").write_bytes(run_lines(results_of(project, "old")))
     assert run_lines(results_of(project, str(tmp_path / "result.jsonl"))) == run_lines(results_of(project, "old"))
+    for case_id in (A, B):
+        add(project, case_id, name="v1")
+    assert ids(results_of(project, "v1")) == [B]
 
 
 def test_a_folder_of_files_is_one_run(project: Project, tmp_path: Path) -> None:
@@ -86,12 +89,6 @@ def test_a_folder_of_files_is_one_run(project: Project, tmp_path: Path) -> None:
     (shards / "1.jsonl").unlink()
     with pytest.raises(HarnessError, match=r"2\.jsonl: 1 shard of the run is missing: 1/2"):
         results_of(project, str(shards))
-
-
-def test_of_two_runs_of_one_name_the_last_counts(project: Project) -> None:
-    for case_id in (A, B):
-        add(project, case_id, name="v1")
-    assert ids(results_of(project, "v1")) == [B]
 
 
 @pytest.mark.parametrize("text", ["last~1", "nosuch", "", "last~"])
@@ -117,7 +114,7 @@ def test_states_of_runs(project: Project) -> None:
     assert stored_run(project, "last").state == "killed"
 
 
-def test_a_damaged_line_is_a_case_that_was_not_run(project: Project) -> None:
+def test_a_damaged_line_is_a_case_that_was_not_run_or_an_error_without_a_list_of_cases(project: Project) -> None:
     store = add(project, A, B)
     store.path.write_bytes(store.path.read_bytes()[:-30])
     run = results_of(project, "last")
@@ -129,6 +126,10 @@ def test_a_damaged_line_is_a_case_that_was_not_run(project: Project) -> None:
         text_of(runs_sections([*runs_of(project)])),
     ):
         assert "damaged lines (1), not read: run their cases again" in report
+    store = add(project, A, B)
+    store.path.write_bytes(b"x" + store.path.read_bytes())
+    with pytest.raises(HarnessError, match=r"jsonl:1: not a line of results.* Fix: run its cases again"):
+        results_of(project, "last")
 
 
 def test_losses_that_are_not_those_of_the_curve_are_an_error(project: Project, tmp_path: Path) -> None:
@@ -153,13 +154,6 @@ def test_random_bytes_in_a_run_that_ended_are_an_error_that_names_the_line(proje
     assert all(case.ran for case in results_of(project, "last").results)  # it has a readable result of each case
 
 
-def test_damage_without_a_list_of_cases_is_an_error(project: Project) -> None:
-    store = add(project, A, B)
-    store.path.write_bytes(b"x" + store.path.read_bytes())
-    with pytest.raises(HarnessError, match=r"jsonl:1: not a line of results.* Fix: run its cases again"):
-        results_of(project, "last")
-
-
 @pytest.mark.parametrize("content", ["{}", "[]", "\xff", '{"schema": 2,\n"cases": []}'])
 def test_a_file_that_holds_no_results_is_told(tmp_path: Path, content: str) -> None:
     file = tmp_path / "x.json"
@@ -168,14 +162,11 @@ def test_a_file_that_holds_no_results_is_told(tmp_path: Path, content: str) -> N
         read_results(file)
 
 
-def test_an_empty_file_holds_no_results(tmp_path: Path) -> None:
+def test_an_empty_file_and_one_of_another_schema_are_told(tmp_path: Path) -> None:
     file = tmp_path / "x.jsonl"
     file.touch()
     with pytest.raises(HarnessError, match="holds no results"):
         read_results(file)
-
-
-def test_another_schema_is_told(tmp_path: Path) -> None:
     file = tmp_path / "x.jsonl"
     file.write_bytes(run_lines(RunResult(results=())).replace(b'"schema":4', b'"schema":2'))
     with pytest.raises(HarnessError, match="it has schema 2, this version reads schema 4"):
@@ -204,7 +195,7 @@ def test_what_is_stored_is_the_run(project: Project) -> None:
     assert run_lines(results_of(project, "v1")) == run_lines(run)
 
 
-def test_of_a_killed_run_cases_without_a_result_were_not_run(project: Project) -> None:
+def test_of_a_killed_run_cases_were_not_run_and_an_end_that_cannot_be_read_is_none(project: Project) -> None:
     run = add(project, B, planned=(A, B, C)).read()
     assert [(case.case_id, case.verdict.value, case.world_size) for case in run.results] == [
         (A, "not_run", 1),
@@ -212,9 +203,6 @@ def test_of_a_killed_run_cases_without_a_result_were_not_run(project: Project) -
         (C, "not_run", 2),
     ]
     assert run.end.interrupted and run.exit_code == 130 and run.end.wall_s == 1.25
-
-
-def test_an_end_that_cannot_be_read_is_none(project: Project) -> None:
     store = add(project, A, end=ended())
     store.path.write_bytes(store.path.read_bytes()[:-30])
     assert store.read().end.interrupted and results_of(project, "last").exit_code == 130
@@ -272,16 +260,13 @@ def test_a_number_is_above_all_that_are_there(project: Project) -> None:
     assert [ids(results_of(project, text)) for text in ("last", "last~1", "last~2")] == [[C], [B], [A]]
 
 
-def test_importing_twice_adds_nothing(project: Project) -> None:
+def test_what_is_there_is_not_imported_again(project: Project) -> None:
     run = a_run(A)
     assert import_results(project, run)
     assert not import_results(project, run)
     assert not import_results(project, with_facts(run, name="other"))
     assert import_results(project, with_facts(run, wall_s=2.0))
     assert len(list(runs_of(project))) == 2
-
-
-def test_a_run_of_this_machine_is_not_imported_into_its_own_store(project: Project) -> None:
     add(project, A, end=ended())
     assert not import_results(project, results_of(project, "last"))
 
@@ -363,14 +348,11 @@ def test_old_runs_are_removed_but_for_those_with_a_name_and_those_that_run(proje
     assert len(list(runs_of(project))) == 4
 
 
-def test_runs_are_removed_by_name(project: Project) -> None:
+def test_runs_that_ended_are_removed_by_name(project: Project) -> None:
     add(project, A, name="v1")
     import_results(project, a_run(B, name="v2"))
     for name in ("v1", "v2"):
         remove_run(stored_run(project, name))
     assert list(runs_of(project)) == []
-
-
-def test_a_run_that_still_runs_is_not_removed(project: Project) -> None:
     with add(project, A, name="v1").locked(), pytest.raises(HarnessError, match="has not ended"):
         remove_run(stored_run(project, "v1"))

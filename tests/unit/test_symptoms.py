@@ -111,16 +111,12 @@ BROKEN = [
 
 
 @pytest.mark.parametrize("message", BROKEN)
-def test_a_broken_gpu_or_driver_is_infra_with_advice(message: str) -> None:
+def test_a_broken_gpu_or_driver_is_infra_with_advice_and_without_gpus_a_crash_of_the_target(message: str) -> None:
     outcome = outcome_of(raised(0, message), stuck(1))
     assert (outcome.status, causes(outcome)) == ("infra", [0])
     assert outcome.message.endswith("this fails on this machine, not in the case")
     advised = advice(outcome.ranks[0].message)
     assert advised.fix is not None and "nvidia-smi" in advised.fix
-
-
-@pytest.mark.parametrize("message", BROKEN)
-def test_without_gpus_such_a_text_is_that_of_the_target(message: str) -> None:
     assert outcome_of(raised(0, message), gpus=False).status == "crash"
 
 
@@ -175,13 +171,10 @@ def test_what_no_host_could_hold_or_a_rank_only_prints_is_a_crash() -> None:
     assert outcome_of(killed(0, signal.SIGABRT, log=bad), gpus=False).status == "infra"
 
 
-def test_the_output_of_a_dead_rank_names_the_cause() -> None:
+def test_the_output_of_a_dead_rank_and_a_broken_gpu_are_the_cause() -> None:
     log = f"terminate called\n  what(): Process group watchdog thread terminated with exception: {ILLEGAL}\nframe #0"
     outcome = outcome_of(aborted(0, log), stuck(1))
     assert outcome.message == "rank 0: killed by SIGABRT: CUDA error: an illegal memory access was encountered"
-
-
-def test_a_broken_gpu_is_the_cause_whatever_was_told_first() -> None:
     outcome = outcome_of(raised(0, LAUNCH, 1.0), aborted(1, f"what(): {ECC}", 1.4), raised(2, REMOTE, 0.9))
     assert (outcome.status, causes(outcome)) == ("infra", [1])
     hung = outcome_of(stuck(0), stuck(1, "NVRM: Xid 79: GPU has fallen off the bus."), hung=True)
@@ -196,27 +189,24 @@ def test_a_lost_connection_is_a_consequence_however_early(message: str) -> None:
     assert (alone.status, causes(alone)) == ("crash", [0]), "nothing else explains it"
 
 
-def test_a_collective_that_times_out_is_a_hang_with_its_name() -> None:
+def test_a_collective_that_times_out_is_a_hang_with_its_name_and_who_did_not_arrive() -> None:
     outcome = outcome_of(aborted(0, watchdog(0)), stuck(1), aborted(2, watchdog(2)))
     assert (outcome.status, causes(outcome)) == ("hang", [0, 1, 2])
     assert outcome.message == "ranks 0, 2: ALLREDUCE #1580 timed out after 60 s; rank 1: stuck elsewhere"
     assert outcome.ranks[0].message == "killed by SIGABRT: ALLREDUCE #1580 timed out after 60 s"
-
-
-def test_ranks_in_different_collectives_are_told_apart() -> None:
     outcome = outcome_of(aborted(0, watchdog(0)), aborted(1, watchdog(1, "BROADCAST")))
     assert outcome.message == (
         "rank 0: ALLREDUCE #1580 timed out after 60 s; rank 1: BROADCAST #1580 timed out after 60 s"
     )
-
-
-def test_who_did_not_arrive_is_told_where_the_text_tells() -> None:
     report = (
         "\n\t - [0] Timeout at collective: ALLREDUCE, #1580\n\t - To our best knowledge, the lagging/dead/mismatched "
         "ranks that caused the desync are:\n\t     [1] finished collective #1579, but didn't join collective #1580 "
     )
     outcome = outcome_of(aborted(0, watchdog(0, report=report)), stuck(1))
     assert "([1] finished collective #1579, but didn't join collective #1580)" in outcome.message
+    outcome = outcome_of(raised(0, GLOO_LATE), raised(1, GLOO_LOST, 1.1), stuck(2), gpus=False)
+    assert (outcome.status, causes(outcome)) == ("hang", [0, 2])
+    assert outcome.message == "rank 0: Timed out waiting 60000ms for recv; rank 2: stuck elsewhere"
 
 
 def test_the_watchdog_is_not_the_cause_where_another_rank_failed() -> None:
@@ -227,13 +217,7 @@ def test_the_watchdog_is_not_the_cause_where_another_rank_failed() -> None:
     assert outcome_of(raised(0, GLOO_LATE, 60.0), raised(1, "ValueError: mine", 61.0), gpus=False).status == "crash"
 
 
-def test_gloo_times_out_too() -> None:
-    outcome = outcome_of(raised(0, GLOO_LATE), raised(1, GLOO_LOST, 1.1), stuck(2), gpus=False)
-    assert (outcome.status, causes(outcome)) == ("hang", [0, 2])
-    assert outcome.message == "rank 0: Timed out waiting 60000ms for recv; rank 2: stuck elsewhere"
-
-
-def test_memory_that_others_hold_is_infra_and_that_of_the_case_is_not() -> None:
+def test_memory_that_others_hold_is_infra_also_in_a_container() -> None:
     others = out_of_memory(total=31.36, free=0.46, asked=1.16, own=16.63, others={19239: 14.26})
     outcome = outcome_of(raised(0, others))
     assert outcome.status == "infra"
@@ -241,9 +225,6 @@ def test_memory_that_others_hold_is_infra_and_that_of_the_case_is_not() -> None:
     mine = outcome_of(raised(0, out_of_memory(total=39.56, free=0.4, asked=3.15, own=37.61, others={7: 0.5})))
     assert (mine.status, mine.message[-50:]) == ("crash", ": the case needs more than the 39.56 GiB of the GPU"[-50:])
     assert outcome_of(raised(0, "RuntimeError: CUDA error: out of memory")).status == "crash"
-
-
-def test_in_a_container_the_rank_does_not_know_its_own_number() -> None:
     alone = out_of_memory(total=24.0, free=0.2, asked=1.0, own=None, others={20398: 23.5})
     assert outcome_of(raised(0, alone)).status == "crash"
     crowded = out_of_memory(total=40.0, free=0.2, asked=1.0, own=None, others={20398: 17.0, 7: 22.8})

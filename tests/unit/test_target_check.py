@@ -33,32 +33,23 @@ def test_every_layout_in_float64_and_one_as_users_run_it() -> None:
     ]
 
 
-def test_recipe_and_layouts_are_those_that_are_asked_for() -> None:
+def test_cases_are_those_that_are_asked_for() -> None:
     layouts = (parse_layout("fsdp2-tp2"),)
     case_ids = ids(recipe="rowwise", layouts=layouts)
     assert case_ids[2:] == ["fsdp2-tp2-bf16-b16", "fsdp2-tp2-rowwise-f64", "fsdp2-tp2-rowwise-b16"]
-
-
-def test_a_case_gives_model_and_options() -> None:
     base = make_case(tp=2, recipe="rowwise", checkpointing="full", steps=3)
     case_ids = ids(base=base)
     assert "tp2-rowwise-ac.full-v2048-s3-f64" in case_ids
     assert len(case_ids) == 5
-
-
-def test_no_float64_on_a_gpu() -> None:
     assert not any(case.train.dtype == "float64" for case in cases_of(CheckOptions(target="mine"), device="cuda"))
+    with pytest.raises(HarnessError, match="excludes"):
+        ids(layouts=(parse_layout("fsdp3"),))
 
 
 @pytest.mark.parametrize("text", ["rowwise", "fdsp2", "f64"])
 def test_words_that_are_no_layout(text: str) -> None:
     with pytest.raises(HarnessError, match="is no layout"):
         parse_layout(text)
-
-
-def test_an_impossible_layout_names_the_rule() -> None:
-    with pytest.raises(HarnessError, match="excludes"):
-        ids(layouts=(parse_layout("fsdp3"),))
 
 
 RAISED = """Traceback (most recent call last):
@@ -129,7 +120,7 @@ CAUSE = a_finding(check="parity", message="loss is twice as large", fix="divide 
 EFFECT = a_finding(check="loss_vs_golden", message="the loss is off")
 
 
-def test_one_mistake_in_many_runs_is_told_once_and_its_effects_by_name() -> None:
+def test_one_mistake_in_many_runs_is_told_once_and_its_effects_by_name_and_others_in_full() -> None:
     target_report = report(ran(), ran("fsdp2", CAUSE, EFFECT), ran("tp2", CAUSE))
     cause, effect = problems_of(target_report)
     assert (cause.cases, cause.likely_effect) == (("fsdp2-id", "tp2-id"), False)
@@ -137,14 +128,8 @@ def test_one_mistake_in_many_runs_is_told_once_and_its_effects_by_name() -> None
     text = text_of(target_sections(target_report), width=60)
     assert "also failed, likely effects: loss_vs_golden" in text and "1 thing to fix in mine." in text
     assert target_exit_code(target_report) == 1
-
-
-def test_what_follows_from_nothing_that_is_known_is_told_in_full() -> None:
     (problem,) = problems_of(report(ran(), ran("fsdp2", EFFECT)))
     assert not problem.likely_effect
-
-
-def test_whatever_is_wrong_follows_from_a_reference_that_is_wrong() -> None:
     _, effect = problems_of(report(ran("single", CAUSE), ran("fsdp2", EFFECT)))
     assert effect.likely_effect
 

@@ -48,6 +48,9 @@ def test_a_module_inside_of_a_package_is_found_by_its_dotted_name(tmp_path: Path
         with pytest.raises(HarnessError, match=f"there is no module {missing}") as raised:
             check_targets([missing], tmp_path)
         assert str(tmp_path) in (raised.value.fix or "")
+    write(tmp_path / "mine" / "Amine.py", "")
+    write(tmp_path / "mine" / "__init__.py")
+    check_targets(["mine"], tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -64,12 +67,6 @@ def test_a_script_without_build_is_refused_before_ranks_start(tmp_path: Path, te
     with pytest.raises(HarnessError, match="module train has no function `build`") as raised:
         check_targets(["train"], tmp_path)
     assert raised.value.where == str(file)
-
-
-def test_a_submodule_whose_name_ends_alike_is_another_file(tmp_path: Path) -> None:
-    write(tmp_path / "mine" / "Amine.py", "")
-    write(tmp_path / "mine" / "__init__.py")
-    check_targets(["mine"], tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -148,10 +145,7 @@ def test_what_a_target_imports_counts_too(tmp_path: Path, text: str, file: str) 
     assert digest("mine", tmp_path) != first
 
 
-def test_a_target_that_is_no_python_has_a_digest(tmp_path: Path) -> None:
+def test_a_target_that_is_no_python_has_a_digest_and_the_reference_has_none(tmp_path: Path) -> None:
     write(tmp_path / "mine.py", "def build(:\n")
     assert digest("mine", tmp_path)
-
-
-def test_the_reference_target_is_part_of_the_harness(tmp_path: Path) -> None:
     assert digest("reference", tmp_path) == ""

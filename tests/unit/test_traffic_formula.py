@@ -104,7 +104,7 @@ def test_the_ends_of_a_pipeline_send_one_another_the_gradient_of_their_copy() ->
     ]
 
 
-def test_a_copy_of_tied_weights_is_no_more_of_the_norm() -> None:
+def test_the_norm_of_all_gradients_has_those_of_biases_and_tied_weights_once() -> None:
     key = CollectiveKey("dp_shard", "all_reduce", "sum", "float64")
     counts = [
         traffic(case_of(dp_shard=2, tied=tied, max_norm=0.5, dtype="float64", **stages))[key]
@@ -112,6 +112,12 @@ def test_a_copy_of_tied_weights_is_no_more_of_the_norm() -> None:
         for tied in (False, True)
     ]
     assert counts[0][1] - counts[1][1] == 8 and counts[2] == counts[3]  # rank 0 has the embedding
+    key = CollectiveKey("tp", "all_reduce", "sum", "float64")
+    plain, biased = (
+        traffic(case_of(tp=2, sequence_parallel=False, max_norm=0.5, dtype="float64", bias=bias))[key]
+        for bias in (False, True)
+    )
+    assert (biased[0] - plain[0], biased[1] - plain[1]) == (0, 14 * 8)
 
 
 @pytest.mark.parametrize(("tp", "features"), [(1, 5 * 128 + 2 * 256), (2, 3 * 64 + 2 * 128 + 2 * 128)])
@@ -134,15 +140,6 @@ def test_the_amax_of_a_gathered_weight_has_the_dtype_of_the_parameter(parameters
     case = case_of("tensorwise", dp_shard=2, fp8_all_gather=True, dtype="bfloat16", parameter_dtype=parameters)
     assert {key.dtype for key in traffic(case) if key.op == "max"} == {amax}
     assert {key.dtype for key in traffic(case) if key.op == "sum"} == {"float32"}
-
-
-def test_the_norm_of_all_gradients_has_those_of_biases() -> None:
-    key = CollectiveKey("tp", "all_reduce", "sum", "float64")
-    plain, biased = (
-        traffic(case_of(tp=2, sequence_parallel=False, max_norm=0.5, dtype="float64", bias=bias))[key]
-        for bias in (False, True)
-    )
-    assert (biased[0] - plain[0], biased[1] - plain[1]) == (0, 14 * 8)
 
 
 def test_selective_checkpointing_saves_no_matmul_that_adds_a_bias() -> None:
@@ -183,15 +180,12 @@ def test_hsdp_sums_the_shards_over_replicas() -> None:
     assert traffic(case)[CollectiveKey("dp_replicate", "all_reduce", "sum", "float32")] == (4, total // 2)
 
 
-def test_float8_all_gather_moves_one_byte_per_converted_element() -> None:
+def test_float8_all_gather_moves_one_byte_per_element_and_precomputed_scales_no_amax() -> None:
     case = case_of("tensorwise", dp_shard=2, fp8_all_gather=True)
     linears = (BLOCK - 2 * 128) // 2
     assert converted_weight_shards(case, 0) == 4 * linears
     assert traffic(case)[CollectiveKey("dp_shard", "all_gather", "", "uint8")] == (4, 4 * (linears + 128 * 4))
     assert traffic(case)[CollectiveKey("dp_shard", "all_reduce", "max", "float32")] == (28, 28 * 4)
-
-
-def test_precomputed_scales_replace_the_amax_of_every_gather_from_step_two_on() -> None:
     case = case_of("tensorwise", dp_shard=2, tp=2, fp8_all_gather=True, precompute_scale=True)
     key = CollectiveKey("dp_shard", "all_reduce", "max", "float32")
     assert traffic(case, step=1)[key] == (28 + 1, 28 * 4 + 14 * 4)
@@ -199,17 +193,20 @@ def test_precomputed_scales_replace_the_amax_of_every_gather_from_step_two_on() 
     assert traffic(case, step=2) == traffic(case, step=3)
 
 
-def test_sequence_parallel_pairs_gathers_with_reduce_scatters() -> None:
+def test_activations_over_tp() -> None:
     sent = traffic(case_of(tp=2))
     assert sent[CollectiveKey("tp", "all_gather", "", "float32")] == (10, 10 * RESIDUAL // 2 * 4)
     assert sent[CollectiveKey("tp", "reduce_scatter", "sum", "float32")] == (10, 10 * RESIDUAL * 4)
     without = traffic(case_of(tp=2, sequence_parallel=False))
     assert without[CollectiveKey("tp", "all_reduce", "sum", "float32")] == (12, 10 * RESIDUAL * 4 + 2 * 128 * 4)
-
-
-def test_without_loss_parallel_logits_are_gathered_with_padding() -> None:
     case = case_of(vocab_size=2050, tp=4, loss_parallel=False, sequence_parallel=False)
     assert traffic(case)[CollectiveKey("tp", "all_gather", "", "float32")] == (1, 128 * 513 * 4)
+    sent = traffic(case_of("tensorwise", tp=2, tp_styles="float8"))
+    shard = RESIDUAL // 2
+    assert sent[CollectiveKey("tp", "all_gather", "", "float8_e4m3fn")] == (4, 4 * shard)
+    assert sent[CollectiveKey("tp", "all_gather", "", "float8_e5m2")] == (4, 4 * shard)
+    assert sent[CollectiveKey("tp", "all_gather", "", "float32")] == (2, 2 * shard * 4)
+    assert sent[CollectiveKey("tp", "all_reduce", "max", "float64")] == (50, 50 * 8)
 
 
 @pytest.mark.parametrize(
@@ -218,15 +215,6 @@ def test_without_loss_parallel_logits_are_gathered_with_padding() -> None:
 )
 def test_amax_over_tp_by_recipe(recipe, count, elements) -> None:
     assert traffic(case_of(recipe, tp=2))[CollectiveKey("tp", "all_reduce", "max", "float64")] == (count, elements * 8)
-
-
-def test_float8_styles_gather_activations_in_float8_and_cast_them_once() -> None:
-    sent = traffic(case_of("tensorwise", tp=2, tp_styles="float8"))
-    shard = RESIDUAL // 2
-    assert sent[CollectiveKey("tp", "all_gather", "", "float8_e4m3fn")] == (4, 4 * shard)
-    assert sent[CollectiveKey("tp", "all_gather", "", "float8_e5m2")] == (4, 4 * shard)
-    assert sent[CollectiveKey("tp", "all_gather", "", "float32")] == (2, 2 * shard * 4)
-    assert sent[CollectiveKey("tp", "all_reduce", "max", "float64")] == (50, 50 * 8)
 
 
 @pytest.mark.parametrize(
@@ -257,13 +245,6 @@ def saved(case: Case, step: int = 1) -> dict[str, int]:
     return expected_saved(case, step=step, rank=0)
 
 
-def test_full_checkpointing_keeps_the_input_of_every_block_and_the_head() -> None:
-    """Per token: 2 inputs of 128; 2 x 128 + 1 of the last norm; 128 into the output layer; 2048 log-probabilities."""
-    tokens = 4 * 32
-    head = tokens * (2 * 128 + 1 + 128 + 2048) + 1
-    assert saved(case_of(checkpointing="full")) == {"float32": 4 * (head + 2 * tokens * 128)}
-
-
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "rowwise_with_gw_hp"])
 def test_converting_linears_keeps_not_one_byte_more_and_no_float8(recipe) -> None:
     plain = saved(case_of(tp=2))
@@ -271,7 +252,7 @@ def test_converting_linears_keeps_not_one_byte_more_and_no_float8(recipe) -> Non
     assert not any(dtype.startswith("float8") for dtype in plain)
 
 
-def test_a_freed_float8_weight_leaves_its_scale() -> None:
+def test_what_is_saved_for_backward() -> None:
     plain = saved(case_of("tensorwise", dp_shard=2, output_layer=True))["float32"]
     scales = {
         resharding: saved(
@@ -281,14 +262,15 @@ def test_a_freed_float8_weight_leaves_its_scale() -> None:
         for resharding in ("default", "always", "never")
     }
     assert scales == {"default": 14 * 4, "always": 15 * 4, "never": 0}
-
-
-def test_float8_styles_keep_float8_inputs_instead_of_high_precision_ones() -> None:
     plain = saved(case_of("tensorwise", tp=2))
     styled = saved(case_of("tensorwise", tp=2, tp_styles="float8"))
     per_block = 128 * (2 * 128 + 64 + 128)  # tokens x (two gathered inputs, that of wo, that of w2)
     assert styled["float8_e4m3fn"] == 2 * per_block
     assert sum(styled.values()) < sum(plain.values())
+    # Per token: 2 inputs of 128; 2 x 128 + 1 of the last norm; 128 into the output layer; 2048 log-probabilities.
+    tokens = 4 * 32
+    head = tokens * (2 * 128 + 1 + 128 + 2048) + 1
+    assert saved(case_of(checkpointing="full")) == {"float32": 4 * (head + 2 * tokens * 128)}
 
 
 @given(EAGER_DENSE_CASES, st.integers(1, 3))

@@ -19,11 +19,8 @@ from harness.verdict import ExitCode, Finding, Verdict, exit_code
 from tests.builders import a_finding, make_trace, run_of
 
 
-def test_only_passed_and_known_are_good() -> None:
+def test_only_passed_and_known_are_good_and_every_verdict_has_a_phrase_of_its_own() -> None:
     assert {verdict for verdict in Verdict if verdict.good} == {Verdict.PASSED, Verdict.KNOWN}
-
-
-def test_every_verdict_has_a_phrase_of_its_own() -> None:
     assert len({verdict.phrase for verdict in Verdict}) == len(Verdict)
 
 
@@ -48,13 +45,9 @@ def test_exit_code(verdicts: list[Verdict], code: ExitCode) -> None:
     assert exit_code(verdicts) is code
 
 
-def test_exit_code_does_not_depend_on_the_order() -> None:
+def test_exit_code_does_not_depend_on_the_order_and_no_bad_verdict_ends_good() -> None:
     for pair in itertools.product(Verdict, repeat=2):
         assert exit_code(list(pair)) is exit_code(list(reversed(pair)))
-
-
-def test_no_bad_verdict_ends_good() -> None:
-    for pair in itertools.product(Verdict, repeat=2):
         assert (exit_code(list(pair)) is ExitCode.GOOD) == all(verdict.good for verdict in pair)
 
 
@@ -107,13 +100,10 @@ def test_another_crash_has_another_signature(other: RankFailure) -> None:
     assert crash(other) != crash(raised("RuntimeError: size 7"))
 
 
-def test_consequences_and_single_ranks_do_not_decide() -> None:
+def test_consequences_single_ranks_and_the_order_of_ranks_do_not_decide() -> None:
     cause = [raised("RuntimeError: a", rank=rank) for rank in (1, 2)]
     others = [raised("RuntimeError: b", rank=0), raised("RuntimeError: c", rank=3, consequence=True)]
     assert crash(*others, *cause) == crash(*cause)
-
-
-def test_the_order_in_which_ranks_are_told_does_not_matter() -> None:
     message = "CollectiveMismatch: ranks of one process group disagree: group rank {} calls {}, group rank {} calls {}"
     one, other = "all_gather of 55 bytes", "all_reduce of 4 bytes"
     assert crash(raised(message.format(0, one, 1, other))) == crash(raised(message.format(0, other, 3, one)))
@@ -142,12 +132,10 @@ def test_sizes_and_places_do_not_matter(one: Finding, other: Finding) -> None:
     assert of_finding(one) == of_finding(other)
 
 
-def test_the_values_of_a_rule_matter_that_tell_its_failures_apart() -> None:
+def test_values_of_a_rule_the_kind_of_module_and_the_operand_tell_failures_apart() -> None:
     along_tp, along_dp = (of_finding(AMAX_MISSING.finding(axis=axis, missing=1)) for axis in ("tp", "dp_shard"))
     assert (along_tp, along_dp) == ("traffic/amax-missing: tp", "traffic/amax-missing: dp_shard")
 
-
-def test_a_finding_keeps_the_kind_of_module_the_operand_and_the_direction() -> None:
     def at(module: str, operand: str = "weight in forward") -> str:
         return of_finding(RULES.amax.finding(module=module, operand=operand, step=1))
 
@@ -157,12 +145,7 @@ def test_a_finding_keeps_the_kind_of_module_the_operand_and_the_direction() -> N
     assert first not in (at("layers.0.attention.wk"), at("layers.0.attention.wq", "input in forward"))
 
 
-def test_an_expected_refusal_has_a_signature_too() -> None:
-    refused = Run(traces=(), failures=(raised("RuntimeError: size 7"),))
-    assert signature_of(Verdict.PASSED, (), refused) == signature_of(Verdict.CRASH, (), refused)
-
-
-def test_what_did_not_fail_has_none() -> None:
+def test_what_did_not_fail_has_no_signature_and_an_expected_refusal_has_one() -> None:
     finding = a_finding(check="scales", message="scale")
     for verdict in (Verdict.INFRA, Verdict.NOT_RUN):
         assert signature_of(verdict, (finding,), None) is None
@@ -170,6 +153,8 @@ def test_what_did_not_fail_has_none() -> None:
     unjudged = replace(finding, judged=False)
     assert signature_of(Verdict.INVARIANT, (unjudged,), run_of(make_trace())) is None
     assert signature_of(Verdict.KNOWN, (finding,), run_of(make_trace())) is not None
+    refused = Run(traces=(), failures=(raised("RuntimeError: size 7"),))
+    assert signature_of(Verdict.PASSED, (), refused) == signature_of(Verdict.CRASH, (), refused)
 
 
 @given(st.text(max_size=400))

@@ -54,9 +54,17 @@ def small_packages(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest
     monkeypatch.syspath_prepend(folder)
 
 
-def test_a_witness_of_one_arithmetic_serves_no_other() -> None:
+def test_the_arithmetic_fabric_cpus_and_program_change_it() -> None:
     other = Plan(probed=True, arithmetic="kernel")
     assert witness_key(other) != witness_key(PLAN)
+    assert witness_key(replace(PLAN, fabric="gloo")) != witness_key(PLAN)
+    node = NodeCapacity(host="a", slots=4, device="cpu", device_name="cpu", cpu="EPYC 9R14")
+    other = msgspec.structs.replace(node, host="b", cpu="Xeon 8488C")
+    keys = [
+        witness_key(msgspec.structs.replace(PLAN, capacity=Capacity(nodes=nodes))) for nodes in ((node,), (node, other))
+    ]
+    assert keys[0] != keys[1]
+    assert witness_key(Plan(program="no_such_program")) != witness_key(PLAN)
 
 
 @pytest.mark.parametrize("name", ["torch", "torchao"])
@@ -156,7 +164,7 @@ def test_the_source_of_a_rank_program_changes_it(tmp_path: Path, monkeypatch: py
     assert name.partition(".")[0] not in sys.modules
 
 
-def test_a_module_that_the_rank_program_has_beside_it_in_its_package_changes_it(
+def test_a_module_beside_the_rank_program_changes_it_and_one_that_cannot_be_read_is_no_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     module = write_package(tmp_path, "my_package")
@@ -165,26 +173,8 @@ def test_a_module_that_the_rank_program_has_beside_it_in_its_package_changes_it(
     first = witness_key(plan)
     (module.parent / "helper.py").write_text("")
     assert witness_key(plan) != first
-
-
-def test_a_file_that_cannot_be_read_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    module = write_package(tmp_path, "my_package")
     (module.parent / ".#module.py").symlink_to("nowhere")
-    monkeypatch.syspath_prepend(tmp_path)
-    assert witness_key(Plan(program="my_package.deep.module"))
-
-
-def test_a_rank_program_that_is_not_there_has_a_key() -> None:
-    assert witness_key(Plan(program="no_such_program")) != witness_key(PLAN)
-
-
-def test_the_cpus_of_all_nodes_change_it() -> None:
-    node = NodeCapacity(host="a", slots=4, device="cpu", device_name="cpu", cpu="EPYC 9R14")
-    other = msgspec.structs.replace(node, host="b", cpu="Xeon 8488C")
-    keys = [
-        witness_key(msgspec.structs.replace(PLAN, capacity=Capacity(nodes=nodes))) for nodes in ((node,), (node, other))
-    ]
-    assert keys[0] != keys[1]
+    assert witness_key(plan)
 
 
 def test_the_processor_changes_it_and_its_clock_does_not(tmp_path: Path) -> None:
@@ -203,10 +193,6 @@ def test_the_processor_changes_it_and_its_clock_does_not(tmp_path: Path) -> None
     assert keys[0] == keys[1]
     assert len(set(keys)) == len(keys) - 1
     assert witness_key(PLAN, cpuinfo=tmp_path / "nowhere") == keys[-1]
-
-
-def test_the_fabric_changes_it() -> None:
-    assert witness_key(replace(PLAN, fabric="gloo")) != witness_key(PLAN)
 
 
 def test_the_source_of_a_package_is_its_python_files_wherever_they_are(

@@ -72,9 +72,6 @@ def test_each_kind_of_witness_is_run_in_its_own_way(tmp_path: Path) -> None:
         ("solo", "fsdp4-tensorwise-ag.fp8pre-v2048-b16", ("sketches", "operands")),
         ("plain", "hsdp2x2-tensorwise-ag.fp8-v2048-b16", ("sketches",)),
     ]
-
-
-def test_the_reference_of_a_case_is_its_bf16_run_on_one_rank(tmp_path: Path) -> None:
     executor = FakeExecutor(ok())
     assert cache(executor, tmp_path).reference(CASE) == run_of(make_trace())
     assert executor.asked == [("plain", "single-bf16-v2048-b16", ("sketches",))]
@@ -137,18 +134,15 @@ def test_operands_of_a_solo_witness_are_read_again_and_not_kept_in_memory(tmp_pa
     assert len(executor.asked) == 2, "where nothing could be stored it is run again"
 
 
-def test_a_case_without_a_partner_runs_none(tmp_path: Path) -> None:
-    executor = FakeExecutor(ok())
-    assert cache(executor, tmp_path).partner(parse_case_id("fsdp2-tensorwise-ac.full-v2048-b16")) is None
-    assert executor.asked == []
-
-
-def test_cases_with_the_same_witness_share_it(tmp_path: Path) -> None:
+def test_cases_with_the_same_witness_share_it_and_one_without_a_partner_runs_none(tmp_path: Path) -> None:
     executor = FakeExecutor(ok())
     witnesses = cache(executor, tmp_path)
     layouts = ("fsdp4", "hsdp2x2", "fsdp4-tp2", "hsdp2x2-tp2-nosp")
     runs = [witnesses.solo(parse_case_id(f"{layout}-tensorwise-v2048-b16")) for layout in layouts]
     assert len(executor.asked) == 1 and all(run == runs[0] for run in runs)
+    executor = FakeExecutor(ok())
+    assert cache(executor, tmp_path).partner(parse_case_id("fsdp2-tensorwise-ac.full-v2048-b16")) is None
+    assert executor.asked == []
 
 
 def test_a_witness_is_kept_over_caches(tmp_path: Path) -> None:
