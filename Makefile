@@ -32,10 +32,10 @@ test: $(DEV)  ## run the test suite, without the sweeps
 
 sweep: $(DEV)  ## run the sweeps, for every night: long tests of compiled runs, mutation testing, properties on many examples
 	$(BIN)/python -m pytest -q -n 2 --dist loadfile -m sweep tests
-	HYPOTHESIS_PROFILE=nightly $(BIN)/python -m pytest -q -n 2 -m "not sweep" tests/unit
+	HYPOTHESIS_PROFILE=nightly $(BIN)/python -m pytest -q -n 2 -m "not sweep" tests/unit $(wildcard tests/plugins/*/unit)
 
 unit: $(DEV)  ## run the tests that need no torch and no other program
-	$(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder -m "not sweep and not programs" tests/unit
+	$(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder -m "not sweep and not programs" tests/unit $(wildcard tests/plugins/*/unit)
 
 gpu-evidence: $(READY)  ## what the visible GPUs can prove, stored under golden/<class>/; DEVICE=cpu rehearses
 	$(BIN)/fp8-harness dev evidence all --device $(DEVICE) $(EVIDENCE)
@@ -47,7 +47,7 @@ browser:  ## install the Chromium of tests/browser where none is, from Debian's 
 	apt-get update -q && apt-get install -qy --no-install-recommends chromium-headless-shell fonts-dejavu-core
 
 torchtitan-0.3: $(TITAN_READY)  ## run the tests of the torchtitan target, in an environment of its own with torch 2.14, for every night
-	$(TITAN_VENV)/bin/python -m pytest -q tests/torchtitan_0_3
+	$(TITAN_VENV)/bin/python -m pytest -q tests/plugins/torchtitan
 
 transformers: $(TRANSFORMERS_READY)  ## run the cases of examples/hf_llama, in an environment of its own, for every night
 	$(TRANSFORMERS_VENV)/bin/python -m pytest -q -m sweep tests/acceptance/test_hf_llama.py
@@ -79,7 +79,7 @@ pythons: $(foreach minor,$(MINORS),python-3.$(minor))  ## tests/unit, which need
 
 python-3.%:
 	$(if $(call python_of,$*),$(MAKE) --no-print-directory .venv-python-3.$*/.ready,@echo "not run: no Python 3.$* is here")
-	$(if $(call python_of,$*),.venv-python-3.$*/bin/python -m pytest -q -n 2 -m "not sweep and not programs" tests/unit)
+	$(if $(call python_of,$*),.venv-python-3.$*/bin/python -m pytest -q -n 2 -m "not sweep and not programs" tests/unit $(wildcard tests/plugins/*/unit))
 
 .venv-python-3.%/.ready: pyproject.toml ci/constraints.txt
 	$(call python_of,$*) -m venv .venv-python-3.$*

@@ -14,8 +14,8 @@ import pytest
 
 from harness import hints
 from tests.acceptance.conftest import REPOSITORY, Command
-from tests.acceptance.test_bugs import environment, wheel
 from tests.commands import understood
+from tests.plugins.bugs.acceptance.test_bugs import environment, wheel
 from tests.unit.test_costs import stored
 
 PACKAGE = REPOSITORY / "harness"

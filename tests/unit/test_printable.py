@@ -34,7 +34,7 @@ from harness.result import RunResult, WitnessMade
 from harness.running.stored import Stored
 from harness.verdict import NotJudged, Verdict
 from tests.builders import a_finding, make_failure, make_measured, make_result, make_results, make_trace, run_of
-from tests.unit.test_gate import TERMS
+from tests.plugins.release.unit.test_gate import TERMS
 
 CASE, OTHER = "tp2-rowwise-v2048-s2-b16", "fsdp2-tensorwise-v2048-s2-b16"
 PIECES = (

@@ -27,8 +27,8 @@ from harness.worker.dispatch_hooks.scaled_mm import ScaledMMCounter
 from harness.worker.targets.reference.float8 import convert
 from harness.worker.virtual import device, mxfp8
 from tests.builders import make_result, make_results, make_witnesses, run_of
+from tests.plugins.release.unit.test_gate import TERMS
 from tests.programs import run_script
-from tests.unit.test_gate import TERMS
 from tests.worker.runs import sweep
 
 mxfp8.install()  # before anything imports torchao's stubs

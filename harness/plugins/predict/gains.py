@@ -18,7 +18,7 @@ from harness.plugins.predict.cost import tokens_per_device
 from harness.plugins.predict.machine import Machine, Peak, require_formulas, require_multiplies
 from harness.plugins.predict.roofline import Step, cast_s, casts, gemm_s, once_s, predicted_step, speed_up
 
-# How far predictions were from what was published (`tests/unit/performance/test_published.py`).
+# How far predictions were from what was published (`tests/plugins/predict/unit/test_published.py`).
 ERROR_H100, ERROR_ELSEWHERE = 0.06, 0.16
 
 

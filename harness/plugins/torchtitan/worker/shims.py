@@ -1,7 +1,7 @@
 """The shims: what stands in where torchtitan 0.3.0 expects a GPU, or a process that is never forked.
 
-Each is one function that says why it is needed and when it can go; `tests/torchtitan_0_3/test_shims.py` fails when one
-can. None changes what is computed. Extension points of torchtitan (model spec, loss, metrics) are in `trainer.py`.
+Each is one function that says why it is needed and when it can go; `tests/plugins/torchtitan/test_shims.py` fails when
+one can. None changes what is computed. Extension points of torchtitan (model spec, loss, metrics) are in `trainer.py`.
 """
 
 import functools
