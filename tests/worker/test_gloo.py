@@ -30,6 +30,7 @@ def timeless(run: Run) -> list[RankTrace]:
             steps=tuple(msgspec.structs.replace(step, seconds=0.0) for step in trace.steps),
             peak_memory_bytes=0,
             virtual=(),
+            installed=(),
         )
         for trace in run.traces
     ]

@@ -96,7 +96,8 @@ class GradientWatcher:
         # A sum or a mean over data-parallel ranks; TP ranks may each have returned the whole.
         factors = {times * parts for times in {1, self._dp} for parts in {1, self._tp if _TP in axes else 1}}
         distances = [relative_distance(found, expected / factor) for factor in factors]
-        return GradientDistance(step=step, fqn=fqn, distance=_nearest(distances), summed_over_tp=_TP in axes)
+        nearest = min(distances, key=lambda distance: math.inf if math.isnan(distance) else distance)
+        return GradientDistance(step=step, fqn=fqn, distance=nearest, summed_over_tp=_TP in axes)
 
 
 def _common_scale(gradients: Iterable[_Gradient]) -> float:
@@ -107,10 +108,6 @@ def _common_scale(gradients: Iterable[_Gradient]) -> float:
         if gradient.returned is not None
     ]
     return statistics.median([share for share in shares if math.isfinite(share)] or [1.0])
-
-
-def _nearest(distances: Sequence[float]) -> float:
-    return min(distances, key=lambda distance: math.inf if math.isnan(distance) else distance)
 
 
 def _summed_axes(grad: torch.Tensor) -> tuple[str, ...]:

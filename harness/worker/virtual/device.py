@@ -60,13 +60,13 @@ def _install_transport(fabric: Fabric) -> None:
     name, other = ("gloo", "collectives") if fabric == "gloo" else ("collectives", "gloo")
     if not PROCESS.has(name):
         PROCESS.take_back(other)
-        PROCESS.keep(name, _override("c10d", _gloo_kernels()) if fabric == "gloo" else _over_fabric())
+        PROCESS.keep(name, _over_gloo() if fabric == "gloo" else _over_fabric())
 
 
-def _gloo_kernels() -> Mapping[str, object]:
+def _over_gloo() -> torch.library.Library:
     from harness.worker.virtual import gloo
 
-    return gloo.CPU_KERNELS
+    return _override("c10d", gloo.CPU_KERNELS)
 
 
 def _over_fabric() -> torch.library.Library:
@@ -91,7 +91,10 @@ def _of_fabric(kernel: Callable[..., Any], stock: Any) -> Callable[..., Any]:
 @functools.cache
 def _install_for_compiled() -> None:
     if not internals.gaps(internals.ASYNC_TP):
-        _install_async_tp()
+        from harness.worker.virtual import symm_mem
+
+        symm_mem.install()
+        PROCESS.keep("symm_mem", _override("symm_mem", symm_mem.CPU_KERNELS))
     if not internals.gaps(internals.COMPILED):
         from harness.worker.virtual import graph_backend
 
@@ -105,13 +108,6 @@ def _install_device() -> None:
     dist.Backend.register_backend(collectives.BACKEND, collectives.create_backend, extended_api=True, devices=["cpu"])
     _scale_before_reductions()
     PROCESS.keep("process groups of the device")
-
-
-def _install_async_tp() -> None:
-    from harness.worker.virtual import symm_mem
-
-    symm_mem.install()
-    PROCESS.keep("symm_mem", _override("symm_mem", symm_mem.CPU_KERNELS))
 
 
 def _without_pretended_gpus() -> None:
@@ -152,7 +148,6 @@ def _factor(op: Any) -> float | None:
 
 
 def _scaled_reduce_scatter(stock: Callable[..., Any]) -> Callable[..., Any]:
-
     def method(group: Any, output: torch.Tensor, tensor: torch.Tensor, options: Any) -> Any:
         factor = _factor(options.reduceOp)
         if factor is not None:

@@ -61,12 +61,7 @@ class Group:
         self._channels: dict[tuple[int, int], Channel] = {}
         numbers_bytes = size * _LINE_BYTES
         slots_at = -(-(numbers_bytes + size * _HEADER_BYTES) // mmap.PAGESIZE) * mmap.PAGESIZE
-        fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
-        try:
-            os.ftruncate(fd, slots_at + 2 * size * SLOT_BYTES)
-            memory = mmap.mmap(fd, slots_at + 2 * size * SLOT_BYTES)
-        finally:
-            os.close(fd)
+        memory = _shared(path, slots_at + 2 * size * SLOT_BYTES)
         self._numbers = [ctypes.c_uint32.from_buffer(memory, other * _LINE_BYTES) for other in range(size)]
         self._headers = torch.frombuffer(
             memory, dtype=torch.int64, count=size * 2 * _HEADER_WORDS, offset=numbers_bytes
@@ -137,12 +132,7 @@ class Channel:
 
     def __init__(self, path: Path) -> None:
         slots_at = -(-(2 * _LINE_BYTES + _RING * 2 * 8) // mmap.PAGESIZE) * mmap.PAGESIZE
-        fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
-        try:
-            os.ftruncate(fd, slots_at + _RING * MESSAGE_BYTES)
-            memory = mmap.mmap(fd, slots_at + _RING * MESSAGE_BYTES)
-        finally:
-            os.close(fd)
+        memory = _shared(path, slots_at + _RING * MESSAGE_BYTES)
         self._sent, self._taken = (ctypes.c_uint32.from_buffer(memory, at * _LINE_BYTES) for at in (0, 1))
         self._headers = torch.frombuffer(memory, dtype=torch.int64, count=2 * _RING, offset=2 * _LINE_BYTES).view(
             _RING, 2
@@ -176,6 +166,13 @@ class Channel:
         payload = self._slots[number % _RING, :size_bytes].clone()
         _advance(self._taken)
         return payload, code
+
+
+def _shared(path: Path, size: int) -> mmap.mmap:
+    """The memory of a file of so many bytes, which is made where it is not there."""
+    with os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o600), "rb+") as file:
+        file.truncate(size)
+        return mmap.mmap(file.fileno(), size)
 
 
 def _advance(number: ctypes.c_uint32) -> None:
