@@ -21,16 +21,20 @@ PLUGINS = [plugin.name for plugin in plugins()]
 # What needs each plug-in, as commands.
 USERS = {
     "bugs": (("bug", "list"), ("list", "bugs"), ("new", "--id", "--from", "--parallelism.tensor_parallel_degree 2")),
+    "check_target": (("check-target", "my_pkg.my_target"),),
     "conformance": (("dev", "conformance", "--list"),),
     "faults": (
         ("dev", "mutate", "--list"),
-        ("dev", "tier", "pr"),
+        ("dev", "tier", "smoke"),
         ("explain", "--checks"),
         ("run", "smoke", "--inject", "fault:amax_without_abs"),
         ("dev", "evidence", "proof", "--device", "cpu", "--fault", "amax_without_abs"),
     ),
     "gpu": (("dev", "evidence", "--list"),),
+    "parity": (("parity", "single-bf16-v2048-b16"),),
     "predict": (("predict", "cost", "single-bf16-v2048-b16"),),
+    "release": (("compare", "last~1", "last"),),
+    "tiers": (("dev", "tier", "smoke"),),
     "torchtitan": (("run", "smoke", "--target", "torchtitan_0_3"),),
 }
 # Everything of the core and of other plug-ins can be imported, and the commands say what is missing.
