@@ -30,8 +30,8 @@ from harness.errors import HarnessError
 from harness.jsonform import read_json
 from harness.plugins.parity.layouts import Parity, exit_code_of
 from harness.plugins.parity.sections import parity_markdown
-from harness.printable import code_span
 from harness.running.stored import read_results
+from harness.text import code_span
 from harness.verdict import ExitCode
 
 OUTCOME, TABLE, RUN = "outcome.json", "table.json", "run.json"  # of a folder

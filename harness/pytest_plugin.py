@@ -101,7 +101,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if text is None:
         return
     from harness.matrix.caseid import case_id
-    from harness.matrix.parts import parse_shard
+    from harness.matrix.choice import parse_shard
     from harness.running.selection import in_shard
 
     with _usage_errors():
@@ -120,7 +120,7 @@ class CaseFileNode(pytest.File):
         """One item for every selected case, named by its id. It is expected to fail where a record says so."""
         from harness.errors import HarnessError
         from harness.matrix.caseid import case_id
-        from harness.matrix.known import matching
+        from harness.matrix.records import matching
         from harness.running.case_judge import known_here
         from harness.running.selection import Query, narrowed, quarantined_cases, select_file
 

@@ -3,11 +3,15 @@
 A plug-in is a package with an entry point of the group `fp8_harness`, whose object is a `Plugin`. Those of the harness
 are the folders of `harness/plugins/`, and a package of anybody else plugs in the same way. Nothing but this module
 looks for them: the core imports no plug-in, and none imports another.
+
+A user's own target goes by the name of its module, all others by the names that are here. The interface of a target is
+in `worker/targets/target.py`; here is what the controller knows without importing one.
 """
 
 import functools
 import importlib
 import importlib.util
+import re
 from collections.abc import Iterator, Mapping
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
@@ -174,3 +178,30 @@ def needed(name: str, *, where: str) -> HarnessError:
 def is_offered(name: str) -> bool:
     """True for what a plug-in of the harness adds, installed or not."""
     return name in _HOMES
+
+
+REFERENCE = "reference"
+OF_DTENSOR = "the formula is for modules that compute with DTensor"  # and not for plain shards
+
+TARGET_NAME = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*", re.ASCII)
+
+
+@functools.cache
+def targets() -> Mapping[str, Target]:
+    """The targets that have a name: the reference, and those of plug-ins."""
+    reference = Target(module="harness.worker.targets.reference.build", llama=True)
+    return {REFERENCE: reference, **{name: target for plugin in plugins() for name, target in plugin.targets.items()}}
+
+
+def module_of(target: str) -> str:
+    return targets()[target].module if target in targets() else target
+
+
+def is_llama(target: str) -> bool:
+    """True when shapes and names of the model follow from the case. Of any other, what must be seen is found out."""
+    return target in targets() and targets()[target].llama
+
+
+def computes_on_plain_shards(target: str) -> bool:
+    """True when the operands of modules under TP cannot be put together, or compared with those of one rank."""
+    return target in targets() and targets()[target].plain_shards

@@ -261,11 +261,7 @@ class CommandOptions(msgspec.Struct, frozen=True, kw_only=True):
         ),
     ] = False
     resume: Annotated[
-        bool,
-        Option(
-            "Finish the last run that was interrupted or killed, with the same options.",
-            pytest="`--lf`",
-        ),
+        bool, Option("Finish the last run that was interrupted or killed, with the same options.", pytest="`--lf`")
     ] = False
     name: Annotated[str, Option("A name for the stored run, such as a release.", metavar="NAME")] = ""
     environments: Annotated[

@@ -4,7 +4,7 @@ It is what is stored while a run goes on, and what `run --json` writes. Every li
 reported, so an interrupted run keeps the results of all finished cases. The first line, which lists the cases, is there
 before the first rank starts: a case in it without a result was never reached by a run that was killed, or its line is
 damaged. Numbers that are not finite are the strings "NaN", "Infinity" and "-Infinity". Every line ends with a checksum
-(`checksum.py`); one that is damaged is never read as results.
+(`jsonform.py`); one that is damaged is never read as results.
 
 Fields may be added; any other change increments `SCHEMA`. `show --schema` prints `schemas/result.schema.json`.
 """
@@ -21,11 +21,9 @@ from typing import Annotated, Any, Union, get_type_hints
 import msgspec
 from msgspec.structs import replace
 
-from harness import checksum
-from harness.checksum import check_line, with_checksum
 from harness.durable import WriteFailed, append_line, take_lock
 from harness.errors import HarnessError
-from harness.jsonform import from_json, to_json
+from harness.jsonform import CHECKSUM, CHECKSUM_MEANING, check_line, from_json, to_json, with_checksum
 from harness.matrix.caseid import case_id, parse_case_id
 from harness.result import SCHEMA, CaseNumbers, CaseResult, RunEnd, RunResult, RunStart
 from harness.run_options import RunOptions, options_of
@@ -283,7 +281,7 @@ def _written(kind: type[msgspec.Struct], facts_of: type, facts: tuple[str, ...])
         fact = getattr(facts_of, name)
         returned, described = get_type_hints(fact.fget)["return"], msgspec.Meta(description=inspect.getdoc(fact))
         fields.append((name, Annotated[returned, described]))
-    fields.append((checksum.NAME, Annotated[str, msgspec.Meta(description=checksum.MEANING)]))
+    fields.append((CHECKSUM, Annotated[str, msgspec.Meta(description=CHECKSUM_MEANING)]))
     config = kind.__struct_config__
     rename = {field.name: field.encode_name for field in msgspec.structs.fields(kind)}
     made = msgspec.defstruct(kind.__name__, fields, tag_field=config.tag_field, tag=config.tag, rename=rename.get)

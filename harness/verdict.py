@@ -6,7 +6,7 @@ from typing import Literal
 
 import msgspec
 
-from harness.sentence import filled
+from harness.text import filled
 
 # What the losses of a case were compared with: a golden on disk, a BF16 reference run for want of one, or nothing.
 GoldenSource = Literal["stored", "run here", ""]
@@ -81,7 +81,7 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """
 
     rule: str  # "scales/amax": the check and what is wrong, or "engine/..." for ranks that did not finish
-    says: str  # the template of its sentence (`sentence.py`), filled in from `values` and the place
+    says: str  # the template of its sentence (`text.py`), filled in from `values` and the place
     values: Mapping[str, Value] = {}
     judged: bool = True
     verdict: Verdict = Verdict.INVARIANT  # of the case, if this is its worst finding: NUMERIC or INVARIANT

@@ -19,7 +19,6 @@ from harness.errors import HarnessError
 from harness.hints import update_missing
 from harness.matrix.case import Case
 from harness.matrix.caseid import case_id, family_id, parse_case_id
-from harness.plural import counted
 from harness.project import Project
 from harness.result import CaseResult, RunEnd, RunResult, RunStart, WitnessMade
 from harness.running.case_judge import CaseJudge, prepare_judge
@@ -36,7 +35,7 @@ from harness.running.stored import Stored, remove_old_runs
 from harness.running.witnesses import open_witnesses
 from harness.sources import installed_version
 from harness.store import RunStore
-from harness.timestamp import timestamp
+from harness.text import counted, timestamp
 
 
 def run(

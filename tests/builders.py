@@ -19,20 +19,30 @@ from harness.checks.catalogue import CHECKS, probes_of
 from harness.checks.check import Witnesses
 from harness.checks.rule import Rule
 from harness.checks.traffic import expected_traffic
-from harness.environment import Environment
 from harness.evidence.golden import Golden, Provenance
 from harness.evidence.tolerance import Tolerance
 from harness.expect.expectations import Expectations
 from harness.matrix.axes import case_from_axes
 from harness.matrix.case import Case
 from harness.matrix.caseid import family_id
-from harness.matrix.known import KnownFault, Symptom
 from harness.matrix.numerics import VIRTUAL_DEVICE
+from harness.matrix.records import KnownFault, Symptom
 from harness.matrix.rules import Refusal
-from harness.measured import CastRange, Curve, Measured, Multiplied, Sent
 from harness.plugins.faults.mutation import BaselineDetection, Trial
-from harness.result import Attempt, CaseResult, RunEnd, RunResult, RunStart
-from harness.sentence import filled
+from harness.result import (
+    Attempt,
+    CaseResult,
+    CastRange,
+    Curve,
+    Environment,
+    Measured,
+    Multiplied,
+    RunEnd,
+    RunResult,
+    RunStart,
+    Sent,
+)
+from harness.text import filled
 from harness.trace import RankFailure, RankTrace, Run, StepTrace
 from harness.trace.counts import LiveMemory, LiveTensor, SavedMemory, TrafficRecord
 from harness.trace.graphs import FusedCall, GraphTrace, PartitionRecord

@@ -18,9 +18,8 @@ from harness.expect.relations import partner, relations
 from harness.matrix.axes import AXES, axis_type, case_from_axes, choices, own_axes
 from harness.matrix.case import Case
 from harness.matrix.casefile import read_case_file
-from harness.matrix.caseid import case_id, family_id, reference_case, solo_case, twin_case
+from harness.matrix.caseid import case_id, family_id, reference_case, resumed_in, solo_case, twin_case
 from harness.matrix.choice import read_chosen
-from harness.matrix.resumed import resumed_in
 from harness.matrix.rules import exclusions, expected_refusal
 from harness.plugins.bugs.bugfile import read_bugs
 from harness.plugins.faults.faults import all_faults

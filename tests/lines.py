@@ -8,7 +8,7 @@ from typing import Any
 
 import jsonschema
 
-from harness.checksum import with_checksum
+from harness.jsonform import with_checksum
 
 SCHEMA = json.loads((Path(__file__).parents[1] / "harness/schemas/result.schema.json").read_text())
 

@@ -30,7 +30,7 @@ from harness.engine.zygote_engine import ZygoteEngine
 from harness.expect.expectations import Expectations
 from harness.matrix.case import Case
 from harness.matrix.caseid import case_id
-from harness.matrix.known import matching
+from harness.matrix.records import matching
 from harness.matrix.rules import expected_refusal
 from harness.project import find_project
 from harness.request import Fabric, RunRequest

@@ -16,7 +16,7 @@ from harness.evidence.signature import Signature
 from harness.evidence.tolerance import Tolerance
 from harness.expect.expectations import Expectations
 from harness.matrix.case import Case
-from harness.sentence import format_ranks
+from harness.text import format_ranks
 from harness.trace import Run
 from harness.verdict import Finding
 

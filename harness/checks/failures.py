@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from harness.checks.rule import Rules, Stage
 from harness.checks.stacks import OwnFrame, StackLocation, main_stack, own_frame, place_of
-from harness.sentence import format_ranks
+from harness.text import format_ranks
 from harness.trace import RankFailure, Run
 from harness.verdict import Finding
 

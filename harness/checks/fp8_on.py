@@ -9,8 +9,8 @@ from harness.checks.rule import Rules, Stage
 from harness.expect.expectations import MATMULS, Expectations
 from harness.matrix.case import Case
 from harness.matrix.stages import held
-from harness.plural import counted
 from harness.request import default_arithmetic
+from harness.text import counted
 from harness.trace import RankTrace, Run
 from harness.verdict import Finding
 

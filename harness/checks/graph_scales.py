@@ -32,7 +32,7 @@ from harness.expect.generated import rounding
 from harness.matrix.case import Case
 from harness.matrix.layout import peers
 from harness.matrix.recipes import BLOCK, E5M2, FLOAT8_MAX
-from harness.sentence import format_ranks
+from harness.text import format_ranks
 from harness.trace import Run
 from harness.trace.graphs import GraphCast, GraphMatmul, UnknownCast
 from harness.trace.operands import ScaleSummary

@@ -23,7 +23,7 @@ from harness.checks.failures import failures
 from harness.checks.stacks import LAST_OUTPUT
 from harness.engine.messages import JobOutcome, JobStatus, RankOutcome
 from harness.matrix.case import Case
-from harness.measured import Measured
+from harness.result import Measured
 from harness.trace import RankFailure, RankTrace, Run
 from harness.verdict import Finding, GoldenSource, NotJudged, Verdict
 

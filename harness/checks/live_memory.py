@@ -15,7 +15,7 @@ from harness.expect.expectations import LIVE_MEMORY, Expectations
 from harness.expect.live_memory import LiveStorage
 from harness.expect.saved_memory import undescribed
 from harness.matrix.case import Case
-from harness.plural import counted
+from harness.text import counted
 from harness.trace import RankTrace, Run
 from harness.trace.counts import MOMENTS, LiveMemory, LiveTensor, Moment
 from harness.verdict import Finding

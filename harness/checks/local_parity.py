@@ -23,7 +23,7 @@ from harness.matrix.case import Case
 from harness.matrix.caseid import case_id
 from harness.matrix.layout import DP_AXES
 from harness.matrix.numerics import Numerics, replayed_steps
-from harness.sentence import format_numbers, format_ranks
+from harness.text import format_numbers, format_ranks
 from harness.trace import Run
 from harness.trace.tensors import ModuleDistance, SumTerms
 from harness.verdict import Finding

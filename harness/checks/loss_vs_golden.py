@@ -17,8 +17,7 @@ from harness.evidence.golden import Golden, hardware_classes, update_command
 from harness.evidence.tolerance import NONE_DERIVED, Tolerance
 from harness.matrix.case import Case
 from harness.matrix.caseid import family_id
-from harness.plural import counted
-from harness.sentence import format_ranks
+from harness.text import counted, format_ranks
 from harness.trace import RankTrace, Run
 from harness.verdict import Finding
 

@@ -1,4 +1,4 @@
-"""From what the ranks of a run recorded to the numbers that are kept of it (`harness/measured.py`), and which moved."""
+"""From what the ranks of a run recorded to the numbers that are kept of it (`harness/result.py`), and which moved."""
 
 import hashlib
 import math
@@ -13,7 +13,7 @@ from harness.expect.casts import OF_GATHERS
 from harness.expect.expectations import Expectations
 from harness.expect.work import executed
 from harness.matrix.case import Case
-from harness.measured import CastRange, Curve, Measured, Multiplied, Numbers, Sent, multiplied_by, sent_by
+from harness.result import CastRange, Curve, Measured, Multiplied, Numbers, Sent, multiplied_by, sent_by
 from harness.trace import RankTrace, Run
 from harness.trace.counts import multiplied_words
 from harness.trace.operands import CastRecord

@@ -17,8 +17,7 @@ from harness.checks.rule import Rules, Stage
 from harness.matrix.case import Case
 from harness.matrix.layout import DP_AXES, MESH_AXES, peers
 from harness.matrix.stages import holds
-from harness.plural import counted
-from harness.sentence import format_ranks
+from harness.text import counted, format_ranks
 from harness.trace import RankTrace, Run
 from harness.trace.model import Buffer, ModelRecord, Parameter
 from harness.verdict import Finding, Value

@@ -31,8 +31,8 @@ from harness.evidence.tolerance import NONE_DERIVED, OF_EVERY_MODEL, Tolerance
 from harness.matrix.case import Case
 from harness.matrix.layout import batch_of, coordinates
 from harness.matrix.numerics import clips_by_a_rounded_norm, norm_rounding, rounding_of_norm
-from harness.measured import WorstGradient
-from harness.sentence import format_ranks
+from harness.result import WorstGradient
+from harness.text import format_ranks
 from harness.trace import Run
 from harness.trace.tensors import TensorSketch
 from harness.verdict import Finding, Value

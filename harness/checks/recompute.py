@@ -15,7 +15,7 @@ from harness.checks.rule import Rule, Rules, Stage
 from harness.expect.expectations import MATMULS, Expectations
 from harness.matrix.case import Case
 from harness.matrix.recipes import Operand
-from harness.matrix.targets import computes_on_plain_shards
+from harness.registry import computes_on_plain_shards
 from harness.trace import RankTrace, Run
 from harness.trace.operands import CastRecord, MatmulRecord, Role
 from harness.verdict import Finding

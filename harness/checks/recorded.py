@@ -20,7 +20,7 @@ from harness.checks.catalogue import GONE, KNOWN, MISSING, OTHER_END, OUTDATED, 
 from harness.checks.judge import Judgement
 from harness.errors import HarnessError
 from harness.matrix.case import Case
-from harness.matrix.known import KnownFault
+from harness.matrix.records import KnownFault
 from harness.verdict import Finding, Verdict
 
 _STOPS = (Verdict.CRASH, Verdict.HANG)

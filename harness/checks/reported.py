@@ -14,7 +14,7 @@ from harness.checks.findings import about_ranks, group_ranks, traces_by_rank
 from harness.checks.rule import Rule, Rules, Stage
 from harness.matrix.case import Case
 from harness.matrix.numerics import rounding_of_norm
-from harness.plural import counted
+from harness.text import counted
 from harness.trace import Run, StepTrace
 from harness.verdict import Finding
 

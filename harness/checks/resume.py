@@ -12,9 +12,8 @@ from harness.checks.check import Check, Witnesses
 from harness.checks.findings import about_ranks, traces_by_rank
 from harness.checks.rule import Rules, Stage
 from harness.matrix.case import Case
-from harness.matrix.caseid import layout_id
-from harness.matrix.resumed import resumed_in
-from harness.plural import counted
+from harness.matrix.caseid import layout_id, resumed_in
+from harness.text import counted
 from harness.trace import RankTrace, Run
 from harness.trace.model import Resumed
 from harness.verdict import Finding

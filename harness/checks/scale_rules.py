@@ -17,7 +17,7 @@ from harness.expect.expectations import CASTS
 from harness.matrix.case import Case
 from harness.matrix.layout import MESH_AXES, peers
 from harness.matrix.recipes import FLOAT8_MAX, RecipeTraits
-from harness.sentence import format_ranks
+from harness.text import format_ranks
 from harness.trace.operands import CastRecord, CastStatistics, ScaleSummary
 
 Broken = tuple[Rule, str, str]  # with what was expected and found

@@ -31,8 +31,8 @@ from harness.expect.casts import CastForm, CastSite, replica_axes, scale_axes, s
 from harness.expect.expectations import CASTS, Expectations
 from harness.matrix.case import Case
 from harness.matrix.layout import DP_AXES, peers
-from harness.matrix.targets import computes_on_plain_shards
-from harness.plural import counted
+from harness.registry import computes_on_plain_shards
+from harness.text import counted
 from harness.trace import RankTrace, Run
 from harness.trace.operands import GEMM_OPERANDS, CastRecord, MatmulRecord, ScaleSummary
 from harness.verdict import Finding

@@ -13,7 +13,7 @@ from harness.checks.findings import traces_by_rank
 from harness.checks.rule import Rule, Rules, Stage
 from harness.matrix.case import Case
 from harness.matrix.layout import batch_of, peers
-from harness.sentence import format_ranks
+from harness.text import format_ranks
 from harness.trace import RankTrace, Run
 from harness.trace.model import StepInputs
 from harness.verdict import Finding

@@ -20,8 +20,8 @@ from harness.expect.transfer import Transfer
 from harness.matrix.case import Case
 from harness.matrix.layout import peers
 from harness.matrix.recipes import ITEM_BYTES
-from harness.matrix.targets import OF_DTENSOR, computes_on_plain_shards
-from harness.plural import counted
+from harness.registry import OF_DTENSOR, computes_on_plain_shards
+from harness.text import counted
 from harness.trace import RankTrace, Run
 from harness.trace.counts import TrafficRecord, collective_words
 from harness.trace.experts import ExpertCall

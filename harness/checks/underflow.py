@@ -16,7 +16,7 @@ from harness.checks.rule import Rule, Rules, Stage
 from harness.expect.expectations import Expectations
 from harness.matrix.case import Case
 from harness.matrix.numerics import Numerics, activations_differ, clips_by_a_rounded_norm, sums_in_order
-from harness.sentence import format_numbers
+from harness.text import format_numbers
 from harness.trace import RankTrace, Run
 from harness.trace.operands import CastRecord, CastShare
 from harness.verdict import Finding

@@ -12,14 +12,12 @@ from harness.cli.baseline_update import asked_cases, ended, update_command
 from harness.cli.groups import Group
 from harness.errors import HarnessError
 from harness.evidence.curve import curve_of_case, text_of_curve
-from harness.evidence.golden import Golden, changes_between, list_goldens, load_golden, unsound
+from harness.evidence.golden import Golden, changes_between, goldens_of, list_goldens, load_golden, unsound
 from harness.evidence.signature import Signature, list_signatures, load_signature, needs_signature
 from harness.evidence.tolerance import CHECKS, Sample, fit, measured_steps, noise, read_evidence, write_evidence
-from harness.evidence.tree import goldens_of
 from harness.hints import explain_case
 from harness.matrix.case import Case
 from harness.matrix.caseid import case_id
-from harness.plural import counted
 from harness.project import Project
 from harness.report.evidence import golden_section, review_sections
 from harness.report.sections import Entry, Facts, Section, Table
@@ -30,6 +28,7 @@ from harness.running.progress import open_progress
 from harness.running.selection import NothingSelected, Query, select_cases
 from harness.sources import installed_version
 from harness.studies.noise import environment, measure, measured_cases, over_seeds, recorded_cases
+from harness.text import counted
 from harness.verdict import ExitCode
 
 Name = TypeVar("Name", str, tuple[str, str])

@@ -9,13 +9,11 @@ import msgspec
 from harness.checks.loss_vs_golden import check_loss_vs_golden
 from harness.cli import options
 from harness.errors import HarnessError
-from harness.evidence.golden import GoldenChange, replaced, stored_families, write_golden
+from harness.evidence.golden import GoldenChange, changed_files, replaced, stored_families, write_golden
 from harness.evidence.signature import compare_signatures, list_signatures, needs_signature, write_signature
-from harness.evidence.tree import changed_files
 from harness.hints import LIST_BASELINES
 from harness.matrix.case import Case
 from harness.matrix.caseid import case_id, family_id
-from harness.plural import counted
 from harness.project import Project
 from harness.report.case import case_section
 from harness.report.evidence import golden_section, review_sections
@@ -25,7 +23,6 @@ from harness.running.plan import Plan
 from harness.running.progress import open_progress
 from harness.running.selection import NothingSelected, Query, select_cases
 from harness.running.stored import results_of
-from harness.sentence import format_ranks
 from harness.studies.records import (
     References,
     SignatureChange,
@@ -33,6 +30,7 @@ from harness.studies.records import (
     needed_references,
     record_signatures,
 )
+from harness.text import counted, format_ranks
 from harness.verdict import ExitCode
 
 _NAMED_FILES = 5  # of those that differ from the commit

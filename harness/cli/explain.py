@@ -7,28 +7,24 @@ from pathlib import Path
 import click
 import msgspec
 
-from harness.builds import PACKAGES
 from harness.cli.options import PARTS_BY_TITLE, json_option, print_or_write, print_sections, root_option
 from harness.errors import HarnessError
-from harness.evidence.formulas import doubts, read_verified
 from harness.evidence.sealed import Damaged, Missing
+from harness.evidence.verified import doubts, read_verified
 from harness.expect.fusion import executed_scaled_mm_calls, fusion_candidates
 from harness.hints import VERIFY_FORMULAS
 from harness.internals import Part, State, read_parts, with_needed
-from harness.matrix.axes import axis_values, case_from_axes, read_as, read_assignments, shown_value
+from harness.matrix.axes import SCOPE, axis_values, case_from_axes, read_as, read_assignments, shown_value
 from harness.matrix.case import Case
 from harness.matrix.casefile import read_case_file
-from harness.matrix.caseid import case_id, family_id, id_words, reference_case
-from harness.matrix.coverage import count_cells
-from harness.matrix.known import matching
+from harness.matrix.caseid import WORDS, case_id, family_id, id_words, meaning_of, reference_case
 from harness.matrix.linears import converted_fqns
+from harness.matrix.records import matching
 from harness.matrix.rules import Rule
 from harness.matrix.rules import explain as explain_rules
-from harness.matrix.scope import SCOPE
-from harness.matrix.targets import is_llama
-from harness.matrix.words import WORDS, meaning_of
+from harness.matrix.tier import count_cells
 from harness.project import Project, find_project
-from harness.registry import answer
+from harness.registry import answer, is_llama
 from harness.report.checks import checks_markdown
 from harness.report.run import place_words
 from harness.report.sections import Block, Entry, Facts, Items, Section, Table, markdown
@@ -38,7 +34,7 @@ from harness.running.cost import expected_cost
 from harness.running.machine import internals_here
 from harness.running.plan import Plan, plan_without_ranks
 from harness.running.selection import cases_to_explain
-from harness.sources import installed_versions
+from harness.sources import PACKAGES, installed_versions
 
 _OPTIONS = (
     "Those that are repeated are stored with a run; `--lf` and the command that reproduces a case have them again. "

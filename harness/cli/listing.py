@@ -9,9 +9,9 @@ import click
 import msgspec
 
 from harness.cli.options import json_option, print_sections, project_parameter, query_parameter, run_option, write_json
-from harness.matrix.coverage import FATES, Fate, coverage
-from harness.plural import counted
+from harness.matrix.tier import FATES, Fate, coverage
 from harness.project import Project
+from harness.text import counted
 
 if TYPE_CHECKING:
     from harness.running.selection import Query
@@ -46,7 +46,7 @@ def list_command(  # noqa: PLR0913  one parameter per option
 ) -> None:
     """List cases: world size and id; or what tiers cover."""
     from harness.matrix.caseid import case_id
-    from harness.matrix.parts import parse_shard
+    from harness.matrix.choice import parse_shard
     from harness.running.selection import excluded_cells, select_cases
 
     if combinations and not as_coverage:

@@ -13,10 +13,9 @@ from harness.cli.groups import LazyGroup
 from harness.cli.options import OTHERS
 from harness.engine.hardware import cpu_name
 from harness.errors import HarnessError
-from harness.matrix.axes import AXES, example, said
-from harness.matrix.scope import out_of_scope
-from harness.printable import printable
+from harness.matrix.axes import AXES, example, out_of_scope, said
 from harness.sources import installed_source, installed_version
+from harness.text import printable
 from harness.verdict import ExitCode
 
 # By section of the help: where each command is.

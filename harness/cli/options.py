@@ -17,9 +17,9 @@ from harness.durable import write_whole
 from harness.errors import HarnessError
 from harness.jsonform import to_json
 from harness.matrix.axes import AXES, choices, example, shown_value, suggestion
-from harness.printable import printable
 from harness.project import find_project
 from harness.run_options import PARTS, Option, PlanOptions, QueryOptions, RunOptions, option_named, options_of
+from harness.text import printable
 
 if TYPE_CHECKING:
     from harness.report.sections import Block

@@ -19,8 +19,7 @@ from harness.hints import rerun_failed as rerun_command
 from harness.hints import resume_run as resume_command
 from harness.matrix.axes import read_assignments
 from harness.matrix.caseid import case_id
-from harness.matrix.parts import parse_shard
-from harness.plural import counted
+from harness.matrix.choice import parse_shard
 from harness.project import Project, find_project
 from harness.report.ci import junit_report
 from harness.report.run import not_judged_section, run_markdown, run_sections
@@ -32,6 +31,7 @@ from harness.running.rerun import rerun_query, run_to_resume
 from harness.running.selection import NothingSelected, Query, select_cases
 from harness.running.stored import Stored
 from harness.store import run_lines
+from harness.text import counted
 from harness.verdict import ExitCode
 from harness.workflow import resume as resume_run
 from harness.workflow import run

@@ -15,7 +15,6 @@ from harness.cli.groups import Group
 from harness.durable import write_whole
 from harness.errors import HarnessError
 from harness.matrix.caseid import case_id, parse_case_id
-from harness.plural import counted
 from harness.project import Project
 from harness.report.run import damage_section, totals_words
 from harness.report.runs import histories_sections, history_document, history_sections, run_documents, runs_sections
@@ -24,6 +23,7 @@ from harness.running.selection import NothingSelected, Query, cases_to_explain, 
 from harness.running.stored import import_results, remove_run, results_of, runs_of, shards_of, stored_run
 from harness.store import run_lines
 from harness.studies.history import histories
+from harness.text import counted
 
 _MERGE_EPILOG = """\b
 Examples:

@@ -18,7 +18,7 @@ from harness.errors import HarnessError
 from harness.evidence.curve import curve_of_case, text_of_curve
 from harness.hints import rerun_failed
 from harness.jsonform import compact
-from harness.matrix.coverage import coverage
+from harness.matrix.tier import coverage
 from harness.project import Project, find_project
 from harness.report.case import shown_case
 from harness.report.ci import annotation_lines, job_summary, junit_report

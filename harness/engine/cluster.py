@@ -23,9 +23,8 @@ from harness.engine.hardware import capacity_here
 from harness.engine.leases import Leases
 from harness.engine.messages import IN_FOLDER, Job, JobOutcome, Share, ShareEvent, ShareOutcome
 from harness.engine.node import ALONE, LocalNode, Node, NodeLost
-from harness.engine.outcome import conclude
-from harness.engine.retry import run_with_retries
-from harness.engine.storeprocess import StoreProcess
+from harness.engine.outcome import conclude, run_with_retries
+from harness.engine.processes import StoreProcess
 from harness.engine.zygote_engine import ZygoteEngine
 from harness.errors import HarnessError
 
@@ -42,10 +41,7 @@ class Cluster:
     """
 
     def __init__(
-        self,
-        nodes: Sequence[Node],
-        store: StoreProcess | None = None,
-        note: Callable[[str], None] = lambda _: None,
+        self, nodes: Sequence[Node], store: StoreProcess | None = None, note: Callable[[str], None] = lambda _: None
     ) -> None:
         self._note = note
         self._nodes = {node.name: node for node in nodes}
@@ -68,8 +64,8 @@ class Cluster:
     def run(self, job: Job) -> JobOutcome:
         """Run one job and return its outcome; by then all its processes have ended. Callable from any thread.
 
-        Waits for free slots. What the machine ended is tried again (`retry.py`). What fails, ranks or nodes, is part of
-        the outcome; only a job that is too large for the nodes raises HarnessError, at once.
+        Waits for free slots, and tries again what the machine ended (`outcome.py`). What fails, ranks or nodes, is part
+        of the outcome; only a job that is too large for the nodes raises HarnessError, at once.
         """
         return run_with_retries(
             lambda alone: self._run_once(job, alone=alone), closed=lambda: self._slots.closed, note=self._note

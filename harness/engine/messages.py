@@ -95,7 +95,7 @@ class ShareOutcome(Message, frozen=True, kw_only=True):
 class JobOutcome(Message, frozen=True, kw_only=True):
     """How a job ended: `ok` when every rank returned. `message` names the first failure in time.
 
-    `earlier` are the attempts before this one, which the machine ended, without their ranks (`retry.py`).
+    `earlier` are the attempts before this one, which the machine ended, without their ranks (`outcome.py`).
     """
 
     job_id: str

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from harness.engine.hardware import Device
 from harness.errors import HarnessError
-from harness.plural import counted
+from harness.text import counted
 
 AUTO = "auto"  # the cluster that RAY_ADDRESS names, or that this machine is a node of
 _REACH_S = 5.0

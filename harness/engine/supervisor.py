@@ -14,7 +14,7 @@ from harness.engine import linux
 from harness.engine.folder import JobFolder
 from harness.engine.messages import Share, ShareEvent, ShareOutcome
 from harness.engine.program import FORK_BLOCKERS, RankMain
-from harness.engine.rankprocess import RankProcess
+from harness.engine.rank import RankProcess
 
 GRACE_S = 0.5  # after the first failure, other ranks may still report their own
 DUMP_S = 0.2  # from requesting stacks to SIGKILL; faulthandler needs milliseconds even with 100 threads

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from typing import Literal, NamedTuple
 
 from harness.engine.messages import RankOutcome
-from harness.plural import binary_bytes
+from harness.text import binary_bytes
 
 # Signals that say nothing of what a rank computes, each with who or what sends it. Any other signal is what the code of
 # the rank did and does again: SIGSEGV, SIGABRT, SIGFPE and SIGILL, SIGTRAP, SIGSYS (signal(7)).

@@ -1,8 +1,11 @@
 """The torchrun engine: one torchrun per job, one new interpreter per rank. Slow, but the way users launch training.
 
-The baseline for the results and the cost of the zygote engine. Does not import torch: it runs torchrun as a command.
+The baseline for the results and the cost of the zygote engine. Does not import torch: it runs torchrun as a command,
+which starts ranks by `python -m harness.engine.torchrun FOLDER`, with RANK in the environment. A rank reads the
+`LaunchSpec` in the folder, and writes its `RankOutcome` there.
 """
 
+import faulthandler
 import os
 import re
 import select
@@ -20,9 +23,11 @@ import msgspec
 
 from harness.engine import linux
 from harness.engine.folder import JobFolder, read_end, tail
-from harness.engine.interpreter import MARK, module_command, start
-from harness.engine.messages import RankOutcome, RankStatus, Share, ShareEvent, ShareOutcome
+from harness.engine.messages import RankOutcome, RankStatus, Returned, Share, ShareEvent, ShareOutcome
 from harness.engine.outcome import describe_exit, first_failure
+from harness.engine.processes import MARK, module_command, start
+from harness.engine.program import RankContext, preload_program, rank_context
+from harness.engine.rank import flush_streams, run_program
 from harness.engine.supervisor import DUMP_S
 from harness.engine.symptoms import MACHINE_SIGNALS
 
@@ -46,6 +51,9 @@ class LaunchSpec(msgspec.Struct, frozen=True, kw_only=True):
     options: Mapping[str, str]
     share: Share
     started_s: float  # time.monotonic() of the controller
+
+
+_SPECS = msgspec.msgpack.Decoder(LaunchSpec)
 
 
 class TorchrunEngine:
@@ -100,7 +108,7 @@ class TorchrunEngine:
                 rank_file(folder, rank, kind).unlink(missing_ok=True)
         spec = LaunchSpec(program=self._program, options=self._options, share=share, started_s=started_s)
         spec_file(folder).write_bytes(msgspec.msgpack.encode(spec))
-        one_rank = module_command("harness.engine.torchrun_rank", [str(folder.path)])
+        one_rank = module_command("harness.engine.torchrun", [str(folder.path)])
         agents = str(folder.path / "agents")
         meet = ["--rdzv-backend=c10d", f"--rdzv-endpoint={agents}", "--rdzv-conf=store_type=file"]
         launch = ["--nnodes", "1", *meet, "--nproc-per-node", str(share.count), "--no-python", *one_rank]
@@ -224,3 +232,53 @@ class _Launch:
         if stacks:
             return "stuck", "did not finish: torchrun killed it after another rank failed"
         return "exited", "exited without a result; its exit code is in torchrun.log"
+
+
+def main(folder: JobFolder, rank: int) -> int:
+    """Run this rank; returns the exit code: 0 when the program returned."""
+    spec = _SPECS.decode(spec_file(folder).read_bytes())
+    _redirect(folder, rank)
+    rank_file(folder, rank, "pid").write_text(str(os.getpid()))  # from now on, SIGUSR1 dumps the stacks
+    phases: list[str] = []
+
+    def report_phase(phase: str) -> None:
+        phases.append(phase)
+        rank_file(folder, rank, "phase").write_text(phase)
+
+    def rank_main(context: RankContext) -> bytes:
+        context.report_phase("preload")  # here: an import error is then a failure of this rank
+        program = preload_program(spec.program, spec.options)
+        context.report_phase("start")
+        return program.rank_main(context)
+
+    report = run_program(rank_main, rank_context(spec.share, rank, report_phase))
+    flush_streams()
+    message, traceback = ("", "") if isinstance(report, Returned) else (report.message, report.traceback)
+    outcome = RankOutcome(
+        rank=rank,
+        status="returned" if isinstance(report, Returned) else "raised",
+        payload=report.payload if isinstance(report, Returned) else None,
+        message=message,
+        traceback=traceback,
+        phase=phases[-1],
+        seconds=report.at_s - spec.started_s,
+        log_tail=folder.log_tail(rank),
+    )
+    path = rank_file(folder, rank, "outcome")
+    draft = path.with_suffix(".draft")
+    draft.write_bytes(msgspec.msgpack.encode(outcome))
+    draft.rename(path)
+    return 0 if isinstance(report, Returned) else 1
+
+
+def _redirect(folder: JobFolder, rank: int) -> None:
+    faulthandler.enable(file=(dump := folder.dump(rank).open("wb")))
+    faulthandler.register(signal.SIGUSR1, file=dump, all_threads=True)
+    faulthandler.register(signal.SIGTERM, file=dump, all_threads=True, chain=True)  # torchrun ends ranks with SIGTERM
+    with folder.log(rank).open("ab") as log:  # appending, so that it can be cut
+        os.dup2(log.fileno(), 1)
+        os.dup2(log.fileno(), 2)
+
+
+if __name__ == "__main__":
+    sys.exit(main(JobFolder(Path(sys.argv[1])), int(os.environ["RANK"])))

@@ -19,10 +19,10 @@ from harness.expect.saved_memory import expected_saved
 from harness.hints import fit_costs
 from harness.matrix.case import Case, Checkpointing, Layout, Model
 from harness.matrix.caseid import case_id, solo_case
+from harness.matrix.choice import Price
 from harness.matrix.layout import SHARD_AXES, ranks_of
 from harness.matrix.linears import FLOPS_PER_PARAMETER_AND_TOKEN, gemms, parameter_count
 from harness.matrix.numerics import replayed_steps
-from harness.matrix.pricing import Price
 from harness.matrix.recipes import ITEM_BYTES
 from harness.matrix.rules import expected_refusal
 

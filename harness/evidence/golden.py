@@ -1,13 +1,18 @@
-"""Goldens: stored BF16 single-rank references, one per case family and hardware class.
+"""Goldens: stored BF16 single-rank references, one per case family and hardware class, and the git tree that has them.
 
 Owns their file format (sealed JSON under `golden/<hardware class>/<family>.json`), the conditions for storing one,
-and the comparison of an old one with a new one, and which classes of hardware are meant for a device.
-`checks/loss_vs_golden.py` compares runs with goldens.
+the comparison of an old one with a new one, and which classes of hardware are meant for a device.
+`checks/loss_vs_golden.py` compares runs with goldens. What asks git is empty without it.
 """
 
+import contextlib
+import io
 import math
 import re
-from collections.abc import Collection, Sequence
+import subprocess
+import tarfile
+import tempfile
+from collections.abc import Collection, Iterator, Sequence
 from itertools import zip_longest
 from pathlib import Path
 from typing import Literal
@@ -20,10 +25,78 @@ from harness.evidence.tolerance import ToleranceMissing, ToleranceUnfounded, tol
 from harness.hints import LIST_BASELINES, update_golden
 from harness.matrix.caseid import case_id as id_of_case
 from harness.matrix.caseid import family_case, parse_case_id
-from harness.timestamp import timestamp
+from harness.text import timestamp
 from harness.trace import RankTrace, Run
 
-EVIDENCE_OF_A_DEVICE = "evidence-"  # begins the names of the other files beside goldens (`level.py`)
+_DIRTY = "-dirty"
+
+
+def tree_commit(root: Path) -> str:
+    """The git commit of the tree at `root`, with "-dirty" when tracked files differ; "unknown" without git."""
+    return git(root, "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*").strip() or "unknown"
+
+
+def source_commit(root: Path) -> str:
+    """As `tree_commit`, but "-dirty" only if `changed_files` has any: the provenance of references."""
+    commit = tree_commit(root).removesuffix(_DIRTY)
+    return f"{commit}{_DIRTY}" if changed_files(root) else commit
+
+
+def changed_files(root: Path) -> tuple[str, ...]:
+    """The tracked files outside of golden/ that differ from the commit, relative to the git repository."""
+    everything_else = ("--", ":(top)", ":(exclude)golden")
+    return tuple(filter(None, git(root, "diff", "--name-only", "-z", "HEAD", *everything_else).split("\0")))
+
+
+def tree_difference(root: Path) -> str:
+    """The differences of tracked files from the commit, as a patch; empty without git or without any."""
+    return git(root, "diff", "HEAD")
+
+
+@contextlib.contextmanager
+def goldens_of(root: Path, against: str) -> Iterator[Path]:
+    """A folder with the golden/ of another project root, or of a git revision of this one.
+
+    Raises HarnessError where it is neither.
+    """
+    if against and (Path(against) / "golden").is_dir():
+        yield Path(against)
+        return
+    if against.startswith("-") or not git(root, "rev-parse", "--verify", "--quiet", f"{against}^{{commit}}"):
+        fix = "name a commit, a branch or a tag of this project, or a folder with golden/."
+        raise HarnessError("neither a revision nor a project.", where=f"--against {against}", fix=fix)
+    with tempfile.TemporaryDirectory(prefix="fp8-harness-") as folder:
+        archive = _git_bytes(root, "archive", "--format=tar", against, "golden")
+        if archive:  # that revision may have had no goldens
+            _unpack(archive, Path(folder))
+        yield Path(folder)
+
+
+def _unpack(archive: bytes, folder: Path) -> None:
+    """Write the regular files of a tar archive below a folder. The safe filter of `extractall` needs Python 3.11.4."""
+    with tarfile.open(fileobj=io.BytesIO(archive)) as files:
+        for member in filter(tarfile.TarInfo.isfile, files):
+            content = files.extractfile(member)
+            path = folder / member.name
+            if content is not None and path.resolve().is_relative_to(folder.resolve()):
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_bytes(content.read())
+
+
+def git(root: Path, *words: str) -> str:
+    """What git prints; empty when it fails or is not installed."""
+    return _git_bytes(root, *words).decode(errors="replace")
+
+
+def _git_bytes(root: Path, *words: str) -> bytes:
+    try:
+        done = subprocess.run(["git", "-C", str(root), *words], capture_output=True, timeout=30, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return b""
+    return done.stdout if done.returncode == 0 else b""
+
+
+EVIDENCE_OF_A_DEVICE = "evidence-"  # begins the names of the other files beside goldens (`verified.py`)
 
 _VENDORS = {"sm": "nvidia", "gfx": "amd"}  # by what the name of an architecture begins with
 

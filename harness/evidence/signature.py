@@ -10,7 +10,6 @@ from pathlib import Path
 
 import msgspec
 
-from harness.builds import PACKAGES, evidence_key
 from harness.errors import HarnessError
 from harness.evidence.golden import Provenance, missing_reason, provenance_of
 from harness.evidence.sealed import Damaged, Sealed, holder, read_sealed, write_sealed
@@ -18,7 +17,8 @@ from harness.hints import update_signature
 from harness.matrix.case import Case
 from harness.matrix.caseid import parse_case_id
 from harness.matrix.rules import expected_refusal
-from harness.matrix.targets import is_llama
+from harness.registry import is_llama
+from harness.sources import PACKAGES, evidence_key
 from harness.trace import RankTrace, Run
 from harness.trace.counts import MOMENTS
 from harness.trace.graphs import GraphCast

@@ -17,7 +17,6 @@ from pathlib import Path
 
 import msgspec
 
-from harness.builds import PACKAGES, holds_for
 from harness.errors import HarnessError
 from harness.evidence.sealed import Missing, Sealed, own_root, read_sealed, write_sealed
 from harness.hints import MEASURE_TOLERANCES
@@ -25,15 +24,9 @@ from harness.matrix.axes import DECLARED, DEFAULTS, own_values
 from harness.matrix.case import Case
 from harness.matrix.caseid import parse_case_id
 from harness.matrix.linears import OUTPUT_FQN, is_converted
-from harness.matrix.numerics import (
-    VIRTUAL_DEVICE,
-    Numerics,
-    activations_differ,
-    clips_by_a_rounded_norm,
-    sums_in_order,
-)
-from harness.matrix.targets import REFERENCE
-from harness.sources import installed_versions
+from harness.matrix.numerics import VIRTUAL_DEVICE, Numerics, activations_differ, clips_by_a_rounded_norm, sums_in_order
+from harness.registry import REFERENCE
+from harness.sources import PACKAGES, holds_for, installed_versions
 
 LOSS_VS_GOLDEN = "loss_vs_golden"  # |loss - golden| in nats
 PARITY = "parity"  # largest relative distance of a gradient to that of the single-rank reference

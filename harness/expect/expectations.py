@@ -32,7 +32,7 @@ from harness.matrix.layout import coordinates, peers
 from harness.matrix.numerics import VIRTUAL_DEVICE, Numerics, drifts, replayed_steps
 from harness.matrix.rules import Refusal, expected_refusal
 from harness.matrix.stages import expert_layers_of, held
-from harness.matrix.targets import computes_on_plain_shards, is_llama
+from harness.registry import computes_on_plain_shards, is_llama
 from harness.trace.counts import Moment
 from harness.trace.experts import ExpertCall
 

@@ -14,7 +14,7 @@ from harness.expect.model import Model
 from harness.matrix.case import Case
 from harness.matrix.linears import OUTPUT_FQN, ROWWISE, converted_fqns, linear_fqns, linear_name
 from harness.matrix.numerics import norm_rounding
-from harness.matrix.targets import REFERENCE
+from harness.registry import REFERENCE
 from harness.trace.tensors import ModuleDistance
 
 # The largest relative error of a result that is rounded to this dtype. A matmul in bfloat16 is rounded once; one in

@@ -22,7 +22,7 @@ from harness.matrix.linears import (
     linear_name,
 )
 from harness.matrix.recipes import OPERANDS
-from harness.matrix.targets import is_llama
+from harness.registry import is_llama
 from harness.trace.model import ModelRecord
 from harness.trace.operands import CastRecord
 

@@ -18,7 +18,7 @@ from harness.matrix.layout import SHARD_AXES, ranks_of
 from harness.matrix.linears import converted_fqns, linear_features, linear_name
 from harness.matrix.numerics import VIRTUAL_DEVICE, Numerics, async_tp_gap, drifts, replayed_steps, sums_in_order
 from harness.matrix.rules import exclusions, expected_refusal
-from harness.matrix.targets import is_llama
+from harness.registry import is_llama
 
 # bitwise: every loss, gradient norm, gradient and final parameter, on every rank. exact: the same numbers up to the
 # rounding of sums in float64.

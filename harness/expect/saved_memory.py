@@ -37,7 +37,7 @@ from harness.matrix.linears import (
 )
 from harness.matrix.recipes import GROUP_MULTIPLE, ITEM_BYTES
 from harness.matrix.stages import blocks_of_stage, expert_layers_of, forwards_in_flight, modules_of_stage
-from harness.matrix.targets import OF_DTENSOR, computes_on_plain_shards, is_llama
+from harness.registry import OF_DTENSOR, computes_on_plain_shards, is_llama
 
 Elements = Counter[str]  # by dtype
 

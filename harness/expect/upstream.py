@@ -10,8 +10,7 @@ from pathlib import Path
 
 import msgspec
 
-from harness.builds import is_since
-from harness.sources import installed_version, package_paths
+from harness.sources import installed_version, is_since, package_paths
 
 
 class Probe(msgspec.Struct, frozen=True, kw_only=True):

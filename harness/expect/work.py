@@ -33,7 +33,7 @@ from harness.matrix.linears import (
 )
 from harness.matrix.recipes import TRAITS, MatmulRole, RecipeTraits
 from harness.matrix.stages import blocks_of, held
-from harness.measured import Multiplied, multiplied_by
+from harness.result import Multiplied, multiplied_by
 from harness.trace.counts import FLOAT8, multiplied_words
 
 ALIGNMENT = 16  # of n and k, by `torch._scaled_mm`; MXFP8 asks for whole blocks

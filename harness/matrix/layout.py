@@ -48,14 +48,7 @@ class Mesh(CaseStruct, frozen=True, kw_only=True):
             smallest=1,
         ),
     ] = 1
-    dp_shard: Annotated[
-        Degree,
-        _axis(
-            "FSDP2: ranks that share every parameter",
-            smallest=1,
-            everyday=True,
-        ),
-    ] = 1
+    dp_shard: Annotated[Degree, _axis("FSDP2: ranks that share every parameter", smallest=1, everyday=True)] = 1
     tp: Annotated[
         Degree,
         _axis(

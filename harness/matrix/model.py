@@ -76,13 +76,7 @@ class Model(CaseStruct, frozen=True, kw_only=True):
     """
 
     preset: Annotated[
-        Preset,
-        _axis(
-            "preset; every size below overrides it",
-            *_PRESETS,
-            name="model",
-            shrinks=False,
-        ),
+        Preset, _axis("preset; every size below overrides it", *_PRESETS, name="model", shrinks=False)
     ] = "tiny"
     dim: Annotated[PositiveInt | None, _size("dim", "dim.512", "features of the residual stream", smallest=32)] = None
     layers: Annotated[PositiveInt | None, _size("layers", "layers.4", "blocks")] = None

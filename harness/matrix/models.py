@@ -9,7 +9,7 @@ from harness.errors import HarnessError
 from harness.matrix.axes import axis_values, case_from_axes
 from harness.matrix.case import MODEL_PRESETS, Case, ModelShape
 from harness.matrix.layout import DP_AXES, OTHERS, REST, ranks_of
-from harness.plural import counted
+from harness.text import counted
 
 _MOST = {"tp": 64, "dp_replicate": 16}  # ranks along every axis but FSDP's, which has the others
 

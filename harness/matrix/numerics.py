@@ -11,7 +11,7 @@ from harness.matrix.case import Case
 from harness.matrix.layout import DP_AXES
 from harness.matrix.linears import linear_features, linear_fqns, linear_name, parameter_count
 from harness.matrix.recipes import ITEM_BYTES
-from harness.matrix.targets import REFERENCE, computes_on_plain_shards, is_llama
+from harness.registry import REFERENCE, computes_on_plain_shards, is_llama
 
 _ONE_ORDER = 2  # ranks
 

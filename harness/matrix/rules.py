@@ -15,14 +15,13 @@ from typing import Any
 import msgspec
 
 from harness.matrix.case import Case, ModelShape
+from harness.matrix.caseid import other_layout
 from harness.matrix.layout import DP_AXES, MESH_AXES
 from harness.matrix.linears import OUTPUT_FQN, Gemm, converted_fqns, gemms, is_misaligned, linear_fqns, shard_sizes
 from harness.matrix.recipes import OPERANDS
-from harness.matrix.resumed import other_layout
 from harness.matrix.selector import axes_read, parse_selector
 from harness.matrix.stages import stage_count
-from harness.matrix.targets import is_llama
-from harness.registry import load, plugins
+from harness.registry import is_llama, load, plugins
 
 _TORCHAO = "https://github.com/pytorch/ao/blob/v0.18.0/torchao/float8"
 _META = "https://github.com/pytorch/pytorch/blob/v2.13.0/torch/_meta_registrations.py"
@@ -132,10 +131,7 @@ _CODED: Mapping[str, tuple[tuple[str, ...], Callable[[Case], bool]]] = {
         (*_MODEL_AXES, "tp"),
         lambda case: bool(case.model.shape.heads % case.layout.tp or case.model.shape.kv_heads % case.layout.tp),
     ),
-    "ffn_divides_tp": (
-        (*_MODEL_AXES, "tp"),
-        lambda case: case.model.shape.ffn_dim % case.layout.tp != 0,
-    ),
+    "ffn_divides_tp": ((*_MODEL_AXES, "tp"), lambda case: case.model.shape.ffn_dim % case.layout.tp != 0),
     "vocab_fills_tp": (
         ("target", *_VOCABULARY_AXES, "tp"),
         lambda case: 0 in shard_sizes(case.model.padded_vocab_size, case.layout.tp),
@@ -193,10 +189,7 @@ _CODED: Mapping[str, tuple[tuple[str, ...], Callable[[Case], bool]]] = {
             and (case.layout.ep % case.layout.tp != 0 or case.layout.dp_shard * case.layout.tp % case.layout.ep != 0)
         ),
     ),
-    "microbatches_fill_pipeline": (
-        ("pp", "accumulation"),
-        lambda case: case.train.accumulation % case.layout.pp != 0,
-    ),
+    "microbatches_fill_pipeline": (("pp", "accumulation"), lambda case: case.train.accumulation % case.layout.pp != 0),
     "stages_have_blocks": (
         ("pp", "schedule", *_MODEL_AXES),
         lambda case: stage_count(case.layout) > case.model.shape.layers,

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 from msgspec.structs import replace
 
-from harness.plural import counted
 from harness.report.sections import Block, Entry, Facts, Items, Section, Table, Verbatim
+from harness.text import counted
 
 LONGEST = 20_000  # characters of one text
 MOST = 4_000_000  # characters of a report, of which every line counts as at least this many:

@@ -11,10 +11,9 @@ from msgspec.structs import replace
 from harness.checks.catalogue import first_effect
 from harness.checks.failures import is_misfit
 from harness.checks.stacks import LAST_OUTPUT
-from harness.measured import CastRange, Curve, Measured, Multiplied, Sent, Speedup
-from harness.plural import binary_bytes, counted
 from harness.report.sections import Block, Entry, Facts, Items, Section, Table, Verbatim
-from harness.result import CaseResult
+from harness.result import CaseResult, CastRange, Curve, Measured, Multiplied, Sent, Speedup
+from harness.text import binary_bytes, counted
 from harness.trace import RankFailure
 from harness.verdict import Finding, Verdict
 

@@ -5,9 +5,8 @@ from collections.abc import Callable, Iterator, Mapping
 from harness.checks.catalogue import CHECKS
 from harness.checks.check import Check
 from harness.checks.rule import Stage
-from harness.plural import counted
 from harness.report.sections import Block, Items, Section, Table, markdown
-from harness.sentence import shown
+from harness.text import counted, shown
 
 _INTRODUCTION = """\
 Every case is judged by these checks. Each asks one question, reads one record of the ranks, and knows rules that a run

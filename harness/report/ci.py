@@ -11,11 +11,11 @@ from types import MappingProxyType
 from typing import Literal, NamedTuple
 from xml.etree import ElementTree
 
-from harness.printable import printable
 from harness.report.case import failure_blocks, finding_blocks, headline, outcome
 from harness.report.run import run_markdown
 from harness.report.sections import Block, Section, text_of
 from harness.result import CaseResult, RunResult
+from harness.text import printable
 from harness.verdict import Verdict
 
 Element = Literal["failure", "error", "skipped"]

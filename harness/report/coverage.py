@@ -2,10 +2,9 @@
 
 from collections.abc import Collection, Iterable, Sequence
 
-from harness.matrix.coverage import FATES, Coverage, Fate
-from harness.matrix.tier import Selection
-from harness.plural import counted
+from harness.matrix.tier import FATES, Coverage, Fate, Selection
 from harness.report.sections import Section, Table
+from harness.text import counted
 
 _NOT_COVERED: tuple[Fate, ...] = ("known", "refused", "skipped", "excluded")
 

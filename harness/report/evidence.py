@@ -5,15 +5,13 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from harness.environment import changed_facts
-from harness.evidence.formulas import VerifiedWith
 from harness.evidence.golden import GoldenChange, GoldenKey, Provenance, compare_goldens, largest_change
-from harness.evidence.level import Level, LevelItem, LevelReport
+from harness.evidence.verified import Level, LevelItem, LevelReport, VerifiedWith
 from harness.expect.expectations import FORMULAS
-from harness.plural import counted
 from harness.report.case import case_section
 from harness.report.sections import Block, Facts, Items, Section, Table
 from harness.studies.records import Verification
+from harness.text import changed_facts, counted
 
 _SHOWS: dict[Level, str] = {
     "kernel": "The float8 matmul of the device, beside the exact one",

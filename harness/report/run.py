@@ -4,10 +4,10 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
 from harness.hints import VERIFY_GPUS
-from harness.plural import counted
 from harness.report.case import case_sections, headline
 from harness.report.sections import Block, Items, Section, Table, Verbatim, markdown, text_of
 from harness.result import CaseResult, Place, RunResult, verdict_totals
+from harness.text import counted
 from harness.verdict import Finding, NotJudged, Verdict
 
 SHOWN_CASES = 200  # CI summary pages are truncated at about 1 MB

@@ -4,7 +4,6 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 
 from harness.hints import compare_runs
-from harness.plural import binary_bytes, counted
 from harness.report.case import sparkline
 from harness.report.run import damage_section, totals_words
 from harness.report.sections import Block, Entry, Facts, Section, Table, Verbatim
@@ -12,7 +11,7 @@ from harness.result import RunResult, verdict_totals
 from harness.running.stored import Stored
 from harness.store import RunStore
 from harness.studies.history import History, Moment
-from harness.timestamp import to_the_minute
+from harness.text import binary_bytes, counted, to_the_minute
 from harness.verdict import Verdict
 
 _SHOWN = 60  # characters of one difference of environments: models of CPUs are long

@@ -1,7 +1,7 @@
 """What a report consists of, and how a terminal and Markdown show it. A page shows the same (`html/assets/parts.html`).
 
 A report is a list of blocks: paragraphs, lists, facts, tables, entries, verbatim text, and sections, which are a title
-over further blocks. Builders pass texts as they are: the renderers make them safe to show (`printable.py`), wrap what
+over further blocks. Builders pass texts as they are: the renderers make them safe to show (`text.py`), wrap what
 is too long, and leave out sections, tables and facts without content.
 """
 
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, TypeAlias
 import msgspec
 from msgspec.structs import replace
 
-from harness.printable import code_span, in_html, in_markdown, own_markdown, printable
+from harness.text import code_span, in_html, in_markdown, own_markdown, printable
 
 if TYPE_CHECKING:
     from rich.text import Text

@@ -11,7 +11,6 @@ from typing import TypeVar
 
 import msgspec
 
-from harness.builds import holds_for
 from harness.checks import local_parity, metamorphic, parity
 from harness.checks.catalogue import by_cause
 from harness.checks.check import Witnesses, finished
@@ -22,7 +21,6 @@ from harness.checks.measuring import measured
 from harness.checks.model import reference_without_fsdp
 from harness.checks.recorded import require_rules, showing, with_doubts, with_known_faults
 from harness.engine.messages import JobStatus
-from harness.evidence.formulas import doubts, read_verified
 from harness.evidence.golden import Golden, find_golden, make_golden
 from harness.evidence.sealed import Missing
 from harness.evidence.signature import Signature, find_signature, needs_signature
@@ -35,19 +33,20 @@ from harness.evidence.tolerance import (
     tolerance_for,
     tolerance_key,
 )
+from harness.evidence.verified import doubts, read_verified
 from harness.expect.expectations import Expectations
 from harness.expect.model import accumulates, found_model
 from harness.expect.upstream import installed_changes
 from harness.hints import update_signature
 from harness.matrix.case import Case
 from harness.matrix.caseid import case_id, family_id, parse_case_id, reference_case
-from harness.matrix.known import PACKAGES, KnownFault, matching
+from harness.matrix.records import PACKAGES, KnownFault, matching
 from harness.project import Project
 from harness.running.injection import Injection, parse_injection
 from harness.running.plan import Plan
 from harness.running.selection import recorded_faults
 from harness.running.witnesses import WitnessCache
-from harness.sources import installed_versions
+from harness.sources import holds_for, installed_versions
 from harness.trace import Run
 from harness.verdict import GoldenSource, Verdict
 

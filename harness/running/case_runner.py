@@ -1,7 +1,7 @@
 """The work on one case: a run on ranks, then one verdict.
 
 Owns how a `CaseResult` is put together. Every front end runs cases through here, so that they cannot differ. What a
-case is judged by comes from a `Judge` (`case_judge.py`); what is tried again is decided in the engine (`retry.py`).
+case is judged by comes from a `Judge` (`case_judge.py`); what is tried again is decided in the engine (`outcome.py`).
 """
 
 import traceback
@@ -10,7 +10,6 @@ from typing import NamedTuple, Protocol
 
 import msgspec
 
-from harness.builds import PACKAGES, unreleased_of
 from harness.checks.catalogue import BROKEN, UNEXPLAINED
 from harness.checks.failure_signature import signature_of
 from harness.checks.failures import REPORT, advice
@@ -23,7 +22,7 @@ from harness.running.executor import Executor
 from harness.running.injection import Injection
 from harness.running.plan import Plan
 from harness.running.witnesses import WitnessCache, WitnessLost
-from harness.sources import installed_versions
+from harness.sources import PACKAGES, installed_versions, unreleased_of
 from harness.trace import Run
 from harness.verdict import Finding, Verdict
 

@@ -8,8 +8,7 @@ from typing import Self
 
 import msgspec
 
-from harness.engine.gpus import ask_driver
-from harness.engine.hardware import Device
+from harness.engine.hardware import Device, ask_driver
 
 _PERIOD_S = 2.0
 _QUERY = (

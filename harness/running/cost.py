@@ -10,9 +10,8 @@ from harness.evidence.costs import FLOPS_PER_CPU_S, Costs, Estimate, estimate, r
 from harness.evidence.tolerance import ToleranceMissing, parity_tolerance_for, tolerance_for
 from harness.matrix.case import Case
 from harness.matrix.caseid import case_id, parse_case_id
+from harness.matrix.choice import Budgeted, planted_faults, within_budget
 from harness.matrix.linears import FLOPS_PER_PARAMETER_AND_TOKEN, parameter_count
-from harness.matrix.parts import Budgeted, within_budget
-from harness.matrix.planted import planted_faults
 from harness.matrix.rules import expected_refusal
 from harness.matrix.tier import Selection
 from harness.project import Project

@@ -15,14 +15,14 @@ from harness.engine.cluster import Cluster
 from harness.engine.hardware import open_leases
 from harness.engine.messages import Job, JobOutcome
 from harness.engine.node import LocalNode, Runner
+from harness.engine.processes import StoreProcess
 from harness.engine.ray_cluster import open_nodes, own_address
-from harness.engine.storeprocess import StoreProcess
 from harness.engine.torchrun import TorchrunEngine
 from harness.engine.zygote_engine import ZygoteEngine
 from harness.matrix.case import Case
 from harness.matrix.caseid import case_id
-from harness.matrix.targets import REFERENCE
 from harness.project import Project
+from harness.registry import REFERENCE
 from harness.request import RunRequest
 from harness.running.identity import own_source_digest, search_path
 from harness.running.injection import Injection

@@ -17,16 +17,15 @@ from importlib.metadata import Distribution, PackageNotFoundError, distribution
 from pathlib import Path
 
 from harness.engine.hardware import CPUINFO, arithmetic_limits, cpu_kind
-from harness.environment import Environment
 from harness.errors import HarnessError
-from harness.evidence.tree import tree_commit, tree_difference
+from harness.evidence.golden import tree_commit, tree_difference
 from harness.expect.upstream import installed_changes
-from harness.matrix.targets import REFERENCE, module_of, targets
-from harness.registry import Target, is_offered, needed
+from harness.registry import REFERENCE, Target, is_offered, module_of, needed, targets
 from harness.request import default_arithmetic
+from harness.result import Environment
 from harness.running.plan import DEFAULT_PROGRAM, Plan
 from harness.sources import (
-    PACKAGES,
+    MODULES,
     files_digest,
     installed_source,
     installed_version,
@@ -200,8 +199,8 @@ def environment(plan: Plan, root: Path, targets: Iterable[str] = ()) -> Environm
     """
     first = plan.capacity.nodes[0]
     both = plan.sides if plan.decides else None  # equal where every case gets the same device
-    installed = {name: package for name in PACKAGES if (package := _installed(name)) is not None}
-    sources = {name: installed_source(PACKAGES[name]) for name, package in installed.items() if is_editable(package)}
+    installed = {name: package for name in MODULES if (package := _installed(name)) is not None}
+    sources = {name: installed_source(MODULES[name]) for name, package in installed.items() if is_editable(package)}
     return Environment(
         packages={
             **{name: package.version for name, package in installed.items()},

@@ -7,7 +7,7 @@ import msgspec
 from harness.engine.hardware import Capacity, Device, capacity_here, cuda_devices
 from harness.engine.ray_cluster import cluster_capacity, cluster_device
 from harness.errors import HarnessError
-from harness.evidence.level import provable_levels
+from harness.evidence.verified import provable_levels
 from harness.request import Fabric, default_arithmetic
 from harness.run_options import PlanOptions
 from harness.running.device_choice import Choice, Side, Sides

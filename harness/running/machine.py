@@ -16,15 +16,15 @@ from typing import NamedTuple
 import msgspec
 
 from harness.engine.hardware import NodeCapacity
-from harness.engine.interpreter import child_environ, module_command
 from harness.engine.linux import MACHINES, foreign_system, read_text, refused_call
+from harness.engine.processes import child_environ, module_command
 from harness.errors import HarnessError
 from harness.hints import INSTALL_FOR_CPU, START_CONTAINER
 from harness.internals import State
 from harness.matrix.gpu_needs import Capability
-from harness.plural import binary_bytes
 from harness.running.environments import last_line
 from harness.sources import package_paths
+from harness.text import binary_bytes
 
 
 class TorchBuild(NamedTuple):

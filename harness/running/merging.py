@@ -4,11 +4,10 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from msgspec.structs import replace
 
-from harness.environment import Environment
 from harness.errors import HarnessError
 from harness.jsonform import to_json
-from harness.plural import counted
-from harness.result import CaseResult, RunEnd, RunResult, RunStart
+from harness.result import CaseResult, Environment, RunEnd, RunResult, RunStart
+from harness.text import counted
 
 Named = tuple[str, RunResult]  # the results of one shard, after what the user calls them
 

@@ -12,8 +12,7 @@ import threading
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol, Self, TextIO
 
-from harness.plural import counted
-from harness.printable import printable
+from harness.text import counted, printable
 
 _WIDE = 100  # columns from which the bar is long
 _TIME_WIDTH = 7  # 0:00:12

@@ -7,11 +7,10 @@ from collections.abc import Sequence
 
 import msgspec
 
-from harness.environment import Environment
 from harness.errors import HarnessError
 from harness.hints import run_cases
 from harness.project import Project
-from harness.result import RunStart
+from harness.result import Environment, RunStart
 from harness.run_options import RunOptions
 from harness.running.plan import Plan
 from harness.running.selection import NothingSelected, Query

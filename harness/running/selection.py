@@ -20,21 +20,16 @@ from harness.evidence.costs import Costs, estimate, read_costs
 from harness.hints import explain_case, list_cases
 from harness.matrix.case import Case
 from harness.matrix.casefile import read_case_file
-from harness.matrix.caseid import case_id, parse_case_id
-from harness.matrix.choice import chosen_path, read_chosen
-from harness.matrix.known import KnownFault, known_with_shipped
-from harness.matrix.parts import Shard, cases_of_shard
-from harness.matrix.pricing import Price, Pricing
-from harness.matrix.records import quarantine_of, read_quarantine
+from harness.matrix.caseid import case_id, parse_case_id, values_of
+from harness.matrix.choice import Price, Pricing, Shard, cases_of_shard, chosen_path, read_chosen
+from harness.matrix.records import KnownFault, known_with_shipped, quarantine_of, read_quarantine
 from harness.matrix.rules import exclusions
 from harness.matrix.selector import parse_selector
-from harness.matrix.targets import NAME, targets
 from harness.matrix.tier import Selection, select
-from harness.matrix.words import values_of
-from harness.plural import counted
 from harness.project import Project
-from harness.registry import answers, needed
+from harness.registry import TARGET_NAME, answers, needed, targets
 from harness.run_options import words_of
+from harness.text import counted
 
 DEFAULT_TIER = "smoke"
 
@@ -258,7 +253,7 @@ def trained_by(target: str | None, cases: Sequence[Case]) -> tuple[Case, ...]:
 
 
 def _with_target(target: str, cases: Sequence[Case]) -> tuple[Case, ...]:
-    if not NAME.fullmatch(target):
+    if not TARGET_NAME.fullmatch(target):
         fix = f"use one of {', '.join(targets())}, or the dotted name of a module."
         raise HarnessError("not the name of a target.", where=f"--target {target}", fix=fix)
     return tuple({replaced: None for case in cases if (replaced := msgspec.structs.replace(case, target=target))})

@@ -10,9 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import msgspec
 
 from harness.checks.measuring import moved
-from harness.environment import Environment
-from harness.measured import Numbers
-from harness.result import CaseNumbers
+from harness.result import CaseNumbers, Environment, Numbers
 from harness.running.stored import Stored
 from harness.store import RunStore
 from harness.verdict import Verdict

@@ -22,8 +22,8 @@ from harness.evidence.tolerance import (
 )
 from harness.matrix.case import Case, Layout
 from harness.matrix.caseid import case_id, family_id, layout_id, reference_case
-from harness.matrix.known import KnownFault, matching
 from harness.matrix.numerics import VIRTUAL_DEVICE, Numerics
+from harness.matrix.records import KnownFault, matching
 from harness.matrix.rules import expected_refusal
 from harness.project import Project
 from harness.result import CaseResult
@@ -31,7 +31,7 @@ from harness.running.case_runner import Judged, Reviewed
 from harness.running.plan import Plan
 from harness.running.progress import Progress
 from harness.studies.records import SanityJudge, needed_references
-from harness.timestamp import timestamp
+from harness.text import timestamp
 from harness.trace import RankTrace
 from harness.verdict import Verdict
 from harness.workflow import run_cases

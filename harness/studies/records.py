@@ -12,7 +12,6 @@ from typing import Any
 
 import msgspec
 
-from harness.builds import evidence_key
 from harness.checks.alignment import check_alignment
 from harness.checks.catalogue import CHECKS
 from harness.checks.check import Witnesses
@@ -24,15 +23,14 @@ from harness.engine.hardware import arithmetic_limits, cpu_extensions, cpu_name
 from harness.engine.messages import JobStatus
 from harness.errors import HarnessError
 from harness.evidence.costs import Costs, case_features, solo_features
-from harness.evidence.formulas import VerifiedWith
-from harness.evidence.golden import Golden, make_golden, provenance_of
+from harness.evidence.golden import Golden, make_golden, provenance_of, source_commit
 from harness.evidence.sealed import stored_or_why
 from harness.evidence.signature import (
     Signature,
     load_signature,
     make_signature,
 )
-from harness.evidence.tree import source_commit
+from harness.evidence.verified import VerifiedWith
 from harness.expect.expectations import FORMULAS, Expectations
 from harness.hints import fit_costs as fit_costs_command
 from harness.matrix.case import Case
@@ -48,7 +46,8 @@ from harness.running.plan import Plan
 from harness.running.progress import Progress
 from harness.running.stored import read_results
 from harness.running.witnesses import WitnessCache
-from harness.timestamp import timestamp
+from harness.sources import evidence_key
+from harness.text import timestamp
 from harness.trace import Run
 from harness.verdict import Verdict
 from harness.workflow import check_fits, run_cases

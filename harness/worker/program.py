@@ -13,7 +13,7 @@ import msgspec
 import torch
 
 from harness.engine.program import FORK_BLOCKERS
-from harness.matrix.targets import REFERENCE, module_of
+from harness.registry import REFERENCE, module_of
 from harness.request import RunRequest
 from harness.sources import module_digest
 from harness.worker.process import internals

@@ -20,7 +20,7 @@ import msgspec
 from harness.engine.program import RankContext
 from harness.matrix.case import Case
 from harness.matrix.rules import expected_refusal
-from harness.matrix.targets import REFERENCE, is_llama
+from harness.registry import REFERENCE, is_llama
 from harness.request import RunRequest
 from harness.sources import installed_version
 from harness.trace import RankTrace

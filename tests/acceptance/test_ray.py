@@ -18,9 +18,9 @@ import pytest
 from harness.engine import ray_connection
 from harness.engine.cluster import Cluster
 from harness.engine.messages import Job, JobOutcome
+from harness.engine.processes import StoreProcess
 from harness.engine.ray_cluster import cluster_capacity, open_nodes
 from harness.engine.ray_connection import alive_machines, connect
-from harness.engine.storeprocess import StoreProcess
 from harness.errors import HarnessError
 from tests.acceptance.conftest import REPOSITORY, Command
 from tests.lines import read_run, tree

@@ -11,7 +11,7 @@ from typing import Any
 import psutil
 import pytest
 
-from harness.checksum import with_checksum
+from harness.jsonform import with_checksum
 from tests.acceptance.conftest import REPOSITORY, Command
 from tests.lines import lines_of, read_run
 

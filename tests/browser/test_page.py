@@ -11,13 +11,12 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from harness.matrix.caseid import case_id
-from harness.measured import CastRange, Curve, Measured, Sent
 from harness.plugins.release.gate import GatePolicy, gate
 from harness.plugins.release.sections import gate_front
-from harness.printable import printable
 from harness.report.html.page import html_report
 from harness.report.sections import Section, Table
-from harness.result import CaseResult
+from harness.result import CaseResult, CastRange, Curve, Measured, Sent
+from harness.text import printable
 from harness.verdict import NotJudged, Verdict
 from tests.builders import a_finding, make_case, make_failure, make_result, make_results, run_of
 

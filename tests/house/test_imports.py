@@ -33,9 +33,8 @@ LEVELS = [
     ["engine", "matrix", "run_options"],
     ["internals"],
     ["durable", "registry"],
-    ["builds", "environment", "errors", "hints", "measured", "sources", "timestamp", "trace", "verdict"],
-    ["sentence"],
-    ["checksum", "plural", "printable"],
+    ["errors", "hints", "sources", "trace", "verdict"],
+    ["text"],
 ]
 LEVEL_OF = {room: level for level, rooms in enumerate(LEVELS) for room in rooms}
 WORKER_MAY_READ = {
@@ -46,7 +45,6 @@ WORKER_MAY_READ = {
     "verdict",
     "errors",
     "sources",
-    "builds",
     "internals",
     "registry",
 }  # values, and files
@@ -56,8 +54,7 @@ FRONT_ENDS = {"cli", "pytest_plugin", "__main__"}  # and the commands of plug-in
 # Processes of their own.
 PROGRAMS = {
     "harness.engine.zygote",
-    "harness.engine.rank",
-    "harness.engine.torchrun_rank",
+    "harness.engine.torchrun",
     "harness.plugins.bugs.worker.exported",
 }
 TORCH = {"torch", "torchao", "torchtitan"}

@@ -18,10 +18,9 @@ import yaml
 from click.testing import CliRunner, Result
 
 from harness.matrix.casefile import case_file_schema, parse_case_file
-from harness.matrix.caseid import case_id, id_words, parse_case_id
+from harness.matrix.caseid import case_id, id_words, meaning_of, parse_case_id
 from harness.matrix.records import read_quarantine
 from harness.matrix.tier import select
-from harness.matrix.words import meaning_of
 from harness.running.injection import parse_injection
 from harness.worker.training.injection import InjectionError, inject
 from tests.commands import understood

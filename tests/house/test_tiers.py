@@ -14,13 +14,10 @@ from harness.evidence.costs import read_costs
 from harness.matrix.case import Case
 from harness.matrix.casefile import read_case_file
 from harness.matrix.caseid import case_id, family_id, parse_case_id
-from harness.matrix.choice import carried, chosen_path, contained, read_chosen
-from harness.matrix.coverage import FATES, coverage
-from harness.matrix.known import read_known
-from harness.matrix.parts import Shard
-from harness.matrix.records import read_quarantine, read_required
+from harness.matrix.choice import Shard, carried, chosen_path, contained, read_chosen
+from harness.matrix.records import read_known, read_quarantine, read_required
 from harness.matrix.rules import exclusions
-from harness.matrix.tier import Selection, select, tier_spaces
+from harness.matrix.tier import FATES, Selection, coverage, select, tier_spaces
 from harness.plugins.faults.faults import all_faults
 from harness.project import find_project
 from harness.running.cost import START_S, cases_within

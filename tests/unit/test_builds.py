@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from harness.builds import evidence_key, holds_for, is_among, is_since, is_unreleased
+from harness.sources import evidence_key, holds_for, is_among, is_since, is_unreleased
 
 RISING = (
     "2.14.1",

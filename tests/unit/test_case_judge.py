@@ -14,7 +14,7 @@ from harness.evidence.golden import write_golden
 from harness.evidence.tolerance import tolerance_for
 from harness.matrix.case import Case
 from harness.matrix.caseid import case_id, family_id, parse_case_id, reference_case
-from harness.matrix.known import KnownFault, Symptom
+from harness.matrix.records import KnownFault, Symptom
 from harness.project import find_project
 from harness.running.case_judge import CaseJudge, JudgedBy, prepare_judge
 from harness.running.injection import Injection

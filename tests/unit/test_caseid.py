@@ -9,11 +9,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from harness.errors import HarnessError
-from harness.matrix.axes import AXES, case_from_axes, checked_value, known_axis
+from harness.matrix.axes import AXES, SCOPE, case_from_axes, checked_value, known_axis, out_of_scope
 from harness.matrix.case import Case, Train
-from harness.matrix.caseid import case_id, family_id, parse_case_id, reference_case
-from harness.matrix.scope import SCOPE, out_of_scope
-from harness.matrix.words import WORDS, Word, hint, meaning_of, values_of
+from harness.matrix.caseid import (
+    WORDS,
+    Word,
+    case_id,
+    family_id,
+    hint,
+    meaning_of,
+    parse_case_id,
+    reference_case,
+    values_of,
+)
 
 
 @given(st.from_type(Case))

@@ -25,7 +25,7 @@ from harness.checks.reported import (
 from harness.expect.traffic import expected_transfers
 from harness.matrix.case import Case
 from harness.matrix.caseid import case_id, family_id, parse_case_id, reference_case, solo_case, twin_case
-from harness.sentence import format_ranks
+from harness.text import format_ranks
 from harness.trace import Run
 from harness.verdict import Finding, Verdict
 from tests.builders import (

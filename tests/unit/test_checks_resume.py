@@ -8,8 +8,17 @@ from msgspec.structs import replace
 
 from harness.checks.resume import NOT_LOADED, OTHER_STATE, check_resume
 from harness.matrix.case import Layout
-from harness.matrix.caseid import case_id, family_id, layout_id, parse_case_id, reference_case, solo_case, twin_case
-from harness.matrix.resumed import other_layout, resumed_in
+from harness.matrix.caseid import (
+    case_id,
+    family_id,
+    layout_id,
+    other_layout,
+    parse_case_id,
+    reference_case,
+    resumed_in,
+    solo_case,
+    twin_case,
+)
 from harness.matrix.rules import exclusions
 from harness.trace.model import Resumed, State
 from harness.verdict import Finding

@@ -17,10 +17,9 @@ from click.testing import CliRunner
 from msgspec.structs import replace
 
 from harness.cli.main import app
-from harness.engine.gpus import driver_version, installed_gpus, read_each_other
-from harness.engine.hardware import Device, NodeCapacity
+from harness.engine.hardware import Device, NodeCapacity, driver_version, installed_gpus, read_each_other
 from harness.errors import HarnessError
-from harness.evidence.level import provable_levels
+from harness.evidence.verified import provable_levels
 from harness.matrix.case import Case
 from harness.matrix.caseid import parse_case_id, parse_layout
 from harness.matrix.gpu_needs import GpuFacts, gpu_needs, unmet_needs

@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from harness.engine.interpreter import child_environ
 from harness.engine.messages import (
     FrameReader,
     FromRank,
@@ -25,6 +24,7 @@ from harness.engine.messages import (
     encode_frame,
 )
 from harness.engine.outcome import DEATH_LEAD_S, conclude, describe_exit, first_failure
+from harness.engine.processes import child_environ
 from harness.engine.rank import one_line
 
 MESSAGES = st.one_of(

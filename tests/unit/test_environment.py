@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from harness.environment import Environment
+from harness.result import Environment
 from harness.running.identity import environment
 from harness.running.plan import Plan, make_plan
 from harness.sources import is_editable

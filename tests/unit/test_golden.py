@@ -18,19 +18,22 @@ from msgspec.structs import replace
 from harness.errors import HarnessError
 from harness.evidence.golden import (
     Golden,
+    changed_files,
     changes_between,
     compare_goldens,
     find_golden,
     golden_path,
+    goldens_of,
     hardware_class,
     hardware_classes,
     list_goldens,
     load_golden,
     make_golden,
+    source_commit,
+    tree_commit,
     write_golden,
 )
 from harness.evidence.sealed import Damaged, Missing, read_sealed, write_sealed
-from harness.evidence.tree import changed_files, goldens_of, source_commit, tree_commit
 from harness.trace import RankTrace, Run
 from tests.builders import make_failure, make_trace, run_of
 from tests.builders import make_golden as sound_golden

@@ -9,14 +9,12 @@ import time
 import pytest
 from msgspec.structs import replace
 
-from harness.environment import Environment
 from harness.jsonform import to_json
-from harness.measured import Curve, Measured, Sent
 from harness.project import Project
 from harness.report.case import sparkline
 from harness.report.runs import histories_sections, history_document, history_sections, history_table
 from harness.report.sections import text_of
-from harness.result import CaseResult, RunStart
+from harness.result import CaseResult, Curve, Environment, Measured, RunStart, Sent
 from harness.running.stored import import_results, read_stored, runs_before, runs_of
 from harness.store import RunStore
 from harness.studies.history import History, histories

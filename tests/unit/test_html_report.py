@@ -17,18 +17,16 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from harness.environment import Environment
-from harness.matrix.coverage import coverage
-from harness.measured import Curve, Measured, Sent
+from harness.matrix.tier import coverage
 from harness.plugins.faults.mutation import MutationMatrix
 from harness.plugins.faults.sections import mutation_section
 from harness.plugins.release.gate import Answer, Gate, GatePolicy, gate
 from harness.plugins.release.sections import gate_front
-from harness.printable import printable
 from harness.report.coverage import coverage_section
 from harness.report.html.page import html_report
 from harness.report.sections import Entry, Section, Table
-from harness.result import CaseResult, RunResult
+from harness.result import CaseResult, Curve, Environment, Measured, RunResult, Sent
+from harness.text import printable
 from harness.verdict import NotJudged, Verdict
 from tests.builders import (
     a_finding,

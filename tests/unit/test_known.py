@@ -26,7 +26,7 @@ from harness.checks.recorded import (
 )
 from harness.errors import HarnessError
 from harness.matrix.caseid import parse_case_id
-from harness.matrix.known import KnownFault, Symptom, known_rules, known_with_shipped, matching, read_known
+from harness.matrix.records import KnownFault, Symptom, known_rules, known_with_shipped, matching, read_known
 from harness.verdict import Finding, NotJudged, Verdict
 from tests.builders import a_finding, make_case, make_known
 from tests.unit.conftest import written

@@ -12,8 +12,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from harness.engine.gpus import Gpu, architecture_of, in_use, installed_gpus, kind_of, visible_gpus
-from harness.engine.hardware import Capacity, capacity_here, open_leases
+from harness.engine.hardware import (
+    Capacity,
+    Gpu,
+    architecture_of,
+    capacity_here,
+    in_use,
+    installed_gpus,
+    kind_of,
+    open_leases,
+    visible_gpus,
+)
 from harness.engine.leases import Leases
 from harness.engine.linux import cpu_quota
 from harness.errors import HarnessError

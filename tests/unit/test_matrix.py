@@ -14,11 +14,9 @@ from harness.matrix.axes import axis_values
 from harness.matrix.case import Case
 from harness.matrix.casefile import AxisGroup, Block, CaseFile, Strength, parse_case_file, read_case_file
 from harness.matrix.caseid import case_id
-from harness.matrix.cover import combinations_in
-from harness.matrix.coverage import Coverage, coverage
 from harness.matrix.rules import exclusions, expected_refusal
-from harness.matrix.space import Row, Space, spaces_of
-from harness.matrix.tier import select
+from harness.matrix.space import Row, Space, combinations_in, spaces_of
+from harness.matrix.tier import Coverage, coverage, select
 
 _VALUES: dict[str, list[object]] = {
     "tp": [1, 2, 4, 3],

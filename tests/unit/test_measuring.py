@@ -13,7 +13,7 @@ from harness.checks.measuring import measured
 from harness.expect.expectations import Expectations
 from harness.expect.work import executed
 from harness.matrix.case import Case
-from harness.measured import Measured, Sent
+from harness.result import Measured, Sent
 from harness.trace import RankTrace, Run
 from harness.trace.counts import FlopsRecord
 from harness.trace.graphs import GraphCast

@@ -9,10 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from harness.environment import Environment
 from harness.errors import HarnessError
-from harness.measured import Measured
-from harness.result import CaseResult, RunResult, WitnessMade
+from harness.result import CaseResult, Environment, Measured, RunResult, WitnessMade
 from harness.running.merging import Named, environment_differences, merged
 from harness.store import run_lines
 from harness.verdict import Verdict

@@ -25,8 +25,8 @@ from harness.jsonform import from_json, to_json
 from harness.matrix.case import Case, Float8, Layout, Train
 from harness.matrix.casefile import parse_case_file
 from harness.matrix.caseid import case_id, parse_case_id
-from harness.matrix.coverage import count_cells
 from harness.matrix.space import spaces_of
+from harness.matrix.tier import count_cells
 from harness.plugins.faults.commands import mutate_command
 from harness.plugins.predict.commands import measure_command
 from harness.project import Project, find_project, is_case_file

@@ -13,8 +13,7 @@ from harness.errors import HarnessError
 from harness.matrix.case import Case
 from harness.matrix.casefile import parse_case_file
 from harness.matrix.caseid import case_id
-from harness.matrix.parts import Shard, cases_of_shard, parse_shard, shards, within_budget
-from harness.matrix.pricing import Price, Pricing
+from harness.matrix.choice import Price, Pricing, Shard, cases_of_shard, parse_shard, shards, within_budget
 from harness.matrix.tier import Selection, select
 from harness.project import find_project
 from harness.running.selection import Query, select_cases

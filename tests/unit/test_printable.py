@@ -17,12 +17,9 @@ from hypothesis import strategies as st
 from markdown_it import MarkdownIt
 from markdown_it.token import Token
 
-from harness.environment import Environment
 from harness.jsonform import to_json
 from harness.plugins.release.gate import gate
 from harness.plugins.release.sections import gate_front, gate_markdown, gate_sections
-from harness.plural import counted
-from harness.printable import code_span, in_markdown, printable
 from harness.report.bounded import LONGEST, MOST, bounded
 from harness.report.case import shown_case
 from harness.report.ci import annotation_lines, junit_report
@@ -30,8 +27,9 @@ from harness.report.html.page import html_report
 from harness.report.run import run_markdown, run_sections
 from harness.report.runs import runs_sections
 from harness.report.sections import Block, Entry, Facts, Items, Section, Table, Verbatim, text_of
-from harness.result import RunResult, WitnessMade
+from harness.result import Environment, RunResult, WitnessMade
 from harness.running.stored import Stored
+from harness.text import code_span, counted, in_markdown, printable
 from harness.verdict import NotJudged, Verdict
 from tests.builders import a_finding, make_failure, make_measured, make_result, make_results, make_trace, run_of
 from tests.plugins.release.unit.test_gate import TERMS

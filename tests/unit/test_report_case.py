@@ -11,12 +11,11 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from harness.checks.stacks import LAST_OUTPUT
-from harness.measured import Curve, Measured, Sent
-from harness.plural import binary_bytes
 from harness.report.case import case_sections, shown_case, sparkline
 from harness.report.ci import ANNOTATIONS, SUMMARY_BYTES, annotation_lines, job_summary, junit_report
 from harness.report.sections import text_of
-from harness.result import CaseResult, RunResult
+from harness.result import CaseResult, Curve, Measured, RunResult, Sent
+from harness.text import binary_bytes
 from harness.verdict import NotJudged, Verdict
 from tests.builders import a_finding, make_attempt, make_cast_range, make_failure, make_result, make_results, run_of
 

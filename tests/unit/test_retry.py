@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from harness.engine.messages import JobOutcome, JobStatus
-from harness.engine.retry import run_with_retries
+from harness.engine.outcome import run_with_retries
 
 
 def ending(status: JobStatus, *, zygote_lost: bool = False, out_of_memory: bool = False) -> JobOutcome:

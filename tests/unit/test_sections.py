@@ -6,7 +6,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from harness.printable import printable
 from harness.report.sections import (
     Block,
     Entry,
@@ -20,6 +19,7 @@ from harness.report.sections import (
     text_of,
     wrapped,
 )
+from harness.text import printable
 
 TABLE = Table(
     columns=("case", "verdict", "ranks", "note"),

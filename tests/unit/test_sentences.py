@@ -20,9 +20,8 @@ from harness.checks.findings import Mismatch, findings_by_rule, merge_ranks
 from harness.checks.judge import Judgement
 from harness.checks.recorded import with_known_faults
 from harness.checks.rule import Rule
-from harness.matrix.known import Symptom
-from harness.plural import counted
-from harness.sentence import filled, shown
+from harness.matrix.records import Symptom
+from harness.text import counted, filled, shown
 from harness.verdict import Finding, Value, Verdict
 from tests.builders import WQ, make_known, make_trace, run_of
 

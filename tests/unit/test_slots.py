@@ -15,8 +15,7 @@ from msgspec.structs import replace
 
 from harness.engine.cluster import SlotTable, TableClosed, check_fits, place
 from harness.engine.hardware import NodeCapacity
-from harness.engine.ray_actor import NodeFacts
-from harness.engine.ray_cluster import check_alike, ray_message, slots_of
+from harness.engine.ray_cluster import NodeFacts, check_alike, ray_message, slots_of
 from harness.engine.ray_connection import RayMachine, bundle
 from harness.errors import HarnessError
 from tests.worker.processes import wait_until

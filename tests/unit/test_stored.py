@@ -9,14 +9,12 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from harness.environment import Environment
 from harness.errors import HarnessError
-from harness.measured import Curve
 from harness.project import Project
 from harness.report.run import run_markdown, run_sections
 from harness.report.runs import runs_sections
 from harness.report.sections import text_of
-from harness.result import RunEnd, RunResult, RunStart, WitnessMade
+from harness.result import Curve, Environment, RunEnd, RunResult, RunStart, WitnessMade
 from harness.run_options import RunOptions
 from harness.running.rerun import rerun_query
 from harness.running.stored import (

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from harness.errors import HarnessError
-from harness.matrix.targets import targets
+from harness.registry import targets
 from harness.running import identity
 from harness.running.identity import check_targets, search_path, target_digest
 

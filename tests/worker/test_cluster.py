@@ -19,7 +19,7 @@ from harness.engine.hardware import NodeCapacity
 from harness.engine.leases import Leases
 from harness.engine.messages import Job, JobOutcome, RankOutcome, Share, ShareEvent, ShareOutcome
 from harness.engine.node import LocalNode, Node, NodeLost, Reservation
-from harness.engine.storeprocess import StoreProcess
+from harness.engine.processes import StoreProcess
 from harness.engine.zygote_engine import ZygoteEngine
 from harness.errors import HarnessError
 from tests.worker.processes import nothing_is_left, wait_until

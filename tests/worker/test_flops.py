@@ -16,10 +16,10 @@ from harness.checks.measuring import measured, moved
 from harness.matrix.case import Float8
 from harness.matrix.caseid import parse_case_id
 from harness.matrix.recipes import Recipe
-from harness.measured import Measured
 from harness.plugins.predict.roofline import EAGER_KERNELS
 from harness.plugins.release.gate import gate
 from harness.plugins.release.reason import Kind
+from harness.result import Measured
 from harness.worker.dispatch_hooks import collectives, products
 from harness.worker.dispatch_hooks.hook import install_hook, unobserved
 from harness.worker.dispatch_hooks.install import install_hooks

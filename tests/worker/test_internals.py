@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from harness.builds import is_since, is_unreleased
 from harness.checks.check import Witnesses
 from harness.checks.judge import judge, run_from_outcome
 from harness.engine.messages import JobOutcome
@@ -16,7 +15,7 @@ from harness.expect.upstream import CHANGES, UpstreamChange
 from harness.internals import State, read_parts
 from harness.matrix.caseid import parse_case_id
 from harness.running.machine import internals_here
-from harness.sources import installed_versions, package_paths
+from harness.sources import installed_versions, is_since, is_unreleased, package_paths
 from tests.builders import probes_for
 from tests.jobs import run_request
 from tests.worker.conftest import make_request

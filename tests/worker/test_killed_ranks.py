@@ -22,7 +22,8 @@ import pytest
 
 from harness.checks.judge import Judgement, judge
 from harness.checks.parity import NO_REFERENCE
-from harness.engine import linux, retry
+from harness.engine import linux
+from harness.engine import outcome as retry
 from harness.engine.cluster import Cluster
 from harness.engine.hardware import NodeCapacity
 from harness.engine.leases import Leases

@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from harness.engine.interpreter import child_environ
+from harness.engine.processes import child_environ
 from harness.sources import module_digest
 
 REPOSITORY = Path(__file__).parents[2]

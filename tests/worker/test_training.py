@@ -6,8 +6,8 @@ import pytest
 
 from harness.expect.model import scaled_mm_calls
 from harness.matrix.case import Case
+from harness.matrix.caseid import resumed_in
 from harness.matrix.linears import converted_fqns
-from harness.matrix.resumed import resumed_in
 from harness.trace import RankTrace
 from tests.builders import make_case
 from tests.worker.runs import numbers, sweep

@@ -20,7 +20,7 @@ from harness.errors import HarnessError
 from harness.jsonform import read_json
 from harness.matrix.case import Case
 from harness.matrix.caseid import case_id
-from harness.matrix.known import matching
+from harness.matrix.records import matching
 from harness.plugins.bugs.bugfile import FOLDER, Symptom, read_bugs, write_bug_file
 from harness.plugins.bugs.corpus import check_corpus, provable_bugs
 from harness.plugins.bugs.export import export, exported_case, proof_of, read_neighbours

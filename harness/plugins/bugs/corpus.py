@@ -10,9 +10,8 @@ from harness.errors import HarnessError
 from harness.matrix.axes import suggestion
 from harness.matrix.case import Case
 from harness.matrix.caseid import case_id
-from harness.matrix.choice import carries
-from harness.matrix.known import KnownFault, matching
-from harness.matrix.planted import catalogue_of_faults
+from harness.matrix.choice import carries, catalogue_of_faults
+from harness.matrix.records import KnownFault, matching
 from harness.matrix.rules import expected_refusal
 from harness.plugins.bugs.bugfile import BugFile, Status, read_bugs
 from harness.project import Project

@@ -11,7 +11,6 @@ from harness.matrix.layout import DP_AXES, OTHERS, REST, left_over, ranks_of
 from harness.matrix.linears import BLOCK_LINEARS, OUTPUT_FQN
 from harness.matrix.recipes import TRAITS, block_recipe
 from harness.matrix.rules import exclusions
-from harness.matrix.targets import REFERENCE, is_llama
 from harness.plugins.bugs.facts import (
     CONVERTED_OUTPUT,
     FILTERS,
@@ -25,6 +24,7 @@ from harness.plugins.bugs.facts import (
 from harness.plugins.bugs.reading import ROUNDED, Statement
 from harness.plugins.bugs.report import clean_words
 from harness.plugins.bugs.spellings import shown
+from harness.registry import REFERENCE, is_llama
 
 _PLACEHOLDER = 2  # the degree assumed until somebody answers
 _LARGEST = 4096  # degree

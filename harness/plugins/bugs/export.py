@@ -22,11 +22,11 @@ from harness.matrix.caseid import case_id
 from harness.matrix.layout import device_mesh
 from harness.matrix.linears import BLOCK_LINEARS, OUTPUT_FQN
 from harness.matrix.numerics import sums_in_order
-from harness.matrix.targets import REFERENCE
 from harness.plugins.bugs.bugfile import UNREPORTED
 from harness.plugins.bugs.exported_fault import patch_of
 from harness.plugins.bugs.shrink import Attempt
 from harness.plugins.bugs.trials import NamedCase
+from harness.registry import REFERENCE
 from harness.result import CaseResult
 from harness.running.injection import Injection
 from harness.verdict import FailureSignature, Finding

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from harness.durable import write_whole
 from harness.errors import HarnessError
-from harness.matrix.planted import PREFIX, catalogue_of_faults
+from harness.matrix.choice import FAULT_PREFIX, catalogue_of_faults
 from harness.registry import injections as kinds_of_injections
 from harness.running.injection import Injection
 
@@ -60,17 +60,17 @@ def _title(name: str) -> str:
 
 def patch_of(injection: Injection, folder: Path) -> str:
     """FILE.py:FUNCTION that does the same as an injection; of a planted fault, a new file in `folder`."""
-    if not injection.text.startswith(PREFIX):
+    if not injection.text.startswith(FAULT_PREFIX):
         return injection.target
-    fault = injection.text.removeprefix(PREFIX)
+    fault = injection.text.removeprefix(FAULT_PREFIX)
     write_whole(folder / f"{fault}.py", exported_fault(fault).encode())
     return f"{folder / fault}.py:{fault}"
 
 
 def planted_title(injections: Sequence[Injection]) -> str:
     """What the first planted fault among these injections is; "" without one."""
-    planted = (injection.text for injection in injections if injection.text.startswith(PREFIX))
-    return next((_title(text.removeprefix(PREFIX)) for text in planted), "")
+    planted = (injection.text for injection in injections if injection.text.startswith(FAULT_PREFIX))
+    return next((_title(text.removeprefix(FAULT_PREFIX)) for text in planted), "")
 
 
 def gather(
@@ -159,7 +159,7 @@ def _read(module: str) -> Source:
 @functools.cache
 def _modules() -> Mapping[str, str]:
     """The module of the function that plants each fault."""
-    package, _, _ = kinds_of_injections()[PREFIX].plant.partition(":")
+    package, _, _ = kinds_of_injections()[FAULT_PREFIX].plant.partition(":")
     folder = _PACKAGE.joinpath(*package.split(".")[1:])
     modules = [f"{package}.{path.stem}" for path in sorted(folder.glob("*.py"), reverse=True)]
     return {name: module for module in modules for name in _read(module).definitions}  # of two with a name the first

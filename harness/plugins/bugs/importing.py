@@ -11,14 +11,14 @@ from msgspec.structs import replace
 from harness.errors import HarnessError
 from harness.matrix.axes import AXES, option_of
 from harness.matrix.case import Case
-from harness.matrix.targets import REFERENCE
 from harness.plugins.bugs.bugfile import Bug, BugFile, Origins, Symptom
 from harness.plugins.bugs.draft import Draft
 from harness.plugins.bugs.facts import LAST_TOML, Era, era_of_version, resolve
 from harness.plugins.bugs.fitting import fit
 from harness.plugins.bugs.reading import Account, Reading, Statement
 from harness.plugins.bugs.report import Report, find_link, id_of, observe
-from harness.printable import printable
+from harness.registry import REFERENCE
+from harness.text import printable
 
 # What is asked of a report that holds no configuration.
 _OF_PROSE = {

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Iterator, Mapping
 
 import msgspec
 
+from harness.matrix.axes import SCOPE, OutOfScope
 from harness.matrix.recipes import OPERAND_FIELDS, Operand
-from harness.matrix.scope import SCOPE, OutOfScope
 from harness.plugins.bugs.code import Code, read_code
 from harness.plugins.bugs.report import Block, Report, clean_words, python_tree
 from harness.plugins.bugs.settings import (

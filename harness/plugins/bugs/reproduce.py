@@ -12,10 +12,10 @@ import msgspec
 
 from harness.checks.failure_signature import normalized
 from harness.matrix.axes import axis_values
-from harness.matrix.known import KnownFault
+from harness.matrix.records import KnownFault
 from harness.plugins.bugs.bugfile import Bug
 from harness.plugins.bugs.trials import NamedCase, TrialResult
-from harness.plural import counted
+from harness.text import counted
 from harness.verdict import ExitCode, FailureSignature, Finding, Verdict
 
 Answer = Literal["reproduced", "another failure", "not reproduced", "cannot tell"]

@@ -20,8 +20,8 @@ from harness.plugins.bugs.reading import Account
 from harness.plugins.bugs.reproduce import Reproduced
 from harness.plugins.bugs.shrink import Attempt, Shrunk
 from harness.plugins.bugs.spellings import shown as quoted
-from harness.plural import counted
 from harness.report.sections import Block, Entry, Facts, Items, Section, Table, Verbatim, markdown
+from harness.text import counted
 
 
 def bugs_sections(bugs: Sequence[BugFile]) -> list[Block]:

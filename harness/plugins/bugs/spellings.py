@@ -11,8 +11,7 @@ from typing import Any
 
 import msgspec
 
-from harness.matrix.axes import AXES, axis_type, choices
-from harness.matrix.scope import SCOPE, OutOfScope
+from harness.matrix.axes import AXES, SCOPE, OutOfScope, axis_type, choices
 
 Value = bool | int | float | str | tuple[str, ...]
 

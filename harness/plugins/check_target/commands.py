@@ -10,10 +10,10 @@ from harness.cli.options import json_option, plan_parameter, print_report, proje
 from harness.errors import HarnessError
 from harness.matrix.axes import choices
 from harness.matrix.caseid import parse_layout
-from harness.matrix.targets import NAME, targets
 from harness.plugins.check_target.sections import target_document, target_exit_code, target_sections
 from harness.plugins.check_target.target_check import CheckOptions, check_target
 from harness.project import Project
+from harness.registry import TARGET_NAME, targets
 from harness.running.plan import Plan
 from harness.running.progress import open_progress
 from harness.running.selection import one_case
@@ -69,7 +69,7 @@ def check_target_command(  # noqa: PLR0913  one parameter per option
     a few steps on one rank, with FSDP2, TP and HSDP, in BF16 and in FP8; a run may take 60 s. A case, by its id or
     file, gives model, training and options.
     """
-    if not NAME.fullmatch(module):
+    if not TARGET_NAME.fullmatch(module):
         fix = f"give the dotted name of a module, not its path, or one of {', '.join(targets())}."
         raise HarnessError("not the name of a target.", where=module, fix=fix)
     base = None if given is None else one_case(project, given)

@@ -5,8 +5,8 @@ from collections.abc import Iterable, Iterator, Sequence
 import msgspec
 
 from harness.plugins.check_target.target_check import Built, TargetReport, TargetRun
-from harness.plural import counted
 from harness.report.sections import Block, Facts, Items, Section, Table, Verbatim
+from harness.text import counted
 from harness.verdict import ExitCode, Finding, Verdict
 
 _UNFINISHED = (Verdict.CRASH, Verdict.HANG, Verdict.INFRA, Verdict.NOT_RUN)

@@ -11,9 +11,9 @@ from collections.abc import Callable
 from itertools import product
 from typing import NamedTuple
 
-from harness.builds import is_among
 from harness.plugins.conformance.operator_checks import OperatorCheck, Placements, local_shape, shard_dim
 from harness.plugins.conformance.strategy import LINEAR, is_local_matmul, reduced_dims, view_dim
+from harness.sources import is_among
 
 UNREPORTED = "unreported"  # no report was known at the time of writing
 AO_1938 = "https://github.com/pytorch/ao/issues/1938"

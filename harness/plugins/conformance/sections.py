@@ -10,8 +10,8 @@ from harness.jsonform import read_json
 from harness.plugins.conformance.judge import Conclusion, Status
 from harness.plugins.conformance.known import KNOWN
 from harness.plugins.conformance.operator_checks import OperatorCheck, shard_kind
-from harness.plural import counted
 from harness.report.sections import Entry, Section, Table
+from harness.text import counted
 
 COLUMNS = ("R", "S0", "S1", "S2", "uneven", "empty", "Psum", "Pavg", "Pmax", "Pmin", "2-D", "strided")
 _LEGEND = """\

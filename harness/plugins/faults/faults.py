@@ -20,7 +20,7 @@ from harness.matrix.case import Case
 from harness.matrix.caseid import parse_case_id
 from harness.matrix.rules import expected_refusal
 from harness.matrix.selector import parse_selector
-from harness.matrix.targets import REFERENCE, is_llama
+from harness.registry import REFERENCE, is_llama
 from harness.verdict import Finding
 
 FaultClass = Literal["A", "B", "C", "D", "E", "F", "G", "H", "I", "J", "K", "L", "M"]

@@ -28,10 +28,10 @@ from harness.evidence.sealed import Missing
 from harness.matrix.case import Case
 from harness.matrix.caseid import case_id, family_id, parse_case_id
 from harness.matrix.choice import carries
-from harness.matrix.targets import REFERENCE
 from harness.plugins.faults.faults import HOST_IDS, NEEDS, Fault, FaultClass, all_faults
 from harness.plugins.faults.kills import Kill, Kills
 from harness.project import Project
+from harness.registry import REFERENCE
 from harness.result import CaseResult
 from harness.running.case_judge import known_here, prepare_judge
 from harness.running.case_runner import CaseRunner, Judged, Reviewed

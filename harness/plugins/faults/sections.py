@@ -8,8 +8,8 @@ from harness.jsonform import read_json
 from harness.matrix.caseid import parse_case_id
 from harness.plugins.faults.faults import FAULT_CLASSES, FaultClass, HostKind, all_faults, host_kind
 from harness.plugins.faults.mutation import LOSS_ONLY_NATS, SQNR_DB, MutationMatrix, Trial
-from harness.plural import counted
 from harness.report.sections import Block, Items, Section, Table
+from harness.text import counted
 
 _BASELINES = (
     "Of the faults that reached the target and must be detected; a fault counts if it was detected in every case that "

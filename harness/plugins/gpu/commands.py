@@ -10,9 +10,18 @@ from harness.cli import options
 from harness.cli.baseline_update import check_committed, require_reason
 from harness.durable import write_whole
 from harness.errors import HarnessError
-from harness.evidence.formulas import add_verified, read_verified
-from harness.evidence.level import LEVELS, Level, LevelReport, changes, list_levels, read_level, write_level
-from harness.matrix.planted import PlantedFault, catalogue_of_faults
+from harness.evidence.verified import (
+    LEVELS,
+    Level,
+    LevelReport,
+    add_verified,
+    changes,
+    list_levels,
+    read_level,
+    read_verified,
+    write_level,
+)
+from harness.matrix.choice import PlantedFault, catalogue_of_faults
 from harness.plugins.gpu.levels import Interrupted, Work, ask_torch, collect, obstacle
 from harness.project import Project
 from harness.report.evidence import formulas_sections, level_line, level_section, verified_line

@@ -22,14 +22,13 @@ from harness.engine.leases import Leases
 from harness.engine.messages import Job
 from harness.errors import HarnessError
 from harness.evidence.golden import stored_families, write_golden
-from harness.evidence.level import FLOAT8_FROM, LEAST_DEVICES, Level, LevelItem, LevelReport
 from harness.evidence.tolerance import Evidence, write_evidence
+from harness.evidence.verified import FLOAT8_FROM, LEAST_DEVICES, Level, LevelItem, LevelReport
 from harness.matrix.case import Case
 from harness.matrix.caseid import case_id, family_id
-from harness.matrix.planted import PlantedFault, catalogue_of_faults
+from harness.matrix.choice import PlantedFault, catalogue_of_faults
 from harness.matrix.rules import expected_refusal
 from harness.plugins.gpu import kernels
-from harness.plural import binary_bytes, counted
 from harness.project import Project
 from harness.registry import answer
 from harness.request import Arithmetic
@@ -42,7 +41,7 @@ from harness.running.progress import Progress
 from harness.running.selection import NothingSelected, Query, select_cases
 from harness.studies import noise
 from harness.studies.records import SanityJudge, make_goldens, needed_references
-from harness.timestamp import timestamp
+from harness.text import binary_bytes, counted, timestamp
 from harness.trace.device import TorchFacts
 from harness.workflow import run, run_cases
 

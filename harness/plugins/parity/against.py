@@ -14,11 +14,9 @@ import msgspec
 
 from harness.checks.measuring import GRADIENT_NORMS, LOSSES, moved
 from harness.durable import write_whole
-from harness.measured import Curve
 from harness.plugins.parity.revisions import checked_out, has_target, revision_environment, revision_of
-from harness.plural import counted
 from harness.project import Project
-from harness.result import CaseResult, RunResult
+from harness.result import CaseResult, Curve, RunResult
 from harness.run_options import RunOptions
 from harness.running.environments import HARNESS, NamedEnvironment, Versions, python_over, run_in_environment
 from harness.running.identity import check_targets, target_digest, witness_key
@@ -26,6 +24,7 @@ from harness.running.plan import Plan
 from harness.running.stored import read_results
 from harness.sources import source_digest
 from harness.store import run_lines
+from harness.text import counted
 from harness.verdict import Verdict
 
 Note = Callable[[str], None]

@@ -14,8 +14,8 @@ import msgspec
 from harness.errors import HarnessError
 from harness.evidence.curve import Number, TextCurve, job_of
 from harness.matrix.case import Case
-from harness.matrix.targets import is_llama
-from harness.plural import counted
+from harness.registry import is_llama
+from harness.text import counted
 
 MIN_OTHERS = 4  # of fewer, the gap between them may be small by chance
 MARGIN = 5.0  # in 2,718 judgements, of a curve by 4 to 6 others of one of 18 clean jobs, the furthest was 3.5 gaps off

@@ -23,11 +23,10 @@ from harness.matrix.caseid import case_id, layout_id, parse_case_id
 from harness.matrix.layout import REST
 from harness.matrix.models import layouts
 from harness.matrix.rules import exclusions, expected_refusal
-from harness.measured import WorstGradient
 from harness.plugins.parity.against import Against, Base, Change, change
 from harness.plugins.parity.curves import CurveRow, judge_curve
 from harness.project import Project
-from harness.result import CaseResult, RunResult
+from harness.result import CaseResult, RunResult, WorstGradient
 from harness.running.cost import START_S, relative_speed
 from harness.running.plan import Plan
 from harness.running.progress import Progress

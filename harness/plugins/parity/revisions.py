@@ -17,9 +17,9 @@ from pathlib import Path
 import msgspec
 
 from harness.errors import HarnessError
-from harness.evidence.tree import git
-from harness.matrix.targets import module_of, targets
+from harness.evidence.golden import git
 from harness.project import Project, is_project
+from harness.registry import module_of, targets
 from harness.running.environments import CHECKOUT, HARNESS, NamedEnvironment, last_line, origins
 from harness.running.identity import search_path, target_file
 from harness.sources import is_editable, package_paths

@@ -7,12 +7,12 @@ from harness.matrix.axes import said
 from harness.plugins.parity.curves import MARGIN, CurveRow, Distance
 from harness.plugins.parity.curves import Word as CurveWord
 from harness.plugins.parity.layouts import Parity, Row, Word, without_refused
-from harness.plural import counted
 from harness.report.case import case_sections
 from harness.report.ci import Element, JUnitElement, junit_report
 from harness.report.html.page import Front, html_report
 from harness.report.sections import Block, Entry, Items, Section, Table, Verbatim, markdown, text_of
 from harness.result import RunResult
+from harness.text import counted
 from harness.verdict import ExitCode, Verdict
 
 _EVERY = 2  # steps; of more, the first and the last are shown

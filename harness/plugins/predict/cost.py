@@ -20,10 +20,9 @@ from harness.matrix.case import Case, Layout
 from harness.matrix.caseid import case_id
 from harness.matrix.linears import FLOPS_PER_PARAMETER_AND_TOKEN, active_parameter_count, parameter_count
 from harness.matrix.stages import stage_count
-from harness.matrix.targets import is_llama
-from harness.measured import Measured, Multiplied, Sent, sent_by
 from harness.plugins.predict.machine import Peak, peak_of_device
-from harness.result import CaseResult
+from harness.registry import is_llama
+from harness.result import CaseResult, Measured, Multiplied, Sent, sent_by
 from harness.trace.counts import FLOAT8
 
 

@@ -10,9 +10,9 @@ from harness.errors import HarnessError
 from harness.expect.work import Gemm, gemms
 from harness.matrix.case import Case, Float8
 from harness.matrix.caseid import case_id
-from harness.matrix.known import KnownFault, matching
 from harness.matrix.linears import BLOCK_LINEARS, OUTPUT_FQN, is_converted, linear_features, linear_name
 from harness.matrix.recipes import MatmulRole, Recipe, block_recipe
+from harness.matrix.records import KnownFault, matching
 from harness.matrix.rules import exclusions, expected_refusal
 from harness.plugins.predict.cost import tokens_per_device
 from harness.plugins.predict.machine import Machine, Peak, require_formulas, require_multiplies

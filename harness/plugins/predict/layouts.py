@@ -13,16 +13,16 @@ from harness.expect.units import Weight, fsdp_units, ranks_of_unit
 from harness.expect.work import gemms
 from harness.matrix.case import Case, Layout
 from harness.matrix.caseid import case_id
-from harness.matrix.known import KnownFault, matching
 from harness.matrix.linears import EXPERTS, active_parameter_count, linear_name, parameter_count, shard_sizes
 from harness.matrix.models import layouts
+from harness.matrix.records import KnownFault, matching
 from harness.matrix.rules import exclusions, expected_refusal
 from harness.plugins.predict.cost import tokens_per_device
 from harness.plugins.predict.machine import Machine, require_formulas, require_multiplies
 from harness.plugins.predict.memory import Memory, memory
 from harness.plugins.predict.roofline import gemm_s, predicted_step
 from harness.plugins.predict.wire import AxisTraffic, crosses_nodes, wire
-from harness.plural import binary_bytes
+from harness.text import binary_bytes
 from harness.verdict import Verdict
 
 MEASURED_PEAK = 1.15  # published peaks over the lower bound

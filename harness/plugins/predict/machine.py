@@ -12,7 +12,7 @@ import msgspec
 from harness.errors import HarnessError
 from harness.matrix.case import Case
 from harness.matrix.caseid import case_id
-from harness.matrix.targets import is_llama
+from harness.registry import is_llama
 from harness.trace.counts import FLOAT8
 
 

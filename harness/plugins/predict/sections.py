@@ -6,13 +6,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from harness.matrix.caseid import parse_case_id
-from harness.matrix.targets import is_llama
 from harness.plugins.predict.cost import CostReport, Metrics, Row, Speed, speed
 from harness.plugins.predict.layouts import IMBALANCE, Routed
 from harness.plugins.predict.machine import Peak, peak_of_device
-from harness.plural import binary_bytes, counted
+from harness.registry import is_llama
 from harness.report.case import flop_words, speedup_words
 from harness.report.sections import Block, Facts, Items, Section, Table
+from harness.text import binary_bytes, counted
 
 if TYPE_CHECKING:
     from harness.plugins.predict.gains import Conversion, Gains

@@ -18,10 +18,10 @@ from harness.expect.upstream import installed_changes
 from harness.expect.work import executed, gemms
 from harness.matrix.case import Case
 from harness.matrix.caseid import case_id
-from harness.matrix.known import KnownFault, matching
+from harness.matrix.records import KnownFault, matching
 from harness.matrix.rules import expected_refusal
-from harness.matrix.targets import REFERENCE
 from harness.plugins.predict.memory import memory
+from harness.registry import REFERENCE
 from harness.request import SimulationRequest
 from harness.studies.surviving import RanksFailed
 from harness.trace.counts import SimulatedRank, collective_of, multiplied_words

@@ -20,10 +20,9 @@ from harness.expect.expectations import Expectations
 from harness.matrix.case import Case, Float8
 from harness.matrix.caseid import case_id
 from harness.matrix.rules import expected_refusal
-from harness.measured import Measured, Speedup
 from harness.plugins.predict.cost import tokens_per_device
 from harness.project import Project
-from harness.result import CaseResult, RunEnd, RunResult
+from harness.result import CaseResult, Measured, RunEnd, RunResult, Speedup
 from harness.running.case_runner import CaseRunner
 from harness.running.conditions import Conditions, ConditionsMonitor
 from harness.running.executor import open_executor

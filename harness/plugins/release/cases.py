@@ -11,8 +11,8 @@ from harness.matrix.caseid import parse_case_id
 from harness.matrix.records import Required
 from harness.plugins.release.reason import Kind, Reason
 from harness.plugins.release.sides import Sides
-from harness.plural import counted
 from harness.result import CaseResult, RunResult
+from harness.text import counted
 from harness.verdict import Verdict
 
 Goldens = Callable[[str], Golden | None]  # the golden that the project has now for a case

@@ -10,17 +10,16 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
-from harness.environment import Environment
 from harness.expect.expectations import CASTS, SAVED_MEMORY, TRAFFIC, Expectations
 from harness.expect.upstream import CHANGES, Changes, UpstreamChange, changes_in
 from harness.hints import repro_with
 from harness.matrix.case import Case
 from harness.matrix.caseid import parse_case_id
-from harness.matrix.known import PACKAGES, KnownFault, matching
+from harness.matrix.records import PACKAGES, KnownFault, matching
 from harness.matrix.selector import parse_selector
 from harness.plugins.release.reason import Kind, Reason, Topic
 from harness.plugins.release.sides import Pair, Sides
-from harness.result import CaseResult
+from harness.result import CaseResult, Environment
 from harness.running.environments import is_version
 from harness.verdict import Verdict
 

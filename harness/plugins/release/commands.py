@@ -9,7 +9,6 @@ import click
 from harness.cli import options
 from harness.cli.environments import given_words, run_in_each, versions_of, versions_parameter
 from harness.cli.show import page_of
-from harness.environment import Environment
 from harness.errors import HarnessError
 from harness.evidence.golden import Golden, find_golden, hardware_classes
 from harness.evidence.sealed import Missing
@@ -21,7 +20,7 @@ from harness.plugins.release.reason import Allowance, Kind
 from harness.plugins.release.sections import gate_front, gate_markdown, gate_sections
 from harness.project import Project, find_project
 from harness.report.runs import environments_sections
-from harness.result import RunResult
+from harness.result import Environment, RunResult
 from harness.running.environments import Versions
 from harness.running.selection import recorded_faults
 from harness.running.stored import results_of

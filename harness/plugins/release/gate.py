@@ -8,8 +8,7 @@ import msgspec
 
 from harness.hints import run_cases
 from harness.matrix.caseid import parse_case_id
-from harness.matrix.known import KnownFault
-from harness.matrix.records import Quarantine, Required, quarantine_of
+from harness.matrix.records import KnownFault, Quarantine, Required, quarantine_of
 from harness.plugins.release.cases import (
     Goldens,
     changed_goldens,
@@ -26,8 +25,8 @@ from harness.plugins.release.numbers import changed_counts, moved_numbers, twins
 from harness.plugins.release.reason import Allowance, Kind, Reason
 from harness.plugins.release.sides import Sides
 from harness.plugins.release.times import Times, changed_speedups, changed_times, times
-from harness.plural import counted
 from harness.result import RunResult
+from harness.text import counted
 
 _SHOWN_TWINS = 4
 

@@ -13,11 +13,10 @@ from harness.checks.assembly import same_number, same_numbers
 from harness.checks.measuring import DIGESTS, FLUSHED, GRADIENT_NORMS, LOSSES, moved
 from harness.matrix.case import Case, Float8
 from harness.matrix.caseid import case_id, parse_case_id, twin_case
-from harness.measured import CastRange, Curve, Measured
 from harness.plugins.release.reason import Kind, Reason, Topic
 from harness.plugins.release.sides import Pair, Sides
-from harness.plural import counted
-from harness.result import CaseResult
+from harness.result import CaseResult, CastRange, Curve, Measured
+from harness.text import counted
 
 # Counts
 

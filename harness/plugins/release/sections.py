@@ -7,10 +7,10 @@ from itertools import groupby
 from harness.plugins.release.causes import Group, Origin
 from harness.plugins.release.gate import Gate
 from harness.plugins.release.reason import Reason, Topic
-from harness.plural import counted
 from harness.report.html.page import Front
 from harness.report.sections import Block, Entry, Items, Section, Table, markdown
 from harness.result import RunResult
+from harness.text import counted
 
 SHOWN = 5  # reasons of one kind in full; the others by id. JSON and the page have all
 SHOWN_DETAILS = 4  # lines of a reason

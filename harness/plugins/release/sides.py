@@ -5,9 +5,8 @@ from functools import cached_property
 
 import msgspec
 
-from harness.environment import Environment, changed_facts
-from harness.plural import counted
-from harness.result import CaseResult, RunResult
+from harness.result import CaseResult, Environment, RunResult
+from harness.text import changed_facts, counted
 from harness.verdict import Verdict
 
 _SAME_ARITHMETIC = ("device", "cpu", "threads", "limits", "platform")

@@ -14,7 +14,7 @@ import msgspec
 
 from harness.plugins.release.reason import Kind, Reason
 from harness.plugins.release.sides import Sides
-from harness.plural import counted
+from harness.text import counted
 
 EFFECT = 1.1  # smaller effects are not reported
 LEVEL = 0.01

@@ -14,9 +14,8 @@ from collections.abc import Collection, Iterable, Sequence
 from typing import NamedTuple
 
 from harness.matrix.case import Case
-from harness.matrix.cover import Combination, combinations_in, possible_combinations
-from harness.matrix.pricing import Goal, Price, Pricing
-from harness.matrix.space import Row, Space, is_hit
+from harness.matrix.choice import Goal, Price, Pricing
+from harness.matrix.space import Combination, Row, Space, combinations_in, is_hit, possible_combinations
 
 
 class _Cell(NamedTuple):

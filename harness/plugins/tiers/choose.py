@@ -13,10 +13,8 @@ from harness.errors import HarnessError
 from harness.matrix.case import Case
 from harness.matrix.casefile import CaseFile
 from harness.matrix.caseid import case_id
-from harness.matrix.choice import ChosenCase, carried, contained
-from harness.matrix.known import KnownFault, matching
-from harness.matrix.planted import PlantedFault
-from harness.matrix.pricing import Price, Pricing
+from harness.matrix.choice import ChosenCase, PlantedFault, Price, Pricing, carried, contained
+from harness.matrix.records import KnownFault, matching
 from harness.matrix.rules import expected_refusal
 from harness.matrix.space import Space
 from harness.matrix.tier import second_best_rows, tier_spaces

@@ -9,14 +9,13 @@ from harness.durable import write_whole
 from harness.errors import HarnessError
 from harness.evidence.costs import read_costs, write_costs
 from harness.matrix.casefile import read_case_file
-from harness.matrix.choice import chosen_file, chosen_path
-from harness.matrix.planted import planted_faults
+from harness.matrix.choice import chosen_file, chosen_path, planted_faults
 from harness.plugins.tiers.choose import choose
-from harness.plural import counted
 from harness.project import Project
 from harness.registry import needed
 from harness.running.selection import recorded_faults
 from harness.studies.records import fit_costs
+from harness.text import counted
 
 _EPILOG = """\b
 Examples:

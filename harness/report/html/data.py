@@ -11,10 +11,9 @@ from harness.errors import HarnessError
 from harness.matrix.axes import AXES, DECLARED, axis_values, choices, own_axes, shown_value
 from harness.matrix.case import Case
 from harness.matrix.caseid import mesh_words, parse_case_id
-from harness.measured import CastRange, Curve, Measured, Sent
 from harness.report.case import distances, headline, outcome, retried
 from harness.report.sections import Table
-from harness.result import CaseResult, RunResult
+from harness.result import CaseResult, CastRange, Curve, Measured, RunResult, Sent
 from harness.trace import RankFailure
 from harness.verdict import Finding, Verdict
 

@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from harness.jsonform import to_json
-from harness.printable import printable
 from harness.report.html.data import index_and_details
 from harness.report.run import totals, totals_line
 from harness.report.sections import Facts, Section, Table
 from harness.result import RunResult
+from harness.text import printable
 from harness.verdict import ExitCode
 
 if TYPE_CHECKING:

@@ -16,9 +16,8 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from harness.builds import is_since
 from harness.internals import RUN, State, Use, read_parts, with_needed
-from harness.sources import installed_versions
+from harness.sources import installed_versions, is_since
 
 COMPILED, ASYNC_TP, GLOO, MODULE_TENSORS = "compiled", "async_tp", "gloo", "module_tensors"
 _OF_COMPILED_RUNS = (COMPILED, ASYNC_TP)

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from harness.matrix.case import Case
-from harness.matrix.targets import module_of
+from harness.registry import module_of
 from harness.worker.targets.target import Target, World
 from harness.worker.tensors.ownership import optimizers_of
 

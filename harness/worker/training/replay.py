@@ -17,7 +17,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, 
 from harness.matrix.case import Case, Checkpointing
 from harness.matrix.numerics import replayed_steps
 from harness.matrix.stages import copies_of_weights
-from harness.matrix.targets import is_llama
+from harness.registry import is_llama
 from harness.request import RunRequest
 from harness.trace import RankTrace, StepTrace
 from harness.trace.tensors import ModuleTensorKind

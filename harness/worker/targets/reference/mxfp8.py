@@ -10,7 +10,7 @@ from torchao.prototype.mx_formats.config import ScaleCalculationMode
 from torchao.quantization import quantize_
 from torchao.quantization.quantize_.common import KernelPreference
 
-from harness.matrix.float8 import Float8
+from harness.matrix.recipes import Float8
 
 
 def grouped_config(float8: Float8) -> Float8TrainingOpConfig | MXFP8TrainingOpConfig:

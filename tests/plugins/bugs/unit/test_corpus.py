@@ -14,7 +14,7 @@ from harness.jsonform import to_json
 from harness.matrix.case import Case
 from harness.matrix.caseid import case_id, parse_case_id
 from harness.matrix.choice import carries
-from harness.matrix.known import KnownFault, matching
+from harness.matrix.records import KnownFault, matching
 from harness.matrix.rules import expected_refusal
 from harness.plugins.bugs.bugfile import Bug, BugFile, read_bugs
 from harness.plugins.bugs.corpus import Corpus, Proof, proofs, provable_bugs

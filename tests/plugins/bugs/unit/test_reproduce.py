@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from harness.cli.main import main
-from harness.matrix.known import Symptom
+from harness.matrix.records import Symptom
 from harness.plugins.bugs import commands as bug
 from harness.plugins.bugs import trials
 from harness.plugins.bugs.bugfile import Bug, BugFile

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 import harness.plugins.bugs
-from harness.matrix.axes import AXES, checked_value
-from harness.matrix.scope import SCOPE
+from harness.matrix.axes import AXES, SCOPE, checked_value
 from harness.plugins.bugs.spellings import (
     asked_by_call,
     asked_by_option,

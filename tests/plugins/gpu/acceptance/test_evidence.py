@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.evidence.level import LEVELS
+from harness.evidence.verified import LEVELS
 from tests.acceptance.conftest import REPOSITORY, Command, empty_project
 from tests.acceptance.documents import steps
 from tests.commands import understood

@@ -10,10 +10,10 @@ from msgspec.structs import replace
 
 from harness.engine.hardware import Capacity, NodeCapacity
 from harness.engine.leases import Leases
-from harness.environment import Environment
 from harness.errors import HarnessError
 from harness.evidence.golden import list_goldens
-from harness.evidence.level import (
+from harness.evidence.sealed import Damaged
+from harness.evidence.verified import (
     LEVELS,
     Level,
     LevelItem,
@@ -24,7 +24,6 @@ from harness.evidence.level import (
     read_level,
     write_level,
 )
-from harness.evidence.sealed import Damaged
 from harness.plugins.faults.faults import all_faults
 from harness.plugins.faults.mutation import MutationMatrix
 from harness.plugins.gpu.commands import possible_levels
@@ -32,6 +31,7 @@ from harness.plugins.gpu.levels import chosen_cases, default_faults, doubts, ite
 from harness.project import Project
 from harness.report.evidence import level_line, level_section
 from harness.report.sections import markdown
+from harness.result import Environment
 from harness.running.plan import Plan
 from harness.running.selection import Query
 from harness.trace.device import DeviceFacts, TorchFacts

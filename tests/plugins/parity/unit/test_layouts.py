@@ -13,13 +13,12 @@ from harness.errors import HarnessError
 from harness.matrix.axes import axis_values
 from harness.matrix.case import Case
 from harness.matrix.caseid import case_id, layout_id, parse_layout
-from harness.measured import Curve, WorstGradient
 from harness.plugins.parity.against import Base, change
 from harness.plugins.parity.curves import CurveRow, Distance
 from harness.plugins.parity.layouts import Parity, Row, _beside, cases_of, exit_code_of, row, usual_layouts
 from harness.plugins.parity.sections import parity_junit, parity_markdown, parity_page, parity_sections
 from harness.report.sections import text_of
-from harness.result import CaseResult
+from harness.result import CaseResult, Curve, WorstGradient
 from harness.verdict import ExitCode, Verdict
 from tests.builders import WQ, a_finding, make_failure, make_measured, make_result, make_results
 from tests.commands import understood

@@ -13,11 +13,10 @@ from harness.jsonform import to_json
 from harness.matrix.case import Case
 from harness.matrix.caseid import case_id, parse_case_id
 from harness.matrix.models import MODELS, training
-from harness.measured import Measured, Multiplied, Sent
 from harness.plugins.predict.cost import CostReport, metrics, run_report
 from harness.plugins.predict.sections import cost_sections
 from harness.report.sections import text_of
-from harness.result import CaseResult
+from harness.result import CaseResult, Measured, Multiplied, Sent
 from tests.builders import make_case, make_result, make_trace, run_of
 
 CASE = parse_case_id("tp2-rowwise-v2048-s3-b16")

@@ -15,10 +15,10 @@ from harness.errors import HarnessError
 from harness.jsonform import to_json
 from harness.matrix.case import Case
 from harness.matrix.models import MODELS, training
-from harness.matrix.targets import is_llama
 from harness.plugins.predict.gains import predicted_gains, too_small_for_rowwise
 from harness.plugins.predict.machine import machine
 from harness.plugins.predict.sections import linear_row, speedup_sections
+from harness.registry import is_llama
 from harness.report.sections import text_of
 from tests.builders import make_known
 from tests.published import GRAND_TETON

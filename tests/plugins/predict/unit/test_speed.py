@@ -11,17 +11,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from harness.environment import Environment
 from harness.errors import HarnessError
 from harness.jsonform import to_json
 from harness.matrix.case import Float8
 from harness.matrix.caseid import case_id, parse_case_id
-from harness.measured import Speedup
 from harness.plugins.predict.sections import speed_sections
 from harness.plugins.predict.speed import CaseSpeed, SpeedReport, Timed, interval, speedup, t_quantile, timed_case
 from harness.plugins.release.gate import gate
 from harness.plugins.release.reason import Kind
 from harness.report.sections import text_of
+from harness.result import Environment, Speedup
 from harness.running.conditions import Conditions, ConditionsMonitor, conditions, worst
 from harness.verdict import Verdict
 from tests.builders import make_measured, make_result, make_results

@@ -19,9 +19,9 @@ from harness.matrix import linears
 from harness.matrix.case import Case, Float8, Layout
 from harness.matrix.linears import is_misaligned, parameter_count
 from harness.matrix.models import MODELS, named_model, training
-from harness.matrix.targets import is_llama
 from harness.plugins.predict.cost import flops_per_token, flops_per_token_by_precision, speed, tokens_per_device
 from harness.plugins.predict.machine import PEAKS, peak, peak_of_device
+from harness.registry import is_llama
 from harness.trace.counts import FLOAT8
 from tests.strategies import TRAINED_DENSE_CASES
 

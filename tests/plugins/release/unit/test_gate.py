@@ -14,13 +14,11 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from harness.checks.divergence import OPERAND
-from harness.environment import Environment
 from harness.matrix.records import Quarantine, Required
-from harness.measured import CastRange, Curve, Multiplied, Sent
 from harness.plugins.release.gate import Answer, Gate, GatePolicy, gate
 from harness.plugins.release.reason import Allowance, Kind, Reason
 from harness.plugins.release.times import signed_rank_p
-from harness.result import CaseResult, RunResult
+from harness.result import CaseResult, CastRange, Curve, Environment, Multiplied, RunResult, Sent
 from harness.verdict import FailureSignature, NotJudged, Verdict
 from tests.builders import (
     WQ,

@@ -10,16 +10,14 @@ import pytest
 from msgspec.structs import replace
 
 from harness.checks.failure_signature import signature_of
-from harness.environment import Environment
 from harness.jsonform import to_json
-from harness.matrix.known import KnownFault, Symptom
-from harness.measured import Curve, Sent
+from harness.matrix.records import KnownFault, Symptom
 from harness.plugins.release.causes import Group, Origin
 from harness.plugins.release.gate import Gate, gate
 from harness.plugins.release.reason import Kind, Topic
 from harness.plugins.release.sections import gate_front, gate_markdown, gate_sections
 from harness.report.sections import Entry, Section, Table, text_of
-from harness.result import CaseResult
+from harness.result import CaseResult, Curve, Environment, Sent
 from harness.verdict import FailureSignature, Verdict
 from tests.builders import (
     a_finding,

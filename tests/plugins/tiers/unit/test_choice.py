@@ -12,12 +12,10 @@ from harness.errors import HarnessError
 from harness.matrix.case import Case
 from harness.matrix.casefile import CaseFile, parse_case_file
 from harness.matrix.caseid import case_id, parse_case_id
-from harness.matrix.choice import carried, chosen_file, read_chosen
-from harness.matrix.coverage import coverage
-from harness.matrix.known import KnownFault
-from harness.matrix.pricing import Price
+from harness.matrix.choice import Price, carried, chosen_file, read_chosen
+from harness.matrix.records import KnownFault
 from harness.matrix.rules import exclusions, expected_refusal
-from harness.matrix.tier import select, tier_spaces
+from harness.matrix.tier import coverage, select, tier_spaces
 from harness.plugins.faults.faults import all_faults
 from harness.plugins.tiers.cheap_cover import CheapCover
 from harness.plugins.tiers.choose import choose

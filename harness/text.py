@@ -1,12 +1,100 @@
-"""Makes text safe to show, in a terminal, a log of CI, a page, JUnit, and Markdown.
+"""Text that people read: sentences of findings, counts, ranks and times in them, and what makes text safe to show.
 
 Messages, names, times and commands in a file of results are whatever the author of the file wrote. Every printer passes
 text through `printable`; Markdown passes it through `in_markdown` as well.
 """
 
+import contextlib
+import datetime
 import html
 import re
 import unicodedata
+from collections.abc import Iterable, Mapping
+from itertools import groupby
+
+
+def timestamp() -> str:
+    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+
+
+def to_the_minute(text: str) -> str:
+    """A timestamp for people, "2026-11-23 00:45"; "?" where there is none."""
+    return text.replace("T", " ")[:16] or "?"
+
+
+def changed_facts(before: Mapping[str, str], now: Mapping[str, str], names: Iterable[str]) -> tuple[str, ...]:
+    """What differs of the named facts, each as "torch 2.12.0 -> 2.13.0"; "none" for what is not there."""
+    return tuple(
+        f"{name} {before.get(name, 'none')} -> {now.get(name, 'none')}"
+        for name in names
+        if before.get(name) != now.get(name)
+    )
+
+
+_BINARY_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+
+
+def counted(count: int, noun: str, plural: str = "") -> str:
+    """The count with its noun in the right number: "1 case", "2 cases"; `plural` where it does not end in "s"."""
+    return f"{count} {noun if count == 1 else plural or f'{noun}s'}"
+
+
+def binary_bytes(count: int) -> str:
+    """A number of bytes with a binary unit: "71.5 MiB"."""
+    power = min(max(count.bit_length() - 1, 0) // 10, len(_BINARY_UNITS) - 1)
+    return f"{count / 1024**power:.4g} {_BINARY_UNITS[power]}"
+
+
+_PLACE = re.compile(r"\{(\w+)(?::([^{}]*))?\}")
+_NUMBER = re.compile(r"\+?(?:\.\d)?[efg]")  # of Python's number formats these alone: a template may come from a file
+_NOUN = re.compile(r"n ([^|]+)(?:\|(.+))?")
+
+
+def filled(template: str, values: Mapping[str, object]) -> str:
+    """The template with its values.
+
+    `{name}` stands for a value, `{name:.2g}` for a number in this format, and `{name:n case|cases}` for a count with
+    its noun. What is not known stays as it is.
+    """
+    return _PLACE.sub(lambda place: _text(place, values), template)
+
+
+def _text(place: re.Match[str], values: Mapping[str, object]) -> str:
+    name, spec = place.groups()
+    if name not in values:
+        return place[0]
+    value = values[name]
+    if isinstance(value, tuple):
+        return format_ranks(value)
+    noun = _NOUN.fullmatch(spec or "")
+    if noun and isinstance(value, int):
+        return counted(value, noun[1], noun[2] or "")
+    if spec and isinstance(value, int | float) and _NUMBER.fullmatch(spec):
+        with contextlib.suppress(OverflowError):  # of an integer that is no float, as only a foreign file has
+            return format(value, spec)
+    return str(value)
+
+
+def format_ranks(ranks: Iterable[int]) -> str:
+    """The ranks as text: "rank 3", "ranks 0-3, 6"."""
+    return format_numbers("rank", ranks)
+
+
+def format_numbers(noun: str, given: Iterable[int]) -> str:
+    numbers = sorted(set(given))
+    if not numbers:
+        return f"no {noun}"
+    runs = [
+        [number for _, number in group] for _, group in groupby(enumerate(numbers), key=lambda pair: pair[1] - pair[0])
+    ]
+    parts = [str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs]
+    return f"{noun if len(numbers) == 1 else f'{noun}s'} {', '.join(parts)}"
+
+
+def shown(template: str) -> str:
+    """The template as people read it without values: "amax reductions are missing along AXIS"."""
+    return _PLACE.sub(lambda place: place[1].upper(), re.sub(r"(?<=\w)\{", " {", template))
+
 
 # Escape sequences of terminals: with parameters; with a text that BEL or ST ends; of two characters.
 _ESCAPES = re.compile(
