@@ -29,8 +29,8 @@ from harness.checks.scale_rules import format_scale
 from harness.expect.casts import scaled_dim
 from harness.matrix.case import Case
 from harness.matrix.layout import dp_rank, peers
+from harness.matrix.linears import holds
 from harness.matrix.numerics import VIRTUAL_DEVICE, Numerics, activations_differ, sums_in_order
-from harness.matrix.stages import holds
 from harness.registry import computes_on_plain_shards
 from harness.trace import RankTrace, Run
 from harness.trace.operands import GEMM_OPERANDS, CastRecord, MatmulRecord, ScaleSummary

@@ -8,7 +8,7 @@ from harness.checks.findings import group_ranks, merge_ranks
 from harness.checks.rule import Rules, Stage
 from harness.expect.expectations import MATMULS, Expectations
 from harness.matrix.case import Case
-from harness.matrix.stages import held
+from harness.matrix.linears import held
 from harness.request import default_arithmetic
 from harness.text import counted
 from harness.trace import RankTrace, Run

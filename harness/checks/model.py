@@ -16,7 +16,7 @@ from harness.checks.findings import traces_by_rank
 from harness.checks.rule import Rules, Stage
 from harness.matrix.case import Case
 from harness.matrix.layout import DP_AXES, MESH_AXES, peers
-from harness.matrix.stages import holds
+from harness.matrix.linears import holds
 from harness.text import counted, format_ranks
 from harness.trace import RankTrace, Run
 from harness.trace.model import Buffer, ModelRecord, Parameter

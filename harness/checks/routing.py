@@ -15,9 +15,8 @@ from harness.checks.findings import Mismatch, findings_by_rule, traces_by_rank
 from harness.checks.rule import Rule, Rules, Stage
 from harness.matrix.case import Case
 from harness.matrix.layout import dp_rank, peers
-from harness.matrix.linears import expert_fqns
+from harness.matrix.linears import expert_fqns, expert_layers_of, held
 from harness.matrix.numerics import drifts
-from harness.matrix.stages import expert_layers_of, held
 from harness.trace import Run
 from harness.trace.experts import ExpertCall, Phase, Rows
 from harness.verdict import Finding

@@ -22,7 +22,6 @@ from typing import NoReturn
 import msgspec
 
 from harness.engine import linux
-from harness.engine.folder import JobFolder
 from harness.engine.messages import (
     FrameReader,
     FromRank,
@@ -36,6 +35,7 @@ from harness.engine.messages import (
     encode_frame,
 )
 from harness.engine.outcome import describe_exit
+from harness.engine.processes import JobFolder
 from harness.engine.program import RankContext, RankMain, rank_context
 
 MESSAGE_CHARS = 4000

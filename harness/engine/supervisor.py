@@ -11,8 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from harness.engine import linux
-from harness.engine.folder import JobFolder
 from harness.engine.messages import Share, ShareEvent, ShareOutcome
+from harness.engine.processes import JobFolder
 from harness.engine.program import FORK_BLOCKERS, RankMain
 from harness.engine.rank import RankProcess
 

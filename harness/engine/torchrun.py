@@ -22,10 +22,9 @@ from typing import Literal
 import msgspec
 
 from harness.engine import linux
-from harness.engine.folder import JobFolder, read_end, tail
 from harness.engine.messages import RankOutcome, RankStatus, Returned, Share, ShareEvent, ShareOutcome
 from harness.engine.outcome import describe_exit, first_failure
-from harness.engine.processes import MARK, module_command, start
+from harness.engine.processes import MARK, JobFolder, module_command, read_end, start, tail
 from harness.engine.program import RankContext, preload_program, rank_context
 from harness.engine.rank import flush_streams, run_program
 from harness.engine.supervisor import DUMP_S

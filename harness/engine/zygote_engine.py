@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Literal, NamedTuple, Self
 
 from harness.engine import linux
-from harness.engine.folder import tail
 from harness.engine.messages import (
     Control,
     Finished,
@@ -33,7 +32,7 @@ from harness.engine.messages import (
     encode_frame,
 )
 from harness.engine.outcome import describe_exit
-from harness.engine.processes import MARK, module_command, start
+from harness.engine.processes import MARK, module_command, start, tail
 
 CLOSE_S = 6.0  # longer than the SHUTDOWN_S of the zygote
 

@@ -29,9 +29,9 @@ from harness.expect.transfer import Transfer
 from harness.expect.upstream import NONE, Changes
 from harness.matrix.case import Case
 from harness.matrix.layout import coordinates, peers
+from harness.matrix.linears import expert_layers_of, held
 from harness.matrix.numerics import VIRTUAL_DEVICE, Numerics, drifts, replayed_steps
 from harness.matrix.rules import Refusal, expected_refusal
-from harness.matrix.stages import expert_layers_of, held
 from harness.registry import computes_on_plain_shards, is_llama
 from harness.trace.counts import Moment
 from harness.trace.experts import ExpertCall

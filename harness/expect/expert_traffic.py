@@ -7,7 +7,7 @@ import msgspec
 from harness.expect.transfer import Transfer, forward_passes, repeated, residual_tokens
 from harness.matrix.case import Case
 from harness.matrix.layout import DP_AXES, group_name
-from harness.matrix.stages import expert_layers_of
+from harness.matrix.linears import expert_layers_of
 from harness.trace.experts import ExpertCall
 
 _COUNTS = "numbers of tokens of experts"

@@ -13,9 +13,8 @@ import msgspec
 
 from harness.expect.units import Unit, fsdp_units, ranks_of_unit
 from harness.matrix.case import Case
-from harness.matrix.linears import OUTPUT_FQN, is_converted, shard_sizes
+from harness.matrix.linears import OUTPUT_FQN, ends_are_one, is_converted, shard_sizes
 from harness.matrix.recipes import ITEM_BYTES
-from harness.matrix.stages import ends_are_one
 from harness.trace.counts import Moment
 
 RNG_STATE_BYTES = 5056  # of the CPU generator

@@ -30,13 +30,16 @@ from harness.matrix.linears import (
     OUTPUT_FQN,
     ROWWISE,
     block_linears,
+    blocks_of_stage,
+    expert_layers_of,
+    forwards_in_flight,
     is_converted,
     linear_features,
     local_features,
+    modules_of_stage,
     shard_sizes,
 )
 from harness.matrix.recipes import GROUP_MULTIPLE, ITEM_BYTES
-from harness.matrix.stages import blocks_of_stage, expert_layers_of, forwards_in_flight, modules_of_stage
 from harness.registry import OF_DTENSOR, computes_on_plain_shards, is_llama
 
 Elements = Counter[str]  # by dtype

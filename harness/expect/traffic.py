@@ -19,17 +19,22 @@ from harness.expect.upstream import GRADIENTS_IN_REDUCE_DTYPE, NONE, STAGES_VOTE
 from harness.matrix.case import Case
 from harness.matrix.layout import DP_AXES, EXPERT_AXES, SHARD_AXES, coordinates, group_name
 from harness.matrix.linears import (
+    EMBEDDING,
     OUTPUT_FQN,
     ROWWISE,
     block_linears,
+    blocks_of,
+    connections,
+    expert_layers_of,
+    holds,
     is_checkpointed,
     is_converted,
     linear_features,
     local_features,
+    neighbours,
     shard_size,
 )
 from harness.matrix.recipes import ITEM_BYTES, Operand
-from harness.matrix.stages import EMBEDDING, blocks_of, connections, expert_layers_of, holds, neighbours
 
 
 @lru_cache(maxsize=256)  # checks ask for every rank and step

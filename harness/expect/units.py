@@ -12,15 +12,18 @@ from harness.expect.transfer import forward_passes
 from harness.matrix.case import Case
 from harness.matrix.layout import coordinates, group_name, peers
 from harness.matrix.linears import (
+    EMBEDDING,
     EXPERTS,
     OUTPUT_FQN,
     ROUTER,
     block_linears,
+    blocks_of,
+    ends_are_one,
+    holds,
     is_converted,
     local_features,
     shard_sizes,
 )
-from harness.matrix.stages import EMBEDDING, blocks_of, ends_are_one, holds
 
 
 class Weight(msgspec.Struct, frozen=True, kw_only=True):

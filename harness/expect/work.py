@@ -23,6 +23,8 @@ from harness.matrix.linears import (
     EXPERTS,
     OUTPUT_FQN,
     ROUTER,
+    blocks_of,
+    held,
     in_order,
     is_checkpointed,
     is_converted,
@@ -32,7 +34,6 @@ from harness.matrix.linears import (
     matmul_sizes,
 )
 from harness.matrix.recipes import TRAITS, MatmulRole, RecipeTraits
-from harness.matrix.stages import blocks_of, held
 from harness.result import Multiplied, multiplied_by
 from harness.trace.counts import FLOAT8, multiplied_words
 

@@ -20,8 +20,8 @@ from harness.matrix.case import Case, Model, ModelShape
 from harness.matrix.model import CaseStruct
 
 
-class OutOfScope(msgspec.Struct, frozen=True, kw_only=True):
-    """Something that no case can have. `words`: a pattern of what people write for it in ids, axes and values."""
+class OutOfScope(typing.NamedTuple):
+    """What people know from FP8 training and no case has. `words`: how they write it in ids, axes and values."""
 
     name: str
     reason: str
@@ -32,76 +32,61 @@ class OutOfScope(msgspec.Struct, frozen=True, kw_only=True):
         return f"{self.name} is out of scope: {self.reason}"
 
 
+# The one list; what asks for it in configurations of other tools is in `harness/plugins/bugs/spellings.toml`.
 SCOPE = (
     OutOfScope(
-        name="a mixture of experts",
-        reason="the reference has a small one of its own: write experts, top_k and ep in a case",
-        words=r"expert_parallel\w*\d*",
+        "a mixture of experts",
+        "the reference has a small one of its own: write experts, top_k and ep in a case",
+        r"expert_parallel\w*\d*",
     ),
     OutOfScope(
-        name="pipeline parallelism",
-        reason="the reference trains in one: write pp, schedule and accumulation in a case",
-        words=r"pipeline_parallel\w*\d*",
+        "pipeline parallelism",
+        "the reference trains in one: write pp, schedule and accumulation in a case",
+        r"pipeline_parallel\w*\d*",
     ),
     OutOfScope(
-        name="context parallelism",
-        reason="the reference trains with it: write cp and sequence_order in a case",
-        words=r"context_parallel\w*\d*",
+        "context parallelism",
+        "the reference trains with it: write cp and sequence_order in a case",
+        r"context_parallel\w*\d*",
     ),
     OutOfScope(
-        name="expert tensor parallelism",
-        reason="each expert is whole on one rank of ep; tensor parallelism shards the other linears only",
-        words=r"(etp|expert_tensor_parallel\w*)\d*",
+        "expert tensor parallelism",
+        "each expert is whole on one rank of ep; tensor parallelism shards the other linears only",
+        r"(etp|expert_tensor_parallel\w*)\d*",
     ),
     OutOfScope(
-        name="MX formats other than MXFP8",
-        reason="torchao trains in MXFP8 alone; its MXLinear went before 0.18",
-        words=r"mx(fp[46])?(_\w+)?",
+        "MX formats other than MXFP8",
+        "torchao trains in MXFP8 alone; its MXLinear went before 0.18",
+        r"mx(fp[46])?(_\w+)?",
     ),
     OutOfScope(
-        name="emulated MXFP8",
-        reason="MXFP8 runs as a GPU runs it, with kernels chosen by AUTO; an emulated matmul is a bfloat16 one",
+        "emulated MXFP8",
+        "MXFP8 runs as a GPU runs it, with kernels chosen by AUTO; an emulated matmul is a bfloat16 one",
+    ),
+    OutOfScope("NVFP4", "4-bit values need another matmul than torch._scaled_mm with float8", r"nv(fp)?4?(_\w+)?|fp4"),
+    OutOfScope(
+        "block-wise scaling",
+        "recipes are those of Float8LinearConfig: one scale per tensor or per row",
+        r"(block|group)wise\w*",
     ),
     OutOfScope(
-        name="NVFP4",
-        reason="4-bit values need another matmul than torch._scaled_mm with float8",
-        words=r"nv(fp)?4?(_\w+)?|fp4",
+        "delayed scaling",
+        "torchao removed it; every recipe computes a scale from the tensor that it casts",
+        r"delayed(_\w+)?",
     ),
+    OutOfScope("TransformerEngine", "its modules and kernels are other software than torchao"),
+    OutOfScope("FP8 of another library", "its casts and kernels are not those of torchao"),
+    OutOfScope("FSDP1", "the float8 all-gather exists in FSDP2 (fully_shard) only", r"fsdp1|fsdp_?v1"),
     OutOfScope(
-        name="block-wise scaling",
-        reason="recipes are those of Float8LinearConfig: one scale per tensor or per row",
-        words=r"(block|group)wise\w*",
+        "ZeRO stage 1 or 2", "it keeps whole parameters on every rank; FSDP2 stands for stage 3, which shards them"
     ),
-    OutOfScope(
-        name="delayed scaling",
-        reason="torchao removed it; every recipe computes a scale from the tensor that it casts",
-        words=r"delayed(_\w+)?",
-    ),
-    OutOfScope(name="TransformerEngine", reason="its modules and kernels are other software than torchao"),
-    OutOfScope(name="FP8 of another library", reason="its casts and kernels are not those of torchao"),
-    OutOfScope(
-        name="FSDP1", reason="the float8 all-gather exists in FSDP2 (fully_shard) only", words=r"fsdp1|fsdp_?v1"
-    ),
-    OutOfScope(
-        name="ZeRO stage 1 or 2",
-        reason="it keeps whole parameters on every rank; FSDP2 stands for stage 3, which shards them",
-    ),
-    OutOfScope(
-        name="DDP",
-        reason="replicas come with shards, as HSDP (hsdp2x2); dp_replicate alone is excluded",
-        words=r"ddp\d*",
-    ),
-    OutOfScope(
-        name="float16", reason="float8 training is for models in bfloat16 or float32", words=r"f16|fp16|float16|half"
-    ),
-    OutOfScope(name="LoRA", reason="frozen weights with adapters need a case that does not train every weight"),
-    OutOfScope(name="another compiler", reason="blocks are compiled by torch.compile, or not at all"),
-    OutOfScope(name="a memory budget of the compiler", reason="the compiler chooses what is computed again"),
-    OutOfScope(name="inference", reason="a case trains"),
-    OutOfScope(
-        name="checkpoint save and load",
-        reason="a case starts from its seed, and loads only what it saved itself (resume)",
-    ),
+    OutOfScope("DDP", "replicas come with shards, as HSDP (hsdp2x2); dp_replicate alone is excluded", r"ddp\d*"),
+    OutOfScope("float16", "float8 training is for models in bfloat16 or float32", r"f16|fp16|float16|half"),
+    OutOfScope("LoRA", "frozen weights with adapters need a case that does not train every weight"),
+    OutOfScope("another compiler", "blocks are compiled by torch.compile, or not at all"),
+    OutOfScope("a memory budget of the compiler", "the compiler chooses what is computed again"),
+    OutOfScope("inference", "a case trains"),
+    OutOfScope("checkpoint save and load", "a case starts from its seed, and loads only what it saved itself (resume)"),
 )
 
 

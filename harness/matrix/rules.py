@@ -1,9 +1,10 @@
-"""Which combinations are excluded and which torch must refuse: every rule by name, with reason and source.
+"""Which combinations are excluded, which torch must refuse, and what cases need of a GPU: by name, reason and source.
 
 A rule declares the axes that it reads, so that the matrix can evaluate it on part of a case; it must not read others.
 
 `rules.toml` lists the exclusions. The conditions of most of them are selectors; the others are here.
 An excluded case is impossible or meaningless. A case with an expected refusal is run, and fails if it trains.
+What cases need of a GPU are the rows of `gpu_needs.toml`.
 """
 
 import functools
@@ -17,10 +18,18 @@ import msgspec
 from harness.matrix.case import Case, ModelShape
 from harness.matrix.caseid import other_layout
 from harness.matrix.layout import DP_AXES, MESH_AXES
-from harness.matrix.linears import OUTPUT_FQN, Gemm, converted_fqns, gemms, is_misaligned, linear_fqns, shard_sizes
+from harness.matrix.linears import (
+    OUTPUT_FQN,
+    Gemm,
+    converted_fqns,
+    gemms,
+    is_misaligned,
+    linear_fqns,
+    shard_sizes,
+    stage_count,
+)
 from harness.matrix.recipes import OPERANDS
 from harness.matrix.selector import axes_read, parse_selector
-from harness.matrix.stages import stage_count
 from harness.registry import is_llama, load, plugins
 
 _TORCHAO = "https://github.com/pytorch/ao/blob/v0.18.0/torchao/float8"
@@ -291,3 +300,64 @@ REFUSALS: tuple[Refusal, ...] = (
         when=_misaligned_tokens,
     ),
 )
+
+
+Capability = tuple[int, int]
+
+
+class GpuFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """What decides whether a need is met, None where it is not known: that is in no one's way.
+
+    `peers`: every GPU can read the memory of the others.
+    """
+
+    capability: Capability | None = None
+    peers: bool | None = None
+
+
+class Need(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A row. `where`: selectors of the cases that it is about; without `since` and `peers` no GPU meets it."""
+
+    where: tuple[str, ...]
+    reason: str
+    source: str
+    name: str = ""  # the key of the row
+    since: str = msgspec.field(name="from", default="")  # compute capability, such as "9.0"
+    below: str = ""
+    peers: bool = False
+    kernel: bool = False  # torch's float8 matmul needs it, and the exact one does not
+    exact: bool = False  # `--device auto` takes the exact matmul instead
+
+    def is_about(self, case: Case) -> bool:
+        return any(parse_selector(text).matches(case) for text in self.where)
+
+    def is_met(self, facts: GpuFacts) -> bool:
+        if self.peers:
+            return facts.peers is not False
+        if not self.since:
+            return False
+        return facts.capability is None or _parsed(self.since) <= facts.capability < _parsed(self.below or "1000.0")
+
+
+def _parsed(capability: str) -> Capability:
+    major, minor = capability.split(".")
+    return int(major), int(minor)
+
+
+@functools.cache
+def gpu_needs() -> tuple[Need, ...]:
+    """All rows of `gpu_needs.toml`, in the order in which reasons are given."""
+    text = Path(__file__).with_name("gpu_needs.toml").read_text(encoding="utf-8")
+    rows = msgspec.convert(tomllib.loads(text), dict[str, Need])
+    return tuple(msgspec.structs.replace(row, name=name, reason=_reason(row)) for name, row in rows.items())
+
+
+def _reason(row: Need) -> str:
+    return row.reason.format(needed=f"{row.since.partition('.')[0]}.x" if row.below else row.since)
+
+
+def unmet_needs(case: Case, facts: GpuFacts, *, exact: bool) -> Iterator[Need]:
+    """The needs of a case that GPUs do not meet. `exact`: it multiplies float8 with the exact matmul."""
+    for need in gpu_needs():
+        if need.is_about(case) and not (exact and need.kernel) and not need.is_met(facts):
+            yield need

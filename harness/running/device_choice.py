@@ -10,7 +10,7 @@ import msgspec
 
 from harness.engine.hardware import Capacity, Device
 from harness.matrix.case import Case
-from harness.matrix.gpu_needs import GpuFacts, unmet_needs
+from harness.matrix.rules import GpuFacts, unmet_needs
 from harness.request import Arithmetic, Fabric
 
 

@@ -21,7 +21,7 @@ from harness.engine.processes import child_environ, module_command
 from harness.errors import HarnessError
 from harness.hints import INSTALL_FOR_CPU, START_CONTAINER
 from harness.internals import State
-from harness.matrix.gpu_needs import Capability
+from harness.matrix.rules import Capability
 from harness.running.environments import last_line
 from harness.sources import package_paths
 from harness.text import binary_bytes

@@ -22,7 +22,7 @@ from harness.errors import HarnessError
 from harness.evidence.verified import provable_levels
 from harness.matrix.case import Case
 from harness.matrix.caseid import parse_case_id, parse_layout
-from harness.matrix.gpu_needs import GpuFacts, gpu_needs, unmet_needs
+from harness.matrix.rules import GpuFacts, gpu_needs, unmet_needs
 from harness.plugins.check_target.target_check import CheckOptions, cases_there
 from harness.plugins.gpu.levels import without_obstacles
 from harness.plugins.parity.against import Against
@@ -143,7 +143,7 @@ def test_every_row_of_the_table_has_a_test_a_reason_a_source_and_a_place_on_the_
     assert all(need.reason and need.source and "{" not in need.reason for need in gpu_needs())
     page = (REPOSITORY / "docs" / "on-your-gpus.md").read_text()
     section = page.partition("## Which cases run on GPUs")[2].partition("\n## ")[0]
-    numbers = {need.reason.rpartition(" ")[2] for need in gpu_needs() if need.since is not None}
+    numbers = {need.reason.rpartition(" ")[2] for need in gpu_needs() if need.since}
     assert numbers == set(re.findall(r"(?<=[| ])\d+\.[\dx]+", section.partition("|---|")[2].partition("\n\n")[0]))
 
 

@@ -10,7 +10,7 @@ from harness.expect.upstream import changes_in
 from harness.matrix.case import Case
 from harness.matrix.caseid import parse_case_id
 from harness.matrix.layout import Schedule
-from harness.matrix.stages import (
+from harness.matrix.linears import (
     blocks_of,
     connections,
     forwards_in_flight,

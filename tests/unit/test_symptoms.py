@@ -14,9 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from harness.checks.failures import advice
-from harness.engine.folder import JobFolder
 from harness.engine.messages import Job, JobOutcome, RankOutcome, ShareOutcome
 from harness.engine.outcome import conclude
+from harness.engine.processes import JobFolder
 from harness.engine.symptoms import MACHINE_SIGNALS, SYMPTOMS, read
 
 CUDA = (

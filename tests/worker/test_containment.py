@@ -15,8 +15,8 @@ import pytest
 
 from harness.checks.failures import advice
 from harness.engine import zygote_engine
-from harness.engine.folder import LOG_IS_CUT, MAX_LOG_BYTES
 from harness.engine.messages import JobOutcome
+from harness.engine.processes import LOG_IS_CUT, MAX_LOG_BYTES
 from harness.engine.zygote_engine import StartLimits, ZygoteEngine
 from tests.jobs import make_share, run_alone
 from tests.worker.processes import nothing_is_left, start_python, wait_until

@@ -6,7 +6,7 @@ from harness.errors import HarnessError
 from harness.matrix.axes import AXES, axis_values, case_from_axes
 from harness.matrix.case import MODEL_PRESETS
 from harness.matrix.layout import DP_AXES, MESH_AXES, REST, Layout, ranks_of
-from harness.matrix.stages import stage_count
+from harness.matrix.linears import stage_count
 from harness.plugins.bugs.draft import SIZES, Draft
 from harness.plugins.bugs.scaling import MAX_RANKS, Sizes, lost, made_smaller
 

@@ -18,8 +18,7 @@ from harness.expect.traffic import transfers_if_balanced
 from harness.expect.work import Work, executed, work
 from harness.matrix.case import Case, Layout
 from harness.matrix.caseid import case_id
-from harness.matrix.linears import FLOPS_PER_PARAMETER_AND_TOKEN, active_parameter_count, parameter_count
-from harness.matrix.stages import stage_count
+from harness.matrix.linears import FLOPS_PER_PARAMETER_AND_TOKEN, active_parameter_count, parameter_count, stage_count
 from harness.plugins.predict.machine import Peak, peak_of_device
 from harness.registry import is_llama
 from harness.result import CaseResult, Measured, Multiplied, Sent, sent_by

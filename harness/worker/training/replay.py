@@ -15,8 +15,8 @@ from torch import nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from harness.matrix.case import Case, Checkpointing
+from harness.matrix.linears import copies_of_weights
 from harness.matrix.numerics import replayed_steps
-from harness.matrix.stages import copies_of_weights
 from harness.registry import is_llama
 from harness.request import RunRequest
 from harness.trace import RankTrace, StepTrace

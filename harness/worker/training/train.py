@@ -21,7 +21,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from harness.matrix.case import Case, Layout
 from harness.matrix.caseid import resumed_in
 from harness.matrix.layout import batch_of, dp_rank, positions_of_ranks
-from harness.matrix.stages import copies_of_weights
+from harness.matrix.linears import copies_of_weights
 from harness.request import RunRequest
 from harness.trace import RankTrace, StepTrace
 from harness.trace.model import Resumed, StateChange

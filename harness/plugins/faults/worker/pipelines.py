@@ -15,7 +15,7 @@ from torch.distributed.pipelining.stage import _PipelineStageBase
 from torchao.float8.float8_linear import Float8Linear
 from torchao.float8.float8_training_tensor import GemmInputRole
 
-from harness.matrix.stages import holds, modules_of_stage, stages_of
+from harness.matrix.linears import holds, modules_of_stage, stages_of
 from harness.plugins.faults.worker.hooks import (
     RUN,
     around_update,

@@ -24,8 +24,7 @@ from torchtitan.models.llama3.model import Llama3TransformerBlock
 from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.trainer import Trainer
 
-from harness.matrix.linears import OUTPUT_FQN, converted_fqns, is_converted, linear_fqns
-from harness.matrix.stages import modules_of_stage, stage_count
+from harness.matrix.linears import OUTPUT_FQN, converted_fqns, is_converted, linear_fqns, modules_of_stage, stage_count
 
 if TYPE_CHECKING:
     from harness.matrix.case import Case
@@ -109,7 +108,7 @@ def _sequences_of_step(case: Case, world: World) -> int:
 
 
 def _pipeline_options(case: Case, world: World) -> dict[str, Any]:
-    """The options of a pipeline, with the stages of `matrix/stages.py`."""
+    """The options of a pipeline, with the stages of `matrix/linears.py`."""
     if case.layout.pp == 1:
         return {}
     stages = [modules_of_stage(case, stage) for stage in range(stage_count(case.layout))]

@@ -14,7 +14,7 @@ from torch.distributed.pipelining import (
 )
 
 from harness.matrix.case import Case
-from harness.matrix.stages import modules_of_stage, stage_count, stages_of
+from harness.matrix.linears import modules_of_stage, stage_count, stages_of
 from harness.worker.targets.reference.loss import Batch
 from harness.worker.targets.reference.model import Llama
 from harness.worker.virtual.collectives import NAMES
