@@ -1,6 +1,6 @@
 """What the harness found out about a target: its model, what that was called with, changed settings, loaded state.
 
-Recorded by `discovery.py` and `inputs.py` of `worker/probes/` and by `worker/training/resuming.py`. Names are FQNs
+Recorded by `worker/probes/discovery.py` and `worker/training/train.py`. Names are FQNs
 without what checkpointing wrappers and compilation add. Sequences are numbered in the global batch of their step.
 """
 

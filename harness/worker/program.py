@@ -1,32 +1,45 @@
-"""What a rank does with a request to train a case: request in, trace out. Preloaded once, called in every rank."""
+"""What a rank does with a request to train a case: request in, trace out. Preloaded once, called in every rank.
 
-from __future__ import annotations
+The warm-up trains once on a loopback fabric, so that lazy imports and first-call costs are paid before the fork. It
+clears the caches that ranks must not inherit: DTensor's sharding and redistribution caches are keyed by meshes, whose
+equality ignores process groups, so every rank would reuse the plans of rank 0.
+"""
 
+import functools
+import gc
 import importlib
+import importlib.util
 import os
 import platform
 import sys
+import warnings
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from contextlib import suppress
+from importlib.abc import SourceLoader
+from importlib.util import module_from_spec, spec_from_loader
+from pathlib import Path
 
 import msgspec
 import torch
+import torch.distributed as dist
+from torch.distributed import HashStore  # type: ignore[attr-defined]  # documented, but not listed as exported
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
-from harness.engine.program import FORK_BLOCKERS
-from harness.registry import REFERENCE, module_of
+from harness.engine.program import FORK_BLOCKERS, RankContext
+from harness.internals import read_parts
+from harness.matrix.case import Case, Float8, Layout, Train
+from harness.registry import REFERENCE, injections, load, module_of
 from harness.request import RunRequest
 from harness.sources import module_digest
+from harness.trace.record import Patch
+from harness.worker.probes.probe import PROBES
 from harness.worker.process import internals
 from harness.worker.process.process import PROCESS
 from harness.worker.process_group import join
-from harness.worker.training.injection import inject
+from harness.worker.tensors.places import mesh_axes
 from harness.worker.training.train import train
-from harness.worker.training.warmup import warm_up, without_progress_thread
+from harness.worker.virtual import collectives
 from harness.worker.virtual import device as virtual_device
-
-if TYPE_CHECKING:
-    from harness.engine.program import RankContext
-
 
 # Threads per rank. One is right for several ranks per core; more are for measuring their effect on the numbers.
 THREADS_VARIABLE = "FP8_HARNESS_RANK_THREADS"
@@ -108,3 +121,94 @@ def _parts_of(request: RunRequest) -> tuple[str, ...]:
         internals.MODULE_TENSORS: bool(request.replayed),
     }
     return tuple(part for part, is_needed in needed.items() if is_needed)
+
+
+class InjectionError(Exception):
+    """An injection raised, so the run says nothing about the target."""
+
+
+def inject(patch: Patch) -> None:
+    """Apply a patch. Raises InjectionError, which names it."""
+    try:
+        if patch.source:
+            _call(patch)
+        else:
+            prefix, separator, name = patch.text.partition(":")
+            load(injections()[prefix + separator].plant)(name)
+    except Exception as error:
+        raise InjectionError(f"injection {patch.text} raised {type(error).__name__}: {error}") from error
+
+
+class _SourceOf(SourceLoader):
+    """Loads the source of a patch, of which tracebacks show lines too: its file may be on another machine."""
+
+    def __init__(self, patch: Patch) -> None:
+        self._patch = patch
+
+    def get_filename(self, fullname: str) -> str:
+        return self._patch.text.rpartition(":")[0]
+
+    def get_data(self, path: str | bytes) -> bytes:
+        return self._patch.source
+
+
+def _call(patch: Patch) -> None:
+    path, _, function = patch.text.rpartition(":")
+    spec = spec_from_loader(f"injection_{Path(path).stem}", _SourceOf(patch))
+    assert spec is not None and spec.loader is not None
+    module = sys.modules[spec.name] = module_from_spec(spec)  # a compiler imports what compiled code calls
+    spec.loader.exec_module(module)
+    getattr(module, function)()
+
+
+# It saves every rank 0.4 s. A second case, with TP, another recipe or compiled blocks, takes longer than ranks save by
+# it: see docs/decisions/ranks.md.
+WARMUP_CASE = Case(
+    layout=Layout(dp_replicate=2, dp_shard=2),
+    float8=Float8(recipe="tensorwise", fp8_all_gather=True, precompute_scale=True),
+    train=Train(steps=1, global_batch=4, seq_len=16),
+)
+
+_OF_GRAPHS = {part.record for name, part in read_parts().items() if internals.is_of_compiled_runs(name)}
+_EAGER_PROBES = tuple(name for name in PROBES if name not in _OF_GRAPHS)
+
+
+def without_progress_thread() -> None:
+    """Keep tqdm, where it is installed, from starting a thread with its first progress bar, which inductor shows.
+
+    A process with threads cannot be forked safely.
+    """
+    if importlib.util.find_spec("tqdm") is not None:
+        importlib.import_module("tqdm").tqdm.monitor_interval = 0
+        PROCESS.keep("no progress thread")
+
+
+def warm_up() -> None:
+    """Train the warm-up case with all probes of eager runs, as rank 0 of a loopback group, then clear the caches.
+
+    If it raises, nothing is warm: a rank that trains like it raises too, and then it is the result of a case.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        collectives.FABRIC.connect(None)
+        dist.init_process_group(collectives.BACKEND, store=HashStore(), rank=0, world_size=WARMUP_CASE.world_size)
+        try:
+            with suppress(Exception):
+                train(RunRequest(case=WARMUP_CASE, probes=_EAGER_PROBES), torch.device("cpu"), lambda _: None)
+        finally:
+            dist.destroy_process_group()
+            collectives.FABRIC.disconnect()
+    clear_mesh_caches()
+    mesh_axes.cache_clear()
+
+
+def clear_mesh_caches() -> None:
+    """Clear all caches of torch.distributed that may hold a mesh, a redistribution plan or a process group."""
+    _clear_sharding_prop_cache()
+    for candidate in gc.get_objects():
+        if type(candidate) is _CACHED and (candidate.__module__ or "").startswith("torch.distributed"):
+            candidate.cache_clear()
+    gc.collect()
+
+
+_CACHED = functools._lru_cache_wrapper

@@ -192,7 +192,7 @@ def test_arrows_that_point_up_or_sideways_are_seen() -> None:
         ("harness.engine.rank", "harness.matrix.case"),
         ("harness.matrix.case", "harness.engine.rank"),
         ("harness.worker.training.train", "harness.checks.judge"),
-        ("harness.cli.show", "harness.plugins.faults.sections"),
+        ("harness.cli.show", "harness.plugins.faults.commands"),
         ("harness.plugins.bugs.export", "harness.plugins.faults.faults"),
         ("harness.plugins.bugs.export", "harness.worker.training.train"),
         ("harness.plugins.gpu.worker.kernels", "harness.running.plan"),

@@ -22,7 +22,7 @@ from harness.matrix.caseid import case_id, id_words, meaning_of, parse_case_id
 from harness.matrix.records import read_quarantine
 from harness.matrix.tier import select
 from harness.running.injection import parse_injection
-from harness.worker.training.injection import InjectionError, inject
+from harness.worker.program import InjectionError, inject
 from tests.commands import understood
 
 ROOT = Path(__file__).parents[2]

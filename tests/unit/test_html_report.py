@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from harness.matrix.tier import coverage
+from harness.plugins.faults.commands import mutation_section
 from harness.plugins.faults.mutation import MutationMatrix
-from harness.plugins.faults.sections import mutation_section
 from harness.plugins.release.gate import Answer, Gate, GatePolicy, gate
 from harness.plugins.release.sections import gate_front
 from harness.report.coverage import coverage_section

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from harness.worker.probes.inputs import InputRecorder
+from harness.worker.probes.discovery import InputRecorder
 from harness.worker.targets import data
 from tests.builders import make_case
 

@@ -21,8 +21,7 @@ from harness.plugins.release.gate import gate
 from harness.plugins.release.reason import Kind
 from harness.result import Measured
 from harness.worker.dispatch_hooks import collectives, products
-from harness.worker.dispatch_hooks.hook import install_hook, unobserved
-from harness.worker.dispatch_hooks.install import install_hooks
+from harness.worker.dispatch_hooks.hook import install_hook, install_hooks, unobserved
 from harness.worker.dispatch_hooks.scaled_mm import ScaledMMCounter
 from harness.worker.targets.reference.float8 import convert
 from harness.worker.virtual import device, mxfp8

@@ -10,7 +10,7 @@ from torch import nn
 
 from harness.trace.operands import Aged, Role
 from harness.worker.probes.cast_numbers import Cast
-from harness.worker.probes.lifetimes import UNKNOWN, Lifetimes, Use
+from harness.worker.probes.casts import UNKNOWN, Lifetimes, Use
 from harness.worker.tensors.digests import Content, Contents, bytes_of
 
 FLOAT8 = torch.float8_e4m3fn

@@ -16,7 +16,7 @@ from harness.matrix.caseid import parse_case_id
 from harness.trace import Run
 from harness.trace.counts import MOMENTS
 from harness.verdict import Finding
-from harness.worker.tensors.ownership import optimizers_of
+from harness.worker.tensors.names import optimizers_of
 from tests.builders import make_witnesses, rules
 from tests.worker.runs import assert_named, sweep
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from harness.matrix.recipes import BLOCK
 from harness.worker.probes.cast_numbers import SMALLEST_BLOCK, Cast, CastNumbers, measure_cast
 from harness.worker.virtual import device, mxfp8
-from harness.worker.virtual.pretended_gpu import pretended_gpu
+from harness.worker.virtual.mxfp8 import pretended_gpu
 from harness.worker.virtual.scaled_mm import block_product, unswizzled
 
 E4M3, E8M0 = torch.float8_e4m3fn, torch.float8_e8m0fnu

@@ -9,7 +9,7 @@ from torch import nn
 from torchao.float8 import Float8LinearConfig, convert_to_float8_training, float8_ops
 
 from harness.worker.one_rank.tensor_ranks import FLOAT8, ScaledProducts, of_columns, of_rows, of_sequence, spread
-from harness.worker.tensors.sums import summed
+from harness.worker.tensors.reduction import summed
 from harness.worker.virtual import device as virtual_device
 
 BF16 = torch.bfloat16

@@ -24,7 +24,7 @@ _LIMITS = (
     "harness.worker.process",
     "harness.worker.tensors.digests",
     "harness.worker.tensors.names",
-    "harness.worker.tensors.ownership",
+    "harness.worker.tensors.names",
     "harness.worker.tensors.places",
     "harness.worker.targets",
     "harness.worker.virtual",

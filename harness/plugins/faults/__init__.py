@@ -14,7 +14,7 @@ PLUGIN = Plugin(
     sections={
         "mutations": PageSection(
             help="Add the mutation matrix of `dev mutate --json` to the page.",
-            read="harness.plugins.faults.sections:read_section",
+            read="harness.plugins.faults.commands:read_section",
         )
     },
     answers={

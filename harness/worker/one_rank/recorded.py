@@ -13,7 +13,7 @@ from harness.matrix.case import Case
 from harness.matrix.layout import dp_rank
 from harness.trace.tensors import FLOAT8, ModuleShard, ModuleTensorKind, SumTerms
 from harness.worker.tensors.digests import ordered_digest
-from harness.worker.tensors.sums import summed
+from harness.worker.tensors.reduction import summed
 
 EXPLAINED = 0.1  # of a distance at most is left where terms of a sum explain it: below 0.02 in bfloat16
 

@@ -27,7 +27,7 @@ from harness.worker.targets.in_pieces import InPieces
 from harness.worker.tensors.digests import ordered_digest
 from harness.worker.tensors.names import clean_fqn, dtype_name
 from harness.worker.tensors.places import local_shard
-from harness.worker.tensors.sums import relative_distance, spread, summed
+from harness.worker.tensors.reduction import relative_distance, spread, summed
 
 
 class Call(NamedTuple):

@@ -26,7 +26,7 @@ from harness.worker.probes.discovery import is_converted
 from harness.worker.probes.fsdp_params import ManagedParam
 from harness.worker.probes.module_tensors import NORMS
 from harness.worker.process.process import PROCESS
-from harness.worker.tensors.sums import spread, summed
+from harness.worker.tensors.reduction import spread, summed
 
 Tensor = torch.Tensor
 _OfSequence = nn.RMSNorm | nn.LayerNorm | nn.Linear

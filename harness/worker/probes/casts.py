@@ -2,17 +2,26 @@
 
 Training drives the code and the tables that measure out of the cache: measured at once, a cast would take two to three
 times as long.
+
+Of what a matmul reads, the step and microbatch are found in which its memory was first used. Memory is followed, not
+numbers: a cast that is kept for too long shows although no value of its weight has changed yet. What was written to is
+new. Versions of tensors tell that, and their bytes: below autograd, where subclasses compute, a view has a version of
+its own.
 """
 
-from collections.abc import Hashable
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection, Hashable
 from functools import partial
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
+from torch import nn
 from torch.distributed.tensor import Placement, Shard
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from harness.trace.operands import CastRecord, MatmulRecord
+from harness.trace.operands import Aged, Aging, CastPhase, CastRecord, MatmulRecord, Role
 from harness.worker.probes.cast_numbers import (
     Cast,
     CastNumbers,
@@ -24,7 +33,8 @@ from harness.worker.probes.cast_numbers import (
     summary,
 )
 from harness.worker.tensors.digests import Content, Contents, bytes_of
-from harness.worker.tensors.ownership import mark_owned
+from harness.worker.tensors.names import clean_fqn, mark_owned
+from harness.worker.tensors.places import local_part
 
 _COPIED_BYTES = 1 << 22  # of sources, at a time: some dozen casts of a tiny model, still in the cache
 
@@ -144,3 +154,192 @@ def _placement_name(placement: Placement) -> str:
     if type(placement) is Shard:
         return f"Shard({placement.dim})"
     return repr(placement) if hasattr(placement, "dim") else f"{type(placement).__name__}()"
+
+
+UNKNOWN = "?"  # the FQN of a cast or matmul outside of every known module
+
+
+class Pass(NamedTuple):
+    """One of the calls of a module in a step. A backward belongs to the call that it is the gradient of."""
+
+    step: int
+    fqn: str
+    phase: CastPhase  # that of the call
+    number: int  # counts from 1 in every step and phase; 0 outside of every known module
+
+
+class Use(NamedTuple):
+    """A cast or a matmul that uses memory."""
+
+    order: int  # its index in the trace
+    by: Pass
+    role: Role
+    where: str  # phase of the cast, or which matmul it is
+
+
+class _First(NamedTuple):
+    """The first use of memory."""
+
+    storage: StorageWeakRef
+    version: int
+    content: Content | None  # None: the version tells whether it was written to
+    by: Pass
+    role: Role
+    source: _Version | None  # what was cast, of its scale
+
+
+class _Version(NamedTuple):
+    address: int
+    version: int
+
+
+class _Again(NamedTuple):
+    what: Aging
+    use: Use
+    first: _First
+
+
+class Lifetimes:
+    """Remembers who used memory first, and collects the uses of memory that another pass had used before."""
+
+    def __init__(self, microbatches: int, contents: Contents) -> None:
+        self._microbatches = microbatches
+        self._contents = contents
+        self._first: dict[tuple[str, int], _First] = {}  # by address
+        self._again: list[_Again] = []
+        self._calls: Counter[tuple[str, CastPhase]] = Counter()  # in this step
+        self._microbatch: dict[Pass, int] = {}  # of passes of steps that ended, while memory of theirs is in use
+        self._of_model: set[int] = set()
+        self._gathered: set[str] = set()
+        self._frozen: set[str] = set()
+
+    def attach(self, model: nn.Module, gathered: Collection[str]) -> None:
+        """A model keeps its parameters and buffers over steps; FSDP2 the memory of the weights of `gathered` modules.
+
+        It writes them without a new version.
+        """
+        self._gathered = set(gathered)
+        held = (*model.parameters(), *model.buffers())
+        self._of_model = {_storage(local_part(tensor)) for tensor in held}
+        frozen = (name for name, param in model.named_parameters() if not param.requires_grad)
+        self._frozen = {clean_fqn(name).rpartition(".")[0] for name in frozen}
+
+    def begin(self, step: int, fqn: str, phase: CastPhase) -> Pass:
+        """A module is called."""
+        if fqn == UNKNOWN:
+            return Pass(step, fqn, phase, 0)
+        self._calls[fqn, phase] += 1
+        return Pass(step, fqn, phase, self._calls[fqn, phase])
+
+    def cast(self, use: Use, cast: Cast, content: Content) -> None:
+        """A tensor was cast, and its result has this content."""
+        self._look("data", use, cast.bits, lambda: content)
+        if use.role == "weight" and use.by.fqn not in self._gathered:
+            self._look("source", use, cast.source, lambda: None)
+        self._look("scale", use, cast.scale, lambda: _content(cast.scale), source=_version(cast.source))
+
+    def multiply(self, use: Use, *, data: torch.Tensor, scale: torch.Tensor) -> None:
+        """A matmul reads an operand. A scale is looked at where the data is not what this very call has cast."""
+        first = self._first.get(("data", data.data_ptr()))
+        if first is not None and first.by == use.by and not first.storage.expired():
+            return
+        self._look("data", use, data, lambda: self._contents.read(data))
+        self._look("scale", use, scale, lambda: _content(scale))
+
+    def _look(
+        self,
+        kind: Literal["data", "scale", "source"],
+        use: Use,
+        tensor: torch.Tensor,
+        read: Callable[[], Content | None],
+        *,
+        source: _Version | None = None,
+    ) -> None:
+        address, version = _version(tensor)
+        if not address:
+            return  # it has no elements
+        first = self._first.get((kind, address))
+        if first is None or first.storage.expired() or version > first.version:
+            storage = StorageWeakRef(tensor.untyped_storage())
+            self._first[kind, address] = _First(storage, version, read(), use.by, use.role, source)
+            return
+        is_other = source is not None and first.source is not None and _are_others(use, source, first, first.source)
+        if (not is_other and first.by == use.by) or _storage(tensor) in self._of_model:
+            return
+        content = read()
+        if content is not None and first.content is not None and not content.is_same(first.content):
+            self._first[kind, address] = _First(first.storage, version, content, use.by, use.role, source)
+        elif not _changes_nothing(tensor):
+            self._again.append(_Again("other_scale" if is_other else kind, use, first))
+
+    def end_step(self) -> list[Aged]:
+        """What was used again that is of another step, or an activation of another microbatch."""
+        self._first = {place: first for place, first in self._first.items() if not first.storage.expired()}
+        passes = {module_pass for again in self._again for module_pass in (again.use.by, again.first.by)}
+        passes |= {first.by for first in self._first.values()}
+        self._microbatch = {
+            module_pass: self._microbatch.get(module_pass) or self._microbatch_of(module_pass) for module_pass in passes
+        }
+        self._calls.clear()
+        aged = [self._aged(again) for again in self._again if self._is_aged(again)]
+        self._again.clear()
+        return aged
+
+    def _microbatch_of(self, module_pass: Pass) -> int:
+        """Calls of a module are spread over microbatches evenly, in order; 0 where it is not known."""
+        if module_pass.number == 0:
+            return 0
+        return (module_pass.number - 1) * self._microbatches // self._calls[module_pass.fqn, module_pass.phase] + 1
+
+    def _is_aged(self, again: _Again) -> bool:
+        use, first = again.use, again.first.by
+        if again.what == "other_scale":
+            return True
+        if use.role == "weight":
+            return use.by.step != first.step and use.by.fqn not in self._frozen
+        mine, others = self._microbatch[use.by], self._microbatch[first]
+        evaluated = (use.by.phase == "evaluation") != (first.phase == "evaluation")
+        return use.by.step != first.step or evaluated or (mine != others and mine > 0 and others > 0)
+
+    def _aged(self, again: _Again) -> Aged:
+        use, first = again.use, again.first.by
+        return Aged(
+            index=use.order,
+            what=again.what,
+            step=use.by.step,
+            fqn=first.fqn if use.by.fqn == UNKNOWN else use.by.fqn,
+            role=use.role,
+            where=use.where,
+            microbatch=self._microbatch[use.by],
+            first_step=first.step,
+            first_fqn=first.fqn,
+            first_role=again.first.role,
+            first_phase=first.phase,
+            first_microbatch=self._microbatch[first],
+        )
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return int(StorageWeakRef(tensor.untyped_storage()).cdata)
+
+
+def _version(tensor: torch.Tensor) -> _Version:
+    return _Version(tensor.data_ptr(), 0 if tensor.is_inference() else tensor._version)
+
+
+def _content(scale: torch.Tensor) -> Content:
+    return Content(bytes_of(scale, transposed=False))
+
+
+def _are_others(use: Use, source: _Version, first: _First, before: _Version) -> bool:
+    """Whether two different tensors were cast. Another version of a weight, or another copy, is still that weight."""
+    if use.role != "weight":
+        return source != before
+    if first.role != "weight" or UNKNOWN in (use.by.fqn, first.by.fqn):
+        return source.address != before.address
+    return use.by.fqn != first.by.fqn
+
+
+def _changes_nothing(scale: torch.Tensor) -> bool:
+    """True for a scale of 1, which may be kept as a constant."""
+    return scale.dtype == torch.float32 and scale.numel() == 1 and float(scale) == 1

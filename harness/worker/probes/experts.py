@@ -19,8 +19,7 @@ from harness.worker.dispatch_hooks import grouped_mm
 from harness.worker.dispatch_hooks.hook import unobserved
 from harness.worker.probes.probe import Probe
 from harness.worker.process.process import PROCESS, in_backward
-from harness.worker.tensors.names import clean_fqn
-from harness.worker.tensors.ownership import mark_owned
+from harness.worker.tensors.names import clean_fqn, mark_owned
 
 Tensor = torch.Tensor
 _SEED = 7

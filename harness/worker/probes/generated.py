@@ -19,11 +19,10 @@ from torch._inductor.output_code import CompiledFxGraph
 from harness.trace.graphs import GeneratedResult, GeneratedTensor
 from harness.worker.dispatch_hooks import fused, scaled_mm
 from harness.worker.dispatch_hooks.hook import unobserved
-from harness.worker.probes.graph_casts import GraphCastWatcher, fqn_of, phase_now
-from harness.worker.probes.graph_gradients import GradientWatcher
+from harness.worker.probes.graph_casts import GradientWatcher, GraphCastWatcher, fqn_of, phase_now
 from harness.worker.probes.probe import Probe
 from harness.worker.tensors.names import dtype_name
-from harness.worker.tensors.sums import relative_distance
+from harness.worker.tensors.reduction import relative_distance
 from harness.worker.virtual.memory import FLOAT8
 
 _SCALED_MM = torch.ops.aten._scaled_mm.default

@@ -22,8 +22,7 @@ from harness.worker.dispatch_hooks import fused
 from harness.worker.dispatch_hooks.collectives import resolve_group
 from harness.worker.dispatch_hooks.hook import unobserved
 from harness.worker.probes.generated import GeneratedCodeWatcher
-from harness.worker.probes.graph_casts import GraphCastWatcher
-from harness.worker.probes.graph_gradients import GradientWatcher
+from harness.worker.probes.graph_casts import GradientWatcher, GraphCastWatcher
 from harness.worker.probes.partitions import PartitionWatcher
 from harness.worker.probes.probe import Probe
 from harness.worker.process.process import PROCESS, in_backward

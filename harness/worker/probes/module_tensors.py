@@ -20,8 +20,7 @@ from harness.trace.tensors import FLOAT8, ModuleShard, ModuleTensorKind
 from harness.worker.probes.probe import Probe
 from harness.worker.process.process import PROCESS, in_backward
 from harness.worker.tensors.digests import bytes_of, ordered_digest
-from harness.worker.tensors.names import clean_fqn, dtype_name, is_compiled
-from harness.worker.tensors.ownership import mark_owned
+from harness.worker.tensors.names import clean_fqn, dtype_name, is_compiled, mark_owned
 from harness.worker.tensors.places import Places, local_shard, local_tensor
 
 NORMS = (nn.RMSNorm, nn.LayerNorm)

@@ -34,10 +34,9 @@ from harness.trace.operands import (
 )
 from harness.worker.dispatch_hooks import scaled_mm
 from harness.worker.probes.cast_numbers import Cast, read_scale
-from harness.worker.probes.casts import CastMeter, PendingCast, PendingMatmul
+from harness.worker.probes.casts import UNKNOWN, CastMeter, Lifetimes, Pass, PendingCast, PendingMatmul, Use
 from harness.worker.probes.discovery import forward_owner
 from harness.worker.probes.fsdp_params import ManagedParam, fsdp_params, is_gathered
-from harness.worker.probes.lifetimes import UNKNOWN, Lifetimes, Pass, Use
 from harness.worker.probes.probe import Probe
 from harness.worker.process.process import PROCESS, in_backward
 from harness.worker.tensors.digests import Contents

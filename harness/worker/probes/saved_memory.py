@@ -43,8 +43,7 @@ from harness.matrix.case import Case
 from harness.trace.counts import LiveMemory, LiveTensor, Moment, SavedMemory
 from harness.worker.probes.fsdp_params import fsdp_params
 from harness.worker.probes.probe import Probe
-from harness.worker.tensors.names import clean_fqn, dtype_name
-from harness.worker.tensors.ownership import is_owned, optimizers_of
+from harness.worker.tensors.names import clean_fqn, dtype_name, is_owned, optimizers_of
 from harness.worker.tensors.places import local_part
 from harness.worker.virtual.collectives import FABRIC
 

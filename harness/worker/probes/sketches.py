@@ -16,8 +16,7 @@ from harness.trace.tensors import SKETCH_SIZE, SketchKind, TensorSketch
 from harness.worker.dispatch_hooks.hook import unobserved
 from harness.worker.probes.probe import Probe
 from harness.worker.tensors.digests import bytes_of, fingerprint, ordered_digest
-from harness.worker.tensors.names import clean_fqn
-from harness.worker.tensors.ownership import mark_owned
+from harness.worker.tensors.names import clean_fqn, mark_owned
 from harness.worker.tensors.places import Place, Places, local_shard, place_of, unwrapped
 from harness.worker.tensors.reduction import reduced_gradient
 

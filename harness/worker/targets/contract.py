@@ -12,7 +12,7 @@ from torch import nn
 from harness.matrix.case import Case
 from harness.registry import module_of
 from harness.worker.targets.target import Target, World
-from harness.worker.tensors.ownership import optimizers_of
+from harness.worker.tensors.names import optimizers_of
 
 
 class TargetMisfit(Exception):

@@ -85,7 +85,7 @@ class Content:
 
     @property
     def digest(self) -> str:
-        """That of the tensor (`digests.py`), computed when it is first asked for."""
+        """That of the tensor, computed when it is first asked for."""
         if self._digest is None:
             self._digest = fingerprint(self.data)
         return self._digest

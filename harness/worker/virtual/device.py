@@ -14,10 +14,10 @@ import torch.distributed as dist
 from torch.distributed import ReduceOp
 
 from harness.request import Arithmetic, Fabric
-from harness.worker.dispatch_hooks.install import install_hooks
+from harness.worker.dispatch_hooks.hook import install_hooks
 from harness.worker.process import internals
 from harness.worker.process.process import PROCESS
-from harness.worker.virtual import collectives, grouped_mm, scaled_grouped_mm, scaled_mm
+from harness.worker.virtual import collectives, grouped_mm, scaled_mm
 from harness.worker.virtual.memory import below_autograd, memory
 
 # What of `PROCESS.installed` is a part of the virtual device.
@@ -50,8 +50,8 @@ def _install_exact(key: str) -> None:
     kernels |= {f"{name}.out": scaled_mm.into(kernel) for name, kernel in kernels.items()}
     kernels |= {
         "_grouped_mm": grouped_mm.exact(key),
-        "_scaled_grouped_mm": scaled_grouped_mm.scaled_grouped_mm,
-        "_scaled_grouped_mm_v2": scaled_grouped_mm.scaled_grouped_mm_v2,
+        "_scaled_grouped_mm": grouped_mm.scaled_grouped_mm,
+        "_scaled_grouped_mm_v2": grouped_mm.scaled_grouped_mm_v2,
     }
     PROCESS.keep("scaled_mm", _override("aten", kernels, key))
 

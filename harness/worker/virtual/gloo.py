@@ -23,7 +23,7 @@ from torch.distributed import (
     Work,
 )
 
-from harness.worker.tensors.ownership import mark_owned
+from harness.worker.tensors.names import mark_owned
 from harness.worker.virtual.collectives import Boxed, reduction
 from harness.worker.virtual.memory import FLOAT8, Tensor
 

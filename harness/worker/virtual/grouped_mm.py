@@ -1,19 +1,24 @@
-"""The exact `aten::_grouped_mm`, for any device: one matmul for each group of rows, as experts of a model multiply.
+"""The exact `aten::_grouped_mm` and `aten::_scaled_grouped_mm`, for any device: one matmul for each group of rows.
 
 Every element depends on its row and column alone: not on the other rows, their number or their groups, nor on the order
 of the contraction. What the stock kernel refuses is refused by it; offsets are refused with the words of the assertions
-in the CUDA kernel. Rows behind the last group are NaN: a GPU leaves them as they were in memory.
+in the CUDA kernel. Rows behind the last group are NaN: a GPU leaves them as they were in memory. So is, in MXFP8, the
+weight gradient of an empty group. Scales are of rows or of 32 values, and a group is computed as `_scaled_mm` would.
 """
 
+import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
 import torch
 from torch import DispatchKey, DispatchKeySet
+from torch.nn.functional import ScalingType, SwizzleType
 
+from harness.matrix.recipes import BLOCK
 from harness.worker.dispatch_hooks.hook import unobserved
+from harness.worker.virtual.scaled_mm import Operand, block_product, operand
 
 Tensor = torch.Tensor
 _BITS = 18  # of a slice: sums of 2**17 products of two are exact in float64
@@ -111,3 +116,118 @@ def _slices(rest: Tensor, dim: int) -> Iterator[Tensor]:
         part = (rest + shift) - shift
         yield part
         rest = rest - part
+
+
+_E8M0 = torch.float8_e8m0fnu
+_ROWS = (ScalingType.RowWise.value, torch.float32)  # a recipe, and the dtype of its scales
+_BLOCKS = (ScalingType.BlockWise1x32.value, _E8M0)
+
+
+def scaled_grouped_mm(
+    a: Tensor,
+    b: Tensor,
+    scale_a: Tensor,
+    scale_b: Tensor,
+    offs: Tensor | None = None,
+    bias: Tensor | None = None,
+    scale_result: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    use_fast_accum: bool = False,
+) -> Tensor:
+    """Returns `a @ b` of every group, dequantized, in bfloat16. Raises RuntimeError or ValueError where a GPU would.
+
+    A scale is that of a row of `a`, or column of `b`, in a group; or e8m0 and of 32 values, in the order of
+    `scaled_mm.unswizzled` group behind group, each padded to blocks of 128 by 4.
+    """
+    given = (a, b, scale_a, scale_b, offs, bias, scale_result)
+    shape = _require_allowed(tuple(None if tensor is None else operand(tensor) for tensor in given), out_dtype)
+    require_offsets(a, b, offs)
+    out = torch.full(shape, math.nan, dtype=torch.bfloat16, device=a.device)
+    parts = groups(a, b, offs, out)
+    if scale_a.dtype == _E8M0:
+        products = _in_blocks(parts, scale_a, scale_b)
+    elif a.dim() == b.dim() == 2:
+        products = _in_rows(parts, scale_a.view(-1, a.shape[0]), scale_b.view(-1, b.shape[1]))
+    else:
+        products = _in_rows(parts, scale_a, scale_b)
+    for group, product in products:
+        group.out.copy_(product)
+    return out
+
+
+def _in_rows(parts: Iterator[Group], scale_a: Tensor, scale_b: Tensor) -> Iterator[tuple[Group, Tensor]]:
+    for group in parts:
+        with unobserved():
+            product = group.a.to(torch.float64) @ group.b.to(torch.float64)
+        of_a, of_b = (
+            scale[group.number if scale.dim() == 2 else group.rows].to(torch.float64) for scale in (scale_a, scale_b)
+        )
+        yield group, product * (of_a[:, None] * of_b)
+
+
+def _in_blocks(parts: Iterator[Group], scale_a: Tensor, scale_b: Tensor) -> Iterator[tuple[Group, Tensor]]:
+    rest_a, rest_b = scale_a.flatten(), scale_b.flatten()
+    for group in parts:
+        size_a, size_b = _padded(group.a), _padded(group.b.t())
+        if group.a.shape[1] % BLOCK:
+            raise NotImplementedError("the virtual device multiplies whole blocks of 32 values along K in every group")
+        if len(rest_a) < size_a or len(rest_b) < size_b:
+            raise RuntimeError("scales end before the blocks of the last group: a GPU reads what is behind them")
+        if group.a.numel():
+            yield group, block_product(group.a, group.b, rest_a[:size_a], rest_b[:size_b])
+        rest_a, rest_b = rest_a[size_a:], rest_b[size_b:]
+
+
+def _padded(rows: Tensor) -> int:
+    """The number of scales of these rows, padded to blocks of 128 by 4."""
+    count, length = rows.shape
+    return -(-count // 128) * 128 * -(-length // (4 * BLOCK)) * 4
+
+
+@functools.lru_cache(maxsize=4096)
+def _require_allowed(given: tuple[Operand | None, ...], out_dtype: torch.dtype | None) -> torch.Size:
+    """The shape of the result, where torch has one. Source: aten/src/ATen/native/cuda/GroupedBlas.cpp."""
+    meta = [
+        None
+        if description is None
+        else torch.empty_strided(description.shape, description.stride, dtype=description.dtype, device="meta")
+        for description in given
+    ]
+    a, b, *others = meta
+    assert a is not None and b is not None
+    result: Tensor = torch.ops.aten._scaled_grouped_mm.default(a, b, *others, out_dtype)
+    if a.shape[-1] % 16:
+        raise ValueError(
+            f"Expected trailing dimension of mat_a to be divisible by 16 but got mat1 shape: ({[*a.shape]})."
+        )
+    if b.shape[-2] % 16 or b.shape[-1] % 16:
+        raise ValueError(f"Expected mat_b shape to be divisible by 16 but got mat_b shape: ({[*b.shape]}).")
+    if others[0] is not None and others[0].dtype == _E8M0 and a.dim() == 3:
+        raise ValueError("MXFP8 grouped GEMM currently only supports 2d-2d and 2d-3d cases")
+    return result.shape
+
+
+def scaled_grouped_mm_v2(
+    a: Tensor,
+    b: Tensor,
+    scale_a: Sequence[Tensor],
+    recipe_a: Sequence[int],
+    swizzle_a: Sequence[int],
+    scale_b: Sequence[Tensor],
+    recipe_b: Sequence[int],
+    swizzle_b: Sequence[int],
+    offs: Tensor | None = None,
+    bias: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    contraction_dim: Sequence[int] = (),
+    use_fast_accum: bool = False,
+) -> Tensor:
+    """`scaled_grouped_mm` as `torch.nn.functional.scaled_grouped_mm` calls it, with scales of rows or of 32 values."""
+    scalings = {
+        (*recipe, *(tensor.dtype for tensor in scale)) for recipe, scale in ((recipe_a, scale_a), (recipe_b, scale_b))
+    }
+    if scalings not in ({_ROWS}, {_BLOCKS}):
+        raise ValueError("No gemm implementation was found")
+    if scalings == {_BLOCKS} and {*swizzle_a, *swizzle_b} != {SwizzleType.SWIZZLE_32_4_4.value}:
+        raise ValueError("For CUDA MXFP8 grouped gemm, both scale swizzle types must be SWIZZLE_32_4_4")
+    return scaled_grouped_mm(a, b, scale_a[0], scale_b[0], offs, bias, None, out_dtype)

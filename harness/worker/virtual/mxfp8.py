@@ -2,22 +2,314 @@
 
 torchao defines these operators, their fake kernels and their sharding rules where it finds such a GPU. It is imported
 as if there were one: sizes, dtypes, strides, assertions and placements are torchao's. What the kernels compute is its
-reference cast, to which its tests hold them bit for bit.
+reference cast, to which its tests hold them bit for bit. What a kernel asserts on a GPU is asserted in its words, and
+what it leaves as it was in memory is NaN.
 """
 
 import contextlib
 import importlib
+import inspect
+import math
+import pkgutil
 import sys
-from collections.abc import Callable
+import types
+from collections.abc import Callable, Collection, Iterator, Mapping
+from itertools import pairwise
 from typing import Any
+from unittest import mock
 
 import torch
 
 from harness.worker.process.process import PROCESS
-from harness.worker.virtual import grouped_casts
-from harness.worker.virtual.pretended_gpu import E4M3, pretended_gpu, reference_cast
 
-_KERNELS = "torchao.prototype.mx_formats.kernels"
+Body = Callable[..., None]
+E4M3 = torch.float8_e4m3fn
+
+
+def reference_cast(source: torch.Tensor, mode: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Data and scales of torchao's reference cast, one scale for 32 values of the last dim."""
+    from torchao.prototype.mx_formats.config import ScaleCalculationMode
+    from torchao.prototype.mx_formats.mx_tensor import to_mx
+
+    scale, data = to_mx(source.contiguous(), E4M3, 32, ScaleCalculationMode(mode))
+    return data, scale
+
+
+@contextlib.contextmanager
+def pretended_gpu(bodies: Mapping[str, Body], *, available: Collection[str] = ()) -> Iterator[None]:
+    """What torchao asks before it defines its kernels. A body gets the arguments of the Triton kernel of its name,
+    without underscores in front.
+
+    `available`: modules that only tell whether other compilers are installed; all of them seem to be. Raises
+    RuntimeError at the end where a body has no kernel.
+    """
+    unused = dict(bodies)
+    stock = {name: pkgutil.resolve_name(name) for name in _PRETENDED}
+    stand_in = _triton(unused) | {name: _Available(name) for name in available}
+    before = dict(sys.modules)
+    with contextlib.ExitStack() as pretending:
+        for name, value in _PRETENDED.items():
+            pretending.enter_context(mock.patch(name, value))
+        sys.modules.update(stand_in)
+        try:
+            yield
+        finally:
+            for name in stand_in:
+                if name in before:
+                    sys.modules[name] = before[name]
+                else:
+                    del sys.modules[name]
+    _restore(sys.modules.keys() - before.keys(), stock)
+    for name in unused:
+        raise RuntimeError(f"torchao has no kernel {name}: the virtual device knows those of torchao 0.18.")
+
+
+def _restore(imported: Collection[str], stock: Mapping[str, object]) -> None:
+    """Take back what modules of torch have bound that were first imported meanwhile. Those of torchao need it."""
+    for module in (sys.modules[name] for name in imported if name.startswith("torch.")):
+        for name, value in stock.items():
+            word = name.rpartition(".")[2]
+            if vars(module).get(word) is _PRETENDED[name]:
+                setattr(module, word, value)
+
+
+class _Available(types.ModuleType):
+    """`_x_available()` is true, and `_missing_x()` empty."""
+
+    def __getattr__(self, name: str) -> Callable[[], object]:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return lambda: [] if "missing" in name else True
+
+
+class _Language(types.ModuleType):
+    """`triton.language`: dtypes are their names."""
+
+    constexpr = bool
+
+    def __getattr__(self, name: str) -> str:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return name
+
+
+def _triton(unused: dict[str, Body]) -> dict[str, types.ModuleType]:
+    triton: Any = types.ModuleType("triton")
+    triton.language = _Language("triton.language")
+    triton.jit = lambda kernel: _Kernel(kernel, unused.pop(kernel.__name__.lstrip("_"), None))
+    triton.autotune = lambda **_: lambda kernel: kernel
+    triton.Config = lambda kwargs, **_: types.SimpleNamespace(kwargs=kwargs)
+    triton.cdiv = lambda a, b: -(-a // b)
+    return {module.__name__: module for module in (triton, triton.language)}
+
+
+def _operator(name: str, **_: Any) -> Callable[[Callable[..., Any]], Any]:
+    """`triton_op`: an operator whose fake kernel is its own code, which launches nothing for fake tensors."""
+
+    def decorate(function: Callable[..., Any]) -> Any:
+        operator = torch.library.custom_op(name, function, mutates_args=())
+        operator.register_fake(function)
+        return operator
+
+    return decorate
+
+
+class _Kernel:
+    """`kernel[grid](...)`: runs the body once, for all of the grid, with the arguments by name."""
+
+    def __init__(self, kernel: Callable[..., object], body: Body | None) -> None:
+        self._name, self._signature, self._body = kernel.__name__, inspect.signature(kernel), body
+
+    def __getitem__(self, grid: object) -> Callable[..., None]:
+        return self
+
+    def __call__(self, *args: Any, **named: Any) -> None:
+        from torch._subclasses.fake_tensor import is_fake
+
+        if any(is_fake(tensor) for tensor in (*args, *named.values()) if isinstance(tensor, torch.Tensor)):
+            return
+        if self._body is None:
+            raise NotImplementedError(f"the virtual device has no body for the kernel {self._name} of torchao")
+        self._body(**self._signature.bind_partial(*args, **named).arguments)
+
+
+def _yes(*_: object) -> bool:
+    return True
+
+
+_PRETENDED: Mapping[str, object] = {
+    "torch.cuda.is_available": _yes,
+    "torch.cuda.get_device_capability": lambda *_: (10, 0),
+    "torch.utils._triton.has_triton": _yes,
+    "torchao.utils.is_sm_at_least_100": _yes,
+    "torchao.utils.is_cuda_version_at_least": _yes,
+    "torch.library.triton_op": _operator,
+    "torch.library.wrap_triton": lambda kernel: kernel,
+}
+
+
+Tensor = torch.Tensor
+_PACKAGE = "torchao.prototype.moe_training"
+_QUANT = f"{_PACKAGE}.kernels.mxfp8.quant"
+_PROBES = tuple(f"{_PACKAGE}.kernels.mxfp8.{name}" for name in ("cute_utils", "flydsl_utils"))
+
+
+def install_for_experts() -> torch.library.Library:
+    """Import torchao's training of experts with all kernels of an SM 10.0 GPU, in MXFP8 and rowwise float8.
+
+    Returns what must be kept, or torch drops the kernels. Raises RuntimeError where torchao has other kernels.
+    """
+    library = torch.library.Library("torchao", "IMPL")
+    for key in ("CUDA", "CPU"):  # torchao asks for the kernel of CUDA before it defines what else is behind it
+        library.impl("mx_block_rearrange_2d_M_groups", _blocked_rows, key)
+    with pretended_gpu(EXPERT_BODIES, available=_PROBES):
+        importlib.import_module(_PACKAGE)
+    for name, kernel in _KERNELS.items():
+        library.impl(name, kernel, "CPU")
+    return library
+
+
+def _float8(source: Tensor, dim: int, dtype: torch.dtype, power_of_2: bool) -> tuple[Tensor, Tensor]:
+    """Data, and the scales that it was multiplied by, one for every slice along `dim`: torchao's reference."""
+    from torchao.float8.config import ScalingGranularity
+    from torchao.float8.float8_utils import tensor_to_scale, to_fp8_saturated
+
+    scale = tensor_to_scale(
+        source,
+        dtype,
+        scaling_granularity=ScalingGranularity.AXISWISE,
+        axiswise_dim=dim,
+        round_scales_to_power_of_2=power_of_2,
+    )
+    return to_fp8_saturated(source.to(torch.float32) * scale, dtype), scale
+
+
+def _float8_along(dim: int) -> Body:
+    def body(
+        *, input_ptr: Tensor, output_ptr: Tensor, scales_ptr: Tensor, round_scales_to_power_of_2: bool, **_: object
+    ) -> None:
+        data, scale = _float8(input_ptr, dim, output_ptr.dtype, round_scales_to_power_of_2)
+        output_ptr.copy_(data)
+        scales_ptr.copy_(scale.squeeze(dim))
+
+    return body
+
+
+def _float8_scales(
+    *, input_ptr: Tensor, scales_ptr: Tensor, round_scales_to_power_of_2: bool, fp8_dtype_max: float, **_: object
+) -> None:
+    (dtype,) = (dtype for dtype in (E4M3, torch.float8_e5m2) if torch.finfo(dtype).max == fp8_dtype_max)
+    scales_ptr.copy_(_float8(input_ptr, -1, dtype, round_scales_to_power_of_2)[1].squeeze(-1))
+
+
+def _float8_transposed(*, input_ptr: Tensor, output_ptr: Tensor, scales_ptr: Tensor, **_: object) -> None:
+    from torchao.float8.float8_utils import to_fp8_saturated
+
+    data = to_fp8_saturated(input_ptr.to(torch.float32) * scales_ptr[..., None], output_ptr.dtype)
+    output_ptr.copy_(data.transpose(-2, -1))
+
+
+def _float8_in_groups(*, offsets_ptr: Tensor, round_scales_to_power_of_2: bool, **given: Tensor) -> None:
+    for one in ("1", "2"):
+        source, data = given[f"input_ptr_{one}"], given[f"out_ptr_{one}"]
+        scales = given[f"scales_ptr_{one}"].view(len(offsets_ptr), -1)
+        data.fill_(math.nan)
+        for rows, scale in zip(_rows(offsets_ptr), scales, strict=True):
+            # an empty group has the scale of zeros
+            part = source[rows] if rows.start < rows.stop else source.new_zeros(1, source.shape[1])
+            cast, part_scale = _float8(part, 0, data.dtype, round_scales_to_power_of_2)
+            data[rows] = cast[: rows.stop - rows.start]
+            scale.copy_(part_scale[0])
+
+
+def _rows(offsets: Tensor) -> Iterator[slice]:
+    return (slice(*ends) for ends in pairwise([0, *offsets.tolist()]))
+
+
+def _quantize_rows(
+    x: Tensor, block_size: int = 32, scaling_mode: str = "rceil", stage_count: int = 2, offs: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """The kernel of `mxfp8_quantize_2d_1x32_cutedsl`, with what it asserts of sizes."""
+    from torchao.prototype.mx_formats.utils import to_blocked
+
+    assert x.dtype in (torch.float32, torch.bfloat16), "Input tensor must be float32 or bfloat16"
+    assert block_size == 32, "Only block_size=32 is supported"
+    assert x.shape[1] % 128 == 0, "K must be divisible by 128"
+    assert x.shape[0] % 128 == 0, "M must be divisible by 128"
+    if offs is not None:
+        assert offs.dtype == torch.int32, "offs must be int32 tensor"
+        assert offs.dim() == 1, "offs must be 1D tensor"
+        if any((rows.stop - rows.start) % 128 for rows in _rows(offs)):
+            raise RuntimeError("Group sizes must be multiples of 128")
+    data, scale = reference_cast(x, scaling_mode)
+    return data, to_blocked(scale).view(x.shape[0], -1)
+
+
+def _quantize_experts(
+    x: Tensor,
+    block_size: int = 32,
+    scale_block_dim1: int = 32,
+    scale_block_dim2: int = 1,
+    scaling_mode: str = "rceil",
+    stage_count: int = 2,
+    blocked_scale_output: bool = True,
+) -> tuple[Tensor, Tensor]:
+    """The kernel of `mxfp8_quantize_3d_cutedsl`: the cast of [experts, n, k] along n, with the strides of its fake."""
+    if (block_size, scale_block_dim1, scale_block_dim2, blocked_scale_output) != (32, 32, 1, True):
+        raise NotImplementedError("the virtual device casts weights as torchao 0.18 does: along the second dim")
+    assert x.dtype in (torch.float32, torch.bfloat16), "Input tensor must be float32 or bfloat16"
+    data, scale = reference_cast(x.transpose(-2, -1), scaling_mode)
+    return data.transpose(-2, -1), _quant().torch_to_blocked_per_group_3d(scale)
+
+
+def _blocked_rows(scales_tensor: Tensor, input_offsets: Tensor, chunks_per_tb: int) -> Tensor:
+    blocked: Tensor = _quant().torch_to_blocked_2d_M_groups(scales_tensor, input_offsets)[0]
+    return blocked
+
+
+def _blocked_experts(*, input_ptr: Tensor, output_ptr: Tensor, **_: object) -> None:
+    output_ptr.copy_(_quant().torch_to_blocked_per_group_3d(input_ptr))
+
+
+def _blocked_columns(*, scales_ptr: Tensor, orig_offsets: Tensor, output_scales_ptr: Tensor, **_: object) -> None:
+    output_scales_ptr.copy_(_quant().torch_to_blocked_2d_K_groups(scales_ptr, orig_offsets)[0])
+
+
+def _pad(inputs: Tensor, offsets: Tensor, alignment_size: int) -> tuple[Tensor, Tensor, Tensor]:
+    padded, starts, ends = _quant().torch_pad_token_groups(inputs[: offsets[-1]], offsets, alignment_size)
+    rows = -(-(len(inputs) + len(offsets) * alignment_size) // alignment_size) * alignment_size
+    return torch.nn.functional.pad(padded, (0, 0, 0, rows - len(padded))), starts, ends
+
+
+def _unpad(inputs: Tensor, offsets: Tensor, starts: Tensor, num_tokens: int, alignment_size: int) -> Tensor:
+    tokens = inputs.new_full((num_tokens, inputs.shape[1]), math.nan)
+    known = int(offsets[-1])
+    tokens[:known] = _quant().torch_unpad_token_groups(inputs, offsets, starts, known, alignment_size)
+    return tokens
+
+
+def _quant() -> Any:
+    return importlib.import_module(_QUANT)
+
+
+EXPERT_BODIES: dict[str, Body] = {
+    "triton_fp8_rowwise_2d_fused_scale_and_cast_kernel": _float8_along(-1),
+    "triton_fp8_colwise_3d_scale_and_cast_kernel": _float8_along(-2),
+    "triton_fp8_rowwise_3d_transpose_scales_rhs_kernel": _float8_scales,
+    "triton_fp8_rowwise_3d_transpose_cast_rhs_kernel": _float8_transposed,
+    "triton_fp8_per_group_colwise_scales_dual_kernel": _float8_in_groups,
+    "triton_scale_swizzle_per_group_3d": _blocked_experts,
+    "triton_scale_swizzle_2d_K_groups": _blocked_columns,
+}
+_KERNELS: dict[str, Callable[..., object]] = {
+    "mxfp8_quantize_2d_1x32_cutedsl": _quantize_rows,
+    "mxfp8_quantize_3d_cutedsl": _quantize_experts,
+    "fused_pad_token_groups": _pad,
+    "fused_unpad_token_groups": _unpad,
+}
+
+
+_CASTS = "torchao.prototype.mx_formats.kernels"
 E8M0 = torch.float8_e8m0fnu
 _EXPERTS = "grouped_casts"  # the last that is installed
 
@@ -30,19 +322,19 @@ def install_if_possible() -> None:
 
 def install() -> None:
     """Import torchao's MXFP8 with the operators `triton_to_mxfp8_dim0`, `triton_to_mxfp8_dim1` and `mxfp8_quantize`,
-    and its training of experts (`grouped_casts`).
+    and its training of experts.
 
     Raises RuntimeError where something has imported its stubs before, or torchao has other kernels.
     """
     if PROCESS.has(_EXPERTS):
         return
-    if _KERNELS in sys.modules:
-        raise RuntimeError(f"{_KERNELS} was imported before the virtual device. Fix: import it in `build`, or later.")
+    if _CASTS in sys.modules:
+        raise RuntimeError(f"{_CASTS} was imported before the virtual device. Fix: import it in `build`, or later.")
     with pretended_gpu(_BODIES):
-        importlib.import_module(_KERNELS)
+        importlib.import_module(_CASTS)
     torch.library.impl("torchao::mxfp8_quantize", "CPU", _quantize)
     PROCESS.keep("mxfp8")
-    PROCESS.keep(_EXPERTS, grouped_casts.install())
+    PROCESS.keep(_EXPERTS, install_for_experts())
 
 
 def _cast_rows(*, x_ptr: torch.Tensor, output_ptr: torch.Tensor, scale_ptr: torch.Tensor, **constants: Any) -> None:

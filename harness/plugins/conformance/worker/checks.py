@@ -20,8 +20,8 @@ from torch.distributed.tensor import DTensor
 from harness.plugins.conformance.operator_checks import Batch, Mesh, Observation, OperatorCheck, Output
 from harness.plugins.conformance.worker import operators
 from harness.worker.process_group import join
+from harness.worker.program import inject
 from harness.worker.tensors.names import dtype_name
-from harness.worker.training.injection import inject
 from harness.worker.virtual import device
 from harness.worker.virtual.collectives import FABRIC
 from harness.worker.virtual.fabric import CollectiveMismatch, Group, Loopback

@@ -16,16 +16,16 @@ from harness.plugins.faults.worker import hooks
 FAULT_MODULES: dict[FaultClass, tuple[str, ...]] = {
     "A": ("amax",),
     "B": ("stale",),
-    "C": ("conversion", "parameters"),
-    "D": ("communication", "parameters", "tied"),
+    "C": ("conversion",),
+    "D": ("communication", "conversion", "pipelines"),
     "E": ("execution",),
-    "F": ("shapes",),
-    "G": ("training", "loss", "parameters"),
+    "F": ("execution",),
+    "G": ("training", "loss", "conversion"),
     "H": ("compiled",),
-    "I": ("kept",),
+    "I": ("stale",),
     "J": ("mxfp8",),
     "K": ("experts",),
-    "L": ("pipelines", "tied"),
+    "L": ("pipelines",),
     "M": ("context",),
 }
 

@@ -21,8 +21,8 @@ from harness.plugins.faults.worker.hooks import (
 )
 from harness.worker.process.process import in_backward
 from harness.worker.targets.reference import build, experts, parallel
-from harness.worker.targets.reference.expert_parallel import ExpertParallel
 from harness.worker.targets.reference.experts import GroupedExperts, MoE, Router
+from harness.worker.targets.reference.parallel import ExpertParallel
 from harness.worker.tensors.places import local_shard
 
 Tensor = torch.Tensor

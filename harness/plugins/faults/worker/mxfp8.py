@@ -24,7 +24,7 @@ from harness.plugins.faults.worker.hooks import (
 )
 from harness.worker.probes.discovery import converted_linears
 from harness.worker.process.process import in_backward
-from harness.worker.tensors.ownership import mark_owned
+from harness.worker.tensors.names import mark_owned
 from harness.worker.tensors.places import local_part
 from harness.worker.tensors.reduction import gathered_copies
 

@@ -1,4 +1,7 @@
-"""Class L: pipelines. Their stages, the order of microbatches, and what is sent from stage to stage."""
+"""Class L: pipelines. Their stages, the order of microbatches, and what is sent from stage to stage.
+
+Of class D too: ends that share their weights, as one parameter or as copies in two stages.
+"""
 
 import re
 from collections.abc import Callable, Sequence
@@ -20,6 +23,7 @@ from harness.plugins.faults.worker.hooks import (
     RUN,
     around_update,
     before_casts,
+    local,
     on_last_rank,
     planted,
     running_linear,
@@ -306,3 +310,41 @@ def labels_of_step_before() -> None:
 def last_stage_updated_one_step_late(stock: Callable[[], Any], model: nn.Module) -> None:
     if RUN.step > 1 or not on_last_rank():
         stock()
+
+
+@planted(wrap, build, "cut_sequences")
+def ends_untied_before_sharding(stock: Any, model: Any, *args: Any) -> Any:
+    """As by what gives every module a parameter of its own: TP, a wrapper of weights, meta devices."""
+    model.output.weight = nn.Parameter(model.output.weight.detach().clone())
+    return stock(model, *args)
+
+
+@planted(wrap, build, "cut_sequences")
+def gradient_of_tied_embedding_lost(stock: Any, model: Any, *args: Any) -> Any:
+    model.tok_embeddings.register_forward_hook(lambda module, inputs, output: _without_gradient(output))
+    return stock(model, *args)
+
+
+def _without_gradient(output: Tensor) -> None:
+    if output.requires_grad:
+        output.register_hook(torch.zeros_like)
+
+
+copies_keep_their_own_gradients = partial(wrap, pipeline.CopiedEnds, "add_gradients", lambda stock, ends: None)
+copy_counted_in_norm = partial(setattr, pipeline.CopiedEnds, "copy", None)
+
+
+@planted(wrap, pipeline.CopiedEnds, "add_gradients")
+def gradients_added_on_first_stage_alone(stock: Any, ends: Any) -> None:
+    output = ends.model.output
+    own = None if output is None else local(output.weight.grad).clone()
+    stock(ends)
+    if own is not None and on_last_rank():
+        local(output.weight.grad).copy_(own)
+
+
+@planted(wrap, pipeline.CopiedEnds, "of_other_end")
+def gradient_of_other_rows_added(stock: Any, ends: Any, grad: Tensor) -> Tensor:
+    """As where stages shard copies of weights in other places."""
+    other: Tensor = stock(ends, grad)
+    return other.roll(len(other) // 2, 0)

@@ -1,4 +1,7 @@
-"""Class B: stale scales and stale FP8 data. Most of them have no effect in the first step."""
+"""Class B: stale scales and stale FP8 data. Most of them have no effect in the first step.
+
+Class I: something keeps tensors alive that nothing needs any more; no number changes.
+"""
 
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -13,13 +16,16 @@ from torchao.float8.fsdp_utils import WeightWithDynamicFloat8CastTensor
 
 from harness.plugins.faults.worker.hooks import (
     RUN,
+    after_all_gather,
     after_backward,
     after_build,
     after_casts,
     after_load,
     around_evaluation,
     around_load,
+    around_loss,
     before_casts,
+    blocks,
     first_weight,
     follow_run,
     local,
@@ -31,7 +37,7 @@ from harness.plugins.faults.worker.hooks import (
 )
 from harness.worker.probes.discovery import converted_linears, linears
 from harness.worker.process.process import in_backward
-from harness.worker.tensors.ownership import mark_owned
+from harness.worker.tensors.names import mark_owned
 from harness.worker.tensors.places import local_shard
 
 
@@ -264,3 +270,51 @@ def gradient_buffer_polluted(model: nn.Module) -> None:
         _, linear = min(linears(model).items())
         assert linear.weight.grad is not None
         local(linear.weight.grad).add_(local_shard(linear.weight))
+
+
+def _after_every_block(keep: Callable[[nn.Module, torch.Tensor], object]) -> None:
+    """Call `keep(block, output)` after the forward of every block."""
+
+    def watch(model: nn.Module) -> None:
+        for block in blocks(model):
+            block.register_forward_hook(lambda block, _, output: keep(block, output) and None)
+
+    after_build(watch)
+
+
+output_kept_on_module = partial(_after_every_block, lambda block, output: setattr(block, "last_output", output))
+
+
+def output_kept_by_hook() -> None:
+    outputs: list[torch.Tensor] = []
+
+    def count(grad: torch.Tensor) -> None:
+        assert outputs, "no block has run"
+
+    _after_every_block(lambda block, output: outputs.append(output.detach()))
+    after_build(lambda model: next(model.parameters()).register_hook(count))
+
+
+def logits_kept_of_every_step() -> None:
+    log: list[torch.Tensor] = []
+
+    def change(stock: Any, logits: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
+        log.append(logits.detach())
+        return stock(logits, *args, **options)
+
+    around_loss(change)
+
+
+def float8_weights_kept_in_cache() -> None:
+    cache: list[torch.Tensor] = []
+
+    def keep(part: Any, hp_tensor: torch.Tensor, role: Any) -> None:
+        if role is GemmInputRole.WEIGHT:
+            cache.append(part._data)
+
+    after_casts(keep)
+
+
+def gathered_weights_kept() -> None:
+    buffers: list[torch.Tensor] = []
+    after_all_gather(lambda output, group: buffers.append(output))

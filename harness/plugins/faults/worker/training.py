@@ -39,7 +39,7 @@ from harness.plugins.faults.worker.hooks import (
 )
 from harness.worker.probes.discovery import linears
 from harness.worker.targets import data
-from harness.worker.tensors.ownership import optimizers_of
+from harness.worker.tensors.names import optimizers_of
 from harness.worker.tensors.places import local_shard
 from harness.worker.training import train
 

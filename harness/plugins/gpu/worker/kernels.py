@@ -15,8 +15,8 @@ from torch.nn.functional import ScalingType, SwizzleType
 
 from harness.matrix.recipes import BLOCK
 from harness.plugins.gpu.kernel_checks import KernelBatch, KernelCheck, KernelObservation, Misfit
+from harness.worker.program import inject
 from harness.worker.tensors.names import dtype_name
-from harness.worker.training.injection import inject
 from harness.worker.virtual.scaled_mm import block_product, require_allowed, require_swizzled, scaled_mm, unswizzled
 
 if TYPE_CHECKING:

@@ -26,7 +26,7 @@ from harness.matrix.layout import dp_rank
 from harness.plugins.predict.worker.fake_tensor_hooks import FakeTensorHooks, Storages, silent_propagation
 from harness.request import SimulationRequest
 from harness.trace.counts import SimulatedRank
-from harness.worker.dispatch_hooks.install import install_hooks
+from harness.worker.dispatch_hooks.hook import install_hooks
 from harness.worker.probes.flops import FlopsProbe
 from harness.worker.probes.fsdp_params import fsdp_params
 from harness.worker.probes.saved_memory import SavedMemoryProbe, plain_tensors

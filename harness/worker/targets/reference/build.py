@@ -25,7 +25,6 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from harness.matrix.case import Case
 from harness.worker.targets.reference.context_parallel import Cut, apply_cp, stand_for_all
-from harness.worker.targets.reference.expert_parallel import tokens_of_step
 from harness.worker.targets.reference.float8 import after_optimizer_step, convert, convert_experts
 from harness.worker.targets.reference.loss import (
     Batch,
@@ -44,9 +43,9 @@ from harness.worker.targets.reference.parallel import (
     apply_fsdp,
     apply_tp,
     build_meshes,
+    tokens_of_step,
 )
-from harness.worker.targets.reference.pipeline import Pipeline, cut, part_of_rank
-from harness.worker.targets.reference.tied import CopiedEnds, in_copies
+from harness.worker.targets.reference.pipeline import CopiedEnds, Pipeline, cut, in_copies, part_of_rank
 from harness.worker.targets.target import StepResult, World
 
 

@@ -18,7 +18,7 @@ from harness.matrix.case import Case
 from harness.matrix.layout import positions_of_ranks
 from harness.worker.targets.in_pieces import use_pieces
 from harness.worker.targets.reference.model import Attention, Context, Llama, apply_rope, attend
-from harness.worker.tensors.sums import spread
+from harness.worker.tensors.reduction import spread
 
 Tensor = torch.Tensor
 _SEQUENCE = 1  # the dim of [batch, sequence, ...]

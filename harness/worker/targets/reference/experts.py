@@ -1,6 +1,6 @@
 """A mixture of experts with torchtitan's module names: router, grouped experts, a shared expert.
 
-It contains no FP8 and no parallelism: `float8.py` converts weights, `expert_parallel.py` sends tokens to the ranks that
+It contains no FP8 and no parallelism: `float8.py` converts weights, `parallel.py` sends tokens to the ranks that
 hold their experts. Every sum has an order that depends on a token alone, so layouts compute the same bits.
 """
 

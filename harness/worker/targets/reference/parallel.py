@@ -1,6 +1,9 @@
 """Applies the `layout` of a case: the device mesh, the TP plan, checkpointing, FSDP2 and HSDP.
 
 The order that users need: convert to FP8, tensor parallel, checkpointing, FSDP2.
+
+Ranks of `ep` hold the experts between them, and send tokens to those that hold theirs. They arrive by source rank, then
+expert; an expert computes those of the first source first.
 """
 
 from collections import defaultdict
@@ -8,11 +11,12 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed._functional_collectives as funcol
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
@@ -30,9 +34,61 @@ from torchao.float8.float8_tensor_parallel import (
 
 from harness.matrix.case import Case, Checkpointing, Layout
 from harness.matrix.layout import DP_AXES, device_mesh
-from harness.worker.targets.reference.expert_parallel import ExpertParallel
 from harness.worker.targets.reference.model import Llama
 from harness.worker.targets.target import World
+
+Tensor = torch.Tensor
+
+
+class ExpertParallel(ParallelStyle):
+    """A style of `parallelize_module` for `GroupedExperts`, as torchtitan has one.
+
+    The module is then called with the tokens of its own rank and their counts for all experts.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sent: list[int] = []  # rows to every rank
+        self.received: list[int] = []
+        self.order = torch.zeros(0, dtype=torch.int64)  # of received rows
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        for name, param in list(module.named_parameters(recurse=False)):
+            sharded = distribute_tensor(param.data, device_mesh, [Shard(0)])
+            module.register_parameter(name, nn.Parameter(sharded))
+        module.register_forward_pre_hook(lambda _, args: self.dispatch(device_mesh, *args))
+        module.register_forward_hook(lambda _, __, rows: self.combine(device_mesh, rows))
+        return module
+
+    def dispatch(self, mesh: DeviceMesh, rows: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
+        ranks = mesh.size()
+        with torch.no_grad():
+            received: Any = funcol.all_to_all_single(counts, None, None, mesh.get_group())
+            table = received.unflatten(0, (ranks, -1))  # [source, local expert]
+            self.sent = counts.unflatten(0, (ranks, -1)).sum(1).tolist()
+            self.received = table.sum(1).tolist()
+            experts = torch.arange(table.numel(), device=table.device) % table.size(1)
+            self.order = experts.repeat_interleave(table.flatten()).argsort(stable=True)
+        arrived = _exchanged(rows, self.received, self.sent, mesh)
+        return arrived[self.order], table.sum(0)
+
+    def combine(self, mesh: DeviceMesh, rows: Tensor) -> Tensor:
+        order, self.order = self.order, self.order.new_zeros(0)
+        return _exchanged(rows[order.argsort()], self.sent, self.received, mesh)
+
+
+def _exchanged(rows: Tensor, received: list[int], sent: list[int], mesh: DeviceMesh) -> Tensor:
+    exchanged: Any = funcol.all_to_all_single_autograd(rows, received, sent, mesh.get_group())
+    return exchanged
+
+
+def tokens_of_step(counts: Tensor, *meshes: DeviceMesh | None) -> Tensor:
+    """The counts of all ranks: those of these meshes count different tokens."""
+    for mesh in meshes:
+        for axis in range(0 if mesh is None else mesh.ndim):
+            if mesh is not None and mesh.size(axis) > 1:
+                counts = funcol.all_reduce(counts, "sum", (mesh, axis))
+    return counts.clone()  # which waits: torch keeps a result alive that nobody waits for
 
 
 class Meshes(NamedTuple):

@@ -9,6 +9,7 @@ import pytest
 from msgspec.structs import replace
 
 from harness.jsonform import to_json
+from harness.plugins.faults.commands import mutation_sections
 from harness.plugins.faults.faults import NEEDS
 from harness.plugins.faults.mutation import (
     NO_EFFECT,
@@ -20,7 +21,6 @@ from harness.plugins.faults.mutation import (
     fault_effect,
     recorded_kills,
 )
-from harness.plugins.faults.sections import mutation_sections
 from harness.report.sections import text_of
 from harness.trace import Run
 from harness.verdict import Verdict
