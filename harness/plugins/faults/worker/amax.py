@@ -22,18 +22,8 @@ from torchao.float8.float8_training_tensor import GemmInputRole
 from torchao.float8.float8_utils import FP8_TYPES
 
 from harness.matrix.layout import axis_of_group
-from harness.plugins.faults.worker.hooks import (
-    RUN,
-    after_build,
-    after_casts,
-    in_forward_of,
-    local,
-    narrowing_linear,
-    on_odd_rank,
-    planted,
-    wrap,
-    wrap_everywhere,
-)
+from harness.plugins.faults.worker import hooks
+from harness.plugins.faults.worker.hooks import RUN, local, on_odd_rank, planted, wrap, wrap_everywhere
 from harness.worker.probes.discovery import converted_linears
 from harness.worker.tensors.reduction import gathered_copies
 
@@ -161,10 +151,10 @@ def one_linear_scaled_with_margin() -> None:
 
     def choose(model: nn.Module) -> None:
         linears = converted_linears(model)
-        chosen[0] = linears[narrowing_linear(linears)]
+        chosen[0] = linears[hooks.narrowing_linear(linears)]
 
-    after_build(choose)
-    inside = in_forward_of(lambda linear: linear is chosen[0])
+    hooks.after_build(choose)
+    inside = hooks.in_forward_of(lambda linear: linear is chosen[0])
     _scale(lambda stock, *args: stock(*args) * (0.5 if inside() else 1.0))
 
 
@@ -212,7 +202,7 @@ def _scales_after_cast(change: Callable[[torch.Tensor, torch.Tensor, Any], torch
         if part._scale.numel() > 1:
             part._scale = change(part._scale, hp_tensor, role)
 
-    after_casts(replace)
+    hooks.after_casts(replace)
 
 
 row_scales_shifted = partial(_scales_after_cast, lambda scale, *_: scale.reshape(-1).roll(1).view(scale.shape))

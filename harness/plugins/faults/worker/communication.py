@@ -18,17 +18,8 @@ from torchao.float8.float8_tensor_parallel import (
     PrepareFloat8ModuleInput,
 )
 
-from harness.plugins.faults.worker.hooks import (
-    RUN,
-    after_all_gather,
-    after_backward,
-    around_evaluation,
-    on_last_rank,
-    on_odd_rank,
-    planted,
-    wrap,
-    wrap_everywhere,
-)
+from harness.plugins.faults.worker import hooks
+from harness.plugins.faults.worker.hooks import RUN, on_last_rank, on_odd_rank, planted, wrap, wrap_everywhere
 
 fp8_all_gather_subclass_dropped = fsdp_utils._ops_to_preserve_subclass.clear
 
@@ -40,7 +31,7 @@ def fp8_tp_styles_lost() -> None:
                 delattr(style, method)  # leaves that of the plain style
 
 
-@planted(around_evaluation)
+@planted(hooks.around_evaluation)
 def weights_left_gathered_by_evaluation(stock: Callable[[], Any], model: nn.Module) -> Any:
     modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
     groups = [group for module in modules for group in module._get_fsdp_state()._fsdp_param_groups]
@@ -53,7 +44,7 @@ def weights_left_gathered_by_evaluation(stock: Callable[[], Any], model: nn.Modu
     return loss
 
 
-@planted(after_all_gather)
+@planted(hooks.after_all_gather)
 def gathered_shards_swapped(output: torch.Tensor, group: dist.ProcessGroup) -> None:
     shards = output.view(group.size(), -1)
     shards.copy_(shards.roll(1, 0))
@@ -113,7 +104,7 @@ def last_bit_of_partials_lost() -> None:
     )
 
 
-@planted(after_backward)
+@planted(hooks.after_backward)
 def norm_gradients_not_reduced(model: nn.Module) -> None:
     for param in model.parameters():
         grad = param.grad
@@ -202,4 +193,6 @@ def last_rank_lost_in_one_step(grad: torch.Tensor) -> torch.Tensor:
     return torch.zeros_like(grad) if on_last_rank() and RUN.step == 2 else grad
 
 
-end_of_last_shard_lost = partial(after_all_gather, lambda output, group: output.view(group.size(), -1)[-1, -8:].zero_())
+end_of_last_shard_lost = partial(
+    hooks.after_all_gather, lambda output, group: output.view(group.size(), -1)[-1, -8:].zero_()
+)

@@ -16,18 +16,8 @@ from torch._inductor.fx_passes import micro_pipeline_tp, post_grad
 from torch._inductor.graph import GraphLowering
 from torch.utils.checkpoint import CheckpointPolicy
 
-from harness.plugins.faults.worker import conversion
-from harness.plugins.faults.worker.hooks import (
-    RUN,
-    after_backward,
-    after_build,
-    blocks,
-    local,
-    on_last_rank,
-    planted,
-    wrap,
-    wrap_everywhere,
-)
+from harness.plugins.faults.worker import conversion, hooks
+from harness.plugins.faults.worker.hooks import RUN, local, on_last_rank, planted, wrap, wrap_everywhere
 from harness.worker.dispatch_hooks.collectives import resolve_group
 from harness.worker.virtual import graph_backend
 
@@ -36,12 +26,15 @@ _aten = torch.ops.aten
 # The fusion pass is on, but the TP group has no symmetric memory. Until torch 2.14 because nobody enabled it for the
 # group; in 2.15 where no allocator is registered for the device.
 symmetric_memory_not_enabled = partial(wrap, symm_mem, "is_symm_mem_enabled_for_group", lambda stock, group_name: False)
-fusion_pass_off = partial(after_build, lambda model: setattr(torch._inductor.config, "_micro_pipeline_tp", False))
+fusion_pass_off = partial(hooks.after_build, lambda model: setattr(torch._inductor.config, "_micro_pipeline_tp", False))
 
 
-@planted(wrap, micro_pipeline_tp, "_find_producer_matmul")
-def scatters_not_recognized(stock: Any, node: torch.fx.Node) -> Any:
-    return None if node.target is torch.ops.aten.reshape.default else stock(node)
+scatters_not_recognized = partial(
+    wrap,
+    micro_pipeline_tp,
+    "_find_producer_matmul",
+    lambda stock, node: None if node.target is _aten.reshape.default else stock(node),
+)
 
 
 def _after_match(change: Callable[[Any], None]) -> None:
@@ -276,9 +269,9 @@ def compiled_matmul_scaled_as_another(graph: torch.fx.Graph) -> int:
     return len(matmuls)
 
 
-@planted(after_backward)
+@planted(hooks.after_backward)
 def compiled_gradients_off_on_last_rank(model: Any) -> None:
-    for block in blocks(model) if on_last_rank() else ():
+    for block in hooks.blocks(model) if on_last_rank() else ():
         for param in block.parameters():
             if param.dim() > 1 and param.grad is not None:
                 local(param.grad).mul_(1.03)

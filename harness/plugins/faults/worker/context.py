@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
+from harness.plugins.faults.worker import hooks
 from harness.plugins.faults.worker.hooks import RUN, planted, wrap
 from harness.worker.targets.reference import build, context_parallel, parallel
 from harness.worker.targets.reference.context_parallel import OfRank
@@ -18,28 +19,27 @@ Tensor = torch.Tensor
 # Positions
 
 
-@planted(wrap, OfRank, "at_positions")
-def positions_of_every_piece_from_zero(_: Any, context: OfRank, table: Tensor) -> Tensor:
-    return table[: len(context.mine)]
+positions_of_every_piece_from_zero = partial(
+    wrap, OfRank, "at_positions", lambda _, context, table: table[: len(context.mine)]
+)
+positions_of_contiguous_pieces = partial(
+    wrap, OfRank, "at_positions", lambda _, context, table: _of_contiguous_pieces(context, table, 0)
+)
 
 
-@planted(wrap, OfRank, "at_positions")
-def positions_of_contiguous_pieces(_: Any, context: OfRank, table: Tensor) -> Tensor:
-    rows: Tensor = table.chunk(context.mesh.size())[context.mesh.get_local_rank()]
-    return rows
+def _of_contiguous_pieces(context: OfRank, whole: Tensor, dim: int) -> Tensor:
+    return whole.chunk(context.mesh.size(), dim)[context.mesh.get_local_rank()]
 
 
 # Attention
 
 
-def _without_order(stock: Any, context: OfRank, given: Tensor) -> Tensor:
+@planted(wrap, OfRank, "gathered")
+def keys_in_order_of_ranks(stock: Any, context: OfRank, given: Tensor) -> Tensor:
     order, context.order = context.order, torch.arange(len(context.order))
     gathered: Tensor = stock(context, given)
     context.order = order
     return gathered
-
-
-keys_in_order_of_ranks = partial(wrap, OfRank, "gathered", _without_order)
 
 
 @planted(wrap, OfRank, "gathered")
@@ -56,15 +56,12 @@ def attention_within_a_piece(
     return attend(apply_rope(q, *tables), apply_rope(k, *tables), v)
 
 
-@planted(wrap, context_parallel, "causal")
-def mask_by_row(stock: Any, mine: Tensor, total: int) -> Tensor:
-    mask: Tensor = stock(torch.arange(len(mine)), total)
-    return mask
-
-
-@planted(wrap, context_parallel, "causal")
-def mask_lost(_: Any, mine: Tensor, total: int) -> Tensor:
-    return torch.ones(len(mine), total, dtype=torch.bool)
+mask_by_row = partial(
+    wrap, context_parallel, "causal", lambda stock, mine, total: stock(torch.arange(len(mine)), total)
+)
+mask_lost = partial(
+    wrap, context_parallel, "causal", lambda _, mine, total: torch.ones(len(mine), total, dtype=torch.bool)
+)
 
 
 def _with_gradient(change: Any) -> None:
@@ -84,9 +81,7 @@ def gradients_of_other_keys_lost(gradient: Tensor, context: OfRank) -> Tensor:
     return torch.zeros_like(gradient).index_copy(2, context.mine, gradient[:, :, context.mine])
 
 
-@planted(_with_gradient)
-def gradients_of_keys_averaged(gradient: Tensor, context: OfRank) -> Tensor:
-    return gradient / context.mesh.size()
+gradients_of_keys_averaged = partial(_with_gradient, lambda gradient, context: gradient / context.mesh.size())
 
 
 # Tokens and loss
@@ -109,28 +104,21 @@ def labels_shifted_within_a_piece(_: OfRank, inputs: Tensor, __: Tensor) -> Tens
     return shifted
 
 
-@planted(_labels)
-def labels_of_contiguous_pieces(context: OfRank, _: Tensor, labels: Tensor) -> Tensor:
-    mine: Tensor = labels.chunk(context.mesh.size(), 1)[context.mesh.get_local_rank()]
-    return mine
+labels_of_contiguous_pieces = partial(_labels, lambda context, _, labels: _of_contiguous_pieces(context, labels, 1))
 
 
-def _first_piece(stock: Any, context: OfRank, pieces: Any, mesh: DeviceMesh, device: torch.device) -> None:
+@planted(wrap, OfRank, "__init__")
+def same_piece_on_every_rank(stock: Any, context: OfRank, pieces: Any, mesh: DeviceMesh, device: torch.device) -> None:
     stock(context, pieces, mesh, device)
     context.mine = torch.tensor(pieces[0], device=device)
 
 
-same_piece_on_every_rank = partial(wrap, OfRank, "__init__", _first_piece)
-
-
-@planted(wrap, build, "global_token_count")
-def loss_divided_by_labels_of_a_piece(stock: Any, batches: Any, _: Any, case: Any) -> int:
-    return int(stock(batches, None, case)) * RUN.case.layout.dp
-
-
-@planted(wrap, build, "global_token_count")
-def tokens_counted_by_every_rank(stock: Any, *args: Any) -> int:
-    return int(stock(*args)) * RUN.case.layout.cp
+loss_divided_by_labels_of_a_piece = partial(
+    wrap, build, "global_token_count", lambda stock, batches, _, case: stock(batches, None, case) * RUN.case.layout.dp
+)
+tokens_counted_by_every_rank = partial(
+    hooks.wrap_result, build, "global_token_count", lambda count: count * RUN.case.layout.cp
+)
 
 
 @planted(wrap, build, "share_of_loss")
@@ -139,10 +127,8 @@ def loss_of_a_piece_times_ranks(stock: Any, model: Any, batch: Any, case: Any, t
     return loss
 
 
-def _sharded_over_others(stock: Any, layout: Any, world: Any) -> Any:
+@planted(wrap, parallel, "with_context")
+def gradients_not_reduced_over_cp(stock: Any, layout: Any, world: Any) -> Any:
     """FSDP2 over ranks with other sequences alone: those of a sequence hold the same shards."""
     shards = parallel.mesh_of(layout.sequence_mesh, world)["dp_sequence"]
     return stock(layout, world)._replace(dp=shards, of_experts=shards)
-
-
-gradients_not_reduced_over_cp = partial(wrap, parallel, "with_context", _sharded_over_others)

@@ -17,17 +17,8 @@ from torch.distributed.tensor import DTensor, Partial
 from torchao.float8 import CastConfig, Float8LinearConfig, float8_linear_utils
 from torchao.float8.float8_linear import Float8Linear
 
-from harness.plugins.faults.worker.hooks import (
-    RUN,
-    after_backward,
-    after_build,
-    local,
-    narrowing_linear,
-    on_odd_rank,
-    planted,
-    wrap,
-    wrap_everywhere,
-)
+from harness.plugins.faults.worker import hooks
+from harness.plugins.faults.worker.hooks import RUN, local, on_odd_rank, planted, wrap, wrap_everywhere
 from harness.worker.probes.discovery import converted_linears, linears
 
 
@@ -55,7 +46,7 @@ def bias_added_by_every_tp_rank(stock: Any, placement: Partial, tensor: torch.Te
     return tensor if placement.reduce_op == "sum" else stock(placement, tensor, *args)
 
 
-@planted(after_backward)
+@planted(hooks.after_backward)
 def bias_gradient_divided_by_tp(model: nn.Module) -> None:
     for linear in _with_whole_bias(model):
         _gradient(linear).div_(RUN.case.layout.tp)
@@ -77,8 +68,8 @@ def bias_gradient_of_own_positions() -> None:
             _gradient(linear).copy_(torch.stack(gradients).sum(0))
         sums.clear()
 
-    after_build(attach)
-    after_backward(change)
+    hooks.after_build(attach)
+    hooks.after_backward(change)
 
 
 def _of_own_positions(grad: torch.Tensor) -> torch.Tensor:
@@ -134,7 +125,7 @@ def _config(change: Callable[[Float8LinearConfig], Float8LinearConfig]) -> None:
 nothing_converted = partial(_conversion, lambda stock, model, *_: model)
 
 
-@planted(after_build)
+@planted(hooks.after_build)
 def conversion_reverted(model: nn.Module) -> None:
     for linear in converted_linears(model).values():
         linear.__class__ = nn.Linear
@@ -154,7 +145,7 @@ filter_split_into_letters = partial(
 @planted(_filter)
 def filter_of_another_predicate(stock: Filter, by_fqn: dict[str, nn.Linear]) -> Filter:
     """Another filter than the computed one is used: the second linear of every MLP stays in high precision."""
-    name = _module_name(narrowing_linear(by_fqn))
+    name = _module_name(hooks.narrowing_linear(by_fqn))
     return lambda module, fqn: stock(module, fqn) and _module_name(fqn) != name
 
 
@@ -164,7 +155,7 @@ filter_sees_single_modules = partial(_filter, lambda stock, by_fqn: lambda modul
 @planted(_filter)
 def one_rank_leaves_a_linear_out(stock: Filter, by_fqn: dict[str, nn.Linear]) -> Filter:
     """One rank numbers layers differently and leaves the second linear of the first MLP in high precision."""
-    name = _module_name(narrowing_linear(by_fqn))
+    name = _module_name(hooks.narrowing_linear(by_fqn))
     left_out = next(fqn for fqn in by_fqn if _module_name(fqn) == name)
     return lambda module, fqn: stock(module, fqn) and not (on_odd_rank() and fqn == left_out)
 

@@ -17,20 +17,8 @@ from torchao.float8.float8_training_tensor import GemmInputRole
 from torchao.float8.float8_utils import _get_min_alignment
 
 from harness.matrix.case import Case
-from harness.plugins.faults.worker.hooks import (
-    RUN,
-    after_build,
-    after_casts,
-    in_forward_of,
-    last_block,
-    local,
-    norms,
-    on_last_rank,
-    on_odd_rank,
-    planted,
-    wrap,
-    wrap_everywhere,
-)
+from harness.plugins.faults.worker import hooks
+from harness.plugins.faults.worker.hooks import RUN, local, on_last_rank, on_odd_rank, planted, wrap, wrap_everywhere
 from harness.worker.process.process import in_backward
 from harness.worker.targets.data import unpadded_rows
 from harness.worker.tensors.places import local_shard, place_of
@@ -40,7 +28,7 @@ _aten = torch.ops.aten
 
 
 def _scale_recomputed_times(factor: float) -> None:
-    recomputing = in_forward_of(lambda _: in_backward())
+    recomputing = hooks.in_forward_of(lambda _: in_backward())
     wrap(
         float8_utils,
         "amax_to_scale",
@@ -52,9 +40,9 @@ recompute_scale_changed = partial(_scale_recomputed_times, 0.7)
 recompute_scale_changed_by_a_power_of_two = partial(_scale_recomputed_times, 0.5)
 
 
-@planted(after_build)
+@planted(hooks.after_build)
 def recompute_rounds_norms(model: nn.Module) -> None:
-    for norm in norms(model):
+    for norm in hooks.norms(model):
         norm.register_forward_hook(lambda _, __, out: out.bfloat16().to(out.dtype) if in_backward() else None)
 
 
@@ -110,7 +98,7 @@ def kernel_reads_first_row_scale(
 
 
 def partial_output_of_one_rank_off() -> None:
-    adds_up = in_forward_of(
+    adds_up = hooks.in_forward_of(
         lambda linear: any(placement.is_shard(1) for placement in getattr(linear.weight, "placements", ()))
     )
 
@@ -121,14 +109,14 @@ def partial_output_of_one_rank_off() -> None:
     wrap(float8_ops, "addmm_float8_unwrapped", addmm)
 
 
-@planted(after_casts)
+@planted(hooks.after_casts)
 def cast_breaks_one_lane(part: Any, *_: Any) -> None:
     bits = part._data.view(torch.uint8).clone()
     bits[..., 15::16] = bits[..., 14::16][..., : bits[..., 15::16].size(-1)]
     part._data = bits.view(part._data.dtype)
 
 
-@planted(after_casts)
+@planted(hooks.after_casts)
 def cast_flushes_small_values(part: Any, hp_tensor: torch.Tensor, role: Any) -> None:
     if role is GemmInputRole.GRAD_OUTPUT:
         tiny = torch.finfo(part._data.dtype).smallest_normal
@@ -171,11 +159,11 @@ def _attention_of_last_block(change: Callable[..., torch.Tensor]) -> None:
     inside = [False]
 
     def watch(model: nn.Module) -> None:
-        block = last_block(model)
+        block = hooks.last_block(model)
         block.register_forward_pre_hook(lambda *_: inside.__setitem__(0, True))
         block.register_forward_hook(lambda *_: inside.__setitem__(0, False))
 
-    after_build(watch)
+    hooks.after_build(watch)
     _attention(lambda stock, *args, **kwargs: change(stock, *args, **kwargs) if inside[0] else stock(*args, **kwargs))
 
 
@@ -184,19 +172,6 @@ def softmax_scale_off(
     stock: Any, q: torch.Tensor, *rest: Any, scale: float | None = None, **options: Any
 ) -> torch.Tensor:
     return stock(q, *rest, scale=1.005 * (scale or q.size(-1) ** -0.5), **options)
-
-
-class _ScaledGradient(torch.autograd.Function):
-    """The identity, whose gradient is scaled."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, factor: float) -> torch.Tensor:
-        ctx.factor = factor
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return grads[0] * ctx.factor, None
 
 
 def _last_head_times(heads: torch.Tensor, factor: float) -> torch.Tensor:
@@ -225,28 +200,24 @@ def last_head_scaled_on_last_rank(
     return stock(q, k, _LastHeadScaled.apply(v, 1.005) if on_last_rank() else v, *rest, **kwargs)
 
 
-@planted(_attention_of_last_block)
-def causal_mask_lost_in_last_block(
-    stock: Any, *args: Any, attn_mask: Any = None, is_causal: Any = False, **options: Any
-) -> torch.Tensor:
-    return stock(*args, **options)
-
-
-@planted(_attention_of_last_block)
-def attention_backward_scales_keys(
-    stock: Any, q: torch.Tensor, k: torch.Tensor, *rest: Any, **kwargs: Any
-) -> torch.Tensor:
-    return stock(q, _ScaledGradient.apply(k, 1.005), *rest, **kwargs)
+causal_mask_lost_in_last_block = partial(
+    _attention_of_last_block,
+    lambda stock, *args, attn_mask=None, is_causal=False, **options: stock(*args, **options),
+)
+attention_backward_scales_keys = partial(
+    _attention_of_last_block,
+    lambda stock, q, k, *rest, **options: stock(q, hooks.with_gradient(k, lambda grad: grad * 1.005), *rest, **options),
+)
 
 
 def _norm_eps(eps: float) -> None:
     def change(model: nn.Module) -> None:
-        with_eps = [norm for norm in norms(model) if hasattr(norm, "eps")]
+        with_eps = [norm for norm in hooks.norms(model) if hasattr(norm, "eps")]
         assert with_eps, "no norm of the model has an eps"
         for norm in with_eps:
             norm.eps = eps
 
-    after_build(change)
+    hooks.after_build(change)
 
 
 norm_eps_too_large = partial(_norm_eps, 1e-3)
@@ -277,22 +248,21 @@ def padding_on_one_operand_shifted(stock: Any, tensor: torch.Tensor, dims: int) 
 alignment_rule_ignored = partial(wrap, scaled_mm, "refusal", lambda stock, signature: None)
 
 
-def padded_vocabulary_not_masked() -> None:
+def _vocabulary_mask(change: Callable[..., torch.Tensor]) -> None:
     from harness.worker.targets.reference import loss
 
-    wrap(loss, "mask_padded_vocab", lambda stock, logits, case: logits)
+    wrap(loss, "mask_padded_vocab", change)
 
 
-def padded_vocabulary_masked_short() -> None:
-    from harness.worker.targets.reference import loss
-
-    def mask(stock: Any, logits: torch.Tensor, case: Case) -> Any:
-        return stock(logits, replace(case, model=replace(case.model, vocab_size=case.model.vocab_size + 1)))
-
-    wrap(loss, "mask_padded_vocab", mask)
+padded_vocabulary_not_masked = partial(_vocabulary_mask, lambda stock, logits, case: logits)
 
 
-@planted(after_build)
+@planted(_vocabulary_mask)
+def padded_vocabulary_masked_short(stock: Any, logits: torch.Tensor, case: Case) -> Any:
+    return stock(logits, replace(case, model=replace(case.model, vocab_size=case.model.vocab_size + 1)))
+
+
+@planted(hooks.after_build)
 @torch.no_grad()
 def padded_weight_rows_not_zeroed(model: nn.Module) -> None:
     for weight in model.parameters():

@@ -10,15 +10,8 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from harness.plugins.faults.worker.hooks import (
-    RUN,
-    after_backward,
-    after_build,
-    after_load,
-    on_odd_rank,
-    planted,
-    wrap,
-)
+from harness.plugins.faults.worker import hooks
+from harness.plugins.faults.worker.hooks import RUN, on_odd_rank, planted, wrap
 from harness.worker.process.process import in_backward
 from harness.worker.targets.reference import build, experts, parallel
 from harness.worker.targets.reference.experts import GroupedExperts, MoE, Router
@@ -32,73 +25,44 @@ def _grouped_experts(model: nn.Module) -> list[Any]:
     return [module for module in model.modules() if isinstance(module, GroupedExperts)]
 
 
+def _parameters_of_experts(model: nn.Module) -> list[nn.Parameter]:
+    return [param for module in _grouped_experts(model) for param in module.parameters()]
+
+
 def _gradients(change: Callable[[Tensor], object]) -> None:
     """Change the gradients of experts that the optimizer gets, in place."""
 
     def changed(model: nn.Module) -> None:
-        for module in _grouped_experts(model):
-            for param in module.parameters():
-                if param.grad is not None:
-                    change(local_shard(param.grad))
+        for param in _parameters_of_experts(model):
+            if param.grad is not None:
+                change(local_shard(param.grad))
 
-    after_backward(changed)
-
-
-class _OtherGradient(torch.autograd.Function):
-    """The same tensor, with a gradient that is changed."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
-        ctx.change = change
-        return tensor.view_as(tensor)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        return ctx.change(grads[0]), None
-
-
-def _with_gradient(tensor: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
-    changed: Tensor = _OtherGradient.apply(tensor, change)
-    return changed
+    hooks.after_backward(changed)
 
 
 # The choice
 
 
-@planted(wrap, Router, "forward")
-def second_choice_is_the_first(stock: Any, router: Router, *args: Tensor) -> Any:
-    weights, chosen = stock(router, *args)
-    return weights, torch.cat([chosen[:, :1], chosen[:, :1], chosen[:, 2:]], dim=1)
+def _routed(change: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]) -> None:
+    """Replace weights and experts of tokens by `change(weights, chosen)`."""
+    wrap(Router, "forward", lambda stock, *args: change(*stock(*args)))
 
 
-@planted(wrap, Router, "forward")
-def router_gradient_detached(stock: Any, router: Router, *args: Tensor) -> Any:
-    weights, chosen = stock(router, *args)
-    return weights.detach(), chosen
+second_choice_is_the_first = partial(
+    _routed, lambda weights, chosen: (weights, torch.cat([chosen[:, :1], chosen[:, :1], chosen[:, 2:]], dim=1))
+)
+router_gradient_detached = partial(_routed, lambda weights, chosen: (weights.detach(), chosen))
+chosen_weights_made_to_add_up = partial(
+    _routed, lambda weights, chosen: (weights / weights.sum(dim=-1, keepdim=True), chosen)
+)
+chosen_weights_not_made_to_add_up = partial(_routed, lambda weights, chosen: (weights * 1.25, chosen))
+router_computes_in_bfloat16 = partial(_routed, lambda weights, chosen: (weights.bfloat16().float(), chosen))
 
 
 @planted(wrap, Router, "forward")
 def bias_weighs_too(stock: Any, router: Router, tokens: Tensor, bias: Tensor) -> Any:
     weights, chosen = stock(router, tokens, bias)
     return weights + bias[chosen], chosen
-
-
-@planted(wrap, Router, "forward")
-def chosen_weights_made_to_add_up(stock: Any, router: Router, *args: Tensor) -> Any:
-    weights, chosen = stock(router, *args)
-    return weights / weights.sum(dim=-1, keepdim=True), chosen
-
-
-@planted(wrap, Router, "forward")
-def chosen_weights_not_made_to_add_up(stock: Any, router: Router, *args: Tensor) -> Any:
-    weights, chosen = stock(router, *args)
-    return weights * 1.25, chosen
-
-
-@planted(wrap, Router, "forward")
-def router_computes_in_bfloat16(stock: Any, router: Router, tokens: Tensor, bias: Tensor) -> Any:
-    weights, chosen = stock(router, tokens, bias)
-    return weights.bfloat16().float(), chosen
 
 
 @planted(wrap, Router, "forward")
@@ -113,63 +77,42 @@ def router_gradient_not_reduced_over_tp(stock: Any, *args: Any, **options: Any) 
     return {name: style for name, style in stock(*args, **options).items() if name != "moe.router.gate"}
 
 
-@planted(wrap, Router, "forward")
-def choice_of_another_token(stock: Any, router: Router, *args: Tensor) -> Any:
+@planted(_routed)
+def choice_of_another_token(weights: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor]:
     """As where ranks of a sequence-parallel group slice indices and tokens differently."""
-    weights, chosen = stock(router, *args)
     return weights, chosen.roll(1, dims=0) if on_odd_rank() else chosen
 
 
 # Tokens on their way
 
 
-def _rows_of_dispatch(change: Callable[[Tensor], Tensor], stock: Any, style: Any, *args: Any) -> Any:
-    rows, counts = stock(style, *args)
-    return change(rows), counts
+def _dispatched(change: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]) -> None:
+    """Replace the rows that a rank gets and their counts by `change(rows, counts)`."""
+    wrap(ExpertParallel, "dispatch", lambda stock, *args: change(*stock(*args)))
 
 
-def _before_dispatch(
-    change: Callable[[Tensor], Tensor], stock: Any, style: Any, mesh: Any, rows: Any, *rest: Any
-) -> Any:
-    return stock(style, mesh, change(rows), *rest)
+def _rolled_if_odd(rows: Tensor) -> Tensor:
+    return rows.roll(1, dims=0) if on_odd_rank() else rows
 
 
-def _rows_of_combine(change: Callable[[Tensor], Tensor], stock: Any, *args: Any) -> Any:
-    return change(stock(*args))
-
-
-def _if_odd(change: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-    return lambda rows: change(rows) if on_odd_rank() else rows
-
-
-def _rolled(rows: Tensor) -> Tensor:
-    return rows.roll(1, dims=0)
-
-
-def _without_last(rows: Tensor) -> Tensor:
-    return torch.cat([rows[:-1], torch.zeros_like(rows[-1:])])
-
-
-tokens_arrive_in_another_order = partial(wrap, ExpertParallel, "dispatch", partial(_rows_of_dispatch, _if_odd(_rolled)))
-chunks_of_ranks_swapped = partial(
-    wrap, ExpertParallel, "dispatch", partial(_rows_of_dispatch, lambda rows: rows.flip(0))
-)
-token_dropped = partial(wrap, ExpertParallel, "dispatch", partial(_before_dispatch, _if_odd(_without_last)))
-results_come_back_in_another_order = partial(
-    wrap, ExpertParallel, "combine", partial(_rows_of_combine, _if_odd(_rolled))
-)
+tokens_arrive_in_another_order = partial(_dispatched, lambda rows, counts: (_rolled_if_odd(rows), counts))
+chunks_of_ranks_swapped = partial(_dispatched, lambda rows, counts: (rows.flip(0), counts))
+results_come_back_in_another_order = partial(hooks.wrap_result, ExpertParallel, "combine", _rolled_if_odd)
 gradients_of_tokens_in_another_order = partial(
-    wrap,
-    ExpertParallel,
-    "dispatch",
-    partial(_rows_of_dispatch, lambda rows: _with_gradient(rows, _if_odd(_rolled))),
+    _dispatched, lambda rows, counts: (hooks.with_gradient(rows, _rolled_if_odd), counts)
 )
 gradients_of_results_in_another_order = partial(
-    wrap,
-    ExpertParallel,
-    "combine",
-    partial(_rows_of_combine, lambda rows: _with_gradient(rows, _if_odd(_rolled))),
+    hooks.wrap_result, ExpertParallel, "combine", lambda rows: hooks.with_gradient(rows, _rolled_if_odd)
 )
+counts_of_another_expert = partial(
+    _dispatched, lambda rows, counts: (rows, counts.flip(0) if on_odd_rank() else counts)
+)
+
+
+@planted(wrap, ExpertParallel, "dispatch")
+def token_dropped(stock: Any, style: Any, mesh: Any, rows: Tensor, *rest: Any) -> Any:
+    sent = torch.cat([rows[:-1], torch.zeros_like(rows[-1:])]) if on_odd_rank() else rows
+    return stock(style, mesh, sent, *rest)
 
 
 @planted(wrap, ExpertParallel, "combine")
@@ -179,25 +122,16 @@ def results_sent_back_by_expert(stock: Any, style: Any, mesh: Any, rows: Tensor)
     return stock(style, mesh, rows)
 
 
-@planted(wrap, ExpertParallel, "dispatch")
-def counts_of_another_expert(stock: Any, style: Any, *args: Any) -> Any:
-    rows, counts = stock(style, *args)
-    return rows, counts.flip(0) if on_odd_rank() else counts
-
-
 # Experts
 
 
-@planted(wrap, experts, "grouped")
-def experts_of_one_rank_permuted(stock: Any, rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    result: Tensor = stock(rows, weight.flip(0) if on_odd_rank() else weight, ends)
-    return result
+def _weights(change: Callable[[Tensor], Tensor]) -> None:
+    """Multiply by `change(weight)` of all experts."""
+    wrap(experts, "grouped", lambda stock, rows, weight, ends: stock(rows, change(weight), ends))
 
 
-@planted(wrap, experts, "grouped")
-def tokens_of_the_neighbouring_expert(stock: Any, rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    result: Tensor = stock(rows, weight.roll(1, 0), ends)
-    return result
+experts_of_one_rank_permuted = partial(_weights, lambda weight: weight.flip(0) if on_odd_rank() else weight)
+tokens_of_the_neighbouring_expert = partial(_weights, lambda weight: weight.roll(1, 0))
 
 
 @planted(wrap, experts, "padded_groups")
@@ -266,8 +200,7 @@ def _in(module: str, name: str, change: Callable[..., Any]) -> None:
     wrap(importlib.import_module(module), name, change)
 
 
-def experts_not_converted() -> None:
-    wrap(build, "convert_experts", lambda stock, *args: None)
+experts_not_converted = partial(wrap, build, "convert_experts", lambda stock, *args: None)
 
 
 @planted(_in, _FLOAT8_GROUPED, "triton_fp8_per_group_colwise_scales_dual")
@@ -277,9 +210,12 @@ def scales_of_the_neighbouring_group(stock: Any, *args: Any, **options: Any) -> 
     return gradient, gradient_scales, rows, row_scales.roll(row_scales.shape[-1], -1).flip(-1)
 
 
-@planted(_in, _MXFP8_GROUPED, "triton_mx_block_rearrange_per_group_3d")
-def block_scales_of_the_neighbouring_expert(stock: Any, scales: Tensor, *args: Any) -> Any:
-    return stock(scales.roll(1, 0), *args)
+block_scales_of_the_neighbouring_expert = partial(
+    _in,
+    _MXFP8_GROUPED,
+    "triton_mx_block_rearrange_per_group_3d",
+    lambda stock, scales, *args: stock(scales.roll(1, 0), *args),
+)
 
 
 @planted(wrap, experts, "padded_groups")
@@ -293,22 +229,16 @@ def groups_without_tokens_not_padded(stock: Any, counts: Tensor, multiple: int) 
 # Gradients and updates
 
 
-def _factor(factor: Callable[[], float]) -> None:
-    def change(model: nn.Module) -> None:
-        for module in _grouped_experts(model):
-            module.set_gradient_divide_factor(factor())
-
-    after_build(change)
-
-
-expert_gradients_times_ep = partial(_factor, lambda: 1 / RUN.case.layout.ep)
-expert_gradients_averaged = partial(_factor, lambda: float(RUN.case.layout.dp))
-
-
 def _each_expert(change: Callable[[Any], object]) -> None:
-    after_build(lambda model: [change(module) for module in _grouped_experts(model)])
+    hooks.after_build(lambda model: [change(module) for module in _grouped_experts(model)])
 
 
+expert_gradients_times_ep = partial(
+    _each_expert, lambda module: module.set_gradient_divide_factor(1 / RUN.case.layout.ep)
+)
+expert_gradients_averaged = partial(
+    _each_expert, lambda module: module.set_gradient_divide_factor(float(RUN.case.layout.dp))
+)
 expert_replicas_not_reduced = partial(_each_expert, lambda module: module.set_requires_all_reduce(False))
 one_rank_forgets_its_experts_gradient = partial(
     _gradients, lambda gradient: gradient.zero_() if on_odd_rank() else None
@@ -336,20 +266,11 @@ norm_counts_experts_twice = partial(_norms, lambda norm: norm * 2)
 # Balance
 
 
-@planted(wrap, build, "tokens_of_step")
-def balanced_by_the_tokens_of_one_rank(stock: Any, counts: Tensor, *meshes: Any) -> Tensor:
-    return counts
-
-
-@planted(wrap, build, "tokens_of_step")
-def balanced_by_the_tokens_of_one_tp_rank(stock: Any, counts: Tensor, dp: Any, tp: Any) -> Tensor:
-    summed: Tensor = stock(counts, dp)
-    return summed
-
-
-@planted(wrap, MoE, "move_bias")
-def bias_moves_to_the_busy(stock: Any, moe: MoE, tokens: Tensor) -> None:
-    stock(moe, -tokens)
+balanced_by_the_tokens_of_one_rank = partial(wrap, build, "tokens_of_step", lambda stock, counts, *meshes: counts)
+balanced_by_the_tokens_of_one_tp_rank = partial(
+    wrap, build, "tokens_of_step", lambda stock, counts, dp, tp: stock(counts, dp)
+)
+bias_moves_to_the_busy = partial(wrap, MoE, "move_bias", lambda stock, moe, tokens: stock(moe, -tokens))
 
 
 @planted(wrap, MoE, "move_bias")
@@ -375,48 +296,37 @@ def evaluation_moves_the_bias(stock: Any, moe: MoE, x: Tensor) -> Tensor:
 # State
 
 
-def _loaded(change: Callable[[nn.Module], object]) -> None:
-    after_load(torch.no_grad()(change))
+@planted(hooks.after_load)
+@torch.no_grad()
+def experts_loaded_by_another_owner(model: nn.Module) -> None:
+    for param in _parameters_of_experts(model):
+        held = local_shard(param)
+        held.copy_(held.roll(1, 0))
 
 
-def _roll_experts(model: nn.Module) -> None:
-    for module in _grouped_experts(model):
-        for param in module.parameters():
-            held = local_shard(param)
-            held.copy_(held.roll(1, 0))
-
-
-def _forget_bias(model: nn.Module) -> None:
+@planted(hooks.after_load)
+@torch.no_grad()
+def bias_not_resumed(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, MoE):
             module.expert_bias.zero_()
 
 
-experts_loaded_by_another_owner = partial(_loaded, _roll_experts)
-bias_not_resumed = partial(_loaded, _forget_bias)
-
-
-@planted(after_build)
+@planted(hooks.after_build)
+@torch.no_grad()
 def every_rank_starts_from_the_same_experts(model: nn.Module) -> None:
-    with torch.no_grad():
-        for module in _grouped_experts(model):
-            for param in module.parameters():
-                if isinstance(param, DTensor):
-                    held = local_shard(param)
-                    held.copy_(held[:1].expand_as(held))
+    for param in _parameters_of_experts(model):
+        if isinstance(param, DTensor):
+            held = local_shard(param)
+            held.copy_(held[:1].expand_as(held))
 
 
-@planted(after_build)
-def experts_stay_gathered(model: nn.Module) -> None:
-    for module in _grouped_experts(model):
-        if isinstance(module, FSDPModule):
-            module.set_reshard_after_forward(False)
+@planted(_each_expert)
+def experts_stay_gathered(module: Any) -> None:
+    if isinstance(module, FSDPModule):
+        module.set_reshard_after_forward(False)
 
 
-@planted(after_build)
-def sent_tokens_kept_by_experts(model: nn.Module) -> None:
-    def keep(module: nn.Module, args: tuple[Any, ...]) -> None:
-        module.kept = args[0].detach().clone()
-
-    for module in _grouped_experts(model):
-        module.register_forward_pre_hook(keep)
+@planted(_each_expert)
+def sent_tokens_kept_by_experts(module: Any) -> None:
+    module.register_forward_pre_hook(lambda module, args: setattr(module, "kept", args[0].detach().clone()))

@@ -52,6 +52,11 @@ def wrap_everywhere(owner: Any, name: str, change: Change) -> None:
             names[alias] = changed
 
 
+def wrap_result(owner: Any, name: str, change: Callable[[Any], Any]) -> None:
+    """Replace what a function or method returns by `change(result)`."""
+    wrap(owner, name, lambda stock, *args, **kwargs: change(stock(*args, **kwargs)))
+
+
 def _around(stock: Change, change: Change) -> Change:
     return lambda *args, **kwargs: change(stock, *args, **kwargs)
 
@@ -69,6 +74,23 @@ def on_last_rank() -> bool:
 def local(tensor: torch.Tensor) -> torch.Tensor:
     """The local tensor of a DTensor, without a copy; other tensors as they are."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+class _OtherGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, change: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        ctx.change = change
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        return ctx.change(grads[0]), None
+
+
+def with_gradient(tensor: torch.Tensor, change: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    """The same tensor, whose gradient is replaced by `change(gradient)`."""
+    changed: torch.Tensor = _OtherGradient.apply(tensor, change)
+    return changed
 
 
 class _Run:

@@ -12,16 +12,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grad
 
-from harness.plugins.faults.worker.hooks import (
-    RUN,
-    around_loss,
-    local,
-    norm_weights,
-    on_odd_rank,
-    planted,
-    wrap,
-    wrap_everywhere,
-)
+from harness.plugins.faults.worker import hooks
+from harness.plugins.faults.worker.hooks import RUN, local, on_odd_rank, planted, wrap, wrap_everywhere
 from harness.worker.targets.target import IGNORED, StepResult
 from harness.worker.tensors.reduction import of_all_ranks
 from harness.worker.training import train
@@ -50,7 +42,7 @@ def gradient_of_logits_off() -> None:
         loss: torch.Tensor = stock(logits, labels, **options)
         return loss
 
-    around_loss(change)
+    hooks.around_loss(change)
 
 
 def loss_of_first_rank_reported() -> None:
@@ -67,7 +59,7 @@ def loss_of_first_rank_reported() -> None:
         losses.clear()
         return reported * (everyone[0] / everyone.mean()).item()
 
-    around_loss(keep)
+    hooks.around_loss(keep)
     _reported(change)
 
 
@@ -102,7 +94,7 @@ def norm_of_local_shards() -> None:
 
 @planted(wrap, train, "squared_norm_share")
 def norm_leaves_out_a_parameter(stock: Any, parameters: Sequence[nn.Parameter]) -> Any:
-    left_out = norm_weights(RUN.target.model)[-2:][0]  # the last one of the blocks
+    left_out = hooks.norm_weights(RUN.target.model)[-2:][0]  # the last one of the blocks
     return stock([param for param in parameters if param is not left_out])
 
 
@@ -119,9 +111,12 @@ def clip_factor_of_one_rank(
     stock(grads, max_norm, norm * 1.001 if on_odd_rank() else norm, *args, **kwargs)
 
 
-@planted(wrap_everywhere, clip_grad, "_get_total_norm")
-def clipped_by_norm_of_own_shards(stock: Any, grads: Sequence[torch.Tensor], *args: Any, **kwargs: Any) -> Any:
-    return stock([local(grad) for grad in grads], *args, **kwargs)
+clipped_by_norm_of_own_shards = partial(
+    wrap_everywhere,
+    clip_grad,
+    "_get_total_norm",
+    lambda stock, grads, *args, **kwargs: stock([local(grad) for grad in grads], *args, **kwargs),
+)
 
 
 @planted(wrap_everywhere, clip_grad, "_get_total_norm")
@@ -158,13 +153,13 @@ mean_of_means_of_ranks = partial(
 )
 
 
-@planted(around_loss)
+@planted(hooks.around_loss)
 def mean_over_no_labels(stock: Any, logits: torch.Tensor, labels: torch.Tensor, **options: Any) -> torch.Tensor:
     mean = stock(logits, labels, **options | {"reduction": "mean"})
     return mean * (labels != IGNORED).sum()
 
 
-@planted(around_loss)
+@planted(hooks.around_loss)
 def backward_skipped_without_labels(
     stock: Any, logits: torch.Tensor, labels: torch.Tensor, **options: Any
 ) -> torch.Tensor:

@@ -13,15 +13,8 @@ from torch.distributed.fsdp._fully_shard import _fsdp_collectives
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from harness.matrix.recipes import BLOCK, E4M3, FLOAT8_MAX
-from harness.plugins.faults.worker.hooks import (
-    RUN,
-    after_build,
-    narrowing_linear,
-    on_odd_rank,
-    planted,
-    wrap,
-    wrap_everywhere,
-)
+from harness.plugins.faults.worker import hooks
+from harness.plugins.faults.worker.hooks import RUN, on_odd_rank, planted, wrap, wrap_everywhere
 from harness.worker.probes.discovery import converted_linears
 from harness.worker.process.process import in_backward
 from harness.worker.tensors.names import mark_owned
@@ -73,7 +66,7 @@ class _Cast(NamedTuple):
 
 def _is_last_narrowing(linear: nn.Module) -> bool:
     linears = converted_linears(RUN.target.model)
-    return linear is linears[narrowing_linear(linears)]
+    return linear is linears[hooks.narrowing_linear(linears)]
 
 
 def _after_casts(change: Callable[[_Cast], object]) -> None:
@@ -349,10 +342,10 @@ def mxfp8_bias_dropped() -> None:
     wrap(module.MXFP8Linear, "forward", forward)
 
 
-@planted(after_build)
+@planted(hooks.after_build)
 def one_linear_not_in_mxfp8(model: nn.Module) -> None:
     linears = converted_linears(model)
-    linears[narrowing_linear(linears)].__class__ = nn.Linear
+    linears[hooks.narrowing_linear(linears)].__class__ = nn.Linear
 
 
 def wrapper_lost_in_all_gather() -> None:
@@ -362,7 +355,7 @@ def wrapper_lost_in_all_gather() -> None:
 
     def choose(model: nn.Module) -> None:
         linears = converted_linears(model)
-        chosen.append(local_part(linears[narrowing_linear(linears)].weight).data_ptr())
+        chosen.append(local_part(linears[hooks.narrowing_linear(linears)].weight).data_ptr())
 
     def post_all_gather(stock: Any, weight: Any, outputs: Any, *args: Any, out: Any = None) -> Any:
         if weight._data.data_ptr() not in chosen:
@@ -370,7 +363,7 @@ def wrapper_lost_in_all_gather() -> None:
         (data,) = outputs
         return (data, outputs) if out is None else None
 
-    after_build(choose)
+    hooks.after_build(choose)
     wrap(kind, "fsdp_post_all_gather", post_all_gather)
 
 

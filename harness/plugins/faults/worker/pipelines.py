@@ -19,14 +19,12 @@ from torchao.float8.float8_linear import Float8Linear
 from torchao.float8.float8_training_tensor import GemmInputRole
 
 from harness.matrix.linears import holds, modules_of_stage, stages_of
+from harness.plugins.faults.worker import hooks
 from harness.plugins.faults.worker.hooks import (
     RUN,
-    around_update,
-    before_casts,
     local,
     on_last_rank,
     planted,
-    running_linear,
     wrap,
 )
 from harness.worker.targets.reference import build, pipeline
@@ -52,20 +50,22 @@ def microbatch_received_twice(stock: Any, stage: Any, number: int) -> Any:
     return received
 
 
-@planted(wrap, _PipelineStageBase, _RECEIVED[1])
-def gradient_of_another_microbatch(stock: Any, stage: Any, number: int) -> Any:
-    return stock(stage, _other(number))
+gradient_of_another_microbatch = partial(
+    wrap, _PipelineStageBase, _RECEIVED[1], lambda stock, stage, number: stock(stage, _other(number))
+)
 
 
-@planted(wrap, _PipelineStageBase, _RECEIVED[1])
-def gradient_of_last_microbatch_lost(stock: Any, stage: Any, number: int) -> Any:
-    received = stock(stage, number)
-    return tuple(gradient * (number < RUN.case.train.accumulation - 1) for gradient in received)
+def _received_times(factor: Callable[[int], int]) -> None:
+    """Multiply the gradients that stages receive by `factor(microbatch)`; microbatches count from zero."""
+
+    def retrieve(stock: Any, stage: Any, number: int) -> Any:
+        return tuple(gradient * factor(number) for gradient in stock(stage, number))
+
+    wrap(_PipelineStageBase, _RECEIVED[1], retrieve)
 
 
-@planted(wrap, _PipelineStageBase, _RECEIVED[1])
-def gradient_of_first_microbatch_added_twice(stock: Any, stage: Any, number: int) -> Any:
-    return tuple(gradient * (2 if number == 0 else 1) for gradient in stock(stage, number))
+gradient_of_last_microbatch_lost = partial(_received_times, lambda number: number < RUN.case.train.accumulation - 1)
+gradient_of_first_microbatch_added_twice = partial(_received_times, lambda number: 2 if number == 0 else 1)
 
 
 @planted(wrap, schedules._PipelineSchedule, "_maybe_compute_loss")
@@ -82,33 +82,29 @@ def gradients_divided_by_microbatches() -> None:
     wrap(pipeline.Pipeline, "train", train)
 
 
-@planted(wrap, pipeline.Pipeline, "evaluate")
-def evaluation_divided_by_microbatches(stock: Any, *args: Any) -> list[Tensor]:
-    return [loss / RUN.case.train.accumulation for loss in stock(*args)]
+evaluation_divided_by_microbatches = partial(
+    hooks.wrap_result,
+    pipeline.Pipeline,
+    "evaluate",
+    lambda losses: [loss / RUN.case.train.accumulation for loss in losses],
+)
 
 
-def _as_if_initialized(stock: Any, schedule: Any, has_stage: Any, *args: Any, **options: Any) -> Any:
+@planted(wrap, schedules._PipelineSchedule, "_initialize_pp_stages")
+def backward_not_prepared_behind_evaluation(
+    stock: Any, schedule: Any, has_stage: Any, *args: Any, **options: Any
+) -> Any:
     """Backward of stages that an evaluation initialized is never prepared."""
     forward, backward = stock(schedule, has_stage, *args, **options)
     return forward, backward or not schedule._has_backward
 
 
-backward_not_prepared_behind_evaluation = partial(
-    wrap, schedules._PipelineSchedule, "_initialize_pp_stages", _as_if_initialized
+loss_is_mean_of_microbatches = partial(
+    hooks.wrap_result, build.ReferenceTarget, "loss_of_stage", lambda loss: loss / RUN.case.train.accumulation
 )
-
-
-@planted(wrap, build.ReferenceTarget, "loss_of_stage")
-def loss_is_mean_of_microbatches(stock: Any, *args: Any) -> Tensor:
-    loss: Tensor = stock(*args) / RUN.case.train.accumulation
-    return loss
-
-
-@planted(wrap, build, "clip_gradients")
-def clipped_by_norm_of_own_stage(
-    stock: Any, optimizer: torch.optim.Optimizer, max_norm: float, pp: Any, *copy: Any
-) -> Any:
-    return stock(optimizer, max_norm, None, *copy)
+clipped_by_norm_of_own_stage = partial(
+    wrap, build, "clip_gradients", lambda stock, optimizer, max_norm, pp, *copy: stock(optimizer, max_norm, None, *copy)
+)
 
 
 def _sent(name: str, change: Callable[[Tensor], Tensor]) -> None:
@@ -142,9 +138,12 @@ def gradients_of_pipeline_not_reduced(stock: Any, stage: Any, factor: int) -> No
             module.reshard()
 
 
-@planted(wrap, FSDPModule, "set_requires_gradient_sync")
-def pipeline_reduces_every_microbatch(stock: Any, module: Any, asked: bool, **options: Any) -> None:
-    stock(module, True, **options)
+pipeline_reduces_every_microbatch = partial(
+    wrap,
+    FSDPModule,
+    "set_requires_gradient_sync",
+    lambda stock, module, asked, **options: stock(module, True, **options),
+)
 
 
 @planted(wrap, build, "part_of_rank")
@@ -173,14 +172,14 @@ def activation_read_before_it_arrives() -> None:
 
 def _first_scale(wanted: GemmInputRole, since: Callable[[], int]) -> None:
     """A linear scales this operand as it did first, until `since()` is another number."""
-    running = running_linear()
+    running = hooks.running_linear()
     scales: dict[tuple[Float8Linear, int], Tensor] = {}
 
     def change(scale: Tensor, tensor: Tensor, role: Any) -> Tensor:
         linear = running()
         return scale if linear is None or role is not wanted else scales.setdefault((linear, since()), scale)
 
-    before_casts(change)
+    hooks.before_casts(change)
 
 
 input_scale_of_first_microbatch = partial(_first_scale, GemmInputRole.INPUT, lambda: RUN.step)
@@ -189,7 +188,7 @@ weight_scale_outlives_update = partial(_first_scale, GemmInputRole.WEIGHT, lambd
 
 def scale_of_latest_microbatch_in_backward() -> None:
     """Backward scales what a linear has saved by what its latest forward had, which may be of another microbatch."""
-    running = running_linear()
+    running = hooks.running_linear()
     owners: dict[int, Float8Linear] = {}
     latest: dict[Float8Linear, Tensor] = {}
 
@@ -202,13 +201,15 @@ def scale_of_latest_microbatch_in_backward() -> None:
         owner = owners.get(tensor.data_ptr())
         return scale if owner is None else latest[owner]
 
-    before_casts(change)
+    hooks.before_casts(change)
 
 
-@planted(wrap, _PipelineStageBase, "get_fwd_send_ops")
-def microbatch_sent_twice(stock: Any, stage: Any, number: int) -> Any:
-    sent = stock(stage, number)
-    return sent * 2 if number == 0 else sent
+microbatch_sent_twice = partial(
+    wrap,
+    _PipelineStageBase,
+    "get_fwd_send_ops",
+    lambda stock, stage, number: stock(stage, number) * (2 if number == 0 else 1),
+)
 
 
 @planted(wrap, _PipelineStageBase, "forward_one_chunk")
@@ -222,12 +223,11 @@ def weights_change_between_microbatches(stock: Any, stage: Any, number: int, *ar
 def outputs_of_stages_kept() -> None:
     kept: list[Any] = []
 
-    def forward(stock: Any, *args: Any, **options: Any) -> Any:
-        output = stock(*args, **options)
+    def keep(output: Any) -> Any:
         kept.append(output)
         return output
 
-    wrap(_PipelineStageBase, "forward_one_chunk", forward)
+    hooks.wrap_result(_PipelineStageBase, "forward_one_chunk", keep)
 
 
 def _without_second_stage(state: dict[str, Any]) -> dict[str, Any]:
@@ -253,9 +253,9 @@ def _numbered_by_stage(state: dict[str, Any]) -> dict[str, Any]:
     return {part: {renamed(name): value for name, value in values.items()} for part, values in state.items()}
 
 
-@planted(wrap, build, "load")
-def second_stage_of_rank_not_loaded(stock: Any, state: dict[str, Any], **options: Any) -> None:
-    stock(_without_second_stage(state), **options)
+second_stage_of_rank_not_loaded = partial(
+    wrap, build, "load", lambda stock, state, **options: stock(_without_second_stage(state), **options)
+)
 
 
 def blocks_saved_under_numbers_of_stage() -> None:
@@ -273,10 +273,7 @@ def loss_divided_after_backward() -> None:
     wrap(pipeline.Pipeline, "train", lambda stock, *args: [loss / RUN.target.tokens for loss in stock(*args)])
 
 
-@planted(wrap, build, "global_loss")
-def loss_averaged_over_stages(stock: Any, *args: Any, **options: Any) -> Tensor:
-    mean: Tensor = stock(*args, **options) / RUN.case.layout.pp
-    return mean
+loss_averaged_over_stages = partial(hooks.wrap_result, build, "global_loss", lambda loss: loss / RUN.case.layout.pp)
 
 
 @planted(wrap, _PipelineStageBase, _RECEIVED[0])
@@ -306,7 +303,7 @@ def labels_of_step_before() -> None:
     wrap(pipeline.Pipeline, "train", train)
 
 
-@planted(around_update)
+@planted(hooks.around_update)
 def last_stage_updated_one_step_late(stock: Callable[[], Any], model: nn.Module) -> None:
     if RUN.step > 1 or not on_last_rank():
         stock()

@@ -14,27 +14,8 @@ from torchao.float8 import float8_scaling_utils, fsdp_utils
 from torchao.float8.float8_training_tensor import GemmInputRole
 from torchao.float8.fsdp_utils import WeightWithDynamicFloat8CastTensor
 
-from harness.plugins.faults.worker.hooks import (
-    RUN,
-    after_all_gather,
-    after_backward,
-    after_build,
-    after_casts,
-    after_load,
-    around_evaluation,
-    around_load,
-    around_loss,
-    before_casts,
-    blocks,
-    first_weight,
-    follow_run,
-    local,
-    on_last_rank,
-    on_odd_rank,
-    planted,
-    running_linear,
-    wrap_everywhere,
-)
+from harness.plugins.faults.worker import hooks
+from harness.plugins.faults.worker.hooks import RUN, local, on_last_rank, on_odd_rank, planted, wrap_everywhere
 from harness.worker.probes.discovery import converted_linears, linears
 from harness.worker.process.process import in_backward
 from harness.worker.tensors.names import mark_owned
@@ -102,10 +83,10 @@ def precomputed_scale_stale_in_evaluation() -> None:
         return loss
 
     _precompute(change)
-    around_evaluation(evaluate)
+    hooks.around_evaluation(evaluate)
 
 
-@planted(around_load)
+@planted(hooks.around_load)
 def precomputed_scale_stale_after_load(stock: Callable[[], Any], model: nn.Module) -> None:
     fsdp_utils.precompute_float8_dynamic_scale_for_fsdp(model)
     initial = _scales(model)
@@ -113,7 +94,9 @@ def precomputed_scale_stale_after_load(stock: Callable[[], Any], model: nn.Modul
     _set_scales(model, initial)
 
 
-nothing_precomputed_after_load = partial(after_load, lambda model: _set_scales(model, [None] * len(_scales(model))))
+nothing_precomputed_after_load = partial(
+    hooks.after_load, lambda model: _set_scales(model, [None] * len(_scales(model)))
+)
 
 
 def old_weight_in_evaluation() -> None:
@@ -121,7 +104,7 @@ def old_weight_in_evaluation() -> None:
 
     @torch.no_grad()
     def evaluate(stock: Callable[[], Any], model: nn.Module) -> Any:
-        weight = local_shard(first_weight(model))
+        weight = local_shard(hooks.first_weight(model))
         now = weight.clone()
         weight.copy_(kept[0] if kept else now)
         loss = stock()
@@ -129,7 +112,7 @@ def old_weight_in_evaluation() -> None:
         kept[:] = [mark_owned(now)]
         return loss
 
-    around_evaluation(evaluate)
+    hooks.around_evaluation(evaluate)
 
 
 precompute_dead_branch = partial(_precompute, lambda stock, model, call: None)
@@ -155,7 +138,7 @@ def _cached_weights(*, data: bool, scale: bool) -> None:
             part._data = old_data if data else part._data
             part._scale = old_scale if scale else part._scale
 
-    after_casts(change)
+    hooks.after_casts(change)
 
 
 weight_data_stale = partial(_cached_weights, data=True, scale=False)
@@ -201,13 +184,13 @@ def backward_uses_latest_scale() -> None:
             latest[:] = [scale]
         return latest[0]
 
-    before_casts(change)
+    hooks.before_casts(change)
 
 
 def scale_buffer_shared_by_inputs() -> None:
     kept: dict[tuple[int, ...], torch.Tensor] = {}
 
-    before_casts(
+    hooks.before_casts(
         lambda scale, hp_tensor, role: (
             kept.setdefault(tuple(hp_tensor.shape), scale) if role is GemmInputRole.INPUT else scale
         )
@@ -216,7 +199,7 @@ def scale_buffer_shared_by_inputs() -> None:
 
 def input_cast_of_first_microbatch() -> None:
     """A linear casts its input once in a step, and reads that cast in every microbatch."""
-    running = running_linear()
+    running = hooks.running_linear()
     casts: dict[tuple[Any, int, Any], tuple[torch.Tensor, torch.Tensor]] = {}
 
     def keep(part: Any, hp_tensor: torch.Tensor, role: Any) -> None:
@@ -225,8 +208,8 @@ def input_cast_of_first_microbatch() -> None:
             key = linear, RUN.step, part._axiswise_dim
             part._data, part._scale = casts.setdefault(key, (part._data, part._scale))
 
-    follow_run()
-    after_casts(keep)
+    hooks.follow_run()
+    hooks.after_casts(keep)
 
 
 def cast_from_copy_of_first_step() -> None:
@@ -254,17 +237,17 @@ def cast_buffer_shared_by_operands() -> None:
             flat = part._data.contiguous().reshape(-1)[: buffer.numel()]
             buffer.view(torch.uint8).reshape(-1)[: flat.numel()].copy_(flat.view(torch.uint8))
 
-    after_casts(share)
+    hooks.after_casts(share)
 
 
-@planted(after_build)
+@planted(hooks.after_build)
 def weights_stay_gathered_behind_step(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_reshard_after_backward(False)
 
 
-@planted(after_backward)
+@planted(hooks.after_backward)
 def gradient_buffer_polluted(model: nn.Module) -> None:
     if RUN.step == 1:
         _, linear = min(linears(model).items())
@@ -276,10 +259,10 @@ def _after_every_block(keep: Callable[[nn.Module, torch.Tensor], object]) -> Non
     """Call `keep(block, output)` after the forward of every block."""
 
     def watch(model: nn.Module) -> None:
-        for block in blocks(model):
+        for block in hooks.blocks(model):
             block.register_forward_hook(lambda block, _, output: keep(block, output) and None)
 
-    after_build(watch)
+    hooks.after_build(watch)
 
 
 output_kept_on_module = partial(_after_every_block, lambda block, output: setattr(block, "last_output", output))
@@ -292,7 +275,7 @@ def output_kept_by_hook() -> None:
         assert outputs, "no block has run"
 
     _after_every_block(lambda block, output: outputs.append(output.detach()))
-    after_build(lambda model: next(model.parameters()).register_hook(count))
+    hooks.after_build(lambda model: next(model.parameters()).register_hook(count))
 
 
 def logits_kept_of_every_step() -> None:
@@ -302,7 +285,7 @@ def logits_kept_of_every_step() -> None:
         log.append(logits.detach())
         return stock(logits, *args, **options)
 
-    around_loss(change)
+    hooks.around_loss(change)
 
 
 def float8_weights_kept_in_cache() -> None:
@@ -312,9 +295,9 @@ def float8_weights_kept_in_cache() -> None:
         if role is GemmInputRole.WEIGHT:
             cache.append(part._data)
 
-    after_casts(keep)
+    hooks.after_casts(keep)
 
 
 def gathered_weights_kept() -> None:
     buffers: list[torch.Tensor] = []
-    after_all_gather(lambda output, group: buffers.append(output))
+    hooks.after_all_gather(lambda output, group: buffers.append(output))

@@ -12,38 +12,15 @@ from torch.distributed.fsdp import FSDPModule
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from harness.matrix.case import Case
-from harness.plugins.faults.worker.hooks import (
-    RUN,
-    after_backward,
-    after_build,
-    after_evaluation,
-    after_load,
-    after_update,
-    around,
-    around_load,
-    around_loss,
-    around_update,
-    before_microbatch,
-    before_update,
-    first_weight,
-    in_parameter_groups,
-    last_weight_like_the_first,
-    local,
-    norm_weights,
-    on_last_rank,
-    on_odd_rank,
-    planted,
-    two_alike,
-    widening_weight,
-    wrap,
-)
+from harness.plugins.faults.worker import hooks
+from harness.plugins.faults.worker.hooks import RUN, local, on_last_rank, on_odd_rank, planted, wrap
 from harness.worker.probes.discovery import linears
 from harness.worker.targets import data
 from harness.worker.tensors.names import optimizers_of
 from harness.worker.tensors.places import local_shard
 from harness.worker.training import train
 
-gradients_doubled = partial(after_backward, lambda model: _scale_gradients(model, 2))
+gradients_doubled = partial(hooks.after_backward, lambda model: _scale_gradients(model, 2))
 
 
 def _scale_gradients(model: nn.Module, factor: float) -> None:
@@ -52,10 +29,10 @@ def _scale_gradients(model: nn.Module, factor: float) -> None:
             local(param.grad).mul_(factor)
 
 
-gradients_a_little_too_large = partial(after_backward, lambda model: _scale_gradients(model, 1.003))
+gradients_a_little_too_large = partial(hooks.after_backward, lambda model: _scale_gradients(model, 1.003))
 
 
-@planted(after_backward)
+@planted(hooks.after_backward)
 def gradients_cut_to_six_bits(model: nn.Module) -> None:
     for param in model.parameters():
         if param.grad is not None and local(param.grad).dtype == torch.float32:
@@ -64,7 +41,7 @@ def gradients_cut_to_six_bits(model: nn.Module) -> None:
 
 
 def _first_gradient(change: Callable[[torch.Tensor], object]) -> None:
-    after_backward(lambda model: change(local(_gradient(first_weight(model)))))
+    hooks.after_backward(lambda model: change(local(_gradient(hooks.first_weight(model)))))
 
 
 one_gradient_lost = partial(_first_gradient, torch.Tensor.zero_)
@@ -87,16 +64,16 @@ def gradients_accumulate() -> None:
         wrap(owner, "zero_grad", lambda stock, *_, **__: None)
 
 
-microbatches_summed = partial(after_backward, lambda model: _scale_gradients(model, RUN.case.train.accumulation))
+microbatches_summed = partial(hooks.after_backward, lambda model: _scale_gradients(model, RUN.case.train.accumulation))
 
 
-@planted(before_microbatch)
+@planted(hooks.before_microbatch)
 def gradients_zeroed_between_microbatches(model: nn.Module, number: int) -> None:
     if number > 1:
         model.zero_grad()
 
 
-@planted(before_microbatch)
+@planted(hooks.before_microbatch)
 def last_microbatch_not_reduced(model: nn.Module, number: int) -> None:
     if number in (1, RUN.case.train.accumulation):
         for module in model.modules():
@@ -104,22 +81,22 @@ def last_microbatch_not_reduced(model: nn.Module, number: int) -> None:
                 module.set_requires_gradient_sync(number == 1, recurse=False)
 
 
-update_missing_on_one_rank = partial(around_update, lambda stock, model: on_odd_rank() or stock())
+update_missing_on_one_rank = partial(hooks.around_update, lambda stock, model: on_odd_rank() or stock())
 
 
 @planted(register_optimizer_step_pre_hook)
 def update_missing_for_one_group(optimizer: Optimizer, *_: Any) -> None:
-    lost = first_weight(RUN.target.model)
+    lost = hooks.first_weight(RUN.target.model)
     for group in optimizer.param_groups:
         group["params"] = [param for param in group["params"] if param is not lost]
 
 
-weight_decay_lost = partial(in_parameter_groups, lambda group: group.update(weight_decay=0.0))
+weight_decay_lost = partial(hooks.in_parameter_groups, lambda group: group.update(weight_decay=0.0))
 norm_counts_replicas = partial(
     wrap, train, "squared_norm_share", lambda stock, given: stock(given) * dist.get_world_size()
 )
 loss_over_local_tokens = partial(
-    around_loss, lambda stock, *args, **options: stock(*args, **options) * RUN.case.layout.dp
+    hooks.around_loss, lambda stock, *args, **options: stock(*args, **options) * RUN.case.layout.dp
 )
 
 
@@ -150,25 +127,25 @@ def one_rank_has_another_seed(stock: Any, case: Case) -> Any:
     return stock(replace(case, train=replace(case.train, seed=case.train.seed + on_odd_rank())))
 
 
-@planted(after_build)
+@planted(hooks.after_build)
 @torch.no_grad()
 def one_rank_starts_from_other_weights(model: nn.Module) -> None:
     if on_odd_rank():
-        local_shard(first_weight(model)).mul_(1.01)
+        local_shard(hooks.first_weight(model)).mul_(1.01)
 
 
 # Wrapping changes `requires_grad`: here it freezes one weight, which a full run can detect.
-weight_frozen = partial(after_build, lambda model: first_weight(model).requires_grad_(False))
+weight_frozen = partial(hooks.after_build, lambda model: hooks.first_weight(model).requires_grad_(False))
 
 
-@planted(after_backward)
+@planted(hooks.after_backward)
 def one_row_of_a_gradient_scaled(model: nn.Module) -> None:
-    local(_gradient(widening_weight(model)))[:1].mul_(1.05)
+    local(_gradient(hooks.widening_weight(model)))[:1].mul_(1.05)
 
 
-@planted(after_backward)
+@planted(hooks.after_backward)
 def last_row_lost_on_last_rank(model: nn.Module) -> None:
-    grad = local(_gradient(widening_weight(model)))
+    grad = local(_gradient(hooks.widening_weight(model)))
     assert grad.numel(), "the last rank holds no row"
     if on_last_rank():
         grad[-1:].zero_()
@@ -179,16 +156,16 @@ def _gradient(weight: torch.Tensor) -> torch.Tensor:
     return weight.grad
 
 
-@planted(after_backward)
+@planted(hooks.after_backward)
 def gradients_of_two_weights_swapped(model: nn.Module) -> None:
     """Two weights of one shape get each other's gradient, which no norm over all parameters shows."""
-    one, other = (local(_gradient(weight)) for weight in two_alike(model))
+    one, other = (local(_gradient(weight)) for weight in hooks.two_alike(model))
     kept = one.clone()
     one.copy_(other)
     other.copy_(kept)
 
 
-@planted(after_build)
+@planted(hooks.after_build)
 @torch.no_grad()
 def query_scale_folded_into_weights(model: nn.Module) -> None:
     by_fqn = linears(model)
@@ -197,7 +174,7 @@ def query_scale_folded_into_weights(model: nn.Module) -> None:
         local_shard(last.weight).mul_(factor)
 
 
-@planted(around_loss)
+@planted(hooks.around_loss)
 def last_token_dropped_on_last_rank(
     stock: Any, logits: torch.Tensor, labels: torch.Tensor, **options: Any
 ) -> torch.Tensor:
@@ -208,11 +185,13 @@ def last_token_dropped_on_last_rank(
 
 
 # The second update of the optimizer is skipped, as after a gradient that was taken for infinite.
-one_update_skipped = partial(around_update, lambda stock, model: RUN.step == 2 or stock())
-last_rank_skips_one_update = partial(around_update, lambda stock, model: (on_last_rank() and RUN.step == 2) or stock())
+one_update_skipped = partial(hooks.around_update, lambda stock, model: RUN.step == 2 or stock())
+last_rank_skips_one_update = partial(
+    hooks.around_update, lambda stock, model: (on_last_rank() and RUN.step == 2) or stock()
+)
 
 
-@planted(before_update)
+@planted(hooks.before_update)
 def update_clipped_in_one_step(model: nn.Module) -> None:
     """Gradients are halved before the second update, after their norm was reported. AdamW hides most of it."""
     if RUN.step == 2:
@@ -224,34 +203,34 @@ def _round(tensor: torch.Tensor) -> None:
     values.copy_(values.bfloat16())
 
 
-@planted(after_evaluation)
+@planted(hooks.after_evaluation)
 @torch.no_grad()
 def weight_rounded_by_evaluation(model: nn.Module) -> None:
-    _round(first_weight(model))
+    _round(hooks.first_weight(model))
 
 
-evaluation_mode_left_on = partial(after_evaluation, nn.Module.eval)
+evaluation_mode_left_on = partial(hooks.after_evaluation, nn.Module.eval)
 
 
 def one_update_from_old_gradient() -> None:
     kept: dict[int, torch.Tensor] = {}
 
     def change(model: nn.Module) -> None:
-        grad = local(_gradient(last_weight_like_the_first(model)))
+        grad = local(_gradient(hooks.last_weight_like_the_first(model)))
         kept.setdefault(RUN.step, grad.clone())
         grad.copy_(kept.get(RUN.step - 1, kept[RUN.step]))
 
-    before_update(change)
+    hooks.before_update(change)
 
 
-@planted(after_update)
+@planted(hooks.after_update)
 def norms_decayed_twice(model: nn.Module) -> None:
     """Weight decay is applied to norms a second time, with a rate of 1e-3 and a decay of 0.1."""
-    for param in norm_weights(model):
+    for param in hooks.norm_weights(model):
         local(param).mul_(1 - 1e-3 * 0.1)
 
 
-@planted(in_parameter_groups)
+@planted(hooks.in_parameter_groups)
 def betas_swapped(group: dict[str, Any]) -> None:
     if "betas" in group:
         group["betas"] = tuple(reversed(group["betas"]))
@@ -265,7 +244,7 @@ def learning_rate_of_one_group_doubled() -> None:
         if len(groups) == 1:
             group["lr"] *= 2
 
-    in_parameter_groups(change)
+    hooks.in_parameter_groups(change)
 
 
 def _forget(model: nn.Module) -> None:
@@ -273,18 +252,18 @@ def _forget(model: nn.Module) -> None:
         optimizer.state.clear()
 
 
-momentum_lost = partial(after_update, _forget)
+momentum_lost = partial(hooks.after_update, _forget)
 
 
-@planted(before_update)
+@planted(hooks.before_update)
 def momentum_of_another_weight(model: nn.Module) -> None:
-    one, other = two_alike(model)
+    one, other = hooks.two_alike(model)
     for optimizer in optimizers_of(model) if RUN.step == 2 else ():
         state = optimizer.state
         state[one], state[other] = state[other], state[one]
 
 
-@planted(around_update)
+@planted(hooks.around_update)
 def weight_decay_decoupled(stock: Callable[[], object], model: nn.Module) -> None:
     groups = [group for optimizer in optimizers_of(model) for group in optimizer.param_groups]
     decays = [group["weight_decay"] for group in groups]
@@ -297,10 +276,10 @@ def weight_decay_decoupled(stock: Callable[[], object], model: nn.Module) -> Non
         group["weight_decay"] = decay
 
 
-update_scaled_by_dp = partial(before_update, lambda model: _scale_gradients(model, RUN.case.layout.dp))
+update_scaled_by_dp = partial(hooks.before_update, lambda model: _scale_gradients(model, RUN.case.layout.dp))
 
 
-@planted(after_update)
+@planted(hooks.after_update)
 def master_weights_in_bfloat16(model: nn.Module) -> None:
     for param in model.parameters():
         _round(param)
@@ -315,43 +294,43 @@ def _moments(model: nn.Module) -> Iterator[dict[str, Any]]:
         yield from optimizer.state.values()
 
 
-optimizer_state_not_loaded = partial(after_load, _forget)
+optimizer_state_not_loaded = partial(hooks.after_load, _forget)
 
 
-@planted(after_load)
+@planted(hooks.after_load)
 def optimizer_step_count_lost(model: nn.Module) -> None:
     for kept in _moments(model):
         kept["step"].zero_()
 
 
-@planted(after_load)
+@planted(hooks.after_load)
 def moments_rounded_by_checkpoint(model: nn.Module) -> None:
     for kept in _moments(model):
         for moment in (value for name, value in kept.items() if name != "step"):
             _round(moment)
 
 
-@planted(after_load)
+@planted(hooks.after_load)
 def learning_rate_lost_by_load(model: nn.Module) -> None:
     for optimizer in optimizers_of(model):
         for group in optimizer.param_groups:
             group["lr"] *= 0.1
 
 
-@planted(around_load)
+@planted(hooks.around_load)
 def weight_of_one_rank_not_loaded(stock: Callable[[], object], model: nn.Module) -> None:
-    weight = local_shard(first_weight(model))
+    weight = local_shard(hooks.first_weight(model))
     initial = weight.clone()
     stock()
     if on_last_rank():
-        local_shard(first_weight(model)).copy_(initial)
+        local_shard(hooks.first_weight(model)).copy_(initial)
 
 
 def resharded_rows_in_another_order() -> None:
     built = [0]
 
     def roll(model: nn.Module, places: int) -> None:
-        weight = local_shard(first_weight(model))
+        weight = local_shard(hooks.first_weight(model))
         weight.copy_(weight.roll(places, 0))
 
     def load(stock: Callable[[], object], model: nn.Module) -> None:
@@ -365,10 +344,10 @@ def resharded_rows_in_another_order() -> None:
     def change(model: nn.Module) -> None:
         built[0] += 1
         if built[0] == 2:  # the first trains before the state is saved, the last behind it
-            around("load", load)
-            around("save", save)
+            hooks.around("load", load)
+            hooks.around("save", save)
 
-    after_build(change)
+    hooks.after_build(change)
 
 
 float8_weights_not_safe_to_load = torch.serialization.clear_safe_globals
