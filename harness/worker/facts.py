@@ -1,18 +1,13 @@
 """A rank program that returns what torch reports about this machine. The process that loads CUDA ends with it."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
 import msgspec
 import torch
 from torch.cuda import nccl
 
+from harness.engine.program import RankContext
 from harness.trace.device import DeviceFacts, TorchFacts
-
-if TYPE_CHECKING:
-    from harness.engine.program import RankContext
 
 
 def preload(options: Mapping[str, str]) -> None:

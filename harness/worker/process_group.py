@@ -4,14 +4,11 @@
 machine: it sends its port to the socket FD, and exits when that is closed.
 """
 
-from __future__ import annotations
-
 import os
 import socket
 import sys
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 import torch
@@ -24,12 +21,9 @@ from torch.distributed import (  # type: ignore[attr-defined]  # documented, but
 )
 
 from harness.engine.messages import IN_FOLDER
+from harness.engine.program import RankContext
+from harness.request import Fabric
 from harness.worker.virtual import collectives
-
-if TYPE_CHECKING:
-    from harness.engine.program import RankContext
-    from harness.request import Fabric
-
 
 # The engine ends a job at its deadline and collects stacks: a gloo that gives up before leaves none.
 AFTER_DEADLINE_S = 60.0

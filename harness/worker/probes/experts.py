@@ -60,11 +60,8 @@ class _Block:
         self._rows("arrived", args[0])
         self._now.setdefault("local_counts", tuple(args[1].tolist()))
 
-    def computed(self, _: nn.Module, args: Any, rows: Tensor) -> None:
-        self._rows("computed", rows)
-
-    def returned(self, _: nn.Module, args: Any, rows: Tensor) -> None:
-        self._rows("returned", rows)
+    def computed(self, name: str, _: nn.Module, args: Any, rows: Tensor) -> None:
+        self._rows(name, rows)
 
     def _rows(self, name: str, rows: Tensor) -> None:
         if PROCESS.computes_for_all:
@@ -72,11 +69,7 @@ class _Block:
         self._now["values"][name] = digests(rows)
         gradients = self._now["gradients"]
         if rows.requires_grad and self._now["phase"] == "forward":
-
-            def seen(gradient: Tensor) -> None:
-                gradients[name] = digests(gradient)
-
-            rows.register_hook(seen)
+            rows.register_hook(lambda gradient: gradients.update({name: digests(gradient)}))
 
 
 class ExpertProbe(Probe):
@@ -104,8 +97,8 @@ class ExpertProbe(Probe):
             modules[f"{block.fqn}.router"].register_forward_hook(block.routed)
             experts.register_forward_pre_hook(block.sent, prepend=True)
             experts.register_forward_pre_hook(block.arrived)
-            experts.register_forward_hook(block.computed, prepend=True)
-            experts.register_forward_hook(block.returned)
+            experts.register_forward_hook(functools.partial(block.computed, "computed"), prepend=True)
+            experts.register_forward_hook(functools.partial(block.computed, "returned"))
 
     def begin_step(self, step: int) -> None:
         super().begin_step(step)

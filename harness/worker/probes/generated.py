@@ -15,6 +15,7 @@ import torch
 import torch._inductor.config
 from torch._inductor import compile_fx
 from torch._inductor.output_code import CompiledFxGraph
+from torch.utils._pytree import tree_map_only
 
 from harness.trace.graphs import GeneratedResult, GeneratedTensor
 from harness.worker.dispatch_hooks import fused, scaled_mm
@@ -59,7 +60,7 @@ class GeneratedCodeWatcher:
         """`lowered` is called with every graph as code was generated for it."""
         self.results: list[GeneratedResult] = []
         self.emulates_roundings = False
-        self._casts, self._gradients, self._lowered = casts, gradients, lowered
+        self.casts, self._gradients, self._lowered = casts, gradients, lowered
         self._step, self._order = 0, 0
         self._called: list[_Called] | None = None  # by the code that is running; None: none is
 
@@ -111,7 +112,9 @@ class GeneratedCodeWatcher:
 
     def _on_fused(self, operator: str, given: dict[str, Any], result: Any) -> None:
         if self._called is not None:
-            self._called.append(_Called(operator, (given["A"].clone(),), (), _copied(result)))
+            self._called.append(
+                _Called(operator, (given["A"].clone(),), (), tree_map_only(torch.Tensor, torch.clone, result))
+            )
 
     def _compare(
         self, module: torch.fx.GraphModule, given: list[Any], called: list[_Called], outputs: Sequence[Any]
@@ -147,12 +150,6 @@ class GeneratedCodeWatcher:
             )
         )
 
-    def take_for(self, operand: torch.Tensor, repeated: torch.Tensor) -> None:
-        self._casts.alias(operand, repeated)
-
-    def watch(self, node: torch.fx.Node, args: tuple[Any, ...], result: Any) -> None:
-        self._casts(node, args, result)
-
 
 class _Repetition(torch.fx.Interpreter):
     """Executes a graph, its matmuls with the results that the code's had."""
@@ -179,7 +176,7 @@ class _Repetition(torch.fx.Interpreter):
             result = getattr(self, n.op)(n.target, args, kwargs)
             if n.target is _SUM:
                 self._cancelled[n] = _norm(args[0]) / _norm(result)
-        self._watcher.watch(n, args, result)
+        self._watcher.casts(n, args, result)
         return result
 
     def _matmul(self, node: torch.fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -189,8 +186,8 @@ class _Repetition(torch.fx.Interpreter):
             self._watcher.note(node, "a", None, a)
             return _SCALED_MM(*args, **kwargs)
         (found_a, found_b), (found_scale_a, found_scale_b) = call.operands, call.scales
-        self._watcher.take_for(found_a, a)
-        self._watcher.take_for(found_b, b)
+        self._watcher.casts.alias(found_a, a)
+        self._watcher.casts.alias(found_b, b)
         self._watcher.note(node, "scale of a", found_scale_a, scale_a)
         self._watcher.note(node, "scale of b", found_scale_b, scale_b)
         moved = _moved_rows(found_a, a) if (scale_a == 1).all() else torch.ones((), device=a.device)
@@ -235,12 +232,6 @@ def _equal_bytes(found: torch.Tensor, expected: torch.Tensor) -> float:
 
 def _norm(tensor: torch.Tensor) -> float:
     return max(tensor.double().norm().item(), torch.finfo(torch.float64).tiny)
-
-
-def _copied(result: Any) -> Any:
-    if isinstance(result, torch.Tensor):
-        return result.clone()
-    return result if result is None else type(result)(_copied(part) for part in result)
 
 
 class Distances(NamedTuple):

@@ -67,27 +67,19 @@ class GraphCastWatcher:
 
     def __call__(self, node: torch.fx.Node, args: tuple[Any, ...], result: Any) -> None:
         if node.op == "output":
-            self._forget()
+            self._sources.clear()  # the probe keeps no tensor of a finished graph alive
+            self._scales.clear()
         if node in _needed(node.graph):
-            self._keep(node, args)
-        if _is_cast(node):
-            with torch.no_grad():
+            self._sources[node] = args[0]
+            if node.target is _aten.mul.Tensor:
+                self._scales[node] = args[1]
+        with torch.no_grad():
+            if _is_cast(node):
                 self._record(node, result)
-        if str(node.target) in _BLOCK_CASTS:
-            with torch.no_grad():
+            if str(node.target) in _BLOCK_CASTS:
                 self._record_blocks(node, args[0], result)
         if node.target is _aten._scaled_mm.default:
             self._record_matmul(node, args)
-
-    def _forget(self) -> None:
-        """Drop all tensors of a finished graph, so that the probe keeps none alive."""
-        self._sources.clear()
-        self._scales.clear()
-
-    def _keep(self, node: torch.fx.Node, args: tuple[Any, ...]) -> None:
-        self._sources[node] = args[0]
-        if node.target is _aten.mul.Tensor:
-            self._scales[node] = args[1]
 
     def _record_matmul(self, node: torch.fx.Node, args: tuple[Any, ...]) -> None:
         a, b, scale_a, scale_b = args[:4]

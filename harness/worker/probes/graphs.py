@@ -6,13 +6,15 @@ all ranks, so that a swap says where the row belongs.
 """
 
 from collections.abc import Iterator
+from operator import getitem
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch._inductor.config
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symm_mem
-from torch.distributed import _symmetric_memory
+from torch.utils._pytree import tree_leaves
 
 from harness.matrix.case import Case
 from harness.matrix.layout import axis_of_group
@@ -57,6 +59,7 @@ _MOVES = frozenset(
         _aten.squeeze.dim,
         _aten.select.int,
         _c10d.wait_tensor.default,
+        getitem,
     }
 )
 
@@ -70,7 +73,7 @@ def reason(node: torch.fx.Node) -> str:
     """Why `node`, an all-gather or a reduce-scatter, stands in the graph by itself."""
     if not torch._inductor.config._micro_pipeline_tp:
         return "the fusion pass is off"
-    enabled: Any = _symmetric_memory.is_symm_mem_enabled_for_group
+    enabled: Any = symm_mem.is_symm_mem_enabled_for_group
     if not enabled(group_name(node)):
         return "symmetric memory is not enabled for its process group"
     return _unfused_scatter(node) if node.target is REDUCE_SCATTER else _unfused_gather(node)
@@ -92,18 +95,17 @@ def _unfused_scatter(node: torch.fx.Node) -> str:
 
 
 def _unfused_gather(node: torch.fx.Node) -> str:
-    consumers = sorted({str(user.target) for user in _consumed_by(node) if user.target not in MATMULS})
-    multiplied = any(user.target in MATMULS for user in _consumed_by(node))
-    if multiplied:
+    consumers = {user.target for user in _consumed_by(node)}
+    if consumers & MATMULS:
         return "the pass does not know this way from gather to matmul (local batch 1 takes another one)"
-    dtype = dtype_name(node.meta["val"].dtype)
-    return f"it gathers {dtype}, and what it gathers goes into {', '.join(consumers)} before any matmul"
+    dtype, names = dtype_name(node.meta["val"].dtype), ", ".join(sorted(map(str, consumers)))
+    return f"it gathers {dtype}, and what it gathers goes into {names} before any matmul"
 
 
 def _produced_by(node: torch.fx.Node) -> torch.fx.Node:
     """The operator whose elements `node` gets."""
     source = node.all_input_nodes[0]
-    while source.target in _MOVES or getattr(source.target, "__name__", "") == "getitem":
+    while source.target in _MOVES:
         source = source.all_input_nodes[0]
     return source
 
@@ -111,7 +113,7 @@ def _produced_by(node: torch.fx.Node) -> torch.fx.Node:
 def _consumed_by(node: torch.fx.Node) -> Iterator[torch.fx.Node]:
     """The operators that get the elements of `node`."""
     for user in node.users:
-        if user.target in _MOVES or getattr(user.target, "__name__", "") == "getitem":
+        if user.target in _MOVES:
             yield from _consumed_by(user)
         elif user.op != "output":
             yield user
@@ -191,7 +193,7 @@ class GraphProbe(Probe):
         given = fused.naming(node.target)(node.args, node.kwargs)
         scale = given.get("A_scale")
         return FusedNode(
-            operator=_operator(node),
+            operator=_name(node).removeprefix("symm_mem::"),
             collective="all_gather" if "gather_dim" in given else "reduce_scatter",
             axis=self._axis(given["group_name"]),
             a_shape=_shape(given.get("A")),
@@ -296,34 +298,20 @@ def _rows(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _index(flat: int, tensor: torch.Tensor) -> tuple[int, ...]:
-    index = []
-    for size in reversed(tensor.shape[:-1]):
-        flat, place = divmod(flat, size)
-        index.append(place)
-    return tuple(reversed(index))
+    return tuple(int(place) for place in np.unravel_index(flat, tensor.shape[:-1]))
 
 
-def _tensors(result: Any) -> Iterator[torch.Tensor]:
+def _tensors(result: Any) -> list[torch.Tensor]:
     """The results of matmuls; the gathered operand too, where it is returned and can be a matmul's input again."""
-    if isinstance(result, torch.Tensor):
-        yield result
-    elif result is not None:
-        for part in result:
-            yield from _tensors(part)
+    return [leaf for leaf in tree_leaves(result) if leaf is not None]
 
 
 def _is_fused(node: torch.fx.Node) -> bool:
-    target = node.target
-    return (
-        isinstance(target, torch._ops.OpOverload)
-        and target.namespace == "symm_mem"
-        and _operator(node).startswith("fused_")
-    )
+    return _name(node).startswith("symm_mem::fused_")
 
 
-def _operator(node: torch.fx.Node) -> str:
-    assert isinstance(node.target, torch._ops.OpOverload)
-    return node.target._schema.name.removeprefix("symm_mem::")
+def _name(node: torch.fx.Node) -> str:
+    return node.target._schema.name if isinstance(node.target, torch._ops.OpOverload) else ""
 
 
 def _value(node: Any) -> torch.Tensor:

@@ -130,10 +130,6 @@ class OperandProbe(Probe):
             dispatch: Any = vars(Float8TrainingTensor)["__torch_dispatch__"]
             self.replace(Float8TrainingTensor, "__torch_dispatch__", self._watch_operators(dispatch))
         self.replace(FSDPParam, "all_gather_inputs", self._watch_all_gather(vars(FSDPParam)["all_gather_inputs"]))
-        if self._case.float8.traits.in_blocks:
-            from harness.worker.probes import mxfp8_operands
-
-            mxfp8_operands.watch(self, self._case.float8.traits)
         self.observe(scaled_mm.observers, self._on_matmul)
 
     def attach(self, model: nn.Module) -> None:
@@ -160,11 +156,10 @@ class OperandProbe(Probe):
 
     def after_update(self, model: nn.Module) -> None:
         """Note which weights FSDP2 still holds gathered."""
-        gathered = (param._module_info for param in fsdp_params(model) if is_gathered(param))
-        self._kept += [
-            KeptWeight(step=self._step, fqn=self._fqns.get(module_info.module, UNKNOWN), name=module_info.param_name)
-            for module_info in gathered
-        ]
+        for param in filter(is_gathered, fsdp_params(model)):
+            held = param._module_info
+            fqn = self._fqns.get(held.module, UNKNOWN)
+            self._kept.append(KeptWeight(step=self._step, fqn=fqn, name=held.param_name))
 
     def result(self) -> OperandTrace:
         self._record_seen()
@@ -259,12 +254,8 @@ class OperandProbe(Probe):
         def leave(*_: Any) -> None:
             self._places.pop()
 
-        handles = (
-            module.register_forward_pre_hook(enter, prepend=True),
-            module.register_forward_hook(leave, always_call=True),
-        )
-        for handle in handles:
-            self._installed.callback(handle.remove)
+        self._installed.callback(module.register_forward_pre_hook(enter, prepend=True).remove)
+        self._installed.callback(module.register_forward_hook(leave, always_call=True).remove)
 
     def _watch_operators(self, original: Any) -> Any:
         """The operands of a matmul as they were cast: what a scaled matmul is given may be a copy in another order."""
@@ -292,7 +283,7 @@ class OperandProbe(Probe):
 
     def _record_cast(self, source: torch.Tensor, result: torch.Tensor) -> None:
         """The cast that just happened. Its result says what it is for and along which dim it was scaled."""
-        place, local = self._places[-1], local_part(result)
+        place, local = self.place, local_part(result)
         self._add_cast(
             place,
             place.phase,
@@ -308,7 +299,7 @@ class OperandProbe(Probe):
 
     def _record_gathered(self) -> None:
         """Record the weight that FSDP2 gathered for the current linear, as if it were cast now."""
-        place = self._places[-1]
+        place = self.place
         if place.fqn not in self._gathered:
             return
         module, param = self._gathered[place.fqn]
@@ -345,7 +336,7 @@ class OperandProbe(Probe):
         )
 
     def _on_matmul(self, a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor, scale_b: torch.Tensor) -> None:
-        place, gemm = self._places[-1], self._places[-1].next_gemm()
+        place, gemm = self.place, self.place.next_gemm()
         self._look_at_age(gemm, [(a, scale_a), (b, scale_b)])
         if scale_a.dtype == torch.float8_e8m0fnu:
             scale_a, scale_b = unswizzled_scales(a, b, scale_a, scale_b)
@@ -372,7 +363,7 @@ class OperandProbe(Probe):
             )
 
     def _look_at_age(self, gemm: GemmRole, given: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        place = self._places[-1]
+        place = self.place
         operands = [(operand._data, operand._scale) for operand in self._held] or given
         for role, (data, scale) in zip(GEMM_OPERANDS[gemm], operands, strict=True):
             if role != "weight" or place.fqn not in self._gathered:  # of what is gathered, memory is used again

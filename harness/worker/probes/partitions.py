@@ -74,7 +74,7 @@ class PartitionWatcher:
             PartitionRecord(
                 forward=len(before.operators),
                 marked=len(before.operators.keys() & marked),
-                saved_bytes=sum(map(_nbytes, saved)),
+                saved_bytes=sum(node.meta["val"].nbytes for node in saved),
                 kept=tuple(_kept(node) for node in kept),
                 repeated=len(_repeated(before, after)),
                 repeated_in_passes=0,
@@ -108,19 +108,12 @@ def _operators(graph: torch.fx.Graph) -> Nodes:
 def _unchanged(graph: torch.fx.Graph) -> dict[str, str]:
     sources: dict[str, str] = {}
     for node in graph.nodes:
-        if node.target in _VIEWS and _same(node.meta["val"], node.all_input_nodes[0].meta["val"]):
-            source = node.all_input_nodes[0].name
-            sources[node.name] = sources.get(source, source)
+        if node.target in _VIEWS:
+            source = node.all_input_nodes[0]
+            made, given = node.meta["val"], source.meta["val"]
+            if (made.shape, made.dtype) == (given.shape, given.dtype):
+                sources[node.name] = sources.get(source.name, source.name)
     return sources
-
-
-def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return one.shape == other.shape and one.dtype == other.dtype
-
-
-def _nbytes(node: torch.fx.Node) -> int:
-    value: torch.Tensor = node.meta["val"]
-    return value.numel() * value.element_size()
 
 
 def _kept(node: torch.fx.Node) -> KeptTensor:
@@ -130,7 +123,7 @@ def _kept(node: torch.fx.Node) -> KeptTensor:
         operator=str(node.target),
         dtype=dtype_name(value.dtype),
         shape=tuple(value.shape),
-        nbytes=_nbytes(node),
+        nbytes=value.nbytes,
     )
 
 
@@ -152,28 +145,19 @@ def _written(node: torch.fx.Node) -> str:
     return f"{node.target}({', '.join([*map(str, node.args), *keywords])})"
 
 
-class _Made:
-    """A wildcard for an argument that a pass created: it equals any other node."""
-
-
-_MADE = _Made()
+_MADE = object()  # a wildcard for an argument that a pass created: it equals any other node
 
 
 def _form(node: torch.fx.Node, side: _Side) -> list[object]:
     """Operator and arguments: literals as text, nodes by name. An operator in place is the one out of place."""
+    leaves, structure = torch.utils._pytree.tree_flatten((node.args, node.kwargs))
     arguments = [
         _MADE
         if isinstance(leaf, torch.fx.Node) and leaf.name not in side.names
         else side.unchanged.get(str(leaf), str(leaf))
-        for leaf in _leaves(node)
+        for leaf in (*leaves, structure)
     ]
     return [str(node.target).replace("_.", "."), *arguments]
-
-
-def _leaves(node: torch.fx.Node) -> Iterator[Any]:
-    leaves, structure = torch.utils._pytree.tree_flatten((node.args, node.kwargs))
-    yield from leaves
-    yield structure
 
 
 def _equal(one: list[object], other: list[object]) -> bool:

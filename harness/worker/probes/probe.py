@@ -96,9 +96,11 @@ class ProbeSet:
             "module_tensors": {"numerics": numerics},
             "sketches": {} if stands_for is None else {"pieces": stands_for.dp, "groups": stands_for.ep},
         }
+        in_blocks = {"operands": ("mxfp8_operands", "BlockOperandProbe")} if case.float8.traits.in_blocks else {}
         for name in names:
-            kind = getattr(importlib.import_module(f"{__package__}.{name}"), PROBES[name])
-            self._probes[name] = kind(case, device, **options.get(name, {}))
+            module, kind = in_blocks.get(name, (name, PROBES[name]))
+            probe = getattr(importlib.import_module(f"{__package__}.{module}"), kind)
+            self._probes[name] = probe(case, device, **options.get(name, {}))
 
     def __enter__(self) -> Self:
         for probe in self._probes.values():

@@ -21,9 +21,8 @@ from harness.registry import is_llama
 from harness.request import RunRequest
 from harness.trace import RankTrace, StepTrace
 from harness.trace.tensors import ModuleTensorKind
-from harness.worker.one_rank.recorded import Values, assembled
 from harness.worker.one_rank.replay import OF_PARAMETER, Replay
-from harness.worker.one_rank.tensor_ranks import FLOAT8, Matmul, ScaledProducts
+from harness.worker.one_rank.tensor_ranks import FLOAT8_MATMUL, Matmul, ScaledProducts, Values, assembled
 from harness.worker.probes.discovery import converted_linears
 from harness.worker.process.process import PROCESS
 from harness.worker.tensors.names import clean_fqn
@@ -33,7 +32,7 @@ from harness.worker.training.train import Prepared, prepare, software
 
 def _matmul(case: Case) -> Matmul:
     if not case.float8.traits.in_blocks:
-        return FLOAT8
+        return FLOAT8_MATMUL
     from harness.worker.one_rank.mxfp8_products import MXFP8
 
     return MXFP8

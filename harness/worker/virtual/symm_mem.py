@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch._inductor.config
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symm_mem
 from torch._inductor.fx_passes import micro_pipeline_tp, post_grad
@@ -81,10 +82,17 @@ def reference() -> Iterator[None]:
         symm_mem._is_test_mode = before
 
 
-def use_reference(group_name: str) -> None:
-    """Run torch's reference (`fallback`) from now on, with symmetric memory enabled for this group only."""
-    symm_mem._is_test_mode = True
-    symm_mem._mocked_group_names = {group_name}
+def enable_async_tp(group: dist.ProcessGroup, *, fallback: bool) -> None:
+    """Enable the fusion pass, and symmetric memory for the group of TP, without which the pass silently fuses nothing.
+
+    `fallback`: run torch's reference from now on, with symmetric memory enabled for this group only.
+    """
+    torch._inductor.config._micro_pipeline_tp = True
+    if fallback:
+        symm_mem._is_test_mode = True
+        symm_mem._mocked_group_names = {group.group_name}
+    else:
+        symm_mem.enable_symm_mem_for_group(group.group_name)
 
 
 def _with_nccl(fuse: Callable[[torch.fx.Graph], None]) -> Callable[[torch.fx.Graph], None]:

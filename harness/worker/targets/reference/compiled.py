@@ -21,10 +21,10 @@ def apply_compile(model: Llama, tp: DeviceMesh | None, case: Case) -> None:
     """Compile the blocks of `model` in place, with async TP over `tp` if the case asks for it."""
     _configure(case)
     if case.layout.async_tp:
-        from harness.worker.targets.reference.async_tp import enable_async_tp
+        from harness.worker.virtual import symm_mem
 
         assert tp is not None, "async TP needs a TP mesh"
-        enable_async_tp(tp, case)
+        symm_mem.enable_async_tp(tp.get_group(), fallback=case.layout.symm_mem == "fallback")
     if case.layout.wait_for_embedding:
         model.tok_embeddings.register_forward_hook(_finished)
     backend = graph_backend if case.compile == "graph" else "inductor"

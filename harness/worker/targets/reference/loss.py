@@ -59,11 +59,16 @@ def global_token_count(batches: Iterable[Batch], dp: DeviceMesh | None, case: Ca
     """
     if case.train.ignored_tokens == "none":
         return case.train.tokens
-    count = torch.stack([(batch.labels != IGNORED).sum() for batch in batches]).sum()
-    for axis in range(0 if dp is None else dp.ndim):
-        if dp is not None and dp.size(axis) > 1:
-            count = funcol.all_reduce(count, "sum", (dp, axis))
-    return int(count)
+    return int(summed_over(torch.stack([(batch.labels != IGNORED).sum() for batch in batches]).sum(), dp))
+
+
+def summed_over(counts: torch.Tensor, *meshes: DeviceMesh | None) -> torch.Tensor:
+    """The sum of the counts of all ranks of these meshes."""
+    for mesh in meshes:
+        for axis in range(0 if mesh is None else mesh.ndim):
+            if mesh is not None and mesh.size(axis) > 1:
+                counts = funcol.all_reduce(counts, "sum", (mesh, axis))
+    return counts
 
 
 def summed_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:

@@ -34,6 +34,7 @@ from torchao.float8.float8_tensor_parallel import (
 
 from harness.matrix.case import Case, Checkpointing, Layout
 from harness.matrix.layout import DP_AXES, device_mesh
+from harness.worker.targets.reference.loss import summed_over
 from harness.worker.targets.reference.model import Llama
 from harness.worker.targets.target import World
 
@@ -84,11 +85,7 @@ def _exchanged(rows: Tensor, received: list[int], sent: list[int], mesh: DeviceM
 
 def tokens_of_step(counts: Tensor, *meshes: DeviceMesh | None) -> Tensor:
     """The counts of all ranks: those of these meshes count different tokens."""
-    for mesh in meshes:
-        for axis in range(0 if mesh is None else mesh.ndim):
-            if mesh is not None and mesh.size(axis) > 1:
-                counts = funcol.all_reduce(counts, "sum", (mesh, axis))
-    return counts.clone()  # which waits: torch keeps a result alive that nobody waits for
+    return summed_over(counts, *meshes).clone()  # which waits: torch keeps a result alive that nobody waits for
 
 
 class Meshes(NamedTuple):
