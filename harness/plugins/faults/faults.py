@@ -135,7 +135,7 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         """True when a case that must be refused trains with it."""
         return self.shows == "trains"
 
-    def hosts(self, *, at_most: int) -> tuple[Case, ...]:
+    def hosts(self, *, at_most: int | None = None) -> tuple[Case, ...]:
         """Returns the first `at_most` host cases that it applies to, each of another kind; it has at least one.
 
         The first is the catalogue's, the second the same in bfloat16, and so on for every kind of layout.
@@ -155,98 +155,6 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         return self.fits(case.target) and any(
             scope.matches(case) and to_name <= {term.axis for term in scope.terms} for scope in scopes
         )
-
-
-# The cases that faults are planted in: small world sizes that together cover all code paths. The first that a fault
-# applies to is the one with the fewest ranks where there is a choice. The last one must be refused: a fault may make it
-# train.
-HOST_IDS = (
-    "single-tensorwise-v2048-f64",
-    "single-rowwise-v2048-f64",
-    "fsdp2-tensorwise-v2048-f64",
-    "fsdp2-tensorwise-ag.fp8-v2048-f64",
-    "fsdp2-tensorwise-ag.fp8pre-v2048-f64",
-    "tp2-tensorwise-v2048-f64",
-    "tp2-rowwise-v2048-f64",
-    "tp2-tensorwise-tpstyle.fp8-v2048-f64",
-    "single-tensorwise-head.fp8-v2256-vpad128-f64",
-    "tp2-tensorwise-head.fp8-v2256-vpad128-f64",
-    "fsdp2-tp2-tensorwise-ag.fp8-v2048-f64",
-    "hsdp2x2-tensorwise-ag.fp8-v2048-f64",
-    "fsdp2-tensorwise-ac.full-v2048-f64",
-    "single-rowwise-ac.op-v2048-f64",
-    "single-rowwise-head.fp8-v2256-vpad128-f64",
-    "fsdp2-rowwise_with_gw_hp-v2048-b16",
-    "single-tensorwise-pad-v2048-gb1-sl40-f64",
-    "fsdp8-tensorwise-pad-v2048-sl40-f64",
-    "single-tensorwise-ac.full-graph-v2048-f64",
-    "atp2-bf16-graph-v2048-b16",
-    "atp2-fallback-tensorwise-tpstyle.fp8-graph-v2048-f64",
-    "fsdp2-atp2-rowwise-graph-v2048-gb2-b16-tol.0.02",
-    "hsdp2x2-tensorwise-v2048-f64",
-    "hsdp2x2-rowwise-v2048-f64",
-    "single-tensorwise-v2048-clip0.25-f64",
-    "fsdp2-tensorwise-v2048-clip0.25-f64",
-    "tp2-rowwise-v2048-clip0.25-f64",
-    "fsdp2-tensorwise-ag.fp8pre-v2048-eval-f64",
-    "tp2-rowwise-v2048-eval-f64",
-    "fsdp2-tensorwise-ag.fp8pre-v2048-resume-f64",
-    "fsdp4-tensorwise-v2048-resume.resharded-f64",
-    "tp2-rowwise-v2048-resume.resharded-f64",
-    "fsdp2-reshard.never-tensorwise-ag.fp8-v2048-f64",
-    "tp2-rowwise-bias-v2048-f64",
-    "fsdp2-tensorwise-ag.fp8-v2048-param.b16-b16",
-    "fsdp2-tensorwise-v2048-accum2-f64",
-    "tp2-rowwise-v2048-accum2-f64",
-    "fsdp2-tensorwise-v2048-accum2-reduce.last-f64",
-    "single-tensorwise-casts.go.e4m3-v2048-f64",
-    "tp2-tensorwise-casts.go.e4m3-v2048-f64",
-    "single-rowwise-casts.i.ten-v2048-f64",
-    "tp2-rowwise-casts.i.ten-v2048-f64",
-    "fsdp2-tensorwise-v2048-ignore.unequal-f64",
-    "fsdp2-tensorwise-v2048-ignore.half-f64",
-    "fsdp2-tensorwise-v2048-sgd-lr0.1-f64",
-    "tp2-rowwise-v2048-sgd-lr0.1-f64",
-    "hsdp2x2-tensorwise-v2048-param.b16-b16",
-    "fsdp2-tp2-tensorwise-v2048-reduce.b16-b16",
-    "single-tensorwise-inductor-v2048-s2-b16",
-    "single-mxfp8-v2048-b16",
-    "fsdp2-mxfp8-v2048-b16",
-    "hsdp2x2-mxfp8-v2048-b16",
-    "single-mxfp8_floor-v2048-b16",
-    "single-mxfp8_with_gw_hp-v2048-b16",
-    "single-mxfp8-bias-v2048-b16",
-    "single-mxfp8-ac.full-v2048-b16",
-    "fsdp2-mxfp8-wrapper-v2048-b16",
-    "fsdp2-mxfp8-v2048-accum2-b16",
-    "tp2-mxfp8-v2048-b16",
-    "fsdp2-ep2-bf16-moe8-v2048-gb4-sl16-b16",
-    "fsdp4-ep2-bf16-moe4-v2048-b16",
-    "hsdp2x2-ep2-bf16-moe4-v2048-b16",
-    "fsdp2-ep2-bf16-ac.full-moe4-v2048-b16",
-    "fsdp2-ep2-rowwise-moe4-sigmoid-balance-v2048-accum2-b16",
-    "fsdp2-ep2-bf16-moe4-v2048-clip0.25-b16",
-    "fsdp2-ep2-bf16-moe4-balance-v2048-eval-resume-b16",
-    "fsdp2-ep2-rowwise-gmm.fp8-moe4-v2048-b16",
-    "fsdp2-ep2-mxfp8-gmm.fp8-moe8-v2048-gb4-sl16-b16",
-    "fsdp2-tp2-ep2-bf16-moe4-balance-v2048-b16",
-    "tp2-ep2-rowwise-moe4-sigmoid-balance-v2048-accum2-b16",
-    "pp2-tensorwise-v2048-s3-accum4-f64",
-    "pp2-tp2-gpipe-rowwise-v2048-s3-accum4-f64",
-    "pp2-fsdp2-tensorwise-ag.fp8-v2048-s3-accum4-reduce.last-f64",
-    "pp2-fsdp2-interleaved-mxfp8-layers.4-v2048-s3-accum4-reduce.last-b16",
-    "pp2-fsdp2-rowwise-v2048-s3-accum4-reduce.last-clip0.25-f64",
-    "pp2-tensorwise-v2048-s3-accum4-resume-f64",
-    "pp2-tensorwise-v2048-s3-accum4-eval-f64",
-    "pp2-interleaved-rowwise-layers.4-v2048-s3-accum4-resume.resharded-f64",
-    "fsdp2-tensorwise-tied-v2048-f64",
-    "pp2-fsdp2-rowwise-tied-v2048-s3-accum4-reduce.last-clip0.25-f64",
-    "fsdp2-cp2-tensorwise-v2048-s3-f64",
-    "fsdp2-cp2-contiguous-rowwise-v2048-s3-ignore.unequal-f64",
-    "fsdp4-cp2-tensorwise-ag.fp8-v2048-gb16-s3-ignore.half-f64",
-    "fsdp2-tp2-cp2-rowwise-v2048-s3-f64",
-    "tp2-tensorwise-head.fp8-v2256-f64",
-)
 
 
 class HostKind(NamedTuple):
@@ -278,9 +186,15 @@ def _hosts_of(fault: Fault) -> tuple[Case, ...]:
 
 
 @functools.cache
+def host_ids() -> tuple[str, ...]:
+    """The cases of `hosts.toml`."""
+    return tuple(tomllib.loads(_HOSTS.read_text(encoding="utf-8"))["cases"])
+
+
+@functools.cache
 def all_hosts() -> tuple[Case, ...]:
     """The host cases of the catalogue, each followed by the same case in bfloat16."""
-    return tuple(host for case in map(parse_case_id, HOST_IDS) for host in (case, _in_bfloat16(case)))
+    return tuple(host for case in map(parse_case_id, host_ids()) for host in (case, _in_bfloat16(case)))
 
 
 def _rank_of_layout(case: Case, first: Case) -> tuple[bool, str, bool]:
@@ -311,4 +225,4 @@ def all_faults() -> Mapping[str, Fault]:
     return MappingProxyType(faults)
 
 
-_LIST = Path(__file__).with_name("faults.toml")
+_LIST, _HOSTS = (Path(__file__).with_name(f"{name}.toml") for name in ("faults", "hosts"))

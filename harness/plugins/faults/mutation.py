@@ -28,7 +28,7 @@ from harness.evidence.sealed import Missing
 from harness.matrix.case import Case
 from harness.matrix.caseid import case_id, family_id, parse_case_id
 from harness.matrix.choice import carries
-from harness.plugins.faults.faults import HOST_IDS, NEEDS, Fault, FaultClass, all_faults
+from harness.plugins.faults.faults import NEEDS, Fault, FaultClass, all_faults
 from harness.plugins.faults.kills import Kill, Kills
 from harness.project import Project
 from harness.registry import REFERENCE
@@ -158,7 +158,7 @@ def hosts_among(project: Project, faults: Sequence[Fault], query: Query, *, at_m
     """The cases to plant every fault in: the cheapest that `query` selects, or the catalogue's, on its target."""
     known = known_here(project)
     if msgspec.structs.replace(query, target=None) == Query():
-        usual = {fault.name: trained_by(query.target, fault.hosts(at_most=len(HOST_IDS))) for fault in faults}
+        usual = {fault.name: trained_by(query.target, fault.hosts()) for fault in faults}
     else:
         cheapest = tuple(sorted(select_cases(project, query), key=read_costs(project.root).case_s))
         usual = dict.fromkeys((fault.name for fault in faults), cheapest)
