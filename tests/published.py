@@ -1,4 +1,4 @@
-"""Published speeds with their sources, which predictions are compared with (`docs/performance.md`)."""
+"""Published speeds with their sources, which predictions are compared with (`docs/plugins/predict.md`)."""
 
 from __future__ import annotations
 

@@ -22,12 +22,13 @@ from tests.commands import understood
 from tests.zygotes import Zygotes
 
 DOCS = REPOSITORY / "docs"
+PAGES = sorted([*DOCS.glob("*.md"), *DOCS.glob("plugins/*.md")])
 # Pages whose commands have a test of their own.
-WALKED = {"on-your-gpus.md", "first-case.md", "your-own-trainer.md", "from-report-to-case.md", "reading-a-report.md"}
-HERE = ("index.md", "concepts.md", "tolerances.md", "ci.md", "release.md", "versions.md", "performance.md")
+WALKED = {"plugins/gpu.md", "first-case.md", "your-own-trainer.md", "plugins/bugs.md", "reading-a-report.md"}
+HERE = ("index.md", "concepts.md", "tolerances.md", "ci.md", "versions.md", "plugins/release.md", "plugins/predict.md")
 # Commands that need a cluster, a container or real ranks: understood, and run by tests of their own.
-ELSEWHERE = ("platforms.md", "on-a-cluster.md", "parity.md", "for-torchtitan.md", "for-torchao.md")
-BY_NIGHT = ("first-case.md", "your-own-trainer.md", "from-report-to-case.md")  # walked by tests with the mark `sweep`
+ELSEWHERE = ("platforms.md", "on-a-cluster.md", "plugins/parity.md", "for-torchtitan.md", "for-torchao.md")
+BY_NIGHT = ("first-case.md", "your-own-trainer.md", "plugins/bugs.md")  # walked by tests with the mark `sweep`
 
 # Commands that are understood only, and why they are not run here.
 NOT_RUN = {
@@ -84,11 +85,12 @@ def test_the_commands_of_a_page_are_understood(page: str) -> None:
 
 
 def test_every_page_with_commands_has_a_test() -> None:
-    assert {path.name for path in DOCS.glob("*.md") if commands(path.name)} == WALKED | set(HERE) | set(ELSEWHERE)
+    pages = {str(path.relative_to(DOCS)) for path in PAGES}
+    assert {name for name in pages if commands(name)} == WALKED | set(HERE) | set(ELSEWHERE)
     assert {text for page in HERE for text in commands(page)} >= set(NOT_RUN), "no page has this command any more"
 
 
-@pytest.mark.parametrize("path", sorted(DOCS.glob("*.md")), ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.stem)
 def test_commands_in_a_line_are_understood(path: Path) -> None:
     """Those between backticks that have an option; words in capitals stand for something."""
     prose = re.sub(r"^```.*?^```", "", path.read_text(), flags=re.MULTILINE | re.DOTALL)
@@ -223,7 +225,7 @@ def test_from_report_to_case(tmp_path: Path) -> None:
         "fp8-harness list cases/bugs/your-model-7.toml": [(0, listed)],
     }
     run = with_examples(tmp_path)
-    walk(page("from-report-to-case.md"), tmp_path, says, run, file="cases/bugs/your-model-7.toml")
+    walk(page("plugins/bugs.md"), tmp_path, says, run, file="cases/bugs/your-model-7.toml")
 
 
 def test_reading_a_report(project: Command) -> None:

@@ -141,7 +141,7 @@ def test_every_row_of_the_table_holds_where_it_says(
 def test_every_row_of_the_table_has_a_test_a_reason_a_source_and_a_place_on_the_page() -> None:
     assert [need.name for need in gpu_needs()] == [row[0] for row in NEEDED]
     assert all(need.reason and need.source and "{" not in need.reason for need in gpu_needs())
-    page = (REPOSITORY / "docs" / "on-your-gpus.md").read_text()
+    page = (REPOSITORY / "docs" / "plugins" / "gpu.md").read_text()
     section = page.partition("## Which cases run on GPUs")[2].partition("\n## ")[0]
     numbers = {need.reason.rpartition(" ")[2] for need in gpu_needs() if need.since}
     assert numbers == set(re.findall(r"(?<=[| ])\d+\.[\dx]+", section.partition("|---|")[2].partition("\n\n")[0]))
@@ -374,7 +374,7 @@ PAGES = {  # each with whether its commands are given in the clone
     "docs/first-case.md": True,
     "docs/concepts.md": True,
     "docs/your-own-trainer.md": False,
-    "docs/parity.md": False,
+    "docs/plugins/parity.md": False,
     "docs/for-torchao.md": False,
 }
 

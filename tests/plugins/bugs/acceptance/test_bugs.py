@@ -225,7 +225,7 @@ def test_a_case_runs_with_another_version_and_its_failure_is_looked_for(project:
 
 
 def test_git_bisects_versions_and_revisions(project: Command) -> None:
-    """The two recipes of docs/from-report-to-case.md: a list of versions in git, and a repository of one's own."""
+    """The two recipes of docs/plugins/bugs.md: a list of versions in git, and a repository of one's own."""
     wheels = project.folder / "wheels"
     wheels.mkdir()
     repository = project.folder / "repository"

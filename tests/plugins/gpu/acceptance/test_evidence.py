@@ -14,7 +14,7 @@ from tests.acceptance.documents import steps
 from tests.commands import understood
 from tests.nvidia import put_nvidia_smi
 
-PAGE = REPOSITORY / "docs" / "on-your-gpus.md"
+PAGE = REPOSITORY / "docs" / "plugins" / "gpu.md"
 
 BF16 = """
 [[case]]
