@@ -23,11 +23,10 @@ from harness.matrix.caseid import case_id
 from harness.matrix.records import matching
 from harness.plugins.bugs.bugfile import FOLDER, Symptom, read_bugs, write_bug_file
 from harness.plugins.bugs.corpus import check_corpus, provable_bugs
-from harness.plugins.bugs.export import export, exported_case, proof_of, read_neighbours
+from harness.plugins.bugs.export import Neighbours, export, exported_case, proof_of
 from harness.plugins.bugs.importing import ImportOptions, import_configuration, import_report
 from harness.plugins.bugs.pytest_file import export_test
 from harness.plugins.bugs.report import MAX_BYTES, read_file, read_report
-from harness.plugins.bugs.reproduce import CANNOT_TELL, Reproduced, known_in, reproduced
 from harness.plugins.bugs.sections import (
     bug_document,
     bugs_sections,
@@ -44,11 +43,15 @@ from harness.plugins.bugs.sections import (
 )
 from harness.plugins.bugs.shrink import open_journal, shrink
 from harness.plugins.bugs.trials import (
+    CANNOT_TELL,
     NamedCase,
+    Reproduced,
     TrialResult,
     injections_for,
+    known_in,
     named_case,
     open_trials,
+    reproduced,
     run_once,
     trial_result,
 )
@@ -127,7 +130,7 @@ def bug() -> None:
 
 @bug.command("import", epilog=_IMPORT_EPILOG)
 @click.argument("file", metavar="FILE|-")
-@click.option("--id", "bug_id", metavar="NAME", default="", help="Name of the bug file. Default: from the link.")
+@click.option("--id", metavar="NAME", default="", help="Name of the bug file. Default: from the link.")
 @click.option("--link", metavar="URL", default="", help="The report on GitHub. Default: from its first lines.")
 @click.option("--title", metavar="TEXT", default="", help="What it is about. Default: the first heading.")
 @click.option("--message", metavar="TEXT", default="", help="The error as reported. Default: the first that is found.")
@@ -158,34 +161,24 @@ def bug() -> None:
 def import_command(  # noqa: PLR0913  one parameter per option
     *,
     file: str,
-    bug_id: str,
-    link: str,
-    title: str,
-    message: str,
-    symptom: Symptom | None,
     versions: tuple[str, ...],
     day: datetime.datetime | None,
-    full_size: bool,
     output: Path | None,
     force: bool,
     dry_run: bool,
     json_file: Path | None,
     root: str | None,
+    **stated: Any,
 ) -> None:
     """Turn a bug report into a bug file: the case that it describes, and where every value comes from."""
     pairs = [pair.partition("=") for pair in versions]
     if not all(name and version for name, _, version in pairs):
         raise HarnessError("no version of a package.", where="--version", fix="write it as --version torch=2.13.0.")
     asked = ImportOptions(
-        today=datetime.datetime.now(tz=datetime.UTC).date(),
-        id=bug_id,
-        link=link,
-        title=title,
-        message=message,
-        symptom=symptom,
+        today=_today(),
         versions={name: version for name, _, version in pairs},
         day=None if day is None else day.date(),
-        full_size=full_size,
+        **stated,
     )
     content = sys.stdin.buffer.read(MAX_BYTES + 1) if file == "-" else read_file(file)
     imported = import_report(read_report(content, where="stdin" if file == "-" else Path(file).name), asked)
@@ -200,6 +193,10 @@ def import_command(  # noqa: PLR0913  one parameter per option
         options.write_json(json_file, imported_document(imported, file=shown))
     elif dry_run:
         click.echo(text, nl=False)
+
+
+def _today() -> datetime.date:
+    return datetime.datetime.now(tz=datetime.UTC).date()
 
 
 def _bug_path(bug_id: str, output: Path | None, root: str | None, *, force: bool) -> Path:
@@ -373,7 +370,7 @@ def shrink_command(  # noqa: PLR0913  one parameter per option
 
 @bug.command("export", epilog=_EXPORT_EPILOG)
 @_trial_options
-@click.option("--shrunk", metavar="FILE.json", type=options.FILE, help="The JSON of `bug shrink`.")
+@click.option("--shrunk", metavar="FILE.json", type=options.EXISTING_FILE, help="The JSON of `bug shrink`.")
 @click.option("--output", metavar="DIR", type=options.FOLDER, default=Path())
 @click.option("--pytest", "as_test", is_flag=True, help="Write a test for another repository instead.")
 @click.option("--skip-proof", is_flag=True, help="Do not run it once, to see that it shows the fault.")
@@ -395,7 +392,7 @@ def export_command(  # noqa: PLR0913  one parameter per option
     The test is red where CASE fails, and green with the recorded fix. With --inject it is green without the fault.
     """
     given, named = named.case, named._replace(case=exported_case(named.case))
-    neighbours = read_neighbours(shrunk) if shrunk is not None else ()
+    neighbours = () if shrunk is None else read_json(shrunk, Neighbours, command="bug shrink --json").needed
     plan = plan_for().of(named.case)
     with open_progress(quiet=quiet) as progress:
         result = run_once(project, plan, progress, named.case, injections)
@@ -449,7 +446,6 @@ def case_of_configuration(
     flags = config.lstrip().startswith("--")
     content = config.encode() if flags else read_file(config)
     report = read_report(content, where="--from" if flags else config)
-    today = datetime.datetime.now(tz=datetime.UTC).date()
-    job = import_configuration(report, ImportOptions(today=today, axes=given, ranks=ranks, ignore=ignore))
+    job = import_configuration(report, ImportOptions(today=_today(), axes=given, ranks=ranks, ignore=ignore))
     assert job.case is not None, "a job without a refusal has a case"
     return job.case, job_notes(job)

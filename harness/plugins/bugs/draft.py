@@ -11,19 +11,18 @@ from harness.matrix.layout import DP_AXES, OTHERS, REST, left_over, ranks_of
 from harness.matrix.linears import BLOCK_LINEARS, OUTPUT_FQN
 from harness.matrix.recipes import TRAITS, block_recipe
 from harness.matrix.rules import exclusions
-from harness.plugins.bugs.facts import (
+from harness.plugins.bugs.reading import ROUNDED, Resolved, Statement
+from harness.plugins.bugs.report import clean_words
+from harness.plugins.bugs.spellings import (
     CONVERTED_OUTPUT,
     FILTERS,
     FLOAT8_STYLES,
     Era,
-    Resolved,
     default_of,
     facts_of_file,
+    shown,
     sizes_of_model,
 )
-from harness.plugins.bugs.reading import ROUNDED, Statement
-from harness.plugins.bugs.report import clean_words
-from harness.plugins.bugs.spellings import shown
 from harness.registry import REFERENCE, is_llama
 
 _PLACEHOLDER = 2  # the degree assumed until somebody answers

@@ -13,10 +13,10 @@ from harness.matrix.axes import AXES, option_of
 from harness.matrix.case import Case
 from harness.plugins.bugs.bugfile import Bug, BugFile, Origins, Symptom
 from harness.plugins.bugs.draft import Draft
-from harness.plugins.bugs.facts import LAST_TOML, Era, era_of_version, resolve
 from harness.plugins.bugs.fitting import fit
-from harness.plugins.bugs.reading import Account, Reading, Statement
+from harness.plugins.bugs.reading import Account, Reading, Statement, resolve
 from harness.plugins.bugs.report import Report, find_link, id_of, observe
+from harness.plugins.bugs.spellings import LAST_TOML, Era, era_of_version
 from harness.registry import REFERENCE
 from harness.text import printable
 

@@ -16,16 +16,19 @@ from typing import Literal, NamedTuple
 from harness.durable import write_whole
 from harness.plugins.bugs.bugfile import UNREPORTED
 from harness.plugins.bugs.export import (
+    Source,
     constants,
     failed_checks,
     failure_of,
     file_name,
+    gather,
+    patch_of,
+    planted_title,
     quoted,
     setup_of,
     title_of,
     with_values,
 )
-from harness.plugins.bugs.exported_fault import Source, gather, patch_of, planted_title
 from harness.plugins.bugs.trials import NamedCase
 from harness.result import CaseResult
 from harness.running.injection import Injection

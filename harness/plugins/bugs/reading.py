@@ -1,4 +1,7 @@
-"""The one reader of configurations: what their settings state, and an account of every line. Nothing is executed."""
+"""The one reader of configurations: what settings state and agree on, and an account of every line.
+
+Nothing is executed.
+"""
 
 import datetime
 import re
@@ -9,16 +12,17 @@ import msgspec
 
 from harness.matrix.axes import SCOPE, OutOfScope
 from harness.matrix.recipes import OPERAND_FIELDS, Operand
-from harness.plugins.bugs.code import Code, read_code
 from harness.plugins.bugs.report import Block, Report, clean_words, python_tree
 from harness.plugins.bugs.settings import (
     MOST,
     UNREAD,
+    Code,
     Command,
     Setting,
     Source,
     commands_of,
     printed_settings,
+    read_code,
     settings_of_block,
 )
 from harness.plugins.bugs.spellings import (
@@ -31,6 +35,7 @@ from harness.plugins.bugs.spellings import (
     known,
     names_experts,
     plain_key,
+    shown,
     subject,
 )
 
@@ -280,3 +285,32 @@ def _cast_settings(stated: Mapping[str, object], field: str) -> Iterator[str]:
         last = str(value).rpartition(".")[2]
         if key.startswith(f"{field}.") and last in known_settings:
             yield known_settings[last]
+
+
+class Resolved(msgspec.Struct, frozen=True, kw_only=True):
+    """What statements agree on, what they contradict each other in, and what was passed over, with the reason."""
+
+    facts: Mapping[str, Statement]
+    contradictions: Mapping[str, tuple[Statement, ...]]
+    ignored: tuple[str, ...]
+
+
+def resolve(statements: Iterable[Statement]) -> Resolved:
+    """What statements agree on: flags override a configuration, and two values of the same rank contradict."""
+    by_fact: dict[str, list[Statement]] = {}
+    for statement in statements:
+        by_fact.setdefault(statement.fact, []).append(statement)
+    facts: dict[str, Statement] = {}
+    contradictions: dict[str, tuple[Statement, ...]] = {}
+    ignored: dict[str, None] = {}
+    for fact, stated in by_fact.items():
+        kept = [statement for statement in stated if statement.source == "flag"] or stated
+        first = {statement.value: statement for statement in reversed(kept)}
+        if len(first) > 1:
+            contradictions[fact] = tuple(statement for statement in kept if first[statement.value] is statement)
+        facts[fact] = kept[0]
+        for other in stated:
+            if other.value not in first:
+                why = "a flag overrides the configuration"
+                ignored[f"{fact} = {shown(other.value)}: {other.words}: {why}"] = None
+    return Resolved(facts=facts, contradictions=contradictions, ignored=tuple(ignored))

@@ -17,9 +17,9 @@ from harness.plugins.bugs.export import Proof as ScriptProof
 from harness.plugins.bugs.importing import ImportedBug, Job
 from harness.plugins.bugs.pytest_file import ExportedTest
 from harness.plugins.bugs.reading import Account
-from harness.plugins.bugs.reproduce import Reproduced
 from harness.plugins.bugs.shrink import Attempt, Shrunk
 from harness.plugins.bugs.spellings import shown as quoted
+from harness.plugins.bugs.trials import Reproduced
 from harness.report.sections import Block, Entry, Facts, Items, Section, Table, Verbatim, markdown
 from harness.text import counted
 

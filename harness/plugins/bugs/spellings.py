@@ -1,4 +1,7 @@
-"""What options of other tools mean: the table `spellings.toml`, and how a dotted name is looked up in it."""
+"""What options of other tools mean, by their dotted names, and what programs do where nothing is stated.
+
+The tables are `spellings.toml` and `defaults.toml`, which has defaults and the files of torchtitan by name.
+"""
 
 import datetime
 import fnmatch
@@ -10,8 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+from packaging.version import InvalidVersion, Version
 
 from harness.matrix.axes import AXES, SCOPE, OutOfScope, axis_type, choices
+from harness.matrix.models import MODELS
 
 Value = bool | int | float | str | tuple[str, ...]
 
@@ -33,7 +38,6 @@ class Spelling(msgspec.Struct, frozen=True, kw_only=True):
 
     fact: str
     kind: type
-    tools: Mapping[str, tuple[str, ...]]
     values: Mapping[str, Value] = {}
     silent: tuple[str, ...] = ()
     since: datetime.date = datetime.date.min
@@ -43,11 +47,8 @@ class Spelling(msgspec.Struct, frozen=True, kw_only=True):
         """The fact that this value states; {} for one that says nothing, None for an unknown one."""
         text = ", ".join(map(str, value)) if isinstance(value, list | tuple) else str(value).strip()
         plain = text.lower()
-        forms = (
-            plain,
-            plain.rpartition(".")[2],
-            "true" if plain in _TRUE[:3] else "false" if plain in _FALSE[:3] else "",
-        )
+        truth = "true" if plain in _TRUE[:3] else "false" if plain in _FALSE[:3] else ""
+        forms = (plain, plain.rpartition(".")[2], truth)
         if any(form in self.silent for form in forms[:2]):
             return {}
         for form in forms:
@@ -63,9 +64,8 @@ class Spelling(msgspec.Struct, frozen=True, kw_only=True):
         if self.kind is int:
             return int(text) if re.fullmatch(r"-?\d{1,18}", text, re.ASCII) else None
         if self.kind is float:
-            return (
-                float(text) if re.fullmatch(r"(?:\d+\.?\d*|\.\d+)(?:e[-+]?\d{1,3})?", text, re.ASCII | re.I) else None
-            )
+            number = r"(?:\d+\.?\d*|\.\d+)(?:e[-+]?\d{1,3})?"
+            return float(text) if re.fullmatch(number, text, re.ASCII | re.IGNORECASE) else None
         if self.kind is bool:
             known = text.lower() in (*_TRUE, *_FALSE)
             return text.lower() in _TRUE if known else None
@@ -163,7 +163,7 @@ def subject(name: str) -> str:
     """What a name is about that must not be passed over, such as "precision"; "" for nothing of the kind."""
     words = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", " ", name)
     words = f"{words.replace('_', ' ')} {name}".lower()
-    return next((about for about, pattern in _matters() if pattern.search(words)), "")
+    return next((about for about, pattern in table()["matters"].items() if re.search(pattern, words)), "")
 
 
 def asked_by_option(paths: Sequence[str], value: object) -> OutOfScope | None:
@@ -190,19 +190,14 @@ def names_experts(model: str) -> bool:
 def tool_started_by(word: str) -> str:
     """The tool that this word of a command starts; "" for none."""
     plain = word.rpartition("/")[2]
-    started = ((tool, names.split()) for tool, names in table()["launchers"].items())
-    return next(
-        (
-            tool
-            for tool, names in started
-            if plain in names or word in names or word.endswith(tuple(f"/{name}" for name in names))
-        ),
-        "",
-    )
+    for tool, names in table()["launchers"].items():
+        if any(name in (plain, word) or word.endswith(f"/{name}") for name in names.split()):
+            return str(tool)
+    return ""
 
 
 def is_toml_of_torchtitan(path: str) -> bool:
-    return any(path == key or path.endswith(f".{key}") for key in _toml_keys())
+    return any(path == key or path.endswith(f".{key}") for key in table()["toml_of_torchtitan"]["keys"].split())
 
 
 @functools.cache
@@ -212,32 +207,17 @@ def printed_lines() -> tuple[tuple[re.Pattern[str], str], ...]:
 
 
 @functools.cache
-def _toml_keys() -> tuple[str, ...]:
-    return tuple(table()["toml_of_torchtitan"]["keys"].split())
-
-
-@functools.cache
-def _matters() -> tuple[tuple[str, re.Pattern[str]], ...]:
-    return tuple((about, re.compile(pattern)) for about, pattern in table()["matters"].items())
-
-
-@functools.cache
 def _spellings() -> Mapping[str, list[tuple[str, Spelling]]]:
+    """By key, the rows that have it, each with the tool whose key it is."""
     by_key: dict[str, list[tuple[str, Spelling]]] = {}
-    for row in _rows():
-        for tool, keys in row.tools.items():
-            for key in keys:
-                by_key.setdefault(key, []).append((tool, row))
+    for fact, row in ((fact, row) for fact, rows in table()["fact"].items() for row in rows):
+        kind = _KINDS[row["kind"]] if "kind" in row else axis_type(fact)
+        rest = {name: row[name] for name in ("values", "since", "until") if name in row}
+        spelling = Spelling(fact=fact, kind=kind, silent=tuple(row.get("silent", "").split()), **rest)
+        for tool, keys in row.items():
+            for key in keys.split() if tool not in _NOT_TOOLS else ():
+                by_key.setdefault(key, []).append((tool, spelling))
     return by_key
-
-
-def _rows() -> Iterator[Spelling]:
-    for fact, rows in table()["fact"].items():
-        for row in rows:
-            kind = _KINDS[row["kind"]] if "kind" in row else axis_type(fact)
-            tools = {tool: tuple(keys.split()) for tool, keys in row.items() if tool not in _NOT_TOOLS}
-            rest = {name: row[name] for name in ("values", "since", "until") if name in row}
-            yield Spelling(fact=fact, kind=kind, tools=tools, silent=tuple(row.get("silent", "").split()), **rest)
 
 
 @functools.cache
@@ -286,3 +266,67 @@ def _no_effect(parts: Sequence[str]) -> Iterator[tuple[int, str]]:
         pattern = row.variables if last.startswith("$") else row.names
         if pattern and re.fullmatch(pattern, last.lstrip("$")) and (last.startswith("$") or not matters):
             yield 1, row.why
+
+
+FLOAT8_STYLES = datetime.date(2025, 9, 30)  # until then torchtitan used float8 TP styles
+LAST_TOML = datetime.date(2026, 2, 22)  # the last day of torchtitan's TOML files
+CONVERTED_OUTPUT = datetime.date(2024, 7, 19)  # until then torchtitan converted the output layer, without a filter
+FILTERS = datetime.date(2025, 4, 7)  # since then it converts the output layer where no filter names it
+
+_LARGER_DEBUG_MODEL = datetime.date(2025, 6, 1)  # until then it had 8 layers and a vocabulary of 2256
+
+
+@functools.cache
+def _defaults() -> Mapping[str, Any]:
+    return tomllib.loads((Path(__file__).parent / "defaults.toml").read_text())
+
+
+class Era(msgspec.Struct, frozen=True, kw_only=True):
+    """The day that decides what options and defaults mean, and where it comes from.
+
+    `sure`: a version, a format that ended, or the user says so; not today, as the version may be older.
+    """
+
+    day: datetime.date
+    source: str
+    sure: bool = False
+
+
+def era_of_version(version: str) -> Era | None:
+    """The era of a version of torchtitan; None for one before the first that is known, or for no version."""
+    try:
+        wanted = Version(version)
+    except InvalidVersion:
+        return None
+    releases = _defaults()["releases"].items()
+    known = [(name, day) for name, day in releases if Version(name) <= wanted or wanted.base_version == name]
+    return Era(day=known[-1][1], source=f"torchtitan {version}", sure=True) if known else None
+
+
+def default_of(fact: str, tool: str, day: datetime.date) -> tuple[Value, str] | None:
+    """The default of a fact, and why."""
+    for row in _defaults()["default"]:
+        if row["fact"] == fact and tool in row.get("tool", tool).split(" ") and day >= row.get("since", day):
+            return row["value"], row["why"].format(tool=tool)
+    return None
+
+
+def facts_of_file(name: str, day: datetime.date) -> Mapping[str, Value]:
+    """The facts that a configuration file of torchtitan sets; {} for any other."""
+    for row in _defaults()["file"]:
+        if day >= row.get("since", day) and re.search(row["name"], name, re.IGNORECASE):
+            size = sizes_of_model(row["facts"]["model_size"], day)
+            return {**row["facts"], "seq_len": MODELS[size[0]].seq_len} if size else row["facts"]
+    return {}
+
+
+def sizes_of_model(name: str, day: datetime.date) -> tuple[str, Mapping[str, int]] | None:
+    """A known model and the sizes behind a name such as "8B"; None for any other."""
+    known = next((known for known, pattern in _defaults()["models"].items() if re.search(pattern, name)), None)
+    if known is None:
+        return None
+    model = MODELS[known]
+    sizes = {**msgspec.structs.asdict(model.shape), "vocab_size": model.vocab_size}
+    if known == "debugmodel" and day < _LARGER_DEBUG_MODEL:
+        sizes |= {"layers": 8, "vocab_size": 2256}
+    return known, sizes

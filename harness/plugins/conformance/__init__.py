@@ -8,7 +8,7 @@ PLUGIN = Plugin(
     commands={"dev conformance": "harness.plugins.conformance.commands:conformance_command"},
     sections={
         "conformance": PageSection(
-            help="Add the table of `dev conformance --json`.", read="harness.plugins.conformance.sections:read_section"
+            help="Add the table of `dev conformance --json`.", read="harness.plugins.conformance.commands:read_section"
         )
     },
 )

@@ -19,7 +19,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
 
 from harness.matrix.recipes import ITEM_BYTES
-from harness.plugins.conformance.operator_checks import MATMULS, PARTIALS, OperatorCheck, Placements, shard_dim
+from harness.plugins.conformance.checks import MATMULS, PARTIALS, OperatorCheck, Placements, shard_dim
 
 AxisPlacements = tuple[str, ...]  # one placement per input, on one mesh axis
 

@@ -20,8 +20,8 @@ from harness.matrix.caseid import case_id, parse_case_id
 from harness.matrix.layout import REST, left_over
 from harness.matrix.models import named_model, training
 from harness.plugins.predict.cost import CostReport, metrics, run_report, speed
-from harness.plugins.predict.gains import predicted_gains
-from harness.plugins.predict.layouts import simulate, sweep
+from harness.plugins.predict.gains import SpeedReport, measure_speed, predicted_gains, timed_case
+from harness.plugins.predict.layouts import PROGRAM, require_simulable, simulate, sweep, verify
 from harness.plugins.predict.machine import Machine, peak
 from harness.plugins.predict.machine import machine as machine_named
 from harness.plugins.predict.sections import (
@@ -31,8 +31,6 @@ from harness.plugins.predict.sections import (
     speedup_sections,
     sweep_sections,
 )
-from harness.plugins.predict.simulation import PROGRAM, require_simulable, verify
-from harness.plugins.predict.speed import SpeedReport, measure_speed, timed_case
 from harness.project import Project, find_project
 from harness.report.run import run_sections
 from harness.result import RunResult

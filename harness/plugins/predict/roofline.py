@@ -37,8 +37,7 @@ from harness.matrix.linears import (
     parameter_count,
 )
 from harness.matrix.recipes import BLOCK, ITEM_BYTES, Operand, Recipe
-from harness.plugins.predict.machine import Machine
-from harness.plugins.predict.wire import transfer_s
+from harness.plugins.predict.machine import Machine, transfer_s
 from harness.trace.counts import FLOAT8
 
 _CAUSAL = 0.5  # of the products of attention, which `work` counts whole

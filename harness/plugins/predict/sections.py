@@ -1,24 +1,17 @@
 """What `predict` shows: costs, layouts, how fast it is here, and what FP8 gains."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING
 
 from harness.matrix.caseid import parse_case_id
 from harness.plugins.predict.cost import CostReport, Metrics, Row, Speed, speed
-from harness.plugins.predict.layouts import IMBALANCE, Routed
+from harness.plugins.predict.gains import CaseSpeed, Conversion, Gains, SpeedReport
+from harness.plugins.predict.layouts import IMBALANCE, Ranked, Routed, Simulation, Verification
 from harness.plugins.predict.machine import Peak, peak_of_device
 from harness.registry import is_llama
 from harness.report.case import flop_words, speedup_words
 from harness.report.sections import Block, Facts, Items, Section, Table
+from harness.running.conditions import worst
 from harness.text import binary_bytes, counted
-
-if TYPE_CHECKING:
-    from harness.plugins.predict.gains import Conversion, Gains
-    from harness.plugins.predict.layouts import Ranked, Simulation
-    from harness.plugins.predict.simulation import Verification
-    from harness.plugins.predict.speed import CaseSpeed, SpeedReport
 
 SIMULATED = "simulated, not gated: a CPU computes float8 with the virtual device"
 _COUNTING = (
@@ -158,12 +151,8 @@ def layout_sections(simulation: Simulation, verification: Verification | None = 
         *(f"warning {reason.name}: {reason.text}" for reason in simulation.warnings),
     )
     yield Section(blocks=(simulation.case, of, Items(reasons)))
-    for table in (
-        _matmul_table(simulation),
-        _shard_table(simulation),
-        _wire_table(simulation),
-        _memory_table(simulation),
-    ):
+    for table_of in (_matmul_table, _shard_table, _wire_table, _memory_table):
+        table = table_of(simulation)
         yield table if table.rows else "sent: nothing"
     if simulation.experts is not None:
         yield _experts(simulation.experts)
@@ -340,13 +329,8 @@ def _variant_rows(gains: Gains) -> Iterator[tuple[str, ...]]:
         if variant.refused:
             yield variant.name, "refused", "refused", "-", variant.refused
         else:
-            yield (
-                variant.name,
-                f"{variant.compiled:.2f}",
-                f"{variant.eager:.2f}",
-                f"{variant.tokens_s:,.0f}",
-                variant.fault,
-            )
+            times = f"{variant.compiled:.2f}", f"{variant.eager:.2f}", f"{variant.tokens_s:,.0f}"
+            yield variant.name, *times, variant.fault
 
 
 def _step_rows(gains: Gains) -> Iterator[tuple[str, ...]]:
@@ -381,8 +365,6 @@ def speed_sections(report: SpeedReport) -> Iterator[Block]:
 
 
 def _case_section(case_speed: CaseSpeed) -> Section:
-    from harness.running.conditions import worst
-
     if case_speed.speedup is None:
         failed = case_speed.failed
         why = "not timed" if failed is None else f"not timed: {failed.case_id} {failed.verdict.phrase}"

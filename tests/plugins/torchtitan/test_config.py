@@ -16,7 +16,7 @@ from tests.builders import make_case
 def config_of(case: Case, **changes: Any) -> Any:
     from torchtitan.components.loss import CrossEntropyLoss
 
-    from harness.plugins.torchtitan.worker.config import trainer_config
+    from harness.plugins.torchtitan.worker.trainer import trainer_config
 
     given = {"fsdp": case.uses_fsdp, "dp_rank": 0, "microbatches": 1, "local_batch": case.local_batch}
     return trainer_config(case, World(device=torch.device("cpu"), **(given | changes)), CrossEntropyLoss.Config())

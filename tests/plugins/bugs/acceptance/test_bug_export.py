@@ -14,8 +14,7 @@ from pathlib import Path
 import pytest
 
 from harness.matrix.caseid import parse_case_id
-from harness.plugins.bugs.export import constants, exported_case, script
-from harness.plugins.bugs.exported_fault import exported_fault
+from harness.plugins.bugs.export import constants, exported_case, exported_fault, script
 from harness.plugins.bugs.pytest_file import models, pytest_file
 from harness.verdict import FailureSignature
 from tests.acceptance.conftest import REPOSITORY, Command

@@ -13,8 +13,15 @@ import pytest
 from harness.checks.failure_signature import normalized
 from harness.errors import HarnessError
 from harness.matrix.caseid import parse_case_id
-from harness.plugins.bugs.export import TEMPLATE, error_pattern, exported_case, script, script_outcome, what_detects
-from harness.plugins.bugs.exported_fault import exported_fault
+from harness.plugins.bugs.export import (
+    TEMPLATE,
+    error_pattern,
+    exported_case,
+    exported_fault,
+    script,
+    script_outcome,
+    what_detects,
+)
 from harness.plugins.faults.faults import all_faults
 from harness.verdict import FailureSignature
 from tests.privates import everything

@@ -15,9 +15,8 @@ from harness.plugins.bugs import commands as bug
 from harness.plugins.bugs import trials
 from harness.plugins.bugs.bugfile import Bug, BugFile
 from harness.plugins.bugs.commands import tell_other_failure
-from harness.plugins.bugs.reproduce import Reproduced, known_in, reproduced
 from harness.plugins.bugs.sections import reproduced_sections
-from harness.plugins.bugs.trials import NamedCase, TrialResult
+from harness.plugins.bugs.trials import NamedCase, Reproduced, TrialResult, known_in, reproduced
 from harness.report.sections import text_of
 from harness.running.plan import Plan
 from harness.running.progress import SilentProgress

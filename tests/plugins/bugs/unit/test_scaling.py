@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from harness.plugins.bugs.scaling import MAX_RANKS, Sizes, lost, made_smaller, traits
+from harness.plugins.bugs.fitting import MAX_RANKS, Sizes, lost, made_smaller, traits
 from tests.examples import examples
 
 DEGREES = st.sampled_from([1, 2, 3, 4, 6, 8, 16, 128])

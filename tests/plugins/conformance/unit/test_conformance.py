@@ -12,19 +12,19 @@ from hypothesis import strategies as st
 
 from harness.engine.messages import Job, JobOutcome, RankOutcome
 from harness.plugins.conformance import judge
-from harness.plugins.conformance.checks import fixed_checks, select_checks
-from harness.plugins.conformance.judge import Conclusion, conclude_lost, run_checks
-from harness.plugins.conformance.known import KNOWN
-from harness.plugins.conformance.operator_checks import (
+from harness.plugins.conformance.checks import (
     MESHES,
     Batch,
     Observation,
     OperatorCheck,
     Output,
     chunk_sizes,
+    fixed_checks,
     local_shape,
+    select_checks,
 )
-from harness.plugins.conformance.sections import column, conformance_document, conformance_section
+from harness.plugins.conformance.commands import column, conformance_document, conformance_section
+from harness.plugins.conformance.judge import KNOWN, Conclusion, conclude_lost, run_checks
 from harness.plugins.conformance.strategy import cheapest_bytes
 from harness.report.sections import text_of
 from harness.studies.surviving import RanksFailed

@@ -13,9 +13,8 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from harness.engine.cluster import unleased_cluster
-from harness.plugins.conformance.checks import select_checks
+from harness.plugins.conformance.checks import MESHES, PARTIALS, OperatorCheck, select_checks
 from harness.plugins.conformance.judge import PROGRAM, Conclusion, run_checks
-from harness.plugins.conformance.operator_checks import MESHES, PARTIALS, OperatorCheck
 from harness.running.injection import parse_injection
 
 FAULTS = Path(__file__).with_name("conformancefaults.py")

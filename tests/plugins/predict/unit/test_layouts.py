@@ -16,11 +16,10 @@ from harness.matrix.case import Case, Layout
 from harness.matrix.caseid import parse_case_id
 from harness.matrix.linears import parameter_count
 from harness.matrix.models import MODELS, training
+from harness.plugins.predict.cost import memory
 from harness.plugins.predict.layouts import Simulation, layouts, simulate, sweep
-from harness.plugins.predict.machine import machine
-from harness.plugins.predict.memory import memory
+from harness.plugins.predict.machine import crosses_nodes, machine, wire
 from harness.plugins.predict.sections import layout_sections, sweep_sections
-from harness.plugins.predict.wire import crosses_nodes, wire
 from harness.report.sections import text_of
 from tests.builders import make_case
 from tests.strategies import DENSE_CASES

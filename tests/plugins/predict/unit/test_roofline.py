@@ -14,9 +14,8 @@ from harness.matrix.axes import case_from_axes
 from harness.matrix.case import Case, Layout
 from harness.matrix.models import MODELS, training
 from harness.plugins.predict.gains import conversions
-from harness.plugins.predict.machine import PEAKS, Machine, machine
+from harness.plugins.predict.machine import PEAKS, Machine, axis_bytes_s, machine, transfer_s
 from harness.plugins.predict.roofline import casts, predicted_step, speed_up
-from harness.plugins.predict.wire import axis_bytes_s, transfer_s
 
 H100 = machine("h100")
 RECIPES = ("bf16", "tensorwise", "rowwise", "rowwise_with_gw_hp")

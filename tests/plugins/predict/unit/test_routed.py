@@ -16,8 +16,7 @@ from harness.matrix.models import MODELS, training
 from harness.plugins.predict.cost import flops_per_token
 from harness.plugins.predict.gains import predicted_gains
 from harness.plugins.predict.layouts import simulate
-from harness.plugins.predict.machine import machine
-from harness.plugins.predict.wire import wire
+from harness.plugins.predict.machine import machine, wire
 from harness.trace.experts import ExpertCall, Phase, Rows
 
 B200 = machine("b200")

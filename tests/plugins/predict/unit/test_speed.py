@@ -15,8 +15,8 @@ from harness.errors import HarnessError
 from harness.jsonform import to_json
 from harness.matrix.case import Float8
 from harness.matrix.caseid import case_id, parse_case_id
+from harness.plugins.predict.gains import CaseSpeed, SpeedReport, Timed, interval, speedup, t_quantile, timed_case
 from harness.plugins.predict.sections import speed_sections
-from harness.plugins.predict.speed import CaseSpeed, SpeedReport, Timed, interval, speedup, t_quantile, timed_case
 from harness.plugins.release.gate import gate
 from harness.plugins.release.reason import Kind
 from harness.report.sections import text_of

@@ -14,7 +14,7 @@ from harness.engine.messages import Job, JobOutcome
 from harness.matrix import models
 from harness.matrix.case import Case
 from harness.matrix.records import read_known
-from harness.plugins.predict.simulation import PROGRAM, Verification, verify
+from harness.plugins.predict.layouts import PROGRAM, Verification, verify
 from harness.request import SimulationRequest
 from tests.worker.runs import sweep
 
