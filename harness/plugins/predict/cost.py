@@ -35,10 +35,9 @@ from harness.matrix.linears import (
     stage_count,
 )
 from harness.matrix.recipes import ITEM_BYTES
-from harness.result import Sent, sent_by
 from harness.plugins.predict.machine import Peak, peak_of_device
 from harness.registry import is_llama
-from harness.result import CaseResult, Measured, Multiplied
+from harness.result import CaseResult, Measured, Multiplied, Sent, sent_by
 from harness.trace.counts import FLOAT8
 
 

@@ -41,7 +41,7 @@ from harness.store import RunStore
 from harness.studies.records import SanityJudge
 from harness.workflow import check_fits, provenance, run_start
 
-# How far predictions were from what was published (`tests/plugins/predict/unit/test_published.py`).
+# How far predictions were from what was published (`tests/plugins/predict/unit/test_roofline.py`).
 ERROR_H100, ERROR_ELSEWHERE = 0.06, 0.16
 
 
