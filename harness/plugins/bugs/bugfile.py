@@ -166,18 +166,17 @@ def _bug_file(text: str, path: Path) -> BugFile:
     return BugFile(id=path.stem, where=str(path), bug=bug, case=case, full_size=sizes, **words)
 
 
-def write_bug_file(bug: BugFile, *, heading: str = "") -> str:
-    """The text of a bug file, which reads back as the same bug. `heading`: lines of comment above it."""
+def write_bug_file(bug: BugFile) -> str:
+    """The text of a bug file, which reads back as the same bug."""
     import tomli_w
 
     tree: dict[str, Any] = {"bug": _table(bug.bug)}
     if bug.case is not None:
         tree["case"] = {"axes": {name: _plain(value) for name, value in own_axes(bug.case).items()}}
     tree |= {name: dict(table) for name in Origins.__struct_fields__ if (table := getattr(bug, name))}
-    head = "".join(f"# {line}\n" for line in heading.splitlines())
     on_one_line = tomli_w.dumps(tree)
     # A parser reads "\r\n" as "\n" in a string of several lines.
-    return head + (on_one_line if r"\r" in on_one_line else tomli_w.dumps(tree, multiline_strings=True))
+    return on_one_line if r"\r" in on_one_line else tomli_w.dumps(tree, multiline_strings=True)
 
 
 def _table(value: Bug | FailureSignature) -> dict[str, Any]:

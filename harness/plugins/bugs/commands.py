@@ -353,10 +353,7 @@ def shrink_command(  # noqa: PLR0913  one parameter per option
     """Find the smallest case that fails like CASE, and what the failure needs."""
     plan = plan_for().of(named.case)
     journal = open_journal(project, named.case, injections, witness_key(plan))
-    with (
-        open_progress(quiet=quiet) as progress,
-        open_trials(project, plan, progress, named.case, injections) as trials,
-    ):
+    with open_progress(quiet=quiet) as progress, open_trials(project, plan, progress, named.case, injections) as trials:
         shrunk = shrink(named.case, trials.run, journal, jobs=plan.jobs, budget_s=budget_s, note=progress.note)
     first = journal.get(case_id(named.case))
     assert first is not None, "the given case is tried first"

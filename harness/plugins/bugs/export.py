@@ -93,11 +93,7 @@ class Neighbours(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def export(
-    named: NamedCase,
-    result: CaseResult,
-    injections: Sequence[Injection],
-    folder: Path,
-    known: Mapping[str, str] = {},
+    named: NamedCase, result: CaseResult, injections: Sequence[Injection], folder: Path, known: Mapping[str, str] = {}
 ) -> Exported:
     """Write the script of a case that failed, and the planted faults that make it fail. HarnessError if it did not.
 

@@ -10,7 +10,7 @@ needs to wrap one and leave out one.
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TypeVar
 
 import msgspec
@@ -59,7 +59,8 @@ def made_smaller(sizes: Sizes) -> tuple[Sizes, Mapping[str, str]]:
     """The smaller run, and for every axis that changed the arithmetic, with what could not be kept."""
     smaller = [_on_mesh(sizes, mesh) for mesh in _meshes(sizes)]
     best = min(smaller, key=lambda small: _rank_of(sizes, small))
-    return best, dict(_arithmetic(sizes, best))
+    changed = [name for name in Sizes.__struct_fields__ if getattr(sizes, name) != getattr(best, name)]
+    return best, {name: f"{getattr(sizes, name)} made smaller: {_reason(name, sizes, best)}" for name in changed}
 
 
 def traits(sizes: Sizes) -> dict[str, Traits]:
@@ -176,13 +177,6 @@ def _closest(
             return candidate
         scored.append((same, candidate))
     return max(scored, key=lambda pair: pair[0])[1]
-
-
-def _arithmetic(sizes: Sizes, small: Sizes) -> Iterator[tuple[str, str]]:
-    for name in Sizes.__struct_fields__:
-        before, after = getattr(sizes, name), getattr(small, name)
-        if before != after:
-            yield name, f"{before} made smaller: {_reason(name, sizes, small)}"
 
 
 def _reason(name: str, sizes: Sizes, small: Sizes) -> str:

@@ -307,23 +307,20 @@ def _command(exported: Exported, files: Sequence[str]) -> str:
 
 
 def _divergence(exported: Exported) -> Iterator[Block]:
+    finding = exported.finding
     if exported.error:
         agree = MISMATCH in exported.signature.what
         expected = "all ranks of a group call the same collective, of the same size" if agree else "it trains"
         yield Facts((("expected", expected), ("found", exported.error)))
+    elif finding is None:
+        yield exported.signature.what
+        yield "It must be raised: no kernel can run this case."
     else:
-        yield from _of_finding(exported)
+        yield finding.first_line
+        if finding.expected is not None or finding.found is not None:
+            yield Facts((("expected", finding.expected or "something else"), ("found", finding.found or "nothing")))
     if exported.signature.kind == "crash" and exported.signature.where:
         yield f"Raised in {', '.join(f'`{call}`' for call in exported.signature.where)}."
-
-
-def _of_finding(exported: Exported) -> Iterator[Block]:
-    finding = exported.finding
-    yield exported.signature.what if finding is None else finding.first_line
-    if finding is None:
-        yield "It must be raised: no kernel can run this case."
-    elif finding.expected is not None or finding.found is not None:
-        yield Facts((("expected", finding.expected or "something else"), ("found", finding.found or "nothing")))
 
 
 def _neighbours(exported: Exported, neighbours: Sequence[Attempt]) -> Table:

@@ -293,7 +293,7 @@ class _Reader:
         if last == "Linear" and not self._stacked:
             self._stacked = True
             yield from self._linear(node, words)
-        counted = _is_config(name)
+        counted = last[:1].isupper() or last == "dict"  # a class, as `TrainingArguments` and `SelectiveAC.Config`
         prefixes = dict.fromkeys(filter(None, (self._known_by.get(node, ""), _section(name))))
         for word in node.keywords:
             if word.arg is not None:
@@ -390,12 +390,6 @@ def _path(target: ast.expr) -> str:
 
 def _is_text(node: ast.expr | None) -> bool:
     return isinstance(node, ast.Constant) and isinstance(node.value, str)
-
-
-def _is_config(name: str) -> bool:
-    """True for a call of a class, as `TrainingArguments` and `SelectiveAC.Config`, and for a dict."""
-    last = name.rpartition(".")[2]
-    return last[:1].isupper() or last == "dict"
 
 
 def _says_itself(name: str) -> bool:

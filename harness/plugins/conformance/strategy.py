@@ -79,7 +79,10 @@ def _is_local(check: OperatorCheck, placements: AxisPlacements, size: int, shape
 def _is_local_with_equal_placements(check: OperatorCheck, placement: str, size: int, shape: tuple[int, ...]) -> bool:
     dim = shard_dim(placement)
     if check.op in REDUCTIONS:
-        return _is_local_reduction(check, placement, dim)
+        if dim is None:
+            return check.op in ("amax", "amin", "max") and placement == own_partial(check, 0)
+        needs_indices = check.op == "max" and check.dim is not None
+        return not (needs_indices and dim in reduced_dims(check))
     if check.op in _CASTS_OF_BLOCKS:
         return dim is not None  # the shards of all checks have whole blocks
     if check.op in _UNARY:
@@ -124,13 +127,6 @@ def own_partial(check: OperatorCheck, output: int) -> str | None:
         "aminmax": ("Pmin", "Pmax")[output % 2],
         "tensor_to_amax": "Pmax",
     }.get(check.op)
-
-
-def _is_local_reduction(check: OperatorCheck, placement: str, dim: int | None) -> bool:
-    if dim is None:
-        return check.op in ("amax", "amin", "max") and placement == own_partial(check, 0)
-    needs_indices = check.op == "max" and check.dim is not None
-    return not (needs_indices and dim in reduced_dims(check))
 
 
 def _moves_locally(check: OperatorCheck, dim: int, size: int, shape: tuple[int, ...]) -> bool:
@@ -181,11 +177,11 @@ def cheapest_bytes(check: OperatorCheck) -> float:
     if check.op in SCALES:
         reduced = tuple("R" if placement in PARTIALS else placement for placement in inputs[0])
         return paths[0][reduced] + _amax_bytes(check, reduced, inputs[0])
-    best = float("inf")
-    for by_axis in product(*(local_placements(check, size, shapes) for size in check.axes)):
-        targets = zip(*by_axis, strict=True)
-        best = min(best, sum(path.get(target, float("inf")) for path, target in zip(paths, targets, strict=True)))
-    return best
+    local = product(*(local_placements(check, size, shapes) for size in check.axes))
+    return min(
+        sum(path.get(target, math.inf) for path, target in zip(paths, zip(*by_axis, strict=True), strict=True))
+        for by_axis in local
+    )
 
 
 def _input_shapes(check: OperatorCheck) -> list[tuple[int, ...]]:

@@ -182,9 +182,7 @@ def _placed(case: Case, where: str, world: int | None, axes: dict[str, object]) 
 
 
 @click.group(
-    "predict",
-    cls=Group,
-    epilog="\b\nExample:\n  fp8-harness predict cost --model llama3-8b --tp 8 --dp-shard 64",
+    "predict", cls=Group, epilog="\b\nExample:\n  fp8-harness predict cost --model llama3-8b --tp 8 --dp-shard 64"
 )
 def predict() -> None:
     """Predict costs of a case or model, its layouts and what FP8 gains; or measure how fast it is."""

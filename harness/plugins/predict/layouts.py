@@ -218,7 +218,8 @@ def routed(case: Case, machine: Machine) -> Routed:
     rows, blocks = sent_rows(case), len(case.model.expert_layers)
     grouped = [gemm for gemm in gemms(case) if EXPERTS in gemm.fqn]
     timed = machine.peak.tflops(case.train.dtype) is not None
-    saved = [_saved(case, ((times * rows,),) * blocks) for times in (1, IMBALANCE)] if is_exact(case) else []
+    received = [((times * rows,),) * blocks for times in (1, IMBALANCE)] if is_exact(case) else []
+    saved = [sum(expected_saved(case, step=2, rank=0, rows=of_block).values()) for of_block in received]
     exchanged = (transfer for transfer in transfers_if_balanced(case, step=2, rank=0) if transfer.kind == "all_to_all")
     return Routed(
         parameters=parameter_count(case),
@@ -229,10 +230,6 @@ def routed(case: Case, machine: Machine) -> Routed:
         more_s=(IMBALANCE - 1) * sum(gemm_s(gemm, machine) for gemm in grouped) if timed else None,
         more_bytes=saved[1] - saved[0] if saved else None,
     )
-
-
-def _saved(case: Case, rows: tuple[tuple[int, ...], ...]) -> int:
-    return sum(expected_saved(case, step=2, rank=0, rows=rows).values())
 
 
 def _refusals(case: Case, machine: Machine, largest: Memory, known: Sequence[KnownFault]) -> Iterator[Reason]:

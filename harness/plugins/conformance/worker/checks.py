@@ -283,12 +283,8 @@ def _placement(placement: str, axis: int, mesh: DeviceMesh) -> Placement:
     return Shard(int(placement[1:]))
 
 
-def to_strings(placements: Sequence[Placement]) -> Placements:
-    """Return these torch placements as strings; any other kind by its repr."""
-    return tuple(_string(placement) for placement in placements)
-
-
 def _string(placement: Placement) -> str:
+    """A torch placement as `checks.py` writes it; any other kind by its repr."""
     if isinstance(placement, _StridedShard):
         return f"T{placement.dim}"
     if isinstance(placement, Shard):
@@ -378,7 +374,7 @@ def _output(check: OperatorCheck, found: torch.Tensor, expected: torch.Tensor, f
     found, expected = dequantized(found), dequantized(expected)
     local, whole, placements = found, found, None
     if isinstance(found, DTensor):
-        local, whole, placements = found.to_local(), found.full_tensor(), to_strings(found.placements)
+        local, whole, placements = found.to_local(), found.full_tensor(), tuple(map(_string, found.placements))
     wrong, largest, example = _difference(whole, expected, allowed_error(check, full))
     return Output(
         placements=placements,

@@ -91,26 +91,11 @@ def observe(check: KernelCheck, device: torch.device) -> KernelObservation:
 
 def _of_device(given: Arguments) -> torch.Tensor:
     if given.swizzle is not None:
-        return torch.nn.functional.scaled_mm(
-            given.a,
-            given.b,
-            given.scale_a,
-            ScalingType.BlockWise1x32,
-            given.scale_b,
-            ScalingType.BlockWise1x32,
-            given.swizzle,
-            given.swizzle,
-            output_dtype=given.out_dtype,
-        )
-    return torch._scaled_mm(
-        given.a,
-        given.b,
-        scale_a=given.scale_a,
-        scale_b=given.scale_b,
-        bias=given.bias,
-        out_dtype=given.out_dtype,
-        use_fast_accum=given.use_fast_accum,
-    )
+        kind, swizzle = ScalingType.BlockWise1x32, given.swizzle
+        scales = given.scale_a, kind, given.scale_b, kind, swizzle, swizzle
+        return torch.nn.functional.scaled_mm(given.a, given.b, *scales, output_dtype=given.out_dtype)
+    options = ("scale_a", "scale_b", "bias", "out_dtype", "use_fast_accum")
+    return torch._scaled_mm(given.a, given.b, **{name: getattr(given, name) for name in options})
 
 
 def _exact(given: Arguments) -> torch.Tensor:

@@ -6,7 +6,7 @@ What torchtitan cannot be asked for is a rule of `rules.toml`, never something s
 from __future__ import annotations
 
 import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -80,7 +80,8 @@ def trainer_config(case: Case, world: World, loss: BaseLoss.Config, **parts: Any
         optimizer=_optimizer(case),
         lr_scheduler=LRSchedulersContainer.Config(warmup_steps=0, decay_ratio=0.0),  # a constant learning rate
         training=TrainingConfig(
-            local_batch_size=_sequences_of_step(case, world),
+            # A pipeline cuts it into microbatches, without one they are accumulated.
+            local_batch_size=world.local_batch * (world.microbatches if case.layout.pp > 1 else 1),
             global_batch_size=world.local_batch * case.layout.dp * world.microbatches,
             seq_len=case.train.seq_len,
             steps=case.train.steps,
@@ -91,7 +92,7 @@ def trainer_config(case: Case, world: World, loss: BaseLoss.Config, **parts: Any
             mixed_precision_reduce=case.wide_dtype,
         ),
         parallelism=ParallelismConfig(  # with the default SPMD backend: what users get who name none
-            **_degrees(case.layout.mesh),
+            **{_DEGREES[axis]: degree for axis, degree in case.layout.mesh.items()},
             fsdp_reshard_after_forward=case.layout.reshard_after_forward,
             enable_sequence_parallel=case.layout.sequence_parallel,
             **_pipeline_options(case, world),
@@ -108,16 +109,6 @@ def trainer_config(case: Case, world: World, loss: BaseLoss.Config, **parts: Any
         debug=DebugConfig(seed=case.train.seed, enable_structured_logging=False),
         **parts,
     )
-
-
-def _degrees(mesh: Mapping[str, int]) -> dict[str, int]:
-    """The degrees of a mesh by torchtitan's options, in its section `parallelism`."""
-    return {_DEGREES[axis]: degree for axis, degree in mesh.items()}
-
-
-def _sequences_of_step(case: Case, world: World) -> int:
-    """The local batch size: a pipeline cuts it into microbatches, without one they are accumulated."""
-    return world.local_batch * (world.microbatches if case.layout.pp > 1 else 1)
 
 
 def _pipeline_options(case: Case, world: World) -> dict[str, Any]:
@@ -158,9 +149,7 @@ def _model_spec(case: Case) -> ModelSpec:
 def _float8(case: Case) -> Float8LinearConverter.Config:
     kept = {configured_name(fqn) for fqn in linear_fqns(case) if not is_converted(case, fqn)}
     return Float8LinearConverter.Config(
-        recipe_name=case.float8.recipe,
-        filter_fqns=sorted(kept),
-        model_compile_enabled=case.compile != "none",
+        recipe_name=case.float8.recipe, filter_fqns=sorted(kept), model_compile_enabled=case.compile != "none"
     )
 
 
@@ -320,8 +309,7 @@ class _Metrics(Configurable):  # type: ignore[misc]
 
     color = NoColor()
     device_memory_monitor = types.SimpleNamespace(
-        device_name="",
-        get_peak_stats=lambda: types.SimpleNamespace(max_reserved_gib=0.0, max_reserved_pct=0.0),
+        device_name="", get_peak_stats=lambda: types.SimpleNamespace(max_reserved_gib=0.0, max_reserved_pct=0.0)
     )
 
     def __init__(self, config: Config, **_: object) -> None:

@@ -41,12 +41,7 @@ fully_shard(model)
     ("text", "language", "case", "missing"),
     [
         (TOML, "toml", "hsdp2x2-tensorwise-ag.fp8-filter.attention.wk-v2048-b16", ""),
-        (
-            COMMAND,
-            "bash",
-            "fsdp2-atp2-rowwise-ac.layer2-graph-dim.256-heads.16-kvheads.16-ffn.768-v2048-gb4-b16",
-            "",
-        ),
+        (COMMAND, "bash", "fsdp2-atp2-rowwise-ac.layer2-graph-dim.256-heads.16-kvheads.16-ffn.768-v2048-gb4-b16", ""),
         (STACK, "python", "fsdp2-tensorwise-ag.fp8-dim.64-ffn.16-v2048-gb4-b16", "dp_shard"),
         (TORCHAO, "", "fsdp2-rowwise-graph-v2048-gb4-b16", "dp_shard"),
         (ACCELERATE, "yaml", "fsdp4-tensorwise-ag.fp8-pad-ac.full-v2048-b16", ""),

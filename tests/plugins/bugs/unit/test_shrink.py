@@ -143,10 +143,7 @@ def test_a_bound_is_claimed_only_where_the_neighbours_were_tried(tmp_path: Path)
     small = shrink(case, ThreeSlots(of_uneven_shards).run, Journal(tmp_path / "j"))
     assert small.complete and [
         attempt.changes["dp_shard"] for attempt in small.needed if "dp_shard" in attempt.changes
-    ] == [
-        1,
-        2,
-    ]
+    ] == [1, 2]
 
 
 def test_another_failure_is_not_taken(tmp_path: Path) -> None:

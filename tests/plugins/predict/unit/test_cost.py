@@ -6,19 +6,13 @@ import json
 from typing import Any
 
 import pytest
-from harness.measured import Sent
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from harness.errors import HarnessError
 from harness.expect.fusion import executed_scaled_mm_calls
-from harness.expect.work import (
-    ATTENTION,
-    executed,
-    gemms,
-    work,
-)
+from harness.expect.work import ATTENTION, executed, gemms, work
 from harness.jsonform import to_json
 from harness.matrix import linears
 from harness.matrix.case import Case, Float8, Layout
@@ -38,7 +32,7 @@ from harness.plugins.predict.machine import PEAKS, peak, peak_of_device
 from harness.plugins.predict.sections import cost_sections
 from harness.registry import is_llama
 from harness.report.sections import text_of
-from harness.result import CaseResult, Measured, Multiplied
+from harness.result import CaseResult, Measured, Multiplied, Sent
 from harness.trace.counts import FLOAT8
 from tests.builders import make_case, make_result, make_trace, run_of
 from tests.strategies import TRAINED_DENSE_CASES

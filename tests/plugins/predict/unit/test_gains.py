@@ -175,11 +175,7 @@ RATIOS = st.lists(st.floats(0.1, 10), min_size=3, max_size=12)
 def timed(pairs: Sequence[tuple[float, float]], device: str = "cpu") -> CaseSpeed:
     timings = tuple(Timed(twin_s=twin_s, case_s=case_s, conditions=QUIET) for twin_s, case_s in pairs)
     return CaseSpeed(
-        case_id=case_id(CASE),
-        twin_id=case_id(TWIN),
-        device=device,
-        pairs=timings,
-        speedup=speedup(CASE, TWIN, timings),
+        case_id=case_id(CASE), twin_id=case_id(TWIN), device=device, pairs=timings, speedup=speedup(CASE, TWIN, timings)
     )
 
 

@@ -9,7 +9,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
-from harness.measured import Sent
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
@@ -19,7 +18,7 @@ from harness.matrix.records import Quarantine, Required
 from harness.plugins.release.gate import Answer, Gate, GatePolicy, gate
 from harness.plugins.release.reason import Allowance, Kind, Reason
 from harness.plugins.release.times import signed_rank_p
-from harness.result import CaseResult, CastRange, Curve, Environment, Multiplied, RunResult
+from harness.result import CaseResult, CastRange, Curve, Environment, Multiplied, RunResult, Sent
 from harness.verdict import FailureSignature, NotJudged, Verdict
 from tests.builders import (
     WQ,

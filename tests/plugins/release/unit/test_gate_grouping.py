@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from harness.measured import Sent
 from msgspec.structs import replace
 
 from harness.checks.failure_signature import signature_of
@@ -18,7 +17,7 @@ from harness.plugins.release.gate import Gate, gate
 from harness.plugins.release.reason import Kind, Topic
 from harness.plugins.release.sections import gate_front, gate_markdown, gate_sections
 from harness.report.sections import Entry, Section, Table, text_of
-from harness.result import CaseResult, Curve, Environment
+from harness.result import CaseResult, Curve, Environment, Sent
 from harness.verdict import FailureSignature, Verdict
 from tests.builders import (
     a_finding,
