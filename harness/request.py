@@ -6,8 +6,8 @@ import msgspec
 
 from harness.matrix.case import Case
 from harness.matrix.numerics import Numerics
+from harness.trace.model import ModuleShard
 from harness.trace.record import Patch
-from harness.trace.tensors import ModuleShard
 
 # What collectives run on: shared memory of one machine, torch's gloo over TCP, or NCCL.
 Fabric = Literal["shared", "gloo", "nccl"]

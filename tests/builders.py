@@ -16,8 +16,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from harness.checks.catalogue import CHECKS, probes_of
-from harness.checks.check import Witnesses
-from harness.checks.rule import Rule
+from harness.checks.check import Rule, Witnesses
 from harness.checks.traffic import expected_traffic
 from harness.evidence.golden import Golden, Provenance
 from harness.evidence.tolerance import Tolerance
@@ -46,8 +45,8 @@ from harness.text import filled
 from harness.trace import RankFailure, RankTrace, Run, StepTrace
 from harness.trace.counts import LiveMemory, LiveTensor, SavedMemory, TrafficRecord
 from harness.trace.graphs import FusedCall, GraphTrace, PartitionRecord
+from harness.trace.model import SKETCH_SIZE, ModuleDistance, TensorSketch
 from harness.trace.operands import CastRecord, GemmRole, MatmulRecord, OperandTrace, ScaleSummary
-from harness.trace.tensors import SKETCH_SIZE, ModuleDistance, TensorSketch
 from harness.verdict import Finding, Value, Verdict
 
 SOFTWARE = {"torch": "2.13.0+cpu", "torchao": "0.18.0"}  # what the formulas were verified with

@@ -1,4 +1,8 @@
-"""Assembly: the sketches of all ranks summed into one per logical tensor, and how far apart two numbers are."""
+"""Assembly: the sketches of all ranks summed into one per logical tensor, how far apart two numbers are, and by what.
+
+A wrong loss or gradient may be the right one times a number of the case: a mean that is taken twice, or a sum in its
+place, is off by exactly a degree, a batch or a number of tokens.
+"""
 
 import math
 import struct
@@ -6,8 +10,9 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from harness.trace import RankTrace
-from harness.trace.tensors import SKETCH_SIZE, TensorSketch
+from harness.matrix.case import Case
+from harness.trace import RankTrace, Run
+from harness.trace.model import SKETCH_SIZE, TensorSketch
 
 _SUMS = struct.Struct(f"<{SKETCH_SIZE}d")
 
@@ -165,3 +170,197 @@ def same_number(found: float, expected: float) -> bool:
 
 def same_numbers(found: Sequence[float], expected: Sequence[float]) -> bool:
     return len(found) == len(expected) and all(map(same_number, found, expected))
+
+
+# Factors between numbers
+
+_CLOSE = 0.01  # relative: candidates are whole numbers and their inverses, rounding is far below
+
+
+class Factor(NamedTuple):
+    """A number is `times` another one, or that part of it where `inverse`; `names`: what the case calls this number."""
+
+    times: int
+    inverse: bool
+    names: tuple[str, ...]
+
+    def __str__(self) -> str:
+        size = f"1/{self.times}" if self.inverse else f"{self.times} times"
+        return f"{size} ({' or '.join(self.names)})"
+
+
+class Explanation(NamedTuple):
+    """What a wrong number is, and what to do about it. `factor`: by which number of the case it is off."""
+
+    what: str
+    fix: str
+    factor: Factor | None = None
+
+
+_DP, _TP, _WORLD = "the data-parallel degree", "the tensor-parallel degree", "the number of ranks"
+_CP = "the context-parallel degree"
+_OF_RANKS = (_DP, _CP, _TP, _WORLD)
+_MICROBATCHES = "the microbatches of an update"
+
+
+def factor(found: float, expected: float, case: Case, *, within: float = _CLOSE) -> Factor | None:
+    """The number of the case by which `found` is larger or smaller than `expected`; None where there is none."""
+    if not (found > 0 and expected > 0 and math.isfinite(found) and math.isfinite(expected)):
+        return None
+    ratio = found / expected
+    inverse = ratio < 1
+    times = 1 / ratio if inverse else ratio
+    names = {value: names for value, names in _numbers(case).items() if abs(times / value - 1) <= within}
+    return next((Factor(value, inverse, names) for value, names in names.items()), None)
+
+
+def _numbers(case: Case) -> Mapping[int, tuple[str, ...]]:
+    """The numbers above 1 that a mean may be taken over, with their names; the nearest cause first."""
+    train, layout = case.train, case.layout
+    numbers: dict[int, tuple[str, ...]] = {}
+    for name, value in (
+        (_DP, layout.dp),
+        (_CP, layout.cp),
+        (_TP, layout.tp),
+        (_WORLD, layout.world_size),
+        (_MICROBATCHES, train.accumulation),
+        ("the sequences of a microbatch", case.microbatch),
+        ("the sequences of the global batch", train.global_batch),
+        ("the tokens of a sequence", train.seq_len),
+        ("the tokens of a microbatch", case.tokens_per_rank),
+        ("the tokens of the global batch", train.tokens),
+        ("the labels of the global batch", 0 if train.ignored_tokens == "none" else train.valid_tokens),
+    ):
+        if value > 1:
+            numbers[value] = (*numbers.get(value, ()), name)
+    return numbers
+
+
+def explain_loss(case: Case, run: Run, solo: Run, step: int, golden: Sequence[float] | None) -> Explanation | None:
+    """Why the losses of a step differ from the single-rank reference's; `golden`: those of BF16 on one rank."""
+    losses = [trace.steps[step - 1].loss for trace in run.traces if len(trace.steps) >= step]
+    expected = solo.traces[0].steps[step - 1].loss
+    if not losses or not all(map(math.isfinite, (*losses, expected))):
+        return None
+    if max(losses) - min(losses) > _CLOSE * 1e-3 * abs(expected):
+        return _of_each_rank(losses, expected)
+    times = None if golden is None else factor(expected, golden[step - 1], case)
+    if times is not None:
+        return _of_reference("loss", times)
+    times = factor(losses[0], expected, case)
+    return None if times is None else Explanation(f"it is {times} of the reference", _loss_fix(times), times)
+
+
+def _of_each_rank(losses: Sequence[float], expected: float) -> Explanation | None:
+    for total, word, fix in (
+        (sum(losses) / len(losses), "mean", "dist.all_reduce(loss); loss /= dist.get_world_size()"),
+        (sum(losses), "sum", "dist.all_reduce(loss)"),
+    ):
+        if math.isclose(total, expected, rel_tol=1e-3):
+            what = f"every rank reports a loss of its own batch; the {word} over ranks is the reference's loss"
+            return Explanation(what, f"return the loss of the global batch, the same on every rank: `{fix}`.")
+    return None
+
+
+def _of_reference(noun: str, times: Factor) -> Explanation:
+    """The single-rank reference itself is off: it accumulates over the microbatches of all data-parallel ranks."""
+    what = f"the {noun} of the single-rank reference is {times} of BF16 on one rank, so the reference is wrong"
+    fix = (
+        "step() gets the batches of all data-parallel ranks as several microbatches there: divide every loss by "
+        "`len(microbatches)` before backward(), and return their mean."
+        if _DP in times.names
+        else _loss_fix(times)
+    )
+    return Explanation(what, fix)
+
+
+def _loss_fix(times: Factor) -> str:
+    if set(times.names) & set(_OF_RANKS):
+        if times.inverse:
+            return "the loss is divided by the number of ranks once too often: average it once."
+        return "the loss is summed over ranks: divide the sum by their number."
+    if times.inverse:
+        return "the mean over tokens is divided by their number again: leave the division out."
+    return "return the mean over tokens, not the sum: cross_entropy(…, reduction='mean')."
+
+
+def explain_gradients(
+    case: Case,
+    found: Mapping[SketchKey, Assembled],
+    expected: Mapping[SketchKey, Assembled],
+    step: int,
+    golden_norm: float | None,
+) -> Explanation | None:
+    pairs = {
+        key.fqn: (found[key], tensor)
+        for key, tensor in expected.items()
+        if (key.step, key.kind) == (step, "grad") and key in found and tensor.norm > 0
+    }
+    factors = {fqn: _factor_of_tensor(*pair, case) for fqn, pair in pairs.items()}
+    scaled = {fqn: tensor_factor for fqn, tensor_factor in factors.items() if tensor_factor is not None}
+    if not scaled or len(set(scaled.values())) > 1:
+        return None
+    times = next(iter(scaled.values()))
+    if len(scaled) < len(pairs):
+        names = ", ".join(sorted(scaled)[:2]) + (" and others" if len(scaled) > 2 else "")
+        return Explanation(f"{len(scaled)} of {len(pairs)} are {times} of the reference: {names}", _partial_fix(times))
+    total = math.sqrt(sum(tensor.norm**2 for _, tensor in pairs.values()))
+    reference = None if golden_norm is None else factor(total, golden_norm, case, within=_OF_BF16)
+    if reference is not None:
+        return _of_reference("gradient", reference)
+    return Explanation(f"every gradient is {times} of the reference", _gradient_fix(times), times)
+
+
+_OF_BF16 = 0.2  # the gradient norms of an FP8 and a BF16 step are up to so far apart; factors start at 2
+
+
+def _factor_of_tensor(found: Assembled, expected: Assembled, case: Case) -> Factor | None:
+    """The factor between two gradients of the same direction."""
+    times = factor(found.norm, expected.norm, case)
+    if times is None:
+        return None
+    size = found.norm / expected.norm
+    scaled = expected._replace(norm=expected.norm * size, sums=tuple(signed_sum * size for signed_sum in expected.sums))
+    return times if relative_distance(found, scaled) <= 2 * _CLOSE else None
+
+
+def _gradient_fix(times: Factor) -> str:
+    if _DP in times.names and times.inverse:
+        return (
+            "FSDP2 averages gradients over data-parallel ranks already: do not divide the loss by their number before "
+            "backward()."
+        )
+    if _MICROBATCHES in times.names and not times.inverse:
+        return "divide the loss of every microbatch by their number before backward()."
+    if set(times.names) & set(_OF_RANKS):
+        if times.inverse:
+            return "the loss or the gradients are divided by the number of ranks once too often."
+        return (
+            "gradients are summed over ranks instead of averaged: backward() from the loss of one rank, and let FSDP2 "
+            "average (set_gradient_divide_factor is not needed)."
+        )
+    return _loss_fix(times)
+
+
+def _partial_fix(times: Factor) -> str:
+    if _TP in times.names:
+        return (
+            "over tensor-parallel ranks these gradients are summed or divided once too often: keep such parameters "
+            "DTensors of the TP mesh, and add no all-reduce of your own."
+        )
+    return "these parameters are reduced in another way than the others: shard them by fully_shard like the rest."
+
+
+def explain_scale(case: Case, loss: float) -> Explanation | None:
+    """Whether the first loss looks like a sum, or like a mean of a mean. A model that knows nothing has ln(vocabulary).
+
+    A guess: no reference has another mean than the target itself.
+    """
+    blank = math.log(case.model.vocab_size)
+    if not loss > 0 or blank / 4 < loss < blank * 4:
+        return None
+    times = factor(loss, blank, case, within=0.6)
+    if times is None:
+        return None
+    what = f"the loss of step 1 is {loss:.4g}, about {times} of ln(vocabulary) = {blank:.3g}"
+    return Explanation(what, _loss_fix(times))

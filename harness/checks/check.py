@@ -1,26 +1,266 @@
-"""A check: what it asks, what it reads, when it applies, the rules that it knows, and the evidence that it may use.
+"""A check: the rules that it knows, its findings, what it asks and reads, when it applies, and its evidence.
 
-Each is declared in the file of its function, of which `Check` is the decorator. The judge, the order of causes, what
-is not judged, the probes of a case and the reference of the checks are collected from there (`catalogue.py`).
+Each check and its rules are declared in the file of its function, which the rules decorate. The judge, the
+order of causes, what is not judged, the probes of a case and the reference of the checks are collected from there
+(`catalogue.py`). Findings of many places and ranks are made into few: one for a rule that is broken, or for ranks that
+find the same.
 """
 
+import enum
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
+from msgspec.structs import replace
 
-from harness.checks.rule import Rule, Rules, Stage
-from harness.checks.stacks import innermost_calls
 from harness.evidence.golden import Golden
 from harness.evidence.signature import Signature
 from harness.evidence.tolerance import Tolerance
 from harness.expect.expectations import Expectations
 from harness.matrix.case import Case
 from harness.text import format_ranks
-from harness.trace import Run
-from harness.verdict import Finding
+from harness.trace import RankTrace, Run
+from harness.verdict import Finding, Value, Verdict, check_of
 
-_CALLS = 3  # of the traceback of a witness that raised
+
+class Stage(enum.Enum):
+    """How near to the cause findings are, the nearest first. The value says why, for those of the next stage."""
+
+    RUN = "without all ranks and steps nothing is complete"
+    DATA = "of other tokens or weights every number is another"
+    MODEL = "what is not converted, checkpointed, sharded or compiled as asked casts, sends and keeps something else"
+    SCALES = "a scale decides the float8 values that are made with it; a missing amax reduction shows in the scale too"
+    VALUES = "values saturate or differ where a scale is wrong; alone they are the fault of the cast or of the matmul"
+    COLLECTIVES = "what ranks send decides what they compute next"
+    EXECUTION = "how a result is computed decides its numbers"
+    # From here on: what is wrong because something else is, or the only sign of a fault that no rule above describes.
+    MODULE = "it had the right operands"
+    OPERAND = "it names the module behind the fault"
+    NO_NUMBER = "gradients of a loss that is no number are no numbers either"
+    MEMORY = "what is kept for too long may be used again"
+    STEP = "each rank alone contradicts itself"
+    SAME_LAYOUT = "it is compared with the same layout, so little else explains a difference"
+    ONE_RANK = "it is compared with one rank in FP8, so the layout explains a difference too"
+    BF16 = "it is compared with BF16: everything may explain a difference"
+
+    @property
+    def place(self) -> int:
+        """0 for the nearest to the cause."""
+        return _PLACES[self]
+
+    @property
+    def is_cause(self) -> bool:
+        """True for what is wrong by itself, False for what may follow from it."""
+        return self.place < Stage.MODULE.place
+
+
+_PLACES = {stage: place for place, stage in enumerate(Stage)}
+
+
+class Rule(msgspec.Struct, frozen=True, kw_only=True):
+    """One way in which something can be wrong. `name`: its check and what is wrong, "scales/amax".
+
+    `says`: the template of the sentence. `numeric`: a number is off. `judged`: False where the check lacks something.
+    `key`: the values that tell one failure of the rule from another. `located`: the module of a finding is where the
+    fault is, not the worst of many.
+    """
+
+    name: str
+    says: str
+    stage: Stage
+    numeric: bool = False
+    judged: bool = True
+    key: tuple[str, ...] = ()
+    located: bool = False
+    fix: str | None = None
+    formula: str = ""
+
+    @property
+    def check(self) -> str:
+        return check_of(self.name)
+
+    def finding(  # noqa: PLR0913  what a finding has, beside the values of its sentence
+        self,
+        *,
+        step: int | None = None,
+        rank: int | None = None,
+        ranks: Iterable[int] = (),
+        module: str | None = None,
+        operand: str = "",
+        expected: str | None = None,
+        found: str | None = None,
+        size: float | None = None,
+        fix: str | None = None,
+        notes: Iterable[str] = (),
+        details: str = "",
+        suffix: str = "",
+        values: Mapping[str, Value] = {},
+        **more: Value,
+    ) -> Finding:
+        """A finding by this rule. `rank`: the first of `ranks` where it is not given. `suffix`: ends the sentence.
+
+        `values` and `more` fill the sentence.
+        """
+        shown = tuple(sorted(set(ranks)))
+        return Finding(
+            rule=self.name,
+            says=self.says + suffix,
+            values={**values, **more},
+            judged=self.judged,
+            verdict=Verdict.NUMERIC if self.numeric else Verdict.INVARIANT,
+            step=step,
+            rank=shown[0] if rank is None and shown else rank,
+            ranks=shown,
+            module=module,
+            operand=operand,
+            expected=expected,
+            found=found,
+            size=size,
+            fix=fix or self.fix,
+            notes=tuple(notes),
+            details=details,
+            formula=self.formula,
+        )
+
+
+class Rules:
+    """Declares one check and its rules, each of them by a call. `stage` and `located` are those of most of them."""
+
+    def __init__(self, check: str, stage: Stage, *, located: bool = False) -> None:
+        self.check = check
+        self.declared: tuple[Rule, ...] = ()
+        self._stage, self._located = stage, located
+
+    def __call__(
+        self, name: str, says: str, *, stage: Stage | None = None, located: bool | None = None, **fields: Any
+    ) -> Rule:
+        """The rule that is declared: its name in the check and its sentence. `fields`: the other ones of `Rule`."""
+        rule = Rule(
+            name=f"{self.check}/{name}",
+            says=says,
+            stage=stage or self._stage,
+            located=self._located if located is None else located,
+            **fields,
+        )
+        self.declared += (rule,)
+        return rule
+
+    def judged_by(self, **fields: Any) -> "Callable[[CheckFunction], Check]":
+        """The decorator of the function of the check. `fields`: those of `Check`."""
+        return partial(Check, declares=self, **fields)
+
+    def no_witness(self) -> Rule:
+        """The rule of a check that lacks a run to compare with."""
+        return self("no-witness", "{who} could not be run{why}", stage=Stage.RUN, judged=False, located=False)
+
+
+def by_name(rules: Iterable[Rule]) -> Mapping[str, Rule]:
+    named: dict[str, Rule] = {}
+    for rule in rules:
+        assert rule.name not in named, f"two rules are named {rule.name}"
+        named[rule.name] = rule
+    return named
+
+
+T = TypeVar("T", bound=Hashable)
+
+
+class Mismatch(NamedTuple):
+    """One value of one rank that is not what it must be. Mismatches sort by step and order of execution."""
+
+    step: int
+    order: int  # of execution on its rank
+    rank: int
+    module: str
+    rule: Rule  # that is broken
+    expected: str
+    found: str
+    operand: str = ""  # of the module, "weight in forward"
+    values: tuple[tuple[str, Value], ...] = ()  # of the sentence of the rule
+
+    @property
+    def place(self) -> tuple[int, int, int, str]:
+        """What it is sorted by."""
+        return self[:4]
+
+    @property
+    def place_words(self) -> str:
+        """The end of a sentence that says where a rule is broken first."""
+        where = "for {operand} of" if self.operand else "in"
+        return f": first {where} {{module}} at step {{step}} on rank {{rank}}"
+
+    def finding(self, suffix: str = "", notes: Iterable[str] = (), **values: Value) -> Finding:
+        """The finding that points at this mismatch; `suffix` ends the sentence of the rule."""
+        return self.rule.finding(
+            step=self.step,
+            rank=self.rank,
+            module=self.module,
+            operand=self.operand,
+            expected=self.expected,
+            found=self.found,
+            suffix=suffix,
+            notes=notes,
+            values={**dict(self.values), **values},
+        )
+
+
+def findings_by_rule(
+    mismatches: Iterable[Mismatch], explain: Callable[[Mismatch], str] = lambda first: ""
+) -> list[Finding]:
+    """One finding for every rule that is broken: the first place, how many mismatches there are, and on which ranks.
+
+    `explain` may say of the first one how it came about.
+    """
+    by_rule: dict[tuple[object, ...], list[Mismatch]] = {}
+    for mismatch in sorted(mismatches, key=lambda mismatch: mismatch[:3]):
+        by_rule.setdefault((mismatch.rule.name, mismatch.values), []).append(mismatch)
+    return [_of_rule(group, explain(group[0])) for group in by_rule.values()]
+
+
+def _of_rule(mismatches: list[Mismatch], why: str) -> Finding:
+    first, ranks = mismatches[0], {mismatch.rank for mismatch in mismatches}
+    suffix, notes = f"{first.place_words}; {{total}} in total on {{ranks}}", [why] if why else []
+    return replace(first.finding(suffix, notes, total=len(mismatches)), ranks=tuple(sorted(ranks)))
+
+
+def group_ranks(run: Run, value_of: Callable[[RankTrace], T]) -> dict[T, list[int]]:
+    groups: dict[T, list[int]] = {}
+    for trace in run.by_rank:
+        groups.setdefault(value_of(trace), []).append(trace.rank)
+    return groups
+
+
+def merge_ranks(run: Run, findings_of: Callable[[RankTrace], Iterable[Finding]]) -> list[Finding]:
+    """The findings of every rank. Ranks with the same findings share them: "... on ranks 0-3" ends each sentence."""
+    return [
+        replace(finding, says=f"{finding.says} on {{ranks}}", rank=ranks[0], ranks=tuple(ranks))
+        for findings, ranks in group_ranks(run, lambda trace: tuple(findings_of(trace))).items()
+        for finding in findings
+    ]
+
+
+def about_ranks(finding: Finding, ranks: Iterable[int], run: Run | None = None) -> Finding:
+    """The finding about what these ranks have; about what every rank of `run` has, as one number, it names none."""
+    shown = tuple(sorted(set(ranks)))
+    everywhere = run is not None and len(shown) == len(run.traces)
+    if everywhere and len(shown) > 1:
+        return replace(finding, says=f"{finding.says}, on all ranks")
+    if everywhere or not shown:
+        return finding
+    return replace(finding, says=f"{finding.says}, on {{ranks}}", rank=shown[0], ranks=shown)
+
+
+def first_of_each(findings: Iterable[Finding]) -> list[Finding]:
+    """The first finding by every rule with its values: of what is wrong in several steps, the first step."""
+    first: dict[tuple[str, frozenset[tuple[str, Value]]], Finding] = {}
+    for finding in findings:
+        first.setdefault((finding.rule, frozenset(finding.values.items())), finding)
+    return list(first.values())
+
+
+# What a check is given, and what it is
 
 
 class Witnesses(msgspec.Struct, frozen=True, kw_only=True):
@@ -54,7 +294,7 @@ def always(expect: Expectations, device: str) -> str:
 
 
 class Check(msgspec.Struct, frozen=True):
-    """Decorates a function: `@partial(Check, declares=…, blind=…)`. Its docstring begins with the question.
+    """Made of a function by `@RULES.judged_by(blind=…)`, whose docstring begins with the question.
 
     The function is pure: a case, its run and its witnesses in, findings out. It is called where every rank has the
     `records`. `blind`: what it cannot see. `not_judged`: why it says nothing of a case whose records are there.
@@ -145,28 +385,3 @@ def noun(record: str) -> str:
 def finished(run: Run | None) -> Run | None:
     """The run; None where it did not finish."""
     return run if run is not None and run.complete else None
-
-
-def why_unfinished(run: Run | None) -> str:
-    """Why a run did not finish, as the end of a sentence: ": TypeError: ..."; empty where nothing is known of it."""
-    causes = () if run is None else run.causes or run.failures
-    return f": {causes[0].message.partition(chr(10))[0]}" if causes else ""
-
-
-def unfinished(rule: Rule, who: str, run: Run | None, case_run: Run) -> Finding:
-    """The finding of a check that cannot compare `case_run` with a run of `who`, with the calls that it ended in."""
-    return rule.finding(who=who, why=why_unfinished(run), expected=f"a run of {who}", found=_ending(run, case_run))
-
-
-def _ending(run: Run | None, case_run: Run) -> str | None:
-    causes = () if run is None else run.causes or run.failures
-    if not causes:
-        return None
-    first = causes[0]
-    phase = f" in {first.phase}" if first.phase else ""
-    calls = innermost_calls(first.traceback, _CALLS)
-    lines = [f"  {'called from' if place else 'in'} {call}" for place, call in enumerate(calls)]
-    software = case_run.traces[0].software if case_run.traces else {}
-    versions = ", ".join(f"{name} {software[name]}" for name in ("torch", "torchao") if name in software)
-    ended = f"{format_ranks([first.rank])} {first.kind}{phase}" + (f", with {versions}" if versions else "")
-    return "\n".join([ended, *lines])

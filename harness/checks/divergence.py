@@ -19,14 +19,11 @@ from typing import TypeVar
 
 from msgspec.structs import replace
 
-from harness.checks.assembly import largest, same_number
-from harness.checks.factors import factor
-from harness.checks.findings import Mismatch, about_ranks, traces_by_rank
-from harness.checks.occurrences import CastKey, MatmulKey, casts_by_key, matmuls_by_key, on_ranks
+from harness.checks.assembly import factor, largest, same_number
+from harness.checks.casts import CastKey, MatmulKey, casts_by_key, matmuls_by_key, on_ranks
+from harness.checks.check import Mismatch, Rule, Rules, Stage, about_ranks
 from harness.checks.parity import FLOAT32_LOSS, GRADIENTS
-from harness.checks.rule import Rule, Rules, Stage
-from harness.checks.scale_rules import format_scale
-from harness.expect.casts import scaled_dim
+from harness.expect.model import scaled_dim
 from harness.matrix.case import Case
 from harness.matrix.layout import dp_rank, peers
 from harness.matrix.linears import holds
@@ -193,7 +190,7 @@ class _Comparison:
 
         A smaller one is not the cause: what depends on it has the same float8 values.
         """
-        firsts = (next(self.of(trace, least), None) for trace in traces_by_rank(self._run))
+        firsts = (next(self.of(trace, least), None) for trace in self._run.by_rank)
         return [first for first in firsts if first is not None]
 
     def of(self, trace: RankTrace, least: float) -> Iterator[Mismatch]:
@@ -201,7 +198,7 @@ class _Comparison:
         replay = dp_rank(self._case.layout, trace.rank)
         counts: Counter[CastKey | MatmulKey] = Counter(key for key, _ in casts)
         counts.update(key for key, _ in matmuls)
-        present = {key for key, _ in matmuls}
+        present, missing = {key for key, _ in matmuls}, ("a scaled matmul", "none: was the linear converted?")
 
         def at(key: Key, occurrence: int) -> int:
             return self._replayed(_in_witness(key), occurrence, counts[key], replay)
@@ -215,7 +212,7 @@ class _Comparison:
             for (key, occurrence), matmul in matmuls.items()
         ]
         in_order += [
-            (matmul.index, self._missing_matmul(trace.rank, key, matmul))
+            (matmul.index, iter([_mismatch(key, matmul.index, trace.rank, "", f"matmul {key.gemm}", *missing)]))
             for (key, occurrence), matmul in self._witness_matmuls.items()
             if occurrence == 0 and key not in present and holds(self._case, trace.rank, key.fqn)
         ]
@@ -233,10 +230,6 @@ class _Comparison:
         slice_, piece = divmod(replay, self._case.layout.cp)  # pieces of a microbatch are computed one after the other
         turn = (slice_ * microbatches + microbatch) * self._case.layout.cp + piece
         return turn * of_witness + within
-
-    def _missing_matmul(self, rank: int, key: MatmulKey, expected: MatmulRecord) -> Iterator[Mismatch]:
-        found = "none: was the linear converted?"
-        yield _mismatch(key, expected.index, rank, "", f"matmul {key.gemm}", "a scaled matmul", found)
 
     def _cast(self, rank: int, key: CastKey, occurrence: int, at: int, least: float) -> Iterator[Mismatch]:
         found, expected = self._casts[rank][key, occurrence], self._witness_casts.get((_in_witness(key), at))
@@ -279,7 +272,7 @@ class _Comparison:
         if factor != 1:
             return  # scales and data follow from it: from another number, they are rounded to others
         if scaled_dim(found) is None and not _near(found.scale.maximum, expected.scale.maximum, allowed):
-            yield "scale", f"{format_scale(expected.scale)}{_give(tolerance)}", format_scale(found.scale)
+            yield "scale", f"{expected.scale}{_give(tolerance)}", str(found.scale)
         if scaled_dim(found) is not None:
             yield from _exponents(found, expected, shards, EXPONENT_TOLERANCE if tolerance > ROUNDING else 0.0)
         if self._same_data(found) and found.data_digest != expected.data_digest:
@@ -313,14 +306,14 @@ class _Comparison:
         if self._sums_in_order(found.step):
             if least and right[1] == wrong[1] and _near(wrong[0].maximum, right[0].maximum, least):
                 return None
-            texts = f"{format_scale(right[0])} x {right[1]}", f"{format_scale(wrong[0])} x {wrong[1]}"
+            texts = f"{right[0]} x {right[1]}", f"{wrong[0]} x {wrong[1]}"
             return None if _bits(*right) == _bits(*wrong) else texts
         if (role == "weight" and self._scales_per_tp_rank) or not self._case.float8.traits.one_scale_per_tensor:
             return None  # EXEMPT: see `_is_scaled_per_tp_rank`; row scales are compared at their cast
         tolerance = self._tolerance(role, found.step)
         if _near(wrong[0].maximum, right[0].maximum, max(tolerance, least)):
             return None
-        return f"scale {format_scale(right[0])}{_give(tolerance)}", f"scale {format_scale(wrong[0])}"
+        return f"scale {right[0]}{_give(tolerance)}", f"scale {wrong[0]}"
 
 
 def _near(found: float, expected: float, tolerance: float) -> bool:

@@ -1,14 +1,155 @@
-"""How ranks failed: a finding for ranks that failed alike, or that are stuck at the same place."""
+"""How ranks failed: a finding for ranks that failed alike, or that are stuck at the same place, and where that is.
+
+Where a rank was when its stacks were dumped, the collective that it waited in and what called it, is read of what
+faulthandler writes, most recent call first.
+"""
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from itertools import takewhile
 from typing import NamedTuple
 
-from harness.checks.rule import Rules, Stage
-from harness.checks.stacks import OwnFrame, StackLocation, main_stack, own_frame, place_of
+from harness.checks.check import Rule, Rules, Stage
 from harness.text import format_ranks
 from harness.trace import RankFailure, Run
 from harness.verdict import Finding
+
+LAST_OUTPUT = "last output:"  # ends the stacks in the traceback of a failure; what the rank printed follows
+
+_FRAME = re.compile(r'  File "(.+)", line (\d+) in (.+)')
+_RAISED_AT = re.compile(r'  File "(.+)", line (\d+), in (.+)')  # as a traceback writes it, not faulthandler
+_FOREIGN = re.compile(
+    r"^<|(^|/)(harness/(engine|worker|matrix|trace|request)|site-packages|dist-packages|python3\.\d+)/"
+)
+_ENGINE = re.compile(r"(^|/)harness/engine/")
+_COLLECTIVES = re.compile(r"(^|/)torch/distributed/(_functional_collectives|distributed_c10d)\.py$")
+_KERNELS = re.compile(r"(^|/)harness/worker/virtual/(collectives|symm_mem)\.py$")
+# Wrappers and dispatch, which do not show where a rank is.
+_PLUMBING = re.compile(
+    r"(^|/)(harness/worker/(virtual|probes|dispatch_hooks)/"
+    r"|torch/(_ops|_library/.*|nn/modules/module|autograd/.*|utils/_contextlib|distributed/c10d_logger|_dynamo/eval_frame)\.py$)"
+)
+_FIELD = re.compile(r"(^|/)(torch|torchao)/")
+_TORCH = re.compile(r"(^|/)torch/")
+_INSTALLED = re.compile(r"^.*/(site|dist)-packages/")
+_FOLDER = re.compile(r"^.*/(?=harness/worker/)")
+
+
+class Frame(NamedTuple):
+    file: str
+    line: int
+    function: str
+
+    @property
+    def module(self) -> str:
+        """The file as a dotted name, the same wherever the package is installed."""
+        return _FOLDER.sub("", _INSTALLED.sub("", self.file)).removesuffix(".py").replace("/", ".")
+
+    def __str__(self) -> str:
+        return f"{self.function} ({_FOLDER.sub('', _INSTALLED.sub('', self.file))}:{self.line})"
+
+
+class OwnFrame(NamedTuple):
+    """The innermost call of a traceback that is in files of the user. `code`: its line, empty where it is not known."""
+
+    file: str
+    line: int
+    function: str
+    code: str
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line} in {self.function}" + (f": {self.code}" if self.code else "")
+
+
+class StackLocation(NamedTuple):
+    """Where a rank is. `collective` is empty if it is in none; `calls` are the most telling ones, innermost first."""
+
+    collective: str
+    backward: bool
+    calls: tuple[Frame, ...]
+
+    def __str__(self) -> str:
+        innermost, *callers = map(str, self.calls)
+        if not self.collective:
+            return f"in {innermost}, in no collective"
+        return f"waiting in {self.collective}{f', called from {callers[0]}' if callers else ''}"
+
+
+def main_stack(dump: str) -> tuple[Frame, ...]:
+    """The frames of the main thread, innermost first; empty when the dump has none.
+
+    faulthandler goes from the newest thread to the oldest: the main thread is the last one.
+    """
+    threads: list[list[Frame]] = [[]]
+    for line in takewhile(lambda line: line != LAST_OUTPUT, dump.splitlines()):
+        if line.endswith("(most recent call first):"):
+            threads.append([])
+        elif match := _FRAME.fullmatch(line):
+            threads[-1].append(Frame(match[1], int(match[2]), match[3]))
+    return tuple(next((frames for frames in reversed(threads) if frames), ()))
+
+
+def own_frame(traceback: str) -> OwnFrame | None:
+    """The innermost call of a Python traceback that is neither of the harness nor of an installed package."""
+    lines = traceback.partition(LAST_OUTPUT)[0].splitlines()
+    calls = [(index, match) for index, line in enumerate(lines) if (match := _RAISED_AT.fullmatch(line))]
+    own = [(index, match) for index, match in calls if not _FOREIGN.search(match[1])]
+    if not own:
+        return None
+    index, match = own[-1]
+    code = lines[index + 1].strip() if lines[index + 1 : index + 2] and lines[index + 1].startswith("    ") else ""
+    return OwnFrame(file=match[1], line=int(match[2]), function=match[3], code=code)
+
+
+def raised_frames(traceback: str) -> tuple[Frame, ...]:
+    """The calls of torch and torchao in a Python traceback, innermost last, without wrappers and dispatch."""
+    return tuple(call for call in _calls(traceback) if _FIELD.search(call.file) and not _PLUMBING.search(call.file))
+
+
+def innermost_calls(traceback: str, number: int) -> tuple[Frame, ...]:
+    """The last calls of a Python traceback, of whatever file, innermost first."""
+    return tuple(_calls(traceback)[::-1][:number])
+
+
+def _calls(traceback: str) -> list[Frame]:
+    lines = traceback.partition(LAST_OUTPUT)[0].splitlines()
+    return [Frame(match[1], int(match[2]), match[3]) for line in lines if (match := _RAISED_AT.fullmatch(line))]
+
+
+def place_of(stack: Sequence[Frame]) -> StackLocation | None:
+    """Where the rank with this stack is; None when the stack shows nothing of what it ran.
+
+    The calls are the collective or else the innermost one, the first outside of torch, and the first of another file
+    that is not of an installed package.
+    """
+    program = list(takewhile(lambda frame: not _ENGINE.search(frame.file), stack))
+    collectives = [frame for frame in program if _COLLECTIVES.search(frame.file)]
+    kernels = [frame for frame in program if _KERNELS.search(frame.file)]
+    entered = collectives[:1] or kernels[-1:]
+    telling = [frame for frame in program if not _PLUMBING.search(frame.file) and frame not in collectives]
+    outside_torch = [frame for frame in telling if not _TORCH.search(frame.file)]
+    inner = dict.fromkeys((*(entered or telling[:1]), *outside_torch[:1]))
+    shown = {frame.file for frame in inner}
+    own = [frame for frame in outside_torch if not _INSTALLED.search(frame.file) and frame.file not in shown]
+    calls = (*inner, *own[:1])
+    backward = any(frame.function == "_engine_run_backward" for frame in program)
+    return StackLocation(entered[0].function.strip("_") if entered else "", backward, calls) if calls else None
+
+
+def refusal_words(failures: Iterable[RankFailure], *, any_error: bool) -> str | None:
+    """What a target says that refuses a layout: every rank that failed first ran into a `raise` of its own in build."""
+    causes = [failure for failure in failures if not failure.consequence]
+    refused = bool(causes) and all(_is_refusal(failure, any_error=any_error) for failure in causes)
+    return causes[0].message.partition(": ")[2] if refused else None
+
+
+def _is_refusal(failure: RankFailure, *, any_error: bool) -> bool:
+    own = own_frame(failure.traceback)
+    calls = [line for line in failure.traceback.splitlines() if line.startswith('  File "')]
+    last = bool(calls) and own is not None and f'"{own.file}", line {own.line},' in calls[-1]
+    raised = last and own is not None and own.code.startswith(("raise ", "assert "))
+    return raised and failure.phase == "build" and (any_error or failure.message.startswith("NotImplementedError"))
+
 
 ENGINE = "engine"  # in place of a check, in findings about ranks that did not finish
 
@@ -93,87 +234,45 @@ def _others(run: Run, groups: list[tuple[_Kind, list[int]]]) -> str:
 _MISFIT = re.compile(r"TargetMisfit: (?P<what>.*?) Fix: (?P<fix>.*)", re.DOTALL)
 
 
-class _Advice(NamedTuple):
-    """What to do about errors whose text matches `pattern`, which is matched anywhere in it."""
-
-    pattern: str
-    fix: str
-
-
-_KNOWN = (
-    _Advice(
-        r"fails on this machine, not in the case",
-        "see `nvidia-smi` and the Xid errors in `dmesg`; end other processes on the GPU, or leave it out with "
-        "CUDA_VISIBLE_DEVICES.",
-    ),
-    _Advice(
-        r"killed by SIGBUS[^:]*, not by the harness",
-        "see `df -h /dev/shm`: a container gets more of it by `docker run --shm-size=8g`.",
-    ),
-    _Advice(
-        r"killed by SIG[A-Z]+[^:]*, not by the harness|no memory or no disk space left",
-        "see `dmesg` for the OOM killer, `free -h`, `df -h` and the limits of the job or container; smaller values of "
-        "--slots and -j run fewer ranks at the same time.",
-    ),
-    _Advice(
-        r"initialize the default process group twice",
-        "the harness has initialized the process group before build(): leave out dist.init_process_group(), or guard "
-        "it by `if not dist.is_initialized()`.",
-    ),
-    _Advice(
-        r"'(RANK|LOCAL_RANK|WORLD_SIZE|LOCAL_WORLD_SIZE|MASTER_ADDR|MASTER_PORT)'",
-        "ranks are not started by torchrun: use dist.get_rank(), dist.get_world_size() and world.device in place of "
-        "its environment variables.",
-    ),
-    _Advice(
-        r"not compiled with CUDA|[Nn]o NVIDIA driver|No CUDA GPUs|CUDA driver",
-        "build on world.device, and name no device of your own: on this machine it is the virtual FP8 device, a cpu.",
-    ),
-    _Advice(
-        r"divisible by (?:16\b|inner block size\b)|multiple of (?:16|32)\b",
-        "float8 matmuls need sizes that are multiples of 16, of 32 in MXFP8, those of a shard too: choose such sizes, "
-        "leave the linear out (filter_fqns), or pad the inner one (pad_inner_dim; not in MXFP8).",
-    ),
-    _Advice(
-        r"mixed torch\.Tensor and DTensor",
-        "a plain tensor meets a distributed one. In the optimizer: give parameters of every device mesh a parameter "
-        "group of their own. In forward: distribute the tensor too, or take .to_local() of the other.",
-    ),
-    _Advice(
-        r"element 0 of tensors does not require grad",
-        "the loss has no graph: look for torch.no_grad(), .detach(), .item() or frozen parameters before backward().",
-    ),
-    _Advice(
-        r"backward through the graph a second time",
-        "call backward() once for every microbatch, on a loss of its own.",
-    ),
-    _Advice(
-        r"Missing key in checkpoint state_dict: \S*param_groups",
-        "another layout has other parameter groups: save options of an optimizer by parameter, with "
-        "StateDictOptions(flatten_optimizer_state_dict=True) in get_state_dict and set_state_dict.",
-    ),
-    _Advice(
-        r"No module named",
-        "install it into the environment of fp8-harness, or run where its file is: the folder of the project and the "
-        "current one are searched.",
-    ),
-    _Advice(
-        r"must be single-threaded to fork",
-        "start no thread at import or in preload(): ranks are forked from that process. Start it in build(), or switch "
-        "it off before the import: `tqdm.tqdm.monitor_interval = 0`, `JE_ARROW_MALLOC_CONF=background_thread:false` "
-        "for pyarrow; loggers and data loaders with threads belong into build(). `--engine torchrun` runs it as it is.",
-    ),
-    _Advice(
-        r"must use no device before it forks",
-        "use no GPU at import or in preload(): ranks are forked from that process, which breaks CUDA. "
-        '`torch.cuda.is_available()` and `torch.cuda.device_count()` are safe there; tensors on "cuda" and '
-        "`torch.cuda.get_device_capability()` belong into build(). `--engine torchrun` runs it as it is.",
-    ),
-    _Advice(
-        r"unexpected keyword argument|missing \d+ required positional argument|positional arguments? but \d+ w",
-        "the harness calls build(case, world) and step(microbatches); compare the signatures.",
-    ),
-)
+# What to do about errors whose text matches a pattern anywhere in it.
+_KNOWN = {
+    r"fails on this machine, not in the case": "see `nvidia-smi` and the Xid errors in `dmesg`; end other processes "
+    "on the GPU, or leave it out with CUDA_VISIBLE_DEVICES.",
+    r"killed by SIGBUS[^:]*, not by the harness": "see `df -h /dev/shm`: a container gets more of it by `docker run "
+    "--shm-size=8g`.",
+    r"killed by SIG[A-Z]+[^:]*, not by the harness|no memory or no disk space left": "see `dmesg` for the OOM killer, "
+    "`free -h`, `df -h` and the limits of the job or container; smaller values of --slots and -j run fewer ranks at "
+    "the same time.",
+    r"initialize the default process group twice": "the harness has initialized the process group before build(): "
+    "leave out dist.init_process_group(), or guard it by `if not dist.is_initialized()`.",
+    r"'(RANK|LOCAL_RANK|WORLD_SIZE|LOCAL_WORLD_SIZE|MASTER_ADDR|MASTER_PORT)'": "ranks are not started by torchrun: "
+    "use dist.get_rank(), dist.get_world_size() and world.device in place of its environment variables.",
+    r"not compiled with CUDA|[Nn]o NVIDIA driver|No CUDA GPUs|CUDA driver": "build on world.device, and name no "
+    "device of your own: on this machine it is the virtual FP8 device, a cpu.",
+    r"divisible by (?:16\b|inner block size\b)|multiple of (?:16|32)\b": "float8 matmuls need sizes that are "
+    "multiples of 16, of 32 in MXFP8, those of a shard too: choose such sizes, leave the linear out (filter_fqns), or "
+    "pad the inner one (pad_inner_dim; not in MXFP8).",
+    r"mixed torch\.Tensor and DTensor": "a plain tensor meets a distributed one. In the optimizer: give parameters of "
+    "every device mesh a parameter group of their own. In forward: distribute the tensor too, or take .to_local() of "
+    "the other.",
+    r"element 0 of tensors does not require grad": "the loss has no graph: look for torch.no_grad(), .detach(), "
+    ".item() or frozen parameters before backward().",
+    r"backward through the graph a second time": "call backward() once for every microbatch, on a loss of its own.",
+    r"Missing key in checkpoint state_dict: \S*param_groups": "another layout has other parameter groups: save "
+    "options of an optimizer by parameter, with StateDictOptions(flatten_optimizer_state_dict=True) in get_state_dict "
+    "and set_state_dict.",
+    r"No module named": "install it into the environment of fp8-harness, or run where its file is: the folder of the "
+    "project and the current one are searched.",
+    r"must be single-threaded to fork": "start no thread at import or in preload(): ranks are forked from that "
+    "process. Start it in build(), or switch it off before the import: `tqdm.tqdm.monitor_interval = 0`, "
+    "`JE_ARROW_MALLOC_CONF=background_thread:false` for pyarrow; loggers and data loaders with threads belong into "
+    "build(). `--engine torchrun` runs it as it is.",
+    r"must use no device before it forks": "use no GPU at import or in preload(): ranks are forked from that process, "
+    'which breaks CUDA. `torch.cuda.is_available()` and `torch.cuda.device_count()` are safe there; tensors on "cuda" '
+    "and `torch.cuda.get_device_capability()` belong into build(). `--engine torchrun` runs it as it is.",
+    r"unexpected keyword argument|missing \d+ required positional argument|positional arguments? but \d+ w": "the "
+    "harness calls build(case, world) and step(microbatches); compare the signatures.",
+}
 
 
 class Advised(NamedTuple):
@@ -193,4 +292,34 @@ def advice(error: str) -> Advised:
     misfit = _MISFIT.search(error)
     if misfit:
         return Advised(what=f"{error[: misfit.start()]}{misfit['what']}", fix=misfit["fix"])
-    return Advised(what=error, fix=next((known.fix for known in _KNOWN if re.search(known.pattern, error)), None))
+    return Advised(what=error, fix=next((fix for pattern, fix in _KNOWN.items() if re.search(pattern, error)), None))
+
+
+# A witness that did not finish
+
+_CALLS = 3  # of the traceback of a witness that raised
+
+
+def why_unfinished(run: Run | None) -> str:
+    """Why a run did not finish, as the end of a sentence: ": TypeError: ..."; empty where nothing is known of it."""
+    causes = () if run is None else run.causes or run.failures
+    return f": {causes[0].message.partition(chr(10))[0]}" if causes else ""
+
+
+def unfinished(rule: Rule, who: str, run: Run | None, case_run: Run) -> Finding:
+    """The finding of a check that cannot compare `case_run` with a run of `who`, with the calls that it ended in."""
+    return rule.finding(who=who, why=why_unfinished(run), expected=f"a run of {who}", found=_ending(run, case_run))
+
+
+def _ending(run: Run | None, case_run: Run) -> str | None:
+    causes = () if run is None else run.causes or run.failures
+    if not causes:
+        return None
+    first = causes[0]
+    phase = f" in {first.phase}" if first.phase else ""
+    calls = innermost_calls(first.traceback, _CALLS)
+    lines = [f"  {'called from' if place else 'in'} {call}" for place, call in enumerate(calls)]
+    software = case_run.traces[0].software if case_run.traces else {}
+    versions = ", ".join(f"{name} {software[name]}" for name in ("torch", "torchao") if name in software)
+    ended = f"{format_ranks([first.rank])} {first.kind}{phase}" + (f", with {versions}" if versions else "")
+    return "\n".join([ended, *lines])

@@ -1,11 +1,13 @@
-"""Is FP8 on, exactly where the case asks for it? Converted linears, executed matmuls, the virtual device."""
+"""Is FP8 on, exactly where the case asks for it? Converted linears, executed matmuls, the virtual device, refusals.
 
+A matmul whose sizes the hardware does not support must raise the named error. If it trains, something else computed it
+(a fallback, an emulation, a wrong shard). Refusing an aligned matmul is just as wrong.
+"""
+
+import re
 from collections.abc import Iterator
-from functools import partial
 
-from harness.checks.check import Check, Witnesses
-from harness.checks.findings import group_ranks, merge_ranks
-from harness.checks.rule import Rules, Stage
+from harness.checks.check import Rules, Stage, Witnesses, group_ranks, merge_ranks
 from harness.expect.expectations import MATMULS, Expectations
 from harness.matrix.case import Case
 from harness.matrix.linears import held
@@ -30,9 +32,7 @@ LACKS_PARTS = _rule("lacks-parts", "the virtual FP8 device lacks {parts} on {ran
 FOREIGN_PARTS = _rule("foreign-parts", "parts of the virtual FP8 device are installed on {device} on {ranks}")
 
 
-@partial(
-    Check,
-    declares=_rule,
+@_rule.judged_by(
     blind="A linear that is converted and called, and computes in high precision inside of its own code.",
     needs_linears=True,
 )
@@ -45,7 +45,10 @@ def check_fp8_on(case: Case, run: Run, witnesses: Witnesses) -> Iterator[Finding
         yield CONVERTS_NOTHING.finding(expected="at least 1 linear", found="none")
     else:
         yield from _converted(case, run, fqns)
-        yield from _filters(run)
+        wanted = "every entry of filter_fqns matches at least one linear"
+        for entries, ranks in group_ranks(run, lambda trace: trace.unmatched_filters).items():
+            if entries:
+                yield FILTERS.finding(ranks=ranks, entries=", ".join(entries), expected=wanted)
         yield from _executed(case, run)
         yield from _virtual_device(case, run)
 
@@ -60,13 +63,6 @@ def _converted(case: Case, run: Run, converted: tuple[str, ...]) -> Iterator[Fin
             (TWICE, {fqn for fqn in found if found.count(fqn) > 1}, "once"),
         ):
             yield from (rule.finding(ranks=ranks, module=fqn, expected=wanted) for fqn in sorted(fqns))
-
-
-def _filters(run: Run) -> Iterator[Finding]:
-    expected = "every entry of filter_fqns matches at least one linear"
-    for entries, ranks in group_ranks(run, lambda trace: trace.unmatched_filters).items():
-        if entries:
-            yield FILTERS.finding(ranks=ranks, entries=", ".join(entries), expected=expected)
 
 
 def _executed(case: Case, run: Run) -> Iterator[Finding]:
@@ -124,9 +120,7 @@ def _not_counted(expect: Expectations, device: str) -> str:
     return "calls of linears are not counted in compiled runs; see `signature`"
 
 
-@partial(
-    Check,
-    declares=_matmuls,
+@_matmuls.judged_by(
     blind="One matmul too many that makes up for one too few; `scales` and `fp8_on` know their linears.",
     not_judged=_not_counted,
     formula=MATMULS,
@@ -138,16 +132,65 @@ def check_matmuls(case: Case, run: Run, witnesses: Witnesses) -> list[Finding]:
     def first_mismatch(trace: RankTrace) -> list[Finding]:
         fewest, most = witnesses.expect.of(trace.rank).scaled_mm_calls
         wanted = f"{most}" if fewest == most else f"{fewest} to {most}"
-        wrong = [step for step in trace.steps if not fewest <= step.scaled_mm_calls <= most]
+        counts = ((step.step, step.scaled_mm_calls) for step in trace.steps)
+        wrong = [(step, calls) for step, calls in counts if not fewest <= calls <= most]
+        expected = f"{wanted} calls a step"
         return [
-            NUMBER.finding(
-                step=step.step,
-                expected=f"{wanted} calls a step",
-                found=f"{step.scaled_mm_calls} calls",
-                calls=step.scaled_mm_calls,
-                wanted=wanted,
-            )
-            for step in wrong[:1]
+            NUMBER.finding(step=step, expected=expected, found=f"{calls} calls", calls=calls, wanted=wanted)
+            for step, calls in wrong[:1]
         ]
 
     return merge_ranks(run, first_mismatch)
+
+
+# torch's wording in the size checks of `_scaled_mm` (CUDA and meta registrations) and in its stride checks, and
+# torchao's in its casts to MXFP8.
+REFUSED = re.compile(r"divisible by (?:16\b|inner block size\b)|multiple of (?:16|32)\b")
+
+
+_alignment = Rules("alignment", Stage.MODEL)
+REFUSED_ALIGNED = _alignment("refused", "refused on {ranks} although every GEMM is aligned")
+REFUSED_SIZES = _alignment(
+    "sizes", "refused on {ranks}: sizes of a converted linear, or of its tokens, are no multiples of {multiple} there"
+)
+TRAINED = _alignment("trained", "trained silently on {ranks} instead of being refused ({refusal}: {reason})")
+OTHER_ERROR = _alignment("other-error", "failed on rank {rank} with another error than the refusal {refusal}")
+NO_END = _alignment("no-end", "{ranks} neither trained nor failed")
+NONE_REFUSED = _alignment("none-refused", "no rank was refused: every failure is the consequence of another one")
+
+
+@_alignment.judged_by(
+    blind="A refusal by a kernel that has other limits than torch's registrations state.", explains_failures=True
+)
+def check_alignment(case: Case, run: Run, witnesses: Witnesses) -> Iterator[Finding]:
+    """Is a misaligned FP8 matmul refused, and only a misaligned one?"""
+    refusal = witnesses.expect.refusal
+    if refusal is None:
+        refused = [failure for failure in run.causes if REFUSED.search(failure.message)]
+        if refused:
+            rule = REFUSED_ALIGNED if witnesses.expect.has_formulas else REFUSED_SIZES
+            ranks, multiple = [failure.rank for failure in refused], case.float8.traits.multiple
+            first, found = ranks[0], refused[0].message
+            yield rule.finding(rank=first, ranks=ranks, expected="training", found=found, multiple=multiple)
+        return
+    expected, trained = f"an error matching {refusal.pattern!r}", [trace.rank for trace in run.traces]
+    if trained:
+        names = {"refusal": refusal.name, "reason": refusal.reason}
+        yield TRAINED.finding(ranks=trained, expected=expected, found="no error", values=names)
+    # Ranks that failed on their own with another error. A rank stopped because of another one may report anything: with
+    # uneven shards only some ranks hold a misaligned shard, and the others wait for them and are stopped.
+    for failure in run.causes:
+        if failure.kind != "raised" or not re.search(refusal.pattern, failure.message):
+            found = f"{failure.kind}: {failure.message}"
+            yield OTHER_ERROR.finding(rank=failure.rank, refusal=refusal.name, expected=expected, found=found)
+    yield from _no_outcome(case, run)
+
+
+def _no_outcome(case: Case, run: Run) -> Iterator[Finding]:
+    """Ranks that neither trained nor failed, and a run in which no rank failed on its own."""
+    ended = {failure.rank for failure in run.failures} | {trace.rank for trace in run.traces}
+    missing = set(range(case.world_size)) - ended
+    if missing:
+        yield NO_END.finding(ranks=missing, expected=f"{case.world_size} refused ranks")
+    elif run.failures and not run.causes:
+        yield NONE_REFUSED.finding(expected="at least 1 refused rank", found="0")

@@ -6,29 +6,15 @@ amax over them.
 """
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from functools import partial
 
 from harness.checks.assembly import largest, same_number
-from harness.checks.check import Check, Witnesses
-from harness.checks.findings import Mismatch, findings_by_rule, traces_by_rank
-from harness.checks.occurrences import on_ranks
-from harness.checks.rule import Rule, Rules, Stage
-from harness.checks.scale_rules import (
-    Broken,
-    Source,
-    cast_rules,
-    format_scale,
-    implied_source,
-    inverse,
-    of_steps,
-    power_of_two_rule,
-    tensorwise_rule,
-    value_rules,
-)
-from harness.expect.casts import CompiledCasts
+from harness.checks.casts import Broken, CastRules, Source, implied_source, inverse, of_steps, on_ranks
+from harness.checks.check import Mismatch, Rule, Rules, Stage, Witnesses, findings_by_rule
+from harness.expect.compiled import rounding
 from harness.expect.expectations import CASTS, Expectations
-from harness.expect.generated import rounding
+from harness.expect.model import CompiledCasts
 from harness.matrix.case import Case
 from harness.matrix.layout import peers
 from harness.matrix.recipes import BLOCK, E5M2, FLOAT8_MAX
@@ -39,7 +25,7 @@ from harness.trace.operands import ScaleSummary
 from harness.verdict import Finding
 
 _rule = Rules("graph_scales", Stage.SCALES, located=True)
-RULES = cast_rules(_rule)
+RULES = CastRules(_rule)
 NO_CAST = _rule("no-cast", "no cast to float8 was executed in some step on {where}")
 UNASKED = _rule("unasked", "blocks cast to float8 although no linear is converted, on {ranks}")
 UNKNOWN = _rule("unknown-cast", "a conversion to float8 is not torchao's cast")
@@ -56,9 +42,7 @@ def _partly(expect: Expectations, device: str) -> str:
     return "the number of casts: it is not known which linears are compiled"
 
 
-@partial(
-    Check,
-    declares=_rule,
+@_rule.judged_by(
     blind="Which linear a cast is of; what generated code does otherwise than its graph, which `graphs` compares.",
     partly=_partly,
     records=("graphs",),
@@ -70,20 +54,22 @@ def check_graph_scales(case: Case, run: Run, witnesses: Witnesses) -> list[Findi
     unknown = [(trace.rank, cast) for trace in run.traces if trace.graphs for cast in trace.graphs.unknown_casts]
     casts: Casts = {
         trace.rank: {(cast.step, cast.order): cast for cast in trace.graphs.casts if cast.step}
-        for trace in traces_by_rank(run)
+        for trace in run.by_rank
         if trace.graphs is not None
     }
     if not case.float8.enabled:
-        return _unexpected(casts, unknown)
+        ranks = {*(rank for rank, by_place in casts.items() if by_place), *(rank for rank, _ in unknown)}
+        return [UNASKED.finding(ranks=ranks, expected="no cast to float8", found="casts")] if ranks else []
     steps = range(1, case.train.steps + 1)
     idle = [rank for rank, by_place in casts.items() if {step for step, _ in by_place} != set(steps)]
     if idle or not casts:
         where = format_ranks(idle) if idle else "any rank"
         return [NO_CAST.finding(ranks=idle, where=where, expected="casts in the graphs of every step")]
+    single = ((rank, cast) for rank, by_place in casts.items() for cast in by_place.values())
     return findings_by_rule(
         [
             *(_unknown(rank, cast) for rank, cast in unknown),
-            *_single_casts(case, casts),
+            *(_mismatch(rank, cast, *broken) for rank, cast in single for broken in _cast_rules(case, cast)),
             *_counts(case, casts, witnesses.expect.compiled_casts),
             *_tp_groups(case, casts),
             *_matmuls(case, run, casts),
@@ -96,7 +82,9 @@ def _source(case: Case, casts: Casts, wrong: Mismatch) -> str:
     """What the scale of a tensor was made from instead of the right amax; empty for others, and where nothing fits."""
     if wrong.rule is not RULES.amax or not case.float8.traits.one_scale_per_tensor:
         return ""
-    amaxes = [_amaxes(case, casts, wrong.rank, (step, wrong.order)) for step in range(1, wrong.step + 1)]
+    ranks, places = peers(case.layout, wrong.rank, ("tp",)), ((step, wrong.order) for step in range(1, wrong.step + 1))
+    groups = (on_ranks(casts, ranks, place) for place in places)
+    amaxes = [{rank: cast.amax for rank, cast in group.items()} for group in groups]
     group, cast = amaxes[-1], casts[wrong.rank][wrong.step, wrong.order]
     sources = (
         *(Source(f"the amax on rank {rank} alone", amax) for rank, amax in group.items()),
@@ -111,19 +99,6 @@ def _other_casts(case: Case, casts: Iterable[GraphCast], cast: GraphCast) -> Ite
     for other in casts:
         if other.step == cast.step and other.order != cast.order and case.train.dtype != "bfloat16":
             yield Source(f"the amax of cast {other.order} in {other.phase}", other.amax)
-
-
-def _amaxes(case: Case, casts: Casts, rank: int, place: tuple[int, int]) -> dict[int, float]:
-    group = on_ranks(casts, peers(case.layout, rank, ("tp",)), place)
-    return {other: cast.amax for other, cast in group.items()}
-
-
-def _unexpected(casts: Casts, unknown: Sequence[tuple[int, UnknownCast]]) -> list[Finding]:
-    """A finding where a run without FP8 casts to it."""
-    ranks = sorted({*(rank for rank, by_place in casts.items() if by_place), *(rank for rank, _ in unknown)})
-    if not ranks:
-        return []
-    return [UNASKED.finding(ranks=ranks, expected="no cast to float8", found="casts")]
 
 
 def _unknown(rank: int, cast: UnknownCast) -> Mismatch:
@@ -157,13 +132,6 @@ def _is_counted(cast: GraphCast, name: str) -> bool:
     return is_operand and name.endswith(cast.phase)
 
 
-def _single_casts(case: Case, casts: Casts) -> Iterator[Mismatch]:
-    for rank, by_place in casts.items():
-        for cast in by_place.values():
-            for broken in _cast_rules(case, cast):
-                yield _mismatch(rank, cast, *broken)
-
-
 def _cast_rules(case: Case, cast: GraphCast) -> Iterator[Broken]:
     if cast.target_dtype not in FLOAT8_MAX:
         yield RULES.target_dtype, " or ".join(FLOAT8_MAX), cast.target_dtype
@@ -175,7 +143,7 @@ def _cast_rules(case: Case, cast: GraphCast) -> Iterator[Broken]:
     elif not _scale_shape_fits(cast):
         yield RULES.scale_shape, f"one scale, or one per row of {list(cast.shape)}", str(cast.scale.shape)
     slack = _slack(case, cast)
-    yield from (broken for broken in value_rules(RULES, case, cast) if not (slack and broken[0] is RULES.saturated))
+    yield from (broken for broken in RULES.of_numbers(case, cast) if not (slack and broken[0] is RULES.saturated))
 
 
 def _slack(case: Case, cast: GraphCast) -> float:
@@ -212,41 +180,35 @@ def _tp_groups(case: Case, casts: Casts) -> Iterator[Mismatch]:
                 yield from _each_alone(case, group)
             elif math.prod(cast.scale.shape) == 1:
                 yield from _one_scale(case, rank, group)
+            elif len(group) > 1 and len({part.scale.digest for part in group.values()}) == 1:  # shards of the same rows
+                yield from _largest_scaled(case, rank, group)
             else:
-                yield from _row_scales(case, rank, group)
+                yield from _each_alone(case, group)
 
 
 def _matmuls(case: Case, run: Run, casts: Casts) -> Iterator[Mismatch]:
     """Every operand of a matmul is given the inverse of the scale that it was cast with, where its cast is known."""
     of_rows = any(case.float8.traits.scales_rows(matmul) for matmul in ("dgrad", "wgrad"))
-    for trace in traces_by_rank(run):
+    for trace in run.by_rank:
         for matmul in trace.graphs.matmuls if trace.graphs is not None else ():
             sides = {"a": (matmul.a_scale, matmul.a_casts), "b": (matmul.b_scale, matmul.b_casts)}
             for side, (scale, orders) in sides.items():
                 known = [casts[trace.rank][matmul.step, order] for order in orders if matmul.step]
-                if case.float8.traits.in_blocks and matmul.step:
-                    yield from _block_scales(trace.rank, matmul, side, scale, known)
-                    continue
-                # Rowwise gradients are multiplied without scales, and divided by them afterwards.
-                right = [inverse(cast.scale) for cast in known] + [(1.0, 1.0)] * (
-                    of_rows and matmul.phase == "backward"
-                )
-                if known and not any(_fits(case, matmul, scale, scale_range) for scale_range in right):
+                if (
+                    case.float8.traits.in_blocks and matmul.step
+                ):  # the scales of blocks are those of the cast, every one
+                    expected = str(known[0].scale) if known else "those of a cast in this step"
+                    fits = scale.digest in {cast.scale.digest for cast in known}
+                else:
+                    right = [inverse(cast.scale) for cast in known]
+                    if of_rows and matmul.phase == "backward":
+                        right.append((1.0, 1.0))  # they are multiplied without scales, and divided by them afterwards
+                    expected = f"{right[0]}" if right else ""
+                    fits = not known or any(_fits(case, matmul, scale, scale_range) for scale_range in right)
+                if not fits:
                     operand = f"operand {side} of a matmul in {matmul.phase}"
                     place = matmul.step, matmul.order, trace.rank, matmul.fqn
-                    yield Mismatch(*place, MATMUL_SCALE, f"{right[0]}", format_scale(scale), operand)
-
-
-def _block_scales(
-    rank: int, matmul: GraphMatmul, side: str, scale: ScaleSummary, known: Sequence[GraphCast]
-) -> Iterator[Mismatch]:
-    """The scales of blocks are those of the cast, every one."""
-    if scale.digest not in {cast.scale.digest for cast in known}:
-        expected = format_scale(known[0].scale) if known else "those of a cast in this step"
-        operand = f"operand {side} of a matmul in {matmul.phase}"
-        yield Mismatch(
-            matmul.step, matmul.order, rank, matmul.fqn, MATMUL_SCALE, expected, format_scale(scale), operand
-        )
+                    yield Mismatch(*place, MATMUL_SCALE, expected, str(scale), operand)
 
 
 def _fits(case: Case, matmul: GraphMatmul, scale: ScaleSummary, expected: tuple[float, float]) -> bool:
@@ -267,20 +229,16 @@ def _one_scale(case: Case, rank: int, group: dict[int, GraphCast]) -> Iterator[M
     if case.float8.traits.one_scale_per_tensor:
         amax, slack = largest(peer_cast.amax for peer_cast in group.values()), _slack(case, cast)
         off = abs(amax * cast.scale.maximum / FLOAT8_MAX.get(cast.target_dtype, math.nan) - 1)
-        for broken in tensorwise_rule(RULES.amax, cast, amax) if not 0 < off <= slack else ():
+        for broken in RULES.of_tensor(cast, amax) if not 0 < off <= slack else ():
             yield _mismatch(rank, cast, *broken)
     else:
-        highest = largest(peer_cast.scaled_amax_maximum for peer_cast in group.values())
-        yield from _power_of_two(case, rank, cast, highest, highest)
+        yield from _largest_scaled(case, rank, group)
 
 
-def _row_scales(case: Case, rank: int, group: dict[int, GraphCast]) -> Iterator[Mismatch]:
-    """One scale per row. Ranks with equal scales hold shards of the same rows: only the largest can be judged then."""
-    if len({cast.scale.digest for cast in group.values()}) == 1 and len(group) > 1:
-        highest = largest(cast.scaled_amax_maximum for cast in group.values())
-        yield from _power_of_two(case, rank, group[rank], highest, highest)
-        return
-    yield from _each_alone(case, group)
+def _largest_scaled(case: Case, rank: int, group: dict[int, GraphCast]) -> Iterator[Mismatch]:
+    """Of a scale that ranks share only the largest amax can be judged."""
+    highest = largest(cast.scaled_amax_maximum for cast in group.values())
+    yield from _power_of_two(case, rank, group[rank], highest, highest)
 
 
 def _each_alone(case: Case, group: dict[int, GraphCast]) -> Iterator[Mismatch]:
@@ -290,7 +248,7 @@ def _each_alone(case: Case, group: dict[int, GraphCast]) -> Iterator[Mismatch]:
 
 def _power_of_two(case: Case, rank: int, cast: GraphCast, lowest: float, highest: float) -> Iterator[Mismatch]:
     slack, traits = _slack(case, cast), case.float8.traits
-    for broken in power_of_two_rule(RULES.amax, traits, cast.target_dtype, lowest * (1 + slack), highest * (1 - slack)):
+    for broken in RULES.of_powers(traits, cast.target_dtype, lowest * (1 + slack), highest * (1 - slack)):
         yield _mismatch(rank, cast, *broken)
 
 

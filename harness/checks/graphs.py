@@ -1,22 +1,19 @@
 """Were the blocks compiled as the case asks? Graphs, fused collectives, and the results of fused operators.
 
 Async TP that fuses nothing is slow without an error, and a wrong fused operator is fast without an error. So executed
-fusions are counted against `expect/fusion.py`, and the probe compares every fused operator with its unfused form, and
-all that inductor generates code for with the operators of the graph (`expect/generated.py` has the limits).
+fusions are counted against `expect/compiled.py`, and the probe compares every fused operator with its unfused form, and
+all that inductor generates code for with the operators of the graph (`expect/compiled.py` has the limits).
 """
 
 import math
 from collections import Counter
 from collections.abc import Iterator
-from functools import partial
 from typing import NamedTuple
 
 from harness.checks.assembly import nan_as_inf
-from harness.checks.check import Check, Witnesses
-from harness.checks.findings import merge_ranks
-from harness.checks.rule import Rules, Stage
+from harness.checks.check import Rules, Stage, Witnesses, merge_ranks
+from harness.expect.compiled import allowed_distance, allowed_row, fusion_candidates, reduced_distance
 from harness.expect.expectations import FUSION, Expectations
-from harness.expect.generated import allowed_distance, allowed_row, reduced_distance
 from harness.matrix.case import Case
 from harness.matrix.numerics import gradients_are_followed
 from harness.trace import RankTrace, Run
@@ -73,9 +70,7 @@ def _partly(expect: Expectations, device: str) -> str:
     return "; ".join(missing)
 
 
-@partial(
-    Check,
-    declares=_rule,
+@_rule.judged_by(
     blind="What is wrong in a graph and right in the code that is generated for it; a fused operator that is slow and "
     "right.",
     partly=_partly,
@@ -90,7 +85,9 @@ def check_graphs(case: Case, run: Run, witnesses: Witnesses) -> list[Finding]:
 def expected_fusions(expect: Expectations) -> Counter[FusionKind]:
     """How many fused operators of each kind one rank executes in one step."""
     return Counter(
-        FusionKind(candidate.phase, candidate.collective) for candidate in expect.fusion_candidates if candidate.fuses
+        FusionKind(candidate.phase, candidate.collective)
+        for candidate in fusion_candidates(expect.case)
+        if candidate.fuses
     )
 
 
@@ -99,21 +96,15 @@ def _findings(expect: Expectations, trace: RankTrace) -> Iterator[Finding]:
     if recorded is None or not recorded.graphs:
         yield NO_GRAPH.finding(expected="graphs of every block", found="none")
         return
-    yield from _phases(recorded)
+    phases = Counter(graph.phase for graph in recorded.graphs)
+    if phases["forward"] != phases["backward"]:
+        found = f"{phases['forward']} forward, {phases['backward']} backward"
+        yield UNPAIRED.finding(expected="a backward graph for every forward graph", found=found)
     yield from _nodes(recorded)
     yield from _fusions(expect, recorded)
     yield from _wrong_rows(recorded)
     yield from _generated(expect.case, recorded)
     yield from _gradients(expect.case, recorded)
-
-
-def _phases(recorded: GraphTrace) -> Iterator[Finding]:
-    phases = Counter(graph.phase for graph in recorded.graphs)
-    if phases["forward"] != phases["backward"]:
-        yield UNPAIRED.finding(
-            expected="a backward graph for every forward graph",
-            found=f"{phases['forward']} forward, {phases['backward']} backward",
-        )
 
 
 def _nodes(recorded: GraphTrace) -> Iterator[Finding]:
@@ -122,11 +113,9 @@ def _nodes(recorded: GraphTrace) -> Iterator[Finding]:
         if node.axis != "tp":
             yield WRONG_RANKS.finding(operator=node.operator, expected="the mesh axis tp", found=node.axis)
         if not _scale_fits(node):
-            yield SCALE_SHAPE.finding(
-                operator=node.operator,
-                expected="A_scale with the leading dims of A, or one scale for the tensor",
-                found=f"A {list(node.a_shape)}, A_scale {list(node.a_scale_shape or ())}",
-            )
+            expected = "A_scale with the leading dims of A, or one scale for the tensor"
+            found = f"A {list(node.a_shape)}, A_scale {list(node.a_scale_shape or ())}"
+            yield SCALE_SHAPE.finding(operator=node.operator, expected=expected, found=found)
 
 
 def _scale_fits(node: FusedNode) -> bool:
@@ -139,7 +128,10 @@ def _scale_fits(node: FusedNode) -> bool:
 def _fusions(expect: Expectations, recorded: GraphTrace) -> Iterator[Finding]:
     """The expected number of fused operators in every step; one separate finding when nothing was fused at all."""
     expected = expected_fusions(expect)
-    by_step = {step: _executed(recorded, step) for step in range(1, expect.case.train.steps + 1)}
+    by_step = {step: Counter[FusionKind]() for step in range(1, expect.case.train.steps + 1)}
+    for call in recorded.calls:
+        if call.step in by_step:
+            by_step[call.step][FusionKind(call.phase, call.collective)] += call.times
     if expect.case.layout.async_tp and not any(by_step.values()):
         wanted = f"{expected.total()} fused collectives a step" if expected else "fused collectives"
         yield NOTHING_FUSED.finding(step=1, expected=wanted, found=_reasons(recorded))
@@ -151,20 +143,8 @@ def _fusions(expect: Expectations, recorded: GraphTrace) -> Iterator[Finding]:
         if step is not None:
             found = by_step[step][kind]
             why = f"; not fused: {_reasons(recorded, kind)}" if found < expected[kind] else ""
-            yield NUMBER.finding(
-                kind=str(kind),
-                step=step,
-                expected=f"{expected[kind]} a step",
-                found=f"{found}{why}",
-            )
-
-
-def _executed(recorded: GraphTrace, step: int) -> Counter[FusionKind]:
-    counts: Counter[FusionKind] = Counter()
-    for call in recorded.calls:
-        if call.step == step:
-            counts[FusionKind(call.phase, call.collective)] += call.times
-    return counts
+            wanted = f"{expected[kind]} a step"
+            yield NUMBER.finding(kind=str(kind), step=step, expected=wanted, found=f"{found}{why}")
 
 
 def _reasons(recorded: GraphTrace, kind: FusionKind | None = None) -> str:

@@ -10,19 +10,42 @@ The rules, in order:
 4. Otherwise the worst finding decides. `invariant` outranks `numeric`: a broken rule is usually the cause of a wrong
    number. A case for which no check was executed is `invariant`.
 
-What recorded upstream faults explain of a failure is decided afterwards, in `recorded.py`.
+What explains a failure from outside of the run is decided afterwards. It is `known` when every record of a fault that
+affects the case shows itself (each finding that it requires is there, where its check was executed), and every finding
+is explained by one of them: the right check, words, module, and not larger than recorded. A case that passes although a
+fault is recorded for it is `unexpected_pass`. Everything else keeps its verdict: the findings that no record explains
+come first, and what the records miss is added at the end.
+
+A formula is evaluated with every version. With versions that it was verified with, a disagreement is a fault. With
+others a case with no other findings is `changed`: not good, and nothing proves that it is wrong.
 """
 
-from collections.abc import Mapping, Sequence
+import datetime
+import difflib
+import fnmatch
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import msgspec
+from msgspec.structs import replace
 
-from harness.checks.catalogue import CHECKS, NO_CHECK, by_cause
+from harness.checks.catalogue import (
+    CHECKS,
+    GONE,
+    KNOWN,
+    MISSING,
+    NO_CHECK,
+    OTHER_END,
+    OUTDATED,
+    RULES,
+    UNEXPLAINED,
+    by_cause,
+)
 from harness.checks.check import Check, Witnesses, noun
-from harness.checks.failures import failures
-from harness.checks.stacks import LAST_OUTPUT
+from harness.checks.failures import LAST_OUTPUT, failures
 from harness.engine.messages import JobOutcome, JobStatus, RankOutcome
+from harness.errors import HarnessError
 from harness.matrix.case import Case
+from harness.matrix.records import KnownFault
 from harness.result import Measured
 from harness.trace import RankFailure, RankTrace, Run
 from harness.verdict import Finding, GoldenSource, NotJudged, Verdict
@@ -103,15 +126,10 @@ def _skipped(check: Check, run: Run, witnesses: Witnesses) -> NotJudged | None:
         (lost[record] for record in check.reads(expect) if record in lost and record not in expect.not_recorded), None
     )
     if reason is None and run.traces and check.needs_signature:
-        reason = _unrecorded(run.traces[0].software, witnesses)
+        recorded, command = witnesses.signature, witnesses.update_signature
+        gap = "no signature is recorded" if recorded is None else recorded.version_gap(run.traces[0].software)
+        reason = None if gap is None else f"{gap}; `{command}` records one"
     return None if reason is None else NotJudged(check=check.name, reason=reason, unverified=True)
-
-
-def _unrecorded(software: Mapping[str, str], witnesses: Witnesses) -> str | None:
-    """Why no signature says anything of runs with this software; None where one does."""
-    recorded, command = witnesses.signature, witnesses.update_signature
-    gap = "no signature is recorded" if recorded is None else recorded.version_gap(software)
-    return None if gap is None else f"{gap}; `{command}` records one"
 
 
 def _inapplicable(check: Check, run: Run, witnesses: Witnesses) -> str | None:
@@ -148,11 +166,8 @@ def _is_nowhere(record: str, run: Run) -> bool:
 
 def _worst(findings: tuple[Finding, ...]) -> Verdict:
     verdicts = {finding.verdict for finding in findings}
-    for verdict in (Verdict.INVARIANT, Verdict.NUMERIC):
-        if verdict in verdicts:
-            return verdict
-    assert not verdicts, "every finding is numeric or invariant"
-    return Verdict.PASSED
+    assert verdicts <= {Verdict.INVARIANT, Verdict.NUMERIC}
+    return next((worst for worst in (Verdict.INVARIANT, Verdict.NUMERIC) if worst in verdicts), Verdict.PASSED)
 
 
 def _decode(outcome: RankOutcome) -> RankTrace | RankFailure:
@@ -178,3 +193,76 @@ def _failure(outcome: RankOutcome, kind: str, message: str) -> RankFailure:
         phase=outcome.phase,
         consequence=outcome.consequence,
     )
+
+
+# Records of known faults, and formulas that are not verified here
+
+_STOPS = (Verdict.CRASH, Verdict.HANG)
+
+
+def require_rules(faults: Iterable[KnownFault]) -> None:
+    """Raise HarnessError for a record that names a rule no check has: it would explain nothing, and say nothing."""
+    for fault in faults:
+        for symptom in (*fault.requires, *fault.may_cause):
+            if not fnmatch.filter(RULES, symptom.rule):
+                near = difflib.get_close_matches(symptom.rule, RULES, n=2)
+                what, where = f"no check has the rule '{symptom.rule}'.", f"cases/known.toml, fault {fault.name}"
+                fix = f"did you mean {' or '.join(near)}?" if near else "see `fp8-harness explain --checks`."
+                raise HarnessError(what, where=where, fix=fix)
+
+
+def showing(faults: Iterable[KnownFault], case: Case, findings: Sequence[Finding]) -> Iterator[KnownFault]:
+    """The records that must show in a case, and of the others those that do."""
+    return (fault for fault in faults if fault.must_show(case) or fault.shows(findings))
+
+
+def with_known_faults(judgement: Judgement, faults: Sequence[KnownFault], today: datetime.date) -> Judgement:
+    """The judgement in the light of the records that affect the case; an infrastructure failure stays what it is."""
+    if not faults or judgement.verdict is Verdict.INFRA:
+        return judgement
+    if judgement.verdict is Verdict.PASSED:
+        gone = (
+            GONE.finding(fault=fault.name, link=fault.link, expected=fault.verdict.value, found="passed")
+            for fault in faults
+        )
+        return replace(judgement, verdict=Verdict.UNEXPECTED_PASS, findings=tuple(gone))
+    unexplained = [finding for finding in judgement.findings if not any(fault.explains(finding) for fault in faults)]
+    notes = [*_notes(judgement, faults, today)]
+    if unexplained:
+        names = " and ".join(fault.name for fault in faults)
+        broken = ", ".join(dict.fromkeys(finding.rule for finding in unexplained))
+        notes.append(UNEXPLAINED.finding(count=len(unexplained), faults=names, rules=broken))
+    if judgement.findings and not notes:
+        # Users of the project did not write the records of the package: findings name those faults.
+        named = ((KNOWN.finding(fault=each.name, reason=each.reason, link=each.link), each) for each in faults)
+        known = (replace(finding, verdict=fault.verdict) for finding, fault in named if fault.everywhere)
+        return replace(judgement, verdict=Verdict.KNOWN, findings=(*known, *judgement.findings))
+    explained = [finding for finding in judgement.findings if finding not in unexplained]
+    return replace(judgement, findings=(*unexplained, *explained, *notes))
+
+
+def _notes(judgement: Judgement, faults: Sequence[KnownFault], today: datetime.date) -> Iterator[Finding]:
+    """Why the failure is not the recorded one, apart from findings that no record explains."""
+    skipped = {not_judged.check for not_judged in judgement.not_judged} - set(judgement.checks)
+    stopped = any(fault.verdict in _STOPS and fault.shows(judgement.findings) for fault in faults)
+    for fault in faults:
+        if stopped and fault.verdict not in _STOPS:
+            continue  # a run that was stopped by a recorded fault shows no other
+        for symptom in fault.requires:
+            if symptom.check not in skipped and not any(symptom.explains(finding) for finding in judgement.findings):
+                yield MISSING.finding(fault=fault.name, expected=str(symptom), found="none")
+        if fault.review_by < today:
+            day = str(fault.review_by)
+            yield OUTDATED.finding(fault=fault.name, day=day, expected="a later review_by, or no record", found=day)
+    recorded = sorted({fault.verdict.value for fault in faults})
+    if judgement.verdict.value not in recorded:
+        yield OTHER_END.finding(expected=" or ".join(recorded), found=judgement.verdict.value)
+
+
+def with_doubts(judgement: Judgement, doubts: Mapping[str, str]) -> Judgement:
+    """The judgement with a note at every finding by a formula in `doubts`: the formulas not verified here, and why."""
+    findings = tuple(
+        replace(finding, differs=doubts.get(finding.formula, finding.differs)) for finding in judgement.findings
+    )
+    only_doubted = judgement.verdict is Verdict.INVARIANT and all(finding.differs for finding in findings)
+    return replace(judgement, verdict=Verdict.CHANGED if only_doubted else judgement.verdict, findings=findings)

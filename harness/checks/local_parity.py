@@ -12,10 +12,9 @@ from functools import partial
 from msgspec.structs import replace
 
 from harness.checks.assembly import nan_as_inf
-from harness.checks.check import Check, Witnesses, unfinished
-from harness.checks.findings import about_ranks
+from harness.checks.check import Rules, Stage, Witnesses, about_ranks
+from harness.checks.failures import unfinished
 from harness.checks.parity import FLOAT32_LOSS, TERMS, wrong_numbers
-from harness.checks.rule import Rules, Stage
 from harness.expect.expectations import Expectations
 from harness.expect.local_parity import Bits, allowed_distance
 from harness.expect.model import Model
@@ -25,7 +24,7 @@ from harness.matrix.layout import DP_AXES
 from harness.matrix.numerics import Numerics, replayed_steps
 from harness.text import format_numbers, format_ranks
 from harness.trace import Run
-from harness.trace.tensors import ModuleDistance, SumTerms
+from harness.trace.model import ModuleDistance, SumTerms
 from harness.verdict import Finding
 
 # The norm is a sum in float64 of the same gradients.
@@ -82,9 +81,7 @@ def _partly(expect: Expectations, device: str) -> str:
     return f"{format_numbers('step', left)}{updates}: modules are recorded in {len(replayed)} steps"
 
 
-@partial(
-    Check,
-    declares=_rule,
+@_rule.judged_by(
     blind="What no module computes, such as the order of microbatches; steps that are not replayed.",
     partly=_partly,
     records=("module_tensors",),

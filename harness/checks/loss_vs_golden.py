@@ -6,13 +6,11 @@ disagree, a loss that never changes), then the comparison.
 
 import math
 from collections.abc import Iterator
-from functools import partial
 from typing import NamedTuple
 
 from harness.checks.assembly import largest
-from harness.checks.check import Check, Witnesses, why_unfinished
-from harness.checks.findings import about_ranks, group_ranks, traces_by_rank
-from harness.checks.rule import Rules, Stage
+from harness.checks.check import Rules, Stage, Witnesses, about_ranks, group_ranks
+from harness.checks.failures import why_unfinished
 from harness.evidence.golden import Golden, hardware_classes, update_command
 from harness.evidence.tolerance import NONE_DERIVED, Tolerance
 from harness.matrix.case import Case
@@ -72,10 +70,8 @@ class Row(NamedTuple):
         return abs(self.difference) <= self.allowed < math.inf
 
 
-@partial(
-    Check,
-    declares=_rule,
-    blind="Most faults of FP8 training: two thirds of the planted ones leave the loss within the tolerance.",
+@_rule.judged_by(
+    blind="Most faults of FP8 training: two thirds of the planted ones leave the loss within the tolerance."
 )
 def check_loss_vs_golden(case: Case, run: Run, witnesses: Witnesses) -> Iterator[Finding]:
     """Does the run learn what BF16 learns?"""
@@ -129,27 +125,24 @@ def _other_steps(case: Case, run: Run, golden: Golden, tolerance: Tolerance) -> 
 
 def _disagreement(run: Run) -> Iterator[Finding]:
     """The first step at which ranks report different losses: the loss is global, so every bit must be equal."""
-    traces = traces_by_rank(run)
+    traces = run.by_rank
     for steps in zip(*(trace.steps for trace in traces), strict=True):
         groups: dict[str, list[int]] = {}
         for trace, step in zip(traces, steps, strict=True):
             groups.setdefault(float(step.loss).hex(), []).append(trace.rank)
         if len(groups) > 1:
-            yield DISAGREE.finding(
-                step=steps[0].step,
-                rank=list(groups.values())[1][0],
-                expected="the same loss on every rank: the mean over the global batch",
-                found="; ".join(f"{format_ranks(r)}: {float.fromhex(loss)!r}" for loss, r in groups.items()),
-            )
+            rank, expected = list(groups.values())[1][0], "the same loss on every rank: the mean over the global batch"
+            found = "; ".join(f"{format_ranks(ranks)}: {float.fromhex(loss)!r}" for loss, ranks in groups.items())
+            yield DISAGREE.finding(step=steps[0].step, rank=rank, expected=expected, found=found)
             return
 
 
 def _frozen(run: Run) -> Iterator[Finding]:
     """The ranks whose loss never changes."""
-    losses = {trace.rank: {step.loss for step in trace.steps} for trace in traces_by_rank(run) if len(trace.steps) > 1}
+    losses = {trace.rank: {step.loss for step in trace.steps} for trace in run.by_rank if len(trace.steps) > 1}
     frozen = [rank for rank, seen in losses.items() if len(seen) == 1]
     if frozen:
-        loss = repr(traces_by_rank(run)[0].steps[0].loss)
+        loss = repr(run.by_rank[0].steps[0].loss)
         yield FROZEN.finding(ranks=frozen, expected="a loss that changes", found=loss)
 
 
@@ -172,7 +165,7 @@ def _is_bfloat16(loss: float) -> bool:
 def _distance(run: Run, golden: Golden, tolerance: Tolerance) -> Iterator[Finding]:
     """The ranks whose loss leaves the tolerance, with the table of the steps of the first."""
     tables: dict[int, list[Row]] = {}
-    for trace in traces_by_rank(run):
+    for trace in run.by_rank:
         numbers = zip(trace.steps, golden.losses, tolerance.per_step, strict=True)
         tables[trace.rank] = [Row(step.step, loss, step.loss, allowed) for step, loss, allowed in numbers]
     wrong = [rank for rank, rows in tables.items() if not all(row.good for row in rows)]

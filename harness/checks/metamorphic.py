@@ -1,26 +1,30 @@
-"""Metamorphic: does a case compute what its partner computes, the same case without options that must be neutral?
+"""Does a case compute what its partner computes, and do what it did when its signature was recorded?
 
 The solo witness cannot answer this sharply where a layout sums in another order, because rounding hides differences.
-The partner has the same layout, so its results must match bit for bit. Which options are neutral is stated in
-`expect/relations.py`.
+The partner is the same case without options that must be neutral: it has the same layout, so its results must match bit
+for bit. Which options are neutral is stated in `expect/relations.py`. A signature is what a run of a case sent,
+multiplied and kept, for models that no formula describes.
 """
 
 import math
 from collections.abc import Iterator
-from functools import partial
 from typing import NamedTuple
 
+from msgspec.structs import replace
+
 from harness.checks.assembly import SketchKey, assemble, nan_as_inf, relative_distances, size_of_error
-from harness.checks.check import Check, Witnesses, finished, unfinished
-from harness.checks.findings import about_ranks
+from harness.checks.check import Rules, Stage, Witnesses, about_ranks, finished, first_of_each, merge_ranks
+from harness.checks.failures import unfinished
 from harness.checks.parity import ROUNDED
-from harness.checks.rule import Rules, Stage
+from harness.evidence.signature import Signature, is_memory, seen_in
+from harness.expect.expectations import Expectations
+from harness.expect.memory import describes
 from harness.expect.relations import Relation
 from harness.matrix.case import Case
 from harness.matrix.caseid import case_id
 from harness.matrix.numerics import async_tp_gap
-from harness.trace import Run
-from harness.trace.tensors import TensorSketch
+from harness.trace import RankTrace, Run
+from harness.trace.model import TensorSketch
 from harness.verdict import Finding
 
 # Allowed relative distance of an exact promise. Sums of float64 in another order were at most 9e-16 apart.
@@ -42,9 +46,7 @@ GRADIENTS = _rule("gradients", "{count} of {compared} " + _DIFFERS, numeric=True
 PARAMETERS = _rule("parameters", "{count} of {compared} " + _DIFFERS, numeric=True)
 
 
-@partial(
-    Check,
-    declares=_rule,
+@_rule.judged_by(
     blind="A fault that both have, such as one of the layout or of the recipe.",
     not_judged=lambda expect, device: async_tp_gap(expect.case, expect.numerics) or "",
     records=("sketches",),
@@ -208,3 +210,46 @@ def _partner(relation: Relation) -> str:
 def _promise(relation: Relation) -> str:
     equal = {"bitwise": "bit for bit", "exact": "up to the order of sums"}[relation.promise]
     return f"{_partner(relation)}, which must match {equal}"
+
+
+_signature = Rules("signature", Stage.COLLECTIVES)
+UNRECORDABLE = _signature("unrecordable", "{problem}", stage=Stage.RUN)
+_SAYS = "not the recorded number or size of {what}"
+EXECUTED = _signature("executed", _SAYS, key=("what",))
+MEMORY = _signature("memory", _SAYS, stage=Stage.MEMORY, key=("what",))
+
+
+def _no_signature(expect: Expectations, device: str) -> str:
+    if expect.has_formulas:
+        return "formulas say what the model sends, multiplies and keeps"
+    return "" if describes(device) else "signatures are recorded on the virtual device"
+
+
+@_signature.judged_by(
+    blind="What was wrong already when it was recorded.",
+    not_judged=_no_signature,
+    records=("traffic", "saved_memory"),
+    also_reads=("operands", "graphs"),
+    needs_signature=True,
+)
+def check_signature(case: Case, run: Run, witnesses: Witnesses) -> list[Finding]:
+    """Does every rank do what it did when the signature of the case was recorded?
+
+    The first finding names the command by which a change that is intended is recorded.
+    """
+    signature = witnesses.signature
+    assert signature is not None, "without a signature the check is not executed"
+    findings = merge_ranks(run, lambda trace: first_of_each(_other_than_recorded(case, signature, trace)))
+    note = f"if it is intended, `{witnesses.update_signature}` records it"
+    return [*(replace(first, notes=(note,)) for first in findings[:1]), *findings[1:]]
+
+
+def _other_than_recorded(case: Case, signature: Signature, trace: RankTrace) -> Iterator[Finding]:
+    recorded = {record.step for records in (trace.traffic, trace.saved_memory) for record in records or ()}
+    for step in sorted({*range(1, case.train.steps + 1), *recorded}):
+        expected, found = signature.seen(step=step, rank=trace.rank), seen_in(trace, step)
+        for kind in dict.fromkeys((*expected, *found)):
+            wanted, got = expected.get(kind, "none"), found.get(kind, "none")
+            if wanted != got:
+                rule = MEMORY if is_memory(kind) else EXECUTED
+                yield rule.finding(what=kind, step=step, expected=f"{wanted}, as recorded", found=got)

@@ -7,13 +7,10 @@ get no gradient or that no optimizer changes, settings of torch that the target 
 
 import itertools
 from collections.abc import Callable, Iterable, Mapping
-from functools import partial
 
 import msgspec
 
-from harness.checks.check import Check, Witnesses, finished
-from harness.checks.findings import traces_by_rank
-from harness.checks.rule import Rules, Stage
+from harness.checks.check import Rules, Stage, Witnesses, finished
 from harness.matrix.case import Case
 from harness.matrix.layout import DP_AXES, MESH_AXES, peers
 from harness.matrix.linears import holds
@@ -133,16 +130,14 @@ INITIAL = _rule(
 _Difference = Callable[[ModelRecord, ModelRecord, str], Iterable[Finding]]
 
 
-@partial(
-    Check,
-    declares=_rule,
+@_rule.judged_by(
     blind="What is built alike and wrong everywhere; parameters whose updates are lost in their own rounding.",
     unasked="model",
     absent="it is not known what the ranks built",
 )
 def check_model(case: Case, run: Run, witnesses: Witnesses) -> list[Finding]:
     """Is the model that was built the same on every rank and on one rank, and is all of it trained?"""
-    traces = [trace for trace in traces_by_rank(run) if trace.model is not None]
+    traces = [trace for trace in run.by_rank if trace.model is not None]
     reference = finished(witnesses.solo)
     solo = None if reference is None else reference.traces[0]
     return [
@@ -208,24 +203,14 @@ def _dtypes(case: Case, traces: list[RankTrace]) -> list[Finding]:
 def _parameters(mine: ModelRecord, other: ModelRecord, who: str) -> Iterable[Finding]:
     ours, theirs = ({parameter.fqn: parameter for parameter in record.parameters} for record in (mine, other))
     for fqn in sorted(ours.keys() ^ theirs.keys()):
-        here = fqn in ours
-        yield PARAMETER.finding(
-            here="a" if here else "no",
-            there="none" if here else "one",
-            who=who,
-            count=len(ours.keys() ^ theirs.keys()),
-            module=fqn,
-            expected=f"the {counted(len(theirs), 'parameter')} of {who}",
-            found=counted(len(ours), "parameter"),
-        )
+        (here, there), count = ("a", "none") if fqn in ours else ("no", "one"), len(ours.keys() ^ theirs.keys())
+        words: dict[str, Value] = {"here": here, "there": there, "who": who, "count": count}
+        expected, found = f"the {counted(len(theirs), 'parameter')} of {who}", counted(len(ours), "parameter")
+        yield PARAMETER.finding(module=fqn, expected=expected, found=found, values=words)
     for fqn in sorted(ours.keys() & theirs.keys()):
         if ours[fqn].shape != theirs[fqn].shape:
-            yield SHAPE.finding(
-                who=who,
-                module=fqn,
-                expected=str(list(theirs[fqn].shape)),
-                found=str(list(ours[fqn].shape)),
-            )
+            expected, found = (str(list(each[fqn].shape)) for each in (theirs, ours))
+            yield SHAPE.finding(who=who, module=fqn, expected=expected, found=found)
         elif ours[fqn].trained != theirs[fqn].trained:
             yield TRAINED.finding(who=who, here="trained" if ours[fqn].trained else "frozen", module=fqn)
 
@@ -255,19 +240,10 @@ def _calls(case: Case, traces: list[RankTrace], solo: RankTrace | None) -> list[
         ours, theirs = _record(trace).calls, solo.model.calls
         wrong = [fqn for fqn in ours if fqn in theirs and ours[fqn] * dp != theirs[fqn]]
         if wrong:
-            fqn = wrong[0]
-            return [
-                CALLS.finding(
-                    ours=ours[fqn],
-                    theirs=theirs[fqn],
-                    dp=dp,
-                    count=len(wrong),
-                    rank=trace.rank,
-                    module=fqn,
-                    expected=f"{ours[fqn]} x {dp} times",
-                    found=f"{theirs[fqn]} times",
-                )
-            ]
+            fqn, (here, there) = wrong[0], (ours[wrong[0]], theirs[wrong[0]])
+            expected, found = f"{here} x {dp} times", f"{there} times"
+            counts: dict[str, Value] = {"ours": here, "theirs": there, "dp": dp, "count": len(wrong)}
+            return [CALLS.finding(rank=trace.rank, module=fqn, expected=expected, found=found, values=counts)]
     return []
 
 
@@ -325,7 +301,9 @@ def _gradients(case: Case, traces: list[RankTrace]) -> list[Finding]:
     if not idle:
         return []
     if len(idle) == len(trained) and all(step.optimizer_steps == 0 for trace in traces for step in trace.steps):
-        return _unseen_gradients(traces)
+        if not any(parameter.updated for trace in traces for parameter in _record(trace).parameters):
+            return []  # `_updates` reports an optimizer that does nothing
+        return [UNSEEN_GRADIENTS.finding(expected="gradients when an optimizer steps", found="none after step()")]
     if len(idle) == len(trained):
         fix = "call loss.backward() before optimizer.step(), and optimizer.zero_grad() only after it."
     else:
@@ -333,28 +311,13 @@ def _gradients(case: Case, traces: list[RankTrace]) -> list[Finding]:
             "leave it out or freeze it (requires_grad_(False)) if it is not used. Otherwise the loss loses sight of "
             "it: look for .detach(), .item(), torch.no_grad() or a copy of the weight in the forward."
         )
-    return [
-        NO_GRADIENT.finding(
-            count=len(idle),
-            all=len(trained),
-            names=_first_names(idle),
-            module=idle[0],
-            expected="a gradient of every parameter that is trained",
-            found="none",
-            fix=fix,
-        )
-    ]
+    counts: dict[str, Value] = {"count": len(idle), "all": len(trained), "names": _first_names(idle)}
+    expected = "a gradient of every parameter that is trained"
+    return [NO_GRADIENT.finding(module=idle[0], expected=expected, found="none", fix=fix, values=counts)]
 
 
 def _first_names(fqns: list[str]) -> str:
     return f"{', '.join(fqns[:3])}{', …' if len(fqns) > 3 else ''}"
-
-
-def _unseen_gradients(traces: list[RankTrace]) -> list[Finding]:
-    """Findings about an optimizer that is none of torch's; `_updates` reports one that does nothing."""
-    if not any(parameter.updated for trace in traces for parameter in _record(trace).parameters):
-        return []
-    return [UNSEEN_GRADIENTS.finding(expected="gradients when an optimizer steps", found="none after step()")]
 
 
 def _steps(traces: list[RankTrace], solo: RankTrace | None) -> list[Finding]:
@@ -364,15 +327,8 @@ def _steps(traces: list[RankTrace], solo: RankTrace | None) -> list[Finding]:
     for who, trace in runs:
         several = [step for step in trace.steps if (step.optimizer_steps or 0) > 1]
         if several:
-            return [
-                SEVERAL_STEPS.finding(
-                    who=who,
-                    count=several[0].optimizer_steps or 0,
-                    step=several[0].step,
-                    expected="1 step",
-                    found=f"{several[0].optimizer_steps} steps",
-                )
-            ]
+            step, times = several[0].step, several[0].optimizer_steps or 0
+            return [SEVERAL_STEPS.finding(who=who, count=times, step=step, expected="1 step", found=f"{times} steps")]
     return []
 
 
@@ -426,16 +382,11 @@ def _gradient_norms(traces: list[RankTrace]) -> dict[str, float]:
 
 def _settings(traces: list[RankTrace]) -> list[Finding]:
     """Settings of torch that were left changed and that change what others compute."""
-    changes = {change: None for trace in traces for change in trace.state if change.name in _HARMFUL}
+    changes = dict.fromkeys(change for trace in traces for change in trace.state if change.name in _HARMFUL)
+    states = ((change.name, change.phase, change.before, change.after) for change in changes)
     return [
-        SETTING.finding(
-            setting=change.name,
-            phase=change.phase,
-            expected=change.before,
-            found=change.after,
-            fix=_HARMFUL[change.name],
-        )
-        for change in changes
+        SETTING.finding(setting=name, phase=phase, expected=before, found=after, fix=_HARMFUL[name])
+        for name, phase, before, after in states
     ]
 
 
@@ -445,7 +396,7 @@ def unequal_initial_weights(run: Run) -> list[Finding]:
     The harness has written its own weights, so nothing in this run is wrong. The target's own training would be.
     """
     holders: dict[tuple[str, tuple[int, ...], int], dict[str, int]] = {}
-    for trace in traces_by_rank(run):
+    for trace in run.by_rank:
         for parameter in trace.model.parameters if trace.model is not None else ():
             place = (parameter.fqn, parameter.offset, parameter.local_elements)
             holders.setdefault(place, {}).setdefault(parameter.built, trace.rank)

@@ -6,14 +6,16 @@ directly, because AdamW hides a gradient of the wrong magnitude.
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from functools import partial
 
 import msgspec
 
 from harness.checks.assembly import (
     Assembled,
+    Explanation,
     SketchKey,
     assemble,
+    explain_gradients,
+    explain_loss,
     largest,
     nan_as_inf,
     relative_distance,
@@ -23,10 +25,8 @@ from harness.checks.assembly import (
     unequal_replicas,
     wrong_ranks,
 )
-from harness.checks.check import Check, Witnesses, finished, unfinished, why_unfinished
-from harness.checks.factors import Explanation, explain_gradients, explain_loss
-from harness.checks.findings import about_ranks
-from harness.checks.rule import Rule, Rules, Stage
+from harness.checks.check import Rule, Rules, Stage, Witnesses, about_ranks, finished
+from harness.checks.failures import unfinished, why_unfinished
 from harness.evidence.tolerance import NONE_DERIVED, OF_EVERY_MODEL, Tolerance
 from harness.matrix.case import Case
 from harness.matrix.layout import batch_of, coordinates
@@ -34,7 +34,7 @@ from harness.matrix.numerics import clips_by_a_rounded_norm, norm_rounding, roun
 from harness.result import WorstGradient
 from harness.text import format_ranks
 from harness.trace import Run
-from harness.trace.tensors import TensorSketch
+from harness.trace.model import TensorSketch
 from harness.verdict import Finding, Value
 
 # A loss is a mean over tokens and changes far less than the worst gradient: measured below 1/20 of it.
@@ -95,9 +95,7 @@ REPLICAS = _rule(
 )
 
 
-@partial(
-    Check,
-    declares=_rule,
+@_rule.judged_by(
     blind="A fault that one rank has too; in bfloat16 under TP, where trajectories drift, one below the tolerance.",
     records=("sketches",),
 )
@@ -328,14 +326,8 @@ def _batches(case: Case, run: Run, solo: Run) -> list[Finding]:
     first = wrong[0]
     others = [part for part, digest in enumerate(expected) if (digest,) == first.batch_digests]
     found = f"those of data-parallel rank {others[0]}" if others else "tokens of no data-parallel rank"
-    return [
-        TOKENS.finding(
-            rank=first.rank,
-            ranks=[trace.rank for trace in wrong],
-            expected=f"those of data-parallel rank {parts[first.rank]}",
-            found=found,
-        )
-    ]
+    right, ranks = f"those of data-parallel rank {parts[first.rank]}", [trace.rank for trace in wrong]
+    return [TOKENS.finding(rank=first.rank, ranks=ranks, expected=right, found=found)]
 
 
 def _replicas(case: Case, run: Run, reference: Tensors) -> list[Finding]:

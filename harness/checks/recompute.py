@@ -1,23 +1,23 @@
-"""Does everything that runs twice give the same result twice? Recomputed casts and matmuls, and operands used again.
+"""Is what is used again the right thing: recomputed casts and matmuls, and operands of another step or microbatch?
 
 When recomputation differs from forward, the gradients belong to a function that was never evaluated, while the loss is
 correct. In compiled blocks backward graphs repeat nodes of forward graphs: they must be the same nodes.
+
+Casts, scales and copies of weights are of the step that they were made in: an optimizer that updates a weight ends
+their life. Those of activations and gradients are of one microbatch. Numbers are not looked at: what is kept for too
+long is wrong in the step in which a weight moves far enough to show it.
 """
 
 from collections.abc import Collection, Iterator
-from functools import partial
-from typing import NamedTuple
 
-from harness.checks.check import Check, Witnesses
-from harness.checks.findings import Mismatch, first_place, merge_ranks, traces_by_rank
-from harness.checks.occurrences import CastKey, casts_by_key, matmuls_by_key
-from harness.checks.rule import Rule, Rules, Stage
+from harness.checks.casts import CastKey, casts_by_key, matmuls_by_key
+from harness.checks.check import Mismatch, Rule, Rules, Stage, Witnesses, findings_by_rule, merge_ranks
 from harness.expect.expectations import MATMULS, Expectations
 from harness.matrix.case import Case
 from harness.matrix.recipes import Operand
 from harness.registry import computes_on_plain_shards
 from harness.trace import RankTrace, Run
-from harness.trace.operands import CastRecord, MatmulRecord, Role
+from harness.trace.operands import Aged, CastRecord, MatmulRecord, Role
 from harness.verdict import Finding
 
 _rule = Rules("recompute", Stage.EXECUTION)
@@ -33,16 +33,8 @@ UNASKED = _rule("unasked", "forward was recomputed without being asked for")
 NUMBER = _rule("number", "wrong number of recomputed matmuls", formula=MATMULS)
 
 
-class _Repetition(NamedTuple):
-    """Two executions of the same cast or matmul, `second` at `order`, by the properties that must be equal."""
-
-    order: int
-    step: int
-    fqn: str
-    rule: Rule
-    operand: str
-    first: dict[str, object]
-    second: dict[str, object]
+# The repetition of a cast or matmul, and the properties of the first and of this one, which must be equal.
+_Repetition = tuple[CastRecord | MatmulRecord, Rule, str, dict[str, object], dict[str, object]]
 
 
 def _not_judged(expect: Expectations, device: str) -> str:
@@ -52,9 +44,7 @@ def _not_judged(expect: Expectations, device: str) -> str:
     return ""
 
 
-@partial(
-    Check,
-    declares=_rule,
+@_rule.judged_by(
     blind="What is wrong in the same way both times; operators without float8 in eager recomputation.",
     not_judged=_not_judged,
     records=("operands",),
@@ -70,13 +60,11 @@ def check_recompute(case: Case, run: Run, witnesses: Witnesses) -> list[Finding]
     expect = witnesses.expect
     if case.compile != "none":
         return merge_ranks(run, lambda trace: _of_graphs(expect, trace))
-    of_ranks = (
-        [*_unequal(expect, trace), *_not_recomputed(expect.of(trace.rank), trace)] for trace in traces_by_rank(run)
-    )
+    of_ranks = ([*_unequal(expect, trace), *_not_recomputed(expect.of(trace.rank), trace)] for trace in run.by_rank)
     firsts = (
         (min(mismatches, key=lambda mismatch: mismatch.place), len(mismatches)) for mismatches in of_ranks if mismatches
     )
-    return [first.finding(f"{first_place(first)}; {{total}} in total", total=total) for first, total in firsts]
+    return [first.finding(f"{first.place_words}; {{total}} in total", total=total) for first, total in firsts]
 
 
 def _of_graphs(expect: Expectations, trace: RankTrace) -> Iterator[Finding]:
@@ -100,12 +88,12 @@ def _of_graphs(expect: Expectations, trace: RankTrace) -> Iterator[Finding]:
 
 
 def _unequal(expect: Expectations, trace: RankTrace) -> Iterator[Mismatch]:
-    for repetition in (*_repeated_casts(expect, trace), *_recomputed_matmuls(trace)):
-        for name, expected in repetition.first.items():
-            found = f"{repetition.second[name]}"
+    for record, rule, operand, first, second in (*_repeated_casts(expect, trace), *_recomputed_matmuls(trace)):
+        for name, expected in first.items():
+            found = f"{second[name]}"
             if found != f"{expected}":  # as texts: NaN equals NaN, and other numbers are written to the last bit
-                place = repetition.step, repetition.order, trace.rank, repetition.fqn
-                yield Mismatch(*place, repetition.rule, f"{expected}", found, repetition.operand, (("property", name),))
+                place = record.step, record.index, trace.rank, record.fqn
+                yield Mismatch(*place, rule, f"{expected}", found, operand, (("property", name),))
 
 
 def _repeated_casts(expect: Expectations, trace: RankTrace) -> Iterator[_Repetition]:
@@ -115,8 +103,7 @@ def _repeated_casts(expect: Expectations, trace: RankTrace) -> Iterator[_Repetit
         first_key, first_occurrence = _first_execution(expect.case, key, occurrence)
         first = casts.get((first_key, first_occurrence))
         if first is not None and first is not cast and not _is_another_call(expect, first_key, cast, executed):
-            properties = _cast_properties(first), _cast_properties(cast)
-            yield _Repetition(cast.index, key.step, key.fqn, CAST, f"{cast.role} in {cast.phase}", *properties)
+            yield cast, CAST, f"{cast.role} in {cast.phase}", _cast_properties(first), _cast_properties(cast)
 
 
 def _is_another_call(
@@ -157,8 +144,7 @@ def _recomputed_matmuls(trace: RankTrace) -> Iterator[_Repetition]:
     for (key, occurrence), matmul in matmuls.items():
         first = matmuls.get((key._replace(gemm="forward"), occurrence))
         if key.gemm == "recompute" and first is not None:
-            properties = _matmul_properties(first), _matmul_properties(matmul)
-            yield _Repetition(matmul.index, key.step, key.fqn, MATMUL, f"matmul {matmul.gemm}", *properties)
+            yield matmul, MATMUL, f"matmul {matmul.gemm}", _matmul_properties(first), _matmul_properties(matmul)
 
 
 def _matmul_properties(matmul: MatmulRecord) -> dict[str, object]:
@@ -193,3 +179,60 @@ def _not_as_asked(expect: Expectations, trace: RankTrace, recomputed: bool) -> I
         rule = NOT_RECOMPUTED if asked else UNASKED
         found = "a recomputation" if recomputed else "none"
         yield Mismatch(1, 0, trace.rank, "the model", rule, "a recomputation" if asked else "none", found)
+
+
+_lifetime = Rules("lifetime", Stage.SCALES, located=True)
+STALE_CAST = _lifetime("cast", "a matmul reads a weight that was cast before its last update")
+COPY = _lifetime("copy", "a weight is cast from a copy that is older than its last update")
+SCALE = _lifetime("scale", "the scale of a weight is older than its last update")
+MICROBATCH = _lifetime("microbatch", "a matmul reads what was cast in another microbatch or step")
+OTHER_SCALE = _lifetime("other-scale", "a scale is used that was made for another tensor")
+GATHERED = _lifetime("gathered", "FSDP2 still holds the whole weight after the step", stage=Stage.MODEL)
+
+
+def _has_no_memory(expect: Expectations, device: str) -> str:
+    if not expect.case.float8.enabled:
+        return "nothing is cast to float8"
+    return "" if expect.case.compile == "none" else "casts in generated code have no memory of their own"
+
+
+@_lifetime.judged_by(
+    blind="High-precision activations; weights that FSDP2 gathered, whose rows `scales` compares; grouped matmuls.",
+    not_judged=_has_no_memory,
+    records=("operands",),
+)
+def check_lifetime(case: Case, run: Run, witnesses: Witnesses) -> list[Finding]:
+    """Is what a matmul reads of this step, and of this microbatch: casts, scales, and copies of weights?"""
+    return findings_by_rule(mismatch for trace in run.by_rank for mismatch in _mismatches(trace))
+
+
+def _mismatches(trace: RankTrace) -> Iterator[Mismatch]:
+    assert trace.operands is not None
+    for kept in trace.operands.kept:
+        yield Mismatch(kept.step, 0, trace.rank, kept.fqn, GATHERED, "its shard alone", "the whole weight", kept.name)
+    updated = {step.step for step in trace.steps if step.optimizer_steps != 0}
+    for aged in trace.operands.aged:
+        rule = _broken(aged, updated)
+        if rule is not None:
+            operand = f"{aged.role} in {aged.where}"
+            expected = _time(aged, aged.step, aged.microbatch, aged.where)
+            found = _time(aged, aged.first_step, aged.first_microbatch, aged.first_phase)
+            if rule is OTHER_SCALE or aged.fqn != aged.first_fqn:
+                found += f", {aged.first_role} of {aged.first_fqn}"
+            yield Mismatch(aged.step, aged.index, trace.rank, aged.fqn, rule, expected, found, operand)
+
+
+def _broken(aged: Aged, updated: set[int]) -> Rule | None:
+    """None for what is of an earlier step although no weight was updated since."""
+    if aged.what == "other_scale":
+        return OTHER_SCALE
+    if aged.role != "weight":
+        return MICROBATCH
+    if updated.isdisjoint(range(aged.first_step, aged.step)):
+        return None
+    return {"data": STALE_CAST, "source": COPY, "scale": SCALE}[aged.what]
+
+
+def _time(aged: Aged, step: int, microbatch: int, where: str) -> str:
+    of_step = f"of the evaluation of step {step}" if where == "evaluation" else f"of step {step}"
+    return of_step + (f", microbatch {microbatch}" if microbatch and aged.role != "weight" else "")

@@ -6,12 +6,9 @@ No check here needs another run, so a fault that the single-rank reference share
 import math
 from collections import Counter
 from collections.abc import Iterator
-from functools import partial
 
 from harness.checks.assembly import same_number, size_of_error
-from harness.checks.check import Check, Witnesses
-from harness.checks.findings import about_ranks, group_ranks, traces_by_rank
-from harness.checks.rule import Rule, Rules, Stage
+from harness.checks.check import Rule, Rules, Stage, Witnesses, about_ranks, group_ranks
 from harness.matrix.case import Case
 from harness.matrix.numerics import rounding_of_norm
 from harness.text import counted
@@ -30,12 +27,12 @@ LOSS = _finite("loss", _BAD, stage=Stage.NO_NUMBER, numeric=True)
 GRAD_NORM = _finite("grad-norm", _BAD, stage=Stage.BF16, numeric=True)
 
 
-@partial(Check, declares=_finite, blind="Numbers that are finite and wrong.")
+@_finite.judged_by(blind="Numbers that are finite and wrong.")
 def check_finite(case: Case, run: Run, witnesses: Witnesses) -> Iterator[Finding]:
     """Did every rank train to the last step with finite numbers?"""
     yield from _ranks(case, run)
     yield from _steps(case, run)
-    steps = [(step, trace.rank) for trace in traces_by_rank(run) for step in trace.steps]
+    steps = [(step, trace.rank) for trace in run.by_rank for step in trace.steps]
     losses = [(step.step, rank, step.loss) for step, rank in steps if not math.isfinite(step.loss)]
     norms = [(step.step, rank, step.grad_norm) for step, rank in steps if not 0 < step.grad_norm < math.inf]
     yield from _first(LOSS, losses, "loss", "a finite number")
@@ -97,9 +94,7 @@ NOT_CLIPPED = _clipping(
 )
 
 
-@partial(
-    Check,
-    declares=_clipping,
+@_clipping.judged_by(
     blind="Gradients of the right norm and a wrong direction; other checks compare them.",
     not_judged=lambda expect, device: "gradients are not clipped" if expect.case.train.max_norm is None else "",
 )
@@ -110,7 +105,7 @@ def check_clipping(case: Case, run: Run, witnesses: Witnesses) -> Iterator[Findi
     """
     max_norm = case.train.max_norm
     assert max_norm is not None, "only of cases that clip gradients"
-    steps = [(step, trace.rank) for trace in traces_by_rank(run) for step in trace.steps]
+    steps = [(step, trace.rank) for trace in run.by_rank for step in trace.steps]
     wrong = [(step, rank) for step, rank in steps if not _is_clipped(step, max_norm, rounding_of_norm(case))]
     if wrong:
         step, _ = min(wrong, key=lambda pair: pair[0].step)
@@ -147,9 +142,7 @@ OTHER_LOSS = _evaluation(
 )
 
 
-@partial(
-    Check,
-    declares=_evaluation,
+@_evaluation.judged_by(
     blind="Modules that compute the same wrong loss in both modes; the loss of training is compared by other checks.",
     not_judged=lambda expect, device: "" if expect.case.train.evaluate else "nothing is evaluated",
 )
@@ -159,15 +152,12 @@ def check_evaluation(case: Case, run: Run, witnesses: Witnesses) -> Iterator[Fin
     Between the two no weight changes, and no module of a Llama does anything else in evaluation mode, so every bit is
     the same.
     """
-    steps = [(step, trace.rank) for trace in traces_by_rank(run) for step in trace.steps]
-    wrong = [(step, rank) for step, rank in steps if not _is_evaluated(step)]
+    steps = [(step, trace.rank) for trace in run.by_rank for step in trace.steps]
+    losses = ((step, rank, step.evaluation_loss) for step, rank in steps)
+    wrong = [(step, rank) for step, rank, loss in losses if loss is None or not same_number(loss, step.loss)]
     if wrong:
         step, _ = min(wrong, key=lambda pair: pair[0].step)
         evaluation_loss = step.evaluation_loss
         size = None if evaluation_loss is None else size_of_error("loss", evaluation_loss, step.loss)
         finding = OTHER_LOSS.finding(step=step.step, expected=repr(step.loss), found=repr(evaluation_loss), size=size)
         yield about_ranks(finding, [rank for other, rank in wrong if other.step == step.step], run)
-
-
-def _is_evaluated(step: StepTrace) -> bool:
-    return step.evaluation_loss is not None and same_number(step.evaluation_loss, step.loss)

@@ -7,18 +7,15 @@ tokens that are lost, swapped, or sent to another expert are named, in forward a
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
 from typing import NamedTuple
 
-from harness.checks.check import Check, Witnesses, finished
-from harness.checks.findings import Mismatch, findings_by_rule, traces_by_rank
-from harness.checks.rule import Rule, Rules, Stage
+from harness.checks.check import Mismatch, Rule, Rules, Stage, Witnesses, findings_by_rule, finished
 from harness.matrix.case import Case
 from harness.matrix.layout import dp_rank, peers
 from harness.matrix.linears import expert_fqns, expert_layers_of, held
 from harness.matrix.numerics import drifts
 from harness.trace import Run
-from harness.trace.experts import ExpertCall, Phase, Rows
+from harness.trace.counts import ExpertCall, Phase, Rows
 from harness.verdict import Finding
 
 _rule = Rules("routing", Stage.COLLECTIVES, located=True)
@@ -54,9 +51,7 @@ class _Place(NamedTuple):
     fqn: str
 
 
-@partial(
-    Check,
-    declares=_rule,
+@_rule.judged_by(
     blind="A wrong choice of experts that the single-rank reference makes too.",
     not_judged=lambda expect, device: "" if expect.case.model.experts else "no block has experts",
     records=("experts",),
@@ -64,7 +59,7 @@ class _Place(NamedTuple):
 def check_routing(case: Case, run: Run, witnesses: Witnesses) -> list[Finding]:
     """Does every token reach the experts that were chosen for it, and does it get back what these returned for it?"""
     calls: defaultdict[_Place, dict[int, ExpertCall]] = defaultdict(dict)
-    for trace in traces_by_rank(run):
+    for trace in run.by_rank:
         for call in trace.experts.calls if trace.experts is not None else ():
             calls[_Place(*_key(call))][trace.rank] = call
     wrong = [mismatch for order, place in enumerate(calls) for mismatch in _of_calls(case, place, order, calls[place])]
@@ -74,7 +69,7 @@ def check_routing(case: Case, run: Run, witnesses: Witnesses) -> list[Finding]:
 
 def _numbers(case: Case, run: Run) -> Iterator[Mismatch]:
     """How often the experts of a block are called in a step: in forward, again where they are recomputed."""
-    for trace in traces_by_rank(run):
+    for trace in run.by_rank:
         for step in range(1, case.train.steps + 1):
             found = Counter((call.fqn, call.phase) for call in trace.expert_calls(step))
             for fqn in held(case, trace.rank, expert_fqns(case.model)):
@@ -97,7 +92,7 @@ _PRODUCTS = 3  # grouped matmuls: gate, up and down projection
 def _matmuls(case: Case, run: Run) -> Iterator[Finding]:
     """How many grouped matmuls a step has, and in which precision; of the first step that is off."""
     wrong: dict[tuple[int, bool, str, str], list[int]] = {}
-    for trace in traces_by_rank(run):
+    for trace in run.by_rank:
         records = trace.experts.matmuls if trace.experts is not None else ()
         for step in range(1, case.train.steps + 1):
             for wgrad, expected in _times(case, trace.rank).items():
@@ -148,7 +143,7 @@ def _otherwise(case: Case, run: Run, witnesses: Witnesses) -> Iterator[Mismatch]
     if solo is None or solo.traces[0].experts is None or drifts(case, expect.numerics):
         return
     calls = {_Place(*_key(call)): call for call in solo.traces[0].experts.calls if call.phase == "forward"}
-    for trace in traces_by_rank(run):
+    for trace in run.by_rank:
         for call in trace.experts.calls if trace.experts is not None else ():
             number = dp_rank(case.layout, trace.rank) * case.train.accumulation + call.number
             reference = calls.get(_Place(call.step, call.phase, number, call.fqn))
@@ -280,7 +275,7 @@ def _biases(case: Case, run: Run) -> Iterator[Mismatch]:
             for expert, count in enumerate(call.counts if call.phase == "forward" else ()):
                 tokens[call.step, call.fqn, expert] += count
     experts = range(case.model.experts)
-    for trace in traces_by_rank(run):
+    for trace in run.by_rank:
         before: dict[str, Sequence[float]] = {}
         for record in trace.experts.biases if trace.experts is not None else ():
             of_step = [tokens[record.step, record.fqn, expert] for expert in experts]

@@ -2,20 +2,18 @@
 
 Of a model that no formula describes, what holds for any: no collective along an unknown group, every gradient reduced
 over all data-parallel ranks, float8 weights gathered in float8, an amax reduction for every cast of a tensor that ranks
-hold shards of, and none for a weight whose scale is precomputed. `signature.py` counts the rest.
+hold shards of, and none for a weight whose scale is precomputed. `metamorphic.py` counts the rest.
 """
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
-from functools import partial
 from types import MappingProxyType
 from typing import NamedTuple
 
-from harness.checks.check import Check, Witnesses
-from harness.checks.findings import first_of_each, merge_ranks
-from harness.checks.rule import Rules, Stage
-from harness.expect.casts import scaled_dim
+from harness.checks.check import Rules, Stage, Witnesses, first_of_each, merge_ranks
 from harness.expect.expectations import TRAFFIC, Expectations
+from harness.expect.model import scaled_dim
+from harness.expect.traffic import converted_weight_shards
 from harness.expect.transfer import Transfer
 from harness.matrix.case import Case
 from harness.matrix.layout import peers
@@ -23,8 +21,7 @@ from harness.matrix.recipes import ITEM_BYTES
 from harness.registry import OF_DTENSOR, computes_on_plain_shards
 from harness.text import counted
 from harness.trace import RankTrace, Run
-from harness.trace.counts import TrafficRecord, collective_words
-from harness.trace.experts import ExpertCall
+from harness.trace.counts import ExpertCall, TrafficRecord, collective_words
 from harness.trace.model import Parameter
 from harness.trace.operands import CastRecord
 from harness.verdict import Finding
@@ -42,9 +39,7 @@ GATHERS = _rule(
     fix="give fully_shard the `reshard_after_forward` that the case asks for.",
 )
 HIGH_PRECISION = _rule(
-    "high-precision",
-    "float8 all-gather is on, but converted weights are gathered in high precision",
-    stage=Stage.MODEL,
+    "high-precision", "float8 all-gather is on, but converted weights are gathered in high precision", stage=Stage.MODEL
 )
 AMAX_MISSING = _rule(
     "amax-missing",
@@ -138,9 +133,7 @@ def _partly(expect: Expectations, device: str) -> str:
     return f"no formula for the model of {expect.case.target}: only what holds for any; see `signature`"
 
 
-@partial(
-    Check,
-    declares=_rule,
+@_rule.judged_by(
     blind="The order of collectives, and what is in them: `scales` and `parity` see the numbers.",
     not_judged=_not_judged,
     partly=_partly,
@@ -167,10 +160,8 @@ def check_traffic(case: Case, run: Run, witnesses: Witnesses) -> list[Finding]:
 
 def expected_traffic(expect: Expectations, *, step: int, rank: int, calls: Iterable[ExpertCall] = ()) -> Traffic:
     """The expected transfers, added up as the probe adds up what it records."""
-    total: defaultdict[CollectiveKey, Volume] = defaultdict(Volume)
-    for term in expect.transfers(step=step, rank=rank, calls=calls):
-        total[_key(term)] = _plus(total[_key(term)], Volume(term.payload_bytes, {term.elements: term.times}))
-    return dict(total)
+    terms = expect.transfers(step=step, rank=rank, calls=calls)
+    return _added((_key(term), Volume(term.payload_bytes, {term.elements: term.times})) for term in terms)
 
 
 def count_limits(expect: Expectations, *, step: int, rank: int) -> dict[CollectiveKey, Limits]:
@@ -180,28 +171,26 @@ def count_limits(expect: Expectations, *, step: int, rank: int) -> dict[Collecti
     fewest: defaultdict[CollectiveKey, Counter[int]] = defaultdict(Counter)
     most: defaultdict[CollectiveKey, Counter[int]] = defaultdict(Counter)
     for term in expect.transfers(step=step, rank=rank):
-        exact = term.least is None
-        least = term.times if term.least is None else min(term.times, term.least)
-        fewest[_key(term)][term.elements] += least
-        most[_key(term)][term.elements] += term.times * (1 if exact else 2)
+        fewest[_key(term)][term.elements] += term.times if term.least is None else min(term.times, term.least)
+        most[_key(term)][term.elements] += term.times * (1 if term.least is None else 2)
     return {key: Limits(fewest[key], most[key]) for key in most if fewest[key] != most[key]}
 
 
 def recorded_traffic(trace: RankTrace, step: int) -> Traffic:
-    total: defaultdict[CollectiveKey, Volume] = defaultdict(Volume)
-    for record in trace.traffic or ():
-        if record.step == step:
-            key = CollectiveKey(record.axis, record.kind, record.op, record.dtype)
-            total[key] = _plus(total[key], Volume(record.payload_bytes, record.sizes))
-    return dict(total)
+    records = (record for record in trace.traffic or () if record.step == step)
+    return _added((_key(record), Volume(record.payload_bytes, record.sizes)) for record in records)
 
 
-def _key(term: Transfer) -> CollectiveKey:
+def _key(term: Transfer | TrafficRecord) -> CollectiveKey:
     return CollectiveKey(term.axis, term.kind, term.op, term.dtype)
 
 
-def _plus(one: Volume, other: Volume) -> Volume:
-    return Volume(one.payload_bytes + other.payload_bytes, Counter(one.sizes) + Counter(other.sizes))
+def _added(volumes: Iterable[tuple[CollectiveKey, Volume]]) -> Traffic:
+    total: defaultdict[CollectiveKey, Volume] = defaultdict(Volume)
+    for key, (payload_bytes, sizes) in volumes:
+        before = total[key]
+        total[key] = Volume(before.payload_bytes + payload_bytes, Counter(before.sizes) + Counter(sizes))
+    return dict(total)
 
 
 def _sizes(sizes: Mapping[int, int]) -> str:
@@ -255,7 +244,7 @@ def _number_of_gathers(step: _Step) -> Iterator[Finding]:
 
 def _high_precision_gathers(expect: Expectations, step: _Step) -> Iterator[Finding]:
     """With float8 all-gather: compares the gathered bytes with those that the converted weights take in bfloat16."""
-    elements = expect.float8_weight_elements(step.trace.rank)
+    elements = converted_weight_shards(expect.case, step.trace.rank)
     surplus = _gathers(step.found).payload_bytes - _gathers(step.expected).payload_bytes
     ratio = (elements + surplus) / (2 * elements) if elements else 0.0
     if ratio > MAX_SHARE_OF_BFLOAT16:
@@ -336,12 +325,8 @@ def _gradients(
         sent = (record.sizes for record in records if (record.axis, record.kind) == (axis, kind))
         elements = sum(size * times for sizes in sent for size, times in sizes.items())
         if elements < wanted:
-            yield NOT_SUMMED.finding(
-                axis=axis,
-                step=step,
-                expected=f"{kind} of at least {wanted} elements, as many as there are parameters",
-                found=f"{elements} elements",
-            )
+            least = f"{kind} of at least {wanted} elements, as many as there are parameters"
+            yield NOT_SUMMED.finding(axis=axis, step=step, expected=least, found=f"{elements} elements")
     asked = expect.case.reduce_dtype
     dtypes = {record.dtype for record in records if (record.axis, record.kind) == ("dp_shard", "reduce_scatter")}
     if dtypes - {asked}:
@@ -396,13 +381,8 @@ def _amax_of_shards(
         if size == 1 or not scalar
     )
     if reductions < wanted:
-        yield AMAX_MISSING.finding(
-            axis="tp",
-            missing=wanted - reductions,
-            step=step,
-            expected=f"{counted(wanted, 'reduction')} by max along tp, one for every cast of a shard",
-            found=str(reductions),
-        )
+        least, found = f"{counted(wanted, 'reduction')} by max along tp, one for every cast of a shard", str(reductions)
+        yield AMAX_MISSING.finding(axis="tp", missing=wanted - reductions, step=step, expected=least, found=found)
 
 
 def _not_precomputed(expect: Expectations, trace: RankTrace, step: int) -> Iterator[Finding]:
@@ -416,19 +396,14 @@ def _not_precomputed(expect: Expectations, trace: RankTrace, step: int) -> Itera
     of_weights = _times(_casts(trace, 1), "all_gather").total()
     allowed = first - of_weights if first >= of_weights else first
     if later > allowed:
-        yield NOT_PRECOMPUTED.finding(
-            step=step,
-            expected=f"at most {counted(allowed, 'reduction')} of one number by max along dp_shard",
-            found=str(later),
-        )
+        most = f"at most {counted(allowed, 'reduction')} of one number by max along dp_shard"
+        yield NOT_PRECOMPUTED.finding(step=step, expected=most, found=str(later))
 
 
 def _lone_maxima(trace: RankTrace, step: int) -> int:
     """The reductions of one number by max over shards in a step."""
-    records = [
-        record for record in trace.traffic or () if (record.step, record.axis, record.op) == (step, "dp_shard", "max")
-    ]
-    return sum(record.sizes.get(1, 0) for record in records)
+    kinds = ((record.step, record.axis, record.op, record.sizes) for record in trace.traffic or ())
+    return sum(sizes.get(1, 0) for *kind, sizes in kinds if kind == [step, "dp_shard", "max"])
 
 
 def _is_sharded(cast: CastRecord, axis: str) -> bool:

@@ -11,7 +11,7 @@ from harness.cli.options import PARTS_BY_TITLE, json_option, print_or_write, pri
 from harness.errors import HarnessError
 from harness.evidence.sealed import Damaged, Missing
 from harness.evidence.verified import doubts, read_verified
-from harness.expect.fusion import executed_scaled_mm_calls, fusion_candidates
+from harness.expect.compiled import executed_scaled_mm_calls, fusion_candidates
 from harness.hints import VERIFY_FORMULAS
 from harness.internals import Part, State, read_parts, with_needed
 from harness.matrix.axes import SCOPE, axis_values, case_from_axes, read_as, read_assignments, shown_value

@@ -14,8 +14,8 @@ from pathlib import Path
 import msgspec
 
 from harness.evidence.sealed import Sealed, holder, read_sealed, write_sealed
+from harness.expect.memory import expected_saved
 from harness.expect.relations import partner
-from harness.expect.saved_memory import expected_saved
 from harness.hints import fit_costs
 from harness.matrix.case import Case, Checkpointing, Layout, Model
 from harness.matrix.caseid import case_id, solo_case

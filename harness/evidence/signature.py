@@ -1,7 +1,7 @@
 """Signatures: what a run of one case sent, multiplied, kept and fused, where no formula says what it must be.
 
 Owns their file format (sealed JSON under `golden/signatures/<case id>.json`, one line a kind, so that a change shows in
-a review) and the conditions for storing one. `checks/signature.py` compares runs with signatures.
+a review) and the conditions for storing one. `checks/metamorphic.py` compares runs with signatures.
 """
 
 from collections import Counter, defaultdict

@@ -153,7 +153,7 @@ def tolerance_for(case: Case, root: Path) -> Tolerance:
     than were measured the tolerance grows by the root of their ratio. With more it stays what was measured.
 
     Raises `ToleranceMissing` when nothing was measured for its key or for this many steps: noise grows with every step,
-    so nothing is extrapolated, but derived (`checks/derived_tolerance.py`). Raises `ToleranceUnfounded` when the
+    so nothing is extrapolated, but derived (`checks/measuring.py`). Raises `ToleranceUnfounded` when the
     evidence does not support the number.
     """
     key, steps = tolerance_key(case), case.train.steps

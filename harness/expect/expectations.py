@@ -1,6 +1,6 @@
 """The expectations of one case: everything that a run of it must contain, behind one value.
 
-Checks use this value only, so every formula has one place. Every step behind the second equals the second.
+Checks use this value for what depends on more than the case. Every step behind the second equals the second.
 """
 
 from __future__ import annotations
@@ -9,23 +9,11 @@ import functools
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
-from harness.expect import (
-    casts,
-    fusion,
-    live_memory,
-    model,
-    relations,
-    saved_memory,
-    traffic,
-)
-from harness.expect.casts import CastForm, CastSite, CompiledCasts
-from harness.expect.expert_traffic import sent_back
-from harness.expect.fusion import FusionCandidate
-from harness.expect.live_memory import LiveStorage
-from harness.expect.model import Model
+from harness.expect import compiled, memory, model, relations, traffic
+from harness.expect.memory import SavedLimits
+from harness.expect.model import CastForm, CastSite, CompiledCasts, Model
 from harness.expect.relations import Relation
-from harness.expect.saved_memory import SavedLimits
-from harness.expect.transfer import Transfer
+from harness.expect.transfer import Transfer, sent_back
 from harness.expect.upstream import NONE, Changes
 from harness.matrix.case import Case
 from harness.matrix.layout import coordinates, peers
@@ -33,8 +21,7 @@ from harness.matrix.linears import expert_layers_of, held
 from harness.matrix.numerics import VIRTUAL_DEVICE, Numerics, drifts, replayed_steps
 from harness.matrix.rules import Refusal, expected_refusal
 from harness.registry import computes_on_plain_shards, is_llama
-from harness.trace.counts import Moment
-from harness.trace.experts import ExpertCall
+from harness.trace.counts import ExpertCall
 
 # What one version does, by the names that `Finding.formula` and the record of verified versions use.
 MATMULS, CASTS, TRAFFIC = "matmuls", "casts", "traffic"
@@ -51,12 +38,7 @@ class Expectations:
     """
 
     def __init__(
-        self,
-        case: Case,
-        linears: Model | None = None,
-        *,
-        numerics: Numerics = VIRTUAL_DEVICE,
-        changes: Changes = NONE,
+        self, case: Case, linears: Model | None = None, *, numerics: Numerics = VIRTUAL_DEVICE, changes: Changes = NONE
     ) -> None:
         self.case = case
         self.changes = changes
@@ -110,14 +92,14 @@ class Expectations:
         if not self.has_formulas or self.case.compile == "none":
             return None
         inside = [fqn for fqn in self.converted_fqns if fqn.startswith("layers.")]
-        return casts.compiled_casts(self.case, inside, self.changes)
+        return model.compiled_casts(self.case, inside, self.changes)
 
     @functools.cached_property
     def scaled_mm_calls(self) -> tuple[int, int]:
         """Fewest and most scaled matmuls of one rank in one step; every chunk of a fused matmul counts."""
         once = model.calls_of_linears(self.case, self.linears)
         if self.has_formulas:
-            once += fusion.extra_matmul_calls(self.case, scaled=True)
+            once += compiled.extra_matmul_calls(self.case, scaled=True)
         fewest, most = self.recomputed_calls
         return once + fewest, once + most
 
@@ -131,61 +113,40 @@ class Expectations:
     @functools.cached_property
     def casts(self) -> Mapping[CastSite, tuple[CastForm, ...]]:
         """The casts to float8 of one rank in one step: their forms by site, in execution order."""
-        return casts.expected_casts(self.case, self.linears)
+        return model.expected_casts(self.case, self.linears)
 
     @functools.cached_property
     def cast_calls(self) -> int:
         """Casts to float8 by the linears of one rank in one step, without those of FSDP2."""
-        return sum(len(forms) for site, forms in self.casts.items() if site.phase not in casts.OF_GATHERS)
+        return sum(len(forms) for site, forms in self.casts.items() if site.phase not in model.OF_GATHERS)
 
     def transfers(self, *, step: int, rank: int, calls: Iterable[ExpertCall] = ()) -> tuple[Transfer, ...]:
         """The collectives of `rank` in `step` (1-based). `calls`: of its experts, which decide what is sent back."""
         transfers = traffic.expected_transfers(self.case, step=min(step, 2), rank=rank, changes=self.changes)
         return (*transfers, *traffic.votes(self.case, rank, step, self.changes), *sent_back(self.case, calls))
 
-    def float8_weight_elements(self, rank: int) -> int:
-        """Elements of converted weights that `rank` sends in float8 all-gathers of one step."""
-        return traffic.converted_weight_shards(self.case, rank)
-
     def saved_bytes(self, *, step: int, rank: int, calls: Iterable[ExpertCall] = ()) -> dict[str, int]:
         """Bytes by dtype that `rank` saves for the backward pass of `step`, where `saves_exactly`.
 
-        `calls`: of its experts in this step, which `saves_by_tokens` needs. Of these the first forwards are weighed.
+        `calls`: of its experts in this step, whose rows may be saved. Of these the first forwards are weighed.
         """
         rows_by_fqn = defaultdict[str, list[int]](list)
         for call in calls:
             if call.phase == "forward":
                 rows_by_fqn[call.fqn].append(sum(call.local_counts))
         rows = tuple(map(tuple, rows_by_fqn.values()))
-        if self.saves_by_tokens and not rows:
+        if memory.depends_on_tokens(self.case) and not rows:
             rows = ((0,) * self.case.train.accumulation,) * len(expert_layers_of(self.case, rank))
-        return saved_memory.expected_saved(self.case, step=min(step, 2), rank=rank, changes=self.changes, rows=rows)
+        return memory.expected_saved(self.case, step=min(step, 2), rank=rank, changes=self.changes, rows=rows)
 
     @functools.cached_property
     def saves_exactly(self) -> bool:
         """False where the partitioner chooses what a compiled block saves: there are limits only."""
-        return saved_memory.is_exact(self.case)
-
-    @functools.cached_property
-    def saves_by_tokens(self) -> bool:
-        """True where what a rank saves follows from what its experts were sent."""
-        return saved_memory.depends_on_tokens(self.case)
+        return memory.is_exact(self.case)
 
     def saved_limits(self, *, step: int, rank: int) -> SavedLimits:
         """The fewest and most bytes that `rank` saves for the backward pass of `step`. Compiled cases only."""
-        return saved_memory.saved_limits(self.case, step=min(step, 2), rank=rank, changes=self.changes)
-
-    def live_storages(self, *, rank: int, moment: Moment) -> tuple[LiveStorage, ...]:
-        """What else is alive on `rank` at this moment of a step."""
-        return live_memory.expected_live(self.case, rank=rank, moment=moment)
-
-    def live_scalars(self, moment: Moment, *, step: int) -> int:
-        return live_memory.expected_scalars(self.case, moment=moment, step=step)
-
-    @functools.cached_property
-    def fusion_candidates(self) -> tuple[FusionCandidate, ...]:
-        """The collectives of one step next to matmuls, and whether async TP must fuse them."""
-        return fusion.fusion_candidates(self.case)
+        return memory.saved_limits(self.case, step=min(step, 2), rank=rank, changes=self.changes)
 
     @functools.cached_property
     def stands_for_modules(self) -> bool:

@@ -15,7 +15,7 @@ from harness.matrix.case import Case
 from harness.matrix.linears import OUTPUT_FQN, ROWWISE, converted_fqns, linear_fqns, linear_name
 from harness.matrix.numerics import norm_rounding
 from harness.registry import REFERENCE
-from harness.trace.tensors import ModuleDistance
+from harness.trace.model import ModuleDistance
 
 # The largest relative error of a result that is rounded to this dtype. A matmul in bfloat16 is rounded once; one in
 # float32 after every addition: eight roundings' worth, four were measured.
@@ -37,7 +37,7 @@ LAST_BIT = 2.0**-23
 
 # What a block computes in code that inductor generates, which is replayed eagerly as a whole: roundings elsewhere,
 # float8 values of each of its seven linears that differ by one, and partial sums of ranks. The largest of clean runs:
-# 0.014 and 0.023 in the residual stream, 0.092 in a gradient. What linears multiply is held to less (`generated.py`).
+# 0.014 and 0.023 in the residual stream, 0.092 in a gradient. What linears multiply is held to less (`compiled.py`).
 GENERATED = {"output": 0.03, "grad_output": 0.05, "grad": 0.2}
 
 

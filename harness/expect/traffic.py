@@ -11,10 +11,18 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import lru_cache, partial
 
-from harness.expect.expert_traffic import dispatched, sent_back_if_balanced, tokens_of_experts
-from harness.expect.fusion import fusion_candidates
-from harness.expect.transfer import Transfer, forward_passes, repeated, residual_tokens
-from harness.expect.units import Unit, fsdp_units, ranks_of_unit
+from harness.expect.compiled import fusion_candidates
+from harness.expect.transfer import (
+    Transfer,
+    dispatched,
+    forward_passes,
+    fsdp_units,
+    ranks_of_unit,
+    repeated,
+    residual_tokens,
+    sent_back_if_balanced,
+    tokens_of_experts,
+)
 from harness.expect.upstream import GRADIENTS_IN_REDUCE_DTYPE, NONE, STAGES_VOTE_TOGETHER, Changes
 from harness.matrix.case import Case
 from harness.matrix.layout import DP_AXES, EXPERT_AXES, SHARD_AXES, coordinates, group_name
@@ -83,8 +91,18 @@ def _axes_of_several_ranks(case: Case) -> frozenset[str]:
 
 
 def _gathers_of_weights(case: Case, rank: int) -> Iterator[Transfer]:
+    """Weights are gathered a unit at a time: as uint8 where its parameters have different dtypes.
+
+    FSDP2 concatenates all parameters of a unit (`_get_all_gather_input_metadatas`). Norms are never float8, so a unit
+    with float8 weights always has mixed dtypes.
+    """
     for unit in fsdp_units(case, rank):
-        dtype, elements = _gathered(case, unit)
+        ranks = ranks_of_unit(case, unit)
+        narrow = sum(weight.shard_elements(ranks) for weight in unit.weights if weight.gathered_in_float8)
+        wide = sum(weight.shard_elements(ranks) for weight in unit.weights if not weight.gathered_in_float8)
+        dtype, elements = "uint8", narrow + wide * ITEM_BYTES[case.train.dtype]
+        if not narrow:
+            dtype, elements = case.train.dtype, wide
         yield Transfer(unit.axis, "all_gather", dtype, elements, f"weights of {unit.name}", times=unit.gathers)
 
 
@@ -99,20 +117,6 @@ def _reductions(case: Case, rank: int) -> Iterator[Transfer]:
         for axis in ("dp_replicate", unit.axis):
             kind, count = ("all_reduce", shard) if axis == "dp_replicate" else ("reduce_scatter", shard * ranks)
             yield Transfer(axis, kind, case.reduce_dtype, count, f"gradients of {unit.name}", op="sum")
-
-
-def _gathered(case: Case, unit: Unit) -> tuple[str, int]:
-    """Dtype and elements of a unit's all-gather input: uint8 where its parameters have different dtypes.
-
-    FSDP2 concatenates all parameters of a unit (`_get_all_gather_input_metadatas`). Norms are never float8, so a unit
-    with float8 weights always has mixed dtypes.
-    """
-    ranks = ranks_of_unit(case, unit)
-    narrow = sum(weight.shard_elements(ranks) for weight in unit.weights if weight.gathered_in_float8)
-    wide = sum(weight.shard_elements(ranks) for weight in unit.weights if not weight.gathered_in_float8)
-    if not narrow:
-        return case.train.dtype, wide
-    return "uint8", narrow + wide * ITEM_BYTES[case.train.dtype]
 
 
 def converted_weight_shards(case: Case, rank: int) -> int:

@@ -13,22 +13,6 @@ import msgspec
 from harness.sources import installed_version, is_since, package_paths
 
 
-class Probe(msgspec.Struct, frozen=True, kw_only=True):
-    """A file of the package that tells: it contains `now` with the change, and `before` without."""
-
-    file: str
-    now: str
-    before: str
-
-    def ask(self, folders: Iterable[Path]) -> bool | None:
-        """True with the change in the package in these folders, False without; None where the file does not tell."""
-        for path in (folder / self.file for folder in folders):
-            if path.is_file():
-                text = path.read_text(errors="replace")
-                return True if self.now in text else False if self.before in text else None
-        return None
-
-
 class UpstreamChange(msgspec.Struct, frozen=True, kw_only=True):
     """One change. `since`: the first release of `package` that has it.
 
@@ -38,7 +22,9 @@ class UpstreamChange(msgspec.Struct, frozen=True, kw_only=True):
 
     name: str
     since: str
-    probe: Probe
+    file: str  # of the package, which tells: it contains `now` with the change, and `before` without
+    now: str
+    before: str
     what: str  # one sentence
     link: str
     formulas: tuple[str, ...]  # those that depend on it
@@ -50,10 +36,18 @@ class UpstreamChange(msgspec.Struct, frozen=True, kw_only=True):
         """True for these versions, by package. A nightly of 2.15 is older than 2.15."""
         return is_since(software.get(self.package, ""), self.since)
 
+    def ask(self, folders: Iterable[Path]) -> bool | None:
+        """True with the change in the package in these folders, False without; None where the file does not tell."""
+        for path in (folder / self.file for folder in folders):
+            if path.is_file():
+                text = path.read_text(errors="replace")
+                return True if self.now in text else False if self.before in text else None
+        return None
+
     @property
     def is_installed(self) -> bool:
         """Whether the package of this environment has it. Nothing is imported."""
-        asked = self.probe.ask(package_paths(self.package))
+        asked = self.ask(package_paths(self.package))
         return self.is_in({self.package: installed_version(self.package) or ""}) if asked is None else asked
 
 
@@ -63,12 +57,10 @@ NONE: Changes = frozenset()
 SEPARATE_BACKWARD_CASTS = UpstreamChange(
     name="separate-backward-casts",
     since="2.14",
-    probe=Probe(
-        file="_functorch/compile_utils.py",
-        now="or n.is_impure()",
-        before="""or n.op == "get_attr"
+    file="_functorch/compile_utils.py",
+    now="or n.is_impure()",
+    before="""or n.op == "get_attr"
             or get_aten_target(n) in rand_ops""",
-    ),
     what="In a compiled block, equal results of forward and backward are not merged any more where they wait for a "
     "collective, so under TP a weight with one scale is cast once for forward and once for backward, the gradient of a "
     "column-parallel output once for each of its matmuls, and the scales of backward are saved.",
@@ -79,11 +71,9 @@ SEPARATE_BACKWARD_CASTS = UpstreamChange(
 GRADIENTS_IN_REDUCE_DTYPE = UpstreamChange(
     name="gradients-in-reduce-dtype",
     since="2.15",
-    probe=Probe(
-        file="distributed/fsdp/_fully_shard/_fsdp_param.py",
-        now="def unsharded_grad_dtype(",
-        before="unsharded_grad.to(self.reduce_dtype)",
-    ),
+    file="distributed/fsdp/_fully_shard/_fsdp_param.py",
+    now="def unsharded_grad_dtype(",
+    before="unsharded_grad.to(self.reduce_dtype)",
     what="FSDP2 keeps unsharded gradients in the reduce dtype; before, in the dtype of the computation. They are "
     "rounded once less, and those of norms under TP are reduced over TP in it.",
     link="https://github.com/pytorch/pytorch/issues/190626",
@@ -93,11 +83,9 @@ GRADIENTS_IN_REDUCE_DTYPE = UpstreamChange(
 STAGES_VOTE_TOGETHER = UpstreamChange(
     name="stages-vote-together",
     since="2.15",
-    probe=Probe(
-        file="distributed/pipelining/schedules.py",
-        now="def _initialize_pipeline_distributed_state(",
-        before="stage._warmup_forward_vote(",
-    ),
+    file="distributed/pipelining/schedules.py",
+    now="def _initialize_pipeline_distributed_state(",
+    before="stage._warmup_forward_vote(",
     what="The ranks of a pipeline agree in an all-reduce whether all know the shapes that are sent. Then neighbours "
     "connect: the lower one sends a number, and all meet in an all-reduce. Before, a stage sent its vote onwards.",
     link="https://github.com/pytorch/pytorch/blob/v2.15.0/torch/distributed/pipelining/schedules.py",

@@ -13,10 +13,9 @@ from typing import NamedTuple, get_args
 import msgspec
 from msgspec.structs import replace
 
-from harness.expect.expert_traffic import sent_rows
-from harness.expect.fusion import extra_matmul_calls
+from harness.expect.compiled import extra_matmul_calls
 from harness.expect.model import is_multiplied_again
-from harness.expect.transfer import residual_tokens
+from harness.expect.transfer import residual_tokens, sent_rows
 from harness.matrix import linears
 from harness.matrix.case import Case
 from harness.matrix.linears import (
@@ -144,15 +143,12 @@ class _Module(NamedTuple):
 
 
 def _modules(case: Case, rank: int) -> Iterator[_Module]:
+    pads, rows = case.float8.pad_inner_dim, case.tokens_per_rank
     for fqn in held(case, rank, linear_fqns(case)):
         yield from _routed(case, fqn)
-        yield _linear(case, fqn, rank)
-
-
-def _linear(case: Case, fqn: str, rank: int) -> _Module:
-    float8, features = case.float8, local_features(case, linear_name(fqn), rank)
-    traits = float8.traits if is_converted(case, fqn) else HIGH_PRECISION
-    return _Module(fqn, case.tokens_per_rank, features, traits, _repeats(case, fqn), pads=float8.pad_inner_dim)
+        traits = case.float8.traits if is_converted(case, fqn) else HIGH_PRECISION
+        features = local_features(case, linear_name(fqn), rank)
+        yield _Module(fqn, rows, features, traits, _repeats(case, fqn), pads=pads)
 
 
 def _routed(case: Case, fqn: str) -> Iterator[_Module]:

@@ -1,6 +1,6 @@
 """Records about cases: known upstream faults, cases that may fail for a while, and what a release must show.
 
-Owns the formats of `cases/known.toml`, `cases/quarantine.toml` and `cases/required.toml`. `checks/recorded.py` compares
+Owns the formats of `cases/known.toml`, `cases/quarantine.toml` and `cases/required.toml`. `checks/judge.py` compares
 findings with known faults. A fault explains nothing but what it lists: a finding of another check, of another module or
 of a larger size is a new fault, and so is a listed one that is missing.
 

@@ -9,8 +9,7 @@ from typing import TypeVar
 from msgspec.structs import replace
 
 from harness.checks.catalogue import first_effect
-from harness.checks.failures import is_misfit
-from harness.checks.stacks import LAST_OUTPUT
+from harness.checks.failures import LAST_OUTPUT, is_misfit
 from harness.report.sections import Block, Entry, Facts, Items, Section, Table, Verbatim
 from harness.result import CaseResult, CastRange, Curve, Measured, Multiplied, Sent, Speedup
 from harness.text import binary_bytes, counted

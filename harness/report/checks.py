@@ -3,8 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping
 
 from harness.checks.catalogue import CHECKS
-from harness.checks.check import Check
-from harness.checks.rule import Stage
+from harness.checks.check import Check, Stage
 from harness.report.sections import Block, Items, Section, Table, markdown
 from harness.text import counted, shown
 

@@ -14,12 +14,10 @@ import msgspec
 from harness.checks import local_parity, metamorphic, parity
 from harness.checks.catalogue import by_cause
 from harness.checks.check import Witnesses, finished
-from harness.checks.derived_tolerance import DRAWS, derived_parity_tolerance, derived_tolerance
 from harness.checks.divergence import first_divergence, with_equal_operands
-from harness.checks.judge import Judgement, judge
-from harness.checks.measuring import measured
+from harness.checks.judge import Judgement, judge, require_rules, showing, with_doubts, with_known_faults
+from harness.checks.measuring import DRAWS, derived_parity_tolerance, derived_tolerance, measured
 from harness.checks.model import reference_without_fsdp
-from harness.checks.recorded import require_rules, showing, with_doubts, with_known_faults
 from harness.engine.messages import JobStatus
 from harness.evidence.golden import Golden, find_golden, make_golden
 from harness.evidence.sealed import Missing

@@ -10,8 +10,7 @@ from typing import NamedTuple, Protocol
 
 import msgspec
 
-from harness.checks.catalogue import BROKEN, UNEXPLAINED
-from harness.checks.failure_signature import signature_of
+from harness.checks.catalogue import BROKEN, UNEXPLAINED, signature_of
 from harness.checks.failures import REPORT, advice
 from harness.checks.judge import Judgement, run_from_outcome
 from harness.engine.messages import JobOutcome, JobStatus

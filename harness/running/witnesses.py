@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 
 from harness.checks.judge import run_from_outcome
-from harness.checks.underflow import with_cast_shares
+from harness.checks.scales import with_cast_shares
 from harness.durable import WriteFailed, write_whole
 from harness.engine.messages import JobOutcome
 from harness.expect.relations import partner, stands_for_modules

@@ -12,13 +12,12 @@ from typing import Any
 
 import msgspec
 
-from harness.checks.alignment import check_alignment
 from harness.checks.catalogue import CHECKS
 from harness.checks.check import Witnesses
-from harness.checks.fp8_on import check_fp8_on, check_matmuls
+from harness.checks.fp8_on import check_alignment, check_fp8_on, check_matmuls
 from harness.checks.judge import Judgement, judge
+from harness.checks.metamorphic import UNRECORDABLE
 from harness.checks.reported import check_finite
-from harness.checks.signature import UNRECORDABLE
 from harness.engine.hardware import arithmetic_limits, cpu_extensions, cpu_name
 from harness.engine.messages import JobStatus
 from harness.errors import HarnessError

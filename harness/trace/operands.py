@@ -43,6 +43,12 @@ class ScaleSummary(Record, frozen=True, kw_only=True):
     digest: str  # of the bytes
     power_of_two: bool  # every value is an exact power of two
 
+    def __str__(self) -> str:
+        """Its value, or the range and sum of its values."""
+        if self.minimum == self.maximum:
+            return f"{self.minimum!r}"
+        return f"{self.minimum!r} to {self.maximum!r}, sum {self.total!r}"
+
 
 class CastStatistics(Record, frozen=True, kw_only=True):
     """The numbers of one cast to float8, eager or in a compiled graph. They are of the local tensor."""

@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 
-from harness.checks import lifetime, scales, signature
+from harness.checks import metamorphic, recompute, scales
+from harness.checks.check import Rule
+from harness.checks.data import OTHER_STATE
+from harness.checks.judge import KNOWN as KNOWN_FAULT
 from harness.checks.model import SETTING
 from harness.checks.parity import GRADIENTS
-from harness.checks.recorded import KNOWN as KNOWN_FAULT
 from harness.checks.reported import OTHER_LOSS
-from harness.checks.resume import OTHER_STATE
-from harness.checks.rule import Rule
 from harness.checks.traffic import REDUCE_DTYPE
 from tests.acceptance.inside import Inside, with_targets
 from tests.builders import sentence
@@ -114,8 +114,8 @@ def test_a_fault_is_found_by_the_recorded_signature_and_by_nothing_else(project:
     recorded = project.run("baseline", "update", "--signatures", SIGNED, "--reason", "first")
     assert recorded.returncode == 0 and run(project, SIGNED)[0] == 0, recorded.stdout + recorded.stderr
     code, out = run(project, SIGNED, *kept)
-    words = sentence(signature.MEMORY, what="float8_e4m3fn bytes saved for backward")
-    assert code == 1 and f"{signature.MEMORY.name} [step 1]: {words}" in out and "/gradients" not in out, out
+    words = sentence(metamorphic.MEMORY, what="float8_e4m3fn bytes saved for backward")
+    assert code == 1 and f"{metamorphic.MEMORY.name} [step 1]: {words}" in out and "/gradients" not in out, out
 
 
 def test_a_cache_of_casts_is_clean_within_a_step_and_found_behind_it_where_the_reference_has_it_too(
@@ -125,5 +125,6 @@ def test_a_cache_of_casts_is_clean_within_a_step_and_found_behind_it_where_the_r
     assert code == 0, out
     code, out = run(project, KEPT)
     assert code == 1 and "parity/" not in out, out
-    expected = f"{lifetime.CAST.name}: {sentence(lifetime.CAST)}: first for weight in forward of blocks.0.up at step 2"
+    rule = recompute.STALE_CAST
+    expected = f"{rule.name}: {sentence(rule)}: first for weight in forward of blocks.0.up at step 2"
     assert expected in out, out

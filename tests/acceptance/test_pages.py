@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from harness.checks.metamorphic import MEMORY
 from harness.checks.scales import RULES
-from harness.checks.signature import MEMORY
 from harness.verdict import Verdict
 from tests.acceptance.conftest import CASES, REPOSITORY, Command
 from tests.acceptance.documents import changed, steps

@@ -16,7 +16,6 @@ if TYPE_CHECKING:
 # Limits that the house has not come down to.
 NOT_YET = {
     "lines of the core",
-    "files of the core",
     "lines of all of harness/",
     "lines of tests",
     "percent of lines that import",

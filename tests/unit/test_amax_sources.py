@@ -8,11 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from harness.checks.occurrences import CastKey, casts_by_key
-from harness.checks.scale_rules import (
+from harness.checks.casts import (
+    CastKey,
     Source,
     as_float32,
     cast_sources,
+    casts_by_key,
     earlier_casts,
     implied_by_power,
     implied_source,

@@ -16,14 +16,17 @@ from harness.checks.assembly import (
     Assembled,
     SketchKey,
     assemble,
+    explain_gradients,
+    explain_loss,
+    explain_scale,
+    factor,
     relative_distance,
     relative_distances,
     unequal_replicas,
 )
-from harness.checks.factors import explain_gradients, explain_loss, explain_scale, factor
 from harness.matrix.case import Case
 from harness.trace import RankTrace, Run
-from harness.trace.tensors import SKETCH_SIZE, TensorSketch
+from harness.trace.model import SKETCH_SIZE, TensorSketch
 from tests.builders import make_case, make_run, make_sketch, make_trace, run_of, with_step
 
 Matrix = npt.NDArray[np.float64]

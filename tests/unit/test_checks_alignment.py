@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from harness.checks.alignment import (
+from harness.checks.fp8_on import (
     NO_END,
     NONE_REFUSED,
     OTHER_ERROR,

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
+from harness.checks.check import Rule
 from harness.checks.divergence import COUNT, LOSS, OPERAND, first_divergence, with_equal_operands
 from harness.checks.parity import GRADIENTS
-from harness.checks.rule import Rule
 from harness.matrix.case import Case, Layout
 from harness.matrix.numerics import Numerics
 from harness.trace import RankTrace, Run

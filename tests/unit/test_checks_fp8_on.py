@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
+from harness.checks.check import Rule
 from harness.checks.fp8_on import (
     CONVERTED,
     FILTERS,
@@ -21,7 +22,6 @@ from harness.checks.fp8_on import (
     check_fp8_on,
     check_matmuls,
 )
-from harness.checks.rule import Rule
 from harness.matrix.case import Case
 from harness.matrix.linears import converted_fqns
 from harness.matrix.recipes import Recipe

@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
+from harness.checks.casts import tensorwise_scale
+from harness.checks.check import Rule
 from harness.checks.graph_scales import (
     DIFFERENT,
     MATMUL_SCALE,
@@ -18,9 +20,7 @@ from harness.checks.graph_scales import (
     check_graph_scales,
 )
 from harness.checks.graph_scales import UNKNOWN as UNKNOWN_CAST
-from harness.checks.rule import Rule
-from harness.checks.scale_rules import tensorwise_scale
-from harness.expect.casts import CompiledCasts
+from harness.expect.model import CompiledCasts
 from harness.matrix.case import Case
 from harness.matrix.caseid import parse_case_id
 from harness.trace import RankTrace

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from harness.checks import alignment, memory, traffic
+from harness.checks import fp8_on, memory, traffic
 from harness.checks.catalogue import CHECKS
 from harness.checks.check import Witnesses, noun
 from harness.checks.failures import LOST, RAISED
@@ -17,7 +17,7 @@ from harness.checks.loss_vs_golden import NO_GOLDEN
 from harness.engine.messages import JobOutcome, JobStatus, RankOutcome, RankStatus
 from harness.expect import relations
 from harness.expect.expectations import FORMULAS, Expectations, not_recorded
-from harness.expect.saved_memory import NOT_OF_THIS_DEVICE
+from harness.expect.memory import NOT_OF_THIS_DEVICE
 from harness.matrix.caseid import parse_case_id
 from harness.matrix.rules import Refusal
 from harness.trace import RankTrace, Run
@@ -261,14 +261,14 @@ def test_a_crash_that_the_engine_or_a_rank_alone_tells_is_one() -> None:
 
 def test_what_is_not_the_expected_refusal_is_explained() -> None:
     judgement = judge(CASE, REFUSED, "crash", witnesses())
-    assert judgement.verdict is Verdict.CRASH and alignment.REFUSED_ALIGNED.name in rules(judgement.findings)
+    assert judgement.verdict is Verdict.CRASH and fp8_on.REFUSED_ALIGNED.name in rules(judgement.findings)
     judgement = judge(CASE, GOOD, "ok", witnesses(refused=make_refusal()))
-    assert judgement.verdict is Verdict.INVARIANT and rules(judgement.findings) == {alignment.TRAINED.name}
+    assert judgement.verdict is Verdict.INVARIANT and rules(judgement.findings) == {fp8_on.TRAINED.name}
     judgement = judge(
         CASE, run_of(make_failure(0), make_failure(1, ALIGNED)), "crash", witnesses(refused=make_refusal())
     )
     assert judgement.verdict is Verdict.CRASH
-    assert {alignment.OTHER_ERROR.name, RAISED.name} <= rules(judgement.findings)
+    assert {fp8_on.OTHER_ERROR.name, RAISED.name} <= rules(judgement.findings)
     assert "ValueError: x" in {finding.values.get("error") for finding in judgement.findings}
 
 

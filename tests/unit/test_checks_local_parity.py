@@ -27,7 +27,7 @@ from harness.expect.relations import partner, stands_for_modules
 from harness.matrix.case import Case
 from harness.matrix.caseid import parse_case_id
 from harness.matrix.numerics import Numerics, replayed_steps
-from harness.trace.tensors import ModuleDistance, SumTerms
+from harness.trace.model import ModuleDistance, SumTerms
 from harness.verdict import Finding, Verdict
 from tests.builders import make_distance as distance
 from tests.builders import make_run, make_trace, make_witnesses, partly_judged, probes_for, run_of, with_rank, with_step

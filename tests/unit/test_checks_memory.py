@@ -7,18 +7,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from harness.checks.live_memory import (
+from harness.checks.memory import (
     GROWS,
     MORE_SCALARS,
+    OTHER_MODE,
+    OUTLIVES,
     SHRINKS,
     TOO_LITTLE,
     TOO_MUCH,
     check_leaks,
     check_live_memory,
+    check_memory,
 )
-from harness.checks.memory import OTHER_MODE, OUTLIVES, check_memory
-from harness.expect.live_memory import expected_live, expected_scalars
-from harness.expect.saved_memory import converted_linears, expected_saved, forward_maxima
+from harness.expect.memory import converted_linears, expected_live, expected_saved, expected_scalars, forward_maxima
 from harness.matrix.case import Case
 from harness.matrix.caseid import parse_case_id
 from harness.trace.counts import MOMENTS, LiveMemory, LiveTensor, SavedMemory

@@ -22,7 +22,7 @@ from harness.checks.metamorphic import (
 )
 from harness.expect.relations import Relation
 from harness.trace import Run
-from harness.trace.tensors import TensorSketch
+from harness.trace.model import TensorSketch
 from harness.verdict import Finding, Verdict
 from tests.builders import (
     make_case,

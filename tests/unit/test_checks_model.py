@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
+from harness.checks.check import Rule
 from harness.checks.model import (
     BUFFER,
     CALLS,
@@ -27,7 +28,6 @@ from harness.checks.model import (
     check_model,
     unequal_initial_weights,
 )
-from harness.checks.rule import Rule
 from harness.trace import RankTrace, Run
 from harness.trace.model import Buffer, Linear, ModelRecord, Parameter, StateChange
 from harness.verdict import Finding

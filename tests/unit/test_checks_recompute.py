@@ -1,4 +1,4 @@
-"""The check `recompute` finds everything that is not the same the second time."""
+"""Recomputed casts and matmuls, and operands of another step or microbatch."""
 
 from __future__ import annotations
 
@@ -8,13 +8,27 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from harness.checks.recompute import CAST, MATMUL, NOT_RECOMPUTED, NUMBER, check_recompute
+from harness.checks.check import Rule
+from harness.checks.recompute import (
+    CAST,
+    COPY,
+    GATHERED,
+    MATMUL,
+    MICROBATCH,
+    NOT_RECOMPUTED,
+    NUMBER,
+    OTHER_SCALE,
+    SCALE,
+    STALE_CAST,
+    check_lifetime,
+    check_recompute,
+)
 from harness.expect.model import llama_model, recomputed_calls
 from harness.matrix.case import Case
 from harness.matrix.linears import converted_fqns, gemms, is_checkpointed
-from harness.trace.operands import CastRecord, MatmulRecord, OperandTrace
+from harness.trace.operands import Aged, CastRecord, KeptWeight, MatmulRecord, OperandTrace
 from harness.verdict import Finding
-from tests.builders import make_case, make_cast, make_matmul, make_scale, make_trace, make_witnesses, run_of
+from tests.builders import make_case, make_cast, make_matmul, make_scale, make_trace, make_witnesses, not_judged, run_of
 
 OTHER = make_scale(1.0)
 
@@ -65,11 +79,11 @@ def check(of: Case, operands: OperandTrace | None) -> list[Finding]:
 
 
 FULL = case(checkpointing="full")
-GATHERED = case(dp_shard=2, fp8_all_gather=True, checkpointing="full")
+GATHERED_CASE = case(dp_shard=2, fp8_all_gather=True, checkpointing="full")
 
 
 @pytest.mark.parametrize(
-    "of", [case(), FULL, GATHERED, case(checkpointing="selective_op"), case(checkpointing="selective_layer")]
+    "of", [case(), FULL, GATHERED_CASE, case(checkpointing="selective_op"), case(checkpointing="selective_layer")]
 )
 def test_the_same_the_second_time_has_no_findings(of: Case) -> None:
     assert check(of, recorded(of)) == []
@@ -103,11 +117,11 @@ def test_nan_that_is_computed_twice_does_not_differ() -> None:
 
 
 def test_a_gathered_weight_that_changes_between_forward_and_backward_is_found() -> None:
-    mine = recorded(GATHERED)
+    mine = recorded(GATHERED_CASE)
     last = mine.casts[-1]
     assert last.phase == "gathered"
     wrong = (*mine.casts[:-1], replace(last, data_digest="x"))
-    (finding,) = check(GATHERED, OperandTrace(casts=wrong, matmuls=mine.matmuls))
+    (finding,) = check(GATHERED_CASE, OperandTrace(casts=wrong, matmuls=mine.matmuls))
     assert finding.module == last.fqn
 
 
@@ -126,3 +140,77 @@ def test_checkpointing_that_recomputes_nothing_is_found() -> None:
     assert (finding.rule, finding.expected) == (NOT_RECOMPUTED.name, "a recomputation")
     (finding,) = check(FULL, OperandTrace(casts=mine.casts, matmuls=mine.matmuls[:-1]))
     assert finding.rule == NUMBER.name
+
+
+CASE = make_case(recipe="tensorwise", steps=3)
+
+
+def aged(**fields: Any) -> Aged:
+    known = {
+        "index": 7,
+        "what": "data",
+        "step": 3,
+        "fqn": "wq",
+        "role": "weight",
+        "where": "forward",
+        "microbatch": 2,
+        "first_step": 2,
+        "first_fqn": "wq",
+        "first_role": "weight",
+        "first_phase": "forward",
+        "first_microbatch": 1,
+    }
+    return Aged(**{**known, **fields})
+
+
+def lifetime(*reused: Aged, kept: tuple[KeptWeight, ...] = (), updates: int = 1) -> list[Finding]:
+    trace = make_trace(CASE, operands=OperandTrace(casts=(), matmuls=(), aged=reused, kept=kept))
+    steps = tuple(replace(step, optimizer_steps=updates) for step in trace.steps)
+    return check_lifetime(CASE, run_of(replace(trace, steps=steps)), make_witnesses(CASE))
+
+
+@pytest.mark.parametrize(
+    ("use", "rule", "expected", "found"),
+    [
+        ({}, STALE_CAST, "of step 3", "of step 2"),
+        ({"what": "source"}, COPY, "of step 3", "of step 2"),
+        ({"what": "scale"}, SCALE, "of step 3", "of step 2"),
+        ({"role": "input"}, MICROBATCH, "of step 3, microbatch 2", "of step 2, microbatch 1"),
+        ({"role": "input", "what": "scale"}, MICROBATCH, "of step 3, microbatch 2", "of step 2, microbatch 1"),
+        ({"role": "grad_output", "microbatch": 0}, MICROBATCH, "of step 3", "of step 2, microbatch 1"),
+        (
+            {"role": "input", "step": 2, "microbatch": 1, "first_phase": "evaluation"},
+            MICROBATCH,
+            "of step 2, microbatch 1",
+            "of the evaluation of step 2, microbatch 1",
+        ),
+        (
+            {"what": "other_scale", "first_fqn": "wk", "first_role": "input"},
+            OTHER_SCALE,
+            "of step 3",
+            "of step 2, input of wk",
+        ),
+    ],
+)
+def test_what_is_used_again_is_named_with_its_time(use: dict[str, Any], rule: Rule, expected: str, found: str) -> None:
+    (finding,) = lifetime(aged(**use))
+    assert (finding.rule, finding.expected, finding.found) == (rule.name, expected, found)
+    assert (finding.step, finding.rank, finding.module) == (use.get("step", 3), 0, "wq")
+
+
+def test_a_weight_that_no_optimizer_has_updated_since_has_no_age() -> None:
+    assert lifetime(aged(), updates=0) == []
+    assert [finding.rule for finding in lifetime(aged(role="input"), updates=0)] == [MICROBATCH.name]
+
+
+def test_a_weight_that_stays_gathered_is_named() -> None:
+    (finding,) = lifetime(
+        kept=(KeptWeight(step=1, fqn="wq", name="weight"), KeptWeight(step=2, fqn="wq", name="weight"))
+    )
+    assert (finding.rule, finding.step, finding.module, finding.operand) == (GATHERED.name, 1, "wq", "weight")
+
+
+def test_it_judges_eager_runs_in_float8_alone() -> None:
+    assert "lifetime" not in not_judged(CASE)
+    assert "lifetime" in not_judged(make_case())
+    assert "lifetime" in not_judged(make_case(recipe="tensorwise", compile="inductor"))

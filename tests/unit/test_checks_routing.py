@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from harness.checks.routing import check_routing
 from harness.matrix.case import Case
-from harness.trace.experts import ExpertBias, ExpertCall, ExpertTrace, GroupedMatmuls, Rows
+from harness.trace.counts import ExpertBias, ExpertCall, ExpertTrace, GroupedMatmuls, Rows
 from harness.verdict import Finding
 from tests.builders import make_case, make_trace, make_witnesses, run_of
 

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from harness.checks.catalogue import by_cause
 from harness.checks.judge import Judgement, judge
-from harness.checks.signature import EXECUTED, MEMORY, check_signature
+from harness.checks.metamorphic import EXECUTED, MEMORY, check_signature
 from harness.evidence.signature import Signature, make_signature
 from harness.matrix.caseid import case_id, parse_case_id
 from harness.trace import RankTrace, Run

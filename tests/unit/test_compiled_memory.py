@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from harness.checks.memory import BYTES, LIMITS, NO_MARKS, check_memory
 from harness.checks.memory import KEPT as KEPT_RESULTS
 from harness.checks.recompute import NODES, NOTHING_REPEATED, check_recompute
-from harness.expect import saved_memory
+from harness.expect import memory
 from harness.expect.expectations import Expectations
 from harness.matrix.case import Case
 from harness.matrix.caseid import parse_case_id
@@ -36,20 +36,20 @@ def compiled(case: Case) -> Case:
 def test_a_partition_saves_no_more_than_eager_but_for_scales_and_copies_of_weights(case: Case) -> None:
     layers = range(case.model.shape.layers)
     eager_case = replace(case, compile="none", layout=replace(case.layout, async_tp=False))
-    eager = sum(saved_memory.expected_saved(eager_case, step=1, rank=0).values())
-    limits = saved_memory.saved_limits(compiled(case), step=1, rank=0)
+    eager = sum(memory.expected_saved(eager_case, step=1, rank=0).values())
+    limits = memory.saved_limits(compiled(case), step=1, rank=0)
     assert 0 < limits.least <= limits.most
     free = not case.float8.enabled or (case.layout.tp == 1 and not case.float8.fp8_all_gather)
     if free and not any(case.checkpointing.wraps(layer) for layer in layers):
         assert limits.most == eager
-    if saved_memory.is_exact(compiled(case)):
-        assert limits.least == limits.most == sum(saved_memory.expected_saved(compiled(case), step=1, rank=0).values())
+    if memory.is_exact(compiled(case)):
+        assert limits.least == limits.most == sum(memory.expected_saved(compiled(case), step=1, rank=0).values())
 
 
 def test_ranks_agree_on_no_scale_of_a_block() -> None:
     """Measured on real ranks, with the candidate fix."""
     case = parse_case_id("tp2-mxfp8-aftertp-ac.full-graph-v2048-s2-seed7-b16")
-    assert saved_memory.expected_saved(case, step=1, rank=0)["float32"] == 1180164
+    assert memory.expected_saved(case, step=1, rank=0)["float32"] == 1180164
 
 
 # Measured on real ranks: bytes of rank 0 in step 1.
@@ -107,7 +107,7 @@ def saved(case: Case, nbytes: int | None = None, **changes: Any) -> tuple[SavedM
     return tuple(replace(saved_as(step, by_dtype), **changes) for step in (1, 2))
 
 
-def limits_of(case: Case) -> saved_memory.SavedLimits:
+def limits_of(case: Case) -> memory.SavedLimits:
     return Expectations(case).saved_limits(step=1, rank=0)
 
 

@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from harness.checks.failures import STUCK, advice, failures
-from harness.checks.stacks import Frame, main_stack, own_frame, place_of
+from harness.checks.failures import STUCK, Frame, advice, failures, main_stack, own_frame, place_of
 from harness.trace import RankFailure
 from harness.verdict import Finding
 from tests.builders import make_failure, make_trace, run_of

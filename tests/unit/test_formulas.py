@@ -9,17 +9,10 @@ import pytest
 from msgspec.structs import replace
 
 from harness import pytest_plugin
-from harness.checks.judge import Judgement
-from harness.checks.recorded import with_doubts
+from harness.checks.judge import Judgement, with_doubts
 from harness.evidence.golden import Provenance
 from harness.evidence.sealed import Damaged
-from harness.evidence.verified import (
-    VerifiedWith,
-    add_verified,
-    doubts,
-    formulas_path,
-    read_verified,
-)
+from harness.evidence.verified import VerifiedWith, add_verified, doubts, formulas_path, read_verified
 from harness.expect.expectations import CASTS, FORMULAS, FUSION, TRAFFIC
 from harness.report.ci import annotation_lines, junit_report
 from harness.report.evidence import formulas_sections, verified_line

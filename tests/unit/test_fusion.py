@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from harness.checks.graphs import FusionKind, expected_fusions
+from harness.expect.compiled import executed_scaled_mm_calls, extra_matmul_calls, fusion_candidates
 from harness.expect.expectations import Expectations
-from harness.expect.fusion import executed_scaled_mm_calls, extra_matmul_calls, fusion_candidates
 from harness.expect.model import scaled_mm_calls
 from harness.matrix.case import Case, Checkpointing, Float8, Layout, Train
 from harness.matrix.caseid import parse_case_id

@@ -12,14 +12,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from harness.checks.judge import Judgement
-from harness.checks.recorded import (
+from harness.checks.judge import (
     GONE,
     KNOWN,
     MISSING,
     OTHER_END,
     OUTDATED,
     UNEXPLAINED,
+    Judgement,
     require_rules,
     showing,
     with_known_faults,

@@ -7,15 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from harness.expect.casts import CastSite
 from harness.expect.expectations import Expectations
-from harness.expect.model import (
-    Model,
-    accumulates,
-    found_model,
-    llama_model,
-    recomputed_calls,
-)
+from harness.expect.model import CastSite, Model, accumulates, found_model, llama_model, recomputed_calls
 from harness.matrix.case import Checkpointing, CheckpointMode
 from harness.matrix.caseid import parse_case_id
 from harness.trace.model import Linear, ModelRecord, Parameter

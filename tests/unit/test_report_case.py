@@ -10,7 +10,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from harness.checks.stacks import LAST_OUTPUT
+from harness.checks.failures import LAST_OUTPUT
 from harness.report.case import case_sections, shown_case, sparkline
 from harness.report.ci import ANNOTATIONS, SUMMARY_BYTES, annotation_lines, job_summary, junit_report
 from harness.report.sections import text_of

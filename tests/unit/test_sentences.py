@@ -14,12 +14,9 @@ from msgspec.structs import replace
 
 from harness import checks
 from harness.checks import catalogue
-from harness.checks.catalogue import CHECKS, RULES, by_cause, first_effect
-from harness.checks.failure_signature import signature_of
-from harness.checks.findings import Mismatch, findings_by_rule, merge_ranks
-from harness.checks.judge import Judgement
-from harness.checks.recorded import with_known_faults
-from harness.checks.rule import Rule
+from harness.checks.catalogue import CHECKS, RULES, by_cause, first_effect, signature_of
+from harness.checks.check import Mismatch, Rule, findings_by_rule, merge_ranks
+from harness.checks.judge import Judgement, with_known_faults
 from harness.matrix.records import Symptom
 from harness.text import counted, filled, shown
 from harness.verdict import Finding, Value, Verdict
@@ -130,11 +127,11 @@ SENTENCES: tuple[tuple[Finding, str], ...] = (
         ),
     ),
     (
-        checks.tokens.SOME.finding(who="ranks 2-3", got=2, wanted=4),
+        checks.data.SOME.finding(who="ranks 2-3", got=2, wanted=4),
         "ranks 2-3: the model is called with 2 of 4 sequences only",
     ),
     (
-        checks.underflow.FLUSHED.finding(
+        checks.scales.FLUSHED.finding(
             step=1,
             module="w2",
             operand="input in forward",
@@ -151,11 +148,11 @@ SENTENCES: tuple[tuple[Finding, str], ...] = (
         "up runs 1 time a step, and 2 times for the 4 microbatches of the single-rank reference (1 such linear)",
     ),
     (
-        checks.resume.OTHER_STATE.finding(layout="tp2", parts="step of 1 parameter", what="step", module="gain"),
+        checks.data.OTHER_STATE.finding(layout="tp2", parts="step of 1 parameter", what="step", module="gain"),
         "the state that tp2 loaded is not the one that was saved: step of 1 parameter; first step of gain",
     ),
     (
-        checks.lifetime.CAST.finding(module="wq", step=2),
+        checks.recompute.STALE_CAST.finding(module="wq", step=2),
         "a matmul reads a weight that was cast before its last update",
     ),
     (
@@ -168,7 +165,7 @@ SENTENCES: tuple[tuple[Finding, str], ...] = (
     ),
     (checks.fp8_on.NOT_CONVERTED.finding(module="w1", ranks=(0, 1)), "w1 was not converted to FP8 on ranks 0-1"),
     (
-        checks.alignment.TRAINED.finding(ranks=(1,), refusal="narrow", reason="8 is no multiple of 16"),
+        checks.fp8_on.TRAINED.finding(ranks=(1,), refusal="narrow", reason="8 is no multiple of 16"),
         "trained silently on rank 1 instead of being refused (narrow: 8 is no multiple of 16)",
     ),
     (
@@ -201,18 +198,18 @@ SENTENCES: tuple[tuple[Finding, str], ...] = (
         "saved memory fits checkpointing none, not full: wrong number of float32 bytes",
     ),
     (
-        checks.live_memory.TOO_MUCH.finding(tensors="float32[4] of cache", when="at the end of the step"),
+        checks.memory.TOO_MUCH.finding(tensors="float32[4] of cache", when="at the end of the step"),
         "float32[4] of cache is alive at the end of the step, and nothing explains it",
     ),
     (
-        checks.live_memory.GROWS.finding(tensors="float32[4] of cache", when="at the end of the step", settled=2),
+        checks.memory.GROWS.finding(tensors="float32[4] of cache", when="at the end of the step", settled=2),
         "live memory grows: float32[4] of cache is alive at the end of the step and was not in step 2",
     ),
     (
         checks.routing.TOP_K.finding(top_k=2),
         "tokens are not sent to 2 different experts each",
     ),
-    (checks.signature.EXECUTED.finding(what="scaled matmuls"), "not the recorded number or size of scaled matmuls"),
+    (checks.metamorphic.EXECUTED.finding(what="scaled matmuls"), "not the recorded number or size of scaled matmuls"),
     (
         replace(
             checks.local_parity.LOSS.finding(number="loss", source="logits", distance=0.02, allowed=5e-6), within="in a"

@@ -9,8 +9,8 @@ from msgspec.structs import replace
 
 from harness.checks.traffic import CollectiveKey, expected_traffic
 from harness.expect.expectations import Expectations
+from harness.expect.memory import expected_saved
 from harness.expect.model import is_recomputed
-from harness.expect.saved_memory import expected_saved
 from harness.expect.traffic import converted_weight_shards, expected_transfers
 from harness.matrix.case import Case, Checkpointing
 from harness.matrix.linears import BLOCK_LINEARS

@@ -30,7 +30,7 @@ def toy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 def installed(folder: Path, change: UpstreamChange, text: str | None, version: str, patch: pytest.MonkeyPatch) -> bool:
     """Whether the toy has the change, with this text in the file that tells."""
     if text is not None:
-        path = folder / change.probe.file
+        path = folder / change.file
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(f"# of torch\n{text}\n")
     patch.setattr(upstream, "installed_version", lambda package: version)
@@ -41,8 +41,8 @@ def installed(folder: Path, change: UpstreamChange, text: str | None, version: s
 def test_the_sources_tell_before_the_version_does(name: str, toy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     change = BY_NAME[name]
     for version in (NIGHT, RELEASE, "2.13.0+cpu", "2.16.0a0+git12"):
-        assert installed(toy, change, change.probe.now, version, monkeypatch)
-        assert not installed(toy, change, change.probe.before, version, monkeypatch)
+        assert installed(toy, change, change.now, version, monkeypatch)
+        assert not installed(toy, change, change.before, version, monkeypatch)
 
 
 @pytest.mark.parametrize("text", [None, "", "def rewritten():\n    ..."])

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from harness.checks.failure_signature import normalized, signature_of
+from harness.checks.catalogue import normalized, signature_of
 from harness.checks.fp8_on import NOT_SCALED
 from harness.checks.parity import GRAD_NORM, GRADIENTS
 from harness.checks.scales import RULES

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from harness.checks.rule import Rule
+from harness.checks.check import Rule
 from harness.trace import RankTrace
 from harness.verdict import Finding
 

@@ -13,10 +13,9 @@ from harness.checks.assembly import largest
 from harness.checks.check import Witnesses
 from harness.checks.divergence import first_divergence
 from harness.checks.fp8_on import check_matmuls
-from harness.checks.live_memory import check_leaks, check_live_memory
 from harness.checks.local_parity import check_local_parity
 from harness.checks.measuring import measured
-from harness.checks.memory import check_memory
+from harness.checks.memory import check_leaks, check_live_memory, check_memory
 from harness.checks.parity import check_parity, worst_distances
 from harness.checks.recompute import check_recompute
 from harness.checks.scales import check_scales

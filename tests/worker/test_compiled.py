@@ -13,9 +13,8 @@ from msgspec.structs import replace
 from harness.checks.fp8_on import check_matmuls
 from harness.checks.graph_scales import check_graph_scales
 from harness.checks.graphs import ROWS, check_graphs
-from harness.checks.live_memory import check_leaks, check_live_memory
 from harness.checks.measuring import measured
-from harness.checks.memory import KEPT, NO_MARKS, check_memory
+from harness.checks.memory import KEPT, NO_MARKS, check_leaks, check_live_memory, check_memory
 from harness.checks.recompute import NODES, NOTHING_REPEATED, check_recompute
 from harness.checks.traffic import check_traffic
 from harness.engine.zygote_engine import ZygoteEngine

@@ -12,7 +12,7 @@ import torch._inductor.config
 from torch import nn
 from torch._inductor.graph import GraphLowering
 
-from harness.expect.generated import allowed_distance
+from harness.expect.compiled import allowed_distance
 from harness.matrix.caseid import parse_case_id
 from harness.trace.graphs import GeneratedResult, GraphTrace
 from harness.worker.probes.generated import distances

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from harness.checks.assembly import assemble, relative_distances
-from harness.checks.stacks import main_stack, place_of
+from harness.checks.failures import main_stack, place_of
 from harness.engine.messages import JobOutcome
 from harness.engine.zygote_engine import ZygoteEngine
 from harness.matrix.caseid import parse_case_id

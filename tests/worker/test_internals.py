@@ -40,7 +40,7 @@ def test_every_private_part_is_as_declared_with_the_installed_versions(state: St
 
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.name)
 def test_the_sources_of_the_installed_torch_tell_its_changes(change: UpstreamChange) -> None:
-    found = change.probe.ask(package_paths(change.package))
+    found = change.ask(package_paths(change.package))
     assert found is not None, "look how torch does it now, and what tells it"
     version = installed_versions([change.package])[change.package]
     assert is_unreleased(version) or found is is_since(version, change.since)

@@ -6,8 +6,8 @@ from fnmatch import fnmatchcase
 
 import pytest
 
+from harness.checks.check import Rule
 from harness.checks.local_parity import INCOMPARABLE, NORM, SUM, TENSOR, check_local_parity
-from harness.checks.rule import Rule
 from harness.matrix.case import Case
 from harness.matrix.caseid import parse_case_id
 from harness.matrix.numerics import replayed_steps

@@ -10,8 +10,15 @@ import gc
 import pytest
 import torch
 
-from harness.checks.live_memory import GROWS, MORE_SCALARS, TOO_MUCH, check_leaks, check_live_memory
-from harness.checks.memory import OTHER_MODE, check_memory
+from harness.checks.memory import (
+    GROWS,
+    MORE_SCALARS,
+    OTHER_MODE,
+    TOO_MUCH,
+    check_leaks,
+    check_live_memory,
+    check_memory,
+)
 from harness.matrix.caseid import parse_case_id
 from harness.trace import Run
 from harness.trace.counts import MOMENTS

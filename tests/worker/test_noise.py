@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from harness.checks.derived_tolerance import DRAWS, derived_parity_tolerance, derived_tolerance
+from harness.checks.measuring import DRAWS, derived_parity_tolerance, derived_tolerance
 from harness.evidence.tolerance import noise, parity_key, read_evidence, tolerance_key
 from harness.matrix.caseid import parse_case_id, reference_case
 from harness.matrix.linears import converted_fqns

@@ -9,10 +9,10 @@ import torch
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torchao.float8 import float8_linear, float8_scaling_utils
 
+from harness.checks.check import Rule
 from harness.checks.divergence import first_divergence
 from harness.checks.recompute import CAST as RECOMPUTED_CAST
 from harness.checks.recompute import check_recompute
-from harness.checks.rule import Rule
 from harness.checks.scales import DIFFERENT, RULES, check_scales
 from harness.checks.traffic import AMAX_MISSING, check_traffic
 from harness.matrix.case import Case

@@ -13,7 +13,7 @@ import torch
 from harness.checks.assembly import SketchKey, assemble, relative_distance, unequal_replicas
 from harness.matrix.caseid import parse_case_id
 from harness.trace import RankTrace
-from harness.trace.tensors import SKETCH_SIZE, TensorSketch
+from harness.trace.model import SKETCH_SIZE, TensorSketch
 from harness.worker.probes.sketches import sketch
 from harness.worker.targets import data
 from harness.worker.targets.data import write_weights

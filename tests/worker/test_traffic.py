@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from harness.checks.rule import Rule
+from harness.checks.check import Rule
 from harness.checks.traffic import AMAX_MISSING, GATHERS, VOLUME, check_traffic
 from harness.matrix.caseid import parse_case_id
 from harness.trace import Run

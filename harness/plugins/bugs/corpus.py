@@ -5,7 +5,7 @@ from typing import Any
 
 import msgspec
 
-from harness.checks.alignment import TRAINED
+from harness.checks.fp8_on import TRAINED
 from harness.errors import HarnessError
 from harness.matrix.axes import suggestion
 from harness.matrix.case import Case

@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
-from harness.checks.failure_signature import normalized
+from harness.checks.catalogue import normalized
 from harness.durable import WriteFailed, append_line
 from harness.errors import HarnessError
 from harness.matrix.axes import axis_values

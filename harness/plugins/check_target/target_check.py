@@ -13,11 +13,11 @@ from typing import NamedTuple
 import msgspec
 from msgspec.structs import replace
 
-from harness.checks.factors import explain_scale
+from harness.checks.assembly import explain_scale
+from harness.checks.check import Rule, Stage
+from harness.checks.failures import refusal_words
 from harness.checks.judge import Judgement
 from harness.checks.model import unequal_initial_weights
-from harness.checks.rule import Rule, Stage
-from harness.checks.stacks import refusal_words
 from harness.errors import HarnessError
 from harness.matrix.case import Case, Dtype, Float8, Layout, Train
 from harness.matrix.caseid import case_id, layout_id, parse_layout

@@ -31,7 +31,7 @@ from harness.running.progress import open_progress
 from harness.running.selection import NothingSelected, Query
 from harness.studies.records import verification, verified_with
 from harness.studies.surviving import RanksFailed
-from harness.trace.device import TorchFacts
+from harness.trace.record import TorchFacts
 from harness.verdict import ExitCode
 from harness.workflow import run
 

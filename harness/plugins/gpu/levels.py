@@ -42,7 +42,7 @@ from harness.running.selection import NothingSelected, Query, select_cases
 from harness.studies import noise
 from harness.studies.records import SanityJudge, make_goldens, needed_references
 from harness.text import binary_bytes, counted, timestamp
-from harness.trace.device import TorchFacts
+from harness.trace.record import TorchFacts
 from harness.workflow import run, run_cases
 
 _FACTS_PROGRAM = "harness.worker.facts"

@@ -12,7 +12,7 @@ from typing import Literal
 
 import msgspec
 
-from harness.checks.stacks import refusal_words
+from harness.checks.failures import refusal_words
 from harness.engine.hardware import usable_cpus
 from harness.errors import HarnessError
 from harness.evidence.costs import estimate, read_costs

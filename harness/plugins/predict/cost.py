@@ -15,11 +15,9 @@ from msgspec.structs import replace
 
 from harness.errors import HarnessError
 from harness.expect.expectations import Expectations
-from harness.expect.expert_traffic import sent_rows
-from harness.expect.live_memory import expected_live, expected_scalars, gradients
-from harness.expect.saved_memory import block_elements, expected_saved
+from harness.expect.memory import block_elements, expected_live, expected_saved, expected_scalars, gradients
 from harness.expect.traffic import transfers_if_balanced
-from harness.expect.units import Unit, fsdp_units, ranks_of_unit
+from harness.expect.transfer import Unit, fsdp_units, ranks_of_unit, sent_rows
 from harness.expect.work import Work, executed, work
 from harness.matrix.case import Case, Checkpointing, Layout
 from harness.matrix.caseid import case_id

@@ -15,10 +15,9 @@ from harness.checks.traffic import VOLUME
 from harness.engine.cluster import Cluster
 from harness.engine.messages import Job
 from harness.errors import HarnessError
-from harness.expect.expert_traffic import sent_rows
-from harness.expect.saved_memory import expected_saved, is_exact
+from harness.expect.memory import expected_saved, is_exact
 from harness.expect.traffic import expected_transfers, transfers_if_balanced
-from harness.expect.units import Weight, fsdp_units, ranks_of_unit
+from harness.expect.transfer import Weight, fsdp_units, ranks_of_unit, sent_rows
 from harness.expect.upstream import installed_changes
 from harness.expect.work import executed, gemms
 from harness.matrix.case import Case, Layout

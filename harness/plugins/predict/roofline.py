@@ -17,10 +17,9 @@ from collections.abc import Iterable, Iterator, Sequence
 import msgspec
 from msgspec.structs import replace
 
-from harness.expect.expert_traffic import sent_rows
-from harness.expect.fusion import fusion_candidates
+from harness.expect.compiled import fusion_candidates
 from harness.expect.traffic import transfers_if_balanced
-from harness.expect.transfer import Transfer
+from harness.expect.transfer import Transfer, sent_rows
 from harness.expect.work import ATTENTION, Gemm, alike_modules, work
 from harness.matrix.case import Case, Float8
 from harness.matrix.layout import SAME_BATCH_AXES

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from harness.matrix.case import Case
-from harness.trace.tensors import ModuleDistance, ModuleTensorKind
+from harness.trace.model import ModuleDistance, ModuleTensorKind
 from harness.worker.one_rank.tensor_ranks import Key, Ranks, Recorded, ScaledProducts, Values, terms_of_sum
 from harness.worker.probes.fsdp_params import fsdp_params
 from harness.worker.probes.module_tensors import is_mixture, is_recorded, is_wide, uses_input_once

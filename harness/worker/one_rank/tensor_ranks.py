@@ -23,7 +23,7 @@ from torch import nn
 from harness.matrix.case import Case
 from harness.matrix.layout import dp_rank
 from harness.matrix.linears import shard_sizes
-from harness.trace.tensors import FLOAT8, ModuleShard, ModuleTensorKind, SumTerms
+from harness.trace.model import FLOAT8, ModuleShard, ModuleTensorKind, SumTerms
 from harness.worker.dispatch_hooks.hook import unobserved
 from harness.worker.probes.discovery import is_converted
 from harness.worker.probes.fsdp_params import ManagedParam

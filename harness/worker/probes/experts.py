@@ -1,4 +1,4 @@
-"""Records what becomes of tokens in blocks with experts. See `harness/trace/experts.py`.
+"""Records what becomes of tokens in blocks with experts. See `harness/trace/counts.py`.
 
 A style of expert parallelism exchanges tokens in hooks of the experts' module. Hooks of the probe are before and behind
 them, so it sees what a rank sends, what its experts get and return, and what comes back.
@@ -14,7 +14,7 @@ from torch import nn
 
 from harness.matrix.case import Case
 from harness.matrix.linears import expert_fqns
-from harness.trace.experts import ExpertBias, ExpertCall, ExpertTrace, GroupedMatmuls, Phase, Rows
+from harness.trace.counts import ExpertBias, ExpertCall, ExpertTrace, GroupedMatmuls, Phase, Rows
 from harness.worker.dispatch_hooks import grouped_mm
 from harness.worker.dispatch_hooks.hook import unobserved
 from harness.worker.probes.probe import Probe

@@ -16,7 +16,7 @@ from torchao.float8.float8_training_tensor import Float8TrainingTensor
 from harness.matrix.case import Case
 from harness.matrix.layout import SAME_BATCH_AXES
 from harness.matrix.numerics import RECORDED_BYTES, Numerics, replayed_steps
-from harness.trace.tensors import FLOAT8, ModuleShard, ModuleTensorKind
+from harness.trace.model import FLOAT8, ModuleShard, ModuleTensorKind
 from harness.worker.probes.probe import Probe
 from harness.worker.process.process import PROCESS, in_backward
 from harness.worker.tensors.digests import bytes_of, ordered_digest

@@ -1,6 +1,6 @@
 """Sketches initial weights, gradients after every backward, and parameters after every update.
 
-See `harness/trace/tensors.py`.
+See `harness/trace/model.py`.
 """
 
 import functools
@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torchao.float8.float8_training_tensor import Float8TrainingTensor
 
 from harness.matrix.case import Case
-from harness.trace.tensors import SKETCH_SIZE, SketchKind, TensorSketch
+from harness.trace.model import SKETCH_SIZE, SketchKind, TensorSketch
 from harness.worker.dispatch_hooks.hook import unobserved
 from harness.worker.probes.probe import Probe
 from harness.worker.tensors.digests import bytes_of, fingerprint, ordered_digest

@@ -20,7 +20,7 @@ from harness.matrix.numerics import replayed_steps
 from harness.registry import is_llama
 from harness.request import RunRequest
 from harness.trace import RankTrace, StepTrace
-from harness.trace.tensors import ModuleTensorKind
+from harness.trace.model import ModuleTensorKind
 from harness.worker.one_rank.replay import OF_PARAMETER, Replay
 from harness.worker.one_rank.tensor_ranks import FLOAT8_MATMUL, Matmul, ScaledProducts, Values, assembled
 from harness.worker.probes.discovery import converted_linears

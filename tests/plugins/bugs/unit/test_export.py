@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from harness.checks.failure_signature import normalized
+from harness.checks.catalogue import normalized
 from harness.errors import HarnessError
 from harness.jsonform import read_json
 from harness.matrix.caseid import case_id, parse_case_id

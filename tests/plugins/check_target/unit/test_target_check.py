@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from harness.checks.stacks import refusal_words
+from harness.checks.failures import refusal_words
 from harness.errors import HarnessError
 from harness.matrix.caseid import case_id, parse_layout
 from harness.plugins.check_target.sections import problems_of, target_exit_code, target_sections

@@ -38,7 +38,7 @@ from harness.report.sections import markdown
 from harness.result import Environment
 from harness.running.plan import Plan
 from harness.running.selection import Query
-from harness.trace.device import DeviceFacts, TorchFacts
+from harness.trace.record import DeviceFacts, TorchFacts
 from harness.verdict import Verdict
 from tests.builders import make_trial
 

@@ -1,13 +1,10 @@
-from functools import partial
-
-from harness.checks.check import Check
-from harness.checks.rule import Rules, Stage
+from harness.checks.check import Rules, Stage
 
 _declares = Rules("quiet", Stage.BF16)
 LOUD = _declares("loud", "the loss is above 20 nats")
 
 
-@partial(Check, declares=_declares, blind="What a loss of less than 20 nats hides.")
+@_declares.judged_by(blind="What a loss of less than 20 nats hides.")
 def check_quiet(case, run, witnesses):
     """Is every loss below 20 nats?"""
     for trace in run.traces:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from harness.errors import HarnessError
-from harness.expect.fusion import executed_scaled_mm_calls
+from harness.expect.compiled import executed_scaled_mm_calls
 from harness.expect.work import ATTENTION, executed, gemms, work
 from harness.jsonform import to_json
 from harness.matrix import linears

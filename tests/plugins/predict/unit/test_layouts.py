@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 
 from harness.cli.main import main
 from harness.errors import HarnessError
-from harness.expect.expert_traffic import sent_back, sent_back_if_balanced, sent_rows
 from harness.expect.traffic import expected_transfers
-from harness.expect.units import fsdp_units
+from harness.expect.transfer import fsdp_units, sent_back, sent_back_if_balanced, sent_rows
 from harness.expect.work import work
 from harness.matrix.case import Case, Layout
 from harness.matrix.caseid import parse_case_id
@@ -25,7 +24,7 @@ from harness.plugins.predict.layouts import Simulation, layouts, simulate, sweep
 from harness.plugins.predict.machine import crosses_nodes, machine, wire
 from harness.plugins.predict.sections import layout_sections, sweep_sections
 from harness.report.sections import text_of
-from harness.trace.experts import ExpertCall, Phase, Rows
+from harness.trace.counts import ExpertCall, Phase, Rows
 from tests.builders import make_case
 from tests.strategies import DENSE_CASES
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from harness.checks.failure_signature import signature_of
+from harness.checks.catalogue import signature_of
 from harness.jsonform import to_json
 from harness.matrix.records import KnownFault, Symptom
 from harness.plugins.release.causes import Group, Origin

@@ -1,12 +1,15 @@
-"""The check `resume`: what is loaded is what was saved. Which layouts load it, and which runs are not resumed."""
+"""The tokens that the model is called with, and the state that a resumed run goes on from."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import pytest
 from hypothesis import given
 from msgspec.structs import replace
 
-from harness.checks.resume import NOT_LOADED, OTHER_STATE, check_resume
+from harness.checks.check import Rule
+from harness.checks.data import FOREIGN, LABELS, NOT_LOADED, OTHER_RANK, OTHER_STATE, SOME, check_resume, check_tokens
 from harness.matrix.case import Layout
 from harness.matrix.caseid import (
     case_id,
@@ -20,27 +23,83 @@ from harness.matrix.caseid import (
     twin_case,
 )
 from harness.matrix.rules import exclusions
-from harness.trace.model import Resumed, State
+from harness.trace import Run
+from harness.trace.model import Resumed, State, StepInputs
 from harness.verdict import Finding
 from tests.builders import make_case, make_trace, make_witnesses, not_judged, run_of
 from tests.strategies import POSSIBLE_CASES
 
-CASE = make_case(tp=2, resume="resharded", steps=4)
+CASE = make_case(dp_shard=2, tp=2, global_batch=8)  # rank // 2 is the data-parallel rank, with 4 sequences
+
+
+def inputs(sequences: Any, **changes: Any) -> StepInputs:
+    values: dict[str, Any] = {"labels": (), "covered": 1.0, "shapes": ((4, 32),), "step": 1}
+    return StepInputs(inputs=tuple(sequences), **{**values, **changes})
+
+
+def own(rank: int) -> range:
+    return range(rank // 2 * 4, rank // 2 * 4 + 4)
+
+
+def run(wrong: dict[int, StepInputs] | None = None) -> Run:
+    wrong = wrong or {}
+    return run_of(*(make_trace(rank=rank, inputs=(wrong.get(rank) or inputs(own(rank)),)) for rank in range(4)))
+
+
+def check(checked_run: Run, reference: StepInputs | None = None) -> list[Finding]:
+    solo = run_of(make_trace(inputs=(reference or inputs(range(8)),)))
+    return check_tokens(CASE, checked_run, make_witnesses(CASE, solo=solo))
+
+
+def test_every_rank_on_its_own_part_has_no_findings() -> None:
+    assert check(run()) == []
+
+
+@pytest.mark.parametrize(
+    ("wrong", "rule"),
+    [
+        (inputs((), labels=range(4, 8)), LABELS),
+        (inputs(range(4)), OTHER_RANK),
+        (inputs((4, 5)), SOME),
+        (inputs((), covered=0.1), FOREIGN),
+    ],
+)
+def test_other_tokens_are_named_with_what_to_do(wrong: StepInputs, rule: Rule) -> None:
+    (finding,) = check(run({2: wrong, 3: wrong}))
+    assert (finding.rule, finding.ranks, finding.values["who"]) == (rule.name, (2, 3), "ranks 2-3")
+    assert rule is not SOME or (finding.values["got"], finding.values["wanted"]) == (2, 4)
+    assert (finding.step, finding.rank, finding.expected) == (1, 2, "sequences 4-7 of the global batch")
+    assert finding.fix
+
+
+def test_the_reference_is_looked_at_too() -> None:
+    (finding,) = check(run(), inputs(range(4)))
+    assert (finding.rule, finding.values["who"]) == (SOME.name, "the single-rank reference")
+    assert (finding.rank, finding.ranks) == (None, ())
+
+
+def test_tokens_in_another_form_are_no_finding() -> None:
+    assert check(run(dict.fromkeys(range(4), inputs((), covered=1.0)))) == [], "packed, or with special tokens"
+    pieces = dict.fromkeys(range(4), inputs((), covered=15 / 31))
+    assert check(run(pieces)) == [], "every tensor-parallel rank has a half of each sequence"
+
+
+RESUMED = make_case(tp=2, resume="resharded", steps=4)
 SAVED: State = {"norm.weight": "float32 [4] a", "norm.weight step": "2.0", "wq.weight": "float32 [4, 4] b"}
 
 
-def check(*loaded: State, rank: int = 1) -> list[Finding]:
+def loaded_by(*loaded: State, rank: int = 1) -> list[Finding]:
     fine = Resumed(after_step=2, saved=SAVED, loaded=(SAVED, SAVED))
     wrong = replace(fine, loaded=loaded)
     traces = [make_trace(rank=trace_rank, losses=[8.0, 7.9]) for trace_rank in (0, 1)]
     traces = [replace(trace, resumed=wrong if trace.rank == rank else fine) for trace in traces]
-    return check_resume(CASE, run_of(*traces), make_witnesses(CASE))
+    return check_resume(RESUMED, run_of(*traces), make_witnesses(RESUMED))
 
 
 def test_the_saved_state_has_no_findings_and_without_resuming_nothing_is_judged() -> None:
-    assert check(SAVED, SAVED) == []
+    assert loaded_by(SAVED, SAVED) == []
     assert "resume" in not_judged(make_case())
-    assert "resume" not in not_judged(CASE)
+    assert "resume" not in not_judged(RESUMED)
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -51,7 +110,7 @@ def test_the_saved_state_has_no_findings_and_without_resuming_nothing_is_judged(
 def test_a_value_that_differs_is_named_with_the_layout_that_loaded_it(
     layout: str, loaded: tuple[State, ...], rank: int
 ) -> None:
-    (finding,) = check(*loaded, rank=rank)
+    (finding,) = loaded_by(*loaded, rank=rank)
     assert finding.rule == OTHER_STATE.name
     assert dict(finding.values) == {"layout": layout, "parts": "step of 1 parameter", "what": "step"}
     assert (finding.step, finding.rank, finding.module) == (3, rank, "norm.weight")
@@ -71,23 +130,23 @@ def test_the_rank_that_holds_what_was_not_saved_is_named(wrong: tuple[int, ...],
         )
         for rank in (0, 1)
     ]
-    (finding,) = check_resume(CASE, run_of(*traces), make_witnesses(CASE))
+    (finding,) = check_resume(RESUMED, run_of(*traces), make_witnesses(RESUMED))
     assert (finding.rule, finding.module, finding.ranks) == (OTHER_STATE.name, "wq.weight", ranks)
     assert finding.message.endswith(f"on rank {ranks[0]}" if ranks else "on all ranks")
 
 
 def test_what_is_only_saved_or_only_loaded_differs() -> None:
-    (finding,) = check({"norm.weight": "float32 [4] a", "new.weight": "float32 [1] c"}, SAVED)
+    (finding,) = loaded_by({"norm.weight": "float32 [4] a", "new.weight": "float32 [1] c"}, SAVED)
     assert (finding.rule, finding.module, finding.values["what"]) == (OTHER_STATE.name, "new.weight", "the values")
     assert finding.values["parts"] == "the values of 2 parameters, step of 1 parameter"
     assert (finding.expected, finding.found) == ("nothing", "float32 [1] c")
 
 
 def test_a_state_that_is_not_loaded_everywhere_is_found() -> None:
-    (finding,) = check(SAVED)
+    (finding,) = loaded_by(SAVED)
     assert (finding.rule, finding.values["layout"]) == (NOT_LOADED.name, "tp2")
     trace = make_trace(rank=0, losses=[8.0])
-    (finding,) = check_resume(CASE, run_of(trace), make_witnesses(CASE))
+    (finding,) = check_resume(RESUMED, run_of(trace), make_witnesses(RESUMED))
     assert (finding.rule, finding.values["layout"]) == (NOT_LOADED.name, "fsdp2")
 
 
@@ -118,7 +177,7 @@ def test_the_other_layout(layout: Layout, other: str | None) -> None:
 
 @given(POSSIBLE_CASES)
 def test_state_is_loaded_by_possible_cases_of_the_same_ranks_and_last_by_the_case(case: object) -> None:
-    assert isinstance(case, type(CASE))
+    assert isinstance(case, type(RESUMED))
     targets = resumed_in(case)
     assert len(targets) == {"none": 0, "same": 1, "resharded": 2}[case.train.resume]
     assert targets[-1:] in ((), (case,))

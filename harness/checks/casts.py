@@ -1,81 +1,137 @@
-"""Rules about the scale and the values of a cast, eager or inside of a compiled graph, and what a wrong scale is from.
+"""Casts and matmuls of a rank by their keys, rules about scales and values of casts, and what a wrong scale is from.
 
-Every rule yields (rule, expected, found) for what is broken and nothing otherwise.
+A key says where an operand is cast or multiplied (`CastKey`, `MatmulKey`), so that the same one can be found on another
+rank or in another run. It is paired with the occurrence, counted from 0: a linear casts the same operand several times
+in a step when forward is recomputed or batches are replayed.
+
+Every rule, of eager casts or those inside of a compiled graph, yields (rule, expected, found) for what is broken and
+nothing otherwise.
 """
 
 import functools
 import itertools
 import math
 import struct
-from collections.abc import Iterable, Iterator, Mapping
-from typing import NamedTuple
+from collections import Counter
+from collections.abc import Hashable, Iterable, Iterator, Mapping
+from typing import NamedTuple, TypeVar
 
 from harness.checks.assembly import largest, same_number
-from harness.checks.occurrences import CastKey, on_ranks
-from harness.checks.rule import Rule, Rules, Stage
+from harness.checks.check import Rule, Rules, Stage
 from harness.expect.expectations import CASTS
 from harness.matrix.case import Case
 from harness.matrix.layout import MESH_AXES, peers
 from harness.matrix.recipes import FLOAT8_MAX, RecipeTraits
 from harness.text import format_ranks
-from harness.trace.operands import CastRecord, CastStatistics, ScaleSummary
+from harness.trace import RankTrace
+from harness.trace.operands import CastPhase, CastRecord, CastStatistics, GemmRole, MatmulRecord, Role, ScaleSummary
+
+Record = TypeVar("Record")
+Key = TypeVar("Key", bound=Hashable)
+
+
+class CastKey(NamedTuple):
+    """Where a cast happens: one operand of one linear in one phase of one step."""
+
+    step: int
+    fqn: str
+    role: Role
+    phase: CastPhase
+
+
+class MatmulKey(NamedTuple):
+    """Where a matmul happens: one GEMM of one linear in one step. The solo witness repeats it for every dp rank."""
+
+    step: int
+    fqn: str
+    gemm: GemmRole
+
+
+def casts_by_key(trace: RankTrace) -> dict[tuple[CastKey, int], CastRecord]:
+    casts = trace.operands.casts if trace.operands is not None else ()
+    return with_occurrence((CastKey(cast.step, cast.fqn, cast.role, cast.phase), cast) for cast in casts)
+
+
+def matmuls_by_key(trace: RankTrace) -> dict[tuple[MatmulKey, int], MatmulRecord]:
+    matmuls = trace.operands.matmuls if trace.operands is not None else ()
+    return with_occurrence((MatmulKey(matmul.step, matmul.fqn, matmul.gemm), matmul) for matmul in matmuls)
+
+
+def on_ranks(records: Mapping[int, Mapping[Key, Record]], ranks: Iterable[int], key: Key) -> dict[int, Record]:
+    """The record with this key on every one of the ranks that has it; `records` are those of every rank."""
+    return {rank: records[rank][key] for rank in ranks if key in records.get(rank, {})}
+
+
+def with_occurrence(records: Iterable[tuple[Key, Record]]) -> dict[tuple[Key, int], Record]:
+    seen: Counter[Key] = Counter()
+    by_key = {}
+    for key, record in records:
+        by_key[key, seen[key]] = record
+        seen[key] += 1
+    return by_key
+
 
 Broken = tuple[Rule, str, str]  # with what was expected and found
-
-
-class CastRules(NamedTuple):
-    amax: Rule
-    scale_dtype: Rule
-    scale_range: Rule
-    power_of_two: Rule
-    scale_shape: Rule
-    target_dtype: Rule
-    number: Rule
-    data: Rule
-    saturated: Rule
-    nonfinite: Rule
-
-
-def cast_rules(rule: Rules) -> CastRules:
-    """The rules about one cast, declared among those of a check of scales."""
-    values = functools.partial(rule, stage=Stage.VALUES)
-    return CastRules(
-        amax=rule("amax", "scale does not match the amax"),
-        scale_dtype=rule("scale-dtype", "scale has the wrong dtype"),
-        scale_range=rule("scale-range", "scale is not positive and finite"),
-        power_of_two=rule("power-of-two", "scale is not a power of two"),
-        scale_shape=rule("scale-shape", "scale has the wrong shape"),
-        target_dtype=rule("target-dtype", "cast to the wrong dtype"),
-        number=rule("number", "wrong number of casts{of}", key=("of",), formula=CASTS),
-        data=values("data", "float8 data does not match its source and scale"),
-        saturated=values("saturated", "float8 values saturate"),
-        nonfinite=values("nonfinite", "float8 values are NaN or infinite"),
-    )
 
 
 _EPS = 1e-12  # torchao replaces a smaller amax by this one
 _LOG2_TOLERANCE = 1e-6  # log2 of a scale just below a power of two may round up to it
 
 
-def value_rules(rules: CastRules, case: Case, cast: CastStatistics) -> Iterator[Broken]:
-    """Rules that need nothing but the numbers of the cast."""
-    scale = cast.scale
-    traits = case.float8.traits
-    if scale.dtype != traits.scale_dtype:
-        yield rules.scale_dtype, traits.scale_dtype, scale.dtype
-    usable = scale.minimum > 0 and math.isfinite(scale.maximum)
-    if not usable and cast.elements and math.isfinite(cast.amax):  # else the tensor was wrong before its cast
-        yield rules.scale_range, "finite, above 0", f"{scale.minimum} to {scale.maximum}"
-    finite = math.isfinite(scale.minimum) and math.isfinite(scale.maximum)
-    if traits.power_of_two_scales and finite and not scale.power_of_two:
-        yield rules.power_of_two, "powers of two", f"{scale.minimum} to {scale.maximum}"
-    for count, rule in (
-        (cast.mismatched, rules.data),
-        (0 if traits.rounds_scales_down else cast.saturated, rules.saturated),
-        (cast.nonfinite, rules.nonfinite),
-    ):
-        if count:
-            yield rule, "0 elements", f"{count} of {cast.elements} elements"
+class CastRules:
+    """The rules about one cast, declared among those of a check of scales. Its methods yield what is broken."""
+
+    def __init__(self, rule: Rules) -> None:
+        values = functools.partial(rule, stage=Stage.VALUES)
+        self.amax = rule("amax", "scale does not match the amax")
+        self.scale_dtype = rule("scale-dtype", "scale has the wrong dtype")
+        self.scale_range = rule("scale-range", "scale is not positive and finite")
+        self.power_of_two = rule("power-of-two", "scale is not a power of two")
+        self.scale_shape = rule("scale-shape", "scale has the wrong shape")
+        self.target_dtype = rule("target-dtype", "cast to the wrong dtype")
+        self.number = rule("number", "wrong number of casts{of}", key=("of",), formula=CASTS)
+        self.data = values("data", "float8 data does not match its source and scale")
+        self.saturated = values("saturated", "float8 values saturate")
+        self.nonfinite = values("nonfinite", "float8 values are NaN or infinite")
+
+    def of_numbers(self, case: Case, cast: CastStatistics) -> Iterator[Broken]:
+        """Rules that need nothing but the numbers of the cast."""
+        scale = cast.scale
+        traits = case.float8.traits
+        if scale.dtype != traits.scale_dtype:
+            yield self.scale_dtype, traits.scale_dtype, scale.dtype
+        usable = scale.minimum > 0 and math.isfinite(scale.maximum)
+        if not usable and cast.elements and math.isfinite(cast.amax):  # else the tensor was wrong before its cast
+            yield self.scale_range, "finite, above 0", f"{scale.minimum} to {scale.maximum}"
+        finite = math.isfinite(scale.minimum) and math.isfinite(scale.maximum)
+        if traits.power_of_two_scales and finite and not scale.power_of_two:
+            yield self.power_of_two, "powers of two", f"{scale.minimum} to {scale.maximum}"
+        for count, rule in (
+            (cast.mismatched, self.data),
+            (0 if traits.rounds_scales_down else cast.saturated, self.saturated),
+            (cast.nonfinite, self.nonfinite),
+        ):
+            if count:
+                yield rule, "0 elements", f"{count} of {cast.elements} elements"
+
+    def of_tensor(self, cast: CastStatistics, amax: float) -> Iterator[Broken]:
+        """The one scale of a tensor is the one for `amax`, the amax of the whole tensor."""
+        expected = tensorwise_scale(cast.target_dtype, amax)
+        if not same_number(cast.scale.maximum, expected):
+            limit, found = FLOAT8_MAX.get(cast.target_dtype, math.nan), cast.scale.maximum
+            implied = f" = {limit:g} / amax {limit / found:.7g}" if found > 0 else ""
+            yield self.amax, f"{expected!r} = {limit:g} / amax {amax!r}", f"{found!r}{implied}"
+
+    def of_powers(self, traits: RecipeTraits, target_dtype: str, lowest: float, highest: float) -> Iterator[Broken]:
+        """Power-of-two scales put every amax * scale, here from `lowest` to `highest`, into their binade."""
+        limit = FLOAT8_MAX.get(target_dtype, math.nan)
+        if highest == 0 or math.isnan(highest) or _in_binade(traits, limit, lowest, highest):
+            return
+        found = f"{lowest / limit:.9g} to {highest / limit:.9g} of it"
+        if 0 < lowest <= highest < math.inf:
+            found += f", as for amaxes of {limit / highest / 2:.3g} to {limit / lowest:.3g} times the right ones"
+        binade = "[4/7, 8/7)" if traits.rounds_scales_down else "(1/2, 1]"
+        yield self.amax, f"amax * scale in {binade} of {limit:g}", found
 
 
 def tensorwise_scale(target_dtype: str, amax: float) -> float:
@@ -85,29 +141,6 @@ def tensorwise_scale(target_dtype: str, amax: float) -> float:
     differs as soon as the amax changes.
     """
     return as_float32(FLOAT8_MAX.get(target_dtype, math.nan) / max(amax, _EPS))
-
-
-def tensorwise_rule(rule: Rule, cast: CastStatistics, amax: float) -> Iterator[Broken]:
-    """The one scale of a tensor is the one for `amax`, the amax of the whole tensor."""
-    expected = tensorwise_scale(cast.target_dtype, amax)
-    if not same_number(cast.scale.maximum, expected):
-        limit, found = FLOAT8_MAX.get(cast.target_dtype, math.nan), cast.scale.maximum
-        implied = f" = {limit:g} / amax {limit / found:.7g}" if found > 0 else ""
-        yield rule, f"{expected!r} = {limit:g} / amax {amax!r}", f"{found!r}{implied}"
-
-
-def power_of_two_rule(
-    rule: Rule, traits: RecipeTraits, target_dtype: str, lowest: float, highest: float
-) -> Iterator[Broken]:
-    """Power-of-two scales put every amax * scale, here from `lowest` to `highest`, into their binade."""
-    limit = FLOAT8_MAX.get(target_dtype, math.nan)
-    if highest == 0 or math.isnan(highest) or _in_binade(traits, limit, lowest, highest):
-        return
-    found = f"{lowest / limit:.9g} to {highest / limit:.9g} of it"
-    if 0 < lowest <= highest < math.inf:
-        found += f", as for amaxes of {limit / highest / 2:.3g} to {limit / lowest:.3g} times the right ones"
-    binade = "[4/7, 8/7)" if traits.rounds_scales_down else "(1/2, 1]"
-    yield rule, f"amax * scale in {binade} of {limit:g}", found
 
 
 def _in_binade(traits: RecipeTraits, limit: float, lowest: float, highest: float) -> bool:
@@ -137,13 +170,6 @@ def as_float32(value: float) -> float:
     except OverflowError:
         return math.copysign(math.inf, value)
     return float(rounded)
-
-
-def format_scale(scale: ScaleSummary) -> str:
-    """A scale in messages: its value, or the range and sum of its values."""
-    if scale.minimum == scale.maximum:
-        return f"{scale.minimum!r}"
-    return f"{scale.minimum!r} to {scale.maximum!r}, sum {scale.total!r}"
 
 
 # Which amax was a wrong scale computed from? A scale that is wrong says by its value what it was made from: a source is
