@@ -26,8 +26,8 @@ from harness.checks.parity import FLOAT32_LOSS, GRADIENTS
 from harness.expect.model import scaled_dim
 from harness.matrix.case import Case
 from harness.matrix.layout import dp_rank, peers
-from harness.matrix.linears import holds
 from harness.matrix.numerics import VIRTUAL_DEVICE, Numerics, activations_differ, sums_in_order
+from harness.matrix.linears import holds
 from harness.registry import computes_on_plain_shards
 from harness.trace import RankTrace, Run
 from harness.trace.operands import GEMM_OPERANDS, CastRecord, MatmulRecord, ScaleSummary
@@ -309,7 +309,7 @@ class _Comparison:
             texts = f"{right[0]} x {right[1]}", f"{wrong[0]} x {wrong[1]}"
             return None if _bits(*right) == _bits(*wrong) else texts
         if (role == "weight" and self._scales_per_tp_rank) or not self._case.float8.traits.one_scale_per_tensor:
-            return None  # EXEMPT: see `_is_scaled_per_tp_rank`; row scales are compared at their cast
+            return None  # EXEMPT: see `_gathers_unequal_scales`; row scales are compared at their cast
         tolerance = self._tolerance(role, found.step)
         if _near(wrong[0].maximum, right[0].maximum, max(tolerance, least)):
             return None
