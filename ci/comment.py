@@ -28,8 +28,8 @@ import msgspec
 
 from harness.errors import HarnessError
 from harness.jsonform import read_json
+from harness.plugins.parity.commands import parity_markdown
 from harness.plugins.parity.layouts import Parity, exit_code_of
-from harness.plugins.parity.sections import parity_markdown
 from harness.running.stored import read_results
 from harness.text import code_span
 from harness.verdict import ExitCode

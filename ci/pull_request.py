@@ -117,7 +117,7 @@ def parity(asked: Sequence[str], base: str) -> Outcome:
     """Run it, and write all files but the comment."""
     against = ("--against", base) if base else ()
     words = [word for name, path in _OUTPUTS.items() for word in (name, str(path))]
-    code, said = _run("parity", "-q", *asked, *against, *words)
+    code, said = _run("-q", "parity", *asked, *against, *words)
     if not _OUTPUTS["--json"].exists():
         return Outcome(code, said)
     results = FOLDER / RUN

@@ -9,7 +9,7 @@ def _command(*words: str) -> str:
     return shlex.join(["fp8-harness", *words])
 
 
-LIST_WORDS = _command("explain", "--ids")
+LIST_WORDS = _command("explain", "--list", "ids")
 LIST_FAULTS = _command("dev", "mutate", "--list")
 LIST_CHECKS = _command("dev", "conformance", "--list")
 LIST_BASELINES = _command("baseline", "show")
@@ -33,7 +33,7 @@ def list_cases(sources: Sequence[str]) -> str:
 
 def run_cases(*words: str, root: str | None = None) -> str:
     """Runs tiers, files or ids, or repeats the words of an earlier run. `root` is what was given as --root."""
-    return _command("run", *(() if root is None else ("--root", root)), *words)
+    return _command(*_given(root), "run", *words)
 
 
 def resume_run(*, root: str | None) -> str:
@@ -58,19 +58,20 @@ def repro_with(case_id: str, package: str, version: str, *words: str) -> str:
 
 def update_golden(case_id: str, *, device: str, root: Path) -> str:
     """Makes the golden of a case anew on a device."""
-    return _command("baseline", "update", *_root(root), case_id, "--device", device, "--reason", "why it changes")
+    return _command(*_root(root), "baseline", "update", case_id, "--device", device, "--reason", "why it changes")
 
 
 def update_signature(case_id: str, *, root: Path) -> str:
     """Records what a run of a case does, by which later runs are judged."""
-    words = ("--signatures", *_root(root), "--device", "cpu", case_id, "--reason", "why it changes")
-    return _command("baseline", "update", *words)
+    words = ("--signatures", "--device", "cpu", case_id, "--reason", "why it changes")
+    return _command(*_root(root), "baseline", "update", *words)
 
 
-def update_missing(kind: str, asked: Sequence[str]) -> str:
+def update_missing(kind: str, asked: Sequence[str], *, root: str | None) -> str:
     """Makes the "goldens" or "signatures" that are not stored; `asked` are the words that selected the cases."""
     option = ("--signatures",) if kind == "signatures" else ()
-    return _command("baseline", "update", *option, *asked, "--missing", "--reason", f"first {kind}")
+    words = (*option, *asked, "--missing", "--reason", f"first {kind}")
+    return _command(*_given(root), "baseline", "update", *words)
 
 
 def choose_tier(file: str) -> str:
@@ -81,6 +82,10 @@ def fit_costs() -> str:
     """Measures what the cases of tier pr cost, witnesses included, and stores it."""
     measure = _command("run", "pr", "--json", "result.json")
     return f"FP8_HARNESS_STATE=$(mktemp -d) {measure} && {_command('dev', 'tier', '--fit', 'result.json')}"
+
+
+def _given(root: str | None) -> tuple[str, ...]:
+    return () if root is None else ("--root", root)
 
 
 def _root(root: Path) -> tuple[str, ...]:

@@ -350,6 +350,7 @@ def _plan(config: pytest.Config) -> Plan:
     with _usage_errors():
         plan = make_plan(**msgspec.structs.asdict(_asked(config, PlanOptions)))
         plan = with_command(plan, _asked(config, RunOptions), _asked(config, CommandOptions))
+        plan = msgspec.structs.replace(plan, root_option=config.getoption("--fp8-root"))
     config.stash[_PLAN] = plan
     return plan
 

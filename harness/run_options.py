@@ -26,8 +26,9 @@ class Option(msgspec.Struct, frozen=True):
 
     `flag`: where it is not the name of the field with dashes. `short`: a second spelling. `default`: what holds where
     the field is None. `variable`: of the environment, which gives it too. `pytest`: what pytest has in its place; empty
-    where the plugin has `--fp8-…`. `of_run`: other commands that run cases have it by `-o`. `instead_of`: the field of
-    the option that it replaces, and is never given with. `needs`: the field of another option, and its value.
+    where the plugin has `--fp8-…`. `of_run`: other commands that run cases have it by `-o`, if at all.
+    `instead_of`: the field of the option that it replaces, and is never given with. `needs`: the field of another
+    option, and its value.
     """
 
     help: str
@@ -206,6 +207,7 @@ class PlanOptions(RunOptions, frozen=True, kw_only=True):
             "Cases to run at the same time, as far as slots allow; on a cluster, per node.",
             short="-j",
             pytest="`-n` of pytest-xdist",
+            of_run=True,
         ),
     ] = 2  # more cases at once do not help a machine whose slots one of 8 ranks fills
     slots: Annotated[
@@ -233,13 +235,6 @@ class CommandOptions(msgspec.Struct, frozen=True, kw_only=True):
     shard: Annotated[
         str | None,
         Option("Part I of N of these cases, of nearly equal CPU seconds, the same on every machine.", metavar="I/N"),
-    ] = None
-    root: Annotated[
-        str | None,
-        Option(
-            "Project root with cases/ and golden/. Default: the nearest one at or above the current folder.",
-            metavar="DIR",
-        ),
     ] = None
     budget_s: Annotated[
         PositiveFloat | None,
@@ -304,15 +299,31 @@ class CommandOptions(msgspec.Struct, frozen=True, kw_only=True):
         Annotated[int, msgspec.Meta(ge=0)] | None,
         Option("Print the N slowest cases; 0: all.", metavar="N", pytest="`--durations`"),
     ] = None
-    quiet: Annotated[
-        bool, Option("Print nothing while cases run, only the totals and failures.", short="-q", pytest="`-q`")
-    ] = False
     verbose: Annotated[
         bool, Option("Also print when a case starts, and what was not judged and why.", short="-v", pytest="`-v`")
     ] = False
 
 
-PARTS: tuple[type[msgspec.Struct], ...] = (QueryOptions, PlanOptions, CommandOptions)
+class AppOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """What is said before the command, of every command."""
+
+    root: Annotated[
+        str | None,
+        Option(
+            "Project root with cases/ and golden/. Default: the nearest one at or above the current folder.",
+            metavar="DIR",
+        ),
+    ] = None
+    quiet: Annotated[
+        bool, Option("Print nothing while cases run, only the totals and failures.", short="-q", pytest="`-q`")
+    ] = False
+
+    @property
+    def words(self) -> tuple[str, ...]:
+        return (*words_of({"root": self.root}), *(("--quiet",) if self.quiet else ()))
+
+
+PARTS: tuple[type[msgspec.Struct], ...] = (QueryOptions, PlanOptions, CommandOptions, AppOptions)
 
 
 @functools.cache

@@ -2,8 +2,9 @@
 
     select  ->  brief (witnesses)  ->  run on ranks  ->  judge  ->  store  ->  result
 
-Owns the order of the steps and nothing else: each step is a function or a class of the file it is imported from.
-Making references (`studies/records.py`) is the same way with another judge.
+Owns the order of the steps, what `--lf` runs again of the last run, and which run `--resume` finishes; each other step
+is a function or a class of the file it is imported from. Making references (`studies/records.py`) is the same way with
+another judge.
 """
 
 import math
@@ -16,22 +17,30 @@ import msgspec
 
 from harness.engine.hardware import Device
 from harness.errors import HarnessError
+from harness.hints import run_cases as run_command
 from harness.hints import update_missing
 from harness.matrix.case import Case
 from harness.matrix.caseid import case_id, family_id, parse_case_id
 from harness.project import Project
-from harness.result import CaseResult, RunEnd, RunResult, RunStart, WitnessMade
+from harness.result import CaseResult, Environment, RunEnd, RunResult, RunStart, WitnessMade
+from harness.run_options import RunOptions
 from harness.running.case_judge import CaseJudge, prepare_judge
 from harness.running.case_runner import CaseRunner, Judge
-from harness.running.cost import cases_within
 from harness.running.executor import open_executor
 from harness.running.identity import check_targets, environment
 from harness.running.plan import Plan
 from harness.running.progress import Progress
-from harness.running.rerun import check_environment
 from harness.running.schedule import run_schedule
-from harness.running.selection import Query, excluded_cells, quarantined_cases, select_for_target, select_sources
-from harness.running.stored import Stored, remove_old_runs
+from harness.running.selection import (
+    NothingSelected,
+    Query,
+    cases_within,
+    excluded_cells,
+    quarantined_cases,
+    select_for_target,
+    select_sources,
+)
+from harness.running.stored import Stored, remove_old_runs, runs_of
 from harness.running.witnesses import open_witnesses
 from harness.sources import installed_version
 from harness.store import RunStore
@@ -238,9 +247,8 @@ class _Teller:
 
 def _announce(judge: CaseJudge, progress: Progress, query: Query, plan: Plan, *, store: bool) -> None:
     """Say before the run, not after it, who else uses the GPUs, and what cases are compared with that is not stored."""
-    root = () if plan.root_option is None else ("--root", plan.root_option)
     device = () if plan.given.device is None or plan.sides is not None else ("--device", plan.given.device)
-    asked = (*root, *query.words, *device)
+    asked = (*query.words, *device)
     for node in plan.capacity.nodes:
         for sentence in node.in_use:
             progress.note(sentence if len(plan.capacity.nodes) == 1 else f"{node.host}: {sentence}")
@@ -249,7 +257,7 @@ def _announce(judge: CaseJudge, progress: Progress, query: Query, plan: Plan, *,
         families.setdefault(plan.choice(case).device, set()).add(family_id(case))
     for where, missing in families.items():
         there = (*asked, "--device", where) if plan.sides is not None else asked
-        fix = f" To store them: `{update_missing('goldens', there)}`." if store else ""
+        fix = f" To store them: `{update_missing('goldens', there, root=plan.root_option)}`." if store else ""
         of_others = len(missing.intersection(judge.goldens_of_other_builds))
         why = f" for this build ({of_others} of an unreleased one, for which alone it holds)" if of_others else ""
         progress.note(
@@ -258,7 +266,7 @@ def _announce(judge: CaseJudge, progress: Progress, query: Query, plan: Plan, *,
         )
     signatures = [name for name in judge.missing_signatures if plan.choice(parse_case_id(name)).device == "cpu"]
     if signatures:
-        fix = f" To record them: `{update_missing('signatures', asked)}`." if store else ""
+        fix = f" To record them: `{update_missing('signatures', asked, root=plan.root_option)}`." if store else ""
         progress.note(
             f"{counted(len(signatures), 'signature')} not recorded: what these cases send and keep is not judged.{fix}"
         )
@@ -276,3 +284,70 @@ def provenance(results: Sequence[CaseResult], plan: Plan) -> dict[str, str]:
         "fabric": plan.fabric,
         "program": plan.program,
     }
+
+
+_RUN_AGAIN = "run the tier of that run again."
+
+
+class Rerun(msgspec.Struct, frozen=True, kw_only=True):
+    """The query for what is not known to be good in the last run, and the options of that run.
+
+    `notes` say what is peculiar about it.
+    """
+
+    query: Query
+    options: RunOptions
+    notes: tuple[str, ...]
+
+
+def rerun_query(project: Project) -> Rerun:
+    """What to run again of the last stored run: the cases that were not good, and those without a readable result.
+
+    Raises `NothingSelected` when there is no such run or no such case.
+    """
+    stored = (RunStore(path).read() for path in reversed(project.stored_runs()))
+    last = next((run for run in stored if run.results or run.damaged), None)
+    if last is None:
+        raise NothingSelected("there is no earlier run.", where="--lf", fix="run a tier first.")
+    failed = [result.case_id for result in last.results if result.ran and not result.good]
+    missing = [result.case_id for result in last.results if not result.ran]
+    # The list of cases names those of damaged lines too.
+    nameless = [] if last.start.cases else [text for text, name in last.damaged.items() if name is None]
+    if not failed and not missing:
+        if nameless:
+            raise NothingSelected(f"{nameless[0]}. No other case failed.", where="--lf", fix=_RUN_AGAIN)
+        raise NothingSelected("nothing failed in the last run.", where="--lf")
+    lost = [
+        f"{text}. It does not say which case it was. Fix: {_RUN_AGAIN}" if text in nameless else f"{text}."
+        for text in last.damaged
+    ]
+    notes = [*([_missing_text(missing, last.start.cases)] if missing and last.start.cases else []), *lost]
+    return Rerun(query=Query(sources=(*failed, *missing)), options=last.start.options, notes=tuple(notes))
+
+
+def _missing_text(missing: Sequence[str], planned: Sequence[str]) -> str:
+    have, they_run = ("has", "It runs") if len(missing) == 1 else ("have", "They run")
+    return (
+        f"{len(missing)} of {len(planned)} cases of the last run {have} no result: it was killed or still runs, or the "
+        f"result is damaged. {they_run} now."
+    )
+
+
+def run_to_resume(project: Project) -> Stored:
+    """The last run of this machine that was interrupted or killed; `NothingSelected` when none has cases left."""
+    for run in runs_of(project):
+        stopped = run.state in ("interrupted", "killed") and not run.is_imported
+        if stopped and not all(result.ran for result in RunStore(run.path).read().results):
+            return run
+    raise NothingSelected("no run that was interrupted or killed has cases left.", where="--resume")
+
+
+def check_environment(start: RunStart, now: Environment, plan: Plan) -> None:
+    """Raises HarnessError where the environment is not the one in which the run began."""
+    if differences := (start.environment or Environment()).differences(now):
+        raise HarnessError(
+            f"since this run began ({start.started}), this changed: {', '.join(differences)}. "
+            "Its results would be of two environments.",
+            where="--resume",
+            fix=f"run it anew: `{run_command(*start.argv, root=plan.root_option)}`.",
+        )

@@ -16,7 +16,7 @@ def understood(line: str) -> click.Context:
     command: click.Command = app
     context = click.Context(app, info_name="fp8-harness")
     while isinstance(command, click.Group):
-        name = words.pop(0)
+        _, (name, *words), _ = command.make_parser(context).parse_args(words)
         subcommand = command.get_command(context, name)
         if subcommand is None:
             raise click.UsageError(f"no such command: {name}")

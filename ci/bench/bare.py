@@ -34,7 +34,7 @@ from harness.project import STATE_VARIABLE
 from harness.request import RunRequest
 from harness.running.case_runner import CaseRunner
 from harness.running.executor import Executor
-from harness.running.injection import Injection
+from harness.running.plan import Injection
 from harness.running.witnesses import WitnessCache
 from harness.store import RunStore
 

@@ -26,8 +26,8 @@ from harness.checks.parity import FLOAT32_LOSS, GRADIENTS
 from harness.expect.model import scaled_dim
 from harness.matrix.case import Case
 from harness.matrix.layout import dp_rank, peers
-from harness.matrix.numerics import VIRTUAL_DEVICE, Numerics, activations_differ, sums_in_order
 from harness.matrix.linears import holds
+from harness.matrix.numerics import VIRTUAL_DEVICE, Numerics, activations_differ, sums_in_order
 from harness.registry import computes_on_plain_shards
 from harness.trace import RankTrace, Run
 from harness.trace.operands import GEMM_OPERANDS, CastRecord, MatmulRecord, ScaleSummary

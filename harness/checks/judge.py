@@ -207,7 +207,7 @@ def require_rules(faults: Iterable[KnownFault]) -> None:
             if not fnmatch.filter(RULES, symptom.rule):
                 near = difflib.get_close_matches(symptom.rule, RULES, n=2)
                 what, where = f"no check has the rule '{symptom.rule}'.", f"cases/known.toml, fault {fault.name}"
-                fix = f"did you mean {' or '.join(near)}?" if near else "see `fp8-harness explain --checks`."
+                fix = f"did you mean {' or '.join(near)}?" if near else "see `fp8-harness explain --list checks`."
                 raise HarnessError(what, where=where, fix=fix)
 
 

@@ -9,7 +9,7 @@ import msgspec
 
 from harness.cli import options
 from harness.cli.baseline_update import asked_cases, ended, update_command
-from harness.cli.groups import Group
+from harness.cli.options import Group
 from harness.errors import HarnessError
 from harness.evidence.curve import curve_of_case, text_of_curve
 from harness.evidence.golden import Golden, changes_between, goldens_of, list_goldens, load_golden, unsound
@@ -24,7 +24,6 @@ from harness.report.sections import Entry, Facts, Section, Table
 from harness.run_options import PlanOptions
 from harness.running.case_judge import known_here, prepare_judge
 from harness.running.plan import Plan, plan_without_ranks
-from harness.running.progress import open_progress
 from harness.running.selection import NothingSelected, Query, select_cases
 from harness.sources import installed_version
 from harness.studies.noise import environment, measure, measured_cases, over_seeds, recorded_cases
@@ -65,14 +64,11 @@ baseline.add_command(update_command)
 
 
 @baseline.command("show", epilog=_SHOW_EPILOG)
-@click.argument("family", required=False)
-@click.option("--hardware", "hardware_name", default="cpu", show_default=True, help="Hardware class of the golden.")
+@click.argument("family", metavar="[[CLASS/]FAMILY]", required=False)
 @click.option("--against", metavar="REV|ROOT", help="Show how the goldens differ from a git revision or project root.")
 @options.curve_option
 @options.project_parameter
-def show_command(
-    *, family: str | None, hardware_name: str, against: str | None, curve_file: Path | None, project: Project
-) -> None:
+def show_command(*, family: str | None, against: str | None, curve_file: Path | None, project: Project) -> None:
     """List the stored goldens and signatures; or show one golden, or how the goldens differ from others."""
     if family is not None and against is not None:
         raise click.UsageError("give a FAMILY or --against, not both.")
@@ -81,7 +77,8 @@ def show_command(
     if against is not None:
         _show_changes(project, against)
     elif family is not None:
-        golden = load_golden(project.root, hardware_name, family)
+        hardware, _, name = family.rpartition("/")
+        golden = load_golden(project.root, hardware or "cpu", name)
         if curve_file is None:
             _show_golden(golden)
         curve = curve_of_case(golden.case_id, golden.losses, golden.grad_norms)
@@ -135,7 +132,7 @@ def _show_changes(project: Project, against: str) -> None:
 
 
 @baseline.command("check", epilog="\b\nExample:\n  fp8-harness baseline check pr")
-@options.query_parameter
+@options.query_parameter("expressions")
 @options.run_option("device")
 @options.project_parameter
 def check_command(*, query: Query, device: str, project: Project) -> int:
@@ -194,7 +191,7 @@ def _sound(names: Iterable[Name], load: Callable[[Name], Loaded]) -> tuple[dict[
 
 
 @baseline.command("tolerance", epilog=_TOLERANCE_EPILOG)
-@options.query_parameter
+@options.query_parameter("expressions", "target")
 @click.option("--margin", type=click.FloatRange(min=1), default=3.0, show_default=True, help="Factor on the noise.")
 @click.option("--measure", "measure_it", is_flag=True, help="Run the cases, and store their distances to BF16.")
 @click.option("--seeds", type=options.AT_LEAST_1, default=8, show_default=True, help="Run with seeds 0 to N-1.")
@@ -257,7 +254,7 @@ def _measure(
         )
     if seeds is not None:
         cases = over_seeds(cases, seeds)
-    with open_progress() as progress:
+    with options.open_progress() as progress:
         done = measure(project, cases, plan, progress, command=options.typed_command(), fresh=seeds is not None)
     code = ended(done.failed, interrupted=done.interrupted)
     if done.interrupted:

@@ -20,7 +20,6 @@ from harness.report.evidence import golden_section, review_sections
 from harness.result import CaseResult
 from harness.running.identity import check_targets
 from harness.running.plan import Plan
-from harness.running.progress import open_progress
 from harness.running.selection import NothingSelected, Query, select_cases
 from harness.running.stored import results_of
 from harness.studies.records import (
@@ -50,7 +49,7 @@ Examples:
 
 
 @click.command("update", epilog=_EPILOG)
-@options.query_parameter
+@options.query_parameter("expressions", "target")
 @click.option("--signatures", is_flag=True, help="Record signatures of your own targets in place of goldens.")
 @click.option("--family", "families", metavar="FAMILY", multiple=True, help="Only this family. Repeatable.")
 @click.option("--missing", is_flag=True, help="Only what is not stored.")
@@ -96,7 +95,7 @@ def update_command(  # noqa: PLR0913  one parameter per option
     every = [reference for _, references in wanted for reference in references]
     here = with_target_here(project, every, named=bool(query.sources or families))
     made = References()
-    with open_progress() as progress:
+    with options.open_progress() as progress:
         for own, references in wanted:
             able = [reference for reference in references if reference in here]
             if able and not made.interrupted:
@@ -157,7 +156,7 @@ def _update_signatures(
     cases = [case for case in cases if case_id(case) not in stored]
     if not cases:
         raise NothingSelected("no signature is missing.", where="baseline update --missing")
-    with open_progress() as progress:
+    with options.open_progress() as progress:
         made = record_signatures(project, tuple(cases), plan, progress, reason=reason, command=options.typed_command())
     for change in made.changes:
         _show_change(change)

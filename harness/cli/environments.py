@@ -1,4 +1,4 @@
-"""Runs of the same cases in several environments: `run --env` and `compare --versions`."""
+"""Runs in several environments, `run --env` and `compare --versions`; and `fp8-harness constraints`, their pins."""
 
 import functools
 import re
@@ -7,9 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import click
+from packaging.utils import canonicalize_name
 
-from harness.cli.options import Command, compose_options, print_sections, say
+from harness.cli.options import Command, before_command, compose_options, print_sections, say
 from harness.errors import HarnessError
+from harness.evidence.sealed import own_root
+from harness.matrix.axes import suggestion
 from harness.project import Project
 from harness.report.runs import environments_sections
 from harness.result import RunResult
@@ -38,21 +41,20 @@ def versions_parameter(command: Command) -> Command:
     """Where versions of a package come from, passed to the command as `versions_for`, which opens them."""
 
     @functools.wraps(command)
-    def with_versions(
-        *, index_url: str | None, find_links: Path | None, environments: tuple[str, ...], **given: Any
-    ) -> Any:
+    def with_versions(*, index: str | None, environments: tuple[str, ...], **given: Any) -> Any:
+        if index is not None and "://" not in index and not Path(index).is_dir():
+            raise HarnessError("there is no such folder.", where=f"--index {index}", fix="give a folder, or a URL.")
+
         def versions_for(project: Project, package: str) -> Versions:
             folder, here = project.state / "versions", given_environments(environments)
-            return Versions(package, folder, index_url, find_links, here, _note)
+            return Versions(package, folder, index, here, _note)
 
         return command(versions_for=versions_for, **given)
 
-    text = "Take versions from the wheels in this folder, and from no index."
-    folder = click.Path(path_type=Path, file_okay=False, exists=True)
+    text = "Take versions from this package index, or from the wheels of this folder alone."
     one = "Use this virtual environment for that version. Repeatable."
     return compose_options(
-        click.option("--index-url", metavar="URL", help="Take versions from this package index."),
-        click.option("--find-links", metavar="DIR", type=folder, help=text),
+        click.option("--index", metavar="URL|DIR", help=text),
         click.option("--env", "environments", metavar="VERSION=VENV", multiple=True, help=one),
     )(with_versions)
 
@@ -93,7 +95,7 @@ def run_in_each(
     runs = {}
     for environment in environments:
         _note(environment.name)
-        runs[environment.name] = run_in_environment(environment, words, folder)
+        runs[environment.name] = run_in_environment(environment, words, folder, given=before_command())
         if runs[environment.name].end.interrupted:
             raise KeyboardInterrupt
     return runs
@@ -135,3 +137,37 @@ def refuse_with_env(given: Mapping[str, object]) -> None:
         if value:
             fix = "leave it out: each run is stored under the name of its environment."
             raise HarnessError("it is of one run, and --env makes several.", where=name, fix=fix)
+
+
+_EPILOG = """\b
+Examples:
+  fp8-harness constraints > c.txt && pip install -c c.txt 'fp8-harness[train]'
+  fp8-harness constraints --for torch-2.15 > c.txt
+"""
+
+
+@click.command("constraints", epilog=_EPILOG)
+@click.option("--for", "variant", metavar="NAME", help="Pins for other versions, such as torch-2.15 or transformers.")
+def constraints_command(*, variant: str | None) -> None:
+    """Print the versions verified together, for `pip install -c`."""
+    click.echo(constraints(own_root() / "ci", variant), nl=False)
+
+
+def constraints(folder: Path, variant: str | None) -> str:
+    """The pins of `constraints.txt` in a folder; those of `constraints-<variant>.txt` replace them by package.
+
+    Raises HarnessError where the folder has no such variant.
+    """
+    variants = {path.stem.partition("-")[2]: path for path in sorted(folder.glob("constraints-*.txt"))}
+    if variant is not None and variant not in variants:
+        fix = suggestion(variant, tuple(variants))
+        raise HarnessError("no versions of this name were verified.", where=f"--for {variant}", fix=fix)
+    pins = _pins(folder / "constraints.txt") | (_pins(variants[variant]) if variant is not None else {})
+    named = "" if variant is None else f" --for {variant}"
+    return "".join(f"{line}\n" for line in (f"# fp8-harness constraints{named}", *pins.values()))
+
+
+def _pins(path: Path) -> dict[str, str]:
+    """By the canonical name of the package, the line that pins it."""
+    lines = (line.strip() for line in path.read_text().splitlines())
+    return {canonicalize_name(line.partition("==")[0]): line for line in lines if line and not line.startswith("#")}

@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 import msgspec
 
-from harness.cli.options import PARTS_BY_TITLE, json_option, print_or_write, print_sections, root_option
+from harness.cli.options import PARTS_BY_TITLE, json_option, print_or_write, print_sections, project_of
 from harness.errors import HarnessError
 from harness.evidence.sealed import Damaged, Missing
 from harness.evidence.verified import doubts, read_verified
@@ -23,22 +23,22 @@ from harness.matrix.records import matching
 from harness.matrix.rules import Rule
 from harness.matrix.rules import explain as explain_rules
 from harness.matrix.tier import count_cells
-from harness.project import Project, find_project
+from harness.project import Project
 from harness.registry import answer, is_llama
-from harness.report.checks import checks_markdown
+from harness.report.evidence import checks_markdown
 from harness.report.run import place_words
 from harness.report.sections import Block, Entry, Facts, Items, Section, Table, markdown
 from harness.run_options import PlanOptions, RunOptions, options_of
 from harness.running.case_judge import known_here
-from harness.running.cost import expected_cost
 from harness.running.machine import internals_here
 from harness.running.plan import Plan, plan_without_ranks
-from harness.running.selection import cases_to_explain
+from harness.running.selection import cases_to_explain, expected_cost
 from harness.sources import PACKAGES, installed_versions
 
 _OPTIONS = (
     "Those that are repeated are stored with a run; `--lf` and the command that reproduces a case have them again. "
-    "Other commands that run cases have `--device` and `-j`, and the rest of how they run as `-o fabric=gloo`."
+    "Other commands that run cases have `--device`, and the rest of how they run as `-o fabric=gloo` or `-o jobs=4`. "
+    "Those before the command are of every command: `fp8-harness --root DIR run`."
 )
 _EPILOG = """\b
 Examples:
@@ -46,45 +46,45 @@ Examples:
   fp8-harness explain output_layer=true nightly
       the rules for these cells of a tier or file
 """
+_LISTS = {
+    "ids": "every word that a case id can have, and what is out of scope",
+    "internals": "the private parts of torch and torchao that ranks use, and why",
+    "checks": "every check: question, rules, faults that prove it",
+    "options": "those of `run`, and what pytest has instead",
+}
+_LISTED = f"Print {'; '.join(f'{name}: {what}' for name, what in _LISTS.items())}."
 
 
 @click.command("explain", epilog=_EPILOG)
 @click.argument("words", metavar="[CASE-ID|FILE]... | AXIS=VALUE... [TIER|FILE]", nargs=-1)
-@click.option("--ids", is_flag=True, help="List every word that a case id can have, and what is out of scope.")
-@click.option("--internals", is_flag=True, help="List every private part of torch and torchao that ranks use, and why.")
-@click.option("--checks", is_flag=True, help="Describe every check: question, rules, faults that prove it.")
-@click.option("--options", "run_options", is_flag=True, help="Print the options of `run`, and what pytest has instead.")
+@click.option("--list", "listed", type=click.Choice(list(_LISTS)), help=_LISTED)
 @json_option("the private parts")
-@root_option
-def explain(  # noqa: PLR0913  one parameter per option
+def explain(
     words: tuple[str, ...],
     *,
-    ids: bool,
-    internals: bool,
-    checks: bool,
-    run_options: bool,
+    listed: str | None,
     json_file: Path | None,
-    root: str | None,
 ) -> None:
     """Describe cases, or list the rules for AXIS=VALUE.
 
     Of a case: the words of its id, its cost and its rules. AXIS=VALUE is searched in tier pr, or in the one given.
     """
-    if json_file is not None and not internals:
-        raise HarnessError("only the private parts are written as JSON.", where="--json", fix="give --internals too.")
-    if ids:
+    if json_file is not None and listed != "internals":
+        fix = "give --list internals too."
+        raise HarnessError("only the private parts are written as JSON.", where="--json", fix=fix)
+    if listed == "ids":
         print_sections(_words_sections())
         return
-    if run_options:
+    if listed == "options":
         click.echo(options_markdown(), nl=False)
         return
-    if internals:
+    if listed == "internals":
         state = internals_here()
         print_or_write(_internals_sections(state), json_file, _internals_document(state))
         return
-    project = find_project(root, words)
-    if checks:
-        click.echo(checks_markdown(answer("proofs of checks", where="explain --checks")(project)), nl=False)
+    project = project_of(words)
+    if listed == "checks":
+        click.echo(checks_markdown(answer("proofs of checks", where="explain --list checks")(project)), nl=False)
         return
     print_sections(_explained(project, words))
     for sentence in project.replaced_tiers(words):
@@ -96,7 +96,7 @@ def _explained(project: Project, words: Sequence[str]) -> list[Block]:
     values = [word for word in words if "=" in word]
     tiers = [word for word in words if "=" not in word]
     if not words:
-        raise HarnessError("got no case id.", where="explain", fix="give an id, or AXIS=VALUE words, or --ids.")
+        raise HarnessError("got no case id.", where="explain", fix="give an id, or AXIS=VALUE words, or --list ids.")
     if not values:
         cases = [case for word in words for case in cases_to_explain(project, word)]
         plan = plan_without_ranks(PlanOptions())
@@ -134,7 +134,8 @@ def _case_sections(project: Project, case: Case, plan: Plan) -> Iterator[Block]:
         "reference case": case_id(reference_case(case)),
     }
     if is_llama(case.target):
-        facts["scaled matmuls"] = f"{executed_scaled_mm_calls(case)} per {_of_matmuls(case)} and step"
+        whole = "pipeline" if case.layout.pp > 1 else "rank"
+        facts["scaled matmuls"] = f"{executed_scaled_mm_calls(case)} per {whole} and step"
         facts["FP8 linears"] = str(len(converted_fqns(case)))
         linears = Section(blocks=(Items(tuple(f"  {fqn}" for fqn in converted_fqns(case))),))
         yield Section(title="run", blocks=(Facts(tuple(facts.items())), linears))
@@ -194,10 +195,6 @@ def _unverified_section(project: Project) -> Section:
     versions = " and ".join(f"{name} {installed[name]}" for name in PACKAGES)
     hint = f"A case that differs from them alone is `changed`. `{VERIFY_FORMULAS}` verifies them."
     return Section(title=f"not verified with {versions}: {', '.join(doubted)}", blocks=(hint,) if doubted else ())
-
-
-def _of_matmuls(case: Case) -> str:
-    return "pipeline" if case.layout.pp > 1 else "rank"
 
 
 def _rules(project: Project, case: Case) -> Iterator[Block]:

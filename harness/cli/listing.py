@@ -11,6 +11,7 @@ import msgspec
 from harness.cli.options import json_option, print_sections, project_parameter, query_parameter, run_option, write_json
 from harness.matrix.tier import FATES, Fate, coverage
 from harness.project import Project
+from harness.run_options import QueryOptions, options_of
 from harness.text import counted
 
 if TYPE_CHECKING:
@@ -25,7 +26,7 @@ Examples:
 
 
 @click.command("list", epilog=_EPILOG)
-@query_parameter
+@query_parameter(*options_of(QueryOptions))
 @run_option("shard")
 @project_parameter
 @click.option("--why", is_flag=True, help="Also print the expected cost of each case and why it is in the tier.")
@@ -90,7 +91,7 @@ def _reasons(project: Project, query: Query) -> dict[str, dict[str, object]]:
 def _list_coverage(
     project: Project, query: Query, strength: int, combinations: Fate | None, json_file: Path | None
 ) -> None:
-    from harness.report.coverage import coverage_section
+    from harness.report.run import coverage_section
     from harness.running.selection import select_sources
 
     if query.words != msgspec.structs.replace(query, expressions=(), keyword=None, target=None).words:

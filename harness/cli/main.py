@@ -6,14 +6,15 @@ Plug-ins add commands: see `harness/registry.py`.
 import os
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 import click
 
-from harness.cli.groups import LazyGroup
-from harness.cli.options import OTHERS
+from harness.cli.options import OTHERS, LazyGroup, run_options
 from harness.engine.hardware import cpu_name
 from harness.errors import HarnessError
 from harness.matrix.axes import AXES, example, out_of_scope, said
+from harness.run_options import AppOptions, options_of
 from harness.sources import installed_source, installed_version
 from harness.text import printable
 from harness.verdict import ExitCode
@@ -30,11 +31,11 @@ _SECTIONS = {
     "Compare": {},
     "Bugs and trainers": {},
     "Predict": {},
-    "Install": {"constraints": "harness.cli.constraints:constraints_command"},
+    "Install": {"constraints": "harness.cli.environments:constraints_command"},
     "Maintain": {
         "baseline": "harness.cli.baseline:baseline",
-        "runs": "harness.cli.runs:runs",
-        "dev": "harness.cli.dev:dev",
+        "runs": "harness.cli.show:runs",
+        "dev": "harness.cli.options:dev",
     },
 }
 
@@ -71,8 +72,10 @@ def _print_versions(ctx: click.Context, _: click.Parameter, value: bool) -> None
 @click.option(
     "--version", is_flag=True, is_eager=True, expose_value=False, callback=_print_versions, help="Print versions."
 )
-def app() -> None:
+@run_options(AppOptions)
+def app(**given: Any) -> None:
     """Correctness and regression tests for FP8 parallel training."""
+    click.get_current_context().obj = AppOptions(**given)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -99,6 +102,11 @@ def _known_option(error: click.NoSuchOption) -> str:
     word = error.option_name.lstrip("-")
     if outside := out_of_scope(word):
         return f"{outside.text}."
+    for option in options_of(AppOptions).values():
+        if error.option_name in (option.flag, option.short) and error.ctx is not None:
+            words = " ".join(filter(None, (error.option_name, option.metavar)))
+            return f"Fix: give it before the command: {error.ctx.command_path.replace(' ', f' {words} ', 1)}."
+    word = next((name for name, option in OTHERS.items() if option.short == error.option_name), word)
     axis, command = word.removeprefix("no-").replace("-", "_"), error.ctx.command if error.ctx else app
     flags = {flag for parameter in command.params for flag in parameter.opts}
     if "--set" in flags and axis in AXES:

@@ -1,11 +1,12 @@
-"""Options that several commands share."""
+"""Options that several commands share; and groups of commands, of the core and of plug-ins, imported when called."""
 
 from __future__ import annotations
 
 import functools
 import shlex
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -13,20 +14,32 @@ import click
 import msgspec
 from click.core import ParameterSource
 
+from harness import registry
 from harness.durable import write_whole
 from harness.errors import HarnessError
 from harness.jsonform import to_json
 from harness.matrix.axes import AXES, choices, example, shown_value, suggestion
-from harness.project import find_project
-from harness.run_options import PARTS, Option, PlanOptions, QueryOptions, RunOptions, option_named, options_of
+from harness.project import Project, find_project
+from harness.run_options import (
+    PARTS,
+    AppOptions,
+    Option,
+    PlanOptions,
+    RunOptions,
+    option_named,
+    options_of,
+)
 from harness.text import printable
 
 if TYPE_CHECKING:
     from harness.report.sections import Block
     from harness.running.plan import Plan
+    from harness.running.progress import Progress
 
 Command = Callable[..., Any]
-PARTS_BY_TITLE = dict(zip(("Which cases", "How they run", "Extent and output"), PARTS, strict=True))
+PARTS_BY_TITLE = dict(
+    zip(("Which cases", "How they run", "Extent and output", "Before the command"), PARTS, strict=True)
+)
 
 
 # How cases are run, and what only `run` spells as an option: other commands have `-o` for it.
@@ -121,23 +134,38 @@ class RunCommand(click.Command):
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         left = {parameter.name or "": parameter for parameter in self.get_params(ctx)}
         for title, part in PARTS_BY_TITLE.items():
-            own = [left.pop(name) for name in options_of(part)]
-            with formatter.section(title):
-                formatter.write_dl([record for parameter in own if (record := parameter.get_help_record(ctx))])
+            own = [left.pop(name) for name in options_of(part) if name in left]
+            if lines := [record for parameter in own if (record := parameter.get_help_record(ctx))]:
+                with formatter.section(title):
+                    formatter.write_dl(lines)
 
 
-root_option = run_option("root")
+def before_command() -> AppOptions:
+    """Return the options that were given before the command."""
+    return click.get_current_context().find_object(AppOptions) or AppOptions()
+
+
+def project_of(files: Iterable[str] = ()) -> Project:
+    """Return the project of `--root`, or that of these files and the current folder."""
+    return find_project(before_command().root, files)
 
 
 def project_parameter(command: Command) -> Command:
-    """`--root`, passed to the command as one parameter `project`."""
+    """Pass the project to the command as one parameter `project`."""
 
     @functools.wraps(command)
-    def with_project(*, root: str | None, **given: Any) -> Any:
+    def with_project(**given: Any) -> Any:
         files = given["query"].sources if "query" in given else (given.get("case") or "",)
-        return command(project=find_project(root, files), **given)
+        return command(project=project_of(files), **given)
 
-    return root_option(with_project)
+    return with_project
+
+
+def open_progress(*, verbose: bool = False) -> AbstractContextManager[Progress]:
+    """Return the progress of a run on this terminal; silent with `--quiet`."""
+    from harness.running import progress
+
+    return progress.open_progress(quiet=before_command().quiet, verbose=verbose)
 
 
 allow_dirty_option = click.option(
@@ -145,7 +173,6 @@ allow_dirty_option = click.option(
     is_flag=True,
     help="Store although tracked files differ from the commit, so the commit cannot reproduce what is stored.",
 )
-quiet_option = click.option("-q", "--quiet", is_flag=True, help="No progress.")
 
 
 def json_option(content: str) -> Callable[[Command], Command]:
@@ -160,18 +187,31 @@ def curve_option(command: Command) -> Command:
     return click.option("--curve", "curve_file", metavar="FILE|-", type=kind, help=text)(command)
 
 
-def query_parameter(command: Command) -> Command:
-    """The options that select cases, passed to the command as one parameter `query` (a `Query`)."""
+def query_parameter(*names: str) -> Callable[[Command], Command]:
+    """Return the decorator for these of the options that select cases, passed to the command as one `Query` `query`."""
 
-    @functools.wraps(command)
-    def with_query(*, sources: tuple[str, ...], **given: Any) -> Any:
-        from harness.running.selection import Query
+    def decorated(command: Command) -> Command:
+        @functools.wraps(command)
+        def with_query(*, sources: tuple[str, ...], **given: Any) -> Any:
+            from harness.running.selection import Query
 
-        query = Query(sources=sources, **{name: given.pop(name) for name in options_of(QueryOptions)})
-        return command(query=query, **given)
+            query = Query(sources=sources, **{name: given.pop(name) for name in names})
+            return command(query=query, **given)
 
-    sources = click.argument("sources", metavar="[TIER|FILE|CASE-ID]...", nargs=-1)
-    return sources(run_options(QueryOptions)(with_query))
+        sources = click.argument("sources", metavar="[TIER|FILE|CASE-ID]...", nargs=-1)
+        return compose_options(sources, *map(run_option, names))(with_query)
+
+    return decorated
+
+
+others_option = click.option(
+    "-o",
+    "--option",
+    "others",
+    metavar="NAME=VALUE",
+    multiple=True,
+    help=f"Another option of `run`: {', '.join(OTHERS)}. Repeatable.",
+)
 
 
 def plan_parameter(command: Command) -> Command:
@@ -184,9 +224,7 @@ def plan_parameter(command: Command) -> Command:
         return _with_plan_for(command, **given, **_read_others(others))
 
     functools.update_wrapper(with_plan, command)
-    text = f"Another option of `run`: {', '.join(OTHERS)}. Repeatable."
-    other = click.option("-o", "--option", "others", metavar="NAME=VALUE", multiple=True, help=text)
-    return compose_options(run_options(PlanOptions, of_run=False), other)(with_plan)
+    return compose_options(run_options(PlanOptions, of_run=False), others_option)(with_plan)
 
 
 def every_plan_option(command: Command) -> Command:
@@ -198,10 +236,9 @@ def _with_plan_for(command: Command, **given: Any) -> Any:
     from harness.running.plan import make_plan
 
     options = {name: given.pop(name) for name in options_of(PlanOptions) if name in given and name != "inject"}
-    root = given.get("root")
 
     def plan_for(**more: Any) -> Plan:
-        return msgspec.structs.replace(make_plan(**options | more), root_option=root)
+        return msgspec.structs.replace(make_plan(**options | more), root_option=before_command().root)
 
     return command(plan_for=plan_for, **given)
 
@@ -230,14 +267,18 @@ def given_run_options() -> RunOptions:
     """The options that change what ranks do, as the user gave them: they are repeated in commands, defaults are not."""
     context, fields = click.get_current_context(), RunOptions.__struct_fields__
     given = {name: context.params[name] for name in fields if context.get_parameter_source(name) in _BY_USER}
-    others = _read_others(context.params.get("others", ()))
-    return RunOptions(**given, **{name: value for name, value in others.items() if name in fields})
+    others = {name: value for name, value in given_others().items() if name in fields}
+    return RunOptions(**given, **others)
+
+
+def given_others() -> dict[str, Any]:
+    """Return the values that `-o NAME=VALUE` of this command line gives, by field."""
+    return _read_others(click.get_current_context().params.get("others", ()))
 
 
 def print_sections(sections: Iterable[Block], *, file: TextIO | None = None, err: bool = False) -> None:
     """As wide as the terminal and in colours; in a pipe or a file, one line for every row. Never without a bound."""
-    from harness.report.bounded import bounded
-    from harness.report.sections import terminal, text_of
+    from harness.report.sections import bounded, terminal, text_of
 
     file = file or (sys.stderr if err else sys.stdout)
     sections = bounded(list(sections), where=_options_that_write())
@@ -296,3 +337,66 @@ def print_or_write(sections: Iterable[Block], json_file: Path | None, value: obj
 def typed_command() -> str:
     """The words of this command line, for the provenance of what it makes."""
     return shlex.join(["fp8-harness", *sys.argv[1:]])
+
+
+class Group(click.Group):
+    """A group whose help has the first sentence of every command, whole."""
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        for title, names in self.by_section(ctx).items():
+            commands = {name: self.get_command(ctx, name) for name in names}
+            lines = [(name, command.get_short_help_str(limit=1_000)) for name, command in commands.items() if command]
+            if lines:
+                with formatter.section(title):
+                    formatter.write_dl(lines)
+
+    def by_section(self, ctx: click.Context) -> Mapping[str, Iterable[str]]:
+        """Return the names of the commands by the title of a section of the help."""
+        return {"Commands": self.list_commands(ctx)}
+
+
+class LazyGroup(Group):
+    """A group whose commands are named by their place, as "module:object", by the sections of its help.
+
+    `path`: the words of the group behind `fp8-harness`, by which plug-ins add commands to it.
+    """
+
+    def __init__(self, *args: Any, sections: Mapping[str, Mapping[str, str]], path: str = "", **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._own, self._path = sections, path
+
+    def _sections(self) -> dict[str, dict[str, str]]:
+        sections = {title: dict(places) for title, places in self._own.items()}
+        for name, (title, place) in registry.commands(self._path).items():
+            sections.setdefault(next(iter(sections)) if self._path else title, {})[name] = place
+        return sections
+
+    def _places(self) -> dict[str, str]:
+        return {name: place for places in self._sections().values() for name, place in places.items()}
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(self._places())
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        words = f"{self._path} {cmd_name}".strip()
+        place = self._places().get(cmd_name)
+        if place is None and registry.is_offered(words):
+            raise registry.needed(words, where=f"fp8-harness {words}")
+        if place is None:
+            return None
+        command = registry.load(place)
+        assert isinstance(command, click.Command)
+        return command
+
+    def by_section(self, ctx: click.Context) -> Mapping[str, Iterable[str]]:
+        return self._sections()
+
+
+@click.group(
+    cls=LazyGroup,
+    sections={"Commands": {}},
+    path="dev",
+    epilog="\b\nExamples:\n  fp8-harness dev tier pr\n  fp8-harness dev mutate --list",
+)
+def dev() -> None:
+    """Mutation testing, conformance, evidence, choice of tiers."""

@@ -10,8 +10,8 @@ import click
 import msgspec
 
 from harness.cli import options
-from harness.cli.axes import checked_case
 from harness.cli.environments import given_words, refuse_with_env, run_in_environments
+from harness.cli.new import checked_case
 from harness.cli.show import page_of, report_to_github, workflow_commands_off
 from harness.durable import WriteFailed, write_whole
 from harness.errors import HarnessError
@@ -20,21 +20,19 @@ from harness.hints import resume_run as resume_command
 from harness.matrix.axes import read_assignments
 from harness.matrix.caseid import case_id
 from harness.matrix.choice import parse_shard
-from harness.project import Project, find_project
+from harness.project import Project
 from harness.report.ci import junit_report
 from harness.report.run import not_judged_section, run_markdown, run_sections
 from harness.result import RunResult
-from harness.run_options import CommandOptions, RunOptions, option_named
+from harness.run_options import CommandOptions, QueryOptions, RunOptions, option_named, options_of
 from harness.running.plan import Plan, with_command
-from harness.running.progress import open_progress
-from harness.running.rerun import rerun_query, run_to_resume
 from harness.running.selection import NothingSelected, Query, select_cases
 from harness.running.stored import Stored
 from harness.store import run_lines
 from harness.text import counted
 from harness.verdict import ExitCode
+from harness.workflow import rerun_query, run, run_to_resume
 from harness.workflow import resume as resume_run
-from harness.workflow import run
 
 _EPILOG = """\b
 Examples:
@@ -54,7 +52,7 @@ _STDOUT = Path("-")  # of --json: the report for people goes to stderr then
 
 
 @click.command("run", cls=options.RunCommand, epilog=_EPILOG)
-@options.query_parameter
+@options.query_parameter(*options_of(QueryOptions))
 @options.every_plan_option
 @options.run_options(CommandOptions)
 def run_command(*, query: Query, plan_for: Callable[..., Plan], **rest: Any) -> int:
@@ -63,7 +61,7 @@ def run_command(*, query: Query, plan_for: Callable[..., Plan], **rest: Any) -> 
     shard = None if asked.shard is None else parse_shard(asked.shard)
     if asked.axes:
         query = _of_axes(query, asked.axes)
-    project = find_project(asked.root, query.sources)
+    project = options.project_of(query.sources)
     if asked.environments:
         refuse_with_env({option_named(name).flag: getattr(asked, name) for name in _OF_ONE_RUN})
         words = given_words(click.get_current_context().params.keys() - {"environments"})
@@ -97,15 +95,15 @@ def _run_and_report(project: Project, query: Query, plan: Plan, stopped: Stored 
         (asked.html_file, lambda result: page_of(project, result)),
     ]
     outputs = [(path, render) for path, render in renders if path]
-    with open_progress(quiet=asked.quiet, verbose=asked.verbose) as progress:
+    with options.open_progress(verbose=asked.verbose) as progress:
         result, stored = (
             resume_run(project, stopped, plan, progress) if stopped else run(project, query, plan, progress)
         )
     text_file = sys.stderr if any(path == _STDOUT for path, _ in outputs) else sys.stdout
-    rerun = (resume_command if result.end.interrupted else rerun_command)(root=asked.root)
+    rerun = (resume_command if result.end.interrupted else rerun_command)(root=options.before_command().root)
     with workflow_commands_off(text_file, on=asked.github):
         more = [not_judged_section(result)] if asked.verbose else []
-        sections = run_sections(result, rerun=rerun, quiet=asked.quiet)
+        sections = run_sections(result, rerun=rerun, quiet=options.before_command().quiet)
         options.print_sections([*more, *sections], file=text_file)
     if asked.durations is not None:
         slowest = sorted(result.results, key=lambda case: case.seconds, reverse=True)[: asked.durations or None]

@@ -25,7 +25,7 @@ of a larger size is a new fault, and so is a listed one that is missing.
     may_show = ["compile=inductor"] # optional: selectors, of the affected cases those that may show it and need not
     shown = {torchao = ["0.17.0", "0.18.0"]}  # optional: the releases with which it was found, for that page
 
-`rule` is the rule of a check (`fp8-harness explain --checks` lists them), or one of "engine/..." for how ranks ended.
+`rule` is the rule of a check (`explain --list checks` lists them), or one of "engine/..." for how ranks ended.
 `module`, `operand` and `values` are compared with those of the finding. A list stands for any of its texts, and `*`, in
 the rule as well, for anything; what is not given may be anything. `at_most` is in the unit of the finding's size; a
 finding without a size is not explained by a symptom with `at_most`.

@@ -40,8 +40,7 @@ from harness.matrix.case import Case
 from harness.matrix.caseid import case_id, family_id, parse_case_id, reference_case
 from harness.matrix.records import PACKAGES, KnownFault, matching
 from harness.project import Project
-from harness.running.injection import Injection, parse_injection
-from harness.running.plan import Plan
+from harness.running.plan import Injection, Plan, parse_injection
 from harness.running.selection import recorded_faults
 from harness.running.witnesses import WitnessCache
 from harness.sources import holds_for, installed_versions

@@ -1,7 +1,7 @@
 """The work on one case: a run on ranks, then one verdict.
 
 Owns how a `CaseResult` is put together. Every front end runs cases through here, so that they cannot differ. What a
-case is judged by comes from a `Judge` (`case_judge.py`); what is tried again is decided in the engine (`outcome.py`).
+case is judged by comes from a `Judge` (`case_judge.py`); what is tried again is decided in the engine (`retry.py`).
 """
 
 import traceback
@@ -18,8 +18,7 @@ from harness.matrix.case import Case
 from harness.matrix.caseid import case_id
 from harness.result import Attempt, CaseResult, WithFix
 from harness.running.executor import Executor
-from harness.running.injection import Injection
-from harness.running.plan import Plan
+from harness.running.plan import Injection, Plan
 from harness.running.witnesses import WitnessCache, WitnessLost
 from harness.sources import PACKAGES, installed_versions, unreleased_of
 from harness.trace import Run

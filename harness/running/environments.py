@@ -30,6 +30,7 @@ from harness.durable import take_lock
 from harness.errors import HarnessError
 from harness.jsonform import from_json
 from harness.result import RunResult
+from harness.run_options import AppOptions
 from harness.running.stored import read_results
 from harness.sources import installed_version
 
@@ -48,7 +49,7 @@ class NamedEnvironment(msgspec.Struct, frozen=True, kw_only=True):
     python: Path
     folder: Path | None = None
     cwd: Path | None = None  # None: this one
-    root: Path | None = None  # of the project; None: what the words say
+    root: Path | None = None  # of the project; None: what the options say
     python_path: tuple[str, ...] | None = None  # None: the PYTHONPATH of this process
 
 
@@ -61,8 +62,7 @@ class Versions(msgspec.Struct, frozen=True):
 
     package: str
     folder: Path  # of those that are made
-    index_url: str | None = None  # None: the index of uv or pip
-    find_links: Path | None = None  # a folder of wheels instead
+    index: str | None = None  # the URL of an index, or a folder of wheels; None: the index of uv or pip
     given: Mapping[str, Path] = {}  # virtual environments of a user by version, or by any other name
     note: Note = lambda text: None
 
@@ -98,8 +98,8 @@ class Versions(msgspec.Struct, frozen=True):
         if self.package == "torch":  # its libraries change with every version
             (home / "constraints.txt").write_text("".join(f"{line}\n" for line in _held()))
             words = ["--constraint", str(home / "constraints.txt")]
-        words += ["--index-url", self.index_url] if self.index_url else []
-        words += ["--no-index", "--find-links", str(self.find_links)] if self.find_links else []
+        if self.index is not None:
+            words += ["--index-url", self.index] if "://" in self.index else ["--no-index", "--find-links", self.index]
         command = [*_installer(home / "bin" / "python"), *words, f"{self.package}=={version}"]
         said: list[str] = []
         with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
@@ -234,18 +234,18 @@ def origins(python: Path, names: Sequence[str], python_path: Sequence[str] = ())
 
 
 def run_in_environment(
-    place: NamedEnvironment, words: Sequence[str], folder: Path, *, reports: bool = True
+    place: NamedEnvironment, words: Sequence[str], folder: Path, *, given: AppOptions, reports: bool = True
 ) -> RunResult:
     """The results of `run` with these words in another environment, stored under its name.
 
-    What it says goes to where this process says it; without `reports` it is silent. Raises HarnessError where it ran
-    nothing.
+    `given`: the options before the command, of which a place may have its own root. What it says goes to where this
+    process says it; without `reports` it is silent. Raises HarnessError where it ran nothing.
     """
     file = (folder / f"{place.name}.jsonl").resolve()
     file.unlink(missing_ok=True)
-    root = () if place.root is None else ("--root", str(place.root))
-    asked = (*words, *root, "--name", place.name, "--json", str(file))
-    command = [str(place.python), "-P", "-m", "harness", "run", *asked]
+    given = given if place.root is None else replace(given, root=str(place.root))
+    asked = (*given.words, "run", *words, "--name", place.name, "--json", str(file))
+    command = [str(place.python), "-P", "-m", "harness", *asked]
     paths = {} if place.python_path is None else {"PYTHONPATH": os.pathsep.join(place.python_path)}
     with TemporaryFile("w+") as kept:
         said = sys.stderr if reports else kept

@@ -25,8 +25,7 @@ from harness.project import Project
 from harness.registry import REFERENCE
 from harness.request import RunRequest
 from harness.running.identity import own_source_digest, search_path
-from harness.running.injection import Injection
-from harness.running.plan import Plan
+from harness.running.plan import Injection, Plan
 
 RENDEZVOUS_PROGRAM = "harness.worker.process_group"  # serves the store where ranks of several nodes meet
 

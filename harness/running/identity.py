@@ -170,15 +170,10 @@ def witness_key(plan: Plan, *, cpuinfo: Path = CPUINFO) -> str:
         cpu_kind(cpuinfo),
         *sorted({node.cpu for node in plan.capacity.nodes}),
         *(f"{package} {installed_version(package)} {files_digest(package)}" for package in _COMPUTE),
-        _own_digest(),
+        source_digest(_HERE, (path for folder in _OURS for path in (_HERE / folder).rglob("*.py"))),
         _program_digest(plan.program),
     )
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()
-
-
-@functools.cache
-def _own_digest() -> str:
-    return source_digest(_HERE, (path for folder in _OURS for path in (_HERE / folder).rglob("*.py")))
 
 
 def _program_digest(program: str) -> str:

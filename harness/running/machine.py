@@ -1,6 +1,8 @@
-"""The machine that a command runs on: whether ranks can train on its GPUs, and the private parts of torch there.
+"""The machine that a command runs on: where its ranks train, whether its GPUs can be used, the parts of torch there.
 
-Never imports torch. Which devices may be used is `engine/hardware.py`'s, which cases run on them `device_choice.py`'s.
+Never imports torch. A case trains on the GPUs where its ranks fit them and they meet its needs
+(`matrix/gpu_needs.toml`), else on the virtual device of the CPU: the meaning of --device, --fabric and --slots, here or
+on a Ray cluster. Which devices may be used is `engine/hardware.py`'s.
 """
 
 import importlib.util
@@ -9,19 +11,24 @@ import re
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
 
-from harness.engine.hardware import NodeCapacity
+from harness.engine.hardware import Capacity, Device, NodeCapacity, capacity_here, cuda_devices
 from harness.engine.linux import MACHINES, foreign_system, read_text, refused_call
 from harness.engine.processes import child_environ, module_command
+from harness.engine.ray_cluster import cluster_capacity, cluster_device
 from harness.errors import HarnessError
+from harness.evidence.verified import provable_levels
 from harness.hints import INSTALL_FOR_CPU, START_CONTAINER
 from harness.internals import State
-from harness.matrix.rules import Capability
+from harness.matrix.case import Case
+from harness.matrix.rules import Capability, GpuFacts, unmet_needs
+from harness.request import Arithmetic, Fabric, default_arithmetic
+from harness.run_options import PlanOptions
 from harness.running.environments import last_line
 from harness.sources import package_paths
 from harness.text import binary_bytes
@@ -153,8 +160,172 @@ def internals_here() -> State:
             check=True,
         )
     except subprocess.TimeoutExpired:
-        raise HarnessError(f"torch was not imported within {_TIMEOUT_S:g} s.", where="explain --internals") from None
+        raise HarnessError(
+            f"torch was not imported within {_TIMEOUT_S:g} s.", where="explain --list internals"
+        ) from None
     except subprocess.CalledProcessError as error:
         last = last_line(error.stderr.decode(errors="replace"))
-        raise HarnessError(f"torch and torchao cannot be asked: {last}", where="explain --internals") from error
+        raise HarnessError(f"torch and torchao cannot be asked: {last}", where="explain --list internals") from error
     return _STATES.decode(done.stdout)
+
+
+class Side(msgspec.Struct, frozen=True, kw_only=True):
+    """What a plan has on one kind of device."""
+
+    device: Device
+    fabric: Fabric
+    arithmetic: Arithmetic
+    capacity: Capacity
+    jobs: int
+
+
+class Choice(NamedTuple):
+    """Where a case trains. `why`: not on a GPU; empty there."""
+
+    device: Device
+    arithmetic: Arithmetic
+    why: str = ""
+
+
+class Sides(msgspec.Struct, frozen=True, kw_only=True):
+    """The GPUs and the CPU of a run. `may_be_exact`: the arithmetic is chosen too, because none was asked for."""
+
+    gpus: Side
+    cpu: Side
+    may_be_exact: bool
+
+    def of(self, device: Device) -> Side:
+        return self.gpus if device == "cuda" else self.cpu
+
+    def choice(self, case: Case) -> Choice:
+        """Where a case trains."""
+        one_node = case.train.resume != "none"  # for its checkpoint
+        why, exact = obstacle(case, self.gpus, one_node=one_node)
+        if not why:
+            return Choice("cuda", self.gpus.arithmetic)
+        if exact and self.may_be_exact:
+            gpus = msgspec.structs.replace(self.gpus, arithmetic="exact")
+            why, _ = obstacle(case, gpus, one_node=one_node)
+            if not why:
+                return Choice("cuda", "exact")
+        return Choice("cpu", self.cpu.arithmetic, why)
+
+
+class Obstacle(NamedTuple):
+    """Why a case cannot run on one side; empty where it can. `exact`: the exact matmul would do without."""
+
+    why: str
+    exact: bool = False
+
+
+def obstacle(case: Case, side: Side, *, one_node: bool) -> Obstacle:
+    """What stands in the way of a case there, whose ranks need `one_node`."""
+    if side.device == "cuda":
+        peers = {node.peers for node in side.capacity.nodes}
+        facts = GpuFacts(capability=side.capacity.nodes[0].capability, peers=peers.pop() if len(peers) == 1 else False)
+        unmet = sorted(unmet_needs(case, facts, exact=side.arithmetic == "exact"), key=lambda need: need.exact)
+        if unmet:
+            return Obstacle(unmet[0].reason, exact=unmet[0].exact)
+    most = side.capacity.largest if one_node else side.capacity.total
+    if case.world_size > most:
+        return Obstacle("fewer GPUs than ranks" if side.device == "cuda" else "fewer slots than ranks")
+    return Obstacle("")
+
+
+# What collectives of a device can run on, the default first.
+FABRICS: Mapping[Device, tuple[Fabric, ...]] = {"cpu": ("shared", "gloo"), "cuda": ("nccl",)}
+_WHY_NOT = {
+    "shared": "it passes tensors of a CPU through shared memory",
+    "gloo": "it has no float8 collectives on a GPU",
+    "nccl": "it needs a GPU for every rank",
+}
+
+
+class Location(msgspec.Struct, frozen=True, kw_only=True):
+    """Where ranks train; the fields of a plan that follow from it. `side`: the GPUs, where there are two `sides`."""
+
+    side: Side
+    sides: Sides | None = None  # of --device auto where ranks can train on GPUs: what it chooses between
+    usual: Choice | None = None  # what a case gets here without options; None: as without GPUs
+    unused: str = ""  # why no GPU of this machine is used; empty without one
+    idle: str = ""  # the GPUs that a run on the CPU leaves idle and that `dev evidence` could verify
+
+
+def locate(asked: PlanOptions, cluster: str) -> Location:
+    """Where these options have ranks train, on this machine or the Ray `cluster` of this address.
+
+    Raises HarnessError for a device that is not there, and for a fabric of another device.
+    """
+    device, why = _device_asked(asked, cluster)
+    if device == "cuda":
+        return Location(side=_side("cuda", asked, cluster))
+    gpus, unused = _usable_gpus(asked, cluster)
+    idle = gpus.capacity.words if gpus is not None and _provable(gpus.capacity) else ""
+    cpu = _side("cpu", asked, cluster)
+    if gpus is None:
+        return Location(side=cpu, unused=unused)
+    if device == "cpu":
+        return Location(side=cpu, usual=Choice("cuda", default_arithmetic("cpu")), unused=why, idle=idle)
+    return Location(side=gpus, sides=Sides(gpus=gpus, cpu=cpu, may_be_exact=asked.arithmetic is None), idle=idle)
+
+
+def _device_asked(asked: PlanOptions, cluster: str) -> tuple[Device | None, str]:
+    """The device that options force, and by which; None where --device auto may choose."""
+    has_gpus = cluster_device(cluster, "auto") == "cuda" if cluster else bool(cuda_devices())
+    if asked.device == "cpu":
+        return "cpu", "--device cpu"
+    if asked.device == "cuda":
+        if not has_gpus and not cluster:
+            raise HarnessError("there is no CUDA device here.", where="--device cuda", fix="use --device cpu.")
+        return "cuda", ""
+    if asked.fabric in (None, "auto"):
+        return None, ""
+    on_cpu = asked.fabric in FABRICS["cpu"] or not has_gpus
+    return ("cpu", f"--fabric {asked.fabric}") if on_cpu else ("cuda", "")
+
+
+def _usable_gpus(asked: PlanOptions, cluster: str) -> tuple[Side | None, str]:
+    """The GPUs that ranks can train on; or why these are not used, which is empty without a GPU."""
+    build = torch_build()
+    if cluster_device(cluster, "auto") == "cpu" if cluster else not cuda_devices():
+        return None, not_nvidia(build) if build is not None and build.hip else ""
+    try:
+        gpus = _side("cuda", msgspec.structs.replace(asked, fabric=None), cluster)
+    except HarnessError as error:  # of several kinds, or without a name
+        return None, f"{error.what.partition('. ')[0]}; {(error.fix or '').rstrip('.')}"
+    first = gpus.capacity.nodes[0]
+    why = unusable(first, build)
+    return (None, f"{why}, so {gpus.capacity.words} cannot be used") if why else (gpus, "")
+
+
+def _provable(capacity: Capacity) -> bool:
+    capability = capacity.nodes[0].capability
+    return capability is not None and bool(provable_levels(capability, capacity.largest))
+
+
+def _side(device: Device, asked: PlanOptions, cluster: str) -> Side:
+    fabric = _resolve_fabric(asked.fabric or "auto", device)
+    if cluster:
+        capacity = cluster_capacity(cluster, device, asked.slots)
+    else:
+        capacity = Capacity(nodes=(capacity_here(device, asked.slots),))
+    return Side(
+        device=device,
+        fabric=fabric,
+        arithmetic=asked.arithmetic or default_arithmetic(device),
+        capacity=capacity,
+        jobs=asked.jobs * len(capacity.nodes),
+    )
+
+
+def _resolve_fabric(asked: str, device: Device) -> Fabric:
+    """The fabric that `auto`, `shared`, `gloo` or `nccl` means here; HarnessError for one of another device."""
+    offered = FABRICS[device]
+    for fabric in offered:
+        if asked in ("auto", fabric):
+            return fabric
+    raise HarnessError(
+        f"ranks on {device} cannot use it: {_WHY_NOT[asked]}.",
+        where=f"--fabric {asked}",
+        fix=f"use --fabric {' or '.join(offered)}{'' if device == 'cuda' else ', or --device cuda'}.",
+    )

@@ -26,8 +26,7 @@ from harness.request import RunRequest, noise_of
 from harness.result import WitnessMade
 from harness.running.executor import Executor
 from harness.running.identity import target_digest, witness_key
-from harness.running.injection import Injection
-from harness.running.plan import Plan
+from harness.running.plan import Injection, Plan
 from harness.trace import RankFailure, Run
 
 _SEAL_SIZE = hashlib.sha256().digest_size

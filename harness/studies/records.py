@@ -40,8 +40,7 @@ from harness.result import CaseResult, RunResult
 from harness.running.case_judge import prepare_judge
 from harness.running.case_runner import Judged, Reviewed
 from harness.running.identity import check_targets
-from harness.running.injection import Injection
-from harness.running.plan import Plan
+from harness.running.plan import Injection, Plan
 from harness.running.progress import Progress
 from harness.running.stored import read_results
 from harness.running.witnesses import WitnessCache

@@ -25,7 +25,7 @@ ARGUMENTS = {
     "unknown command": (("rum",), "rum"),
     "bad case id": (("run", "tp4-nonsense"), "tp4-nonsense"),
     "bad selector": (("run", "smoke", "--select", "tpp=4"), "tp"),
-    "bad root": (("run", "--root", "/no/such/folder"), "--root /no/such/folder"),
+    "bad root": (("--root", "/no/such/folder", "run"), "--root /no/such/folder"),
     "json folder": (("run", "smoke", "--json", "/no/such/folder/x.json"), "/no/such/folder"),
     "inject form": (("run", "smoke", "--inject", "patch"), "FILE.py:FUNCTION"),
     "inject file": (("run", "smoke", "--inject", "nowhere.py:apply"), "nowhere.py"),

@@ -214,10 +214,10 @@ def test_the_cache_is_listed_and_cleared(project: Command) -> None:
 
 
 def test_explain_lists_the_words_of_ids_and_takes_a_case_apart(shared: Command) -> None:
-    lines = [line.split(maxsplit=1) for line in shared.call("explain", "--ids").stdout.splitlines()]
+    lines = [line.split(maxsplit=1) for line in shared.call("explain", "--list", "ids").stdout.splitlines()]
     assert ["tp4", "tensor parallelism over 4 ranks"] in lines
     assert any(line[:1] == ["ZeRO"] and "FSDP2 stands for stage 3" in line[1] for line in lines)
-    done = shared.call("explain", "tp2-rowwise-v2048-f32", "--root", str(REPOSITORY))
+    done = shared.call("--root", str(REPOSITORY), "explain", "tp2-rowwise-v2048-f32")
     assert re.search("^  tp2 +tensor parallelism over 2 ranks$", done.stdout, re.MULTILINE)
     assert "estimated: from " in done.stdout and " GB in one process" in done.stdout
     own = shared.call("explain", "tp2-rowwise-v2048-f32")

@@ -18,5 +18,5 @@ if importlib.util.find_spec("transformers") is None:
 @pytest.mark.sweep
 def test_every_layout_of_the_llama_of_transformers_passes(tmp_path: Path) -> None:
     shutil.copytree(REPOSITORY / "examples" / "hf_llama", tmp_path, dirs_exist_ok=True)
-    done = Command(tmp_path).run("run", "--device", "cpu", "--quiet", timeout_s=600)
+    done = Command(tmp_path).run("--quiet", "run", "--device", "cpu", timeout_s=600)
     assert done.returncode == 0 and "8 cases: 8 passed" in done.stdout, done.stdout + done.stderr

@@ -24,7 +24,11 @@ OTHERS = 'recipe = "rowwise", dp_shard = 2, steps = 3'
 PASSES = f"{OTHERS}, loss_tolerance = 0.05"
 
 NO_COMMANDS = {"fp8-harness zygote", "fp8-harness on both sides"}
-REMARKS = {"fp8-harness dev tier", "fp8-harness explain --checks", "fp8-harness constraints"}  # in the head of a file
+REMARKS = {
+    "fp8-harness dev tier",
+    "fp8-harness explain --list",
+    "fp8-harness constraints",
+}  # in the head of a file
 
 
 def literals(tree: ast.AST) -> Iterator[str]:
@@ -193,7 +197,7 @@ def broken_version(project: Command) -> str:
     for version in ("9.0", "9.1"):
         environment(project.folder / version, version, package="torchtitan")
         wheel(wheels, version, package="torchtitan")
-    words = ("--env", "9.0=9.0", "--env", "9.1=9.1", "--find-links", "wheels")
+    words = ("--env", "9.0=9.0", "--env", "9.1=9.1", "--index", "wheels")
     done = project.call("compare", "--versions", "torchtitan=9.0,9.1", "mine", *words)
     lines = done.stdout.partition("what moved, by cause (torchtitan 9.0 -> 9.1)")[2].splitlines()
     return f"`{next(line for line in lines if line.startswith('    $ ')).removeprefix('    $ ')}`"
@@ -266,7 +270,7 @@ def test_a_damaged_chosen_case_names_its_tier(project: Command) -> None:
 def test_a_project_elsewhere_is_named(project: Command, tmp_path_factory: pytest.TempPathFactory) -> None:
     damaged_golden(project)
     elsewhere = Command(tmp_path_factory.mktemp("elsewhere"), project.environment)
-    command = only(elsewhere.call("run", "--root", str(project.folder), "smoke", *CPU).stderr)
+    command = only(elsewhere.call("--root", str(project.folder), "run", "smoke", *CPU).stderr)
     done = elsewhere.printed(command)
     assert done.returncode == 0, done.stderr
 

@@ -17,7 +17,7 @@ CASE = "atp2-rowwise-graph-v2048-s3-b16"
 def judged(folder: Path, *arguments: str) -> tuple[int, dict[str, Any]]:
     """Exit code and result of the case, run on real ranks with this project's cases and goldens."""
     out = folder / "result.json"
-    words = ("run", "--root", str(REPOSITORY), "--device", "cpu", CASE, "--json", str(out), *arguments)
+    words = ("--root", str(REPOSITORY), "run", "--device", "cpu", CASE, "--json", str(out), *arguments)
     done = Command(folder, {"FP8_HARNESS_PROGRAM": ""}).run(*words, timeout_s=400)
     (case,) = read_run(out)["cases"]
     return done.returncode, case

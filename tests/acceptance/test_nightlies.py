@@ -14,7 +14,7 @@ from tests.wheels import HALF_SCALES, SENT_TWICE, repacked
 
 CASE = "fsdp2-tensorwise-ag.fp8-v2048-s2-f64"
 NIGHTS = {"20261124": None, "20261125": None, "20261126": SENT_TWICE, "20261127": SENT_TWICE, "20261128": HALF_SCALES}
-LINKS = ("--find-links", "wheels")
+LINKS = ("--index", "wheels")
 
 pytestmark = pytest.mark.sweep  # 100 CPU seconds; `tests/unit` has every answer
 
@@ -40,7 +40,7 @@ def compare(nights: Command, before: str, after: str) -> tuple[int, str]:
 
 def environment_of(nights: Command, night: str) -> Path:
     """The environment that the commands use too."""
-    versions = Versions("torchao", nights.folder / "state" / "versions", find_links=nights.folder / "wheels")
+    versions = Versions("torchao", nights.folder / "state" / "versions", index=str(nights.folder / "wheels"))
     place = versions.environment(version(night))
     assert place.folder is not None
     return place.folder

@@ -179,7 +179,7 @@ def test_first_case(tmp_path: Path) -> None:
         "fp8-harness run my.toml": [PASSED],
         fails: [(1, f"{WRONG_SCALE}layers.0.attention.wq")],
         "fp8-harness run --lf --inject mended.py:apply": [PASSED],
-        "fp8-harness explain --ids": [(0, "out of scope")],
+        "fp8-harness explain --list ids": [(0, "out of scope")],
         "fp8-harness baseline check my": [(0, "0 damaged, 0 missing")],
     }
     walk(document, tmp_path, says, run)

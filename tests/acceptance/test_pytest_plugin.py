@@ -7,6 +7,7 @@ from xml.etree import ElementTree
 
 import pytest
 
+from harness.cli.main import app
 from harness.cli.run import run_command
 from harness.pytest_plugin import pytest_addoption
 from harness.run_options import PARTS, options_of
@@ -50,7 +51,8 @@ class FakeParser:
 def test_the_options_are_those_of_run_but_for_those_that_pytest_has() -> None:
     parser = FakeParser()
     pytest_addoption(parser)  # type: ignore[arg-type]
-    of_run = {option.opts[-1]: option for option in run_command.params if option.param_type_name == "option"}
+    options = [option for option in (*app.params, *run_command.params) if option.param_type_name == "option"]
+    of_run = {option.opts[-1]: option for option in options if option.expose_value}
     declared = {option.flag.split("/")[0]: option for part in PARTS for option in options_of(part).values()}
     assert declared.keys() == of_run.keys()
     del parser.added["--tier"]  # of pytest alone
@@ -104,7 +106,7 @@ def test_findings_are_shown_and_a_session_is_one_stored_run(project: Command, as
     assert document["environment"]["device"] == "cpu" and all(case["command"] for case in document["cases"])
     (bad,) = (case["id"] for case in document["cases"] if not case["good"])
     assert "crash" in project.call("runs", "history", bad).stdout
-    again = project.call("run", "--lf", "-q")
+    again = project.call("-q", "run", "--lf")
     assert again.returncode == 1 and "1 case: 1 crash" in again.stdout and "repeats --device cpu" in again.stderr
     assert "last against candidate" in project.call("compare", "candidate", "last").stdout
 

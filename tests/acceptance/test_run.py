@@ -277,7 +277,7 @@ def test_the_first_failure_ends_the_run_and_json_goes_to_stdout(project: Inside)
     assert document["totals"]["not_run"] >= 4
     assert "enough cases failed: stopping" in done.stderr
     assert "1 crash" in done.stderr and "not_run" in done.stderr
-    again = project.run("run", "many", "--maxfail", "2", "-q", *CPU)
+    again = project.run("-q", "run", "many", "--maxfail", "2", *CPU)
     assert again.returncode == 1 and "6 passed, 1 crash" in again.stdout
 
 

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from harness.matrix.caseid import case_id
+from harness.plugins.release.commands import gate_front
 from harness.plugins.release.gate import GatePolicy, gate
-from harness.plugins.release.sections import gate_front
 from harness.report.html.page import html_report
 from harness.report.sections import Section, Table
 from harness.result import CaseResult, CastRange, Curve, Measured, Sent

@@ -21,7 +21,7 @@ from harness.matrix.casefile import case_file_schema, parse_case_file
 from harness.matrix.caseid import case_id, id_words, meaning_of, parse_case_id
 from harness.matrix.records import read_quarantine
 from harness.matrix.tier import select
-from harness.running.injection import parse_injection
+from harness.running.plan import parse_injection
 from harness.worker.program import InjectionError, inject
 from tests.commands import understood
 

@@ -20,8 +20,15 @@ from harness.matrix.rules import exclusions
 from harness.matrix.tier import FATES, Selection, coverage, select, tier_spaces
 from harness.plugins.faults.faults import all_faults
 from harness.project import find_project
-from harness.running.cost import START_S, cases_within
-from harness.running.selection import NothingSelected, Query, in_shard, select_cases, select_sources
+from harness.running.selection import (
+    START_S,
+    NothingSelected,
+    Query,
+    cases_within,
+    in_shard,
+    select_cases,
+    select_sources,
+)
 
 ROOT = Path(__file__).parents[2]
 CASES = ROOT / "cases"

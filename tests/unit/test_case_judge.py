@@ -17,8 +17,7 @@ from harness.matrix.caseid import case_id, family_id, parse_case_id, reference_c
 from harness.matrix.records import KnownFault, Symptom
 from harness.project import find_project
 from harness.running.case_judge import CaseJudge, JudgedBy, prepare_judge
-from harness.running.injection import Injection
-from harness.running.plan import Plan
+from harness.running.plan import Injection, Plan
 from harness.running.witnesses import WitnessCache
 from harness.sources import installed_versions
 from harness.trace import Run

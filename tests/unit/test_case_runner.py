@@ -16,8 +16,7 @@ from harness.matrix.case import Case
 from harness.matrix.caseid import case_id
 from harness.running.case_runner import CaseRunner
 from harness.running.executor import Executor
-from harness.running.injection import Injection
-from harness.running.plan import Plan
+from harness.running.plan import Injection, Plan
 from harness.running.witnesses import WitnessCache, WitnessLost
 from harness.trace import Run
 from harness.verdict import Verdict

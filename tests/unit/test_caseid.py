@@ -149,7 +149,7 @@ def test_every_word_has_a_meaning_and_names_axes() -> None:
         ("acfull", "did you mean ac.full?"),
         ("head.f8", "did you mean head.fp8?"),
         ("a.fp8", "did you mean ag.fp8 or ag.fp8pre?"),
-        ("xyz", "see `fp8-harness explain --ids`."),
+        ("xyz", "see `fp8-harness explain --list ids`."),
     ],
 )
 def test_hints(token: str, fix: str) -> None:

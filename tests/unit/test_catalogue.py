@@ -13,7 +13,7 @@ from harness.checks.catalogue import CHECKS, RULES, by_cause, first_effect
 from harness.plugins.faults.faults import all_faults
 from harness.plugins.faults.kills import proofs, read_kills
 from harness.project import find_project
-from harness.report.checks import checks_markdown
+from harness.report.evidence import checks_markdown
 from harness.verdict import Finding, Verdict
 from tests.builders import a_finding
 
@@ -135,7 +135,7 @@ UNPROVEN = {"signature"}  # `tests/power/test_example.py` plants faults in a mod
 def test_the_page_is_what_explain_prints_with_every_check_and_rule() -> None:
     page = (ROOT / "docs" / "checks.md").read_text()
     assert page == checks_markdown(proofs(find_project(str(ROOT)))), (
-        "run `fp8-harness explain --checks > docs/checks.md`"
+        "run `fp8-harness explain --list checks > docs/checks.md`"
     )
 
 

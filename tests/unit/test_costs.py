@@ -17,8 +17,7 @@ from harness.matrix.linears import parameter_count
 from harness.matrix.rules import expected_refusal
 from harness.project import Project, find_project
 from harness.result import CaseResult, WitnessMade
-from harness.running.cost import expected_cost
-from harness.running.selection import Query, select_cases
+from harness.running.selection import Query, expected_cost, select_cases
 from harness.store import RunStore, run_lines
 from harness.studies.records import fit_costs
 from harness.verdict import Verdict

@@ -15,8 +15,7 @@ from harness.matrix.case import Case
 from harness.matrix.caseid import parse_case_id
 from harness.request import RunRequest
 from harness.running.executor import Executor
-from harness.running.injection import parse_injection
-from harness.running.plan import Plan
+from harness.running.plan import Plan, parse_injection
 from harness.workflow import check_fits
 from tests.builders import make_case
 from tests.jobs import make_capacity

@@ -101,7 +101,7 @@ def test_an_edit_by_hand_is_found_and_named(tmp_path: Path, pattern: str, by: st
     with pytest.raises(Damaged) as caught:
         load_golden(tmp_path, "cpu", FAMILY)
     assert caught.value.where == str(path)
-    assert "baseline update --root " in (caught.value.fix or "")
+    assert "fp8-harness --root " in (caught.value.fix or "")
 
 
 def test_goldens_of_another_schema_or_name_are_damaged(tmp_path: Path) -> None:
@@ -155,7 +155,7 @@ def test_a_missing_golden_names_the_file_and_the_command(tmp_path: Path) -> None
         with pytest.raises(Missing) as caught:
             load_golden(tmp_path, hardware, FAMILY)
         assert f"{FAMILY}.json" in caught.value.text
-        command = f"fp8-harness baseline update --root {tmp_path} single-bf16-v2048-s3-b16 --device {device} --reason"
+        command = f"fp8-harness --root {tmp_path} baseline update single-bf16-v2048-s3-b16 --device {device} --reason"
         assert command in caught.value.text
 
 

@@ -12,12 +12,18 @@ from msgspec.structs import replace
 from harness.jsonform import to_json
 from harness.project import Project
 from harness.report.case import sparkline
-from harness.report.runs import histories_sections, history_document, history_sections, history_table
+from harness.report.runs import (
+    History,
+    histories,
+    histories_sections,
+    history_document,
+    history_sections,
+    history_table,
+)
 from harness.report.sections import text_of
 from harness.result import CaseResult, Curve, Environment, Measured, RunStart, Sent
 from harness.running.stored import import_results, read_stored, runs_before, runs_of
 from harness.store import RunStore
-from harness.studies.history import History, histories
 from harness.verdict import Verdict
 from tests.builders import make_attempt, make_cast_range, make_result, make_results, make_trace, run_of, with_facts
 

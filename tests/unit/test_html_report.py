@@ -20,10 +20,10 @@ from msgspec.structs import replace
 from harness.matrix.tier import coverage
 from harness.plugins.faults.commands import mutation_section
 from harness.plugins.faults.mutation import MutationMatrix
+from harness.plugins.release.commands import gate_front
 from harness.plugins.release.gate import Answer, Gate, GatePolicy, gate
-from harness.plugins.release.sections import gate_front
-from harness.report.coverage import coverage_section
 from harness.report.html.page import html_report
+from harness.report.run import coverage_section
 from harness.report.sections import Entry, Section, Table
 from harness.result import CaseResult, Curve, Environment, Measured, RunResult, Sent
 from harness.text import printable

@@ -32,8 +32,7 @@ from harness.plugins.predict.commands import measure_command
 from harness.project import Project, find_project, is_case_file
 from harness.request import Arithmetic, default_arithmetic
 from harness.run_options import PlanOptions, RunOptions, option_named, options_of, words_of
-from harness.running.injection import parse_injection
-from harness.running.plan import FABRICS, Plan, make_plan
+from harness.running.plan import FABRICS, Plan, make_plan, parse_injection
 from harness.running.selection import Query, excluded_cells, parse_keyword, select_cases
 from harness.studies.noise import environment, measured_cases, over_seeds, recorded_cases, shares_its_parity_key
 from harness.workflow import check_fits
@@ -51,7 +50,7 @@ VALUES: dict[str, object] = {
 
 
 def test_the_page_lists_the_options_as_they_are_declared() -> None:
-    assert PAGE.read_text() == options_markdown(), "run `fp8-harness explain --options > docs/options.md`"
+    assert PAGE.read_text() == options_markdown(), "run `fp8-harness explain --list options > docs/options.md`"
 
 
 @pytest.mark.parametrize("command", [run_command, update_command, mutate_command, measure_command])
@@ -462,11 +461,21 @@ def test_a_run_of_axes_has_no_other_selection(capsys: pytest.CaptureFixture[str]
     assert "--set tp=2: smoke says which cases. Fix: leave one of them out" in capsys.readouterr().err
 
 
+def test_what_is_said_before_a_command_is_for_it(project: Project, capsys: pytest.CaptureFixture[str]) -> None:
+    (project.cases / "mine.toml").write_text('[[case]]\naxes = {recipe = "rowwise"}\n')
+    assert main(["--root", str(project.root), "list", "mine"]) == 0
+    assert capsys.readouterr().out == "  1  single-rowwise-v2048-f32\n"
+    assert main(["list", "mine"]) == 2
+
+
 def test_an_option_that_has_become_a_value_says_how_to_give_it(capsys: pytest.CaptureFixture[str]) -> None:
     for words, fix in (
         ("new --id --no-loss-parallel", "Fix: give --set loss_parallel=false."),
         ("parity --output-layer", "Fix: give --set output_layer=true."),
         ("dev mutate --fabric gloo", "Fix: give -o fabric=VALUE."),
+        ("bug check -j 4", "Fix: give -o jobs=VALUE."),
+        ("list pr --root x", "Fix: give it before the command: fp8-harness --root DIR list."),
+        ("bug check -q", "Fix: give it before the command: fp8-harness -q bug check."),
     ):
         assert main(words.split()) == 2
         assert fix in capsys.readouterr().err

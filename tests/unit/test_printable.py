@@ -18,15 +18,26 @@ from markdown_it import MarkdownIt
 from markdown_it.token import Token
 
 from harness.jsonform import to_json
+from harness.plugins.release.commands import gate_front, gate_markdown, gate_sections
 from harness.plugins.release.gate import gate
-from harness.plugins.release.sections import gate_front, gate_markdown, gate_sections
-from harness.report.bounded import LONGEST, MOST, bounded
 from harness.report.case import shown_case
 from harness.report.ci import annotation_lines, junit_report
 from harness.report.html.page import html_report
 from harness.report.run import run_markdown, run_sections
 from harness.report.runs import runs_sections
-from harness.report.sections import Block, Entry, Facts, Items, Section, Table, Verbatim, text_of
+from harness.report.sections import (
+    LONGEST,
+    MOST,
+    Block,
+    Entry,
+    Facts,
+    Items,
+    Section,
+    Table,
+    Verbatim,
+    bounded,
+    text_of,
+)
 from harness.result import Environment, RunResult, WitnessMade
 from harness.running.stored import Stored
 from harness.text import code_span, counted, in_markdown, printable

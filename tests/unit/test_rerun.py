@@ -7,10 +7,10 @@ import pytest
 from harness.project import Project
 from harness.result import RunStart
 from harness.run_options import RunOptions
-from harness.running.rerun import rerun_query
 from harness.running.selection import NothingSelected
 from harness.store import RunStore
 from harness.verdict import Verdict
+from harness.workflow import rerun_query
 from tests.builders import make_result
 
 GOOD, BAD, THIRD = "single-rowwise-v2048-f32", "fsdp2-rowwise-v2048-f32", "tp2-rowwise-v2048-f32"

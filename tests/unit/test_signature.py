@@ -155,7 +155,7 @@ def test_an_edit_by_hand_is_found_and_named(tmp_path: Path, pattern: str, by: st
     with pytest.raises(Damaged) as caught:
         load_signature(tmp_path, NAME)
     assert caught.value.where == str(path)
-    assert f"`fp8-harness baseline update --signatures --root {tmp_path} --device cpu {NAME} " in (
+    assert f"`fp8-harness --root {tmp_path} baseline update --signatures --device cpu {NAME} " in (
         caught.value.fix or ""
     )
 
@@ -165,7 +165,7 @@ def test_a_renamed_signature_is_damaged_and_a_missing_one_names_the_command(tmp_
     path.rename(path.with_name("other.json"))
     with pytest.raises(Damaged, match=r"renamed by hand\. Fix: restore it or remove it"):
         load_signature(tmp_path, "other")
-    with pytest.raises(Missing, match="fp8-harness baseline update --signatures"):
+    with pytest.raises(Missing, match="baseline update --signatures"):
         load_signature(tmp_path, NAME)
     path.mkdir()
     with pytest.raises(Damaged, match="cannot be read"):

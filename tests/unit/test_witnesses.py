@@ -16,7 +16,7 @@ from harness.matrix.caseid import case_id, parse_case_id
 from harness.matrix.linears import converted_fqns
 from harness.request import RunRequest
 from harness.running.executor import Executor
-from harness.running.injection import Injection
+from harness.running.plan import Injection
 from harness.running.witnesses import WitnessCache, WitnessLost
 from harness.trace import RankTrace
 from harness.trace.operands import OperandTrace

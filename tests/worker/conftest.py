@@ -12,7 +12,7 @@ from harness.engine.zygote_engine import ZygoteEngine
 from harness.matrix.case import Case
 from harness.plugins.faults.faults import PREFIX
 from harness.request import RunRequest
-from harness.running.injection import parse_injection
+from harness.running.plan import parse_injection
 from harness.trace import RankTrace, Run
 from harness.trace.record import Patch
 from tests.builders import run_of

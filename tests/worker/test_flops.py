@@ -18,7 +18,7 @@ from harness.matrix.caseid import parse_case_id
 from harness.matrix.recipes import Recipe
 from harness.plugins.predict.roofline import EAGER_KERNELS
 from harness.plugins.release.gate import gate
-from harness.plugins.release.reason import Kind
+from harness.plugins.release.sides import Kind
 from harness.result import Measured
 from harness.worker.dispatch_hooks import collectives, products
 from harness.worker.dispatch_hooks.hook import install_hook, install_hooks, unobserved

@@ -39,8 +39,7 @@ from harness.request import RunRequest
 from harness.result import CaseResult
 from harness.running.case_runner import CaseRunner
 from harness.running.executor import Executor
-from harness.running.injection import Injection
-from harness.running.plan import Plan
+from harness.running.plan import Injection, Plan
 from harness.running.witnesses import WitnessCache
 from harness.trace import Run
 from harness.verdict import Verdict

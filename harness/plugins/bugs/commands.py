@@ -6,22 +6,22 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import click
 import msgspec
 
 from harness.cli import options
 from harness.cli.environments import given_words, versions_parameter
-from harness.cli.groups import Group
 from harness.cli.new import write_new_case
+from harness.cli.options import Group
 from harness.durable import write_whole
 from harness.errors import HarnessError
 from harness.jsonform import read_json
 from harness.matrix.case import Case
 from harness.matrix.caseid import case_id
 from harness.matrix.records import matching
-from harness.plugins.bugs.bugfile import FOLDER, Symptom, read_bugs, write_bug_file
+from harness.plugins.bugs.bugfile import FOLDER, read_bugs, write_bug_file
 from harness.plugins.bugs.corpus import check_corpus, provable_bugs
 from harness.plugins.bugs.export import Neighbours, export, exported_case, proof_of
 from harness.plugins.bugs.importing import ImportOptions, import_configuration, import_report
@@ -55,13 +55,11 @@ from harness.plugins.bugs.trials import (
     run_once,
     trial_result,
 )
-from harness.project import Project, find_project
+from harness.project import Project
 from harness.running.case_judge import known_here
 from harness.running.environments import Versions
 from harness.running.identity import witness_key
-from harness.running.injection import Injection, parse_injection
-from harness.running.plan import Plan
-from harness.running.progress import open_progress
+from harness.running.plan import Injection, Plan, parse_injection
 from harness.sources import installed_version
 
 _IMPORT_EPILOG = """\b
@@ -132,14 +130,6 @@ def bug() -> None:
 @click.argument("file", metavar="FILE|-")
 @click.option("--id", metavar="NAME", default="", help="Name of the bug file. Default: from the link.")
 @click.option("--link", metavar="URL", default="", help="The report on GitHub. Default: from its first lines.")
-@click.option("--title", metavar="TEXT", default="", help="What it is about. Default: the first heading.")
-@click.option("--message", metavar="TEXT", default="", help="The error as reported. Default: the first that is found.")
-@click.option(
-    "--symptom",
-    metavar="SYMPTOM",
-    type=click.Choice(get_args(Symptom)),
-    help=f"What was seen: {', '.join(get_args(Symptom))}. Default: an error or NaN in a log.",
-)
 @click.option("--version", "versions", metavar="PACKAGE=VERSION", multiple=True, help="What was run. Repeatable.")
 @click.option(
     "--date",
@@ -157,18 +147,17 @@ def bug() -> None:
 @click.option("--force", is_flag=True, help="Replace a file that exists.")
 @click.option("--dry-run", is_flag=True, help="Print the bug file, write nothing.")
 @options.json_option("what was understood")
-@options.root_option
 def import_command(  # noqa: PLR0913  one parameter per option
     *,
     file: str,
+    bug_id: str,
+    link: str,
     versions: tuple[str, ...],
     day: datetime.datetime | None,
     output: Path | None,
     force: bool,
     dry_run: bool,
     json_file: Path | None,
-    root: str | None,
-    **stated: Any,
 ) -> None:
     """Turn a bug report into a bug file: the case that it describes, and where every value comes from."""
     pairs = [pair.partition("=") for pair in versions]
@@ -176,14 +165,15 @@ def import_command(  # noqa: PLR0913  one parameter per option
         raise HarnessError("no version of a package.", where="--version", fix="write it as --version torch=2.13.0.")
     asked = ImportOptions(
         today=_today(),
+        id=bug_id,
+        link=link,
         versions={name: version for name, _, version in pairs},
         day=None if day is None else day.date(),
-        **stated,
     )
     content = sys.stdin.buffer.read(MAX_BYTES + 1) if file == "-" else read_file(file)
     imported = import_report(read_report(content, where="stdin" if file == "-" else Path(file).name), asked)
     text = write_bug_file(imported.bug)
-    path = None if dry_run else _bug_path(imported.bug.id, output, root, force=force)
+    path = None if dry_run else _bug_path(imported.bug.id, output, force=force)
     if path is not None:
         write_whole(path, text.encode())
     shown = None if path is None else str(path)
@@ -199,11 +189,11 @@ def _today() -> datetime.date:
     return datetime.datetime.now(tz=datetime.UTC).date()
 
 
-def _bug_path(bug_id: str, output: Path | None, root: str | None, *, force: bool) -> Path:
+def _bug_path(bug_id: str, output: Path | None, *, force: bool) -> Path:
     """Where the bug file goes. HarnessError where one is that nobody asked to replace."""
     path = output
     if path is None:
-        project = find_project(root)
+        project = options.project_of()
         project.check_writable()
         path = project.bugs / f"{bug_id}.toml"
         path = path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
@@ -231,13 +221,11 @@ _inject_option = click.option(
     "--inject",
     metavar="FILE.py:FUNCTION",
     multiple=True,
-    help="FILE.py:FUNCTION, or fault:NAME: what makes the case fail. Repeatable.",
+    help="What makes the case fail: FILE.py:FUNCTION, fault:NAME, or planted: the faults of the bug file. Repeatable.",
 )
 _trial_options = options.compose_options(
     click.argument("case", metavar="CASE"),
     _inject_option,
-    click.option("--planted", is_flag=True, help="Plant the faults of the bug file, which bring it back."),
-    options.quiet_option,
     options.plan_parameter,
     options.project_parameter,
 )
@@ -247,9 +235,9 @@ def _with_trial(command: options.Command) -> options.Command:
     """A command with `_trial_options`, to which CASE and what makes it fail are `named` and `injections`."""
 
     @functools.wraps(command)
-    def with_trial(*, case: str, inject: tuple[str, ...], planted: bool, project: Project, **given: Any) -> Any:
+    def with_trial(*, case: str, inject: tuple[str, ...], project: Project, **given: Any) -> Any:
         named = named_case(project, case)
-        injections = injections_for(named, inject, planted=planted)
+        injections = injections_for(named, inject)
         return command(named=named, injections=injections, project=project, **given)
 
     return with_trial
@@ -289,24 +277,25 @@ def _reproduced_with(wanted: str, project: Project, versions_for: Callable[..., 
     if not version:
         raise HarnessError("this is not PACKAGE==VERSION.", where=f"--with {wanted}", fix="write torchao==0.17.0.")
     python = versions_for(project, package).environment(version).python
-    of_versions = {"wanted", "environments", "index_url", "find_links"}
+    of_versions = {"wanted", "environments", "index"}
     words = given_words(click.get_current_context().params.keys() - of_versions)
-    return subprocess.call([str(python), "-P", "-m", "harness", "bug", "repro", *words])
+    return subprocess.call(
+        [str(python), "-P", "-m", "harness", *options.before_command().words, "bug", "repro", *words]
+    )
 
 
 @_with_trial
-def _reproduced(  # noqa: PLR0913  one parameter per option
+def _reproduced(
     *,
     named: NamedCase,
     injections: Sequence[Injection],
     like: Path | None,
     json_file: Path | None,
-    quiet: bool,
     plan_for: Callable[..., Plan],
     project: Project,
 ) -> Reproduced:
     plan = plan_for().of(named.case)
-    with open_progress(quiet=quiet) as progress:
+    with options.open_progress() as progress:
         result = run_once(project, plan, progress, named.case, injections)
     packages = named.bug.bug.versions if named.bug is not None else ()
     installed = {package: version for package in packages if (version := installed_version(package)) is not None}
@@ -336,7 +325,6 @@ def tell_other_failure(named: NamedCase, result: TrialResult) -> None:
 @options.json_option("the results")
 @click.option("--budget-s", type=options.ABOVE_0, help="Start no new case after this many seconds.")
 @click.option("--output", metavar="FILE.toml", type=options.OUTPUT, help="Write a case file.")
-@click.option("--force", is_flag=True, help="Replace a file that exists.")
 @_with_trial
 def shrink_command(  # noqa: PLR0913  one parameter per option
     *,
@@ -344,16 +332,17 @@ def shrink_command(  # noqa: PLR0913  one parameter per option
     injections: Sequence[Injection],
     budget_s: float | None,
     output: Path | None,
-    force: bool,
     json_file: Path | None,
-    quiet: bool,
     plan_for: Callable[..., Plan],
     project: Project,
 ) -> int:
     """Find the smallest case that fails like CASE, and what the failure needs."""
     plan = plan_for().of(named.case)
     journal = open_journal(project, named.case, injections, witness_key(plan))
-    with open_progress(quiet=quiet) as progress, open_trials(project, plan, progress, named.case, injections) as trials:
+    with (
+        options.open_progress() as progress,
+        open_trials(project, plan, progress, named.case, injections) as trials,
+    ):
         shrunk = shrink(named.case, trials.run, journal, jobs=plan.jobs, budget_s=budget_s, note=progress.note)
     first = journal.get(case_id(named.case))
     assert first is not None, "the given case is tried first"
@@ -361,7 +350,7 @@ def shrink_command(  # noqa: PLR0913  one parameter per option
     again = msgspec.structs.replace(plan, injections=injections).command(case_id(shrunk.case))
     options.print_report(shrunk_sections(shrunk, command=again), json_file, shrunk_document(shrunk))
     if output is not None:
-        write_new_case(output, shrunk.case, force=force)
+        write_new_case(output, shrunk.case, force=True)
     return 0 if shrunk.complete else 1
 
 
@@ -380,7 +369,6 @@ def export_command(  # noqa: PLR0913  one parameter per option
     output: Path,
     as_test: bool,
     skip_proof: bool,
-    quiet: bool,
     plan_for: Callable[..., Plan],
     project: Project,
 ) -> int:
@@ -391,7 +379,7 @@ def export_command(  # noqa: PLR0913  one parameter per option
     given, named = named.case, named._replace(case=exported_case(named.case))
     neighbours = () if shrunk is None else read_json(shrunk, Neighbours, command="bug shrink --json").needed
     plan = plan_for().of(named.case)
-    with open_progress(quiet=quiet) as progress:
+    with options.open_progress() as progress:
         result = run_once(project, plan, progress, named.case, injections)
     tell_other_failure(named, trial_result(result))
     records = matching(known_here(project), named.case)
@@ -416,18 +404,17 @@ def export_command(  # noqa: PLR0913  one parameter per option
 @bug.command("check", epilog=_CHECK_EPILOG)
 @click.argument("names", metavar="[ID]...", nargs=-1)
 @options.json_option("the proofs")
-@options.quiet_option
 @options.plan_parameter
 @options.project_parameter
 def check_command(
-    *, names: tuple[str, ...], json_file: Path | None, quiet: bool, plan_for: Callable[..., Plan], project: Project
+    *, names: tuple[str, ...], json_file: Path | None, plan_for: Callable[..., Plan], project: Project
 ) -> int:
     """Verify bug files: live bugs fail as recorded; fixed ones pass, and fail with their planted faults.
 
     ID is the name of a bug file. Only findings of checks in its `detected_by` count.
     """
     bugs = provable_bugs(project, names)
-    with open_progress(quiet=quiet) as progress:
+    with options.open_progress() as progress:
         corpus = check_corpus(project, bugs, plan_for(), progress)
     options.print_report(corpus_sections(corpus), json_file, corpus)
     return corpus.exit_code

@@ -34,7 +34,7 @@ from harness.plugins.bugs.trials import NamedCase
 from harness.registry import REFERENCE
 from harness.registry import injections as kinds_of_injections
 from harness.result import CaseResult
-from harness.running.injection import Injection
+from harness.running.plan import Injection
 from harness.verdict import FailureSignature, Finding
 
 TEMPLATE = Path(__file__).parent / "worker" / "exported.py"

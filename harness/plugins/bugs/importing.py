@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from harness.errors import HarnessError
 from harness.matrix.axes import AXES, option_of
 from harness.matrix.case import Case
-from harness.plugins.bugs.bugfile import Bug, BugFile, Origins, Symptom
+from harness.plugins.bugs.bugfile import Bug, BugFile, Origins
 from harness.plugins.bugs.draft import Draft
 from harness.plugins.bugs.fitting import fit
 from harness.plugins.bugs.reading import Account, Reading, Statement, resolve
@@ -40,9 +40,6 @@ class ImportOptions(msgspec.Struct, frozen=True, kw_only=True):
     today: datetime.date
     id: str = ""
     link: str = ""
-    title: str = ""
-    message: str = ""
-    symptom: Symptom | None = None
     versions: Mapping[str, str] = {}
     day: datetime.date | None = None
     full_size: bool = False
@@ -74,11 +71,8 @@ def import_report(report: Report, options: ImportOptions) -> ImportedBug:
     job = read_job(report, options)
     bug = replace(
         seen,
-        title=options.title or seen.title,
         link=given_link or seen.link,
         status="refused" if job.refused else "open",
-        message=options.message or seen.message,
-        symptom="crash" if options.message and seen.symptom == "unknown" else seen.symptom,
     )
     words = {name: printable(value) for name, value in msgspec.structs.asdict(bug).items() if isinstance(value, str)}
     bug = replace(bug, **words)  # a log of CI may show the file
@@ -136,7 +130,7 @@ def read_job(report: Report, options: ImportOptions) -> Job:
 
 
 def _seen(report: Report, options: ImportOptions) -> Bug:
-    seen = observe(report, symptom=options.symptom)
+    seen = observe(report)
     return replace(seen, versions={**seen.versions, **options.versions})
 
 

@@ -31,7 +31,7 @@ from harness.plugins.bugs.export import (
 )
 from harness.plugins.bugs.trials import NamedCase
 from harness.result import CaseResult
-from harness.running.injection import Injection
+from harness.running.plan import Injection
 from harness.sources import installed_version
 
 _WORKER = Path(__file__).parent / "worker"

@@ -21,7 +21,7 @@ import msgspec
 import yaml
 
 from harness.errors import HarnessError
-from harness.plugins.bugs.bugfile import UNREPORTED, Bug, Symptom
+from harness.plugins.bugs.bugfile import UNREPORTED, Bug
 
 MAX_BYTES = 1_000_000
 _MAX_LINE = 1_000
@@ -160,14 +160,14 @@ def python_tree(text: str) -> ast.Module:
         raise SyntaxError(str(error) or "nested too deeply") from error
 
 
-def observe(report: Report, *, symptom: Symptom | None) -> Bug:
+def observe(report: Report) -> Bug:
     """The observations of a report as an open bug; fields that nothing prints are empty."""
     message, bad = _message(report.code), _BAD_LOG.search(report.code)
     return Bug(
         title=report.title,
         link=find_link(_head(report))[0] or UNREPORTED,
         status="open",
-        symptom=symptom or ("nan" if bad else "crash" if message else "unknown"),
+        symptom="nan" if bad else "crash" if message else "unknown",
         message=message,
         report=report.prose,
         first_bad_step=int(bad[1]) or None if bad else None,

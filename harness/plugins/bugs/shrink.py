@@ -26,7 +26,7 @@ from harness.matrix.rules import exclusions, expected_refusal
 from harness.plugins.bugs.trials import Journal, TrialResult, trial_result
 from harness.project import Project
 from harness.result import CaseResult
-from harness.running.injection import Injection
+from harness.running.plan import Injection
 from harness.verdict import FailureSignature
 
 # Every axis, in the order in which it is tried: what costs most first. Of sizes, the least that there can be.

@@ -26,8 +26,7 @@ from harness.result import CaseResult
 from harness.running.case_judge import judge_of_any_case
 from harness.running.case_runner import CaseRunner
 from harness.running.executor import open_executor
-from harness.running.injection import Injection, parse_injection
-from harness.running.plan import Plan
+from harness.running.plan import Injection, Plan, parse_injection
 from harness.running.progress import Progress
 from harness.running.schedule import run_schedule
 from harness.running.selection import one_case
@@ -35,6 +34,8 @@ from harness.running.witnesses import open_witnesses
 from harness.text import counted
 from harness.verdict import ExitCode, FailureSignature, Finding, Verdict
 from harness.workflow import check_fits
+
+PLANTED = "planted"  # what --inject calls the planted faults of a bug file
 
 
 class TrialResult(msgspec.Struct, frozen=True, kw_only=True):
@@ -157,14 +158,14 @@ def named_case(project: Project, text: str) -> NamedCase:
     return NamedCase(one_case(project, text), None)
 
 
-def injections_for(named: NamedCase, given: tuple[str, ...], *, planted: bool) -> tuple[Injection, ...]:
-    """The injections of --inject, and with `planted` the bug's planted faults. Raises HarnessError if it has none."""
-    if not planted:
-        return tuple(map(parse_injection, given))
-    if named.bug is None or not named.bug.bug.planted:
-        where = "--planted" if named.bug is None else named.bug.where
+def injections_for(named: NamedCase, given: tuple[str, ...]) -> tuple[Injection, ...]:
+    """The injections of --inject; "planted" stands for the planted faults of the bug: HarnessError if it has none."""
+    planted = named.bug.bug.planted if named.bug is not None and PLANTED in given else ()
+    if PLANTED in given and not planted:
+        where = f"--inject {PLANTED}" if named.bug is None else named.bug.where
         raise HarnessError("no planted fault brings this bug back.", where=where, fix="give --inject fault:NAME.")
-    return tuple(map(parse_injection, (*given, *(f"fault:{name}" for name in named.bug.bug.planted))))
+    own = tuple(text for text in given if text != PLANTED)
+    return tuple(map(parse_injection, (*own, *(f"fault:{name}" for name in planted))))
 
 
 Answer = Literal["reproduced", "another failure", "not reproduced", "cannot tell"]

@@ -19,8 +19,8 @@ from harness.plugins.conformance.checks import OperatorCheck, select_checks, sha
 from harness.plugins.conformance.judge import KNOWN, PROGRAM, Conclusion, Status, run_checks
 from harness.project import leases_in, state_folder
 from harness.report.sections import Entry, Section, Table
-from harness.running.injection import parse_injection
 from harness.running.machine import check_ranks
+from harness.running.plan import parse_injection
 from harness.running.selection import NothingSelected
 from harness.sources import installed_version
 from harness.text import counted

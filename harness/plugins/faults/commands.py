@@ -9,6 +9,7 @@ import click
 from harness.cli.options import (
     AT_LEAST_1,
     json_option,
+    open_progress,
     plan_parameter,
     print_report,
     project_parameter,
@@ -32,7 +33,6 @@ from harness.plugins.faults.mutation import (
 from harness.project import Project
 from harness.report.sections import Block, Items, Section, Table
 from harness.running.plan import Plan
-from harness.running.progress import open_progress
 from harness.running.selection import Query
 from harness.text import counted
 from harness.verdict import ExitCode
@@ -182,19 +182,17 @@ fault applies to the cases or reaches the target.
 
 
 @click.command("mutate", epilog=_EPILOG)
-@click.option("--fault", "names", metavar="NAME", multiple=True, help="A fault by name. Repeatable, like --class.")
-@click.option("--class", "groups", type=click.Choice(list(FAULT_CLASSES)), multiple=True, help="A class of faults.")
+@click.option("--fault", "names", metavar="NAME|CLASS", multiple=True, help="A fault, or a class: J. Repeatable.")
 @click.option("--cases-per-fault", type=AT_LEAST_1, default=2, show_default=True, help="Plant each in up to N cases.")
 @click.option("--list", "listed", is_flag=True, help="List the faults and the cases they are planted in, and exit.")
 @click.option("--record", is_flag=True, help="Store which rules found these faults, in golden/evidence/kills.json.")
 @json_option("the mutation matrix")
-@query_parameter
+@query_parameter("expressions", "target")
 @plan_parameter
 @project_parameter
 def mutate_command(  # noqa: PLR0913  one parameter per option
     *,
     names: tuple[str, ...],
-    groups: tuple[str, ...],
     cases_per_fault: int,
     listed: bool,
     record: bool,
@@ -208,8 +206,8 @@ def mutate_command(  # noqa: PLR0913  one parameter per option
     Without a tier, file, case or selection, faults are planted in the cases that the list names for them.
     """
     faults = tuple(all_faults().values())
-    named = {fault_named(name).name for name in names}
-    faults = tuple(fault for fault in faults if fault.name in named or fault.group in groups) or faults
+    wanted = {name if name in FAULT_CLASSES else fault_named(name).name for name in names}
+    faults = tuple(fault for fault in faults if not wanted or wanted & {fault.name, fault.group})
     if record and query != Query():
         what = "the record is of faults in their own cases."
         raise HarnessError(what, where="--record", fix="select faults only, or give it alone.")

@@ -11,7 +11,7 @@ import msgspec
 from harness.evidence.sealed import Missing, Sealed, read_sealed, write_sealed
 from harness.plugins.faults.faults import all_faults
 from harness.project import Project
-from harness.report.checks import Proofs
+from harness.report.evidence import Proofs
 from harness.verdict import Verdict, check_of
 
 

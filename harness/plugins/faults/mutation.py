@@ -36,8 +36,7 @@ from harness.result import CaseResult
 from harness.running.case_judge import known_here, prepare_judge
 from harness.running.case_runner import CaseRunner, Judged, Reviewed
 from harness.running.executor import Executor, open_executor
-from harness.running.injection import parse_injection
-from harness.running.plan import Plan
+from harness.running.plan import Plan, parse_injection
 from harness.running.progress import Progress
 from harness.running.schedule import run_schedule
 from harness.running.selection import Query, select_cases, trained_by

@@ -27,7 +27,6 @@ from harness.project import Project
 from harness.report.evidence import formulas_sections, level_line, level_section, verified_line
 from harness.report.sections import Items, markdown
 from harness.running.plan import Plan
-from harness.running.progress import open_progress
 from harness.running.selection import NothingSelected, Query
 from harness.studies.records import verification, verified_with
 from harness.studies.surviving import RanksFailed
@@ -52,7 +51,7 @@ _NAMES = ("formulas", *LEVELS, "all")
 
 @click.command("evidence", epilog=_EPILOG)
 @click.argument("level", metavar=f"[{'|'.join(_NAMES)}]", type=click.Choice(_NAMES), required=False)
-@options.query_parameter
+@options.query_parameter("expressions")
 @click.option("--list", "listed", is_flag=True, help="List the stored evidence.")
 @click.option("--fault", "faults", metavar="NAME", multiple=True, help="For proof: only this fault. Repeatable.")
 @click.option(
@@ -107,7 +106,7 @@ def evidence_command(  # noqa: PLR0913  one parameter per option
         click.echo(f"fp8-harness: note: a rehearsal on the CPU: {plan.unused}.", err=True)
     facts = ask_torch() if plan.device == "cuda" else None
     possible = possible_levels(levels, facts, plan.capacity.largest)
-    with open_progress() as progress:
+    with options.open_progress() as progress:
         work = Work(project, plan, progress, facts, _planted(faults), seeds, options.typed_command())
         reports, code = _collect(possible, work, query, to_stderr=str(json_file) == "-")
     options.write_json(json_file, {"schema": 1, "good": all(report.good for report in reports), "levels": reports})
@@ -174,7 +173,7 @@ def _verify_formulas(
     if not dry_run:
         project.check_writable()
         check_committed(project, "records", allowed=allow_dirty)
-    with open_progress() as progress:
+    with options.open_progress() as progress:
         result, _ = run(project, query, plan, progress)
     agreement = verification(result)
     options.print_sections(formulas_sections(agreement))

@@ -1,29 +1,286 @@
-"""`fp8-harness parity`."""
+"""`fp8-harness parity`; and the table of layouts, or of curves of one job, for terminals, pull requests and pages."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import groupby
 from pathlib import Path
 
 import click
 
 from harness.cli import options
-from harness.cli.axes import axes_parameter
-from harness.cli.environments import given_words
+from harness.cli.new import axes_parameter
 from harness.errors import HarnessError
 from harness.evidence.curve import read_curve
-from harness.matrix.axes import own_values
+from harness.matrix.axes import own_values, said
 from harness.matrix.caseid import parse_layout
 from harness.matrix.layout import MESH_AXES
 from harness.plugins.parity.against import Against
-from harness.plugins.parity.curves import check_job, judge_each
-from harness.plugins.parity.layouts import BUDGET_S, USUAL, cases_of, compare_layouts, usual_layouts, with_golden
-from harness.plugins.parity.sections import curve_sections, parity_junit, parity_markdown, parity_page, parity_sections
+from harness.plugins.parity.layouts import (
+    BUDGET_S,
+    MARGIN,
+    USUAL,
+    CurveRow,
+    CurveWord,
+    Distance,
+    Parity,
+    Row,
+    Word,
+    cases_of,
+    check_job,
+    compare_layouts,
+    judge_each,
+    usual_layouts,
+    with_golden,
+    without_refused,
+)
 from harness.project import Project
-from harness.report.sections import markdown
-from harness.run_options import CommandOptions
+from harness.report.case import case_sections
+from harness.report.ci import Element, JUnitElement, junit_report
+from harness.report.html.page import Front, html_report
+from harness.report.sections import Block, Entry, Items, Section, Table, Verbatim, markdown, text_of
+from harness.result import RunResult
+from harness.run_options import CommandOptions, words_of
 from harness.running.plan import Plan, with_command
-from harness.running.progress import open_progress
 from harness.running.selection import one_case
-from harness.verdict import ExitCode
+from harness.text import counted
+from harness.verdict import ExitCode, Verdict
+
+_EVERY = 2  # steps; of more, the first and the last are shown
+_MEANS = {
+    "equal": "every gradient and updated parameter has the bits of one rank",
+    "rounding": "within what sums in another order were measured to differ by",
+}
+_CHANGED = {
+    "rounding": "other bits than the base, and both as close to the same one rank as rounding explains",
+    "moved": "right on both sides, but one rank trains otherwise too: the model, its data or a package changed",
+    "now differs": "it differs from a formula that nobody verified with this build, and the base does not in this way",
+    "wrong in both": "not new, and wrong all the same",
+    "new": "the base has no such target",
+    "not compared": "one side was not judged",
+}
+_UNSEEN = (
+    "kernels of a GPU: fast accumulation, pointer alignment, how cuBLAS and Triton round",
+    "streams: their order, overlap, races on symmetric memory, and the order in which NCCL sums",
+    "speed, and memory other than tensors",
+)
+_SHOWN = 4  # changes of the word of a curve
+_MEANS_OF_CURVES = (
+    "equal: every printed digit agrees with another run",
+    f"rounding: at most {MARGIN:g} times as far from them as they are from one another, up to this step",
+)
+
+# Where a word is not what the verdict alone says.
+_JUNIT: Mapping[tuple[Verdict, Word], Element] = {
+    (Verdict.CRASH, "refused"): "skipped",
+    (Verdict.PASSED, "wrong"): "failure",
+    (Verdict.PASSED, "not judged"): "error",
+}
+
+_Cell = Callable[[Row], str]
+
+
+def parity_table(parity: Parity) -> Table:
+    """A row for every layout; losses in nats, distances relative to the norm of the gradient.
+
+    Of the base only what differs is shown, at the last step.
+    """
+    count = max(len(row.losses) for row in parity.rows)
+    steps = [*range(1, count + 1)] if count <= _EVERY else [1, count]
+    columns: dict[str, _Cell] = {"layout": lambda row: row.layout, "verdict": lambda row: row.word}
+    if parity.against:
+        steps = steps[-1:]
+        columns |= {"base": _of_base(lambda row: row.word), "change": lambda row: row.change}
+    for name, cell in (("loss", _loss), ("norm", _norm)):
+        for step in steps:
+            columns[f"{name} {step}"] = cell(step)
+            if parity.against:
+                columns[f"base {name}"] = _of_base(cell(step))
+    columns["off"] = _off
+    if parity.against:
+        columns["base off"] = _of_base(_off)
+    columns |= {"allowed": _allowed, "worst gradient, or why": _why}
+    shown = {name: [cell(row) for row in parity.rows] for name, cell in columns.items()}
+    shown = {name: cells for name, cells in shown.items() if any(cells) or not name.startswith("base")}
+    words = ("layout", "verdict", "base", "change", "worst gradient, or why")
+    return Table(
+        columns=tuple(shown),
+        rows=tuple(zip(*shown.values(), strict=True)),
+        right=tuple(at for at, name in enumerate(shown) if name not in words),
+        verdict=1,
+    )
+
+
+def _of_base(cell: _Cell) -> _Cell:
+    """What the base shows, where that is something else."""
+    return lambda row: "" if row.base is None or cell(row.base) == cell(row) else cell(row.base)
+
+
+def _loss(step: int) -> _Cell:
+    return lambda row: f"{row.losses[step - 1]:.5f}" if step <= len(row.losses) else "-"
+
+
+def _norm(step: int) -> _Cell:
+    return lambda row: f"{row.grad_norms[step - 1]:.5g}" if step <= len(row.grad_norms) else "-"
+
+
+def _off(row: Row) -> str:
+    return "-" if row.worst_gradient is None else f"{row.worst_gradient.distance:.2g}"
+
+
+def _allowed(row: Row) -> str:
+    worst = row.worst_gradient
+    return "-" if worst is None or worst.allowed is None else f"{worst.allowed:.2g}"
+
+
+def _why(row: Row) -> str:
+    worst = row.worst_gradient
+    return row.why or row.moved or (f"{worst.fqn}, step {worst.step}" if worst is not None and worst.distance else "")
+
+
+def _answer(parity: Parity) -> str:
+    """The verdict on all layouts, on one line."""
+    wrong = [row.layout for row in parity.rows if row.word == "wrong"]
+    said = f"{counted(len(wrong), 'layout')} {'is' if len(wrong) == 1 else 'are'} wrong: {', '.join(wrong)}"
+    open_words = [row.word for row in parity.rows if row.word in ("not judged", "not run", "infra", "changed")]
+    curve = f"{parity.golden.name} is {parity.golden.word}" if parity.golden is not None else ""
+    line = "; ".join(filter(None, (f"parity: {said if wrong else 'no layout is wrong'}", _counts(open_words), curve)))
+    changes = [row.change for row in parity.rows if row.change]
+    return f"{line}; against {parity.against}: {_counts(changes)}" if parity.against else line
+
+
+def _counts(words: Sequence[str]) -> str:
+    return ", ".join(f"{words.count(word)} {word}" for word in dict.fromkeys(words))
+
+
+def _line(parity: Parity) -> str:
+    words = [row.word for row in parity.rows]
+    return f"{counted(len(words), 'layout')}: {_counts(words)}; {parity.seconds:.0f} s"
+
+
+def _notes(parity: Parity) -> Iterator[Block]:
+    words, changes = {row.word for row in parity.rows}, {row.change for row in parity.rows}
+    yield Items(
+        (
+            *(f"{word}: {means}" for word, means in _MEANS.items() if word in words),
+            *(f"change, {word}: {means}" for word, means in _CHANGED.items() if word in changes),
+        )
+    )
+    yield _without_refused(parity)
+    yield f"left out, beyond the budget: {', '.join(parity.left_out)}" if parity.left_out else Section()
+
+
+def _without_refused(parity: Parity) -> Block:
+    """How a target trains that refuses what is usual of TP."""
+    axes = without_refused(parity.rows)
+    options = " ".join(said(name, False) for name in axes)
+    lacks = f"the target refuses every layout under TP with {' and '.join(axes)}: if it has none, add `{options}`"
+    return lacks if axes else Section()
+
+
+def parity_sections(parity: Parity, run: RunResult) -> list[Block]:
+    """The verdict, the table, what is wrong with its layouts, and the totals."""
+    return [_answer(parity), _titled(parity), *_golden(parity), *_wrong(parity, run), *_notes(parity), _line(parity)]
+
+
+def _titled(parity: Parity) -> Section:
+    return Section(title=f"{parity.case_id}: layouts against one rank", blocks=(parity_table(parity),))
+
+
+def _golden(parity: Parity) -> Sequence[Block]:
+    return () if parity.golden is None else curve_sections([parity.golden])
+
+
+def _wrong(parity: Parity, run: RunResult) -> Sequence[Block]:
+    wrong = {row.case_id for row in parity.rows if row.word == "wrong"}
+    return case_sections([result for result in run.results if result.case_id in wrong])
+
+
+def _first(parity: Parity) -> Iterator[Entry]:
+    """What is wrong first with every wrong layout, in the base too, and the command that runs it alone."""
+    for row in parity.rows:
+        if row.word == "wrong":
+            both = row.base is not None and row.base.word == "wrong"
+            before = (f"in the base too: {row.base.why}",) if both and row.base is not None else ()
+            yield Entry(title=f"{row.layout}: {row.why}", lines=before, command=row.command)
+
+
+def _limits(parity: Parity) -> Iterator[Block]:
+    if parity.software.get("device") == "cpu":
+        yield "no GPU was used; what that cannot see:"
+        yield Items(_UNSEEN)
+
+
+def parity_markdown(parity: Parity, run: RunResult) -> str:
+    """What a bot posts: the verdict, the table, what is wrong, with the rest folded, and what was not looked at."""
+    details = _wrong(parity, run)
+    folded = [Section(title="all findings", blocks=(Verbatim(text_of(details).rstrip(), "text"),), folded=True)]
+    body = (
+        f"`{parity.case_id}`: layouts against one rank",
+        parity_table(parity),
+        *_golden(parity),
+        *_first(parity),
+        *(folded if details else ()),
+        *_notes(parity),
+        _line(parity),
+        *_limits(parity),
+    )
+    return markdown([Section(title=_answer(parity), blocks=body)])
+
+
+def parity_junit(parity: Parity, run: RunResult) -> bytes:
+    """JUnit with the words of the table: a layout that the target itself refuses is skipped, and says why."""
+    rows = {row.case_id: row for row in parity.rows}
+    answers = {
+        result.case_id: JUnitElement(element, rows[result.case_id].why)
+        for result in run.results
+        if (element := _JUNIT.get((result.verdict, rows[result.case_id].word))) and not result.excused
+    }
+    return junit_report(run, answers)
+
+
+def parity_page(parity: Parity, run: RunResult) -> bytes:
+    """The page of the run, with the table above its cases."""
+    blocks = (parity_table(parity), *_golden(parity), *_first(parity), *_notes(parity), *_limits(parity))
+    section = Section(name="parity", title="Layouts against one rank", blocks=blocks)
+    good = parity.exit_code is ExitCode.GOOD
+    state, line = "good" if good else "not good", f"{_answer(parity)}. {_line(parity)}"
+    return html_report(run, front=Front(title=parity.case_id, state=state, good=good, line=line, section=section))
+
+
+# Curves of one job: a row for each, with the step that is wrong first
+
+
+def curve_sections(rows: Sequence[CurveRow]) -> list[Block]:
+    """Distances are relative, those of the step that is wrong first, or that is closest to its limit."""
+    table = Table(
+        columns=("curve", "verdict", "steps", "wrong first", "found", "nearest", "off", "allowed"),
+        rows=tuple(_curve_cells(row) for row in rows),
+        right=(4, 5, 6, 7),
+        verdict=1,
+    )
+    words = {row.word for row in rows}
+    return [
+        Section(title=f"Judged by {counted(len(rows[0].others), 'other run')} of the job", blocks=(table,)),
+        Items(tuple(text for text in _MEANS_OF_CURVES if text.partition(":")[0] in words)),
+    ]
+
+
+def _curve_cells(row: CurveRow) -> tuple[str, ...]:
+    shown = row.first or row.worst
+    numbers = (f"{shown.value:.6g}", f"{shown.nearest:.6g}", f"{shown.off:.2g}", f"{shown.allowed:.2g}")
+    return (row.name, row.word, _spans(row.steps), _first_wrong(row.first), *numbers)
+
+
+def _first_wrong(first: Distance | None) -> str:
+    return "-" if first is None else f"{first.kind}, step {first.step}"
+
+
+def _spans(steps: Sequence[tuple[int, CurveWord]]) -> str:
+    """`1 equal, 2-3 rounding, 4-10 wrong`; of many changes the first, for the rest is chance."""
+    spans = [[step for step, _ in group] for _, group in groupby(steps, key=lambda pair: pair[1])]
+    words = dict(steps)
+    texts = [f"{span[0] if len(span) == 1 else f'{span[0]}-{span[-1]}'} {words[span[0]]}" for span in spans[:_SHOWN]]
+    return ", ".join((*texts, "…") if len(spans) > _SHOWN else texts)
+
 
 _EPILOG = """\b
 Examples:
@@ -42,7 +299,7 @@ Exit codes: 0 every layout is equal or within rounding, 1 one is wrong, 3
 nothing ran, 4 infrastructure.
 """
 _AGAINST = "Run the same in another place, as base: a git revision of the target's repository, a release, or a venv."
-_OF_THE_BASE = ("jobs", "slots", "quiet")
+_OF_THE_BASE = ("jobs", "slots")
 _OF_LAYOUTS = dict.fromkeys((*MESH_AXES, "async_tp"), "--layouts says it")
 
 
@@ -71,7 +328,6 @@ _OF_LAYOUTS = dict.fromkeys((*MESH_AXES, "async_tp"), "--layouts says it")
 @options.run_option("markdown_file", "Write the table as markdown.")
 @options.run_option("junit_file", "Write JUnit XML; a layout that the target itself refuses is skipped.")
 @options.run_option("html_file")
-@options.quiet_option
 @axes_parameter(without=_OF_LAYOUTS, defaults=False)
 @options.plan_parameter
 @options.project_parameter
@@ -87,7 +343,6 @@ def parity_command(  # noqa: PLR0913  one parameter per option
     markdown_file: Path | None,
     junit_file: Path | None,
     html_file: Path | None,
-    quiet: bool,
     plan_for: Callable[..., Plan],
     project: Project,
     axes: dict[str, object],
@@ -106,7 +361,7 @@ def parity_command(  # noqa: PLR0913  one parameter per option
     usual = USUAL if golden is None or golden.case is None else own_values(golden.case)
     base = {**(usual if named is None else own_values(one_case(project, named))), **axes}
     plan = plan_for(inject=inject)
-    plan = with_command(plan, options.given_run_options(), CommandOptions(root=plan.root_option))
+    plan = with_command(plan, options.given_run_options(), CommandOptions())
     if asked is None and plan.capacity.total == 1:  # one GPU has one layout
         plan = plan.on_cpu
     if asked is None:
@@ -117,10 +372,11 @@ def parity_command(  # noqa: PLR0913  one parameter per option
     plan = plan.common(cases)
     if golden is not None:
         check_job(golden, cases[0])
-    with open_progress(quiet=quiet) as progress:
+    with options.open_progress() as progress:
         place = None
         if against is not None:
-            place = Against(against, project, plan, progress.note, words=tuple(given_words(_OF_THE_BASE)))
+            same = {name: value for name, value in options.given_others().items() if name in _OF_THE_BASE}
+            place = Against(against, project, plan, progress.note, words=words_of(same))
         parity, result = compare_layouts(project, cases, plan, progress, budget_s=budget_s, against=place)
     if golden is not None:
         parity = with_golden(parity, golden)

@@ -9,8 +9,8 @@ import click
 import msgspec
 
 from harness.cli import options
-from harness.cli.axes import axes_parameter, require_allowed
-from harness.cli.groups import Group
+from harness.cli.new import axes_parameter, require_allowed
+from harness.cli.options import Group
 from harness.engine.cluster import unleased_cluster
 from harness.errors import HarnessError
 from harness.hints import rerun_failed
@@ -31,13 +31,12 @@ from harness.plugins.predict.sections import (
     speedup_sections,
     sweep_sections,
 )
-from harness.project import Project, find_project
+from harness.project import Project
 from harness.report.run import run_sections
 from harness.result import RunResult
 from harness.running.case_judge import known_here
 from harness.running.machine import check_ranks
 from harness.running.plan import Plan, make_plan
-from harness.running.progress import open_progress
 from harness.running.selection import Query
 from harness.verdict import ExitCode
 from harness.workflow import run
@@ -102,17 +101,18 @@ _machine_option = functools.partial(click.option, "--machine", metavar="NAME")
 
 
 def _machine_parameter(command: options.Command) -> options.Command:
-    """`--machine --gpus-per-node --network-gb-s`, passed to the command as one parameter `on` (a `Machine`)."""
+    """`--machine --nodes`, passed to the command as one parameter `on` (a `Machine`)."""
 
     @functools.wraps(command)
-    def with_machine(*, machine: str, gpus_per_node: int, network_gb_s: float, **given: Any) -> Any:
+    def with_machine(*, machine: str, nodes: tuple[int, float], **given: Any) -> Any:
+        gpus_per_node, network_gb_s = nodes
         return command(on=machine_named(machine, gpus_per_node=gpus_per_node, network_gb_s=network_gb_s), **given)
 
-    text = "GB/s of one device to other nodes, in one direction."
+    text = "GPUs of a node, and GB/s of one GPU to other nodes, in one direction."
+    types = (options.AT_LEAST_1, options.ABOVE_0)
     return options.compose_options(
         _machine_option(default="h100", show_default=True, help="The data sheet: h100, h200, b200, mi300x, …"),
-        click.option("--gpus-per-node", type=options.AT_LEAST_1, default=8, show_default=True),
-        click.option("--network-gb-s", type=options.ABOVE_0, default=50.0, show_default=True, help=text),
+        click.option("--nodes", type=types, default=(8, 50.0), show_default=True, metavar="GPUS GB/S", help=text),
     )(with_machine)
 
 
@@ -197,8 +197,7 @@ def predict() -> None:
     "--tokens-per-s", type=options.ABOVE_0, help="Measured tokens/s of one device: print its TFLOP/s and MFU."
 )
 @options.json_option("the costs")
-@options.root_option
-def cost_command(  # noqa: PLR0913  one parameter an option
+def cost_command(
     *,
     case: Case,
     rank: int,
@@ -206,17 +205,16 @@ def cost_command(  # noqa: PLR0913  one parameter an option
     machine: str | None,
     tokens_per_s: float | None,
     json_file: Path | None,
-    root: str | None,
 ) -> int:
     """Show FLOPs, casts, communicated and saved bytes of one step, by formula or measured, and MFU of a speed."""
     if run_it and tokens_per_s is not None:
         raise HarnessError("--run measures the speed.", where="--tokens-per-s", fix="drop one of them.")
     code = ExitCode.GOOD
     if run_it:
-        plan = msgspec.structs.replace(make_plan(), root_option=root)
-        with open_progress() as progress:
-            result, _ = run(find_project(root), Query(sources=(case_id(case),)), plan, progress)
-        _tell_failures(result, root)
+        plan = msgspec.structs.replace(make_plan(), root_option=options.before_command().root)
+        with options.open_progress() as progress:
+            result, _ = run(options.project_of(), Query(sources=(case_id(case),)), plan, progress)
+        _tell_failures(result)
         report, code = run_report(case, result.results[0]), result.exit_code
     else:
         device = None if machine is None else peak(machine)
@@ -240,7 +238,7 @@ def layouts_command(*, case: Case, on: Machine, sweep_it: bool, verify_it: bool,
     """Predict shapes, traffic, memory and refusals of a case on up to 4,096 ranks, without running it."""
     if sweep_it and verify_it:
         raise HarnessError("a sweep is of many layouts.", where="--verify", fix="leave out --sweep or --verify.")
-    known = known_here(find_project())
+    known = known_here(options.project_of())
     if sweep_it:
         ranked = sweep(case, on, known=known)
         options.print_report(sweep_sections(ranked), json_file, ranked)
@@ -266,7 +264,7 @@ def layouts_command(*, case: Case, on: Machine, sweep_it: bool, verify_it: bool,
 @options.json_option("the prediction")
 def speedup_command(*, case: Case, on: Machine, eager: bool, json_file: Path | None) -> None:
     """Predict whether FP8 makes a case or model faster, with which recipe and linears. Runs nothing."""
-    gains = predicted_gains(case, on, eager=eager, known=known_here(find_project()))
+    gains = predicted_gains(case, on, eager=eager, known=known_here(options.project_of()))
     options.print_report(speedup_sections(gains), json_file, gains)
 
 
@@ -301,14 +299,14 @@ def measure_command(  # noqa: PLR0913  one parameter an option
         raise HarnessError("a case is given twice.", where="predict measure", fix="give every case once.")
     timed = [timed_case(case, warmup=warmup, steps=steps) for case in cases]
     plan = msgspec.structs.replace(plan_for().common(timed), name=name)
-    with open_progress() as progress:
+    with options.open_progress() as progress:
         speeds, result = measure_speed(project, timed, plan, progress, pairs=pairs, warmup=warmup)
-    _tell_failures(result, plan.root_option)
+    _tell_failures(result)
     report = SpeedReport(gated=plan.device != "cpu", warmup=warmup, cases=speeds)
     options.print_report(speed_sections(report), json_file, report)
     return result.exit_code
 
 
-def _tell_failures(result: RunResult, root: str | None) -> None:
+def _tell_failures(result: RunResult) -> None:
     if result.exit_code is not ExitCode.GOOD:
-        options.print_sections(run_sections(result, rerun=rerun_failed(root=root)), err=True)
+        options.print_sections(run_sections(result, rerun=rerun_failed(root=options.before_command().root)), err=True)

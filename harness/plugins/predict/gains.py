@@ -26,13 +26,13 @@ from harness.matrix.linears import BLOCK_LINEARS, OUTPUT_FQN, is_converted, line
 from harness.matrix.recipes import MatmulRole, Recipe, block_recipe
 from harness.matrix.records import KnownFault, matching
 from harness.matrix.rules import exclusions, expected_refusal
+from harness.plugins.predict.conditions import Conditions, ConditionsMonitor
 from harness.plugins.predict.cost import tokens_per_device
 from harness.plugins.predict.machine import Machine, Peak, require_formulas, require_multiplies
 from harness.plugins.predict.roofline import Step, cast_s, casts, gemm_s, once_s, predicted_step, speed_up
 from harness.project import Project
 from harness.result import CaseResult, Measured, RunEnd, RunResult, Speedup
 from harness.running.case_runner import CaseRunner
-from harness.running.conditions import Conditions, ConditionsMonitor
 from harness.running.executor import open_executor
 from harness.running.plan import Plan
 from harness.running.progress import Progress

@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Iterator, Sequence
 
 from harness.matrix.caseid import parse_case_id
+from harness.plugins.predict.conditions import worst
 from harness.plugins.predict.cost import CostReport, Metrics, Row, Speed, speed
 from harness.plugins.predict.gains import CaseSpeed, Conversion, Gains, SpeedReport
 from harness.plugins.predict.layouts import IMBALANCE, Ranked, Routed, Simulation, Verification
@@ -10,7 +11,6 @@ from harness.plugins.predict.machine import Peak, peak_of_device
 from harness.registry import is_llama
 from harness.report.case import flop_words, speedup_words
 from harness.report.sections import Block, Facts, Items, Section, Table
-from harness.running.conditions import worst
 from harness.text import binary_bytes, counted
 
 SIMULATED = "simulated, not gated: a CPU computes float8 with the virtual device"

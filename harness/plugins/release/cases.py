@@ -9,8 +9,7 @@ from harness.checks.assembly import largest, same_number, same_numbers
 from harness.evidence.golden import Golden
 from harness.matrix.caseid import parse_case_id
 from harness.matrix.records import Required
-from harness.plugins.release.reason import Kind, Reason
-from harness.plugins.release.sides import Sides
+from harness.plugins.release.sides import Kind, Reason, Sides
 from harness.result import CaseResult, RunResult
 from harness.text import counted
 from harness.verdict import Verdict

@@ -17,8 +17,7 @@ from harness.matrix.case import Case
 from harness.matrix.caseid import parse_case_id
 from harness.matrix.records import PACKAGES, KnownFault, matching
 from harness.matrix.selector import parse_selector
-from harness.plugins.release.reason import Kind, Reason, Topic
-from harness.plugins.release.sides import Pair, Sides
+from harness.plugins.release.sides import Kind, Pair, Reason, Sides, Topic
 from harness.result import CaseResult, Environment
 from harness.running.environments import is_version
 from harness.verdict import Verdict

@@ -21,10 +21,16 @@ from harness.plugins.release.cases import (
     unfinished,
 )
 from harness.plugins.release.causes import Group, grouped
-from harness.plugins.release.numbers import changed_counts, moved_numbers, twins
-from harness.plugins.release.reason import Allowance, Kind, Reason
-from harness.plugins.release.sides import Sides
-from harness.plugins.release.times import Times, changed_speedups, changed_times, times
+from harness.plugins.release.numbers import (
+    Times,
+    changed_counts,
+    changed_speedups,
+    changed_times,
+    moved_numbers,
+    times,
+    twins,
+)
+from harness.plugins.release.sides import Allowance, Kind, Reason, Sides
 from harness.result import RunResult
 from harness.text import counted
 

@@ -25,13 +25,14 @@ Examples:
       costs of cases, from a run that made all of its witnesses
 """
 
+_ROUNDS = 1500  # of improvement
+
 
 @click.command("tier", epilog=_EPILOG)
 @click.argument("name", metavar="[TIER|FILE]", required=False)
-@click.option("--rounds", type=click.IntRange(min=0), default=1500, show_default=True, help="Rounds of improvement.")
 @click.option("--fit", "fitted", metavar="RESULT.json", type=EXISTING_FILE, help="Fit the costs of cases to this run.")
 @project_parameter
-def tier_command(*, name: str | None, rounds: int, fitted: Path | None, project: Project) -> None:
+def tier_command(*, name: str | None, fitted: Path | None, project: Project) -> None:
     """Choose a cheap set of cases that covers a tier and hosts every planted fault, and store it.
 
     With --fit: fit the costs of cases to the CPU seconds of a run that made all of its witnesses, and store them.
@@ -40,12 +41,12 @@ def tier_command(*, name: str | None, rounds: int, fitted: Path | None, project:
     if (name is None) == (fitted is None):
         raise click.UsageError("give a TIER, or --fit RESULT.json.")
     if name is not None:
-        _choose(project, name, rounds)
+        _choose(project, name)
     if fitted is not None:
         _fit_costs(project, fitted)
 
 
-def _choose(project: Project, name: str, rounds: int) -> None:
+def _choose(project: Project, name: str) -> None:
     path = project.case_file(name)
     if project.of_package(path):
         fix = f"copy {path} to {project.cases}, and change it there."
@@ -54,7 +55,7 @@ def _choose(project: Project, name: str, rounds: int) -> None:
     if not faults:
         raise needed("planted faults", where=f"dev tier {name}")
     file, costs = read_case_file(path), read_costs(project.root)
-    chosen = choose(file, costs.price, known=recorded_faults(project), faults=faults, rounds=rounds)
+    chosen = choose(file, costs.price, known=recorded_faults(project), faults=faults, rounds=_ROUNDS)
     write_whole(chosen_path(path), chosen_file(file.name, chosen))
     own_s = sum(chosen_case.cost_cpu_s for chosen_case in chosen)
     shared = {name: cost_s for chosen_case in chosen for name, cost_s in costs.price(chosen_case.case).shared_s.items()}

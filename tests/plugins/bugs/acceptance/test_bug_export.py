@@ -117,7 +117,7 @@ def bug_export(tmp_path: Path, warm: Zygotes) -> Run:
     """`bug export` of a case or bug of the harness, in a folder of the test's own."""
 
     def exported(*arguments: str) -> subprocess.CompletedProcess[str]:
-        words = ("bug", "export", *arguments, "--root", str(REPOSITORY), "--device", "cpu", "--quiet")
+        words = ("--root", str(REPOSITORY), "--quiet", "bug", "export", *arguments, "--device", "cpu")
         return Command(tmp_path, {"FP8_HARNESS_PROGRAM": ""}, zygotes=warm).call(*words)
 
     return exported
@@ -214,6 +214,6 @@ def test_a_script_is_proven_by_torchrun(bug_export: Run, tmp_path: Path) -> None
 
 
 def test_a_case_that_does_not_fail_is_refused(shared: Command) -> None:
-    done = shared.call("bug", "export", "fsdp2-tensorwise-v2048-s3-f32-tol.0.05", "--device", "cpu", "--quiet")
+    done = shared.call("-q", "bug", "export", "fsdp2-tensorwise-v2048-s3-f32-tol.0.05", "--device", "cpu")
     assert done.returncode == 2
     assert "it does not fail, so there is nothing to export" in done.stderr

@@ -150,7 +150,7 @@ def test_an_interruption_has_its_exit_code(
     monkeypatch.setattr(bug, "run_once", interrupted)
     monkeypatch.setenv("FP8_HARNESS_STATE", str(tmp_path))
     monkeypatch.setenv("FP8_HARNESS_PROGRAM", "tests.acceptance.fake_program")
-    assert main(["bug", "repro", "single-bf16-v2048-f32", "-q"]) == ExitCode.INTERRUPTED
+    assert main(["-q", "bug", "repro", "single-bf16-v2048-f32"]) == ExitCode.INTERRUPTED
     assert capsys.readouterr().err.strip() == "fp8-harness: error: interrupted."
 
 

@@ -32,7 +32,7 @@ def project(tmp_path_factory: pytest.TempPathFactory, warm: Zygotes) -> Inside:
 
 def checked(project: Inside, name: str, *arguments: str) -> tuple[int, str]:
     """Exit code and the report with every run of spaces as one."""
-    done = project.run("check-target", name, "-q", *arguments)
+    done = project.run("-q", "check-target", name, *arguments)
     assert done.stdout, done.stderr
     return done.returncode, " ".join(done.stdout.split())
 

@@ -9,7 +9,7 @@ import pytest
 from harness.checks.failures import refusal_words
 from harness.errors import HarnessError
 from harness.matrix.caseid import case_id, parse_layout
-from harness.plugins.check_target.sections import problems_of, target_exit_code, target_sections
+from harness.plugins.check_target.commands import problems_of, target_exit_code, target_sections
 from harness.plugins.check_target.target_check import CheckOptions, TargetReport, TargetRun, cases_of
 from harness.report.sections import text_of
 from harness.verdict import Finding, NotJudged, Verdict

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from harness.engine.cluster import unleased_cluster
 from harness.plugins.conformance.checks import MESHES, PARTIALS, OperatorCheck, select_checks
 from harness.plugins.conformance.judge import PROGRAM, Conclusion, run_checks
-from harness.running.injection import parse_injection
+from harness.running.plan import parse_injection
 
 FAULTS = Path(__file__).with_name("conformancefaults.py")
 Run = Callable[..., dict[str, Conclusion]]

@@ -20,7 +20,7 @@ from harness.plugins.faults.faults import (
 )
 from harness.plugins.faults.mutation import hosts_among
 from harness.project import find_project
-from harness.running.injection import parse_injection
+from harness.running.plan import parse_injection
 from harness.running.selection import Query
 from tests.builders import a_finding
 

@@ -23,7 +23,7 @@ from harness.plugins.gpu.kernels import (
     value_checks,
 )
 from harness.plugins.gpu.worker.kernels import observe
-from harness.running.injection import parse_injection
+from harness.running.plan import parse_injection
 from harness.studies.surviving import RanksFailed
 
 FAULTS = Path(__file__).with_name("kernelfaults.py")

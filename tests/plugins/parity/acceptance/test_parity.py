@@ -17,7 +17,7 @@ from tests.plugins.bugs.acceptance.test_bugs import PACKAGE, environment, wheel
 from tests.programs import make_commit
 from tests.zygotes import Zygotes
 
-LAYOUTS = ("--layouts", "single,fsdp2,tp2", "--steps", "2", "-q")
+LAYOUTS = ("--layouts", "single,fsdp2,tp2", "--steps", "2")
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +31,7 @@ def project(tmp_path_factory: pytest.TempPathFactory, warm: Zygotes) -> Inside:
 
 def test_sound_layouts_are_equal_or_rounded(project: Inside) -> None:
     files = ("--json", "table.json", "--markdown", "table.md", "--html", "table.html", "--junit", "x.xml")
-    done = project.run("parity", *LAYOUTS, *files)
+    done = project.run("-q", "parity", *LAYOUTS, *files)
     assert done.returncode == 0, done.stdout + done.stderr
     table = json.loads((project.folder / "table.json").read_text())
     assert {row["layout"]: row["word"] for row in table["rows"]} == {
@@ -48,7 +48,7 @@ def test_sound_layouts_are_equal_or_rounded(project: Inside) -> None:
 
 
 def test_a_planted_fault_is_wrong_where_it_is_and_nowhere_else(project: Inside) -> None:
-    done = project.run("parity", *LAYOUTS, "--inject", "fault:amax_not_reduced_over_tp", "--json", "table.json")
+    done = project.run("-q", "parity", *LAYOUTS, "--inject", "fault:amax_not_reduced_over_tp", "--json", "table.json")
     assert done.returncode == 1, done.stdout + done.stderr
     table = json.loads((project.folder / "table.json").read_text())
     rows = {row["layout"]: row for row in table["rows"]}
@@ -67,11 +67,11 @@ def rounded(curve: TextCurve) -> TextCurve:
 
 def test_a_golden_file_is_judged_by_the_layouts_that_run(project: Inside) -> None:
     """A curve of clean ranks is not wrong, and one with a planted fault is."""
-    layouts = ("--layouts", "single,fsdp2,fsdp4,tp2", "--steps", "2", "-q")
-    bad = project.run("run", "tp2-rowwise-v2048-s2-b16", "--inject", "fault:norm_of_local_shards", "-q")
+    layouts = ("--layouts", "single,fsdp2,fsdp4,tp2", "--steps", "2")
+    bad = project.run("-q", "run", "tp2-rowwise-v2048-s2-b16", "--inject", "fault:norm_of_local_shards")
     assert bad.returncode == 1
     assert project.run("show", "tp2-rowwise-v2048-s2-b16", "--curve", "bad.txt").returncode == 0
-    done = project.run("parity", *layouts, "--golden", "bad.txt", "--json", "bad.json")
+    done = project.run("-q", "parity", *layouts, "--golden", "bad.txt", "--json", "bad.json")
     judged = json.loads((project.folder / "bad.json").read_text())
     assert done.returncode == 1 and judged["golden"]["word"] == "wrong", done.stdout
     assert done.stdout.startswith("parity: no layout is wrong; bad.txt is wrong\n")

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from harness.errors import HarnessError
-from harness.plugins.parity.revisions import Revision, checked_out, has_target, revision_environment, revision_of
+from harness.plugins.parity.against import Revision, checked_out, has_target, revision_environment, revision_of
 from harness.project import Project
 from harness.running.environments import HARNESS, origins
 from tests.programs import make_commit, run_git

@@ -18,6 +18,7 @@ from harness.jsonform import to_json
 from harness.matrix.case import Case, Float8
 from harness.matrix.caseid import case_id, parse_case_id
 from harness.matrix.models import MODELS, training
+from harness.plugins.predict.conditions import Conditions, ConditionsMonitor, conditions, worst
 from harness.plugins.predict.gains import (
     CaseSpeed,
     SpeedReport,
@@ -32,11 +33,10 @@ from harness.plugins.predict.gains import (
 from harness.plugins.predict.machine import machine
 from harness.plugins.predict.sections import linear_row, speed_sections, speedup_sections
 from harness.plugins.release.gate import gate
-from harness.plugins.release.reason import Kind
+from harness.plugins.release.sides import Kind
 from harness.registry import is_llama
 from harness.report.sections import text_of
 from harness.result import Environment, Speedup
-from harness.running.conditions import Conditions, ConditionsMonitor, conditions, worst
 from harness.verdict import Verdict
 from tests.builders import make_known, make_measured, make_result, make_results
 from tests.nvidia import put_nvidia_smi

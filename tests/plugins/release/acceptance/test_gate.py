@@ -62,7 +62,7 @@ def test_what_cannot_be_compared_has_codes_of_its_own(project: Command) -> None:
         (("v1", "v2", "--allow", "new-failure=x"), "excused in cases/quarantine.toml"),
         (("v1", "v2", "--allow", "wire="), "it does not say why"),
         (("v1", "v2", "--html", "no/such.html"), "there is no such folder"),
-        (("v1", "v2", "-j", "2"), "need --versions"),
+        (("v1", "v2", "-o", "jobs=2"), "need --versions"),
         (("v1", "v2", "--env", "a=b"), "need --versions"),
         (("--versions", "torchao=1"), "no package with two versions"),
     ):
@@ -153,7 +153,7 @@ def test_versions_of_a_package_are_gated(project: Command) -> None:
     project.cases("mine", axes, f"{axes}, seed = 7")
     links = {"FIND_LINKS": str(wheels), "NO_INDEX": "1"}
     project.environment |= {f"{tool}_{name}": value for tool in ("PIP", "UV") for name, value in links.items()}
-    words = ("--select", "seed=7", "-j", "1", "--timeout-s", "77", "--json", "-", "--html", "gate.html")
+    words = ("--select", "seed=7", "-o", "jobs=1", "-o", "timeout-s=77", "--json", "-", "--html", "gate.html")
     done = project.call("compare", "--versions", f"{PACKAGE}=0.1,0.2", "mine", *words)
     assert (done.returncode, json.loads(done.stdout)["compared"]) == (0, 1), done.stderr
     assert f"\nGO: {PACKAGE}-0.2 against {PACKAGE}-0.1\n" in done.stderr

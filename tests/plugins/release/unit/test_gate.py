@@ -16,8 +16,8 @@ from msgspec.structs import replace
 from harness.checks.divergence import OPERAND
 from harness.matrix.records import Quarantine, Required
 from harness.plugins.release.gate import Answer, Gate, GatePolicy, gate
-from harness.plugins.release.reason import Allowance, Kind, Reason
-from harness.plugins.release.times import signed_rank_p
+from harness.plugins.release.numbers import signed_rank_p
+from harness.plugins.release.sides import Allowance, Kind, Reason
 from harness.result import CaseResult, CastRange, Curve, Environment, Multiplied, RunResult, Sent
 from harness.verdict import FailureSignature, NotJudged, Verdict
 from tests.builders import (

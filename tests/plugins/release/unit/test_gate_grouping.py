@@ -13,9 +13,9 @@ from harness.checks.catalogue import signature_of
 from harness.jsonform import to_json
 from harness.matrix.records import KnownFault, Symptom
 from harness.plugins.release.causes import Group, Origin
+from harness.plugins.release.commands import gate_front, gate_markdown, gate_sections
 from harness.plugins.release.gate import Gate, gate
-from harness.plugins.release.reason import Kind, Topic
-from harness.plugins.release.sections import gate_front, gate_markdown, gate_sections
+from harness.plugins.release.sides import Kind, Topic
 from harness.report.sections import Entry, Section, Table, text_of
 from harness.result import CaseResult, Curve, Environment, Sent
 from harness.verdict import FailureSignature, Verdict

@@ -7,8 +7,8 @@ import json
 from msgspec.structs import replace
 
 from harness.jsonform import to_json
+from harness.plugins.release.commands import gate_front, gate_markdown, gate_sections
 from harness.plugins.release.gate import Answer, Gate, gate
-from harness.plugins.release.sections import gate_front, gate_markdown, gate_sections
 from harness.report.sections import text_of
 from harness.verdict import Verdict
 from tests.builders import a_finding, make_measured, make_result, make_results, with_facts

@@ -17,8 +17,7 @@ from harness.matrix.records import KnownFault
 from harness.matrix.rules import exclusions, expected_refusal
 from harness.matrix.tier import coverage, select, tier_spaces
 from harness.plugins.faults.faults import all_faults
-from harness.plugins.tiers.cheap_cover import CheapCover
-from harness.plugins.tiers.choose import choose
+from harness.plugins.tiers.choose import CheapCover, choose
 from tests.builders import make_known
 
 SMALL = """
