@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Annotated, Any, Union, get_type_hints
+from typing import Annotated, Any, TypeVar, Union, get_type_hints
 
 import msgspec
 from msgspec.structs import replace
@@ -42,6 +42,7 @@ _LINE: msgspec.json.Decoder[RunStart | CaseResult | RunEnd] = msgspec.json.Decod
     RunStart | CaseResult | RunEnd, strict=False
 )
 _NUMBERS = msgspec.json.Decoder(CaseNumbers, strict=False)
+Line = TypeVar("Line", CaseResult, RunEnd)
 
 
 def run_lines(run: RunResult) -> bytes:
@@ -174,21 +175,18 @@ class RunStore:
 
     def read_end(self) -> RunEnd | None:
         """How the run ended; None where it was killed or still runs. Cheap: no result is decoded."""
-        for _, line in reversed(self._lines()):
-            if line.startswith(_END):
-                with contextlib.suppress(*_UNREADABLE):
-                    check_line(line)
-                    return from_json(line, RunEnd)
-        return None
+        return self._last(RunEnd, _END)
 
     def result_of(self, case_id: str) -> CaseResult | None:
         """The last result of one case; None where none can be read. Cheap: other lines are not decoded."""
+        return self._last(CaseResult, b'{"line":"case","id":"%s"' % case_id.encode())
+
+    def _last(self, kind: type[Line], begin: bytes) -> Line | None:
         for _, line in reversed(self._lines()):
-            named = _CASE.match(line)
-            if named and named[1] == case_id.encode():
+            if line.startswith(begin):
                 with contextlib.suppress(*_UNREADABLE):
                     check_line(line)
-                    return from_json(line, CaseResult)
+                    return from_json(line, kind)
         return None
 
     def numbers(self, wanted: Callable[[str], bool]) -> dict[str, CaseNumbers]:

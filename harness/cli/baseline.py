@@ -11,8 +11,7 @@ from harness.cli import options
 from harness.cli.baseline_update import asked_cases, ended, update_command
 from harness.cli.options import Group
 from harness.errors import HarnessError
-from harness.evidence.curve import curve_of_case, text_of_curve
-from harness.evidence.golden import Golden, changes_between, goldens_of, list_goldens, load_golden, unsound
+from harness.evidence.golden import Golden, changes_between, curve_text, goldens_of, list_goldens, load_golden, unsound
 from harness.evidence.signature import Signature, list_signatures, load_signature, needs_signature
 from harness.evidence.tolerance import CHECKS, Sample, fit, measured_steps, noise, read_evidence, write_evidence
 from harness.hints import explain_case
@@ -81,8 +80,8 @@ def show_command(*, family: str | None, against: str | None, curve_file: Path | 
         golden = load_golden(project.root, hardware or "cpu", name)
         if curve_file is None:
             _show_golden(golden)
-        curve = curve_of_case(golden.case_id, golden.losses, golden.grad_norms)
-        options.write_output(curve_file, lambda: text_of_curve(curve).encode())
+        curve = curve_text(golden.case_id, golden.losses, golden.grad_norms)
+        options.write_output(curve_file, curve.encode)
     else:
         _list(project)
 

@@ -20,7 +20,7 @@ from harness.cli import options
 from harness.cli.options import Group
 from harness.durable import write_whole
 from harness.errors import HarnessError
-from harness.evidence.curve import curve_of_case, text_of_curve
+from harness.evidence.golden import curve_text
 from harness.hints import rerun_failed
 from harness.jsonform import compact
 from harness.matrix.caseid import case_id, parse_case_id
@@ -160,7 +160,7 @@ def _case_of(run: RunResult, case: str) -> CaseResult:
 def _curve(case: CaseResult) -> bytes:
     if not case.losses:
         raise HarnessError("this run has no losses for it.", where=case.case_id, fix="give a case that trained.")
-    return text_of_curve(curve_of_case(case.case_id, case.losses, case.grad_norms)).encode()
+    return curve_text(case.case_id, case.losses, case.grad_norms).encode()
 
 
 def page_of(

@@ -76,23 +76,28 @@ class RankOutcome(Message, frozen=True, kw_only=True):
     log_tail: str = ""  # last lines of its stdout and stderr
 
 
-class ShareOutcome(Message, frozen=True, kw_only=True):
-    """What a node recorded about its share of a job. `infra` says why the harness itself failed; else empty.
+class Ended(Message, frozen=True, kw_only=True):
+    """What a share of a job, and a whole job, record about their end.
 
     `zygote_lost`: because its zygote died or fell silent, for which any share that ran on it may be to blame.
     """
 
+    wall_s: float = 0.0
+    cpu_s: float = 0.0  # user + system seconds of its ranks
+    detected_s: float | None = None  # from its start to the detection of its first failure
+    zygote_lost: bool = False
+    out_of_memory: bool = False  # the kernel's OOM killer was at work when the zygote was lost
+
+
+class ShareOutcome(Ended, frozen=True, kw_only=True):
+    """What a node recorded about its share of a job. `infra` says why the harness itself failed; else empty."""
+
     ranks: tuple[RankOutcome, ...] = ()
     hung: bool = False
     infra: str = ""
-    zygote_lost: bool = False
-    out_of_memory: bool = False  # the kernel's OOM killer was at work when the zygote was lost
-    wall_s: float = 0.0
-    cpu_s: float = 0.0  # user + system seconds of its ranks
-    detected_s: float | None = None  # from start of the share to the detection of its first failure
 
 
-class JobOutcome(Message, frozen=True, kw_only=True):
+class JobOutcome(Ended, frozen=True, kw_only=True):
     """How a job ended: `ok` when every rank returned. `message` names the first failure in time.
 
     `earlier` are the attempts before this one, which the machine ended, without their ranks (`outcome.py`).
@@ -102,12 +107,7 @@ class JobOutcome(Message, frozen=True, kw_only=True):
     status: JobStatus
     ranks: tuple[RankOutcome, ...]
     message: str = ""
-    wall_s: float = 0.0
-    cpu_s: float = 0.0  # user + system seconds of all ranks
-    detected_s: float | None = None  # from start of the job to the detection of the first failure
     nodes: tuple[str, ...] = ()  # on which it ran, where there are several
-    zygote_lost: bool = False  # and `out_of_memory`: as in `ShareOutcome`
-    out_of_memory: bool = False
     earlier: tuple[JobOutcome, ...] = ()
 
     @property

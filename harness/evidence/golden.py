@@ -96,7 +96,7 @@ def _git_bytes(root: Path, *words: str) -> bytes:
     return done.stdout if done.returncode == 0 else b""
 
 
-EVIDENCE_OF_A_DEVICE = "evidence-"  # begins the names of the other files beside goldens (`verified.py`)
+EVIDENCE_OF_A_DEVICE = "evidence-"  # begins the names of the other files beside goldens (of the plug-in gpu)
 
 _VENDORS = {"sm": "nvidia", "gfx": "amd"}  # by what the name of an architecture begins with
 
@@ -274,6 +274,24 @@ def unsound(golden: Golden) -> str | None:
         (not golden.data_digest, "it has no data digest"),
     )
     return next((text for wrong, text in problems if wrong), None)
+
+
+def curve_text(case_id: str, losses: Sequence[float], grad_norms: Sequence[float]) -> str:
+    """The loss and the gradient norm of every step, with every digit, in the format of torchtitan's golden files.
+
+    # config: fsdp2-tp2-rowwise-v2048-b16
+    # ngpu: 4
+    # parallelism: FSDP=2, TP=2
+    # step loss grad_norm
+    1 8.023969650268555 1.5995219945907593
+    """
+    layout = parse_case_id(case_id).layout
+    degrees = {"DDP": layout.dp_replicate, "FSDP": layout.dp_shard, "TP": layout.tp}
+    mesh = ", ".join(f"{axis}={degree}" for axis, degree in degrees.items() if degree > 1)
+    head = (f"# config: {case_id}", f"# ngpu: {layout.world_size}", f"# parallelism: {mesh or 'none'}")
+    steps = enumerate(zip_longest(losses, grad_norms), 1)
+    rows = (f"{step} {loss!r}{'' if norm is None else f' {norm!r}'}" for step, (loss, norm) in steps)
+    return "\n".join((*head, "# step loss grad_norm", *rows, ""))
 
 
 def hardware_class(device_name: str) -> str:

@@ -258,7 +258,10 @@ def ignored_axes(values: Mapping[str, object]) -> tuple[str, ...]:
 
 def choices(name: str) -> tuple[object, ...]:
     """Every value that an axis can have; () for numbers and strings."""
-    return _literals(_type_of(name))
+    hint = _base_type(_type_of(name))
+    if hint is bool:
+        return (True, False)
+    return typing.get_args(hint) if typing.get_origin(hint) is typing.Literal else ()
 
 
 def axis_type(name: str) -> type[object]:
@@ -313,13 +316,6 @@ def _base_type(hint: object) -> object:
     if type(None) in parts:
         return _base_type(next(part for part in parts if part is not type(None)))
     return hint
-
-
-def _literals(hint: object) -> tuple[object, ...]:
-    hint = _base_type(hint)
-    if hint is bool:
-        return (True, False)
-    return typing.get_args(hint) if typing.get_origin(hint) is typing.Literal else ()
 
 
 def _invalid_case(error: msgspec.ValidationError, values: Mapping[str, object]) -> HarnessError:

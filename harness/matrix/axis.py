@@ -1,6 +1,6 @@
 """What an axis declares of itself beside its type and default: on its field of `Case`, and nowhere else.
 
-Ids and their parser, options, case files, families, witnesses, selectors, `shrink` and `export` follow from it.
+Ids and their parser, options, case files, families, witnesses and selectors follow from it.
 """
 
 import enum
@@ -43,10 +43,8 @@ class Axis(msgspec.Struct, frozen=True, kw_only=True):
     `part`: of an id, under which its words are listed. `needs`: axes without which its values mean nothing.
     `always`: ids spell its default too. `example`: a value, of an axis without a default. `reference`: its value in
     BF16 references, where that is not the default. `noise`: how a tolerance key spells a value that rounds otherwise.
-    `everyday`: commands have an option of its name, beside `--set`. `exported`: whether exported scripts have it.
-    `smallest`: the least that `shrink` tries of a size. `simplest`: the value that it tries of an option, where that is
-    not the default. `shrinks`: False where another value runs no other code. `same_bits`: why a run has the bits of one
-    with the default; `same_sums`: why they differ by the order of sums alone. When they do not is in `relations.py`.
+    `everyday`: commands have an option of its name, beside `--set`. `same_bits`: why a run has the bits of one with the
+    default; `same_sums`: why they differ by the order of sums alone. When they do not is in `relations.py`.
     """
 
     meaning: str
@@ -59,10 +57,6 @@ class Axis(msgspec.Struct, frozen=True, kw_only=True):
     always: bool = False
     example: object = None
     everyday: bool = False
-    smallest: int | None = None
-    simplest: object = None
-    shrinks: bool = True
-    exported: bool = True
     noise: str = ""
     same_bits: str = ""
     same_sums: str = ""

@@ -19,10 +19,6 @@ from harness.matrix.recipes import Float8
 from harness.registry import REFERENCE, TARGET_NAME
 
 Dtype = Literal["float64", "float32", "bfloat16"]
-ParameterDtype = Literal["float32", "bfloat16"]
-ReduceDtype = Literal["float32", "bfloat16"]
-ReduceGrads = Literal["every_microbatch", "last_microbatch"]
-IgnoredTokens = Literal["none", "unequal", "half"]
 Resume = Literal["none", "same", "resharded"]
 Optimizer = Literal["adamw", "sgd"]
 
@@ -69,16 +65,14 @@ class Train(CaseStruct, frozen=True, kw_only=True):
         _of_training(
             "sequences per step, over all ranks",
             number("gb{global_batch}", "gb8", "{0} sequences per step, over all ranks"),
-            smallest=1,
         ),
     ] = 8
     seq_len: Annotated[
-        PositiveInt,
-        _of_training("tokens of a sequence", number("sl{seq_len}", "sl32", "sequences of {0} tokens"), smallest=16),
+        PositiveInt, _of_training("tokens of a sequence", number("sl{seq_len}", "sl32", "sequences of {0} tokens"))
     ] = 32
     steps: Annotated[
         Annotated[int, Meta(ge=1, le=100_000)],
-        _of_training("optimizer steps", number("s{steps}", "s5", "{0} steps"), smallest=1, everyday=True),
+        _of_training("optimizer steps", number("s{steps}", "s5", "{0} steps"), everyday=True),
     ] = 5
     accumulation: Annotated[
         PositiveInt,
@@ -86,18 +80,16 @@ class Train(CaseStruct, frozen=True, kw_only=True):
             "microbatches per optimizer step",
             number("accum{accumulation}", "accum2", "{0} microbatches per rank and optimizer step"),
             changes=Changes.SUMS,
-            exported=False,
         ),
     ] = 1
     reduce_grads: Annotated[
-        ReduceGrads,
+        Literal["every_microbatch", "last_microbatch"],
         _of_training(
             "microbatches after which FSDP2 reduces gradients",
             flag(
                 "reduce.last", "gradients are reduced after the last microbatch alone", reduce_grads="last_microbatch"
             ),
             changes=Changes.SUMS,
-            exported=False,
         ),
     ] = "every_microbatch"
     max_norm: Annotated[
@@ -106,7 +98,6 @@ class Train(CaseStruct, frozen=True, kw_only=True):
             "clip gradients to this global norm; without it there is no clipping",
             number("clip{max_norm}", "clip0.5", "gradients are clipped to a global norm of {0}"),
             example=1.0,
-            exported=False,
         ),
     ] = None
     evaluate: Annotated[
@@ -116,16 +107,14 @@ class Train(CaseStruct, frozen=True, kw_only=True):
             flag("eval", "the batch of every step is evaluated before it is trained on", evaluate=True),
             changes=Changes.NOTHING,
             same_bits="an evaluation changes nothing that training reads",
-            exported=False,
         ),
     ] = False
     ignored_tokens: Annotated[
-        IgnoredTokens,
+        Literal["none", "unequal", "half"],
         _of_training(
             "labels that the loss ignores: a different number per rank, or half the batch",
             flag("ignore.unequal", "every sequence has fewer labels than the one before", ignored_tokens="unequal"),
             flag("ignore.half", "the second half of the batch has no labels", ignored_tokens="half"),
-            exported=False,
         ),
     ] = "none"
     resume: Annotated[
@@ -136,7 +125,6 @@ class Train(CaseStruct, frozen=True, kw_only=True):
             flag("resume.resharded", "resumed through another layout, which loads and saves state", resume="resharded"),
             changes=Changes.NOTHING,
             same_bits="a state that is saved and loaded has the same bits",
-            exported=False,
         ),
     ] = "none"
     optimizer: Annotated[
@@ -144,39 +132,33 @@ class Train(CaseStruct, frozen=True, kw_only=True):
         _of_training(
             "what updates parameters: sgd in proportion to the gradient, with lr = 0.1 for instance",
             flag("sgd", "SGD with momentum updates the parameters, instead of AdamW", optimizer="sgd"),
-            exported=False,
             noise="_{}",
         ),
     ] = "adamw"
     lr: Annotated[
         Annotated[float, Meta(gt=0, le=10)],
         _of_training(
-            "learning rate of the optimizer",
-            number("lr{lr}", "lr0.001", "learning rate {0}"),
-            shrinks=False,
-            noise="_lr{:g}",
+            "learning rate of the optimizer", number("lr{lr}", "lr0.001", "learning rate {0}"), noise="_lr{:g}"
         ),
     ] = 1e-3
     seed: Annotated[
         Annotated[int, Meta(ge=0, lt=2**32)],
-        _of_training("seed of weights and data", number("seed{seed}", "seed0", "seed {0}"), shrinks=False),
+        _of_training("seed of weights and data", number("seed{seed}", "seed0", "seed {0}")),
     ] = 0
     parameter_dtype: Annotated[
-        ParameterDtype,
+        Literal["float32", "bfloat16"],
         _of_training(
             "dtype of the parameters that the optimizer updates, where activations are bfloat16",
             flag("param.b16", "parameters are updated in bfloat16", parameter_dtype="bfloat16"),
-            exported=False,
             noise="_param_{}",
         ),
     ] = "float32"
     reduce_dtype: Annotated[
-        ReduceDtype,
+        Literal["float32", "bfloat16"],
         _of_training(
             "dtype in which FSDP2 sums gradients over ranks",
             flag("reduce.b16", "gradients are summed over ranks in bfloat16", reduce_dtype="bfloat16"),
             changes=Changes.SUMS,
-            exported=False,
         ),
     ] = "float32"
     dtype: Annotated[
@@ -189,7 +171,6 @@ class Train(CaseStruct, frozen=True, kw_only=True):
             changes=Changes.ROUNDING,
             part="dtype",
             reference="bfloat16",
-            simplest="float32",
             everyday=True,
         ),
     ] = "float32"
@@ -239,8 +220,6 @@ __all__ = [  # the parts of a case come from here
 ]
 
 CheckpointMode = Literal["none", "full", "selective_op", "selective_layer"]
-CompileMode = Literal["none", "graph", "inductor"]
-TargetName = Annotated[str, Meta(pattern=r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*$", max_length=200)]
 
 
 class Checkpointing(CaseStruct, frozen=True, kw_only=True):
@@ -301,7 +280,6 @@ class Checks(CaseStruct, frozen=True, kw_only=True):
             changes=Changes.NOTHING,
             part="checks",
             example=0.05,
-            shrinks=False,
         ),
     ] = None
 
@@ -317,7 +295,7 @@ class Case(CaseStruct, frozen=True, kw_only=True):
     """
 
     target: Annotated[
-        TargetName,
+        Annotated[str, Meta(pattern=r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*$", max_length=200)],
         axis(
             "what trains: reference, torchtitan_0_3, or the module of your own target",
             Word(
@@ -335,7 +313,7 @@ class Case(CaseStruct, frozen=True, kw_only=True):
     float8: Float8 = Float8()
     checkpointing: Checkpointing = Checkpointing()
     compile: Annotated[
-        CompileMode,
+        Literal["none", "graph", "inductor"],
         axis(
             "graph executes compiled graphs, inductor generates code",
             flag("graph", "compiled blocks, as graphs that are executed", compile="graph"),

@@ -107,7 +107,8 @@ def write_case(case: Case, *, schema: str | None, command: str) -> str:
     """
     values, own = axis_values(case), own_axes(case)
     chosen = [_assignment(name, value) for name, value in own.items()]
-    others = [f"# {_assignment(name, _example(name, values[name]))}" for name in AXES if name not in own]
+    shown = {name: DECLARED[name].example if value is None else value for name, value in values.items()}
+    others = [f"# {_assignment(name, value)}" for name, value in shown.items() if name not in own]
     head = [f"#:schema {schema}"] if schema is not None else []
     head += [f"# Run it by `{command}`.", f"description = {_toml(case_id(case))}"]
     rest = "# Every other axis has its default. To change one, remove the # before it."
@@ -117,10 +118,6 @@ def write_case(case: Case, *, schema: str | None, command: str) -> str:
 def _assignment(name: str, value: object) -> str:
     one_of = f" ({', '.join(map(str, choices(name)))})" if axis_type(name) is str and choices(name) else ""
     return f"{f'{name} = {_toml(value)}':<34} # {DECLARED[name].meaning}{one_of}"
-
-
-def _example(name: str, value: object) -> object:
-    return DECLARED[name].example if value is None else value
 
 
 def _toml(value: object) -> str:

@@ -21,8 +21,8 @@ from harness.matrix.case import Case, Layout
 from harness.matrix.layout import DP_AXES
 from harness.matrix.model import PRESET_WORDS
 
-NUMBER = r"\d+(?:\.\d+)?(?:e[+-]?\d+)?"
-_PATTERNS: Mapping[type[object], str] = {int: r"\d+", float: NUMBER}
+_NUMBER = r"\d+(?:\.\d+)?(?:e[+-]?\d+)?"
+_PATTERNS: Mapping[type[object], str] = {int: r"\d+", float: _NUMBER}
 
 
 class Word(msgspec.Struct, frozen=True, kw_only=True):
@@ -100,7 +100,7 @@ def _words() -> Iterator[Word]:
 
 # In the order in which an id has them.
 WORDS: tuple[Word, ...] = tuple(_words())
-FLOAT_STEMS = tuple(word.stem for word in WORDS if word.inside and axis_type(word.inside[0]) is float)
+_FLOAT_STEMS = tuple(word.stem for word in WORDS if word.inside and axis_type(word.inside[0]) is float)
 
 
 def spelled(values: Mapping[str, object], names: tuple[str, ...], *, with_defaults: bool = False) -> list[str]:
@@ -204,9 +204,9 @@ def _alike(one: str, other: str, cutoff: float) -> bool:
 
 _MAX_LENGTH = 1000  # far above any id that fits into a file name; limits the work on invalid input
 # A floating-point number may contain a minus (`lr1e-05`), and so may the preset that a file names.
-_STEMS = "|".join(map(re.escape, FLOAT_STEMS))
+_STEMS = "|".join(map(re.escape, _FLOAT_STEMS))
 _WITH_MINUS = "|".join(map(re.escape, (preset for preset in PRESET_WORDS if "-" in preset)))
-_TOKEN = re.compile(rf"(?:(?:{_STEMS}){NUMBER}|{_WITH_MINUS}|[^-]+)(?=-|$)")
+_TOKEN = re.compile(rf"(?:(?:{_STEMS}){_NUMBER}|{_WITH_MINUS}|[^-]+)(?=-|$)")
 
 _OF_LAYOUT = tuple(name for name, path in AXES.items() if path[0] == "layout")
 _AFTER_LAYOUT = tuple(name for name in AXES if name not in ("target", *_OF_LAYOUT))

@@ -16,10 +16,7 @@ from harness.errors import HarnessError
 from harness.matrix.axis import Changes, axis, flag, number
 from harness.matrix.model import CaseStruct
 
-SymmMem = Literal["pipelined", "fallback"]
-Resharding = Literal["default", "always", "never"]
 Schedule = Literal["1f1b", "gpipe", "interleaved", "zero_bubble"]
-SequenceOrder = Literal["headtail", "contiguous"]
 Degree = Annotated[int, Meta(ge=1, le=4096)]
 
 _axis = functools.partial(axis, part="layout", changes=Changes.LAYOUT)
@@ -33,8 +30,6 @@ class Mesh(CaseStruct, frozen=True, kw_only=True):
         _axis(
             "pipeline parallelism: ranks that share the blocks, and send what is between them",
             number("pp{pp}", "pp2", "pipeline parallelism over {0} ranks"),
-            smallest=1,
-            exported=False,
         ),
     ] = 1
     dp_replicate: Annotated[
@@ -45,16 +40,14 @@ class Mesh(CaseStruct, frozen=True, kw_only=True):
             number("fsdp{dp_shard}", "fsdp4", "FSDP2 over {0} ranks"),
             number("hsdp{dp_replicate}x{dp_shard}", "hsdp2x4", "HSDP: {0} replicas of {1} shards each"),
             number("ddp{dp_replicate}", "ddp2", "{0} replicas without shards: DDP, which is excluded"),
-            smallest=1,
         ),
     ] = 1
-    dp_shard: Annotated[Degree, _axis("FSDP2: ranks that share every parameter", smallest=1, everyday=True)] = 1
+    dp_shard: Annotated[Degree, _axis("FSDP2: ranks that share every parameter", everyday=True)] = 1
     tp: Annotated[
         Degree,
         _axis(
             "tensor parallelism: ranks that share every linear",
             number("tp{tp}", "tp4", "tensor parallelism over {0} ranks"),
-            smallest=1,
             everyday=True,
         ),
     ] = 1
@@ -110,7 +103,7 @@ class Layout(Mesh, frozen=True, kw_only=True):
         ),
     ] = False
     symm_mem: Annotated[
-        SymmMem,
+        Literal["pipelined", "fallback"],
         _axis(
             "form of the fused operators of async TP",
             flag("fallback", "async TP in torch's unfused reference form", symm_mem="fallback"),
@@ -144,12 +137,11 @@ class Layout(Mesh, frozen=True, kw_only=True):
         ),
     ] = True
     reshard_after_forward: Annotated[
-        Resharding,
+        Literal["default", "always", "never"],
         _axis(
             "FSDP2 frees gathered weights after forward; by default all but those of the last unit",
             flag("reshard.always", "FSDP2 gathers all weights again in backward", reshard_after_forward="always"),
             flag("reshard.never", "FSDP2 keeps gathered weights until backward", reshard_after_forward="never"),
-            exported=False,
             same_bits="a weight that is gathered again has the same bits",
         ),
     ] = "default"
@@ -162,7 +154,6 @@ class Layout(Mesh, frozen=True, kw_only=True):
             flag("interleaved", "two stages of a pipeline per rank, 1F1B", schedule="interleaved"),
             flag("zb", "a pipeline that computes gradients of weights in its bubbles", schedule="zero_bubble"),
             needs=("pp",),
-            exported=False,
         ),
     ] = "1f1b"
     ep: Annotated[
@@ -170,9 +161,7 @@ class Layout(Mesh, frozen=True, kw_only=True):
         _axis(
             "expert parallelism: ranks that share the experts of a block, all of tp and some of dp_shard",
             number("ep{ep}", "ep2", "expert parallelism over {0} of the ranks that share parameters"),
-            smallest=1,
             needs=("experts",),
-            exported=False,
         ),
     ] = 1
 
@@ -181,18 +170,15 @@ class Layout(Mesh, frozen=True, kw_only=True):
         _axis(
             "context parallelism: of the ranks of dp_shard, so many share every sequence",
             number("cp{cp}", "cp2", "context parallelism over {0} of the ranks that share parameters"),
-            smallest=1,
             needs=("dp_shard",),
-            exported=False,
         ),
     ] = 1
     sequence_order: Annotated[
-        SequenceOrder,
+        Literal["headtail", "contiguous"],
         _axis(
             "which positions a rank of context parallelism has: headtail balances causal attention",
             flag("contiguous", "ranks of context parallelism have contiguous positions", sequence_order="contiguous"),
             needs=("cp",),
-            exported=False,
         ),
     ] = "headtail"
 

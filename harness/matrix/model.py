@@ -8,10 +8,8 @@ from msgspec import Meta
 
 from harness.matrix.axis import Axis, Changes, axis, flag, number
 
-Preset = Literal["tiny", "debug", "llama3-8b-layer"]
 PRESET_WORDS = {"tiny": "tiny", "debug": "debug", "llama3-8b-layer": "llama3.8b.layer"}  # `-` separates words of ids
 PositiveInt = Annotated[int, Meta(ge=1)]
-RouterScore = Literal["softmax", "sigmoid"]
 
 _axis = functools.partial(axis, part="model", changes=Changes.TRAINING)
 
@@ -50,12 +48,9 @@ _PRESETS = tuple(
 )
 
 
-def _size(name: str, example: str, meaning: str, *, smallest: int = 1) -> Axis:
+def _size(name: str, example: str, meaning: str) -> Axis:
     return _axis(
-        meaning,
-        number(f"{example.partition('.')[0]}.{{{name}}}", example, f"{name} {{0}}"),
-        smallest=smallest,
-        noise=f"_{name}{{}}",
+        meaning, number(f"{example.partition('.')[0]}.{{{name}}}", example, f"{name} {{0}}"), noise=f"_{name}{{}}"
     )
 
 
@@ -76,15 +71,14 @@ class Model(CaseStruct, frozen=True, kw_only=True):
     """
 
     preset: Annotated[
-        Preset, _axis("preset; every size below overrides it", *_PRESETS, name="model", shrinks=False)
+        Literal["tiny", "debug", "llama3-8b-layer"],
+        _axis("preset; every size below overrides it", *_PRESETS, name="model"),
     ] = "tiny"
-    dim: Annotated[PositiveInt | None, _size("dim", "dim.512", "features of the residual stream", smallest=32)] = None
+    dim: Annotated[PositiveInt | None, _size("dim", "dim.512", "features of the residual stream")] = None
     layers: Annotated[PositiveInt | None, _size("layers", "layers.4", "blocks")] = None
     heads: Annotated[PositiveInt | None, _size("heads", "heads.4", "attention heads")] = None
     kv_heads: Annotated[PositiveInt | None, _size("kv_heads", "kvheads.4", "heads of keys and values")] = None
-    ffn_dim: Annotated[
-        PositiveInt | None, _size("ffn_dim", "ffn.512", "hidden features of the feed-forward", smallest=32)
-    ] = None
+    ffn_dim: Annotated[PositiveInt | None, _size("ffn_dim", "ffn.512", "hidden features of the feed-forward")] = None
     bias: Annotated[
         bool,
         _axis(
@@ -99,7 +93,6 @@ class Model(CaseStruct, frozen=True, kw_only=True):
             "the output layer multiplies by the weights of the embedding",
             flag("tied", "embedding and output layer share their weights", tied=True),
             noise="_tied",
-            exported=False,
         ),
     ] = False
     experts: Annotated[
@@ -108,7 +101,6 @@ class Model(CaseStruct, frozen=True, kw_only=True):
             "experts of every block but the first; 0: all blocks are dense",
             number("moe{experts}", "moe4", "{0} experts in every block but the first"),
             noise="_moe{}",
-            exported=False,
             example=4,
         ),
     ] = 0
@@ -118,13 +110,11 @@ class Model(CaseStruct, frozen=True, kw_only=True):
             "experts that every token is sent to",
             number("top{top_k}", "top1", "every token is sent to {0} experts"),
             needs=("experts",),
-            smallest=1,
             noise="_top{}",
-            exported=False,
         ),
     ] = 2
     router: Annotated[
-        RouterScore,
+        Literal["softmax", "sigmoid"],
         _axis(
             "scores of experts: a softmax, or sigmoids whose chosen ones are divided by their sum",
             flag(
@@ -132,7 +122,6 @@ class Model(CaseStruct, frozen=True, kw_only=True):
             ),
             needs=("experts",),
             noise="_{}",
-            exported=False,
         ),
     ] = "softmax"
     balance: Annotated[
@@ -142,7 +131,6 @@ class Model(CaseStruct, frozen=True, kw_only=True):
             flag("balance", "the choice of experts is balanced by a bias, without a loss", balance=True),
             needs=("experts",),
             noise="_balance",
-            exported=False,
         ),
     ] = False
     vocab_size: Annotated[
@@ -152,7 +140,6 @@ class Model(CaseStruct, frozen=True, kw_only=True):
             number("v{vocab_size}", "v2048", "vocabulary of {0} tokens"),
             part="vocabulary",
             always=True,
-            smallest=64,
             everyday=True,
         ),
     ] = 2048

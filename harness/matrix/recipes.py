@@ -177,7 +177,6 @@ class Float8(CaseStruct, frozen=True, kw_only=True):
             flag("mxfp8_with_gw_hp", "MXFP8, but high precision in weight gradients", recipe="mxfp8_with_gw_hp"),
             part="recipe",
             needs=(),
-            simplest="tensorwise",
             everyday=True,
         ),
     ] = "bf16"
@@ -233,7 +232,6 @@ class Float8(CaseStruct, frozen=True, kw_only=True):
             "convert the grouped matmuls of experts too",
             flag("gmm.fp8", "the grouped matmuls of experts are converted too", grouped_mm=True),
             needs=("recipe", "experts"),
-            exported=False,
         ),
     ] = False
     output_layer: Annotated[
@@ -271,7 +269,6 @@ class Float8(CaseStruct, frozen=True, kw_only=True):
                 pattern=r"[a-z0-9_]+\.[a-z0-9]+(?:\+[a-z0-9_]+\.[a-z0-9]+)*",
                 dotted=True,
             ),
-            exported=False,
         ),
     ] = ()
 

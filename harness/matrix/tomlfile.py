@@ -45,7 +45,8 @@ class TomlFile(msgspec.Struct, frozen=True, kw_only=True):
     def check_keys(self, *path: str | int, table: object, known: Iterable[str]) -> dict[str, Any]:
         """`table` as a dict. Raises HarnessError when it is not a table or has a key outside `known`."""
         if not isinstance(table, dict):
-            raise self.error(*path, what=f"{_dotted(path)} must be a table, not {table!r}.")
+            name = ".".join(part for part in path if isinstance(part, str)) or "the file"
+            raise self.error(*path, what=f"{name} must be a table, not {table!r}.")
         names = tuple(known)
         for key in table:
             if key not in names:
@@ -156,7 +157,3 @@ def _numbered(words: tuple[str, ...], counts: dict[KeyPath, int]) -> KeyPath:
 
 def _keys(dotted: str) -> tuple[str, ...]:
     return tuple(word.strip().strip("\"'") for word in dotted.split("."))
-
-
-def _dotted(path: KeyPath) -> str:
-    return ".".join(str(part) for part in path if isinstance(part, str)) or "the file"

@@ -1,79 +1,23 @@
-"""The evidence: what a level found on some hardware, what is known about the formulas, and which goldens change.
+"""The evidence: what is known about the formulas, and which goldens change.
 
 And `docs/checks.md`: what each check asks, reads and cannot see, its rules, and the planted faults that prove it.
 """
 
 import math
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from harness.checks.catalogue import CHECKS
 from harness.checks.check import Check, Stage
 from harness.evidence.golden import GoldenChange, GoldenKey, Provenance, compare_goldens, largest_change
-from harness.evidence.verified import Level, LevelItem, LevelReport, VerifiedWith
+from harness.evidence.verified import VerifiedWith
 from harness.expect.expectations import FORMULAS
 from harness.report.case import case_section
 from harness.report.sections import Block, Facts, Items, Section, Table, markdown
 from harness.studies.records import Verification
 from harness.text import changed_facts, counted, shown
 
-_SHOWS: dict[Level, str] = {
-    "kernel": "The float8 matmul of the device, beside the exact one",
-    "proof": "The exact matmul with the collectives, sharding and compiler of the device",
-    "native": "The kernels and collectives of the device in bfloat16",
-}
-_MOST_CHANGES = 40
 _NAMED = 3  # of the cases that disagree with one formula
-
-
-def level_line(report: LevelReport) -> str:
-    """Level, class, whether all is good, how many of what."""
-    verdicts = Counter(item.verdict for item in report.items)
-    counts = ", ".join(f"{count} {verdict}" for verdict, count in verdicts.items())
-    kind = "rehearsal of " if report.rehearsed else ""
-    result = "good" if report.good else "NOT GOOD"
-    return f"{kind}{report.level} on {report.hardware}: {result}; {counts}; {report.seconds:g} s"
-
-
-def level_section(report: LevelReport, changed: Sequence[str] | None) -> Section:
-    """The summary. `changed` since the evidence that it replaces; None where there was none."""
-    rehearsed = "**A rehearsal on a CPU.** It shows that the command works, and nothing about a GPU."
-    bad = [item for item in report.items if not item.good]
-    wrong = tuple(f"{item.name}: {item.verdict}{''.join(f'; {line}' for line in item.says[:2])}" for item in bad)
-    shown = tuple((changed or ["nothing"])[:_MOST_CHANGES])
-    if changed and len(changed) > _MOST_CHANGES:
-        shown += (f"and {len(changed) - _MOST_CHANGES} more",)
-    return Section(
-        title=_SHOWS[report.level],
-        blocks=(
-            *([rehearsed] if report.rehearsed else []),
-            f"{level_line(report)}.",
-            Section(title=counted(len(bad), "problem"), blocks=(Items(wrong),)),
-            Section(title="Largest numbers", blocks=(Items(tuple(_largest(report.items))),)),
-            Section(title="Left out, and doubts", blocks=(Items(report.notes),)),
-            Section(title="Changed", blocks=() if changed is None else (Items(shown),)),
-            Section(title="Made by", blocks=(Facts(tuple(_origin(report))),)),
-        ),
-    )
-
-
-def _largest(items: Sequence[LevelItem]) -> Iterator[str]:
-    for name in dict.fromkeys(name for item in items for name in item.numbers if name != "allowed"):
-        item = max((item for item in items if name in item.numbers), key=lambda item: item.numbers[name])
-        allowed = f" of {item.numbers['allowed']:.3g}" if "allowed" in item.numbers else ""
-        yield f"{name}: {item.numbers[name]:.3g}{allowed}, {item.name}"
-
-
-def _origin(report: LevelReport) -> Iterator[tuple[str, str]]:
-    here = report.environment
-    yield "command", f"`{report.command}`"
-    yield "created", report.created
-    yield "devices", "; ".join(report.memory) or f"{counted(report.devices, 'rank')} of {here.cpu or 'a CPU'}"
-    yield "driver", here.driver
-    yield "packages", ", ".join(f"{name} {version}" for name, version in here.packages.items())
-    yield "commit", here.commit
-    yield "variables", ", ".join(f"{name}={value}" for name, value in report.variables.items())
 
 
 def formulas_sections(verification: Verification) -> list[Block]:

@@ -1,4 +1,4 @@
-"""The pure parts of the engine: frames split a stream into messages, rank outcomes become the right job outcome."""
+"""The pure parts of the engine: messages in a stream, outcomes of jobs from those of ranks, and what is tried again."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from harness.engine.messages import (
     FromRank,
     Job,
     JobOutcome,
+    JobStatus,
     PhaseReached,
     ProtocolError,
     Raised,
@@ -23,7 +24,7 @@ from harness.engine.messages import (
     ShareOutcome,
     encode_frame,
 )
-from harness.engine.outcome import DEATH_LEAD_S, conclude, describe_exit, first_failure
+from harness.engine.outcome import DEATH_LEAD_S, conclude, describe_exit, first_failure, run_with_retries
 from harness.engine.processes import child_environ
 from harness.engine.rank import one_line
 
@@ -141,3 +142,53 @@ def test_ranks_speak_utf8_whatever_the_locale_of_the_user(monkeypatch: pytest.Mo
         [sys.executable, "-c", says], env=child_environ({}), capture_output=True, text=True, check=True
     )
     assert done.stdout.strip().lower() == "utf-8"
+
+
+def ending(status: JobStatus, *, zygote_lost: bool = False, out_of_memory: bool = False) -> JobOutcome:
+    message = "" if status == "ok" else f"{status}!"
+    return JobOutcome(
+        job_id="j", status=status, ranks=(), message=message, zygote_lost=zygote_lost, out_of_memory=out_of_memory
+    )
+
+
+OK, CRASH, INFRA = ending("ok"), ending("crash"), ending("infra")
+LOST = ending("infra", zygote_lost=True)
+KILLED = ending("infra", zygote_lost=True, out_of_memory=True)
+
+
+@pytest.mark.parametrize(
+    ("endings", "status", "alone"),
+    [
+        ([OK], "ok", [False]),
+        ([CRASH], "crash", [False]),
+        ([ending("hang")], "hang", [False]),
+        ([INFRA, OK], "ok", [False, False]),
+        ([INFRA, CRASH], "crash", [False, False]),
+        ([INFRA, INFRA], "infra", [False, False]),
+        ([LOST, OK], "ok", [False, True]),
+        ([LOST, CRASH], "crash", [False, True]),
+        ([LOST, LOST, OK], "ok", [False, True, True]),
+        ([LOST, LOST, LOST], "crash", [False, True, True]),
+        ([LOST, KILLED, LOST], "infra", [False, True, True]),
+        ([LOST, INFRA, OK], "ok", [False, True, True]),  # a neighbour that has bad luck besides
+        ([LOST, INFRA, INFRA], "infra", [False, True, True]),
+        ([INFRA, LOST, OK], "ok", [False, False, True]),
+    ],
+    ids=str,
+)
+def test_attempts(endings: list[JobOutcome], status: JobStatus, alone: list[bool]) -> None:
+    left, asked, notes = list(endings), list[bool](), list[str]()
+
+    def run(alone: bool) -> JobOutcome:
+        asked.append(alone)
+        return left.pop(0)
+
+    outcome = run_with_retries(run, closed=lambda: False, note=notes.append)
+    assert (outcome.status, asked, left) == (status, alone, [])
+    assert outcome.earlier == tuple(endings[:-1])
+    assert notes == ["infra, trying again: j: infra!"] * (len(endings) - 1)
+
+
+def test_a_closed_engine_tries_nothing_again() -> None:
+    outcome = run_with_retries(lambda alone: LOST if alone else INFRA, closed=lambda: True, note=print)
+    assert (outcome, outcome.earlier) == (INFRA, ())

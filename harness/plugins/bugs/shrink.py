@@ -22,6 +22,7 @@ from harness.matrix.axes import AXES, DECLARED, axis_values, case_from_axes, sho
 from harness.matrix.axis import Changes
 from harness.matrix.case import Case
 from harness.matrix.caseid import case_id
+from harness.matrix.layout import MESH_AXES
 from harness.matrix.rules import exclusions, expected_refusal
 from harness.plugins.bugs.trials import Journal, TrialResult, trial_result
 from harness.project import Project
@@ -30,8 +31,12 @@ from harness.running.plan import Injection
 from harness.verdict import FailureSignature
 
 # Every axis, in the order in which it is tried: what costs most first. Of sizes, the least that there can be.
-_SMALLEST: Mapping[str, int] = {name: axis.smallest for name, axis in DECLARED.items() if axis.smallest is not None}
-OPTIONS = tuple(name for name, axis in DECLARED.items() if axis.smallest is None and axis.shrinks)
+_LEAST = {"dim": 32, "ffn_dim": 32, "vocab_size": 64, "seq_len": 16}
+_COUNTS = (*MESH_AXES, "ep", "cp", "layers", "heads", "kv_heads", "top_k", "global_batch", "steps")
+_SMALLEST: Mapping[str, int] = {name: _LEAST.get(name, 1) for name in AXES if name in (*_LEAST, *_COUNTS)}
+_SIMPLEST = {"recipe": "tensorwise", "dtype": "float32"}  # of options, where that is not the default
+_SAME_CODE = ("model", "lr", "seed", "loss_tolerance")  # another value runs no other code
+OPTIONS = tuple(name for name in AXES if name not in (*_SMALLEST, *_SAME_CODE))
 RunCases = Callable[[Sequence[Case]], Sequence[CaseResult]]  # the result of every case, in order
 GROUPS: tuple[tuple[str, ...], ...] = (
     tuple(name for name in _SMALLEST if DECLARED[name].changes is Changes.TRAINING),
@@ -261,7 +266,7 @@ def _values(case: Case, name: str, steps: int) -> Sequence[object]:
     value = axis_values(case)[name]
     if name in _SMALLEST:
         return _sizes(value, steps if name == "steps" else _smallest(case, name))
-    simplest = DECLARED[name].simplest or axis_values(Case())[name]
+    simplest = _SIMPLEST.get(name) or axis_values(Case())[name]
     if (name, value) in (("recipe", "bf16"), ("dtype", "float64")):  # simpler already; the sharpest comparison
         return ()
     return () if value == simplest else (simplest,)

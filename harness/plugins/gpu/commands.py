@@ -10,21 +10,20 @@ from harness.cli import options
 from harness.cli.baseline_update import check_committed, require_reason
 from harness.durable import write_whole
 from harness.errors import HarnessError
-from harness.evidence.verified import (
-    LEVELS,
-    Level,
-    LevelReport,
-    add_verified,
-    changes,
-    list_levels,
-    read_level,
-    read_verified,
-    write_level,
-)
+from harness.evidence.verified import LEVELS, Level, add_verified, read_verified
 from harness.matrix.choice import PlantedFault, catalogue_of_faults
 from harness.plugins.gpu.levels import Interrupted, Work, ask_torch, collect, obstacle
+from harness.plugins.gpu.record import (
+    LevelReport,
+    changes,
+    level_line,
+    level_section,
+    list_levels,
+    read_level,
+    write_level,
+)
 from harness.project import Project
-from harness.report.evidence import formulas_sections, level_line, level_section, verified_line
+from harness.report.evidence import formulas_sections, verified_line
 from harness.report.sections import Items, markdown
 from harness.running.plan import Plan
 from harness.running.selection import NothingSelected, Query

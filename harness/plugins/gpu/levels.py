@@ -23,12 +23,13 @@ from harness.engine.messages import Job
 from harness.errors import HarnessError
 from harness.evidence.golden import stored_families, write_golden
 from harness.evidence.tolerance import Evidence, write_evidence
-from harness.evidence.verified import FLOAT8_FROM, LEAST_DEVICES, Level, LevelItem, LevelReport
+from harness.evidence.verified import FLOAT8_FROM, LEAST_DEVICES, Level
 from harness.matrix.case import Case
 from harness.matrix.caseid import case_id, family_id
 from harness.matrix.choice import PlantedFault, catalogue_of_faults
 from harness.matrix.rules import expected_refusal
 from harness.plugins.gpu import kernels
+from harness.plugins.gpu.record import LevelItem, LevelReport
 from harness.project import Project
 from harness.registry import answer
 from harness.request import Arithmetic

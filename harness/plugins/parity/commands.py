@@ -9,11 +9,11 @@ import click
 from harness.cli import options
 from harness.cli.new import axes_parameter
 from harness.errors import HarnessError
-from harness.evidence.curve import read_curve
 from harness.matrix.axes import own_values, said
 from harness.matrix.caseid import parse_layout
 from harness.matrix.layout import MESH_AXES
 from harness.plugins.parity.against import Against
+from harness.plugins.parity.curves import read_curve
 from harness.plugins.parity.layouts import (
     BUDGET_S,
     MARGIN,

@@ -22,7 +22,6 @@ from harness.checks.failures import refusal_words
 from harness.engine.hardware import usable_cpus
 from harness.errors import HarnessError
 from harness.evidence.costs import estimate, read_costs
-from harness.evidence.curve import Number, TextCurve, curve_of_case, job_of
 from harness.matrix.axes import case_from_axes, changed, ignored_axes, own_axes
 from harness.matrix.case import Case, Layout
 from harness.matrix.caseid import case_id, layout_id, parse_case_id
@@ -30,6 +29,7 @@ from harness.matrix.layout import REST
 from harness.matrix.models import layouts
 from harness.matrix.rules import exclusions, expected_refusal
 from harness.plugins.parity.against import Against, Base, Change, change
+from harness.plugins.parity.curves import Number, TextCurve, curve_of_case, job_of
 from harness.project import Project
 from harness.registry import is_llama
 from harness.result import CaseResult, RunResult, WorstGradient

@@ -15,25 +15,25 @@ from harness.engine.leases import Leases
 from harness.errors import HarnessError
 from harness.evidence.golden import list_goldens
 from harness.evidence.sealed import Damaged
-from harness.evidence.verified import (
-    LEVELS,
-    Level,
-    LevelItem,
-    LevelReport,
-    changes,
-    level_path,
-    list_levels,
-    read_level,
-    write_level,
-)
+from harness.evidence.verified import LEVELS, Level
 from harness.plugins.faults.faults import all_faults
 from harness.plugins.faults.mutation import MutationMatrix
 from harness.plugins.gpu.commands import possible_levels
 from harness.plugins.gpu.kernel_checks import KernelCheck, KernelObservation
 from harness.plugins.gpu.kernels import allowed_of_sum, conclude, reason_of, refusal_checks, value_checks
 from harness.plugins.gpu.levels import chosen_cases, default_faults, doubts, items_of, memory_words, obstacle
+from harness.plugins.gpu.record import (
+    LevelItem,
+    LevelReport,
+    changes,
+    level_line,
+    level_path,
+    level_section,
+    list_levels,
+    read_level,
+    write_level,
+)
 from harness.project import Project
-from harness.report.evidence import level_line, level_section
 from harness.report.sections import markdown
 from harness.result import Environment
 from harness.running.plan import Plan

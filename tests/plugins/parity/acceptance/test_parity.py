@@ -8,9 +8,9 @@ import shutil
 from xml.etree import ElementTree
 
 import pytest
-from msgspec.structs import replace
 
-from harness.evidence.curve import TextCurve, read_curve, text_of_curve
+from harness.evidence.golden import curve_text
+from harness.plugins.parity.curves import TextCurve, read_curve
 from tests.acceptance.conftest import REPOSITORY
 from tests.acceptance.inside import Inside, with_targets
 from tests.plugins.bugs.acceptance.test_bugs import PACKAGE, environment, wheel
@@ -58,11 +58,12 @@ def test_a_planted_fault_is_wrong_where_it_is_and_nowhere_else(project: Inside) 
     assert f"of {first['module']} at step 1 on rank 1" in done.stdout
 
 
-def rounded(curve: TextCurve) -> TextCurve:
-    """The curve with losses a little off."""
-    losses = (replace(point.loss, value=point.loss.value + 1e-4) for point in curve.points)
-    points = (replace(point, loss=loss) for point, loss in zip(curve.points, losses, strict=True))
-    return replace(curve, points=tuple(points))
+def rounded(curve: TextCurve) -> str:
+    """The text of the curve with losses a little off."""
+    losses = [point.loss.value + 1e-4 for point in curve.points]
+    return curve_text(
+        curve.said["config"], losses, [point.grad_norm.value for point in curve.points if point.grad_norm]
+    )
 
 
 def test_a_golden_file_is_judged_by_the_layouts_that_run(project: Inside) -> None:
@@ -83,7 +84,7 @@ def test_a_golden_file_is_judged_by_the_layouts_that_run(project: Inside) -> Non
         text = project.run("show", f"{name}-rowwise-v2048-s2-b16", "--curve", "-").stdout
         (project.folder / f"{name}.txt").write_text(text)
         files += ["--golden", f"{name}.txt"]
-    (project.folder / "rounded.txt").write_text(text_of_curve(rounded(read_curve(project.folder / "tp2.txt"))))
+    (project.folder / "rounded.txt").write_text(rounded(read_curve(project.folder / "tp2.txt")))
     files += ["--golden", "rounded.txt"]  # a fifth, which costs no run
     assert project.run("parity", *files).returncode == 0
     assert project.run("parity", *files, "--golden", "bad.txt", "--json", "all.json").returncode == 1

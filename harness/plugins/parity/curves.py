@@ -1,17 +1,11 @@
-"""Curves as text: the loss and the gradient norm of every step, in the format of torchtitan's golden files.
+"""Curves of runs as text: golden files of torchtitan, also without norms or comments, and logs of runs.
 
-    # config: llama3_debugmodel_fsdp2_tp2_cp2
-    # ngpu: 8
-    # parallelism: FSDP=2, TP=2, CP=2
-    # step loss grad_norm
-    1 8.023969650268555 1.5995219945907593
-
-Read are also golden files without norms or comments, and the log of a run (`step:  1  loss:  8.02397  grad_norm: …`).
+`evidence/golden.py` writes them, as `curve_text`. A line of a log is `step:  1  loss:  8.02397  grad_norm: …`.
 """
 
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import zip_longest
 from pathlib import Path
 
@@ -121,20 +115,4 @@ def curve_of(name: str, losses: Sequence[float], grad_norms: Sequence[float], sa
 
 def curve_of_case(name: str, losses: Sequence[float], grad_norms: Sequence[float]) -> TextCurve:
     """Return the curve of a run of the case with this id."""
-    case = parse_case_id(name)
-    degrees = {"DDP": case.layout.dp_replicate, "FSDP": case.layout.dp_shard, "TP": case.layout.tp}
-    mesh = ", ".join(f"{axis}={degree}" for axis, degree in degrees.items() if degree > 1)
-    said = {"config": name, "ngpu": str(case.world_size), "parallelism": mesh or "none"}
-    return curve_of(layout_id(case.layout), losses, grad_norms, said)
-
-
-def text_of_curve(curve: TextCurve) -> str:
-    """Return the curve as text with every digit, so that reading gives the same numbers."""
-    return "\n".join((*(f"# {name}: {value}" for name, value in curve.said.items()), *_rows(curve), ""))
-
-
-def _rows(curve: TextCurve) -> Iterator[str]:
-    yield "# step loss grad_norm"
-    for point in curve.points:
-        norm = "" if point.grad_norm is None else f" {point.grad_norm.value!r}"
-        yield f"{point.step} {point.loss.value!r}{norm}"
+    return curve_of(layout_id(parse_case_id(name).layout), losses, grad_norms, {"config": name})
