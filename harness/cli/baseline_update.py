@@ -22,13 +22,7 @@ from harness.running.identity import check_targets
 from harness.running.plan import Plan
 from harness.running.selection import NothingSelected, Query, select_cases
 from harness.running.stored import results_of
-from harness.studies.records import (
-    References,
-    SignatureChange,
-    make_goldens,
-    needed_references,
-    record_signatures,
-)
+from harness.studies.records import References, SignatureChange, make_goldens, needed_references, record_signatures
 from harness.text import counted, format_ranks
 from harness.verdict import ExitCode
 

@@ -20,15 +20,7 @@ from harness.errors import HarnessError
 from harness.jsonform import to_json
 from harness.matrix.axes import AXES, choices, example, shown_value, suggestion
 from harness.project import Project, find_project
-from harness.run_options import (
-    PARTS,
-    AppOptions,
-    Option,
-    PlanOptions,
-    RunOptions,
-    option_named,
-    options_of,
-)
+from harness.run_options import PARTS, AppOptions, Option, PlanOptions, RunOptions, option_named, options_of
 from harness.text import printable
 
 if TYPE_CHECKING:

@@ -24,11 +24,7 @@ from harness.errors import HarnessError
 from harness.evidence.costs import Costs, case_features, solo_features
 from harness.evidence.golden import Golden, make_golden, provenance_of, source_commit
 from harness.evidence.sealed import stored_or_why
-from harness.evidence.signature import (
-    Signature,
-    load_signature,
-    make_signature,
-)
+from harness.evidence.signature import Signature, load_signature, make_signature
 from harness.evidence.verified import VerifiedWith
 from harness.expect.expectations import FORMULAS, Expectations
 from harness.hints import fit_costs as fit_costs_command

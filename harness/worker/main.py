@@ -3,17 +3,11 @@
 Nothing that uses them is imported before: a part that is gone is one line, not the traceback of an import.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
+from harness.engine.program import RankContext
 from harness.worker.process import internals
-
-if TYPE_CHECKING:
-    from harness.engine.program import RankContext
-    from harness.worker.process.process import Process
 
 
 def preload(options: Mapping[str, str]) -> None:
@@ -24,7 +18,9 @@ def preload(options: Mapping[str, str]) -> None:
 
         mxfp8.install_if_possible()
     compiles = options.get("compile", "off") == "on"
-    _process().remarks = tuple(internals.lines(compiled=compiles))
+    from harness.worker.process.process import PROCESS  # imports torch
+
+    PROCESS.remarks = tuple(internals.lines(compiled=compiles))
     if not internals.gaps(internals.RUN):
         from harness.worker import program
 
@@ -33,13 +29,9 @@ def preload(options: Mapping[str, str]) -> None:
 
 def notes() -> tuple[str, ...]:
     """The remarks at the start of a run: every private part that is not as declared, and what is lost by that."""
-    return _process().remarks
+    from harness.worker.process.process import PROCESS
 
-
-def _process() -> Process:
-    from harness.worker.process.process import PROCESS  # imports torch
-
-    return PROCESS
+    return PROCESS.remarks
 
 
 def rank_main(context: RankContext) -> bytes:

@@ -13,12 +13,7 @@ from urllib.parse import urlsplit
 
 import torch
 import torch.distributed as dist
-from torch.distributed import (  # type: ignore[attr-defined]  # documented, but not listed as exported
-    FileStore,
-    PrefixStore,
-    Store,
-    TCPStore,
-)
+from torch.distributed import FileStore, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]  # documented, but not listed as exported
 
 from harness.engine.messages import IN_FOLDER
 from harness.engine.program import RankContext

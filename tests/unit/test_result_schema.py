@@ -23,15 +23,7 @@ from harness.run_options import RunOptions
 from harness.store import RunStore, line_schema, run_lines
 from harness.trace import RankTrace
 from harness.verdict import NotJudged, Verdict
-from tests.builders import (
-    a_finding,
-    make_attempt,
-    make_failure,
-    make_result,
-    make_results,
-    make_trace,
-    run_of,
-)
+from tests.builders import a_finding, make_attempt, make_failure, make_result, make_results, make_trace, run_of
 
 FILE = Path(__file__).parents[2] / "harness/schemas/result.schema.json"
 SCHEMA = json.loads(FILE.read_text())

@@ -17,14 +17,7 @@ from harness.matrix.case import Case
 from harness.matrix.caseid import case_id, parse_case_id
 from harness.matrix.linears import converted_fqns, gemms, is_misaligned, shard_sizes
 from harness.matrix.recipes import E4M3, E5M2, FLOAT8_MAX, OPERANDS, TRAITS, Operand, Recipe
-from harness.matrix.rules import (
-    EXCLUSIONS,
-    REFUSALS,
-    Rule,
-    exclusions,
-    expected_refusal,
-    explain,
-)
+from harness.matrix.rules import EXCLUSIONS, REFUSALS, Rule, exclusions, expected_refusal, explain
 from tests.builders import make_case
 from tests.strategies import POSSIBLE_CASES
 

@@ -18,7 +18,7 @@ from torch._C._distributed_c10d import FakeWork
 
 from harness.engine.program import RankContext
 from harness.worker import process_group
-from harness.worker.virtual import collectives, device, memory
+from harness.worker.virtual import collectives, device
 from tests.worker import groupcalls, grouptrainers, groupusers
 
 Tensor = torch.Tensor
@@ -49,7 +49,8 @@ def takes_any_strides() -> None:
         target.data.copy_(values.view(target.shape))
 
     spoiled: Any = collectives
-    spoiled.read = lambda tensor, **_: memory.read(tensor.contiguous())
+    read = collectives.read
+    spoiled.read = lambda tensor, **_: read(tensor.contiguous())
     spoiled.write = write
 
 

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_map
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
 from harness.worker.dispatch_hooks import collectives
-from harness.worker.dispatch_hooks.scaled_mm import ScaledMMCounter
+from harness.worker.dispatch_hooks.matmuls import ScaledMMCounter
 from harness.worker.probes.cast_numbers import Cast
 from harness.worker.probes.casts import CastMeter
 from harness.worker.tensors.digests import Contents, digest, ordered_digest

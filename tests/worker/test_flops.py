@@ -22,7 +22,7 @@ from harness.plugins.release.sides import Kind
 from harness.result import Measured
 from harness.worker.dispatch_hooks import collectives, products
 from harness.worker.dispatch_hooks.hook import install_hook, install_hooks, unobserved
-from harness.worker.dispatch_hooks.scaled_mm import ScaledMMCounter
+from harness.worker.dispatch_hooks.matmuls import ScaledMMCounter
 from harness.worker.targets.reference.float8 import convert
 from harness.worker.virtual import device, mxfp8
 from tests.builders import make_result, make_results, make_witnesses, run_of

@@ -9,8 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from harness.worker.dispatch_hooks import grouped_mm, products
-from harness.worker.dispatch_hooks.grouped_mm import GroupedMM
+from harness.worker.dispatch_hooks import matmuls, products
+from harness.worker.dispatch_hooks.matmuls import GroupedMM
 from harness.worker.virtual import device, mxfp8
 
 E4M3 = torch.float8_e4m3fn
@@ -229,12 +229,12 @@ def test_grouped_matmuls_are_observed_with_their_groups_and_nothing_beside(name)
     }
     calls: list[GroupedMM] = []
     others: list[products.Product] = []
-    grouped_mm.observers.append(calls.append)
+    matmuls.grouped_observers.append(calls.append)
     products.observers.append(others.append)
     try:
         trained(configs.get(name), (128, 0, 256))
     finally:
-        grouped_mm.observers.remove(calls.append)
+        matmuls.grouped_observers.remove(calls.append)
         products.observers.remove(others.append)
     assert sorted(call.is_wgrad for call in calls) == [False, False, True]
     assert {call.sizes for call in calls} == {(128, 0, 256)} and not others

@@ -20,7 +20,7 @@ from harness.matrix.caseid import parse_case_id, solo_case
 from harness.matrix.linears import gemms
 from harness.trace import Run
 from harness.verdict import Finding
-from harness.worker.dispatch_hooks import scaled_mm
+from harness.worker.dispatch_hooks import matmuls
 from harness.worker.probes.cast_numbers import Cast, measure_cast, summarize_scale
 from harness.worker.probes.casts import CastMeter
 from harness.worker.probes.operands import OperandProbe
@@ -256,7 +256,7 @@ def test_a_probe_leaves_torchao_as_it_was():
         lambda: float8_linear.matmul_with_hp_or_float8_args.forward,
         lambda: float8_linear.matmul_with_hp_or_float8_args.backward,
         lambda: FSDPParam.__dict__["all_gather_inputs"],
-        lambda: len(scaled_mm.observers),
+        lambda: len(matmuls.scaled_observers),
     ]
     before = [seam() for seam in seams]
     with OperandProbe(parse_case_id(SINGLE), torch.device("cpu")):

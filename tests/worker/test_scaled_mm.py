@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch.nn.functional import ScalingType, SwizzleType
 from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
-from harness.worker.dispatch_hooks.scaled_mm import ScaledMMCounter
+from harness.worker.dispatch_hooks.matmuls import ScaledMMCounter
 from harness.worker.virtual import device
 from harness.worker.virtual.scaled_mm import scaled_mm
 

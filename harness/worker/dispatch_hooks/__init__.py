@@ -1,4 +1,4 @@
 """Dispatcher hooks: notify observers of every operator that a rank executes, on every device and in compiled code.
 
-`install.py` installs them, once for a process.
+`hook.py` installs them, once for a process.
 """

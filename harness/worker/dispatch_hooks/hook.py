@@ -66,7 +66,7 @@ def install_hook(
 
 
 # The modules of this package with hooks, and the private parts that each uses.
-_MODULES = {"collectives": RUN, "grouped_mm": RUN, "scaled_mm": RUN, "products": "flops", "fused": internals.ASYNC_TP}
+_MODULES = {"collectives": RUN, "matmuls": RUN, "products": "flops", "fused": internals.ASYNC_TP}
 
 
 def install_hooks(*, compiled: bool = True) -> None:

@@ -219,7 +219,7 @@ class PartsOfGradient:
         """The parameter as every rank has it: as a leaf where autograd keeps what comes to a leaf unrounded."""
         if self._dtype is not None:
             return [self._leaf(rank, ranks) for rank in range(ranks)]
-        return tuple(spread(self._param, ranks, self))
+        return tuple(spread(self._param, ranks, self.add))
 
     def _leaf(self, rank: int, ranks: int) -> Tensor:
         leaf: Any = self._param.detach().requires_grad_()

@@ -47,7 +47,12 @@ def summarize_scale(scale: torch.Tensor) -> ScaleSummary:
 def summary(scale: Scale) -> ScaleSummary:
     """What is recorded of a scale. That of a cast comes again with every matmul of its data."""
     values = _values(scale)
-    return _summary_of_one(scale, float(values[0])) if values.size == 1 else _summary_of_rows(scale, values)
+    return ScaleSummary(
+        shape=scale.shape,
+        dtype=dtype_name(scale.dtype),
+        digest=fingerprint(scale.data),
+        **(_of_one(float(values[0])) if values.size == 1 else _of_rows(values)),
+    )
 
 
 def _values(scale: Scale) -> Array:
@@ -58,31 +63,21 @@ def _values(scale: Scale) -> Array:
     return array
 
 
-def _summary_of_one(scale: Scale, value: float) -> ScaleSummary:
-    return ScaleSummary(
-        shape=scale.shape,
-        dtype=dtype_name(scale.dtype),
-        minimum=value,
-        maximum=value,
-        total=value,
-        log2_total=float(np.log2(value)) if 0 < value < math.inf else _log2_total(np.asarray(value)),
-        digest=fingerprint(scale.data),
-        power_of_two=math.frexp(value)[0] == 0.5,
-    )
+def _of_one(value: float) -> dict[str, Any]:
+    log2 = float(np.log2(value)) if 0 < value < math.inf else _log2_total(np.asarray(value))
+    is_power = math.frexp(value)[0] == 0.5
+    return {"minimum": value, "maximum": value, "total": value, "log2_total": log2, "power_of_two": is_power}
 
 
-def _summary_of_rows(scale: Scale, values: Array) -> ScaleSummary:
+def _of_rows(values: Array) -> dict[str, Any]:
     exponents = _exponent_total(values)
-    return ScaleSummary(
-        shape=scale.shape,
-        dtype=dtype_name(scale.dtype),
-        minimum=float(np.minimum.reduce(values)) if values.size else math.nan,
-        maximum=float(np.maximum.reduce(values)) if values.size else math.nan,
-        total=float(np.add.reduce(values, dtype=np.float64)),
-        log2_total=_log2_total(values) if exponents is None else float(exponents),
-        digest=fingerprint(scale.data),
-        power_of_two=exponents is not None,
-    )
+    return {
+        "minimum": float(np.minimum.reduce(values)) if values.size else math.nan,
+        "maximum": float(np.maximum.reduce(values)) if values.size else math.nan,
+        "total": float(np.add.reduce(values, dtype=np.float64)),
+        "log2_total": _log2_total(values) if exponents is None else float(exponents),
+        "power_of_two": exponents is not None,
+    }
 
 
 def _exponent_total(values: Array) -> int | None:

@@ -9,8 +9,6 @@ new. Versions of tensors tell that, and their bytes: below autograd, where subcl
 its own.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Collection, Hashable
 from functools import partial
@@ -177,6 +175,11 @@ class Use(NamedTuple):
     where: str  # phase of the cast, or which matmul it is
 
 
+class _Version(NamedTuple):
+    address: int
+    version: int
+
+
 class _First(NamedTuple):
     """The first use of memory."""
 
@@ -186,11 +189,6 @@ class _First(NamedTuple):
     by: Pass
     role: Role
     source: _Version | None  # what was cast, of its scale
-
-
-class _Version(NamedTuple):
-    address: int
-    version: int
 
 
 class _Again(NamedTuple):

@@ -5,13 +5,11 @@ another rank, of its own data loader, or the labels in place of the inputs. No g
 single-rank reference does the same.
 """
 
-from __future__ import annotations
-
 import itertools
 import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -73,7 +71,7 @@ class Discovery:
     run was resumed, whose saved buffers are those that training began with.
     """
 
-    def __init__(self, model: nn.Module, case: Case, built: Digests, resumed: Discovery | None = None) -> None:
+    def __init__(self, model: nn.Module, case: Case, built: Digests, resumed: Self | None = None) -> None:
         self._model = model
         self._built = built
         self._initial = parameter_digests(model)
@@ -211,7 +209,7 @@ class InputRecorder:
             self._steps.append(_step_inputs(step, self._now, rows, len(tokens), self._mine))
         self._now = []
 
-    def continue_from(self, before: InputRecorder) -> None:
+    def continue_from(self, before: Self) -> None:
         """Prepend the record of the model that was trained before the run was resumed."""
         self._steps = before._steps
         self._called, self._whole = before._called and self._called, before._whole and self._whole

@@ -15,7 +15,7 @@ from torch import nn
 from harness.matrix.case import Case
 from harness.matrix.linears import expert_fqns
 from harness.trace.counts import ExpertBias, ExpertCall, ExpertTrace, GroupedMatmuls, Phase, Rows
-from harness.worker.dispatch_hooks import grouped_mm
+from harness.worker.dispatch_hooks import matmuls
 from harness.worker.dispatch_hooks.hook import unobserved
 from harness.worker.probes.probe import Probe
 from harness.worker.process.process import PROCESS, in_backward
@@ -82,9 +82,9 @@ class ExpertProbe(Probe):
         self._matmuls: Counter[tuple[int, bool, bool]] = Counter()
 
     def install(self) -> None:
-        self.observe(grouped_mm.observers, self._multiplied)
+        self.observe(matmuls.grouped_observers, self._multiplied)
 
-    def _multiplied(self, call: grouped_mm.GroupedMM) -> None:
+    def _multiplied(self, call: matmuls.GroupedMM) -> None:
         if not PROCESS.computes_for_all:
             self._matmuls[self._step, call.is_wgrad, call.scale_a is not None] += 1
 
@@ -113,11 +113,11 @@ class ExpertProbe(Probe):
 
     def result(self) -> ExpertTrace:
         calls = (_call(block.fqn, fields) for block in self._blocks for fields in block.calls)
-        matmuls = (
+        grouped = (
             GroupedMatmuls(step=step, wgrad=wgrad, scaled=scaled, times=times)
             for (step, wgrad, scaled), times in sorted(self._matmuls.items())
         )
-        return ExpertTrace(calls=tuple(calls), matmuls=tuple(matmuls), biases=tuple(self._biases))
+        return ExpertTrace(calls=tuple(calls), matmuls=tuple(grouped), biases=tuple(self._biases))
 
 
 def _call(fqn: str, fields: dict[str, Any]) -> ExpertCall:

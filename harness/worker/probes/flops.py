@@ -7,7 +7,7 @@ from torch import nn
 
 from harness.matrix.case import Case
 from harness.trace.counts import FlopsRecord
-from harness.worker.dispatch_hooks import grouped_mm, products, scaled_mm
+from harness.worker.dispatch_hooks import matmuls, products
 from harness.worker.dispatch_hooks.products import Product, matmul_flops, precision_of
 from harness.worker.probes.probe import Probe
 
@@ -22,9 +22,11 @@ class FlopsProbe(Probe):
     def install(self) -> None:
         self.observe(products.observers, self._observe)
         self.observe(
-            scaled_mm.observers, lambda a, b, *_: self._observe(Product("matmuls", a.dtype, matmul_flops(a, b)))
+            matmuls.scaled_observers, lambda a, b, *_: self._observe(Product("matmuls", a.dtype, matmul_flops(a, b)))
         )
-        self.observe(grouped_mm.observers, lambda call: self._observe(Product("matmuls", call.a.dtype, call.flops)))
+        self.observe(
+            matmuls.grouped_observers, lambda call: self._observe(Product("matmuls", call.a.dtype, call.flops))
+        )
 
     def _observe(self, product: Product) -> None:
         if self._step:

@@ -18,13 +18,13 @@ from torch._inductor.output_code import CompiledFxGraph
 from torch.utils._pytree import tree_map_only
 
 from harness.trace.graphs import GeneratedResult, GeneratedTensor
-from harness.worker.dispatch_hooks import fused, scaled_mm
+from harness.worker.dispatch_hooks import fused, matmuls
 from harness.worker.dispatch_hooks.hook import unobserved
 from harness.worker.probes.graph_casts import GradientWatcher, GraphCastWatcher, fqn_of, phase_now
 from harness.worker.probes.probe import Probe
 from harness.worker.tensors.names import dtype_name
 from harness.worker.tensors.reduction import relative_distance
-from harness.worker.virtual.memory import FLOAT8
+from harness.worker.virtual.collectives import FLOAT8
 
 _SCALED_MM = torch.ops.aten._scaled_mm.default
 _FUSED = {getattr(torch.ops.symm_mem, name).default: name for name in fused.OPERATORS}
@@ -71,7 +71,7 @@ class GeneratedCodeWatcher:
             self._keep_graph(compile_fx._InProcessFxCompile.codegen_and_compile),
         )
         probe.replace(CompiledFxGraph, "__call__", self._repeat_calls(CompiledFxGraph.__call__))
-        probe.observe(scaled_mm.result_observers, self._on_matmul)
+        probe.observe(matmuls.scaled_result_observers, self._on_matmul)
         probe.observe(fused.observers, self._on_fused)
 
     def begin_step(self, step: int) -> None:

@@ -32,7 +32,7 @@ from harness.worker.tensors.digests import bytes_of, fingerprint
 from harness.worker.tensors.names import clean_fqn, dtype_name, is_compiled
 from harness.worker.tensors.places import local_tensor
 from harness.worker.tensors.reduction import relative_distance
-from harness.worker.virtual.memory import FLOAT8
+from harness.worker.virtual.collectives import FLOAT8
 from harness.worker.virtual.scaled_mm import unswizzled_scales
 
 _aten = torch.ops.aten

@@ -32,7 +32,7 @@ from harness.trace.operands import (
     OperandTrace,
     Role,
 )
-from harness.worker.dispatch_hooks import scaled_mm
+from harness.worker.dispatch_hooks import matmuls
 from harness.worker.probes.cast_numbers import Cast, read_scale
 from harness.worker.probes.casts import UNKNOWN, CastMeter, Lifetimes, Pass, PendingCast, PendingMatmul, Use
 from harness.worker.probes.discovery import forward_owner
@@ -130,7 +130,7 @@ class OperandProbe(Probe):
             dispatch: Any = vars(Float8TrainingTensor)["__torch_dispatch__"]
             self.replace(Float8TrainingTensor, "__torch_dispatch__", self._watch_operators(dispatch))
         self.replace(FSDPParam, "all_gather_inputs", self._watch_all_gather(vars(FSDPParam)["all_gather_inputs"]))
-        self.observe(scaled_mm.observers, self._on_matmul)
+        self.observe(matmuls.scaled_observers, self._on_matmul)
 
     def attach(self, model: nn.Module) -> None:
         """Learn the names of modules, which weights are gathered in float8, and watch hooks that cast."""

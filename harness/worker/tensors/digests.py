@@ -7,9 +7,8 @@ Float8 bytes are copied in the middle of a step, where a copy is cheap, and dige
 tables that training drives out of the cache; taken all at once, digests cost a third.
 """
 
-from __future__ import annotations
-
 import ctypes
+from typing import Self
 
 import numpy as np
 import numpy.typing as npt
@@ -90,7 +89,7 @@ class Content:
             self._digest = fingerprint(self.data)
         return self._digest
 
-    def is_same(self, other: Content) -> bool:
+    def is_same(self, other: Self) -> bool:
         """True for the same bytes; told by digests, which take longer, where they are not there any more."""
         if self.data and other.data:
             return self.data == other.data

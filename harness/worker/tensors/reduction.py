@@ -2,8 +2,8 @@
 
 import contextlib
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Protocol, TypeVar
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -103,28 +103,24 @@ def summed(parts: torch.Tensor) -> torch.Tensor:
     return total.to(parts.dtype)
 
 
-class KeepsParts(Protocol):
-    def add(self, parts: Tensor) -> None:
-        """Keep what each rank has of a gradient: [ranks, ...]."""
-
-
 class Spread(torch.autograd.Function):
     """The same tensor for every rank: [ranks, ...]. Its gradient is the sum of theirs, of each over readers first."""
 
     @staticmethod
-    def forward(ctx: Any, whole: Tensor, ranks: int, kept: KeepsParts | None) -> Tensor:
-        ctx.kept = kept
+    def forward(ctx: Any, whole: Tensor, ranks: int, keep: Callable[[Tensor], None] | None) -> Tensor:
+        ctx.keep = keep
         return whole.expand(ranks, *whole.shape)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        if ctx.kept is not None:
-            ctx.kept.add(grads[0])
+        if ctx.keep is not None:
+            ctx.keep(grads[0])
         return summed(grads[0]), None, None
 
 
-def spread(whole: Tensor, ranks: int, kept: KeepsParts | None = None) -> Tensor:
-    copies: Tensor = Spread.apply(whole, ranks, kept)
+def spread(whole: Tensor, ranks: int, keep: Callable[[Tensor], None] | None = None) -> Tensor:
+    """`whole` for every rank; `keep` gets what each has of the gradient: [ranks, ...]."""
+    copies: Tensor = Spread.apply(whole, ranks, keep)
     return copies
 
 

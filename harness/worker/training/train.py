@@ -32,7 +32,7 @@ from harness.request import RunRequest
 from harness.trace import RankTrace, StepTrace
 from harness.trace.model import Resumed, State, StateChange
 from harness.worker.dispatch_hooks.hook import unobserved
-from harness.worker.dispatch_hooks.scaled_mm import ScaledMMCounter
+from harness.worker.dispatch_hooks.matmuls import ScaledMMCounter
 from harness.worker.one_rank.sequential_ranks import SequentialRanks
 from harness.worker.probes.discovery import Digests, Discovery, InputRecorder, parameter_digests, saved_buffers
 from harness.worker.probes.probe import ProbeSet

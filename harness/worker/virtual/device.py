@@ -18,7 +18,7 @@ from harness.worker.dispatch_hooks.hook import install_hooks
 from harness.worker.process import internals
 from harness.worker.process.process import PROCESS
 from harness.worker.virtual import collectives, grouped_mm, scaled_mm
-from harness.worker.virtual.memory import below_autograd, memory
+from harness.worker.virtual.collectives import below_autograd, memory
 
 # What of `PROCESS.installed` is a part of the virtual device.
 _PARTS = frozenset({"collectives", "gloo", "mxfp8", "scaled_mm", "symm_mem"})
@@ -60,13 +60,12 @@ def _install_transport(fabric: Fabric) -> None:
     name, other = ("gloo", "collectives") if fabric == "gloo" else ("collectives", "gloo")
     if not PROCESS.has(name):
         PROCESS.take_back(other)
-        PROCESS.keep(name, _over_gloo() if fabric == "gloo" else _over_fabric())
+        if fabric == "gloo":
+            from harness.worker.virtual import gloo
 
-
-def _over_gloo() -> torch.library.Library:
-    from harness.worker.virtual import gloo
-
-    return _override("c10d", gloo.CPU_KERNELS)
+            PROCESS.keep(name, _override("c10d", gloo.CPU_KERNELS))
+        else:
+            PROCESS.keep(name, _over_fabric())
 
 
 def _over_fabric() -> torch.library.Library:

@@ -9,8 +9,6 @@ enough, because no rank can be more than one exchange ahead of the slowest. File
 every rank has opened them.
 """
 
-from __future__ import annotations
-
 import ctypes
 import hashlib
 import mmap
@@ -44,6 +42,51 @@ class _Call(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.kind} of {self.payload_bytes} bytes"
+
+
+class Channel:
+    """What one rank of a group sends to another, message by message, as one of the two uses it.
+
+    Messages lie in a ring of slots, with a header each: who sends does not wait for who receives, unless the ring is
+    full. Two numbers count what was sent and what was taken.
+    """
+
+    def __init__(self, path: Path) -> None:
+        slots_at = -(-(2 * _LINE_BYTES + _RING * 2 * 8) // mmap.PAGESIZE) * mmap.PAGESIZE
+        memory = _shared(path, slots_at + _RING * MESSAGE_BYTES)
+        self._sent, self._taken = (ctypes.c_uint32.from_buffer(memory, at * _LINE_BYTES) for at in (0, 1))
+        self._headers = torch.frombuffer(memory, dtype=torch.int64, count=2 * _RING, offset=2 * _LINE_BYTES).view(
+            _RING, 2
+        )
+        self._slots = torch.frombuffer(memory, dtype=torch.uint8, count=_RING * MESSAGE_BYTES, offset=slots_at).view(
+            _RING, MESSAGE_BYTES
+        )
+
+    def send(self, payload: torch.Tensor, code: int) -> None:
+        """`code`: what else both must agree on."""
+        size_bytes, number = payload.numel(), self._sent.value
+        if size_bytes > MESSAGE_BYTES:
+            raise ValueError(f"a message of {size_bytes} bytes: the virtual fabric supports at most {MESSAGE_BYTES}")
+        while (number - (taken := self._taken.value)) % 2**32 >= _RING:
+            _futex(self._taken, _FUTEX_WAIT, taken)
+        self._slots[number % _RING, :size_bytes].copy_(payload)
+        self._headers[number % _RING] = torch.tensor([size_bytes, code])
+        _advance(self._sent)
+
+    @property
+    def has_arrived(self) -> bool:
+        return self._sent.value != self._taken.value
+
+    def receive(self) -> tuple[torch.Tensor, int]:
+        """A copy of the next message, and its code. Waits until it was sent."""
+        number = self._taken.value
+        while (sent := self._sent.value) == number:
+            _futex(self._sent, _FUTEX_WAIT, sent)
+        _fence(self._sent)
+        size_bytes, code = self._headers[number % _RING].tolist()
+        payload = self._slots[number % _RING, :size_bytes].clone()
+        _advance(self._taken)
+        return payload, code
 
 
 class Group:
@@ -94,19 +137,13 @@ class Group:
         self._slots[self.rank, parity, :size_bytes].copy_(payload)
         self._headers[self.rank, parity, 0] = self._kinds.index(kind)
         self._headers[self.rank, parity, 1] = size_bytes
-        self._publish()
+        _advance(self._numbers[self.rank])
         for other in range(self.size):
             self._wait_for(other)
         _fence(self._numbers[self.rank])
         calls = [_Call(self._kinds[code], count) for code, count in self._headers[:, parity].tolist()]
         self._agree(calls, same_size=same_size)
         return [self._slots[other, parity, : call.payload_bytes] for other, call in enumerate(calls)]
-
-    def _publish(self) -> None:
-        mine = self._numbers[self.rank]
-        _fence(mine)
-        mine.value = self._sequence % 2**32
-        _futex(mine, _FUTEX_WAKE, 2**31 - 1)
 
     def _wait_for(self, other: int) -> None:
         number = self._numbers[other]
@@ -121,51 +158,6 @@ class Group:
                     f"ranks of one process group disagree: group rank {self.rank} calls {mine}, "
                     f"group rank {other} calls {call}"
                 )
-
-
-class Channel:
-    """What one rank of a group sends to another, message by message, as one of the two uses it.
-
-    Messages lie in a ring of slots, with a header each: who sends does not wait for who receives, unless the ring is
-    full. Two numbers count what was sent and what was taken.
-    """
-
-    def __init__(self, path: Path) -> None:
-        slots_at = -(-(2 * _LINE_BYTES + _RING * 2 * 8) // mmap.PAGESIZE) * mmap.PAGESIZE
-        memory = _shared(path, slots_at + _RING * MESSAGE_BYTES)
-        self._sent, self._taken = (ctypes.c_uint32.from_buffer(memory, at * _LINE_BYTES) for at in (0, 1))
-        self._headers = torch.frombuffer(memory, dtype=torch.int64, count=2 * _RING, offset=2 * _LINE_BYTES).view(
-            _RING, 2
-        )
-        self._slots = torch.frombuffer(memory, dtype=torch.uint8, count=_RING * MESSAGE_BYTES, offset=slots_at).view(
-            _RING, MESSAGE_BYTES
-        )
-
-    def send(self, payload: torch.Tensor, code: int) -> None:
-        """`code`: what else both must agree on."""
-        size_bytes, number = payload.numel(), self._sent.value
-        if size_bytes > MESSAGE_BYTES:
-            raise ValueError(f"a message of {size_bytes} bytes: the virtual fabric supports at most {MESSAGE_BYTES}")
-        while (number - (taken := self._taken.value)) % 2**32 >= _RING:
-            _futex(self._taken, _FUTEX_WAIT, taken)
-        self._slots[number % _RING, :size_bytes].copy_(payload)
-        self._headers[number % _RING] = torch.tensor([size_bytes, code])
-        _advance(self._sent)
-
-    @property
-    def has_arrived(self) -> bool:
-        return self._sent.value != self._taken.value
-
-    def receive(self) -> tuple[torch.Tensor, int]:
-        """A copy of the next message, and its code. Waits until it was sent."""
-        number = self._taken.value
-        while (sent := self._sent.value) == number:
-            _futex(self._sent, _FUTEX_WAIT, sent)
-        _fence(self._sent)
-        size_bytes, code = self._headers[number % _RING].tolist()
-        payload = self._slots[number % _RING, :size_bytes].clone()
-        _advance(self._taken)
-        return payload, code
 
 
 def _shared(path: Path, size: int) -> mmap.mmap:

@@ -24,8 +24,7 @@ from torch.distributed import (
 )
 
 from harness.worker.tensors.names import mark_owned
-from harness.worker.virtual.collectives import Boxed, reduction
-from harness.worker.virtual.memory import FLOAT8, Tensor
+from harness.worker.virtual.collectives import FLOAT8, Boxed, Tensor, reduction
 
 _CPU = torch.device("cpu")
 

@@ -10,13 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import distributed_c10d
 from torch.distributed.tensor import DTensor, Replicate
-from torchao.float8 import (
-    float8_linear,
-    float8_tensor_parallel,
-    float8_training_tensor,
-    float8_utils,
-    fsdp_utils,
-)
+from torchao.float8 import float8_linear, float8_tensor_parallel, float8_training_tensor, float8_utils, fsdp_utils
 from torchao.float8.config import ScalingGranularity
 from torchao.float8.float8_training_tensor import GemmInputRole
 from torchao.float8.float8_utils import FP8_TYPES

@@ -12,11 +12,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives, _fsdp_init, _fsdp_param_group
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torchao.float8 import float8_linear, float8_ops, fsdp_utils
-from torchao.float8.float8_tensor_parallel import (
-    Float8ColwiseParallel,
-    Float8RowwiseParallel,
-    PrepareFloat8ModuleInput,
-)
+from torchao.float8.float8_tensor_parallel import Float8ColwiseParallel, Float8RowwiseParallel, PrepareFloat8ModuleInput
 
 from harness.plugins.faults.worker import hooks
 from harness.plugins.faults.worker.hooks import RUN, on_last_rank, on_odd_rank, planted, wrap, wrap_everywhere

@@ -20,13 +20,7 @@ from torchao.float8.float8_training_tensor import GemmInputRole
 
 from harness.matrix.linears import holds, modules_of_stage, stages_of
 from harness.plugins.faults.worker import hooks
-from harness.plugins.faults.worker.hooks import (
-    RUN,
-    local,
-    on_last_rank,
-    planted,
-    wrap,
-)
+from harness.plugins.faults.worker.hooks import RUN, local, on_last_rank, planted, wrap
 from harness.worker.targets.reference import build, pipeline
 from harness.worker.targets.reference.loss import Batch
 from harness.worker.tensors.places import local_shard

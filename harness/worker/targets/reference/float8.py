@@ -1,9 +1,15 @@
-"""Applies the `float8` part of a case with torchao: converts linears, before parallelism is applied or after TP is."""
+"""Applies the `float8` part of a case with torchao: converts linears, before parallelism is applied or after TP is.
+
+What is of torchao's prototype, MXFP8 and experts, is imported where a case uses it.
+"""
 
 import dataclasses
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
+from torchao.core.config import AOBaseConfig
 from torchao.float8 import (
     CastConfig,
     Float8LinearConfig,
@@ -53,22 +59,54 @@ def convert(model: nn.Module, float8: Float8) -> None:
         return not any(entry in fqn for entry in filters)
 
     if float8.traits.in_blocks:
-        from harness.worker.targets.reference.mxfp8 import convert_mxfp8
-
-        convert_mxfp8(model, float8, wanted)
+        _convert_mxfp8(model, float8, wanted)
     elif float8.enabled:
         convert_to_float8_training(model, config=float8_config(float8), module_filter_fn=wanted)
+
+
+def _convert_mxfp8(model: nn.Module, float8: Float8, wanted: Callable[[nn.Module, str], bool]) -> None:
+    """Replace the linears of `model` by MXFP8Linear, or wrap their weights, in place, where `wanted(module, fqn)`."""
+    from torchao.prototype.moe_training.config import MXFP8TrainingOpConfig
+    from torchao.prototype.moe_training.mxfp8_linear import MXFP8Linear
+
+    options = _mxfp8_options(float8)
+    linears = {fqn: module for fqn, module in model.named_modules() if isinstance(module, nn.Linear)}
+    chosen = {fqn: module for fqn, module in linears.items() if wanted(module, fqn)}
+    if float8.conversion == "wrapper":
+        quantize_(model, MXFP8TrainingOpConfig(**options), filter_fn=lambda _, fqn: fqn in chosen)
+        return
+    for linear in chosen.values():  # keeps its parameters and the hooks of tensor parallelism
+        linear.__class__ = MXFP8Linear
+        for name, value in options.items():
+            setattr(linear, name, value)
+
+
+def _mxfp8_options(float8: Float8) -> dict[str, Any]:
+    """As GPUs run MXFP8, never emulated."""
+    from torchao.prototype.mx_formats.config import ScaleCalculationMode
+    from torchao.quantization.quantize_.common import KernelPreference
+
+    return {
+        "kernel_preference": KernelPreference.AUTO,
+        "scale_calculation_mode": ScaleCalculationMode["FLOOR" if float8.traits.rounds_scales_down else "RCEIL"],
+        "wgrad_with_hp": not float8.traits.multiplies("wgrad"),
+    }
 
 
 def convert_experts(model: Llama, float8: Float8) -> None:
     """Wrap the weights of experts in place, so that their grouped matmuls are those of the recipe."""
     if not float8.grouped_mm:
         return
-    from harness.worker.targets.reference.mxfp8 import grouped_config
-
-    quantize_(model, grouped_config(float8), filter_fn=lambda _, fqn: fqn.endswith(EXPERTS))
+    quantize_(model, _grouped_config(float8), filter_fn=lambda _, fqn: fqn.endswith(EXPERTS))
     for moe in model.mixtures():
         moe.experts.multiple = float8.traits.group_multiple
+
+
+def _grouped_config(float8: Float8) -> AOBaseConfig:
+    """torchao's config for the grouped matmuls of experts. They pad their groups themselves (`experts.py`)."""
+    from torchao.prototype.moe_training.config import Float8TrainingOpConfig, MXFP8TrainingOpConfig
+
+    return MXFP8TrainingOpConfig(**_mxfp8_options(float8)) if float8.traits.in_blocks else Float8TrainingOpConfig()
 
 
 @torch.no_grad()

@@ -19,15 +19,7 @@ from harness.plugins.release.sides import Kind, Topic
 from harness.report.sections import Entry, Section, Table, text_of
 from harness.result import CaseResult, Curve, Environment, Sent
 from harness.verdict import FailureSignature, Verdict
-from tests.builders import (
-    a_finding,
-    make_attempt,
-    make_failure,
-    make_known,
-    make_measured,
-    make_results,
-    with_facts,
-)
+from tests.builders import a_finding, make_attempt, make_failure, make_known, make_measured, make_results, with_facts
 from tests.plugins.release.unit.test_gate import TERMS, result
 
 HERE = Environment(device="cpu", cpu="a CPU", threads=2, platform="Linux x86_64", commit="c0ffee")
