@@ -109,7 +109,7 @@ def test_the_site_has_no_broken_link_and_no_page_outside_of_it(tmp_path: Path) -
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    pages = [path.read_text() for path in (tmp_path / "site").glob("*.html")]
+    pages = [path.read_text() for path in (tmp_path / "site").rglob("*.html")]
     assert len(pages) > 8
     assert not [url for page in pages for url in re.findall(r'(?:src|href)="(https?://[^"]*\.(?:js|css))', page)]
 

@@ -158,7 +158,13 @@ def _bug_file(text: str, path: Path) -> BugFile:
     toml.check_keys(table=toml.data, known=("bug", "case", *Origins.__struct_fields__))
     if "bug" not in toml.data:
         raise toml.error(what="there is no [bug].", fix="add [bug] with title, link, status and symptom.")
-    bug = _bug(toml)
+    bug = toml.record(Bug, toml.data["bug"], "bug")
+    # Without a plug-in that knows faults, none of them is planted here.
+    for name, catalogue in itertools.product(bug.planted, answers("planted faults")):
+        try:
+            catalogue.fault_named(name)
+        except HarnessError as error:
+            raise toml.error("bug", "planted", what=error.what, fix=error.fix) from error
     case = case_of_table(toml, toml.data["case"], {}, path=("case",)) if "case" in toml.data else None
     words = {name: _words(toml, name) for name in _WORDS}
     sizes = toml.check_keys("full_size", table=toml.data.get("full_size", {}), known=AXES)
@@ -188,17 +194,6 @@ def _plain(value: object) -> object:
     if isinstance(value, FailureSignature):
         return _table(value)
     return list(value) if isinstance(value, tuple) else value
-
-
-def _bug(toml: TomlFile) -> Bug:
-    bug = toml.record(Bug, toml.data["bug"], "bug")
-    # Without a plug-in that knows faults, none of them is planted here.
-    for name, catalogue in itertools.product(bug.planted, answers("planted faults")):
-        try:
-            catalogue.fault_named(name)
-        except HarnessError as error:
-            raise toml.error("bug", "planted", what=error.what, fix=error.fix) from error
-    return bug
 
 
 def _words(toml: TomlFile, name: str) -> dict[str, str]:

@@ -289,6 +289,8 @@ class Draft:
 
     def _output_layer(self) -> None:
         filters = self.fact("filter_fqns")
+        # torchtitan does not convert the output layer to MXFP8, nor does a recipe that the user chose now.
+        chosen_here = str(self.axes["recipe"]).startswith("mxfp8") or self.words_of("recipe") == "--recipe"
         if filters is not None and isinstance(filters.value, tuple):
             known = [*(f"layers.0.{name}" for name in BLOCK_LINEARS), OUTPUT_FQN, "lm_head"]
             output = [filter_fqn for filter_fqn in filters.value if filter_fqn in OUTPUT_FQN or filter_fqn in "lm_head"]
@@ -303,12 +305,8 @@ class Draft:
                 self.put("output_layer", True, self.derived, f"{filters.words}: the output layer is not filtered")
         elif self.tool == TORCHTITAN and self._day < CONVERTED_OUTPUT:
             self.put("output_layer", True, self.assumed, f"torchtitan converted it until {CONVERTED_OUTPUT}")
-        elif self.tool == TORCHTITAN and self._day >= FILTERS and not (self.file or self._is_chosen_here()):
+        elif self.tool == TORCHTITAN and self._day >= FILTERS and not (self.file or chosen_here):
             self.put("output_layer", True, self.assumed, "torchtitan converts it where no filter names it")
-
-    def _is_chosen_here(self) -> bool:
-        """MXFP8, which torchtitan does not convert the output layer to, and a recipe that the user chose now."""
-        return str(self.axes["recipe"]).startswith("mxfp8") or self.words_of("recipe") == "--recipe"
 
     def _compile(self) -> None:
         components = self._facts.get("compile_components")

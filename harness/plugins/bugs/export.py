@@ -133,7 +133,8 @@ def title_of(named: NamedCase, result: CaseResult) -> str:
         return named.bug.bug.title
     signature = failure_of(result)
     lines = (finding.first_line for finding in result.findings if finding.judged and signature.check)
-    return f"{_short(_error_of(result).partition(' (rank')[0] or next(lines, signature.what))} ({setup_of(named.case)})"
+    first = (_error_of(result).partition(" (rank")[0] or next(lines, signature.what)).partition("; ")[0]
+    return f"{textwrap.shorten(first, _TITLE, placeholder=' …')} ({setup_of(named.case)})"
 
 
 def failed_checks(result: CaseResult) -> set[str]:
@@ -141,13 +142,12 @@ def failed_checks(result: CaseResult) -> set[str]:
 
 
 def file_name(named: NamedCase) -> str:
-    """Without its ending."""
-    return named.bug.id if named.bug is not None else _name_of(named.case)
-
-
-def _short(sentence: str) -> str:
-    """The first part of a sentence, in the length of a title."""
-    return textwrap.shorten(sentence.partition("; ")[0], _TITLE, placeholder=" …")
+    """Without its ending; of a long id the layout, the recipe, and a digest, which no other case has."""
+    if named.bug is not None:
+        return named.bug.id
+    whole, recipe = case_id(named.case), named.case.float8.recipe
+    digest = hashlib.sha256(whole.encode()).hexdigest()[:6]
+    return whole if len(whole) <= _NAME else f"{whole.partition(recipe)[0]}{recipe}-{digest}"
 
 
 def setup_of(case: Case) -> str:
@@ -157,13 +157,6 @@ def setup_of(case: Case) -> str:
     kinds["torch.compile"] = case.compile != "none"
     recipe = f"float8 {case.float8.recipe}" if case.float8.enabled else "bfloat16"
     return ", ".join([recipe, *(name for name, used in kinds.items() if used)])
-
-
-def _name_of(case: Case) -> str:
-    """A short name of a file, which no other case has: the layout, the recipe, and a digest of a longer id."""
-    whole = case_id(case)
-    digest = hashlib.sha256(whole.encode()).hexdigest()[:6]
-    return whole if len(whole) <= _NAME else f"{whole.partition(case.float8.recipe)[0]}{case.float8.recipe}-{digest}"
 
 
 def _error_of(result: CaseResult) -> str:

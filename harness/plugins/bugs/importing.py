@@ -15,7 +15,7 @@ from harness.plugins.bugs.bugfile import Bug, BugFile, Origins
 from harness.plugins.bugs.draft import Draft
 from harness.plugins.bugs.fitting import fit
 from harness.plugins.bugs.reading import Account, Reading, Statement, resolve
-from harness.plugins.bugs.report import Report, find_link, id_of, observe
+from harness.plugins.bugs.report import Report, find_link, observe
 from harness.plugins.bugs.spellings import LAST_TOML, Era, era_of_version
 from harness.registry import REFERENCE
 from harness.text import printable
@@ -210,7 +210,7 @@ def _name(report: Report, options: ImportOptions) -> tuple[str, str]:
     if options.link and not given_link:
         fix = "give the link of an issue: https://github.com/OWNER/NAME/issues/NUMBER."
         raise HarnessError("not a link of GitHub.", where=f"--link {options.link[:100]}", fix=fix)
-    bug_id = options.id or given_id or id_of(report)
+    bug_id = options.id or given_id or find_link(report.head)[1]
     if not bug_id:
         fix = "give --link URL, or --id NAME for one that is not reported."
         raise HarnessError("nothing in its first lines says which report it is.", where=report.where, fix=fix)

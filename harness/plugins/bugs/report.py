@@ -13,7 +13,6 @@ import re
 import textwrap
 import tomllib
 import warnings
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
 
@@ -108,6 +107,11 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
         """All blocks, one below the other."""
         return "\n".join(block.text for block in self.blocks)
 
+    @property
+    def head(self) -> str:
+        """The first lines."""
+        return "\n".join([line for line in self.text.split("\n") if line.strip()][:_HEAD_LINES])
+
 
 def read_file(path: str) -> bytes:
     """The content of a file, at most one byte more than is read of a report. HarnessError where there is none."""
@@ -163,22 +167,20 @@ def python_tree(text: str) -> ast.Module:
 def observe(report: Report) -> Bug:
     """The observations of a report as an open bug; fields that nothing prints are empty."""
     message, bad = _message(report.code), _BAD_LOG.search(report.code)
+    versions: dict[str, str] = {}  # that it pins, or that a dump of an environment prints
+    for name, version in (*_PINNED.findall(report.text), *_DUMPED.findall(report.code)):
+        versions.setdefault("torch" if name == "PyTorch" else name.lower(), version.rstrip("."))
     return Bug(
         title=report.title,
-        link=find_link(_head(report))[0] or UNREPORTED,
+        link=find_link(report.head)[0] or UNREPORTED,
         status="open",
         symptom="nan" if bad else "crash" if message else "unknown",
         message=message,
         report=report.prose,
         first_bad_step=int(bad[1]) or None if bad else None,
         hardware=_hardware(report.code),
-        versions=versions_in(report),
+        versions=versions,
     )
-
-
-def id_of(report: Report) -> str:
-    """The id of the issue that a report names in its first lines; "" for none."""
-    return find_link(_head(report))[1]
 
 
 def find_link(text: str) -> tuple[str, str]:
@@ -190,18 +192,6 @@ def find_link(text: str) -> tuple[str, str]:
     owner, name, number = first.groups()
     link = first[0] if first.re is _LINK else f"https://github.com/{owner}/{name}/issues/{number}"
     return link, re.sub(r"[^a-z0-9]+", "-", f"{name}-{number}".lower()).strip("-")
-
-
-def versions_in(report: Report) -> Mapping[str, str]:
-    """The versions that a report pins, or that a dump of an environment prints."""
-    versions: dict[str, str] = {}
-    for name, version in (*_PINNED.findall(report.text), *_DUMPED.findall(report.code)):
-        versions.setdefault(name.lower().removeprefix("py") if name == "PyTorch" else name.lower(), version.rstrip("."))
-    return versions
-
-
-def _head(report: Report) -> str:
-    return "\n".join([line for line in report.text.split("\n") if line.strip()][:_HEAD_LINES])
 
 
 def _message(text: str) -> str:

@@ -219,7 +219,9 @@ def read_code(tree: ast.Module) -> Code:
     reader = _Reader(nodes)
     settings = tuple(setting for node in nodes[: 20 * MOST] for setting in reader.settings(node))
     calls = tuple(dotted(node.func) for node in nodes if isinstance(node, ast.Call))
-    return Code(settings[:MOST], calls, tuple(_names(nodes)), tuple(_configurations(tree)))
+    functions = [node for node in tree.body if isinstance(node, ast.FunctionDef)]
+    configurations = [node.name for node in functions if node.returns and dotted(node.returns) == "Trainer.Config"]
+    return Code(settings[:MOST], calls, tuple(_names(nodes)), tuple(configurations))
 
 
 def dotted(node: ast.expr) -> str:
@@ -417,10 +419,3 @@ def _names(nodes: list[ast.expr | ast.stmt]) -> Iterator[str]:
             yield dotted(node)
         elif isinstance(node, ast.Import | ast.ImportFrom):
             yield from (f"{getattr(node, 'module', None) or ''}.{alias.name}".strip(".") for alias in node.names)
-
-
-def _configurations(tree: ast.Module) -> Iterator[str]:
-    """Functions that return a configuration of torchtitan."""
-    for node in tree.body:
-        if isinstance(node, ast.FunctionDef) and node.returns is not None and dotted(node.returns) == "Trainer.Config":
-            yield node.name

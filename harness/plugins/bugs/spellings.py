@@ -190,7 +190,8 @@ def names_experts(model: str) -> bool:
 def tool_started_by(word: str) -> str:
     """The tool that this word of a command starts; "" for none."""
     plain = word.rpartition("/")[2]
-    for tool, names in table()["launchers"].items():
+    launchers: Mapping[str, str] = table()["launchers"]
+    for tool, names in launchers.items():
         if any(name in (plain, word) or word.endswith(f"/{name}") for name in names.split()):
             return str(tool)
     return ""

@@ -225,9 +225,10 @@ def reproduced(
     """The answer for one run of a case. `like`: the signature to look for instead of the bug file's."""
     bug = named.bug.bug if named.bug is not None else None
     expected = like or (bug.signature if bug is not None else None)
+    reported = "any failure" if bug is None else ": ".join(filter(None, (bug.symptom.replace("_", " "), bug.message)))
     return Reproduced(
         answer=_answer(found, expected, bug),
-        expected=expected.text if expected is not None else _as_reported(bug),
+        expected=reported if expected is None else expected.text,
         found=found,
         known=known,
         differs=_differences(named, installed, device),
@@ -272,12 +273,6 @@ def shows(bug: Bug, signature: FailureSignature) -> bool:
         return False
     checks = _SHOWN_BY[bug.symptom]
     return checks is None or signature.check in checks
-
-
-def _as_reported(bug: Bug | None) -> str:
-    if bug is None:
-        return "any failure"
-    return f"{bug.symptom.replace('_', ' ')}{f': {bug.message}' if bug.message else ''}"
 
 
 def _differences(named: NamedCase, installed: Mapping[str, str], device: str) -> tuple[str, ...]:

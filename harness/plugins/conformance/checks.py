@@ -12,6 +12,7 @@ from typing import Literal
 
 import msgspec
 
+from harness.matrix.linears import shard_size, shard_sizes
 from harness.trace.record import Patch, Record
 
 Mesh = Literal["m2", "m4", "m2x2"]
@@ -105,12 +106,6 @@ def shard_dim(placement: str) -> int | None:
     return int(placement[1:]) if placement[0] in "ST" else None
 
 
-def chunk_sizes(length: int, parts: int) -> tuple[int, ...]:
-    """Shard sizes as torch.chunk gives them: equal chunks, rounded up; the last ones are smaller or empty."""
-    size = -(-length // parts)
-    return tuple(max(min(size, length - index * size), 0) for index in range(parts))
-
-
 def local_shape(
     shape: Sequence[int], placements: Placements, axes: Sequence[int], coordinates: Sequence[int]
 ) -> tuple[int, ...]:
@@ -118,7 +113,7 @@ def local_shape(
     for axis in axis_order(placements):
         dim = shard_dim(placements[axis])
         if dim is not None:
-            local[dim] = chunk_sizes(local[dim], axes[axis])[coordinates[axis]]
+            local[dim] = shard_size(local[dim], axes[axis], coordinates[axis])
     return tuple(local)
 
 
@@ -130,7 +125,7 @@ def axis_order(placements: Placements) -> list[int]:
 def shard_kind(check: OperatorCheck) -> Literal["even", "uneven", "empty"]:
     """ "even" for shards of equal size, "empty" when some rank holds nothing, otherwise "uneven"."""
     dims = zip(map(shard_dim, check.inputs[0]), check.axes, strict=True)
-    shards = [chunk_sizes(check.shape[dim], size) for dim, size in dims if dim is not None]
+    shards = [shard_sizes(check.shape[dim], size) for dim, size in dims if dim is not None]
     if any(0 in sizes for sizes in shards):
         return "empty"
     return "uneven" if any(len(set(sizes)) > 1 for sizes in shards) else "even"

@@ -19,7 +19,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
 
 from harness.matrix.recipes import ITEM_BYTES
-from harness.plugins.conformance.checks import MATMULS, PARTIALS, OperatorCheck, Placements, shard_dim
+from harness.plugins.conformance.checks import MATMULS, PARTIALS, OperatorCheck, Placements, local_shape, shard_dim
 
 AxisPlacements = tuple[str, ...]  # one placement per input, on one mesh axis
 
@@ -276,9 +276,4 @@ def _is_innermost(here: Placements, axis: int, dim: int) -> bool:
 
 
 def _local_bytes(placements: Placements, shape: tuple[int, ...], axes: tuple[int, ...], element: int) -> int:
-    local = list(shape)
-    for placement, size in zip(placements, axes, strict=True):
-        dim = shard_dim(placement)
-        if dim is not None:
-            local[dim] = -(-local[dim] // size)
-    return math.prod(local) * element
+    return math.prod(local_shape(shape, placements, axes, (0,) * len(axes))) * element

@@ -125,7 +125,9 @@ class FakeTensorHooks(TorchDispatchMode):
         if func in HOOKS:
             HOOKS[func](*args, **kwargs)
         elif func in _FUNCTIONAL:
-            _tell_functional(func, args)
+            kind, reduces = _FUNCTIONAL[func]
+            tensor, group = args[0], collectives.resolve_group(args[-1])
+            collectives.notify(kind, args[1] if reduces else "", tensor.dtype, tensor.numel(), group)
 
     def start(self) -> None:
         self._matmuls.clear()
@@ -135,12 +137,6 @@ class FakeTensorHooks(TorchDispatchMode):
             SimulatedMatmul(precision=precision, m=m, n=n, k=k, calls=calls)
             for (precision, m, n, k), calls in sorted(self._matmuls.items())
         )
-
-
-def _tell_functional(func: Any, args: Any) -> None:
-    kind, reduces = _FUNCTIONAL[func]
-    tensor, group = args[0], collectives.resolve_group(args[-1])
-    collectives.notify(kind, args[1] if reduces else "", tensor.dtype, tensor.numel(), group)
 
 
 def silent_propagation() -> Callable[..., Any]:

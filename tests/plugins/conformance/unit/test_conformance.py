@@ -18,7 +18,6 @@ from harness.plugins.conformance.checks import (
     Observation,
     OperatorCheck,
     Output,
-    chunk_sizes,
     fixed_checks,
     local_shape,
     select_checks,
@@ -80,14 +79,6 @@ def test_selection_by_id():
         "amax.d0k-8x16-f32-m4-S1",
     ]
     assert select_checks(["nothing"]) == ()
-
-
-@given(length=st.integers(0, 40), parts=st.integers(1, 8))
-def test_chunks_cover_a_dim(length: int, parts: int):
-    sizes = chunk_sizes(length, parts)
-    assert sum(sizes) == length
-    assert len(sizes) == parts
-    assert list(sizes) == sorted(sizes, reverse=True)
 
 
 @given(
