@@ -27,7 +27,6 @@ from harness.matrix.caseid import family_id
 from harness.matrix.numerics import VIRTUAL_DEVICE
 from harness.matrix.records import KnownFault, Symptom
 from harness.matrix.rules import Refusal
-from harness.plugins.faults.mutation import BaselineDetection, Trial
 from harness.result import (
     Attempt,
     CaseResult,
@@ -460,23 +459,6 @@ def make_result(case_id: str = "a", verdict: Verdict = Verdict.PASSED, **changes
         command=f"fp8-harness run {case_id}",
     )
     return replace(result, **changes)
-
-
-def make_trial(fault: str | None = "amax_without_abs", **changes: Any) -> Trial:
-    """The run of a planted fault that a check found in step 1; None: a clean run."""
-    trial = Trial(
-        fault=fault,
-        group="A" if fault else None,
-        equivalent=False,
-        case_id="single-tensorwise-v2048-f64",
-        verdict=Verdict.NUMERIC,
-        rules=("parity/gradients",),
-        first_step=1,
-        excess=None,
-        message="gradients are off",
-        baseline=BaselineDetection(loss_gap=0.0, sqnr_db=math.inf),
-    )
-    return replace(trial, **changes)
 
 
 def make_cast_range(step: int = 1, fqn: str = WQ, **changes: Any) -> CastRange:

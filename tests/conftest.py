@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from shutil import disk_usage
 from typing import TYPE_CHECKING
@@ -33,6 +33,42 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 _MEMORY = Path("/dev/shm")
 if _MEMORY.is_dir() and not os.statvfs(_MEMORY).f_flag & os.ST_NOEXEC and disk_usage(_MEMORY).free > 4e9:
     os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(_MEMORY))
+
+
+def _skip_without_plugin(name: str) -> None:
+    """Skip what needs a plug-in of the harness whose folder was removed, by the name of a module of it."""
+    home, _, rest = name.partition(".plugins.")
+    plugin = rest.partition(".")[0]
+    if (
+        home in ("harness", "tests")
+        and plugin
+        and not (Path(__file__).parents[1] / "harness/plugins" / plugin).is_dir()
+    ):
+        pytest.skip(f"it needs the plug-in {plugin}", allow_module_level=True)
+
+
+class TestFile(pytest.Module):
+    """A file of tests. One that imports a plug-in that was removed is skipped, as its tests are."""
+
+    def collect(self) -> Iterable[pytest.Item | pytest.Collector]:
+        try:
+            return super().collect()
+        except self.CollectError as error:
+            if isinstance(error.__cause__, ModuleNotFoundError):
+                _skip_without_plugin(error.__cause__.name or "")
+            raise
+
+
+def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> TestFile:
+    return TestFile.from_parent(parent, path=module_path)
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """A test that is marked with plug-ins needs all of them."""
+    for marker in item.iter_markers("plugin"):
+        for plugin in marker.args:
+            _skip_without_plugin(f"harness.plugins.{plugin}")
+
 
 gc.disable()  # until everything is imported and collected
 

@@ -1,7 +1,5 @@
 """How many examples a property is tried on: a few for every commit, many every night."""
 
-from __future__ import annotations
-
 import os
 
 PROFILE = os.environ.get("HYPOTHESIS_PROFILE", "dev")

@@ -1,7 +1,5 @@
 """A fake of what GitHub and GitLab keep of a pull request: its comments, over HTTP."""
 
-from __future__ import annotations
-
 import json
 import threading
 from collections.abc import Iterator

@@ -21,8 +21,6 @@ from harness.matrix.casefile import read_case_file
 from harness.matrix.caseid import case_id, family_id, reference_case, resumed_in, solo_case, twin_case
 from harness.matrix.choice import read_chosen
 from harness.matrix.rules import exclusions, expected_refusal
-from harness.plugins.bugs.bugfile import read_bugs
-from harness.plugins.faults.faults import all_faults
 
 ROOT = Path(__file__).parents[1]
 STORED = Path(__file__).with_suffix(".txt")
@@ -59,6 +57,9 @@ def _cases() -> Iterator[Case]:
 
 
 def _stored() -> Iterator[Case]:
+    from harness.plugins.bugs.bugfile import read_bugs
+    from harness.plugins.faults.faults import all_faults
+
     for tier in TIERS:
         yield from read_case_file(ROOT / "cases" / f"{tier}.toml").cases
     yield from (chosen.case for chosen in read_chosen(ROOT / "cases" / "chosen" / "pr.toml"))

@@ -1,7 +1,5 @@
 """Running a job as its one share, on what starts ranks on this machine and without the layers above it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import msgspec

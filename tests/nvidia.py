@@ -1,7 +1,5 @@
 """Machines with GPUs that this one is not: an `nvidia-smi` whose answers a test writes, and a torch beside it."""
 
-from __future__ import annotations
-
 import os
 import sys
 from pathlib import Path

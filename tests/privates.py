@@ -4,8 +4,6 @@ A part is private where a name on the way to it begins with an underscore. What 
 name. An attribute of an object whose class the source does not tell is known by its last name only.
 """
 
-from __future__ import annotations
-
 import ast
 import functools
 from collections.abc import Iterator, Mapping

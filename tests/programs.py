@@ -1,7 +1,5 @@
 """Programs that tests run: Python code, and git."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """What properties are drawn from: any case at all (`CASES`), cases that make sense, and cases that train."""
 
-from __future__ import annotations
-
 import math
 from collections import ChainMap
 from collections.abc import Iterable, Mapping, Sequence

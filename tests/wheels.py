@@ -1,7 +1,5 @@
 """Wheels of installed packages under other versions, such as two nightlies of which one has a change."""
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import sys

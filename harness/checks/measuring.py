@@ -3,7 +3,7 @@
 A derived tolerance is how far a run may be from BF16 and from one rank where none was measured. It comes from BF16 runs
 of the model, data and steps of the case on one rank, with random errors as large as those of float8
 (`worker/training/noise.py`). No FP8 code runs in them, so a fault of it cannot widen what it is judged by, and nothing
-is borrowed from another model. `tests/worker/test_noise.py` compares them with measured tolerances.
+is borrowed from another model. `tests/worker/test_training.py` compares them with measured tolerances.
 """
 
 import hashlib

@@ -9,7 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, chdir, redirect_stderr, redirect_stdout
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -20,6 +20,8 @@ import pytest
 
 from harness.cli.main import main
 from harness.running.identity import target_digest
+from harness.running.plan import DEFAULT_PROGRAM
+from tests.zygotes import Zygotes
 
 if TYPE_CHECKING:
     from tests.zygotes import Zygotes
@@ -187,3 +189,31 @@ def warm(zygotes: Zygotes) -> Iterator[Zygotes]:
     """The zygotes of runs in this process; those of a file's own targets end with it."""
     yield zygotes
     zygotes.forget_targets()
+
+
+TARGETS = Path(__file__).parents[1] / "targets"
+
+
+@dataclass
+class Inside(Command):
+    """`fp8-harness` in this process; `start`, `shell` and `apart` run the real command in the same folder."""
+
+    @property
+    def apart(self) -> Command:
+        return Command(self.folder, self.environment)
+
+    def having(self, **environment: str) -> Inside:
+        """The same with more in the environment of its runs."""
+        return replace(self, environment={**self.environment, **environment})
+
+    def run(self, *arguments: str, timeout_s: float = 0) -> subprocess.CompletedProcess[str]:
+        """Run the command line to its end. `timeout_s` is for the real command: cases have limits of their own."""
+        return self.call(*arguments)
+
+
+def with_targets(folder: Path, zygotes: Zygotes, *names: str) -> Inside:
+    """A project with these files of `tests/targets` in it, run on the real ranks."""
+    empty_project(folder)
+    for name in names:
+        (folder / name).write_text((TARGETS / name).read_text())
+    return Inside(folder, {"FP8_HARNESS_PROGRAM": DEFAULT_PROGRAM}, zygotes=zygotes)

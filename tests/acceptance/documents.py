@@ -1,7 +1,5 @@
 """Documents that are walked by tests: their commands and files, in order."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 

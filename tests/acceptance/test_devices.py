@@ -1,7 +1,5 @@
 """A run on two devices, with fake ranks on GPUs that are not there: parts, results, repeats and comparisons of it."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

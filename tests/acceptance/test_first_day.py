@@ -1,7 +1,5 @@
 """What a new user does on the first day, on real ranks: patches torchao, brings a model of one's own."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from importlib.util import find_spec
@@ -53,34 +51,12 @@ def project(tmp_path: Path) -> Project:
     return Project(folder, {"FP8_HARNESS_PROGRAM": "", "PYTHONPATH": paths})
 
 
-@pytest.mark.sweep  # the next test crashes an edited torchao in every run
-def test_an_exception_of_torchao_is_the_crash_of_the_cases_that_run_into_it(project: Project) -> None:
-    project.edit(UTILS, "        amax = torch.max(torch.abs(x))\n", "        raise TypeError('edited')\n")
-    code, (broken, sound), _ = project.judged(FP8, BF16)
-    assert code == 1
-    assert (broken["verdict"], sound["verdict"]) == ("crash", "passed")
-    (failure,) = broken["failures"]
-    assert failure["message"] == "TypeError: edited"
-    assert "float8_utils.py" in failure["traceback"]
-
-
 def test_a_torchao_that_cannot_be_imported_is_the_crash_of_every_case(project: Project) -> None:
     project.edit(UTILS, "@torch.no_grad()\ndef amax_to_scale(", "import no_such_module\n\n\ndef amax_to_scale(")
     code, cases, _ = project.judged(FP8, BF16)
     assert code == 1
     assert {case["verdict"] for case in cases} == {"crash"}
     assert "No module named 'no_such_module'" in cases[0]["failures"][0]["message"]
-
-
-@pytest.mark.sweep  # `tests/unit/test_witness_key.py` shows that a witness of an edited package is another one
-def test_an_edited_torchao_fails_and_leaves_nothing_behind(project: Project) -> None:
-    project.edit(UTILS, "torch.max(torch.abs(x))", "torch.max(x)")
-    code, (case,), _ = project.judged(FP8)
-    assert (code, case["verdict"]) == (1, "invariant")
-    assert "scales" in failed_checks(case)
-    project.edit(UTILS, "torch.max(torch.abs(x))", "torch.max(torch.abs(x))")
-    code, (case,), _ = project.judged(FP8)
-    assert (code, case["verdict"], case["findings"]) == (0, "passed", [])
 
 
 def test_a_model_of_ones_own_is_judged_over_any_number_of_steps(project: Project) -> None:

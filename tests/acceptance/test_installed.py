@@ -1,7 +1,5 @@
 """With an installed package, in an empty folder and in a project: its tiers run, and nothing is written into it."""
 
-from __future__ import annotations
-
 import shlex
 import shutil
 import sys

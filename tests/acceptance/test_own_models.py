@@ -14,7 +14,7 @@ from harness.checks.model import SETTING
 from harness.checks.parity import GRADIENTS
 from harness.checks.reported import OTHER_LOSS
 from harness.checks.traffic import REDUCE_DTYPE
-from tests.acceptance.inside import Inside, with_targets
+from tests.acceptance.conftest import Inside, with_targets
 from tests.builders import sentence
 from tests.lines import read_run
 from tests.worker.runs import sweep

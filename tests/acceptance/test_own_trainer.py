@@ -199,12 +199,3 @@ def test_every_case_of_the_example_passes(user: User, tier: str) -> None:
     done = user.run("run", tier)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "BF16 references that were run here" not in done.stdout, "a golden of the example is not stored"
-
-
-@pytest.mark.sweep  # `test_pull_request.py` trains it in every run
-def test_it_trains_without_the_harness(user: User) -> None:
-    alone = replace(user, environment={"OMP_NUM_THREADS": "1"})
-    done = alone.execute("-m", "tiny_gpt", "--steps", "6", timeout_s=120)
-    assert done.returncode == 0, done.stderr
-    losses = [float(line.split()[3]) for line in done.stdout.splitlines() if line.startswith("step")]
-    assert len(losses) == 6 and losses[-1] < losses[0] - 2

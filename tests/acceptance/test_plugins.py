@@ -58,12 +58,10 @@ for command in [["--help"], ["dev", "--help"], ["show", "--help"], *commands]:
 def without(name: str | None, folder: Path, *more: str) -> Path:
     """A copy of the package, and of `more` of the repository, without one plug-in."""
     for part in ("harness", "cases", "golden", "pyproject.toml", "ci", *more):
-        source, skipped = (
-            REPOSITORY / part,
-            shutil.ignore_patterns("__pycache__", "_project", *((name,) if name else ())),
-        )
+        source, others = REPOSITORY / part, (name,) if name and part in ("harness", "tests") else ()
         if source.is_dir():
-            shutil.copytree(source, folder / part, ignore=skipped if part in ("harness", "tests") else None)
+            skipped = shutil.ignore_patterns("__pycache__", "_project", *others)
+            shutil.copytree(source, folder / part, ignore=skipped)
         else:
             shutil.copy(source, folder / part)
     return folder
@@ -106,22 +104,11 @@ def test_without_a_plugin_lint_unit_tests_and_smoke_pass(name: str, tmp_path: Pa
         name, tmp_path, "tests", "docs", "examples", "README.md", "CONTRIBUTING.md", "CHANGELOG.md", "Makefile"
     )
     environment = {**os.environ, "PYTHONPATH": str(folder), "XDG_CACHE_HOME": str(tmp_path / "cache")}
-    unit = (
-        "-m",
-        "pytest",
-        "-q",
-        "-n",
-        "2",
-        "-m",
-        "not sweep and not programs",
-        "tests/unit",
-        "tests/house",
-        "tests/plugins",
-    )
+    units = ["tests/unit", "tests/house", *map(str, folder.glob("tests/plugins/*/unit"))]
     for words in (
         ("-m", "ruff", "check", "."),
         ("-m", "mypy"),
-        unit,
+        ("-m", "pytest", "-q", "-n", "2", "-m", "not sweep and not programs", *units),
         ("-m", "harness", "run", "smoke", "--device", "cpu"),
     ):
         done = subprocess.run([sys.executable, *words], cwd=folder, env=environment, check=False, **CAPTURED)

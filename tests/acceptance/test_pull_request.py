@@ -1,7 +1,5 @@
 """The steps of the pipelines that comment on pull requests, run as they are, in a clone of a user's trainer."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import os
 import socket
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -16,15 +14,10 @@ import psutil
 import pytest
 
 from harness.engine import ray_connection
-from harness.engine.cluster import Cluster
-from harness.engine.messages import Job, JobOutcome
-from harness.engine.processes import StoreProcess
-from harness.engine.ray_cluster import cluster_capacity, open_nodes
 from harness.engine.ray_connection import alive_machines, connect
 from harness.errors import HarnessError
 from tests.acceptance.conftest import REPOSITORY, Command
 from tests.lines import read_run, tree
-from tests.worker.processes import wait_until
 
 pytest.importorskip("ray", reason="Ray is not installed: pip install 'fp8-harness[cluster]'")
 
@@ -151,41 +144,6 @@ def test_a_run_that_must_wait_says_so_and_for_how_much(connected: Any) -> None:
     assert notes == ["waits for other runs: it needs 2 CPU on each of 2 nodes; of 4 CPU in the cluster 0 are free."]
     held.close()
     ray_connection.place_group(ray, machines, bundles, pytest.fail).close()
-
-
-@pytest.mark.sweep  # 20 s in which Ray finds out; `test_a_node_that_dies_costs_its_cases_one_attempt` kills one, too
-def test_parts_of_a_job_on_several_nodes_fail_together(
-    cluster: Any, connected: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """One rank on each of three nodes: one rank raises; then one node is killed, and only jobs that need it suffer."""
-    monkeypatch.setenv("PYTHONPATH", str(REPOSITORY))
-    third = cluster.add_node(**SMALL)
-    capacity = cluster_capacity(cluster.address, "cpu", 1)
-    assert [node.slots for node in capacity.nodes] == [1, 1, 1]
-    nodes = open_nodes(cluster.address, capacity, program="tests.worker.toyprogram", logs=None, note=lambda _: None)
-
-    with Cluster(nodes, StoreProcess("tests.worker.storeprogram")) as mine:
-
-        def run(ranks: int, ways: dict[str, str]) -> JobOutcome:
-            payload = json.dumps(ways).encode()
-            return mine.run(Job(job_id="toy", world_size=ranks, payload=payload, deadline_s=120))
-
-        good = run(3, {})
-        assert [rank.payload for rank in good.ranks] == [f"{rank}/3/None".encode() for rank in range(3)]
-        assert good.nodes == tuple(node.name for node in nodes)
-        failed = run(3, {"1": "raise", "*": "sleep"})
-        assert failed.message == "rank 1 in 'doing raise': ValueError: rank 1 has a problem"
-        assert [rank.consequence for rank in failed.ranks] == [True, False, True]
-        assert ["in _sleep" in rank.traceback for rank in failed.ranks] == [True, False, True]
-        killing = threading.Timer(2, cluster.remove_node, (third,), {"allow_graceful": False})
-        killing.start()
-        lost = run(3, {"*": "sleep"})
-        killing.join()
-        assert lost.status == "infra" and "was lost" in lost.message
-        assert lost.wall_s < 30
-        assert run(2, {}).status == "ok"
-        assert run(3, {}).message.startswith("needs 3 slots, but there are only 2. Lost: node ")
-    wait_until(lambda: len(alive_machines(connected)) == 2, 30)  # Ray knows it too, and the next run finds two
 
 
 def test_a_node_that_dies_costs_its_cases_one_attempt(project: Command, cluster: Any) -> None:

@@ -8,8 +8,8 @@ from xml.etree import ElementTree
 
 import pytest
 
+from tests.acceptance.conftest import Inside
 from tests.acceptance.fake_program import RAISES
-from tests.acceptance.inside import Inside
 from tests.lines import lines_of, read_run, tree
 from tests.zygotes import Zygotes
 

@@ -14,8 +14,8 @@ import pytest
 
 from harness.checks.failures import STUCK
 from harness.checks.judge import CHECKS
+from tests.acceptance.conftest import Inside
 from tests.acceptance.fake_program import EXITS, FAR, HANGS, NAN, ONE_CALL, RAISES
-from tests.acceptance.inside import Inside
 from tests.lines import read_run, tree
 from tests.zygotes import Zygotes
 
@@ -219,22 +219,6 @@ def test_torchrun_engine_is_chosen(project: Inside) -> None:
     assert document["provenance"]["engine"] == "torchrun"
     assert [case["verdict"] for case in document["cases"]] == ["passed"]
     assert len(list((project.folder / "logs").glob("*-fsdp2-rowwise-*/torchrun.log"))) == 1
-
-
-@pytest.mark.sweep  # `test_torchrun.py` closes the engine in every run
-def test_interrupt_ends_torchrun_and_its_ranks(project: Inside) -> None:
-    project.planted("hanging", 2)
-    process = project.start("run", "hanging", *CPU, "--engine", "torchrun")
-    ours = psutil.Process(process.pid)
-    give_up_s = time.monotonic() + 60
-    while len(family := ours.children(recursive=True)) < 3:  # torchrun and two ranks
-        assert time.monotonic() < give_up_s, "the ranks did not start"
-        time.sleep(0.1)
-    process.send_signal(signal.SIGINT)
-    process.communicate(timeout=30)
-    assert process.returncode == 130
-    _, alive = psutil.wait_procs(family, timeout=5)
-    assert not alive
 
 
 def test_interrupt_leaves_a_valid_partial_result(project: Inside) -> None:

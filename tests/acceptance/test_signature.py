@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from harness.checks.metamorphic import EXECUTED, MEMORY
-from tests.acceptance.inside import Inside
+from tests.acceptance.conftest import Inside
 from tests.lines import read_run
 from tests.zygotes import Zygotes
 

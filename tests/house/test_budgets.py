@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import tomllib
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
@@ -20,6 +22,7 @@ NOT_YET = {
     "lines of tests",
     "percent of lines that import",
 }
+PROJECT = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
 HELP_LINES = 100  # two screens
 
 
@@ -28,6 +31,7 @@ def test_a_limit_holds(name: str) -> None:
     assert BUDGETS[name].holds, f"{BUDGETS[name].measure():,} of {BUDGETS[name].limit:,}: see `python ci/house.py`"
 
 
+@pytest.mark.plugin(*PROJECT["entry-points"]["fp8_harness"])  # a smaller house may be below a limit
 @pytest.mark.parametrize("name", sorted(NOT_YET))
 def test_a_limit_that_holds_by_now_is_kept_from_now_on(name: str) -> None:
     assert not BUDGETS[name].holds, f"take {name!r} out of NOT_YET"

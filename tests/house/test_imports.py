@@ -223,7 +223,7 @@ def test_every_room_has_a_level() -> None:
 
 def test_torch_is_only_in_the_worker() -> None:
     assert [module.name for module in modules() if packages(module) & TORCH and not module.runs_in_ranks] == []
-    assert {module.room for module in modules() if packages(module) & TORCH} == {"worker", "plugins"}
+    assert {module.room for module in modules() if packages(module) & TORCH} <= {"worker", "plugins"}
 
 
 def test_only_front_ends_talk_and_only_programs_exit() -> None:

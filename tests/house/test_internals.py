@@ -1,7 +1,5 @@
 """The list of private parts against the source of the worker: what is used is declared, what is declared is used."""
 
-from __future__ import annotations
-
 import ast
 import functools
 import sys

@@ -104,7 +104,9 @@ def test_the_pr_tier_and_its_chosen_cases_cover_every_pair() -> None:
     assert account.counts["covered"] > 700
 
 
+@pytest.mark.plugin("faults")
 def test_every_planted_fault_can_show_in_a_case_of_pr() -> None:
+
     faults = list(all_faults().values())
     carries = {fault.name for chosen in CHOSEN for fault in carried(chosen.case, faults, KNOWN)}
     compiled = {fault.name for fault in faults if fault.where == ("compile=inductor",)}  # pr has none

@@ -1,7 +1,5 @@
 """One executor for the eager runs of this folder, on the zygotes that all tests share."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

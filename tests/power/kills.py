@@ -6,8 +6,6 @@ break. Every run of the tests breaks each of these rules again, with as few faul
 its teeth unseen; the sweeps plant all faults.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path

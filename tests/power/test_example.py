@@ -1,7 +1,5 @@
 """The mutation matrix of `examples/tiny_gpt`, a target whose model no formula describes: for every night."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

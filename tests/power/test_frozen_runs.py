@@ -4,8 +4,6 @@ Both are long. `frozen_pr.txt` holds cases that pr had before findings had rules
 them; the mutation matrix is the one that `fp8-harness dev mutate --record` stored.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

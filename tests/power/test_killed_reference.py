@@ -1,7 +1,5 @@
 """A reference whose rank is killed, on real ranks and before the real judge: never a failure of its case."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import cast
 

@@ -1,7 +1,5 @@
 """A fault planted into a case with a recorded upstream fault is never `known`: its run is judged with the fix."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 import pytest

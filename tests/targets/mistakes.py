@@ -1,7 +1,5 @@
 """Typical mistakes of a target: every class is the sound one with one of them, and can stand for `build`."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -3,8 +3,6 @@
 It imports nothing of the harness, as a user's own module.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

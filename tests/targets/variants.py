@@ -1,7 +1,5 @@
 """Sound targets that build the model of `toy.py` in other ways."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

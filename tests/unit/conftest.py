@@ -3,8 +3,6 @@
 `st.from_type(Case)` is any case at all, excluded ones too. Nothing waits for a disk.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import os
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Axes of cases, and selectors of cases by them."""
 
-from __future__ import annotations
-
 import math
 import operator
 import re

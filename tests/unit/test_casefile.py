@@ -1,7 +1,5 @@
 """Files of cases: what is read, what is written, and the schema of both."""
 
-from __future__ import annotations
-
 import re
 import tomllib
 from pathlib import Path

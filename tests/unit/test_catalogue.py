@@ -10,8 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from harness.checks.catalogue import CHECKS, RULES, by_cause, first_effect
-from harness.plugins.faults.faults import all_faults
-from harness.plugins.faults.kills import proofs, read_kills
 from harness.project import find_project
 from harness.report.evidence import checks_markdown
 from harness.verdict import Finding, Verdict
@@ -132,7 +130,10 @@ ROOT = Path(__file__).parents[2]
 UNPROVEN = {"signature"}  # `tests/power/test_example.py` plants faults in a model that has signatures
 
 
+@pytest.mark.plugin("faults")
 def test_the_page_is_what_explain_prints_with_every_check_and_rule() -> None:
+    from harness.plugins.faults.kills import proofs
+
     page = (ROOT / "docs" / "checks.md").read_text()
     assert page == checks_markdown(proofs(find_project(str(ROOT)))), (
         "run `fp8-harness explain --list checks > docs/checks.md`"
@@ -147,13 +148,15 @@ def test_every_check_is_described_and_its_rules_are_listed() -> None:
     assert all(f"`{rule.name}`" in text for check in CHECKS for rule in check.rules)
 
 
+@pytest.mark.plugin("faults")
 def test_the_recorded_mutation_matrix_is_that_of_the_catalogue_and_proves_every_check() -> None:
+    from harness.plugins.faults.faults import all_faults
+    from harness.plugins.faults.kills import read_kills
+
     kills = read_kills(ROOT)
     assert kills is not None and kills.found.keys() == all_faults().keys()
     for name, cases in kills.found.items():
         assert all(kill.rules for kill in cases.values()) or all_faults()[name].equivalent, name
     rules = {rule for cases in kills.found.values() for kill in cases.values() for rule in kill.rules}
     assert rules <= RULES.keys() | {"judge/unexplained", "judge/other-end", "judge/missing"}
-    kills = read_kills(ROOT)
-    assert kills is not None
     assert {check.name for check in CHECKS if not kills.by_check(check.name)} == UNPROVEN

@@ -102,6 +102,7 @@ def test_the_first_is_named_by_step_rank_and_module(layout: Layout) -> None:
     assert finding.values["number"] == "float8 data"
 
 
+@pytest.mark.plugin("torchtitan")
 def test_plain_shards_are_not_compared_with_whole_tensors() -> None:
     of = case(Layout(tp=2), target="torchtitan_0_3", dtype="float64", recipe="rowwise")
     run, witness = runs(of)

@@ -1,7 +1,5 @@
 """The check `graphs` finds what was not compiled, not fused, fused over the wrong ranks, misshapen or wrong."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

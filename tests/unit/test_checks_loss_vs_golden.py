@@ -1,7 +1,5 @@
 """The check `loss_vs_golden`."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """The check `traffic` finds every collective that is wrong: by formula, and by the rules that hold for any model."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

@@ -1,7 +1,5 @@
 """The schedule: order, threads, interruption and errors, with work that needs no ranks."""
 
-from __future__ import annotations
-
 import math
 import os
 import signal

@@ -23,11 +23,8 @@ from harness.evidence.verified import provable_levels
 from harness.matrix.case import Case
 from harness.matrix.caseid import parse_case_id, parse_layout
 from harness.matrix.rules import GpuFacts, gpu_needs, unmet_needs
-from harness.plugins.check_target.target_check import CheckOptions, cases_there
 from harness.plugins.gpu.levels import without_obstacles
 from harness.plugins.parity.against import Against
-from harness.plugins.parity.layouts import USUAL
-from harness.plugins.parity.layouts import cases_of as layouts_of
 from harness.project import find_project
 from harness.report.run import devices_line
 from harness.request import Arithmetic
@@ -327,6 +324,14 @@ def test_a_study_is_on_one_device_and_its_commands_say_so(pretend: Pretend) -> N
     assert common(exact, kernel) == ("cuda", "exact", " --device cuda --arithmetic exact")
     assert common(exact, blocks) == ("cpu", "exact", " --device cpu")
     assert plan.on_cpu.device == "cpu" and plan.on_gpus.device == "cuda"
+
+
+@pytest.mark.plugin("parity")
+def test_another_torch_gets_the_device_of_the_whole_study(pretend: Pretend) -> None:
+
+    pretend("8 x H100")
+    plan = planned()
+    exact, blocks = (parse_case_id(f"single-{name}") for name in ("rowwise-v2048-f64", "mxfp8-v2048-b16"))
     base = Against("v1", find_project(), plan.common([exact, blocks]), print)
     assert base.given.words == ("--device", "cpu", "--arithmetic", "exact"), "another torch could choose otherwise"
 
@@ -346,7 +351,9 @@ def test_every_case_is_in_one_part_and_in_the_order_of_selection(pretend: Preten
     assert {plan.hardware[0] for plan, _ in parts} == {"nvidia-h100-80gb-hbm3", "cpu"}, "nor with its golden"
 
 
+@pytest.mark.plugin("gpu")
 def test_evidence_leaves_out_what_the_gpus_cannot_run(pretend: Pretend) -> None:
+
     pretend("8 x H100")
     cases = tier("pr")
     able, left = without_obstacles(cases, planned(device="cuda", arithmetic="exact"))
@@ -405,6 +412,8 @@ class Asked(NamedTuple):
         """What it says at its end about devices; HarnessError is exit code 2."""
         plan = plan_for(**{name: self.given[name] for name in options_of(PlanOptions) if self.given.get(name)})
         if self.name == "check-target":
+            from harness.plugins.check_target.target_check import CheckOptions, cases_there
+
             return end_line(*cases_there(CheckOptions(target="my_target"), plan))
         if self.name == "parity":
             return end_line(self.cases, plan.common(self.cases))
@@ -425,9 +434,11 @@ def asked(text: str) -> Asked | None:
         return None
     given.pop("inject", None)  # files of the pages, which are not written here
     if name == "parity":
+        from harness.plugins.parity.layouts import USUAL, cases_of
+
         layouts = tuple(map(parse_layout, (given["asked"] or "single,fsdp2,tp2,hsdp2x2").split(",")))
         axes = {axis: given[axis] for axis in ("recipe", "dtype", "steps") if given.get(axis)}
-        return Asked(text, name, given, tuple(case for case in layouts_of({**USUAL, **axes}, layouts)))
+        return Asked(text, name, given, tuple(cases_of({**USUAL, **axes}, layouts)))
     sources = given.get("sources", ())
     cases = () if name == "check-target" else select_cases(find_project(None, sources), Query(sources=sources))
     return Asked(text, name, given, tuple(cases))

@@ -1,7 +1,5 @@
 """The commands that read results of others: their exit codes, and what a file brings is inert in what they print."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -36,6 +34,7 @@ def file(path: str, /, *cases: CaseResult, **facts: object) -> str:
     return path
 
 
+@pytest.mark.plugin("release")
 @pytest.mark.parametrize(
     ("before", "after", "code", "word"),
     [
@@ -72,6 +71,7 @@ def test_what_a_file_brings_is_inert_in_what_commands_print(capfd: pytest.Captur
         assert_inert(said)
 
 
+@pytest.mark.plugin("release")
 def test_every_reader_names_a_damaged_line(capfd: pytest.CaptureFixture[str]) -> None:
     store = RunStore(find_project().new_run())
     run = make_results(case(A), case(B), started="2026-01-01T00:00:00+00:00")
@@ -94,6 +94,7 @@ def test_every_reader_names_a_damaged_line(capfd: pytest.CaptureFixture[str]) ->
     assert main(["show"]) == 2 and named in capfd.readouterr().err, "what ended has a result of every case"
 
 
+@pytest.mark.plugin("release")
 def test_an_import_of_the_future_takes_over_nothing(project: Project, capfd: pytest.CaptureFixture[str]) -> None:
     for name in (A, B):
         store = RunStore(project.new_run())
@@ -106,6 +107,7 @@ def test_an_import_of_the_future_takes_over_nothing(project: Project, capfd: pyt
     assert main(["compare", "last~1", "last"]) == 6 and main(["show", "f"]) == 0
 
 
+@pytest.mark.plugin("bugs")
 def test_what_a_report_says_is_inert_in_what_bug_prints(capfd: pytest.CaptureFixture[str]) -> None:
     flags = "torchrun --nproc_per_node 2 train.py --parallelism.tensor_parallel_degree=2 --quantize.linear.float8"
     words = (

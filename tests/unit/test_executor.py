@@ -96,6 +96,7 @@ def test_nodes_divide_what_shares_neither_memory_nor_files(
             check_fits([make_case(tp=8)], plan)
 
 
+@pytest.mark.plugin("faults")
 def test_ranks_get_the_source_of_an_injection(tmp_path: Path) -> None:
     file = tmp_path / "patch.py"
     file.write_text("def apply(): ...\n")

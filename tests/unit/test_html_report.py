@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import datetime
 import functools
 import hashlib
 import json
@@ -15,30 +14,15 @@ from typing import Any, TypeVar
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
-from msgspec.structs import replace
 
 from harness.matrix.tier import coverage
-from harness.plugins.faults.commands import mutation_section
-from harness.plugins.faults.mutation import MutationMatrix
-from harness.plugins.release.commands import gate_front
-from harness.plugins.release.gate import Answer, Gate, GatePolicy, gate
 from harness.report.html.page import html_report
 from harness.report.run import coverage_section
-from harness.report.sections import Entry, Section, Table
+from harness.report.sections import Section, Table
 from harness.result import CaseResult, Curve, Environment, Measured, RunResult, Sent
 from harness.text import printable
 from harness.verdict import NotJudged, Verdict
-from tests.builders import (
-    a_finding,
-    make_cast_range,
-    make_failure,
-    make_measured,
-    make_result,
-    make_results,
-    make_trial,
-    run_of,
-    with_facts,
-)
+from tests.builders import a_finding, make_cast_range, make_failure, make_result, run_of, with_facts
 
 Kind = TypeVar("Kind")
 HOSTILE = "</script><img src=x onerror=alert(1)><!--\u2028\u2029&lt;"
@@ -233,67 +217,6 @@ def test_history_is_that_of_its_case() -> None:
     assert data["detail-1"]["history"] == {"columns": ["run", "verdict"], "rows": [["first", "passed"]], "verdict": 1}
 
 
-def a_gate(reason: str = "far", *, names: tuple[str, str] = ("v1", "v2")) -> tuple[Gate, RunResult]:
-    """A case fails, one saves other bytes, and one was lost."""
-    ids = [f"tp2-rowwise-v2048-seed{seed}-b16" for seed in range(1, 4)]
-    wrong = a_finding(check="parity", message=reason, verdict=Verdict.NUMERIC)
-    before = make_results(*(make_result(name, measured=make_measured()) for name in ids))
-    after = make_results(
-        make_result(ids[0], Verdict.NUMERIC, findings=(wrong,)),
-        make_result(ids[1], measured=make_measured(saved_bytes=9)),
-        environment=Environment(device="cpu", packages={"torch": f"v{reason}"}),
-    )
-    return gate(before, after, GatePolicy(now=datetime.datetime(2026, 11, 22, tzinfo=datetime.UTC)), names=names), after
-
-
-def test_the_front_of_a_gate_has_every_reason_in_order() -> None:
-    decision, after = a_gate()
-    front = gate_front(decision, after)
-    assert (front.title, front.state, front.good) == ("v2 against v1", "NO-GO", False)
-    assert front.line == "3 reasons gate" and front.section is not None
-    *groups, _, moved, ours, unexplained = of_kind(Section, front.section)
-    assert [group.title.partition(":")[0] for group in (ours, unexplained)] == ["moved, ours", "moved, unexplained"]
-    assert [group.title for group in groups] == [
-        "gates: fails, and did not in the baseline (1) [new-failure]",
-        "gates: case was lost (1) [lost-coverage]",
-        "gates: saved bytes changed (1) [saved-bytes]",
-    ]
-    failed, lost, saved = (of_kind(Entry, group)[0] for group in groups)
-    assert failed.case.endswith("seed1-b16") and failed.command == f"fp8-harness run {failed.case}"
-    assert (failed.title, failed.lines) == ("passed -> numeric", ("parity/test: far",))
-    assert (lost.case, lost.title) == ("", "tp2-rowwise-v2048-seed3-b16 passed -> not selected"), (
-        "no such case to lead to"
-    )
-    assert saved.title == "" and saved.lines == ("bytes saved for backward: 1,000 -> 9",), (
-        "values that the line has are not repeated"
-    )
-    (summary,), (sides,) = of_kind(Table, moved), of_kind(Table, front.section)
-    assert summary.rows[0] == ("causes", "0", "1", "2")
-    assert ("name", "v1", "v2") in sides.rows and "torch none -> vfar" in " ".join(of_kind(str, front.section))
-
-
-def test_what_does_not_gate_is_folded() -> None:
-    decision, after = a_gate()
-    reasons = tuple(replace(reason, gates=False, waiver="allowed: why") for reason in decision.reasons)
-    front = gate_front(replace(decision, answer=Answer.GO, reasons=reasons), after)
-    assert front.section is not None and front.state == "GO" and front.good
-    groups = [group for group in of_kind(Section, front.section) if group.title.startswith("does not gate")]
-    assert len(groups) == 3 and all(
-        group.folded and of_kind(Entry, group)[0].lines[0] == "allowed: why" for group in groups
-    )
-
-
-@given(st.text(max_size=20))
-@example(HOSTILE)
-def test_no_text_of_a_gate_is_markup(text: str) -> None:
-    decision_of_text, after = a_gate(text, names=(text, text))
-    shown, usual = (
-        Page(html_report(after, front=gate_front(decision, after)))
-        for decision in (decision_of_text, a_gate("x", names=("x", "x"))[0])
-    )
-    assert [name for name, _ in shown.elements] == [name for name, _ in usual.elements]
-
-
 @pytest.mark.parametrize(
     "changes, state", [({}, "not good"), ({"interrupted": True}, "interrupted")], ids=["bad", "interrupted"]
 )
@@ -320,11 +243,3 @@ def test_coverage_lists_the_rules_that_exclude_with_their_reasons() -> None:
     }
     assert rules.rows and all(reason for *_, reason in rules.rows)
     assert excluded.folded and len(excluded.rows) == 2
-
-
-def test_a_mutation_matrix_lists_what_was_not_detected_first() -> None:
-    trials = (make_trial("found"), make_trial("missed", verdict=Verdict.PASSED, rules=()))
-    section = mutation_section(MutationMatrix(trials=trials, clean=(), wall_s=1.0, interrupted=False))
-    missed, every = (table for table in of_kind(Table, section) if table.rows)
-    assert [row[1] for row in missed.rows] == ["missed"] and [row[1] for row in every.rows] == ["found", "missed"]
-    assert section.blocks[0] == "1 of 2 trials not detected."

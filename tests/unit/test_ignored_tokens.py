@@ -1,7 +1,5 @@
 """Labels that the loss leaves out: which sequences and data-parallel ranks lose how many."""
 
-from __future__ import annotations
-
 import itertools
 
 from hypothesis import given

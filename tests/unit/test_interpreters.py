@@ -1,7 +1,5 @@
 """Every version of Python: `make pythons` runs this folder with each that is here."""
 
-from __future__ import annotations
-
 import importlib
 import tomllib
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Without torch, a command that starts ranks is one line that says what to install; the others work."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Numerics: where the fabric and the device promise no bits, nothing is judged as if they did, and nothing is lost."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

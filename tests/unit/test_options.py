@@ -14,11 +14,10 @@ from click.shell_completion import ShellComplete
 from hypothesis import given
 from hypothesis import strategies as st
 
-from harness.cli.baseline_update import update_command, with_target_here
+from harness.cli.baseline_update import with_target_here
 from harness.cli.explain import options_markdown
 from harness.cli.main import app, main
 from harness.cli.options import plan_parameter
-from harness.cli.run import run_command
 from harness.engine.hardware import Device
 from harness.errors import HarnessError
 from harness.jsonform import from_json, to_json
@@ -27,8 +26,6 @@ from harness.matrix.casefile import parse_case_file
 from harness.matrix.caseid import case_id, parse_case_id
 from harness.matrix.space import spaces_of
 from harness.matrix.tier import count_cells
-from harness.plugins.faults.commands import mutate_command
-from harness.plugins.predict.commands import measure_command
 from harness.project import Project, find_project, is_case_file
 from harness.request import Arithmetic, default_arithmetic
 from harness.run_options import PlanOptions, RunOptions, option_named, options_of, words_of
@@ -37,6 +34,7 @@ from harness.running.selection import Query, excluded_cells, parse_keyword, sele
 from harness.studies.noise import environment, measured_cases, over_seeds, recorded_cases, shares_its_parity_key
 from harness.workflow import check_fits
 from tests.builders import make_case, make_known
+from tests.commands import understood
 from tests.jobs import make_capacity
 from tests.nvidia import put_nvidia_smi
 
@@ -53,8 +51,9 @@ def test_the_page_lists_the_options_as_they_are_declared() -> None:
     assert PAGE.read_text() == options_markdown(), "run `fp8-harness explain --list options > docs/options.md`"
 
 
-@pytest.mark.parametrize("command", [run_command, update_command, mutate_command, measure_command])
-def test_every_command_that_runs_cases_has_the_options_of_how(command: click.Command) -> None:
+@pytest.mark.parametrize("words", ["run", "baseline update", "dev mutate", "predict measure"])
+def test_every_command_that_runs_cases_has_the_options_of_how(words: str) -> None:
+    command = understood(f"fp8-harness {words}").command
     has = {parameter.name for parameter in command.params}
     assert {name for name, option in options_of(PlanOptions).items() if not option.of_run} <= has
 
@@ -444,6 +443,7 @@ def test_a_rare_option_that_is_none_is_explained(word: str, text: str) -> None:
     assert text in str(raised.value)
 
 
+@pytest.mark.plugin("parity", "predict")
 def test_names_and_values_of_axes_are_completed() -> None:
     def completed(*words: str) -> list[str]:
         *before, last = words
@@ -468,16 +468,26 @@ def test_what_is_said_before_a_command_is_for_it(project: Project, capsys: pytes
     assert main(["list", "mine"]) == 2
 
 
-def test_an_option_that_has_become_a_value_says_how_to_give_it(capsys: pytest.CaptureFixture[str]) -> None:
-    for words, fix in (
-        ("new --id --no-loss-parallel", "Fix: give --set loss_parallel=false."),
-        ("parity --output-layer", "Fix: give --set output_layer=true."),
-        ("dev mutate --fabric gloo", "Fix: give -o fabric=VALUE."),
-        ("bug check -j 4", "Fix: give -o jobs=VALUE."),
-        ("list pr --root x", "Fix: give it before the command: fp8-harness --root DIR list."),
-        ("bug check -q", "Fix: give it before the command: fp8-harness -q bug check."),
-    ):
-        assert main(words.split()) == 2
-        assert fix in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("words", "fix"),
+    [
+        ("new --id --no-loss-parallel", "--set loss_parallel=false."),
+        pytest.param("parity --output-layer", "--set output_layer=true.", marks=pytest.mark.plugin("parity")),
+        pytest.param("dev mutate --fabric gloo", "-o fabric=VALUE.", marks=pytest.mark.plugin("faults")),
+        pytest.param("bug check -j 4", "-o jobs=VALUE.", marks=pytest.mark.plugin("bugs")),
+        ("list pr --root x", "it before the command: fp8-harness --root DIR list."),
+        pytest.param(
+            "bug check -q", "it before the command: fp8-harness -q bug check.", marks=pytest.mark.plugin("bugs")
+        ),
+    ],
+)
+def test_an_option_that_has_become_a_value_says_how_to_give_it(
+    capsys: pytest.CaptureFixture[str], words: str, fix: str
+) -> None:
+    assert main(words.split()) == 2
+    assert f"Fix: give {fix}" in capsys.readouterr().err
+
+
+def test_an_option_that_a_command_has_not_is_given_no_value(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["list", "--lr", "1"]) == 2
     assert "--set" not in capsys.readouterr().err

@@ -18,8 +18,6 @@ from markdown_it import MarkdownIt
 from markdown_it.token import Token
 
 from harness.jsonform import to_json
-from harness.plugins.release.commands import gate_front, gate_markdown, gate_sections
-from harness.plugins.release.gate import gate
 from harness.report.case import shown_case
 from harness.report.ci import annotation_lines, junit_report
 from harness.report.html.page import html_report
@@ -43,7 +41,6 @@ from harness.running.stored import Stored
 from harness.text import code_span, counted, in_markdown, printable
 from harness.verdict import NotJudged, Verdict
 from tests.builders import a_finding, make_failure, make_measured, make_result, make_results, make_trace, run_of
-from tests.plugins.release.unit.test_gate import TERMS
 
 CASE, OTHER = "tp2-rowwise-v2048-s2-b16", "fsdp2-tensorwise-v2048-s2-b16"
 PIECES = (
@@ -96,8 +93,7 @@ def planted(text: str, *paths: tuple[Any, ...]) -> RunResult:
 
 @functools.cache
 def usual_elements() -> set[tuple[str, tuple[str, ...]]]:
-    run = planted("x", *free_texts())
-    return Page(html_report(run, front=gate_front(gate(run, run, TERMS), run))).elements
+    return Page(html_report(planted("x", *free_texts()))).elements
 
 
 def a_run(verdict: Verdict = Verdict.CRASH) -> RunResult:
@@ -177,29 +173,23 @@ class Page(HTMLParser):
 @settings(max_examples=12)
 @given(HOSTILE)
 def test_what_a_file_brings_is_inert_in_every_printer(text: str) -> None:
-    before, run = a_run(), planted(text, *free_texts())
-    after = planted(text, *(path for path in free_texts() if path[-1] != "id"))  # ids pair the two sides of a gate
-    bad = msgspec.structs.replace(before, results=before.results[1:])
-    decision = gate(bad, after, TERMS, names=("a", printable(text)))
+    run = planted(text, *free_texts())
     stored = Stored(path=Path("nowhere"), start=run.start, state="finished")
     reports: list[list[Block]] = [
         run_sections(run, rerun="x"),
         list(shown_case(run.results[0])),
-        gate_sections(decision),
         runs_sections([stored]),
     ]
     for blocks in reports:
         for width in (None, 60):
             assert_inert(text_of(bounded(blocks, where="--json"), width=width))
-    assert_no_markup(run_markdown(run), details=run_markdown(before).count("<details>"))
-    usual = gate_markdown(gate(bad, before, TERMS, names=("a", "b")))
-    assert_no_markup(gate_markdown(decision), details=usual.count("<details>"))
+    assert_no_markup(run_markdown(run), details=run_markdown(a_run()).count("<details>"))
     for element in ElementTree.fromstring(junit_report(run)).iter():
         for shown in (element.text or "", *element.attrib.values()):
             assert_inert(shown)
     for line in annotation_lines(run).splitlines():
         assert line.startswith("::error title=") and line.isprintable()
-    page = Page(html_report(run, front=gate_front(decision, run)))
+    page = Page(html_report(run))
     assert page.elements <= usual_elements()
     assert_inert(page.text)
 

@@ -1,7 +1,5 @@
 """What a person sees while cases run: bar, count and time at every width, and as much of the names as fits."""
 
-from __future__ import annotations
-
 import io
 import re
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """A golden that changed: does the noise that was measured explain it?"""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Relations: what is promised is promised about cases that train, and never more than torchao keeps."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

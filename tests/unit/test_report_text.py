@@ -1,7 +1,5 @@
 """Reports in the terminal: runs, and goldens."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType

@@ -1,7 +1,5 @@
 """The lines of a run are what their schema says, and the schema is what the structs and their facts are."""
 
-from __future__ import annotations
-
 import copy
 import json
 import math

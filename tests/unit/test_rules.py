@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import tomllib
+from pathlib import Path
 from typing import get_args
 
 import pytest
@@ -16,7 +18,7 @@ from harness.matrix.axes import AXES, axis_values, case_from_axes
 from harness.matrix.case import Case
 from harness.matrix.caseid import case_id, parse_case_id
 from harness.matrix.linears import converted_fqns, gemms, is_misaligned, shard_sizes
-from harness.matrix.recipes import E4M3, E5M2, FLOAT8_MAX, OPERANDS, TRAITS, Operand, Recipe
+from harness.matrix.recipes import E4M3, E5M2, FLOAT8_MAX, OPERANDS, TRAITS, Recipe
 from harness.matrix.rules import EXCLUSIONS, REFUSALS, Rule, exclusions, expected_refusal, explain
 from tests.builders import make_case
 from tests.strategies import POSSIBLE_CASES
@@ -54,137 +56,13 @@ def test_rules_have_different_names_reasons_and_sources() -> None:
         assert set(rule.axes) <= set(AXES)
 
 
-TIED_HEAD = {"tied": True, "output_layer": True}
-EXAMPLES: list[tuple[str, dict[str, object]]] = [
-    ("microbatches_fill_pipeline", {"pp": 2, "accumulation": 1}),
-    ("stages_have_blocks", {"pp": 4, "accumulation": 4}),
-    ("stages_have_blocks", {"pp": 2, "accumulation": 2, "schedule": "interleaved"}),
-    ("pipeline_of_reference", {"pp": 2, "accumulation": 2, "target": "mine"}),
-    ("cp_divides_shards", {"dp_shard": 2, "cp": 4}),
-    ("sequence_divides_cp", {"dp_shard": 4, "cp": 4, "seq_len": 36}),
-    ("sequence_divides_cp", {"dp_shard": 3, "cp": 3, "seq_len": 32, "sequence_order": "contiguous"}),
-    ("context_parallel_reference", {"dp_shard": 2, "cp": 2, "target": "mine"}),
-    ("context_parallel_is_eager", {"dp_shard": 2, "cp": 2, "compile": "graph"}),
-    ("context_parallel_of_dense_blocks", {"dp_shard": 2, "cp": 2, "experts": 4}),
-    ("context_parallel_in_one_stage", {"dp_shard": 2, "cp": 2, "pp": 2, "accumulation": 2}),
-    ("batch_divides_dp", {"dp_shard": 3}),
-    ("replicate_needs_shard", {"dp_replicate": 2}),
-    ("heads_divide_tp", {"tp": 4, "kv_heads": 2}),
-    ("heads_divide_tp", {"tp": 3}),
-    ("ffn_divides_tp", {"tp": 4, "ffn_dim": 258}),
-    ("vocab_fills_tp", {"tp": 4, "vocab_size": 5}),
-    ("vocab_padding_pads", {"vocab_size": 2048, "pad_vocab_to_multiple_of": 16}),
-    ("sequence_divides_tp", {"tp": 4, "seq_len": 30}),
-    ("mxfp8_casts_bfloat16", {"recipe": "mxfp8"}),
-    ("conversion_of_mxfp8", {"recipe": "rowwise", "conversion": "wrapper"}),
-    ("conversion_of_mxfp8", {"recipe": "rowwise", "convert_after_tp": True, "tp": 2}),
-    ("wrapped_after_tp_is_no_dtensor", {"recipe": "mxfp8", "convert_after_tp": True, "conversion": "wrapper", "tp": 2}),
-    ("wrapped_bias_under_tp", {"recipe": "mxfp8", "conversion": "wrapper", "bias": True, "tp": 2}),
-    ("mxfp8_has_no_float8_options", {"recipe": "mxfp8", "pad_inner_dim": True}),
-    ("mxfp8_has_no_float8_options", {"recipe": "mxfp8_floor", "casts": ["i:ten"]}),
-    ("mxfp8_is_not_generated", {"recipe": "mxfp8", "compile": "inductor"}),
-    ("mxfp8_has_no_async_tp", {"recipe": "mxfp8", "compile": "graph", "tp": 2, "async_tp": True}),
-    ("torchtitan_0_3_has_one_mxfp8", {"recipe": "mxfp8_floor", "target": "torchtitan_0_3"}),
-    ("torchtitan_0_3_has_one_mxfp8", {"recipe": "mxfp8", "target": "torchtitan_0_3", "conversion": "wrapper"}),
-    ("all_gather_needs_fsdp", {"recipe": "tensorwise", "fp8_all_gather": True}),
-    ("all_gather_needs_tensorwise", {"recipe": "rowwise", "fp8_all_gather": True, "dp_shard": 2}),
-    ("precompute_needs_all_gather", {"recipe": "tensorwise", "precompute_scale": True, "dp_shard": 2}),
-    ("casts_of_a_matmul_agree", {"recipe": "tensorwise", "casts": ["i:dis"]}),
-    ("casts_leave_float8", {"recipe": "rowwise", "casts": [f"{name}:dis" for name in get_args(Operand)]}),
-    ("rows_have_power_of_two_scales", {"recipe": "tensorwise", "casts": ["go:axs"]}),
-    ("dgrad_before_wgrad", {"recipe": "tensorwise", "casts": ["go:dis", "w_gi:dis"]}),
-    (
-        "checkpointed_forward_in_float8",
-        {"recipe": "tensorwise", "casts": ["i:dis", "w:dis"], "checkpointing": "full"},
-    ),
-    ("casts_are_eager", {"recipe": "tensorwise", "casts": ["go:e4m3"], "compile": "graph"}),
-    ("casts_outside_of_linears", {"recipe": "tensorwise", "casts": ["go:e4m3"], "tp_styles": "float8", "tp": 2}),
-    ("torchtitan_casts_by_recipe", {"target": "torchtitan_0_3", "recipe": "tensorwise", "casts": ["go:e4m3"]}),
-    ("ignored_tokens_need_sequences", {"ignored_tokens": "half", "global_batch": 1}),
-    ("reduce_dtype_needs_shards", {"reduce_dtype": "bfloat16", "dtype": "bfloat16"}),
-    ("accumulation_divides_batch", {"accumulation": 3}),
-    ("accumulation_is_eager", {"accumulation": 2, "compile": "graph"}),
-    ("reduce_grads_needs_microbatches", {"reduce_grads": "last_microbatch", "dp_shard": 2}),
-    (
-        "torchtitan_reduces_every_microbatch",
-        {"target": "torchtitan_0_3", "reduce_grads": "last_microbatch", "accumulation": 2, "dp_shard": 2},
-    ),
-    ("reshard_needs_shards", {"reshard_after_forward": "never"}),
-    ("reduce_dtype_of_exact_runs", {"reduce_dtype": "bfloat16", "dtype": "float64", "dp_shard": 2}),
-    ("parameters_of_bfloat16", {"parameter_dtype": "bfloat16", "dtype": "float32"}),
-    (
-        "torchtitan_keeps_float32_parameters",
-        {"target": "torchtitan_0_3", "parameter_dtype": "bfloat16", "dtype": "bfloat16"},
-    ),
-    ("evaluation_is_plain", {"evaluate": True, "accumulation": 2}),
-    ("evaluation_is_eager", {"evaluate": True, "compile": "graph"}),
-    ("torchtitan_evaluates_other_tokens", {"target": "torchtitan_0_3", "evaluate": True}),
-    ("torchtitan_has_no_sgd", {"target": "torchtitan_0_3", "optimizer": "sgd"}),
-    ("resume_needs_two_steps", {"resume": "same", "steps": 1}),
-    ("resume_is_eager", {"resume": "same", "compile": "graph"}),
-    ("resharding_needs_another_layout", {"resume": "resharded", "dp_shard": 2}),
-    ("torchtitan_resumes_at_start", {"target": "torchtitan_0_3", "resume": "same"}),
-    ("tp_styles_need_tp", {"recipe": "tensorwise", "tp_styles": "float8"}),
-    ("tp_styles_need_tensorwise", {"recipe": "rowwise", "tp_styles": "float8", "tp": 2}),
-    (
-        "tp_styles_need_converted_blocks",
-        {"recipe": "tensorwise", "tp_styles": "float8", "tp": 2, "filter_fqns": ["wq"]},
-    ),
-    ("tp_styles_round_bias_gradients", {"recipe": "tensorwise", "tp_styles": "float8", "tp": 2, "bias": True}),
-    ("torchtitan_ties_nothing", {"target": "torchtitan_0_3", "tied": True}),
-    ("tied_weights_are_plain", {"recipe": "mxfp8", "conversion": "wrapper", **TIED_HEAD}),
-    ("tied_weights_are_plain", {"recipe": "tensorwise", "fp8_all_gather": True, **TIED_HEAD}),
-    ("copies_of_ends_are_not_resharded", {"tied": True, "pp": 2, "accumulation": 2, "resume": "resharded"}),
-    ("torchtitan_has_no_bias", {"target": "torchtitan_0_3", "bias": True}),
-    ("filter_matches", {"recipe": "rowwise", "filter_fqns": ["w9"]}),
-    ("filter_contradicts_output", {"recipe": "rowwise", "filter_fqns": ["output"], "output_layer": True}),
-    ("something_converted", {"recipe": "rowwise", "filter_fqns": ["layers"]}),
-    ("every_reaches_a_layer", {"checkpointing": "selective_layer", "checkpoint_every": 3}),
-    ("async_tp_needs_tp", {"async_tp": True, "compile": "graph"}),
-    ("async_tp_needs_compile", {"async_tp": True, "tp": 2}),
-    (
-        "async_tp_needs_sequence_parallel",
-        {"async_tp": True, "tp": 2, "compile": "graph", "sequence_parallel": False},
-    ),
-    (
-        "torchtitan_chooses_symm_mem",
-        {"target": "torchtitan_0_3", "tp": 2, "async_tp": True, "compile": "graph", "symm_mem": "fallback"},
-    ),
-    ("torchtitan_pads_no_matmul", {"target": "torchtitan_0_3", "recipe": "rowwise", "pad_inner_dim": True}),
-    ("torchtitan_0_3_scales_by_rows", {"target": "torchtitan_0_3", "recipe": "tensorwise"}),
-    ("torchtitan_0_3_shards_the_loss", {"target": "torchtitan_0_3", "tp": 2, "loss_parallel": False}),
-    (
-        "torchtitan_0_3_waits_for_the_embedding",
-        {"target": "torchtitan_0_3", "tp": 2, "compile": "graph", "wait_for_embedding": False},
-    ),
-    ("torchtitan_0_3_checkpoints_every_block", {"target": "torchtitan_0_3", "checkpointing": "selective_layer"}),
-    (
-        "torchtitan_0_3_converts_keys_with_values",
-        {"target": "torchtitan_0_3", "recipe": "rowwise", "filter_fqns": ["wk"]},
-    ),
-    ("without_experts", {"dp_shard": 2, "ep": 2}),
-    ("ep_divides_ranks", {"experts": 4, "dp_shard": 3, "ep": 2}),
-    ("ep_divides_experts", {"experts": 3, "dp_shard": 2, "ep": 2}),
-    ("top_k_among_experts", {"experts": 4, "top_k": 5}),
-    ("experts_behind_the_first_block", {"experts": 4, "layers": 1}),
-    ("experts_of_the_reference", {"experts": 4, "target": "torchtitan_0_3"}),
-    ("experts_have_no_float64", {"experts": 4, "dtype": "float64"}),
-    ("experts_are_eager", {"experts": 4, "compile": "graph"}),
-    ("experts_beside_tp_share_the_sequence", {"experts": 4, "tp": 2, "ep": 2, "sequence_parallel": False}),
-    ("experts_are_checkpointed_whole", {"experts": 4, "checkpointing": "selective_op"}),
-    ("grouped_mm_needs_rows_or_blocks", {"experts": 4, "recipe": "tensorwise", "grouped_mm": True}),
-    ("grouped_mm_writes_bfloat16", {"experts": 4, "recipe": "rowwise", "grouped_mm": True}),
-]
+EXAMPLES = tomllib.loads(Path(__file__).with_name("excluded.toml").read_text())
 
 
 def test_torchtitan_0_3_shards_no_sequence_where_none_is_asked_for_and_filters_keys_with_values() -> None:
     assert not excluded_by(target="torchtitan_0_3", tp=2, sequence_parallel=False)
     assert not excluded_by(target="torchtitan_0_3", recipe="rowwise", filter_fqns=["wk", "wv"])
     assert not excluded_by(recipe="rowwise", filter_fqns=["wk"])
-
-
-def test_each_exclusion() -> None:
-    assert [(name, axes) for name, axes in EXAMPLES if name not in excluded_by(**axes)] == []
 
 
 def test_rules_of_shapes_say_nothing_of_a_model_that_is_not_known() -> None:
@@ -194,9 +72,10 @@ def test_rules_of_shapes_say_nothing_of_a_model_that_is_not_known() -> None:
     assert "async_tp_needs_tp" in excluded_by(target="mine", async_tp=True, compile="graph")
 
 
+@pytest.mark.plugin("torchtitan")
 def test_every_exclusion_has_an_example_that_it_excludes() -> None:
-    assert [(name, axes) for name, axes in EXAMPLES if name not in excluded_by(**axes)] == []
-    assert {name for name, _ in EXAMPLES} == {rule.name for rule in EXCLUSIONS}
+    assert [(name, axes) for name in EXAMPLES for axes in EXAMPLES[name] if name not in excluded_by(**axes)] == []
+    assert EXAMPLES.keys() == {rule.name for rule in EXCLUSIONS}
 
 
 @pytest.mark.parametrize(

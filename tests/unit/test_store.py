@@ -1,7 +1,5 @@
 """What is written to disk survives: whole files, JSON with every number, the file of a run."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -86,6 +86,7 @@ def test_a_module_that_may_have_build_is_left_to_the_ranks(tmp_path: Path, text:
     check_targets(["mine"], tmp_path)
 
 
+@pytest.mark.plugin("torchtitan")
 @pytest.mark.parametrize(
     ("target", "installed", "what", "fix"),
     [
@@ -109,6 +110,7 @@ def test_a_built_in_target_needs_its_version_of_its_framework(
     check_targets([target], tmp_path)
 
 
+@pytest.mark.plugin("torchtitan")
 def test_the_extra_of_a_target_has_its_version() -> None:
     extras = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"][
         "optional-dependencies"

@@ -1,7 +1,5 @@
 """Tolerances: no number without evidence, none below the noise, none far above it."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The key of kept witnesses: it changes with all that computes a witness, and with nothing else."""
 
-from __future__ import annotations
-
 import base64
 import os
 import sys

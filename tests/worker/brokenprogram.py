@@ -1,7 +1,5 @@
 """The rank program of a torch that lacks the names in the option `without`, whose other modules have imported them."""
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Mapping
 

@@ -3,8 +3,6 @@
 The hooks must have reported each.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Mapping
 

@@ -10,7 +10,6 @@ import pytest
 from harness.engine.messages import JobOutcome
 from harness.engine.zygote_engine import ZygoteEngine
 from harness.matrix.case import Case
-from harness.plugins.faults.faults import PREFIX
 from harness.request import RunRequest
 from harness.running.plan import parse_injection
 from harness.trace import RankTrace, Run
@@ -76,7 +75,7 @@ def plant(tmp_path_factory: pytest.TempPathFactory) -> Plant:
     """The injections that call a function of some source in every rank, or plant a fault of the list ("fault:…")."""
 
     def write(source: str, name: str = "apply") -> tuple[str, ...]:
-        if name.startswith(PREFIX):
+        if name.startswith("fault:"):
             return (name,)
         path = tmp_path_factory.mktemp("planted") / "planted.py"
         path.write_text(source)

@@ -1,7 +1,5 @@
 """What passes the fabric, by `Group.exchange` and `Channel.send`, held against what hooks reported, in order."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

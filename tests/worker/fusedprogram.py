@@ -4,8 +4,6 @@ Every rank works on different values, and row scales differ from row to row and 
 cannot give the same numbers. A report says for every operator, variant and shape how far the worst row is off.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Mapping
 from typing import Any

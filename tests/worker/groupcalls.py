@@ -5,8 +5,6 @@ same calls in the same order, and an error of one is an error of all, or comes a
 needs the group.
 """
 
-from __future__ import annotations
-
 import itertools
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence

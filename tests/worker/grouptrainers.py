@@ -3,8 +3,6 @@
 The interface is that of `groupcalls.py`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any

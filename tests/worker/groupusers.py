@@ -3,8 +3,6 @@
 The interface is that of `groupcalls.py`.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Mapping
 from functools import partial

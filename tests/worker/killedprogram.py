@@ -3,8 +3,6 @@
 The option `plans` is a folder with a `Plan` for every seed of a case that is not trained in peace.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import threading

@@ -1,7 +1,5 @@
 """What tests of engines ask of the processes that are alive."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

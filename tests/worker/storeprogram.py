@@ -3,8 +3,6 @@
 Fails with FP8_TEST_BROKEN_STORE in its environment.
 """
 
-from __future__ import annotations
-
 import os
 import socket
 import sys

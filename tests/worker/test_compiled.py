@@ -1,14 +1,24 @@
-"""Compiled blocks and async TP on real ranks: fused operators, live faults, what is sent, saved and repeated."""
+"""Compiled blocks and async TP on real ranks: fused operators, live faults, what is sent, saved and repeated.
+
+And what generated code casts and multiplies, and why a collective was left alone.
+"""
 
 from __future__ import annotations
 
+import functools
 import json
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import torch._inductor.config
+import torch.distributed._symmetric_memory as symm_mem
 from msgspec.structs import replace
+from torch import nn
+from torch._inductor.graph import GraphLowering
 
 from harness.checks.fp8_on import check_matmuls
 from harness.checks.graph_scales import check_graph_scales
@@ -18,12 +28,16 @@ from harness.checks.memory import KEPT, NO_MARKS, check_leaks, check_live_memory
 from harness.checks.recompute import NODES, NOTHING_REPEATED, check_recompute
 from harness.checks.traffic import check_traffic
 from harness.engine.zygote_engine import ZygoteEngine
+from harness.expect.compiled import allowed_distance
 from harness.matrix.case import Case
 from harness.matrix.caseid import parse_case_id
 from harness.trace import Run
+from harness.trace.graphs import GeneratedResult, GraphTrace
 from harness.verdict import Finding
+from harness.worker.probes.generated import distances
+from harness.worker.probes.graphs import ALL_GATHER, REDUCE_SCATTER, GraphProbe, reason
 from harness.worker.process.process import PROCESS
-from harness.worker.virtual import graph_backend
+from harness.worker.virtual import device, graph_backend
 from tests.builders import make_witnesses, rules
 from tests.jobs import make_share, run_alone
 from tests.worker.runs import sweep
@@ -131,27 +145,6 @@ def test_what_runs_do_is_what_the_formulas_say(trained, text: str):
     assert_as_stated(case, trained(case, probes=PROBES))
 
 
-@pytest.mark.sweep  # a known case of tier pr shows the same
-def test_the_gradient_of_an_async_input_is_lost_and_waiting_keeps_it(train):
-    lost = parse_case_id("atp2-nowait-bf16-graph-v2048-gb2-s1-b16")
-    kept = replace(lost, layout=replace(lost.layout, wait_for_embedding=True))
-
-    def norm(case):
-        sketches = train(case, probes=("sketches",))[0].sketches
-        (grad,) = [sketch for sketch in sketches if sketch.fqn == "tok_embeddings.weight" and sketch.kind == "grad"]
-        return grad.norm_squared
-
-    assert norm(lost) == 0
-    assert norm(kept) > 0
-
-
-@pytest.mark.sweep  # with the row above
-def test_without_async_tp_nothing_is_fused_and_the_reason_is_recorded(trained):
-    for trace in trained(parse_case_id(EAGER_COLLECTIVES), probes=PROBES).traces:
-        assert trace.graphs.calls == ()
-        assert {left.reason for graph in trace.graphs.graphs for left in graph.unfused} == {"the fusion pass is off"}
-
-
 def test_an_eager_run_has_no_graphs(train):
     """The zygote has imported what it takes."""
     (trace,) = train(parse_case_id("single-bf16-v2048-gb2-s1-b16"), probes=("graphs",))
@@ -217,3 +210,175 @@ def test_random_numbers_are_left_alone_only_where_none_are_drawn(monkeypatch, dr
     assert graph_backend._only_if_any_op_draws(lambda _: True)(module) is saves_state
     assert PROCESS.workarounds == ([] if saves_state else [graph_backend.WORKAROUND])
     assert graph_backend._only_if_any_op_draws(lambda _: False)(module) is False
+
+
+CASE = parse_case_id("single-tensorwise-inductor-v2048-s1-b16")
+
+
+def cast(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """As torchao's graph has it."""
+    scale = (448.0 / tensor.abs().max().to(torch.float64).clamp(min=1e-12)).to(torch.float32)
+    return (tensor.float() * scale).clamp(-448, 448).to(torch.float8_e4m3fn), scale.reciprocal()
+
+
+class Block(nn.Module):
+    def forward(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        (a, scale_a), (b, scale_b) = cast(nn.functional.silu(x)), cast(weight)
+        return torch._scaled_mm(a, b.t(), scale_a, scale_b, out_dtype=torch.bfloat16) + 1
+
+
+@torch._inductor.config.patch(fx_graph_cache=False)
+def recorded() -> GraphTrace:
+    device.install()
+    torch.compiler.reset()
+    draw = functools.partial(torch.randn, generator=torch.Generator().manual_seed(0), dtype=torch.float32)
+    with torch.no_grad(), GraphProbe(CASE, torch.device("cpu")) as probe:
+        probe.begin_step(1)
+        torch.compile(Block(), fullgraph=True)(draw(64, 32).bfloat16(), draw(48, 32).bfloat16())
+        trace = probe.result()
+    assert trace is not None
+    return trace
+
+
+def too_far(trace: GraphTrace) -> list[GeneratedResult]:
+    return [
+        result for result in trace.generated if not result.distance <= allowed_distance(CASE, result, emulated=False)
+    ]
+
+
+def test_casts_matmuls_and_results_of_generated_code_are_recorded() -> None:
+    trace = recorded()
+    assert [(graph_cast.target_dtype, graph_cast.mismatched) for graph_cast in trace.casts] == 2 * [
+        ("float8_e4m3fn", 0)
+    ]
+    assert not trace.unknown_casts
+    (matmul,) = trace.matmuls
+    assert sorted(matmul.a_casts + matmul.b_casts) == [1, 2]
+    assert {result.tensor for result in trace.generated} == {"a", "b", "scale of a", "scale of b", "result"}
+    assert too_far(trace) == []
+
+
+def test_code_that_computes_something_else_than_its_graph_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    stock = GraphLowering.call_function
+
+    def call_function(self: Any, target: Any, args: Any, kwargs: Any) -> Any:
+        result = stock(self, target, args, kwargs)
+        wrong = target is torch.ops.aten.exp.default
+        return stock(self, torch.ops.aten.mul.Tensor, (result, 1.2), {}) if wrong else result
+
+    monkeypatch.setattr(GraphLowering, "call_function", call_function)
+    assert "a" in {result.tensor for result in too_far(recorded())}
+
+
+@pytest.mark.parametrize("values", [torch.ones(4, 8), torch.full((4, 8), 2.0**-126)])
+def test_code_with_values_where_its_graph_has_zeros_is_infinitely_far_off(values: torch.Tensor) -> None:
+    zeros = torch.zeros(4, 8)
+    assert distances(values, zeros) == (math.inf, math.inf)
+    assert distances(zeros, zeros) == (0.0, 0.0)
+    assert distances(zeros, values) == (1.0, 1.0)
+
+
+def test_a_value_that_is_not_finite_has_no_distance() -> None:
+    values = torch.ones(4, 8)
+    values[1, 2] = math.nan
+    assert all(map(math.isnan, distances(values, torch.ones(4, 8))))
+
+
+aten, c10d = torch.ops.aten, torch.ops._c10d_functional
+Build = Callable[[torch.fx.Graph], torch.fx.Node]
+
+
+@pytest.fixture
+def _pass_is_on(monkeypatch):
+    monkeypatch.setattr(symm_mem, "_is_test_mode", True)
+    monkeypatch.setattr(symm_mem, "_mocked_group_names", {"tp"})
+    with torch._inductor.config.patch(_micro_pipeline_tp=True):
+        yield
+
+
+def matmul(graph: torch.fx.Graph, name: str = "a") -> torch.fx.Node:
+    return graph.call_function(aten.mm.default, (graph.placeholder(name), graph.placeholder(f"{name}_b")))
+
+
+def scattered(graph: torch.fx.Graph, source: torch.fx.Node, group: str = "tp") -> torch.fx.Node:
+    parts = graph.call_function(
+        aten.split.Tensor, (graph.call_function(aten.reshape.default, (source, [2, 4, 8])), 2, 1)
+    )
+    whole = graph.call_function(aten.cat.default, ([parts],))
+    node = graph.call_function(REDUCE_SCATTER, (whole, "sum", 2, group))
+    graph.call_function(c10d.wait_tensor.default, (node,))
+    return node
+
+
+def of_a_sum(graph: torch.fx.Graph) -> torch.fx.Node:
+    return scattered(graph, graph.call_function(aten.add.Tensor, (matmul(graph), matmul(graph, "c"))))
+
+
+def of_a_cast(graph: torch.fx.Graph) -> torch.fx.Node:
+    return scattered(graph, graph.call_function(aten._to_copy.default, (matmul(graph),), {"dtype": torch.float32}))
+
+
+def of_a_matmul_with_two_users(graph: torch.fx.Graph) -> torch.fx.Node:
+    product = matmul(graph)
+    graph.call_function(aten.relu.default, (product,))
+    return scattered(graph, product)
+
+
+def saved(graph: torch.fx.Graph) -> torch.fx.Node:
+    node = scattered(graph, matmul(graph))
+    graph.output((node,))
+    return node
+
+
+def of_no_matmul(graph: torch.fx.Graph) -> torch.fx.Node:
+    return scattered(graph, graph.call_function(aten.relu.default, (graph.placeholder("a"),)))
+
+
+def of_another_group(graph: torch.fx.Graph) -> torch.fx.Node:
+    return scattered(graph, matmul(graph), group="dp")
+
+
+def gather(graph: torch.fx.Graph) -> tuple[torch.fx.Node, torch.fx.Node]:
+    node = graph.call_function(ALL_GATHER, (graph.placeholder("a"), 2, "tp"))
+    node.meta["val"] = torch.empty(4, 8, dtype=torch.bfloat16)
+    return node, graph.call_function(c10d.wait_tensor.default, (node,))
+
+
+def cast_after_the_gather(graph: torch.fx.Graph) -> torch.fx.Node:
+    node, whole = gather(graph)
+    graph.call_function(aten.abs.default, (whole,))
+    return node
+
+
+def viewed_into_a_matmul(graph: torch.fx.Graph) -> torch.fx.Node:
+    node, whole = gather(graph)
+    view = graph.call_function(aten.reshape.default, (whole, [4, 8]))
+    graph.call_function(aten.mm.default, (view, graph.placeholder("b")))
+    return node
+
+
+@pytest.mark.usefixtures("_pass_is_on")
+@pytest.mark.parametrize(
+    ("build", "words"),
+    [
+        (of_a_sum, "it sums several matmuls"),
+        (of_a_cast, "a cast stands between the matmul and the reduce-scatter"),
+        (of_a_matmul_with_two_users, "the matmul has another user"),
+        (saved, "saved for backward"),
+        (of_no_matmul, "its input is no matmul, but aten.relu.default"),
+        (of_another_group, "symmetric memory is not enabled for its process group"),
+        (
+            cast_after_the_gather,
+            "it gathers bfloat16, and what it gathers goes into aten.abs.default before any matmul",
+        ),
+        (viewed_into_a_matmul, "the pass does not know this way from gather to matmul"),
+    ],
+)
+def test_the_graph_tells_why(build: Build, words: str):
+    assert words in reason(build(torch.fx.Graph()))
+
+
+@pytest.mark.usefixtures("_pass_is_on")
+def test_a_pass_that_is_off_is_the_first_reason():
+    with torch._inductor.config.patch(_micro_pipeline_tp=False):
+        assert reason(of_another_group(torch.fx.Graph())) == "the fusion pass is off"

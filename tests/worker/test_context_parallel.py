@@ -1,7 +1,5 @@
 """Pieces of sequences: which positions ranks have, and one rank that computes what all of them do."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

@@ -1,7 +1,5 @@
 """The virtual `_grouped_mm`: exact in every role, the same for a row whatever is around it, the refusals of a GPU."""
 
-from __future__ import annotations
-
 import math
 from fractions import Fraction
 

@@ -24,7 +24,6 @@ EAGER = parse_case_id("fsdp2-tensorwise-v2048-s1-b16")
 COMPILED = parse_case_id("single-tensorwise-graph-v2048-s1-f64")
 OF_MEMORY = "torch.utils.checkpoint._VersionWrapper"  # torch itself uses it for selective checkpointing alone
 OF_COMPILED = "torch._inductor.fx_passes.post_grad.view_to_reshape"
-OF_EVERY_RUN = "torch.distributed.tensor.debug._clear_sharding_prop_cache"
 
 
 @pytest.fixture(scope="module")
@@ -81,10 +80,3 @@ def test_a_part_that_is_gone_costs_its_checks_and_the_cases_that_need_it(tmp_pat
     assert reasons == dict.fromkeys(("memory", "live_memory", "leaks"), of_memory)
     assert {"scales", "traffic", "fp8_on"} <= set(judgement.checks)
     assert all(trace.saved_memory is None and trace.operands is not None for trace in run.traces)
-
-
-@pytest.mark.sweep  # the test above has a case that cannot run for what is gone
-def test_without_what_every_run_needs_ranks_say_so_in_one_line(tmp_path: Path) -> None:
-    notes, (outcome,) = without(OF_EVERY_RUN, EAGER, folder=tmp_path)
-    assert notes == [line(OF_EVERY_RUN, "no case can run")]
-    assert outcome.status == "crash" and outcome.message.endswith(f"RuntimeError: {notes[0]}")

@@ -1,6 +1,4 @@
-"""Leases and device names: all or nothing, no starvation, freed by death, shared between processes."""
-
-from __future__ import annotations
+"""Leases and device names: all or nothing, no starvation, freed by death; and folders of killed runs are removed."""
 
 import subprocess
 import sys
@@ -13,6 +11,7 @@ import pytest
 
 from harness.engine.hardware import count_slots
 from harness.engine.leases import Leases
+from harness.engine.node import Scratch
 from harness.errors import HarnessError
 from tests.worker.processes import start_python, wait_until
 
@@ -168,3 +167,29 @@ def test_no_slot_is_ever_held_twice(tmp_path: Path) -> None:
 
 def test_cpu_slots_hold_the_widest_worlds() -> None:
     assert count_slots("cpu") >= 10
+
+
+OWNER = """
+import sys, time
+from pathlib import Path
+from harness.engine.node import Scratch
+print(Scratch(Path(sys.argv[1])).path, flush=True)
+time.sleep(60)
+"""
+
+
+def test_only_folders_of_killed_runs_are_removed(tmp_path: Path) -> None:
+    others = tmp_path / "fp8-harness-jobs-of-nobody"
+    others.mkdir()
+    with start_python("-c", OWNER, str(tmp_path), stdout=subprocess.PIPE, text=True) as owner:
+        assert owner.stdout is not None
+        left = Path(owner.stdout.readline().strip())
+        (left / "0001").mkdir()
+        alive = Scratch(tmp_path)
+        assert left.is_dir() and alive.path.is_dir(), "both have owners"
+        owner.kill()
+    mine = Scratch(tmp_path)
+    assert sorted(tmp_path.iterdir()) == sorted((others, alive.path, mine.path))
+    for scratch in (alive, mine, mine):
+        scratch.close()
+    assert list(tmp_path.iterdir()) == [others], "without a lock it may be anybody's"

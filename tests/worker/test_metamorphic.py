@@ -1,7 +1,5 @@
 """What must not change a number does not: every relation on real ranks, the order of a batch, powers of two."""
 
-from __future__ import annotations
-
 import pytest
 from msgspec.structs import replace
 

@@ -1,4 +1,7 @@
-"""The operand probe sees every cast and matmul as it is; its checks find faults, and none in `test_clean_runs.py`."""
+"""The operand probe sees every cast and matmul as it is; its checks find faults, and none in `test_clean_runs.py`.
+
+The check `traffic` names what planted faults send.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ from harness.checks.divergence import first_divergence
 from harness.checks.recompute import CAST as RECOMPUTED_CAST
 from harness.checks.recompute import check_recompute
 from harness.checks.scales import DIFFERENT, RULES, check_scales
-from harness.checks.traffic import AMAX_MISSING, check_traffic
+from harness.checks.traffic import AMAX_MISSING, GATHERS, VOLUME, check_traffic
 from harness.matrix.case import Case
 from harness.matrix.caseid import parse_case_id, solo_case
 from harness.matrix.linears import gemms
@@ -25,8 +28,8 @@ from harness.worker.probes.cast_numbers import Cast, measure_cast, summarize_sca
 from harness.worker.probes.casts import CastMeter
 from harness.worker.probes.operands import OperandProbe
 from harness.worker.tensors.digests import Contents, digest, ordered_digest
-from tests.builders import make_witnesses, rules
-from tests.worker.runs import WHOLE_WEIGHT, sweep
+from tests.builders import make_witnesses
+from tests.worker.runs import WHOLE_WEIGHT, assert_named, sweep
 
 SINGLE = "single-tensorwise-v2048-gb4-s2-f32"
 TP2 = "tp2-tensorwise-head.fp8-v2048-gb4-s1-f64"
@@ -40,19 +43,6 @@ OPERANDS = ("operands",)
 def findings(case: Case, run: Run) -> list[Finding]:
     given = make_witnesses(case)
     return [*check_scales(case, run, given), *check_recompute(case, run, given)]
-
-
-@pytest.mark.sweep  # `test_own_models.py` runs a case with this fault, without and with its fix
-def test_under_fsdp_and_tp_a_gathered_weight_has_a_scale_per_tp_rank_until_it_is_fixed(trained):
-    case = parse_case_id("fsdp2-tp2-tensorwise-ag.fp8-v2048-gb4-s1-b16")
-    probes = ("operands", "traffic")
-    broken = trained(case, probes=probes)
-    assert rules(findings(case, broken)) == {DIFFERENT.name, RULES.amax.name}
-    sent = check_traffic(case, broken, make_witnesses(case))
-    assert [finding for finding in sent if finding.rule == AMAX_MISSING.name and finding.values["axis"] == "tp"]
-    fixed = trained(case, probes=probes, injections=(WHOLE_WEIGHT,))
-    assert findings(case, fixed) == check_traffic(case, fixed, make_witnesses(case)) == []
-    assert first_divergence(case, fixed, trained(case, probes=OPERANDS, solo=True)) is None
 
 
 def test_the_shapes_and_order_of_matmuls_are_those_of_the_case(trained):
@@ -262,3 +252,54 @@ def test_a_probe_leaves_torchao_as_it_was():
     with OperandProbe(parse_case_id(SINGLE), torch.device("cpu")):
         assert all(seam() != then for seam, then in zip(seams, before, strict=True))
     assert [seam() for seam in seams] == before
+
+
+TRAFFIC = ("traffic",)
+
+
+def sent_wrongly(text: str, run: Run) -> list[Finding]:
+    case = parse_case_id(text)
+    return check_traffic(case, run, make_witnesses(case))
+
+
+@pytest.mark.sweep  # `test_own_models.py` runs a case with this fault, without and with its fix
+@pytest.mark.parametrize(
+    "text",
+    [
+        "fsdp2-tp2-tensorwise-ag.fp8pre-v2048-gb4-s2-f32",
+        "fsdp2-tp2-tensorwise-ag.fp8-head.fp8-filter.layers.0+wk-v2048-gb4-s2-b16",
+    ],
+)
+def test_under_fsdp_and_tp_the_amax_of_a_gathered_weight_is_reduced_over_both_once_it_is_fixed(trained, text: str):
+    assert sent_wrongly(text, trained(parse_case_id(text), probes=TRAFFIC, injections=(WHOLE_WEIGHT,))) == []
+    without_fix = sent_wrongly(text, trained(parse_case_id(text), probes=TRAFFIC))
+    assert [finding for finding in without_fix if finding.rule == AMAX_MISSING.name and finding.values["axis"] == "tp"]
+
+
+@pytest.mark.parametrize(
+    ("fault", "text", "rule", "values"),
+    [
+        (
+            "weight_amax_not_reduced_over_shards",
+            "fsdp2-tensorwise-ag.fp8-v2048-gb4-s1-f32",
+            AMAX_MISSING,
+            {"axis": "dp_shard"},
+        ),
+        (
+            "fp8_tp_styles_lost",
+            "tp2-tensorwise-tpstyle.fp8-v2048-gb4-s1-f32",
+            VOLUME,
+            {"collective": "all_gather in float8_e4m3fn along tp"},
+        ),
+        ("weights_kept_after_forward", "fsdp2-rowwise-v2048-gb4-s1-f32", GATHERS, {"often": "seldom"}),
+        (
+            "gradients_reduced_in_another_dtype",
+            "fsdp2-tensorwise-v2048-gb4-s1-reduce.b16-b16",
+            VOLUME,
+            {"kind": "reduce_scatter", "op": "sum", "dtype": "float32"},
+        ),
+    ],
+)
+def test_planted_faults_are_found_and_named(trained, fault: str, text: str, rule: Rule, values: dict[str, str]):
+    run = trained(parse_case_id(text), probes=TRAFFIC, injections=(f"fault:{fault}",))
+    assert_named(sent_wrongly(text, run), rule, **values)

@@ -1,17 +1,19 @@
 """The shared fabric beside torch's gloo: what every call leaves of values, versions, history and gradients, and errors.
 
+And the virtual collectives on more ranks: float8 moves, every reduction is right, a mismatch is named.
+
 The fabric stands for NCCL. Where gloo does something else, the difference is named, with the source of torch that says
 so, and what the fabric does instead is said too.
 """
-
-from __future__ import annotations
 
 import json
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import Any
 
+import msgspec
 import pytest
 
 from harness.engine.zygote_engine import ZygoteEngine
@@ -85,163 +87,30 @@ def kept(seen: Mapping[str, Any]) -> bool:
     return "error" not in seen and all(value for word, value in leaves(seen) if word == "kept")
 
 
-def raises(*types: str) -> Callable[[Mapping[str, Any]], bool]:
-    return lambda seen: seen.get("error") in types
-
-
-class Difference(NamedTuple):
+class Difference(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     calls: str  # a pattern of their names
     aspects: str  # what differs
-    fabric: Callable[[Mapping[str, Any]], bool]  # what holds on the fabric
     why: str
+    raises: tuple[str, ...] = ()
+    kept: bool = False
+
+    def holds(self, seen: Mapping[str, Any]) -> bool:
+        """Whether the fabric did what it says."""
+        return seen.get("error") in self.raises if self.raises else kept(seen) if self.kept else "error" not in seen
 
 
-# Files of torch/csrc/distributed/c10d.
-NAMED = (
-    Difference(
-        r"(gather|scatter|all_to_all): .*(strided|expanded).*",
-        "raises error",
-        raises("ValueError"),
-        "NCCL refuses to send what is not dense (ProcessGroupNCCL.cpp: check_gpu_single_tensor), and gloo passes on "
-        "the memory where it begins",
-    ),
-    Difference(
-        r"(gather|scatter|all_to_all|differentiable (gather|scatter)): .*transposed.*",
-        "values values_of_the_leaf version autograd grad warnings raises",
-        kept,
-        "NCCL sends a transposed tensor in the order of its memory (ProcessGroupNCCL.cpp: check_gpu_single_tensor with "
-        "p2p), and gloo copies what it has gathered in the order of indices",
-    ),
-    Difference(
-        r"reduce_scatter: .* <- (strided|transposed|expanded).*",
-        "values values_of_the_leaf version autograd grad warnings raises what_is_seen",
-        kept,
-        "NCCL copies the inputs, so that they may have any strides (ProcessGroupNCCL.cpp: reduce_scatter)",
-    ),
-    Difference(
-        r"(premul|coalesced|differentiable)?.*: .*(strided|transposed|expanded).*",
-        "raises error",
-        raises("ValueError"),
-        "NCCL refuses what is not contiguous (ProcessGroupNCCL.cpp: check_gpu_single_tensor), and gloo takes the "
-        "memory where it begins, other elements included",
-    ),
-    Difference(
-        r"(all_reduce|reduce|all_reduce_coalesced|reduce_scatter|reduce_scatter_tensor): (\w+ of )?torch.float8.*",
-        "error",
-        raises("TypeError"),
-        "gloo knows no float8 (ProcessGroupGloo.cpp: GENERATE_ALL_TYPES). NCCL adds it up on Hopper since 2.24, and "
-        "rounds at every hop (ProcessGroupNCCL.cpp: isUnsupportedFloat8): the sum would be another for every layout",
-    ),
-    Difference(
-        r".*: torch.float8.*",
-        "raises",
-        lambda seen: "error" not in seen,
-        "NCCL sends float8 as bytes (NCCLUtils.cpp: ncclDataType), and gloo knows none",
-    ),
-    Difference(
-        r".*: (\w+ of )?torch.(int16|complex64)",
-        "error raises",
-        raises("TypeError"),
-        "NCCL has no such dtype and raises TypeError (NCCLUtils.cpp: getNcclDataType). gloo raises RuntimeError, and "
-        "reduces complex numbers where it builds on all_reduce",
-    ),
-    Difference(
-        r".*: B\w+ of .*",
-        "error raises",
-        raises("ValueError"),
-        "NCCL has no bitwise reductions (ProcessGroupNCCL.cpp: getNcclReduceOp)",
-    ),
-    Difference(
-        r".*: AVG of torch.bool",
-        "error",
-        raises("TypeError"),
-        "NCCL raises TypeError for it (ProcessGroupNCCL.cpp: getNcclReduceOp), gloo RuntimeError",
-    ),
-    Difference(
-        r".*: AVG of .*|functional all_reduce, avg: .*",
-        "version raises",
-        kept,
-        "NCCL averages within the reduction, whole numbers too. gloo divides the tensor after it, which counts as a "
-        "write of its own (ProcessGroupGloo.cpp)",
-    ),
-    Difference(
-        r"(reduce|differentiable reduce|work): .*",
-        "values values_of_the_leaf version",
-        kept,
-        "gloo uses the tensors of ranks that are not the root for sums of its own (ProcessGroupGloo.cpp: reduce)",
-    ),
-    Difference(
-        r"premul .*|(loss|saved): premul",
-        "raises",
-        kept,
-        "gloo has no PREMUL_SUM (ProcessGroupGloo.cpp: toFunction), which NCCL has (getNcclReduceOp)",
-    ),
-    Difference(
-        r"(all_reduce_coalesced|all_gather_into_tensor|gather|reduce_scatter|reduce_scatter_tensor|all_to_all): .*"
-        r"|coalesced .*|functional .*(gather|coalesced).*|differentiable (gather|reduce_scatter|_all_gather_base): .*"
-        r"|(loss|saved): all_reduce_coalesced",
-        "version autograd grad kind warnings raises what_is_seen",
-        kept,
-        "gloo gathers in memory of its own, or builds the call on another one, and copies the results as any code "
-        "would, so that autograd sees it (ProcessGroupGloo.cpp). NCCL writes them to their memory",
-    ),
-    Difference(
-        "work: all_gather_into_tensor",
-        "what_is_seen",
-        kept,
-        "the future of gloo has the parts (ProcessGroupGloo.cpp), of NCCL the whole tensor",
-    ),
-    Difference(
-        "work: reduce_scatter_tensor",
-        "raises",
-        kept,
-        "gloo's work has no future here (ProcessGroupGloo.cpp), every one of NCCL has",
-    ),
-    Difference(
-        "tags: two",
-        "values",
-        kept,
-        "NCCL takes messages in the order in which they were sent (ProcessGroupNCCL.cpp: send)",
-    ),
-    Difference(
-        "error: receive from anyone",
-        "raises",
-        raises("NotImplementedError"),
-        "NCCL cannot (ProcessGroupNCCL.cpp: recvAnysource)",
-    ),
-    Difference(
-        "error: all_gather into another shape",
-        "raises",
-        raises(NO_ERROR),
-        "NCCL compares numbers of elements (ProcessGroupNCCL.cpp: allgather), gloo shapes",
-    ),
-    Difference(
-        "error: all_to_all_single that does not divide",
-        "raises",
-        raises("RuntimeError"),
-        "NCCL refuses it (Utils.hpp: checkSplitSizes), gloo leaves out the rest",
-    ),
-    Difference(
-        "error: sparse all_reduce",
-        "raises",
-        raises("RuntimeError"),
-        "NCCL has it in an experimental branch alone (ProcessGroupNCCL.cpp: allreduce_sparse)",
-    ),
-    Difference("error: monitored_barrier", "raises", raises("ValueError"), "gloo alone has it (distributed_c10d.py)"),
-    Difference(
-        r"error: .*",
-        "error",
-        raises("ValueError", "TypeError"),
-        "NCCL raises ValueError or TypeError for arguments (ProcessGroupNCCL.cpp: C10_THROW_ERROR), gloo RuntimeError",
-    ),
-)
+class Named(msgspec.Struct, frozen=True):
+    difference: tuple[Difference, ...]
+
+
+NAMED = msgspec.toml.decode(Path(__file__).with_name("differences.toml").read_bytes(), type=Named).difference
 
 
 def named(call: str, aspects: set[str], seen: Mapping[str, Any]) -> Difference | None:
     """The first difference that covers what differs, and of which the fabric does what it says."""
     for difference in NAMED:
         covered = re.fullmatch(difference.calls, call) and aspects <= {*difference.aspects.split()}
-        if covered and difference.fabric(seen):
+        if covered and difference.holds(seen):
             return difference
     return None
 
@@ -303,3 +172,38 @@ def test_a_fabric_that_does_otherwise_is_found(
     calls = "|".join(found)
     _, rest = compare(stock, reports("shared", fault=fault, calls=calls))
     assert {call: rest.get(call, set()) & aspects for call, aspects in found.items()} == found
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[ZygoteEngine]:
+    with ZygoteEngine("tests.worker.collectiveprogram") as zygote:
+        yield zygote
+
+
+def test_ranks_that_disagree_are_told_so_at_once(ranks: ZygoteEngine, tmp_path: Path):
+    outcome = run_alone(ranks, make_share(tmp_path, 4, b"mismatch"))
+    assert outcome.status == "crash"
+    assert "all_gather of 16 bytes" in outcome.message
+    assert "all_gather of 12 bytes" in outcome.message
+    assert not list(tmp_path.glob("fabric-*"))
+
+
+def test_a_message_that_does_not_fit_is_told_by_who_receives_it(ranks: ZygoteEngine, tmp_path: Path):
+    outcome = run_alone(ranks, make_share(tmp_path, 2, b"misfit"))
+    assert outcome.status == "crash"
+    message = "rank 0 sends 4 elements of bfloat16, and rank 1 receives 4 of float32"
+    assert message in f"{[rank.message for rank in outcome.ranks]}"
+
+
+# gloo rounds at every hop, and uses the tensors of other ranks for what only one rank gets.
+GLOO = {"bfloat16 sums are rounded once", "reduce"}
+
+
+@pytest.mark.parametrize(("fabric", "not_so"), [("shared", set()), ("gloo", GLOO)])
+def test_every_collective_is_right_for_every_dtype(ranks: ZygoteEngine, tmp_path: Path, fabric: str, not_so: set[str]):
+    outcome = run_alone(ranks, make_share(tmp_path, 4, fabric.encode()))
+    assert outcome.status == "ok", f"{outcome.message}\n{outcome.ranks[0].traceback}"
+    reports = [json.loads(rank.payload or b"") for rank in outcome.ranks]
+    assert len(reports) == 4
+    assert len(reports[0]) == 4 * 7 + 13 + 2 * (fabric == "shared")
+    assert {name for report in reports for name, right in report.items() if not right} == not_so

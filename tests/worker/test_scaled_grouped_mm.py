@@ -1,7 +1,5 @@
 """The virtual `_scaled_grouped_mm`: exact in every role and scaling, and refused as a GPU refuses it."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 import pytest

@@ -1,7 +1,5 @@
 """The zygote when its controller sends what is no message: one line on stderr, and every job that it runs is told."""
 
-from __future__ import annotations
-
 import json
 import socket
 import subprocess

@@ -3,8 +3,6 @@
 `{"0": "raise", "*": "sleep"}`: rank 0 raises, all others block in C. Used by the tests and by ci/bench/containment.py.
 """
 
-from __future__ import annotations
-
 import ctypes
 import json
 import mmap

@@ -1,7 +1,5 @@
 """Builds the wheel of this folder: pip needs a backend, and none is installed everywhere."""
 
-from __future__ import annotations
-
 import zipfile
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Everything here needs torchtitan 0.3.0, an extra: `make torchtitan-0.3` installs it and runs these tests."""
 
-from __future__ import annotations
-
 import pytest
 
 from harness.plugins.torchtitan import VERSION

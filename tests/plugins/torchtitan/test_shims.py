@@ -1,7 +1,5 @@
 """One test per shim. It fails when the shim is no longer needed: remove the shim then, and this test with it."""
 
-from __future__ import annotations
-
 import gc
 import importlib.util
 import sys

@@ -16,8 +16,7 @@ from harness.matrix.axes import own_axes
 from harness.matrix.caseid import parse_case_id
 from harness.running.environments import NotInstalled, Versions
 from harness.running.plan import DEFAULT_PROGRAM
-from tests.acceptance.conftest import Command
-from tests.acceptance.inside import Inside
+from tests.acceptance.conftest import Command, Inside
 from tests.programs import run_git
 from tests.zygotes import Zygotes
 

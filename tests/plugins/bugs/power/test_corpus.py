@@ -1,7 +1,5 @@
 """The corpus of reported bugs: a handful is proved in every run, all of it in the sweeps."""
 
-from __future__ import annotations
-
 import pytest
 
 from harness.plugins.bugs.corpus import Corpus, check_corpus, provable_bugs

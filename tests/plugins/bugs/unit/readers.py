@@ -1,7 +1,5 @@
 """How tests of the reader read: as `bug import` does, and as `new --from` does."""
 
-from __future__ import annotations
-
 import datetime
 
 from harness.matrix.case import Case

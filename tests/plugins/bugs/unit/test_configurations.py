@@ -1,7 +1,5 @@
 """Configurations of other tools become cases; what no case has is told, or refused by its name."""
 
-from __future__ import annotations
-
 import pytest
 
 from harness.errors import HarnessError

@@ -29,8 +29,9 @@ from harness.project import Project, find_project
 from harness.report.sections import text_of
 from harness.running.selection import recorded_faults
 from harness.verdict import ExitCode, Verdict
-from tests.builders import make_known, make_trial
+from tests.builders import make_known
 from tests.plugins.bugs.unit.test_export import CRASH, MISMATCH, SCALES, SCATTERED
+from tests.plugins.faults.unit.test_mutation import make_trial
 
 TRAINS = parse_case_id("single-tensorwise-v2048-s2-f64")
 REFUSED = parse_case_id("tp2-tensorwise-head.fp8-v2256-s2-f64")

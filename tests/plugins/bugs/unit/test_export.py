@@ -223,7 +223,9 @@ def test_a_planted_fault_that_needs_the_harness_is_refused(name: str) -> None:
         exported_fault(name)
 
 
+@pytest.mark.plugin("faults")
 def test_every_planted_fault_is_a_file_or_refused() -> None:
+
     files = 0
     for name in all_faults():
         with contextlib.suppress(HarnessError):

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from tests.acceptance.inside import Inside, with_targets
+from tests.acceptance.conftest import Inside, with_targets
 from tests.zygotes import Zygotes
 
 SHORT = "single-tensorwise-v2048-s2-lr0.004-f64-tol.0.004"  # what is wrong shows in two steps

@@ -1,7 +1,5 @@
 """Planted faults of sharding strategies: what a regression of torch or torchao looks like, called in every rank."""
 
-from __future__ import annotations
-
 import os
 import signal
 from collections.abc import Callable

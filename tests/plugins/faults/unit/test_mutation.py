@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import math
+from typing import Any
 
 import pytest
 from msgspec.structs import replace
 
 from harness.jsonform import to_json
-from harness.plugins.faults.commands import mutation_sections
+from harness.plugins.faults.commands import mutation_section, mutation_sections
 from harness.plugins.faults.faults import NEEDS
 from harness.plugins.faults.mutation import (
     NO_EFFECT,
@@ -21,10 +22,28 @@ from harness.plugins.faults.mutation import (
     fault_effect,
     recorded_kills,
 )
-from harness.report.sections import text_of
+from harness.report.sections import Table, text_of
 from harness.trace import Run
 from harness.verdict import Verdict
-from tests.builders import make_failure, make_golden, make_sketch, make_trace, make_trial, run_of
+from tests.builders import make_failure, make_golden, make_sketch, make_trace, run_of
+from tests.unit.test_html_report import of_kind
+
+
+def make_trial(fault: str | None = "amax_without_abs", **changes: Any) -> Trial:
+    """The run of a planted fault that a check found in step 1; None: a clean run."""
+    trial = Trial(
+        fault=fault,
+        group="A" if fault else None,
+        equivalent=False,
+        case_id="single-tensorwise-v2048-f64",
+        verdict=Verdict.NUMERIC,
+        rules=("parity/gradients",),
+        first_step=1,
+        excess=None,
+        message="gradients are off",
+        baseline=BaselineDetection(loss_gap=0.0, sqnr_db=math.inf),
+    )
+    return replace(trial, **changes)
 
 
 def matrix_of(
@@ -190,3 +209,11 @@ def test_some_faults_are_recorded_beside_the_others_in_the_order_of_the_catalogu
     assert [kill.rules for kill in after.found["amax_without_abs"].values()] == [("scales/amax",)]
     other = replace(before, software={"torch": "2.15.0"})
     assert list(recorded_kills(matrix_of(make_trial()), other).found) == ["amax_without_abs"]
+
+
+def test_a_mutation_matrix_lists_what_was_not_detected_first() -> None:
+    trials = (make_trial("found"), make_trial("missed", verdict=Verdict.PASSED, rules=()))
+    section = mutation_section(MutationMatrix(trials=trials, clean=(), wall_s=1.0, interrupted=False))
+    missed, every = (table for table in of_kind(Table, section) if table.rows)
+    assert [row[1] for row in missed.rows] == ["missed"] and [row[1] for row in every.rows] == ["found", "missed"]
+    assert section.blocks[0] == "1 of 2 trials not detected."

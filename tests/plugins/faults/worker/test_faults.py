@@ -1,7 +1,5 @@
 """Every planted fault changes what its entry in the list says, and from the step it says. Equivalent ones: no bit."""
 
-from __future__ import annotations
-
 import functools
 import importlib
 from collections.abc import Sequence

@@ -40,7 +40,7 @@ from harness.running.plan import Plan
 from harness.running.selection import Query
 from harness.trace.record import DeviceFacts, TorchFacts
 from harness.verdict import Verdict
-from tests.builders import make_trial
+from tests.plugins.faults.unit.test_mutation import make_trial
 
 GIB = 1 << 30
 PASSED: dict[str, Any] = {"verdict": Verdict.PASSED, "rules": ()}

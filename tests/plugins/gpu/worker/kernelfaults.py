@@ -1,7 +1,5 @@
 """Wrong kernels of `torch._scaled_mm`: what a GPU, its driver or a build of torch could do, planted in a rank."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 

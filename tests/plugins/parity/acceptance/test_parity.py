@@ -11,8 +11,7 @@ import pytest
 
 from harness.evidence.golden import curve_text
 from harness.plugins.parity.curves import TextCurve, read_curve
-from tests.acceptance.conftest import REPOSITORY
-from tests.acceptance.inside import Inside, with_targets
+from tests.acceptance.conftest import REPOSITORY, Inside, with_targets
 from tests.plugins.bugs.acceptance.test_bugs import PACKAGE, environment, wheel
 from tests.programs import make_commit
 from tests.zygotes import Zygotes

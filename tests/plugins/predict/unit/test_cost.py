@@ -306,3 +306,11 @@ def test_torch_takes_what_is_aligned_and_what_is_padded(case: Case) -> None:
             assert gemm.n % 16 == gemm.executed_k % 16 == 0 and 0 <= gemm.executed_k - gemm.k < 16
         else:
             assert gemm.executed_k == gemm.k
+
+
+@pytest.mark.parametrize(
+    ("schedule", "share"), [("", 1 / 5), ("-gpipe", 1 / 5), ("-interleaved", 1 / 9), ("-zb", 1 / 13)]
+)
+def test_the_bubble_of_a_schedule(schedule: str, share: float) -> None:
+    case = parse_case_id(f"pp2{schedule}-bf16-layers.4-v2048-s3-accum4-f64")
+    assert metrics(case, rank=1).bubble == pytest.approx(share)

@@ -40,8 +40,8 @@ from harness.result import Environment, Speedup
 from harness.verdict import Verdict
 from tests.builders import make_known, make_measured, make_result, make_results
 from tests.nvidia import put_nvidia_smi
+from tests.plugins.predict.unit.published import GRAND_TETON
 from tests.plugins.release.unit.test_gate import TERMS
-from tests.published import GRAND_TETON
 from tests.strategies import DENSE_CASES
 
 H100, B200 = machine("h100"), machine("b200")

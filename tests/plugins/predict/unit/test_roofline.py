@@ -22,7 +22,7 @@ from harness.plugins.predict.gains import ERROR_ELSEWHERE, ERROR_H100, conversio
 from harness.plugins.predict.machine import PEAKS, Machine, Rates, axis_bytes_s, machine, transfer_s
 from harness.plugins.predict.roofline import casts, matmul_s, predicted_step, speed_up
 from harness.trace.counts import FLOAT8
-from tests.published import GRAND_TETON, LINEARS, Published, PublishedLinear, published
+from tests.plugins.predict.unit.published import GRAND_TETON, LINEARS, Published, PublishedLinear, published
 
 H100 = machine("h100")
 RECIPES = ("bf16", "tensorwise", "rowwise", "rowwise_with_gw_hp")

@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+import datetime
 import json
 
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from harness.jsonform import to_json
 from harness.plugins.release.commands import gate_front, gate_markdown, gate_sections
-from harness.plugins.release.gate import Answer, Gate, gate
-from harness.report.sections import text_of
+from harness.plugins.release.gate import Answer, Gate, GatePolicy, gate
+from harness.report.html.page import html_report
+from harness.report.sections import Entry, Section, Table, bounded, text_of
+from harness.result import Environment, RunResult
+from harness.text import printable
 from harness.verdict import Verdict
 from tests.builders import a_finding, make_measured, make_result, make_results, with_facts
 from tests.plugins.release.unit.test_gate import SIGNATURE, TERMS, failed, result
+from tests.unit.test_html_report import HOSTILE, Page, of_kind
+from tests.unit.test_printable import HOSTILE as TEXTS
+from tests.unit.test_printable import Page as InertPage
+from tests.unit.test_printable import a_run, assert_inert, assert_no_markup, free_texts, planted
 
 IDS = [f"fsdp2-tp2-tensorwise-tpstyle.fp8-ac.op-v2048-s2-seed{seed}-b16" for seed in range(1, 41)]
 
@@ -101,3 +111,80 @@ def test_json_has_every_reason() -> None:
     waived = replace(decision.reasons[0], gates=False, waiver="quarantined until 2027-03-01 by ana: flaky")
     text = gate_text(replace(decision, reasons=(waived,), answer=Answer.GO), width=80)
     assert "(1 of them waived)" in text and "    quarantined until 2027-03-01 by ana: flaky\n" in text
+
+
+def a_gate(reason: str = "far", *, names: tuple[str, str] = ("v1", "v2")) -> tuple[Gate, RunResult]:
+    """A case fails, one saves other bytes, and one was lost."""
+    ids = [f"tp2-rowwise-v2048-seed{seed}-b16" for seed in range(1, 4)]
+    wrong = a_finding(check="parity", message=reason, verdict=Verdict.NUMERIC)
+    before = make_results(*(make_result(name, measured=make_measured()) for name in ids))
+    after = make_results(
+        make_result(ids[0], Verdict.NUMERIC, findings=(wrong,)),
+        make_result(ids[1], measured=make_measured(saved_bytes=9)),
+        environment=Environment(device="cpu", packages={"torch": f"v{reason}"}),
+    )
+    return gate(before, after, GatePolicy(now=datetime.datetime(2026, 11, 22, tzinfo=datetime.UTC)), names=names), after
+
+
+def test_the_front_of_a_gate_has_every_reason_in_order() -> None:
+    decision, after = a_gate()
+    front = gate_front(decision, after)
+    assert (front.title, front.state, front.good) == ("v2 against v1", "NO-GO", False)
+    assert front.line == "3 reasons gate" and front.section is not None
+    *groups, _, moved, ours, unexplained = of_kind(Section, front.section)
+    assert [group.title.partition(":")[0] for group in (ours, unexplained)] == ["moved, ours", "moved, unexplained"]
+    assert [group.title for group in groups] == [
+        "gates: fails, and did not in the baseline (1) [new-failure]",
+        "gates: case was lost (1) [lost-coverage]",
+        "gates: saved bytes changed (1) [saved-bytes]",
+    ]
+    failed, lost, saved = (of_kind(Entry, group)[0] for group in groups)
+    assert failed.case.endswith("seed1-b16") and failed.command == f"fp8-harness run {failed.case}"
+    assert (failed.title, failed.lines) == ("passed -> numeric", ("parity/test: far",))
+    assert (lost.case, lost.title) == ("", "tp2-rowwise-v2048-seed3-b16 passed -> not selected"), (
+        "no such case to lead to"
+    )
+    assert saved.title == "" and saved.lines == ("bytes saved for backward: 1,000 -> 9",), (
+        "values that the line has are not repeated"
+    )
+    (summary,), (sides,) = of_kind(Table, moved), of_kind(Table, front.section)
+    assert summary.rows[0] == ("causes", "0", "1", "2")
+    assert ("name", "v1", "v2") in sides.rows and "torch none -> vfar" in " ".join(of_kind(str, front.section))
+
+
+def test_what_does_not_gate_is_folded() -> None:
+    decision, after = a_gate()
+    reasons = tuple(replace(reason, gates=False, waiver="allowed: why") for reason in decision.reasons)
+    front = gate_front(replace(decision, answer=Answer.GO, reasons=reasons), after)
+    assert front.section is not None and front.state == "GO" and front.good
+    groups = [group for group in of_kind(Section, front.section) if group.title.startswith("does not gate")]
+    assert len(groups) == 3 and all(
+        group.folded and of_kind(Entry, group)[0].lines[0] == "allowed: why" for group in groups
+    )
+
+
+@given(st.text(max_size=20))
+@example(HOSTILE)
+def test_no_text_of_a_gate_is_markup(text: str) -> None:
+    decision_of_text, after = a_gate(text, names=(text, text))
+    shown, usual = (
+        Page(html_report(after, front=gate_front(decision, after)))
+        for decision in (decision_of_text, a_gate("x", names=("x", "x"))[0])
+    )
+    assert [name for name, _ in shown.elements] == [name for name, _ in usual.elements]
+
+
+@settings(max_examples=12)
+@given(TEXTS)
+def test_what_a_file_brings_is_inert_in_every_printer(text: str) -> None:
+    before = a_run()
+    after = planted(text, *(path for path in free_texts() if path[-1] != "id"))  # ids pair the two sides of a gate
+    bad = replace(before, results=before.results[1:])
+    decision = gate(bad, after, TERMS, names=("a", printable(text)))
+    for width in (None, 60):
+        assert_inert(text_of(bounded(gate_sections(decision), where="--json"), width=width))
+    usual = gate(bad, before, TERMS, names=("a", "b"))
+    assert_no_markup(gate_markdown(decision), details=gate_markdown(usual).count("<details>"))
+    page, plain = (InertPage(html_report(after, front=gate_front(by, after))) for by in (decision, usual))
+    assert page.elements <= plain.elements
+    assert_inert(page.text)

@@ -123,12 +123,12 @@ def test_a_choice_that_leaves_something_out_is_refused() -> None:
         select(file, chosen=[case for case in chosen if case != expensive])
 
 
+@pytest.mark.plugin("faults")
 def test_every_fault_is_carried() -> None:
-    chosen = choose(small(), by_ranks, known=(), faults=all_faults().values(), rounds=0)
+
     faults = list(all_faults().values())
-    assert {fault.name for chosen_case in chosen for fault in carried(chosen_case.case, faults, ())} == set(
-        all_faults()
-    )
+    chosen = choose(small(), by_ranks, known=(), faults=faults, rounds=0)
+    assert {fault.name for picked in chosen for fault in carried(picked.case, faults, ())} == set(all_faults())
 
 
 def test_a_chosen_file_comes_back_and_a_damaged_one_names_its_line(tmp_path: Path) -> None:

@@ -1,7 +1,5 @@
 """The tables of docs/comparison.md are those of the stored measurement."""
 
-from __future__ import annotations
-
 import importlib
 from pathlib import Path
 
@@ -9,7 +7,7 @@ import pytest
 
 from harness.plugins.faults.faults import all_faults
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[4]
 
 
 def test_the_page_has_the_tables_of_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,7 +1,5 @@
 """What a pull request is told: its one comment, found again; and the line of the sources to look at."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import os
@@ -26,7 +24,7 @@ from tests.forge import BOT, USER, Forge, forge_at
 
 pytestmark = pytest.mark.programs
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[4]
 COMMENT = ROOT / "ci/comment.py"
 MARKER = "<!-- fp8-harness my.target -->"
 
