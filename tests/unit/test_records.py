@@ -281,7 +281,7 @@ def test_a_record_that_names_a_rule_no_check_has_is_refused_and_not_silent() -> 
     require_rules((FAULT, make_known(requires=(Symptom(rule="parity/*grad-norm"),))))
     with pytest.raises(HarnessError, match=r"no check has the rule 'scales/amx'.*did you mean scales/amax"):
         require_rules((make_known(requires=(Symptom(rule="scales/amx"),)),))
-    with pytest.raises(HarnessError, match="explain --checks"):
+    with pytest.raises(HarnessError, match="explain --list checks"):
         require_rules((replace(FAULT, may_cause=(Symptom(rule="zzz"),)),))
 
 

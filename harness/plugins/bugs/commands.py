@@ -128,7 +128,7 @@ def bug() -> None:
 
 @bug.command("import", epilog=_IMPORT_EPILOG)
 @click.argument("file", metavar="FILE|-")
-@click.option("--id", metavar="NAME", default="", help="Name of the bug file. Default: from the link.")
+@click.option("--id", "bug_id", metavar="NAME", default="", help="Name of the bug file. Default: from the link.")
 @click.option("--link", metavar="URL", default="", help="The report on GitHub. Default: from its first lines.")
 @click.option("--version", "versions", metavar="PACKAGE=VERSION", multiple=True, help="What was run. Repeatable.")
 @click.option(
@@ -154,6 +154,7 @@ def import_command(  # noqa: PLR0913  one parameter per option
     link: str,
     versions: tuple[str, ...],
     day: datetime.datetime | None,
+    full_size: bool,
     output: Path | None,
     force: bool,
     dry_run: bool,
@@ -169,6 +170,7 @@ def import_command(  # noqa: PLR0913  one parameter per option
         link=link,
         versions={name: version for name, _, version in pairs},
         day=None if day is None else day.date(),
+        full_size=full_size,
     )
     content = sys.stdin.buffer.read(MAX_BYTES + 1) if file == "-" else read_file(file)
     imported = import_report(read_report(content, where="stdin" if file == "-" else Path(file).name), asked)
