@@ -89,5 +89,5 @@ def _given(root: str | None) -> tuple[str, ...]:
 
 
 def _root(root: Path) -> tuple[str, ...]:
-    """The --root option that leads from the current folder to a project; empty if none is needed."""
+    """Return the --root option that leads from the current folder to a project; empty if none is needed."""
     return () if Path.cwd().is_relative_to(root) else ("--root", str(root))

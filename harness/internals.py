@@ -54,7 +54,7 @@ class Part(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 @functools.cache
 def read_parts() -> Mapping[str, Part]:
-    """Every part by its name, the one that every run needs first, and those of plug-ins last."""
+    """Return every part by its name, the one that every run needs first, and those of plug-ins last."""
     folders = (Path(__file__).parent, *(plugin.folder for plugin in plugins() if plugin.folder is not None))
     parts: dict[str, Part] = {}
     for path in (folder / "internals.toml" for folder in folders):

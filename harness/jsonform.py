@@ -63,7 +63,7 @@ def from_json(text: bytes, kind: type[Kind]) -> Kind:
 
 
 def read_json(path: Path, kind: type[Kind], *, command: str) -> Kind:
-    """What a command wrote of this type. HarnessError for anything else."""
+    """Return what a command wrote of this type. HarnessError for anything else."""
     try:
         return from_json(path.read_bytes(), kind)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -88,7 +88,7 @@ _END = re.compile(rb',"crc32":"([0-9a-f]{8})"}')
 
 
 def with_checksum(line: bytes) -> bytes:
-    """The line, a JSON object with some property, with its checksum."""
+    """Return the line, a JSON object with some property, with its checksum."""
     body = line.removesuffix(b"}")
     return b'%s,"crc32":"%08x"}' % (body, zlib.crc32(body))
 

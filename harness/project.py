@@ -99,7 +99,7 @@ class Project(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         return self.cases / "bugs"
 
     def case_file(self, name_or_path: str) -> Path:
-        """The path of a tier (`pr`), of a case file, or of a folder of bugs. HarnessError if it does not exist.
+        """Return the path of a tier (`pr`), of a case file, or of a folder of bugs. HarnessError if it does not exist.
 
         Of a name that both the project and the package have, the project's.
         """
@@ -118,7 +118,7 @@ class Project(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         return found[0]
 
     def of_package(self, path: Path) -> bool:
-        """True for a case file or folder of bugs of the package that this project uses but does not hold."""
+        """Return True for a case file or folder of bugs of the package that this project uses but does not hold."""
         return self.root != self.shipped and path.resolve().is_relative_to((self.shipped / "cases").resolve())
 
     def replaced_tiers(self, names: Iterable[str]) -> tuple[str, ...]:
@@ -130,14 +130,14 @@ class Project(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         )
 
     def _named(self, name: str) -> list[Path]:
-        """The tier files or folders of bugs of this name: the project's, then the package's."""
+        """Return the tier files or folders of bugs of this name: the project's, then the package's."""
         folders = dict.fromkeys((self.cases, self.shipped / "cases"))
         if name == self.bugs.name:
             return [folder / name for folder in folders if (folder / name).is_dir()]
         return [folder / f"{name}.toml" for folder in folders if name in _tiers_in(folder)]
 
     def new_run(self) -> Path:
-        """A new, empty file for a run of this machine, which is the last one now: no clock decides that.
+        """Return a new, empty file for a run of this machine, which is the last one now: no clock decides that.
 
         It is not there on a full disk, which must not end the run.
         """
@@ -158,7 +158,7 @@ class Project(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             yield
 
     def new_import(self, digest: str) -> Path | None:
-        """The file for imported results of this digest; None where they are there. Ask `alone`."""
+        """Return the file for imported results of this digest; None where they are there. Ask `alone`."""
         if any(path.stem.endswith(f"-{digest}") for path in self.imported_runs()):
             return None
         return self._made(self.imported) / f"{self._next_number():08d}-{digest}.jsonl"
@@ -167,22 +167,22 @@ class Project(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         return 1 + max(map(number_of_run, (*self.stored_runs()[-1:], *self.imported_runs()[-1:])), default=0)
 
     def stored_runs(self) -> tuple[Path, ...]:
-        """The files of the stored runs of this machine, in the order of storing."""
+        """Return the files of the stored runs of this machine, in the order of storing."""
         return _numbered(self.runs)
 
     def imported_runs(self) -> tuple[Path, ...]:
         return _numbered(self.imported)
 
     def witness_folder(self) -> Path:
-        """The folder of stored witness runs; created with the first one."""
+        """Return the folder of stored witness runs; created with the first one."""
         return self.state / "witnesses"
 
     def lease_folder(self) -> Path:
-        """The folder of device leases, shared by all jobs of this user on this machine; created if needed."""
+        """Return the folder of device leases, shared by all jobs of this user on this machine; created if needed."""
         return self._made(leases_in(self.state))
 
     def _made(self, folder: Path) -> Path:
-        """The folder, which is there now. Raises `HarnessError` where nothing can be written."""
+        """Return the folder, which is there now. Raises `HarnessError` where nothing can be written."""
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -193,7 +193,7 @@ class Project(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 def number_of_run(path: Path) -> int:
-    """The number by which the file of a run is in order; 0 for a file that has none, which nobody stored."""
+    """Return the number by which the file of a run is in order; 0 for a file that has none, which nobody stored."""
     digits = path.stem.partition("-")[0]
     return int(digits) if digits.isascii() and digits.isdecimal() else 0
 
@@ -203,7 +203,7 @@ def _numbered(folder: Path) -> tuple[Path, ...]:
 
 
 def find_project(root: str | Path | None = None, files: Iterable[str] = ()) -> Project:
-    """The project at `root`, else at or above the working directory or one of `files`, else the package's."""
+    """Return the project at `root`, else at or above the working directory or one of `files`, else the package's."""
     if root is not None:
         given = Path(root).resolve()
         if not _is_root(given):
@@ -219,12 +219,12 @@ def find_project(root: str | Path | None = None, files: Iterable[str] = ()) -> P
 
 
 def leases_in(state: Path) -> Path:
-    """The folder of device leases in a state folder, which machines may share."""
+    """Return the folder of device leases in a state folder, which machines may share."""
     return state / "leases" / host_name()
 
 
 def state_folder() -> Path:
-    """The folder of leases and stored runs: `FP8_HARNESS_STATE`, else the cache folder of the user."""
+    """Return the folder of leases and stored runs: `FP8_HARNESS_STATE`, else the cache folder of the user."""
     given = os.environ.get(STATE_VARIABLE)
     if given:
         return Path(given).resolve()
@@ -234,7 +234,7 @@ def state_folder() -> Path:
 
 
 def is_case_file(path: Path) -> bool:
-    """True if `path` is a TOML file with cases, directly in the `cases/` folder of a project."""
+    """Return True if `path` is a TOML file with cases, directly in the `cases/` folder of a project."""
     in_cases = path.suffix == ".toml" and path.parent.name == "cases" and is_project(path.parent.parent)
     return in_cases and path.name not in _RECORD_FILES
 
@@ -244,7 +244,7 @@ def _is_root(folder: Path) -> bool:
 
 
 def is_project(folder: Path) -> bool:
-    """True for a folder with `cases/` and `golden/`."""
+    """Return True for a folder with `cases/` and `golden/`."""
     return _is_root(folder) and (folder / "golden").is_dir()
 
 

@@ -52,7 +52,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def _reader(option: Option) -> Callable[[str], Any]:
-    """What makes the value of an option of its text."""
+    """Return what makes the value of an option of its text."""
     if option.number is None:
         return Path if option.type is Path else str
 
@@ -82,13 +82,13 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_report_header(config: pytest.Config) -> list[str]:
-    """The tiers of `--fp8-tier` that the project has in place of the package's."""
+    """Return the tiers of `--fp8-tier` that the project has in place of the package's."""
     tiers: list[str] = config.getoption("--fp8-tier")
     return [f"fp8-harness: {sentence}" for sentence in _project(config).replaced_tiers(tiers)] if tiers else []
 
 
 def pytest_collect_file(file_path: Path, parent: pytest.Collector) -> pytest.Collector | None:
-    """A tier file is collected when it is named, or a `cases/` folder at or above it is."""
+    """Return a tier file is collected when it is named, or a `cases/` folder at or above it is."""
     if file_path.suffix != ".toml" or not _is_asked_for(file_path, parent.config):
         return None
     return CaseFileNode.from_parent(parent, path=file_path)
@@ -117,7 +117,7 @@ class CaseFileNode(pytest.File):
     """One TOML file with cases."""
 
     def collect(self) -> Iterator[CaseItem]:
-        """One item for every selected case, named by its id. It is expected to fail where a record says so."""
+        """Yield one item for every selected case, named by its id. It is expected to fail where a record says so."""
         from harness.errors import HarnessError
         from harness.matrix.caseid import case_id
         from harness.matrix.records import matching
@@ -169,7 +169,7 @@ class CaseItem(pytest.Item):
             raise CaseFailed(result)
 
     def repr_failure(self, excinfo: pytest.ExceptionInfo[BaseException], style: Any = None) -> Any:
-        """The findings of a case; pytest's own words for everything else."""
+        """Return the findings of a case; pytest's own words for everything else."""
         from harness.errors import HarnessError
 
         if isinstance(excinfo.value, CaseFailed):
@@ -201,7 +201,7 @@ def _headline(result: CaseResult) -> str:
 
 
 def _failure(path: Path, result: CaseResult) -> ReprExceptionInfo:
-    """The findings, with the headline as what pytest tells of a failure on one line."""
+    """Return the findings, with the headline as what pytest tells of a failure on one line."""
     findings = ReprTraceback([ReprEntryNative([f"{_findings(result)}\n"])], None, "native")
     return ReprExceptionInfo(findings, ReprFileLocation(str(path), 1, _headline(result)))
 
@@ -304,7 +304,7 @@ class _StoredRun:
 
 
 def _warm_engine(session: pytest.Session) -> Callable[[Case], CaseResult]:
-    """What runs a case, on an engine that is stopped with the session."""
+    """Return what runs a case, on an engine that is stopped with the session."""
     from harness.running.case_runner import CaseRunner
     from harness.running.executor import open_executor
     from harness.running.witnesses import open_witnesses
@@ -366,7 +366,7 @@ def _asked(config: pytest.Config, part: type[Part]) -> Part:
 
 
 def _is_asked_for(path: Path, config: pytest.Config) -> bool:
-    """True for a file that was named, and for the tiers of a project whose cases/ folder was named."""
+    """Return True for a file that was named, and for the tiers of a project whose cases/ folder was named."""
     from harness.project import is_case_file
 
     named = [(config.invocation_params.dir / arg.partition("::")[0]).resolve() for arg in config.args]

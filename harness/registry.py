@@ -98,13 +98,13 @@ class Plugin(msgspec.Struct, frozen=True, kw_only=True):
 
 @functools.cache
 def plugins() -> tuple[Plugin, ...]:
-    """Every plug-in that is installed, by name. HarnessError for one that cannot be imported."""
+    """Return every plug-in that is installed, by name. HarnessError for one that cannot be imported."""
     found = sorted(entry_points(group=GROUP), key=lambda entry: entry.name)
     return tuple(plugin for entry in found if (plugin := _loaded(entry)) is not None)
 
 
 def _loaded(entry: EntryPoint) -> Plugin | None:
-    """The plug-in of an entry point; None where its folder was removed."""
+    """Return the plug-in of an entry point; None where its folder was removed."""
     try:
         plugin = entry.load()
     except ModuleNotFoundError as error:
@@ -127,7 +127,7 @@ def _broken(entry: EntryPoint, error: Exception) -> HarnessError:
 
 
 def load(place: str) -> Any:
-    """The object that "module:object" names, or the module of "module"."""
+    """Return the object that "module:object" names, or the module of "module"."""
     module, _, name = place.partition(":")
     loaded = importlib.import_module(module)
     return getattr(loaded, name) if name else loaded
@@ -145,17 +145,17 @@ def commands(group: str = "") -> Mapping[str, tuple[str, str]]:
 
 
 def injections() -> Mapping[str, Injections]:
-    """The injections of all plug-ins by their prefix."""
+    """Return the injections of all plug-ins by their prefix."""
     return {prefix: kind for plugin in plugins() for prefix, kind in plugin.injections.items()}
 
 
 def sections() -> Mapping[str, PageSection]:
-    """The sections that plug-ins add to pages, by the option of `show`."""
+    """Return the sections that plug-ins add to pages, by the option of `show`."""
     return {option: section for plugin in plugins() for option, section in plugin.sections.items()}
 
 
 def answers(question: str) -> Iterator[Any]:
-    """What the plug-ins that know about it answer to a question."""
+    """Yield what the plug-ins that know about it answer to a question."""
     for plugin in plugins():
         if question in plugin.answers:
             yield load(plugin.answers[question])
@@ -169,14 +169,14 @@ def answer(question: str, *, where: str) -> Any:
 
 
 def needed(name: str, *, where: str) -> HarnessError:
-    """The error for what a plug-in of the harness adds that was removed."""
+    """Return the error for what a plug-in of the harness adds that was removed."""
     home = _HOMES[name]
     fix = f"install all of fp8-harness: harness/plugins/{home} is not here."
     return HarnessError(f"it needs the plug-in {home}.", where=where, fix=fix)
 
 
 def is_offered(name: str) -> bool:
-    """True for what a plug-in of the harness adds, installed or not."""
+    """Return True for what a plug-in of the harness adds, installed or not."""
     return name in _HOMES
 
 
@@ -188,7 +188,7 @@ TARGET_NAME = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*", re.ASCII)
 
 @functools.cache
 def targets() -> Mapping[str, Target]:
-    """The targets that have a name: the reference, and those of plug-ins."""
+    """Return the targets that have a name: the reference, and those of plug-ins."""
     reference = Target(module="harness.worker.targets.reference.build", llama=True)
     return {REFERENCE: reference, **{name: target for plugin in plugins() for name, target in plugin.targets.items()}}
 
@@ -203,5 +203,5 @@ def is_llama(target: str) -> bool:
 
 
 def computes_on_plain_shards(target: str) -> bool:
-    """True when the operands of modules under TP cannot be put together, or compared with those of one rank."""
+    """Return True when the operands of modules under TP cannot be put together, or compared with those of one rank."""
     return target in targets() and targets()[target].plain_shards

@@ -16,12 +16,12 @@ Arithmetic = Literal["kernel", "exact"]
 
 
 def default_arithmetic(device: str) -> Arithmetic:
-    """What multiplies float8 on this kind of device where nothing is asked for."""
+    """Return what multiplies float8 on this kind of device where nothing is asked for."""
     return "exact" if device == "cpu" else "kernel"
 
 
 def numerics_of(device: str, fabric: Fabric, arithmetic: Arithmetic) -> Numerics:
-    """Which bits a run on this kind of device, over this fabric and with this arithmetic promises."""
+    """Return which bits a run on this kind of device, over this fabric and with this arithmetic promises."""
     return Numerics(in_rank_order=fabric == "shared", same_in_parts=device == "cpu" and arithmetic == "exact")
 
 
@@ -35,7 +35,7 @@ class Noise(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 def noise_of(case: Case, draw: int, float8_fqns: tuple[str, ...]) -> Noise:
-    """The errors of a BF16 run where the case casts these linears to float8."""
+    """Return the errors of a BF16 run where the case casts these linears to float8."""
     traits = case.float8.traits
     return Noise(
         draw=draw,

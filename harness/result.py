@@ -51,7 +51,7 @@ class Environment(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         return "" if commit == "unknown" else f"{commit[:9]}{'+' if dirty else ''}"
 
     def differences(self, other: Self) -> tuple[str, ...]:
-        """What differs, each as "torch 2.12.0 -> 2.13.0"; empty where nothing does."""
+        """Return what differs, each as "torch 2.12.0 -> 2.13.0"; empty where nothing does."""
         mine, others = self.words, other.words
         return changed_facts(mine, others, dict.fromkeys((*mine, *others)))
 
@@ -373,5 +373,5 @@ class RunResult(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def verdict_totals(verdicts: Sequence[Verdict]) -> dict[str, int]:
-    """The number of cases of every verdict, zeros too, in the order of `Verdict`."""
+    """Return the number of cases of every verdict, zeros too, in the order of `Verdict`."""
     return {verdict.value: verdicts.count(verdict) for verdict in Verdict}

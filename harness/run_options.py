@@ -95,7 +95,7 @@ class QueryOptions(msgspec.Struct, frozen=True, kw_only=True):
     target: Annotated[
         str | None,
         Option(
-            "Train every case with this target: torchtitan_0_3, or your own module such as my_pkg.my_target.",
+            "Train every case with this target: one of a plug-in by name, or your own module such as my_pkg.my_target.",
             metavar="NAME",
         ),
     ] = None
@@ -328,7 +328,7 @@ PARTS: tuple[type[msgspec.Struct], ...] = (QueryOptions, PlanOptions, CommandOpt
 
 @functools.cache
 def options_of(part: type[msgspec.Struct]) -> Mapping[str, Option]:
-    """The options of one of `PARTS`, or of `RunOptions`, by the name of their field."""
+    """Return the options of one of `PARTS`, or of `RunOptions`, by the name of their field."""
     hints = get_type_hints(part, include_extras=True)
     defaults = {field.name: field.default for field in msgspec.structs.fields(part)}
     return {name: _filled(name, hints[name], defaults[name]) for name in part.__struct_fields__}
@@ -339,7 +339,7 @@ def option_named(name: str) -> Option:
 
 
 def words_of(values: Mapping[str, object]) -> tuple[str, ...]:
-    """The words of a command line that give these values to the options of these fields, in this order."""
+    """Return the words of a command line that give these values to the options of these fields, in this order."""
     words: list[str] = []
     for name, value in values.items():
         for element in value if isinstance(value, tuple) else (value,):
@@ -350,7 +350,7 @@ def words_of(values: Mapping[str, object]) -> tuple[str, ...]:
 
 
 def _filled(name: str, hint: Any, default: object) -> Option:
-    """The declaration in the hint of a field, with what the field says."""
+    """Return the declaration in the hint of a field, with what the field says."""
     option: Option = hint.__metadata__[-1]
     kind = hint.__origin__ if len(hint.__metadata__) == 1 else hint
     if get_origin(kind) in (Union, types.UnionType):

@@ -52,7 +52,7 @@ def installed_version(distribution: str) -> str | None:
 
 
 def is_editable(distribution: Distribution) -> bool:
-    """True when pip installed it from a folder whose files may change under the same version."""
+    """Return True when pip installed it from a folder whose files may change under the same version."""
     direct = distribution.read_text("direct_url.json")
     try:
         return direct is not None and bool(json.loads(direct).get("dir_info", {}).get("editable"))
@@ -119,7 +119,7 @@ def _recorded(place: Path) -> dict[str, _Recorded]:
 
 
 def _content(path: str, status: os.stat_result, recorded: Mapping[str, _Recorded]) -> str:
-    """The hash of a file as a RECORD writes it."""
+    """Return the hash of a file as a RECORD writes it."""
     known = recorded.get(path)
     if known is not None and (str(status.st_size), True) == (known.size, status.st_mtime_ns <= known.at_ns):
         return known.digest
@@ -134,7 +134,7 @@ def _content(path: str, status: os.stat_result, recorded: Mapping[str, _Recorded
 
 
 def _code_files(folder: str) -> Iterator[tuple[str, os.stat_result]]:
-    """Every Python file and shared library at or below `folder`. Links to folders are not entered.
+    """Yield every Python file and shared library at or below `folder`. Links to folders are not entered.
 
     A file or folder that cannot be read is left out.
     """
@@ -187,7 +187,7 @@ def package_paths(name: str, folders: Sequence[str] = ()) -> list[Path]:
 
 
 def module_files(name: str, folders: Sequence[str] = ()) -> list[Path]:
-    """The files of the package that a module is in, or its single file; none where there is no such module.
+    """Return the files of the package that a module is in, or its single file; none where there is no such module.
 
     Looked for in `folders` too.
     """
@@ -205,7 +205,7 @@ def module_files(name: str, folders: Sequence[str] = ()) -> list[Path]:
 
 
 def module_digest(name: str, folders: Sequence[str] = ()) -> str:
-    """A digest of the package that a module is in, equal on any machine; empty where there is no such module."""
+    """Return a digest of the package that a module is in, equal on any machine; empty where there is no such module."""
     files = module_files(name, folders)
     return source_digest(files[0].parent, files)[:16] if files else ""
 
@@ -233,7 +233,7 @@ def unreleased_of(software: Mapping[str, str]) -> str:
 
 
 def evidence_key(version: str) -> str:
-    """The builds that evidence from this one holds for: of a release all its builds, else exactly this one.
+    """Return the builds that evidence from this one holds for: of a release all its builds, else exactly this one.
 
     "2.13.0" of "2.13.0+cpu" and "2.13.0+cu130", whose sources are the same. What is no version stays as it is.
     """
@@ -242,19 +242,19 @@ def evidence_key(version: str) -> str:
 
 
 def holds_for(installed: Mapping[str, str], made_with: Mapping[str, str]) -> bool:
-    """False where evidence was made with an unreleased build of a package, and another one is installed."""
+    """Return False where evidence was made with an unreleased build of a package, and another one is installed."""
     made = {name: made_with[name] for name in PACKAGES if is_unreleased(made_with.get(name, ""))}
     return all(installed.get(name) == version for name, version in made.items())
 
 
 def is_since(version: str, release: str) -> bool:
-    """True from this release on: for "2.15.1+cpu" and "2.16.0.dev20261120" since 2.15, not for "2.15.0rc1"."""
+    """Return True from this release on: for "2.15.1+cpu" and "2.16.0.dev20261120" since 2.15, not for "2.15.0rc1"."""
     parsed = read_version(version)
     return parsed is not None and parsed >= Version(release)
 
 
 def is_among(version: str, limits: str) -> bool | None:
-    """True for a version within these limits, such as ">=2.13,<2.14"; None for a pre-release that may be or not.
+    """Return True for a version within these limits, such as ">=2.13,<2.14"; None for a pre-release that may be or not.
 
     A pre-release lies between the last release before it and its own: where both are within the limits, it is; where
     neither is, it is not; else its date decides. Limits that tell it, such as ">=2.16.0.dev20261110", are taken as they
@@ -272,7 +272,7 @@ def is_among(version: str, limits: str) -> bool | None:
 
 
 def _last_before(version: Version) -> str:
-    """A number above every release before that of `version`, and below it."""
+    """Return a number above every release before that of `version`, and below it."""
     numbers = list(version.release)
     while numbers[-1] == 0 and len(numbers) > 1:
         numbers.pop()

@@ -123,7 +123,7 @@ class RunStore:
         return False
 
     def read(self) -> RunResult:
-        """The run so far, in the order of its list of cases; the last result of a case counts.
+        """Return the run so far, in the order of its list of cases; the last result of a case counts.
 
         Cases without a result are `not_run`: those of the list, and those that damaged lines name. Without an end the
         run is interrupted. Raises `HarnessError` if the file cannot be read.
@@ -155,7 +155,7 @@ class RunStore:
         )
 
     def read_damage(self) -> tuple[str, ...]:
-        """The lines that are not as they were written, each with its number. Cheap: no line is decoded."""
+        """Return the lines that are not as they were written, each with its number. Cheap: no line is decoded."""
         found = []
         for number, line in self._lines():
             try:
@@ -167,18 +167,18 @@ class RunStore:
         return tuple(found)
 
     def read_start(self) -> RunStart | None:
-        """The first line; None where it cannot be read. Cheap: no other line is read."""
+        """Return the first line; None where it cannot be read. Cheap: no other line is read."""
         with contextlib.suppress(OSError, *_UNREADABLE), self.path.open("rb") as file:
             record = _decoded(file.readline().removesuffix(b"\n"))
             return record if isinstance(record, RunStart) else None
         return None
 
     def read_end(self) -> RunEnd | None:
-        """How the run ended; None where it was killed or still runs. Cheap: no result is decoded."""
+        """Return how the run ended; None where it was killed or still runs. Cheap: no result is decoded."""
         return self._last(RunEnd, _END)
 
     def result_of(self, case_id: str) -> CaseResult | None:
-        """The last result of one case; None where none can be read. Cheap: other lines are not decoded."""
+        """Return the last result of one case; None where none can be read. Cheap: other lines are not decoded."""
         return self._last(CaseResult, b'{"line":"case","id":"%s"' % case_id.encode())
 
     def _last(self, kind: type[Line], begin: bytes) -> Line | None:
@@ -190,7 +190,7 @@ class RunStore:
         return None
 
     def numbers(self, wanted: Callable[[str], bool]) -> dict[str, CaseNumbers]:
-        """The last readable line of every wanted case that was run, by id, as far as `history` follows it."""
+        """Return the last readable line of every wanted case that was run, by id, as far as `history` follows it."""
         cases: dict[str, CaseNumbers] = {}
         for _, line in self._lines():
             named = _CASE.match(line)
@@ -204,7 +204,7 @@ class RunStore:
         return f"{self.path}:{number}: not a line of results: {error}"
 
     def _lines(self) -> list[tuple[int, bytes]]:
-        """The lines that are not empty, with their numbers; none where there is no file."""
+        """Return the lines that are not empty, with their numbers; none where there is no file."""
         try:
             return [(number, line) for number, line in enumerate(self.path.read_bytes().split(b"\n"), 1) if line]
         except FileNotFoundError:
@@ -232,7 +232,7 @@ def _other_schema(line: bytes) -> int | None:
 
 
 def _named_case(line: bytes) -> str | None:
-    """The id that a damaged line names; None where it names none."""
+    """Return the id that a damaged line names; None where it names none."""
     match = _CASE.match(line)
     if match is None:
         return None
@@ -251,7 +251,7 @@ _FLOAT = {"anyOf": [{"type": "number"}, {"enum": ["NaN", "Infinity", "-Infinity"
 
 
 def line_schema() -> dict[str, Any]:
-    """The schema of a line: every field of the structs but live traces, and the facts that are added.
+    """Return the schema of a line: every field of the structs but live traces, and the facts that are added.
 
     Structs are described by their docstrings, facts by those of their properties, options by their help.
     """
@@ -288,7 +288,7 @@ def _written(kind: type[msgspec.Struct], facts_of: type, facts: tuple[str, ...])
 
 
 def _with_nan(schema: Any) -> Any:
-    """The schema with floats as they are written, and without defaults: everything is written."""
+    """Return the schema with floats as they are written, and without defaults: everything is written."""
     if isinstance(schema, list):
         return [_with_nan(part) for part in schema]
     if not isinstance(schema, dict):

@@ -18,12 +18,12 @@ def timestamp() -> str:
 
 
 def to_the_minute(text: str) -> str:
-    """A timestamp for people, "2026-11-23 00:45"; "?" where there is none."""
+    """Return a timestamp for people, "2026-11-23 00:45"; "?" where there is none."""
     return text.replace("T", " ")[:16] or "?"
 
 
 def changed_facts(before: Mapping[str, str], now: Mapping[str, str], names: Iterable[str]) -> tuple[str, ...]:
-    """What differs of the named facts, each as "torch 2.12.0 -> 2.13.0"; "none" for what is not there."""
+    """Return what differs of the named facts, each as "torch 2.12.0 -> 2.13.0"; "none" for what is not there."""
     return tuple(
         f"{name} {before.get(name, 'none')} -> {now.get(name, 'none')}"
         for name in names
@@ -40,7 +40,7 @@ def counted(count: int, noun: str, plural: str = "") -> str:
 
 
 def binary_bytes(count: int) -> str:
-    """A number of bytes with a binary unit: "71.5 MiB"."""
+    """Return a number of bytes with a binary unit: "71.5 MiB"."""
     power = min(max(count.bit_length() - 1, 0) // 10, len(_BINARY_UNITS) - 1)
     return f"{count / 1024**power:.4g} {_BINARY_UNITS[power]}"
 
@@ -51,7 +51,7 @@ _NOUN = re.compile(r"n ([^|]+)(?:\|(.+))?")
 
 
 def filled(template: str, values: Mapping[str, object]) -> str:
-    """The template with its values.
+    """Return the template with its values.
 
     `{name}` stands for a value, `{name:.2g}` for a number in this format, and `{name:n case|cases}` for a count with
     its noun. What is not known stays as it is.
@@ -76,7 +76,7 @@ def _text(place: re.Match[str], values: Mapping[str, object]) -> str:
 
 
 def format_ranks(ranks: Iterable[int]) -> str:
-    """The ranks as text: "rank 3", "ranks 0-3, 6"."""
+    """Return the ranks as text: "rank 3", "ranks 0-3, 6"."""
     return format_numbers("rank", ranks)
 
 
@@ -92,7 +92,7 @@ def format_numbers(noun: str, given: Iterable[int]) -> str:
 
 
 def shown(template: str) -> str:
-    """The template as people read it without values: "amax reductions are missing along AXIS"."""
+    """Return the template as people read it without values: "amax reductions are missing along AXIS"."""
     return _PLACE.sub(lambda place: place[1].upper(), re.sub(r"(?<=\w)\{", " {", template))
 
 
@@ -117,7 +117,7 @@ _BLOCK = re.compile(r"(?m)^(?=[ \t]*(?:[#=|]|-{3}|\*{3}|_{3}|~{3}))")  # heading
 
 
 def printable(text: str) -> str:
-    """The text without escape sequences and control characters.
+    """Return the text without escape sequences and control characters.
 
     What is invisible, changes the direction of writing or separates lines is spelled out, as `\\u202e`. A backslash
     stands where a runner of CI would read a command. Line feeds, tabs and the rest of the text stay.
@@ -170,14 +170,14 @@ def _word(match: re.Match[str]) -> str:
 
 
 def code_span(text: str) -> str:
-    """The text as code of Markdown, whatever backticks it has; on one line."""
+    """Return the text as code of Markdown, whatever backticks it has; on one line."""
     shown = printable(text).replace("\n", " ")
     fence = "`" * (1 + max(map(len, re.findall("`+", shown)), default=0))
     return f"{fence} {shown} {fence}" if len(fence) > 1 else f"`{shown}`"
 
 
 def in_html(text: str) -> str:
-    """The text as HTML inside of Markdown, on one line: words that would become links or mentions are code."""
+    """Return the text as HTML inside of Markdown, on one line: words that would become links or mentions are code."""
     return _WORD.sub(_html_word, printable(text).replace("\n", " "))
 
 

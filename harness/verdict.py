@@ -65,7 +65,7 @@ class ExitCode(enum.IntEnum):
 
 
 def check_of(rule: str) -> str:
-    """The check that a rule belongs to, by its name."""
+    """Return the check that a rule belongs to, by its name."""
     return rule.partition("/")[0]
 
 
@@ -186,7 +186,7 @@ class NotJudged(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 def exit_code(verdicts: Sequence[Verdict]) -> ExitCode:
-    """The exit code of a run. A run in which nothing ran has its own.
+    """Return the exit code of a run. A run in which nothing ran has its own.
 
     Failed cases outrank infrastructure failures, and those what only differs from an unverified formula.
     """

@@ -77,7 +77,7 @@ def run(
 
 
 def run_start(project: Project, plan: Plan, cases: tuple[str, ...]) -> RunStart:
-    """What is known of a run of these cases that starts now; its `argv` names them one by one."""
+    """Return what is known of a run of these cases that starts now; its `argv` names them one by one."""
     return RunStart(
         cases=cases,
         options=plan.given,
@@ -113,7 +113,7 @@ def resume(project: Project, stopped: Stored, plan: Plan, progress: Progress) ->
 
 
 def _joined(earlier: RunResult, rest: RunResult) -> RunResult:
-    """The results of a run that was resumed, with the seconds and witnesses of both parts."""
+    """Return the results of a run that was resumed, with the seconds and witnesses of both parts."""
     later = {result.case_id: result for result in rest.results}
     return msgspec.structs.replace(
         earlier,
@@ -129,7 +129,7 @@ def _joined(earlier: RunResult, rest: RunResult) -> RunResult:
 def prepared(
     project: Project, cases: Sequence[Case], plan: Plan, note: Callable[[str], None]
 ) -> tuple[CaseJudge, Plan]:
-    """What the cases are judged by, and the plan that knows which of them are quarantined.
+    """Return what the cases are judged by, and the plan that knows which of them are quarantined.
 
     Raises `HarnessError` when one of them cannot be run here.
     """
@@ -273,7 +273,7 @@ def _announce(judge: CaseJudge, progress: Progress, query: Query, plan: Plan, *,
 
 
 def provenance(results: Sequence[CaseResult], plan: Plan) -> dict[str, str]:
-    """What the run was made with: versions, device, engine, rank program."""
+    """Return what the run was made with: versions, device, engine, rank program."""
     firsts = [result.run.traces[0] for result in results if result.run is not None and result.run.traces]
     software = firsts[0].software if firsts else {"python": platform.python_version()}
     return {

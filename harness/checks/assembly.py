@@ -40,7 +40,7 @@ class Assembled(NamedTuple):
 
 
 def assemble(traces: Iterable[RankTrace]) -> dict[SketchKey, Assembled]:
-    """Every sketched tensor of a run, sorted by step, kind and FQN."""
+    """Return every sketched tensor of a run, sorted by step, kind and FQN."""
     shards: dict[SketchKey, list[TensorSketch]] = defaultdict(list)
     for trace in traces:
         for sketch in trace.sketches or ():
@@ -69,7 +69,7 @@ def relative_distance(found: Assembled, expected: Assembled) -> float:
 def relative_distances(
     found: Mapping[SketchKey, Assembled], expected: Mapping[SketchKey, Assembled], *, ignored: float = 0.0
 ) -> dict[SketchKey, float]:
-    """The relative distance of every tensor that both sides sketched.
+    """Return the relative distance of every tensor that both sides sketched.
 
     A distance of at most `ignored` of the norm of all tensors of that step and kind is none. Some gradients are sums
     whose terms cancel, and consist of rounding errors alone: the bias of attention's keys, which softmax does
@@ -89,29 +89,29 @@ def relative_distances(
 
 
 def _apart(found: Assembled, expected: Assembled) -> float:
-    """The larger of the distance and the difference of norms; NaN when either is not finite."""
+    """Return the larger of the distance and the difference of norms; NaN when either is not finite."""
     if not (math.isfinite(found.norm) and math.isfinite(expected.norm)):
         return math.nan
     return max(math.dist(found.sums, expected.sums) / math.sqrt(SKETCH_SIZE), abs(found.norm - expected.norm))
 
 
 def nan_as_inf(distance: float) -> float:
-    """A distance to sort by: NaN becomes infinite."""
+    """Return a distance to sort by: NaN becomes infinite."""
     return math.inf if math.isnan(distance) else distance
 
 
 def largest(values: Iterable[float], *, empty: float = math.nan) -> float:
-    """The largest of the values, or NaN if it is among them; `empty` where there is none."""
+    """Return the largest of the values, or NaN if it is among them; `empty` where there is none."""
     return max(values, key=nan_as_inf, default=empty)
 
 
 def sum_of(traces: Iterable[RankTrace], key: SketchKey) -> Assembled:
-    """The sum of what all ranks hold of a tensor, replicas included."""
+    """Return the sum of what all ranks hold of a tensor, replicas included."""
     return _sum(_of(traces, key))
 
 
 def wrong_ranks(found: Sequence[RankTrace], expected: Sequence[RankTrace], key: SketchKey, allowed: float) -> list[int]:
-    """The ranks whose own part of a tensor is further off than allowed; none where one rank has no such pieces.
+    """Return the ranks whose own part of a tensor is further off than allowed; none where one rank has no such pieces.
 
     The single-rank reference is sketched in the pieces that FSDP2 ranks hold.
     """
@@ -156,7 +156,7 @@ def unequal_replicas(traces: Iterable[RankTrace]) -> list[tuple[SketchKey, tuple
 
 
 def size_of_error(name: str, found: float, expected: float) -> float:
-    """How far off a reported number is: nats for a loss, relative for a gradient norm (NaN if it must be 0)."""
+    """Return how far off a reported number is: nats for a loss, relative for a gradient norm (NaN if it must be 0)."""
     difference = abs(found - expected)
     if name == "loss":
         return difference
@@ -164,7 +164,7 @@ def size_of_error(name: str, found: float, expected: float) -> float:
 
 
 def same_number(found: float, expected: float) -> bool:
-    """True for equal numbers, and for NaN on both sides."""
+    """Return True for equal numbers, and for NaN on both sides."""
     return found == expected or (math.isnan(found) and math.isnan(expected))
 
 
@@ -204,7 +204,7 @@ _MICROBATCHES = "the microbatches of an update"
 
 
 def factor(found: float, expected: float, case: Case, *, within: float = _CLOSE) -> Factor | None:
-    """The number of the case by which `found` is larger or smaller than `expected`; None where there is none."""
+    """Return the number of the case by which `found` is larger or smaller than `expected`; None where there is none."""
     if not (found > 0 and expected > 0 and math.isfinite(found) and math.isfinite(expected)):
         return None
     ratio = found / expected
@@ -215,7 +215,7 @@ def factor(found: float, expected: float, case: Case, *, within: float = _CLOSE)
 
 
 def _numbers(case: Case) -> Mapping[int, tuple[str, ...]]:
-    """The numbers above 1 that a mean may be taken over, with their names; the nearest cause first."""
+    """Return the numbers above 1 that a mean may be taken over, with their names; the nearest cause first."""
     train, layout = case.train, case.layout
     numbers: dict[int, tuple[str, ...]] = {}
     for name, value in (
@@ -237,7 +237,7 @@ def _numbers(case: Case) -> Mapping[int, tuple[str, ...]]:
 
 
 def explain_loss(case: Case, run: Run, solo: Run, step: int, golden: Sequence[float] | None) -> Explanation | None:
-    """Why the losses of a step differ from the single-rank reference's; `golden`: those of BF16 on one rank."""
+    """Return why the losses of a step differ from the single-rank reference's; `golden`: those of BF16 on one rank."""
     losses = [trace.steps[step - 1].loss for trace in run.traces if len(trace.steps) >= step]
     expected = solo.traces[0].steps[step - 1].loss
     if not losses or not all(map(math.isfinite, (*losses, expected))):
@@ -315,7 +315,7 @@ _OF_BF16 = 0.2  # the gradient norms of an FP8 and a BF16 step are up to so far 
 
 
 def _factor_of_tensor(found: Assembled, expected: Assembled, case: Case) -> Factor | None:
-    """The factor between two gradients of the same direction."""
+    """Return the factor between two gradients of the same direction."""
     times = factor(found.norm, expected.norm, case)
     if times is None:
         return None

@@ -58,7 +58,7 @@ def matmuls_by_key(trace: RankTrace) -> dict[tuple[MatmulKey, int], MatmulRecord
 
 
 def on_ranks(records: Mapping[int, Mapping[Key, Record]], ranks: Iterable[int], key: Key) -> dict[int, Record]:
-    """The record with this key on every one of the ranks that has it; `records` are those of every rank."""
+    """Return the record with this key on every one of the ranks that has it; `records` are those of every rank."""
     return {rank: records[rank][key] for rank in ranks if key in records.get(rank, {})}
 
 
@@ -115,7 +115,7 @@ class CastRules:
                 yield rule, "0 elements", f"{count} of {cast.elements} elements"
 
     def of_tensor(self, cast: CastStatistics, amax: float) -> Iterator[Broken]:
-        """The one scale of a tensor is the one for `amax`, the amax of the whole tensor."""
+        """Yield the one scale of a tensor is the one for `amax`, the amax of the whole tensor."""
         expected = tensorwise_scale(cast.target_dtype, amax)
         if not same_number(cast.scale.maximum, expected):
             limit, found = FLOAT8_MAX.get(cast.target_dtype, math.nan), cast.scale.maximum
@@ -135,7 +135,7 @@ class CastRules:
 
 
 def tensorwise_scale(target_dtype: str, amax: float) -> float:
-    """The scale of a tensor with this amax: fp8 max / amax, rounded once to float32.
+    """Return the scale of a tensor with this amax: fp8 max / amax, rounded once to float32.
 
     torchao divides in float64, so eager, compiled and precomputed scales are equal to the last bit, and a stale scale
     differs as soon as the amax changes.
@@ -144,7 +144,7 @@ def tensorwise_scale(target_dtype: str, amax: float) -> float:
 
 
 def _in_binade(traits: RecipeTraits, limit: float, lowest: float, highest: float) -> bool:
-    """True for (1/2, 1] of the largest value, or [256, 512) of E4M3 where the scales of blocks are rounded down.
+    """Return True for (1/2, 1] of the largest value, or [256, 512) of E4M3 where the scales of blocks are rounded down.
 
     Scales of blocks are exact, those of rows come out of a logarithm.
     """
@@ -155,7 +155,7 @@ def _in_binade(traits: RecipeTraits, limit: float, lowest: float, highest: float
 
 
 def inverse(scale: ScaleSummary) -> tuple[float, float]:
-    """The smallest and the largest scale that `_scaled_mm` must be given for an operand cast with `scale`."""
+    """Return the smallest and the largest scale that `_scaled_mm` must be given for an operand cast with `scale`."""
     return _reciprocal(scale.maximum), _reciprocal(scale.minimum)
 
 
@@ -191,7 +191,7 @@ class Source(NamedTuple):
 
 
 def implied_source(target_dtype: str, scale: float, right: float, sources: Iterable[Source]) -> str:
-    """What the scale was made from instead of the amax `right`: "the amax of ..."; empty if nothing fits."""
+    """Return what the scale was made from instead of the amax `right`: "the amax of ..."; empty if nothing fits."""
     expected = tensorwise_scale(target_dtype, right)
     if not (math.isfinite(scale) and scale > 0 and math.isfinite(expected)) or scale == expected:
         return ""
@@ -210,7 +210,7 @@ def _near(found: float, expected: float) -> bool:
 
 
 def _factor(target_dtype: str, factor: float) -> str:
-    """What a scale for the right amax was multiplied by: the maximum of another dtype, or a power of two."""
+    """Return what a scale for the right amax was multiplied by: the maximum of another dtype, or a power of two."""
     for dtype, limit in _MAXIMA.items():
         if dtype != target_dtype and _near(factor, limit / FLOAT8_MAX.get(target_dtype, math.nan)):
             return f"it is the scale for the maximum of {dtype}, {limit:g}"
@@ -221,7 +221,7 @@ def _factor(target_dtype: str, factor: float) -> str:
 def implied_by_power(
     traits: RecipeTraits, cast: CastStatistics, lowest: float, highest: float, earlier: Iterable[CastRecord]
 ) -> str:
-    """The same of scales that are powers of two, with the smallest and largest amax * scale.
+    """Return the same of scales that are powers of two, with the smallest and largest amax * scale.
 
     Each implies an interval of amaxes alone, so all of them are compared with those of `earlier` casts.
     """
@@ -254,7 +254,7 @@ def _as_bfloat16(value: float) -> float:
 def cast_sources(
     case: Case, casts: Casts, rank: int, place: tuple[CastKey, int], group: Mapping[int, CastRecord]
 ) -> Iterator[Source]:
-    """The amaxes that the scale of this cast may have been made from by mistake, the likeliest first.
+    """Yield the amaxes that the scale of this cast may have been made from by mistake, the likeliest first.
 
     `group` has the cast on every rank that must share its scale.
     """
@@ -294,7 +294,7 @@ def _amax(parts: Mapping[int, CastRecord]) -> float:
 
 
 def _other_groups(case: Case, rank: int) -> Iterator[tuple[int, ...]]:
-    """The peers of a rank along every choice of mesh axes, fewest first: the rank alone is the first."""
+    """Yield the peers of a rank along every choice of mesh axes, fewest first: the rank alone is the first."""
     used = [axis for axis in MESH_AXES if case.layout.mesh[axis] > 1]
     for count in range(len(used) + 1):
         for chosen in itertools.combinations(used, count):

@@ -37,6 +37,7 @@ from harness.checks import (
 )
 from harness.checks.check import Check, Rule, Rules, Stage, by_name
 from harness.checks.failures import main_stack, place_of, raised_frames
+from harness.errors import HarnessError
 from harness.expect.expectations import Expectations
 from harness.registry import load, plugins
 from harness.trace import RankFailure, Run
@@ -72,6 +73,9 @@ CHECKS: tuple[Check, ...] = (
     *(load(place) for plugin in plugins() for place in plugin.checks),
 )
 _PLACES = {check.name: place for place, check in enumerate(CHECKS)}
+if len(_PLACES) < len(CHECKS):  # a plug-in cannot know the names of others
+    twice = [name for name, count in Counter(check.name for check in CHECKS).items() if count > 1]
+    raise HarnessError(f"two checks have the name {twice[0]}.", where="checks of plug-ins", fix="rename one of them.")
 
 _judge = Rules("judge", Stage.RUN)
 NO_CHECK = _judge("no-check", "no check was executed", judged=False)
@@ -127,7 +131,7 @@ def first_effect(findings: Sequence[Finding]) -> int | None:
 
 
 def _stage_of(finding: Finding) -> Stage:
-    """The stage of rules from other packages or older versions: the same as for findings about the whole run."""
+    """Return the stage of rules from other packages or older versions: the same as for findings about the whole run."""
     return RULES[finding.rule].stage if finding.rule in RULES else Stage.RUN
 
 
@@ -164,7 +168,7 @@ def signature_of(verdict: Verdict, findings: Sequence[Finding], run: Run | None)
 
 
 def normalized(message: str) -> str:
-    """The message of an exception without what differs from run to run: numbers, addresses, paths, plurals."""
+    """Return the message of an exception without what differs from run to run: numbers, addresses, paths, plurals."""
     line = next((line.strip() for line in message.splitlines() if line.strip()), "")
     text = _NUMBER.sub("N", _ADDRESS.sub("…", _RANKS.sub("RANKS", line)))
     return _PLURAL.sub(r"\1s are", text)[:_LENGTH].strip()
@@ -189,7 +193,7 @@ def _of_rank(failure: RankFailure) -> FailureSignature:
 
 
 def _unordered(message: str) -> str:
-    """Which of the ranks that disagree about a collective reports first is chance."""
+    """Return which of the ranks that disagree about a collective reports first is chance."""
     head, separator, reports = message.partition("CollectiveMismatch: ranks of one process group disagree: ")
     return f"{head}{separator}{', '.join(sorted(reports.split(', ')))}" if separator else message
 
@@ -208,5 +212,5 @@ def _of_finding(finding: Finding) -> FailureSignature:
 
 
 def _kind_of(operand: str) -> str:
-    """The operand without what differs from case to case, such as the shape of a cast in a graph."""
+    """Return the operand without what differs from case to case, such as the shape of a cast in a graph."""
     return _NUMBER.sub("N", operand.partition(", [")[0])

@@ -148,11 +148,11 @@ class Rules:
         return rule
 
     def judged_by(self, **fields: Any) -> "Callable[[CheckFunction], Check]":
-        """The decorator of the function of the check. `fields`: those of `Check`."""
+        """Return the decorator of the function of the check. `fields`: those of `Check`."""
         return partial(Check, declares=self, **fields)
 
     def no_witness(self) -> Rule:
-        """The rule of a check that lacks a run to compare with."""
+        """Return the rule of a check that lacks a run to compare with."""
         return self("no-witness", "{who} could not be run{why}", stage=Stage.RUN, judged=False, located=False)
 
 
@@ -192,7 +192,7 @@ class Mismatch(NamedTuple):
         return f": first {where} {{module}} at step {{step}} on rank {{rank}}"
 
     def finding(self, suffix: str = "", notes: Iterable[str] = (), **values: Value) -> Finding:
-        """The finding that points at this mismatch; `suffix` ends the sentence of the rule."""
+        """Return the finding that points at this mismatch; `suffix` ends the sentence of the rule."""
         return self.rule.finding(
             step=self.step,
             rank=self.rank,
@@ -253,7 +253,7 @@ def about_ranks(finding: Finding, ranks: Iterable[int], run: Run | None = None) 
 
 
 def first_of_each(findings: Iterable[Finding]) -> list[Finding]:
-    """The first finding by every rule with its values: of what is wrong in several steps, the first step."""
+    """Return the first finding by every rule with its values: of what is wrong in several steps, the first step."""
     first: dict[tuple[str, frozenset[tuple[str, Value]]], Finding] = {}
     for finding in findings:
         first.setdefault((finding.rule, frozenset(finding.values.items())), finding)
@@ -356,21 +356,21 @@ class Check(msgspec.Struct, frozen=True):
         return missing or list(self.function(case, run, witnesses))
 
     def records_of(self, expect: Expectations) -> tuple[str, ...]:
-        """The fields of `RankTrace` that ranks must have filled; none where it judges the partner."""
+        """Return the fields of `RankTrace` that ranks must have filled; none where it judges the partner."""
         if self.judges_partner and expect.stands_for_modules:
             return ()
         return self.compiled_records or self.records if expect.case.compile != "none" else self.records
 
     def asks(self, expect: Expectations) -> tuple[str, ...]:
-        """The fields of `RankTrace` that ranks must be asked to fill for it."""
+        """Return the fields of `RankTrace` that ranks must be asked to fill for it."""
         return (*self.records_of(expect), *self.also_reads)
 
     def reads(self, expect: Expectations) -> tuple[str, ...]:
-        """Every field of `RankTrace` that it reads, of a run or of its partner."""
+        """Return every field of `RankTrace` that it reads, of a run or of its partner."""
         return (*(self.records_of(expect) or self.records), *self.also_reads, *filter(None, [self.unasked]))
 
     def says_nothing_of(self, expect: Expectations, device: str) -> str:
-        """Why it can say nothing of a case on a device although its records are there; empty where it can."""
+        """Return why it can say nothing of a case on a device although its records are there; empty where it can."""
         reason = self.not_judged(expect, device)
         if not reason and self.needs_linears and expect.model is None:
             return "the single-rank reference, which shows the linears, did not run"
@@ -378,10 +378,10 @@ class Check(msgspec.Struct, frozen=True):
 
 
 def noun(record: str) -> str:
-    """A field of `RankTrace` in words."""
+    """Return a field of `RankTrace` in words."""
     return record.replace("_", " ")
 
 
 def finished(run: Run | None) -> Run | None:
-    """The run; None where it did not finish."""
+    """Return the run; None where it did not finish."""
     return run if run is not None and run.complete else None

@@ -96,7 +96,7 @@ def _of_ranks(
 
 
 def _wrong(step_inputs: StepInputs, part: range, covered: float) -> _Wrong | None:
-    """What is wrong with the inputs of one rank in one step; None for a form that is not recognised, too."""
+    """Return what is wrong with the inputs of one rank in one step; None for a form that is not recognised, too."""
     missing, foreign = set(part) - set(step_inputs.inputs), sorted(set(step_inputs.inputs) - set(part))
     expected = f"sequences {_spelled(part)} of the global batch"
     counts = len(part) - len(missing), len(part)
@@ -155,7 +155,7 @@ def _differences(run: Run, traces: list[RankTrace], number: int, layout: str) ->
 
 
 def _other_names(resumed: Resumed, number: int) -> list[str]:
-    """What was saved and was loaded with another value, or in vain, or only loaded."""
+    """Return what was saved and was loaded with another value, or in vain, or only loaded."""
     saved, loaded = resumed.saved, resumed.loaded[number]
     return [name for name in sorted(saved.keys() | loaded.keys()) if saved.get(name) != loaded.get(name)]
 

@@ -134,7 +134,7 @@ class _Comparison:
         self._witness_counts.update(key for key, _ in self._witness_matmuls)
 
     def _gathers_unequal_scales(self) -> bool:
-        """True when ranks gather shards of one weight by different scales, as torchao does under TP."""
+        """Return True when ranks gather shards of one weight by different scales, as torchao does under TP."""
         scales: dict[tuple[CastKey, int], set[str]] = defaultdict(set)
         for casts in self._casts.values():
             for key, cast in casts.items():
@@ -220,7 +220,7 @@ class _Comparison:
             yield from mismatches
 
     def _replayed(self, key: CastKey | MatmulKey, occurrence: int, count: int, replay: int) -> int:
-        """The occurrence in the witness of this one of `count` on the data-parallel rank `replay`."""
+        """Return the occurrence in the witness of this one of `count` on the data-parallel rank `replay`."""
         if isinstance(key, CastKey) and key.phase == "gathered" and self._case.train.evaluate:
             occurrence = max(0, occurrence - 1)  # evaluation reads it first
         microbatches = self._case.train.accumulation
@@ -244,7 +244,7 @@ class _Comparison:
             yield _mismatch(key, found.index, rank, name, operand, right, wrong)
 
     def _sums_in_order(self, step: int) -> bool:
-        """True when the layout sums in the order of one rank, so that every bit is equal."""
+        """Return True when the layout sums in the order of one rank, so that every bit is equal."""
         return self._ordered or (self._same_activations and step == 1)
 
     def _same_data(self, cast: CastRecord) -> bool:

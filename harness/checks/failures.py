@@ -76,7 +76,7 @@ class StackLocation(NamedTuple):
 
 
 def main_stack(dump: str) -> tuple[Frame, ...]:
-    """The frames of the main thread, innermost first; empty when the dump has none.
+    """Return the frames of the main thread, innermost first; empty when the dump has none.
 
     faulthandler goes from the newest thread to the oldest: the main thread is the last one.
     """
@@ -90,7 +90,7 @@ def main_stack(dump: str) -> tuple[Frame, ...]:
 
 
 def own_frame(traceback: str) -> OwnFrame | None:
-    """The innermost call of a Python traceback that is neither of the harness nor of an installed package."""
+    """Return the innermost call of a Python traceback that is neither of the harness nor of an installed package."""
     lines = traceback.partition(LAST_OUTPUT)[0].splitlines()
     calls = [(index, match) for index, line in enumerate(lines) if (match := _RAISED_AT.fullmatch(line))]
     own = [(index, match) for index, match in calls if not _FOREIGN.search(match[1])]
@@ -102,12 +102,12 @@ def own_frame(traceback: str) -> OwnFrame | None:
 
 
 def raised_frames(traceback: str) -> tuple[Frame, ...]:
-    """The calls of torch and torchao in a Python traceback, innermost last, without wrappers and dispatch."""
+    """Return the calls of torch and torchao in a Python traceback, innermost last, without wrappers and dispatch."""
     return tuple(call for call in _calls(traceback) if _FIELD.search(call.file) and not _PLUMBING.search(call.file))
 
 
 def innermost_calls(traceback: str, number: int) -> tuple[Frame, ...]:
-    """The last calls of a Python traceback, of whatever file, innermost first."""
+    """Return the last calls of a Python traceback, of whatever file, innermost first."""
     return tuple(_calls(traceback)[::-1][:number])
 
 
@@ -117,7 +117,7 @@ def _calls(traceback: str) -> list[Frame]:
 
 
 def place_of(stack: Sequence[Frame]) -> StackLocation | None:
-    """Where the rank with this stack is; None when the stack shows nothing of what it ran.
+    """Return where the rank with this stack is; None when the stack shows nothing of what it ran.
 
     The calls are the collective or else the innermost one, the first outside of torch, and the first of another file
     that is not of an installed package.
@@ -188,7 +188,7 @@ class _Kind(NamedTuple):
 
 
 def failures(run: Run, status: str) -> tuple[Finding, ...]:
-    """How the ranks failed. Consequences only where no cause is known.
+    """Return how the ranks failed. Consequences only where no cause is known.
 
     Of stuck ranks those come first that wait for no other, then those of which there are fewest. The first finding then
     says what the other ranks do.
@@ -288,7 +288,7 @@ def is_misfit(error: str) -> bool:
 
 
 def advice(error: str) -> Advised:
-    """What an error of a rank or of the engine says, and what to do about it."""
+    """Return what an error of a rank or of the engine says, and what to do about it."""
     misfit = _MISFIT.search(error)
     if misfit:
         return Advised(what=f"{error[: misfit.start()]}{misfit['what']}", fix=misfit["fix"])

@@ -101,7 +101,7 @@ def _needed(case: Case, device: str, parts: set[str], *, exact: bool) -> set[str
 
 
 def _excluded(device: str, *, exact: bool, parts: set[str]) -> set[str]:
-    """What must not be installed: on a GPU everything but the matmul that was asked for."""
+    """Return what must not be installed: on a GPU everything but the matmul that was asked for."""
     matmul = set() if exact else parts & {"scaled_mm"}
     return matmul if device == "cpu" else matmul | parts - {"scaled_mm"}
 
@@ -187,7 +187,7 @@ def check_alignment(case: Case, run: Run, witnesses: Witnesses) -> Iterator[Find
 
 
 def _no_outcome(case: Case, run: Run) -> Iterator[Finding]:
-    """Ranks that neither trained nor failed, and a run in which no rank failed on its own."""
+    """Yield ranks that neither trained nor failed, and a run in which no rank failed on its own."""
     ended = {failure.rank for failure in run.failures} | {trace.rank for trace in run.traces}
     missing = set(range(case.world_size)) - ended
     if missing:

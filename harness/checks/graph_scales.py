@@ -95,7 +95,7 @@ def _source(case: Case, casts: Casts, wrong: Mismatch) -> str:
 
 
 def _other_casts(case: Case, casts: Iterable[GraphCast], cast: GraphCast) -> Iterator[Source]:
-    """The amaxes of the other casts in the same step; in bfloat16 none, whose amaxes are equal by chance."""
+    """Yield the amaxes of the other casts in the same step; in bfloat16 none, whose amaxes are equal by chance."""
     for other in casts:
         if other.step == cast.step and other.order != cast.order and case.train.dtype != "bfloat16":
             yield Source(f"the amax of cast {other.order} in {other.phase}", other.amax)
@@ -108,7 +108,7 @@ def _unknown(rank: int, cast: UnknownCast) -> Mismatch:
 
 
 def _counts(case: Case, casts: Casts, expected: CompiledCasts | None) -> Iterator[Mismatch]:
-    """The casts of a step that no compiler may merge.
+    """Yield the casts of a step that no compiler may merge.
 
     Where dgrad has scales of its own for a weight, the partitioner may cast that weight for it in forward already.
     """
@@ -147,7 +147,7 @@ def _cast_rules(case: Case, cast: GraphCast) -> Iterator[Broken]:
 
 
 def _slack(case: Case, cast: GraphCast) -> float:
-    """How far the amax may be from the one that the scale was made for, relative to it.
+    """Return how far the amax may be from the one that the scale was made for, relative to it.
 
     Generated code saves the scale of a cast for backward, which computes the source again: by other operators fused to
     another kernel, so that the last bit may differ. The scale is judged where it is made. Under TP scales are made of

@@ -83,7 +83,7 @@ def check_graphs(case: Case, run: Run, witnesses: Witnesses) -> list[Finding]:
 
 
 def expected_fusions(expect: Expectations) -> Counter[FusionKind]:
-    """How many fused operators of each kind one rank executes in one step."""
+    """Return how many fused operators of each kind one rank executes in one step."""
     return Counter(
         FusionKind(candidate.phase, candidate.collective)
         for candidate in fusion_candidates(expect.case)
@@ -148,7 +148,7 @@ def _fusions(expect: Expectations, recorded: GraphTrace) -> Iterator[Finding]:
 
 
 def _reasons(recorded: GraphTrace, kind: FusionKind | None = None) -> str:
-    """Why collectives of the TP axis were not fused, with the number of collectives for each reason."""
+    """Return why collectives of the TP axis were not fused, with the number of collectives for each reason."""
     counts = Counter(
         f"{unfused.collective} of {unfused.dtype} {list(unfused.shape)}: {unfused.reason}"
         for graph in recorded.graphs
@@ -159,7 +159,7 @@ def _reasons(recorded: GraphTrace, kind: FusionKind | None = None) -> str:
 
 
 def _wrong_rows(recorded: GraphTrace) -> Iterator[Finding]:
-    """Rows of fused operators that differ from those of their unfused form."""
+    """Yield rows of fused operators that differ from those of their unfused form."""
     wrong: dict[str, list[FusedCall]] = {}
     for call in recorded.calls:
         if call.wrong_rows:

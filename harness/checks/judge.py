@@ -68,7 +68,7 @@ class Judgement(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def judge(case: Case, run: Run, status: JobStatus, witnesses: Witnesses, checks: Sequence[Check] = CHECKS) -> Judgement:
-    """The verdict by rules 1 to 4. `status` is how the engine says the ranks ended."""
+    """Return the verdict by rules 1 to 4. `status` is how the engine says the ranks ended."""
     if status in ("infra", "hang"):
         return Judgement(verdict=Verdict(status), findings=failures(run, status))
     checks, skipped = _applicable(run, status, witnesses, checks)
@@ -95,7 +95,7 @@ def judge(case: Case, run: Run, status: JobStatus, witnesses: Witnesses, checks:
 
 
 def run_from_outcome(outcome: JobOutcome) -> Run:
-    """The decoded outcome: a trace for every rank that returned a readable one, a failure for every other."""
+    """Return the decoded outcome: a trace for every rank that returned a readable one, a failure for every other."""
     ends = [_decode(rank) for rank in sorted(outcome.ranks, key=lambda rank: rank.rank)]
     return Run(
         traces=tuple(end for end in ends if isinstance(end, RankTrace)),
@@ -146,7 +146,7 @@ def _inapplicable(check: Check, run: Run, witnesses: Witnesses) -> str | None:
 
 
 def _unrecorded_by_design(check: Check, run: Run, witnesses: Witnesses) -> str:
-    """Why no rank has what the check reads, where none had to; empty where it is there or missing."""
+    """Return why no rank has what the check reads, where none had to; empty where it is there or missing."""
     expect = witnesses.expect
     for record in filter(lambda record: _is_nowhere(record, run), check.records_of(expect)):
         if record in expect.not_recorded:
@@ -183,7 +183,7 @@ def _decode(outcome: RankOutcome) -> RankTrace | RankFailure:
 
 
 def _failure(outcome: RankOutcome, kind: str, message: str) -> RankFailure:
-    """The failure with the last output of the rank, which is kept nowhere else."""
+    """Return the failure with the last output of the rank, which is kept nowhere else."""
     output = f"{LAST_OUTPUT}\n{outcome.log_tail}" if outcome.log_tail.strip() else ""
     return RankFailure(
         rank=outcome.rank,
@@ -212,7 +212,7 @@ def require_rules(faults: Iterable[KnownFault]) -> None:
 
 
 def showing(faults: Iterable[KnownFault], case: Case, findings: Sequence[Finding]) -> Iterator[KnownFault]:
-    """The records that must show in a case, and of the others those that do."""
+    """Return the records that must show in a case, and of the others those that do."""
     return (fault for fault in faults if fault.must_show(case) or fault.shows(findings))
 
 
@@ -242,7 +242,7 @@ def with_known_faults(judgement: Judgement, faults: Sequence[KnownFault], today:
 
 
 def _notes(judgement: Judgement, faults: Sequence[KnownFault], today: datetime.date) -> Iterator[Finding]:
-    """Why the failure is not the recorded one, apart from findings that no record explains."""
+    """Yield why the failure is not the recorded one, apart from findings that no record explains."""
     skipped = {not_judged.check for not_judged in judgement.not_judged} - set(judgement.checks)
     stopped = any(fault.verdict in _STOPS and fault.shows(judgement.findings) for fault in faults)
     for fault in faults:

@@ -150,7 +150,7 @@ def _not_compared(run: Run, tensors: Sequence[ModuleDistance], step: int, allowe
 
 
 def _too_far(run: Run, tensors: Sequence[ModuleDistance], allowed: Allowed) -> Iterator[Finding]:
-    """The first tensor that is too far off, in the order of execution: no other can be the reason for it."""
+    """Yield the first tensor that is too far off, in the order of execution: no other can be the reason for it."""
     compared = [tensor for tensor in tensors if tensor.problem is None]
     limits = [allowed(tensor) for tensor in compared]
     wrong = [pair for pair in zip(compared, limits, strict=True) if not pair[0].distance <= pair[1]]  # NaN is wrong
@@ -184,7 +184,7 @@ def _too_far(run: Run, tensors: Sequence[ModuleDistance], allowed: Allowed) -> I
 
 
 def _not_summed(run: Run, first: ModuleDistance, wrong: Sequence[ModuleDistance]) -> Finding:
-    """The finding about the module whose outputs ranks add up wrongly, of which `first` is the sum."""
+    """Return the finding about the module whose outputs ranks add up wrongly, of which `first` is the sum."""
     terms = first.terms
     assert terms is not None, "it is about a sum"
     place = (first.fqn, first.call, first.kind)
@@ -221,7 +221,7 @@ def _sum_instead(terms: SumTerms) -> str:
 
 
 def _numbers(run: Run, replay: Run, step: int) -> list[Finding]:
-    """What ranks report, against the loss of the recorded logits and the norm of the recorded gradients."""
+    """Return what ranks report, against the loss of the recorded logits and the norm of the recorded gradients."""
     expected = next(replayed for replayed in replay.traces[0].steps if replayed.step == step)
     norm = expected.grad_norm
     return [

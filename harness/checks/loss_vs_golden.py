@@ -92,7 +92,7 @@ def check_loss_vs_golden(case: Case, run: Run, witnesses: Witnesses) -> Iterator
 
 
 def _incomparable(case: Case, run: Run, golden: Golden) -> Iterator[Finding]:
-    """The golden must be of the same family, hardware class and data as every rank."""
+    """Yield the golden must be of the same family, hardware class and data as every rank."""
     if not run.traces:
         yield NO_RANK.finding(expected=f"{case.world_size} ranks", found="0")
     elif golden.family != family_id(case):
@@ -124,7 +124,7 @@ def _other_steps(case: Case, run: Run, golden: Golden, tolerance: Tolerance) -> 
 
 
 def _disagreement(run: Run) -> Iterator[Finding]:
-    """The first step at which ranks report different losses: the loss is global, so every bit must be equal."""
+    """Yield the first step at which ranks report different losses: the loss is global, so every bit must be equal."""
     traces = run.by_rank
     for steps in zip(*(trace.steps for trace in traces), strict=True):
         groups: dict[str, list[int]] = {}
@@ -138,7 +138,7 @@ def _disagreement(run: Run) -> Iterator[Finding]:
 
 
 def _frozen(run: Run) -> Iterator[Finding]:
-    """The ranks whose loss never changes."""
+    """Yield the ranks whose loss never changes."""
     losses = {trace.rank: {step.loss for step in trace.steps} for trace in run.by_rank if len(trace.steps) > 1}
     frozen = [rank for rank, seen in losses.items() if len(seen) == 1]
     if frozen:
@@ -158,12 +158,12 @@ def _proves_nothing(golden: Golden, tolerance: Tolerance) -> Iterator[Finding]:
 
 
 def _is_bfloat16(loss: float) -> bool:
-    """True for a number that bfloat16 has: a mantissa of 8 bits."""
+    """Return True for a number that bfloat16 has: a mantissa of 8 bits."""
     return math.isfinite(loss) and (math.frexp(loss)[0] * 256).is_integer()
 
 
 def _distance(run: Run, golden: Golden, tolerance: Tolerance) -> Iterator[Finding]:
-    """The ranks whose loss leaves the tolerance, with the table of the steps of the first."""
+    """Yield the ranks whose loss leaves the tolerance, with the table of the steps of the first."""
     tables: dict[int, list[Row]] = {}
     for trace in run.by_rank:
         numbers = zip(trace.steps, golden.losses, tolerance.per_step, strict=True)
@@ -190,7 +190,7 @@ def _too_far(rows: list[Row], tolerance: Tolerance) -> Finding:
 
 
 def _table(rows: list[Row], first_bad: int) -> str:
-    """The steps around the first bad one, aligned; bad ones are marked at the end of the line."""
+    """Return the steps around the first bad one, aligned; bad ones are marked at the end of the line."""
     start = max(0, min(first_bad - 2, len(rows) - SHOWN_ROWS))
     head = f"{'step':>6}  {'golden':>12}  {'found':>12}  {'difference':>12}  {'allowed':>10}"
     lines = [_line(row) for row in rows[start : start + SHOWN_ROWS]]

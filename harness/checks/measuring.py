@@ -37,7 +37,7 @@ LOSSES, GRADIENT_NORMS, FLUSHED = "losses", "gradient norms", "flushed values"
 
 
 def measured(case: Case, run: Run, witnesses: Witnesses) -> Measured | None:
-    """The numbers of a run and of what it was compared with; None where no rank finished."""
+    """Return the numbers of a run and of what it was compared with; None where no rank finished."""
     if not run.traces:
         return None
     traces = run.by_rank
@@ -105,7 +105,7 @@ def _flops(traces: Iterable[RankTrace]) -> Mapping[str, Multiplied]:
 
 
 def _expected_flops(expect: Expectations, traces: Sequence[RankTrace]) -> Mapping[str, Multiplied]:
-    """What the formula says that these ranks multiply; empty where it does not apply."""
+    """Return what the formula says that these ranks multiply; empty where it does not apply."""
     if not _applies(expect) or expect.case.model.experts or any(trace.flops is None for trace in traces):
         return {}  # how many rows experts multiply is found in the run
     steps, saves_attention = expect.case.train.steps, traces[0].device != "cpu"
@@ -123,7 +123,7 @@ def _wire(traces: Iterable[RankTrace]) -> Mapping[str, Sent]:
 
 
 def _expected_wire(expect: Expectations, traces: Sequence[RankTrace]) -> Mapping[str, Sent]:
-    """What the formula says that these ranks send; empty where it does not apply."""
+    """Return what the formula says that these ranks send; empty where it does not apply."""
     if not _applies(expect) or any(trace.traffic is None for trace in traces):
         return {}
     terms = [
@@ -138,7 +138,7 @@ def _expected_wire(expect: Expectations, traces: Sequence[RankTrace]) -> Mapping
 
 
 def _expected_saved(expect: Expectations, traces: Sequence[RankTrace]) -> int | None:
-    """What the formula says that these ranks save; None where it does not apply."""
+    """Return what the formula says that these ranks save; None where it does not apply."""
     if not _applies(expect) or not expect.saves_exactly or _saved(traces) is None:
         return None
     return sum(
@@ -223,7 +223,7 @@ def _range(step: int, fqn: str, role: str, casts: Sequence[CastRecord]) -> CastR
 
 
 def moved(before: Numbers | None, now: Numbers | None, *, counts_only: bool = False) -> tuple[str, ...]:
-    """The names of the exact numbers that differ, of those that both runs have; only counts repeat on a GPU."""
+    """Return the names of the exact numbers that differ, of those that both runs have; only counts repeat on a GPU."""
     if before is None or now is None:
         return ()
     one, other = (
@@ -284,7 +284,7 @@ PARITY_MARGIN = 3.0  # of the largest distance; the same as of measured toleranc
 
 
 def derived_tolerance(case: Case, reference: Run, draws: Sequence[Run]) -> Tolerance:
-    """How far the losses of the case may be from BF16, in nats: never less than at an earlier step."""
+    """Return how far the losses of the case may be from BF16, in nats: never less than at an earlier step."""
     expected = [step.loss for step in reference.traces[0].steps]
     drawn = [
         [abs(step.loss - loss) for step, loss in zip(draw.traces[0].steps, expected, strict=True)] for draw in draws
@@ -320,7 +320,7 @@ def derived_parity_tolerance(
 
 
 def _without_farthest(distances: Sequence[float]) -> list[float]:
-    """The distances without the largest or a NaN: one draw may hit a step in which training is unstable."""
+    """Return the distances without the largest or a NaN: one draw may hit a step in which training is unstable."""
     return sorted(distances, key=nan_as_inf)[:-1]
 
 

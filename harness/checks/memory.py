@@ -106,7 +106,7 @@ def _steps(expect: Expectations, trace: RankTrace) -> list[int]:
 
 
 def _beyond_limits(expect: Expectations, trace: RankTrace) -> Iterator[Finding]:
-    """The first step in which more or less is saved than any choice of the partitioner explains."""
+    """Yield the first step in which more or less is saved than any choice of the partitioner explains."""
     recorded = {record.step: record.saved_bytes for record in trace.saved_memory or ()}
     for step in _steps(expect, trace):
         limits, saved = expect.saved_limits(step=step, rank=trace.rank), recorded.get(step, 0)
@@ -136,7 +136,7 @@ def _wrong_bytes(expect: Expectations, trace: RankTrace) -> Iterator[Finding]:
 
 
 def _mode_of(expect: Expectations, step: int, trace: RankTrace, saved: dict[str, int]) -> str:
-    """The other checkpointing that saves exactly these bytes; empty where none does."""
+    """Return the other checkpointing that saves exactly these bytes; empty where none does."""
     for mode in MODES:
         other = Expectations(replace(expect.case, checkpointing=Checkpointing(mode=mode)))
         is_other = mode != expect.case.checkpointing.mode and other.saves_exactly
@@ -258,12 +258,12 @@ def _census(trace: RankTrace) -> Mapping[tuple[Moment, int], LiveMemory]:
 
 
 def _contents(live: LiveMemory) -> tuple[int, list[tuple[str, int]]]:
-    """The scalars, and dtype and bytes of all other storages: equal where as much is alive."""
+    """Return the scalars, and dtype and bytes of all other storages: equal where as much is alive."""
     return live.scalars, sorted((tensor.dtype, tensor.nbytes) for tensor in live.tensors)
 
 
 def _beyond(storages: Iterable[S], others: Iterable[LiveTensor | LiveStorage]) -> list[S]:
-    """What is left when every storage is paired with another of its dtype and size."""
+    """Return what is left when every storage is paired with another of its dtype and size."""
     unpaired = Counter((other.dtype, other.nbytes) for other in others)
     left = []
     for storage in storages:
@@ -274,7 +274,7 @@ def _beyond(storages: Iterable[S], others: Iterable[LiveTensor | LiveStorage]) -
 
 
 def _largest_of(tensors: list[LiveTensor]) -> tuple[str, str]:
-    """The largest tensor in words, and the module that holds it; of equal ones one that a module holds."""
+    """Return the largest tensor in words, and the module that holds it; of equal ones one that a module holds."""
     most = max(tensors, key=lambda tensor: (tensor.nbytes, bool(tensor.holder)))
     others = f" and {len(tensors) - 1} more" if len(tensors) > 1 else ""
     holder = most.holder or "no module"

@@ -63,7 +63,7 @@ def check_metamorphic(case: Case, run: Run, witnesses: Witnesses) -> list[Findin
 
 
 def _reported_numbers(relation: Relation, run: Run, partner: Run) -> Iterator[Finding]:
-    """The first step with a different loss or gradient norm. Steps that are missing are reported by `finite`.
+    """Yield the first step with a different loss or gradient norm. Steps that are missing are reported by `finite`.
 
     Where async TP is what the partner lacks, the operators that it fused are to be looked at.
     """
@@ -90,7 +90,7 @@ def _reported_numbers(relation: Relation, run: Run, partner: Run) -> Iterator[Fi
 
 
 def _fused(relation: Relation, run: Run) -> str:
-    """The operators that async TP fused, where the partner has none; empty for any other relation."""
+    """Return the operators that async TP fused, where the partner has none; empty for any other relation."""
     if relation.partner.layout.async_tp or "async_tp" not in relation.name:
         return ""
     graphs = (trace.graphs for trace in run.traces if trace.graphs is not None)
@@ -160,7 +160,7 @@ def _unequal_bits(run: Run, partner: Run) -> list[_Difference]:
 
 
 def _same_bits(shard: TensorSketch, other: TensorSketch | None) -> bool:
-    """True for equal bits at the same offset. NaN never equals anything, itself included."""
+    """Return True for equal bits at the same offset. NaN never equals anything, itself included."""
     if other is None or not math.isfinite(shard.norm_squared):
         return False
     return (shard.digest, shard.offset, shard.local_shape) == (other.digest, other.offset, other.local_shape)
@@ -181,7 +181,7 @@ def _unequal_sketches(run: Run, partner: Run) -> list[_Difference]:
 
 
 def _keys(relation: Relation, run: Run) -> set[SketchKey]:
-    """The tensors that the promise is about: the comparisons also see later steps."""
+    """Return the tensors that the promise is about: the comparisons also see later steps."""
     return {key for key, _ in _shards(run) if _is_promised(relation, key.step)}
 
 

@@ -160,7 +160,7 @@ def _record(trace: RankTrace) -> ModelRecord:
 
 
 def _built(case: Case, traces: list[RankTrace], solo: RankTrace | None) -> list[Finding]:
-    """The first difference between a rank and the single-rank reference, or else the first rank."""
+    """Return the first difference between a rank and the single-rank reference, or else the first rank."""
     kinds: tuple[_Difference, ...] = (_parameters, _linears, _constants)
     findings = (
         finding
@@ -172,7 +172,7 @@ def _built(case: Case, traces: list[RankTrace], solo: RankTrace | None) -> list[
 
 
 def _partner(case: Case, trace: RankTrace, traces: list[RankTrace], solo: RankTrace | None) -> tuple[ModelRecord, str]:
-    """What a rank is compared with, of which it has what its stages of a pipeline hold, and who that is."""
+    """Return what a rank is compared with, of which it has what its stages of a pipeline hold, and who that is."""
     if solo is None or solo.model is None:
         first = peers(case.layout, trace.rank, [axis for axis in MESH_AXES if axis != "pp"])[0]
         return next(_record(other) for other in traces if other.rank == first), f"rank {first}"
@@ -232,7 +232,7 @@ def _constants(mine: ModelRecord, other: ModelRecord, who: str) -> Iterable[Find
 
 
 def _calls(case: Case, traces: list[RankTrace], solo: RankTrace | None) -> list[Finding]:
-    """Linears that run in this layout as often as in every microbatch of the reference."""
+    """Return linears that run in this layout as often as in every microbatch of the reference."""
     if solo is None or solo.model is None:
         return []
     dp = case.layout.dp
@@ -333,7 +333,7 @@ def _steps(traces: list[RankTrace], solo: RankTrace | None) -> list[Finding]:
 
 
 def _updates(case: Case, traces: list[RankTrace]) -> list[Finding]:
-    """Parameters with a gradient that training did not change on any rank."""
+    """Return parameters with a gradient that training did not change on any rank."""
     if not traces or not traces[0].steps:
         return []
     changed = {parameter.fqn for trace in traces for parameter in _record(trace).parameters if parameter.updated}
@@ -356,7 +356,7 @@ def _updates(case: Case, traces: list[RankTrace]) -> list[Finding]:
 
 
 def _trained(case: Case, traces: list[RankTrace]) -> list[Parameter]:
-    """The parameters that the first rank trains, and the others of its pipeline."""
+    """Return the parameters that the first rank trains, and the others of its pipeline."""
     ranks = peers(case.layout, traces[0].rank, ("pp",))
     return [
         parameter
@@ -368,7 +368,7 @@ def _trained(case: Case, traces: list[RankTrace]) -> list[Parameter]:
 
 
 def _gradient_norms(traces: list[RankTrace]) -> dict[str, float]:
-    """The largest norm of a gradient on any rank in any step, by FQN; empty where none were sketched."""
+    """Return the largest norm of a gradient on any rank in any step, by FQN; empty where none were sketched."""
     norms: dict[str, float] = {}
     for trace in traces:
         for sketch in trace.sketches or ():
@@ -391,7 +391,7 @@ def _settings(traces: list[RankTrace]) -> list[Finding]:
 
 
 def unequal_initial_weights(run: Run) -> list[Finding]:
-    """Parameters that ranks hold the same part of, and that the target had built differently there.
+    """Return parameters that ranks hold the same part of, and that the target had built differently there.
 
     The harness has written its own weights, so nothing in this run is wrong. The target's own training would be.
     """

@@ -127,12 +127,12 @@ def check_parity(case: Case, run: Run, witnesses: Witnesses) -> list[Finding]:
 
 
 def allowed_distance(case: Case, tolerance: Tolerance, step: int) -> float:
-    """How far a gradient of this step may be from one rank's, relative to its norm."""
+    """Return how far a gradient of this step may be from one rank's, relative to its norm."""
     return max(tolerance.per_step[step - 1], norm_rounding(case))
 
 
 def _allowed_of_weights(case: Case, tolerance: Tolerance) -> float:
-    """How far an updated parameter may be from one rank's, relative to its norm."""
+    """Return how far an updated parameter may be from one rank's, relative to its norm."""
     is_rounded = tolerance.key not in OF_EVERY_MODEL and case.parameter_dtype == "float32"
     return max(tolerance.per_step[-1], LAST_BIT if is_rounded else 0.0)
 
@@ -161,7 +161,7 @@ def worst_distances(run: Run, solo: Run, *, steps: Iterable[int], ignored: float
 
 
 def worst_gradient(case: Case, run: Run, solo: Run, tolerance: Tolerance | None) -> WorstGradient | None:
-    """The gradient of any step that is furthest from one rank's; None where none was compared."""
+    """Return the gradient of any step that is furthest from one rank's; None where none was compared."""
     expected = {key: tensor for key, tensor in assemble(solo.traces).items() if key.kind == "grad"}
     distances = relative_distances(assemble(run.traces), expected, ignored=rounding_floor(case, tolerance))
     if not distances:
@@ -172,7 +172,7 @@ def worst_gradient(case: Case, run: Run, solo: Run, tolerance: Tolerance | None)
 
 
 def same_bits(run: Run, solo: Run) -> bool | None:
-    """True where every shard of a gradient or parameter has the bits of one rank, which holds the same shard.
+    """Return True where every shard of a gradient or parameter has the bits of one rank, which holds the same shard.
 
     One rank holds the shards of FSDP2 without replicas: those of HSDP are compared in parts. Shards over TP, and shards
     that do not divide evenly, are no pieces of the reference: then it is False. None where nothing was compared.
@@ -182,7 +182,7 @@ def same_bits(run: Run, solo: Run) -> bool | None:
 
 
 def _bits(run: Run) -> set[tuple[SketchKey, tuple[int, ...], tuple[int, ...], str]]:
-    """The digest of every shard that is not empty, with the place of it."""
+    """Return the digest of every shard that is not empty, with the place of it."""
     sketches = (sketch for trace in run.traces for sketch in trace.sketches or () if math.prod(sketch.local_shape))
     return {piece for sketch in sketches for piece in _pieces(sketch)}
 
@@ -199,7 +199,7 @@ def _pieces(sketch: TensorSketch) -> Iterator[tuple[SketchKey, tuple[int, ...], 
 
 
 def rounding_floor(case: Case, tolerance: Tolerance | None = None) -> float:
-    """The largest distance of a gradient that is only rounding error, as a share of the norm of all gradients.
+    """Return the largest distance of a gradient that is only rounding error, as a share of the norm of all gradients.
 
     A derived tolerance says nothing of distances that its own runs ignore.
     """
@@ -248,7 +248,7 @@ def _tensors(found: Tensors, expected: Tensors, step: int, kind: str, allowed: f
 
 
 def _on_ranks(run: Run, solo: Run, findings: Iterable[Finding]) -> Iterator[Finding]:
-    """The findings about tensors, with the ranks whose own part is as far off, where that can be told."""
+    """Yield the findings about tensors, with the ranks whose own part is as far off, where that can be told."""
     kinds = {INITIAL.name: "initial", GRADIENTS.name: "grad", PARAMETERS.name: "param"}
     for finding in findings:
         ranks: list[int] = []
@@ -281,7 +281,7 @@ def _reported_numbers(case: Case, run: Run, solo: Run, step: int, allowed: float
 def wrong_numbers(
     rule: Rule, run: Run, step: int, name: str, *, expected: float, allowed: float, **values: Value
 ) -> list[Finding]:
-    """A finding by `rule` about the ranks that report this number of a step further off than allowed."""
+    """Return a finding by `rule` about the ranks that report this number of a step further off than allowed."""
     reported = {trace.rank: getattr(trace.steps[step - 1], name) for trace in run.traces if len(trace.steps) >= step}
     numbers = {rank: math.nan if value is None else value for rank, value in reported.items()}
     wrong = {rank: value for rank, value in numbers.items() if not abs(value - expected) <= allowed}  # NaN is wrong

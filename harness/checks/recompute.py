@@ -109,7 +109,7 @@ def _repeated_casts(expect: Expectations, trace: RankTrace) -> Iterator[_Repetit
 def _is_another_call(
     expect: Expectations, first: CastKey, cast: CastRecord, executed: Collection[tuple[CastKey, str]]
 ) -> bool:
-    """True if a recomputed cast repeats another call of a module that is called several times in a step."""
+    """Return True if a recomputed cast repeats another call of a module that is called several times in a step."""
     return not expect.has_formulas and (first, str(_cast_properties(cast))) in executed
 
 

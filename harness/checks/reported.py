@@ -65,7 +65,7 @@ def _text(steps: tuple[int, ...]) -> str:
 
 
 def _first(rule: Rule, wrong: list[tuple[int, int, float]], quantity: str, expected: str) -> Iterator[Finding]:
-    """The first bad value, with the number of bad values: each with its step and rank."""
+    """Yield the first bad value, with the number of bad values: each with its step and rank."""
     if wrong:
         step, rank, value = min(wrong, key=lambda item: item[:2])
         yield rule.finding(
@@ -122,7 +122,7 @@ def check_clipping(case: Case, run: Run, witnesses: Witnesses) -> Iterator[Findi
 
 
 def _clipped_norm(step: StepTrace, max_norm: float) -> float | None:
-    """The norm after clipping; None where the target reports none."""
+    """Return the norm after clipping; None where the target reports none."""
     norm = step.reported_grad_norm
     return None if norm is None else norm * min(1.0, max_norm / (norm + _EPS))
 

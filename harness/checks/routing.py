@@ -68,7 +68,7 @@ def check_routing(case: Case, run: Run, witnesses: Witnesses) -> list[Finding]:
 
 
 def _numbers(case: Case, run: Run) -> Iterator[Mismatch]:
-    """How often the experts of a block are called in a step: in forward, again where they are recomputed."""
+    """Yield how often the experts of a block are called in a step: in forward, again where they are recomputed."""
     for trace in run.by_rank:
         for step in range(1, case.train.steps + 1):
             found = Counter((call.fqn, call.phase) for call in trace.expert_calls(step))
@@ -90,7 +90,7 @@ _PRODUCTS = 3  # grouped matmuls: gate, up and down projection
 
 
 def _matmuls(case: Case, run: Run) -> Iterator[Finding]:
-    """How many grouped matmuls a step has, and in which precision; of the first step that is off."""
+    """Yield how many grouped matmuls a step has, and in which precision; of the first step that is off."""
     wrong: dict[tuple[int, bool, str, str], list[int]] = {}
     for trace in run.by_rank:
         records = trace.experts.matmuls if trace.experts is not None else ()
@@ -138,7 +138,7 @@ def _of_calls(case: Case, place: _Place, order: int, calls: Mapping[int, ExpertC
 
 
 def _otherwise(case: Case, run: Run, witnesses: Witnesses) -> Iterator[Mismatch]:
-    """Where ranks have the bits of one: what is another, although the tokens before it are the same."""
+    """Yield where ranks have the bits of one: what is another, although the tokens before it are the same."""
     solo, expect = finished(witnesses.solo), witnesses.expect
     if solo is None or solo.traces[0].experts is None or drifts(case, expect.numerics):
         return
@@ -166,7 +166,7 @@ def _differs(call: ExpertCall, reference: ExpertCall) -> Rule | None:
 
 
 def _of_router(case: Case, call: ExpertCall) -> Iterator[tuple[Rule, str, str]]:
-    """What is wrong with the choice of a rank and with the rows that it sends for it."""
+    """Yield what is wrong with the choice of a rank and with the rows that it sends for it."""
     model, top_k = case.model, case.model.top_k
     flat, tokens = _integers(call.chosen), _integers(call.tokens)
     chosen = [tuple(flat[at : at + top_k]) for at in range(0, len(flat), top_k)]
@@ -201,7 +201,7 @@ def _of_weights(score: str, call: ExpertCall, top_k: int, *, all_chosen: bool) -
 def _exchanges(
     calls: Sequence[ExpertCall], group: Sequence[int]
 ) -> Iterator[tuple[int, Rule, str, str] | tuple[int, Rule, str, str, str]]:
-    """What is wrong with what the ranks of a group sent to each other. Every one holds equally many experts."""
+    """Yield what is wrong with what the ranks of a group sent to each other. Every one holds equally many experts."""
     local = len(calls[0].counts) // len(group)
     for owner, rank in enumerate(group):
         mine = range(owner * local, (owner + 1) * local)
@@ -243,7 +243,7 @@ class _Wrong(NamedTuple):
 
 
 def _difference(expected: Sequence[int], found: Sequence[int]) -> _Wrong | None:
-    """The first row that differs, and what is there instead."""
+    """Return the first row that differs, and what is there instead."""
     if len(expected) != len(found):
         return _Wrong(0, f"{len(found)} rows for {len(expected)}")
     rows = [row for row, (one, other) in enumerate(zip(expected, found, strict=True)) if one != other]
@@ -268,7 +268,7 @@ _LAST_BIT = 1e-7  # of a bias of float32, which a step moves by a ten thousand t
 
 
 def _biases(case: Case, run: Run) -> Iterator[Mismatch]:
-    """The bias of every step follows from the bias of the step before and the tokens of all ranks."""
+    """Yield the bias of every step follows from the bias of the step before and the tokens of all ranks."""
     tokens: defaultdict[tuple[int, str, int], int] = defaultdict(int)
     for trace in run.traces:
         for call in trace.experts.calls if trace.experts is not None else ():

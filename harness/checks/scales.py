@@ -108,7 +108,7 @@ def _source(case: Case, casts: Casts, wrong: Mismatch) -> str:
 
 
 def _furthest_block(case: Case, cast: CastRecord) -> str:
-    """Where the block is whose amax * scale is furthest from the middle of where it must be."""
+    """Return where the block is whose amax * scale is furthest from the middle of where it must be."""
     if not cast.extreme_blocks:
         return ""
     middle = 256 * 512 if case.float8.traits.rounds_scales_down else 224 * 448  # squared
@@ -118,7 +118,7 @@ def _furthest_block(case: Case, cast: CastRecord) -> str:
 
 
 def _counts(expect: Expectations, casts: Casts) -> Iterator[Mismatch]:
-    """Every linear is cast as often as the recipe demands, in every step, and nothing else is cast."""
+    """Yield every linear is cast as often as the recipe demands, in every step, and nothing else is cast."""
     if expect.case.float8.tp_styles == "float8" and not expect.linears.styled:
         yield Mismatch(1, 0, 0, "the model", NOT_STYLED, "at least 1", "none")
     for rank, by_key in casts.items():
@@ -162,7 +162,7 @@ def _form_rules(expect: Expectations, cast: CastRecord, form: CastForm | None) -
 
 
 def _is_on_tp(expect: Expectations, fqn: str) -> bool:
-    """True where a linear computes with DTensors of TP ranks."""
+    """Return True where a linear computes with DTensors of TP ranks."""
     if expect.case.layout.tp == 1 or computes_on_plain_shards(expect.case.target):
         return False
     return expect.has_formulas or fqn in expect.linears.on_tp
@@ -179,7 +179,7 @@ def _scale_shapes(cast: CastRecord) -> tuple[tuple[int, ...], ...]:
 
 
 def _shared_scales(case: Case, casts: Casts) -> Iterator[Mismatch]:
-    """Ranks that hold one tensor share its scale, which follows from the amax over these ranks.
+    """Yield ranks that hold one tensor share its scale, which follows from the amax over these ranks.
 
     Where scales of replicas differ, and each follows from what its own ranks hold, the tensor differed before its cast.
     """
@@ -203,20 +203,20 @@ def _shared_scales(case: Case, casts: Casts) -> Iterator[Mismatch]:
 
 
 def _group(case: Case, casts: Casts, rank: int, place: tuple[CastKey, int]) -> dict[int, CastRecord]:
-    """The cast on every rank that must share its scale."""
+    """Return the cast on every rank that must share its scale."""
     ranks = peers(case.layout, rank, scale_axes(case, casts[rank][place]))
     return on_ranks(casts, ranks, place)
 
 
 def _shards(case: Case, casts: Casts, rank: int, place: tuple[CastKey, int]) -> list[CastRecord]:
-    """The cast on the ranks that hold the tensor together with this one, without its replicas."""
+    """Return the cast on the ranks that hold the tensor together with this one, without its replicas."""
     cast = casts[rank][place]
     axes = set(scale_axes(case, cast)) - set(replica_axes(cast))
     return list(on_ranks(casts, peers(case.layout, rank, axes), place).values())
 
 
 def _amax_rules(case: Case, cast: CastRecord, group: list[CastRecord]) -> Iterator[Broken]:
-    """The scale follows from the amax of the whole tensor or row, whose parts `group` holds."""
+    """Yield the scale follows from the amax of the whole tensor or row, whose parts `group` holds."""
     if not case.float8.traits.power_of_two_scales:
         yield from RULES.of_tensor(cast, largest(other.amax for other in group))
         return
@@ -254,7 +254,7 @@ def _separate_scales(case: Case, casts: Casts) -> Iterator[Mismatch]:
 
 
 def _matmuls(expect: Expectations, trace: RankTrace) -> Iterator[Mismatch]:
-    """Every matmul uses the data and the scales of the latest casts of its operands."""
+    """Yield every matmul uses the data and the scales of the latest casts of its operands."""
     assert trace.operands is not None
     records: Iterable[CastRecord | MatmulRecord] = sorted(
         (*trace.operands.casts, *trace.operands.matmuls), key=lambda record: record.index
@@ -291,7 +291,7 @@ def _operand_rules(case: Case, matmul: MatmulRecord, side: str, cast: CastRecord
 
 
 def _matmul_scales(case: Case, matmul: MatmulRecord, scale: ScaleSummary) -> tuple[float, float]:
-    """The smallest and largest scale that a matmul must be given for an operand cast with `scale`.
+    """Return the smallest and largest scale that a matmul must be given for an operand cast with `scale`.
 
     Rowwise gradients run without fast accumulation, where torchao multiplies without scales and divides afterwards.
     """
@@ -379,7 +379,7 @@ def check_underflow(case: Case, run: Run, witnesses: Witnesses) -> Iterator[Find
 
 
 def allowed_share(case: Case, numerics: Numerics) -> float:
-    """How far the share of an operand may be from the single-rank one."""
+    """Return how far the share of an operand may be from the single-rank one."""
     if sums_in_order(case, numerics) or case.train.dtype == "float64":
         return EXACT
     moves = (
@@ -390,13 +390,13 @@ def allowed_share(case: Case, numerics: Numerics) -> float:
 
 
 def judged_steps(case: Case, numerics: Numerics) -> int:
-    """How many steps are judged: all, where no rounding accumulates."""
+    """Return how many steps are judged: all, where no rounding accumulates."""
     exact = allowed_share(case, numerics) in (EXACT, OF_REPLICAS)
     return case.train.steps if exact else min(case.train.steps, MEASURED_STEPS)
 
 
 def _moved(rule: Rule, become: str, lost: list[Lost], allowed: float) -> Iterator[Finding]:
-    """The first operand that loses another share."""
+    """Yield the first operand that loses another share."""
     wrong = [share for share in lost if not share.distance <= allowed]
     if wrong:
         first = min(wrong, key=lambda share: share.cast.step)
@@ -432,7 +432,7 @@ def _added(casts: list[CastRecord]) -> CastShare:
 
 
 def with_cast_shares(run: Run) -> Run:
-    """A solo witness with what its casts lost in place of its operands, which are too many for memory."""
+    """Return a solo witness with what its casts lost in place of its operands, which are too many for memory."""
     (trace,) = run.traces
     if trace.operands is None:
         return run

@@ -94,14 +94,14 @@ class Limits(NamedTuple):
     most: Mapping[int, int]
 
     def allow(self, volume: Volume) -> bool:
-        """True when there are enough collectives of every size, not too many, and none of another size."""
+        """Return True when there are enough collectives of every size, not too many, and none of another size."""
         return all(
             self.fewest.get(size, 0) <= volume.sizes.get(size, 0) <= self.most.get(size, 0)
             for size in self.most.keys() | volume.sizes.keys()
         )
 
     def allow_number(self, volume: Volume) -> bool:
-        """True when there are enough collectives and not too many, whatever their sizes."""
+        """Return True when there are enough collectives and not too many, whatever their sizes."""
         return sum(self.fewest.values()) <= volume.times <= sum(self.most.values())
 
 
@@ -159,7 +159,7 @@ def check_traffic(case: Case, run: Run, witnesses: Witnesses) -> list[Finding]:
 
 
 def expected_traffic(expect: Expectations, *, step: int, rank: int, calls: Iterable[ExpertCall] = ()) -> Traffic:
-    """The expected transfers, added up as the probe adds up what it records."""
+    """Return the expected transfers, added up as the probe adds up what it records."""
     terms = expect.transfers(step=step, rank=rank, calls=calls)
     return _added((_key(term), Volume(term.payload_bytes, {term.elements: term.times})) for term in terms)
 
@@ -312,7 +312,7 @@ def _scattered(expect: Expectations, step: int, records: list[TrafficRecord]) ->
 def _gradients(
     expect: Expectations, traces: Mapping[int, RankTrace], trace: RankTrace, step: int, records: list[TrafficRecord]
 ) -> Iterator[Finding]:
-    """Every gradient is scattered over shards and summed over replicas, in one or several collectives."""
+    """Yield every gradient is scattered over shards and summed over replicas, in one or several collectives."""
     layout = expect.case.layout
     for axis, kind in (("dp_shard", "reduce_scatter"), ("dp_replicate", "all_reduce")):
         ranks = peers(layout, trace.rank, ("dp_shard",)) if axis == "dp_shard" else (trace.rank,)
@@ -401,13 +401,13 @@ def _not_precomputed(expect: Expectations, trace: RankTrace, step: int) -> Itera
 
 
 def _lone_maxima(trace: RankTrace, step: int) -> int:
-    """The reductions of one number by max over shards in a step."""
+    """Return the reductions of one number by max over shards in a step."""
     kinds = ((record.step, record.axis, record.op, record.sizes) for record in trace.traffic or ())
     return sum(sizes.get(1, 0) for *kind, sizes in kinds if kind == [step, "dp_shard", "max"])
 
 
 def _is_sharded(cast: CastRecord, axis: str) -> bool:
-    """True when the ranks along `axis` hold shards of what one scale of this cast spans."""
+    """Return True when the ranks along `axis` hold shards of what one scale of this cast spans."""
     dim = scaled_dim(cast)
     wanted = [placement for name, placement in zip(cast.mesh_axes, cast.placements, strict=True) if name == axis]
     return any(

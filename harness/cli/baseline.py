@@ -156,7 +156,7 @@ def check_command(*, query: Query, device: str, project: Project) -> int:
 
 
 def _commit(project: Project, hardware: str, family: str) -> str:
-    """The commit that a golden was made from. HarnessError for one that is not sound."""
+    """Return the commit that a golden was made from. HarnessError for one that is not sound."""
     golden = load_golden(project.root, hardware, family)
     if problem := unsound(golden):
         raise HarnessError(f"{family} on {hardware}: {problem}")
@@ -272,7 +272,7 @@ def _measure(
 def _noise_section(
     check: str, samples: tuple[Sample, ...], *, margin: float | None = None, stored: str = ""
 ) -> Section:
-    """The number of samples and the noise per step of every key."""
+    """Return the number of samples and the noise per step of every key."""
     entries = []
     for key in sorted({sample.key for sample in samples}):
         own = [sample for sample in samples if sample.key == key]

@@ -189,7 +189,7 @@ def _show_change(change: SignatureChange) -> None:
 
 
 def require_reason(reason: str | None, where: str, made: str) -> str:
-    """The given reason. Raises `HarnessError` before the run where there is none."""
+    """Return the given reason. Raises `HarnessError` before the run where there is none."""
     if not reason or not reason.strip():
         raise HarnessError("--reason is missing.", where=where, fix=f'add --reason "why the {made} change".')
     return reason
@@ -248,7 +248,7 @@ def _wanted(
     *,
     missing: bool,
 ) -> list[tuple[Plan, list[Case]]]:
-    """The references of the given families, or of all, on every device that their cases run on.
+    """Return the references of the given families, or of all, on every device that their cases run on.
 
     With `missing`, those without a golden of its class. A class by name is one of the GPUs where there are two devices.
     """

@@ -38,7 +38,7 @@ def run_in_environments(project: Project, given: Sequence[str], words: Sequence[
 
 
 def versions_parameter(command: Command) -> Command:
-    """Where versions of a package come from, passed to the command as `versions_for`, which opens them."""
+    """Return where versions of a package come from, passed to the command as `versions_for`, which opens them."""
 
     @functools.wraps(command)
     def with_versions(*, index: str | None, environments: tuple[str, ...], **given: Any) -> Any:
@@ -60,7 +60,7 @@ def versions_parameter(command: Command) -> Command:
 
 
 def versions_of(project: Project, text: str, versions_for: Callable[..., Versions]) -> list[NamedEnvironment]:
-    """The environments of `--versions PACKAGE=V1,V2`: given by `--env`, the one that runs, or made and kept."""
+    """Return the environments of `--versions PACKAGE=V1,V2`: given by `--env`, the one that runs, or made and kept."""
     package, _, listed = text.partition("=")
     names = [name.strip() for name in listed.split(",") if name.strip()]
     if not package or len(set(names)) < 2:
@@ -74,7 +74,7 @@ def versions_of(project: Project, text: str, versions_for: Callable[..., Version
 
 
 def given_environments(given: Sequence[str]) -> dict[str, Path]:
-    """The virtual environments of `--env NAME=PATH` by name."""
+    """Return the virtual environments of `--env NAME=PATH` by name."""
     named: dict[str, Path] = {}
     for text in given:
         name, _, path = text.partition("=")
@@ -111,7 +111,7 @@ def exit_code_of(runs: Mapping[str, RunResult]) -> int:
 
 
 def given_words(wanted: Collection[str]) -> list[str]:
-    """The words of this command line as click read them, of these parameters."""
+    """Return the words of this command line as click read them, of these parameters."""
     context = click.get_current_context()
     words: list[str] = []
     for parameter in context.command.params:
@@ -154,7 +154,7 @@ def constraints_command(*, variant: str | None) -> None:
 
 
 def constraints(folder: Path, variant: str | None) -> str:
-    """The pins of `constraints.txt` in a folder; those of `constraints-<variant>.txt` replace them by package.
+    """Return the pins of `constraints.txt` in a folder; those of `constraints-<variant>.txt` replace them by package.
 
     Raises HarnessError where the folder has no such variant.
     """

@@ -92,7 +92,7 @@ def explain(
 
 
 def _explained(project: Project, words: Sequence[str]) -> list[Block]:
-    """Cases, or the rules for AXIS=VALUE."""
+    """Return cases, or the rules for AXIS=VALUE."""
     values = [word for word in words if "=" in word]
     tiers = [word for word in words if "=" not in word]
     if not words:
@@ -107,7 +107,7 @@ def _explained(project: Project, words: Sequence[str]) -> list[Block]:
 
 
 def _words_sections() -> Iterator[Block]:
-    """Every word of case ids by its place in them, and what no case can have."""
+    """Yield every word of case ids by its place in them, and what no case can have."""
     yield Section(
         blocks=("an id has these words, joined by -, in this order; numbers can be others, such as tp2 for tp4",)
     )
@@ -166,7 +166,7 @@ def _cost(project: Project, case: Case) -> tuple[Block, ...]:
 
 
 def _device(case: Case, plan: Plan) -> dict[str, str]:
-    """Where the case would run; nothing on a machine without GPUs."""
+    """Return where the case would run; nothing on a machine without GPUs."""
     place = plan.of(case).place(case)
     if place is None:
         return {}
@@ -175,7 +175,7 @@ def _device(case: Case, plan: Plan) -> dict[str, str]:
 
 
 def _fusion_section(case: Case) -> Section:
-    """The collectives that async TP must fuse, and those that it cannot."""
+    """Return the collectives that async TP must fuse, and those that it cannot."""
     candidates = fusion_candidates(case)
     fused = sum(candidate.fuses for candidate in candidates)
     rows = (
@@ -189,7 +189,7 @@ def _fusion_section(case: Case) -> Section:
 
 
 def _unverified_section(project: Project) -> Section:
-    """The formulas that were not verified with the installed versions: what they disagree with is `changed`."""
+    """Return the formulas that were not verified with the installed versions: what they disagree with is `changed`."""
     installed = installed_versions(PACKAGES)
     doubted = doubts(read_verified((project.shipped, project.root)), installed)
     versions = " and ".join(f"{name} {installed[name]}" for name in PACKAGES)
@@ -233,7 +233,7 @@ def _values_section(project: Project, words: Sequence[str], tier: str = "pr") ->
 
 
 def _internals_sections(state: State) -> Iterator[Block]:
-    """Every part, the names that it uses, why, and what they are in this environment."""
+    """Yield every part, the names that it uses, why, and what they are in this environment."""
     parts = read_parts()
     names = sum(len(part.uses) for part in parts.values())
     wrong = sum(map(len, state.gaps.values()))
@@ -255,7 +255,7 @@ def _use(part: Part, use: str, gap: str | None) -> Entry:
 
 
 def _loss(name: str) -> str:
-    """What is lost without a part: of names that several parts share, what these lose."""
+    """Return what is lost without a part: of names that several parts share, what these lose."""
     parts = read_parts()
     if parts[name].without:
         return f"without it, {parts[name].without}"
@@ -280,7 +280,7 @@ def _internals_document(state: State) -> dict[str, object]:
 
 
 def options_markdown() -> str:
-    """What `docs/options.md` is."""
+    """Return what `docs/options.md` is."""
     tables = tuple(_options_table(title, part) for title, part in PARTS_BY_TITLE.items())
     return markdown([Section(title="Options of `run`", blocks=(_OPTIONS, *tables))], level=1, own=True)
 

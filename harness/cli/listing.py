@@ -74,7 +74,7 @@ def list_command(  # noqa: PLR0913  one parameter per option
 
 
 def _reasons(project: Project, query: Query) -> dict[str, dict[str, object]]:
-    """What the chosen cases of the tiers of a query were expected to cost and what they are there for, by id."""
+    """Return what the chosen cases of the tiers of a query were expected to cost and what they are there for, by id."""
     from harness.matrix.caseid import case_id
     from harness.matrix.choice import chosen_path, read_chosen
     from harness.running.selection import case_files

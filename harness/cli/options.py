@@ -47,7 +47,7 @@ class _Output(click.Path):
     """A file to write, "-" for stdout. Reports a missing folder before the work, not after it."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Path:
-        """The path. HarnessError where its folder is not there."""
+        """Return the path. HarnessError where its folder is not there."""
         path = Path(str(super().convert(value, param, ctx)))
         if not path.parent.is_dir():
             fix = f"make {path.parent} or name another file."
@@ -64,7 +64,7 @@ AT_LEAST_1 = click.IntRange(min=1)
 
 
 def compose_options(*options: Callable[[Command], Command]) -> Callable[[Command], Command]:
-    """One decorator for several options, which `--help` shows in this order."""
+    """Return one decorator for several options, which `--help` shows in this order."""
 
     def decorated(command: Command) -> Command:
         for option in reversed(options):
@@ -90,7 +90,7 @@ def run_option(name: str, text: str = "") -> Callable[[Command], Command]:
 
 
 def _click_type(option: Option) -> click.ParamType[Any] | None:
-    """Which values the option takes; None for any text."""
+    """Return which values the option takes; None for any text."""
     if option.choices:
         return click.Choice(option.choices)
     if option.type is Path:
@@ -207,7 +207,7 @@ others_option = click.option(
 
 
 def plan_parameter(command: Command) -> Command:
-    """The options of how cases are run, passed to the command as `plan_for`: `make_plan` with them and --root.
+    """Return the options of how cases are run, passed to the command as `plan_for`: `make_plan` with them and --root.
 
     `-o NAME=VALUE` is one of those that only `run` has under its own name.
     """
@@ -289,7 +289,7 @@ def print_note(text: str) -> None:
 
 
 def _options_that_write() -> str:
-    """How to see a report whole, of the options that this command has."""
+    """Return how to see a report whole, of the options that this command has."""
     command = click.get_current_context().command
     flags = [parameter.opts[0] for parameter in command.params if parameter.name in ("json_file", "html_file")]
     return " or ".join(f"{flag} FILE" for flag in flags) or "A narrower selection"
@@ -327,7 +327,7 @@ def print_or_write(sections: Iterable[Block], json_file: Path | None, value: obj
 
 
 def typed_command() -> str:
-    """The words of this command line, for the provenance of what it makes."""
+    """Return the words of this command line, for the provenance of what it makes."""
     return shlex.join(["fp8-harness", *sys.argv[1:]])
 
 

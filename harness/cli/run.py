@@ -116,7 +116,7 @@ def _run_and_report(project: Project, query: Query, plan: Plan, stopped: Stored 
 
 
 def _stopped(project: Project, asked: Query, given: RunOptions, *, alone: bool) -> Stored:
-    """The run to finish. Its cases, options and name are known: HarnessError where anything is given besides."""
+    """Return the run to finish. Its cases, options and name are known: HarnessError where anything is given besides."""
     if asked != Query() or given != RunOptions() or not alone:
         raise HarnessError(
             "the cases, options and name are those of the run that is resumed; none can be given besides.",

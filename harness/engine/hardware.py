@@ -42,7 +42,7 @@ class Gpu(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def installed_gpus(environ: Mapping[str, str], *, proc: Path = _PROC) -> tuple[Gpu, ...]:
-    """All GPUs of this machine in the order of nvidia-smi; none without a driver."""
+    """Return all GPUs of this machine in the order of nvidia-smi; none without a driver."""
     gpus: list[Gpu] = []
     for line in ask_driver(environ, "-L").splitlines():
         if match := _GPU.match(line):
@@ -55,7 +55,7 @@ def installed_gpus(environ: Mapping[str, str], *, proc: Path = _PROC) -> tuple[G
 
 
 def _from_proc(proc: Path) -> Iterator[Gpu]:
-    """The GPUs by the files of the driver, which it sorts by bus as nvidia-smi does."""
+    """Yield the GPUs by the files of the driver, which it sorts by bus as nvidia-smi does."""
     for index, folder in enumerate(sorted(proc.iterdir()) if proc.is_dir() else ()):
         facts = _facts(folder / "information")
         uuid = facts.get("GPU UUID", "")
@@ -69,7 +69,7 @@ def _facts(file: Path) -> Mapping[str, str]:
 
 
 def visible_gpus(environ: Mapping[str, str], gpus: Sequence[Gpu]) -> tuple[Gpu, ...]:
-    """The GPUs that CUDA shows a process with this environment, in the order of their CUDA indices.
+    """Return the GPUs that CUDA shows a process with this environment, in the order of their CUDA indices.
 
     Reads CUDA_VISIBLE_DEVICES as CUDA does: up to the first entry that is no GPU; a GPU twice makes all invisible. Of a
     GPU with MIG it is the first instance, and no other GPU beside it:
@@ -96,14 +96,14 @@ def _named(visible: str, gpus: Sequence[Gpu]) -> Iterator[Gpu]:
 
 
 def _is_called(gpu: Gpu, name: str) -> bool:
-    """True if CUDA_VISIBLE_DEVICES calls the GPU so: by its number, its UUID, or the start of that."""
+    """Return True if CUDA_VISIBLE_DEVICES calls the GPU so: by its number, its UUID, or the start of that."""
     if name.isdecimal():
         return gpu.index == int(name) and not gpu.uuid.startswith("MIG-")
     return gpu.uuid.startswith(name)
 
 
 def kind_of(gpus: Sequence[Gpu]) -> str:
-    """The name that these GPUs share, as ranks report it. HarnessError where they have none or several."""
+    """Return the name that these GPUs share, as ranks report it. HarnessError where they have none or several."""
     kinds: dict[str, list[int | None]] = {}
     for gpu in gpus:
         kinds.setdefault(gpu.name, []).append(gpu.index)
@@ -121,7 +121,7 @@ def kind_of(gpus: Sequence[Gpu]) -> str:
 
 
 def architecture_of(gpus: Sequence[Gpu], environ: Mapping[str, str]) -> str:
-    """The architecture of the first of these GPUs, such as "sm90"; empty where nvidia-smi does not tell."""
+    """Return the architecture of the first of these GPUs, such as "sm90"; empty where nvidia-smi does not tell."""
     listed = "" if not gpus else ask_driver(environ, "--query-gpu=index,compute_cap", "--format=csv,noheader")
     architectures = {
         int(index): f"sm{major}{minor}" for index, major, minor in re.findall(r"(?m)^(\d+), (\d+)\.(\d+)", listed)
@@ -130,7 +130,7 @@ def architecture_of(gpus: Sequence[Gpu], environ: Mapping[str, str]) -> str:
 
 
 def driver_version(environ: Mapping[str, str], *, proc: Path = _DRIVER_VERSION) -> str:
-    """The version of the NVIDIA driver; empty where neither nvidia-smi nor the kernel names one."""
+    """Return the version of the NVIDIA driver; empty where neither nvidia-smi nor the kernel names one."""
     told = re.match(r"(\d+(?:\.\d+)+)", ask_driver(environ, "--query-gpu=driver_version", "--format=csv,noheader"))
     match = told or re.search(r"Kernel Module\s+(?:for \S+\s+)?(\d+(?:\.\d+)+)", read_text(proc))
     return match[1] if match else ""
@@ -151,7 +151,7 @@ def read_each_other(gpus: Sequence[Gpu], environ: Mapping[str, str]) -> bool | N
 
 
 def in_use(gpus: Sequence[Gpu], environ: Mapping[str, str]) -> tuple[str, ...]:
-    """A sentence for each of these GPUs that other processes compute on."""
+    """Return a sentence for each of these GPUs that other processes compute on."""
     query = ("--query-compute-apps=gpu_uuid,pid,process_name,used_memory", "--format=csv,noheader,nounits")
     processes: dict[str, list[str]] = {}
     for line in ask_driver(environ, *query).splitlines() if gpus else ():
@@ -167,7 +167,7 @@ def in_use(gpus: Sequence[Gpu], environ: Mapping[str, str]) -> tuple[str, ...]:
 
 
 def ask_driver(environ: Mapping[str, str], *words: str) -> str:
-    """The output of nvidia-smi with these arguments; empty if it is missing or fails."""
+    """Return the output of nvidia-smi with these arguments; empty if it is missing or fails."""
     program = shutil.which("nvidia-smi", path=environ.get("PATH", ""))
     if program is None:
         return ""
@@ -222,7 +222,7 @@ def _model(cpuinfo: str) -> str:
 
 
 def usable_cpus() -> int:
-    """How many CPUs this process may use, by its affinity and by the quota of its control groups; at least 1."""
+    """Return how many CPUs this process may use, by its affinity and by the quota of its control groups; at least 1."""
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, math.ceil(min(allowed, cpu_quota())))
 
@@ -244,7 +244,7 @@ MIN_CPU_SLOTS = 10
 def open_leases(
     folder: Path, device: Device, slots: int | None = None, note: Callable[[str], None] = lambda _: None
 ) -> Leases:
-    """The leases of the slots of this machine, as many as `slots` or as fit, in a folder that its jobs share.
+    """Return the leases of the slots of this machine, as many as `slots` or as fit, in a folder that its jobs share.
 
     Those of GPUs have their UUIDs, so that jobs with different CUDA_VISIBLE_DEVICES agree on who holds which one.
     `note` gets a message when they wait, which names the holders.
@@ -254,14 +254,14 @@ def open_leases(
 
 
 def count_slots(device: Device, slots: int | None = None) -> int:
-    """The number of slots: `slots`, by default a CPU rank per usable core; or at most the CUDA devices."""
+    """Return the number of slots: `slots`, by default a CPU rank per usable core; or at most the CUDA devices."""
     if device == "cpu":
         return slots or max(MIN_CPU_SLOTS, usable_cpus())
     return len(cuda_devices(slots))
 
 
 def cuda_devices(slots: int | None = None) -> tuple[Gpu, ...]:
-    """The CUDA devices this process may use, in the order of their CUDA indices; at most so many."""
+    """Return the CUDA devices this process may use, in the order of their CUDA indices; at most so many."""
     return _cuda_devices(os.environ.get("PATH"), os.environ.get("CUDA_VISIBLE_DEVICES"))[:slots]
 
 

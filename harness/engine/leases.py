@@ -55,7 +55,7 @@ class Leases:
             yield slots
 
     def held_slots(self) -> tuple[int, ...]:
-        """The slots that any job holds now. Locks each free one for a moment to find out."""
+        """Return the slots that any job holds now. Locks each free one for a moment to find out."""
         return tuple(slot for slot, path in enumerate(self._paths) if path.exists() and self._is_held(path))
 
     def _is_held(self, path: Path) -> bool:
@@ -94,7 +94,7 @@ class Leases:
             yield
 
     def _others(self) -> str:
-        """The other processes that hold slots, and how many, in words."""
+        """Return the other processes that hold slots, and how many, in words."""
         held: Counter[int] = Counter()
         for path in self._paths:
             with suppress(OSError, ValueError):  # it has not written its pid yet

@@ -32,7 +32,7 @@ _DEVICES = re.compile(r"/dev/(nvidia-uvm|kfd|dxg)$")
 
 
 def read_text(path: Path) -> str:
-    """The content of a file; empty where it cannot be read."""
+    """Return the content of a file; empty where it cannot be read."""
     try:
         return path.read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -64,7 +64,7 @@ def _prctl(option: int, value: int) -> None:
 
 
 def _call(name: str, function: str, *arguments: int) -> int:
-    """The result of a function of the C library. Raises OSError, with this name, where it fails."""
+    """Return the result of a function of the C library. Raises OSError, with this name, where it fails."""
     result = int(getattr(ctypes.CDLL(None, use_errno=True), function)(*map(ctypes.c_long, arguments)))
     if result < 0:
         number = ctypes.get_errno()
@@ -79,7 +79,7 @@ _SYS_PIDFD_SEND_SIGNAL, _SYS_PIDFD_OPEN = 424, 434
 
 
 def open_pidfd(pid: int) -> int:
-    """A file descriptor of a process, which is readable once it has exited; not inherited. Raises OSError."""
+    """Return a file descriptor of a process, which is readable once it has exited; not inherited. Raises OSError."""
     return _call("pidfd_open", "syscall", _SYS_PIDFD_OPEN, pid, 0)
 
 
@@ -125,7 +125,7 @@ def _code_of(thread: threading.Thread) -> str:
 
 
 def command_of(pid: int) -> str:
-    """The command line of a process without folders, at most 60 characters; "gone" when there is none."""
+    """Return the command line of a process without folders, at most 60 characters; "gone" when there is none."""
     try:
         words = (_PROC / str(pid) / "cmdline").read_bytes().decode(errors="replace").split("\0")
     except OSError:
@@ -134,7 +134,7 @@ def command_of(pid: int) -> str:
 
 
 def open_devices() -> tuple[str, ...]:
-    """The files of devices that this process computes on, sorted: it has a context there, or is about to."""
+    """Return the files of devices that this process computes on, sorted: it has a context there, or is about to."""
     targets = set()
     for entry in (_PROC / "self" / "fd").iterdir():
         with suppress(OSError):  # the listing's own is gone by now
@@ -156,7 +156,7 @@ def _is_open(fd: int) -> bool:
 
 
 def state(pid: int) -> str:
-    """The kernel's state letter of a process: R, S, D, T (stopped), t (traced), Z; empty when it is gone."""
+    """Return the kernel's state letter of a process: R, S, D, T (stopped), t (traced), Z; empty when it is gone."""
     fields = _stat(pid)
     return fields[0] if fields else ""
 
@@ -278,7 +278,7 @@ _SHM = Path("/dev/shm")
 
 
 def shm_files() -> frozenset[str]:
-    """Names of the files directly in /dev/shm; empty where it does not exist."""
+    """Return names of the files directly in /dev/shm; empty where it does not exist."""
     with suppress(OSError):
         return frozenset(entry.name for entry in _SHM.iterdir() if not entry.is_dir())
     return frozenset()

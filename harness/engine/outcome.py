@@ -67,7 +67,7 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def failures_of(ranks: tuple[RankOutcome, ...], *, on_gpus: bool) -> tuple[Failure, ...]:
-    """The ranks that did not return; what brought the job down is first.
+    """Return the ranks that did not return; what brought the job down is first.
 
     That is the first in time of those that are closest to the cause (`symptoms.order_of`).
     """
@@ -76,7 +76,7 @@ def failures_of(ranks: tuple[RankOutcome, ...], *, on_gpus: bool) -> tuple[Failu
 
 
 def first_failure(ranks: tuple[RankOutcome, ...], *, on_gpus: bool = False) -> RankOutcome | None:
-    """The rank whose failure brought the job down; None when every rank returned."""
+    """Return the rank whose failure brought the job down; None when every rank returned."""
     return next((failure.rank for failure in failures_of(ranks, on_gpus=on_gpus)), None)
 
 
@@ -113,7 +113,7 @@ def conclude(job: Job, shares: Sequence[ShareOutcome], *, on_gpus: bool = False)
 
 
 def _causes(failures: tuple[Failure, ...]) -> tuple[Failure, ...]:
-    """The first failure, and those beside it of which none was first: all stuck, say, or all that timed out."""
+    """Return the first failure, and those beside it of which none was first: all stuck, say, or all that timed out."""
     if not failures:
         return ()
     first = failures[0]
@@ -180,7 +180,7 @@ ZYGOTE_ATTEMPTS = 3  # of a job whose zygote was lost: the first may be the faul
 def run_with_retries(
     run: Callable[[bool], JobOutcome], *, closed: Callable[[], bool], note: Callable[[str], None]
 ) -> JobOutcome:
-    """The outcome of the last attempt, with those before it in `earlier`.
+    """Return the outcome of the last attempt, with those before it in `earlier`.
 
     `run` makes one attempt; its argument says whether it needs a zygote of its own. `note` gets a line about every
     retry. Nothing is tried again once the engine is `closed`.
@@ -202,7 +202,7 @@ def _another_is_due(attempts: tuple[JobOutcome, ...]) -> bool:
 
 
 def _concluded(attempts: tuple[JobOutcome, ...]) -> JobOutcome:
-    """The last attempt; a crash where every zygote was lost, unless the kernel had no memory for one of them."""
+    """Return the last attempt; a crash where every zygote was lost, unless the kernel had no memory for one of them."""
     last, lost = attempts[-1], [attempt for attempt in attempts if attempt.zygote_lost]
     if not last.zygote_lost or len(lost) < ZYGOTE_ATTEMPTS or any(attempt.out_of_memory for attempt in lost):
         return last

@@ -45,13 +45,13 @@ _LOCALE = {"LC_ALL": "C.UTF-8", "PYTHONUTF8": "1"}
 
 
 def module_command(module: str, arguments: Sequence[str]) -> list[str]:
-    """The command that runs a module of the harness in this Python."""
+    """Return the command that runs a module of the harness in this Python."""
     search_path = json.dumps([os.path.abspath(entry) for entry in sys.path])  # noqa: PTH100  '' means the working directory
     return [sys.executable, "-P", "-c", _BOOT, search_path, module, *arguments]
 
 
 def child_environ(extra: Mapping[str, str]) -> dict[str, str]:
-    """The environment of this process with one compute thread, settings of locale and GPUs, then `extra`."""
+    """Return the environment of this process with one compute thread, settings of locale and GPUs, then `extra`."""
     return {**os.environ, **dict.fromkeys(_THREADS, "1"), **_LOCALE, **_DEVICES, **extra}
 
 
@@ -88,7 +88,7 @@ class StoreProcess:
         self._near: socket.socket | None = None
 
     def address(self, prefix: str) -> str:
-        """The rendezvous of the job with this prefix: tcp://HOST:PORT/PREFIX. Raises OSError."""
+        """Return the rendezvous of the job with this prefix: tcp://HOST:PORT/PREFIX. Raises OSError."""
         with self._lock:
             if self._process is None or self._process.poll() is not None:
                 self._start()
@@ -146,11 +146,11 @@ class JobFolder(msgspec.Struct, frozen=True):
         return self.path / f"rank{rank}.log"
 
     def dump(self, rank: int) -> Path:
-        """The stacks of a rank, which faulthandler writes on request and on a fatal signal."""
+        """Return the stacks of a rank, which faulthandler writes on request and on a fatal signal."""
         return self.path / f"rank{rank}.dump"
 
     def log_tail(self, rank: int) -> str:
-        """The lines of a rank's output that name a cause, then its last ones; empty if it printed none."""
+        """Return the lines of a rank's output that name a cause, then its last ones; empty if it printed none."""
         lines = read_end(self.log(rank), _LOG_BYTES).splitlines()
         causes = [line for line in lines[:-_TAIL_LINES] if names_a_cause(line)][:_TAIL_LINES]
         return "\n".join((*causes, tail(self.log(rank)))) if causes else tail(self.log(rank))

@@ -88,7 +88,7 @@ def preloaded(name: str, options: Mapping[str, str]) -> tuple[RankMain, tuple[st
 
 
 def preload_program(name: str, options: Mapping[str, str]) -> RankProgram:
-    """The program `name`, ready for its ranks. Raises what it raises.
+    """Return the program `name`, ready for its ranks. Raises what it raises.
 
     Collects no garbage meanwhile: the imports make millions of objects that stay, and searching them again and again
     takes a quarter of the time.
@@ -129,7 +129,7 @@ class ForkBlockers:
             self._seen.setdefault(name, step)
 
     def reason(self) -> str:
-        """Why this process must not be forked now; empty when it may be."""
+        """Return why this process must not be forked now; empty when it may be."""
         demands = (
             ("be single-threaded to fork, but it also has", linux.other_threads()),
             ("use no device before it forks, but it has open", linux.open_devices()),

@@ -100,7 +100,7 @@ def _run_with_phases(rank_main: RankMain, setup: RankSetup) -> Returned | Raised
 
 
 def run_program(rank_main: RankMain, context: RankContext) -> Returned | Raised:
-    """The result of `rank_main`, or the exception that it raised. SystemExit counts as a failure too."""
+    """Return the result of `rank_main`, or the exception that it raised. SystemExit counts as a failure too."""
     try:
         payload = rank_main(context)
         if not isinstance(payload, bytes):

@@ -210,7 +210,7 @@ class RayNode:
 
 
 def not_started(name: str, error: Exception) -> HarnessError:
-    """The HarnessError for a node on which the harness does not start, or which died before Ray noticed."""
+    """Return the HarnessError for a node on which the harness does not start, or which died before Ray noticed."""
     if type(error).__name__ in _DIED:
         return HarnessError(
             f"it does not answer: {ray_message(error)}",
@@ -225,7 +225,7 @@ def not_started(name: str, error: Exception) -> HarnessError:
 
 
 def ray_message(error: Exception) -> str:
-    """The message of a Ray error on one line: the exception of the other process, or its first sentence."""
+    """Return the message of a Ray error on one line: the exception of the other process, or its first sentence."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[-1] if "Traceback" in str(error) or "ray::" in str(error) else lines[0]
 
@@ -234,14 +234,14 @@ _FACTS_S = 120.0  # of a process that must be started on a busy machine, and rea
 
 
 def cluster_device(address: str, asked: str) -> Device:
-    """The device that `auto`, `cpu` or `cuda` means in a cluster; `auto` is `cuda` where Ray knows of a GPU."""
+    """Return the device that `auto`, `cpu` or `cuda` means in a cluster; `auto` is `cuda` where Ray knows of a GPU."""
     if asked == "auto":
         return "cuda" if any(machine.gpus for machine in alive_machines(connect(address))) else "cpu"
     return "cuda" if asked == "cuda" else "cpu"
 
 
 def cluster_capacity(address: str, device: Device, slots: int | None) -> Capacity:
-    """What every node with a CPU, or a GPU, has; `slots`: on each. Reserves nothing.
+    """Return what every node with a CPU, or a GPU, has; `slots`: on each. Reserves nothing.
 
     Raises HarnessError where there is no such node, and where nodes differ in what numbers depend on.
     """
@@ -297,7 +297,7 @@ def open_nodes(
 
 
 def own_address(address: str) -> str:
-    """The IP address at which the nodes of the cluster reach this machine."""
+    """Return the IP address at which the nodes of the cluster reach this machine."""
     return str(connect(address).util.get_node_ip_address())
 
 
@@ -320,7 +320,7 @@ def check_alike(here: Mapping[str, str], nodes: Mapping[str, NodeFacts]) -> None
 
 
 def _facts(ray: Any, machines: list[RayMachine], device: Device) -> dict[str, NodeFacts]:
-    """The facts of all nodes, queried in parallel. Needs no free CPU on them."""
+    """Return the facts of all nodes, queried in parallel. Needs no free CPU on them."""
     on_node = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy
     asked = ray.remote(node_facts)
     answers = {
@@ -346,7 +346,7 @@ def slots_of(machine: RayMachine, device: Device, slots: int | None) -> int:
 
 
 def _device(capacity: NodeCapacity) -> dict[str, str]:
-    """What ranks compute on: a case and its partner may run on different nodes, and must not differ in a bit."""
+    """Return what ranks compute on: a case and its partner may run on different nodes, and must not differ in a bit."""
     if capacity.device == "cpu":
         return {"CPU": capacity.cpu}
     return {"device": capacity.device_name, "architecture": capacity.architecture, "driver": capacity.driver}

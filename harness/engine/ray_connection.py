@@ -70,7 +70,7 @@ def connect(address: str) -> Any:
 
 
 def alive_machines(ray: Any) -> list[RayMachine]:
-    """The machines that the cluster believes to be alive, in the order of their names."""
+    """Return the machines that the cluster believes to be alive, in the order of their names."""
     nodes = [node for node in ray.nodes() if node["Alive"]]
     hosts = [str(node["NodeManagerHostname"]) for node in nodes]
     machines = [
@@ -153,7 +153,7 @@ class Group:
 
 
 def bundle(machine: RayMachine, device: Device, slots: int) -> dict[str, float]:
-    """What is reserved for so many slots: GPUs, or the CPUs that there are, which tiny ranks share."""
+    """Return what is reserved for so many slots: GPUs, or the CPUs that there are, which tiny ranks share."""
     cpus = {"CPU": float(min(slots, machine.cpus))} if machine.cpus else {}
     return cpus if device == "cpu" else {"GPU": float(slots), **cpus}
 

@@ -128,7 +128,7 @@ class Reading(NamedTuple):
 
 
 def read(rank: RankOutcome, *, on_gpus: bool) -> Reading:
-    """What the texts of a rank that did not return say of the cause.
+    """Return what the texts of a rank that did not return say of the cause.
 
     A signal that comes from outside explains any text. Where it raised, its exception counts; where it died, its output
     too. A rank that still waits is read for a broken machine only. Without GPUs nothing is a fault of a GPU, whatever a
@@ -144,7 +144,7 @@ def read(rank: RankOutcome, *, on_gpus: bool) -> Reading:
 
 
 def _lacks_room(rank: RankOutcome) -> bool:
-    """True where the host had no room for what would fit into it."""
+    """Return True where the host had no room for what would fit into it."""
     if rank.status != "raised":
         return rank.status == "signalled" and _BAD_ALLOC in rank.log_tail
     match = _NO_ROOM.search(rank.message)
@@ -153,7 +153,7 @@ def _lacks_room(rank: RankOutcome) -> bool:
 
 @functools.cache
 def _host_bytes() -> int:
-    """The memory of this machine; nodes of a cluster are alike."""
+    """Return the memory of this machine; nodes of a cluster are alike."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
@@ -216,7 +216,7 @@ def _bytes(text: str) -> float:
 
 
 def names_a_cause(line: str) -> bool:
-    """True for a line of a log that names a cause; the log tail keeps such lines whatever follows them."""
+    """Return True for a line of a log that names a cause; the log tail keeps such lines whatever follows them."""
     return any(pattern.search(line) for pattern in (*(pattern for _, pattern in _COMPILED), _ABSENT))
 
 

@@ -120,7 +120,7 @@ def spec_file(folder: JobFolder) -> Path:
 
 
 def rank_file(folder: JobFolder, rank: int, kind: Literal["outcome", "pid", "phase"]) -> Path:
-    """A file that a rank writes: its encoded `RankOutcome`, its pid or its current phase."""
+    """Return a file that a rank writes: its encoded `RankOutcome`, its pid or its current phase."""
     return folder.path / f"rank{rank}.{kind}"
 
 

@@ -55,7 +55,7 @@ class Costs(Sealed, frozen=True, kw_only=True, forbid_unknown_fields=True):
         return cost_s if expected_refusal(case) is None else cost_s * _REFUSED_SHARE
 
     def price(self, case: Case) -> Price:
-        """The `Price` of a case: its own CPU seconds, and those of its witnesses by name."""
+        """Return the `Price` of a case: its own CPU seconds, and those of its witnesses by name."""
         if expected_refusal(case) is not None:
             return Price(own_s=self.case_s(case))
         witness, relation = solo_case(case), partner(case)
@@ -70,7 +70,7 @@ def costs_path(root: Path) -> Path:
 
 
 def read_costs(root: Path) -> Costs:
-    """The costs of a project, else those that the harness measured. Raises `Missing` and `Damaged`."""
+    """Return the costs of a project, else those that the harness measured. Raises `Missing` and `Damaged`."""
     return read_sealed(costs_path(holder(root, costs_path)), Costs, remake=f"run `{fit_costs()}`.")
 
 
@@ -79,7 +79,7 @@ def write_costs(root: Path, costs: Costs) -> Path:
 
 
 def case_features(case: Case) -> dict[str, float]:
-    """The features of a case that cost CPU seconds, each times the number of ranks that pay for it."""
+    """Return the features of a case that cost CPU seconds, each times the number of ranks that pay for it."""
     layers, traits = case.model.shape.layers, case.float8.traits
     wrapped = sum(case.checkpointing.wraps(layer) for layer in range(layers))
     fp8, tp, rows = case.float8.enabled, case.layout.tp > 1, case.float8.enabled and not traits.one_scale_per_tensor
@@ -114,7 +114,7 @@ def case_features(case: Case) -> dict[str, float]:
 
 
 def solo_features(witness: Case) -> dict[str, float]:
-    """What the CPU seconds of a solo witness are made of: it replays every data-parallel rank."""
+    """Return what the CPU seconds of a solo witness are made of: it replays every data-parallel rank."""
     rows = witness.float8.enabled and not witness.float8.traits.one_scale_per_tensor
     replays = witness.layout.dp * witness.train.steps
     return {
@@ -127,7 +127,7 @@ def solo_features(witness: Case) -> dict[str, float]:
 
 
 def _dense_and_eager(case: Case) -> Case:
-    """The case that keeps about as much: of experts it depends on the tokens."""
+    """Return the case that keeps about as much: of experts it depends on the tokens."""
     dense = msgspec.structs.replace(case.model, experts=0)
     return msgspec.structs.replace(case, compile="none", model=dense)
 
@@ -150,7 +150,7 @@ class Estimate(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def estimate(case: Case, costs: Costs) -> Estimate:
-    """What a case will need. A kept witness takes no time."""
+    """Return what a case will need. A kept witness takes no time."""
     price = costs.price(case)
     witness_s = sum(price.shared_s.values())
     more_s = _larger_s(case, costs)
@@ -179,7 +179,7 @@ def _larger_s(case: Case, costs: Costs) -> float:
 
 
 def _on_one_rank(case: Case) -> Case:
-    """The case as its witness runs it: one data-parallel rank after the other, each with the whole model."""
+    """Return the case as its witness runs it: one data-parallel rank after the other, each with the whole model."""
     train = msgspec.structs.replace(case.train, global_batch=case.local_batch)
     return msgspec.structs.replace(case, layout=Layout(), checkpointing=Checkpointing(), train=train)
 

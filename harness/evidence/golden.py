@@ -32,7 +32,7 @@ _DIRTY = "-dirty"
 
 
 def tree_commit(root: Path) -> str:
-    """The git commit of the tree at `root`, with "-dirty" when tracked files differ; "unknown" without git."""
+    """Return the git commit of the tree at `root`, with "-dirty" when tracked files differ; "unknown" without git."""
     return git(root, "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*").strip() or "unknown"
 
 
@@ -43,13 +43,13 @@ def source_commit(root: Path) -> str:
 
 
 def changed_files(root: Path) -> tuple[str, ...]:
-    """The tracked files outside of golden/ that differ from the commit, relative to the git repository."""
+    """Return the tracked files outside of golden/ that differ from the commit, relative to the git repository."""
     everything_else = ("--", ":(top)", ":(exclude)golden")
     return tuple(filter(None, git(root, "diff", "--name-only", "-z", "HEAD", *everything_else).split("\0")))
 
 
 def tree_difference(root: Path) -> str:
-    """The differences of tracked files from the commit, as a patch; empty without git or without any."""
+    """Return the differences of tracked files from the commit, as a patch; empty without git or without any."""
     return git(root, "diff", "HEAD")
 
 
@@ -84,7 +84,7 @@ def _unpack(archive: bytes, folder: Path) -> None:
 
 
 def git(root: Path, *words: str) -> str:
-    """What git prints; empty when it fails or is not installed."""
+    """Return what git prints; empty when it fails or is not installed."""
     return _git_bytes(root, *words).decode(errors="replace")
 
 
@@ -178,7 +178,7 @@ def make_golden(run: Run, *, family: str, case_id: str, command: str, reason: st
 
 
 def provenance_of(trace: RankTrace, *, command: str, reason: str, commit: str) -> Provenance:
-    """Where something comes from that is made now of what this rank recorded."""
+    """Return where something comes from that is made now of what this rank recorded."""
     return Provenance(
         software=dict(sorted(trace.software.items())),
         device=trace.device,
@@ -190,7 +190,7 @@ def provenance_of(trace: RankTrace, *, command: str, reason: str, commit: str) -
 
 
 def missing_reason(provenance: Provenance) -> str | None:
-    """What is wrong with a provenance that does not say why it was made; None when it does."""
+    """Return what is wrong with a provenance that does not say why it was made; None when it does."""
     said = any(letter.isalnum() for letter in provenance.reason)
     return None if said else 'no reason is given; add --reason "why it changes"'
 
@@ -203,7 +203,7 @@ def golden_path(root: Path, hardware: str, family: str) -> Path:
 
 
 def load_golden(root: Path, hardware: str, family: str) -> Golden:
-    """The stored golden. Raises `Missing` or `Damaged` with the file and the fix."""
+    """Return the stored golden. Raises `Missing` or `Damaged` with the file and the fix."""
     path = golden_path(root, hardware, family)
     known = family_case(family) is not None
     remake = (
@@ -219,7 +219,7 @@ def load_golden(root: Path, hardware: str, family: str) -> Golden:
 
 
 def find_golden(root: Path, classes: Sequence[str], family: str) -> Golden:
-    """The golden for the first of these hardware classes that has one: the project's, else the package's.
+    """Return the golden for the first of these hardware classes that has one: the project's, else the package's.
 
     Raises as `load_golden`.
     """
@@ -238,14 +238,14 @@ def write_golden(root: Path, golden: Golden) -> Path:
 
 
 def list_goldens(root: Path) -> tuple[GoldenKey, ...]:
-    """The goldens that are stored under the project root, sorted, without evidence and signatures."""
+    """Return the goldens that are stored under the project root, sorted, without evidence and signatures."""
     files = (path for path in (root / "golden").glob("*/*.json") if path.parent.name not in ("evidence", "signatures"))
     golden_files = (path for path in files if not path.name.startswith(EVIDENCE_OF_A_DEVICE))
     return tuple(sorted(GoldenKey(hardware=path.parent.name, family=path.stem) for path in golden_files))
 
 
 def stored_families(root: Path, classes: Collection[str]) -> set[str]:
-    """The families with a golden for one of these hardware classes, in the project or in the package."""
+    """Return the families with a golden for one of these hardware classes, in the project or in the package."""
     keys = (key for place in (root, own_root()) for key in list_goldens(place))
     return {key.family for key in keys if key.hardware in classes}
 
@@ -260,7 +260,7 @@ def compare_goldens(old: Golden | None, new: Golden) -> tuple[GoldenRow, ...]:
 
 
 def unsound(golden: Golden) -> str | None:
-    """Why a golden must not be stored, or None."""
+    """Return why a golden must not be stored, or None."""
     losses, source = golden.losses, golden.provenance
     numbers = f"{len(losses)} losses and {len(golden.grad_norms)} gradient norms"
     unexplained = missing_reason(source)
@@ -295,7 +295,7 @@ def curve_text(case_id: str, losses: Sequence[float], grad_norms: Sequence[float
 
 
 def hardware_class(device_name: str) -> str:
-    """The folder name of a device: "cpu", or a slug of its name such as "nvidia-h200"."""
+    """Return the folder name of a device: "cpu", or a slug of its name such as "nvidia-h200"."""
     slug = re.sub(r"[^a-z0-9]+", "-", device_name.lower()).strip("-")
     if not slug:
         raise HarnessError(f"device name {device_name!r} gives no hardware class.")
@@ -303,7 +303,7 @@ def hardware_class(device_name: str) -> str:
 
 
 def hardware_classes(device_name: str, architecture: str = "") -> tuple[str, ...]:
-    """All classes of a device, the most specific first: "nvidia-h200", "sm90", "nvidia".
+    """Return all classes of a device, the most specific first: "nvidia-h200", "sm90", "nvidia".
 
     `architecture` is "sm90", "gfx942" or empty where it is not known. Of two vendors no class is the same.
     """

@@ -66,7 +66,7 @@ def read_sealed(path: Path, kind: type[Document], *, remake: str, missing: str =
 
 
 def stored_or_why(read: Callable[[], Document]) -> tuple[Document | None, str]:
-    """What is stored; None where nothing is, and where it cannot be read, with the reason."""
+    """Return what is stored; None where nothing is, and where it cannot be read, with the reason."""
     try:
         return read(), ""
     except Missing:
@@ -85,7 +85,7 @@ def _digest(document: Sealed) -> str:
 
 
 def own_root() -> Path:
-    """The project of the harness itself, in an installed package or in a checkout."""
+    """Return the project of the harness itself, in an installed package or in a checkout."""
     package = Path(__file__).parents[1]
     return package / "_project" if (package / "_project").is_dir() else package.parent
 

@@ -43,12 +43,12 @@ class Signature(Sealed, frozen=True, kw_only=True, forbid_unknown_fields=True):
     provenance: Provenance
 
     def seen(self, *, step: int, rank: int) -> Seen:
-        """What `rank` did in `step` (1-based); nothing where it was not there."""
+        """Return what `rank` did in `step` (1-based); nothing where it was not there."""
         groups = self.first_step if step < SETTLED else self.later_steps
         return next((group.seen for group in groups if str(rank) in group.ranks.split()), {})
 
     def version_gap(self, software: Mapping[str, str]) -> str | None:
-        """Why it says nothing of these package versions; None when it was recorded with them."""
+        """Return why it says nothing of these package versions; None when it was recorded with them."""
         made_with = self.provenance.software
         others = [
             f"{name} {software[name]} is installed, recorded with {made_with[name]}"
@@ -69,12 +69,12 @@ class Change(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def needs_signature(case: Case) -> bool:
-    """True when no formula says what a run of the case must be seen to do."""
+    """Return True when no formula says what a run of the case must be seen to do."""
     return not is_llama(case.target) and expected_refusal(case) is None
 
 
 def seen_in(trace: RankTrace, step: int) -> Seen:
-    """What one rank did in one step (1-based), one entry for every kind."""
+    """Return what one rank did in one step (1-based), one entry for every kind."""
     kinds = (_matmuls, _casts, _collectives, _memory, _graphs)
     return {name: value for kind in kinds for name, value in sorted(kind(trace, step))}
 
@@ -110,7 +110,7 @@ def signature_path(root: Path, case_id: str) -> Path:
 
 
 def load_signature(root: Path, case_id: str) -> Signature:
-    """The recorded signature. Raises `Missing` or `Damaged` with the file and the fix."""
+    """Return the recorded signature. Raises `Missing` or `Damaged` with the file and the fix."""
     path = signature_path(root, case_id)
     remake = f"run `{update_signature(case_id, root=root)}`." if _can_record(case_id) else "remove it."
     signature = read_sealed(path, Signature, remake=remake, missing="no signature is recorded of this case.")
@@ -121,7 +121,7 @@ def load_signature(root: Path, case_id: str) -> Signature:
 
 
 def find_signature(root: Path, case_id: str) -> Signature:
-    """The recorded signature of the project, else the package's. Raises as `load_signature`."""
+    """Return the recorded signature of the project, else the package's. Raises as `load_signature`."""
     return load_signature(holder(root, lambda place: signature_path(place, case_id)), case_id)
 
 
@@ -134,7 +134,7 @@ def write_signature(root: Path, signature: Signature) -> Path:
 
 
 def list_signatures(root: Path) -> tuple[str, ...]:
-    """The ids of the cases whose signatures are stored under the project root, sorted."""
+    """Return the ids of the cases whose signatures are stored under the project root, sorted."""
     return tuple(sorted(path.stem for path in (root / "golden" / "signatures").glob("*.json")))
 
 
@@ -240,7 +240,7 @@ def _memory(trace: RankTrace, step: int) -> Iterator[tuple[str, str]]:
 
 
 def _graphs(trace: RankTrace, step: int) -> Iterator[tuple[str, str]]:
-    """The fused operators that a step executed, and what the graphs of all steps leave unfused."""
+    """Yield the fused operators that a step executed, and what the graphs of all steps leave unfused."""
     if trace.graphs is None:
         return
     graphs = trace.graphs.graphs

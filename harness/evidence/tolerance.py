@@ -115,7 +115,7 @@ def _recipe(case: Case) -> str:
 
 
 def parity_key(case: Case, numerics: Numerics = VIRTUAL_DEVICE) -> str:
-    """Cases with the same key are equally close to their single-rank reference.
+    """Return cases with the same key are equally close to their single-rank reference.
 
     `exact`: every layout in float64. `ordered`: layouts that sum in the order of one rank. These two hold for any model
     and any number of steps, because no rounding differs. All others differ in the last bit, by model, learning rate,
@@ -135,7 +135,7 @@ def parity_key(case: Case, numerics: Numerics = VIRTUAL_DEVICE) -> str:
 
 
 def _training(case: Case) -> str:
-    """The model, and the learning rate where it is not the default. A preset with overrides is another model."""
+    """Return the model, and the learning rate where it is not the default. A preset with overrides is another model."""
     target = "" if case.target == REFERENCE else f"{case.target.replace('.', '_')}_"
     values = own_values(case)
     changed = (
@@ -207,7 +207,7 @@ def _tolerance(check: str, key: str, steps: int, root: Path) -> tuple[Tolerance,
 
 
 def measured_steps(samples: Sequence[Sample]) -> int:
-    """The last step that at least `MIN_SEEDS` seeds and `MIN_LAYOUTS` layouts reached; 0 without one."""
+    """Return the last step that at least `MIN_SEEDS` seeds and `MIN_LAYOUTS` layouts reached; 0 without one."""
     for steps in range(max((len(sample.per_step) for sample in samples), default=0), 0, -1):
         reached = [sample for sample in samples if len(sample.per_step) >= steps]
         seeds, layouts = {sample.seed for sample in reached}, {sample.layout for sample in reached}
@@ -229,7 +229,7 @@ def noise(check: str, samples: Sequence[Sample]) -> tuple[float, ...]:
 
 
 def _as_if_flipped_at_once(measured: Sequence[tuple[float, ...]]) -> list[tuple[float, ...]]:
-    """The same runs as if a float8 value had been rounded otherwise than on one rank in step 2 already.
+    """Return the same runs as if a float8 value had been rounded otherwise than on one rank in step 2 already.
 
     Runs that are bitwise equal up to the gradients of step 1 have other weights, in their last bits, from step 2 on: in
     every step these may decide a rounding. In which one they first did is chance, and how far a gradient is off as many
@@ -243,7 +243,7 @@ def _as_if_flipped_at_once(measured: Sequence[tuple[float, ...]]) -> list[tuple[
 
 
 def fit(check: str, samples: Sequence[Sample], margin: float) -> tuple[float, ...]:
-    """The numbers that these samples support: noise times margin, rounded down to three digits, one a step."""
+    """Return the numbers that these samples support: noise times margin, rounded down to three digits, one a step."""
     return tuple(_round_down(value * margin) for value in noise(check, samples))
 
 
@@ -253,7 +253,7 @@ def evidence_path(root: Path, check: str, hardware: str = "") -> Path:
 
 
 def read_evidence(root: Path, check: str = LOSS_VS_GOLDEN) -> Evidence:
-    """The measured samples. Raises `ToleranceUnfounded` when there are none, `Damaged` when the file is."""
+    """Return the measured samples. Raises `ToleranceUnfounded` when there are none, `Damaged` when the file is."""
     try:
         return read_sealed(
             evidence_path(root, check), Evidence, remake=f"{MEASURE}.", missing="no distances were measured."
@@ -289,7 +289,7 @@ def read_table(root: Path) -> dict[str, dict[str, Entry]]:
 
 
 def problems(check: str, key: str, entry: Entry, samples: Sequence[Sample]) -> list[str]:
-    """Why the evidence does not support an entry; empty when it does."""
+    """Return why the evidence does not support an entry; empty when it does."""
     spread = _spread_problem(key, samples) if check == PARITY and samples else []
     return [*spread, *_number_problems(check, key, entry, samples)]
 
@@ -326,7 +326,7 @@ def _spread_problem(key: str, samples: Sequence[Sample]) -> list[str]:
 
 
 def _step_problems(key: str, entry: Entry, step: int, low: float) -> list[str]:
-    """Why the number of one step is below its noise `low` or too far above it."""
+    """Return why the number of one step is below its noise `low` or too far above it."""
     allowed = _per_step(entry, step)
     if len(allowed) < step:
         return []
@@ -344,5 +344,5 @@ def _per_step(entry: Entry, steps: int) -> tuple[float, ...]:
 
 
 def _round_down(value: float) -> float:
-    """The largest number with three significant digits that is not above `value`."""
+    """Return the largest number with three significant digits that is not above `value`."""
     return float(Context(prec=3, rounding=ROUND_DOWN).create_decimal(repr(value)))

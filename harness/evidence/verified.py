@@ -43,7 +43,7 @@ def formulas_path(root: Path) -> Path:
 
 
 def read_verified(roots: Iterable[Path]) -> tuple[VerifiedWith, ...]:
-    """What the records of these projects say, in order. Raises `Damaged`."""
+    """Return what the records of these projects say, in order. Raises `Damaged`."""
     return tuple(entry for root in dict.fromkeys(roots) for entry in _read(formulas_path(root)))
 
 
@@ -56,7 +56,7 @@ def add_verified(root: Path, new: VerifiedWith) -> Path:
 
 
 def doubts(verified: Iterable[VerifiedWith], software: Mapping[str, str]) -> dict[str, str]:
-    """The formulas that were not verified with these versions, each with a sentence about one that disagrees.
+    """Return the formulas that were not verified with these versions, each with a sentence about one that disagrees.
 
     `software` maps package names to versions. Nothing is doubted where one of the packages is not known.
     """
@@ -101,6 +101,6 @@ LEAST_DEVICES: Mapping[Level, int] = {"kernel": 1, "proof": 2, "native": 1}
 
 
 def provable_levels(capability: tuple[int, int], devices: int) -> tuple[Level, ...]:
-    """The levels that so many GPUs of this compute capability can prove."""
+    """Return the levels that so many GPUs of this compute capability can prove."""
     able = [level for level in LEVELS if level == "proof" or capability >= FLOAT8_FROM]
     return tuple(level for level in able if devices >= LEAST_DEVICES[level])

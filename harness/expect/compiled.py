@@ -38,7 +38,7 @@ class FusionCandidate(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def fusion_candidates(case: Case) -> tuple[FusionCandidate, ...]:
-    """Every collective of one step that async TP could fuse, block by block; none without async TP."""
+    """Return every collective of one step that async TP could fuse, block by block; none without async TP."""
     if not case.layout.async_tp:
         return ()
     return tuple(candidate for layer in range(case.model.shape.layers) for candidate in _block(case, layer))
@@ -94,7 +94,7 @@ def _block(case: Case, layer: int) -> Iterator[FusionCandidate]:
 
 
 def _gather_fuses(case: Case, scaled: bool, *, bias: bool) -> bool:
-    """Where the matmuls read the gathered tensor itself: in high precision, or in float8 cast before the gather.
+    """Return where the matmuls read the gathered tensor itself: in high precision, or in float8 cast before the gather.
 
     In high precision a matmul with a `bias` is `aten.addmm`, which the pass does not know. With one sequence per rank
     the gathered tensor is assembled in a way that the pass does not recognize.
@@ -133,7 +133,7 @@ POWERS_OF_TWO = 0.125  # one row of 64 whose scale is another power of two: its 
 
 
 def rounding(case: Case, *, emulated: bool = False) -> float:
-    """How far a tensor that is rounded to what the case computes in may be off, relative to its norm."""
+    """Return how far a tensor that is rounded to what the case computes in may be off, relative to its norm."""
     return MARGIN * _unit(case, emulated=emulated)
 
 
@@ -159,7 +159,7 @@ def allowed_distance(case: Case, result: GeneratedResult, *, emulated: bool) -> 
 
 
 def allowed_row(case: Case, result: GeneratedResult, limit: float) -> float:
-    """The largest distance of one row, where `limit` is the tensor's.
+    """Return the largest distance of one row, where `limit` is the tensor's.
 
     Where the amax of a row is next to a power of two, its scale, and so its float8 data, may be twice or half as large.
     Products of such a row are rounded differently: 0.11 was measured.
@@ -171,7 +171,7 @@ def allowed_row(case: Case, result: GeneratedResult, limit: float) -> float:
 
 
 def reduced_distance(case: Case, distance: GradientDistance) -> float:
-    """How far a gradient may be from the one that generated code returned, relative to its norm.
+    """Return how far a gradient may be from the one that generated code returned, relative to its norm.
 
     On one rank it is the same tensor. FSDP2 rounds it to `reduce_dtype` in every sum, and to the dtype of parameters. A
     sum over TP ranks is rounded to the dtype of the case.

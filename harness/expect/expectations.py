@@ -48,7 +48,7 @@ class Expectations:
         self.model = model.llama_model(case) if self.has_formulas else linears
 
     def of(self, rank: int) -> Expectations:
-        """What this rank must do: of its stages, where the case has a pipeline."""
+        """Return what this rank must do: of its stages, where the case has a pipeline."""
         return self if self.case.layout.pp == 1 else self._of_stages[coordinates(self.case.layout, rank)["pp"]]
 
     @functools.cached_property
@@ -126,7 +126,7 @@ class Expectations:
         return (*transfers, *traffic.votes(self.case, rank, step, self.changes), *sent_back(self.case, calls))
 
     def saved_bytes(self, *, step: int, rank: int, calls: Iterable[ExpertCall] = ()) -> dict[str, int]:
-        """Bytes by dtype that `rank` saves for the backward pass of `step`, where `saves_exactly`.
+        """Return bytes by dtype that `rank` saves for the backward pass of `step`, where `saves_exactly`.
 
         `calls`: of its experts in this step, whose rows may be saved. Of these the first forwards are weighed.
         """
@@ -145,7 +145,7 @@ class Expectations:
         return memory.is_exact(self.case)
 
     def saved_limits(self, *, step: int, rank: int) -> SavedLimits:
-        """The fewest and most bytes that `rank` saves for the backward pass of `step`. Compiled cases only."""
+        """Return the fewest and most bytes that `rank` saves for the backward pass of `step`. Compiled cases only."""
         return memory.saved_limits(self.case, step=min(step, 2), rank=rank, changes=self.changes)
 
     @functools.cached_property
@@ -160,7 +160,7 @@ class Expectations:
 
 
 def not_recorded(case: Case, numerics: Numerics = VIRTUAL_DEVICE) -> Mapping[str, str]:
-    """The fields of `RankTrace` that stay empty in runs of this case, or may, each with the reason."""
+    """Return the fields of `RankTrace` that stay empty in runs of this case, or may, each with the reason."""
     empty: dict[str, str] = {}
     if case.compile == "none":
         empty["graphs"] = "nothing is compiled"

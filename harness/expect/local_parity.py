@@ -63,7 +63,7 @@ NEIGHBOUR = 0.05
 
 
 def allowed_distance(case: Case, distance: ModuleDistance, *, bits: Bits, model: Model | None = None) -> float:
-    """The largest relative distance of this tensor to its replay, which rounding explains.
+    """Return the largest relative distance of this tensor to its replay, which rounding explains.
 
     `model`: of one that is not known. Between its linears, whatever it consists of, roundings of all sums over TP
     ranks may come together, because no tensor is replaced there.
@@ -85,7 +85,7 @@ def allowed_distance(case: Case, distance: ModuleDistance, *, bits: Bits, model:
 
 
 def _of_update(case: Case, bits: Bits) -> float:
-    """The optimizer's arithmetic is the same, whatever ranks hold."""
+    """Return the optimizer's arithmetic is the same, whatever ranks hold."""
     exact = bits.same and case.target == REFERENCE and case.train.optimizer != "sgd"
     return EXACT if exact else LAST_BIT
 
@@ -101,7 +101,7 @@ def _of_module(case: Case, distance: ModuleDistance) -> float:
 
 
 def _is_read_by_others(distance: ModuleDistance) -> bool:
-    """True for gradients of keys and values, which ranks of context parallelism add up."""
+    """Return True for gradients of keys and values, which ranks of context parallelism add up."""
     return distance.kind == "grad_output" and distance.fqn.endswith(_READ_BY_OTHERS)
 
 
@@ -160,12 +160,12 @@ def _gradient(case: Case, distance: ModuleDistance, bits: Bits) -> float:
 
 
 def _is_of_block(distance: ModuleDistance) -> bool:
-    """True for what a block computes: its output, the gradient of its input, gradients of its parameters."""
+    """Return True for what a block computes: its output, the gradient of its input, gradients of its parameters."""
     return distance.fqn.startswith("layers.") or (distance.fqn == "tok_embeddings" and distance.kind == "grad_output")
 
 
 def _is_behind_unrecorded_cast(case: Case, distance: ModuleDistance) -> bool:
-    """True in float32 with float8 TP styles, for what is computed from gradients that are cast between modules.
+    """Return True in float32 with float8 TP styles, for what is computed from gradients that are cast between modules.
 
     These gradients are sums that the replay repeats up to their last bit. In bfloat16 that bit is rounded away.
     """

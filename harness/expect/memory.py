@@ -56,12 +56,12 @@ NOT_OF_THIS_DEVICE = "the formula holds on a CPU: what attention and random stat
 
 
 def describes(device: str) -> bool:
-    """Whether the formulas of saved and live memory describe what a run on this device keeps."""
+    """Return whether the formulas of saved and live memory describe what a run on this device keeps."""
     return device == "cpu"
 
 
 def undescribed(case: Case, device: str) -> str:
-    """Why they say nothing of a case on a device; empty where they do."""
+    """Return why they say nothing of a case on a device; empty where they do."""
     if not is_llama(case.target):
         return f"no formula for the model of {case.target}; see `signature`"
     if computes_on_plain_shards(case.target):
@@ -70,7 +70,7 @@ def undescribed(case: Case, device: str) -> str:
 
 
 def is_exact(case: Case) -> bool:
-    """False where the partitioner chooses what some compiled block saves."""
+    """Return False where the partitioner chooses what some compiled block saves."""
     return case.compile == "none" or all(_is_whole(case, layer) for layer in range(case.model.shape.layers))
 
 
@@ -83,7 +83,7 @@ def depends_on_tokens(case: Case) -> bool:
 def expected_saved(
     case: Case, *, step: int, rank: int, changes: Changes = NONE, rows: tuple[tuple[int, ...], ...] = ()
 ) -> dict[str, int]:
-    """Bytes by dtype that `rank` saves between forward and backward of `step` (1-based), where `is_exact`.
+    """Return bytes by dtype that `rank` saves between forward and backward of `step` (1-based), where `is_exact`.
 
     `rows`: that its experts got in every forward, of every block with experts that it holds. Without expert parallelism
     these are its own.
@@ -105,7 +105,7 @@ def expected_saved(
 
 
 def head_elements(case: Case, step: int, rank: int) -> Elements:
-    """The final norm, the input of the output layer, log-probabilities and the normalizer of the loss.
+    """Return the final norm, the input of the output layer, log-probabilities and the normalizer of the loss.
 
     With loss parallel a rank saves its shard of the log-probabilities, otherwise all of them. The output layer's weight
     is freed after forward, and its scale saved, with `reshard_after_forward = "always"` alone.
@@ -178,7 +178,7 @@ def _of_other_positions(case: Case, key: int) -> Elements:
 
 
 def _mixture(case: Case, rows: int) -> Elements:
-    """What the router, the experts and the weighted sum of their results save, where experts got so many rows.
+    """Return what the router, the experts and the weighted sum of their results save, where experts got so many rows.
 
     Scores and weights are computed at least in float32. Rows are saved as they came, by the copy into padded groups,
     and as padded groups; then of SwiGLU what `w1`, silu, `w3` and their product gave. A sigmoid's weights are divided
@@ -207,7 +207,7 @@ def gathered_scales(case: Case, layer: int, step: int) -> Elements:
 
 
 def _has_scale_of_gather(case: Case, step: int) -> bool:
-    """True where a float8 weight gets a scale when it is gathered. A precomputed one belongs to the parameter.
+    """Return True where a float8 weight gets a scale when it is gathered. A precomputed one belongs to the parameter.
 
     Step 1 has none that is precomputed.
     """
@@ -215,7 +215,7 @@ def _has_scale_of_gather(case: Case, step: int) -> bool:
 
 
 def _selected_outputs(case: Case, layer: int) -> Elements:
-    """What `selective_op` saves besides the input: every second matmul, reduce-scatters, and results of `max`.
+    """Return what `selective_op` saves besides the input: every second matmul, reduce-scatters, and results of `max`.
 
     Tensorwise scaling calls `max` once per cast; rowwise scaling calls `amax`, which is not in torchtitan's save list.
     """
@@ -255,7 +255,7 @@ class SavedLimits(NamedTuple):
 
 @functools.lru_cache(maxsize=256)  # checks ask for every rank and step
 def saved_limits(case: Case, *, step: int, rank: int, changes: Changes = NONE) -> SavedLimits:
-    """The limits of all bytes that `rank` saves for the backward pass of `step` (1-based)."""
+    """Return the limits of all bytes that `rank` saves for the backward pass of `step` (1-based)."""
     least = most = _bytes(head_elements(case, step, rank))
     for layer in range(case.model.shape.layers):
         limits = _block_limits(case, layer, step, changes)
@@ -276,7 +276,7 @@ def _block_limits(case: Case, layer: int, step: int, changes: Changes) -> SavedL
 
 
 def _is_whole(case: Case, layer: int) -> bool:
-    """True when checkpointing saves nothing but the input of this block."""
+    """Return True when checkpointing saves nothing but the input of this block."""
     return case.checkpointing.wraps(layer) and case.checkpointing.mode != "selective_op"
 
 
@@ -293,7 +293,7 @@ def _scales(case: Case, layer: int, step: int, changes: Changes) -> Elements:
 
 
 def _early_scale(case: Case, name: str, changes: Changes) -> int:
-    """Elements of the scale that backward needs of this linear, TP ranks agree on and forward does not have.
+    """Return elements of the scale that backward needs of this linear, TP ranks agree on and forward does not have.
 
     One scale for a tensor: the input of `wo` and `w2` for wgrad, whose shape is not that of forward, and since torch
     2.14 every weight for dgrad. Axiswise: the weight for dgrad, as one scale, or one for each input feature where the
@@ -308,7 +308,7 @@ def _early_scale(case: Case, name: str, changes: Changes) -> int:
 
 
 def _unread_outputs(case: Case, layer: int) -> Elements:
-    """What eager `selective_op` saves of the last linear, although backward does not read it.
+    """Return what eager `selective_op` saves of the last linear, although backward does not read it.
 
     With TP but no sequence parallelism torch 2.13 saves it too: an all-reduce whose result nothing reads makes use of
     it until the last dead code is removed, after what is saved was decided (`_extract_fwd_bwd_modules`).
@@ -387,7 +387,7 @@ def expected_scalars(case: Case, *, moment: Moment, step: int = 1) -> int:
 
 @functools.lru_cache(maxsize=256)  # checks ask for every rank and step
 def expected_live(case: Case, *, rank: int, moment: Moment) -> tuple[LiveStorage, ...]:
-    """The storages that are alive on `rank` at this moment of every step."""
+    """Return the storages that are alive on `rank` at this moment of every step."""
     if moment == "step":
         return tuple(_counts_of_tokens(case))
     return (

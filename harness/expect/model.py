@@ -83,7 +83,7 @@ def llama_model(case: Case) -> Model:
 
 
 def found_model(case: Case, reference: ModelRecord, run: ModelRecord, casts: Iterable[CastRecord] = ()) -> Model:
-    """The linears of a model that is not known: `reference` is the record of its single-rank reference.
+    """Return the linears of a model that is not known: `reference` is the record of its single-rank reference.
 
     `run` and `casts` are of one rank: which modules have a float8 TP style, and cast, is the choice of the target.
     """
@@ -109,7 +109,7 @@ def found_model(case: Case, reference: ModelRecord, run: ModelRecord, casts: Ite
 
 
 def _input_site(fqn: str, casting: Collection[str]) -> str:
-    """The nearest of the `casting` modules at or above a linear; the linear itself where there is none."""
+    """Return the nearest of the `casting` modules at or above a linear; the linear itself where there is none."""
     parts = fqn.split(".")
     above = (".".join(parts[:count]) for count in range(len(parts), -1, -1))
     return next((module for module in above if module in casting), fqn)
@@ -170,13 +170,13 @@ def recomputed_calls(case: Case, model: Model) -> int:
 
 
 def _place_in_block(case: Case, fqn: str) -> tuple[int, str]:
-    """The block of a linear, and the name of the dense linear that stands where it does: of a shared expert."""
+    """Return the block of a linear, and the name of the dense linear that stands where it does: of a shared expert."""
     layer = int(fqn.split(".")[1])
     return layer, BLOCK_LINEARS[block_linears(case.model, layer).index(linear_name(fqn))]
 
 
 def is_recomputed(case: Case, layer: int, name: str) -> bool:
-    """True when checkpointing recomputes the matmul of this linear of a block.
+    """Return True when checkpointing recomputes the matmul of this linear of a block.
 
     `selective_op` counts `aten.mm`. A linear in high precision with a bias is `aten.addmm`, which it never saves.
     """
@@ -189,7 +189,7 @@ def is_recomputed(case: Case, layer: int, name: str) -> bool:
 
 
 def is_multiplied_again(case: Case, layer: int, name: str) -> bool:
-    """True when the forward of this linear of a block, in whatever precision, is executed again in backward.
+    """Return True when the forward of this linear of a block, in whatever precision, is executed again in backward.
 
     A compiled block does not recompute what backward does not read. An eager one stops once it has the last tensor that
     backward reads, which `aten.mm` saves before it multiplies: the last linear multiplies again in float8 only.
@@ -237,7 +237,7 @@ _FORWARDS: tuple[CastPhase, ...] = ("evaluation", "forward", "recompute")
 
 
 def expected_casts(case: Case, model: Model) -> dict[CastSite, tuple[CastForm, ...]]:
-    """The forms of the casts at every site, in execution order. FSDP2 may cast more often at `all_gather`."""
+    """Return the forms of the casts at every site, in execution order. FSDP2 may cast more often at `all_gather`."""
     expected: dict[CastSite, tuple[CastForm, ...]] = {}
     for fqn in model.converted:
         calls, again = model.calls[fqn], model.recomputed[fqn]
@@ -261,7 +261,7 @@ def expected_casts(case: Case, model: Model) -> dict[CastSite, tuple[CastForm, .
 
 
 def compiled_casts(case: Case, fqns: Collection[str], changes: Changes) -> CompiledCasts:
-    """The casts of compiled blocks in one step. `fqns`: the converted linears in them."""
+    """Return the casts of compiled blocks in one step. `fqns`: the converted linears in them."""
     weights, gradients = len(fqns), len(fqns)
     if SEPARATE_BACKWARD_CASTS in changes and case.layout.tp > 1 and case.float8.traits.one_scale_per_tensor:
         weights += sum(not case.checkpointing.wraps(int(fqn.split(".")[1])) for fqn in fqns)
@@ -305,7 +305,7 @@ def _forwards(site: str, role: Role, forms: tuple[CastForm, ...]) -> Iterator[tu
 
 
 def _forms(case: Case, operand: Operand, dim: int, dtype: str) -> tuple[CastForm, ...]:
-    """How an operand is cast that a matmul contracts along `dim`; () in high precision."""
+    """Return how an operand is cast that a matmul contracts along `dim`; () in high precision."""
     scaling = case.float8.traits.scaling[operand]
     form = CastForm(dim if scaling in ("axs", "blk") else None, case.train.dtype, dtype)
     return () if scaling == "dis" else (form,)
@@ -337,5 +337,5 @@ def replica_axes(cast: CastRecord) -> Collection[str]:
 
 
 def scaled_dim(cast: CastRecord) -> int | None:
-    """The dim that one scale spans, counted from 0; None when one scale spans the tensor."""
+    """Return the dim that one scale spans, counted from 0; None when one scale spans the tensor."""
     return None if cast.axiswise_dim is None else cast.axiswise_dim % len(cast.shape)

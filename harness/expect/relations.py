@@ -39,7 +39,7 @@ class Relation(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def relations(case: Case) -> tuple[Relation, ...]:
-    """Every relation of a case to a partner that differs in one option; none for a case that must not train."""
+    """Return every relation of a case to a partner that differs in one option; none for a case that must not train."""
     candidates = (_relation(option, case) for option in _OPTIONS) if _trains(case) else ()
     return tuple(relation for relation in candidates if relation is not None)
 
@@ -68,7 +68,7 @@ def partner(case: Case, numerics: Numerics = VIRTUAL_DEVICE) -> Relation | None:
 
 
 def stands_for_modules(case: Case, relation: Relation | None, numerics: Numerics = VIRTUAL_DEVICE) -> bool:
-    """True when local parity judges the partner in place of a compiled case, whose modules cannot be recorded.
+    """Return True when local parity judges the partner in place of a compiled case, whose modules cannot be recorded.
 
     Every bit of the partner is promised to equal the case's. `relation`: the one to this partner.
     """
@@ -112,12 +112,12 @@ def _trains(case: Case) -> bool:
 
 
 def _parity_is_sharp(case: Case, numerics: Numerics) -> bool:
-    """True when parity leaves no room for rounding: no wrong number could hide in its tolerance."""
+    """Return True when parity leaves no room for rounding: no wrong number could hide in its tolerance."""
     return (case.train.dtype == "float64" or sums_in_order(case, numerics)) and not _scale_is_inconsistent(case)
 
 
 def _scale_is_inconsistent(case: Case) -> bool:
-    """True where torchao 0.18 gives a weight one scale or one per TP rank, depending on when it is computed."""
+    """Return True where torchao 0.18 gives a weight one scale or one per TP rank, depending on when it is computed."""
     return case.float8.fp8_all_gather and case.layout.tp > 1
 
 
@@ -126,13 +126,13 @@ def _without_replicas(case: Case) -> Case:
 
 
 def _replicas_can_be_shards(case: Case) -> bool:
-    """True for HSDP, except where torch cannot gather the resulting uneven shards in float8."""
+    """Return True for HSDP, except where torch cannot gather the resulting uneven shards in float8."""
     gatherable = not case.float8.fp8_all_gather or _shards_evenly(case, _without_replicas(case).layout)
     return case.layout.dp_replicate > 1 and gatherable
 
 
 def _shards_evenly(case: Case, layout: Layout) -> bool:
-    """True when every rank holds the same number of rows of every converted weight."""
+    """Return True when every rank holds the same number of rows of every converted weight."""
     if not is_llama(case.target):
         return False  # it is not known how many there are
     rows = (linear_features(case, linear_name(fqn))[1] for fqn in converted_fqns(case))

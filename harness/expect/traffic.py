@@ -47,7 +47,7 @@ from harness.matrix.recipes import ITEM_BYTES, Operand
 
 @lru_cache(maxsize=256)  # checks ask for every rank and step
 def expected_transfers(case: Case, *, step: int, rank: int, changes: Changes = NONE) -> tuple[Transfer, ...]:
-    """All collectives of `rank` in `step` (1-based) but `votes`, with these upstream changes.
+    """Return all collectives of `rank` in `step` (1-based) but `votes`, with these upstream changes.
 
     Every later step equals step 2.
     """
@@ -76,7 +76,7 @@ def expected_transfers(case: Case, *, step: int, rank: int, changes: Changes = N
 
 
 def transfers_if_balanced(case: Case, *, step: int, rank: int, changes: Changes = NONE) -> tuple[Transfer, ...]:
-    """The same with `votes`, and what experts send back where tokens are spread evenly."""
+    """Return the same with `votes`, and what experts send back where tokens are spread evenly."""
     sent = expected_transfers(case, step=step, rank=rank, changes=changes)
     return (*sent, *votes(case, rank, step, changes), *sent_back_if_balanced(case, rank))
 
@@ -120,7 +120,7 @@ def _reductions(case: Case, rank: int) -> Iterator[Transfer]:
 
 
 def converted_weight_shards(case: Case, rank: int) -> int:
-    """Elements of converted weights that `rank` sends in all-gathers of one step."""
+    """Return elements of converted weights that `rank` sends in all-gathers of one step."""
     return sum(
         unit.gathers * weight.shard_elements(case.layout.dp_shard)
         for unit in fsdp_units(case, rank)
@@ -195,7 +195,7 @@ def _all_to_alls(case: Case) -> int:
 
 
 def _between_stages(case: Case, rank: int) -> Iterator[Transfer]:
-    """Every microbatch is sent from stage to stage, and its gradient back: this rank's part of the sequence."""
+    """Yield every microbatch is sent from stage to stage, and its gradient back: this rank's part of the sequence."""
     elements, (behind, before) = residual_tokens(case) * case.model.shape.dim, neighbours(case, rank)
     times = behind * forward_passes(case)
     yield Transfer("pp", "send", case.train.dtype, elements, "outputs of stages", times=times)
@@ -203,7 +203,7 @@ def _between_stages(case: Case, rank: int) -> Iterator[Transfer]:
 
 
 def _gradients_of_ends(case: Case, rank: int) -> Iterator[Transfer]:
-    """The first and the last stage send one another the gradient of their copy of tied weights."""
+    """Yield the first and the last stage send one another the gradient of their copy of tied weights."""
     if not case.model.tied or not (holds(case, rank, EMBEDDING) or holds(case, rank, OUTPUT_FQN)):
         return
     at = coordinates(case.layout, rank)
@@ -269,7 +269,7 @@ def _sum_of_partials(case: Case, times: int, purpose: str, kind: str) -> Transfe
 
 
 def _tensor_parallel_amax(case: Case, rank: int) -> Iterator[Transfer]:
-    """The cast of a DTensor reduces its amax over TP where the scaled dim is sharded.
+    """Yield the cast of a DTensor reduces its amax over TP where the scaled dim is sharded.
 
     torchao computes the amax in the dtype of the tensor and casts it to float64 before `clamp` makes DTensor reduce it.
     """
@@ -338,7 +338,7 @@ def _loss(case: Case, rank: int) -> Iterator[Transfer]:
 
 
 def _token_count(case: Case) -> Iterator[Transfer]:
-    """The all-reduce of the label count if a case ignores some."""
+    """Yield the all-reduce of the label count if a case ignores some."""
     if case.train.ignored_tokens != "none":
         for axis in DP_AXES:
             yield Transfer(axis, "all_reduce", "int64", 1, "number of labels", op="sum", times=forward_passes(case))
@@ -363,7 +363,7 @@ def _norm_gradients(case: Case, rank: int, changes: Changes) -> Iterator[Transfe
 
 
 def _global_norm(case: Case, rank: int) -> Iterator[Transfer]:
-    """The norm of every gradient, summed over the axes that shard it; gradients on one mesh are sent together.
+    """Yield the norm of every gradient, summed over the axes that shard it; gradients on one mesh are sent together.
 
     Then one number of every stage of a pipeline.
 

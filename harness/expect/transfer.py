@@ -79,7 +79,7 @@ class Weight(msgspec.Struct, frozen=True, kw_only=True):
     gathered_in_float8: bool = False
 
     def shard_elements(self, ranks: int) -> int:
-        """Elements of a shard: rows are sharded as by torch.chunk, and padded to the largest shard."""
+        """Return elements of a shard: rows are sharded as by torch.chunk, and padded to the largest shard."""
         return -(-self.rows // ranks) * self.columns
 
 
@@ -138,7 +138,7 @@ def _gathers_of_unit(case: Case, *, freed: bool) -> int:
 
 
 def _block_units(case: Case, layer: int) -> Iterator[tuple[str, Iterable[Weight], str]]:
-    """The units of a block: its experts are one of their own, which the ranks that have the same ones share."""
+    """Yield the units of a block: its experts are one of their own, which the ranks that have the same ones share."""
     yield f"layers.{layer}", _block_weights(case, layer), "dp_shard"
     if case.model.has_experts(layer):
         model, local = case.model, case.model.experts // case.layout.ep
@@ -169,7 +169,7 @@ def _cast_by_fsdp(case: Case, fqn: str) -> bool:
 
 
 def ranks_of_unit(case: Case, unit: Unit) -> int:
-    """How many ranks FSDP2 shards the weights of a unit over."""
+    """Return how many ranks FSDP2 shards the weights of a unit over."""
     return len(peers(case.layout, 0, (unit.axis,)))
 
 
@@ -209,7 +209,7 @@ def sent_rows(case: Case) -> int:
 
 
 def sent_back_if_balanced(case: Case, rank: int) -> Iterator[Transfer]:
-    """What a rank sends back in a step where tokens are spread evenly."""
+    """Yield what a rank sends back in a step where tokens are spread evenly."""
     sent = [term for term in dispatched(case, rank) if term.purpose != _COUNTS]
     if case.layout.ep > 1:
         for term in repeated(sent, case.train.accumulation):
@@ -217,7 +217,7 @@ def sent_back_if_balanced(case: Case, rank: int) -> Iterator[Transfer]:
 
 
 def tokens_of_experts(case: Case, rank: int) -> Iterator[Transfer]:
-    """The tokens of every expert in this step, of all ranks of its stage, by which the choice is balanced."""
+    """Yield the tokens of every expert in this step, of all ranks of its stage, by which the choice is balanced."""
     for axis in (*DP_AXES, "tp"):
         times = len(expert_layers_of(case, rank))
         yield Transfer(axis, "all_reduce", "float32", case.model.experts, "tokens of experts", op="sum", times=times)

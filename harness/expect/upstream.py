@@ -33,7 +33,7 @@ class UpstreamChange(msgspec.Struct, frozen=True, kw_only=True):
     rounds: str = ""
 
     def is_in(self, software: Mapping[str, str]) -> bool:
-        """True for these versions, by package. A nightly of 2.15 is older than 2.15."""
+        """Return True for these versions, by package. A nightly of 2.15 is older than 2.15."""
         return is_since(software.get(self.package, ""), self.since)
 
     def ask(self, folders: Iterable[Path]) -> bool | None:
@@ -96,10 +96,10 @@ CHANGES = (SEPARATE_BACKWARD_CASTS, GRADIENTS_IN_REDUCE_DTYPE, STAGES_VOTE_TOGET
 
 
 def changes_in(software: Mapping[str, str]) -> Changes:
-    """The changes of these versions, by package: of a run elsewhere that does not say what it found."""
+    """Return the changes of these versions, by package: of a run elsewhere that does not say what it found."""
     return frozenset(change for change in CHANGES if change.is_in(software))
 
 
 def installed_changes() -> Changes:
-    """The changes of the installed packages, by their sources."""
+    """Return the changes of the installed packages, by their sources."""
     return frozenset(change for change in CHANGES if change.is_installed)

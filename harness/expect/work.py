@@ -152,7 +152,7 @@ def _modules(case: Case, rank: int) -> Iterator[_Module]:
 
 
 def _routed(case: Case, fqn: str) -> Iterator[_Module]:
-    """The router and the experts of a block, which come before its shared expert, `fqn`."""
+    """Yield the router and the experts of a block, which come before its shared expert, `fqn`."""
     block, _, name = fqn.rpartition(".moe.shared_experts.")
     if not block or name != "w1":
         return

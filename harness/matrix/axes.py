@@ -116,7 +116,7 @@ _AXIS_OF_PATH = {path: name for name, path in AXES.items()}
 
 
 def own_values(case: Case) -> dict[str, object]:
-    """Every axis with the value of its field; None for a model size that the preset gives."""
+    """Return every axis with the value of its field; None for a model size that the preset gives."""
     return dict(zip(AXES, _VALUES(case), strict=True))
 
 
@@ -139,7 +139,7 @@ def read_as(name: str) -> str:
 
 
 def own_axes(case: Case) -> dict[str, object]:
-    """The axes of a case that are not at their defaults, in the order of `AXES`: what a case file must say."""
+    """Return the axes of a case that are not at their defaults, in the order of `AXES`: what a case file must say."""
     values, default = axis_values(case), axis_values(Case(model=Model(preset=case.model.preset)))
     preset = case.model.preset != Case().model.preset
     return {
@@ -150,7 +150,7 @@ def own_axes(case: Case) -> dict[str, object]:
 
 
 def case_from_axes(values: Mapping[str, object]) -> Case:
-    """The case with these values and defaults elsewhere; the inverse of `axis_values`.
+    """Return the case with these values and defaults elsewhere; the inverse of `axis_values`.
 
     Drops values that the case ignores (`ignored_axes`). Raises HarnessError for an unknown axis or an invalid value.
     """
@@ -168,7 +168,7 @@ def case_from_axes(values: Mapping[str, object]) -> Case:
 
 
 def without(case: Case, *changes: Changes) -> Case:
-    """The case with the default, or the value of references, on every axis that changes one of these."""
+    """Return the case with the default, or the value of references, on every axis that changes one of these."""
     return changed(case, _resets(frozenset(changes)))
 
 
@@ -189,14 +189,14 @@ def changed(case: Case, values: Mapping[str, object]) -> Case:
 
 
 def known_axis(name: str) -> str:
-    """The name itself. Raises HarnessError with a suggestion when there is no such axis."""
+    """Return the name itself. Raises HarnessError with a suggestion when there is no such axis."""
     if name not in AXES:
         raise HarnessError(f"unknown axis '{name}'.", fix=suggestion(name, AXES))
     return name
 
 
 def checked_value(name: str, value: object) -> object:
-    """The value converted to the type of its axis. Raises HarnessError when no case can have it."""
+    """Return the value converted to the type of its axis. Raises HarnessError when no case can have it."""
     if isinstance(value, float) and not math.isfinite(value):
         raise _invalid_value(name, value, "not a finite number")
     try:
@@ -251,13 +251,13 @@ def said(name: str, value: object) -> str:
 
 
 def ignored_axes(values: Mapping[str, object]) -> tuple[str, ...]:
-    """Names in `values` that have no effect next to the others, such as `pad_inner_dim` with recipe bf16."""
+    """Return names in `values` that have no effect next to the others, such as `pad_inner_dim` with recipe bf16."""
     kept = axis_values(case_from_axes(values))
     return tuple(name for name, value in values.items() if value is not None and kept[name] != _as_tuple(value))
 
 
 def choices(name: str) -> tuple[object, ...]:
-    """Every value that an axis can have; () for numbers and strings."""
+    """Return every value that an axis can have; () for numbers and strings."""
     hint = _base_type(_type_of(name))
     if hint is bool:
         return (True, False)
@@ -265,7 +265,7 @@ def choices(name: str) -> tuple[object, ...]:
 
 
 def axis_type(name: str) -> type[object]:
-    """The type of the values of an axis: bool, int, float, str, or tuple for a list of strings."""
+    """Return the type of the values of an axis: bool, int, float, str, or tuple for a list of strings."""
     hint = _base_type(_type_of(name))
     if typing.get_origin(hint) is typing.Literal:
         return str
@@ -273,7 +273,7 @@ def axis_type(name: str) -> type[object]:
 
 
 def axis_schema(name: str) -> dict[str, typing.Any]:
-    """The JSON schema of the values of an axis: type, limits, choices, meaning and default."""
+    """Return the JSON schema of the values of an axis: type, limits, choices, meaning and default."""
     schema = msgspec.json.schema(_type_of(name))
     if "anyOf" in schema:  # TOML has no null: an axis is left out instead
         schema = next(subschema for subschema in schema["anyOf"] if subschema != {"type": "null"})
@@ -294,7 +294,7 @@ def suggestion(word: str, known: Iterable[object]) -> str:
 
 
 def shown_value(value: object) -> str:
-    """A value of an axis as reports print it: `false`, `wk+wq`, `none` for an empty list."""
+    """Return a value of an axis as reports print it: `false`, `wk+wq`, `none` for an empty list."""
     if isinstance(value, tuple | list):
         return "+".join(map(str, value)) or "none"
     return _format_value(value)
@@ -309,7 +309,7 @@ def _type_of(name: str) -> object:
 
 
 def _base_type(hint: object) -> object:
-    """The type hint without `| None` and without its constraints."""
+    """Return the type hint without `| None` and without its constraints."""
     parts = typing.get_args(hint)
     if typing.get_origin(hint) is typing.Annotated:
         return _base_type(parts[0])
@@ -319,7 +319,7 @@ def _base_type(hint: object) -> object:
 
 
 def _invalid_case(error: msgspec.ValidationError, values: Mapping[str, object]) -> HarnessError:
-    """The error of msgspec, which names `$.float8.recipe`, with the axis and the value that the user wrote."""
+    """Return the error of msgspec, which names `$.float8.recipe`, with the axis and the value that the user wrote."""
     text = str(error)
     place = re.search(r" - at `\$\.?([^`\[]*)", text)
     what = text[: place.start()] if place else text

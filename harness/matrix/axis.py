@@ -63,15 +63,15 @@ class Axis(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def axis(meaning: str, *words: Word, changes: Changes, part: str, **rest: Any) -> Axis:
-    """The declaration of an axis with these words; `rest` are the other fields of `Axis`."""
+    """Return the declaration of an axis with these words; `rest` are the other fields of `Axis`."""
     return Axis(meaning=meaning, words=words, changes=changes, part=part, **rest)
 
 
 def flag(word: str, meaning: str, **values: object) -> Word:
-    """A word without a value in it, which stands for these values of axes."""
+    """Return a word without a value in it, which stands for these values of axes."""
     return Word(template=word, meaning=meaning, example=word, values=values)
 
 
 def number(template: str, example: str, meaning: str, **values: object) -> Word:
-    """A word with numbers in it, which may stand for further values of axes."""
+    """Return a word with numbers in it, which may stand for further values of axes."""
     return Word(template=template, meaning=meaning, example=example, values=values)

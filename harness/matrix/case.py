@@ -185,7 +185,7 @@ class Train(CaseStruct, frozen=True, kw_only=True):
         return self.tokens - sum(map(self.ignored_labels, range(self.global_batch)))
 
     def ignored_labels(self, sequence: int) -> int:
-        """How many labels at the end of a sequence of the global batch the loss leaves out."""
+        """Return how many labels at the end of a sequence of the global batch the loss leaves out."""
         if self.ignored_tokens == "half":
             return self.seq_len if 2 * sequence >= self.global_batch else 0
         return self.seq_len * sequence // self.global_batch if self.ignored_tokens == "unequal" else 0
@@ -260,7 +260,7 @@ class Checkpointing(CaseStruct, frozen=True, kw_only=True):
             msgspec.structs.force_setattr(self, "every", 2)
 
     def wraps(self, layer: int) -> bool:
-        """True when block `layer` (from 0) is checkpointed: part of its forward runs again in backward.
+        """Return True when block `layer` (from 0) is checkpointed: part of its forward runs again in backward.
 
         torchtitan 0.2.2 counts blocks from 1: with `every` = 2 it wraps layers.1, layers.3, ...
         """

@@ -59,7 +59,7 @@ class AxisGroup(msgspec.Struct, frozen=True, kw_only=True):
     values: tuple[dict[str, object], ...]
 
     def label(self, index: int) -> str:
-        """The name of a value in reports: `tp=2`, or `dp_replicate=2,dp_shard=2`."""
+        """Return the name of a value in reports: `tp=2`, or `dp_replicate=2,dp_shard=2`."""
         return ",".join(f"{name}={shown_value(value)}" for name, value in self.values[index].items()) or "{}"
 
 
@@ -73,7 +73,7 @@ class Block(msgspec.Struct, frozen=True, kw_only=True):
     pair_only: dict[str, tuple[str, ...]] = {}  # for some groups, by name, the only ones they are combined with
 
     def combines(self, names: Iterable[str]) -> bool:
-        """True when values of these groups have to be covered together in this block."""
+        """Return True when values of these groups have to be covered together in this block."""
         members = set(names)
         return all(members - {name} <= set(self.pair_only.get(name, members)) for name in members)
 
@@ -91,17 +91,17 @@ class CaseFile(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_case_file(path: Path) -> CaseFile:
-    """The case file at `path`. Raises HarnessError with file and line for anything invalid."""
+    """Return the case file at `path`. Raises HarnessError with file and line for anything invalid."""
     return _case_file(read_toml_file(path), name=path.stem)
 
 
 def parse_case_file(text: str, *, where: str) -> CaseFile:
-    """The case file in `text`; `where` is its name in errors."""
+    """Return the case file in `text`; `where` is its name in errors."""
     return _case_file(parse_toml(text, where=where), name=Path(where).stem)
 
 
 def write_case(case: Case, *, schema: str | None, command: str) -> str:
-    """The text of a case file with this case: its own axes, and all others as comments with their defaults.
+    """Return the text of a case file with this case: its own axes, and all others as comments with their defaults.
 
     `schema` is where editors find the schema, if they can; `command` runs the file.
     """
@@ -248,7 +248,7 @@ def _axes(toml: TomlFile, table: object, *, path: KeyPath) -> dict[str, object]:
 
 
 def case_of_table(toml: TomlFile, table: object, base: dict[str, object], *, path: KeyPath) -> Case:
-    """The case of a table with an `id`, or with `axes` that add to those of `base`."""
+    """Return the case of a table with an `id`, or with `axes` that add to those of `base`."""
     known = toml.check_keys(*path, table=table, known=("id", "axes"))
     if len(known) != 1:
         fix = "remove one of them." if known else 'add id = "..." or axes = {...}.'
@@ -288,7 +288,7 @@ FILE_NAME = "case.schema.json"
 
 
 def case_file_schema() -> dict[str, Any]:
-    """The schema of a case file: every axis with its type, limits, choices, meaning and default."""
+    """Return the schema of a case file: every axis with its type, limits, choices, meaning and default."""
     axes = _table({name: {"$ref": f"#/$defs/{name}"} for name in AXES})
     limit = {"type": "integer", "minimum": 1, "description": "leave out cases with more ranks"}
     names = {"type": "array", "items": {"type": "string"}}

@@ -48,12 +48,12 @@ class Word(msgspec.Struct, frozen=True, kw_only=True):
         return self.declared.template.partition("{")[0] if numbers else ""
 
     def read(self, match: re.Match[str]) -> dict[str, object]:
-        """The axis values that a token stands for, in a match of its pattern."""
+        """Return the axis values that a token stands for, in a match of its pattern."""
         inside = {name: self._value(name, match[at]) for at, name in enumerate(self.inside, start=1)}
         return {**self.declared.values, **inside}
 
     def applies(self, values: Mapping[str, object], *, with_defaults: bool = False) -> bool:
-        """True when it spells values of these. `with_defaults`: it spells numbers that are defaults too."""
+        """Return True when it spells values of these. `with_defaults`: it spells numbers that are defaults too."""
         if not self.sets or any(values[name] != value for name, value in self.declared.values.items()):
             return False
         return all(self._is_spelled(name, values[name], with_defaults=with_defaults) for name in self.inside)
@@ -104,7 +104,7 @@ _FLOAT_STEMS = tuple(word.stem for word in WORDS if word.inside and axis_type(wo
 
 
 def spelled(values: Mapping[str, object], names: tuple[str, ...], *, with_defaults: bool = False) -> list[str]:
-    """The words for these values of axes, in the order of ids; of two words for an axis, that which sets more.
+    """Return the words for these values of axes, in the order of ids; of two words for an axis, that which sets more.
 
     `names`: the axes that are spelled. `with_defaults`: numbers that are defaults too.
     """
@@ -118,13 +118,13 @@ def _words_for(names: tuple[str, ...]) -> tuple[Word, ...]:
 
 
 def values_of(token: str) -> dict[str, object] | None:
-    """The axis values that a token stands for; None when it is no word of an id."""
+    """Return the axis values that a token stands for; None when it is no word of an id."""
     matched = _match(token)
     return None if matched is None else matched[0].read(matched[1])
 
 
 def meaning_of(token: str) -> str:
-    """What a token means; it must be a word of an id."""
+    """Return what a token means; it must be a word of an id."""
     matched = _match(token)
     assert matched is not None, f"'{token}' is no word of an id"
     return matched[0].declared.meaning.format(*matched[1].groups())
@@ -148,7 +148,7 @@ def _match(token: str) -> tuple[Word, re.Match[str]] | None:
 
 
 def _for_axis(token: str) -> list[str]:
-    """The words for an axis or for a value of one: `compile`, `steps5`, `bfloat16`."""
+    """Return the words for an axis or for a value of one: `compile`, `steps5`, `bfloat16`."""
     name, number = _cut(token)
     if name in AXES:
         return [_with_number(word, number) for word in _suggested() if name in _sample(word)][:3]
@@ -247,7 +247,7 @@ def parse_case_id(text: str) -> Case:
 
 
 def id_words(text: str) -> list[str]:
-    """The words of an id, which may not be known. Raises HarnessError for a text that is no list of words."""
+    """Return the words of an id, which may not be known. Raises HarnessError for a text that is no list of words."""
     tokens = []
     position = 0
     while position < len(text) <= _MAX_LENGTH:
@@ -262,12 +262,12 @@ def id_words(text: str) -> list[str]:
 
 
 def mesh_words(layout: Layout) -> str:
-    """The words for the mesh of a layout alone: "fsdp2-tp2", "single"."""
+    """Return the words for the mesh of a layout alone: "fsdp2-tp2", "single"."""
     return layout_id(msgspec.structs.replace(Layout(), **layout.mesh, async_tp=layout.async_tp))
 
 
 def layout_id(layout: Layout) -> str:
-    """How an id spells a layout, such as "fsdp2-tp2"."""
+    """Return how an id spells a layout, such as "fsdp2-tp2"."""
     return "-".join(_layout_words(own_values(Case(layout=layout))))
 
 
@@ -291,7 +291,7 @@ def _is_used(name: str, values: Mapping[str, object]) -> bool:
 
 
 def family_case(family: str) -> Case | None:
-    """The reference case of a family; None for a text that is no family."""
+    """Return the reference case of a family; None for a text that is no family."""
     values: dict[str, object] = {"dtype": "bfloat16"}
     try:
         for token in id_words(family):
@@ -303,7 +303,7 @@ def family_case(family: str) -> Case | None:
 
 
 def solo_case(case: Case) -> Case:
-    """The case whose solo witness is used for `case`: without all options that must not change a number.
+    """Return the case whose solo witness is used for `case`: without all options that must not change a number.
 
     These are checkpointing, compile, evaluation, resuming, and what ranks share but the batch, its sequences, of
     experts the tokens, and of a pipeline tied ends. Nor may the split of the batch into shards and replicas change one,
@@ -326,7 +326,7 @@ def twin_case(case: Case) -> Case:
 
 
 def reference_case(case: Case) -> Case:
-    """The case whose run is the golden: bf16 on one rank, without all options that must not change a loss."""
+    """Return the case whose run is the golden: bf16 on one rank, without all options that must not change a loss."""
     return without(case, *(change for change in Changes if change is not Changes.TRAINING))
 
 
@@ -335,7 +335,7 @@ def _layout_words(values: Mapping[str, object]) -> list[str]:
 
 
 def parse_layout(text: str, *, option: str = "--layout") -> Layout:
-    """The layout of words of case ids, `fsdp2-tp2`. Raises HarnessError for any other word."""
+    """Return the layout of words of case ids, `fsdp2-tp2`. Raises HarnessError for any other word."""
     values: dict[str, object] = {}
     layouts = [word for word in WORDS if word.part == "layout"]
     for token in id_words(text):
@@ -364,7 +364,7 @@ def other_layout(layout: Layout) -> Layout | None:
 
 
 def _only_built(case: Case, layout: Layout) -> Case:
-    """The case in another layout, without the options of training: it loads and saves."""
+    """Return the case in another layout, without the options of training: it loads and saves."""
     moved = msgspec.structs.replace(case, layout=layout, float8=msgspec.structs.replace(case.float8, tp_styles="plain"))
     train = without(moved, Changes.SUMS).train  # a pipeline sets how gradients are summed
     train = msgspec.structs.replace(train, global_batch=layout.world_size, evaluate=False, resume="none")

@@ -53,10 +53,10 @@ class PlantedFault(Protocol):
         """True when a case that must be refused trains with it, so only such a case can show it."""
 
     def applies(self, case: Case) -> bool:
-        """True when it can be planted in this case and has its effect there."""
+        """Return True when it can be planted in this case and has its effect there."""
 
     def hosts(self, *, at_most: int) -> tuple[Case, ...]:
-        """The cases of its catalogue that it applies to, the first with the fewest ranks."""
+        """Return the cases of its catalogue that it applies to, the first with the fewest ranks."""
 
 
 FAULT_PREFIX = "fault:"  # of the injection that plants a fault
@@ -66,14 +66,14 @@ class Catalogue(Protocol):
     """What a plug-in answers about planted faults."""
 
     def all_faults(self) -> Mapping[str, Any]:
-        """Every fault by its name."""
+        """Return every fault by its name."""
 
     def fault_named(self, name: str) -> Any:
-        """The fault of this name. Raises HarnessError with a suggestion if it does not exist."""
+        """Return the fault of this name. Raises HarnessError with a suggestion if it does not exist."""
 
 
 def planted_faults() -> tuple[PlantedFault, ...]:
-    """Every planted fault; none where no plug-in knows any."""
+    """Return every planted fault; none where no plug-in knows any."""
     return tuple(fault for catalogue in answers("planted faults") for fault in catalogue.all_faults().values())
 
 
@@ -84,12 +84,12 @@ def catalogue_of_faults(where: str) -> Catalogue:
 
 
 def carries(case: Case, fault: PlantedFault, known: Sequence[KnownFault]) -> bool:
-    """True when a fault that is planted in this case must show, and no recorded fault could be taken for it."""
+    """Return True when a fault that is planted in this case must show, and no recorded fault could be taken for it."""
     return bool(carried(case, (fault,), known))
 
 
 def carried(case: Case, faults: Iterable[PlantedFault], known: Sequence[KnownFault]) -> tuple[PlantedFault, ...]:
-    """Those of the faults that the case `carries`."""
+    """Return those of the faults that the case `carries`."""
     if any(known_fault.masks_new_findings(case) for known_fault in matching(known, case)):
         return ()
     refused = expected_refusal(case) is not None
@@ -101,7 +101,7 @@ def carried(case: Case, faults: Iterable[PlantedFault], known: Sequence[KnownFau
 
 
 def contained(case: Case, spaces: Sequence[Space], strength: int) -> set[Goal]:
-    """The combinations that a case covers: none when it is refused or runs into a recorded fault."""
+    """Return the combinations that a case covers: none when it is refused or runs into a recorded fault."""
     goals: set[Goal] = set()
     for index, space in enumerate(spaces):
         row = space.row_of(case)
@@ -128,7 +128,7 @@ def chosen_path(case_file: Path) -> Path:
 
 
 def read_chosen(path: Path) -> tuple[ChosenCase, ...]:
-    """The cases of a choice, in its order. HarnessError with the line on anything that is not right."""
+    """Return the cases of a choice, in its order. HarnessError with the line on anything that is not right."""
     toml = read_toml_file(path)
     toml.check_keys(table=toml.data, known=("case",))
     return tuple(_chosen(toml, table, index) for index, table in enumerate(toml.tables("case")))
@@ -162,7 +162,7 @@ def _chosen(toml: TomlFile, table: object, index: int) -> ChosenCase:
 
 
 def _tier_of(toml: TomlFile) -> str:
-    """The file of the tier that the cases were chosen for: `chosen_path` backwards."""
+    """Return the file of the tier that the cases were chosen for: `chosen_path` backwards."""
     path = Path(toml.where)
     return str(path.parents[1] / path.name)
 
@@ -180,7 +180,7 @@ class Shard(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 def parse_shard(text: str) -> Shard:
-    """The shard of "2/4". Raises `HarnessError` for anything else."""
+    """Return the shard of "2/4". Raises `HarnessError` for anything else."""
     match = re.fullmatch(r"([0-9]{1,6})/([0-9]{1,6})", text, flags=re.ASCII)
     index, count = (int(match[1]), int(match[2])) if match else (0, 0)
     if not 1 <= index <= count:
@@ -195,7 +195,7 @@ def cases_of_shard(cases: Sequence[Case], shard: Shard, price: Pricing) -> tuple
 
 
 def shards(cases: Iterable[Case], count: int, price: Pricing) -> tuple[frozenset[str], ...]:
-    """The ids of `count` shards of nearly the same CPU seconds.
+    """Return the ids of `count` shards of nearly the same CPU seconds.
 
     The dearest case comes first, each to the shard that then has least to do. A witness is paid for once in a shard.
     """
@@ -241,7 +241,7 @@ def within_budget(
     faults: Iterable[PlantedFault],
     budget_cpu_s: float,
 ) -> Budgeted:
-    """The cases that together cover most combinations of values and planted faults in so many CPU seconds.
+    """Return the cases that together cover most combinations of values and planted faults in so many CPU seconds.
 
     Greedy: the next case is the one that adds most per second to those before it, its witnesses included.
     """
@@ -279,7 +279,7 @@ def within_budget(
 def _worth(
     cases: Sequence[Case], selections: Sequence[Selection], faults: Sequence[PlantedFault]
 ) -> dict[str, set[object]]:
-    """What every case covers, by its id: combinations of the blocks of the selections, and planted faults."""
+    """Return what every case covers, by its id: combinations of the blocks of the selections, and planted faults."""
     known = [fault for selection in selections for fault in selection.known]
     worth: dict[str, set[object]] = {
         case_id(case): {fault.name for fault in carried(case, faults, known)} for case in cases

@@ -217,12 +217,12 @@ class Layout(Mesh, frozen=True, kw_only=True):
 
 
 def coordinates(layout: Layout, rank: int) -> dict[str, int]:
-    """The coordinate of `rank` on every axis."""
+    """Return the coordinate of `rank` on every axis."""
     return _coordinates(layout.mesh, rank)
 
 
 def expert_coordinates(layout: Layout, rank: int) -> dict[str, int]:
-    """The coordinate of `rank` on every axis of the mesh of expert weights."""
+    """Return the coordinate of `rank` on every axis of the mesh of expert weights."""
     return _coordinates(layout.expert_mesh, rank)
 
 
@@ -243,12 +243,12 @@ def dp_rank(layout: Layout, rank: int) -> int:
 
 
 def batch_of(layout: Layout, rank: int) -> int:
-    """Which slice of the sequences of the global batch `rank` trains on."""
+    """Return which slice of the sequences of the global batch `rank` trains on."""
     return dp_rank(layout, rank) // layout.cp
 
 
 def positions(layout: Layout, seq_len: int, part: int) -> tuple[int, ...]:
-    """The positions of every sequence that a data-parallel rank trains on, in the order in which it has them.
+    """Return the positions of every sequence that a data-parallel rank trains on, in the order in which it has them.
 
     `headtail` cuts a sequence into twice as many pieces as ranks share it; a rank has the one that is as far from its
     begin as the other is from its end, so that under a causal mask all ranks have as much to do.
@@ -260,7 +260,7 @@ def positions(layout: Layout, seq_len: int, part: int) -> tuple[int, ...]:
 
 
 def peers(layout: Layout, rank: int, axes: Collection[str]) -> tuple[int, ...]:
-    """The ranks that differ from `rank` only on these axes, including itself, ascending.
+    """Return the ranks that differ from `rank` only on these axes, including itself, ascending.
 
     Of the mesh of the layout, or of the mesh of expert weights or of sequences where an axis is of it alone.
     """
@@ -282,7 +282,7 @@ def positions_of_ranks(layout: Layout, seq_len: int) -> tuple[tuple[int, ...], .
 
 
 def mesh_with(layout: Layout, axes: Collection[str]) -> dict[str, int]:
-    """The mesh that has these axes: of the layout, of expert weights, or of sequences."""
+    """Return the mesh that has these axes: of the layout, of expert weights, or of sequences."""
     if not set(axes).isdisjoint(EXPERT_AXES):
         return layout.expert_mesh
     return layout.mesh if set(axes).isdisjoint(SEQUENCE_AXES) else layout.sequence_mesh
@@ -301,7 +301,7 @@ def left_over(ranks: int, degrees: Mapping[str, object], *, where: str) -> int:
 
 
 def device_mesh(layout: Layout, *, fsdp: bool) -> dict[str, int]:
-    """The axes that a run has a mesh of: those of several ranks, and FSDP2's where it is applied to one rank."""
+    """Return the axes that a run has a mesh of: those of several ranks, and FSDP2's where it is applied to one rank."""
     return {axis: degree for axis, degree in layout.mesh.items() if degree > 1 or (fsdp and axis == REST)}
 
 
@@ -313,7 +313,7 @@ def _position(place: Iterable[tuple[int, int]]) -> int:
 
 
 def axis_of_group(layout: Layout, rank: int, ranks: tuple[int, ...]) -> str:
-    """The mesh axis along which `ranks` are the peers of `rank`; several axes are joined by "+".
+    """Return the mesh axis along which `ranks` are the peers of `rank`; several axes are joined by "+".
 
     "world" for all ranks of a mesh with several axes, "self" for a group of one, "ranks 0,3" for any other group.
     """
@@ -330,5 +330,5 @@ def axis_of_group(layout: Layout, rank: int, ranks: tuple[int, ...]) -> str:
 
 
 def group_name(layout: Layout, axis: str) -> str:
-    """The name of the groups along an axis, of the other meshes too: another axis may have the same ranks."""
+    """Return the name of the groups along an axis, of the other meshes too: another axis may have the same ranks."""
     return axis_of_group(layout, 0, peers(layout, 0, (axis,)))

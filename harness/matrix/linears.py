@@ -48,7 +48,7 @@ _Gemm = TypeVar("_Gemm", bound=Gemm)
 
 
 def linear_fqns(case: Case) -> tuple[str, ...]:
-    """Every linear of the model in order of execution, converted or not, without routers."""
+    """Return every linear of the model in order of execution, converted or not, without routers."""
     return _fqns(case.model)
 
 
@@ -59,17 +59,17 @@ def _fqns(model: Model) -> tuple[str, ...]:
 
 
 def block_linears(model: Model, layer: int) -> tuple[str, ...]:
-    """The linears of a block that may be converted, in order of execution."""
+    """Return the linears of a block that may be converted, in order of execution."""
     return EXPERT_BLOCK_LINEARS if model.has_experts(layer) else BLOCK_LINEARS
 
 
 def expert_fqns(model: Model) -> tuple[str, ...]:
-    """The modules of grouped experts."""
+    """Return the modules of grouped experts."""
     return tuple(f"layers.{layer}.{EXPERTS}" for layer in model.expert_layers)
 
 
 def converted_fqns(case: Case) -> tuple[str, ...]:
-    """Linears expected to be Float8Linear after conversion, sorted; () for bf16."""
+    """Return linears expected to be Float8Linear after conversion, sorted; () for bf16."""
     return tuple(sorted(fqn for fqn in linear_fqns(case) if is_converted(case, fqn)))
 
 
@@ -80,13 +80,13 @@ def is_converted(case: Case, fqn: str) -> bool:
 
 
 def is_checkpointed(case: Case, fqn: str) -> bool:
-    """True when the linear is in a checkpointed block: its operands are cast again in backward."""
+    """Return True when the linear is in a checkpointed block: its operands are cast again in backward."""
     return fqn != OUTPUT_FQN and case.checkpointing.wraps(int(fqn.split(".")[1]))
 
 
 @functools.lru_cache(maxsize=4096)
 def gemms(case: Case) -> tuple[Gemm, ...]:
-    """The scaled matmuls of a microbatch in order of execution.
+    """Return the scaled matmuls of a microbatch in order of execution.
 
     Without recomputed forwards and those of an evaluation, which repeat listed shapes, and without matmuls in high
     precision. Where TP ranks hold shards of different sizes, each size is listed once, largest first.
@@ -115,13 +115,13 @@ def matmul_sizes(tokens: int, features: tuple[int, int]) -> Mapping[MatmulRole, 
 
 
 def in_order(of_linears: Sequence[Sequence[_Gemm]]) -> tuple[_Gemm, ...]:
-    """The matmuls of linears as they are executed: all forwards, then dgrad and wgrad from the last linear."""
+    """Return the matmuls of linears as they are executed: all forwards, then dgrad and wgrad from the last linear."""
     forwards = [forward for forward, *_ in of_linears]
     return (*forwards, *(gemm for _, *backward in reversed(of_linears) for gemm in backward))
 
 
 def is_misaligned(case: Case, gemm: Gemm) -> bool:
-    """True when `torch._scaled_mm` refuses this matmul: k or n is not a multiple of 16 (m may be anything).
+    """Return True when `torch._scaled_mm` refuses this matmul: k or n is not a multiple of 16 (m may be anything).
 
     MXFP8 refuses it before, in the casts: each dim of an operand that is contracted anywhere must be one of 32.
 
@@ -139,13 +139,13 @@ def shard_sizes(total: int, ranks: int) -> tuple[int, ...]:
 
 
 def shard_size(total: int, ranks: int, rank: int) -> int:
-    """One of `shard_sizes`."""
+    """Return one of `shard_sizes`."""
     size = -(-total // ranks)
     return max(0, min(size, total - rank * size))
 
 
 def linear_name(fqn: str) -> str:
-    """The name of a linear in its block, which all blocks share, or of the output layer."""
+    """Return the name of a linear in its block, which all blocks share, or of the output layer."""
     return fqn.split(".", 2)[-1]
 
 
@@ -172,7 +172,7 @@ def _features(model: Model) -> Mapping[str, tuple[int, int]]:
 
 
 def parameter_count(case: Case) -> int:
-    """Parameters of the whole model: embedding, linears with their biases, norms, routers and experts."""
+    """Return parameters of the whole model: embedding, linears with their biases, norms, routers and experts."""
     features = [linear_features(case, linear_name(fqn)) for fqn in linear_fqns(case)]
     shape = case.model.shape
     norms = (2 * shape.layers + 1) * shape.dim
@@ -184,7 +184,7 @@ def parameter_count(case: Case) -> int:
 
 
 def expert_parameters(model: Model) -> tuple[int, int]:
-    """Parameters of the experts that tokens are sent to, and of the routers."""
+    """Return parameters of the experts that tokens are sent to, and of the routers."""
     blocks, dim = len(model.expert_layers), model.shape.dim
     return blocks * model.experts * 3 * dim * model.expert_dim, blocks * model.experts * dim
 
@@ -207,7 +207,7 @@ def _local(name: str, features: tuple[int, int], tp: int, rank: int) -> tuple[in
 
 @functools.lru_cache(maxsize=1024)
 def _held(model: Model, tp: int) -> Mapping[str, Sequence[tuple[int, int]]]:
-    """The sizes in which TP ranks hold each linear, largest first."""
+    """Return the sizes in which TP ranks hold each linear, largest first."""
     return {
         name: sorted({_local(name, features, tp, rank) for rank in range(tp)}, reverse=True)
         for name, features in _features(model).items()
@@ -225,7 +225,7 @@ def ends_are_one(case: Case) -> bool:
 
 
 def copies_of_weights(case: Case) -> frozenset[str]:
-    """The parameters that a pipeline has besides those of the embedding, though they are the same weights."""
+    """Return the parameters that a pipeline has besides those of the embedding, though they are the same weights."""
     return frozenset({f"{OUTPUT_FQN}.weight"} if case.model.tied else ())
 
 
@@ -234,7 +234,7 @@ def stage_count(layout: Layout) -> int:
 
 
 def stages_of(case: Case, rank: int) -> tuple[int, ...]:
-    """The stages that a rank computes, in order."""
+    """Return the stages that a rank computes, in order."""
     return _stages(case.layout, _coordinate(case, rank))
 
 
@@ -247,7 +247,7 @@ def _coordinate(case: Case, rank: int) -> int:
 
 
 def blocks_of_stage(case: Case, stage: int) -> range:
-    """The numbers of the blocks that a stage holds."""
+    """Return the numbers of the blocks that a stage holds."""
     per_stage, more = divmod(case.model.shape.layers, stage_count(case.layout))
     first = stage * per_stage + min(stage, more)
     return range(first, first + per_stage + (stage < more))
@@ -255,7 +255,7 @@ def blocks_of_stage(case: Case, stage: int) -> range:
 
 @functools.lru_cache(maxsize=1024)
 def modules_of_stage(case: Case, stage: int) -> tuple[str, ...]:
-    """The FQNs of the modules directly in the model that a stage holds, in order of execution."""
+    """Return the FQNs of the modules directly in the model that a stage holds, in order of execution."""
     blocks = (f"layers.{layer}" for layer in blocks_of_stage(case, stage))
     is_last = stage == stage_count(case.layout) - 1
     return (*((EMBEDDING,) if stage == 0 else ()), *blocks, *(_LAST if is_last else ()))
@@ -267,7 +267,7 @@ def _modules(case: Case, coordinate: int) -> frozenset[str]:
 
 
 def holds(case: Case, rank: int, fqn: str) -> bool:
-    """True where a module, or a parameter of one, is in a stage of this rank."""
+    """Return True where a module, or a parameter of one, is in a stage of this rank."""
     return case.layout.pp == 1 or _module_of(fqn) in _modules(case, _coordinate(case, rank))
 
 
@@ -281,7 +281,7 @@ def held(case: Case, rank: int, fqns: Iterable[str]) -> tuple[str, ...]:
 
 
 def neighbours(case: Case, rank: int) -> tuple[int, int]:
-    """How many stages of a rank have one behind them, and how many one before them."""
+    """Return how many stages of a rank have one behind them, and how many one before them."""
     stages = stages_of(case, rank)
     return sum(stage < stage_count(case.layout) - 1 for stage in stages), sum(stage > 0 for stage in stages)
 
@@ -312,10 +312,10 @@ def forwards_in_flight(case: Case, rank: int) -> dict[int, int]:
 
 
 def expert_layers_of(case: Case, rank: int) -> tuple[int, ...]:
-    """The numbers of the blocks with experts that a rank holds."""
+    """Return the numbers of the blocks with experts that a rank holds."""
     return tuple(layer for layer in blocks_of(case, rank) if case.model.has_experts(layer))
 
 
 def blocks_of(case: Case, rank: int) -> tuple[int, ...]:
-    """The numbers of the blocks that a rank holds."""
+    """Return the numbers of the blocks that a rank holds."""
     return tuple(sorted(layer for stage in stages_of(case, rank) for layer in blocks_of_stage(case, stage)))

@@ -168,7 +168,7 @@ class Model(CaseStruct, frozen=True, kw_only=True):
                 msgspec.structs.force_setattr(self, name, value)
 
     def has_experts(self, layer: int) -> bool:
-        """True when block `layer` (from 0) is a mixture of experts: with `experts` all but the first."""
+        """Return True when block `layer` (from 0) is a mixture of experts: with `experts` all but the first."""
         return self.experts > 0 and layer > 0
 
     @property

@@ -29,7 +29,7 @@ class Numerics(msgspec.Struct, frozen=True, kw_only=True):
     same_in_parts: bool = True
 
     def has_one_order(self, ranks: int) -> bool:
-        """True when the sum over a group of so many ranks has the bits of a sum in rank order."""
+        """Return True when the sum over a group of so many ranks has the bits of a sum in rank order."""
         return self.in_rank_order or ranks <= _ONE_ORDER
 
 
@@ -52,22 +52,22 @@ def activations_differ(case: Case, numerics: Numerics = VIRTUAL_DEVICE) -> bool:
 
 
 def clips_by_a_rounded_norm(case: Case) -> bool:
-    """True where ranks sum the norm in an order of their own, so that its rounding is in every gradient."""
+    """Return True where ranks sum the norm in an order of their own, so that its rounding is in every gradient."""
     return case.train.max_norm is not None and case.world_size > 1 and case.train.dtype != "float64"
 
 
 def norm_rounding(case: Case) -> float:
-    """What the rounding of the norm adds to the distance of a clipped gradient, relative to its norm."""
+    """Return what the rounding of the norm adds to the distance of a clipped gradient, relative to its norm."""
     return rounding_of_norm(case) if clips_by_a_rounded_norm(case) else 0.0
 
 
 def rounding_of_norm(case: Case) -> float:
-    """How far the norm that a target reports may be from the exact one of the same gradients, relative to it."""
+    """Return how far the norm that a target reports may be from the exact one of the same gradients, relative to it."""
     return NORM_ROUNDING_BFLOAT16 if case.parameter_dtype == "bfloat16" else NORM_ROUNDING
 
 
 def async_tp_gap(case: Case, numerics: Numerics) -> str | None:
-    """Why async TP may give other bits than TP; None where it gives the same, or the case has none of it."""
+    """Return why async TP may give other bits than TP; None where it gives the same, or the case has none of it."""
     if not case.layout.async_tp:
         return None
     if not numerics.same_in_parts:
@@ -93,7 +93,7 @@ def drifts(case: Case, numerics: Numerics = VIRTUAL_DEVICE) -> bool:
 
 
 def replayed_steps(case: Case, numerics: Numerics = VIRTUAL_DEVICE) -> tuple[int, ...]:
-    """The steps, 1-based, whose modules are recorded and replayed: the first, some later ones, and the last.
+    """Return the steps, 1-based, whose modules are recorded and replayed: the first, some later ones, and the last.
 
     In runs that drift: of large models so many as fit into a message. How large a model is that is not known shows in
     the run (`worker/probes/module_tensors.py`). Blocks with generated code are modules. Executed graphs have a partner.

@@ -143,7 +143,7 @@ class KnownFault(msgspec.Struct, frozen=True, kw_only=True):
         return " and ".join(f"{package} {text}" for package, text in self.specifiers.items())
 
     def affects(self, installed: Mapping[str, str | None]) -> bool | None:
-        """True when these versions have the fault; None for a pre-release that may have it.
+        """Return True when these versions have the fault; None for a pre-release that may have it.
 
         A package that is not installed is taken to be affected.
         """
@@ -155,7 +155,7 @@ class KnownFault(msgspec.Struct, frozen=True, kw_only=True):
         return False if False in answers else None if None in answers else True
 
     def here(self, installed: Mapping[str, str | None]) -> Self | None:
-        """The record as it holds for these versions; None where they do not have the fault.
+        """Return the record as it holds for these versions; None where they do not have the fault.
 
         With a pre-release that may have it, each case that it selects may show it and need not.
         """
@@ -165,11 +165,11 @@ class KnownFault(msgspec.Struct, frozen=True, kw_only=True):
         return self if affects else None
 
     def masks_new_findings(self, case: Case) -> bool:
-        """True when the fault hides new findings in a case it affects: there is no fix to run it again with."""
+        """Return True when the fault hides new findings in a case it affects: there is no fix to run it again with."""
         return self.fix is None and self.must_show(case)
 
     def must_show(self, case: Case) -> bool:
-        """True when the case fails as recorded or the record is wrong; otherwise it explains what shows."""
+        """Return True when the case fails as recorded or the record is wrong; otherwise it explains what shows."""
         if any(parse_selector(selector).matches(case) for selector in self.may_show):
             return False
         return not self.everywhere or is_llama(case.target)
@@ -178,12 +178,12 @@ class KnownFault(msgspec.Struct, frozen=True, kw_only=True):
         return all(any(symptom.explains(finding) for finding in findings) for symptom in self.requires)
 
     def explains(self, finding: Finding) -> bool:
-        """True when the finding is one that this fault shows itself by, or one that it may cause."""
+        """Return True when the finding is one that this fault shows itself by, or one that it may cause."""
         return any(symptom.explains(finding) for symptom in (*self.requires, *self.may_cause))
 
 
 def read_known(path: Path) -> tuple[KnownFault, ...]:
-    """The records of a file, in order. Raises HarnessError with the line for anything invalid."""
+    """Return the records of a file, in order. Raises HarnessError with the line for anything invalid."""
     return _records(read_toml_text(path), str(path))
 
 
@@ -197,7 +197,7 @@ def _records(text: str, where: str) -> tuple[KnownFault, ...]:
 
 
 def known_with_shipped(own: Path, shipped: Path) -> tuple[KnownFault, ...]:
-    """The records of a project, and those of the package as `everywhere`, with their fixes by absolute path.
+    """Return the records of a project, and those of the package as `everywhere`, with their fixes by absolute path.
 
     A record of the same name in the project replaces one of the package, `without` in it switches one off. Raises
     HarnessError as `read_known` does, and for a name in `without` that the package does not have.
@@ -228,7 +228,7 @@ def _without(path: Path, shipped: Collection[str]) -> list[str]:
 
 
 def matching(faults: Sequence[KnownFault], case: Case) -> tuple[KnownFault, ...]:
-    """Every record that affects a case, in order. The caller filters by version (`affects`)."""
+    """Return every record that affects a case, in order. The caller filters by version (`affects`)."""
     return tuple(fault for fault in faults if parse_selector(fault.where).matches(case))
 
 
@@ -236,7 +236,7 @@ class KnownRule(Rule, frozen=True):
     """The cases in which a record masks new findings, as a rule of the matrix: they run, but prove nothing new."""
 
     def applies(self, case: Case) -> bool:
-        """True for the cases that the record selects, whatever their model."""
+        """Return True for the cases that the record selects, whatever their model."""
         return self.when(case)
 
 
@@ -332,7 +332,7 @@ class Quarantine(Entry, frozen=True, kw_only=True):
         return today <= self.expires
 
     def text(self, today: datetime.date) -> str:
-        """Why cases are excused, as the end of a sentence, with a remark where that lasts too long."""
+        """Return why cases are excused, as the end of a sentence, with a remark where that lasts too long."""
         link = f" ({self.link})" if self.link else ""
         days = (self.expires - today).days
         remark = f". That is {days / 365.25:.1f} years away: set a date within a year" if days > _LONG_DAYS else ""
@@ -353,7 +353,7 @@ class Required(Entry, frozen=True, kw_only=True):
 
 
 def read_quarantine(path: Path) -> tuple[Quarantine, ...]:
-    """The entries of a file, in order; none where there is no file. Raises HarnessError with the line."""
+    """Return the entries of a file, in order; none where there is no file. Raises HarnessError with the line."""
     if not path.exists():
         return ()
     toml = read_toml_file(path)
@@ -362,7 +362,7 @@ def read_quarantine(path: Path) -> tuple[Quarantine, ...]:
 
 
 def read_required(path: Path) -> tuple[Required, ...]:
-    """The entries of a file, in order. Raises HarnessError with the line for anything invalid."""
+    """Return the entries of a file, in order. Raises HarnessError with the line for anything invalid."""
     toml = read_toml_file(path)
     entries = toml.records("required", Required)
     toml.check_distinct([entry.name for entry in entries], "required", "name", noun="entries")
@@ -370,12 +370,12 @@ def read_required(path: Path) -> tuple[Required, ...]:
 
 
 def quarantine_of(entries: Iterable[Quarantine], case: Case) -> Quarantine | None:
-    """The entry about a case that expires last; None where there is none."""
+    """Return the entry about a case that expires last; None where there is none."""
     return max((entry for entry in entries if entry.covers(case)), key=lambda entry: entry.expires, default=None)
 
 
 def _checked(toml: TomlFile, table: str, entries: tuple[E, ...]) -> tuple[E, ...]:
-    """The entries. HarnessError with the line where one names no cases, or cases that cannot be."""
+    """Return the entries. HarnessError with the line where one names no cases, or cases that cannot be."""
     for index, entry in enumerate(entries):
         if bool(entry.id.strip()) == bool(entry.select.strip()):
             what = "an entry has either 'id', one case, or 'select', an expression."

@@ -15,6 +15,7 @@ from typing import Any
 
 import msgspec
 
+from harness.errors import HarnessError
 from harness.matrix.case import Case, ModelShape
 from harness.matrix.caseid import other_layout
 from harness.matrix.layout import DP_AXES, MESH_AXES
@@ -76,13 +77,13 @@ class Explanation(msgspec.Struct, frozen=True, kw_only=True):
 
 @functools.lru_cache(maxsize=4096)
 def exclusions(case: Case) -> tuple[Exclusion, ...]:
-    """The rules that exclude this case, in the order of `EXCLUSIONS`."""
+    """Return the rules that exclude this case, in the order of `EXCLUSIONS`."""
     return tuple(rule for rule in EXCLUSIONS if rule.applies(case))
 
 
 @functools.lru_cache(maxsize=4096)
 def expected_refusal(case: Case) -> Refusal | None:
-    """The refusal that this case must end in, the first in order of execution; None when it must train."""
+    """Return the refusal that this case must end in, the first in order of execution; None when it must train."""
     return next((rule for rule in REFUSALS if rule.applies(case)), None)
 
 
@@ -231,18 +232,28 @@ _CODED: Mapping[str, tuple[tuple[str, ...], Callable[[Case], bool]]] = {
 
 
 def _exclusions() -> Iterator[Exclusion]:
-    """Every exclusion, those of plug-ins last."""
+    """Yield every exclusion, those of plug-ins last."""
     own = Path(__file__).with_suffix(".toml")
     of_plugins = (plugin.folder / own.name for plugin in plugins() if plugin.folder is not None)
     for path in (own, *filter(Path.is_file, of_plugins)):
         for name, row in tomllib.loads(path.read_text(encoding="utf-8")).items():
             axes, when = _condition(name, row)
+            _check_target(name, row, path)
             fields = {key: row[key] for key in ("reason", "source", "of_any_target") if key in row}
             yield Exclusion(name=name, axes=axes, when=when, **fields)
 
 
+def _check_target(name: str, row: Mapping[str, Any], path: Path) -> None:
+    """Raise HarnessError for a rule of a target that would never apply, because its model is not known."""
+    terms = (term for text in row.get("where", ()) for term in parse_selector(text).terms)
+    named = {str(value) for term in terms if (term.axis, term.operator) == ("target", "=") for value in term.values}
+    if named and not row.get("of_any_target") and not any(map(is_llama, named)):
+        what = f"rule {name} never applies: it is of a target whose model is not known."
+        raise HarnessError(what, where=str(path), fix="add of_any_target = true if it reads no shape of a model.")
+
+
 def _condition(name: str, row: Mapping[str, Any]) -> tuple[tuple[str, ...], Callable[[Case], bool]]:
-    """The axes that a rule reads, and its condition: selectors, or code of this file or of a plug-in."""
+    """Return the axes that a rule reads, and its condition: selectors, or code of this file or of a plug-in."""
     if "where" in row:
         return _selected(row["where"])
     if "when" in row:
@@ -346,7 +357,7 @@ def _parsed(capability: str) -> Capability:
 
 @functools.cache
 def gpu_needs() -> tuple[Need, ...]:
-    """All rows of `gpu_needs.toml`, in the order in which reasons are given."""
+    """Return all rows of `gpu_needs.toml`, in the order in which reasons are given."""
     text = Path(__file__).with_name("gpu_needs.toml").read_text(encoding="utf-8")
     rows = msgspec.convert(tomllib.loads(text), dict[str, Need])
     return tuple(msgspec.structs.replace(row, name=name, reason=_reason(row)) for name, row in rows.items())
@@ -357,7 +368,7 @@ def _reason(row: Need) -> str:
 
 
 def unmet_needs(case: Case, facts: GpuFacts, *, exact: bool) -> Iterator[Need]:
-    """The needs of a case that GPUs do not meet. `exact`: it multiplies float8 with the exact matmul."""
+    """Yield the needs of a case that GPUs do not meet. `exact`: it multiplies float8 with the exact matmul."""
     for need in gpu_needs():
         if need.is_about(case) and not (exact and need.kernel) and not need.is_met(facts):
             yield need

@@ -124,7 +124,7 @@ def _axis_term(axis: str, operator: str, value: str) -> Term:
 
 
 def _limit(axis: str, text: str) -> float:
-    """The number to compare with, which need not be a valid value of the axis."""
+    """Return the number to compare with, which need not be a valid value of the axis."""
     try:
         limit = float(text)
     except ValueError:
@@ -135,7 +135,7 @@ def _limit(axis: str, text: str) -> float:
 
 
 def _value(axis: str, text: str) -> object:
-    """The value of an axis that `text` stands for, or of what is derived from axes."""
+    """Return the value of an axis that `text` stands for, or of what is derived from axes."""
     if axis not in DERIVED:
         return read_value(axis, text)
     try:

@@ -93,7 +93,7 @@ def is_hit(row: Row, tables: Sequence[Table]) -> bool:
 
 
 def spaces_of(blocks: Sequence[Block], max_world_size: int | None, known: Sequence[Rule] = ()) -> tuple[Space, ...]:
-    """The space of every block, with all rules tabulated. HarnessError on a cell that is no case at all.
+    """Return the space of every block, with all rules tabulated. HarnessError on a cell that is no case at all.
 
     `known` are the rules of recorded upstream faults.
     """
@@ -133,7 +133,7 @@ def _tabulate(block: Block, rule: Rule, kind: Kind) -> Table:
 
 
 def _ignored_tables(block: Block) -> Iterator[Table]:
-    """One table for every part of a case: whether a value counts depends on its own part alone."""
+    """Yield one table for every part of a case: whether a value counts depends on its own part alone."""
     for part in dict.fromkeys(path[0] for path in AXES.values()):
         names = [name for name, path in AXES.items() if path[0] == part]
         factors = _factors_setting(block.groups, names)
@@ -223,7 +223,7 @@ Combination = tuple[tuple[int, int], ...]  # (factor, value) pairs, ascending by
 
 
 def combinations(space: Space, strength: int) -> Iterator[Combination]:
-    """Every combination of values of `strength` factors (all factors when there are fewer), possible or not.
+    """Yield every combination of values of `strength` factors (all factors when there are fewer), possible or not.
 
     Factors that their block does not combine are left out.
     """
@@ -245,7 +245,7 @@ def combinations_in(rows: Iterable[Row], strength: int) -> set[Combination]:
 def possible_combinations(
     space: Space, strength: int, avoid: Sequence[Table], *, witnessed: Collection[Combination] = ()
 ) -> dict[Combination, None]:
-    """The combinations that some cell contains which no table in `avoid` hits, in the order of `combinations`.
+    """Return the combinations that some cell contains which no table in `avoid` hits, in the order of `combinations`.
 
     `witnessed` are combinations already known to be possible.
     """
@@ -280,7 +280,7 @@ def covering_rows(space: Space, strength: int, avoid: Sequence[Table], wanted: I
 def _extended(
     space: Space, start: Combination, avoid: Sequence[Table], missing: Collection[Combination], strength: int
 ) -> Row:
-    """A cell with `start`, extended greedily by the value that adds most missing combinations."""
+    """Return a cell with `start`, extended greedily by the value that adds most missing combinations."""
     chosen = dict(start)
     gains: dict[tuple[int, int], int] = {
         (factor, value): 0 for factor, size in enumerate(space.sizes) if factor not in chosen for value in range(size)

@@ -91,7 +91,7 @@ def tables_of(space: Space, *kinds: Kind) -> list[Table]:
 
 
 def tier_spaces(file: CaseFile, known: Sequence[KnownFault]) -> tuple[Space, ...]:
-    """The spaces of a file's blocks. HarnessError on an impossible matrix."""
+    """Return the spaces of a file's blocks. HarnessError on an impossible matrix."""
     try:
         return spaces_of(file.blocks, file.max_world_size, known_rules(known))
     except HarnessError as error:
@@ -112,7 +112,7 @@ def _check_covered(file: CaseFile, spaces: Sequence[Space], cases: Sequence[Case
 
 
 def _judged(space: Space, strength: Strength) -> Collection[Combination]:
-    """The combinations that some judged cell contains. Takes most of the time of a selection."""
+    """Return the combinations that some judged cell contains. Takes most of the time of a selection."""
     if strength == "full":
         return ()
     return possible_combinations(space, strength, tables_of(space, *_NOT_JUDGED)).keys()
@@ -209,12 +209,12 @@ class Coverage(msgspec.Struct, frozen=True, kw_only=True):
         return {name: names.count(name) for name in sorted(set(names))}
 
     def of(self, fate: Fate) -> tuple[Tuple, ...]:
-        """The combinations with this fate, in order."""
+        """Return the combinations with this fate, in order."""
         return tuple(entry for entry in self.tuples if entry.fate == fate)
 
 
 def coverage(selection: Selection, strength: int) -> Coverage:
-    """What became of every combination of `strength` values in every block of the selection's file."""
+    """Return what became of every combination of `strength` values in every block of the selection's file."""
     return Coverage(
         name=selection.name,
         strength=strength,
@@ -260,7 +260,7 @@ class _BlockingRules:
         self._joint: dict[Combination, tuple[str, ...]] = {}
 
     def of(self, combination: Combination) -> tuple[str, ...]:
-        """Names of the rules that forbid it outright, else of a smallest set that together leaves no cell."""
+        """Return names of the rules that forbid it outright, else of a smallest set that together leaves no cell."""
         chosen = dict(combination)
         outright = [table.rule.name for table in self._tables if _forbids(table, chosen)]
         if outright:

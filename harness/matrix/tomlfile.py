@@ -39,7 +39,7 @@ class TomlFile(msgspec.Struct, frozen=True, kw_only=True):
         return self.where
 
     def error(self, *path: str | int, what: str, fix: str | None = None) -> HarnessError:
-        """An error about the key at `path`, for the caller to raise."""
+        """Return an error about the key at `path`, for the caller to raise."""
         return HarnessError(what, where=self.place(*path), fix=fix)
 
     def check_keys(self, *path: str | int, table: object, known: Iterable[str]) -> dict[str, Any]:
@@ -54,14 +54,14 @@ class TomlFile(msgspec.Struct, frozen=True, kw_only=True):
         return table
 
     def tables(self, name: str) -> list[Any]:
-        """The top-level `[[name]]` tables. Raises HarnessError when written as `[name]`."""
+        """Return the top-level `[[name]]` tables. Raises HarnessError when written as `[name]`."""
         tables = self.data.get(name, [])
         if not isinstance(tables, list):
             raise self.error(name, what=f"'{name}' must be a list of tables.", fix=f"write [[{name}]].")
         return tables
 
     def record(self, kind: type[T], table: object, *path: str | int, fixes: Mapping[str, str] = {}) -> T:
-        """The struct of a table. `fixes`: by field, for what is no value of it. HarnessError with the line."""
+        """Return the struct of a table. `fixes`: by field, for what is no value of it. HarnessError with the line."""
         fields = self.check_keys(*path, table=table, known=kind.__struct_fields__)
         for field in _fields_of(kind):
             text = fields.get(field.name)
@@ -76,7 +76,7 @@ class TomlFile(msgspec.Struct, frozen=True, kw_only=True):
             raise self.error(*path, name, what=f"{error}.", fix=fixes.get(name)) from error
 
     def records(self, name: str, kind: type[T], *, fixes: Mapping[str, str] = {}) -> tuple[T, ...]:
-        """The structs of the `[[name]]` tables, which no other key stands beside."""
+        """Return the structs of the `[[name]]` tables, which no other key stands beside."""
         self.check_keys(table=self.data, known=(name,))
         return tuple(self.record(kind, table, name, at, fixes=fixes) for at, table in enumerate(self.tables(name)))
 
@@ -94,12 +94,12 @@ def _fields_of(kind: type[msgspec.Struct]) -> tuple[msgspec.structs.FieldInfo, .
 
 
 def read_toml_file(path: Path) -> TomlFile:
-    """The file at `path`. Raises HarnessError when it is missing, unreadable or not TOML."""
+    """Return the file at `path`. Raises HarnessError when it is missing, unreadable or not TOML."""
     return parse_toml(read_toml_text(path), where=str(path))
 
 
 def read_toml_text(path: Path) -> str:
-    """The text of the file. Raises HarnessError when it is missing or unreadable."""
+    """Return the text of the file. Raises HarnessError when it is missing or unreadable."""
     try:
         return path.read_text(encoding="utf-8")
     except FileNotFoundError as error:
@@ -111,7 +111,7 @@ def read_toml_text(path: Path) -> str:
 
 
 def parse_toml(text: str, *, where: str) -> TomlFile:
-    """The TOML in `text`. Raises HarnessError with the line when it is malformed."""
+    """Return the TOML in `text`. Raises HarnessError with the line when it is malformed."""
     try:
         data = tomllib.loads(text)
     except RecursionError as error:
@@ -125,7 +125,7 @@ def parse_toml(text: str, *, where: str) -> TomlFile:
 
 
 def _find_lines(text: str) -> dict[KeyPath, int]:
-    """The 1-based line of every key and table."""
+    """Return the 1-based line of every key and table."""
     lines: dict[KeyPath, int] = {}
     counts: dict[KeyPath, int] = {}
     table: KeyPath = ()

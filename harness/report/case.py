@@ -25,7 +25,7 @@ _NOTE_CHARS = 400  # of an error, whose text the section of its case has whole
 
 
 def outcome(result: CaseResult) -> str:
-    """How a case ended, as the end of a sentence that starts with its id."""
+    """Return how a case ended, as the end of a sentence that starts with its id."""
     unjudged = bool(result.findings) and not any(finding.judged for finding in result.findings)
     return "could not be judged" if unjudged else result.verdict.phrase
 
@@ -46,7 +46,7 @@ def headline(result: CaseResult) -> str:
 
 
 def retried(result: CaseResult) -> str:
-    """The number of attempts and the reasons for retrying; empty after a single attempt."""
+    """Return the number of attempts and the reasons for retrying; empty after a single attempt."""
     if len(result.attempts) < 2:
         return ""
     earlier = "; ".join(f"{attempt.verdict.value}: {attempt.message}" for attempt in result.attempts[:-1])
@@ -54,7 +54,7 @@ def retried(result: CaseResult) -> str:
 
 
 def finding_entry(finding: Finding) -> Entry:
-    """A finding: rule, place and sentence, then what was expected and found, and what to do."""
+    """Return a finding: rule, place and sentence, then what was expected and found, and what to do."""
     where = f" [{finding.place}]" if finding.place else ""
     values = (("expected", finding.expected), ("found", finding.found), ("fix", finding.fix))
     first, _, details = finding.headline.partition("\n")
@@ -63,7 +63,7 @@ def finding_entry(finding: Finding) -> Entry:
 
 
 def finding_blocks(findings: Sequence[Finding]) -> tuple[Block, ...]:
-    """All findings of a case, in two groups where some are likely effects of those before them."""
+    """Return all findings of a case, in two groups where some are likely effects of those before them."""
     split, entries = first_effect(findings), tuple(map(finding_entry, findings))
     if split is None:
         return entries
@@ -74,7 +74,7 @@ def finding_blocks(findings: Sequence[Finding]) -> tuple[Block, ...]:
 
 
 def case_section(result: CaseResult, first: Mapping[str, str] = MappingProxyType({})) -> Section:
-    """A case that is not good. `first`: the case that shows a traceback; the others refer to it."""
+    """Return a case that is not good. `first`: the case that shows a traceback; the others refer to it."""
     more = (retried(result), result.quarantined if result.excused else "")
     return Section(
         title=f"{result.case_id} {outcome(result)}",
@@ -88,7 +88,7 @@ def case_section(result: CaseResult, first: Mapping[str, str] = MappingProxyType
 
 
 def case_sections(results: Sequence[CaseResult]) -> list[Section]:
-    """A section for every case that is not good. The first one with a traceback shows it."""
+    """Return a section for every case that is not good. The first one with a traceback shows it."""
     bad = [result for result in results if not result.verdict.good]
     first: dict[str, str] = {}
     for result in bad:
@@ -98,7 +98,7 @@ def case_sections(results: Sequence[CaseResult]) -> list[Section]:
 
 
 def _failures(result: CaseResult, first: Mapping[str, str]) -> Iterator[Block]:
-    """How ranks failed, each traceback once, without consequences."""
+    """Yield how ranks failed, each traceback once, without consequences."""
     causes = [failure for failure in result.failures if not failure.consequence] or result.failures
     shown = [failure for failure in (_shortened(cause, result.case_id, first) for cause in causes) if failure.traceback]
     shown.sort(key=lambda failure: (failure.traceback, failure.rank))
@@ -120,7 +120,7 @@ def _raised(failure: RankFailure) -> str:
 
 
 def failure_blocks(failure: RankFailure, *, most: int | None = SHOWN_TRACEBACK_LINES) -> tuple[Block, ...]:
-    """How a rank failed, with the last lines of its traceback or stack dump."""
+    """Return how a rank failed, with the last lines of its traceback or stack dump."""
     phase = f" in {failure.phase}" if failure.phase else ""
     because = " (after another rank failed)" if failure.consequence else ""
     lines = failure.traceback.rstrip().splitlines()
@@ -131,7 +131,7 @@ def failure_blocks(failure: RankFailure, *, most: int | None = SHOWN_TRACEBACK_L
 
 
 def shown_case(case: CaseResult) -> Iterator[Section]:
-    """What `show` prints."""
+    """Yield what `show` prints."""
     expected = f", as expected: {case.expectation}" if case.expectation else ""
     took = f"{counted(case.world_size, 'rank')}, {case.seconds:.1f} s wall, {case.cpu_s:.1f} s CPU"
     yield Section(title=case.case_id, blocks=(f"{case.verdict.value}{expected}; {took}",))
@@ -166,7 +166,7 @@ def _measured_sections(measured: Measured) -> Iterator[Section]:
 
 
 def _curve_rows(curves: Mapping[str, Curve]) -> Iterator[tuple[str, ...]]:
-    """Every curve with its first and last value; those of one quantity have one scale."""
+    """Yield every curve with its first and last value; those of one quantity have one scale."""
     for title, field in (("loss", "losses"), ("gradient", "grad_norms")):
         named = {name: getattr(curve, field) for name, curve in curves.items() if getattr(curve, field)}
         finite = [value for values in named.values() for value in values if math.isfinite(value)]
@@ -180,7 +180,7 @@ def _curve_rows(curves: Mapping[str, Curve]) -> Iterator[tuple[str, ...]]:
 
 
 def distances(measured: Measured) -> tuple[tuple[str, str], ...]:
-    """How far the numbers are from the references, and what was multiplied; empty values are not known."""
+    """Return how far the numbers are from the references, and what was multiplied; empty values are not known."""
     allowed = f" (allowed {max(measured.allowed_loss):.3g})" if measured.allowed_loss else ""
 
     def shown(value: float | None, unit: str) -> str:
@@ -199,7 +199,7 @@ def distances(measured: Measured) -> tuple[tuple[str, str], ...]:
 
 
 def _beside(found: _T, expected: _T | None, words: Callable[[_T], str]) -> str:
-    """What was measured, beside what the formula says where it says something."""
+    """Return what was measured, beside what the formula says where it says something."""
     if expected is None:
         return words(found)
     return f"{words(found)}{', as the formula' if found == expected else f', the formula: {words(expected)}'}"
@@ -221,13 +221,13 @@ def _cast_entries(casts: Sequence[CastRange]) -> Iterator[Entry]:
 
 
 def speedup_words(speedup: Speedup) -> str:
-    """How much faster than the twin, with the interval: "1.234 times as fast as ID: 1.21 to 1.25, 6 pairs"."""
+    """Return how much faster than the twin, with the interval: "1.234 times as fast as ID: 1.21 to 1.25, 6 pairs"."""
     pairs = counted(speedup.pairs, "pair")
     return f"{speedup.ratio:.3f} times as fast as {speedup.twin}: {speedup.low:.3f} to {speedup.high:.3f}, {pairs}"
 
 
 def flop_words(count: float) -> str:
-    """A number of FLOPs with a unit: "57.91 GFLOP"."""
+    """Return a number of FLOPs with a unit: "57.91 GFLOP"."""
     power = min(max(int(math.log10(count)) // 3, 0) if count > 0 else 0, len(_UNITS) - 1)
     return f"{count / 1000**power:.4g} {_UNITS[power]}FLOP"
 

@@ -44,7 +44,7 @@ class JUnitElement(NamedTuple):
 
 
 def junit_report(run: RunResult, instead: Mapping[str, JUnitElement] = MappingProxyType({})) -> bytes:
-    """The XML document in UTF-8. `instead`: by case id."""
+    """Return the XML document in UTF-8. `instead`: by case id."""
     answers = [instead.get(result.case_id) or _junit_element(result) for result in run.results]
     elements = [answer.element for answer in answers if answer is not None]
     counts = {
@@ -115,7 +115,7 @@ def annotation_lines(run: RunResult) -> str:
 
 
 def job_summary(run: RunResult) -> str:
-    """The Markdown report, cut at the end of a paragraph where it is larger than GitHub shows."""
+    """Return the Markdown report, cut at the end of a paragraph where it is larger than GitHub shows."""
     text = run_markdown(run)
     content = text.encode(errors="replace")
     if len(content) < SUMMARY_BYTES:

@@ -21,7 +21,7 @@ _NAMED = 3  # of the cases that disagree with one formula
 
 
 def formulas_sections(verification: Verification) -> list[Block]:
-    """A line for every formula, and then the cases that failed in another way."""
+    """Return a line for every formula, and then the cases that failed in another way."""
     lines = tuple((formula, "; ".join(_agreement(verification, formula))) for formula in FORMULAS)
     return [Facts(lines), *map(case_section, verification.failed)]
 
@@ -38,7 +38,7 @@ def _agreement(verification: Verification, formula: str) -> Iterator[str]:
 
 
 def verified_line(verified: VerifiedWith) -> str:
-    """The versions, in how many cases the formulas were compared, why and when."""
+    """Return the versions, in how many cases the formulas were compared, why and when."""
     missing = [formula for formula in FORMULAS if not verified.cases.get(formula)]
     without = f", not {', '.join(missing)}" if missing else ""
     made = verified.provenance

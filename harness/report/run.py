@@ -16,7 +16,7 @@ _EXPLAINED = 1000  # cases that a terminal gets a section of
 
 
 def run_sections(run: RunResult, *, rerun: str, quiet: bool = False) -> list[Block]:
-    """The report for people; `rerun` is the command that runs what was not run. `quiet`: without the table."""
+    """Return the report for people; `rerun` is the command that runs what was not run. `quiet`: without the table."""
     ran = [result for result in run.results if result.ran]
     bad = [result for result in ran if not result.good and result.verdict is not Verdict.CHANGED]
     missing = len(run.results) - len(ran)
@@ -51,7 +51,7 @@ def case_table(results: Sequence[CaseResult]) -> Table:
 
 
 def totals(run: RunResult) -> Iterator[Section]:
-    """What ends a report: what differs from formulas, was not judged, not run or not stored, then the totals."""
+    """Yield what ends a report: what differs from formulas, was not judged, not run or not stored, then the totals."""
     yield differing_formulas(run)
     skipped = [unjudged for result in run.results for unjudged in result.not_judged if unjudged.unverified]
     yield _not_judged("not judged here", skipped)
@@ -79,14 +79,14 @@ def differing_formulas(run: RunResult) -> Section:
 
 
 def damage_section(lines: Sequence[str]) -> Section:
-    """The lines of stored runs that were not read, because they are not as they were written."""
+    """Return the lines of stored runs that were not read, because they are not as they were written."""
     return Section(
         title=f"damaged lines ({len(lines)}), not read: run their cases again", blocks=(Items(tuple(lines)),)
     )
 
 
 def not_judged_section(run: RunResult) -> Section:
-    """Every check that was not judged somewhere, with its reason and the number of cases."""
+    """Return every check that was not judged somewhere, with its reason and the number of cases."""
     return _not_judged("not judged", [unjudged for result in run.results for unjudged in result.not_judged])
 
 
@@ -110,7 +110,7 @@ def _references(run: RunResult) -> Iterator[str]:
 
 
 def devices_line(results: Iterable[CaseResult]) -> str:
-    """Which cases ran on GPUs, which on the CPU and why; empty without a GPU, and where all ran there alike."""
+    """Return which cases ran on GPUs, which on the CPU and why; empty without a GPU, and where all ran there alike."""
     places = [result.place for result in results if result.place is not None]
     on_cpu = [place for place in places if place.device == "cpu"]
     on_gpus = [place for place in places if place.device != "cpu"]
@@ -135,7 +135,7 @@ def place_words(place: Place) -> str:
 
 
 def totals_words(verdicts: Sequence[Verdict]) -> str:
-    """The number of cases of every verdict that there is: "3 passed, 1 crash"."""
+    """Return the number of cases of every verdict that there is: "3 passed, 1 crash"."""
     return ", ".join(f"{count} {name}" for name, count in verdict_totals(verdicts).items() if count) or "nothing"
 
 

@@ -110,7 +110,7 @@ _VERDICT = _COLUMNS.index("verdict")
 
 
 def runs_sections(runs: Sequence[Stored]) -> list[Block]:
-    """A row for every run: its number, as in `last~2`, when it started, how it ended, and where it comes from.
+    """Return a row for every run: its number, as in `last~2`, when it started, how it ended, and where it comes from.
 
     An imported run has no number.
     """
@@ -135,7 +135,7 @@ def _with_number(runs: Sequence[Stored]) -> Iterator[tuple[int | None, Stored]]:
 
 
 def run_documents(runs: Sequence[Stored]) -> list[dict[str, object]]:
-    """The same for programs."""
+    """Return the same for programs."""
     return [_document(number, run) for number, run in _with_number(runs)]
 
 
@@ -157,7 +157,7 @@ def _document(number: int | None, run: Stored) -> dict[str, object]:
 
 
 def _verdicts(run: Stored) -> list[Verdict]:
-    """How its cases ended; those without a result were not run."""
+    """Return how its cases ended; those without a result were not run."""
     verdicts = [case.verdict for case in RunStore(run.path).numbers(lambda _: True).values()]
     return [*verdicts, *[Verdict.NOT_RUN] * (len(run.start.cases) - len(verdicts))]
 
@@ -178,7 +178,7 @@ def _origin(run: Stored) -> str:
 
 
 def history_sections(history: History) -> list[Block]:
-    """Every run of a case with what changed, its curves over the runs, and what is wrong with it."""
+    """Return every run of a case with what changed, its curves over the runs, and what is wrong with it."""
     moments = history.moments
     distances = [moment.case.measured.loss_distance if moment.case.measured else None for moment in moments]
     curves = Facts(
@@ -200,7 +200,7 @@ def history_table(history: History) -> Table:
 
 
 def histories_sections(histories: Sequence[History]) -> list[Block]:
-    """A row for every case: how often it was run, how it ended, its last change."""
+    """Return a row for every case: how often it was run, how it ended, its last change."""
     return [Table(rows=tuple(map(_summary, histories)))]
 
 
@@ -257,7 +257,7 @@ def _row(moment: Moment) -> tuple[str, ...]:
 
 
 def _what_changed(moment: Moment) -> Iterator[str]:
-    """What changed of the environment before the run, and which exact numbers changed then."""
+    """Yield what changed of the environment before the run, and which exact numbers changed then."""
     if changes := _changes(moment):
         yield f"now {changes}"
     if moment.moved:

@@ -82,7 +82,7 @@ Block: TypeAlias = "str | Items | Facts | Verbatim | Table | Entry | Section"
 
 
 def text_of(blocks: Iterable[Block], *, width: int | None = None) -> str:
-    """The plain text of `terminal`."""
+    """Return the plain text of `terminal`."""
     return terminal(blocks, width=width).plain
 
 
@@ -178,7 +178,7 @@ def _narrowed(lines: Sequence[str], room: int) -> list[str]:
 
 
 def _table_lines(table: Table, indent: str, width: int | None) -> Iterator[Text]:
-    """A line for every row, its last cell wrapped; a block for every row where the columns do not fit."""
+    """Yield a line for every row, its last cell wrapped; a block for every row where the columns do not fit."""
     rows = [tuple(printable(cell).replace("\n", " ") for cell in row) for row in table.rows]
     lines = [table.columns, *rows] if any(table.columns) and rows else rows
     *sizes, last = [max(map(len, column)) for column in zip(*lines, strict=True)] or [0]
@@ -209,7 +209,7 @@ def _row_lines(table: Table, row: Sequence[str], indent: str, sizes: Sequence[in
 
 
 def _row_block(table: Table, row: Sequence[str], indent: str, width: int | None) -> Iterator[Text]:
-    """The first cell, below it the others with the names of their columns, and the last one."""
+    """Yield the first cell, below it the others with the names of their columns, and the last one."""
     from rich.text import Text
 
     names = (table.columns or ("",) * len(row))[1:-1]
@@ -284,7 +284,7 @@ def _row(cells: Sequence[str], shown: _Shown, code: Sequence[int] = ()) -> str:
 
 
 def _in_cell(text: str) -> str:
-    """The text with its pipes escaped. A backslash before one would escape the backslash that does it."""
+    """Return the text with its pipes escaped. A backslash before one would escape the backslash that does it."""
     return re.sub(r"\\(?=\|)", r"\\ ", text).replace("|", r"\|")
 
 
@@ -298,7 +298,7 @@ _PER_LINE = 100
 
 
 def bounded(blocks: Sequence[Block], *, where: str) -> list[Block]:
-    """The blocks, with what is beyond these bounds left out. The last block, which has the totals, stays.
+    """Return the blocks, with what is beyond these bounds left out. The last block, which has the totals, stays.
 
     `where`: the options that write all of it, for the line that says how much is left out.
     """

@@ -112,7 +112,7 @@ class CaseJudge:
     def judge(
         self, case: Case, run: Run, status: JobStatus, cache: WitnessCache, fixes: Sequence[Injection] = ()
     ) -> Judgement:
-        """The verdict on what came back from the ranks. Recorded faults whose fix is in `fixes` are gone."""
+        """Return the verdict on what came back from the ranks. Recorded faults whose fix is in `fixes` are gone."""
         basis = self._judged_by[case_id(case)]
         golden, source, reference = self._golden(case, run, cache)
         sketched = run.complete and all(trace.sketches is not None for trace in run.traces)
@@ -158,7 +158,7 @@ _COMPARED = (parity.check_parity.name, local_parity.check_local_parity.name)  # 
 
 
 def _explained(run: Run, judgement: Judgement, cache: WitnessCache, witnesses: Witnesses) -> Judgement:
-    """The judgement with the first operand that differs, and what explains a wrong gradient or reference."""
+    """Return the judgement with the first operand that differs, and what explains a wrong gradient or reference."""
     expect, findings = witnesses.expect, judgement.findings
     case = expect.case
     recorded = run.complete and all(trace.operands is not None for trace in run.traces)
@@ -187,7 +187,7 @@ def _with_model(case: Case, run: Run, witnesses: Witnesses, cache: WitnessCache)
 
 
 def _with_derived_tolerances(case: Case, witnesses: Witnesses, cache: WitnessCache, *, sketched: bool) -> Witnesses:
-    """The witnesses with derived tolerances where none was measured for cases like this.
+    """Return the witnesses with derived tolerances where none was measured for cases like this.
 
     The one of parity only for a run that was `sketched`. Where a run for it did not finish, the checks say so.
     """
@@ -253,7 +253,7 @@ class _EvidenceReader:
 
 
 def _cached(kept: dict[object, Evidence | None], key: object, read: Callable[[], Evidence]) -> Evidence | None:
-    """The cached evidence, else what `read` returns, which is cached; None if there is none."""
+    """Return the cached evidence, else what `read` returns, which is cached; None if there is none."""
     if key not in kept:
         try:
             kept[key] = read()
@@ -263,7 +263,7 @@ def _cached(kept: dict[object, Evidence | None], key: object, read: Callable[[],
 
 
 def prepare_judge(project: Project, cases: Iterable[Case], plan: Plan, *, signatures: bool = True) -> CaseJudge:
-    """The judge of these cases, run by this plan.
+    """Return the judge of these cases, run by this plan.
 
     `signatures`: it compares with those that are recorded. Raises `HarnessError` for a damaged golden or signature, an
     unfounded tolerance or an unreadable record of known faults.
@@ -278,7 +278,7 @@ def prepare_judge(project: Project, cases: Iterable[Case], plan: Plan, *, signat
 
 
 def judge_of_any_case(project: Project, plan: Plan) -> CaseJudge:
-    """The judge of cases that come one by one, run by this plan. Recorded faults explain nothing."""
+    """Return the judge of cases that come one by one, run by this plan. Recorded faults explain nothing."""
     evidence = _EvidenceReader(project, plan, signatures=True)
     return CaseJudge(_JudgedByOnDemand(lambda name: _judged_by(parse_case_id(name), evidence, (), {})))
 
@@ -295,7 +295,7 @@ class _JudgedByOnDemand(dict[str, JudgedBy]):
 
 
 def known_here(project: Project) -> tuple[KnownFault, ...]:
-    """The `recorded_faults` of the versions that are installed.
+    """Return the `recorded_faults` of the versions that are installed.
 
     Raises HarnessError for a record that names a rule no check has.
     """
@@ -338,7 +338,7 @@ def _judged_by(
 
 
 def _hides_the_partner(fault: KnownFault, case: Case) -> bool:
-    """True when a case with this fault cannot be compared with its partner before it runs with the fix."""
+    """Return True when a case with this fault cannot be compared with its partner before it runs with the fix."""
     is_seen_by_it = any(symptom.check == metamorphic.check_metamorphic.name for symptom in fault.requires)
     return fault.fix is not None and fault.must_show(case) and not is_seen_by_it
 

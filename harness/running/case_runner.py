@@ -30,12 +30,12 @@ class Judge(Protocol):
         """Name of the refusal or the known fault that the case must show, if any."""
 
     def fixes(self, case: Case) -> tuple[Injection, ...]:
-        """The candidate fixes of the faults that are recorded for the case."""
+        """Return the candidate fixes of the faults that are recorded for the case."""
 
     def judge(
         self, case: Case, run: Run, status: JobStatus, cache: WitnessCache, fixes: Sequence[Injection] = ()
     ) -> Judgement:
-        """The verdict on what came back from the ranks, which ran with `fixes`. Witnesses come from `cache`."""
+        """Return the verdict on what came back from the ranks, which ran with `fixes`. Witnesses come from `cache`."""
 
 
 class Judged(NamedTuple):
@@ -77,7 +77,7 @@ class CaseRunner:
         self._note = note
 
     def run(self, case: Case, fixes: Sequence[Injection] = ()) -> CaseResult | None:
-        """The result of a case; None when stopped. `fixes`: of recorded faults, if no run goes without."""
+        """Return the result of a case; None when stopped. `fixes`: of recorded faults, if no run goes without."""
         outcome = self._executor.execute(case, fixes)
         result = None if outcome is None else self._result(case, outcome, fixes)
         if result is not None and not fixes and _hides_others(result) and self._judge.fixes(case):
@@ -190,7 +190,7 @@ def _attempt(outcome: JobOutcome, verdict: Verdict) -> Attempt:
 
 
 def _hides_others(result: CaseResult) -> bool:
-    """True for a case that fails as recorded, or so and in another way besides."""
+    """Return True for a case that fails as recorded, or so and in another way besides."""
     unexplained = any(finding.rule == UNEXPLAINED.name for finding in result.findings)
     return result.verdict is Verdict.KNOWN or unexplained
 

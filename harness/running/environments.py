@@ -67,7 +67,7 @@ class Versions(msgspec.Struct, frozen=True):
     note: Note = lambda text: None
 
     def environment(self, version: str) -> NamedEnvironment:
-        """The environment with this version, made and kept where there is none.
+        """Return the environment with this version, made and kept where there is none.
 
         Raises NotInstalled, or HarnessError where the environment of a user has another version.
         """
@@ -115,7 +115,7 @@ class Versions(msgspec.Struct, frozen=True):
 
 
 def _installer(python: Path) -> list[str]:
-    """What installs packages for this Python: uv where it is, on PATH or installed here, else pip."""
+    """Return what installs packages for this Python: uv where it is, on PATH or installed here, else pip."""
     uv = shutil.which("uv", path=os.pathsep.join((os.environ.get("PATH", ""), sysconfig.get_path("scripts"))))
     if uv is not None:
         return [uv, "pip", "install", "--python", str(python)]
@@ -124,7 +124,7 @@ def _installer(python: Path) -> list[str]:
 
 
 def _held() -> list[str]:
-    """Every package of the environment that runs with its version, without torch and the libraries of torch."""
+    """Return every package of the environment that runs with its version, without torch and the libraries of torch."""
     versions = {canonicalize_name(package.name): package.version for package in distributions() if package.name}
     return sorted(f"{name}=={version}" for name, version in versions.items() if not _LIBRARIES.fullmatch(name))
 
@@ -146,7 +146,7 @@ def is_release(installed: str, version: str) -> bool:
 
 
 def python_over(path: Path, folder: Path) -> Path:
-    """The Python of an environment that has what the virtual environment at `path` has, and the harness.
+    """Return the Python of an environment that has what the virtual environment at `path` has, and the harness.
 
     Raises HarnessError where `path` is none, is of another Python, or hides a package behind a hook of its own.
     """
@@ -167,7 +167,7 @@ def python_over(path: Path, folder: Path) -> Path:
 
 
 def _environment(home: Path, lines: Sequence[str], install: Callable[[], None] = lambda: None) -> Path:
-    """The Python of the environment at `home`, made where there is none.
+    """Return the Python of the environment at `home`, made where there is none.
 
     It imports from its own packages first, then from these lines of a path file, in their order.
     """
@@ -219,7 +219,7 @@ def _site_packages(path: Path) -> Path:
 
 
 def origins(python: Path, names: Sequence[str], python_path: Sequence[str] = ()) -> dict[str, str]:
-    """The file that each package would be imported from, without importing it; empty where there is none."""
+    """Return the file that each package would be imported from, without importing it; empty where there is none."""
     code = (
         "import importlib.util, json, sys; found = {name: importlib.util.find_spec(name) for name in sys.argv[1:]}; "
         "print(json.dumps({name: spec.origin or '' if spec else '' for name, spec in found.items()}))"
@@ -236,7 +236,7 @@ def origins(python: Path, names: Sequence[str], python_path: Sequence[str] = ())
 def run_in_environment(
     place: NamedEnvironment, words: Sequence[str], folder: Path, *, given: AppOptions, reports: bool = True
 ) -> RunResult:
-    """The results of `run` with these words in another environment, stored under its name.
+    """Return the results of `run` with these words in another environment, stored under its name.
 
     `given`: the options before the command, of which a place may have its own root. What it says goes to where this
     process says it; without `reports` it is silent. Raises HarnessError where it ran nothing.

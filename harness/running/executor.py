@@ -40,7 +40,7 @@ class Executor:
         self._stopped = threading.Event()
 
     def with_plan(self, plan: Plan) -> Executor:
-        """An executor on the same nodes, closed with this one, for a plan whose ranks record something else."""
+        """Return an executor on the same nodes, closed with this one, for a plan whose ranks record something else."""
         other = Executor(plan, self._cluster, self._root)
         other._stopped = self._stopped
         return other
@@ -95,14 +95,14 @@ class Executor:
 
 
 def _kind(request: RunRequest) -> str:
-    """What the name of a job starts with: whether it is the case itself or one of these references of it."""
+    """Return what the name of a job starts with: whether it is the case itself or one of these references of it."""
     if request.noise is not None:
         return f"noise{request.noise.draw}-"
     return "solo-" if request.solo else "replay-" if request.replayed else ""
 
 
 def open_executor(plan: Plan, project: Project, note: Callable[[str], None] = lambda _: None) -> Executor:
-    """An executor for `plan`; ranks are warmed up when the first case needs them. Close it by `with`.
+    """Return an executor for `plan`; ranks are warmed up when the first case needs them. Close it by `with`.
 
     `note` gets what is lost in this environment, when ranks are warmed up. The nodes of a Ray cluster are reserved
     here, which may wait for other runs: `note` tells the user.

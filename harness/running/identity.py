@@ -43,7 +43,7 @@ _OURS = ("worker", "trace", "matrix", "expect")  # the packages of the harness t
 
 
 def search_path(root: Path) -> tuple[str, ...]:
-    """The folders in which ranks look for a target besides those of this process."""
+    """Return the folders in which ranks look for a target besides those of this process."""
     return tuple(dict.fromkeys((str(Path.cwd()), str(root))))
 
 
@@ -113,7 +113,7 @@ def target_file(target: str, root: Path) -> str:
 
 
 def _file_of(target: str, files: Iterable[Path]) -> Path | None:
-    """The source of the module itself, of the files of its package; None for one that is no Python file."""
+    """Return the source of the module itself, of the files of its package; None for one that is no Python file."""
     name = "/" + module_of(target).replace(".", "/")
     endings = (f"{name}.py", f"{name}/__init__.py")
     return next((path for path in files if path.as_posix().endswith(endings)), None)
@@ -126,7 +126,7 @@ def own_source_digest(target: str, root: Path) -> str:
 
 @functools.cache
 def target_digest(target: str, root: Path) -> str:
-    """A digest of what a target computes with, besides torch and the harness; empty for the reference target."""
+    """Return a digest of what a target computes with, besides torch and the harness; empty for the reference target."""
     if target == REFERENCE:
         return ""
     if target in targets():
@@ -188,7 +188,7 @@ def _program_digest(program: str) -> str:
 
 
 def environment(plan: Plan, root: Path, targets: Iterable[str] = ()) -> Environment:
-    """The environment of a run by this plan in the project at `root` that trains these targets.
+    """Return the environment of a run by this plan in the project at `root` that trains these targets.
 
     Reads the sources of editable installs and of targets of the user's own.
     """

@@ -43,7 +43,7 @@ class TorchBuild(NamedTuple):
 
 
 def torch_build() -> TorchBuild | None:
-    """The installed torch, by its file version.py, which is not imported; None where there is none."""
+    """Return the installed torch, by its file version.py, which is not imported; None where there is none."""
     for folder in package_paths("torch"):
         text = read_text(folder / "version.py")
         values = dict(re.findall(r"(?m)^(__version__|cuda|hip)\b[^=\n]*= '([^']+)'", text))
@@ -66,7 +66,7 @@ _CUDA = {"12.6": _Cuda((525,), (5, 0), (10, 0)), "12.": _Cuda((525,), (7, 5)), "
 
 
 def unusable(node: NodeCapacity, build: TorchBuild | None) -> str:
-    """Why ranks with this build of torch cannot train on the GPUs of a node; empty where they can."""
+    """Return why ranks with this build of torch cannot train on the GPUs of a node; empty where they can."""
     return next(_unusable(node, build), "")
 
 
@@ -92,7 +92,7 @@ def _unusable(node: NodeCapacity, build: TorchBuild | None) -> Iterator[str]:
 
 
 def not_nvidia(build: TorchBuild) -> str:
-    """Why GPUs of a build for ROCm are not used."""
+    """Return why GPUs of a build for ROCm are not used."""
     return f"torch {build.version} is for ROCm {build.hip}, and AMD GPUs, with their float8_e4m3fnuz, are not supported"
 
 
@@ -148,7 +148,7 @@ _STATES = msgspec.json.Decoder(State)
 
 
 def internals_here() -> State:
-    """The state of every part. Raises HarnessError where torch or torchao cannot be imported."""
+    """Return the state of every part. Raises HarnessError where torch or torchao cannot be imported."""
     _check_packages()
     try:
         done = subprocess.run(
@@ -198,7 +198,7 @@ class Sides(msgspec.Struct, frozen=True, kw_only=True):
         return self.gpus if device == "cuda" else self.cpu
 
     def choice(self, case: Case) -> Choice:
-        """Where a case trains."""
+        """Return where a case trains."""
         one_node = case.train.resume != "none"  # for its checkpoint
         why, exact = obstacle(case, self.gpus, one_node=one_node)
         if not why:
@@ -219,7 +219,7 @@ class Obstacle(NamedTuple):
 
 
 def obstacle(case: Case, side: Side, *, one_node: bool) -> Obstacle:
-    """What stands in the way of a case there, whose ranks need `one_node`."""
+    """Return what stands in the way of a case there, whose ranks need `one_node`."""
     if side.device == "cuda":
         peers = {node.peers for node in side.capacity.nodes}
         facts = GpuFacts(capability=side.capacity.nodes[0].capability, peers=peers.pop() if len(peers) == 1 else False)
@@ -252,7 +252,7 @@ class Location(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def locate(asked: PlanOptions, cluster: str) -> Location:
-    """Where these options have ranks train, on this machine or the Ray `cluster` of this address.
+    """Return where these options have ranks train, on this machine or the Ray `cluster` of this address.
 
     Raises HarnessError for a device that is not there, and for a fabric of another device.
     """
@@ -270,7 +270,7 @@ def locate(asked: PlanOptions, cluster: str) -> Location:
 
 
 def _device_asked(asked: PlanOptions, cluster: str) -> tuple[Device | None, str]:
-    """The device that options force, and by which; None where --device auto may choose."""
+    """Return the device that options force, and by which; None where --device auto may choose."""
     has_gpus = cluster_device(cluster, "auto") == "cuda" if cluster else bool(cuda_devices())
     if asked.device == "cpu":
         return "cpu", "--device cpu"
@@ -285,7 +285,7 @@ def _device_asked(asked: PlanOptions, cluster: str) -> tuple[Device | None, str]
 
 
 def _usable_gpus(asked: PlanOptions, cluster: str) -> tuple[Side | None, str]:
-    """The GPUs that ranks can train on; or why these are not used, which is empty without a GPU."""
+    """Return the GPUs that ranks can train on; or why these are not used, which is empty without a GPU."""
     build = torch_build()
     if cluster_device(cluster, "auto") == "cpu" if cluster else not cuda_devices():
         return None, not_nvidia(build) if build is not None and build.hip else ""
@@ -319,7 +319,7 @@ def _side(device: Device, asked: PlanOptions, cluster: str) -> Side:
 
 
 def _resolve_fabric(asked: str, device: Device) -> Fabric:
-    """The fabric that `auto`, `shared`, `gloo` or `nccl` means here; HarnessError for one of another device."""
+    """Return the fabric that `auto`, `shared`, `gloo` or `nccl` means here; HarnessError for one of another device."""
     offered = FABRICS[device]
     for fabric in offered:
         if asked in ("auto", fabric):

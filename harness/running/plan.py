@@ -67,7 +67,7 @@ class Injection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 def parse_injection(text: str, *, folder: Path | None = None) -> Injection:
-    """The injection that `text` names; HarnessError when the form, the file, the function or the fault is wrong.
+    """Return the injection that `text` names; HarnessError when the form, the file, the function or the fault is wrong.
 
     A relative file is looked for in `folder`, by default the current one.
     """
@@ -92,7 +92,7 @@ def parse_injection(text: str, *, folder: Path | None = None) -> Injection:
 
 
 def _form_fix(text: str) -> str:
-    """The prefix that is missing in front of a name that a plug-in knows, or the forms that there are."""
+    """Return the prefix that is missing in front of a name that a plug-in knows, or the forms that there are."""
     for prefix, kind in injections().items():
         with contextlib.suppress(HarnessError):
             load(kind.check)(text)
@@ -108,7 +108,7 @@ def _read(file: Path, *, where: str) -> bytes:
 
 
 def _top_level_names(file: Path, source: bytes, *, where: str) -> frozenset[str]:
-    """Names that the module binds at its top level and that may be functions: defs and assignments."""
+    """Return names that the module binds at its top level and that may be functions: defs and assignments."""
     try:
         module = ast.parse(source, filename=str(file))
     except (SyntaxError, ValueError) as error:
@@ -169,7 +169,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     root_option: str | None = None  # what the user gave as --root, for the command that reproduces a case
 
     def probes_for(self, case: Case) -> tuple[str, ...]:
-        """What ranks of a case are asked to record besides losses: fields of `RankTrace`."""
+        """Return what ranks of a case are asked to record besides losses: fields of `RankTrace`."""
         return probes_of(Expectations(case, numerics=self.numerics), self.device) if self.probed else ()
 
     def records_of(self, case: Case) -> tuple[str, ...]:
@@ -181,11 +181,11 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         return numerics_of(self.device, self.fabric, self.arithmetic)
 
     def one_node(self, case: Case) -> bool:
-        """True when the ranks of a case must be on one node: for shared memory, or one checkpoint."""
+        """Return True when the ranks of a case must be on one node: for shared memory, or one checkpoint."""
         return (self.fabric == "shared" and self.program == DEFAULT_PROGRAM) or case.train.resume != "none"
 
     def most_ranks(self, case: Case) -> int:
-        """How many ranks the nodes can give to this case."""
+        """Return how many ranks the nodes can give to this case."""
         return self.capacity.largest if self.one_node(case) else self.capacity.total
 
     @property
@@ -200,13 +200,13 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         return self.sides is not None and not self.chosen
 
     def choice(self, case: Case) -> Choice:
-        """Where this case trains."""
+        """Return where this case trains."""
         if self.sides is None or self.chosen:
             return Choice(self.device, self.arithmetic)
         return self.sides.choice(case)
 
     def of(self, case: Case) -> Plan:
-        """The plan of this case, on the device that is chosen for it."""
+        """Return the plan of this case, on the device that is chosen for it."""
         return self.parts([case])[0][0]
 
     def parts(self, cases: Sequence[Case]) -> list[tuple[Plan, tuple[int, ...]]]:
@@ -218,14 +218,14 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         return [(self._on(*place, own=True), tuple(own)) for place, own in positions.items()] or [(self.on_gpus, ())]
 
     def by_device(self, cases: Iterable[Case]) -> list[tuple[Plan, list[Case]]]:
-        """A plan for every device that is chosen, with its cases."""
+        """Return a plan for every device that is chosen, with its cases."""
         chosen: dict[Device, list[Case]] = {}
         for case in cases:
             chosen.setdefault(self.choice(case).device, []).append(case)
         return [(self.on_cpu if device == "cpu" else self.on_gpus, own) for device, own in chosen.items()]
 
     def common(self, cases: Sequence[Case]) -> Plan:
-        """The plan of a study that stays on one device: the GPUs where these can run all of its cases."""
+        """Return the plan of a study that stays on one device: the GPUs where these can run all of its cases."""
         parts = self.parts(cases)
         if len(parts) == 1:
             return parts[0][0]
@@ -254,7 +254,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         return msgspec.structs.replace(self, **msgspec.structs.asdict(side), chosen=True, usual=usual)
 
     def place(self, case: Case) -> Place | None:
-        """Where the case runs, for the end of the run; None on a machine without GPUs."""
+        """Return where the case runs, for the end of the run; None on a machine without GPUs."""
         if self.sides is None:
             return Place(device="cpu", why=self.unused, idle=self.idle) if self.unused else None
         if self.device == "cuda":
@@ -267,16 +267,16 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         return Place(device="cpu", why=why, idle=self.idle)
 
     def obstacle(self, case: Case) -> Obstacle:
-        """What stands in the way of a case on the device of this plan."""
+        """Return what stands in the way of a case on the device of this plan."""
         side = Side(**{name: getattr(self, name) for name in Side.__struct_fields__})
         return obstacle(case, side, one_node=self.one_node(case))
 
     def serving(self, cases: Iterable[Case]) -> Plan:
-        """The plan of a run of these cases: what only some cases need is prepared where one needs it."""
+        """Return the plan of a run of these cases: what only some cases need is prepared where one needs it."""
         return msgspec.structs.replace(self, compiles=any(case.compile != "none" for case in cases))
 
     def deadline_s(self, case: Case) -> float:
-        """Seconds that one attempt at this case may take."""
+        """Return seconds that one attempt at this case may take."""
         if self.timeout_s is not None:
             return self.timeout_factor * self.timeout_s
         flops = FLOPS_PER_PARAMETER_AND_TOKEN * parameter_count(case) * case.train.tokens
@@ -285,7 +285,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         return self.timeout_factor * (_BASE_TIMEOUT_S + compile_s + step_s * case.train.steps)
 
     def command(self, case_id: str) -> str:
-        """The one-line command that runs this case alone, the same way, for a POSIX shell."""
+        """Return the one-line command that runs this case alone, the same way, for a POSIX shell."""
         words = words_of(self._unusual.as_given)
         program = "" if self.program == DEFAULT_PROGRAM else f"{PROGRAM_VARIABLE}={shlex.quote(self.program)} "
         return program + run_cases(case_id, *words, root=self.root_option)
@@ -319,7 +319,7 @@ def make_plan(**given: Any) -> Plan:
 
 
 def plan_without_ranks(asked: PlanOptions, program: str = DEFAULT_PROGRAM) -> Plan:
-    """The plan of these options, where no package that ranks import need be installed."""
+    """Return the plan of these options, where no package that ranks import need be installed."""
     cluster = (asked.address or AUTO) if asked.engine == "ray" else ""
     location = msgspec.structs.asdict(locate(asked, cluster))
     side = msgspec.structs.asdict(location.pop("side"))
@@ -336,7 +336,7 @@ def plan_without_ranks(asked: PlanOptions, program: str = DEFAULT_PROGRAM) -> Pl
 
 
 def with_command(plan: Plan, given: RunOptions, asked: CommandOptions) -> Plan:
-    """The plan with what the command line says besides. `given`: what of it a rerun repeats."""
+    """Return the plan with what the command line says besides. `given`: what of it a rerun repeats."""
     if asked.keep_logs is not None:
         try:
             asked.keep_logs.mkdir(parents=True, exist_ok=True)

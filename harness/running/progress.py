@@ -137,7 +137,7 @@ class LiveProgress:
 
 
 def running_text(names: Sequence[str], room: int) -> str:
-    """The names in at most `room` characters: whole, or shortened in the middle, or counted ("+2 more")."""
+    """Return the names in at most `room` characters: whole, or shortened in the middle, or counted ("+2 more")."""
     for shown in range(len(names), 0, -1):
         rest = f" +{len(names) - shown} more" if shown < len(names) else ""
         rooms = _rooms(names[:shown], room - len(rest) - 2 * (shown - 1))
@@ -148,7 +148,7 @@ def running_text(names: Sequence[str], room: int) -> str:
 
 
 def _rooms(names: Sequence[str], room: int) -> dict[str, int]:
-    """How many characters each name gets: what short ones leave goes to the others."""
+    """Return how many characters each name gets: what short ones leave goes to the others."""
     rooms: dict[str, int] = {}
     for done, name in enumerate(sorted(names, key=len)):
         rooms[name] = min(len(name), (room - sum(rooms.values())) // (len(names) - done))
@@ -156,7 +156,7 @@ def _rooms(names: Sequence[str], room: int) -> dict[str, int]:
 
 
 def _shortened(name: str, room: int) -> str:
-    """The name with its middle left out, so that layout and dtype stay."""
+    """Return the name with its middle left out, so that layout and dtype stay."""
     if len(name) <= room:
         return name
     kept = max(2, room - 1)
@@ -164,7 +164,7 @@ def _shortened(name: str, room: int) -> str:
 
 
 def open_progress(*, quiet: bool = False, verbose: bool = False) -> contextlib.AbstractContextManager[Progress]:
-    """The form that fits stderr: live on a terminal, plain lines elsewhere, nothing when quiet."""
+    """Return the form that fits stderr: live on a terminal, plain lines elsewhere, nothing when quiet."""
     if quiet:
         return contextlib.nullcontext(SilentProgress())
     if sys.stderr.isatty():

@@ -175,7 +175,7 @@ def _stopping_event(
 
 
 def _next(events: _Events[Result]) -> _Event[Result]:
-    """The next event, a signal among them.
+    """Return the next event, a signal among them.
 
     Python runs the handler of a signal between two steps of the main thread. One that comes just before the main thread
     blocks, or to another thread, does not end its wait: without a timeout it was handled with the next result.

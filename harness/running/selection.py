@@ -93,7 +93,7 @@ def case_files(project: Project, query: Query) -> list[Path]:
 
 
 def _is_case_id(project: Project, source: str) -> bool:
-    """True for a case id, also a misspelled one: no tier or path, and a word of it is one of case ids."""
+    """Return True for a case id, also a misspelled one: no tier or path, and a word of it is one of case ids."""
     if source in project.tiers or source.endswith(".toml") or os.sep in source:
         return False
     return any(values_of(word) is not None for word in source.split("-"))
@@ -126,12 +126,12 @@ _SELECTION_CACHE: dict[bytes, Selection] = {}
 
 
 def recorded_faults(project: Project) -> tuple[KnownFault, ...]:
-    """The records of upstream faults: those of the project and those of the package."""
+    """Return the records of upstream faults: those of the project and those of the package."""
     return known_with_shipped(project.known, project.shipped_known)
 
 
 def excluded_cells(project: Project, query: Query) -> str:
-    """How many cells each rule excludes from the matrices of a query; without tiers whose cases were chosen."""
+    """Return how many cells each rule excludes from the matrices of a query; without tiers whose cases were chosen."""
     drawn = [select_file(project, path) for path in case_files(project, query) if not chosen_path(path).exists()]
     counts = sum((Counter(selection.excluded) for selection in drawn), Counter[str]())
     return "; ".join(f"{counted(count, 'cell')} excluded: {name}" for name, count in counts.items())
@@ -149,36 +149,37 @@ def whole_tiers(project: Project, case_ids: Collection[str], words: Collection[s
 
 
 def select_cases(project: Project, query: Query) -> tuple[Case, ...]:
-    """The cases a query asks for, each once, in the order of its sources; HarnessError when there are none."""
+    """Return the cases a query asks for, each once, in the order of its sources; HarnessError when there are none."""
     return select_for_target(project, query)[0]
 
 
 def select_for_target(project: Project, query: Query) -> tuple[tuple[Case, ...], Mapping[str, int]]:
-    """The cases a query asks for, and by the reason how many of its tiers and ids its target cannot train.
+    """Return the cases a query asks for, and by the reason how many of its tiers and ids its target cannot train.
 
     HarnessError when no case is left before it is divided into shards.
     """
     asked = _asked(project, query)
     chosen = narrowed(asked, query)
+    replaced = () if query.target is None else _with_target(query.target, asked)
+    excluded = Counter(rules[0].reason for case in replaced if (rules := exclusions(case)))
     if not chosen:
+        left = len(trained_by(query.target, asked))
+        why = f"; {query.target} trains none of the others: {'; '.join(excluded)}" if excluded else ""
         raise NothingSelected(
-            f"no case is selected ({len(trained_by(query.target, asked))} before --select and -k).",
+            f"no case is selected ({left} before --select and -k{why}).",
             where=shlex.join(query.words),
             fix=f"widen the selection; `{list_cases(query.effective_sources)}` shows it.",
         )
-    replaced = () if query.target is None else _with_target(query.target, asked)
-    return in_shard(project, chosen, query.shard), Counter(
-        rules[0].reason for case in replaced if (rules := exclusions(case))
-    )
+    return in_shard(project, chosen, query.shard), excluded
 
 
 def narrowed(cases: Sequence[Case], query: Query) -> tuple[Case, ...]:
-    """The cases, each once, trained by the target of the query, that all of its expressions keep."""
+    """Return the cases, each once, trained by the target of the query, that all of its expressions keep."""
     return tuple(filter(wanted(query), trained_by(query.target, cases)))
 
 
 def in_shard(project: Project, cases: tuple[Case, ...], shard: Shard | None) -> tuple[Case, ...]:
-    """The cases of one shard of those given, by the stored costs of the project; all of them without a shard."""
+    """Return the cases of one shard of those given, by the stored costs of the project; all of them without a shard."""
     return cases if shard is None else cases_of_shard(cases, shard, _pricing(read_costs(project.root)))
 
 
@@ -187,14 +188,14 @@ def _pricing(costs: Costs) -> Pricing:
 
 
 def cases_to_explain(project: Project, source: str) -> tuple[Case, ...]:
-    """The cases of a tier or file, or the case of an id, also where a rule excludes it."""
+    """Return the cases of a tier or file, or the case of an id, also where a rule excludes it."""
     if _is_case_id(project, source):
         return (parse_case_id(source),)
     return select_cases(project, Query(sources=(source,)))
 
 
 def one_case(project: Project, text: str) -> Case:
-    """The case of an id, or the only one of a file. HarnessError for a file with several."""
+    """Return the case of an id, or the only one of a file. HarnessError for a file with several."""
     cases = select_cases(project, Query(sources=(text,)))
     if len(cases) > 1:
         raise HarnessError(f"it has {len(cases)} cases.", where=text, fix="give the id of one of them.")
@@ -212,7 +213,7 @@ def _asked(project: Project, query: Query) -> list[Case]:
 
 
 def _runnable_case(text: str) -> Case:
-    """The case of an id; HarnessError naming the rule that excludes it, if one does."""
+    """Return the case of an id; HarnessError naming the rule that excludes it, if one does."""
     case = parse_case_id(text)
     for rule in exclusions(case):
         raise HarnessError(
@@ -224,7 +225,7 @@ def _runnable_case(text: str) -> Case:
 
 
 def wanted(query: Query) -> Callable[[Case], bool]:
-    """Whether `--select` and `-k` of a query keep a case."""
+    """Return whether `--select` and `-k` of a query keep a case."""
     selectors = [parse_selector(text) for text in query.expressions]
     keyword = parse_keyword(query.keyword) if query.keyword is not None else None
     return lambda case: (
@@ -233,7 +234,7 @@ def wanted(query: Query) -> Callable[[Case], bool]:
 
 
 def parse_keyword(text: str) -> Callable[[str], bool]:
-    """Whether an id is one of `-k`: parts of ids with `and`, `or`, `not` and parentheses, as in pytest."""
+    """Return whether an id is one of `-k`: parts of ids with `and`, `or`, `not` and parentheses, as in pytest."""
     parts: list[str] = []
 
     def named(match: re.Match[str]) -> str:
@@ -264,7 +265,7 @@ def parse_keyword(text: str) -> Callable[[str], bool]:
 
 
 def trained_by(target: str | None, cases: Sequence[Case]) -> tuple[Case, ...]:
-    """The cases, each once, with this target in place of their own; without those that it excludes."""
+    """Return the cases, each once, with this target in place of their own; without those that it excludes."""
     if target is not None:
         cases = [case for case in _with_target(target, cases) if not exclusions(case)]
     return tuple({case_id(case): case for case in cases}.values())
@@ -310,7 +311,7 @@ class ExpectedCost(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def expected_cost(project: Project, case: Case) -> ExpectedCost:
-    """What the case will need here. Raises `Damaged` where the stored costs are."""
+    """Return what the case will need here. Raises `Damaged` where the stored costs are."""
     costs, cpus = read_costs(project.root), usable_cpus()
     estimated, speed = estimate(case, costs), relative_speed(project, costs)
     measured = _measured(project, case)
@@ -363,7 +364,7 @@ def _measured(project: Project, case: Case) -> CaseResult | None:
 
 
 def cases_within(project: Project, cases: Sequence[Case], selections: Sequence[Selection], budget_s: float) -> Budgeted:
-    """The cases to run in `budget_s` seconds of wall clock. Raises `NothingSelected` when not even one fits."""
+    """Return the cases to run in `budget_s` seconds of wall clock. Raises `NothingSelected` when not even one fits."""
     costs = read_costs(project.root)
     cpus = usable_cpus()
     budget_cpu_s = max(0.0, budget_s - START_S) * cpus * _BUSY / relative_speed(project, costs)

@@ -29,7 +29,7 @@ Named = tuple[str, RunResult]  # the results of one shard, after what the user c
 
 
 def merged(shards: Sequence[Named], *, latest: bool = False, mixed: bool = False) -> RunResult:
-    """The results of all shards as one run, which began with the first of them and took the seconds of all.
+    """Return the results of all shards as one run, which began with the first of them and took the seconds of all.
 
     A case counts where it was run. Raises HarnessError where two shards have different results of a case, unless the
     `latest` counts, where their environments differ, unless they may be `mixed`, and where one of N shards is missing.
@@ -82,7 +82,7 @@ def _check_complete(shards: Sequence[Named]) -> None:
 
 
 def _environment(shards: Sequence[Named], *, mixed: bool) -> Environment | None:
-    """The common environment of all shards, with all their targets; None where they differ."""
+    """Return the common environment of all shards, with all their targets; None where they differ."""
     differences = list(environment_differences(shards))
     if differences and not mixed:
         fix = "give `runs merge` --mixed where that does not matter, or run them in one environment."
@@ -150,7 +150,7 @@ class Stored(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def results_of(project: Project, text: str) -> RunResult:
-    """The results that `text` means, as one run; those of a folder of files are merged.
+    """Return the results that `text` means, as one run; those of a folder of files are merged.
 
     Raises HarnessError where there are none, or they cannot be read or merged.
     """
@@ -160,7 +160,7 @@ def results_of(project: Project, text: str) -> RunResult:
 
 
 def shards_of(project: Project, text: str) -> list[Named]:
-    """The results that `text` means, each with what it is called.
+    """Return the results that `text` means, each with what it is called.
 
     It means "last", "last~2", the name of a run, a file of results, or a folder of such files, each of which has some.
     Raises HarnessError where there are none.
@@ -176,7 +176,7 @@ def shards_of(project: Project, text: str) -> list[Named]:
 
 
 def _of_others(run: RunResult) -> RunResult:
-    """The run with commands of ours: a file that somebody else wrote must not say what to type in."""
+    """Return the run with commands of ours: a file that somebody else wrote must not say what to type in."""
     words = run.start.options.words
     return replace(
         run,
@@ -188,7 +188,7 @@ def _of_others(run: RunResult) -> RunResult:
 
 
 def stored_run(project: Project, text: str) -> Stored:
-    """The run of the store that "last", "last~2" or a name means. Raises HarnessError where there is none.
+    """Return the run of the store that "last", "last~2" or a name means. Raises HarnessError where there is none.
 
     "last" is the run of this machine that was stored last. An imported one is found by its name alone.
     """
@@ -269,7 +269,7 @@ def remove_old_runs(project: Project, *, kept: int = KEPT_RUNS) -> None:
 
 
 def read_stored(path: Path) -> RunResult:
-    """The results of a stored run. Raises HarnessError where damage cost it results, or hides which ones.
+    """Return the results of a stored run. Raises HarnessError where damage cost it results, or hides which ones.
 
     What a killed run wrote last may be cut short: it has cases without a result anyway, and `damaged` names the line.
     """
@@ -281,7 +281,7 @@ def read_stored(path: Path) -> RunResult:
 
 
 def read_results(path: Path) -> RunResult:
-    """The results in a file of `run --json`. Raises HarnessError for any other file, and for a damaged one."""
+    """Return the results in a file of `run --json`. Raises HarnessError for any other file, and for a damaged one."""
     run, fix = RunStore(path).read(), "write the file again: `run --json FILE`."
     if run.damaged:
         raise HarnessError(f"{next(iter(run.damaged))}.", fix=fix)

@@ -68,22 +68,22 @@ class WitnessCache:
         return tuple(sorted(self._made_here, key=lambda witness: witness.name))
 
     def solo(self, case: Case) -> Run | None:
-        """The solo witness of a case, sketched, with what its casts lost in place of its operands."""
+        """Return the solo witness of a case, sketched, with what its casts lost in place of its operands."""
         return self._witness(*_solo(case), keep=with_cast_shares)
 
     def solo_with_operands(self, case: Case) -> Run | None:
-        """The same with its operands, too large to be kept in memory: read from its file, or else run again."""
+        """Return the same with its operands, too large to be kept in memory: read from its file, or else run again."""
         name, request = _solo(case)
         path = self._path(name, request)
         return self._stored(path) or self._made(name, path, self._run(name, request))
 
     def reference(self, case: Case) -> Run | None:
-        """The BF16 reference of a case on one rank, for want of a stored golden."""
+        """Return the BF16 reference of a case on one rank, for want of a stored golden."""
         witness = reference_case(case)
         return self._witness(f"reference {case_id(witness)}", RunRequest(case=witness, probes=("sketches",)))
 
     def noisy(self, case: Case, draw: int, converted: tuple[str, ...]) -> Run | None:
-        """The reference with random errors where the case casts to float8.
+        """Return the reference with random errors where the case casts to float8.
 
         `converted`: the linears that the case converts.
         """
@@ -94,7 +94,7 @@ class WitnessCache:
         return self._witness(name, RunRequest(case=witness, probes=("sketches",), noise=noise))
 
     def partner(self, case: Case, fixes: Sequence[Injection] = ()) -> Run | None:
-        """The run of the partner of a case (`relations.py`), sketched; None when there is none.
+        """Return the run of the partner of a case (`relations.py`), sketched; None when there is none.
 
         `fixes` are those that the case runs with: its partner may run into the same fault. A partner that stands for
         the modules of a compiled case has their distances from a replay as well.
@@ -117,14 +117,14 @@ class WitnessCache:
         return msgspec.structs.replace(run, traces=(first, *others))
 
     def replay(self, case: Case, run: Run) -> Run | None:
-        """The replay of this very run, module by module; never kept. Incomplete when it did not finish."""
+        """Return the replay of this very run, module by module; never kept. Incomplete when it did not finish."""
         recorded = tuple(trace.module_tensors or () for trace in run.traces)
         name = f"replay {case_id(case)}"
         outcome = self._run(name, RunRequest(case=case, replayed=recorded))
         return None if outcome is None else _ended(outcome)
 
     def unprobed(self, case: Case) -> Run | None:
-        """The run of this case without probes; never kept. None when it did not finish."""
+        """Return the run of this case without probes; never kept. None when it did not finish."""
         outcome = self._run(f"unprobed {case_id(case)}", RunRequest(case=case))
         return None if outcome is None or outcome.status != "ok" else run_from_outcome(outcome)
 
@@ -199,7 +199,7 @@ def _solo(case: Case) -> tuple[str, RunRequest]:
 
 
 def _ended(outcome: JobOutcome) -> Run:
-    """The run of a witness; without traces where it did not finish, with at least one failure that says why."""
+    """Return the run of a witness; without traces where it did not finish, with at least one failure that says why."""
     run = run_from_outcome(outcome)
     if outcome.status == "ok" and run.complete:
         return run
@@ -209,7 +209,7 @@ def _ended(outcome: JobOutcome) -> Run:
 
 
 def open_witnesses(project: Project, plan: Plan, executor: Executor) -> WitnessCache:
-    """The witnesses of this machine, as what is installed now computes them for this plan."""
+    """Return the witnesses of this machine, as what is installed now computes them for this plan."""
     key = witness_key(plan)
 
     def content(target: str) -> str:
@@ -219,5 +219,5 @@ def open_witnesses(project: Project, plan: Plan, executor: Executor) -> WitnessC
 
 
 def _seal(content: bytes) -> bytes:
-    """The checksum that precedes the content of a file: a corrupt witness would fail good runs forever."""
+    """Return the checksum that precedes the content of a file: a corrupt witness would fail good runs forever."""
     return hashlib.sha256(content).digest()

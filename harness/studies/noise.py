@@ -135,7 +135,7 @@ def shares_its_parity_key(case: Case, numerics: Numerics = VIRTUAL_DEVICE) -> bo
 
 
 def environment() -> str:
-    """The variables that limit the CPU kernels of this process (`ATEN_CPU_CAPABILITY=avx2`), or `default`."""
+    """Return the variables that limit the CPU kernels of this process (`ATEN_CPU_CAPABILITY=avx2`), or `default`."""
     return arithmetic_limits() or DEFAULT_ENVIRONMENT
 
 
@@ -151,7 +151,7 @@ def _spread(cases: list[Case], count: int) -> list[Case]:
 def _reference_losses(
     project: Project, case: Case, traces: dict[str, RankTrace], *, fresh: bool
 ) -> tuple[float, ...] | None:
-    """The losses that the case is measured against; None if its fresh reference failed."""
+    """Return the losses that the case is measured against; None if its fresh reference failed."""
     if fresh:
         trace = traces.get(case_id(reference_case(case)))
         return None if trace is None else tuple(step.loss for step in trace.steps)
@@ -177,7 +177,7 @@ def _sample(case: Case, key: str, per_step: tuple[float, ...]) -> Sample:
 def _merged(
     project: Project, check: str, samples: Sequence[Sample], traces: Sequence[RankTrace], *, command: str
 ) -> Evidence:
-    """The stored evidence, with these samples instead of earlier ones of the same cases and environment."""
+    """Return the stored evidence, with these samples instead of earlier ones of the same cases and environment."""
     stored = read_evidence(project.root, check).samples if evidence_path(project.root, check).exists() else ()
     replaced = {(sample.case_id, sample.environment) for sample in samples}
     kept = [sample for sample in stored if (sample.case_id, sample.environment) not in replaced]

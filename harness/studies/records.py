@@ -85,7 +85,7 @@ class SanityJudge:
 
 
 def needed_references(cases: Iterable[Case]) -> tuple[Case, ...]:
-    """The reference cases of these cases, one per family. Cases with an expected refusal need none."""
+    """Return the reference cases of these cases, one per family. Cases with an expected refusal need none."""
     training = (case for case in cases if expected_refusal(case) is None)
     return tuple({family_id(case): reference_case(case) for case in training}.values())
 
@@ -215,7 +215,7 @@ def _compares(result: CaseResult, formula: str) -> bool:
 
 
 def verified_with(project: Project, run: RunResult, *, reason: str, command: str) -> VerifiedWith:
-    """The record of what a run verified, with the versions that its ranks reported."""
+    """Return the record of what a run verified, with the versions that its ranks reported."""
     traces = (trace for result in run.results if result.run is not None for trace in result.run.traces)
     provenance = provenance_of(next(traces), command=command, reason=reason, commit=source_commit(project.root))
     return VerifiedWith(
@@ -227,7 +227,7 @@ def verified_with(project: Project, run: RunResult, *, reason: str, command: str
 
 
 def fit_costs(file: Path, *, command: str) -> Costs:
-    """The costs that the results in a file show. HarnessError when it holds too few runs."""
+    """Return the costs that the results in a file show. HarnessError when it holds too few runs."""
     run = read_results(file)
     # a case that is known has run twice where its fault has a fix
     trained = [

@@ -36,7 +36,7 @@ def run_surviving(  # noqa: PLR0913  what two studies do differently
     where: str,
     fix: str,
 ) -> list[Concluded]:
-    """The conclusions on all checks, in order.
+    """Return the conclusions on all checks, in order.
 
     `job_of` makes the job that runs some of them, `judge` concludes on those of a job that ended well, and
     `conclude_lost` on one that brought its ranks down. Raises RanksFailed, with `where` and `fix`, when ranks fail

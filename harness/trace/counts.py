@@ -13,7 +13,7 @@ FLOAT8 = "float8"  # a precision; the others are dtypes
 
 
 def multiplied_words(*, part: str, precision: str) -> str:
-    """The key of products in words: "matmuls in float8", "attention in bfloat16"."""
+    """Return the key of products in words: "matmuls in float8", "attention in bfloat16"."""
     return f"{part} in {precision}"
 
 
@@ -31,7 +31,7 @@ class FlopsRecord(Record, frozen=True, kw_only=True):
 
 
 def collective_words(*, axis: str, kind: str, op: str, dtype: str) -> str:
-    """The key of collectives in words: "all_reduce (max) in float64 along tp"."""
+    """Return the key of collectives in words: "all_reduce (max) in float64 along tp"."""
     return f"{kind}{f' ({op})' if op else ''} in {dtype} along {axis}"
 
 
@@ -39,7 +39,7 @@ _WORDS = re.compile(r"(?P<kind>\w+)(?: \((?P<op>\w+)\))? in (?P<dtype>\w+) along
 
 
 def collective_of(words: str) -> Mapping[str, str] | None:
-    """The arguments of `collective_words` that give these words; None where none do."""
+    """Return the arguments of `collective_words` that give these words; None where none do."""
     match = _WORDS.fullmatch(words)
     return None if match is None else match.groupdict(default="")
 

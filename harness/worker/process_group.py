@@ -53,7 +53,7 @@ def join(context: RankContext, fabric: Fabric) -> torch.device:
 
 
 def open_store(context: RankContext) -> Store:
-    """The store of all ranks of a job: a file on one node, or a prefix in the TCP store of the run."""
+    """Return the store of all ranks of a job: a file on one node, or a prefix in the TCP store of the run."""
     url = urlsplit(context.rendezvous)
     if not url.scheme:
         return FileStore(str(Path(context.folder) / "rendezvous"), context.world_size)

@@ -19,7 +19,7 @@ from harness.matrix.case import Case
 from harness.matrix.caseid import case_id, parse_case_id
 from harness.matrix.linears import converted_fqns, gemms, is_misaligned, shard_sizes
 from harness.matrix.recipes import E4M3, E5M2, FLOAT8_MAX, OPERANDS, TRAITS, Recipe
-from harness.matrix.rules import EXCLUSIONS, REFUSALS, Rule, exclusions, expected_refusal, explain
+from harness.matrix.rules import EXCLUSIONS, REFUSALS, Rule, _check_target, exclusions, expected_refusal, explain
 from tests.builders import make_case
 from tests.strategies import POSSIBLE_CASES
 
@@ -56,7 +56,9 @@ def test_rules_have_different_names_reasons_and_sources() -> None:
         assert set(rule.axes) <= set(AXES)
 
 
-EXAMPLES = tomllib.loads(Path(__file__).with_name("excluded.toml").read_text())
+TESTS = Path(__file__).parents[1]
+FILES = [TESTS / "unit" / "excluded.toml", *sorted(TESTS.glob("plugins/*/unit/excluded.toml"))]
+EXAMPLES = {name: cases for file in FILES for name, cases in tomllib.loads(file.read_text()).items()}
 
 
 def test_torchtitan_0_3_shards_no_sequence_where_none_is_asked_for_and_filters_keys_with_values() -> None:
@@ -75,7 +77,7 @@ def test_rules_of_shapes_say_nothing_of_a_model_that_is_not_known() -> None:
 @pytest.mark.plugin("torchtitan")
 def test_every_exclusion_has_an_example_that_it_excludes() -> None:
     assert [(name, axes) for name in EXAMPLES for axes in EXAMPLES[name] if name not in excluded_by(**axes)] == []
-    assert EXAMPLES.keys() == {rule.name for rule in EXCLUSIONS}
+    assert EXAMPLES.keys() == {rule.name for rule in EXCLUSIONS}, "each has an example in `excluded.toml`"
 
 
 @pytest.mark.parametrize(
@@ -303,3 +305,11 @@ def test_options_that_a_recipe_does_not_have_are_excluded(recipe: Recipe) -> Non
     styled = make_case(recipe=recipe, tp=2, tp_styles="float8")
     assert (exclusions(gathered) == ()) is TRAITS[recipe].gathers_weights_in_float8
     assert (exclusions(styled) == ()) is TRAITS[recipe].has_tp_styles
+
+
+def test_a_rule_of_a_target_that_would_never_apply_is_refused() -> None:
+    row = {"where": ["target=my_pkg.mine compile=inductor"], "reason": "", "source": ""}
+    with pytest.raises(HarnessError, match=r"rule alone never applies.*Fix: add of_any_target = true"):
+        _check_target("alone", row, Path("rules.toml"))
+    _check_target("alone", {**row, "of_any_target": True}, Path("rules.toml"))
+    _check_target("alone", {"where": ["target=reference tp>1"]}, Path("rules.toml"))

@@ -250,7 +250,7 @@ def test_a_sentence_of_every_check_is_read_here() -> None:
         *(check.name for check in CHECKS),
         *(rule.check for rule in RULES.values()),
         "judge",
-    }
+    }, "add a finding of each check, with its sentence, to SENTENCES"
 
 
 def test_what_was_not_verified_is_told_first() -> None:

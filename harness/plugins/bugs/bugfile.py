@@ -114,7 +114,7 @@ class BugFile(Origins, frozen=True, kw_only=True):
         return self.case is not None and not self.missing
 
     def runnable(self) -> Case:
-        """The case. HarnessError saying what to fill in, or why there is none."""
+        """Return the case. HarnessError saying what to fill in, or why there is none."""
         if self.case is None:
             reasons = "; ".join(f"{name}: {text}" for name, text in self.refused.items())
             raise HarnessError(f"no case has this bug: {reasons}.", where=self.where)
@@ -148,7 +148,7 @@ def read_bugs(folder: Path) -> tuple[BugFile, ...]:
 
 
 def read_bug_file(path: Path) -> BugFile:
-    """The bug file at `path`. HarnessError with file and line for anything invalid."""
+    """Return the bug file at `path`. HarnessError with file and line for anything invalid."""
     return _bug_file(read_toml_text(path), path)
 
 
@@ -173,7 +173,7 @@ def _bug_file(text: str, path: Path) -> BugFile:
 
 
 def write_bug_file(bug: BugFile) -> str:
-    """The text of a bug file, which reads back as the same bug."""
+    """Return the text of a bug file, which reads back as the same bug."""
     import tomli_w
 
     tree: dict[str, Any] = {"bug": _table(bug.bug)}

@@ -192,7 +192,7 @@ def _today() -> datetime.date:
 
 
 def _bug_path(bug_id: str, output: Path | None, *, force: bool) -> Path:
-    """Where the bug file goes. HarnessError where one is that nobody asked to replace."""
+    """Return where the bug file goes. HarnessError where one is that nobody asked to replace."""
     path = output
     if path is None:
         project = options.project_of()
@@ -234,7 +234,7 @@ _trial_options = options.compose_options(
 
 
 def _with_trial(command: options.Command) -> options.Command:
-    """A command with `_trial_options`, to which CASE and what makes it fail are `named` and `injections`."""
+    """Return a command with `_trial_options`, to which CASE and what makes it fail are `named` and `injections`."""
 
     @functools.wraps(command)
     def with_trial(*, case: str, inject: tuple[str, ...], project: Project, **given: Any) -> Any:
@@ -274,7 +274,7 @@ def repro_command(*, bisect: bool, wanted: str | None, versions_for: Callable[..
 
 
 def _reproduced_with(wanted: str, project: Project, versions_for: Callable[..., Versions]) -> int:
-    """The exit code of this command in the environment with a version of a package."""
+    """Return the exit code of this command in the environment with a version of a package."""
     package, _, version = wanted.partition("==")
     if not version:
         raise HarnessError("this is not PACKAGE==VERSION.", where=f"--with {wanted}", fix="write torchao==0.17.0.")

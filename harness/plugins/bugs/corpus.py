@@ -110,7 +110,7 @@ def check_corpus(
 
 
 def proofs(bugs: Sequence[BugFile], matrix: Any, known: Sequence[KnownFault], records: Sequence[KnownFault]) -> Corpus:
-    """The proofs of these bugs. `known`: those of the `records` that the installed versions have."""
+    """Return the proofs of these bugs. `known`: those of the `records` that the installed versions have."""
     trials = {(trial.fault, trial.case_id): trial for trial in (*matrix.trials, *matrix.clean)}
     bug_proofs = tuple(
         _live(bug, trials, _elsewhere(bug, known, records)) if bug.bug.status == "live" else _fixed(bug, trials, known)
@@ -120,7 +120,7 @@ def proofs(bugs: Sequence[BugFile], matrix: Any, known: Sequence[KnownFault], re
 
 
 def _elsewhere(bug: BugFile, known: Sequence[KnownFault], records: Sequence[KnownFault]) -> str:
-    """The versions that the bug is recorded for; empty if they include the installed ones."""
+    """Return the versions that the bug is recorded for; empty if they include the installed ones."""
     case = bug.runnable()
     versions = dict.fromkeys(record.versions for record in matching(records, case))
     return "" if matching(known, case) else " or ".join(versions)
@@ -165,7 +165,7 @@ def _fixed(bug: BugFile, trials: Trials, known: Sequence[KnownFault]) -> Proof:
 
 
 def _unprovable(bug: BugFile, planted: Sequence[str]) -> list[str]:
-    """Why a fixed bug cannot be proved by its case."""
+    """Return why a fixed bug cannot be proved by its case."""
     if expected_refusal(bug.runnable()) is not None:
         return ["it is refused: a fixed bug trains"]
     if not bug.bug.planted:
@@ -174,7 +174,7 @@ def _unprovable(bug: BugFile, planted: Sequence[str]) -> list[str]:
 
 
 def _unclean(bug: BugFile, clean: Any, records: Sequence[KnownFault]) -> list[str]:
-    """Why the clean run contradicts `fixed`: only another, recorded bug may show in it."""
+    """Return why the clean run contradicts `fixed`: only another, recorded bug may show in it."""
     if not clean.verdict.good:
         return [f"it must pass, but it {_ended_how(clean)}"]
     if clean.verdict is Verdict.KNOWN and any(record.link == bug.bug.link for record in records):

@@ -78,7 +78,7 @@ class Draft:
                 self.fact(fact)
 
     def case(self) -> Case:
-        """The case. What rules exclude is left out of it and becomes a question."""
+        """Return the case. What rules exclude is left out of it and becomes a question."""
         while True:
             case = case_from_axes(self.axes)
             rule = next(iter(exclusions(case)), None)
@@ -93,7 +93,7 @@ class Draft:
     # What facts are known
 
     def fact(self, fact: str) -> Statement | None:
-        """The statement about a fact; None without one. A contradiction becomes a question about its axis."""
+        """Return the statement about a fact; None without one. A contradiction becomes a question about its axis."""
         contradiction = self._contradictions.get(fact, ())
         if contradiction:
             words = " or ".join(f"{shown(statement.value)} ({statement.words})" for statement in contradiction)
@@ -105,11 +105,11 @@ class Draft:
         return statement is not None and statement.value not in (False, "none")
 
     def words_of(self, fact: str) -> str:
-        """The words that state a fact; "" where nothing does."""
+        """Return the words that state a fact; "" where nothing does."""
         return self._facts[fact].words if fact in self._facts else ""
 
     def value_of(self, fact: str) -> object:
-        """The value of a fact; "" where nothing states it."""
+        """Return the value of a fact; "" where nothing states it."""
         return self._facts[fact].value if fact in self._facts else ""
 
     def put(self, axis: str, value: object, where: dict[str, str], words: str) -> None:
@@ -177,7 +177,7 @@ class Draft:
             self.assumed["ZeRO"] = f"FSDP2 stands for stage 3 ({self._facts['zero'].words})"
 
     def _ranks(self) -> Statement | None:
-        """How many ranks the job has, by their number or by those of a node."""
+        """Return how many ranks the job has, by their number or by those of a node."""
         ranks, node, nodes = self.fact("ranks"), self.fact("ranks_per_node"), self.fact("nodes")
         if ranks is not None or node is None:
             return ranks

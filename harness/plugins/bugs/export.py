@@ -118,7 +118,7 @@ def export(
 
 
 def failure_of(result: CaseResult) -> FailureSignature:
-    """How it failed. HarnessError if it did not."""
+    """Return how it failed. HarnessError if it did not."""
     if result.failure_signature is None:
         raise HarnessError(
             "it does not fail, so there is nothing to export.",
@@ -151,7 +151,7 @@ def file_name(named: NamedCase) -> str:
 
 
 def setup_of(case: Case) -> str:
-    """The case in the words of a title: "float8 rowwise, FSDP2, TP"."""
+    """Return the case in the words of a title: "float8 rowwise, FSDP2, TP"."""
     layout = case.layout
     kinds = {"HSDP": layout.dp_replicate > 1, "FSDP2": layout.dp_shard > 1 == layout.dp_replicate, "TP": layout.tp > 1}
     kinds["torch.compile"] = case.compile != "none"
@@ -172,7 +172,7 @@ def _error_of(result: CaseResult) -> str:
 
 
 def exported_case(case: Case) -> Case:
-    """The case in a dtype that GPUs have and that tells best. HarnessError for what a script does not have.
+    """Return the case in a dtype that GPUs have and that tells best. HarnessError for what a script does not have.
 
     float64 exists on the virtual device only. In bfloat16, gradients under TP are up to 17 % from one rank without a
     fault: where the recipe allows it, a script compares in float32.
@@ -203,7 +203,7 @@ def exported_case(case: Case) -> Case:
 
 
 def script(case: Case, signature: FailureSignature, *, title: str, checks: Collection[str] = ()) -> Script:
-    """The script that shows this failure of the case, in which `checks` failed. HarnessError where none can."""
+    """Return the script that shows this failure of the case, in which `checks` failed. HarnessError where none can."""
     values = constants(case, signature, checks)
     ranks = case.layout.tp if values["DETECT"] == "scattered" else case.world_size
     head = _HEAD.format(title=quoted(title), ranks=ranks)
@@ -211,7 +211,7 @@ def script(case: Case, signature: FailureSignature, *, title: str, checks: Colle
 
 
 def with_values(source: str, values: Mapping[str, object]) -> str:
-    """The source with these values of its constants, whose names are written as there. Comments stay."""
+    """Return the source with these values of its constants, whose names are written as there. Comments stay."""
 
     def line(match: re.Match[str]) -> str:
         return f"{match[1]} = {_literal(values[match[1]])}" if match[1] in values else match[0]
@@ -248,7 +248,7 @@ torchrun --nproc-per-node {ranks} FILE.py [PATCH.py:FUNCTION ...] exits with 0 w
 
 
 def what_detects(signature: FailureSignature, checks: Collection[str] = ()) -> Detects:
-    """The part of the script that detects failures like this one, in which `checks` failed."""
+    """Return the part of the script that detects failures like this one, in which `checks` failed."""
     if signature.kind == "crash":
         return "mismatch" if MISMATCH in signature.what else "crash"
     if signature.kind == ROWS.name and signature.what == "fused_scaled_matmul_reduce_scatter":
@@ -311,7 +311,7 @@ def _of_case(case: Case) -> dict[str, object]:
 
 
 def error_pattern(error: str) -> str:
-    """A regular expression for an error whose numbers, places and ranks are N, … and RANKS."""
+    """Return a regular expression for an error whose numbers, places and ranks are N, … and RANKS."""
     return re.sub(r"(?<![A-Za-z_])N(?![A-Za-z_])|…|RANKS", r".+?", re.escape(error)).replace(r"\ ", " ")
 
 
@@ -335,7 +335,7 @@ def proof_of(exported: Exported) -> Proof:
 
 
 def script_outcome(output: str) -> Proof:
-    """The verdict in the output of a script: a fault on any rank, else "cannot tell", else "fixed"."""
+    """Return the verdict in the output of a script: a fault on any rank, else "cannot tell", else "fixed"."""
     texts: dict[str, str] = {}
     for match in _OUTCOME.finditer(output):
         texts.setdefault(match[1], match[0].rstrip())
@@ -367,7 +367,7 @@ class _NeedsHarness(HarnessError):
 
 
 def exported_fault(name: str) -> str:
-    """The file that plants a fault by its function of the same name. HarnessError where it needs the harness."""
+    """Return the file that plants a fault by its function of the same name. HarnessError where it needs the harness."""
     imports: set[str] = set()
     texts: dict[tuple[str, str], str] = {}
     try:
@@ -395,7 +395,7 @@ def patch_of(injection: Injection, folder: Path) -> str:
 
 
 def planted_title(injections: Sequence[Injection]) -> str:
-    """What the first planted fault among these injections is; "" without one."""
+    """Return what the first planted fault among these injections is; "" without one."""
     planted = (injection.text for injection in injections if injection.text.startswith(FAULT_PREFIX))
     return next((_title(text.removeprefix(FAULT_PREFIX)) for text in planted), "")
 
@@ -463,7 +463,7 @@ def gather(
 
 @functools.cache  # most faults share their helpers
 def _words(node: ast.stmt) -> tuple[list[str], set[str]]:
-    """The names that a definition uses, each once in their order, and the modules that it imports inside."""
+    """Return the names that a definition uses, each once in their order, and the modules that it imports inside."""
     nodes = list(ast.walk(node))
     used = dict.fromkeys(name.id for name in nodes if isinstance(name, ast.Name))
     return [*used], {statement.module or "" for statement in nodes if isinstance(statement, ast.ImportFrom)}
@@ -477,7 +477,7 @@ def _read(module: str) -> Source:
 
 @functools.cache
 def _modules() -> Mapping[str, str]:
-    """The module of the function that plants each fault."""
+    """Return the module of the function that plants each fault."""
     package, _, _ = kinds_of_injections()[FAULT_PREFIX].plant.partition(":")
     folder = _PACKAGE.joinpath(*package.split(".")[1:])
     modules = [f"{package}.{path.stem}" for path in sorted(folder.glob("*.py"), reverse=True)]

@@ -56,7 +56,7 @@ class Sizes(Mesh, frozen=True, kw_only=True):
 
 
 def made_smaller(sizes: Sizes) -> tuple[Sizes, Mapping[str, str]]:
-    """The smaller run, and for every axis that changed the arithmetic, with what could not be kept."""
+    """Return the smaller run, and for every axis that changed the arithmetic, with what could not be kept."""
     smaller = [_on_mesh(sizes, mesh) for mesh in _meshes(sizes)]
     best = min(smaller, key=lambda small: _rank_of(sizes, small))
     changed = [name for name in Sizes.__struct_fields__ if getattr(sizes, name) != getattr(best, name)]
@@ -64,7 +64,7 @@ def made_smaller(sizes: Sizes) -> tuple[Sizes, Mapping[str, str]]:
 
 
 def traits(sizes: Sizes) -> dict[str, Traits]:
-    """What faults depend on, by size: equal for a run and its smaller one, unless the arithmetic says so."""
+    """Return what faults depend on, by size: equal for a run and its smaller one, unless the arithmetic says so."""
     shards = {name: getattr(sizes, name) for name in ("dim", "kv_dim", "ffn_dim", "vocab_size")}
     return {
         **{name: _traits(size, sizes) for name, size in shards.items()},
@@ -76,7 +76,7 @@ def traits(sizes: Sizes) -> dict[str, Traits]:
 
 
 def lost(sizes: Sizes, small: Sizes) -> tuple[str, ...]:
-    """The names of the traits that a smaller run does not have."""
+    """Return the names of the traits that a smaller run does not have."""
     before, after = traits(sizes), traits(small)
     return tuple(name for name in before if before[name] != after[name])
 
@@ -107,7 +107,7 @@ def _meshes(sizes: Sizes) -> list[dict[str, int]]:
 
 
 def _rank_of(sizes: Sizes, small: Sizes) -> tuple[int, int, int, int]:
-    """What is better first: less lost, degrees kept, more ranks, powers of two."""
+    """Return what is better first: less lost, degrees kept, more ranks, powers of two."""
     pairs = [(sizes.mesh[name], small.mesh[name]) for name in MESH_AXES]
     odd = sum(after & (after - 1) != 0 for _, after in pairs)
     return len(lost(sizes, small)), sum(before != after for before, after in pairs), odd, -small.world_size
@@ -135,7 +135,7 @@ def _smaller(sizes: Sizes, small: Sizes, name: str) -> int:
 
 
 def _smaller_attention(sizes: Sizes, small: Sizes) -> Sizes:
-    """The smallest attention whose dim, keys and values have the same traits."""
+    """Return the smallest attention whose dim, keys and values have the same traits."""
     kept: tuple[Sizes, ...] = (small,) if sizes.dim <= _CHEAP * _FLOORS["dim"] else ()
     ratio = 1 if sizes.heads == sizes.kv_heads else 2
     widths = sorted(
@@ -259,7 +259,7 @@ def _local_batch(draft: Draft) -> tuple[int | None, str]:
 
 
 def _counted(draft: Draft, whole: int, local: int, dp: int) -> int:
-    """The microbatches of a global batch."""
+    """Return the microbatches of a global batch."""
     words = f"{draft.words_of('global_batch')}: {whole} / ({local} sequences x {dp} data-parallel ranks)"
     if REST in draft.missing or "ranks" in draft.missing:
         question = f"{words} is how many microbatches? It follows from {REST}"

@@ -65,7 +65,7 @@ class ImportedBug(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def import_report(report: Report, options: ImportOptions) -> ImportedBug:
-    """The bug file that a report describes. HarnessError where nothing says what to call it."""
+    """Return the bug file that a report describes. HarnessError where nothing says what to call it."""
     given_link, bug_id = _name(report, options)
     seen = _seen(report, options)
     job = read_job(report, options)
@@ -98,7 +98,7 @@ def import_configuration(report: Report, options: ImportOptions) -> Job:
 
 
 def read_job(report: Report, options: ImportOptions) -> Job:
-    """The job that the configurations of a report describe."""
+    """Return the job that the configurations of a report describe."""
     seen = _seen(report, options)
     era = _era(options, seen)
     reading = Reading(report, era.day)
@@ -135,7 +135,7 @@ def _seen(report: Report, options: ImportOptions) -> Bug:
 
 
 def _with_given(statements: list[Statement], options: ImportOptions) -> tuple[Statement, ...]:
-    """The statements, with those of the user in place of others about the same."""
+    """Return the statements, with those of the user in place of others about the same."""
     stated = {name: value for name, value in options.axes.items() if name in AXES and name != "target"}
     replaced = {*stated}
     if options.ranks:
@@ -151,7 +151,7 @@ def _with_given(statements: list[Statement], options: ImportOptions) -> tuple[St
 
 
 def _questions(reading: Reading, account: Account) -> dict[str, str]:
-    """What must be answered although the draft has a value for every axis."""
+    """Return what must be answered although the draft has a value for every axis."""
     questions: dict[str, str] = {}
     if reading.configurations:
         return {"configuration": f"which one was run? Keep it: {', '.join(reading.configurations)}"}
@@ -176,7 +176,7 @@ def _other_models(reading: Reading, target: str) -> dict[str, str]:
 
 
 def _without(account: Account, ignore: Collection[str]) -> tuple[Account, tuple[str, ...]]:
-    """The account without lines that the user says mean nothing. HarnessError for a name of none."""
+    """Return the account without lines that the user says mean nothing. HarnessError for a name of none."""
     for name in ignore:
         if not any(name == line.name for line in account.not_understood):
             names = ", ".join(line.name for line in account.not_understood) or "none"
@@ -186,7 +186,7 @@ def _without(account: Account, ignore: Collection[str]) -> tuple[Account, tuple[
 
 
 def _answers(missing: Mapping[str, str]) -> str:
-    """The options that answer questions."""
+    """Return the options that answer questions."""
     single = {"command", "configuration"} & missing.keys()
     options = [
         option_of(name) if name in AXES else f"--ignore {shlex.quote(name)}" for name in missing if name not in single
@@ -195,7 +195,7 @@ def _answers(missing: Mapping[str, str]) -> str:
 
 
 def _era(options: ImportOptions, seen: Bug) -> Era:
-    """The day that decides what options and defaults mean."""
+    """Return the day that decides what options and defaults mean."""
     if options.day is not None:
         return Era(day=options.day, source="--date", sure=True)
     of_version = era_of_version(seen.versions.get("torchtitan", ""))

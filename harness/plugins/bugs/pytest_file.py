@@ -141,7 +141,7 @@ def models(values: Mapping[str, object]) -> Iterator[tuple[str, Mapping[str, obj
 
 
 def pytest_file(values: Mapping[str, object], *, head: str) -> str:
-    """The text of the file for these constants of the template. `head` is its docstring."""
+    """Return the text of the file for these constants of the template. `head` is its docstring."""
 
     @functools.cache
     def read(module: str) -> Source:
@@ -171,7 +171,7 @@ def _imports(lines: set[str]) -> list[str]:
 
 
 def formatted(text: str) -> str:
-    """The text as ruff writes it; as it is where ruff is not installed."""
+    """Return the text as ruff writes it; as it is where ruff is not installed."""
     ruff = shutil.which("ruff", path=sysconfig.get_path("scripts"))
     if ruff is None:
         return text
@@ -214,7 +214,7 @@ def _colour(file: Path) -> tuple[Colour, str]:
 
 
 def colour_of(output: str) -> tuple[Colour, str]:
-    """The colour in the output of pytest, and what a rank raised, else how the run ended."""
+    """Return the colour in the output of pytest, and what a rank raised, else how the run ended."""
     ended = _ENDED.search(output)
     raised = _RAISED.findall(output)
     last = output.strip().splitlines()[-1:] or ["it said nothing"]

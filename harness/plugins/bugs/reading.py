@@ -279,7 +279,7 @@ class Reading:
 
 
 def _cast_settings(stated: Mapping[str, object], field: str) -> Iterator[str]:
-    """The settings that a CastConfig of this field has: `axs`, `dis`, a dtype."""
+    """Yield the settings that a CastConfig of this field has: `axs`, `dis`, a dtype."""
     known_settings = _SETTINGS | _DTYPES
     for key, value in stated.items():
         last = str(value).rpartition(".")[2]
@@ -296,7 +296,7 @@ class Resolved(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def resolve(statements: Iterable[Statement]) -> Resolved:
-    """What statements agree on: flags override a configuration, and two values of the same rank contradict."""
+    """Return what statements agree on: flags override a configuration, and two values of the same rank contradict."""
     by_fact: dict[str, list[Statement]] = {}
     for statement in statements:
         by_fact.setdefault(statement.fact, []).append(statement)

@@ -124,7 +124,7 @@ def read_file(path: str) -> bytes:
 
 
 def read_report(content: bytes, *, where: str) -> Report:
-    """The report in a file. HarnessError for what is too large, no text, or empty."""
+    """Return the report in a file. HarnessError for what is too large, no text, or empty."""
     if len(content) > MAX_BYTES:
         what = f"{len(content) / 1e6:.1f} MB is no report: at most {MAX_BYTES // 1_000_000} MB are read."
         raise HarnessError(what, where=where, fix="keep the text of the report, without attached logs.")
@@ -155,7 +155,7 @@ def clean_words(text: str, length: int = WORDS_LENGTH) -> str:
 
 
 def python_tree(text: str) -> ast.Module:
-    """The syntax tree of Python code, which may be indented or have prompts. SyntaxError for anything else."""
+    """Return the syntax tree of Python code, which may be indented or have prompts. SyntaxError for anything else."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", SyntaxWarning)  # of literals that somebody else wrote
@@ -165,7 +165,7 @@ def python_tree(text: str) -> ast.Module:
 
 
 def observe(report: Report) -> Bug:
-    """The observations of a report as an open bug; fields that nothing prints are empty."""
+    """Return the observations of a report as an open bug; fields that nothing prints are empty."""
     message, bad = _message(report.code), _BAD_LOG.search(report.code)
     versions: dict[str, str] = {}  # that it pins, or that a dump of an environment prints
     for name, version in (*_PINNED.findall(report.text), *_DUMPED.findall(report.code)):
@@ -195,7 +195,7 @@ def find_link(text: str) -> tuple[str, str]:
 
 
 def _message(text: str) -> str:
-    """The error that was raised first, on one line; "" for none."""
+    """Return the error that was raised first, on one line; "" for none."""
     for line in text.split("\n"):
         match = _ERROR.search(_PREFIX.sub("", line))
         if match is None or match[1].rpartition(".")[2] in _CONSEQUENCES:
@@ -207,7 +207,7 @@ def _message(text: str) -> str:
 
 
 def _hardware(text: str) -> str:
-    """The devices that `nvidia-smi -L` and torch's dump of an environment list."""
+    """Return the devices that `nvidia-smi -L` and torch's dump of an environment list."""
     names = [name.strip() for _, name in dict.fromkeys(_GPU.findall(text))]
     return f"{len(names)} x {names[0]}" if names else ""
 
@@ -257,7 +257,7 @@ def _parts(text: str) -> tuple[list[Block], list[str]]:
 
 
 def _kept(prose: list[str]) -> str:
-    """The first words of prose, without its heading."""
+    """Return the first words of prose, without its heading."""
     lines = [line for line in prose if line.strip() and not re.match(r"\s*#\s", line)][:_MOST_LINES]
     text = "\n".join(clean_words(line, 4 * WORDS_LENGTH) for line in lines)
     return text if len(text) <= _MOST_WORDS else f"{text[: _MOST_WORDS - 1]}…"
@@ -270,7 +270,7 @@ def _block(kind: Kind, text: str) -> Block:
 
 
 def _whole(text: str, where: str) -> Kind | None:
-    """What a file is that is no report but a configuration; None for a report."""
+    """Return what a file is that is no report but a configuration; None for a report."""
     suffix = Path(where).suffix.lower()
     if suffix in _SUFFIXES:
         return _SUFFIXES[suffix]
@@ -281,7 +281,7 @@ def _whole(text: str, where: str) -> Kind | None:
 
 
 def _guessed(text: str) -> Kind:
-    """The first language that a text without a name is in: only what nothing else can be."""
+    """Return the first language that a text without a name is in: only what nothing else can be."""
     if len(text) > _MAX_CODE:
         return "shell"
     for kind, sign in _SIGNS:
@@ -291,7 +291,7 @@ def _guessed(text: str) -> Kind:
 
 
 def _is_meant(kind: Kind, text: str) -> bool:
-    """Whether a text that can be read as this kind is likely to be it."""
+    """Return whether a text that can be read as this kind is likely to be it."""
     if kind == "python":
         return any(isinstance(node, ast.Call) for node in ast.walk(python_tree(text)))
     lines = [line for line in text.split("\n") if line.strip() and not line.lstrip().startswith("#")]
@@ -299,7 +299,7 @@ def _is_meant(kind: Kind, text: str) -> bool:
 
 
 def _fault_of(kind: Kind, text: str) -> str:
-    """Why a text is no such configuration; "" where it is one."""
+    """Return why a text is no such configuration; "" where it is one."""
     try:
         if kind == "toml":
             return "" if tomllib.loads(text) else "empty"

@@ -25,7 +25,7 @@ from harness.text import counted
 
 
 def bugs_sections(bugs: Sequence[BugFile]) -> list[Block]:
-    """A table of bug files: id, status, symptom, what detects them, title."""
+    """Return a table of bug files: id, status, symptom, what detects them, title."""
     rows = tuple(
         (file.id, file.bug.status, file.bug.symptom, ", ".join(file.bug.detected_by) or "-", file.bug.title)
         for file in bugs
@@ -39,7 +39,7 @@ def bugs_sections(bugs: Sequence[BugFile]) -> list[Block]:
 
 
 def bug_document(bug: BugFile) -> dict[str, object]:
-    """The JSON form of a bug file, with the id of its case."""
+    """Return the JSON form of a bug file, with the id of its case."""
     return {
         "id": bug.id,
         "file": bug.where,
@@ -75,14 +75,14 @@ def imported_sections(imported: ImportedBug, *, file: str | None) -> list[Block]
 
 
 def _counts(account: Account) -> str:
-    """How many lines were used, are without effect, and were not understood."""
+    """Return how many lines were used, are without effect, and were not understood."""
     counts = {name.replace("_", " "): len(getattr(account, name)) for name in account.__struct_fields__}
     lines = counted(sum(counts.values()), "line")
     return f"{lines} of configurations: {', '.join(f'{count} {name}' for name, count in counts.items())}"
 
 
 def job_notes(job: Job) -> tuple[str, ...]:
-    """How a case differs from its job, and the account of the lines, a line each."""
+    """Return how a case differs from its job, and the account of the lines, a line each."""
     lists = (("", job.derived), ("assumed: ", job.assumed))
     notes = [f"{name}: {head}{words}" for head, table in lists for name, words in table.items()]
     not_understood = (f"not understood: {line.text}" for line in job.account.not_understood)
@@ -98,7 +98,7 @@ def _seen(bug: Bug) -> str:
 
 
 def _sourced(imported: ImportedBug, name: str) -> tuple[str, ...]:
-    """A list of axes with their values and where those come from; full sizes, except in `derived`."""
+    """Return a list of axes with their values and where those come from; full sizes, except in `derived`."""
     case, words = imported.bug.case, getattr(imported.bug, name)
     values = {} if case is None or name in ("missing", "refused") else dict(axis_values(case))
     values = {axis: value for axis, value in values.items() if axis not in imported.bug.missing}
@@ -144,7 +144,7 @@ def imported_document(imported: ImportedBug, *, file: str | None) -> dict[str, o
 
 
 def reproduced_sections(reproduction: Reproduced) -> list[Block]:
-    """The answer, with what was expected and found; then what differs from the report."""
+    """Return the answer, with what was expected and found; then what differs from the report."""
     message = reproduction.found.message if reproduction.answer != "not reproduced" else ""
     known = (("known fault", f"{name}: {why}") for name, why in reproduction.known.items())
     facts = Facts(
@@ -196,7 +196,7 @@ def _needs(shrunk: Shrunk) -> Iterator[Entry]:
 
 
 def _is_bound(name: str, value: object, attempts: Sequence[Attempt]) -> bool:
-    """True when the number below alone takes the failure away, and every larger one that was tried keeps it."""
+    """Return True when the number below alone takes the failure away, and every larger one that was tried keeps it."""
     if not isinstance(value, int) or isinstance(value, bool):
         return False
     larger = [attempt.same for attempt in attempts if int(str(attempt.changes[name])) > value]
@@ -215,7 +215,7 @@ def shrunk_document(shrunk: Shrunk) -> dict[str, object]:
 
 
 def corpus_sections(corpus: Corpus) -> list[Block]:
-    """A table of the bugs; every mismatch and every inconclusive run; totals."""
+    """Return a table of the bugs; every mismatch and every inconclusive run; totals."""
     columns = ("bug", "case", "clean", "with fault", "detected by")
     rows = tuple(row for proof in corpus.proofs for row in _rows(proof))
     wrong = tuple(f"{proof.bug}: {text}" for proof in corpus.proofs for text in proof.mismatches)
@@ -248,7 +248,7 @@ def _totals(corpus: Corpus) -> str:
 
 
 def exported_sections(exported: Exported, proof: ScriptProof | None) -> list[Block]:
-    """The files that were written, and what the script showed here."""
+    """Return the files that were written, and what the script showed here."""
     made, script = exported.script, exported.file
     written = (
         f"{script}: {len(made.text.splitlines())} lines, {made.ranks} ranks",
@@ -264,7 +264,7 @@ def exported_sections(exported: Exported, proof: ScriptProof | None) -> list[Blo
 
 
 def exported_test_sections(test: ExportedTest) -> list[Block]:
-    """The test that was written, and which colour it had where it was run."""
+    """Return the test that was written, and which colour it had where it was run."""
     written = f"{test.file}: {test.lines} lines, {test.model}\nrun it by: python -m pytest {test.file}"
     sections: list[Block] = [Verbatim(written)]
     for proof in test.proofs:

@@ -61,7 +61,7 @@ class Command(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def settings_of_tree(tree: object, prefix: str = "", depth: int = 0) -> Iterator[Setting]:
-    """The leaves of what TOML, YAML or JSON has parsed."""
+    """Yield the leaves of what TOML, YAML or JSON has parsed."""
     if isinstance(tree, Mapping) and tree and depth < _DEEPEST:
         for name, value in tree.items():
             yield from settings_of_tree(value, f"{prefix}.{name}" if prefix else str(name), depth + 1)
@@ -74,7 +74,7 @@ def settings_of_tree(tree: object, prefix: str = "", depth: int = 0) -> Iterator
 
 
 def settings_of_block(block: Block) -> Iterator[Setting]:
-    """The settings of TOML, YAML or JSON; each line of a broken one, with the reason."""
+    """Yield the settings of TOML, YAML or JSON; each line of a broken one, with the reason."""
     if block.broken:
         for line in block.text.split("\n"):
             match = _LINE.match(line)
@@ -98,7 +98,7 @@ def commands_of(text: str) -> Iterator[Command]:
 
 
 def printed_settings(text: str) -> Iterator[Setting]:
-    """What lines of a log state that tools print word for word."""
+    """Yield what lines of a log state that tools print word for word."""
     for line in text.split("\n"):
         match = _TABLE.match(line)
         if match:
@@ -136,7 +136,7 @@ def _command(line: str, variables: dict[str, str], used: Collection[str]) -> Ite
 
 
 def _words(line: str) -> list[str]:
-    """The words of a command, without its prompt; [] for a line that sets no option and no variable."""
+    """Return the words of a command, without its prompt; [] for a line that sets no option and no variable."""
     if "--" not in line and "=" not in line:
         return []
     text = re.sub(r"^\s*(?:\$ |> |# (?=\S*--)|export )", "", line)
@@ -158,7 +158,7 @@ def _split(text: str) -> list[str]:
 
 
 def _value_of(flag: re.Match[str], words: list[str], at: int) -> tuple[object, int]:
-    """The value of a flag, and where it ends: behind `=`, the next word that is no option, or True."""
+    """Return the value of a flag, and where it ends: behind `=`, the next word that is no option, or True."""
     if flag[2] is not None:
         return flag[2].strip("\"'"), at
     if at + 1 < len(words) and not words[at + 1].startswith("--") and not _VARIABLE.fullmatch(words[at + 1]):
@@ -187,7 +187,7 @@ def _variable(name: str, value: str, *, used: bool) -> list[Setting]:
 
 
 def _resolved(value: str, variables: Mapping[str, str]) -> str:
-    """A value with the variables that are assigned above; UNREAD where one is not."""
+    """Return a value with the variables that are assigned above; UNREAD where one is not."""
     for match in list(_NAMED.finditer(value))[:20]:
         found = variables.get(match[1] or match[3], match[2])
         if found is None:
@@ -303,7 +303,7 @@ class _Reader:
                 yield from self._one(keys, word.value, counted=counted)
 
     def _linear(self, node: ast.Call, words: str) -> Iterator[Setting]:
-        """The features of the first linear, of which a bare stack consists."""
+        """Yield the features of the first linear, of which a bare stack consists."""
         sizes = [self.value(argument) for argument in node.args[:2]]
         if len(sizes) == 2 and all(isinstance(size, int) and 1 <= size <= _LARGEST for size in sizes):
             yield Setting(names=("linear.features",), value=f"{sizes[0]}x{sizes[1]}", words=words)
@@ -316,7 +316,7 @@ class _Reader:
                 yield from self._one((f"{prefix}.{name}" if prefix else name,), value, counted=False)
 
     def _one(self, names: tuple[str, ...], node: ast.expr, *, counted: bool) -> Iterator[Setting]:
-        """A setting, unless its value is a call or a dict, whose own settings are read by its name."""
+        """Yield a setting, unless its value is a call or a dict, whose own settings are read by its name."""
         found = self._node(node)
         if isinstance(found, ast.Dict) or (isinstance(found, ast.Call) and _says_itself(dotted(found.func))):
             return
@@ -328,7 +328,7 @@ class _Reader:
         yield Setting(names=names, value=value, words=f"{names[0].rpartition('.')[2]}={shown}", counted=counted)
 
     def _mesh(self, node: ast.Call, words: str) -> Iterator[Setting]:
-        """The degrees of a device mesh by the names of its dims."""
+        """Yield the degrees of a device mesh by the names of its dims."""
         named = {word.arg: self.value(word.value) for word in node.keywords}
         shape = self.value(node.args[1]) if len(node.args) > 1 else named.get("mesh_shape")
         names = named.get("mesh_dim_names")
@@ -339,7 +339,7 @@ class _Reader:
             yield Setting(names=("init_device_mesh()",), value=UNREAD, words=words)
 
     def _node(self, node: ast.expr) -> ast.expr:
-        """What a name stands for, where it is assigned once."""
+        """Return what a name stands for, where it is assigned once."""
         seen: set[str] = set()
         while isinstance(node, ast.Name) and node.id in self._values and node.id not in seen:
             seen.add(node.id)
@@ -347,7 +347,7 @@ class _Reader:
         return node
 
     def value(self, node: ast.expr) -> object:
-        """A literal, a product of literals, or a dotted name as it is written; UNREAD for anything else."""
+        """Return a literal, a product of literals, or a dotted name as it is written; UNREAD for anything else."""
         found = self._node(node)
         value: object = UNREAD
         match found:
@@ -371,7 +371,7 @@ def _product(left: object, right: object) -> object:
 
 
 def _assigned(node: ast.expr | ast.stmt) -> Iterator[tuple[str, ast.expr]]:
-    """Names that a statement assigns, such as `dim = 1024` or `bs, seq = 32, 512`."""
+    """Yield names that a statement assigns, such as `dim = 1024` or `bs, seq = 32, 512`."""
     if not isinstance(node, ast.Assign) or len(node.targets) != 1:
         return
     target, value = node.targets[0], node.value
@@ -400,7 +400,7 @@ def _says_itself(name: str) -> bool:
 
 
 def _is_object(node: ast.expr, values: Mapping[str, ast.expr]) -> bool:
-    """True for an argument that is no literal and no member of an enumeration: a model, for instance."""
+    """Return True for an argument that is no literal and no member of an enumeration: a model, for instance."""
     if isinstance(node, ast.Name) and node.id in values:
         node = values[node.id]
     return not (isinstance(node, ast.Constant) or getattr(node, "attr", "").isupper())

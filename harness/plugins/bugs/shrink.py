@@ -90,7 +90,7 @@ def shrink(
     budget_s: float | None = None,
     note: Callable[[str], None] = lambda text: None,
 ) -> Shrunk:
-    """The smallest case that fails like this one. HarnessError when it does not fail, or cannot be run."""
+    """Return the smallest case that fails like this one. HarnessError when it does not fail, or cannot be run."""
     return _Shrinking(case, run, journal, jobs, budget_s, note).smallest()
 
 
@@ -209,7 +209,7 @@ class _Shrinking:
         return [self.journal.get(case_id(case)) or new_results[case_id(case)] for case in cases]
 
     def _needed(self) -> tuple[Attempt, ...]:
-        """The attempts that change one axis of the smallest case and do not fail alike."""
+        """Return the attempts that change one axis of the smallest case and do not fail alike."""
         tried_from = {case_id(candidate.case): candidate for candidate in self._single()}
         last = {attempt.result.case_id: attempt for attempt in self.attempts if attempt.result.case_id in tried_from}
         return tuple(
@@ -232,7 +232,7 @@ class Smaller(NamedTuple):
 
 
 def smaller_cases(case: Case, *, steps: int = 1) -> Iterator[Smaller]:
-    """Every smaller case by one axis, the smallest value first. `steps`: the least that is needed."""
+    """Yield every smaller case by one axis, the smallest value first. `steps`: the least that is needed."""
     for name in (*_SMALLEST, *OPTIONS):
         for value in _values(case, name, steps):
             smaller = with_changes(case, {name: value})
@@ -241,7 +241,7 @@ def smaller_cases(case: Case, *, steps: int = 1) -> Iterator[Smaller]:
 
 
 def smaller_groups(case: Case, *, steps: int = 1) -> Iterator[Smaller]:
-    """Cases with all axes of a group at their smallest values: where one shows the same, much is saved."""
+    """Yield cases with all axes of a group at their smallest values: where one shows the same, much is saved."""
     for group in ((*_SMALLEST, *OPTIONS), *GROUPS):
         changes = {name: values[0] for name in group if (values := _values(case, name, steps))}
         smaller = with_changes(case, changes) if len(changes) > 1 else None
@@ -250,7 +250,7 @@ def smaller_groups(case: Case, *, steps: int = 1) -> Iterator[Smaller]:
 
 
 def with_changes(case: Case, changes: Mapping[str, object]) -> Smaller | None:
-    """The case with these values, and whatever else a rule then asks for. None where there is no such case.
+    """Return the case with these values, and whatever else a rule then asks for. None where there is no such case.
 
     A case that torch must refuse is none either, unless the first must be refused too.
     """
@@ -273,7 +273,7 @@ def _values(case: Case, name: str, steps: int) -> Sequence[object]:
 
 
 def _smallest(case: Case, name: str) -> int:
-    """The least size with which the ranks of a case have what they need: 16 rows each, a head, a sequence."""
+    """Return the least size with which the ranks of a case have what they need: 16 rows each, a head, a sequence."""
     tp = case.layout.tp
     least = {"global_batch": case.layout.batches, "heads": tp, "kv_heads": tp}
     rows = 16 * tp if name in ("dim", "ffn_dim", "vocab_size", "seq_len") else 1
@@ -290,14 +290,14 @@ def _sizes(value: object, smallest: int) -> Sequence[int]:
 
 
 def _above(value: object) -> Sequence[int]:
-    """The next number and the next power of two, of a small number."""
+    """Return the next number and the next power of two, of a small number."""
     if not isinstance(value, int) or isinstance(value, bool) or value > _SMALL:
         return ()
     return sorted({value + 1, 1 << value.bit_length()})
 
 
 def _with_heads(values: Mapping[str, object]) -> dict[str, object]:
-    """The values with a number of heads that fits, where another dim, tp or number of heads needs one."""
+    """Return the values with a number of heads that fits, where another dim, tp or number of heads needs one."""
     adjusted = dict(values)
     dim, heads, tp = (int(str(adjusted[name])) for name in ("dim", "heads", "tp"))
     if dim % heads or (dim // heads) % 2 or heads % tp:
@@ -309,7 +309,7 @@ def _with_heads(values: Mapping[str, object]) -> dict[str, object]:
 
 
 def _allowed(values: Mapping[str, object], fixed: frozenset[str]) -> Case | None:
-    """The case of these values; options that rules name are set to their defaults until none excludes it."""
+    """Return the case of these values; options that rules name are set to their defaults until none excludes it."""
     default = axis_values(Case())
     adjusted = dict(values)
     for _ in range(len(AXES)):

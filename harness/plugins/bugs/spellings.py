@@ -27,7 +27,7 @@ _SCOPE = {feature.name: feature for feature in SCOPE}
 
 
 def shown(value: object) -> str:
-    """A value as configurations write it."""
+    """Return a value as configurations write it."""
     if isinstance(value, tuple | list):
         return ", ".join(map(str, value)) or "none"
     return str(value).lower() if isinstance(value, bool) else str(value)
@@ -44,7 +44,7 @@ class Spelling(msgspec.Struct, frozen=True, kw_only=True):
     until: datetime.date = datetime.date.max
 
     def read(self, value: object) -> Mapping[str, Value] | None:
-        """The fact that this value states; {} for one that says nothing, None for an unknown one."""
+        """Return the fact that this value states; {} for one that says nothing, None for an unknown one."""
         text = ", ".join(map(str, value)) if isinstance(value, list | tuple) else str(value).strip()
         plain = text.lower()
         truth = "true" if plain in _TRUE[:3] else "false" if plain in _FALSE[:3] else ""
@@ -148,7 +148,7 @@ def is_known_variable(name: str) -> bool:
 
 
 def has_no_effect(path: str, value: object) -> str:
-    """Why this value of an option has no effect in a case; "" where it may have one."""
+    """Return why this value of an option has no effect in a case; "" where it may have one."""
     text = str(value).strip().lower()
     parts = path.split(".")
     for at in range(len(parts)):
@@ -160,7 +160,7 @@ def has_no_effect(path: str, value: object) -> str:
 
 @functools.lru_cache(maxsize=4096)
 def subject(name: str) -> str:
-    """What a name is about that must not be passed over, such as "precision"; "" for nothing of the kind."""
+    """Return what a name is about that must not be passed over, such as "precision"; "" for nothing of the kind."""
     words = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", " ", name)
     words = f"{words.replace('_', ' ')} {name}".lower()
     return next((about for about, pattern in table()["matters"].items() if re.search(pattern, words)), "")
@@ -188,7 +188,7 @@ def names_experts(model: str) -> bool:
 
 @functools.lru_cache(maxsize=4096)
 def tool_started_by(word: str) -> str:
-    """The tool that this word of a command starts; "" for none."""
+    """Return the tool that this word of a command starts; "" for none."""
     plain = word.rpartition("/")[2]
     launchers: Mapping[str, str] = table()["launchers"]
     for tool, names in launchers.items():
@@ -203,7 +203,7 @@ def is_toml_of_torchtitan(path: str) -> bool:
 
 @functools.cache
 def printed_lines() -> tuple[tuple[re.Pattern[str], str], ...]:
-    """Lines that tools print word for word, each with the option whose value it has."""
+    """Return lines that tools print word for word, each with the option whose value it has."""
     return tuple((re.compile(re.escape(line).replace(r"\{\}", r"(\w+)")), key) for line, key in table()["log"].items())
 
 
@@ -247,7 +247,7 @@ def _limited() -> Mapping[str, tuple[tuple[str, str], ...]]:
 
 @functools.cache
 def _reasons(field: str) -> Mapping[str, str]:
-    """Why by key, or by section."""
+    """Return why by key, or by section."""
     return {word: row.why for row in _without_effect() for word in getattr(row, field) if "=" not in word}
 
 
@@ -294,7 +294,7 @@ class Era(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def era_of_version(version: str) -> Era | None:
-    """The era of a version of torchtitan; None for one before the first that is known, or for no version."""
+    """Return the era of a version of torchtitan; None for one before the first that is known, or for no version."""
     try:
         wanted = Version(version)
     except InvalidVersion:
@@ -305,7 +305,7 @@ def era_of_version(version: str) -> Era | None:
 
 
 def default_of(fact: str, tool: str, day: datetime.date) -> tuple[Value, str] | None:
-    """The default of a fact, and why."""
+    """Return the default of a fact, and why."""
     for row in _defaults()["default"]:
         if row["fact"] == fact and tool in row.get("tool", tool).split(" ") and day >= row.get("since", day):
             return row["value"], row["why"].format(tool=tool)
@@ -313,7 +313,7 @@ def default_of(fact: str, tool: str, day: datetime.date) -> tuple[Value, str] | 
 
 
 def facts_of_file(name: str, day: datetime.date) -> Mapping[str, Value]:
-    """The facts that a configuration file of torchtitan sets; {} for any other."""
+    """Return the facts that a configuration file of torchtitan sets; {} for any other."""
     for row in _defaults()["file"]:
         if day >= row.get("since", day) and re.search(row["name"], name, re.IGNORECASE):
             size = sizes_of_model(row["facts"]["model_size"], day)
@@ -322,7 +322,7 @@ def facts_of_file(name: str, day: datetime.date) -> Mapping[str, Value]:
 
 
 def sizes_of_model(name: str, day: datetime.date) -> tuple[str, Mapping[str, int]] | None:
-    """A known model and the sizes behind a name such as "8B"; None for any other."""
+    """Return a known model and the sizes behind a name such as "8B"; None for any other."""
     known = next((known for known, pattern in _defaults()["models"].items() if re.search(pattern, name)), None)
     if known is None:
         return None

@@ -133,7 +133,7 @@ class Journal:
                 self._known[result.case_id] = result
 
     def get(self, name: str) -> TrialResult | None:
-        """The stored result of this case; None if there is none."""
+        """Return the stored result of this case; None if there is none."""
         return self._known.get(name)
 
     def keep(self, result: TrialResult) -> None:
@@ -222,7 +222,7 @@ def reproduced(
     like: FailureSignature | None = None,
     known: Mapping[str, str] = {},
 ) -> Reproduced:
-    """The answer for one run of a case. `like`: the signature to look for instead of the bug file's."""
+    """Return the answer for one run of a case. `like`: the signature to look for instead of the bug file's."""
     bug = named.bug.bug if named.bug is not None else None
     expected = like or (bug.signature if bug is not None else None)
     reported = "any failure" if bug is None else ": ".join(filter(None, (bug.symptom.replace("_", " "), bug.message)))
@@ -263,7 +263,7 @@ def alike(one: FailureSignature, other: FailureSignature) -> bool:
 
 
 def shows(bug: Bug, signature: FailureSignature) -> bool:
-    """True when a failure is of the reported kind; of a crash with a message, when it has the words of it."""
+    """Return True when a failure is of the reported kind; of a crash with a message, when it has the words of it."""
     if bug.symptom == "hang":  # on the virtual device, ranks that call different collectives raise instead
         return signature.kind == "hang" or "CollectiveMismatch" in signature.what
     if bug.symptom in ("crash", "unknown") and signature.kind == "crash":
@@ -276,7 +276,7 @@ def shows(bug: Bug, signature: FailureSignature) -> bool:
 
 
 def _differences(named: NamedCase, installed: Mapping[str, str], device: str) -> tuple[str, ...]:
-    """What the run has otherwise than the report: versions, device, sizes."""
+    """Return what the run has otherwise than the report: versions, device, sizes."""
     if named.bug is None:
         return ()
     bug, now = named.bug.bug, axis_values(named.case)

@@ -52,7 +52,7 @@ def target_document(report: TargetReport) -> dict[str, object]:
 
 
 def problems_of(report: TargetReport) -> tuple[Problem, ...]:
-    """What to fix, each thing once: first what names its fix, then what may be an effect of it."""
+    """Return what to fix, each thing once: first what names its fix, then what may be an effect of it."""
     groups: dict[tuple[str, str | None], list[tuple[TargetRun, Finding]]] = {}
     for run in report.runs:
         for finding in run.findings if run.refused is None else ():
@@ -142,7 +142,7 @@ def _checks(report: TargetReport) -> Iterator[Block]:
 
 
 def _reasons(name: str, runs: Sequence[TargetRun]) -> list[str]:
-    """Why a check did not judge some runs, or a part of them; each reason once, with the runs it is about."""
+    """Return why a check did not judge some runs, or a part of them; each reason once, with the runs it is about."""
     by_reason: dict[str, list[TargetRun]] = {}
     for run in runs:
         for unjudged in run.not_judged:

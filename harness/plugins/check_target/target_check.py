@@ -129,7 +129,7 @@ class TargetReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def cases_of(options: CheckOptions, *, device: str) -> tuple[Case, ...]:
-    """The cases that are run, each once; those that a rule excludes only where their layout was asked for.
+    """Return the cases that are run, each once; those that a rule excludes only where their layout was asked for.
 
     Raises HarnessError for a layout that was asked for and that no case may have.
     """
@@ -159,7 +159,7 @@ def cases_of(options: CheckOptions, *, device: str) -> tuple[Case, ...]:
 
 
 def cases_there(options: CheckOptions, plan: Plan) -> tuple[tuple[Case, ...], Plan]:
-    """The cases that are run on the device of a plan, and the plan on one device that can run all of them."""
+    """Return the cases that are run on the device of a plan, and the plan on one device that can run all of them."""
     cases = cases_of(options, device=plan.device)
     plan = plan.common(cases)
     return cases if plan.device == "cuda" else cases_of(options, device="cpu"), plan
@@ -204,7 +204,7 @@ class _Seen(NamedTuple):
 
 
 def _look(judged: Judged) -> _Seen:
-    """What the questions of this study find in a complete run."""
+    """Return what the questions of this study find in a complete run."""
     changed = _changed_by_probes(judged.case, judged.run, judged.cache)
     return _Seen(
         findings=(*(changed or ()), *unequal_initial_weights(judged.run), *_scale(judged.case, judged.run)),
@@ -214,7 +214,7 @@ def _look(judged: Judged) -> _Seen:
 
 
 def _changed_by_probes(case: Case, run: Run, cache: WitnessCache) -> list[Finding] | None:
-    """A finding when the run without probes has other numbers; None when it did not finish."""
+    """Return a finding when the run without probes has other numbers; None when it did not finish."""
     again = cache.unprobed(case)
     if again is None:
         return None
@@ -263,7 +263,7 @@ def _target_run(case: Case, result: CaseResult, seen: _Seen | None) -> TargetRun
 
 
 def _without_unsupported(runs: tuple[TargetRun, ...], recorded: Sequence[Run | None]) -> tuple[TargetRun, ...]:
-    """The runs, with those that the target refused by itself marked.
+    """Return the runs, with those that the target refused by itself marked.
 
     By `NotImplementedError`, which says that it has no such case, or by another error where it works on one rank.
     """
@@ -273,7 +273,7 @@ def _without_unsupported(runs: tuple[TargetRun, ...], recorded: Sequence[Run | N
 
 
 def _built(cases: Sequence[Case], seen: Mapping[str, _Seen]) -> tuple[Built, ...]:
-    """What was found in every layout with FP8."""
+    """Return what was found in every layout with FP8."""
     built: dict[str, Built] = {}
     for case in cases:
         looked = seen.get(case_id(case))

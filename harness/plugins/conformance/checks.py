@@ -190,7 +190,7 @@ def select_checks(globs: Sequence[str] = ()) -> tuple[OperatorCheck, ...]:
 
 
 def _check(op: str, shape: tuple[int, ...], *inputs: str, **fields: object) -> OperatorCheck:
-    """The check with an input of each of these placements; on `m4` or `m2x2` by default."""
+    """Return the check with an input of each of these placements; on `m4` or `m2x2` by default."""
     placed = [_placed(words) for words in inputs]
     mesh = "m4" if len(placed[0]) == 1 else "m2x2"
     return msgspec.convert({"op": op, "shape": shape, "inputs": placed, "mesh": mesh, **fields}, OperatorCheck)

@@ -135,7 +135,7 @@ def _cell(counts: Counter[str]) -> str:
 
 
 def read_section(file: Path) -> Section:
-    """The section of a page, from what `dev conformance --json` wrote. HarnessError for another file."""
+    """Return the section of a page, from what `dev conformance --json` wrote. HarnessError for another file."""
     return conformance_section(read_json(file, ConformanceDocument, command="dev conformance --json"))
 
 

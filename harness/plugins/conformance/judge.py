@@ -64,7 +64,7 @@ class Deviation(NamedTuple):
     torch: str  # a specifier of the affected versions
 
     def hits(self, check: OperatorCheck, torch: str) -> bool | None:
-        """True if a check is affected with this version of torch; None for a pre-release that may have it."""
+        """Return True if a check is affected with this version of torch; None for a pre-release that may have it."""
         affected = (not self.ops or check.op in self.ops) and self.affects(check)
         return affected and is_among(torch, self.torch)
 
@@ -87,7 +87,7 @@ def _deviation(
 
 
 def deviations_of(check: OperatorCheck, torch: str) -> tuple[Deviation, ...]:
-    """The deviations that affect a check. What a pre-release may have or not, the check need not show."""
+    """Return the deviations that affect a check. What a pre-release may have or not, the check need not show."""
     answers = ((deviation, deviation.hits(check, torch)) for deviation in KNOWN)
     return tuple(
         deviation if hit else deviation._replace(always=False) for deviation, hit in answers if hit is not False
@@ -95,7 +95,7 @@ def deviations_of(check: OperatorCheck, torch: str) -> tuple[Deviation, ...]:
 
 
 def _is_partial(check: OperatorCheck, *kinds: str) -> bool:
-    """True if some input is Partial; with `kinds`, of one of these."""
+    """Return True if some input is Partial; with `kinds`, of one of these."""
     placements = {placement for operand in check.inputs for placement in operand if placement[0] == "P"}
     return bool(placements & set(kinds) if kinds else placements)
 
@@ -107,7 +107,7 @@ def _shards(check: OperatorCheck, placements: Placements) -> list[tuple[int, int
 
 
 def _chunks(check: OperatorCheck, placements: Placements) -> dict[int, int]:
-    """The number of chunks of every sharded dim, over all mesh axes."""
+    """Return the number of chunks of every sharded dim, over all mesh axes."""
     chunks: dict[int, int] = {}
     for dim, size in _shards(check, placements):
         chunks[dim] = chunks.get(dim, 1) * size
@@ -131,7 +131,7 @@ def _empty_dims(check: OperatorCheck, placements: Placements) -> set[int]:
 
 
 def _is_max_over_dim(check: OperatorCheck) -> bool:
-    """True for `max` with a dim, which also returns indices and so gathers the dim."""
+    """Return True for `max` with a dim, which also returns indices and so gathers the dim."""
     return check.op == "max" and check.dim is not None
 
 
@@ -139,7 +139,7 @@ def _is_max_over_dim(check: OperatorCheck) -> bool:
     "raised", pattern=r"(amax|amin|max|aminmax)(\(\))?:? .*(Expected reduction dim|empty dimension)", link=AO_1938
 )
 def reduction_of_empty_shard(check: OperatorCheck) -> bool:
-    """A rank with an empty shard of the reduced dim reduces an empty tensor, which has no identity."""
+    """Return a rank with an empty shard of the reduced dim reduces an empty tensor, which has no identity."""
     empty = _empty_dims(check, check.inputs[0]) & set(reduced_dims(check))
     gathered = _short_dims(check, check.inputs[0], check.shape) if check.op == "aminmax" else set()
     return not _is_max_over_dim(check) and bool(empty - gathered)
@@ -159,20 +159,20 @@ def short_dim_is_gathered_for_transpose(check: OperatorCheck) -> bool:
 
 @_deviation("bytes", ops="aminmax mul div mm", pattern="all_gather")
 def short_dim_is_gathered(check: OperatorCheck) -> bool:
-    """A dim with fewer elements than ranks counts as not shardable, so a local operator gathers it."""
+    """Return a dim with fewer elements than ranks counts as not shardable, so a local operator gathers it."""
     shapes = [check.shape, (check.shape[-1], *check.sizes)] if check.op == "mm" else [check.shape] * 2
     return any(_short_dims(check, *input_and_shape) for input_and_shape in zip(check.inputs, shapes, strict=False))
 
 
 @_deviation("wrong", ops="cast.bfloat16", pattern="elements differ", link=CASTS)
 def cast_before_reduction(check: OperatorCheck) -> bool:
-    """A cast keeps a partial sum, so every term is rounded before the reduction instead of the sum after it."""
+    """Return a cast keeps a partial sum, so every term is rounded before the reduction instead of the sum after it."""
     return check.dtype == "float32" and _is_partial(check, *LINEAR)
 
 
 @_deviation("raised", ops="cast.e4m3 cast.e5m2", pattern="cannot be reduced", link=CASTS)
 def float8_cast_keeps_pending(check: OperatorCheck) -> bool:
-    """A cast of a Partial tensor to float8 stays Partial, but no backend can reduce float8."""
+    """Return a cast of a Partial tensor to float8 stays Partial, but no backend can reduce float8."""
     return _is_partial(check)
 
 
@@ -230,7 +230,7 @@ def amax_gathers_beside_pending_axis(check: OperatorCheck) -> bool:
 
 @_deviation("bytes", ops="mul.scale", pattern="all_gather")
 def scale_pending_gathers_tensor(check: OperatorCheck) -> bool:
-    """A sharded tensor times a partial scalar gathers the tensor instead of reducing the scalar."""
+    """Return a sharded tensor times a partial scalar gathers the tensor instead of reducing the scalar."""
     return check.inputs[1] == ("Psum",) and bool(_shards(check, check.inputs[0]))
 
 
@@ -412,7 +412,7 @@ def _conclusion(
 
 
 def _problems(check: OperatorCheck, observed: Sequence[Observation], budget: float) -> Iterator[Problem]:
-    """All problems of a check; of problems that several ranks share, the first."""
+    """Yield all problems of a check; of problems that several ranks share, the first."""
     raised = sorted(
         (observation for observation in observed if observation.error), key=lambda observation: observation.consequence
     )

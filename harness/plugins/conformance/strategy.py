@@ -130,7 +130,7 @@ def own_partial(check: OperatorCheck, output: int) -> str | None:
 
 
 def _moves_locally(check: OperatorCheck, dim: int, size: int, shape: tuple[int, ...]) -> bool:
-    """Whether every rank can do its part of the data movement on its own shard over `dim`."""
+    """Return whether every rank can do its part of the data movement on its own shard over `dim`."""
     if check.op in {"split", "cat", "f8.split", "f8.cat"}:
         return check.dim is not None and dim != check.dim % len(shape)
     if check.op in {"view", "reshape", "f8.view"}:
@@ -213,7 +213,7 @@ def _amax_bytes(check: OperatorCheck, placements: Placements, source: Placements
 def _paths(
     source: Placements, shape: tuple[int, ...], axes: tuple[int, ...], element: int, wanted: tuple[frozenset[str], ...]
 ) -> Mapping[Placements, float]:
-    """Bytes to reach every placement from `source`, by Dijkstra's algorithm.
+    """Return bytes to reach every placement from `source`, by Dijkstra's algorithm.
 
     Sharding a replicated tensor is free, and comes last: it must not make an earlier reduction cheaper.
     """
@@ -249,7 +249,7 @@ def _local_steps(
 def _steps(
     here: Placements, shape: tuple[int, ...], axes: tuple[int, ...], element: int, wanted: tuple[frozenset[str], ...]
 ) -> Iterator[tuple[float, Placements]]:
-    """All gathers and reductions over one axis, with the bytes that a rank receives."""
+    """Yield all gathers and reductions over one axis, with the bytes that a rank receives."""
     held = _local_bytes(here, shape, axes, element)
     for axis, placement in enumerate(here):
         size, dim = axes[axis], shard_dim(placement)
@@ -271,7 +271,7 @@ def _replaced(here: Placements, axis: int, placement: str) -> Placements:
 
 
 def _is_innermost(here: Placements, axis: int, dim: int) -> bool:
-    """A dim that several axes shard is gathered from the rightmost axis first."""
+    """Return a dim that several axes shard is gathered from the rightmost axis first."""
     return all(shard_dim(placement) != dim for placement in here[axis + 1 :])
 
 

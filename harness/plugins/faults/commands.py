@@ -72,7 +72,7 @@ def mutation_sections(matrix: MutationMatrix) -> list[Block]:
 
 
 def mutation_section(matrix: MutationMatrix) -> Section:
-    """The part of a page: every trial, those that were not detected first."""
+    """Return the part of a page: every trial, those that were not detected first."""
     clean = f"{counted(len(matrix.false_positives), 'clean run')} failed."
     return Section(
         name="kills",
@@ -163,7 +163,7 @@ def _equivalents(trials: Iterable[Trial]) -> Iterable[str]:
 
 
 def read_section(file: Path) -> Section:
-    """The section of a page, from what `dev mutate --json` wrote. HarnessError for another file."""
+    """Return the section of a page, from what `dev mutate --json` wrote. HarnessError for another file."""
     return mutation_section(read_json(file, MutationMatrix, command="dev mutate --json"))
 
 

@@ -88,7 +88,7 @@ class Headline(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     step: int | None = None
 
     def misnamed(self, finding: Finding, world_size: int) -> tuple[str, ...]:
-        """The fields of the finding that are others."""
+        """Return the fields of the finding that are others."""
         texts = (("rule", self.rule), ("module", self.module), ("operand", self.operand))
         wrong = [name for name, wanted in texts if wanted and not _is_one_of(getattr(finding, name) or "", wanted)]
         ranks = set(finding.ranks or ([] if finding.rank is None else [finding.rank]))
@@ -143,7 +143,7 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         return _hosts_of(self)[:at_most]
 
     def applies(self, case: Case) -> bool:
-        """True if the fault can be planted in this case and has its effect there.
+        """Return True if the fault can be planted in this case and has its effect there.
 
         A case with compiled blocks, a pipeline or context parallelism takes only scopes that name this axis: compiled
         blocks do not call what other faults patch, and in the other two their effect was not measured.
@@ -187,13 +187,13 @@ def _hosts_of(fault: Fault) -> tuple[Case, ...]:
 
 @functools.cache
 def host_ids() -> tuple[str, ...]:
-    """The cases of `hosts.toml`."""
+    """Return the cases of `hosts.toml`."""
     return tuple(tomllib.loads(_HOSTS.read_text(encoding="utf-8"))["cases"])
 
 
 @functools.cache
 def all_hosts() -> tuple[Case, ...]:
-    """The host cases of the catalogue, each followed by the same case in bfloat16."""
+    """Return the host cases of the catalogue, each followed by the same case in bfloat16."""
     return tuple(host for case in map(parse_case_id, host_ids()) for host in (case, _in_bfloat16(case)))
 
 
@@ -208,7 +208,7 @@ def _in_bfloat16(case: Case) -> Case:
 
 
 def fault_named(name: str) -> Fault:
-    """The fault of this name. Raises HarnessError with a suggestion if it does not exist."""
+    """Return the fault of this name. Raises HarnessError with a suggestion if it does not exist."""
     known = all_faults()
     if name not in known:
         near = difflib.get_close_matches(name, known, n=1)
@@ -219,7 +219,7 @@ def fault_named(name: str) -> Fault:
 
 @functools.cache
 def all_faults() -> Mapping[str, Fault]:
-    """All planted faults by name, in the order of `faults.toml`: class A first."""
+    """Return all planted faults by name, in the order of `faults.toml`: class A first."""
     tables = tomllib.loads(_LIST.read_text(encoding="utf-8"))
     faults = {name: msgspec.convert({"name": name, **table}, Fault) for name, table in tables.items()}
     return MappingProxyType(faults)

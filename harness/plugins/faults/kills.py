@@ -40,7 +40,7 @@ class Kills(Sealed, frozen=True, kw_only=True, forbid_unknown_fields=True):
         }
 
     def by_check(self, check: str) -> dict[str, tuple[str, ...]]:
-        """The faults that a check found in some case, each with the rules of the check that were broken."""
+        """Return the faults that a check found in some case, each with the rules of the check that were broken."""
         faults: dict[str, tuple[str, ...]] = {}
         for fault, cases in self.found.items():
             broken = {rule for kill in cases.values() for rule in kill.rules if check_of(rule) == check}
@@ -50,7 +50,7 @@ class Kills(Sealed, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 def proofs(project: Project) -> Proofs:
-    """The planted faults that a check finds, by its name: title and broken rules of each. Raises `Damaged`."""
+    """Return the planted faults that a check finds, by its name: title and broken rules of each. Raises `Damaged`."""
     kills = read_kills(project.root) or read_kills(project.shipped)
 
     def found_by(check: str) -> dict[str, tuple[str, tuple[str, ...]]]:
@@ -65,7 +65,7 @@ def kills_path(root: Path) -> Path:
 
 
 def read_kills(root: Path) -> Kills | None:
-    """What was recorded; None where nothing was. Raises `Damaged`."""
+    """Return what was recorded; None where nothing was. Raises `Damaged`."""
     try:
         return read_sealed(kills_path(root), Kills, remake="remove it.")
     except Missing:

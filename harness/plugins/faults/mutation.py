@@ -323,7 +323,7 @@ def _checks(result: CaseResult) -> frozenset[str]:
 
 
 def _trial(tried: _PlantingResult, clean: _PlantingResult | None) -> Trial:
-    """The trial, without the checks that fail in the clean run of the case too.
+    """Return the trial, without the checks that fail in the clean run of the case too.
 
     What a record explains in a clean run is not ignored: it has limits.
     """
@@ -389,7 +389,7 @@ class FaultEffect(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def fault_effect(run: Run) -> FaultEffect:
-    """The digest of all records of a run, and the error of the planted fault's own code, if any."""
+    """Return the digest of all records of a run, and the error of the planted fault's own code, if any."""
     first = run.causes
     state = hashlib.sha256()
     for trace in run.traces if run.complete else ():

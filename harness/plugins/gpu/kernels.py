@@ -147,7 +147,7 @@ def allowed_of_sum(check: KernelCheck, accumulator: Accumulator) -> float:
 
 
 def is_exact(check: KernelCheck) -> bool:
-    """True where every kernel must give the bits of the exact one."""
+    """Return True where every kernel must give the bits of the exact one."""
     return check.values == "integers"
 
 

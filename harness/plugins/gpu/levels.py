@@ -263,7 +263,7 @@ def proof_level(work: Work, cases: Sequence[Case]) -> LevelOutcome:
 
 
 def default_faults(device: str) -> tuple[PlantedFault, ...]:
-    """All planted faults; in a rehearsal one of each class, in a small case."""
+    """Return all planted faults; in a rehearsal one of each class, in a small case."""
     faults = tuple(catalogue_of_faults(_PROOF).all_faults().values())
     if device != "cpu":
         return faults
@@ -272,7 +272,7 @@ def default_faults(device: str) -> tuple[PlantedFault, ...]:
 
 
 def items_of(matrix: Any) -> tuple[LevelItem, ...]:
-    """The clean runs and the trials as items of a report."""
+    """Return the clean runs and the trials as items of a report."""
     return (*map(_clean, matrix.clean), *map(_planted, matrix.trials))
 
 
@@ -291,7 +291,7 @@ def _finite(numbers: Mapping[str, float | None]) -> dict[str, float]:
 
 
 def _planted(trial: Any) -> LevelItem:
-    """A fault without an effect must not be found, and one that breaks when planted proves nothing."""
+    """Return a fault without an effect must not be found, and one that breaks when planted proves nothing."""
     verdict = "detected" if trial.detected else "not reached" if trial.not_reached else "not detected"
     says = tuple(filter(None, [trial.not_reached, ", ".join(trial.checks)]))
     good = trial.detected != trial.equivalent and not trial.not_reached
@@ -379,7 +379,7 @@ def _curve(result: CaseResult) -> tuple[tuple[float, float], ...]:
 
 
 def _same(name: str, one: Sequence[object], other: Sequence[object], *, must: bool) -> LevelItem:
-    """Whether two runs have the same numbers; a run that did not finish has none, which is never good."""
+    """Return whether two runs have the same numbers; a run that did not finish has none, which is never good."""
     if not one or not other:
         return LevelItem(name=name, verdict="did not finish", good=False)
     same = one == other

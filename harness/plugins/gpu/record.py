@@ -68,12 +68,12 @@ class LevelReport(Sealed, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
 
 def level_path(root: Path, hardware: str, level: Level) -> Path:
-    """The path of the evidence of a level; the summary for people is beside it, with the suffix .md."""
+    """Return the path of the evidence of a level; the summary for people is beside it, with the suffix .md."""
     return root / "golden" / hardware / f"{EVIDENCE_OF_A_DEVICE}{level}.json"
 
 
 def read_level(root: Path, hardware: str, level: Level) -> LevelReport | None:
-    """The stored evidence; None where there is none. Raises `Damaged`."""
+    """Return the stored evidence; None where there is none. Raises `Damaged`."""
     try:
         return read_sealed(level_path(root, hardware, level), LevelReport, remake="remove it and make it again.")
     except Missing:
@@ -85,13 +85,13 @@ def write_level(root: Path, report: LevelReport) -> Path:
 
 
 def list_levels(root: Path) -> tuple[tuple[str, Level], ...]:
-    """The hardware class and the level of all stored evidence, sorted."""
+    """Return the hardware class and the level of all stored evidence, sorted."""
     levels = [(path.parent.name, level) for level in LEVELS for path in root.glob(str(level_path(Path(), "*", level)))]
     return tuple(sorted(levels))
 
 
 def changes(before: LevelReport, now: LevelReport) -> tuple[str, ...]:
-    """What differs, each as a line: the environment, items that are new or gone, verdicts, numbers."""
+    """Return what differs, each as a line: the environment, items that are new or gone, verdicts, numbers."""
     variables = sorted({*before.variables, *now.variables})
     old, new = ({item.name: item for item in report.items} for report in (before, now))
     return (
@@ -128,7 +128,7 @@ def level_line(report: LevelReport) -> str:
 
 
 def level_section(report: LevelReport, changed: Sequence[str] | None) -> Section:
-    """The summary. `changed` since the evidence that it replaces; None where there was none."""
+    """Return the summary. `changed` since the evidence that it replaces; None where there was none."""
     rehearsed = "**A rehearsal on a CPU.** It shows that the command works, and nothing about a GPU."
     bad = [item for item in report.items if not item.good]
     wrong = tuple(f"{item.name}: {item.verdict}{''.join(f'; {line}' for line in item.says[:2])}" for item in bad)

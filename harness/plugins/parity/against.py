@@ -133,7 +133,7 @@ def _remove(repository: Path, folder: Path) -> None:
 
 
 def has_target(revision: Revision, worktree: Path, root: Path) -> bool:
-    """False for a target that the revision has not got yet."""
+    """Return False for a target that the revision has not got yet."""
     folders = _folders(revision, worktree, root)
     if revision.target in targets():
         return True
@@ -179,7 +179,7 @@ def _folders(revision: Revision, worktree: Path, root: Path) -> Sequence[str]:
 
 
 def _moved(revision: Revision, worktree: Path, path: Path) -> Path | None:
-    """The same path in the worktree; None outside of the repository."""
+    """Return the same path in the worktree; None outside of the repository."""
     path = path.resolve()
     if not path.is_relative_to(revision.repository) or path.is_relative_to(worktree.resolve()):
         return None
@@ -245,7 +245,7 @@ class Against(msgspec.Struct, frozen=True):
         return self._run(name, place, case_ids, self.given, kept)
 
     def _revision(self, target: str, case_ids: Sequence[str]) -> Base:
-        """What is injected is a change of this side alone, like all that is not committed."""
+        """Return what is injected is a change of this side alone, like all that is not committed."""
         root = self.project.root
         revision = revision_of(self.text, target, root)
         name = revision.name if revision.commit.startswith(self.text) else f"{revision.name} ({self.text})"
@@ -273,7 +273,7 @@ class Against(msgspec.Struct, frozen=True):
         return Base(name=name, results=_by_id(run))
 
     def _kept(self, depends: Sequence[str], case_ids: Sequence[str]) -> Path:
-        """Where the results of these cases are kept: all that they depend on is in the name."""
+        """Return where the results of these cases are kept: all that they depend on is in the name."""
         packages = sorted(f"{package.name} {package.version}" for package in distributions())
         harness = source_digest(HARNESS / "harness", (HARNESS / "harness").rglob("*.py"))
         parts = (witness_key(self.plan), harness, *packages, *depends, *case_ids)
@@ -282,7 +282,7 @@ class Against(msgspec.Struct, frozen=True):
 
 
 def _stored(file: Path) -> Mapping[str, CaseResult] | None:
-    """The results in a file; None without it, and where the machine failed one of them."""
+    """Return the results in a file; None without it, and where the machine failed one of them."""
     run = read_results(file) if file.is_file() else None
     if run is None or any(result.verdict in (Verdict.INFRA, Verdict.NOT_RUN) for result in run.results):
         return None
@@ -302,7 +302,7 @@ def change(word: str, before: str, now: CaseResult | None, then: CaseResult | No
 
 
 def _differences(case: CaseResult) -> set[tuple[object, ...]]:
-    """What a case says that a formula does not, where nobody verified the formula with its versions."""
+    """Return what a case says that a formula does not, where nobody verified the formula with its versions."""
     findings = [finding for finding in case.findings if finding.differs]
     return {
         (of.formula, of.rule, of.step, of.rank, of.module, of.operand, of.expected, of.found, *of.values.items())

@@ -79,7 +79,7 @@ _Cell = Callable[[Row], str]
 
 
 def parity_table(parity: Parity) -> Table:
-    """A row for every layout; losses in nats, distances relative to the norm of the gradient.
+    """Return a row for every layout; losses in nats, distances relative to the norm of the gradient.
 
     Of the base only what differs is shown, at the last step.
     """
@@ -110,7 +110,7 @@ def parity_table(parity: Parity) -> Table:
 
 
 def _of_base(cell: _Cell) -> _Cell:
-    """What the base shows, where that is something else."""
+    """Return what the base shows, where that is something else."""
     return lambda row: "" if row.base is None or cell(row.base) == cell(row) else cell(row.base)
 
 
@@ -137,7 +137,7 @@ def _why(row: Row) -> str:
 
 
 def _answer(parity: Parity) -> str:
-    """The verdict on all layouts, on one line."""
+    """Return the verdict on all layouts, on one line."""
     wrong = [row.layout for row in parity.rows if row.word == "wrong"]
     said = f"{counted(len(wrong), 'layout')} {'is' if len(wrong) == 1 else 'are'} wrong: {', '.join(wrong)}"
     open_words = [row.word for row in parity.rows if row.word in ("not judged", "not run", "infra", "changed")]
@@ -169,7 +169,7 @@ def _notes(parity: Parity) -> Iterator[Block]:
 
 
 def _without_refused(parity: Parity) -> Block:
-    """How a target trains that refuses what is usual of TP."""
+    """Return how a target trains that refuses what is usual of TP."""
     axes = without_refused(parity.rows)
     options = " ".join(said(name, False) for name in axes)
     lacks = f"the target refuses every layout under TP with {' and '.join(axes)}: if it has none, add `{options}`"
@@ -177,7 +177,7 @@ def _without_refused(parity: Parity) -> Block:
 
 
 def parity_sections(parity: Parity, run: RunResult) -> list[Block]:
-    """The verdict, the table, what is wrong with its layouts, and the totals."""
+    """Return the verdict, the table, what is wrong with its layouts, and the totals."""
     return [_answer(parity), _titled(parity), *_golden(parity), *_wrong(parity, run), *_notes(parity), _line(parity)]
 
 
@@ -195,7 +195,7 @@ def _wrong(parity: Parity, run: RunResult) -> Sequence[Block]:
 
 
 def _first(parity: Parity) -> Iterator[Entry]:
-    """What is wrong first with every wrong layout, in the base too, and the command that runs it alone."""
+    """Yield what is wrong first with every wrong layout, in the base too, and the command that runs it alone."""
     for row in parity.rows:
         if row.word == "wrong":
             both = row.base is not None and row.base.word == "wrong"
@@ -238,7 +238,7 @@ def parity_junit(parity: Parity, run: RunResult) -> bytes:
 
 
 def parity_page(parity: Parity, run: RunResult) -> bytes:
-    """The page of the run, with the table above its cases."""
+    """Return the page of the run, with the table above its cases."""
     blocks = (parity_table(parity), *_golden(parity), *_first(parity), *_notes(parity), *_limits(parity))
     section = Section(name="parity", title="Layouts against one rank", blocks=blocks)
     good = parity.exit_code is ExitCode.GOOD

@@ -222,13 +222,13 @@ def _values(base: Mapping[str, object], layout: Layout) -> dict[str, object]:
 
 
 def usual_layouts(most: int) -> Iterator[Layout]:
-    """Every mesh of a power of two of ranks, up to `most`."""
+    """Yield every mesh of a power of two of ranks, up to `most`."""
     for power in range(most.bit_length()):
         yield from (case.layout for case in layouts(case_from_axes({REST: 1 << power})))
 
 
 def within(project: Project, cases: Sequence[Case], budget_s: float) -> tuple[tuple[Case, ...], tuple[Case, ...]]:
-    """The cheapest cases that fit into so many seconds of wall clock here, cheapest first, and the others."""
+    """Return the cheapest cases that fit into so many seconds of wall clock here, cheapest first, and the others."""
     costs = read_costs(project.root)
     speed = relative_speed(project, costs)
     estimates = {case: estimate(case, costs) for case in cases}
@@ -279,7 +279,7 @@ def compare_layouts(
 
 
 def with_golden(parity: Parity, golden: TextCurve) -> Parity:
-    """The parity with this file judged by its sound layouts. HarnessError where they are too few."""
+    """Return the parity with this file judged by its sound layouts. HarnessError where they are too few."""
     sound = [row for row in parity.rows if row.word in ("equal", "rounding")]
     judged = judge_curve(golden, [curve_of_case(row.case_id, row.losses, row.grad_norms) for row in sound])
     code = ExitCode.FAILED if judged.word == "wrong" and parity.exit_code is ExitCode.GOOD else parity.exit_code
@@ -304,7 +304,7 @@ def without_refused(rows: Iterable[Row]) -> tuple[str, ...]:
 
 
 def _beside(base: Base | None, result: CaseResult) -> Row:
-    """The row of a case, with the row of the base."""
+    """Return the row of a case, with the row of the base."""
     current = row(result)
     if base is None:
         return current
@@ -317,7 +317,7 @@ def _beside(base: Base | None, result: CaseResult) -> Row:
 
 
 def row(result: CaseResult) -> Row:
-    """What the table says of a case that was to run."""
+    """Return what the table says of a case that was to run."""
     case = parse_case_id(result.case_id)
     word, why = _word(case, result)
     return Row(

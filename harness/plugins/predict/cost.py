@@ -314,7 +314,7 @@ def memory(case: Case, *, rank: int, saves_attention: bool = True) -> Memory:
 
 
 def _shards(case: Case, units: tuple[Unit, ...], rank: int) -> tuple[int, int]:
-    """Elements of all parameters of a rank: as FSDP2 pads them, and of its own rows."""
+    """Return elements of all parameters of a rank: as FSDP2 pads them, and of its own rows."""
     padded = own = 0
     places = coordinates(case.layout, rank) | expert_coordinates(case.layout, rank)
     for unit in units:

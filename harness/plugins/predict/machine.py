@@ -213,21 +213,21 @@ def wire(case: Case, *, gpus_per_node: int) -> tuple[AxisTraffic, ...]:
 
 
 def sent_bytes(transfer: Transfer, layout: Layout) -> float:
-    """Bytes that a rank sends in all executions of a transfer, by ring algorithms."""
+    """Return bytes that a rank sends in all executions of a transfer, by ring algorithms."""
     ranks = group_size(layout, transfer.axis)
     whole = transfer.payload_bytes * {"all_gather": ranks, "all_reduce": 2}.get(transfer.kind, 1)
     return whole * (ranks - 1) / ranks
 
 
 def transfer_s(transfer: Transfer, layout: Layout, machine: Machine) -> float:
-    """Seconds of all executions of a transfer on one rank, without contention."""
+    """Return seconds of all executions of a transfer on one rank, without contention."""
     sent_s = sent_bytes(transfer, layout) / axis_bytes_s(layout, transfer.axis, machine)
     return sent_s + transfer.times * machine.rates.collective_us * 1e-6
 
 
 @functools.lru_cache(maxsize=1024)
 def axis_bytes_s(layout: Layout, axis: str, machine: Machine) -> float:
-    """Bytes per second that a rank of a group along this axis can send.
+    """Return bytes per second that a rank of a group along this axis can send.
 
     The ranks of a group in one node pass on what the network brings, so a group that spans nodes has the network of as
     many devices as it has in a node.
@@ -240,20 +240,20 @@ def axis_bytes_s(layout: Layout, axis: str, machine: Machine) -> float:
 
 
 def crosses_nodes(layout: Layout, axis: str, gpus_per_node: int) -> bool:
-    """True where some group along the axis is not inside of one node. Nodes have consecutive ranks."""
+    """Return True where some group along the axis is not inside of one node. Nodes have consecutive ranks."""
     span = _stride(layout, axis) * group_size(layout, axis)
     return layout.world_size > gpus_per_node and gpus_per_node % span != 0
 
 
 @functools.lru_cache(maxsize=1024)
 def group_size(layout: Layout, axis: str) -> int:
-    """Ranks of a group along an axis, or along several that are joined by "+"."""
+    """Return ranks of a group along an axis, or along several that are joined by "+"."""
     axes = _axes(layout, axis)
     return math.prod(mesh_with(layout, axes)[name] for name in axes)
 
 
 def _stride(layout: Layout, axis: str) -> int:
-    """How far apart the ranks of a group are: the product of the degrees of the axes that vary faster."""
+    """Return how far apart the ranks of a group are: the product of the degrees of the axes that vary faster."""
     last = _axes(layout, axis)[-1]
     mesh = mesh_with(layout, (last,))
     names = list(mesh)

@@ -122,7 +122,7 @@ def _parts(case: Case, machine: Machine) -> Step:
 
 
 def gemm_s(gemm: Gemm, machine: Machine) -> float:
-    """Seconds of all executions of a matmul on one rank."""
+    """Return seconds of all executions of a matmul on one rank."""
     return gemm.executions * once_s(gemm, machine)
 
 
@@ -137,7 +137,7 @@ def once_s(gemm: Gemm, machine: Machine) -> float:
 
 
 def matmul_s(m: int, n: int, k: int, precision: str, machine: Machine, *, launches: float = 1) -> float:
-    """Seconds of one matmul [m, k] x [k, n] that writes bfloat16: the longest of compute, memory and launch."""
+    """Return seconds of one matmul [m, k] x [k, n] that writes bfloat16: the longest of compute, memory and launch."""
     rate = machine.matmul_flops_s(precision)
     for size in (m, n, k):
         rate *= size / (size + machine.rates.half_speed_size)
@@ -183,7 +183,7 @@ def _tensor_parallel_s(case: Case, transfers: Iterable[Transfer], machine: Machi
 
 
 def _data_parallel_s(case: Case, transfers: Iterable[Transfer], machine: Machine, *, behind_s: float) -> float:
-    """Seconds that FSDP's collectives add: the first gather and last reduction, and what slows compute."""
+    """Return seconds that FSDP's collectives add: the first gather and last reduction, and what slows compute."""
     sent = [transfer for transfer in transfers if not _is_waited_for(transfer)]
     times = [transfer_s(transfer, case.layout, machine) for transfer in sent]
     ends = sum(
@@ -200,7 +200,7 @@ def _is_waited_for(transfer: Transfer) -> bool:
 
 
 def _dispatch_s(case: Case, machine: Machine) -> float:
-    """Seconds in which the host launches an eager step. A compiled one launches few kernels."""
+    """Return seconds in which the host launches an eager step. A compiled one launches few kernels."""
     if case.compile != "none":
         return 0.0
     converted = sum(is_converted(case, fqn) for fqn in linear_fqns(case))
@@ -237,7 +237,7 @@ def casts(case: Case) -> tuple[Cast, ...]:
 
 
 def _alike_casts(case: Case) -> Iterator[tuple[Sequence[str], tuple[Cast, ...]]]:
-    """Linears with the same casts, and those of the first: all blocks have the same few sizes."""
+    """Yield linears with the same casts, and those of the first: all blocks have the same few sizes."""
     kinds: dict[tuple[str, bool, int], list[str]] = {}
     for fqn in linear_fqns(case):
         if is_converted(case, fqn):
@@ -291,7 +291,7 @@ def _readers(case: Case, fqn: str, operand: Operand) -> int:
 
 
 def _with_the_same_input(case: Case, fqn: str) -> int:
-    """How many converted linears have the input of this one, itself included."""
+    """Return how many converted linears have the input of this one, itself included."""
     name = linear_name(fqn)
     same = next((names for names in _SAME_INPUT if name in names), (name,))
     return sum(is_converted(case, f"{fqn.removesuffix(name)}{other}") for other in same)
@@ -308,7 +308,7 @@ def _shards(case: Case, fqn: str, operand: Operand) -> int:
 
 
 def _moved(case: Case, fqn: str, operand: Operand, elements: int) -> dict[str, int]:
-    """The bytes of a `Cast` of so many elements, by field."""
+    """Return the bytes of a `Cast` of so many elements, by field."""
     rows, other_axis = case.float8.traits.scaling[operand] == "axs", operand in _OTHER_AXIS
     if shards := _shards(case, fqn, operand):
         if other_axis:  # a transposed copy of what was gathered in float8

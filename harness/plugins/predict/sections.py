@@ -289,7 +289,7 @@ def _layout_row(ranked: Ranked) -> tuple[str, ...]:
 
 
 def _refused_lines(ranked: Sequence[Ranked]) -> Iterator[str]:
-    """One line for equal reasons at one degree of the innermost axis."""
+    """Yield one line for equal reasons at one degree of the innermost axis."""
     groups: dict[tuple[int, str], list[str]] = {}
     for layout in ranked:
         if layout.refused:

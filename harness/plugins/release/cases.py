@@ -44,7 +44,7 @@ def _of_case(before: CaseResult | None, after: CaseResult, *, strict: bool) -> I
 
 
 def _known(before: CaseResult | None, after: CaseResult) -> Iterable[Reason]:
-    """A recorded fault that the case did not show before, or that explains why it failed before."""
+    """Return a recorded fault that the case did not show before, or that explains why it failed before."""
     faults, gates = _faults(after), before is not None
     if before is not None and before.verdict is Verdict.KNOWN:
         faults = [name for name in faults if name not in _faults(before)]
@@ -89,7 +89,7 @@ def _failure(
 
 
 def _details(before: CaseResult | None, after: CaseResult) -> Iterable[str]:
-    """The signature, the one before it where it is another, and the first operand that differs."""
+    """Return the signature, the one before it where it is another, and the first operand that differs."""
     if after.failure_signature is not None:
         yield f"signature: {after.failure_signature.text}"
     was = None if before is None else before.failure_signature
@@ -101,7 +101,7 @@ def _details(before: CaseResult | None, after: CaseResult) -> Iterable[str]:
 
 
 def _first(case: CaseResult) -> str:
-    """The rule and the first line of the first finding, with its place where the sentence does not name it."""
+    """Return the rule and the first line of the first finding, with its place where the sentence does not name it."""
     if not case.findings:
         return case.verdict.phrase
     finding = case.findings[0]
@@ -117,7 +117,7 @@ def _faults(case: CaseResult) -> list[str]:
 
 
 def lost_cases(sides: Sides) -> Iterable[Reason]:
-    """Every case that the baseline ran and the candidate did not, or could not."""
+    """Return every case that the baseline ran and the candidate did not, or could not."""
     for name, before in sides.before.items():
         why = _why_not(sides, name)
         if why and before.ran and before.verdict is not Verdict.INFRA:
@@ -132,7 +132,7 @@ def lost_cases(sides: Sides) -> Iterable[Reason]:
 
 
 def _why_not(sides: Sides, name: str) -> str:
-    """Why the candidate has no result of a case; empty where it has one."""
+    """Return why the candidate has no result of a case; empty where it has one."""
     after = sides.after.get(name)
     if after is None:
         return "left out, beyond the budget" if name in sides.candidate.start.left_out else "not selected"
@@ -154,7 +154,7 @@ def unfinished(sides: Sides) -> Iterable[Reason]:
 
 
 def lost_checks(sides: Sides) -> Iterable[Reason]:
-    """Every case that must be refused now, or of which a check was judged and now is not."""
+    """Return every case that must be refused now, or of which a check was judged and now is not."""
     for pair in sides.compared:
         before, after = pair.baseline, pair.candidate
         gone = [name for name in before.checks if name not in after.checks]
@@ -208,7 +208,7 @@ def _covered(entry: Required, run: RunResult) -> list[CaseResult]:
 
 
 def _too_old(entry: Required, started: str, now: datetime.datetime) -> str:
-    """How old the run is, where that is older than allowed or not known; else empty."""
+    """Return how old the run is, where that is older than allowed or not known; else empty."""
     if entry.max_age_days is None:
         return ""
     if not started:
@@ -229,7 +229,7 @@ def _why_missing(covered: Sequence[CaseResult], good: Sequence[CaseResult]) -> I
 
 
 def changed_goldens(sides: Sides, stored: Goldens) -> Iterable[Reason]:
-    """Every case whose stored golden changed. It gates unless the golden says why it was changed."""
+    """Return every case whose stored golden changed. It gates unless the golden says why it was changed."""
     for pair in sides.pairs.values():
         before, after = pair.baseline.golden_losses, pair.candidate.golden_losses
         are_stored = pair.baseline.golden == pair.candidate.golden == "stored" and before and after
@@ -251,7 +251,7 @@ def changed_goldens(sides: Sides, stored: Goldens) -> Iterable[Reason]:
 
 
 def changed_tolerances(sides: Sides) -> Iterable[Reason]:
-    """Every case that may be further from its golden. A tolerance that was derived is one of this run."""
+    """Return every case that may be further from its golden. A tolerance that was derived is one of this run."""
     for pair in sides.pairs.values():
         if pair.baseline.measured is None or pair.candidate.measured is None:
             continue
@@ -296,7 +296,7 @@ def other_references(sides: Sides) -> Iterable[Reason]:
 
 
 def _reason_of(golden: Golden | None, judged_by: tuple[float, ...]) -> str:
-    """Why the golden is what it is, where it is the one that the candidate was judged by; else empty."""
+    """Return why the golden is what it is, where it is the one that the candidate was judged by; else empty."""
     if golden is None or not same_numbers(golden.losses, judged_by):
         return ""
     made = golden.provenance

@@ -64,7 +64,7 @@ class _Cause(NamedTuple):
 def grouped(
     sides: Sides, reasons: Sequence[Reason], faults: Sequence[KnownFault], *, words: Sequence[str] = ()
 ) -> tuple[Group, ...]:
-    """Every reason of a case in a group, by origin, the largest group first.
+    """Return every reason of a case in a group, by origin, the largest group first.
 
     `faults`: those on record, of all versions. `words` are options by which a version is found.
     """
@@ -117,7 +117,7 @@ class _Attribution:
         return _Cause(Origin.UNEXPLAINED, reason.kind.value, reason.kind.phrase)
 
     def _fault(self, reason: Reason, case_id: str) -> KnownFault | None:
-        """The recorded fault of one side alone that the reason names, or that its numbers follow.
+        """Return the recorded fault of one side alone that the reason names, or that its numbers follow.
 
         Of two pre-releases that may have it, the one that shows it has it.
         """
@@ -131,7 +131,7 @@ class _Attribution:
         return None
 
     def _change(self, reason: Reason, case_id: str) -> UpstreamChange | None:
-        """The named change that accounts for all that moved: by formulas, or because ranks round differently."""
+        """Return the named change that accounts for all that moved: by formulas, or because ranks round differently."""
         if not self._differing:
             return None
         case = parse_case_id(case_id)
@@ -143,7 +143,7 @@ class _Attribution:
         return next(explaining, None) or (next(rounding, None) if reason.kind in _NUMBERS else None)
 
     def _moved(self, case: Case, change: UpstreamChange) -> frozenset[str]:
-        """The formulas that this one change makes different, beside the changes that both sides have."""
+        """Return the formulas that this one change makes different, beside the changes that both sides have."""
         both = self._before & self._after
         without, with_it = Expectations(case, changes=both), Expectations(case, changes=both | {change})
         formulas = frozenset(
@@ -153,14 +153,14 @@ class _Attribution:
 
 
 def _changes_of(environment: Environment) -> Changes:
-    """What the run found in the packages themselves; what their versions say where it does not tell."""
+    """Return what the run found in the packages themselves; what their versions say where it does not tell."""
     if environment.upstream is None:
         return changes_in({name: text for name, text in environment.packages.items() if is_version(text)})
     return frozenset(change for change in CHANGES if change.name in environment.upstream)
 
 
 def _claims(formula: str, expect: Expectations) -> Iterator[object]:
-    """The values of a formula for the case on every rank; nothing where it does not apply."""
+    """Yield the values of a formula for the case on every rank; nothing where it does not apply."""
     case = expect.case
     if not expect.has_formulas or expect.refusal is not None:
         return
@@ -215,7 +215,7 @@ def _group(
 
 
 def _order_of_examples(reason: Reason, sides: Sides) -> tuple[bool, bool, float]:
-    """Cases whose verdict is what moved come first, those with another verdict for another cause last."""
+    """Return cases whose verdict is what moved come first, those with another verdict for another cause last."""
     before, after = sides.verdicts(reason.case or "")
     is_moved = before != after
     return not (is_moved and Topic.VERDICT in reason.topics), is_moved, sides.cost(reason.case or "")

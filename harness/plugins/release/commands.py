@@ -47,18 +47,18 @@ _ORIGINS = {
 
 
 def gate_sections(gate: Gate) -> list[Block]:
-    """The answer for a terminal: the first lines decide."""
+    """Return the answer for a terminal: the first lines decide."""
     return [Section(blocks=(f"{_answer(gate)}: {_sides(gate)}", Items(tuple(_facts(gate))))), *_body(gate)]
 
 
 def gate_markdown(gate: Gate) -> str:
-    """The answer for a pull request or a summary page of CI."""
+    """Return the answer for a pull request or a summary page of CI."""
     blocks: tuple[Block, ...] = (Items(tuple(_facts(gate))), *_body(gate))
     return markdown([Section(title=f"{_answer(gate)}: {_sides(gate)}", blocks=blocks)])
 
 
 def gate_front(gate: Gate, candidate: RunResult) -> Front:
-    """What the page of the candidate shows first. A reason leads to its case where the candidate has one."""
+    """Return what the page of the candidate shows first. A reason leads to its case where the candidate has one."""
     line, *more = _facts(gate)
     ids = {case.case_id for case in candidate.results}
     rows = tuple(
@@ -130,7 +130,7 @@ def _kinds(reasons: Iterable[Reason]) -> Iterator[tuple[str, str, str]]:
 
 
 def _reasons(reasons: Sequence[Reason], linked: Collection[str], *, most: int | None) -> Iterator[Block]:
-    """The reasons of one kind together, `most` of them in full; failures of one signature once."""
+    """Yield the reasons of one kind together, `most` of them in full; failures of one signature once."""
     for (gates, kind), group in groupby(reasons, key=lambda reason: (reason.gates, reason.kind)):
         same = list(group)
         alike: dict[str, list[Reason]] = {}
@@ -149,7 +149,7 @@ def _reasons(reasons: Sequence[Reason], linked: Collection[str], *, most: int | 
 
 
 def _entry(alike: Sequence[Reason], linked: Collection[str], details: int | None) -> Entry:
-    """The case, what is wrong, the first `details`, and how to see it again."""
+    """Return the case, what is wrong, the first `details`, and how to see it again."""
     reason, *others = alike
     name, is_linked = reason.case or "the run", reason.case in linked
     values = f"{reason.baseline} -> {reason.candidate}" if reason.baseline or reason.candidate else ""
@@ -187,7 +187,7 @@ def _causes(gate: Gate, linked: Collection[str]) -> Iterator[Block]:
 
 
 def _summary(gate: Gate) -> Iterator[tuple[str, ...]]:
-    """The origins as columns; then in how many cases something moved, and what."""
+    """Yield the origins as columns; then in how many cases something moved, and what."""
     groups = [[group for group in gate.groups if group.origin is origin] for origin in Origin]
     yield ("", *(origin.value for origin in Origin))
     yield ("causes", *(str(len(of_origin)) for of_origin in groups))
@@ -199,7 +199,7 @@ def _summary(gate: Gate) -> Iterator[tuple[str, ...]]:
 
 
 def _cause(group: Group, linked: Collection[str]) -> Entry:
-    """The cause, whether it came or went, what moved in how many cases, and an example."""
+    """Return the cause, whether it came or went, what moved in how many cases, and an example."""
     came = {"candidate": ", new", "baseline": ", gone", "": ""}[group.side]
     moved = ", ".join(f"{topic.value} {len(cases)}" for topic, cases in group.moved.items())
     before, after = group.verdicts
@@ -308,7 +308,7 @@ def _stored(project: Project, sources: tuple[str, ...]) -> _Sides:
 
 
 def _of_versions(project: Project, versions: str, versions_for: Callable[..., Versions]) -> _Sides:
-    """The first and the last version of a package, after the tiers were run with every one."""
+    """Return the first and the last version of a package, after the tiers were run with every one."""
     words = [*given_words(_OF_THE_RUNS), *words_of(options.given_others())]
     runs = run_in_each(project, versions_of(project, versions, versions_for), words)
     options.print_sections(environments_sections(runs), err=True)

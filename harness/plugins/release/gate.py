@@ -187,7 +187,7 @@ def _side(name: str, run: RunResult) -> Side:
 
 
 def _notes(sides: Sides, raw_reasons: Iterable[Reason], terms: GatePolicy) -> Iterator[Note]:
-    """What else is worth knowing: what was not compared, and why."""
+    """Yield what else is worth knowing: what was not compared, and why."""
     if (sides.before, sides.baseline.start.started) == (sides.after, sides.candidate.start.started):
         yield Note(text="both sides are the same results")
     for run in (sides.baseline, sides.candidate):

@@ -29,7 +29,7 @@ from harness.text import counted
 
 
 def changed_counts(sides: Sides) -> Iterable[Reason]:
-    """A reason for every case and kind of count that differs from the baseline, to the last byte."""
+    """Return a reason for every case and kind of count that differs from the baseline, to the last byte."""
     for pair in sides.compared if sides.same_device else ():
         before, after = pair.baseline.measured, pair.candidate.measured
         if before is None or after is None:
@@ -58,7 +58,7 @@ def _counts(measured: Measured) -> tuple[tuple[Kind, Mapping[str, int]], ...]:
 
 
 def _changed_count(kind: Kind, pair: Pair, names: list[str], old: Mapping[str, int], new: Mapping[str, int]) -> Reason:
-    """The number that changed most, relative to the baseline; the others are details."""
+    """Return the number that changed most, relative to the baseline; the others are details."""
 
     def relative(name: str) -> float:
         before, after = old.get(name), new.get(name)
@@ -85,7 +85,7 @@ def _changed_count(kind: Kind, pair: Pair, names: list[str], old: Mapping[str, i
 
 
 def moved_numbers(sides: Sides) -> Iterable[Reason]:
-    """A reason for every case whose numbers moved. It gates where a loss moved by more than its tolerance."""
+    """Return a reason for every case whose numbers moved. It gates where a loss moved by more than its tolerance."""
     exact = not sides.inexact_reasons
     moved_cases = {pair.id: moves for pair in sides.compared if (moves := _movements(pair, exact=exact))[0]}
     for name, (texts, topics) in moved_cases.items():
@@ -138,7 +138,7 @@ _TOPICS = {
 
 
 def _loss_share(pair: Pair) -> float:
-    """The largest change of a loss as a share of what the candidate is allowed in that step; infinite for NaN.
+    """Return the largest change of a loss as a share of what the candidate is allowed in that step; infinite for NaN.
 
     Where no tolerance was recorded: the change in nats, and never more than 1.
     """
@@ -156,7 +156,7 @@ def _loss_share(pair: Pair) -> float:
 
 
 def _first_change(old: tuple[float, ...], new: tuple[float, ...]) -> int:
-    """The first step (1-based) with another value, or that only one has."""
+    """Return the first step (1-based) with another value, or that only one has."""
     pairs = zip(old, new, strict=False)
     shorter = min(len(old), len(new))
     return next((step for step, pair in enumerate(pairs, 1) if not same_number(*pair)), shorter + 1)
@@ -184,7 +184,7 @@ def _change(before: float | None, after: float | None) -> str:
 
 
 def _cast_texts(before: tuple[CastRange, ...], after: tuple[CastRange, ...]) -> list[str]:
-    """The first cast in time of which a number moved, and how many did."""
+    """Return the first cast in time of which a number moved, and how many did."""
     old, new = ({(cast.step, cast.fqn, cast.role): cast for cast in casts} for casts in (before, after))
     others = []
     for key in [key for key in new if key in old]:
@@ -229,7 +229,7 @@ def _whose_change(pair: Pair, sides: Sides, moved_cases: Iterable[str]) -> tuple
 
 
 def twins(case: Case) -> tuple[str, ...]:
-    """The ids of the BF16 twins of a case, the nearest first: in its own dtype, and in bfloat16."""
+    """Return the ids of the BF16 twins of a case, the nearest first: in its own dtype, and in bfloat16."""
     return case_id(replace(case, float8=Float8())), case_id(twin_case(case))
 
 
@@ -240,7 +240,7 @@ def _moved_kind(bf16: str, *, moved: bool) -> tuple[Kind, str]:
 
 
 def _reference_curve(case: CaseResult) -> tuple[float, ...] | None:
-    """The losses of the BF16 reference of this very run; a stored golden is none."""
+    """Return the losses of the BF16 reference of this very run; a stored golden is none."""
     return case.golden_losses if case.golden == "run here" else None
 
 
@@ -291,7 +291,7 @@ def times(sides: Sides) -> Times | None:
 
 
 def changed_times(case_times: Times | None, *, gates: bool) -> Iterable[Reason]:
-    """A reason where the candidate is slower or faster. A faster one never gates."""
+    """Return a reason where the candidate is slower or faster. A faster one never gates."""
     if case_times is not None and case_times.p < LEVEL and max(case_times.ratio, 1 / case_times.ratio) >= EFFECT:
         yield Reason(
             kind=Kind.TIMES,

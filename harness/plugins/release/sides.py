@@ -216,7 +216,7 @@ class Sides(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         return before.device == after.device
 
     def cost(self, case_id: str) -> float:
-        """The CPU seconds of a case in the candidate, or else in the baseline."""
+        """Return the CPU seconds of a case in the candidate, or else in the baseline."""
         case = self.after.get(case_id) or self.before.get(case_id)
         return 0.0 if case is None else case.cpu_s
 

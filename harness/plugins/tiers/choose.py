@@ -55,7 +55,7 @@ class CheapCover:
         self._value_costs = [self._costs_of_values(index) for index in range(len(spaces))]
 
     def choose(self, rounds: int) -> list[Case]:
-        """The cases, besides the given ones, after so many rounds of improvement."""
+        """Return the cases, besides the given ones, after so many rounds of improvement."""
         best = self._repaired(_Chosen(self))
         for _ in range(rounds):
             trial = best.copy()
@@ -68,7 +68,7 @@ class CheapCover:
         return [self._spaces[cell.space].case(cell.row) for cell in sorted(best.cells)]
 
     def _expensive_cells(self, chosen: _Chosen) -> list[_Cell]:
-        """A few cells, at random, expensive ones more often."""
+        """Return a few cells, at random, expensive ones more often."""
         cells = sorted(chosen.cells)
         weights = [chosen.marginal_s(cell, included=True) + 0.1 for cell in cells]
         return list(dict.fromkeys(self._random.choices(cells, weights, k=self._random.randint(2, 5))))
@@ -109,7 +109,7 @@ class CheapCover:
         chosen.add(best)
 
     def _extended(self, goal: Goal, missing: Collection[Goal], cost_weight: float) -> _Cell:
-        """A cell with `goal`, extended greedily: each value maximizes new goals - `cost_weight` * its cost."""
+        """Return a cell with `goal`, extended greedily: each value maximizes new goals - `cost_weight` * its cost."""
         index, start = goal
         space, avoid, costs = self._spaces[index], self._avoid[index], self._value_costs[index]
         chosen = dict(start)
@@ -170,7 +170,7 @@ class CheapCover:
         return frozenset(goals & self._goals)
 
     def given(self) -> tuple[Counter[Goal], set[str]]:
-        """How often the given cases cover each goal, and which witnesses they need."""
+        """Return how often the given cases cover each goal, and which witnesses they need."""
         return self._given.copy(), set(self._given_needs)
 
 
@@ -230,7 +230,7 @@ class _Chosen:
 def choose(
     file: CaseFile, pricing: Pricing, *, known: Sequence[KnownFault], faults: Iterable[PlantedFault], rounds: int
 ) -> tuple[ChosenCase, ...]:
-    """A cheap choice of cases that covers a file and carries every planted fault.
+    """Return a cheap choice of cases that covers a file and carries every planted fault.
 
     Must-run cases come first, then those that train, then those that are only there to be refused or to show a
     recorded fault. A file whose strength is "full" has nothing to choose.
@@ -256,7 +256,7 @@ def choose(
 
 
 def _with_second_runs(pricing: Pricing, known: Sequence[KnownFault]) -> Pricing:
-    """The prices, twice where a recorded fault has a fix: such a case runs without and with it."""
+    """Return the prices, twice where a recorded fault has a fix: such a case runs without and with it."""
 
     def priced(case: Case) -> Price:
         price = pricing(case)
@@ -267,7 +267,7 @@ def _with_second_runs(pricing: Pricing, known: Sequence[KnownFault]) -> Pricing:
 
 
 def _hosts(cases: Sequence[Case], faults: Iterable[PlantedFault], known: Sequence[KnownFault]) -> list[Case]:
-    """The cheapest way to give every planted fault a case in which it can show: a host case of the catalogue."""
+    """Return the cheapest way to give every planted fault a case in which it can show: a host case of the catalogue."""
     every = tuple(faults)
     shown = {fault.name for case in cases for fault in carried(case, every, known)}
     added: list[Case] = []

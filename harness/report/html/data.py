@@ -44,7 +44,7 @@ class ParsedCase(NamedTuple):
 
 
 def index_and_details(run: RunResult, history: Mapping[str, Table]) -> tuple[Data, tuple[Data, ...]]:
-    """The index of a run and the details of its cases, in the same order: the worst verdicts first."""
+    """Return the index of a run and the details of its cases, in the same order: the worst verdicts first."""
     parsed = sorted(map(_parsed, run.results), key=lambda parsed_case: _WORST_FIRST.index(parsed_case.case.verdict))
     axes = dict(_axes([parsed_case.axes for parsed_case in parsed if parsed_case.axes]))
     index: Data = {
@@ -68,7 +68,7 @@ def _parsed(case: CaseResult) -> ParsedCase:
 
 
 def _axes(cases: Sequence[Mapping[str, object]]) -> Iterator[tuple[str, list[str]]]:
-    """The axes on which the cases differ, with the values that they have, in order."""
+    """Yield the axes on which the cases differ, with the values that they have, in order."""
     for name in (_LAYOUT, *AXES):
         values = list(dict.fromkeys(case[name] for case in cases))
         if len(values) > 1:
@@ -90,7 +90,7 @@ def _filled(**values: object) -> Data:
 
 
 def _row(parsed: ParsedCase, axes: Mapping[str, Sequence[str]]) -> Data:
-    """A case in the list. `at`: the number of its value on every axis."""
+    """Return a case in the list. `at`: the number of its value on every axis."""
     case = parsed.case
     return _filled(
         id=case.case_id,
@@ -148,7 +148,7 @@ def _facts(case: CaseResult) -> Iterator[tuple[str, str]]:
 
 
 def _findings(findings: Sequence[Finding]) -> tuple[Data, ...]:
-    """The findings. `effect`: likely an effect of those before it."""
+    """Return the findings. `effect`: likely an effect of those before it."""
     split = first_effect(findings)
     return tuple(
         {"rule": finding.rule, "message": finding.headline, "effect": split is not None and number >= split}
@@ -158,7 +158,7 @@ def _findings(findings: Sequence[Finding]) -> tuple[Data, ...]:
 
 
 def _wire(found: Mapping[str, Sent], expected: Mapping[str, Sent]) -> Iterator[tuple[str, Sent | None, Sent | None]]:
-    """Every kind of collective; those that differ from the formula first."""
+    """Yield every kind of collective; those that differ from the formula first."""
     names = sorted(
         {*found, *expected}, key=lambda name: (name not in expected or found.get(name) == expected[name], name)
     )
@@ -186,7 +186,7 @@ def _casts(casts: Sequence[CastRange]) -> Iterator[Data]:
 
 
 def _stacks(failures: Sequence[RankFailure]) -> Iterator[Data]:
-    """How ranks failed, each way once: causes before consequences."""
+    """Yield how ranks failed, each way once: causes before consequences."""
     ways: dict[tuple[str, str, str, str, bool], list[int]] = {}
     for failure in sorted(failures, key=lambda failure: (failure.consequence, failure.rank)):
         ways.setdefault(

@@ -47,7 +47,7 @@ def matmul_flops(first: Tensor, second: Tensor) -> int:
 
 
 def precision_of(dtype: torch.dtype) -> str:
-    """What a factor of this dtype is multiplied in: "float8" for both of its formats, or the dtype."""
+    """Return what a factor of this dtype is multiplied in: "float8" for both of its formats, or the dtype."""
     name = str(dtype).removeprefix("torch.")
     return "float8" if name.startswith("float8") else name
 

@@ -86,7 +86,7 @@ class Replay:
     def replaced(
         self, fqn: str, call: Call, kind: ModuleTensorKind, computed: Values, *, looked_up: bool = False
     ) -> Values:
-        """The tensor of the run in place of `computed`; the two are compared on the first call.
+        """Return the tensor of the run in place of `computed`; the two are compared on the first call.
 
         `looked_up`: every rank looks up the tokens of its part of the vocabulary, and has zeros of the others.
         """
@@ -125,7 +125,7 @@ class Replay:
             local.copy_(recorded.values.whole)
 
     def _of_mean(self, recorded: Recorded, computed: torch.Tensor) -> Recorded:
-        """A recorded gradient as one rank has it, which divides the loss by the number of data-parallel ranks.
+        """Return a recorded gradient as one rank has it, which divides the loss by the number of data-parallel ranks.
 
         Ranks divide it too, or leave that to FSDP2, which averages gradients of parameters: the first gradient tells.
         Those of a Llama divide by all tokens: `dp` is 1.
@@ -212,7 +212,7 @@ class _ModuleBoundary:
         self.calls = 0  # in this step, those that are complete
 
     def before_pieces(self, _: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        """All pieces are spread at once: what several linears read is not the same tensor piece by piece."""
+        """Return all pieces are spread at once: what several linears read is not the same tensor piece by piece."""
         return (self.watching.spread(args[0], self.ranks.count), *args[1:])
 
     def before(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:

@@ -137,7 +137,7 @@ class ExpertsOfRanks:
         self._chosen[experts] = output[1]
 
     def _tp_ranks(self, module: nn.Module) -> Tensor:
-        """Which TP rank sends each row: the one that has the token's part of the sequence."""
+        """Return which TP rank sends each row: the one that has the token's part of the sequence."""
         chosen = self._chosen[module]
         tokens = chosen.flatten().argsort(stable=True) // chosen.size(1)
         return tokens % self._positions * self._tp // self._positions

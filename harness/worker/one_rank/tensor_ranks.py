@@ -55,7 +55,7 @@ class Values(NamedTuple):
         return Values(change(self.whole), None if self.parts is None else change(self.parts))
 
     def stacked(self, ranks: int) -> torch.Tensor:
-        """The parts; of what is no sum, all of it on the first rank."""
+        """Return the parts; of what is no sum, all of it on the first rank."""
         if self.parts is not None and len(self.parts) == ranks:
             return self.parts
         parts = self.whole.new_zeros(ranks, *self.whole.shape)
@@ -86,7 +86,7 @@ class Recorded(NamedTuple):
 
 
 def assembled(case: Case, ranks: Sequence[Sequence[ModuleShard]], device: torch.device) -> dict[Key, Recorded | None]:
-    """The logical tensors of a run, from the shards of all its ranks; None for what was float8 already."""
+    """Return the logical tensors of a run, from the shards of all its ranks; None for what was float8 already."""
     shards: dict[Key, dict[int, ModuleShard]] = defaultdict(dict)
     for rank, recorded in enumerate(ranks):
         for shard in recorded:
@@ -156,7 +156,7 @@ def _problem(shards: Sequence[ModuleShard], covered: int, wanted: int) -> str | 
 def terms_of_sum(
     given: Recorded, computed: torch.Tensor, fqn: str, output: Recorded, stream: torch.Tensor | None
 ) -> SumTerms | None:
-    """What ranks go on with instead of the sum of the outputs of module `fqn`, where this is why `given` is off.
+    """Return what ranks go on with instead of the sum of the outputs of module `fqn`, where this is why `given` is off.
 
     `given`: what a later module gets, to which the sum is added; `computed`: the same with the sum. `stream`: what it
     is added to, or None.
@@ -216,7 +216,7 @@ class PartsOfGradient:
         return None if self._managed is None else vars(self._managed).get(_ACCUMULATED)
 
     def of_ranks(self, ranks: int) -> Sequence[Tensor]:
-        """The parameter as every rank has it: as a leaf where autograd keeps what comes to a leaf unrounded."""
+        """Return the parameter as every rank has it: as a leaf where autograd keeps what comes to a leaf unrounded."""
         if self._dtype is not None:
             return [self._leaf(rank, ranks) for rank in range(ranks)]
         return tuple(spread(self._param, ranks, self.add))
@@ -253,7 +253,7 @@ class PartsOfGradient:
 
 
 def of_columns(linear: nn.Linear, ranks: int) -> Callable[[Tensor], Tensor]:
-    """The forward of a linear in high precision whose outputs are sharded. It gets a `Spread` input."""
+    """Return the forward of a linear in high precision whose outputs are sharded. It gets a `Spread` input."""
 
     def forward(given: Tensor) -> Tensor:
         weights, biases = (_chunks(param, ranks, 0) for param in (linear.weight, linear.bias))
@@ -263,7 +263,7 @@ def of_columns(linear: nn.Linear, ranks: int) -> Callable[[Tensor], Tensor]:
 
 
 def of_rows(linear: nn.Linear, ranks: int) -> Callable[[Tensor], Tensor]:
-    """The forward of a linear in high precision whose inputs are sharded. It returns the parts: [ranks, ...].
+    """Return the forward of a linear in high precision whose inputs are sharded. It returns the parts: [ranks, ...].
 
     DTensor gives every rank an equal share of the bias.
     """
@@ -321,7 +321,7 @@ def _chunks(tensor: Tensor | None, ranks: int, dim: int) -> Sequence[Any]:
 
 
 def products_in_parts(a: Tensor, b: Tensor, ranks: int) -> Tensor:
-    """What every rank multiplies of a [m, k] @ b [k, n] in high precision, of which it has a part of k."""
+    """Return what every rank multiplies of a [m, k] @ b [k, n] in high precision, of which it has a part of k."""
     rows = _chunks(b, ranks, 0) if b.is_contiguous() else [chunk.t() for chunk in _chunks(b.t(), ranks, 1)]
     return torch.stack([one @ other for one, other in zip(_chunks(a, ranks, 1), rows, strict=True)])
 
@@ -386,7 +386,7 @@ _ALIGNED = 16  # what a scaled matmul contracts must be a multiple of it
 
 
 def _padded(rows: Tensor) -> Tensor:
-    """Rows of float8, contiguous, with zeros behind them up to the next size that can be multiplied."""
+    """Return rows of float8, contiguous, with zeros behind them up to the next size that can be multiplied."""
     padding = -rows.shape[1] % _ALIGNED
     return F.pad(rows.contiguous().view(torch.uint8), (0, padding)).view(rows.dtype)
 
@@ -442,12 +442,12 @@ class Ranks:
         self._operand = operand
 
     def output_parts(self, whole: torch.Tensor) -> torch.Tensor | None:
-        """The parts of the output that was just computed; None where it is no sum."""
+        """Return the parts of the output that was just computed; None where it is no sum."""
         parts, bias = self._in_parts("forward", whole) if self.by_rows else None, getattr(self._module, "bias", None)
         return parts if parts is None or bias is None else parts + bias.to(whole.dtype) / self.count
 
     def gradient_parts(self, whole: torch.Tensor) -> torch.Tensor | None:
-        """Those of the gradient of the input."""
+        """Return those of the gradient of the input."""
         return self._in_parts("dgrad", whole) if self.by_columns else None
 
     def _in_parts(self, matmul: Literal["forward", "dgrad"], whole: torch.Tensor) -> torch.Tensor | None:

@@ -39,13 +39,13 @@ def read_scale(scale: torch.Tensor) -> Scale:
 
 
 def summarize_scale(scale: torch.Tensor) -> ScaleSummary:
-    """The scale without its values. An empty one has no minimum and no maximum: both are NaN."""
+    """Return the scale without its values. An empty one has no minimum and no maximum: both are NaN."""
     return summary(read_scale(scale))
 
 
 @functools.lru_cache(maxsize=1024)
 def summary(scale: Scale) -> ScaleSummary:
-    """What is recorded of a scale. That of a cast comes again with every matmul of its data."""
+    """Return what is recorded of a scale. That of a cast comes again with every matmul of its data."""
     values = _values(scale)
     return ScaleSummary(
         shape=scale.shape,
@@ -81,7 +81,7 @@ def _of_rows(values: Array) -> dict[str, Any]:
 
 
 def _exponent_total(values: Array) -> int | None:
-    """The sum of the base-2 logarithms where every value is a power of two, None where one is not."""
+    """Return the sum of the base-2 logarithms where every value is a power of two, None where one is not."""
     if values.dtype == np.float32 and values.size:
         words = values.view(np.uint32)
         alone = not np.bitwise_or.reduce(words) & _NOT_EXPONENT
@@ -164,7 +164,7 @@ def measure_cast(cast: Cast) -> CastNumbers:
 
 
 def host_cast(cast: Cast, source: torch.Tensor, scale: Scale, content: Content) -> HostCast:
-    """The same cast with its source, scale and bits as they were read."""
+    """Return the same cast with its source, scale and bits as they were read."""
     bits, blocks = cast.bits, (cast.block, cast.rounds_down)
     return HostCast(source, scale, cast.axiswise_dim, content, bits.shape, bits.dtype, is_transposed(bits), *blocks)
 
@@ -241,7 +241,7 @@ def _block_products(source: torch.Tensor, scale: torch.Tensor, cast: HostCast) -
 
 
 def _extremes(blocks: torch.Tensor, factors: torch.Tensor) -> tuple[int, ...]:
-    """Which blocks have the smallest and the largest amax * scale; one that is NaN counts as either."""
+    """Return which blocks have the smallest and the largest amax * scale; one that is NaN counts as either."""
     amax = _array(blocks.abs().amax(-1, keepdim=True))
     products = np.multiply(amax, _array(factors), dtype=np.float64)
     zeros = amax < SMALLEST_BLOCK
@@ -251,7 +251,7 @@ def _extremes(blocks: torch.Tensor, factors: torch.Tensor) -> tuple[int, ...]:
 
 
 def _spread(scale: torch.Tensor, cast: HostCast) -> torch.Tensor:
-    """The factor of every value of the source."""
+    """Return the factor of every value of the source."""
     factors = _factors(scale, cast).repeat_interleave(cast.block, -1)
     return factors if cast.axiswise_dim == -1 else factors.t()
 
@@ -275,7 +275,7 @@ def _nonfinite(magnitudes: Array, first: int) -> int:
 
 
 def _mismatched(expected: torch.Tensor, cast: HostCast) -> int:
-    """Bytes that differ; a result of another shape is wrong in every element."""
+    """Return bytes that differ; a result of another shape is wrong in every element."""
     if expected.shape != cast.shape:
         return max(expected.numel(), cast.shape.numel())
     right, found = bytes_of(expected, transposed=cast.transposed), cast.content.data
@@ -285,7 +285,7 @@ def _mismatched(expected: torch.Tensor, cast: HostCast) -> int:
 
 
 def _array(tensor: torch.Tensor) -> Array:
-    """The values on the host, without a copy on a CPU, to be read only.
+    """Return the values on the host, without a copy on a CPU, to be read only.
 
     Not through `Tensor.numpy`: that makes the storage not resizable, and FSDP2 frees a weight by resizing it.
     """

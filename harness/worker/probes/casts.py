@@ -89,7 +89,7 @@ class CastMeter:
         return measurement
 
     def _copy(self, source: torch.Tensor, place: Hashable, storage: StorageWeakRef) -> torch.Tensor:
-        """The source as it is now. Copied once, if it is cast along both dims."""
+        """Return the source as it is now. Copied once, if it is cast along both dims."""
         key = place, None if source.is_contiguous() else source.stride()
         before = self._copies.get(key)
         if before is not None and before[1].numel() == source.numel() and not before[0].expired():
@@ -223,7 +223,7 @@ class Lifetimes:
         self._frozen = {clean_fqn(name).rpartition(".")[0] for name in frozen}
 
     def begin(self, step: int, fqn: str, phase: CastPhase) -> Pass:
-        """A module is called."""
+        """Return a module is called."""
         if fqn == UNKNOWN:
             return Pass(step, fqn, phase, 0)
         self._calls[fqn, phase] += 1
@@ -271,7 +271,7 @@ class Lifetimes:
             self._again.append(_Again("other_scale" if is_other else kind, use, first))
 
     def end_step(self) -> list[Aged]:
-        """What was used again that is of another step, or an activation of another microbatch."""
+        """Return what was used again that is of another step, or an activation of another microbatch."""
         self._first = {place: first for place, first in self._first.items() if not first.storage.expired()}
         passes = {module_pass for again in self._again for module_pass in (again.use.by, again.first.by)}
         passes |= {first.by for first in self._first.values()}
@@ -339,5 +339,5 @@ def _are_others(use: Use, source: _Version, first: _First, before: _Version) -> 
 
 
 def _changes_nothing(scale: torch.Tensor) -> bool:
-    """True for a scale of 1, which may be kept as a constant."""
+    """Return True for a scale of 1, which may be kept as a constant."""
     return scale.dtype == torch.float32 and scale.numel() == 1 and float(scale) == 1

@@ -39,7 +39,7 @@ def converted_linears(model: nn.Module) -> dict[str, nn.Linear]:
 
 
 def is_converted(linear: nn.Module) -> bool:
-    """True for a linear of torchao's, and for one of torch's whose weight torchao has wrapped."""
+    """Return True for a linear of torchao's, and for one of torch's whose weight torchao has wrapped."""
     if isinstance(linear, Float8Linear):
         return True
     if not isinstance(linear, nn.Linear):
@@ -53,7 +53,7 @@ def is_converted(linear: nn.Module) -> bool:
 
 
 def forward_owner(linear: Float8Linear) -> type:
-    """The class whose `forward` runs: `Float8Linear`, or a kind of it that a target defines."""
+    """Return the class whose `forward` runs: `Float8Linear`, or a kind of it that a target defines."""
     return next(kind for kind in type(linear).__mro__ if "forward" in vars(kind))
 
 
@@ -149,7 +149,7 @@ def _constants(model: nn.Module) -> dict[str, str]:
 
 
 def saved_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """The buffers that are a part of the state of a model, by FQN."""
+    """Yield the buffers that are a part of the state of a model, by FQN."""
     for fqn, module in model.named_modules():
         for name, buffer in module.named_buffers(recurse=False):
             if name not in module._non_persistent_buffers_set:
@@ -215,7 +215,7 @@ class InputRecorder:
         self._called, self._whole = before._called and self._called, before._whole and self._whole
 
     def record(self) -> tuple[StepInputs, ...] | None:
-        """What was found in every step; None where not every step called the whole model with whole tensors."""
+        """Return what was found in every step; None where not every step called the whole model with whole tensors."""
         return tuple(self._steps) if self._called and self._whole and self._steps else None
 
 
@@ -226,7 +226,7 @@ class Rows(NamedTuple):
     labels: Tokens
 
     def are_in(self, seen: Tokens) -> bool:
-        """True where a tensor has the inputs or the labels of some of them."""
+        """Return True where a tensor has the inputs or the labels of some of them."""
         known = {row.tobytes() for part in self for row in np.ascontiguousarray(part)}
         return any(row in known for row in _rows(seen, self.inputs.shape[1], known))
 
@@ -241,7 +241,7 @@ def rows_of_pieces(pieces: Sequence[Sequence[int]], tokens: Tokens) -> Rows:
 
 
 def _step_inputs(step: int, seen: Sequence[Tokens], rows: Rows, sequences: int, mine: slice) -> StepInputs:
-    """Which of so many sequences are in the tensors that were seen in one step, whole or in pieces."""
+    """Return which of so many sequences are in the tensors that were seen in one step, whole or in pieces."""
     meant = range(*mine.indices(sequences))
     inputs, labels = (_numbers(part, sequences, meant) for part in rows)
     seen_rows = [row for tensor in seen for row in _rows(tensor, rows.inputs.shape[1], inputs.keys() | labels.keys())]
@@ -257,7 +257,7 @@ def _step_inputs(step: int, seen: Sequence[Tokens], rows: Rows, sequences: int, 
 
 
 def _numbers(rows: Tokens, sequences: int, mine: range) -> dict[bytes, tuple[int, ...]]:
-    """The numbers of sequences by the bytes of their rows, which are those of all pieces.
+    """Return the numbers of sequences by the bytes of their rows, which are those of all pieces.
 
     Short ones may occur twice: then those that are `mine`, if any are.
     """
@@ -268,7 +268,7 @@ def _numbers(rows: Tokens, sequences: int, mine: range) -> dict[bytes, tuple[int
 
 
 def _rows(tensor: Tokens, length: int, known: set[bytes]) -> list[bytes]:
-    """The rows of this length in a tensor, in whichever of its forms most of them are known."""
+    """Return the rows of this length in a tensor, in whichever of its forms most of them are known."""
     return max(
         ([row.tobytes() for row in np.ascontiguousarray(form)] for form in _forms(tensor, length)),
         key=lambda rows: sum(row in known for row in rows),

@@ -128,7 +128,7 @@ def _call(fqn: str, fields: dict[str, Any]) -> ExpertCall:
 @torch.no_grad()
 @unobserved()
 def digests(rows: Tensor) -> bytes:
-    """A digest of the bits of every row of a matrix: int64 each. Rows in another order have other digests."""
+    """Return a digest of the bits of every row of a matrix: int64 each. Rows in another order have other digests."""
     bits = rows.detach().contiguous().view(_INTEGERS[rows.element_size()]).long()
     row_digests: bytes = (bits * _factors(rows.size(-1))).sum(-1).numpy(force=True).tobytes()
     return row_digests

@@ -36,7 +36,7 @@ class FlopsProbe(Probe):
         self._step = 0
 
     def result(self) -> tuple[FlopsRecord, ...]:
-        """What was counted; the two formats of float8 count as one precision."""
+        """Return what was counted; the two formats of float8 count as one precision."""
         by_precision: defaultdict[tuple[int, str, str], list[int]] = defaultdict(list)
         for (step, part, dtype), flops in self._flops.items():
             by_precision[step, part, precision_of(dtype)] += flops

@@ -213,7 +213,7 @@ class _Repetition(torch.fx.Interpreter):
 
 
 def _moved_rows(found: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
-    """The power of two by which the scale of each row differs, where torchao multiplies without scales.
+    """Return the power of two by which the scale of each row differs, where torchao multiplies without scales.
 
     If the matmul is not fast, torchao applies row scales after it (0.17, `addmm_float8_unwrapped`). A row that the code
     scales differently is exactly that power of two times the graph's row, and so is its product, to which the graph

@@ -155,7 +155,7 @@ def _is_cast(node: torch.fx.Node) -> bool:
 
 
 def _target_dtype(node: Any) -> torch.dtype | None:
-    """What a conversion converts to; None of other operators."""
+    """Return what a conversion converts to; None of other operators."""
     if not isinstance(node, torch.fx.Node):
         return None
     dtype = node.args[1] if node.target is _CONVERT else node.kwargs.get("dtype")
@@ -168,13 +168,13 @@ def phase_now() -> Phase:
 
 
 def _values_digest(bits: torch.Tensor) -> str:
-    """A fingerprint of the values without their order: graphs transpose, split and join what they have cast."""
+    """Return a fingerprint of the values without their order: graphs transpose, split and join what they have cast."""
     counts = np.bincount(np.frombuffer(bytes_of(bits), np.uint8), minlength=256)
     return fingerprint(counts.tobytes())
 
 
 def _chain(node: torch.fx.Node) -> _Chain | str:
-    """The cast that ends in `node`; what is missing of it where the conversion is not torchao's."""
+    """Return the cast that ends in `node`; what is missing of it where the conversion is not torchao's."""
     clamp = node.args[0]
     if isinstance(clamp, torch.fx.Node) and clamp.target is _aten.clamp_max.default:
         clamp, clamps = clamp.args[0], _aten.clamp_min.default
@@ -207,7 +207,7 @@ def _is_parameter(node: torch.fx.Node) -> bool:
 
 
 def _origin(node: Any) -> torch.fx.Node:
-    """The node whose elements `node` has."""
+    """Return the node whose elements `node` has."""
     while node.target in _VIEWS:
         node = node.all_input_nodes[0]
     origin: torch.fx.Node = node
@@ -218,7 +218,7 @@ _OF_COMPILER = r"L\['self'\]\.|(?:__dict__\['_modules'\]|_modules)\['_checkpoint
 
 
 def fqn_of(node: torch.fx.Node) -> str:
-    """The module whose code the node comes from, as the compiler remembers it; "?" where it does not."""
+    """Return the module whose code the node comes from, as the compiler remembers it; "?" where it does not."""
     stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
     names = [name for name, _ in stack.values()]
     return re.sub(_OF_COMPILER, "", str(names[-1])) if names else "?"
@@ -304,7 +304,7 @@ class GradientWatcher:
 
 
 def _common_scale(gradients: Iterable[_Gradient]) -> float:
-    """The factor that most gradients show; 1 where none shows one."""
+    """Return the factor that most gradients show; 1 where none shows one."""
     shares = [
         float((gradient.found * gradient.returned).sum() / gradient.returned.square().sum())
         for gradient in gradients

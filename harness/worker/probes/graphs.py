@@ -65,12 +65,12 @@ _MOVES = frozenset(
 
 
 def group_name(node: torch.fx.Node) -> str:
-    """The process group of an all-gather or a reduce-scatter: its last argument."""
+    """Return the process group of an all-gather or a reduce-scatter: its last argument."""
     return str(node.args[-1])
 
 
 def reason(node: torch.fx.Node) -> str:
-    """Why `node`, an all-gather or a reduce-scatter, stands in the graph by itself."""
+    """Return why `node`, an all-gather or a reduce-scatter, stands in the graph by itself."""
     if not torch._inductor.config._micro_pipeline_tp:
         return "the fusion pass is off"
     enabled: Any = symm_mem.is_symm_mem_enabled_for_group
@@ -103,7 +103,7 @@ def _unfused_gather(node: torch.fx.Node) -> str:
 
 
 def _produced_by(node: torch.fx.Node) -> torch.fx.Node:
-    """The operator whose elements `node` gets."""
+    """Return the operator whose elements `node` gets."""
     source = node.all_input_nodes[0]
     while source.target in _MOVES:
         source = source.all_input_nodes[0]
@@ -111,7 +111,7 @@ def _produced_by(node: torch.fx.Node) -> torch.fx.Node:
 
 
 def _consumed_by(node: torch.fx.Node) -> Iterator[torch.fx.Node]:
-    """The operators that get the elements of `node`."""
+    """Yield the operators that get the elements of `node`."""
     for user in node.users:
         if user.target in _MOVES:
             yield from _consumed_by(user)
@@ -242,7 +242,7 @@ class _Comparison(NamedTuple):
 
 
 def _compared(operator: str, given: dict[str, Any], result: Any) -> _Comparison:
-    """The rows of every result of a fused operator against those of its reference, on the same inputs."""
+    """Return the rows of every result of a fused operator against those of its reference, on the same inputs."""
     with virtual_symm_mem.reference(), unobserved():
         expected = virtual_symm_mem.run(operator, given)
         group = resolve_group(given["group_name"])
@@ -315,7 +315,7 @@ def _name(node: torch.fx.Node) -> str:
 
 
 def _value(node: Any) -> torch.Tensor:
-    """What a node gives; of a change of strides that the pass put in, what it was made from."""
+    """Return what a node gives; of a change of strides that the pass put in, what it was made from."""
     while "val" not in node.meta:
         node = node.all_input_nodes[0]
     value: torch.Tensor = node.meta["val"]

@@ -140,12 +140,12 @@ class ModuleTensorProbe(Probe):
         )
 
     def result(self) -> tuple[ModuleShard, ...] | None:
-        """All shards in the order they were recorded; None where the case is not replayed."""
+        """Return all shards in the order they were recorded; None where the case is not replayed."""
         return tuple(self._shards) if self._steps else None
 
 
 def is_recorded(module: nn.Module, case: Case) -> bool:
-    """True for what is replayed by itself: experts and their mixture too.
+    """Return True for what is replayed by itself: experts and their mixture too.
 
     Under TP the mixture alone: every rank sends other tokens, in an order of its own.
     """
@@ -153,12 +153,12 @@ def is_recorded(module: nn.Module, case: Case) -> bool:
 
 
 def has_experts(module: nn.Module) -> bool:
-    """True for a module whose own weights are stacked matrices."""
+    """Return True for a module whose own weights are stacked matrices."""
     return any(param.dim() == _STACKED for param in module.parameters(recurse=False))
 
 
 def is_mixture(module: nn.Module) -> bool:
-    """True for a module of experts and of what chooses among them. Its input is that of its parts."""
+    """Return True for a module of experts and of what chooses among them. Its input is that of its parts."""
     return any(map(has_experts, module.children()))
 
 
@@ -212,7 +212,7 @@ class _Hooks:
 
 
 def _detached(tensor: torch.Tensor) -> torch.Tensor:
-    """What `tensor.detach()` returns, but parts of a sum stay parts.
+    """Return what `tensor.detach()` returns, but parts of a sum stay parts.
 
     DTensor's own takes much longer, and from torch 2.14 on adds up the masked parts of an embedding.
     """
@@ -234,5 +234,5 @@ class _SeparateGraphInput(torch.autograd.Function):
 
 
 def is_wide(tensor: torch.Tensor) -> bool:
-    """False for tokens, and for an operand that was cast to float8 already: its module casts nothing."""
+    """Return False for tokens, and for an operand that was cast to float8 already: its module casts nothing."""
     return tensor.is_floating_point() and not isinstance(local_tensor(tensor), Float8TrainingTensor)

@@ -375,7 +375,7 @@ class OperandProbe(Probe):
 
 
 def _forward_phase() -> Phase:
-    """A forward that runs inside of a backward pass is a recomputation."""
+    """Return a forward that runs inside of a backward pass is a recomputation."""
     return "evaluation" if PROCESS.evaluating else "recompute" if in_backward() else "forward"
 
 

@@ -128,7 +128,7 @@ def _kept(node: torch.fx.Node) -> KeptTensor:
 
 
 def _repeated(before: _Side, after: _Side) -> list[str]:
-    """The operators that both graphs have under the same name, which no pass has made."""
+    """Return the operators that both graphs have under the same name, which no pass has made."""
     known = before.names & after.names
     return [name for name in after.operators if name in before.operators and name in known]
 

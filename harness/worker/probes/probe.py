@@ -55,7 +55,7 @@ class Probe:
         """The optimizer and what follows it have run."""
 
     def result(self) -> Any:
-        """What was recorded: the value of the field of `RankTrace` that has this probe's name."""
+        """Return what was recorded: the value of the field of `RankTrace` that has this probe's name."""
         raise NotImplementedError
 
 

@@ -100,13 +100,13 @@ class Census:
         gc.freeze()
 
     def _searched(self) -> list[Any]:
-        """The tensors and meshes that exist."""
+        """Return the tensors and meshes that exist."""
         listed = gc.get_objects()
         known = (alive for reference in self._set_aside if (alive := reference()) is not None)
         return [*known, *compress(listed, map(_Searched().__getitem__, map(type, listed)))]
 
     def take(self, moment: Moment, saved: Iterable[StorageWeakRef] = ()) -> LiveMemory:
-        """What is alive now and not explained; `saved`: storages that autograd keeps at this moment."""
+        """Return what is alive now and not explained; `saved`: storages that autograd keeps at this moment."""
         assert self._model is not None, "attach comes before the first step"
         managed = fsdp_params(self._model)
         gathered = [param._unsharded_param for param in managed if hasattr(param, "_unsharded_param")]
@@ -139,7 +139,7 @@ class Census:
         return list(unexplained.values())
 
     def _owned(self, model: nn.Module, managed: list[Any], gathered: list[torch.Tensor]) -> Iterator[torch.Tensor]:
-        """The storages that may be alive at any moment: parameters, buffers, optimizer state and data."""
+        """Yield the storages that may be alive at any moment: parameters, buffers, optimizer state and data."""
         for param in managed:
             yield from (param.sharded_param, param._sharded_param_data)
         for whole in map(local_part, gathered):
@@ -168,12 +168,12 @@ def plain_tensors(tensor: torch.Tensor) -> Collection[torch.Tensor]:
 
 @functools.cache
 def _wraps(kind: Hashable) -> bool:
-    """True for a class of tensors that hold others, as torch asks them: DTensor, float8 tensors."""
+    """Return True for a class of tensors that hold others, as torch asks them: DTensor, float8 tensors."""
     return hasattr(kind, "__tensor_flatten__")
 
 
 def _is_fake(candidate: object) -> bool:
-    """True for a tensor in a compiler's description of a graph, whose storage is of the device `meta`."""
+    """Return True for a tensor in a compiler's description of a graph, whose storage is of the device `meta`."""
     if not isinstance(candidate, torch.Tensor) or _wraps(type(candidate)):
         return False
     return candidate.untyped_storage().device.type == "meta"
@@ -304,7 +304,7 @@ class SavedMemoryProbe(Probe):
             self._weighed[-1] = replace(weighed, live=(*weighed.live, self._census.take("step")))
 
     def result(self) -> tuple[SavedMemory, ...]:
-        """One record for every step that ran a backward pass."""
+        """Return one record for every step that ran a backward pass."""
         return tuple(self._weighed)
 
 

@@ -80,7 +80,7 @@ class SketchProbe(Probe):
 
 
 def _cut_dim(tensor: torch.Tensor) -> int:
-    """The dim along which FSDP2 shards a tensor: 0, unless its target chose another."""
+    """Return the dim along which FSDP2 shards a tensor: 0, unless its target chose another."""
     tensor = unwrapped(tensor)
     placements = tensor.placements if isinstance(tensor, DTensor) else ()
     return next((placement.dim for placement in placements if isinstance(placement, Shard)), 0)

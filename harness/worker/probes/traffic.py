@@ -48,7 +48,7 @@ class TrafficProbe(Probe):
         self._step = 0
 
     def result(self) -> tuple[TrafficRecord, ...]:
-        """One record for every step, axis, kind, reduction and dtype that occurred, in that order."""
+        """Return one record for every step, axis, kind, reduction and dtype that occurred, in that order."""
         records = (self._record(key, elements) for key, elements in self._elements.items())
         return tuple(
             sorted(records, key=lambda record: (record.step, record.axis, record.kind, record.op, record.dtype))

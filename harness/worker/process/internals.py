@@ -33,7 +33,7 @@ class Gap(NamedTuple):
     problem: str
 
     def line(self, *lost: str) -> str:
-        """One line: the library with its version, the name, what is wrong with it, and what is lost."""
+        """Return one line: the library with its version, the name, what is wrong with it, and what is lost."""
         library = self.name.partition(".")[0]
         version = installed_versions([library]).get(library, "")
         return f"{library} {version}: {self.name} {self.problem}: {'; '.join(lost)}"
@@ -41,7 +41,7 @@ class Gap(NamedTuple):
 
 @functools.cache
 def gaps(part: str) -> tuple[Gap, ...]:
-    """What is not as declared of a part and of those that it needs. Found once: later patches are no gaps."""
+    """Return what is not as declared of a part and of those that it needs. Found once: later patches are no gaps."""
     return tuple(gap for name in with_needed(part) for gap in own_gaps(name))
 
 
@@ -69,7 +69,7 @@ def lost_records(asked: Collection[str]) -> dict[str, str]:
 
 
 def is_of_compiled_runs(part: str) -> bool:
-    """True for what only compiled runs use, which takes a second to import."""
+    """Return True for what only compiled runs use, which takes a second to import."""
     return not {*_OF_COMPILED_RUNS}.isdisjoint(with_needed(part))
 
 
@@ -82,7 +82,7 @@ def import_parts(*, compiled: bool) -> None:
 
 
 def lines(*, compiled: bool) -> list[str]:
-    """One line for every gap of what runs use, with all that is lost by it; `compiled` runs too."""
+    """Return one line for every gap of what runs use, with all that is lost by it; `compiled` runs too."""
     used = [RUN, *(_OF_COMPILED_RUNS if compiled else ())]
     used += [name for name, part in read_parts().items() if part.record and (compiled or COMPILED not in part.needs)]
     lost: dict[Gap, list[str]] = {}
@@ -109,13 +109,13 @@ def problem_of(name: str, use: Use) -> str:
 
 
 def _is_older(since: str) -> bool:
-    """True where the library is older than this release, as "torch 2.15". Nightlies of 2.15 are."""
+    """Return True where the library is older than this release, as "torch 2.15". Nightlies of 2.15 are."""
     library, _, release = since.partition(" ")
     return not is_since(installed_versions([library]).get(library, "0"), release)
 
 
 def _look_up(name: str) -> tuple[Any, Any]:
-    """The owner of a dotted name and what it has under the last one, imported as far as it is a module."""
+    """Return the owner of a dotted name and what it has under the last one, imported as far as it is a module."""
     module, *rest = _module_of(name)
     owner, member = None, module
     for attribute in rest:
@@ -126,7 +126,7 @@ def _look_up(name: str) -> tuple[Any, Any]:
 
 
 def _module_of(name: str) -> list[Any]:
-    """The innermost module on the way to a name, followed by the other words of it."""
+    """Return the innermost module on the way to a name, followed by the other words of it."""
     words = name.split(".")
     module: Any = importlib.import_module(words[0])
     for at in range(1, len(words)):
@@ -151,7 +151,7 @@ def _attribute(owner: Any, name: str) -> Any:
 
 
 def _sets(kind: type, name: str) -> bool:
-    """True where a class annotates an attribute, or a method of it assigns one of this name."""
+    """Return True where a class annotates an attribute, or a method of it assigns one of this name."""
     return name in _annotations(kind) or any(_assigns(member, name) for member in vars(kind).values())
 
 

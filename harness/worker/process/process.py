@@ -100,7 +100,7 @@ class Process:
 
 
 def in_backward() -> bool:
-    """True while autograd runs backward, including the recomputation of a forward."""
+    """Return True while autograd runs backward, including the recomputation of a forward."""
     return torch._C._current_graph_task_id() != -1
 
 

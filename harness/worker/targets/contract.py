@@ -26,7 +26,7 @@ _INTERFACE = "see the interface in harness/worker/targets/target.py."
 
 
 def build_target(case: Case, world: World) -> Target:
-    """The target of a case, built by its module. Raises TargetMisfit where one of them is none."""
+    """Return the target of a case, built by its module. Raises TargetMisfit where one of them is none."""
     name = module_of(case.target)
     module = importlib.import_module(name)
     if not callable(getattr(module, "build", None)):
@@ -136,7 +136,7 @@ def require_result(result: Any) -> tuple[Any, Any]:
 
 
 def require_loss(loss: Any) -> torch.Tensor | float:
-    """The loss that `evaluate` returned. Raises TargetMisfit for anything else."""
+    """Return the loss that `evaluate` returned. Raises TargetMisfit for anything else."""
     _require_number("evaluate", "loss", loss)
     number: torch.Tensor | float = loss
     return number

@@ -61,7 +61,7 @@ def _zipf(words: npt.NDArray[np.uint64], vocab_size: int) -> Tokens:
 
 
 def make_weight(fqn: str, shape: tuple[int, ...], *, seed: int, bound: float | None = None) -> Weights:
-    """The full initial weight of one parameter, float32.
+    """Return the full initial weight of one parameter, float32.
 
     Vectors (norms) are ones, biases small. Matrices are uniform with a `bound`, by default 1/sqrt(in_features), skewed
     to the negative side, so that a missing abs is found, and with one negative outlier per shard on the diagonal, so
@@ -98,7 +98,7 @@ _EMBEDDING_BOUND, _TIED_BOUND = 1.0, 0.25
 
 
 def global_tokens(case: Case) -> Tokens:
-    """The tokens of the whole run: [steps, global_batch, seq_len + 1]."""
+    """Return the tokens of the whole run: [steps, global_batch, seq_len + 1]."""
     train = case.train
     return make_tokens(
         steps=train.steps,
@@ -110,7 +110,7 @@ def global_tokens(case: Case) -> Tokens:
 
 
 def ignored_labels(case: Case) -> npt.NDArray[np.bool_]:
-    """Which labels the loss leaves out in every step: [global_batch, seq_len]."""
+    """Return which labels the loss leaves out in every step: [global_batch, seq_len]."""
     train = case.train
     kept = [train.seq_len - train.ignored_labels(sequence) for sequence in range(train.global_batch)]
     ignored: npt.NDArray[np.bool_] = np.arange(train.seq_len) >= np.array(kept)[:, None]
@@ -118,7 +118,7 @@ def ignored_labels(case: Case) -> npt.NDArray[np.bool_]:
 
 
 def batch_slice(case: Case, number: int) -> slice:
-    """The sequences of a slice of the global batch: those that ranks of TP and of context parallelism share."""
+    """Return the sequences of a slice of the global batch: those that ranks of TP and of context parallelism share."""
     return slice(number * case.local_batch, (number + 1) * case.local_batch)
 
 
@@ -155,7 +155,7 @@ def write_weights(model: nn.Module, case: Case) -> dict[str, Weights]:
 
 
 def with_other_stages(weights: dict[str, Weights], case: Case) -> dict[str, Weights]:
-    """The full weights of the whole model, of which this rank has those of its stages of a pipeline."""
+    """Return the full weights of the whole model, of which this rank has those of its stages of a pipeline."""
     if case.layout.pp == 1:
         return weights
     shapes = with_other_ranks({fqn: weight.shape for fqn, weight in weights.items()})

@@ -88,7 +88,7 @@ def uses_of_weights(model: nn.Module) -> dict[int, list[Use]]:
 
 
 def take_grads(uses: Sequence[Use], dtype: torch.dtype) -> list[Tensor]:
-    """The gradients of a weight, one for each piece: of all calls since the last time, added up in this dtype.
+    """Return the gradients of a weight, one for each piece: of all calls since the last time, added up in this dtype.
 
     What several modules have of one call is added up before, as autograd does.
     """

@@ -20,19 +20,19 @@ _FACTORS: npt.NDArray[np.uint64] = np.random.Philox(key=0).random_raw(_BLOCK).vi
 
 
 def digest(tensor: torch.Tensor) -> str:
-    """A fingerprint of the bytes, the densest dim innermost: a matrix and its transposed view have the same."""
+    """Return a fingerprint of the bytes, the densest dim innermost: a matrix and its transposed view have the same."""
     return ordered_digest(tensor.t() if is_transposed(tensor) else tensor)
 
 
 def ordered_digest(tensor: torch.Tensor) -> str:
-    """A fingerprint of the bytes in the order of the indices, however they lie in memory."""
+    """Return a fingerprint of the bytes in the order of the indices, however they lie in memory."""
     host = on_host(tensor if tensor.is_contiguous() else tensor.contiguous())
     # the bytes in place, as long as `host` lives
     return fingerprint(memoryview((ctypes.c_ubyte * host.nbytes).from_address(host.data_ptr())))
 
 
 def fingerprint(memory: memoryview | bytes) -> str:
-    """The sum of 32-bit words times fixed odd random numbers, modulo 2**64.
+    """Return the sum of 32-bit words times fixed odd random numbers, modulo 2**64.
 
     One changed word always shows, several with all but 2**-32 at worst. (The sum of 64-bit words would forget changes
     of signs: they are in the uppermost bit.)
@@ -59,12 +59,12 @@ def bytes_of(tensor: torch.Tensor, *, transposed: bool | None = None) -> bytes:
 
 
 def is_transposed(tensor: torch.Tensor) -> bool:
-    """True for a matrix whose columns are denser than its rows."""
+    """Return True for a matrix whose columns are denser than its rows."""
     return tensor.dim() == 2 and tensor.stride(0) < tensor.stride(1)
 
 
 def on_host(tensor: torch.Tensor) -> torch.Tensor:
-    """The same values where numpy can read them: on a CPU without a copy, from a GPU with one."""
+    """Return the same values where numpy can read them: on a CPU without a copy, from a GPU with one."""
     if tensor.requires_grad:
         tensor = tensor.detach()
     return tensor if tensor.is_cpu else tensor.cpu()
@@ -90,7 +90,7 @@ class Content:
         return self._digest
 
     def is_same(self, other: Self) -> bool:
-        """True for the same bytes; told by digests, which take longer, where they are not there any more."""
+        """Return True for the same bytes; told by digests, which take longer, where they are not there any more."""
         if self.data and other.data:
             return self.data == other.data
         return self is other or self.digest == other.digest
@@ -111,7 +111,7 @@ class Contents:
         self._held_bytes = 0
 
     def read(self, tensor: torch.Tensor) -> Content:
-        """The content of a tensor; the known one of its memory if the bytes are still the same."""
+        """Return the content of a tensor; the known one of its memory if the bytes are still the same."""
         data = bytes_of(tensor)
         known = self._by_place.get(tensor.data_ptr())
         return known if known is not None and known.data == data else self.add(tensor, data)

@@ -26,7 +26,7 @@ class Place(NamedTuple):
 
 
 def part_at(offset: Sequence[int], shape: Sequence[int]) -> tuple[slice, ...]:
-    """The index of a shard of this shape in its logical tensor."""
+    """Return the index of a shard of this shape in its logical tensor."""
     return tuple(slice(at, at + size) for at, size in zip(offset, shape, strict=True))
 
 
@@ -69,14 +69,14 @@ class Places:
 
 @functools.lru_cache(maxsize=64)
 def mesh_axes(mesh: DeviceMesh, layout: Layout) -> tuple[str, ...]:
-    """The axis of the layout of every mesh dim, identified by its ranks, whatever name a target gave it."""
+    """Return the axis of the layout of every mesh dim, identified by its ranks, whatever name a target gave it."""
     rank = dist.get_rank()
     groups = (mesh.get_group(dim) for dim in range(mesh.ndim))
     return tuple(axis_of_group(layout, rank, tuple(dist.get_process_group_ranks(group))) for group in groups)
 
 
 def place_of(tensor: torch.Tensor) -> Place:
-    """The place of what this rank holds of `tensor`, as far as the tensor itself says."""
+    """Return the place of what this rank holds of `tensor`, as far as the tensor itself says."""
     tensor = unwrapped(tensor)
     if not isinstance(tensor, DTensor):
         return Place(tuple(tensor.shape), (0,) * tensor.dim(), True)
@@ -95,7 +95,7 @@ def local_shard(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def local_part(tensor: torch.Tensor) -> Any:
-    """What this rank holds of `tensor`, without wrappers: DTensor, collectives in flight, torchao's weights."""
+    """Return what this rank holds of `tensor`, without wrappers: DTensor, collectives in flight, torchao's weights."""
     local = unwrapped(local_tensor(tensor))
     if isinstance(local, AsyncCollectiveTensor):
         local = local.wait()
@@ -103,17 +103,17 @@ def local_part(tensor: torch.Tensor) -> Any:
 
 
 def local_tensor(tensor: torch.Tensor) -> Any:
-    """The local tensor of a DTensor, without a copy and unknown to autograd; other tensors as they are."""
+    """Return the local tensor of a DTensor, without a copy and unknown to autograd; other tensors as they are."""
     tensor = unwrapped(tensor)
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 def unwrapped(tensor: Any) -> Any:
-    """The tensor inside of a weight that torchao has wrapped: a DTensor, a part of one, or a plain one."""
+    """Return the tensor inside of a weight that torchao has wrapped: a DTensor, a part of one, or a plain one."""
     return getattr(tensor, tensor.__tensor_flatten__()[0][0]) if is_wrapped(tensor) else tensor
 
 
 def is_wrapped(tensor: torch.Tensor) -> bool:
-    """True for a weight that torchao's `quantize_` has wrapped for MXFP8, or of experts."""
+    """Return True for a weight that torchao's `quantize_` has wrapped for MXFP8, or of experts."""
     wrapper = sys.modules.get("torchao.prototype.moe_training.tensor")  # imported where something is converted to MXFP8
     return wrapper is not None and isinstance(tensor, wrapper.TrainingWeightWrapperBaseTensor)

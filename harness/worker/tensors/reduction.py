@@ -28,19 +28,19 @@ def gathered_copies(tensor: torch.Tensor, group: dist.ProcessGroup | None = None
 
 @unobserved()
 def with_other_ranks(mine: Mapping[str, T]) -> dict[str, T]:
-    """What this rank has by name, and of names that it lacks what others have. All ranks must call it."""
+    """Return what this rank has by name, and of names that it lacks what others have. All ranks must call it."""
     held: list[dict[str, T]] = [{}] * dist.get_world_size()
     dist.all_gather_object(held, dict(mine))
     return {name: value for of_rank in reversed(held) for name, value in of_rank.items()} | dict(mine)
 
 
 def of_all_ranks(number: torch.Tensor) -> torch.Tensor:
-    """The number of every rank in rank order: [world size]. For reporting; training does not read it."""
+    """Return the number of every rank in rank order: [world size]. For reporting; training does not read it."""
     return torch.cat(gathered_copies(number.reshape(1)))
 
 
 def gradient_norm(squared_share: torch.Tensor) -> float:
-    """The global gradient norm from the share of every rank, summed in rank order."""
+    """Return the global gradient norm from the share of every rank, summed in rank order."""
     return of_all_ranks(squared_share).sum().sqrt().item()
 
 
@@ -58,7 +58,7 @@ def reducing_once() -> Iterator[None]:
 
 
 def reduced_gradient(param: nn.Parameter) -> torch.Tensor | None:
-    """The gradient, distributed as its parameter is: those of norms arrive as partial sums."""
+    """Return the gradient, distributed as its parameter is: those of norms arrive as partial sums."""
     grad = param.grad
     if not isinstance(grad, DTensor):
         return grad
@@ -95,7 +95,7 @@ WIDE = {torch.bfloat16: torch.float32, torch.float16: torch.float32}  # sums are
 
 
 def summed(parts: torch.Tensor) -> torch.Tensor:
-    """The sum of `parts` [ranks, ...] in rank order, rounded once, as the virtual device has it."""
+    """Return the sum of `parts` [ranks, ...] in rank order, rounded once, as the virtual device has it."""
     first, *others = parts
     total = first.to(WIDE.get(parts.dtype, parts.dtype), copy=True)
     for part in others:

@@ -84,7 +84,7 @@ class _Errors(torch.autograd.Function):
 
 
 def _rounded_at_random(given: torch.Tensor, rounding: _Rounding, generator: torch.Generator) -> torch.Tensor:
-    """The tensor with random errors as large as those of a rounding, in its dtype."""
+    """Return the tensor with random errors as large as those of a rounding, in its dtype."""
     wide = (_cut(given) if rounding.saturates else given).float()
     errors = torch.rand(given.shape, generator=generator).sub_(0.5).to(given.device)
     return torch.addcmul(wide, wide, errors, value=_MEAN_UNIT * 2.0**-rounding.bits).to(given.dtype)

@@ -81,7 +81,7 @@ class _Turn(NamedTuple):
 
 
 def _replay_step(prepared: Prepared, watching: Replay, turn: _Turn) -> StepTrace:
-    """One step in which the optimizer gets the gradients of the run, and leaves the parameters of the run.
+    """Return one step in which the optimizer gets the gradients of the run, and leaves the parameters of the run.
 
     A parameter may belong to an optimizer and to another that drives it: the first of them counts.
     """

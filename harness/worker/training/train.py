@@ -64,7 +64,7 @@ class Prepared(NamedTuple):
     inputs: InputRecorder
 
     def batches(self, step: int) -> tuple[Sequence[torch.Tensor], ...]:
-        """The arguments of the target's step: microbatches, and their labels if the case ignores some."""
+        """Return the arguments of the target's step: microbatches, and their labels if the case ignores some."""
         given = (self.tokens,) if self.labels is None else (self.tokens, self.labels)
         return tuple(tuple(by_step[step - 1]) for by_step in given)
 
@@ -193,14 +193,14 @@ def tokens_of_rank(tokens: data.Tokens, device: torch.device) -> torch.Tensor:
 
 
 def _labels(case: Case, tokens: torch.Tensor, part: slice) -> torch.Tensor:
-    """The labels of the sequences that this rank trains on, `part` of the global batch."""
+    """Return the labels of the sequences that this rank trains on, `part` of the global batch."""
     labels = tokens[..., 1:]
     ignored = torch.from_numpy(data.ignored_labels(case)[part]).to(labels.device)
     return labels.masked_fill(ignored.reshape(labels.shape[1:]), IGNORED)
 
 
 def train_step(prepared: Prepared, step: int, scaled_mm: ScaledMMCounter, watching: ProbeSet) -> StepTrace:
-    """One step of the target, after an evaluation if the case has one. Probes see what its optimizer gets."""
+    """Return one step of the target, after an evaluation if the case has one. Probes see what its optimizer gets."""
     target, batches = prepared.target, prepared.batches(step)
     started, calls_before = time.perf_counter(), scaled_mm.calls
     evaluation_loss = _number(evaluate(target, batches, step)) if prepared.case.train.evaluate else None
@@ -233,7 +233,7 @@ def train_step(prepared: Prepared, step: int, scaled_mm: ScaledMMCounter, watchi
 
 
 def evaluate(target: Target, batches: Sequence[Sequence[torch.Tensor]], step: int) -> torch.Tensor | float:
-    """The loss of a batch, given as to `step`, as the target evaluates it.
+    """Return the loss of a batch, given as to `step`, as the target evaluates it.
 
     Keeps what of torch's state the target left changed by it.
     """
@@ -271,7 +271,7 @@ def _before_first_update(call: Callable[[], None]) -> Iterator[Counter[int]]:
 
 
 def _batch_digests(case: Case, tokens: torch.Tensor) -> tuple[str, ...]:
-    """One digest per data-parallel rank in `tokens` [steps, microbatches, sequences, seq_len + 1]."""
+    """Return one digest per data-parallel rank in `tokens` [steps, microbatches, sequences, seq_len + 1]."""
     of_ranks = tokens.flatten(1, 2).split(case.local_batch, dim=1)  # those that share sequences once
     return tuple(data.digest({"tokens": batch.cpu().numpy()}) for batch in of_ranks)
 
@@ -303,7 +303,7 @@ def software() -> dict[str, str]:
 
 
 def _architecture(device: torch.device) -> str:
-    """The architecture of a GPU: "sm90", "gfx942"."""
+    """Return the architecture of a GPU: "sm90", "gfx942"."""
     properties = torch.cuda.get_device_properties(device)
     return properties.gcnArchName.partition(":")[0] if torch.version.hip else f"sm{properties.major}{properties.minor}"
 
@@ -325,7 +325,7 @@ def hand_over(trained: Target, targets: Sequence[Target], folder: Path, *, step:
 
 @unobserved()
 def _differing(saved: State, loaded: State, *, device: torch.device) -> tuple[str, ...]:
-    """What both have and is not the same on some rank: only this is gathered again, by all ranks."""
+    """Return what both have and is not the same on some rank: only this is gathered again, by all ranks."""
     names = sorted(saved)
     differs = torch.tensor([saved[name] != loaded.get(name, saved[name]) for name in names], device=device).int()
     dist.all_reduce(differs, dist.ReduceOp.MAX)
@@ -382,7 +382,7 @@ def _written(value: object) -> str:
 
 
 def _whole(tensor: object) -> object:
-    """The logical tensor, without the subclass that FSDP2 casts; what is none stays."""
+    """Return the logical tensor, without the subclass that FSDP2 casts; what is none stays."""
     if not isinstance(tensor, torch.Tensor):
         return tensor
     local: Any = local_shard(tensor)

@@ -37,7 +37,7 @@ _FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 
 def memory(tensor: Tensor, *, message: bool = False) -> Tensor:
-    """The elements of a tensor in the order of its memory: [numel], an alias that shares no version with it.
+    """Return the elements of a tensor in the order of its memory: [numel], an alias that shares no version with it.
 
     `message`: NCCL sends it from rank to rank, and then a transposed tensor will do. Raises ValueError for another one
     that is not contiguous, and TypeError for a dtype that NCCL lacks.
@@ -55,7 +55,7 @@ def memory(tensor: Tensor, *, message: bool = False) -> Tensor:
 
 
 def read(tensor: Tensor, *, message: bool = False) -> Tensor:
-    """The bytes of a tensor: [bytes], an alias."""
+    """Return the bytes of a tensor: [bytes], an alias."""
     return memory(tensor, message=message).view(torch.uint8)
 
 
@@ -66,7 +66,7 @@ def write(target: Tensor, values: Tensor) -> None:
 
 
 def real(tensor: Tensor) -> Tensor:
-    """A complex tensor as pairs of numbers, which NCCL reduces and broadcasts."""
+    """Return a complex tensor as pairs of numbers, which NCCL reduces and broadcasts."""
     with below_autograd():
         return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
@@ -103,7 +103,7 @@ Boxed = Any  # a ScriptObject around a ProcessGroup, a Work or a ReduceOp
 
 
 def create_backend(common: Any, options: Any) -> Any:
-    """The process group behind the kernels, which only holds its rank and size. A collective of its own would do
+    """Return the process group behind the kernels, which only holds its rank and size. A collective of its own would do
     nothing: it raises.
     """
     FABRIC.own(common.group_id)
@@ -119,14 +119,14 @@ def _group(boxed: Boxed) -> Group | Loopback:
 
 
 def _done(written: Sequence[Tensor] = ()) -> Boxed:
-    """A work that has ended. Its future holds what was written: DDP reads it there."""
+    """Return a work that has ended. Its future holds what was written: DDP reads it there."""
     future: torch.futures.Future[list[Tensor]] = torch.futures.Future()
     future.set_result(list(written))
     return Work.boxed(c10d._create_work_from_future(future))  # type: ignore[attr-defined]
 
 
 def _exchange(group: Group | Loopback, kind: str, tensor: Tensor) -> list[Tensor]:
-    """The memory of `tensor` of every rank, [numel], in rank order."""
+    """Return the memory of `tensor` of every rank, [numel], in rank order."""
     return [payload.view(tensor.dtype) for payload in group.exchange(kind, read(tensor))]
 
 
@@ -178,7 +178,7 @@ def _take(output: Tensor, payload: Tensor, fabric: Group | Loopback, source: int
 
 
 def reduction(op: Any, tensors: Sequence[Tensor]) -> Callable[[Sequence[Tensor]], Tensor]:
-    """What reduces the parts of all ranks in rank order, to a new tensor of their dtype.
+    """Return what reduces the parts of all ranks in rank order, to a new tensor of their dtype.
 
     Raises for what cannot be reduced so before anything is sent: what NCCL refuses, and float8, whose sum would depend
     on the order.
@@ -308,7 +308,7 @@ def _gather_(outputs: list[list[Tensor]], tensors: list[Tensor], group: Boxed, r
 
 
 def _split_sizes(given: Sequence[int], tensor: Tensor, size: int) -> list[int]:
-    """The rows for every rank, or from it: `checkSplitSizes` of torch's Utils.hpp."""
+    """Return the rows for every rank, or from it: `checkSplitSizes` of torch's Utils.hpp."""
     rows = tensor.size(0) if tensor.dim() else 1
     if not given:
         if rows % size:
@@ -407,7 +407,7 @@ class Receive(Work):
 
 class Names(Protocol):
     def name(self, tensor: Tensor) -> str | None:
-        """What a tensor is that is received; None where it is another's."""
+        """Return what a tensor is that is received; None where it is another's."""
 
 
 NAMES: WeakSet[Names] = WeakSet()  # for those who wait for a message

@@ -138,7 +138,7 @@ def _scale_before_reductions() -> None:
 
 
 def _factor(op: Any) -> float | None:
-    """The factor of a PREMUL_SUM reduction; None for other reductions."""
+    """Return the factor of a PREMUL_SUM reduction; None for other reductions."""
     if op != ReduceOp.PREMUL_SUM:
         return None
     _, factor = op.__getstate__()

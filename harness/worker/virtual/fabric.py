@@ -78,7 +78,7 @@ class Channel:
         return self._sent.value != self._taken.value
 
     def receive(self) -> tuple[torch.Tensor, int]:
-        """A copy of the next message, and its code. Waits until it was sent."""
+        """Return a copy of the next message, and its code. Waits until it was sent."""
         number = self._taken.value
         while (sent := self._sent.value) == number:
             _futex(self._sent, _FUTEX_WAIT, sent)
@@ -161,7 +161,7 @@ class Group:
 
 
 def _shared(path: Path, size: int) -> mmap.mmap:
-    """The memory of a file of so many bytes, which is made where it is not there."""
+    """Return the memory of a file of so many bytes, which is made where it is not there."""
     with os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o600), "rb+") as file:
         file.truncate(size)
         return mmap.mmap(file.fileno(), size)
@@ -211,7 +211,7 @@ class Fabric:
         self._owned.add(name)
 
     def owns(self, name: str) -> bool:
-        """Whether the group of that name was made over this fabric."""
+        """Return whether the group of that name was made over this fabric."""
         return name in self._owned
 
     def connect(self, folder: Path | None) -> None:
@@ -239,7 +239,7 @@ class Fabric:
         return [memory for pair in memories for memory in pair]
 
     def group(self, name: str, ranks: Callable[[], Sequence[int]], rank: Callable[[], int]) -> Group | Loopback:
-        """The group called `name`, opened on first use: a collective call that all its ranks must make."""
+        """Return the group called `name`, opened on first use: a collective call that all its ranks must make."""
         if name not in self._groups:
             assert self._open is not None, "the fabric is not connected"
             self._groups[name] = self._open(name, ranks(), rank())

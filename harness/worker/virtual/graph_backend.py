@@ -35,7 +35,7 @@ graph_observers: list[Callable[[torch.fx.Graph], None]] = []
 
 
 def graph_backend(module: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-    """A backend for `torch.compile`. Returns a callable with the signature of `module`."""
+    """Return a backend for `torch.compile`. Returns a callable with the signature of `module`."""
     compiler = aot_autograd(fw_compiler=_compile, partition_fn=_partition)
     compiled: Callable[..., Any] = compiler(module, inputs)
     return compiled
@@ -47,7 +47,7 @@ def _partition(module: torch.fx.GraphModule, inputs: Any, **given: Any) -> Any:
 
 
 def _compile(module: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-    """What inductor (`compile_fx`) does with a partitioned graph, up to but without its lowering."""
+    """Return what inductor (`compile_fx`) does with a partitioned graph, up to but without its lowering."""
     post_grad.view_to_reshape(module)
     for node in module.graph.find_nodes(op="call_function", target=torch.ops.aten._unsafe_view.default):
         node.target = torch.ops.aten.reshape.default  # as inductor decomposes it; the fusion pass matches reshape only

@@ -179,14 +179,14 @@ def _in_blocks(parts: Iterator[Group], scale_a: Tensor, scale_b: Tensor) -> Iter
 
 
 def _padded(rows: Tensor) -> int:
-    """The number of scales of these rows, padded to blocks of 128 by 4."""
+    """Return the number of scales of these rows, padded to blocks of 128 by 4."""
     count, length = rows.shape
     return -(-count // 128) * 128 * -(-length // (4 * BLOCK)) * 4
 
 
 @functools.lru_cache(maxsize=4096)
 def _require_allowed(given: tuple[Operand | None, ...], out_dtype: torch.dtype | None) -> torch.Size:
-    """The shape of the result, where torch has one. Source: aten/src/ATen/native/cuda/GroupedBlas.cpp."""
+    """Return the shape of the result, where torch has one. Source: aten/src/ATen/native/cuda/GroupedBlas.cpp."""
     meta = [
         None
         if description is None

@@ -229,7 +229,7 @@ def _rows(offsets: Tensor) -> Iterator[slice]:
 def _quantize_rows(
     x: Tensor, block_size: int = 32, scaling_mode: str = "rceil", stage_count: int = 2, offs: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """The kernel of `mxfp8_quantize_2d_1x32_cutedsl`, with what it asserts of sizes."""
+    """Return the kernel of `mxfp8_quantize_2d_1x32_cutedsl`, with what it asserts of sizes."""
     from torchao.prototype.mx_formats.utils import to_blocked
 
     assert x.dtype in (torch.float32, torch.bfloat16), "Input tensor must be float32 or bfloat16"

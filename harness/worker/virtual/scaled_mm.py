@@ -43,7 +43,7 @@ def operand(tensor: torch.Tensor) -> Operand:
 
 @functools.lru_cache(maxsize=4096)
 def refusal(signature: Signature) -> str | None:
-    """The error message of a GPU (sm89 or later) for this call; None if it would run."""
+    """Return the error message of a GPU (sm89 or later) for this call; None if it would run."""
     meta_a, meta_b, meta_scale_a, meta_scale_b = (
         torch.empty_strided(op.shape, op.stride, dtype=op.dtype, device="meta")
         for op in (signature.a, signature.b, signature.scale_a, signature.scale_b)
@@ -125,7 +125,7 @@ def block_product(a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor, scale
 def unswizzled_scales(
     a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor, scale_b: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The scales [rows of a, blocks] and [columns of b, blocks] of a matmul in MXFP8."""
+    """Return the scales [rows of a, blocks] and [columns of b, blocks] of a matmul in MXFP8."""
     blocks = a.shape[1] // BLOCK
     return unswizzled(scale_a, a.shape[0], blocks), unswizzled(scale_b, b.shape[1], blocks)
 

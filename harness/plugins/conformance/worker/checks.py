@@ -139,7 +139,7 @@ def _redistribute(check: OperatorCheck, x: Tensor) -> Tensor:
 
 
 def _over_dim(reduction: Callable[..., Any]) -> Callable[..., Any]:
-    """A reduction over the dim of the check, or over all."""
+    """Return a reduction over the dim of the check, or over all."""
     return lambda check, x: reduction(x) if check.dim is None else reduction(x, dim=check.dim, keepdim=check.keepdim)
 
 
@@ -284,7 +284,7 @@ def _placement(placement: str, axis: int, mesh: DeviceMesh) -> Placement:
 
 
 def _string(placement: Placement) -> str:
-    """A torch placement as `checks.py` writes it; any other kind by its repr."""
+    """Return a torch placement as `checks.py` writes it; any other kind by its repr."""
     if isinstance(placement, _StridedShard):
         return f"T{placement.dim}"
     if isinstance(placement, Shard):
@@ -400,7 +400,7 @@ def allowed_error(check: OperatorCheck, full: list[torch.Tensor]) -> torch.Tenso
 
 
 def _difference(found: torch.Tensor, expected: torch.Tensor, allowed: Any) -> tuple[int, float, str]:
-    """The number of elements that differ (NaN always does), the largest error, and the first of them as text."""
+    """Return the number of elements that differ (NaN always does), the largest error, and the first of them as text."""
     if found.shape != expected.shape:
         return max(expected.numel(), 1), float("inf"), f"shape {list(found.shape)}, expected {list(expected.shape)}"
     mine, right = found.double(), expected.double()
@@ -445,7 +445,7 @@ class Meter:
 
 
 def received_bytes(kind: str, payload_bytes: int, size: int) -> float:
-    """Bytes that a rank receives in a collective of `size` ranks to which it sends `payload_bytes`."""
+    """Return bytes that a rank receives in a collective of `size` ranks to which it sends `payload_bytes`."""
     if kind == "all_to_all":
         payload_bytes -= 8 * size  # the fabric also sends a table of the splits
     factors = {

@@ -37,7 +37,7 @@ def plant(name: str) -> None:
 
 
 def function_of(fault: Fault) -> hooks.Plant:
-    """The function that plants a fault."""
+    """Return the function that plants a fault."""
     modules = (importlib.import_module(f"{__name__}.{name}") for name in FAULT_MODULES[fault.group])
     candidates = (getattr(module, fault.name, None) for module in modules)
     return next(function for function in candidates if function is not None)

@@ -78,7 +78,7 @@ def _partial_activations(reduced: Callable[..., torch.Tensor], scattered: Callab
 
 @planted(_partial_activations, lambda total, tensor, size: tensor)
 def partial_output_not_reduced(total: Any, tensor: torch.Tensor, size: int, chunk: Any) -> torch.Tensor:
-    """The partial output of a row-parallel linear is used unreduced, without what the other ranks computed."""
+    """Return the partial output of a row-parallel linear is used unreduced, without what the other ranks computed."""
     mine = torch.zeros_like(tensor)
     chunk(mine).copy_(chunk(tensor))
     return total(mine)

@@ -85,7 +85,7 @@ def _gradient(linear: nn.Linear) -> torch.Tensor:
 
 
 def _with_whole_bias(model: nn.Module) -> Iterator[nn.Linear]:
-    """The linears whose bias every TP rank holds whole."""
+    """Yield the linears whose bias every TP rank holds whole."""
     for linear in linears(model).values():
         if isinstance(linear.bias, DTensor) and linear.bias.placements[-1].is_replicate():
             yield linear
@@ -154,7 +154,7 @@ filter_sees_single_modules = partial(_filter, lambda stock, by_fqn: lambda modul
 
 @planted(_filter)
 def one_rank_leaves_a_linear_out(stock: Filter, by_fqn: dict[str, nn.Linear]) -> Filter:
-    """One rank numbers layers differently and leaves the second linear of the first MLP in high precision."""
+    """Return one rank numbers layers differently and leaves the second linear of the first MLP in high precision."""
     name = _module_name(hooks.narrowing_linear(by_fqn))
     left_out = next(fqn for fqn in by_fqn if _module_name(fqn) == name)
     return lambda module, fqn: stock(module, fqn) and not (on_odd_rank() and fqn == left_out)

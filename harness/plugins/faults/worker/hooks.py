@@ -62,7 +62,7 @@ def _around(stock: Change, change: Change) -> Change:
 
 
 def on_odd_rank() -> bool:
-    """True on the rank of single-rank faults."""
+    """Return True on the rank of single-rank faults."""
     return dist.get_rank() == ODD_RANK
 
 
@@ -72,7 +72,7 @@ def on_last_rank() -> bool:
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """The local tensor of a DTensor, without a copy; other tensors as they are."""
+    """Return the local tensor of a DTensor, without a copy; other tensors as they are."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
@@ -88,7 +88,7 @@ class _OtherGradient(torch.autograd.Function):
 
 
 def with_gradient(tensor: torch.Tensor, change: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-    """The same tensor, whose gradient is replaced by `change(gradient)`."""
+    """Return the same tensor, whose gradient is replaced by `change(gradient)`."""
     changed: torch.Tensor = _OtherGradient.apply(tensor, change)
     return changed
 
@@ -151,7 +151,7 @@ def after_casts(change: Callable[[Any, torch.Tensor, Any], object]) -> None:
 
 
 def _role_of(rest: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The GemmInputRole in the arguments of a cast after tensor and scale."""
+    """Return the GemmInputRole in the arguments of a cast after tensor and scale."""
     return kwargs.get("gemm_input_role", rest[2] if len(rest) > 2 else None)
 
 
@@ -342,7 +342,7 @@ def blocks(model: nn.Module) -> list[nn.Module]:
 
 
 def last_block(model: nn.Module) -> nn.Module:
-    """The last block, inside of what checkpointing and compilation wrap around it."""
+    """Return the last block, inside of what checkpointing and compilation wrap around it."""
     block = blocks(model)[-1]
     for wrapped in ("_orig_mod", "_checkpoint_wrapped_module"):
         block = getattr(block, wrapped, block)
@@ -350,14 +350,14 @@ def last_block(model: nn.Module) -> nn.Module:
 
 
 def first_weight(model: nn.Module) -> torch.Tensor:
-    """The weight of the first linear that is trained."""
+    """Return the weight of the first linear that is trained."""
     weights = [linear.weight for linear in linears(model).values() if linear.weight.requires_grad]
     assert weights, "no linear of the model is trained"
     return weights[0]
 
 
 def narrowing_linear(by_fqn: Mapping[str, nn.Linear]) -> str:
-    """The name of the last of these linears that has fewer outputs than inputs, as the second of an MLP has."""
+    """Return the name of the last of these linears that has fewer outputs than inputs, as the second of an MLP has."""
     names = [fqn for fqn, linear in by_fqn.items() if linear.out_features < linear.in_features]
     assert names, "no linear has fewer outputs than inputs"
     return names[-1]
@@ -372,13 +372,13 @@ def widening_weight(model: nn.Module) -> torch.Tensor:
 
 
 def last_weight_like_the_first(model: nn.Module) -> torch.Tensor:
-    """The last weight of a linear with the shape of the first one's, as the projections of attention have."""
+    """Return the last weight of a linear with the shape of the first one's, as the projections of attention have."""
     shape = first_weight(model).shape
     return [linear.weight for linear in linears(model).values() if linear.weight.shape == shape][-1]
 
 
 def two_alike(model: nn.Module) -> tuple[torch.Tensor, torch.Tensor]:
-    """The weights of the last two linears that have the same shape."""
+    """Return the weights of the last two linears that have the same shape."""
     weights = [linear.weight for linear in reversed(linears(model).values())]
     alike = [
         (one, other)
@@ -390,14 +390,14 @@ def two_alike(model: nn.Module) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def norms(model: nn.Module) -> list[Any]:
-    """The modules with a vector of their own, but for linears: norms, of whatever class."""
+    """Return the modules with a vector of their own, but for linears: norms, of whatever class."""
     norm_modules = [module for module in model.modules() if not isinstance(module, nn.Linear) and _vectors(module)]
     assert norm_modules, "the model has no norm with a weight"
     return norm_modules
 
 
 def norm_weights(model: nn.Module) -> list[nn.Parameter]:
-    """The vectors of norms."""
+    """Return the vectors of norms."""
     return [param for norm in norms(model) for param in _vectors(norm)]
 
 

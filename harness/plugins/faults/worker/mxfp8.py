@@ -109,7 +109,7 @@ def _amaxes(change: Callable[[torch.Tensor], torch.Tensor]) -> None:
 
 
 def _rounded_up(amax: torch.Tensor) -> torch.Tensor:
-    """The biased exponents that RCEIL takes."""
+    """Return the biased exponents that RCEIL takes."""
     return torch.log2(amax / _MAX).ceil().clamp(-_EXPONENT_BIAS, _EXPONENT_BIAS) + _EXPONENT_BIAS
 
 
@@ -130,7 +130,7 @@ def scale_of_64_values(blocks: torch.Tensor) -> torch.Tensor:
 
 @planted(_amaxes)
 def last_block_taken_for_padded(blocks: torch.Tensor) -> torch.Tensor:
-    """The kernel masks the second half of the last block of a row."""
+    """Return the kernel masks the second half of the last block of a row."""
     amax = _amax(blocks)
     amax[:, -1] = _amax(blocks[:, -1, : BLOCK // 2])
     return amax
@@ -281,7 +281,7 @@ def _padded(scales: torch.Tensor) -> torch.Tensor:
 
 @planted(wrap, Partial, "_reduce_shard_value")
 def partial_output_of_one_rank_lost(stock: Any, self: Any, tensor: torch.Tensor, *args: Any) -> torch.Tensor:
-    """One rank adds nothing to the output of row-parallel linears, whose sum is scattered over the sequence."""
+    """Return one rank adds nothing to the output of row-parallel linears, whose sum is scattered over the sequence."""
     is_output = type(self) is Partial  # not of an embedding
     return stock(self, torch.zeros_like(tensor) if is_output and on_odd_rank() else tensor, *args)
 
@@ -299,7 +299,7 @@ def operands_gathered_instead_of_reduced() -> None:
 
 
 def _gathered(shards: DTensor) -> Any:
-    """The whole tensor on every rank, in the order in memory of its shards."""
+    """Return the whole tensor on every rank, in the order in memory of its shards."""
     is_transposed = not shards.to_local().is_contiguous()
     rows: Any = shards.t() if is_transposed else shards
     whole = rows.view(torch.uint8).redistribute(placements=[Replicate()] * shards.device_mesh.ndim).view(shards.dtype)

@@ -31,7 +31,7 @@ _RECEIVED = "_retrieve_recv_activations", "_retrieve_recv_grads"  # of a stage, 
 
 
 def _other(number: int) -> int:
-    """The first microbatch in place of the second."""
+    """Return the first microbatch in place of the second."""
     return 0 if number == 1 else number
 
 
@@ -142,7 +142,7 @@ pipeline_reduces_every_microbatch = partial(
 
 @planted(wrap, build, "part_of_rank")
 def stages_hold_each_others_blocks(stock: Any, model: Any, case: Any, rank: int) -> Any:
-    """The blocks of a stage are those of the stage on the other side of the pipeline."""
+    """Return the blocks of a stage are those of the stage on the other side of the pipeline."""
     part = stock(model, case, rank)
     last = case.model.shape.layers - 1
     part.layers = nn.ModuleDict({f"{last - int(name)}": block for name, block in part.layers.items()})
@@ -225,7 +225,7 @@ def outputs_of_stages_kept() -> None:
 
 
 def _without_second_stage(state: dict[str, Any]) -> dict[str, Any]:
-    """What belongs to no second stage of this rank; all of it where it is no pipeline that loads."""
+    """Return what belongs to no second stage of this rank; all of it where it is no pipeline that loads."""
     case, rank = RUN.case, dist.get_rank()
     if not all(holds(case, rank, name) for name in state["model"]):
         return state
@@ -238,7 +238,7 @@ def _without_second_stage(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def _numbered_by_stage(state: dict[str, Any]) -> dict[str, Any]:
-    """The state with the blocks of every rank numbered from zero."""
+    """Return the state with the blocks of every rank numbered from zero."""
     first = min(int(name) for name in RUN.target.model.layers)
 
     def renamed(name: str) -> str:
@@ -272,7 +272,7 @@ loss_averaged_over_stages = partial(hooks.wrap_result, build, "global_loss", lam
 
 @planted(wrap, _PipelineStageBase, _RECEIVED[0])
 def receive_buffer_reused_before_backward(stock: Any, stage: Any, number: int) -> Any:
-    """The buffer of a microbatch gets what the next one receives, while its backward has yet to read it."""
+    """Return the buffer of a microbatch gets what the next one receives, while its backward has yet to read it."""
     received = stock(stage, number)
     for mine, before in zip(received, stage.args_recv_info.get(number - 1, ()), strict=False):
         if isinstance(mine, Tensor) and before.buffer is not None:

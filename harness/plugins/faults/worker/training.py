@@ -289,7 +289,7 @@ def master_weights_in_bfloat16(model: nn.Module) -> None:
 
 
 def _moments(model: nn.Module) -> Iterator[dict[str, Any]]:
-    """What optimizers keep, parameter by parameter."""
+    """Yield what optimizers keep, parameter by parameter."""
     for optimizer in optimizers_of(model):
         yield from optimizer.state.values()
 

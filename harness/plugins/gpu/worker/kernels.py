@@ -99,7 +99,7 @@ def _of_device(given: Arguments) -> torch.Tensor:
 
 
 def _exact(given: Arguments) -> torch.Tensor:
-    """The result in float64, for arguments that the contract allows with their real output dtype."""
+    """Return the result in float64, for arguments that the contract allows with their real output dtype."""
     if given.swizzle is not None:
         require_swizzled(given.swizzle, given.swizzle)
     require_allowed(*given[:5], out_dtype=given.out_dtype)
@@ -133,13 +133,13 @@ def _compared(
 
 
 def _rounding(exact: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The largest error of rounding to the nearest value of `dtype`: half a unit in the last place."""
+    """Return the largest error of rounding to the nearest value of `dtype`: half a unit in the last place."""
     kind = torch.finfo(dtype)
     return (exact.abs() * (kind.eps / 2)).clamp(min=kind.smallest_normal * kind.eps / 2)
 
 
 def _sum_of_magnitudes(given: Arguments) -> torch.Tensor:
-    """What errors of the accumulation are measured by: the sum of |a| |b|, scaled, with the bias."""
+    """Return what errors of the accumulation are measured by: the sum of |a| |b|, scaled, with the bias."""
     if given.scale_a.dtype == torch.float8_e8m0fnu:
         return block_product(given.a.float().abs(), given.b.float().abs(), given.scale_a, given.scale_b)
     products = given.a.double().abs() @ given.b.double().abs()
@@ -189,7 +189,7 @@ def arguments(check: KernelCheck) -> Arguments:
 
 
 def _scales(rows: int, parts: int) -> tuple[int, ...]:
-    """The shape of scales of so many parts of each row; 0: one for all rows."""
+    """Return the shape of scales of so many parts of each row; 0: one for all rows."""
     return (rows, parts) if parts else ()
 
 
@@ -228,7 +228,7 @@ def _as_torchao_casts(
 
 
 def _swizzled(scale: torch.Tensor) -> torch.Tensor:
-    """The scales [rows, blocks] in the order in which the hardware reads them: what `unswizzled` undoes."""
+    """Return the scales [rows, blocks] in the order in which the hardware reads them: what `unswizzled` undoes."""
     rows, blocks = scale.shape
     padded = torch.zeros(-(-rows // 128) * 128, -(-blocks // 4) * 4)
     padded[:rows, :blocks] = scale

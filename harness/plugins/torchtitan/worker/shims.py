@@ -41,7 +41,7 @@ def import_torchtitan() -> None:
 
 
 def on_virtual_device() -> bool:
-    """True when the virtual FP8 device is installed in this process."""
+    """Return True when the virtual FP8 device is installed in this process."""
     return collectives.BACKEND in dist.Backend.backend_list
 
 

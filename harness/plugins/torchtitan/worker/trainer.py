@@ -112,7 +112,7 @@ def trainer_config(case: Case, world: World, loss: BaseLoss.Config, **parts: Any
 
 
 def _pipeline_options(case: Case, world: World) -> dict[str, Any]:
-    """The options of a pipeline, with the stages of `matrix/linears.py`."""
+    """Return the options of a pipeline, with the stages of `matrix/linears.py`."""
     if case.layout.pp == 1:
         return {}
     stages = [modules_of_stage(case, stage) for stage in range(stage_count(case.layout))]
@@ -244,7 +244,7 @@ class TrainedByTorchtitan:
         self.model: nn.Module = parts[0] if len(parts) == 1 else StagesOfRank(parts)
 
     def step(self, microbatches: Sequence[torch.Tensor], labels: Sequence[torch.Tensor] | None = None) -> StepResult:
-        """One `train_step`; returns the loss and the gradient norm that torchtitan logs."""
+        """Return one `train_step`; returns the loss and the gradient norm that torchtitan logs."""
         self._trainer.step += 1
         labels = labels or [tokens[:, 1:] for tokens in microbatches]
         # A batch as torchtitan's data loaders give it: named inputs, and labels, each [local_batch, seq_len].
@@ -254,7 +254,7 @@ class TrainedByTorchtitan:
         return self._of_last_stage(logged.loss), logged.grad_norm
 
     def _of_last_stage(self, loss: float) -> float:
-        """The loss of a pipeline, which torchtitan logs on the ranks of its last stage alone."""
+        """Return the loss of a pipeline, which torchtitan logs on the ranks of its last stage alone."""
         if self._trainer.parallel_dims.pp == 1:
             return loss
         group = self._trainer.parallel_dims.get_mesh("pp").get_group()
@@ -340,7 +340,7 @@ class _Loss(CrossEntropyLoss):  # type: ignore[misc]
         self._vocab_size = config.vocab_size
 
     def __call__(self, pred: torch.Tensor, *args: Any, **options: Any) -> Any:
-        """The loss of this rank over the tokens of the global batch, and no metrics."""
+        """Return the loss of this rank over the tokens of the global batch, and no metrics."""
         with float64_kept():
             return super().__call__(self._masked(pred), *args, **options)
 

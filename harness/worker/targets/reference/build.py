@@ -107,7 +107,7 @@ class ReferenceTarget:
     def evaluate(
         self, microbatches: Sequence[torch.Tensor], labels: Sequence[torch.Tensor] | None = None
     ) -> torch.Tensor:
-        """The loss of one step, in evaluation mode and without gradients."""
+        """Return the loss of one step, in evaluation mode and without gradients."""
         batches, tokens = self._counted(microbatches, labels)
         self.model.eval()
         if self._pipeline is None:
@@ -138,7 +138,7 @@ class ReferenceTarget:
         return loss, norm
 
     def _backward(self, batches: Sequence[Batch], tokens: int) -> Sequence[torch.Tensor]:
-        """The shares of the loss of all microbatches, whose gradients are added up."""
+        """Return the shares of the loss of all microbatches, whose gradients are added up."""
         if self._pipeline is not None:
             return self._in_stages(self._pipeline.train, batches, tokens)
         losses = []
@@ -161,13 +161,13 @@ class ReferenceTarget:
     def _counted(
         self, microbatches: Sequence[torch.Tensor], labels: Sequence[torch.Tensor] | None
     ) -> tuple[Sequence[Batch], int]:
-        """The batches of one step, and over how many tokens of all ranks their loss is a mean."""
+        """Return the batches of one step, and over how many tokens of all ranks their loss is a mean."""
         labels = labels or [tokens[:, 1:] for tokens in microbatches]
         batches = [Batch(tokens[:, :-1], own) for tokens, own in zip(microbatches, labels, strict=True)]
         return batches, global_token_count(map(self.cut, batches), self._meshes.dp, self._case)
 
     def cut(self, batch: Batch) -> Batch:
-        """What this rank has of whole sequences."""
+        """Return what this rank has of whole sequences."""
         return batch if self.context is None else Batch(*map(self.context.cut, batch))
 
     def save(self, folder: Path) -> None:
@@ -235,14 +235,14 @@ def distributed_model(case: Case, meshes: Meshes, world: World, device: torch.de
 
 
 def cut_sequences(model: Llama, case: Case, meshes: Meshes, world: World) -> Cut | None:
-    """What the model is given of every sequence, where ranks of context parallelism share them."""
+    """Return what the model is given of every sequence, where ranks of context parallelism share them."""
     if meshes.cp is not None:
         return apply_cp(model, case, meshes.cp, world.device)
     return stand_for_all(model, world.pieces, world.device) if world.pieces else None
 
 
 def _plain_model(case: Case, device: torch.device) -> Llama:
-    """What a rank holds of the model, in the dtype of its parameters."""
+    """Return what a rank holds of the model, in the dtype of its parameters."""
     with torch.device(device):
         model = Llama(case.model, seq_len=case.train.seq_len)
     if case.layout.pp > 1:
@@ -255,7 +255,7 @@ def _plain_model(case: Case, device: torch.device) -> Llama:
 
 
 def build_optimizer(model: nn.Module, case: Case) -> torch.optim.Optimizer:
-    """The optimizer of a case, with one parameter group per device mesh: foreach kernels cannot mix meshes."""
+    """Return the optimizer of a case, with one parameter group per device mesh: foreach kernels cannot mix meshes."""
     groups: dict[object, list[nn.Parameter]] = {}
     for param in model.parameters():
         groups.setdefault(param.device_mesh if isinstance(param, DTensor) else None, []).append(param)

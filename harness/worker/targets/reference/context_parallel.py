@@ -26,7 +26,7 @@ _SEQUENCE = 1  # the dim of [batch, sequence, ...]
 
 class Cut(Context, Protocol):
     def cut(self, tokens: Tensor) -> Tensor:
-        """What this rank has of inputs or labels [batch, seq]."""
+        """Return what this rank has of inputs or labels [batch, seq]."""
 
 
 class OfRank(Cut):
@@ -46,7 +46,7 @@ class OfRank(Cut):
         return attend(apply_rope(q, *tables), k, v, causal(self.mine, len(self.order)))
 
     def at_positions(self, table: Tensor) -> Tensor:
-        """The rows of the RoPE cache for the positions of this rank."""
+        """Return the rows of the RoPE cache for the positions of this rank."""
         return table[self.mine]
 
     def gathered(self, keys_and_values: Tensor) -> Tensor:
@@ -77,12 +77,12 @@ class OfAllRanks(Cut):
 
 
 def causal(mine: Tensor, total: int) -> Tensor:
-    """Which of `total` positions a query at each of these may see: [len(mine), total]."""
+    """Return which of `total` positions a query at each of these may see: [len(mine), total]."""
     return mine[:, None] >= torch.arange(total, device=mine.device)
 
 
 def _order(pieces: Sequence[Sequence[int]], device: torch.device) -> Tensor:
-    """Where every position of a sequence is in its pieces, one behind the other."""
+    """Return where every position of a sequence is in its pieces, one behind the other."""
     return torch.tensor([position for piece in pieces for position in piece], device=device).argsort()
 
 

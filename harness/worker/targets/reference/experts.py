@@ -64,7 +64,7 @@ class GroupedExperts(nn.Module):
 
 
 def padded_groups(counts: Tensor, multiple: int) -> tuple[Tensor, Tensor]:
-    """Where each row goes if groups are padded, and where the padded groups end (int32).
+    """Return where each row goes if groups are padded, and where the padded groups end (int32).
 
     A group without tokens is padded too, as in torchtitan: a kernel that skips it leaves a gradient uninitialised.
     """

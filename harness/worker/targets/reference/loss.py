@@ -44,7 +44,7 @@ def sharded_logits(case: Case) -> AbstractContextManager[None]:
 
 
 def loss_of_logits(logits: torch.Tensor, labels: torch.Tensor, case: Case, tokens: int) -> torch.Tensor:
-    """The share of the loss of what the last stage of a pipeline computes."""
+    """Return the share of the loss of what the last stage of a pipeline computes."""
     return summed_loss(mask_padded_vocab(logits, case), labels) / tokens
 
 
@@ -63,7 +63,7 @@ def global_token_count(batches: Iterable[Batch], dp: DeviceMesh | None, case: Ca
 
 
 def summed_over(counts: torch.Tensor, *meshes: DeviceMesh | None) -> torch.Tensor:
-    """The sum of the counts of all ranks of these meshes."""
+    """Return the sum of the counts of all ranks of these meshes."""
     for mesh in meshes:
         for axis in range(0 if mesh is None else mesh.ndim):
             if mesh is not None and mesh.size(axis) > 1:
@@ -97,7 +97,7 @@ def mask_padded_vocab(logits: torch.Tensor, case: Case) -> torch.Tensor:
 
 
 def global_loss(loss: torch.Tensor, *, tp: int) -> torch.Tensor:
-    """The sum of the losses of all data-parallel ranks in rank order, float64. A report, not a part of training.
+    """Return the sum of the losses of all data-parallel ranks in rank order, float64. A report, not a part of training.
 
     Every TP rank adds up the losses of its own position on the TP axis, so that TP ranks that disagree show.
     """

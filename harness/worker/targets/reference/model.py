@@ -49,7 +49,7 @@ class Context(Protocol):
     def attend(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
     ) -> torch.Tensor:
-        """The same as `attend` of rotated q and k, of what a rank has of every sequence."""
+        """Return the same as `attend` of rotated q and k, of what a rank has of every sequence."""
 
 
 class Attention(nn.Module):
@@ -130,7 +130,7 @@ class Llama(nn.Module):
         return x if self.output is None else self.output(self.norm(x))
 
     def part(self, names: Collection[str]) -> Llama:
-        """A model of these modules alone, which are those of this one."""
+        """Return a model of these modules alone, which are those of this one."""
         part = object.__new__(Llama)
         nn.Module.__init__(part)
         layers = nn.ModuleDict({name: layer for name, layer in self.layers.items() if f"layers.{name}" in names})

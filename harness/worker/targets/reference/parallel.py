@@ -80,7 +80,7 @@ def _exchanged(rows: Tensor, received: list[int], sent: list[int], mesh: DeviceM
 
 
 def tokens_of_step(counts: Tensor, *meshes: DeviceMesh | None) -> Tensor:
-    """The counts of all ranks: those of these meshes count different tokens."""
+    """Return the counts of all ranks: those of these meshes count different tokens."""
     return summed_over(counts, *meshes).clone()  # which waits: torch keeps a result alive that nobody waits for
 
 
@@ -119,7 +119,7 @@ def mesh_of(axes: Mapping[str, int], world: World) -> DeviceMesh:
 
 
 def _replicated(shards: DeviceMesh, mesh: DeviceMesh, layout: Layout, name: str) -> DeviceMesh:
-    """The mesh of FSDP2 over `shards`, an axis of this name: 2-D with replicas."""
+    """Return the mesh of FSDP2 over `shards`, an axis of this name: 2-D with replicas."""
     return mesh["dp_replicate", name] if layout.dp_replicate > 1 else shards
 
 

@@ -43,7 +43,7 @@ def part_of_rank(model: Llama, case: Case, rank: int) -> Llama:
 
 
 def cut(model: Llama, case: Case, rank: int) -> list[Llama]:
-    """The stages of this rank, which share the modules of `model`: `model` itself where it has one."""
+    """Return the stages of this rank, which share the modules of `model`: `model` itself where it has one."""
     stages = stages_of(case, rank)
     return [model] if len(stages) == 1 else [model.part(modules_of_stage(case, stage)) for stage in stages]
 
@@ -84,7 +84,7 @@ class Pipeline:
         )
 
     def name(self, tensor: torch.Tensor) -> str | None:
-        """What a stage receives into a tensor; None where none does."""
+        """Return what a stage receives into a tensor; None where none does."""
         for stage in self._stages:
             sides = ("input", stage.args_recv_info), ("output gradient", stage.grad_recv_info)
             for side, by_microbatch in sides:
@@ -99,7 +99,7 @@ class Pipeline:
         return self._run(self.schedule.step, batches)
 
     def evaluate(self, batches: Sequence[Batch]) -> list[torch.Tensor]:
-        """The same without backward."""
+        """Return the same without backward."""
         return self._run(self.schedule.eval, batches)
 
     def _run(self, schedule: Callable[..., Any], batches: Sequence[Batch]) -> list[torch.Tensor]:
@@ -116,7 +116,7 @@ class Pipeline:
 
 
 def in_copies(case: Case, world: World) -> bool:
-    """True where ends are tied by copies: in a pipeline, and on the one rank that is its reference."""
+    """Return True where ends are tied by copies: in a pipeline, and on the one rank that is its reference."""
     return case.model.tied and case.layout.pp * world.stages > 1
 
 
@@ -162,7 +162,7 @@ def _weight(module: nn.Module) -> nn.Parameter:
 
 
 def _local_gradient(weight: nn.Parameter) -> torch.Tensor:
-    """What this rank has of a gradient, which it holds as it holds the weight."""
+    """Return what this rank has of a gradient, which it holds as it holds the weight."""
     weight.grad = reduced_gradient(weight)
     assert weight.grad is not None, "both ends have computed backward"
     return local_shard(weight.grad)
