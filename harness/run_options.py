@@ -5,8 +5,6 @@ The options of the command line and of pytest, the command that reproduces a cas
 so it imports next to nothing.
 """
 
-from __future__ import annotations
-
 import functools
 import types
 from collections.abc import Iterator, Mapping
@@ -192,7 +190,7 @@ class RunOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
                 needed = " ".join(words_of(dict([option.needs])))
                 yield f"{option.flag} {given[name]}", f"it is for {needed}.", f"add {needed}."
 
-    def besides(self, given: RunOptions) -> RunOptions:
+    def besides(self, given: "RunOptions") -> "RunOptions":
         """These options without those that are given anew, and those that they are given instead of."""
         anew = {field_name for name in given.as_given for field_name in (name, option_named(name).instead_of)}
         return RunOptions(**{name: value for name, value in self.as_given.items() if name not in anew})

@@ -4,8 +4,6 @@ The engine does not interpret the work: a job carries an opaque `payload` for th
 opaque bytes. On the wire, a message is a 4-byte big-endian length followed by msgpack.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from typing import Generic, Literal, TypeVar, cast
 
@@ -108,10 +106,10 @@ class JobOutcome(Ended, frozen=True, kw_only=True):
     ranks: tuple[RankOutcome, ...]
     message: str = ""
     nodes: tuple[str, ...] = ()  # on which it ran, where there are several
-    earlier: tuple[JobOutcome, ...] = ()
+    earlier: "tuple[JobOutcome, ...]" = ()
 
     @property
-    def attempts(self) -> tuple[JobOutcome, ...]:
+    def attempts(self) -> "tuple[JobOutcome, ...]":
         return (*self.earlier, self)
 
 

@@ -3,8 +3,6 @@
 Checks use this value for what depends on more than the case. Every step behind the second equals the second.
 """
 
-from __future__ import annotations
-
 import functools
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -47,12 +45,12 @@ class Expectations:
         self.has_formulas = is_llama(case.target)
         self.model = model.llama_model(case) if self.has_formulas else linears
 
-    def of(self, rank: int) -> Expectations:
+    def of(self, rank: int) -> "Expectations":
         """Return what this rank must do: of its stages, where the case has a pipeline."""
         return self if self.case.layout.pp == 1 else self._of_stages[coordinates(self.case.layout, rank)["pp"]]
 
     @functools.cached_property
-    def _of_stages(self) -> Sequence[Expectations]:
+    def _of_stages(self) -> "Sequence[Expectations]":
         parts = []
         for rank in peers(self.case.layout, 0, ("pp",)):
             part = Expectations(self.case, numerics=self.numerics, changes=self.changes)

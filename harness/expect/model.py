@@ -5,8 +5,6 @@ have, which runs without injections; what is recomputed is found in the run. Cas
 `Float8Linear`, its tensor-parallel styles and its FSDP2 extension.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import NamedTuple
 
@@ -51,7 +49,7 @@ class Model(msgspec.Struct, frozen=True, kw_only=True):
     input_sites: Mapping[str, str]
     own_forward: frozenset[str] = frozenset()
 
-    def held(self, fqns: Collection[str]) -> Model:
+    def held(self, fqns: Collection[str]) -> "Model":
         """Of these converted linears alone."""
         kept = frozenset(fqns)
         calls, recomputed = ({fqn: counts[fqn] for fqn in fqns} for counts in (self.calls, self.recomputed))

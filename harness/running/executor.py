@@ -1,7 +1,5 @@
 """The executor: one request to one job, and its outcome back. It does not judge: see `case_runner.py`."""
 
-from __future__ import annotations
-
 import functools
 import os
 import threading
@@ -39,7 +37,7 @@ class Executor:
         self._root = root
         self._stopped = threading.Event()
 
-    def with_plan(self, plan: Plan) -> Executor:
+    def with_plan(self, plan: Plan) -> "Executor":
         """Return an executor on the same nodes, closed with this one, for a plan whose ranks record something else."""
         other = Executor(plan, self._cluster, self._root)
         other._stopped = self._stopped

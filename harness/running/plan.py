@@ -6,8 +6,6 @@ An injection is a user's function that every rank calls before the target is bui
 anything: a file is parsed, never imported here.
 """
 
-from __future__ import annotations
-
 import ast
 import contextlib
 import hashlib
@@ -205,11 +203,11 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
             return Choice(self.device, self.arithmetic)
         return self.sides.choice(case)
 
-    def of(self, case: Case) -> Plan:
+    def of(self, case: Case) -> "Plan":
         """Return the plan of this case, on the device that is chosen for it."""
         return self.parts([case])[0][0]
 
-    def parts(self, cases: Sequence[Case]) -> list[tuple[Plan, tuple[int, ...]]]:
+    def parts(self, cases: Sequence[Case]) -> "list[tuple[Plan, tuple[int, ...]]]":
         """A plan for every device and arithmetic that is chosen, with the positions of its cases; at least one."""
         positions: dict[tuple[Device, Arithmetic], list[int]] = {}
         for position, case in enumerate(cases):
@@ -217,14 +215,14 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
             positions.setdefault((choice.device, choice.arithmetic), []).append(position)
         return [(self._on(*place, own=True), tuple(own)) for place, own in positions.items()] or [(self.on_gpus, ())]
 
-    def by_device(self, cases: Iterable[Case]) -> list[tuple[Plan, list[Case]]]:
+    def by_device(self, cases: Iterable[Case]) -> "list[tuple[Plan, list[Case]]]":
         """Return a plan for every device that is chosen, with its cases."""
         chosen: dict[Device, list[Case]] = {}
         for case in cases:
             chosen.setdefault(self.choice(case).device, []).append(case)
         return [(self.on_cpu if device == "cpu" else self.on_gpus, own) for device, own in chosen.items()]
 
-    def common(self, cases: Sequence[Case]) -> Plan:
+    def common(self, cases: Sequence[Case]) -> "Plan":
         """Return the plan of a study that stays on one device: the GPUs where these can run all of its cases."""
         parts = self.parts(cases)
         if len(parts) == 1:
@@ -232,16 +230,16 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         return self.on_cpu if any(plan.device == "cpu" for plan, _ in parts) else self._on("cuda", "exact")
 
     @property
-    def on_cpu(self) -> Plan:
+    def on_cpu(self) -> "Plan":
         """The plan with the CPU in the place of what --device auto would choose."""
         return self if self.sides is None else self._on("cpu", self.sides.cpu.arithmetic)
 
     @property
-    def on_gpus(self) -> Plan:
+    def on_gpus(self) -> "Plan":
         """The plan with the GPUs, where --device auto would choose between them and the CPU."""
         return self if self.sides is None else self._on("cuda", self.sides.gpus.arithmetic)
 
-    def _on(self, device: Device, arithmetic: Arithmetic, *, own: bool = False) -> Plan:
+    def _on(self, device: Device, arithmetic: Arithmetic, *, own: bool = False) -> "Plan":
         """The plan on one of its sides. `own`: --device auto chooses that for its cases, and the arithmetic too."""
         if self.sides is None or self.chosen:
             return self
@@ -271,7 +269,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         side = Side(**{name: getattr(self, name) for name in Side.__struct_fields__})
         return obstacle(case, side, one_node=self.one_node(case))
 
-    def serving(self, cases: Iterable[Case]) -> Plan:
+    def serving(self, cases: Iterable[Case]) -> "Plan":
         """Return the plan of a run of these cases: what only some cases need is prepared where one needs it."""
         return msgspec.structs.replace(self, compiles=any(case.compile != "none" for case in cases))
 

@@ -4,8 +4,6 @@ Chooses the runs, and refuses unsound ones: a fault must not become what later r
 the caller does, with `evidence/`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -58,7 +56,7 @@ class References(msgspec.Struct, frozen=True, kw_only=True):
     failed: tuple[CaseResult, ...] = ()
     interrupted: bool = False
 
-    def and_also(self, later: References) -> References:
+    def and_also(self, later: "References") -> "References":
         """These and those of another device."""
         return References(
             goldens=(*self.goldens, *later.goldens),

@@ -4,8 +4,6 @@ Written inside a rank (`worker/`), read by `checks/`. Every probe fills one opti
 recorded, which is different from recorded and empty. One file per kind of record.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import msgspec
@@ -64,7 +62,7 @@ class RankTrace(Record, frozen=True, kw_only=True):
         return tuple(call for call in self.experts.calls if call.step == step) if self.experts is not None else ()
 
     @property
-    def without_records(self) -> RankTrace:
+    def without_records(self) -> "RankTrace":
         """The trace without the records that only checks need: small enough to store."""
         return msgspec.structs.replace(self, **dict.fromkeys(_RECORDS))
 
@@ -96,7 +94,7 @@ class Run(Record, frozen=True, kw_only=True):
         return sorted(self.traces, key=lambda trace: trace.rank)
 
     @property
-    def without_records(self) -> Run:
+    def without_records(self) -> "Run":
         return msgspec.structs.replace(self, traces=tuple(trace.without_records for trace in self.traces))
 
     @property

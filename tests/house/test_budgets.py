@@ -15,13 +15,8 @@ from harness.cli.main import app
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-# Limits that the house has not come down to.
-NOT_YET = {
-    "lines of the core",
-    "lines of all of harness/",
-    "lines of tests",
-    "percent of lines that import",
-}
+# Limits that the house has not come down to, each with what it must not grow beyond again.
+NOT_YET = {"lines of the core": 43_000, "lines of all of harness/": 63_600, "lines of tests": 42_200}
 PROJECT = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
 HELP_LINES = 100  # two screens
 
@@ -35,6 +30,7 @@ def test_a_limit_holds(name: str) -> None:
 @pytest.mark.parametrize("name", sorted(NOT_YET))
 def test_a_limit_that_holds_by_now_is_kept_from_now_on(name: str) -> None:
     assert not BUDGETS[name].holds, f"take {name!r} out of NOT_YET"
+    assert BUDGETS[name].measure() <= NOT_YET[name], "the house grows: see `python ci/house.py`"
 
 
 def test_the_limit_itself_holds_and_more_does_not() -> None:

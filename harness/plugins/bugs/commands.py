@@ -21,26 +21,13 @@ from harness.jsonform import read_json
 from harness.matrix.case import Case
 from harness.matrix.caseid import case_id
 from harness.matrix.records import matching
+from harness.plugins.bugs import sections
 from harness.plugins.bugs.bugfile import FOLDER, read_bugs, write_bug_file
 from harness.plugins.bugs.corpus import check_corpus, provable_bugs
 from harness.plugins.bugs.export import Neighbours, export, exported_case, proof_of
 from harness.plugins.bugs.importing import ImportOptions, import_configuration, import_report
 from harness.plugins.bugs.pytest_file import export_test
 from harness.plugins.bugs.report import MAX_BYTES, read_file, read_report
-from harness.plugins.bugs.sections import (
-    bug_document,
-    bugs_sections,
-    corpus_sections,
-    exported_sections,
-    exported_test_sections,
-    imported_document,
-    imported_sections,
-    issue_markdown,
-    job_notes,
-    reproduced_sections,
-    shrunk_document,
-    shrunk_sections,
-)
 from harness.plugins.bugs.shrink import open_journal, shrink
 from harness.plugins.bugs.trials import (
     CANNOT_TELL,
@@ -180,9 +167,9 @@ def import_command(  # noqa: PLR0913  one parameter per option
         write_whole(path, text.encode())
     shown = None if path is None else str(path)
     to_stderr = dry_run or str(json_file) == "-"
-    options.print_sections(imported_sections(imported, file=shown), err=to_stderr)
+    options.print_sections(sections.imported_sections(imported, file=shown), err=to_stderr)
     if json_file is not None:
-        options.write_json(json_file, imported_document(imported, file=shown))
+        options.write_json(json_file, sections.imported_document(imported, file=shown))
     elif dry_run:
         click.echo(text, nl=False)
 
@@ -215,7 +202,9 @@ def _bug_path(bug_id: str, output: Path | None, *, force: bool) -> Path:
 def list_command(*, json_file: Path | None, project: Project) -> None:
     """List the bug files of the project."""
     bugs = read_bugs(project.bugs)
-    options.print_or_write(bugs_sections(bugs), json_file, [bug_document(bug_file) for bug_file in bugs])
+    options.print_or_write(
+        sections.bugs_sections(bugs), json_file, [sections.bug_document(bug_file) for bug_file in bugs]
+    )
 
 
 # What commands that run a case of a bug share.
@@ -307,7 +296,7 @@ def _reproduced(
     reproduction = reproduced(
         named, trial_result(result), installed=installed, device=device, like=earlier, known=known
     )
-    options.print_report(reproduced_sections(reproduction), json_file, reproduction)
+    options.print_report(sections.reproduced_sections(reproduction), json_file, reproduction)
     return reproduction
 
 
@@ -350,7 +339,7 @@ def shrink_command(  # noqa: PLR0913  one parameter per option
     assert first is not None, "the given case is tried first"
     tell_other_failure(named, first)
     again = msgspec.structs.replace(plan, injections=injections).command(case_id(shrunk.case))
-    options.print_report(shrunk_sections(shrunk, command=again), json_file, shrunk_document(shrunk))
+    options.print_report(sections.shrunk_sections(shrunk, command=again), json_file, sections.shrunk_document(shrunk))
     if output is not None:
         write_new_case(output, shrunk.case, force=True)
     return 0 if shrunk.complete else 1
@@ -390,16 +379,16 @@ def export_command(  # noqa: PLR0913  one parameter per option
         shown = [record.fix for record in either if record.shows(result.findings) and record.fix is not None]
         fixes = [parse_injection(fix, folder=project.root).target for fix in dict.fromkeys(shown)]
         test = export_test(named, result, injections, output, fixes=fixes, proves=not skip_proof)
-        options.print_sections(exported_test_sections(test))
+        options.print_sections(sections.exported_test_sections(test))
         return int(not test.proven)
     known = known_in(result.findings, records)
     exported = export(named, result, injections, output, known)
     proof = None if skip_proof else proof_of(exported)
     versions = {package: installed_version(package) or "not installed" for package in ("torch", "torchao")}
     device = "CPU ranks" if plan.device == "cpu" else plan.hardware[0]
-    text = issue_markdown(exported, proof, versions=versions, device=device, neighbours=neighbours)
+    text = sections.issue_markdown(exported, proof, versions=versions, device=device, neighbours=neighbours)
     write_whole(exported.file.with_suffix(".md"), text.encode())
-    options.print_sections(exported_sections(exported, proof))
+    options.print_sections(sections.exported_sections(exported, proof))
     return int(proof is not None and proof.outcome != "FAULT")
 
 
@@ -418,7 +407,7 @@ def check_command(
     bugs = provable_bugs(project, names)
     with options.open_progress() as progress:
         corpus = check_corpus(project, bugs, plan_for(), progress)
-    options.print_report(corpus_sections(corpus), json_file, corpus)
+    options.print_report(sections.corpus_sections(corpus), json_file, corpus)
     return corpus.exit_code
 
 
@@ -434,4 +423,4 @@ def case_of_configuration(
     report = read_report(content, where="--from" if flags else config)
     job = import_configuration(report, ImportOptions(today=_today(), axes=given, ranks=ranks, ignore=ignore))
     assert job.case is not None, "a job without a refusal has a case"
-    return job.case, job_notes(job)
+    return job.case, sections.job_notes(job)

@@ -5,8 +5,6 @@ the same time; the first one in order that fails alike is taken, so the result d
 is kept in a journal: a shrink that was killed goes on where it was.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import hashlib
@@ -146,13 +144,13 @@ class _Shrinking:
             wall_s=time.monotonic() - self.started_s,
         )
 
-    def _groups(self) -> Iterator[Smaller]:
+    def _groups(self) -> "Iterator[Smaller]":
         return smaller_groups(self.case, steps=self._signature.first_step or 1)
 
-    def _single(self) -> Iterator[Smaller]:
+    def _single(self) -> "Iterator[Smaller]":
         return smaller_cases(self.case, steps=self._signature.first_step or 1)
 
-    def _pairs(self) -> Iterator[Smaller]:
+    def _pairs(self) -> "Iterator[Smaller]":
         """Two axes together, each at the simplest value that was not possible alone."""
         simplest: dict[str, Smaller] = {}
         for candidate in self._single():
@@ -162,7 +160,7 @@ class _Shrinking:
             if combined is not None:
                 yield combined
 
-    def _pass(self, smaller: Callable[[], Iterable[Smaller]]) -> bool:
+    def _pass(self, smaller: "Callable[[], Iterable[Smaller]]") -> bool:
         """Take the first case that fails alike, again and again until none does. True when one was taken."""
         taken = False
         while (first_alike := self._first_alike(smaller())) is not None:
@@ -170,7 +168,7 @@ class _Shrinking:
             self.case, taken = first_alike.case, True
         return taken
 
-    def _first_alike(self, smaller: Iterable[Smaller]) -> Smaller | None:
+    def _first_alike(self, smaller: "Iterable[Smaller]") -> "Smaller | None":
         candidates = list({case_id(smaller_case.case): smaller_case for smaller_case in smaller}.values())
         for start in range(0, len(candidates), self.jobs):
             batch = candidates[start : start + self.jobs]
@@ -180,7 +178,7 @@ class _Shrinking:
                     return candidate
         return None
 
-    def _attempted(self, batch: Sequence[Smaller]) -> list[Attempt]:
+    def _attempted(self, batch: "Sequence[Smaller]") -> list[Attempt]:
         if self.budget_s is not None and time.monotonic() - self.started_s > self.budget_s:
             raise _OutOfTime
         tried = zip(batch, self._tried([candidate.case for candidate in batch]), strict=True)

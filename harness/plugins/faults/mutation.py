@@ -9,8 +9,6 @@ A fault that changed nothing that a run records proves nothing about the checks,
 planted even less: its trial is `not_reached`.
 """
 
-from __future__ import annotations
-
 import hashlib
 import math
 import time
@@ -241,7 +239,7 @@ class _PlantingResult(msgspec.Struct, frozen=True, kw_only=True):
     planting: _Planting
     result: CaseResult
     baseline: BaselineDetection
-    reached: Mapping[bool, FaultEffect]  # by whether the run had the candidate fixes of a recorded fault
+    reached: "Mapping[bool, FaultEffect]"  # by whether the run had the candidate fixes of a recorded fault
 
     @property
     def fault(self) -> Fault | None:

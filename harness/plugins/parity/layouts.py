@@ -10,8 +10,6 @@ mixture of experts by a quarter. So nothing is allowed that was not measured on 
 widest gap between other layouts of it, up to this step.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Literal
@@ -190,7 +188,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     command: str = ""  # runs this layout alone
     change: Change = ""  # what became of it since the base; empty without one
     moved: str = ""  # by how much its numbers differ from those of the base, where no rounding explains it
-    base: Row | None = None  # the same layout there; None where the base has no such target
+    base: "Row | None" = None  # the same layout there; None where the base has no such target
 
 
 class Parity(msgspec.Struct, frozen=True, kw_only=True):

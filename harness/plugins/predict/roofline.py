@@ -9,8 +9,6 @@ MXFP8 are one kernel along either axis, eager too, and their scales are moved on
 With plain TP styles a rank casts gathered activations whole: tensor parallelism divides matmuls, and not these casts.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Iterable, Iterator, Sequence
 
@@ -209,7 +207,7 @@ def _dispatch_s(case: Case, machine: Machine) -> float:
     return case.train.accumulation * (blocks + kernels * machine.rates.dispatch_us) * 1e-6
 
 
-def cast_s(cast: Cast, machine: Machine) -> float:
+def cast_s(cast: "Cast", machine: Machine) -> float:
     rates = machine.rates
     moved = cast.straight_bytes + cast.transposed_bytes / rates.transposing + cast.column_bytes / rates.columns
     moved += cast.block_bytes / rates.blocks

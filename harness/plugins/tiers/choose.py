@@ -7,8 +7,6 @@ ones. It takes a minute, and listing a tier must not: `dev tier` writes the choi
 change shows in review.
 """
 
-from __future__ import annotations
-
 import itertools
 import random
 from collections import Counter
@@ -67,13 +65,13 @@ class CheapCover:
         assert not best.missing, "the choice has a hole"
         return [self._spaces[cell.space].case(cell.row) for cell in sorted(best.cells)]
 
-    def _expensive_cells(self, chosen: _Chosen) -> list[_Cell]:
+    def _expensive_cells(self, chosen: "_Chosen") -> list[_Cell]:
         """Return a few cells, at random, expensive ones more often."""
         cells = sorted(chosen.cells)
         weights = [chosen.marginal_s(cell, included=True) + 0.1 for cell in cells]
         return list(dict.fromkeys(self._random.choices(cells, weights, k=self._random.randint(2, 5))))
 
-    def _repaired(self, chosen: _Chosen) -> _Chosen:
+    def _repaired(self, chosen: "_Chosen") -> "_Chosen":
         """Cover the missing goals by the cells with most of them per second, then drop redundant cells."""
         while chosen.missing:
             starts = self._random.sample(sorted(chosen.missing), min(4, len(chosen.missing)))
@@ -87,7 +85,7 @@ class CheapCover:
             self._cheapen(chosen, cell)
         return chosen
 
-    def _cheapen(self, chosen: _Chosen, cell: _Cell) -> None:
+    def _cheapen(self, chosen: "_Chosen", cell: _Cell) -> None:
         """Change single values of a cell while it keeps what only it covers and becomes cheaper."""
         unique = chosen.unique(cell)
         chosen.remove(cell)
@@ -182,7 +180,7 @@ class _Chosen:
         self.cells: set[_Cell] = set()
         self.missing = {goal for goal in cover.goals if not self._covered[goal]}
 
-    def copy(self) -> _Chosen:
+    def copy(self) -> "_Chosen":
         other = _Chosen.__new__(_Chosen)
         other._cover, other._free = self._cover, self._free
         other._covered, other._needs = self._covered.copy(), self._needs.copy()

@@ -6,8 +6,6 @@ computes the parts, as every rank does from its own operands, and adds them up i
 of a recorded run is put together from their shards.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 import math
@@ -51,7 +49,7 @@ class Values(NamedTuple):
     whole: torch.Tensor
     parts: torch.Tensor | None = None
 
-    def map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Values:
+    def map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "Values":
         return Values(change(self.whole), None if self.parts is None else change(self.parts))
 
     def stacked(self, ranks: int) -> torch.Tensor:
@@ -338,7 +336,7 @@ class ScaledProducts:
     def __init__(self) -> None:
         self._first: Cut | None = None
 
-    def watch(self, matmul: Matmul) -> None:
+    def watch(self, matmul: "Matmul") -> None:
         """For the rest of the life of this process."""
         module: Any = import_module(matmul.module)
         setattr(module, matmul.name, self._watched(getattr(module, matmul.name), matmul.cutting))

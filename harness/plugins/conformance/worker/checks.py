@@ -7,14 +7,12 @@ of all is negative. Float8 operands are cast from high precision with scales tha
 The cost of an operator is counted on the virtual fabric, below every layer of torch that moves data.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import msgspec
 import torch
@@ -31,6 +29,7 @@ from torchao.float8.float8_training_tensor import (
     hp_tensor_and_scale_to_float8,
 )
 
+from harness.engine.program import RankContext
 from harness.matrix.recipes import BLOCK
 from harness.plugins.conformance.checks import (
     MATMULS,
@@ -49,9 +48,6 @@ from harness.worker.tensors.names import dtype_name
 from harness.worker.virtual import device
 from harness.worker.virtual.collectives import FABRIC
 from harness.worker.virtual.fabric import CollectiveMismatch, Group, Loopback
-
-if TYPE_CHECKING:
-    from harness.engine.program import RankContext
 
 Tensor = torch.Tensor
 _E4M3 = torch.float8_e4m3fn
@@ -325,7 +321,7 @@ def rank_main(context: RankContext) -> bytes:
     return msgspec.msgpack.encode(observations)
 
 
-def open_meshes(meter: Meter) -> dict[Mesh, DeviceMesh]:
+def open_meshes(meter: "Meter") -> dict[Mesh, DeviceMesh]:
     """Open all meshes, watched by the meter. The mesh of two exists twice, on ranks 0-1 and 2-3."""
     square = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
     meshes: dict[Mesh, DeviceMesh] = {
@@ -339,7 +335,7 @@ def open_meshes(meter: Meter) -> dict[Mesh, DeviceMesh]:
 
 
 @torch.no_grad()
-def observe(check: OperatorCheck, mesh: DeviceMesh, meter: Meter, rank: int) -> Observation:
+def observe(check: OperatorCheck, mesh: DeviceMesh, meter: "Meter", rank: int) -> Observation:
     """Run one check on this rank. Exceptions become part of the observation."""
     phase: Phase = "inputs"
     outputs: list[Output] = []

@@ -3,24 +3,20 @@
 Operands and scales are drawn from a seed of the id of a check.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 import torch
 from torch.nn.functional import ScalingType, SwizzleType
 
+from harness.engine.program import RankContext
 from harness.matrix.recipes import BLOCK
 from harness.plugins.gpu.kernel_checks import KernelBatch, KernelCheck, KernelObservation, Misfit
 from harness.worker.program import inject
 from harness.worker.tensors.names import dtype_name
 from harness.worker.virtual.scaled_mm import block_product, require_allowed, require_swizzled, scaled_mm, unswizzled
-
-if TYPE_CHECKING:
-    from harness.engine.program import RankContext
 
 FLOAT8 = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 OUT = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -89,7 +85,7 @@ def observe(check: KernelCheck, device: torch.device) -> KernelObservation:
     return _compared(observation, given, result, exact)
 
 
-def _of_device(given: Arguments) -> torch.Tensor:
+def _of_device(given: "Arguments") -> torch.Tensor:
     if given.swizzle is not None:
         kind, swizzle = ScalingType.BlockWise1x32, given.swizzle
         scales = given.scale_a, kind, given.scale_b, kind, swizzle, swizzle
@@ -98,7 +94,7 @@ def _of_device(given: Arguments) -> torch.Tensor:
     return torch._scaled_mm(given.a, given.b, **{name: getattr(given, name) for name in options})
 
 
-def _exact(given: Arguments) -> torch.Tensor:
+def _exact(given: "Arguments") -> torch.Tensor:
     """Return the result in float64, for arguments that the contract allows with their real output dtype."""
     if given.swizzle is not None:
         require_swizzled(given.swizzle, given.swizzle)
@@ -114,7 +110,7 @@ def _attempt(call: Callable[[], torch.Tensor]) -> tuple[torch.Tensor | None, str
 
 
 def _compared(
-    observation: KernelObservation, given: Arguments, result: torch.Tensor, exact: torch.Tensor
+    observation: KernelObservation, given: "Arguments", result: torch.Tensor, exact: torch.Tensor
 ) -> KernelObservation:
     mine, right = result.double(), exact.to(result.dtype).double()
     same = (mine == right) | (mine.isnan() & right.isnan())
@@ -138,7 +134,7 @@ def _rounding(exact: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return (exact.abs() * (kind.eps / 2)).clamp(min=kind.smallest_normal * kind.eps / 2)
 
 
-def _sum_of_magnitudes(given: Arguments) -> torch.Tensor:
+def _sum_of_magnitudes(given: "Arguments") -> torch.Tensor:
     """Return what errors of the accumulation are measured by: the sum of |a| |b|, scaled, with the bias."""
     if given.scale_a.dtype == torch.float8_e8m0fnu:
         return block_product(given.a.float().abs(), given.b.float().abs(), given.scale_a, given.scale_b)
@@ -159,7 +155,7 @@ class Arguments(NamedTuple):
     use_fast_accum: bool
     swizzle: SwizzleType | None = None  # of the second version of the operator, if that is called
 
-    def on(self, device: torch.device) -> Arguments:
+    def on(self, device: torch.device) -> "Arguments":
         return Arguments._make(
             argument.to(device) if isinstance(argument, torch.Tensor) else argument for argument in self
         )

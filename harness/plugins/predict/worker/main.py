@@ -4,13 +4,11 @@ Model, parallelism, float8 and checkpointing are those of the reference target. 
 model is distributed on the meta device, and gets fake memory inside of the fake mode: FSDP2 takes no meta parameters.
 """
 
-from __future__ import annotations
-
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 import torch
@@ -25,6 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_iter
 from torchao.float8.fsdp_utils import WeightWithDynamicFloat8CastTensor
 
+from harness.engine.program import RankContext
 from harness.matrix.case import Case
 from harness.matrix.layout import dp_rank
 from harness.request import SimulationRequest
@@ -40,9 +39,6 @@ from harness.worker.targets.reference.build import ReferenceTarget, build_optimi
 from harness.worker.targets.reference.parallel import build_meshes
 from harness.worker.targets.target import World
 from harness.worker.virtual.scaled_mm import require_allowed
-
-if TYPE_CHECKING:
-    from harness.engine.program import RankContext
 
 _NOTICED = 1.01  # a peak is looked for again when the sum may be so much higher than the last one
 

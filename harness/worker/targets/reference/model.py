@@ -4,8 +4,6 @@ It contains no FP8 and no parallelism: `float8.py` replaces the linears, `parall
 parallelism attention infers its number of heads from the width of its input.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterator
 from typing import Protocol
 
@@ -129,7 +127,7 @@ class Llama(nn.Module):
                 moe.count()
         return x if self.output is None else self.output(self.norm(x))
 
-    def part(self, names: Collection[str]) -> Llama:
+    def part(self, names: Collection[str]) -> "Llama":
         """Return a model of these modules alone, which are those of this one."""
         part = object.__new__(Llama)
         nn.Module.__init__(part)
