@@ -107,7 +107,7 @@ READING = """
 --version
 list smoke
 explain tp2-rowwise-v2048-f32
-explain --checks
+explain --list checks
 new my.toml --tp 2
 runs import a.jsonl
 runs list

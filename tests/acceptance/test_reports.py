@@ -94,7 +94,7 @@ def test_show_tells_one_case_or_lists_what_it_may_mean(ran: Inside) -> None:
     [
         (("show", "nowhere.json"), "there are no such results"),
         (("show", "--html", "no/such/out.html"), "there is no such folder"),
-        (("show", "--mutations", "run.json"), "add to --html"),
+        (("show", "--mutations", "run.json"), "adds to --html"),
         (("show", "--html", "x.html", "--mutations", "run.json"), "not written by `dev mutate --json`"),
         (("show", "--html", "x.html", "--conformance", "run.json"), "not written by `dev conformance --json`"),
         (("run", "smoke", "--html", "no/such/out.html"), "there is no such folder"),

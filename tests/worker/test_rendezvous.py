@@ -59,7 +59,7 @@ def test_ranks_of_one_node_meet_in_their_folder(tmp_path: Path) -> None:
 
 def test_it_ends_with_a_controller_that_is_killed() -> None:
     code = (
-        "import sys, time; from harness.engine.storeprocess import StoreProcess; "
+        "import sys, time; from harness.engine.processes import StoreProcess; "
         "print(StoreProcess('tests.worker.storeprogram').address('x'), flush=True); time.sleep(60)"
     )
     with start_python("-c", code, stdout=subprocess.PIPE) as controller:

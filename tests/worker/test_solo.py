@@ -16,7 +16,7 @@ from harness.matrix.case import Case
 from harness.matrix.caseid import parse_case_id, solo_case
 from harness.trace import Run
 from harness.verdict import Finding
-from harness.worker.one_rank.tensor_ranks import FLOAT8, ScaledProducts, of_columns, of_rows, of_sequence, spread
+from harness.worker.one_rank.tensor_ranks import FLOAT8_MATMUL, ScaledProducts, of_columns, of_rows, of_sequence, spread
 from harness.worker.tensors.reduction import summed
 from harness.worker.virtual import device as virtual_device
 from tests.builders import make_tolerance, make_witnesses
@@ -200,7 +200,7 @@ def test_scaled_matmuls_are_multiplied_again_in_parts(recipe: str, monkeypatch: 
     module = convert_to_float8_training(nn.Sequential(linear), config=Float8LinearConfig.from_recipe_name(recipe))
     products = ScaledProducts()
     monkeypatch.setattr(float8_ops, "addmm_float8_unwrapped", float8_ops.addmm_float8_unwrapped)
-    products.watch(FLOAT8)
+    products.watch(FLOAT8_MATMUL)
     assert products.in_parts(96, 2) is None
     output = module(random(16, 96).requires_grad_())
     parts = products.in_parts(96, 4)  # of 24 columns: padded
