@@ -21,7 +21,8 @@ PROJECT = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text
 HELP_LINES = 100  # two screens
 
 
-@pytest.mark.parametrize("name", sorted(BUDGETS.keys() - NOT_YET))
+@pytest.mark.plugin(*PROJECT["entry-points"]["fp8_harness"])  # another house has other shares
+@pytest.mark.parametrize("name", sorted(BUDGETS.keys() - NOT_YET.keys()))
 def test_a_limit_holds(name: str) -> None:
     assert BUDGETS[name].holds, f"{BUDGETS[name].measure():,} of {BUDGETS[name].limit:,}: see `python ci/house.py`"
 
