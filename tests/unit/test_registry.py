@@ -53,9 +53,11 @@ def test_everything_that_a_plugin_names_is_there() -> None:
             assert registry.load(place) is not None
 
 
-def test_a_plugin_whose_folder_is_gone_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_plugin_whose_folder_is_gone_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     gone = entry("harness.plugins.gone:PLUGIN")
-    assert found(monkeypatch, gone, entry("harness.plugins.predict:PLUGIN"))[0].name == "predict"
+    text = "from harness.registry import Plugin\nPLUGIN = Plugin(name='here', summary='')\n"
+    here = entry(module(tmp_path, "plugin_that_is_here", text, monkeypatch))
+    assert [plugin.name for plugin in found(monkeypatch, gone, here)] == ["here"]
     assert found(monkeypatch, gone) == ()
 
 
