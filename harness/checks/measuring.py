@@ -1,4 +1,4 @@
-"""The numbers that are kept of a run (`harness/measured.py`), which of them moved, and derived tolerances.
+"""The numbers that are kept of a run (`harness/result.py`), which of them moved, and derived tolerances.
 
 A derived tolerance is how far a run may be from BF16 and from one rank where none was measured. It comes from BF16 runs
 of the model, data and steps of the case on one rank, with random errors as large as those of float8
