@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from harness.run_options import Option
     from harness.running.executor import Executor
     from harness.running.plan import Plan
-    from harness.running.witnesses import WitnessCache
+    from harness.running.references import ReferenceRunner
     from harness.store import RunStore
 
 Part = TypeVar("Part", bound="msgspec.Struct")
@@ -307,12 +307,12 @@ def _warm_engine(session: pytest.Session) -> Callable[[Case], CaseResult]:
     """Return what runs a case, on an engine that is stopped with the session."""
     from harness.running.case_runner import CaseRunner
     from harness.running.executor import open_executor
-    from harness.running.witnesses import open_witnesses
+    from harness.running.references import open_references
     from harness.workflow import prepared
 
     project = _project(session.config)
     serving = _plan(session.config).serving(item.case for item in session.items if isinstance(item, CaseItem))
-    engines: dict[tuple[str, str], tuple[Executor, WitnessCache]] = {}  # by device and arithmetic
+    engines: dict[tuple[str, str], tuple[Executor, ReferenceRunner]] = {}  # by device and arithmetic
 
     def run(case: Case) -> CaseResult:
         judge, plan = prepared(project, [case], serving.of(case), _ignore_note)
@@ -320,9 +320,9 @@ def _warm_engine(session: pytest.Session) -> Callable[[Case], CaseResult]:
         if where not in engines:
             opened = open_executor(plan, project)
             session.config.add_cleanup(opened.stop)
-            engines[where] = opened, open_witnesses(project, plan, opened)
-        executor, witnesses = engines[where]
-        work = CaseRunner(plan, executor, judge, witnesses, _ignore_note)
+            engines[where] = opened, open_references(project, plan, opened)
+        executor, references = engines[where]
+        work = CaseRunner(plan, executor, judge, references)
         return work.run(case) or work.not_run(case)
 
     return run

@@ -217,11 +217,17 @@ class WithFix(msgspec.Struct, frozen=True, kw_only=True):
     checks: tuple[str, ...]
 
 
-class WitnessMade(msgspec.Struct, frozen=True, kw_only=True):
-    """A witness that had to be run because none was kept, such as "solo single-rowwise-v2048-f64"."""
+class ReferenceRun(msgspec.Struct, frozen=True, kw_only=True):
+    """A reference that cases were compared with, such as "solo single-rowwise-v2048-f64".
 
+    `asked`: by how many cases. `ran`: how often it had to be run; 0 where it was kept.
+    """
+
+    kind: str
     name: str
-    cpu_s: float
+    asked: int = 1
+    ran: int = 1
+    cpu_s: float = 0.0
     retried: tuple[str, ...] = ()  # why earlier attempts ended, each a fault of the machine
 
 
@@ -334,7 +340,7 @@ class RunEnd(msgspec.Struct, frozen=True, kw_only=True, tag_field="line", tag="e
     wall_s: float = 0.0  # of all its parts, where it was resumed
     interrupted: bool = False
     provenance: dict[str, str] = {}
-    witnesses: tuple[WitnessMade, ...] = ()  # those that had to be run
+    references: tuple[ReferenceRun, ...] = ()
 
 
 class RunResult(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,36 +1,40 @@
 """The steps of a run, in order: the table of contents of this program.
 
-    select  ->  brief (witnesses)  ->  run on ranks  ->  judge  ->  store  ->  result
+    select  ->  plan cases and references  ->  run on ranks  ->  judge  ->  store  ->  result
 
 Owns the order of the steps, what `--lf` runs again of the last run, and which run `--resume` finishes; each other step
 is a function or a class of the file it is imported from. Making references (`studies/records.py`) is the same way with
 another judge.
 """
 
+import contextlib
 import math
 import platform
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import msgspec
 
 from harness.engine.hardware import Device
 from harness.errors import HarnessError
+from harness.evidence.references import Reference
 from harness.hints import run_cases as run_command
 from harness.hints import update_missing
 from harness.matrix.case import Case
 from harness.matrix.caseid import case_id, family_id, parse_case_id
 from harness.project import Project
-from harness.result import CaseResult, Environment, RunEnd, RunResult, RunStart, WitnessMade
+from harness.result import CaseResult, Environment, ReferenceRun, RunEnd, RunResult, RunStart
 from harness.run_options import RunOptions
 from harness.running.case_judge import CaseJudge, prepare_judge
-from harness.running.case_runner import CaseRunner, Judge
+from harness.running.case_runner import CaseRunner, Judge, Review, as_judged
 from harness.running.executor import open_executor
 from harness.running.identity import check_targets, environment
 from harness.running.plan import Plan
 from harness.running.progress import Progress
-from harness.running.schedule import run_schedule
+from harness.running.references import ReferenceLost, ReferenceRunner, open_references
+from harness.running.schedule import Ended, run_schedule
 from harness.running.selection import (
     NothingSelected,
     Query,
@@ -41,7 +45,6 @@ from harness.running.selection import (
     select_sources,
 )
 from harness.running.stored import Stored, remove_old_runs, runs_of
-from harness.running.witnesses import open_witnesses
 from harness.sources import installed_version
 from harness.store import RunStore
 from harness.text import counted, timestamp
@@ -121,7 +124,7 @@ def _joined(earlier: RunResult, rest: RunResult) -> RunResult:
         end=msgspec.structs.replace(
             rest.end,
             wall_s=earlier.end.wall_s + rest.end.wall_s,
-            witnesses=(*earlier.end.witnesses, *rest.end.witnesses),
+            references=(*earlier.end.references, *rest.end.references),
         ),
     )
 
@@ -154,7 +157,19 @@ def _in_budget(project: Project, query: Query, progress: Progress) -> tuple[tupl
     return budgeted.cases, tuple(case_id(case) for case in budgeted.left_out)
 
 
-def run_cases(
+class _Ahead(msgspec.Struct, frozen=True):
+    """A reference that is run before the first case that wants it; `world_size` is that case's, for the order."""
+
+    reference: Reference
+    world_size: int
+
+
+class _Made(msgspec.Struct, frozen=True):
+    name: str
+    seconds: float
+
+
+def run_cases(  # noqa: PLR0913  what is run where, and who is told
     project: Project,
     cases: Sequence[Case],
     plan: Plan,
@@ -162,46 +177,75 @@ def run_cases(
     progress: Progress,
     *,
     keep: Callable[[CaseResult], None] | None = None,
+    review: Review = as_judged,
 ) -> RunResult:
-    """Run the given cases on the ranks of one engine; Ctrl-C leaves the rest as `not_run`.
+    """Run the given cases and their references on the ranks of one engine; Ctrl-C leaves the rest as `not_run`.
 
-    `keep` is given every result the moment it is there.
+    `keep` is given every result the moment it is there, `review` every judgement before the records are dropped.
     """
     started_s = time.monotonic()
-    progress.begin(len(cases))
     teller = _Teller(progress, keep, plan.max_failures)
-    results: dict[int, CaseResult] = {}
-    witnesses: list[WitnessMade] = []
+    results: dict[str, CaseResult] = {}
+    made: list[ReferenceRun] = []
     interrupted = False
     for own, positions in plan.parts(cases):
         part = [cases[position] for position in positions]
         with open_executor(own.serving(part), project, progress.note) as executor:
-            cache = open_witnesses(project, own, executor)
-            runner = CaseRunner(own, executor, judge, cache, progress.note)
-            ended = run_schedule(
-                part,
-                runner.run,
+            references = open_references(project, own, executor)
+            runner = CaseRunner(own, executor, judge, references, review)
+            work = _planned(part, judge, references)
+            progress.begin(len(work) + len(cases) - len(part))
+            ended: Ended[CaseResult | _Made] = run_schedule(
+                work,
+                partial(_done, runner, references),
                 executor.stop,
                 jobs=own.jobs,
-                started=lambda case: progress.started(case_id(case), case.world_size),
+                started=lambda item: progress.started(*_told(item)),
                 finished=teller.finished,
             )
-        ran = zip(positions, ended.results, strict=True)
-        results |= {position: result for position, result in ran if result is not None}
-        witnesses += cache.made
+        results |= {result.case_id: result for result in ended.results if isinstance(result, CaseResult)}
+        made += references.log
         interrupted = ended.interrupted
         if interrupted or teller.enough:
             break
-    every = [results.get(position) or runner.not_run(case) for position, case in enumerate(cases)]
+    every = [results.get(case_id(case)) or runner.not_run(case) for case in cases]
     return RunResult(
         results=tuple(every),
         end=RunEnd(
             wall_s=time.monotonic() - started_s,
             interrupted=interrupted,
             provenance=provenance(every, plan),
-            witnesses=tuple(witnesses),
+            references=tuple(made),
         ),
     )
+
+
+def _planned(cases: Sequence[Case], judge: Judge, references: ReferenceRunner) -> list[Case | _Ahead]:
+    """Return the cases, each after those of its references that can start and that no earlier case wants."""
+    work: list[Case | _Ahead] = []
+    planned: set[str] = set()
+    for case in sorted(cases, key=lambda case: -case.world_size):
+        for reference in judge.needs(case):
+            if reference.request is not None and reference.name not in planned and not references.is_kept(reference):
+                planned.add(reference.name)
+                work.append(_Ahead(reference, case.world_size))
+        work.append(case)
+    return work
+
+
+def _told(item: Case | _Ahead) -> tuple[str, int]:
+    if isinstance(item, _Ahead):
+        return item.reference.name, item.reference.world_size
+    return case_id(item), item.world_size
+
+
+def _done(runner: CaseRunner, references: ReferenceRunner, item: Case | _Ahead, /) -> CaseResult | _Made | None:
+    if not isinstance(item, _Ahead):
+        return runner.run(item)
+    began_s = time.monotonic()
+    with contextlib.suppress(ReferenceLost):  # the case that wants it tries again, and says so
+        references.get(item.reference, ahead=True)
+    return _Made(item.reference.name, time.monotonic() - began_s)
 
 
 def check_fits(cases: Sequence[Case], plan: Plan) -> None:
@@ -231,8 +275,12 @@ class _Teller:
         self._keep = keep
         self._left = math.inf if max_failures is None else max_failures
 
-    def finished(self, result: CaseResult) -> bool:
+    def finished(self, result: CaseResult | _Made) -> bool:
         """Returns `enough`."""
+        if isinstance(result, _Made):
+            line = f"{'reference':<15} {result.seconds:7.1f} s  {result.name}"
+            self._progress.finished(result.name, line, remarkable=False)
+            return self.enough
         if self._keep is not None:
             self._keep(result)
         if not result.verdict.good and not result.excused:

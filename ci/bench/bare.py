@@ -29,13 +29,14 @@ from kinds import kind_of
 from harness.cli.main import main as command_line
 from harness.engine.messages import JobOutcome
 from harness.engine.zygote_engine import ZygoteClient
+from harness.evidence.references import Reference
 from harness.matrix.case import Case
 from harness.project import STATE_VARIABLE
 from harness.request import RunRequest
 from harness.running.case_runner import CaseRunner
 from harness.running.executor import Executor
 from harness.running.plan import Injection
-from harness.running.witnesses import WitnessCache
+from harness.running.references import ReferenceRunner
 from harness.store import RunStore
 
 BARE, AGAIN, WATCHED = "bare", "with fix", "probes"  # the steps of cases: alone, alone with a fix, and watched
@@ -122,10 +123,10 @@ def install(spent: Spent) -> None:
         spent.add(request, outcome)
         return outcome
 
-    def witness(original: Callable[..., Any], cache: WitnessCache, name: str, *rest: Any) -> Any:
-        run = next(run for run in RUNS if name.removeprefix("replayed ").startswith(run))
+    def made(original: Callable[..., Any], runner: ReferenceRunner, reference: Reference) -> Any:
+        run = next(run for run in RUNS if reference.name.removeprefix("replayed ").startswith(run))
         with spent.within(run):
-            return original(cache, name, *rest)
+            return original(runner, reference)
 
     def case_run(original: Callable[..., Any], runner: CaseRunner, case: Case) -> Any:
         spent.begin(case)
@@ -138,7 +139,7 @@ def install(spent: Spent) -> None:
 
     Executor.execute = twice  # type: ignore[method-assign, assignment]
     _wrap(Executor, "serve", serve)
-    _wrap(WitnessCache, "_retried", witness)
+    _wrap(ReferenceRunner, "_finished", made)
     _wrap(CaseRunner, "run", case_run)
     _wrap(ZygoteClient, "wait_until_ready", ready)
     _wrap(CaseRunner, "_judged", _timed(spent, JUDGING))

@@ -23,12 +23,14 @@ others a case with no other findings is `changed`: not good, and nothing proves 
 import datetime
 import difflib
 import fnmatch
+import traceback
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import msgspec
 from msgspec.structs import replace
 
 from harness.checks.catalogue import (
+    BROKEN,
     CHECKS,
     GONE,
     KNOWN,
@@ -72,7 +74,7 @@ def judge(case: Case, run: Run, status: JobStatus, witnesses: Witnesses, checks:
     if status in ("infra", "hang"):
         return Judgement(verdict=Verdict(status), findings=failures(run, status))
     checks, skipped = _applicable(run, status, witnesses, checks)
-    findings = tuple(finding for check in checks for finding in check(case, run, witnesses))
+    findings = tuple(finding for check in checks for finding in _findings(check, case, run, witnesses))
     failed = status == "crash" or bool(run.failures)
     refused_as_expected = witnesses.expect.refusal is not None and bool(checks) and bool(run.failures) and not findings
     if failed and not refused_as_expected:
@@ -92,6 +94,15 @@ def judge(case: Case, run: Run, status: JobStatus, witnesses: Witnesses, checks:
         golden_losses=() if golden is None or "loss_vs_golden" not in names else golden.losses,
         derived=tuple(tolerance.name for tolerance in tolerances if tolerance.derived and tolerance.name in names),
     )
+
+
+def _findings(check: Check, case: Case, run: Run, witnesses: Witnesses) -> list[Finding]:
+    """Return what a check finds; one that breaks is a finding of its own, and takes no other with it."""
+    try:
+        return check(case, run, witnesses)
+    except Exception as error:
+        details = "".join(traceback.format_exception(error))
+        return [BROKEN.finding(error=f"check {check.name}: {error!r}", details=details)]
 
 
 def run_from_outcome(outcome: JobOutcome) -> Run:
@@ -165,7 +176,11 @@ def _is_nowhere(record: str, run: Run) -> bool:
 
 
 def _worst(findings: tuple[Finding, ...]) -> Verdict:
-    verdicts = {finding.verdict for finding in findings}
+    """Return the verdict of the findings; a check that broke decides it only where nothing else was found."""
+    others = [finding for finding in findings if finding.rule != BROKEN.name]
+    if findings and not others:
+        return Verdict.INFRA
+    verdicts = {finding.verdict for finding in others}
     assert verdicts <= {Verdict.INVARIANT, Verdict.NUMERIC}
     return next((worst for worst in (Verdict.INVARIANT, Verdict.NUMERIC) if worst in verdicts), Verdict.PASSED)
 

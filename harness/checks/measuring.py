@@ -15,6 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from harness.checks.assembly import largest, nan_as_inf, same_numbers
 from harness.checks.check import Witnesses, finished
 from harness.checks.parity import IGNORED, rounding_floor, same_bits, worst_distances, worst_gradient
+from harness.evidence.references import DRAWS
 from harness.evidence.tolerance import LOSS_VS_GOLDEN, PARITY, SAME_ORDER, Tolerance, parity_key, tolerance_key
 from harness.expect.expectations import Expectations
 from harness.expect.model import OF_GATHERS
@@ -266,8 +267,6 @@ def _counts(numbers: Numbers) -> Mapping[str, object]:
 
 
 # Derived tolerances
-
-DRAWS = 4
 
 # Of the root mean square of the distances: a few draws do not show the largest, and rounding to nearest repeats its
 # errors from step to step, which random errors do not. Measured distances are at most 6 of these.

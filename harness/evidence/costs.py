@@ -13,12 +13,12 @@ from pathlib import Path
 
 import msgspec
 
+from harness.evidence.references import ALL_STORED, BF16, NOISE, PARTNER, Reference, Stored, needs
 from harness.evidence.sealed import Sealed, holder, read_sealed, write_sealed
+from harness.expect.expectations import Expectations
 from harness.expect.memory import expected_saved
-from harness.expect.relations import partner
 from harness.hints import fit_costs
 from harness.matrix.case import Case, Checkpointing, Layout, Model
-from harness.matrix.caseid import case_id, solo_case
 from harness.matrix.choice import Price
 from harness.matrix.layout import SHARD_AXES, ranks_of
 from harness.matrix.linears import FLOPS_PER_PARAMETER_AND_TOKEN, gemms, parameter_count
@@ -33,7 +33,8 @@ RANK_BYTES = 250e6  # of a process of its own: what torch and a warmed-up rank k
 # What a replay needs is a gradient and an update of every parameter in float32, of every step; copies of it are in the
 # process that reads or writes it, and over all processes (measured with 30 million parameters, 2 steps).
 _RECORDED_BYTES, _COPIES_IN_PROCESS, _COPIES = 8, 5, 12
-_WITNESS_SHARE = 2.0  # of a larger model: a solo run and a replay, each on one rank, take what the case takes
+# Of a larger model each reference takes what the case takes; one in BF16 less: 3 for five (15 million parameters).
+_SHARES = {BF16: 0.6, NOISE[0].partition(" ")[0]: 0.6}
 
 
 class Costs(Sealed, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -54,15 +55,21 @@ class Costs(Sealed, frozen=True, kw_only=True, forbid_unknown_fields=True):
         cost_s = _weighted(self.case, case_features(case))
         return cost_s if expected_refusal(case) is None else cost_s * _REFUSED_SHARE
 
-    def price(self, case: Case) -> Price:
-        """Return the `Price` of a case: its own CPU seconds, and those of its witnesses by name."""
-        if expected_refusal(case) is not None:
-            return Price(own_s=self.case_s(case))
-        witness, relation = solo_case(case), partner(case)
-        shared = {f"solo {case_id(witness)}": _weighted(self.solo, solo_features(witness))}
-        if relation is not None:
-            shared[f"partner {case_id(relation.partner)}"] = self.case_s(relation.partner)
+    def price(self, case: Case, stored: Stored = ALL_STORED) -> Price:
+        """Return the `Price` of a case: its own CPU seconds, and those of its references by name."""
+        shared = {reference.name: self._reference_s(reference) for reference in _references(case, stored)}
         return Price(own_s=self.case_s(case), shared_s=shared)
+
+    def _reference_s(self, reference: Reference) -> float:
+        """CPU seconds of a reference: all but the partner, a case like any other, go through the batch on one rank."""
+        if reference.role == PARTNER:
+            return self.case_s(reference.case)
+        return _weighted(self.solo, solo_features(reference.case))
+
+
+def _references(case: Case, stored: Stored) -> tuple[Reference, ...]:
+    expect = Expectations(case)
+    return needs(expect, stored, recorded={"sketches", "module_tensors"} - {*expect.never_recorded})
 
 
 def costs_path(root: Path) -> Path:
@@ -149,9 +156,9 @@ class Estimate(msgspec.Struct, frozen=True, kw_only=True):
     rough: bool
 
 
-def estimate(case: Case, costs: Costs) -> Estimate:
-    """Return what a case will need. A kept witness takes no time."""
-    price = costs.price(case)
+def estimate(case: Case, costs: Costs, stored: Stored = ALL_STORED) -> Estimate:
+    """Return what a case will need. A kept reference takes no time."""
+    price = costs.price(case, stored)
     witness_s = sum(price.shared_s.values())
     more_s = _larger_s(case, costs)
     refused = expected_refusal(case) is not None
@@ -159,7 +166,7 @@ def estimate(case: Case, costs: Costs) -> Estimate:
     rank, witness = _rank_bytes(case), _rank_bytes(_on_one_rank(case))
     return Estimate(
         case_cpu_s=price.own_s + more_s,
-        witness_cpu_s=0.0 if refused else witness_s + _WITNESS_SHARE * more_s,
+        witness_cpu_s=witness_s + more_s * sum(_SHARES.get(each.kind, 1.0) for each in _references(case, stored)),
         process_bytes=max(rank, witness) + _COPIES_IN_PROCESS * recorded,
         all_bytes=max(rank * case.world_size, witness) + _COPIES * recorded,
         rough=more_s > 0,

@@ -7,7 +7,7 @@ from harness.hints import VERIFY_GPUS
 from harness.matrix.tier import FATES, Coverage, Fate, Selection
 from harness.report.case import case_sections, headline
 from harness.report.sections import Block, Items, Section, Table, Verbatim, markdown, text_of
-from harness.result import CaseResult, Place, RunResult, verdict_totals
+from harness.result import CaseResult, Place, ReferenceRun, RunResult, verdict_totals
 from harness.text import counted
 from harness.verdict import Finding, NotJudged, Verdict
 
@@ -57,7 +57,8 @@ def totals(run: RunResult) -> Iterator[Section]:
     yield _not_judged("not judged here", skipped)
     yield damage_section(tuple(run.damaged))
     yield Section(title=f"left out, beyond the budget ({len(run.start.left_out)})", blocks=(Items(run.start.left_out),))
-    yield Section(blocks=(*_references(run), *filter(None, [devices_line(run.results)]), totals_line(run)))
+    lines = filter(None, [devices_line(run.results), references_line(run.end.references)])
+    yield Section(blocks=(*_references(run), *lines, totals_line(run)))
 
 
 def differing_formulas(run: RunResult) -> Section:
@@ -107,6 +108,20 @@ def _references(run: RunResult) -> Iterator[str]:
     if derived:
         judgement = "judged by tolerances that were derived from BF16 runs with rounding errors: none was measured"
         yield f"{counted(derived, 'case')} {judgement}"
+
+
+def references_line(references: Sequence[ReferenceRun]) -> str:
+    """Return how many references cases asked for, how many were run for it, and their CPU seconds, by kind."""
+    ran = [reference for reference in references if reference.ran]
+    if not ran:
+        return ""
+    kinds = (
+        f"{kind} {len(some)} in {sum(reference.cpu_s for reference in some):.1f} s"
+        for kind in dict.fromkeys(reference.kind for reference in ran)
+        if (some := [reference for reference in ran if reference.kind == kind])
+    )
+    asked = sum(reference.asked for reference in references)
+    return f"references: cases asked for {asked}; {len(ran)} were run ({', '.join(kinds)} CPU)"
 
 
 def devices_line(results: Iterable[CaseResult]) -> str:

@@ -1,12 +1,11 @@
 """The judge of a run: what each case is judged by, gathered before any rank starts, and the verdict on what came back.
 
-A damaged golden or an unfounded tolerance ends the run here, before anything was spent; a missing one becomes a failure
-of the case that needs it. Witnesses that have to be run come from a `WitnessCache`. The checks themselves are pure.
+A damaged golden or an unfounded tolerance ends the run here, before anything was spent. It starts no rank: it names the
+references that a case wants, whoever runs cases has them run, and the verdict follows from the case, its run and them.
 """
 
 import datetime
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 import msgspec
@@ -16,10 +15,12 @@ from harness.checks.catalogue import by_cause
 from harness.checks.check import Witnesses, finished
 from harness.checks.divergence import first_divergence, with_equal_operands
 from harness.checks.judge import Judgement, judge, require_rules, showing, with_doubts, with_known_faults
-from harness.checks.measuring import DRAWS, derived_parity_tolerance, derived_tolerance, measured
+from harness.checks.measuring import derived_parity_tolerance, derived_tolerance, measured
 from harness.checks.model import reference_without_fsdp
 from harness.engine.messages import JobStatus
+from harness.evidence import references
 from harness.evidence.golden import Golden, find_golden, make_golden
+from harness.evidence.references import RunsByRole
 from harness.evidence.sealed import Missing
 from harness.evidence.signature import Signature, find_signature, needs_signature
 from harness.evidence.tolerance import (
@@ -40,9 +41,9 @@ from harness.matrix.case import Case
 from harness.matrix.caseid import case_id, family_id, parse_case_id, reference_case
 from harness.matrix.records import PACKAGES, KnownFault, matching
 from harness.project import Project
+from harness.running.case_runner import NONE
 from harness.running.plan import Injection, Plan, parse_injection
 from harness.running.selection import recorded_faults
-from harness.running.witnesses import WitnessCache
 from harness.sources import holds_for, installed_versions
 from harness.trace import Run
 from harness.verdict import GoldenSource, Verdict
@@ -57,6 +58,10 @@ class JudgedBy(msgspec.Struct, frozen=True, kw_only=True):
     golden_of_other_build: bool = False  # one is stored that was made with an unreleased build, which is not this one
     doubts: Mapping[str, str] = {}  # the formulas that were not verified with the installed versions, each with a note
 
+    def needs_fix(self, fixes: Sequence[Injection]) -> bool:
+        """Return True where it is compared with its partner in the second run alone, as both have a recorded fault."""
+        return not fixes and any(_hides_the_partner(fault, self.witnesses.expect.case) for fault in self.known)
+
     @property
     def needs_golden(self) -> bool:
         return self.witnesses.expect.refusal is None and self.witnesses.golden is None
@@ -67,7 +72,7 @@ class JudgedBy(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CaseJudge:
-    """Judges the cases of a run by everything the project knows of them. It is the `Judge` of `case_runner.py`."""
+    """Judges the cases of a run by everything the project knows of them, and says which references that takes."""
 
     def __init__(self, judged_by: dict[str, JudgedBy]) -> None:
         self._judged_by = judged_by
@@ -109,75 +114,98 @@ class CaseJudge:
         unfinished = any(fault.verdict in (Verdict.CRASH, Verdict.HANG) and fault.must_show(case) for fault in known)
         return self.fixes(case) if unfinished else ()
 
+    def needs(
+        self, case: Case, run: Run | None = None, have: RunsByRole = NONE, fixes: Sequence[Injection] = ()
+    ) -> tuple[references.Reference, ...]:
+        basis = self._judged_by[case_id(case)]
+        witnesses = basis.witnesses
+        if run is not None:
+            if not run.complete:
+                return ()
+            witnesses = _with_model(case, run, witnesses, have)
+        return references.needs(
+            witnesses.expect,
+            _stored(case, witnesses, have),
+            recorded=witnesses.records if run is None else _recorded(run),
+            run=run,
+            with_partner=not basis.needs_fix(fixes),
+            fixes={fix.content: fix.patch for fix in basis.partner_fixes if fixes},
+        )
+
+    def needs_if_failing(self, case: Case, run: Run, judgement: Judgement) -> tuple[references.Reference, ...]:
+        recorded = run.complete and all(trace.operands is not None for trace in run.traces)
+        far = any(finding.check == parity.check_parity.name for finding in judgement.findings)
+        return (references.operands_reference(case),) if recorded and far else ()
+
     def judge(
-        self, case: Case, run: Run, status: JobStatus, cache: WitnessCache, fixes: Sequence[Injection] = ()
+        self, case: Case, run: Run, status: JobStatus, have: RunsByRole = NONE, fixes: Sequence[Injection] = ()
     ) -> Judgement:
         """Return the verdict on what came back from the ranks. Recorded faults whose fix is in `fixes` are gone."""
         basis = self._judged_by[case_id(case)]
-        golden, source, reference = self._golden(case, run, cache)
-        sketched = run.complete and all(trace.sketches is not None for trace in run.traces)
-        must_be_fixed = any(_hides_the_partner(fault, case) for fault in basis.known)
-        only_with_fix = must_be_fixed and not fixes  # compared with a partner that has the fix, in the second run
+        golden, source = _golden(basis, have)
         witnesses = msgspec.structs.replace(
-            basis.witnesses, golden=golden, reference=reference, partner_has_fix=only_with_fix
+            basis.witnesses,
+            golden=golden,
+            reference=have.get(references.BF16) if basis.needs_golden else None,
+            partner_has_fix=basis.needs_fix(fixes),
+            solo=have.get(references.SOLO) if _is_sketched(run) else None,
+            partner=have.get(references.PARTNER),
+            replay=have.get(references.REPLAY),
         )
         if run.complete:
-            witnesses = _with_model(case, run, witnesses, cache)
-        if run.complete and witnesses.expect.refusal is None:
-            witnesses = _with_derived_tolerances(case, witnesses, cache, sketched=sketched)
-        if sketched and witnesses.expect.refusal is None:
-            solo = cache.solo(case)
-            other = None if only_with_fix else cache.partner(case, basis.partner_fixes if fixes else ())
-            recorded = any(trace.module_tensors is not None for trace in run.traces)
-            again = cache.replay(case, run) if recorded else None
-            witnesses = msgspec.structs.replace(witnesses, solo=solo, partner=other, replay=again)
+            witnesses = _with_derived_tolerances(case, _with_model(case, run, witnesses, have), have, run)
         judged = msgspec.structs.replace(judge(case, run, status, witnesses), golden=source)
-        explained = _explained(run, judged, cache, witnesses)
+        explained = _explained(run, judged, have, witnesses)
         explained = msgspec.structs.replace(explained, measured=measured(case, run, witnesses))
         mended = {fix.text for fix in fixes}
         left = tuple(fault for fault in showing(basis.known, case, explained.findings) if fault.fix not in mended)
         return with_doubts(with_known_faults(explained, left, datetime.date.today()), basis.doubts)
 
-    def _golden(self, case: Case, run: Run, cache: WitnessCache) -> tuple[Golden | None, GoldenSource, Run | None]:
-        """The stored golden; where there is none, one from a BF16 reference that is run now and kept as a witness.
 
-        And that reference, which may not have finished.
-        """
-        basis = self._judged_by[case_id(case)]
-        if not basis.needs_golden or not run.complete:
-            return basis.witnesses.golden, "stored" if basis.witnesses.golden is not None else "", None
-        reference = cache.reference(case)
-        if reference is None or not reference.complete:
-            return None, "", reference
-        name, why = case_id(reference_case(case)), "run as a witness: no golden is stored"
-        golden = make_golden(reference, family=basis.family, case_id=name, command="", reason=why, commit="unknown")
-        return golden, "run here", reference
+def _recorded(run: Run) -> frozenset[str]:
+    """Return which of the records that references are for are there."""
+    there = {"module_tensors", "model"}
+    found = {record for trace in run.traces for record in there if getattr(trace, record) is not None}
+    return frozenset(found | ({"sketches"} if _is_sketched(run) else set()))
+
+
+def _is_sketched(run: Run) -> bool:
+    return run.complete and all(trace.sketches is not None for trace in run.traces)
+
+
+def _golden(basis: JudgedBy, have: RunsByRole) -> tuple[Golden | None, GoldenSource]:
+    """Return the stored golden; where there is none, one from the BF16 reference that was run for want of it."""
+    if not basis.needs_golden:
+        return basis.witnesses.golden, "stored" if basis.witnesses.golden is not None else ""
+    reference = finished(have.get(references.BF16))
+    if reference is None:
+        return None, ""
+    name, why = case_id(reference_case(basis.witnesses.expect.case)), "run as a reference: no golden is stored"
+    golden = make_golden(reference, family=basis.family, case_id=name, command="", reason=why, commit="unknown")
+    return golden, "run here"
 
 
 _COMPARED = (parity.check_parity.name, local_parity.check_local_parity.name)  # with one rank
 
 
-def _explained(run: Run, judgement: Judgement, cache: WitnessCache, witnesses: Witnesses) -> Judgement:
+def _explained(run: Run, judgement: Judgement, have: RunsByRole, witnesses: Witnesses) -> Judgement:
     """Return the judgement with the first operand that differs, and what explains a wrong gradient or reference."""
     expect, findings = witnesses.expect, judgement.findings
-    case = expect.case
-    recorded = run.complete and all(trace.operands is not None for trace in run.traces)
-    if recorded and any(finding.check == parity.check_parity.name for finding in findings):
-        solo = finished(cache.solo_with_operands(case))
-        if solo is not None:
-            first = first_divergence(case, run, solo, has_formulas=expect.has_formulas, numerics=expect.numerics)
-            findings = with_equal_operands(findings, case, expect.numerics, first)
-            findings = findings if first is None else by_cause((*findings, first))
+    case, with_all = expect.case, finished(have.get(references.OPERANDS))
+    if with_all is not None:
+        first = first_divergence(case, run, with_all, has_formulas=expect.has_formulas, numerics=expect.numerics)
+        findings = with_equal_operands(findings, case, expect.numerics, first)
+        findings = findings if first is None else by_cause((*findings, first))
     solo = finished(witnesses.solo)
-    if any(finding.check in _COMPARED for finding in findings):
-        findings = findings if solo is None else by_cause((*findings, *reference_without_fsdp(case, run, solo)))
+    if solo is not None and any(finding.check in _COMPARED for finding in findings):
+        findings = by_cause((*findings, *reference_without_fsdp(case, run, solo)))
     return msgspec.structs.replace(judgement, findings=findings)
 
 
-def _with_model(case: Case, run: Run, witnesses: Witnesses, cache: WitnessCache) -> Witnesses:
-    """The witnesses that know the linears of the model, which of a model that is no Llama its solo witness tells."""
+def _with_model(case: Case, run: Run, witnesses: Witnesses, have: RunsByRole) -> Witnesses:
+    """Return the witnesses that know the linears of the model: of one that is no Llama its solo reference tells."""
     model, operands = run.traces[0].model, run.traces[0].operands
-    solo = finished(cache.solo(case)) if witnesses.expect.model is None and model is not None else None
+    solo = finished(have.get(references.SOLO)) if witnesses.expect.model is None and model is not None else None
     reference = None if solo is None else solo.traces[0].model
     if model is None or reference is None:
         return witnesses
@@ -186,33 +214,41 @@ def _with_model(case: Case, run: Run, witnesses: Witnesses, cache: WitnessCache)
     return msgspec.structs.replace(witnesses, expect=expect)
 
 
-def _with_derived_tolerances(case: Case, witnesses: Witnesses, cache: WitnessCache, *, sketched: bool) -> Witnesses:
+def _stored(case: Case, witnesses: Witnesses, have: RunsByRole) -> references.Stored:
+    return references.Stored(
+        golden=witnesses.golden is not None,
+        tolerance=witnesses.tolerance is not None,
+        parity_tolerance=_parity_tolerance(case, witnesses, have) is not None,
+    )
+
+
+def _parity_tolerance(case: Case, witnesses: Witnesses, have: RunsByRole) -> Tolerance | None:
+    """Return the stored one; None where it was measured for another order of forward passes than the target's."""
+    stored, solo = witnesses.parity_tolerance, finished(have.get(references.SOLO))
+    if stored is None or stored.key != SAME_ORDER or not accumulates(case, witnesses.expect.model):
+        return stored
+    told = solo is None or solo.traces[0].inputs is not None  # tokens tell which rank a forward pass is for
+    return stored if told else None
+
+
+def _with_derived_tolerances(case: Case, witnesses: Witnesses, have: RunsByRole, run: Run) -> Witnesses:
     """Return the witnesses with derived tolerances where none was measured for cases like this.
 
-    The one of parity only for a run that was `sketched`. Where a run for it did not finish, the checks say so.
+    The one of parity only for a run with sketches. Where a run for it did not finish, the checks say so.
     """
-    loss, parity_of = witnesses.tolerance, witnesses.parity_tolerance
-    if parity_of is not None and parity_of.key == SAME_ORDER and accumulates(case, witnesses.expect.model):
-        solo = finished(cache.solo(case))
-        if solo is not None and solo.traces[0].inputs is None:  # tokens do not tell which rank a forward pass is for
-            parity_of = None
-    if (loss is not None and (parity_of is not None or not sketched)) or witnesses.expect.model is None:
+    loss, parity_of = witnesses.tolerance, _parity_tolerance(case, witnesses, have)
+    witnesses = msgspec.structs.replace(witnesses, parity_tolerance=parity_of)
+    if not set(references.NOISE) & have.keys():
         return witnesses
-    converted = witnesses.expect.converted_fqns
-    with ThreadPoolExecutor() as threads:  # of one rank each: a case of one's own leaves the machine idle otherwise
-        draws = [threads.submit(cache.noisy, case, draw, converted) for draw in range(1, DRAWS + 1)]
-        reference = cache.reference(case)
-    drawn = [future.result() for future in draws]
-    complete = [draw for draw in drawn if draw is not None and draw.complete]
-    if reference is None or not reference.complete or len(complete) < DRAWS:
-        failed = [run for run in (reference, *drawn) if run is not None and not run.complete]
+    reference, drawn = have.get(references.BF16), [have.get(role) for role in references.NOISE]
+    complete = [draw for draw in map(finished, drawn) if draw is not None]
+    if finished(reference) is None or reference is None or len(complete) < len(references.NOISE):
+        failed = [ended for ended in (reference, *drawn) if ended is not None and not ended.complete]
         return msgspec.structs.replace(witnesses, underived=failed[0] if failed else None)
-    return msgspec.structs.replace(
-        witnesses,
-        tolerance=loss or derived_tolerance(case, reference, complete),
-        parity_tolerance=parity_of
-        or (derived_parity_tolerance(case, reference, complete, witnesses.expect.numerics) if sketched else None),
-    )
+    if parity_of is None and _is_sketched(run):
+        parity_of = derived_parity_tolerance(case, reference, complete, witnesses.expect.numerics)
+    loss = loss or derived_tolerance(case, reference, complete)
+    return msgspec.structs.replace(witnesses, tolerance=loss, parity_tolerance=parity_of)
 
 
 Evidence = TypeVar("Evidence", Golden, Tolerance)

@@ -6,6 +6,7 @@ case is judged by comes from a `Judge` (`case_judge.py`); what is tried again is
 
 import traceback
 from collections.abc import Callable, Sequence
+from types import MappingProxyType
 from typing import NamedTuple, Protocol
 
 import msgspec
@@ -14,28 +15,49 @@ from harness.checks.catalogue import BROKEN, UNEXPLAINED, signature_of
 from harness.checks.failures import REPORT, advice
 from harness.checks.judge import Judgement, run_from_outcome
 from harness.engine.messages import JobOutcome, JobStatus
+from harness.evidence.references import Reference, RunsByRole
 from harness.matrix.case import Case
 from harness.matrix.caseid import case_id
 from harness.result import Attempt, CaseResult, WithFix
 from harness.running.executor import Executor
 from harness.running.plan import Injection, Plan
-from harness.running.witnesses import WitnessCache, WitnessLost
+from harness.running.references import ReferenceLost, ReferenceRunner
 from harness.sources import PACKAGES, installed_versions, unreleased_of
 from harness.trace import Run
 from harness.verdict import Finding, Verdict
 
+NONE: RunsByRole = MappingProxyType({})
+
 
 class Judge(Protocol):
+    """What cases are judged by. It starts no rank: `needs` names the references, the caller has them run."""
+
     def expectation(self, case: Case) -> str | None:
-        """Name of the refusal or the known fault that the case must show, if any."""
+        """Return the name of the refusal or the known fault that the case must show, if any."""
+        return None
 
     def fixes(self, case: Case) -> tuple[Injection, ...]:
         """Return the candidate fixes of the faults that are recorded for the case."""
+        return ()
+
+    def needs(
+        self, case: Case, run: Run | None = None, have: RunsByRole = NONE, fixes: Sequence[Injection] = ()
+    ) -> tuple[Reference, ...]:
+        """Return the references that the case is compared with.
+
+        Before its run all that it will want, some without a request; then those that `run` and those that are there
+        allow: asked again with them, until it names no other.
+        """
+        return ()
+
+    def needs_if_failing(self, case: Case, run: Run, judgement: Judgement) -> tuple[Reference, ...]:
+        """Return the references that explain a failure and that nothing else needs."""
+        return ()
 
     def judge(
-        self, case: Case, run: Run, status: JobStatus, cache: WitnessCache, fixes: Sequence[Injection] = ()
+        self, case: Case, run: Run, status: JobStatus, have: RunsByRole = NONE, fixes: Sequence[Injection] = ()
     ) -> Judgement:
-        """Return the verdict on what came back from the ranks, which ran with `fixes`. Witnesses come from `cache`."""
+        """Return the verdict on what came back from the ranks, which ran with `fixes`; `have`: the references."""
 
 
 class Judged(NamedTuple):
@@ -44,37 +66,29 @@ class Judged(NamedTuple):
     case: Case
     run: Run
     judgement: Judgement
-    cache: WitnessCache
+    references: ReferenceRunner
     fixes: Sequence[Injection]
 
 
-class Reviewed:
-    """A judge whose judgements are given to `review`, with the run, before its records are dropped."""
+Review = Callable[[Judged], Judgement]
 
-    def __init__(self, judge: Judge, review: Callable[[Judged], Judgement]) -> None:
-        self.expectation = judge.expectation
-        self.fixes = judge.fixes
-        self._judge = judge
-        self._review = review
 
-    def judge(
-        self, case: Case, run: Run, status: JobStatus, cache: WitnessCache, fixes: Sequence[Injection] = ()
-    ) -> Judgement:
-        judgement = self._judge.judge(case, run, status, cache, fixes)
-        return self._review(Judged(case, run, judgement, cache, fixes))
+def as_judged(judged: Judged) -> Judgement:
+    """Return the judgement as it is."""
+    return judged.judgement
 
 
 class CaseRunner:
-    """Runs cases to their results; thread-safe."""
+    """Runs cases to their results; thread-safe. `review` sees every judgement before the records are dropped."""
 
     def __init__(
-        self, plan: Plan, executor: Executor, judge: Judge, cache: WitnessCache, note: Callable[[str], None]
+        self, plan: Plan, executor: Executor, judge: Judge, references: ReferenceRunner, review: Review = as_judged
     ) -> None:
         self._plan = plan
-        self._cache = cache
+        self._review = review
+        self._references = references
         self._executor = executor
         self._judge = judge
-        self._note = note
 
     def run(self, case: Case, fixes: Sequence[Injection] = ()) -> CaseResult | None:
         """Return the result of a case; None when stopped. `fixes`: of recorded faults, if no run goes without."""
@@ -101,13 +115,25 @@ class CaseRunner:
         run: Run | None = None
         try:
             run = run_from_outcome(outcome)
-            judgement = self._judge.judge(case, run, outcome.status, self._cache, fixes)
+            judgement = self._compared(case, run, outcome.status, fixes)
+            judgement = self._review(Judged(case, run, judgement, self._references, fixes))
             return _explained(judgement, run, outcome), run
-        except WitnessLost as lost:
+        except ReferenceLost as lost:
             return Judgement(verdict=Verdict.INFRA, findings=(_report(str(lost)),)), run
         except Exception as error:  # a fault of the harness in one case must not lose the results of the others
             finding = BROKEN.finding(error=repr(error), details="".join(traceback.format_exception(error)))
             return Judgement(verdict=Verdict.INFRA, findings=(finding,)), run
+
+    def _compared(self, case: Case, run: Run, status: JobStatus, fixes: Sequence[Injection]) -> Judgement:
+        """Return the judgement by all references that the case wants, then by those that explain its failure."""
+        have: dict[str, Run | None] = {}
+        while wanted := [each for each in self._judge.needs(case, run, have, fixes) if each.role not in have]:
+            have |= self._references.get_all(wanted)
+        judgement = self._judge.judge(case, run, status, have, fixes)
+        more = self._judge.needs_if_failing(case, run, judgement)
+        if not more:
+            return judgement
+        return self._judge.judge(case, run, status, {**have, **self._references.get_all(more)}, fixes)
 
     def _with_fix(self, case: Case, known: CaseResult) -> CaseResult | None:
         """The result of a case with a recorded fault, after a run with the fixes, in which nothing may be hidden.

@@ -5,6 +5,7 @@ is what was measured here, else what costs and formulas say.
 """
 
 import ast
+import contextlib
 import datetime
 import functools
 import os
@@ -20,7 +21,8 @@ import msgspec
 from harness.engine.hardware import usable_cpus
 from harness.errors import HarnessError
 from harness.evidence.costs import FLOPS_PER_CPU_S, Costs, Estimate, estimate, read_costs
-from harness.evidence.tolerance import ToleranceMissing, parity_tolerance_for, tolerance_for
+from harness.evidence.references import ALL_STORED, Stored
+from harness.evidence.tolerance import Tolerance, ToleranceMissing, parity_tolerance_for, tolerance_for
 from harness.hints import explain_case, list_cases
 from harness.matrix.case import Case
 from harness.matrix.casefile import read_case_file
@@ -291,7 +293,6 @@ def quarantined_cases(project: Project, cases: Iterable[Case], note: Callable[[s
 
 
 _DERIVING = "no tolerance was measured for cases like this: it is derived, from five more BF16 runs on one rank"
-_DERIVING_SHARE = 3.0  # of the CPU seconds of the case: measured with 15 million parameters on two ranks
 
 START_S = 12.0  # until the zygote is warm
 _BUSY = 0.9  # share of the CPUs that a run keeps busy
@@ -313,11 +314,11 @@ class ExpectedCost(msgspec.Struct, frozen=True, kw_only=True):
 def expected_cost(project: Project, case: Case) -> ExpectedCost:
     """Return what the case will need here. Raises `Damaged` where the stored costs are."""
     costs, cpus = read_costs(project.root), usable_cpus()
-    estimated, speed = estimate(case, costs), relative_speed(project, costs)
+    stored, speed = _stored(project, case), relative_speed(project, costs)
+    estimated, derives = estimate(case, costs, stored), not (stored.tolerance and stored.parity_tolerance)
     measured = _measured(project, case)
     case_cpu_s = measured.cpu_s if measured is not None else estimated.case_cpu_s * speed
-    derives = _derives_a_tolerance(project, case)
-    witness_cpu_s = estimated.witness_cpu_s * speed + derives * _DERIVING_SHARE * case_cpu_s
+    witness_cpu_s = estimated.witness_cpu_s * speed
     busy = min(cpus, case.world_size)
     wall_s = START_S + (case_cpu_s / busy if measured is None else measured.seconds) + witness_cpu_s
     source = (
@@ -337,15 +338,17 @@ def expected_cost(project: Project, case: Case) -> ExpectedCost:
     )
 
 
-def _derives_a_tolerance(project: Project, case: Case) -> bool:
-    if expected_refusal(case) is not None:
+def _stored(project: Project, case: Case) -> Stored:
+    """Return which tolerances of a case are stored. Whether a golden is depends on the machine."""
+
+    def is_stored(read: Callable[[Case, Path], Tolerance]) -> bool:
+        with contextlib.suppress(ToleranceMissing):
+            return read(case, project.root) is not None
         return False
-    try:
-        tolerance_for(case, project.root)
-        parity_tolerance_for(case, project.root)
-    except ToleranceMissing:
-        return True
-    return False
+
+    if expected_refusal(case) is not None:
+        return ALL_STORED
+    return Stored(tolerance=is_stored(tolerance_for), parity_tolerance=is_stored(parity_tolerance_for))
 
 
 def _assumptions(case: Case, estimated: Estimate) -> tuple[str, ...]:
@@ -368,7 +371,11 @@ def cases_within(project: Project, cases: Sequence[Case], selections: Sequence[S
     costs = read_costs(project.root)
     cpus = usable_cpus()
     budget_cpu_s = max(0.0, budget_s - START_S) * cpus * _BUSY / relative_speed(project, costs)
-    budgeted = within_budget(cases, selections, costs.price, faults=planted_faults(), budget_cpu_s=budget_cpu_s)
+
+    def price(case: Case) -> Price:
+        return costs.price(case, _stored(project, case))
+
+    budgeted = within_budget(cases, selections, price, faults=planted_faults(), budget_cpu_s=budget_cpu_s)
     if not budgeted.cases:
         raise NothingSelected(
             f"no case fits into {budget_s:g} s, of which {START_S:g} s are for starting.",

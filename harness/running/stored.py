@@ -52,7 +52,7 @@ def merged(shards: Sequence[Named], *, latest: bool = False, mixed: bool = False
             wall_s=sum(end.wall_s for end in ends),
             interrupted=any(end.interrupted for end in ends) and not all(case.ran for case in cases.values()),
             provenance=_together([end.provenance for end in ends]),
-            witnesses=tuple(made for end in ends for made in end.witnesses),
+            references=tuple(each for end in ends for each in end.references),
         ),
         damaged={text: name for _, run in shards for text, name in run.damaged.items()},
     )

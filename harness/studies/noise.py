@@ -1,6 +1,7 @@
 """The noise: samples of how far correct FP8 and BF16 runs are from their golden, over seeds, layouts and machines."""
 
 from collections.abc import Collection, Iterable, Sequence
+from functools import partial
 
 import msgspec
 
@@ -9,6 +10,7 @@ from harness.checks.judge import Judgement
 from harness.checks.parity import worst_distances
 from harness.engine.hardware import arithmetic_limits
 from harness.evidence.golden import find_golden, hardware_classes
+from harness.evidence.references import solo_reference
 from harness.evidence.tolerance import (
     LOSS_VS_GOLDEN,
     OF_EVERY_MODEL,
@@ -27,7 +29,7 @@ from harness.matrix.records import KnownFault, matching
 from harness.matrix.rules import expected_refusal
 from harness.project import Project
 from harness.result import CaseResult
-from harness.running.case_runner import Judged, Reviewed
+from harness.running.case_runner import Judged
 from harness.running.plan import Plan
 from harness.running.progress import Progress
 from harness.studies.records import SanityJudge, needed_references
@@ -88,9 +90,9 @@ def measure(
     references = needed_references(cases) if fresh else ()
     wanted = {case_id(case) for case in cases}
     distances: dict[str, tuple[float, ...]] = {}
-    judge = Reviewed(SanityJudge(), lambda judged: _keep_distances(judged, wanted, distances))
     unique = tuple({case_id(case): case for case in (*references, *cases)}.values())
-    result = run_cases(project, unique, plan, judge, progress)
+    review = partial(_keep_distances, wanted=wanted, kept=distances)
+    result = run_cases(project, unique, plan, SanityJudge(), progress, review=review)
     traces = {
         case_result.case_id: case_result.run.traces[0]
         for case_result in result.results
@@ -123,7 +125,7 @@ def _keep_distances(judged: Judged, wanted: Collection[str], kept: dict[str, tup
     """Keep how far the gradients of every step are from those of the solo witness, by case id."""
     case, run, name = judged.case, judged.run, case_id(judged.case)
     sketched = judged.judgement.verdict is Verdict.PASSED and all(trace.sketches for trace in run.traces)
-    solo = finished(judged.cache.solo(case)) if sketched and name in wanted else None
+    solo = finished(judged.references.get(solo_reference(case))) if sketched and name in wanted else None
     if solo is not None:
         kept[name] = worst_distances(run, solo, steps=range(1, case.train.steps + 1))
     return judged.judgement

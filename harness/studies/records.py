@@ -21,6 +21,7 @@ from harness.engine.messages import JobStatus
 from harness.errors import HarnessError
 from harness.evidence.costs import Costs, case_features, solo_features
 from harness.evidence.golden import Golden, make_golden, provenance_of, source_commit
+from harness.evidence.references import RunsByRole
 from harness.evidence.sealed import stored_or_why
 from harness.evidence.signature import Signature, load_signature, make_signature
 from harness.evidence.verified import VerifiedWith
@@ -32,12 +33,11 @@ from harness.matrix.rules import expected_refusal
 from harness.project import Project
 from harness.result import CaseResult, RunResult
 from harness.running.case_judge import prepare_judge
-from harness.running.case_runner import Judged, Reviewed
+from harness.running.case_runner import NONE, Judge, Judged
 from harness.running.identity import check_targets
 from harness.running.plan import Injection, Plan
 from harness.running.progress import Progress
 from harness.running.stored import read_results
-from harness.running.witnesses import WitnessCache
 from harness.sources import evidence_key
 from harness.text import timestamp
 from harness.trace import Run
@@ -65,18 +65,11 @@ class References(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
-class SanityJudge:
-    """Judges a run by itself: complete, finite, FP8 exactly where requested. Implements `Judge` of `case_runner.py`."""
-
-    def expectation(self, case: Case) -> None:
-        """References must train, so nothing else is expected."""
-
-    def fixes(self, case: Case) -> tuple[Injection, ...]:
-        """None: a reference is what the installed packages compute."""
-        return ()
+class SanityJudge(Judge):
+    """Judges a run by itself, compared with nothing: complete, finite, FP8 exactly where requested."""
 
     def judge(
-        self, case: Case, run: Run, status: JobStatus, cache: WitnessCache, fixes: Sequence[Injection] = ()
+        self, case: Case, run: Run, status: JobStatus, have: RunsByRole = NONE, fixes: Sequence[Injection] = ()
     ) -> Judgement:
         """Passes runs that may become a golden or a noise sample."""
         return judge(case, run, status, Witnesses(expect=Expectations(case)), checks=_SANITY)
@@ -152,8 +145,8 @@ def record_signatures(
             return msgspec.structs.replace(judged.judgement, verdict=finding.verdict, findings=(finding,))
         return judged.judgement
 
-    judge = Reviewed(prepare_judge(project, cases, plan, signatures=False), review)
-    result = run_cases(project, cases, plan, judge, progress)
+    judge = prepare_judge(project, cases, plan, signatures=False)
+    result = run_cases(project, cases, plan, judge, progress, review=review)
     return Signatures(
         changes=tuple(
             _change(project, made[case_result.case_id]) for case_result in result.results if case_result.case_id in made
@@ -234,8 +227,8 @@ def fit_costs(file: Path, *, command: str) -> Costs:
     measured = [(case_features(case), cpu_s) for case, cpu_s in trained if expected_refusal(case) is None]
     solos = [
         (solo_features(parse_case_id(name)), witness.cpu_s)
-        for witness in run.end.witnesses
-        if witness.name.startswith(_SOLO) and " " not in (name := witness.name.removeprefix(_SOLO))
+        for witness in run.end.references
+        if witness.ran and witness.name.startswith(_SOLO) and " " not in (name := witness.name.removeprefix(_SOLO))
     ]
     if len(measured) < _FEWEST or len(solos) < _FEWEST:
         what = f"holds {len(measured)} runs and {len(solos)} solo witnesses; {_FEWEST} of each are needed."

@@ -13,7 +13,7 @@ from harness.running.case_judge import prepare_judge
 from harness.running.case_runner import CaseRunner
 from harness.running.executor import Executor
 from harness.running.plan import make_plan
-from harness.running.witnesses import WitnessCache
+from harness.running.references import ReferenceRunner
 from harness.trace.record import Patch
 from harness.verdict import Verdict
 
@@ -35,10 +35,10 @@ class KillsReferences:
 def test_a_case_without_its_reference_is_infra_and_says_which(executor: Executor, tmp_path: Path) -> None:
     project = find_project()
     plan = msgspec.structs.replace(make_plan(device="cpu"), probed=True)
-    cache = WitnessCache(cast("Executor", KillsReferences(executor)), tmp_path, lambda _: "")
-    runner = CaseRunner(plan, executor.with_plan(plan), prepare_judge(project, [CASE], plan), cache, print)
+    references = ReferenceRunner(cast("Executor", KillsReferences(executor)), tmp_path, lambda _: "")
+    runner = CaseRunner(plan, executor.with_plan(plan), prepare_judge(project, [CASE], plan), references)
     result = runner.run(CASE)
     assert result is not None and (result.verdict, len(result.attempts)) == (Verdict.INFRA, 1)
     (finding,) = result.findings
     assert finding.message.startswith("solo ") and "killed by SIGKILL" in finding.message
-    assert [len(witness.retried) for witness in cache.made] == [1]
+    assert [len(reference.retried) for reference in references.log] == [1]

@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 from msgspec.structs import replace
 
+from harness.checks import judge as checks_judge
+from harness.checks import reported
+from harness.checks.catalogue import BROKEN, CHECKS
 from harness.checks.loss_vs_golden import LOSS, NO_GOLDEN, NO_TOLERANCE
 from harness.checks.parity import NO_REFERENCE
 from harness.evidence.golden import write_golden
+from harness.evidence.references import BF16, NOISE, OPERANDS, PARTNER, REPLAY, SOLO, Reference, RunsByRole
 from harness.evidence.tolerance import tolerance_for
 from harness.matrix.case import Case
 from harness.matrix.caseid import case_id, family_id, parse_case_id, reference_case
 from harness.matrix.records import KnownFault, Symptom
 from harness.project import find_project
 from harness.running.case_judge import CaseJudge, JudgedBy, prepare_judge
+from harness.running.case_runner import NONE
 from harness.running.plan import Injection, Plan
-from harness.running.witnesses import WitnessCache
 from harness.sources import installed_versions
 from harness.trace import Run
 from harness.trace.operands import OperandTrace
@@ -46,22 +51,6 @@ SOMETHING = OperandTrace(casts=(CAST,), matmuls=(make_matmul(CAST, CAST, index=1
 KNOWN = make_known()
 
 
-class FakeCache:
-    """Has the witnesses that it is given, and remembers which were asked for."""
-
-    def __init__(self, **runs: Run) -> None:
-        self.runs = runs
-        self.asked: list[str] = []
-
-    def __getattr__(self, kind: str) -> Any:
-        def witness(case: Case, *_: object) -> Run | None:
-            assert case in (CASE, RELATED)
-            self.asked.append(kind)
-            return self.runs.get(kind)
-
-        return witness
-
-
 def judge(*cases: Case, known: tuple[KnownFault, ...] = (), **given: Any) -> CaseJudge:
     tolerance = make_tolerance(0.125, 0.125)
     sound = {"golden": make_golden(CASE), "tolerance": tolerance, "parity_tolerance": tolerance}
@@ -78,8 +67,12 @@ def judge(*cases: Case, known: tuple[KnownFault, ...] = (), **given: Any) -> Cas
     )
 
 
-def findings(run: Run, cache: FakeCache, **given: Any) -> list[Finding]:
-    return list(judge(**given).judge(CASE, run, "ok", cast("WitnessCache", cache)).findings)
+def findings(run: Run, have: RunsByRole = NONE, **given: Any) -> list[Finding]:
+    return list(judge(**given).judge(CASE, run, "ok", have).findings)
+
+
+def roles(wanted: Iterable[Reference]) -> list[str]:
+    return [reference.role for reference in wanted]
 
 
 def test_a_case_is_expected_to_show_its_fault_or_its_refusal_and_a_target_of_ones_own_neither() -> None:
@@ -120,92 +113,116 @@ def test_the_golden_of_a_nightly_is_the_golden_of_no_other_build(tmp_path: Path)
         assert judged.missing_goldens == judged.goldens_of_other_builds == (() if held else (family_id(CASE),))
 
 
-def test_witnesses_are_run_for_what_was_sketched_alone() -> None:
-    plain, sketched = FakeCache(), FakeCache()
-    assert findings(make_run(CASE), plain) == []
-    assert plain.asked == []
-    (finding,) = findings(make_run(CASE, sketches=()), sketched)
+SKETCHED = make_run(CASE, sketches=())
+RECORDED = ("sketches", "module_tensors")
+
+
+def test_references_are_named_before_the_run_and_again_by_what_it_recorded() -> None:
+    planned = judge(RELATED, records=RECORDED).needs(RELATED)
+    assert roles(planned) == [SOLO, PARTNER, REPLAY]
+    assert [reference.request is None for reference in planned] == [False, False, True]
+    ready = make_run(RELATED, sketches=(), module_tensors=())
+    assert roles(judge(RELATED, records=RECORDED).needs(RELATED, ready)) == [SOLO, PARTNER, REPLAY]
+    assert all(reference.request for reference in judge(RELATED).needs(RELATED, ready))
+    assert roles(judge().needs(CASE, make_run(CASE))) == []
+    assert roles(judge().needs(CASE, SKETCHED)) == [SOLO]
+    assert judge(REFUSED, records=RECORDED).needs(REFUSED) == ()
+    assert judge().needs(CASE, Run(traces=(), failures=())) == (), "a run that did not finish"
+
+
+def test_without_evidence_references_are_planned_for_it() -> None:
+    assert roles(judge(golden=None).needs(CASE, make_run(CASE))) == [BF16]
+    assert roles(judge(tolerance=None).needs(CASE, make_run(CASE))) == [BF16, *NOISE]
+    assert roles(judge(parity_tolerance=None).needs(CASE, make_run(CASE))) == []
+    assert roles(judge(parity_tolerance=None).needs(CASE, SKETCHED)) == [SOLO, BF16, *NOISE]
+
+
+def test_a_sketched_run_without_its_reference_is_not_judged_by_parity() -> None:
+    assert findings(make_run(CASE)) == []
+    (finding,) = findings(SKETCHED)
     assert (finding.rule, finding.judged) == (NO_REFERENCE.name, False)
-    assert "(solo witness)" in str(finding.values["who"])
-    assert sketched.asked == ["solo", "partner"]
 
 
 def test_a_failed_parity_is_explained_by_the_first_operand_that_differs() -> None:
     run = make_run(CASE, sketches=(), operands=NOTHING)
-    cache = FakeCache(solo_with_operands=run_of(make_trace(CASE, operands=SOMETHING)))
-    all_findings = findings(run, cache)
-    assert cache.asked == ["solo", "partner", "solo_with_operands"]
+    first_look = judge().judge(CASE, run, "ok", NONE)
+    assert roles(judge().needs_if_failing(CASE, run, first_look)) == [OPERANDS]
+    all_findings = findings(run, {OPERANDS: run_of(make_trace(CASE, operands=SOMETHING))})
     (first,) = [finding for finding in all_findings if finding.check == "divergence"]
     assert (first.step, first.rank, first.module) == (1, 0, CAST.fqn)
     assert [finding.check for finding in all_findings if finding.judged][-1] == "divergence"
 
 
-@pytest.mark.parametrize("solo", [None, make_run(CASE, operands=NOTHING)], ids=["no witness", "an equal witness"])
+@pytest.mark.parametrize("solo", [None, make_run(CASE, operands=NOTHING)], ids=["no reference", "an equal one"])
 def test_a_failed_parity_without_an_explanation_stays_as_it_is(solo: Run | None) -> None:
-    cache = FakeCache(**({} if solo is None else {"solo_with_operands": solo}))
-    all_findings = findings(make_run(CASE, sketches=(), operands=NOTHING), cache)
-    assert "solo_with_operands" in cache.asked
+    all_findings = findings(make_run(CASE, sketches=(), operands=NOTHING), {OPERANDS: solo})
     assert "parity" in {finding.check for finding in all_findings}
     assert "divergence" not in {finding.check for finding in all_findings}
 
 
 def test_operands_are_not_compared_where_parity_holds_or_nothing_was_recorded() -> None:
-    for run in (make_run(CASE, operands=NOTHING), make_run(CASE, sketches=())):
-        cache = FakeCache()
-        findings(run, cache)
-        assert "solo_with_operands" not in cache.asked
+    for run in (make_run(CASE, operands=NOTHING), SKETCHED):
+        assert judge().needs_if_failing(CASE, run, judge().judge(CASE, run, "ok", NONE)) == ()
 
 
-def test_without_a_stored_golden_the_reference_is_run() -> None:
-    absent = FakeCache()
-    (finding,) = findings(make_run(CASE), absent, golden=None)
+def test_without_a_stored_golden_the_reference_is_compared_with() -> None:
+    (finding,) = findings(make_run(CASE), golden=None)
     assert (finding.rule, finding.judged, finding.values["why"]) == (NO_GOLDEN.name, False, "")
-    assert absent.asked == ["reference"]
     reference = run_of(make_trace(reference_case(CASE)))
     for losses, verdict in ((None, Verdict.PASSED), ((8.0, 9.0), Verdict.NUMERIC)):
         run = make_run(CASE) if losses is None else make_run(CASE, losses=losses)
-        cache = cast("WitnessCache", FakeCache(reference=reference))
-        judgement = judge(golden=None).judge(CASE, run, "ok", cache)
+        judgement = judge(golden=None).judge(CASE, run, "ok", {BF16: reference})
         assert (judgement.verdict, judgement.golden) == (verdict, "run here")
-    assert judge().judge(CASE, make_run(CASE), "ok", cast("WitnessCache", FakeCache())).golden == "stored"
+    assert judge().judge(CASE, make_run(CASE), "ok").golden == "stored"
 
 
 def test_without_a_measured_tolerance_one_is_derived_from_noisy_references() -> None:
     reference, noisy = (
         run_of(make_trace(reference_case(CASE), losses=losses)) for losses in ((8.0, 7.0), (8.02, 7.02))
     )
-    cache = FakeCache(reference=reference, noisy=noisy)
-    run = make_run(CASE, losses=(8.15, 7.8))
-    judgement = judge(tolerance=None).judge(CASE, run, "ok", cast("WitnessCache", cache))
-    assert judgement.verdict is Verdict.PASSED
-    assert sorted(cache.asked) == ["noisy"] * 4 + ["reference"]
-    far = make_run(CASE, losses=(8.3, 7.8))
-    (finding,) = judge(tolerance=None).judge(CASE, far, "ok", cast("WitnessCache", cache)).findings
+    have = {BF16: reference, **dict.fromkeys(NOISE, noisy)}
+    run, far = make_run(CASE, losses=(8.15, 7.8)), make_run(CASE, losses=(8.3, 7.8))
+    assert judge(tolerance=None).judge(CASE, run, "ok", have).verdict is Verdict.PASSED
+    (finding,) = findings(far, have, tolerance=None)
     assert finding.rule == LOSS.name and finding.values["allowed"] == pytest.approx(0.24)
     assert "derived from 4 BF16 runs" in finding.details
-    for runs in ({}, {"reference": reference}):
-        (finding,) = findings(run, FakeCache(**runs), tolerance=None)
+    for incomplete in ({}, {BF16: reference}, {**have, NOISE[1]: None}):
+        (finding,) = findings(run, incomplete, tolerance=None)
         assert (finding.rule, finding.judged) == (NO_TOLERANCE.name, False)
+
+
+def test_a_check_that_breaks_takes_no_other_finding_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    off = make_run(CASE, losses=(8.0, 9.0))
+
+    def broken(*_: object) -> list[Finding]:
+        raise KeyError("shape")
+
+    breaks = replace(reported.check_finite, function=broken)
+    monkeypatch.setattr(checks_judge.judge, "__defaults__", ((breaks, *CHECKS[1:]),))
+    judgement = judge().judge(CASE, off, "ok")
+    assert judgement.verdict is Verdict.NUMERIC
+    assert {LOSS.name, BROKEN.name} <= {finding.rule for finding in judgement.findings}
+    alone = judge().judge(CASE, make_run(CASE), "ok")
+    assert alone.verdict is Verdict.INFRA and "check finite: KeyError" in alone.findings[0].message
 
 
 def test_a_recorded_fault_is_known_with_its_explanation() -> None:
     off = make_run(CASE, losses=(8.0, 9.0))
-    judgement = judge(known=(KNOWN,)).judge(CASE, off, "ok", cast("WitnessCache", FakeCache()))
+    judgement = judge(known=(KNOWN,)).judge(CASE, off, "ok")
     assert judgement.verdict is Verdict.KNOWN
     assert judgement.findings[0].rule == LOSS.name
     other = replace(KNOWN, requires=(Symptom(rule="loss_vs_golden/frozen"),))
-    assert judge(known=(other,)).judge(CASE, off, "ok", cast("WitnessCache", FakeCache())).verdict is Verdict.NUMERIC
+    assert judge(known=(other,)).judge(CASE, off, "ok").verdict is Verdict.NUMERIC
 
 
 def test_with_its_fix_a_recorded_fault_explains_nothing() -> None:
     fixed, other = replace(KNOWN, fix="x.py:apply"), replace(KNOWN, name="other")
-    cache = cast("WitnessCache", FakeCache())
     off = make_run(CASE, losses=(8.0, 9.0))
     (fix,) = judge(known=(fixed,)).fixes(CASE)
     assert fix.text == "x.py:apply"
-    assert judge(known=(fixed,)).judge(CASE, off, "ok", cache, (fix,)).verdict is Verdict.NUMERIC
-    assert judge(known=(fixed,)).judge(CASE, make_run(CASE), "ok", cache, (fix,)).verdict is Verdict.PASSED
-    assert judge(known=(fixed, other)).judge(CASE, off, "ok", cache, (fix,)).verdict is Verdict.KNOWN
+    assert judge(known=(fixed,)).judge(CASE, off, "ok", NONE, (fix,)).verdict is Verdict.NUMERIC
+    assert judge(known=(fixed,)).judge(CASE, make_run(CASE), "ok", NONE, (fix,)).verdict is Verdict.PASSED
+    assert judge(known=(fixed, other)).judge(CASE, off, "ok", NONE, (fix,)).verdict is Verdict.KNOWN
 
 
 @pytest.mark.parametrize("verdict", [Verdict.NUMERIC, Verdict.CRASH, Verdict.HANG])
@@ -217,18 +234,13 @@ def test_a_case_that_cannot_finish_needs_the_fixes_of_its_recorded_faults(verdic
 
 def test_partners_are_compared_in_the_run_with_the_fix_alone() -> None:
     fixed = replace(KNOWN, fix="x.py:apply")
-    run = make_run(RELATED, sketches=(), losses=(8.0, 9.0))
-    plain, second = FakeCache(), FakeCache()
-    judgement = judge(RELATED, known=(fixed,)).judge(RELATED, run, "ok", cast("WitnessCache", plain))
-    assert "partner" not in plain.asked and "metamorphic" not in judgement.checks
+    run, of_fixed = make_run(RELATED, sketches=(), losses=(8.0, 9.0)), judge(RELATED, known=(fixed,))
+    assert PARTNER not in roles(of_fixed.needs(RELATED, run))
+    judgement = of_fixed.judge(RELATED, run, "ok")
+    assert "metamorphic" not in judgement.checks
     assert {skipped.check: skipped.reason for skipped in judgement.not_judged}["metamorphic"].startswith(
         "judged in the second run"
     )
-    judge(RELATED, known=(fixed,)).judge(
-        RELATED, run, "ok", cast("WitnessCache", second), judge(RELATED, known=(fixed,)).fixes(RELATED)
-    )
-    assert "partner" in second.asked
-    fixed = replace(KNOWN, fix="x.py:apply", requires=(Symptom(rule="metamorphic/*"),))
-    cache = FakeCache()
-    judge(RELATED, known=(fixed,)).judge(RELATED, make_run(RELATED, sketches=()), "ok", cast("WitnessCache", cache))
-    assert "partner" in cache.asked
+    assert PARTNER in roles(of_fixed.needs(RELATED, run, NONE, of_fixed.fixes(RELATED)))
+    seen_by_it = replace(KNOWN, fix="x.py:apply", requires=(Symptom(rule="metamorphic/*"),))
+    assert PARTNER in roles(judge(RELATED, known=(seen_by_it,)).needs(RELATED, run))

@@ -12,12 +12,13 @@ from msgspec.structs import replace
 from harness.checks.catalogue import UNEXPLAINED
 from harness.checks.judge import Judgement
 from harness.engine.messages import JobOutcome, JobStatus, RankOutcome
+from harness.evidence.references import Reference, RunsByRole, operands_reference, solo_reference
 from harness.matrix.case import Case
 from harness.matrix.caseid import case_id
-from harness.running.case_runner import CaseRunner
+from harness.running.case_runner import NONE, CaseRunner, Judge
 from harness.running.executor import Executor
 from harness.running.plan import Injection, Plan
-from harness.running.witnesses import WitnessCache, WitnessLost
+from harness.running.references import ReferenceLost, ReferenceRunner
 from harness.trace import Run
 from harness.verdict import Verdict
 from tests.builders import a_finding, make_case, make_trace
@@ -43,7 +44,7 @@ class FakeExecutor:
         return JobOutcome(job_id="j", status="ok", ranks=(rank,), wall_s=2.0, cpu_s=3.0)
 
 
-class FakeJudge:
+class FakeJudge(Judge):
     """Says one thing of the run as it is, and another of the run with the fix."""
 
     def __init__(self, plain: Judgement, fixed: Judgement, fixes: tuple[Injection, ...] = (FIX,)) -> None:
@@ -57,7 +58,7 @@ class FakeJudge:
         return self._fixes
 
     def judge(
-        self, case: Case, run: Run, status: JobStatus, cache: WitnessCache, fixes: Sequence[Injection] = ()
+        self, case: Case, run: Run, status: JobStatus, have: RunsByRole = NONE, fixes: Sequence[Injection] = ()
     ) -> Judgement:
         return self._said[bool(fixes)]
 
@@ -66,9 +67,9 @@ KNOWN = Judgement(verdict=Verdict.KNOWN, findings=(ROWS,))
 PASSED = Judgement(verdict=Verdict.PASSED, findings=(), checks=("scales",))
 
 
-def runner(judge: FakeJudge, executor: FakeExecutor) -> CaseRunner:
+def runner(judge: FakeJudge, executor: FakeExecutor, references: object = None) -> CaseRunner:
     plan = Plan()
-    return CaseRunner(plan, cast("Executor", executor), judge, cast("WitnessCache", None), lambda _: None)
+    return CaseRunner(plan, cast("Executor", executor), judge, cast("ReferenceRunner", references))
 
 
 def test_a_recorded_fault_runs_again_with_its_fix_or_once_where_it_needs_it() -> None:
@@ -126,7 +127,7 @@ def test_a_case_whose_references_were_interrupted_was_not_run(plain: Judgement) 
         """SIGTERM comes while witnesses run: what they would have told is missing in the verdict."""
 
         def judge(
-            self, case: Case, run: Run, status: JobStatus, cache: WitnessCache, fixes: Sequence[Injection] = ()
+            self, case: Case, run: Run, status: JobStatus, have: RunsByRole = NONE, fixes: Sequence[Injection] = ()
         ) -> Judgement:
             executor.stopped = bool(fixes) or plain is not KNOWN
             return self._said[bool(fixes)]
@@ -163,12 +164,50 @@ def test_every_attempt_of_both_runs_is_told() -> None:
 def test_a_reference_that_the_machine_ended_makes_a_case_infra_with_the_reason() -> None:
     class WithoutReference(FakeJudge):
         def judge(
-            self, case: Case, run: Run, status: JobStatus, cache: WitnessCache, fixes: Sequence[Injection] = ()
+            self, case: Case, run: Run, status: JobStatus, have: RunsByRole = NONE, fixes: Sequence[Injection] = ()
         ) -> Judgement:
-            raise WitnessLost("solo x: killed by SIGBUS, not by the harness")
+            raise ReferenceLost("solo x: killed by SIGBUS, not by the harness")
 
     executor = FakeExecutor()
     result = runner(WithoutReference(KNOWN, PASSED), executor).run(CASE)
     assert result is not None and result.verdict is Verdict.INFRA and executor.fixes == [()]
     (finding,) = result.findings
     assert finding.message == "solo x: killed by SIGBUS, not by the harness" and "/dev/shm" in str(finding.fix)
+
+
+class References:
+    """Hands out runs by role; remembers which were asked for."""
+
+    def __init__(self) -> None:
+        self.asked: list[list[str]] = []
+
+    def get_all(self, references: Sequence[Reference]) -> RunsByRole:
+        self.asked.append([reference.role for reference in references])
+        return {reference.role: Run(traces=(), failures=()) for reference in references}
+
+
+@pytest.mark.parametrize("verdict", [Verdict.PASSED, Verdict.NUMERIC])
+def test_a_failure_is_judged_again_with_what_explains_it(verdict: Verdict) -> None:
+    seen: list[set[str]] = []
+
+    class Explaining(FakeJudge):
+        def needs(
+            self, case: Case, run: Run | None = None, have: RunsByRole = NONE, fixes: Sequence[Injection] = ()
+        ) -> tuple[Reference, ...]:
+            return (solo_reference(case),)
+
+        def needs_if_failing(self, case: Case, run: Run, judgement: Judgement) -> tuple[Reference, ...]:
+            return () if judgement.verdict.good else (operands_reference(case),)
+
+        def judge(
+            self, case: Case, run: Run, status: JobStatus, have: RunsByRole = NONE, fixes: Sequence[Injection] = ()
+        ) -> Judgement:
+            seen.append({*have})
+            return super().judge(case, run, status, have, fixes)
+
+    references = References()
+    result = runner(Explaining(Judgement(verdict=verdict, findings=()), PASSED), FakeExecutor(), references).run(CASE)
+    assert result is not None and result.verdict is verdict
+    more = [] if verdict.good else [["operands"]]
+    assert references.asked == [["solo"], *more]
+    assert seen == [{"solo"}, *([] if verdict.good else [{"solo", "operands"}])]

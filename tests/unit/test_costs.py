@@ -16,7 +16,7 @@ from harness.matrix.caseid import case_id, solo_case
 from harness.matrix.linears import parameter_count
 from harness.matrix.rules import expected_refusal
 from harness.project import Project, find_project
-from harness.result import CaseResult, WitnessMade
+from harness.result import CaseResult, ReferenceRun
 from harness.running.selection import Query, expected_cost, select_cases
 from harness.store import RunStore, run_lines
 from harness.studies.records import fit_costs
@@ -41,7 +41,7 @@ def stored(
     folder: Path,
     *more: CaseResult,
     first: int | None = None,
-    witnesses: Sequence[WitnessMade] = (),
+    witnesses: Sequence[ReferenceRun] = (),
 ) -> Path:
     """A run of tier pr in which everything cost exactly what the stored weights say."""
     chosen = [case for case in tier_pr()[:first] if expected_refusal(case) is None]
@@ -52,11 +52,12 @@ def stored(
 
     results = [of(case_id(case), cost(COSTS.case, case_features(case))) for case in chosen]
     made = [
-        WitnessMade(name=f"solo {name}", cpu_s=cost(COSTS.solo, solo_features(case))) for name, case in solos.items()
+        ReferenceRun(kind="solo", name=f"solo {name}", cpu_s=cost(COSTS.solo, solo_features(case)))
+        for name, case in solos.items()
     ]
     software = {"torch": "2.13.0", "torchao": "0.18.0", "python": "3.11"}
     path = folder / "run.jsonl"
-    path.write_bytes(run_lines(make_results(*results, *more, provenance=software, witnesses=(*made, *witnesses))))
+    path.write_bytes(run_lines(make_results(*results, *more, provenance=software, references=(*made, *witnesses))))
     return path
 
 
@@ -73,7 +74,7 @@ def test_the_weights_of_a_run_are_found_again_and_too_few_runs_are_refused(tmp_p
 def test_runs_that_say_nothing_of_one_run_are_left_out(tmp_path: Path) -> None:
     more = (of("tp2-tensorwise-v2048-f64", 999, Verdict.KNOWN), of("tp4-tensorwise-v2048-f64", 999, Verdict.HANG))
     others = [
-        WitnessMade(name=f"{kind} single-tensorwise-v2048-f64", cpu_s=999)
+        ReferenceRun(kind="solo", name=f"{kind} single-tensorwise-v2048-f64", cpu_s=999)
         for kind in ("solo with operands", "replayed partner", "reference", "replay")
     ]
     with_more = fit_costs(stored(tmp_path, *more, witnesses=others), command="fit")

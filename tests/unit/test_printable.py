@@ -36,7 +36,7 @@ from harness.report.sections import (
     bounded,
     text_of,
 )
-from harness.result import Environment, RunResult, WitnessMade
+from harness.result import Environment, ReferenceRun, RunResult
 from harness.running.stored import Stored
 from harness.text import code_span, counted, in_markdown, printable
 from harness.verdict import NotJudged, Verdict
@@ -118,7 +118,7 @@ def a_run(verdict: Verdict = Verdict.CRASH) -> RunResult:
         started="x",
         left_out=("x",),
         provenance={"torch": "x"},
-        witnesses=(WitnessMade(name="x", cpu_s=1.0),),
+        references=(ReferenceRun(kind="solo", name="x", cpu_s=1.0),),
     )
     return msgspec.structs.replace(run, results=tuple(msgspec.structs.replace(case, run=None) for case in run.results))
 

@@ -17,7 +17,7 @@ from harness.project import Project
 from harness.report.run import run_markdown, run_sections
 from harness.report.runs import runs_sections
 from harness.report.sections import text_of
-from harness.result import CaseResult, Curve, Environment, Measured, RunEnd, RunResult, RunStart, WitnessMade
+from harness.result import CaseResult, Curve, Environment, Measured, ReferenceRun, RunEnd, RunResult, RunStart
 from harness.run_options import RunOptions
 from harness.running.stored import (
     Named,
@@ -198,7 +198,7 @@ def test_what_is_stored_is_the_run(project: Project) -> None:
         cases=(A, B),
         provenance={"torch": "2.13.0"},
         name="v1",
-        witnesses=(WitnessMade(name="solo", cpu_s=1.0),),
+        references=(ReferenceRun(kind="solo", name="solo", cpu_s=1.0),),
         left_out=(C,),
     )
     store = RunStore(project.new_run())
@@ -390,17 +390,18 @@ def verdicts(run: RunResult) -> dict[str, str]:
 
 
 def test_shards_become_one_run() -> None:
-    solo = WitnessMade(name="solo", cpu_s=1.0)
+    solo = ReferenceRun(kind="solo", name="solo", cpu_s=1.0)
+    two = make_result("a"), make_result("b", Verdict.CRASH)
     run = merged(
         [
-            shard(make_result("a"), make_result("b", Verdict.CRASH), name="v1", witnesses=(solo,), left_out=("c", "d")),
+            shard(*two, name="v1", references=(solo,), left_out=("c", "d")),
             shard(make_result("c"), name="v1", started="2025-01-01T00:00:00+00:00", provenance={"torch": "2"}),
         ]
     )
     assert verdicts(run) == {"a": "passed", "b": "crash", "c": "passed"}
     assert (run.end.wall_s, run.cpu_s, run.exit_code, run.end.interrupted) == (4.0, 7.5, 1, False)
     assert (run.start.name, run.start.started, run.start.left_out) == ("v1", "2025-01-01T00:00:00+00:00", ("d",))
-    assert (run.start.environment, run.end.provenance, run.end.witnesses) == (OF_SHARDS, {"torch": "2"}, (solo,))
+    assert (run.start.environment, run.end.provenance, run.end.references) == (OF_SHARDS, {"torch": "2"}, (solo,))
     assert run.totals["passed"] == 2 and run.totals["crash"] == 1
     for line in run_lines(run).splitlines():
         VALIDATOR.validate(json.loads(line))

@@ -10,7 +10,7 @@ import itertools
 import random
 import signal
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -27,20 +27,29 @@ from harness.engine import outcome as retry
 from harness.engine.cluster import Cluster
 from harness.engine.hardware import NodeCapacity
 from harness.engine.leases import Leases
-from harness.engine.messages import JobOutcome, JobStatus
+from harness.engine.messages import JobStatus
 from harness.engine.node import LocalNode
 from harness.engine.symptoms import MACHINE_SIGNALS
 from harness.engine.zygote_engine import ZygoteEngine
+from harness.evidence.references import (
+    Reference,
+    RunsByRole,
+    bf16_reference,
+    noisy_reference,
+    partner_reference,
+    replay_reference,
+    solo_reference,
+    unprobed_reference,
+)
 from harness.expect.relations import partner
 from harness.matrix.case import Case
 from harness.matrix.caseid import case_id, parse_case_id, reference_case
 from harness.matrix.numerics import VIRTUAL_DEVICE
-from harness.request import RunRequest
 from harness.result import CaseResult
-from harness.running.case_runner import CaseRunner
+from harness.running.case_runner import NONE, CaseRunner, Judge
 from harness.running.executor import Executor
 from harness.running.plan import Injection, Plan
-from harness.running.witnesses import WitnessCache
+from harness.running.references import ReferenceLost, ReferenceRunner
 from harness.trace import Run
 from harness.verdict import Verdict
 from tests.builders import make_witnesses
@@ -81,40 +90,43 @@ class Ending(NamedTuple):
     text: str
 
 
-class Comparing:
+REFERENCES: Mapping[str, Callable[[Case, Run], Reference]] = {
+    "replay": replay_reference,
+    "noise": lambda case, run: noisy_reference(case, 1, ()),
+    "golden": lambda case, run: bf16_reference(case),
+    "solo": lambda case, run: solo_reference(case),
+    "partner": lambda case, run: partner_reference(case),
+    "unprobed": lambda case, run: unprobed_reference(case),
+}
+
+
+class Comparing(Judge):
     """Compares a case with the reference of this kind."""
 
     def __init__(self, kind: Kind) -> None:
         self._kind = kind
 
-    def expectation(self, case: Case) -> str | None:
-        return None
-
     def fixes(self, case: Case) -> tuple[Injection, ...]:
         return (FIX,) if self._kind == "with fix" else ()
 
+    def needs(
+        self, case: Case, run: Run | None = None, have: RunsByRole = NONE, fixes: Sequence[Injection] = ()
+    ) -> tuple[Reference, ...]:
+        if run is None or not run.complete or self._kind not in REFERENCES:
+            return ()
+        return (REFERENCES[self._kind](case, run),)
+
     def judge(
-        self, case: Case, run: Run, status: JobStatus, cache: WitnessCache, fixes: Sequence[Injection] = ()
+        self, case: Case, run: Run, status: JobStatus, have: RunsByRole = NONE, fixes: Sequence[Injection] = ()
     ) -> Judgement:
         if status != "ok" or not run.complete:
             return judge(case, run, status, make_witnesses(case))
         if self._kind == "with fix" and not fixes:
             return Judgement(verdict=Verdict.KNOWN, findings=())
-        other = _reference(self._kind, case, run, cache)
-        if other is None or not other.complete:
+        if any(other is None or not other.complete for other in have.values()):
             missing = NO_REFERENCE.finding(who=self._kind, why=": it did not finish")
             return Judgement(verdict=Verdict.INVARIANT, findings=(missing,))
         return Judgement(verdict=Verdict.PASSED, findings=())
-
-
-def _reference(kind: Kind, case: Case, run: Run, cache: WitnessCache) -> Run | None:
-    if kind == "replay":
-        return cache.replay(case, run)
-    if kind == "noise":
-        return cache.noisy(case, 1, ())
-    if kind == "golden":
-        return cache.reference(case)
-    return getattr(cache, kind)(case) if kind in ("solo", "partner", "unprobed") else run
 
 
 class Machine:
@@ -134,12 +146,12 @@ class Machine:
 
     def run(self, killed: Killed | None, judge: Comparing | None = None) -> Ending:
         case = self._planned(killed)
-        cache = WitnessCache(self.executor, self._folder / "witnesses" / str(case.train.seed), lambda _: "")
-        result = CaseRunner(
-            PLAN, self.executor, judge or Comparing(killed.kind if killed else "case"), cache, self.notes.append
-        ).run(case)
+        folder = self._folder / "references" / str(case.train.seed)
+        references = ReferenceRunner(self.executor, folder, lambda _: "")
+        judge = judge or Comparing(killed.kind if killed else "case")
+        result = CaseRunner(PLAN, self.executor, judge, references).run(case)
         assert result is not None
-        made = [len(witness.retried) + 1 for witness in cache.made]
+        made = [len(reference.retried) + 1 for reference in references.log]
         attempts = made[0] if made else len(result.attempts)
         return Ending(result.verdict, attempts, _text(result))
 
@@ -276,17 +288,19 @@ def test_a_zygote_that_dies_while_a_case_is_judged_costs_nothing(machine: Machin
     assert machine.run(None, Killing("solo")).verdict is Verdict.PASSED
 
 
-class AsBefore(WitnessCache):
-    """Hands a witness that the machine ended to the judge, as one that did not finish."""
+class AsBefore(ReferenceRunner):
+    """Hands a reference that the machine ended to the judge, as one that did not finish."""
 
-    def _run(self, name: str, request: RunRequest) -> JobOutcome | None:
-        return self._executor.serve(request)
+    def get(self, reference: Reference, *, ahead: bool = False) -> Run | None:
+        with suppress(ReferenceLost):
+            return super().get(reference, ahead=ahead)
+        return Run(traces=(), failures=())
 
 
 def test_the_rows_tell_a_machine_that_does_not_retry(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     of_references = [Killed(kind, "before training", "SIGKILL", times=1) for kind in KINDS]
     monkeypatch.setattr(retry, "MACHINE_ATTEMPTS", 1)
     assert len(wrong(machine, of_references)) == len(KINDS)
-    monkeypatch.setattr(killed_ranks, "WitnessCache", AsBefore)
+    monkeypatch.setattr(killed_ranks, "ReferenceRunner", AsBefore)
     ending = machine.run(Killed("solo", "before training", "SIGKILL", times=1))
     assert ending.verdict is Verdict.INVARIANT, "what a judge says of a reference that is not there"

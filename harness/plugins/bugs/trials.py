@@ -28,9 +28,9 @@ from harness.running.case_runner import CaseRunner
 from harness.running.executor import open_executor
 from harness.running.plan import Injection, Plan, parse_injection
 from harness.running.progress import Progress
+from harness.running.references import open_references
 from harness.running.schedule import run_schedule
 from harness.running.selection import one_case
-from harness.running.witnesses import open_witnesses
 from harness.text import counted
 from harness.verdict import ExitCode, FailureSignature, Finding, Verdict
 from harness.workflow import check_fits
@@ -108,8 +108,8 @@ def open_trials(
     """Trials with these injections, whose ranks are warmed up for cases like the first."""
     plan = msgspec.structs.replace(plan.serving([first]), injections=tuple(injections))
     with open_executor(plan, project, progress.note) as executor:
-        cache = open_witnesses(project, plan, executor)
-        runner = CaseRunner(plan, executor, judge_of_any_case(project, plan), cache, progress.note)
+        references = open_references(project, plan, executor)
+        runner = CaseRunner(plan, executor, judge_of_any_case(project, plan), references)
         yield Trials(plan, runner, progress)
 
 

@@ -19,6 +19,7 @@ from harness.checks.failures import refusal_words
 from harness.checks.judge import Judgement
 from harness.checks.model import unequal_initial_weights
 from harness.errors import HarnessError
+from harness.evidence.references import unprobed_reference
 from harness.matrix.case import Case, Dtype, Float8, Layout, Train
 from harness.matrix.caseid import case_id, layout_id, parse_layout
 from harness.matrix.recipes import Recipe
@@ -26,11 +27,11 @@ from harness.matrix.rules import exclusions
 from harness.project import Project
 from harness.result import CaseResult
 from harness.running.case_judge import prepare_judge
-from harness.running.case_runner import Judged, Reviewed
+from harness.running.case_runner import Judged
 from harness.running.identity import check_targets, target_file
 from harness.running.plan import Plan
 from harness.running.progress import Progress
-from harness.running.witnesses import WitnessCache
+from harness.running.references import ReferenceRunner
 from harness.trace import RankTrace, Run
 from harness.trace.model import ModelRecord, StateChange
 from harness.verdict import Finding, NotJudged, Verdict
@@ -177,9 +178,8 @@ def check_target(project: Project, options: CheckOptions, plan: Plan, progress: 
             seen[case_id(judged.case)] = _look(judged)
         return judged.judgement
 
-    judge = Reviewed(prepare_judge(project, cases, plan), review)
     plan = replace(plan, timeout_s=plan.timeout_s or TIMEOUT_S, digests_built=True)
-    result = run_cases(project, cases, plan, judge, progress)
+    result = run_cases(project, cases, plan, prepare_judge(project, cases, plan), progress, review=review)
     runs = tuple(
         _target_run(case, case_result, seen.get(case_result.case_id))
         for case, case_result in zip(cases, result.results, strict=True)
@@ -205,7 +205,7 @@ class _Seen(NamedTuple):
 
 def _look(judged: Judged) -> _Seen:
     """Return what the questions of this study find in a complete run."""
-    changed = _changed_by_probes(judged.case, judged.run, judged.cache)
+    changed = _changed_by_probes(judged.case, judged.run, judged.references)
     return _Seen(
         findings=(*(changed or ()), *unequal_initial_weights(judged.run), *_scale(judged.case, judged.run)),
         probes_neutral=None if changed is None else not changed,
@@ -213,16 +213,16 @@ def _look(judged: Judged) -> _Seen:
     )
 
 
-def _changed_by_probes(case: Case, run: Run, cache: WitnessCache) -> list[Finding] | None:
+def _changed_by_probes(case: Case, run: Run, references: ReferenceRunner) -> list[Finding] | None:
     """Return a finding when the run without probes has other numbers; None when it did not finish."""
-    again = cache.unprobed(case)
-    if again is None:
+    again = references.get(unprobed_reference(case))
+    if again is None or not again.complete:
         return None
     step = _first_difference(run, again)
     if step is None:
         return []
-    third = cache.unprobed(case)
-    random = third is not None and _first_difference(again, third) is not None
+    third = references.get(unprobed_reference(case))
+    random = third is not None and third.complete and _first_difference(again, third) is not None
     return [(RANDOM if random else NOT_NEUTRAL).finding(step=step, expected="the same numbers, bit for bit")]
 
 

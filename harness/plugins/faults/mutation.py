@@ -22,6 +22,7 @@ from harness.checks.check import finished
 from harness.checks.judge import Judgement
 from harness.evidence.costs import read_costs
 from harness.evidence.golden import Golden, find_golden
+from harness.evidence.references import solo_reference
 from harness.evidence.sealed import Missing
 from harness.matrix.case import Case
 from harness.matrix.caseid import case_id, family_id, parse_case_id
@@ -32,13 +33,13 @@ from harness.project import Project
 from harness.registry import REFERENCE
 from harness.result import CaseResult
 from harness.running.case_judge import known_here, prepare_judge
-from harness.running.case_runner import CaseRunner, Judged, Reviewed
+from harness.running.case_runner import CaseRunner, Judged
 from harness.running.executor import Executor, open_executor
 from harness.running.plan import Plan, parse_injection
 from harness.running.progress import Progress
+from harness.running.references import open_references
 from harness.running.schedule import run_schedule
 from harness.running.selection import Query, select_cases, trained_by
-from harness.running.witnesses import open_witnesses
 from harness.sources import installed_versions
 from harness.trace import RankFailure, Run
 from harness.verdict import Finding, Verdict, check_of
@@ -260,7 +261,7 @@ class _TrialWork:
         for case in cases:
             with suppress(Missing):
                 self._goldens[case_id(case)] = find_golden(project.root, plan.hardware, family_id(case))
-        self._cache = open_witnesses(project, plan, executor)
+        self._references = open_references(project, plan, executor)
 
     def run(self, planting: _Planting) -> _PlantingResult | None:
         injections = () if planting.fault is None else (parse_injection(planting.fault.injection),)
@@ -271,12 +272,11 @@ class _TrialWork:
             nonlocal baseline
             reached[bool(judged.fixes)] = fault_effect(judged.run)
             if judged.run.complete:
-                solo = finished(judged.cache.solo(judged.case))
+                solo = finished(judged.references.get(solo_reference(judged.case)))
                 baseline = baseline_detection(judged.run, self._goldens.get(case_id(judged.case)), solo)
             return judged.judgement
 
-        judge = Reviewed(self._judge, review)
-        runner = CaseRunner(plan, self._executor.with_plan(plan), judge, self._cache, self._progress.note)
+        runner = CaseRunner(plan, self._executor.with_plan(plan), self._judge, self._references, review)
         fixes = self._judge.needed_fixes(planting.case) if planting.mended else ()
         result = runner.run(planting.case, fixes)
         if result is None:

@@ -36,7 +36,7 @@ from harness.running.case_runner import CaseRunner
 from harness.running.executor import open_executor
 from harness.running.plan import Plan
 from harness.running.progress import Progress
-from harness.running.witnesses import open_witnesses
+from harness.running.references import open_references
 from harness.store import RunStore
 from harness.studies.records import SanityJudge
 from harness.workflow import check_fits, provenance, run_start
@@ -323,8 +323,7 @@ def measure_speed(
     results: list[CaseResult] = []
     with store.locked(), open_executor(plan, project, progress.note) as executor:
         store.begin(start)
-        cache = open_witnesses(project, plan, executor)
-        runner = CaseRunner(plan, executor, SanityJudge(), cache, progress.note)
+        runner = CaseRunner(plan, executor, SanityJudge(), open_references(project, plan, executor))
         for case, twin in zip(cases, twins, strict=True):
             speed, ended = _timed(case, twin, runner, plan, progress, pairs=pairs, warmup=warmup)
             speeds.append(speed)

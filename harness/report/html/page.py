@@ -110,10 +110,11 @@ def _template(name: str) -> Template:
 
 
 def _run_section(run: RunResult) -> Section:
-    witnesses = Table(
-        title=f"Witnesses that were run ({len(run.end.witnesses)})",
-        columns=("witness", "CPU s", "retried after"),
-        rows=tuple((witness.name, f"{witness.cpu_s:.1f}", "; ".join(witness.retried)) for witness in run.end.witnesses),
+    ran = [reference for reference in run.end.references if reference.ran]
+    references = Table(
+        title=f"References that were run ({len(ran)} of {len(run.end.references)})",
+        columns=("reference", "CPU s", "retried after"),
+        rows=tuple((reference.name, f"{reference.cpu_s:.1f}", "; ".join(reference.retried)) for reference in ran),
         right=(1,),
         folded=True,
     )
@@ -122,7 +123,7 @@ def _run_section(run: RunResult) -> Section:
     facts += (run.end.provenance if environment is None else environment.words).items()
     *others, last = totals(run)
     shown = Section(title="Totals", blocks=(*last.blocks, *others))
-    return Section(name="run", title="Run", blocks=(Facts(tuple(facts)), shown, witnesses))
+    return Section(name="run", title="Run", blocks=(Facts(tuple(facts)), shown, references))
 
 
 def _hash(text: str) -> str:

@@ -12,12 +12,20 @@ import msgspec
 import pytest
 
 from harness.engine.messages import JobOutcome, RankOutcome
+from harness.evidence.references import (
+    bf16_reference,
+    noisy_reference,
+    operands_reference,
+    partner_reference,
+    solo_reference,
+    unprobed_reference,
+)
 from harness.matrix.caseid import case_id, parse_case_id
 from harness.matrix.linears import converted_fqns
 from harness.request import RunRequest
 from harness.running.executor import Executor
 from harness.running.plan import Injection
-from harness.running.witnesses import WitnessCache, WitnessLost
+from harness.running.references import ReferenceLost, ReferenceRunner
 from harness.trace import RankTrace
 from harness.trace.operands import OperandTrace
 from tests.builders import make_cast, make_distance, make_trace, run_of
@@ -60,20 +68,20 @@ class FakeExecutor:
         return self.outcome
 
 
-def cache(executor: FakeExecutor, folder: Path, *, content: str = "these packages") -> WitnessCache:
-    return WitnessCache(cast("Executor", executor), folder, lambda _: content)
+def cache(executor: FakeExecutor, folder: Path, *, content: str = "these packages") -> ReferenceRunner:
+    return ReferenceRunner(cast("Executor", executor), folder, lambda _: content)
 
 
 def test_each_kind_of_witness_is_run_in_its_own_way(tmp_path: Path) -> None:
     executor = FakeExecutor(ok())
     witnesses = cache(executor, tmp_path)
-    assert witnesses.solo(CASE) == witnesses.partner(CASE) == run_of(make_trace())
+    assert witnesses.get(solo_reference(CASE)) == witnesses.get(partner_reference(CASE)) == run_of(make_trace())
     assert executor.asked == [
         ("solo", "fsdp4-tensorwise-ag.fp8pre-v2048-b16", ("sketches", "operands")),
         ("plain", "hsdp2x2-tensorwise-ag.fp8-v2048-b16", ("sketches",)),
     ]
     executor = FakeExecutor(ok())
-    assert cache(executor, tmp_path).reference(CASE) == run_of(make_trace())
+    assert cache(executor, tmp_path).get(bf16_reference(CASE)) == run_of(make_trace())
     assert executor.asked == [("plain", "single-bf16-v2048-b16", ("sketches",))]
 
 
@@ -82,8 +90,8 @@ def test_noisy_references_are_of_the_recipe_and_of_one_draw_each(tmp_path: Path)
     witnesses = cache(executor, tmp_path)
     others = ("fsdp2-tensorwise-v2048-b16", "tp2-tensorwise-head.fp8-v2048-b16", "single-rowwise-v2048-b16")
     for case in (CASE, *map(parse_case_id, others)):
-        assert witnesses.noisy(case, 1, converted_fqns(case)) is not None
-    assert witnesses.noisy(CASE, 2, converted_fqns(CASE)) is not None
+        assert witnesses.get(noisy_reference(case, 1, converted_fqns(case))) is not None
+    assert witnesses.get(noisy_reference(CASE, 2, converted_fqns(CASE))) is not None
     noises = [kind for kind, _, _ in executor.asked]
     assert noises == [  # the second case shares the errors of the first
         "noise 1 in 14 with float8_e5m2",
@@ -101,14 +109,14 @@ def test_a_partner_that_stands_for_the_modules_of_a_compiled_case_is_replayed(tm
     executor = FakeExecutor(ok_with(recorded))
     distance = make_distance()
     executor.replayed = ok_with(make_trace(module_distances=(distance,))) if finished else None
-    partner = cache(executor, tmp_path).partner(compiled)
+    partner = cache(executor, tmp_path).get(partner_reference(compiled))
     assert partner == (run_of(make_trace(module_distances=(distance,))) if finished else None)
     assert executor.asked == [
         ("plain", eager, ("sketches", "module_tensors")),
         ("replay", eager, ()),
     ]
     again = FakeExecutor(ok_with(recorded))
-    assert cache(again, tmp_path).partner(compiled) == partner
+    assert cache(again, tmp_path).get(partner_reference(compiled)) == partner
     assert (again.asked == []) is finished
 
 
@@ -116,7 +124,7 @@ def test_the_partner_of_a_run_with_a_fix_runs_with_it_and_is_kept_by_the_content
     executor = FakeExecutor(ok())
     for source in (b"first", b"first", b"second"):
         fix = Injection(text="fix.py:apply", target="/fix.py:apply", source=source)
-        assert cache(executor, tmp_path).partner(CASE, (fix,)) is not None
+        assert cache(executor, tmp_path).get(partner_reference(CASE, fixes={fix.content: fix.patch})) is not None
     partner = "hsdp2x2-tensorwise-ag.fp8-v2048-b16"
     assert executor.asked == [("plain with /fix.py:apply", partner, ("sketches",))] * 2
 
@@ -125,59 +133,56 @@ def test_operands_of_a_solo_witness_are_read_again_and_not_kept_in_memory(tmp_pa
     recorded = make_trace(operands=OperandTrace(casts=(make_cast(),), matmuls=()))
     executor = FakeExecutor(ok_with(recorded))
     witnesses = cache(executor, tmp_path)
-    light = witnesses.solo(CASE)
+    light = witnesses.get(solo_reference(CASE))
     assert light is not None and light.traces[0].operands is None and len(light.traces[0].cast_shares or ()) == 1
-    assert witnesses.solo_with_operands(CASE) == run_of(recorded)
+    assert witnesses.get(operands_reference(CASE)) == run_of(recorded)
     assert [probes for _, _, probes in executor.asked] == [("sketches", "operands")]
     next(tmp_path.iterdir()).unlink()
-    assert witnesses.solo_with_operands(CASE) == run_of(recorded)
+    assert witnesses.get(operands_reference(CASE)) == run_of(recorded)
     assert len(executor.asked) == 2, "where nothing could be stored it is run again"
 
 
-def test_cases_with_the_same_witness_share_it_and_one_without_a_partner_runs_none(tmp_path: Path) -> None:
+def test_cases_with_the_same_reference_share_it(tmp_path: Path) -> None:
     executor = FakeExecutor(ok())
     witnesses = cache(executor, tmp_path)
     layouts = ("fsdp4", "hsdp2x2", "fsdp4-tp2", "hsdp2x2-tp2-nosp")
-    runs = [witnesses.solo(parse_case_id(f"{layout}-tensorwise-v2048-b16")) for layout in layouts]
+    runs = [witnesses.get(solo_reference(parse_case_id(f"{layout}-tensorwise-v2048-b16"))) for layout in layouts]
     assert len(executor.asked) == 1 and all(run == runs[0] for run in runs)
-    executor = FakeExecutor(ok())
-    assert cache(executor, tmp_path).partner(parse_case_id("fsdp2-tensorwise-ac.full-v2048-b16")) is None
-    assert executor.asked == []
 
 
 def test_a_witness_is_kept_over_caches(tmp_path: Path) -> None:
     first, second = FakeExecutor(ok()), FakeExecutor(ok())
-    assert cache(first, tmp_path).solo(CASE) == cache(second, tmp_path).solo(CASE)
+    assert cache(first, tmp_path).get(solo_reference(CASE)) == cache(second, tmp_path).get(solo_reference(CASE))
     assert (len(first.asked), len(second.asked)) == (1, 0)
 
 
 def test_a_witness_that_something_else_computed_is_not_used(tmp_path: Path) -> None:
-    cache(FakeExecutor(ok()), tmp_path).solo(CASE)
+    cache(FakeExecutor(ok()), tmp_path).get(solo_reference(CASE))
     executor = FakeExecutor(ok())
-    cache(executor, tmp_path, content="other packages").solo(CASE)
+    cache(executor, tmp_path, content="other packages").get(solo_reference(CASE))
     assert len(executor.asked) == 1
 
 
 @pytest.mark.parametrize("damage", [b"", b"\xc1", b"\x80", b"\xa3\xff\xff\xff", None])
 def test_a_damaged_file_is_absent_and_replaced(tmp_path: Path, damage: bytes | None) -> None:
-    whole = cache(FakeExecutor(ok()), tmp_path).solo(CASE)
+    whole = cache(FakeExecutor(ok()), tmp_path).get(solo_reference(CASE))
     (path,) = tmp_path.iterdir()
     path.write_bytes(path.read_bytes()[:-5] if damage is None else damage)
     executor = FakeExecutor(ok())
-    assert cache(executor, tmp_path).solo(CASE) == whole
+    assert cache(executor, tmp_path).get(solo_reference(CASE)) == whole
     assert len(executor.asked) == 1
     unused = FakeExecutor()
-    assert cache(unused, tmp_path).solo(CASE) == whole and unused.asked == []
+    assert cache(unused, tmp_path).get(solo_reference(CASE)) == whole and unused.asked == []
 
 
 def test_one_wrong_bit_is_damage_wherever_it_is(tmp_path: Path) -> None:
-    cache(FakeExecutor(ok()), tmp_path).solo(CASE)
+    cache(FakeExecutor(ok()), tmp_path).get(solo_reference(CASE))
     (path,) = tmp_path.iterdir()
     whole = path.read_bytes()
     for position in range(0, len(whole), 41):
         path.write_bytes(bytes(byte ^ (at == position) for at, byte in enumerate(whole)))
         executor = FakeExecutor(ok())
-        cache(executor, tmp_path).solo(CASE)
+        cache(executor, tmp_path).get(solo_reference(CASE))
         assert len(executor.asked) == 1 and path.read_bytes() == whole
 
 
@@ -194,31 +199,31 @@ def test_one_wrong_bit_is_damage_wherever_it_is(tmp_path: Path) -> None:
     ],
     ids=["crash", "hang", "garbled", "empty"],
 )
-def test_a_witness_that_did_not_finish_says_why_and_is_not_kept(tmp_path: Path, outcome: JobOutcome, why: str) -> None:
+def test_one_that_did_not_finish_says_why_and_is_not_stored(tmp_path: Path, outcome: JobOutcome, why: str) -> None:
     executor = FakeExecutor(outcome)
     witnesses = cache(executor, tmp_path)
-    ended = witnesses.solo(CASE)
+    ended = witnesses.get(solo_reference(CASE))
     assert ended is not None and ended.traces == () and why in ended.failures[0].message
     assert list(tmp_path.iterdir()) == []
     executor.outcome = ok()
-    again = witnesses.solo(CASE)
-    assert again is not None and again.complete
-    assert len(executor.asked) == 2
+    assert witnesses.get(solo_reference(CASE)) == ended
+    assert len(executor.asked) == 1, "another case that wants it gets the same answer"
+    assert cache(executor, tmp_path).get(solo_reference(CASE)) == run_of(make_trace()), "and the next run tries again"
 
 
 def test_a_witness_that_was_stopped_is_none_and_not_kept(tmp_path: Path) -> None:
     executor = FakeExecutor(None)
     witnesses = cache(executor, tmp_path)
-    assert witnesses.solo(CASE) is None and list(tmp_path.iterdir()) == []
+    assert witnesses.get(solo_reference(CASE)) is None and list(tmp_path.iterdir()) == []
     executor.outcome = ok()
-    assert witnesses.solo(CASE) is not None
+    assert witnesses.get(solo_reference(CASE)) is not None
 
 
 def test_threads_that_need_one_witness_run_it_once(tmp_path: Path) -> None:
     executor = FakeExecutor(ok(), before=lambda: threading.Event().wait(0.05))
     witnesses = cache(executor, tmp_path)
     with ThreadPoolExecutor(8) as threads:
-        runs = list(threads.map(witnesses.solo, [CASE] * 16))
+        runs = list(threads.map(witnesses.get, [solo_reference(CASE)] * 16))
     assert len(executor.asked) == 1 and all(run is runs[0] and run is not None for run in runs)
 
 
@@ -226,7 +231,10 @@ def test_threads_that_need_different_witnesses_do_not_wait_for_each_other(tmp_pa
     rendezvous = threading.Barrier(2, timeout=20)
     witnesses = cache(FakeExecutor(ok(), before=rendezvous.wait), tmp_path)
     with ThreadPoolExecutor(2) as threads:
-        solo, other = threads.submit(witnesses.solo, CASE), threads.submit(witnesses.partner, CASE)
+        solo, other = (
+            threads.submit(witnesses.get, solo_reference(CASE)),
+            threads.submit(witnesses.get, partner_reference(CASE)),
+        )
         assert solo.result() is not None and other.result() is not None
 
 
@@ -234,8 +242,8 @@ def test_a_folder_that_cannot_be_written_costs_nothing_but_time(tmp_path: Path) 
     blocked = tmp_path / "file"
     blocked.write_text("not a folder")
     witnesses = cache(FakeExecutor(ok()), blocked / "witnesses")
-    assert witnesses.solo(CASE) is not None
-    assert witnesses.solo(CASE) is not None
+    assert witnesses.get(solo_reference(CASE)) is not None
+    assert witnesses.get(solo_reference(CASE)) is not None
 
 
 LOST = JobOutcome(job_id="j", status="infra", ranks=(), message="node b is gone.", cpu_s=2.0)
@@ -244,21 +252,21 @@ LOST = JobOutcome(job_id="j", status="infra", ranks=(), message="node b is gone.
 def test_a_witness_that_the_machine_ended_is_no_witness_that_failed(tmp_path: Path) -> None:
     witnesses = cache(FakeExecutor(LOST), tmp_path)
     asks: tuple[Callable[[], object], ...] = (
-        lambda: witnesses.solo(CASE),
-        lambda: witnesses.solo_with_operands(CASE),
-        lambda: witnesses.partner(CASE),
-        lambda: witnesses.reference(CASE),
-        lambda: witnesses.noisy(CASE, 1, ()),
-        lambda: witnesses.unprobed(CASE),
+        lambda: witnesses.get(solo_reference(CASE)),
+        lambda: witnesses.get(operands_reference(CASE)),
+        lambda: witnesses.get(partner_reference(CASE)),
+        lambda: witnesses.get(bf16_reference(CASE)),
+        lambda: witnesses.get(noisy_reference(CASE, 1, ())),
+        lambda: witnesses.get(unprobed_reference(CASE)),
     )
     for ask in asks:
-        with pytest.raises(WitnessLost, match=r"with which this case is compared: node b is gone\."):
+        with pytest.raises(ReferenceLost, match=r"with which this case is compared: node b is gone\."):
             ask()
     assert list(tmp_path.iterdir()) == []
 
 
 def test_what_the_machine_ended_before_a_witness_was_made_is_kept_with_it(tmp_path: Path) -> None:
     witnesses = cache(FakeExecutor(msgspec.structs.replace(ok(), cpu_s=3.0, earlier=(LOST,))), tmp_path)
-    assert witnesses.reference(CASE) == run_of(make_trace())
-    (made,) = witnesses.made
+    assert witnesses.get(bf16_reference(CASE)) == run_of(make_trace())
+    (made,) = witnesses.log
     assert (made.retried, made.cpu_s) == (("node b is gone.",), 5.0)
