@@ -160,6 +160,7 @@ def _cost(project: Project, case: Case) -> tuple[Block, ...]:
         ("ranks", str(case.world_size)),
         ("wall", f"{expected.wall_s:.0f} s on {expected.cpus} CPUs, without waiting for others"),
         ("CPU", f"{expected.case_cpu_s:.1f} s, and {expected.witness_cpu_s:.1f} s for references not kept yet"),
+        ("references", ", ".join(expected.references) or "none"),
         ("memory", f"{expected.process_bytes / 1e9:.1f} GB in one process, {expected.all_bytes / 1e9:.1f} GB in all"),
     )
     return (Facts(facts), Items(tuple(expected.basis)))

@@ -154,6 +154,7 @@ class Estimate(msgspec.Struct, frozen=True, kw_only=True):
     process_bytes: float
     all_bytes: float
     rough: bool
+    references: tuple[str, ...]
 
 
 def estimate(case: Case, costs: Costs, stored: Stored = ALL_STORED) -> Estimate:
@@ -170,6 +171,7 @@ def estimate(case: Case, costs: Costs, stored: Stored = ALL_STORED) -> Estimate:
         process_bytes=max(rank, witness) + _COPIES_IN_PROCESS * recorded,
         all_bytes=max(rank * case.world_size, witness) + _COPIES * recorded,
         rough=more_s > 0,
+        references=tuple(price.shared_s),
     )
 
 

@@ -308,6 +308,7 @@ class ExpectedCost(msgspec.Struct, frozen=True, kw_only=True):
     witness_cpu_s: float
     process_bytes: float
     all_bytes: float
+    references: tuple[str, ...]
     basis: tuple[str, ...]
 
 
@@ -334,6 +335,7 @@ def expected_cost(project: Project, case: Case) -> ExpectedCost:
         witness_cpu_s=witness_cpu_s,
         process_bytes=estimated.process_bytes,
         all_bytes=estimated.all_bytes,
+        references=estimated.references,
         basis=(source, *_assumptions(case, estimated), *[_DERIVING] * derives),
     )
 
