@@ -102,7 +102,7 @@ def stopped(project: Command) -> str:
 def interrupted(project: Command) -> str:
     project.environment["GO"] = str(project.folder / "go")
     project.planted("waiting", 0, 8, 8)
-    process = project.start_until("[1/3]", "run", "waiting", *CPU, "-j", "1")
+    process = project.start_until("passed ", "run", "waiting", *CPU, "-j", "1")
     process.send_signal(signal.SIGINT)
     out, _ = process.communicate(timeout=30)
     (project.folder / "go").touch()

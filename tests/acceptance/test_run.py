@@ -165,7 +165,7 @@ def test_rerun_failed_runs_what_a_killed_run_never_reached_in_the_same_way(proje
     project.planted("slow", *[10] * 4)
     (project.folder / "patch.py").write_text("import time\ndef apply():\n    time.sleep(1)\n    raise ValueError(1)\n")
     patched = ("--inject", "patch.py:apply", "--timeout-s", "77")
-    process = project.start_until("[1/4]", "run", "slow", *CPU, "-j", "1", *patched)
+    process = project.start_until("crash ", "run", "slow", *CPU, "-j", "1", *patched)
     process.kill()
     process.communicate(timeout=30)
     elsewhere = project.folder / "cases" / "deep"
@@ -225,7 +225,7 @@ def test_interrupt_leaves_a_valid_partial_result(project: Inside) -> None:
     project.planted("slow", *[6] * 8)
     assert project.run("baseline", "update", "slow", *CPU, "--reason", "slow").returncode == 0
     out = project.folder / "partial.json"
-    process = project.start_until("[1/8]", "run", "slow", *CPU, "-j", "1", "--json", str(out))
+    process = project.start_until("passed ", "run", "slow", *CPU, "-j", "1", "--json", str(out))
     time.sleep(0.3)
     ours = psutil.Process(process.pid).children(recursive=True)
     assert ours
