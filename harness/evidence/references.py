@@ -70,8 +70,8 @@ def needs(
 ) -> tuple[Reference, ...]:
     """Return the references that a case wants whether it fails or not, those first that most cases share.
 
-    With its `run` those alone that can start. `recorded`: fields of `RankTrace` that its ranks fill. `fixes`: what its partner runs with,
-    by content.
+    With its `run` those alone that can start. `recorded`: fields of `RankTrace` that its ranks fill. `fixes`: what its
+    partner runs with, by content.
     """
     if expect.refusal is not None:
         return ()

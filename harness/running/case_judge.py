@@ -4,9 +4,10 @@ A damaged golden or an unfounded tolerance ends the run here, before anything wa
 references that a case wants, whoever runs cases has them run, and the verdict follows from the case, its run and them.
 """
 
+import contextlib
 import datetime
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -38,7 +39,7 @@ from harness.expect.model import accumulates, found_model
 from harness.expect.upstream import installed_changes
 from harness.hints import update_signature
 from harness.matrix.case import Case
-from harness.matrix.caseid import case_id, family_id, parse_case_id, reference_case
+from harness.matrix.caseid import case_id, family_id, reference_case
 from harness.matrix.records import PACKAGES, KnownFault, matching
 from harness.project import Project
 from harness.running.case_runner import NONE
@@ -47,6 +48,8 @@ from harness.running.selection import recorded_faults
 from harness.sources import holds_for, installed_versions
 from harness.trace import Run
 from harness.verdict import GoldenSource, Verdict
+
+Evidence = TypeVar("Evidence", Golden, Tolerance, Signature)
 
 
 class JudgedBy(msgspec.Struct, frozen=True, kw_only=True):
@@ -251,9 +254,6 @@ def _with_derived_tolerances(case: Case, witnesses: Witnesses, have: RunsByRole,
     return msgspec.structs.replace(witnesses, tolerance=loss, parity_tolerance=parity_of)
 
 
-Evidence = TypeVar("Evidence", Golden, Tolerance)
-
-
 class _EvidenceReader:
     """Reads each golden and each tolerance of a project once."""
 
@@ -264,70 +264,49 @@ class _EvidenceReader:
         self.installed = installed_versions(PACKAGES)
         self.changes = installed_changes()
         self.doubts = doubts(read_verified((project.shipped, project.root)), self.installed)
-        self._goldens: dict[object, Golden | None] = {}
-        self._tolerances: dict[object, Tolerance | None] = {}  # of the loss and of parity
+        self._kept: dict[object, Any] = {}
 
     def golden(self, case: Case) -> Golden | None:
-        family = family_id(case)
-        return _cached(self._goldens, family, lambda: find_golden(self.root, self.plan.hardware, family))
+        return self._once(family_id(case), lambda: find_golden(self.root, self.plan.hardware, family_id(case)))
 
     def signature(self, case: Case) -> Signature | None:
         if not self._signatures or not needs_signature(case):
             return None
-        try:
-            return find_signature(self.root, case_id(case))
-        except Missing:
-            return None
+        return self._once(case, lambda: find_signature(self.root, case_id(case)))
 
     def parity_tolerance(self, case: Case) -> Tolerance | None:
-        key = ("parity", parity_key(case, self.plan.numerics), case.train.steps)
-        return _cached(self._tolerances, key, lambda: parity_tolerance_for(case, self.root, self.plan.numerics))
+        key = (parity_key(case, self.plan.numerics), case.train.steps)
+        return self._once(key, lambda: parity_tolerance_for(case, self.root, self.plan.numerics))
 
     def tolerance(self, case: Case) -> Tolerance | None:
         key = ("loss", tolerance_key(case), case.train.steps, case.train.valid_tokens, case.checks.loss_tolerance)
-        return _cached(self._tolerances, key, lambda: tolerance_for(case, self.root))
+        return self._once(key, lambda: tolerance_for(case, self.root))
+
+    def _once(self, key: object, read: Callable[[], Evidence]) -> Evidence | None:
+        """Return what `read` returned first under this key; None where nothing is stored."""
+        if key not in self._kept:
+            self._kept[key] = None
+            with contextlib.suppress(Missing, ToleranceMissing):
+                self._kept[key] = read()
+        kept: Evidence | None = self._kept[key]
+        return kept
 
 
-def _cached(kept: dict[object, Evidence | None], key: object, read: Callable[[], Evidence]) -> Evidence | None:
-    """Return the cached evidence, else what `read` returns, which is cached; None if there is none."""
-    if key not in kept:
-        try:
-            kept[key] = read()
-        except (Missing, ToleranceMissing):
-            kept[key] = None
-    return kept[key]
-
-
-def prepare_judge(project: Project, cases: Iterable[Case], plan: Plan, *, signatures: bool = True) -> CaseJudge:
+def prepare_judge(
+    project: Project, cases: Iterable[Case], plan: Plan, *, signatures: bool = True, excuses: bool = True
+) -> CaseJudge:
     """Return the judge of these cases, run by this plan.
 
-    `signatures`: it compares with those that are recorded. Raises `HarnessError` for a damaged golden or signature, an
-    unfounded tolerance or an unreadable record of known faults.
+    `signatures`: it compares with those that are recorded. `excuses`: recorded faults explain failures. Raises
+    `HarnessError` for a damaged golden or signature, an unfounded tolerance or an unreadable record of known faults.
     """
-    cases, known = list(cases), known_here(project)
+    cases, known = list(cases), known_here(project) if excuses else ()
     fixes = {fault.fix: parse_injection(fault.fix, folder=project.root) for fault in known if fault.fix is not None}
     judged_by: dict[str, JudgedBy] = {}
     for own, positions in plan.parts(cases):
         evidence = _EvidenceReader(project, own, signatures=signatures)
         judged_by |= {case_id(cases[at]): _judged_by(cases[at], evidence, known, fixes) for at in positions}
     return CaseJudge(judged_by)
-
-
-def judge_of_any_case(project: Project, plan: Plan) -> CaseJudge:
-    """Return the judge of cases that come one by one, run by this plan. Recorded faults explain nothing."""
-    evidence = _EvidenceReader(project, plan, signatures=True)
-    return CaseJudge(_JudgedByOnDemand(lambda name: _judged_by(parse_case_id(name), evidence, (), {})))
-
-
-class _JudgedByOnDemand(dict[str, JudgedBy]):
-    """`JudgedBy` by case id, created on first access."""
-
-    def __init__(self, make: Callable[[str], JudgedBy]) -> None:
-        super().__init__()
-        self._make = make
-
-    def __missing__(self, name: str) -> JudgedBy:
-        return self.setdefault(name, self._make(name))
 
 
 def known_here(project: Project) -> tuple[KnownFault, ...]:

@@ -99,9 +99,6 @@ class CaseRunner:
         # A run to compare with may have been stopped too, and the case is as good as before.
         return None if self._executor.stopped else result
 
-    def stop(self) -> None:
-        self._executor.stop()
-
     def not_run(self, case: Case) -> CaseResult:
         judgement = Judgement(verdict=Verdict.NOT_RUN, findings=())
         return self._assembled(case, judgement, run=None, attempts=())

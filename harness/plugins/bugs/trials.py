@@ -23,9 +23,9 @@ from harness.matrix.records import KnownFault
 from harness.plugins.bugs.bugfile import Bug, BugFile, holds_bugs, read_bug_file
 from harness.project import Project
 from harness.result import CaseResult
-from harness.running.case_judge import judge_of_any_case
+from harness.running.case_judge import prepare_judge
 from harness.running.case_runner import CaseRunner
-from harness.running.executor import open_executor
+from harness.running.executor import Executor, open_executor
 from harness.running.plan import Injection, Plan, parse_injection
 from harness.running.progress import Progress
 from harness.running.references import open_references
@@ -62,9 +62,11 @@ class TrialResult(msgspec.Struct, frozen=True, kw_only=True):
 class Trials:
     """Runs cases until closed. `run` is called from one thread."""
 
-    def __init__(self, plan: Plan, runner: CaseRunner, progress: Progress) -> None:
+    def __init__(self, project: Project, plan: Plan, executor: Executor, progress: Progress) -> None:
+        self._project = project
         self._plan = plan
-        self._runner = runner
+        self._executor = executor
+        self._references = open_references(project, plan, executor)
         self._progress = progress
         self._submitted = 0
 
@@ -73,10 +75,11 @@ class Trials:
         check_fits(cases, self._plan)
         self._submitted += len(cases)
         self._progress.begin(self._submitted)
+        judge = prepare_judge(self._project, cases, self._plan, excuses=False)
         ended = run_schedule(
             cases,
-            self._runner.run,
-            self._runner.stop,
+            CaseRunner(self._plan, self._executor, judge, self._references).run,
+            self._executor.stop,
             jobs=self._plan.jobs,
             started=lambda case: self._progress.started(case_id(case), case.world_size),
             finished=self._tell,
@@ -108,9 +111,7 @@ def open_trials(
     """Trials with these injections, whose ranks are warmed up for cases like the first."""
     plan = msgspec.structs.replace(plan.serving([first]), injections=tuple(injections))
     with open_executor(plan, project, progress.note) as executor:
-        references = open_references(project, plan, executor)
-        runner = CaseRunner(plan, executor, judge_of_any_case(project, plan), references)
-        yield Trials(plan, runner, progress)
+        yield Trials(project, plan, executor, progress)
 
 
 def run_once(

@@ -23,7 +23,7 @@ from harness.plugins.bugs.bugfile import Bug, BugFile, cases_of_bugs, read_bug_f
 from harness.plugins.bugs.commands import tell_other_failure
 from harness.plugins.bugs.sections import reproduced_sections
 from harness.plugins.bugs.trials import NamedCase, Reproduced, TrialResult, known_in, reproduced
-from harness.project import Project
+from harness.project import Project, find_project
 from harness.report.sections import text_of
 from harness.running.plan import Plan
 from harness.running.progress import SilentProgress
@@ -134,9 +134,9 @@ def test_both_failures_and_what_differs_are_shown() -> None:
 def test_ctrl_c_ends_trials_as_an_interruption(monkeypatch: pytest.MonkeyPatch) -> None:
     stopped: Ended[Any] = Ended(results=(None,), interrupted=True)
     monkeypatch.setattr(trials, "run_schedule", lambda *args, **options: stopped)
-    runner: Any = SimpleNamespace(run=None, stop=None)
-    plan = Plan(capacity=make_capacity(2))
-    running = trials.Trials(plan, runner, SilentProgress())
+    monkeypatch.setattr(trials, "open_references", lambda *_: None)
+    executor: Any = SimpleNamespace(stop=None)
+    running = trials.Trials(find_project(), Plan(capacity=make_capacity(2)), executor, SilentProgress())
     with pytest.raises(KeyboardInterrupt):
         running.run([make_case()])
 
