@@ -136,9 +136,10 @@ def _cast_rules(case: Case, cast: GraphCast) -> Iterator[Broken]:
     if cast.target_dtype not in FLOAT8_MAX:
         yield RULES.target_dtype, " or ".join(FLOAT8_MAX), cast.target_dtype
     if case.float8.traits.in_blocks:
-        rows, columns = cast.shape
+        *batch, columns = cast.shape or (1,)
+        rows = math.prod(batch)
         shapes = (rows, columns // BLOCK), (columns, rows // BLOCK)
-        if cast.scale.shape not in shapes:
+        if cast.scale.shape not in (*shapes, (*batch, columns // BLOCK)):
             yield RULES.scale_shape, f"{shapes[0]} or {shapes[1]}", str(cast.scale.shape)
     elif not _scale_shape_fits(cast):
         yield RULES.scale_shape, f"one scale, or one per row of {list(cast.shape)}", str(cast.scale.shape)

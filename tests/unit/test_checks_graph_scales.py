@@ -292,6 +292,10 @@ def test_blocks_have_scales_of_their_own_and_those_rounded_down_leave_values_bel
     assert check_blocks(of_blocks(scaled_amax_maximum=448.5)) == {RULES.amax.name}
     assert check_blocks(of_blocks(scaled_amax_minimum=224.0)) == {RULES.amax.name}
     assert check_blocks(of_blocks(scale=replace(ONES, shape=(16, 2)))) == {RULES.scale_shape.name}
+    for shape, of_scale in [((2, 8, 32), (16, 1)), ((2, 8, 32), (2, 8, 1)), ((512,), (16,))]:
+        assert check_blocks(of_blocks(shape=shape, scale=replace(ONES, shape=of_scale))) == set()
+        assert check_blocks(of_blocks(shape=shape)) == (set() if len(shape) > 1 else {RULES.scale_shape.name})
+    assert check_blocks(of_blocks(shape=())) == {RULES.scale_shape.name}
     assert check_blocks(of_blocks(scale=replace(ONES, dtype="float32"))) == {RULES.scale_dtype.name}
     assert check_blocks(of_blocks(), used=replace(ONES, digest="others")) == {MATMUL_SCALE.name}
     assert check_blocks(of_blocks(), known=()) == {MATMUL_SCALE.name}

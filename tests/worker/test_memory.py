@@ -114,6 +114,9 @@ def saved_anyway():
         if out.requires_grad:
             out.register_hook(lambda grad: delattr(self, "kept"))
     after(model.FeedForward, keep)
+
+def never_run_backward():
+    after(model.FeedForward, lambda self, x, out: x.exp())
 """
 FORWARD, STEP = MOMENTS["forward"], MOMENTS["step"]
 
@@ -162,9 +165,10 @@ def test_a_cache_that_grows_is_a_leak(trained, plant, text: str, fault: str):
     assert rules(leaks) <= {GROWS.name, MORE_SCALARS.name}
 
 
-def test_a_reference_to_what_autograd_saves_takes_no_memory(trained, plant):
-    run = trained(parse_case_id(SINGLE), probes=MEMORY, injections=plant(FAULTS, "saved_anyway"))
-    assert findings(SINGLE, run) == []
+@pytest.mark.parametrize("host", ["saved_anyway", "never_run_backward"])
+def test_what_autograd_saves_or_frees_takes_no_memory(trained, plant, host: str):
+    run = trained(parse_case_id(GROWING_SINGLE), probes=MEMORY, injections=plant(FAULTS, host))
+    assert findings(GROWING_SINGLE, run) == []
 
 
 def saved_findings(text: str, run: Run) -> list[Finding]:

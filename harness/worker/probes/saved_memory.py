@@ -258,7 +258,8 @@ class SavedMemoryProbe(Probe):
 
     def _pack(self, tensor: torch.Tensor) -> torch.Tensor:
         self._note(tensor)
-        return tensor
+        # A node that kept its own output with its history would keep itself alive where no backward frees it.
+        return tensor if tensor.grad_fn is None else tensor.detach()
 
     def _unpack(self, tensor: torch.Tensor) -> torch.Tensor:
         if self._recording:
