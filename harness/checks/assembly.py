@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from harness.matrix.case import Case
+from harness.promises import Limit
 from harness.trace import RankTrace, Run
 from harness.trace.model import SKETCH_SIZE, TensorSketch
 
@@ -174,7 +175,7 @@ def same_numbers(found: Sequence[float], expected: Sequence[float]) -> bool:
 
 # Factors between numbers
 
-_CLOSE = 0.01  # relative: candidates are whole numbers and their inverses, rounding is far below
+_CLOSE = Limit("factors.close")
 
 
 class Factor(NamedTuple):
@@ -242,7 +243,7 @@ def explain_loss(case: Case, run: Run, solo: Run, step: int, golden: Sequence[fl
     expected = solo.traces[0].steps[step - 1].loss
     if not losses or not all(map(math.isfinite, (*losses, expected))):
         return None
-    if max(losses) - min(losses) > _CLOSE * 1e-3 * abs(expected):
+    if max(losses) - min(losses) > Limit("factors.same_loss") * abs(expected):
         return _of_each_rank(losses, expected)
     times = None if golden is None else factor(expected, golden[step - 1], case)
     if times is not None:
@@ -256,7 +257,7 @@ def _of_each_rank(losses: Sequence[float], expected: float) -> Explanation | Non
         (sum(losses) / len(losses), "mean", "dist.all_reduce(loss); loss /= dist.get_world_size()"),
         (sum(losses), "sum", "dist.all_reduce(loss)"),
     ):
-        if math.isclose(total, expected, rel_tol=1e-3):
+        if math.isclose(total, expected, rel_tol=Limit("factors.mean_of_ranks")):
             what = f"every rank reports a loss of its own batch; the {word} over ranks is the reference's loss"
             return Explanation(what, f"return the loss of the global batch, the same on every rank: `{fix}`.")
     return None
@@ -305,13 +306,10 @@ def explain_gradients(
         names = ", ".join(sorted(scaled)[:2]) + (" and others" if len(scaled) > 2 else "")
         return Explanation(f"{len(scaled)} of {len(pairs)} are {times} of the reference: {names}", _partial_fix(times))
     total = math.sqrt(sum(tensor.norm**2 for _, tensor in pairs.values()))
-    reference = None if golden_norm is None else factor(total, golden_norm, case, within=_OF_BF16)
+    reference = None if golden_norm is None else factor(total, golden_norm, case, within=Limit("factors.of_bfloat16"))
     if reference is not None:
         return _of_reference("gradient", reference)
     return Explanation(f"every gradient is {times} of the reference", _gradient_fix(times), times)
-
-
-_OF_BF16 = 0.2  # the gradient norms of an FP8 and a BF16 step are up to so far apart; factors start at 2
 
 
 def _factor_of_tensor(found: Assembled, expected: Assembled, case: Case) -> Factor | None:
@@ -359,7 +357,7 @@ def explain_scale(case: Case, loss: float) -> Explanation | None:
     blank = math.log(case.model.vocab_size)
     if not loss > 0 or blank / 4 < loss < blank * 4:
         return None
-    times = factor(loss, blank, case, within=0.6)
+    times = factor(loss, blank, case, within=Limit("factors.of_blank_model"))
     if times is None:
         return None
     what = f"the loss of step 1 is {loss:.4g}, about {times} of ln(vocabulary) = {blank:.3g}"

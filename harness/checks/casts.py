@@ -22,6 +22,7 @@ from harness.expect.expectations import CASTS
 from harness.matrix.case import Case
 from harness.matrix.layout import MESH_AXES, peers
 from harness.matrix.recipes import FLOAT8_MAX, RecipeTraits
+from harness.promises import Limit
 from harness.text import format_ranks
 from harness.trace import RankTrace
 from harness.trace.operands import CastPhase, CastRecord, CastStatistics, GemmRole, MatmulRecord, Role, ScaleSummary
@@ -75,7 +76,6 @@ Broken = tuple[Rule, str, str]  # with what was expected and found
 
 
 _EPS = 1e-12  # torchao replaces a smaller amax by this one
-_LOG2_TOLERANCE = 1e-6  # log2 of a scale just below a power of two may round up to it
 
 
 class CastRules:
@@ -150,7 +150,7 @@ def _in_binade(traits: RecipeTraits, limit: float, lowest: float, highest: float
     """
     if traits.rounds_scales_down:
         return lowest >= limit * 4 / 7 and highest < limit * 8 / 7
-    slack = 0.0 if traits.in_blocks else _LOG2_TOLERANCE
+    slack = 0.0 if traits.in_blocks else Limit("casts.next_to_power")
     return lowest / limit > 0.5 * (1 - slack) and highest / limit <= 1 + slack
 
 
@@ -178,7 +178,6 @@ def as_float32(value: float) -> float:
 
 Casts = Mapping[int, Mapping[tuple[CastKey, int], CastRecord]]  # of every rank
 
-_ROUNDING = 2.0**-22  # a scale that is divided in float32 instead of float64 differs by less
 _FACTOR = "it is the right scale times 2**{}"
 _MAXIMA = {**FLOAT8_MAX, "float8_e4m3fnuz": 240.0}
 
@@ -206,7 +205,7 @@ def implied_source(target_dtype: str, scale: float, right: float, sources: Itera
 
 
 def _near(found: float, expected: float) -> bool:
-    return abs(found - expected) <= _ROUNDING * abs(expected)
+    return abs(found - expected) <= Limit("casts.scale_in_float32") * abs(expected)
 
 
 def _factor(target_dtype: str, factor: float) -> str:

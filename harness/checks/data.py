@@ -13,14 +13,15 @@ from harness.checks.check import Rule, Rules, Stage, Witnesses, about_ranks, fin
 from harness.matrix.case import Case
 from harness.matrix.caseid import layout_id, resumed_in
 from harness.matrix.layout import batch_of, peers
+from harness.promises import Limit
 from harness.text import counted, format_ranks
 from harness.trace import RankTrace, Run
 from harness.trace.model import Resumed, StepInputs
 from harness.verdict import Finding
 
 # A model may get its tokens in a form that is not recognised: packed, with special tokens, every tensor-parallel rank a
-# piece. Their neighbours are still neighbours. Of 31 pairs, 8 pieces of a sequence keep 24.
-_COVERED = 0.75
+# piece. Their neighbours are still neighbours.
+_COVERED = Limit("tokens.covered")
 
 
 _OWN = (

@@ -28,6 +28,7 @@ from harness.matrix.case import Case
 from harness.matrix.layout import dp_rank, peers
 from harness.matrix.linears import holds
 from harness.matrix.numerics import VIRTUAL_DEVICE, Numerics, activations_differ, sums_in_order
+from harness.promises import Limit
 from harness.registry import computes_on_plain_shards
 from harness.trace import RankTrace, Run
 from harness.trace.operands import GEMM_OPERANDS, CastRecord, MatmulRecord, ScaleSummary
@@ -53,14 +54,10 @@ LOSS = _rule(
     numeric=True,
 )
 
-# Relative distance of a scale or an amax. Measured over TP, FSDP2 x TP and HSDP x TP: weights 8e-5, and one rounding to
-# bfloat16 (2**-7) where they are cast from it; inputs 1e-3 and gradients 4e-2 at the first step in float32; otherwise
-# 9e-2 and 1e-1.
-TOLERANCES = {"weight": 1e-2, "input": 0.2, "grad_output": 0.3}
-FIRST_STEP_TOLERANCES = {"weight": 0.0, "input": 1e-2, "grad_output": 0.1}
-ROUNDING = 1e-6  # both scales are rounded to float32
-# Mean base-2 exponent of row scales: the share of rows whose scale moved by a power of two.
-EXPONENT_TOLERANCE = 0.25
+# Relative distance of a scale or an amax: later, and in the first step.
+TOLERANCES = {role: Limit(f"operands.{role}") for role in ("weight", "input", "grad_output")}
+FIRST_STEP_TOLERANCES = {"weight": 0.0, **{role: Limit(f"operands.first_{role}") for role in ("input", "grad_output")}}
+ROUNDING = Limit("operands.rounding")
 
 Key = TypeVar("Key", CastKey, MatmulKey)
 Difference = tuple[str, str, str]  # (value, expected, found)
@@ -159,7 +156,7 @@ class _Comparison:
         if expected is not None and expected.amax > 0:
             times = largest(shard.amax for shard in self._shards(first.rank, key)) / expected.amax
             same = cast.data_digest == expected.data_digest and abs(times - 1) > ROUNDING
-            if same or factor(times, 1.0, self._case, within=1e-6) is not None:
+            if same or factor(times, 1.0, self._case, within=ROUNDING) is not None:
                 return self._of_loss(COUNT, first, ranks, times=times)
         differs = not largest(abs(loss - losses[-1]) for loss in losses) <= FLOAT32_LOSS  # NaN differs
         return self._of_loss(LOSS, first, ranks, last=key[0].fqn) if differs else None
@@ -274,7 +271,7 @@ class _Comparison:
         if scaled_dim(found) is None and not _near(found.scale.maximum, expected.scale.maximum, allowed):
             yield "scale", f"{expected.scale}{_give(tolerance)}", str(found.scale)
         if scaled_dim(found) is not None:
-            yield from _exponents(found, expected, shards, EXPONENT_TOLERANCE if tolerance > ROUNDING else 0.0)
+            yield from _exponents(found, expected, shards, Limit("operands.exponent") if tolerance > ROUNDING else 0.0)
         if self._same_data(found) and found.data_digest != expected.data_digest:
             yield "float8 data", expected.data_digest, found.data_digest
 
@@ -346,7 +343,7 @@ def _exponents(
     sharded = found.placements[-1:] not in ((f"Shard({scaled_dim(found)})",), ("Replicate()",), ())
     wrong = _mean_exponent([shard.scale for shard in shards] if sharded else [found.scale])
     right = _mean_exponent([expected.scale])
-    rounding = 1e-9  # the exponents are integers, their mean is rounded
+    rounding = Limit("operands.mean_exponent")
     if not (same_number(wrong, right) or abs(wrong - right) <= max(tolerance, rounding)):
         yield "mean exponent of the scales", f"{right:.4f} ± {tolerance:g}", f"{wrong:.4f}"
 

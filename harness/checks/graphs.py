@@ -10,8 +10,8 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from harness.checks.assembly import nan_as_inf
 from harness.checks.check import Rules, Stage, Witnesses, merge_ranks
+from harness.checks.comparison import Compared, first_wrong
 from harness.expect.compiled import allowed_distance, allowed_row, fusion_candidates, reduced_distance
 from harness.expect.expectations import FUSION, Expectations
 from harness.matrix.case import Case
@@ -188,52 +188,28 @@ def _example(call: FusedCall) -> str:
 
 def _generated(case: Case, recorded: GraphTrace) -> Iterator[Finding]:
     """The first tensor of generated code that is too far off, in the order of execution: no other is its reason."""
-    wrong: list[tuple[GeneratedResult, float, float]] = []
+    compared: list[Compared] = []
     for result in recorded.generated:
         limit = allowed_distance(case, result, emulated=recorded.emulates_roundings)
-        for distance, allowed in ((result.distance, limit), (result.farthest_row, allowed_row(case, result, limit))):
-            if not distance <= allowed:  # NaN is wrong
-                wrong.append((result, distance, allowed))
-                break
-    if wrong:
-        first, distance, allowed = wrong[0]
-        yield GENERATED.finding(
-            tensor=first.tensor,
-            distance=distance,
-            allowed=allowed,
-            count=sum(tensor.step == first.step for tensor, *_ in wrong),
-            compared=sum(tensor.step == first.step for tensor in recorded.generated),
-            step=first.step,
-            module=first.fqn,
-            operand=f"{first.tensor} in {first.phase}",
-            expected=f"distance <= {allowed:.2g}",
-            found=f"{distance:.2g}",
-            size=distance,
-        )
+        whole = Compared(GENERATED, result.step, result.distance, limit, result.fqn, of=result)
+        row = whole._replace(distance=result.farthest_row, allowed=allowed_row(case, result, limit))
+        compared.append(whole if row.good or not whole.good else row)
+    wrong = first_wrong(compared)
+    if wrong is not None:
+        first: GeneratedResult = wrong.told.of
+        yield wrong.finding(tensor=first.tensor, operand=f"{first.tensor} in {first.phase}", size=wrong.told.distance)
 
 
 def _gradients(case: Case, recorded: GraphTrace) -> Iterator[Finding]:
     """The gradient that changed most on the way from the code to the optimizer, in the first step where one did."""
-    wrong = [
-        gradient
-        for gradient in recorded.gradients
-        if not gradient.distance <= reduced_distance(case, gradient)  # NaN is wrong
-    ]
+    wrong = first_wrong(
+        (
+            Compared(GRADIENT, gradient.step, gradient.distance, reduced_distance(case, gradient), gradient.fqn)
+            for gradient in recorded.gradients
+        ),
+        worst=True,
+    )
     if gradients_are_followed(case) and not recorded.gradients:
         yield GRADIENT.finding(module="the blocks", distance=math.nan, allowed=0.0, count=0, compared=0)
-    if wrong:
-        step = wrong[0].step
-        together = [gradient for gradient in wrong if gradient.step == step]
-        worst = max(together, key=lambda gradient: nan_as_inf(gradient.distance))
-        allowed = reduced_distance(case, worst)
-        yield GRADIENT.finding(
-            distance=worst.distance,
-            allowed=allowed,
-            count=len(together),
-            compared=sum(gradient.step == step for gradient in recorded.gradients),
-            step=step,
-            module=worst.fqn,
-            expected=f"distance <= {allowed:.2g}",
-            found=f"{worst.distance:.2g}",
-            size=worst.distance,
-        )
+    if wrong is not None:
+        yield wrong.finding()

@@ -6,29 +6,28 @@ below 2 %.
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 
 from msgspec.structs import replace
 
 from harness.checks.assembly import nan_as_inf
 from harness.checks.check import Rules, Stage, Witnesses, about_ranks
+from harness.checks.comparison import Compared, first_wrong, numbers
 from harness.checks.failures import unfinished
-from harness.checks.parity import FLOAT32_LOSS, TERMS, wrong_numbers
+from harness.checks.parity import FLOAT32_LOSS
 from harness.expect.expectations import Expectations
-from harness.expect.local_parity import Bits, allowed_distance
+from harness.expect.local_parity import Bits, allowed_distance, sums_before
 from harness.expect.model import Model
 from harness.matrix.case import Case
 from harness.matrix.caseid import case_id
 from harness.matrix.layout import DP_AXES
 from harness.matrix.numerics import Numerics, replayed_steps
+from harness.promises import Limit
 from harness.text import format_numbers, format_ranks
 from harness.trace import Run
 from harness.trace.model import ModuleDistance, SumTerms
 from harness.verdict import Finding
-
-# The norm is a sum in float64 of the same gradients.
-GRAD_NORM = 1e-9
 
 _NOUNS = {
     "input": "input",
@@ -40,7 +39,7 @@ _NOUNS = {
 }
 
 
-Allowed = Callable[[ModuleDistance], float]
+Judged = tuple[ModuleDistance, float]  # a tensor, and how far it may be from its replay
 
 _rule = Rules("local_parity", Stage.MODULE)
 NO_REPLAY = _rule.no_witness()
@@ -122,20 +121,22 @@ def _judged(
     allowed = partial(allowed_distance, case, bits=bits, model=model)
     for step in replayed_steps(case, numerics):
         tensors = [tensor for tensor in distances if tensor.step == step]
-        numbers = _numbers(run, replay, step) if with_numbers else []
-        findings = [*_not_compared(run, tensors, step, allowed), *_too_far(run, tensors, allowed), *numbers]
+        sums = sums_before(tensors, () if model is None else model.converted)
+        judged = [(tensor, allowed(tensor, sums=before)) for tensor, before in zip(tensors, sums, strict=True)]
+        reported = _numbers(run, replay, step) if with_numbers else []
+        findings = [*_not_compared(run, judged, step), *_too_far(run, judged), *reported]
         if findings:
             return findings
     return []
 
 
-def _not_compared(run: Run, tensors: Sequence[ModuleDistance], step: int, allowed: Allowed) -> Iterator[Finding]:
-    if not tensors:
+def _not_compared(run: Run, judged: Sequence[Judged], step: int) -> Iterator[Finding]:
+    if not judged:
         yield NOTHING_COMPARED.finding(step=step, expected="distances")
-    broken = [tensor for tensor in tensors if tensor.problem is not None]
+    broken = [pair for pair in judged if pair[0].problem is not None]
     if broken:
-        first = broken[0]
-        off = [rank for rank, distance in first.of_ranks.items() if distance > allowed(first)]
+        first, limit = broken[0]
+        off = [rank for rank, distance in first.of_ranks.items() if distance > limit]
         unequal = [rank for rank, distance in first.of_ranks.items() if math.isnan(distance)]
         ranks = () if off and unequal else off or unequal  # where one is off, whether others are too is not known
         finding = INCOMPARABLE.finding(
@@ -149,37 +150,27 @@ def _not_compared(run: Run, tensors: Sequence[ModuleDistance], step: int, allowe
         yield about_ranks(finding, ranks, run) if first.terms is None else _not_summed(run, first, [first])
 
 
-def _too_far(run: Run, tensors: Sequence[ModuleDistance], allowed: Allowed) -> Iterator[Finding]:
+def _too_far(run: Run, judged: Sequence[Judged]) -> Iterator[Finding]:
     """Yield the first tensor that is too far off, in the order of execution: no other can be the reason for it."""
-    compared = [tensor for tensor in tensors if tensor.problem is None]
-    limits = [allowed(tensor) for tensor in compared]
-    wrong = [pair for pair in zip(compared, limits, strict=True) if not pair[0].distance <= pair[1]]  # NaN is wrong
-    if not wrong:
+    compared = [
+        Compared(TENSOR, tensor.step, tensor.distance, limit, tensor.fqn, of=tensor)
+        for tensor, limit in judged
+        if tensor.problem is None
+    ]
+    wrong = first_wrong(compared)
+    if wrong is None:
         return
-    first, limit = wrong[0]
+    first: ModuleDistance = wrong.told.of
     if first.terms is not None:
-        yield _not_summed(run, first, [tensor for tensor, _ in wrong])
+        yield _not_summed(run, first, [one.of for one in wrong.together])
         return
-    ranks = [rank for rank, distance in first.of_ranks.items() if not distance <= limit]
+    ranks = [rank for rank, distance in first.of_ranks.items() if not distance <= wrong.told.allowed]
     is_whole = len(ranks) == len(first.of_ranks)
-    is_part = len({tensor.part for tensor in compared} - {None}) > 1
+    is_part = len({one.of.part for one in compared} - {None}) > 1
     part = "" if first.part is None or not is_part else f" on data-parallel rank {first.part}"
     if ranks and not is_whole:
         part += f", {'partial' if first.parts > 1 else 'shard'} of {format_ranks(ranks)},"
-    finding = TENSOR.finding(
-        tensor=_NOUNS[first.kind],
-        part=part,
-        distance=first.distance,
-        allowed=limit,
-        count=len(wrong),
-        compared=len(compared),
-        step=first.step,
-        ranks=() if is_whole else ranks,
-        module=first.fqn,
-        expected=f"distance <= {limit:.2g}",
-        found=f"{first.distance:.2g}",
-        size=max(nan_as_inf(tensor.distance) for tensor, _ in wrong),
-    )
+    finding = wrong.finding(tensor=_NOUNS[first.kind], part=part, ranks=() if is_whole else ranks)
     yield about_ranks(finding, ranks, run) if is_whole and len(ranks) == len(run.traces) else finding
 
 
@@ -210,7 +201,7 @@ def _sum_instead(terms: SumTerms) -> str:
     times = {one for multiples in terms.weights.values() for one in multiples}
     (first, *_), count = times, len(terms.ranks)
     if len(times) == 1:
-        is_mean = abs(first * count - 1) <= TERMS
+        is_mean = abs(first * count - 1) <= Limit("parity.terms")
         return "it is averaged instead of summed" if is_mean else f"it is {first:g} times the sum"
     own = {rank: tuple(float(rank == other) for other in terms.ranks) for rank in terms.weights}
     if all(own[rank] == multiples for rank, multiples in terms.weights.items()):
@@ -223,8 +214,14 @@ def _sum_instead(terms: SumTerms) -> str:
 def _numbers(run: Run, replay: Run, step: int) -> list[Finding]:
     """Return what ranks report, against the loss of the recorded logits and the norm of the recorded gradients."""
     expected = next(replayed for replayed in replay.traces[0].steps if replayed.step == step)
-    norm = expected.grad_norm
     return [
-        *wrong_numbers(LOSS, run, step, "loss", expected=expected.loss, allowed=FLOAT32_LOSS, source="logits"),
-        *wrong_numbers(NORM, run, step, "grad_norm", expected=norm, allowed=GRAD_NORM * norm, source="gradients"),
+        *numbers(LOSS, run, "loss", {step: expected.loss}, lambda *_: FLOAT32_LOSS, source="logits"),
+        *numbers(
+            NORM,
+            run,
+            "grad_norm",
+            {step: expected.grad_norm},
+            lambda _, norm: Limit("modules.grad_norm", norm),
+            source="gradients",
+        ),
     ]

@@ -8,13 +8,17 @@ import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from msgspec.structs import replace
+
 from harness.checks.assembly import largest
-from harness.checks.check import Rules, Stage, Witnesses, about_ranks, group_ranks
+from harness.checks.check import Rules, Stage, Witnesses, group_ranks
+from harness.checks.comparison import numbers
 from harness.checks.failures import why_unfinished
 from harness.evidence.golden import Golden, hardware_classes, update_command
 from harness.evidence.tolerance import NONE_DERIVED, Tolerance
 from harness.matrix.case import Case
 from harness.matrix.caseid import family_id
+from harness.promises import keeps
 from harness.text import counted, format_ranks
 from harness.trace import RankTrace, Run
 from harness.verdict import Finding
@@ -67,7 +71,7 @@ class Row(NamedTuple):
     @property
     def good(self) -> bool:
         """True when the loss is within the tolerance. NaN or infinity on either side never is."""
-        return abs(self.difference) <= self.allowed < math.inf
+        return keeps(abs(self.difference), self.allowed)
 
 
 @_rule.judged_by(
@@ -118,9 +122,9 @@ def _other_steps(case: Case, run: Run, golden: Golden, tolerance: Tolerance) -> 
     for who, count in (("golden", len(golden.losses)), ("tolerance", len(tolerance.per_step))):
         if count != steps:
             yield STEPS.finding(who=who, expected=expected, found=counted(count, "step"))
-    for numbers, ranks in group_ranks(run, lambda trace: tuple(step.step for step in trace.steps)).items():
-        if numbers != tuple(range(1, steps + 1)):
-            yield STEPS_OF_RANKS.finding(ranks=ranks, expected=expected, found=counted(len(numbers), "step"))
+    for taken, ranks in group_ranks(run, lambda trace: tuple(step.step for step in trace.steps)).items():
+        if taken != tuple(range(1, steps + 1)):
+            yield STEPS_OF_RANKS.finding(ranks=ranks, expected=expected, found=counted(len(taken), "step"))
 
 
 def _disagreement(run: Run) -> Iterator[Finding]:
@@ -164,29 +168,23 @@ def _is_bfloat16(loss: float) -> bool:
 
 def _distance(run: Run, golden: Golden, tolerance: Tolerance) -> Iterator[Finding]:
     """Yield the ranks whose loss leaves the tolerance, with the table of the steps of the first."""
-    tables: dict[int, list[Row]] = {}
-    for trace in run.by_rank:
-        numbers = zip(trace.steps, golden.losses, tolerance.per_step, strict=True)
-        tables[trace.rank] = [Row(step.step, loss, step.loss, allowed) for step, loss, allowed in numbers]
-    wrong = [rank for rank, rows in tables.items() if not all(row.good for row in rows)]
-    if wrong:
-        yield about_ranks(_too_far(tables[wrong[0]], tolerance), wrong, run)
-
-
-def _too_far(rows: list[Row], tolerance: Tolerance) -> Finding:
-    bad = [row for row in rows if not row.good]
-    first = bad[0]
-    basis = f"{len(bad)} of {counted(len(rows), 'step')} outside the tolerance {tolerance.key}: {tolerance.evidence}"
-    return LOSS.finding(
-        difference=first.difference,
-        distance=abs(first.difference),
-        allowed=first.allowed,
-        details=f"{_table(rows, rows.index(first))}\n{basis}",
-        step=first.step,
-        expected=f"{first.golden!r} ± {first.allowed!r}",
-        found=repr(first.found),
-        size=largest(abs(row.difference) for row in bad),
-    )
+    expected = dict(enumerate(golden.losses, 1))
+    for finding in numbers(LOSS, run, "loss", expected, lambda step, _: tolerance.per_step[step - 1]):
+        trace = next(trace for trace in run.by_rank if finding.rank in (None, trace.rank))
+        rows = [
+            Row(step.step, loss, step.loss, allowed)
+            for step, loss, allowed in zip(trace.steps, golden.losses, tolerance.per_step, strict=True)
+        ]
+        wrong = [row for row in rows if not row.good]
+        first = wrong[0]
+        basis = f"{len(wrong)} of {counted(len(rows), 'step')} outside the tolerance {tolerance.key}"
+        yield replace(
+            finding,
+            values={**finding.values, "difference": first.difference},
+            details=f"{_table(rows, rows.index(first))}\n{basis}: {tolerance.evidence}",
+            expected=f"{first.golden!r} ± {first.allowed!r}",
+            size=largest(abs(row.difference) for row in wrong),
+        )
 
 
 def _table(rows: list[Row], first_bad: int) -> str:

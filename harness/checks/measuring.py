@@ -21,13 +21,8 @@ from harness.expect.expectations import Expectations
 from harness.expect.model import OF_GATHERS
 from harness.expect.work import executed
 from harness.matrix.case import Case
-from harness.matrix.numerics import (
-    VIRTUAL_DEVICE,
-    Numerics,
-    activations_differ,
-    clips_by_a_rounded_norm,
-    rounding_of_norm,
-)
+from harness.matrix.numerics import VIRTUAL_DEVICE, Numerics, activations_differ, norm_rounding
+from harness.promises import Limit
 from harness.result import CastRange, Curve, Measured, Multiplied, Numbers, Sent, multiplied_by, sent_by
 from harness.trace import RankTrace, Run
 from harness.trace.counts import multiplied_words
@@ -269,17 +264,10 @@ def _counts(numbers: Numbers) -> Mapping[str, object]:
 # Derived tolerances
 
 # Of the root mean square of the distances: a few draws do not show the largest, and rounding to nearest repeats its
-# errors from step to step, which random errors do not. Measured distances are at most 6 of these.
-LOSS_MARGIN = 12.0
+# errors from step to step, which random errors do not.
+LOSS_MARGIN = Limit("derived.loss_margin")
+PARITY_MARGIN = Limit("derived.parity_margin")  # of the largest distance
 FIRST_STEPS = 3  # they share one number, from all their distances: each has few, and they are close to each other
-
-ADDED = 1e-6  # sums of the same gradients in float32, in two orders: 6e-8 apart for eight of them
-
-# Under TP a rounding may send a token to another expert, which moves the gradients of routers and experts. The largest
-# distance in 112 runs was 0.23; four draws may miss it. Local parity repeats the run's own choices, and is sharper.
-SENT_ELSEWHERE = 2 * 0.23
-
-PARITY_MARGIN = 3.0  # of the largest distance; the same as of measured tolerances
 
 
 def derived_tolerance(case: Case, reference: Run, draws: Sequence[Run]) -> Tolerance:
@@ -304,17 +292,17 @@ def derived_parity_tolerance(
     With experts every draw counts: it is no accident there that a rounding sends a token to another expert.
     """
     steps = range(1, case.train.steps + 1)
-    drawn = zip(*(worst_distances(draw, reference, steps=steps, ignored=IGNORED) for draw in draws), strict=True)
+    drawn = zip(*(worst_distances(draw, reference, steps=steps, ignored=Limit(IGNORED)) for draw in draws), strict=True)
     counted = ([*distances] if case.model.experts else _without_farthest(distances) for distances in drawn)
     per_step = _never_less([PARITY_MARGIN * largest(distances) for distances in counted])
     if case.model.experts and case.layout.tp > 1:
-        per_step = [max(allowed, SENT_ELSEWHERE) for allowed in per_step]
+        per_step = [max(allowed, Limit("derived.sent_elsewhere")) for allowed in per_step]
     key = parity_key(case, numerics)
     if key == SAME_ORDER:  # equal gradients, added up in the order that the target chose
-        per_step[0] = ADDED
-    elif clips_by_a_rounded_norm(case) and not activations_differ(case, numerics) and case.compile != "inductor":
+        per_step[0] = Limit("derived.added")
+    elif norm_rounding(case) and not activations_differ(case, numerics) and case.compile != "inductor":
         # generated code rounds elsewhere: a gradient that is reduced in bfloat16 was 2.5e-5 off
-        per_step[0] = rounding_of_norm(case)
+        per_step[0] = norm_rounding(case)
     return _tolerance(PARITY, key, per_step, PARITY_MARGIN)
 
 

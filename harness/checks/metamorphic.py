@@ -8,14 +8,13 @@ multiplied and kept, for models that no formula describes.
 
 import math
 from collections.abc import Iterator
-from typing import NamedTuple
 
 from msgspec.structs import replace
 
-from harness.checks.assembly import SketchKey, assemble, nan_as_inf, relative_distances, size_of_error
-from harness.checks.check import Rules, Stage, Witnesses, about_ranks, finished, first_of_each, merge_ranks
+from harness.checks.assembly import SketchKey, assemble, relative_distances
+from harness.checks.check import Rules, Stage, Witnesses, finished, first_of_each, merge_ranks
+from harness.checks.comparison import Compared, first_wrong, numbers
 from harness.checks.failures import unfinished
-from harness.checks.parity import ROUNDED
 from harness.evidence.signature import Signature, is_memory, seen_in
 from harness.expect.expectations import Expectations
 from harness.expect.memory import describes
@@ -23,13 +22,10 @@ from harness.expect.relations import Relation
 from harness.matrix.case import Case
 from harness.matrix.caseid import case_id
 from harness.matrix.numerics import async_tp_gap
+from harness.promises import Limit
 from harness.trace import RankTrace, Run
 from harness.trace.model import TensorSketch
 from harness.verdict import Finding
-
-# Allowed relative distance of an exact promise. Sums of float64 in another order were at most 9e-16 apart.
-EXACT = 1e-11
-
 
 _rule = Rules("metamorphic", Stage.SAME_LAYOUT)
 NO_PARTNER = _rule.no_witness()
@@ -67,26 +63,12 @@ def _reported_numbers(relation: Relation, run: Run, partner: Run) -> Iterator[Fi
 
     Where async TP is what the partner lacks, the operators that it fused are to be looked at.
     """
-    expected = {step.step: step for step in partner.traces[0].steps}
+    steps = [step for step in partner.traces[0].steps if _is_promised(relation, step.step)]
     for name, rule in (("loss", LOSS), ("grad_norm", GRAD_NORM)):
-        compared = [
-            (step.step, trace.rank, getattr(step, name), getattr(expected[step.step], name))
-            for trace in run.traces
-            for step in trace.steps
-            if step.step in expected and _is_promised(relation, step.step)
-        ]
-        wrong = [comparison for comparison in compared if not _is_equal(relation, comparison[2], comparison[3])]
-        if wrong:
-            step, _, found, wanted = min(wrong)
-            finding = rule.finding(
-                partner=_promise(relation),
-                step=step,
-                operand=_fused(relation, run),
-                expected=repr(wanted),
-                found=repr(found),
-                size=size_of_error(name, found, wanted),
-            )
-            yield about_ranks(finding, [comparison[1] for comparison in wrong if comparison[0] == step], run)
+        expected = {step.step: getattr(step, name) for step in steps}
+        for finding in numbers(rule, run, name, expected, lambda _, number: _allowed(relation, abs(number))):
+            values = {**finding.values, "partner": _promise(relation)}
+            yield replace(finding, operand=_fused(relation, run), values=values)
 
 
 def _fused(relation: Relation, run: Run) -> str:
@@ -97,18 +79,8 @@ def _fused(relation: Relation, run: Run) -> str:
     return ", ".join(sorted({call.operator for recorded in graphs for call in recorded.calls}))
 
 
-class _Difference(NamedTuple):
-    """One tensor that differs from the partner's. `rank` is None where the tensor was assembled from several ranks."""
-
-    key: SketchKey
-    rank: int | None
-    distance: float
-    expected: str
-    found: str
-
-
 def _tensors(relation: Relation, run: Run, partner: Run) -> Iterator[Finding]:
-    compare = _unequal_bits if relation.promise == "bitwise" else _unequal_sketches
+    compare = _bits if relation.promise == "bitwise" else _sketches
     found, expected = _keys(relation, run), _keys(relation, partner)
     if not expected:
         yield NOTHING_COMPARED.finding(partner=_partner(relation), expected="sketches")
@@ -121,41 +93,33 @@ def _tensors(relation: Relation, run: Run, partner: Run) -> Iterator[Finding]:
             step=key.step,
             module=key.fqn,
         )
-    differences = [difference for difference in compare(run, partner) if difference.key in found & expected]
-    if differences:
-        first = min((difference.key.step, difference.key.kind) for difference in differences)
-        together = [difference for difference in differences if difference.key[:2] == first]
-        compared = len({key for key in found & expected if key[:2] == first})
-        yield _first_difference(relation, together, compared)
-
-
-def _first_difference(relation: Relation, differences: list[_Difference], compared: int) -> Finding:
-    worst = max(differences, key=lambda difference: nan_as_inf(difference.distance))
-    rule = GRADIENTS if worst.key.kind == "grad" else PARAMETERS
-    noun = {"initial": "initial weights", "grad": "gradients", "param": "final parameters"}[worst.key.kind]
-    return rule.finding(
-        noun=noun,
-        partner=_promise(relation),
-        count=len({difference.key for difference in differences}),
-        compared=compared,
-        distance=worst.distance,
-        step=worst.key.step,
-        rank=worst.rank,
-        module=worst.key.fqn,
-        expected=worst.expected,
-        found=worst.found,
-        size=worst.distance,
+    compared = sorted(
+        (tensor for tensor in compare(relation, run, partner) if tensor.of in found & expected),
+        key=lambda tensor: tensor.of,
     )
+    wrong = first_wrong(compared, worst=True)
+    if wrong is not None:
+        noun = {"initial": "initial weights", "grad": "gradients", "param": "final parameters"}[wrong.told.kind]
+        count, rank = len({tensor.of for tensor in wrong.together}), next(iter(wrong.told.ranks), None)
+        every = len({tensor.of for tensor in compared if tensor.of[:2] == wrong.told.of[:2]})
+        yield wrong.finding(noun=noun, partner=_promise(relation), count=count, compared=every, rank=rank)
 
 
-def _unequal_bits(run: Run, partner: Run) -> list[_Difference]:
-    """Shards of a rank that are not bitwise equal to those of the same rank of the partner, or not finite."""
+def _compared(key: SketchKey, distance: float, allowed: float) -> Compared:
+    rule = GRADIENTS if key.kind == "grad" else PARAMETERS
+    return Compared(rule, key.step, distance, allowed, key.fqn, kind=key.kind, of=key)
+
+
+def _bits(relation: Relation, run: Run, partner: Run) -> list[Compared]:
+    """Shards of a rank beside those of the same rank of the partner: what is not finite equals nothing."""
     found, expected = _shards(run), _shards(partner)
-    unequal = [place for place in sorted(found) if not _same_bits(found[place], expected.get(place))]
-    distances = relative_distances(assemble(run.traces), assemble(partner.traces)) if unequal else {}
+    same = {place: _same_bits(found[place], expected.get(place)) for place in sorted(found)}
+    distances = {} if all(same.values()) else relative_distances(assemble(run.traces), assemble(partner.traces))
     return [
-        _Difference(key, rank, distances.get(key, math.nan), _text(expected.get((key, rank))), _text(found[key, rank]))
-        for key, rank in unequal
+        _compared(key, 0.0 if equal else distances.get(key, math.nan), 0.0)._replace(
+            ranks=(rank,), same=equal, expected=_text(expected.get((key, rank))), found=_text(found[key, rank])
+        )
+        for (key, rank), equal in same.items()
     ]
 
 
@@ -170,14 +134,11 @@ def _text(shard: TensorSketch | None) -> str:
     return "nothing" if shard is None else f"{list(shard.local_shape)} at {list(shard.offset)}: {shard.digest}"
 
 
-def _unequal_sketches(run: Run, partner: Run) -> list[_Difference]:
-    """Logical tensors that are further apart than the rounding of sums; the layouts may differ."""
-    distances = relative_distances(assemble(run.traces), assemble(partner.traces), ignored=ROUNDED["float64"])
-    return [
-        _Difference(key, None, distance, f"distance <= {EXACT:.2g}", f"{distance:.2g}")
-        for key, distance in distances.items()
-        if not distance <= EXACT  # NaN is not equal
-    ]
+def _sketches(relation: Relation, run: Run, partner: Run) -> list[Compared]:
+    """Logical tensors, up to the rounding of sums; the layouts may differ."""
+    ignored, allowed = Limit("parity.cancelled_float64"), _allowed(relation, 1.0)
+    distances = relative_distances(assemble(run.traces), assemble(partner.traces), ignored=ignored)
+    return [_compared(key, distance, allowed) for key, distance in distances.items()]
 
 
 def _keys(relation: Relation, run: Run) -> set[SketchKey]:
@@ -197,10 +158,8 @@ def _is_promised(relation: Relation, step: int) -> bool:
     return relation.steps is None or step <= relation.steps
 
 
-def _is_equal(relation: Relation, found: float, expected: float) -> bool:
-    """As close as promised; false for NaN and infinities on either side."""
-    allowed = 0.0 if relation.promise == "bitwise" else EXACT * abs(expected)
-    return math.isfinite(expected) and abs(found - expected) <= allowed
+def _allowed(relation: Relation, size: float) -> float:
+    return 0.0 if relation.promise == "bitwise" else Limit("partner.exact", size)
 
 
 def _partner(relation: Relation) -> str:

@@ -14,13 +14,12 @@ from harness.checks.check import Rules, Stage, Witnesses, finished
 from harness.matrix.case import Case
 from harness.matrix.layout import DP_AXES, MESH_AXES, peers
 from harness.matrix.linears import holds
+from harness.promises import Limit
 from harness.text import counted, format_ranks
 from harness.trace import RankTrace, Run
 from harness.trace.model import Buffer, ModelRecord, Parameter
 from harness.verdict import Finding, Value
 
-# Below this part of the largest gradient an update may be lost in the rounding of its parameter.
-_WORTH_AN_UPDATE = 1e-3
 _WIDE = ("float32", "float64")
 
 _PROCESS = "it belongs to the whole process."
@@ -339,7 +338,7 @@ def _updates(case: Case, traces: list[RankTrace]) -> list[Finding]:
     changed = {parameter.fqn for trace in traces for parameter in _record(trace).parameters if parameter.updated}
     trained = _trained(case, traces)
     norms = _gradient_norms(traces)
-    worth = _WORTH_AN_UPDATE * max(norms.values(), default=0.0)
+    worth = Limit("updates.worth_one") * max(norms.values(), default=0.0)
     still = [
         parameter.fqn
         for parameter in trained

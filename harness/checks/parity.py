@@ -5,64 +5,33 @@ directly, because AdamW hides a gradient of the wrong magnitude.
 """
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 import msgspec
 
-from harness.checks.assembly import (
-    Assembled,
-    Explanation,
-    SketchKey,
-    assemble,
-    explain_gradients,
-    explain_loss,
-    largest,
-    nan_as_inf,
-    relative_distance,
-    relative_distances,
-    size_of_error,
-    sum_of,
-    unequal_replicas,
-    wrong_ranks,
-)
-from harness.checks.check import Rule, Rules, Stage, Witnesses, about_ranks, finished
+from harness.checks import assembly
+from harness.checks.assembly import Assembled, Explanation, SketchKey, assemble, largest, nan_as_inf
+from harness.checks.check import Rule, Rules, Stage, Witnesses, finished
+from harness.checks.comparison import Compared, first_wrong, numbers
 from harness.checks.failures import unfinished, why_unfinished
 from harness.evidence.tolerance import NONE_DERIVED, OF_EVERY_MODEL, Tolerance
 from harness.matrix.case import Case
 from harness.matrix.layout import batch_of, coordinates
 from harness.matrix.numerics import clips_by_a_rounded_norm, norm_rounding, rounding_of_norm
+from harness.promises import Limit
 from harness.result import WorstGradient
 from harness.text import format_ranks
 from harness.trace import Run
 from harness.trace.model import TensorSketch
 from harness.verdict import Finding, Value
 
-# A loss is a mean over tokens and changes far less than the worst gradient: measured below 1/20 of it.
-LOSS_SHARE = 0.1
-
-# Rounding errors in a gradient whose terms cancel: at most this share of the norm of all gradients. That of the bias of
-# keys has 1.5e-5, 1e-9 and 2e-18 of it in bfloat16, float32 and float64.
-ROUNDED = {"bfloat16": 2.0**-12, "float32": 2.0**-28, "float64": 2.0**-57}
-IGNORED = ROUNDED["bfloat16"]  # in the BF16 runs that a tolerance is derived from
-
-# Losses around 8 are float32 tensors in every dtype but float64: one unit in the last place is 5e-7 nats.
-FLOAT32_LOSS = 5e-6
-
-# Of a weight in float32: one last bit. Where replicas add up gradients in another order than one rank, an update ends
-# on the other side of a rounding now and then: with torch 2.15 one weight of 128 did, which is 1.1e-8 of its norm.
-LAST_BIT = 2.0**-23
-
-# Sketches of the same values, added up shard by shard in float64.
-SUMS = 1e-12
-
-# The sum of what ranks hold unreduced is the reference up to the order of sums and float8 roundings behind it.
-TERMS = 0.02
-
-# Weights this close may only have another dtype, which `model` judges: rounding to bfloat16 moves them no further.
-OTHER_DTYPE = 2.0**-8
+IGNORED = "parity.cancelled_bfloat16"  # in the BF16 runs that a tolerance is derived from
 
 Tensors = dict[SketchKey, Assembled]
 
+
+FLOAT32_LOSS = Limit("parity.float32_loss")
 
 _rule = Rules("parity", Stage.ONE_RANK)
 NO_REFERENCE = _rule.no_witness()
@@ -108,21 +77,22 @@ def check_parity(case: Case, run: Run, witnesses: Witnesses) -> list[Finding]:
         why = f"{NONE_DERIVED}{why_unfinished(witnesses.underived)}"
         return [NO_TOLERANCE.finding(why=why, expected="a tolerance")]
     found, expected = assemble(run.traces), assemble(solo.traces)
-    rounded = OTHER_DTYPE if case.parameter_dtype == "bfloat16" else SUMS
-    initial = _on_ranks(run, solo, _tensors(found, expected, 1, "initial", rounded, 0.0))
+    rounded = Limit("parity.other_dtype" if case.parameter_dtype == "bfloat16" else "parity.sums")
+    sides = _Sides(run, solo, found, expected)
+    initial = _tensors(sides, 1, "initial", rounded)
     every_step = [*initial, *_missing(found, expected), *_replicas(case, run, expected), *_batches(case, run, solo)]
     for step in range(1, case.train.steps + 1):
         allowed = allowed_distance(case, tolerance, step)
         findings = [
-            *_on_ranks(run, solo, _tensors(found, expected, step, "grad", allowed, rounding_floor(case, tolerance))),
+            *_tensors(sides, step, "grad", allowed, rounding_floor(case, tolerance)),
             *_reported_numbers(case, run, solo, step, allowed),
         ]
         if findings:
             gradients, loss = _factors(case, run, witnesses, step)
             return every_step + [_with_factor(finding, gradients if finding.module else loss) for finding in findings]
-        updated = _tensors(found, expected, step, "param", _allowed_of_weights(case, tolerance), 0.0)
+        updated = _tensors(sides, step, "param", _allowed_of_weights(case, tolerance))
         if updated:
-            return [*every_step, *_on_ranks(run, solo, updated)]
+            return [*every_step, *updated]
     return every_step
 
 
@@ -134,15 +104,15 @@ def allowed_distance(case: Case, tolerance: Tolerance, step: int) -> float:
 def _allowed_of_weights(case: Case, tolerance: Tolerance) -> float:
     """Return how far an updated parameter may be from one rank's, relative to its norm."""
     is_rounded = tolerance.key not in OF_EVERY_MODEL and case.parameter_dtype == "float32"
-    return max(tolerance.per_step[-1], LAST_BIT if is_rounded else 0.0)
+    return max(tolerance.per_step[-1], Limit("parity.last_bit") if is_rounded else 0.0)
 
 
 def _factors(case: Case, run: Run, witnesses: Witnesses, step: int) -> tuple[Explanation | None, Explanation | None]:
     solo, golden = finished(witnesses.solo), witnesses.golden
     assert solo is not None, "there is nothing to compare with"
     norm, losses = (None, None) if golden is None else (golden.grad_norms[step - 1], golden.losses)
-    gradients = explain_gradients(case, assemble(run.traces), assemble(solo.traces), step, norm)
-    loss = explain_loss(case, run, solo, step, losses)
+    gradients = assembly.explain_gradients(case, assemble(run.traces), assemble(solo.traces), step, norm)
+    loss = assembly.explain_loss(case, run, solo, step, losses)
     if gradients and loss and loss.factor is not None and loss.factor == gradients.factor:
         loss = loss._replace(fix=gradients.fix)  # one mistake: gradients are those of the loss that is reported
     return gradients, loss
@@ -163,7 +133,7 @@ def worst_distances(run: Run, solo: Run, *, steps: Iterable[int], ignored: float
 def worst_gradient(case: Case, run: Run, solo: Run, tolerance: Tolerance | None) -> WorstGradient | None:
     """Return the gradient of any step that is furthest from one rank's; None where none was compared."""
     expected = {key: tensor for key, tensor in assemble(solo.traces).items() if key.kind == "grad"}
-    distances = relative_distances(assemble(run.traces), expected, ignored=rounding_floor(case, tolerance))
+    distances = assembly.relative_distances(assemble(run.traces), expected, ignored=rounding_floor(case, tolerance))
     if not distances:
         return None
     worst = max(distances, key=lambda key: nan_as_inf(distances[key]))
@@ -205,57 +175,44 @@ def rounding_floor(case: Case, tolerance: Tolerance | None = None) -> float:
     """
     # Elsewhere only gradients are summed in another order.
     drifting = case.layout.tp > 1 or case.compile == "inductor" or clips_by_a_rounded_norm(case)
-    floor = ROUNDED[case.train.dtype if drifting else case.wide_dtype]
+    floor = Limit(f"parity.cancelled_{case.train.dtype if drifting else case.wide_dtype}")
     is_derived = tolerance is not None and tolerance.derived and tolerance.key not in OF_EVERY_MODEL
-    return max(floor, IGNORED) if drifting and is_derived and case.float8.enabled else floor
+    return max(floor, Limit(IGNORED)) if drifting and is_derived and case.float8.enabled else floor
 
 
 def _distances(found: Tensors, expected: Tensors, step: int, kind: str, ignored: float) -> dict[SketchKey, float]:
     wanted = {key: tensor for key, tensor in expected.items() if (key.step, key.kind) == (step, kind)}
-    return relative_distances(found, wanted, ignored=ignored)
+    return assembly.relative_distances(found, wanted, ignored=ignored)
 
 
-def _tensors(found: Tensors, expected: Tensors, step: int, kind: str, allowed: float, ignored: float) -> list[Finding]:
-    """Gradients, or updated parameters, that are further away than allowed."""
-    rule, noun = {
-        "initial": (INITIAL, "initial weights"),
-        "grad": (GRADIENTS, "gradients"),
-        "param": (PARAMETERS, "updated parameters"),
-    }[kind]
-    distances = _distances(found, expected, step, kind, ignored)
+class _Sides(NamedTuple):
+    run: Run
+    solo: Run
+    found: Tensors
+    expected: Tensors
+
+
+_TENSORS: Mapping[str, tuple[Rule, str]] = {
+    "initial": (INITIAL, "initial weights"),
+    "grad": (GRADIENTS, "gradients"),
+    "param": (PARAMETERS, "updated parameters"),
+}
+
+
+def _tensors(sides: _Sides, step: int, kind: str, allowed: float, ignored: float = 0.0) -> list[Finding]:
+    """Return the finding about what is further away than allowed, with the ranks whose own part is, if they show."""
+    rule, noun = _TENSORS[kind]
+    distances = _distances(sides.found, sides.expected, step, kind, ignored)
     if not distances:
         return [NOTHING_COMPARED.finding(noun=noun, step=step or None)]
-    wrong = {key: distance for key, distance in distances.items() if not distance <= allowed}  # NaN is wrong
-    if not wrong:
+    compared = (Compared(rule, step, distance, allowed, key.fqn, of=key) for key, distance in distances.items())
+    wrong = first_wrong(compared, worst=True)
+    if wrong is None:
         return []
-    worst = max(wrong, key=lambda key: nan_as_inf(wrong[key]))
-    return [
-        rule.finding(
-            noun=noun,
-            count=len(wrong),
-            compared=len(distances),
-            distance=wrong[worst],
-            allowed=allowed,
-            norm=found[worst].norm,
-            reference=expected[worst].norm,
-            step=step,
-            module=worst.fqn,
-            expected=f"distance <= {allowed:.2g}",
-            found=f"{wrong[worst]:.2g}",
-            size=wrong[worst],
-        )
-    ]
-
-
-def _on_ranks(run: Run, solo: Run, findings: Iterable[Finding]) -> Iterator[Finding]:
-    """Yield the findings about tensors, with the ranks whose own part is as far off, where that can be told."""
-    kinds = {INITIAL.name: "initial", GRADIENTS.name: "grad", PARAMETERS.name: "param"}
-    for finding in findings:
-        ranks: list[int] = []
-        if finding.step is not None and finding.rule in kinds and len(run.traces) > 1:
-            key = SketchKey(finding.step, kinds[finding.rule], finding.module or "")
-            ranks = wrong_ranks(run.traces, solo.traces, key, float(finding.values["allowed"]))
-        yield about_ranks(finding, ranks, run)
+    key, several = wrong.told.of, len(sides.run.traces) > 1
+    ranks = assembly.wrong_ranks(sides.run.traces, sides.solo.traces, key, allowed) if several else []
+    norms = sides.found[key].norm, sides.expected[key].norm
+    return [wrong.finding(sides.run, ranks, noun=noun, norm=norms[0], reference=norms[1])]
 
 
 def _reported_numbers(case: Case, run: Run, solo: Run, step: int, allowed: float) -> list[Finding]:
@@ -264,41 +221,14 @@ def _reported_numbers(case: Case, run: Run, solo: Run, step: int, allowed: float
     That of the target itself has the rounding of its own sum besides.
     """
     expected = solo.traces[0].steps[step - 1]
-    reported, rounding = expected.reported_grad_norm, rounding_of_norm(case)
-    loss_floor = 0.0 if case.train.dtype == "float64" else FLOAT32_LOSS
-    norms = [(GRAD_NORM, "grad_norm", expected.grad_norm, allowed)]
-    norms += [] if reported is None else [(REPORTED_NORM, "reported_grad_norm", reported, max(allowed, rounding))]
+    rounding, own = max(allowed, rounding_of_norm(case)), expected.reported_grad_norm
+    reported = {} if own is None else {step: own}
+    of_loss = max(Limit("parity.loss_share", allowed), 0.0 if case.train.dtype == "float64" else FLOAT32_LOSS)
     return [
-        *wrong_numbers(LOSS, run, step, "loss", expected=expected.loss, allowed=max(allowed * LOSS_SHARE, loss_floor)),
-        *(
-            finding
-            for rule, name, norm, limit in norms
-            for finding in wrong_numbers(rule, run, step, name, expected=norm, allowed=limit * norm)
-        ),
+        *numbers(LOSS, run, "loss", {step: expected.loss}, lambda *_: of_loss),
+        *numbers(GRAD_NORM, run, "grad_norm", {step: expected.grad_norm}, lambda _, norm: allowed * norm),
+        *numbers(REPORTED_NORM, run, "reported_grad_norm", reported, lambda _, norm: rounding * norm),
     ]
-
-
-def wrong_numbers(
-    rule: Rule, run: Run, step: int, name: str, *, expected: float, allowed: float, **values: Value
-) -> list[Finding]:
-    """Return a finding by `rule` about the ranks that report this number of a step further off than allowed."""
-    reported = {trace.rank: getattr(trace.steps[step - 1], name) for trace in run.traces if len(trace.steps) >= step}
-    numbers = {rank: math.nan if value is None else value for rank, value in reported.items()}
-    wrong = {rank: value for rank, value in numbers.items() if not abs(value - expected) <= allowed}  # NaN is wrong
-    if not wrong:
-        return []
-    first = wrong[min(wrong)]
-    finding = rule.finding(
-        number=name,
-        distance=abs(first - expected),
-        allowed=allowed,
-        step=step,
-        expected=repr(expected),
-        found=repr(first),
-        size=size_of_error(name, first, expected),
-        values=values,
-    )
-    return [about_ranks(finding, wrong, run)]
 
 
 def _missing(found: Tensors, expected: Tensors) -> list[Finding]:
@@ -331,7 +261,7 @@ def _batches(case: Case, run: Run, solo: Run) -> list[Finding]:
 
 
 def _replicas(case: Case, run: Run, reference: Tensors) -> list[Finding]:
-    unequal = unequal_replicas(run.traces)
+    unequal = assembly.unequal_replicas(run.traces)
     if not unequal:
         return []
     key, offset, digests = unequal[0]
@@ -358,9 +288,9 @@ def _not_reduced(
     axes = " and ".join(axis for axis in where[0] if len({of_rank[axis] for of_rank in where}) > 1)
     if reference is None or key.kind != "grad" or not axes:
         return
-    total = sum_of(run.traces, key)
+    total = assembly.sum_of(run.traces, key)
     for word, times in (("sum", 1), ("mean", len(ranks))):
         scaled = total._replace(norm=reference.norm, sums=tuple(signed_sum / times for signed_sum in total.sums))
-        if relative_distance(scaled, reference) <= TERMS:
+        if assembly.relative_distance(scaled, reference) <= Limit("parity.terms"):
             yield f"the {word} over {axes} of {format_ranks(ranks)} is the reference: not reduced over {axes}"
             return

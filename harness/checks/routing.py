@@ -14,6 +14,7 @@ from harness.matrix.case import Case
 from harness.matrix.layout import dp_rank, peers
 from harness.matrix.linears import expert_fqns, expert_layers_of, held
 from harness.matrix.numerics import drifts
+from harness.promises import Limit
 from harness.trace import Run
 from harness.trace.counts import ExpertCall, Phase, Rows
 from harness.verdict import Finding
@@ -185,7 +186,7 @@ def _of_router(case: Case, call: ExpertCall) -> Iterator[tuple[Rule, str, str]]:
         yield SENT, f"token {place // top_k} as row {wrong.row}, for expert {flat[place]}", wrong.words
 
 
-_ROUNDING = 1e-5  # of float32 numbers that add up to one
+_ROUNDING = Limit("experts.weights")
 
 
 def _of_weights(score: str, call: ExpertCall, top_k: int, *, all_chosen: bool) -> Iterator[tuple[Rule, str, str]]:
@@ -264,7 +265,7 @@ def _spelled(counts: Sequence[int]) -> str:
 
 
 _COEFFICIENT = 1e-3  # of torchtitan 0.2.2, and of the reference target
-_LAST_BIT = 1e-7  # of a bias of float32, which a step moves by a ten thousand times that
+_LAST_BIT = Limit("experts.bias")
 
 
 def _biases(case: Case, run: Run) -> Iterator[Mismatch]:

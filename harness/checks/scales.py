@@ -38,6 +38,7 @@ from harness.expect.model import CastForm, CastSite, replica_axes, scale_axes, s
 from harness.matrix.case import Case
 from harness.matrix.layout import DP_AXES, peers
 from harness.matrix.numerics import Numerics, activations_differ, clips_by_a_rounded_norm, sums_in_order
+from harness.promises import Limit
 from harness.registry import computes_on_plain_shards
 from harness.text import counted, format_numbers
 from harness.trace import RankTrace, Run
@@ -307,13 +308,9 @@ def _mismatch(rank: int, cast: CastRecord, rule: Rule, expected: str, found: str
     return Mismatch(cast.step, cast.index, rank, cast.fqn, rule, expected, found, operand)
 
 
-# How far a share may be from the single-rank one. Exact: the same values are cast with the same scales. Replicas: sums
-# of gradients have another order, so single weights of later steps are rounded otherwise; measured over HSDP: 0.
-# Rounded: where the scale of a row moves by a power of two, so does what the row loses; measured in 1 of 8 cases of
-# HSDP: 1e-3. Under TP all values differ by the rounding of earlier sums; measured over 12 cases of 5 steps: 3e-4, and
-# 2e-3 where scales moved. Scales that are rounded down let the largest values of a quarter of all blocks saturate, and
-# a block may come to that or leave it: 0.008 in 1 of 20 cases under TP.
-EXACT, OF_REPLICAS, ROUNDED, ROUNDED_DOWN = 1e-12, 1e-4, 0.006, 0.016
+# How far a share may be from the single-rank one.
+EXACT, OF_REPLICAS = Limit("underflow.exact"), Limit("underflow.replicas")
+ROUNDED, ROUNDED_DOWN = Limit("underflow.rounded"), Limit("underflow.rounded_down")
 # ROUNDED and ROUNDED_DOWN were measured over so many steps. Later, rounding has driven two runs too far apart.
 MEASURED_STEPS = 5
 

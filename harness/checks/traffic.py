@@ -18,6 +18,7 @@ from harness.expect.transfer import Transfer
 from harness.matrix.case import Case
 from harness.matrix.layout import peers
 from harness.matrix.recipes import ITEM_BYTES
+from harness.promises import Limit
 from harness.registry import OF_DTENSOR, computes_on_plain_shards
 from harness.text import counted
 from harness.trace import RankTrace, Run
@@ -26,9 +27,8 @@ from harness.trace.model import Parameter
 from harness.trace.operands import CastRecord
 from harness.verdict import Finding
 
-# Of the bytes of bfloat16: float8 takes half; the rest is for the norms, which are gathered in high precision.
-MAX_SHARE_OF_BFLOAT16 = 0.51
-_PADDING = 1.1  # a shard is padded to the first rank's, which is at most a row longer
+MAX_SHARE_OF_BFLOAT16 = Limit("traffic.share_of_bfloat16")
+_PADDING = Limit("traffic.padding")
 
 _rule = Rules("traffic", Stage.COLLECTIVES)
 VOLUME = _rule("volume", "wrong number or size of {collective}", key=("collective",), formula=TRAFFIC)

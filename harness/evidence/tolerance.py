@@ -25,6 +25,7 @@ from harness.matrix.case import Case
 from harness.matrix.caseid import parse_case_id
 from harness.matrix.linears import OUTPUT_FQN, is_converted
 from harness.matrix.numerics import VIRTUAL_DEVICE, Numerics, activations_differ, clips_by_a_rounded_norm, sums_in_order
+from harness.promises import Limit
 from harness.registry import REFERENCE
 from harness.sources import PACKAGES, holds_for, installed_versions
 
@@ -41,15 +42,9 @@ NONE_DERIVED = "was measured for cases like this, and the BF16 runs to derive on
 MIN_SEEDS = 8
 MIN_LAYOUTS = 2
 
-# With a margin of 1.0 every seed that is slightly noisier would fail; a margin above the maximum hides more than noise.
-MIN_MARGIN, MAX_MARGIN = 1.1, 5.0
-
-# Layouts of one key whose noise differs by more than this are not of one kind.
-MAX_SPREAD = 10.0
-
-# A number below this need not be close to the noise, because no fault is that small: the smallest planted one that
-# changes a number at all changes a gradient by 1e-4.
-EXACT = 1e-8
+MIN_MARGIN, MAX_MARGIN = Limit("tolerances.least_margin"), Limit("tolerances.largest_margin")
+MAX_SPREAD = Limit("tolerances.spread")
+EXACT = Limit("tolerances.exact")  # a number below it need not be close to the noise
 
 # Parity keys of runs that round nothing differently: their last number holds for every later step.
 EVERY_LAYOUT, SAME_ORDER = "exact", "ordered"

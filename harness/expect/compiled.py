@@ -18,6 +18,7 @@ import msgspec
 from harness.expect.model import is_recomputed, scaled_mm_calls
 from harness.matrix.case import Case
 from harness.matrix.linears import BLOCK_LINEARS, is_converted
+from harness.promises import Limit
 from harness.trace.graphs import Collective, GeneratedResult, GradientDistance, Phase
 
 # The linears that read the input of attention and of feed-forward, and those that write their outputs.
@@ -118,56 +119,53 @@ def _names(names: tuple[str, ...]) -> str:
 
 # Generated code
 
-# One unit in the last place of what the case computes in, relative to the value, at most; in float32 and float64, and
-# where bfloat16 is rounded as in the graph, of sums in another order.
-UNIT = {"bfloat16": 2.0**-7, "float32": 2.0**-18, "float64": 2.0**-40}
-_OF_SCALE = 2.0**-23  # of float32, in which scales are whatever the case computes in
 
-# Between neighbouring values of a dtype, relative to the value, at most.
-_STEP = {"float8_e4m3fn": 2.0**-3, "float8_e5m2": 2.0**-2, "bfloat16": UNIT["bfloat16"]}
-
-# Units. Of 2 clean runs in bfloat16: 0.7 for a tensor, 0.9 for a scale, which belongs to one element.
-MARGIN = 2.0
-ROW = 4.0  # a row has fewer elements: at most 2.6 of the limit of a tensor in clean runs
-POWERS_OF_TWO = 0.125  # one row of 64 whose scale is another power of two: its amax is next to one
-
-
-def rounding(case: Case, *, emulated: bool = False) -> float:
+def rounding(case: Case, *, emulated: bool = False) -> Limit:
     """Return how far a tensor that is rounded to what the case computes in may be off, relative to its norm."""
-    return MARGIN * _unit(case, emulated=emulated)
+    unit = _unit(case, emulated=emulated)
+    return Limit(unit.name, Limit("code.units"))
 
 
-def _unit(case: Case, *, emulated: bool) -> float:
-    return max(UNIT["float32" if emulated and case.train.dtype == "bfloat16" else case.train.dtype], _OF_SCALE)
+def _unit(case: Case, *, emulated: bool) -> Limit:
+    if case.train.dtype == "float64":
+        return Limit("code.scale")  # scales are float32 whatever the case computes in
+    return Limit("code.unit_float32" if emulated else f"code.unit_{case.train.dtype}")
 
 
-def allowed_distance(case: Case, result: GeneratedResult, *, emulated: bool) -> float:
+def allowed_distance(case: Case, result: GeneratedResult, *, emulated: bool) -> Limit:
     """The largest distance of this tensor which rounding explains. `emulated`: the code rounds as its graph does.
 
     A value that is off by a share `r` of itself is rounded to a neighbour, a share `s` away, with probability r / s,
-    which adds r * s to the square of the distance. Clean bfloat16 runs: 0.021 in e4m3 and 0.037 in e5m2, of 0.044 and
-    0.063; where roundings are emulated 0. The code adds up terms that the graph rounds first: the gradient of a bias of
-    keys, of which little is left, was 0.024 off.
+    which adds r * s to the square of the distance. The code adds up terms that the graph rounds first: `cancelled`.
     """
     if result.tensor.startswith("scale") and case.float8.traits.power_of_two_scales:
-        return POWERS_OF_TWO
+        return Limit("code.moved_rows")
     share = _unit(case, emulated=emulated)
-    if result.dtype in _STEP and share < _STEP[result.dtype]:
-        return MARGIN * math.sqrt(share / 2 * _STEP[result.dtype])
-    rows_move = case.float8.traits.power_of_two_scales and not emulated  # 0.02 was measured behind such rows
-    return MARGIN * share * result.cancelled * (2 if rows_move else 1)
+    step = _step(result.dtype)
+    if step is not None and share < step:
+        return Limit(step.name, Limit("code.units") * math.sqrt(share / 2 / step))
+    rows_move = case.float8.traits.power_of_two_scales and not emulated
+    return Limit(share.name, Limit("code.units") * result.cancelled * (2 if rows_move else 1))
 
 
-def allowed_row(case: Case, result: GeneratedResult, limit: float) -> float:
+def _step(dtype: str) -> Limit | None:
+    """Return how far neighbouring values of a dtype are apart, relative to the value, at most."""
+    if dtype.startswith("float8"):
+        return Limit(f"code.step_{dtype}")
+    return Limit("code.unit_bfloat16") if dtype == "bfloat16" else None
+
+
+def allowed_row(case: Case, result: GeneratedResult, limit: Limit) -> float:
     """Return the largest distance of one row, where `limit` is the tensor's.
 
-    Where the amax of a row is next to a power of two, its scale, and so its float8 data, may be twice or half as large.
-    Products of such a row are rounded differently: 0.11 was measured.
+    Where the amax of a row is next to a power of two, its scale, and so its float8 data, may be twice or half as large,
+    and products of such a row are rounded differently.
     """
+    of_row = Limit("code.row", limit)
     if not case.float8.traits.power_of_two_scales:
-        return ROW * limit
+        return of_row
     moves = result.tensor.startswith("scale") or result.dtype.startswith("float8")
-    return 1.0 if moves else max(ROW * limit, _STEP["float8_e5m2"])
+    return 1.0 if moves else max(of_row, Limit("code.step_float8_e5m2"))
 
 
 def reduced_distance(case: Case, distance: GradientDistance) -> float:
@@ -180,5 +178,5 @@ def reduced_distance(case: Case, distance: GradientDistance) -> float:
         return rounding(case)
     if case.layout.dp == 1:
         return 0.0
-    dtypes = case.train.reduce_dtype, case.parameter_dtype
-    return MARGIN * max(UNIT["bfloat16"] if dtype == "bfloat16" else _OF_SCALE for dtype in dtypes)
+    is_rounded = "bfloat16" in (case.train.reduce_dtype, case.parameter_dtype)
+    return Limit("code.unit_bfloat16" if is_rounded else "code.scale", Limit("code.units"))

@@ -2,43 +2,23 @@
 
 The replay repeats a module on the operands that it really had, so nothing accumulates, and computes every part that TP
 ranks add up as its rank does: on the virtual device every bit is the same. Elsewhere a result differs by the rounding
-of its own arithmetic. Limits are multiples of the unit roundoff, not measured tolerances: every part that was rounded
-before it was summed over ranks, the sum, and the replay's own result contribute one rounding each, and their errors add
-up as independent ones do. `tests/worker/test_clean_runs.py` keeps clean runs within all limits.
+of its own arithmetic: every part that was rounded before it was summed over ranks, the sum, and the replay's own result
+contribute one rounding each, and their errors add up as independent ones do.
 """
 
 import math
+from collections.abc import Collection, Iterator, Sequence
 from typing import NamedTuple
 
 from harness.expect.model import Model
 from harness.matrix.case import Case
 from harness.matrix.linears import OUTPUT_FQN, ROWWISE, converted_fqns, linear_fqns, linear_name
 from harness.matrix.numerics import norm_rounding
+from harness.promises import Limit
 from harness.registry import REFERENCE
 from harness.trace.model import ModuleDistance
 
-# The largest relative error of a result that is rounded to this dtype. A matmul in bfloat16 is rounded once; one in
-# float32 after every addition: eight roundings' worth, four were measured.
-UNIT = {"bfloat16": 2.0**-9, "float32": 8 * 2.0**-24}
-
-# Independent roundings are at most one unit each, and 0.6 units in the mean; measured sums are at half of this limit.
-MARGIN = 2.0
-
 EXACT = 0.0
-LOG = 2.0**-20  # of the logarithm of a probability from 8 to 16 in float32: its last bit
-# In float32 it may be off by this many of them: without AVX2 the exponentials of a shard are added up in fewer lanes,
-# so their sum is off too. 1.6 was measured (8 of 14 cases above 1). With AVX-512 the gradient of logits in bfloat16 was
-# 2.1 times as far off as one of these bits in the mean makes it.
-LOG_BITS = 3
-FLOAT64 = 2.0**-40  # sums of thousands of addends: 7e-17 was measured
-# Of a parameter in float32: a fused optimizer computes the end of a shard by another loop, and SGD without AVX2
-# rounded one of 256 elements otherwise (2 of 35 cases of SGD; none of 35 with AVX2).
-LAST_BIT = 2.0**-23
-
-# What a block computes in code that inductor generates, which is replayed eagerly as a whole: roundings elsewhere,
-# float8 values of each of its seven linears that differ by one, and partial sums of ranks. The largest of clean runs:
-# 0.014 and 0.023 in the residual stream, 0.092 in a gradient. What linears multiply is held to less (`compiled.py`).
-GENERATED = {"output": 0.03, "grad_output": 0.05, "grad": 0.2}
 
 
 class Bits(NamedTuple):
@@ -55,39 +35,65 @@ class Bits(NamedTuple):
     shared: bool = True
 
 
+_OF_BLOCKS = ("output", "grad_output", "grad")
 _READ_BY_OTHERS = ("attention.wk", "attention.wv")  # linears whose outputs other ranks of context parallelism read
 
-# How far a result is off where the last bit of some gradient decides between two neighbouring float8 values, which in
-# e5m2 are a quarter apart: 0.009 is the most that clean runs showed (5 of 60).
-NEIGHBOUR = 0.05
 
-
-def allowed_distance(case: Case, distance: ModuleDistance, *, bits: Bits, model: Model | None = None) -> float:
+def allowed_distance(
+    case: Case, distance: ModuleDistance, *, bits: Bits, model: Model | None = None, sums: int = 1
+) -> float:
     """Return the largest relative distance of this tensor to its replay, which rounding explains.
 
-    `model`: of one that is not known. Between its linears, whatever it consists of, roundings of all sums over TP
-    ranks may come together, because no tensor is replaced there.
+    `model`: of one that is not known. `sums`: those over TP ranks behind the tensor that was recorded before it.
     """
     if case.train.dtype == "float64" or distance.kind == "param":
-        return FLOAT64 if case.train.dtype == "float64" else _of_update(case, bits)
-    if case.compile == "inductor" and distance.kind in GENERATED and _is_of_block(distance):
-        return GENERATED[distance.kind]
-    clipped = norm_rounding(case) if distance.kind == "grad" else 0.0
+        return Limit("modules.float64") if case.train.dtype == "float64" else _of_update(case, bits)
+    if case.compile == "inductor" and distance.kind in _OF_BLOCKS and _is_of_block(distance):
+        return Limit(f"blocks.{distance.kind}_{case.train.dtype}")
+    if distance.kind != "grad":
+        return _between(case, distance, bits) if model is None else _of_unknown_model(case, distance, model, bits, sums)
     if model is not None:
-        return _of_unknown_model(case, distance, model, bits) + clipped
+        return _clipped(case, _of_unknown_gradient(case, distance, model, bits))
     if not bits.same and _is_behind_unrecorded_cast(case, distance):
-        return NEIGHBOUR
-    if distance.kind == "grad":
-        return _gradient(case, distance, bits) + clipped
+        return Limit("modules.next_to_a_cast")
+    return _clipped(case, _gradient(case, distance, bits))
+
+
+def sums_before(tensors: Sequence[ModuleDistance], converted: Collection[str]) -> Iterator[int]:
+    """Yield for each tensor, in the order of execution, how many sums over TP ranks are formed just before it.
+
+    They are those of outputs and of input gradients that ranks add up. The loss behind the last module counts as one,
+    and so does a product in high precision, whose kernel sums as the shapes of a rank decide.
+    """
+    linears = {tensor.fqn for tensor in tensors if tensor.kind == "grad_input"} - {*converted}
+    sums, was_forward = 0, True
+    for tensor in tensors:
+        is_forward = tensor.kind in ("input", "output")
+        if is_forward != was_forward:
+            sums = 0 if is_forward else 1
+        yield max(sums, tensor.kind in ("output", "grad_input") and tensor.fqn in linears)
+        sums, was_forward = (sums + 1 if tensor.parts > 1 else 0), is_forward
+
+
+def _between(case: Case, distance: ModuleDistance, bits: Bits) -> float:
+    """Return the limit of what a Llama's modules get, compute and hand back."""
+    if not bits.same and _is_behind_unrecorded_cast(case, distance):
+        return Limit("modules.next_to_a_cast")
     shared = bits.shared or not _is_read_by_others(distance)
     repeated = bits.same and shared and (bits.summed or distance.parts > 1 or _is_repeated_exactly(case, distance))
     return _of_loss(case, distance) if repeated else _of_module(case, distance)
 
 
+def _clipped(case: Case, limit: float) -> float:
+    """Return the limit of a gradient, which clipping multiplies by a rounded norm."""
+    norm = norm_rounding(case)
+    return limit.plus(norm) if norm and isinstance(limit, Limit) else max(limit, norm)
+
+
 def _of_update(case: Case, bits: Bits) -> float:
-    """Return the optimizer's arithmetic is the same, whatever ranks hold."""
+    """Return the limit of a parameter: the optimizer's arithmetic is the same, whatever ranks hold."""
     exact = bits.same and case.target == REFERENCE and case.train.optimizer != "sgd"
-    return EXACT if exact else LAST_BIT
+    return EXACT if exact else Limit("parity.last_bit")
 
 
 def _of_module(case: Case, distance: ModuleDistance) -> float:
@@ -110,45 +116,57 @@ def _of_loss(case: Case, distance: ModuleDistance) -> float:
 
     They move the logarithm of every probability by its last bits, and so each of them, and the gradient of each logit
     but that of the label (`tail`), by that share of itself. In bfloat16 few are rounded to a neighbour, a share `s`
-    away, with probability LOG_BITS * LOG / s: that adds LOG_BITS * LOG * s to the square of the distance.
+    away, with probability share / s: that adds share * s to the square of the distance.
     """
     is_loss = distance.fqn == OUTPUT_FQN and distance.kind == "grad_output"
     if not is_loss or case.layout.tp == 1 or not case.layout.loss_parallel:
         return EXACT
+    share = Limit("modules.last_bits_of_logarithm")
     if distance.dtype == "float32":
-        return LOG_BITS * LOG * math.sqrt(distance.tail)
-    return MARGIN * math.sqrt(LOG_BITS * LOG * 2 * UNIT[distance.dtype] * distance.tail)
+        return Limit(share.name, math.sqrt(distance.tail))
+    return Limit(share.name, math.sqrt(4 * _rounding(distance.dtype, spread=0) * distance.tail / share))
 
 
-def _of_unknown_model(case: Case, distance: ModuleDistance, model: Model, bits: Bits) -> float:
+def _of_unknown_model(case: Case, distance: ModuleDistance, model: Model, bits: Bits, sums: int) -> float:
+    """Return the limit of what modules of any model get, compute and hand back.
+
+    On the virtual device it is exact what one module computes, and what lies between two of them without a sum over TP
+    ranks. Elsewhere roundings of all these sums may come together, because the residual stream's gradient is replaced
+    at no module.
+    """
     tp, dp = case.layout.tp, case.layout.dp
-    divides_exactly = dp & (dp - 1) == 0  # where the loss is divided by it on one side and gradients on the other
-    same, by_itself = bits.same and divides_exactly, _is_scaled_matmul(distance, model, bits)
-    if same and by_itself and (distance.kind != "grad" or dp == 1):
+    same = bits.same and dp & (dp - 1) == 0  # the loss is divided by it on one side and gradients on the other
+    by_itself = distance.kind in ("output", "grad_input") and distance.fqn in model.converted
+    if same and (tp == 1 or by_itself or (bits.summed and not sums)):
+        return EXACT
+    if tp == 1:
+        return _rounding(case.train.dtype)
+    rounded = distance.parts > 1 and distance.fqn in model.converted and case.float8.traits.writes_bfloat16
+    sums = sums if same and bits.summed else sum(model.calls.values())
+    dtype = "bfloat16" if rounded else case.train.dtype
+    return _rounding(dtype, spread=max(1.0, distance.spread), parts=distance.parts + tp * max(1, sums))
+
+
+def _of_unknown_gradient(case: Case, distance: ModuleDistance, model: Model, bits: Bits) -> float:
+    """Return the limit of the gradient of a parameter of any model, which TP ranks add up microbatch by microbatch."""
+    tp, dp = case.layout.tp, case.layout.dp
+    same, linear = bits.same and dp & (dp - 1) == 0, distance.fqn.removesuffix(".weight")
+    by_itself = bits.summed and linear != distance.fqn and linear in model.converted
+    if same and by_itself and dp == 1:
         return EXACT
     if tp == 1 or (same and by_itself):
         reduced = _rounding(case.train.reduce_dtype, spread=max(1.0, distance.spread), parts=dp)
-        summed = max(reduced, _rounding(case.parameter_dtype))
-        return summed if distance.kind == "grad" else EXACT if same else _rounding(case.train.dtype)
-    rounded = distance.parts > 1 and distance.fqn in model.converted and case.float8.traits.writes_bfloat16
-    sums = tp * max(1, sum(model.calls.values()))
-    dtype = "bfloat16" if rounded else case.train.dtype
-    return _rounding(dtype, spread=max(1.0, distance.spread), parts=distance.parts + sums)
-
-
-def _is_scaled_matmul(distance: ModuleDistance, model: Model, bits: Bits) -> bool:
-    """True for what a converted linear computes from its recorded operands alone, but for the sum over dp ranks."""
-    if distance.kind in ("output", "grad_input"):
-        return distance.fqn in model.converted
-    linear = distance.fqn.removesuffix(".weight")
-    return distance.kind == "grad" and bits.summed and linear != distance.fqn and linear in model.converted
+        return max(reduced, _rounding(case.parameter_dtype))
+    sums = max(model.calls.values(), default=1) if same and bits.summed else sum(model.calls.values())
+    return _rounding(case.train.dtype, spread=max(1.0, distance.spread), parts=distance.parts + tp * max(1, sums))
 
 
 def _gradient(case: Case, distance: ModuleDistance, bits: Bits) -> float:
     """Of a parameter: rounded to the dtype of the run on every TP rank, then summed over dp ranks."""
     layout, train, module = case.layout, case.train, distance.fqn.removesuffix(".weight")
-    if layout.cp > 1 and layout.tp > 1 and train.dtype == "bfloat16" and module.endswith("norm"):
-        # the replay rounds the sum over TP ranks of every piece; ranks add up microbatches, or the FSDP2 group, first
+    is_norm = train.dtype == "bfloat16" and module.endswith("norm")
+    if layout.cp > 1 and layout.tp > 1 and train.accumulation > 1 and is_norm:
+        # the replay rounds the sum over TP ranks of every piece; ranks add up microbatches first
         return _rounding(train.dtype, spread=max(1.0, distance.spread), parts=layout.tp * train.accumulation)
     if bits.same and bits.summed and bits.reduced:
         return EXACT
@@ -196,5 +214,5 @@ def _is_converted(case: Case, fqn: str) -> bool:
     return fqn in converted_fqns(case)
 
 
-def _rounding(dtype: str, *, spread: float = 1.0, parts: int = 1) -> float:
-    return MARGIN * UNIT[dtype] * math.sqrt(spread**2 + parts)
+def _rounding(dtype: str, *, spread: float = 1.0, parts: int = 1) -> Limit:
+    return Limit(f"modules.{dtype}", math.sqrt(spread**2 + parts))

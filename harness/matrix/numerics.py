@@ -11,15 +11,10 @@ from harness.matrix.case import Case
 from harness.matrix.layout import DP_AXES
 from harness.matrix.linears import linear_features, linear_fqns, linear_name, parameter_count
 from harness.matrix.recipes import ITEM_BYTES
+from harness.promises import Limit
 from harness.registry import REFERENCE, computes_on_plain_shards, is_llama
 
 _ONE_ORDER = 2  # ranks
-
-# The norm of all gradients is a sum in float32 in the order of the shards: relative to the exact one at most 1.2e-5 off
-# was measured (half a million parameters on one rank), and 7e-7 in torchtitan 0.2.2. Of gradients in bfloat16 torch
-# computes it in bfloat16: it is rounded, and so are the factor and every gradient that is multiplied by it (0.0019).
-NORM_ROUNDING = 2e-5
-NORM_ROUNDING_BFLOAT16 = 3 * 2.0**-9
 
 
 class Numerics(msgspec.Struct, frozen=True, kw_only=True):
@@ -63,7 +58,7 @@ def norm_rounding(case: Case) -> float:
 
 def rounding_of_norm(case: Case) -> float:
     """Return how far the norm that a target reports may be from the exact one of the same gradients, relative to it."""
-    return NORM_ROUNDING_BFLOAT16 if case.parameter_dtype == "bfloat16" else NORM_ROUNDING
+    return Limit("norms.bfloat16" if case.parameter_dtype == "bfloat16" else "norms.float32")
 
 
 def async_tp_gap(case: Case, numerics: Numerics) -> str | None:

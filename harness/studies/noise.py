@@ -9,19 +9,9 @@ from harness.checks.check import finished
 from harness.checks.judge import Judgement
 from harness.checks.parity import worst_distances
 from harness.engine.hardware import arithmetic_limits
+from harness.evidence import tolerance
 from harness.evidence.golden import find_golden, hardware_classes
 from harness.evidence.references import solo_reference
-from harness.evidence.tolerance import (
-    LOSS_VS_GOLDEN,
-    OF_EVERY_MODEL,
-    PARITY,
-    Evidence,
-    Sample,
-    evidence_path,
-    parity_key,
-    read_evidence,
-    tolerance_key,
-)
 from harness.matrix.case import Case, Layout
 from harness.matrix.caseid import case_id, family_id, layout_id, reference_case
 from harness.matrix.numerics import VIRTUAL_DEVICE, Numerics
@@ -44,7 +34,7 @@ DEFAULT_ENVIRONMENT = "default"
 class Measurement(msgspec.Struct, frozen=True, kw_only=True):
     """The evidence of every check including the new samples, and the results of failed runs."""
 
-    evidence: dict[str, Evidence]
+    evidence: dict[str, tolerance.Evidence]
     new_samples: int
     failed: tuple[CaseResult, ...]
     interrupted: bool
@@ -64,7 +54,7 @@ def measured_cases(cases: Iterable[Case], *, layouts: int, known: Sequence[Known
     by_key: dict[str, dict[Layout, Case]] = {}
     for case in cases:
         if _is_measurable(case) and not matching(known, case):
-            by_key.setdefault(tolerance_key(case), {}).setdefault(case.layout, case)
+            by_key.setdefault(tolerance.tolerance_key(case), {}).setdefault(case.layout, case)
     return tuple(case for by_layout in by_key.values() for case in _spread(list(by_layout.values()), layouts))
 
 
@@ -100,19 +90,19 @@ def measure(
     }
     pairs = ((case, _reference_losses(project, case, traces, fresh=fresh)) for case in cases if case_id(case) in traces)
     samples = [
-        _sample(case, tolerance_key(case), _distances(traces[case_id(case)], losses))
+        _sample(case, tolerance.tolerance_key(case), _distances(traces[case_id(case)], losses))
         for case, losses in pairs
         if losses is not None
     ]
     parity = [
-        _sample(case, parity_key(case, plan.numerics), distances[case_id(case)])
+        _sample(case, tolerance.parity_key(case, plan.numerics), distances[case_id(case)])
         for case in cases
         if case_id(case) in traces and case_id(case) in distances and not shares_its_parity_key(case, plan.numerics)
     ]
     return Measurement(
         evidence={
             check: _merged(project, check, check_samples, list(traces.values()), command=command)
-            for check, check_samples in ((LOSS_VS_GOLDEN, samples), (PARITY, parity))
+            for check, check_samples in ((tolerance.LOSS_VS_GOLDEN, samples), (tolerance.PARITY, parity))
             if check_samples
         },
         new_samples=len(samples) + len(parity),
@@ -133,7 +123,7 @@ def _keep_distances(judged: Judged, wanted: Collection[str], kept: dict[str, tup
 
 def shares_its_parity_key(case: Case, numerics: Numerics = VIRTUAL_DEVICE) -> bool:
     """True for another model than the default one under a key that holds for all models: it must not change the key."""
-    return parity_key(case, numerics) in OF_EVERY_MODEL and case.model.shape != Case().model.shape
+    return tolerance.parity_key(case, numerics) in tolerance.OF_EVERY_MODEL and case.model.shape != Case().model.shape
 
 
 def environment() -> str:
@@ -165,8 +155,8 @@ def _distances(trace: RankTrace, losses: tuple[float, ...]) -> tuple[float, ...]
     return tuple(abs(step.loss - loss) for step, loss in zip(trace.steps, losses, strict=True))
 
 
-def _sample(case: Case, key: str, per_step: tuple[float, ...]) -> Sample:
-    return Sample(
+def _sample(case: Case, key: str, per_step: tuple[float, ...]) -> tolerance.Sample:
+    return tolerance.Sample(
         key=key,
         case_id=case_id(case),
         layout=layout_id(case.layout),
@@ -177,13 +167,17 @@ def _sample(case: Case, key: str, per_step: tuple[float, ...]) -> Sample:
 
 
 def _merged(
-    project: Project, check: str, samples: Sequence[Sample], traces: Sequence[RankTrace], *, command: str
-) -> Evidence:
+    project: Project, check: str, samples: Sequence[tolerance.Sample], traces: Sequence[RankTrace], *, command: str
+) -> tolerance.Evidence:
     """Return the stored evidence, with these samples instead of earlier ones of the same cases and environment."""
-    stored = read_evidence(project.root, check).samples if evidence_path(project.root, check).exists() else ()
+    stored = (
+        tolerance.read_evidence(project.root, check).samples
+        if tolerance.evidence_path(project.root, check).exists()
+        else ()
+    )
     replaced = {(sample.case_id, sample.environment) for sample in samples}
     kept = [sample for sample in stored if (sample.case_id, sample.environment) not in replaced]
-    return Evidence(
+    return tolerance.Evidence(
         samples=(*kept, *samples),
         software=dict(sorted(traces[0].software.items())) if traces else {},
         device=traces[0].device if traces else "",

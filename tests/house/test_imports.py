@@ -33,7 +33,7 @@ LEVELS = [
     ["engine", "matrix", "run_options"],
     ["internals"],
     ["durable", "registry"],
-    ["errors", "hints", "sources", "trace", "verdict"],
+    ["errors", "hints", "promises", "sources", "trace", "verdict"],
     ["text"],
 ]
 LEVEL_OF = {room: level for level, rooms in enumerate(LEVELS) for room in rooms}

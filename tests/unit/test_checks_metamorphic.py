@@ -10,7 +10,6 @@ from msgspec.structs import replace
 from harness.checks.check import Witnesses
 from harness.checks.judge import judge
 from harness.checks.metamorphic import (
-    EXACT,
     GRAD_NORM,
     GRADIENTS,
     LOSS,
@@ -21,6 +20,7 @@ from harness.checks.metamorphic import (
     check_metamorphic,
 )
 from harness.expect.relations import Relation
+from harness.promises import Limit
 from harness.trace import Run
 from harness.trace.model import TensorSketch
 from harness.verdict import Finding, Verdict
@@ -151,8 +151,8 @@ def test_bits_are_compared_where_numbers_are_equal() -> None:
 
 
 def test_an_exact_promise_allows_rounding_and_no_more() -> None:
-    assert check(with_sketch(make_sketch("a", 1, value=1 + EXACT / 2, digest="x")), SUMS) == []
-    (finding,) = check(with_sketch(make_sketch("a", 1, value=1 + 2 * EXACT, digest="x")), SUMS)
+    assert check(with_sketch(make_sketch("a", 1, value=1 + Limit("partner.exact") / 2, digest="x")), SUMS) == []
+    (finding,) = check(with_sketch(make_sketch("a", 1, value=1 + 2 * Limit("partner.exact"), digest="x")), SUMS)
     assert (finding.step, finding.module, finding.expected) == (1, "a", "distance <= 1e-11")
 
 

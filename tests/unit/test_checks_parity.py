@@ -18,8 +18,6 @@ from harness.checks.parity import (
     GRAD_NORM,
     GRADIENTS,
     INITIAL,
-    LAST_BIT,
-    LOSS_SHARE,
     NO_REFERENCE,
     NO_TOLERANCE,
     NOTHING_COMPARED,
@@ -34,6 +32,7 @@ from harness.checks.parity import (
 )
 from harness.evidence.tolerance import NONE_DERIVED, SAME_ORDER
 from harness.matrix.case import Dtype
+from harness.promises import Limit
 from harness.trace import Run
 from harness.trace.model import SKETCH_SIZE, TensorSketch
 from harness.verdict import Finding, Verdict
@@ -140,9 +139,9 @@ def test_parameters_are_compared_after_every_update(step: int) -> None:
 
 @pytest.mark.parametrize(("key", "broken"), [("tiny-bf16-replicas-bfloat16", []), (SAME_ORDER, [PARAMETERS.name])])
 def test_a_weight_may_be_a_last_bit_off_where_replicas_add_up_in_another_order(key: str, broken: list[str]) -> None:
-    case = make_case(dp_shard=1, dp_replicate=2, steps=2, dtype="bfloat16")
+    case, last_bit = make_case(dp_shard=1, dp_replicate=2, steps=2, dtype="bfloat16"), Limit("parity.last_bit")
     given = make_witnesses(case, solo=solo(), parity_tolerance=make_tolerance(1e-8, 1e-8, name="parity", key=key))
-    for change, rules in ((1 + LAST_BIT / 2, broken), (1 + 4 * LAST_BIT, [PARAMETERS.name])):
+    for change, rules in ((1 + last_bit / 2, broken), (1 + 4 * last_bit, [PARAMETERS.name])):
         assert [finding.rule for finding in check_parity(case, run(param_b_2=change), given)] == rules
 
 
@@ -184,7 +183,7 @@ def double(sums: bytes) -> bytes:
 
 @pytest.mark.parametrize(("step", "rank"), [(1, 0), (2, 1)])
 def test_a_loss_is_compared_on_every_rank(step: int, rank: int) -> None:
-    allowed = ALLOWED[step - 1] * LOSS_SHARE
+    allowed = ALLOWED[step - 1] * Limit("parity.loss_share")
     (finding,) = check(with_step(run(), rank, step, loss=8.0 + 1.1 * allowed), solo())
     assert (finding.step, finding.rank, finding.expected) == (step, rank, "8.0")
     assert check(with_step(run(), rank, step, loss=8.0 + 0.9 * allowed), solo()) == []

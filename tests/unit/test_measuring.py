@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from harness.checks.measuring import (
-    ADDED,
     DRAWS,
     LOSS_MARGIN,
     PARITY_MARGIN,
@@ -24,6 +23,7 @@ from harness.expect.expectations import Expectations
 from harness.expect.work import executed
 from harness.matrix.case import Case
 from harness.matrix.caseid import parse_case_id
+from harness.promises import Limit
 from harness.result import Measured, Sent
 from harness.trace import RankTrace, Run
 from harness.trace.counts import FlopsRecord
@@ -327,4 +327,4 @@ def test_equal_gradients_added_in_another_order_are_as_far_apart_as_that_rounds(
     of = parse_case_id("target.mine-fsdp2-tensorwise-v2048-s3-b16")
     reference, noisy = gradients(1.0, 1.0, 1.0), gradients(1.1, 1.2, 1.1)
     per_step = derived_parity_tolerance(of, reference, [noisy] * 4).per_step
-    assert per_step == pytest.approx([ADDED, 0.6, 0.6], rel=1e-5)
+    assert per_step == pytest.approx([Limit("derived.added"), 0.6, 0.6], rel=1e-5)

@@ -18,6 +18,8 @@ from tests.worker.runs import UNDER_TP, sweep
 
 TP = "tp2-tensorwise-v2048-gb4-s1-b16"
 HSDP = "hsdp2x2-tensorwise-v2048-gb4-s1-b16"
+CP = "fsdp2-tp2-cp2-tensorwise-v2048-gb4-s1-b16"
+INDUCTOR = "single-tensorwise-inductor-v2048-gb2-s1-f32"
 
 
 @pytest.fixture(scope="module")
@@ -86,6 +88,10 @@ def gradient_off_on_rank_0():
     from harness.plugins.faults.worker.hooks import after_backward, local
     after_backward(lambda model: torch.distributed.get_rank() or local(model.norm.weight.grad).mul_(1.3))
 
+def norm_gradient_slightly_off():
+    from harness.plugins.faults.worker.hooks import after_backward
+    after_backward(lambda model: model.norm.weight.grad.mul_(1.005))
+
 def gradients_off_from_step_seven():
     from harness.plugins.faults.worker.hooks import RUN, after_backward
     def change(model):
@@ -118,6 +124,8 @@ OF_RANK_1 = ", partial of rank 1,"
         sweep(TP, "update_off", (TENSOR, "value after the optimizer step", "tok_embeddings.weight", "")),
         sweep(HSDP, "activation_off", (TENSOR, "input", "layers.0.feed_forward.w2", OF_DP_RANK)),
         (HSDP, "gradient_off", (TENSOR, "gradient", "layers.0.attention.wk.weight", "")),
+        sweep(CP, "norm_gradient_slightly_off", (TENSOR, "gradient", "norm.weight", "")),
+        sweep(INDUCTOR, "fault:softmax_scale_off", (TENSOR, "*", "layers.*", "*")),
         sweep(HSDP, "fault:gradient_cast_to_e4m3", (TENSOR, "gradient*", "*", "*")),
         sweep(HSDP, "fault:one_gradient_lost", (TENSOR, "gradient*", "*", "*")),
         (HSDP, "fault:batches_rotated", (TENSOR, "output", "tok_embeddings", OF_DP_RANK)),
