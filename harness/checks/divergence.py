@@ -1,7 +1,8 @@
-"""Where does a run first diverge from its solo witness? Compares operands in execution order, by step, rank and module.
+"""Where does a run first diverge from its single-rank reference? Compares operands in execution order.
 
-The solo witness runs the same recipe on one rank and replays the data-parallel shards one after another: its n-th
-replay corresponds to the n-th data-parallel rank. The result explains a parity failure; it does not set a verdict.
+The reference runs the same recipe on one rank and replays the data-parallel shards one after another: its n-th replay
+corresponds to the n-th data-parallel rank. The result explains a parity failure; it does not set a verdict. Every hint
+is a claim about operands that were compared, and says how many.
 
 What must be equal, and how closely:
 
@@ -14,8 +15,8 @@ What must be equal, and how closely:
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
-from typing import TypeVar
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple, TypeVar
 
 from msgspec.structs import replace
 
@@ -26,10 +27,11 @@ from harness.checks.parity import FLOAT32_LOSS, GRADIENTS
 from harness.expect.model import scaled_dim
 from harness.matrix.case import Case
 from harness.matrix.layout import dp_rank, peers
-from harness.matrix.linears import holds
+from harness.matrix.linears import OUTPUT_FQN, holds, stage_of, stages_of
 from harness.matrix.numerics import VIRTUAL_DEVICE, Numerics, activations_differ, sums_in_order
 from harness.promises import Limit
 from harness.registry import computes_on_plain_shards
+from harness.text import counted, format_ranks
 from harness.trace import RankTrace, Run
 from harness.trace.operands import GEMM_OPERANDS, CastRecord, MatmulRecord, ScaleSummary
 from harness.verdict import Finding, Value
@@ -43,14 +45,14 @@ OPERAND = _rule(
 )
 COUNT = _rule(
     "count",
-    "forward equals one rank's, and backward starts from {times:.6g} times its gradient: the loss is divided by "
-    "another count",
+    "the gradient of the loss is {times:.6g} times the single-rank reference's although forward matches ({compared:n "
+    "matmul|matmuls}): the loss is divided by another count",
     numeric=True,
 )
 LOSS = _rule(
     "loss",
-    "forward equals one rank's up to {last}, but neither its loss nor the gradient that backward starts from does: it "
-    "is what comes behind, the loss, its labels, their mask or their count",
+    "forward matches the single-rank reference up to {last} ({compared:n matmul|matmuls}), but loss and first gradient "
+    "do not: it is the {behind} (look at labels, mask and token count)",
     numeric=True,
 )
 
@@ -59,61 +61,55 @@ TOLERANCES = {role: Limit(f"operands.{role}") for role in ("weight", "input", "g
 FIRST_STEP_TOLERANCES = {"weight": 0.0, **{role: Limit(f"operands.first_{role}") for role in ("input", "grad_output")}}
 ROUNDING = Limit("operands.rounding")
 
+AnyKey = CastKey | MatmulKey
 Key = TypeVar("Key", CastKey, MatmulKey)
 Difference = tuple[str, str, str]  # (value, expected, found)
+
+
+class _Place(NamedTuple):
+    """What differs first on a rank, and in which microbatch of the step, from 0."""
+
+    wrong: Mismatch
+    key: AnyKey
+    occurrence: int
+    microbatch: int
 
 
 def first_divergence(
     case: Case, run: Run, witness: Run, *, has_formulas: bool = True, numerics: Numerics = VIRTUAL_DEVICE
 ) -> Finding | None:
-    """The first operand, in execution order and then by rank, that differs from the solo witness; None if none does.
+    """Return the first operand, in execution order and then by rank, that differs from the single-rank reference's.
 
-    None too where operands are plain shards, which cannot be compared with those of one rank.
+    None if none does, or where operands are plain shards, which cannot be compared with those of one rank.
     """
-    if not (run.complete and witness.complete) or (case.layout.tp > 1 and computes_on_plain_shards(case.target)):
-        return None
-    comparison = _Comparison(case, run, witness.traces[0], numerics, has_formulas=has_formulas)
-    mismatches = comparison.first_of_ranks(ROUNDING) or comparison.first_of_ranks(0.0)
-    if not mismatches:
-        return None
-    first = min(mismatches, key=lambda mismatch: mismatch.place)
-    ranks = [mismatch.rank for mismatch in mismatches if mismatch[:2] == first[:2]]
-    return comparison.start_of_backward(first, ranks) or _at_attention(case, first.finding())
-
-
-_AT_ATTENTION = {
-    "input in forward": "wq, wk and wv got what they get on one rank: it is attention, or the positions, order, mask, "
-    "keys or values that ranks of context parallelism give it",
-    "grad_output in backward": "wo got the gradient that it gets on one rank: it is what backward of attention gives "
-    "for queries, keys and values, or the sum of the latter over ranks of context parallelism",
-}
-_BEHIND_ATTENTION = {"input in forward": ("wo",), "grad_output in backward": ("wq", "wk", "wv")}
-
-
-def _at_attention(case: Case, finding: Finding) -> Finding:
-    """The finding; of ranks that share sequences with what is between the linears of attention, if it begins there."""
-    name = (finding.module or "").rpartition(".")[2]
-    if case.layout.cp == 1 or name not in _BEHIND_ATTENTION.get(finding.operand, ()):
-        return finding
-    return replace(finding, notes=(*finding.notes, _AT_ATTENTION[finding.operand]))
+    comparison = _comparison(case, run, witness, numerics, has_formulas=has_formulas)
+    return None if comparison is None else comparison.first()
 
 
 def with_equal_operands(
-    findings: Sequence[Finding], case: Case, numerics: Numerics, first: Finding | None
+    findings: Sequence[Finding],
+    case: Case,
+    run: Run,
+    witness: Run,
+    *,
+    has_formulas: bool = True,
+    numerics: Numerics = VIRTUAL_DEVICE,
 ) -> tuple[Finding, ...]:
-    """The findings; those about gradients whose matmuls all had the right operands say what is left to be wrong."""
-    before = math.inf if first is None else first.step or 0
-    note = "every operand of this step equals one rank's: gradients are added up, reduced or scaled in another way"
-    return tuple(
-        replace(finding, notes=(*finding.notes, note))
-        if finding.rule == GRADIENTS.name and sums_in_order(case, numerics) and (finding.step or 0) < before
-        else finding
-        for finding in findings
-    )
+    """Return the findings; those about a gradient say so where all operands of its matmuls equal the reference's."""
+    if not any(finding.rule == GRADIENTS.name for finding in findings):
+        return tuple(findings)
+    comparison = _comparison(case, run, witness, numerics, has_formulas=has_formulas)
+    return tuple(findings) if comparison is None else tuple(map(comparison.noted, findings))
+
+
+def _comparison(case: Case, run: Run, witness: Run, numerics: Numerics, *, has_formulas: bool) -> "_Comparison | None":
+    if not (run.complete and witness.complete) or (case.layout.tp > 1 and computes_on_plain_shards(case.target)):
+        return None
+    return _Comparison(case, run, witness.traces[0], numerics, has_formulas=has_formulas)
 
 
 class _Comparison:
-    """A run next to its solo witness, both by key and occurrence."""
+    """A run next to its single-rank reference, both by key and occurrence."""
 
     def __init__(self, case: Case, run: Run, witness: RankTrace, numerics: Numerics, *, has_formulas: bool) -> None:
         self._case = case
@@ -122,13 +118,14 @@ class _Comparison:
         self._has_formulas = has_formulas
         self._run, self._witness = run, witness
         self._casts = {trace.rank: casts_by_key(trace) for trace in run.traces}
+        self._matmuls = {trace.rank: matmuls_by_key(trace) for trace in run.traces}
+        self._counts = {rank: _counted(casts, self._matmuls[rank]) for rank, casts in self._casts.items()}
         self._scales_per_tp_rank = case.layout.tp > 1 and self._gathers_unequal_scales()
         self._sharp = case.train.dtype == "float64" and not self._scales_per_tp_rank
         self._witness_casts, self._witness_matmuls = casts_by_key(witness), matmuls_by_key(witness)
         self._factor = self._gradient_factor()
         # casts may be fewer on a rank than in a replay: float8 styles cast an output gradient once for both matmuls
-        self._witness_counts: Counter[CastKey | MatmulKey] = Counter(key for key, _ in self._witness_casts)
-        self._witness_counts.update(key for key, _ in self._witness_matmuls)
+        self._witness_counts = _counted(self._witness_casts, self._witness_matmuls)
 
     def _gathers_unequal_scales(self) -> bool:
         """Return True when ranks gather shards of one weight by different scales, as torchao does under TP."""
@@ -139,33 +136,119 @@ class _Comparison:
                     scales[key].add(cast.scale.digest)
         return any(len(digests) > 1 for digests in scales.values())
 
-    def start_of_backward(self, first: Mismatch, ranks: list[int]) -> Finding | None:
-        """The finding about the loss where a run diverges at the first gradient of backward; None for any other."""
-        of_step = ("grad_output", "backward", first.step)
-        casts = self._casts[first.rank].items()
-        gradients = [entry for entry in casts if (entry[0][0].role, entry[0][0].phase, entry[0][0].step) == of_step]
-        if not gradients or not (self._sharp or self._sums_in_order(first.step)):
+    def first(self) -> Finding | None:
+        """Return the finding about the first difference; None where there is none."""
+        places = self._first_of_ranks(ROUNDING) or self._first_of_ranks(0.0)
+        if not places:
             return None
-        key, cast = min(gradients, key=lambda entry: entry[1].index)
-        if cast.index != first.order:
-            return None
-        replay = dp_rank(self._case.layout, first.rank)
-        count = sum(other == key[0] for other, _ in self._casts[first.rank])
-        expected = self._witness_casts.get((key[0], self._replayed(key[0], key[1], count, replay)))
-        losses = [trace.steps[first.step - 1].loss for trace in (*self._run.traces, self._witness)]
-        if expected is not None and expected.amax > 0:
-            times = largest(shard.amax for shard in self._shards(first.rank, key)) / expected.amax
-            same = cast.data_digest == expected.data_digest and abs(times - 1) > ROUNDING
-            if same or factor(times, 1.0, self._case, within=ROUNDING) is not None:
-                return self._of_loss(COUNT, first, ranks, times=times)
-        differs = not largest(abs(loss - losses[-1]) for loss in losses) <= FLOAT32_LOSS  # NaN differs
-        return self._of_loss(LOSS, first, ranks, last=key[0].fqn) if differs else None
+        first = min(places, key=self._causal_order)
+        ranks = [place.wrong.rank for place in places if place.wrong[:2] == first.wrong[:2]]
+        return self._start_of_backward(first, ranks) or self._of_operand(first)
 
-    def _of_loss(self, rule: Rule, first: Mismatch, ranks: list[int], **values: Value) -> Finding:
-        finding = rule.finding(
-            step=first.step, module="loss", expected=first.expected, found=first.found, values=values
-        )
+    def _causal_order(self, place: _Place) -> tuple[int, ...]:
+        """Stages of a pipeline execute other operands: there causes precede by microbatch, direction and stage."""
+        wrong, key = place.wrong, place.key
+        stage = stage_of(self._case, key.fqn)
+        direction = (1, -stage) if _is_backward(key) else (0, stage)
+        of_stages = ("evaluation" not in key, place.microbatch, *direction) if self._case.layout.pp > 1 else ()
+        return (wrong.step, *of_stages, wrong.order, wrong.rank)
+
+    def _of_operand(self, place: _Place) -> Finding:
+        several = self._case.train.accumulation > 1
+        finding = place.wrong.finding(", microbatch {microbatch}" if several else "", microbatch=place.microbatch + 1)
+        return replace(finding, notes=tuple(filter(None, (self._sent_by(place), self._at_attention(place)))))
+
+    def _matching(self, rank: int, place: _Place, *, backward: bool) -> list[str]:
+        """Return the linears whose matmuls precede a place in this direction of its microbatch: each was compared."""
+        evaluates, here = "evaluation" in place.key, rank == place.wrong.rank
+        return [
+            key.fqn
+            for (key, occurrence), matmul in self._matmuls[rank].items()
+            if (key.step, _is_backward(key), key.gemm == "evaluation") == (place.wrong.step, backward, evaluates)
+            and key.gemm != "recompute"
+            and self._microbatch(rank, key, occurrence) == place.microbatch
+            and (matmul.index < place.wrong.order or not here)
+        ]
+
+    def _sent_by(self, place: _Place) -> str:
+        """Say of the first operand of a stage which stage sent it, where the matmuls there match."""
+        case, rank, backward = self._case, place.wrong.rank, _is_backward(place.key)
+        stage, role = stage_of(case, place.key.fqn), "grad_output" if backward else "input"
+        sender = stage + (1 if backward else -1)
+        before = [fqn for fqn in self._matching(rank, place, backward=backward) if stage_of(case, fqn) == stage]
+        ranks = [peer for peer in peers(case.layout, rank, ("pp",)) if sender in stages_of(case, peer)]
+        if case.layout.pp == 1 or before or not ranks or not place.wrong.operand.startswith(role):
+            return ""
+        matching = self._matching(ranks[0], place, backward=backward)
+        number = sum(stage_of(case, fqn) == sender for fqn in matching)
+        compared = counted(number, f"{'backward' if backward else 'forward'} matmul")
+        return f"it comes from stage {sender} on rank {ranks[0]}, where {compared} match" if number else ""
+
+    def _at_attention(self, place: _Place) -> str:
+        """Say what is left where the other linears of an attention module match, up to the one that differs."""
+        owner, _, name = place.key.fqn.rpartition(".")
+        names = [*dict.fromkeys(key.fqn for key, _ in self._witness_matmuls if key.fqn.rpartition(".")[0] == owner)]
+        backward = place.wrong.operand == "grad_output in backward"
+        before = [fqn for fqn in self._matching(place.wrong.rank, place, backward=backward) if fqn in names]
+        wanted = set(names[-1:] if backward else names[:-1])
+        forward = place.wrong.operand in ("input in forward", "input in evaluation")
+        if "att" not in owner.rpartition(".")[2].lower() or not (forward or backward) or place.key.fqn in before:
+            return ""
+        if not before or not wanted <= set(before):
+            return ""
+        linears = ", ".join(sorted({fqn.rpartition(".")[2] for fqn in before}))
+        cp = peers(self._case.layout, place.wrong.rank, ("cp",)) if self._case.layout.cp > 1 else ()
+        shared = f", or what {format_ranks(cp)} send each other" if cp else ""
+        between = f"RoPE, the mask, the softmax scale or attention itself{shared}"
+        return f"{counted(len(before), 'matmul')} of {linears} match: between them and {name} it is {between}"
+
+    def _start_of_backward(self, first: _Place, ranks: list[int]) -> Finding | None:
+        """Return the finding about the loss where the first gradient of backward differs; None for any other place."""
+        wrong, key, rank = first.wrong, first.key, first.wrong.rank
+        forward = self._matching(rank, first, backward=False)
+        starts = wrong.operand == "grad_output in backward" and not self._matching(rank, first, backward=True)
+        same_order = self._sharp or self._sums_in_order(wrong.step)
+        if not (starts and forward and same_order and holds(self._case, rank, OUTPUT_FQN) and isinstance(key, CastKey)):
+            return None
+        place, replay = (key, first.occurrence), dp_rank(self._case.layout, rank)
+        expected = self._witness_casts.get((key, self._replayed(*place, self._counts[rank][key], replay)))
+        if expected is not None and expected.amax > 0:
+            times = largest(shard.amax for shard in self._shards(rank, place)) / expected.amax
+            same = self._casts[rank][place].data_digest == expected.data_digest and abs(times - 1) > ROUNDING
+            if same or factor(times, 1.0, self._case, within=ROUNDING) is not None:
+                return self._of_loss(COUNT, first, ranks, "loss", times=times, compared=len(forward))
+        losses = [trace.steps[wrong.step - 1].loss for trace in (*self._run.traces, self._witness)]
+        if largest(abs(loss - losses[-1]) for loss in losses) <= FLOAT32_LOSS:  # NaN differs
+            return None
+        head = self._witness_matmuls.get((MatmulKey(wrong.step, forward[-1], "forward"), 0))
+        at_logits = head is not None and head.n == self._case.model.padded_vocab_size
+        module = "loss" if at_logits else "final norm, output layer or loss"
+        behind = f"experts, {module}" if self._case.model.experts and not at_logits else module
+        return self._of_loss(LOSS, first, ranks, module, last=forward[-1], compared=len(forward), behind=behind)
+
+    def _of_loss(self, rule: Rule, first: _Place, ranks: list[int], module: str, **values: Value) -> Finding:
+        step, expected, found = first.wrong.step, first.wrong.expected, first.wrong.found
+        finding = rule.finding(step=step, module=module, expected=expected, found=found, values=values)
         return about_ranks(finding, ranks, self._run)
+
+    def noted(self, finding: Finding) -> Finding:
+        """Return a finding about a gradient with what its operands tell; any other as it is."""
+        key = MatmulKey(finding.step or 0, (finding.module or "").removesuffix(".weight"), "wgrad")
+        if finding.rule != GRADIENTS.name or self._factor != 1 or not self._sums_in_order(key.step):
+            return finding
+        pairs = [
+            (rank, matmul, self._replayed(key, at, self._counts[rank][key], dp_rank(self._case.layout, rank)))
+            for rank, matmuls in self._matmuls.items()
+            for (other, at), matmul in matmuls.items()
+            if other == key
+        ]
+        wrong = any(mismatch for rank, matmul, at in pairs for mismatch in self._matmul(rank, key, matmul, at, 0.0))
+        if wrong or not pairs or len({at for *_, at in pairs}) != self._witness_counts[key]:
+            return finding
+        which = counted(len(pairs), "weight-gradient matmul has", "weight-gradient matmuls have")
+        left = "the matmul itself, or its gradient is accumulated, reduced or scaled in another way"
+        note = f"{which} the operands of the single-rank reference, bit for bit: it is {left}"
+        return replace(finding, notes=(*finding.notes, note))
 
     def _gradient_factor(self) -> float:
         """By what gradients of outputs are larger than in the witness, which divides its loss by `dp` as well.
@@ -182,42 +265,46 @@ class _Comparison:
                 return min((1.0, float(self._case.layout.dp)), key=lambda factor: abs(ratio - factor))
         return 1.0
 
-    def first_of_ranks(self, least: float) -> list[Mismatch]:
-        """The first mismatch on each rank that has one; where numbers must be equal, the first larger than `least`.
+    def _first_of_ranks(self, least: float) -> list[_Place]:
+        """Return the first mismatch on each rank that has one; where numbers must be equal, one larger than `least`.
 
         A smaller one is not the cause: what depends on it has the same float8 values.
         """
-        firsts = (next(self.of(trace, least), None) for trace in self._run.by_rank)
+        firsts = (next(self._of(trace, least), None) for trace in self._run.by_rank)
         return [first for first in firsts if first is not None]
 
-    def of(self, trace: RankTrace, least: float) -> Iterator[Mismatch]:
-        casts, matmuls = self._casts[trace.rank], matmuls_by_key(trace)
-        replay = dp_rank(self._case.layout, trace.rank)
-        counts: Counter[CastKey | MatmulKey] = Counter(key for key, _ in casts)
-        counts.update(key for key, _ in matmuls)
-        present, missing = {key for key, _ in matmuls}, ("a scaled matmul", "none: was the linear converted?")
+    def _of(self, trace: RankTrace, least: float) -> Iterator[_Place]:
+        rank, counts = trace.rank, self._counts[trace.rank]
+        replay = dp_rank(self._case.layout, rank)
+        missing = ("a scaled matmul", "none: was the linear converted?")
 
         def at(key: Key, occurrence: int) -> int:
             return self._replayed(_in_witness(key), occurrence, counts[key], replay)
 
-        in_order: list[tuple[int, Iterator[Mismatch]]] = [
-            (cast.index, self._cast(trace.rank, key, occurrence, at(key, occurrence), least))
-            for (key, occurrence), cast in casts.items()
+        in_order: list[tuple[int, AnyKey, int, Iterator[Mismatch]]] = [
+            (cast.index, key, occurrence, self._cast(rank, key, occurrence, at(key, occurrence), least))
+            for (key, occurrence), cast in self._casts[rank].items()
         ]
         in_order += [
-            (matmul.index, self._matmul(trace.rank, key, matmul, at(key, occurrence), least))
-            for (key, occurrence), matmul in matmuls.items()
+            (matmul.index, key, occurrence, self._matmul(rank, key, matmul, at(key, occurrence), least))
+            for (key, occurrence), matmul in self._matmuls[rank].items()
         ]
         in_order += [
-            (matmul.index, iter([_mismatch(key, matmul.index, trace.rank, "", f"matmul {key.gemm}", *missing)]))
+            (matmul.index, key, 0, iter([_mismatch(key, matmul.index, rank, "", f"matmul {key.gemm}", *missing)]))
             for (key, occurrence), matmul in self._witness_matmuls.items()
-            if occurrence == 0 and key not in present and holds(self._case, trace.rank, key.fqn)
+            if occurrence == 0 and key not in counts and holds(self._case, rank, key.fqn)
         ]
-        for _, mismatches in sorted(in_order, key=lambda item: item[0]):
-            yield from mismatches
+        for _, key, occurrence, mismatches in sorted(in_order, key=lambda item: item[0]):
+            for wrong in mismatches:
+                yield _Place(wrong, key, occurrence, self._microbatch(rank, key, occurrence))
 
-    def _replayed(self, key: CastKey | MatmulKey, occurrence: int, count: int, replay: int) -> int:
-        """Return the occurrence in the witness of this one of `count` on the data-parallel rank `replay`."""
+    def _microbatch(self, rank: int, key: AnyKey, occurrence: int) -> int:
+        """Return which microbatch of its step an occurrence on a rank belongs to, from 0."""
+        microbatches = self._case.train.accumulation
+        return min(occurrence // max(1, self._counts[rank][key] // microbatches), microbatches - 1)
+
+    def _replayed(self, key: AnyKey, occurrence: int, count: int, replay: int) -> int:
+        """Return the occurrence in the reference of this one of `count` on the data-parallel rank `replay`."""
         if isinstance(key, CastKey) and key.phase == "gathered" and self._case.train.evaluate:
             occurrence = max(0, occurrence - 1)  # evaluation reads it first
         microbatches = self._case.train.accumulation
@@ -233,6 +320,8 @@ class _Comparison:
         if key.phase == "all_gather":
             return
         operand = f"{key.role} in {key.phase}"
+        if expected is not None and found.target_dtype != expected.target_dtype:
+            yield _mismatch(key, found.index, rank, "dtype", operand, expected.target_dtype, found.target_dtype)
         if expected is None:
             if self._case.float8.tp_styles == "plain":
                 yield _mismatch(key, found.index, rank, "", operand, "no such cast", "a cast")
@@ -290,6 +379,9 @@ class _Comparison:
             yield _mismatch(key, found.index, rank, "", f"matmul {key.gemm}", "no such matmul", "a matmul")
             return
         for side, role in zip("ab", GEMM_OPERANDS[key.gemm], strict=True):
+            dtypes = (expected.a_dtype, found.a_dtype) if side == "a" else (expected.b_dtype, found.b_dtype)
+            if dtypes[0] != dtypes[1]:
+                yield _mismatch(key, found.index, rank, "dtype", f"{role} of matmul {key.gemm}", *dtypes)
             values = self._operand(side, role, found, expected, least) if self._factor_of(role) == 1 else None
             if values:
                 yield _mismatch(key, found.index, rank, "", f"{role} of matmul {key.gemm}", *values)
@@ -313,6 +405,16 @@ class _Comparison:
         return f"scale {right[0]}{_give(tolerance)}", f"scale {wrong[0]}"
 
 
+def _counted(casts: Iterable[tuple[CastKey, int]], matmuls: Iterable[tuple[MatmulKey, int]]) -> Counter[AnyKey]:
+    counts: Counter[AnyKey] = Counter(key for key, _ in casts)
+    counts.update(key for key, _ in matmuls)
+    return counts
+
+
+def _is_backward(key: AnyKey) -> bool:
+    return key[-1] in ("backward", "recompute", "dgrad", "wgrad")
+
+
 def _near(found: float, expected: float, tolerance: float) -> bool:
     near = math.isfinite(expected) and abs(found - expected) <= tolerance * abs(expected)
     return near or same_number(found, expected)
@@ -330,7 +432,7 @@ def _mismatch(  # noqa: PLR0913, PLR0917  what differs, where, and from what
 
 
 def _in_witness(key: Key) -> Key:
-    """Where the witness, which evaluates and recomputes nothing, does the same: in the forward of the same batch."""
+    """Return where the reference, which evaluates and recomputes nothing, does it: in forward of the same batch."""
     if isinstance(key, CastKey):
         return key._replace(phase="forward") if key.phase in ("evaluation", "recompute") else key
     return key._replace(gemm="forward") if key.gemm in ("evaluation", "recompute") else key

@@ -261,6 +261,12 @@ def modules_of_stage(case: Case, stage: int) -> tuple[str, ...]:
     return (*((EMBEDDING,) if stage == 0 else ()), *blocks, *(_LAST if is_last else ()))
 
 
+def stage_of(case: Case, fqn: str) -> int:
+    """Return the stage that holds a module; the first for one that is in none of the Llama's."""
+    stages = range(stage_count(case.layout))
+    return next((stage for stage in stages if _module_of(fqn) in modules_of_stage(case, stage)), 0)
+
+
 @functools.lru_cache(maxsize=1024)
 def _modules(case: Case, coordinate: int) -> frozenset[str]:
     return frozenset(name for stage in _stages(case.layout, coordinate) for name in modules_of_stage(case, stage))

@@ -197,7 +197,9 @@ def _explained(run: Run, judgement: Judgement, have: RunsByRole, witnesses: Witn
     case, with_all = expect.case, finished(have.get(references.OPERANDS))
     if with_all is not None:
         first = first_divergence(case, run, with_all, has_formulas=expect.has_formulas, numerics=expect.numerics)
-        findings = with_equal_operands(findings, case, expect.numerics, first)
+        findings = with_equal_operands(
+            findings, case, run, with_all, has_formulas=expect.has_formulas, numerics=expect.numerics
+        )
         findings = findings if first is None else by_cause((*findings, first))
     solo = finished(witnesses.solo)
     if solo is not None and any(finding.check in _COMPARED for finding in findings):

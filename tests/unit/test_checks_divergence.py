@@ -237,17 +237,17 @@ def test_gradients_that_fsdp_averages_are_larger_by_the_number_of_ranks(
 ) -> None:
     """Then the loss of a rank is divided by the number of its own tokens, and that of the witness by all."""
     of = case(Layout(dp_shard=2), target=target)
-    run, witness = runs(of)
+    run, witness = (_with_backward(side) for side in runs(of))
 
     def backward(one: CastRecord, by: float) -> CastRecord:
+        if one.phase != "backward":
+            return one
         amax = by * one.amax
-        changes = {"amax": amax, "scale": make_scale(448 / amax, digest=f"{amax}"), "data_digest": f"{by}"}
-        return replace(one, role="grad_output", phase="backward", **changes)
+        return replace(one, amax=amax, scale=make_scale(448 / amax, digest=f"{amax}"), data_digest=f"{by}")
 
     for rank in range(2):
         run = with_casts(run, lambda one: backward(one, factor), rank=rank)
     witness = with_casts(witness, lambda one: backward(one, 1.0), rank=0)
-    run, witness = (replace(side, traces=tuple(map(_without_matmuls, side.traces))) for side in (run, witness))
     finding = first_divergence(of, run, witness, has_formulas=target == "reference")
     assert (finding is not None) is diverges
     if factor == 2:  # the number of ranks
@@ -256,34 +256,146 @@ def test_gradients_that_fsdp_averages_are_larger_by_the_number_of_ranks(
         assert finding is None or (finding.values["number"], finding.operand) == ("amax", "grad_output in backward")
 
 
+@pytest.mark.parametrize("logits", [True, False])
 @pytest.mark.parametrize("ranks", [(1,), (0, 1)])
 @pytest.mark.parametrize(("loss", "rule"), [(8.5, LOSS), (math.nan, LOSS), (8.0, OPERAND)])
 def test_where_backward_starts_from_another_gradient_and_the_loss_differs_it_is_the_loss(
-    loss: float, rule: Rule, ranks: tuple[int, ...]
+    loss: float, rule: Rule, ranks: tuple[int, ...], logits: bool
 ) -> None:
+    """The loss alone is blamed where the operands of the logits were compared, else what is behind the last matmul."""
     of = case(Layout(dp_shard=2), dtype="float64")
-    run, witness = runs(of)
-    backward = {"role": "grad_output", "phase": "backward"}
-    run, witness = (with_casts(side, lambda one: replace(one, **backward)) for side in (run, witness))
-    run, witness = (replace(side, traces=tuple(map(_without_matmuls, side.traces))) for side in (run, witness))
+    run, witness = (_with_backward(side) for side in runs(of))
+    if logits:
+        witness = _with_matmuls(witness, n=of.model.padded_vocab_size)
     for rank in ranks:
-        run = changed(run, rank, step=1, fqn=FQNS[0], data_digest="x")
+        run = with_casts(run, lambda one: replace(one, data_digest="x") if _starts_backward(one) else one, rank=rank)
         run = with_step(run, rank, 1, loss=loss)
     first = first_divergence(of, run, with_step(witness, 0, 1, loss=8.0))
     assert first is not None and (first.rule, first.step) == (rule.name, 1)
     if rule is LOSS:
-        assert (first.module, first.values["last"], first.ranks) == ("loss", FQNS[0], ranks if len(ranks) == 1 else ())
+        assert (first.values["last"], first.values["compared"]) == (FQNS[1], 2)
+        assert (first.module == "loss") is logits and first.ranks == (ranks if len(ranks) == 1 else ())
 
 
-@pytest.mark.parametrize(("step", "noted"), [(1, False), (2, True), (None, True)])
-def test_gradients_of_equal_operands_say_what_is_left(step: int | None, noted: bool) -> None:
-    finding = a_finding(rule=GRADIENTS.name, step=1)
-    first = None if step is None else OPERAND.finding(step=step, what="amax", module=FQNS[0], rank=0)
-    (returned,) = with_equal_operands([finding], case(Layout(dp_shard=2)), Numerics(), first)
+def test_the_loss_is_not_blamed_where_no_matmul_of_forward_was_compared() -> None:
+    of = case(Layout(dp_shard=2), dtype="float64")
+    run, witness = (_without_matmuls(_with_backward(side)) for side in runs(of))
+    run = with_casts(run, lambda one: replace(one, data_digest="x") if _starts_backward(one) else one, rank=1)
+    first = first_divergence(of, with_step(run, 1, 1, loss=8.5), with_step(witness, 0, 1, loss=8.0))
+    assert first is not None and first.rule == OPERAND.name
+
+
+@pytest.mark.parametrize(
+    ("gemm", "change", "module", "noted"),
+    [
+        ("wgrad", {}, f"{FQNS[1]}.weight", True),
+        ("wgrad", {}, "layers.0.attention_norm.weight", False),
+        ("wgrad", {"a_digest": "other"}, f"{FQNS[1]}.weight", False),
+        ("wgrad", {"b_dtype": "float8_e5m2"}, f"{FQNS[1]}.weight", False),
+        ("dgrad", {}, f"{FQNS[1]}.weight", False),
+    ],
+)
+def test_a_gradient_of_equal_operands_says_what_is_left_only_where_they_were_compared(
+    gemm: str, change: dict[str, Any], module: str, noted: bool
+) -> None:
+    finding = a_finding(rule=GRADIENTS.name, step=1, module=module)
+    of = case(Layout(dp_shard=2))
+    run, witness = (_with_matmuls(side, gemm=gemm) for side in runs(of))
+    (returned,) = with_equal_operands([finding], of, _with_matmuls(run, **change), witness)
     assert bool(returned.notes) is noted
-    assert with_equal_operands([finding], case(Layout(tp=2)), Numerics(), first) == (finding,)
+    assert not noted or returned.notes[0].startswith("2 weight-gradient matmuls have the operands")
+    lacking = replace(run, traces=(run.traces[0], *map(_trace_without_matmuls, run.traces[1:])))
+    assert with_equal_operands([finding], of, lacking, witness) == (finding,)
+    other = case(Layout(tp=2))
+    assert with_equal_operands([finding], other, run, witness) == (finding,)
 
 
-def _without_matmuls(trace: RankTrace) -> RankTrace:
+def test_a_matmul_that_reads_its_operand_as_another_dtype_is_named() -> None:
+    of = case(Layout(dp_shard=2))
+    run, witness = runs(of)
+    finding = first_divergence(of, _with_matmuls(run, a_dtype="float8_e5m2"), witness)
+    assert finding is not None and finding.module == FQNS[0]
+    assert (finding.values["number"], finding.operand, finding.found) == (
+        "dtype",
+        "input of matmul forward",
+        "float8_e5m2",
+    )
+
+
+@pytest.mark.parametrize(("layout", "shared"), [(Layout(dp_shard=2), False), (Layout(dp_shard=2, cp=2), True)])
+@pytest.mark.parametrize("compared", [True, False])
+def test_attention_is_named_where_the_linears_before_match(layout: Layout, shared: bool, compared: bool) -> None:
+    of = case(layout)
+    run, witness = runs(of)
+    if not compared:
+        run, witness = _without_matmuls(run), _without_matmuls(witness)
+    finding = first_divergence(of, changed(run, 0, step=1, fqn=FQNS[1], data_digest="x"), witness)
+    assert finding is not None and bool(finding.notes) is compared
+    if compared:
+        assert finding.notes[0].startswith("1 matmul of wq match: between them and wk it is RoPE")
+        assert ("what ranks 0-1 send each other" in finding.notes[0]) is shared
+    first = first_divergence(of, changed(run, 0, step=1, fqn=FQNS[0], data_digest="x"), witness)
+    assert first is not None and first.notes == ()
+
+
+def test_of_a_pipeline_the_stage_that_computes_first_is_named_with_microbatch_and_sender() -> None:
+    """Whatever the numbers of events on the two ranks are."""
+    of = replace(case(Layout(pp=2), accumulation=2), layout=Layout(pp=2))
+    stages = ("layers.0.attention.wq", "layers.1.attention.wq")
+    witness = run_of(_of_stage(0, stages, first=0))
+    run = run_of(*(_of_stage(rank, stages[rank : rank + 1], first=9 * (1 - rank)) for rank in (0, 1)))
+    assert first_divergence(of, run, witness) is None
+
+    def second(one: CastRecord) -> CastRecord:
+        return replace(one, data_digest="x") if one.data_digest == f"{one.fqn} 1" else one
+
+    later = with_casts(run, second, rank=1)
+    finding = first_divergence(of, later, witness)
+    assert finding is not None and (finding.rank, finding.values["microbatch"]) == (1, 2)
+    assert finding.notes[0] == "it comes from stage 0 on rank 0, where 1 forward matmul match"
+    both = first_divergence(of, with_casts(later, second, rank=0), witness)
+    assert both is not None and (both.rank, both.notes) == (0, ())
+
+
+def _of_stage(rank: int, fqns: tuple[str, ...], first: int) -> RankTrace:
+    casts, matmuls = list[CastRecord](), list[MatmulRecord]()
+    for fqn in fqns:
+        for microbatch in range(2):
+            index = first + len(casts) + len(matmuls)
+            casts.append(make_cast(index=index, step=1, fqn=fqn, data_digest=f"{fqn} {microbatch}"))
+            matmuls.append(make_matmul(casts[-1], WEIGHT, index=index + 1))
+    return make_trace(rank=rank, operands=OperandTrace(casts=tuple(casts), matmuls=tuple(matmuls)))
+
+
+def _with_backward(run: Run) -> Run:
+    """The run with a gradient of the last linear behind the forward of every replay of every step."""
+
+    def of(trace: RankTrace) -> RankTrace:
+        assert trace.operands is not None
+        ends = [one for one in trace.operands.casts if one.fqn == FQNS[-1]]
+        gradients = [replace(one, role="grad_output", phase="backward", index=one.index + 1000) for one in ends]
+        return replace(trace, operands=replace(trace.operands, casts=(*trace.operands.casts, *gradients)))
+
+    return replace(run, traces=tuple(map(of, run.traces)))
+
+
+def _starts_backward(one: CastRecord) -> bool:
+    return (one.step, one.phase) == (1, "backward")
+
+
+def _with_matmuls(run: Run, **changes: Any) -> Run:
+    def of(trace: RankTrace) -> RankTrace:
+        assert trace.operands is not None
+        matmuls = tuple(replace(one, **changes) for one in trace.operands.matmuls)
+        return replace(trace, operands=replace(trace.operands, matmuls=matmuls))
+
+    return replace(run, traces=tuple(map(of, run.traces)))
+
+
+def _without_matmuls(run: Run) -> Run:
+    return replace(run, traces=tuple(map(_trace_without_matmuls, run.traces)))
+
+
+def _trace_without_matmuls(trace: RankTrace) -> RankTrace:
     assert trace.operands is not None
     return replace(trace, operands=replace(trace.operands, matmuls=()))
