@@ -5,7 +5,7 @@ A matmul whose sizes the hardware does not support must raise the named error. I
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from harness.checks.check import Rules, Stage, Witnesses, group_ranks, merge_ranks
 from harness.expect.expectations import MATMULS, Expectations
@@ -21,9 +21,10 @@ _TRANSPORTS = {"collectives", "gloo"}  # of the collectives on a CPU: the shared
 _rule = Rules("fp8_on", Stage.MODEL, located=True)
 NO_RANK = _rule("no-rank", "no rank left a trace")
 CONVERTS_NOTHING = _rule("converts-nothing", "the case asks for FP8 but converts no linear")
-NOT_CONVERTED = _rule("not-converted", "{module} was not converted to FP8 on {ranks}")
-CONVERTED = _rule("converted", "{module} was converted to FP8 on {ranks}")
-TWICE = _rule("twice", "{module} is recorded twice on {ranks}")
+_OF_ALL = "{count} of {total:n linear|linears} "
+NOT_CONVERTED = _rule("not-converted", f"{_OF_ALL}were not converted to FP8 on {{ranks}}: {{names}}")
+CONVERTED = _rule("converted", f"{_OF_ALL}were converted to FP8 against the case on {{ranks}}: {{names}}")
+TWICE = _rule("twice", f"{_OF_ALL}are recorded twice on {{ranks}}: {{names}}")
 FILTERS = _rule("filters", "filter_fqns {entries} match no linear on {ranks}")
 NOT_SCALED = _rule("not-scaled", "{ranks} ran without scaled matmuls")
 SCALED = _rule("scaled", "{ranks} ran scaled matmuls although the case asks for none")
@@ -62,7 +63,21 @@ def _converted(case: Case, run: Run, converted: tuple[str, ...]) -> Iterator[Fin
             (CONVERTED, set(found) - expected, "not converted"),
             (TWICE, {fqn for fqn in found if found.count(fqn) > 1}, "once"),
         ):
-            yield from (rule.finding(ranks=ranks, module=fqn, expected=wanted) for fqn in sorted(fqns))
+            if fqns:
+                yield rule.finding(
+                    ranks=ranks,
+                    module=min(fqns),
+                    expected=wanted,
+                    count=len(fqns),
+                    total=len(expected | set(found)),
+                    names=_names(sorted(fqns)),
+                    fqns=", ".join(sorted(fqns)),
+                )
+
+
+def _names(fqns: Sequence[str]) -> str:
+    """Return one or two linears by their FQNs, more of them by the names that blocks share."""
+    return ", ".join(fqns if len(fqns) < 3 else sorted({fqn.rpartition(".")[2] for fqn in fqns}))
 
 
 def _executed(case: Case, run: Run) -> Iterator[Finding]:
@@ -173,16 +188,17 @@ def check_alignment(case: Case, run: Run, witnesses: Witnesses) -> Iterator[Find
             first, found = ranks[0], refused[0].message
             yield rule.finding(rank=first, ranks=ranks, expected="training", found=found, multiple=multiple)
         return
-    expected, trained = f"an error matching {refusal.pattern!r}", [trace.rank for trace in run.traces]
+    expected, trained = f"refused: {refusal.reason}", [trace.rank for trace in run.traces]
     if trained:
-        names = {"refusal": refusal.name, "reason": refusal.reason}
+        names = {"refusal": refusal.name, "reason": refusal.reason, "pattern": refusal.pattern}
         yield TRAINED.finding(ranks=trained, expected=expected, found="no error", values=names)
     # Ranks that failed on their own with another error. A rank stopped because of another one may report anything: with
     # uneven shards only some ranks hold a misaligned shard, and the others wait for them and are stopped.
     for failure in run.causes:
         if failure.kind != "raised" or not re.search(refusal.pattern, failure.message):
             found = f"{failure.kind}: {failure.message}"
-            yield OTHER_ERROR.finding(rank=failure.rank, refusal=refusal.name, expected=expected, found=found)
+            names = {"refusal": refusal.name, "pattern": refusal.pattern}
+            yield OTHER_ERROR.finding(rank=failure.rank, expected=expected, found=found, values=names)
     yield from _no_outcome(case, run)
 
 

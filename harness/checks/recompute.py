@@ -17,7 +17,7 @@ from harness.matrix.case import Case
 from harness.matrix.recipes import Operand
 from harness.registry import computes_on_plain_shards
 from harness.trace import RankTrace, Run
-from harness.trace.operands import Aged, CastRecord, MatmulRecord, Role
+from harness.trace.operands import Aged, CastRecord, MatmulRecord, Role, ScaleSummary
 from harness.verdict import Finding
 
 _rule = Rules("recompute", Stage.EXECUTION)
@@ -25,7 +25,7 @@ NODES = _rule("nodes", "{count:n node of backward graphs is|nodes of backward gr
 NOTHING_REPEATED = _rule(
     "nothing-repeated", "backward graphs of checkpointed blocks repeat nothing of forward", stage=Stage.MODEL
 )
-_DIFFERS = " differs from its first execution in its {property}"
+_DIFFERS = " differs from its first execution{where} in its {property}"
 CAST = _rule("cast", f"a cast{_DIFFERS}", located=True, key=("property",))
 MATMUL = _rule("matmul", f"a matmul{_DIFFERS}", located=True, key=("property",))
 NOT_RECOMPUTED = _rule("not-recomputed", "checkpointed forward was not recomputed", stage=Stage.MODEL, located=True)
@@ -33,8 +33,9 @@ UNASKED = _rule("unasked", "forward was recomputed without being asked for")
 NUMBER = _rule("number", "wrong number of recomputed matmuls", formula=MATMULS)
 
 
-# The repetition of a cast or matmul, and the properties of the first and of this one, which must be equal.
-_Repetition = tuple[CastRecord | MatmulRecord, Rule, str, dict[str, object], dict[str, object]]
+# The repetition of a cast or matmul, the properties of the first and of this one, which must be equal, and where the
+# first one was, if that was no training.
+_Repetition = tuple[CastRecord | MatmulRecord, Rule, str, dict[str, object], dict[str, object], str]
 
 
 def _not_judged(expect: Expectations, device: str) -> str:
@@ -88,12 +89,24 @@ def _of_graphs(expect: Expectations, trace: RankTrace) -> Iterator[Finding]:
 
 
 def _unequal(expect: Expectations, trace: RankTrace) -> Iterator[Mismatch]:
-    for record, rule, operand, first, second in (*_repeated_casts(expect, trace), *_recomputed_matmuls(trace)):
+    for record, rule, operand, first, second, where in (*_repeated_casts(expect, trace), *_recomputed_matmuls(trace)):
         for name, expected in first.items():
-            found = f"{second[name]}"
-            if found != f"{expected}":  # as texts: NaN equals NaN, and other numbers are written to the last bit
+            bits = repr(expected), repr(second[name])  # NaN equals NaN, and other numbers are written to the last bit
+            if bits[0] != bits[1]:
                 place = record.step, record.index, trace.rank, record.fqn
-                yield Mismatch(*place, rule, f"{expected}", found, operand, (("property", name),))
+                words = _short(name, expected), _short(name, second[name])
+                other = f"other bits of {words[1]}" if words[0] == words[1] else words[1]
+                values = (("property", name), ("where", where), ("first", bits[0]), ("again", bits[1]))
+                yield Mismatch(*place, rule, words[0], other, operand, values)
+
+
+def _short(name: str, value: object) -> str:
+    """Return a property as people read it: scales to six digits, data without their digests."""
+    if isinstance(value, tuple) and name != "sizes":
+        return " x ".join(dict.fromkeys(_short(name, part) for part in value))
+    if isinstance(value, ScaleSummary):
+        return " to ".join(dict.fromkeys(f"{number:.6g}" for number in (value.minimum, value.maximum)))
+    return "float8 data" if name == "data" else f"{value}"
 
 
 def _repeated_casts(expect: Expectations, trace: RankTrace) -> Iterator[_Repetition]:
@@ -103,7 +116,9 @@ def _repeated_casts(expect: Expectations, trace: RankTrace) -> Iterator[_Repetit
         first_key, first_occurrence = _first_execution(expect.case, key, occurrence)
         first = casts.get((first_key, first_occurrence))
         if first is not None and first is not cast and not _is_another_call(expect, first_key, cast, executed):
-            yield cast, CAST, f"{cast.role} in {cast.phase}", _cast_properties(first), _cast_properties(cast)
+            evaluated = expect.case.train.evaluate and first_key.phase in ("evaluation", "gathered")
+            where = " (in the evaluation)" if evaluated else ""
+            yield cast, CAST, f"{cast.role} in {cast.phase}", _cast_properties(first), _cast_properties(cast), where
 
 
 def _is_another_call(
@@ -134,7 +149,7 @@ def _cast_properties(cast: CastRecord) -> dict[str, object]:
     return {
         "elements": cast.elements,
         "dtype": cast.target_dtype,
-        "scale": (cast.scale.minimum, cast.scale.maximum, cast.scale.digest),
+        "scale": cast.scale,
         "data": cast.data_digest,
     }
 
@@ -144,7 +159,7 @@ def _recomputed_matmuls(trace: RankTrace) -> Iterator[_Repetition]:
     for (key, occurrence), matmul in matmuls.items():
         first = matmuls.get((key._replace(gemm="forward"), occurrence))
         if key.gemm == "recompute" and first is not None:
-            yield matmul, MATMUL, f"matmul {matmul.gemm}", _matmul_properties(first), _matmul_properties(matmul)
+            yield matmul, MATMUL, f"matmul {matmul.gemm}", _matmul_properties(first), _matmul_properties(matmul), ""
 
 
 def _matmul_properties(matmul: MatmulRecord) -> dict[str, object]:

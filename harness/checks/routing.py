@@ -15,6 +15,7 @@ from harness.matrix.layout import dp_rank, peers
 from harness.matrix.linears import expert_fqns, expert_layers_of, held
 from harness.matrix.numerics import drifts
 from harness.promises import Limit
+from harness.text import counted
 from harness.trace import Run
 from harness.trace.counts import ExpertCall, Phase, Rows
 from harness.verdict import Finding
@@ -39,7 +40,12 @@ GRADIENT_RETURNED = _rule(
     "gradient-of-tokens", "the gradients that come back for tokens are not those of their experts"
 )
 ROUTER = _rule("router", "the router weighs experts otherwise than on one rank for the same tokens", stage=_MODULE)
-EXPERTS = _rule("experts", "experts return something else than those of one rank for the same tokens", stage=_MODULE)
+EXPERTS = _rule(
+    "experts", "experts return other results than the single-rank reference for equal tokens", stage=_MODULE
+)
+BACKWARD = _rule(
+    "backward", "experts return other gradients than the single-rank reference for equal gradients", stage=_MODULE
+)
 BIAS = _rule("bias", "the bias of the choice did not move by what the tokens of the step ask for", stage=Stage.STEP)
 
 
@@ -64,7 +70,7 @@ def check_routing(case: Case, run: Run, witnesses: Witnesses) -> list[Finding]:
         for call in trace.experts.calls if trace.experts is not None else ():
             calls[_Place(*_key(call))][trace.rank] = call
     wrong = [mismatch for order, place in enumerate(calls) for mismatch in _of_calls(case, place, order, calls[place])]
-    mismatches = [*_numbers(case, run), *wrong, *_otherwise(case, run, witnesses), *_biases(case, run)]
+    mismatches = [*_numbers(case, run), *wrong, *_otherwise(case, run, witnesses, wrong), *_biases(case, run)]
     return [*_matmuls(case, run), *findings_by_rule(mismatches)]
 
 
@@ -138,32 +144,47 @@ def _of_calls(case: Case, place: _Place, order: int, calls: Mapping[int, ExpertC
             yield from (mismatch(*broken) for broken in _exchanges([calls[rank] for rank in group], group))
 
 
-def _otherwise(case: Case, run: Run, witnesses: Witnesses) -> Iterator[Mismatch]:
-    """Yield where ranks have the bits of one: what is another, although the tokens before it are the same."""
+def _otherwise(case: Case, run: Run, witnesses: Witnesses, wrong: Sequence[Mismatch]) -> Iterator[Mismatch]:
+    """Yield where ranks have the bits of one: what is another, although the tokens before it are the same.
+
+    Nothing is said of the experts of a block where what ranks sent each other was `wrong`.
+    """
     solo, expect = finished(witnesses.solo), witnesses.expect
     if solo is None or solo.traces[0].experts is None or drifts(case, expect.numerics):
         return
     calls = {_Place(*_key(call)): call for call in solo.traces[0].experts.calls if call.phase == "forward"}
+    lost = {(mismatch.step, mismatch.module) for mismatch in wrong}
     for trace in run.by_rank:
-        for call in trace.experts.calls if trace.experts is not None else ():
+        for order, call in enumerate(trace.experts.calls if trace.experts is not None else ()):
             number = dp_rank(case.layout, trace.rank) * case.train.accumulation + call.number
             reference = calls.get(_Place(call.step, call.phase, number, call.fqn))
-            rule = None if reference is None else _differs(call, reference)
-            if rule is not None and reference is not None:
-                words = ("what one rank computes", "something else")
-                yield Mismatch(call.step, call.number, trace.rank, call.fqn, rule, *words)
+            if reference is None or call.tokens != reference.tokens:
+                continue  # something before
+            if (call.chosen, call.weights) != (reference.chosen, reference.weights):
+                words = ("what the single-rank reference chooses", "something else")
+                yield Mismatch(call.step, order, trace.rank, call.fqn, ROUTER, *words)
+            elif (call.step, call.fqn) not in lost:
+                yield from _of_experts(case, trace.rank, order, call, reference)
+
+
+def _of_experts(case: Case, rank: int, order: int, call: ExpertCall, reference: ExpertCall) -> Iterator[Mismatch]:
+    """Yield the first expert with other results, or else other gradients, on the rank that holds it."""
+    found, expected, rule = call.values.returned, reference.values.returned, EXPERTS
+    if found == expected and call.gradients.returned == reference.gradients.returned:
+        found, expected, rule, order = call.gradients.sent, reference.gradients.sent, BACKWARD, -order
+    rows = [
+        row for row, pair in enumerate(zip(_integers(found), _integers(expected), strict=False)) if pair[0] != pair[1]
+    ]
+    if rows:
+        expert = next(expert for expert in range(len(call.counts)) if rows[0] < sum(call.counts[: expert + 1]))
+        group = peers(case.layout, rank, ("ep",))
+        owner = group[expert * len(group) // len(call.counts)]
+        words = ("the rows of the single-rank reference", f"{counted(len(rows), 'row')} of rank {rank} differ")
+        yield Mismatch(call.step, order, owner, call.fqn, rule, *words, f"expert {expert}")
 
 
 def _key(call: ExpertCall) -> tuple[int, str, int, str]:
     return call.step, call.phase, call.number, call.fqn
-
-
-def _differs(call: ExpertCall, reference: ExpertCall) -> Rule | None:
-    if call.tokens != reference.tokens:
-        return None  # something before
-    if (call.chosen, call.weights) != (reference.chosen, reference.weights):
-        return ROUTER
-    return EXPERTS if call.values.returned != reference.values.returned else None
 
 
 def _of_router(case: Case, call: ExpertCall) -> Iterator[tuple[Rule, str, str]]:

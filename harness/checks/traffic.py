@@ -5,6 +5,7 @@ over all data-parallel ranks, float8 weights gathered in float8, an amax reducti
 hold shards of, and none for a weight whose scale is precomputed. `metamorphic.py` counts the rest.
 """
 
+import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from types import MappingProxyType
@@ -49,6 +50,7 @@ AMAX_MISSING = _rule(
 AMAX_ELSEWHERE = _rule("amax-elsewhere", "amax is reduced over the wrong ranks: not along {axis}", key=("axis",))
 UNKNOWN_RANKS = _rule("unknown-ranks", "a collective runs over ranks that no axis of the mesh joins")
 NOT_SUMMED = _rule("gradients-not-summed", "gradients are not summed over all ranks of {axis}", key=("axis",))
+INSTEAD = _rule("instead", "{found_kind} instead of {collective}", key=("collective",), formula=TRAFFIC)
 REDUCE_DTYPE = _rule("reduce-dtype", "gradients are reduced in {dtypes} instead of {asked}", key=("dtypes", "asked"))
 SCATTERED = _rule(
     "sequence-parallel",
@@ -113,6 +115,12 @@ class _Step(NamedTuple):
     expected: Traffic
     found: Traffic
     allowed: dict[CollectiveKey, Limits]
+
+    def missing(self, key: CollectiveKey) -> Counter[int]:
+        return Counter(self.expected.get(key, Volume()).sizes) - Counter(self.found.get(key, Volume()).sizes)
+
+    def extra(self, key: CollectiveKey) -> Counter[int]:
+        return Counter(self.found.get(key, Volume()).sizes) - Counter(self.expected.get(key, Volume()).sizes)
 
     def fits(self, key: CollectiveKey) -> bool:
         volume = self.found.get(key, Volume())
@@ -207,24 +215,71 @@ def _steps(expect: Expectations, trace: RankTrace) -> Iterator[_Step]:
 
 
 def _differences(expect: Expectations, trace: RankTrace) -> Iterator[Finding]:
+    """Yield what is sent in place of something else, each with its counterpart, and then what is wrong by itself."""
     for step in _steps(expect, trace):
-        for key in sorted(step.expected.keys() | step.found.keys()):
-            if not step.fits(key):
-                yield VOLUME.finding(
-                    collective=str(key),
-                    values=key._asdict(),
-                    step=step.number,
-                    expected=f"{step.expected.get(key, Volume())}{_purposes(expect, step, key)}",
-                    found=str(step.found.get(key, Volume())),
-                )
+        wrong = [key for key in sorted(step.expected.keys() | step.found.keys()) if not step.fits(key)]
+        instead = {key: other for key in wrong for other in wrong if _replaces(step, key, other)}
+        for key, other in instead.items():
+            yield _instead(expect, step, key, other)
+        for key in wrong:
+            if key not in instead and key not in instead.values():
+                yield _volume(expect, step, key)
+
+
+def _volume(expect: Expectations, step: _Step, key: CollectiveKey) -> Finding:
+    missing, extra = step.missing(key).total(), step.extra(key).total()
+    counts = [f"{missing} missing"] * (missing > 0) + [f"{extra} too many"] * (extra > 0)
+    purposes = _purposes(expect, step, key)
+    return VOLUME.finding(
+        collective=str(key),
+        values=key._asdict(),
+        step=step.number,
+        expected=f"{step.expected.get(key, Volume())}" + (f" (for {purposes})" if purposes else ""),
+        found=str(step.found.get(key, Volume())),
+        suffix=f": {', '.join(counts) or 'other bytes'}" + (f" ({purposes})" if purposes and missing else ""),
+    )
+
+
+def _replaces(step: _Step, key: CollectiveKey, other: CollectiveKey) -> bool:
+    """Return True where `other` is sent for what lacks of `key`: the same inputs, but for one thing alike."""
+    unlike = [name for name in ("axis", "dtype", "kind", "op") if getattr(key, name) != getattr(other, name)]
+    missing, extra = step.missing(key), step.extra(other)
+    alone = bool(missing) and missing == extra and not step.extra(key) and not step.missing(other)
+    return alone and unlike in (["axis"], ["dtype"], ["kind"], ["op"], ["kind", "op"])
+
+
+def _instead(expect: Expectations, step: _Step, key: CollectiveKey, other: CollectiveKey) -> Finding:
+    purposes, sizes = _purposes(expect, step, key), _sizes(step.missing(key))
+    rule, values, where = INSTEAD, {"collective": str(key), "found_kind": str(other), **key._asdict()}, ""
+    if key.dtype != other.dtype and purposes.startswith("gradients of"):
+        rule, values = REDUCE_DTYPE, {"dtypes": other.dtype, "asked": key.dtype}
+        where = f", by {key.kind} ({key.op}) along {key.axis}"
+    suffix = where + (f": {purposes}" if purposes else "")
+    expected, found = (f"{one}, {sizes} elements" for one in (key, other))
+    return rule.finding(step=step.number, expected=expected, found=found, values=values, suffix=suffix)
 
 
 def _purposes(expect: Expectations, step: _Step, key: CollectiveKey) -> str:
-    trace, number = step.trace, step.number
+    """Return what a kind of collective sends, of what is missing where some is: "gradients of layers.0, layers.1"."""
+    trace, number, missing = step.trace, step.number, step.missing(key)
     transfers = expect.transfers(step=number, rank=trace.rank, calls=trace.expert_calls(number))
-    purposes = [term.purpose for term in transfers if _key(term) == key]
-    more = [f"{len(purposes) - 3} more"] if len(purposes) > 3 else []
-    return f" (for {'; '.join(purposes[:3] + more)})" if purposes else ""
+    terms = [term for term in transfers if _key(term) == key and (term.elements in missing or not missing)]
+    names: dict[str, list[str]] = {}
+    for term in terms:
+        noun, _, name = term.purpose.partition(" of ")
+        names.setdefault(noun, []).extend(_parameters_of(term, trace) or [name])
+    return "; ".join(f"{noun} of {_first_names(of)}" if all(of) else noun for noun, of in names.items())
+
+
+def _parameters_of(term: Transfer, trace: RankTrace) -> list[str]:
+    """Return the parameters whose gradients are sent one by one, as far as they are recorded."""
+    kind = {"gradients of norms": "norm", "gradients of routers": "router"}.get(term.purpose)
+    whole = (one for one in _parameters(trace) if one.trained and math.prod(one.shape) == term.elements)
+    return [one.fqn.removesuffix(".weight") for one in whole if kind is not None and kind in one.fqn]
+
+
+def _first_names(names: list[str]) -> str:
+    return ", ".join([*names[:3], *([f"{len(names) - 3} more"] if len(names) > 3 else [])])
 
 
 def _causes(expect: Expectations, trace: RankTrace) -> Iterator[Finding]:

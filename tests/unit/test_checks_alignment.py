@@ -70,7 +70,7 @@ def test_ranks_that_train_or_end_without_a_refusal_are_found() -> None:
 def test_failing_differently_is_found_with_what_was_expected(other: RankFailure) -> None:
     (finding,) = check(failure(0), other)
     assert (finding.rule, finding.rank, finding.values["refusal"]) == (OTHER_ERROR.name, 1, REFUSAL.name)
-    assert REFUSAL.pattern in (finding.expected or "")
+    assert (finding.values["pattern"], finding.expected) == (REFUSAL.pattern, f"refused: {REFUSAL.reason}")
     assert finding.found == f"{other.kind}: {other.message}"
 
 

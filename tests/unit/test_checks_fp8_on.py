@@ -51,8 +51,18 @@ def test_as_expected_whatever_the_number_of_scaled_matmuls() -> None:
 @given(st.sets(st.sampled_from([*FQNS, "output", "layers.0.attention.wq"])), st.integers(0, 1))
 def test_any_other_set_of_linears_on_any_rank_fails_and_names_them(converted: set[str], rank: int) -> None:
     findings = check(trace(rank, converted_fqns=tuple(sorted(converted))), trace(1 - rank))
-    assert {finding.module for finding in findings} == converted ^ set(FQNS)
-    assert {finding.rank for finding in findings} <= {rank}
+    assert {fqn for finding in findings for fqn in fqns_of(finding)} == converted ^ set(FQNS)
+    assert {finding.rank for finding in findings} <= {rank} and len(findings) <= 2
+
+
+def fqns_of(finding: Finding) -> list[str]:
+    return str(finding.values["fqns"]).split(", ")
+
+
+def test_linears_that_are_not_converted_are_one_finding_by_their_names_in_blocks() -> None:
+    names = tuple(f"layers.{layer}.attention.{name}" for layer in range(2) for name in ("wk", "wo"))
+    (finding,) = check(*(trace(rank, converted_fqns=()) for rank in (0, 1)), converted_fqns=names)
+    assert finding.message == "4 of 4 linears were not converted to FP8 on ranks 0-1: wk, wo"
 
 
 def test_what_is_converted_too_much_too_little_or_twice_is_named() -> None:
@@ -85,7 +95,7 @@ def test_the_order_of_ranks_does_not_matter() -> None:
         trace(3, unmatched_filters=("x",)),
     ]
     assert check(*ranks) == check(*reversed(ranks))
-    assert len(check(*ranks)) == len(FQNS) + 3
+    assert len(check(*ranks)) == 1 + 3
 
 
 def test_nothing_to_compare_is_a_finding() -> None:
@@ -101,7 +111,7 @@ def test_bf16_converts_nothing_and_runs_no_scaled_matmul() -> None:
     assert check(good, make_trace(bf16, 1), of=bf16) == []
     (finding,) = check(good, make_trace(bf16, 1, calls=(0, 1)), of=bf16)
     assert (finding.rule, finding.ranks) == (SCALED.name, (1,))
-    assert len(check(trace(0), trace(1), of=bf16)) == len(FQNS) + 1
+    assert len(check(trace(0), trace(1), of=bf16)) == 1 + 1
 
 
 @pytest.mark.parametrize(
@@ -158,11 +168,11 @@ def test_findings_come_in_one_order_whatever_the_order_of_the_records() -> None:
     names = tuple(f"layers.{number}.{name}" for number in range(8) for name in ("w1", "w2"))
     backwards = tuple(reversed(names))
     lacking = check(*(trace(rank, converted_fqns=()) for rank in (0, 1)), converted_fqns=backwards)
-    assert [finding.module for finding in lacking] == sorted(names)
+    assert [fqns_of(finding) for finding in lacking] == [sorted(names)]
     extra = check(trace(0, converted_fqns=backwards), trace(1, converted_fqns=names), converted_fqns=("other",))
-    assert [finding.module for finding in extra] == ["other", *sorted(names)]
+    assert [fqns_of(finding) for finding in extra] == [["other"], sorted(names)]
     twice = check(trace(0, converted_fqns=names + names), converted_fqns=names)
-    assert [finding.module for finding in twice] == sorted(names)
+    assert [fqns_of(finding) for finding in twice] == [sorted(names)]
 
 
 def test_the_words_about_the_virtual_device() -> None:

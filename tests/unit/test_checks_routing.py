@@ -84,6 +84,7 @@ def found_with(
     case: Case = CASE,
     biases: Sequence[float] = (0, 0, 0, 0),
     matmuls: tuple[GroupedMatmuls, ...] = MATMULS,
+    solo: ExpertTrace | None = None,
     **changes: object,
 ) -> list[Finding]:
     """The findings where rank 1 has these `changes` of its call."""
@@ -93,7 +94,8 @@ def found_with(
         make_trace(rank=rank, experts=ExpertTrace(calls=(call,), matmuls=matmuls, biases=bias))
         for rank, call in enumerate(calls)
     ]
-    return check_routing(case, run_of(*traces), make_witnesses(case))
+    witnesses = make_witnesses(case, solo=None if solo is None else run_of(make_trace(experts=solo)))
+    return check_routing(case, run_of(*traces), witnesses)
 
 
 def rules(findings: Sequence[Finding]) -> set[str]:
@@ -130,6 +132,40 @@ def test_gradients_are_followed_back(field: str, rule: str) -> None:
     wrong = replace(gradients, **{field: swapped(getattr(gradients, field))})
     (finding,) = found_with(gradients=wrong)
     assert finding.rule == f"routing/{rule}" and finding.operand == "gradients in backward"
+
+
+def of_reference(**changes: object) -> ExpertTrace:
+    """What one rank records of the batches of both ranks, one after the other."""
+    calls = (replace(call_of(rank), number=rank, local_counts=call_of(rank).counts) for rank in (0, 1))
+    return ExpertTrace(calls=tuple(replace(call, **changes) if call.number else call for call in calls), biases=())
+
+
+@pytest.mark.parametrize(
+    ("changes", "rule"),
+    [
+        ({"values": replace(call_of(1).values, returned=packed([-1, *range(5)]))}, "experts"),
+        ({"gradients": replace(call_of(1).gradients, sent=packed([-1, *range(5)]))}, "backward"),
+        ({"gradients": replace(call_of(1).gradients, sent=b"", returned=b"")}, ""),
+        ({"gradients": exchanged(7)[1]}, ""),  # other gradients of results: something before
+        ({"tokens": packed([1, 2, 3])}, ""),
+        ({"weights": packed([0.25, 0.25] * 3, "d")}, "router"),
+    ],
+)
+def test_a_wrong_expert_is_named_with_its_owner_and_the_rank_that_sent_the_tokens(
+    changes: dict[str, object], rule: str
+) -> None:
+    findings = found_with(solo=of_reference(**changes))
+    assert rules(findings) == ({rule} if rule else set())
+    if rule in ("experts", "backward"):
+        (finding,) = findings
+        assert (finding.rank, finding.operand) == (0, "expert 0")  # the first of rank 0, for tokens of rank 1
+        assert finding.found == "6 rows of rank 1 differ"
+
+
+def test_experts_are_not_blamed_where_the_exchange_was_wrong() -> None:
+    values = call_of(1).values
+    wrong = replace(values, returned=swapped(values.returned))
+    assert rules(found_with(values=wrong, solo=of_reference())) == {"returned"}
 
 
 def test_a_lost_row_is_told_by_its_number() -> None:

@@ -5,12 +5,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from harness.checks.check import Witnesses
+from harness.checks.check import Rule, Witnesses
 from harness.checks.traffic import (
     AMAX_ELSEWHERE,
     AMAX_MISSING,
     GATHERS,
     HIGH_PRECISION,
+    INSTEAD,
     NOT_PRECOMPUTED,
     NOT_SUMMED,
     REDUCE_DTYPE,
@@ -127,6 +128,49 @@ def test_amax_reductions_that_are_missing_or_over_the_wrong_ranks_are_told_in_pl
     first, *_ = check(HSDP, *[wrong] * 4)
     assert (first.rule, first.values["axis"], first.ranks) == (AMAX_ELSEWHERE.name, "dp_shard", (0, 1, 2, 3))
     assert first.found == "0 along dp_shard, 28 too many along world"
+
+
+REDUCED = CollectiveKey("dp_shard", "reduce_scatter", "sum", "float32")
+
+
+@pytest.mark.parametrize(
+    ("changes", "rule", "said"),
+    [
+        ({"dtype": "bfloat16"}, REDUCE_DTYPE, "bfloat16 instead of float32, by reduce_scatter (sum) along dp_shard"),
+        ({"axis": "dp_replicate"}, INSTEAD, "reduce_scatter (sum) in float32 along dp_replicate instead of reduce_"),
+        ({"kind": "all_reduce"}, INSTEAD, "all_reduce (sum) in float32 along dp_shard instead of reduce_scatter (sum)"),
+        ({"op": "avg"}, INSTEAD, "reduce_scatter (avg) in float32 along dp_shard instead of reduce_scatter (sum)"),
+        ({"op": "avg", "axis": "dp_replicate"}, VOLUME, "wrong number or size of reduce_scatter"),
+    ],
+)
+def test_what_is_sent_instead_is_paired_where_one_thing_differs(changes: dict[str, str], rule: Rule, said: str) -> None:
+    wrong = changed(HSDP, REDUCED, **changes)
+    findings = check(HSDP, *[wrong] * 4)
+    assert [finding.rule for finding in findings] == [rule.name] * (2 if rule is VOLUME else 1)
+    assert said in findings[0].message
+    assert rule is VOLUME or "gradients of tok_embeddings, layers.0, layers.1, 1 more" in findings[0].message
+    fewer = changed(HSDP, REDUCED, **changes, sizes={7: 1})  # of other inputs: nothing is known to replace another
+    assert rules(check(HSDP, *[fewer] * 4)) == {VOLUME.name}
+
+
+def test_gradients_that_are_not_reduced_are_named_where_the_parameters_are_recorded() -> None:
+    (dim,) = {size for record in traffic_of(TP) if record.op == "sum" for size in record.sizes if size < 256}
+    fqns = ("layers.0.ffn_norm.weight", "layers.0.attention.wq.bias")
+    norm, bias = (
+        Parameter(fqn=fqn, shape=(dim,), dtype="float32", local_elements=dim, axes=("tp",), trained=True)
+        for fqn in fqns
+    )
+    wrong = tuple(
+        replace(record, sizes={size: times for size, times in record.sizes.items() if size != dim})
+        if record.op == "sum"
+        else record
+        for record in traffic_of(TP)
+    )
+    for parameters, named in (((norm, bias), "layers.0.ffn_norm"), ((), "norms")):
+        model = replace(MODEL, parameters=parameters)
+        traces = (make_trace(TP, rank, traffic=wrong, model=model) for rank in (0, 1))
+        (finding,) = check_traffic(TP, run_of(*traces), make_witnesses(TP))
+        assert f": 15 missing (gradients of {named}) on ranks" in finding.message
 
 
 def test_a_compiled_run_may_cast_once_for_several_uses_or_twice_for_one() -> None:
