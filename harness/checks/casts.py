@@ -258,9 +258,20 @@ def cast_sources(
     `group` has the cast on every rank that must share its scale.
     """
     cast, (key, occurrence) = casts[rank][place], place
-    for ranks in _other_groups(case, rank):
+    used = [axis for axis in MESH_AXES if case.layout.mesh[axis] > 1]
+
+    def over(axes: tuple[str, ...]) -> float:
+        return _amax(on_ranks(casts, peers(case.layout, rank, axes), place))
+
+    for axes in itertools.chain.from_iterable(itertools.combinations(used, count) for count in range(len(used) + 1)):
+        ranks, amax = peers(case.layout, rank, axes), over(axes)
+        right = [axis for axis in used if set(peers(case.layout, rank, (axis,))) <= set(group)]
+        lacking = [axis for axis in right if over((*axes, axis)) != amax]
+        wrong = [axis for axis in axes if axis not in right]
+        same = [axis for axis in right if axis not in (*axes, *lacking)] if lacking else []  # it has replicas there
+        words = ((" or over", same), (", reduced over", wrong), (", not reduced over", lacking))
         if ranks != tuple(group):
-            yield Source(_on(ranks), _amax(on_ranks(casts, ranks, place)))
+            yield Source(_on(ranks) + "".join(f"{what} {' and '.join(of)}" for what, of in words if of), amax)
     for other, part in group.items():
         yield Source(_on((other,)), part.amax)
     positive = [part.largest for part in group.values() if part.largest is not None]
@@ -290,11 +301,3 @@ def _on(ranks: tuple[int, ...]) -> str:
 
 def _amax(parts: Mapping[int, CastRecord]) -> float:
     return largest(part.amax for part in parts.values())
-
-
-def _other_groups(case: Case, rank: int) -> Iterator[tuple[int, ...]]:
-    """Yield the peers of a rank along every choice of mesh axes, fewest first: the rank alone is the first."""
-    used = [axis for axis in MESH_AXES if case.layout.mesh[axis] > 1]
-    for count in range(len(used) + 1):
-        for chosen in itertools.combinations(used, count):
-            yield peers(case.layout, rank, chosen)

@@ -92,8 +92,9 @@ def conclude(job: Job, shares: Sequence[ShareOutcome], *, on_gpus: bool = False)
     Where the harness itself failed, such as by the loss of a node, no rank is the cause. A broken GPU, or one whose
     memory others hold, makes it `infra` too; a collective that times out is a `hang`.
     """
-    ranks = tuple(sorted((rank for share in shares for rank in share.ranks), key=lambda rank: rank.rank))
     hung = any(share.hung for share in shares)
+    ended = (_with_limit(rank, job) if hung else rank for share in shares for rank in share.ranks)
+    ranks = tuple(sorted(ended, key=lambda rank: rank.rank))
     failures = failures_of(ranks, on_gpus=on_gpus)
     infra = next((share.infra for share in shares if share.infra), "")
     if not infra and not failures and len(ranks) < job.world_size:
@@ -132,6 +133,11 @@ def _status(failures: tuple[Failure, ...], *, hung: bool) -> JobStatus:
     if hung or kind == "timeout":
         return "hang"
     return "crash" if failures else "ok"
+
+
+def _with_limit(rank: RankOutcome, job: Job) -> RankOutcome:
+    limit = f"did not finish within {job.deadline_s:g} s"
+    return msgspec.structs.replace(rank, message=limit) if rank.status == "stuck" else rank
 
 
 def _marked(rank: RankOutcome, causes: Mapping[int, RankOutcome]) -> RankOutcome:

@@ -59,12 +59,20 @@ def explained(scale: float, source_dtype: str = "float32") -> str:
     return implied_source(E4M3, scale, amax(1, 3), cast_sources(case, casts, 0, PLACE, group))
 
 
+def test_an_axis_of_replicas_that_gives_the_same_amax_is_named_beside_the_one_that_is_missing() -> None:
+    case = make_case(recipe="tensorwise", dp_replicate=2, dp_shard=2)
+    casts = {rank: recorded(rank % 2, "float32") for rank in range(case.world_size)}
+    group = {rank: casts[rank][PLACE] for rank in range(4)}
+    source, *_ = cast_sources(case, casts, 0, PLACE, group)
+    assert source.name == "the amax on rank 0 alone or over dp_replicate, not reduced over dp_shard"
+
+
 @pytest.mark.parametrize(
     ("used_amax", "whose"),
     [
-        (amax(0, 3), "the amax on rank 0 alone"),
-        (amax(2, 3), "the amax over ranks 0, 2"),
-        (amax(3, 3), "the amax over ranks 0-3"),
+        (amax(0, 3), "the amax on rank 0 alone, not reduced over tp"),
+        (amax(2, 3), "the amax over ranks 0, 2, reduced over dp_shard, not reduced over tp"),
+        (amax(3, 3), "the amax over ranks 0-3, reduced over dp_shard"),
         (0.5 + 1 / 8 + 3 / 64, "the largest value without abs"),
         (amax(1, 2), "the amax of step 2"),
         (amax(1, 1), "the amax of step 1"),

@@ -122,7 +122,21 @@ def test_a_gathered_weight_that_changes_between_forward_and_backward_is_found() 
     assert last.phase == "gathered"
     wrong = (*mine.casts[:-1], replace(last, data_digest="x"))
     (finding,) = check(GATHERED_CASE, OperandTrace(casts=wrong, matmuls=mine.matmuls))
-    assert finding.module == last.fqn
+    assert finding.module == last.fqn and "first execution in its data" in finding.message
+    evaluated = replace(GATHERED_CASE, train=replace(GATHERED_CASE.train, evaluate=True))
+    (finding,) = check(evaluated, OperandTrace(casts=wrong, matmuls=mine.matmuls))
+    assert "first execution (in the evaluation) in its data" in finding.message
+
+
+def test_what_differs_is_told_without_digests_which_the_values_have() -> None:
+    mine = recorded(FULL)
+    for change, words in (
+        ({"scale": make_scale(1 / 3, digest="dig")}, ("2", "0.333333")),
+        ({"data_digest": "dig"}, ("float8 data", "other bits of float8 data")),
+    ):
+        wrong = (*mine.casts[:-1], replace(mine.casts[-1], **change))
+        (finding,) = check(FULL, OperandTrace(casts=wrong, matmuls=mine.matmuls))
+        assert (finding.expected, finding.found) == words and "dig" in str(finding.values["again"])
 
 
 @pytest.mark.parametrize("change", [{"a_scale": OTHER}, {"b_digest": "x"}, {"m": 8}, {"b_dtype": "float8_e5m2"}])

@@ -206,7 +206,7 @@ def test_a_wrong_scale_names_its_first_place_and_whose_amax_it_implies() -> None
     local = changed(clean(of), lambda record: {"amax": AMAX / 2}, rank=0, where=lambda record: record.role == "input")
     both = changed(local, rescaled(2.0), where=lambda record: record.role == "input")
     finding = next(one for one in check(of, both) if one.rule == RULES.amax.name)
-    assert (finding.rank, finding.notes) == (0, ("it is the scale for the amax on rank 0 alone",))
+    assert (finding.rank, finding.notes) == (0, ("it is the scale for the amax on rank 0 alone, not reduced over tp",))
     assert finding.found == "448.0 = 448 / amax 1"
     alone = changed(local, rescaled(2.0), rank=0, where=lambda record: record.role == "input")
     unequal = next(one for one in check(of, alone) if one.rule == DIFFERENT.name)

@@ -79,6 +79,7 @@ def test_first_in_time_is_the_cause_in_a_hang_nobody_and_infra_outranks_everythi
     assert [rank.consequence for rank in outcome.ranks] == [True, False, True]
     outcome = judge(make_rank(0, "stuck"), make_rank(1, "stuck"), make_rank(2, "returned"), hung=True)
     assert outcome.status == "hang"
+    assert [rank.message for rank in outcome.ranks[:2]] == ["did not finish within 5 s"] * 2
     assert "rank 0 in 'step 3' stuck, rank 1 in 'step 3' stuck; 1 of 3 ranks had returned" in outcome.message
     assert [rank.consequence for rank in outcome.ranks] == [False, False, False]
     outcome = judge(make_rank(0, "raised"), make_rank(1, "stuck"), make_rank(2, "returned"), infra="could not fork")

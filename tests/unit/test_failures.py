@@ -9,6 +9,7 @@ import threading
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from harness.checks.failures import STUCK, Frame, advice, failures, main_stack, own_frame, place_of
 from harness.trace import RankFailure
@@ -165,6 +166,15 @@ def test_ranks_in_different_collectives_are_told_apart_fewest_first() -> None:
     assert ends(first).startswith("stuck in step 1, backward: waiting in allreduce")
     assert ends(first).endswith("; ranks 0-1 wait in all_reduce")
     assert (first.ranks, second.ranks) == ((2,), (0, 1))
+
+
+@pytest.mark.parametrize("stack", [SLEEPS, None])
+def test_the_limit_that_passed_is_named_with_how_to_raise_it(stack: Frames | None) -> None:
+    (plain,) = failures_of(stuck(0, stack))
+    assert plain.fix is None
+    (finding,) = failures_of(replace(stuck(0, stack), message="did not finish within 130 s"))
+    assert "130 s" in ends(finding)
+    assert finding.fix == "if it was only slow, give it twice the time: `--timeout-s 260`."
 
 
 def test_ranks_that_returned_are_named_and_those_without_stacks_are_still_told() -> None:
