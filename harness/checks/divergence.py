@@ -22,7 +22,7 @@ from msgspec.structs import replace
 
 from harness.checks.assembly import factor, largest, same_number
 from harness.checks.casts import CastKey, MatmulKey, casts_by_key, matmuls_by_key, on_ranks
-from harness.checks.check import Mismatch, Rule, Rules, Stage, about_ranks
+from harness.checks.check import Mismatch, Rules, Stage, about_ranks
 from harness.checks.parity import FLOAT32_LOSS, GRADIENTS
 from harness.expect.model import scaled_dim
 from harness.matrix.case import Case
@@ -52,7 +52,7 @@ COUNT = _rule(
 LOSS = _rule(
     "loss",
     "forward matches the single-rank reference up to {last} ({compared:n matmul|matmuls}), but loss and first gradient "
-    "do not: it is the {behind} (look at labels, mask and token count)",
+    "do not: it is the {module} (look at labels, mask and token count)",
     numeric=True,
 )
 
@@ -147,8 +147,7 @@ class _Comparison:
 
     def _causal_order(self, place: _Place) -> tuple[int, ...]:
         """Stages of a pipeline execute other operands: there causes precede by microbatch, direction and stage."""
-        wrong, key = place.wrong, place.key
-        stage = stage_of(self._case, key.fqn)
+        wrong, key, stage = place.wrong, place.key, stage_of(self._case, place.key.fqn)
         direction = (1, -stage) if _is_backward(key) else (0, stage)
         of_stages = ("evaluation" not in key, place.microbatch, *direction) if self._case.layout.pp > 1 else ()
         return (wrong.step, *of_stages, wrong.order, wrong.rank)
@@ -160,15 +159,21 @@ class _Comparison:
 
     def _matching(self, rank: int, place: _Place, *, backward: bool) -> list[str]:
         """Return the linears whose matmuls precede a place in this direction of its microbatch: each was compared."""
-        evaluates, here = "evaluation" in place.key, rank == place.wrong.rank
         return [
             key.fqn
             for (key, occurrence), matmul in self._matmuls[rank].items()
-            if (key.step, _is_backward(key), key.gemm == "evaluation") == (place.wrong.step, backward, evaluates)
+            if (key.step, _is_backward(key)) == (place.wrong.step, backward)
             and key.gemm != "recompute"
+            and (key.gemm == "evaluation") == ("evaluation" in place.key)
             and self._microbatch(rank, key, occurrence) == place.microbatch
-            and (matmul.index < place.wrong.order or not here)
+            and (matmul.index < place.wrong.order or rank != place.wrong.rank)
         ]
+
+    def _agree(self, number: int, what: str, place: _Place) -> str:
+        allowed = self._tolerance("grad_output" if _is_backward(place.key) else "input", place.wrong.step)
+        return counted(number, f"{what} agrees", f"{what}s agree") + (
+            f" within {allowed:g}" if allowed > ROUNDING else ""
+        )
 
     def _sent_by(self, place: _Place) -> str:
         """Say of the first operand of a stage which stage sent it, where the matmuls there match."""
@@ -179,10 +184,9 @@ class _Comparison:
         ranks = [peer for peer in peers(case.layout, rank, ("pp",)) if sender in stages_of(case, peer)]
         if case.layout.pp == 1 or before or not ranks or not place.wrong.operand.startswith(role):
             return ""
-        matching = self._matching(ranks[0], place, backward=backward)
-        number = sum(stage_of(case, fqn) == sender for fqn in matching)
-        compared = counted(number, f"{'backward' if backward else 'forward'} matmul")
-        return f"it comes from stage {sender} on rank {ranks[0]}, where {compared} match" if number else ""
+        number = sum(stage_of(case, fqn) == sender for fqn in self._matching(ranks[0], place, backward=backward))
+        agree = self._agree(number, f"{'backward' if backward else 'forward'} matmul", place)
+        return f"it comes from stage {sender} on rank {ranks[0]}, where {agree}" if number else ""
 
     def _at_attention(self, place: _Place) -> str:
         """Say what is left where the other linears of an attention module match, up to the one that differs."""
@@ -191,16 +195,15 @@ class _Comparison:
         backward = place.wrong.operand == "grad_output in backward"
         before = [fqn for fqn in self._matching(place.wrong.rank, place, backward=backward) if fqn in names]
         wanted = set(names[-1:] if backward else names[:-1])
-        forward = place.wrong.operand in ("input in forward", "input in evaluation")
-        if "att" not in owner.rpartition(".")[2].lower() or not (forward or backward) or place.key.fqn in before:
-            return ""
-        if not before or not wanted <= set(before):
+        is_place = backward or place.wrong.operand in ("input in forward", "input in evaluation")
+        in_attention = "att" in owner.rpartition(".")[2].lower() and is_place and place.key.fqn not in before
+        if not (in_attention and before and wanted <= set(before)):
             return ""
         linears = ", ".join(sorted({fqn.rpartition(".")[2] for fqn in before}))
         cp = peers(self._case.layout, place.wrong.rank, ("cp",)) if self._case.layout.cp > 1 else ()
         shared = f", or what {format_ranks(cp)} send each other" if cp else ""
-        between = f"RoPE, the mask, the softmax scale or attention itself{shared}"
-        return f"{counted(len(before), 'matmul')} of {linears} match: between them and {name} it is {between}"
+        attention = f"RoPE, the mask, the softmax scale and attention itself{shared}"
+        return f"{linears}: {self._agree(len(before), 'matmul', place)}; between them and {name} are {attention}"
 
     def _start_of_backward(self, first: _Place, ranks: list[int]) -> Finding | None:
         """Return the finding about the loss where the first gradient of backward differs; None for any other place."""
@@ -212,23 +215,23 @@ class _Comparison:
             return None
         place, replay = (key, first.occurrence), dp_rank(self._case.layout, rank)
         expected = self._witness_casts.get((key, self._replayed(*place, self._counts[rank][key], replay)))
+        times, same = 0.0, False
         if expected is not None and expected.amax > 0:
             times = largest(shard.amax for shard in self._shards(rank, place)) / expected.amax
             same = self._casts[rank][place].data_digest == expected.data_digest and abs(times - 1) > ROUNDING
-            if same or factor(times, 1.0, self._case, within=ROUNDING) is not None:
-                return self._of_loss(COUNT, first, ranks, "loss", times=times, compared=len(forward))
         losses = [trace.steps[wrong.step - 1].loss for trace in (*self._run.traces, self._witness)]
-        if largest(abs(loss - losses[-1]) for loss in losses) <= FLOAT32_LOSS:  # NaN differs
-            return None
-        head = self._witness_matmuls.get((MatmulKey(wrong.step, forward[-1], "forward"), 0))
-        at_logits = head is not None and head.n == self._case.model.padded_vocab_size
-        module = "loss" if at_logits else "final norm, output layer or loss"
-        behind = f"experts, {module}" if self._case.model.experts and not at_logits else module
-        return self._of_loss(LOSS, first, ranks, module, last=forward[-1], compared=len(forward), behind=behind)
-
-    def _of_loss(self, rule: Rule, first: _Place, ranks: list[int], module: str, **values: Value) -> Finding:
-        step, expected, found = first.wrong.step, first.wrong.expected, first.wrong.found
-        finding = rule.finding(step=step, module=module, expected=expected, found=found, values=values)
+        values: dict[str, Value] = {"times": times, "compared": len(forward), "last": forward[-1]}
+        rule, module = COUNT, "loss"
+        if not same and factor(times, 1.0, self._case, within=ROUNDING) is None:
+            if largest(abs(loss - losses[-1]) for loss in losses) <= FLOAT32_LOSS:  # NaN differs
+                return None
+            head = self._witness_matmuls.get((MatmulKey(wrong.step, forward[-1], "forward"), 0))
+            at_logits = head is not None and head.n == self._case.model.padded_vocab_size
+            between = "experts, final norm" if self._case.model.experts else "final norm"
+            rule, module = LOSS, "loss" if at_logits else f"{between}, output layer or loss"
+        finding = rule.finding(
+            step=wrong.step, module=module, expected=wrong.expected, found=wrong.found, values=values
+        )
         return about_ranks(finding, ranks, self._run)
 
     def noted(self, finding: Finding) -> Finding:
@@ -236,16 +239,15 @@ class _Comparison:
         key = MatmulKey(finding.step or 0, (finding.module or "").removesuffix(".weight"), "wgrad")
         if finding.rule != GRADIENTS.name or self._factor != 1 or not self._sums_in_order(key.step):
             return finding
-        pairs = [
-            (rank, matmul, self._replayed(key, at, self._counts[rank][key], dp_rank(self._case.layout, rank)))
-            for rank, matmuls in self._matmuls.items()
-            for (other, at), matmul in matmuls.items()
-            if other == key
-        ]
-        wrong = any(mismatch for rank, matmul, at in pairs for mismatch in self._matmul(rank, key, matmul, at, 0.0))
-        if wrong or not pairs or len({at for *_, at in pairs}) != self._witness_counts[key]:
+        compared, wrong = set[int](), False
+        for rank, counts in self._counts.items():
+            for occurrence in range(counts[key]):
+                at = self._replayed(key, occurrence, counts[key], dp_rank(self._case.layout, rank))
+                wrong = wrong or any(self._matmul(rank, key, self._matmuls[rank][key, occurrence], at, 0.0))
+                compared.add(at)
+        if wrong or not compared or len(compared) != self._witness_counts[key]:
             return finding
-        which = counted(len(pairs), "weight-gradient matmul has", "weight-gradient matmuls have")
+        which = counted(len(compared), "weight-gradient matmul has", "weight-gradient matmuls have")
         left = "the matmul itself, or its gradient is accumulated, reduced or scaled in another way"
         note = f"{which} the operands of the single-rank reference, bit for bit: it is {left}"
         return replace(finding, notes=(*finding.notes, note))

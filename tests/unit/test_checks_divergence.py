@@ -332,7 +332,7 @@ def test_attention_is_named_where_the_linears_before_match(layout: Layout, share
     finding = first_divergence(of, changed(run, 0, step=1, fqn=FQNS[1], data_digest="x"), witness)
     assert finding is not None and bool(finding.notes) is compared
     if compared:
-        assert finding.notes[0].startswith("1 matmul of wq match: between them and wk it is RoPE")
+        assert finding.notes[0].startswith("wq: 1 matmul agrees; between them and wk are RoPE")
         assert ("what ranks 0-1 send each other" in finding.notes[0]) is shared
     first = first_divergence(of, changed(run, 0, step=1, fqn=FQNS[0], data_digest="x"), witness)
     assert first is not None and first.notes == ()
@@ -352,7 +352,7 @@ def test_of_a_pipeline_the_stage_that_computes_first_is_named_with_microbatch_an
     later = with_casts(run, second, rank=1)
     finding = first_divergence(of, later, witness)
     assert finding is not None and (finding.rank, finding.values["microbatch"]) == (1, 2)
-    assert finding.notes[0] == "it comes from stage 0 on rank 0, where 1 forward matmul match"
+    assert finding.notes[0] == "it comes from stage 0 on rank 0, where 1 forward matmul agrees"
     both = first_divergence(of, with_casts(later, second, rank=0), witness)
     assert both is not None and (both.rank, both.notes) == (0, ())
 
