@@ -7,10 +7,13 @@ place, is off by exactly a degree, a batch or a number of tokens.
 import math
 import struct
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
+from msgspec.structs import replace
+
 from harness.matrix.case import Case
+from harness.matrix.caseid import case_id
 from harness.promises import Limit
 from harness.trace import RankTrace, Run
 from harness.trace.model import SKETCH_SIZE, TensorSketch
@@ -111,6 +114,12 @@ def sum_of(traces: Iterable[RankTrace], key: SketchKey) -> Assembled:
     return _sum(_of(traces, key))
 
 
+def apart(traces: Iterable[RankTrace], key: SketchKey, ranks: Iterable[int]) -> float:
+    """Return the largest relative distance of what these ranks, which hold the same part, have of a tensor."""
+    first, *others = [_sum([shard]) for trace in traces if trace.rank in ranks for shard in _of((trace,), key)]
+    return largest((relative_distance(other, first) for other in others), empty=0.0)
+
+
 def wrong_ranks(found: Sequence[RankTrace], expected: Sequence[RankTrace], key: SketchKey, allowed: float) -> list[int]:
     """Return the ranks whose own part of a tensor is further off than allowed; none where one rank has no such pieces.
 
@@ -191,7 +200,10 @@ class Factor(NamedTuple):
 
 
 class Explanation(NamedTuple):
-    """What a wrong number is, and what to do about it. `factor`: by which number of the case it is off."""
+    """What a wrong number is, and what to do about it, where that is certain.
+
+    `factor`: by which number of the case it is off.
+    """
 
     what: str
     fix: str
@@ -237,6 +249,77 @@ def _numbers(case: Case) -> Mapping[int, tuple[str, ...]]:
     return numbers
 
 
+_OF_BF16 = Limit("factors.of_bfloat16")
+
+
+class _Cause(NamedTuple):
+    """A mistake that makes a loss or gradients `here` times as large as they must be, and `there` in the reference."""
+
+    here: float
+    there: float
+    what: str
+    fix: str
+
+
+def _causes(case: Case, times: Factor) -> Iterator[_Cause]:
+    """Yield the mistakes of which the run is so many times its reference, which has the microbatches of all ranks."""
+    size = 1 / times.times if times.inverse else float(times.times)
+    own, every = float(case.train.accumulation), float(case.train.accumulation * case.layout.batches)
+    added = "microbatches are added up without dividing by their number"
+    twice = "divided by the number of microbatches twice"
+    divide = "divide the loss of every microbatch by `len(microbatches)` before backward(), once."
+    yield _Cause(own, every, added, divide)
+    yield _Cause(1 / own, 1 / every, twice, divide)
+    if set(times.names) & set(_OF_RANKS):
+        yield _over_ranks(times, size)
+    if _MICROBATCHES in times.names:
+        yield _Cause(size, 1, twice if times.inverse else added, divide)
+    if _DP in times.names and times.inverse and case.train.ignored_tokens != "none":
+        fix = "divide the sum over all labels by their number over all ranks: all-reduce it before backward()."
+        yield _Cause(size, 1, f"the mean over the labels of each rank; {_labels(case)}", fix)
+    if not set(times.names) & {*_OF_RANKS, _MICROBATCHES}:
+        what = "divided by their number again" if times.inverse else "a sum instead of a mean"
+        yield _Cause(size, 1, what, _loss_fix(times))
+
+
+def _over_ranks(times: Factor, size: float) -> _Cause:
+    if not times.inverse:
+        fix = "average over ranks once: FSDP2 does so with gradients, after backward() from the loss of each rank."
+        return _Cause(size, 1, "summed over ranks instead of averaged", fix)
+    what, fix = "divided by the number of ranks once too often", "average over ranks once."
+    if _DP in times.names:
+        fix = "FSDP2 averages gradients over data-parallel ranks already: do not divide the loss by their number."
+    return _Cause(size, 1, what, fix)
+
+
+def _labels(case: Case) -> str:
+    """Return how many labels every data-parallel rank has in a step."""
+    train, size = case.train, case.local_batch
+    kept = [train.seq_len - train.ignored_labels(sequence) for sequence in range(train.global_batch)]
+    counts = (sum(kept[first : first + size]) for first in range(0, len(kept), size))
+    return f"labels per rank: {', '.join(map(str, counts))}"
+
+
+def _explained(case: Case, noun: str, times: Factor, reference: float | None) -> Explanation:
+    """Return what makes `noun` so large. `reference`: how many times BF16 on one rank the single-rank reference is.
+
+    A fix is given where it is the only cause. Otherwise the step is to be looked at with one microbatch, or with two.
+    """
+    size = 1 / times.times if times.inverse else times.times
+    causes = {
+        cause.what: cause.fix
+        for cause in _causes(case, times)
+        if math.isclose(cause.here / cause.there, size, rel_tol=_CLOSE)
+        and (reference is None or math.isclose(cause.there, reference, rel_tol=_OF_BF16))
+    }
+    what = ": ".join(filter(None, (f"{noun} is {times} of the reference", ", or ".join(causes))))
+    if len(causes) == 1:
+        return Explanation(what, next(iter(causes.values())), times)
+    other = replace(case, train=replace(case.train, accumulation=1 if case.train.accumulation > 1 else 2))
+    told = f"run `fp8-harness run {case_id(other)}`: what does not change with the microbatches is of the ranks."
+    return Explanation(what, told if len(causes) > 1 else "", times)
+
+
 def explain_loss(case: Case, run: Run, solo: Run, step: int, golden: Sequence[float] | None) -> Explanation | None:
     """Return why the losses of a step differ from the single-rank reference's; `golden`: those of BF16 on one rank."""
     losses = [trace.steps[step - 1].loss for trace in run.traces if len(trace.steps) >= step]
@@ -245,11 +328,10 @@ def explain_loss(case: Case, run: Run, solo: Run, step: int, golden: Sequence[fl
         return None
     if max(losses) - min(losses) > Limit("factors.same_loss") * abs(expected):
         return _of_each_rank(losses, expected)
-    times = None if golden is None else factor(expected, golden[step - 1], case)
-    if times is not None:
-        return _of_reference("loss", times)
     times = factor(losses[0], expected, case)
-    return None if times is None else Explanation(f"it is {times} of the reference", _loss_fix(times), times)
+    if times is None:
+        return None
+    return _explained(case, "the loss", times, None if golden is None else expected / golden[step - 1])
 
 
 def _of_each_rank(losses: Sequence[float], expected: float) -> Explanation | None:
@@ -263,35 +345,15 @@ def _of_each_rank(losses: Sequence[float], expected: float) -> Explanation | Non
     return None
 
 
-def _of_reference(noun: str, times: Factor) -> Explanation:
-    """The single-rank reference itself is off: it accumulates over the microbatches of all data-parallel ranks."""
-    what = f"the {noun} of the single-rank reference is {times} of BF16 on one rank, so the reference is wrong"
-    fix = (
-        "step() gets the batches of all data-parallel ranks as several microbatches there: divide every loss by "
-        "`len(microbatches)` before backward(), and return their mean."
-        if _DP in times.names
-        else _loss_fix(times)
-    )
-    return Explanation(what, fix)
-
-
 def _loss_fix(times: Factor) -> str:
-    if set(times.names) & set(_OF_RANKS):
-        if times.inverse:
-            return "the loss is divided by the number of ranks once too often: average it once."
-        return "the loss is summed over ranks: divide the sum by their number."
     if times.inverse:
         return "the mean over tokens is divided by their number again: leave the division out."
     return "return the mean over tokens, not the sum: cross_entropy(…, reduction='mean')."
 
 
-def explain_gradients(
-    case: Case,
-    found: Mapping[SketchKey, Assembled],
-    expected: Mapping[SketchKey, Assembled],
-    step: int,
-    golden_norm: float | None,
-) -> Explanation | None:
+def explain_gradients(case: Case, run: Run, solo: Run, step: int, golden_norm: float | None) -> Explanation | None:
+    """Return why gradients of a step are a number of the case times those of the single-rank reference."""
+    found, expected = assemble(run.traces), assemble(solo.traces)
     pairs = {
         key.fqn: (found[key], tensor)
         for key, tensor in expected.items()
@@ -301,15 +363,16 @@ def explain_gradients(
     scaled = {fqn: tensor_factor for fqn, tensor_factor in factors.items() if tensor_factor is not None}
     if not scaled or len(set(scaled.values())) > 1:
         return None
-    times = next(iter(scaled.values()))
-    if len(scaled) < len(pairs):
+    times, others = next(iter(scaled.values())), [pair for fqn, pair in pairs.items() if fqn not in scaled]
+    if others and all(relative_distance(*pair) <= 2 * _CLOSE for pair in others):
         names = ", ".join(sorted(scaled)[:2]) + (" and others" if len(scaled) > 2 else "")
-        return Explanation(f"{len(scaled)} of {len(pairs)} are {times} of the reference: {names}", _partial_fix(times))
-    total = math.sqrt(sum(tensor.norm**2 for _, tensor in pairs.values()))
-    reference = None if golden_norm is None else factor(total, golden_norm, case, within=Limit("factors.of_bfloat16"))
-    if reference is not None:
-        return _of_reference("gradient", reference)
-    return Explanation(f"every gradient is {times} of the reference", _gradient_fix(times), times)
+        what = f"{len(scaled)} of {len(pairs)} are {times} of the reference: {names}"
+        return Explanation(what, _partial_fix(times, run, scaled))
+    if len(scaled) <= len(others):
+        return None
+    total = math.hypot(*(tensor.norm for _, tensor in pairs.values()))
+    noun = f"every gradient{f' but {len(others)}' if others else ''}"
+    return _explained(case, noun, times, total / golden_norm if golden_norm else None)
 
 
 def _factor_of_tensor(found: Assembled, expected: Assembled, case: Case) -> Factor | None:
@@ -322,31 +385,18 @@ def _factor_of_tensor(found: Assembled, expected: Assembled, case: Case) -> Fact
     return times if relative_distance(found, scaled) <= 2 * _CLOSE else None
 
 
-def _gradient_fix(times: Factor) -> str:
-    if _DP in times.names and times.inverse:
-        return (
-            "FSDP2 averages gradients over data-parallel ranks already: do not divide the loss by their number before "
-            "backward()."
-        )
-    if _MICROBATCHES in times.names and not times.inverse:
-        return "divide the loss of every microbatch by their number before backward()."
-    if set(times.names) & set(_OF_RANKS):
-        if times.inverse:
-            return "the loss or the gradients are divided by the number of ranks once too often."
-        return (
-            "gradients are summed over ranks instead of averaged: backward() from the loss of one rank, and let FSDP2 "
-            "average (set_gradient_divide_factor is not needed)."
-        )
-    return _loss_fix(times)
-
-
-def _partial_fix(times: Factor) -> str:
-    if _TP in times.names:
+def _partial_fix(times: Factor, run: Run, scaled: Iterable[str]) -> str:
+    """Return the fix where one cause alone scales these gradients and leaves the others right; empty otherwise."""
+    model = run.traces[0].model
+    over_tp = {parameter.fqn: "tp" in parameter.axes for parameter in model.parameters} if model is not None else {}
+    if _TP in times.names and _DP not in times.names and len({over_tp.get(fqn) for fqn in scaled} - {None}) == 1:
         return (
             "over tensor-parallel ranks these gradients are summed or divided once too often: keep such parameters "
             "DTensors of the TP mesh, and add no all-reduce of your own."
         )
-    return "these parameters are reduced in another way than the others: shard them by fully_shard like the rest."
+    if _DP in times.names and _TP not in times.names:
+        return "these parameters are reduced in another way than the others: shard them by fully_shard like the rest."
+    return ""
 
 
 def explain_scale(case: Case, loss: float) -> Explanation | None:
@@ -361,4 +411,5 @@ def explain_scale(case: Case, loss: float) -> Explanation | None:
     if times is None:
         return None
     what = f"the loss of step 1 is {loss:.4g}, about {times} of ln(vocabulary) = {blank:.3g}"
-    return Explanation(what, _loss_fix(times))
+    of_tokens = not set(times.names) & {*_OF_RANKS, _MICROBATCHES}
+    return Explanation(what, _loss_fix(times) if of_tokens else "")

@@ -111,7 +111,7 @@ def _factors(case: Case, run: Run, witnesses: Witnesses, step: int) -> tuple[Exp
     solo, golden = finished(witnesses.solo), witnesses.golden
     assert solo is not None, "there is nothing to compare with"
     norm, losses = (None, None) if golden is None else (golden.grad_norms[step - 1], golden.losses)
-    gradients = assembly.explain_gradients(case, assemble(run.traces), assemble(solo.traces), step, norm)
+    gradients = assembly.explain_gradients(case, run, solo, step, norm)
     loss = assembly.explain_loss(case, run, solo, step, losses)
     if gradients and loss and loss.factor is not None and loss.factor == gradients.factor:
         loss = loss._replace(fix=gradients.fix)  # one mistake: gradients are those of the loss that is reported
@@ -121,7 +121,7 @@ def _factors(case: Case, run: Run, witnesses: Witnesses, step: int) -> tuple[Exp
 def _with_factor(finding: Finding, explanation: Explanation | None) -> Finding:
     if explanation is None or not (finding.module or finding.rule == LOSS.name):
         return finding
-    return msgspec.structs.replace(finding, notes=(*finding.notes, explanation.what), fix=explanation.fix)
+    return msgspec.structs.replace(finding, notes=(*finding.notes, explanation.what), fix=explanation.fix or None)
 
 
 def worst_distances(run: Run, solo: Run, *, steps: Iterable[int], ignored: float = 0.0) -> tuple[float, ...]:
@@ -288,9 +288,12 @@ def _not_reduced(
     axes = " and ".join(axis for axis in where[0] if len({of_rank[axis] for of_rank in where}) > 1)
     if reference is None or key.kind != "grad" or not axes:
         return
-    total = assembly.sum_of(run.traces, key)
+    total, allowed = (
+        assembly.sum_of(run.traces, key),
+        Limit("parity.terms") * min(1.0, assembly.apart(run.traces, key, ranks)),
+    )
     for word, times in (("sum", 1), ("mean", len(ranks))):
         scaled = total._replace(norm=reference.norm, sums=tuple(signed_sum / times for signed_sum in total.sums))
-        if assembly.relative_distance(scaled, reference) <= Limit("parity.terms"):
+        if assembly.relative_distance(scaled, reference) <= allowed:
             yield f"the {word} over {axes} of {format_ranks(ranks)} is the reference: not reduced over {axes}"
             return

@@ -110,6 +110,8 @@ def check_clipping(case: Case, run: Run, witnesses: Witnesses) -> Iterator[Findi
     if wrong:
         step, _ = min(wrong, key=lambda pair: pair[0].step)
         expected, reported = _clipped_norm(step, max_norm), step.reported_grad_norm
+        of_ranks = (other.reported_grad_norm for other, _ in steps if other.step == step.step)
+        norms = sorted({norm for norm in of_ranks if norm is not None})
         finding = NOT_CLIPPED.finding(
             step=step.step,
             expected=f"a norm of at most {max_norm:g}" if expected is None else f"a norm of {expected:.9g}",
@@ -117,6 +119,7 @@ def check_clipping(case: Case, run: Run, witnesses: Witnesses) -> Iterator[Findi
             max_norm=max_norm,
             reported="no norm is reported" if reported is None else f"the reported norm is {reported:.6g}",
             norm=step.grad_norm,
+            notes=[f"ranks clip by other norms, {norms[0]:.6g} to {norms[-1]:.6g}"] if len(norms) > 1 else (),
         )
         yield about_ranks(finding, [rank for other, rank in wrong if other.step == step.step], run)
 

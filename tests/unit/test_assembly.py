@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -26,7 +27,7 @@ from harness.checks.assembly import (
 )
 from harness.matrix.case import Case
 from harness.trace import RankTrace, Run
-from harness.trace.model import SKETCH_SIZE, TensorSketch
+from harness.trace.model import SKETCH_SIZE, ModelRecord, Parameter, TensorSketch
 from tests.builders import make_case, make_run, make_sketch, make_trace, run_of, with_step
 
 Matrix = npt.NDArray[np.float64]
@@ -202,9 +203,8 @@ def test_losses_of_each_rank_are_told_from_a_wrong_mean_and_from_a_wrong_referen
     assert "the sum over ranks is the reference's loss" in explained(case, shares)
     assert "2 times (the data-parallel degree" in explained(case, make_run(case, losses=[16.0]))
     assert explained(case, make_run(case, losses=[8.3])) == ""
-    case = make_case(dp_shard=2, steps=1)
     text = explained(case, make_run(case, losses=[8.0]), solo=16.0)
-    assert "the reference is wrong" in text and "len(microbatches)" in text
+    assert "microbatches are added up without dividing" in text and "len(microbatches)" in text
 
 
 def gradients(*factors: float) -> Run:
@@ -212,27 +212,68 @@ def gradients(*factors: float) -> Run:
     return run_of(make_trace(sketches=sketches))
 
 
-def test_gradients_that_are_off_by_one_factor_are_explained() -> None:
+def explained_gradients(case: Case, *found: float, reference: float | None = None, tp: str = "") -> str:
+    """The explanation of gradients of this size, where those of the reference are 1 or its norm `reference` times."""
+    run, solo = gradients(*found), gradients(*(1.0 for _ in found))
+    sizes: dict[str, Any] = {"shape": (2,), "dtype": "float64", "local_elements": 2, "trained": True}
+    held = tuple(Parameter(fqn=fqn, axes=("tp",) if fqn in tp else (), **sizes) for fqn in "abc")
+    model = ModelRecord(linears=(), parameters=held, checkpointed=(), compiled=(), calls={}, recomputed={})
+    run = run_of(replace(run.traces[0], model=model))
+    norm = math.hypot(*(tensor.norm for tensor in assemble(solo.traces).values()))
+    golden = None if reference is None else norm / reference
+    explanation = explain_gradients(case, run, solo, 1, golden)
+    return "" if explanation is None else f"{explanation.what} FIX {explanation.fix}"
+
+
+ADDED, TWICE, RANKS = "added up without dividing", "microbatches twice", "number of ranks once too often"
+
+
+@pytest.mark.parametrize(
+    ("axes", "found", "reference", "causes", "fix"),
+    [
+        ({"dp_shard": 2}, 0.5, 1, [RANKS], "FIX FSDP2 averages gradients over data-parallel ranks already"),
+        ({"dp_shard": 2}, 0.5, 2, [ADDED], "FIX divide the loss of every microbatch"),
+        ({"dp_shard": 2, "accumulation": 2}, 0.5, 4, [ADDED], "FIX divide the loss of every microbatch"),
+        ({"dp_shard": 2}, 0.5, None, [ADDED, RANKS], "-accum2-"),
+        ({"dp_shard": 2}, 2, 0.5, [TWICE], "FIX divide the loss of every microbatch"),
+        ({"dp_shard": 2}, 2, 1, ["summed over ranks"], "FIX average over ranks once"),
+        ({"dp_shard": 2}, 2, None, [TWICE, "summed over ranks"], "-accum2-"),
+        ({"dp_shard": 2, "accumulation": 2}, 0.5, 1, [RANKS, TWICE], "FIX run `fp8-harness run fsdp2-"),
+        ({"tp": 2, "accumulation": 2}, 2, None, [ADDED, "summed over ranks"], "FIX run `fp8-harness run tp2-"),
+        ({"dp_shard": 2, "ignored_tokens": "half"}, 0.5, 1, [RANKS, "labels per rank: 128, 0"], "-accum2-"),
+        ({"dp_shard": 2}, 0.5, 7, [], "FIX "),
+    ],
+)
+def test_every_mistake_that_explains_a_factor_is_named_and_one_alone_has_a_fix(
+    axes: dict[str, object], found: float, reference: float | None, causes: list[str], fix: str
+) -> None:
+    text = explained_gradients(make_case(steps=1, **axes), found, found, reference=reference)
+    assert text.startswith("every gradient is ") and fix in text, text
+    every = (ADDED, TWICE, RANKS, "summed over ranks", "labels per rank")
+    assert [cause for cause in every if cause in text] == [
+        cause for cause in every if any(named.startswith(cause) for named in causes)
+    ], text
+    assert all(cause in text for cause in causes), text
+    assert not fix.endswith("FIX ") or text.endswith("FIX "), text
+
+
+def test_gradients_that_differ_otherwise_have_no_factor() -> None:
     case = make_case(dp_shard=2, steps=1)
-    halved = explain_gradients(case, assemble(gradients(0.5, 0.5).traces), assemble(gradients(1, 1).traces), 1, None)
-    assert halved is not None and halved.what.startswith("every gradient is 1/2 (the data-parallel degree")
-    assert "averages gradients over data-parallel ranks already" in halved.fix
-    off = explain_gradients(case, assemble(gradients(1.3, 1.2).traces), assemble(gradients(1, 1).traces), 1, None)
-    assert off is None
-    case = make_case(dp_shard=2, steps=1)
+    assert explained_gradients(case, 1.3, 1.2) == ""
+    assert explained_gradients(case, 0.5, 1.2, 1.3) == ""
     turned = replace(make_sketch("a", value=2.0), sums=make_sketch("a", value=-2.0).sums)
-    run = run_of(make_trace(sketches=(turned,)))
-    assert explain_gradients(case, assemble(run.traces), assemble(gradients(1).traces), 1, None) is None
-    case = make_case(tp=2, accumulation=2, steps=1)
-    explanation = explain_gradients(case, assemble(gradients(2, 2).traces), assemble(gradients(1, 1).traces), 1, None)
-    assert explanation is not None and "the microbatches of an update" in explanation.what
-    assert explanation.fix.startswith("divide the loss of every microbatch")
-    case = make_case(tp=2, steps=1)
-    explanation = explain_gradients(
-        case, assemble(gradients(1, 2, 1).traces), assemble(gradients(1, 1, 1).traces), 1, None
-    )
-    assert explanation is not None and explanation.what.startswith("1 of 3 are 2 times (the tensor-parallel degree")
-    assert "over tensor-parallel ranks" in explanation.fix
+    assert explain_gradients(case, run_of(make_trace(sketches=(turned,))), gradients(1), 1, None) is None
+
+
+def test_only_parameters_of_one_kind_under_tp_are_reduced_otherwise_over_tp() -> None:
+    case, over_tp = make_case(tp=2, steps=1), "over tensor-parallel ranks"
+    assert explained_gradients(case, 1, 2, 1, tp="ac").startswith("1 of 3 are 2 times (the tensor-parallel degree")
+    assert over_tp in explained_gradients(case, 1, 2, 1, tp="ac")
+    assert over_tp not in explained_gradients(case, 1, 2, 2, tp="c")  # one kind and the other
+    assert over_tp not in explained_gradients(case, 2, 2, 1.3)  # a loss that is doubled, and a gradient that rounds
+    assert "every gradient but 1 is 2 times" in explained_gradients(case, 2, 2, 1.3)
+    assert "shard them by fully_shard" in explained_gradients(make_case(dp_shard=2, steps=1), 1, 2, 1)
+    assert explained_gradients(make_case(dp_shard=2, tp=2, steps=1), 1, 2, 1).endswith("FIX ")
 
 
 def test_a_first_loss_that_looks_like_a_sum() -> None:

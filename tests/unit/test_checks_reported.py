@@ -238,6 +238,7 @@ def test_any_other_norm_is_found(grad_norm: float, reported: float | None, rank:
     (finding,) = clipped(grad_norm, reported, rank=rank)
     assert (finding.rule, finding.step, finding.rank) == (NOT_CLIPPED.name, 1, rank)
     assert (finding.values["max_norm"], repr(finding.values["norm"])) == (0.5, repr(grad_norm))
+    assert ("ranks clip by other norms" in finding.message) == (reported not in (None, 0.4))
 
 
 def test_a_norm_of_all_ranks_names_none() -> None:
@@ -245,3 +246,4 @@ def test_a_norm_of_all_ranks_names_none() -> None:
     traces = (replace(make_trace(rank=rank, losses=[8.0, 7.9]), steps=steps) for rank in range(2))
     (finding,) = check_clipping(CLIPPED, run_of(*traces), make_witnesses(CLIPPED))
     assert (finding.rule, finding.step, finding.rank, finding.ranks) == (NOT_CLIPPED.name, 1, None, ())
+    assert "ranks clip by other norms" not in finding.message

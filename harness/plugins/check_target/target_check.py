@@ -242,7 +242,11 @@ def _scale(case: Case, run: Run) -> list[Finding]:
     if case.world_size > 1 or case.float8.enabled or not run.traces[0].steps:
         return []
     explanation = explain_scale(case, run.traces[0].steps[0].loss)
-    return [] if explanation is None else [SCALE.finding(explanation=explanation.what, step=1, fix=explanation.fix)]
+    return (
+        []
+        if explanation is None
+        else [SCALE.finding(explanation=explanation.what, step=1, fix=explanation.fix or None)]
+    )
 
 
 def _target_run(case: Case, result: CaseResult, seen: _Seen | None) -> TargetRun:
