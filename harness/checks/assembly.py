@@ -276,7 +276,7 @@ def _causes(case: Case, times: Factor) -> Iterator[_Cause]:
         yield _Cause(size, 1, twice if times.inverse else added, divide)
     if _DP in times.names and times.inverse and case.train.ignored_tokens != "none":
         fix = "divide the sum over all labels by their number over all ranks: all-reduce it before backward()."
-        yield _Cause(size, 1, f"the mean over the labels of each rank; {_labels(case)}", fix)
+        yield _Cause(size, 1, f"the mean over the labels of each rank; {labels_of_ranks(case)}", fix)
     if not set(times.names) & {*_OF_RANKS, _MICROBATCHES}:
         what = "divided by their number again" if times.inverse else "a sum instead of a mean"
         yield _Cause(size, 1, what, _loss_fix(times))
@@ -292,7 +292,7 @@ def _over_ranks(times: Factor, size: float) -> _Cause:
     return _Cause(size, 1, what, fix)
 
 
-def _labels(case: Case) -> str:
+def labels_of_ranks(case: Case) -> str:
     """Return how many labels every data-parallel rank has in a step."""
     train, size = case.train, case.local_batch
     kept = [train.seq_len - train.ignored_labels(sequence) for sequence in range(train.global_batch)]

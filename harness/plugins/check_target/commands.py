@@ -60,13 +60,17 @@ def problems_of(report: TargetReport) -> tuple[Problem, ...]:
     explained = {run.case_id for (_, fix), shown in groups.items() if fix is not None for run, _ in shown}
     if any(run.case_id in explained for run in report.runs[:1]):  # the losses of all are compared with it
         explained = {run.case_id for run in report.runs}
-    problems = [_problem(shown, explained, alone=len(groups) == 1) for shown in groups.values()]
+    plain = {run.case_id for run in report.runs if not run.one_step}
+    problems = [_problem(shown, explained, plain, alone=len(groups) == 1) for shown in groups.values()]
     return tuple(sorted(problems, key=lambda problem: problem.likely_effect))
 
 
-def _problem(shown: Sequence[tuple[TargetRun, Finding]], explained: set[str], *, alone: bool) -> Problem:
+def _problem(
+    shown: Sequence[tuple[TargetRun, Finding]], explained: set[str], plain: set[str], *, alone: bool
+) -> Problem:
     first = shown[0][1]
     cases = tuple(dict.fromkeys(run.case_id for run, _ in shown))
+    follows = bool(explained & plain) and not plain & set(cases)  # one step of a loop that is wrong in any
     return Problem(
         check=first.check,
         message=first.first_line,
@@ -75,7 +79,7 @@ def _problem(shown: Sequence[tuple[TargetRun, Finding]], explained: set[str], *,
         found=first.found,
         where="" if first.ranks else first.place,
         cases=cases,
-        likely_effect=first.fix is None and (set(cases) <= explained or not (first.judged or alone)),
+        likely_effect=follows or (first.fix is None and (set(cases) <= explained or not (first.judged or alone))),
     )
 
 

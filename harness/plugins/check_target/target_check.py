@@ -2,7 +2,8 @@
 
 Runs a few tiny cases: on one rank and in every layout, in BF16 and in FP8, in float64 for sharp comparisons and in
 bfloat16 as users run it, each also without probes. What is wrong is found by the checks of any run and by the three
-questions here: do probes change a bit, do ranks start from different weights, is the loss a mean over tokens.
+questions here: do probes change a bit, do ranks start from different weights, is the loss a mean over tokens. One step
+each has two microbatches, clipping and unequal labels (`studies/one_step.py`).
 """
 
 import math
@@ -32,6 +33,7 @@ from harness.running.identity import check_targets, target_file
 from harness.running.plan import Plan
 from harness.running.progress import Progress
 from harness.running.references import ReferenceRunner
+from harness.studies.one_step import OneStep, judged_one_step, one_step_cases
 from harness.trace import RankTrace, Run
 from harness.trace.model import ModelRecord, StateChange
 from harness.verdict import Finding, NotJudged, Verdict
@@ -83,6 +85,7 @@ class TargetRun(msgspec.Struct, frozen=True, kw_only=True):
     probes_neutral: bool | None  # None: not compared
     command: str
     seconds: float
+    one_step: bool = False  # it only shows what training loops get wrong
 
 
 class Built(msgspec.Struct, frozen=True, kw_only=True):
@@ -170,18 +173,22 @@ def check_target(project: Project, options: CheckOptions, plan: Plan, progress: 
     """Run the cases and gather what they say. Raises HarnessError when the module is not there."""
     check_targets([options.target], project.root)
     cases, plan = cases_there(options, plan)
+    layouts = [case.layout for case in cases]
+    more = one_step_cases(cases[0], layouts, "float32" if plan.device == "cuda" else "float64")
+    cases = (*cases, *(case for name, (_, case) in more.items() if name not in map(case_id, cases)))
     check_fits(cases, plan)
     seen: dict[str, _Seen] = {}
 
     def review(judged: Judged) -> Judgement:
-        if judged.run.complete:
+        if judged.run.complete and case_id(judged.case) not in more:
             seen[case_id(judged.case)] = _look(judged)
         return judged.judgement
 
     plan = replace(plan, timeout_s=plan.timeout_s or TIMEOUT_S, digests_built=True)
     result = run_cases(project, cases, plan, prepare_judge(project, cases, plan), progress, review=review)
+    one_step = judged_one_step(more, result.results)
     runs = tuple(
-        _target_run(case, case_result, seen.get(case_result.case_id))
+        _target_run(case, case_result, seen.get(case_result.case_id), one_step.get(case_result.case_id))
         for case, case_result in zip(cases, result.results, strict=True)
     )
     return TargetReport(
@@ -249,20 +256,22 @@ def _scale(case: Case, run: Run) -> list[Finding]:
     )
 
 
-def _target_run(case: Case, result: CaseResult, seen: _Seen | None) -> TargetRun:
+def _target_run(case: Case, result: CaseResult, seen: _Seen | None, one_step: OneStep | None) -> TargetRun:
+    result = result if one_step is None else one_step.result
     return TargetRun(
         case_id=result.case_id,
-        layout=layout_id(case.layout),
+        layout=layout_id(case.layout) if one_step is None else one_step.label,
         recipe=case.float8.recipe,
         dtype=case.train.dtype,
         verdict=result.verdict,
         findings=(*result.findings, *(seen.findings if seen is not None else ())),
         checks=result.checks,
         not_judged=result.not_judged,
-        refused=None,
+        refused=None if one_step is None else one_step.refused,
         probes_neutral=None if seen is None else seen.probes_neutral,
         command=result.command,
         seconds=result.seconds,
+        one_step=one_step is not None,
     )
 
 
@@ -273,7 +282,7 @@ def _without_unsupported(runs: tuple[TargetRun, ...], recorded: Sequence[Run | N
     """
     works = any(run.layout == "single" and run.verdict is not Verdict.CRASH for run in runs)
     words = [None if run is None else refusal_words(run.failures, any_error=works) for run in recorded]
-    return tuple(replace(run, refused=said) for run, said in zip(runs, words, strict=True))
+    return tuple(replace(run, refused=run.refused or said) for run, said in zip(runs, words, strict=True))
 
 
 def _built(cases: Sequence[Case], seen: Mapping[str, _Seen]) -> tuple[Built, ...]:

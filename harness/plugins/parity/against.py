@@ -191,7 +191,7 @@ Change = Literal[
     "same bits", "rounding", "moved", "now wrong", "now right", "wrong in both", "now differs", "now runs",
     "now refused", "new", "not compared", "",
 ]  # fmt: skip
-_RIGHT, _REFUSED = ("equal", "rounding", "known", "changed"), ("refused", "excluded")
+_RIGHT, _REFUSED = ("equal", "rounding", "drift", "known", "changed"), ("refused", "excluded")
 _DIGESTS = {"gradients", "parameters"}
 
 

@@ -48,6 +48,7 @@ _EVERY = 2  # steps; of more, the first and the last are shown
 _MEANS = {
     "equal": "every gradient and updated parameter has the bits of one rank",
     "rounding": "within what sums in another order were measured to differ by",
+    "drift": "within what such runs were measured to drift apart, but further than one rounding to float8",
 }
 _CHANGED = {
     "rounding": "other bits than the base, and both as close to the same one rank as rounding explains",
@@ -70,7 +71,7 @@ _MEANS_OF_CURVES = (
 
 # Where a word is not what the verdict alone says.
 _JUNIT: Mapping[tuple[Verdict, Word], Element] = {
-    (Verdict.CRASH, "refused"): "skipped",
+    **{(verdict, "refused"): "skipped" for verdict in (Verdict.CRASH, Verdict.NUMERIC, Verdict.INVARIANT)},
     (Verdict.PASSED, "wrong"): "failure",
     (Verdict.PASSED, "not judged"): "error",
 }
@@ -80,6 +81,8 @@ _Cell = Callable[[Row], str]
 
 def parity_table(parity: Parity) -> Table:
     """Return a row for every layout; losses in nats, distances relative to the norm of the gradient.
+
+    "one rank" is the last loss of the single-rank reference of the layout, which divides the batch in the same way.
 
     Of the base only what differs is shown, at the last step.
     """
@@ -94,6 +97,7 @@ def parity_table(parity: Parity) -> Table:
             columns[f"{name} {step}"] = cell(step)
             if parity.against:
                 columns[f"base {name}"] = _of_base(cell(step))
+    columns["one rank"] = lambda row: f"{row.reference[count - 1]:.5f}" if len(row.reference) >= count > 0 else "-"
     columns["off"] = _off
     if parity.against:
         columns["base off"] = _of_base(_off)
@@ -122,13 +126,22 @@ def _norm(step: int) -> _Cell:
     return lambda row: f"{row.grad_norms[step - 1]:.5g}" if step <= len(row.grad_norms) else "-"
 
 
+def _distances(row: Row) -> tuple[object, object]:
+    """Return how far the row is off, and what is allowed: of the worst gradient, or of what is wrong first."""
+    worst, first = row.worst_gradient, row.first
+    if row.word == "wrong" and first is not None and (worst is None or worst.distance <= (worst.allowed or 0.0)):
+        return first.values.get("distance"), first.values.get("allowed")
+    return (None, None) if worst is None else (worst.distance, worst.allowed)
+
+
 def _off(row: Row) -> str:
-    return "-" if row.worst_gradient is None else f"{row.worst_gradient.distance:.2g}"
+    off, _ = _distances(row)
+    return f"{off:.2g}" if isinstance(off, float) else "-"
 
 
 def _allowed(row: Row) -> str:
-    worst = row.worst_gradient
-    return "-" if worst is None or worst.allowed is None else f"{worst.allowed:.2g}"
+    _, allowed = _distances(row)
+    return f"{allowed:.2g}" if isinstance(allowed, float) else "-"
 
 
 def _why(row: Row) -> str:
@@ -138,9 +151,9 @@ def _why(row: Row) -> str:
 
 def _answer(parity: Parity) -> str:
     """Return the verdict on all layouts, on one line."""
-    wrong = [row.layout for row in parity.rows if row.word == "wrong"]
+    wrong = [row.layout for row in parity.every if row.word == "wrong"]
     said = f"{counted(len(wrong), 'layout')} {'is' if len(wrong) == 1 else 'are'} wrong: {', '.join(wrong)}"
-    open_words = [row.word for row in parity.rows if row.word in ("not judged", "not run", "infra", "changed")]
+    open_words = [row.word for row in parity.every if row.word in ("not judged", "not run", "infra", "changed")]
     curve = f"{parity.golden.name} is {parity.golden.word}" if parity.golden is not None else ""
     line = "; ".join(filter(None, (f"parity: {said if wrong else 'no layout is wrong'}", _counts(open_words), curve)))
     changes = [row.change for row in parity.rows if row.change]
@@ -178,11 +191,27 @@ def _without_refused(parity: Parity) -> Block:
 
 def parity_sections(parity: Parity, run: RunResult) -> list[Block]:
     """Return the verdict, the table, what is wrong with its layouts, and the totals."""
-    return [_answer(parity), _titled(parity), *_golden(parity), *_wrong(parity, run), *_notes(parity), _line(parity)]
+    return [
+        _answer(parity),
+        _titled(parity),
+        *_one_step(parity),
+        *_golden(parity),
+        *_wrong(parity, run),
+        *_notes(parity),
+        _line(parity),
+    ]
 
 
 def _titled(parity: Parity) -> Section:
     return Section(title=f"{parity.case_id}: layouts against one rank", blocks=(parity_table(parity),))
+
+
+def _one_step(parity: Parity) -> Iterator[Block]:
+    """Yield what training loops get wrong: a step each, or why the target takes none."""
+    cells = tuple((row.layout, row.word, _loss(1)(row), _norm(1)(row), _why(row)) for row in parity.one_step)
+    if cells:
+        title = "one step, without FP8"
+        yield Table(columns=(title, "verdict", "loss", "norm", "why"), rows=cells, right=(2, 3), verdict=1)
 
 
 def _golden(parity: Parity) -> Sequence[Block]:
@@ -190,13 +219,13 @@ def _golden(parity: Parity) -> Sequence[Block]:
 
 
 def _wrong(parity: Parity, run: RunResult) -> Sequence[Block]:
-    wrong = {row.case_id for row in parity.rows if row.word == "wrong"}
+    wrong = {row.case_id for row in parity.every if row.word == "wrong"}
     return case_sections([result for result in run.results if result.case_id in wrong])
 
 
 def _first(parity: Parity) -> Iterator[Entry]:
     """Yield what is wrong first with every wrong layout, in the base too, and the command that runs it alone."""
-    for row in parity.rows:
+    for row in parity.every:
         if row.word == "wrong":
             both = row.base is not None and row.base.word == "wrong"
             before = (f"in the base too: {row.base.why}",) if both and row.base is not None else ()
@@ -216,6 +245,7 @@ def parity_markdown(parity: Parity, run: RunResult) -> str:
     body = (
         f"`{parity.case_id}`: layouts against one rank",
         parity_table(parity),
+        *_one_step(parity),
         *_golden(parity),
         *_first(parity),
         *(folded if details else ()),
@@ -228,7 +258,7 @@ def parity_markdown(parity: Parity, run: RunResult) -> str:
 
 def parity_junit(parity: Parity, run: RunResult) -> bytes:
     """JUnit with the words of the table: a layout that the target itself refuses is skipped, and says why."""
-    rows = {row.case_id: row for row in parity.rows}
+    rows = {row.case_id: row for row in parity.every}
     answers = {
         result.case_id: JUnitElement(element, rows[result.case_id].why)
         for result in run.results
@@ -239,7 +269,14 @@ def parity_junit(parity: Parity, run: RunResult) -> bytes:
 
 def parity_page(parity: Parity, run: RunResult) -> bytes:
     """Return the page of the run, with the table above its cases."""
-    blocks = (parity_table(parity), *_golden(parity), *_first(parity), *_notes(parity), *_limits(parity))
+    blocks = (
+        parity_table(parity),
+        *_one_step(parity),
+        *_golden(parity),
+        *_first(parity),
+        *_notes(parity),
+        *_limits(parity),
+    )
     section = Section(name="parity", title="Layouts against one rank", blocks=blocks)
     good = parity.exit_code is ExitCode.GOOD
     state, line = "good" if good else "not good", f"{_answer(parity)}. {_line(parity)}"

@@ -21,7 +21,7 @@ from harness.engine.hardware import usable_cpus
 from harness.errors import HarnessError
 from harness.evidence.costs import estimate, read_costs
 from harness.matrix.axes import case_from_axes, changed, ignored_axes, own_axes
-from harness.matrix.case import Case, Layout
+from harness.matrix.case import Case, Dtype, Layout
 from harness.matrix.caseid import case_id, layout_id, parse_case_id
 from harness.matrix.layout import REST
 from harness.matrix.models import layouts
@@ -30,10 +30,11 @@ from harness.plugins.parity.against import Against, Base, Change, change
 from harness.plugins.parity.curves import Number, TextCurve, curve_of_case, job_of
 from harness.project import Project
 from harness.registry import is_llama
-from harness.result import CaseResult, RunResult, WorstGradient
+from harness.result import CaseResult, Curve, RunResult, WorstGradient
 from harness.running.plan import Plan
 from harness.running.progress import Progress
 from harness.running.selection import START_S, NothingSelected, Query, relative_speed
+from harness.studies.one_step import OneStep, judged_one_step, one_step_cases
 from harness.text import counted
 from harness.verdict import ExitCode, Finding, Verdict, exit_code
 from harness.workflow import run
@@ -164,8 +165,9 @@ BUDGET_S = 120.0  # of the layouts that are chosen here
 USUAL: Mapping[str, object] = {"recipe": "rowwise", "dtype": "bfloat16"}  # where no case is given
 _USUAL_OF_TP = ("sequence_parallel", "loss_parallel")  # on unless a case says otherwise
 Word = Literal[
-    "equal", "rounding", "wrong", "refused", "excluded", "known", "changed", "infra", "not run", "not judged"
+    "equal", "rounding", "drift", "wrong", "refused", "excluded", "known", "changed", "infra", "not run", "not judged"
 ]
+ONE_ROUNDING = 2.0**-4  # of a value to float8 (e4m3): a gradient that is further off has more than that behind it
 _WORDS: Mapping[Verdict, Word] = {
     Verdict.KNOWN: "known",
     Verdict.CHANGED: "changed",
@@ -183,6 +185,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     why: str = ""
     losses: tuple[float, ...] = ()  # nats, of every step
     grad_norms: tuple[float, ...] = ()
+    reference: tuple[float, ...] = ()  # losses of the single-rank reference, which divides the batch as this layout
     worst_gradient: WorstGradient | None = None
     first: Finding | None = None  # what is wrong first: module, operand, step and rank
     command: str = ""  # runs this layout alone
@@ -197,12 +200,17 @@ class Parity(msgspec.Struct, frozen=True, kw_only=True):
     schema: int = 1
     case_id: str  # on one rank
     rows: tuple[Row, ...]
+    one_step: tuple[Row, ...] = ()  # what training loops get wrong, of a target of one's own
     left_out: tuple[str, ...]
     exit_code: ExitCode
     seconds: float
     against: str = ""  # what the base is: a revision, a version, an environment
     software: Mapping[str, str]
     golden: CurveRow | None = None  # the file that was judged by the layouts
+
+    @property
+    def every(self) -> tuple[Row, ...]:
+        return (*self.rows, *self.one_step)
 
 
 def cases_of(base: Mapping[str, object], asked: Sequence[Layout], given: Iterable[str] = ()) -> tuple[Case, ...]:
@@ -257,19 +265,27 @@ def compare_layouts(
         if (rules := exclusions(case))
     ]
     allowed = tuple(case for case in cases if not exclusions(case))
+    sharp: Dtype = "float32" if plan.device == "cuda" else "float64"
     if not allowed:
         why = ", ".join(f"{row.layout}: {row.why}" for row in excluded)
         raise NothingSelected(f"every layout is excluded: {why}.", where="--layouts", fix="give others.")
     chosen, others = (allowed, ()) if budget_s is None else within(project, allowed, budget_s)
     base = None if against is None else against.run(chosen[0].target, tuple(map(case_id, chosen)))
-    result, _ = run(project, Query(sources=tuple(map(case_id, chosen))), plan, progress, hints=False)
-    rows = tuple(_beside(base, case_result) for case_result in result.results)
+    ids = tuple(map(case_id, chosen))
+    more = one_step_cases(chosen[0], [case.layout for case in chosen], sharp)
+    result, _ = run(project, Query(sources=(*ids, *more)), plan, progress, hints=False)
+    one_step = judged_one_step(more, result.results)
+    judged = (one_step[of.case_id].result if of.case_id in one_step else of for of in result.results)
+    result = msgspec.structs.replace(result, results=tuple(judged))
+    every = [_beside(base, of) if of.case_id in ids else _of_one_step(one_step[of.case_id]) for of in result.results]
+    rows = tuple(of for of in every if of.case_id in ids)
     parity = Parity(
         case_id=case_id(msgspec.structs.replace(chosen[0], layout=Layout())),
         against="" if base is None else base.name,
         rows=(*rows, *excluded),
+        one_step=tuple(of for of in every if of.case_id not in ids),
         left_out=tuple(layout_id(case.layout) for case in others),
-        exit_code=exit_code_of(rows, result),
+        exit_code=exit_code_of(every, result),
         seconds=result.end.wall_s,
         software=result.end.provenance,
     )
@@ -278,7 +294,7 @@ def compare_layouts(
 
 def with_golden(parity: Parity, golden: TextCurve) -> Parity:
     """Return the parity with this file judged by its sound layouts. HarnessError where they are too few."""
-    sound = [row for row in parity.rows if row.word in ("equal", "rounding")]
+    sound = [row for row in parity.rows if row.word in ("equal", "rounding", "drift")]
     judged = judge_curve(golden, [curve_of_case(row.case_id, row.losses, row.grad_norms) for row in sound])
     code = ExitCode.FAILED if judged.word == "wrong" and parity.exit_code is ExitCode.GOOD else parity.exit_code
     return msgspec.structs.replace(parity, golden=judged, exit_code=code)
@@ -314,6 +330,11 @@ def _beside(base: Base | None, result: CaseResult) -> Row:
     return msgspec.structs.replace(current, change=became, moved=by, base=before)
 
 
+def _of_one_step(shown: OneStep) -> Row:
+    shown_row = msgspec.structs.replace(row(shown.result), layout=shown.label)
+    return shown_row if shown.refused is None else msgspec.structs.replace(shown_row, word="refused", why=shown.refused)
+
+
 def row(result: CaseResult) -> Row:
     """Return what the table says of a case that was to run."""
     case = parse_case_id(result.case_id)
@@ -325,14 +346,21 @@ def row(result: CaseResult) -> Row:
         why=why,
         losses=result.losses,
         grad_norms=result.grad_norms,
+        reference=() if result.measured is None else _losses(result.measured.curves.get("solo")),
         worst_gradient=None if result.measured is None else result.measured.worst_gradient,
         first=result.findings[0] if result.findings else None,
         command=result.command,
     )
 
 
+def _losses(curve: Curve | None) -> tuple[float, ...]:
+    return () if curve is None else curve.losses
+
+
 def _word(case: Case, result: CaseResult) -> tuple[Word, str]:
-    first = result.findings[0].first_line if result.findings else ""
+    finding = result.findings[0] if result.findings else None
+    at = f"step {finding.step}: " if finding is not None and "step" in finding.place else ""
+    first = "" if finding is None else f"{at}{finding.first_line}"
     refusal, measured = expected_refusal(case), result.measured
     if result.verdict is Verdict.CRASH and (said := refusal_words(result.failures, any_error=False)):
         return "refused", said
@@ -346,7 +374,7 @@ def _word(case: Case, result: CaseResult) -> tuple[Word, str]:
         return "not judged", "no gradient was compared with one rank"
     if not worst.distance <= worst.allowed:  # NaN is wrong
         return "wrong", f"{worst.fqn} is further from one rank than allowed"
-    return ("equal" if measured.same_bits else "rounding"), ""
+    return "equal" if measured.same_bits else "drift" if worst.distance > ONE_ROUNDING else "rounding", ""
 
 
 def exit_code_of(rows: Sequence[Row], result: RunResult) -> ExitCode:

@@ -48,7 +48,10 @@ def test_a_sound_target_works_and_what_it_refuses_is_not_supported(project: Insi
     assert "5 linears, 4 of them in float8; 10 parameters" in text and "10 of 10 parameters on dp_shard" in text
     assert "no formula for the model of late" in text and "judged in every run: finite, loss_vs_golden" in text
     assert "probes change nothing in 5 of 5 runs" in text
-    assert "late works under the harness. Not supported by it: tp2." in text
+    assert "fsdp2 with two microbatches bf16 float64 works" in text
+    assert "fsdp2 with clipping bf16 float64 not supported: gradients are the same without case.train.max_norm" in text
+    assert "fsdp2 with unequal labels bf16 float64 not supported: step() takes no labels" in text
+    assert "late works under the harness. Not supported by it: tp2, fsdp2 with clipping, single with" in text
     document = json.loads(out.read_text())
     assert (document["exit_code"], document["problems"]) == (0, [])
     assert document["report"]["file"] == str(project.folder / "late.py")
@@ -71,10 +74,14 @@ MISTAKES = {
     "OneLoss": ("step() returned a Tensor, not the pair (loss, grad_norm)", "`return loss, None`"),
 }
 SWEPT = {
-    "SummedLoss": ("it is 2 times (the data-parallel degree", "fix: the loss is summed over ranks: divide the sum"),
+    "SummedLoss": (
+        "the loss is 2 times (the data-parallel degree",
+        "summed over ranks",
+        "fix: average over ranks once",
+    ),
     "OwnError": ("RuntimeError: disk quota", "in step: raise RuntimeError"),
     "OwnLoss": ("every rank reports a loss of its own batch", "loss /= dist.get_world_size()"),
-    "NotAveraged": ("so the reference is wrong", "fix: step() gets the batches of all data-parallel ranks"),
+    "NotAveraged": ("microbatches are added up without dividing", "fix: divide the loss of every microbatch by"),
     "SumOfTokens": ("256 times (the tokens of a microbatch", "fix: return the mean over tokens, not the sum"),
     "Divided": ("every gradient is 1/2 (the data-parallel degree", "fix: FSDP2 averages gradients"),
     "Shifted": ("the model is called with the labels", "fix: call the model with `batch[:, :-1]`"),

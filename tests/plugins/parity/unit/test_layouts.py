@@ -46,7 +46,8 @@ def result(
     distance: float = 0.01, *, allowed: float | None = 0.1, name: str = NAME, same_bits: bool = False, **changes: Any
 ) -> CaseResult:
     worst = WorstGradient(fqn=f"{WQ}.weight", step=2, distance=distance, allowed=allowed)
-    measured = make_measured(worst_gradient=worst, same_bits=same_bits)
+    solo = Curve(losses=(8.0, 7.25), grad_norms=(1.0, 0.9))
+    measured = make_measured(worst_gradient=worst, same_bits=same_bits, curves={"solo": solo})
     numbers: dict[str, Any] = {"losses": (8.0, 7.5), "grad_norms": (1.0, 0.9), "measured": measured}
     return make_result(name, **{**numbers, **changes})
 
@@ -56,6 +57,7 @@ REFUSED = "tp8-tensorwise-head.fp8-v2248-b16"
 ROWS = {
     "equal": result(0.0, same_bits=True),
     "rounding": result(),
+    "drift": result(0.0975),
     "wrong": result(0.3, verdict=Verdict.NUMERIC, findings=(WRONG,)),
     "known": result(0.3, verdict=Verdict.KNOWN, findings=(WRONG,)),
     "changed": result(verdict=Verdict.CHANGED, findings=(WRONG,)),
@@ -146,12 +148,27 @@ def test_a_table_has_a_row_for_every_layout_in_a_narrow_terminal_too() -> None:
     sections = parity_sections(study, make_results(*ROWS.values()))
     wide, narrow = text_of(sections), text_of(sections, width=60)
     (line,) = [line for line in wide.splitlines() if " rounding " in line and "tp2" in line]
-    assert line.split()[:8] == ["tp2", "rounding", "8.00000", "7.50000", "1", "0.9", "0.01", "0.1"]
+    assert line.split()[:9] == ["tp2", "rounding", "8.00000", "7.50000", "1", "0.9", "7.25000", "0.01", "0.1"]
     assert f"{WQ}.weight, step 2" in line
     assert "wrong scale" in wide and "left out, beyond the budget: fsdp8" in wide and "1 excluded" in wide
     table = narrow.partition("verdict: ")[0]
     assert all(len(line) <= 60 for line in table.splitlines() if "fp8-harness" not in line)
     assert "verdict rounding, loss 1 8.00000" in narrow
+
+
+def test_a_wrong_row_shows_what_is_wrong_and_nothing_that_is_allowed() -> None:
+    far = replace(WRONG, values={**WRONG.values, "distance": 0.5, "allowed": 0.25})
+    for finding, cells in ((WRONG, "| - | - |"), (far, "| 0.5 | 0.25 |")):
+        wrong = result(verdict=Verdict.NUMERIC, findings=(finding,))
+        assert f"| 7.25000 {cells} step 1: input in" in parity_markdown(parity(wrong), make_results(wrong))
+
+
+def test_one_step_that_is_wrong_fails_and_is_named_first() -> None:
+    shown = replace(row(ROWS["wrong"]), layout="fsdp2 with clipping")
+    study = replace(parity(ROWS["equal"]), one_step=(shown,))
+    text = parity_markdown(study, make_results(ROWS["equal"], replace(ROWS["wrong"], case_id=shown.case_id)))
+    assert text.startswith("## parity: 1 layout is wrong: fsdp2 with clipping\n")
+    assert "| fsdp2 with clipping | wrong | 8.00000 | 1 |" in text and "- fsdp2 with clipping: step 1: " in text
 
 
 def test_junit_says_what_the_table_says() -> None:
@@ -185,7 +202,7 @@ def test_markdown_is_one_table_the_page_has_it_too_and_a_golden_file_is_judged_b
     results = (ROWS["equal"], ROWS["wrong"])
     study, run = parity(*results), make_results(*results)
     text = parity_markdown(study, run)
-    assert "| layout | verdict | loss 1 | loss 2 | norm 1 | norm 2 | off | allowed |" in text
+    assert "| layout | verdict | loss 1 | loss 2 | norm 1 | norm 2 | one rank | off | allowed |" in text
     verdict, _, rest = text.partition("\n")
     assert verdict == "## parity: 1 layout is wrong: tp2"
     assert "<details><summary>all findings</summary>" in rest and "| tp2 | equal | 8.00000 |" in rest
@@ -289,9 +306,9 @@ def test_a_table_shows_of_the_base_what_differs() -> None:
     study = replace(parity(now), against="abc (main)", rows=(_beside(base, now),))
     text = parity_markdown(study, make_results(now))
     assert text.startswith("## parity: no layout is wrong; against abc (main): 1 now right\n")
-    columns = "| layout | verdict | base | change | loss 2 | base loss | norm 2 | off | base off | allowed | worst"
+    columns = "| layout | verdict | base | change | loss 2 | base loss | norm 2 | one rank | off | base off | allowed |"
     assert columns in text
-    assert "| tp2 | rounding | wrong | now right | 7.40000 | 7.50000 | 0.9 | 0.01 | 0.3 | 0.1 |" in text
+    assert "| tp2 | rounding | wrong | now right | 7.40000 | 7.50000 | 0.9 | 7.50000 | 0.01 | 0.3 | 0.1 |" in text
     both = replace(parity(ROWS["wrong"]), rows=(_beside(base, ROWS["wrong"]),), against="abc (main)")
     assert both.exit_code is ExitCode.FAILED  # wrong is wrong
     assert "in the base too: input in forward" in parity_markdown(both, make_results(ROWS["wrong"]))

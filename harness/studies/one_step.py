@@ -1,0 +1,137 @@
+"""One step each of what training loops get wrong: two microbatches, clipping that bites, unequal labels.
+
+They train without FP8 in the sharpest dtype, so the loss of a batch does not depend on how it is split, beyond the
+order of sums. That finds mistakes which the single-rank reference shares: it has the microbatches of all ranks.
+"""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from msgspec.structs import replace
+
+from harness.checks.assembly import Factor, factor, labels_of_ranks
+from harness.checks.check import Rule, Stage
+from harness.checks.failures import refusal_words
+from harness.matrix.case import Case, Checks, Dtype, Layout, Train
+from harness.matrix.caseid import case_id, layout_id
+from harness.matrix.rules import exclusions
+from harness.registry import is_llama
+from harness.result import CaseResult
+from harness.verdict import Finding, Verdict
+
+MAX_NORM = 0.01  # bites: gradients of the smallest models here have a norm of 0.3
+COARSE = 0.05  # nats from the golden in bfloat16: what is compared here is sharper, and no tolerance is derived
+ALLOWED = {"float64": 1e-9, "float32": 1e-5}  # relative, of sums in another order: measured below 1e-15 and 4e-7
+WHOLE, SPLIT, CLIPPED, LABELS = "one microbatch", "two microbatches", "clipping", "unequal labels"
+OPTIONS: Mapping[str, dict[str, Any]] = {
+    WHOLE: {},
+    SPLIT: {"accumulation": 2},
+    CLIPPED: {"max_norm": MAX_NORM},
+    LABELS: {"ignored_tokens": "unequal"},
+}
+
+DEPENDS = Rule(
+    name="batch/split",
+    says="the {number} of a batch is {value} on {layout} with {shows}, {whole} on one rank in one microbatch: {why}",
+    stage=Stage.ONE_RANK,
+    numeric=True,
+)
+
+
+class OneStep(NamedTuple):
+    """What one of these cases shows. `refused`: why the target does not take it."""
+
+    label: str  # "fsdp2 with two microbatches"
+    result: CaseResult
+    refused: str | None
+
+
+def one_step_cases(base: Case, layouts: Sequence[Layout], dtype: Dtype) -> dict[str, tuple[str, Case]]:
+    """Return what they show and the cases, by id, on one rank and in the first layout with several batches.
+
+    None for models whose formulas are known; none that a rule excludes.
+    """
+    if is_llama(base.target) or not layouts:
+        return {}
+    first = min(layouts, key=lambda layout: (layout.dp == 1, layout.world_size == 1))
+    train = Train(steps=1, dtype=dtype, global_batch=base.train.global_batch, seq_len=base.train.seq_len)
+    train = replace(train, seed=base.train.seed, lr=base.train.lr, optimizer=base.train.optimizer)
+    plan = [(Layout(), WHOLE), (first, SPLIT), (first, CLIPPED), (Layout(), LABELS), (first, LABELS)]
+    made = [(shows, _case(base, layout, replace(train, **OPTIONS[shows]))) for layout, shows in plan]
+    return {case_id(case): (shows, case) for shows, case in made if not exclusions(case)}
+
+
+def _case(base: Case, layout: Layout, train: Train) -> Case:
+    checks = Checks(loss_tolerance=COARSE)
+    return Case(target=base.target, layout=layout, model=base.model, train=train, checks=checks)
+
+
+def judged_one_step(cases: Mapping[str, tuple[str, Case]], results: Iterable[CaseResult]) -> dict[str, OneStep]:
+    """Return what these cases show, by id, with a finding where a loss or norm depends on how the batch is split."""
+    ran, looked, right = {result.case_id: result for result in results if result.case_id in cases}, {}, set[str]()
+    of_one = {shows: name for name, (shows, case) in cases.items() if shows in (WHOLE, LABELS) and case.world_size == 1}
+    whole = {shows: ran[name] for shows, name in of_one.items() if name in ran}
+    for name, result in ran.items():
+        shows, case = cases[name]
+        refused = _refusal(shows, result, whole.get(WHOLE))
+        of_labels = SPLIT in right  # what differs only with unequal labels
+        other = None if refused else _other_number(shows, case, result, whole.get(shows, whole.get(WHOLE)), of_labels)
+        if other is None and result.verdict is Verdict.PASSED:
+            right.add(shows)
+        verdict = Verdict.NUMERIC if other is not None and result.verdict.good else result.verdict
+        findings = (*([] if other is None else [other]), *result.findings)
+        judged = replace(result, verdict=verdict, findings=findings)
+        looked[name] = OneStep(f"{layout_id(case.layout)} with {shows}", judged, refused)
+    return looked
+
+
+def _refusal(shows: str, result: CaseResult, whole: CaseResult | None) -> str | None:
+    """Return what the target lacks for this case; None where it takes it."""
+    if shows == LABELS and (lacking := [end.message for end in result.failures if "takes no labels" in end.message]):
+        return lacking[0].partition(": ")[2].partition(",")[0]
+    norms = (*result.grad_norms, *(whole.grad_norms if whole is not None else ()))
+    if shows == CLIPPED and len(norms) == 2 and math.isclose(*norms, rel_tol=1e-6):
+        return "gradients are the same without case.train.max_norm"
+    return refusal_words(result.failures, any_error=True)
+
+
+def _other_number(
+    shows: str, case: Case, result: CaseResult, whole: CaseResult | None, of_labels: bool
+) -> Finding | None:
+    """Return a finding where all ranks agree on a loss, or a norm, that one rank in one microbatch does not have."""
+    if whole is None or shows == CLIPPED or not result.losses or not whole.losses:
+        return None
+    pairs = {"loss": (result.losses[0], whole.losses[0]), "gradient norm": (result.grad_norms[0], whole.grad_norms[0])}
+    apart = {number: abs(found - expected) / abs(expected) for number, (found, expected) in pairs.items() if expected}
+    wrong = [number for number, distance in apart.items() if not distance <= ALLOWED[case.train.dtype]]  # NaN is wrong
+    if not wrong or (result.findings and (shows != LABELS or not of_labels)):
+        return None  # what other checks find too says more, unless it is the labels alone
+    found, expected = pairs[wrong[0]]
+    why, fix = _why(shows, factor(found, expected, case), case, of_labels)
+    return DEPENDS.finding(
+        step=1,
+        number=wrong[0],
+        value=f"{found:.7g}",
+        layout=layout_id(case.layout),
+        shows=shows,
+        whole=f"{expected:.7g}",
+        why=why,
+        fix=fix,
+        expected=repr(expected),
+        found=repr(found),
+        size=apart[wrong[0]],
+    )
+
+
+def _why(shows: str, times: Factor | None, case: Case, of_labels: bool) -> tuple[str, str | None]:
+    """Return what explains it, and a fix where that is certain."""
+    if shows == LABELS and of_labels:
+        what = f"it is a mean over the labels of each rank or microbatch, not over all; {labels_of_ranks(case)}"
+        return what, "divide the sum over all labels by their number over all ranks: all-reduce it before backward()."
+    if times is not None:
+        return f"it is {times} of it", None
+    return (
+        "a mean over the labels of each rank or microbatch instead of all, of which the target leaves some out, or a "
+        "model in which the sequences of a batch change one another"
+    ), None
