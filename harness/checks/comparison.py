@@ -80,21 +80,16 @@ def first_wrong(compared: Iterable[Compared], *, worst: bool = False) -> Wrong |
     return Wrong(told, together, sum((one.step, one.kind) == place for one in every))
 
 
-def numbers(
-    rule: Rule,
-    run: Run,
-    name: str,
-    expected: Mapping[int, float],
-    allowed: Callable[[int, float], float],
-    **values: Value,
-) -> list[Finding]:
-    """Return the finding about the first step in which ranks report another number than expected, by step.
+def reported(
+    rule: Rule, run: Run, name: str, expected: Mapping[int, float], allowed: Callable[[int, float], float]
+) -> list[Compared]:
+    """Return what every rank reports, step by step, beside the number that is expected there.
 
-    `allowed`: how far it may be off, by step and expected number.
+    `allowed`: how far it may be off, by step and expected number. `of` is the number itself.
     """
-    reported = [(step.step, trace.rank, getattr(step, name)) for trace in run.by_rank for step in trace.steps]
-    told = [(step, rank, math.nan if value is None else value) for step, rank, value in reported]
-    compared = [
+    found = [(step.step, trace.rank, getattr(step, name)) for trace in run.by_rank for step in trace.steps]
+    told = [(step, rank, math.nan if value is None else value) for step, rank, value in found if step in expected]
+    return [
         Compared(
             rule,
             step,
@@ -106,9 +101,19 @@ def numbers(
             of=value,
         )
         for step, rank, value in sorted(told, key=lambda number: number[:2])
-        if step in expected
     ]
-    wrong = first_wrong(compared)
+
+
+def numbers(
+    rule: Rule,
+    run: Run,
+    name: str,
+    expected: Mapping[int, float],
+    allowed: Callable[[int, float], float],
+    **values: Value,
+) -> list[Finding]:
+    """Return the finding about the first step in which ranks report another number than expected."""
+    wrong = first_wrong(reported(rule, run, name, expected, allowed))
     if wrong is None:
         return []
     size = size_of_error(name, wrong.told.of, expected[wrong.told.step])

@@ -7,7 +7,7 @@ all that inductor generates code for with the operators of the graph (`expect/co
 
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from harness.checks.check import Rules, Stage, Witnesses, merge_ranks
@@ -15,9 +15,10 @@ from harness.checks.comparison import Compared, first_wrong
 from harness.expect.compiled import allowed_distance, allowed_row, fusion_candidates, reduced_distance
 from harness.expect.expectations import FUSION, Expectations
 from harness.matrix.case import Case
+from harness.matrix.layout import coordinates
 from harness.matrix.numerics import gradients_are_followed
 from harness.trace import RankTrace, Run
-from harness.trace.graphs import Collective, FusedCall, FusedNode, GeneratedResult, GraphTrace, Phase
+from harness.trace.graphs import Collective, FusedCall, FusedNode, GeneratedResult, GraphRecord, GraphTrace, Phase
 from harness.verdict import Finding
 
 _rule = Rules("graphs", Stage.EXECUTION)
@@ -31,6 +32,11 @@ ROWS = _rule(
     "rows",
     "{operator} gives wrong rows: {rows} of {total} differ from its unfused form",
     numeric=True,
+    key=("operator",),
+)
+CONSTANTS = _rule(
+    "constants",
+    "blocks are compiled with another constant than on rank {other}: {operator} in {phase}",
     key=("operator",),
 )
 GENERATED = _rule(
@@ -79,7 +85,30 @@ def _partly(expect: Expectations, device: str) -> str:
 )
 def check_graphs(case: Case, run: Run, witnesses: Witnesses) -> list[Finding]:
     """Were the blocks compiled as the case asks, and do fused operators and generated code compute what they must?"""
-    return merge_ranks(run, lambda trace: _findings(witnesses.expect, trace))
+    return [*merge_ranks(run, lambda trace: _findings(witnesses.expect, trace)), *_constants(case, run)]
+
+
+def _constants(case: Case, run: Run) -> Iterator[Finding]:
+    """Yield the first constant of each rank that the same blocks do not have on the first rank of its stage."""
+    first: dict[int, RankTrace] = {}
+    for trace in run.by_rank:
+        reference = first.setdefault(coordinates(case.layout, trace.rank)["pp"], trace)
+        others = zip(_graphs(trace), _graphs(reference), strict=False)
+        pairs = ((graph, pair) for graph, one in others for pair in zip(graph.constants, one.constants, strict=False))
+        graph, (found, expected) = next((other for other in pairs if len(set(other[1])) > 1), (None, ("", "")))
+        if graph is not None:
+            yield CONSTANTS.finding(
+                other=reference.rank,
+                operator=found.partition(" ")[0],
+                phase=graph.phase,
+                ranks=[trace.rank],
+                expected=expected,
+                found=found,
+            )
+
+
+def _graphs(trace: RankTrace) -> Sequence[GraphRecord]:
+    return () if trace.graphs is None else trace.graphs.graphs
 
 
 def expected_fusions(expect: Expectations) -> Counter[FusionKind]:

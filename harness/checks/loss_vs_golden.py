@@ -5,20 +5,16 @@ disagree, a loss that never changes), then the comparison.
 """
 
 import math
-from collections.abc import Iterator
-from typing import NamedTuple
-
-from msgspec.structs import replace
+from collections.abc import Iterator, Mapping
 
 from harness.checks.assembly import largest
 from harness.checks.check import Rules, Stage, Witnesses, group_ranks
-from harness.checks.comparison import numbers
+from harness.checks.comparison import Compared, first_wrong, reported
 from harness.checks.failures import why_unfinished
 from harness.evidence.golden import Golden, hardware_classes, update_command
 from harness.evidence.tolerance import NONE_DERIVED, Tolerance
 from harness.matrix.case import Case
 from harness.matrix.caseid import family_id
-from harness.promises import keeps
 from harness.text import counted, format_ranks
 from harness.trace import RankTrace, Run
 from harness.verdict import Finding
@@ -54,24 +50,6 @@ PROVES_NOTHING = _rule(
 LOSS = _rule(
     "loss", "the loss differs by {difference:+.3g} from the golden at step {step}, {allowed:.3g} allowed", numeric=True
 )
-
-
-class Row(NamedTuple):
-    """One step of the comparison, in nats."""
-
-    step: int
-    golden: float
-    found: float
-    allowed: float
-
-    @property
-    def difference(self) -> float:
-        return self.found - self.golden
-
-    @property
-    def good(self) -> bool:
-        """True when the loss is within the tolerance. NaN or infinity on either side never is."""
-        return keeps(abs(self.difference), self.allowed)
 
 
 @_rule.judged_by(
@@ -169,34 +147,32 @@ def _is_bfloat16(loss: float) -> bool:
 def _distance(run: Run, golden: Golden, tolerance: Tolerance) -> Iterator[Finding]:
     """Yield the ranks whose loss leaves the tolerance, with the table of the steps of the first."""
     expected = dict(enumerate(golden.losses, 1))
-    for finding in numbers(LOSS, run, "loss", expected, lambda step, _: tolerance.per_step[step - 1]):
-        trace = next(trace for trace in run.by_rank if finding.rank in (None, trace.rank))
-        rows = [
-            Row(step.step, loss, step.loss, allowed)
-            for step, loss, allowed in zip(trace.steps, golden.losses, tolerance.per_step, strict=True)
-        ]
-        wrong = [row for row in rows if not row.good]
-        first = wrong[0]
-        basis = f"{len(wrong)} of {counted(len(rows), 'step')} outside the tolerance {tolerance.key}"
-        yield replace(
-            finding,
-            values={**finding.values, "difference": first.difference},
-            details=f"{_table(rows, rows.index(first))}\n{basis}: {tolerance.evidence}",
-            expected=f"{first.golden!r} ± {first.allowed!r}",
-            size=largest(abs(row.difference) for row in wrong),
+    compared = reported(LOSS, run, "loss", expected, lambda step, _: tolerance.per_step[step - 1])
+    wrong = first_wrong(compared)
+    if wrong is not None:
+        told = wrong.told
+        rows = [row for row in compared if row.ranks == told.ranks]
+        bad = [row.distance for row in rows if not row.good]
+        basis = f"{len(bad)} of {counted(len(rows), 'step')} outside the tolerance {tolerance.key}"
+        yield wrong.finding(
+            run,
+            difference=told.of - expected[told.step],
+            details=f"{_table(rows, expected, rows.index(told))}\n{basis}: {tolerance.evidence}",
+            expected=f"{told.expected} ± {told.allowed!r}",
+            size=largest(bad),
         )
 
 
-def _table(rows: list[Row], first_bad: int) -> str:
+def _table(rows: list[Compared], golden: Mapping[int, float], first_bad: int) -> str:
     """Return the steps around the first bad one, aligned; bad ones are marked at the end of the line."""
     start = max(0, min(first_bad - 2, len(rows) - SHOWN_ROWS))
     head = f"{'step':>6}  {'golden':>12}  {'found':>12}  {'difference':>12}  {'allowed':>10}"
-    lines = [_line(row) for row in rows[start : start + SHOWN_ROWS]]
+    lines = [_line(row, golden[row.step]) for row in rows[start : start + SHOWN_ROWS]]
     left_out = len(rows) - len(lines)
     return "\n".join([head, *lines, *([f"({left_out} more steps)"] if left_out else [])])
 
 
-def _line(row: Row) -> str:
-    mark = "" if row.good else "  <"
-    difference = f"{row.difference:+.6f}" if math.isfinite(row.difference) else str(row.difference)
-    return f"{row.step:>6}  {row.golden:>12.6f}  {row.found:>12.6f}  {difference:>12}  {row.allowed:>10.6f}{mark}"
+def _line(row: Compared, golden: float) -> str:
+    mark, off = "" if row.good else "  <", row.of - golden
+    difference = f"{off:+.6f}" if math.isfinite(off) else str(off)
+    return f"{row.step:>6}  {golden:>12.6f}  {row.of:>12.6f}  {difference:>12}  {row.allowed:>10.6f}{mark}"

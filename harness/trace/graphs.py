@@ -40,6 +40,7 @@ class GraphRecord(Record, frozen=True, kw_only=True):
     phase: Phase
     fused: tuple[FusedNode, ...]
     unfused: tuple[Unfused, ...]
+    constants: tuple[str, ...] = ()  # operators with the fractions that they are given, in order: "aten::mul 0.125"
 
 
 class WrongRow(Record, frozen=True, kw_only=True):

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from harness.checks.graphs import (
+    CONSTANTS,
     GENERATED,
     GRADIENT,
     NO_GRAPH,
@@ -150,6 +151,16 @@ def test_wrong_rows_say_where_they_belong_if_anywhere() -> None:
     (finding,) = check(ASYNC, correct(ASYNC, calls=every))
     assert finding.found is not None
     assert "matches no other row" in finding.found
+
+
+def test_one_code_has_one_set_of_constants_on_every_rank() -> None:
+    case = parse_case_id("fsdp2-tensorwise-inductor-v2048-s2-b16")
+    same = replace(correct(case), graphs=(replace(FORWARD, fused=(), constants=("aten::attention 0.125",)), BACKWARD))
+    same = replace(same, gradients=(GradientDistance(step=1, fqn="layers.0.attention.wq.weight", distance=0.0),))
+    off = replace(same, graphs=(replace(same.graphs[0], constants=("aten::attention 0.12501",)), BACKWARD))
+    assert check(case, same, same) == []
+    (finding,) = check(case, same, off)
+    assert (finding.rule, finding.ranks, finding.found) == (CONSTANTS.name, (1,), "aten::attention 0.12501")
 
 
 @pytest.mark.parametrize(

@@ -185,6 +185,12 @@ class GraphProbe(Probe):
                 phase="backward" if backward else "forward",
                 fused=tuple(self._fused(node) for node in nodes if _is_fused(node)),
                 unfused=tuple(self._unfused(node) for node in nodes if node.target in _COLLECTIVES),
+                constants=tuple(
+                    f"{_name(node)} {value!r}"
+                    for node in nodes
+                    for value in (*node.args, *node.kwargs.values())
+                    if isinstance(value, float)
+                ),
             )
         )
 
