@@ -40,12 +40,7 @@ GRADIENT_RETURNED = _rule(
     "gradient-of-tokens", "the gradients that come back for tokens are not those of their experts"
 )
 ROUTER = _rule("router", "the router weighs experts otherwise than on one rank for the same tokens", stage=_MODULE)
-EXPERTS = _rule(
-    "experts", "experts return other results than the single-rank reference for equal tokens", stage=_MODULE
-)
-BACKWARD = _rule(
-    "backward", "experts return other gradients than the single-rank reference for equal gradients", stage=_MODULE
-)
+EXPERTS = _rule("experts", "experts return other {what} than the single-rank reference", stage=_MODULE, key=("what",))
 BIAS = _rule("bias", "the bias of the choice did not move by what the tokens of the step ask for", stage=Stage.STEP)
 
 
@@ -169,9 +164,10 @@ def _otherwise(case: Case, run: Run, witnesses: Witnesses, wrong: Sequence[Misma
 
 def _of_experts(case: Case, rank: int, order: int, call: ExpertCall, reference: ExpertCall) -> Iterator[Mismatch]:
     """Yield the first expert with other results, or else other gradients, on the rank that holds it."""
-    found, expected, rule = call.values.returned, reference.values.returned, EXPERTS
+    found, expected, what = call.values.returned, reference.values.returned, "results for equal tokens"
     if found == expected and call.gradients.returned == reference.gradients.returned:
-        found, expected, rule, order = call.gradients.sent, reference.gradients.sent, BACKWARD, -order
+        found, expected, order = call.gradients.sent, reference.gradients.sent, -order
+        what = "gradients of tokens for equal gradients of results"
     rows = [
         row for row, pair in enumerate(zip(_integers(found), _integers(expected), strict=False)) if pair[0] != pair[1]
     ]
@@ -180,7 +176,7 @@ def _of_experts(case: Case, rank: int, order: int, call: ExpertCall, reference: 
         group = peers(case.layout, rank, ("ep",))
         owner = group[expert * len(group) // len(call.counts)]
         words = ("the rows of the single-rank reference", f"{counted(len(rows), 'row')} of rank {rank} differ")
-        yield Mismatch(call.step, order, owner, call.fqn, rule, *words, f"expert {expert}")
+        yield Mismatch(call.step, order, owner, call.fqn, EXPERTS, *words, f"expert {expert}", (("what", what),))
 
 
 def _key(call: ExpertCall) -> tuple[int, str, int, str]:

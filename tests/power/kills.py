@@ -87,8 +87,9 @@ BROKEN_BY = {
     "traffic/amax-missing": "amax_not_reduced_over_tp weight_amax_not_reduced_over_shards",
     "traffic/gathers": "weights_kept_after_forward weights_freed_after_forward",
     "traffic/high-precision": "fp8_all_gather_subclass_dropped",
-    "traffic/volume": "fp8_tp_styles_lost norm_gradients_not_reduced replicas_reduced_over_shards "
-    "gradients_reduced_after_every_microbatch gradients_reduced_in_another_dtype",
+    "traffic/instead": "replicas_reduced_over_shards",
+    "traffic/reduce-dtype": "gradients_reduced_in_another_dtype",
+    "traffic/volume": "norm_gradients_not_reduced gradients_reduced_after_every_microbatch",
     "memory/other-checkpointing": "checkpointing_lost",
     "memory/float8-outlives-forward": "float8_weight_kept_for_backward",
     "memory/bytes": "abs_saved_for_backward",
