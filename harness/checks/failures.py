@@ -161,7 +161,6 @@ LOST = RULES("lost", "{ranks} {end}")
 REPORT = RULES("report", "{report}")
 
 _CALLED = ",\n    called from "
-_LIMIT = re.compile(r"did not finish within ([\d.e+]+) s")  # as the engine says it
 
 
 class _Kind(NamedTuple):
@@ -177,19 +176,8 @@ class _Kind(NamedTuple):
         backward = ", backward" if self.place is not None and self.place.backward else ""
         at = f", at {self.own}" if self.own is not None else ""
         description = self.place or f"{advice(self.message).what}{at}"
-        limit = f" when {self.limit_s:g} s had passed" if self.place is not None and self.limit_s else ""
+        limit = f", {self.message}" if self.place is not None and "within" in self.message else ""
         return f"{self.kind}{f' in {self.phase}' if self.phase else ''}{backward}: {description}{limit}"
-
-    @property
-    def limit_s(self) -> float:
-        """The time limit that a stuck rank ran into; 0 where its message does not say."""
-        match = _LIMIT.search(self.message)
-        return float(match[1]) if match and self.kind == "stuck" else 0.0
-
-    @property
-    def fix(self) -> str | None:
-        more = f"if it was only slow, give it twice the time: `--timeout-s {2 * self.limit_s:g}`."
-        return advice(self.message).fix or (more if self.limit_s else None)
 
     @property
     def found(self) -> str:
@@ -216,7 +204,7 @@ def failures(run: Run, status: str) -> tuple[Finding, ...]:
             ranks=ranks,
             expected="every rank returns",
             found=kind.found,
-            fix=kind.fix,
+            fix=advice(kind.message).fix,
         )
         for index, (kind, ranks) in enumerate(groups)
     )
@@ -249,6 +237,7 @@ _MISFIT = re.compile(r"TargetMisfit: (?P<what>.*?) Fix: (?P<fix>.*)", re.DOTALL)
 
 # What to do about errors whose text matches a pattern anywhere in it.
 _KNOWN = {
+    r"did not finish within": "if it is only slow, raise the limit with `--timeout-s N` or `--timeout-factor N`.",
     r"fails on this machine, not in the case": "see `nvidia-smi` and the Xid errors in `dmesg`; end other processes "
     "on the GPU, or leave it out with CUDA_VISIBLE_DEVICES.",
     r"killed by SIGBUS[^:]*, not by the harness": "see `df -h /dev/shm`: a container gets more of it by `docker run "

@@ -5,7 +5,7 @@ A matmul whose sizes the hardware does not support must raise the named error. I
 """
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from harness.checks.check import Rules, Stage, Witnesses, group_ranks, merge_ranks
 from harness.expect.expectations import MATMULS, Expectations
@@ -14,7 +14,7 @@ from harness.matrix.linears import held
 from harness.request import default_arithmetic
 from harness.text import counted
 from harness.trace import RankTrace, Run
-from harness.verdict import Finding
+from harness.verdict import Finding, Value
 
 _TRANSPORTS = {"collectives", "gloo"}  # of the collectives on a CPU: the shared fabric, or torch's gloo
 
@@ -64,20 +64,10 @@ def _converted(case: Case, run: Run, converted: tuple[str, ...]) -> Iterator[Fin
             (TWICE, {fqn for fqn in found if found.count(fqn) > 1}, "once"),
         ):
             if fqns:
-                yield rule.finding(
-                    ranks=ranks,
-                    module=min(fqns),
-                    expected=wanted,
-                    count=len(fqns),
-                    total=len(expected | set(found)),
-                    names=_names(sorted(fqns)),
-                    fqns=", ".join(sorted(fqns)),
-                )
-
-
-def _names(fqns: Sequence[str]) -> str:
-    """Return one or two linears by their FQNs, more of them by the names that blocks share."""
-    return ", ".join(fqns if len(fqns) < 3 else sorted({fqn.rpartition(".")[2] for fqn in fqns}))
+                names = sorted(fqns if len(fqns) < 3 else {fqn.rpartition(".")[2] for fqn in fqns})
+                texts: dict[str, Value] = {"names": ", ".join(names), "fqns": ", ".join(sorted(fqns))}
+                total = {"count": len(fqns), "total": len(expected | set(found))}
+                yield rule.finding(ranks=ranks, module=min(fqns), expected=wanted, values=texts | total)
 
 
 def _executed(case: Case, run: Run) -> Iterator[Finding]:

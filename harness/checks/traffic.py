@@ -116,11 +116,10 @@ class _Step(NamedTuple):
     found: Traffic
     allowed: dict[CollectiveKey, Limits]
 
-    def missing(self, key: CollectiveKey) -> Counter[int]:
-        return Counter(self.expected.get(key, Volume()).sizes) - Counter(self.found.get(key, Volume()).sizes)
-
-    def extra(self, key: CollectiveKey) -> Counter[int]:
-        return Counter(self.found.get(key, Volume()).sizes) - Counter(self.expected.get(key, Volume()).sizes)
+    def gap(self, key: CollectiveKey) -> tuple[Counter[int], Counter[int]]:
+        """Return how many collectives of every size are missing, and how many are too many."""
+        expected, found = (Counter(side.get(key, Volume()).sizes) for side in (self.expected, self.found))
+        return expected - found, found - expected
 
     def fits(self, key: CollectiveKey) -> bool:
         volume = self.found.get(key, Volume())
@@ -219,56 +218,53 @@ def _differences(expect: Expectations, trace: RankTrace) -> Iterator[Finding]:
     for step in _steps(expect, trace):
         wrong = [key for key in sorted(step.expected.keys() | step.found.keys()) if not step.fits(key)]
         instead = {key: other for key in wrong for other in wrong if _replaces(step, key, other)}
-        for key, other in instead.items():
-            yield _instead(expect, step, key, other)
-        for key in wrong:
-            if key not in instead and key not in instead.values():
-                yield _volume(expect, step, key)
+        yield from (_instead(expect, step, key, other) for key, other in instead.items())
+        yield from (_volume(expect, step, key) for key in wrong if key not in (*instead, *instead.values()))
 
 
 def _volume(expect: Expectations, step: _Step, key: CollectiveKey) -> Finding:
-    missing, extra = step.missing(key).total(), step.extra(key).total()
-    counts = [f"{missing} missing"] * (missing > 0) + [f"{extra} too many"] * (extra > 0)
-    purposes = _purposes(expect, step, key)
+    counts = zip((gap.total() for gap in step.gap(key)), ("missing", "too many"), strict=True)
+    purposes, off = _purposes(expect, step, key), ", ".join(f"{count} {what}" for count, what in counts if count)
     return VOLUME.finding(
         collective=str(key),
         values=key._asdict(),
         step=step.number,
-        expected=f"{step.expected.get(key, Volume())}" + (f" (for {purposes})" if purposes else ""),
+        expected=f"{step.expected.get(key, Volume())}",
         found=str(step.found.get(key, Volume())),
-        suffix=f": {', '.join(counts) or 'other bytes'}" + (f" ({purposes})" if purposes and missing else ""),
+        suffix=f": {off or 'other bytes'}" + (f" ({purposes})" if purposes else ""),
     )
 
 
 def _replaces(step: _Step, key: CollectiveKey, other: CollectiveKey) -> bool:
     """Return True where `other` is sent for what lacks of `key`: the same inputs, but for one thing alike."""
-    unlike = [name for name in ("axis", "dtype", "kind", "op") if getattr(key, name) != getattr(other, name)]
-    missing, extra = step.missing(key), step.extra(other)
-    alone = bool(missing) and missing == extra and not step.extra(key) and not step.missing(other)
-    return alone and unlike in (["axis"], ["dtype"], ["kind"], ["op"], ["kind", "op"])
+    unlike = [name for name in key._fields if getattr(key, name) != getattr(other, name)]
+    missing, extra = step.gap(key)
+    alone = bool(missing) and not extra and step.gap(other) == (extra, missing)
+    return alone and (len(unlike) == 1 or unlike == ["kind", "op"])
 
 
 def _instead(expect: Expectations, step: _Step, key: CollectiveKey, other: CollectiveKey) -> Finding:
-    purposes, sizes = _purposes(expect, step, key), _sizes(step.missing(key))
+    purposes, sizes = _purposes(expect, step, key), _sizes(step.gap(key)[0])
     rule, values, where = INSTEAD, {"collective": str(key), "found_kind": str(other), **key._asdict()}, ""
     if key.dtype != other.dtype and purposes.startswith("gradients of"):
         rule, values = REDUCE_DTYPE, {"dtypes": other.dtype, "asked": key.dtype}
         where = f", by {key.kind} ({key.op}) along {key.axis}"
-    suffix = where + (f": {purposes}" if purposes else "")
     expected, found = (f"{one}, {sizes} elements" for one in (key, other))
+    suffix = where + (f": {purposes}" if purposes else "")
     return rule.finding(step=step.number, expected=expected, found=found, values=values, suffix=suffix)
 
 
 def _purposes(expect: Expectations, step: _Step, key: CollectiveKey) -> str:
     """Return what a kind of collective sends, of what is missing where some is: "gradients of layers.0, layers.1"."""
-    trace, number, missing = step.trace, step.number, step.missing(key)
+    trace, number, (missing, _) = step.trace, step.number, step.gap(key)
     transfers = expect.transfers(step=number, rank=trace.rank, calls=trace.expert_calls(number))
-    terms = [term for term in transfers if _key(term) == key and (term.elements in missing or not missing)]
     names: dict[str, list[str]] = {}
-    for term in terms:
-        noun, _, name = term.purpose.partition(" of ")
-        names.setdefault(noun, []).extend(_parameters_of(term, trace) or [name])
-    return "; ".join(f"{noun} of {_first_names(of)}" if all(of) else noun for noun, of in names.items())
+    for term in transfers:
+        if _key(term) == key and (term.elements in missing or not missing):
+            noun, _, name = term.purpose.partition(" of ")
+            names.setdefault(noun, []).extend(_parameters_of(term, trace) or [name])
+    shown = {noun: [*of[:3], *[f"{len(of) - 3} more"] * (len(of) > 3)] for noun, of in names.items()}
+    return "; ".join(f"{noun} of {', '.join(of)}" if all(of) else noun for noun, of in shown.items())
 
 
 def _parameters_of(term: Transfer, trace: RankTrace) -> list[str]:
@@ -276,10 +272,6 @@ def _parameters_of(term: Transfer, trace: RankTrace) -> list[str]:
     kind = {"gradients of norms": "norm", "gradients of routers": "router"}.get(term.purpose)
     whole = (one for one in _parameters(trace) if one.trained and math.prod(one.shape) == term.elements)
     return [one.fqn.removesuffix(".weight") for one in whole if kind is not None and kind in one.fqn]
-
-
-def _first_names(names: list[str]) -> str:
-    return ", ".join([*names[:3], *([f"{len(names) - 3} more"] if len(names) > 3 else [])])
 
 
 def _causes(expect: Expectations, trace: RankTrace) -> Iterator[Finding]:

@@ -174,7 +174,7 @@ def test_the_limit_that_passed_is_named_with_how_to_raise_it(stack: Frames | Non
     assert plain.fix is None
     (finding,) = failures_of(replace(stuck(0, stack), message="did not finish within 130 s"))
     assert "130 s" in ends(finding)
-    assert finding.fix == "if it was only slow, give it twice the time: `--timeout-s 260`."
+    assert "`--timeout-s N`" in (finding.fix or "")
 
 
 def test_ranks_that_returned_are_named_and_those_without_stacks_are_still_told() -> None:
