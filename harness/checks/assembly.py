@@ -271,25 +271,19 @@ def _causes(case: Case, times: Factor) -> Iterator[_Cause]:
     yield _Cause(own, every, added, divide)
     yield _Cause(1 / own, 1 / every, twice, divide)
     if set(times.names) & set(_OF_RANKS):
-        yield _over_ranks(times, size)
+        what = "divided by the number of ranks once too often" if times.inverse else "summed over ranks, not averaged"
+        fix = "average over ranks once: FSDP2 averages gradients over data-parallel ranks, so backward() from the loss "
+        yield _Cause(size, 1, what, f"{fix}of each rank, neither summed nor divided.")
     if _MICROBATCHES in times.names:
         yield _Cause(size, 1, twice if times.inverse else added, divide)
     if _DP in times.names and times.inverse and case.train.ignored_tokens != "none":
-        fix = "divide the sum over all labels by their number over all ranks: all-reduce it before backward()."
-        yield _Cause(size, 1, f"the mean over the labels of each rank; {labels_of_ranks(case)}", fix)
+        yield _Cause(size, 1, f"the mean over the labels of each rank; {labels_of_ranks(case)}", OVER_ALL_LABELS)
     if not set(times.names) & {*_OF_RANKS, _MICROBATCHES}:
         what = "divided by their number again" if times.inverse else "a sum instead of a mean"
         yield _Cause(size, 1, what, _loss_fix(times))
 
 
-def _over_ranks(times: Factor, size: float) -> _Cause:
-    if not times.inverse:
-        fix = "average over ranks once: FSDP2 does so with gradients, after backward() from the loss of each rank."
-        return _Cause(size, 1, "summed over ranks instead of averaged", fix)
-    what, fix = "divided by the number of ranks once too often", "average over ranks once."
-    if _DP in times.names:
-        fix = "FSDP2 averages gradients over data-parallel ranks already: do not divide the loss by their number."
-    return _Cause(size, 1, what, fix)
+OVER_ALL_LABELS = "divide the sum over all labels by their number over all ranks: all-reduce it before backward()."
 
 
 def labels_of_ranks(case: Case) -> str:

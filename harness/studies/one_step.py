@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from msgspec.structs import replace
 
-from harness.checks.assembly import Factor, factor, labels_of_ranks
+from harness.checks.assembly import OVER_ALL_LABELS, labels_of_ranks
 from harness.checks.check import Rule, Stage
 from harness.checks.failures import refusal_words
 from harness.matrix.case import Case, Checks, Dtype, Layout, Train
@@ -108,7 +108,13 @@ def _other_number(
     if not wrong or (result.findings and (shows != LABELS or not of_labels)):
         return None  # what other checks find too says more, unless it is the labels alone
     found, expected = pairs[wrong[0]]
-    why, fix = _why(shows, factor(found, expected, case), case, of_labels)
+    if shows == LABELS and of_labels:
+        why = f"it is a mean over the labels of each rank or microbatch, not over all; {labels_of_ranks(case)}"
+    elif wrong[0] == "loss":
+        why = "it is a mean over the labels of each rank or microbatch, of which the target leaves some out, instead "
+        why += "of all, or the sequences of a batch change one another in the model"
+    else:
+        why = f"gradients are summed or divided in another way where the batch is split, {found / expected:.6g} times"
     return DEPENDS.finding(
         step=1,
         number=wrong[0],
@@ -117,21 +123,8 @@ def _other_number(
         shows=shows,
         whole=f"{expected:.7g}",
         why=why,
-        fix=fix,
+        fix=OVER_ALL_LABELS if shows == LABELS and of_labels else None,
         expected=repr(expected),
         found=repr(found),
         size=apart[wrong[0]],
     )
-
-
-def _why(shows: str, times: Factor | None, case: Case, of_labels: bool) -> tuple[str, str | None]:
-    """Return what explains it, and a fix where that is certain."""
-    if shows == LABELS and of_labels:
-        what = f"it is a mean over the labels of each rank or microbatch, not over all; {labels_of_ranks(case)}"
-        return what, "divide the sum over all labels by their number over all ranks: all-reduce it before backward()."
-    if times is not None:
-        return f"it is {times} of it", None
-    return (
-        "a mean over the labels of each rank or microbatch instead of all, of which the target leaves some out, or a "
-        "model in which the sequences of a batch change one another"
-    ), None

@@ -83,7 +83,7 @@ SWEPT = {
     "OwnLoss": ("every rank reports a loss of its own batch", "loss /= dist.get_world_size()"),
     "NotAveraged": ("microbatches are added up without dividing", "fix: divide the loss of every microbatch by"),
     "SumOfTokens": ("256 times (the tokens of a microbatch", "fix: return the mean over tokens, not the sum"),
-    "Divided": ("every gradient is 1/2 (the data-parallel degree", "fix: FSDP2 averages gradients"),
+    "Divided": ("every gradient is 1/2 (the data-parallel degree", "fix: average over ranks once: FSDP2 averages"),
     "Shifted": ("the model is called with the labels", "fix: call the model with `batch[:, :-1]`"),
     "OwnTokens": ("tokens that are not those of this step", "fix: train on the microbatches"),
     "Sliced": ("the model is called with 2 of 4 sequences only", "no data loader, sampler or slice"),

@@ -311,7 +311,7 @@ def test_a_table_shows_of_the_base_what_differs() -> None:
     assert "| tp2 | rounding | wrong | now right | 7.40000 | 7.50000 | 0.9 | 7.50000 | 0.01 | 0.3 | 0.1 |" in text
     both = replace(parity(ROWS["wrong"]), rows=(_beside(base, ROWS["wrong"]),), against="abc (main)")
     assert both.exit_code is ExitCode.FAILED  # wrong is wrong
-    assert "in the base too: input in forward" in parity_markdown(both, make_results(ROWS["wrong"]))
+    assert "in the base too: step 1: input in forward" in parity_markdown(both, make_results(ROWS["wrong"]))
 
 
 ROOT = Path(__file__).parents[4]
