@@ -36,6 +36,18 @@ def run_cases(*words: str, root: str | None = None) -> str:
     return _command(*_given(root), "run", *words)
 
 
+def more_of(command: str) -> str:
+    """Runs a case again, by its command, and shows every finding with its evidence."""
+    return f"{command} -v" if command else ""
+
+
+def shrink(command: str) -> str:
+    """Finds the smallest case that fails like the one that a command runs; empty where it lacks an option of it."""
+    before, run, words = command.partition(" run ")
+    known = all(flag in ("--inject", "--device") for flag in shlex.split(words)[1::2])
+    return f"{before} bug shrink {words}" if run and known else ""
+
+
 def resume_run(*, root: str | None) -> str:
     """Finishes the last run of a project that was interrupted."""
     return run_cases("--resume", root=root)

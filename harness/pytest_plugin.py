@@ -218,7 +218,10 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
     report = yield
     if isinstance(item, CaseItem) and item.result is not None and report.when == "call":
         from harness.jsonform import to_json
+        from harness.verdict import Verdict
 
+        if item.result.verdict is Verdict.KNOWN:
+            report.wasxfail = _headline(item.result)
         vars(report)[_RESULT] = to_json(item.result).decode()
     return report
 

@@ -11,6 +11,7 @@ from typing import Literal, Self
 
 import msgspec
 
+from harness.headline import Headline, headline_of
 from harness.run_options import RunOptions
 from harness.text import changed_facts
 from harness.trace import RankFailure, Run
@@ -312,8 +313,14 @@ class CaseResult(msgspec.Struct, frozen=True, kw_only=True, tag_field="line", ta
 
     @property
     def headline(self) -> str:
-        """The sentence of the first finding; empty where there is none."""
-        return self.findings[0].first_line if self.findings else ""
+        """The first of the three lines: what is wrong; empty where nothing is."""
+        return self.three_lines.what
+
+    @property
+    def three_lines(self) -> Headline:
+        """What is wrong, why we say so and what to do next; empty where nothing is."""
+        fixed = self.with_fix is not None and self.with_fix.verdict is Verdict.PASSED
+        return headline_of(self.findings, command=self.command, ranks=self.world_size, fixed=fixed)
 
     @property
     def seconds(self) -> float:

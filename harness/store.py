@@ -30,7 +30,7 @@ from harness.run_options import RunOptions, options_of
 from harness.verdict import Verdict
 
 # Properties that lines have besides the fields, for programs that read them; nothing here does.
-CASE_FACTS = ("good", "headline", "seconds", "cpu_s")
+CASE_FACTS = ("good", "headline", "three_lines", "seconds", "cpu_s")
 RUN_FACTS = ("exit_code", "cpu_s", "totals", "check_totals")
 _TRIES, _PAUSE_S = 5, 0.02
 _START = re.compile(rb'\{"line":"start","schema":(\d+)')

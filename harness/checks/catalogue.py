@@ -14,7 +14,9 @@ and so can a case and a smaller one.
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+from msgspec.structs import replace
 
 from harness.checks import (
     data,
@@ -80,7 +82,7 @@ if len(_PLACES) < len(CHECKS):  # a plug-in cannot know the names of others
 _judge = Rules("judge", Stage.RUN)
 NO_CHECK = _judge("no-check", "no check was executed", judged=False)
 BROKEN = _judge("broken", "the harness failed while judging: {error}")
-KNOWN = _judge("known", "known fault {fault}: {reason} ({link})")
+KNOWN = _judge("known", "known upstream fault {fault} ({link}): {reason}")
 GONE = _judge("gone", "passed although the fault {fault} ({link}) is recorded for it: close the record")
 UNEXPLAINED = _judge(
     "unexplained",
@@ -108,19 +110,74 @@ def probes_of(expect: Expectations, device: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys((*(record for record in asked if record not in expect.never_recorded), *MEASURED)))
 
 
+# Rules that count, or that give up, say less than those beside them that name what is counted.
+_GENERAL = (traffic.VOLUME.name, local_parity.INCOMPARABLE.name)
+_CAUSES_OF_SCALES = (traffic.AMAX_ELSEWHERE.name, traffic.AMAX_MISSING.name)
+
+
 def by_cause(findings: Iterable[Finding]) -> tuple[Finding, ...]:
-    """The findings in the order of causes. Those that could not be judged say nothing about a cause and come last."""
-    all_findings = tuple(findings)
+    """The findings in the order of causes. Those that could not be judged say nothing about a cause and come last.
+
+    A collective that is missing and the one that is there instead are one finding. The first finding says what another
+    one knows of its cause.
+    """
+    all_findings = tuple(_paired(list(findings)))
     wrong_from = _first_wrong_number(all_findings)
 
     def key(finding: Finding) -> tuple[int, ...]:
-        stage, step = _stage_of(finding).place, finding.step or 1
+        stage, step, general = _stage_of(finding).place, finding.step or 1, finding.rule in _GENERAL
         rank = _PLACES.get(finding.check, -1), finding.verdict is not Verdict.INVARIANT
         if not finding.judged:
             return (2,)
-        return (0, stage, step, *rank) if _may_be_cause(finding, wrong_from) else (1, step, stage, *rank)
+        if _may_be_cause(finding, wrong_from):
+            return (0, stage, step, general, *rank)
+        return (1, step, general, stage, *rank)
 
-    return tuple(sorted(all_findings, key=key))
+    ordered = tuple(sorted(all_findings, key=key))
+    return (_completed(ordered[0], ordered[1:]), *ordered[1:]) if ordered else ()
+
+
+def _paired(findings: Sequence[Finding]) -> Iterator[Finding]:
+    """Yield the findings; of calls that are missing and as many others on the same ranks, one that has both."""
+    extra = [finding for finding in findings if finding.rule == traffic.VOLUME.name and finding.expected == "none"]
+    for finding in [finding for finding in findings if finding not in extra]:
+        is_missing = finding.rule == traffic.VOLUME.name and finding.found == "none"
+        instead = next((other for other in extra if is_missing and _stands_for(other, finding)), None)
+        if instead is None:
+            yield finding
+            continue
+        extra.remove(instead)
+        says = finding.says.replace(traffic.VOLUME.says, "{collective} is missing, and there is {instead} instead")
+        values = {**finding.values, "instead": instead.values.get("collective", "")}
+        yield replace(finding, says=says, values=values, found=instead.found)
+    yield from extra
+
+
+def _stands_for(extra: Finding, missing: Finding) -> bool:
+    """Return True for as many calls in the same step, which differ in their axis alone or are of the same axis."""
+    kinds = ("kind", "op", "dtype")
+    same_axis = extra.values.get("axis") == missing.values.get("axis")
+    same_kind = all(extra.values.get(name) == missing.values.get(name) for name in kinds)
+    calls = [(text or "").partition(" ")[0] for text in (extra.found, missing.expected)]
+    at_once = (extra.step, extra.ranks) == (missing.step, missing.ranks)
+    return (same_axis or same_kind) and at_once and calls[0] == calls[1]
+
+
+def _completed(first: Finding, others: Sequence[Finding]) -> Finding:
+    """The first finding with what another one of its step or before knows: the cause, or the module with the NaN."""
+    before = [other for other in others if (other.step or 1) <= (first.step or 1)]
+    if first.check == scales.check_scales.name:
+        causes = [other.message for other in before if other.rule in _CAUSES_OF_SCALES]
+        return replace(first, notes=tuple(dict.fromkeys((*first.notes, *causes[:1]))))
+    if first.rule == reported.GRAD_NORM.name and first.module is None:
+        gradients = (other for other in before if other.rule == parity.GRADIENTS.name and other.step == first.step)
+        module = next((other.module for other in gradients if not _is_finite(other.values.get("norm"))), None)
+        return replace(first, module=module)
+    return first
+
+
+def _is_finite(value: object) -> bool:
+    return str(value).lower() not in ("nan", "inf", "infinity")
 
 
 def first_effect(findings: Sequence[Finding]) -> int | None:
@@ -131,7 +188,12 @@ def first_effect(findings: Sequence[Finding]) -> int | None:
 
 
 def _stage_of(finding: Finding) -> Stage:
-    """Return the stage of rules from other packages or older versions: the same as for findings about the whole run."""
+    """Return the stage of its rule; of one from another package or an older version that of findings about a run.
+
+    Replicas that differ, and how, say more about their collective than its number.
+    """
+    if finding.rule == parity.REPLICAS.name and finding.notes:
+        return Stage.COLLECTIVES
     return RULES[finding.rule].stage if finding.rule in RULES else Stage.RUN
 
 
@@ -163,7 +225,7 @@ def signature_of(verdict: Verdict, findings: Sequence[Finding], run: Run | None)
         return None
     if run is not None and run.causes:
         return Counter(map(_of_rank, run.causes)).most_common(1)[0][0]  # of equally many, the lowest rank's
-    judged = [finding for finding in findings if finding.judged]
+    judged = [finding for finding in findings if finding.judged and finding.rule != KNOWN.name]
     return _of_finding(judged[0]) if judged else None
 
 

@@ -248,9 +248,8 @@ def with_known_faults(judgement: Judgement, faults: Sequence[KnownFault], today:
         broken = ", ".join(dict.fromkeys(finding.rule for finding in unexplained))
         notes.append(UNEXPLAINED.finding(count=len(unexplained), faults=names, rules=broken))
     if judgement.findings and not notes:
-        # Users of the project did not write the records of the package: findings name those faults.
         named = ((KNOWN.finding(fault=each.name, reason=each.reason, link=each.link), each) for each in faults)
-        known = (replace(finding, verdict=fault.verdict) for finding, fault in named if fault.everywhere)
+        known = (replace(finding, verdict=fault.verdict) for finding, fault in named)
         return replace(judgement, verdict=Verdict.KNOWN, findings=(*known, *judgement.findings))
     explained = [finding for finding in judgement.findings if finding not in unexplained]
     return replace(judgement, findings=(*unexplained, *explained, *notes))

@@ -24,7 +24,7 @@ SEVERAL_TRACES = _finite("several-traces", "{ranks} left more than one trace")
 STEPS = _finite("steps", "{ranks} did not record steps 1 to {steps}")
 _BAD = "{quantity} is {value} at step {step} on rank {rank}; bad values: {count}, on {ranks}"
 LOSS = _finite("loss", _BAD, stage=Stage.NO_NUMBER, numeric=True)
-GRAD_NORM = _finite("grad-norm", _BAD, stage=Stage.BF16, numeric=True)
+GRAD_NORM = _finite("grad-norm", _BAD, stage=Stage.NO_NUMBER, numeric=True)
 
 
 @_finite.judged_by(blind="Numbers that are finite and wrong.")

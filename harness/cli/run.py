@@ -22,7 +22,7 @@ from harness.matrix.caseid import case_id
 from harness.matrix.choice import parse_shard
 from harness.project import Project
 from harness.report.ci import junit_report
-from harness.report.run import not_judged_section, run_markdown, run_sections
+from harness.report.run import run_markdown, run_sections
 from harness.result import RunResult
 from harness.run_options import CommandOptions, QueryOptions, RunOptions, option_named, options_of
 from harness.running.plan import Plan, with_command
@@ -102,9 +102,8 @@ def _run_and_report(project: Project, query: Query, plan: Plan, stopped: Stored 
     text_file = sys.stderr if any(path == _STDOUT for path, _ in outputs) else sys.stdout
     rerun = (resume_command if result.end.interrupted else rerun_command)(root=options.before_command().root)
     with workflow_commands_off(text_file, on=asked.github):
-        more = [not_judged_section(result)] if asked.verbose else []
-        sections = run_sections(result, rerun=rerun, quiet=options.before_command().quiet)
-        options.print_sections([*more, *sections], file=text_file)
+        sections = run_sections(result, rerun=rerun, quiet=options.before_command().quiet, whole=asked.verbose)
+        options.print_sections(sections, file=text_file)
     if asked.durations is not None:
         slowest = sorted(result.results, key=lambda case: case.seconds, reverse=True)[: asked.durations or None]
         click.echo(f"\nslowest {counted(len(slowest), 'case')}", file=text_file)

@@ -10,6 +10,8 @@ from msgspec.structs import replace
 
 from harness.checks.catalogue import first_effect
 from harness.checks.failures import LAST_OUTPUT, is_misfit
+from harness.checks.scales import check_underflow
+from harness.headline import Headline, alike
 from harness.report.sections import Block, Entry, Facts, Items, Section, Table, Verbatim
 from harness.result import CaseResult, CastRange, Curve, Measured, Multiplied, Sent, Speedup
 from harness.text import binary_bytes, counted
@@ -31,16 +33,16 @@ def outcome(result: CaseResult) -> str:
 
 
 def headline(result: CaseResult) -> str:
-    """The first finding of a case, or what was unusual about it, on one line; empty if nothing was. An error is cut."""
+    """What is wrong with a case, or what was unusual about it, on one line; empty if nothing was. An error is cut."""
     if result.findings:
-        more = f" (+{len(result.findings) - 1} more)" if len(result.findings) > 1 else ""
-        known = f"{result.expectation}: " if result.verdict is Verdict.KNOWN and result.expectation else ""
+        others = len(result.findings) - len(alike(result.findings))
+        more = f" (+{others} more)" if others and result.verdict is not Verdict.KNOWN else ""
         excused = f"{result.quarantined.partition(':')[0]}: " if result.quarantined and result.excused else ""
-        line = result.findings[0].first_line
+        line = result.headline
         if result.verdict is Verdict.CHANGED:  # the summary has the rest, once for each formula
             formulas = dict.fromkeys(finding.formula for finding in result.findings)
             line, more = f"differs from what the formula says of {', '.join(formulas)}", ""
-        return f"{excused}{known}{line if len(line) <= _NOTE_CHARS else line[:_NOTE_CHARS] + ' …'}{more}"
+        return f"{excused}{line if len(line) <= _NOTE_CHARS else line[:_NOTE_CHARS] + ' …'}{more}"
     parts = (result.expectation and f"as expected: {result.expectation}", retried(result))
     return "; ".join(part for part in parts if part).replace("\n", " ")
 
@@ -62,39 +64,92 @@ def finding_entry(finding: Finding) -> Entry:
     return Entry(title=f"{finding.rule}{where}: {first}", lines=(*filter(None, [details]), *lines))
 
 
-def finding_blocks(findings: Sequence[Finding]) -> tuple[Block, ...]:
-    """Return all findings of a case, in two groups where some are likely effects of those before them."""
-    split, entries = first_effect(findings), tuple(map(finding_entry, findings))
-    if split is None:
-        return entries
-    return (
-        Section(title="nearest to the cause", blocks=entries[:split]),
-        Section(title="also found, likely effects", blocks=entries[split:]),
+def line_texts(lines: Headline) -> tuple[str, ...]:
+    """Return the three lines as text, without those that are empty."""
+    following = f"{'fix' if lines.is_fix else 'next'}: {lines.next}" if lines.next else ""
+    return tuple(filter(None, (lines.what, lines.why, following)))
+
+
+def three_lines(result: CaseResult) -> tuple[Block, ...]:
+    """Return what is wrong, why we say so and what to do next; then what else was found, on one line."""
+    lines = result.three_lines
+    texts = [Verbatim(text) if text.startswith("next: ") else text for text in line_texts(lines)]
+    also = _also(result.findings) if result.verdict is not Verdict.KNOWN else ""
+    return (*texts, *filter(None, [also]))
+
+
+def _also(findings: Sequence[Finding]) -> str:
+    """Return the rules of the other findings: those as near to the cause, then those that likely follow."""
+    if not findings:
+        return ""
+    same, split = alike(findings), first_effect(findings)
+    others = [(place, finding) for place, finding in enumerate(findings) if finding not in same and finding.judged]
+    follows = [place >= (split or math.inf) or (finding.step or 0) > (same[0].step or 1) for place, finding in others]
+    near, effects = (
+        [finding for (_, finding), later in zip(others, follows, strict=True) if later is wanted]
+        for wanted in (False, True)
     )
+    touched = [finding for finding in effects if finding.check != check_underflow.name]  # any other number moves it
+    step = same[0].step or 1
+    effect = f"{len(touched)} that likely follow: {_rules(touched, step)}" if touched else ""
+    unjudged = [finding for finding in findings if not finding.judged and finding not in same]
+    parts = [_rules(near, step), effect, f"not judged: {_rules(unjudged, step)}" if unjudged else ""]
+    return f"also: {'; '.join(filter(None, parts))}" if any(parts) else ""
 
 
-def case_section(result: CaseResult, first: Mapping[str, str] = MappingProxyType({})) -> Section:
-    """Return a case that is not good. `first`: the case that shows a traceback; the others refer to it."""
+def _rules(findings: Sequence[Finding], step: int) -> str:
+    by_rule: dict[str, list[Finding]] = {}
+    for finding in findings:
+        by_rule.setdefault(finding.rule, []).append(finding)
+    return ", ".join(f"{rule}{_where(found, step)}" for rule, found in by_rule.items())
+
+
+def _where(findings: Sequence[Finding], step: int) -> str:
+    modules = {finding.module for finding in findings}
+    steps = [finding.step for finding in findings if finding.step is not None]
+    where = f" in {len(modules)} modules" if len(modules) > 1 else f" ({len(findings)})" if len(findings) > 1 else ""
+    return f"{where} from step {min(steps)}" if steps and min(steps) > step else where
+
+
+def evidence(findings: Sequence[Finding]) -> Section:
+    """Return every finding whole, with its numbers and digests."""
+    return Section(title="findings", blocks=tuple(map(finding_entry, findings)))
+
+
+def case_section(
+    result: CaseResult, first: Mapping[str, str] = MappingProxyType({}), *, whole: bool = False
+) -> Section:
+    """Return a case that is not good. `first`: the case that shows a traceback; the others refer to it.
+
+    `whole`: with all that is known of its findings.
+    """
     more = (retried(result), result.quarantined if result.excused else "")
     return Section(
         title=f"{result.case_id} {outcome(result)}",
         blocks=(
-            *finding_blocks(result.findings),
+            *three_lines(result),
+            *([evidence(result.findings)] if whole else []),
             *_failures(result, first),
             *filter(None, more),
-            *([Verbatim(f"reproduce: {result.command}")] if result.command else []),
+            *reproduce(result),
         ),
     )
 
 
-def case_sections(results: Sequence[CaseResult]) -> list[Section]:
+def reproduce(result: CaseResult) -> tuple[Block, ...]:
+    """Return the command that runs a case again, where the third line is another one."""
+    said = result.three_lines.next.startswith(result.command)
+    return () if said or not result.command else (Verbatim(f"reproduce: {result.command}"),)
+
+
+def case_sections(results: Sequence[CaseResult], *, whole: bool = False) -> list[Section]:
     """Return a section for every case that is not good. The first one with a traceback shows it."""
     bad = [result for result in results if not result.verdict.good]
     first: dict[str, str] = {}
     for result in bad:
         for failure in result.failures:
             first.setdefault(_raised(failure), result.case_id)
-    return [case_section(result, first) for result in bad]
+    return [case_section(result, first, whole=whole) for result in bad]
 
 
 def _failures(result: CaseResult, first: Mapping[str, str]) -> Iterator[Block]:
@@ -135,7 +190,8 @@ def shown_case(case: CaseResult) -> Iterator[Section]:
     expected = f", as expected: {case.expectation}" if case.expectation else ""
     took = f"{counted(case.world_size, 'rank')}, {case.seconds:.1f} s wall, {case.cpu_s:.1f} s CPU"
     yield Section(title=case.case_id, blocks=(f"{case.verdict.value}{expected}; {took}",))
-    yield Section(title="findings", blocks=finding_blocks(case.findings))
+    yield Section(title="what is wrong", blocks=three_lines(case))
+    yield evidence(case.findings)
     causes = [failure for failure in case.failures if not failure.consequence]
     yield Section(title="stacks", blocks=tuple(block for cause in causes for block in failure_blocks(cause, most=12)))
     if case.measured is not None:

@@ -11,7 +11,7 @@ from types import MappingProxyType
 from typing import Literal, NamedTuple
 from xml.etree import ElementTree
 
-from harness.report.case import failure_blocks, finding_blocks, headline, outcome
+from harness.report.case import evidence, failure_blocks, headline, outcome, reproduce, three_lines
 from harness.report.run import run_markdown
 from harness.report.sections import Block, Section, text_of
 from harness.result import CaseResult, RunResult
@@ -73,7 +73,7 @@ def _add_case(group: ElementTree.Element, result: CaseResult, answer: JUnitEleme
     case = ElementTree.SubElement(group, "testcase", names)
     facts = {"verdict": result.verdict.value, "world_size": str(result.world_size), "command": result.command}
     _add_properties(case, facts)
-    findings = _text(*(finding_blocks(result.findings) or (outcome(result),)), *_reproduce(result))
+    findings = _text(*(three_lines(result) or (outcome(result),)), *reproduce(result), evidence(result.findings))
     if answer is not None:
         attributes = {"type": result.verdict.value, "message": printable(answer.why)}
         ElementTree.SubElement(case, answer.element, attributes).text = findings
@@ -105,8 +105,7 @@ def annotation_lines(run: RunResult) -> str:
     bad = [result for result in run.results if not result.verdict.good and result.verdict is not Verdict.CHANGED]
     shown = bad if len(bad) <= ANNOTATIONS else bad[: ANNOTATIONS - 1]
     lines = [
-        annotation(result.case_id, _text(outcome(result), *finding_blocks(result.findings), *_reproduce(result)))
-        for result in shown
+        annotation(result.case_id, _text(outcome(result), *three_lines(result), *reproduce(result))) for result in shown
     ]
     if len(bad) > len(shown):
         names = "\n".join(result.case_id for result in bad[len(shown) :])
@@ -134,10 +133,6 @@ def annotation(title: str, message: str, *, file: str = "", line: int = 0) -> st
 
 def _escaped(text: str) -> str:
     return printable(text).replace("%", "%25").replace("\n", "%0A")
-
-
-def _reproduce(result: CaseResult) -> tuple[Block, ...]:
-    return (f"reproduce: {result.command}",) if result.command else ()
 
 
 def _text(*blocks: Block) -> str:

@@ -15,22 +15,27 @@ SHOWN_CASES = 200  # CI summary pages are truncated at about 1 MB
 _EXPLAINED = 1000  # cases that a terminal gets a section of
 
 
-def run_sections(run: RunResult, *, rerun: str, quiet: bool = False) -> list[Block]:
-    """Return the report for people; `rerun` is the command that runs what was not run. `quiet`: without the table."""
+def run_sections(run: RunResult, *, rerun: str, quiet: bool = False, whole: bool = False) -> list[Block]:
+    """Return the report for people; `rerun` is the command that runs what was not run.
+
+    `quiet`: without the table. `whole`: with all findings, and what was not judged.
+    """
     ran = [result for result in run.results if result.ran]
     bad = [result for result in ran if not result.good and result.verdict is not Verdict.CHANGED]
     missing = len(run.results) - len(ran)
     waiting = f"not run: {counted(missing, 'case')} (`{rerun}` runs {'it' if missing == 1 else 'them'})"
     return [
-        *([] if quiet else [case_table(ran)]),
-        *case_sections(bad[:_EXPLAINED]),
+        *([not_judged_section(run)] if whole else []),
+        *([] if quiet else [case_table(ran, short=True)]),
+        *case_sections(bad[:_EXPLAINED], whole=whole),
         *([f"… and {len(bad) - _EXPLAINED} more that are not good."] if len(bad) > _EXPLAINED else []),
         *([waiting] if missing else []),
         *totals(run),
     ]
 
 
-def case_table(results: Sequence[CaseResult]) -> Table:
+def case_table(results: Sequence[CaseResult], *, short: bool = False) -> Table:
+    """Return a row for every case; `short`: the notes of those that have a section name rule and place alone."""
     return Table(
         columns=("case", "verdict", "ranks", "wall s", "CPU s", "note"),
         rows=tuple(
@@ -40,7 +45,7 @@ def case_table(results: Sequence[CaseResult]) -> Table:
                 str(result.world_size),
                 f"{result.seconds:.1f}",
                 f"{result.cpu_s:.1f}",
-                headline(result),
+                headline(result).partition(": ")[0] if short and _is_explained(result) else headline(result),
             )
             for result in results
         ),
@@ -50,8 +55,13 @@ def case_table(results: Sequence[CaseResult]) -> Table:
     )
 
 
+def _is_explained(result: CaseResult) -> bool:
+    return bool(result.findings) and not result.good and result.verdict is not Verdict.CHANGED and not result.excused
+
+
 def totals(run: RunResult) -> Iterator[Section]:
     """Yield what ends a report: what differs from formulas, was not judged, not run or not stored, then the totals."""
+    yield _known_faults(run)
     yield differing_formulas(run)
     skipped = [unjudged for result in run.results for unjudged in result.not_judged if unjudged.unverified]
     yield _not_judged("not judged here", skipped)
@@ -59,6 +69,13 @@ def totals(run: RunResult) -> Iterator[Section]:
     yield Section(title=f"left out, beyond the budget ({len(run.start.left_out)})", blocks=(Items(run.start.left_out),))
     lines = filter(None, [devices_line(run.results), references_line(run.end.references)])
     yield Section(blocks=(*_references(run), *lines, totals_line(run)))
+
+
+def _known_faults(run: RunResult) -> Section:
+    """Each upstream fault that cases show as recorded, with its link, the cases, and whether they pass with the fix."""
+    lines = Counter(result.headline for result in run.results if result.verdict is Verdict.KNOWN and result.findings)
+    shown = (f"{line.removeprefix('judge/known: ')} (in {counted(count, 'case')})" for line, count in lines.items())
+    return Section(title="known upstream faults", blocks=(Items(tuple(shown)),))
 
 
 def differing_formulas(run: RunResult) -> Section:
@@ -180,7 +197,7 @@ def run_markdown(run: RunResult) -> str:
                 blocks=(Verbatim(text_of([section]).rstrip(), "text"),),
                 folded=True,
             )
-            for result, section in zip(shown, case_sections(shown), strict=True)
+            for result, section in zip(shown, case_sections(shown, whole=True), strict=True)
         ]
     if len(bad) > SHOWN_CASES:
         blocks.append(f"… and {len(bad) - SHOWN_CASES} more that are not good.")

@@ -31,7 +31,7 @@ LEVELS = [
     ["expect"],
     ["request", "result", "jsonform"],
     ["engine", "matrix", "run_options"],
-    ["internals"],
+    ["internals", "headline"],
     ["durable", "registry"],
     ["errors", "hints", "promises", "sources", "trace", "verdict"],
     ["text"],

@@ -370,7 +370,7 @@ def test_a_quarantined_case_fails_no_run_and_is_still_told() -> None:
     assert run.exit_code is ExitCode.GOOD
     assert totals_line(run).startswith("2 cases: 1 passed, 1 numeric (1 of them quarantined); ")
     text = text_of(run_sections(run, rerun=""))
-    assert f"  {excuse}\n" in text and "quarantined until 2027-03-01 by ana: loss is nan" in text
+    assert f"  {excuse}\n" in text and "quarantined until 2027-03-01 by ana: finite/test: loss is nan" in text
     assert b'<skipped type="numeric"' in junit_report(run) and b'failures="0"' in junit_report(run)
     assert RunResult(results=(make_result(CASE, Verdict.NOT_RUN, quarantined=excuse),)).exit_code == 3
     counts = RunResult(results=(make_result("b", Verdict.NUMERIC), bad))

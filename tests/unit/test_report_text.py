@@ -7,13 +7,14 @@ from types import MappingProxyType
 import pytest
 from msgspec.structs import replace
 
+from harness.checks.catalogue import KNOWN
 from harness.evidence.golden import GoldenChange, GoldenKey
 from harness.matrix.caseid import case_id, reference_case
 from harness.report.case import case_section, finding_entry, headline
 from harness.report.evidence import golden_section, review_sections
 from harness.report.run import case_table, not_judged_section, run_markdown, run_sections, totals_line
 from harness.report.sections import Section, text_of
-from harness.result import CaseResult, RunResult
+from harness.result import CaseResult, RunResult, WithFix
 from harness.trace import RankFailure
 from harness.verdict import Finding, NotJudged, Verdict
 from tests.builders import (
@@ -27,15 +28,16 @@ from tests.builders import (
     run_of,
 )
 
-FINDING = a_finding(
+FINDING = Finding(
     rule="fp8_on/not-converted",
-    message="layers.0.w1 was not converted\nsecond line",
+    says="{module} was not converted\nsecond line",
     step=3,
     rank=1,
     module="layers.0.w1",
     expected="converted",
     found="plain",
 )
+WRONG = a_finding(rule="parity/gradients", message="21 of 21 gradients differ", step=3, verdict=Verdict.NUMERIC)
 
 
 def text_report(run_result: RunResult) -> str:
@@ -73,17 +75,20 @@ def run(*results: CaseResult, interrupted: bool = False) -> RunResult:
 
 
 def test_the_table() -> None:
-    assert table_lines(result(), result("tp2-rowwise-v2256", Verdict.INVARIANT, FINDING, FINDING)) == [
+    assert table_lines(result(), result("tp2-rowwise-v2256", Verdict.INVARIANT, FINDING, WRONG)) == [
         "case               verdict    ranks  wall s  CPU s  note",
         "single-bf16        passed         4     1.2    2.5",
-        "tp2-rowwise-v2256  invariant      4     1.2    2.5  layers.0.w1 was not converted (+1 more)",
+        (
+            "tp2-rowwise-v2256  invariant      4     1.2    2.5  "
+            "fp8_on/not-converted in layers.0.w1: it was not converted [step 3, rank 1] (+1 more)"
+        ),
     ]
     assert table_lines() == []
 
 
 def test_a_finding_says_where_what_expected_and_found_or_that_it_could_not_be_judged() -> None:
     assert text_of([Section(blocks=(finding_entry(FINDING),))]).splitlines() == [
-        "fp8_on/not-converted [step 3, rank 1, module layers.0.w1]: layers.0.w1 was not converted",
+        "fp8_on/not-converted [step 3, rank 1]: layers.0.w1 was not converted",
         "  second line",
         "  expected: converted",
         "  found: plain",
@@ -93,28 +98,44 @@ def test_a_finding_says_where_what_expected_and_found_or_that_it_could_not_be_ju
     lacks = a_finding(rule="loss_vs_golden/no-golden", message="no golden is stored", judged=False)
     assert case_block(result("bad", Verdict.INVARIANT, lacks)).startswith("bad could not be judged\n")
     both = case_block(result("bad", Verdict.INVARIANT, FINDING, lacks))
-    assert both.startswith("bad broke an invariant\n") and "cannot be judged: no golden is stored" in both
+    assert both.startswith("bad broke an invariant\n") and "also: not judged: loss_vs_golden/no-golden" in both
 
 
-def test_findings_are_divided_where_some_may_be_effects_of_others() -> None:
-    wrong = a_finding(rule="parity/gradients", message="21 of 21 gradients differ", step=3, verdict=Verdict.NUMERIC)
-    assert case_block(result("bad", Verdict.INVARIANT, FINDING, wrong)).splitlines()[1:] == [
-        "  nearest to the cause",
-        "    fp8_on/not-converted [step 3, rank 1, module layers.0.w1]: layers.0.w1 was not converted",
-        "      second line",
-        "      expected: converted",
-        "      found: plain",
-        "  also found, likely effects",
-        "    parity/gradients [step 3]: 21 of 21 gradients differ",
+def test_a_failure_is_three_lines_and_one_line_for_all_that_follows() -> None:
+    many = [replace(FINDING, module=f"layers.{layer}.w{number}") for layer in (0, 1) for number in (1, 2)]
+    lines = [
+        "  fp8_on/not-converted in layers.0.w1: it was not converted [step 3, rank 1]",
+        "  expected converted, found plain",
+        "  next: fp8-harness run bad -v",
+        "  also: 1 that likely follow: parity/gradients",
+    ]
+    assert case_block(result("bad", Verdict.INVARIANT, FINDING, WRONG)).splitlines()[1:] == lines
+    lines[0] = "  fp8_on/not-converted in 4 modules (layers.*.w1, layers.*.w2): each was not converted [step 3, rank 1]"
+    assert case_block(result("bad", Verdict.INVARIANT, *many, WRONG)).splitlines()[1:] == lines
+    mended = replace(FINDING, fix="convert it.")
+    assert case_block(result("bad", Verdict.INVARIANT, mended)).splitlines()[3:] == [
+        "  fix: convert it.",
         "  reproduce: fp8-harness run bad",
     ]
-    assert "cause" not in case_block(result("bad", Verdict.INVARIANT, FINDING, FINDING))
+    whole = text_of([case_section(result("bad", Verdict.INVARIANT, FINDING, WRONG), whole=True)])
+    assert "second line" in whole and "parity/gradients [step 3]: 21 of 21 gradients differ" in whole
+
+
+def test_a_known_fault_is_one_line_with_its_link_and_whether_it_passes_with_the_fix() -> None:
+    fault = KNOWN.finding(fault="rounds", link="unreported", reason="It rounds.")
+    known = result("a", Verdict.KNOWN, fault, WRONG)
+    fixed = replace(known, with_fix=WithFix(fixes=("f.py:apply",), verdict=Verdict.PASSED, findings=(), checks=()))
+    line = "rounds (unreported), passes with the candidate fix: It rounds."
+    assert headline(fixed) == f"judge/known: {line}"
+    assert "(unreported), no candidate fix is recorded: It rounds." in headline(known)
+    assert text_report(run(fixed, fixed)).count(f"known upstream faults\n  {line} (in 2 cases)\n") == 1
+    assert fixed.three_lines.why == "it shows by parity/gradients"
 
 
 def test_the_report_has_a_block_for_what_is_not_good_only_and_counts_every_verdict() -> None:
     text = text_report(run(result(), result("known", Verdict.KNOWN, FINDING), result("bad", Verdict.NUMERIC, FINDING)))
     assert "bad computed wrong numbers" in text
-    assert "reproduce: fp8-harness run bad" in text
+    assert "next: fp8-harness run bad -v" in text
     assert "known failed as" not in text and "run --case single" not in text
     assert text.endswith("3 cases: 1 passed, 1 numeric, 1 known; 0 checks judged, 0 not; 12.3 s wall, 7.5 s CPU\n")
     assert text_report(run(interrupted=True)) == "0 cases: nothing; 12.3 s wall, 0.0 s CPU - interrupted\n"
@@ -125,10 +146,10 @@ def test_the_report_has_a_block_for_what_is_not_good_only_and_counts_every_verdi
 def test_headlines_are_cut_in_the_table_and_retries_and_expectations_are_visible() -> None:
     words = "rank 0 raised: " + "Traceback " * 200 + "the cause"
     result = make_result("a", Verdict.CRASH, findings=(a_finding(message=words), a_finding()))
-    assert headline(result).startswith(words[:400]) and headline(result).endswith("… (+1 more)")
+    assert headline(result).startswith(f"/test: {words[:380]}") and headline(result).endswith("… (+1 more)")
     assert len(headline(result)) < 420
     assert "the cause" in case_block(result)
-    assert headline(crashed()) == "rank 1 raised"
+    assert headline(crashed()) == "engine/test: rank 1 raised"
     block = case_block(crashed())
     assert "2 attempts, earlier: infra: no fork" in block
     assert headline(make_result(expectation="alignment")) == "as expected: alignment"
@@ -196,7 +217,7 @@ def test_markdown_lists_what_is_not_good_folds_the_rest_and_stays_small() -> Non
     finding = a_finding(check="c", message="a | b <x> & ```")
     text = run_markdown(run(result(), result("bad", Verdict.NUMERIC, finding)))
     assert text.startswith("## fp8-harness: not good\n")
-    assert "| `bad` | numeric | 4 | 1.2 | 2.5 | a \\| b &lt;x&gt; &amp; \\`\\`\\` |" in text
+    assert "| `bad` | numeric | 4 | 1.2 | 2.5 | c/test: a \\| b &lt;x&gt; &amp; \\`\\`\\` |" in text
     assert "````text\nbad computed wrong numbers" in text
     assert text.count("<details>") == text.count("</details>") == 2
     assert text.index("`bad`") < text.index("`single-bf16`")

@@ -41,13 +41,13 @@ function rule(name) {
   return index.checks[check] ? el("a", { href: `#check-${check}`, onclick: show }, name) : name;
 }
 
-function finding(record, number) {
+function finding(record) {
   const [message, ...more] = record.message.split("\n");
   const rows = [["expected", record.expected], ["found", record.found], ["fix", record.fix]].filter(([, value]) => value);
   return el(
     "li", { class: record.effect ? "effect" : "cause" },
     el("p", {}, el("strong", {}, rule(record.rule)), record.place ? ` [${record.place}]` : "", ": ", message,
-      number === 0 ? el("span", { class: "tag" }, "first divergence") : record.effect ? el("span", { class: "tag" }, "likely an effect") : null),
+      record.effect ? el("span", { class: "tag" }, "likely an effect") : null),
     more.length ? el("pre", {}, more.join("\n")) : null,
     facts(rows),
   );
@@ -167,6 +167,7 @@ function showCase(at) {
     el("p", {}, detail.outcome, "."),
     ...[
       facts([...(detail.facts || []), ...(detail.axes || []).map(([name, value]) => [name, value, index.meanings[name]])]),
+      part("What is wrong", ...(detail.lines || []).map((line, number) => el("p", {}, number ? line : el("strong", {}, line)))),
       part("Run it again", command(detail.command)),
       part("Findings", findings(detail.findings || []), detail.signature ? el("p", { class: "signature" }, "signature: ", el("code", {}, detail.signature)) : null),
       part("Findings with the candidate fix", findings(detail.fixed || [])),
