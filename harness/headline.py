@@ -39,7 +39,7 @@ class Headline(msgspec.Struct, frozen=True):
 
 
 def headline_of(findings: Sequence[Finding], *, command: str, ranks: int, fixed: bool = False) -> Headline:
-    """Return the three lines. `command` runs the case again, on so many ranks. `fixed`: it passes with recorded fixes."""
+    """Return the three lines. `command` runs the case again, on so many ranks; `fixed`: with its fixes it passes."""
     if not findings:
         return Headline()
     known, first = [finding for finding in findings if finding.rule == KNOWN], findings[0]

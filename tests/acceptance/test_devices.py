@@ -51,7 +51,7 @@ def test_what_fails_on_a_gpu_stops_the_run_before_the_cpu_and_runs_again_there(o
     done = on_gpus.call("run", "mixed", "-x")
     assert done.returncode == 1 and "not run: 1 case" in done.stdout, done.stdout
     assert " on the CPU" not in done.stdout and RTX not in done.stdout, "what did not run was nowhere"
-    (command,) = [line.strip() for line in done.stdout.splitlines() if line.strip().startswith("reproduce: ")]
+    (command,) = [line.strip() for line in done.stdout.splitlines() if line.strip().startswith("next: ")]
     assert "--device" not in command
     again = on_gpus.call("run", "--lf")
     assert again.returncode == 1 and "not run" not in again.stdout
