@@ -14,7 +14,7 @@ and so can a case and a smaller one.
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from msgspec.structs import replace
 
@@ -112,16 +112,11 @@ def probes_of(expect: Expectations, device: str) -> tuple[str, ...]:
 
 # Rules that count, or that give up, say less than those beside them that name what is counted.
 _GENERAL = (traffic.VOLUME.name, local_parity.INCOMPARABLE.name)
-_CAUSES_OF_SCALES = (traffic.AMAX_ELSEWHERE.name, traffic.AMAX_MISSING.name)
 
 
 def by_cause(findings: Iterable[Finding]) -> tuple[Finding, ...]:
-    """The findings in the order of causes. Those that could not be judged say nothing about a cause and come last.
-
-    A collective that is missing and the one that is there instead are one finding. The first finding says what another
-    one knows of its cause.
-    """
-    all_findings = tuple(_paired(list(findings)))
+    """The findings in the order of causes. Those that could not be judged say nothing about a cause and come last."""
+    all_findings = tuple(findings)
     wrong_from = _first_wrong_number(all_findings)
 
     def key(finding: Finding) -> tuple[int, ...]:
@@ -134,50 +129,16 @@ def by_cause(findings: Iterable[Finding]) -> tuple[Finding, ...]:
         return (1, step, general, stage, *rank)
 
     ordered = tuple(sorted(all_findings, key=key))
-    return (_completed(ordered[0], ordered[1:]), *ordered[1:]) if ordered else ()
+    return (_with_module(ordered[0], ordered), *ordered[1:]) if ordered else ()
 
 
-def _paired(findings: Sequence[Finding]) -> Iterator[Finding]:
-    """Yield the findings; of calls that are missing and as many others on the same ranks, one that has both."""
-    extra = [finding for finding in findings if finding.rule == traffic.VOLUME.name and finding.expected == "none"]
-    for finding in [finding for finding in findings if finding not in extra]:
-        is_missing = finding.rule == traffic.VOLUME.name and finding.found == "none"
-        instead = next((other for other in extra if is_missing and _stands_for(other, finding)), None)
-        if instead is None:
-            yield finding
-            continue
-        extra.remove(instead)
-        says = finding.says.replace(traffic.VOLUME.says, "{collective} is missing, and there is {instead} instead")
-        values = {**finding.values, "instead": instead.values.get("collective", "")}
-        yield replace(finding, says=says, values=values, found=instead.found)
-    yield from extra
-
-
-def _stands_for(extra: Finding, missing: Finding) -> bool:
-    """Return True for as many calls in the same step, which differ in their axis alone or are of the same axis."""
-    kinds = ("kind", "op", "dtype")
-    same_axis = extra.values.get("axis") == missing.values.get("axis")
-    same_kind = all(extra.values.get(name) == missing.values.get(name) for name in kinds)
-    calls = [(text or "").partition(" ")[0] for text in (extra.found, missing.expected)]
-    at_once = (extra.step, extra.ranks) == (missing.step, missing.ranks)
-    return (same_axis or same_kind) and at_once and calls[0] == calls[1]
-
-
-def _completed(first: Finding, others: Sequence[Finding]) -> Finding:
-    """The first finding with what another one of its step or before knows: the cause, or the module with the NaN."""
-    before = [other for other in others if (other.step or 1) <= (first.step or 1)]
-    if first.check == scales.check_scales.name:
-        causes = [other.message for other in before if other.rule in _CAUSES_OF_SCALES]
-        return replace(first, notes=tuple(dict.fromkeys((*first.notes, *causes[:1]))))
-    if first.rule == reported.GRAD_NORM.name and first.module is None:
-        gradients = (other for other in before if other.rule == parity.GRADIENTS.name and other.step == first.step)
-        module = next((other.module for other in gradients if not _is_finite(other.values.get("norm"))), None)
-        return replace(first, module=module)
-    return first
-
-
-def _is_finite(value: object) -> bool:
-    return str(value).lower() not in ("nan", "inf", "infinity")
+def _with_module(first: Finding, others: Sequence[Finding]) -> Finding:
+    """The first finding; of a norm that is no number with the module whose gradient is none in that step."""
+    if first.rule != reported.GRAD_NORM.name or first.module is not None:
+        return first
+    gradients = [other for other in others if (other.rule, other.step) == (parity.GRADIENTS.name, first.step)]
+    lost = (other.module for other in gradients if str(other.values.get("norm")).lower() in ("nan", "inf"))
+    return replace(first, module=next(lost, None))
 
 
 def first_effect(findings: Sequence[Finding]) -> int | None:

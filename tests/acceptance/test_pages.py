@@ -209,7 +209,7 @@ def test_your_own_trainer(tmp_path: Path) -> None:
     )
     kept = sentence(MEMORY, what="float8_e4m3fn bytes saved for backward")
     says = {
-        "fp8-harness run --inject fault:amax_without_abs": [(1, f"{WRONG_SCALE}1 ")],
+        "fp8-harness run --inject fault:amax_without_abs": [(1, f"{RULES.amax.name} in 1: {RULES.amax.says}")],
         "fp8-harness run --inject fault:float8_weight_kept_for_backward": [(1, kept)],
         "fp8-harness check-target my_target": [(0, "my_target works under the harness. Not supported by it:")],
         layouts: [(1, "fsdp2   wrong"), (0, "fsdp2   equal")],

@@ -11,7 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from harness.checks import traffic
 from harness.checks.catalogue import CHECKS, RULES, by_cause, first_effect
 from harness.project import find_project
 from harness.report.evidence import checks_markdown
@@ -112,36 +111,10 @@ def test_effects_begin_where_nothing_after_can_be_the_cause(fault: str, effects:
     assert first_effect(()) is None
 
 
-def sent(dtype: str, *, missing: bool, axis: str = "dp_shard", calls: int = 4, step: int = 1) -> Finding:
-    kind = {"kind": "reduce_scatter", "op": "sum", "dtype": dtype, "axis": axis, "collective": f"{dtype} along {axis}"}
-    expected, found = (f"{calls} with 8 bytes", "none") if missing else ("none", f"{calls} with 8 bytes")
-    return traffic.VOLUME.finding(values=kind, step=step, expected=expected, found=found)
-
-
-def test_a_missing_call_and_the_one_that_is_there_instead_are_one_finding() -> None:
-    missing, extra = sent("float32", missing=True), sent("bfloat16", missing=False)
-    (both,) = by_cause((extra, missing))
-    assert both.message == "float32 along dp_shard is missing, and there is bfloat16 along dp_shard instead"
-    assert (both.expected, both.found) == ("4 with 8 bytes", "4 with 8 bytes") and by_cause((both,)) == (both,)
-    (both,) = by_cause((missing, sent("float32", missing=False, axis="tp")))
-    assert both.values["instead"] == "float32 along tp"
-    for other in (
-        sent("bfloat16", missing=False, calls=3),
-        sent("bfloat16", missing=False, step=2),
-        sent("bfloat16", missing=False, axis="tp"),
-    ):
-        assert len(by_cause((missing, other))) == 2
-
-
-def test_the_first_finding_says_what_another_one_knows_of_its_cause() -> None:
-    axis = traffic.AMAX_ELSEWHERE.finding(axis="dp_shard", step=1)
-    first, second = by_cause((scale(), axis))
-    assert first.notes == ("amax is reduced over the wrong ranks: not along dp_shard",) and second == axis
-    assert by_cause((first, second)) == (first, second)
+def test_a_norm_that_is_no_number_has_the_module_whose_gradient_is_none() -> None:
     lost = replace(gradients(2), module="wq", values={"norm": math.nan})
     assert [each.module for each in by_cause((not_finite(2), lost))] == ["wq", "wq"]
     assert by_cause((not_finite(2), replace(lost, values={"norm": 1.0})))[0].module is None
-    assert by_cause((scale(), replace(axis, step=2)))[0].notes == ()
 
 
 @given(st.lists(st.sampled_from([shown for findings in TOLD.values() for shown in findings]), max_size=8))
