@@ -69,8 +69,8 @@ def tables(record: Comparison) -> str:
     names = {**OF_ALL, **(OF_SAMPLE if asked else {})}
     rule = _line(*["---"] * (1 + len(names)))
     groups = {
-        f"{group} {title}": [row for row in record.rows if fault_named(row.fault).group == group]
-        for group, title in FAULT_CLASSES.items()
+        f"{group} {of_class.title}": [row for row in record.rows if fault_named(row.fault).group == group]
+        for group, of_class in FAULT_CLASSES.items()
     }
     lines = [_line("faults", *names.values()), rule]
     for title, rows in {**groups, "**all**": record.rows, "**of the sample**": asked}.items():

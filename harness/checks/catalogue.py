@@ -79,7 +79,9 @@ if len(_PLACES) < len(CHECKS):  # a plug-in cannot know the names of others
     twice = [name for name, count in Counter(check.name for check in CHECKS).items() if count > 1]
     raise HarnessError(f"two checks have the name {twice[0]}.", where="checks of plug-ins", fix="rename one of them.")
 
-_judge = Rules("judge", Stage.RUN)
+_judge = Rules(
+    "judge", Stage.RUN, only={"a recorded fault": "known gone outdated other-end", "a damaged trace": "no-check broken"}
+)
 NO_CHECK = _judge("no-check", "no check was executed", judged=False)
 BROKEN = _judge("broken", "the harness failed while judging: {error}")
 KNOWN = _judge("known", "known upstream fault {fault} ({link}): {reason}")

@@ -64,7 +64,7 @@ class Rule(msgspec.Struct, frozen=True, kw_only=True):
 
     `says`: the template of the sentence. `numeric`: a number is off. `judged`: False where the check lacks something.
     `key`: the values that tell one failure of the rule from another. `located`: the module of a finding is where the
-    fault is, not the worst of many.
+    fault is, not the worst of many. `only`: what alone breaks it, where no fault that is planted does.
     """
 
     name: str
@@ -76,6 +76,7 @@ class Rule(msgspec.Struct, frozen=True, kw_only=True):
     located: bool = False
     fix: str | None = None
     formula: str = ""
+    only: str = ""
 
     @property
     def check(self) -> str:
@@ -126,12 +127,16 @@ class Rule(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Rules:
-    """Declares one check and its rules, each of them by a call. `stage` and `located` are those of most of them."""
+    """Declares one check and its rules, each of them by a call. `stage` and `located` are those of most of them.
 
-    def __init__(self, check: str, stage: Stage, *, located: bool = False) -> None:
+    `only`: what alone breaks some of them, with their names.
+    """
+
+    def __init__(self, check: str, stage: Stage, *, located: bool = False, only: Mapping[str, str] = {}) -> None:
         self.check = check
         self.declared: tuple[Rule, ...] = ()
         self._stage, self._located = stage, located
+        self.only = {name: why for why, names in only.items() for name in names.split()}
 
     def __call__(
         self, name: str, says: str, *, stage: Stage | None = None, located: bool | None = None, **fields: Any
@@ -142,7 +147,7 @@ class Rules:
             says=says,
             stage=stage or self._stage,
             located=self._located if located is None else located,
-            **fields,
+            **{"only": self.only.get(name, ""), **fields},
         )
         self.declared += (rule,)
         return rule
@@ -153,7 +158,8 @@ class Rules:
 
     def no_witness(self) -> Rule:
         """Return the rule of a check that lacks a run to compare with."""
-        return self("no-witness", "{who} could not be run{why}", stage=Stage.RUN, judged=False, located=False)
+        says, only = "{who} could not be run{why}", "a missing reference"
+        return self("no-witness", says, stage=Stage.RUN, judged=False, located=False, only=only)
 
 
 def by_name(rules: Iterable[Rule]) -> Mapping[str, Rule]:
@@ -334,7 +340,7 @@ class Check(msgspec.Struct, frozen=True):
     def no_record(self) -> Rule:
         """The rule that is broken where a rank lacks what it was asked to record."""
         says = "no record of {record} on {where}"
-        return Rule(name=f"{self.name}/no-record", stage=Stage.RUN, says=says, judged=False)
+        return Rule(name=f"{self.name}/no-record", stage=Stage.RUN, says=says, judged=False, only="a damaged trace")
 
     @property
     def rules(self) -> tuple[Rule, ...]:

@@ -117,7 +117,7 @@ def _spelled(sequences: Iterable[int]) -> str:
     return format_ranks(sequences).removeprefix("ranks ").removeprefix("rank ")
 
 
-_resume = Rules("resume", Stage.DATA)
+_resume = Rules("resume", Stage.DATA, only={"a damaged trace": "not-loaded"})
 NOT_LOADED = _resume("not-loaded", "no state was loaded by {layout}", key=("layout",))
 OTHER_STATE = _resume(
     "state",

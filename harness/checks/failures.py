@@ -153,7 +153,7 @@ def _is_refusal(failure: RankFailure, *, any_error: bool) -> bool:
 
 ENGINE = "engine"  # in place of a check, in findings about ranks that did not finish
 
-RULES = Rules("engine", Stage.RUN)
+RULES = Rules("engine", Stage.RUN, only={"a rank that hangs": "stuck", "a damaged trace": "unknown report"})
 UNKNOWN = RULES("unknown", "the engine reports {status}, but no rank reports a cause")
 RAISED = RULES("raised", "{ranks} {end}", key=("error",))
 STUCK = RULES("stuck", "{ranks} {end}")

@@ -18,7 +18,15 @@ from harness.verdict import Finding, Value
 
 _TRANSPORTS = {"collectives", "gloo"}  # of the collectives on a CPU: the shared fabric, or torch's gloo
 
-_rule = Rules("fp8_on", Stage.MODEL, located=True)
+_rule = Rules(
+    "fp8_on",
+    Stage.MODEL,
+    located=True,
+    only={
+        "a damaged trace": "no-rank twice no-step lacks-parts foreign-parts",
+        "a case that asks for it": "converts-nothing filters",
+    },
+)
 NO_RANK = _rule("no-rank", "no rank left a trace")
 CONVERTS_NOTHING = _rule("converts-nothing", "the case asks for FP8 but converts no linear")
 _OF_ALL = "{count} of {total:n linear|linears} "
@@ -153,7 +161,9 @@ def check_matmuls(case: Case, run: Run, witnesses: Witnesses) -> list[Finding]:
 REFUSED = re.compile(r"divisible by (?:16\b|inner block size\b)|multiple of (?:16|32)\b")
 
 
-_alignment = Rules("alignment", Stage.MODEL)
+_alignment = Rules(
+    "alignment", Stage.MODEL, only={"an own target": "sizes", "a damaged trace": "other-error no-end none-refused"}
+)
 REFUSED_ALIGNED = _alignment("refused", "refused on {ranks} although every GEMM is aligned")
 REFUSED_SIZES = _alignment(
     "sizes", "refused on {ranks}: sizes of a converted linear, or of its tokens, are no multiples of {multiple} there"

@@ -24,7 +24,12 @@ from harness.trace.graphs import GraphCast, GraphMatmul, UnknownCast
 from harness.trace.operands import ScaleSummary
 from harness.verdict import Finding
 
-_rule = Rules("graph_scales", Stage.SCALES, located=True)
+_rule = Rules(
+    "graph_scales",
+    Stage.SCALES,
+    located=True,
+    only={"a damaged trace": "scale-dtype scale-shape target-dtype other-casts unasked"},
+)
 RULES = CastRules(_rule)
 NO_CAST = _rule("no-cast", "no cast to float8 was executed in some step on {where}")
 UNASKED = _rule("unasked", "blocks cast to float8 although no linear is converted, on {ranks}")

@@ -21,7 +21,7 @@ from harness.trace import RankTrace, Run
 from harness.trace.graphs import Collective, FusedCall, FusedNode, GeneratedResult, GraphRecord, GraphTrace, Phase
 from harness.verdict import Finding
 
-_rule = Rules("graphs", Stage.EXECUTION)
+_rule = Rules("graphs", Stage.EXECUTION, only={"a damaged trace": "unpaired ranks scale-shape"})
 NO_GRAPH = _rule("none", "the case asks for compiled blocks, but no graph was compiled", stage=Stage.MODEL)
 UNPAIRED = _rule("unpaired", "forward and backward graphs do not pair up")
 WRONG_RANKS = _rule("ranks", "{operator} communicates over the wrong ranks", key=("operator",))

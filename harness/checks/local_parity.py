@@ -41,7 +41,7 @@ _NOUNS = {
 
 Judged = tuple[ModuleDistance, float]  # a tensor, and how far it may be from its replay
 
-_rule = Rules("local_parity", Stage.MODULE)
+_rule = Rules("local_parity", Stage.MODULE, only={"a damaged trace": "nothing-compared"})
 NO_REPLAY = _rule.no_witness()
 NOTHING_COMPARED = _rule("nothing-compared", "no module was compared")
 INCOMPARABLE = _rule(

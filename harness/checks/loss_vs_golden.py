@@ -23,7 +23,14 @@ COARSE = "its losses were rounded to bfloat16: compute the loss from logits in f
 SHOWN_ROWS = 12  # of the table in a message
 
 
-_rule = Rules("loss_vs_golden", Stage.BF16)
+_rule = Rules(
+    "loss_vs_golden",
+    Stage.BF16,
+    only={
+        "a missing reference": "no-golden no-tolerance proves-nothing family hardware steps",
+        "a damaged trace": "no-rank steps-of-ranks",
+    },
+)
 NO_GOLDEN = _rule(
     "no-golden",
     "no golden is stored for {family}, and its BF16 reference did not finish{why}; to see why run `{command}`",

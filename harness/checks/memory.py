@@ -147,7 +147,7 @@ def _mode_of(expect: Expectations, step: int, trace: RankTrace, saved: dict[str,
 
 S = TypeVar("S", LiveTensor, LiveStorage)
 
-_live = Rules("live_memory", Stage.MEMORY)
+_live = Rules("live_memory", Stage.MEMORY, only={"a damaged trace": "no-census"})
 NO_CENSUS = _live("no-census", "no record of live memory {when}")
 TOO_MUCH = _live("too-much", "{tensors} is alive {when}, and nothing explains it", key=("when",), formula=LIVE_MEMORY)
 TOO_LITTLE = _live("too-little", "{purpose} is not alive {when}", key=("purpose", "when"), formula=LIVE_MEMORY)
@@ -206,7 +206,7 @@ def _difference(
 
 SETTLED = 2  # the first step that all later ones must repeat: the optimizer and precomputed scales have their state
 
-_leaks = Rules("leaks", Stage.MEMORY)
+_leaks = Rules("leaks", Stage.MEMORY, only={"a damaged trace": "no-census"})
 NO_CENSUS_OF_LEAKS = _leaks("no-census", "no record of live memory {when}")
 GROWS = _leaks("grows", "live memory grows: {tensors} is alive {when} and was not in step {settled}", key=("when",))
 MORE_SCALARS = _leaks("scalars", "live memory grows by scalars {when}", key=("when",))

@@ -27,7 +27,7 @@ from harness.trace import RankTrace, Run
 from harness.trace.model import TensorSketch
 from harness.verdict import Finding
 
-_rule = Rules("metamorphic", Stage.SAME_LAYOUT)
+_rule = Rules("metamorphic", Stage.SAME_LAYOUT, only={"a damaged trace": "nothing-compared one-side"})
 NO_PARTNER = _rule.no_witness()
 _DIFFERS = "{noun} differ from {partner}; worst {module}: relative distance {distance:.2g}"
 LOSS = _rule("loss", "loss differs from {partner}", numeric=True)
@@ -171,8 +171,7 @@ def _promise(relation: Relation) -> str:
     return f"{_partner(relation)}, which must match {equal}"
 
 
-_signature = Rules("signature", Stage.COLLECTIVES)
-UNRECORDABLE = _signature("unrecordable", "{problem}", stage=Stage.RUN)
+_signature = Rules("signature", Stage.COLLECTIVES, only={"an own target": "executed memory"})
 _SAYS = "not the recorded number or size of {what}"
 EXECUTED = _signature("executed", _SAYS, key=("what",))
 MEMORY = _signature("memory", _SAYS, stage=Stage.MEMORY, key=("what",))

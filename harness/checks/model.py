@@ -31,7 +31,7 @@ _HARMFUL = {
 }
 
 
-_rule = Rules("model", Stage.MODEL)
+_rule = Rules("model", Stage.MODEL, only={"an own target": "shape linear reference-without-fsdp initial-weights"})
 DTYPE = _rule(
     "dtype",
     "parameter {module} is {dtype}, and the case asks for {asked} ({count:n parameter})",

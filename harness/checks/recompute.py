@@ -20,7 +20,7 @@ from harness.trace import RankTrace, Run
 from harness.trace.operands import Aged, CastRecord, MatmulRecord, Role, ScaleSummary
 from harness.verdict import Finding
 
-_rule = Rules("recompute", Stage.EXECUTION)
+_rule = Rules("recompute", Stage.EXECUTION, only={"an own target": "unasked"})
 NODES = _rule("nodes", "{count:n node of backward graphs is|nodes of backward graphs are} not as in forward: {node}")
 NOTHING_REPEATED = _rule(
     "nothing-repeated", "backward graphs of checkpointed blocks repeat nothing of forward", stage=Stage.MODEL
@@ -140,7 +140,7 @@ def _first_execution(case: Case, key: CastKey, occurrence: int) -> tuple[CastKey
     if key.phase == "forward" and case.train.evaluate:
         return key._replace(phase="evaluation"), occurrence
     operands: dict[Role, tuple[Operand, Operand]] = {"input": ("i", "i_gw"), "weight": ("w", "w_gi")}
-    scaling = [case.float8.traits.scaling[operand] for operand in operands.get(key.role, ())]
+    scaling = [case.float8.traits.scaling.get(operand) for operand in operands.get(key.role, ())]
     again = key.phase == "backward" and scaling == ["ten", "ten"]
     return (key._replace(phase="forward") if again or key.phase == "recompute" else key), occurrence
 

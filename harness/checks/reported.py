@@ -17,7 +17,7 @@ from harness.verdict import Finding
 
 # Finite
 
-_finite = Rules("finite", Stage.RUN)
+_finite = Rules("finite", Stage.RUN, only={"a damaged trace": "no-trace other-world several-traces steps"})
 NO_TRACE = _finite("no-trace", "{ranks} left no trace")
 OTHER_WORLD = _finite("other-world", "{ranks} outside the world of this case left a trace")
 SEVERAL_TRACES = _finite("several-traces", "{ranks} left more than one trace")

@@ -45,7 +45,12 @@ from harness.trace import RankTrace, Run
 from harness.trace.operands import GEMM_OPERANDS, CastRecord, CastShare, MatmulRecord, ScaleSummary
 from harness.verdict import Finding
 
-_rule = Rules("scales", Stage.SCALES, located=True)
+_rule = Rules(
+    "scales",
+    Stage.SCALES,
+    located=True,
+    only={"a damaged trace": "scale-dtype scale-shape", "an own target": "not-styled"},
+)
 RULES = CastRules(_rule)
 
 

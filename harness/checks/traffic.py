@@ -31,7 +31,11 @@ from harness.verdict import Finding
 MAX_SHARE_OF_BFLOAT16 = Limit("traffic.share_of_bfloat16")
 _PADDING = Limit("traffic.padding")
 
-_rule = Rules("traffic", Stage.COLLECTIVES)
+_rule = Rules(
+    "traffic",
+    Stage.COLLECTIVES,
+    only={"an own target": "unknown-ranks gradients-not-summed reduce-dtype sequence-parallel not-precomputed"},
+)
 VOLUME = _rule("volume", "wrong number or size of {collective}", key=("collective",), formula=TRAFFIC)
 GATHERS = _rule(
     "gathers",

@@ -10,11 +10,10 @@ from typing import Any
 
 import msgspec
 
-from harness.checks.catalogue import CHECKS
+from harness.checks.catalogue import BROKEN, CHECKS
 from harness.checks.check import Witnesses
 from harness.checks.fp8_on import check_alignment, check_fp8_on, check_matmuls
 from harness.checks.judge import Judgement, judge
-from harness.checks.metamorphic import UNRECORDABLE
 from harness.checks.reported import check_finite
 from harness.engine.hardware import arithmetic_limits, cpu_extensions, cpu_name
 from harness.engine.messages import JobStatus
@@ -141,7 +140,7 @@ def record_signatures(
         try:
             made[name] = make_signature(judged.run, case_id=name, **provenance)
         except HarnessError as error:
-            finding = UNRECORDABLE.finding(problem=f"{error.what} Fix: {error.fix}")
+            finding = BROKEN.finding(error=f"{error.what} Fix: {error.fix}")
             return msgspec.structs.replace(judged.judgement, verdict=finding.verdict, findings=(finding,))
         return judged.judgement
 

@@ -99,9 +99,10 @@ def test_the_order_of_ranks_does_not_matter() -> None:
 
 
 def test_nothing_to_compare_is_a_finding() -> None:
-    assert check()
+    assert [finding.rule for finding in check()] == ["fp8_on/no-rank"]
     assert check(trace(0, steps=()), trace(1))
-    assert check(*(trace(rank, converted_fqns=()) for rank in (0, 1)), converted_fqns=())
+    nothing = check(*(trace(rank, converted_fqns=()) for rank in (0, 1)), converted_fqns=())
+    assert [finding.rule for finding in nothing] == ["fp8_on/converts-nothing"]
     assert check(*(trace(rank, calls=0) for rank in (0, 1)), scaled_mm_calls=0)
 
 

@@ -24,7 +24,7 @@ from harness.matrix.case import Case
 from harness.matrix.caseid import parse_case_id
 from harness.trace.counts import MOMENTS, LiveMemory, LiveTensor, SavedMemory
 from harness.verdict import Finding
-from tests.builders import make_case, make_trace, make_witnesses, run_of, saved_as
+from tests.builders import make_case, make_trace, make_witnesses, rules, run_of, saved_as
 from tests.strategies import EAGER_DENSE_CASES
 
 CASE = make_case(tp=2, recipe="tensorwise", steps=2)
@@ -82,6 +82,7 @@ def test_a_step_that_was_not_recorded_is_found() -> None:
     assert (finding.step, finding.rank, finding.found) == (2, 0, "0 bytes")
     for findings in check_live(CENSUS, censuses(CENSUS)[:2], censuses(CENSUS)):
         assert places(findings) == [(0, 3), (0, 3)]
+        assert rules(findings) in ({"live_memory/no-census"}, {"leaks/no-census"})
 
 
 STEPS = 4

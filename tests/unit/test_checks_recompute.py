@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from harness.checks.check import Rule
+from harness.checks.check import Rule, Witnesses
 from harness.checks.recompute import (
     CAST,
     COPY,
@@ -20,15 +20,28 @@ from harness.checks.recompute import (
     OTHER_SCALE,
     SCALE,
     STALE_CAST,
+    UNASKED,
     check_lifetime,
     check_recompute,
 )
-from harness.expect.model import llama_model, recomputed_calls
+from harness.expect.expectations import Expectations
+from harness.expect.model import found_model, llama_model, recomputed_calls
 from harness.matrix.case import Case
 from harness.matrix.linears import converted_fqns, gemms, is_checkpointed
+from harness.trace.model import Linear, ModelRecord
 from harness.trace.operands import Aged, CastRecord, KeptWeight, MatmulRecord, OperandTrace
 from harness.verdict import Finding
-from tests.builders import make_case, make_cast, make_matmul, make_scale, make_trace, make_witnesses, not_judged, run_of
+from tests.builders import (
+    make_case,
+    make_cast,
+    make_matmul,
+    make_scale,
+    make_trace,
+    make_witnesses,
+    not_judged,
+    rules,
+    run_of,
+)
 
 OTHER = make_scale(1.0)
 
@@ -154,6 +167,24 @@ def test_checkpointing_that_recomputes_nothing_is_found() -> None:
     assert (finding.rule, finding.expected) == (NOT_RECOMPUTED.name, "a recomputation")
     (finding,) = check(FULL, OperandTrace(casts=mine.casts, matmuls=mine.matmuls[:-1]))
     assert finding.rule == NUMBER.name
+
+
+@pytest.mark.parametrize("phase", ["forward", "recompute"])
+def test_a_model_that_no_formula_describes_recomputes_where_it_is_asked_to_alone(phase: Any) -> None:
+    of = case(target="my_pkg.net")
+    up = Linear(fqn="up", in_features=32, out_features=32, converted=True)
+    record = ModelRecord(
+        parameters=(),
+        linears=(up,),
+        checkpointed=(),
+        compiled=(),
+        calls={"up": 1},
+        recomputed={"up": phase == "recompute"},
+    )
+    expect = Expectations(of, found_model(of, record, record))
+    operands = OperandTrace(casts=(cast(0, "up", "weight", phase),), matmuls=())
+    findings = check_recompute(of, run_of(make_trace(operands=operands)), Witnesses(expect=expect))
+    assert (UNASKED.name in rules(findings)) == (phase == "recompute")
 
 
 CASE = make_case(recipe="tensorwise", steps=3)

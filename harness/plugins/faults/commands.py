@@ -1,7 +1,7 @@
 """`fp8-harness dev mutate`, and the mutation matrix: its trials, totals by class and check, and undetected faults."""
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 import click
@@ -19,8 +19,17 @@ from harness.errors import HarnessError
 from harness.jsonform import read_json
 from harness.matrix.case import Case
 from harness.matrix.caseid import case_id, parse_case_id
-from harness.plugins.faults.faults import FAULT_CLASSES, Fault, FaultClass, HostKind, all_faults, fault_named, host_kind
-from harness.plugins.faults.kills import read_kills, write_kills
+from harness.plugins.faults.faults import (
+    FAULT_CLASSES,
+    MISLEADING,
+    Fault,
+    FaultClass,
+    HostKind,
+    all_faults,
+    fault_named,
+    host_kind,
+)
+from harness.plugins.faults.kills import read_kills, scores, write_kills
 from harness.plugins.faults.mutation import (
     LOSS_ONLY_NATS,
     SQNR_DB,
@@ -65,6 +74,7 @@ def mutation_sections(matrix: MutationMatrix) -> list[Block]:
         trial_table(matrix.trials),
         Section(title="detected faults", blocks=(_BASELINES, _totals(matrix))),
         Section(title="detected faults by dtype and layout of their cases", blocks=(_by_kind(matrix.trials),)),
+        headlines_by_class(scores((trial.group, trial.misnamed) for trial in matrix.scored)),
         Section(title="detections by check (and those that no other check made)", blocks=(_by_check(matrix.trials),)),
         *(Section(title=title, blocks=(Items(lines),)) for title, lines in lists.items()),
         f"{runs} in {matrix.wall_s:.0f} s",
@@ -119,11 +129,26 @@ def _totals(matrix: MutationMatrix) -> Table:
     for group in groups:
         own = [trial for trial in required if group in (None, trial.group)]
         if own:
-            name = f"{group} {FAULT_CLASSES[group]}" if group else "all"
+            name = f"{group} {FAULT_CLASSES[group].title}" if group else "all"
             by_loss = _share(own, lambda trial: trial.baseline.by_loss)
             by_sqnr = _share(own, lambda trial: trial.baseline.by_sqnr)
             rows.append((name, _share(own, lambda trial: trial.detected), by_loss, by_sqnr))
     return Table(columns=("class", "checks", "loss", "sqnr"), rows=tuple(rows), right=(1, 2, 3))
+
+
+def headlines_by_class(by_class: Mapping[FaultClass, Counter[str]]) -> Section:
+    """Return how many headlines name the place and the cause that their class demands, and how many mislead."""
+    rows = tuple(
+        (
+            f"{group} {FAULT_CLASSES[group].title}",
+            ", ".join(FAULT_CLASSES[group].names),
+            *(f"{score[name]}/{score['headlines']}" for name in ("place", "cause", MISLEADING)),
+        )
+        for group, score in by_class.items()
+        if score["headlines"]
+    )
+    table = Table(columns=("class", "must name", "place", "cause", MISLEADING), rows=rows, right=(2, 3, 4))
+    return Section(title="headlines that are right, and that mislead", blocks=(table,))
 
 
 def _by_kind(trials: Iterable[Trial]) -> Table:
@@ -184,7 +209,7 @@ fault applies to the cases or reaches the target.
 @click.command("mutate", epilog=_EPILOG)
 @click.option("--fault", "names", metavar="NAME|CLASS", multiple=True, help="A fault, or a class: J. Repeatable.")
 @click.option("--cases-per-fault", type=AT_LEAST_1, default=2, show_default=True, help="Plant each in up to N cases.")
-@click.option("--list", "listed", is_flag=True, help="List the faults and the cases they are planted in, and exit.")
+@click.option("--list", "listed", is_flag=True, help="List faults, their cases and the recorded scores, and exit.")
 @click.option("--record", is_flag=True, help="Store which rules found these faults, in golden/evidence/kills.json.")
 @json_option("the mutation matrix")
 @query_parameter("expressions", "target")
@@ -215,6 +240,8 @@ def mutate_command(  # noqa: PLR0913  one parameter per option
     if listed:
         for fault in faults:
             click.echo(_line(fault, hosts[fault.name]))
+        if recorded := read_kills(project.root):
+            print_report([headlines_by_class(recorded.scores)], None, None)
         return ExitCode.GOOD
     with open_progress() as progress:
         matrix = run_mutations(project, faults, hosts, plan_for(), progress)

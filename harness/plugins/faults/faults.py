@@ -24,22 +24,6 @@ from harness.registry import REFERENCE, is_llama
 from harness.verdict import Finding
 
 FaultClass = Literal["A", "B", "C", "D", "E", "F", "G", "H", "I", "J", "K", "L", "M"]
-FAULT_CLASSES: dict[FaultClass, str] = {
-    "A": "scale or amax over the wrong data or group",
-    "B": "stale scale or stale FP8 data",
-    "C": "wrong set of modules converted",
-    "D": "communication, DTensor and FSDP plumbing",
-    "E": "recompute, kernels and saved memory",
-    "F": "shapes, padding, hardware rules",
-    "G": "gradients, data, optimizer, metrics",
-    "H": "compiled blocks and async TP",
-    "I": "memory that is kept for too long",
-    "J": "blocks of MXFP8 and their scales",
-    "K": "experts, and what is sent to them",
-    "L": "pipelines: stages, microbatches, and what is sent between them",
-    "M": "context parallelism: positions, attention to other ranks' tokens, and what a loss is divided by",
-}
-
 # The first thing that a fault changes where it applies; tests verify it for every fault.
 #   numbers  losses or gradient norms      matmuls  conversion or the number of scaled matmuls    data  the data digest
 #   operands only casts                    traffic  only collectives                              memory  saved bytes
@@ -73,12 +57,24 @@ PREFIX = "fault:"  # `fault:NAME` is the injection that plants a fault
 
 
 Texts = str | tuple[str, ...]
+Named = Literal["module", "operand", "rank", "step", "cause"]
+MISLEADING = "misleading"
+
+
+class ClassDemand(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A class of faults, as `classes.toml` describes it: what the headline of every one of them must name."""
+
+    title: str
+    names: tuple[Named, ...]
+    cause: tuple[str, ...]
+    misleads: tuple[str, ...] = ()
 
 
 class Headline(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What the first finding about a planted fault must name: one of these patterns each, where there are any.
 
-    `rank`: the one that has the fault, of runs of several ranks; "all": it names none, or every one.
+    `rank`: the one that has the fault, of runs of several ranks; "all": it names none, or every one. `cause`: words in
+    place of those of its class. `unnamed`: what its class demands and its headline cannot name; `why` it cannot.
     """
 
     rule: Texts = ()
@@ -86,6 +82,10 @@ class Headline(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     operand: Texts = ()
     rank: int | Literal["last", "all"] | None = None
     step: int | None = None
+    cause: Texts = ()
+    misleads: Texts = ()
+    unnamed: tuple[Named, ...] = ()
+    why: str = ""
 
     def misnamed(self, finding: Finding, world_size: int) -> tuple[str, ...]:
         """Return the fields of the finding that are others."""
@@ -101,7 +101,15 @@ class Headline(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 def _is_one_of(text: str, patterns: Texts) -> bool:
-    return any(fnmatchcase(text, pattern) for pattern in ((patterns,) if isinstance(patterns, str) else patterns))
+    return any(fnmatchcase(text, pattern) for pattern in _listed(patterns))
+
+
+def _has_one(text: str, words: Texts) -> bool:
+    return any(word in text for word in _listed(words))
+
+
+def _listed(texts: Texts) -> tuple[str, ...]:
+    return (texts,) if isinstance(texts, str) else texts
 
 
 class Fault(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -109,7 +117,8 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
     `where`: its scope, selectors one of which a case must match. `since_step`: the first step in which anything can
     differ. `model`: which targets have what it changes. `equivalent`: why the fault has no observable effect (an
-    equivalent mutant); None if it must be detected. `headline`: where it is, as far as any host case can say that.
+    equivalent mutant); None if it must be detected. `headline`: where it is, as far as any host case can say that, and
+    what else the headline must name than that of any fault of its class.
     """
 
     name: str
@@ -121,7 +130,25 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     shows: Shows = "numbers"
     since_step: int = 1
     equivalent: str | None = None
-    headline: Headline | None = None
+    headline: Headline = Headline()
+
+    def misnamed(self, finding: Finding, world_size: int, *, by_fqn: bool = True) -> tuple[str, ...]:
+        """Return what the headline lacks or has otherwise: "rule", parts of the place, "cause"; and "misleading".
+
+        It misleads by a word, or by another module or rank than the fault's. A rank that ended names a cause, and no
+        place in the model. `by_fqn`: modules have the names of the list; otherwise any module is one.
+        """
+        demand, place = FAULT_CLASSES[self.group], self.headline.misnamed(finding, world_size)
+        wrong = [name for name in place if by_fqn or name not in ("module", "operand", "rule")]
+        asked = ("cause",) if self.shows == "crash" else demand.names
+        given = {name: getattr(finding, name) not in (None, "") for name in ("module", "operand", "rank", "step")}
+        given["rank"] = given["rank"] or world_size == 1
+        text = " ".join((finding.rule, finding.headline, finding.fix or "")).lower()
+        given["cause"] = (by_fqn and bool(self.headline.rule)) or _has_one(text, self.headline.cause or demand.cause)
+        wrong += [name for name in asked if not given[name] and name not in (*wrong, *self.headline.unnamed)]
+        elsewhere = any(given[name] for name in ("module", "rank") if name in wrong)
+        misled = elsewhere or _has_one(text, (*demand.misleads, *_listed(self.headline.misleads)))
+        return (*wrong, *([MISLEADING] if misled else []))
 
     @property
     def injection(self) -> str:
@@ -225,4 +252,7 @@ def all_faults() -> Mapping[str, Fault]:
     return MappingProxyType(faults)
 
 
-_LIST, _HOSTS = (Path(__file__).with_name(f"{name}.toml") for name in ("faults", "hosts"))
+_LIST, _HOSTS, _CLASSES = (Path(__file__).with_name(f"{name}.toml") for name in ("faults", "hosts", "classes"))
+FAULT_CLASSES = msgspec.convert(
+    tomllib.loads(_CLASSES.read_text(encoding="utf-8")), dict[FaultClass, ClassDemand], strict=True
+)

@@ -3,13 +3,14 @@
 Sealed JSON in the package and in a project of one's own. The reference of the checks (`docs/checks.md`) is made of it.
 """
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import msgspec
 
 from harness.evidence.sealed import Missing, Sealed, read_sealed, write_sealed
-from harness.plugins.faults.faults import all_faults
+from harness.plugins.faults.faults import FAULT_CLASSES, MISLEADING, FaultClass, all_faults
 from harness.project import Project
 from harness.report.evidence import Proofs
 from harness.verdict import Verdict, check_of
@@ -18,12 +19,28 @@ from harness.verdict import Verdict, check_of
 class Kill(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """How a case ended in which a fault was planted. `rules`: those that the clean case does not break, sorted.
 
-    `misnamed`: what the first finding names and the fault is not; None where it is not listed where the fault is.
+    `misnamed`: what the first finding names otherwise or not at all, of what the fault and its class demand; None where
+    there is no finding.
     """
 
     verdict: Verdict
     rules: tuple[str, ...]
     misnamed: tuple[str, ...] | None = None
+
+
+def scores(headlines: Iterable[tuple[FaultClass, Iterable[str]]]) -> dict[FaultClass, Counter[str]]:
+    """Return of every class how many headlines there are, are right about place and cause, and are misleading.
+
+    `headlines`: the class of each, and what it misnames.
+    """
+    counts: dict[FaultClass, Counter[str]] = {group: Counter() for group in FAULT_CLASSES}
+    for group, misnamed in headlines:
+        wrong = set(misnamed)
+        counts[group]["headlines"] += 1
+        counts[group]["place"] += not wrong & {"module", "operand", "rank", "step"}
+        counts[group]["cause"] += not wrong & {"rule", "cause"}
+        counts[group][MISLEADING] += MISLEADING in wrong
+    return counts
 
 
 class Kills(Sealed, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -33,11 +50,10 @@ class Kills(Sealed, frozen=True, kw_only=True, forbid_unknown_fields=True):
     software: Mapping[str, str]  # torch, torchao
 
     @property
-    def misnamed(self) -> Mapping[str, tuple[str, ...] | None]:
-        """What the headline of every fault in every case misnames, by "fault in case"."""
-        return {
-            f"{name} in {case}": kill.misnamed for name, kills in self.found.items() for case, kill in kills.items()
-        }
+    def scores(self) -> dict[FaultClass, Counter[str]]:
+        """How right the headlines of every class are."""
+        kills = ((all_faults()[name].group, kill) for name, cases in self.found.items() for kill in cases.values())
+        return scores((group, kill.misnamed) for group, kill in kills if kill.misnamed is not None)
 
     def by_check(self, check: str) -> dict[str, tuple[str, ...]]:
         """Return the faults that a check found in some case, each with the rules of the check that were broken."""

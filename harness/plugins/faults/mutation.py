@@ -88,7 +88,7 @@ class Trial(msgspec.Struct, frozen=True, kw_only=True):
     first_step: int | None
     excess: float | None  # the largest found/allowed of the findings that state both
     message: str  # of the first finding
-    misnamed: tuple[str, ...] | None = None  # what it names and the fault is not; None where nothing is listed
+    misnamed: tuple[str, ...] | None = None  # what it names otherwise or not at all; None where there is no finding
     baseline: BaselineDetection = msgspec.field(name="sight")
     parity: float | None = None  # the largest relative distance of a gradient from solo; None where not compared
     not_reached: str = ""  # why it is not a trial of the checks: the fault changed nothing, or broke when planted
@@ -133,12 +133,12 @@ class MutationMatrix(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def scored(self) -> tuple[Trial, ...]:
-        """Detections of faults whose headline is listed."""
+        """Detections: each has a headline."""
         return tuple(trial for trial in self.trials if trial.detected and trial.misnamed is not None)
 
     @property
     def misnamed(self) -> tuple[Trial, ...]:
-        """Of them those whose headline names something else."""
+        """Of them those whose headline names something else, or less than their class demands."""
         return tuple(trial for trial in self.scored if trial.misnamed)
 
     @property
@@ -348,11 +348,11 @@ def _trial(tried: _PlantingResult, clean: _PlantingResult | None) -> Trial:
 
 
 def _misnamed(planting: _Planting, findings: Sequence[Finding]) -> tuple[str, ...] | None:
-    """What the headline misnames; None where nothing is listed. The list has the modules of the reference target."""
+    """What the headline misnames; None where there is none. The list has the modules of the reference target."""
     fault, case = planting.fault, planting.case
-    if fault is None or fault.headline is None or not findings or case.target != REFERENCE:
+    if fault is None or fault.equivalent is not None or not findings:
         return None
-    return fault.headline.misnamed(findings[0], case.world_size)
+    return fault.misnamed(findings[0], case.world_size, by_fqn=case.target == REFERENCE)
 
 
 def _not_reached(tried: _PlantingResult, clean: _PlantingResult | None) -> str:

@@ -21,7 +21,7 @@ FAULT_MODULES: dict[FaultClass, tuple[str, ...]] = {
     "E": ("execution",),
     "F": ("execution",),
     "G": ("training", "loss", "conversion"),
-    "H": ("compiled",),
+    "H": ("compiled", "conversion", "execution"),
     "I": ("stale",),
     "J": ("mxfp8",),
     "K": ("experts",),

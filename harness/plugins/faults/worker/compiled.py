@@ -16,7 +16,8 @@ from torch._inductor.fx_passes import micro_pipeline_tp, post_grad
 from torch._inductor.graph import GraphLowering
 from torch.utils.checkpoint import CheckpointPolicy
 
-from harness.plugins.faults.worker import conversion, hooks
+from harness.plugins.faults.worker import conversion, execution, hooks, training
+from harness.plugins.faults.worker.amax import amax_not_reduced_over_tp
 from harness.plugins.faults.worker.hooks import RUN, local, on_last_rank, planted, wrap, wrap_everywhere
 from harness.worker.dispatch_hooks.collectives import resolve_group
 from harness.worker.virtual import graph_backend
@@ -108,6 +109,9 @@ blocks_not_compiled = partial(
 
 
 compiled_gradients_in_e4m3 = conversion.gradient_cast_to_e4m3
+compiled_amax_not_reduced_over_tp = amax_not_reduced_over_tp
+compiled_weights_nan = training.nan_gradient_on_one_rank
+compiled_blocks_keep_float8_weights = execution.float8_weight_kept_for_backward
 
 
 def _after_passes(change: Callable[[torch.fx.Graph], int]) -> None:
@@ -150,6 +154,14 @@ def compiled_cast_clamps_early(graph: torch.fx.Graph) -> int:
         clamp.args = (product, -wrong, wrong)[: len(clamp.args)]
         for upper in list(clamp.users) if len(clamp.args) == 2 else ():
             upper.args = (clamp, wrong)
+    return len(clamps)
+
+
+@planted(_after_passes)
+def compiled_clamp_dropped(graph: torch.fx.Graph) -> int:
+    clamps = _clamps(graph)
+    for clamp in clamps:
+        clamp.replace_all_uses_with(clamp.args[0])
     return len(clamps)
 
 
@@ -275,6 +287,9 @@ def compiled_gradients_off_on_last_rank(model: Any) -> None:
         for param in block.parameters():
             if param.dim() > 1 and param.grad is not None:
                 local(param.grad).mul_(1.03)
+
+
+generated_gradients_off = compiled_gradients_off_on_last_rank
 
 
 @planted(wrap, GraphLowering, "call_function")

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.tensor import DTensor, Partial
-from torchao.float8 import CastConfig, Float8LinearConfig, float8_linear_utils
+from torchao.float8 import CastConfig, Float8LinearConfig, convert_to_float8_training, float8_linear_utils
 from torchao.float8.float8_linear import Float8Linear
 
 from harness.plugins.faults.worker import hooks
@@ -122,6 +122,7 @@ def _config(change: Callable[[Float8LinearConfig], Float8LinearConfig]) -> None:
     wrap(Float8Linear, "from_float", from_float)
 
 
+converted_unasked = partial(hooks.after_build, convert_to_float8_training)
 nothing_converted = partial(_conversion, lambda stock, model, *_: model)
 
 
@@ -205,5 +206,8 @@ granularities_swapped = partial(
 )
 fp8_all_gather_flag_lost = partial(
     _config, lambda config: dataclasses.replace(config, enable_fsdp_float8_all_gather=False)
+)
+compiled_scales_no_powers_of_two = partial(
+    _config, lambda config: dataclasses.replace(config, round_scales_to_power_of_2=False)
 )
 padding_flag_lost = partial(_config, lambda config: dataclasses.replace(config, pad_inner_dim=False))

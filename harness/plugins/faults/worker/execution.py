@@ -1,6 +1,7 @@
 """Class E: recompute, kernels and saved memory. Class F: shapes, padding and hardware rules."""
 
 import inspect
+import os
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -51,6 +52,22 @@ def recompute_in_high_precision(stock: Any, module: Float8Linear, x: torch.Tenso
     return F.linear(x, module.weight, module.bias) if in_backward() else stock(module, x)
 
 
+@planted(wrap, Float8Linear, "forward")
+def recomputed_twice(stock: Any, linear: Float8Linear, x: torch.Tensor) -> Any:
+    with torch.no_grad():
+        _ = in_backward() and stock(linear, x)
+    return stock(linear, x)
+
+
+def recomputed_matmul_by_another_scale() -> None:
+    recomputing = hooks.in_forward_of(lambda _: in_backward())
+    wrap(
+        float8_ops,
+        "addmm_float8_unwrapped",
+        lambda stock, a, scale, *rest, **given: stock(a, scale * (2 if recomputing() else 1), *rest, **given),
+    )
+
+
 def checkpointing_lost() -> None:
     options = {*inspect.signature(torch.utils.checkpoint.checkpoint).parameters, "preserve_rng_state"}
 
@@ -97,16 +114,20 @@ def kernel_reads_first_row_scale(
     return stock(a, a_scale, b, b_scale, *args, **kwargs)
 
 
-def partial_output_of_one_rank_off() -> None:
+def _partial_output_of_one_rank_times(factor: float, when: Callable[[], bool]) -> None:
     adds_up = hooks.in_forward_of(
         lambda linear: any(placement.is_shard(1) for placement in getattr(linear.weight, "placements", ()))
     )
 
     def addmm(stock: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         product: torch.Tensor = stock(*args, **kwargs)
-        return product * 1.004 if adds_up() and on_odd_rank() else product
+        return product * factor if adds_up() and on_odd_rank() and when() else product
 
     wrap(float8_ops, "addmm_float8_unwrapped", addmm)
+
+
+partial_output_of_one_rank_off = partial(_partial_output_of_one_rank_times, 1.004, lambda: True)
+partial_output_off_in_a_late_step = partial(_partial_output_of_one_rank_times, 1.01, lambda: RUN.step == hooks.LATE)
 
 
 @planted(hooks.after_casts)
@@ -167,11 +188,34 @@ def _attention_of_last_block(change: Callable[..., torch.Tensor]) -> None:
     _attention(lambda stock, *args, **kwargs: change(stock, *args, **kwargs) if inside[0] else stock(*args, **kwargs))
 
 
-@planted(_attention)
-def softmax_scale_off(
-    stock: Any, q: torch.Tensor, *rest: Any, scale: float | None = None, **options: Any
-) -> torch.Tensor:
-    return stock(q, *rest, scale=1.005 * (scale or q.size(-1) ** -0.5), **options)
+def _softmax_scale_times(factor: float, where: Callable[[], bool] = lambda: True) -> None:
+    def attend(stock: Any, q: torch.Tensor, *rest: Any, scale: float | None = None, **options: Any) -> torch.Tensor:
+        return stock(q, *rest, scale=factor * (scale or q.size(-1) ** -0.5), **options)
+
+    if where():
+        _attention(attend)
+
+
+softmax_scale_off = partial(_softmax_scale_times, 1.005)
+softmax_scale_off_under_tp = partial(_softmax_scale_times, 1.003)
+compiled_softmax_scale_off_on_one_rank = partial(_softmax_scale_times, 1.05, on_odd_rank)
+
+
+def another_activation_under_tp() -> None:
+    """A GELU of another form; a SiLU that is 0.3 % too large."""
+    wrap(F, "gelu", lambda stock, x, approximate="none": stock(x, "none" if approximate == "tanh" else "tanh"))
+    wrap(F, "silu", lambda stock, x, *inplace: stock(x, *inplace) * 1.003)
+
+
+@planted(hooks.before_microbatch)
+def rope_changed_in_forward(model: nn.Module, number: int) -> None:
+    buffers = [buffer for buffer in model.buffers() if buffer.is_floating_point()]
+    assert buffers, "the model has no buffer of numbers"
+    for buffer in buffers if (RUN.step, number) == (1, 1) else ():
+        buffer.mul_(1.003)
+
+
+one_rank_exits = partial(hooks.before_update, lambda model: on_odd_rank() and os._exit(3))
 
 
 def _last_head_times(heads: torch.Tensor, factor: float) -> torch.Tensor:

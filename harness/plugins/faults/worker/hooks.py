@@ -23,6 +23,7 @@ from harness.worker.probes.discovery import linears
 from harness.worker.training import train
 
 ODD_RANK = 1  # the rank of single-rank faults
+LATE = 8  # a step that only long cases have, and that no check replays
 
 Change = Callable[..., Any]
 Plant = Callable[[], object]  # plants a fault in this process

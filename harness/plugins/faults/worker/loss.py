@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -45,7 +46,8 @@ def gradient_of_logits_off() -> None:
     hooks.around_loss(change)
 
 
-def loss_of_first_rank_reported() -> None:
+def _share_reported(of: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Report `of(the losses of all ranks)` in place of their mean."""
     losses: list[float] = []
 
     def keep(stock: Any, *args: Any, **options: Any) -> torch.Tensor:
@@ -57,23 +59,41 @@ def loss_of_first_rank_reported() -> None:
         assert losses, "the loss is no cross entropy"
         everyone = of_all_ranks(torch.tensor(losses).double().sum())
         losses.clear()
-        return reported * (everyone[0] / everyone.mean()).item()
+        return reported * (of(everyone) / everyone.mean()).item()
 
     hooks.around_loss(keep)
     _reported(change)
 
 
+loss_of_first_rank_reported = partial(_share_reported, lambda everyone: everyone[0])
+loss_of_own_rank_reported = partial(_share_reported, lambda everyone: everyone[dist.get_rank()])
 reported_loss_divided_twice = partial(_reported, lambda reported: reported / RUN.case.layout.dp)
 
 
-def loss_reported_one_step_late() -> None:
+def _earlier_reported(place: int) -> None:
     losses: list[torch.Tensor | float] = []
 
     def change(reported: torch.Tensor | float) -> torch.Tensor | float:
         losses.append(reported)
-        return losses[-2:][0]
+        return losses[place:][0]
 
     _reported(change)
+
+
+loss_reported_one_step_late, loss_of_first_step_reported = partial(_earlier_reported, -2), partial(_earlier_reported, 0)
+
+
+def _batches(change: Callable[[Any], Any]) -> None:
+    """Replace every microbatch of the reference target, inputs and labels, by `change(batch)`."""
+    from harness.worker.targets.reference import build
+
+    wrap(
+        build, "share_of_loss", lambda stock, model, batch, *rest, **given: stock(model, change(batch), *rest, **given)
+    )
+
+
+labels_read_as_inputs = partial(_batches, lambda batch: batch._replace(inputs=batch.labels))
+half_of_the_batch_trained = partial(_batches, lambda batch: type(batch)(*(part[: len(part) // 2] for part in batch)))
 
 
 def norm_of_local_shards() -> None:

@@ -278,6 +278,15 @@ def output_kept_by_hook() -> None:
     hooks.after_build(lambda model: next(model.parameters()).register_hook(count))
 
 
+def outputs_kept_for_two_steps() -> None:
+    outputs: list[torch.Tensor] = []
+
+    def keep(block: nn.Module, output: torch.Tensor) -> None:
+        outputs[:] = [*outputs, output.detach()] if RUN.step <= 2 else []
+
+    _after_every_block(keep)
+
+
 def logits_kept_of_every_step() -> None:
     log: list[torch.Tensor] = []
 

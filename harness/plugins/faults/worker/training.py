@@ -1,6 +1,6 @@
 """Class G: gradients, data, weights and the optimizer, and what becomes of them where a run is resumed."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
 
@@ -23,12 +23,15 @@ from harness.worker.training import train
 gradients_doubled = partial(hooks.after_backward, lambda model: _scale_gradients(model, 2))
 
 
-def _scale_gradients(model: nn.Module, factor: float) -> None:
-    for param in model.parameters():
+def _scale_gradients(model: nn.Module, factor: float, only: Iterable[nn.Parameter] = ()) -> None:
+    for param in only or model.parameters():
         if param.grad is not None:
             local(param.grad).mul_(factor)
 
 
+norm_gradients_off = partial(
+    hooks.after_backward, lambda model: _scale_gradients(model, 1.005, hooks.norm_weights(model))
+)
 gradients_a_little_too_large = partial(hooks.after_backward, lambda model: _scale_gradients(model, 1.003))
 
 
@@ -79,6 +82,29 @@ def last_microbatch_not_reduced(model: nn.Module, number: int) -> None:
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 module.set_requires_gradient_sync(number == 1, recurse=False)
+
+
+def _instead_of_step(change: Callable[[Callable[[], object], nn.Module], object]) -> None:
+    """Replace the step that the target calls of every optimizer by `change(stock, model)`: hooks see `stock` alone."""
+
+    def replaced(model: nn.Module) -> None:
+        for optimizer in optimizers_of(model):
+            setattr(optimizer, "step", partial(change, optimizer.step, model))  # noqa: B010
+
+    hooks.after_build(replaced)
+
+
+never_updated = partial(_instead_of_step, lambda stock, model: None)
+one_step_never_made = partial(_instead_of_step, lambda stock, model: RUN.step == 2 or stock())
+updated_twice = partial(_instead_of_step, lambda stock, model: (stock(), stock()))
+
+
+@planted(_instead_of_step)
+@torch.no_grad()
+def updated_by_hand(_: Callable[[], object], model: nn.Module) -> None:
+    for param in model.parameters():
+        if param.grad is not None:
+            local_shard(param).sub_(local(param.grad), alpha=1e-3)
 
 
 update_missing_on_one_rank = partial(hooks.around_update, lambda stock, model: on_odd_rank() or stock())
@@ -209,6 +235,9 @@ def weight_rounded_by_evaluation(model: nn.Module) -> None:
     _round(hooks.first_weight(model))
 
 
+evaluation_loss_of_one_rank_off = partial(
+    hooks.around_evaluation, lambda stock, model: stock() * (1.001 if on_odd_rank() else 1.0)
+)
 evaluation_mode_left_on = partial(hooks.after_evaluation, nn.Module.eval)
 
 
@@ -263,17 +292,27 @@ def momentum_of_another_weight(model: nn.Module) -> None:
         state[one], state[other] = state[other], state[one]
 
 
-@planted(hooks.around_update)
-def weight_decay_decoupled(stock: Callable[[], object], model: nn.Module) -> None:
+def _without_decay(stock: Callable[[], object], model: nn.Module) -> None:
     groups = [group for optimizer in optimizers_of(model) for group in optimizer.param_groups]
     decays = [group["weight_decay"] for group in groups]
-    for group, decay in zip(groups, decays, strict=True):
-        for param in group["params"]:
-            local_shard(param).mul_(1 - group["lr"] * decay)
+    for group in groups:
         group["weight_decay"] = 0.0
     stock()
     for group, decay in zip(groups, decays, strict=True):
         group["weight_decay"] = decay
+
+
+@planted(hooks.around_update)
+def weight_decay_decoupled(stock: Callable[[], object], model: nn.Module) -> None:
+    for group in (group for optimizer in optimizers_of(model) for group in optimizer.param_groups):
+        for param in group["params"]:
+            local_shard(param).mul_(1 - group["lr"] * group["weight_decay"])
+    _without_decay(stock, model)
+
+
+decay_skipped_in_a_late_step = partial(
+    hooks.around_update, lambda stock, model: _without_decay(stock, model) if RUN.step == hooks.LATE else stock()
+)
 
 
 update_scaled_by_dp = partial(hooks.before_update, lambda model: _scale_gradients(model, RUN.case.layout.dp))
@@ -283,6 +322,12 @@ update_scaled_by_dp = partial(hooks.before_update, lambda model: _scale_gradient
 def master_weights_in_bfloat16(model: nn.Module) -> None:
     for param in model.parameters():
         _round(param)
+
+
+@planted(hooks.after_update)
+def momentum_in_bfloat16_on_one_rank(model: nn.Module) -> None:
+    for kept in _moments(model) if on_odd_rank() else ():
+        kept.update({name: moment.bfloat16() for name, moment in kept.items()})
 
 
 # What is lost, rounded or misplaced where state is saved or loaded
@@ -317,13 +362,18 @@ def learning_rate_lost_by_load(model: nn.Module) -> None:
             group["lr"] *= 0.1
 
 
-@planted(hooks.around_load)
-def weight_of_one_rank_not_loaded(stock: Callable[[], object], model: nn.Module) -> None:
-    weight = local_shard(hooks.first_weight(model))
-    initial = weight.clone()
+def _keeping_a_weight(where: Callable[[], bool], stock: Callable[[], object], model: nn.Module) -> None:
+    before = local_shard(hooks.first_weight(model)).clone()
     stock()
-    if on_last_rank():
-        local_shard(hooks.first_weight(model)).copy_(initial)
+    if where():
+        local_shard(hooks.first_weight(model)).copy_(before)
+
+
+weight_of_one_rank_not_loaded = partial(hooks.around_load, partial(_keeping_a_weight, on_last_rank))
+one_weight_not_updated_on_one_rank = partial(hooks.around_update, partial(_keeping_a_weight, on_odd_rank))
+last_update_lost_on_one_rank = partial(
+    hooks.around_update, partial(_keeping_a_weight, lambda: on_odd_rank() and RUN.step == RUN.case.train.steps)
+)
 
 
 def resharded_rows_in_another_order() -> None:
