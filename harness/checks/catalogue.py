@@ -36,6 +36,7 @@ from harness.checks import (
     routing,
     scales,
     traffic,
+    updates,
 )
 from harness.checks.check import Check, Rule, Rules, Stage, by_name
 from harness.checks.failures import main_stack, place_of, raised_frames
@@ -53,6 +54,7 @@ CHECKS: tuple[Check, ...] = (
     data.check_tokens,
     recompute.check_lifetime,
     model.check_model,
+    updates.check_updates,
     data.check_resume,
     reported.check_clipping,
     reported.check_evaluation,

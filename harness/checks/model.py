@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 import msgspec
 
 from harness.checks.check import Rules, Stage, Witnesses, finished
+from harness.checks.updates import WIDE
 from harness.matrix.case import Case
 from harness.matrix.layout import DP_AXES, MESH_AXES, peers
 from harness.matrix.linears import holds
@@ -19,8 +20,6 @@ from harness.text import counted, format_ranks
 from harness.trace import RankTrace, Run
 from harness.trace.model import Buffer, ModelRecord, Parameter
 from harness.verdict import Finding, Value
-
-_WIDE = ("float32", "float64")
 
 _PROCESS = "it belongs to the whole process."
 _HARMFUL = {
@@ -114,6 +113,12 @@ NO_STEP = _rule(
     "no-step",
     "no optimizer ever steps, and no parameter changes",
     fix="end step() with optimizer.step() and optimizer.zero_grad().",
+)
+BUFFER_CHANGED = _rule(
+    "buffer-changed",
+    "training changes buffer {module}, unlike on {who} ({count:n such buffer})",
+    stage=Stage.DATA,
+    fix="leave a buffer alone that the whole run needs as it was built, or change it in every layout.",
 )
 SETTING = _rule("setting", "the target leaves torch's {setting} changed after {phase}")
 INITIAL = _rule(
@@ -274,7 +279,26 @@ def _buffers(case: Case, traces: list[RankTrace], solo: RankTrace | None) -> lis
         unequal = _unequal_pair(case, held, reference.get(fqn))
         if unequal:
             wrong.append((fqn, unequal))
-    return [BUFFER.finding(pair=pair, count=len(wrong), module=fqn) for fqn, pair in wrong[:1]]
+    return [
+        *(BUFFER.finding(pair=pair, count=len(wrong), module=fqn) for fqn, pair in wrong[:1]),
+        *_changed_buffers(by_rank, reference),
+    ]
+
+
+def _changed_buffers(by_rank: Mapping[int, Mapping[str, Buffer]], reference: Mapping[str, Buffer]) -> list[Finding]:
+    """Buffers that training changes on some ranks, and not on one rank; without a reference, not on the others."""
+    ranks: dict[str, list[int]] = {}
+    still = {fqn for buffers in ([reference] if reference else by_rank.values()) for fqn in _with(buffers, False)}
+    for rank, buffers in by_rank.items():
+        for fqn in still.intersection(_with(buffers, True)):
+            ranks.setdefault(fqn, []).append(rank)
+    first = sorted(ranks.items())[:1]
+    who = "one rank" if reference else "another rank"
+    return [BUFFER_CHANGED.finding(module=fqn, ranks=wrong, who=who, count=len(ranks)) for fqn, wrong in first]
+
+
+def _with(buffers: Mapping[str, Buffer], changed: bool) -> list[str]:
+    return [fqn for fqn, buffer in buffers.items() if buffer.changed is changed]
 
 
 def _unequal_pair(case: Case, held: Mapping[int, Buffer], reference: Buffer | None) -> str:
@@ -321,7 +345,7 @@ def _first_names(fqns: list[str]) -> str:
 
 def _steps(traces: list[RankTrace], solo: RankTrace | None) -> list[Finding]:
     """Optimizers that step more than once in a step, here or in the reference with its many microbatches."""
-    runs = [("an optimizer steps", trace) for trace in traces[:1]]
+    runs = [("an optimizer steps", trace) for trace in traces]
     runs += [] if solo is None else [("for all microbatches, an optimizer of the single-rank reference steps", solo)]
     for who, trace in runs:
         several = [step for step in trace.steps if (step.optimizer_steps or 0) > 1]
@@ -342,7 +366,7 @@ def _updates(case: Case, traces: list[RankTrace]) -> list[Finding]:
     still = [
         parameter.fqn
         for parameter in trained
-        if parameter.fqn not in changed and parameter.dtype in _WIDE and norms.get(parameter.fqn, 0.0) > worth
+        if parameter.fqn not in changed and parameter.dtype in WIDE and norms.get(parameter.fqn, 0.0) > worth
     ]
     if not trained or not (still or not changed):
         return []

@@ -47,6 +47,28 @@ class Buffer(Record, frozen=True, kw_only=True):
     shape: tuple[int, ...]  # of what this rank holds
     dtype: str
     digest: str
+    changed: bool = False  # training changed it
+
+
+class Options(Record, frozen=True, kw_only=True):
+    """What an optimizer has for options of these parameters, with the dtypes of them and of what it keeps, as text."""
+
+    names: tuple[str, ...]  # FQNs, or what they are where they are not of the model
+    values: dict[str, str]
+
+
+class StepUpdate(Record, frozen=True, kw_only=True):
+    """What optimizers did in one step: to parameters with gradients, none where `updated` is False.
+
+    `distance`: the largest of any value that was looked at from the formula of the optimizer, in roundings of it.
+    """
+
+    step: int  # 1-based
+    updated: bool = False
+    options: tuple[Options, ...] = ()  # empty where they are those of the step before
+    fqn: str = ""  # of the parameter whose values, or those of what is kept of it, are furthest off
+    what: str = ""  # "param", "exp_avg"
+    distance: float = 0.0
 
 
 class ModelRecord(Record, frozen=True, kw_only=True):
@@ -64,6 +86,7 @@ class ModelRecord(Record, frozen=True, kw_only=True):
     recomputed: dict[str, int]
     buffers: tuple[Buffer, ...] = ()
     constants: Mapping[str, str] = {}
+    updates: tuple[StepUpdate, ...] = ()
 
 
 class StepInputs(Record, frozen=True, kw_only=True):

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, Self
 import numpy as np
 import numpy.typing as npt
 import torch
+from msgspec.structs import replace
 from torch import nn
 from torch._dynamo.eval_frame import OptimizedModule
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
@@ -81,6 +82,7 @@ class Discovery:
         self.buffers: tuple[Buffer, ...] = tuple(
             before[buffer.fqn] if buffer.fqn in saved else buffer for buffer in buffers
         )
+        self._changed = set() if resumed is None else {buffer.fqn for buffer in resumed.buffers_now() if buffer.changed}
         self._layout = case.layout
         # By FQN, of forward and of recomputation: in the current step, and the maximum over finished steps.
         self._calls: list[Counter[str]] = [Counter(), Counter()]
@@ -94,6 +96,12 @@ class Discovery:
                 self._calls[in_backward()][fqn] += 1
 
         return count
+
+    def buffers_now(self) -> tuple[Buffer, ...]:
+        """Return the buffers as training began with them, and which of them it has changed."""
+        now = {clean_fqn(fqn): ordered_digest(local_shard(buffer)) for fqn, buffer in self._model.named_buffers()}
+        changed = self._changed | {began.fqn for began in self.buffers if now.get(began.fqn) != began.digest}
+        return tuple(replace(began, changed=began.fqn in changed) for began in self.buffers)
 
     def end_step(self) -> None:
         self._most = [most | calls for most, calls in zip(self._most, self._calls, strict=True)]
@@ -119,7 +127,7 @@ class Discovery:
             compiled=_names(self._model, OptimizedModule),
             calls=dict(sorted(self._most[0].items())),
             recomputed=dict(sorted(self._most[1].items())),
-            buffers=self.buffers,
+            buffers=self.buffers_now(),
             constants=_constants(self._model),
         )
 

@@ -9,9 +9,7 @@ import gc
 import platform
 import resource
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -22,7 +20,6 @@ import torch.distributed as dist
 import torchao
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from harness.matrix.case import Case, Layout
 from harness.matrix.caseid import resumed_in
@@ -36,6 +33,7 @@ from harness.worker.dispatch_hooks.matmuls import ScaledMMCounter
 from harness.worker.one_rank.sequential_ranks import SequentialRanks
 from harness.worker.probes.discovery import Digests, Discovery, InputRecorder, parameter_digests, saved_buffers
 from harness.worker.probes.probe import ProbeSet
+from harness.worker.probes.updates import Updates
 from harness.worker.process import internals
 from harness.worker.process.process import PROCESS
 from harness.worker.targets import data
@@ -62,6 +60,7 @@ class Prepared(NamedTuple):
     data_digest: str
     built: Digests  # the parameters as the target built them, where asked for
     inputs: InputRecorder
+    updates: Updates
 
     def batches(self, step: int) -> tuple[Sequence[torch.Tensor], ...]:
         """Return the arguments of the target's step: microbatches, and their labels if the case ignores some."""
@@ -127,7 +126,7 @@ def train(
         virtual=virtual,
         installed=PROCESS.installed,
         arithmetic=request.arithmetic,
-        model=record,
+        model=msgspec.structs.replace(record, updates=prepared.updates.steps),
         inputs=prepared.inputs.record(),
         state=tuple(PROCESS.settings.changes),
         resumed=resumed,
@@ -147,6 +146,7 @@ def _resumed(prepared: Prepared, case: Case, step: int, folder: Path | None) -> 
     fresh = [prepare(resumed_case, prepared.world.device) for resumed_case in resumed_in(case)]
     resumed = hand_over(prepared.target, [rebuilt.target for rebuilt in fresh], folder, step=step)
     fresh[-1].inputs.continue_from(prepared.inputs)
+    fresh[-1].updates.continue_from(prepared.updates)
     return fresh[-1]._replace(built=prepared.built), resumed
 
 
@@ -185,6 +185,7 @@ def prepare(case: Case, device: torch.device, *, solo_witness: bool = False, dig
         inputs=InputRecorder(
             target.model, tokens, part, pieces if solo_witness else pieces[world.dp_rank % len(pieces) :][:1]
         ),
+        updates=Updates(target.model),
     )
 
 
@@ -213,7 +214,7 @@ def train_step(prepared: Prepared, step: int, scaled_mm: ScaledMMCounter, watchi
         counted = [param for name, param in target.model.named_parameters() if name not in copies]
         shares.append(mark_owned(squared_norm_share(counted) * prepared.case.layout.pp))  # ranks hold one stage
 
-    with _before_first_update(see_gradients) as updates:
+    with prepared.updates.step(step, see_gradients) as updates:
         result = target.step(*batches)
     require_process_group("step")
     loss, norm = require_result(result)
@@ -251,23 +252,6 @@ def evaluate(target: Target, batches: Sequence[Sequence[torch.Tensor]], step: in
         after += f" in {len(changed)} of {len(modes)} modules"
         PROCESS.settings.changes.append(StateChange(name="training mode", phase=phase, before=before, after=after))
     return loss
-
-
-@contextmanager
-def _before_first_update(call: Callable[[], None]) -> Iterator[Counter[int]]:
-    """Call a function when an optimizer takes its first step in here. Yields the number of steps of each, by its id."""
-    steps: Counter[int] = Counter()
-
-    def before(optimizer: Optimizer, *_: object) -> None:
-        if not steps:
-            call()
-        steps[id(optimizer)] += 1
-
-    handle = register_optimizer_step_pre_hook(before)
-    try:
-        yield steps
-    finally:
-        handle.remove()
 
 
 def _batch_digests(case: Case, tokens: torch.Tensor) -> tuple[str, ...]:

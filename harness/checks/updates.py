@@ -1,0 +1,143 @@
+"""Does every rank update its parameters in every step, with the options and dtypes of one rank, as its optimizer says?
+
+Steps of which no module is repeated are judged by this alone where numbers may drift apart.
+"""
+
+import itertools
+from collections.abc import Iterable, Mapping
+
+from harness.checks.check import Rules, Stage, Witnesses, finished, merge_ranks
+from harness.matrix.case import Case
+from harness.matrix.layout import MESH_AXES, peers
+from harness.trace import RankTrace, Run
+from harness.trace.model import StepUpdate
+from harness.verdict import Finding, Value
+
+# An update is not lost in the rounding of a parameter in these, where its gradient is above this part of the largest.
+WIDE = ("float32", "float64")
+WORTH_AN_UPDATE = 1e-3
+
+# Clean runs were at most 1.1 away, over AdamW and SGD, three dtypes and all layouts. A weight decay of 0.1 that is
+# skipped at a learning rate of 0.001 is 200 away in float32.
+_ROUNDINGS = 4.0
+
+_rule = Rules("updates", Stage.MODEL)
+NO_UPDATE = _rule(
+    "no-update",
+    "no optimizer updates {what}",
+    fix="pass every parameter to one optimizer on every rank, and call its step() in every step.",
+)
+UNMOVED = _rule(
+    "unmoved",
+    "an optimizer updates {module}, and its values stay as they were",
+    fix="step the optimizer with the parameters of `model`, and do not set them back.",
+)
+OPTION = _rule(
+    "option",
+    "{name} of the optimizer of {module} is {here}, not {there} ({count:n such parameter})",
+    key=("name",),
+    fix="give the optimizer the same options, and the same dtypes, on every rank and in every layout.",
+)
+FORMULA = _rule(
+    "formula",
+    "{what} of {module} is {distance:.3g} roundings away from what its optimizer computes",
+    fix="let torch's optimizer step on the gradients that it gets, and change nothing that it keeps.",
+)
+
+_Options = Mapping[str, Mapping[str, str]]  # of every parameter that has a gradient and is updated
+
+
+@_rule.judged_by(
+    blind="What one rank does too; optimizers other than Adam, AdamW and SGD; values that are not looked at.",
+    also_reads=("sketches",),
+    unasked="model",
+    absent="it is not known what the ranks built",
+)
+def check_updates(case: Case, run: Run, witnesses: Witnesses) -> list[Finding]:
+    """Is every parameter updated as on one rank, in every step, and as the formula of its optimizer says?"""
+    reference = finished(witnesses.solo)
+    solo = None if reference is None else reference.traces[0]
+    options = {trace.rank: _options(trace) for trace in run.by_rank}
+    moved = {trace.rank: _moved(trace) for trace in run.by_rank}
+    one_rank = None if solo is None else (_options(solo), _moved(solo))
+
+    def of_rank(trace: RankTrace) -> Iterable[Finding]:
+        record = trace.model
+        if record is None:
+            return
+        first = peers(case.layout, trace.rank, [axis for axis in MESH_AXES if axis != "pp"])[0]
+        theirs, who = ((options[first], moved[first]), f"rank {first}") if one_rank is None else (one_rank, "one rank")
+        for step, mine in enumerate(options[trace.rank], 1):
+            wanted = theirs[0][step - 1] if len(theirs[0]) >= step else {}
+            held = {parameter.fqn for parameter in record.parameters if parameter.local_elements}
+            lost = [name for name in wanted if name in held - mine.keys()]
+            still = [fqn for at, fqn in moved[trace.rank][False] - moved[trace.rank][True] if at == step]
+            still = [fqn for fqn in still if (step, fqn) in theirs[1][True]]
+            yield from _lost(step, lost, mine, who)
+            yield from _other_options(step, mine, wanted, who)
+            yield from _off_formula(record.updates[step - 1])
+            yield from (
+                UNMOVED.finding(step=step, module=fqn, expected=f"a change, as on {who}") for fqn in sorted(still)[:1]
+            )
+
+    found = merge_ranks(run, lambda trace: tuple(itertools.islice(of_rank(trace), 1)))
+    return sorted(found, key=lambda finding: (finding.step or 0, -(finding.size or 0.0)))[:1]
+
+
+def _options(trace: RankTrace) -> list[_Options]:
+    """Return the options of every step; a step in which they are those of the one before has none recorded."""
+    steps: list[_Options] = []
+    for update in trace.model.updates if trace.model is not None else ():
+        given = {name: group.values for group in update.options for name in group.names}
+        steps.append(given or (steps[-1] if steps and update.updated else {}))
+    return steps
+
+
+def _moved(trace: RankTrace) -> Mapping[bool, set[tuple[int, str]]]:
+    """Return, by step and FQN, the wide parameters of which an update changed a part, and those with one unchanged.
+
+    Only where the gradient of that part is large enough, or nothing can be told by it.
+    """
+    digests: dict[tuple[str, tuple[int, ...]], str] = {}
+    moved: dict[bool, set[tuple[int, str]]] = {True: set(), False: set()}
+    wide = {parameter.fqn for parameter in trace.model.parameters if parameter.dtype in WIDE} if trace.model else ()
+    sketches = [sketch for sketch in trace.sketches or () if sketch.fqn in wide]
+    grads = {
+        (sketch.step, sketch.fqn, sketch.offset): sketch.norm_squared for sketch in sketches if sketch.kind == "grad"
+    }
+    worth = WORTH_AN_UPDATE**2 * max(grads.values(), default=0.0)
+    for sketch in sketches:
+        place = sketch.fqn, sketch.offset
+        if sketch.kind == "param" and place in digests and grads.get((sketch.step, *place), 0.0) > worth:
+            moved[digests[place] != sketch.digest].add((sketch.step, sketch.fqn))
+        if sketch.kind != "grad":
+            digests[place] = sketch.digest
+    return moved
+
+
+def _lost(step: int, lost: list[str], mine: _Options, who: str) -> Iterable[Finding]:
+    if lost:
+        what = f"{lost[0]}{f' and {len(lost) - 1} more' if len(lost) > 1 else ''}" if mine else "any parameter"
+        expected = f"an update, as on {who}"
+        yield NO_UPDATE.finding(step=step, module=lost[0] if mine else None, expected=expected, found="none", what=what)
+
+
+def _other_options(step: int, mine: _Options, wanted: _Options, who: str) -> Iterable[Finding]:
+    names = mine.keys() & wanted.keys()
+    wrong = sorted(
+        (of, name) for name in names for of, text in mine[name].items() if wanted[name].get(of, text) != text
+    )
+    for of, name in wrong[:1]:
+        here, there, count = mine[name][of], wanted[name][of], sum(other == of for other, _ in wrong)
+        values: dict[str, Value] = {"name": of, "here": here, "there": there, "count": count}
+        yield OPTION.finding(step=step, module=name, expected=f"{there}, as on {who}", found=here, values=values)
+
+
+def _off_formula(update: StepUpdate) -> Iterable[Finding]:
+    if not update.distance <= _ROUNDINGS:  # NaN is wrong
+        what, distance = "the new value" if update.what == "param" else update.what, update.distance
+        expected, found = f"at most {_ROUNDINGS:g} roundings", f"{distance:.3g}"
+        numbers: dict[str, Value] = {"what": what, "distance": distance}
+        yield FORMULA.finding(
+            step=update.step, module=update.fqn, expected=expected, found=found, size=distance, values=numbers
+        )
