@@ -77,5 +77,7 @@ def keeps(distance: float, allowed: float) -> bool:
 
 
 def used() -> Mapping[str, float]:
-    """Return the largest share of every limit that the runs judged by this process used, by row."""
-    return dict(_used)
+    """Return the largest share of every limit that runs used since it was asked for, by row."""
+    shares = dict(_used)
+    _used.clear()
+    return shares

@@ -108,7 +108,7 @@ class Rule(msgspec.Struct, frozen=True, kw_only=True):
         return Finding(
             rule=self.name,
             says=self.says + suffix,
-            values={**values, **more},
+            values={name: +value if isinstance(value, float) else value for name, value in {**values, **more}.items()},
             judged=self.judged,
             verdict=Verdict.NUMERIC if self.numeric else Verdict.INVARIANT,
             step=step,

@@ -321,4 +321,6 @@ def _never_less(values: Sequence[float]) -> list[float]:
 
 def _tolerance(name: str, key: str, per_step: Sequence[float], margin: float) -> Tolerance:
     evidence = f"derived from {DRAWS} BF16 runs with rounding errors of float8"
-    return Tolerance(name=name, key=key, per_step=tuple(per_step), margin=margin, evidence=evidence, derived=True)
+    return Tolerance(
+        name=name, key=key, per_step=tuple(map(float, per_step)), margin=float(margin), evidence=evidence, derived=True
+    )

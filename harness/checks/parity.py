@@ -137,7 +137,7 @@ def worst_gradient(case: Case, run: Run, solo: Run, tolerance: Tolerance | None)
     if not distances:
         return None
     worst = max(distances, key=lambda key: nan_as_inf(distances[key]))
-    allowed = None if tolerance is None else allowed_distance(case, tolerance, worst.step)
+    allowed = None if tolerance is None else float(allowed_distance(case, tolerance, worst.step))
     return WorstGradient(fqn=worst.fqn, step=worst.step, distance=distances[worst], allowed=allowed)
 
 
