@@ -163,7 +163,10 @@ SENTENCES: tuple[tuple[Finding, str], ...] = (
         checks.reported.OTHER_LOSS.finding(),
         "the evaluation's loss differs from the training loss of the same batch and weights",
     ),
-    (checks.fp8_on.NOT_CONVERTED.finding(module="w1", ranks=(0, 1)), "w1 was not converted to FP8 on ranks 0-1"),
+    (
+        checks.fp8_on.NOT_CONVERTED.finding(ranks=(0, 1), count=1, total=2, names="w1"),
+        "1 of 2 linears were not converted to FP8 on ranks 0-1: w1",
+    ),
     (
         checks.fp8_on.TRAINED.finding(ranks=(1,), refusal="narrow", reason="8 is no multiple of 16"),
         "trained silently on rank 1 instead of being refused (narrow: 8 is no multiple of 16)",
