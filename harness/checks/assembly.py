@@ -306,7 +306,8 @@ def _explained(case: Case, noun: str, times: Factor, reference: float | None) ->
         if math.isclose(cause.here / cause.there, size, rel_tol=_CLOSE)
         and (reference is None or math.isclose(cause.there, reference, rel_tol=_OF_BF16))
     }
-    what = ": ".join(filter(None, (f"{noun} is {times} of the reference", ", or ".join(causes))))
+    share = f"1/{times.times} of" if times.inverse else f"{times.times} times"
+    what = f"{noun} is {share} the reference's: {', or '.join(causes) or ' or '.join(times.names)}"
     if len(causes) == 1:
         return Explanation(what, next(iter(causes.values())), times)
     other = replace(case, train=replace(case.train, accumulation=1 if case.train.accumulation > 1 else 2))

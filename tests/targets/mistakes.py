@@ -56,6 +56,56 @@ class Divided(toy.Toy):
         return super().loss(batch) / self.case.layout.dp
 
 
+class DividedTwice(toy.Toy):
+    def loss(self, batch: torch.Tensor) -> torch.Tensor:
+        return super().loss(batch) / self.world.microbatches
+
+
+class SomeLabels(toy.Toy):
+    """Leaves out the most frequent token, and averages over what is left of a microbatch."""
+
+    def loss(self, batch: torch.Tensor) -> torch.Tensor:
+        labels = batch[:, 1:].masked_fill(batch[:, 1:] == 0, -100)
+        return F.cross_entropy(self.model(batch[:, :-1]).double().flatten(0, 1), labels.flatten())
+
+
+class OwnLabels(toy.Toy):
+    """Takes labels, and averages over those of this rank."""
+
+    def step(self, microbatches: Any, labels: Any = ()) -> Any:
+        self.labels = list(labels)
+        return super().step(microbatches)
+
+    def loss(self, batch: torch.Tensor) -> torch.Tensor:
+        labels = self.labels.pop(0) if self.labels else batch[:, 1:]
+        return F.cross_entropy(self.model(batch[:, :-1]).double().flatten(0, 1), labels.flatten())
+
+
+class ShardNorm(toy.Toy):
+    """Clips by the norm of its own shards."""
+
+    def update(self) -> Any:
+        grads = [getattr(parameter.grad, "_local_tensor", parameter.grad) for parameter in self.model.parameters()]
+        norm = nn.utils.get_total_norm(grads)
+        nn.utils.clip_grads_with_norm_(self.model.parameters(), self.case.train.max_norm or 1e9, norm)
+        super().update()
+        return norm if self.case.train.max_norm else None
+
+
+class OneRankSteps(toy.Toy):
+    def update(self) -> Any:
+        return super().update() if dist.get_rank() == 0 else None
+
+
+class NormOfOwnTokens(toy.Toy):
+    """Under TP the gain before a linear gets the gradient of the tokens of one rank, as with sequence parallelism."""
+
+    def parallelize(self) -> None:
+        super().parallelize()
+        for block in self.model.blocks if self.case.layout.tp > 1 else ():
+            block.gain.register_hook(lambda grad: grad / 2 + (dist.get_rank() - 0.5) * grad.roll(1))
+
+
 class Shifted(toy.Toy):
     def loss(self, batch: torch.Tensor) -> torch.Tensor:
         return F.cross_entropy(self.model(batch[:, 1:]).double().flatten(0, 1), batch[:, :-1].flatten())

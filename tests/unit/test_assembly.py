@@ -201,7 +201,7 @@ def test_losses_of_each_rank_are_told_from_a_wrong_mean_and_from_a_wrong_referen
     assert "a loss of its own batch; the mean over ranks is the reference's loss" in explained(case, own)
     shares = with_step(make_run(case, losses=[3.0]), 1, 1, loss=5.0)
     assert "the sum over ranks is the reference's loss" in explained(case, shares)
-    assert "2 times (the data-parallel degree" in explained(case, make_run(case, losses=[16.0]))
+    assert "2 times the reference's: summed over ranks" in explained(case, make_run(case, losses=[16.0]))
     assert explained(case, make_run(case, losses=[8.3])) == ""
     text = explained(case, make_run(case, losses=[8.0]), solo=16.0)
     assert "microbatches are added up without dividing" in text and "len(microbatches)" in text

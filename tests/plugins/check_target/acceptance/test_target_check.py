@@ -75,7 +75,7 @@ MISTAKES = {
 }
 SWEPT = {
     "SummedLoss": (
-        "the loss is 2 times (the data-parallel degree",
+        "the loss is 2 times the reference's",
         "summed over ranks",
         "fix: average over ranks once",
     ),
@@ -83,7 +83,10 @@ SWEPT = {
     "OwnLoss": ("every rank reports a loss of its own batch", "loss /= dist.get_world_size()"),
     "NotAveraged": ("microbatches are added up without dividing", "fix: divide the loss of every microbatch by"),
     "SumOfTokens": ("256 times (the tokens of a microbatch", "fix: return the mean over tokens, not the sum"),
-    "Divided": ("every gradient is 1/2 (the data-parallel degree", "fix: average over ranks once: FSDP2 averages"),
+    "Divided": (
+        "every gradient is 1/2 of the reference's: divided by the number of ranks",
+        "fix: average over ranks once: FSDP2 averages",
+    ),
     "Shifted": ("the model is called with the labels", "fix: call the model with `batch[:, :-1]`"),
     "OwnTokens": ("tokens that are not those of this step", "fix: train on the microbatches"),
     "Sliced": ("the model is called with 2 of 4 sequences only", "no data loader, sampler or slice"),

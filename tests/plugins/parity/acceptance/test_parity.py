@@ -57,6 +57,34 @@ def test_a_planted_fault_is_wrong_where_it_is_and_nowhere_else(project: Inside) 
     assert f"of {first['module']} at step 1 on rank 1" in done.stdout
 
 
+# By the name of a mistake: the layout, and words of what is first wrong.
+LOOPS = {
+    "NotAveraged": ("fsdp2", "microbatches are added up without dividing by their number"),
+    "DividedTwice": ("fsdp2", "divided by the number of microbatches twice"),
+    "Divided": ("fsdp2", "divided by the number of ranks once too often"),
+    "SomeLabels": ("fsdp2", "a mean over the labels of each rank or microbatch, of which the target leaves some out"),
+    "OwnLabels": ("fsdp2", "a mean over the labels of each rank or microbatch, not over all; labels per rank: 104, 40"),
+    "ShardNorm": ("fsdp2", "ranks clip by other norms"),
+    "OneRankSteps": ("fsdp2", "the ranks hold|no optimizer updates"),
+    "NormOfOwnTokens": ("tp2", "not reduced over tp"),
+}
+
+
+@pytest.mark.sweep  # each needs a zygote of its own
+@pytest.mark.parametrize("name", LOOPS)
+def test_a_mistake_of_a_training_loop_is_named_first(
+    tmp_path_factory: pytest.TempPathFactory, warm: Zygotes, name: str
+) -> None:
+    own = with_targets(tmp_path_factory.mktemp("loop"), warm, "toy.py", "mistakes.py")
+    (own.folder / "loop.py").write_text(f"from mistakes import {name} as build\n")
+    layout, words = LOOPS[name]
+    options = ("--recipe", "tensorwise", "--dtype", "float64", "--steps", "2", "--set", "loss_tolerance=0.05")
+    done = own.run("-q", "parity", "--target", "loop", "--layouts", layout, *options, "--json", "table.json")
+    table = json.loads((own.folder / "table.json").read_text())
+    wrong = [row for row in (*table["rows"], *table["one_step"]) if row["word"] == "wrong"]
+    assert done.returncode == 1 and re.search(words, wrong[0]["why"]), done.stdout
+
+
 def rounded(curve: TextCurve) -> str:
     """The text of the curve with losses a little off."""
     losses = [point.loss.value + 1e-4 for point in curve.points]
