@@ -348,9 +348,15 @@ def row(result: CaseResult) -> Row:
         grad_norms=result.grad_norms,
         reference=() if result.measured is None else _losses(result.measured.curves.get("solo")),
         worst_gradient=None if result.measured is None else result.measured.worst_gradient,
-        first=result.findings[0] if result.findings else None,
+        first=_nearest(result),
         command=result.command,
     )
+
+
+def _nearest(result: CaseResult) -> Finding | None:
+    """Return the first finding, or one of parity about the same step whose cause is certain, so that it has a fix."""
+    explained = [of for of in result.findings if of.check == "parity" and of.fix and of.step == result.findings[0].step]
+    return next((of for of in result.findings[:1] if of.fix), next(iter((*explained, *result.findings)), None))
 
 
 def _losses(curve: Curve | None) -> tuple[float, ...]:
@@ -358,7 +364,7 @@ def _losses(curve: Curve | None) -> tuple[float, ...]:
 
 
 def _word(case: Case, result: CaseResult) -> tuple[Word, str]:
-    finding = result.findings[0] if result.findings else None
+    finding = _nearest(result)
     at = f"step {finding.step}: " if finding is not None and "step" in finding.place else ""
     first = "" if finding is None else f"{at}{finding.first_line}"
     refusal, measured = expected_refusal(case), result.measured

@@ -163,6 +163,16 @@ def test_a_wrong_row_shows_what_is_wrong_and_nothing_that_is_allowed() -> None:
         assert f"| 7.25000 {cells} step 1: input in" in parity_markdown(parity(wrong), make_results(wrong))
 
 
+def test_a_row_says_what_is_certain_of_the_same_step() -> None:
+    certain = a_finding(check="parity", message="divided twice", fix="divide once", step=1)
+    for findings, why in (
+        ((WRONG, certain), "step 1: divided twice"),
+        ((WRONG, replace(certain, step=2)), "step 1: input in forward"),
+        ((replace(WRONG, fix="own"), certain), "step 1: input in forward"),
+    ):
+        assert row(result(verdict=Verdict.NUMERIC, findings=findings)).why.startswith(why)
+
+
 def test_one_step_that_is_wrong_fails_and_is_named_first() -> None:
     shown = replace(row(ROWS["wrong"]), layout="fsdp2 with clipping")
     study = replace(parity(ROWS["equal"]), one_step=(shown,))
