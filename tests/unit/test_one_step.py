@@ -64,6 +64,19 @@ def test_what_depends_on_the_split_is_found(
     assert not any(one.result.findings for number, one in enumerate(shown) if number != at)
 
 
+def test_a_target_without_microbatches_is_compared_in_the_step_that_clips() -> None:
+    raised = '  File "/my/target.py", line 7, in build\n    raise NotImplementedError("none")\n'
+    lacks = {"failures": (make_failure(message="NotImplementedError: none", traceback=raised, phase="build"),)}
+    split = {"verdict": Verdict.CRASH, "losses": (), **lacks}
+    plain = {"grad_norms": (1.0,), **FOUND, "findings": (a_finding(check="clipping", message="not clipped"),)}
+    shown = judged({}, split, plain, {}, {"losses": (7.5,)})
+    assert [one.refused for one in shown[1:3]] == ["none", "gradients are the same without case.train.max_norm"]
+    assert shown[4].result.findings[0].fix is not None
+    shown = judged({}, split, {**plain, "losses": (8.5,)}, {}, {"losses": (7.5,)})
+    assert shown[2].refused is None and "of which the target leaves some out" in shown[2].result.findings[0].message
+    assert shown[4].result.findings[0].fix is None
+
+
 def test_labels_are_blamed_only_where_nothing_differs_without_them() -> None:
     shown = judged({}, FOUND, {}, {}, {"losses": (7.5,), **FOUND})
     assert [finding.rule for finding in shown[4].result.findings] == [FOUND["findings"][0].rule]
