@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import msgspec
 from msgspec.structs import replace
 
-from harness.hints import more_of, shrink
+from harness.hints import shrink
 from harness.registry import commands
 from harness.verdict import Finding
 
@@ -23,8 +23,7 @@ _LONG_INTEGER = re.compile(r"(?<![\w.])\d{8,}(?![\w.]|\.\d)")
 _DIGEST = re.compile(r"(?<![\w.])(?=\d*[a-f])[0-9a-f]{8,}\b|(?<![\w.])[0-9a-f]{16,}\b")
 _TUPLE = re.compile(r"\(([^()]*,[^()]*)\)")
 _ITEM = re.compile(r"'[^']*'|-?[\d.]+(?:e[-+]?\d+)?|nan|inf|None|True|False")
-_PATTERN = re.compile(r"'([^'|]*)\|[^']*'")
-_GROUP = re.compile(r"\(\?[^()]*\)|\\+")
+_PATTERN = re.compile(r"\(\?[^()]*\)|\\+|\|[^']*(?=')")
 _INDEX = re.compile(r"(?<=\.)\d+(?=\.)")  # of a layer
 _OF_MODULE = re.compile(r"(?: (?:of|in|at|for)|:)? \{module\}")
 
@@ -37,15 +36,23 @@ class Headline(msgspec.Struct, frozen=True):
     next: str = ""
     is_fix: bool = False
 
+    @property
+    def texts(self) -> tuple[str, ...]:
+        following = f"{'fix' if self.is_fix else 'next'}: {self.next}" if self.next else ""
+        return tuple(filter(None, (self.what, self.why, following)))
+
 
 def headline_of(findings: Sequence[Finding], *, command: str, ranks: int, fixed: bool = False) -> Headline:
     """Return the three lines. `command` runs the case again, on so many ranks; `fixed`: with its fixes it passes."""
     if not findings:
         return Headline()
-    known, first = [finding for finding in findings if finding.rule == KNOWN], findings[0]
+    known, first, whole = [finding for finding in findings if finding.rule == KNOWN], findings[0], f"{command} -v"
     if known:
-        return Headline(_known(known, fixed=fixed), _shown_by(findings[len(known) :]), more_of(command))
-    following = first.fix or _next(first, command, ranks)
+        shown = findings[len(known) :][:1]
+        why = "".join(f"it shows by {finding.rule}{modules_of(shown)}, as the record says" for finding in shown)
+        return Headline(_known(known, fixed=fixed), why, whole if command else "")
+    can_shrink = first.judged and first.module is None and ranks > 1 and "bug" in commands()
+    following = first.fix or (can_shrink and shrink(command)) or (whole if command else "")
     return Headline(_what(first, alike(findings)), _why(first), following, is_fix=bool(first.fix))
 
 
@@ -54,13 +61,6 @@ def _known(known: Sequence[Finding], *, fixed: bool) -> str:
     faults = (finding.values for finding in known)
     names = (f"{fault.get('fault')} ({fault.get('link')}), {ends}: {fault.get('reason')}" for fault in faults)
     return f"{KNOWN}: {' And '.join(names)}"
-
-
-def _shown_by(findings: Sequence[Finding]) -> str:
-    if not findings:
-        return ""
-    more = f", as the record says, with {len(findings) - 1} more" if len(findings) > 1 else ""
-    return f"it shows by {findings[0].rule}{modules_of(findings[:1])}{more}"
 
 
 def alike(findings: Sequence[Finding]) -> list[Finding]:
@@ -94,27 +94,20 @@ def _what(first: Finding, same: Sequence[Finding]) -> str:
 
 def _why(finding: Finding) -> str:
     """Return what was expected and what was found, with as few digits as tell them apart."""
-    digests: list[str] = []
+    given, digests = [" ".join((text or "").split()) for text in (finding.expected, finding.found)], list[str]()
     for digits in _DIGITS:
-        pair = [_value(text, digits, digests) for text in (finding.expected, finding.found)]
-        if pair[0] != pair[1]:
+        expected, found = (_cut(_plain(text, digits, digests)) for text in given)
+        if expected != found:
             break
     else:
-        pair[1] += _apart(finding) if pair[1] else ""
-    return ", ".join(f"{name} {text}" for name, text in zip(("expected", "found"), pair, strict=True) if text)
+        numbers = [float(number[0]) for text in given if (number := _FLOAT.search(text))]
+        apart = abs(numbers[0] - numbers[1]) if len(numbers) == 2 else 0.0
+        found += f" ({apart:.2g} apart)" if apart else ""
+    return ", ".join(f"{name} {text}" for name, text in (("expected", expected), ("found", found)) if text)
 
 
-def _value(text: str | None, digits: int, digests: list[str]) -> str:
-    shown = _plain(" ".join((text or "").split()), digits, digests)
-    return shown if len(shown) <= _LONGEST else f"{shown[:_LONGEST].rpartition(' ')[0]} …"
-
-
-def _apart(finding: Finding) -> str:
-    """Return how far apart two numbers are that no shown digit tells apart."""
-    expected, found = (_FLOAT.search(text or "") for text in (finding.expected, finding.found))
-    if expected is None or found is None or expected[0] == found[0]:
-        return ""
-    return f" ({abs(float(expected[0]) - float(found[0])):.2g} apart)"
+def _cut(text: str) -> str:
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST].rpartition(' ')[0]} …"
 
 
 def _plain(text: str, digits: int, digests: list[str]) -> str:
@@ -125,8 +118,7 @@ def _plain(text: str, digits: int, digests: list[str]) -> str:
             digests.append(match[0])
         return f"bits {chr(ord('A') + digests.index(match[0]) % 26)}"
 
-    text = _TUPLE.sub(_unpacked, text)
-    text = _GROUP.sub("", _PATTERN.sub(r"'\1' or the like", _GROUP.sub("", text)))
+    text = _PATTERN.sub("", _TUPLE.sub(_unpacked, text))
     text = _DIGEST.sub(letter, _FLOAT.sub(lambda match: f"{float(match[0]):.{digits}g}", text))
     return _LONG_INTEGER.sub(lambda match: f"{int(match[0]):,}", text)
 
@@ -138,9 +130,3 @@ def _unpacked(match: re.Match[str]) -> str:
     if is_shape or not all(map(_ITEM.fullmatch, items)):
         return match[0]
     return ", ".join(dict.fromkeys(item.strip("'") for item in items))
-
-
-def _next(finding: Finding, command: str, ranks: int) -> str:
-    """Return the command that narrows it: to a smaller case where no module is known, or to all of its findings."""
-    smaller = shrink(command) if finding.judged and finding.module is None and ranks > 1 else ""
-    return smaller if smaller and "bug" in commands() else more_of(command)

@@ -36,11 +36,6 @@ def run_cases(*words: str, root: str | None = None) -> str:
     return _command(*_given(root), "run", *words)
 
 
-def more_of(command: str) -> str:
-    """Runs a case again, by its command, and shows every finding with its evidence."""
-    return f"{command} -v" if command else ""
-
-
 def shrink(command: str) -> str:
     """Finds the smallest case that fails like the one that a command runs; empty where it lacks an option of it."""
     before, run, words = command.partition(" run ")

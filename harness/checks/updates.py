@@ -15,7 +15,7 @@ from harness.verdict import Finding, Value
 
 # An update is not lost in the rounding of a parameter in these, where its gradient is above this part of the largest.
 WIDE = ("float32", "float64")
-WORTH_AN_UPDATE = 1e-3
+WORTH_AN_UPDATE = Limit("updates.worth_one")
 
 # Clean runs were at most 1.1 away, over AdamW and SGD, three dtypes and all layouts. A weight decay of 0.1 that is
 # skipped at a learning rate of 0.001 is 200 away in float32.

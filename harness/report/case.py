@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from harness.checks.catalogue import first_effect
 from harness.checks.failures import LAST_OUTPUT, is_misfit
 from harness.checks.scales import check_underflow
-from harness.headline import Headline, alike
+from harness.headline import alike
 from harness.report.sections import Block, Entry, Facts, Items, Section, Table, Verbatim
 from harness.result import CaseResult, CastRange, Curve, Measured, Multiplied, Sent, Speedup
 from harness.text import binary_bytes, counted
@@ -64,51 +64,44 @@ def finding_entry(finding: Finding) -> Entry:
     return Entry(title=f"{finding.rule}{where}: {first}", lines=(*filter(None, [details]), *lines))
 
 
-def line_texts(lines: Headline) -> tuple[str, ...]:
-    """Return the three lines as text, without those that are empty."""
-    following = f"{'fix' if lines.is_fix else 'next'}: {lines.next}" if lines.next else ""
-    return tuple(filter(None, (lines.what, lines.why, following)))
-
-
 def three_lines(result: CaseResult) -> tuple[Block, ...]:
     """Return what is wrong, why we say so and what to do next; then what else was found, on one line."""
-    lines = result.three_lines
-    texts = [Verbatim(text) if text.startswith("next: ") else text for text in line_texts(lines)]
-    also = _also(result.findings) if result.verdict is not Verdict.KNOWN else ""
+    texts = [Verbatim(text) if text.startswith("next: ") else text for text in result.three_lines.texts]
+    also = _also(result.findings) if result.findings and result.verdict is not Verdict.KNOWN else ""
     return (*texts, *filter(None, [also]))
 
 
 def _also(findings: Sequence[Finding]) -> str:
     """Return the rules of the other findings: those as near to the cause, then those that likely follow."""
-    if not findings:
-        return ""
-    same, split = alike(findings), first_effect(findings)
-    others = [(place, finding) for place, finding in enumerate(findings) if finding not in same and finding.judged]
-    follows = [place >= (split or math.inf) or (finding.step or 0) > (same[0].step or 1) for place, finding in others]
-    near, effects = (
-        [finding for (_, finding), later in zip(others, follows, strict=True) if later is wanted]
-        for wanted in (False, True)
+    same, split = alike(findings), first_effect(findings) or len(findings)
+    step, groups = same[0].step or 1, dict[str, list[Finding]]()
+    for place, finding in enumerate(findings):
+        if finding not in same:
+            follows = place >= split or (finding.step or 0) > step
+            groups.setdefault("not judged" if not finding.judged else "follow" if follows else "near", []).append(
+                finding
+            )
+    # Any other number moves the shares that underflow.
+    effects = [finding for finding in groups.get("follow", []) if finding.check != check_underflow.name]
+    parts = (
+        _rules(groups.get("near", []), step),
+        f"{len(effects)} that likely follow: {_rules(effects, step)}" if effects else "",
+        f"not judged: {_rules(groups['not judged'], step)}" if "not judged" in groups else "",
     )
-    touched = [finding for finding in effects if finding.check != check_underflow.name]  # any other number moves it
-    step = same[0].step or 1
-    effect = f"{len(touched)} that likely follow: {_rules(touched, step)}" if touched else ""
-    unjudged = [finding for finding in findings if not finding.judged and finding not in same]
-    parts = [_rules(near, step), effect, f"not judged: {_rules(unjudged, step)}" if unjudged else ""]
     return f"also: {'; '.join(filter(None, parts))}" if any(parts) else ""
 
 
 def _rules(findings: Sequence[Finding], step: int) -> str:
+    """Return each rule with the number of its modules or findings, and the step in which it is first broken."""
     by_rule: dict[str, list[Finding]] = {}
     for finding in findings:
         by_rule.setdefault(finding.rule, []).append(finding)
-    return ", ".join(f"{rule}{_where(found, step)}" for rule, found in by_rule.items())
-
-
-def _where(findings: Sequence[Finding], step: int) -> str:
-    modules = {finding.module for finding in findings}
-    steps = [finding.step for finding in findings if finding.step is not None]
-    where = f" in {len(modules)} modules" if len(modules) > 1 else f" ({len(findings)})" if len(findings) > 1 else ""
-    return f"{where} from step {min(steps)}" if steps and min(steps) > step else where
+    words = []
+    for rule, found in by_rule.items():
+        modules, first = {finding.module for finding in found}, min(finding.step or 0 for finding in found)
+        many = f" in {len(modules)} modules" if len(modules) > 1 else f" ({len(found)})" if len(found) > 1 else ""
+        words.append(f"{rule}{many}{f' from step {first}' if first > step else ''}")
+    return ", ".join(words)
 
 
 def evidence(findings: Sequence[Finding]) -> Section:

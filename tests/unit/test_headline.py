@@ -77,6 +77,7 @@ def test_the_numbers_have_as_few_digits_as_tell_them_apart(expected: str, found:
     assert headline_of([GRADIENTS.finding(expected=expected, found=found)], command=RUN, ranks=1).why == why
 
 
+@pytest.mark.plugin("bugs")
 def test_the_command_narrows_it() -> None:
     nowhere, somewhere = GRADIENTS.finding(), GRADIENTS.finding(module=WQ)
     assert headline_of([nowhere], command=RUN, ranks=2).next == RUN.replace(" run ", " bug shrink ")

@@ -103,7 +103,7 @@ def test_a_case_of_which_nothing_was_measured_says_what_is_known() -> None:
 def test_lines_are_at_most_so_long(message: str) -> None:
     words = " ".join(word[:20] for word in message.split(" "))
     long = [line for line in case_text(full(words)).splitlines() if len(line) > 60]
-    assert long == [f"  next: fp8-harness run {ID} -v", f"  fp8-harness run {ID}"]
+    assert len(long) == 2 and all(ID in line for line in long), "commands are never wrapped"
 
 
 def test_the_rows_of_a_table_stay_rows() -> None:
@@ -186,7 +186,7 @@ def test_a_known_fault_is_skipped_with_its_text() -> None:
     (skipped,) = root.findall(".//skipped")
     assert skipped.get("message") == "c/test: why [rank 2]" and root.get("skipped") == "1" and root.get("tests") == "2"
     output = root.findtext(".//testcase/system-out") or ""
-    assert "c/test [rank 2]: why" in output and "next: fp8-harness run a -v" in output
+    assert "c/test: why [rank 2]\nexpected why\nnext: fp8-harness " in output and "c/test [rank 2]: why" in output
 
 
 @given(st.text(st.characters(codec=None)))
@@ -202,7 +202,7 @@ HOSTILE = "50 %\n::error::forged\r\n::set-output name=a::b\x1b[31m, %0A"
 
 def run_of_texts(*texts: str) -> RunResult:
     results = (
-        make_result(f"case{number}", Verdict.NUMERIC, findings=(a_finding(check="c", message=text),))
+        make_result(f"case{number}", Verdict.NUMERIC, findings=(a_finding(check="c", message=text),), world_size=1)
         for number, text in enumerate(texts)
     )
     return RunResult(results=(make_result("good"), make_result("known", Verdict.KNOWN), *results))

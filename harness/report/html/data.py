@@ -11,7 +11,7 @@ from harness.errors import HarnessError
 from harness.matrix.axes import AXES, DECLARED, axis_values, choices, own_axes, shown_value
 from harness.matrix.case import Case
 from harness.matrix.caseid import mesh_words, parse_case_id
-from harness.report.case import distances, headline, line_texts, outcome, retried
+from harness.report.case import distances, headline, outcome, retried
 from harness.report.sections import Table
 from harness.result import CaseResult, CastRange, Curve, Measured, RunResult, Sent
 from harness.trace import RankFailure
@@ -113,7 +113,7 @@ def _detail(parsed: ParsedCase, history: Table | None) -> Data:
         command=case.command,
         axes=tuple((name, shown_value(value)) for name, value in own.items()),
         facts=tuple((name, value) for name, value in _facts(case) if value),
-        lines=line_texts(case.three_lines),
+        lines=case.three_lines.texts,
         findings=_findings(case.findings),
         signature=case.failure_signature.text if case.failure_signature is not None else "",
         curves={"case": Curve(losses=case.losses, grad_norms=case.grad_norms)} if case.losses else {},
