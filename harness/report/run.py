@@ -35,7 +35,7 @@ def run_sections(run: RunResult, *, rerun: str, quiet: bool = False, whole: bool
 
 
 def case_table(results: Sequence[CaseResult], *, short: bool = False) -> Table:
-    """Return a row for every case; `short`: the notes of those that have a section name rule and place alone."""
+    """Return a row for every case; `short`: notes of what is told below name its rule and place alone, or its bug."""
     return Table(
         columns=("case", "verdict", "ranks", "wall s", "CPU s", "note"),
         rows=tuple(
@@ -45,7 +45,7 @@ def case_table(results: Sequence[CaseResult], *, short: bool = False) -> Table:
                 str(result.world_size),
                 f"{result.seconds:.1f}",
                 f"{result.cpu_s:.1f}",
-                headline(result).partition(": ")[0] if short and _is_explained(result) else headline(result),
+                _short(result) if short else headline(result),
             )
             for result in results
         ),
@@ -55,8 +55,12 @@ def case_table(results: Sequence[CaseResult], *, short: bool = False) -> Table:
     )
 
 
-def _is_explained(result: CaseResult) -> bool:
-    return bool(result.findings) and not result.good and result.verdict is not Verdict.CHANGED and not result.excused
+def _short(result: CaseResult) -> str:
+    line, parts = headline(result), result.headline.split(": ")
+    if result.verdict is Verdict.KNOWN:
+        return ": ".join(parts[1:2]) or line
+    is_told = bool(result.findings) and not (result.good or result.excused or result.verdict is Verdict.CHANGED)
+    return parts[0] if is_told else line
 
 
 def totals(run: RunResult) -> Iterator[Section]:
