@@ -173,7 +173,7 @@ class CaseItem(pytest.Item):
         from harness.errors import HarnessError
 
         if isinstance(excinfo.value, CaseFailed):
-            return _failure(self.path, excinfo.value.result)
+            return _failure(self.path, excinfo.value.result, whole=self.config.option.verbose > 0)
         if isinstance(excinfo.value, HarnessError):
             return excinfo.value.text
         return super().repr_failure(excinfo, style)
@@ -200,17 +200,17 @@ def _headline(result: CaseResult) -> str:
     return headline(result)
 
 
-def _failure(path: Path, result: CaseResult) -> ReprExceptionInfo:
-    """Return the findings, with the headline as what pytest tells of a failure on one line."""
-    findings = ReprTraceback([ReprEntryNative([f"{_findings(result)}\n"])], None, "native")
+def _failure(path: Path, result: CaseResult, *, whole: bool) -> ReprExceptionInfo:
+    """Return the findings, with the headline as what pytest tells of a failure on one line: rule and module first."""
+    findings = ReprTraceback([ReprEntryNative([f"{_findings(result, whole=whole)}\n"])], None, "native")
     return ReprExceptionInfo(findings, ReprFileLocation(str(path), 1, _headline(result)))
 
 
-def _findings(result: CaseResult) -> str:
+def _findings(result: CaseResult, *, whole: bool = False) -> str:
     from harness.report.case import case_section
     from harness.report.sections import text_of
 
-    return text_of([case_section(result)])
+    return text_of([case_section(result, whole=whole)])
 
 
 @pytest.hookimpl(wrapper=True)
