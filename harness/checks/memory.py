@@ -29,7 +29,7 @@ from harness.verdict import Finding
 
 MODES: tuple[CheckpointMode, ...] = ("none", "full", "selective_op", "selective_layer")
 
-_rule = Rules("memory", Stage.MEMORY)
+_rule = Rules("memory", Stage.MEMORY, only={"another torch": "limits"})
 NO_MARKS = _rule("no-marks", "the graphs of the blocks do not have the marks of checkpointing", stage=Stage.MODEL)
 KEPT = _rule(
     "kept",

@@ -49,11 +49,11 @@ OF_THE_REFERENCE = {
     "bias, the axis": "bias_lost_in_conversion bias_added_by_every_tp_rank bias_gradient_divided_by_tp "
     "bias_gradient_of_own_positions",
     "evaluation": "weight_rounded_by_evaluation old_weight_in_evaluation precomputed_scale_stale_in_evaluation "
-    "evaluation_mode_left_on weights_left_gathered_by_evaluation",
+    "evaluation_mode_left_on weights_left_gathered_by_evaluation evaluation_loss_of_one_rank_off",
     "resuming": "optimizer_state_not_loaded optimizer_step_count_lost moments_rounded_by_checkpoint "
     "learning_rate_lost_by_load weight_of_one_rank_not_loaded resharded_rows_in_another_order "
     "nothing_precomputed_after_load precomputed_scale_stale_after_load float8_weights_not_safe_to_load",
-    "SGD": "momentum_lost momentum_of_another_weight weight_decay_decoupled",
+    "SGD": "momentum_lost momentum_of_another_weight weight_decay_decoupled momentum_in_bfloat16_on_one_rank",
     "casts": "config_of_grad_output_ignored granularities_swapped",
     "parameters in bfloat16": "parameters_kept_in_float32 gradients_a_little_too_large",
     "MXFP8": " ".join(planted_in(lambda host: TRAITS[host.float8.recipe].in_blocks)),

@@ -15,18 +15,23 @@ LACKS = {
     **OF_THE_REFERENCE,
     "sequence parallelism": "sequence_shards_swapped partial_output_not_reduced partial_output_averaged "
     "norm_gradients_not_reduced",
-    "float8 TP styles": "gathered_input_has_local_scale fp8_tp_styles_lost cast_seen_as_high_precision",
+    "float8 TP styles": "gathered_input_has_local_scale fp8_tp_styles_lost cast_seen_as_high_precision "
+    "last_update_lost_on_one_rank",
+    "BF16 on one rank": "converted_unasked",
+    "twelve steps": "partial_output_off_in_a_late_step decay_skipped_in_a_late_step",
     "padding": "padding_flag_lost padding_not_zeroed padding_on_one_operand_shifted padded_weight_rows_not_zeroed "
     "eps_lost",
     "selective checkpointing": "abs_saved_for_backward",
     "reshard_after_forward": "weights_freed_after_forward",
     "accumulation": "microbatches_summed gradients_zeroed_between_microbatches last_microbatch_not_reduced "
     "gradients_reduced_after_every_microbatch input_cast_of_first_microbatch",
-    "cases with generated code": "generated_mean_leaves_out_the_end",
+    "cases with generated code": "generated_mean_leaves_out_the_end generated_gradients_off "
+    "compiled_softmax_scale_off_on_one_rank",
     "ignored_tokens": "token_count_not_reduced mean_of_means_of_ranks mean_over_no_labels "
     "backward_skipped_without_labels",
     "clipping": "clip_factor_of_one_rank gradients_not_clipped clipped_by_norm_of_own_shards "
     "replicated_gradients_counted_by_every_rank",
+    "a cut batch of the reference": "labels_read_as_inputs half_of_the_batch_trained",
     "the Llama of the cases": "alignment_rule_ignored query_scale_folded_into_weights rope_base_of_another_model "
     "padded_vocabulary_not_masked padded_vocabulary_masked_short last_bit_of_partials_lost gradient_of_logits_off",
 }

@@ -169,22 +169,14 @@ def test_checkpointing_that_recomputes_nothing_is_found() -> None:
     assert finding.rule == NUMBER.name
 
 
-@pytest.mark.parametrize("phase", ["forward", "recompute"])
-def test_a_model_that_no_formula_describes_recomputes_where_it_is_asked_to_alone(phase: Any) -> None:
-    of = case(target="my_pkg.net")
+def test_a_model_that_no_formula_describes_recomputes_where_it_is_asked_to_alone() -> None:
+    of, parts = case(target="my_pkg.net"), {"parameters": (), "checkpointed": (), "compiled": ()}
     up = Linear(fqn="up", in_features=32, out_features=32, converted=True)
-    record = ModelRecord(
-        parameters=(),
-        linears=(up,),
-        checkpointed=(),
-        compiled=(),
-        calls={"up": 1},
-        recomputed={"up": phase == "recompute"},
-    )
-    expect = Expectations(of, found_model(of, record, record))
-    operands = OperandTrace(casts=(cast(0, "up", "weight", phase),), matmuls=())
-    findings = check_recompute(of, run_of(make_trace(operands=operands)), Witnesses(expect=expect))
-    assert (UNASKED.name in rules(findings)) == (phase == "recompute")
+    for times in (0, 1):
+        record = ModelRecord(linears=(up,), calls={"up": 1}, recomputed={"up": times}, **parts)
+        run = run_of(make_trace(operands=OperandTrace(casts=(cast(0, "up", "weight", "recompute"),), matmuls=())))
+        witnesses = Witnesses(expect=Expectations(of, found_model(of, record, record)))
+        assert (UNASKED.name in rules(check_recompute(of, run, witnesses))) == bool(times)
 
 
 CASE = make_case(recipe="tensorwise", steps=3)

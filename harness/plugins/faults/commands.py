@@ -29,7 +29,7 @@ from harness.plugins.faults.faults import (
     fault_named,
     host_kind,
 )
-from harness.plugins.faults.kills import read_kills, scores, write_kills
+from harness.plugins.faults.kills import read_kills, write_kills
 from harness.plugins.faults.mutation import (
     LOSS_ONLY_NATS,
     SQNR_DB,
@@ -74,7 +74,7 @@ def mutation_sections(matrix: MutationMatrix) -> list[Block]:
         trial_table(matrix.trials),
         Section(title="detected faults", blocks=(_BASELINES, _totals(matrix))),
         Section(title="detected faults by dtype and layout of their cases", blocks=(_by_kind(matrix.trials),)),
-        headlines_by_class(scores((trial.group, trial.misnamed) for trial in matrix.scored)),
+        headlines_by_class(matrix.scores),
         Section(title="detections by check (and those that no other check made)", blocks=(_by_check(matrix.trials),)),
         *(Section(title=title, blocks=(Items(lines),)) for title, lines in lists.items()),
         f"{runs} in {matrix.wall_s:.0f} s",

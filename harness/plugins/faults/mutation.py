@@ -12,6 +12,7 @@ planted even less: its trial is `not_reached`.
 import hashlib
 import math
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext, suppress
 
@@ -28,7 +29,7 @@ from harness.matrix.case import Case
 from harness.matrix.caseid import case_id, family_id, parse_case_id
 from harness.matrix.choice import carries
 from harness.plugins.faults.faults import NEEDS, Fault, FaultClass, all_faults
-from harness.plugins.faults.kills import Kill, Kills
+from harness.plugins.faults.kills import Kill, Kills, scores
 from harness.project import Project
 from harness.registry import REFERENCE
 from harness.result import CaseResult
@@ -135,6 +136,11 @@ class MutationMatrix(msgspec.Struct, frozen=True, kw_only=True):
     def scored(self) -> tuple[Trial, ...]:
         """Detections: each has a headline."""
         return tuple(trial for trial in self.trials if trial.detected and trial.misnamed is not None)
+
+    @property
+    def scores(self) -> dict[FaultClass, Counter[str]]:
+        """How right the headlines of every class are."""
+        return scores((trial.group, trial.misnamed or ()) for trial in self.scored if trial.group is not None)
 
     @property
     def misnamed(self) -> tuple[Trial, ...]:

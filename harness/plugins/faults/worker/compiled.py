@@ -16,7 +16,7 @@ from torch._inductor.fx_passes import micro_pipeline_tp, post_grad
 from torch._inductor.graph import GraphLowering
 from torch.utils.checkpoint import CheckpointPolicy
 
-from harness.plugins.faults.worker import conversion, execution, hooks, training
+from harness.plugins.faults.worker import conversion, hooks, training
 from harness.plugins.faults.worker.amax import amax_not_reduced_over_tp
 from harness.plugins.faults.worker.hooks import RUN, local, on_last_rank, planted, wrap, wrap_everywhere
 from harness.worker.dispatch_hooks.collectives import resolve_group
@@ -111,7 +111,6 @@ blocks_not_compiled = partial(
 compiled_gradients_in_e4m3 = conversion.gradient_cast_to_e4m3
 compiled_amax_not_reduced_over_tp = amax_not_reduced_over_tp
 compiled_weights_nan = training.nan_gradient_on_one_rank
-compiled_blocks_keep_float8_weights = execution.float8_weight_kept_for_backward
 
 
 def _after_passes(change: Callable[[torch.fx.Graph], int]) -> None:
@@ -159,10 +158,18 @@ def compiled_cast_clamps_early(graph: torch.fx.Graph) -> int:
 
 @planted(_after_passes)
 def compiled_clamp_dropped(graph: torch.fx.Graph) -> int:
-    clamps = _clamps(graph)
+    clamps = _clamps(graph)[-1:]
     for clamp in clamps:
         clamp.replace_all_uses_with(clamp.args[0])
     return len(clamps)
+
+
+@planted(_after_passes)
+def compiled_scale_negative(graph: torch.fx.Graph) -> int:
+    scales = [clamp.args[0].args[1] for clamp in _clamps(graph)[-1:]]
+    for scale in scales:
+        _insert_behind(scale, torch.mul, -1.0)
+    return len(scales)
 
 
 def compiled_scale_stale() -> None:

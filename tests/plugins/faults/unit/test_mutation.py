@@ -12,7 +12,6 @@ from msgspec.structs import replace
 from harness.jsonform import to_json
 from harness.plugins.faults.commands import mutation_section, mutation_sections
 from harness.plugins.faults.faults import NEEDS
-from harness.plugins.faults.kills import scores
 from harness.plugins.faults.mutation import (
     NO_EFFECT,
     UNFINISHED,
@@ -110,7 +109,7 @@ def test_detections_whose_headline_is_listed_are_scored():
     text = text_of(mutation_sections(matrix))
     assert "headlines that misname the fault, of 2 detections (1)" in text
     misled = replace(wrong, misnamed=("module", "cause", "misleading"))
-    score = scores((trial.group, trial.misnamed) for trial in matrix_of(right, wrong, misled).scored)["A"]
+    score = matrix_of(right, wrong, misled).scores["A"]
     assert score == {"headlines": 3, "place": 1, "cause": 2, "misleading": 1}
     assert recorded_kills(matrix_of(misled)).scores["A"]["misleading"] == 1
     assert "amax_without_abs in single-tensorwise-v2048-f64: not the rank and step: rank 0" in text
