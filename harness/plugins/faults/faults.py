@@ -5,6 +5,7 @@
 
 import difflib
 import functools
+import re
 import tomllib
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
@@ -105,7 +106,7 @@ def _is_one_of(text: str, patterns: Texts) -> bool:
 
 
 def _has_one(text: str, words: Texts) -> bool:
-    return any(word in text for word in _listed(words))
+    return any(re.search(rf"\b{re.escape(word)}", text) for word in _listed(words))  # "eps", not "steps"
 
 
 def _listed(texts: Texts) -> tuple[str, ...]:

@@ -170,7 +170,7 @@ PLACE = {"module": "layers.0.attention.wq", "operand": "input in forward", "step
     ("message", "place", "misnamed"),
     [
         ("scale is off", PLACE, set()),
-        ("rows are off", PLACE | {"operand": ""}, {"operand", "cause"}),
+        ("rows are off by an upscale", PLACE | {"operand": ""}, {"operand", "cause"}),
         ("scale is off", PLACE | {"module": "layers.1.attention.wk"}, {"module", "misleading"}),
         ("the scale of labels", {}, {"module", "operand", "step", "misleading"}),
     ],
