@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping
 from harness.checks.check import Rules, Stage, Witnesses, finished, merge_ranks
 from harness.matrix.case import Case
 from harness.matrix.layout import MESH_AXES, peers
+from harness.promises import Limit
 from harness.trace import RankTrace, Run
 from harness.trace.model import StepUpdate
 from harness.verdict import Finding, Value
