@@ -114,12 +114,6 @@ def sum_of(traces: Iterable[RankTrace], key: SketchKey) -> Assembled:
     return _sum(_of(traces, key))
 
 
-def apart(traces: Iterable[RankTrace], key: SketchKey, ranks: Iterable[int]) -> float:
-    """Return the largest relative distance of what these ranks, which hold the same part, have of a tensor."""
-    first, *others = [_sum([shard]) for trace in traces if trace.rank in ranks for shard in _of((trace,), key)]
-    return largest((relative_distance(other, first) for other in others), empty=0.0)
-
-
 def wrong_ranks(found: Sequence[RankTrace], expected: Sequence[RankTrace], key: SketchKey, allowed: float) -> list[int]:
     """Return the ranks whose own part of a tensor is further off than allowed; none where one rank has no such pieces.
 

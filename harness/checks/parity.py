@@ -286,14 +286,13 @@ def _not_reduced(
     """That these ranks, which hold the same part of a gradient, hold terms of its sum or mean instead."""
     where = [coordinates(case.layout, rank) for rank in ranks]
     axes = " and ".join(axis for axis in where[0] if len({of_rank[axis] for of_rank in where}) > 1)
-    if reference is None or key.kind != "grad" or not axes:
-        return
-    total, allowed = (
-        assembly.sum_of(run.traces, key),
-        Limit("parity.terms") * min(1.0, assembly.apart(run.traces, key, ranks)),
-    )
+    held = [assembly.sum_of([trace], key) for trace in run.traces if trace.rank in ranks]
+    apart = largest(assembly.relative_distance(one, held[0]) for one in held)
+    if reference is None or key.kind != "grad" or not axes or apart <= Limit("parity.terms"):
+        return  # replicas this close are no terms of a sum
+    total = assembly.sum_of(run.traces, key)
     for word, times in (("sum", 1), ("mean", len(ranks))):
         scaled = total._replace(norm=reference.norm, sums=tuple(signed_sum / times for signed_sum in total.sums))
-        if assembly.relative_distance(scaled, reference) <= allowed:
+        if assembly.relative_distance(scaled, reference) <= Limit("parity.terms"):
             yield f"the {word} over {axes} of {format_ranks(ranks)} is the reference: not reduced over {axes}"
             return

@@ -248,6 +248,7 @@ def test_replicas_that_differ_are_found() -> None:
         ((0.5, 1.5), "the mean over tp of ranks 0-1 is the reference: not reduced over tp"),
         ((1.0, 1.5), None),
         ((1.0, 1.002), None),  # a little off: the mean is close to the reference, as each of them is
+        ((0.999, 1.001), None),
     ],
 )
 def test_terms_of_a_gradient_that_was_not_reduced_are_told(parts: tuple[float, float], note: str | None) -> None:
