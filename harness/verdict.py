@@ -120,23 +120,17 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     @property
     def message(self) -> str:
-        """The sentence, with what explains it, and the details below."""
+        """The sentence, after what is to be known first, with what explains it, and the details below."""
         own = {name: getattr(self, name) for name in ("step", "rank", "ranks", "module", "operand")}
-        sentence = filled(self.says, {**own, **self.values})
-        lacks = "" if self.judged else "cannot be judged: "
-        within = f"{self.within}: " if self.within else ""
-        line = within + lacks + "; ".join([sentence, *self.notes])
+        sentence = "; ".join([filled(self.says, {**own, **self.values}), *self.notes])
+        before = filter(None, (self.differs, self.within, "" if self.judged else "cannot be judged"))
+        line = ": ".join([*before, sentence])
         return f"{line}\n{self.details}" if self.details else line
 
     @property
-    def headline(self) -> str:
-        """The whole message, after what is to be known first."""
-        return f"{self.differs}: {self.message}" if self.differs else self.message
-
-    @property
     def first_line(self) -> str:
-        """The first line of the headline."""
-        return self.headline.partition("\n")[0]
+        """The first line of the message."""
+        return self.message.partition("\n")[0]
 
     @property
     def excess(self) -> float | None:

@@ -59,7 +59,7 @@ def finding_entry(finding: Finding) -> Entry:
     """Return a finding: rule, place and sentence, then what was expected and found, and what to do."""
     where = f" [{finding.place}]" if finding.place else ""
     values = (("expected", finding.expected), ("found", finding.found), ("fix", finding.fix))
-    first, _, details = finding.headline.partition("\n")
+    first, _, details = finding.message.partition("\n")
     lines = (f"{name}: {value}" for name, value in values if value is not None)
     return Entry(title=f"{finding.rule}{where}: {first}", lines=(*filter(None, [details]), *lines))
 

@@ -7,6 +7,7 @@ import re
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from harness.checks.catalogue import RULES
 from harness.checks.parity import GRADIENTS
@@ -87,10 +88,8 @@ def test_the_command_narrows_it() -> None:
 
 
 def test_findings_that_say_the_same_of_other_modules_are_alike() -> None:
-    def one(module: str | None, step: int = 1, kind: str = "weight") -> Finding:
-        return GRADIENTS.finding(module=module, step=step, noun=kind)
-
-    group = [one("layers.0.wq"), one("layers.1.wq"), one("layers.0.wk", 2), one("layers.0.wk", kind="input"), one(None)]
-    assert alike(group) == group[:2]
+    one = GRADIENTS.finding(module="layers.0.wq", step=1, noun="weight")
+    others = [replace(one, **change) for change in ({"step": 2}, {"values": {"noun": "input"}}, {"module": None})]
+    group = [one, replace(one, module="layers.1.wq"), *others]
+    assert alike(group) == group[:2] and alike(others[2:] * 2) == others[2:]
     assert " in 2 modules (layers.*.wq): " in headline_of(group, command=RUN, ranks=1).what
-    assert alike([one(None), one(None)]) == [one(None)]

@@ -152,7 +152,7 @@ def _findings(findings: Sequence[Finding]) -> tuple[Data, ...]:
     """Return the findings. `effect`: likely an effect of those before it."""
     split = first_effect(findings)
     return tuple(
-        {"rule": finding.rule, "message": finding.headline, "effect": split is not None and number >= split}
+        {"rule": finding.rule, "message": finding.message, "effect": split is not None and number >= split}
         | _filled(place=finding.place, expected=finding.expected, found=finding.found, fix=finding.fix)
         for number, finding in enumerate(findings)
     )
