@@ -115,8 +115,8 @@ BROKEN_BY = {
 Part = Literal["one rank", "training loop", "TP", "FSDP2 and HSDP", "experts", "pipelines", "context"]
 
 _FEWEST_STEPS = 2  # what the first update did is seen in the second step
-# Memory that grows, and numbers that get too large, take more steps than that.
-_SHOWN_LATE = ("leaks/", "finite/", "scales/nonfinite", "routing/weights")
+# Memory that grows, numbers that get too large, and a loss that stands still take more steps than that.
+_SHOWN_LATE = ("leaks/", "finite/", "scales/nonfinite", "routing/weights", "loss_vs_golden/frozen")
 _PRECOMPUTED_STEPS = 3  # the first scales are precomputed after the first update, stale ones are of the second
 
 
