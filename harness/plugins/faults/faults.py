@@ -84,7 +84,6 @@ class Headline(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     rank: int | Literal["last", "all"] | None = None
     step: int | None = None
     cause: Texts = ()
-    misleads: Texts = ()
     unnamed: tuple[Named, ...] = ()
     why: str = ""
 
@@ -148,8 +147,7 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         given["cause"] = (by_fqn and bool(self.headline.rule)) or _has_one(text, self.headline.cause or demand.cause)
         wrong += [name for name in asked if not given[name] and name not in (*wrong, *self.headline.unnamed)]
         elsewhere = any(given[name] for name in ("module", "rank") if name in wrong)
-        misled = elsewhere or _has_one(text, (*demand.misleads, *_listed(self.headline.misleads)))
-        return (*wrong, *([MISLEADING] if misled else []))
+        return (*wrong, *([MISLEADING] if elsewhere or _has_one(text, demand.misleads) else []))
 
     @property
     def injection(self) -> str:
