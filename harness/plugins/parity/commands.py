@@ -101,9 +101,10 @@ def parity_table(parity: Parity) -> Table:
     columns["off"] = _off
     if parity.against:
         columns["base off"] = _of_base(_off)
+    columns["replay"] = lambda row: "" if row.replay is None else f"{row.replay:.2g}"
     columns |= {"allowed": _allowed, "worst gradient, or why": _why}
     shown = {name: [cell(row) for row in parity.rows] for name, cell in columns.items()}
-    shown = {name: cells for name, cells in shown.items() if any(cells) or not name.startswith("base")}
+    shown = {name: cells for name, cells in shown.items() if any(cells) or not name.startswith(("base", "replay"))}
     words = ("layout", "verdict", "base", "change", "worst gradient, or why")
     return Table(
         columns=tuple(shown),

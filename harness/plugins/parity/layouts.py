@@ -187,6 +187,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     grad_norms: tuple[float, ...] = ()
     reference: tuple[float, ...] = ()  # losses of the single-rank reference, which divides the batch as this layout
     worst_gradient: WorstGradient | None = None
+    replay: float | None = None  # the largest distance of a tensor of a module from its replay on one rank
     first: Finding | None = None  # what is wrong first: module, operand, step and rank
     command: str = ""  # runs this layout alone
     change: Change = ""  # what became of it since the base; empty without one
@@ -348,6 +349,7 @@ def row(result: CaseResult) -> Row:
         grad_norms=result.grad_norms,
         reference=() if result.measured is None else _losses(result.measured.curves.get("solo")),
         worst_gradient=None if result.measured is None else result.measured.worst_gradient,
+        replay=None if result.measured is None else result.measured.local_parity,
         first=_nearest(result),
         command=result.command,
     )
