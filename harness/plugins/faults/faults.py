@@ -143,7 +143,7 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         asked = ("cause",) if self.shows == "crash" else demand.names
         given = {name: getattr(finding, name) not in (None, "") for name in ("module", "operand", "rank", "step")}
         given["rank"] = given["rank"] or world_size == 1
-        text = " ".join((finding.rule, finding.headline, finding.fix or "")).lower()
+        text = " ".join((finding.rule, finding.message, finding.fix or "")).lower()
         given["cause"] = (by_fqn and bool(self.headline.rule)) or _has_one(text, self.headline.cause or demand.cause)
         wrong += [name for name in asked if not given[name] and name not in (*wrong, *self.headline.unnamed)]
         elsewhere = any(given[name] for name in ("module", "rank") if name in wrong)
