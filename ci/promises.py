@@ -89,7 +89,7 @@ def main() -> None:
         shares = used()
         if result.verdict is Verdict.PASSED:
             record[here] = _with(record.get(here), name, shares)
-    RECORD.write_text(json.dumps(msgspec.to_builtins(record), indent=2, sort_keys=True) + "\n")
+        RECORD.write_text(json.dumps(msgspec.to_builtins(record), indent=2, sort_keys=True) + "\n")
     for name, promise in PROMISES.items():
         low = floor(name, promise, record)
         ratio = f"{promise.number / low:8.3g}" if low else "        "

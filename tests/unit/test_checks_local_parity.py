@@ -76,25 +76,15 @@ def test_of_any_model_what_is_behind_no_sum_is_exact() -> None:
     """A softmax, an activation or a norm that is 0.3 % off; what follows a sum over TP ranks has its rounding."""
     case = parse_case_id("target.mine-tp2-nosp-tensorwise-v2048-s2-b16")
     model = msgspec.structs.replace(llama_model(CASE), converted=(WQ,))
-    tensors = [
-        distance(kind="output", fqn="norm", parts=1),
-        distance(kind="input", fqn=WQ, parts=1),
-        distance(kind="output", fqn=WQ, parts=2),
-        distance(kind="input", fqn="head", parts=1),
-        distance(kind="output", fqn="head", parts=1),
-        distance(kind="grad_output", fqn="head", parts=1),
-        distance(kind="grad_input", fqn="head", parts=2),
-        distance(kind="grad_output", fqn=WQ, parts=1),
-        distance(kind="grad_input", fqn=WQ, parts=1),
-        distance(kind="input", fqn=WQ, parts=1),
-    ]
-    sums = [*sums_before(tensors, model.converted)]
-    assert sums == [0, 0, 0, 1, 1, 1, 1, 1, 0, 0]
-    limits = [
-        allowed_distance(case, one, bits=SAME, model=model, sums=count)
-        for one, count in zip(tensors, sums, strict=True)
-    ]
-    assert [limit == EXACT for limit in limits] == [count == 0 for count in sums]
+    words = (
+        "output norm 1 0, input wq 1 0, output wq 2 0, input head 1 1, output head 1 1, grad_output head 1 1, "
+        "grad_input head 2 1, grad_output wq 1 1, grad_input wq 1 0, input wq 1 0"
+    )
+    rows = [row.replace("wq", WQ).split() for row in words.split(", ")]
+    tensors = [distance(kind=kind, fqn=fqn, parts=int(parts)) for kind, fqn, parts, _ in rows]
+    for one, sums, row in zip(tensors, sums_before(tensors, model.converted), rows, strict=True):
+        assert sums == int(row[-1])
+        assert (allowed_distance(case, one, bits=SAME, model=model, sums=sums) == EXACT) == (not sums)
 
 
 def check(*distances: ModuleDistance, case: Case = CASE) -> list[Finding]:

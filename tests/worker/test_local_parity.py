@@ -125,7 +125,7 @@ OF_RANK_1 = ", partial of rank 1,"
         sweep(HSDP, "activation_off", (TENSOR, "input", "layers.0.feed_forward.w2", OF_DP_RANK)),
         (HSDP, "gradient_off", (TENSOR, "gradient", "layers.0.attention.wk.weight", "")),
         sweep(CP, "norm_gradient_slightly_off", (TENSOR, "gradient", "norm.weight", "")),
-        sweep(INDUCTOR, "fault:softmax_scale_off", (TENSOR, "*", "layers.*", "*")),
+        sweep(INDUCTOR, "attention_off", (TENSOR, "*", "layers.*", "*")),
         sweep(HSDP, "fault:gradient_cast_to_e4m3", (TENSOR, "gradient*", "*", "*")),
         sweep(HSDP, "fault:one_gradient_lost", (TENSOR, "gradient*", "*", "*")),
         (HSDP, "fault:batches_rotated", (TENSOR, "output", "tok_embeddings", OF_DP_RANK)),
