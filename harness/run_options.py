@@ -298,12 +298,7 @@ class CommandOptions(msgspec.Struct, frozen=True, kw_only=True):
         Option("Print the N slowest cases; 0: all.", metavar="N", pytest="`--durations`"),
     ] = None
     verbose: Annotated[
-        bool,
-        Option(
-            "Also print when a case starts, every finding whole, and what was not judged and why.",
-            short="-v",
-            pytest="`-v`",
-        ),
+        bool, Option("Also print starts, all findings, and what was not judged and why.", short="-v", pytest="`-v`")
     ] = False
 
 
