@@ -238,10 +238,7 @@ def assert_found_in(matrix: MutationMatrix, *, not_reached: set[str], not_plante
 
 
 def assert_named(matrix: MutationMatrix) -> None:
-    """No headline names less or misleads where it did not when the matrix was recorded, so no class scores less.
-
-    In another host case, such as a shorter one, a fault may lack what it lacked in any case that was recorded.
-    """
+    """No headline names less, or misleads, than in that case, or else in any case, when the matrix was recorded."""
     recorded, worse = recorded_kills().found, {}
     for trial in matrix.misnamed:
         cases = recorded.get(trial.fault or "", {})
