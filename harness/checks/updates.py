@@ -30,7 +30,7 @@ NO_UPDATE = _rule(
 )
 UNMOVED = _rule(
     "unmoved",
-    "an optimizer updates {module}, and its values stay as they were",
+    "an optimizer steps, and {what} stays as it was",
     fix="step the optimizer with the parameters of `model`, and do not set them back.",
 )
 OPTION = _rule(
@@ -76,10 +76,10 @@ def check_updates(case: Case, run: Run, witnesses: Witnesses) -> list[Finding]:
             still = [fqn for fqn in still if (step, fqn) in theirs[1][True]]
             yield from _lost(step, lost, mine, who)
             yield from _other_options(step, mine, wanted, who)
+            if still:
+                expected, what = f"a change, as on {who}", _named(sorted(still))
+                yield UNMOVED.finding(step=step, module=min(still), expected=expected, found="none", what=what)
             yield from _off_formula(record.updates[step - 1])
-            yield from (
-                UNMOVED.finding(step=step, module=fqn, expected=f"a change, as on {who}") for fqn in sorted(still)[:1]
-            )
 
     found = merge_ranks(run, lambda trace: tuple(itertools.islice(of_rank(trace), 1)))
     return sorted(found, key=lambda finding: (finding.step or 0, -(finding.size or 0.0)))[:1]
@@ -116,9 +116,13 @@ def _moved(trace: RankTrace) -> Mapping[bool, set[tuple[int, str]]]:
     return moved
 
 
+def _named(fqns: list[str]) -> str:
+    return f"{fqns[0]}{f' and {len(fqns) - 1} more' if len(fqns) > 1 else ''}"
+
+
 def _lost(step: int, lost: list[str], mine: _Options, who: str) -> Iterable[Finding]:
     if lost:
-        what = f"{lost[0]}{f' and {len(lost) - 1} more' if len(lost) > 1 else ''}" if mine else "any parameter"
+        what = _named(lost) if mine else "any parameter"
         expected = f"an update, as on {who}"
         yield NO_UPDATE.finding(step=step, module=lost[0] if mine else None, expected=expected, found="none", what=what)
 

@@ -10,6 +10,7 @@ from msgspec.structs import replace
 from harness.checks.check import Rule
 from harness.checks.model import (
     BUFFER,
+    BUFFER_CHANGED,
     CALLS,
     CONSTANT,
     DTYPE,
@@ -34,6 +35,7 @@ from harness.verdict import Finding
 from tests.builders import make_case, make_sketch, make_steps, make_trace, make_witnesses, run_of
 
 CASE = make_case(dp_shard=2, steps=1)
+CHANGED = BUFFER_CHANGED.name
 
 
 def parameter(fqn: str, **changes: Any) -> Parameter:
@@ -137,6 +139,14 @@ def test_one_rank_that_differs_is_found_with_what_to_do(
     assert (finding.rule, finding.module) == (rule.name, module)
     assert {name: finding.values[name] for name in values} == values
     assert finding.fix
+
+
+def test_a_buffer_that_training_changes_is_found_unless_one_rank_changes_it_too() -> None:
+    other = model(buffers=(replace(model().buffers[0], changed=True),))
+    assert [(finding.rule, finding.ranks) for finding in check(trace(0), trace(1, other))] == [(CHANGED, (1,))]
+    alone = check_model(CASE, run_of(trace(0), trace(1, other)), make_witnesses(CASE))
+    assert [(finding.rule, finding.ranks) for finding in alone] == [(CHANGED, (1,))]
+    assert check(trace(0, other), trace(1, other), reference=solo(replace(other, calls={"up": 2}))) == []
 
 
 def test_buffers_are_compared_with_one_rank_too() -> None:

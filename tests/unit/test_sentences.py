@@ -148,6 +148,10 @@ SENTENCES: tuple[tuple[Finding, str], ...] = (
         "up runs 1 time a step, and 2 times for the 4 microbatches of the single-rank reference (1 such linear)",
     ),
     (
+        checks.updates.FORMULA.finding(module="gain", step=2, what="exp_avg", distance=8000.0),
+        "exp_avg of gain is 8e+03 roundings away from what its optimizer computes",
+    ),
+    (
         checks.data.OTHER_STATE.finding(layout="tp2", parts="step of 1 parameter", what="step", module="gain"),
         "the state that tp2 loaded is not the one that was saved: step of 1 parameter; first step of gain",
     ),
