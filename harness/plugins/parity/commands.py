@@ -152,11 +152,15 @@ def _why(row: Row) -> str:
 
 def _answer(parity: Parity) -> str:
     """Return the verdict on all layouts, on one line."""
-    wrong = [row.layout for row in parity.every if row.word == "wrong"]
+    wrong = [row.layout for row in parity.rows if row.word == "wrong"]
+    steps = [row.layout for row in parity.one_step if row.word == "wrong"]
+    loop = f"wrong in one step: {', '.join(steps)}" if steps else ""
     said = f"{counted(len(wrong), 'layout')} {'is' if len(wrong) == 1 else 'are'} wrong: {', '.join(wrong)}"
     open_words = [row.word for row in parity.every if row.word in ("not judged", "not run", "infra", "changed")]
     curve = f"{parity.golden.name} is {parity.golden.word}" if parity.golden is not None else ""
-    line = "; ".join(filter(None, (f"parity: {said if wrong else 'no layout is wrong'}", _counts(open_words), curve)))
+    line = "; ".join(
+        filter(None, (f"parity: {said if wrong else 'no layout is wrong'}", loop, _counts(open_words), curve))
+    )
     changes = [row.change for row in parity.rows if row.change]
     return f"{line}; against {parity.against}: {_counts(changes)}" if parity.against else line
 

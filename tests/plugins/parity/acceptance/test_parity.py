@@ -143,7 +143,7 @@ def test_against_a_revision_a_mistake_that_is_not_committed_is_wrong_now_and_its
     }
     assert rows["fsdp2"]["base"]["word"] == "equal" and rows["fsdp2"]["base"]["losses"]
     verdict = (clone.folder / "table.md").read_text().partition("\n")[0]
-    assert verdict.startswith("## parity: 1 layout is wrong: fsdp2; against ")
+    assert verdict.startswith("## parity: 1 layout is wrong: fsdp2; wrong in one step: fsdp2 with two")
     assert verdict.endswith(" (HEAD): 1 same bits, 1 now wrong")
 
     target.write_text(sound)

@@ -177,7 +177,7 @@ def test_one_step_that_is_wrong_fails_and_is_named_first() -> None:
     shown = replace(row(ROWS["wrong"]), layout="fsdp2 with clipping")
     study = replace(parity(ROWS["equal"]), one_step=(shown,))
     text = parity_markdown(study, make_results(ROWS["equal"], replace(ROWS["wrong"], case_id=shown.case_id)))
-    assert text.startswith("## parity: 1 layout is wrong: fsdp2 with clipping\n")
+    assert text.startswith("## parity: no layout is wrong; wrong in one step: fsdp2 with clipping\n")
     assert "| fsdp2 with clipping | wrong | 8.00000 | 1 |" in text and "- fsdp2 with clipping: step 1: " in text
 
 
