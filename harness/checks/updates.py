@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from harness.checks.check import Rules, Stage, Witnesses, finished, merge_ranks
 from harness.matrix.case import Case
 from harness.matrix.layout import MESH_AXES, peers
-from harness.promises import Limit
+from harness.promises import Limit, keeps
 from harness.trace import RankTrace, Run
 from harness.trace.model import StepUpdate
 from harness.verdict import Finding, Value
@@ -18,9 +18,7 @@ from harness.verdict import Finding, Value
 WIDE = ("float32", "float64")
 WORTH_AN_UPDATE = Limit("updates.worth_one")
 
-# Clean runs were at most 1.1 away, over AdamW and SGD, three dtypes and all layouts. A weight decay of 0.1 that is
-# skipped at a learning rate of 0.001 is 200 away in float32.
-_ROUNDINGS = 4.0
+_ROUNDINGS = Limit("updates.roundings")
 
 _rule = Rules("updates", Stage.MODEL)
 NO_UPDATE = _rule(
@@ -139,7 +137,7 @@ def _other_options(step: int, mine: _Options, wanted: _Options, who: str) -> Ite
 
 
 def _off_formula(update: StepUpdate) -> Iterable[Finding]:
-    if not update.distance <= _ROUNDINGS:  # NaN is wrong
+    if not keeps(update.distance, _ROUNDINGS):  # NaN is wrong
         what, distance = "the new value" if update.what == "param" else update.what, update.distance
         expected, found = f"at most {_ROUNDINGS:g} roundings", f"{distance:.3g}"
         numbers: dict[str, Value] = {"what": what, "distance": distance}

@@ -75,7 +75,7 @@ def async_tp_gap(case: Case, numerics: Numerics) -> str | None:
 # A run hands what it recorded to its replay in one message, which may have 1 GiB.
 RECORDED_BYTES = 640 << 20
 # What goes wrong in a module does so from one of the first steps on, or later: the last one shows it, or some between.
-FIRST_STEPS, LATER_STEPS = 12, 4
+FIRST_STEPS, LATER_STEPS = 5, 7
 
 
 def drifts(case: Case, numerics: Numerics = VIRTUAL_DEVICE) -> bool:

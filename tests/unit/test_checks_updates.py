@@ -24,7 +24,13 @@ def options(*names: str, **changes: str) -> tuple[Options, ...]:
 
 
 def trace(rank: int, second: StepUpdate | None = None, *, elements: int = 8, digest: str = "new") -> RankTrace:
-    held = {"shape": (4, 4), "dtype": "float32", "local_elements": elements, "axes": (), "trained": True}
+    held: dict[str, Any] = {
+        "shape": (4, 4),
+        "dtype": "float32",
+        "local_elements": elements,
+        "axes": (),
+        "trained": True,
+    }
     model = ModelRecord(
         linears=(),
         parameters=tuple(Parameter(fqn=fqn, **held) for fqn in ("up", "down")),

@@ -174,9 +174,9 @@ def test_the_rank_whose_replica_alone_is_off_is_named_though_it_is_the_one_compa
 @pytest.mark.sweep  # ten steps, twice
 def test_gradients_that_are_wrong_from_a_later_step_on_are_found(judged, plant):
     case = parse_case_id("tp2-tensorwise-v2048-gb2-sl16-s10-b16")
-    assert replayed_steps(case) == (1, 2, 3, 4, 5, 6, 8, 10)
+    assert replayed_steps(case) == tuple(range(1, 11))
     (first, *_) = judged(case, plant(FAULTS, "gradients_off_from_step_seven"))
-    assert (first.rule, first.step, first.values["tensor"]) == (TENSOR.name, 8, "gradient"), first
+    assert (first.rule, first.step, first.values["tensor"]) == (TENSOR.name, 7, "gradient"), first
     assert first.values["distance"] == pytest.approx(0.03, rel=0.01)
 
 
