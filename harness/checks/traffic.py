@@ -7,7 +7,7 @@ hold shards of, and none for a weight whose scale is precomputed. `metamorphic.p
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -120,16 +120,18 @@ class _Step(NamedTuple):
     found: Traffic
     allowed: dict[CollectiveKey, Limits]
 
+    def volumes(self, key: CollectiveKey) -> tuple[Volume, Volume]:
+        """Return what was expected of a kind of collective, and what was found."""
+        return self.expected.get(key, Volume()), self.found.get(key, Volume())
+
     def gap(self, key: CollectiveKey) -> tuple[Counter[int], Counter[int]]:
         """Return how many collectives of every size are missing, and how many are too many."""
-        expected, found = (Counter(side.get(key, Volume()).sizes) for side in (self.expected, self.found))
+        expected, found = (Counter(volume.sizes) for volume in self.volumes(key))
         return expected - found, found - expected
 
     def fits(self, key: CollectiveKey) -> bool:
-        volume = self.found.get(key, Volume())
-        if volume == self.expected.get(key, Volume()):
-            return True
-        return key in self.allowed and self.allowed[key].allow(volume)
+        expected, found = self.volumes(key)
+        return found == expected or (key in self.allowed and self.allowed[key].allow(found))
 
 
 def _not_judged(expect: Expectations, device: str) -> str:
@@ -171,8 +173,7 @@ def check_traffic(case: Case, run: Run, witnesses: Witnesses) -> list[Finding]:
 
 def expected_traffic(expect: Expectations, *, step: int, rank: int, calls: Iterable[ExpertCall] = ()) -> Traffic:
     """Return the expected transfers, added up as the probe adds up what it records."""
-    terms = expect.transfers(step=step, rank=rank, calls=calls)
-    return _added((_key(term), Volume(term.payload_bytes, {term.elements: term.times})) for term in terms)
+    return _added(expect.transfers(step=step, rank=rank, calls=calls))
 
 
 def count_limits(expect: Expectations, *, step: int, rank: int) -> dict[CollectiveKey, Limits]:
@@ -188,20 +189,30 @@ def count_limits(expect: Expectations, *, step: int, rank: int) -> dict[Collecti
 
 
 def recorded_traffic(trace: RankTrace, step: int) -> Traffic:
-    records = (record for record in trace.traffic or () if record.step == step)
-    return _added((_key(record), Volume(record.payload_bytes, record.sizes)) for record in records)
+    return _added(record for record in trace.traffic or () if record.step == step)
 
 
 def _key(term: Transfer | TrafficRecord) -> CollectiveKey:
     return CollectiveKey(term.axis, term.kind, term.op, term.dtype)
 
 
-def _added(volumes: Iterable[tuple[CollectiveKey, Volume]]) -> Traffic:
-    total: defaultdict[CollectiveKey, Volume] = defaultdict(Volume)
-    for key, (payload_bytes, sizes) in volumes:
-        before = total[key]
-        total[key] = Volume(before.payload_bytes + payload_bytes, Counter(before.sizes) + Counter(sizes))
-    return dict(total)
+def _added(terms: Iterable[Transfer | TrafficRecord]) -> Traffic:
+    volumes: defaultdict[CollectiveKey, list[Volume]] = defaultdict(list)
+    for term in terms:
+        sizes = term.sizes if isinstance(term, TrafficRecord) else {term.elements: term.times}
+        volumes[_key(term)].append(Volume(term.payload_bytes, sizes))
+    return {key: _total(of_key) for key, of_key in volumes.items()}
+
+
+def _along(traffic: Traffic, axis: str, **of: str) -> Volume:
+    """Return what is sent along an axis by collectives of one `kind`, or by reductions of one `op`."""
+    wanted = {"axis": axis, **of}.items()
+    return _total([volume for key, volume in traffic.items() if wanted <= key._asdict().items()])
+
+
+def _total(volumes: Sequence[Volume]) -> Volume:
+    sizes = sum((Counter(volume.sizes) for volume in volumes), Counter[int]())
+    return Volume(sum(volume.payload_bytes for volume in volumes), sizes)
 
 
 def _sizes(sizes: Mapping[int, int]) -> str:
@@ -229,12 +240,13 @@ def _differences(expect: Expectations, trace: RankTrace) -> Iterator[Finding]:
 def _volume(expect: Expectations, step: _Step, key: CollectiveKey) -> Finding:
     counts = zip((gap.total() for gap in step.gap(key)), ("missing", "too many"), strict=True)
     purposes, off = _purposes(expect, step, key), ", ".join(f"{count} {what}" for count, what in counts if count)
+    expected, found = map(str, step.volumes(key))
     return VOLUME.finding(
         collective=str(key),
         values=key._asdict(),
         step=step.number,
-        expected=f"{step.expected.get(key, Volume())}",
-        found=str(step.found.get(key, Volume())),
+        expected=expected,
+        found=found,
         suffix=f": {off or 'other bytes'}" + (f" ({purposes})" if purposes else ""),
     )
 
@@ -286,7 +298,7 @@ def _causes(expect: Expectations, trace: RankTrace) -> Iterator[Finding]:
 
 
 def _number_of_gathers(step: _Step) -> Iterator[Finding]:
-    expected, found = _gathers(step.expected).times, _gathers(step.found).times
+    expected, found = (_along(side, "dp_shard", kind="all_gather").times for side in (step.expected, step.found))
     if found != expected:
         often = "often" if found > expected else "seldom"
         wanted = f"{expected} all-gathers"
@@ -296,17 +308,12 @@ def _number_of_gathers(step: _Step) -> Iterator[Finding]:
 def _high_precision_gathers(expect: Expectations, step: _Step) -> Iterator[Finding]:
     """With float8 all-gather: compares the gathered bytes with those that the converted weights take in bfloat16."""
     elements = converted_weight_shards(expect.case, step.trace.rank)
-    surplus = _gathers(step.found).payload_bytes - _gathers(step.expected).payload_bytes
+    expected, found = (_along(side, "dp_shard", kind="all_gather") for side in (step.expected, step.found))
+    surplus = found.payload_bytes - expected.payload_bytes
     ratio = (elements + surplus) / (2 * elements) if elements else 0.0
     if ratio > MAX_SHARE_OF_BFLOAT16:
         most = f"at most {MAX_SHARE_OF_BFLOAT16:.2f} of the bytes of bfloat16"
         yield HIGH_PRECISION.finding(step=step.number, expected=most, found=f"{ratio:.2f}")
-
-
-def _gathers(traffic: Traffic) -> Volume:
-    volumes = [volume for key, volume in traffic.items() if (key.axis, key.kind) == ("dp_shard", "all_gather")]
-    sizes = sum((Counter(volume.sizes) for volume in volumes), Counter[int]())
-    return Volume(sum(volume.payload_bytes for volume in volumes), sizes)
 
 
 def _amax_reductions(step: _Step) -> Iterator[Finding]:
@@ -340,28 +347,26 @@ def _max_reductions(traffic: Traffic, within: set[CollectiveKey]) -> defaultdict
 
 def _of_any_model(expect: Expectations, traces: Mapping[int, RankTrace], trace: RankTrace) -> Iterator[Finding]:
     for step in range(1, expect.case.train.steps + 1):
-        records = [record for record in trace.traffic or () if record.step == step]
-        for axis in sorted({record.axis for record in records if record.axis.startswith("ranks")}):
+        found = recorded_traffic(trace, step)
+        for axis in sorted({key.axis for key in found if key.axis.startswith("ranks")}):
             yield UNKNOWN_RANKS.finding(step=step, expected="the ranks of one or several mesh axes", found=axis)
-        yield from _scattered(expect, step, records)
-        yield from _gradients(expect, traces, trace, step, records)
-        yield from _gathered_bytes(expect, trace, step, records)
-        yield from _amax_of_shards(expect, trace, step, records)
-        yield from _not_precomputed(expect, trace, step)
+        yield from _scattered(expect, step, found)
+        yield from _gradients(expect, traces, trace, step, found)
+        yield from _gathered_bytes(expect, trace, step, found)
+        yield from _amax_of_shards(expect, trace, step, found)
+        yield from _not_precomputed(expect, trace, step, found)
 
 
-def _scattered(expect: Expectations, step: int, records: list[TrafficRecord]) -> Iterator[Finding]:
+def _scattered(expect: Expectations, step: int, found: Traffic) -> Iterator[Finding]:
     """Without sequence parallelism, TP sums activations and their gradients on every rank; it scatters none."""
     layout = expect.case.layout
-    if layout.tp == 1 or layout.sequence_parallel:
-        return
-    scattered = [record for record in records if (record.axis, record.kind) == ("tp", "reduce_scatter")]
-    if calls := sum(sum(record.sizes.values()) for record in scattered):
+    calls = _along(found, "tp", kind="reduce_scatter").times
+    if calls and layout.tp > 1 and not layout.sequence_parallel:
         yield SCATTERED.finding(step=step, expected="no reduce_scatter along tp", found=counted(calls, "call"))
 
 
 def _gradients(
-    expect: Expectations, traces: Mapping[int, RankTrace], trace: RankTrace, step: int, records: list[TrafficRecord]
+    expect: Expectations, traces: Mapping[int, RankTrace], trace: RankTrace, step: int, found: Traffic
 ) -> Iterator[Finding]:
     """Yield every gradient is scattered over shards and summed over replicas, in one or several collectives."""
     layout = expect.case.layout
@@ -373,13 +378,12 @@ def _gradients(
             for parameter in _parameters(traces.get(rank))
             if parameter.trained and axis in parameter.axes
         )
-        sent = (record.sizes for record in records if (record.axis, record.kind) == (axis, kind))
-        elements = sum(size * times for sizes in sent for size, times in sizes.items())
+        elements = sum(size * times for size, times in _along(found, axis, kind=kind).sizes.items())
         if elements < wanted:
             least = f"{kind} of at least {wanted} elements, as many as there are parameters"
             yield NOT_SUMMED.finding(axis=axis, step=step, expected=least, found=f"{elements} elements")
     asked = expect.case.reduce_dtype
-    dtypes = {record.dtype for record in records if (record.axis, record.kind) == ("dp_shard", "reduce_scatter")}
+    dtypes = {key.dtype for key in found if (key.axis, key.kind) == ("dp_shard", "reduce_scatter")}
     if dtypes - {asked}:
         kept = {parameter.dtype for parameter in _parameters(trace) if parameter.trained}
         kept_wide = kept == {expect.case.wide_dtype}  # else their dtype is mended first
@@ -396,9 +400,7 @@ def _gradients(
         )
 
 
-def _gathered_bytes(
-    expect: Expectations, trace: RankTrace, step: int, records: list[TrafficRecord]
-) -> Iterator[Finding]:
+def _gathered_bytes(expect: Expectations, trace: RankTrace, step: int, found: Traffic) -> Iterator[Finding]:
     """Float8 all-gather sends one byte for every element of a converted weight, and not the two of bfloat16.
 
     Casts show how often weights are gathered; compiled runs do not record them.
@@ -409,61 +411,49 @@ def _gathered_bytes(
     sharded = [parameter for parameter in _parameters(trace) if "dp_shard" in parameter.axes]
     narrow = sum(parameter.local_elements for parameter in sharded if parameter.fqn in gathered)
     wide = sum(parameter.local_elements for parameter in sharded if parameter.fqn not in gathered)
-    casts = _casts(trace, step)
-    gathers = max(_times(casts, "all_gather").values(), default=2)
-    sent = sum(record.payload_bytes for record in records if (record.axis, record.kind) == ("dp_shard", "all_gather"))
+    gathers = max(_casts_before_gathers(trace, step).values(), default=2)
+    sent = _along(found, "dp_shard", kind="all_gather").payload_bytes
     most = _PADDING * gathers * (narrow + wide * ITEM_BYTES[expect.case.train.dtype])
     if sent > most:
         yield HIGH_PRECISION.finding(step=step, expected=f"at most {most:.0f} bytes", found=f"{sent} bytes")
 
 
-def _amax_of_shards(
-    expect: Expectations, trace: RankTrace, step: int, records: list[TrafficRecord]
-) -> Iterator[Finding]:
+def _amax_of_shards(expect: Expectations, trace: RankTrace, step: int, found: Traffic) -> Iterator[Finding]:
     """As many reductions by max over TP ranks as casts of a tensor of which each of them holds a shard."""
     casts = [cast for cast in _casts(trace, step) if cast.phase not in ("all_gather", "gathered")]
-    scalar = expect.case.float8.traits.one_scale_per_tensor
-    wanted = sum(_is_sharded(cast, "tp") for cast in casts)
-    reductions = sum(
-        times
-        for record in records
-        if (record.axis, record.op) == ("tp", "max")
-        for size, times in record.sizes.items()
-        if size == 1 or not scalar
-    )
+    wanted, maxima = sum(_is_sharded(cast) for cast in casts), _along(found, "tp", op="max")
+    reductions = maxima.sizes.get(1, 0) if expect.case.float8.traits.one_scale_per_tensor else maxima.times
     if reductions < wanted:
-        least, found = f"{counted(wanted, 'reduction')} by max along tp, one for every cast of a shard", str(reductions)
-        yield AMAX_MISSING.finding(axis="tp", missing=wanted - reductions, step=step, expected=least, found=found)
+        least = f"{counted(wanted, 'reduction')} by max along tp, one for every cast of a shard"
+        yield AMAX_MISSING.finding(
+            axis="tp", missing=wanted - reductions, step=step, expected=least, found=str(reductions)
+        )
 
 
-def _not_precomputed(expect: Expectations, trace: RankTrace, step: int) -> Iterator[Finding]:
+def _not_precomputed(expect: Expectations, trace: RankTrace, step: int, found: Traffic) -> Iterator[Finding]:
     """With precomputed scales no weight reduces an amax of its own after step 1, whose gathers may come too early.
 
     What else is reduced by max, number by number, is in step 1 too. Casts are not recorded in compiled runs.
     """
     if not (expect.case.gathers_float8 and expect.case.float8.precompute_scale) or trace.operands is None or step == 1:
         return
-    first, later = (_lone_maxima(trace, number) for number in (1, step))
-    of_weights = _times(_casts(trace, 1), "all_gather").total()
+    sides = (recorded_traffic(trace, 1), found)
+    first, later = (_along(traffic, "dp_shard", op="max").sizes.get(1, 0) for traffic in sides)
+    of_weights = _casts_before_gathers(trace, 1).total()
     allowed = first - of_weights if first >= of_weights else first
     if later > allowed:
         most = f"at most {counted(allowed, 'reduction')} of one number by max along dp_shard"
         yield NOT_PRECOMPUTED.finding(step=step, expected=most, found=str(later))
 
 
-def _lone_maxima(trace: RankTrace, step: int) -> int:
-    """Return the reductions of one number by max over shards in a step."""
-    kinds = ((record.step, record.axis, record.op, record.sizes) for record in trace.traffic or ())
-    return sum(sizes.get(1, 0) for *kind, sizes in kinds if kind == [step, "dp_shard", "max"])
-
-
-def _is_sharded(cast: CastRecord, axis: str) -> bool:
-    """Return True when the ranks along `axis` hold shards of what one scale of this cast spans."""
+def _is_sharded(cast: CastRecord) -> bool:
+    """Return True when TP ranks hold shards of what one scale of this cast spans."""
     dim = scaled_dim(cast)
-    wanted = [placement for name, placement in zip(cast.mesh_axes, cast.placements, strict=True) if name == axis]
     return any(
-        placement.startswith(("Shard", "_StridedShard")) and (dim is None or placement == f"Shard({dim})")
-        for placement in wanted
+        name == "tp"
+        and placement.startswith(("Shard", "_StridedShard"))
+        and (dim is None or placement == f"Shard({dim})")
+        for name, placement in zip(cast.mesh_axes, cast.placements, strict=True)
     )
 
 
@@ -471,8 +461,9 @@ def _casts(trace: RankTrace, step: int) -> list[CastRecord]:
     return [cast for cast in (trace.operands.casts if trace.operands is not None else ()) if cast.step == step]
 
 
-def _times(casts: list[CastRecord], phase: str) -> Counter[str]:
-    return Counter(cast.fqn for cast in casts if (cast.phase, cast.role) == (phase, "weight"))
+def _casts_before_gathers(trace: RankTrace, step: int) -> Counter[str]:
+    casts = _casts(trace, step)
+    return Counter(cast.fqn for cast in casts if (cast.phase, cast.role) == ("all_gather", "weight"))
 
 
 def _parameters(trace: RankTrace | None) -> tuple[Parameter, ...]:
