@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from harness.checks.parity import GRADIENTS
 from harness.matrix.case import Case, Layout
 from harness.matrix.numerics import Numerics
 from harness.trace import RankTrace, Run
-from harness.trace.operands import CastRecord, MatmulRecord, OperandTrace
+from harness.trace.operands import CastRecord, OperandTrace
 from tests.builders import (
     a_finding,
     make_case,
@@ -36,27 +37,31 @@ def case(layout: Layout, *, recipe: str = "tensorwise", **axes: object) -> Case:
     return replace(make_case(recipe=recipe, steps=STEPS, **axes), layout=layout)
 
 
-def cast(index: int, step: int, fqn: str, dp_rank: int, placements: tuple[str, ...]) -> CastRecord:
-    return make_cast(
-        index=index,
-        step=step,
-        fqn=fqn,
-        amax=1.0 + dp_rank,
-        placements=placements,
-        mesh_axes=("tp",) if placements else (),
-        data_digest=f"{fqn} {step} {dp_rank}",
-    )
+def recorded(rank: int, casts: Iterable[CastRecord], first: int = 0) -> RankTrace:
+    """What a rank does from event `first` on: these casts, and behind each of them its matmul."""
+    in_order = [replace(one, index=first + 2 * place) for place, one in enumerate(casts)]
+    matmuls = (make_matmul(one, WEIGHT, index=one.index + 1) for one in in_order)
+    return make_trace(rank=rank, operands=OperandTrace(casts=tuple(in_order), matmuls=tuple(matmuls)))
 
 
 def trace(rank: int, dp_ranks: tuple[int, ...], placements: tuple[str, ...] = ()) -> RankTrace:
-    casts: list[CastRecord] = []
-    matmuls: list[MatmulRecord] = []
-    for step in range(1, STEPS + 1):
-        for dp_rank in dp_ranks:
-            for fqn in FQNS:
-                casts.append(cast(len(casts) + len(matmuls), step, fqn, dp_rank, placements))
-                matmuls.append(make_matmul(casts[-1], WEIGHT, index=len(casts) + len(matmuls)))
-    return make_trace(rank=rank, operands=OperandTrace(casts=tuple(casts), matmuls=tuple(matmuls)))
+    axes: tuple[str, ...] = ("tp",) if placements else ()
+    return recorded(
+        rank,
+        (
+            make_cast(
+                step=step,
+                fqn=fqn,
+                amax=1.0 + dp_rank,
+                placements=placements,
+                mesh_axes=axes,
+                data_digest=f"{fqn} {step} {dp_rank}",
+            )
+            for step in range(1, STEPS + 1)
+            for dp_rank in dp_ranks
+            for fqn in FQNS
+        ),
+    )
 
 
 def runs(of: Case, placements: tuple[str, ...] = ()) -> tuple[Run, Run]:
@@ -182,14 +187,8 @@ def test_infinity_in_the_witness_diverges_and_a_part_without_the_largest_magnitu
 
 def test_matmuls_of_the_same_nan_do_not_diverge() -> None:
     of = case(Layout(dp_shard=2))
-
-    def nan(trace: RankTrace) -> RankTrace:
-        assert trace.operands is not None
-        scales = {"a_scale": make_scale(math.nan, digest="nan"), "b_scale": make_scale(math.nan, digest="nan")}
-        matmuls = tuple(replace(matmul, **scales) for matmul in trace.operands.matmuls)
-        return replace(trace, operands=OperandTrace(casts=trace.operands.casts, matmuls=matmuls))
-
-    run, witness = (run_of(*map(nan, side.traces)) for side in runs(of))
+    nan = make_scale(math.nan, digest="nan")
+    run, witness = (with_matmuls(side, a_scale=nan, b_scale=nan) for side in runs(of))
     assert first_divergence(of, run, witness) is None
     assert first_divergence(of, run, runs(of)[1]) is not None
 
@@ -237,7 +236,7 @@ def test_gradients_that_fsdp_averages_are_larger_by_the_number_of_ranks(
 ) -> None:
     """Then the loss of a rank is divided by the number of its own tokens, and that of the witness by all."""
     of = case(Layout(dp_shard=2), target=target)
-    run, witness = (_with_backward(side) for side in runs(of))
+    run, witness = (with_backward(side) for side in runs(of))
 
     def backward(one: CastRecord, by: float) -> CastRecord:
         if one.phase != "backward":
@@ -264,12 +263,11 @@ def test_where_backward_starts_from_another_gradient_and_the_loss_differs_it_is_
 ) -> None:
     """The loss alone is blamed where the operands of the logits were compared, else what is behind the last matmul."""
     of = case(Layout(dp_shard=2), dtype="float64")
-    run, witness = (_with_backward(side) for side in runs(of))
+    run, witness = (with_backward(side) for side in runs(of))
     if logits:
-        witness = _with_matmuls(witness, n=of.model.padded_vocab_size)
+        witness = with_matmuls(witness, n=of.model.padded_vocab_size)
     for rank in ranks:
-        run = with_casts(run, lambda one: replace(one, data_digest="x") if _starts_backward(one) else one, rank=rank)
-        run = with_step(run, rank, 1, loss=loss)
+        run = with_step(starts_otherwise(run, rank), rank, 1, loss=loss)
     first = first_divergence(of, run, with_step(witness, 0, 1, loss=8.0))
     assert first is not None and (first.rule, first.step) == (rule.name, 1)
     if rule is LOSS:
@@ -279,9 +277,9 @@ def test_where_backward_starts_from_another_gradient_and_the_loss_differs_it_is_
 
 def test_the_loss_is_not_blamed_where_no_matmul_of_forward_was_compared() -> None:
     of = case(Layout(dp_shard=2), dtype="float64")
-    run, witness = (_without_matmuls(_with_backward(side)) for side in runs(of))
-    run = with_casts(run, lambda one: replace(one, data_digest="x") if _starts_backward(one) else one, rank=1)
-    first = first_divergence(of, with_step(run, 1, 1, loss=8.5), with_step(witness, 0, 1, loss=8.0))
+    run, witness = (without_matmuls(with_backward(side)) for side in runs(of))
+    run = with_step(starts_otherwise(run, 1), 1, 1, loss=8.5)
+    first = first_divergence(of, run, with_step(witness, 0, 1, loss=8.0))
     assert first is not None and first.rule == OPERAND.name
 
 
@@ -300,11 +298,11 @@ def test_a_gradient_of_equal_operands_says_what_is_left_only_where_they_were_com
 ) -> None:
     finding = a_finding(rule=GRADIENTS.name, step=1, module=module)
     of = case(Layout(dp_shard=2))
-    run, witness = (_with_matmuls(side, gemm=gemm) for side in runs(of))
-    (returned,) = with_equal_operands([finding], of, _with_matmuls(run, **change), witness)
+    run, witness = (with_matmuls(side, gemm=gemm) for side in runs(of))
+    (returned,) = with_equal_operands([finding], of, with_matmuls(run, **change), witness)
     assert bool(returned.notes) is noted
     assert not noted or returned.notes[0].startswith("2 weight-gradient matmuls have the operands")
-    lacking = replace(run, traces=(run.traces[0], *map(_trace_without_matmuls, run.traces[1:])))
+    lacking = run_of(run.traces[0], *without_matmuls(run).traces[1:])
     assert with_equal_operands([finding], of, lacking, witness) == (finding,)
     other = case(Layout(tp=2))
     assert with_equal_operands([finding], other, run, witness) == (finding,)
@@ -313,7 +311,7 @@ def test_a_gradient_of_equal_operands_says_what_is_left_only_where_they_were_com
 def test_a_matmul_that_reads_its_operand_as_another_dtype_is_named() -> None:
     of = case(Layout(dp_shard=2))
     run, witness = runs(of)
-    finding = first_divergence(of, _with_matmuls(run, a_dtype="float8_e5m2"), witness)
+    finding = first_divergence(of, with_matmuls(run, a_dtype="float8_e5m2"), witness)
     assert finding is not None and finding.module == FQNS[0]
     assert (finding.values["number"], finding.operand, finding.found) == (
         "dtype",
@@ -328,7 +326,7 @@ def test_attention_is_named_where_the_linears_before_match(layout: Layout, share
     of = case(layout)
     run, witness = runs(of)
     if not compared:
-        run, witness = _without_matmuls(run), _without_matmuls(witness)
+        run, witness = without_matmuls(run), without_matmuls(witness)
     finding = first_divergence(of, changed(run, 0, step=1, fqn=FQNS[1], data_digest="x"), witness)
     assert finding is not None and bool(finding.notes) is compared
     if compared:
@@ -342,8 +340,8 @@ def test_of_a_pipeline_the_stage_that_computes_first_is_named_with_microbatch_an
     """Whatever the numbers of events on the two ranks are."""
     of = replace(case(Layout(pp=2), accumulation=2), layout=Layout(pp=2))
     stages = ("layers.0.attention.wq", "layers.1.attention.wq")
-    witness = run_of(_of_stage(0, stages, first=0))
-    run = run_of(*(_of_stage(rank, stages[rank : rank + 1], first=9 * (1 - rank)) for rank in (0, 1)))
+    witness = run_of(of_stage(0, stages, first=0))
+    run = run_of(*(of_stage(rank, stages[rank : rank + 1], first=9 * (1 - rank)) for rank in (0, 1)))
     assert first_divergence(of, run, witness) is None
 
     def second(one: CastRecord) -> CastRecord:
@@ -357,45 +355,40 @@ def test_of_a_pipeline_the_stage_that_computes_first_is_named_with_microbatch_an
     assert both is not None and (both.rank, both.notes) == (0, ())
 
 
-def _of_stage(rank: int, fqns: tuple[str, ...], first: int) -> RankTrace:
-    casts, matmuls = list[CastRecord](), list[MatmulRecord]()
-    for fqn in fqns:
-        for microbatch in range(2):
-            index = first + len(casts) + len(matmuls)
-            casts.append(make_cast(index=index, step=1, fqn=fqn, data_digest=f"{fqn} {microbatch}"))
-            matmuls.append(make_matmul(casts[-1], WEIGHT, index=index + 1))
-    return make_trace(rank=rank, operands=OperandTrace(casts=tuple(casts), matmuls=tuple(matmuls)))
+def of_stage(rank: int, fqns: tuple[str, ...], first: int) -> RankTrace:
+    places = ((fqn, microbatch) for fqn in fqns for microbatch in range(2))
+    return recorded(rank, (make_cast(fqn=fqn, data_digest=f"{fqn} {number}") for fqn, number in places), first)
 
 
-def _with_backward(run: Run) -> Run:
+def with_operands(run: Run, change: Callable[[OperandTrace], OperandTrace]) -> Run:
+    return run_of(*(replace(one, operands=change(one.operands)) for one in run.traces if one.operands is not None))
+
+
+def with_backward(run: Run) -> Run:
     """The run with a gradient of the last linear behind the forward of every replay of every step."""
 
-    def of(trace: RankTrace) -> RankTrace:
-        assert trace.operands is not None
-        ends = [one for one in trace.operands.casts if one.fqn == FQNS[-1]]
-        gradients = [replace(one, role="grad_output", phase="backward", index=one.index + 1000) for one in ends]
-        return replace(trace, operands=replace(trace.operands, casts=(*trace.operands.casts, *gradients)))
+    def change(held: OperandTrace) -> OperandTrace:
+        ends = (one for one in held.casts if one.fqn == FQNS[-1])
+        gradients = (replace(one, role="grad_output", phase="backward", index=one.index + 1000) for one in ends)
+        return replace(held, casts=(*held.casts, *gradients))
 
-    return replace(run, traces=tuple(map(of, run.traces)))
-
-
-def _starts_backward(one: CastRecord) -> bool:
-    return (one.step, one.phase) == (1, "backward")
+    return with_operands(run, change)
 
 
-def _with_matmuls(run: Run, **changes: Any) -> Run:
-    def of(trace: RankTrace) -> RankTrace:
-        assert trace.operands is not None
-        matmuls = tuple(replace(one, **changes) for one in trace.operands.matmuls)
-        return replace(trace, operands=replace(trace.operands, matmuls=matmuls))
+def starts_otherwise(run: Run, rank: int) -> Run:
+    """The run whose backward starts from another gradient on a rank."""
 
-    return replace(run, traces=tuple(map(of, run.traces)))
+    def change(one: CastRecord) -> CastRecord:
+        return replace(one, data_digest="x") if (one.step, one.phase) == (1, "backward") else one
 
-
-def _without_matmuls(run: Run) -> Run:
-    return replace(run, traces=tuple(map(_trace_without_matmuls, run.traces)))
+    return with_casts(run, change, rank=rank)
 
 
-def _trace_without_matmuls(trace: RankTrace) -> RankTrace:
-    assert trace.operands is not None
-    return replace(trace, operands=replace(trace.operands, matmuls=()))
+def with_matmuls(run: Run, **changes: Any) -> Run:
+    return with_operands(
+        run, lambda held: replace(held, matmuls=tuple(replace(one, **changes) for one in held.matmuls))
+    )
+
+
+def without_matmuls(run: Run) -> Run:
+    return with_operands(run, lambda held: replace(held, matmuls=()))
