@@ -52,7 +52,8 @@ def test_ranks_that_train_or_end_without_a_refusal_are_found() -> None:
     assert (finding.rule, finding.ranks) == (TRAINED.name, (1,))
     (finding,) = check(failure(0))
     assert (finding.rule, finding.ranks) == (NO_END.name, (1,))
-    assert check()
+    (finding,) = check()
+    assert (finding.rule, finding.rank, finding.ranks) == (NO_END.name, 0, (0, 1))
     (finding,) = check(failure(0, consequence=True), failure(1, consequence=True))
     assert finding.rule == NONE_REFUSED.name
 
@@ -90,13 +91,6 @@ def test_refusing_an_aligned_matmul_is_found(message: str) -> None:
     assert (finding.rank, finding.found) == (1, message)
 
 
-def test_findings_name_the_lowest_rank() -> None:
-    (finding,) = check(failure(1, MESSAGE), failure(0, MESSAGE), refusal=None)
-    assert (finding.rule, finding.rank, finding.ranks) == (REFUSED_ALIGNED.name, 0, (0, 1))
-    (finding,) = check(refusal=REFUSAL)
-    assert (finding.rule, finding.rank, finding.ranks) == (NO_END.name, 0, (0, 1))
-
-
 @pytest.mark.parametrize("message", ["ValueError: no", "RuntimeError: must be divisible by 160", ""])
 def test_other_failures_are_not_its_business(message: str) -> None:
     assert check(failure(0, message), failure(1, message), refusal=None) == []
@@ -110,5 +104,5 @@ def test_the_order_of_ranks_does_not_matter(ends: list[RankFailure | RankTrace])
 
 def test_of_a_model_that_is_not_known_nobody_says_that_it_is_aligned() -> None:
     case = replace(CASE, target="mine")
-    (finding,) = check_alignment(case, run_of(failure(0)), make_witnesses(case, refusal=None))
-    assert (finding.rule, finding.ranks) == (REFUSED_SIZES.name, (0,))
+    (finding,) = check_alignment(case, run_of(failure(1), failure(0)), make_witnesses(case, refusal=None))
+    assert (finding.rule, finding.rank, finding.ranks) == (REFUSED_SIZES.name, 0, (0, 1))
