@@ -29,7 +29,7 @@ from tests.builders import WQ, make_known, make_trace, run_of
     ("template", "values", "text"),
     [
         ("on {ranks}", {"ranks": (3,)}, "on rank 3"),
-        ("on {ranks}", {"ranks": (6, 0, 1, 2, 6)}, "on ranks 0-2, 6"),
+        ("on {ranks}", {"ranks": (16, 0, 1, 2, 16)}, "on ranks 0-2, 16"),
         ("{count:n case}", {"count": 1}, "1 case"),
         ("{count:n case}", {"count": 2}, "2 cases"),
         ("{count:n node is|nodes are} lost", {"count": 1}, "1 node is lost"),
