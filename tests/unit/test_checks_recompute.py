@@ -60,31 +60,23 @@ def matmul(index: int, fqn: str, gemm: Any) -> MatmulRecord:
 
 def recorded(of: Case) -> OperandTrace:
     """Forward, recomputation and backward of every linear, without gradients."""
-    gathers = of.float8.fp8_all_gather
     again = [fqn for fqn in converted_fqns(of) if is_checkpointed(of, fqn)]
-    weight = "gathered" if gathers else None
     sites = [
-        (fqn, role, phase)
-        for fqn in converted_fqns(of)
-        for role, phase in (("input", "forward"), ("weight", weight or "forward"))
-    ]
-    sites += [
-        (fqn, role, phase)
-        for fqn in again
-        for role, phase in (("input", "recompute"), ("weight", weight or "recompute"))
-    ]
-    sites += [
-        (fqn, role, phase)
-        for fqn in converted_fqns(of)
-        for role, phase in (("input", "backward"), ("weight", weight or "backward"))
+        (fqn, role, "gathered" if role == "weight" and of.float8.fp8_all_gather else phase)
+        for phase in ("forward", "recompute", "backward")
+        for fqn in (again if phase == "recompute" else converted_fqns(of))
+        for role in ("input", "weight")
     ]
     casts = tuple(cast(index, *site) for index, site in enumerate(sites))
-    forwards = [
-        matmul(100 + index, gemm.fqn, "forward") for index, gemm in enumerate(gemms(of)) if gemm.role == "forward"
-    ]
-    count = recomputed_calls(of, llama_model(of))
-    recomputed = [matmul(200 + index, fqn, "recompute") for index, fqn in enumerate(again[:count])]
-    return OperandTrace(casts=casts, matmuls=(*forwards, *recomputed))
+    forwards = [(gemm.fqn, gemm.role) for gemm in gemms(of) if gemm.role == "forward"]
+    recomputed = [(fqn, "recompute") for fqn in again[: recomputed_calls(of, llama_model(of))]]
+    matmuls = (matmul(100 + index, *site) for index, site in enumerate((*forwards, *recomputed)))
+    return OperandTrace(casts=casts, matmuls=tuple(matmuls))
+
+
+def last_changed(mine: OperandTrace, **change: Any) -> OperandTrace:
+    """The operands with the last cast changed."""
+    return replace(mine, casts=(*mine.casts[:-1], replace(mine.casts[-1], **change)))
 
 
 def check(of: Case, operands: OperandTrace | None) -> list[Finding]:
@@ -112,7 +104,7 @@ def test_a_cast_that_differs_is_found(phase: str, role: str, change: dict[str, A
         replace(one, **change) if (one.phase, one.role) == (phase, role) and "wk" in one.fqn else one
         for one in recorded(FULL).casts
     )
-    (finding,) = check(FULL, OperandTrace(casts=wrong, matmuls=recorded(FULL).matmuls))
+    (finding,) = check(FULL, replace(recorded(FULL), casts=wrong))
     assert (finding.step, finding.rank, finding.module) == (1, 0, "layers.0.attention.wk")
     assert (finding.rule, finding.operand, finding.values["total"]) == (CAST.name, f"{role} in {phase}", 2)
     assert finding.expected != finding.found
@@ -126,46 +118,45 @@ def test_nan_that_is_computed_twice_does_not_differ() -> None:
     casts = tuple(replace(one, scale=nan()) for one in mine.casts)
     matmuls = tuple(replace(one, a_scale=nan(), b_scale=nan()) for one in mine.matmuls)
     assert check(FULL, OperandTrace(casts=casts, matmuls=matmuls)) == []
-    assert len(check(FULL, OperandTrace(casts=(*casts[:-1], mine.casts[-1]), matmuls=matmuls))) == 1
+    assert len(check(FULL, last_changed(OperandTrace(casts=casts, matmuls=matmuls), scale=OTHER))) == 1
 
 
 def test_a_gathered_weight_that_changes_between_forward_and_backward_is_found() -> None:
-    mine = recorded(GATHERED_CASE)
-    last = mine.casts[-1]
-    assert last.phase == "gathered"
-    wrong = (*mine.casts[:-1], replace(last, data_digest="x"))
-    (finding,) = check(GATHERED_CASE, OperandTrace(casts=wrong, matmuls=mine.matmuls))
-    assert finding.module == last.fqn and "first execution in its data" in finding.message
+    wrong = last_changed(recorded(GATHERED_CASE), data_digest="x")
+    (finding,) = check(GATHERED_CASE, wrong)
+    assert (finding.module, finding.operand) == (wrong.casts[-1].fqn, "weight in gathered")
+    assert "first execution in its data" in finding.message
     evaluated = replace(GATHERED_CASE, train=replace(GATHERED_CASE.train, evaluate=True))
-    (finding,) = check(evaluated, OperandTrace(casts=wrong, matmuls=mine.matmuls))
+    (finding,) = check(evaluated, wrong)
     assert "first execution (in the evaluation) in its data" in finding.message
 
 
-def test_what_differs_is_told_without_digests_which_the_values_have() -> None:
-    mine = recorded(FULL)
-    for change, words in (
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
         ({"scale": make_scale(1 / 3, digest="dig")}, ("224", "0.333333")),
         ({"data_digest": "dig"}, ("float8 data", "other bits of float8 data")),
-    ):
-        wrong = (*mine.casts[:-1], replace(mine.casts[-1], **change))
-        (finding,) = check(FULL, OperandTrace(casts=wrong, matmuls=mine.matmuls))
-        assert (finding.expected, finding.found) == words and "dig" in str(finding.values["again"])
+    ],
+)
+def test_what_differs_is_told_without_digests_which_the_values_have(change: dict[str, Any], words: Any) -> None:
+    (finding,) = check(FULL, last_changed(recorded(FULL), **change))
+    assert (finding.expected, finding.found) == words and "dig" in str(finding.values["again"])
 
 
 @pytest.mark.parametrize("change", [{"a_scale": OTHER}, {"b_digest": "x"}, {"m": 8}, {"b_dtype": "float8_e5m2"}])
 def test_a_recomputed_matmul_that_differs_is_found(change: dict[str, Any]) -> None:
     mine = recorded(FULL)
     wrong = (*mine.matmuls[:-1], replace(mine.matmuls[-1], **change))
-    (finding,) = check(FULL, OperandTrace(casts=mine.casts, matmuls=wrong))
+    (finding,) = check(FULL, replace(mine, matmuls=wrong))
     assert (finding.rule, finding.operand) == (MATMUL.name, "matmul recompute")
 
 
 def test_checkpointing_that_recomputes_nothing_is_found() -> None:
     mine = recorded(FULL)
     casts = tuple(one for one in mine.casts if one.phase != "recompute")
-    (finding,) = check(FULL, OperandTrace(casts=casts, matmuls=mine.matmuls))
+    (finding,) = check(FULL, replace(mine, casts=casts))
     assert (finding.rule, finding.expected) == (NOT_RECOMPUTED.name, "a recomputation")
-    (finding,) = check(FULL, OperandTrace(casts=mine.casts, matmuls=mine.matmuls[:-1]))
+    (finding,) = check(FULL, replace(mine, matmuls=mine.matmuls[:-1]))
     assert finding.rule == NUMBER.name
 
 
@@ -182,22 +173,20 @@ def test_a_model_that_no_formula_describes_recomputes_where_it_is_asked_to_alone
 CASE = make_case(recipe="tensorwise", steps=3)
 
 
-def aged(**fields: Any) -> Aged:
-    known = {
-        "index": 7,
-        "what": "data",
-        "step": 3,
-        "fqn": "wq",
-        "role": "weight",
-        "where": "forward",
-        "microbatch": 2,
-        "first_step": 2,
-        "first_fqn": "wq",
-        "first_role": "weight",
-        "first_phase": "forward",
-        "first_microbatch": 1,
-    }
-    return Aged(**{**known, **fields})
+AGED = Aged(
+    index=7,
+    what="data",
+    step=3,
+    fqn="wq",
+    role="weight",
+    where="forward",
+    microbatch=2,
+    first_step=2,
+    first_fqn="wq",
+    first_role="weight",
+    first_phase="forward",
+    first_microbatch=1,
+)
 
 
 def lifetime(*reused: Aged, kept: tuple[KeptWeight, ...] = (), updates: int = 1) -> list[Finding]:
@@ -230,20 +219,18 @@ def lifetime(*reused: Aged, kept: tuple[KeptWeight, ...] = (), updates: int = 1)
     ],
 )
 def test_what_is_used_again_is_named_with_its_time(use: dict[str, Any], rule: Rule, expected: str, found: str) -> None:
-    (finding,) = lifetime(aged(**use))
+    (finding,) = lifetime(replace(AGED, **use))
     assert (finding.rule, finding.expected, finding.found) == (rule.name, expected, found)
     assert (finding.step, finding.rank, finding.module) == (use.get("step", 3), 0, "wq")
 
 
 def test_a_weight_that_no_optimizer_has_updated_since_has_no_age() -> None:
-    assert lifetime(aged(), updates=0) == []
-    assert [finding.rule for finding in lifetime(aged(role="input"), updates=0)] == [MICROBATCH.name]
+    assert lifetime(AGED, updates=0) == []
+    assert [finding.rule for finding in lifetime(replace(AGED, role="input"), updates=0)] == [MICROBATCH.name]
 
 
 def test_a_weight_that_stays_gathered_is_named() -> None:
-    (finding,) = lifetime(
-        kept=(KeptWeight(step=1, fqn="wq", name="weight"), KeptWeight(step=2, fqn="wq", name="weight"))
-    )
+    (finding,) = lifetime(kept=tuple(KeptWeight(step=step, fqn="wq", name="weight") for step in (1, 2)))
     assert (finding.rule, finding.step, finding.module, finding.operand) == (GATHERED.name, 1, "wq", "weight")
 
 

@@ -107,31 +107,24 @@ def swapped(held: bytes) -> bytes:
 
 
 @pytest.mark.parametrize(
-    ("field", "rule", "rank"),
+    ("kind", "field", "rule", "rank"),
     [
-        ("sent", "sent", 1),
-        ("arrived", "arrived", 1),
-        ("computed", "returned", 1),
-        ("returned", "returned", 0),
+        ("values", "sent", "sent", 1),
+        ("values", "arrived", "arrived", 1),
+        ("values", "computed", "returned", 1),
+        ("values", "returned", "returned", 0),
+        ("gradients", "arrived", "gradient-of-tokens", 1),
+        ("gradients", "computed", "gradient-of-results", 1),
     ],
 )
-def test_swapped_rows_are_found_where_they_got_lost(field: str, rule: str, rank: int) -> None:
-    values = call_of(1).values
-    (finding, *_) = [
-        finding
-        for finding in found_with(values=replace(values, **{field: swapped(getattr(values, field))}))
-        if finding.rule == f"routing/{rule}"
-    ]
+def test_swapped_rows_are_found_where_they_got_lost(kind: str, field: str, rule: str, rank: int) -> None:
+    right = getattr(call_of(1), kind)
+    findings = found_with(**{kind: replace(right, **{field: swapped(getattr(right, field))})})
+    finding = next(one for one in findings if one.rule == f"routing/{rule}")
     assert (finding.module, finding.step, finding.rank) == (FQN, 1, rank)
+    assert (finding.operand == "gradients in backward") is (kind == "gradients")
+    assert kind == "values" or findings == [finding]
     assert "row" in str(finding.expected) and "that is" in str(finding.found)
-
-
-@pytest.mark.parametrize(("field", "rule"), [("arrived", "gradient-of-tokens"), ("computed", "gradient-of-results")])
-def test_gradients_are_followed_back(field: str, rule: str) -> None:
-    gradients = call_of(1).gradients
-    wrong = replace(gradients, **{field: swapped(getattr(gradients, field))})
-    (finding,) = found_with(gradients=wrong)
-    assert finding.rule == f"routing/{rule}" and finding.operand == "gradients in backward"
 
 
 def of_reference(**changes: object) -> ExpertTrace:
