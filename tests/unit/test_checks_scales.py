@@ -58,6 +58,7 @@ from tests.builders import (
 AMAX = 2.0
 STEPS = 2
 Change = dict[str, Any]
+ChangeOf = Callable[[CastRecord], Change]
 Where = Callable[[CastRecord], bool]
 
 
@@ -126,16 +127,23 @@ def clean(of: Case) -> Run:
     return run_of(*(make_trace(of, rank, operands=operands(of, rank)) for rank in range(of.world_size)))
 
 
-def changed(run: Run, change: Callable[[CastRecord], Change], *, rank: int | None = None, where: Where) -> Run:
-    """The run with `change` applied to the casts `where` is true of, on one rank or on all."""
-    return with_casts(run, lambda record: replace(record, **change(record)) if where(record) else record, rank=rank)
+def changed(
+    run: Run, change: Change | ChangeOf, *, rank: int | None = None, role: str = "", where: Where = lambda record: True
+) -> Run:
+    """The run with other fields of the casts of a role that `where` is true of, on one rank or on all."""
+
+    def of(record: CastRecord) -> CastRecord:
+        wanted = role in ("", record.role) and where(record)
+        return replace(record, **(change(record) if callable(change) else change)) if wanted else record
+
+    return with_casts(run, of, rank=rank)
 
 
 def check(of: Case, run: Run) -> list[Finding]:
     return check_scales(of, run, make_witnesses(of))
 
 
-def rescaled(factor: float) -> Callable[[CastRecord], Change]:
+def rescaled(factor: float) -> ChangeOf:
     """Another scale, and what follows from it: as a wrong amax makes it."""
 
     def change(record: CastRecord) -> Change:
@@ -148,6 +156,11 @@ def rescaled(factor: float) -> Callable[[CastRecord], Change]:
         }
 
     return change
+
+
+def with_amax(times: float) -> ChangeOf:
+    """So many times as large an amax, and the scale that is right for it."""
+    return lambda one: {"amax": one.amax * times, "scale": make_scale(one.scale.maximum / times, one.scale.shape)}
 
 
 CLEAN = [
@@ -176,39 +189,25 @@ def test_a_clean_run_has_no_findings(of: Case) -> None:
     run = clean(of)
     if of.layout.dp > 1 and of.float8.enabled:  # activations of dp ranks have scales of their own
         for rank in range(of.world_size):
-            halved = rescaled(2.0 ** -(rank // of.layout.tp))
-            run = changed(
-                run,
-                lambda record, halved=halved, rank=rank: {
-                    **halved(record),
-                    "amax": record.amax * 2.0 ** (rank // of.layout.tp),
-                    "scaled_amax_minimum": record.scaled_amax_minimum,
-                    "scaled_amax_maximum": record.scaled_amax_maximum,
-                },
-                rank=rank,
-                where=lambda record: record.role != "weight",
-            )
-    findings = [one for one in check(of, run) if one.rule != MATMUL_SCALE.name]
-    assert findings == []
+            larger = with_amax(2.0 ** (rank // of.layout.tp))
+            run = changed(run, larger, rank=rank, where=lambda record: record.role != "weight")
+    assert rules(check(of, run)) <= {MATMUL_SCALE.name}
 
 
 def test_a_wrong_scale_names_its_first_place_and_whose_amax_it_implies() -> None:
-    stale = changed(
-        clean(case()),
-        rescaled(1 + 2.0**-20),
-        where=lambda record: record.step == 2 and record.role == "weight" and "w2" in record.fqn,
+    in_w2 = changed(
+        clean(case()), rescaled(1 + 2.0**-20), role="weight", where=lambda one: one.step == 2 and "w2" in one.fqn
     )
-    findings = [one for one in check(case(), stale) if one.rule == RULES.amax.name]
-    assert len(findings) == 1 and (findings[0].step, findings[0].rank) == (2, 0)
-    assert findings[0].module == "layers.0.feed_forward.w2"
-    assert "224.0 = 448 / amax 2.0" in (findings[0].expected or "")
+    (finding,) = [one for one in check(case(), in_w2) if one.rule == RULES.amax.name]
+    assert (finding.step, finding.rank, finding.module) == (2, 0, "layers.0.feed_forward.w2")
+    assert "224.0 = 448 / amax 2.0" in (finding.expected or "")
     of = case(tp=2)
-    local = changed(clean(of), lambda record: {"amax": AMAX / 2}, rank=0, where=lambda record: record.role == "input")
-    both = changed(local, rescaled(2.0), where=lambda record: record.role == "input")
+    local = changed(clean(of), {"amax": AMAX / 2}, rank=0, role="input")
+    both = changed(local, rescaled(2.0), role="input")
     finding = next(one for one in check(of, both) if one.rule == RULES.amax.name)
     assert (finding.rank, finding.notes) == (0, ("it is the scale for the amax on rank 0 alone, not reduced over tp",))
     assert finding.found == "448.0 = 448 / amax 1"
-    alone = changed(local, rescaled(2.0), rank=0, where=lambda record: record.role == "input")
+    alone = changed(local, rescaled(2.0), rank=0, role="input")
     unequal = next(one for one in check(of, alone) if one.rule == DIFFERENT.name)
     assert (unequal.rank, unequal.notes) == (1, ())  # that of rank 1 is right
 
@@ -238,7 +237,7 @@ def test_a_stale_scale_of_rows_names_its_step() -> None:
     def stale(record: CastRecord) -> Change:
         return {"scale": replace(record.scale, digest="1"), "scaled_amax_maximum": 900.0}
 
-    run = changed(clean(of), fresh, where=lambda record: True)
+    run = changed(clean(of), fresh)
     wrong = changed(run, stale, where=lambda record: (record.step, record.role) == (2, "weight"))
     finding = next(one for one in check(of, wrong) if one.rule == RULES.amax.name)
     assert (finding.step, finding.notes) == (2, ("it is the scale of step 1",))
@@ -266,7 +265,7 @@ def test_one_wrong_cast_is_found(change: Change, rule: Rule) -> None:
     run = clean(case())
     assert run.traces[0].operands is not None
     first = next(record.index for record in run.traces[0].operands.casts if record.role == "grad_output")
-    wrong = changed(run, lambda _: change, where=lambda record: record.index == first)
+    wrong = changed(run, change, where=lambda record: record.index == first)
     assert rule.name in rules(check(case(), wrong))
 
 
@@ -278,7 +277,7 @@ def test_the_scale_of_nan_is_nan_and_no_rule_about_scales_is_broken(recipe: str)
         numbers = dict.fromkeys(("amax", "scaled_amax_minimum", "scaled_amax_maximum"), math.nan)
         return {**numbers, "scale": make_scale(math.nan, record.scale.shape, digest="nan"), "nonfinite": 1}
 
-    run = changed(clean(of), change, where=lambda record: True)
+    run = changed(clean(of), change)
     (trace,) = run.traces
     assert trace.operands is not None
     nan = make_scale(math.nan)
@@ -293,37 +292,41 @@ def test_the_scale_of_nan_is_nan_and_no_rule_about_scales_is_broken(recipe: str)
 @pytest.mark.parametrize("rank", [0, 1])
 def test_nan_on_one_rank_makes_the_scale_of_both_nan(rank: int) -> None:
     of = case(tp=2)
-    run = changed(clean(of), lambda _: {"amax": math.nan}, rank=rank, where=lambda record: True)
+    run = changed(clean(of), {"amax": math.nan}, rank=rank)
     assert RULES.amax.name in rules(check(of, run))
 
 
 def test_scales_of_rows_must_be_powers_of_two_that_fit() -> None:
     of = case("rowwise")
     for factor, rule in ((1.5, RULES.power_of_two), (2.0, RULES.amax), (0.25, RULES.amax)):
-        wrong = changed(clean(of), rescaled(factor), where=lambda record: record.role == "weight")
+        wrong = changed(clean(of), rescaled(factor), role="weight")
         assert rule.name in rules(check(of, wrong))
 
 
 @pytest.mark.parametrize(
-    ("of", "role"),
+    ("of", "role", "change", "rule"),
     [
-        (case(tp=2), "input"),
-        (case(tp=2), "weight"),
-        (case(dp_shard=2), "weight"),
-        (case(dp_shard=2, fp8_all_gather=True), "weight"),
-        (case(dp_shard=2, dp_replicate=2, fp8_all_gather=True), "weight"),
+        (case(tp=2), "input", rescaled(0.5), DIFFERENT),
+        (case(tp=2), "weight", rescaled(0.5), DIFFERENT),
+        (case(dp_shard=2), "weight", rescaled(0.5), DIFFERENT),
+        (case(dp_shard=2, fp8_all_gather=True), "weight", rescaled(0.5), DIFFERENT),
+        (case(dp_shard=2, dp_replicate=2, fp8_all_gather=True), "weight", rescaled(0.5), DIFFERENT),
+        (case(dp_shard=2), "weight", {"data_digest": "x"}, REPLICAS),
+        (case(dp_shard=2), "weight", with_amax(2.0), REPLICAS),
     ],
 )
-def test_ranks_that_hold_one_tensor_must_share_its_scale(of: Case, role: str) -> None:
-    wrong = changed(clean(of), rescaled(0.5), rank=1, where=lambda record: record.role == role)
-    assert DIFFERENT.name in rules(check(of, wrong))
+def test_ranks_that_hold_one_tensor_must_share_its_scale_and_data(
+    of: Case, role: str, change: Change | ChangeOf, rule: Rule
+) -> None:
+    wrong = rules(check(of, changed(clean(of), change, rank=1, role=role)))
+    assert rule.name in wrong and (rule is DIFFERENT or DIFFERENT.name not in wrong)
 
 
 def test_the_largest_magnitude_may_be_on_another_rank() -> None:
     smaller = {"amax": AMAX / 4, "scaled_amax_maximum": 56.0, "scaled_amax_minimum": 56.0}
-    run = changed(clean(case(tp=2)), lambda _: smaller, rank=1, where=lambda record: record.role == "weight")
+    run = changed(clean(case(tp=2)), smaller, rank=1, role="weight")
     assert check(case(tp=2), run) == []
-    run = changed(run, lambda _: smaller, rank=0, where=lambda record: record.role == "weight")
+    run = changed(run, smaller, rank=0, role="weight")
     assert RULES.amax.name in rules(check(case(tp=2), run))
 
 
@@ -331,41 +334,21 @@ def test_the_largest_magnitude_may_be_on_another_rank() -> None:
 def test_a_gathered_weight_has_one_scale_on_all_tp_ranks(precompute_scale: bool) -> None:
     of = case(dp_shard=2, tp=2, fp8_all_gather=True, precompute_scale=precompute_scale)
     per_rank, right = rescaled(0.5), clean(of)
-    own = changed(
-        right,
-        lambda record: {**per_rank(record), "amax": 2 * AMAX},
-        where=lambda record: record.role == "weight",
-    )
+    own = changed(right, lambda record: {**per_rank(record), "amax": 2 * AMAX}, role="weight")
     mixed = run_of(*((right if rank % 2 else own).traces[rank] for rank in range(of.world_size)))
     (finding,) = [finding for finding in check(of, mixed) if finding.rule == DIFFERENT.name]
     assert finding.step == 1
 
 
-def test_data_parallel_ranks_share_their_data_and_not_all_scales() -> None:
-    of = case(dp_shard=2)
-    assert SHARED.name in rules(check(of, clean(of)))
-    one_differs = changed(
-        clean(of), rescaled(0.5), rank=1, where=lambda record: record.index == 0 and record.role == "input"
-    )
-    assert SHARED.name not in rules(check(of, one_differs))
-    of = case(dp_shard=2)
-    wrong = changed(clean(of), lambda _: {"data_digest": "x"}, rank=1, where=lambda record: record.role == "weight")
-    assert REPLICAS.name in rules(check(of, wrong))
-    of = case(dp_shard=2)
-
-    def larger(record: CastRecord) -> Change:
-        return {"amax": 2 * record.amax, "scale": make_scale(record.scale.maximum / 2, record.scale.shape)}
-
-    other = changed(clean(of), larger, rank=1, where=lambda record: record.role == "weight")
-    assert REPLICAS.name in rules(check(of, other)) and DIFFERENT.name not in rules(check(of, other))
-    rescaled_only = changed(clean(of), rescaled(0.5), rank=1, where=lambda record: record.role == "weight")
-    assert DIFFERENT.name in rules(check(of, rescaled_only))
+def test_data_parallel_ranks_do_not_share_all_scales() -> None:
+    run = clean(case(dp_shard=2))
+    assert SHARED.name in rules(check(case(dp_shard=2), run))
+    one_differs = changed(run, rescaled(0.5), rank=1, role="input", where=lambda record: record.index == 0)
+    assert SHARED.name not in rules(check(case(dp_shard=2), one_differs))
 
 
 def test_local_missing_and_extra_casts_are_found() -> None:
-    wrong = changed(
-        clean(case(tp=2)), lambda _: {"mesh_axes": (), "placements": ()}, where=lambda record: record.role == "input"
-    )
+    wrong = changed(clean(case(tp=2)), {"mesh_axes": (), "placements": ()}, role="input")
     assert LOCAL.name in rules(check(case(tp=2), wrong))
     mine = operands(case(), 0)
     for casts in (mine.casts[:-1], (*mine.casts, mine.casts[-1]), ()):
@@ -388,18 +371,16 @@ def test_local_missing_and_extra_casts_are_found() -> None:
 def test_matmuls_use_what_was_cast(change: Change, rule: Rule) -> None:
     mine = operands(case(), 0)
     wrong = tuple(replace(one, **change) if one.gemm == "forward" else one for one in mine.matmuls)
-    findings = check(case(), run_of(make_trace(case(), operands=OperandTrace(casts=mine.casts, matmuls=wrong))))
+    findings = check(case(), run_of(make_trace(case(), operands=replace(mine, matmuls=wrong))))
     assert rule.name in rules(findings)
 
 
 def test_tensors_of_zeros_are_exempt_by_their_eps() -> None:
     zeros = {"amax": 0.0, "scaled_amax_minimum": 0.0, "scaled_amax_maximum": 0.0}
     of = case("rowwise")
-    run = changed(clean(of), lambda _: zeros, where=lambda record: record.role == "weight")
+    run = changed(clean(of), zeros, role="weight")
     assert check(of, run) == []
-    run = changed(
-        clean(case()), lambda _: {**zeros, "scale": make_scale(448e12)}, where=lambda record: record.role == "weight"
-    )
+    run = changed(clean(case()), {**zeros, "scale": make_scale(448e12)}, role="weight")
     assert RULES.amax.name not in rules(check(case(), run))
 
 
