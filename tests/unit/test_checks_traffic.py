@@ -29,18 +29,18 @@ from harness.expect.model import found_model
 from harness.matrix.axes import axis_values, case_from_axes
 from harness.matrix.case import Case
 from harness.matrix.caseid import parse_case_id
-from harness.trace import RankTrace, Run
 from harness.trace.counts import TrafficRecord, collective_of, collective_words
 from harness.trace.model import Linear, ModelRecord, Parameter
-from harness.trace.operands import OperandTrace
+from harness.trace.operands import CastRecord, OperandTrace
 from harness.verdict import Finding
-from tests.builders import make_case, make_cast, make_trace, make_witnesses, rules, run_of, traffic_of
+from tests.builders import make_case, make_cast, make_sent, make_trace, make_witnesses, rules, run_of, traffic_of
 
 TP = parse_case_id("tp2-tensorwise-v2048-s3-f32")
 GATHERED = parse_case_id("fsdp2-tensorwise-ag.fp8-v2048-s3-f32")
 HSDP = parse_case_id("hsdp2x2-tensorwise-ag.fp8-v2048-s3-f32")
 PRECOMPUTED = parse_case_id("fsdp2-tensorwise-ag.fp8pre-v2048-s3-f32")
 Records = tuple[TrafficRecord, ...]
+Casts = tuple[CastRecord, ...]
 
 
 def check(case: Case, *traffic: Records | None) -> list[Finding]:
@@ -221,15 +221,8 @@ SHARD = 64  # elements of the one weight on every rank
 def traffic(
     axis: str, kind: str, elements: int, *, op: str = "", dtype: str = "float32", times: int = 1
 ) -> TrafficRecord:
-    return TrafficRecord(
-        step=1,
-        axis=axis,
-        kind=kind,
-        op=op,
-        dtype=dtype,
-        payload_bytes=elements * times * (1 if dtype == "uint8" else 4),
-        sizes={elements: times},
-    )
+    nbytes = elements * times * (1 if dtype == "uint8" else 4)
+    return make_sent(1, axis=axis, kind=kind, op=op, dtype=dtype, payload_bytes=nbytes, sizes={elements: times})
 
 
 MODEL = ModelRecord(
@@ -258,64 +251,55 @@ GOOD = (
 )
 
 
-def run(*records: TrafficRecord, compiled: bool = False) -> Run:
-    cast = make_cast(fqn="up", role="input", phase="forward", placements=("Shard(1)",), mesh_axes=("tp",))
-    gathered = make_cast(fqn="up", role="weight", phase="all_gather")
-
-    def trace(rank: int) -> RankTrace:
-        operands = None if compiled else OperandTrace(casts=(cast, gathered, gathered), matmuls=())
-        return make_trace(rank=rank, traffic=records or GOOD, operands=operands, model=MODEL)
-
-    return run_of(*(trace(rank) for rank in range(8)))
+CAST = make_cast(fqn="up", role="input", phase="forward", placements=("Shard(1)",), mesh_axes=("tp",))
+BEFORE_GATHER = make_cast(fqn="up", role="weight", phase="all_gather")
 
 
-def check_rules(*records: TrafficRecord, compiled: bool = False, case: Case = ANY_MODEL) -> list[Finding]:
+def check_rules(
+    records: Records = GOOD, case: Case = ANY_MODEL, casts: Casts | None = (CAST, BEFORE_GATHER, BEFORE_GATHER)
+) -> list[Finding]:
+    """What is found where every rank sends these records; `casts`: None in a compiled run."""
+    operands = None if casts is None else OperandTrace(casts=casts, matmuls=())
+    traces = (make_trace(rank=rank, traffic=records, operands=operands, model=MODEL) for rank in range(8))
     expect = Expectations(case, found_model(case, replace(MODEL, calls={"up": 8}), MODEL))
-    return check_traffic(case, run(*records, compiled=compiled), Witnesses(expect=expect))
+    return check_traffic(case, run_of(*traces), Witnesses(expect=expect))
 
 
-def with_record(index: int, record: TrafficRecord) -> tuple[TrafficRecord, ...]:
-    return (*GOOD[:index], record, *GOOD[index + 1 :])
+def with_record(index: int, **changes: object) -> Records:
+    return (*GOOD[:index], replace(GOOD[index], **changes), *GOOD[index + 1 :])
 
 
-def test_what_must_be_sent_is_enough_and_ranks_that_no_axis_joins_are_found() -> None:
+def test_what_must_be_sent_is_enough() -> None:
     assert check_rules() == []
-    assert check_rules(*GOOD, traffic("dp_shard+tp", "broadcast", 3)) == []
-    (finding,) = check_rules(*GOOD, traffic("ranks 0,3", "all_reduce", 1, op="sum"))
-    assert (finding.rule, finding.found) == (UNKNOWN_RANKS.name, "ranks 0,3")
+    assert check_rules((*GOOD, traffic("dp_shard+tp", "broadcast", 3))) == []
+    often = with_record(2, payload_bytes=8 * SHARD)
+    assert check_rules(often, casts=None) == [], "a compiled run does not say how often weights are gathered"
 
 
-def test_gradients_that_are_not_reduced_or_in_another_dtype_are_found() -> None:
-    (finding,) = check_rules(*with_record(0, traffic("dp_shard", "reduce_scatter", 2 * SHARD - 1, op="sum")))
-    assert (finding.rule, finding.values["axis"]) == (NOT_SUMMED.name, "dp_shard")
-    (finding,) = check_rules(*GOOD[:1], *GOOD[2:])
-    assert (finding.rule, finding.values["axis"]) == (NOT_SUMMED.name, "dp_replicate")
-    record = traffic("dp_shard", "reduce_scatter", 2 * SHARD, dtype="bfloat16", op="sum")
-    (finding,) = check_rules(*with_record(0, record))
-    assert finding.rule == REDUCE_DTYPE.name
-    assert dict(finding.values) == {"dtypes": "bfloat16", "asked": "float32"}
+@pytest.mark.parametrize(
+    ("index", "changes", "rule", "values"),
+    [
+        (0, {"sizes": {2 * SHARD - 1: 1}}, NOT_SUMMED, {"axis": "dp_shard"}),
+        (0, {"dtype": "bfloat16"}, REDUCE_DTYPE, {"dtypes": "bfloat16", "asked": "float32"}),
+        (1, {"sizes": {}}, NOT_SUMMED, {"axis": "dp_replicate"}),
+        (2, {"dtype": "float32", "payload_bytes": 8 * SHARD}, HIGH_PRECISION, {}),
+        (3, {"sizes": {}}, AMAX_MISSING, {"axis": "tp", "missing": 1}),
+        (3, {"sizes": {256: 1}}, AMAX_MISSING, {"axis": "tp", "missing": 1}),  # the largest logits of tokens
+        (4, {"axis": "ranks 0,3"}, UNKNOWN_RANKS, {}),
+    ],
+)
+def test_what_is_wrong_for_any_model_is_found(
+    index: int, changes: dict[str, object], rule: Rule, values: dict[str, object]
+) -> None:
+    (finding,) = check_rules(with_record(index, **changes))
+    assert (finding.rule, dict(finding.values), finding.ranks) == (rule.name, values, tuple(range(8)))
 
 
 def test_activations_that_are_scattered_without_sequence_parallelism_are_found() -> None:
     records = (*GOOD, traffic("tp", "reduce_scatter", 64, op="sum"))
-    assert check_rules(*records) == []
-    (finding,) = check_rules(*records, case=case_from_axes(axis_values(ANY_MODEL) | {"sequence_parallel": False}))
+    assert check_rules(records) == []
+    (finding,) = check_rules(records, case_from_axes(axis_values(ANY_MODEL) | {"sequence_parallel": False}))
     assert (finding.rule, finding.found) == (SCATTERED.name, "1 call")
-
-
-def test_weights_gathered_in_high_precision_are_found() -> None:
-    (finding,) = check_rules(*with_record(2, traffic("dp_shard", "all_gather", SHARD, times=2)))
-    assert finding.rule == HIGH_PRECISION.name
-    often = with_record(2, traffic("dp_shard", "all_gather", SHARD, dtype="uint8", times=8))
-    assert check_rules(*often, compiled=True) == [], "a compiled run does not say how often weights are gathered"
-
-
-def test_a_missing_amax_reduction_is_found() -> None:
-    (finding,) = check_rules(*GOOD[:3], *GOOD[4:])
-    assert (finding.rule, dict(finding.values)) == (AMAX_MISSING.name, {"axis": "tp", "missing": 1})
-    (finding,) = check_rules(*with_record(3, traffic("tp", "all_reduce", 256, op="max", dtype="float64")))
-    assert finding.rule == AMAX_MISSING.name, "the largest logits of tokens are no amax"
-    assert finding.values["axis"] == "tp"
 
 
 PRECOMPUTED_SCALES = parse_case_id("target.mine-hsdp2x2-tp2-tensorwise-ag.fp8pre-v2048-s2-f32")
@@ -324,17 +308,13 @@ WEIGHTS = 4  # casts of weights before a gather, in each step
 
 def maxima(*in_steps: int) -> list[Finding]:
     """What is found of a run in which a rank reduces so many amaxes one by one in its steps."""
-    gathered = make_cast(fqn="up", role="weight", phase="all_gather")
     sent = (
         replace(record, step=step)
         for step, count in enumerate(in_steps, 1)
         for record in (*GOOD, traffic("dp_shard", "all_reduce", 1, op="max", times=count))
     )
-    casts = tuple(replace(gathered, step=step) for step in (1, 2) for _ in range(WEIGHTS))
-    trace = make_trace(traffic=tuple(sent), operands=OperandTrace(casts=casts, matmuls=()), model=MODEL)
-    traces = (replace(trace, rank=rank) for rank in range(8))
-    expect = Expectations(PRECOMPUTED_SCALES, found_model(PRECOMPUTED_SCALES, MODEL, MODEL))
-    return check_traffic(PRECOMPUTED_SCALES, run_of(*traces), Witnesses(expect=expect))
+    casts = (replace(BEFORE_GATHER, step=step) for step in (1, 2) for _ in range(WEIGHTS))
+    return check_rules(tuple(sent), PRECOMPUTED_SCALES, tuple(casts))
 
 
 @pytest.mark.parametrize("own", [0, 2])
