@@ -6,7 +6,7 @@ faulthandler writes, most recent call first.
 
 import re
 from collections.abc import Iterable, Sequence
-from itertools import takewhile
+from itertools import pairwise, takewhile
 from typing import NamedTuple
 
 from harness.checks.check import Rule, Rules, Stage
@@ -36,9 +36,12 @@ _FOLDER = re.compile(r"^.*/(?=harness/worker/)")
 
 
 class Frame(NamedTuple):
+    """A call. `code`: its line, empty where it is not known."""
+
     file: str
     line: int
     function: str
+    code: str = ""
 
     @property
     def module(self) -> str:
@@ -48,16 +51,9 @@ class Frame(NamedTuple):
     def __str__(self) -> str:
         return f"{self.function} ({_FOLDER.sub('', _INSTALLED.sub('', self.file))}:{self.line})"
 
-
-class OwnFrame(NamedTuple):
-    """The innermost call of a traceback that is in files of the user. `code`: its line, empty where it is not known."""
-
-    file: str
-    line: int
-    function: str
-    code: str
-
-    def __str__(self) -> str:
+    @property
+    def in_full(self) -> str:
+        """The file as it is, and the code."""
         return f"{self.file}:{self.line} in {self.function}" + (f": {self.code}" if self.code else "")
 
 
@@ -89,16 +85,10 @@ def main_stack(dump: str) -> tuple[Frame, ...]:
     return tuple(next((frames for frames in reversed(threads) if frames), ()))
 
 
-def own_frame(traceback: str) -> OwnFrame | None:
+def own_frame(traceback: str) -> Frame | None:
     """Return the innermost call of a Python traceback that is neither of the harness nor of an installed package."""
-    lines = traceback.partition(LAST_OUTPUT)[0].splitlines()
-    calls = [(index, match) for index, line in enumerate(lines) if (match := _RAISED_AT.fullmatch(line))]
-    own = [(index, match) for index, match in calls if not _FOREIGN.search(match[1])]
-    if not own:
-        return None
-    index, match = own[-1]
-    code = lines[index + 1].strip() if lines[index + 1 : index + 2] and lines[index + 1].startswith("    ") else ""
-    return OwnFrame(file=match[1], line=int(match[2]), function=match[3], code=code)
+    own = (call for call in reversed(_calls(traceback)) if not _FOREIGN.search(call.file))
+    return next(own, None)
 
 
 def raised_frames(traceback: str) -> tuple[Frame, ...]:
@@ -113,7 +103,11 @@ def innermost_calls(traceback: str, number: int) -> tuple[Frame, ...]:
 
 def _calls(traceback: str) -> list[Frame]:
     lines = traceback.partition(LAST_OUTPUT)[0].splitlines()
-    return [Frame(match[1], int(match[2]), match[3]) for line in lines if (match := _RAISED_AT.fullmatch(line))]
+    return [
+        Frame(match[1], int(match[2]), match[3], after.strip() if after.startswith("    ") else "")
+        for line, after in pairwise((*lines, ""))
+        if (match := _RAISED_AT.fullmatch(line))
+    ]
 
 
 def place_of(stack: Sequence[Frame]) -> StackLocation | None:
@@ -170,11 +164,11 @@ class _Kind(NamedTuple):
     phase: str
     message: str
     place: StackLocation | None
-    own: OwnFrame | None
+    own: Frame | None
 
     def __str__(self) -> str:
         backward = ", backward" if self.place is not None and self.place.backward else ""
-        at = f", at {self.own}" if self.own is not None else ""
+        at = f", at {self.own.in_full}" if self.own is not None else ""
         description = self.place or f"{advice(self.message).what}{at}"
         limit = f", {self.message}" if self.place is not None and "within" in self.message else ""
         return f"{self.kind}{f' in {self.phase}' if self.phase else ''}{backward}: {description}{limit}"
@@ -230,12 +224,9 @@ def _others(run: Run, groups: list[tuple[_Kind, list[int]]]) -> str:
     return "".join(f"; {clause}" for clause in (*does, *([f"{format_ranks(returned)} returned"] if returned else [])))
 
 
-# What to do about errors that targets often run into, recognized by their text
+# What to do about errors that targets often run into, recognized by a pattern anywhere in their text
 
 _MISFIT = re.compile(r"TargetMisfit: (?P<what>.*?) Fix: (?P<fix>.*)", re.DOTALL)
-
-
-# What to do about errors whose text matches a pattern anywhere in it.
 _KNOWN = {
     r"did not finish within": "if it is only slow, raise the limit with `--timeout-s N` or `--timeout-factor N`.",
     r"fails on this machine, not in the case": "see `nvidia-smi` and the Xid errors in `dmesg`; end other processes "

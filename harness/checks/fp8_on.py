@@ -145,13 +145,12 @@ def check_matmuls(case: Case, run: Run, witnesses: Witnesses) -> list[Finding]:
     def first_mismatch(trace: RankTrace) -> list[Finding]:
         fewest, most = witnesses.expect.of(trace.rank).scaled_mm_calls
         wanted = f"{most}" if fewest == most else f"{fewest} to {most}"
-        counts = ((step.step, step.scaled_mm_calls) for step in trace.steps)
-        wrong = [(step, calls) for step, calls in counts if not fewest <= calls <= most]
-        expected = f"{wanted} calls a step"
-        return [
-            NUMBER.finding(step=step, expected=expected, found=f"{calls} calls", calls=calls, wanted=wanted)
-            for step, calls in wrong[:1]
-        ]
+        for step in trace.steps:
+            calls, expected = step.scaled_mm_calls, f"{wanted} calls a step"
+            if not fewest <= calls <= most:
+                found = f"{calls} calls"
+                return [NUMBER.finding(step=step.step, expected=expected, found=found, calls=calls, wanted=wanted)]
+        return []
 
     return merge_ranks(run, first_mismatch)
 

@@ -8,7 +8,7 @@ their life. Those of activations and gradients are of one microbatch. Numbers ar
 long is wrong in the step in which a weight moves far enough to show it.
 """
 
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 
 from harness.checks.casts import CastKey, casts_by_key, matmuls_by_key
 from harness.checks.check import Mismatch, Rule, Rules, Stage, Witnesses, findings_by_rule, merge_ranks
@@ -115,17 +115,12 @@ def _repeated_casts(expect: Expectations, trace: RankTrace) -> Iterator[_Repetit
     for (key, occurrence), cast in casts.items():
         first_key, first_occurrence = _first_execution(expect.case, key, occurrence)
         first = casts.get((first_key, first_occurrence))
-        if first is not None and first is not cast and not _is_another_call(expect, first_key, cast, executed):
+        # of a module that is called several times in a step, a recomputed cast may repeat another call
+        is_another_call = not expect.has_formulas and (first_key, str(_cast_properties(cast))) in executed
+        if first is not None and first is not cast and not is_another_call:
             evaluated = expect.case.train.evaluate and first_key.phase in ("evaluation", "gathered")
             where = " (in the evaluation)" if evaluated else ""
             yield cast, CAST, f"{cast.role} in {cast.phase}", _cast_properties(first), _cast_properties(cast), where
-
-
-def _is_another_call(
-    expect: Expectations, first: CastKey, cast: CastRecord, executed: Collection[tuple[CastKey, str]]
-) -> bool:
-    """Return True if a recomputed cast repeats another call of a module that is called several times in a step."""
-    return not expect.has_formulas and (first, str(_cast_properties(cast))) in executed
 
 
 def _first_execution(case: Case, key: CastKey, occurrence: int) -> tuple[CastKey, int]:

@@ -52,6 +52,10 @@ class _Place(NamedTuple):
     number: int
     fqn: str
 
+    @classmethod
+    def of(cls, call: ExpertCall) -> "_Place":
+        return cls(call.step, call.phase, call.number, call.fqn)
+
 
 @_rule.judged_by(
     blind="A wrong choice of experts that the single-rank reference makes too.",
@@ -63,7 +67,7 @@ def check_routing(case: Case, run: Run, witnesses: Witnesses) -> list[Finding]:
     calls: defaultdict[_Place, dict[int, ExpertCall]] = defaultdict(dict)
     for trace in run.by_rank:
         for call in trace.experts.calls if trace.experts is not None else ():
-            calls[_Place(*_key(call))][trace.rank] = call
+            calls[_Place.of(call)][trace.rank] = call
     wrong = [mismatch for order, place in enumerate(calls) for mismatch in _of_calls(case, place, order, calls[place])]
     mismatches = [*_numbers(case, run), *wrong, *_otherwise(case, run, witnesses, wrong), *_biases(case, run)]
     return [*_matmuls(case, run), *findings_by_rule(mismatches)]
@@ -147,12 +151,12 @@ def _otherwise(case: Case, run: Run, witnesses: Witnesses, wrong: Sequence[Misma
     solo, expect = finished(witnesses.solo), witnesses.expect
     if solo is None or solo.traces[0].experts is None or drifts(case, expect.numerics):
         return
-    calls = {_Place(*_key(call)): call for call in solo.traces[0].experts.calls if call.phase == "forward"}
+    calls = {_Place.of(call): call for call in solo.traces[0].experts.calls if call.phase == "forward"}
     lost = {(mismatch.step, mismatch.module) for mismatch in wrong}
     for trace in run.by_rank:
         for order, call in enumerate(trace.experts.calls if trace.experts is not None else ()):
             number = dp_rank(case.layout, trace.rank) * case.train.accumulation + call.number
-            reference = calls.get(_Place(call.step, call.phase, number, call.fqn))
+            reference = calls.get(_Place.of(call)._replace(number=number))
             if reference is None or call.tokens != reference.tokens:
                 continue  # something before
             if (call.chosen, call.weights) != (reference.chosen, reference.weights):
@@ -179,10 +183,6 @@ def _of_experts(case: Case, rank: int, order: int, call: ExpertCall, reference: 
         yield Mismatch(call.step, order, owner, call.fqn, EXPERTS, *words, f"expert {expert}", (("what", what),))
 
 
-def _key(call: ExpertCall) -> tuple[int, str, int, str]:
-    return call.step, call.phase, call.number, call.fqn
-
-
 def _of_router(case: Case, call: ExpertCall) -> Iterator[tuple[Rule, str, str]]:
     """Yield what is wrong with the choice of a rank and with the rows that it sends for it."""
     model, top_k = case.model, case.model.top_k
@@ -199,8 +199,9 @@ def _of_router(case: Case, call: ExpertCall) -> Iterator[tuple[Rule, str, str]]:
         yield COUNTS, _spelled(counts), _spelled(call.counts)
     wrong = _difference([tokens[place // top_k] for place in by_expert], _integers(call.values.sent))
     if wrong is not None:
-        place = by_expert[wrong.row]
-        yield SENT, f"token {place // top_k} as row {wrong.row}, for expert {flat[place]}", wrong.words
+        row, words = wrong
+        place = by_expert[row]
+        yield SENT, f"token {place // top_k} as row {row}, for expert {flat[place]}", words
 
 
 _ROUNDING = Limit("experts.weights")
@@ -250,27 +251,23 @@ def _pairs(
             continue
         wrong = _difference([at_sources[source][row] for source, _, row in origins], at_owner)
         if wrong is not None:
-            source, expert, row = origins[wrong.row]
-            expected = f"row {wrong.row} is row {row} of rank {rank + source - owner}, for expert {expert}"
-            yield rank, rule, expected, wrong.words, "gradients in backward" if gradient else ""
+            first, words = wrong
+            source, expert, row = origins[first]
+            expected = f"row {first} is row {row} of rank {rank + source - owner}, for expert {expert}"
+            yield rank, rule, expected, words, "gradients in backward" if gradient else ""
 
 
-class _Wrong(NamedTuple):
-    row: int
-    words: str
-
-
-def _difference(expected: Sequence[int], found: Sequence[int]) -> _Wrong | None:
+def _difference(expected: Sequence[int], found: Sequence[int]) -> tuple[int, str] | None:
     """Return the first row that differs, and what is there instead."""
     if len(expected) != len(found):
-        return _Wrong(0, f"{len(found)} rows for {len(expected)}")
+        return 0, f"{len(found)} rows for {len(expected)}"
     rows = [row for row, (one, other) in enumerate(zip(expected, found, strict=True)) if one != other]
     if not rows:
         return None
     place = next((row for row, digest in enumerate(expected) if digest == found[rows[0]]), None)
     other = "that is none of them" if place is None else f"that is row {place}"
     moved = "the same rows in another order" if sorted(expected) == sorted(found) else f"{len(rows)} rows differ"
-    return _Wrong(rows[0], f"{other}; {moved}")
+    return rows[0], f"{other}; {moved}"
 
 
 def _integers(held: bytes) -> Sequence[int]:

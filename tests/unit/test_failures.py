@@ -230,7 +230,8 @@ def test_a_misfit_brings_its_own_advice_and_other_errors_have_none() -> None:
 
 
 def test_the_innermost_line_of_the_user_is_named() -> None:
-    assert str(own_frame(TRACEBACK)) == "/home/me/my_target.py:12 in step: return self.loss(batch)"
+    own = own_frame(TRACEBACK)
+    assert own is not None and own.in_full == "/home/me/my_target.py:12 in step: return self.loss(batch)"
     assert own_frame('Traceback\n  File "/x/harness/worker/train.py", line 1, in f\n    x\n') is None
     (finding,) = failures(run_of(make_failure(traceback=TRACEBACK)), "crash")
     assert "ValueError: x, at /home/me/my_target.py:12 in step" in str(finding.values["end"])
