@@ -75,18 +75,7 @@ class _Place(NamedTuple):
     microbatch: int
 
 
-def first_divergence(
-    case: Case, run: Run, witness: Run, *, has_formulas: bool = True, numerics: Numerics = VIRTUAL_DEVICE
-) -> Finding | None:
-    """Return the first operand, in execution order and then by rank, that differs from the single-rank reference's.
-
-    None if none does, or where operands are plain shards, which cannot be compared with those of one rank.
-    """
-    comparison = _comparison(case, run, witness, numerics, has_formulas=has_formulas)
-    return None if comparison is None else comparison.first()
-
-
-def with_equal_operands(
+def with_operands(
     findings: Sequence[Finding],
     case: Case,
     run: Run,
@@ -95,17 +84,16 @@ def with_equal_operands(
     has_formulas: bool = True,
     numerics: Numerics = VIRTUAL_DEVICE,
 ) -> tuple[Finding, ...]:
-    """Return the findings; those about a gradient say so where all operands of its matmuls equal the reference's."""
-    if not any(finding.rule == GRADIENTS.name for finding in findings):
-        return tuple(findings)
-    comparison = _comparison(case, run, witness, numerics, has_formulas=has_formulas)
-    return tuple(findings) if comparison is None else tuple(map(comparison.noted, findings))
+    """Return the findings and the first operand, in execution order and then by rank, that is not the reference's.
 
-
-def _comparison(case: Case, run: Run, witness: Run, numerics: Numerics, *, has_formulas: bool) -> "_Comparison | None":
+    Findings about a gradient say so where all operands of its matmuls equal those of the single-rank reference. Nothing
+    is added where operands are plain shards, which cannot be compared with those of one rank.
+    """
     if not (run.complete and witness.complete) or (case.layout.tp > 1 and computes_on_plain_shards(case.target)):
-        return None
-    return _Comparison(case, run, witness.traces[0], numerics, has_formulas=has_formulas)
+        return tuple(findings)
+    comparison = _Comparison(case, run, witness.traces[0], numerics, has_formulas=has_formulas)
+    first = comparison.first()
+    return (*map(comparison.noted, findings), *([] if first is None else [first]))
 
 
 class _Comparison:

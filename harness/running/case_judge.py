@@ -14,7 +14,7 @@ import msgspec
 from harness.checks import local_parity, metamorphic, parity
 from harness.checks.catalogue import by_cause
 from harness.checks.check import Witnesses, finished
-from harness.checks.divergence import first_divergence, with_equal_operands
+from harness.checks.divergence import with_operands
 from harness.checks.judge import Judgement, judge, require_rules, showing, with_doubts, with_known_faults
 from harness.checks.measuring import derived_parity_tolerance, derived_tolerance, measured
 from harness.checks.model import reference_without_fsdp
@@ -196,11 +196,9 @@ def _explained(run: Run, judgement: Judgement, have: RunsByRole, witnesses: Witn
     expect, findings = witnesses.expect, judgement.findings
     case, with_all = expect.case, finished(have.get(references.OPERANDS))
     if with_all is not None:
-        first = first_divergence(case, run, with_all, has_formulas=expect.has_formulas, numerics=expect.numerics)
-        findings = with_equal_operands(
-            findings, case, run, with_all, has_formulas=expect.has_formulas, numerics=expect.numerics
+        findings = by_cause(
+            with_operands(findings, case, run, with_all, has_formulas=expect.has_formulas, numerics=expect.numerics)
         )
-        findings = findings if first is None else by_cause((*findings, first))
     solo = finished(witnesses.solo)
     if solo is not None and any(finding.check in _COMPARED for finding in findings):
         findings = by_cause((*findings, *reference_without_fsdp(case, run, solo)))

@@ -10,12 +10,13 @@ import pytest
 from msgspec.structs import replace
 
 from harness.checks.check import Rule
-from harness.checks.divergence import COUNT, LOSS, OPERAND, first_divergence, with_equal_operands
+from harness.checks.divergence import COUNT, LOSS, OPERAND, with_operands
 from harness.checks.parity import GRADIENTS
 from harness.matrix.case import Case, Layout
 from harness.matrix.numerics import Numerics
 from harness.trace import RankTrace, Run
 from harness.trace.operands import CastRecord, OperandTrace
+from harness.verdict import Finding
 from tests.builders import (
     a_finding,
     make_case,
@@ -74,6 +75,10 @@ def runs(of: Case, placements: tuple[str, ...] = ()) -> tuple[Run, Run]:
 def whole(layout: Layout) -> tuple[str, ...]:
     """The placements of a tensor that every TP rank holds whole."""
     return ("Replicate()",) if layout.tp > 1 else ()
+
+
+def first_divergence(of: Case, run: Run, witness: Run, **how: Any) -> Finding | None:
+    return next(iter(with_operands((), of, run, witness, **how)), None)
 
 
 def changed(run: Run, rank: int, *, step: int, fqn: str, **changes: Any) -> Run:
@@ -299,13 +304,13 @@ def test_a_gradient_of_equal_operands_says_what_is_left_only_where_they_were_com
     finding = a_finding(rule=GRADIENTS.name, step=1, module=module)
     of = case(Layout(dp_shard=2))
     run, witness = (with_matmuls(side, gemm=gemm) for side in runs(of))
-    (returned,) = with_equal_operands([finding], of, with_matmuls(run, **change), witness)
+    returned, *_ = with_operands([finding], of, with_matmuls(run, **change), witness)
     assert bool(returned.notes) is noted
     assert not noted or returned.notes[0].startswith("2 weight-gradient matmuls have the operands")
     lacking = run_of(run.traces[0], *without_matmuls(run).traces[1:])
-    assert with_equal_operands([finding], of, lacking, witness) == (finding,)
+    assert with_operands([finding], of, lacking, witness)[0] == finding
     other = case(Layout(tp=2))
-    assert with_equal_operands([finding], other, run, witness) == (finding,)
+    assert with_operands([finding], other, run, witness)[0] == finding
 
 
 def test_a_matmul_that_reads_its_operand_as_another_dtype_is_named() -> None:
@@ -360,7 +365,7 @@ def of_stage(rank: int, fqns: tuple[str, ...], first: int) -> RankTrace:
     return recorded(rank, (make_cast(fqn=fqn, data_digest=f"{fqn} {number}") for fqn, number in places), first)
 
 
-def with_operands(run: Run, change: Callable[[OperandTrace], OperandTrace]) -> Run:
+def edited(run: Run, change: Callable[[OperandTrace], OperandTrace]) -> Run:
     return run_of(*(replace(one, operands=change(one.operands)) for one in run.traces if one.operands is not None))
 
 
@@ -372,7 +377,7 @@ def with_backward(run: Run) -> Run:
         gradients = (replace(one, role="grad_output", phase="backward", index=one.index + 1000) for one in ends)
         return replace(held, casts=(*held.casts, *gradients))
 
-    return with_operands(run, change)
+    return edited(run, change)
 
 
 def starts_otherwise(run: Run, rank: int) -> Run:
@@ -385,10 +390,8 @@ def starts_otherwise(run: Run, rank: int) -> Run:
 
 
 def with_matmuls(run: Run, **changes: Any) -> Run:
-    return with_operands(
-        run, lambda held: replace(held, matmuls=tuple(replace(one, **changes) for one in held.matmuls))
-    )
+    return edited(run, lambda held: replace(held, matmuls=tuple(replace(one, **changes) for one in held.matmuls)))
 
 
 def without_matmuls(run: Run) -> Run:
-    return with_operands(run, lambda held: replace(held, matmuls=()))
+    return edited(run, lambda held: replace(held, matmuls=()))

@@ -13,7 +13,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torchao.float8 import float8_linear, float8_scaling_utils
 
 from harness.checks.check import Rule
-from harness.checks.divergence import first_divergence
+from harness.checks.divergence import with_operands
 from harness.checks.recompute import CAST as RECOMPUTED_CAST
 from harness.checks.recompute import check_recompute
 from harness.checks.scales import DIFFERENT, RULES, check_scales
@@ -91,8 +91,8 @@ def test_a_planted_fault_is_found_at_its_first_step(trained, fault: str, text: s
 def test_the_first_divergence_locates_what_no_scale_shows(trained, fault: str, text: str, place: tuple[int, str]):
     case = parse_case_id(text)
     broken = trained(case, probes=OPERANDS, injections=(f"fault:{fault}",))
-    divergence = first_divergence(case, broken, trained(solo_case(case), probes=OPERANDS, solo=True))
-    assert divergence is not None and (divergence.step, divergence.module) == place
+    (divergence,) = with_operands((), case, broken, trained(solo_case(case), probes=OPERANDS, solo=True))
+    assert (divergence.step, divergence.module) == place
     assert "recompute" not in divergence.operand  # what forward does comes first
 
 
