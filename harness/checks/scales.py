@@ -13,7 +13,6 @@ linear and step.
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from functools import partial
-from typing import NamedTuple
 
 from msgspec.structs import replace
 
@@ -52,8 +51,6 @@ _rule = Rules(
     only={"a damaged trace": "scale-dtype scale-shape", "an own target": "not-styled"},
 )
 RULES = CastRules(_rule)
-
-
 DIFFERENT = _rule("different-per-rank", "ranks that hold the same tensor use different scales")
 SHARED = _rule("shared", "ranks that hold different tensors share all scales")
 REPLICAS = _rule("replicas", "replicas of a tensor have different float8 data", stage=Stage.OPERAND)
@@ -223,11 +220,11 @@ def _shards(case: Case, casts: Casts, rank: int, place: tuple[CastKey, int]) -> 
 
 def _amax_rules(case: Case, cast: CastRecord, group: list[CastRecord]) -> Iterator[Broken]:
     """Yield the scale follows from the amax of the whole tensor or row, whose parts `group` holds."""
-    if not case.float8.traits.power_of_two_scales:
-        yield from RULES.of_tensor(cast, largest(other.amax for other in group))
-        return
     traits = case.float8.traits
-    yield from RULES.of_powers(traits, cast.target_dtype, *_scaled_amaxes(cast, group))
+    if traits.power_of_two_scales:
+        yield from RULES.of_powers(traits, cast.target_dtype, *_scaled_amaxes(cast, group))
+    else:
+        yield from RULES.of_tensor(cast, largest(other.amax for other in group))
 
 
 def _scaled_amaxes(cast: CastRecord, group: list[CastRecord]) -> tuple[float, float]:
@@ -336,18 +333,6 @@ FLUSHED = _underflow("flushed", _MOVED, numeric=True)
 SATURATED = _underflow("saturated", _MOVED, numeric=True)
 
 
-class Lost(NamedTuple):
-    """The share of values that casts of one operand lost, here and on one rank."""
-
-    cast: CastShare
-    found: float
-    expected: float
-
-    @property
-    def distance(self) -> float:
-        return abs(self.found - self.expected)
-
-
 def _partly(expect: Expectations, device: str) -> str:
     steps, judged = expect.case.train.steps, judged_steps(expect.case, expect.numerics)
     later = [*range(judged + 1, steps + 1)]
@@ -374,8 +359,8 @@ def check_underflow(case: Case, run: Run, witnesses: Witnesses) -> Iterator[Find
     if not both:
         yield NOTHING_COMPARED.finding(expected="casts of the same operands")
     allowed = allowed_share(case, witnesses.expect.numerics)
-    flushed = [Lost(cast, cast.flushed / cast.elements, one.flushed / one.elements) for cast, one in both]
-    saturated = [Lost(cast, cast.saturated / cast.elements, one.saturated / one.elements) for cast, one in both]
+    flushed = [(cast, cast.flushed / cast.elements, one.flushed / one.elements) for cast, one in both]
+    saturated = [(cast, cast.saturated / cast.elements, one.saturated / one.elements) for cast, one in both]
     yield from _moved(FLUSHED, "become zero", flushed, allowed)
     yield from _moved(SATURATED, "saturate", saturated, allowed)
 
@@ -397,24 +382,25 @@ def judged_steps(case: Case, numerics: Numerics) -> int:
     return case.train.steps if exact else min(case.train.steps, MEASURED_STEPS)
 
 
-def _moved(rule: Rule, become: str, lost: list[Lost], allowed: float) -> Iterator[Finding]:
-    """Yield the first operand that loses another share."""
-    wrong = [share for share in lost if not share.distance <= allowed]
+def _moved(rule: Rule, become: str, lost: list[tuple[CastShare, float, float]], allowed: float) -> Iterator[Finding]:
+    """Yield the first operand that loses another share. `lost`: of every one, with its share here and on one rank."""
+    apart = [(cast, found, expected, abs(found - expected)) for cast, found, expected in lost]
+    wrong = [item for item in apart if not item[-1] <= allowed]
     if wrong:
-        first = min(wrong, key=lambda share: share.cast.step)
+        cast, found, expected, distance = min(wrong, key=lambda item: item[0].step)
         yield rule.finding(
-            step=first.cast.step,
-            module=first.cast.fqn,
-            operand=first.cast.role,
-            expected=f"{first.expected:.6g} of the values",
-            found=f"{first.found:.6g}",
-            size=max(share.distance for share in wrong),
+            step=cast.step,
+            module=cast.fqn,
+            operand=cast.role,
+            expected=f"{expected:.6g} of the values",
+            found=f"{found:.6g}",
+            size=max(item[-1] for item in wrong),
             become=become,
-            distance=first.distance,
+            distance=distance,
             allowed=allowed,
             count=len(wrong),
             compared=len(lost),
-            values={"found": first.found, "expected": first.expected},
+            values={"found": found, "expected": expected},
         )
 
 
