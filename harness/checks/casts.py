@@ -277,11 +277,9 @@ def cast_sources(
     positive = [part.largest for part in group.values() if part.largest is not None]
     if len(positive) == len(group):
         yield Source("the largest value without abs", max(positive))
-    before = [(key._replace(step=step), occurrence) for step in range(1, key.step)]
-    yield from of_steps({then[0].step: _amax(on_ranks(casts, group, then)) for then in before})
-    yield from of_steps(
-        {then[0].step: _amax(on_ranks(casts, (rank,), then)) for then in before}, f" on rank {rank} alone"
-    )
+    before = {step: (key._replace(step=step), occurrence) for step in range(1, key.step)}
+    for ranks, where in ((tuple(group), ""), ((rank,), f" on rank {rank} alone")):
+        yield from of_steps({step: _amax(on_ranks(casts, ranks, then)) for step, then in before.items()}, where)
     if cast.source_dtype == "bfloat16":
         return  # of so few values that tensors have the same amax by chance
     for (site, _), other_cast in casts[rank].items():

@@ -96,27 +96,25 @@ def _virtual_device(case: Case, run: Run) -> Iterator[Finding]:
     for (device, asked, parts), ranks in keys.items():
         exact = (asked or default_arithmetic(device)) == "exact"
         found = ", ".join(parts) or "nothing"
-        needed = _needed(case, device, set(parts), exact=exact)
+        needed, excluded = _parts(case, device, set(parts), exact=exact)
         if missing := ", ".join(sorted(needed - set(parts))):
             expected = ", ".join(sorted(needed))
             yield LACKS_PARTS.finding(ranks=ranks, parts=missing, expected=expected, found=found)
-        if _excluded(device, exact=exact, parts=set(parts)):
+        if excluded:
             expected = "the exact scaled_mm alone" if exact else "nothing" if device != "cpu" else "no scaled_mm"
             yield FOREIGN_PARTS.finding(ranks=ranks, device=device, expected=expected, found=found)
 
 
-def _needed(case: Case, device: str, parts: set[str], *, exact: bool) -> set[str]:
-    transport = _TRANSPORTS & parts or {"collectives"}
-    needed = transport if device == "cpu" and case.world_size > 1 else set()
-    if device == "cpu" and case.float8.traits.in_blocks:
-        needed = needed | {"mxfp8"}
-    return needed | {"scaled_mm"} if exact and case.float8.enabled else needed
-
-
-def _excluded(device: str, *, exact: bool, parts: set[str]) -> set[str]:
-    """Return what must not be installed: on a GPU everything but the matmul that was asked for."""
-    matmul = set() if exact else parts & {"scaled_mm"}
-    return matmul if device == "cpu" else matmul | parts - {"scaled_mm"}
+def _parts(case: Case, device: str, parts: set[str], *, exact: bool) -> tuple[set[str], set[str]]:
+    """Return what must be installed, and what of these parts must not: on a GPU all but the matmul that was asked for."""
+    needed = {"scaled_mm"} if exact and case.float8.enabled else set[str]()
+    if device != "cpu":
+        return needed, parts - ({"scaled_mm"} if exact else set())
+    if case.world_size > 1:
+        needed |= _TRANSPORTS & parts or {"collectives"}
+    if case.float8.traits.in_blocks:
+        needed.add("mxfp8")
+    return needed, set() if exact else parts & {"scaled_mm"}
 
 
 # The number of scaled matmuls

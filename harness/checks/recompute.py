@@ -33,9 +33,8 @@ UNASKED = _rule("unasked", "forward was recomputed without being asked for")
 NUMBER = _rule("number", "wrong number of recomputed matmuls", formula=MATMULS)
 
 
-# The repetition of a cast or matmul, the properties of the first and of this one, which must be equal, and where the
-# first one was, if that was no training.
-_Repetition = tuple[CastRecord | MatmulRecord, Rule, str, dict[str, object], dict[str, object], str]
+# The repetition of a cast or matmul, the first one, and where that was, if that was no training.
+_Repetition = tuple[CastRecord | MatmulRecord, CastRecord | MatmulRecord, str]
 
 
 def _not_judged(expect: Expectations, device: str) -> str:
@@ -75,26 +74,24 @@ def _of_graphs(expect: Expectations, trace: RankTrace) -> Iterator[Finding]:
     if unequal:
         first = unequal[0]
         yield NODES.finding(count=len(unequal), node=first.node, expected=first.forward, found=first.backward)
-    case = expect.case
-    wrapped = [case.checkpointing.wraps(layer) for layer in range(case.model.shape.layers)]
-    if not expect.has_formulas:
-        wrapped = [case.checkpointing.mode != "none"]
-    repeated = [
-        min(partition.repeated, partition.repeated_in_passes)
-        for partition in trace.graphs.partitions
-        if partition.marked
-    ]
-    if any(wrapped) and not (repeated and all(repeated)):
+    case, marked = expect.case, [partition for partition in trace.graphs.partitions if partition.marked]
+    asked = case.checkpointing.mode != "none"
+    if expect.has_formulas:
+        asked = any(map(case.checkpointing.wraps, range(case.model.shape.layers)))
+    repeated = [min(partition.repeated, partition.repeated_in_passes) for partition in marked]
+    if asked and not (repeated and all(repeated)):
         yield NOTHING_REPEATED.finding(expected="repeated nodes in every such graph", found="none")
 
 
 def _unequal(expect: Expectations, trace: RankTrace) -> Iterator[Mismatch]:
-    for record, rule, operand, first, second, where in (*_repeated_casts(expect, trace), *_recomputed_matmuls(trace)):
-        for name, expected in first.items():
-            bits = repr(expected), repr(second[name])  # NaN equals NaN, and other numbers are written to the last bit
+    for record, first, where in (*_repeated_casts(expect, trace), *_recomputed_matmuls(trace)):
+        again, rule = _properties(record), CAST if isinstance(record, CastRecord) else MATMUL
+        operand = f"{record.role} in {record.phase}" if isinstance(record, CastRecord) else f"matmul {record.gemm}"
+        for name, expected in _properties(first).items():
+            bits = repr(expected), repr(again[name])  # NaN equals NaN, and other numbers are written to the last bit
             if bits[0] != bits[1]:
                 place = record.step, record.index, trace.rank, record.fqn
-                words = _short(name, expected), _short(name, second[name])
+                words = _short(name, expected), _short(name, again[name])
                 other = f"other bits of {words[1]}" if words[0] == words[1] else words[1]
                 values = (("property", name), ("where", where), ("first", bits[0]), ("again", bits[1]))
                 yield Mismatch(*place, rule, words[0], other, operand, values)
@@ -111,24 +108,23 @@ def _short(name: str, value: object) -> str:
 
 def _repeated_casts(expect: Expectations, trace: RankTrace) -> Iterator[_Repetition]:
     casts = casts_by_key(trace)
-    executed = {(key, str(_cast_properties(cast))) for (key, _), cast in casts.items()}
+    executed = {(key, str(_properties(cast))) for (key, _), cast in casts.items()}
     for (key, occurrence), cast in casts.items():
         first_key, first_occurrence = _first_execution(expect.case, key, occurrence)
         first = casts.get((first_key, first_occurrence))
         # of a module that is called several times in a step, a recomputed cast may repeat another call
-        is_another_call = not expect.has_formulas and (first_key, str(_cast_properties(cast))) in executed
+        is_another_call = not expect.has_formulas and (first_key, str(_properties(cast))) in executed
         if first is not None and first is not cast and not is_another_call:
             evaluated = expect.case.train.evaluate and first_key.phase in ("evaluation", "gathered")
             where = " (in the evaluation)" if evaluated else ""
-            yield cast, CAST, f"{cast.role} in {cast.phase}", _cast_properties(first), _cast_properties(cast), where
+            yield cast, first, where
 
 
 def _first_execution(case: Case, key: CastKey, occurrence: int) -> tuple[CastKey, int]:
     """What a cast repeats: a forward cast the one in evaluation, a recomputed cast the one in forward, and so on.
 
-    A gathered weight repeats the one that was used first.
-
-    With one scale for the tensor the backward pass casts input and weight again exactly as the forward did.
+    A gathered weight repeats the one that was used first. With one scale for the tensor the backward pass casts input
+    and weight again exactly as the forward did.
     """
     if key.phase == "gathered":
         return key, 0
@@ -140,29 +136,23 @@ def _first_execution(case: Case, key: CastKey, occurrence: int) -> tuple[CastKey
     return (key._replace(phase="forward") if again or key.phase == "recompute" else key), occurrence
 
 
-def _cast_properties(cast: CastRecord) -> dict[str, object]:
-    return {
-        "elements": cast.elements,
-        "dtype": cast.target_dtype,
-        "scale": cast.scale,
-        "data": cast.data_digest,
-    }
-
-
 def _recomputed_matmuls(trace: RankTrace) -> Iterator[_Repetition]:
     matmuls = matmuls_by_key(trace)
     for (key, occurrence), matmul in matmuls.items():
         first = matmuls.get((key._replace(gemm="forward"), occurrence))
         if key.gemm == "recompute" and first is not None:
-            yield matmul, MATMUL, f"matmul {matmul.gemm}", _matmul_properties(first), _matmul_properties(matmul), ""
+            yield matmul, first, ""
 
 
-def _matmul_properties(matmul: MatmulRecord) -> dict[str, object]:
+def _properties(record: CastRecord | MatmulRecord) -> dict[str, object]:
+    if isinstance(record, CastRecord):
+        of_data = {"scale": record.scale, "data": record.data_digest}
+        return {"elements": record.elements, "dtype": record.target_dtype, **of_data}
     return {
-        "sizes": (matmul.m, matmul.k, matmul.n),
-        "dtypes": (matmul.a_dtype, matmul.b_dtype),
-        "scales": (matmul.a_scale, matmul.b_scale),
-        "data": (matmul.a_digest, matmul.b_digest),
+        "sizes": (record.m, record.k, record.n),
+        "dtypes": (record.a_dtype, record.b_dtype),
+        "scales": (record.a_scale, record.b_scale),
+        "data": (record.a_digest, record.b_digest),
     }
 
 
