@@ -96,11 +96,7 @@ def _derived(case: Case) -> Iterable[object]:
     if not excluded:
         yield sorted(case_features(case).items())
         related = (partner(case), *relations(case))
-        yield [
-            (relation.name, relation.promise, relation.steps, case_id(relation.partner))
-            for relation in related
-            if relation is not None
-        ]
+        yield [(relation.name, case_id(relation.partner)) for relation in related if relation is not None]
 
 
 if __name__ == "__main__":

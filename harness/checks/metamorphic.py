@@ -22,7 +22,6 @@ from harness.expect.relations import Relation
 from harness.matrix.case import Case
 from harness.matrix.caseid import case_id
 from harness.matrix.numerics import async_tp_gap
-from harness.promises import Limit
 from harness.trace import RankTrace, Run
 from harness.trace.model import TensorSketch
 from harness.verdict import Finding
@@ -63,10 +62,9 @@ def _reported_numbers(relation: Relation, run: Run, partner: Run) -> Iterator[Fi
 
     Where async TP is what the partner lacks, the operators that it fused are to be looked at.
     """
-    steps = [step for step in partner.traces[0].steps if _is_promised(relation, step.step)]
     for name, rule in (("loss", LOSS), ("grad_norm", GRAD_NORM)):
-        expected = {step.step: getattr(step, name) for step in steps}
-        for finding in numbers(rule, run, name, expected, lambda _, number: _allowed(relation, abs(number))):
+        expected = {step.step: getattr(step, name) for step in partner.traces[0].steps}
+        for finding in numbers(rule, run, name, expected, lambda *_: 0.0):
             values = {**finding.values, "partner": _promise(relation)}
             yield replace(finding, operand=_fused(relation, run), values=values)
 
@@ -80,8 +78,7 @@ def _fused(relation: Relation, run: Run) -> str:
 
 
 def _tensors(relation: Relation, run: Run, partner: Run) -> Iterator[Finding]:
-    compare = _bits if relation.promise == "bitwise" else _sketches
-    found, expected = _keys(relation, run), _keys(relation, partner)
+    found, expected = ({key for key, _ in _shards(one)} for one in (run, partner))
     if not expected:
         yield NOTHING_COMPARED.finding(partner=_partner(relation), expected="sketches")
     for key in sorted(found ^ expected)[:1]:
@@ -94,8 +91,7 @@ def _tensors(relation: Relation, run: Run, partner: Run) -> Iterator[Finding]:
             module=key.fqn,
         )
     compared = sorted(
-        (tensor for tensor in compare(relation, run, partner) if tensor.of in found & expected),
-        key=lambda tensor: tensor.of,
+        (tensor for tensor in _bits(run, partner) if tensor.of in found & expected), key=lambda tensor: tensor.of
     )
     wrong = first_wrong(compared, worst=True)
     if wrong is not None:
@@ -105,19 +101,24 @@ def _tensors(relation: Relation, run: Run, partner: Run) -> Iterator[Finding]:
         yield wrong.finding(noun=noun, partner=_promise(relation), count=count, compared=every, rank=rank)
 
 
-def _compared(key: SketchKey, distance: float, allowed: float) -> Compared:
-    rule = GRADIENTS if key.kind == "grad" else PARAMETERS
-    return Compared(rule, key.step, distance, allowed, key.fqn, kind=key.kind, of=key)
-
-
-def _bits(relation: Relation, run: Run, partner: Run) -> list[Compared]:
+def _bits(run: Run, partner: Run) -> list[Compared]:
     """Shards of a rank beside those of the same rank of the partner: what is not finite equals nothing."""
     found, expected = _shards(run), _shards(partner)
     same = {place: _same_bits(found[place], expected.get(place)) for place in sorted(found)}
     distances = {} if all(same.values()) else relative_distances(assemble(run.traces), assemble(partner.traces))
     return [
-        _compared(key, 0.0 if equal else distances.get(key, math.nan), 0.0)._replace(
-            ranks=(rank,), same=equal, expected=_text(expected.get((key, rank))), found=_text(found[key, rank])
+        Compared(
+            GRADIENTS if key.kind == "grad" else PARAMETERS,
+            key.step,
+            distance=0.0 if equal else distances.get(key, math.nan),
+            allowed=0.0,
+            module=key.fqn,
+            kind=key.kind,
+            ranks=(rank,),
+            of=key,
+            expected=_text(expected.get((key, rank))),
+            found=_text(found[key, rank]),
+            same=equal,
         )
         for (key, rank), equal in same.items()
     ]
@@ -134,18 +135,6 @@ def _text(shard: TensorSketch | None) -> str:
     return "nothing" if shard is None else f"{list(shard.local_shape)} at {list(shard.offset)}: {shard.digest}"
 
 
-def _sketches(relation: Relation, run: Run, partner: Run) -> list[Compared]:
-    """Logical tensors, up to the rounding of sums; the layouts may differ."""
-    ignored, allowed = Limit("parity.cancelled_float64"), _allowed(relation, 1.0)
-    distances = relative_distances(assemble(run.traces), assemble(partner.traces), ignored=ignored)
-    return [_compared(key, distance, allowed) for key, distance in distances.items()]
-
-
-def _keys(relation: Relation, run: Run) -> set[SketchKey]:
-    """Return the tensors that the promise is about: the comparisons also see later steps."""
-    return {key for key, _ in _shards(run) if _is_promised(relation, key.step)}
-
-
 def _shards(run: Run) -> dict[tuple[SketchKey, int], TensorSketch]:
     return {
         (SketchKey(sketch.step, sketch.kind, sketch.fqn), trace.rank): sketch
@@ -154,21 +143,12 @@ def _shards(run: Run) -> dict[tuple[SketchKey, int], TensorSketch]:
     }
 
 
-def _is_promised(relation: Relation, step: int) -> bool:
-    return relation.steps is None or step <= relation.steps
-
-
-def _allowed(relation: Relation, size: float) -> float:
-    return 0.0 if relation.promise == "bitwise" else Limit("partner.exact", size)
-
-
 def _partner(relation: Relation) -> str:
     return f"the partner {case_id(relation.partner)} ({relation.name})"
 
 
 def _promise(relation: Relation) -> str:
-    equal = {"bitwise": "bit for bit", "exact": "up to the order of sums"}[relation.promise]
-    return f"{_partner(relation)}, which must match {equal}"
+    return f"{_partner(relation)}, which must match bit for bit"
 
 
 _signature = Rules("signature", Stage.COLLECTIVES, only={"an own target": "executed memory"})

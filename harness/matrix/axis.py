@@ -44,7 +44,7 @@ class Axis(msgspec.Struct, frozen=True, kw_only=True):
     `always`: ids spell its default too. `example`: a value, of an axis without a default. `reference`: its value in
     BF16 references, where that is not the default. `noise`: how a tolerance key spells a value that rounds otherwise.
     `everyday`: commands have an option of its name, beside `--set`. `same_bits`: why a run has the bits of one with the
-    default; `same_sums`: why they differ by the order of sums alone. When they do not is in `relations.py`.
+    default. When it has not is in `relations.py`.
     """
 
     meaning: str
@@ -59,7 +59,6 @@ class Axis(msgspec.Struct, frozen=True, kw_only=True):
     everyday: bool = False
     noise: str = ""
     same_bits: str = ""
-    same_sums: str = ""
 
 
 def axis(meaning: str, *words: Word, changes: Changes, part: str, **rest: Any) -> Axis:

@@ -124,7 +124,6 @@ class Layout(Mesh, frozen=True, kw_only=True):
             "TP ranks share the positions of the residual stream",
             flag("nosp", "TP without sequence parallelism", sequence_parallel=False),
             needs=("tp",),
-            same_sums="it shards what is computed between TP blocks and changes no scale",
         ),
     ] = True
     loss_parallel: Annotated[
@@ -133,7 +132,6 @@ class Layout(Mesh, frozen=True, kw_only=True):
             "TP ranks share the logits",
             flag("nolp", "TP without loss parallelism", loss_parallel=False),
             needs=("tp",),
-            same_sums="it shards the softmax over the vocabulary",
         ),
     ] = True
     reshard_after_forward: Annotated[
